@@ -1,0 +1,1 @@
+//! The vocabulary of Blockhouse: requests, extents, durability, errors, aligned buffers, the Storage trait.

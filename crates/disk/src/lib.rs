@@ -1,0 +1,2 @@
+//! The I/O path: a disk is a format over storages.
+#![forbid(unsafe_code)]

@@ -1,0 +1,2 @@
+//! The NBD protocol, server and client.
+#![forbid(unsafe_code)]

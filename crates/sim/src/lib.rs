@@ -1,0 +1,2 @@
+//! A deterministic storage that reorders, tears, delays, fails and crashes by seed.
+#![forbid(unsafe_code)]

@@ -1,0 +1,2 @@
+//! Black-box tests: the binary against foreign tools.
+#![forbid(unsafe_code)]

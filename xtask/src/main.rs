@@ -1,0 +1,4 @@
+//! Chores that anyone can run.
+#![forbid(unsafe_code)]
+
+fn main() {}
