@@ -1,1 +1,20 @@
-//! The vocabulary of Blockhouse: requests, extents, durability, errors, aligned buffers, the Storage trait.
+//! The vocabulary of Blockhouse, floor 0 of the house.
+//!
+//! Requests, extents, durability, errors, buffers that the kernel may own for a while, and the
+//! [`Storage`] trait that every floor above speaks. No I/O and no threads live here.
+
+mod buf;
+mod durability;
+mod error;
+mod extent;
+mod iovector;
+mod request;
+mod storage;
+
+pub use buf::{BLOCK_ALIGNMENT, Buffer, BufferPool};
+pub use durability::{Durability, Fua, Sync};
+pub use error::{Error, ErrorKind, Result, errno};
+pub use extent::{ByteRange, Extent, ExtentFlags, ExtentState};
+pub use iovector::{IoVector, IoVectorList, Segment};
+pub use request::{Effort, Request, Unmap};
+pub use storage::{Alignment, Capabilities, Offload, Status, Storage, WriteCache};

@@ -1,0 +1,293 @@
+//! Aligned memory for I/O, lent to operations and taken back.
+//!
+//! A [`Buffer`] is memory that belongs to one place of the program. To let an operation use it, its
+//! owner lends it out as an [`IoVector`]; while the loan exists the bytes cannot be looked at, and a
+//! loan that outlives its buffer (the future that waited was dropped, the kernel was not done) keeps
+//! the memory alive by itself. A [`BufferPool`] keeps returned memory for the next request, up to a
+//! bound, so that a warmed-up path allocates nothing.
+
+use std::alloc::{Layout, alloc_zeroed, dealloc, handle_alloc_error};
+use std::mem::ManuallyDrop;
+use std::ptr::NonNull;
+use std::sync::atomic::{Ordering, fence};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use crate::{IoVector, Segment};
+
+/// Every buffer starts at a multiple of this many bytes: a page, which satisfies the direct I/O of
+/// every device with blocks up to 4 KiB.
+pub const BLOCK_ALIGNMENT: usize = 4096;
+
+/// The smallest and the largest size class of a pool: 4 KiB and 64 MiB.
+const SMALLEST_CLASS: u32 = BLOCK_ALIGNMENT.trailing_zeros();
+const CLASSES: usize = 15;
+
+/// Zero-initialised memory, freed on drop. Nobody holds references into it; see `Buffer`.
+struct Memory {
+    address: NonNull<u8>,
+    capacity: usize,
+}
+
+// SAFETY: `Memory` is a plain allocation; who may touch its bytes when is decided by `Buffer`.
+unsafe impl Send for Memory {}
+// SAFETY: as above; a shared `Memory` gives no access to its bytes.
+unsafe impl Sync for Memory {}
+
+impl Memory {
+    fn layout(capacity: usize) -> Layout {
+        Layout::from_size_align(capacity, BLOCK_ALIGNMENT)
+            .expect("a buffer smaller than half of all memory")
+    }
+
+    fn allocate(capacity: usize) -> Self {
+        let layout = Self::layout(capacity);
+        // SAFETY: `capacity` is at least one page (both callers round up), so the size is not zero.
+        let address = unsafe { alloc_zeroed(layout) };
+        let address = NonNull::new(address).unwrap_or_else(|| handle_alloc_error(layout));
+        Self { address, capacity }
+    }
+}
+
+impl Drop for Memory {
+    fn drop(&mut self) {
+        // SAFETY: allocated in `allocate` with the same layout, and nobody else refers to it.
+        unsafe { dealloc(self.address.as_ptr(), Self::layout(self.capacity)) };
+    }
+}
+
+/// Aligned memory with one owner. See the module's page for lending.
+pub struct Buffer {
+    /// Invariant: `memory` has other owners exactly as long as loans of this buffer exist. It is
+    /// taken out only by `drop`.
+    memory: ManuallyDrop<Arc<Memory>>,
+    length: usize,
+    pool: Option<BufferPool>,
+}
+
+impl Buffer {
+    /// `length` zero bytes outside any pool.
+    pub fn new(length: usize) -> Self {
+        let capacity = length.max(1).next_multiple_of(BLOCK_ALIGNMENT);
+        Self::over(Arc::new(Memory::allocate(capacity)), length, None)
+    }
+
+    fn over(memory: Arc<Memory>, length: usize, pool: Option<BufferPool>) -> Self {
+        Self { memory: ManuallyDrop::new(memory), length, pool }
+    }
+
+    /// How many bytes.
+    pub fn len(&self) -> usize {
+        self.length
+    }
+
+    /// Whether there are none.
+    pub fn is_empty(&self) -> bool {
+        self.length == 0
+    }
+
+    /// How long the buffer can become.
+    pub fn capacity(&self) -> usize {
+        self.memory.capacity
+    }
+
+    /// Changes the length, within the capacity. Bytes that come into view hold whatever they held.
+    ///
+    /// # Panics
+    /// When `length` exceeds the capacity.
+    pub fn set_len(&mut self, length: usize) {
+        assert!(length <= self.capacity(), "a buffer of {} cannot hold {length}", self.capacity());
+        self.length = length;
+    }
+
+    /// Whether a loan is still out.
+    pub fn is_lent(&self) -> bool {
+        // Acquire: what the borrower wrote before it dropped its loan is seen after this.
+        let lent = Arc::strong_count(&self.memory) != 1;
+        fence(Ordering::Acquire);
+        lent
+    }
+
+    /// Lends all of it out until the vector and everything divided from it is dropped.
+    ///
+    /// # Panics
+    /// When a loan is still out.
+    pub fn lend(&mut self) -> IoVector {
+        self.lend_range(0, self.length)
+    }
+
+    /// Lends `length` bytes from `start` on; otherwise as [`lend`](Self::lend).
+    ///
+    /// # Panics
+    /// When a loan is still out, or the range is not inside the buffer.
+    pub fn lend_range(&mut self, start: usize, length: usize) -> IoVector {
+        self.assert_home("lend");
+        assert!(start <= self.length && length <= self.length - start, "a loan past the end");
+        // SAFETY: start is inside the allocation.
+        let address = unsafe { self.memory.address.add(start) };
+        let owner: Arc<Memory> = Arc::clone(&self.memory);
+        // SAFETY: the memory lives as long as `owner`. This was its only owner, so there is no other
+        // vector over it; and references are only given out by `bytes` and `bytes_mut`, which refuse
+        // while a loan is out and borrow the buffer, which `&mut self` shows not to be borrowed.
+        unsafe { IoVector::from_raw(owner, [Segment { address, length }]) }
+    }
+
+    /// The bytes.
+    ///
+    /// # Panics
+    /// When a loan is still out.
+    pub fn bytes(&self) -> &[u8] {
+        self.assert_home("read");
+        // SAFETY: initialised (zeroed) memory; no loan is out, and a new one needs `&mut self`.
+        unsafe { std::slice::from_raw_parts(self.memory.address.as_ptr(), self.length) }
+    }
+
+    /// The bytes, to be changed.
+    ///
+    /// # Panics
+    /// When a loan is still out.
+    pub fn bytes_mut(&mut self) -> &mut [u8] {
+        self.assert_home("change");
+        // SAFETY: as in `bytes`, and `&mut self` makes this the only reference.
+        unsafe { std::slice::from_raw_parts_mut(self.memory.address.as_ptr(), self.length) }
+    }
+
+    fn assert_home(&self, verb: &str) {
+        assert!(!self.is_lent(), "cannot {verb} a buffer that is lent out");
+    }
+}
+
+impl Drop for Buffer {
+    fn drop(&mut self) {
+        // Memory that is still lent belongs to its borrower from now on.
+        let lent = self.is_lent();
+        // SAFETY: `memory` is not used after this; `drop` runs once.
+        let memory = unsafe { ManuallyDrop::take(&mut self.memory) };
+        if let Some(pool) = self.pool.take()
+            && !lent
+        {
+            pool.take_back(memory);
+        }
+    }
+}
+
+impl std::fmt::Debug for Buffer {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Buffer({} of {} bytes)", self.length, self.capacity())
+    }
+}
+
+/// Keeps memory between requests, in size classes of powers of two. Clones share the memory.
+#[derive(Clone)]
+pub struct BufferPool(Arc<Mutex<Shelves>>);
+
+struct Shelves {
+    classes: [Vec<Arc<Memory>>; CLASSES],
+    kept: usize,
+    most: usize,
+}
+
+impl BufferPool {
+    /// A pool that keeps at most `most` bytes that are not in use. Buffers in use are not limited
+    /// here: whoever takes them limits its requests.
+    pub fn new(most: usize) -> Self {
+        Self(Arc::new(Mutex::new(Shelves { classes: Default::default(), kept: 0, most })))
+    }
+
+    /// A buffer of `length` bytes with any content.
+    pub fn get(&self, length: usize) -> Buffer {
+        let class = class_of(length);
+        let kept = class.and_then(|class| {
+            let mut shelves = self.shelves();
+            let memory = shelves.classes[class].pop()?;
+            shelves.kept -= memory.capacity;
+            Some(memory)
+        });
+        let memory = kept.unwrap_or_else(|| {
+            let capacity = class.map_or_else(
+                || length.next_multiple_of(BLOCK_ALIGNMENT),
+                |class| 1 << (class as u32 + SMALLEST_CLASS),
+            );
+            Arc::new(Memory::allocate(capacity))
+        });
+        Buffer::over(memory, length, Some(self.clone()))
+    }
+
+    fn take_back(&self, memory: Arc<Memory>) {
+        let mut shelves = self.shelves();
+        let Some(class) = class_of(memory.capacity) else { return };
+        if shelves.kept + memory.capacity <= shelves.most {
+            shelves.kept += memory.capacity;
+            shelves.classes[class].push(memory);
+        }
+    }
+
+    fn shelves(&self) -> MutexGuard<'_, Shelves> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// The smallest class that holds `length` bytes.
+fn class_of(length: usize) -> Option<usize> {
+    let bits = length.max(1).next_power_of_two().trailing_zeros();
+    let class = bits.saturating_sub(SMALLEST_CLASS) as usize;
+    (class < CLASSES).then_some(class)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn memory_comes_back_to_the_pool_and_is_used_again() {
+        let pool = BufferPool::new(1 << 20);
+        let first = pool.get(5000);
+        let address = first.bytes().as_ptr();
+        assert_eq!((first.len(), first.capacity()), (5000, 8192));
+        drop(first);
+        assert_eq!(pool.get(8000).bytes().as_ptr(), address);
+    }
+
+    #[test]
+    fn a_pool_keeps_no_more_than_its_bound() {
+        let pool = BufferPool::new(8192);
+        let buffers: Vec<_> = (0..4).map(|_| pool.get(4096)).collect();
+        drop(buffers);
+        assert_eq!(pool.shelves().kept, 8192);
+    }
+
+    #[test]
+    fn a_loan_outlives_its_buffer() {
+        let pool = BufferPool::new(1 << 20);
+        let mut buffer = pool.get(4096);
+        let mut loan = buffer.lend();
+        drop(buffer);
+        loan.fill(7);
+        let mut byte = [0];
+        loan.copy_to(&mut byte);
+        assert_eq!(byte, [7]);
+        assert_eq!(pool.shelves().kept, 0, "memory on loan is not handed out again");
+    }
+
+    #[test]
+    fn a_returned_loan_shows_what_was_written() {
+        let mut buffer = Buffer::new(10);
+        let mut loan = buffer.lend_range(2, 3);
+        loan.fill(1);
+        drop(loan);
+        assert_eq!(buffer.bytes(), [0, 0, 1, 1, 1, 0, 0, 0, 0, 0]);
+    }
+
+    #[test]
+    #[should_panic(expected = "lent out")]
+    fn lent_bytes_cannot_be_looked_at() {
+        let mut buffer = Buffer::new(10);
+        let _loan = buffer.lend();
+        let _ = buffer.bytes();
+    }
+
+    #[test]
+    fn sizes_beyond_the_largest_class_are_served() {
+        let pool = BufferPool::new(1 << 30);
+        assert_eq!(pool.get((64 << 20) + 1).capacity(), (64 << 20) + 4096);
+    }
+}

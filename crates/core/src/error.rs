@@ -1,0 +1,220 @@
+//! One error type for the data path: it keeps the errno that the guest must see and tells a person
+//! in one line what failed, on which file and offset, why, and what to do.
+
+use std::borrow::Cow;
+use std::error::Error as StdError;
+use std::{fmt, io};
+
+/// Result with [`Error`].
+pub type Result<T, E = Error> = std::result::Result<T, E>;
+
+/// The errno values that the data path speaks, as on Linux.
+pub mod errno {
+    /// Operation not permitted.
+    pub const EPERM: i32 = 1;
+    /// Input/output error.
+    pub const EIO: i32 = 5;
+    /// Resource temporarily unavailable.
+    pub const EAGAIN: i32 = 11;
+    /// Cannot allocate memory.
+    pub const ENOMEM: i32 = 12;
+    /// Invalid argument.
+    pub const EINVAL: i32 = 22;
+    /// No space left on device.
+    pub const ENOSPC: i32 = 28;
+    /// Operation not supported.
+    pub const EOPNOTSUPP: i32 = 95;
+    /// Cannot send after transport endpoint shutdown.
+    pub const ESHUTDOWN: i32 = 108;
+}
+
+/// What kind of failure, for code that must decide.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ErrorKind {
+    /// The request makes no sense (bad range, bad option).
+    InvalidInput,
+    /// A write reaches past the end of the disk.
+    PastEnd,
+    /// The host has no room for the data.
+    NoSpace,
+    /// A write to something opened for reading only.
+    ReadOnly,
+    /// The storage, kernel or format cannot do this; nothing was changed.
+    Unsupported,
+    /// Somebody else holds the image.
+    Locked,
+    /// The image contradicts itself.
+    Corrupt,
+    /// The host failed the operation.
+    Io,
+}
+
+impl ErrorKind {
+    fn errno(self) -> i32 {
+        match self {
+            Self::InvalidInput => errno::EINVAL,
+            Self::PastEnd | Self::NoSpace => errno::ENOSPC,
+            Self::ReadOnly => errno::EPERM,
+            Self::Unsupported => errno::EOPNOTSUPP,
+            Self::Locked => errno::EAGAIN,
+            Self::Corrupt | Self::Io => errno::EIO,
+        }
+    }
+
+    fn from_errno(code: i32) -> Self {
+        match code {
+            errno::EINVAL => Self::InvalidInput,
+            errno::ENOSPC | 122 /* EDQUOT */ | 27 /* EFBIG */ => Self::NoSpace,
+            errno::EPERM | 13 /* EACCES */ | 30 /* EROFS */ => Self::ReadOnly,
+            errno::EOPNOTSUPP | 38 /* ENOSYS */ | 25 /* ENOTTY */ => Self::Unsupported,
+            _ => Self::Io,
+        }
+    }
+}
+
+/// A failed operation. One pointer wide, so that results stay small on the path without errors.
+pub struct Error(Box<Detail>);
+
+struct Detail {
+    kind: ErrorKind,
+    errno: i32,
+    what: Cow<'static, str>,
+    path: Option<Box<str>>,
+    offset: Option<u64>,
+    hint: Option<Cow<'static, str>>,
+    source: Option<Box<dyn StdError + Send + Sync>>,
+}
+
+impl Error {
+    /// An error of Blockhouse's own making. `what` says what failed and why: "cannot write: ...".
+    pub fn new(kind: ErrorKind, what: impl Into<Cow<'static, str>>) -> Self {
+        Self(Box::new(Detail {
+            kind,
+            errno: kind.errno(),
+            what: what.into(),
+            path: None,
+            offset: None,
+            hint: None,
+            source: None,
+        }))
+    }
+
+    /// An error that the host answered. `what` says what was tried: "cannot write". The errno of
+    /// `source` is kept; without one it is EIO.
+    pub fn host(what: impl Into<Cow<'static, str>>, source: io::Error) -> Self {
+        let code = source.raw_os_error().unwrap_or(errno::EIO);
+        let mut error = Self::new(ErrorKind::from_errno(code), what);
+        error.0.errno = code;
+        error.0.source = Some(Box::new(source));
+        error
+    }
+
+    /// Adds the name of the file, unless there is one already.
+    #[must_use]
+    pub fn on(mut self, path: &str) -> Self {
+        self.0.path.get_or_insert_with(|| path.into());
+        self
+    }
+
+    /// Adds the offset in bytes, unless there is one already.
+    #[must_use]
+    pub fn at(mut self, offset: u64) -> Self {
+        self.0.offset.get_or_insert(offset);
+        self
+    }
+
+    /// Adds what the reader can do about it.
+    #[must_use]
+    pub fn hint(mut self, hint: impl Into<Cow<'static, str>>) -> Self {
+        self.0.hint = Some(hint.into());
+        self
+    }
+
+    /// The kind of failure.
+    pub fn kind(&self) -> ErrorKind {
+        self.0.kind
+    }
+
+    /// The errno that the guest must see; never 0.
+    pub fn errno(&self) -> i32 {
+        self.0.errno
+    }
+
+    /// The same failure again, for everybody else who waited for its outcome. The source is
+    /// reduced to its words.
+    pub fn duplicate(&self) -> Self {
+        let detail = &self.0;
+        Self(Box::new(Detail {
+            kind: detail.kind,
+            errno: detail.errno,
+            what: detail.what.clone(),
+            path: detail.path.clone(),
+            offset: detail.offset,
+            hint: detail.hint.clone(),
+            source: detail.source.as_ref().map(|source| source.to_string().into()),
+        }))
+    }
+}
+
+impl fmt::Display for Error {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let detail = &self.0;
+        if let Some(path) = &detail.path {
+            write!(f, "{path}: ")?;
+        }
+        f.write_str(&detail.what)?;
+        if let Some(offset) = detail.offset {
+            write!(f, " at offset {offset}")?;
+        }
+        if let Some(source) = &detail.source {
+            write!(f, ": {source}")?;
+        }
+        if let Some(hint) = &detail.hint {
+            write!(f, "; {hint}")?;
+        }
+        Ok(())
+    }
+}
+
+impl fmt::Debug for Error {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Error({:?}, errno {}: {self})", self.0.kind, self.0.errno)
+    }
+}
+
+// The source is part of the line already, so `source()` stays empty: printing the chain of causes
+// must not say it twice.
+impl StdError for Error {}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_line_names_what_where_why_and_what_to_do() {
+        let error = Error::host("cannot write", io::Error::from_raw_os_error(errno::ENOSPC))
+            .on("disk.img")
+            .at(4096)
+            .hint("free some room on the host");
+        assert_eq!(
+            error.to_string(),
+            "disk.img: cannot write at offset 4096: No space left on device (os error 28); \
+             free some room on the host"
+        );
+        assert_eq!((error.kind(), error.errno()), (ErrorKind::NoSpace, errno::ENOSPC));
+    }
+
+    #[test]
+    fn a_duplicate_says_the_same() {
+        let error = Error::host("cannot flush", io::Error::from_raw_os_error(errno::EIO)).on("x");
+        let again = error.duplicate();
+        assert_eq!(error.to_string(), again.to_string());
+        assert_eq!(error.errno(), again.errno());
+    }
+
+    #[test]
+    fn the_first_context_is_kept() {
+        let error = Error::new(ErrorKind::Io, "no").on("inner").on("outer").at(1).at(2);
+        assert_eq!(error.to_string(), "inner: no at offset 1");
+    }
+}

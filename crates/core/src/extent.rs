@@ -1,0 +1,187 @@
+//! Where a guest's bytes are: the answer of a format's mapping.
+//!
+//! An [`Extent`] is to Blockhouse what an iomap is to the kernel's file systems: the one thing that
+//! the I/O path needs to know of a format. The format maps, the path moves the data.
+
+use std::fmt;
+
+/// A range of bytes. `end()` never overflows: constructors check it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct ByteRange {
+    offset: u64,
+    length: u64,
+}
+
+impl ByteRange {
+    /// The `length` bytes from `offset` on, or `None` when the end does not fit into 64 bits.
+    pub fn new(offset: u64, length: u64) -> Option<Self> {
+        offset.checked_add(length).map(|_| Self { offset, length })
+    }
+
+    /// The bytes from `start` up to and without `end`.
+    ///
+    /// # Panics
+    /// When `end` lies before `start`.
+    pub fn between(start: u64, end: u64) -> Self {
+        assert!(start <= end, "a range ends before it starts: {start}..{end}");
+        Self { offset: start, length: end - start }
+    }
+
+    /// The first byte.
+    pub fn offset(self) -> u64 {
+        self.offset
+    }
+
+    /// How many bytes.
+    pub fn length(self) -> u64 {
+        self.length
+    }
+
+    /// The byte after the last one.
+    pub fn end(self) -> u64 {
+        self.offset + self.length
+    }
+
+    /// Whether there is no byte in it.
+    pub fn is_empty(self) -> bool {
+        self.length == 0
+    }
+
+    /// Whether the two share a byte.
+    pub fn overlaps(self, other: Self) -> bool {
+        self.offset < other.end() && other.offset < self.end()
+    }
+
+    /// Whether both ends are multiples of `alignment`, a power of two.
+    pub fn is_aligned(self, alignment: u64) -> bool {
+        (self.offset | self.length) & (alignment - 1) == 0
+    }
+
+    /// The smallest range with ends at multiples of `alignment` (a power of two) that holds this
+    /// one. An end beyond the last multiple below 2^64 stays as it is.
+    pub fn align_outward(self, alignment: u64) -> Self {
+        let start = self.offset & !(alignment - 1);
+        let end = self.end().checked_next_multiple_of(alignment).unwrap_or(self.end());
+        Self::between(start, end)
+    }
+
+    /// The largest range with ends at multiples of `alignment` (a power of two) inside this one;
+    /// `None` when there is none.
+    pub fn align_inward(self, alignment: u64) -> Option<Self> {
+        let start = self.offset.checked_next_multiple_of(alignment)?;
+        let end = self.end() & !(alignment - 1);
+        (start < end).then(|| Self::between(start, end))
+    }
+
+    /// The first `length` bytes at most.
+    pub fn truncate(self, length: u64) -> Self {
+        Self { offset: self.offset, length: self.length.min(length) }
+    }
+
+    /// What is left after the first `count` bytes, at most all.
+    pub fn skip(self, count: u64) -> Self {
+        let count = count.min(self.length);
+        Self { offset: self.offset + count, length: self.length - count }
+    }
+}
+
+impl fmt::Display for ByteRange {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}+{}", self.offset, self.length)
+    }
+}
+
+/// A piece of the guest's range with one state.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Extent {
+    /// The guest's bytes that this speaks of.
+    pub guest: ByteRange,
+    /// Where their content is.
+    pub state: ExtentState,
+    /// What stands between a plain overwrite and its durability.
+    pub flags: ExtentFlags,
+}
+
+impl Extent {
+    /// Whether a datasync write of this extent is pure data: mapped, not just allocated, not
+    /// shared, its mapping durable. Only then may FUA alone stand for the durability of the write.
+    pub fn is_pure_overwrite(&self) -> bool {
+        matches!(self.state, ExtentState::Mapped { .. }) && self.flags.is_empty()
+    }
+}
+
+/// Where the content of an extent comes from.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ExtentState {
+    /// In the storage, byte for byte, from `host` on.
+    Mapped {
+        /// Offset in the storage of the extent's first byte.
+        host: u64,
+    },
+    /// Reads as zeros by the format's word; there may be space behind it.
+    Zero,
+    /// Nothing was ever written here; reads as zeros.
+    Hole,
+    /// In the storage, compressed.
+    Compressed {
+        /// Offset in the storage of the first compressed byte.
+        host: u64,
+        /// How many bytes at most the compressed form takes.
+        length: u64,
+    },
+    /// In the image's backing file, at the same guest offset.
+    Backing,
+}
+
+bitflags::bitflags! {
+    /// What makes an overwrite more than pure data.
+    #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+    pub struct ExtentFlags: u8 {
+        /// The space was allocated for this very request.
+        const NEW = 1;
+        /// Somebody else (a snapshot) refers to the same space: copy on write.
+        const SHARED = 2;
+        /// The mapping itself is not yet durable.
+        const DIRTY = 4;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn aligning_keeps_or_loses_the_ends() {
+        let range = ByteRange::between(1000, 9000);
+        assert_eq!(range.align_outward(4096), ByteRange::between(0, 12288));
+        assert_eq!(range.align_inward(4096), Some(ByteRange::between(4096, 8192)));
+        assert_eq!(ByteRange::between(4097, 8191).align_inward(4096), None);
+    }
+
+    #[test]
+    fn a_range_beyond_64_bits_does_not_exist() {
+        assert_eq!(ByteRange::new(u64::MAX, 2), None);
+        assert!(ByteRange::new(u64::MAX, 0).is_some());
+    }
+
+    #[test]
+    fn touching_ranges_do_not_overlap() {
+        let range = ByteRange::between(10, 20);
+        assert!(!range.overlaps(ByteRange::between(20, 30)));
+        assert!(range.overlaps(ByteRange::between(19, 30)));
+    }
+
+    #[test]
+    fn only_a_clean_mapped_extent_is_a_pure_overwrite() {
+        let clean = Extent {
+            guest: ByteRange::between(0, 1),
+            state: ExtentState::Mapped { host: 0 },
+            flags: ExtentFlags::empty(),
+        };
+        assert!(clean.is_pure_overwrite());
+        for flags in [ExtentFlags::NEW, ExtentFlags::SHARED, ExtentFlags::DIRTY] {
+            assert!(!Extent { flags, ..clean }.is_pure_overwrite());
+        }
+        assert!(!Extent { state: ExtentState::Zero, ..clean }.is_pure_overwrite());
+    }
+}

@@ -1,0 +1,298 @@
+//! Memory on its way to or from the kernel.
+//!
+//! An [`IoVector`] is a list of memory segments together with the owner that keeps them alive. It
+//! is the only view of those bytes while it exists: it is not `Clone`, and dividing it gives parts
+//! that do not overlap. So whoever is handed one (an engine, a worker thread, the kernel) may read
+//! and write the bytes without asking anybody, until it drops the vector. That is invariant 3 of
+//! the house: the kernel never holds a buffer that nobody owns.
+
+use std::any::Any;
+use std::ptr::{self, NonNull};
+use std::sync::Arc;
+
+use smallvec::SmallVec;
+
+/// A piece of memory, laid out as `struct iovec` (POSIX, `<sys/uio.h>`), so that engines can hand
+/// a slice of them to the kernel as it is.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct Segment {
+    /// The first byte.
+    pub address: NonNull<u8>,
+    /// How many bytes.
+    pub length: usize,
+}
+
+/// Segments of memory and their owner. See the module's page for who may touch the bytes.
+pub struct IoVector {
+    owner: Arc<dyn Any + Send + std::marker::Sync>,
+    segments: SmallVec<[Segment; 2]>,
+    length: usize,
+}
+
+// SAFETY: the vector is the only view of its bytes (`from_raw` demands it, nothing here duplicates
+// one), and the owner is itself `Send + Sync`; so moving it moves the access with it.
+unsafe impl Send for IoVector {}
+
+impl IoVector {
+    /// A view of `segments`, kept alive by `owner`.
+    ///
+    /// # Safety
+    /// Each segment must stay valid for reads and writes as long as `owner` lives, and no reference
+    /// to its bytes and no other `IoVector` over them may be used while the new one exists. Memory
+    /// shared with another process (a guest) may change at any time; everything here copies bytes
+    /// by address and never makes a reference to them, so that is allowed.
+    pub unsafe fn from_raw(
+        owner: Arc<dyn Any + Send + std::marker::Sync>,
+        segments: impl IntoIterator<Item = Segment>,
+    ) -> Self {
+        let segments: SmallVec<[Segment; 2]> =
+            segments.into_iter().filter(|segment| segment.length > 0).collect();
+        let length = segments.iter().map(|segment| segment.length).sum();
+        Self { owner, segments, length }
+    }
+
+    /// How many bytes in all.
+    pub fn len(&self) -> usize {
+        self.length
+    }
+
+    /// Whether there are none.
+    pub fn is_empty(&self) -> bool {
+        self.length == 0
+    }
+
+    /// The segments, none of them empty. The addresses are for the kernel: the bytes may be touched
+    /// as long as the vector exists.
+    pub fn segments(&self) -> &[Segment] {
+        &self.segments
+    }
+
+    /// Whether every address is a multiple of `memory` and every length but the last one's a
+    /// multiple of `length` (both powers of two).
+    pub fn is_aligned(&self, memory: usize, length: usize) -> bool {
+        let Some((last, others)) = self.segments.split_last() else { return true };
+        let address_bits = |segment: &Segment| segment.address.as_ptr().addr() & (memory - 1);
+        address_bits(last) == 0
+            && others.iter().all(|one| address_bits(one) | (one.length & (length - 1)) == 0)
+    }
+
+    /// Drops the first `count` bytes.
+    ///
+    /// # Panics
+    /// When there are fewer.
+    pub fn advance(&mut self, count: usize) {
+        let rest = self.split_off(count);
+        *self = rest;
+    }
+
+    /// Divides the vector: `self` keeps the first `at` bytes, the answer has the others.
+    ///
+    /// # Panics
+    /// When there are fewer than `at` bytes.
+    #[must_use]
+    pub fn split_off(&mut self, at: usize) -> Self {
+        assert!(at <= self.length, "cannot divide {} bytes at {at}", self.length);
+        let mut kept = SmallVec::new();
+        let mut rest = SmallVec::new();
+        let mut room = at;
+        for &segment in &self.segments {
+            let here = room.min(segment.length);
+            if here > 0 {
+                kept.push(Segment { length: here, ..segment });
+            }
+            if here < segment.length {
+                // SAFETY: `here` is less than the segment's length, so the address stays inside
+                // the memory that `from_raw` was promised.
+                let address = unsafe { segment.address.add(here) };
+                rest.push(Segment { address, length: segment.length - here });
+            }
+            room -= here;
+        }
+        let rest =
+            Self { owner: Arc::clone(&self.owner), segments: rest, length: self.length - at };
+        self.segments = kept;
+        self.length = at;
+        rest
+    }
+
+    /// Copies the first bytes of the vector into `bytes`, as many as both have.
+    pub fn copy_to(&self, bytes: &mut [u8]) {
+        let mut done = 0;
+        for segment in &self.segments {
+            let count = segment.length.min(bytes.len() - done);
+            let target = bytes[done..done + count].as_mut_ptr();
+            // SAFETY: the segment is valid for `count` bytes (`from_raw`), `target` was just
+            // bounds-checked, and no reference to a segment's bytes exists, so they do not overlap.
+            unsafe { ptr::copy_nonoverlapping(segment.address.as_ptr(), target, count) };
+            done += count;
+        }
+    }
+
+    /// Copies `bytes` over the first bytes of the vector, as many as both have.
+    pub fn copy_from(&mut self, bytes: &[u8]) {
+        let mut done = 0;
+        for segment in &self.segments {
+            let count = segment.length.min(bytes.len() - done);
+            let source = bytes[done..done + count].as_ptr();
+            // SAFETY: as in `copy_to`, with the roles exchanged; this is the only view of the bytes.
+            unsafe { ptr::copy_nonoverlapping(source, segment.address.as_ptr(), count) };
+            done += count;
+        }
+    }
+
+    /// Sets every byte.
+    pub fn fill(&mut self, byte: u8) {
+        for segment in &self.segments {
+            // SAFETY: the segment is valid for writes (`from_raw`) and this is its only view.
+            unsafe { ptr::write_bytes(segment.address.as_ptr(), byte, segment.length) };
+        }
+    }
+}
+
+impl std::fmt::Debug for IoVector {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "IoVector({} bytes in {} segments)", self.length, self.segments.len())
+    }
+}
+
+/// Vectors of several owners, one after the other: what one socket operation sends or receives.
+/// Kept and used again, it allocates nothing.
+#[derive(Default, Debug)]
+pub struct IoVectorList {
+    vectors: Vec<IoVector>,
+    segments: Vec<Segment>,
+    /// How many segments are through already.
+    done: usize,
+    length: usize,
+}
+
+// SAFETY: `segments` only repeats what `vectors` own, and those are `Send`.
+unsafe impl Send for IoVectorList {}
+
+impl IoVectorList {
+    /// An empty list.
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// Appends a vector.
+    pub fn push(&mut self, vector: IoVector) {
+        self.length += vector.len();
+        self.segments.extend_from_slice(vector.segments());
+        self.vectors.push(vector);
+    }
+
+    /// Drops all vectors and with them the loans.
+    pub fn clear(&mut self) {
+        self.segments.clear();
+        self.vectors.clear();
+        (self.done, self.length) = (0, 0);
+    }
+
+    /// How many bytes are left.
+    pub fn len(&self) -> usize {
+        self.length
+    }
+
+    /// Whether nothing is left.
+    pub fn is_empty(&self) -> bool {
+        self.length == 0
+    }
+
+    /// What is left, none of the segments empty. For the kernel, as [`IoVector::segments`].
+    pub fn segments(&self) -> &[Segment] {
+        &self.segments[self.done..]
+    }
+
+    /// Passes over the first `count` bytes. Their memory stays owned until [`clear`](Self::clear).
+    ///
+    /// # Panics
+    /// When there are fewer.
+    pub fn advance(&mut self, mut count: usize) {
+        assert!(count <= self.length, "cannot advance {count} of {} bytes", self.length);
+        self.length -= count;
+        while count > 0 {
+            let segment = &mut self.segments[self.done];
+            let here = count.min(segment.length);
+            count -= here;
+            if here == segment.length {
+                self.done += 1;
+            } else {
+                // SAFETY: `here` is less than the length, so the address stays inside the segment.
+                segment.address = unsafe { segment.address.add(here) };
+                segment.length -= here;
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_list_advances_across_its_vectors() {
+        let mut list = IoVectorList::new();
+        list.push(sample());
+        list.push(sample());
+        list.advance(10);
+        assert_eq!((list.len(), list.segments().len(), list.segments()[0].length), (22, 4, 6));
+        list.advance(22);
+        assert!(list.is_empty() && list.segments().is_empty());
+    }
+
+    /// Three segments of 3, 5 and 8 bytes, holding 0..16.
+    fn sample() -> IoVector {
+        let memory: Arc<[std::sync::atomic::AtomicU8; 16]> =
+            Arc::new(std::array::from_fn(|i| std::sync::atomic::AtomicU8::new(i as u8)));
+        let base = NonNull::new(memory.as_ptr().cast_mut().cast::<u8>()).unwrap();
+        let piece = |start: usize, length| {
+            // SAFETY: start + length is at most 16, the length of the array.
+            Segment { address: unsafe { base.add(start) }, length }
+        };
+        let segments = [piece(0, 3), piece(3, 5), piece(8, 8)];
+        // SAFETY: the array is interior-mutable, lives as long as the Arc, and is not used otherwise.
+        unsafe { IoVector::from_raw(memory, segments) }
+    }
+
+    fn bytes(vector: &IoVector) -> Vec<u8> {
+        let mut bytes = vec![0; vector.len()];
+        vector.copy_to(&mut bytes);
+        bytes
+    }
+
+    #[test]
+    fn dividing_anywhere_keeps_every_byte_in_order() {
+        for at in 0..=16 {
+            let mut head = sample();
+            let tail = head.split_off(at);
+            assert_eq!(head.len(), at);
+            let mut all = bytes(&head);
+            all.extend(bytes(&tail));
+            assert_eq!(all, (0..16).collect::<Vec<u8>>());
+        }
+    }
+
+    #[test]
+    fn advancing_drops_the_first_bytes() {
+        let mut vector = sample();
+        vector.advance(4);
+        assert_eq!(bytes(&vector), (4..16).collect::<Vec<u8>>());
+    }
+
+    #[test]
+    fn copies_cross_segments() {
+        let mut vector = sample();
+        vector.copy_from(&[9; 6]);
+        assert_eq!(bytes(&vector)[..8], [9, 9, 9, 9, 9, 9, 6, 7]);
+        vector.fill(1);
+        assert_eq!(bytes(&vector), [1; 16]);
+    }
+
+    #[test]
+    #[should_panic(expected = "cannot divide")]
+    fn dividing_past_the_end_is_refused() {
+        let _ = sample().split_off(17);
+    }
+}

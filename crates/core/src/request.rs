@@ -1,0 +1,70 @@
+//! What an export asks of a disk.
+//!
+//! Every protocol is turned into these, so that range, alignment, access and limits are checked at
+//! one place for all of them.
+
+use crate::{ByteRange, Durability, IoVector};
+
+/// One request of a guest. Offsets and lengths are in bytes and need no alignment.
+#[derive(Debug)]
+pub enum Request {
+    /// Fill `into` with the bytes from `offset` on.
+    Read {
+        /// First byte of the disk.
+        offset: u64,
+        /// Where the bytes go; its length is the request's length.
+        into: IoVector,
+    },
+    /// Store the bytes of `from` from `offset` on.
+    Write {
+        /// First byte of the disk.
+        offset: u64,
+        /// The bytes; its length is the request's length.
+        from: IoVector,
+        /// What must be stable on completion.
+        durability: Durability,
+    },
+    /// Make the range read as zeros.
+    WriteZeroes {
+        /// The bytes of the disk.
+        range: ByteRange,
+        /// Whether the space behind them may be given back.
+        unmap: Unmap,
+        /// Whether slow ways are welcome.
+        effort: Effort,
+        /// What must be stable on completion.
+        durability: Durability,
+    },
+    /// The content of the range is not needed any more.
+    Discard {
+        /// The bytes of the disk.
+        range: ByteRange,
+        /// What must be stable on completion.
+        durability: Durability,
+    },
+    /// All writes completed before this request, on any connection, become durable.
+    Flush,
+    /// The range will be read soon.
+    Prefetch {
+        /// The bytes of the disk.
+        range: ByteRange,
+    },
+}
+
+/// Whether a zero write may give space back to the host.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Unmap {
+    /// Holes are welcome.
+    Allowed,
+    /// The space must stay allocated, so that a later write cannot run out of it.
+    Forbidden,
+}
+
+/// How much work a zero write is worth.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Effort {
+    /// Write zeros by hand where nothing quicker exists.
+    Any,
+    /// Fail with "not supported" rather than be as slow as a write.
+    FastOnly,
+}

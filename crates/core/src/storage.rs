@@ -1,0 +1,127 @@
+//! The one interface between the I/O path and whatever holds the bytes.
+//!
+//! A host file, a block device and the simulator's disk are all a [`Storage`]; formats and the I/O
+//! path are generic over it, so that the simulator stands where the disk does. No method has a
+//! default body: each implementation says what it does about every promise.
+
+use std::future::Future;
+
+use crate::{ByteRange, Durability, Fua, IoVector, Result, Sync, Unmap};
+
+/// A flat range of bytes that can be read, written and made durable.
+///
+/// A future that is dropped before it is ready leaves its operation to complete by itself: the
+/// operation owns its [`IoVector`] until then, and whether a dropped write happened is unknown.
+/// Nothing is promised about the order of operations in flight at the same time; whoever needs an
+/// order waits for the first before starting the second.
+pub trait Storage: 'static {
+    /// How people call it: a path, mostly. For messages.
+    fn name(&self) -> &str;
+
+    /// What it can do. Cheap, and asked anew for each request: an answer may get worse at run time
+    /// (a kernel that refuses a flag), never better.
+    fn capabilities(&self) -> Capabilities;
+
+    /// The size in bytes.
+    fn size(&self) -> u64;
+
+    /// Fills `into` with the bytes from `offset` on. Bytes past the end of a file read as zeros.
+    /// Offset, length and memory must be aligned as [`Capabilities::alignment`] says.
+    fn read(&self, offset: u64, into: IoVector) -> impl Future<Output = Result<()>>;
+
+    /// Stores all bytes of `from` from `offset` on (never fewer: short writes are continued), as
+    /// durable as asked. Alignment as for `read`.
+    fn write(
+        &self,
+        offset: u64,
+        from: IoVector,
+        durability: Durability,
+    ) -> impl Future<Output = Result<()>>;
+
+    /// Makes the range read as zeros without sending zeros, or fails with
+    /// [`ErrorKind::Unsupported`](crate::ErrorKind::Unsupported) and nothing changed. Not durable
+    /// before the next flush. The range must be aligned to the offset alignment.
+    fn write_zeroes(&self, range: ByteRange, unmap: Unmap) -> impl Future<Output = Result<()>>;
+
+    /// Gives the space of the range back; its content is undefined afterwards. Fails with
+    /// [`ErrorKind::Unsupported`](crate::ErrorKind::Unsupported) and nothing changed where the
+    /// storage cannot. The range must be aligned to the offset alignment.
+    fn discard(&self, range: ByteRange) -> impl Future<Output = Result<()>>;
+
+    /// Makes every write that completed before the call durable. Always does the work: whether
+    /// there is anything to flush, and what a failure means for later flushes, is decided above.
+    fn flush(&self, sync: Sync) -> impl Future<Output = Result<()>>;
+
+    /// Changes the size. New bytes read as zeros. Not durable before the next full flush.
+    fn resize(&self, size: u64) -> impl Future<Output = Result<()>>;
+
+    /// What is stored at the start of `range`: the status and for how many bytes it holds (at
+    /// least one, at most the length of the range, which must not be empty).
+    fn status(&self, range: ByteRange) -> impl Future<Output = Result<(Status, u64)>>;
+
+    /// Starts to bring the range into the cache, if there is one. Never fails for want of one.
+    fn prefetch(&self, range: ByteRange) -> impl Future<Output = Result<()>>;
+}
+
+/// What a storage can do.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Capabilities {
+    /// How single writes are made durable.
+    pub fua: Fua,
+    /// Whether completed writes may sit in a volatile cache.
+    pub write_cache: WriteCache,
+    /// What offsets, lengths and memory addresses must be multiples of.
+    pub alignment: Alignment,
+    /// Whether zeros can be written without sending them.
+    pub write_zeroes: Offload,
+    /// Whether space can be given back.
+    pub discard: Offload,
+}
+
+/// Whether the storage has an operation of its own for something.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Offload {
+    /// Yes, as far as is known: it may still refuse at the first try, once.
+    Available,
+    /// No.
+    Unavailable,
+}
+
+/// Whether completed writes may be lost when the power fails.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum WriteCache {
+    /// They may, until a flush.
+    Volatile,
+    /// They are stable when they complete.
+    None,
+}
+
+/// What direct I/O demands. Both are powers of two, 1 for "nothing".
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Alignment {
+    /// Of offsets and lengths, in bytes.
+    pub offset: u32,
+    /// Of memory addresses, in bytes.
+    pub memory: u32,
+}
+
+impl Alignment {
+    /// No demand.
+    pub const BYTE: Self = Self { offset: 1, memory: 1 };
+
+    /// Whether an operation can go down as it is.
+    pub fn admits(self, offset: u64, vector: &IoVector) -> bool {
+        let length = vector.len() as u64;
+        (offset | length) & (u64::from(self.offset) - 1) == 0
+            && vector.is_aligned(self.memory as usize, self.offset as usize)
+    }
+}
+
+/// What stands behind a range of a storage.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Status {
+    /// Space is allocated and holds data.
+    Data,
+    /// No space is allocated; reads as zeros.
+    Hole,
+}
