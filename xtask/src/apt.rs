@@ -25,18 +25,25 @@ pub struct Package {
     probe: Probe,
 }
 
+const QEMU_UTILS: Package = Package {
+    name: "qemu-utils",
+    probe: Probe::Programs(&["qemu-img", "qemu-io", "qemu-nbd", "qemu-storage-daemon"]),
+};
+const NBDKIT: Package = Package { name: "nbdkit", probe: Probe::Programs(&["nbdkit"]) };
+const FIO: Package = Package { name: "fio", probe: Probe::Programs(&["fio"]) };
+
 /// What `cargo xtask test` needs.
 pub const FOR_TESTS: &[Package] = &[
-    Package {
-        name: "qemu-utils",
-        probe: Probe::Programs(&["qemu-img", "qemu-io", "qemu-nbd", "qemu-storage-daemon"]),
-    },
+    QEMU_UTILS,
     Package { name: "libnbd-bin", probe: Probe::Programs(&["nbdinfo", "nbdcopy"]) },
     Package { name: "python3-libnbd", probe: Probe::PythonModule("nbd") },
-    Package { name: "nbdkit", probe: Probe::Programs(&["nbdkit"]) },
-    Package { name: "fio", probe: Probe::Programs(&["fio"]) },
+    NBDKIT,
+    FIO,
     Package { name: "strace", probe: Probe::Programs(&["strace"]) },
 ];
+
+/// What `cargo xtask compare` needs.
+pub const FOR_COMPARISON: &[Package] = &[QEMU_UTILS, NBDKIT, FIO];
 
 /// Makes sure that all `packages` are there: installs the missing ones if we are root, else fails
 /// with the command that would.

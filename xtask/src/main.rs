@@ -7,6 +7,7 @@
 
 mod apt;
 mod ci;
+mod compare;
 mod deny;
 mod loom;
 mod process;
@@ -42,6 +43,8 @@ enum Chore {
     Tidy,
     /// Check licences, bans and sources of all dependencies, and advisories where reachable
     Deny,
+    /// Compare the speed of Blockhouse with qemu-storage-daemon and nbdkit
+    Compare(Box<compare::Options>),
     /// Everything that must be clean before a change lands
     Ci,
 }
@@ -53,6 +56,7 @@ fn main() -> ExitCode {
         Chore::Loom => loom::run(&workspace),
         Chore::Tidy => tidy::run(&workspace),
         Chore::Deny => deny::run(&workspace),
+        Chore::Compare(options) => compare::run(&workspace, &options),
         Chore::Ci => ci::run(&workspace),
     });
     match result {

@@ -1,0 +1,96 @@
+//! The two frames of the NBD transmission phase that the light client knows: request, simple reply.
+//!
+//! A request frame is built once per slot; only its offset (and, for a write, the stamps of its data)
+//! change from one use to the next. Layouts: NBD protocol specification, "Transmission phase".
+
+use anyhow::{Result, ensure};
+
+use crate::compare::pattern;
+
+const REQUEST_MAGIC: u32 = 0x2560_9513;
+const REPLY_MAGIC: u32 = 0x6744_6698;
+const COMMAND_READ: u16 = 0;
+const COMMAND_WRITE: u16 = 1;
+const COMMAND_DISCONNECT: u16 = 2;
+const FLAG_FUA: u16 = 1;
+const REQUEST: usize = 28;
+const OFFSET_FIELD: std::ops::Range<usize> = 16..24;
+/// Bytes in the header of a simple reply.
+pub const REPLY: usize = 16;
+
+/// What a request asks for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Operation {
+    /// Read and sometimes check the data.
+    Read,
+    /// Write with no durability asked for.
+    Write,
+    /// Write with `NBD_CMD_FLAG_FUA`.
+    DurableWrite,
+}
+
+/// A request for one slot, ready to be sent again and again.
+pub struct Frame {
+    bytes: Vec<u8>,
+}
+
+impl Frame {
+    /// A request of `length` bytes whose cookie is `slot`; writes carry data of `generation`.
+    pub fn new(operation: Operation, slot: u16, length: u32, generation: u64) -> Self {
+        let (command, flags) = match operation {
+            Operation::Read => (COMMAND_READ, 0),
+            Operation::Write => (COMMAND_WRITE, 0),
+            Operation::DurableWrite => (COMMAND_WRITE, FLAG_FUA),
+        };
+        let mut bytes = header(command, flags, slot.into(), length);
+        if operation != Operation::Read {
+            bytes.resize(REQUEST + length as usize, 0);
+            pattern::fill(&mut bytes[REQUEST..], 0, generation);
+        }
+        Self { bytes }
+    }
+
+    /// Points the request, and the data of a write, to byte `offset` of the export.
+    pub fn set_offset(&mut self, offset: u64) {
+        self.bytes[OFFSET_FIELD].copy_from_slice(&offset.to_be_bytes());
+        pattern::move_to(&mut self.bytes[REQUEST..], offset);
+    }
+
+    /// Where the request points.
+    pub fn offset(&self) -> u64 {
+        self.bytes[OFFSET_FIELD].iter().fold(0, |value, &byte| value << 8 | u64::from(byte))
+    }
+
+    /// What goes to the server.
+    pub fn bytes(&self) -> &[u8] {
+        &self.bytes
+    }
+}
+
+/// The request that ends a connection.
+pub fn disconnect() -> Vec<u8> {
+    header(COMMAND_DISCONNECT, 0, 0, 0)
+}
+
+fn header(command: u16, flags: u16, cookie: u64, length: u32) -> Vec<u8> {
+    let mut bytes = REQUEST_MAGIC.to_be_bytes().to_vec();
+    bytes.extend(flags.to_be_bytes());
+    bytes.extend(command.to_be_bytes());
+    bytes.extend(cookie.to_be_bytes());
+    bytes.extend(0_u64.to_be_bytes());
+    bytes.extend(length.to_be_bytes());
+    bytes
+}
+
+/// The slot that a reply header is for.
+///
+/// # Errors
+/// The header is none, or tells an error of the server.
+pub fn parse_reply(header: &[u8; REPLY]) -> Result<u64> {
+    let word = |at: usize| {
+        u32::from_be_bytes([header[at], header[at + 1], header[at + 2], header[at + 3]])
+    };
+    ensure!(word(0) == REPLY_MAGIC, "reply magic {:#x}: the stream is out of step", word(0));
+    ensure!(word(4) == 0, "the server answered with error {}", word(4));
+    Ok(u64::from(word(8)) << 32 | u64::from(word(12)))
+}
