@@ -15,6 +15,7 @@ mod test;
 mod tidy;
 mod workspace;
 
+use std::path::PathBuf;
 use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
@@ -23,7 +24,7 @@ use crate::workspace::Workspace;
 
 /// Chores of the Blockhouse workspace.
 #[derive(Parser)]
-#[command(name = "cargo xtask")]
+#[command(name = "cargo xtask", version)]
 struct Cli {
     #[command(subcommand)]
     chore: Chore,
@@ -45,6 +46,14 @@ enum Chore {
     Deny,
     /// Compare the speed of Blockhouse with qemu-storage-daemon and nbdkit
     Compare(Box<compare::Options>),
+    /// Serve nothing, as fast as the light client of `compare` can ask: that client's own limit
+    #[command(hide = true)]
+    Answerer {
+        /// Unix socket to listen on
+        socket: PathBuf,
+        /// Bytes in the export
+        size: u64,
+    },
     /// Everything that must be clean before a change lands
     Ci,
 }
@@ -57,6 +66,7 @@ fn main() -> ExitCode {
         Chore::Tidy => tidy::run(&workspace),
         Chore::Deny => deny::run(&workspace),
         Chore::Compare(options) => compare::run(&workspace, &options),
+        Chore::Answerer { socket, size } => compare::answerer::serve(&socket, size),
         Chore::Ci => ci::run(&workspace),
     });
     match result {

@@ -45,7 +45,9 @@ pub fn run(
     };
     let server_cpu = server.cpu()?.saturating_sub(before);
     let text = std::fs::read_to_string(&report).context("fio left no report")?;
-    ensure!(status.success(), "fio failed with {status}: {}", text.trim());
+    // What fio has to say stands before its report.
+    let said = text.split('{').next().unwrap_or_default().trim();
+    ensure!(status.success(), "fio failed with {status}: {said}");
     let report = serde_json::from_str(&text).context("cannot read fio's report")?;
     parse(&report, server_cpu).context("fio's report is not as expected")
 }

@@ -6,7 +6,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use anyhow::{Context, Result, bail};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 
-/// Remembers that somebody asked for the end.
+/// Remembers that somebody asked for the end; the default listens to nobody.
+#[derive(Default)]
 pub struct Interrupt {
     asked: Arc<AtomicBool>,
 }

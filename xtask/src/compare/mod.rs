@@ -29,6 +29,7 @@ use tempfile::TempDir;
 
 use self::interrupt::Interrupt;
 use self::light::Load;
+pub use self::light::answerer;
 use self::report::Environment;
 use self::rows::{Client, ROWS, Row};
 use self::servers::{EXPORT, Kind, Programs, Server};
@@ -108,7 +109,7 @@ pub struct Measured {
 pub struct RowResult {
     /// The load.
     pub row: Row,
-    /// A server and one measurement per round.
+    /// A server and one measurement per round; none if it does not know the client.
     pub servers: Vec<(Kind, Vec<Measured>)>,
 }
 
@@ -146,7 +147,8 @@ pub fn run(workspace: &Workspace, options: &Options) -> Result<()> {
             println!("storage {kind:?} skipped: {why}");
             continue;
         }
-        let storage = Storage::create(kind, options.size << 20, &disk, &plan.interrupt)?;
+        let size = options.size.checked_mul(1 << 20).context("--size is beyond 64 bits")?;
+        let storage = Storage::create(kind, size, &disk, &plan.interrupt)?;
         results.push(plan.measure_storage(storage)?);
     }
     if let Some(file) = &options.markdown {
@@ -193,8 +195,15 @@ fn plan(workspace: &Workspace, options: &Options) -> Result<Plan> {
         servers,
         rounds,
         duration: Duration::try_from_secs_f64(seconds).context("bad --seconds")?,
-        programs: Programs { blockhouse, serve_args },
-        folder: tempfile::tempdir().context("cannot make a temporary folder")?,
+        programs: Programs {
+            blockhouse,
+            serve_args,
+            xtask: std::env::current_exe().context("cannot find this program")?,
+        },
+        folder: tempfile::Builder::new()
+            .prefix("blockhouse-compare-")
+            .tempdir()
+            .context("cannot make a temporary folder")?,
         interrupt: Interrupt::install()?,
         generation: 0,
     })
@@ -220,7 +229,7 @@ impl Plan {
         let mut servers: Vec<(Kind, Vec<Measured>)> =
             self.servers.iter().map(|&kind| (kind, Vec::new())).collect();
         for _ in 0..self.rounds {
-            for (kind, rounds) in &mut servers {
+            for (kind, rounds) in servers.iter_mut().filter(|(kind, _)| kind.takes(row.client)) {
                 let measured = self
                     .measure(row, *kind, storage)
                     .with_context(|| format!("{} on {}", row.name, kind.name()))?;

@@ -19,6 +19,7 @@ use rustix::process::{Signal, kill_process};
 
 use super::interrupt::Interrupt;
 use super::light::Content;
+use super::rows::Client;
 use super::storage::Storage;
 use crate::process::{line, stdout_of};
 
@@ -46,6 +47,8 @@ pub enum Kind {
     NbdkitNocache,
     /// nbdkit's null plugin: no storage at all, the ceiling of what fio can ask for
     NbdkitNull,
+    /// A server of ours that only answers: the ceiling of what the light client can ask for
+    Answerer,
 }
 
 /// How a server treats the host's page cache; only like is compared with like.
@@ -69,6 +72,7 @@ impl Kind {
         Self::Nbdkit,
         Self::NbdkitNocache,
         Self::NbdkitNull,
+        Self::Answerer,
     ];
 
     /// Its name in reports and on the command line.
@@ -81,6 +85,7 @@ impl Kind {
             Self::Nbdkit => "nbdkit",
             Self::NbdkitNocache => "nbdkit-nocache",
             Self::NbdkitNull => "nbdkit-null",
+            Self::Answerer => "answerer",
         }
     }
 
@@ -96,13 +101,18 @@ impl Kind {
                 Caching::Direct
             }
             Self::BlockhouseWriteback | Self::Nbdkit => Caching::Cached,
-            Self::NbdkitNull => Caching::Null,
+            Self::NbdkitNull | Self::Answerer => Caching::Null,
         }
+    }
+
+    /// Whether it speaks enough of the protocol for this client.
+    pub fn takes(self, client: Client) -> bool {
+        self != Self::Answerer || client == Client::Light
     }
 
     /// What its reads return.
     pub fn content(self) -> Content {
-        if self == Self::NbdkitNull { Content::Nothing } else { Content::Image }
+        if self.caching() == Caching::Null { Content::Nothing } else { Content::Image }
     }
 
     /// What it calls its version.
@@ -118,6 +128,7 @@ impl Kind {
             Self::Blockhouse | Self::BlockhouseWriteback => &programs.blockhouse,
             Self::QsdNative | Self::QsdIoUring => Path::new("qemu-storage-daemon"),
             Self::Nbdkit | Self::NbdkitNocache | Self::NbdkitNull => Path::new("nbdkit"),
+            Self::Answerer => &programs.xtask,
         }
     }
 
@@ -154,6 +165,9 @@ impl Kind {
                 command.args(["--foreground", "--unix"]).arg(socket).arg("null");
                 command.arg(storage.size().to_string());
             }
+            Self::Answerer => {
+                command.arg("answerer").arg(socket).arg(storage.size().to_string());
+            }
         }
         command
     }
@@ -172,6 +186,8 @@ pub struct Programs {
     pub blockhouse: PathBuf,
     /// Further arguments of our `serve`.
     pub serve_args: Vec<String>,
+    /// This program.
+    pub xtask: PathBuf,
 }
 
 /// A running server.

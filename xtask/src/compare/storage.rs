@@ -10,7 +10,7 @@ use std::process::Command;
 
 use anyhow::{Context, Result, bail, ensure};
 use clap::ValueEnum;
-use rustix::fs::{Advice, fadvise};
+use rustix::fs::{Advice, fadvise, statvfs};
 use tempfile::TempDir;
 
 use super::interrupt::Interrupt;
@@ -52,6 +52,7 @@ impl Storage {
             Kind::Tmpfs | Kind::Loop => Path::new(MEMORY),
             Kind::Ext4 => disk,
         };
+        check_room(kind, size, room(kind, parent)?, parent)?;
         let folder = tempfile::Builder::new()
             .prefix("blockhouse-compare-")
             .tempdir_in(parent)
@@ -130,8 +131,37 @@ impl Storage {
     }
 }
 
-fn fill(path: &Path, size: u64, interrupt: &Interrupt) -> Result<()> {
+/// Bytes that may be taken from `parent`. What is kept in memory may take half of the memory that is
+/// available: a tmpfs promises more than the machine can bear, and others live on it, too.
+fn room(kind: Kind, parent: &Path) -> Result<u64> {
+    let system = statvfs(parent).with_context(|| format!("cannot look at {}", parent.display()))?;
+    let free = system.f_bavail.saturating_mul(system.f_frsize);
+    if kind == Kind::Ext4 {
+        return Ok(free);
+    }
+    let meminfo = std::fs::read_to_string("/proc/meminfo").context("cannot read meminfo")?;
+    Ok(free.min(available_memory(&meminfo).context("meminfo has no MemAvailable")? / 2))
+}
+
+fn available_memory(meminfo: &str) -> Option<u64> {
+    let line = meminfo.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
+    let kibibytes: u64 = line.trim().strip_suffix(" kB")?.parse().ok()?;
+    Some(kibibytes * 1024)
+}
+
+fn check_room(kind: Kind, size: u64, room: u64, parent: &Path) -> Result<()> {
     ensure!(size > 0 && size.is_multiple_of(CHUNK as u64), "the image's size must be whole MiB");
+    ensure!(
+        size <= room,
+        "{} has room for {} MiB ({kind:?}), not for an image of {} MiB: choose a smaller --size",
+        parent.display(),
+        room >> 20,
+        size >> 20,
+    );
+    Ok(())
+}
+
+fn fill(path: &Path, size: u64, interrupt: &Interrupt) -> Result<()> {
     let context = || format!("cannot write {} MiB to {}", size >> 20, path.display());
     let mut file =
         OpenOptions::new().write(true).create_new(true).open(path).with_context(context)?;
@@ -164,6 +194,8 @@ fn file_system(path: &Path) -> Result<String> {
 /// A loop device, detached when dropped.
 struct LoopDevice {
     path: PathBuf,
+    // The kernel empties a device's page cache when its last user closes it.
+    open: Option<File>,
 }
 
 impl LoopDevice {
@@ -171,22 +203,55 @@ impl LoopDevice {
         let mut losetup = Command::new("losetup");
         losetup.args(["--find", "--show", "--direct-io=on"]).arg(file);
         let path = PathBuf::from(stdout_of(losetup)?.trim_end());
-        let device = Self { path };
+        let mut device = Self { path, open: None };
         let name = device.path.file_name().context("losetup named no device")?;
         let direct = Path::new("/sys/block").join(name).join("loop/dio");
         if std::fs::read_to_string(&direct).unwrap_or_default().trim() != "1" {
             bail!("{} does no direct I/O over {}", device.path.display(), file.display());
         }
+        let open = File::open(&device.path);
+        device.open = Some(open.with_context(|| format!("cannot open {}", device.path.display()))?);
         Ok(device)
     }
 }
 
 impl Drop for LoopDevice {
     fn drop(&mut self) {
+        self.open = None;
         let mut losetup = Command::new("losetup");
         losetup.arg("--detach").arg(&self.path);
         if let Err(error) = run(losetup) {
             eprintln!("xtask: {error:#}");
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_image_that_does_not_fit_is_never_begun() {
+        let folder = Path::new("/somewhere");
+        assert!(check_room(Kind::Tmpfs, 2 << 20, 2 << 20, folder).is_ok());
+        let error = check_room(Kind::Tmpfs, 3 << 20, 2 << 20, folder).unwrap_err().to_string();
+        assert!(error.contains("/somewhere has room for 2 MiB"), "{error}");
+        assert!(check_room(Kind::Tmpfs, 4097, 2 << 20, folder).is_err());
+        assert!(check_room(Kind::Tmpfs, 0, 2 << 20, folder).is_err());
+    }
+
+    #[test]
+    fn memory_is_read_in_bytes() {
+        let meminfo = "MemTotal:       100 kB\nMemAvailable:     50 kB\n";
+        assert_eq!(available_memory(meminfo), Some(50 * 1024));
+        assert_eq!(available_memory("MemTotal: 1 kB\n"), None);
+    }
+
+    #[test]
+    fn what_is_kept_in_memory_never_takes_more_than_half_of_it() {
+        let meminfo = std::fs::read_to_string("/proc/meminfo").unwrap();
+        let total = meminfo.lines().find_map(|line| line.strip_prefix("MemTotal:")).unwrap();
+        let total: u64 = total.trim().strip_suffix(" kB").unwrap().parse().unwrap();
+        assert!(room(Kind::Tmpfs, Path::new(MEMORY)).unwrap() <= total * 1024 / 2);
     }
 }

@@ -1,4 +1,4 @@
-//! The opening of an NBD connection: fixed newstyle, `NBD_OPT_GO`, simple replies.
+//! The opening of an NBD connection, from both sides: fixed newstyle, `NBD_OPT_GO`, simple replies.
 //!
 //! Numbers and layouts are those of the NBD protocol specification (doc/proto.md), "Fixed newstyle
 //! negotiation". Nothing else is negotiated: the fewer bytes a reply has, the less the client costs.
@@ -20,6 +20,9 @@ const REPLY_ACK: u32 = 1;
 const REPLY_INFO: u32 = 3;
 const REPLY_ERROR: u32 = 1 << 31;
 const INFO_EXPORT: u16 = 0;
+const HAS_FLAGS: u16 = 1 << 0;
+const READ_ONLY: u16 = 1 << 1;
+const HAS_FUA: u16 = 1 << 3;
 /// Longer answers to `NBD_OPT_GO` do not exist; they are garbage.
 const MAX_REPLY: u32 = 64 * 1024;
 /// A server that is silent for this long has hung.
@@ -36,12 +39,12 @@ pub struct Export {
 impl Export {
     /// Whether writes may carry `NBD_CMD_FLAG_FUA`.
     pub fn has_fua(&self) -> bool {
-        self.flags & (1 << 3) != 0
+        self.flags & HAS_FUA != 0
     }
 
     /// Whether writes are refused.
     pub fn is_read_only(&self) -> bool {
-        self.flags & (1 << 1) != 0
+        self.flags & READ_ONLY != 0
     }
 }
 
@@ -105,6 +108,35 @@ fn parse_info(data: &[u8]) -> Option<Export> {
     let (flags, _) = rest.split_first_chunk()?;
     (u16::from_be_bytes(*kind) == INFO_EXPORT)
         .then(|| Export { size: u64::from_be_bytes(*size), flags: u16::from_be_bytes(*flags) })
+}
+
+/// The server's side of [`connect`], for an export of `size` bytes that takes durable writes.
+pub fn accept<S: Read + Write>(stream: &mut S, size: u64) -> Result<()> {
+    let mut greeting = MAGIC.to_be_bytes().to_vec();
+    greeting.extend(OPTION_MAGIC.to_be_bytes());
+    greeting.extend(FIXED_NEWSTYLE.to_be_bytes());
+    stream.write_all(&greeting)?;
+    let flags = u32::from_be_bytes(take(stream)?);
+    ensure!(flags == CLIENT_FIXED_NEWSTYLE, "client flags {flags:#x}");
+    ensure!(u64::from_be_bytes(take(stream)?) == OPTION_MAGIC, "bad option magic");
+    let option = u32::from_be_bytes(take(stream)?);
+    ensure!(option == OPTION_GO, "option {option}, not NBD_OPT_GO");
+    let length = u32::from_be_bytes(take(stream)?);
+    ensure!(length <= MAX_REPLY, "option of {length} bytes");
+    stream.read_exact(&mut vec![0; length as usize])?;
+
+    let mut info = INFO_EXPORT.to_be_bytes().to_vec();
+    info.extend(size.to_be_bytes());
+    info.extend((HAS_FLAGS | HAS_FUA).to_be_bytes());
+    let mut answer = Vec::new();
+    for (kind, data) in [(REPLY_INFO, info.as_slice()), (REPLY_ACK, &[])] {
+        answer.extend(OPTION_REPLY_MAGIC.to_be_bytes());
+        answer.extend(OPTION_GO.to_be_bytes());
+        answer.extend(kind.to_be_bytes());
+        answer.extend(u32::try_from(data.len())?.to_be_bytes());
+        answer.extend(data);
+    }
+    Ok(stream.write_all(&answer)?)
 }
 
 fn take<S: Read, const N: usize>(stream: &mut S) -> Result<[u8; N]> {

@@ -7,7 +7,9 @@
 //! - [`handshake`]: the opening of a connection
 //! - [`wire`]: requests and replies
 //! - [`connection`]: slots, batches, checks
+//! - [`answerer`]: the server that shows the client's own limit
 
+pub mod answerer;
 mod connection;
 mod handshake;
 mod wire;
@@ -305,4 +307,78 @@ fn read_back(socket: &Path, name: &str, written: Job, offsets: VecDeque<u64>) ->
     let verified = connection.verified();
     connection.close()?;
     Ok(verified)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::path::PathBuf;
+
+    use tempfile::TempDir;
+
+    use super::*;
+
+    const LOAD: Load = Load {
+        operation: Operation::Read,
+        order: Order::Random,
+        block: 4096,
+        depth: 16,
+        connections: 1,
+        warm_up: Duration::ZERO,
+        duration: Duration::from_millis(50),
+        generation: 1,
+        content: Content::Nothing,
+    };
+
+    /// An answerer that ends with the test process.
+    fn answerer() -> (TempDir, PathBuf) {
+        let folder = tempfile::tempdir().unwrap();
+        let socket = folder.path().join("nbd.sock");
+        let listening = socket.clone();
+        std::thread::spawn(move || answerer::serve(&listening, 1 << 24));
+        while !socket.exists() {
+            std::thread::yield_now();
+        }
+        (folder, socket)
+    }
+
+    fn run_against_answerer(load: Load) -> Result<Measured> {
+        let (_folder, socket) = answerer();
+        run(load, &socket, "disk", &|| Ok(Duration::ZERO), &Interrupt::default())
+    }
+
+    #[test]
+    fn every_kind_of_load_is_answered() {
+        for operation in [Operation::Read, Operation::Write, Operation::DurableWrite] {
+            for connections in [1, 4] {
+                for block in [512, 4096, 256 * 1024] {
+                    let load = Load { operation, connections, block, ..LOAD };
+                    let measured = run_against_answerer(load).unwrap();
+                    assert!(measured.requests > 0, "{load:?}");
+                    assert!(measured.latency.median > Duration::ZERO, "{load:?}");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn data_that_is_not_the_images_is_noticed() {
+        let load = Load { content: Content::Image, order: Order::Sequential, ..LOAD };
+        let error = run_against_answerer(load).unwrap_err().to_string();
+        assert!(error.starts_with("wrong data"), "{error}");
+    }
+
+    #[test]
+    fn writes_that_are_dropped_are_noticed() {
+        let load = Load { content: Content::Image, operation: Operation::Write, ..LOAD };
+        let error = run_against_answerer(load).unwrap_err().to_string();
+        assert!(error.starts_with("wrong data"), "{error}");
+    }
+
+    #[test]
+    fn random_offsets_reach_the_whole_export() {
+        let mut offsets = Offsets { order: Order::Random, block: 512, blocks: 64, state: 7 };
+        let seen: std::collections::BTreeSet<u64> = (0..4096).map(|_| offsets.next()).collect();
+        assert_eq!(seen.len(), 64);
+        assert_eq!(seen.last(), Some(&(63 * 512)));
+    }
 }

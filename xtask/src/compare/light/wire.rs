@@ -3,7 +3,7 @@
 //! A request frame is built once per slot; only its offset (and, for a write, the stamps of its data)
 //! change from one use to the next. Layouts: NBD protocol specification, "Transmission phase".
 
-use anyhow::{Result, ensure};
+use anyhow::{Result, bail, ensure};
 
 use crate::compare::pattern;
 
@@ -13,7 +13,8 @@ const COMMAND_READ: u16 = 0;
 const COMMAND_WRITE: u16 = 1;
 const COMMAND_DISCONNECT: u16 = 2;
 const FLAG_FUA: u16 = 1;
-const REQUEST: usize = 28;
+/// Bytes in the header of a request.
+pub const REQUEST: usize = 28;
 const OFFSET_FIELD: std::ops::Range<usize> = 16..24;
 /// Bytes in the header of a simple reply.
 pub const REPLY: usize = 16;
@@ -58,7 +59,7 @@ impl Frame {
 
     /// Where the request points.
     pub fn offset(&self) -> u64 {
-        self.bytes[OFFSET_FIELD].iter().fold(0, |value, &byte| value << 8 | u64::from(byte))
+        u64::from_be_bytes(field(&self.bytes, OFFSET_FIELD.start))
     }
 
     /// What goes to the server.
@@ -87,10 +88,37 @@ fn header(command: u16, flags: u16, cookie: u64, length: u32) -> Vec<u8> {
 /// # Errors
 /// The header is none, or tells an error of the server.
 pub fn parse_reply(header: &[u8; REPLY]) -> Result<u64> {
-    let word = |at: usize| {
-        u32::from_be_bytes([header[at], header[at + 1], header[at + 2], header[at + 3]])
+    let magic = u32::from_be_bytes(field(header, 0));
+    let error = u32::from_be_bytes(field(header, 4));
+    ensure!(magic == REPLY_MAGIC, "reply magic {magic:#x}: the stream is out of step");
+    ensure!(error == 0, "the server answered with error {error}");
+    Ok(u64::from_be_bytes(field(header, 8)))
+}
+
+/// A reply that tells success to the request with `cookie`.
+pub fn reply(cookie: u64) -> [u8; REPLY] {
+    let mut header = [0; REPLY];
+    header[..4].copy_from_slice(&REPLY_MAGIC.to_be_bytes());
+    header[8..].copy_from_slice(&cookie.to_be_bytes());
+    header
+}
+
+/// The operation, cookie and length in bytes that a request header tells; none for a farewell.
+pub fn parse_request(header: &[u8; REQUEST]) -> Result<Option<(Operation, u64, u32)>> {
+    let magic = u32::from_be_bytes(field(header, 0));
+    ensure!(magic == REQUEST_MAGIC, "request magic {magic:#x}: the stream is out of step");
+    let operation = match u16::from_be_bytes(field(header, 6)) {
+        COMMAND_READ => Operation::Read,
+        COMMAND_WRITE => Operation::Write,
+        COMMAND_DISCONNECT => return Ok(None),
+        other => bail!("request of unknown type {other}"),
     };
-    ensure!(word(0) == REPLY_MAGIC, "reply magic {:#x}: the stream is out of step", word(0));
-    ensure!(word(4) == 0, "the server answered with error {}", word(4));
-    Ok(u64::from(word(8)) << 32 | u64::from(word(12)))
+    let cookie = u64::from_be_bytes(field(header, 8));
+    Ok(Some((operation, cookie, u32::from_be_bytes(field(header, 24)))))
+}
+
+fn field<const N: usize>(header: &[u8], at: usize) -> [u8; N] {
+    let mut bytes = [0; N];
+    bytes.copy_from_slice(&header[at..at + N]);
+    bytes
 }

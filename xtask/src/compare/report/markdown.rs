@@ -59,15 +59,15 @@ fn verdicts(text: &mut String, result: &StorageResult) -> std::fmt::Result {
         return Ok(());
     }
     writeln!(text, "\nAgainst the best peer of the same way of caching, round by round:\n")?;
-    writeln!(text, "| row | ours | rate | of | server CPU | of | rate, of nbdkit-null |")?;
-    writeln!(text, "| --- | --- | ---: | --- | ---: | --- | ---: |")?;
+    writeln!(text, "| row | ours | rate | of | server CPU | of | rate | of |")?;
+    writeln!(text, "| --- | --- | ---: | --- | ---: | --- | ---: | --- |")?;
     for row in &result.rows {
         for verdict in row.verdicts(&result.storage) {
             let (rate, cpu) = (&verdict.rate, &verdict.server_cpu);
-            let ceiling = verdict
-                .ceiling
-                .as_ref()
-                .map_or_else(String::new, |ceiling| format!("{:.2}", ceiling.ratio));
+            let ceiling = verdict.ceiling.as_ref().map_or_else(
+                || " | ".to_owned(),
+                |ceiling| format!("{:.2} | {}", ceiling.ratio, ceiling.peer.name()),
+            );
             writeln!(
                 text,
                 "| {} | {} | {:.2} | {} | {:.2} | {} | {ceiling} |",

@@ -108,38 +108,42 @@ impl RowResult {
         Spread::of(self.rounds(figure, server))
     }
 
+    fn median(&self, figure: Figure, server: Kind) -> f64 {
+        self.spread(figure, server).map_or(f64::NAN, |spread| spread.median)
+    }
+
+    /// The servers that were measured in this row.
+    fn took_part(&self) -> impl Iterator<Item = Kind> {
+        self.servers.iter().filter(|(_, rounds)| !rounds.is_empty()).map(|(kind, _)| *kind)
+    }
+
     /// Ours against those it must be compared with, in this row.
     pub fn verdicts(&self, storage: &Storage) -> Vec<Verdict> {
-        let ours = self.servers.iter().map(|(kind, _)| *kind).filter(|kind| kind.is_ours());
+        let ours = self.took_part().filter(|kind| kind.is_ours());
         ours.filter_map(|ours| self.verdict(ours, storage)).collect()
     }
 
     fn verdict(&self, ours: Kind, storage: &Storage) -> Option<Verdict> {
-        let peers: Vec<Kind> = self
-            .servers
-            .iter()
-            .map(|(kind, _)| *kind)
-            .filter(|kind| !kind.is_ours() && storage.comparable(ours.caching(), kind.caching()))
-            .collect();
-        let median =
-            |figure, peer| self.spread(figure, peer).map_or(f64::NAN, |spread| spread.median);
+        let peers = || {
+            self.took_part().filter(|kind| {
+                !kind.is_ours() && storage.comparable(ours.caching(), kind.caching())
+            })
+        };
+        let ceilings = self.took_part().filter(|kind| kind.caching() == Caching::Null);
+        let by = |figure| {
+            move |one: &Kind, other: &Kind| {
+                self.median(figure, *one).total_cmp(&self.median(figure, *other))
+            }
+        };
         let against = |figure, peer| {
             let ratio = Spread::of_ratios(&self.rounds(figure, ours), &self.rounds(figure, peer))?;
             Some(Against { peer, ratio })
         };
-        let fastest = peers.iter().copied().max_by(|&one, &other| {
-            median(Figure::Rate, one).total_cmp(&median(Figure::Rate, other))
-        })?;
-        let leanest = peers.iter().copied().min_by(|&one, &other| {
-            median(Figure::ServerCpu, one).total_cmp(&median(Figure::ServerCpu, other))
-        })?;
-        let null = self.servers.iter().map(|(kind, _)| *kind);
-        let null = null.into_iter().find(|kind| kind.caching() == Caching::Null);
         Some(Verdict {
             ours,
-            rate: against(Figure::Rate, fastest)?,
-            server_cpu: against(Figure::ServerCpu, leanest)?,
-            ceiling: null.and_then(|null| against(Figure::Rate, null)),
+            rate: against(Figure::Rate, peers().max_by(by(Figure::Rate))?)?,
+            server_cpu: against(Figure::ServerCpu, peers().min_by(by(Figure::ServerCpu))?)?,
+            ceiling: ceilings.max_by(by(Figure::Rate)).and_then(|peer| against(Figure::Rate, peer)),
         })
     }
 }
@@ -160,6 +164,6 @@ pub struct Verdict {
     pub rate: Against,
     /// Against the peer that needs the least processor time a request; below 1 is better.
     pub server_cpu: Against,
-    /// Against the server without storage.
+    /// Against the fastest server without storage.
     pub ceiling: Option<Against>,
 }
