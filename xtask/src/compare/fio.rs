@@ -45,10 +45,10 @@ pub fn run(
     };
     let server_cpu = server.cpu()?.saturating_sub(before);
     let text = std::fs::read_to_string(&report).context("fio left no report")?;
-    // What fio has to say stands before its report.
-    let said = text.split('{').next().unwrap_or_default().trim();
-    ensure!(status.success(), "fio failed with {status}: {said}");
-    let report = serde_json::from_str(&text).context("cannot read fio's report")?;
+    // What fio has to say in plain words stands before its report.
+    let (said, json) = text.split_at(text.find('{').unwrap_or(text.len()));
+    ensure!(status.success(), "fio failed with {status}: {}", said.trim());
+    let report = serde_json::from_str(json).context("cannot read fio's report")?;
     parse(&report, server_cpu).context("fio's report is not as expected")
 }
 
@@ -59,7 +59,8 @@ fn command(row: &Row, server: &Server, duration: Duration, report: &Path) -> Res
         _ => bail!("{}: fio only reads here", row.name),
     };
     let mut fio = Command::new("fio");
-    fio.args(["--name=compare", "--ioengine=nbd", "--time_based", "--norandommap"]);
+    // With --thread it is one process, which ends whole when it is killed.
+    fio.args(["--name=compare", "--ioengine=nbd", "--thread", "--time_based", "--norandommap"]);
     fio.arg(format!("--uri=nbd+unix:///{EXPORT}?socket={}", server.socket().display()));
     fio.arg(format!("--rw={pattern}"));
     fio.arg(format!("--bs={}", row.block));
