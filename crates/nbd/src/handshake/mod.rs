@@ -12,9 +12,9 @@ mod parse;
 use std::fmt;
 
 use answer::Answers;
+use blockhouse_disk::Access;
 use parse::{ExportRequest, MetaQueries, Selection};
 
-use crate::Access;
 use crate::proto::option::{
     ClientOption, FIXED_NEWSTYLE, INIT_MAGIC, InfoType, NO_ZEROES, OPTION_HEADER_LENGTH,
     OPTION_MAGIC, PADDING_LENGTH, ReplyType,

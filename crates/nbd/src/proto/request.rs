@@ -95,12 +95,13 @@ impl RequestHeader {
     }
 
     /// How many bytes of payload follow the header.
+    ///
+    /// An extended WRITE must say so by its flag. QEMU's client (10.0 still) does not, and sends the
+    /// payload all the same, as it could not do otherwise; so a write has one in any case.
     pub fn payload_length(&self, framing: Framing) -> u64 {
-        let has_payload = match framing {
-            Framing::Simple | Framing::Structured => self.kind == kind::WRITE,
-            Framing::Extended => self.flags.contains(CommandFlags::PAYLOAD_LEN),
-        };
-        if has_payload { self.length } else { 0 }
+        let extended = matches!(framing, Framing::Extended);
+        let flagged = extended && self.flags.contains(CommandFlags::PAYLOAD_LEN);
+        if flagged || self.kind == kind::WRITE { self.length } else { 0 }
     }
 }
 
