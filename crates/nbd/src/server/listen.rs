@@ -96,7 +96,9 @@ fn make_way(path: &Path, name: &str) -> Result<()> {
     }
     match UnixStream::connect(path) {
         Err(error) if error.kind() == IoErrorKind::ConnectionRefused => fs::remove_file(path)
-            .map_err(|error| Error::host("cannot remove the socket of a dead server", error).on(name)),
+            .map_err(|error| {
+                Error::host("cannot remove the socket of a dead server", error).on(name)
+            }),
         _ => in_use("a running server listens there; choose another path"),
     }
 }
