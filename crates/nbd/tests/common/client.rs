@@ -86,13 +86,7 @@ impl Client {
     }
 
     /// A request as bytes, and a note to expect its reply.
-    pub fn encode(
-        &mut self,
-        kind: u16,
-        flags: CommandFlags,
-        offset: u64,
-        length: u64,
-    ) -> Vec<u8> {
+    pub fn encode(&mut self, kind: u16, flags: CommandFlags, offset: u64, length: u64) -> Vec<u8> {
         self.cookie += 1;
         if kind == kind::READ {
             self.reads.insert(self.cookie, length as usize);
@@ -152,11 +146,10 @@ impl Client {
         match kind {
             chunk::NONE => Outcome::Done,
             chunk::OFFSET_DATA => Outcome::Data(payload[8..].to_vec()),
-            chunk::ERROR => {
-                Outcome::Error(u32::from_be_bytes(payload[..4].try_into().unwrap()))
-            }
+            chunk::ERROR => Outcome::Error(u32::from_be_bytes(payload[..4].try_into().unwrap())),
             chunk::BLOCK_STATUS => {
-                let number = |bytes: &[u8]| u64::from(u32::from_be_bytes(bytes.try_into().unwrap()));
+                let number =
+                    |bytes: &[u8]| u64::from(u32::from_be_bytes(bytes.try_into().unwrap()));
                 let extents = payload[4..].chunks_exact(8);
                 Outcome::Status(extents.map(|one| (number(&one[..4]), number(&one[4..]))).collect())
             }

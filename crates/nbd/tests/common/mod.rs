@@ -14,7 +14,7 @@ use blockhouse_engine::{Engine, EngineChoice, EventLoop, Handle, Listener};
 use blockhouse_nbd::proto::Framing;
 use blockhouse_nbd::uri::Address;
 use blockhouse_nbd::{Export, Limits, Server, SocketFile, bind};
-pub use client::{Client, NONE, Outcome, Reply};
+pub use client::{Client, NONE, Outcome};
 pub use storage::Memory;
 use tempfile::TempDir;
 
@@ -68,12 +68,25 @@ impl Rig {
             });
         });
         let remote = receiver.recv().ok()?;
-        Some(Self { path, storage, server, remote, thread: Some(thread), _file: bound.file, _folder: folder })
+        Some(Self {
+            path,
+            storage,
+            server,
+            remote,
+            thread: Some(thread),
+            _file: bound.file,
+            _folder: folder,
+        })
     }
 
     /// A client of the default export.
     pub fn client(&self, framing: Framing) -> Client {
         Client::connect(&self.path, framing, "")
+    }
+
+    /// The server.
+    pub fn server(&self) -> Server<Memory> {
+        self.server.clone()
     }
 
     /// Starts the drain.
@@ -129,6 +142,6 @@ pub fn random(test: &str) -> fastrand::Rng {
         let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH);
         now.unwrap().as_nanos() as u64
     });
-    println!("seed {seed}; replay: NBD_SEED={seed} cargo test -p blockhouse-nbd {test}");
+    eprintln!("seed {seed}; replay: NBD_SEED={seed} cargo test -p blockhouse-nbd {test}");
     fastrand::Rng::with_seed(seed)
 }

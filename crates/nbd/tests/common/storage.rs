@@ -5,8 +5,8 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use blockhouse_core::{
-    Alignment, ByteRange, Capabilities, Durability, Error, Fua, IoVector, Offload, Result,
-    Status, Storage, Sync, Unmap, WriteCache,
+    Alignment, ByteRange, Capabilities, Durability, Error, Fua, IoVector, Offload, Result, Status,
+    Storage, Sync, Unmap, WriteCache,
 };
 use blockhouse_engine::sleep;
 
@@ -186,4 +186,3 @@ pub fn status(bytes: &[u8], range: ByteRange) -> (Status, u64) {
     }
     (first, (at.min(end) - start) as u64)
 }
-
