@@ -5,6 +5,9 @@
 #![forbid(unsafe_code)]
 
 mod disk;
+mod lock;
+mod open;
 
 pub use blockhouse_format::BlockStatus;
 pub use disk::{Access, Discard, Disk, FlushPolicy, Options};
+pub use open::{CacheMode, ImageFormat, ImageOptions, Locking, create, open};
