@@ -10,10 +10,13 @@ mod durable;
 mod generations;
 mod grace;
 mod limits;
+mod lock;
+mod open;
 mod path;
 mod stats;
 mod tracker;
 
 pub use blockhouse_format::BlockStatus;
 pub use disk::{Access, Discard, Disk, FlushPolicy, Options};
+pub use open::{CacheMode, ImageFormat, ImageOptions, Locking, create, open};
 pub use stats::Counters;

@@ -1,1 +1,38 @@
-//! The host side: event loop, the engines io_uring, linux-aio and threads, host files, sockets, wake-ups.
+//! The host side of Blockhouse, floor 1: an event loop per thread, three engines behind one trait,
+//! host files and sockets.
+//!
+//! A program makes an [`EventLoop`] on each thread that does I/O and runs futures on it; files
+//! ([`HostFile`]) and sockets ([`Stream`], [`Listener`]) use the loop of the thread that polls them.
+//! Other threads submit through a [`Handle`].
+
+#[cfg(not(target_os = "linux"))]
+compile_error!("Blockhouse serves disks on Linux only");
+
+mod byte_lock;
+mod driver;
+mod engine;
+mod epoll;
+mod event_loop;
+mod file;
+mod host_file;
+mod linux_aio;
+mod mailbox;
+mod operation;
+mod orphans;
+mod probe;
+mod socket;
+mod submit;
+mod system_call;
+mod task;
+mod thread_pool;
+mod timer;
+mod uring;
+
+pub use byte_lock::{is_byte_locked, release_byte, share_byte};
+pub use engine::{Engine, EngineChoice, EngineReport};
+pub use event_loop::{EventLoop, Handle, Submission};
+pub use host_file::{HostFile, OpenFor, PageCache};
+pub use probe::FileKind;
+pub use socket::{Listener, Stream};
+pub use task::{Task, spawn, spawn_detached};
+pub use timer::{Sleep, sleep};

@@ -1,0 +1,46 @@
+//! Locks on single bytes of a file that belong to the open file, not to the process (open file
+//! description locks, `fcntl(2)`). QEMU's image locks are made of these.
+
+use std::io;
+use std::os::fd::{AsRawFd, BorrowedFd};
+
+/// Takes a shared lock on the byte at `offset`, without waiting. It goes with the last copy of the
+/// descriptor.
+///
+/// # Errors
+/// EAGAIN or EACCES when somebody holds it exclusively; EBADF for a file not open for reading; what
+/// a file system without locks answers.
+pub fn share_byte(file: BorrowedFd<'_>, offset: u64) -> io::Result<()> {
+    call(file, libc::F_OFD_SETLK, libc::F_RDLCK, offset).map(drop)
+}
+
+/// Gives the lock on the byte at `offset` back.
+///
+/// # Errors
+/// As [`share_byte`].
+pub fn release_byte(file: BorrowedFd<'_>, offset: u64) -> io::Result<()> {
+    call(file, libc::F_OFD_SETLK, libc::F_UNLCK, offset).map(drop)
+}
+
+/// Whether somebody else, through another open of the file, holds any lock on the byte.
+///
+/// # Errors
+/// As [`share_byte`].
+pub fn is_byte_locked(file: BorrowedFd<'_>, offset: u64) -> io::Result<bool> {
+    let lock = call(file, libc::F_OFD_GETLK, libc::F_WRLCK, offset)?;
+    Ok(i32::from(lock.l_type) != libc::F_UNLCK)
+}
+
+fn call(file: BorrowedFd<'_>, command: i32, kind: i32, offset: u64) -> io::Result<libc::flock> {
+    // SAFETY: all-zero is a valid flock (POSIX: whole-file, process 0).
+    let mut lock: libc::flock = unsafe { std::mem::zeroed() };
+    lock.l_type = kind as i16;
+    lock.l_whence = libc::SEEK_SET as i16;
+    lock.l_start = offset as i64;
+    lock.l_len = 1;
+    // SAFETY: the commands used here read and write one flock; the descriptor is open.
+    match unsafe { libc::fcntl(file.as_raw_fd(), command, &raw mut lock) } {
+        0 => Ok(lock),
+        _ => Err(io::Error::last_os_error()),
+    }
+}

@@ -1,0 +1,49 @@
+//! The one trait behind which the three engines stand.
+
+use std::time::Instant;
+
+use crate::operation::{Operation, OperationTable, Token};
+
+/// Gets operations to the kernel and their results back, for one loop on one thread.
+pub(crate) trait Driver {
+    /// Starts an operation. It stays where it is, unmoved and unchanged by the caller, until its
+    /// result was reported: as the answer here, or by a later `turn`. The engine may put off the
+    /// actual submission to the next `turn`, so that many go down at once.
+    fn start(&mut self, token: Token, operation: &mut Operation) -> Started;
+
+    /// Asks for an operation that may wait without bound (on a socket) to be given up. Its result is
+    /// reported all the same, `-ECANCELED` if it was.
+    fn cancel(&mut self, token: Token, operation: &Operation);
+
+    /// Submits what waits for submission, then sleeps as `rest` says until something happens (a
+    /// completion, the bell, the deadline), then appends all results to `done`. `operations` holds
+    /// everything that was started.
+    fn turn(&mut self, rest: Rest, operations: &mut OperationTable, done: &mut Vec<Completion>);
+}
+
+/// What became of starting an operation.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Started {
+    /// Its result comes from a later turn.
+    Pending,
+    /// It is over; the result is as in [`Completion`].
+    Done(i32),
+}
+
+/// An operation's end: the kernel's answer, a count of bytes or a negative errno.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Completion {
+    pub(crate) token: Token,
+    pub(crate) result: i32,
+}
+
+/// How long a turn may sleep.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Rest {
+    /// Not at all: there is other work.
+    Never,
+    /// Until something happens.
+    UntilEvent,
+    /// Until something happens or the time has come.
+    UntilEventOr(Instant),
+}

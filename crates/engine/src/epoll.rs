@@ -1,0 +1,251 @@
+//! The engines for hosts where io_uring cannot be had: sockets by readiness (epoll), files by Linux
+//! AIO where that is truly asynchronous, otherwise by worker threads.
+
+use std::collections::{HashMap, VecDeque};
+use std::io;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use rustix::event::Timespec;
+use rustix::event::epoll::{self, CreateFlags, EventData, EventFlags};
+
+use crate::driver::{Completion, Driver, Rest, Started};
+use crate::event_loop::Remote;
+use crate::linux_aio::LinuxAio;
+use crate::operation::{Operation, OperationTable, Token};
+use crate::system_call::{FileCall, run_inline, try_socket};
+use crate::thread_pool::ThreadPool;
+
+/// Event data that are no socket's descriptor.
+const BELL: u64 = u64::MAX;
+const AIO: u64 = u64::MAX - 1;
+
+/// Events taken by one system call.
+const MOST_EVENTS: usize = 128;
+
+/// How long the kernel is left alone after it had no room for a submission and nothing in flight
+/// whose completion could make some.
+const AIO_RETRY: Duration = Duration::from_millis(1);
+
+pub(crate) struct Epoll {
+    epoll: OwnedFd,
+    remote: Arc<Remote>,
+    pool: Arc<ThreadPool>,
+    aio: Option<LinuxAio>,
+    sockets: HashMap<RawFd, Waiting>,
+    /// Results that are known before the next turn.
+    early: Vec<Completion>,
+    events: Vec<epoll::Event>,
+}
+
+/// Who waits for a socket, first come first served.
+#[derive(Default)]
+struct Waiting {
+    input: VecDeque<Token>,
+    output: VecDeque<Token>,
+}
+
+impl Epoll {
+    /// With `aio` for the files that it can serve.
+    pub(crate) fn open(
+        remote: &Arc<Remote>,
+        pool: &Arc<ThreadPool>,
+        aio: Option<LinuxAio>,
+    ) -> io::Result<Self> {
+        let epoll = epoll::create(CreateFlags::CLOEXEC)?;
+        // Edge-triggered: each ring is an event of its own, and the counters need no reading.
+        let flags = EventFlags::IN | EventFlags::ET;
+        epoll::add(&epoll, remote.bell(), EventData::new_u64(BELL), flags)?;
+        if let Some(aio) = &aio {
+            epoll::add(&epoll, aio.event(), EventData::new_u64(AIO), flags)?;
+        }
+        Ok(Self {
+            epoll,
+            remote: Arc::clone(remote),
+            pool: Arc::clone(pool),
+            aio,
+            sockets: HashMap::new(),
+            early: Vec::new(),
+            events: Vec::with_capacity(MOST_EVENTS),
+        })
+    }
+
+    fn start_on_socket(&mut self, token: Token, operation: &mut Operation) -> Started {
+        if let Operation::Accept { socket } = operation {
+            // Two loops may be told of one connection: the second must not block.
+            if let Err(error) = rustix::io::ioctl_fionbio(socket, true) {
+                return Started::Done(-error.raw_os_error());
+            }
+        }
+        let result = try_socket(operation);
+        if result != -libc::EAGAIN {
+            return Started::Done(result);
+        }
+        let socket = socket_of(operation);
+        let waiting = self.sockets.entry(socket.as_raw_fd()).or_default();
+        match operation {
+            Operation::Send(_) => waiting.output.push_back(token),
+            _ => waiting.input.push_back(token),
+        }
+        match watch(&self.epoll, socket, waiting) {
+            Ok(()) => Started::Pending,
+            Err(error) => {
+                self.forget(token, operation);
+                Started::Done(-error.raw_os_error())
+            }
+        }
+    }
+
+    /// Takes a token out of its socket's queues. Says whether it was there.
+    fn forget(&mut self, token: Token, operation: &Operation) -> bool {
+        let socket = socket_of(operation).as_raw_fd();
+        let Some(waiting) = self.sockets.get_mut(&socket) else { return false };
+        let before = waiting.input.len() + waiting.output.len();
+        waiting.input.retain(|&other| other != token);
+        waiting.output.retain(|&other| other != token);
+        let found = waiting.input.len() + waiting.output.len() < before;
+        if waiting.is_empty() {
+            self.sockets.remove(&socket);
+        }
+        found
+    }
+
+    fn wait(&mut self, rest: Rest) {
+        let now = Timespec { tv_sec: 0, tv_nsec: 0 };
+        let timeout = match rest {
+            _ if !self.early.is_empty() => Some(now),
+            Rest::Never => Some(now),
+            Rest::UntilEvent => None,
+            Rest::UntilEventOr(until) => {
+                let left = until.saturating_duration_since(Instant::now());
+                let (tv_sec, tv_nsec) = (left.as_secs() as i64, i64::from(left.subsec_nanos()));
+                Some(Timespec { tv_sec, tv_nsec })
+            }
+        };
+        self.events.clear();
+        let buffer = rustix::buffer::spare_capacity(&mut self.events);
+        match epoll::wait(&self.epoll, buffer, timeout.as_ref()) {
+            Ok(_) | Err(rustix::io::Errno::INTR) => {}
+            Err(error) => panic!("epoll_wait failed: {error}"),
+        }
+    }
+
+    fn serve_socket(
+        &mut self,
+        socket: RawFd,
+        flags: EventFlags,
+        operations: &mut OperationTable,
+        done: &mut Vec<Completion>,
+    ) {
+        let Some(waiting) = self.sockets.get_mut(&socket) else { return };
+        // An error or hang-up is for both directions to find out by trying.
+        let broken = flags.intersects(EventFlags::ERR | EventFlags::HUP | EventFlags::RDHUP);
+        if broken || flags.contains(EventFlags::IN) {
+            try_all(&mut waiting.input, operations, done);
+        }
+        if broken || flags.contains(EventFlags::OUT) {
+            try_all(&mut waiting.output, operations, done);
+        }
+        if let Some(&token) = waiting.input.front().or(waiting.output.front()) {
+            let watched = watch(&self.epoll, socket_of(operations.operation(token)), waiting);
+            if let Err(error) = watched {
+                let result = -error.raw_os_error();
+                let all = waiting.input.drain(..).chain(waiting.output.drain(..));
+                done.extend(all.map(|token| Completion { token, result }));
+            }
+        }
+        if waiting.is_empty() {
+            self.sockets.remove(&socket);
+        }
+    }
+}
+
+impl Waiting {
+    fn is_empty(&self) -> bool {
+        self.input.is_empty() && self.output.is_empty()
+    }
+}
+
+impl Driver for Epoll {
+    fn start(&mut self, token: Token, operation: &mut Operation) -> Started {
+        if let Some(result) = run_inline(operation) {
+            return Started::Done(result);
+        }
+        let Some(call) = FileCall::of(operation) else {
+            return self.start_on_socket(token, operation);
+        };
+        match &mut self.aio {
+            Some(aio) if LinuxAio::serves(operation) => aio.queue(token, call),
+            // SAFETY: the operation stays in the loop's table (`Driver::start`).
+            _ => unsafe { self.pool.run_file(call, token, &self.remote) },
+        }
+        Started::Pending
+    }
+
+    fn cancel(&mut self, token: Token, operation: &Operation) {
+        if self.forget(token, operation) {
+            self.early.push(Completion { token, result: -libc::ECANCELED });
+        }
+    }
+
+    fn turn(&mut self, rest: Rest, operations: &mut OperationTable, done: &mut Vec<Completion>) {
+        let mut rest = rest;
+        if let Some(aio) = &mut self.aio {
+            aio.submit(&mut self.early);
+            aio.reap(&mut self.early);
+            if aio.is_stuck() && rest == Rest::UntilEvent {
+                rest = Rest::UntilEventOr(Instant::now() + AIO_RETRY);
+            }
+        }
+        self.wait(rest);
+        done.append(&mut self.early);
+        let mut events = std::mem::take(&mut self.events);
+        for event in events.drain(..) {
+            match event.data.u64() {
+                BELL => {}
+                AIO => self.aio.iter_mut().for_each(|aio| aio.reap(done)),
+                socket => self.serve_socket(socket as RawFd, event.flags, operations, done),
+            }
+        }
+        // Kept for its room.
+        self.events = events;
+    }
+}
+
+/// Has epoll tell once when a waiter of the socket may go on.
+fn watch(epoll: &OwnedFd, socket: BorrowedFd<'_>, waiting: &Waiting) -> rustix::io::Result<()> {
+    let mut flags = EventFlags::ONESHOT | EventFlags::RDHUP;
+    flags.set(EventFlags::IN, !waiting.input.is_empty());
+    flags.set(EventFlags::OUT, !waiting.output.is_empty());
+    let data = EventData::new_u64(socket.as_raw_fd() as u64);
+    match epoll::modify(epoll, socket, data, flags) {
+        Err(rustix::io::Errno::NOENT) => epoll::add(epoll, socket, data, flags),
+        other => other,
+    }
+}
+
+/// Tries the waiters of one direction until one would have to wait.
+fn try_all(
+    queue: &mut VecDeque<Token>,
+    operations: &mut OperationTable,
+    done: &mut Vec<Completion>,
+) {
+    while let Some(&token) = queue.front() {
+        let result = try_socket(operations.operation(token));
+        if result == -libc::EAGAIN {
+            return;
+        }
+        queue.pop_front();
+        done.push(Completion { token, result });
+    }
+}
+
+fn socket_of(operation: &Operation) -> BorrowedFd<'_> {
+    match operation {
+        Operation::Receive(message) | Operation::Send(message) => message.socket.as_fd(),
+        Operation::Accept { socket } => socket.as_fd(),
+        Operation::Read(transfer) | Operation::Write(transfer, _) => transfer.file.as_fd(),
+        Operation::Sync { file, .. } | Operation::Allocate { file, .. } => file.as_fd(),
+    }
+}

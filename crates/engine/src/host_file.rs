@@ -1,0 +1,434 @@
+//! A regular file or block device of the host as a [`Storage`].
+//!
+//! Promises: a short transfer is continued and never turned into an error of its own; a durable
+//! write is one request where kernel and file allow it (`RWF_DSYNC`), and otherwise a write and a
+//! sync; every error names the file and the offset and keeps its errno. All operations run on the
+//! loop of the thread that polls them, so one `HostFile` may serve many threads.
+
+use std::fmt;
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
+
+use blockhouse_core::{
+    Alignment, Buffer, ByteRange, Capabilities, Durability, Error, ErrorKind, Fua, IoVector,
+    Offload, Result, Status, Storage, Sync, Unmap, WriteCache,
+};
+use rustix::fs::{Advice, FallocateFlags, Mode, OFlags};
+use rustix::io::Errno;
+
+use crate::file::{Caching, File};
+use crate::operation::{Operation, Transfer, WriteThrough};
+use crate::probe::{self, FileKind};
+use crate::submit::submit;
+use crate::thread_pool::blocking;
+
+/// `BLKDISCARD` from `<linux/fs.h>`.
+const BLKDISCARD: libc::Ioctl = 0x1277;
+
+/// Whether an open file may be changed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum OpenFor {
+    /// No write is possible.
+    Reading,
+    /// Reads and writes.
+    Writing,
+}
+
+/// Whether the host's page cache is used.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum PageCache {
+    /// Reads and writes go through it.
+    Used,
+    /// `O_DIRECT`: around it.
+    Bypassed,
+}
+
+/// An open file or block device.
+pub struct HostFile {
+    file: Arc<File>,
+    /// For the last partial block, which direct I/O cannot reach: the same file through the page
+    /// cache. The block is a page of its own there, so that the two ways never share one.
+    tail: Option<Arc<File>>,
+    name: String,
+    kind: FileKind,
+    size: AtomicU64,
+    alignment: Alignment,
+    write_cache: WriteCache,
+    /// What the kernel has refused so far. Support is found out per file, once.
+    refused: Refused,
+}
+
+#[derive(Default)]
+struct Refused {
+    fua: AtomicBool,
+    punch_hole: AtomicBool,
+    zero_range: AtomicBool,
+    discard: AtomicBool,
+}
+
+impl HostFile {
+    /// Opens an existing file or block device.
+    ///
+    /// # Errors
+    /// The kernel's, and [`ErrorKind::InvalidInput`] for what is neither file nor block device.
+    pub fn open(path: &Path, access: OpenFor, cache: PageCache) -> Result<Self> {
+        Self::open_with(path, access, cache, OFlags::empty())
+    }
+
+    /// Makes a new regular file of `size` bytes, all holes, and opens it for writing.
+    ///
+    /// # Errors
+    /// The kernel's: EEXIST for one that exists, which is left alone. When the size cannot be set
+    /// the new file is removed again.
+    pub fn create(path: &Path, size: u64, cache: PageCache) -> Result<Self> {
+        let flags = OFlags::CREATE | OFlags::EXCL;
+        let file = Self::open_with(path, OpenFor::Writing, cache, flags)?;
+        match rustix::fs::ftruncate(&*file.file, size) {
+            Ok(()) => {
+                file.size.store(size, Relaxed);
+                Ok(file)
+            }
+            Err(error) => {
+                // The error that counts is the first one.
+                let _ = std::fs::remove_file(path);
+                Err(file.error("cannot set the size of the new file", error))
+            }
+        }
+    }
+
+    fn open_with(path: &Path, access: OpenFor, cache: PageCache, extra: OFlags) -> Result<Self> {
+        let name = path.display().to_string();
+        let failed = |what: &'static str, error: Errno| Error::host(what, error.into()).on(&name);
+        let (direct, caching) = match cache {
+            PageCache::Used => (OFlags::empty(), Caching::PageCache),
+            PageCache::Bypassed => (OFlags::DIRECT, Caching::Direct),
+        };
+        let mode = match access {
+            OpenFor::Reading => OFlags::RDONLY,
+            OpenFor::Writing => OFlags::RDWR,
+        };
+        // Opening a pipe for reading would wait for a writer.
+        let flags = mode | direct | extra | OFlags::CLOEXEC | OFlags::NONBLOCK;
+        let rights = Mode::RUSR | Mode::WUSR | Mode::RGRP | Mode::ROTH;
+        let descriptor = rustix::fs::open(path, flags, rights).map_err(|error| match error {
+            Errno::INVAL if cache == PageCache::Bypassed => failed("cannot open", error)
+                .hint("its file system has no direct I/O: try --cache writeback"),
+            _ => failed("cannot open", error),
+        })?;
+        // To io_uring the flag would mean "fail rather than wait" from here on.
+        rustix::fs::fcntl_setfl(&descriptor, mode | direct)
+            .map_err(|error| failed("cannot open", error))?;
+        let residence = probe::residence(&descriptor);
+        let file = File::new(descriptor, residence, caching);
+        Self::examine(file, name, mode)
+    }
+
+    fn examine(file: File, name: String, access: OFlags) -> Result<Self> {
+        let failed = |error: std::io::Error| Error::host("cannot examine", error).on(&name);
+        let kind = probe::kind(&file).map_err(failed)?.ok_or_else(|| {
+            Error::new(ErrorKind::InvalidInput, "neither a regular file nor a block device")
+                .on(&name)
+                .hint("give the path of a disk image or a block device")
+        })?;
+        let size = probe::size(&file).map_err(failed)?;
+        let alignment = probe::alignment(&file, kind).map_err(|error| {
+            failed(error).hint("it cannot do direct I/O: try --cache writeback")
+        })?;
+        let device = probe::device(&file, kind).map_err(failed)?;
+        let tail = match kind {
+            FileKind::Regular if alignment.offset > 1 => {
+                let tail = file.reopen_cached(access).map_err(|error| failed(error.into()))?;
+                Some(Arc::new(tail))
+            }
+            _ => None,
+        };
+        let sample = Buffer::new(SAMPLE).lend();
+        let refused = Refused {
+            fua: (probe::fua(&file, &sample) != Fua::Native).into(),
+            punch_hole: (device.write_zeroes == Offload::Unavailable).into(),
+            zero_range: (device.write_zeroes == Offload::Unavailable).into(),
+            discard: (device.discard == Offload::Unavailable).into(),
+        };
+        let (file, size, write_cache) = (Arc::new(file), size.into(), device.write_cache);
+        Ok(Self { file, tail, name, kind, size, alignment, write_cache, refused })
+    }
+
+    /// Whether it is a file or a device.
+    pub fn kind(&self) -> FileKind {
+        self.kind
+    }
+
+    /// The open file, for locks and the like; not for data.
+    pub fn descriptor(&self) -> std::os::fd::BorrowedFd<'_> {
+        std::os::fd::AsFd::as_fd(&*self.file)
+    }
+
+    fn error(&self, what: &'static str, error: Errno) -> Error {
+        Error::host(what, error.into()).on(&self.name)
+    }
+
+    fn error_at(&self, what: &'static str, error: Errno, offset: u64) -> Error {
+        self.error(what, error).at(offset)
+    }
+
+    /// The way to this range: the last partial block takes one of its own.
+    fn file_for(&self, offset: u64, length: usize) -> Arc<File> {
+        let bits = (offset | length as u64) & (u64::from(self.alignment.offset) - 1);
+        match &self.tail {
+            Some(tail) if bits != 0 => Arc::clone(tail),
+            _ => Arc::clone(&self.file),
+        }
+    }
+
+    /// Writes everything.
+    async fn write_all(&self, offset: u64, from: IoVector, through: WriteThrough) -> Result<()> {
+        let file = self.file_for(offset, from.len());
+        let mut transfer = Transfer { file, offset, vector: from };
+        while !transfer.vector.is_empty() {
+            let (result, operation) = submit(Operation::Write(transfer, through)).await;
+            let Operation::Write(back, _) = operation else { unreachable!("{CAME_BACK}") };
+            transfer = back;
+            match result {
+                Err(Errno::OPNOTSUPP | Errno::INVAL | Errno::NOSYS)
+                    if through == WriteThrough::Yes =>
+                {
+                    return self.write_emulating(transfer).await;
+                }
+                Err(Errno::AGAIN | Errno::INTR) => {}
+                Err(error) => return Err(self.error_at("cannot write", error, transfer.offset)),
+                Ok(0) => {
+                    let what = "cannot write (the host takes nothing)";
+                    return Err(self.error_at(what, Errno::IO, transfer.offset));
+                }
+                Ok(count) => pass(&mut transfer, count),
+            }
+        }
+        Ok(())
+    }
+
+    /// What is done when the kernel refuses `RWF_DSYNC`. If it takes the plain write, then it was
+    /// the flag that it did not like, and it is not asked again.
+    async fn write_emulating(&self, transfer: Transfer) -> Result<()> {
+        Box::pin(self.write_all(transfer.offset, transfer.vector, WriteThrough::No)).await?;
+        self.refused.fua.store(true, Relaxed);
+        self.flush(Sync::Data).await
+    }
+
+    /// `fallocate(2)`, noting in `refused` that it is not supported.
+    async fn allocate(
+        &self,
+        mode: FallocateFlags,
+        range: ByteRange,
+        refused: &AtomicBool,
+    ) -> Result<()> {
+        if refused.load(Relaxed) {
+            return Err(self.unsupported("zeroing a range without writing it"));
+        }
+        let mode = (mode | FallocateFlags::KEEP_SIZE).bits() as i32;
+        loop {
+            let operation = Operation::Allocate { file: Arc::clone(&self.file), mode, range };
+            match submit(operation).await.0 {
+                Ok(_) => return Ok(()),
+                Err(Errno::AGAIN | Errno::INTR) => {}
+                Err(Errno::OPNOTSUPP | Errno::NOSYS | Errno::NODEV) => {
+                    refused.store(true, Relaxed);
+                    return Err(self.unsupported("zeroing a range without writing it"));
+                }
+                Err(error) => {
+                    return Err(self.error_at("cannot zero or punch", error, range.offset()));
+                }
+            }
+        }
+    }
+
+    fn unsupported(&self, what: &str) -> Error {
+        Error::new(ErrorKind::Unsupported, format!("{what} is not supported here")).on(&self.name)
+    }
+
+    async fn discard_on_device(&self, range: ByteRange) -> Result<()> {
+        let file = Arc::clone(&self.file);
+        let result = blocking(move || {
+            let range = [range.offset(), range.length()];
+            // SAFETY: BLKDISCARD reads two 64-bit numbers, start and length; the file is open.
+            match unsafe { libc::ioctl(file.raw(), BLKDISCARD, range.as_ptr()) } {
+                0 => Ok(()),
+                _ => Err(std::io::Error::last_os_error()),
+            }
+        });
+        let error = match result.await {
+            Ok(()) => return Ok(()),
+            Err(error) => Error::host("cannot discard", error).on(&self.name).at(range.offset()),
+        };
+        if error.kind() == ErrorKind::Unsupported {
+            self.refused.discard.store(true, Relaxed);
+        }
+        Err(error)
+    }
+}
+
+/// Why an operation of another kind cannot come back.
+const CAME_BACK: &str = "an operation comes back as it went";
+
+/// How much is read to find out what the kernel takes: one block of any device.
+const SAMPLE: usize = 4096;
+
+fn pass(transfer: &mut Transfer, count: usize) {
+    transfer.offset += count as u64;
+    transfer.vector.advance(count);
+}
+
+impl Storage for HostFile {
+    fn name(&self) -> &str {
+        &self.name
+    }
+
+    fn capabilities(&self) -> Capabilities {
+        let all = |flags: &[&AtomicBool]| match flags.iter().all(|flag| flag.load(Relaxed)) {
+            true => Offload::Unavailable,
+            false => Offload::Available,
+        };
+        let Refused { fua, punch_hole, zero_range, discard } = &self.refused;
+        Capabilities {
+            fua: if fua.load(Relaxed) { Fua::Emulated } else { Fua::Native },
+            write_cache: self.write_cache,
+            alignment: self.alignment,
+            write_zeroes: all(&[punch_hole, zero_range]),
+            discard: match self.kind {
+                FileKind::Regular => all(&[punch_hole]),
+                FileKind::BlockDevice => all(&[discard]),
+            },
+        }
+    }
+
+    fn size(&self) -> u64 {
+        self.size.load(Relaxed)
+    }
+
+    async fn read(&self, offset: u64, into: IoVector) -> Result<()> {
+        let file = self.file_for(offset, into.len());
+        let mut transfer = Transfer { file, offset, vector: into };
+        while !transfer.vector.is_empty() {
+            let (result, operation) = submit(Operation::Read(transfer)).await;
+            let Operation::Read(back) = operation else { unreachable!("{CAME_BACK}") };
+            transfer = back;
+            match result {
+                Err(Errno::AGAIN | Errno::INTR) => {}
+                Err(error) => return Err(self.error_at("cannot read", error, transfer.offset)),
+                Ok(count) => {
+                    pass(&mut transfer, count);
+                    // What a short read leaves past the end may not be aligned enough to ask for.
+                    if count == 0 || transfer.offset >= self.size() {
+                        transfer.vector.fill(0);
+                        return Ok(());
+                    }
+                }
+            }
+        }
+        Ok(())
+    }
+
+    async fn write(&self, offset: u64, from: IoVector, durability: Durability) -> Result<()> {
+        let native = !self.refused.fua.load(Relaxed);
+        match durability {
+            Durability::None => self.write_all(offset, from, WriteThrough::No).await,
+            Durability::Data if native => self.write_all(offset, from, WriteThrough::Yes).await,
+            Durability::Data | Durability::Full => {
+                self.write_all(offset, from, WriteThrough::No).await?;
+                let full = durability == Durability::Full;
+                self.flush(if full { Sync::Full } else { Sync::Data }).await
+            }
+        }
+    }
+
+    async fn write_zeroes(&self, range: ByteRange, unmap: Unmap) -> Result<()> {
+        let Refused { punch_hole, zero_range, .. } = &self.refused;
+        match unmap {
+            Unmap::Allowed => self.allocate(FallocateFlags::PUNCH_HOLE, range, punch_hole).await,
+            Unmap::Forbidden => self.allocate(FallocateFlags::ZERO_RANGE, range, zero_range).await,
+        }
+    }
+
+    async fn discard(&self, range: ByteRange) -> Result<()> {
+        match self.kind {
+            FileKind::Regular => {
+                let refused = &self.refused.punch_hole;
+                self.allocate(FallocateFlags::PUNCH_HOLE, range, refused).await
+            }
+            FileKind::BlockDevice if self.refused.discard.load(Relaxed) => {
+                Err(self.unsupported("discard"))
+            }
+            FileKind::BlockDevice => self.discard_on_device(range).await,
+        }
+    }
+
+    async fn flush(&self, sync: Sync) -> Result<()> {
+        self.file.orphans.gone().await;
+        let result = loop {
+            let operation = Operation::Sync { file: Arc::clone(&self.file), sync };
+            match submit(operation).await.0 {
+                Err(Errno::AGAIN | Errno::INTR) => {}
+                other => break other,
+            }
+        };
+        // Both in any case: each failure is reported once.
+        let earlier = self.file.orphans.take_failure();
+        result.and(earlier).map_err(|error| self.error("cannot flush", error))
+    }
+
+    async fn resize(&self, size: u64) -> Result<()> {
+        if self.kind == FileKind::BlockDevice {
+            return Err(self
+                .unsupported("resizing a block device")
+                .hint("resize the device itself"));
+        }
+        let file = Arc::clone(&self.file);
+        let result = blocking(move || rustix::fs::ftruncate(&*file, size)).await;
+        result.map_err(|error| self.error("cannot resize", error))?;
+        self.size.store(size, Relaxed);
+        Ok(())
+    }
+
+    async fn status(&self, range: ByteRange) -> Result<(Status, u64)> {
+        let file = Arc::clone(&self.file);
+        let result = blocking(move || next_status(&file, range)).await;
+        result.map_err(|error| self.error_at("cannot find holes", error, range.offset()))
+    }
+
+    async fn prefetch(&self, range: ByteRange) -> Result<()> {
+        let length = std::num::NonZeroU64::new(range.length());
+        if self.file.caching == Caching::PageCache && length.is_some() {
+            let file = Arc::clone(&self.file);
+            let advise =
+                move || rustix::fs::fadvise(&*file, range.offset(), length, Advice::WillNeed);
+            // Advice: a kernel that does not take it leaves everything as it was.
+            let _ = blocking(advise).await;
+        }
+        Ok(())
+    }
+}
+
+/// `SEEK_DATA` and `SEEK_HOLE` (`lseek(2)`): the status at the start of `range` and its length.
+fn next_status(file: &File, range: ByteRange) -> rustix::io::Result<(Status, u64)> {
+    use rustix::fs::SeekFrom;
+    let (start, end) = (range.offset(), range.end());
+    let data = match rustix::fs::seek(file, SeekFrom::Data(start)) {
+        Ok(data) => data.min(end),
+        // No data from here to the end of the file.
+        Err(Errno::NXIO) => end,
+        // A file system that does not say: everything may be data.
+        Err(Errno::INVAL) => return Ok((Status::Data, range.length())),
+        Err(error) => return Err(error),
+    };
+    if data > start {
+        return Ok((Status::Hole, data - start));
+    }
+    let hole = rustix::fs::seek(file, SeekFrom::Hole(start))?;
+    Ok((Status::Data, hole.min(end).saturating_sub(start).max(1)))
+}
+
+impl fmt::Debug for HostFile {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "HostFile({}, {:?}, {} bytes)", self.name, self.kind, self.size())
+    }
+}

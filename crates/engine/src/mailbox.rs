@@ -1,0 +1,223 @@
+//! The protocol between a thread that submits and a loop that is about to sleep.
+//!
+//! Promise: a message posted to a mailbox is taken by its loop before the loop sleeps, or the poster
+//! is told to ring the bell (one system call) that ends the sleep; and it is told so by the first
+//! message of a batch only, and never while the loop runs. That is invariant 6 of the house: no
+//! request waits for a sleeping loop.
+//!
+//! How: "is the loop asleep" and "are there messages" are one state under one mutex, so that no
+//! order of events exists in which a loop falls asleep over a message. `mailbox::loom_model` checks every
+//! interleaving of the protocol, and that the check would notice if the bell were taken out.
+
+#[cfg(loom)]
+use loom::sync::{
+    Mutex, MutexGuard,
+    atomic::{AtomicBool, Ordering},
+};
+#[cfg(not(loom))]
+use std::sync::{
+    Mutex, MutexGuard,
+    atomic::{AtomicBool, Ordering},
+};
+
+/// Messages for one loop, from any thread.
+pub(crate) struct Mailbox<M> {
+    inbox: Mutex<Inbox<M>>,
+    /// Whether the inbox holds something: lets a running loop look without taking the mutex. Only a
+    /// hint for it to look soon; what counts is decided under the mutex.
+    filled: AtomicBool,
+}
+
+struct Inbox<M> {
+    messages: Vec<M>,
+    asleep: bool,
+    /// Whether the loop is gone: nobody will ever look again.
+    closed: bool,
+}
+
+/// What a poster has to do after posting.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[must_use]
+pub(crate) enum Bell {
+    /// The loop sleeps and nobody has rung yet: wake it.
+    Ring,
+    /// The loop runs, or somebody else has rung: leave it alone.
+    Silent,
+}
+
+impl<M> Mailbox<M> {
+    pub(crate) fn new() -> Self {
+        Self {
+            inbox: Mutex::new(Inbox { messages: Vec::new(), asleep: false, closed: false }),
+            filled: AtomicBool::new(false),
+        }
+    }
+
+    /// Leaves a message, from any thread. It is dropped when the loop is gone.
+    pub(crate) fn post(&self, message: M) -> Bell {
+        let mut inbox = self.lock();
+        if inbox.closed {
+            // Before the message, whose drop may do anything.
+            drop(inbox);
+            return Bell::Silent;
+        }
+        inbox.messages.push(message);
+        self.filled.store(true, Ordering::Release);
+        if std::mem::take(&mut inbox.asleep) { Bell::Ring } else { Bell::Silent }
+    }
+
+    /// Moves all messages to the end of `into`. For the loop's thread.
+    pub(crate) fn take(&self, into: &mut Vec<M>) {
+        if self.filled.load(Ordering::Acquire) {
+            let mut inbox = self.lock();
+            self.filled.store(false, Ordering::Release);
+            into.append(&mut inbox.messages);
+        }
+    }
+
+    /// Declares the loop asleep, unless there are messages. For the loop's thread; after `true` it
+    /// waits for the bell (or for anything else that it waits for).
+    pub(crate) fn fall_asleep(&self) -> bool {
+        let mut inbox = self.lock();
+        inbox.asleep = inbox.messages.is_empty();
+        inbox.asleep
+    }
+
+    /// Declares the loop running again, whatever ended its sleep. For the loop's thread.
+    pub(crate) fn wake_up(&self) {
+        self.lock().asleep = false;
+    }
+
+    /// Declares the loop gone. Gives the messages that it never saw.
+    pub(crate) fn close(&self) -> Vec<M> {
+        let mut inbox = self.lock();
+        inbox.closed = true;
+        std::mem::take(&mut inbox.messages)
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Inbox<M>> {
+        // Nothing panics while it holds the mutex, so it is never poisoned.
+        self.inbox.lock().expect("the mailbox's mutex is never poisoned")
+    }
+}
+
+/// Every interleaving of posters and a loop. Run by `cargo xtask loom`.
+#[cfg(all(test, loom))]
+mod loom_model {
+    use loom::sync::{Arc, Condvar, Mutex};
+    use loom::thread;
+
+    use super::{Bell, Mailbox};
+
+    /// The eventfd: a counter to wait for.
+    #[derive(Default)]
+    struct EventFd {
+        count: Mutex<usize>,
+        risen: Condvar,
+    }
+
+    impl EventFd {
+        fn ring(&self) {
+            *self.count.lock().unwrap() += 1;
+            self.risen.notify_one();
+        }
+
+        fn wait(&self) -> usize {
+            let mut count = self.count.lock().unwrap();
+            while *count == 0 {
+                count = self.risen.wait(count).unwrap();
+            }
+            std::mem::take(&mut *count)
+        }
+    }
+
+    /// Whether posters do what `post` tells them.
+    #[derive(Clone, Copy, PartialEq)]
+    enum Posters {
+        Ring,
+        Forget,
+    }
+
+    fn run(posters: Posters, threads: usize, messages: usize) {
+        let shared = Arc::new((Mailbox::new(), EventFd::default()));
+        let handles: Vec<_> = (0..threads)
+            .map(|_| {
+                let shared = Arc::clone(&shared);
+                thread::spawn(move || {
+                    for message in 0..messages {
+                        if shared.0.post(message) == Bell::Ring && posters == Posters::Ring {
+                            shared.1.ring();
+                        }
+                    }
+                })
+            })
+            .collect();
+        let (mailbox, event_fd) = &*shared;
+        let mut taken = Vec::new();
+        while taken.len() < threads * messages {
+            mailbox.take(&mut taken);
+            if taken.len() < threads * messages && mailbox.fall_asleep() {
+                assert_eq!(event_fd.wait(), 1, "one ring for one sleep");
+                mailbox.wake_up();
+            }
+        }
+        for handle in handles {
+            handle.join().unwrap();
+        }
+    }
+
+    /// All interleavings with at most this many forced switches: every known lost wake-up shows with
+    /// two, and without a bound two posters take hours.
+    const SWITCHES: usize = 3;
+
+    fn check(threads: usize, messages: usize) {
+        let mut builder = loom::model::Builder::new();
+        builder.preemption_bound = Some(SWITCHES);
+        builder.check(move || run(Posters::Ring, threads, messages));
+    }
+
+    #[test]
+    fn messages_of_one_poster_arrive_and_a_sleep_is_ended_by_one_ring() {
+        check(1, 3);
+    }
+
+    #[test]
+    fn messages_of_two_posters_arrive_and_a_sleep_is_ended_by_one_ring() {
+        check(2, 2);
+    }
+
+    #[test]
+    #[should_panic(expected = "deadlock")]
+    fn without_the_bell_a_message_waits_for_ever() {
+        loom::model(|| run(Posters::Forget, 1, 1));
+    }
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_running_loop_is_not_disturbed() {
+        let mailbox = Mailbox::new();
+        assert_eq!(mailbox.post(1), Bell::Silent);
+    }
+
+    #[test]
+    fn a_sleeping_loop_is_woken_once_per_batch() {
+        let mailbox = Mailbox::new();
+        assert!(mailbox.fall_asleep());
+        let bells: Vec<Bell> = (0..4).map(|message| mailbox.post(message)).collect();
+        assert_eq!(bells, [Bell::Ring, Bell::Silent, Bell::Silent, Bell::Silent]);
+        let mut taken = Vec::new();
+        mailbox.take(&mut taken);
+        assert_eq!(taken, [0, 1, 2, 3]);
+    }
+
+    #[test]
+    fn nobody_falls_asleep_over_a_message() {
+        let mailbox = Mailbox::new();
+        assert_eq!(mailbox.post(()), Bell::Silent);
+        assert!(!mailbox.fall_asleep());
+    }
+}

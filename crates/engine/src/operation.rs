@@ -1,0 +1,267 @@
+//! What a loop asks of the kernel, and the table of what is in flight.
+//!
+//! Invariant 3 of the house is upheld here: from the moment an [`Operation`] is handed to an engine
+//! until its completion it stays in the table, with everything the kernel touches (memory, the
+//! message header, the file descriptor), also when the future that waited for it is gone.
+
+use std::os::fd::{FromRawFd, OwnedFd};
+use std::sync::Arc;
+use std::task::Waker;
+
+use blockhouse_core::{ByteRange, IoVector, IoVectorList, Sync};
+
+use crate::file::File;
+use crate::orphans::Orphans;
+
+/// How many operations one loop has in flight at most; one more waits for a free place.
+pub(crate) const MOST_OPERATIONS: usize = 2048;
+
+/// One operation and all that it needs until it completes.
+pub(crate) enum Operation {
+    Read(Transfer),
+    Write(Transfer, WriteThrough),
+    Sync {
+        file: Arc<File>,
+        sync: Sync,
+    },
+    /// `fallocate(2)` with `mode`.
+    Allocate {
+        file: Arc<File>,
+        mode: i32,
+        range: ByteRange,
+    },
+    Receive(Message),
+    Send(Message),
+    /// `accept4(2)`; the result is the new descriptor.
+    Accept {
+        socket: Arc<OwnedFd>,
+    },
+}
+
+impl Operation {
+    /// Whether it waits for a peer, so that nobody knows when it completes.
+    pub(crate) fn may_wait_for_ever(&self) -> bool {
+        matches!(self, Self::Receive(_) | Self::Send(_) | Self::Accept { .. })
+    }
+
+    /// Where the outcome is kept if nobody waits for it: it may be the only report of a failure.
+    fn orphanage(&self) -> Option<&Orphans> {
+        match self {
+            Self::Sync { file, .. } => Some(&file.orphans),
+            Self::Write(transfer, WriteThrough::Yes) => Some(&transfer.file.orphans),
+            _ => None,
+        }
+    }
+
+    /// Disposes of the result of an operation that was adopted, or need not be.
+    fn bury(self, result: i32) {
+        if let Some(orphans) = self.orphanage() {
+            orphans.bury(result);
+        }
+        if let (Self::Accept { .. }, 0..) = (self, result) {
+            // SAFETY: the kernel has just made this descriptor for us, and nobody else knows it.
+            drop(unsafe { OwnedFd::from_raw_fd(result) });
+        }
+    }
+}
+
+/// Data between memory and a file.
+pub(crate) struct Transfer {
+    pub(crate) file: Arc<File>,
+    pub(crate) offset: u64,
+    pub(crate) vector: IoVector,
+}
+
+/// Whether a write carries its durability with it.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(crate) enum WriteThrough {
+    No,
+    /// `RWF_DSYNC`.
+    Yes,
+}
+
+impl WriteThrough {
+    pub(crate) fn flags(self) -> i32 {
+        match self {
+            Self::No => 0,
+            Self::Yes => libc::RWF_DSYNC,
+        }
+    }
+}
+
+/// Data between memory and a socket.
+pub(crate) struct Message {
+    pub(crate) socket: Arc<OwnedFd>,
+    pub(crate) list: IoVectorList,
+    /// What the kernel reads; made by `header`, kept here because it must stay in place.
+    header: Option<libc::msghdr>,
+}
+
+/// The most segments that one socket operation takes (`IOV_MAX`, POSIX `<limits.h>`).
+const MOST_SEGMENTS: usize = 1024;
+
+impl Message {
+    pub(crate) fn new(socket: Arc<OwnedFd>, list: IoVectorList) -> Self {
+        Self { socket, list, header: None }
+    }
+
+    /// The message's header, for the kernel. Stays valid while `self` is neither moved nor changed.
+    pub(crate) fn header(&mut self) -> *mut libc::msghdr {
+        let segments = self.list.segments();
+        // SAFETY: all-zero is a valid msghdr (null pointers and zero lengths).
+        let mut header: libc::msghdr = unsafe { std::mem::zeroed() };
+        // A Segment is laid out as an iovec; the kernel only reads the array.
+        header.msg_iov = segments.as_ptr().cast_mut().cast();
+        header.msg_iovlen = segments.len().min(MOST_SEGMENTS);
+        self.header.insert(header)
+    }
+}
+
+/// A place in the table.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Token(u32);
+
+impl Token {
+    pub(crate) fn as_u64(self) -> u64 {
+        u64::from(self.0)
+    }
+
+    /// The token that `as_u64` gave.
+    pub(crate) fn from_u64(value: u64) -> Self {
+        Self(u32::try_from(value).expect("a completion for an operation of this table"))
+    }
+
+    pub(crate) fn index(self) -> usize {
+        self.0 as usize
+    }
+}
+
+/// A place for one operation. The operation is never moved between `insert` and its completion:
+/// the kernel may hold addresses into it.
+struct Slot {
+    operation: Option<Operation>,
+    state: State,
+}
+
+enum State {
+    Free,
+    /// The kernel has it, somebody waits.
+    Running(Waker),
+    /// The kernel has it, nobody waits any more.
+    Abandoned,
+    /// The result waits to be fetched.
+    Done(i32),
+}
+
+/// All operations in flight.
+pub(crate) struct OperationTable {
+    slots: Box<[Slot]>,
+    free: Vec<u32>,
+    /// Who waits for a free slot.
+    waiting: Vec<Waker>,
+}
+
+impl OperationTable {
+    pub(crate) fn new() -> Self {
+        let slot = || Slot { operation: None, state: State::Free };
+        Self {
+            slots: (0..MOST_OPERATIONS).map(|_| slot()).collect(),
+            free: (0..MOST_OPERATIONS as u32).rev().collect(),
+            waiting: Vec::new(),
+        }
+    }
+
+    /// Takes an operation in, or gives it back when the table is full; then `waiter` is woken when
+    /// a place becomes free.
+    // The operation is handed back by value: a box would cost an allocation a request.
+    #[expect(clippy::result_large_err)]
+    pub(crate) fn insert(
+        &mut self,
+        operation: Operation,
+        waiter: &Waker,
+    ) -> Result<Token, Operation> {
+        let Some(index) = self.free.pop() else {
+            self.waiting.push(waiter.clone());
+            return Err(operation);
+        };
+        let slot = &mut self.slots[index as usize];
+        slot.operation = Some(operation);
+        slot.state = State::Running(waiter.clone());
+        Ok(Token(index))
+    }
+
+    /// The operation in a slot that is not free.
+    pub(crate) fn operation(&mut self, token: Token) -> &mut Operation {
+        self.slots[token.index()]
+            .operation
+            .as_mut()
+            .expect("a token does not outlive its operation")
+    }
+
+    /// Notes that the kernel is done. Gives the waker to call.
+    pub(crate) fn complete(&mut self, token: Token, result: i32) -> Option<Waker> {
+        let state = &mut self.slots[token.index()].state;
+        match std::mem::replace(state, State::Done(result)) {
+            State::Running(waiter) => Some(waiter),
+            State::Abandoned => {
+                self.release(token).bury(result);
+                None
+            }
+            State::Free | State::Done(_) => unreachable!("an operation completes once"),
+        }
+    }
+
+    /// The result and the operation, if it is over; otherwise `waiter` is woken when it is.
+    pub(crate) fn take_result(&mut self, token: Token, waiter: &Waker) -> Option<(i32, Operation)> {
+        match &mut self.slots[token.index()].state {
+            State::Running(old) => {
+                old.clone_from(waiter);
+                None
+            }
+            State::Done(result) => {
+                let result = *result;
+                Some((result, self.release(token)))
+            }
+            State::Free | State::Abandoned => unreachable!("only the one who waits asks"),
+        }
+    }
+
+    /// Notes that nobody waits any more. Says whether the kernel still has the operation.
+    pub(crate) fn abandon(&mut self, token: Token) -> Abandoned {
+        if let Some(orphans) = self.operation(token).orphanage() {
+            orphans.adopt();
+        }
+        let state = &mut self.slots[token.index()].state;
+        match std::mem::replace(state, State::Abandoned) {
+            State::Running(_) => Abandoned::Running,
+            State::Done(result) => {
+                self.release(token).bury(result);
+                Abandoned::Done
+            }
+            State::Free | State::Abandoned => unreachable!("an operation is abandoned once"),
+        }
+    }
+
+    /// The operations that the kernel has.
+    pub(crate) fn running(&self) -> impl Iterator<Item = Token> {
+        let runs = |slot: &Slot| matches!(slot.state, State::Running(_) | State::Abandoned);
+        (0..).zip(&self.slots).filter(move |(_, slot)| runs(slot)).map(|(index, _)| Token(index))
+    }
+
+    fn release(&mut self, token: Token) -> Operation {
+        let slot = &mut self.slots[token.index()];
+        slot.state = State::Free;
+        let operation = slot.operation.take().expect("a slot in use holds an operation");
+        self.free.push(token.0);
+        // All of them: one that is gone by now must not swallow the wake-up of the next.
+        self.waiting.drain(..).for_each(Waker::wake);
+        operation
+    }
+}
+
+/// What `abandon` found.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Abandoned {
+    Running,
+    Done,
+}

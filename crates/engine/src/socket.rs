@@ -1,0 +1,103 @@
+//! Stream sockets of a loop, Unix and TCP alike.
+
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd, FromRawFd, OwnedFd};
+use std::sync::Arc;
+
+use blockhouse_core::IoVectorList;
+
+use crate::operation::{Message, Operation};
+use crate::submit::submit;
+
+/// A connected socket. Clones are the same connection. It may move to another loop as long as no
+/// operation is under way.
+#[derive(Clone, Debug)]
+pub struct Stream(Arc<OwnedFd>);
+
+impl Stream {
+    /// Takes a connected stream socket over.
+    ///
+    /// # Errors
+    /// The kernel's, when the descriptor cannot be made blocking, which the engines expect: each
+    /// has its own way not to block.
+    pub fn new(socket: OwnedFd) -> io::Result<Self> {
+        rustix::io::ioctl_fionbio(&socket, false)?;
+        Ok(Self(Arc::new(socket)))
+    }
+
+    /// Receives what is there, as much as fits, waiting for the first byte. 0 is the peer's end of
+    /// stream. Gives the list back as it was.
+    pub async fn receive(&self, into: IoVectorList) -> (io::Result<usize>, IoVectorList) {
+        let message = Message::new(Arc::clone(&self.0), into);
+        let (result, operation) = submit(Operation::Receive(message)).await;
+        (result.map_err(Into::into), list_of(operation))
+    }
+
+    /// Sends everything, in order. Gives the list back with all that was sent passed over.
+    pub async fn send(&self, mut from: IoVectorList) -> (io::Result<()>, IoVectorList) {
+        while !from.is_empty() {
+            let message = Message::new(Arc::clone(&self.0), from);
+            let (result, operation) = submit(Operation::Send(message)).await;
+            from = list_of(operation);
+            match result {
+                Ok(sent) => from.advance(sent),
+                Err(error) => return (Err(error.into()), from),
+            }
+        }
+        (Ok(()), from)
+    }
+
+    /// Ends the connection in both directions: operations under way on it complete.
+    pub fn shutdown(&self) {
+        // It fails only for a connection that is over already.
+        let _ = rustix::net::shutdown(&*self.0, rustix::net::Shutdown::Both);
+    }
+}
+
+impl AsFd for Stream {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.0.as_fd()
+    }
+}
+
+/// A listening socket.
+#[derive(Clone, Debug)]
+pub struct Listener(Arc<OwnedFd>);
+
+impl Listener {
+    /// Takes a listening stream socket over.
+    ///
+    /// # Errors
+    /// As [`Stream::new`].
+    pub fn new(socket: OwnedFd) -> io::Result<Self> {
+        rustix::io::ioctl_fionbio(&socket, false)?;
+        Ok(Self(Arc::new(socket)))
+    }
+
+    /// Waits for the next connection. Dropping the future ends the wait; a connection that comes in
+    /// at that very moment is closed.
+    ///
+    /// # Errors
+    /// The kernel's (`accept4(2)`): some, like EMFILE or ECONNABORTED, speak of one connection
+    /// only, and the next call may succeed.
+    pub async fn accept(&self) -> io::Result<Stream> {
+        let (result, _) = submit(Operation::Accept { socket: Arc::clone(&self.0) }).await;
+        let descriptor = result?;
+        // SAFETY: the kernel has just made this descriptor for us, and nobody else knows it.
+        let socket = unsafe { OwnedFd::from_raw_fd(descriptor as i32) };
+        Stream::new(socket)
+    }
+}
+
+impl AsFd for Listener {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.0.as_fd()
+    }
+}
+
+fn list_of(operation: Operation) -> IoVectorList {
+    match operation {
+        Operation::Receive(message) | Operation::Send(message) => message.list,
+        _ => unreachable!("an operation comes back as it went"),
+    }
+}

@@ -1,0 +1,200 @@
+//! Tasks of one loop: futures that stay on their thread, and the wakers that may be called from any.
+
+use std::cell::{Cell, RefCell};
+use std::collections::VecDeque;
+use std::future::Future;
+use std::pin::Pin;
+use std::rc::Rc;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::task::{Context, Poll, Wake, Waker};
+
+use crate::event_loop::{self, Note, Remote};
+
+/// What a waker points to. Shared with any thread; the future itself never leaves its loop.
+pub(crate) struct Header {
+    /// The place of the future in the loop's table, or `MAIN`.
+    index: usize,
+    /// Whether it is in the ready queue (or on its way there), so that it gets there once.
+    queued: AtomicBool,
+    remote: Arc<Remote>,
+}
+
+/// The index of the future that `block_on` runs, which lives outside the table.
+const MAIN: usize = usize::MAX;
+
+impl Wake for Header {
+    fn wake(self: Arc<Self>) {
+        if self.queued.swap(true, Ordering::AcqRel) {
+            return;
+        }
+        let remote = Arc::clone(&self.remote);
+        let mut header = Some(self);
+        event_loop::try_current(|local| {
+            if Arc::ptr_eq(&local.remote, &remote)
+                && let Some(header) = header.take()
+            {
+                local.tasks.make_ready(header);
+            }
+        });
+        if let Some(header) = header {
+            remote.post(Note::Ready(header));
+        }
+    }
+
+    fn wake_by_ref(self: &Arc<Self>) {
+        if !self.queued.load(Ordering::Acquire) {
+            Arc::clone(self).wake();
+        }
+    }
+}
+
+struct Entry {
+    header: Arc<Header>,
+    waker: Waker,
+    /// Taken out while it is polled.
+    future: Option<Pin<Box<dyn Future<Output = ()>>>>,
+}
+
+/// All tasks of a loop.
+#[derive(Default)]
+pub(crate) struct Tasks {
+    table: RefCell<slab::Slab<Entry>>,
+    ready: RefCell<VecDeque<Arc<Header>>>,
+    main_ready: Cell<bool>,
+}
+
+impl Tasks {
+    /// Takes a future in, ready to be polled.
+    pub(crate) fn add(&self, remote: &Arc<Remote>, future: Pin<Box<dyn Future<Output = ()>>>) {
+        let mut table = self.table.borrow_mut();
+        let place = table.vacant_entry();
+        let header = Arc::new(Header {
+            index: place.key(),
+            queued: AtomicBool::new(true),
+            remote: Arc::clone(remote),
+        });
+        let waker = Waker::from(Arc::clone(&header));
+        self.ready.borrow_mut().push_back(Arc::clone(&header));
+        place.insert(Entry { header, waker, future: Some(future) });
+    }
+
+    /// The waker of the future that `block_on` runs.
+    pub(crate) fn main_waker(&self, remote: &Arc<Remote>) -> Waker {
+        self.main_ready.set(true);
+        let remote = Arc::clone(remote);
+        Waker::from(Arc::new(Header { index: MAIN, queued: AtomicBool::new(false), remote }))
+    }
+
+    /// Queues a task for the next round.
+    pub(crate) fn make_ready(&self, header: Arc<Header>) {
+        if header.index == MAIN {
+            header.queued.store(false, Ordering::Release);
+            self.main_ready.set(true);
+        } else {
+            self.ready.borrow_mut().push_back(header);
+        }
+    }
+
+    /// Whether there is anything to poll.
+    pub(crate) fn any_ready(&self) -> bool {
+        self.main_ready.get() || !self.ready.borrow().is_empty()
+    }
+
+    /// Whether the main future is to be polled; not any more after this.
+    pub(crate) fn take_main_ready(&self) -> bool {
+        self.main_ready.take()
+    }
+
+    /// Polls every task that is ready now; those that become ready meanwhile wait for the next
+    /// round, so that no task keeps the loop from its completions.
+    pub(crate) fn run_ready(&self) {
+        let count = self.ready.borrow().len();
+        for _ in 0..count {
+            let Some(header) = self.ready.borrow_mut().pop_front() else { return };
+            self.poll(&header);
+        }
+    }
+
+    fn poll(&self, header: &Arc<Header>) {
+        // Before the poll: a wake-up during it counts for the next round.
+        header.queued.store(false, Ordering::Release);
+        let (mut future, waker) = {
+            let mut table = self.table.borrow_mut();
+            // The place may be empty, or belong to a later task: then this was a late wake-up.
+            let entry = table.get_mut(header.index).filter(|e| Arc::ptr_eq(&e.header, header));
+            let Some(entry) = entry else { return };
+            let Some(future) = entry.future.take() else { return };
+            (future, entry.waker.clone())
+        };
+        let poll = future.as_mut().poll(&mut Context::from_waker(&waker));
+        let finished = {
+            let mut table = self.table.borrow_mut();
+            match poll {
+                Poll::Pending => {
+                    table[header.index].future = Some(future);
+                    None
+                }
+                Poll::Ready(()) => Some((table.remove(header.index), future)),
+            }
+        };
+        // Outside of the borrow: a future's drop may wake, spawn or abandon.
+        drop(finished);
+    }
+
+    /// Drops all tasks.
+    pub(crate) fn clear(&self) {
+        self.ready.borrow_mut().clear();
+        while !self.table.borrow().is_empty() {
+            let table = self.table.take();
+            drop(table);
+        }
+    }
+}
+
+/// The outcome of a spawned task, on the same thread. Dropping it lets the task run on.
+pub struct Task<T>(Rc<Outcome<T>>);
+
+struct Outcome<T> {
+    value: Cell<Option<T>>,
+    waiter: Cell<Option<Waker>>,
+}
+
+/// Runs a future on the current thread's loop.
+///
+/// # Panics
+/// Outside of an event loop.
+pub fn spawn<F>(future: F) -> Task<F::Output>
+where
+    F: Future + 'static,
+    F::Output: 'static,
+{
+    let outcome = Rc::new(Outcome { value: Cell::new(None), waiter: Cell::new(None) });
+    let result = Rc::clone(&outcome);
+    spawn_detached(async move {
+        result.value.set(Some(future.await));
+        if let Some(waiter) = result.waiter.take() {
+            waiter.wake();
+        }
+    });
+    Task(outcome)
+}
+
+/// As [`spawn`], for a future whose end nobody waits for.
+pub fn spawn_detached(future: impl Future<Output = ()> + 'static) {
+    event_loop::current(|local| local.tasks.add(&local.remote, Box::pin(future)));
+}
+
+impl<T> Future for Task<T> {
+    type Output = T;
+
+    fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<T> {
+        match self.0.value.take() {
+            Some(value) => Poll::Ready(value),
+            None => {
+                self.0.waiter.set(Some(cx.waker().clone()));
+                Poll::Pending
+            }
+        }
+    }
+}

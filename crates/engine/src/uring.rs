@@ -1,0 +1,282 @@
+//! The io_uring engine: files, sockets and the bell of a loop through one ring, one system call a
+//! turn.
+//!
+//! The ring is made for one thread (`SINGLE_ISSUER`) where the kernel has that, and its completions
+//! run when the loop asks for them (`DEFER_TASKRUN`), not in the middle of its work; so every call
+//! that submits also gets events, or nothing would ever complete.
+
+use std::io;
+use std::os::fd::{AsRawFd, RawFd};
+use std::ptr;
+use std::sync::Arc;
+use std::time::Instant;
+
+use blockhouse_core::{Segment, Sync};
+use io_uring::types::{Fd, FsyncFlags, Timespec};
+use io_uring::{IoUring, Probe, cqueue, opcode, squeue};
+
+use crate::driver::{Completion, Driver, Rest, Started};
+use crate::event_loop::Remote;
+use crate::operation::{MOST_OPERATIONS, Message, Operation, OperationTable, Token, Transfer};
+use crate::system_call::run_inline;
+
+/// Places for submissions between two system calls. More cost an extra call, nothing else.
+const SUBMISSIONS: u32 = 256;
+
+/// `enter` flags, from `<linux/io_uring.h>`.
+const ENTER_GETEVENTS: u32 = 1;
+const ENTER_EXT_ARG: u32 = 8;
+
+/// Completions that belong to no operation of the table.
+const BELL: u64 = u64::MAX;
+const CANCEL: u64 = u64::MAX - 1;
+
+pub(crate) struct Uring {
+    ring: IoUring,
+    remote: Arc<Remote>,
+    /// Whether the ring watches the bell.
+    watching: bool,
+    /// How many operations the kernel has.
+    in_flight: usize,
+}
+
+/// The argument of `io_uring_enter` with `ENTER_EXT_ARG` (`struct io_uring_getevents_arg`).
+#[repr(C)]
+struct GetEvents {
+    signals: u64,
+    signals_size: u32,
+    min_wait_usec: u32,
+    timeout: u64,
+}
+
+impl Uring {
+    /// A ring for the calling thread.
+    ///
+    /// # Errors
+    /// The kernel's, where io_uring is missing, forbidden or too old.
+    pub(crate) fn open(remote: &Arc<Remote>) -> io::Result<Self> {
+        let ring = best_ring()?;
+        check(&ring)?;
+        Ok(Self { ring, remote: Arc::clone(remote), watching: false, in_flight: 0 })
+    }
+
+    fn push(&mut self, entry: &squeue::Entry) {
+        // SAFETY: what the entry points to belongs to an operation in the loop's table, which stays
+        // there unmoved until the completion (`operation`'s promise), or to nothing.
+        while unsafe { self.ring.submission().push(entry) }.is_err() {
+            self.enter(0, None);
+        }
+    }
+
+    /// Submits everything and waits for `want` completions, or until `until`.
+    fn enter(&mut self, want: u32, until: Option<Instant>) {
+        let timeout = until.map(|until| {
+            let left = until.saturating_duration_since(Instant::now());
+            Timespec::new().sec(left.as_secs()).nsec(left.subsec_nanos())
+        });
+        let argument = GetEvents {
+            signals: 0,
+            signals_size: 0,
+            min_wait_usec: 0,
+            timeout: timeout.as_ref().map_or(0, |timeout| ptr::from_ref(timeout).addr() as u64),
+        };
+        let count = self.ring.submission().len() as u32;
+        let flags = ENTER_GETEVENTS | ENTER_EXT_ARG;
+        // SAFETY: the entries were checked by `push`; `argument` is what EXT_ARG asks for and lives,
+        // as the timeout that it points to, until the call returns.
+        let entered = unsafe { self.ring.submitter().enter(count, want, flags, Some(&argument)) };
+        if let Err(error) = entered {
+            let code = error.raw_os_error().unwrap_or(0);
+            // Interrupted, timed out, or the kernel wants its completions reaped first, which is
+            // what happens next anyhow. Anything else is a mistake in this file.
+            let expected = [libc::EINTR, libc::ETIME, libc::EBUSY, libc::EAGAIN];
+            assert!(expected.contains(&code), "io_uring_enter failed: {error}");
+        }
+    }
+
+    fn watch_bell(&mut self) {
+        if !self.watching {
+            let bell = Fd(self.remote.bell().as_raw_fd());
+            let entry = opcode::PollAdd::new(bell, libc::POLLIN as u32).multi(true).build();
+            self.push(&entry.user_data(BELL));
+            self.watching = true;
+        }
+    }
+
+    fn reap(&mut self, done: &mut Vec<Completion>) {
+        for entry in self.ring.completion() {
+            match entry.user_data() {
+                // The bell is not read: each ring of it is an event of its own, and nothing polls it
+                // afresh but after the watch ended.
+                BELL => self.watching &= cqueue::more(entry.flags()),
+                CANCEL => {}
+                token => {
+                    self.in_flight -= 1;
+                    let token = Token::from_u64(token);
+                    done.push(Completion { token, result: entry.result() });
+                }
+            }
+        }
+    }
+}
+
+impl Driver for Uring {
+    fn start(&mut self, token: Token, operation: &mut Operation) -> Started {
+        if let Some(result) = run_inline(operation) {
+            return Started::Done(result);
+        }
+        let entry = entry_of(operation).user_data(token.as_u64());
+        self.push(&entry);
+        self.in_flight += 1;
+        Started::Pending
+    }
+
+    fn cancel(&mut self, token: Token, _operation: &Operation) {
+        let entry = opcode::AsyncCancel::new(token.as_u64()).build().user_data(CANCEL);
+        self.push(&entry);
+    }
+
+    fn turn(&mut self, rest: Rest, _: &mut OperationTable, done: &mut Vec<Completion>) {
+        self.watch_bell();
+        let waiting = !self.ring.completion().is_empty();
+        match rest {
+            Rest::Never if self.in_flight == 0 && self.ring.submission().is_empty() => {}
+            Rest::Never => self.enter(0, None),
+            _ if waiting => self.enter(0, None),
+            Rest::UntilEvent => self.enter(1, None),
+            Rest::UntilEventOr(until) => self.enter(1, Some(until)),
+        }
+        self.reap(done);
+    }
+}
+
+/// The entry for an operation. It points into the operation.
+fn entry_of(operation: &mut Operation) -> squeue::Entry {
+    match operation {
+        Operation::Read(transfer) => read(transfer),
+        Operation::Write(transfer, through) => write(transfer, through.flags()),
+        Operation::Sync { file, sync } => {
+            let flags = match sync {
+                Sync::Data => FsyncFlags::DATASYNC,
+                Sync::Full => FsyncFlags::empty(),
+            };
+            opcode::Fsync::new(Fd(file.raw())).flags(flags).build()
+        }
+        Operation::Allocate { file, mode, range } => {
+            opcode::Fallocate::new(Fd(file.raw()), range.length())
+                .offset(range.offset())
+                .mode(*mode)
+                .build()
+        }
+        Operation::Receive(message) => {
+            let socket = socket_of(message);
+            opcode::RecvMsg::new(socket, message.header()).build()
+        }
+        Operation::Send(message) => {
+            let socket = socket_of(message);
+            // The kernel goes on by itself when the socket takes only a part.
+            let flags = libc::MSG_NOSIGNAL | libc::MSG_WAITALL;
+            opcode::SendMsg::new(socket, message.header()).flags(flags as u32).build()
+        }
+        Operation::Accept { socket } => {
+            opcode::Accept::new(Fd(socket.as_raw_fd()), ptr::null_mut(), ptr::null_mut())
+                .flags(libc::SOCK_CLOEXEC)
+                .build()
+        }
+    }
+}
+
+fn socket_of(message: &Message) -> Fd {
+    Fd(message.socket.as_raw_fd() as RawFd)
+}
+
+fn read(transfer: &Transfer) -> squeue::Entry {
+    let file = Fd(transfer.file.raw());
+    match transfer.vector.segments() {
+        [Segment { address, length }] => opcode::Read::new(file, address.as_ptr(), *length as u32)
+            .offset(transfer.offset)
+            .build(),
+        many => {
+            let (first, count) = array(many);
+            opcode::Readv::new(file, first, count).offset(transfer.offset).build()
+        }
+    }
+}
+
+fn write(transfer: &Transfer, flags: i32) -> squeue::Entry {
+    let file = Fd(transfer.file.raw());
+    match transfer.vector.segments() {
+        [Segment { address, length }] => opcode::Write::new(file, address.as_ptr(), *length as u32)
+            .offset(transfer.offset)
+            .rw_flags(flags)
+            .build(),
+        many => {
+            let (first, count) = array(many);
+            opcode::Writev::new(file, first, count).offset(transfer.offset).rw_flags(flags).build()
+        }
+    }
+}
+
+/// A `Segment` is laid out as an `iovec`.
+fn array(segments: &[Segment]) -> (*const libc::iovec, u32) {
+    (segments.as_ptr().cast(), segments.len().min(libc::UIO_MAXIOV as usize) as u32)
+}
+
+/// The best kind of ring that this kernel has.
+fn best_ring() -> io::Result<IoUring> {
+    let completions = 2 * MOST_OPERATIONS as u32;
+    let mut builder = IoUring::builder();
+    builder.setup_cqsize(completions).setup_clamp().dontfork();
+    let kinds: [fn(&mut io_uring::Builder); 3] = [
+        |builder| {
+            builder.setup_single_issuer().setup_defer_taskrun().setup_submit_all();
+        },
+        |builder| {
+            builder.setup_coop_taskrun().setup_taskrun_flag().setup_submit_all();
+        },
+        |_| {},
+    ];
+    let mut refused = io::Error::from_raw_os_error(libc::EINVAL);
+    for kind in kinds {
+        let mut attempt = builder.clone();
+        kind(&mut attempt);
+        match attempt.build(SUBMISSIONS) {
+            Ok(ring) => return Ok(ring),
+            // A flag that the kernel does not know.
+            Err(error) if error.raw_os_error() == Some(libc::EINVAL) => refused = error,
+            Err(error) => return Err(error),
+        }
+    }
+    Err(refused)
+}
+
+/// Refuses a ring that lacks something this engine uses.
+fn check(ring: &IoUring) -> io::Result<()> {
+    let too_old = |what: &str| {
+        let text = format!("this kernel's io_uring is too old: it lacks {what}");
+        Err(io::Error::new(io::ErrorKind::Unsupported, text))
+    };
+    let parameters = ring.params();
+    if !parameters.is_feature_nodrop() || !parameters.is_feature_ext_arg() {
+        return too_old("kept completions or timed waits");
+    }
+    let mut probe = Probe::new();
+    ring.submitter().register_probe(&mut probe)?;
+    let needed = [
+        ("read", opcode::Read::CODE),
+        ("write", opcode::Write::CODE),
+        ("readv", opcode::Readv::CODE),
+        ("writev", opcode::Writev::CODE),
+        ("fsync", opcode::Fsync::CODE),
+        ("fallocate", opcode::Fallocate::CODE),
+        ("recvmsg", opcode::RecvMsg::CODE),
+        ("sendmsg", opcode::SendMsg::CODE),
+        ("accept", opcode::Accept::CODE),
+        ("poll", opcode::PollAdd::CODE),
+        ("cancel", opcode::AsyncCancel::CODE),
+    ];
+    match needed.into_iter().find(|&(_, code)| !probe.is_supported(code)) {
+        Some((name, _)) => too_old(name),
+        None => Ok(()),
+    }
+}

@@ -1,0 +1,195 @@
+//! Host files behave the same on every engine, with and without the page cache.
+
+mod common;
+
+use std::path::Path;
+
+use blockhouse_core::{
+    Buffer, ByteRange, Durability, ErrorKind, Fua, Status, Storage, Sync, Unmap, errno,
+};
+use blockhouse_engine::{HostFile, OpenFor, PageCache};
+use common::on_every_engine;
+
+const MIB: u64 = 1 << 20;
+
+/// A folder on a disk (not in memory, where engines take short cuts) where there is one.
+fn folder() -> tempfile::TempDir {
+    tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap()
+}
+
+/// Runs `test` on every engine and in both ways of caching, on a new file of 1 MiB each time.
+fn on_every_file(test: impl AsyncFn(&HostFile)) {
+    for cache in [PageCache::Used, PageCache::Bypassed] {
+        on_every_engine(|event_loop| {
+            let folder = folder();
+            let file = HostFile::create(&folder.path().join("disk"), MIB, cache).unwrap();
+            event_loop.block_on(test(&file));
+        });
+    }
+}
+
+async fn read(file: &HostFile, offset: u64, length: usize) -> Vec<u8> {
+    let mut buffer = Buffer::new(length);
+    buffer.bytes_mut().fill(0xaa);
+    file.read(offset, buffer.lend()).await.unwrap();
+    buffer.bytes().to_vec()
+}
+
+async fn write(file: &HostFile, offset: u64, byte: u8, length: usize, durability: Durability) {
+    let mut buffer = Buffer::new(length);
+    buffer.bytes_mut().fill(byte);
+    file.write(offset, buffer.lend(), durability).await.unwrap();
+}
+
+#[test]
+fn what_was_written_is_read() {
+    on_every_file(async |file| {
+        for (index, durability) in
+            [Durability::None, Durability::Data, Durability::Full].into_iter().enumerate()
+        {
+            let offset = 8192 * index as u64;
+            write(file, offset, index as u8 + 1, 8192, durability).await;
+            assert_eq!(read(file, offset, 8192).await, vec![index as u8 + 1; 8192]);
+        }
+        file.flush(Sync::Data).await.unwrap();
+        file.flush(Sync::Full).await.unwrap();
+        assert_eq!(file.capabilities().fua, Fua::Native);
+    });
+}
+
+#[test]
+fn a_read_past_the_end_gives_zeros() {
+    on_every_file(async |file| {
+        write(file, MIB - 4096, 5, 4096, Durability::None).await;
+        let bytes = read(file, MIB - 4096, 12288).await;
+        assert_eq!(bytes[..4096], [5; 4096]);
+        assert_eq!(bytes[4096..], [0; 8192]);
+    });
+}
+
+#[test]
+fn the_last_partial_block_is_reached_and_the_size_stays() {
+    for cache in [PageCache::Used, PageCache::Bypassed] {
+        on_every_engine(|event_loop| {
+            let folder = folder();
+            let size = MIB + 512;
+            let file = HostFile::create(&folder.path().join("disk"), size, cache).unwrap();
+            event_loop.block_on(async {
+                write(&file, MIB, 7, 512, Durability::Data).await;
+                assert_eq!(read(&file, MIB, 512).await, [7; 512]);
+                write(&file, MIB - 4096, 8, 4096, Durability::None).await;
+                assert_eq!(read(&file, MIB - 4096, 4096).await, [8; 4096]);
+                file.flush(Sync::Data).await.unwrap();
+            });
+            assert_eq!(std::fs::metadata(file.name()).unwrap().len(), size);
+        });
+    }
+}
+
+#[test]
+fn zeroed_and_discarded_ranges_read_as_zeros_and_become_holes() {
+    on_every_file(async |file| {
+        write(file, 0, 9, 65536, Durability::None).await;
+        let range = ByteRange::between(4096, 12288);
+        file.write_zeroes(range, Unmap::Allowed).await.unwrap();
+        file.discard(ByteRange::between(16384, 20480)).await.unwrap();
+        let bytes = read(file, 0, 65536).await;
+        for (index, &byte) in bytes.iter().enumerate() {
+            let gone = (4096..12288).contains(&index) || (16384..20480).contains(&index);
+            assert_eq!(byte, if gone { 0 } else { 9 }, "at {index}");
+        }
+        file.flush(Sync::Data).await.unwrap();
+        let (status, length) = file.status(ByteRange::between(4096, MIB)).await.unwrap();
+        assert_eq!((status, length), (Status::Hole, 8192));
+        let (status, length) = file.status(ByteRange::between(0, MIB)).await.unwrap();
+        assert_eq!((status, length), (Status::Data, 4096));
+        let (status, length) = file.status(ByteRange::between(65536, MIB)).await.unwrap();
+        assert_eq!((status, length), (Status::Hole, MIB - 65536));
+    });
+}
+
+#[test]
+fn a_grown_file_reads_as_zeros() {
+    on_every_file(async |file| {
+        file.resize(2 * MIB).await.unwrap();
+        assert_eq!(file.size(), 2 * MIB);
+        assert_eq!(read(file, 2 * MIB - 8192, 8192).await, vec![0; 8192]);
+    });
+}
+
+#[test]
+fn an_operation_whose_future_is_dropped_keeps_its_memory() {
+    on_every_file(async |file| {
+        let mut buffer = Buffer::new(8192);
+        buffer.bytes_mut().fill(3);
+        {
+            let mut write = std::pin::pin!(file.write(0, buffer.lend(), Durability::None));
+            let started = std::future::poll_fn(|cx| {
+                std::task::Poll::Ready(write.as_mut().poll(cx).is_pending())
+            });
+            started.await;
+        }
+        while buffer.is_lent() {
+            blockhouse_engine::sleep(std::time::Duration::from_millis(1)).await;
+        }
+        assert_eq!(read(file, 0, 8192).await, vec![3; 8192]);
+    });
+}
+
+#[test]
+fn more_operations_than_places_all_complete() {
+    on_every_file(async |file| {
+        let file: &'static HostFile = Box::leak(Box::new(reopen(file)));
+        let tasks: Vec<_> = (0..5000u64)
+            .map(|index| {
+                blockhouse_engine::spawn(async move {
+                    write(file, index % 256 * 4096, 1, 4096, Durability::None).await;
+                })
+            })
+            .collect();
+        for task in tasks {
+            task.await;
+        }
+        assert_eq!(read(file, 0, MIB as usize).await, vec![1; MIB as usize]);
+    });
+}
+
+fn reopen(file: &HostFile) -> HostFile {
+    HostFile::open(Path::new(file.name()), OpenFor::Writing, PageCache::Used).unwrap()
+}
+
+#[test]
+fn errors_name_the_file_and_the_offset_and_keep_the_errno() {
+    on_every_file(async |file| {
+        let path = Path::new(file.name());
+        let read_only = HostFile::open(path, OpenFor::Reading, PageCache::Used).unwrap();
+        let mut buffer = Buffer::new(512);
+        let error =
+            read_only.write(1024, buffer.lend(), Durability::None).await.expect_err("read-only");
+        assert_eq!(error.errno(), 9 /* EBADF */);
+        let line = error.to_string();
+        assert!(line.contains(file.name()) && line.contains("at offset 1024"), "{line}");
+    });
+}
+
+#[test]
+fn what_is_no_disk_is_refused() {
+    let folder = folder();
+    let open = |path: &Path| HostFile::open(path, OpenFor::Reading, PageCache::Used);
+    let error = open(folder.path()).expect_err("a directory");
+    assert_eq!(error.kind(), ErrorKind::InvalidInput);
+    let error = open(&folder.path().join("nothing")).expect_err("a missing file");
+    assert_eq!(error.errno(), 2 /* ENOENT */);
+    let error = open(Path::new("/dev/null")).expect_err("a character device");
+    assert_eq!(error.errno(), errno::EINVAL);
+}
+
+#[test]
+fn an_existing_file_is_not_made_again() {
+    let folder = folder();
+    let path = folder.path().join("disk");
+    std::fs::write(&path, b"precious").unwrap();
+    let error = HostFile::create(&path, MIB, PageCache::Used).expect_err("it exists");
+    assert_eq!(error.errno(), 17 /* EEXIST */);
+    assert_eq!(std::fs::read(&path).unwrap(), b"precious");
+}

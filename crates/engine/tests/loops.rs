@@ -1,0 +1,188 @@
+//! Tasks, timers, sockets, and submissions from foreign threads, on every engine.
+
+mod common;
+
+use std::cell::Cell;
+use std::io::{Read, Write};
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::rc::Rc;
+use std::sync::mpsc;
+use std::time::{Duration, Instant};
+
+use blockhouse_core::{Buffer, IoVectorList};
+use blockhouse_engine::{
+    EngineChoice, EventLoop, Handle, Listener, Stream, sleep, spawn, spawn_detached,
+};
+use common::on_every_engine;
+
+/// Long enough for any machine, short enough to wait for when something is broken.
+const PATIENCE: Duration = Duration::from_secs(20);
+
+#[test]
+fn tasks_run_and_give_their_results() {
+    on_every_engine(|event_loop| {
+        let sum = event_loop.block_on(async {
+            let tasks: Vec<_> = (0..100).map(|n| spawn(async move { n })).collect();
+            let mut sum = 0;
+            for task in tasks {
+                sum += task.await;
+            }
+            sum
+        });
+        assert_eq!(sum, 4950);
+    });
+}
+
+#[test]
+fn timers_fire_in_order_and_not_early() {
+    on_every_engine(|event_loop| {
+        event_loop.block_on(async {
+            let order = Rc::new(Cell::new(Vec::new()));
+            let begin = Instant::now();
+            let tasks: Vec<_> = [30u64, 10, 20]
+                .map(|milliseconds| {
+                    let order = Rc::clone(&order);
+                    spawn(async move {
+                        sleep(Duration::from_millis(milliseconds)).await;
+                        let mut list = order.take();
+                        list.push(milliseconds);
+                        order.set(list);
+                    })
+                })
+                .into();
+            for task in tasks {
+                task.await;
+            }
+            assert_eq!(order.take(), [10, 20, 30]);
+            assert!(begin.elapsed() >= Duration::from_millis(30));
+        });
+    });
+}
+
+/// The loop has no timer and nothing in flight: only the wake-up can end its sleep. Without it this
+/// test waits in vain.
+#[test]
+fn a_submission_wakes_a_sleeping_loop() {
+    for_every_choice(|choice| {
+        let (give_handle, handle) = mpsc::channel::<Handle>();
+        let (stop, stopped) = futures_channel::oneshot::channel::<()>();
+        let thread = std::thread::spawn(move || {
+            let mut event_loop = EventLoop::new(choice).unwrap();
+            give_handle.send(event_loop.handle()).unwrap();
+            event_loop.block_on(async { stopped.await.unwrap() });
+        });
+        let handle = handle.recv().unwrap();
+        let (done, outcome) = mpsc::channel();
+        for round in 0..20 {
+            // Time for the loop to fall asleep.
+            std::thread::sleep(Duration::from_millis(2));
+            for number in 0..16 {
+                let done = done.clone();
+                let number = round * 16 + number;
+                handle.spawn(move || async move { done.send(number).unwrap() });
+            }
+            for number in 0..16 {
+                let next = outcome.recv_timeout(PATIENCE).expect("the loop was never woken");
+                assert_eq!(next, round * 16 + number);
+            }
+        }
+        assert_eq!(handle.spawn(|| async { 42 }).wait(), Some(42));
+        handle.spawn(move || async move { stop.send(()).unwrap() });
+        thread.join().unwrap();
+        let late = handle.spawn(|| async { 42 });
+        let (done, outcome) = mpsc::channel();
+        std::thread::spawn(move || done.send(late.wait()));
+        let nothing = outcome.recv_timeout(PATIENCE).expect("waits for a loop that is gone");
+        assert_eq!(nothing, None);
+    });
+}
+
+fn for_every_choice(mut test: impl FnMut(EngineChoice)) {
+    on_every_engine(|event_loop| test(EngineChoice::Only(event_loop.engine())));
+}
+
+fn list_of(buffer: &mut Buffer) -> IoVectorList {
+    let mut list = IoVectorList::new();
+    list.push(buffer.lend());
+    list
+}
+
+#[test]
+fn a_connection_carries_large_messages_both_ways() {
+    on_every_engine(|event_loop| {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("socket");
+        let listener = UnixListener::bind(&path).unwrap();
+        let peer = std::thread::spawn(move || {
+            let mut stream = UnixStream::connect(path).unwrap();
+            let mut bytes = vec![0; 3 << 20];
+            stream.read_exact(&mut bytes).unwrap();
+            stream.write_all(&bytes).unwrap();
+            bytes
+        });
+        let received = event_loop.block_on(async move {
+            let stream = Listener::new(listener.into()).unwrap().accept().await.unwrap();
+            let mut first = Buffer::new(1 << 20);
+            let mut second = Buffer::new(2 << 20);
+            first.bytes_mut().fill(1);
+            second.bytes_mut().fill(2);
+            let mut list = list_of(&mut first);
+            list.push(second.lend());
+            let (result, list) = stream.send(list).await;
+            result.unwrap();
+            assert!(list.is_empty());
+            let mut received = Vec::new();
+            loop {
+                let mut buffer = Buffer::new(1 << 20);
+                let (result, list) = stream.receive(list_of(&mut buffer)).await;
+                drop(list);
+                match result.unwrap() {
+                    0 => return received,
+                    count => received.extend_from_slice(&buffer.bytes()[..count]),
+                }
+            }
+        });
+        assert_eq!(peer.join().unwrap(), received);
+        assert_eq!(received[(1 << 20) - 1..=1 << 20], [1, 2]);
+    });
+}
+
+#[test]
+fn a_shutdown_ends_a_receive_under_way() {
+    on_every_engine(|event_loop| {
+        let (ours, _theirs) = UnixStream::pair().unwrap();
+        event_loop.block_on(async move {
+            let stream = Stream::new(ours.into()).unwrap();
+            let closer = stream.clone();
+            spawn_detached(async move {
+                sleep(Duration::from_millis(5)).await;
+                closer.shutdown();
+            });
+            let mut buffer = Buffer::new(10);
+            let (result, _) = stream.receive(list_of(&mut buffer)).await;
+            assert_eq!(result.unwrap(), 0);
+        });
+    });
+}
+
+#[test]
+fn a_loop_ends_with_receives_and_accepts_under_way() {
+    on_every_engine(|event_loop| {
+        let folder = tempfile::tempdir().unwrap();
+        let listener = UnixListener::bind(folder.path().join("socket")).unwrap();
+        let (ours, theirs) = UnixStream::pair().unwrap();
+        event_loop.block_on(async move {
+            let stream = Stream::new(ours.into()).unwrap();
+            spawn_detached(async move {
+                let mut buffer = Buffer::new(10);
+                let _ = stream.receive(list_of(&mut buffer)).await;
+            });
+            spawn_detached(async move {
+                let _ = Listener::new(listener.into()).unwrap().accept().await;
+            });
+            sleep(Duration::from_millis(1)).await;
+        });
+        // The loop itself is dropped by the caller, which waits for the kernel.
+        drop(theirs);
+    });
+}
