@@ -285,7 +285,7 @@ impl<S: Storage> Disk<S> {
 
     /// Makes everything durable, before the disk is dropped.
     pub async fn close(&self) -> Result<()> {
-        self.format.flush(Sync::Data).await
+        self.format.close().await
     }
 
     /// The right to write to `range`: alone where blocks are changed in part, else with others.

@@ -56,7 +56,7 @@ impl<S: Storage> Disk<S> {
         effort: Effort,
         durability: Durability,
     ) -> Result<Debt> {
-        let extents = self.prepare(range, Intent::Zero).await?;
+        let extents = self.prepare(range, Intent::Zero(unmap)).await?;
         self.zero_extents(extents, unmap, effort, durability).await
     }
 
@@ -130,7 +130,7 @@ impl<S: Storage> Disk<S> {
         let ExtentState::Mapped { host } = extent.state else {
             return Err(self.misplaced(&extent));
         };
-        extent.moved(self.storage().write(host, from, durability)).await
+        extent.moved(self.storage().write(host, from, durability), durability).await
     }
 
     async fn zero_extents(
@@ -162,7 +162,7 @@ impl<S: Storage> Disk<S> {
         let host = match extent.state {
             ExtentState::Mapped { host } => ByteRange::between(host, host + extent.guest.length()),
             ExtentState::Zero | ExtentState::Hole => {
-                extent.moved(ready(Ok(()))).await?;
+                extent.moved(ready(Ok(())), Durability::Data).await?;
                 return Ok(afterwards.debt());
             }
             ExtentState::Compressed { .. } | ExtentState::Backing => {
@@ -184,7 +184,7 @@ impl<S: Storage> Disk<S> {
             self.write_zero_data(host, plan.of_each_write()).await?;
             Ok(plan.debt())
         };
-        extent.moved(zero).await
+        extent.moved(zero, Durability::None).await
     }
 
     /// Writes zeros to the storage by hand.
@@ -205,7 +205,7 @@ impl<S: Storage> Disk<S> {
     async fn discard_extent(&self, extent: Prepared<'_, S>) -> Result<()> {
         let storage = self.storage();
         let ExtentState::Mapped { host } = extent.state else {
-            return extent.moved(ready(Ok(()))).await;
+            return extent.moved(ready(Ok(())), Durability::Data).await;
         };
         let range = ByteRange::between(host, host + extent.guest.length());
         let discard = async {
@@ -217,7 +217,7 @@ impl<S: Storage> Disk<S> {
                 outcome => outcome,
             }
         };
-        extent.moved(discard).await
+        extent.moved(discard, Durability::None).await
     }
 
     async fn map(&self, range: ByteRange) -> Result<Extents> {
@@ -277,14 +277,18 @@ enum Stage {
 }
 
 impl<S: Storage> Prepared<'_, S> {
-    /// Moves the data by `operation`, then commits.
-    async fn moved<T>(mut self, operation: impl Future<Output = Result<T>>) -> Result<T> {
+    /// Moves the data by `operation`, which leaves it as durable as `data` says, then commits.
+    async fn moved<T>(
+        mut self,
+        operation: impl Future<Output = Result<T>>,
+        data: Durability,
+    ) -> Result<T> {
         self.stage = Stage::Moving;
         let outcome = operation.await;
         self.stage = Stage::Idle;
         let value = outcome?;
         self.stage = Stage::Committed;
-        self.format.commit(self.extent).await?;
+        self.format.commit(self.extent, data).await?;
         Ok(value)
     }
 }
