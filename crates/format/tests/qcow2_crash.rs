@@ -191,7 +191,7 @@ impl World {
         // is for the storage below, which is none here.
         let may_be_durable = storage.capabilities().fua == Fua::Native && !self.may_fail;
         let durability =
-            if may_be_durable && number % 3 == 0 { Durability::Data } else { Durability::None };
+            if may_be_durable && number.is_multiple_of(3) { Durability::Data } else { Durability::None };
         prepared.moving.set(true);
         let outcome = storage.write(host - head.length(), buffer.lend(), durability).await;
         prepared.moving.set(false);

@@ -355,10 +355,10 @@ impl State {
         for (&index, cluster) in plan.blocks.iter().zip(start..) {
             self.add_refcount_block(index, geometry.offset_of(cluster));
         }
+        self.space.end = wanted.end;
         for cluster in start..wanted.end {
             self.set_refcount(cluster, 1)?;
         }
-        self.space.end = wanted.end;
         Ok(wanted)
     }
 
