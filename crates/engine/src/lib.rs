@@ -20,6 +20,7 @@ mod mailbox;
 mod operation;
 mod orphans;
 mod probe;
+mod queued;
 mod socket;
 mod submit;
 mod system_call;
