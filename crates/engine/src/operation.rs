@@ -54,7 +54,7 @@ impl Operation {
     }
 
     /// Disposes of the result of an operation that was adopted, or need not be.
-    fn bury(self, result: i32) {
+    pub(crate) fn bury(self, result: i32) {
         if let Some(orphans) = self.orphanage() {
             orphans.bury(result);
         }
@@ -154,6 +154,9 @@ enum State {
 }
 
 /// All operations in flight.
+///
+/// Nothing of anybody else runs inside of its methods but the cloning and dropping of wakers: what
+/// is to be woken or dropped is handed out, for the time when the table is not borrowed any more.
 pub(crate) struct OperationTable {
     slots: Box<[Slot]>,
     free: Vec<u32>,
@@ -198,48 +201,56 @@ impl OperationTable {
             .expect("a token does not outlive its operation")
     }
 
-    /// Notes that the kernel is done. Gives the waker to call.
+    /// Notes that the kernel is done. Gives the waker to call; `None` when nobody waits, so that the
+    /// operation is to be released and buried.
+    #[must_use]
     pub(crate) fn complete(&mut self, token: Token, result: i32) -> Option<Waker> {
         let state = &mut self.slots[token.index()].state;
         match std::mem::replace(state, State::Done(result)) {
             State::Running(waiter) => Some(waiter),
-            State::Abandoned => {
-                self.release(token).bury(result);
-                None
-            }
+            State::Abandoned => None,
             State::Free | State::Done(_) => unreachable!("an operation completes once"),
         }
     }
 
-    /// The result and the operation, if it is over; otherwise `waiter` is woken when it is.
-    pub(crate) fn take_result(&mut self, token: Token, waiter: &Waker) -> Option<(i32, Operation)> {
+    /// The result, if the operation is over and to be released; otherwise `waiter` is woken when it
+    /// is.
+    pub(crate) fn result(&mut self, token: Token, waiter: &Waker) -> Option<i32> {
         match &mut self.slots[token.index()].state {
             State::Running(old) => {
                 old.clone_from(waiter);
                 None
             }
-            State::Done(result) => {
-                let result = *result;
-                Some((result, self.release(token)))
-            }
+            State::Done(result) => Some(*result),
             State::Free | State::Abandoned => unreachable!("only the one who waits asks"),
         }
     }
 
-    /// Notes that nobody waits any more. Says whether the kernel still has the operation.
-    pub(crate) fn abandon(&mut self, token: Token) -> Abandoned {
+    /// Notes that nobody waits any more. Gives the result, if the operation is over and to be
+    /// released and buried.
+    pub(crate) fn abandon(&mut self, token: Token) -> Option<i32> {
         if let Some(orphans) = self.operation(token).orphanage() {
             orphans.adopt();
         }
         let state = &mut self.slots[token.index()].state;
-        match std::mem::replace(state, State::Abandoned) {
-            State::Running(_) => Abandoned::Running,
-            State::Done(result) => {
-                self.release(token).bury(result);
-                Abandoned::Done
+        match state {
+            State::Running(_) => {
+                *state = State::Abandoned;
+                None
             }
+            State::Done(result) => Some(*result),
             State::Free | State::Abandoned => unreachable!("an operation is abandoned once"),
         }
+    }
+
+    /// Takes an operation out that is over. Gives those who wait for a place.
+    pub(crate) fn release(&mut self, token: Token) -> (Operation, Vec<Waker>) {
+        let slot = &mut self.slots[token.index()];
+        let state = std::mem::replace(&mut slot.state, State::Free);
+        debug_assert!(matches!(state, State::Done(_)), "the kernel has given it back");
+        let operation = slot.operation.take().expect("a slot in use holds an operation");
+        self.free.push(token.0);
+        (operation, std::mem::take(&mut self.waiting))
     }
 
     /// The operations that the kernel has.
@@ -247,21 +258,14 @@ impl OperationTable {
         let runs = |slot: &Slot| matches!(slot.state, State::Running(_) | State::Abandoned);
         (0..).zip(&self.slots).filter(move |(_, slot)| runs(slot)).map(|(index, _)| Token(index))
     }
-
-    fn release(&mut self, token: Token) -> Operation {
-        let slot = &mut self.slots[token.index()];
-        slot.state = State::Free;
-        let operation = slot.operation.take().expect("a slot in use holds an operation");
-        self.free.push(token.0);
-        // All of them: one that is gone by now must not swallow the wake-up of the next.
-        self.waiting.drain(..).for_each(Waker::wake);
-        operation
-    }
 }
 
-/// What `abandon` found.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Abandoned {
-    Running,
-    Done,
+impl Drop for OperationTable {
+    /// A loop waits for all its operations before it ends, so none is left here, unless it panicked
+    /// over that. Then what the kernel still writes to must stay for ever.
+    fn drop(&mut self) {
+        if self.running().next().is_some() {
+            std::mem::forget(std::mem::take(&mut self.slots));
+        }
+    }
 }

@@ -2,16 +2,17 @@
 
 use std::future::Future;
 use std::pin::Pin;
+use std::rc::Rc;
 use std::task::{Context, Poll};
 
 use rustix::io::Errno;
 
-use crate::event_loop::{self, Submitted};
+use crate::event_loop::{self, Local, Submitted};
 use crate::operation::{Operation, Token};
 
 /// Starts `operation` on the current loop when first polled. Gives the kernel's answer and the
-/// operation back. Dropped before that, it leaves the operation to complete
-/// by itself, with all it owns.
+/// operation back. From then on it belongs to that loop, wherever it is polled or dropped. Dropped
+/// before it is ready, it leaves the operation to complete by itself, with all it owns.
 pub(crate) fn submit(operation: Operation) -> Submit {
     Submit(Stage::New(operation))
 }
@@ -20,7 +21,7 @@ pub(crate) struct Submit(Stage);
 
 enum Stage {
     New(Operation),
-    Running(Token),
+    Running(Rc<Local>, Token),
     Over,
 }
 
@@ -33,22 +34,23 @@ impl Future for Submit {
     fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
         match std::mem::replace(&mut self.0, Stage::Over) {
             Stage::New(operation) => {
-                match event_loop::current(|local| local.submit(operation, cx.waker())) {
+                let local = event_loop::current(Rc::clone);
+                match local.submit(operation, cx.waker()) {
                     Submitted::Done(result, operation) => {
                         return Poll::Ready((outcome(result), operation));
                     }
-                    Submitted::Running(token) => self.0 = Stage::Running(token),
+                    Submitted::Running(token) => self.0 = Stage::Running(local, token),
                     Submitted::Full(operation) => self.0 = Stage::New(operation),
                 }
                 Poll::Pending
             }
-            Stage::Running(token) => {
-                let poll = event_loop::current(|local| local.poll_result(token, cx.waker()));
-                if poll.is_pending() {
-                    self.0 = Stage::Running(token);
+            Stage::Running(local, token) => match local.poll_result(token, cx.waker()) {
+                Poll::Ready((result, operation)) => Poll::Ready((outcome(result), operation)),
+                Poll::Pending => {
+                    self.0 = Stage::Running(local, token);
+                    Poll::Pending
                 }
-                poll.map(|(result, operation)| (outcome(result), operation))
-            }
+            },
             Stage::Over => panic!("a future is not polled after it was ready"),
         }
     }
@@ -56,9 +58,8 @@ impl Future for Submit {
 
 impl Drop for Submit {
     fn drop(&mut self) {
-        if let Stage::Running(token) = self.0 {
-            // Without a loop its table is gone, and the operation with it.
-            event_loop::try_current(|local| local.abandon(token));
+        if let Stage::Running(local, token) = &self.0 {
+            local.abandon(*token);
         }
     }
 }

@@ -147,13 +147,14 @@ impl Tasks {
         drop(finished);
     }
 
-    /// Drops all tasks.
+    /// Drops all tasks, those too that are spawned meanwhile, and forgets what is ready.
     pub(crate) fn clear(&self) {
-        self.ready.borrow_mut().clear();
         while !self.table.borrow().is_empty() {
             let table = self.table.take();
             drop(table);
         }
+        self.ready.borrow_mut().clear();
+        self.main_ready.set(false);
     }
 }
 

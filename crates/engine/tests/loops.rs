@@ -13,13 +13,8 @@ use std::task::{Poll, Waker};
 use std::time::{Duration, Instant};
 
 use blockhouse_core::{Buffer, IoVectorList};
-use blockhouse_engine::{
-    EngineChoice, EventLoop, Handle, Listener, Stream, sleep, spawn, spawn_detached,
-};
-use common::on_every_engine;
-
-/// Long enough for any machine, short enough to wait for when something is broken.
-const PATIENCE: Duration = Duration::from_secs(20);
+use blockhouse_engine::{EventLoop, Handle, Listener, Stream, sleep, spawn, spawn_detached};
+use common::{PATIENCE, for_every_choice, on_every_engine};
 
 #[test]
 fn tasks_run_and_give_their_results() {
@@ -98,10 +93,6 @@ fn a_submission_wakes_a_sleeping_loop() {
         let nothing = outcome.recv_timeout(PATIENCE).expect("waits for a loop that is gone");
         assert_eq!(nothing, None);
     });
-}
-
-fn for_every_choice(mut test: impl FnMut(EngineChoice)) {
-    on_every_engine(|event_loop| test(EngineChoice::Only(event_loop.engine())));
 }
 
 fn list_of(buffer: &mut Buffer) -> IoVectorList {
@@ -236,6 +227,6 @@ fn a_waker_wakes_from_any_thread_and_no_wake_up_is_lost() {
 }
 
 /// In a task of its own, not in the loop's main future.
-fn spawn_and_wait(future: impl Future<Output = ()> + 'static) -> impl Future<Output = ()> {
-    async { spawn(future).await }
+async fn spawn_and_wait(future: impl Future<Output = ()> + 'static) {
+    spawn(future).await;
 }
