@@ -17,6 +17,7 @@ use futures_channel::oneshot;
 
 use crate::driver::{Completion, Driver, Rest, Started};
 use crate::engine::{self, Engine, EngineChoice, EngineReport};
+use crate::line::Ticket;
 use crate::mailbox::{Bell, Mailbox};
 use crate::operation::{Operation, OperationTable, Token};
 use crate::task::{Header, Tasks};
@@ -87,17 +88,22 @@ pub(crate) fn try_current<R>(f: impl FnOnce(&Rc<Local>) -> R) -> Option<R> {
 pub(crate) enum Submitted {
     Running(Token),
     Done(i32, Operation),
-    /// All places are taken; the waker is called when one becomes free.
-    Full(Operation),
+    /// All places are taken; the waker is called when one is free for this ticket.
+    Full(Ticket),
 }
 
 impl Local {
-    /// Hands an operation to the engine.
-    pub(crate) fn submit(&self, operation: Operation, waiter: &Waker) -> Submitted {
+    /// Takes the operation and hands it to the engine, unless the table is full.
+    pub(crate) fn submit(
+        &self,
+        operation: &mut Option<Operation>,
+        ticket: Option<Ticket>,
+        waiter: &Waker,
+    ) -> Submitted {
         let mut operations = self.operations.borrow_mut();
-        let token = match operations.insert(operation, waiter) {
+        let token = match operations.insert(operation, ticket, waiter) {
             Ok(token) => token,
-            Err(operation) => return Submitted::Full(operation),
+            Err(ticket) => return Submitted::Full(ticket),
         };
         let started = self.driver.borrow_mut().start(token, operations.operation(token));
         drop(operations);
@@ -109,6 +115,12 @@ impl Local {
                 Submitted::Done(result, self.release(token))
             }
         }
+    }
+
+    /// Gives up waiting for a place.
+    pub(crate) fn leave_line(&self, ticket: Ticket) {
+        let next = self.operations.borrow_mut().leave_line(ticket);
+        next.into_iter().for_each(Waker::wake);
     }
 
     pub(crate) fn poll_result(&self, token: Token, waiter: &Waker) -> Poll<(i32, Operation)> {
@@ -146,9 +158,8 @@ impl Local {
     }
 
     fn release(&self, token: Token) -> Operation {
-        let (operation, waiting) = self.operations.borrow_mut().release(token);
-        // All of them: one that is gone by now must not swallow the wake-up of the next.
-        waiting.into_iter().for_each(Waker::wake);
+        let (operation, next) = self.operations.borrow_mut().release(token);
+        next.into_iter().for_each(Waker::wake);
         operation
     }
 

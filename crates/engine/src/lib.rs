@@ -15,6 +15,7 @@ mod epoll;
 mod event_loop;
 mod file;
 mod host_file;
+mod line;
 mod linux_aio;
 mod mailbox;
 mod operation;

@@ -11,6 +11,7 @@ use std::task::Waker;
 use blockhouse_core::{ByteRange, IoVector, IoVectorList, Sync};
 
 use crate::file::File;
+use crate::line::{Line, Ticket};
 use crate::orphans::Orphans;
 
 /// How many operations one loop has in flight at most; one more waits for a free place.
@@ -160,8 +161,8 @@ enum State {
 pub(crate) struct OperationTable {
     slots: Box<[Slot]>,
     free: Vec<u32>,
-    /// Who waits for a free slot.
-    waiting: Vec<Waker>,
+    /// Who waits for a free slot. While anybody does, every free slot is kept for one who was called.
+    line: Line,
 }
 
 impl OperationTable {
@@ -170,27 +171,34 @@ impl OperationTable {
         Self {
             slots: (0..MOST_OPERATIONS).map(|_| slot()).collect(),
             free: (0..MOST_OPERATIONS as u32).rev().collect(),
-            waiting: Vec::new(),
+            line: Line::default(),
         }
     }
 
-    /// Takes an operation in, or gives it back when the table is full; then `waiter` is woken when
-    /// a place becomes free.
-    // The operation is handed back by value: a box would cost an allocation a request.
-    #[expect(clippy::result_large_err)]
+    /// Takes the operation out of `operation` and in here, if there is a place. Otherwise `waiter`
+    /// has to come again with the ticket when it is woken.
     pub(crate) fn insert(
         &mut self,
-        operation: Operation,
+        operation: &mut Option<Operation>,
+        ticket: Option<Ticket>,
         waiter: &Waker,
-    ) -> Result<Token, Operation> {
-        let Some(index) = self.free.pop() else {
-            self.waiting.push(waiter.clone());
-            return Err(operation);
-        };
+    ) -> Result<Token, Ticket> {
+        match ticket {
+            Some(ticket) if !self.line.admit(ticket, waiter) => return Err(ticket),
+            None if self.free.len() == self.line.kept() => return Err(self.line.join(waiter)),
+            _ => {}
+        }
+        let index = self.free.pop().expect("a place that is free, or was kept for this ticket");
         let slot = &mut self.slots[index as usize];
-        slot.operation = Some(operation);
+        slot.operation = operation.take();
         slot.state = State::Running(waiter.clone());
         Ok(Token(index))
+    }
+
+    /// Gives a ticket up. Gives the waker of who has the turn instead.
+    #[must_use]
+    pub(crate) fn leave_line(&mut self, ticket: Ticket) -> Option<Waker> {
+        self.line.leave(ticket)
     }
 
     /// The operation in a slot that is not free.
@@ -243,14 +251,14 @@ impl OperationTable {
         }
     }
 
-    /// Takes an operation out that is over. Gives those who wait for a place.
-    pub(crate) fn release(&mut self, token: Token) -> (Operation, Vec<Waker>) {
+    /// Takes an operation out that is over. Gives the waker of who gets its place.
+    pub(crate) fn release(&mut self, token: Token) -> (Operation, Option<Waker>) {
         let slot = &mut self.slots[token.index()];
         let state = std::mem::replace(&mut slot.state, State::Free);
         debug_assert!(matches!(state, State::Done(_)), "the kernel has given it back");
         let operation = slot.operation.take().expect("a slot in use holds an operation");
         self.free.push(token.0);
-        (operation, std::mem::take(&mut self.waiting))
+        (operation, self.line.call())
     }
 
     /// The operations that the kernel has.

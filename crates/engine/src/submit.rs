@@ -3,24 +3,31 @@
 use std::future::Future;
 use std::pin::Pin;
 use std::rc::Rc;
-use std::task::{Context, Poll};
+use std::task::{Context, Poll, Waker};
 
 use rustix::io::Errno;
 
 use crate::event_loop::{self, Local, Submitted};
+use crate::line::Ticket;
 use crate::operation::{Operation, Token};
 
 /// Starts `operation` on the current loop when first polled. Gives the kernel's answer and the
 /// operation back. From then on it belongs to that loop, wherever it is polled or dropped. Dropped
 /// before it is ready, it leaves the operation to complete by itself, with all it owns.
 pub(crate) fn submit(operation: Operation) -> Submit {
-    Submit(Stage::New(operation))
+    Submit { operation: Some(operation), stage: Stage::New }
 }
 
-pub(crate) struct Submit(Stage);
+pub(crate) struct Submit {
+    /// Until the loop takes it.
+    operation: Option<Operation>,
+    stage: Stage,
+}
 
 enum Stage {
-    New(Operation),
+    New,
+    /// For a place in the loop's table.
+    Waiting(Rc<Local>, Ticket),
     Running(Rc<Local>, Token),
     Over,
 }
@@ -31,23 +38,15 @@ impl Unpin for Submit {}
 impl Future for Submit {
     type Output = (Result<usize, Errno>, Operation);
 
-    fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
-        match std::mem::replace(&mut self.0, Stage::Over) {
-            Stage::New(operation) => {
-                let local = event_loop::current(Rc::clone);
-                match local.submit(operation, cx.waker()) {
-                    Submitted::Done(result, operation) => {
-                        return Poll::Ready((outcome(result), operation));
-                    }
-                    Submitted::Running(token) => self.0 = Stage::Running(local, token),
-                    Submitted::Full(operation) => self.0 = Stage::New(operation),
-                }
-                Poll::Pending
-            }
+    fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
+        let this = self.get_mut();
+        match std::mem::replace(&mut this.stage, Stage::Over) {
+            Stage::New => this.start(event_loop::current(Rc::clone), None, cx.waker()),
+            Stage::Waiting(local, ticket) => this.start(local, Some(ticket), cx.waker()),
             Stage::Running(local, token) => match local.poll_result(token, cx.waker()) {
                 Poll::Ready((result, operation)) => Poll::Ready((outcome(result), operation)),
                 Poll::Pending => {
-                    self.0 = Stage::Running(local, token);
+                    this.stage = Stage::Running(local, token);
                     Poll::Pending
                 }
             },
@@ -56,10 +55,30 @@ impl Future for Submit {
     }
 }
 
+impl Submit {
+    fn start(
+        &mut self,
+        local: Rc<Local>,
+        ticket: Option<Ticket>,
+        waiter: &Waker,
+    ) -> Poll<<Self as Future>::Output> {
+        self.stage = match local.submit(&mut self.operation, ticket, waiter) {
+            Submitted::Done(result, operation) => {
+                return Poll::Ready((outcome(result), operation));
+            }
+            Submitted::Running(token) => Stage::Running(local, token),
+            Submitted::Full(ticket) => Stage::Waiting(local, ticket),
+        };
+        Poll::Pending
+    }
+}
+
 impl Drop for Submit {
     fn drop(&mut self) {
-        if let Stage::Running(local, token) = &self.0 {
-            local.abandon(*token);
+        match &self.stage {
+            Stage::Waiting(local, ticket) => local.leave_line(*ticket),
+            Stage::Running(local, token) => local.abandon(*token),
+            Stage::New | Stage::Over => {}
         }
     }
 }

@@ -2,6 +2,7 @@
 
 mod common;
 
+use std::cell::Cell;
 use std::future::{Future, poll_fn};
 use std::os::unix::net::UnixStream;
 use std::pin::Pin;
@@ -11,7 +12,7 @@ use std::task::Poll;
 use std::time::Duration;
 
 use blockhouse_core::{Buffer, IoVectorList, Storage};
-use blockhouse_engine::{EventLoop, HostFile, PageCache, Stream, sleep, spawn};
+use blockhouse_engine::{EventLoop, HostFile, PageCache, Stream, sleep, spawn, spawn_detached};
 use common::{for_every_choice, in_time};
 
 /// Polls a future once, on the loop; it is not ready.
@@ -94,6 +95,43 @@ fn operations_given_up_outside_of_the_loop_cost_no_places() {
                 start(&mut event_loop, read.as_mut());
             }
             event_loop.block_on(file.read(0, Buffer::new(4096).lend())).unwrap();
+        });
+    });
+}
+
+/// Tasks that always have another read to do take all places of the loop; one that comes later has
+/// its turn all the same.
+#[test]
+fn whoever_waits_for_a_place_gets_one() {
+    for_every_choice(|choice| {
+        in_time(move || {
+            let (file, _folder) = new_file(PageCache::Bypassed);
+            let mut event_loop = EventLoop::new(choice).unwrap();
+            let running = Rc::new(Cell::new(true));
+            event_loop.block_on(async {
+                for _ in 0..2048 {
+                    let (file, running) = (Rc::clone(&file), Rc::clone(&running));
+                    spawn_detached(async move {
+                        while running.get() {
+                            file.read(0, Buffer::new(4096).lend()).await.unwrap();
+                        }
+                    });
+                }
+                let late: Vec<_> = (0..10)
+                    .map(|_| {
+                        let file = Rc::clone(&file);
+                        spawn(async move {
+                            for _ in 0..3 {
+                                file.read(0, Buffer::new(4096).lend()).await.unwrap();
+                            }
+                        })
+                    })
+                    .collect();
+                for task in late {
+                    task.await;
+                }
+                running.set(false);
+            });
         });
     });
 }
