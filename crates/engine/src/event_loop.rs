@@ -15,7 +15,7 @@ use std::task::{Context, Poll, Waker};
 
 use futures_channel::oneshot;
 
-use crate::driver::{Completion, Driver, Rest, Started};
+use crate::driver::{Completion, Driver, Rest};
 use crate::engine::{self, Engine, EngineChoice, EngineReport};
 use crate::line::Ticket;
 use crate::mailbox::{Bell, Mailbox};
@@ -84,37 +84,24 @@ pub(crate) fn try_current<R>(f: impl FnOnce(&Rc<Local>) -> R) -> Option<R> {
     CURRENT.try_with(|current| current.borrow().as_ref().map(f)).ok().flatten()
 }
 
-/// How a submission went.
-pub(crate) enum Submitted {
-    Running(Token),
-    Done(i32, Operation),
-    /// All places are taken; the waker is called when one is free for this ticket.
-    Full(Ticket),
-}
-
 impl Local {
-    /// Takes the operation and hands it to the engine, unless the table is full.
-    pub(crate) fn submit(
+    /// Does the operation on the spot, where that needs no waiting.
+    pub(crate) fn attempt(&self, operation: &Operation) -> Option<i32> {
+        self.driver.borrow_mut().attempt(operation)
+    }
+
+    /// Takes the operation out of `operation` and starts it. When all places are taken, the waker is
+    /// called when one is free for the ticket.
+    pub(crate) fn start(
         &self,
         operation: &mut Option<Operation>,
         ticket: Option<Ticket>,
         waiter: &Waker,
-    ) -> Submitted {
+    ) -> Result<Token, Ticket> {
         let mut operations = self.operations.borrow_mut();
-        let token = match operations.insert(operation, ticket, waiter) {
-            Ok(token) => token,
-            Err(ticket) => return Submitted::Full(ticket),
-        };
-        let started = self.driver.borrow_mut().start(token, operations.operation(token));
-        drop(operations);
-        match started {
-            Started::Pending => Submitted::Running(token),
-            Started::Done(result) => {
-                // Its waiter is the one who asks.
-                let _ = self.operations.borrow_mut().complete(token, result);
-                Submitted::Done(result, self.release(token))
-            }
-        }
+        let token = operations.insert(operation, ticket, waiter)?;
+        self.driver.borrow_mut().start(token, operations.operation(token));
+        Ok(token)
     }
 
     /// Gives up waiting for a place.
@@ -142,9 +129,9 @@ impl Local {
 
     /// Asks a running operation to stop if it may wait without bound.
     fn cancel(&self, token: Token) {
-        let mut operations = self.operations.borrow_mut();
+        let operations = self.operations.borrow();
         let operation = operations.operation(token);
-        if operation.may_wait_for_ever() {
+        if operation.is_on_socket() {
             self.driver.borrow_mut().cancel(token, operation);
         }
     }
@@ -250,6 +237,7 @@ impl EventLoop {
         let mut future = pin!(future);
         loop {
             if local.tasks.take_main_ready() {
+                local.tasks.budget.renew();
                 let poll = future.as_mut().poll(&mut Context::from_waker(&waker));
                 if let Poll::Ready(output) = poll {
                     return output;

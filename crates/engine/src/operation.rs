@@ -41,7 +41,7 @@ pub(crate) enum Operation {
 
 impl Operation {
     /// Whether it waits for a peer, so that nobody knows when it completes.
-    pub(crate) fn may_wait_for_ever(&self) -> bool {
+    pub(crate) fn is_on_socket(&self) -> bool {
         matches!(self, Self::Receive(_) | Self::Send(_) | Self::Accept { .. })
     }
 
@@ -94,27 +94,21 @@ impl WriteThrough {
 pub(crate) struct Message {
     pub(crate) socket: Arc<OwnedFd>,
     pub(crate) list: IoVectorList,
-    /// What the kernel reads; made by `header`, kept here because it must stay in place.
-    header: Option<libc::msghdr>,
 }
 
 /// The most segments that one socket operation takes (`IOV_MAX`, POSIX `<limits.h>`).
 const MOST_SEGMENTS: usize = 1024;
 
 impl Message {
-    pub(crate) fn new(socket: Arc<OwnedFd>, list: IoVectorList) -> Self {
-        Self { socket, list, header: None }
-    }
-
-    /// The message's header, for the kernel. Stays valid while `self` is neither moved nor changed.
-    pub(crate) fn header(&mut self) -> *mut libc::msghdr {
+    /// A header for the kernel, which points to the segments.
+    pub(crate) fn header(&self) -> libc::msghdr {
         let segments = self.list.segments();
         // SAFETY: all-zero is a valid msghdr (null pointers and zero lengths).
         let mut header: libc::msghdr = unsafe { std::mem::zeroed() };
         // A Segment is laid out as an iovec; the kernel only reads the array.
         header.msg_iov = segments.as_ptr().cast_mut().cast();
         header.msg_iovlen = segments.len().min(MOST_SEGMENTS);
-        self.header.insert(header)
+        header
     }
 }
 
@@ -202,10 +196,10 @@ impl OperationTable {
     }
 
     /// The operation in a slot that is not free.
-    pub(crate) fn operation(&mut self, token: Token) -> &mut Operation {
+    pub(crate) fn operation(&self, token: Token) -> &Operation {
         self.slots[token.index()]
             .operation
-            .as_mut()
+            .as_ref()
             .expect("a token does not outlive its operation")
     }
 

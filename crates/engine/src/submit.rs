@@ -7,7 +7,7 @@ use std::task::{Context, Poll, Waker};
 
 use rustix::io::Errno;
 
-use crate::event_loop::{self, Local, Submitted};
+use crate::event_loop::{self, Local};
 use crate::line::Ticket;
 use crate::operation::{Operation, Token};
 
@@ -41,8 +41,8 @@ impl Future for Submit {
     fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
         let this = self.get_mut();
         match std::mem::replace(&mut this.stage, Stage::Over) {
-            Stage::New => this.start(event_loop::current(Rc::clone), None, cx.waker()),
-            Stage::Waiting(local, ticket) => this.start(local, Some(ticket), cx.waker()),
+            Stage::New => event_loop::current(|local| this.begin(local, cx.waker())),
+            Stage::Waiting(local, ticket) => this.start(&local, Some(ticket), cx.waker()),
             Stage::Running(local, token) => match local.poll_result(token, cx.waker()) {
                 Poll::Ready((result, operation)) => Poll::Ready((outcome(result), operation)),
                 Poll::Pending => {
@@ -56,18 +56,33 @@ impl Future for Submit {
 }
 
 impl Submit {
+    fn begin(&mut self, local: &Rc<Local>, waiter: &Waker) -> Poll<<Self as Future>::Output> {
+        if local.tasks.budget.is_spent() {
+            // To be polled again in the next round, after everybody else.
+            self.stage = Stage::New;
+            waiter.wake_by_ref();
+            return Poll::Pending;
+        }
+        let operation = self.operation.as_ref().expect("it goes with the stage");
+        match local.attempt(operation) {
+            Some(result) => {
+                local.tasks.budget.spend();
+                let operation = self.operation.take().expect("it was there the line before");
+                Poll::Ready((outcome(result), operation))
+            }
+            None => self.start(local, None, waiter),
+        }
+    }
+
     fn start(
         &mut self,
-        local: Rc<Local>,
+        local: &Rc<Local>,
         ticket: Option<Ticket>,
         waiter: &Waker,
     ) -> Poll<<Self as Future>::Output> {
-        self.stage = match local.submit(&mut self.operation, ticket, waiter) {
-            Submitted::Done(result, operation) => {
-                return Poll::Ready((outcome(result), operation));
-            }
-            Submitted::Running(token) => Stage::Running(local, token),
-            Submitted::Full(ticket) => Stage::Waiting(local, ticket),
+        self.stage = match local.start(&mut self.operation, ticket, waiter) {
+            Ok(token) => Stage::Running(Rc::clone(local), token),
+            Err(ticket) => Stage::Waiting(Rc::clone(local), ticket),
         };
         Poll::Pending
     }

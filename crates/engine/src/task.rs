@@ -66,12 +66,36 @@ struct Entry {
     future: Option<Pin<Box<dyn Future<Output = ()>>>>,
 }
 
+/// How many operations a task may do in one poll without waiting for any.
+const BUDGET: u32 = 32;
+
+/// What is left of it in the poll under way. An operation that is over on the spot never makes its
+/// task wait; without a bound a task that does many of them would keep all others from running.
+#[derive(Default)]
+pub(crate) struct Budget(Cell<u32>);
+
+impl Budget {
+    pub(crate) fn renew(&self) {
+        self.0.set(BUDGET);
+    }
+
+    pub(crate) fn spend(&self) {
+        self.0.update(|left| left.saturating_sub(1));
+    }
+
+    pub(crate) fn is_spent(&self) -> bool {
+        self.0.get() == 0
+    }
+}
+
 /// All tasks of a loop.
 #[derive(Default)]
 pub(crate) struct Tasks {
     table: RefCell<slab::Slab<Entry>>,
     ready: RefCell<VecDeque<Arc<Header>>>,
     main_ready: Cell<bool>,
+    /// Of the task that is polled.
+    pub(crate) budget: Budget,
 }
 
 impl Tasks {
@@ -132,6 +156,7 @@ impl Tasks {
             let Some(future) = entry.future.take() else { return };
             (future, entry.waker.clone())
         };
+        self.budget.renew();
         let poll = future.as_mut().poll(&mut Context::from_waker(&waker));
         let finished = {
             let mut table = self.table.borrow_mut();

@@ -5,13 +5,14 @@ mod common;
 use std::cell::Cell;
 use std::future::{Future, poll_fn};
 use std::os::unix::net::UnixStream;
+use std::path::PathBuf;
 use std::pin::Pin;
 use std::rc::Rc;
 use std::sync::Arc;
 use std::task::Poll;
 use std::time::Duration;
 
-use blockhouse_core::{Buffer, IoVectorList, Storage};
+use blockhouse_core::{Buffer, Durability, IoVectorList, Storage};
 use blockhouse_engine::{EventLoop, HostFile, PageCache, Stream, sleep, spawn, spawn_detached};
 use common::{for_every_choice, in_time};
 
@@ -131,6 +132,36 @@ fn whoever_waits_for_a_place_gets_one() {
                     task.await;
                 }
                 running.set(false);
+            });
+        });
+    });
+}
+
+/// A read of a file in memory is ready at once, every time. Others have their turn all the same.
+#[test]
+fn a_task_that_never_has_to_wait_keeps_nobody_from_running() {
+    let memory = PathBuf::from("/dev/shm");
+    if !memory.is_dir() {
+        eprintln!("skipped, there is no /dev/shm");
+        return;
+    }
+    for_every_choice(|choice| {
+        let folder = tempfile::tempdir_in(&memory).unwrap();
+        in_time(move || {
+            let path = folder.path().join("disk");
+            let file = HostFile::create(&path, 1 << 20, PageCache::Used).unwrap();
+            let mut event_loop = EventLoop::new(choice).unwrap();
+            event_loop.block_on(async {
+                let running = Rc::new(Cell::new(true));
+                let stop = Rc::clone(&running);
+                spawn_detached(async move {
+                    sleep(Duration::from_millis(1)).await;
+                    stop.set(false);
+                });
+                let mut buffer = Buffer::new(4096);
+                while running.get() {
+                    file.write(0, buffer.lend(), Durability::None).await.unwrap();
+                }
             });
         });
     });
