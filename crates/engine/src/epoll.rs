@@ -140,7 +140,7 @@ impl Epoll {
     ) {
         let Some(waiting) = self.sockets.get_mut(&socket) else { return };
         // An error or hang-up is for both directions to find out by trying.
-        let broken = flags.intersects(EventFlags::ERR | EventFlags::HUP | EventFlags::RDHUP);
+        let broken = flags.intersects(EventFlags::ERR | EventFlags::HUP);
         if broken || flags.contains(EventFlags::IN) {
             try_all(&mut waiting.input, operations, done);
         }
@@ -224,9 +224,10 @@ impl Driver for Epoll {
     }
 }
 
-/// Has epoll tell once when a waiter of the socket may go on.
+/// Has epoll tell once when a waiter of the socket may go on. The peer's end of stream is input; it
+/// is not watched apart from that, because who waits to send cannot go on by it.
 fn watch(epoll: &OwnedFd, socket: BorrowedFd<'_>, waiting: &Waiting) -> rustix::io::Result<()> {
-    let mut flags = EventFlags::ONESHOT | EventFlags::RDHUP;
+    let mut flags = EventFlags::ONESHOT;
     flags.set(EventFlags::IN, !waiting.input.is_empty());
     flags.set(EventFlags::OUT, !waiting.output.is_empty());
     let data = EventData::new_u64(socket.as_raw_fd() as u64);
