@@ -200,13 +200,17 @@ impl Driver for Epoll {
         }
     }
 
-    fn turn(&mut self, rest: Rest, operations: &mut OperationTable, done: &mut Vec<Completion>) {
-        let mut rest = rest;
+    fn turn(
+        &mut self,
+        mut rest: Rest,
+        operations: &mut OperationTable,
+        done: &mut Vec<Completion>,
+    ) {
         if let Some(aio) = &mut self.aio {
             aio.submit(&mut self.early);
             aio.reap(&mut self.early);
-            if aio.is_stuck() && rest == Rest::UntilEvent {
-                rest = Rest::UntilEventOr(Instant::now() + AIO_RETRY);
+            if aio.is_stuck() {
+                rest = rest.at_most(Instant::now() + AIO_RETRY);
             }
         }
         self.wait(rest);
