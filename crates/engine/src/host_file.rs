@@ -68,38 +68,37 @@ struct Refused {
 }
 
 impl HostFile {
+    /// Makes a new regular file of `size` bytes, all holes, and opens it for writing.
+    ///
+    /// # Errors
+    /// The kernel's: EEXIST for one that exists, which is left alone. When the size cannot be set, or
+    /// the new file cannot be opened as it was asked for, it is removed again.
+    pub fn create(path: &Path, size: u64, cache: PageCache) -> Result<Self> {
+        let failed = |what: &'static str, error: Errno| {
+            Error::host(what, error.into()).on(&path.display().to_string())
+        };
+        // Without O_DIRECT: a file system that does not know it refuses to open what it has just made.
+        let flags = OFlags::CREATE | OFlags::EXCL | OFlags::WRONLY | OFlags::CLOEXEC;
+        let rights = Mode::RUSR | Mode::WUSR | Mode::RGRP | Mode::ROTH;
+        let made = rustix::fs::open(path, flags, rights)
+            .map_err(|error| failed("cannot create", error))?;
+        let file = rustix::fs::ftruncate(&made, size)
+            .map_err(|error| failed("cannot set the size of the new file", error))
+            .and_then(|()| Self::open(path, OpenFor::Writing, cache));
+        if file.is_err() {
+            // The error that counts is the first one.
+            let _ = std::fs::remove_file(path);
+        }
+        file
+    }
+
     /// Opens an existing file or block device.
     ///
     /// # Errors
     /// The kernel's, and [`ErrorKind::InvalidInput`] for what is neither file nor block device.
     pub fn open(path: &Path, access: OpenFor, cache: PageCache) -> Result<Self> {
-        Self::open_with(path, access, cache, OFlags::empty())
-    }
-
-    /// Makes a new regular file of `size` bytes, all holes, and opens it for writing.
-    ///
-    /// # Errors
-    /// The kernel's: EEXIST for one that exists, which is left alone. When the size cannot be set
-    /// the new file is removed again.
-    pub fn create(path: &Path, size: u64, cache: PageCache) -> Result<Self> {
-        let flags = OFlags::CREATE | OFlags::EXCL;
-        let file = Self::open_with(path, OpenFor::Writing, cache, flags)?;
-        match rustix::fs::ftruncate(&*file.file, size) {
-            Ok(()) => {
-                file.size.store(size, Relaxed);
-                Ok(file)
-            }
-            Err(error) => {
-                // The error that counts is the first one.
-                let _ = std::fs::remove_file(path);
-                Err(file.error("cannot set the size of the new file", error))
-            }
-        }
-    }
-
-    fn open_with(path: &Path, access: OpenFor, cache: PageCache, extra: OFlags) -> Result<Self> {
         let name = path.display().to_string();
-        let failed = |what: &'static str, error: Errno| Error::host(what, error.into()).on(&name);
+        let failed = |error: Errno| Error::host("cannot open", error.into()).on(&name);
         let (direct, caching) = match cache {
             PageCache::Used => (OFlags::empty(), Caching::PageCache),
             PageCache::Bypassed => (OFlags::DIRECT, Caching::Direct),
@@ -109,16 +108,14 @@ impl HostFile {
             OpenFor::Writing => OFlags::RDWR,
         };
         // Opening a pipe for reading would wait for a writer.
-        let flags = mode | direct | extra | OFlags::CLOEXEC | OFlags::NONBLOCK;
-        let rights = Mode::RUSR | Mode::WUSR | Mode::RGRP | Mode::ROTH;
-        let descriptor = rustix::fs::open(path, flags, rights).map_err(|error| match error {
-            Errno::INVAL if cache == PageCache::Bypassed => failed("cannot open", error)
-                .hint("its file system has no direct I/O: try --cache writeback"),
-            _ => failed("cannot open", error),
+        let flags = mode | direct | OFlags::CLOEXEC | OFlags::NONBLOCK;
+        let descriptor = rustix::fs::open(path, flags, Mode::empty()).map_err(|error| {
+            let no_direct = error == Errno::INVAL && cache == PageCache::Bypassed;
+            let hint = "its file system has no direct I/O: try --cache writeback";
+            if no_direct { failed(error).hint(hint) } else { failed(error) }
         })?;
         // To io_uring the flag would mean "fail rather than wait" from here on.
-        rustix::fs::fcntl_setfl(&descriptor, mode | direct)
-            .map_err(|error| failed("cannot open", error))?;
+        rustix::fs::fcntl_setfl(&descriptor, mode | direct).map_err(failed)?;
         let residence = probe::residence(&descriptor);
         let file = File::new(descriptor, residence, caching);
         Self::examine(file, name, mode)
@@ -184,6 +181,7 @@ impl HostFile {
     /// Writes everything.
     async fn write_all(&self, offset: u64, from: IoVector, through: WriteThrough) -> Result<()> {
         let file = self.file_for(offset, from.len());
+        let end = offset.saturating_add(from.len() as u64);
         let mut transfer = Transfer { file, offset, vector: from };
         while !transfer.vector.is_empty() {
             let (result, operation) = submit(Operation::Write(transfer, through)).await;
@@ -204,7 +202,19 @@ impl HostFile {
                 Ok(count) => pass(&mut transfer, count),
             }
         }
+        if end > self.size() {
+            self.size.fetch_max(end, Relaxed);
+        }
         Ok(())
+    }
+
+    /// Whether the file ends at `offset` or before. It is asked anew: somebody else may have made it
+    /// longer, and what is called the end here reads as zeros.
+    fn ends_at(&self, offset: u64) -> Result<bool> {
+        let size = probe::size(&*self.file);
+        let size =
+            size.map_err(|error| Error::host("cannot find the end", error).on(&self.name))?;
+        Ok(size <= offset)
     }
 
     /// What is done when the kernel refuses `RWF_DSYNC`. If it takes the plain write, then it was
@@ -317,8 +327,10 @@ impl Storage for HostFile {
                 Err(error) => return Err(self.error_at("cannot read", error, transfer.offset)),
                 Ok(count) => {
                     pass(&mut transfer, count);
-                    // What a short read leaves past the end may not be aligned enough to ask for.
-                    if count == 0 || transfer.offset >= self.size() {
+                    // A short read is the end, or it was cut off on the way. To ask for the rest
+                    // would tell, if what an end leaves were aligned enough to be asked for.
+                    let is_short = !transfer.vector.is_empty();
+                    if is_short && (count == 0 || self.ends_at(transfer.offset)?) {
                         transfer.vector.fill(0);
                         return Ok(());
                     }
