@@ -48,7 +48,7 @@ pub enum PageCache {
 pub struct HostFile {
     file: Arc<File>,
     /// For the last partial block, which direct I/O cannot reach: the same file through the page
-    /// cache. The block is a page of its own there, so that the two ways never share one.
+    /// cache. A block is no less than a page then, so that the two ways never share one.
     tail: Option<Arc<File>>,
     name: String,
     kind: FileKind,
@@ -129,9 +129,14 @@ impl HostFile {
                 .hint("give the path of a disk image or a block device")
         })?;
         let size = probe::size(&file).map_err(failed)?;
-        let alignment = probe::alignment(&file, kind).map_err(|error| {
+        let mut alignment = probe::alignment(&file, kind).map_err(|error| {
             failed(error).hint("it cannot do direct I/O: try --cache writeback")
         })?;
+        if !size.is_multiple_of(u64::from(alignment.offset)) {
+            // So that the last partial block, which goes another way, has its page for itself.
+            let page = rustix::param::page_size() as u32;
+            alignment.offset = alignment.offset.max(page);
+        }
         let device = probe::device(&file, kind).map_err(failed)?;
         let tail = match kind {
             FileKind::Regular if alignment.offset > 1 => {
