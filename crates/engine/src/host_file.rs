@@ -236,9 +236,10 @@ impl HostFile {
         mode: FallocateFlags,
         range: ByteRange,
         refused: &AtomicBool,
+        words: &Words,
     ) -> Result<()> {
         if refused.load(Relaxed) {
-            return Err(self.unsupported("zeroing a range without writing it"));
+            return Err(self.unsupported(words.unsupported));
         }
         let mode = (mode | FallocateFlags::KEEP_SIZE).bits() as i32;
         loop {
@@ -248,11 +249,9 @@ impl HostFile {
                 Err(Errno::AGAIN | Errno::INTR) => {}
                 Err(Errno::OPNOTSUPP | Errno::NOSYS | Errno::NODEV) => {
                     refused.store(true, Relaxed);
-                    return Err(self.unsupported("zeroing a range without writing it"));
+                    return Err(self.unsupported(words.unsupported));
                 }
-                Err(error) => {
-                    return Err(self.error_at("cannot zero or punch", error, range.offset()));
-                }
+                Err(error) => return Err(self.error_at(words.failed, error, range.offset())),
             }
         }
     }
@@ -273,7 +272,7 @@ impl HostFile {
         });
         let error = match result.await {
             Ok(()) => return Ok(()),
-            Err(error) => Error::host("cannot discard", error).on(&self.name).at(range.offset()),
+            Err(error) => Error::host(DISCARD.failed, error).on(&self.name).at(range.offset()),
         };
         if error.kind() == ErrorKind::Unsupported {
             self.refused.discard.store(true, Relaxed);
@@ -281,6 +280,16 @@ impl HostFile {
         Err(error)
     }
 }
+
+/// What an error says of an operation.
+struct Words {
+    failed: &'static str,
+    unsupported: &'static str,
+}
+
+const ZEROES: Words =
+    Words { failed: "cannot zero", unsupported: "zeroing a range without writing it" };
+const DISCARD: Words = Words { failed: "cannot discard", unsupported: "discarding a range" };
 
 /// Why an operation of another kind cannot come back.
 const CAME_BACK: &str = "an operation comes back as it went";
@@ -361,8 +370,12 @@ impl Storage for HostFile {
     async fn write_zeroes(&self, range: ByteRange, unmap: Unmap) -> Result<()> {
         let Refused { punch_hole, zero_range, .. } = &self.refused;
         match unmap {
-            Unmap::Allowed => self.allocate(FallocateFlags::PUNCH_HOLE, range, punch_hole).await,
-            Unmap::Forbidden => self.allocate(FallocateFlags::ZERO_RANGE, range, zero_range).await,
+            Unmap::Allowed => {
+                self.allocate(FallocateFlags::PUNCH_HOLE, range, punch_hole, &ZEROES).await
+            }
+            Unmap::Forbidden => {
+                self.allocate(FallocateFlags::ZERO_RANGE, range, zero_range, &ZEROES).await
+            }
         }
     }
 
@@ -370,10 +383,10 @@ impl Storage for HostFile {
         match self.kind {
             FileKind::Regular => {
                 let refused = &self.refused.punch_hole;
-                self.allocate(FallocateFlags::PUNCH_HOLE, range, refused).await
+                self.allocate(FallocateFlags::PUNCH_HOLE, range, refused, &DISCARD).await
             }
             FileKind::BlockDevice if self.refused.discard.load(Relaxed) => {
-                Err(self.unsupported("discard"))
+                Err(self.unsupported(DISCARD.unsupported))
             }
             FileKind::BlockDevice => self.discard_on_device(range).await,
         }
