@@ -442,19 +442,25 @@ impl Storage for HostFile {
 fn next_status(file: &File, range: ByteRange) -> rustix::io::Result<(Status, u64)> {
     use rustix::fs::SeekFrom;
     let (start, end) = (range.offset(), range.end());
-    let data = match rustix::fs::seek(file, SeekFrom::Data(start)) {
-        Ok(data) => data.min(end),
-        // No data from here to the end of the file.
-        Err(Errno::NXIO) => end,
-        // A file system that does not say: everything may be data.
-        Err(Errno::INVAL) => return Ok((Status::Data, range.length())),
-        Err(error) => return Err(error),
-    };
-    if data > start {
-        return Ok((Status::Hole, data - start));
+    loop {
+        let data = match rustix::fs::seek(file, SeekFrom::Data(start)) {
+            Ok(data) => data.min(end),
+            // No data from here to the end of the file.
+            Err(Errno::NXIO) => end,
+            // A file system that does not say: everything may be data.
+            Err(Errno::INVAL) => return Ok((Status::Data, range.length())),
+            Err(error) => return Err(error),
+        };
+        if data > start {
+            return Ok((Status::Hole, data - start));
+        }
+        match rustix::fs::seek(file, SeekFrom::Hole(start)) {
+            Ok(hole) if hole > start => return Ok((Status::Data, hole.min(end) - start)),
+            // What was data the call before is none any more: once again.
+            Ok(_) | Err(Errno::NXIO) => {}
+            Err(error) => return Err(error),
+        }
     }
-    let hole = rustix::fs::seek(file, SeekFrom::Hole(start))?;
-    Ok((Status::Data, hole.min(end).saturating_sub(start).max(1)))
 }
 
 impl fmt::Debug for HostFile {
