@@ -204,6 +204,7 @@ impl HostFile {
                     let what = "cannot write (the host takes nothing)";
                     return Err(self.error_at(what, Errno::IO, transfer.offset));
                 }
+                Ok(count) if count == transfer.vector.len() => break,
                 Ok(count) => pass(&mut transfer, count),
             }
         }
@@ -339,12 +340,12 @@ impl Storage for HostFile {
             match result {
                 Err(Errno::AGAIN | Errno::INTR) => {}
                 Err(error) => return Err(self.error_at("cannot read", error, transfer.offset)),
+                Ok(count) if count == transfer.vector.len() => return Ok(()),
+                // It is the end, or it was cut off on the way. To ask for the rest would tell, if
+                // what an end leaves were aligned enough to be asked for.
                 Ok(count) => {
                     pass(&mut transfer, count);
-                    // A short read is the end, or it was cut off on the way. To ask for the rest
-                    // would tell, if what an end leaves were aligned enough to be asked for.
-                    let is_short = !transfer.vector.is_empty();
-                    if is_short && (count == 0 || self.ends_at(transfer.offset)?) {
+                    if count == 0 || self.ends_at(transfer.offset)? {
                         transfer.vector.fill(0);
                         return Ok(());
                     }
