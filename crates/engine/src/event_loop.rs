@@ -158,7 +158,7 @@ impl Local {
             None => Rest::UntilEvent,
             Some(due) => Rest::UntilEventOr(due),
         };
-        self.driver.borrow_mut().turn(rest, &mut self.operations.borrow_mut(), done);
+        self.driver.borrow_mut().turn(rest, &self.operations.borrow(), done);
         if asleep {
             self.remote.mailbox.wake_up();
         }
