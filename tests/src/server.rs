@@ -192,7 +192,12 @@ impl Server {
         let mut server = Self { child, log, uris: Vec::new(), lines };
         while server.uris.len() < exports {
             match server.lines.recv_timeout(START_LIMIT) {
-                Ok(line) => server.uris.extend(line.strip_prefix("ready ").map(str::to_owned)),
+                // With --verbose more words follow the URI.
+                Ok(line) => server.uris.extend(
+                    line.strip_prefix("ready ")
+                        .and_then(|rest| rest.split(' ').next())
+                        .map(str::to_owned),
+                ),
                 Err(RecvTimeoutError::Timeout) => panic!("not ready after {START_LIMIT:?}"),
                 Err(RecvTimeoutError::Disconnected) => {
                     let status = wait_for_exit(&mut server.child, START_LIMIT);

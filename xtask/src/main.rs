@@ -1,4 +1,79 @@
-//! Chores that anyone can run.
+//! Chores that anyone can run: `cargo xtask --help` lists them.
+//!
+//! A chore prints what it does, leaves nothing behind outside `target/`, and exits 0 when it is done
+//! and 1 with one line on standard error when it is not.
 #![forbid(unsafe_code)]
+#![allow(clippy::print_stdout, reason = "a chore talks to the person who started it")]
 
-fn main() {}
+mod apt;
+mod ci;
+mod compare;
+mod deny;
+mod loom;
+mod process;
+mod test;
+mod tidy;
+mod workspace;
+
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+use clap::{Parser, Subcommand};
+
+use crate::workspace::Workspace;
+
+/// Chores of the Blockhouse workspace.
+#[derive(Parser)]
+#[command(name = "cargo xtask", version)]
+struct Cli {
+    #[command(subcommand)]
+    chore: Chore,
+}
+
+#[derive(Subcommand)]
+enum Chore {
+    /// Install what the tests need, then run all tests and the loom models
+    Test {
+        /// Passed on to `cargo test`; with any, the loom models are left out
+        #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
+        args: Vec<String>,
+    },
+    /// Run the loom models of the engine crate
+    Loom,
+    /// Check the rules that no compiler checks: lengths, headers, floors, banned words
+    Tidy,
+    /// Check licences, bans and sources of all dependencies, and advisories where reachable
+    Deny,
+    /// Compare the speed of Blockhouse with qemu-storage-daemon and nbdkit
+    Compare(Box<compare::Options>),
+    /// Serve nothing, as fast as the light client of `compare` can ask: that client's own limit
+    #[command(hide = true)]
+    Answerer {
+        /// Unix socket to listen on
+        socket: PathBuf,
+        /// Bytes in the export
+        size: u64,
+    },
+    /// Everything that must be clean before a change lands
+    Ci,
+}
+
+fn main() -> ExitCode {
+    let cli = Cli::parse();
+    let result = Workspace::find().and_then(|workspace| match cli.chore {
+        Chore::Test { args } => test::run(&workspace, &args),
+        Chore::Loom => loom::run(&workspace),
+        Chore::Tidy => tidy::run(&workspace),
+        Chore::Deny => deny::run(&workspace),
+        Chore::Compare(options) => compare::run(&workspace, &options),
+        Chore::Answerer { socket, size } => compare::answerer::serve(&socket, size),
+        Chore::Ci => ci::run(&workspace),
+    });
+    match result {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("xtask: {error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}

@@ -1,4 +1,59 @@
-//! The one binary.
+//! `blockhouse`: disk images for virtual machines.
+//!
+//! Exit status: 0 done, 1 the operation failed (one line on standard error says what, where, why and
+//! what to do), 2 wrong usage.
 #![forbid(unsafe_code)]
 
-fn main() {}
+mod image;
+mod info;
+mod logging;
+mod serve;
+mod size;
+mod sockets;
+mod workers;
+
+use std::process::ExitCode;
+
+use clap::{Parser, Subcommand};
+
+/// Serve and manage the disk images of virtual machines.
+#[derive(Parser)]
+#[command(name = "blockhouse", version, about, max_term_width = 100)]
+struct Arguments {
+    /// Say more on standard error and in the ready lines.
+    #[arg(short, long, global = true)]
+    verbose: bool,
+
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Subcommand)]
+enum Command {
+    /// Serve images to virtual machines and tools until SIGTERM or SIGINT.
+    Serve(serve::Arguments),
+    /// Make a new image.
+    Create(image::CreateArguments),
+    /// Tell what an image is and how it would be served.
+    Info(info::Arguments),
+    /// Make an image longer.
+    Resize(image::ResizeArguments),
+}
+
+fn main() -> ExitCode {
+    let arguments = Arguments::parse();
+    logging::start(arguments.verbose);
+    let result = match arguments.command {
+        Command::Serve(serve) => serve::run(serve, arguments.verbose),
+        Command::Create(create) => image::create(create),
+        Command::Info(info) => info::run(info),
+        Command::Resize(resize) => image::resize(resize),
+    };
+    match result {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("blockhouse: {error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}

@@ -52,6 +52,14 @@ impl IoVector {
         Self { owner, segments, length }
     }
 
+    /// The same bytes, with `guard` as a further owner: it is dropped when the vector and all that
+    /// was divided from it are gone. Since an operation keeps its vector until it completes, the
+    /// guard outlives the operation even when the future that waited for it does not.
+    #[must_use]
+    pub fn guarded_by(self, guard: impl Any + Send + std::marker::Sync) -> Self {
+        Self { owner: Arc::new((self.owner, guard)), ..self }
+    }
+
     /// How many bytes in all.
     pub fn len(&self) -> usize {
         self.length
@@ -279,6 +287,17 @@ mod tests {
         let mut vector = sample();
         vector.advance(4);
         assert_eq!(bytes(&vector), (4..16).collect::<Vec<u8>>());
+    }
+
+    #[test]
+    fn a_guard_lives_as_long_as_the_last_part() {
+        let guard = Arc::new(());
+        let mut head = sample().guarded_by(Arc::clone(&guard));
+        let tail = head.split_off(5);
+        drop(head);
+        assert_eq!((Arc::strong_count(&guard), bytes(&tail)), (2, (5..16).collect()));
+        drop(tail);
+        assert_eq!(Arc::strong_count(&guard), 1);
     }
 
     #[test]

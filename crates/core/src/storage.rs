@@ -12,8 +12,16 @@ use crate::{ByteRange, Durability, Fua, IoVector, Result, Sync, Unmap};
 ///
 /// A future that is dropped before it is ready leaves its operation to complete by itself: the
 /// operation owns its [`IoVector`] until then, and whether a dropped write happened is unknown.
+/// Only the outcome of a dropped flush or durable write is not lost, because the host reports each
+/// failure once: a flush first waits until such operations have ended, and if one of them failed it
+/// fails with that error, whatever becomes of itself.
+///
 /// Nothing is promised about the order of operations in flight at the same time; whoever needs an
 /// order waits for the first before starting the second.
+///
+/// Ranges are aligned as [`Capabilities::alignment`] says. One more is always welcome: the last
+/// partial block, where the size is no multiple of the offset alignment. It starts at the last
+/// multiple below the size and ends exactly at the size.
 pub trait Storage: 'static {
     /// How people call it: a path, mostly. For messages.
     fn name(&self) -> &str;
@@ -26,11 +34,11 @@ pub trait Storage: 'static {
     fn size(&self) -> u64;
 
     /// Fills `into` with the bytes from `offset` on. Bytes past the end of a file read as zeros.
-    /// Offset, length and memory must be aligned as [`Capabilities::alignment`] says.
     fn read(&self, offset: u64, into: IoVector) -> impl Future<Output = Result<()>>;
 
     /// Stores all bytes of `from` from `offset` on (never fewer: short writes are continued), as
-    /// durable as asked. Alignment as for `read`.
+    /// durable as asked. Fails with [`ErrorKind::NoSpace`](crate::ErrorKind::NoSpace) when the bytes
+    /// were not accepted for want of room; what is written past the end makes the storage longer.
     fn write(
         &self,
         offset: u64,
@@ -40,12 +48,12 @@ pub trait Storage: 'static {
 
     /// Makes the range read as zeros without sending zeros, or fails with
     /// [`ErrorKind::Unsupported`](crate::ErrorKind::Unsupported) and nothing changed. Not durable
-    /// before the next flush. The range must be aligned to the offset alignment.
+    /// before the next flush, as little as a discard or a resize.
     fn write_zeroes(&self, range: ByteRange, unmap: Unmap) -> impl Future<Output = Result<()>>;
 
     /// Gives the space of the range back; its content is undefined afterwards. Fails with
     /// [`ErrorKind::Unsupported`](crate::ErrorKind::Unsupported) and nothing changed where the
-    /// storage cannot. The range must be aligned to the offset alignment.
+    /// storage cannot.
     fn discard(&self, range: ByteRange) -> impl Future<Output = Result<()>>;
 
     /// Makes every write that completed before the call durable. Always does the work: whether
@@ -70,7 +78,8 @@ pub struct Capabilities {
     pub fua: Fua,
     /// Whether completed writes may sit in a volatile cache.
     pub write_cache: WriteCache,
-    /// What offsets, lengths and memory addresses must be multiples of.
+    /// What offsets, lengths and memory addresses must be multiples of. This never changes while
+    /// the storage is open.
     pub alignment: Alignment,
     /// Whether zeros can be written without sending them.
     pub write_zeroes: Offload,
@@ -81,7 +90,7 @@ pub struct Capabilities {
 /// Whether the storage has an operation of its own for something.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Offload {
-    /// Yes, as far as is known: it may still refuse at the first try, once.
+    /// Yes, as far as is known: it may still refuse at the first try, and is `Unavailable` then.
     Available,
     /// No.
     Unavailable,

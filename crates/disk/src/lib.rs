@@ -1,2 +1,13 @@
-//! The I/O path: a disk is a format over storages.
+//! The I/O path, floor 2 of the house: a [`Disk`] is an image format over a storage.
+//!
+//! Here is the one place where requests are checked, ordered where they must be, split by extent,
+//! made durable and counted. Nothing here knows an engine or a protocol.
 #![forbid(unsafe_code)]
+
+mod disk;
+mod lock;
+mod open;
+
+pub use blockhouse_format::BlockStatus;
+pub use disk::{Access, Discard, Disk, FlushPolicy, Options};
+pub use open::{CacheMode, ImageFormat, ImageOptions, Locking, create, open};

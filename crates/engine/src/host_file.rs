@@ -47,6 +47,9 @@ pub enum PageCache {
 /// An open file or block device.
 pub struct HostFile {
     file: Arc<File>,
+    /// For the last partial block, which direct I/O cannot reach: the same file through the page
+    /// cache. The block is a page of its own there, so that the two ways never share one.
+    tail: Option<Arc<File>>,
     name: String,
     kind: FileKind,
     size: AtomicU64,
@@ -118,10 +121,10 @@ impl HostFile {
             .map_err(|error| failed("cannot open", error))?;
         let residence = probe::residence(&descriptor);
         let file = File::new(descriptor, residence, caching);
-        Self::examine(file, name)
+        Self::examine(file, name, mode)
     }
 
-    fn examine(file: File, name: String) -> Result<Self> {
+    fn examine(file: File, name: String, access: OFlags) -> Result<Self> {
         let failed = |error: std::io::Error| Error::host("cannot examine", error).on(&name);
         let kind = probe::kind(&file).map_err(failed)?.ok_or_else(|| {
             Error::new(ErrorKind::InvalidInput, "neither a regular file nor a block device")
@@ -133,6 +136,13 @@ impl HostFile {
             failed(error).hint("it cannot do direct I/O: try --cache writeback")
         })?;
         let device = probe::device(&file, kind).map_err(failed)?;
+        let tail = match kind {
+            FileKind::Regular if alignment.offset > 1 => {
+                let tail = file.reopen_cached(access).map_err(|error| failed(error.into()))?;
+                Some(Arc::new(tail))
+            }
+            _ => None,
+        };
         let sample = Buffer::new(SAMPLE).lend();
         let refused = Refused {
             fua: (probe::fua(&file, &sample) != Fua::Native).into(),
@@ -141,7 +151,7 @@ impl HostFile {
             discard: (device.discard == Offload::Unavailable).into(),
         };
         let (file, size, write_cache) = (Arc::new(file), size.into(), device.write_cache);
-        Ok(Self { file, name, kind, size, alignment, write_cache, refused })
+        Ok(Self { file, tail, name, kind, size, alignment, write_cache, refused })
     }
 
     /// Whether it is a file or a device.
@@ -162,9 +172,19 @@ impl HostFile {
         self.error(what, error).at(offset)
     }
 
+    /// The way to this range: the last partial block takes one of its own.
+    fn file_for(&self, offset: u64, length: usize) -> Arc<File> {
+        let bits = (offset | length as u64) & (u64::from(self.alignment.offset) - 1);
+        match &self.tail {
+            Some(tail) if bits != 0 => Arc::clone(tail),
+            _ => Arc::clone(&self.file),
+        }
+    }
+
     /// Writes everything.
     async fn write_all(&self, offset: u64, from: IoVector, through: WriteThrough) -> Result<()> {
-        let mut transfer = Transfer { file: Arc::clone(&self.file), offset, vector: from };
+        let file = self.file_for(offset, from.len());
+        let mut transfer = Transfer { file, offset, vector: from };
         while !transfer.vector.is_empty() {
             let (result, operation) = submit(Operation::Write(transfer, through)).await;
             let Operation::Write(back, _) = operation else { unreachable!("{CAME_BACK}") };
@@ -286,7 +306,8 @@ impl Storage for HostFile {
     }
 
     async fn read(&self, offset: u64, into: IoVector) -> Result<()> {
-        let mut transfer = Transfer { file: Arc::clone(&self.file), offset, vector: into };
+        let file = self.file_for(offset, into.len());
+        let mut transfer = Transfer { file, offset, vector: into };
         while !transfer.vector.is_empty() {
             let (result, operation) = submit(Operation::Read(transfer)).await;
             let Operation::Read(back) = operation else { unreachable!("{CAME_BACK}") };
@@ -342,14 +363,17 @@ impl Storage for HostFile {
     }
 
     async fn flush(&self, sync: Sync) -> Result<()> {
-        loop {
+        self.file.orphans.gone().await;
+        let result = loop {
             let operation = Operation::Sync { file: Arc::clone(&self.file), sync };
             match submit(operation).await.0 {
-                Ok(_) => return Ok(()),
                 Err(Errno::AGAIN | Errno::INTR) => {}
-                Err(error) => return Err(self.error("cannot flush", error)),
+                other => break other,
             }
-        }
+        };
+        // Both in any case: each failure is reported once.
+        let earlier = self.file.orphans.take_failure();
+        result.and(earlier).map_err(|error| self.error("cannot flush", error))
     }
 
     async fn resize(&self, size: u64) -> Result<()> {

@@ -18,6 +18,7 @@ mod host_file;
 mod linux_aio;
 mod mailbox;
 mod operation;
+mod orphans;
 mod probe;
 mod socket;
 mod submit;

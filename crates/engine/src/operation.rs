@@ -11,6 +11,7 @@ use std::task::Waker;
 use blockhouse_core::{ByteRange, IoVector, IoVectorList, Sync};
 
 use crate::file::File;
+use crate::orphans::Orphans;
 
 /// How many operations one loop has in flight at most; one more waits for a free place.
 pub(crate) const MOST_OPERATIONS: usize = 2048;
@@ -43,8 +44,20 @@ impl Operation {
         matches!(self, Self::Receive(_) | Self::Send(_) | Self::Accept { .. })
     }
 
-    /// Disposes of a result that nobody fetches: a connection that was accepted is closed.
-    fn waste(self, result: i32) {
+    /// Where the outcome is kept if nobody waits for it: it may be the only report of a failure.
+    fn orphanage(&self) -> Option<&Orphans> {
+        match self {
+            Self::Sync { file, .. } => Some(&file.orphans),
+            Self::Write(transfer, WriteThrough::Yes) => Some(&transfer.file.orphans),
+            _ => None,
+        }
+    }
+
+    /// Disposes of the result of an operation that was adopted, or need not be.
+    fn bury(self, result: i32) {
+        if let Some(orphans) = self.orphanage() {
+            orphans.bury(result);
+        }
         if let (Self::Accept { .. }, 0..) = (self, result) {
             // SAFETY: the kernel has just made this descriptor for us, and nobody else knows it.
             drop(unsafe { OwnedFd::from_raw_fd(result) });
@@ -191,7 +204,7 @@ impl OperationTable {
         match std::mem::replace(state, State::Done(result)) {
             State::Running(waiter) => Some(waiter),
             State::Abandoned => {
-                self.release(token).waste(result);
+                self.release(token).bury(result);
                 None
             }
             State::Free | State::Done(_) => unreachable!("an operation completes once"),
@@ -215,11 +228,14 @@ impl OperationTable {
 
     /// Notes that nobody waits any more. Says whether the kernel still has the operation.
     pub(crate) fn abandon(&mut self, token: Token) -> Abandoned {
+        if let Some(orphans) = self.operation(token).orphanage() {
+            orphans.adopt();
+        }
         let state = &mut self.slots[token.index()].state;
         match std::mem::replace(state, State::Abandoned) {
             State::Running(_) => Abandoned::Running,
             State::Done(result) => {
-                self.release(token).waste(result);
+                self.release(token).bury(result);
                 Abandoned::Done
             }
             State::Free | State::Abandoned => unreachable!("an operation is abandoned once"),

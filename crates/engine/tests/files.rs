@@ -68,6 +68,25 @@ fn a_read_past_the_end_gives_zeros() {
 }
 
 #[test]
+fn the_last_partial_block_is_reached_and_the_size_stays() {
+    for cache in [PageCache::Used, PageCache::Bypassed] {
+        on_every_engine(|event_loop| {
+            let folder = folder();
+            let size = MIB + 512;
+            let file = HostFile::create(&folder.path().join("disk"), size, cache).unwrap();
+            event_loop.block_on(async {
+                write(&file, MIB, 7, 512, Durability::Data).await;
+                assert_eq!(read(&file, MIB, 512).await, [7; 512]);
+                write(&file, MIB - 4096, 8, 4096, Durability::None).await;
+                assert_eq!(read(&file, MIB - 4096, 4096).await, [8; 4096]);
+                file.flush(Sync::Data).await.unwrap();
+            });
+            assert_eq!(std::fs::metadata(file.name()).unwrap().len(), size);
+        });
+    }
+}
+
+#[test]
 fn zeroed_and_discarded_ranges_read_as_zeros_and_become_holes() {
     on_every_file(async |file| {
         write(file, 0, 9, 65536, Durability::None).await;

@@ -1,2 +1,12 @@
-//! Disk image formats as mappings from guest ranges to host extents.
+//! Disk image formats as mappings from guest ranges to host extents, floor 1 of the house.
+//!
+//! A [`Format`] says where a guest's bytes are and prepares the places that new ones go to. It never
+//! moves guest data: that is the I/O path's work, one floor up.
 #![forbid(unsafe_code)]
+
+mod format;
+pub mod probe;
+mod raw;
+
+pub use format::{Abort, BlockStatus, Format, Intent};
+pub use raw::Raw;

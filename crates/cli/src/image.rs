@@ -1,0 +1,68 @@
+//! The commands that make and change images.
+
+use std::path::PathBuf;
+
+use anyhow::{Result, bail};
+use blockhouse_disk::{
+    Access, CacheMode, Discard, ImageFormat, ImageOptions, Locking, create as create_image, open,
+};
+use blockhouse_engine::{EngineChoice, EventLoop};
+
+use crate::size;
+
+/// Arguments of `create`.
+#[derive(clap::Args)]
+pub struct CreateArguments {
+    /// The image's format; left out, the file's name decides (.qcow2, otherwise raw).
+    #[arg(long, short, value_parser = clap::builder::ValueParser::new(str::parse::<ImageFormat>))]
+    format: Option<ImageFormat>,
+    /// The new file. One that exists is left alone.
+    image: PathBuf,
+    /// The size of the disk: 512, 64K, 20G, 1T.
+    #[arg(value_parser = size::parse)]
+    size: u64,
+}
+
+/// Arguments of `resize`.
+#[derive(clap::Args)]
+pub struct ResizeArguments {
+    /// The image's format; left out, the file's name decides (.qcow2, otherwise raw).
+    #[arg(long, short, value_parser = clap::builder::ValueParser::new(str::parse::<ImageFormat>))]
+    format: Option<ImageFormat>,
+    /// The image.
+    image: PathBuf,
+    /// The new size of the disk: 512, 64K, 20G, 1T.
+    #[arg(value_parser = size::parse)]
+    size: u64,
+}
+
+/// `blockhouse create`.
+pub fn create(arguments: CreateArguments) -> Result<()> {
+    let CreateArguments { format, image, size } = arguments;
+    let ImageFormat::Raw = format.map_or_else(|| ImageFormat::by_name(&image), Ok)?;
+    Ok(EventLoop::new(EngineChoice::Auto)?.block_on(create_image(&image, size))?)
+}
+
+/// `blockhouse resize`.
+pub fn resize(arguments: ResizeArguments) -> Result<()> {
+    let ResizeArguments { format, image, size } = arguments;
+    let options = ImageOptions {
+        format,
+        access: Access::ReadWrite,
+        cache: CacheMode::Writeback,
+        discard: Discard::Unmap,
+        locking: Locking::Held,
+    };
+    EventLoop::new(EngineChoice::Auto)?.block_on(async {
+        let disk = open(&image, options).await?;
+        if size < disk.size() {
+            bail!(
+                "{}: has {} bytes and cannot be made shorter: the guest's data would be lost; \
+                 copy what is needed into a new image",
+                disk.name(),
+                disk.size()
+            );
+        }
+        Ok(disk.resize(size).await?)
+    })
+}

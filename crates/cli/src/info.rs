@@ -1,0 +1,119 @@
+//! `blockhouse info`: what an image is, and how this host would serve it.
+
+use std::io::Write;
+use std::os::unix::fs::MetadataExt;
+use std::path::PathBuf;
+
+use anyhow::{Context, Result};
+use blockhouse_core::{Capabilities, Offload, WriteCache};
+use blockhouse_disk::{Access, CacheMode, Discard, ImageFormat, ImageOptions, Locking, open};
+use blockhouse_engine::{EngineChoice, EngineReport, EventLoop};
+use serde_json::json;
+
+use crate::size;
+
+/// Arguments of `info`.
+#[derive(clap::Args)]
+pub struct Arguments {
+    /// The image's format; left out, the file's name decides (.qcow2, otherwise raw).
+    #[arg(long, short, value_parser = clap::builder::ValueParser::new(str::parse::<ImageFormat>))]
+    format: Option<ImageFormat>,
+    /// Print JSON with the keys of `qemu-img info --output=json`.
+    #[arg(long)]
+    json: bool,
+    /// The image. It is only read, and not locked: it may be in use.
+    image: PathBuf,
+}
+
+/// What there is to say.
+struct Facts {
+    image: PathBuf,
+    virtual_size: u64,
+    actual_size: u64,
+    capabilities: Capabilities,
+    engine: EngineReport,
+}
+
+/// Runs the command.
+pub fn run(arguments: Arguments) -> Result<()> {
+    let Arguments { format, json, image } = arguments;
+    let options = ImageOptions {
+        format,
+        access: Access::ReadOnly,
+        cache: CacheMode::None,
+        discard: Discard::Unmap,
+        locking: Locking::None,
+    };
+    let mut event_loop = EventLoop::new(EngineChoice::Auto)?;
+    let disk = event_loop.block_on(open(&image, options))?;
+    let metadata = std::fs::metadata(&image)
+        .with_context(|| format!("{}: cannot examine", image.display()))?;
+    let facts = Facts {
+        virtual_size: disk.size(),
+        actual_size: metadata.blocks() * 512,
+        capabilities: disk.capabilities(),
+        engine: event_loop.report().clone(),
+        image,
+    };
+    let text = if json { as_json(&facts) } else { as_text(&facts) };
+    // Nobody reading is no failure of ours.
+    let _ = writeln!(std::io::stdout(), "{text}");
+    Ok(())
+}
+
+fn as_text(facts: &Facts) -> String {
+    let Facts { image, virtual_size, actual_size, capabilities, engine } = facts;
+    [
+        format!("image: {}", image.display()),
+        "file format: raw".into(),
+        format!("virtual size: {} ({virtual_size} bytes)", size::show(*virtual_size)),
+        format!("disk size: {}", size::show(*actual_size)),
+        format!("engine: {engine}"),
+        format!("durable writes: {}", capabilities.fua.as_str()),
+        format!("write cache: {}", write_cache(capabilities)),
+        format!("direct I/O alignment: {} bytes", capabilities.alignment.offset),
+        format!("discard: {}", available(capabilities.discard)),
+        format!("fast zeroes: {}", available(capabilities.write_zeroes)),
+    ]
+    .join("\n")
+}
+
+fn as_json(facts: &Facts) -> String {
+    let Facts { image, virtual_size, actual_size, capabilities, engine } = facts;
+    let value = json!({
+        "filename": image.display().to_string(),
+        "format": "raw",
+        "virtual-size": virtual_size,
+        "actual-size": actual_size,
+        "dirty-flag": false,
+        "blockhouse": {
+            "engine": engine.engine.as_str(),
+            "engines-refused": engine.refused.iter()
+                .map(|(engine, why)| json!({"engine": engine.as_str(), "reason": why}))
+                .collect::<Vec<_>>(),
+            "fua": capabilities.fua.as_str(),
+            "write-cache": write_cache(capabilities),
+            "alignment": {
+                "offset": capabilities.alignment.offset,
+                "memory": capabilities.alignment.memory,
+            },
+            "discard": capabilities.discard == Offload::Available,
+            "write-zeroes": capabilities.write_zeroes == Offload::Available,
+        },
+    });
+    format!("{value:#}")
+}
+
+fn write_cache(capabilities: &Capabilities) -> &'static str {
+    match capabilities.write_cache {
+        WriteCache::Volatile => "volatile",
+        WriteCache::None => "none",
+    }
+}
+
+fn available(offload: Offload) -> &'static str {
+    match offload {
+        Offload::Available => "yes",
+        Offload::Unavailable => "no",
+    }
+}

@@ -1,0 +1,219 @@
+//! `blockhouse serve`: an image as an export, from the first check to the last flush.
+
+use std::io::Write;
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use anyhow::{Context, Result, bail};
+use blockhouse_disk::{
+    Access, CacheMode, Discard, Disk, ImageFormat, ImageOptions, Locking, create, open,
+};
+use blockhouse_engine::{EngineChoice, HostFile, Listener};
+use blockhouse_nbd::uri::NbdUri;
+use blockhouse_nbd::{Export, Limits, Server, SocketFile};
+use clap::builder::ValueParser;
+use signal_hook::consts::{SIGINT, SIGTERM};
+use signal_hook::iterator::Signals;
+
+use crate::size;
+use crate::sockets::{self, Place};
+use crate::workers::Workers;
+
+/// Arguments of `serve`.
+#[derive(clap::Args)]
+pub struct Arguments {
+    /// The image: a raw disk image or a block device.
+    image: PathBuf,
+    /// The image's format; left out, the file's name decides (.qcow2, otherwise raw).
+    #[arg(long, value_parser = ValueParser::new(str::parse::<ImageFormat>))]
+    format: Option<ImageFormat>,
+    /// Make the image with this size if it is missing (512, 64K, 20G, 1T).
+    #[arg(long, value_name = "SIZE", value_parser = size::parse)]
+    create: Option<u64>,
+    /// The export's name, where the URI has none.
+    #[arg(long, default_value = "")]
+    name: String,
+    /// Listen here: nbd://HOST:PORT/NAME or nbd+unix:///NAME?socket=PATH. May be repeated. Left out,
+    /// a Unix socket named after the image, in a folder of this user.
+    #[arg(long, value_name = "URI", value_parser = ValueParser::new(str::parse::<NbdUri>))]
+    nbd: Vec<NbdUri>,
+    /// How file operations are done: auto, io_uring, linux-aio or threads.
+    #[arg(long, default_value = "auto", value_parser = ValueParser::new(str::parse::<EngineChoice>))]
+    engine: EngineChoice,
+    /// The host's cache: none, writeback, writethrough, directsync or unsafe.
+    #[arg(long, default_value = "none", value_parser = ValueParser::new(str::parse::<CacheMode>))]
+    cache: CacheMode,
+    /// How many threads serve connections; each connection stays on one.
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..=256))]
+    workers: u16,
+    /// Refuse all writes.
+    #[arg(long)]
+    read_only: bool,
+    /// What a guest's discards do: unmap gives the space back to the host, ignore does nothing.
+    #[arg(long, default_value = "unmap", value_parser = parse_discard)]
+    discard: Discard,
+}
+
+fn parse_discard(name: &str) -> Result<Discard, String> {
+    match name {
+        "unmap" => Ok(Discard::Unmap),
+        "ignore" => Ok(Discard::Ignore),
+        _ => Err("use unmap or ignore".into()),
+    }
+}
+
+/// Everything that serves.
+struct Service {
+    workers: Workers,
+    disk: Arc<Disk<HostFile>>,
+    server: Server<HostFile>,
+    /// Removed at the end.
+    files: Vec<SocketFile>,
+}
+
+/// Runs the command.
+pub fn run(arguments: Arguments, verbose: bool) -> Result<()> {
+    // Before any thread starts, so that no signal is missed.
+    let mut signals = Signals::new([SIGTERM, SIGINT]).context("cannot watch for signals")?;
+    let workers = Workers::start(arguments.workers.into(), arguments.engine)?;
+    // Before the image: an address in use must not leave a new image behind.
+    let places = listen(&arguments)?;
+    let disk = Arc::new(open_image(&workers, &arguments)?);
+    let is_default = arguments.nbd.is_empty();
+    let service = start(workers, disk, places, verbose, is_default)?;
+    signals.forever().next();
+    tracing::debug!("finishing what is in flight");
+    let ending = std::thread::spawn(move || end(service));
+    // The end interrupts the wait for another signal.
+    let handle = signals.handle();
+    let watcher = std::thread::spawn(move || {
+        let result = ending.join();
+        handle.close();
+        result
+    });
+    if signals.forever().next().is_some() {
+        bail!("quit at once on a second signal; what was in flight may be lost");
+    }
+    watcher.join().ok().and_then(Result::ok).context("the server ended badly")?
+}
+
+fn open_image(workers: &Workers, arguments: &Arguments) -> Result<Disk<HostFile>> {
+    let path = arguments.image.clone();
+    let options = ImageOptions {
+        format: arguments.format,
+        access: if arguments.read_only { Access::ReadOnly } else { Access::ReadWrite },
+        cache: arguments.cache,
+        discard: arguments.discard,
+        locking: Locking::Held,
+    };
+    let wanted = arguments.create;
+    let disk = workers.run(move || async move {
+        if let Some(size) = wanted
+            && !path.exists()
+        {
+            create(&path, size).await?;
+        }
+        open(&path, options).await
+    })?;
+    match wanted {
+        Some(size) if disk.size() != size => bail!(
+            "{}: exists with {} bytes, not the {size} of --create; leave --create out, or use \
+             'blockhouse resize' to make it longer",
+            disk.name(),
+            disk.size()
+        ),
+        _ => Ok(disk),
+    }
+}
+
+fn listen(arguments: &Arguments) -> Result<Vec<Place>> {
+    let name = arguments.name.as_str();
+    let passed = sockets::from_systemd(name)?;
+    if !passed.is_empty() {
+        return Ok(passed);
+    }
+    if arguments.nbd.is_empty() {
+        return Ok(vec![sockets::at_default(&arguments.image, name)?]);
+    }
+    let mut uris = arguments.nbd.clone();
+    for uri in uris.iter_mut().filter(|uri| uri.export.is_empty()) {
+        uri.export = name.to_owned();
+    }
+    sockets::at_uris(&uris)
+}
+
+fn start(
+    workers: Workers,
+    disk: Arc<Disk<HostFile>>,
+    places: Vec<Place>,
+    verbose: bool,
+    is_default: bool,
+) -> Result<Service> {
+    let server = Server::new(Limits::default());
+    let mut names: Vec<&String> = places.iter().flat_map(|place| &place.exports).collect();
+    names.sort();
+    names.dedup();
+    for name in names {
+        let (name, disk) = (name.clone(), Arc::clone(&disk));
+        server.add(Export { name, description: String::new(), disk })?;
+    }
+    let mut files = Vec::new();
+    let mut ready = Vec::new();
+    for Place { bound, exports } in places {
+        let listener = Listener::new(bound.socket).context("cannot use the socket")?;
+        let (serving, loops) = (server.clone(), workers.handles());
+        drop(workers.first().spawn(move || async move {
+            if let Err(error) = serving.serve(&listener, &loops).await {
+                tracing::error!("cannot accept connections any more: {error}");
+            }
+        }));
+        files.extend(bound.file);
+        let address = bound.address;
+        ready.extend(exports.into_iter().map(|export| NbdUri { address: address.clone(), export }));
+    }
+    tell(&ready, &workers, &disk, verbose, is_default);
+    Ok(Service { workers, disk, server, files })
+}
+
+/// Tells the world that everything listens. Nobody reading is no reason to stop.
+fn tell(ready: &[NbdUri], workers: &Workers, disk: &Disk<HostFile>, verbose: bool, hints: bool) {
+    let report = workers.report();
+    if report.refused.is_empty() {
+        tracing::debug!("engine {report}");
+    } else {
+        tracing::info!("engine {report}");
+    }
+    let mut output = std::io::stdout().lock();
+    for uri in ready {
+        let _ = match verbose {
+            false => writeln!(output, "ready {uri}"),
+            true => {
+                let fua = disk.capabilities().fua.as_str();
+                writeln!(output, "ready {uri} engine={} fua={fua}", report.engine)
+            }
+        };
+    }
+    let _ = output.flush();
+    if let ([uri], true) = (ready, hints) {
+        eprintln!("Try: nbdinfo '{uri}'");
+        eprintln!("     qemu-img info '{uri}'");
+        eprintln!("     qemu-system-x86_64 -drive file='{uri}',format=raw,if=virtio ...");
+        eprintln!("Stop with Ctrl-C.");
+    }
+    // Only systemd listens, and only where it asked to be told.
+    let _ = sd_notify::notify(&[sd_notify::NotifyState::Ready]);
+}
+
+/// Stop accepting, finish, flush.
+fn end(service: Service) -> Result<()> {
+    let Service { workers, disk, server, files } = service;
+    let _ = sd_notify::notify(&[sd_notify::NotifyState::Stopping]);
+    let draining = server.clone();
+    workers.run(move || async move { draining.drain().await });
+    drop(files);
+    let closing = Arc::clone(&disk);
+    workers.run(move || async move { closing.close().await })?;
+    drop(server);
+    workers.stop();
+    Ok(())
+}

@@ -1,0 +1,96 @@
+//! The threads that do the work: one event loop each.
+
+use std::thread::JoinHandle;
+
+use anyhow::{Context, Result};
+use blockhouse_engine::{EngineChoice, EngineReport, EventLoop, Handle};
+use futures_channel::oneshot;
+
+/// Running event loops.
+pub struct Workers {
+    /// Never empty.
+    threads: Vec<Worker>,
+    /// The engine of the first, and so of all.
+    report: EngineReport,
+}
+
+struct Worker {
+    handle: Handle,
+    stop: oneshot::Sender<()>,
+    thread: JoinHandle<()>,
+}
+
+impl Workers {
+    /// Starts `count` loops, at least one.
+    pub fn start(count: usize, choice: EngineChoice) -> Result<Self> {
+        let (first, report) = start_one(0, choice)?;
+        let mut threads = vec![first];
+        for index in 1..count {
+            threads.push(start_one(index, choice)?.0);
+        }
+        Ok(Self { threads, report })
+    }
+
+    /// The engine that they use.
+    pub fn report(&self) -> &EngineReport {
+        &self.report
+    }
+
+    /// The loop for single jobs.
+    pub fn first(&self) -> &Handle {
+        &self.threads[0].handle
+    }
+
+    /// All loops.
+    pub fn handles(&self) -> Vec<Handle> {
+        self.threads.iter().map(|worker| worker.handle.clone()).collect()
+    }
+
+    /// Runs a future on the first loop and waits for it.
+    pub fn run<F, R>(&self, make: impl FnOnce() -> F + Send + 'static) -> R
+    where
+        F: Future<Output = R> + 'static,
+        R: Send + 'static,
+    {
+        self.first().spawn(make).wait().expect("a worker runs until it is stopped")
+    }
+
+    /// Ends all loops. What runs on them is dropped.
+    pub fn stop(self) {
+        for Worker { stop, thread, .. } in self.threads {
+            // A thread that is gone already needs no telling.
+            let _ = stop.send(());
+            let _ = thread.join();
+        }
+    }
+}
+
+fn start_one(index: usize, choice: EngineChoice) -> Result<(Worker, EngineReport)> {
+    let (give, made) = std::sync::mpsc::channel();
+    let (stop, stopped) = oneshot::channel();
+    let work = move || match EventLoop::new(choice) {
+        Err(error) => drop(give.send(Err(error))),
+        Ok(mut event_loop) => {
+            let report = event_loop.report().clone();
+            if give.send(Ok((event_loop.handle(), report))).is_ok() {
+                // An error means that the one who could stop us is gone.
+                let _ = event_loop.block_on(stopped);
+            }
+        }
+    };
+    let name = format!("blockhouse-{index}");
+    let thread =
+        std::thread::Builder::new().name(name).spawn(work).context("cannot start a thread")?;
+    let made = made.recv().context("a worker ended before it began")?;
+    let (handle, report) = made.map_err(|error| unavailable(choice, &error))?;
+    Ok((Worker { handle, stop, thread }, report))
+}
+
+fn unavailable(choice: EngineChoice, error: &std::io::Error) -> anyhow::Error {
+    match choice {
+        EngineChoice::Auto => anyhow::anyhow!("no engine can be used here: {error}"),
+        EngineChoice::Only(engine) => {
+            anyhow::anyhow!("the engine {engine} cannot be used here: {error}; try --engine auto")
+        }
+    }
+}

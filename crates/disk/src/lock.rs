@@ -1,0 +1,152 @@
+//! Image locks, the same bytes that QEMU locks, so that the two exclude each other.
+//!
+//! Byte 100 + n is held by whoever uses permission n, byte 200 + n by whoever will not share it with
+//! others (QEMU, `block/file-posix.c`; the locks are open-file-description locks and go with the
+//! descriptor). Both kinds are taken first and the others looked for second, so that of two programs
+//! that start at the same moment at least one notices.
+
+use std::fs;
+use std::io;
+use std::os::fd::BorrowedFd;
+use std::path::Path;
+
+use blockhouse_core::{Error, ErrorKind, Result, Storage};
+use blockhouse_engine::{HostFile, is_byte_locked, share_byte};
+
+use crate::Access;
+
+const USED: u64 = 100;
+const REFUSED: u64 = 200;
+
+/// What a program does with an image, numbered as QEMU numbers it.
+#[derive(Clone, Copy)]
+enum Permission {
+    Read = 0,
+    Write = 1,
+    Resize = 3,
+}
+
+impl Permission {
+    fn used(self) -> u64 {
+        USED + self as u64
+    }
+
+    fn refused(self) -> u64 {
+        REFUSED + self as u64
+    }
+
+    fn verb(self) -> &'static str {
+        match self {
+            Self::Read => "reading it",
+            Self::Write => "writing to it",
+            Self::Resize => "resizing it",
+        }
+    }
+}
+
+/// Locks `file` for as long as it is open: a writer is alone, readers keep writers away.
+///
+/// A file system without such locks leaves the image unlocked, with a warning in the log.
+///
+/// # Errors
+/// [`ErrorKind::Locked`] with the holder's process where it can be found out.
+pub(crate) fn lock(file: &HostFile, access: Access) -> Result<()> {
+    let ours: &[Permission] = match access {
+        Access::ReadOnly => &[Permission::Read],
+        Access::ReadWrite => &[Permission::Read, Permission::Write, Permission::Resize],
+    };
+    // Nobody else may change the image while it is served, not even for a reader.
+    let refused = [Permission::Write, Permission::Resize];
+    let descriptor = file.descriptor();
+    let failed = |error| Error::host("cannot lock", error).on(file.name());
+    let bytes = ours.iter().map(|p| p.used()).chain(refused.map(Permission::refused));
+    for byte in bytes {
+        match share_byte(descriptor, byte) {
+            Ok(()) => {}
+            Err(error) if is_without_locks(&error) => {
+                tracing::warn!("{} is not locked: its file system has no locks", file.name());
+                return Ok(());
+            }
+            Err(error) => return Err(failed(error)),
+        }
+    }
+    for permission in refused {
+        if is_byte_locked(descriptor, permission.used()).map_err(failed)? {
+            return Err(held(file, permission.used(), permission.verb()));
+        }
+    }
+    for permission in ours {
+        if is_byte_locked(descriptor, permission.refused()).map_err(failed)? {
+            let refuses = format!("not letting others go on {}", permission.verb());
+            return Err(held(file, permission.refused(), &refuses));
+        }
+    }
+    Ok(())
+}
+
+fn is_without_locks(error: &io::Error) -> bool {
+    // EINVAL, ENOSYS, ENOLCK, EOPNOTSUPP.
+    error.raw_os_error().is_some_and(|code| [22, 38, 37, 95].contains(&code))
+}
+
+fn held(file: &HostFile, byte: u64, doing: &str) -> Error {
+    let who = match holder(file.descriptor(), byte) {
+        Some(process) => process,
+        None => "another program".to_owned(),
+    };
+    Error::new(ErrorKind::Locked, format!("the image is locked: {who} is {doing}"))
+        .on(file.name())
+        .hint("stop that program first, or make a copy of the image")
+}
+
+/// The process that holds a lock on a byte, if the kernel lets us see it.
+fn holder(file: BorrowedFd<'_>, byte: u64) -> Option<String> {
+    let status = rustix::fs::fstat(file).ok()?;
+    let (major, minor) = (rustix::fs::major(status.st_dev), rustix::fs::minor(status.st_dev));
+    let inode = format!("{major:02x}:{minor:02x}:{}", status.st_ino);
+    let own = std::process::id().to_string();
+    let processes = fs::read_dir("/proc").ok()?.flatten();
+    let mut ids = processes.filter_map(|entry| entry.file_name().into_string().ok());
+    // Our own descriptor holds some of these bytes as well; another of ours is the last guess.
+    let foreign = |id: &String| {
+        id.bytes().all(|c| c.is_ascii_digit()) && *id != own && holds(id, &inode, byte)
+    };
+    let id = ids.find(foreign).or_else(|| holds(&own, &inode, byte).then(|| own.clone()))?;
+    let name = fs::read_to_string(Path::new("/proc").join(&id).join("comm")).ok();
+    Some(format!("{} (process {id})", name.as_deref().map_or("a program", str::trim)))
+}
+
+/// Whether a process holds a lock on the byte. See `proc(5)`, `/proc/PID/fdinfo`:
+/// `lock: 1: OFDLCK ADVISORY READ -1 fe:00:1234 100 101`.
+fn holds(process: &str, inode: &str, byte: u64) -> bool {
+    let Ok(descriptors) = fs::read_dir(format!("/proc/{process}/fdinfo")) else {
+        return false;
+    };
+    let mut lines = descriptors.flatten().filter_map(|entry| fs::read_to_string(entry.path()).ok());
+    lines.any(|text| text.lines().any(|line| covers(line, inode, byte)))
+}
+
+fn covers(line: &str, inode: &str, byte: u64) -> bool {
+    let Some(lock) = line.strip_prefix("lock:") else { return false };
+    let words: Vec<&str> = lock.split_whitespace().collect();
+    let [.., place, start, end] = words[..] else { return false };
+    let start = start.parse().unwrap_or(u64::MAX);
+    // "EOF" for a lock without an end.
+    let end = end.parse().unwrap_or(u64::MAX);
+    place == inode && (start..=end).contains(&byte)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_lock_line_covers_its_bytes() {
+        let line = "lock:\t1: OFDLCK ADVISORY  READ -1 fe:00:10010748 100 101";
+        assert!(covers(line, "fe:00:10010748", 101));
+        assert!(!covers(line, "fe:00:10010748", 102));
+        assert!(!covers(line, "fe:00:1001074", 101));
+        assert!(covers("lock:\t1: POSIX  ADVISORY  WRITE 77 00:1d:9 0 EOF", "00:1d:9", 203));
+        assert!(!covers("pos:\t0", "00:1d:9", 0));
+    }
+}

@@ -1,0 +1,138 @@
+//! What the I/O path may ask of an image format.
+//!
+//! Writing goes in three steps, so that no crash shows a mapping without its data: `map` prepares
+//! an extent, the path moves the data, `commit` makes the extent visible (or `abort` gives it back).
+//! A format relies on its caller for order: two writes of the same guest bytes may be in flight
+//! together only where they need no space of their own.
+
+use blockhouse_core::{ByteRange, Extent, Result, Storage, Sync};
+
+use crate::Raw;
+
+/// An image format over the storage that holds the image. Closed: the path has one arm for each
+/// state of an extent, not one for each format.
+pub enum Format<S: Storage> {
+    /// The image is the disk, byte for byte.
+    Raw(Raw<S>),
+}
+
+/// What the caller of [`Format::map`] is going to do with the extent.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Intent {
+    /// Read it. Nothing is allocated.
+    Read,
+    /// Overwrite all of it. The answer is always `Mapped`; the space may be `NEW`.
+    Write,
+    /// Make all of it read as zeros: `Mapped` where zeros have to be written, else a state that
+    /// reads as zeros once it is committed.
+    Zero,
+    /// Give its space back: `Mapped` where the storage has to be told, else a state that takes
+    /// effect when it is committed.
+    Discard,
+}
+
+/// Why an extent will not be committed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Abort {
+    /// No operation on its place is in flight (it failed or never started): new space can be used
+    /// again at once.
+    Ended,
+    /// The request was dropped while the storage was at work: it may still write to the place, so
+    /// new space must not be used for anything else while the image is open. A leak at most.
+    InFlight,
+}
+
+/// What stands behind a range of the guest's disk.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum BlockStatus {
+    /// Space is allocated and holds data.
+    Data,
+    /// No space is allocated; reads as zeros.
+    Hole,
+    /// Space is allocated; reads as zeros.
+    Zero,
+}
+
+impl<S: Storage> Format<S> {
+    /// The format's name, as on the command line.
+    pub fn name(&self) -> &'static str {
+        match self {
+            Self::Raw(_) => "raw",
+        }
+    }
+
+    /// The size of the guest's disk in bytes, a multiple of 512.
+    pub fn size(&self) -> u64 {
+        match self {
+            Self::Raw(raw) => raw.size(),
+        }
+    }
+
+    /// Where the last byte that has a place ends: at least [`size`](Self::size), and beyond it
+    /// where the format allocates in larger units. Block-aligned operations stop here.
+    pub fn end(&self) -> u64 {
+        match self {
+            Self::Raw(raw) => raw.size(),
+        }
+    }
+
+    /// Where the host offsets of extents point to.
+    pub fn storage(&self) -> &S {
+        match self {
+            Self::Raw(raw) => raw.storage(),
+        }
+    }
+
+    /// The place of the first bytes of `range`: an extent that starts where `range` does, is not
+    /// empty and does not reach beyond it. Its host offset is as well aligned as its guest offset,
+    /// up to the storage's alignment.
+    ///
+    /// `range` must not be empty, must lie before [`end`](Self::end), and for all intents but
+    /// `Read` must be aligned as the storage demands (or stop at the end). Every extent of those
+    /// intents is handed back by exactly one of [`commit`](Self::commit) and
+    /// [`abort`](Self::abort).
+    pub async fn map(&self, range: ByteRange, intent: Intent) -> Result<Extent> {
+        match self {
+            Self::Raw(raw) => Ok(raw.map(range, intent)),
+        }
+    }
+
+    /// The data of `extent` arrived in the storage: makes the extent visible. Durable with the next
+    /// [`flush`](Self::flush).
+    pub async fn commit(&self, extent: Extent) -> Result<()> {
+        match self {
+            Self::Raw(raw) => raw.commit(extent),
+        }
+    }
+
+    /// The data of `extent` did not arrive. Never waits, so that it can be called from a drop.
+    pub fn abort(&self, extent: Extent, why: Abort) {
+        match self {
+            Self::Raw(raw) => raw.abort(extent, why),
+        }
+    }
+
+    /// What stands behind the first bytes of `range` and how many bytes that holds for: at least
+    /// one, at most the length of `range`, which must be neither empty nor past the end.
+    pub async fn status(&self, range: ByteRange) -> Result<(BlockStatus, u64)> {
+        match self {
+            Self::Raw(raw) => raw.status(range).await,
+        }
+    }
+
+    /// Makes everything committed so far durable: first the data, then the format's own tables.
+    pub async fn flush(&self, sync: Sync) -> Result<()> {
+        match self {
+            Self::Raw(raw) => raw.flush(sync).await,
+        }
+    }
+
+    /// Changes the size of the guest's disk. New bytes read as zeros. Durable with the next full
+    /// flush. Refuses a size that is no multiple of 512. The caller keeps requests away from the
+    /// bytes between the old size and the new one, and from the block that the smaller one cuts.
+    pub async fn resize(&self, size: u64) -> Result<()> {
+        match self {
+            Self::Raw(raw) => raw.resize(size).await,
+        }
+    }
+}

@@ -1,0 +1,66 @@
+//! Which image format the first bytes of a file look like.
+//!
+//! A guest can write any bytes to the start of its raw disk, so the answer never chooses a format:
+//! it is for refusing to treat a qcow2 file as a raw one by mistake, and for saying so by name.
+
+use blockhouse_core::{Buffer, Result, Storage};
+
+/// How many first bytes [`name_of`] looks at.
+pub const LENGTH: usize = 512;
+
+/// Offset, bytes and name of the formats that can be told by their start.
+const SIGNATURES: &[(usize, &[u8], &str)] = &[
+    (0, b"QFI\xfb\x00\x00\x00\x01", "qcow"),
+    (0, b"QFI\xfb", "qcow2"),
+    (0, b"QED\0", "qed"),
+    (0, b"KDMV", "vmdk"),
+    (0, b"COWD", "vmdk"),
+    (0, b"# Disk DescriptorFile", "vmdk"),
+    (64, b"\x7f\x10\xda\xbe", "vdi"),
+    (0, b"vhdxfile", "vhdx"),
+    (0, b"conectix", "vpc"),
+    (0, b"LUKS\xba\xbe", "luks"),
+    (0, b"WithoutFreeSpace", "parallels"),
+    (0, b"WithouFreSpacExt", "parallels"),
+    (0, b"Bochs Virtual HD Image", "bochs"),
+];
+
+/// The name of the format (as `qemu-img` calls it) that a file with these first bytes seems to
+/// have; `None` when nothing is recognised, as with raw images.
+pub fn name_of(first: &[u8]) -> Option<&'static str> {
+    let matches = |&&(offset, bytes, _): &&(usize, &[u8], &str)| {
+        first.get(offset..).is_some_and(|rest| rest.starts_with(bytes))
+    };
+    SIGNATURES.iter().find(matches).map(|&(_, _, name)| name)
+}
+
+/// Reads the first bytes of `storage` and answers as [`name_of`].
+pub async fn probe<S: Storage>(storage: &S) -> Result<Option<&'static str>> {
+    let block = storage.capabilities().alignment.offset as usize;
+    let mut buffer = Buffer::new(LENGTH.next_multiple_of(block));
+    storage.read(0, buffer.lend()).await?;
+    Ok(name_of(buffer.bytes()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_format_is_known_by_its_first_bytes() {
+        for &(offset, bytes, name) in SIGNATURES {
+            let mut first = [0; LENGTH];
+            first[offset..offset + bytes.len()].copy_from_slice(bytes);
+            assert_eq!(name_of(&first), Some(name));
+        }
+    }
+
+    #[test]
+    fn a_raw_disk_is_not_taken_for_anything() {
+        let mut boot_sector = [0; LENGTH];
+        boot_sector[510..].copy_from_slice(&[0x55, 0xaa]);
+        assert_eq!(name_of(&boot_sector), None);
+        assert_eq!(name_of(b"QFI"), None, "cut off within the signature");
+        assert_eq!(name_of(&[]), None);
+    }
+}

@@ -1,0 +1,92 @@
+//! Raw images: the guest's disk is the storage, byte for byte.
+//!
+//! Every extent is `Mapped` at its own offset and free of flags, so a durable overwrite is one write
+//! and holes are the host's business. The size is the storage's size, which must be a multiple of a
+//! sector: guests cannot see the rest of a file that is not, so it is refused instead of cut off.
+
+use blockhouse_core::{
+    ByteRange, Error, ErrorKind, Extent, ExtentFlags, ExtentState, Result, Status, Storage, Sync,
+};
+
+use crate::{Abort, BlockStatus, Intent};
+
+/// The unit of disk sizes, in bytes.
+const SECTOR: u64 = 512;
+
+/// A raw image.
+pub struct Raw<S: Storage> {
+    storage: S,
+}
+
+impl<S: Storage> Raw<S> {
+    /// Takes `storage` as a raw image. Nothing is read: whether its first bytes look like another
+    /// format is answered by [`probe`](crate::probe).
+    ///
+    /// # Errors
+    /// `InvalidInput` when the size is no multiple of 512.
+    pub fn open(storage: S) -> Result<Self> {
+        check_size(storage.size(), storage.name())?;
+        Ok(Self { storage })
+    }
+
+    pub(crate) fn size(&self) -> u64 {
+        self.storage.size()
+    }
+
+    pub(crate) fn storage(&self) -> &S {
+        &self.storage
+    }
+
+    /// All of `range` at once, but a last partial block is an extent of its own: that is the one
+    /// unaligned range that a storage accepts.
+    pub(crate) fn map(&self, range: ByteRange, _intent: Intent) -> Extent {
+        let block = u64::from(self.storage.capabilities().alignment.offset);
+        let blocks_end = self.storage.size() & !(block - 1);
+        let guest = if range.offset() < blocks_end {
+            range.truncate(blocks_end - range.offset())
+        } else {
+            range
+        };
+        let state = ExtentState::Mapped { host: range.offset() };
+        Extent { guest, state, flags: ExtentFlags::empty() }
+    }
+
+    /// Nothing to do: raw extents are visible from the first.
+    pub(crate) fn commit(&self, _extent: Extent) -> Result<()> {
+        Ok(())
+    }
+
+    /// Nothing to do: raw extents are never new.
+    pub(crate) fn abort(&self, _extent: Extent, _why: Abort) {}
+
+    pub(crate) async fn status(&self, range: ByteRange) -> Result<(BlockStatus, u64)> {
+        let (status, length) = self.storage.status(range).await?;
+        let status = match status {
+            Status::Data => BlockStatus::Data,
+            Status::Hole => BlockStatus::Hole,
+        };
+        Ok((status, length))
+    }
+
+    /// Raw images have no tables: the storage is all there is.
+    pub(crate) async fn flush(&self, sync: Sync) -> Result<()> {
+        self.storage.flush(sync).await
+    }
+
+    pub(crate) async fn resize(&self, size: u64) -> Result<()> {
+        check_size(size, self.storage.name())?;
+        self.storage.resize(size).await
+    }
+}
+
+fn check_size(size: u64, name: &str) -> Result<()> {
+    if size.is_multiple_of(SECTOR) {
+        return Ok(());
+    }
+    let what = format!("a raw image of {size} bytes is no multiple of {SECTOR}");
+    let hint = match size.checked_next_multiple_of(SECTOR) {
+        Some(next) => format!("the next size that is one has {next} bytes"),
+        None => "choose a smaller size".to_owned(),
+    };
+    Err(Error::new(ErrorKind::InvalidInput, what).on(name).hint(hint))
+}

@@ -1,0 +1,368 @@
+//! From a request header to what it means, or the error that it gets.
+//!
+//! Judged here is what the protocol alone decides: types, flags, reserved fields, lengths beyond
+//! the announced limits. Ranges and access are the disk's to judge, at its one place for every
+//! export. A request whose payload must be received before anything else can be read says so,
+//! whether it makes sense or not; only a payload beyond the announced maximum ends the connection.
+
+use blockhouse_core::{ByteRange, Durability, Effort, Unmap};
+
+use crate::handshake::{BlockStatusUse, Terms};
+use crate::proto::request::{RequestHeader, kind};
+use crate::proto::{CommandFlags, Errno, Framing, MAX_PAYLOAD};
+
+/// What a request asks for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Command {
+    /// Return `length` bytes, at least one and at most [`MAX_PAYLOAD`].
+    Read {
+        /// First byte of the export.
+        offset: u64,
+        /// How many bytes.
+        length: u32,
+    },
+    /// Store the payload, at least one byte and at most [`MAX_PAYLOAD`].
+    Write {
+        /// First byte of the export.
+        offset: u64,
+        /// How many bytes.
+        length: u32,
+        /// What must be stable before the reply.
+        durability: Durability,
+    },
+    /// Make the range read as zeros.
+    WriteZeroes {
+        /// The bytes of the export.
+        range: ByteRange,
+        /// Whether a hole may be left.
+        unmap: Unmap,
+        /// Whether it may be as slow as a write.
+        effort: Effort,
+        /// What must be stable before the reply.
+        durability: Durability,
+    },
+    /// The content of the range is not needed any more.
+    Trim {
+        /// The bytes of the export.
+        range: ByteRange,
+        /// What must be stable before the reply.
+        durability: Durability,
+    },
+    /// Make all writes that were replied to durable.
+    Flush,
+    /// The range will be needed soon.
+    Cache {
+        /// The bytes of the export.
+        range: ByteRange,
+    },
+    /// Describe the range, which is not empty.
+    BlockStatus {
+        /// The bytes of the export.
+        range: ByteRange,
+        /// How many extents may be described.
+        extents: Extents,
+    },
+    /// Succeed and do nothing: a request for no bytes at all, of the given type.
+    Nothing(Idle),
+    /// Finish what is outstanding and close; there is no reply.
+    Disconnect,
+}
+
+/// Which request for no bytes was made: the replies differ.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Idle {
+    /// A read, whose reply must be a chunk where there are chunks.
+    Read,
+    /// Anything else.
+    Other,
+}
+
+/// How many extents a block status reply may have.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Extents {
+    /// Exactly one.
+    One,
+    /// As many as there are.
+    Many,
+}
+
+/// Why a request fails before any disk sees it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Refusal {
+    /// What the client's program gets.
+    pub errno: Errno,
+    /// What its user gets.
+    pub message: &'static str,
+}
+
+/// A request, understood.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Incoming {
+    /// What is asked, or why it cannot be.
+    pub command: Result<Command, Refusal>,
+    /// How many bytes of payload follow the header; they have to be received in any case. At most
+    /// [`MAX_PAYLOAD`], and for [`Command::Write`] the length of the write.
+    pub payload: u32,
+}
+
+/// The client would send more than the server ever takes: the connection ends.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("a request has a payload of {0} bytes, more than the announced {MAX_PAYLOAD}")]
+pub struct PayloadTooLong(pub u64);
+
+/// Understands a request under the agreed terms.
+pub fn understand(header: &RequestHeader, terms: &Terms) -> Result<Incoming, PayloadTooLong> {
+    let payload = header.payload_length(terms.framing);
+    if payload > u64::from(MAX_PAYLOAD) {
+        return Err(PayloadTooLong(payload));
+    }
+    let command = judge(header, terms);
+    Ok(Incoming { command, payload: payload as u32 })
+}
+
+fn judge(header: &RequestHeader, terms: &Terms) -> Result<Command, Refusal> {
+    check_flags(header, terms)?;
+    let RequestHeader { flags, offset, length, .. } = *header;
+    let durability = match flags.contains(CommandFlags::FUA) {
+        true => Durability::Data,
+        false => Durability::None,
+    };
+    let empty = length == 0;
+    match header.kind {
+        kind::READ if empty => Ok(Command::Nothing(Idle::Read)),
+        kind::READ => Ok(Command::Read { offset, length: read_length(length, terms.framing)? }),
+        kind::WRITE | kind::TRIM | kind::CACHE | kind::WRITE_ZEROES if empty => {
+            Ok(Command::Nothing(Idle::Other))
+        }
+        // `understand` has seen that the payload, which is the length, is within the maximum.
+        kind::WRITE => Ok(Command::Write { offset, length: length as u32, durability }),
+        kind::DISC => Ok(Command::Disconnect),
+        kind::FLUSH if offset != 0 || !empty => {
+            Err(invalid("a flush has an offset or a length other than 0"))
+        }
+        kind::FLUSH => Ok(Command::Flush),
+        kind::TRIM => Ok(Command::Trim { range: range(header, Errno::Inval)?, durability }),
+        kind::CACHE => Ok(Command::Cache { range: range(header, Errno::Inval)? }),
+        kind::WRITE_ZEROES => {
+            let no_hole = flags.contains(CommandFlags::NO_HOLE);
+            let fast = flags.contains(CommandFlags::FAST_ZERO);
+            Ok(Command::WriteZeroes {
+                range: range(header, Errno::NoSpc)?,
+                unmap: if no_hole { Unmap::Forbidden } else { Unmap::Allowed },
+                effort: if fast { Effort::FastOnly } else { Effort::Any },
+                durability,
+            })
+        }
+        // `check_flags` leaves no other type.
+        _ => block_status(header, terms),
+    }
+}
+
+/// Checks that the type is known and that it has no flags which do not belong to it or were not
+/// offered.
+fn check_flags(header: &RequestHeader, terms: &Terms) -> Result<(), Refusal> {
+    let allowed = match header.kind {
+        kind::READ if terms.framing.has_chunks() => CommandFlags::DF,
+        kind::WRITE if terms.framing == Framing::Extended => CommandFlags::PAYLOAD_LEN,
+        kind::WRITE_ZEROES => CommandFlags::NO_HOLE | CommandFlags::FAST_ZERO,
+        kind::BLOCK_STATUS => CommandFlags::REQ_ONE,
+        kind::READ..=kind::CACHE => CommandFlags::empty(),
+        _ => return Err(invalid("the request type is unknown")),
+    };
+    // Offered with FUA is that it is accepted everywhere, also where it means nothing.
+    if (allowed | CommandFlags::FUA).contains(header.flags) {
+        Ok(())
+    } else {
+        Err(invalid("a flag does not belong to the request or was not offered"))
+    }
+}
+
+fn read_length(length: u64, framing: Framing) -> Result<u32, Refusal> {
+    match u32::try_from(length) {
+        Ok(length) if length <= MAX_PAYLOAD => Ok(length),
+        // EOVERFLOW is reserved for clients that know of chunks.
+        _ => Err(Refusal {
+            errno: if framing.has_chunks() { Errno::Overflow } else { Errno::Inval },
+            message: "a read is longer than the announced maximum",
+        }),
+    }
+}
+
+fn block_status(header: &RequestHeader, terms: &Terms) -> Result<Command, Refusal> {
+    if terms.block_status == BlockStatusUse::NotNegotiated {
+        return Err(invalid("no metadata context was selected for this export"));
+    }
+    if header.length == 0 {
+        return Err(invalid("there is no status of no bytes"));
+    }
+    let one = header.flags.contains(CommandFlags::REQ_ONE);
+    Ok(Command::BlockStatus {
+        range: range(header, Errno::Inval)?,
+        extents: if one { Extents::One } else { Extents::Many },
+    })
+}
+
+fn range(header: &RequestHeader, past_end: Errno) -> Result<ByteRange, Refusal> {
+    ByteRange::new(header.offset, header.length)
+        .ok_or(Refusal { errno: past_end, message: "the range ends beyond 64 bits" })
+}
+
+fn invalid(message: &'static str) -> Refusal {
+    Refusal { errno: Errno::Inval, message }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn terms(framing: Framing) -> Terms {
+        let block_status = match framing.has_chunks() {
+            true => BlockStatusUse::Negotiated,
+            false => BlockStatusUse::NotNegotiated,
+        };
+        Terms { export: String::new(), framing, block_status }
+    }
+
+    fn header(kind: u16, flags: CommandFlags, offset: u64, length: u64) -> RequestHeader {
+        RequestHeader { flags, kind, cookie: 1, offset, length }
+    }
+
+    fn errno(framing: Framing, header: RequestHeader) -> Option<Errno> {
+        let incoming = understand(&header, &terms(framing)).unwrap();
+        incoming.command.err().map(|refusal| refusal.errno)
+    }
+
+    const NONE: CommandFlags = CommandFlags::empty();
+    const ALL: [Framing; 3] = [Framing::Simple, Framing::Structured, Framing::Extended];
+
+    #[test]
+    fn flags_are_accepted_exactly_where_they_belong() {
+        let tables = [
+            (kind::READ, CommandFlags::DF),
+            (kind::WRITE_ZEROES, CommandFlags::NO_HOLE),
+            (kind::WRITE_ZEROES, CommandFlags::FAST_ZERO),
+            (kind::BLOCK_STATUS, CommandFlags::REQ_ONE),
+        ];
+        for kind in [kind::READ, kind::TRIM, kind::CACHE, kind::WRITE_ZEROES, kind::BLOCK_STATUS] {
+            for bit in 0..16 {
+                let flag = CommandFlags::from_bits_retain(1 << bit);
+                let belongs = flag == CommandFlags::FUA || tables.contains(&(kind, flag));
+                let got = errno(Framing::Structured, header(kind, flag, 0, 512));
+                assert_eq!(got.is_none(), belongs, "request type {kind}, flag {flag:?}");
+            }
+        }
+    }
+
+    #[test]
+    fn dont_fragment_is_not_offered_without_chunks() {
+        let read = header(kind::READ, CommandFlags::DF, 0, 512);
+        assert_eq!(errno(Framing::Simple, read), Some(Errno::Inval));
+        assert_eq!(errno(Framing::Extended, read), None);
+    }
+
+    #[test]
+    fn block_status_needs_a_selected_context() {
+        let status = header(kind::BLOCK_STATUS, NONE, 0, 512);
+        assert_eq!(errno(Framing::Simple, status), Some(Errno::Inval));
+        assert_eq!(errno(Framing::Structured, status), None);
+    }
+
+    #[test]
+    fn unknown_types_are_invalid_in_every_framing() {
+        for framing in ALL {
+            for kind in [8, 9, 0x7fff, 0xffff] {
+                assert_eq!(errno(framing, header(kind, NONE, 0, 0)), Some(Errno::Inval));
+            }
+        }
+    }
+
+    #[test]
+    fn an_extended_write_has_a_payload_whether_it_says_so_or_not() {
+        for flags in [CommandFlags::PAYLOAD_LEN, NONE] {
+            let write = header(kind::WRITE, flags, 0, 512);
+            let incoming = understand(&write, &terms(Framing::Extended)).unwrap();
+            assert_eq!(incoming.payload, 512);
+            assert!(incoming.command.is_ok());
+        }
+    }
+
+    #[test]
+    fn a_payload_where_none_belongs_is_consumed_and_refused() {
+        let read = header(kind::READ, CommandFlags::PAYLOAD_LEN, 0, 512);
+        let incoming = understand(&read, &terms(Framing::Extended)).unwrap();
+        assert_eq!(incoming.payload, 512);
+        assert_eq!(incoming.command.unwrap_err().errno, Errno::Inval);
+        let write = header(kind::WRITE, CommandFlags::NO_HOLE, 0, 512);
+        let incoming = understand(&write, &terms(Framing::Simple)).unwrap();
+        assert_eq!(incoming.payload, 512);
+        assert_eq!(incoming.command.unwrap_err().errno, Errno::Inval);
+    }
+
+    #[test]
+    fn reads_beyond_the_maximum_fail_politely_and_writes_end_the_connection() {
+        let long = u64::from(MAX_PAYLOAD) + 1;
+        let read = header(kind::READ, NONE, 0, long);
+        assert_eq!(errno(Framing::Simple, read), Some(Errno::Inval));
+        assert_eq!(errno(Framing::Structured, read), Some(Errno::Overflow));
+        assert_eq!(
+            errno(Framing::Extended, header(kind::READ, NONE, 0, 1 << 40)),
+            Some(Errno::Overflow)
+        );
+        let write = header(kind::WRITE, NONE, 0, long);
+        assert_eq!(understand(&write, &terms(Framing::Simple)), Err(PayloadTooLong(long)));
+        assert_eq!(errno(Framing::Simple, header(kind::READ, NONE, 0, long - 1)), None);
+    }
+
+    #[test]
+    fn effects_may_be_longer_than_any_payload() {
+        for kind in [kind::TRIM, kind::CACHE, kind::WRITE_ZEROES, kind::BLOCK_STATUS] {
+            assert_eq!(errno(Framing::Extended, header(kind, NONE, 0, 1 << 40)), None);
+        }
+    }
+
+    #[test]
+    fn ranges_beyond_64_bits_are_past_the_end() {
+        let past = |kind| errno(Framing::Extended, header(kind, NONE, u64::MAX, 2));
+        assert_eq!(past(kind::TRIM), Some(Errno::Inval));
+        assert_eq!(past(kind::BLOCK_STATUS), Some(Errno::Inval));
+        assert_eq!(past(kind::WRITE_ZEROES), Some(Errno::NoSpc));
+    }
+
+    #[test]
+    fn a_flush_has_no_range() {
+        assert_eq!(errno(Framing::Simple, header(kind::FLUSH, CommandFlags::FUA, 0, 0)), None);
+        assert_eq!(errno(Framing::Simple, header(kind::FLUSH, NONE, 0, 1)), Some(Errno::Inval));
+        assert_eq!(errno(Framing::Simple, header(kind::FLUSH, NONE, 1, 0)), Some(Errno::Inval));
+    }
+
+    proptest! {
+        /// What is done with the payload never depends on whether the request makes sense.
+        #[test]
+        fn any_header_is_understood_or_ends_the_connection(
+            framing in prop::sample::select(ALL.to_vec()),
+            (flags, kind) in (any::<u16>(), 0u16..12),
+            (offset, length) in (any::<u64>(), prop_oneof![0u64..1 << 26, any::<u64>()]),
+        ) {
+            let flags = CommandFlags::from_bits_retain(flags);
+            let header = header(kind, flags, offset, length);
+            let payload = header.payload_length(framing);
+            match understand(&header, &terms(framing)) {
+                Ok(incoming) => {
+                    prop_assert_eq!(u64::from(incoming.payload), payload);
+                    match incoming.command {
+                        Ok(Command::Write { length, .. }) => {
+                            prop_assert_eq!(length, incoming.payload);
+                        }
+                        Ok(_) => prop_assert_eq!(payload, 0),
+                        Err(_) => {}
+                    }
+                }
+                Err(PayloadTooLong(length)) => {
+                    prop_assert!(length == payload && length > u64::from(MAX_PAYLOAD));
+                }
+            }
+        }
+    }
+}

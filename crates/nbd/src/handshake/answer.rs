@@ -1,0 +1,97 @@
+//! Replies to one option, appended to the output.
+
+use super::Facts;
+use super::parse::Malformed;
+use crate::proto::option::{InfoType, REPLY_MAGIC, ReplyType};
+use crate::proto::{MAX_PAYLOAD, TransmissionFlags};
+
+/// The replies to one option.
+pub struct Answers<'a> {
+    option: u32,
+    output: &'a mut Vec<u8>,
+}
+
+impl<'a> Answers<'a> {
+    /// Replies to the option with this number.
+    pub fn new(option: u32, output: &'a mut Vec<u8>) -> Self {
+        Self { option, output }
+    }
+
+    fn reply(&mut self, kind: ReplyType, parts: &[&[u8]]) {
+        let length: usize = parts.iter().map(|part| part.len()).sum();
+        self.output.extend(REPLY_MAGIC.to_be_bytes());
+        self.output.extend(self.option.to_be_bytes());
+        self.output.extend((kind as u32).to_be_bytes());
+        self.output.extend((length as u32).to_be_bytes());
+        for part in parts {
+            self.output.extend_from_slice(part);
+        }
+    }
+
+    /// The option is done.
+    pub fn ack(&mut self) {
+        self.reply(ReplyType::Ack, &[]);
+    }
+
+    /// The option failed; `message` is for people.
+    pub fn error(&mut self, kind: ReplyType, message: &str) {
+        self.reply(kind, &[message.as_bytes()]);
+    }
+
+    /// As [`error`](Self::error), for callers that have nothing else to give.
+    pub fn refuse<T>(&mut self, kind: ReplyType, message: &str) -> Option<T> {
+        self.error(kind, message);
+        None
+    }
+
+    /// The data of the option makes no sense.
+    pub fn malformed<T>(&mut self, malformed: Malformed) -> Option<T> {
+        self.refuse(ReplyType::ErrInvalid, malformed.0)
+    }
+
+    /// The export does not exist.
+    pub fn no_such_export<T>(&mut self) -> Option<T> {
+        self.refuse(ReplyType::ErrUnknown, "there is no export of this name")
+    }
+
+    /// One export of the list.
+    pub fn server(&mut self, facts: &Facts) {
+        let length = (facts.name.len() as u32).to_be_bytes();
+        let parts = [&length[..], facts.name.as_bytes(), facts.description.as_bytes()];
+        self.reply(ReplyType::Server, &parts);
+    }
+
+    /// The fact that every description has.
+    pub fn export(&mut self, size: u64, flags: TransmissionFlags) {
+        self.info(InfoType::Export, &[&size.to_be_bytes(), &flags.bits().to_be_bytes()]);
+    }
+
+    /// The canonical name.
+    pub fn name(&mut self, name: &str) {
+        self.info(InfoType::Name, &[name.as_bytes()]);
+    }
+
+    /// The line for people, if there is one.
+    pub fn description(&mut self, description: &str) {
+        if !description.is_empty() {
+            self.info(InfoType::Description, &[description.as_bytes()]);
+        }
+    }
+
+    /// The block sizes. The smallest is announced as one byte: requests of any alignment are
+    /// served, so no client needs to do worse by itself.
+    pub fn block_size(&mut self, preferred: u32) {
+        let [smallest, preferred, payload] = [1, preferred, MAX_PAYLOAD].map(u32::to_be_bytes);
+        self.info(InfoType::BlockSize, &[&smallest, &preferred, &payload]);
+    }
+
+    fn info(&mut self, info: InfoType, parts: &[&[u8]]) {
+        let payload = [&(info as u16).to_be_bytes(), &parts.concat()[..]].concat();
+        self.reply(ReplyType::Info, &[&payload]);
+    }
+
+    /// The context `base:allocation` with its id, which is 0 in lists.
+    pub fn allocation_context(&mut self, id: u32) {
+        self.reply(ReplyType::MetaContext, &[&id.to_be_bytes(), b"base:allocation"]);
+    }
+}

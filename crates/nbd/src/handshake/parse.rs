@@ -1,0 +1,206 @@
+//! The data of options, taken apart. Every length is checked against the bytes that are there.
+
+use crate::proto::MAX_STRING;
+use crate::proto::option::InfoType;
+
+/// The data of an option contradicts the protocol; says how, for people.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Malformed(pub &'static str);
+
+/// A string of the protocol ("Conventions").
+pub fn string(bytes: &[u8]) -> Result<&str, Malformed> {
+    if bytes.len() > MAX_STRING {
+        return Err(Malformed("a string is longer than 4096 bytes"));
+    }
+    let text = std::str::from_utf8(bytes).map_err(|_| Malformed("a string is not UTF-8"))?;
+    if text.contains('\0') {
+        return Err(Malformed("a string contains NUL"));
+    }
+    Ok(text)
+}
+
+/// The data of INFO and GO.
+#[derive(Debug, PartialEq, Eq)]
+pub struct ExportRequest<'a> {
+    /// The name asked for.
+    pub name: &'a str,
+    /// The numbers of the facts asked for, two bytes each.
+    wanted: &'a [u8],
+}
+
+impl<'a> ExportRequest<'a> {
+    /// Takes the data apart.
+    pub fn parse(data: &'a [u8]) -> Result<Self, Malformed> {
+        let mut fields = Fields(data);
+        let name = fields.string()?;
+        let count = usize::from(u16::from_be_bytes(*fields.chunk()?));
+        let wanted = fields.take(2 * count)?;
+        fields.finish()?;
+        Ok(Self { name, wanted })
+    }
+
+    /// Whether the client asked for this fact.
+    pub fn asks_for(&self, info: InfoType) -> bool {
+        self.wanted.chunks_exact(2).any(|number| number == (info as u16).to_be_bytes())
+    }
+}
+
+/// The data of LIST_META_CONTEXT and SET_META_CONTEXT.
+#[derive(Debug, PartialEq, Eq)]
+pub struct MetaQueries<'a> {
+    /// The export asked about.
+    pub name: &'a str,
+    /// What the queries say.
+    pub selection: Selection,
+}
+
+/// What a list of queries says about `base:allocation`, the one context there is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Selection {
+    /// There are no queries: everything when listing, nothing when selecting.
+    NoQueries,
+    /// It is named.
+    Named,
+    /// Only the whole namespace `base:` is: a wildcard when listing, nothing when selecting.
+    Wildcard,
+    /// All queries mean something else, and are ignored.
+    Other,
+}
+
+impl Selection {
+    /// Whether a list has to contain `base:allocation`.
+    pub fn lists_allocation(self) -> bool {
+        self != Self::Other
+    }
+
+    /// Whether `base:allocation` is selected.
+    pub fn sets_allocation(self) -> bool {
+        self == Self::Named
+    }
+}
+
+impl<'a> MetaQueries<'a> {
+    /// Takes the data apart.
+    pub fn parse(data: &'a [u8]) -> Result<Self, Malformed> {
+        let mut fields = Fields(data);
+        let name = fields.string()?;
+        let count = u32::from_be_bytes(*fields.chunk()?);
+        let mut selection = if count == 0 { Selection::NoQueries } else { Selection::Other };
+        for _ in 0..count {
+            let query = fields.string()?;
+            match query {
+                "base:allocation" => selection = Selection::Named,
+                "base:" if selection != Selection::Named => selection = Selection::Wildcard,
+                _ if !query.contains(':') => {
+                    return Err(Malformed("a query has no namespace before a colon"));
+                }
+                _ => {}
+            }
+        }
+        fields.finish()?;
+        Ok(Self { name, selection })
+    }
+}
+
+/// The bytes that are left.
+struct Fields<'a>(&'a [u8]);
+
+impl<'a> Fields<'a> {
+    const SHORT: Malformed = Malformed("the data ends too early");
+
+    fn take(&mut self, count: usize) -> Result<&'a [u8], Malformed> {
+        let (taken, rest) = self.0.split_at_checked(count).ok_or(Self::SHORT)?;
+        self.0 = rest;
+        Ok(taken)
+    }
+
+    fn chunk<const N: usize>(&mut self) -> Result<&'a [u8; N], Malformed> {
+        let (taken, rest) = self.0.split_first_chunk().ok_or(Self::SHORT)?;
+        self.0 = rest;
+        Ok(taken)
+    }
+
+    /// A string behind its length of 32 bits.
+    fn string(&mut self) -> Result<&'a str, Malformed> {
+        let length = u32::from_be_bytes(*self.chunk()?);
+        string(self.take(length as usize)?)
+    }
+
+    fn finish(self) -> Result<(), Malformed> {
+        if self.0.is_empty() { Ok(()) } else { Err(Malformed("there is data after the end")) }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn counted(text: &[u8]) -> Vec<u8> {
+        [&(text.len() as u32).to_be_bytes()[..], text].concat()
+    }
+
+    fn queries(texts: &[&str]) -> Vec<u8> {
+        let mut data = counted(b"disk");
+        data.extend((texts.len() as u32).to_be_bytes());
+        for text in texts {
+            data.extend(counted(text.as_bytes()));
+        }
+        data
+    }
+
+    fn selection(texts: &[&str]) -> Result<Selection, Malformed> {
+        MetaQueries::parse(&queries(texts)).map(|queries| queries.selection)
+    }
+
+    #[test]
+    fn an_export_request_knows_what_it_asks_for() {
+        let data = [&counted(b"disk")[..], &[0, 2, 0, 3, 0, 77]].concat();
+        let request = ExportRequest::parse(&data).unwrap();
+        assert_eq!(request.name, "disk");
+        assert!(request.asks_for(InfoType::BlockSize) && !request.asks_for(InfoType::Name));
+    }
+
+    #[test]
+    fn data_cut_or_padded_anywhere_is_malformed() {
+        let info = [&counted(b"disk")[..], &[0, 2, 0, 3, 0, 77]].concat();
+        let meta = queries(&["base:", "base:allocation"]);
+        for end in 0..info.len() {
+            assert!(ExportRequest::parse(&info[..end]).is_err(), "cut at {end}");
+        }
+        for end in 0..meta.len() {
+            assert!(MetaQueries::parse(&meta[..end]).is_err(), "cut at {end}");
+        }
+        assert!(ExportRequest::parse(&[&info[..], &[0]].concat()).is_err());
+        assert!(MetaQueries::parse(&[&meta[..], &[0]].concat()).is_err());
+    }
+
+    #[test]
+    fn lengths_beyond_the_data_are_malformed() {
+        for length in [0xffff_ffffu32, 0x8000_0000, 100] {
+            let data = [&length.to_be_bytes()[..], b"disk\0\0"].concat();
+            assert!(ExportRequest::parse(&data).is_err());
+            assert!(MetaQueries::parse(&data).is_err());
+        }
+        let many = [&counted(b"disk")[..], &[0xff; 4]].concat();
+        assert!(MetaQueries::parse(&many).is_err());
+    }
+
+    #[test]
+    fn queries_select_by_the_letter() {
+        assert_eq!(selection(&[]), Ok(Selection::NoQueries));
+        assert_eq!(selection(&["base:"]), Ok(Selection::Wildcard));
+        assert_eq!(selection(&["base:allocation", "base:"]), Ok(Selection::Named));
+        assert_eq!(selection(&["base:", "base:allocation"]), Ok(Selection::Named));
+        assert_eq!(selection(&["base:nothing", "x-other:allocation"]), Ok(Selection::Other));
+        assert!(selection(&["base:allocation", "nocolon"]).is_err());
+    }
+
+    #[test]
+    fn strings_are_utf8_without_nul_and_not_too_long() {
+        assert_eq!(string("Größe".as_bytes()), Ok("Größe"));
+        assert!(string(b"a\0b").is_err());
+        assert!(string(b"\xff").is_err());
+        assert!(string(&vec![b'x'; MAX_STRING]).is_ok());
+        assert!(string(&vec![b'x'; MAX_STRING + 1]).is_err());
+    }
+}

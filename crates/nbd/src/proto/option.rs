@@ -1,0 +1,102 @@
+//! The words of the handshake phase: magic numbers, options, option replies.
+
+/// The first eight bytes of a server ("NBDMAGIC").
+pub const INIT_MAGIC: u64 = 0x4e42_444d_4147_4943;
+/// What follows them, and what starts every option ("IHAVEOPT").
+pub const OPTION_MAGIC: u64 = 0x4948_4156_454f_5054;
+/// What starts every reply to an option.
+pub const REPLY_MAGIC: u64 = 0x0003_e889_0455_65a9;
+
+/// Handshake flag of server and client: fixed newstyle.
+pub const FIXED_NEWSTYLE: u16 = 1 << 0;
+/// Handshake flag of server and client: no padding after EXPORT_NAME.
+pub const NO_ZEROES: u16 = 1 << 1;
+
+/// The bytes before an option's data: magic, number, length.
+pub const OPTION_HEADER_LENGTH: usize = 16;
+/// The bytes before a reply's data: magic, option, type, length.
+pub const REPLY_HEADER_LENGTH: usize = 20;
+/// The padding after the answer to EXPORT_NAME.
+pub const PADDING_LENGTH: usize = 124;
+
+/// An option that a client may send ("Option types").
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ClientOption {
+    /// Choose an export and go on to the transmission phase; cannot be refused politely.
+    ExportName,
+    /// Give up.
+    Abort,
+    /// Which exports are there?
+    List,
+    /// Encrypt from here on.
+    StartTls,
+    /// Describe an export.
+    Info,
+    /// Describe an export and go on to the transmission phase.
+    Go,
+    /// Use structured replies.
+    StructuredReply,
+    /// Which metadata contexts does an export have?
+    ListMetaContext,
+    /// Select metadata contexts.
+    SetMetaContext,
+    /// Use extended headers.
+    ExtendedHeaders,
+}
+
+impl ClientOption {
+    /// The option with this number, if there is one.
+    pub fn from_number(number: u32) -> Option<Self> {
+        Some(match number {
+            1 => Self::ExportName,
+            2 => Self::Abort,
+            3 => Self::List,
+            5 => Self::StartTls,
+            6 => Self::Info,
+            7 => Self::Go,
+            8 => Self::StructuredReply,
+            9 => Self::ListMetaContext,
+            10 => Self::SetMetaContext,
+            11 => Self::ExtendedHeaders,
+            _ => return None,
+        })
+    }
+}
+
+/// The type of a reply to an option ("Option reply types"). Those above 2^31 are errors.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u32)]
+pub enum ReplyType {
+    /// The option is accepted, or its list is at its end.
+    Ack = 1,
+    /// An export of the list.
+    Server = 2,
+    /// A fact about an export.
+    Info = 3,
+    /// A metadata context.
+    MetaContext = 4,
+    /// The option is unknown here.
+    ErrUnsup = (1 << 31) + 1,
+    /// The option makes no sense, or not now.
+    ErrInvalid = (1 << 31) + 3,
+    /// The export does not exist.
+    ErrUnknown = (1 << 31) + 6,
+    /// The option is too large to process.
+    ErrTooBig = (1 << 31) + 9,
+    /// Extended headers were agreed; there is no way back.
+    ErrExtHeaderReqd = (1 << 31) + 10,
+}
+
+/// A fact that INFO and GO can give ("NBD_REP_INFO").
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u16)]
+pub enum InfoType {
+    /// Size and transmission flags.
+    Export = 0,
+    /// The canonical name.
+    Name = 1,
+    /// A line for people.
+    Description = 2,
+    /// The block sizes.
+    BlockSize = 3,
+}

@@ -1,0 +1,106 @@
+//! The exports of a server, by name.
+
+use std::sync::Arc;
+
+use blockhouse_core::{BLOCK_ALIGNMENT, Storage};
+use blockhouse_disk::Disk;
+use parking_lot::RwLock;
+
+use crate::handshake::{Directory, Facts};
+use crate::proto::{MAX_PAYLOAD, MAX_STRING};
+
+/// A disk under a name.
+pub struct Export<S: Storage> {
+    /// What clients call it: at most 4096 bytes without NUL. May be empty.
+    pub name: String,
+    /// A line for people; empty for none.
+    pub description: String,
+    /// The disk.
+    pub disk: Arc<Disk<S>>,
+}
+
+impl<S: Storage> Clone for Export<S> {
+    fn clone(&self) -> Self {
+        let Self { name, description, disk } = self;
+        let (name, description) = (name.clone(), description.clone());
+        Self { name, description, disk: Arc::clone(disk) }
+    }
+}
+
+/// Why an export cannot be added.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum ExportError {
+    /// There is one already.
+    #[error("an export named \"{0}\" exists already; choose another name")]
+    Exists(String),
+    /// The protocol cannot carry the text.
+    #[error("the {what} of an export has {why}; choose another")]
+    Unfit {
+        /// Name or description.
+        what: &'static str,
+        /// What is wrong with it.
+        why: &'static str,
+    },
+}
+
+/// All exports, in the order of their addition. The first is also the default one, which clients
+/// mean by the empty name.
+pub struct Exports<S: Storage>(RwLock<Vec<Export<S>>>);
+
+impl<S: Storage> Exports<S> {
+    pub fn new() -> Self {
+        Self(RwLock::new(Vec::new()))
+    }
+
+    pub fn add(&self, export: Export<S>) -> Result<(), ExportError> {
+        for (what, text) in [("name", &export.name), ("description", &export.description)] {
+            if text.len() > MAX_STRING {
+                return Err(ExportError::Unfit { what, why: "more than 4096 bytes" });
+            }
+            if text.contains('\0') {
+                return Err(ExportError::Unfit { what, why: "a NUL character" });
+            }
+        }
+        let mut exports = self.0.write();
+        if exports.iter().any(|other| other.name == export.name) {
+            return Err(ExportError::Exists(export.name));
+        }
+        exports.push(export);
+        Ok(())
+    }
+
+    /// Takes an export out of the list. Connections to it go on.
+    pub fn remove(&self, name: &str) -> Option<Export<S>> {
+        let mut exports = self.0.write();
+        let index = exports.iter().position(|export| export.name == name)?;
+        Some(exports.remove(index))
+    }
+
+    /// The export that a client means by this name.
+    pub fn get(&self, name: &str) -> Option<Export<S>> {
+        let exports = self.0.read();
+        let named = exports.iter().find(|export| export.name == name);
+        named.or_else(|| exports.first().filter(|_| name.is_empty())).cloned()
+    }
+}
+
+impl<S: Storage> Directory for Exports<S> {
+    fn find(&self, name: &str) -> Option<Facts> {
+        self.get(name).map(|export| facts(&export))
+    }
+
+    fn list(&self) -> Vec<Facts> {
+        self.0.read().iter().map(facts).collect()
+    }
+}
+
+fn facts<S: Storage>(export: &Export<S>) -> Facts {
+    let alignment = export.disk.alignment().offset;
+    Facts {
+        name: export.name.clone(),
+        description: export.description.clone(),
+        size: export.disk.size(),
+        access: export.disk.access(),
+        preferred_block: alignment.clamp(BLOCK_ALIGNMENT as u32, MAX_PAYLOAD),
+    }
+}

@@ -1,0 +1,104 @@
+//! Listening sockets at the address of a URI.
+
+use std::fs;
+use std::io::{Error as IoError, ErrorKind as IoErrorKind};
+use std::net::TcpListener;
+use std::os::fd::OwnedFd;
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::fs::FileTypeExt;
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::{Path, PathBuf};
+
+use blockhouse_core::{Error, ErrorKind, Result};
+
+use crate::uri::Address;
+
+/// The longest path of a Unix socket, in bytes (`sun_path` in unix(7), without the final NUL).
+const LONGEST_PATH: usize = 107;
+
+/// A listening socket, for [`Listener::new`](blockhouse_engine::Listener::new).
+#[derive(Debug)]
+pub struct Bound {
+    /// The socket.
+    pub socket: OwnedFd,
+    /// The address, with the real port where port 0 was asked for.
+    pub address: Address,
+    /// Removes a Unix socket's file; keep it as long as the server listens.
+    pub file: Option<SocketFile>,
+}
+
+/// The file of a Unix socket; removed on drop.
+#[derive(Debug)]
+pub struct SocketFile(PathBuf);
+
+impl Drop for SocketFile {
+    fn drop(&mut self) {
+        // Somebody may have tidied up already.
+        let _ = fs::remove_file(&self.0);
+    }
+}
+
+/// Listens at the address. The file of a Unix socket that nobody listens to any more is replaced.
+///
+/// # Errors
+/// When the address is in use, cannot be had or makes no sense; the line names it.
+pub fn bind(address: &Address) -> Result<Bound> {
+    match address {
+        Address::Tcp { host, port } => bind_tcp(host, *port),
+        Address::Unix(path) => bind_unix(path),
+    }
+}
+
+fn bind_tcp(host: &str, port: u16) -> Result<Bound> {
+    let bound = TcpListener::bind((host, port)).and_then(|listener| {
+        let port = listener.local_addr()?.port();
+        Ok((OwnedFd::from(listener), port))
+    });
+    let (socket, port) = bound.map_err(|error| {
+        let hint = match error.kind() {
+            IoErrorKind::AddrInUse => "another program listens there; choose another port",
+            IoErrorKind::PermissionDenied => "choose a port from 1024 on",
+            _ => "choose an address of this machine, or localhost",
+        };
+        Error::host("cannot listen", error).on(&format!("{host}:{port}")).hint(hint)
+    })?;
+    Ok(Bound { socket, address: Address::Tcp { host: host.into(), port }, file: None })
+}
+
+fn bind_unix(path: &Path) -> Result<Bound> {
+    let name = path.display().to_string();
+    let length = path.as_os_str().as_bytes().len();
+    if length > LONGEST_PATH {
+        let what = format!("cannot listen: the path has {length} bytes, more than {LONGEST_PATH}");
+        let error = Error::new(ErrorKind::InvalidInput, what).on(&name);
+        return Err(error.hint("choose a shorter path for the socket"));
+    }
+    let listener = match UnixListener::bind(path) {
+        Err(error) if error.kind() == IoErrorKind::AddrInUse => {
+            make_way(path, &name)?;
+            UnixListener::bind(path)
+        }
+        result => result,
+    };
+    let listener = listener.map_err(|error| Error::host("cannot listen", error).on(&name))?;
+    let file = Some(SocketFile(path.into()));
+    Ok(Bound { socket: listener.into(), address: Address::Unix(path.into()), file })
+}
+
+/// Removes what a dead server left at `path`.
+fn make_way(path: &Path, name: &str) -> Result<()> {
+    let in_use = |hint: &'static str| {
+        let error = IoError::from(rustix::io::Errno::ADDRINUSE);
+        Err(Error::host("cannot listen", error).on(name).hint(hint))
+    };
+    if !fs::symlink_metadata(path).is_ok_and(|file| file.file_type().is_socket()) {
+        return in_use("there is a file that is no socket; choose another path");
+    }
+    match UnixStream::connect(path) {
+        Err(error) if error.kind() == IoErrorKind::ConnectionRefused => fs::remove_file(path)
+            .map_err(|error| {
+                Error::host("cannot remove the socket of a dead server", error).on(name)
+            }),
+        _ => in_use("a running server listens there; choose another path"),
+    }
+}

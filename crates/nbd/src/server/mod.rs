@@ -1,0 +1,162 @@
+//! The server: exports, listening sockets, connections and their orderly end.
+//!
+//! Promises: no client can keep others from being served, be it by staying silent, by its numbers
+//! or by nonsense; what the server holds in memory is at most `connections * bytes` of payload plus
+//! about 200 KiB a connection; a drain loses nothing that a client was told is done.
+
+mod connection;
+mod exports;
+mod listen;
+mod registry;
+
+use std::io;
+use std::pin::pin;
+use std::sync::Arc;
+use std::time::Duration;
+
+use blockhouse_core::{BufferPool, Storage};
+use blockhouse_engine::{Handle, Listener, sleep};
+use connection::within;
+use exports::Exports;
+pub use exports::{Export, ExportError};
+use futures_util::future::{Either, select};
+pub use listen::{Bound, SocketFile, bind};
+use registry::{Registry, Room};
+
+use crate::proto::MAX_PAYLOAD;
+
+/// How much memory for payloads is kept for the next request, in bytes.
+const POOL: usize = 64 << 20;
+
+/// How long to leave the kernel alone after it could not accept a connection.
+const PAUSE: Duration = Duration::from_millis(100);
+
+/// What clients may take.
+#[derive(Clone, Copy, Debug)]
+pub struct Limits {
+    /// Connections at once. Further ones wait in the kernel's queue.
+    pub connections: usize,
+    /// The time that a handshake may take.
+    pub handshake: Duration,
+    /// Requests in flight on one connection. Further ones wait in the socket.
+    pub requests: usize,
+    /// Bytes of payloads in flight on one connection; one request is always let in. Further ones
+    /// wait in the socket.
+    pub bytes: usize,
+    /// The time that a drain leaves clients to receive their last replies.
+    pub drain: Duration,
+}
+
+impl Default for Limits {
+    /// 256 connections, 30 seconds to shake hands, 128 requests and 64 MiB in flight on each
+    /// connection, 20 seconds to drain.
+    fn default() -> Self {
+        Self {
+            connections: 256,
+            handshake: Duration::from_secs(30),
+            requests: 128,
+            bytes: 2 * MAX_PAYLOAD as usize,
+            drain: Duration::from_secs(20),
+        }
+    }
+}
+
+/// An NBD server. Clones are the same server.
+pub struct Server<S: Storage>(Arc<Shared<S>>);
+
+/// What all connections share.
+struct Shared<S: Storage> {
+    exports: Exports<S>,
+    registry: Arc<Registry>,
+    limits: Limits,
+    pool: BufferPool,
+}
+
+impl<S: Storage> Clone for Server<S> {
+    fn clone(&self) -> Self {
+        Self(Arc::clone(&self.0))
+    }
+}
+
+impl<S: Storage + Send + Sync> Server<S> {
+    /// A server without exports.
+    pub fn new(limits: Limits) -> Self {
+        Self(Arc::new(Shared {
+            exports: Exports::new(),
+            registry: Arc::new(Registry::new(limits.connections)),
+            limits,
+            pool: BufferPool::new(POOL),
+        }))
+    }
+
+    /// Offers a disk. The first one is also the default export, which clients mean by the empty
+    /// name.
+    ///
+    /// # Errors
+    /// When there is an export of this name, or the protocol cannot carry its texts.
+    pub fn add(&self, export: Export<S>) -> Result<(), ExportError> {
+        self.0.exports.add(export)
+    }
+
+    /// Offers a disk no longer. Connections to it go on.
+    pub fn remove(&self, name: &str) -> Option<Export<S>> {
+        self.0.exports.remove(name)
+    }
+
+    /// Accepts connections until the server [drains](Self::drain), and serves them on `loops`, each
+    /// on the next one. Several sockets may be served at once, from any loop.
+    ///
+    /// # Errors
+    /// When the socket cannot accept connections at all. Trouble with single connections is logged.
+    ///
+    /// # Panics
+    /// Without loops.
+    pub async fn serve(&self, listener: &Listener, loops: &[Handle]) -> io::Result<()> {
+        let registry = &self.0.registry;
+        let mut loops = loops.iter().cycle();
+        while registry.room().await == Room::Free {
+            let accepted = match select(pin!(listener.accept()), pin!(registry.draining())).await {
+                Either::Left((accepted, _)) => accepted,
+                Either::Right(_) => break,
+            };
+            match accepted {
+                Ok(stream) => {
+                    // Another socket's client may have been quicker.
+                    let Some(seat) = registry.enter(&stream) else { continue };
+                    let shared = Arc::clone(&self.0);
+                    let home = loops.next().expect("a server needs at least one loop");
+                    // Nobody waits for its outcome: the seat tells when it is over.
+                    drop(home.spawn(move || connection::serve(shared, stream, seat)));
+                }
+                Err(error) if is_hopeless(&error) => return Err(error),
+                Err(error) => {
+                    tracing::warn!("cannot accept a connection: {error}");
+                    sleep(PAUSE).await;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Ends the server: accepts nothing more, has every connection finish and answer what it has in
+    /// flight, and waits for that. Clients that do not take their replies in time are cut off; what
+    /// they had asked for is finished all the same. The disks are left to their owner to flush.
+    pub async fn drain(&self) {
+        let Shared { registry, limits, .. } = &*self.0;
+        registry.drain();
+        if within(limits.drain, registry.empty()).await.is_none() {
+            tracing::warn!("clients that do not take their replies are cut off");
+            registry.cut();
+            registry.empty().await;
+        }
+    }
+}
+
+/// Whether the socket itself is of no use, rather than one connection or the moment.
+fn is_hopeless(error: &io::Error) -> bool {
+    use rustix::io::Errno;
+    matches!(
+        Errno::from_io_error(error),
+        Some(Errno::BADF | Errno::INVAL | Errno::NOTSOCK | Errno::OPNOTSUPP)
+    )
+}

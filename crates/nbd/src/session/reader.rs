@@ -1,0 +1,216 @@
+//! The reader: receives as much as there is, understands it, and gives every request to a lane.
+//!
+//! Small requests arrive in bulk in the staging memory. The payload of a long write is received
+//! straight into memory that the disk takes as it is; only what was staged before anybody knew of
+//! the write is copied there.
+
+use std::future::{Future, poll_fn};
+use std::io;
+use std::pin::pin;
+use std::rc::Rc;
+use std::sync::Arc;
+use std::task::Poll;
+
+use blockhouse_core::{Buffer, IoVectorList, Storage};
+
+use super::lane::{Job, dispatch, footprint};
+use super::leave::Leave;
+use super::link::Link;
+use super::outbox::Answer;
+use super::staging::Staging;
+use crate::command::{Command, Idle, Incoming, PayloadTooLong, Refusal, understand};
+use crate::proto::reply::{Bare, ReplyTo};
+use crate::proto::request::{BadMagic, RequestHeader};
+
+/// The memory between socket and requests, in bytes: 64 requests of 4 KiB writes take two fills.
+pub const STAGING: usize = 128 << 10;
+
+/// After a write of this many bytes another one is expected, and only its header is staged.
+const LONG: usize = 32 << 10;
+
+/// After this many requests the lanes get their turn, so that replies leave while the rest is still
+/// being read.
+const QUANTUM: u32 = 16;
+
+/// Why the transmission phase ended.
+#[derive(Debug, thiserror::Error)]
+pub enum End {
+    /// The client said goodbye.
+    #[error("the client disconnected")]
+    Disconnected,
+    /// The client closed the connection without a word.
+    #[error("the client closed the connection")]
+    Closed,
+    /// The client closed it in the middle of a request.
+    #[error("the connection ended inside of a request")]
+    Truncated,
+    /// The server wants to end.
+    #[error("the server is shutting down")]
+    Drained,
+    /// The connection broke.
+    #[error("the connection failed: {0}")]
+    Failed(#[from] io::Error),
+    /// The two ends are out of step.
+    #[error(transparent)]
+    BadMagic(#[from] BadMagic),
+    /// A payload beyond all limits.
+    #[error(transparent)]
+    PayloadTooLong(#[from] PayloadTooLong),
+}
+
+/// The receiving half of a connection.
+pub struct Reader<S: Storage> {
+    link: Rc<Link<S>>,
+    leave: Arc<Leave>,
+    staging: Staging,
+    list: IoVectorList,
+    /// How much to stage at most with the next system call.
+    window: usize,
+    /// Requests since the lanes had their turn.
+    taken: u32,
+}
+
+impl<S: Storage> Reader<S> {
+    /// A reader for a connection of which `first` was received already.
+    pub fn new(link: Rc<Link<S>>, leave: Arc<Leave>, first: &[u8]) -> Self {
+        let staging = Staging::new(STAGING.max(first.len()), first);
+        Self { link, leave, staging, list: IoVectorList::new(), window: STAGING, taken: 0 }
+    }
+
+    /// Reads requests until the connection ends, for whatever reason.
+    pub async fn run(&mut self) -> End {
+        loop {
+            if let Err(end) = self.next().await {
+                return end;
+            }
+        }
+    }
+
+    /// Understands one request, or receives more bytes where none is complete.
+    async fn next(&mut self) -> Result<(), End> {
+        let framing = self.link.terms.framing;
+        let Some(header) = RequestHeader::parse(framing, self.staging.bytes())? else {
+            return self.fill().await;
+        };
+        self.staging.consume(framing.request_length());
+        let to = ReplyTo { cookie: header.cookie, offset: header.offset };
+        let Incoming { command, payload } = understand(&header, &self.link.terms)?;
+        self.window = STAGING;
+        match command {
+            Ok(Command::Disconnect) => return Err(End::Disconnected),
+            Ok(Command::Nothing(Idle::Read)) => self.answer(to, Answer::Done(Bare::Chunk)).await,
+            Ok(Command::Nothing(Idle::Other)) => {
+                self.answer(to, Answer::Done(Bare::Shortest)).await;
+            }
+            Ok(command) => self.accept(to, command).await?,
+            Err(refusal) => self.refuse(to, refusal, payload).await?,
+        }
+        self.taken += 1;
+        if self.taken >= QUANTUM {
+            self.taken = 0;
+            yield_now().await;
+        }
+        Ok(())
+    }
+
+    async fn accept(&mut self, to: ReplyTo, command: Command) -> Result<(), End> {
+        let footprint = footprint(&command);
+        self.link.flow.room(footprint).await;
+        let payload = match command {
+            Command::Write { length, .. } => Some(self.payload(length as usize).await?),
+            _ => None,
+        };
+        self.link.flow.enter(footprint);
+        dispatch(&self.link, Job { to, command, payload });
+        Ok(())
+    }
+
+    async fn refuse(&mut self, to: ReplyTo, refusal: Refusal, payload: u32) -> Result<(), End> {
+        let mut left = payload as usize;
+        loop {
+            left -= self.staging.consume(left);
+            if left == 0 {
+                break;
+            }
+            self.fill().await.map_err(End::inside)?;
+        }
+        self.answer(to, Answer::Failed(refusal)).await;
+        Ok(())
+    }
+
+    /// Answers a request that needs no lane.
+    async fn answer(&mut self, to: ReplyTo, answer: Answer) {
+        self.link.flow.room(0).await;
+        self.link.flow.enter(0);
+        self.link.reply(to, answer);
+    }
+
+    /// The payload of a write: what is staged of it, and the rest from the socket.
+    async fn payload(&mut self, length: usize) -> Result<Buffer, End> {
+        if length >= LONG {
+            self.window = self.link.terms.framing.request_length();
+        }
+        let mut buffer = self.link.pool.get(length);
+        let mut filled = self.staging.take(buffer.bytes_mut());
+        while filled < length {
+            self.list.push(buffer.lend_range(filled, length - filled));
+            self.list.push(self.staging.lend(self.window));
+            let count = self.receive().await.map_err(End::inside)?;
+            let here = count.min(length - filled);
+            filled += here;
+            self.staging.filled(count - here);
+        }
+        Ok(buffer)
+    }
+
+    /// Receives into the staging memory.
+    async fn fill(&mut self) -> Result<(), End> {
+        let partial = !self.staging.bytes().is_empty();
+        self.list.push(self.staging.lend(self.window));
+        self.taken = 0;
+        let count = self.receive().await;
+        let count = if partial { count.map_err(End::inside)? } else { count? };
+        self.staging.filled(count);
+        Ok(())
+    }
+
+    /// Receives at least one byte into the list, which is empty afterwards.
+    async fn receive(&mut self) -> Result<usize, End> {
+        let list = std::mem::take(&mut self.list);
+        let mut receive = pin!(self.link.stream.receive(list));
+        let received = poll_fn(|context| match self.leave.is_asked(context) {
+            true => Poll::Ready(None),
+            false => receive.as_mut().poll(context).map(Some),
+        });
+        let (result, list) = received.await.ok_or(End::Drained)?;
+        self.list = list;
+        self.list.clear();
+        match result? {
+            0 => Err(End::Closed),
+            count => Ok(count),
+        }
+    }
+}
+
+impl End {
+    /// What an end means while a request is incomplete.
+    fn inside(self) -> Self {
+        match self {
+            Self::Closed => Self::Truncated,
+            other => other,
+        }
+    }
+}
+
+/// Lets every other task that is ready run first.
+async fn yield_now() {
+    let mut yielded = false;
+    poll_fn(|context| {
+        if std::mem::replace(&mut yielded, true) {
+            return Poll::Ready(());
+        }
+        context.waker().wake_by_ref();
+        Poll::Pending
+    })
+    .await;
+}

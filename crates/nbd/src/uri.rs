@@ -1,0 +1,253 @@
+//! NBD URIs (`doc/uri.md` of the reference implementation): where an export is.
+//!
+//! `nbd://HOST:PORT/NAME` over TCP and `nbd+unix:///NAME?socket=PATH` over a Unix socket. What a URI
+//! says and this server cannot keep (encryption above all) is an error, never ignored.
+
+use std::ffi::OsString;
+use std::fmt;
+use std::os::unix::ffi::{OsStrExt, OsStringExt};
+use std::path::PathBuf;
+use std::str::FromStr;
+
+use percent_encoding::{AsciiSet, NON_ALPHANUMERIC, percent_decode_str, percent_encode};
+use url::Url;
+
+use crate::proto::{DEFAULT_PORT, MAX_STRING};
+
+/// What stands for itself in a path or a query value: unreserved characters (RFC 3986, section
+/// 2.3) and the slash.
+const ENCODED: &AsciiSet =
+    &NON_ALPHANUMERIC.remove(b'-').remove(b'.').remove(b'_').remove(b'~').remove(b'/');
+
+/// An export and the address of its server.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct NbdUri {
+    /// The server.
+    pub address: Address,
+    /// The name of the export; empty for the default one.
+    pub export: String,
+}
+
+/// Where a server listens.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Address {
+    /// TCP.
+    Tcp {
+        /// A name or an address, without brackets.
+        host: String,
+        /// The port.
+        port: u16,
+    },
+    /// A Unix socket with this path.
+    Unix(PathBuf),
+}
+
+/// Why a text is no URI that can be used here.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{uri}: {reason}")]
+pub struct UriError {
+    uri: String,
+    reason: String,
+}
+
+impl NbdUri {
+    fn parse(text: &str) -> Result<Self, String> {
+        // The parser drops such characters quietly.
+        if text.contains(|c: char| c.is_ascii_control() || c.is_ascii_whitespace()) {
+            return Err("a URI has no blanks; write them as %20".into());
+        }
+        let url = Url::parse(text).map_err(|error| format!("not a URI: {error}"))?;
+        let transport = match url.scheme() {
+            "nbd" => tcp,
+            "nbd+unix" => unix,
+            "nbds" | "nbds+unix" => return Err("TLS is not available; use nbd or nbd+unix".into()),
+            _ => return Err("not an NBD URI; it starts with nbd:// or nbd+unix://".into()),
+        };
+        let rest = text[url.scheme().len()..].strip_prefix("://");
+        let rest = rest.ok_or("an NBD URI starts with nbd:// or nbd+unix://")?;
+        if !url.username().is_empty() || url.password().is_some() {
+            return Err("a user name is only for TLS, which is not available".into());
+        }
+        if url.fragment().is_some() {
+            return Err("a fragment (#) means nothing here; write # as %23".into());
+        }
+        Ok(Self { address: transport(&url, socket(&url)?)?, export: export(rest)? })
+    }
+}
+
+fn tcp(url: &Url, socket: Option<PathBuf>) -> Result<Address, String> {
+    if socket.is_some() {
+        return Err("a socket path needs nbd+unix://".into());
+    }
+    let host = match url.host() {
+        None => return Err("the host is missing; nbd://localhost/ is this machine".into()),
+        Some(url::Host::Ipv6(address)) => address.to_string(),
+        Some(host) => percent_decode_str(&host.to_string())
+            .decode_utf8()
+            .map_err(|_| "the host is not UTF-8")?
+            .into_owned(),
+    };
+    Ok(Address::Tcp { host, port: url.port().unwrap_or(DEFAULT_PORT) })
+}
+
+fn unix(url: &Url, socket: Option<PathBuf>) -> Result<Address, String> {
+    if url.has_host() && url.host_str() != Some("") {
+        return Err("a Unix socket has no host; write nbd+unix:///NAME?socket=PATH".into());
+    }
+    let path = socket.ok_or("the socket is missing; write nbd+unix:///NAME?socket=PATH")?;
+    if path.as_os_str().is_empty() {
+        return Err("the path of the socket is empty".into());
+    }
+    if path.as_os_str().as_bytes().contains(&0) {
+        return Err("the path of a socket cannot contain NUL (abstract sockets)".into());
+    }
+    Ok(Address::Unix(path))
+}
+
+/// The query parameter `socket`, the only one there may be.
+fn socket(url: &Url) -> Result<Option<PathBuf>, String> {
+    let mut socket = None;
+    for parameter in url.query().unwrap_or("").split('&').filter(|one| !one.is_empty()) {
+        let (key, value) = parameter.split_once('=').unwrap_or((parameter, ""));
+        match key {
+            "socket" if socket.is_none() => {
+                let bytes = percent_decode_str(value).collect();
+                socket = Some(PathBuf::from(OsString::from_vec(bytes)));
+            }
+            "socket" => return Err("the parameter socket is given twice".into()),
+            _ if key.starts_with("tls-") => {
+                return Err(format!("the parameter {key} needs TLS, which is not available"));
+            }
+            _ => return Err(format!("the parameter {key} is unknown")),
+        }
+    }
+    Ok(socket)
+}
+
+/// The name in what follows `://`. Taken from the text itself, because the parser resolves `.` and
+/// `..`, which mean nothing special in the name of an export.
+fn export(rest: &str) -> Result<String, String> {
+    let path = &rest[rest.find(['/', '?', '#']).unwrap_or(rest.len())..];
+    let path = &path[..path.find(['?', '#']).unwrap_or(path.len())];
+    let path = path.strip_prefix('/').unwrap_or(path);
+    let name = percent_decode_str(path).decode_utf8();
+    let name = name.map_err(|_| "the name of the export is not UTF-8")?.into_owned();
+    if name.contains('\0') {
+        return Err("the name of the export contains NUL".into());
+    }
+    if name.len() > MAX_STRING {
+        return Err(format!("the name of the export is longer than {MAX_STRING} bytes"));
+    }
+    Ok(name)
+}
+
+impl FromStr for NbdUri {
+    type Err = UriError;
+
+    fn from_str(text: &str) -> Result<Self, UriError> {
+        Self::parse(text).map_err(|reason| UriError { uri: text.into(), reason })
+    }
+}
+
+impl fmt::Display for NbdUri {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let export = percent_encode(self.export.as_bytes(), ENCODED);
+        match &self.address {
+            Address::Tcp { host, port } => {
+                if host.contains(':') {
+                    write!(f, "nbd://[{host}]")?;
+                } else {
+                    write!(f, "nbd://{}", percent_encode(host.as_bytes(), ENCODED))?;
+                }
+                if *port != DEFAULT_PORT {
+                    write!(f, ":{port}")?;
+                }
+                write!(f, "/{export}")
+            }
+            Address::Unix(path) => {
+                let path = percent_encode(path.as_os_str().as_bytes(), ENCODED);
+                write!(f, "nbd+unix:///{export}?socket={path}")
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn tcp_uri(host: &str, port: u16, export: &str) -> NbdUri {
+        let address = Address::Tcp { host: host.into(), port };
+        NbdUri { address, export: export.into() }
+    }
+
+    fn unix_uri(path: &str, export: &str) -> NbdUri {
+        NbdUri { address: Address::Unix(path.into()), export: export.into() }
+    }
+
+    #[test]
+    fn the_examples_of_the_standard_are_understood() {
+        for (text, uri) in [
+            ("nbd://example.com:10810/export", tcp_uri("example.com", 10810, "export")),
+            ("nbd+unix:///export?socket=nbd.sock", unix_uri("nbd.sock", "export")),
+            ("nbd://example.com/disk", tcp_uri("example.com", 10809, "disk")),
+            ("nbd+unix:///disk?socket=sock", unix_uri("sock", "disk")),
+            ("nbd+unix://?socket=sock", unix_uri("sock", "")),
+            ("nbd://example.com/", tcp_uri("example.com", 10809, "")),
+            ("nbd://example.com", tcp_uri("example.com", 10809, "")),
+            ("nbd://example.com//disk", tcp_uri("example.com", 10809, "/disk")),
+            ("nbd://example.com/hello%20world", tcp_uri("example.com", 10809, "hello world")),
+            ("nbd://example.com/a/../b", tcp_uri("example.com", 10809, "a/../b")),
+            ("nbd://[::1]:7/x", tcp_uri("::1", 7, "x")),
+            ("nbd://127.0.0.1", tcp_uri("127.0.0.1", 10809, "")),
+            ("nbd+unix:///?socket=/tmp/a+b%20c", unix_uri("/tmp/a+b c", "")),
+        ] {
+            assert_eq!(text.parse(), Ok(uri), "{text}");
+        }
+    }
+
+    #[test]
+    fn what_cannot_be_kept_is_refused_with_its_reason() {
+        for (text, reason) in [
+            ("nbds://example.com/", "TLS is not available"),
+            ("nbds+unix:///?socket=s", "TLS is not available"),
+            ("nbd+unix:///?socket=s&tls-type=x509", "needs TLS"),
+            ("nbd://me@example.com/", "only for TLS"),
+            ("nbd+unix:///disk", "the socket is missing"),
+            ("nbd+unix:///disk?socket=", "is empty"),
+            ("nbd+unix:///?socket=%00abstract", "NUL"),
+            ("nbd+unix://host/disk?socket=s", "has no host"),
+            ("nbd+unix:///?socket=a&socket=b", "given twice"),
+            ("nbd://example.com/?socket=s", "needs nbd+unix"),
+            ("nbd://example.com/?color=red", "color is unknown"),
+            ("nbd://example.com/x#y", "fragment"),
+            ("nbd://example.com/%ff", "not UTF-8"),
+            ("nbd://example.com/a%00b", "NUL"),
+            ("nbd:///disk", "the host is missing"),
+            ("nbd:disk", "starts with nbd://"),
+            ("http://example.com/", "not an NBD URI"),
+            ("disk.img", "not a URI"),
+            ("nbd://example.com/a b", "no blanks"),
+            ("nbd://example.com:99999/", "not a URI"),
+        ] {
+            let error = text.parse::<NbdUri>().expect_err(text).to_string();
+            assert!(error.starts_with(text) && error.contains(reason), "{error}");
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn what_is_printed_is_read_back(
+            export in "[^\0]{0,40}",
+            path in "[^\0]{1,40}",
+            host in prop_oneof!["[a-z][a-z0-9.-]{0,20}", Just("::1".to_string())],
+            port in 1u16..,
+        ) {
+            for uri in [tcp_uri(&host, port, &export), unix_uri(&path, &export)] {
+                prop_assert_eq!(uri.to_string().parse(), Ok(uri));
+            }
+        }
+    }
+}

@@ -1,0 +1,91 @@
+//! What a simulated disk can do and how long it takes.
+
+use std::ops::RangeInclusive;
+use std::time::Duration;
+
+use blockhouse_core::{Alignment, Fua, WriteCache};
+use fastrand::Rng;
+
+/// The properties of a simulated disk.
+#[derive(Clone, Debug)]
+pub struct Config {
+    /// How single writes are made durable.
+    pub fua: Fua,
+    /// Whether completed writes may be lost in a crash.
+    pub write_cache: WriteCache,
+    /// What operations must be aligned to. One that is not makes the simulation panic.
+    pub alignment: Alignment,
+    /// How zero writes without data go.
+    pub write_zeroes: Support,
+    /// How discards go.
+    pub discard: Support,
+    /// How long operations take.
+    pub latency: Latency,
+}
+
+/// Whether the disk has an operation.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Support {
+    /// It has.
+    Yes,
+    /// It has not, and says so.
+    No,
+    /// It says that it has until it is asked the first time.
+    RefusesOnUse,
+}
+
+/// How long operations take, in microseconds of virtual time.
+#[derive(Clone, Debug)]
+pub struct Latency {
+    /// A read or a write.
+    pub data: RangeInclusive<u64>,
+    /// A flush, and what a durable write takes on top.
+    pub flush: RangeInclusive<u64>,
+}
+
+impl Latency {
+    /// Always the same: operations end in the order in which they started.
+    pub fn fixed(data: u64, flush: u64) -> Self {
+        Self { data: data..=data, flush: flush..=flush }
+    }
+
+    pub(crate) fn of_data(&self, random: &mut Rng) -> Duration {
+        Duration::from_micros(random.u64(self.data.clone()))
+    }
+
+    pub(crate) fn of_flush(&self, random: &mut Rng) -> Duration {
+        Duration::from_micros(random.u64(self.flush.clone()))
+    }
+}
+
+impl Default for Config {
+    /// A disk that can do everything, demands no alignment and ends operations in any order.
+    fn default() -> Self {
+        Self {
+            fua: Fua::Native,
+            write_cache: WriteCache::Volatile,
+            alignment: Alignment::BYTE,
+            write_zeroes: Support::Yes,
+            discard: Support::Yes,
+            latency: Latency { data: 10..=100, flush: 50..=500 },
+        }
+    }
+}
+
+impl Config {
+    /// Any disk.
+    pub fn random(random: &mut Rng) -> Self {
+        let block = [1, 512, 4096][random.usize(..3)];
+        let support = |random: &mut Rng| {
+            [Support::Yes, Support::No, Support::RefusesOnUse][random.usize(..3)]
+        };
+        Self {
+            fua: if random.bool() { Fua::Native } else { Fua::Emulated },
+            write_cache: if random.u8(..8) == 0 { WriteCache::None } else { WriteCache::Volatile },
+            alignment: Alignment { offset: block, memory: block.min(512) },
+            write_zeroes: support(random),
+            discard: support(random),
+            latency: Latency { data: 1..=100, flush: 1..=300 },
+        }
+    }
+}

@@ -1,0 +1,249 @@
+//! A small executor whose every choice comes from one seed.
+//!
+//! Which of the ready tasks is polled next, and whether a due event comes before it, is chosen at
+//! random; so a run explores one interleaving and the seed alone replays it.
+
+use std::cell::RefCell;
+use std::future::Future;
+use std::pin::Pin;
+use std::rc::Rc;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::task::{Context, Wake, Waker};
+use std::time::Duration;
+
+use fastrand::Rng;
+use parking_lot::Mutex;
+use slab::Slab;
+
+use crate::clock::{Clock, Signal};
+
+/// One simulation: its tasks, its clock, its dice. Clones are the same simulation.
+#[derive(Clone)]
+pub struct Sim(Rc<Inner>);
+
+struct Inner {
+    clock: Clock,
+    random: RefCell<Rng>,
+    tasks: RefCell<Slab<TaskState>>,
+    ready: ReadyList,
+}
+
+struct TaskState {
+    /// Absent while the task is being polled.
+    future: Option<Pin<Box<dyn Future<Output = ()>>>>,
+    bell: Arc<Bell>,
+}
+
+type ReadyList = Arc<Mutex<Vec<Arc<Bell>>>>;
+
+/// Puts its task on the list of ready ones, once.
+struct Bell {
+    task: usize,
+    rung: AtomicBool,
+    ready: ReadyList,
+}
+
+impl Wake for Bell {
+    fn wake(self: Arc<Self>) {
+        if !self.rung.swap(true, Ordering::AcqRel) {
+            let ready = Arc::clone(&self.ready);
+            ready.lock().push(self);
+        }
+    }
+}
+
+impl Sim {
+    /// A simulation that `seed` decides.
+    pub fn new(seed: u64) -> Self {
+        let mut random = Rng::with_seed(seed);
+        Self(Rc::new(Inner {
+            clock: Clock::new(random.fork()),
+            random: RefCell::new(random),
+            tasks: RefCell::default(),
+            ready: ReadyList::default(),
+        }))
+    }
+
+    /// The simulation's clock.
+    pub fn clock(&self) -> &Clock {
+        &self.0.clock
+    }
+
+    /// Dice of their own for a part of the simulation, so that it does not disturb the others.
+    pub fn fork_random(&self) -> Rng {
+        self.0.random.borrow_mut().fork()
+    }
+
+    /// Resolves after `delay` of virtual time.
+    pub async fn sleep(&self, delay: Duration) {
+        self.0.clock.sleep(delay).await;
+    }
+
+    /// Starts a task. It goes on when the handle is dropped.
+    pub fn spawn<T: 'static>(&self, future: impl Future<Output = T> + 'static) -> Task<T> {
+        let output = Signal::new();
+        let result = output.clone();
+        let future = Box::pin(async move { result.set(future.await) });
+        let mut tasks = self.0.tasks.borrow_mut();
+        let place = tasks.vacant_entry();
+        let (rung, ready) = (AtomicBool::new(false), Arc::clone(&self.0.ready));
+        let bell = Arc::new(Bell { task: place.key(), rung, ready });
+        place.insert(TaskState { future: Some(future), bell: Arc::clone(&bell) });
+        drop(tasks);
+        Arc::clone(&bell).wake();
+        Task { sim: self.clone(), bell, output }
+    }
+
+    /// Polls one ready task or lets the next event happen; `false` when there is neither.
+    pub fn step(&self) -> bool {
+        let bell = {
+            let mut ready = self.0.ready.lock();
+            let mut random = self.0.random.borrow_mut();
+            if ready.is_empty() || (self.0.clock.is_due() && random.bool()) {
+                None
+            } else {
+                let chosen = random.usize(..ready.len());
+                Some(ready.swap_remove(chosen))
+            }
+        };
+        match bell {
+            Some(bell) => self.poll(&bell),
+            None => match self.0.clock.advance() {
+                Some(action) => action(),
+                None => return false,
+            },
+        }
+        true
+    }
+
+    /// Runs until no task is ready and no event is left.
+    pub fn run(&self) {
+        while self.step() {}
+    }
+
+    /// Runs until `future` is ready; other tasks and events stay where they are then.
+    ///
+    /// # Panics
+    /// When nothing can happen any more and the future still waits.
+    pub fn block_on<T: 'static>(&self, future: impl Future<Output = T> + 'static) -> T {
+        let task = self.spawn(future);
+        loop {
+            if let Some(output) = task.output.take() {
+                return output;
+            }
+            assert!(self.step(), "deadlock: the task waits and nothing is left to happen");
+        }
+    }
+
+    fn poll(&self, bell: &Arc<Bell>) {
+        bell.rung.store(false, Ordering::Release);
+        let future = match self.0.tasks.borrow_mut().get_mut(bell.task) {
+            Some(state) if Arc::ptr_eq(&state.bell, bell) => state.future.take(),
+            _ => None,
+        };
+        let Some(mut future) = future else { return };
+        let waker = Waker::from(Arc::clone(bell));
+        let is_ready = future.as_mut().poll(&mut Context::from_waker(&waker)).is_ready();
+        // The future is dropped after this borrow ends: it may have handles of other tasks in it.
+        let mut tasks = self.0.tasks.borrow_mut();
+        if is_ready {
+            tasks.remove(bell.task);
+        } else if let Some(state) = tasks.get_mut(bell.task) {
+            state.future = Some(future);
+        }
+    }
+}
+
+/// A spawned task. A future of its output.
+pub struct Task<T> {
+    sim: Sim,
+    bell: Arc<Bell>,
+    output: Signal<T>,
+}
+
+impl<T> Task<T> {
+    /// Waits for the end of the task.
+    pub async fn join(self) -> T {
+        self.output.wait().await
+    }
+
+    /// The output, once, if the task has ended.
+    pub fn output(&self) -> Option<T> {
+        self.output.take()
+    }
+
+    /// Drops the task's future where it stands. Not to be called by the task itself.
+    pub fn cancel(self) {
+        let id = self.bell.task;
+        let mut tasks = self.sim.0.tasks.borrow_mut();
+        let is_ours = tasks.get(id).is_some_and(|state| Arc::ptr_eq(&state.bell, &self.bell));
+        let state = is_ours.then(|| tasks.remove(id));
+        // Dropping a future runs code that may spawn or wake: not while the tasks are borrowed.
+        drop(tasks);
+        drop(state);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const MS: Duration = Duration::from_millis(1);
+
+    /// The order in which four tasks that sleep equally long come to their end.
+    fn order(seed: u64) -> Vec<u32> {
+        let sim = Sim::new(seed);
+        let ended = Rc::new(RefCell::new(Vec::new()));
+        for id in 0..4 {
+            let (sim, ended) = (sim.clone(), Rc::clone(&ended));
+            sim.clone().spawn(async move {
+                sim.sleep(MS).await;
+                ended.borrow_mut().push(id);
+            });
+        }
+        sim.run();
+        ended.take()
+    }
+
+    #[test]
+    fn a_seed_replays_and_seeds_differ() {
+        assert_eq!(order(7), order(7));
+        let different: std::collections::HashSet<_> = (0..100).map(order).collect();
+        assert!(different.len() > 15, "of 24 orders only {} were seen", different.len());
+    }
+
+    #[test]
+    fn time_jumps_to_the_next_event() {
+        let sim = Sim::new(0);
+        let clock = sim.clock().clone();
+        let now = sim.block_on(async move {
+            clock.sleep(MS * 1000).await;
+            clock.sleep(MS).await;
+            clock.now()
+        });
+        assert_eq!(now, MS * 1001);
+    }
+
+    #[test]
+    fn a_cancelled_task_is_dropped_at_once() {
+        let sim = Sim::new(0);
+        let alive = Rc::new(());
+        let (held, clock) = (Rc::clone(&alive), sim.clock().clone());
+        let task = sim.spawn(async move {
+            clock.sleep(MS).await;
+            drop(held);
+        });
+        assert!(sim.step());
+        assert_eq!(Rc::strong_count(&alive), 2);
+        task.cancel();
+        assert_eq!(Rc::strong_count(&alive), 1);
+        sim.run();
+    }
+
+    #[test]
+    #[should_panic(expected = "deadlock")]
+    fn waiting_for_nothing_is_noticed() {
+        Sim::new(0).block_on(std::future::pending::<()>());
+    }
+}

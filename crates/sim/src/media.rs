@@ -1,0 +1,338 @@
+//! What a disk with a volatile cache holds: the bytes that reads see, the bytes that are stable, and
+//! every version of a sector in between.
+//!
+//! A sector of 512 bytes is the unit that a crash keeps or drops as a whole. Until a flush covers
+//! them, all versions written since the last stable one may be what a crash leaves behind: devices
+//! write their caches back in any order and at any time.
+
+use blockhouse_core::ByteRange;
+use fastrand::Rng;
+
+/// What a crash does not tear, in bytes.
+pub(crate) const SECTOR: usize = 512;
+
+pub(crate) struct Media {
+    size: u64,
+    stable_size: u64,
+    /// Both are whole sectors.
+    visible: Vec<u8>,
+    stable: Vec<u8>,
+    sectors: Vec<Sector>,
+    /// Counts versions, so that a flush does not replace something newer.
+    stamps: u64,
+}
+
+#[derive(Clone, Default)]
+struct Sector {
+    stable_stamp: u64,
+    /// Not stable yet, oldest first.
+    versions: Vec<Version>,
+}
+
+#[derive(Clone)]
+struct Version {
+    stamp: u64,
+    write: u64,
+    bytes: [u8; SECTOR],
+}
+
+/// What a flush found in the cache when it began: sectors and their newest versions.
+pub(crate) struct Snapshot {
+    versions: Vec<(usize, u64)>,
+    size: u64,
+}
+
+/// A write on its way, for crashes in the middle of it.
+pub(crate) struct Underway<'a> {
+    pub(crate) write: u64,
+    pub(crate) offset: u64,
+    pub(crate) bytes: &'a [u8],
+}
+
+impl Media {
+    /// A medium whose stable content is `content`.
+    pub(crate) fn new(mut content: Vec<u8>) -> Self {
+        let size = content.len() as u64;
+        content.resize(content.len().next_multiple_of(SECTOR), 0);
+        let sectors = vec![Sector::default(); content.len() / SECTOR];
+        let visible = content.clone();
+        Self { size, stable_size: size, visible, stable: content, sectors, stamps: 0 }
+    }
+
+    pub(crate) fn size(&self) -> u64 {
+        self.size
+    }
+
+    /// What reads see; zeros past the end.
+    pub(crate) fn read(&self, offset: u64, into: &mut [u8]) {
+        let start = (offset as usize).min(self.visible.len());
+        let count = into.len().min(self.visible.len() - start);
+        into[..count].copy_from_slice(&self.visible[start..start + count]);
+        into[count..].fill(0);
+    }
+
+    /// Stores `bytes` in the cache.
+    pub(crate) fn write(&mut self, write: u64, offset: u64, bytes: &[u8]) {
+        let end = offset + bytes.len() as u64;
+        if end > self.size {
+            self.set_size(end);
+        }
+        self.visible[offset as usize..end as usize].copy_from_slice(bytes);
+        for sector in sectors_of(offset, bytes.len()) {
+            self.stamps += 1;
+            let bytes = *sector_bytes(&self.visible, sector);
+            let version = Version { stamp: self.stamps, write, bytes };
+            self.sectors[sector].versions.push(version);
+        }
+    }
+
+    /// Stores only some of the sectors of a write, as one that fails may do.
+    pub(crate) fn write_torn(&mut self, write: u64, offset: u64, bytes: &[u8], random: &mut Rng) {
+        for sector in sectors_of(offset, bytes.len()) {
+            let start = (sector * SECTOR).max(offset as usize);
+            let end = ((sector + 1) * SECTOR).min(offset as usize + bytes.len());
+            if random.bool() {
+                let part = &bytes[start - offset as usize..end - offset as usize];
+                self.write(write, start as u64, part);
+            }
+        }
+    }
+
+    /// The sectors of the range are stable as reads see them.
+    pub(crate) fn make_stable(&mut self, range: ByteRange) {
+        for sector in sectors_of(range.offset(), range.length() as usize) {
+            let bytes = *sector_bytes(&self.visible, sector);
+            self.stable[sector * SECTOR..][..SECTOR].copy_from_slice(&bytes);
+            self.stamps += 1;
+            self.sectors[sector] = Sector { stable_stamp: self.stamps, versions: Vec::new() };
+        }
+        self.stable_size = self.stable_size.max(range.end().min(self.size));
+    }
+
+    pub(crate) fn set_size(&mut self, size: u64) {
+        let length = (size as usize).next_multiple_of(SECTOR);
+        let kept = (size as usize).min(self.visible.len());
+        self.visible[kept..].fill(0);
+        self.visible.resize(length, 0);
+        self.stable.resize(length, 0);
+        self.sectors.resize(length / SECTOR, Sector::default());
+        self.size = size;
+    }
+
+    /// What a flush that begins now has to make stable.
+    pub(crate) fn snapshot(&self) -> Snapshot {
+        self.snapshot_of(0..self.sectors.len())
+    }
+
+    fn snapshot_of(&self, sectors: std::ops::Range<usize>) -> Snapshot {
+        let newest = |sector: usize| Some((sector, self.sectors[sector].versions.last()?.stamp));
+        Snapshot { versions: sectors.filter_map(newest).collect(), size: self.size }
+    }
+
+    /// The flush succeeded; `with_size` when the size became stable, too.
+    pub(crate) fn settle(&mut self, snapshot: &Snapshot, with_size: bool) {
+        for &(sector, stamp) in &snapshot.versions {
+            let versions = &mut self.sectors[sector].versions;
+            if let Some(found) = versions.iter().position(|version| version.stamp == stamp) {
+                let version = versions.drain(..=found).next_back().expect("the one found");
+                self.keep(sector, &version);
+            }
+        }
+        if with_size {
+            self.stable_size = snapshot.size;
+        }
+    }
+
+    /// The flush failed: what it covered counts as clean from now on although only chance knows
+    /// which of it is stable. Reads go on to see it. That is what Linux does to its page cache.
+    pub(crate) fn lose(&mut self, snapshot: &Snapshot, random: &mut Rng) {
+        for &(sector, stamp) in &snapshot.versions {
+            let versions = &mut self.sectors[sector].versions;
+            let count = versions.iter().take_while(|version| version.stamp <= stamp).count();
+            let lost: Vec<_> = versions.drain(..count).collect();
+            let kept = random.usize(..=lost.len());
+            if let Some(version) = lost.get(kept) {
+                self.keep(sector, version);
+            }
+        }
+    }
+
+    /// As [`lose`](Self::lose), for a durable write that failed: its sectors only.
+    pub(crate) fn lose_range(&mut self, range: ByteRange, random: &mut Rng) {
+        let snapshot = self.snapshot_of(sectors_of(range.offset(), range.length() as usize));
+        self.lose(&snapshot, random);
+    }
+
+    fn keep(&mut self, sector: usize, version: &Version) {
+        if version.stamp > self.sectors[sector].stable_stamp {
+            self.sectors[sector].stable_stamp = version.stamp;
+            self.stable[sector * SECTOR..][..SECTOR].copy_from_slice(&version.bytes);
+        }
+    }
+
+    /// What a crash at this moment might leave behind: each sector is the stable one, any version
+    /// in the cache, or one that a write underway would make.
+    pub(crate) fn crash(&self, underway: &[Underway<'_>], random: &mut Rng) -> Vec<u8> {
+        let fate = Fate::roll(random);
+        let mut image = self.stable.clone();
+        for (index, sector) in self.sectors.iter().enumerate() {
+            let mut candidates: Vec<(u64, [u8; SECTOR])> =
+                sector.versions.iter().map(|version| (version.write, version.bytes)).collect();
+            for write in underway {
+                candidates.extend(self.overlay(index, write).map(|bytes| (write.write, bytes)));
+            }
+            if let Some(bytes) = fate.choose(&candidates, random) {
+                image[index * SECTOR..][..SECTOR].copy_from_slice(bytes);
+            }
+        }
+        let size = if random.bool() { self.size } else { self.stable_size };
+        image.resize(size as usize, 0);
+        image
+    }
+
+    /// The sector as a write underway would make it, if it touches it.
+    fn overlay(&self, sector: usize, write: &Underway<'_>) -> Option<[u8; SECTOR]> {
+        let start = sector * SECTOR;
+        let from = (write.offset as usize).max(start);
+        let to = (write.offset as usize + write.bytes.len()).min(start + SECTOR);
+        if from >= to {
+            return None;
+        }
+        let mut bytes = if start < self.visible.len() {
+            *sector_bytes(&self.visible, sector)
+        } else {
+            [0; SECTOR]
+        };
+        let source = &write.bytes[from - write.offset as usize..to - write.offset as usize];
+        bytes[from - start..to - start].copy_from_slice(source);
+        Some(bytes)
+    }
+}
+
+/// How a crash treats what is not stable.
+enum Fate {
+    /// All of it is lost.
+    Nothing,
+    /// The newest of everything is kept.
+    Everything,
+    /// Whole writes are kept or lost.
+    Writes(u64),
+    /// Every sector on its own.
+    Sectors,
+}
+
+impl Fate {
+    fn roll(random: &mut Rng) -> Self {
+        match random.u8(..8) {
+            0 => Self::Nothing,
+            1 => Self::Everything,
+            2..5 => Self::Writes(random.u64(..)),
+            _ => Self::Sectors,
+        }
+    }
+
+    fn choose<'a>(
+        &self,
+        candidates: &'a [(u64, [u8; SECTOR])],
+        random: &mut Rng,
+    ) -> Option<&'a [u8; SECTOR]> {
+        let chosen = match self {
+            Self::Nothing => None,
+            Self::Everything => candidates.last(),
+            Self::Writes(salt) => {
+                let is_kept = |write: u64| Rng::with_seed(salt ^ write).bool();
+                candidates.iter().rev().find(|(write, _)| is_kept(*write))
+            }
+            Self::Sectors => candidates.get(random.usize(..=candidates.len())),
+        };
+        chosen.map(|(_, bytes)| bytes)
+    }
+}
+
+fn sectors_of(offset: u64, length: usize) -> std::ops::Range<usize> {
+    let end = offset as usize + length;
+    offset as usize / SECTOR..end.div_ceil(SECTOR)
+}
+
+fn sector_bytes(bytes: &[u8], sector: usize) -> &[u8; SECTOR] {
+    bytes[sector * SECTOR..][..SECTOR].try_into().expect("a whole sector")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn sector(byte: u8) -> Vec<u8> {
+        vec![byte; SECTOR]
+    }
+
+    /// The first bytes that crashes leave behind in the first sector, over many dice.
+    fn survivors(media: &Media, underway: &[Underway<'_>]) -> Vec<u8> {
+        let seen: std::collections::BTreeSet<u8> =
+            (0..200).map(|seed| media.crash(underway, &mut Rng::with_seed(seed))[0]).collect();
+        seen.into_iter().collect()
+    }
+
+    #[test]
+    fn every_version_since_the_stable_one_may_survive() {
+        let mut media = Media::new(sector(0));
+        media.write(1, 0, &sector(1));
+        media.write(2, 0, &sector(2));
+        assert_eq!(survivors(&media, &[]), [0, 1, 2]);
+        let bytes = sector(3);
+        let underway = [Underway { write: 3, offset: 0, bytes: &bytes }];
+        assert_eq!(survivors(&media, &underway), [0, 1, 2, 3]);
+    }
+
+    #[test]
+    fn a_flush_covers_what_was_written_before_it_began() {
+        let mut media = Media::new(sector(0));
+        media.write(1, 0, &sector(1));
+        let snapshot = media.snapshot();
+        media.write(2, 0, &sector(2));
+        media.settle(&snapshot, false);
+        assert_eq!(survivors(&media, &[]), [1, 2]);
+    }
+
+    #[test]
+    fn a_durable_write_is_not_undone_by_an_older_flush() {
+        let mut media = Media::new(sector(0));
+        media.write(1, 0, &sector(1));
+        let snapshot = media.snapshot();
+        media.write(2, 0, &sector(2));
+        media.make_stable(ByteRange::between(0, 512));
+        media.settle(&snapshot, false);
+        assert_eq!(survivors(&media, &[]), [2]);
+    }
+
+    #[test]
+    fn what_a_failed_flush_covered_is_gone_for_the_next_one() {
+        let outcomes: std::collections::BTreeSet<u8> = (0..50)
+            .map(|seed| {
+                let mut media = Media::new(sector(0));
+                media.write(1, 0, &sector(1));
+                let snapshot = media.snapshot();
+                media.lose(&snapshot, &mut Rng::with_seed(seed));
+                media.settle(&media.snapshot(), false);
+                let mut seen = [0];
+                media.read(0, &mut seen);
+                assert_eq!(seen, [1], "reads go on to see it");
+                media.crash(&[], &mut Rng::with_seed(seed))[0]
+            })
+            .collect();
+        assert_eq!(outcomes.into_iter().collect::<Vec<_>>(), [0, 1]);
+    }
+
+    #[test]
+    fn a_new_size_survives_only_a_full_flush() {
+        let mut media = Media::new(sector(0));
+        media.set_size(1024);
+        media.settle(&media.snapshot(), false);
+        let sizes = |media: &Media| -> std::collections::BTreeSet<usize> {
+            (0..50).map(|seed| media.crash(&[], &mut Rng::with_seed(seed)).len()).collect()
+        };
+        assert_eq!(sizes(&media), [512, 1024].into());
+        media.settle(&media.snapshot(), true);
+        assert_eq!(sizes(&media), [1024].into());
+    }
+}

@@ -1,0 +1,83 @@
+//! What was asked of a simulated disk, for tests that count system calls.
+
+use blockhouse_core::{ByteRange, Durability, Sync, Unmap};
+
+/// One operation, as it was started.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Operation {
+    /// A read.
+    Read(ByteRange),
+    /// A write and the durability that travelled with it.
+    Write(ByteRange, Durability),
+    /// A zero write without data.
+    WriteZeroes(ByteRange, Unmap),
+    /// A discard.
+    Discard(ByteRange),
+    /// A flush.
+    Flush(Sync),
+    /// A change of size.
+    Resize(u64),
+    /// A question for holes.
+    Status(ByteRange),
+    /// A hint to read ahead.
+    Prefetch(ByteRange),
+}
+
+/// The kinds of operations, for faults.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum OperationKind {
+    /// [`Operation::Read`]
+    Read,
+    /// [`Operation::Write`] without durability
+    Write,
+    /// [`Operation::Write`] with durability
+    DurableWrite,
+    /// [`Operation::WriteZeroes`]
+    WriteZeroes,
+    /// [`Operation::Discard`]
+    Discard,
+    /// [`Operation::Flush`]
+    Flush,
+    /// [`Operation::Resize`]
+    Resize,
+    /// [`Operation::Status`]
+    Status,
+    /// [`Operation::Prefetch`]
+    Prefetch,
+}
+
+impl Operation {
+    /// What kind it is.
+    pub fn kind(&self) -> OperationKind {
+        match self {
+            Self::Read(_) => OperationKind::Read,
+            Self::Write(_, Durability::None) => OperationKind::Write,
+            Self::Write(..) => OperationKind::DurableWrite,
+            Self::WriteZeroes(..) => OperationKind::WriteZeroes,
+            Self::Discard(_) => OperationKind::Discard,
+            Self::Flush(_) => OperationKind::Flush,
+            Self::Resize(_) => OperationKind::Resize,
+            Self::Status(_) => OperationKind::Status,
+            Self::Prefetch(_) => OperationKind::Prefetch,
+        }
+    }
+
+    /// The bytes it speaks of, if it does.
+    pub fn range(&self) -> Option<ByteRange> {
+        match *self {
+            Self::Read(range)
+            | Self::Write(range, _)
+            | Self::WriteZeroes(range, _)
+            | Self::Discard(range)
+            | Self::Status(range)
+            | Self::Prefetch(range) => Some(range),
+            Self::Flush(_) | Self::Resize(_) => None,
+        }
+    }
+
+    /// Whether its outcome says something about the stability of other bytes, so that it must not
+    /// be lost with its future.
+    pub(crate) fn is_durable(&self) -> bool {
+        matches!(self.kind(), OperationKind::DurableWrite | OperationKind::Flush)
+    }
+}

@@ -1,0 +1,108 @@
+//! The Debian packages that the tests and the comparison need, and their installation.
+//!
+//! A package counts as present when what we use of it works, so hand-built tools are as good. Nothing is
+//! installed unless we are root; everybody else gets the exact command to run.
+
+use std::path::Path;
+use std::process::{Command, Stdio};
+use std::time::Instant;
+
+use anyhow::{Result, bail};
+
+use crate::process::{find_program, run, succeeds};
+
+/// How the presence of a package shows.
+enum Probe {
+    /// All these programs are on the search path.
+    Programs(&'static [&'static str]),
+    /// The system's Python can import this module.
+    PythonModule(&'static str),
+}
+
+/// A package and how to see that it is there.
+pub struct Package {
+    name: &'static str,
+    probe: Probe,
+}
+
+const QEMU_UTILS: Package = Package {
+    name: "qemu-utils",
+    probe: Probe::Programs(&["qemu-img", "qemu-io", "qemu-nbd", "qemu-storage-daemon"]),
+};
+const NBDKIT: Package = Package { name: "nbdkit", probe: Probe::Programs(&["nbdkit"]) };
+const FIO: Package = Package { name: "fio", probe: Probe::Programs(&["fio"]) };
+
+/// What `cargo xtask test` needs.
+pub const FOR_TESTS: &[Package] = &[
+    QEMU_UTILS,
+    Package { name: "libnbd-bin", probe: Probe::Programs(&["nbdinfo", "nbdcopy"]) },
+    Package { name: "python3-libnbd", probe: Probe::PythonModule("nbd") },
+    NBDKIT,
+    FIO,
+    Package { name: "strace", probe: Probe::Programs(&["strace"]) },
+];
+
+/// What `cargo xtask compare` needs.
+pub const FOR_COMPARISON: &[Package] = &[QEMU_UTILS, NBDKIT, FIO];
+
+/// Makes sure that all `packages` are there: installs the missing ones if we are root, else fails
+/// with the command that would.
+pub fn require(packages: &[Package]) -> Result<()> {
+    let missing = missing(packages);
+    if missing.is_empty() {
+        return Ok(());
+    }
+    let names = missing.join(" ");
+    let by_hand = format!(
+        "sudo apt-get update && sudo apt-get install --yes --no-install-recommends {names}"
+    );
+    if find_program("apt-get").is_none() {
+        bail!("these Debian packages, or what your system calls them, are missing: {names}");
+    }
+    if !is_root() {
+        bail!("missing: {names}; install with: {by_hand}");
+    }
+    println!("xtask: installing {names}");
+    let started = Instant::now();
+    run(apt_get(&["update"]))?;
+    let mut install = apt_get(&["install", "--yes", "--no-install-recommends"]);
+    install.args(&missing);
+    run(install)?;
+    println!("xtask: installed in {:.1} s", started.elapsed().as_secs_f64());
+    let missing = self::missing(packages);
+    if !missing.is_empty() {
+        bail!("installed, yet not found: {}; look at the search path", missing.join(" "));
+    }
+    Ok(())
+}
+
+fn missing(packages: &[Package]) -> Vec<&'static str> {
+    packages.iter().filter(|package| !present(&package.probe)).map(|package| package.name).collect()
+}
+
+fn present(probe: &Probe) -> bool {
+    match probe {
+        Probe::Programs(programs) => programs.iter().all(|program| find_program(program).is_some()),
+        Probe::PythonModule(module) => {
+            let mut python = Command::new("/usr/bin/python3");
+            python.args(["-c", &format!("import {module}")]);
+            succeeds(python)
+        }
+    }
+}
+
+fn apt_get(args: &[&str]) -> Command {
+    let mut command = Command::new("apt-get");
+    command.args(["--quiet=2", "--option", "Dpkg::Use-Pty=0"]).args(args);
+    command.env("DEBIAN_FRONTEND", "noninteractive").stdin(Stdio::null());
+    // The list of what was unpacked helps nobody; errors come on standard error.
+    command.stdout(Stdio::null());
+    command
+}
+
+/// Whether this process runs as root.
+pub fn is_root() -> bool {
+    use std::os::unix::fs::MetadataExt;
+    // The owner of our own entry in /proc is our effective user.
+    Path::new("/proc/self").metadata().is_ok_and(|metadata| metadata.uid() == 0)
+}

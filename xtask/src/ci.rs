@@ -1,0 +1,48 @@
+//! `cargo xtask ci`: everything that must be clean before a change lands, the quick checks first.
+//!
+//! Stops at the first failure. Each step ends with a line saying how long it took.
+
+use std::time::Instant;
+
+use anyhow::{Context, Result};
+
+use crate::process::{self, cargo};
+use crate::workspace::Workspace;
+use crate::{deny, test, tidy};
+
+type Step = (&'static str, fn(&Workspace) -> Result<()>);
+
+const STEPS: &[Step] = &[
+    ("fmt", |workspace| cargo_step(workspace, "fmt --all --check", None)),
+    ("tidy", tidy::run),
+    ("clippy", |workspace| {
+        cargo_step(workspace, "clippy --workspace --all-targets --locked -- -D warnings", None)
+    }),
+    ("doc", |workspace| {
+        let flags = Some(("RUSTDOCFLAGS", "-Dwarnings"));
+        cargo_step(workspace, "doc --workspace --no-deps --locked", flags)
+    }),
+    ("deny", deny::run),
+    ("test", |workspace| test::run(workspace, &[])),
+];
+
+/// Runs all steps.
+pub fn run(workspace: &Workspace) -> Result<()> {
+    let started = Instant::now();
+    for (name, step) in STEPS {
+        let step_started = Instant::now();
+        println!("ci: {name} ...");
+        let result = step(workspace);
+        let verdict = if result.is_ok() { "ok" } else { "FAILED" };
+        println!("ci: {name} {verdict} after {:.1} s", step_started.elapsed().as_secs_f64());
+        result.with_context(|| format!("step {name}"))?;
+    }
+    println!("ci: all clean after {:.1} s", started.elapsed().as_secs_f64());
+    Ok(())
+}
+
+fn cargo_step(workspace: &Workspace, line: &str, env: Option<(&str, &str)>) -> Result<()> {
+    let mut command = cargo(line.split(' '));
+    command.current_dir(workspace.root()).envs(env);
+    process::run(command)
+}

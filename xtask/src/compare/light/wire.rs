@@ -1,0 +1,124 @@
+//! The two frames of the NBD transmission phase that the light client knows: request, simple reply.
+//!
+//! A request frame is built once per slot; only its offset (and, for a write, the stamps of its data)
+//! change from one use to the next. Layouts: NBD protocol specification, "Transmission phase".
+
+use anyhow::{Result, bail, ensure};
+
+use crate::compare::pattern;
+
+const REQUEST_MAGIC: u32 = 0x2560_9513;
+const REPLY_MAGIC: u32 = 0x6744_6698;
+const COMMAND_READ: u16 = 0;
+const COMMAND_WRITE: u16 = 1;
+const COMMAND_DISCONNECT: u16 = 2;
+const FLAG_FUA: u16 = 1;
+/// Bytes in the header of a request.
+pub const REQUEST: usize = 28;
+const OFFSET_FIELD: std::ops::Range<usize> = 16..24;
+/// Bytes in the header of a simple reply.
+pub const REPLY: usize = 16;
+
+/// What a request asks for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Operation {
+    /// Read and sometimes check the data.
+    Read,
+    /// Write with no durability asked for.
+    Write,
+    /// Write with `NBD_CMD_FLAG_FUA`.
+    DurableWrite,
+}
+
+/// A request for one slot, ready to be sent again and again.
+pub struct Frame {
+    bytes: Vec<u8>,
+}
+
+impl Frame {
+    /// A request of `length` bytes whose cookie is `slot`; writes carry data of `generation`.
+    pub fn new(operation: Operation, slot: u16, length: u32, generation: u64) -> Self {
+        let (command, flags) = match operation {
+            Operation::Read => (COMMAND_READ, 0),
+            Operation::Write => (COMMAND_WRITE, 0),
+            Operation::DurableWrite => (COMMAND_WRITE, FLAG_FUA),
+        };
+        let mut bytes = header(command, flags, slot.into(), length);
+        if operation != Operation::Read {
+            bytes.resize(REQUEST + length as usize, 0);
+            pattern::fill(&mut bytes[REQUEST..], 0, generation);
+        }
+        Self { bytes }
+    }
+
+    /// Points the request, and the data of a write, to byte `offset` of the export.
+    pub fn set_offset(&mut self, offset: u64) {
+        self.bytes[OFFSET_FIELD].copy_from_slice(&offset.to_be_bytes());
+        pattern::move_to(&mut self.bytes[REQUEST..], offset);
+    }
+
+    /// Where the request points.
+    pub fn offset(&self) -> u64 {
+        u64::from_be_bytes(field(&self.bytes, OFFSET_FIELD.start))
+    }
+
+    /// What goes to the server.
+    pub fn bytes(&self) -> &[u8] {
+        &self.bytes
+    }
+}
+
+/// The request that ends a connection.
+pub fn disconnect() -> Vec<u8> {
+    header(COMMAND_DISCONNECT, 0, 0, 0)
+}
+
+fn header(command: u16, flags: u16, cookie: u64, length: u32) -> Vec<u8> {
+    let mut bytes = REQUEST_MAGIC.to_be_bytes().to_vec();
+    bytes.extend(flags.to_be_bytes());
+    bytes.extend(command.to_be_bytes());
+    bytes.extend(cookie.to_be_bytes());
+    bytes.extend(0_u64.to_be_bytes());
+    bytes.extend(length.to_be_bytes());
+    bytes
+}
+
+/// The slot that a reply header is for.
+///
+/// # Errors
+/// The header is none, or tells an error of the server.
+pub fn parse_reply(header: &[u8; REPLY]) -> Result<u64> {
+    let magic = u32::from_be_bytes(field(header, 0));
+    let error = u32::from_be_bytes(field(header, 4));
+    ensure!(magic == REPLY_MAGIC, "reply magic {magic:#x}: the stream is out of step");
+    ensure!(error == 0, "the server answered with error {error}");
+    Ok(u64::from_be_bytes(field(header, 8)))
+}
+
+/// A reply that tells success to the request with `cookie`.
+pub fn reply(cookie: u64) -> [u8; REPLY] {
+    let mut header = [0; REPLY];
+    header[..4].copy_from_slice(&REPLY_MAGIC.to_be_bytes());
+    header[8..].copy_from_slice(&cookie.to_be_bytes());
+    header
+}
+
+/// The operation, cookie and length in bytes that a request header tells; none for a farewell.
+pub fn parse_request(header: &[u8; REQUEST]) -> Result<Option<(Operation, u64, u32)>> {
+    let magic = u32::from_be_bytes(field(header, 0));
+    ensure!(magic == REQUEST_MAGIC, "request magic {magic:#x}: the stream is out of step");
+    let operation = match u16::from_be_bytes(field(header, 6)) {
+        COMMAND_READ => Operation::Read,
+        COMMAND_WRITE => Operation::Write,
+        COMMAND_DISCONNECT => return Ok(None),
+        other => bail!("request of unknown type {other}"),
+    };
+    let cookie = u64::from_be_bytes(field(header, 8));
+    Ok(Some((operation, cookie, u32::from_be_bytes(field(header, 24)))))
+}
+
+fn field<const N: usize>(header: &[u8], at: usize) -> [u8; N] {
+    let mut bytes = [0; N];
+    bytes.copy_from_slice(&header[at..at + N]);
+    bytes
+}

@@ -1,0 +1,269 @@
+//! `cargo xtask compare`: Blockhouse side by side with its peers, on this machine, by anyone.
+//!
+//! In each round every server is started, loaded and stopped in turn (A B C A B C ...), so that what
+//! drifts in the machine drifts for all. Figures are medians over the rounds with their spread; ratios
+//! are taken within a round. All servers get the same image in the same place, prefilled, and a server
+//! counts against us only where it treats the page cache as we do.
+//!
+//! - [`rows`]: the loads
+//! - [`servers`], [`storage`]: what is loaded, and what is below it
+//! - [`light`], [`fio`]: the clients
+//! - [`stats`], [`report`]: figures
+
+mod fio;
+mod interrupt;
+mod light;
+mod pattern;
+mod report;
+mod rows;
+mod servers;
+mod stats;
+mod storage;
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use anyhow::{Context, Result, ensure};
+use clap::Args;
+use tempfile::TempDir;
+
+use self::interrupt::Interrupt;
+use self::light::Load;
+pub use self::light::answerer;
+use self::report::Environment;
+use self::rows::{Client, ROWS, Row};
+use self::servers::{EXPORT, Kind, Programs, Server};
+use self::storage::Storage;
+use crate::apt;
+use crate::test::{Profile, build_binary};
+use crate::workspace::Workspace;
+
+/// What to compare, and how long.
+#[derive(Args)]
+pub struct Options {
+    /// 3 rounds of 1 second instead of 5 rounds of 3 seconds
+    #[arg(long)]
+    quick: bool,
+    /// Seconds that count in each measurement
+    #[arg(long, value_name = "SECONDS")]
+    seconds: Option<f64>,
+    /// Measurements of each server in each row
+    #[arg(long, value_name = "COUNT")]
+    rounds: Option<usize>,
+    /// Where the image lives
+    #[arg(long, value_enum, num_args = 1.., default_values = ["tmpfs", "loop", "ext4"])]
+    storage: Vec<storage::Kind>,
+    /// Rows whose names contain one of these
+    #[arg(long, num_args = 1.., value_name = "ROW")]
+    rows: Vec<String>,
+    /// Servers to start; without it, all
+    #[arg(long, value_enum, num_args = 1..)]
+    servers: Vec<Kind>,
+    /// Size of the image in MiB
+    #[arg(long, default_value_t = 1024, value_name = "MIB")]
+    size: u64,
+    /// Folder for the image of storage ext4; without it, the target folder
+    #[arg(long)]
+    dir: Option<PathBuf>,
+    /// Our binary; without it, a release build of this checkout
+    #[arg(long)]
+    binary: Option<PathBuf>,
+    /// Further arguments of our serve, as one string
+    #[arg(long, default_value = "", value_name = "ARGS", allow_hyphen_values = true)]
+    serve_args: String,
+    /// Write the report as Markdown, too
+    #[arg(long, value_name = "FILE")]
+    markdown: Option<PathBuf>,
+    /// Write all figures as JSON, too
+    #[arg(long, value_name = "FILE")]
+    json: Option<PathBuf>,
+}
+
+/// Times from handing a request over to its answer.
+#[derive(Clone, Copy, Debug)]
+pub struct Latency {
+    /// Half are faster.
+    pub median: Duration,
+    /// One in a hundred is slower.
+    pub p99: Duration,
+}
+
+/// What one measurement found.
+#[derive(Clone, Copy, Debug)]
+pub struct Measured {
+    /// Requests answered.
+    pub requests: u64,
+    /// Wall time.
+    pub elapsed: Duration,
+    /// Processor time of the server, all threads.
+    pub server_cpu: Duration,
+    /// Processor time of the client.
+    pub client_cpu: Duration,
+    /// Over all requests.
+    pub latency: Latency,
+    /// Requests whose data was checked; fio checks none.
+    pub verified: u64,
+}
+
+/// One row on one storage: the rounds of each server.
+pub struct RowResult {
+    /// The load.
+    pub row: Row,
+    /// A server and one measurement per round; none if it does not know the client.
+    pub servers: Vec<(Kind, Vec<Measured>)>,
+}
+
+/// All rows on one storage.
+pub struct StorageResult {
+    /// The storage.
+    pub storage: Storage,
+    /// In the order of [`ROWS`].
+    pub rows: Vec<RowResult>,
+}
+
+/// The choices of [`Options`], resolved.
+struct Plan {
+    rows: Vec<Row>,
+    servers: Vec<Kind>,
+    rounds: usize,
+    duration: Duration,
+    programs: Programs,
+    folder: TempDir,
+    interrupt: Interrupt,
+    /// Marks the writes of one measurement.
+    generation: u64,
+}
+
+/// Compares.
+pub fn run(workspace: &Workspace, options: &Options) -> Result<()> {
+    apt::require(apt::FOR_COMPARISON)?;
+    let mut plan = plan(workspace, options)?;
+    let disk = options.dir.clone().unwrap_or_else(|| workspace.target().to_owned());
+    let environment = Environment::find(&plan)?;
+    report::terminal::environment(&environment);
+    let mut results = Vec::new();
+    for &kind in &options.storage {
+        if let Some(why) = Storage::unavailable(kind) {
+            println!("storage {kind:?} skipped: {why}");
+            continue;
+        }
+        let size = options.size.checked_mul(1 << 20).context("--size is beyond 64 bits")?;
+        let storage = Storage::create(kind, size, &disk, &plan.interrupt)?;
+        results.push(plan.measure_storage(storage)?);
+    }
+    if let Some(file) = &options.markdown {
+        write(file, &report::markdown::render(&environment, &results))?;
+    }
+    if let Some(file) = &options.json {
+        write(file, &report::json::render(&environment, &results)?)?;
+    }
+    Ok(())
+}
+
+fn write(file: &PathBuf, text: &str) -> Result<()> {
+    std::fs::write(file, text).with_context(|| format!("cannot write {}", file.display()))
+}
+
+fn plan(workspace: &Workspace, options: &Options) -> Result<Plan> {
+    let (rounds, seconds) = if options.quick { (3, 1.0) } else { (5, 3.0) };
+    let rounds = options.rounds.unwrap_or(rounds);
+    let seconds = options.seconds.unwrap_or(seconds);
+    ensure!(rounds > 0 && seconds > 0.0, "no rounds or no seconds measure nothing");
+    let wanted = |row: &&Row| {
+        options.rows.is_empty() || options.rows.iter().any(|name| row.name.contains(name))
+    };
+    let rows: Vec<Row> = ROWS.iter().filter(wanted).copied().collect();
+    ensure!(
+        !rows.is_empty(),
+        "no row is called {}; there are: {}",
+        options.rows.join(" "),
+        names()
+    );
+    let servers = match options.servers.as_slice() {
+        [] => Kind::ALL.to_vec(),
+        chosen => chosen.to_vec(),
+    };
+    let ours = servers.iter().any(|kind| kind.is_ours());
+    let blockhouse = match &options.binary {
+        Some(binary) => binary.clone(),
+        None if ours => build_binary(workspace, Profile::Release)?,
+        None => PathBuf::new(),
+    };
+    let serve_args = options.serve_args.split_whitespace().map(str::to_owned).collect();
+    Ok(Plan {
+        rows,
+        servers,
+        rounds,
+        duration: Duration::try_from_secs_f64(seconds).context("bad --seconds")?,
+        programs: Programs {
+            blockhouse,
+            serve_args,
+            xtask: std::env::current_exe().context("cannot find this program")?,
+        },
+        folder: tempfile::Builder::new()
+            .prefix("blockhouse-compare-")
+            .tempdir()
+            .context("cannot make a temporary folder")?,
+        interrupt: Interrupt::install()?,
+        generation: 0,
+    })
+}
+
+fn names() -> String {
+    ROWS.iter().map(|row| row.name).collect::<Vec<_>>().join(" ")
+}
+
+impl Plan {
+    fn measure_storage(&mut self, storage: Storage) -> Result<StorageResult> {
+        report::terminal::storage(&storage);
+        let mut rows = Vec::new();
+        for row in self.rows.clone() {
+            let result = self.measure_row(row, &storage)?;
+            report::terminal::row(&storage, &result);
+            rows.push(result);
+        }
+        Ok(StorageResult { storage, rows })
+    }
+
+    fn measure_row(&mut self, row: Row, storage: &Storage) -> Result<RowResult> {
+        let mut servers: Vec<(Kind, Vec<Measured>)> =
+            self.servers.iter().map(|&kind| (kind, Vec::new())).collect();
+        for _ in 0..self.rounds {
+            for (kind, rounds) in servers.iter_mut().filter(|(kind, _)| kind.takes(row.client)) {
+                let measured = self
+                    .measure(row, *kind, storage)
+                    .with_context(|| format!("{} on {}", row.name, kind.name()))?;
+                rounds.push(measured);
+            }
+        }
+        Ok(RowResult { row, servers })
+    }
+
+    fn measure(&mut self, row: Row, kind: Kind, storage: &Storage) -> Result<Measured> {
+        storage.settle(kind.caching())?;
+        let folder = self.folder.path();
+        let server = Server::start(kind, &self.programs, storage, folder, &self.interrupt)?;
+        let measured = match row.client {
+            Client::Fio => fio::run(&row, &server, self.duration, folder, &self.interrupt)?,
+            Client::Light => {
+                self.generation += 1;
+                let load = Load {
+                    operation: row.operation,
+                    order: row.order,
+                    block: row.block,
+                    depth: row.depth,
+                    connections: row.connections,
+                    warm_up: self.duration / 10,
+                    duration: self.duration,
+                    generation: self.generation,
+                    content: kind.content(),
+                };
+                let cpu = || server.cpu();
+                light::run(load, server.socket(), EXPORT, &cpu, &self.interrupt)?
+            }
+        };
+        server.stop()?;
+        ensure!(measured.requests > 0, "nothing was answered");
+        Ok(measured)
+    }
+}

@@ -1,0 +1,62 @@
+//! The rows of the comparison: which client does what.
+
+use super::light::{Operation, Order};
+
+/// Who asks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Client {
+    /// fio with its NBD engine.
+    Fio,
+    /// Ours.
+    Light,
+}
+
+/// One kind of load.
+#[derive(Clone, Copy, Debug)]
+pub struct Row {
+    /// What it is called in reports and on the command line.
+    pub name: &'static str,
+    /// Who asks.
+    pub client: Client,
+    /// Reads or writes.
+    pub operation: Operation,
+    /// Where.
+    pub order: Order,
+    /// Bytes in a request.
+    pub block: u32,
+    /// Requests under way, over all connections.
+    pub depth: u16,
+    /// Connections that share the depth.
+    pub connections: u16,
+}
+
+const LIGHT: Row = Row {
+    name: "",
+    client: Client::Light,
+    operation: Operation::Read,
+    order: Order::Random,
+    block: 4096,
+    depth: 64,
+    connections: 1,
+};
+const SEQUENTIAL: Row = Row { order: Order::Sequential, block: 256 * 1024, depth: 8, ..LIGHT };
+
+/// All rows, in the order of reports.
+pub const ROWS: &[Row] = &[
+    Row { name: "fio-randread-4k-d64", client: Client::Fio, ..LIGHT },
+    Row { name: "fio-randread-4k-d1", client: Client::Fio, depth: 1, ..LIGHT },
+    Row { name: "randread-4k-d64", ..LIGHT },
+    Row { name: "randread-4k-d64-c4", connections: 4, ..LIGHT },
+    Row { name: "randread-4k-d1", depth: 1, ..LIGHT },
+    Row { name: "randwrite-4k-d64", operation: Operation::Write, ..LIGHT },
+    Row { name: "randwrite-fua-4k-d16", operation: Operation::DurableWrite, depth: 16, ..LIGHT },
+    Row { name: "seqread-256k-d8", ..SEQUENTIAL },
+    Row { name: "seqwrite-256k-d8", operation: Operation::Write, ..SEQUENTIAL },
+];
+
+impl Row {
+    /// Whether its figure is a bandwidth, not a rate of requests.
+    pub fn is_bandwidth(&self) -> bool {
+        self.order == Order::Sequential
+    }
+}

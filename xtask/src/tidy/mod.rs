@@ -1,0 +1,123 @@
+//! `cargo xtask tidy`: the rules of this house that no compiler checks.
+//!
+//! - No file has more than [`MAX_LINES`] lines, and every Rust file begins by saying what it is for.
+//! - The words of unfinished work are absent ([`words`]).
+//! - Unsafe code lives where [`unsafety`] says, and every other crate forbids it.
+//! - A crate depends on lower floors only ([`floors`]).
+//!
+//! Every breach is printed with its place; one is enough to fail.
+
+mod floors;
+mod unsafety;
+mod words;
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use anyhow::{Context, Result, bail};
+use serde_json::Value;
+
+use crate::process::stdout_of;
+use crate::workspace::{self, Workspace};
+
+const MAX_LINES: usize = 800;
+const LENGTH_LIMITED: &[&str] = &["rs", "md", "py", "sh"];
+
+/// A text file of the checkout.
+struct SourceFile {
+    /// Relative to the workspace's root.
+    path: PathBuf,
+    text: String,
+}
+
+impl SourceFile {
+    fn is_rust(&self) -> bool {
+        self.path.extension().is_some_and(|extension| extension == "rs")
+    }
+
+    fn lines(&self) -> usize {
+        self.text.lines().count()
+    }
+
+    /// A breach of a rule at `line`, counted from 1.
+    fn breach(&self, line: usize, what: impl std::fmt::Display) -> String {
+        format!("{}:{line}: {what}", self.path.display())
+    }
+}
+
+/// Checks all rules.
+pub fn run(workspace: &Workspace) -> Result<()> {
+    let files = source_files(workspace.root())?;
+    let fuzz = workspace.root().join("fuzz/Cargo.toml");
+    let fuzz = if fuzz.exists() { Some(workspace::metadata(Some(&fuzz))?) } else { None };
+    let packages: Vec<&Value> =
+        workspace.packages().iter().chain(fuzz.iter().flat_map(workspace::packages)).collect();
+
+    let mut breaches = Vec::new();
+    breaches.extend(files.iter().filter_map(length));
+    for file in files.iter().filter(|file| file.is_rust()) {
+        breaches.extend(header(file));
+        breaches.extend(words::check(file));
+        breaches.extend(unsafety::check_file(file)?);
+    }
+    breaches.extend(unsafety::check_roots(workspace.root(), &packages, &files)?);
+    breaches.extend(floors::check(&packages));
+
+    for breach in &breaches {
+        eprintln!("{breach}");
+    }
+    print_lengths(&files);
+    if !breaches.is_empty() {
+        bail!("{} breaches of the house's rules", breaches.len());
+    }
+    Ok(())
+}
+
+/// All text files that git knows or would add.
+fn source_files(root: &Path) -> Result<Vec<SourceFile>> {
+    let mut list = Command::new("git");
+    list.args(["ls-files", "-z", "--cached", "--others", "--exclude-standard", "--deduplicate"]);
+    list.current_dir(root);
+    let mut files = Vec::new();
+    for name in stdout_of(list)?.split_terminator('\0') {
+        let path = PathBuf::from(name);
+        let limited = path.extension().and_then(|extension| extension.to_str());
+        // A file that is deleted but not yet committed is still listed.
+        if !limited.is_some_and(|ext| LENGTH_LIMITED.contains(&ext)) || !root.join(&path).exists() {
+            continue;
+        }
+        let text = std::fs::read_to_string(root.join(&path))
+            .with_context(|| format!("cannot read {name}"))?;
+        files.push(SourceFile { path, text });
+    }
+    Ok(files)
+}
+
+fn length(file: &SourceFile) -> Option<String> {
+    let lines = file.lines();
+    (lines > MAX_LINES)
+        .then(|| file.breach(lines, format_args!("{lines} lines, more than {MAX_LINES}: split it")))
+}
+
+fn header(file: &SourceFile) -> Option<String> {
+    (!file.text.starts_with("//!"))
+        .then(|| file.breach(1, "does not begin with //! saying what the file is for"))
+}
+
+fn print_lengths(files: &[SourceFile]) {
+    let mut rust: Vec<(usize, &Path)> = files
+        .iter()
+        .filter(|file| file.is_rust())
+        .map(|file| (file.lines(), file.path.as_path()))
+        .collect();
+    rust.sort();
+    if let (Some(median), Some(longest)) = (rust.get(rust.len() / 2), rust.last()) {
+        println!(
+            "tidy: {} Rust files, median {} lines, longest {} ({})",
+            rust.len(),
+            median.0,
+            longest.0,
+            longest.1.display(),
+        );
+    }
+}
