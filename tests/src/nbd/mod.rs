@@ -5,6 +5,6 @@ mod handshake;
 mod socket;
 mod transmission;
 
-pub use handshake::{Greeted, OptionReply, option, reply};
+pub use handshake::{Greeted, OptionReply, go_data, option, reply};
 pub use socket::{Address, connect, reset};
 pub use transmission::{Client, Extent, Framing, Reply, Request, command, errno, flag};
