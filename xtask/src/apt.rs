@@ -45,6 +45,9 @@ pub const FOR_TESTS: &[Package] = &[
 /// What `cargo xtask compare` needs.
 pub const FOR_COMPARISON: &[Package] = &[QEMU_UTILS, NBDKIT, FIO];
 
+/// What `cargo xtask fuzz` needs: libFuzzer is compiled from C++.
+pub const FOR_FUZZING: &[Package] = &[Package { name: "g++", probe: Probe::Programs(&["c++"]) }];
+
 /// Makes sure that all `packages` are there: installs the missing ones if we are root, else fails
 /// with the command that would.
 pub fn require(packages: &[Package]) -> Result<()> {

@@ -8,7 +8,10 @@ use anyhow::{Context, Result};
 
 use crate::process::{self, cargo};
 use crate::workspace::Workspace;
-use crate::{deny, test, tidy};
+use crate::{deny, fuzz, test, tidy};
+
+/// For each target: enough to notice what is broken now, not to find what is hidden.
+const FUZZ_SECONDS: u64 = 20;
 
 type Step = (&'static str, fn(&Workspace) -> Result<()>);
 
@@ -24,6 +27,8 @@ const STEPS: &[Step] = &[
     }),
     ("deny", deny::run),
     ("test", |workspace| test::run(workspace, &[])),
+    ("fuzz", |workspace| fuzz::run(workspace, &fuzz::Options::all(FUZZ_SECONDS))),
+    ("fuzz-lint", fuzz::lint),
 ];
 
 /// Runs all steps.

@@ -9,6 +9,7 @@ mod apt;
 mod ci;
 mod compare;
 mod deny;
+mod fuzz;
 mod loom;
 mod process;
 mod test;
@@ -40,6 +41,8 @@ enum Chore {
     },
     /// Run the loom models of the engine crate
     Loom,
+    /// Fuzz everything that reads what others wrote
+    Fuzz(fuzz::Options),
     /// Check the rules that no compiler checks: lengths, headers, floors, banned words
     Tidy,
     /// Check licences, bans and sources of all dependencies, and advisories where reachable
@@ -63,6 +66,7 @@ fn main() -> ExitCode {
     let result = Workspace::find().and_then(|workspace| match cli.chore {
         Chore::Test { args } => test::run(&workspace, &args),
         Chore::Loom => loom::run(&workspace),
+        Chore::Fuzz(options) => fuzz::run(&workspace, &options),
         Chore::Tidy => tidy::run(&workspace),
         Chore::Deny => deny::run(&workspace),
         Chore::Compare(options) => compare::run(&workspace, &options),

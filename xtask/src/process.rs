@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
 use anyhow::{Context, Result, bail};
+use serde_json::Value;
 
 /// A cargo command of the same toolchain as the running one.
 pub fn cargo<I: IntoIterator<Item = S>, S: AsRef<OsStr>>(args: I) -> Command {
@@ -32,6 +33,19 @@ pub fn stdout_of(mut command: Command) -> Result<String> {
         bail!("{} failed: {}", line(&command), output.status);
     }
     String::from_utf8(output.stdout).with_context(|| format!("{} wrote no UTF-8", line(&command)))
+}
+
+/// Runs the cargo command `build` and returns the names and paths of the binaries that it built.
+pub fn executables(mut build: Command) -> Result<Vec<(String, PathBuf)>> {
+    build.arg("--message-format=json-render-diagnostics");
+    let messages = stdout_of(build)?;
+    let messages = messages.lines().filter_map(|line| serde_json::from_str::<Value>(line).ok());
+    Ok(messages
+        .filter_map(|message| {
+            let name = message["target"]["name"].as_str()?;
+            Some((name.to_owned(), message["executable"].as_str()?.into()))
+        })
+        .collect())
 }
 
 /// Whether `command` starts and exits with status 0; its output is dropped.

@@ -3,12 +3,10 @@
 //! The black-box tests find the binary under test in the environment variable `BLOCKHOUSE_BIN`.
 
 use std::path::PathBuf;
-use std::process::Stdio;
 
 use anyhow::{Context, Result};
-use serde_json::Value;
 
-use crate::process::{self, cargo, stdout_of};
+use crate::process::{self, cargo, executables};
 use crate::workspace::Workspace;
 use crate::{apt, loom};
 
@@ -44,13 +42,7 @@ pub fn build_binary(workspace: &Workspace, profile: Profile) -> Result<PathBuf> 
     if profile == Profile::Release {
         build.arg("--release");
     }
-    build.arg("--message-format=json-render-diagnostics");
-    build.current_dir(workspace.root()).stderr(Stdio::inherit());
-    let messages = stdout_of(build)?;
-    messages
-        .lines()
-        .filter_map(|line| serde_json::from_str::<Value>(line).ok())
-        .filter(|message| message["target"]["name"] == "blockhouse")
-        .find_map(|message| message["executable"].as_str().map(PathBuf::from))
-        .context("cargo built package blockhouse without naming its binary")
+    build.current_dir(workspace.root());
+    let built = executables(build)?.into_iter().find(|(name, _)| name == "blockhouse");
+    Ok(built.context("cargo built package blockhouse without naming its binary")?.1)
 }

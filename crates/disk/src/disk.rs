@@ -1,10 +1,21 @@
 //! The disk as exports see it, and the one choke point of all requests.
+//!
+//! Every request is checked here against the size and the access of the disk, whatever the export
+//! checked before; then it gets its claim, goes its way, and pays for its durability.
+
+use std::sync::Arc;
 
 use blockhouse_core::{
-    Alignment, ByteRange, Capabilities, Durability, Error, ErrorKind, Offload, Request, Result,
-    Storage, Sync, WriteCache,
+    Alignment, ByteRange, Capabilities, Durability, Effort, Error, ErrorKind, IoVector, Offload,
+    Request, Result, Storage, Sync, Unmap, WriteCache,
 };
 use blockhouse_format::{BlockStatus, Format, Raw};
+
+use crate::durable::Debt;
+use crate::generations::Generations;
+use crate::limits::BounceBuffers;
+use crate::stats::{Counters, Stats};
+use crate::tracker::{Claim, Tracker};
 
 /// Whether a disk may be changed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -61,8 +72,12 @@ impl Default for Options {
 
 /// A guest's disk. Shared by reference among all exports and threads.
 pub struct Disk<S: Storage> {
-    format: Format<S>,
+    pub(crate) format: Format<Generations<S>>,
+    pub(crate) alignment: Alignment,
+    pub(crate) bounce_buffers: BounceBuffers,
+    pub(crate) stats: Stats,
     options: Options,
+    tracker: Arc<Tracker>,
 }
 
 impl<S: Storage> Disk<S> {
@@ -71,7 +86,16 @@ impl<S: Storage> Disk<S> {
     /// # Errors
     /// `InvalidInput` when the size is no multiple of 512.
     pub fn raw(storage: S, options: Options) -> Result<Self> {
-        Ok(Self { format: Format::Raw(Raw::open(storage)?), options })
+        let storage = Generations::new(storage, options.flush);
+        let alignment = storage.capabilities().alignment;
+        Ok(Self {
+            format: Format::Raw(Raw::open(storage)?),
+            alignment,
+            bounce_buffers: BounceBuffers::new(),
+            stats: Stats::default(),
+            options,
+            tracker: Arc::default(),
+        })
     }
 
     /// How people call it: the path of the image, mostly.
@@ -91,10 +115,11 @@ impl<S: Storage> Disk<S> {
 
     /// What requests should be aligned to in order to go down as they are. Others are served too.
     pub fn alignment(&self) -> Alignment {
-        self.format.storage().capabilities().alignment
+        self.alignment
     }
 
-    /// What an export may advertise: the storage's capabilities as changed by the options.
+    /// What an export may advertise: the storage's capabilities as changed by the options. Zero
+    /// writes always work; the capability says whether they are quick.
     pub fn capabilities(&self) -> Capabilities {
         let mut capabilities = self.format.storage().capabilities();
         if self.options.durability >= Durability::Data {
@@ -106,18 +131,118 @@ impl<S: Storage> Disk<S> {
         capabilities
     }
 
+    /// The counters.
+    pub fn stats(&self) -> Counters {
+        self.stats.read(&self.format.storage().stats)
+    }
+
     /// Carries out one request.
+    ///
+    /// The future is to be polled until it is ready: requests wait for each other where they
+    /// overlap. One that is dropped loses nothing that was acknowledged, but what it began may take
+    /// effect at any later time, also after newer writes to the same bytes, or be undone; so an
+    /// export that loses its client lets the requests in flight come to their end.
+    ///
+    /// # Errors
+    /// `ReadOnly` for a change of a read-only disk, `PastEnd` for a write or zero write past the
+    /// end, `InvalidInput` for anything else past the end, `Unsupported` for a
+    /// [`FastOnly`](Effort::FastOnly) zero write that would be slow; or what the storage answered.
+    /// After a failed flush every flush and durable write fails until the disk is opened anew.
     pub async fn submit(&self, request: Request) -> Result<()> {
-        let storage = self.format.storage();
-        match request {
-            Request::Read { offset, into } => storage.read(offset, into).await,
+        let _counted = self.stats.begin(&request);
+        let debt = match request {
+            Request::Read { offset, into } => self.submit_read(offset, into).await?,
             Request::Write { offset, from, durability } => {
-                storage.write(offset, from, durability).await
+                self.submit_write(offset, from, durability).await?
             }
-            Request::WriteZeroes { range, unmap, .. } => storage.write_zeroes(range, unmap).await,
-            Request::Discard { range, .. } => storage.discard(range).await,
-            Request::Flush => self.format.flush(Sync::Data).await,
-            Request::Prefetch { range } => storage.prefetch(range).await,
+            Request::WriteZeroes { range, unmap, effort, durability } => {
+                self.submit_zeroes(range, unmap, effort, durability).await?
+            }
+            Request::Discard { range, durability } => {
+                self.submit_discard(range, durability).await?
+            }
+            Request::Flush => return self.format.flush(Sync::Data).await,
+            Request::Prefetch { range } => {
+                self.check_inside(range)?;
+                self.prefetch(range).await?;
+                Debt::NOTHING
+            }
+        };
+        match debt.flush() {
+            None => Ok(()),
+            Some(sync) => self.format.flush(sync).await,
+        }
+    }
+
+    async fn submit_read(&self, offset: u64, into: IoVector) -> Result<Debt> {
+        let range = self.check_end(offset, into.len() as u64, ErrorKind::InvalidInput)?;
+        if range.is_empty() {
+            return Ok(Debt::NOTHING);
+        }
+        if self.alignment.admits(offset, &into) {
+            self.read(range, into).await?;
+        } else {
+            self.read_bounced(range, into).await?;
+        }
+        Ok(Debt::NOTHING)
+    }
+
+    async fn submit_write(
+        &self,
+        offset: u64,
+        from: IoVector,
+        durability: Durability,
+    ) -> Result<Debt> {
+        self.check_access(offset)?;
+        let range = self.check_end(offset, from.len() as u64, ErrorKind::PastEnd)?;
+        if range.is_empty() {
+            return Ok(Debt::NOTHING);
+        }
+        let durability = durability.max(self.options.durability);
+        let claim = self.claim(range).await;
+        if self.alignment.admits(offset, &from) {
+            self.write(range, from, durability).await
+        } else {
+            self.write_bounced(range, from, durability, &claim).await
+        }
+    }
+
+    async fn submit_zeroes(
+        &self,
+        range: ByteRange,
+        unmap: Unmap,
+        effort: Effort,
+        durability: Durability,
+    ) -> Result<Debt> {
+        self.check_access(range.offset())?;
+        self.check_end(range.offset(), range.length(), ErrorKind::PastEnd)?;
+        if range.is_empty() {
+            return Ok(Debt::NOTHING);
+        }
+        let capabilities = self.capabilities();
+        if effort == Effort::FastOnly && capabilities.write_zeroes == Offload::Unavailable {
+            return Err(self.no_fast_zeroes(range.offset()));
+        }
+        let unmap = match self.options.discard {
+            Discard::Unmap => unmap,
+            Discard::Ignore => Unmap::Forbidden,
+        };
+        let durability = durability.max(self.options.durability);
+        let claim = self.claim(range).await;
+        self.write_zeroes(range, unmap, effort, durability, &claim).await
+    }
+
+    async fn submit_discard(&self, range: ByteRange, durability: Durability) -> Result<Debt> {
+        self.check_access(range.offset())?;
+        self.check_inside(range)?;
+        // Blocks that the range covers only in part stay as they are.
+        let whole = range.align_inward(u64::from(self.alignment.offset));
+        match whole {
+            Some(range) if self.capabilities().discard == Offload::Available => {
+                let _claim = self.claim(range).await;
+                self.discard(range, durability.max(self.options.durability)).await
+            }
+            _ => Ok(Debt::NOTHING),
         }
     }
 
@@ -127,22 +252,33 @@ impl<S: Storage> Disk<S> {
     /// # Errors
     /// `InvalidInput` when the range is empty or reaches past the end.
     pub async fn status(&self, range: ByteRange) -> Result<(BlockStatus, u64)> {
-        if range.is_empty() || range.end() > self.size() {
-            let what = format!("no block status for {} bytes", range.length());
-            return Err(Error::new(ErrorKind::InvalidInput, what)
-                .on(self.name())
-                .at(range.offset()));
+        self.check_inside(range)?;
+        if range.is_empty() {
+            let what = "no block status of an empty range";
+            let error = Error::new(ErrorKind::InvalidInput, what);
+            return Err(error.on(self.name()).at(range.offset()));
         }
         self.format.status(range).await
     }
 
-    /// All writes completed so far become durable.
+    /// All writes completed so far become durable. As [`Request::Flush`].
     pub async fn flush(&self) -> Result<()> {
         self.submit(Request::Flush).await
     }
 
     /// Makes the disk longer; new bytes read as zeros. Durable when it returns.
+    ///
+    /// # Errors
+    /// `ReadOnly`; `InvalidInput` for a smaller size or one that is no multiple of 512.
     pub async fn resize(&self, size: u64) -> Result<()> {
+        self.check_access(size)?;
+        // Nothing may be on its way to a last partial block, which becomes an ordinary one.
+        let last = self.size() & !(u64::from(self.alignment.offset) - 1);
+        let _claim = self.tracker.exclude(ByteRange::between(last, u64::MAX)).await;
+        if size < self.size() {
+            let what = format!("cannot make a disk of {} bytes shorter: {size}", self.size());
+            return Err(Error::new(ErrorKind::InvalidInput, what).on(self.name()));
+        }
         self.format.resize(size).await?;
         self.format.flush(Sync::Full).await
     }
@@ -150,5 +286,44 @@ impl<S: Storage> Disk<S> {
     /// Makes everything durable, before the disk is dropped.
     pub async fn close(&self) -> Result<()> {
         self.format.flush(Sync::Data).await
+    }
+
+    /// The right to write to `range`: alone where blocks are changed in part, else with others.
+    async fn claim(&self, range: ByteRange) -> Claim<'_> {
+        if self.alignment.offset == 1 {
+            return Claim::Untracked;
+        }
+        let blocks = self.blocks_of(range);
+        if blocks == range {
+            self.tracker.share(range).await
+        } else {
+            self.tracker.exclude(blocks).await
+        }
+    }
+
+    fn check_inside(&self, range: ByteRange) -> Result<()> {
+        self.check_end(range.offset(), range.length(), ErrorKind::InvalidInput).map(|_| ())
+    }
+
+    fn check_access(&self, offset: u64) -> Result<()> {
+        match self.options.access {
+            Access::ReadWrite => Ok(()),
+            Access::ReadOnly => {
+                let error = Error::new(ErrorKind::ReadOnly, "the disk is open for reading only");
+                Err(error.on(self.name()).at(offset))
+            }
+        }
+    }
+
+    /// The range, if all of it is on the disk; otherwise an error of this kind.
+    fn check_end(&self, offset: u64, length: u64, kind: ErrorKind) -> Result<ByteRange> {
+        let size = self.size();
+        match ByteRange::new(offset, length) {
+            Some(range) if range.end() <= size => Ok(range),
+            _ => {
+                let what = format!("{length} bytes reach past the end of {size} bytes");
+                Err(Error::new(kind, what).on(self.name()).at(offset))
+            }
+        }
     }
 }

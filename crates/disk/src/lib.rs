@@ -4,10 +4,19 @@
 //! made durable and counted. Nothing here knows an engine or a protocol.
 #![forbid(unsafe_code)]
 
+mod bounce;
 mod disk;
+mod durable;
+mod generations;
+mod grace;
+mod limits;
 mod lock;
 mod open;
+mod path;
+mod stats;
+mod tracker;
 
 pub use blockhouse_format::BlockStatus;
 pub use disk::{Access, Discard, Disk, FlushPolicy, Options};
 pub use open::{CacheMode, ImageFormat, ImageOptions, Locking, create, open};
+pub use stats::Counters;

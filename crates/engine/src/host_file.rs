@@ -111,10 +111,12 @@ impl HostFile {
         // Opening a pipe for reading would wait for a writer.
         let flags = mode | direct | extra | OFlags::CLOEXEC | OFlags::NONBLOCK;
         let rights = Mode::RUSR | Mode::WUSR | Mode::RGRP | Mode::ROTH;
-        let descriptor = rustix::fs::open(path, flags, rights).map_err(|error| match error {
-            Errno::INVAL if cache == PageCache::Bypassed => failed("cannot open", error)
-                .hint("its file system has no direct I/O: try --cache writeback"),
-            _ => failed("cannot open", error),
+        let descriptor = rustix::fs::open(path, flags, rights).map_err(|error| {
+            let failed = failed("cannot open", error);
+            match advice(error, access, cache) {
+                Some(hint) => failed.hint(hint),
+                None => failed,
+            }
         })?;
         // To io_uring the flag would mean "fail rather than wait" from here on.
         rustix::fs::fcntl_setfl(&descriptor, mode | direct)
@@ -264,6 +266,23 @@ impl HostFile {
             self.refused.discard.store(true, Relaxed);
         }
         Err(error)
+    }
+}
+
+/// What a person can do about a file that does not open.
+fn advice(error: Errno, access: OpenFor, cache: PageCache) -> Option<&'static str> {
+    match error {
+        Errno::NOENT => Some("check the path, or make the image with 'blockhouse create'"),
+        Errno::ISDIR => Some("give the path of a disk image or a block device"),
+        Errno::ACCESS | Errno::PERM | Errno::ROFS if access == OpenFor::Writing => {
+            Some("check its permissions, or open it with --read-only")
+        }
+        Errno::ACCESS | Errno::PERM => Some("check its permissions"),
+        Errno::EXIST => Some("choose another name, or remove it first"),
+        Errno::INVAL if cache == PageCache::Bypassed => {
+            Some("its file system has no direct I/O: try --cache writeback")
+        }
+        _ => None,
     }
 }
 

@@ -43,10 +43,13 @@ pub(crate) fn size(file: &impl AsFd) -> io::Result<u64> {
     Ok(rustix::fs::seek(file, rustix::fs::SeekFrom::End(0))?)
 }
 
-/// Whether the bytes are in memory.
+/// Whether the bytes are in memory: those of a regular file in a file system that lives there. The
+/// node of a block device mostly lies on such a file system too, which says nothing about its bytes.
 pub(crate) fn residence(descriptor: &impl AsFd) -> Residence {
+    let regular = rustix::fs::fstat(descriptor)
+        .is_ok_and(|status| FileType::from_raw_mode(status.st_mode) == FileType::RegularFile);
     match rustix::fs::fstatfs(descriptor) {
-        Ok(status) if [TMPFS_MAGIC, RAMFS_MAGIC].contains(&(status.f_type as u32)) => {
+        Ok(status) if regular && [TMPFS_MAGIC, RAMFS_MAGIC].contains(&(status.f_type as u32)) => {
             Residence::Memory
         }
         _ => Residence::Device,
@@ -99,8 +102,11 @@ pub(crate) struct Device {
     pub(crate) discard: Offload,
 }
 
-/// Asks the block device that the file is or lies on. A file system without one is taken to have a
-/// write cache and to know its own ways with zeros and holes.
+/// Asks the block device that the file is or lies on. A file system without one is taken to know its
+/// own ways with zeros and holes.
+///
+/// Only what goes straight to a device without a write cache is stable when it completes: the page
+/// cache is volatile, and so are a file system's metadata, whatever is below.
 pub(crate) fn device(file: &File, kind: FileKind) -> io::Result<Device> {
     let status = rustix::fs::fstat(file)?;
     let number = match kind {
@@ -114,7 +120,9 @@ pub(crate) fn device(file: &File, kind: FileKind) -> io::Result<Device> {
         let own = fs::read_to_string(format!("{base}/queue/{name}"));
         own.or_else(|_| fs::read_to_string(format!("{base}/../queue/{name}"))).ok()
     };
-    let write_through = attribute("write_cache").is_some_and(|text| text.trim() == "write through");
+    let is_plain_device = kind == FileKind::BlockDevice && file.caching == Caching::Direct;
+    let write_through = is_plain_device
+        && attribute("write_cache").is_some_and(|text| text.trim() == "write through");
     let offload = |name| match (kind, attribute(name)) {
         (FileKind::BlockDevice, Some(limit)) if limit.trim() == "0" => Offload::Unavailable,
         _ => Offload::Available,

@@ -1,0 +1,151 @@
+//! Requests that cannot go down as they are: their bytes travel through aligned buffers.
+//!
+//! A write that covers its first or last block only in part reads that block first and writes it
+//! back whole, as one write with the guest's bytes. The caller holds an exclusive claim on all
+//! blocks of the request, so nothing else is written there from the read to the end of the write.
+//! A request that is only badly placed in memory is copied and nothing more. Long requests go piece
+//! by piece with one buffer, so that memory stays bounded.
+
+use blockhouse_core::{Buffer, ByteRange, Durability, Effort, IoVector, Result, Storage, Unmap};
+use futures_util::future::join;
+
+use crate::Disk;
+use crate::durable::{Debt, Plan};
+use crate::limits::PIECE;
+use crate::tracker::Claim;
+
+impl<S: Storage> Disk<S> {
+    /// The whole blocks that `range` touches, up to the end of the disk.
+    pub(crate) fn blocks_of(&self, range: ByteRange) -> ByteRange {
+        let blocks = range.align_outward(u64::from(self.alignment.offset));
+        ByteRange::between(blocks.offset(), blocks.end().min(self.format.end()))
+    }
+
+    /// Fills `into` with the bytes of `range`, by way of a buffer.
+    pub(crate) async fn read_bounced(&self, range: ByteRange, mut into: IoVector) -> Result<()> {
+        let mut rest = self.blocks_of(range);
+        let mut buffer = self.bounce_buffers.get(rest.length().min(PIECE as u64) as usize).await;
+        while !rest.is_empty() {
+            let piece = rest.truncate(PIECE as u64);
+            let guest = common(piece, range);
+            self.stats.bounced();
+            self.read(piece, buffer.lend_range(0, piece.length() as usize)).await?;
+            let start = (guest.offset() - piece.offset()) as usize;
+            let length = guest.length() as usize;
+            into.copy_from(&buffer.bytes()[start..start + length]);
+            into.advance(length);
+            rest = rest.skip(piece.length());
+        }
+        Ok(())
+    }
+
+    /// Stores `from` in `range`, by way of a buffer. `claim` covers all blocks of the range.
+    pub(crate) async fn write_bounced(
+        &self,
+        range: ByteRange,
+        mut from: IoVector,
+        durability: Durability,
+        claim: &Claim<'_>,
+    ) -> Result<Debt> {
+        let mut rest = self.blocks_of(range);
+        // Several pieces are cheaper with one flush for all than with FUA each.
+        let (each, mut debt) = if rest.length() <= PIECE as u64 {
+            (durability, Debt::NOTHING)
+        } else {
+            let fua = self.format.storage().capabilities().fua;
+            (Durability::None, Plan::without_fua(durability, fua).debt())
+        };
+        let mut buffer = self.bounce_buffers.get(rest.length().min(PIECE as u64) as usize).await;
+        while !rest.is_empty() {
+            let piece = rest.truncate(PIECE as u64);
+            let guest = common(piece, range);
+            self.stats.bounced();
+            buffer.set_len(piece.length() as usize);
+            self.read_edges(piece, guest, buffer.lend()).await?;
+            let start = (guest.offset() - piece.offset()) as usize;
+            let length = guest.length() as usize;
+            from.copy_to(&mut buffer.bytes_mut()[start..start + length]);
+            from.advance(length);
+            let vector = claim.protect(buffer.lend());
+            debt = debt.and(self.write(piece, vector, each).await?);
+            rest = rest.skip(piece.length());
+        }
+        Ok(debt)
+    }
+
+    /// Makes `range` read as zeros: whole blocks first, because only they can be refused, then
+    /// what is left at the edges. `claim` covers all blocks of the range.
+    pub(crate) async fn write_zeroes(
+        &self,
+        range: ByteRange,
+        unmap: Unmap,
+        effort: Effort,
+        durability: Durability,
+        claim: &Claim<'_>,
+    ) -> Result<Debt> {
+        let Some(middle) = range.align_inward(u64::from(self.alignment.offset)) else {
+            if effort == Effort::FastOnly {
+                return Err(self.no_fast_zeroes(range.offset()));
+            }
+            return self.write_few_zeroes(range, durability, claim).await;
+        };
+        let head = ByteRange::between(range.offset(), middle.offset());
+        let tail = ByteRange::between(middle.end(), range.end());
+        let mut debt = self.zero(middle, unmap, effort, durability).await?;
+        for edge in [head, tail] {
+            debt = debt.and(self.write_few_zeroes(edge, durability, claim).await?);
+        }
+        Ok(debt)
+    }
+
+    /// Writes zeros to a range of less than two blocks.
+    async fn write_few_zeroes(
+        &self,
+        range: ByteRange,
+        durability: Durability,
+        claim: &Claim<'_>,
+    ) -> Result<Debt> {
+        if range.is_empty() {
+            return Ok(Debt::NOTHING);
+        }
+        let zeros = Buffer::new(range.length() as usize).lend();
+        self.write_bounced(range, zeros, durability, claim).await
+    }
+
+    /// Reads those blocks at the ends of `piece` that `guest` covers only in part to where they
+    /// belong in `memory`, which is as long as `piece`.
+    async fn read_edges(
+        &self,
+        piece: ByteRange,
+        guest: ByteRange,
+        mut memory: IoVector,
+    ) -> Result<()> {
+        let block = u64::from(self.alignment.offset);
+        let head = piece.truncate(block);
+        let tail = piece.skip((piece.length() - 1) & !(block - 1));
+        let is_cut = |edge: ByteRange| common(edge, guest) != edge;
+        match (is_cut(head), is_cut(tail) && tail != head) {
+            (false, false) => Ok(()),
+            (true, false) => {
+                drop(memory.split_off(head.length() as usize));
+                self.read(head, memory).await
+            }
+            (false, true) => {
+                memory.advance((tail.offset() - piece.offset()) as usize);
+                self.read(tail, memory).await
+            }
+            (true, true) => {
+                let mut rest = memory.split_off(head.length() as usize);
+                rest.advance((tail.offset() - head.end()) as usize);
+                let (head, tail) = join(self.read(head, memory), self.read(tail, rest)).await;
+                head.and(tail)
+            }
+        }
+    }
+}
+
+/// The bytes that both have; both touch.
+fn common(one: ByteRange, other: ByteRange) -> ByteRange {
+    let start = one.offset().max(other.offset());
+    ByteRange::between(start, one.end().min(other.end()).max(start))
+}

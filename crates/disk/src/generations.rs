@@ -1,0 +1,308 @@
+//! What is written but not yet stable: a storage that flushes only where that changes something.
+//!
+//! Completed writes are counted; a flush notes the count, its generation, when it begins. So:
+//!
+//! - a flush that finds its generation stable already issues nothing;
+//! - one flush runs at a time, and those that come meanwhile wait. When it ends, all whose
+//!   generation it covered are done, and the next one covers all the others;
+//! - a write that completes while a flush runs is not covered by it;
+//! - a native durable write is stable when it completes and is not counted;
+//! - a failed flush is remembered: the host has forgotten which bytes are lost and would call the
+//!   next one a success. From then on every flush and durable write fails with its errno, until the
+//!   storage is opened anew. A failed durable write is a write and a failed flush in one (the host
+//!   may have dropped older bytes of the same pages), unless its error says that nothing was begun;
+//! - because the failure of a durable write may concern what a running flush calls stable, a flush
+//!   believes its success only when the durable writes that ran beside it have been heard;
+//! - an operation whose future is dropped may end at any time, so afterwards every flush is issued.
+//!
+//! Generations are counted with atomic operations, so that a plain write pays for one addition. A
+//! lock is taken by flushes only, and never held while one waits.
+
+use std::future::Future;
+use std::sync::OnceLock;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use blockhouse_core::{
+    ByteRange, Capabilities, Durability, Error, ErrorKind, Fua, IoVector, Result, Status, Storage,
+    Sync, Unmap, WriteCache,
+};
+use event_listener::{Event, EventListener};
+use parking_lot::Mutex;
+
+use crate::FlushPolicy;
+use crate::grace::Grace;
+use crate::stats::FlushStats;
+
+/// A storage and what of it is not stable.
+pub(crate) struct Generations<S> {
+    storage: S,
+    policy: FlushPolicy,
+    /// How many writes have completed that only a flush makes stable.
+    completed: AtomicU64,
+    /// How many operations were given up in flight.
+    given_up: AtomicU64,
+    /// The first failure, which all later flushes repeat.
+    failure: OnceLock<Error>,
+    flushing: Mutex<Flushing>,
+    flush_ended: Event,
+    durable_writes: Grace,
+    pub(crate) stats: FlushStats,
+}
+
+#[derive(Default)]
+struct Flushing {
+    running: bool,
+    /// The generations up to which data, and data with all metadata, is stable.
+    stable_data: u64,
+    stable_full: u64,
+}
+
+/// What a flush does next.
+enum Turn<'a> {
+    /// Nothing is left to do.
+    Covered,
+    /// Another one runs.
+    Wait(EventListener),
+    /// It goes to the storage.
+    Run(Run<'a>),
+}
+
+/// The one flush that runs. Dropped unfinished, it lets the next one run.
+struct Run<'a> {
+    flushing: &'a Mutex<Flushing>,
+    ended: &'a Event,
+}
+
+/// An operation that only a flush makes stable. Dropped unfinished, its end will not be seen.
+struct Unstable<'a> {
+    given_up: &'a AtomicU64,
+}
+
+impl<S: Storage> Generations<S> {
+    pub(crate) fn new(storage: S, policy: FlushPolicy) -> Self {
+        Self {
+            storage,
+            policy,
+            completed: AtomicU64::new(0),
+            given_up: AtomicU64::new(0),
+            failure: OnceLock::new(),
+            flushing: Mutex::default(),
+            flush_ended: Event::new(),
+            durable_writes: Grace::default(),
+            stats: FlushStats::default(),
+        }
+    }
+
+    /// Runs an operation that leaves something to flush, whether it fails or not.
+    async fn unstable<T>(&self, operation: impl Future<Output = Result<T>>) -> Result<T> {
+        let unseen = Unstable { given_up: &self.given_up };
+        let outcome = operation.await;
+        self.completed.fetch_add(1, Ordering::SeqCst);
+        unseen.seen();
+        outcome
+    }
+
+    /// Runs a write that is stable when it succeeds.
+    async fn stable(&self, write: impl Future<Output = Result<()>>) -> Result<()> {
+        self.check_failure()?;
+        // Declared first, dropped last: a running flush hears of the failure or the dropping.
+        let _pass = self.durable_writes.enter();
+        let unseen = Unstable { given_up: &self.given_up };
+        let outcome = write.await;
+        if let Err(error) = &outcome
+            && !nothing_was_begun(error)
+        {
+            self.remember(error);
+        }
+        unseen.seen();
+        self.stats.durable_writes.add(1);
+        outcome
+    }
+
+    fn check_failure(&self) -> Result<()> {
+        match self.failure.get() {
+            None => Ok(()),
+            Some(error) => Err(error
+                .duplicate()
+                .hint("written data may be lost: check the guest's file systems and reopen")),
+        }
+    }
+
+    fn remember(&self, error: &Error) {
+        // Only the first is kept: later ones follow from it.
+        let _ = self.failure.set(error.duplicate());
+    }
+
+    /// The generation that a flush called now must cover.
+    fn target(&self, sync: Sync) -> u64 {
+        // A write given up may have completed just now. And a full flush is never taken for done,
+        // because durable writes change metadata without being counted.
+        if sync == Sync::Full || self.given_up.load(Ordering::SeqCst) > 0 {
+            self.completed.fetch_add(1, Ordering::SeqCst) + 1
+        } else {
+            self.completed.load(Ordering::SeqCst)
+        }
+    }
+
+    fn turn(&self, target: u64, sync: Sync) -> Result<Turn<'_>> {
+        let mut flushing = self.flushing.lock();
+        self.check_failure()?;
+        let stable = match sync {
+            Sync::Data => flushing.stable_data,
+            Sync::Full => flushing.stable_full,
+        };
+        Ok(if stable >= target {
+            Turn::Covered
+        } else if flushing.running {
+            Turn::Wait(self.flush_ended.listen())
+        } else {
+            // The place for group commit: whoever gets here speaks for all who wait, and could let
+            // more durable writes arrive before it goes.
+            flushing.running = true;
+            Turn::Run(Run { flushing: &self.flushing, ended: &self.flush_ended })
+        })
+    }
+
+    async fn run(&self, run: Run<'_>, sync: Sync) -> Result<()> {
+        let generation = self.completed.load(Ordering::SeqCst);
+        loop {
+            let given_up = self.given_up.load(Ordering::SeqCst);
+            self.stats.issued.add(1);
+            let outcome = self.storage.flush(sync).await;
+            if let Err(error) = &outcome {
+                self.remember(error);
+                return outcome;
+            }
+            self.durable_writes.elapsed().await;
+            // The storage tells the outcome of what was given up meanwhile to its next flush.
+            if self.given_up.load(Ordering::SeqCst) == given_up {
+                break;
+            }
+        }
+        self.check_failure()?;
+        run.covered(generation, sync);
+        Ok(())
+    }
+}
+
+impl Run<'_> {
+    fn covered(self, generation: u64, sync: Sync) {
+        let mut flushing = self.flushing.lock();
+        flushing.stable_data = flushing.stable_data.max(generation);
+        if sync == Sync::Full {
+            flushing.stable_full = flushing.stable_full.max(generation);
+        }
+    }
+}
+
+impl Drop for Run<'_> {
+    fn drop(&mut self) {
+        self.flushing.lock().running = false;
+        self.ended.notify(usize::MAX);
+    }
+}
+
+impl Unstable<'_> {
+    fn seen(self) {
+        std::mem::forget(self);
+    }
+}
+
+impl Drop for Unstable<'_> {
+    fn drop(&mut self) {
+        self.given_up.fetch_add(1, Ordering::SeqCst);
+    }
+}
+
+/// Whether a durable write that fails like this left everything as it was.
+fn nothing_was_begun(error: &Error) -> bool {
+    matches!(
+        error.kind(),
+        ErrorKind::InvalidInput | ErrorKind::NoSpace | ErrorKind::ReadOnly | ErrorKind::Unsupported
+    )
+}
+
+impl<S: Storage> Storage for Generations<S> {
+    fn name(&self) -> &str {
+        self.storage.name()
+    }
+
+    fn capabilities(&self) -> Capabilities {
+        let capabilities = self.storage.capabilities();
+        match self.policy {
+            FlushPolicy::Obey => capabilities,
+            FlushPolicy::Ignore => Capabilities { fua: Fua::None, ..capabilities },
+        }
+    }
+
+    fn size(&self) -> u64 {
+        self.storage.size()
+    }
+
+    async fn read(&self, offset: u64, into: IoVector) -> Result<()> {
+        self.storage.read(offset, into).await
+    }
+
+    async fn write(&self, offset: u64, from: IoVector, durability: Durability) -> Result<()> {
+        let capabilities = self.capabilities();
+        match (durability, capabilities.fua) {
+            (Durability::Data, Fua::Native) => {
+                return self.stable(self.storage.write(offset, from, Durability::Data)).await;
+            }
+            (Durability::Data | Durability::Full, Fua::Native | Fua::Emulated) => {
+                self.check_failure()?;
+            }
+            (Durability::None, _) | (_, Fua::None) => {}
+        }
+        let write = self.storage.write(offset, from, Durability::None);
+        match capabilities.write_cache {
+            WriteCache::Volatile => self.unstable(write).await?,
+            WriteCache::None => write.await?,
+        }
+        match durability {
+            Durability::None => Ok(()),
+            Durability::Data => self.flush(Sync::Data).await,
+            Durability::Full => self.flush(Sync::Full).await,
+        }
+    }
+
+    async fn write_zeroes(&self, range: ByteRange, unmap: Unmap) -> Result<()> {
+        self.unstable(self.storage.write_zeroes(range, unmap)).await
+    }
+
+    async fn discard(&self, range: ByteRange) -> Result<()> {
+        self.unstable(self.storage.discard(range)).await
+    }
+
+    async fn flush(&self, sync: Sync) -> Result<()> {
+        if self.capabilities().fua == Fua::None {
+            return Ok(());
+        }
+        let target = self.target(sync);
+        let mut waited = false;
+        loop {
+            match self.turn(target, sync)? {
+                Turn::Covered => {
+                    let counter = if waited { &self.stats.shared } else { &self.stats.skipped };
+                    counter.add(1);
+                    return Ok(());
+                }
+                Turn::Wait(ended) => ended.await,
+                Turn::Run(run) => return self.run(run, sync).await,
+            }
+            waited = true;
+        }
+    }
+
+    async fn resize(&self, size: u64) -> Result<()> {
+        self.unstable(self.storage.resize(size)).await
+    }
+
+    async fn status(&self, range: ByteRange) -> Result<(Status, u64)> {
+        self.storage.status(range).await
+    }
+
+    async fn prefetch(&self, range: ByteRange) -> Result<()> {
+        self.storage.prefetch(range).await
+    }
+}

@@ -1,0 +1,232 @@
+//! The server as a whole: exports, the limit on connections, deadlines, the drain, sockets.
+
+mod common;
+
+use std::io::{Read, Write};
+use std::net::{TcpListener, TcpStream};
+use std::os::unix::net::UnixStream;
+use std::time::{Duration, Instant};
+
+use blockhouse_engine::Engine;
+use blockhouse_nbd::proto::Framing;
+use blockhouse_nbd::proto::request::kind;
+use blockhouse_nbd::uri::Address;
+use blockhouse_nbd::{Limits, bind};
+use common::client::haggle;
+use common::{Client, ENGINES, NONE, Outcome, Rig, on_every_engine, wait_for};
+
+const MIB: usize = 1 << 20;
+
+/// Runs `test` on every engine with these limits.
+fn with_limits(limits: Limits, test: impl Fn(Rig)) {
+    for engine in ENGINES {
+        if let Some(rig) = Rig::start(engine, limits, MIB) {
+            test(rig);
+        }
+    }
+}
+
+/// Whether the server has closed a connection on which it owes nothing.
+fn is_closed(stream: &mut UnixStream) -> bool {
+    matches!(stream.read(&mut [0; 64]), Ok(0))
+}
+
+#[test]
+fn exports_are_found_by_name_and_the_first_without_one() {
+    on_every_engine(MIB, |rig| {
+        let is_frozen = |name: &str| {
+            let client = Client::connect(&rig.path, Framing::Simple, name);
+            client.flags & 0b10 != 0
+        };
+        assert!(!is_frozen("") && !is_frozen("disk") && is_frozen("frozen"));
+        let mut stream = Client::knock(&rig.path);
+        stream.write_all(&3u32.to_be_bytes()).unwrap();
+        let unknown = haggle(&mut stream, 7, b"\0\0\0\x01x\0\0");
+        assert_eq!(unknown, Err((1 << 31) + 6));
+        assert!(haggle(&mut stream, 7, b"\0\0\0\0\0\0").is_ok(), "and the handshake goes on");
+    });
+}
+
+#[test]
+fn requests_may_come_together_with_the_choice_of_the_export() {
+    on_every_engine(MIB, |rig| {
+        let mut client = rig.client(Framing::Simple);
+        let flush = client.encode(kind::FLUSH, NONE, 0, 0);
+        let mut stream = Client::knock(&rig.path);
+        let go = b"\0\0\0\x03IHAVEOPT\0\0\0\x01\0\0\0\0".to_vec();
+        stream.write_all(&[go, flush].concat()).unwrap();
+        let mut answer = [0; 10 + 16];
+        stream.read_exact(&mut answer).unwrap();
+        assert_eq!(answer[10..18], [0x67, 0x44, 0x66, 0x98, 0, 0, 0, 0]);
+    });
+}
+
+#[test]
+fn a_silent_client_is_dropped_after_its_time() {
+    let limits = Limits { handshake: Duration::from_millis(300), ..Limits::default() };
+    with_limits(limits, |rig| {
+        let start = Instant::now();
+        let mut silent = Client::knock(&rig.path);
+        // One that says something, but never decides, fares no better.
+        let mut chatty = Client::knock(&rig.path);
+        chatty.write_all(&3u32.to_be_bytes()).unwrap();
+        assert!(haggle(&mut chatty, 3, b"").is_ok());
+        assert!(is_closed(&mut silent) && is_closed(&mut chatty));
+        let took = start.elapsed();
+        assert!((300..5000).contains(&took.as_millis()), "{took:?}");
+        let mut served = rig.client(Framing::Simple);
+        std::thread::sleep(Duration::from_millis(400));
+        assert!(served.is_served(), "the time is for the handshake only");
+    });
+}
+
+#[test]
+fn half_open_connections_keep_nobody_out() {
+    on_every_engine(MIB, |rig| {
+        let mut before = rig.client(Framing::Extended);
+        let half_open: Vec<_> = (0..200).map(|_| Client::knock(&rig.path)).collect();
+        for stream in half_open.iter().step_by(2) {
+            let mut stream = stream;
+            stream.write_all(b"\0\0\0\x03IHAVEOPT\0\0\0\x07\0\0").unwrap();
+        }
+        let start = Instant::now();
+        for _ in 0..20 {
+            assert!(before.is_served());
+            assert!(rig.client(Framing::Structured).is_served());
+        }
+        assert!(start.elapsed() < Duration::from_secs(5), "{:?}", start.elapsed());
+    });
+}
+
+#[test]
+fn a_long_handshake_gives_way_when_all_places_are_taken() {
+    with_limits(Limits { connections: 4, ..Limits::default() }, |rig| {
+        let mut served = rig.client(Framing::Simple);
+        let mut silent: Vec<_> = (0..3).map(|_| Client::knock(&rig.path)).collect();
+        // This one waits in the kernel's queue until the oldest of the others has had a second.
+        let mut late = rig.client(Framing::Simple);
+        assert!(late.is_served() && served.is_served());
+        assert!(is_closed(&mut silent[0]), "the oldest gave way");
+        silent[2].write_all(&3u32.to_be_bytes()).unwrap();
+        assert!(haggle(&mut silent[2], 3, b"").is_ok(), "the youngest did not");
+    });
+}
+
+#[test]
+fn a_client_waits_for_a_place_among_busy_ones() {
+    with_limits(Limits { connections: 2, ..Limits::default() }, |rig| {
+        let (first, mut second) = (rig.client(Framing::Simple), rig.client(Framing::Simple));
+        let path = rig.path.clone();
+        let third =
+            std::thread::spawn(move || Client::connect(&path, Framing::Simple, "").is_served());
+        std::thread::sleep(Duration::from_millis(200));
+        assert!(!third.is_finished() && second.is_served());
+        first.disconnect();
+        assert!(third.join().unwrap());
+    });
+}
+
+#[test]
+fn a_drain_answers_what_is_under_way_and_ends() {
+    with_limits(Limits::default(), |rig| {
+        rig.storage.delay(Duration::from_millis(200));
+        let mut client = rig.client(Framing::Structured);
+        let mut idle = rig.client(Framing::Extended);
+        let mut half_open = Client::knock(&rig.path);
+        for block in 0..10 {
+            client.write(NONE, block * 4096, &[5; 4096]);
+        }
+        wait_for("the requests to be read", || rig.storage.running().0 == 10);
+        rig.drain();
+        for _ in 0..10 {
+            assert_eq!(client.receive().unwrap().outcome, Outcome::Done);
+        }
+        assert!(client.receive().is_err() && idle.receive().is_err());
+        assert!(is_closed(&mut half_open));
+        let (path, storage) = (rig.path.clone(), rig.storage.clone());
+        rig.join();
+        assert!(UnixStream::connect(path).is_err());
+        assert_eq!(storage.content()[..40960], [5; 40960]);
+    });
+}
+
+#[test]
+fn a_drain_cuts_off_who_does_not_take_replies() {
+    let limits = Limits { drain: Duration::from_millis(300), ..Limits::default() };
+    with_limits(limits, |rig| {
+        let mut client = rig.client(Framing::Simple);
+        for _ in 0..40 {
+            client.send(kind::READ, NONE, 0, 512 * 1024);
+        }
+        // One reply is more than the socket takes.
+        wait_for("a request to be read", || rig.storage.running().1 > 0);
+        let start = Instant::now();
+        rig.drain();
+        rig.join();
+        assert!((300..5000).contains(&start.elapsed().as_millis()), "{:?}", start.elapsed());
+    });
+}
+
+#[test]
+fn connections_come_over_tcp_as_well() {
+    use blockhouse_engine::{EngineChoice, EventLoop, Listener};
+    for engine in ENGINES {
+        let Some(rig) = Rig::start(engine, Limits::default(), MIB) else { continue };
+        let bound = bind(&Address::Tcp { host: "127.0.0.1".into(), port: 0 }).unwrap();
+        let Address::Tcp { port, .. } = bound.address else { panic!("{:?}", bound.address) };
+        assert_ne!(port, 0, "the real port is told");
+        let server = rig.server();
+        let thread = std::thread::spawn(move || {
+            let mut event_loop = EventLoop::new(EngineChoice::Only(engine)).unwrap();
+            let loops = [event_loop.handle()];
+            let listener = Listener::new(bound.socket).unwrap();
+            event_loop.block_on(async {
+                server.serve(&listener, &loops).await.unwrap();
+                server.drain().await;
+            });
+        });
+        let mut stream = TcpStream::connect(("127.0.0.1", port)).unwrap();
+        let mut greeting = [0; 18];
+        stream.read_exact(&mut greeting).unwrap();
+        stream.write_all(b"\0\0\0\x03IHAVEOPT\0\0\0\x01\0\0\0\0").unwrap();
+        let mut answer = [0; 10];
+        stream.read_exact(&mut answer).unwrap();
+        assert_eq!(answer[..8], (MIB as u64).to_be_bytes());
+        rig.drain();
+        thread.join().unwrap();
+        assert_eq!(stream.read(&mut [0]).unwrap(), 0);
+    }
+}
+
+#[test]
+fn addresses_that_cannot_be_had_are_named() {
+    let folder = tempfile::tempdir().unwrap();
+    let refused = |address: &Address, reason: &str| {
+        let error = bind(address).expect_err(reason).to_string();
+        assert!(error.contains(reason) && error.contains(';'), "{error}");
+    };
+    let path = folder.path().join("socket");
+    let unix = Address::Unix(path.clone());
+    let bound = bind(&unix).unwrap();
+    refused(&unix, "a running server listens there");
+    // A server that died leaves its socket behind; the next one takes its place.
+    std::mem::forget(bound.file);
+    drop(bound.socket);
+    assert!(path.exists());
+    drop(bind(&unix).unwrap());
+    assert!(!path.exists(), "a server that ends takes its socket with it");
+    let file = folder.path().join("file");
+    std::fs::write(&file, "precious").unwrap();
+    refused(&Address::Unix(file.clone()), "no socket");
+    assert_eq!(std::fs::read(&file).unwrap(), b"precious");
+    refused(&Address::Unix(folder.path().join("x".repeat(108))), "more than 107");
+    let taken = TcpListener::bind("127.0.0.1:0").unwrap();
+    let port = taken.local_addr().unwrap().port();
+    refused(&Address::Tcp { host: "127.0.0.1".into(), port }, "another program listens there");
+}
+
+#[test]
+fn engines_are_really_tried() {
+    // The tests above skip what the host forbids; threads work everywhere.
+    assert!(Rig::start(Engine::Threads, Limits::default(), MIB).is_some());
+}
