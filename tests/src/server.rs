@@ -23,7 +23,7 @@ const STOP_LIMIT: Duration = Duration::from_secs(40);
 /// A command line of `blockhouse serve`.
 pub struct Serve {
     binary: PathBuf,
-    image: PathBuf,
+    images: Vec<PathBuf>,
     options: Vec<OsString>,
     exports: usize,
     wrapper: Vec<OsString>,
@@ -43,7 +43,7 @@ impl Serve {
     pub fn bare(scratch: &Scratch, image: &Path) -> Self {
         Self {
             binary: blockhouse().into(),
-            image: image.into(),
+            images: vec![image.into()],
             options: Vec::new(),
             exports: 0,
             wrapper: Vec::new(),
@@ -57,6 +57,12 @@ impl Serve {
     pub fn export(mut self, uri: &str) -> Self {
         self.exports += 1;
         self.option("--nbd", uri)
+    }
+
+    /// Serves another image beside the first.
+    pub fn also(mut self, image: &Path) -> Self {
+        self.images.push(image.into());
+        self
     }
 
     /// Adds an option with its value.
@@ -111,7 +117,7 @@ impl Serve {
     /// When it does not get ready.
     #[track_caller]
     pub fn start(self) -> Server {
-        let exports = self.exports.max(1);
+        let exports = self.exports.max(1) * self.images.len();
         let (child, log) = self.spawn();
         Server::ready(child, log, exports)
     }
@@ -138,7 +144,7 @@ impl Serve {
         let binary = [self.binary.into_os_string()];
         let mut words = self.wrapper.iter().chain(&binary);
         let mut command = Command::new(words.next().expect("there is the binary"));
-        command.args(words).arg("serve").arg(&self.image).args(&self.options);
+        command.args(words).arg("serve").args(&self.images).args(&self.options);
         command.envs(self.environment).stdin(self.stdin).stdout(Stdio::piped());
         command.stderr(File::create(&self.log).expect("the log can be written"));
         let child = command.spawn().unwrap_or_else(|error| panic!("{command:?}: {error}"));
@@ -182,6 +188,7 @@ pub struct Server {
     child: Child,
     log: PathBuf,
     uris: Vec<String>,
+    details: Vec<String>,
     lines: Receiver<String>,
 }
 
@@ -189,15 +196,10 @@ impl Server {
     #[track_caller]
     fn ready(mut child: Child, log: PathBuf, exports: usize) -> Self {
         let lines = lines(child.stdout.take().expect("standard output is a pipe"));
-        let mut server = Self { child, log, uris: Vec::new(), lines };
+        let mut server = Self { child, log, uris: Vec::new(), details: Vec::new(), lines };
         while server.uris.len() < exports {
             match server.lines.recv_timeout(START_LIMIT) {
-                // With --verbose more words follow the URI.
-                Ok(line) => server.uris.extend(
-                    line.strip_prefix("ready ")
-                        .and_then(|rest| rest.split(' ').next())
-                        .map(str::to_owned),
-                ),
+                Ok(line) => server.take_in(&line),
                 Err(RecvTimeoutError::Timeout) => panic!("not ready after {START_LIMIT:?}"),
                 Err(RecvTimeoutError::Disconnected) => {
                     let status = wait_for_exit(&mut server.child, START_LIMIT);
@@ -206,6 +208,20 @@ impl Server {
             }
         }
         server
+    }
+
+    fn take_in(&mut self, line: &str) {
+        if let Some(ready) = line.strip_prefix("ready ") {
+            // With --verbose more words follow the URI.
+            let (uri, details) = ready.split_once(' ').unwrap_or((ready, ""));
+            self.uris.push(uri.into());
+            self.details.push(details.into());
+        }
+    }
+
+    /// What `--verbose` adds to the first ready line.
+    pub fn details(&self) -> &str {
+        &self.details[0]
     }
 
     /// The URI of the first ready line.

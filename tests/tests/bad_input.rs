@@ -15,7 +15,7 @@ use blockhouse_tests::{Scratch, Serve, blockhouse, need, require};
 fn a_missing_image() {
     let scratch = Scratch::new();
     let path = scratch.path("missing.img");
-    Serve::new(&scratch, &path).refused().failed(&["missing.img", "No such file", "--create"]);
+    Serve::new(&scratch, &path).refused().failed(&["missing.img", "No such file", "create"]);
     assert!(!path.exists(), "it was made all the same");
     assert!(!scratch.socket("nbd").exists(), "the socket's file is left behind");
 }
@@ -103,7 +103,7 @@ fn an_image_that_looks_like_qcow2() {
 fn a_file_without_permission() {
     let scratch = Scratch::new();
     let image = scratch.image_of("disk.img", &[1; 512]);
-    std::fs::set_permissions(image.path(), Permissions::from_mode(0)).expect("it is ours");
+    std::fs::set_permissions(image.path(), Permissions::from_mode(0o000)).expect("it is ours");
     let moved = scratch.socket("disk.img");
     let (wrapper, binary) = require!(need::nobody(scratch.short(), blockhouse()));
     std::fs::copy(image.path(), &moved).expect("root may read it");
@@ -207,6 +207,8 @@ fn what_the_command_line_cannot_mean() {
     wrong("--nbd", "nbds+unix:///?socket=/tmp/x", &["TLS"]);
     wrong("--nbd", "nbd+unix:///name", &["socket"]);
     wrong("--nbd", "nbd+unix:///?socket=", &["socket"]);
+    serve().also(image.path()).option("--create", "1M").refused().wrong_usage(&["--create"]);
+    serve().also(image.path()).option("--name", "x").refused().wrong_usage(&["name"]);
     wrong("--no-such-option", "1", &["--no-such-option"]);
     assert_eq!(image.state(), before);
     assert!(!scratch.socket("nbd").exists(), "the socket's file is left behind");

@@ -88,6 +88,35 @@ fn several_uris_lead_to_one_image() {
 }
 
 #[test]
+fn several_images_are_served_under_the_names_of_their_files() {
+    require!(need::tools(&["nbdinfo"]));
+    let scratch = Scratch::new();
+    let first = scratch.image_of("first.img", &[1; 4096]);
+    let second = scratch.image_of("second.img", &[2; 8192]);
+    let server = Serve::new(&scratch, first.path()).also(second.path()).start();
+    let expected = ["first.img", "second.img"].map(|name| unix_uri(&scratch, "nbd", name));
+    assert_eq!(server.uris(), expected);
+    let listed = run(tool("nbdinfo").args(["--list", "--json", server.uri()])).success().stdout;
+    let listed: serde_json::Value = serde_json::from_str(&listed).expect("JSON");
+    let exports = listed["exports"].as_array().expect("a list").iter();
+    let exports: Vec<_> = exports.map(|export| export["export-name"].as_str()).collect();
+    assert_eq!(exports, [Some("first.img"), Some("second.img")]);
+    let greeted = || Greeted::new(&server.address());
+    let mut one = greeted().go("first.img", Framing::Simple);
+    let mut two = greeted().go("second.img", Framing::Simple);
+    assert_eq!((one.size(), two.size()), (4096, 8192));
+    assert_eq!(one.write(0, &[3; 512], 0), 0);
+    assert_eq!(two.read(0, 8192), Ok(vec![2; 8192]), "the other image changed");
+    // Clients without a name get the first.
+    let mut default = greeted().go("", Framing::Simple);
+    assert_eq!(default.read(0, 512), Ok(vec![3; 512]));
+    for client in [one, two, default] {
+        client.disconnect();
+    }
+    server.stop();
+}
+
+#[test]
 fn a_tcp_export_has_its_name_and_port_in_the_uri() {
     require!(need::tools(&["nbdinfo"]));
     let scratch = Scratch::new();

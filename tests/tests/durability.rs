@@ -290,23 +290,55 @@ fn a_failed_flush_is_over_when_the_image_is_opened_again() {
     server.stop();
 }
 
+/// Options for strace that make every write fail.
+fn failing_writes(error: &str) -> Vec<String> {
+    let calls = ["pwritev2", "pwritev", "pwrite64"];
+    let inject = calls.map(|call| ["-e".into(), format!("inject={call}:error={error}")]);
+    inject.into_iter().flatten().collect()
+}
+
 #[test]
 fn a_failing_write_fails_alone_and_with_its_errno() {
-    for (name, code) in [("EIO", errno::EIO), ("ENOSPC", errno::ENOSPC)] {
+    for (name, code, flags) in [
+        ("EIO", errno::EIO, &[0, 0][..]),
+        ("ENOSPC", errno::ENOSPC, &[0, flag::FUA]),
+        ("EDQUOT", errno::ENOSPC, &[0, flag::FUA]),
+    ] {
         require!(need::strace());
         let scratch = Scratch::new();
-        let calls = ["pwritev2", "pwritev", "pwrite64"];
-        let inject: Vec<_> = calls.map(|call| format!("inject={call}:error={name}")).into();
-        let options: Vec<_> = inject.iter().flat_map(|text| ["-e", text]).collect();
+        let options = failing_writes(name);
+        let options: Vec<_> = options.iter().map(String::as_str).collect();
         let (server, _trace) = traced(&scratch, Cache::None, &options);
         let mut client = Client::open(&server.address());
-        for flags in [0, flag::FUA] {
-            assert_eq!(client.write(4096, BLOCK, flags), code, "flags {flags}");
+        for &flags in flags {
+            assert_eq!(client.write(4096, BLOCK, flags), code, "{name}, flags {flags}");
         }
         assert_eq!(client.read(4096, 4096), Ok(vec![1; 4096]), "reads go on");
+        assert_eq!(client.flush(), 0, "nothing is lost that was acknowledged: {name}");
         client.disconnect();
         server.stop();
     }
+}
+
+/// What the host could not make stable may have taken older bytes of the same pages with it, and
+/// tells nobody a second time.
+#[test]
+fn a_durable_write_that_fails_is_a_failed_flush() {
+    require!(need::strace());
+    let scratch = Scratch::new();
+    let options = failing_writes("EIO:when=1");
+    let options: Vec<_> = options.iter().map(String::as_str).collect();
+    let (mut server, _trace) = traced(&scratch, Cache::Writeback, &options);
+    let mut client = Client::open(&server.address());
+    assert_eq!(client.write(4096, BLOCK, flag::FUA), errno::EIO);
+    assert_eq!(client.flush(), errno::EIO);
+    for round in 0..100 {
+        assert_eq!(client.write(4096, BLOCK, flag::FUA), errno::EIO, "write {round}");
+    }
+    assert_eq!(client.read(4096, 4096), Ok(vec![1; 4096]), "reads go on");
+    client.disconnect();
+    server.signal(rustix::process::Signal::TERM);
+    assert_eq!(server.wait(std::time::Duration::from_secs(20)).code(), Some(1));
 }
 
 #[test]
