@@ -12,13 +12,13 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 
 use blockhouse_core::{
-    Alignment, Buffer, ByteRange, Capabilities, Durability, Error, ErrorKind, Fua, IoVector,
-    Offload, Result, Status, Storage, Sync, Unmap, WriteCache,
+    Alignment, Buffer, ByteRange, Capabilities, Durability, Error, ErrorKind, Fua, GroupCommit,
+    IoVector, Offload, Result, Status, Storage, Sync, Unmap, WriteCache,
 };
 use rustix::fs::{Advice, FallocateFlags, Mode, OFlags};
 use rustix::io::Errno;
 
-use crate::file::{Caching, File};
+use crate::file::{Caching, File, Residence};
 use crate::operation::{Operation, Transfer, WriteThrough};
 use crate::probe::{self, FileKind};
 use crate::submit::submit;
@@ -245,6 +245,15 @@ impl HostFile {
         }
     }
 
+    /// A file in memory has nothing to flush. In the page cache durable writes to one file go one
+    /// after the other, each with a flush of its own, while plain ones are copies.
+    fn group_commit(&self) -> GroupCommit {
+        match (self.file.residence, self.file.caching) {
+            (Residence::Device, Caching::PageCache) => GroupCommit::From(2),
+            (Residence::Memory, _) | (_, Caching::Direct) => GroupCommit::Never,
+        }
+    }
+
     fn unsupported(&self, what: &str) -> Error {
         Error::new(ErrorKind::Unsupported, format!("{what} is not supported here")).on(&self.name)
     }
@@ -321,6 +330,7 @@ impl Storage for HostFile {
         Capabilities {
             fua: if fua.load(Relaxed) { Fua::Emulated } else { Fua::Native },
             write_cache: self.write_cache,
+            group_commit: self.group_commit(),
             alignment: self.alignment,
             write_zeroes: all(&[punch_hole, zero_range]),
             discard: match self.kind {
