@@ -43,10 +43,13 @@ pub(crate) fn size(file: &impl AsFd) -> io::Result<u64> {
     Ok(rustix::fs::seek(file, rustix::fs::SeekFrom::End(0))?)
 }
 
-/// Whether the bytes are in memory.
+/// Whether the bytes are in memory: those of a regular file in a file system that lives there. The
+/// node of a block device mostly lies on such a file system too, which says nothing about its bytes.
 pub(crate) fn residence(descriptor: &impl AsFd) -> Residence {
+    let regular = rustix::fs::fstat(descriptor)
+        .is_ok_and(|status| FileType::from_raw_mode(status.st_mode) == FileType::RegularFile);
     match rustix::fs::fstatfs(descriptor) {
-        Ok(status) if [TMPFS_MAGIC, RAMFS_MAGIC].contains(&(status.f_type as u32)) => {
+        Ok(status) if regular && [TMPFS_MAGIC, RAMFS_MAGIC].contains(&(status.f_type as u32)) => {
             Residence::Memory
         }
         _ => Residence::Device,

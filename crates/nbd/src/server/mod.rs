@@ -98,6 +98,11 @@ impl<S: Storage + Send + Sync> Server<S> {
         self.0.exports.add(export)
     }
 
+    /// Whether there is an export of exactly this name.
+    pub fn has(&self, name: &str) -> bool {
+        self.0.exports.has(name)
+    }
+
     /// Offers a disk no longer. Connections to it go on.
     pub fn remove(&self, name: &str) -> Option<Export<S>> {
         self.0.exports.remove(name)
