@@ -20,7 +20,6 @@
 //! Generations are counted with atomic operations, so that a plain write pays for one addition. A
 //! lock is taken by flushes only, and never held while one waits.
 
-use std::future::Future;
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 
@@ -77,8 +76,8 @@ struct Run<'a> {
     ended: &'a Event,
 }
 
-/// An operation that only a flush makes stable. Dropped unfinished, its end will not be seen.
-struct Unstable<'a> {
+/// An operation in flight. Dropped before it has been seen to end, it counts as given up.
+struct Unseen<'a> {
     given_up: &'a AtomicU64,
 }
 
@@ -98,22 +97,23 @@ impl<S: Storage> Generations<S> {
         }
     }
 
-    /// Runs an operation that leaves something to flush, whether it fails or not.
-    async fn unstable<T>(&self, operation: impl Future<Output = Result<T>>) -> Result<T> {
-        let unseen = Unstable { given_up: &self.given_up };
-        let outcome = operation.await;
-        self.completed.fetch_add(1, Ordering::SeqCst);
-        unseen.seen();
-        outcome
+    fn in_flight(&self) -> Unseen<'_> {
+        Unseen { given_up: &self.given_up }
     }
 
-    /// Runs a write that is stable when it succeeds.
-    async fn stable(&self, write: impl Future<Output = Result<()>>) -> Result<()> {
+    /// The operation has ended and left something to flush, whether it failed or not.
+    fn completed(&self, operation: Unseen<'_>) {
+        self.completed.fetch_add(1, Ordering::SeqCst);
+        operation.seen();
+    }
+
+    /// A write that is stable when it succeeds.
+    async fn write_durably(&self, offset: u64, from: IoVector) -> Result<()> {
         self.check_failure()?;
         // Declared first, dropped last: a running flush hears of the failure or the dropping.
         let _pass = self.durable_writes.enter();
-        let unseen = Unstable { given_up: &self.given_up };
-        let outcome = write.await;
+        let unseen = self.in_flight();
+        let outcome = self.storage.write(offset, from, Durability::Data).await;
         if let Err(error) = &outcome
             && !nothing_was_begun(error)
         {
@@ -237,13 +237,13 @@ impl Drop for Run<'_> {
     }
 }
 
-impl Unstable<'_> {
+impl Unseen<'_> {
     fn seen(self) {
         std::mem::forget(self);
     }
 }
 
-impl Drop for Unstable<'_> {
+impl Drop for Unseen<'_> {
     fn drop(&mut self) {
         self.given_up.fetch_add(1, Ordering::SeqCst);
     }
@@ -283,19 +283,21 @@ impl<S: Storage> Storage for Generations<S> {
         let crowd = Crowd::join(&self.durable_in_flight, durability);
         match (durability, capabilities.fua) {
             (Durability::Data, Fua::Native) if !crowd.is_cheaper_together(&capabilities) => {
-                return self.stable(self.storage.write(offset, from, Durability::Data)).await;
+                return self.write_durably(offset, from).await;
             }
             (Durability::Data | Durability::Full, Fua::Native | Fua::Emulated) => {
                 self.check_failure()?;
             }
             (Durability::None, _) | (_, Fua::None) => {}
         }
-        let write = self.storage.write(offset, from, Durability::None);
+        let unseen = self.in_flight();
+        let outcome = self.storage.write(offset, from, Durability::None).await;
         match capabilities.write_cache {
-            WriteCache::Volatile => self.unstable(write).await?,
-            WriteCache::None => write.await?,
+            WriteCache::Volatile => self.completed(unseen),
+            WriteCache::None => unseen.seen(),
         }
         match durability {
+            _ if outcome.is_err() => outcome,
             Durability::None => Ok(()),
             Durability::Data => self.flush(Sync::Data).await,
             Durability::Full => self.flush(Sync::Full).await,
@@ -303,11 +305,17 @@ impl<S: Storage> Storage for Generations<S> {
     }
 
     async fn write_zeroes(&self, range: ByteRange, unmap: Unmap) -> Result<()> {
-        self.unstable(self.storage.write_zeroes(range, unmap)).await
+        let unseen = self.in_flight();
+        let outcome = self.storage.write_zeroes(range, unmap).await;
+        self.completed(unseen);
+        outcome
     }
 
     async fn discard(&self, range: ByteRange) -> Result<()> {
-        self.unstable(self.storage.discard(range)).await
+        let unseen = self.in_flight();
+        let outcome = self.storage.discard(range).await;
+        self.completed(unseen);
+        outcome
     }
 
     async fn flush(&self, sync: Sync) -> Result<()> {
@@ -331,7 +339,10 @@ impl<S: Storage> Storage for Generations<S> {
     }
 
     async fn resize(&self, size: u64) -> Result<()> {
-        self.unstable(self.storage.resize(size)).await
+        let unseen = self.in_flight();
+        let outcome = self.storage.resize(size).await;
+        self.completed(unseen);
+        outcome
     }
 
     async fn status(&self, range: ByteRange) -> Result<(Status, u64)> {
