@@ -318,3 +318,6 @@ async fn all(parts: impl Iterator<Item = impl Future<Output = Result<()>>>) -> R
     let both = |sum: Result<()>, one| ready(sum.and(one));
     stream::iter(parts).buffer_unordered(TOGETHER).fold(Ok(()), both).await
 }
+
+#[cfg(test)]
+mod tests;

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use rustix::event::Timespec;
 use rustix::event::epoll::{self, CreateFlags, EventData, EventFlags};
 
-use crate::driver::{Completion, Driver, Rest, Started};
+use crate::driver::{Completion, Driver, Rest};
 use crate::event_loop::Remote;
 use crate::linux_aio::LinuxAio;
 use crate::operation::{Operation, OperationTable, Token};
@@ -71,29 +71,29 @@ impl Epoll {
         })
     }
 
-    fn start_on_socket(&mut self, token: Token, operation: &mut Operation) -> Started {
+    /// Tries a socket operation, unless others wait for the same: those come first.
+    fn attempt_on_socket(&mut self, operation: &Operation) -> Option<i32> {
         if let Operation::Accept { socket } = operation {
             // Two loops may be told of one connection: the second must not block.
             if let Err(error) = rustix::io::ioctl_fionbio(socket, true) {
-                return Started::Done(-error.raw_os_error());
+                return Some(-error.raw_os_error());
             }
+        }
+        let waiting = self.sockets.get_mut(&socket_of(operation).as_raw_fd());
+        if waiting.is_some_and(|waiting| !waiting.queue_of(operation).is_empty()) {
+            return None;
         }
         let result = try_socket(operation);
-        if result != -libc::EAGAIN {
-            return Started::Done(result);
-        }
+        (result != -libc::EAGAIN).then_some(result)
+    }
+
+    fn wait_for_socket(&mut self, token: Token, operation: &Operation) {
         let socket = socket_of(operation);
         let waiting = self.sockets.entry(socket.as_raw_fd()).or_default();
-        match operation {
-            Operation::Send(_) => waiting.output.push_back(token),
-            _ => waiting.input.push_back(token),
-        }
-        match watch(&self.epoll, socket, waiting) {
-            Ok(()) => Started::Pending,
-            Err(error) => {
-                self.forget(token, operation);
-                Started::Done(-error.raw_os_error())
-            }
+        waiting.queue_of(operation).push_back(token);
+        if let Err(error) = watch(&self.epoll, socket, waiting) {
+            self.forget(token, operation);
+            self.early.push(Completion { token, result: -error.raw_os_error() });
         }
     }
 
@@ -162,25 +162,36 @@ impl Epoll {
 }
 
 impl Waiting {
+    fn queue_of(&mut self, operation: &Operation) -> &mut VecDeque<Token> {
+        match operation {
+            Operation::Send(_) => &mut self.output,
+            _ => &mut self.input,
+        }
+    }
+
     fn is_empty(&self) -> bool {
         self.input.is_empty() && self.output.is_empty()
     }
 }
 
 impl Driver for Epoll {
-    fn start(&mut self, token: Token, operation: &mut Operation) -> Started {
-        if let Some(result) = run_inline(operation) {
-            return Started::Done(result);
+    fn attempt(&mut self, operation: &Operation) -> Option<i32> {
+        if operation.is_on_socket() {
+            self.attempt_on_socket(operation)
+        } else {
+            run_inline(operation)
         }
+    }
+
+    fn start(&mut self, token: Token, operation: &Operation) {
         let Some(call) = FileCall::of(operation) else {
-            return self.start_on_socket(token, operation);
+            return self.wait_for_socket(token, operation);
         };
         match &mut self.aio {
             Some(aio) if LinuxAio::serves(operation) => aio.queue(token, call),
             // SAFETY: the operation stays in the loop's table (`Driver::start`).
             _ => unsafe { self.pool.run_file(call, token, &self.remote) },
         }
-        Started::Pending
     }
 
     fn cancel(&mut self, token: Token, operation: &Operation) {

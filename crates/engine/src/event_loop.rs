@@ -15,10 +15,11 @@ use std::task::{Context, Poll, Waker};
 
 use futures_channel::oneshot;
 
-use crate::driver::{Completion, Driver, Rest, Started};
+use crate::driver::{Completion, Driver, Rest};
 use crate::engine::{self, Engine, EngineChoice, EngineReport};
+use crate::line::Ticket;
 use crate::mailbox::{Bell, Mailbox};
-use crate::operation::{Abandoned, Operation, OperationTable, Token};
+use crate::operation::{Operation, OperationTable, Token};
 use crate::task::{Header, Tasks};
 use crate::thread_pool::ThreadPool;
 use crate::timer::Timers;
@@ -31,7 +32,7 @@ thread_local! {
 pub(crate) enum Note {
     /// A task became ready.
     Ready(Arc<Header>),
-    /// Run this, mostly to spawn a task.
+    /// Run this; it does nothing but spawn a task.
     Call(Box<dyn FnOnce() + Send>),
     /// A worker thread finished an operation.
     Completed(Token, i32),
@@ -70,64 +71,83 @@ pub(crate) struct Local {
     operations: RefCell<OperationTable>,
 }
 
-/// Runs `f` with the current thread's loop.
+/// Runs `f` with the current thread's loop. `f` must not call anybody who might run a loop.
 ///
 /// # Panics
 /// Outside of an event loop.
-pub(crate) fn current<R>(f: impl FnOnce(&Local) -> R) -> R {
+pub(crate) fn current<R>(f: impl FnOnce(&Rc<Local>) -> R) -> R {
     try_current(f).expect("this needs an event loop: call it inside of EventLoop::block_on")
 }
 
 /// As [`current`], with `None` where there is no loop.
-pub(crate) fn try_current<R>(f: impl FnOnce(&Local) -> R) -> Option<R> {
-    let local = CURRENT.try_with(|current| current.borrow().clone()).ok().flatten();
-    local.map(|local| f(&local))
-}
-
-/// How a submission went.
-pub(crate) enum Submitted {
-    Running(Token),
-    Done(i32, Operation),
-    /// All places are taken; the waker is called when one becomes free.
-    Full(Operation),
+pub(crate) fn try_current<R>(f: impl FnOnce(&Rc<Local>) -> R) -> Option<R> {
+    CURRENT.try_with(|current| current.borrow().as_ref().map(f)).ok().flatten()
 }
 
 impl Local {
-    /// Hands an operation to the engine.
-    pub(crate) fn submit(&self, operation: Operation, waiter: &Waker) -> Submitted {
+    /// Does the operation on the spot, where that needs no waiting.
+    pub(crate) fn attempt(&self, operation: &Operation) -> Option<i32> {
+        self.driver.borrow_mut().attempt(operation)
+    }
+
+    /// Takes the operation out of `operation` and starts it. When all places are taken, the waker is
+    /// called when one is free for the ticket.
+    pub(crate) fn start(
+        &self,
+        operation: &mut Option<Operation>,
+        ticket: Option<Ticket>,
+        waiter: &Waker,
+    ) -> Result<Token, Ticket> {
         let mut operations = self.operations.borrow_mut();
-        let token = match operations.insert(operation, waiter) {
-            Ok(token) => token,
-            Err(operation) => return Submitted::Full(operation),
-        };
-        match self.driver.borrow_mut().start(token, operations.operation(token)) {
-            Started::Pending => Submitted::Running(token),
-            Started::Done(result) => {
-                drop(operations.complete(token, result));
-                match operations.take_result(token, waiter) {
-                    Some((result, operation)) => Submitted::Done(result, operation),
-                    None => unreachable!("it was completed the line before"),
-                }
-            }
-        }
+        let token = operations.insert(operation, ticket, waiter)?;
+        self.driver.borrow_mut().start(token, operations.operation(token));
+        Ok(token)
+    }
+
+    /// Gives up waiting for a place.
+    pub(crate) fn leave_line(&self, ticket: Ticket) {
+        let next = self.operations.borrow_mut().leave_line(ticket);
+        next.into_iter().for_each(Waker::wake);
     }
 
     pub(crate) fn poll_result(&self, token: Token, waiter: &Waker) -> Poll<(i32, Operation)> {
-        match self.operations.borrow_mut().take_result(token, waiter) {
-            Some(over) => Poll::Ready(over),
+        let result = self.operations.borrow_mut().result(token, waiter);
+        match result {
+            Some(result) => Poll::Ready((result, self.release(token))),
             None => Poll::Pending,
         }
     }
 
     /// Leaves an operation to itself; one that may wait without bound is asked to stop.
     pub(crate) fn abandon(&self, token: Token) {
-        let mut operations = self.operations.borrow_mut();
-        if operations.abandon(token) == Abandoned::Running {
-            let operation = operations.operation(token);
-            if operation.may_wait_for_ever() {
-                self.driver.borrow_mut().cancel(token, operation);
-            }
+        let result = self.operations.borrow_mut().abandon(token);
+        match result {
+            Some(result) => self.release(token).bury(result),
+            None => self.cancel(token),
         }
+    }
+
+    /// Asks a running operation to stop if it may wait without bound.
+    fn cancel(&self, token: Token) {
+        let operations = self.operations.borrow();
+        let operation = operations.operation(token);
+        if operation.is_on_socket() {
+            self.driver.borrow_mut().cancel(token, operation);
+        }
+    }
+
+    fn complete(&self, token: Token, result: i32) {
+        let waiter = self.operations.borrow_mut().complete(token, result);
+        match waiter {
+            Some(waiter) => waiter.wake(),
+            None => self.release(token).bury(result),
+        }
+    }
+
+    fn release(&self, token: Token) -> Operation {
+        let (operation, next) = self.operations.borrow_mut().release(token);
+        next.into_iter().for_each(Waker::wake);
+        operation
     }
 
     /// One turn: sleep as allowed, then pass on everything that happened meanwhile.
@@ -154,13 +174,6 @@ impl Local {
             }
         }
         self.timers.fire();
-    }
-
-    fn complete(&self, token: Token, result: i32) {
-        let waiter = self.operations.borrow_mut().complete(token, result);
-        if let Some(waiter) = waiter {
-            waiter.wake();
-        }
     }
 }
 
@@ -217,12 +230,14 @@ impl EventLoop {
     /// # Panics
     /// Inside of another loop.
     pub fn block_on<F: Future>(&mut self, future: F) -> F::Output {
+        assert!(try_current(|_| ()).is_none(), "an event loop cannot run inside of another");
         let _entered = Entered::new(&self.local);
         let local = Rc::clone(&self.local);
         let waker = local.tasks.main_waker(&local.remote);
         let mut future = pin!(future);
         loop {
             if local.tasks.take_main_ready() {
+                local.tasks.budget.renew();
                 let poll = future.as_mut().poll(&mut Context::from_waker(&waker));
                 if let Poll::Ready(output) = poll {
                     return output;
@@ -237,31 +252,33 @@ impl EventLoop {
 impl Drop for EventLoop {
     /// Drops all tasks, then waits until the kernel has given back everything that it holds.
     fn drop(&mut self) {
-        let _entered = Entered::new(&self.local);
-        self.local.tasks.clear();
-        while self.local.operations.borrow().running().next().is_some() {
-            self.local.turn(&mut self.done, &mut self.notes);
+        let local = &self.local;
+        let _entered = Entered::new(local);
+        local.tasks.clear();
+        // Those whose futures live on elsewhere have not been asked yet.
+        let running: Vec<Token> = local.operations.borrow().running().collect();
+        running.into_iter().for_each(|token| local.cancel(token));
+        while local.operations.borrow().running().next().is_some() {
+            local.turn(&mut self.done, &mut self.notes);
+            // Nothing is run any more: neither what came in, nor what was woken.
+            local.tasks.clear();
         }
-        drop(self.local.remote.mailbox.close());
+        drop(local.remote.mailbox.close());
     }
 }
 
-/// Makes a loop the current one of its thread.
-struct Entered;
+/// Makes a loop the current one of its thread, in place of the one that was it before.
+struct Entered(Option<Rc<Local>>);
 
 impl Entered {
     fn new(local: &Rc<Local>) -> Self {
-        CURRENT.with_borrow_mut(|current| {
-            assert!(current.is_none(), "an event loop cannot run inside of another");
-            *current = Some(Rc::clone(local));
-        });
-        Self
+        Self(CURRENT.replace(Some(Rc::clone(local))))
     }
 }
 
 impl Drop for Entered {
     fn drop(&mut self) {
-        let local = CURRENT.with_borrow_mut(Option::take);
+        let local = CURRENT.replace(self.0.take());
         drop(local);
     }
 }
@@ -288,10 +305,9 @@ impl Handle {
     {
         let (sender, receiver) = oneshot::channel();
         self.0.post(Note::Call(Box::new(move || {
-            let future = make();
             crate::task::spawn_detached(async move {
                 // Nobody may be waiting any more; the task has run all the same.
-                let _ = sender.send(future.await);
+                let _ = sender.send(make().await);
             });
         })));
         Submission(receiver)

@@ -28,7 +28,7 @@ impl Stream {
     /// Receives what is there, as much as fits, waiting for the first byte. 0 is the peer's end of
     /// stream. Gives the list back as it was.
     pub async fn receive(&self, into: IoVectorList) -> (io::Result<usize>, IoVectorList) {
-        let message = Message::new(Arc::clone(&self.0), into);
+        let message = Message { socket: Arc::clone(&self.0), list: into };
         let (result, operation) = submit(Operation::Receive(message)).await;
         (result.map_err(Into::into), list_of(operation))
     }
@@ -36,7 +36,7 @@ impl Stream {
     /// Sends everything, in order. Gives the list back with all that was sent passed over.
     pub async fn send(&self, mut from: IoVectorList) -> (io::Result<()>, IoVectorList) {
         while !from.is_empty() {
-            let message = Message::new(Arc::clone(&self.0), from);
+            let message = Message { socket: Arc::clone(&self.0), list: from };
             let (result, operation) = submit(Operation::Send(message)).await;
             from = list_of(operation);
             match result {

@@ -102,7 +102,7 @@ pub(crate) fn run_inline(operation: &Operation) -> Option<i32> {
 }
 
 /// Tries a socket operation without waiting: `-EAGAIN` when it would have to.
-pub(crate) fn try_socket(operation: &mut Operation) -> i32 {
+pub(crate) fn try_socket(operation: &Operation) -> i32 {
     match operation {
         Operation::Receive(message) => transfer(message, |socket, header| {
             // SAFETY: the header and what it points to belong to the borrowed message.
@@ -126,10 +126,10 @@ pub(crate) fn try_socket(operation: &mut Operation) -> i32 {
     }
 }
 
-fn transfer(message: &mut Message, call: impl Fn(RawFd, *mut libc::msghdr) -> isize) -> i32 {
-    let header = message.header();
+fn transfer(message: &Message, call: impl Fn(RawFd, *mut libc::msghdr) -> isize) -> i32 {
+    let mut header = message.header();
     let socket = message.socket.as_raw_fd();
-    retry(|| call(socket, header))
+    retry(|| call(socket, &raw mut header))
 }
 
 /// Repeats a call that a signal interrupts; turns "-1 and errno" into a negative errno.

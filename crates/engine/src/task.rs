@@ -6,17 +6,17 @@ use std::future::Future;
 use std::pin::Pin;
 use std::rc::Rc;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::task::{Context, Poll, Wake, Waker};
 
 use crate::event_loop::{self, Note, Remote};
+use crate::queued::Queued;
 
 /// What a waker points to. Shared with any thread; the future itself never leaves its loop.
 pub(crate) struct Header {
     /// The place of the future in the loop's table, or `MAIN`.
     index: usize,
     /// Whether it is in the ready queue (or on its way there), so that it gets there once.
-    queued: AtomicBool,
+    queued: Queued,
     remote: Arc<Remote>,
 }
 
@@ -25,26 +25,36 @@ const MAIN: usize = usize::MAX;
 
 impl Wake for Header {
     fn wake(self: Arc<Self>) {
-        if self.queued.swap(true, Ordering::AcqRel) {
-            return;
+        if self.queued.set() {
+            Self::queue(self);
         }
-        let remote = Arc::clone(&self.remote);
+    }
+
+    fn wake_by_ref(self: &Arc<Self>) {
+        if self.queued.set() {
+            Self::queue(Arc::clone(self));
+        }
+    }
+}
+
+impl Header {
+    fn new(index: usize, queued: Queued, remote: &Arc<Remote>) -> Arc<Self> {
+        Arc::new(Self { index, queued, remote: Arc::clone(remote) })
+    }
+
+    /// Puts the task into its loop's ready queue, from whatever thread.
+    fn queue(self: Arc<Self>) {
         let mut header = Some(self);
         event_loop::try_current(|local| {
-            if Arc::ptr_eq(&local.remote, &remote)
-                && let Some(header) = header.take()
+            if let Some(header) =
+                header.take_if(|header| Arc::ptr_eq(&local.remote, &header.remote))
             {
                 local.tasks.make_ready(header);
             }
         });
         if let Some(header) = header {
+            let remote = Arc::clone(&header.remote);
             remote.post(Note::Ready(header));
-        }
-    }
-
-    fn wake_by_ref(self: &Arc<Self>) {
-        if !self.queued.load(Ordering::Acquire) {
-            Arc::clone(self).wake();
         }
     }
 }
@@ -56,12 +66,36 @@ struct Entry {
     future: Option<Pin<Box<dyn Future<Output = ()>>>>,
 }
 
+/// How many operations a task may do in one poll without waiting for any.
+const BUDGET: u32 = 32;
+
+/// What is left of it in the poll under way. An operation that is over on the spot never makes its
+/// task wait; without a bound a task that does many of them would keep all others from running.
+#[derive(Default)]
+pub(crate) struct Budget(Cell<u32>);
+
+impl Budget {
+    pub(crate) fn renew(&self) {
+        self.0.set(BUDGET);
+    }
+
+    pub(crate) fn spend(&self) {
+        self.0.update(|left| left.saturating_sub(1));
+    }
+
+    pub(crate) fn is_spent(&self) -> bool {
+        self.0.get() == 0
+    }
+}
+
 /// All tasks of a loop.
 #[derive(Default)]
 pub(crate) struct Tasks {
     table: RefCell<slab::Slab<Entry>>,
     ready: RefCell<VecDeque<Arc<Header>>>,
     main_ready: Cell<bool>,
+    /// Of the task that is polled.
+    pub(crate) budget: Budget,
 }
 
 impl Tasks {
@@ -69,11 +103,7 @@ impl Tasks {
     pub(crate) fn add(&self, remote: &Arc<Remote>, future: Pin<Box<dyn Future<Output = ()>>>) {
         let mut table = self.table.borrow_mut();
         let place = table.vacant_entry();
-        let header = Arc::new(Header {
-            index: place.key(),
-            queued: AtomicBool::new(true),
-            remote: Arc::clone(remote),
-        });
+        let header = Header::new(place.key(), Queued::new(true), remote);
         let waker = Waker::from(Arc::clone(&header));
         self.ready.borrow_mut().push_back(Arc::clone(&header));
         place.insert(Entry { header, waker, future: Some(future) });
@@ -82,14 +112,13 @@ impl Tasks {
     /// The waker of the future that `block_on` runs.
     pub(crate) fn main_waker(&self, remote: &Arc<Remote>) -> Waker {
         self.main_ready.set(true);
-        let remote = Arc::clone(remote);
-        Waker::from(Arc::new(Header { index: MAIN, queued: AtomicBool::new(false), remote }))
+        Waker::from(Header::new(MAIN, Queued::new(false), remote))
     }
 
     /// Queues a task for the next round.
     pub(crate) fn make_ready(&self, header: Arc<Header>) {
         if header.index == MAIN {
-            header.queued.store(false, Ordering::Release);
+            header.queued.clear();
             self.main_ready.set(true);
         } else {
             self.ready.borrow_mut().push_back(header);
@@ -118,7 +147,7 @@ impl Tasks {
 
     fn poll(&self, header: &Arc<Header>) {
         // Before the poll: a wake-up during it counts for the next round.
-        header.queued.store(false, Ordering::Release);
+        header.queued.clear();
         let (mut future, waker) = {
             let mut table = self.table.borrow_mut();
             // The place may be empty, or belong to a later task: then this was a late wake-up.
@@ -127,6 +156,7 @@ impl Tasks {
             let Some(future) = entry.future.take() else { return };
             (future, entry.waker.clone())
         };
+        self.budget.renew();
         let poll = future.as_mut().poll(&mut Context::from_waker(&waker));
         let finished = {
             let mut table = self.table.borrow_mut();
@@ -142,13 +172,14 @@ impl Tasks {
         drop(finished);
     }
 
-    /// Drops all tasks.
+    /// Drops all tasks, those too that are spawned meanwhile, and forgets what is ready.
     pub(crate) fn clear(&self) {
-        self.ready.borrow_mut().clear();
         while !self.table.borrow().is_empty() {
             let table = self.table.take();
             drop(table);
         }
+        self.ready.borrow_mut().clear();
+        self.main_ready.set(false);
     }
 }
 

@@ -6,7 +6,7 @@
 //! that submits also gets events, or nothing would ever complete.
 
 use std::io;
-use std::os::fd::{AsRawFd, RawFd};
+use std::os::fd::AsRawFd;
 use std::ptr;
 use std::sync::Arc;
 use std::time::Instant;
@@ -15,7 +15,7 @@ use blockhouse_core::{Segment, Sync};
 use io_uring::types::{Fd, FsyncFlags, Timespec};
 use io_uring::{IoUring, Probe, cqueue, opcode, squeue};
 
-use crate::driver::{Completion, Driver, Rest, Started};
+use crate::driver::{Completion, Driver, Rest};
 use crate::event_loop::Remote;
 use crate::operation::{MOST_OPERATIONS, Message, Operation, OperationTable, Token, Transfer};
 use crate::system_call::run_inline;
@@ -38,6 +38,8 @@ pub(crate) struct Uring {
     watching: bool,
     /// How many operations the kernel has.
     in_flight: usize,
+    /// Of the operation with that token, if it is one on a socket: the kernel reads it there.
+    headers: Box<[libc::msghdr]>,
 }
 
 /// The argument of `io_uring_enter` with `ENTER_EXT_ARG` (`struct io_uring_getevents_arg`).
@@ -57,15 +59,63 @@ impl Uring {
     pub(crate) fn open(remote: &Arc<Remote>) -> io::Result<Self> {
         let ring = best_ring()?;
         check(&ring)?;
-        Ok(Self { ring, remote: Arc::clone(remote), watching: false, in_flight: 0 })
+        // SAFETY: all-zero is a valid msghdr (null pointers and zero lengths).
+        let no_header: libc::msghdr = unsafe { std::mem::zeroed() };
+        let headers = vec![no_header; MOST_OPERATIONS].into_boxed_slice();
+        Ok(Self { ring, remote: Arc::clone(remote), watching: false, in_flight: 0, headers })
     }
 
     fn push(&mut self, entry: &squeue::Entry) {
         // SAFETY: what the entry points to belongs to an operation in the loop's table, which stays
-        // there unmoved until the completion (`operation`'s promise), or to nothing.
+        // there unmoved until the completion (`operation`'s promise); or it is the header for that
+        // operation, which stays as long; or it points to nothing.
         while unsafe { self.ring.submission().push(entry) }.is_err() {
             self.enter(0, None);
         }
+    }
+
+    /// The entry for an operation. It points into the operation, or to its header.
+    fn entry_of(&mut self, token: Token, operation: &Operation) -> squeue::Entry {
+        match operation {
+            Operation::Read(transfer) => read(transfer),
+            Operation::Write(transfer, through) => write(transfer, through.flags()),
+            Operation::Sync { file, sync } => {
+                let flags = match sync {
+                    Sync::Data => FsyncFlags::DATASYNC,
+                    Sync::Full => FsyncFlags::empty(),
+                };
+                opcode::Fsync::new(Fd(file.raw())).flags(flags).build()
+            }
+            Operation::Allocate { file, mode, range } => {
+                opcode::Fallocate::new(Fd(file.raw()), range.length())
+                    .offset(range.offset())
+                    .mode(*mode)
+                    .build()
+            }
+            Operation::Receive(message) => {
+                let socket = Fd(message.socket.as_raw_fd());
+                opcode::RecvMsg::new(socket, self.header(token, message)).build()
+            }
+            Operation::Send(message) => {
+                let socket = Fd(message.socket.as_raw_fd());
+                // The kernel goes on by itself when the socket takes only a part.
+                let flags = libc::MSG_NOSIGNAL | libc::MSG_WAITALL;
+                let header = self.header(token, message);
+                opcode::SendMsg::new(socket, header).flags(flags as u32).build()
+            }
+            Operation::Accept { socket } => {
+                let socket = Fd(socket.as_raw_fd());
+                opcode::Accept::new(socket, ptr::null_mut(), ptr::null_mut())
+                    .flags(libc::SOCK_CLOEXEC)
+                    .build()
+            }
+        }
+    }
+
+    fn header(&mut self, token: Token, message: &Message) -> *mut libc::msghdr {
+        let place = &mut self.headers[token.index()];
+        *place = message.header();
+        place
     }
 
     /// Submits everything and waits for `want` completions, or until `until`.
@@ -121,14 +171,14 @@ impl Uring {
 }
 
 impl Driver for Uring {
-    fn start(&mut self, token: Token, operation: &mut Operation) -> Started {
-        if let Some(result) = run_inline(operation) {
-            return Started::Done(result);
-        }
-        let entry = entry_of(operation).user_data(token.as_u64());
+    fn attempt(&mut self, operation: &Operation) -> Option<i32> {
+        run_inline(operation)
+    }
+
+    fn start(&mut self, token: Token, operation: &Operation) {
+        let entry = self.entry_of(token, operation).user_data(token.as_u64());
         self.push(&entry);
         self.in_flight += 1;
-        Started::Pending
     }
 
     fn cancel(&mut self, token: Token, _operation: &Operation) {
@@ -148,46 +198,6 @@ impl Driver for Uring {
         }
         self.reap(done);
     }
-}
-
-/// The entry for an operation. It points into the operation.
-fn entry_of(operation: &mut Operation) -> squeue::Entry {
-    match operation {
-        Operation::Read(transfer) => read(transfer),
-        Operation::Write(transfer, through) => write(transfer, through.flags()),
-        Operation::Sync { file, sync } => {
-            let flags = match sync {
-                Sync::Data => FsyncFlags::DATASYNC,
-                Sync::Full => FsyncFlags::empty(),
-            };
-            opcode::Fsync::new(Fd(file.raw())).flags(flags).build()
-        }
-        Operation::Allocate { file, mode, range } => {
-            opcode::Fallocate::new(Fd(file.raw()), range.length())
-                .offset(range.offset())
-                .mode(*mode)
-                .build()
-        }
-        Operation::Receive(message) => {
-            let socket = socket_of(message);
-            opcode::RecvMsg::new(socket, message.header()).build()
-        }
-        Operation::Send(message) => {
-            let socket = socket_of(message);
-            // The kernel goes on by itself when the socket takes only a part.
-            let flags = libc::MSG_NOSIGNAL | libc::MSG_WAITALL;
-            opcode::SendMsg::new(socket, message.header()).flags(flags as u32).build()
-        }
-        Operation::Accept { socket } => {
-            opcode::Accept::new(Fd(socket.as_raw_fd()), ptr::null_mut(), ptr::null_mut())
-                .flags(libc::SOCK_CLOEXEC)
-                .build()
-        }
-    }
-}
-
-fn socket_of(message: &Message) -> Fd {
-    Fd(message.socket.as_raw_fd() as RawFd)
 }
 
 fn read(transfer: &Transfer) -> squeue::Entry {
