@@ -12,7 +12,7 @@ use blockhouse_engine::{EngineChoice, HostFile, Listener};
 use blockhouse_nbd::uri::NbdUri;
 use blockhouse_nbd::{Export, Limits, Server, SocketFile};
 use clap::builder::ValueParser;
-use signal_hook::consts::{SIGINT, SIGTERM};
+use signal_hook::consts::{SIGINT, SIGTERM, SIGXFSZ};
 use signal_hook::iterator::Signals;
 
 use crate::size;
@@ -110,6 +110,8 @@ pub fn run(arguments: Arguments, verbose: bool) -> Result<()> {
     let names = arguments.names()?;
     // Before any thread starts, so that no signal is missed.
     let mut signals = Signals::new([SIGTERM, SIGINT]).context("cannot watch for signals")?;
+    // A write past the limit on file sizes is to fail, not to end this process.
+    signal_hook::flag::register(SIGXFSZ, Arc::default()).context("cannot watch for signals")?;
     let workers = Workers::start(arguments.workers.into(), arguments.engine)?;
     // Before the image: an address in use must not leave a new image behind.
     let places = listen(&arguments, &names)?;

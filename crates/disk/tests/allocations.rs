@@ -1,4 +1,5 @@
 //! The path of an aligned request takes nothing from the allocator.
+#![forbid(unsafe_code)]
 
 use std::pin::pin;
 use std::task::{Context, Waker};

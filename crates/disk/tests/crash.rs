@@ -1,5 +1,6 @@
 //! Crashes at every point of random workloads on a disk: nothing that was acknowledged as durable is
 //! lost, no read sees what it must not, nobody waits for ever.
+#![forbid(unsafe_code)]
 
 use std::future::Future;
 

@@ -1,4 +1,5 @@
 //! Who flushes, who waits, who is spared, and what a failure means for those who come later.
+#![forbid(unsafe_code)]
 
 mod common;
 

@@ -1,5 +1,6 @@
 //! A disk beside a flat array: batches of concurrent requests that share blocks but no byte leave
 //! exactly the bytes that the array has.
+#![forbid(unsafe_code)]
 
 mod common;
 

@@ -1,4 +1,5 @@
 //! What a disk accepts and refuses, and to whom it says so.
+#![forbid(unsafe_code)]
 
 mod common;
 

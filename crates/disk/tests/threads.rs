@@ -1,5 +1,6 @@
 //! One disk, many threads: a flush that returns has covered everything its thread wrote before, and
 //! blocks that threads share lose nobody's bytes.
+#![forbid(unsafe_code)]
 
 use std::pin::pin;
 use std::sync::atomic::{AtomicU64, Ordering};

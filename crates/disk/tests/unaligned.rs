@@ -1,4 +1,5 @@
 //! Requests that do not fit the storage's blocks, and what they exclude.
+#![forbid(unsafe_code)]
 
 mod common;
 

@@ -6,6 +6,7 @@
 //! loop of the thread that polls them, so one `HostFile` may serve many threads.
 
 use std::fmt;
+use std::os::unix::fs::FileTypeExt;
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
@@ -112,6 +113,10 @@ impl HostFile {
         let flags = mode | direct | extra | OFlags::CLOEXEC | OFlags::NONBLOCK;
         let rights = Mode::RUSR | Mode::WUSR | Mode::RGRP | Mode::ROTH;
         let descriptor = rustix::fs::open(path, flags, rights).map_err(|error| {
+            // What direct I/O says of a folder or a pipe misleads.
+            if std::fs::metadata(path).is_ok_and(|found| !is_disk(&found)) {
+                return no_disk(&name);
+            }
             let failed = failed("cannot open", error);
             match advice(error, access, cache) {
                 Some(hint) => failed.hint(hint),
@@ -128,11 +133,7 @@ impl HostFile {
 
     fn examine(file: File, name: String, access: OFlags) -> Result<Self> {
         let failed = |error: std::io::Error| Error::host("cannot examine", error).on(&name);
-        let kind = probe::kind(&file).map_err(failed)?.ok_or_else(|| {
-            Error::new(ErrorKind::InvalidInput, "neither a regular file nor a block device")
-                .on(&name)
-                .hint("give the path of a disk image or a block device")
-        })?;
+        let kind = probe::kind(&file).map_err(failed)?.ok_or_else(|| no_disk(&name))?;
         let size = probe::size(&file).map_err(failed)?;
         let alignment = probe::alignment(&file, kind).map_err(|error| {
             failed(error).hint("it cannot do direct I/O: try --cache writeback")
@@ -269,11 +270,20 @@ impl HostFile {
     }
 }
 
+fn is_disk(found: &std::fs::Metadata) -> bool {
+    found.is_file() || found.file_type().is_block_device()
+}
+
+fn no_disk(name: &str) -> Error {
+    let what = "this is a directory, pipe or device, and no disk";
+    let error = Error::new(ErrorKind::InvalidInput, what).on(name);
+    error.hint("give the path of a disk image or a block device")
+}
+
 /// What a person can do about a file that does not open.
 fn advice(error: Errno, access: OpenFor, cache: PageCache) -> Option<&'static str> {
     match error {
         Errno::NOENT => Some("check the path, or make the image with 'blockhouse create'"),
-        Errno::ISDIR => Some("give the path of a disk image or a block device"),
         Errno::ACCESS | Errno::PERM | Errno::ROFS if access == OpenFor::Writing => {
             Some("check its permissions, or open it with --read-only")
         }

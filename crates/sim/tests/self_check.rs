@@ -1,5 +1,6 @@
 //! Whether explorations find what they are for: a plain, slow and right disk passes, and each way of
 //! making it wrong is caught.
+#![forbid(unsafe_code)]
 
 use std::cell::Cell;
 
