@@ -1,7 +1,7 @@
 //! `blockhouse serve`: an image as an export, from the first check to the last flush.
 
 use std::io::Write;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use anyhow::{Context, Result, bail};
@@ -12,7 +12,7 @@ use blockhouse_engine::{EngineChoice, HostFile, Listener};
 use blockhouse_nbd::uri::NbdUri;
 use blockhouse_nbd::{Export, Limits, Server, SocketFile};
 use clap::builder::ValueParser;
-use signal_hook::consts::{SIGINT, SIGTERM};
+use signal_hook::consts::{SIGINT, SIGTERM, SIGXFSZ};
 use signal_hook::iterator::Signals;
 
 use crate::size;
@@ -22,17 +22,19 @@ use crate::workers::Workers;
 /// Arguments of `serve`.
 #[derive(clap::Args)]
 pub struct Arguments {
-    /// The image: a raw disk image or a block device.
-    image: PathBuf,
+    /// The image: a raw disk image or a block device. Several are served side by side, each named
+    /// after its file.
+    #[arg(required = true, value_name = "IMAGE")]
+    images: Vec<PathBuf>,
     /// The image's format; left out, the file's name decides (.qcow2, otherwise raw).
     #[arg(long, value_parser = ValueParser::new(str::parse::<ImageFormat>))]
     format: Option<ImageFormat>,
     /// Make the image with this size if it is missing (512, 64K, 20G, 1T).
     #[arg(long, value_name = "SIZE", value_parser = size::parse)]
     create: Option<u64>,
-    /// The export's name, where the URI has none.
-    #[arg(long, default_value = "")]
-    name: String,
+    /// The export's name, where the URI has none. Left out, clients need none.
+    #[arg(long)]
+    name: Option<String>,
     /// Listen here: nbd://HOST:PORT/NAME or nbd+unix:///NAME?socket=PATH. May be repeated. Left out,
     /// a Unix socket named after the image, in a folder of this user.
     #[arg(long, value_name = "URI", value_parser = ValueParser::new(str::parse::<NbdUri>))]
@@ -62,10 +64,41 @@ fn parse_discard(name: &str) -> Result<Discard, String> {
     }
 }
 
+impl Arguments {
+    /// Refuses what makes no sense together, as wrong usage.
+    fn check(&self) {
+        let refuse = |why: &str| -> ! {
+            clap::Error::raw(clap::error::ErrorKind::ArgumentConflict, format!("{why}\n")).exit()
+        };
+        if let [_, _, ..] = self.images[..] {
+            if self.name.is_some() || self.nbd.iter().any(|uri| !uri.export.is_empty()) {
+                refuse("several images are named after their files; leave the export's name out");
+            }
+            if self.create.is_some() {
+                refuse("--create makes one image; name just that one");
+            }
+        }
+    }
+
+    /// The names of the exports, one per image.
+    fn names(&self) -> Result<Vec<String>> {
+        if let [_] = self.images[..] {
+            return Ok(vec![self.name.clone().unwrap_or_default()]);
+        }
+        let name = |image: &PathBuf| {
+            let name = image.file_name().and_then(|name| name.to_str()).map(str::to_owned);
+            name.with_context(|| format!("{}: its name cannot name an export", image.display()))
+        };
+        self.images.iter().map(name).collect()
+    }
+}
+
+type HostDisk = Arc<Disk<HostFile>>;
+
 /// Everything that serves.
 struct Service {
     workers: Workers,
-    disk: Arc<Disk<HostFile>>,
+    disks: Vec<HostDisk>,
     server: Server<HostFile>,
     /// Removed at the end.
     files: Vec<SocketFile>,
@@ -73,14 +106,23 @@ struct Service {
 
 /// Runs the command.
 pub fn run(arguments: Arguments, verbose: bool) -> Result<()> {
+    arguments.check();
+    let names = arguments.names()?;
     // Before any thread starts, so that no signal is missed.
     let mut signals = Signals::new([SIGTERM, SIGINT]).context("cannot watch for signals")?;
+    // A write past the limit on file sizes is to fail, not to end this process.
+    signal_hook::flag::register(SIGXFSZ, Arc::default()).context("cannot watch for signals")?;
+    // A write beyond a limit on the size of files is to fail, not to end everything.
+    signal_hook::flag::register(SIGXFSZ, Arc::default()).context("cannot watch for signals")?;
     let workers = Workers::start(arguments.workers.into(), arguments.engine)?;
     // Before the image: an address in use must not leave a new image behind.
-    let places = listen(&arguments)?;
-    let disk = Arc::new(open_image(&workers, &arguments)?);
-    let is_default = arguments.nbd.is_empty();
-    let service = start(workers, disk, places, verbose, is_default)?;
+    let places = listen(&arguments, &names)?;
+    let open = |image: &PathBuf| open_image(&workers, image, &arguments).map(Arc::new);
+    let disks = arguments.images.iter().map(open).collect::<Result<Vec<_>>>()?;
+    let (service, ready) = start(workers, disks, names, places, verbose)?;
+    if let ([uri, ..], true) = (&ready[..], arguments.nbd.is_empty()) {
+        suggest(uri);
+    }
     signals.forever().next();
     tracing::debug!("finishing what is in flight");
     let ending = std::thread::spawn(move || end(service));
@@ -97,8 +139,8 @@ pub fn run(arguments: Arguments, verbose: bool) -> Result<()> {
     watcher.join().ok().and_then(Result::ok).context("the server ended badly")?
 }
 
-fn open_image(workers: &Workers, arguments: &Arguments) -> Result<Disk<HostFile>> {
-    let path = arguments.image.clone();
+fn open_image(workers: &Workers, image: &Path, arguments: &Arguments) -> Result<Disk<HostFile>> {
+    let path = image.to_owned();
     let options = ImageOptions {
         format: arguments.format,
         access: if arguments.read_only { Access::ReadOnly } else { Access::ReadWrite },
@@ -126,40 +168,37 @@ fn open_image(workers: &Workers, arguments: &Arguments) -> Result<Disk<HostFile>
     }
 }
 
-fn listen(arguments: &Arguments) -> Result<Vec<Place>> {
-    let name = arguments.name.as_str();
-    let passed = sockets::from_systemd(name)?;
+fn listen(arguments: &Arguments, names: &[String]) -> Result<Vec<Place>> {
+    let passed = sockets::from_systemd(names)?;
     if !passed.is_empty() {
         return Ok(passed);
     }
     if arguments.nbd.is_empty() {
-        return Ok(vec![sockets::at_default(&arguments.image, name)?]);
+        return Ok(vec![sockets::at_default(&arguments.images[0], names)?]);
     }
-    let mut uris = arguments.nbd.clone();
-    for uri in uris.iter_mut().filter(|uri| uri.export.is_empty()) {
-        uri.export = name.to_owned();
-    }
-    sockets::at_uris(&uris)
+    sockets::at_uris(&arguments.nbd, names)
 }
 
 fn start(
     workers: Workers,
-    disk: Arc<Disk<HostFile>>,
+    disks: Vec<HostDisk>,
+    names: Vec<String>,
     places: Vec<Place>,
     verbose: bool,
-    is_default: bool,
-) -> Result<Service> {
+) -> Result<(Service, Vec<NbdUri>)> {
     let server = Server::new(Limits::default());
-    let mut names: Vec<&String> = places.iter().flat_map(|place| &place.exports).collect();
-    names.sort();
-    names.dedup();
-    for name in names {
-        let (name, disk) = (name.clone(), Arc::clone(&disk));
-        server.add(Export { name, description: String::new(), disk })?;
+    // With names in all URIs, an only image has no other.
+    let is_asked_for = |name: &String| places.iter().any(|place| place.exports.contains(name));
+    for (name, disk) in names.into_iter().zip(&disks).filter(|(name, _)| is_asked_for(name)) {
+        server.add(export(name, disk))?;
     }
     let mut files = Vec::new();
     let mut ready = Vec::new();
     for Place { bound, exports } in places {
+        // A name that only a URI gives is another one for the only image.
+        for name in exports.iter().filter(|name| !server.has(name)) {
+            server.add(export(name.clone(), &disks[0]))?;
+        }
         let listener = Listener::new(bound.socket).context("cannot use the socket")?;
         let (serving, loops) = (server.clone(), workers.handles());
         drop(workers.first().spawn(move || async move {
@@ -171,12 +210,16 @@ fn start(
         let address = bound.address;
         ready.extend(exports.into_iter().map(|export| NbdUri { address: address.clone(), export }));
     }
-    tell(&ready, &workers, &disk, verbose, is_default);
-    Ok(Service { workers, disk, server, files })
+    tell(&ready, &workers, &disks[0], verbose);
+    Ok((Service { workers, disks, server, files }, ready))
+}
+
+fn export(name: String, disk: &HostDisk) -> Export<HostFile> {
+    Export { name, description: disk.name().to_owned(), disk: Arc::clone(disk) }
 }
 
 /// Tells the world that everything listens. Nobody reading is no reason to stop.
-fn tell(ready: &[NbdUri], workers: &Workers, disk: &Disk<HostFile>, verbose: bool, hints: bool) {
+fn tell(ready: &[NbdUri], workers: &Workers, disk: &HostDisk, verbose: bool) {
     let report = workers.report();
     if report.refused.is_empty() {
         tracing::debug!("engine {report}");
@@ -194,26 +237,29 @@ fn tell(ready: &[NbdUri], workers: &Workers, disk: &Disk<HostFile>, verbose: boo
         };
     }
     let _ = output.flush();
-    if let ([uri], true) = (ready, hints) {
-        eprintln!("Try: nbdinfo '{uri}'");
-        eprintln!("     qemu-img info '{uri}'");
-        eprintln!("     qemu-system-x86_64 -drive file='{uri}',format=raw,if=virtio ...");
-        eprintln!("Stop with Ctrl-C.");
-    }
     // Only systemd listens, and only where it asked to be told.
     let _ = sd_notify::notify(&[sd_notify::NotifyState::Ready]);
 }
 
+/// What a person who gave no address may want to do next.
+fn suggest(uri: &NbdUri) {
+    eprintln!("Try: nbdinfo '{uri}'");
+    eprintln!("     qemu-img info '{uri}'");
+    eprintln!("     qemu-system-x86_64 -drive file='{uri}',format=raw,if=virtio ...");
+    eprintln!("Stop with Ctrl-C.");
+}
+
 /// Stop accepting, finish, flush.
 fn end(service: Service) -> Result<()> {
-    let Service { workers, disk, server, files } = service;
+    let Service { workers, disks, server, files } = service;
     let _ = sd_notify::notify(&[sd_notify::NotifyState::Stopping]);
     let draining = server.clone();
     workers.run(move || async move { draining.drain().await });
     drop(files);
-    let closing = Arc::clone(&disk);
-    workers.run(move || async move { closing.close().await })?;
+    // All of them, also when one fails.
+    let close = |disk: HostDisk| workers.run(move || async move { disk.close().await });
+    let outcomes: Vec<_> = disks.into_iter().map(close).collect();
     drop(server);
     workers.stop();
-    Ok(())
+    Ok(outcomes.into_iter().collect::<Result<(), _>>()?)
 }

@@ -18,31 +18,37 @@ pub struct Place {
     pub exports: Vec<String>,
 }
 
-/// Listens at every URI. URIs of one address share its socket.
-pub fn at_uris(uris: &[NbdUri]) -> Result<Vec<Place>> {
-    let mut places: Vec<(Address, Place)> = Vec::new();
+/// Listens at every URI. URIs of one address share its socket. One that names no export stands for
+/// all of `exports`.
+pub fn at_uris(uris: &[NbdUri], exports: &[String]) -> Result<Vec<Place>> {
+    let mut places: Vec<(&Address, Vec<String>)> = Vec::new();
     for NbdUri { address, export } in uris {
-        match places.iter_mut().find(|(known, _)| known == address) {
-            Some((_, place)) if place.exports.contains(export) => {
-                bail!("the same URI is given twice; leave one out")
+        let index = places.iter().position(|(known, _)| *known == address);
+        let index = index.unwrap_or_else(|| {
+            places.push((address, Vec::new()));
+            places.len() - 1
+        });
+        let names = if export.is_empty() { exports } else { std::slice::from_ref(export) };
+        for name in names {
+            if places[index].1.contains(name) {
+                bail!("two URIs mean the same export; leave one out");
             }
-            Some((_, place)) => place.exports.push(export.clone()),
-            None => {
-                let place = Place { bound: bind(address)?, exports: vec![export.clone()] };
-                places.push((address.clone(), place));
-            }
+            places[index].1.push(name.clone());
         }
     }
-    Ok(places.into_iter().map(|(_, place)| place).collect())
+    places
+        .into_iter()
+        .map(|(address, exports)| Ok(Place { bound: bind(address)?, exports }))
+        .collect()
 }
 
 /// The listening sockets that systemd passed to this process (`sd_listen_fds(3)`).
-pub fn from_systemd(export: &str) -> Result<Vec<Place>> {
+pub fn from_systemd(exports: &[String]) -> Result<Vec<Place>> {
     let mut passed = ListenFd::from_env();
-    (0..passed.len()).map(|index| take(&mut passed, index, export)).collect()
+    (0..passed.len()).map(|index| take(&mut passed, index, exports)).collect()
 }
 
-fn take(passed: &mut ListenFd, index: usize, export: &str) -> Result<Place> {
+fn take(passed: &mut ListenFd, index: usize, exports: &[String]) -> Result<Place> {
     let refused = || format!("socket {index} from systemd is no listening stream socket");
     let (socket, address) = match passed.take_unix_listener(index) {
         Ok(Some(listener)) => {
@@ -59,15 +65,15 @@ fn take(passed: &mut ListenFd, index: usize, export: &str) -> Result<Place> {
         }
     };
     let bound = Bound { socket, address, file: None };
-    Ok(Place { bound, exports: vec![export.to_owned()] })
+    Ok(Place { bound, exports: exports.to_vec() })
 }
 
 /// Listens at a Unix socket named after the image, in a folder that only this user can enter.
-pub fn at_default(image: &Path, export: &str) -> Result<Place> {
+pub fn at_default(image: &Path, exports: &[String]) -> Result<Place> {
     let folder = runtime_folder()?;
     let name = image.file_name().context("the image's path has no file name")?;
     let path = folder.join(name).with_added_extension("sock");
-    Ok(Place { bound: bind(&Address::Unix(path))?, exports: vec![export.to_owned()] })
+    Ok(Place { bound: bind(&Address::Unix(path))?, exports: exports.to_vec() })
 }
 
 /// `$XDG_RUNTIME_DIR/blockhouse`, or `blockhouse-UID` among the temporary files.

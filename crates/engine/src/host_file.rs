@@ -6,18 +6,19 @@
 //! loop of the thread that polls them, so one `HostFile` may serve many threads.
 
 use std::fmt;
+use std::os::unix::fs::FileTypeExt;
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 
 use blockhouse_core::{
-    Alignment, Buffer, ByteRange, Capabilities, Durability, Error, ErrorKind, Fua, IoVector,
-    Offload, Result, Status, Storage, Sync, Unmap, WriteCache,
+    Alignment, Buffer, ByteRange, Capabilities, Durability, Error, ErrorKind, Fua, GroupCommit,
+    IoVector, Offload, Result, Status, Storage, Sync, Unmap, WriteCache,
 };
 use rustix::fs::{Advice, FallocateFlags, Mode, OFlags};
 use rustix::io::Errno;
 
-use crate::file::{Caching, File};
+use crate::file::{Caching, File, Residence};
 use crate::operation::{Operation, Transfer, WriteThrough};
 use crate::probe::{self, FileKind};
 use crate::submit::submit;
@@ -80,8 +81,13 @@ impl HostFile {
         // Without O_DIRECT: a file system that does not know it refuses to open what it has just made.
         let flags = OFlags::CREATE | OFlags::EXCL | OFlags::WRONLY | OFlags::CLOEXEC;
         let rights = Mode::RUSR | Mode::WUSR | Mode::RGRP | Mode::ROTH;
-        let made = rustix::fs::open(path, flags, rights)
-            .map_err(|error| failed("cannot create", error))?;
+        let made = rustix::fs::open(path, flags, rights).map_err(|error| {
+            let failed = failed("cannot create", error);
+            match error {
+                Errno::EXIST => failed.hint("choose another name, or remove it first"),
+                _ => failed,
+            }
+        })?;
         let file = rustix::fs::ftruncate(&made, size)
             .map_err(|error| failed("cannot set the size of the new file", error))
             .and_then(|()| Self::open(path, OpenFor::Writing, cache));
@@ -110,9 +116,14 @@ impl HostFile {
         // Opening a pipe for reading would wait for a writer.
         let flags = mode | direct | OFlags::CLOEXEC | OFlags::NONBLOCK;
         let descriptor = rustix::fs::open(path, flags, Mode::empty()).map_err(|error| {
-            let no_direct = error == Errno::INVAL && cache == PageCache::Bypassed;
-            let hint = "its file system has no direct I/O: try --cache writeback";
-            if no_direct { failed(error).hint(hint) } else { failed(error) }
+            // What direct I/O says of a folder or a pipe misleads.
+            if std::fs::metadata(path).is_ok_and(|found| !is_disk(&found)) {
+                return no_disk(&name);
+            }
+            match advice(error, access, cache) {
+                Some(hint) => failed(error).hint(hint),
+                None => failed(error),
+            }
         })?;
         // To io_uring the flag would mean "fail rather than wait" from here on.
         rustix::fs::fcntl_setfl(&descriptor, mode | direct).map_err(failed)?;
@@ -123,11 +134,7 @@ impl HostFile {
 
     fn examine(file: File, name: String, access: OFlags) -> Result<Self> {
         let failed = |error: std::io::Error| Error::host("cannot examine", error).on(&name);
-        let kind = probe::kind(&file).map_err(failed)?.ok_or_else(|| {
-            Error::new(ErrorKind::InvalidInput, "neither a regular file nor a block device")
-                .on(&name)
-                .hint("give the path of a disk image or a block device")
-        })?;
+        let kind = probe::kind(&file).map_err(failed)?.ok_or_else(|| no_disk(&name))?;
         let size = probe::size(&file).map_err(failed)?;
         let mut alignment = probe::alignment(&file, kind).map_err(|error| {
             failed(error).hint("it cannot do direct I/O: try --cache writeback")
@@ -257,6 +264,15 @@ impl HostFile {
         }
     }
 
+    /// A file in memory has nothing to flush. In the page cache durable writes to one file go one
+    /// after the other, each with a flush of its own, while plain ones are copies.
+    fn group_commit(&self) -> GroupCommit {
+        match (self.file.residence, self.file.caching) {
+            (Residence::Device, Caching::PageCache) => GroupCommit::From(2),
+            (Residence::Memory, _) | (_, Caching::Direct) => GroupCommit::Never,
+        }
+    }
+
     fn unsupported(&self, what: &str) -> Error {
         Error::new(ErrorKind::Unsupported, format!("{what} is not supported here")).on(&self.name)
     }
@@ -279,6 +295,31 @@ impl HostFile {
             self.refused.discard.store(true, Relaxed);
         }
         Err(error)
+    }
+}
+
+fn is_disk(found: &std::fs::Metadata) -> bool {
+    found.is_file() || found.file_type().is_block_device()
+}
+
+fn no_disk(name: &str) -> Error {
+    let what = "this is a directory, pipe or device, and no disk";
+    let error = Error::new(ErrorKind::InvalidInput, what).on(name);
+    error.hint("give the path of a disk image or a block device")
+}
+
+/// What a person can do about a file that does not open.
+fn advice(error: Errno, access: OpenFor, cache: PageCache) -> Option<&'static str> {
+    match error {
+        Errno::NOENT => Some("check the path, or make the image with 'blockhouse create'"),
+        Errno::ACCESS | Errno::PERM | Errno::ROFS if access == OpenFor::Writing => {
+            Some("check its permissions, or open it with --read-only")
+        }
+        Errno::ACCESS | Errno::PERM => Some("check its permissions"),
+        Errno::INVAL if cache == PageCache::Bypassed => {
+            Some("its file system has no direct I/O: try --cache writeback")
+        }
+        _ => None,
     }
 }
 
@@ -317,6 +358,7 @@ impl Storage for HostFile {
         Capabilities {
             fua: if fua.load(Relaxed) { Fua::Emulated } else { Fua::Native },
             write_cache: self.write_cache,
+            group_commit: self.group_commit(),
             alignment: self.alignment,
             write_zeroes: all(&[punch_hole, zero_range]),
             discard: match self.kind {

@@ -1,7 +1,7 @@
 //! Virtual time: what will happen, and when.
 //!
-//! Time stands still while tasks run and jumps to the next event when none can. Events of the same
-//! moment happen in an order chosen by the seed.
+//! Time stands still while tasks run and jumps from event to event. Events of the same moment happen
+//! in an order chosen by the seed.
 
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
@@ -59,12 +59,6 @@ impl Clock {
         let bell = signal.clone();
         self.schedule(delay, move || bell.set(()));
         signal.wait().await;
-    }
-
-    /// Whether an event is due without waiting.
-    pub(crate) fn is_due(&self) -> bool {
-        let timeline = self.0.lock();
-        timeline.events.peek().is_some_and(|Reverse(event)| event.at <= timeline.now)
     }
 
     /// Jumps to the next event and takes it out.

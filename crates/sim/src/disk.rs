@@ -170,7 +170,7 @@ impl SimDisk {
         if done.errno == Some(errno::EOPNOTSUPP) {
             // Refused: nothing changed.
         } else if done.errno.is_some() {
-            state.fail(id, &done);
+            state.fail(id, &done, &self.0.config);
         } else {
             state.succeed(id, &mut done, &self.0.config);
         }
@@ -293,7 +293,7 @@ impl State {
 
     /// Leaves what a failed operation leaves. For want of room nothing was begun; otherwise writes
     /// may have got anywhere, and a sync may have lost what it covered.
-    fn fail(&mut self, id: u64, done: &InFlight) {
+    fn fail(&mut self, id: u64, done: &InFlight, config: &Config) {
         if done.errno == Some(errno::ENOSPC) && done.operation.kind() != OperationKind::Flush {
             return;
         }
@@ -303,6 +303,10 @@ impl State {
             self.media.write_torn(id, range.offset(), bytes, &mut self.random);
             if done.operation.is_durable() {
                 self.media.lose_range(range, &mut self.random);
+            } else if done.operation.kind() == OperationKind::Write
+                && config.write_cache == WriteCache::None
+            {
+                self.media.make_stable(range);
             }
         }
         if let Some(snapshot) = &done.snapshot {
@@ -351,6 +355,7 @@ impl Storage for SimDisk {
         Capabilities {
             fua: config.fua,
             write_cache: config.write_cache,
+            group_commit: config.group_commit,
             alignment: config.alignment,
             write_zeroes: offload(state.write_zeroes),
             discard: offload(state.discard),

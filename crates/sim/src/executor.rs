@@ -1,7 +1,8 @@
 //! A small executor whose every choice comes from one seed.
 //!
-//! Which of the ready tasks is polled next, and whether a due event comes before it, is chosen at
-//! random; so a run explores one interleaving and the seed alone replays it.
+//! Which of the ready tasks is polled next, and whether the next event comes before it (the processor
+//! was busy so long), is chosen at random; so a run explores one interleaving and the seed alone
+//! replays it.
 
 use std::cell::RefCell;
 use std::future::Future;
@@ -100,7 +101,7 @@ impl Sim {
         let bell = {
             let mut ready = self.0.ready.lock();
             let mut random = self.0.random.borrow_mut();
-            if ready.is_empty() || (self.0.clock.is_due() && random.bool()) {
+            if ready.is_empty() || random.u8(..8) == 0 {
                 None
             } else {
                 let chosen = random.usize(..ready.len());
@@ -111,7 +112,7 @@ impl Sim {
             Some(bell) => self.poll(&bell),
             None => match self.0.clock.advance() {
                 Some(action) => action(),
-                None => return false,
+                None => return !self.0.ready.lock().is_empty(),
             },
         }
         true

@@ -69,6 +69,10 @@ impl<S: Storage> Exports<S> {
         Ok(())
     }
 
+    pub fn has(&self, name: &str) -> bool {
+        self.0.read().iter().any(|export| export.name == name)
+    }
+
     /// Takes an export out of the list. Connections to it go on.
     pub fn remove(&self, name: &str) -> Option<Export<S>> {
         let mut exports = self.0.write();

@@ -1,0 +1,351 @@
+//! Random requests against anything built on a simulated disk, and a crash at every point.
+//!
+//! Several tasks send reads, writes of any alignment, zero writes, discards and flushes, and give
+//! some of them up. After each step of the simulation that started or ended an operation, or told
+//! anybody an outcome, an image of what a crash would leave behind is compared with the model; and
+//! so is every read. At the end no request may be left waiting.
+
+use std::cell::RefCell;
+use std::future::{Future, poll_fn};
+use std::pin::pin;
+use std::rc::Rc;
+use std::task::Poll;
+use std::time::Duration;
+
+use blockhouse_core::{
+    Buffer, ByteRange, Durability, Effort, ErrorKind, Request, Result, Unmap, errno,
+};
+use fastrand::Rng;
+
+use crate::history::History;
+use crate::model::{Change, Content, Model};
+use crate::{Config, Fault, OperationKind, Sim, SimDisk};
+
+/// What is explored: something that turns a guest's requests into operations on a simulated disk.
+pub trait Subject: 'static {
+    /// Carries out one request.
+    fn submit(&self, request: Request) -> impl Future<Output = Result<()>>;
+
+    /// The durability that every change has, whatever its request says.
+    fn least_durability(&self) -> Durability;
+
+    /// The guest's bytes as found in `image`, which a crash left behind.
+    fn recover(&self, image: Vec<u8>) -> std::result::Result<Vec<u8>, String>;
+}
+
+/// The bounds of an exploration; the seed chooses within them.
+#[derive(Clone, Debug)]
+pub struct Workload {
+    /// Tasks that send requests, at most.
+    pub tasks: usize,
+    /// Requests of each task, at most.
+    pub requests: usize,
+    /// Whether operations may fail.
+    pub faults: Faults,
+    /// Whether requests may be given up.
+    pub patience: Patience,
+}
+
+/// Whether operations of the disk fail.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Faults {
+    /// They do not.
+    Never,
+    /// In half of the runs some do.
+    Sometimes,
+}
+
+/// Whether those who asked wait for the outcome.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Patience {
+    /// They always do.
+    Endless,
+    /// In half of the runs some futures are dropped.
+    Limited,
+}
+
+impl Default for Workload {
+    fn default() -> Self {
+        Self { tasks: 5, requests: 12, faults: Faults::Sometimes, patience: Patience::Limited }
+    }
+}
+
+/// What an exploration has seen.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Report {
+    /// Requests that came to their end.
+    pub requests: u64,
+    /// Requests that failed.
+    pub failed: u64,
+    /// Requests that were given up.
+    pub given_up: u64,
+    /// Crashes that were checked.
+    pub crashes: u64,
+}
+
+impl Report {
+    /// The sum of two.
+    #[must_use]
+    pub fn and(self, other: Self) -> Self {
+        Self {
+            requests: self.requests + other.requests,
+            failed: self.failed + other.failed,
+            given_up: self.given_up + other.given_up,
+            crashes: self.crashes + other.crashes,
+        }
+    }
+}
+
+/// Explores what `build` makes of a random disk, as `seed` decides.
+///
+/// # Errors
+/// In words, the first thing seen that nobody may ever see.
+pub fn explore<T: Subject>(
+    seed: u64,
+    workload: &Workload,
+    build: impl FnOnce(SimDisk, &mut Rng) -> T,
+) -> std::result::Result<Report, String> {
+    let sim = Sim::new(seed);
+    let mut random = sim.fork_random();
+    let config = Config::random(&mut random);
+    let most_sectors = [8, 40][random.usize(..2)];
+    let size = random.usize(2..=most_sectors) * 512;
+    let (model, content) = Model::new(size);
+    let disk = SimDisk::new(&sim, config.clone(), content);
+    let world = Rc::new(World {
+        subject: build(disk.clone(), &mut random),
+        sim: sim.clone(),
+        size: size as u64,
+        block: u64::from(config.alignment.offset),
+        may_fail: workload.faults == Faults::Sometimes && random.bool(),
+        impatience: match workload.patience {
+            Patience::Limited if random.bool() => [0.05, 0.4][random.usize(..2)],
+            _ => 0.0,
+        },
+        state: RefCell::new(State {
+            model,
+            report: Report::default(),
+            history: History::default(),
+            violation: None,
+        }),
+    });
+    if world.may_fail {
+        add_faults(&disk, &mut random);
+    }
+    let tasks: Vec<_> = (0..random.usize(1..=workload.tasks))
+        .map(|_| {
+            let count = random.usize(1..=workload.requests);
+            sim.spawn(world.clone().client(count, random.fork()))
+        })
+        .collect();
+    let outcome = world.crash_everywhere(&disk, &mut random);
+    let stuck = tasks.iter().filter(|task| task.output().is_none()).count();
+    match outcome {
+        Ok(()) if stuck == 0 => Ok(world.state.borrow().report),
+        Ok(()) => Err(format!("{stuck} tasks wait for ever; {config:?}")),
+        Err(violation) => Err(format!(
+            "{violation}\nat {:?} on {size} bytes of {config:?}\nrequests:\n{}operations: {:?}",
+            sim.clock().now(),
+            world.state.borrow().history,
+            disk.take_log()
+        )),
+    }
+}
+
+fn add_faults(disk: &SimDisk, random: &mut Rng) {
+    let kinds = [
+        OperationKind::Read,
+        OperationKind::Write,
+        OperationKind::DurableWrite,
+        OperationKind::WriteZeroes,
+        OperationKind::Discard,
+        OperationKind::Flush,
+    ];
+    let chance = [0.02, 0.2][random.usize(..2)];
+    for kind in kinds {
+        if random.bool() {
+            let errno = if random.u8(..4) == 0 { errno::ENOSPC } else { errno::EIO };
+            disk.fail(Fault::chance(chance, errno).of(kind));
+        }
+    }
+}
+
+struct World<T> {
+    subject: T,
+    sim: Sim,
+    size: u64,
+    block: u64,
+    /// Whether the disk was given reasons to fail.
+    may_fail: bool,
+    /// The probability that a request is given up.
+    impatience: f64,
+    state: RefCell<State>,
+}
+
+struct State {
+    model: Model,
+    report: Report,
+    history: History,
+    violation: Option<String>,
+}
+
+impl<T: Subject> World<T> {
+    /// Runs to the end and crashes after every step that might matter.
+    fn crash_everywhere(&self, disk: &SimDisk, random: &mut Rng) -> Result<(), String> {
+        let mut last = None;
+        while self.sim.step() {
+            let mut state = self.state.borrow_mut();
+            if let Some(violation) = state.violation.take() {
+                return Err(violation);
+            }
+            let moment = (disk.counts(), state.report.requests + state.report.given_up);
+            if last.replace(moment) == Some(moment) {
+                continue;
+            }
+            let found = self.subject.recover(disk.crash(random))?;
+            state.model.check_crash(&found)?;
+            state.report.crashes += 1;
+        }
+        Ok(())
+    }
+
+    /// One guest: sends request after request.
+    async fn client(self: Rc<Self>, count: usize, mut random: Rng) {
+        for _ in 0..count {
+            if random.u8(..4) == 0 {
+                self.sim.sleep(Duration::from_micros(random.u64(..200))).await;
+            }
+            match random.u8(..20) {
+                0..4 => self.read(&mut random).await,
+                4..7 => self.flush(&mut random).await,
+                _ => self.change(&mut random).await,
+            }
+        }
+    }
+
+    async fn read(&self, random: &mut Rng) {
+        let range = self.any_range(random);
+        let (mut buffer, start) = any_buffer(range, random);
+        let into = buffer.lend_range(start, range.length() as usize);
+        let reading = self.state.borrow().model.begin_read(range);
+        let request = Request::Read { offset: range.offset(), into };
+        if self.submit(request, random).await.is_some_and(|outcome| outcome.is_ok()) {
+            let bytes = &buffer.bytes()[start..][..range.length() as usize];
+            let mut state = self.state.borrow_mut();
+            if let Err(violation) = state.model.end_read(&reading, bytes) {
+                state.violation.get_or_insert(violation);
+            }
+        }
+    }
+
+    async fn flush(&self, random: &mut Rng) {
+        let flushing = self.state.borrow().model.begin_flush();
+        if let Some(Ok(())) = self.submit(Request::Flush, random).await {
+            self.state.borrow_mut().model.flushed(&flushing);
+        }
+    }
+
+    async fn change(&self, random: &mut Rng) {
+        let range = self.any_range(random);
+        let durability = [Durability::None, Durability::None, Durability::Data, Durability::Full]
+            [random.usize(..4)];
+        let content = match random.u8(..8) {
+            0 => Content::Undefined,
+            1 | 2 => Content::Zeros,
+            _ => Content::Data,
+        };
+        let Some(change) = self.state.borrow_mut().model.begin(range, content) else { return };
+        let request = any_request(range, &change, content, durability, random);
+        let outcome = self.submit(request, random).await;
+        let is_durable = durability.max(self.subject.least_durability()) >= Durability::Data;
+        let model = &mut self.state.borrow_mut().model;
+        match outcome {
+            Some(Ok(())) => model.succeed(change, is_durable),
+            Some(Err(_)) => model.fail(change),
+            // Where blocks are changed in part, that may undo what is still in flight and was never
+            // answered, even if it was seen already.
+            None if self.block == 1 => model.give_up(change),
+            None => {}
+        }
+    }
+
+    /// The outcome of a request, or `None` when it was given up.
+    async fn submit(&self, request: Request, random: &mut Rng) -> Option<Result<()>> {
+        let number = self.state.borrow_mut().history.asked(self.sim.clock().now(), &request);
+        let may_refuse = matches!(request, Request::WriteZeroes { effort: Effort::FastOnly, .. });
+        let mut outcome = pin!(self.subject.submit(request));
+        let outcome = if random.f64() < self.impatience {
+            let delay = Duration::from_micros(random.u64(..150));
+            let mut alarm = pin!(self.sim.sleep(delay));
+            poll_fn(|context| match outcome.as_mut().poll(context) {
+                Poll::Ready(outcome) => Poll::Ready(Some(outcome)),
+                Poll::Pending => alarm.as_mut().poll(context).map(|()| None),
+            })
+            .await
+        } else {
+            Some(outcome.await)
+        };
+        let mut state = self.state.borrow_mut();
+        state.history.answered(number, self.sim.clock().now(), &outcome);
+        match &outcome {
+            None => state.report.given_up += 1,
+            Some(Ok(())) => state.report.requests += 1,
+            Some(Err(error)) => {
+                state.report.requests += 1;
+                state.report.failed += 1;
+                let is_in_order = match error.kind() {
+                    ErrorKind::Unsupported => may_refuse,
+                    ErrorKind::Io | ErrorKind::NoSpace => self.may_fail,
+                    _ => false,
+                };
+                if !is_in_order {
+                    state.violation.get_or_insert(format!("without a reason: {error:?}"));
+                }
+            }
+        }
+        outcome
+    }
+
+    /// A range of the disk: in blocks or not, mostly short, so that many meet.
+    fn any_range(&self, random: &mut Rng) -> ByteRange {
+        let unit = if random.bool() { self.block } else { 1 };
+        let start = random.u64(..self.size.div_ceil(unit)) * unit;
+        let length = match random.u8(..4) {
+            0 => random.u64(1..=self.size),
+            1 => random.u64(1..=64),
+            _ => random.u64(1..=3) * self.block.max(512),
+        };
+        let length = length.next_multiple_of(unit);
+        ByteRange::between(start, (start + length).min(self.size))
+    }
+}
+
+/// Memory for `range`, and where in it to begin: mostly aligned, sometimes not.
+fn any_buffer(range: ByteRange, random: &mut Rng) -> (Buffer, usize) {
+    let start = if random.u8(..4) == 0 { random.usize(1..100) } else { 0 };
+    (Buffer::new(start + range.length() as usize), start)
+}
+
+fn any_request(
+    range: ByteRange,
+    change: &Change,
+    content: Content,
+    durability: Durability,
+    random: &mut Rng,
+) -> Request {
+    match content {
+        Content::Undefined => Request::Discard { range, durability },
+        Content::Zeros => Request::WriteZeroes {
+            range,
+            unmap: if random.bool() { Unmap::Allowed } else { Unmap::Forbidden },
+            effort: if random.bool() { Effort::Any } else { Effort::FastOnly },
+            durability,
+        },
+        Content::Data => {
+            let (mut buffer, start) = any_buffer(range, random);
+            buffer.bytes_mut()[start..].fill(change.value());
+            let from = buffer.lend_range(start, range.length() as usize);
+            Request::Write { offset: range.offset(), from, durability }
+        }
+    }
+}

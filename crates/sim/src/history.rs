@@ -1,0 +1,75 @@
+//! What an exploration asked and what it was answered, for the words of a failure.
+
+use std::fmt;
+use std::time::Duration;
+
+use blockhouse_core::{ByteRange, Durability, ErrorKind, Request, Result};
+
+/// The requests of a run in the order in which they began.
+#[derive(Default)]
+pub(crate) struct History(Vec<Entry>);
+
+struct Entry {
+    verb: &'static str,
+    range: Option<ByteRange>,
+    durability: Durability,
+    begun: Duration,
+    ended: Option<(Duration, Outcome)>,
+}
+
+enum Outcome {
+    Succeeded,
+    Failed(ErrorKind),
+    GivenUp,
+}
+
+impl History {
+    /// A request begins; the answer is its number.
+    pub(crate) fn asked(&mut self, now: Duration, request: &Request) -> usize {
+        let span = |offset: u64, length: usize| ByteRange::new(offset, length as u64);
+        let none = Durability::None;
+        let (verb, range, durability) = match *request {
+            Request::Read { offset, ref into } => ("read", span(offset, into.len()), none),
+            Request::Write { offset, ref from, durability } => {
+                ("write", span(offset, from.len()), durability)
+            }
+            Request::WriteZeroes { range, durability, .. } => ("zero", Some(range), durability),
+            Request::Discard { range, durability } => ("discard", Some(range), durability),
+            Request::Flush => ("flush", None, none),
+            Request::Prefetch { range } => ("prefetch", Some(range), none),
+        };
+        self.0.push(Entry { verb, range, durability, begun: now, ended: None });
+        self.0.len() - 1
+    }
+
+    /// The request ended, or was given up.
+    pub(crate) fn answered(&mut self, number: usize, now: Duration, outcome: &Option<Result<()>>) {
+        let outcome = match outcome {
+            Some(Ok(())) => Outcome::Succeeded,
+            Some(Err(error)) => Outcome::Failed(error.kind()),
+            None => Outcome::GivenUp,
+        };
+        self.0[number].ended = Some((now, outcome));
+    }
+}
+
+impl fmt::Display for History {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        for entry in &self.0 {
+            write!(f, "  {:?}: {}", entry.begun, entry.verb)?;
+            if let Some(range) = entry.range {
+                write!(f, " {range}")?;
+            }
+            if entry.durability != Durability::None {
+                write!(f, " durability {:?}", entry.durability)?;
+            }
+            match &entry.ended {
+                Some((at, Outcome::Succeeded)) => writeln!(f, " -> {at:?}: done")?,
+                Some((at, Outcome::Failed(kind))) => writeln!(f, " -> {at:?}: failed, {kind:?}")?,
+                Some((at, Outcome::GivenUp)) => writeln!(f, " -> {at:?}: given up")?,
+                None => writeln!(f, " -> in flight")?,
+            }
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,280 @@
+//! What a disk may hold: for each byte, whose values are permitted.
+//!
+//! Every change has a number and, if it stores data, a byte value of its own. A byte remembers the
+//! set of changes whose value it may show: one set for reads, one for what is found after a crash.
+//! A change enters both sets when it begins. When it has succeeded, the changes that had ended
+//! before it began leave the set for reads; they leave the set for crashes when it was durable, or
+//! when a flush that began after it has succeeded. A change that failed or was given up pushes out
+//! others only where a read has seen it: what was seen and then flushed is there to stay. So nothing
+//! is demanded that the interface of a disk does not promise.
+
+use blockhouse_core::ByteRange;
+
+/// How many changes a model can tell apart.
+pub(crate) const MOST_CHANGES: u32 = 63;
+
+/// What a change leaves in its range.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Content {
+    /// The change's own byte value.
+    Data,
+    /// Zeros.
+    Zeros,
+    /// Anything.
+    Undefined,
+}
+
+/// A change that has begun.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Change {
+    number: u32,
+    range: ByteRange,
+}
+
+/// A read that has begun: what each of its bytes might show then.
+pub(crate) struct Reading {
+    range: ByteRange,
+    permitted: Vec<u64>,
+    begun: u64,
+}
+
+/// A flush that has begun: what each byte might show to reads then.
+pub(crate) struct Flushing {
+    visible: Vec<u64>,
+    begun: u64,
+}
+
+pub(crate) struct Model {
+    visible: Vec<u64>,
+    stable: Vec<u64>,
+    begun: u64,
+    ended: u64,
+    /// The changes that failed or were given up.
+    unsuccessful: u64,
+    zeros: u64,
+    undefined: u64,
+    /// By the change's number: the changes that had ended when it began.
+    before: Vec<u64>,
+}
+
+impl Change {
+    /// The byte value of a change that stores data.
+    pub(crate) fn value(&self) -> u8 {
+        value_of(self.number)
+    }
+}
+
+/// The change that stores `byte`, if it stores data.
+fn own_bit(byte: u8) -> u64 {
+    match byte {
+        1..=64 => 1 << (byte - 1),
+        _ => 0,
+    }
+}
+
+fn value_of(number: u32) -> u8 {
+    number as u8 + 1
+}
+
+impl Model {
+    /// A disk of `size` bytes and the content that it begins with.
+    pub(crate) fn new(size: usize) -> (Self, Vec<u8>) {
+        let first = vec![1; size];
+        let model = Self {
+            visible: first.clone(),
+            stable: first,
+            begun: 1,
+            ended: 1,
+            unsuccessful: 0,
+            zeros: 0,
+            undefined: 0,
+            before: vec![0],
+        };
+        (model, vec![value_of(0); size])
+    }
+
+    /// A change begins; `None` when there were too many.
+    pub(crate) fn begin(&mut self, range: ByteRange, content: Content) -> Option<Change> {
+        let number = self.begun.trailing_ones();
+        if number > MOST_CHANGES {
+            return None;
+        }
+        let bit = 1 << number;
+        self.begun |= bit;
+        match content {
+            Content::Data => {}
+            Content::Zeros => self.zeros |= bit,
+            Content::Undefined => self.undefined |= bit,
+        }
+        for index in indices(range) {
+            self.visible[index] |= bit;
+            self.stable[index] |= bit;
+        }
+        self.before.push(self.ended);
+        Some(Change { number, range })
+    }
+
+    /// The change succeeded, and is stable if `is_durable`.
+    pub(crate) fn succeed(&mut self, change: Change, is_durable: bool) {
+        let before = self.before[change.number as usize];
+        for index in indices(change.range) {
+            self.visible[index] &= !before;
+            if is_durable {
+                self.stable[index] &= !before;
+            }
+        }
+        self.ended |= 1 << change.number;
+    }
+
+    /// The change failed: nothing of it happens any more, any part of it may have happened.
+    pub(crate) fn fail(&mut self, change: Change) {
+        self.ended |= 1 << change.number;
+        self.unsuccessful |= 1 << change.number;
+    }
+
+    /// Nobody waits for the change any more: it may happen at any time, but once seen it stays.
+    pub(crate) fn give_up(&mut self, change: Change) {
+        self.unsuccessful |= 1 << change.number;
+    }
+
+    pub(crate) fn begin_flush(&self) -> Flushing {
+        Flushing { visible: self.visible.clone(), begun: self.begun }
+    }
+
+    pub(crate) fn flushed(&mut self, flushing: &Flushing) {
+        let since = self.begun & !flushing.begun;
+        for (stable, visible) in self.stable.iter_mut().zip(&flushing.visible) {
+            *stable &= visible | since;
+        }
+    }
+
+    pub(crate) fn begin_read(&self, range: ByteRange) -> Reading {
+        let permitted = self.visible[indices(range)].to_vec();
+        Reading { range, permitted, begun: self.begun }
+    }
+
+    /// Whether a read may have seen `bytes`, and what follows from it.
+    pub(crate) fn end_read(&mut self, reading: &Reading, bytes: &[u8]) -> Result<(), String> {
+        let since = self.begun & !reading.begun;
+        let sets = reading.permitted.iter().map(|set| set | since);
+        self.check("a read saw", reading.range.offset(), bytes, sets)?;
+        for ((index, &byte), set) in indices(reading.range).zip(bytes).zip(&reading.permitted) {
+            let set = set | since;
+            let seen = own_bit(byte) & set & self.unsuccessful;
+            if seen != 0 && set & self.undefined == 0 {
+                self.visible[index] &= !self.before[seen.trailing_zeros() as usize];
+            }
+        }
+        Ok(())
+    }
+
+    /// Whether a crash may have left `image` behind.
+    pub(crate) fn check_crash(&self, image: &[u8]) -> Result<(), String> {
+        if image.len() != self.stable.len() {
+            return Err(format!("a disk of {} bytes, found {}", self.stable.len(), image.len()));
+        }
+        self.check("after a crash there was", 0, image, self.stable.iter().copied())
+    }
+
+    fn check(
+        &self,
+        what: &str,
+        offset: u64,
+        bytes: &[u8],
+        sets: impl Iterator<Item = u64>,
+    ) -> Result<(), String> {
+        for (index, (&byte, set)) in bytes.iter().zip(sets).enumerate() {
+            if !self.permits(set, byte) {
+                let changes: Vec<_> =
+                    (0..u64::BITS).filter(|number| set >> number & 1 == 1).collect();
+                return Err(format!(
+                    "{what} {byte} at offset {}, permitted are the changes {changes:?} \
+                     (change n stores n + 1, zero writes among them: {:#x})",
+                    offset + index as u64,
+                    self.zeros
+                ));
+            }
+        }
+        Ok(())
+    }
+
+    fn permits(&self, set: u64, byte: u8) -> bool {
+        let own = if byte == 0 { self.zeros } else { own_bit(byte) & !self.zeros };
+        set & (own | self.undefined) != 0
+    }
+}
+
+fn indices(range: ByteRange) -> std::ops::Range<usize> {
+    range.offset() as usize..range.end() as usize
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const ALL: fn() -> ByteRange = || ByteRange::between(0, 4);
+
+    #[test]
+    fn a_plain_write_may_be_lost_until_a_flush_began_after_it() {
+        let (mut model, first) = Model::new(4);
+        let change = model.begin(ALL(), Content::Data).unwrap();
+        let early = model.begin_flush();
+        model.succeed(change, false);
+        model.flushed(&early);
+        let written = [change.value(); 4];
+        assert!(model.check_crash(&first).is_ok() && model.check_crash(&written).is_ok());
+        let late = model.begin_flush();
+        model.flushed(&late);
+        assert!(model.check_crash(&first).is_err() && model.check_crash(&written).is_ok());
+    }
+
+    #[test]
+    fn reads_see_the_last_write_or_those_beside_it() {
+        let (mut model, first) = Model::new(4);
+        let one = model.begin(ALL(), Content::Data).unwrap();
+        let two = model.begin(ALL(), Content::Zeros).unwrap();
+        model.succeed(one, false);
+        model.succeed(two, false);
+        let reading = model.begin_read(ALL());
+        assert!(model.end_read(&reading, &first).is_err());
+        assert!(model.end_read(&reading, &[one.value(), 0, 0, one.value()]).is_ok());
+        let three = model.begin(ALL(), Content::Data).unwrap();
+        assert!(model.end_read(&reading, &[three.value(); 4]).is_ok(), "it began meanwhile");
+        model.succeed(three, true);
+        assert!(model.check_crash(&[0; 4]).is_err());
+        assert!(model.check_crash(&[three.value(); 4]).is_ok());
+    }
+
+    #[test]
+    fn what_was_given_up_may_show_at_any_time() {
+        let (mut model, _) = Model::new(4);
+        let given_up = model.begin(ALL(), Content::Data).unwrap();
+        model.give_up(given_up);
+        let later = model.begin(ALL(), Content::Data).unwrap();
+        model.succeed(later, true);
+        assert!(model.check_crash(&[given_up.value(); 4]).is_ok());
+    }
+
+    #[test]
+    fn what_was_seen_and_then_flushed_is_there_to_stay() {
+        let (mut model, first) = Model::new(4);
+        let given_up = model.begin(ALL(), Content::Data).unwrap();
+        model.give_up(given_up);
+        let reading = model.begin_read(ALL());
+        assert!(model.end_read(&reading, &[given_up.value(); 4]).is_ok());
+        assert!(model.check_crash(&first).is_ok());
+        let flushing = model.begin_flush();
+        model.flushed(&flushing);
+        assert!(model.check_crash(&first).is_err());
+    }
+
+    #[test]
+    fn a_model_runs_out_of_changes() {
+        let (mut model, _) = Model::new(1);
+        let range = ByteRange::between(0, 1);
+        for _ in 0..MOST_CHANGES {
+            assert!(model.begin(range, Content::Data).is_some());
+        }
+        assert!(model.begin(range, Content::Data).is_none());
+    }
+}

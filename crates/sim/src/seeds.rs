@@ -1,0 +1,97 @@
+//! Running a check for many seeds, and saying how to see a failure again.
+
+use std::ops::Range;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::thread;
+
+use parking_lot::Mutex;
+
+use crate::Report;
+
+/// One seed to run alone: how a failure is replayed.
+const ONE: &str = "BLOCKHOUSE_SIM_SEED";
+
+/// How many seeds to run, or which (`FIRST..END`), instead of the test's own number.
+const MANY: &str = "BLOCKHOUSE_SIM_SEEDS";
+
+/// Runs `check` for `count` seeds on all cores and adds up what they saw. `package` and `test` name
+/// the calling test on cargo's command line.
+///
+/// # Panics
+/// At the failure with the smallest seed, with its words and the line that replays it.
+pub fn for_seeds(
+    package: &str,
+    test: &str,
+    count: u64,
+    check: impl Fn(u64) -> Result<Report, String> + Sync,
+) -> Report {
+    let seeds = chosen(count);
+    let next = AtomicU64::new(seeds.start);
+    let total = Mutex::new(Report::default());
+    let failure: Mutex<Option<(u64, String)>> = Mutex::new(None);
+    let work = || {
+        loop {
+            let seed = next.fetch_add(1, Ordering::Relaxed);
+            if seed >= seeds.end || failure.lock().is_some() {
+                return;
+            }
+            let outcome = with_seed_on_panic(package, test, seed, || check(seed));
+            match outcome {
+                Ok(report) => {
+                    let mut total = total.lock();
+                    *total = total.and(report);
+                }
+                Err(words) => {
+                    let mut failure = failure.lock();
+                    if failure.as_ref().is_none_or(|(other, _)| seed < *other) {
+                        *failure = Some((seed, words));
+                    }
+                }
+            }
+        }
+    };
+    let threads = thread::available_parallelism().map_or(1, usize::from);
+    thread::scope(|scope| {
+        for _ in 0..threads {
+            scope.spawn(work);
+        }
+    });
+    if let Some((seed, words)) = failure.into_inner() {
+        panic!("seed {seed}: {words}\n{}", replay(package, test, seed));
+    }
+    let total = total.into_inner();
+    eprintln!("{test}: {} seeds, {total:?}", seeds.end - seeds.start);
+    total
+}
+
+fn with_seed_on_panic<T>(package: &str, test: &str, seed: u64, run: impl FnOnce() -> T) -> T {
+    struct OnPanic<F: Fn()>(F);
+    impl<F: Fn()> Drop for OnPanic<F> {
+        fn drop(&mut self) {
+            if thread::panicking() {
+                (self.0)();
+            }
+        }
+    }
+    let _say = OnPanic(|| eprintln!("{}", replay(package, test, seed)));
+    run()
+}
+
+fn replay(package: &str, test: &str, seed: u64) -> String {
+    format!("replay with: {ONE}={seed} cargo test -p {package} {test}")
+}
+
+fn chosen(count: u64) -> Range<u64> {
+    let number = |words: &str| words.trim().parse::<u64>().ok();
+    if let Ok(one) = std::env::var(ONE) {
+        let seed = number(&one).unwrap_or_else(|| panic!("{ONE} is no number: {one}"));
+        return seed..seed + 1;
+    }
+    let Ok(many) = std::env::var(MANY) else { return 0..count };
+    let range = match many.split_once("..") {
+        Some((first, end)) => number(first).zip(number(end)),
+        None => number(&many).map(|end| (0, end)),
+    };
+    let (first, end) = range.unwrap_or_else(|| panic!("{MANY} is neither N nor A..B: {many}"));
+    first..end
+}
