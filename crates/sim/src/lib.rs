@@ -17,6 +17,7 @@ mod media;
 mod model;
 mod operation;
 mod seeds;
+mod state;
 
 pub use clock::Clock;
 pub use config::{Config, Latency, Support};
