@@ -13,7 +13,9 @@
 //!   may have dropped older bytes of the same pages), unless its error says that nothing was begun;
 //! - because the failure of a durable write may concern what a running flush calls stable, a flush
 //!   believes its success only when the durable writes that ran beside it have been heard;
-//! - an operation whose future is dropped may end at any time, so afterwards every flush is issued.
+//! - an operation whose future is dropped may end at any time, so afterwards every flush is issued;
+//!   the storage tells the outcome of a dropped flush or durable write to the next flush, as its
+//!   contract says.
 //!
 //! Generations are counted with atomic operations, so that a plain write pays for one addition. A
 //! lock is taken by flushes only, and never held while one waits.
