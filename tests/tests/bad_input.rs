@@ -33,8 +33,11 @@ fn a_folder() {
     let scratch = Scratch::new();
     let path = scratch.path("folder");
     std::fs::create_dir(&path).expect("a folder");
-    Serve::new(&scratch, &path).refused().failed(&["folder", "directory"]);
-    Serve::new(&scratch, &path).flag("--read-only").refused().failed(&["folder", "directory"]);
+    Serve::new(&scratch, &path).refused().failed(&["folder", "give the path of a disk image"]);
+    let serve = Serve::new(&scratch, &path).option("--cache", "writeback");
+    serve.refused().failed(&["folder", "directory", "give the path of a disk image"]);
+    let serve = Serve::new(&scratch, &path).flag("--read-only");
+    serve.refused().failed(&["folder", "give the path of a disk image"]);
 }
 
 #[test]
@@ -144,6 +147,29 @@ fn a_socket_that_somebody_listens_on() {
     serve.refused().failed(&[&path, "in use"]);
     assert!(!new.exists(), "the image was made all the same");
     assert!(scratch.socket("nbd").exists(), "the other one's socket is gone");
+}
+
+/// It accepts nothing and its queue is full: a connection to it would wait, the new server must not.
+#[test]
+fn a_socket_whose_server_hangs() {
+    let scratch = Scratch::new();
+    let image = scratch.image_of("disk.img", &[1; 512]);
+    let socket = || socket2::Socket::new(socket2::Domain::UNIX, socket2::Type::STREAM, None);
+    let address = socket2::SockAddr::unix(scratch.socket("nbd")).expect("a short path");
+    let hung = socket().expect("a socket");
+    hung.bind(&address).and_then(|()| hung.listen(0)).expect("it listens");
+    let waiting: Vec<_> = (0..4)
+        .map(|_| {
+            let client = socket().expect("a socket");
+            client.set_nonblocking(true).expect("a mode");
+            // Those that find no room are refused; enough have found some then.
+            let _ = client.connect(&address);
+            client
+        })
+        .collect();
+    let path = scratch.socket("nbd").display().to_string();
+    Serve::new(&scratch, image.path()).refused().failed(&[&path, "in use", "another path"]);
+    drop(waiting);
 }
 
 #[test]

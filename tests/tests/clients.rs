@@ -131,6 +131,19 @@ fn a_tcp_export_has_its_name_and_port_in_the_uri() {
 }
 
 #[test]
+fn an_export_on_ipv6_is_found_by_its_uri() {
+    require!(need::tools(&["nbdinfo"]));
+    let probe = std::net::TcpListener::bind("[::1]:0");
+    require!(probe.map_err(|error| format!("no IPv6 here: {error}")));
+    let scratch = Scratch::new();
+    let image = scratch.image("disk.img", MIB);
+    let server = Serve::bare(&scratch, image.path()).export("nbd://[::1]:0/disk").start();
+    assert!(server.uri().starts_with("nbd://[::1]:"), "{}", server.uri());
+    run(&mut nbdinfo(server.uri())).success();
+    server.stop();
+}
+
+#[test]
 fn tcp_on_localhost_is_not_open_to_other_addresses() {
     let scratch = Scratch::new();
     let image = scratch.image("disk.img", MIB);

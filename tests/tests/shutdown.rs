@@ -6,7 +6,9 @@ use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
 use blockhouse_tests::nbd::{Address, Client, Framing, Greeted, Request, command, connect, option};
-use blockhouse_tests::{Cache, Engine, Scratch, Serve, eventually, on_every_engine_and_cache};
+use blockhouse_tests::{
+    Cache, Engine, Scratch, Serve, Trace, eventually, need, on_every_engine_and_cache, require,
+};
 use rustix::process::Signal;
 
 const BLOCK: usize = 6000;
@@ -86,6 +88,33 @@ fn sigterm_under_load_loses_nothing_that_was_acknowledged(engine: Engine, cache:
 
 on_every_engine_and_cache! {
     sigterm_under_load_loses_nothing_that_was_acknowledged
+}
+
+#[test]
+fn what_is_in_flight_is_finished_and_answered() {
+    require!(need::strace());
+    let scratch = Scratch::new();
+    let image = scratch.image("disk.img", 1 << 20);
+    // Writes take long enough for the signal to come in between.
+    let slow = ["-e", "inject=pwritev2:delay_enter=700000"];
+    let trace = Trace::of(&scratch, image.path(), "pwritev2", &slow);
+    let serve = Serve::new(&scratch, image.path()).engine(Engine::Threads);
+    let mut server = serve.under(&trace.wrapper).start();
+    let mut client = Client::open(&server.address());
+    for offset in [0, 4096, 8192] {
+        let write = Request { command: command::WRITE, flags: 0, offset, length: 4096 };
+        client.send_with(write, &[8; 4096]).expect("it is taken");
+    }
+    std::thread::sleep(Duration::from_millis(200));
+    let start = Instant::now();
+    server.signal(Signal::TERM);
+    for _ in 0..3 {
+        assert_eq!(client.receive().expect("a reply in spite of the signal").1.error, 0);
+    }
+    assert!(start.elapsed() > Duration::from_millis(200), "the writes were not slow");
+    assert!(client.is_closed());
+    assert_eq!(server.wait(Duration::from_secs(10)).code(), Some(0));
+    assert_eq!(image.bytes(0, 3 * 4096), [8; 3 * 4096]);
 }
 
 #[test]

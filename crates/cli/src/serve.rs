@@ -112,6 +112,8 @@ pub fn run(arguments: Arguments, verbose: bool) -> Result<()> {
     let mut signals = Signals::new([SIGTERM, SIGINT]).context("cannot watch for signals")?;
     // A write past the limit on file sizes is to fail, not to end this process.
     signal_hook::flag::register(SIGXFSZ, Arc::default()).context("cannot watch for signals")?;
+    // A write beyond a limit on the size of files is to fail, not to end everything.
+    signal_hook::flag::register(SIGXFSZ, Arc::default()).context("cannot watch for signals")?;
     let workers = Workers::start(arguments.workers.into(), arguments.engine)?;
     // Before the image: an address in use must not leave a new image behind.
     let places = listen(&arguments, &names)?;

@@ -13,6 +13,8 @@
 //!   may have dropped older bytes of the same pages), unless its error says that nothing was begun;
 //! - because the failure of a durable write may concern what a running flush calls stable, a flush
 //!   believes its success only when the durable writes that ran beside it have been heard;
+//! - where a shared flush is cheaper than FUA on each of several writes in flight, the later ones go
+//!   down plainly and share one (group commit);
 //! - an operation whose future is dropped may end at any time, so afterwards every flush is issued;
 //!   the storage tells the outcome of a dropped flush or durable write to the next flush, as its
 //!   contract says.
@@ -21,11 +23,11 @@
 //! lock is taken by flushes only, and never held while one waits.
 
 use std::sync::OnceLock;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 
 use blockhouse_core::{
-    ByteRange, Capabilities, Durability, Error, ErrorKind, Fua, IoVector, Result, Status, Storage,
-    Sync, Unmap, WriteCache,
+    ByteRange, Capabilities, Durability, Error, ErrorKind, Fua, GroupCommit, IoVector, Result,
+    Status, Storage, Sync, Unmap, WriteCache,
 };
 use event_listener::{Event, EventListener};
 use parking_lot::Mutex;
@@ -47,6 +49,8 @@ pub(crate) struct Generations<S> {
     flushing: Mutex<Flushing>,
     flush_ended: Event,
     durable_writes: Grace,
+    /// How many durable writes are in flight, whatever way they go.
+    durable_in_flight: AtomicUsize,
     pub(crate) stats: FlushStats,
 }
 
@@ -90,6 +94,7 @@ impl<S: Storage> Generations<S> {
             flushing: Mutex::default(),
             flush_ended: Event::new(),
             durable_writes: Grace::default(),
+            durable_in_flight: AtomicUsize::new(0),
             stats: FlushStats::default(),
         }
     }
@@ -158,8 +163,6 @@ impl<S: Storage> Generations<S> {
         } else if flushing.running {
             Turn::Wait(self.flush_ended.listen())
         } else {
-            // The place for group commit: whoever gets here speaks for all who wait, and could let
-            // more durable writes arrive before it goes.
             flushing.running = true;
             Turn::Run(Run { flushing: &self.flushing, ended: &self.flush_ended })
         })
@@ -184,6 +187,38 @@ impl<S: Storage> Generations<S> {
         self.check_failure()?;
         run.covered(generation, sync);
         Ok(())
+    }
+}
+
+/// The durable writes in flight, with this one among them until it is dropped.
+struct Crowd<'a> {
+    in_flight: Option<&'a AtomicUsize>,
+    /// How many there were when this one came, itself included.
+    size: usize,
+}
+
+impl<'a> Crowd<'a> {
+    fn join(in_flight: &'a AtomicUsize, durability: Durability) -> Self {
+        if durability == Durability::None {
+            return Self { in_flight: None, size: 0 };
+        }
+        let size = in_flight.fetch_add(1, Ordering::Relaxed) + 1;
+        Self { in_flight: Some(in_flight), size }
+    }
+
+    fn is_cheaper_together(&self, capabilities: &Capabilities) -> bool {
+        match capabilities.group_commit {
+            GroupCommit::Never => false,
+            GroupCommit::From(count) => self.size >= count,
+        }
+    }
+}
+
+impl Drop for Crowd<'_> {
+    fn drop(&mut self) {
+        if let Some(in_flight) = self.in_flight {
+            in_flight.fetch_sub(1, Ordering::Relaxed);
+        }
     }
 }
 
@@ -247,8 +282,9 @@ impl<S: Storage> Storage for Generations<S> {
 
     async fn write(&self, offset: u64, from: IoVector, durability: Durability) -> Result<()> {
         let capabilities = self.capabilities();
+        let crowd = Crowd::join(&self.durable_in_flight, durability);
         match (durability, capabilities.fua) {
-            (Durability::Data, Fua::Native) => {
+            (Durability::Data, Fua::Native) if !crowd.is_cheaper_together(&capabilities) => {
                 return self.write_durably(offset, from).await;
             }
             (Durability::Data | Durability::Full, Fua::Native | Fua::Emulated) => {

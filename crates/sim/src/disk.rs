@@ -156,6 +156,7 @@ impl Storage for SimDisk {
         Capabilities {
             fua: state.config.fua,
             write_cache: state.config.write_cache,
+            group_commit: state.config.group_commit,
             alignment: state.config.alignment,
             write_zeroes: offload(state.config.write_zeroes),
             discard: offload(state.config.discard),

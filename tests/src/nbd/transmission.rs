@@ -100,6 +100,8 @@ pub struct Client {
     cookie: u64,
     /// The first byte and length of each read in flight, by cookie.
     reads: HashMap<u64, (u64, usize)>,
+    /// Replies of which chunks have come, by cookie.
+    partial: HashMap<u64, Reply>,
 }
 
 impl Client {
@@ -114,7 +116,7 @@ impl Client {
     }
 
     pub(super) fn new(socket: Socket, framing: Framing, size: u64) -> Self {
-        Self { socket, framing, size, cookie: 0, reads: HashMap::new() }
+        Self { socket, framing, size, cookie: 0, reads: HashMap::new(), partial: HashMap::new() }
     }
 
     /// The size of the export in bytes.
@@ -155,40 +157,39 @@ impl Client {
         Ok(self.cookie)
     }
 
-    /// Receives one whole reply, to whichever request, and the cookie of that request.
+    /// Receives until one reply is whole, to whichever request: the cookie of that request, and the
+    /// reply.
     ///
     /// # Errors
     /// When the connection ends.
     ///
     /// # Panics
-    /// When the server breaks the protocol, or mixes the chunks of several replies, as it may but
-    /// has no reason to.
+    /// When the server breaks the protocol.
     pub fn receive(&mut self) -> io::Result<(u64, Reply)> {
-        let mut reply = Reply::default();
-        let mut of = None;
         loop {
-            let (cookie, last) = self.receive_part(&mut reply)?;
-            assert_eq!(*of.get_or_insert(cookie), cookie, "a chunk of another reply in between");
+            let (cookie, last) = self.receive_part()?;
             if last {
                 self.reads.remove(&cookie);
-                return Ok((cookie, reply));
+                return Ok((cookie, self.partial.remove(&cookie).unwrap_or_default()));
             }
         }
     }
 
     /// Receives a simple reply or a chunk.
-    fn receive_part(&mut self, reply: &mut Reply) -> io::Result<(u64, bool)> {
+    fn receive_part(&mut self) -> io::Result<(u64, bool)> {
         let magic = u32::from_be_bytes(self.take()?);
         match magic {
             SIMPLE_REPLY => {
                 assert_ne!(self.framing, Framing::Extended, "a simple reply");
-                reply.error = u32::from_be_bytes(self.take()?);
+                let error = u32::from_be_bytes(self.take()?);
                 let cookie = u64::from_be_bytes(self.take()?);
+                let mut reply = Reply { error, ..Reply::default() };
                 if let Some(&(_, length)) = self.reads.get(&cookie) {
                     assert_eq!(self.framing, Framing::Simple, "a simple reply to a read");
                     reply.data = vec![0; if reply.error == 0 { length } else { 0 }];
                     self.socket.read_exact(&mut reply.data)?;
                 }
+                self.partial.insert(cookie, reply);
                 Ok((cookie, true))
             }
             STRUCTURED_REPLY | EXTENDED_REPLY => {
@@ -206,14 +207,15 @@ impl Client {
                 assert!(length <= 64 << 20, "a chunk of {length} bytes");
                 let mut payload = vec![0; length as usize];
                 self.socket.read_exact(&mut payload)?;
-                self.take_in(kind, &payload, cookie, reply);
+                self.take_in(kind, &payload, cookie);
                 Ok((cookie, flags & 1 == 1))
             }
             _ => panic!("no reply starts with {magic:#x}"),
         }
     }
 
-    fn take_in(&self, kind: u16, payload: &[u8], cookie: u64, reply: &mut Reply) {
+    fn take_in(&mut self, kind: u16, payload: &[u8], cookie: u64) {
+        let reply = self.partial.entry(cookie).or_default();
         let word = |at: usize| u32::from_be_bytes(*payload[at..].first_chunk().expect("a word"));
         let long = |at: usize| u64::from_be_bytes(*payload[at..].first_chunk().expect("a long"));
         match kind {

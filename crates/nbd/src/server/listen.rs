@@ -6,11 +6,13 @@ use std::net::TcpListener;
 use std::os::fd::OwnedFd;
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::FileTypeExt;
-use std::os::unix::net::{UnixListener, UnixStream};
+use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use blockhouse_core::{Error, ErrorKind, Result};
+use rustix::io::Errno;
+use rustix::net::{self, AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 
 use crate::uri::Address;
 
@@ -93,7 +95,7 @@ fn bind_unix(path: &Path) -> Result<Bound> {
 /// Removes what a dead server left at `path`.
 fn make_way(path: &Path, name: &str) -> Result<()> {
     let in_use = |hint: &'static str| {
-        let error = IoError::from(rustix::io::Errno::ADDRINUSE);
+        let error = IoError::from(Errno::ADDRINUSE);
         Err(Error::host("cannot listen", error).on(name).hint(hint))
     };
     if !fs::symlink_metadata(path).is_ok_and(|file| file.file_type().is_socket()) {
@@ -111,11 +113,17 @@ fn make_way(path: &Path, name: &str) -> Result<()> {
 fn answers(path: &Path) -> bool {
     let deadline = Instant::now() + AFTERLIFE;
     loop {
-        let refused = UnixStream::connect(path)
-            .is_err_and(|error| error.kind() == IoErrorKind::ConnectionRefused);
+        let refused = connect(path) == Err(Errno::CONNREFUSED);
         if refused || Instant::now() >= deadline {
             return !refused;
         }
         std::thread::sleep(PAUSE);
     }
+}
+
+/// Connects, but does not wait for a server that accepts nobody.
+fn connect(path: &Path) -> std::result::Result<(), Errno> {
+    let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+    let socket = net::socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
+    net::connect(&socket, &SocketAddrUnix::new(path)?)
 }
