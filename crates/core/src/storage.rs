@@ -78,6 +78,8 @@ pub struct Capabilities {
     pub fua: Fua,
     /// Whether completed writes may sit in a volatile cache.
     pub write_cache: WriteCache,
+    /// When durable writes in flight together are cheaper as plain writes with one flush for all.
+    pub group_commit: GroupCommit,
     /// What offsets, lengths and memory addresses must be multiples of. This never changes while
     /// the storage is open.
     pub alignment: Alignment,
@@ -94,6 +96,15 @@ pub enum Offload {
     Available,
     /// No.
     Unavailable,
+}
+
+/// From how many durable writes in flight on a shared flush is cheaper than FUA on each.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum GroupCommit {
+    /// It never is: each carries its durability as cheaply as can be.
+    Never,
+    /// From this many on.
+    From(usize),
 }
 
 /// Whether completed writes may be lost when the power fails.

@@ -16,6 +16,7 @@ use crate::generations::Generations;
 use crate::limits::BounceBuffers;
 use crate::stats::{Counters, Stats};
 use crate::tracker::{Claim, Tracker};
+use crate::zero::Zeroing;
 
 /// Whether a disk may be changed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -156,7 +157,7 @@ impl<S: Storage> Disk<S> {
                 self.submit_write(offset, from, durability).await?
             }
             Request::WriteZeroes { range, unmap, effort, durability } => {
-                self.submit_zeroes(range, unmap, effort, durability).await?
+                self.submit_zeroes(range, Zeroing { unmap, effort, durability }).await?
             }
             Request::Discard { range, durability } => {
                 self.submit_discard(range, durability).await?
@@ -174,6 +175,9 @@ impl<S: Storage> Disk<S> {
         }
     }
 
+    // What is not aligned, zero writes and discards are boxed below, so that the future of the common
+    // way stays small.
+
     async fn submit_read(&self, offset: u64, into: IoVector) -> Result<Debt> {
         let range = self.check_end(offset, into.len() as u64, ErrorKind::InvalidInput)?;
         if range.is_empty() {
@@ -182,7 +186,7 @@ impl<S: Storage> Disk<S> {
         if self.alignment.admits(offset, &into) {
             self.read(range, into).await?;
         } else {
-            self.read_bounced(range, into).await?;
+            Box::pin(self.read_bounced(range, into)).await?;
         }
         Ok(Debt::NOTHING)
     }
@@ -203,33 +207,26 @@ impl<S: Storage> Disk<S> {
         if self.alignment.admits(offset, &from) {
             self.write(range, from, durability).await
         } else {
-            self.write_bounced(range, from, durability, &claim).await
+            Box::pin(self.write_bounced(range, from, durability, &claim)).await
         }
     }
 
-    async fn submit_zeroes(
-        &self,
-        range: ByteRange,
-        unmap: Unmap,
-        effort: Effort,
-        durability: Durability,
-    ) -> Result<Debt> {
+    async fn submit_zeroes(&self, range: ByteRange, mut how: Zeroing) -> Result<Debt> {
         self.check_access(range.offset())?;
         self.check_end(range.offset(), range.length(), ErrorKind::PastEnd)?;
         if range.is_empty() {
             return Ok(Debt::NOTHING);
         }
-        let capabilities = self.capabilities();
-        if effort == Effort::FastOnly && capabilities.write_zeroes == Offload::Unavailable {
+        let quick = self.capabilities().write_zeroes;
+        if how.effort == Effort::FastOnly && quick == Offload::Unavailable {
             return Err(self.no_fast_zeroes(range.offset()));
         }
-        let unmap = match self.options.discard {
-            Discard::Unmap => unmap,
-            Discard::Ignore => Unmap::Forbidden,
-        };
-        let durability = durability.max(self.options.durability);
+        if self.options.discard == Discard::Ignore {
+            how.unmap = Unmap::Forbidden;
+        }
+        how.durability = how.durability.max(self.options.durability);
         let claim = self.claim(range).await;
-        self.write_zeroes(range, unmap, effort, durability, &claim).await
+        Box::pin(self.write_zeroes(range, how, &claim)).await
     }
 
     async fn submit_discard(&self, range: ByteRange, durability: Durability) -> Result<Debt> {
@@ -240,7 +237,7 @@ impl<S: Storage> Disk<S> {
         match whole {
             Some(range) if self.capabilities().discard == Offload::Available => {
                 let _claim = self.claim(range).await;
-                self.discard(range, durability.max(self.options.durability)).await
+                Box::pin(self.discard(range, durability.max(self.options.durability))).await
             }
             _ => Ok(Debt::NOTHING),
         }

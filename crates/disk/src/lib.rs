@@ -13,8 +13,10 @@ mod limits;
 mod lock;
 mod open;
 mod path;
+mod prepared;
 mod stats;
 mod tracker;
+mod zero;
 
 pub use blockhouse_format::BlockStatus;
 pub use disk::{Access, Discard, Disk, FlushPolicy, Options};

@@ -1,12 +1,12 @@
-//! The path of an aligned request takes nothing from the allocator.
+//! The path of an aligned read, write or flush takes nothing from the allocator.
 #![forbid(unsafe_code)]
 
 use std::pin::pin;
 use std::task::{Context, Waker};
 
 use blockhouse_core::{
-    Alignment, Buffer, ByteRange, Capabilities, Durability, Fua, IoVector, Offload, Request,
-    Result, Status, Storage, Sync, Unmap, WriteCache,
+    Alignment, Buffer, ByteRange, Capabilities, Durability, Fua, GroupCommit, IoVector, Offload,
+    Request, Result, Status, Storage, Sync, Unmap, WriteCache,
 };
 use blockhouse_disk::{Disk, Options};
 
@@ -22,6 +22,7 @@ impl Storage for Immediate {
         Capabilities {
             fua: Fua::Native,
             write_cache: WriteCache::Volatile,
+            group_commit: GroupCommit::Never,
             alignment: self.0,
             write_zeroes: Offload::Available,
             discard: Offload::Available,
@@ -71,11 +72,9 @@ fn submit(disk: &Disk<Immediate>, request: Request) {
 }
 
 fn one_of_each(disk: &Disk<Immediate>, buffer: &mut Buffer) {
-    let range = ByteRange::between(8192, 12288);
     submit(disk, Request::Read { offset: 4096, into: buffer.lend() });
     for durability in [Durability::None, Durability::Data, Durability::Full] {
         submit(disk, Request::Write { offset: 4096, from: buffer.lend(), durability });
-        submit(disk, Request::Discard { range, durability });
     }
     submit(disk, Request::Flush);
 }

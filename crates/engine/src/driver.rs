@@ -42,3 +42,14 @@ pub(crate) enum Rest {
     /// Until something happens or the time has come.
     UntilEventOr(Instant),
 }
+
+impl Rest {
+    /// The same, but not beyond `time`.
+    pub(crate) fn at_most(self, time: Instant) -> Self {
+        match self {
+            Self::Never => Self::Never,
+            Self::UntilEvent => Self::UntilEventOr(time),
+            Self::UntilEventOr(due) => Self::UntilEventOr(due.min(time)),
+        }
+    }
+}

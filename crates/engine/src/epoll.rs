@@ -140,7 +140,7 @@ impl Epoll {
     ) {
         let Some(waiting) = self.sockets.get_mut(&socket) else { return };
         // An error or hang-up is for both directions to find out by trying.
-        let broken = flags.intersects(EventFlags::ERR | EventFlags::HUP | EventFlags::RDHUP);
+        let broken = flags.intersects(EventFlags::ERR | EventFlags::HUP);
         if broken || flags.contains(EventFlags::IN) {
             try_all(&mut waiting.input, operations, done);
         }
@@ -200,13 +200,17 @@ impl Driver for Epoll {
         }
     }
 
-    fn turn(&mut self, rest: Rest, operations: &mut OperationTable, done: &mut Vec<Completion>) {
-        let mut rest = rest;
+    fn turn(
+        &mut self,
+        mut rest: Rest,
+        operations: &mut OperationTable,
+        done: &mut Vec<Completion>,
+    ) {
         if let Some(aio) = &mut self.aio {
             aio.submit(&mut self.early);
             aio.reap(&mut self.early);
-            if aio.is_stuck() && rest == Rest::UntilEvent {
-                rest = Rest::UntilEventOr(Instant::now() + AIO_RETRY);
+            if aio.is_stuck() {
+                rest = rest.at_most(Instant::now() + AIO_RETRY);
             }
         }
         self.wait(rest);
@@ -224,9 +228,10 @@ impl Driver for Epoll {
     }
 }
 
-/// Has epoll tell once when a waiter of the socket may go on.
+/// Has epoll tell once when a waiter of the socket may go on. The peer's end of stream is input; it
+/// is not watched apart from that, because who waits to send cannot go on by it.
 fn watch(epoll: &OwnedFd, socket: BorrowedFd<'_>, waiting: &Waiting) -> rustix::io::Result<()> {
-    let mut flags = EventFlags::ONESHOT | EventFlags::RDHUP;
+    let mut flags = EventFlags::ONESHOT;
     flags.set(EventFlags::IN, !waiting.input.is_empty());
     flags.set(EventFlags::OUT, !waiting.output.is_empty());
     let data = EventData::new_u64(socket.as_raw_fd() as u64);

@@ -12,13 +12,13 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 
 use blockhouse_core::{
-    Alignment, Buffer, ByteRange, Capabilities, Durability, Error, ErrorKind, Fua, IoVector,
-    Offload, Result, Status, Storage, Sync, Unmap, WriteCache,
+    Alignment, Buffer, ByteRange, Capabilities, Durability, Error, ErrorKind, Fua, GroupCommit,
+    IoVector, Offload, Result, Status, Storage, Sync, Unmap, WriteCache,
 };
 use rustix::fs::{Advice, FallocateFlags, Mode, OFlags};
 use rustix::io::Errno;
 
-use crate::file::{Caching, File};
+use crate::file::{Caching, File, Residence};
 use crate::operation::{Operation, Transfer, WriteThrough};
 use crate::probe::{self, FileKind};
 use crate::submit::submit;
@@ -49,7 +49,7 @@ pub enum PageCache {
 pub struct HostFile {
     file: Arc<File>,
     /// For the last partial block, which direct I/O cannot reach: the same file through the page
-    /// cache. The block is a page of its own there, so that the two ways never share one.
+    /// cache. A block is no less than a page then, so that the two ways never share one.
     tail: Option<Arc<File>>,
     name: String,
     kind: FileKind,
@@ -69,38 +69,42 @@ struct Refused {
 }
 
 impl HostFile {
+    /// Makes a new regular file of `size` bytes, all holes, and opens it for writing.
+    ///
+    /// # Errors
+    /// The kernel's: EEXIST for one that exists, which is left alone. When the size cannot be set, or
+    /// the new file cannot be opened as it was asked for, it is removed again.
+    pub fn create(path: &Path, size: u64, cache: PageCache) -> Result<Self> {
+        let failed = |what: &'static str, error: Errno| {
+            Error::host(what, error.into()).on(&path.display().to_string())
+        };
+        // Without O_DIRECT: a file system that does not know it refuses to open what it has just made.
+        let flags = OFlags::CREATE | OFlags::EXCL | OFlags::WRONLY | OFlags::CLOEXEC;
+        let rights = Mode::RUSR | Mode::WUSR | Mode::RGRP | Mode::ROTH;
+        let made = rustix::fs::open(path, flags, rights).map_err(|error| {
+            let failed = failed("cannot create", error);
+            match error {
+                Errno::EXIST => failed.hint("choose another name, or remove it first"),
+                _ => failed,
+            }
+        })?;
+        let file = rustix::fs::ftruncate(&made, size)
+            .map_err(|error| failed("cannot set the size of the new file", error))
+            .and_then(|()| Self::open(path, OpenFor::Writing, cache));
+        if file.is_err() {
+            // The error that counts is the first one.
+            let _ = std::fs::remove_file(path);
+        }
+        file
+    }
+
     /// Opens an existing file or block device.
     ///
     /// # Errors
     /// The kernel's, and [`ErrorKind::InvalidInput`] for what is neither file nor block device.
     pub fn open(path: &Path, access: OpenFor, cache: PageCache) -> Result<Self> {
-        Self::open_with(path, access, cache, OFlags::empty())
-    }
-
-    /// Makes a new regular file of `size` bytes, all holes, and opens it for writing.
-    ///
-    /// # Errors
-    /// The kernel's: EEXIST for one that exists, which is left alone. When the size cannot be set
-    /// the new file is removed again.
-    pub fn create(path: &Path, size: u64, cache: PageCache) -> Result<Self> {
-        let flags = OFlags::CREATE | OFlags::EXCL;
-        let file = Self::open_with(path, OpenFor::Writing, cache, flags)?;
-        match rustix::fs::ftruncate(&*file.file, size) {
-            Ok(()) => {
-                file.size.store(size, Relaxed);
-                Ok(file)
-            }
-            Err(error) => {
-                // The error that counts is the first one.
-                let _ = std::fs::remove_file(path);
-                Err(file.error("cannot set the size of the new file", error))
-            }
-        }
-    }
-
-    fn open_with(path: &Path, access: OpenFor, cache: PageCache, extra: OFlags) -> Result<Self> {
         let name = path.display().to_string();
-        let failed = |what: &'static str, error: Errno| Error::host(what, error.into()).on(&name);
+        let failed = |error: Errno| Error::host("cannot open", error.into()).on(&name);
         let (direct, caching) = match cache {
             PageCache::Used => (OFlags::empty(), Caching::PageCache),
             PageCache::Bypassed => (OFlags::DIRECT, Caching::Direct),
@@ -110,22 +114,19 @@ impl HostFile {
             OpenFor::Writing => OFlags::RDWR,
         };
         // Opening a pipe for reading would wait for a writer.
-        let flags = mode | direct | extra | OFlags::CLOEXEC | OFlags::NONBLOCK;
-        let rights = Mode::RUSR | Mode::WUSR | Mode::RGRP | Mode::ROTH;
-        let descriptor = rustix::fs::open(path, flags, rights).map_err(|error| {
+        let flags = mode | direct | OFlags::CLOEXEC | OFlags::NONBLOCK;
+        let descriptor = rustix::fs::open(path, flags, Mode::empty()).map_err(|error| {
             // What direct I/O says of a folder or a pipe misleads.
             if std::fs::metadata(path).is_ok_and(|found| !is_disk(&found)) {
                 return no_disk(&name);
             }
-            let failed = failed("cannot open", error);
             match advice(error, access, cache) {
-                Some(hint) => failed.hint(hint),
-                None => failed,
+                Some(hint) => failed(error).hint(hint),
+                None => failed(error),
             }
         })?;
         // To io_uring the flag would mean "fail rather than wait" from here on.
-        rustix::fs::fcntl_setfl(&descriptor, mode | direct)
-            .map_err(|error| failed("cannot open", error))?;
+        rustix::fs::fcntl_setfl(&descriptor, mode | direct).map_err(failed)?;
         let residence = probe::residence(&descriptor);
         let file = File::new(descriptor, residence, caching);
         Self::examine(file, name, mode)
@@ -135,9 +136,14 @@ impl HostFile {
         let failed = |error: std::io::Error| Error::host("cannot examine", error).on(&name);
         let kind = probe::kind(&file).map_err(failed)?.ok_or_else(|| no_disk(&name))?;
         let size = probe::size(&file).map_err(failed)?;
-        let alignment = probe::alignment(&file, kind).map_err(|error| {
+        let mut alignment = probe::alignment(&file, kind).map_err(|error| {
             failed(error).hint("it cannot do direct I/O: try --cache writeback")
         })?;
+        if !size.is_multiple_of(u64::from(alignment.offset)) {
+            // So that the last partial block, which goes another way, has its page for itself.
+            let page = rustix::param::page_size() as u32;
+            alignment.offset = alignment.offset.max(page);
+        }
         let device = probe::device(&file, kind).map_err(failed)?;
         let tail = match kind {
             FileKind::Regular if alignment.offset > 1 => {
@@ -187,6 +193,7 @@ impl HostFile {
     /// Writes everything.
     async fn write_all(&self, offset: u64, from: IoVector, through: WriteThrough) -> Result<()> {
         let file = self.file_for(offset, from.len());
+        let end = offset.saturating_add(from.len() as u64);
         let mut transfer = Transfer { file, offset, vector: from };
         while !transfer.vector.is_empty() {
             let (result, operation) = submit(Operation::Write(transfer, through)).await;
@@ -207,7 +214,19 @@ impl HostFile {
                 Ok(count) => pass(&mut transfer, count),
             }
         }
+        if end > self.size() {
+            self.size.fetch_max(end, Relaxed);
+        }
         Ok(())
+    }
+
+    /// Whether the file ends at `offset` or before. It is asked anew: somebody else may have made it
+    /// longer, and what is called the end here reads as zeros.
+    fn ends_at(&self, offset: u64) -> Result<bool> {
+        let size = probe::size(&*self.file);
+        let size =
+            size.map_err(|error| Error::host("cannot find the end", error).on(&self.name))?;
+        Ok(size <= offset)
     }
 
     /// What is done when the kernel refuses `RWF_DSYNC`. If it takes the plain write, then it was
@@ -224,9 +243,10 @@ impl HostFile {
         mode: FallocateFlags,
         range: ByteRange,
         refused: &AtomicBool,
+        words: &Words,
     ) -> Result<()> {
         if refused.load(Relaxed) {
-            return Err(self.unsupported("zeroing a range without writing it"));
+            return Err(self.unsupported(words.unsupported));
         }
         let mode = (mode | FallocateFlags::KEEP_SIZE).bits() as i32;
         loop {
@@ -236,12 +256,19 @@ impl HostFile {
                 Err(Errno::AGAIN | Errno::INTR) => {}
                 Err(Errno::OPNOTSUPP | Errno::NOSYS | Errno::NODEV) => {
                     refused.store(true, Relaxed);
-                    return Err(self.unsupported("zeroing a range without writing it"));
+                    return Err(self.unsupported(words.unsupported));
                 }
-                Err(error) => {
-                    return Err(self.error_at("cannot zero or punch", error, range.offset()));
-                }
+                Err(error) => return Err(self.error_at(words.failed, error, range.offset())),
             }
+        }
+    }
+
+    /// A file in memory has nothing to flush. In the page cache durable writes to one file go one
+    /// after the other, each with a flush of its own, while plain ones are copies.
+    fn group_commit(&self) -> GroupCommit {
+        match (self.file.residence, self.file.caching) {
+            (Residence::Device, Caching::PageCache) => GroupCommit::From(2),
+            (Residence::Memory, _) | (_, Caching::Direct) => GroupCommit::Never,
         }
     }
 
@@ -261,7 +288,7 @@ impl HostFile {
         });
         let error = match result.await {
             Ok(()) => return Ok(()),
-            Err(error) => Error::host("cannot discard", error).on(&self.name).at(range.offset()),
+            Err(error) => Error::host(DISCARD.failed, error).on(&self.name).at(range.offset()),
         };
         if error.kind() == ErrorKind::Unsupported {
             self.refused.discard.store(true, Relaxed);
@@ -288,13 +315,22 @@ fn advice(error: Errno, access: OpenFor, cache: PageCache) -> Option<&'static st
             Some("check its permissions, or open it with --read-only")
         }
         Errno::ACCESS | Errno::PERM => Some("check its permissions"),
-        Errno::EXIST => Some("choose another name, or remove it first"),
         Errno::INVAL if cache == PageCache::Bypassed => {
             Some("its file system has no direct I/O: try --cache writeback")
         }
         _ => None,
     }
 }
+
+/// What an error says of an operation.
+struct Words {
+    failed: &'static str,
+    unsupported: &'static str,
+}
+
+const ZEROES: Words =
+    Words { failed: "cannot zero", unsupported: "zeroing a range without writing it" };
+const DISCARD: Words = Words { failed: "cannot discard", unsupported: "discarding a range" };
 
 /// Why an operation of another kind cannot come back.
 const CAME_BACK: &str = "an operation comes back as it went";
@@ -321,6 +357,7 @@ impl Storage for HostFile {
         Capabilities {
             fua: if fua.load(Relaxed) { Fua::Emulated } else { Fua::Native },
             write_cache: self.write_cache,
+            group_commit: self.group_commit(),
             alignment: self.alignment,
             write_zeroes: all(&[punch_hole, zero_range]),
             discard: match self.kind {
@@ -346,8 +383,10 @@ impl Storage for HostFile {
                 Err(error) => return Err(self.error_at("cannot read", error, transfer.offset)),
                 Ok(count) => {
                     pass(&mut transfer, count);
-                    // What a short read leaves past the end may not be aligned enough to ask for.
-                    if count == 0 || transfer.offset >= self.size() {
+                    // A short read is the end, or it was cut off on the way. To ask for the rest
+                    // would tell, if what an end leaves were aligned enough to be asked for.
+                    let is_short = !transfer.vector.is_empty();
+                    if is_short && (count == 0 || self.ends_at(transfer.offset)?) {
                         transfer.vector.fill(0);
                         return Ok(());
                     }
@@ -373,8 +412,12 @@ impl Storage for HostFile {
     async fn write_zeroes(&self, range: ByteRange, unmap: Unmap) -> Result<()> {
         let Refused { punch_hole, zero_range, .. } = &self.refused;
         match unmap {
-            Unmap::Allowed => self.allocate(FallocateFlags::PUNCH_HOLE, range, punch_hole).await,
-            Unmap::Forbidden => self.allocate(FallocateFlags::ZERO_RANGE, range, zero_range).await,
+            Unmap::Allowed => {
+                self.allocate(FallocateFlags::PUNCH_HOLE, range, punch_hole, &ZEROES).await
+            }
+            Unmap::Forbidden => {
+                self.allocate(FallocateFlags::ZERO_RANGE, range, zero_range, &ZEROES).await
+            }
         }
     }
 
@@ -382,10 +425,10 @@ impl Storage for HostFile {
         match self.kind {
             FileKind::Regular => {
                 let refused = &self.refused.punch_hole;
-                self.allocate(FallocateFlags::PUNCH_HOLE, range, refused).await
+                self.allocate(FallocateFlags::PUNCH_HOLE, range, refused, &DISCARD).await
             }
             FileKind::BlockDevice if self.refused.discard.load(Relaxed) => {
-                Err(self.unsupported("discard"))
+                Err(self.unsupported(DISCARD.unsupported))
             }
             FileKind::BlockDevice => self.discard_on_device(range).await,
         }
@@ -441,19 +484,25 @@ impl Storage for HostFile {
 fn next_status(file: &File, range: ByteRange) -> rustix::io::Result<(Status, u64)> {
     use rustix::fs::SeekFrom;
     let (start, end) = (range.offset(), range.end());
-    let data = match rustix::fs::seek(file, SeekFrom::Data(start)) {
-        Ok(data) => data.min(end),
-        // No data from here to the end of the file.
-        Err(Errno::NXIO) => end,
-        // A file system that does not say: everything may be data.
-        Err(Errno::INVAL) => return Ok((Status::Data, range.length())),
-        Err(error) => return Err(error),
-    };
-    if data > start {
-        return Ok((Status::Hole, data - start));
+    loop {
+        let data = match rustix::fs::seek(file, SeekFrom::Data(start)) {
+            Ok(data) => data.min(end),
+            // No data from here to the end of the file.
+            Err(Errno::NXIO) => end,
+            // A file system that does not say: everything may be data.
+            Err(Errno::INVAL) => return Ok((Status::Data, range.length())),
+            Err(error) => return Err(error),
+        };
+        if data > start {
+            return Ok((Status::Hole, data - start));
+        }
+        match rustix::fs::seek(file, SeekFrom::Hole(start)) {
+            Ok(hole) if hole > start => return Ok((Status::Data, hole.min(end) - start)),
+            // What was data the call before is none any more: once again.
+            Ok(_) | Err(Errno::NXIO) => {}
+            Err(error) => return Err(error),
+        }
     }
-    let hole = rustix::fs::seek(file, SeekFrom::Hole(start))?;
-    Ok((Status::Data, hole.min(end).saturating_sub(start).max(1)))
 }
 
 impl fmt::Debug for HostFile {

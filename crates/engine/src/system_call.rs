@@ -89,12 +89,17 @@ impl FileCall {
     }
 }
 
-/// Does a short transfer of a file in memory; `None` for everything else.
+/// Does what takes no time with a file in memory: a short transfer, or a sync, which has nothing to
+/// do there. `None` for everything else.
 pub(crate) fn run_inline(operation: &Operation) -> Option<i32> {
-    let (Operation::Read(transfer) | Operation::Write(transfer, _)) = operation else {
-        return None;
+    let (file, length) = match operation {
+        Operation::Read(transfer) | Operation::Write(transfer, _) => {
+            (&transfer.file, transfer.vector.len())
+        }
+        Operation::Sync { file, .. } => (file, 0),
+        _ => return None,
     };
-    if transfer.file.residence != Residence::Memory || transfer.vector.len() > MOST_INLINE {
+    if file.residence != Residence::Memory || length > MOST_INLINE {
         return None;
     }
     // SAFETY: the operation is borrowed for as long as the call takes.

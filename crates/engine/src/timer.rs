@@ -29,9 +29,16 @@ impl Timers {
         if self.queue.borrow().is_empty() {
             return;
         }
-        let later = self.queue.borrow_mut().split_off(&(Instant::now(), u64::MAX));
-        let due = self.queue.replace(later);
-        due.into_values().for_each(Waker::wake);
+        let now = Instant::now();
+        while let Some(waker) = self.take_due(now) {
+            waker.wake();
+        }
+    }
+
+    fn take_due(&self, now: Instant) -> Option<Waker> {
+        let mut queue = self.queue.borrow_mut();
+        let first = queue.first_entry()?;
+        (first.key().0 <= now).then(|| first.remove())
     }
 }
 
@@ -41,9 +48,13 @@ pub struct Sleep {
     key: Option<Key>,
 }
 
-/// Waits for `duration`, or a little longer.
+/// No sleep is longer: about thirty years.
+const LONGEST: Duration = Duration::from_secs(1 << 30);
+
+/// Waits for `duration`, or a little longer: engines without io_uring count in milliseconds. More
+/// than thirty years are thirty years.
 pub fn sleep(duration: Duration) -> Sleep {
-    Sleep { due: Instant::now() + duration, key: None }
+    Sleep { due: Instant::now() + duration.min(LONGEST), key: None }
 }
 
 impl Future for Sleep {
@@ -60,7 +71,8 @@ impl Future for Sleep {
                 timers.numbers.update(|number| number + 1);
                 (this.due, timers.numbers.get())
             });
-            timers.queue.borrow_mut().insert(key, cx.waker().clone());
+            let replaced = timers.queue.borrow_mut().insert(key, cx.waker().clone());
+            drop(replaced);
         });
         Poll::Pending
     }

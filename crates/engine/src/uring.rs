@@ -38,6 +38,8 @@ pub(crate) struct Uring {
     watching: bool,
     /// How many operations the kernel has.
     in_flight: usize,
+    /// Fetched already, to be reported by the next turn.
+    early: Vec<Completion>,
     /// Of the operation with that token, if it is one on a socket: the kernel reads it there.
     headers: Box<[libc::msghdr]>,
 }
@@ -62,7 +64,8 @@ impl Uring {
         // SAFETY: all-zero is a valid msghdr (null pointers and zero lengths).
         let no_header: libc::msghdr = unsafe { std::mem::zeroed() };
         let headers = vec![no_header; MOST_OPERATIONS].into_boxed_slice();
-        Ok(Self { ring, remote: Arc::clone(remote), watching: false, in_flight: 0, headers })
+        let (remote, early) = (Arc::clone(remote), Vec::new());
+        Ok(Self { ring, remote, watching: false, in_flight: 0, early, headers })
     }
 
     fn push(&mut self, entry: &squeue::Entry) {
@@ -71,6 +74,10 @@ impl Uring {
         // operation, which stays as long; or it points to nothing.
         while unsafe { self.ring.submission().push(entry) }.is_err() {
             self.enter(0, None);
+            // The kernel may have refused because it has no room for more completions.
+            let mut early = std::mem::take(&mut self.early);
+            self.reap(&mut early);
+            self.early = early;
         }
     }
 
@@ -188,7 +195,7 @@ impl Driver for Uring {
 
     fn turn(&mut self, rest: Rest, _: &mut OperationTable, done: &mut Vec<Completion>) {
         self.watch_bell();
-        let waiting = !self.ring.completion().is_empty();
+        let waiting = !self.early.is_empty() || !self.ring.completion().is_empty();
         match rest {
             Rest::Never if self.in_flight == 0 && self.ring.submission().is_empty() => {}
             Rest::Never => self.enter(0, None),
@@ -196,6 +203,7 @@ impl Driver for Uring {
             Rest::UntilEvent => self.enter(1, None),
             Rest::UntilEventOr(until) => self.enter(1, Some(until)),
         }
+        done.append(&mut self.early);
         self.reap(done);
     }
 }
@@ -203,9 +211,11 @@ impl Driver for Uring {
 fn read(transfer: &Transfer) -> squeue::Entry {
     let file = Fd(transfer.file.raw());
     match transfer.vector.segments() {
-        [Segment { address, length }] => opcode::Read::new(file, address.as_ptr(), *length as u32)
-            .offset(transfer.offset)
-            .build(),
+        [Segment { address, length }] => {
+            opcode::Read::new(file, address.as_ptr(), bounded(*length))
+                .offset(transfer.offset)
+                .build()
+        }
         many => {
             let (first, count) = array(many);
             opcode::Readv::new(file, first, count).offset(transfer.offset).build()
@@ -216,15 +226,22 @@ fn read(transfer: &Transfer) -> squeue::Entry {
 fn write(transfer: &Transfer, flags: i32) -> squeue::Entry {
     let file = Fd(transfer.file.raw());
     match transfer.vector.segments() {
-        [Segment { address, length }] => opcode::Write::new(file, address.as_ptr(), *length as u32)
-            .offset(transfer.offset)
-            .rw_flags(flags)
-            .build(),
+        [Segment { address, length }] => {
+            opcode::Write::new(file, address.as_ptr(), bounded(*length))
+                .offset(transfer.offset)
+                .rw_flags(flags)
+                .build()
+        }
         many => {
             let (first, count) = array(many);
             opcode::Writev::new(file, first, count).offset(transfer.offset).rw_flags(flags).build()
         }
     }
+}
+
+/// A transfer's length, cut to what the kernel does at once (`MAX_RW_COUNT`, a multiple of a page).
+fn bounded(length: usize) -> u32 {
+    length.min(0x7fff_f000) as u32
 }
 
 /// A `Segment` is laid out as an `iovec`.
@@ -269,6 +286,10 @@ fn check(ring: &IoUring) -> io::Result<()> {
     let parameters = ring.params();
     if !parameters.is_feature_nodrop() || !parameters.is_feature_ext_arg() {
         return too_old("kept completions or timed waits");
+    }
+    // It came together with this feature, and nothing else tells.
+    if !parameters.is_feature_resource_tagging() {
+        return too_old("polls that stay");
     }
     let mut probe = Probe::new();
     ring.submitter().register_probe(&mut probe)?;

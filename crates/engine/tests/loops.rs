@@ -57,6 +57,16 @@ fn timers_fire_in_order_and_not_early() {
     });
 }
 
+#[test]
+fn the_longest_sleep_disturbs_nobody() {
+    on_every_engine(|event_loop| {
+        event_loop.block_on(async {
+            spawn_detached(sleep(Duration::MAX));
+            sleep(Duration::from_millis(2)).await;
+        });
+    });
+}
+
 /// The loop has no timer and nothing in flight: only the wake-up can end its sleep. Without it this
 /// test waits in vain.
 #[test]

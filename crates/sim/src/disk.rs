@@ -355,6 +355,7 @@ impl Storage for SimDisk {
         Capabilities {
             fua: config.fua,
             write_cache: config.write_cache,
+            group_commit: config.group_commit,
             alignment: config.alignment,
             write_zeroes: offload(state.write_zeroes),
             discard: offload(state.discard),

@@ -15,6 +15,9 @@ struct Plain {
     disk: SimDisk,
     flaw: Flaw,
     one_at_a_time: Mutex<()>,
+    /// One flush at a time as well: the failure of one that is given up is told to the next, and
+    /// would be news too late for one beside it.
+    one_flush: Mutex<()>,
     flush_failed: Cell<bool>,
     flushing: Cell<bool>,
 }
@@ -44,6 +47,7 @@ impl Plain {
             disk,
             flaw,
             one_at_a_time: Mutex::new(()),
+            one_flush: Mutex::new(()),
             flush_failed: Cell::new(false),
             flushing: Cell::new(false),
         }
@@ -105,20 +109,17 @@ impl Plain {
     }
 
     async fn flush(&self) -> Result<()> {
-        if self.flush_failed.get() && self.flaw != Flaw::Forgetful {
-            return Err(Error::new(ErrorKind::Io, "an earlier flush failed"));
-        }
         if self.flushing.replace(true) && self.flaw == Flaw::Hasty {
             return Ok(());
+        }
+        let _turn = self.one_flush.lock().await;
+        if self.flush_failed.get() && self.flaw != Flaw::Forgetful {
+            return Err(Error::new(ErrorKind::Io, "an earlier flush failed"));
         }
         let outcome = self.disk.flush(Sync::Data).await;
         self.flushing.set(false);
         if outcome.is_err() {
             self.flush_failed.set(true);
-        }
-        // One that ran beside this one may have failed and taken what this one calls stable.
-        if self.flush_failed.get() && self.flaw != Flaw::Forgetful {
-            return Err(Error::new(ErrorKind::Io, "a flush failed"));
         }
         outcome
     }

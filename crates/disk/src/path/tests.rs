@@ -2,11 +2,12 @@
 
 use std::rc::Rc;
 
-use blockhouse_core::{Buffer, ExtentFlags, errno};
+use blockhouse_core::{Buffer, Effort, ExtentFlags, Unmap, errno};
 use blockhouse_sim::{Config, Fault, Latency, Operation, OperationKind, Sim, SimDisk};
 
 use super::*;
 use crate::Options;
+use crate::zero::Zeroing;
 
 const SECTOR: u64 = 512;
 
@@ -27,7 +28,7 @@ fn rig() -> Rig {
 }
 
 /// Extents of one sector each, one after the other from the start of the disk.
-fn sectors(states: &[(ExtentState, ExtentFlags)]) -> Extents {
+fn sectors(states: &[(ExtentState, ExtentFlags)]) -> Vec<Extent> {
     let extent = |(index, &(state, flags)): (usize, &(ExtentState, ExtentFlags))| {
         let start = index as u64 * SECTOR;
         Extent { guest: ByteRange::between(start, start + SECTOR), state, flags }
@@ -40,7 +41,7 @@ fn mapped(sector: u64) -> (ExtentState, ExtentFlags) {
     (ExtentState::Mapped { host: sector * SECTOR }, ExtentFlags::empty())
 }
 
-fn read(rig: &Rig, extents: Extents) -> Result<Vec<u8>> {
+fn read(rig: &Rig, extents: Vec<Extent>) -> Result<Vec<u8>> {
     let (disk, mut buffer) = (Rc::clone(&rig.disk), Buffer::new(extents.len() * SECTOR as usize));
     let into = buffer.lend();
     rig.sim.block_on(async move { disk.read_extents(&extents, into).await })?;
@@ -48,7 +49,7 @@ fn read(rig: &Rig, extents: Extents) -> Result<Vec<u8>> {
 }
 
 /// Writes 101, 102, ... to the extents.
-fn write(rig: &Rig, extents: Extents, durability: Durability) -> Result<Debt> {
+fn write(rig: &Rig, extents: Vec<Extent>, durability: Durability) -> Result<Debt> {
     let disk = Rc::clone(&rig.disk);
     let mut buffer = Buffer::new(extents.len() * SECTOR as usize);
     for (index, sector) in buffer.bytes_mut().chunks_mut(SECTOR as usize).enumerate() {
@@ -56,7 +57,7 @@ fn write(rig: &Rig, extents: Extents, durability: Durability) -> Result<Debt> {
     }
     let from = buffer.lend();
     rig.sim.block_on(async move {
-        let prepare = |extent| Prepared { format: &disk.format, extent, stage: Stage::Idle };
+        let prepare = |extent| Prepared::new(&disk.format, extent);
         let prepared = extents.into_iter().map(prepare).collect();
         disk.write_extents(prepared, from, durability).await
     })
@@ -139,12 +140,15 @@ fn zeros_are_written_only_where_something_is_mapped() {
     let rig = rig();
     let states = [mapped(5), (ExtentState::Zero, ExtentFlags::NEW), mapped(6)];
     let disk = Rc::clone(&rig.disk);
-    let debt = rig.sim.block_on(async move {
-        let prepare = |extent| Prepared { format: &disk.format, extent, stage: Stage::Idle };
-        let prepared = sectors(&states).into_iter().map(prepare).collect();
-        disk.zero_extents(prepared, Unmap::Allowed, Effort::Any, Durability::Data).await
+    let (unmap, effort, durability) = (Unmap::Allowed, Effort::Any, Durability::Data);
+    rig.sim.block_on(async move {
+        for extent in sectors(&states) {
+            let prepared = Prepared::new(&disk.format, extent);
+            let how = Zeroing { unmap, effort, durability };
+            let debt = disk.zero_extent(prepared, how).await.unwrap();
+            assert_eq!(debt.flush(), Some(blockhouse_core::Sync::Data));
+        }
     });
-    assert_eq!(debt.unwrap().flush(), Some(blockhouse_core::Sync::Data));
     let zeroed = |sector: u64| {
         let range = ByteRange::between(sector * SECTOR, (sector + 1) * SECTOR);
         Operation::WriteZeroes(range, Unmap::Allowed)
