@@ -6,7 +6,10 @@
 
 mod format;
 pub mod probe;
+#[expect(dead_code, reason = "the parts that only writing uses come before writing")]
+pub mod qcow2;
 mod raw;
 
 pub use format::{Abort, BlockStatus, Format, Intent};
+pub use qcow2::Qcow2;
 pub use raw::Raw;
