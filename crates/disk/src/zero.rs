@@ -91,7 +91,9 @@ impl<S: Storage> Disk<S> {
     async fn zero_place(&self, host: ByteRange, how: Zeroing, plan: Plan) -> Result<Debt> {
         let Capabilities { write_zeroes, fua, .. } = self.storage().capabilities();
         let afterwards = Plan::without_fua(how.durability, fua);
-        if write_zeroes == Offload::Available {
+        // New space may lie past the end, where a zero write would be no write at all.
+        let is_inside = host.end() <= self.storage().size();
+        if write_zeroes == Offload::Available && is_inside {
             match self.storage().write_zeroes(host, how.unmap).await {
                 Err(error) if error.kind() == ErrorKind::Unsupported => {}
                 outcome => return outcome.map(|()| afterwards.debt()),
@@ -154,10 +156,12 @@ impl<S: Storage> Disk<S> {
     }
 
     async fn discard_place(&self, host: ByteRange) -> Result<()> {
-        if self.storage().capabilities().discard == Offload::Unavailable {
+        let storage = self.storage();
+        let is_inside = host.end() <= storage.size();
+        if storage.capabilities().discard == Offload::Unavailable || !is_inside {
             return Ok(());
         }
-        match self.storage().discard(host).await {
+        match storage.discard(host).await {
             Err(error) if error.kind() == ErrorKind::Unsupported => Ok(()),
             outcome => outcome,
         }
