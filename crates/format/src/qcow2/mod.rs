@@ -33,7 +33,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 
 use blockhouse_core::{
-    ByteRange, Durability, Error, ErrorKind, Extent, ExtentState, Result, Storage, Sync,
+    ByteRange, Durability, Error, ErrorKind, Extent, ExtentState, Result, Storage,
 };
 use event_listener::Event;
 use parking_lot::Mutex;
@@ -137,6 +137,7 @@ impl<S: Storage> Qcow2<S> {
             geometry,
             name: storage.name().into(),
             disk_header: header.clone(),
+            header_unsure: false,
             l1: table_io::words_of(&l1),
             refcount_table: table_io::words_of(&table),
             cache: SliceCache::new(slices as usize),
@@ -180,7 +181,7 @@ impl<S: Storage> Qcow2<S> {
         let header = self.state.lock().disk_header.clone();
         if header.autoclear != 0 {
             self.change_header(|header| header.autoclear = 0).await?;
-            self.storage.flush(Sync::Data).await?;
+            self.header_synced().await?;
         }
         if header.incompatible.contains(Incompatible::DIRTY) {
             self.rebuild_refcounts().await?;

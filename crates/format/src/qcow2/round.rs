@@ -5,6 +5,7 @@
 //! parts go down is told in `writing`.
 
 use std::collections::BTreeSet;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use super::alloc::Retired;
 use super::header::Header;
@@ -73,6 +74,10 @@ pub(crate) struct Round {
     pub(crate) mappings: Vec<Piece>,
     /// A new size and place of the L1 table.
     pub(crate) resized: Option<Resized>,
+    /// Whether the header on disk may be another one than `disk_header`.
+    pub(crate) header_unsure: bool,
+    /// Whether what refers to new tables may be on disk: those are durable then.
+    pub(crate) exposed: AtomicBool,
     /// Whether data behind `mappings` (or `free`) needs a flush.
     pub(crate) stability: DataStability,
     slices: Vec<SliceId>,
@@ -92,6 +97,8 @@ impl State {
             moved_refcount_table: None,
             mappings: Vec::new(),
             resized: None,
+            header_unsure: self.header_unsure,
+            exposed: AtomicBool::new(false),
             stability: DataStability::Stable,
             slices: Vec::new(),
             new_tables: Vec::new(),
@@ -107,7 +114,8 @@ impl State {
             && round.refcount_table.is_empty()
             && round.moved_refcount_table.is_none()
             && round.mappings.is_empty()
-            && round.resized.is_none();
+            && round.resized.is_none()
+            && !round.header_unsure;
         if is_empty {
             self.end_round(round);
             return None;
@@ -190,6 +198,7 @@ impl State {
         for table in round.new_tables {
             self.new_tables.remove(&table);
         }
+        self.header_unsure = false;
         self.durable_version = self.durable_version.max(round.version);
         self.released.extend(round.retired);
     }
@@ -198,6 +207,11 @@ impl State {
     pub(crate) fn undo_round(&mut self, round: Round) {
         for &slice in &round.slices {
             self.cache.not_written(slice);
+        }
+        if round.exposed.load(Ordering::Relaxed) {
+            for table in round.new_tables {
+                self.new_tables.remove(&table);
+            }
         }
         self.l1_changed.extend(round.l1_changed);
         self.refcount_table_changed.extend(round.refcount_table_changed);

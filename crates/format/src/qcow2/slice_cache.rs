@@ -26,10 +26,6 @@ impl Entries {
         self.0[index / 64] |= 1 << (index % 64);
     }
 
-    pub(crate) fn remove(&mut self, index: usize) {
-        self.0[index / 64] &= !(1 << (index % 64));
-    }
-
     pub(crate) fn merge(&mut self, other: Self) {
         for (word, more) in self.0.iter_mut().zip(other.0) {
             *word |= more;
@@ -158,9 +154,9 @@ impl SliceCache {
         let index = if slice.kind == SliceKind::Refcounts { 0 } else { index };
         (slice.used, slice.step) = (true, self.step);
         slice.changed.insert(index);
-        match stability {
-            DataStability::Stable => slice.unstable.remove(index),
-            DataStability::Unstable => slice.unstable.insert(index),
+        // An entry that was unstable before stays so: even a place that reads as zeros must exist.
+        if stability == DataStability::Unstable {
+            slice.unstable.insert(index);
         }
         self.changed.insert(offset);
         &mut slice.bytes

@@ -44,6 +44,8 @@ pub(crate) struct State {
     /// As it should be. What of it is on disk is `disk_header`.
     pub(crate) header: Header,
     pub(crate) disk_header: Header,
+    /// Whether a write of the header was begun whose end is not durable.
+    pub(crate) header_unsure: bool,
     /// The active L1 table, as on disk.
     pub(crate) l1: Vec<u64>,
     /// The refcount table, as on disk.

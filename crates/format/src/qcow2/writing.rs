@@ -10,8 +10,11 @@
 //! tries again.
 
 use std::future::{Future, ready};
+use std::sync::atomic::Ordering;
 
-use blockhouse_core::{Buffer, Durability, Error, ErrorKind, Fua, Result, Storage, Sync};
+use blockhouse_core::{
+    Buffer, ByteRange, Durability, Error, ErrorKind, Fua, Result, Storage, Sync,
+};
 use event_listener::EventListener;
 use futures_util::stream::{self, StreamExt};
 
@@ -60,7 +63,7 @@ impl<S: Storage> Qcow2<S> {
     pub async fn flush(&self, sync: Sync) -> Result<()> {
         match (self.make_all_durable().await?, sync) {
             (Flushed::Yes, Sync::Data) => Ok(()),
-            _ => self.storage.flush(sync).await,
+            _ => self.sync(sync).await,
         }
     }
 
@@ -75,7 +78,7 @@ impl<S: Storage> Qcow2<S> {
         while self.state.lock().has_changes() {
             self.run_round(Extent::Everything).await?;
         }
-        self.storage.flush(Sync::Data).await?;
+        self.sync(Sync::Data).await?;
         if self.state.lock().disk_header.incompatible.contains(Incompatible::DIRTY) {
             self.mark(Incompatible::DIRTY, Mark::Clear).await?;
         }
@@ -159,24 +162,28 @@ impl<S: Storage> Qcow2<S> {
         if self.is_small(round) {
             // In this order, each durable: refcounts, then what refers to the clusters.
             self.write_pieces(&round.free, Durability::Data).await?;
+            round.exposed.store(true, Ordering::Relaxed);
             self.write_pieces(&round.mappings, Durability::Data).await?;
             return Ok(Flushed::No);
         }
         self.write_pieces(&round.free, Durability::None).await?;
-        self.storage.flush(Sync::Data).await?;
-        if let Some(place) = round.moved_refcount_table {
-            self.change_header(|header| place.apply(header)).await?;
-            self.storage.flush(Sync::Data).await?;
-        } else if !round.refcount_table.is_empty() {
-            self.write_pieces(&round.refcount_table, Durability::None).await?;
-            self.storage.flush(Sync::Data).await?;
+        self.sync(Sync::Data).await?;
+        round.exposed.store(true, Ordering::Relaxed);
+        let is_moving = round.moved_refcount_table.is_some();
+        if round.header_unsure || is_moving {
+            let place = round.moved_refcount_table;
+            self.change_header(|header| place.iter().for_each(|place| place.apply(header))).await?;
+        }
+        self.write_pieces(&round.refcount_table, Durability::None).await?;
+        if round.header_unsure || is_moving || !round.refcount_table.is_empty() {
+            self.sync(Sync::Data).await?;
         }
         if let Some(resized) = round.resized {
             self.change_header(|header| resized.apply(header)).await?;
         }
         self.write_pieces(&round.mappings, Durability::None).await?;
         if round.resized.is_some() || !round.mappings.is_empty() {
-            self.storage.flush(Sync::Data).await?;
+            self.sync(Sync::Data).await?;
         }
         Ok(Flushed::Yes)
     }
@@ -189,6 +196,7 @@ impl<S: Storage> Qcow2<S> {
             && round.refcount_table.is_empty()
             && round.moved_refcount_table.is_none()
             && round.resized.is_none()
+            && !round.header_unsure
             && round.free.len() <= FEW
             && round.mappings.len() <= FEW
     }
@@ -204,7 +212,14 @@ impl<S: Storage> Qcow2<S> {
     /// Sets or clears a feature bit, durably.
     pub(super) async fn mark(&self, bit: Incompatible, mark: Mark) -> Result<()> {
         self.change_header(|header| header.incompatible.set(bit, mark == Mark::Set)).await?;
-        self.storage.flush(Sync::Data).await
+        self.header_synced().await
+    }
+
+    /// Makes a change of the header durable.
+    pub(super) async fn header_synced(&self) -> Result<()> {
+        self.sync(Sync::Data).await?;
+        self.state.lock().header_unsure = false;
+        Ok(())
     }
 
     /// Changes the header on disk: its first sector, which holds all fields that ever change.
@@ -212,15 +227,16 @@ impl<S: Storage> Qcow2<S> {
     pub(super) async fn change_header(&self, change: impl FnOnce(&mut Header)) -> Result<()> {
         let block = self.storage.capabilities().alignment.offset as usize;
         let mut bytes = table_io::read(&self.storage, 0, SECTOR.max(block)).await?;
-        let mut header = self.state.lock().disk_header.clone();
-        change(&mut header);
-        header.patch(&mut bytes);
-        self.write_pieces(&[Piece { offset: 0, bytes }], Durability::None).await?;
-        let mut state = self.state.lock();
-        state.header.incompatible = header.incompatible;
-        state.header.autoclear = header.autoclear;
-        state.disk_header = header;
-        Ok(())
+        {
+            let mut state = self.state.lock();
+            change(&mut state.disk_header);
+            state.header.incompatible = state.disk_header.incompatible;
+            state.header.autoclear = state.disk_header.autoclear;
+            // Whatever becomes of this write, the next round repeats it before it relies on it.
+            state.header_unsure = true;
+            state.disk_header.patch(&mut bytes);
+        }
+        self.write_pieces(&[Piece { offset: 0, bytes }], Durability::None).await
     }
 
     /// Writes pieces side by side and waits for all of them, also when one fails.
@@ -248,9 +264,7 @@ impl<S: Storage> Qcow2<S> {
             // One that is dropped in the middle stays counted: a leak.
             let Some(mut released) = self.state.lock().released.pop_front() else { return Ok(()) };
             if released.punch == Punch::Yes && self.discard == super::Discard::Punch {
-                let range = self.geometry.bytes_of(released.clusters.clone());
-                // Only a hint: what fails has no effect but that of not being done.
-                let _ = self.storage.discard(range).await;
+                self.punch(self.geometry.bytes_of(released.clusters.clone())).await;
             }
             self.step_if_roomy(|state: &mut State| {
                 while let Some(cluster) = released.clusters.next() {
@@ -265,6 +279,15 @@ impl<S: Storage> Qcow2<S> {
         }
     }
 
+    /// Gives space of the file back to the host, as far as the file goes.
+    async fn punch(&self, range: ByteRange) {
+        if range.offset() < self.storage.size() {
+            let range = range.truncate(self.storage.size() - range.offset());
+            // Only a hint: what fails has no effect but that of not being done.
+            let _ = self.storage.discard(range).await;
+        }
+    }
+
     fn check_failure(&self) -> Result<()> {
         match self.failure.get() {
             None => Ok(()),
@@ -272,6 +295,16 @@ impl<S: Storage> Qcow2<S> {
                 .duplicate()
                 .hint("the image's tables are behind: check it and open it again")),
         }
+    }
+
+    /// Flushes the storage. A failure is remembered whatever its kind: it may have lost data that
+    /// tables are about to refer to.
+    pub(super) async fn sync(&self, sync: Sync) -> Result<()> {
+        self.check_failure()?;
+        let outcome = self.storage.flush(sync).await;
+        outcome.inspect_err(|error| {
+            let _ = self.failure.set(error.duplicate());
+        })
     }
 
     /// Remembers why tables could not be written. Only the first counts.
