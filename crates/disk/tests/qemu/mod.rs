@@ -1,4 +1,5 @@
 //! QEMU's tools, and disks over host files.
+#![allow(dead_code, reason = "each test binary uses its part")]
 
 use std::ffi::OsStr;
 use std::os::unix::fs::FileExt;
