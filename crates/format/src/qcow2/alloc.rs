@@ -86,22 +86,42 @@ enum Found {
 }
 
 impl State {
-    /// Notes where the active tables are.
+    /// Notes where the active tables are. Two at one place are refused.
     pub(crate) fn note_metadata(&mut self) -> Result<(), Error> {
         let geometry = self.geometry;
-        let l1 = geometry.cluster_of(self.header.l1_offset);
-        let l1_clusters = geometry.clusters_for(self.l1.len() as u64 * 8);
         let table = geometry.cluster_of(self.header.refcount_table_offset);
         let table_clusters = u64::from(self.header.refcount_table_clusters);
-        self.metadata.extend((l1..l1 + l1_clusters).chain(table..table + table_clusters));
+        self.note_table("the header", 0..1)?;
+        self.note_table("the refcount table", table..table + table_clusters)?;
+        if !self.l1.is_empty() {
+            let l1 = geometry.cluster_of(self.header.l1_offset);
+            let l1_clusters = geometry.clusters_for(self.l1.len() as u64 * 8);
+            self.note_table("the L1 table", l1..l1 + l1_clusters)?;
+        }
         for index in 0..self.refcount_table.len() as u64 {
             if let Some(block) = self.refcount_block(index)? {
-                self.metadata.insert(geometry.cluster_of(block));
+                let cluster = geometry.cluster_of(block);
+                self.note_table("a refcount block", cluster..cluster + 1)?;
             }
         }
         for index in 0..self.l1.len() {
             if let Some(table) = self.l2_table(index)? {
-                self.metadata.insert(geometry.cluster_of(table.offset));
+                let cluster = geometry.cluster_of(table.offset);
+                self.note_table("an L2 table", cluster..cluster + 1)?;
+            }
+        }
+        Ok(())
+    }
+
+    fn note_table(&mut self, what: &str, clusters: Range<u64>) -> Result<(), Error> {
+        for cluster in clusters {
+            let offset = self.geometry.offset_of(cluster);
+            if !self.metadata.insert(cluster) {
+                return Err(self.corrupt(format!("{what} shares its place"), offset));
+            }
+            if cluster >= self.space.end {
+                let what = format!("{what} lies beyond the end of the file");
+                return Err(self.corrupt(what, offset));
             }
         }
         Ok(())
@@ -257,7 +277,7 @@ impl State {
 
     /// Tables that count as free would be overwritten: the image is damaged.
     fn check_not_metadata(&self, cluster: u64) -> Result<(), Error> {
-        if cluster != 0 && !self.metadata.contains(&cluster) {
+        if !self.metadata.contains(&cluster) {
             return Ok(());
         }
         let what = "a table in use counts as free";
@@ -335,10 +355,10 @@ impl State {
         for (&index, cluster) in plan.blocks.iter().zip(start..) {
             self.add_refcount_block(index, geometry.offset_of(cluster));
         }
+        self.space.end = wanted.end;
         for cluster in start..wanted.end {
             self.set_refcount(cluster, 1)?;
         }
-        self.space.end = wanted.end;
         Ok(wanted)
     }
 
@@ -394,6 +414,10 @@ impl State {
             return Err(self.corrupt(what, id.offset).into());
         }
         let table = id.offset & !(self.geometry.cluster_size() - 1);
+        if self.geometry.cluster_of(id.offset) >= self.space.end {
+            let what = "a table lies beyond the end of the file";
+            return Err(self.corrupt(what, id.offset).into());
+        }
         if !self.new_tables.contains_key(&table) {
             return Err(Blocked::Missing(id));
         }

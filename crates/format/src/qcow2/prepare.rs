@@ -100,7 +100,7 @@ impl State {
     /// Data that is overwritten in place must lie in the file, and in no table.
     fn check_place(&self, cluster: u64, place: Reference) -> Step<()> {
         let host = self.geometry.cluster_of(place.offset);
-        if host < self.space.end() && host != 0 && !self.metadata.contains(&host) {
+        if host < self.space.end() && !self.metadata.contains(&host) {
             return Ok(());
         }
         let guest = self.geometry.offset_of(cluster);
