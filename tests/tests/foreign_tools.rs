@@ -304,3 +304,44 @@ fn ignored_discards_keep_the_space() {
     qemu_io(server.uri(), &["read -P 0 4M 1M"]);
     server.stop();
 }
+
+#[test]
+fn a_qcow2_image_over_another_is_read_as_qemu_reads_it() {
+    require!(need::tools(&["qemu-img", "qemu-io", "nbdcopy"]));
+    let scratch = Scratch::new();
+    let (base, top) = (scratch.path("base.qcow2"), scratch.path("top.qcow2"));
+    let (expected, copy) = (scratch.path("expected"), scratch.path("copy"));
+    run(tool("qemu-img").args(["create", "-q", "-f", "qcow2"]).arg(&base).arg("8M")).success();
+    let write = |image: &Path, what: &str| {
+        run(tool("qemu-io").args(["-f", "qcow2", "-c", what]).arg(image)).success();
+    };
+    write(&base, "write -c -P 1 1M 64k");
+    write(&base, "write -P 2 3M 100k");
+    let backing = ["create", "-q", "-f", "qcow2", "-b", "base.qcow2", "-F", "qcow2"];
+    run(tool("qemu-img").args(backing).arg(&top).arg("10M")).success();
+    write(&top, "write -P 3 3100k 10k");
+    write(&top, "write -z 1050k 64k");
+    run(tool("qemu-img").args(["convert", "-O", "raw"]).arg(&top).arg(&expected)).success();
+    for cache in [Cache::None, Cache::Writeback] {
+        let server = Serve::new(&scratch, &top).cache(cache).flag("--read-only").start();
+        nbdcopy(server.uri(), copy.to_str().expect("a plain name"));
+        assert_same(&copy, &expected);
+        server.stop();
+    }
+}
+
+#[test]
+fn a_qcow2_image_is_made_and_written() {
+    require!(need::tools(&["qemu-img", "nbdcopy"]));
+    let scratch = Scratch::new();
+    let content = scratch.image_of("content", &random_bytes(&mut seeded(), 8 << 20));
+    for cache in [Cache::None, Cache::Writeback] {
+        let image = scratch.path(&format!("{}.qcow2", cache.as_str()));
+        let server = Serve::new(&scratch, &image).cache(cache).option("--create", "8M").start();
+        nbdcopy(content.str(), server.uri());
+        server.stop();
+        run(tool("qemu-img").args(["check", "-f", "qcow2"]).arg(&image)).success();
+        let compare = ["compare", "-f", "raw", "-F", "qcow2"];
+        run(tool("qemu-img").args(compare).arg(content.path()).arg(&image)).success();
+    }
+}

@@ -64,14 +64,21 @@ fn sizes_that_cannot_be_are_refused() {
 }
 
 #[test]
-fn formats_that_are_not_there_yet_are_refused() {
+fn formats_that_are_not_there_are_refused() {
+    let scratch = Scratch::new();
+    let image = scratch.path("disk.vmdk");
+    let outcome = command(&["create", "--format", "vmdk", str(&image), "1M"]);
+    assert_eq!(outcome.status.code(), Some(2), "{}", outcome.describe("vmdk"));
+    assert!(!image.exists());
+}
+
+#[test]
+fn a_raw_image_in_spite_of_its_name() {
     let scratch = Scratch::new();
     let image = scratch.path("disk.qcow2");
-    let outcome = command(&["create", str(&image), "1M"]);
-    assert_failed(&outcome, &["disk.qcow2", "qcow2", "--format raw"]);
-    assert!(!image.exists());
     command(&["create", "--format", "raw", str(&image), "1M"]).success();
     command(&["info", "--format", "raw", str(&image)]).success();
+    assert_failed(&command(&["info", str(&image)]), &["disk.qcow2", "qcow2", "--format raw"]);
 }
 
 #[test]

@@ -39,8 +39,8 @@ pub struct ResizeArguments {
 /// `blockhouse create`.
 pub fn create(arguments: CreateArguments) -> Result<()> {
     let CreateArguments { format, image, size } = arguments;
-    let ImageFormat::Raw = format.map_or_else(|| ImageFormat::by_name(&image), Ok)?;
-    Ok(EventLoop::new(EngineChoice::Auto)?.block_on(create_image(&image, size))?)
+    let format = format.unwrap_or_else(|| ImageFormat::by_name(&image));
+    Ok(EventLoop::new(EngineChoice::Auto)?.block_on(create_image(&image, size, format))?)
 }
 
 /// `blockhouse resize`.

@@ -22,7 +22,7 @@ use crate::workers::Workers;
 /// Arguments of `serve`.
 #[derive(clap::Args)]
 pub struct Arguments {
-    /// The image: a raw disk image or a block device. Several are served side by side, each named
+    /// The image: a raw or qcow2 disk image, or a block device. Several are served side by side, each named
     /// after its file.
     #[arg(required = true, value_name = "IMAGE")]
     images: Vec<PathBuf>,
@@ -153,7 +153,8 @@ fn open_image(workers: &Workers, image: &Path, arguments: &Arguments) -> Result<
         if let Some(size) = wanted
             && !path.exists()
         {
-            create(&path, size).await?;
+            let format = options.format.unwrap_or_else(|| ImageFormat::by_name(&path));
+            create(&path, size, format).await?;
         }
         open(&path, options).await
     })?;

@@ -96,6 +96,11 @@ impl fmt::Display for ByteRange {
 pub struct Extent {
     /// The guest's bytes that this speaks of.
     pub guest: ByteRange,
+    /// The guest's bytes that change together with them: `guest`, or more around it. Where the
+    /// space is `NEW`, all of this becomes visible at once, so whoever writes `guest` fills the
+    /// rest with what it held before (its place lies around `guest`'s place). Where the data is
+    /// `Compressed`, this is what the compressed form unpacks to.
+    pub whole: ByteRange,
     /// Where their content is.
     pub state: ExtentState,
     /// What stands between a plain overwrite and its durability.
@@ -137,7 +142,7 @@ bitflags::bitflags! {
     /// What makes an overwrite more than pure data.
     #[derive(Clone, Copy, Debug, PartialEq, Eq)]
     pub struct ExtentFlags: u8 {
-        /// The space was allocated for this very request.
+        /// Prepared for this very request; takes effect when it is committed.
         const NEW = 1;
         /// Somebody else (a snapshot) refers to the same space: copy on write.
         const SHARED = 2;
@@ -175,6 +180,7 @@ mod tests {
     fn only_a_clean_mapped_extent_is_a_pure_overwrite() {
         let clean = Extent {
             guest: ByteRange::between(0, 1),
+            whole: ByteRange::between(0, 1),
             state: ExtentState::Mapped { host: 0 },
             flags: ExtentFlags::empty(),
         };

@@ -60,6 +60,23 @@ impl IoVector {
         Self { owner: Arc::new((self.owner, guard)), ..self }
     }
 
+    /// The bytes of both, one after the other.
+    #[must_use]
+    pub fn followed_by(mut self, next: Self) -> Self {
+        if next.is_empty() {
+            return self;
+        }
+        if self.is_empty() {
+            return next;
+        }
+        self.segments.extend_from_slice(&next.segments);
+        Self {
+            owner: Arc::new((self.owner, next.owner)),
+            segments: self.segments,
+            length: self.length + next.length,
+        }
+    }
+
     /// How many bytes in all.
     pub fn len(&self) -> usize {
         self.length
@@ -304,6 +321,16 @@ mod tests {
             assert_eq!(bytes(&vector), (count..16).collect::<Vec<u8>>());
             assert!(vector.segments().iter().all(|segment| segment.length > 0));
         }
+    }
+
+    #[test]
+    fn two_vectors_in_a_row_are_one() {
+        let (mut one, guard) = (sample(), Arc::new(()));
+        drop(one.split_off(4));
+        let joined = one.followed_by(sample().guarded_by(Arc::clone(&guard)));
+        assert_eq!((joined.len(), joined.segments().len()), (20, 5));
+        assert_eq!(bytes(&joined), (0..4).chain(0..16).collect::<Vec<u8>>());
+        assert_eq!(Arc::strong_count(&guard), 2, "both owners are kept");
     }
 
     #[test]

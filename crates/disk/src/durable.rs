@@ -91,6 +91,7 @@ mod tests {
     fn plan(durability: Durability, fua: Fua, extents: &[ExtentFlags]) -> Plan {
         let mapped = |&flags| Extent {
             guest: ByteRange::between(0, 1),
+            whole: ByteRange::between(0, 1),
             state: ExtentState::Mapped { host: 0 },
             flags,
         };

@@ -91,12 +91,15 @@ impl<S: Storage> Disk<S> {
 
     async fn read_extent(&self, extent: &Extent, mut into: IoVector) -> Result<()> {
         match extent.state {
-            ExtentState::Mapped { host } => self.storage().read(host, into).await,
+            ExtentState::Mapped { host } => self.read_place(host, into).await,
             ExtentState::Zero | ExtentState::Hole => {
                 into.fill(0);
                 Ok(())
             }
-            ExtentState::Compressed { .. } | ExtentState::Backing => Err(self.misplaced(extent)),
+            ExtentState::Compressed { host, length } => {
+                Box::pin(self.read_compressed(extent, host, length, into)).await
+            }
+            ExtentState::Backing => self.read_behind(extent.guest, into).await,
         }
     }
 
@@ -124,9 +127,12 @@ impl<S: Storage> Disk<S> {
         let ExtentState::Mapped { host } = extent.state else {
             return Err(self.misplaced(&extent));
         };
+        if extent.whole != extent.guest {
+            return Box::pin(self.write_whole(extent, host, from, durability)).await;
+        }
         extent.set_moving();
         let outcome = self.storage().write(host, from, durability).await;
-        extent.settle(outcome).await
+        extent.settle(outcome, durability).await
     }
 
     /// Prepares the first bytes of `range` for a change.

@@ -2,7 +2,7 @@
 
 use std::ops::Deref;
 
-use blockhouse_core::{Extent, Result, Storage};
+use blockhouse_core::{Durability, Extent, Result, Storage};
 use blockhouse_format::{Abort, Format};
 
 use crate::generations::Generations;
@@ -35,12 +35,18 @@ impl<'a, S: Storage> Prepared<'a, S> {
         self.stage = Stage::Moving;
     }
 
-    /// The storage is through: commits the extent, or gives it back if that failed.
-    pub(crate) async fn settle<T>(mut self, outcome: Result<T>) -> Result<T> {
+    /// Nothing is at work on it any more.
+    pub(crate) fn set_idle(&mut self) {
+        self.stage = Stage::Idle;
+    }
+
+    /// The storage is through and its data as durable as `data` says: commits the extent, or gives
+    /// it back if that failed.
+    pub(crate) async fn settle<T>(mut self, outcome: Result<T>, data: Durability) -> Result<T> {
         self.stage = Stage::Idle;
         let value = outcome?;
         self.stage = Stage::Committed;
-        self.format.commit(self.extent).await?;
+        self.format.commit(self.extent, data).await?;
         Ok(value)
     }
 }

@@ -53,7 +53,7 @@ impl<S: Storage> Disk<S> {
         let mut debt = Debt::NOTHING;
         let mut rest = range;
         while !rest.is_empty() {
-            let extent = self.prepare(rest, Intent::Zero).await?;
+            let extent = self.prepare(rest, Intent::Zero(how.unmap)).await?;
             rest = rest.skip(extent.guest.length());
             debt = debt.and(self.zero_extent(extent, how).await?);
             // Something has changed: it is too late to refuse.
@@ -67,26 +67,33 @@ impl<S: Storage> Disk<S> {
         mut extent: Prepared<'_, S>,
         how: Zeroing,
     ) -> Result<Debt> {
-        let outcome = match extent.state {
+        match extent.state {
             ExtentState::Mapped { host } => {
-                let host = ByteRange::between(host, host + extent.guest.length());
+                let place = ByteRange::between(host, host + extent.guest.length());
                 let plan = Plan::for_writes(how.durability, self.fua(), [&*extent].into_iter());
+                let copied = self.copy_around(&mut extent, host).await;
                 extent.set_moving();
-                self.zero_place(host, how, plan).await
+                let outcome = match copied {
+                    Ok(()) => self.zero_place(place, how, plan).await,
+                    Err(error) => Err(error),
+                };
+                extent.settle(outcome, Durability::None).await
             }
             ExtentState::Zero | ExtentState::Hole => {
-                Ok(Plan::without_fua(how.durability, self.fua()).debt())
+                let debt = Plan::without_fua(how.durability, self.fua()).debt();
+                extent.settle(Ok(debt), Durability::Data).await
             }
             ExtentState::Compressed { .. } | ExtentState::Backing => Err(self.misplaced(&extent)),
-        };
-        extent.settle(outcome).await
+        }
     }
 
     /// Makes a place of the storage read as zeros. `plan` is for zeros written by hand.
     async fn zero_place(&self, host: ByteRange, how: Zeroing, plan: Plan) -> Result<Debt> {
         let Capabilities { write_zeroes, fua, .. } = self.storage().capabilities();
         let afterwards = Plan::without_fua(how.durability, fua);
-        if write_zeroes == Offload::Available {
+        // New space may lie past the end, where a zero write would be no write at all.
+        let is_inside = host.end() <= self.storage().size();
+        if write_zeroes == Offload::Available && is_inside {
             match self.storage().write_zeroes(host, how.unmap).await {
                 Err(error) if error.kind() == ErrorKind::Unsupported => {}
                 outcome => return outcome.map(|()| afterwards.debt()),
@@ -135,23 +142,26 @@ impl<S: Storage> Disk<S> {
         while !rest.is_empty() {
             let mut extent = self.prepare(rest, Intent::Discard).await?;
             rest = rest.skip(extent.guest.length());
-            let outcome = match extent.state {
+            match extent.state {
                 ExtentState::Mapped { host } => {
+                    let place = ByteRange::between(host, host + extent.guest.length());
                     extent.set_moving();
-                    self.discard_place(ByteRange::between(host, host + extent.guest.length())).await
+                    let outcome = self.discard_place(place).await;
+                    extent.settle(outcome, Durability::None).await?;
                 }
-                _ => Ok(()),
-            };
-            extent.settle(outcome).await?;
+                _ => extent.settle(Ok(()), Durability::Data).await?,
+            }
         }
         Ok(Plan::without_fua(durability, self.fua()).debt())
     }
 
     async fn discard_place(&self, host: ByteRange) -> Result<()> {
-        if self.storage().capabilities().discard == Offload::Unavailable {
+        let storage = self.storage();
+        let is_inside = host.end() <= storage.size();
+        if storage.capabilities().discard == Offload::Unavailable || !is_inside {
             return Ok(());
         }
-        match self.storage().discard(host).await {
+        match storage.discard(host).await {
             Err(error) if error.kind() == ErrorKind::Unsupported => Ok(()),
             outcome => outcome,
         }

@@ -5,15 +5,17 @@
 //! A format relies on its caller for order: two writes of the same guest bytes may be in flight
 //! together only where they need no space of their own.
 
-use blockhouse_core::{ByteRange, Extent, Result, Storage, Sync};
+use blockhouse_core::{ByteRange, Durability, Extent, Result, Storage, Sync, Unmap};
 
-use crate::Raw;
+use crate::{Qcow2, Raw};
 
 /// An image format over the storage that holds the image. Closed: the path has one arm for each
 /// state of an extent, not one for each format.
 pub enum Format<S: Storage> {
     /// The image is the disk, byte for byte.
     Raw(Raw<S>),
+    /// Tables say where the guest's clusters are.
+    Qcow2(Box<Qcow2<S>>),
 }
 
 /// What the caller of [`Format::map`] is going to do with the extent.
@@ -24,8 +26,8 @@ pub enum Intent {
     /// Overwrite all of it. The answer is always `Mapped`; the space may be `NEW`.
     Write,
     /// Make all of it read as zeros: `Mapped` where zeros have to be written, else a state that
-    /// reads as zeros once it is committed.
-    Zero,
+    /// reads as zeros once it is committed. The space is kept where it must not be given back.
+    Zero(Unmap),
     /// Give its space back: `Mapped` where the storage has to be told, else a state that takes
     /// effect when it is committed.
     Discard,
@@ -58,6 +60,7 @@ impl<S: Storage> Format<S> {
     pub fn name(&self) -> &'static str {
         match self {
             Self::Raw(_) => "raw",
+            Self::Qcow2(_) => "qcow2",
         }
     }
 
@@ -65,6 +68,7 @@ impl<S: Storage> Format<S> {
     pub fn size(&self) -> u64 {
         match self {
             Self::Raw(raw) => raw.size(),
+            Self::Qcow2(qcow2) => qcow2.size(),
         }
     }
 
@@ -73,6 +77,7 @@ impl<S: Storage> Format<S> {
     pub fn end(&self) -> u64 {
         match self {
             Self::Raw(raw) => raw.size(),
+            Self::Qcow2(qcow2) => qcow2.end(),
         }
     }
 
@@ -80,6 +85,7 @@ impl<S: Storage> Format<S> {
     pub fn storage(&self) -> &S {
         match self {
             Self::Raw(raw) => raw.storage(),
+            Self::Qcow2(qcow2) => qcow2.storage(),
         }
     }
 
@@ -94,14 +100,16 @@ impl<S: Storage> Format<S> {
     pub async fn map(&self, range: ByteRange, intent: Intent) -> Result<Extent> {
         match self {
             Self::Raw(raw) => Ok(raw.map(range, intent)),
+            Self::Qcow2(qcow2) => qcow2.map(range, intent).await,
         }
     }
 
-    /// The data of `extent` arrived in the storage: makes the extent visible. Durable with the next
-    /// [`flush`](Self::flush).
-    pub async fn commit(&self, extent: Extent) -> Result<()> {
+    /// The data of `extent` arrived in the storage, `data` durable: makes the extent visible.
+    /// Durable with the next [`flush`](Self::flush). Where no data was moved, it is durable.
+    pub async fn commit(&self, extent: Extent, data: Durability) -> Result<()> {
         match self {
             Self::Raw(raw) => raw.commit(extent),
+            Self::Qcow2(qcow2) => qcow2.commit(extent, data).await,
         }
     }
 
@@ -109,14 +117,17 @@ impl<S: Storage> Format<S> {
     pub fn abort(&self, extent: Extent, why: Abort) {
         match self {
             Self::Raw(raw) => raw.abort(extent, why),
+            Self::Qcow2(qcow2) => qcow2.abort(extent, why),
         }
     }
 
     /// What stands behind the first bytes of `range` and how many bytes that holds for: at least
-    /// one, at most the length of `range`, which must be neither empty nor past the end.
+    /// one, at most the length of `range`, which must be neither empty nor past the end. What is
+    /// left to the backing file counts as data.
     pub async fn status(&self, range: ByteRange) -> Result<(BlockStatus, u64)> {
         match self {
             Self::Raw(raw) => raw.status(range).await,
+            Self::Qcow2(qcow2) => qcow2.status(range).await,
         }
     }
 
@@ -124,6 +135,17 @@ impl<S: Storage> Format<S> {
     pub async fn flush(&self, sync: Sync) -> Result<()> {
         match self {
             Self::Raw(raw) => raw.flush(sync).await,
+            Self::Qcow2(qcow2) => qcow2.flush(sync).await,
+        }
+    }
+
+    /// Makes the mappings committed so far durable, with the data behind them. Unlike
+    /// [`flush`](Self::flush) it need not make any other data durable: enough for a write whose
+    /// extents are all new, or were written durably.
+    pub async fn persist(&self) -> Result<()> {
+        match self {
+            Self::Raw(_) => Ok(()),
+            Self::Qcow2(qcow2) => qcow2.persist().await,
         }
     }
 
@@ -133,6 +155,15 @@ impl<S: Storage> Format<S> {
     pub async fn resize(&self, size: u64) -> Result<()> {
         match self {
             Self::Raw(raw) => raw.resize(size).await,
+            Self::Qcow2(qcow2) => qcow2.resize(size).await,
+        }
+    }
+
+    /// Brings everything to a durable end. Nothing may be in flight, and nothing be changed after.
+    pub async fn close(&self) -> Result<()> {
+        match self {
+            Self::Raw(raw) => raw.flush(Sync::Data).await,
+            Self::Qcow2(qcow2) => qcow2.close().await,
         }
     }
 }

@@ -6,7 +6,9 @@
 
 mod format;
 pub mod probe;
+pub mod qcow2;
 mod raw;
 
 pub use format::{Abort, BlockStatus, Format, Intent};
+pub use qcow2::Qcow2;
 pub use raw::Raw;

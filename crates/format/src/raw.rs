@@ -48,7 +48,7 @@ impl<S: Storage> Raw<S> {
             range
         };
         let state = ExtentState::Mapped { host: range.offset() };
-        Extent { guest, state, flags: ExtentFlags::empty() }
+        Extent { guest, whole: guest, state, flags: ExtentFlags::empty() }
     }
 
     /// Nothing to do: raw extents are visible from the first.

@@ -1,7 +1,7 @@
 //! Raw images: sizes, probing, and where bytes are.
 #![forbid(unsafe_code)]
 
-use blockhouse_core::{Alignment, ByteRange, ErrorKind, ExtentState};
+use blockhouse_core::{Alignment, ByteRange, ErrorKind, ExtentState, Unmap};
 use blockhouse_format::{BlockStatus, Format, Intent, Raw, probe};
 use blockhouse_sim::{Config, Operation, Sim, SimDisk};
 
@@ -30,7 +30,7 @@ fn extents(block: u32, size: usize, intent: Intent) -> Vec<(u64, u64, u64)> {
 
 #[test]
 fn all_of_a_raw_image_is_one_extent_at_its_own_offset() {
-    for intent in [Intent::Read, Intent::Write, Intent::Zero, Intent::Discard] {
+    for intent in [Intent::Read, Intent::Write, Intent::Zero(Unmap::Allowed), Intent::Discard] {
         assert_eq!(extents(1, 1536, intent), [(0, 1536, 0)]);
         assert_eq!(extents(512, 1536, intent), [(0, 1536, 0)]);
         assert_eq!(extents(4096, 8192, intent), [(0, 8192, 0)]);

@@ -14,6 +14,9 @@ pub(crate) const SECTOR: usize = 512;
 pub(crate) struct Media {
     size: u64,
     stable_size: u64,
+    /// Counts changes of the size, so that a flush does not bring back an older one.
+    size_stamp: u64,
+    stable_size_stamp: u64,
     /// Both are whole sectors.
     visible: Vec<u8>,
     stable: Vec<u8>,
@@ -40,6 +43,7 @@ struct Version {
 pub(crate) struct Snapshot {
     versions: Vec<(usize, u64)>,
     size: u64,
+    size_stamp: u64,
 }
 
 /// A write on its way, for crashes in the middle of it.
@@ -56,7 +60,16 @@ impl Media {
         content.resize(content.len().next_multiple_of(SECTOR), 0);
         let sectors = vec![Sector::default(); content.len() / SECTOR];
         let visible = content.clone();
-        Self { size, stable_size: size, visible, stable: content, sectors, stamps: 0 }
+        Self {
+            size,
+            stable_size: size,
+            size_stamp: 0,
+            stable_size_stamp: 0,
+            visible,
+            stable: content,
+            sectors,
+            stamps: 0,
+        }
     }
 
     pub(crate) fn size(&self) -> u64 {
@@ -100,13 +113,13 @@ impl Media {
 
     /// The sectors of the range are stable as reads see them.
     pub(crate) fn make_stable(&mut self, range: ByteRange) {
-        for sector in sectors_of(range.offset(), range.length() as usize) {
+        for sector in self.present(range) {
             let bytes = *sector_bytes(&self.visible, sector);
             self.stable[sector * SECTOR..][..SECTOR].copy_from_slice(&bytes);
             self.stamps += 1;
             self.sectors[sector] = Sector { stable_stamp: self.stamps, versions: Vec::new() };
         }
-        self.stable_size = self.stable_size.max(range.end().min(self.size));
+        self.keep_size(range.end().min(self.size), self.size_stamp);
     }
 
     pub(crate) fn set_size(&mut self, size: u64) {
@@ -117,6 +130,7 @@ impl Media {
         self.stable.resize(length, 0);
         self.sectors.resize(length / SECTOR, Sector::default());
         self.size = size;
+        self.size_stamp += 1;
     }
 
     /// What a flush that begins now has to make stable.
@@ -126,7 +140,8 @@ impl Media {
 
     fn snapshot_of(&self, sectors: std::ops::Range<usize>) -> Snapshot {
         let newest = |sector: usize| Some((sector, self.sectors[sector].versions.last()?.stamp));
-        Snapshot { versions: sectors.filter_map(newest).collect(), size: self.size }
+        let versions = sectors.filter_map(newest).collect();
+        Snapshot { versions, size: self.size, size_stamp: self.size_stamp }
     }
 
     /// The flush succeeded; `with_size` when the size became stable, too.
@@ -136,10 +151,22 @@ impl Media {
             if let Some(found) = versions.iter().position(|version| version.stamp == stamp) {
                 let version = versions.drain(..=found).next_back().expect("the one found");
                 self.keep(sector, &version);
+                // Reading the data back takes a size that includes it.
+                let end = ((sector + 1) * SECTOR) as u64;
+                self.keep_size(end.min(snapshot.size), snapshot.size_stamp);
             }
         }
-        if with_size {
+        if with_size && snapshot.size_stamp >= self.stable_size_stamp {
             self.stable_size = snapshot.size;
+            self.stable_size_stamp = snapshot.size_stamp;
+        }
+    }
+
+    /// The size is at least this much after a crash.
+    fn keep_size(&mut self, size: u64, stamp: u64) {
+        if size > self.stable_size {
+            self.stable_size = size;
+            self.stable_size_stamp = self.stable_size_stamp.max(stamp);
         }
     }
 
@@ -159,8 +186,14 @@ impl Media {
 
     /// As [`lose`](Self::lose), for a durable write that failed: its sectors only.
     pub(crate) fn lose_range(&mut self, range: ByteRange, random: &mut Rng) {
-        let snapshot = self.snapshot_of(sectors_of(range.offset(), range.length() as usize));
+        let snapshot = self.snapshot_of(self.present(range));
         self.lose(&snapshot, random);
+    }
+
+    /// The sectors of the range that there are: a failed write may have made fewer than it wanted.
+    fn present(&self, range: ByteRange) -> std::ops::Range<usize> {
+        let wanted = sectors_of(range.offset(), range.length() as usize);
+        wanted.start.min(self.sectors.len())..wanted.end.min(self.sectors.len())
     }
 
     fn keep(&mut self, sector: usize, version: &Version) {
@@ -321,6 +354,17 @@ mod tests {
             })
             .collect();
         assert_eq!(outcomes.into_iter().collect::<Vec<_>>(), [0, 1]);
+    }
+
+    #[test]
+    fn a_flush_of_data_keeps_the_size_that_it_needs() {
+        let mut media = Media::new(sector(0));
+        media.write(1, 512, &[1; 100]);
+        media.settle(&media.snapshot(), false);
+        for seed in 0..50 {
+            let image = media.crash(&[], &mut Rng::with_seed(seed));
+            assert_eq!((image.len(), image[511], image[611]), (612, 0, 1));
+        }
     }
 
     #[test]

@@ -31,7 +31,8 @@ fn rig() -> Rig {
 fn sectors(states: &[(ExtentState, ExtentFlags)]) -> Vec<Extent> {
     let extent = |(index, &(state, flags)): (usize, &(ExtentState, ExtentFlags))| {
         let start = index as u64 * SECTOR;
-        Extent { guest: ByteRange::between(start, start + SECTOR), state, flags }
+        let guest = ByteRange::between(start, start + SECTOR);
+        Extent { guest, whole: guest, state, flags }
     };
     states.iter().enumerate().map(extent).collect()
 }
@@ -125,9 +126,10 @@ fn more_extents_than_go_down_together_all_go_down() {
 fn an_extent_without_a_place_for_the_data_is_called_corrupt() {
     let rig = rig();
     let compressed = ExtentState::Compressed { host: 0, length: 100 };
-    for state in [compressed, ExtentState::Backing] {
+    let kinds = [ErrorKind::Corrupt, ErrorKind::Unsupported];
+    for (state, kind) in [compressed, ExtentState::Backing].into_iter().zip(kinds) {
         let error = read(&rig, sectors(&[mapped(0), (state, ExtentFlags::empty())])).unwrap_err();
-        assert_eq!(error.kind(), ErrorKind::Corrupt);
+        assert_eq!(error.kind(), kind);
     }
     for state in [compressed, ExtentState::Backing, ExtentState::Zero, ExtentState::Hole] {
         let extents = sectors(&[(state, ExtentFlags::empty())]);
@@ -154,4 +156,52 @@ fn zeros_are_written_only_where_something_is_mapped() {
         Operation::WriteZeroes(range, Unmap::Allowed)
     };
     assert_eq!(rig.storage.take_log(), [zeroed(5), zeroed(6)]);
+}
+
+#[test]
+fn new_space_gets_its_old_surroundings_in_the_same_write() {
+    let rig = rig();
+    // Sector 2 of the guest goes to the new sectors 40 to 43, which stand for sectors 1 to 4.
+    let guest = ByteRange::between(2 * SECTOR, 3 * SECTOR);
+    let whole = ByteRange::between(SECTOR, 5 * SECTOR);
+    let state = ExtentState::Mapped { host: 41 * SECTOR };
+    let extent = Extent { guest, whole, state, flags: ExtentFlags::NEW };
+    let debt = write(&rig, vec![extent], Durability::Data).unwrap();
+    assert_eq!(debt.flush(), Some(blockhouse_core::Sync::Data));
+    let content = rig.storage.content();
+    let first_of = |sector: usize| content[sector * SECTOR as usize];
+    assert_eq!([39, 40, 41, 42, 43, 44].map(first_of), [39, 1, 101, 3, 4, 44]);
+    let is_write = |one: &&Operation| one.kind() == OperationKind::Write;
+    assert_eq!(rig.storage.take_log().iter().filter(is_write).count(), 1);
+}
+
+#[test]
+fn zeros_in_new_space_leave_what_is_around_them() {
+    let rig = rig();
+    let guest = ByteRange::between(2 * SECTOR, 3 * SECTOR);
+    let whole = ByteRange::between(SECTOR, 5 * SECTOR);
+    let state = ExtentState::Mapped { host: 41 * SECTOR };
+    let extent = Extent { guest, whole, state, flags: ExtentFlags::NEW };
+    let disk = Rc::clone(&rig.disk);
+    let (unmap, effort, durability) = (Unmap::Forbidden, Effort::Any, Durability::None);
+    rig.sim.block_on(async move {
+        let prepared = Prepared::new(&disk.format, extent);
+        let how = Zeroing { unmap, effort, durability };
+        assert_eq!(disk.zero_extent(prepared, how).await.unwrap(), Debt::NOTHING);
+    });
+    let content = rig.storage.content();
+    let first_of = |sector: usize| content[sector * SECTOR as usize];
+    assert_eq!([39, 40, 41, 42, 43, 44].map(first_of), [39, 1, 0, 3, 4, 44]);
+}
+
+#[test]
+fn a_write_whose_surroundings_cannot_be_read_writes_nothing() {
+    let rig = rig();
+    rig.storage.fail(Fault::nth(0, errno::EIO));
+    let guest = ByteRange::between(2 * SECTOR, 3 * SECTOR);
+    let whole = ByteRange::between(2 * SECTOR, 5 * SECTOR);
+    let state = ExtentState::Mapped { host: 41 * SECTOR };
+    let extent = Extent { guest, whole, state, flags: ExtentFlags::NEW };
+    let error = write(&rig, vec![extent], Durability::None).unwrap_err();
+    assert_eq!((error.errno(), rig.storage.counts()), (errno::EIO, (1, 1)));
 }

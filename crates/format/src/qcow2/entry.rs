@@ -1,0 +1,334 @@
+//! Entries of L1 and L2 tables.
+//!
+//! A standard L2 entry is 8 bytes; with subclusters it is 16, the second word saying for each of 32
+//! subclusters whether it is allocated (low half) or reads as zeros (high half).
+
+use super::geometry::Geometry;
+
+const COPIED: u64 = 1 << 63;
+const COMPRESSED: u64 = 1 << 62;
+const ZERO: u64 = 1;
+const OFFSET: u64 = 0x00ff_ffff_ffff_fe00;
+
+/// What a bit pattern of a table violates, in words.
+pub(crate) type Violation = &'static str;
+
+/// Whether an entry's cluster has a refcount of exactly one, so that it may be changed in place.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Ownership {
+    /// The refcount is one.
+    Sole,
+    /// Somebody else may refer to the cluster.
+    Shared,
+}
+
+/// A cluster of the file that a table refers to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Reference {
+    pub(crate) offset: u64,
+    pub(crate) ownership: Ownership,
+}
+
+impl Reference {
+    pub(crate) fn sole(offset: u64) -> Self {
+        Self { offset, ownership: Ownership::Sole }
+    }
+
+    pub(crate) fn is_sole(self) -> bool {
+        self.ownership == Ownership::Sole
+    }
+
+    fn bits(self) -> u64 {
+        self.offset | if self.is_sole() { COPIED } else { 0 }
+    }
+
+    fn of(word: u64) -> Self {
+        let ownership = if word & COPIED != 0 { Ownership::Sole } else { Ownership::Shared };
+        Self { offset: word & OFFSET, ownership }
+    }
+}
+
+/// The L2 table that an L1 entry refers to, if any.
+pub(crate) fn l1_reference(word: u64, geometry: Geometry) -> Result<Option<Reference>, Violation> {
+    let reference = Reference::of(word);
+    if word & !(COPIED | OFFSET) != 0 {
+        Err("has reserved bits set")
+    } else if !geometry.is_cluster_aligned(reference.offset) {
+        Err("refers to an L2 table that does not start at a cluster")
+    } else {
+        Ok((reference.offset != 0).then_some(reference))
+    }
+}
+
+/// The L1 entry that refers to an L2 table.
+pub(crate) fn l1_word(reference: Reference) -> u64 {
+    reference.bits()
+}
+
+/// The refcount block that an entry of the refcount table refers to, if any.
+pub(crate) fn refcount_block(word: u64, geometry: Geometry) -> Result<Option<u64>, Violation> {
+    if word & 0x1ff != 0 {
+        Err("has reserved bits set")
+    } else if !geometry.is_cluster_aligned(word) {
+        Err("refers to a refcount block that does not start at a cluster")
+    } else if word >= super::geometry::MOST_OFFSET {
+        Err("refers to a refcount block beyond the largest offset")
+    } else {
+        Ok((word != 0).then_some(word))
+    }
+}
+
+/// What a subcluster reads as.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum UnitState {
+    /// Whatever is behind the image: the backing file, or zeros.
+    Unallocated,
+    /// Zeros.
+    Zero,
+    /// The data in the cluster.
+    Data,
+}
+
+/// A decoded L2 entry.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Entry {
+    /// No space in the file, or space that (some) units do not use.
+    Standard {
+        /// The cluster, if there is one.
+        place: Option<Reference>,
+        /// The state of each of 32 units; without subclusters all are the same.
+        units: Units,
+    },
+    /// Compressed data.
+    Compressed(CompressedPlace),
+}
+
+/// The states of a cluster's 32 units: bits of allocated ones and of those that read as zeros,
+/// which have no bit in common.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Units {
+    pub(crate) data: u32,
+    pub(crate) zero: u32,
+}
+
+impl Units {
+    pub(crate) const UNALLOCATED: Self = Self { data: 0, zero: 0 };
+    pub(crate) const ZERO: Self = Self { data: 0, zero: u32::MAX };
+    pub(crate) const DATA: Self = Self { data: u32::MAX, zero: 0 };
+
+    pub(crate) fn state(self, unit: u32) -> UnitState {
+        match (self.data >> unit & 1, self.zero >> unit & 1) {
+            (1, _) => UnitState::Data,
+            (_, 1) => UnitState::Zero,
+            _ => UnitState::Unallocated,
+        }
+    }
+
+    /// The same with the units of `mask` in `state`.
+    pub(crate) fn with(self, mask: u32, state: UnitState) -> Self {
+        let (data, zero) = (self.data & !mask, self.zero & !mask);
+        match state {
+            UnitState::Unallocated => Self { data, zero },
+            UnitState::Zero => Self { data, zero: zero | mask },
+            UnitState::Data => Self { data: data | mask, zero },
+        }
+    }
+}
+
+/// Where compressed data lies.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct CompressedPlace {
+    /// The first byte, anywhere in a cluster.
+    pub(crate) offset: u64,
+    /// Up to where it may reach: the end of a 512-byte sector.
+    pub(crate) length: u64,
+}
+
+impl CompressedPlace {
+    fn offset_bits(geometry: Geometry) -> u32 {
+        62 - (geometry.cluster_bits - 8)
+    }
+
+    fn of(word: u64, geometry: Geometry) -> Self {
+        let offset_bits = Self::offset_bits(geometry);
+        let offset = word & ((1 << offset_bits) - 1);
+        let sectors = (word & (COMPRESSED - 1)) >> offset_bits;
+        Self { offset, length: (sectors + 1) * 512 - offset % 512 }
+    }
+
+    /// The entry for `length` bytes at `offset`; the length is rounded up to a sector's end.
+    fn word(self, geometry: Geometry) -> u64 {
+        let sectors = (self.offset % 512 + self.length).div_ceil(512) - 1;
+        COMPRESSED | sectors << Self::offset_bits(geometry) | self.offset
+    }
+
+    /// The host clusters that the data touches.
+    pub(crate) fn host_clusters(self, geometry: Geometry) -> std::ops::Range<u64> {
+        let end = self.offset + self.length;
+        geometry.cluster_of(self.offset)..geometry.clusters_for(end)
+    }
+}
+
+impl Entry {
+    /// Nothing there.
+    pub(crate) const UNALLOCATED: Self = Self::Standard { place: None, units: Units::UNALLOCATED };
+    /// Reads as zeros, no space behind it.
+    pub(crate) const ZERO: Self = Self::Standard { place: None, units: Units::ZERO };
+
+    /// A cluster of data that is only this entry's.
+    pub(crate) fn data(offset: u64) -> Self {
+        Self::Standard { place: Some(Reference::sole(offset)), units: Units::DATA }
+    }
+
+    /// The `index`-th entry of a slice.
+    pub(crate) fn read(slice: &[u8], index: usize, geometry: Geometry) -> Result<Self, Violation> {
+        let size = geometry.l2_entry_size() as usize;
+        let bytes = &slice[index * size..][..size];
+        let word = be64(bytes, 0);
+        let bitmap = if geometry.extended_l2 { be64(bytes, 8) } else { 0 };
+        if word & COMPRESSED != 0 {
+            return Self::compressed(word, bitmap, geometry);
+        }
+        let reserved = if geometry.version < 3 || geometry.extended_l2 {
+            !(COPIED | OFFSET)
+        } else {
+            !(COPIED | OFFSET | ZERO)
+        };
+        let reference = Reference::of(word);
+        if word & reserved != 0 {
+            return Err("has reserved bits set");
+        }
+        if !geometry.is_cluster_aligned(reference.offset) {
+            return Err("refers to data that does not start at a cluster");
+        }
+        let place = (reference.offset != 0).then_some(reference);
+        let units = if geometry.extended_l2 {
+            Units { data: bitmap as u32, zero: (bitmap >> 32) as u32 }
+        } else if word & ZERO != 0 {
+            Units::ZERO
+        } else if place.is_some() {
+            Units::DATA
+        } else {
+            Units::UNALLOCATED
+        };
+        if units.data & units.zero != 0 {
+            return Err("says that a subcluster holds data and reads as zeros");
+        }
+        if units.data != 0 && place.is_none() {
+            return Err("has allocated subclusters but no place for them");
+        }
+        Ok(Self::Standard { place, units })
+    }
+
+    fn compressed(word: u64, bitmap: u64, geometry: Geometry) -> Result<Self, Violation> {
+        let place = CompressedPlace::of(word, geometry);
+        if bitmap != 0 {
+            Err("is compressed and has subclusters")
+        } else if place.offset + place.length > super::geometry::MOST_OFFSET {
+            Err("refers to compressed data beyond the largest offset")
+        } else {
+            // QEMU writes the bit "refcount is one" into none of these and ignores it in all.
+            Ok(Self::Compressed(place))
+        }
+    }
+
+    /// Stores it as the `index`-th entry of a slice.
+    pub(crate) fn write(self, slice: &mut [u8], index: usize, geometry: Geometry) {
+        let size = geometry.l2_entry_size() as usize;
+        let bytes = &mut slice[index * size..][..size];
+        let (word, bitmap) = match self {
+            Self::Compressed(place) => (place.word(geometry), 0),
+            Self::Standard { place, units } => {
+                let is_zero = !geometry.extended_l2 && units.zero != 0;
+                let word = place.map_or(0, Reference::bits) | if is_zero { ZERO } else { 0 };
+                (word, u64::from(units.zero) << 32 | u64::from(units.data))
+            }
+        };
+        bytes[..8].copy_from_slice(&word.to_be_bytes());
+        if geometry.extended_l2 {
+            bytes[8..].copy_from_slice(&bitmap.to_be_bytes());
+        }
+    }
+}
+
+/// The big-endian word at `offset`.
+pub(crate) fn be64(bytes: &[u8], offset: usize) -> u64 {
+    u64::from_be_bytes(bytes[offset..offset + 8].try_into().expect("eight bytes"))
+}
+
+/// The big-endian word of four bytes at `offset`.
+pub(crate) fn be32(bytes: &[u8], offset: usize) -> u32 {
+    u32::from_be_bytes(bytes[offset..offset + 4].try_into().expect("four bytes"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const PLAIN: Geometry =
+        Geometry { version: 3, cluster_bits: 16, refcount_order: 4, extended_l2: false };
+    const EXTENDED: Geometry = Geometry { extended_l2: true, ..PLAIN };
+
+    fn entries() -> Vec<Entry> {
+        vec![
+            Entry::UNALLOCATED,
+            Entry::ZERO,
+            Entry::data(7 << 16),
+            Entry::Standard {
+                place: Some(Reference { offset: 1 << 20, ownership: Ownership::Shared }),
+                units: Units::ZERO,
+            },
+            Entry::Compressed(CompressedPlace { offset: 70_000, length: 512 * 9 - 70_000 % 512 }),
+        ]
+    }
+
+    #[test]
+    fn entries_come_back_as_they_were_stored() {
+        for geometry in [PLAIN, EXTENDED] {
+            let mut slice = [0xa5; 64];
+            for entry in entries() {
+                entry.write(&mut slice, 2, geometry);
+                assert_eq!(Entry::read(&slice, 2, geometry), Ok(entry), "{geometry:?}");
+            }
+        }
+    }
+
+    #[test]
+    fn subclusters_have_states_of_their_own() {
+        let units = Units::UNALLOCATED.with(6, UnitState::Data).with(4, UnitState::Zero);
+        let entry = Entry::Standard { place: Some(Reference::sole(1 << 16)), units };
+        let mut slice = [0; 16];
+        entry.write(&mut slice, 0, EXTENDED);
+        assert_eq!(be64(&slice, 8), 4 << 32 | 2);
+        let Ok(Entry::Standard { units, .. }) = Entry::read(&slice, 0, EXTENDED) else { panic!() };
+        let states: Vec<_> = (0..4).map(|unit| units.state(unit)).collect();
+        use UnitState::{Data, Unallocated, Zero};
+        assert_eq!(states, [Unallocated, Data, Zero, Unallocated]);
+    }
+
+    #[test]
+    fn the_compressed_descriptor_counts_additional_sectors() {
+        // 64 KiB clusters: 54 bits of offset, then the number of further sectors.
+        let word = COMPRESSED | 2 << 54 | 513;
+        let mut slice = word.to_be_bytes();
+        let place = CompressedPlace { offset: 513, length: 3 * 512 - 1 };
+        assert_eq!(Entry::read(&slice, 0, PLAIN), Ok(Entry::Compressed(place)));
+        slice[0] |= 0x80;
+        assert!(Entry::read(&slice, 0, PLAIN).is_ok(), "the bit of old images is ignored");
+    }
+
+    #[test]
+    fn impossible_entries_are_refused() {
+        let read = |word: u64, bitmap: u64, geometry| {
+            let mut slice = [0; 16];
+            slice[..8].copy_from_slice(&word.to_be_bytes());
+            slice[8..].copy_from_slice(&bitmap.to_be_bytes());
+            Entry::read(&slice, 0, geometry)
+        };
+        assert!(read(1 << 16 | 2, 0, PLAIN).is_err(), "reserved");
+        assert!(read(1 << 9, 0, PLAIN).is_err(), "misaligned");
+        assert!(read(1, 0, Geometry { version: 2, ..PLAIN }).is_err(), "no zeros in version 2");
+        assert!(read(1 << 16, 1 << 32 | 1, EXTENDED).is_err(), "data and zero");
+        assert!(read(0, 1, EXTENDED).is_err(), "data without a place");
+    }
+}

@@ -1,0 +1,411 @@
+//! The header: what is read, what it must hold to be believed, how it is changed.
+//!
+//! Every field is checked before anything is computed from it. What is not understood is kept: a
+//! change of the header replaces the fields that changed in the bytes that were read, all of them in
+//! its first 512 bytes, so that it happens at once or not at all.
+
+use super::entry::{be32, be64};
+use super::extensions::{self, Extension};
+use super::geometry::{Geometry, MOST_OFFSET};
+use super::{Backing, Compression};
+
+/// The first bytes of every image.
+pub(crate) const MAGIC: [u8; 4] = *b"QFI\xfb";
+/// The length of a version 2 header.
+pub(crate) const LENGTH_2: usize = 72;
+/// The least length of a version 3 header.
+pub(crate) const LENGTH_3: usize = 104;
+/// What changes of the header stay inside.
+pub(crate) const SECTOR: usize = 512;
+
+/// Limits of what is read into memory.
+const MOST_L1_BYTES: u64 = 32 << 20;
+const MOST_REFCOUNT_TABLE_BYTES: u64 = 8 << 20;
+const MOST_SNAPSHOTS: u32 = 65_536;
+const MOST_BACKING_NAME: usize = 1023;
+
+bitflags::bitflags! {
+    /// Features without which an image must not be opened.
+    #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+    pub(crate) struct Incompatible: u64 {
+        /// Refcounts may be wrong.
+        const DIRTY = 1;
+        /// Tables may be wrong.
+        const CORRUPT = 1 << 1;
+        /// Guest data is in another file.
+        const DATA_FILE = 1 << 2;
+        /// The header names a kind of compression.
+        const COMPRESSION = 1 << 3;
+        /// L2 entries have subclusters.
+        const EXTENDED_L2 = 1 << 4;
+    }
+}
+
+/// Compatible feature bit: refcounts may be written late.
+pub(crate) const LAZY_REFCOUNTS: u64 = 1;
+
+/// A header that was found to make sense.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Header {
+    pub(crate) geometry: Geometry,
+    /// Bytes of the guest's disk.
+    pub(crate) size: u64,
+    pub(crate) l1_offset: u64,
+    pub(crate) l1_entries: u32,
+    pub(crate) refcount_table_offset: u64,
+    pub(crate) refcount_table_clusters: u32,
+    pub(crate) snapshots: u32,
+    pub(crate) snapshots_offset: u64,
+    pub(crate) incompatible: Incompatible,
+    pub(crate) compatible: u64,
+    pub(crate) autoclear: u64,
+    pub(crate) compression: Compression,
+    pub(crate) backing: Option<Backing>,
+    pub(crate) extensions: Vec<Extension>,
+    /// Bytes from the start of the file to the first extension.
+    pub(crate) length: usize,
+}
+
+/// Why a header is refused.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Refusal {
+    pub(crate) what: String,
+    /// Of the field in the file.
+    pub(crate) offset: u64,
+    pub(crate) reason: Reason,
+}
+
+/// What kind of refusal.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Reason {
+    /// It contradicts the format.
+    Corrupt,
+    /// It asks for what is not built.
+    Unsupported,
+}
+
+fn corrupt(offset: u64, what: impl Into<String>) -> Refusal {
+    Refusal { what: what.into(), offset, reason: Reason::Corrupt }
+}
+
+fn unsupported(offset: u64, what: impl Into<String>) -> Refusal {
+    Refusal { what: what.into(), offset, reason: Reason::Unsupported }
+}
+
+/// The cluster size that the first bytes announce: how much has to be read for [`Header::parse`].
+pub(crate) fn cluster_bits(first: &[u8]) -> Result<u32, Refusal> {
+    if first.len() < LENGTH_2 || first[..4] != MAGIC {
+        return Err(corrupt(0, "not a qcow2 image: the magic bytes are missing"));
+    }
+    let version = be32(first, 4);
+    if !(2..=3).contains(&version) {
+        return Err(unsupported(4, format!("qcow2 version {version} is neither 2 nor 3")));
+    }
+    let bits = be32(first, 20);
+    if !(9..=21).contains(&bits) {
+        return Err(corrupt(20, format!("clusters of 2^{bits} bytes are not 512 B to 2 MiB")));
+    }
+    Ok(bits)
+}
+
+impl Header {
+    /// Reads a header from the first cluster of a file.
+    pub(crate) fn parse(bytes: &[u8]) -> Result<Self, Refusal> {
+        let cluster_bits = cluster_bits(bytes)?;
+        let version = be32(bytes, 4);
+        let features = Features::parse(bytes, version)?;
+        let geometry = Geometry {
+            version,
+            cluster_bits,
+            refcount_order: features.refcount_order,
+            extended_l2: features.incompatible.contains(Incompatible::EXTENDED_L2),
+        };
+        if geometry.extended_l2 && cluster_bits < 14 {
+            return Err(corrupt(20, "subclusters need clusters of 16 KiB or more"));
+        }
+        let extensions_end = match be64(bytes, 8) {
+            0 => bytes.len(),
+            offset => offset.min(bytes.len() as u64) as usize,
+        };
+        let extensions = extensions::parse(bytes, features.length, extensions_end)
+            .map_err(|(what, at)| corrupt(at as u64, what))?;
+        features.check_known(&extensions)?;
+        let header = Self {
+            geometry,
+            size: be64(bytes, 24),
+            l1_offset: be64(bytes, 40),
+            l1_entries: be32(bytes, 36),
+            refcount_table_offset: be64(bytes, 48),
+            refcount_table_clusters: be32(bytes, 56),
+            snapshots: be32(bytes, 60),
+            snapshots_offset: be64(bytes, 64),
+            incompatible: features.incompatible,
+            compatible: features.compatible,
+            autoclear: features.autoclear,
+            compression: features.compression,
+            backing: backing(bytes, &extensions)?,
+            extensions,
+            length: features.length,
+        };
+        if be32(bytes, 32) != 0 {
+            return Err(unsupported(32, "the image is encrypted"));
+        }
+        header.check_tables()?;
+        Ok(header)
+    }
+
+    fn check_tables(&self) -> Result<(), Refusal> {
+        let geometry = self.geometry;
+        if !self.size.is_multiple_of(512) {
+            let what = format!("a disk of {} bytes is no multiple of 512", self.size);
+            return Err(unsupported(24, what));
+        }
+        let needed = geometry.l1_entries_for(self.size);
+        let bytes = u64::from(self.l1_entries) * 8;
+        if bytes > MOST_L1_BYTES || needed * 8 > MOST_L1_BYTES {
+            let entries = needed.max(u64::from(self.l1_entries));
+            return Err(corrupt(36, format!("an L1 table of {entries} entries exceeds 32 MiB")));
+        }
+        if u64::from(self.l1_entries) < needed {
+            let what = format!("an L1 table of {} entries, {needed} needed", self.l1_entries);
+            return Err(corrupt(36, what));
+        }
+        let table = |name, field, offset, bytes| self.check_table(name, field, offset, bytes);
+        if self.l1_entries > 0 {
+            table("L1 table", 40, self.l1_offset, bytes)?;
+        }
+        let clusters = u64::from(self.refcount_table_clusters);
+        let bytes = clusters << geometry.cluster_bits;
+        if clusters == 0 || bytes > MOST_REFCOUNT_TABLE_BYTES {
+            let what = format!("a refcount table of {clusters} clusters is not 1 cluster to 8 MiB");
+            return Err(corrupt(56, what));
+        }
+        table("refcount table", 48, self.refcount_table_offset, bytes)?;
+        if self.snapshots > MOST_SNAPSHOTS {
+            let what = format!("{} snapshots are more than {MOST_SNAPSHOTS}", self.snapshots);
+            return Err(corrupt(60, what));
+        }
+        if self.snapshots > 0 {
+            table("snapshot table", 64, self.snapshots_offset, u64::from(self.snapshots) * 40)?;
+        }
+        Ok(())
+    }
+
+    fn check_table(&self, name: &str, field: u64, at: u64, bytes: u64) -> Result<(), Refusal> {
+        if at == 0 || !self.geometry.is_cluster_aligned(at) {
+            return Err(corrupt(field, format!("the {name} cannot be at offset {at}")));
+        }
+        if at > MOST_OFFSET - bytes {
+            return Err(corrupt(field, format!("the {name} at offset {at} is out of bounds")));
+        }
+        Ok(())
+    }
+
+    /// Stores the fields that can change into the bytes that the header was read from.
+    pub(crate) fn patch(&self, bytes: &mut [u8]) {
+        let mut put = |offset: usize, field: &[u8]| {
+            bytes[offset..offset + field.len()].copy_from_slice(field);
+        };
+        put(24, &self.size.to_be_bytes());
+        put(36, &self.l1_entries.to_be_bytes());
+        put(40, &self.l1_offset.to_be_bytes());
+        put(48, &self.refcount_table_offset.to_be_bytes());
+        put(56, &self.refcount_table_clusters.to_be_bytes());
+        put(60, &self.snapshots.to_be_bytes());
+        put(64, &self.snapshots_offset.to_be_bytes());
+        if self.geometry.version >= 3 {
+            put(72, &self.incompatible.bits().to_be_bytes());
+            put(80, &self.compatible.to_be_bytes());
+            put(88, &self.autoclear.to_be_bytes());
+        }
+    }
+
+    /// All of a new header: fields, extensions, name of the backing file. `None` when they do not
+    /// fit into the first cluster.
+    pub(crate) fn to_bytes(&self) -> Option<Vec<u8>> {
+        let mut bytes = vec![0; self.length];
+        bytes[..4].copy_from_slice(&MAGIC);
+        bytes[4..8].copy_from_slice(&self.geometry.version.to_be_bytes());
+        bytes[20..24].copy_from_slice(&self.geometry.cluster_bits.to_be_bytes());
+        if self.geometry.version >= 3 {
+            bytes[96..100].copy_from_slice(&self.geometry.refcount_order.to_be_bytes());
+            bytes[100..104].copy_from_slice(&(self.length as u32).to_be_bytes());
+        }
+        if self.length > LENGTH_3 {
+            bytes[LENGTH_3] = self.compression as u8;
+        }
+        self.patch(&mut bytes);
+        bytes.extend(extensions::to_bytes(&self.extensions));
+        if let Some(backing) = &self.backing {
+            let offset = bytes.len() as u64;
+            bytes[8..16].copy_from_slice(&offset.to_be_bytes());
+            bytes[16..20].copy_from_slice(&(backing.name.len() as u32).to_be_bytes());
+            bytes.extend_from_slice(&backing.name);
+        }
+        (bytes.len() as u64 <= self.geometry.cluster_size()).then_some(bytes)
+    }
+}
+
+/// The part of a header that version 3 added, with what it stands for in version 2.
+struct Features {
+    incompatible: Incompatible,
+    compatible: u64,
+    autoclear: u64,
+    refcount_order: u32,
+    length: usize,
+    compression: Compression,
+}
+
+impl Features {
+    fn parse(bytes: &[u8], version: u32) -> Result<Self, Refusal> {
+        if version == 2 {
+            return Ok(Self {
+                incompatible: Incompatible::empty(),
+                compatible: 0,
+                autoclear: 0,
+                refcount_order: 4,
+                length: LENGTH_2,
+                compression: Compression::Zlib,
+            });
+        }
+        let length = be32(bytes, 100) as usize;
+        if length < LENGTH_3 || !length.is_multiple_of(8) || length > bytes.len() {
+            return Err(corrupt(100, format!("a header of {length} bytes")));
+        }
+        let refcount_order = be32(bytes, 96);
+        if refcount_order > 6 {
+            return Err(corrupt(96, format!("refcounts of 2^{refcount_order} bits")));
+        }
+        let incompatible = Incompatible::from_bits_retain(be64(bytes, 72));
+        let kind = if length > LENGTH_3 { bytes[LENGTH_3] } else { 0 };
+        let compression = match kind {
+            0 => Compression::Zlib,
+            1 => Compression::Zstd,
+            _ => return Err(unsupported(104, format!("compression of the unknown kind {kind}"))),
+        };
+        if (compression != Compression::Zlib) != incompatible.contains(Incompatible::COMPRESSION) {
+            return Err(corrupt(104, "the kind of compression contradicts the feature bits"));
+        }
+        let (compatible, autoclear) = (be64(bytes, 80), be64(bytes, 88));
+        Ok(Self { incompatible, compatible, autoclear, refcount_order, length, compression })
+    }
+
+    fn check_known(&self, extensions: &[Extension]) -> Result<(), Refusal> {
+        let unknown = self.incompatible.difference(Incompatible::all()).bits();
+        if unknown != 0 {
+            let bit = unknown.trailing_zeros();
+            let name = extensions::incompatible_feature_name(extensions, bit);
+            let name = name.map_or_else(String::new, |name| format!(" ('{name}')"));
+            let what = format!("the image needs the unknown feature {bit}{name}");
+            return Err(unsupported(72, what));
+        }
+        if self.incompatible.contains(Incompatible::DATA_FILE) {
+            return Err(unsupported(72, "the image keeps its data in an external data file"));
+        }
+        Ok(())
+    }
+}
+
+fn backing(bytes: &[u8], extensions: &[Extension]) -> Result<Option<Backing>, Refusal> {
+    let offset = be64(bytes, 8);
+    let length = be32(bytes, 16) as usize;
+    if offset == 0 || length == 0 {
+        return Ok(None);
+    }
+    if length > MOST_BACKING_NAME {
+        let what = format!("a backing file's name of {length} bytes is longer than 1023");
+        return Err(corrupt(16, what));
+    }
+    let room = bytes.len() - length;
+    if offset > room as u64 {
+        return Err(corrupt(8, "the backing file's name is not in the first cluster"));
+    }
+    let name = bytes[offset as usize..offset as usize + length].to_vec();
+    let format = extensions::find(extensions, extensions::BACKING_FORMAT)
+        .map(|name| String::from_utf8_lossy(name).into_owned());
+    Ok(Some(Backing { name, format }))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn header() -> Header {
+        Header {
+            geometry: Geometry {
+                version: 3,
+                cluster_bits: 16,
+                refcount_order: 4,
+                extended_l2: false,
+            },
+            size: 1 << 30,
+            l1_offset: 3 << 16,
+            l1_entries: 2,
+            refcount_table_offset: 1 << 16,
+            refcount_table_clusters: 1,
+            snapshots: 0,
+            snapshots_offset: 0,
+            incompatible: Incompatible::empty(),
+            compatible: 0,
+            autoclear: 0,
+            compression: Compression::Zlib,
+            backing: Some(Backing { name: b"base.img".to_vec(), format: Some("raw".into()) }),
+            extensions: vec![
+                Extension { kind: extensions::BACKING_FORMAT, data: b"raw".to_vec() },
+                Extension { kind: 0xfeed, data: vec![1, 2, 3] },
+            ],
+            length: 112,
+        }
+    }
+
+    fn bytes() -> Vec<u8> {
+        let mut bytes = header().to_bytes().expect("it fits");
+        bytes.resize(1 << 16, 0);
+        bytes
+    }
+
+    #[test]
+    fn a_header_comes_back_as_it_was_stored() {
+        assert_eq!(Header::parse(&bytes()), Ok(header()));
+    }
+
+    #[test]
+    fn each_field_out_of_its_bounds_is_named_by_its_offset() {
+        let cases: [(usize, &[u8]); 15] = [
+            (0, b"QFJ"),
+            (4, &4u32.to_be_bytes()),
+            (8, &u64::MAX.to_be_bytes()),
+            (16, &1024u32.to_be_bytes()),
+            (20, &22u32.to_be_bytes()),
+            (24, &u64::MAX.to_be_bytes()),
+            (32, &1u32.to_be_bytes()),
+            (36, &1u32.to_be_bytes()),
+            (40, &512u64.to_be_bytes()),
+            (48, &(MOST_OFFSET - (1 << 15)).to_be_bytes()),
+            (56, &129u32.to_be_bytes()),
+            (60, &65537u32.to_be_bytes()),
+            (72, &32u64.to_be_bytes()),
+            (96, &7u32.to_be_bytes()),
+            (100, &96u32.to_be_bytes()),
+        ];
+        for (offset, value) in cases {
+            let mut bytes = bytes();
+            bytes[offset..offset + value.len()].copy_from_slice(value);
+            let refusal = Header::parse(&bytes).expect_err(&format!("field at {offset}"));
+            assert_eq!(refusal.offset, offset as u64, "{refusal:?}");
+        }
+    }
+
+    #[test]
+    fn a_change_keeps_what_is_not_understood() {
+        let mut before = bytes();
+        before[105] = 7;
+        let mut header = Header::parse(&before).unwrap();
+        header.size -= 1 << 29;
+        let mut after = before.clone();
+        header.patch(&mut after);
+        let changed: Vec<_> = (0..before.len()).filter(|&i| before[i] != after[i]).collect();
+        assert_eq!(changed, [28], "the big-endian size");
+        assert_eq!(Header::parse(&after), Ok(header));
+    }
+}

@@ -1,0 +1,397 @@
+//! qcow2 images, versions 2 and 3. The design is told in docs/qcow2.md; the format is QEMU's
+//! `docs/interop/qcow2.txt`.
+//!
+//! Nothing in a file is believed before it was checked: every offset and size is bounded before it
+//! is used, tables are read into bounded memory, and what is wrong is an error that names the
+//! structure and its offset.
+
+mod alloc;
+mod check;
+mod commit;
+mod compress;
+mod create;
+mod entry;
+mod extensions;
+mod geometry;
+mod header;
+mod in_flight;
+mod map;
+mod pending;
+mod prepare;
+mod rebuild;
+mod refcount;
+mod references;
+mod resize;
+mod round;
+mod slice_cache;
+mod state;
+mod table_io;
+mod writing;
+
+use std::collections::{BTreeSet, HashMap, HashSet, VecDeque};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock};
+
+use blockhouse_core::{
+    ByteRange, Durability, Error, ErrorKind, Extent, ExtentState, Result, Storage,
+};
+use event_listener::Event;
+use parking_lot::Mutex;
+
+pub use check::{CheckReport, check};
+pub use compress::{Compression, compress, decompress};
+pub use create::{CreateOptions, Preallocation, Switch, Version, create};
+
+use crate::{Abort, BlockStatus, Intent};
+use alloc::Space;
+use geometry::Geometry;
+use header::{Header, Incompatible, Reason, Refusal};
+use in_flight::InFlight;
+use pending::Pending;
+use slice_cache::{Fetch, SliceCache, SliceId};
+use state::{Blocked, State, Step};
+
+/// A qcow2 image.
+pub struct Qcow2<S: Storage> {
+    storage: S,
+    geometry: Geometry,
+    compression: Compression,
+    backing: Option<Backing>,
+    access: Access,
+    /// The guest's disk in bytes; the truth is in the header, this is for asking without the lock.
+    size: AtomicU64,
+    discard: Discard,
+    state: Mutex<State>,
+    round_ended: Event,
+    /// Why tables could not be written.
+    failure: OnceLock<Error>,
+    table_writes: InFlight,
+}
+
+/// What becomes of the space of clusters that the guest discards.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Discard {
+    /// The host's file keeps it for other clusters.
+    Keep,
+    /// The host's file gets a hole.
+    Punch,
+}
+
+/// What an image is opened for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Access {
+    /// Reading only: nothing is written to the file.
+    ReadOnly,
+    /// Reading and writing.
+    ReadWrite,
+}
+
+/// How an image is opened.
+#[derive(Clone, Copy, Debug)]
+pub struct OpenOptions {
+    /// What for.
+    pub access: Access,
+    /// How many bytes of L2 tables and refcount blocks are kept in memory. At least 4 MiB are.
+    pub cache_size: u64,
+    /// What becomes of discarded space.
+    pub discard: Discard,
+}
+
+/// L2 tables of 64 GiB and their refcounts, at clusters of 64 KiB.
+const DEFAULT_CACHE_SIZE: u64 = 10 << 20;
+const LEAST_CACHE_SIZE: u64 = 4 << 20;
+
+impl Default for OpenOptions {
+    /// For reading and writing, with the tables of 64 GiB in memory.
+    fn default() -> Self {
+        Self { access: Access::ReadWrite, cache_size: DEFAULT_CACHE_SIZE, discard: Discard::Punch }
+    }
+}
+
+/// What an image says of the file behind it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Backing {
+    /// Its name, as bytes of the host's file system; relative to the image's folder.
+    pub name: Vec<u8>,
+    /// Its format, if the image says it.
+    pub format: Option<String>,
+}
+
+impl<S: Storage> Qcow2<S> {
+    /// Opens the image in `storage`.
+    ///
+    /// # Errors
+    /// `Corrupt` when a structure contradicts the format, `Unsupported` when the image needs what
+    /// is not built or clusters are smaller than the storage's blocks; both name structure and
+    /// offset. Or what the storage answers.
+    pub async fn open(storage: S, options: OpenOptions) -> Result<Self> {
+        let header = read_header(&storage).await?;
+        check_access(&storage, &header, options.access)?;
+        let l1_bytes = header.l1_entries as usize * 8;
+        let l1 = table_io::read(&storage, header.l1_offset, l1_bytes).await?;
+        let table_bytes = (header.refcount_table_clusters as usize) << header.geometry.cluster_bits;
+        let table = table_io::read(&storage, header.refcount_table_offset, table_bytes).await?;
+        let geometry = header.geometry;
+        let slices = options.cache_size.max(LEAST_CACHE_SIZE) / geometry.slice_size();
+        let mut state = State {
+            geometry,
+            name: storage.name().into(),
+            disk_header: header.clone(),
+            header_unsure: false,
+            l1: table_io::words_of(&l1),
+            refcount_table: table_io::words_of(&table),
+            cache: SliceCache::new(slices as usize),
+            space: Space::new(geometry.clusters_for(storage.size())),
+            header,
+            pending: Pending::default(),
+            new_tables: HashMap::new(),
+            l1_changed: BTreeSet::new(),
+            refcount_table_changed: BTreeSet::new(),
+            retired: Vec::new(),
+            released: VecDeque::new(),
+            metadata: HashSet::new(),
+            version: 0,
+            durable_version: 0,
+            round_is_running: false,
+        };
+        if options.access == Access::ReadWrite {
+            state.note_metadata()?;
+        }
+        let image = Self {
+            geometry,
+            compression: state.header.compression,
+            backing: state.header.backing.clone(),
+            access: options.access,
+            discard: options.discard,
+            size: AtomicU64::new(state.header.size),
+            state: Mutex::new(state),
+            storage,
+            round_ended: Event::new(),
+            failure: OnceLock::new(),
+            table_writes: InFlight::default(),
+        };
+        if options.access == Access::ReadWrite {
+            image.prepare_for_writing().await?;
+        }
+        Ok(image)
+    }
+
+    /// Clears what writing would make untrue, and repairs what writing relies on.
+    async fn prepare_for_writing(&self) -> Result<()> {
+        let header = self.state.lock().disk_header.clone();
+        if header.autoclear != 0 {
+            self.change_header(|header| header.autoclear = 0).await?;
+            self.header_synced().await?;
+        }
+        if header.incompatible.contains(Incompatible::DIRTY) {
+            self.rebuild_refcounts().await?;
+        }
+        Ok(())
+    }
+
+    /// The size of the guest's disk in bytes, a multiple of 512.
+    pub fn size(&self) -> u64 {
+        self.size.load(Ordering::Acquire)
+    }
+
+    /// Where the last cluster ends.
+    pub fn end(&self) -> u64 {
+        self.size().next_multiple_of(self.geometry.cluster_size())
+    }
+
+    /// Bytes of a cluster.
+    pub fn cluster_size(&self) -> u64 {
+        self.geometry.cluster_size()
+    }
+
+    /// How the image's compressed clusters are packed.
+    pub fn compression(&self) -> Compression {
+        self.compression
+    }
+
+    /// The file behind this one, where unallocated clusters are read from; what lies beyond its end
+    /// reads as zeros.
+    pub fn backing(&self) -> Option<&Backing> {
+        self.backing.as_ref()
+    }
+
+    /// Where the host offsets of extents point to.
+    pub fn storage(&self) -> &S {
+        &self.storage
+    }
+
+    /// As [`Format::map`](crate::Format::map).
+    pub async fn map(&self, range: ByteRange, intent: Intent) -> Result<Extent> {
+        if intent == Intent::Read {
+            return self.step(|state| state.map_read(range)).await;
+        }
+        self.check_writable()?;
+        let mapped = self.step(|state| match intent {
+            Intent::Read => state.map_read(range),
+            Intent::Write => state.map_write(range),
+            Intent::Zero(unmap) => state.map_zero(range, unmap),
+            Intent::Discard => state.map_discard(range),
+        });
+        match mapped.await {
+            Err(error) if error.kind() == ErrorKind::Corrupt => {
+                self.found_corrupt(&error).await;
+                Err(error)
+            }
+            outcome => outcome,
+        }
+    }
+
+    /// As [`Format::commit`](crate::Format::commit). Dropped before its end, it is an abort.
+    pub async fn commit(&self, extent: Extent, data: Durability) -> Result<()> {
+        let unfinished = Committing { state: &self.state, extent };
+        self.step(|state| state.commit(extent, data)).await?;
+        std::mem::forget(unfinished);
+        Ok(())
+    }
+
+    /// As [`Format::abort`](crate::Format::abort).
+    pub fn abort(&self, extent: Extent, why: Abort) {
+        self.state.lock().abort(extent, why);
+    }
+
+    fn check_writable(&self) -> Result<()> {
+        match self.access {
+            Access::ReadWrite => Ok(()),
+            Access::ReadOnly => {
+                let what = "the image is open for reading only";
+                Err(Error::new(ErrorKind::ReadOnly, what).on(self.storage.name()))
+            }
+        }
+    }
+
+    /// As [`Format::status`](crate::Format::status).
+    pub(crate) async fn status(&self, range: ByteRange) -> Result<(BlockStatus, u64)> {
+        let extent = self.map(range, Intent::Read).await?;
+        let status = match extent.state {
+            ExtentState::Mapped { .. } | ExtentState::Compressed { .. } | ExtentState::Backing => {
+                BlockStatus::Data
+            }
+            ExtentState::Zero => BlockStatus::Zero,
+            ExtentState::Hole => BlockStatus::Hole,
+        };
+        Ok((status, extent.guest.length()))
+    }
+
+    /// The image contradicts itself where it was to be changed: it is marked, and not changed again
+    /// while it is open.
+    async fn found_corrupt(&self, error: &Error) {
+        if self.failure.get().is_none() {
+            self.remember(error);
+            if self.geometry.version >= 3 {
+                // The error that counts is the one that led here.
+                let _ = self.mark(Incompatible::CORRUPT, writing::Mark::Set).await;
+            }
+        }
+    }
+
+    /// Tries a step until nothing blocks it.
+    async fn step<T>(&self, mut step: impl FnMut(&mut State) -> Step<T>) -> Result<T> {
+        loop {
+            match self.step_if_roomy(&mut step).await? {
+                Some(value) => return Ok(value),
+                None => self.relieve().await?,
+            }
+        }
+    }
+
+    /// Tries a step until nothing blocks it but too many changes: `None` then.
+    async fn step_if_roomy<T>(
+        &self,
+        mut step: impl FnMut(&mut State) -> Step<T>,
+    ) -> Result<Option<T>> {
+        loop {
+            let outcome = {
+                let mut state = self.state.lock();
+                state.cache.begin_step();
+                step(&mut state)
+            };
+            match outcome {
+                Ok(value) => return Ok(Some(value)),
+                Err(Blocked::Failed(error)) => return Err(error),
+                Err(Blocked::Missing(slice)) => self.load(slice).await?,
+                Err(Blocked::Wait(event)) => event.await,
+                Err(Blocked::Crowded) => return Ok(None),
+            }
+        }
+    }
+
+    /// Brings a slice into the cache. It is read once, whoever asks.
+    async fn load(&self, id: SliceId) -> Result<()> {
+        let fetch = self.state.lock().cache.fetch(id.offset);
+        let ticket = match fetch {
+            Fetch::Present => return Ok(()),
+            Fetch::Wait(event) => {
+                event.await;
+                return Ok(());
+            }
+            Fetch::Read(ticket) => ticket,
+        };
+        let fetching = Fetching { state: &self.state, offset: id.offset, ticket };
+        let length = self.geometry.slice_size() as usize;
+        let bytes = table_io::read(&self.storage, id.offset, length).await?;
+        self.state.lock().cache.loaded(id, &fetching.ticket, bytes.into());
+        Ok(())
+    }
+}
+
+/// A commit under way.
+struct Committing<'a> {
+    state: &'a Mutex<State>,
+    extent: Extent,
+}
+
+impl Drop for Committing<'_> {
+    fn drop(&mut self) {
+        self.state.lock().abort(self.extent, Abort::Ended);
+    }
+}
+
+/// A slice that is being read. Dropped, also unfinished, it lets others go on.
+struct Fetching<'a> {
+    state: &'a Mutex<State>,
+    offset: u64,
+    ticket: Arc<Event>,
+}
+
+impl Drop for Fetching<'_> {
+    fn drop(&mut self) {
+        self.state.lock().cache.fetch_ended(self.offset, &self.ticket);
+    }
+}
+
+async fn read_header<S: Storage>(storage: &S) -> Result<Header> {
+    let refuse = |refusal: Refusal| {
+        let kind = match refusal.reason {
+            Reason::Corrupt => ErrorKind::Corrupt,
+            Reason::Unsupported => ErrorKind::Unsupported,
+        };
+        Error::new(kind, refusal.what).on(storage.name()).at(refusal.offset)
+    };
+    let first = table_io::read(storage, 0, header::SECTOR).await?;
+    let bits = header::cluster_bits(&first).map_err(refuse)?;
+    let block = storage.capabilities().alignment.offset;
+    if 1 << bits < u64::from(block) {
+        let what = format!("clusters of {} bytes in a storage of blocks of {block}", 1u64 << bits);
+        return Err(Error::new(ErrorKind::Unsupported, what)
+            .on(storage.name())
+            .hint("open it through the page cache (--cache writeback)"));
+    }
+    let bytes = table_io::read(storage, 0, 1 << bits).await?;
+    Header::parse(&bytes).map_err(refuse)
+}
+
+fn check_access<S: Storage>(storage: &S, header: &Header, access: Access) -> Result<()> {
+    if access == Access::ReadWrite && header.incompatible.contains(Incompatible::CORRUPT) {
+        let what = "the image is marked as corrupt and can only be read";
+        return Err(Error::new(ErrorKind::Corrupt, what)
+            .on(storage.name())
+            .at(72)
+            .hint("repair it first (check --repair all)"));
+    }
+    Ok(())
+}

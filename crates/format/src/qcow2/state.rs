@@ -1,0 +1,119 @@
+//! What of the tables is in memory, and looking things up in it without waiting.
+//!
+//! Everything here runs under the image's one short lock. A step that finds something missing
+//! answers what it is [`Blocked`] by, having changed nothing; whoever called it removes the obstacle
+//! without the lock and tries again.
+
+use std::collections::{BTreeSet, HashMap, HashSet, VecDeque};
+use std::sync::Arc;
+
+use blockhouse_core::{Error, ErrorKind};
+use event_listener::EventListener;
+
+use super::alloc::{Retired, Space};
+use super::entry::{self, Entry, Reference};
+use super::geometry::Geometry;
+use super::header::Header;
+use super::pending::Pending;
+use super::slice_cache::{SliceCache, SliceId, SliceKind};
+
+/// Why a step cannot be made now.
+pub(crate) enum Blocked {
+    /// A slice is not cached.
+    Missing(SliceId),
+    /// Somebody else is at it.
+    Wait(EventListener),
+    /// Too much is changed: a round has to write it first.
+    Crowded,
+    /// For good.
+    Failed(Error),
+}
+
+impl From<Error> for Blocked {
+    fn from(error: Error) -> Self {
+        Self::Failed(error)
+    }
+}
+
+pub(crate) type Step<T> = Result<T, Blocked>;
+
+/// The tables in memory.
+pub(crate) struct State {
+    pub(crate) geometry: Geometry,
+    pub(crate) name: Arc<str>,
+    /// As it should be. What of it is on disk is `disk_header`.
+    pub(crate) header: Header,
+    pub(crate) disk_header: Header,
+    /// Whether a write of the header was begun whose end is not durable.
+    pub(crate) header_unsure: bool,
+    /// The active L1 table, as on disk.
+    pub(crate) l1: Vec<u64>,
+    /// The refcount table, as on disk.
+    pub(crate) refcount_table: Vec<u64>,
+    pub(crate) cache: SliceCache,
+    pub(crate) space: Space,
+    pub(crate) pending: Pending,
+    /// L2 tables and refcount blocks that nothing on disk refers to yet, by offset.
+    pub(crate) new_tables: HashMap<u64, SliceKind>,
+    /// Entries that differ from the disk.
+    pub(crate) l1_changed: BTreeSet<usize>,
+    pub(crate) refcount_table_changed: BTreeSet<usize>,
+    /// What left the tables in memory since the last round began.
+    pub(crate) retired: Vec<Retired>,
+    /// What left the tables durably: to be counted down.
+    pub(crate) released: VecDeque<Retired>,
+    /// Clusters of the active tables, for not giving them to anybody by mistake.
+    pub(crate) metadata: HashSet<u64>,
+    /// Counts changes that a flush makes durable; and those that are.
+    pub(crate) version: u64,
+    pub(crate) durable_version: u64,
+    pub(crate) round_is_running: bool,
+}
+
+impl State {
+    pub(crate) fn corrupt(&self, what: impl Into<String>, offset: u64) -> Error {
+        Error::new(ErrorKind::Corrupt, what.into())
+            .on(&self.name)
+            .at(offset)
+            .hint("check the image before using it")
+    }
+
+    /// The L2 table that the L1 entry refers to.
+    pub(crate) fn l2_table(&self, l1_index: usize) -> Result<Option<Reference>, Error> {
+        let word = self.l1.get(l1_index).copied().unwrap_or(0);
+        entry::l1_reference(word, self.geometry).map_err(|violation| {
+            let what = format!("entry {l1_index} of the L1 table {violation}");
+            self.corrupt(what, self.header.l1_offset + l1_index as u64 * 8)
+        })
+    }
+
+    /// The slice that holds the L2 entry of a guest cluster, if there is an L2 table.
+    pub(crate) fn l2_slice(&self, cluster: u64) -> Result<Option<SliceId>, Error> {
+        let place = self.geometry.l2_place(cluster);
+        let table = self.l2_table(place.l1_index)?;
+        Ok(table.map(|table| SliceId {
+            offset: table.offset + place.slice_offset,
+            kind: SliceKind::L2,
+        }))
+    }
+
+    /// The `index`-th entry of a slice of an L2 table.
+    pub(crate) fn entry(&mut self, slice: SliceId, index: usize) -> Step<Entry> {
+        let geometry = self.geometry;
+        self.ensure(slice)?;
+        let cached = self.cache.get(slice.offset).expect("a slice that was ensured");
+        Entry::read(&cached.bytes, index, geometry).map_err(|violation| {
+            let offset = slice.offset + index as u64 * geometry.l2_entry_size();
+            Blocked::Failed(self.corrupt(format!("an L2 entry {violation}"), offset))
+        })
+    }
+
+    /// The refcount block that an entry of the refcount table refers to.
+    pub(crate) fn refcount_block(&self, index: u64) -> Result<Option<u64>, Error> {
+        let word = self.refcount_table.get(index as usize).copied().unwrap_or(0);
+        entry::refcount_block(word, self.geometry).map_err(|violation| {
+            let what = format!("entry {index} of the refcount table {violation}");
+            self.corrupt(what, self.header.refcount_table_offset + index * 8)
+        })
+    }
+}
