@@ -24,6 +24,11 @@ use crate::task::{Header, Tasks};
 use crate::thread_pool::ThreadPool;
 use crate::timer::Timers;
 
+/// How often the tasks that are ready are polled between two system calls. A request goes from task
+/// to task (receiver, worker, sender), and with a turn for each hand-over it would cost that many
+/// system calls.
+const ROUNDS: usize = 3;
+
 thread_local! {
     static CURRENT: RefCell<Option<Rc<Local>>> = const { RefCell::new(None) };
 }
@@ -158,7 +163,7 @@ impl Local {
             None => Rest::UntilEvent,
             Some(due) => Rest::UntilEventOr(due),
         };
-        self.driver.borrow_mut().turn(rest, &mut self.operations.borrow_mut(), done);
+        self.driver.borrow_mut().turn(rest, &self.operations.borrow(), done);
         if asleep {
             self.remote.mailbox.wake_up();
         }
@@ -243,7 +248,9 @@ impl EventLoop {
                     return output;
                 }
             }
-            local.tasks.run_ready();
+            for _ in 0..ROUNDS {
+                local.tasks.run_ready();
+            }
             local.turn(&mut self.done, &mut self.notes);
         }
     }

@@ -10,7 +10,8 @@ use crate::operation::{Message, Operation};
 use crate::submit::submit;
 
 /// A connected socket. Clones are the same connection. It may move to another loop as long as no
-/// operation is under way.
+/// operation is under way. A receive and a send may be under way at the same time, but not two of a
+/// kind: which of them gets which bytes is open.
 #[derive(Clone, Debug)]
 pub struct Stream(Arc<OwnedFd>);
 

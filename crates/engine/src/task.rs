@@ -61,9 +61,13 @@ impl Header {
 
 struct Entry {
     header: Arc<Header>,
-    waker: Waker,
     /// Taken out while it is polled.
-    future: Option<Pin<Box<dyn Future<Output = ()>>>>,
+    work: Option<Work>,
+}
+
+struct Work {
+    future: Pin<Box<dyn Future<Output = ()>>>,
+    waker: Waker,
 }
 
 /// How many operations a task may do in one poll without waiting for any.
@@ -106,7 +110,7 @@ impl Tasks {
         let header = Header::new(place.key(), Queued::new(true), remote);
         let waker = Waker::from(Arc::clone(&header));
         self.ready.borrow_mut().push_back(Arc::clone(&header));
-        place.insert(Entry { header, waker, future: Some(future) });
+        place.insert(Entry { header, work: Some(Work { future, waker }) });
     }
 
     /// The waker of the future that `block_on` runs.
@@ -148,28 +152,25 @@ impl Tasks {
     fn poll(&self, header: &Arc<Header>) {
         // Before the poll: a wake-up during it counts for the next round.
         header.queued.clear();
-        let (mut future, waker) = {
-            let mut table = self.table.borrow_mut();
-            // The place may be empty, or belong to a later task: then this was a late wake-up.
-            let entry = table.get_mut(header.index).filter(|e| Arc::ptr_eq(&e.header, header));
-            let Some(entry) = entry else { return };
-            let Some(future) = entry.future.take() else { return };
-            (future, entry.waker.clone())
-        };
+        let Some(mut work) = self.take_work(header) else { return };
         self.budget.renew();
-        let poll = future.as_mut().poll(&mut Context::from_waker(&waker));
-        let finished = {
-            let mut table = self.table.borrow_mut();
-            match poll {
-                Poll::Pending => {
-                    table[header.index].future = Some(future);
-                    None
-                }
-                Poll::Ready(()) => Some((table.remove(header.index), future)),
-            }
-        };
-        // Outside of the borrow: a future's drop may wake, spawn or abandon.
-        drop(finished);
+        let poll = work.future.as_mut().poll(&mut Context::from_waker(&work.waker));
+        let mut table = self.table.borrow_mut();
+        if poll.is_pending() {
+            table[header.index].work = Some(work);
+        } else {
+            table.remove(header.index);
+            // A future's drop may wake, spawn or abandon.
+            drop(table);
+            drop(work);
+        }
+    }
+
+    fn take_work(&self, header: &Arc<Header>) -> Option<Work> {
+        let mut table = self.table.borrow_mut();
+        // The place may be empty, or belong to a later task: then this was a late wake-up.
+        let entry = table.get_mut(header.index)?;
+        if Arc::ptr_eq(&entry.header, header) { entry.work.take() } else { None }
     }
 
     /// Drops all tasks, those too that are spawned meanwhile, and forgets what is ready.

@@ -193,7 +193,7 @@ impl Driver for Uring {
         self.push(&entry);
     }
 
-    fn turn(&mut self, rest: Rest, _: &mut OperationTable, done: &mut Vec<Completion>) {
+    fn turn(&mut self, rest: Rest, _: &OperationTable, done: &mut Vec<Completion>) {
         self.watch_bell();
         let waiting = !self.early.is_empty() || !self.ring.completion().is_empty();
         match rest {

@@ -43,7 +43,8 @@ pub enum Kind {
     QsdIoUring,
     /// nbdkit's file plugin as it is: through the page cache
     Nbdkit,
-    /// nbdkit's file plugin with cache=none: drops what it has touched from the page cache
+    /// nbdkit's file plugin with cache=none: through the page cache all the same, with its read-ahead
+    /// and write-back, and dropping what it has touched
     NbdkitNocache,
     /// nbdkit's null plugin: no storage at all, the ceiling of what fio can ask for
     NbdkitNull,
@@ -97,10 +98,8 @@ impl Kind {
     /// How it treats the page cache.
     pub fn caching(self) -> Caching {
         match self {
-            Self::Blockhouse | Self::QsdNative | Self::QsdIoUring | Self::NbdkitNocache => {
-                Caching::Direct
-            }
-            Self::BlockhouseWriteback | Self::Nbdkit => Caching::Cached,
+            Self::Blockhouse | Self::QsdNative | Self::QsdIoUring => Caching::Direct,
+            Self::BlockhouseWriteback | Self::Nbdkit | Self::NbdkitNocache => Caching::Cached,
             Self::NbdkitNull | Self::Answerer => Caching::Null,
         }
     }
