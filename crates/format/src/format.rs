@@ -109,7 +109,7 @@ impl<S: Storage> Format<S> {
     pub async fn commit(&self, extent: Extent, data: Durability) -> Result<()> {
         match self {
             Self::Raw(raw) => raw.commit(extent),
-            Self::Qcow2(qcow2) => qcow2.commit(extent, data),
+            Self::Qcow2(qcow2) => qcow2.commit(extent, data).await,
         }
     }
 
@@ -136,6 +136,16 @@ impl<S: Storage> Format<S> {
         match self {
             Self::Raw(raw) => raw.flush(sync).await,
             Self::Qcow2(qcow2) => qcow2.flush(sync).await,
+        }
+    }
+
+    /// Makes the mappings committed so far durable, with the data behind them. Unlike
+    /// [`flush`](Self::flush) it need not make any other data durable: enough for a write whose
+    /// extents are all new, or were written durably.
+    pub async fn persist(&self) -> Result<()> {
+        match self {
+            Self::Raw(_) => Ok(()),
+            Self::Qcow2(qcow2) => qcow2.persist().await,
         }
     }
 

@@ -6,7 +6,6 @@
 
 mod format;
 pub mod probe;
-#[expect(dead_code, reason = "the parts that only writing uses come before writing")]
 pub mod qcow2;
 mod raw;
 

@@ -166,7 +166,7 @@ fn new_images_are_what_qemu_takes_them_for() {
     ];
     for options in cases {
         let path = folder.path().join("image.qcow2");
-        println!("{options:?}");
+        eprintln!("{options:?}");
         block_on(create(&FileStorage::create(&path), &options)).unwrap();
         qemu_check(&path);
         expect_info(&path, &options);

@@ -5,20 +5,32 @@
 //! is used, tables are read into bounded memory, and what is wrong is an error that names the
 //! structure and its offset.
 
+mod alloc;
+mod check;
+mod commit;
 mod compress;
 mod create;
 mod entry;
 mod extensions;
 mod geometry;
 mod header;
+mod in_flight;
 mod map;
+mod pending;
+mod prepare;
+mod rebuild;
 mod refcount;
+mod references;
+mod resize;
+mod round;
 mod slice_cache;
 mod state;
 mod table_io;
+mod writing;
 
-use std::sync::Arc;
+use std::collections::{BTreeSet, HashMap, HashSet, VecDeque};
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock};
 
 use blockhouse_core::{
     ByteRange, Durability, Error, ErrorKind, Extent, ExtentState, Result, Storage, Sync,
@@ -26,12 +38,16 @@ use blockhouse_core::{
 use event_listener::Event;
 use parking_lot::Mutex;
 
+pub use check::{CheckReport, check};
 pub use compress::{Compression, compress, decompress};
 pub use create::{CreateOptions, Preallocation, Switch, Version, create};
 
 use crate::{Abort, BlockStatus, Intent};
+use alloc::Space;
 use geometry::Geometry;
 use header::{Header, Incompatible, Reason, Refusal};
+use in_flight::InFlight;
+use pending::Pending;
 use slice_cache::{Fetch, SliceCache, SliceId};
 use state::{Blocked, State, Step};
 
@@ -44,7 +60,21 @@ pub struct Qcow2<S: Storage> {
     access: Access,
     /// The guest's disk in bytes; the truth is in the header, this is for asking without the lock.
     size: AtomicU64,
+    discard: Discard,
     state: Mutex<State>,
+    round_ended: Event,
+    /// Why tables could not be written.
+    failure: OnceLock<Error>,
+    table_writes: InFlight,
+}
+
+/// What becomes of the space of clusters that the guest discards.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Discard {
+    /// The host's file keeps it for other clusters.
+    Keep,
+    /// The host's file gets a hole.
+    Punch,
 }
 
 /// What an image is opened for.
@@ -61,18 +91,20 @@ pub enum Access {
 pub struct OpenOptions {
     /// What for.
     pub access: Access,
-    /// How many bytes of L2 tables and refcount blocks are kept in memory. At least 1 MiB is.
+    /// How many bytes of L2 tables and refcount blocks are kept in memory. At least 4 MiB are.
     pub cache_size: u64,
+    /// What becomes of discarded space.
+    pub discard: Discard,
 }
 
 /// L2 tables of 64 GiB and their refcounts, at clusters of 64 KiB.
 const DEFAULT_CACHE_SIZE: u64 = 10 << 20;
-const LEAST_CACHE_SIZE: u64 = 1 << 20;
+const LEAST_CACHE_SIZE: u64 = 4 << 20;
 
 impl Default for OpenOptions {
     /// For reading and writing, with the tables of 64 GiB in memory.
     fn default() -> Self {
-        Self { access: Access::ReadWrite, cache_size: DEFAULT_CACHE_SIZE }
+        Self { access: Access::ReadWrite, cache_size: DEFAULT_CACHE_SIZE, discard: Discard::Punch }
     }
 }
 
@@ -101,22 +133,59 @@ impl<S: Storage> Qcow2<S> {
         let table = table_io::read(&storage, header.refcount_table_offset, table_bytes).await?;
         let geometry = header.geometry;
         let slices = options.cache_size.max(LEAST_CACHE_SIZE) / geometry.slice_size();
-        Ok(Self {
+        let mut state = State {
             geometry,
-            compression: header.compression,
-            backing: header.backing.clone(),
+            name: storage.name().into(),
+            disk_header: header.clone(),
+            l1: table_io::words_of(&l1),
+            refcount_table: table_io::words_of(&table),
+            cache: SliceCache::new(slices as usize),
+            space: Space::new(geometry.clusters_for(storage.size())),
+            header,
+            pending: Pending::default(),
+            new_tables: HashMap::new(),
+            l1_changed: BTreeSet::new(),
+            refcount_table_changed: BTreeSet::new(),
+            retired: Vec::new(),
+            released: VecDeque::new(),
+            metadata: HashSet::new(),
+            version: 0,
+            durable_version: 0,
+            round_is_running: false,
+        };
+        if options.access == Access::ReadWrite {
+            state.note_metadata()?;
+        }
+        let image = Self {
+            geometry,
+            compression: state.header.compression,
+            backing: state.header.backing.clone(),
             access: options.access,
-            size: AtomicU64::new(header.size),
-            state: Mutex::new(State {
-                geometry,
-                name: storage.name().into(),
-                header,
-                l1: table_io::words_of(&l1),
-                refcount_table: table_io::words_of(&table),
-                cache: SliceCache::new(slices as usize),
-            }),
+            discard: options.discard,
+            size: AtomicU64::new(state.header.size),
+            state: Mutex::new(state),
             storage,
-        })
+            round_ended: Event::new(),
+            failure: OnceLock::new(),
+            table_writes: InFlight::default(),
+        };
+        if options.access == Access::ReadWrite {
+            image.prepare_for_writing().await?;
+        }
+        Ok(image)
+    }
+
+    /// Clears what writing would make untrue, and repairs what writing relies on.
+    async fn prepare_for_writing(&self) -> Result<()> {
+        let header = self.state.lock().disk_header.clone();
+        if header.autoclear != 0 {
+            self.change_header(|header| header.autoclear = 0).await?;
+            self.storage.flush(Sync::Data).await?;
+        }
+        if header.incompatible.contains(Incompatible::DIRTY) {
+            self.rebuild_refcounts().await?;
+        }
+        Ok(())
     }
 
     /// The size of the guest's disk in bytes, a multiple of 512.
@@ -152,33 +221,46 @@ impl<S: Storage> Qcow2<S> {
 
     /// As [`Format::map`](crate::Format::map).
     pub async fn map(&self, range: ByteRange, intent: Intent) -> Result<Extent> {
-        match intent {
-            Intent::Read => self.step(|state| state.map_read(range)).await,
-            _ => Err(self.not_writable()),
+        if intent == Intent::Read {
+            return self.step(|state| state.map_read(range)).await;
+        }
+        self.check_writable()?;
+        let mapped = self.step(|state| match intent {
+            Intent::Read => state.map_read(range),
+            Intent::Write => state.map_write(range),
+            Intent::Zero(unmap) => state.map_zero(range, unmap),
+            Intent::Discard => state.map_discard(range),
+        });
+        match mapped.await {
+            Err(error) if error.kind() == ErrorKind::Corrupt => {
+                self.found_corrupt(&error).await;
+                Err(error)
+            }
+            outcome => outcome,
         }
     }
 
-    pub(crate) fn commit(&self, _extent: Extent, _data: Durability) -> Result<()> {
-        Err(self.not_writable())
+    /// As [`Format::commit`](crate::Format::commit). Dropped before its end, it is an abort.
+    pub async fn commit(&self, extent: Extent, data: Durability) -> Result<()> {
+        let unfinished = Committing { state: &self.state, extent };
+        self.step(|state| state.commit(extent, data)).await?;
+        std::mem::forget(unfinished);
+        Ok(())
     }
 
-    pub(crate) fn abort(&self, _extent: Extent, _why: Abort) {}
-
-    /// As [`Format::flush`](crate::Format::flush).
-    pub(crate) async fn flush(&self, sync: Sync) -> Result<()> {
-        self.storage.flush(sync).await
+    /// As [`Format::abort`](crate::Format::abort).
+    pub fn abort(&self, extent: Extent, why: Abort) {
+        self.state.lock().abort(extent, why);
     }
 
-    pub(crate) async fn resize(&self, _size: u64) -> Result<()> {
-        Err(self.not_writable())
-    }
-
-    pub(crate) async fn close(&self) -> Result<()> {
-        self.storage.flush(Sync::Data).await
-    }
-
-    fn not_writable(&self) -> Error {
-        Error::new(ErrorKind::Unsupported, "qcow2 images can only be read").on(self.storage.name())
+    fn check_writable(&self) -> Result<()> {
+        match self.access {
+            Access::ReadWrite => Ok(()),
+            Access::ReadOnly => {
+                let what = "the image is open for reading only";
+                Err(Error::new(ErrorKind::ReadOnly, what).on(self.storage.name()))
+            }
+        }
     }
 
     /// As [`Format::status`](crate::Format::status).
@@ -194,15 +276,45 @@ impl<S: Storage> Qcow2<S> {
         Ok((status, extent.guest.length()))
     }
 
+    /// The image contradicts itself where it was to be changed: it is marked, and not changed again
+    /// while it is open.
+    async fn found_corrupt(&self, error: &Error) {
+        if self.failure.get().is_none() {
+            self.remember(error);
+            if self.geometry.version >= 3 {
+                // The error that counts is the one that led here.
+                let _ = self.mark(Incompatible::CORRUPT, writing::Mark::Set).await;
+            }
+        }
+    }
+
     /// Tries a step until nothing blocks it.
     async fn step<T>(&self, mut step: impl FnMut(&mut State) -> Step<T>) -> Result<T> {
         loop {
-            let outcome = step(&mut self.state.lock());
+            match self.step_if_roomy(&mut step).await? {
+                Some(value) => return Ok(value),
+                None => self.relieve().await?,
+            }
+        }
+    }
+
+    /// Tries a step until nothing blocks it but too many changes: `None` then.
+    async fn step_if_roomy<T>(
+        &self,
+        mut step: impl FnMut(&mut State) -> Step<T>,
+    ) -> Result<Option<T>> {
+        loop {
+            let outcome = {
+                let mut state = self.state.lock();
+                state.cache.begin_step();
+                step(&mut state)
+            };
             match outcome {
-                Ok(value) => return Ok(value),
+                Ok(value) => return Ok(Some(value)),
                 Err(Blocked::Failed(error)) => return Err(error),
                 Err(Blocked::Missing(slice)) => self.load(slice).await?,
                 Err(Blocked::Wait(event)) => event.await,
+                Err(Blocked::Crowded) => return Ok(None),
             }
         }
     }
@@ -223,6 +335,18 @@ impl<S: Storage> Qcow2<S> {
         let bytes = table_io::read(&self.storage, id.offset, length).await?;
         self.state.lock().cache.loaded(id, &fetching.ticket, bytes.into());
         Ok(())
+    }
+}
+
+/// A commit under way.
+struct Committing<'a> {
+    state: &'a Mutex<State>,
+    extent: Extent,
+}
+
+impl Drop for Committing<'_> {
+    fn drop(&mut self) {
+        self.state.lock().abort(self.extent, Abort::Ended);
     }
 }
 

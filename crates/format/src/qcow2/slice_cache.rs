@@ -65,6 +65,8 @@ pub(crate) struct Slice {
     /// Entries that are changed or being written and whose data only a flush makes stable.
     unstable: Entries,
     used: bool,
+    /// The step that looked at it last.
+    step: u64,
 }
 
 impl Slice {
@@ -96,6 +98,7 @@ pub(crate) struct SliceCache {
     most: usize,
     changed: BTreeSet<u64>,
     loading: HashMap<u64, Arc<Event>>,
+    step: u64,
 }
 
 /// What to do about a slice that is not there.
@@ -126,12 +129,18 @@ impl SliceCache {
             most,
             changed: BTreeSet::new(),
             loading: HashMap::new(),
+            step: 0,
         }
+    }
+
+    /// A step begins: what it looks at stays cached until the next one.
+    pub(crate) fn begin_step(&mut self) {
+        self.step += 1;
     }
 
     pub(crate) fn get(&mut self, offset: u64) -> Option<&Slice> {
         let slice = &mut self.slots[*self.index.get(&offset)?].1;
-        slice.used = true;
+        (slice.used, slice.step) = (true, self.step);
         Some(slice)
     }
 
@@ -147,7 +156,7 @@ impl SliceCache {
     ) -> &mut [u8] {
         let slice = &mut self.slots[self.index[&offset]].1;
         let index = if slice.kind == SliceKind::Refcounts { 0 } else { index };
-        slice.used = true;
+        (slice.used, slice.step) = (true, self.step);
         slice.changed.insert(index);
         match stability {
             DataStability::Stable => slice.unstable.remove(index),
@@ -223,6 +232,7 @@ impl SliceCache {
             writing: Entries::default(),
             unstable: Entries::default(),
             used: true,
+            step: self.step,
         };
         let slot = match self.victim() {
             Some(slot) => {
@@ -247,7 +257,7 @@ impl SliceCache {
         for _ in 0..self.slots.len() * 2 {
             self.hand = (self.hand + 1) % self.slots.len();
             let slice = &mut self.slots[self.hand].1;
-            if slice.is_clean() && !std::mem::take(&mut slice.used) {
+            if slice.is_clean() && slice.step != self.step && !std::mem::take(&mut slice.used) {
                 return Some(self.hand);
             }
         }
@@ -323,6 +333,7 @@ mod tests {
         filled(&mut cache, 0);
         cache.change(0, 3, STABLE)[0] = 1;
         for offset in 1..100 {
+            cache.begin_step();
             filled(&mut cache, offset * 512);
         }
         assert_eq!(cache.slots.len(), 4);

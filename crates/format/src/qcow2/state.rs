@@ -4,14 +4,17 @@
 //! answers what it is [`Blocked`] by, having changed nothing; whoever called it removes the obstacle
 //! without the lock and tries again.
 
+use std::collections::{BTreeSet, HashMap, HashSet, VecDeque};
 use std::sync::Arc;
 
 use blockhouse_core::{Error, ErrorKind};
 use event_listener::EventListener;
 
+use super::alloc::{Retired, Space};
 use super::entry::{self, Entry, Reference};
 use super::geometry::Geometry;
 use super::header::Header;
+use super::pending::Pending;
 use super::slice_cache::{SliceCache, SliceId, SliceKind};
 
 /// Why a step cannot be made now.
@@ -20,6 +23,8 @@ pub(crate) enum Blocked {
     Missing(SliceId),
     /// Somebody else is at it.
     Wait(EventListener),
+    /// Too much is changed: a round has to write it first.
+    Crowded,
     /// For good.
     Failed(Error),
 }
@@ -36,12 +41,31 @@ pub(crate) type Step<T> = Result<T, Blocked>;
 pub(crate) struct State {
     pub(crate) geometry: Geometry,
     pub(crate) name: Arc<str>,
+    /// As it should be. What of it is on disk is `disk_header`.
     pub(crate) header: Header,
+    pub(crate) disk_header: Header,
     /// The active L1 table, as on disk.
     pub(crate) l1: Vec<u64>,
     /// The refcount table, as on disk.
     pub(crate) refcount_table: Vec<u64>,
     pub(crate) cache: SliceCache,
+    pub(crate) space: Space,
+    pub(crate) pending: Pending,
+    /// L2 tables and refcount blocks that nothing on disk refers to yet, by offset.
+    pub(crate) new_tables: HashMap<u64, SliceKind>,
+    /// Entries that differ from the disk.
+    pub(crate) l1_changed: BTreeSet<usize>,
+    pub(crate) refcount_table_changed: BTreeSet<usize>,
+    /// What left the tables in memory since the last round began.
+    pub(crate) retired: Vec<Retired>,
+    /// What left the tables durably: to be counted down.
+    pub(crate) released: VecDeque<Retired>,
+    /// Clusters of the active tables, for not giving them to anybody by mistake.
+    pub(crate) metadata: HashSet<u64>,
+    /// Counts changes that a flush makes durable; and those that are.
+    pub(crate) version: u64,
+    pub(crate) durable_version: u64,
+    pub(crate) round_is_running: bool,
 }
 
 impl State {
@@ -74,13 +98,8 @@ impl State {
     /// The `index`-th entry of a slice of an L2 table.
     pub(crate) fn entry(&mut self, slice: SliceId, index: usize) -> Step<Entry> {
         let geometry = self.geometry;
-        let Some(cached) = self.cache.get(slice.offset) else {
-            return Err(Blocked::Missing(slice));
-        };
-        if cached.kind != SliceKind::L2 {
-            let what = "an L2 table lies where a refcount block does";
-            return Err(self.corrupt(what, slice.offset).into());
-        }
+        self.ensure(slice)?;
+        let cached = self.cache.get(slice.offset).expect("a slice that was ensured");
         Entry::read(&cached.bytes, index, geometry).map_err(|violation| {
             let offset = slice.offset + index as u64 * geometry.l2_entry_size();
             Blocked::Failed(self.corrupt(format!("an L2 entry {violation}"), offset))

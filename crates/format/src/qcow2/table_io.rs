@@ -1,8 +1,8 @@
 //! Tables on their way between the storage and memory.
 
-use blockhouse_core::{Buffer, Durability, Result, Storage};
+use blockhouse_core::{Buffer, ByteRange, Durability, Result, Storage};
 
-/// Reads `length` bytes at `offset`, both multiples of 8. Bytes past the end are zeros.
+/// Reads `length` bytes at any `offset`. Bytes past the end are zeros.
 pub(crate) async fn read<S: Storage>(storage: &S, offset: u64, length: usize) -> Result<Vec<u8>> {
     let block = u64::from(storage.capabilities().alignment.offset);
     let mut bytes = Vec::with_capacity(length);
@@ -11,9 +11,11 @@ pub(crate) async fn read<S: Storage>(storage: &S, offset: u64, length: usize) ->
     let mut at = offset;
     while bytes.len() < length {
         let wanted = (length - bytes.len()).min(PIECE);
-        let mut buffer = Buffer::new((wanted as u64).next_multiple_of(block) as usize);
-        storage.read(at, buffer.lend()).await?;
-        bytes.extend_from_slice(&buffer.bytes()[..wanted]);
+        let outer = ByteRange::between(at, at + wanted as u64).align_outward(block);
+        let mut buffer = Buffer::new(outer.length() as usize);
+        storage.read(outer.offset(), buffer.lend()).await?;
+        let start = (at - outer.offset()) as usize;
+        bytes.extend_from_slice(&buffer.bytes()[start..start + wanted]);
         at += wanted as u64;
     }
     Ok(bytes)

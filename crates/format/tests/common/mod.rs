@@ -7,11 +7,11 @@ use std::path::Path;
 use std::process::Command;
 
 use blockhouse_core::{
-    Alignment, Buffer, ByteRange, Capabilities, Durability, Error, ErrorKind, ExtentState, Fua,
-    GroupCommit, IoVector, Offload, Result, Status, Storage, Sync, Unmap, WriteCache,
+    Alignment, Buffer, ByteRange, Capabilities, Durability, Error, ErrorKind, Extent, ExtentState,
+    Fua, GroupCommit, IoVector, Offload, Result, Status, Storage, Sync, Unmap, WriteCache,
 };
 use blockhouse_format::qcow2::{self, Qcow2};
-use blockhouse_format::{Intent, qcow2::Access};
+use blockhouse_format::{Abort, Intent, qcow2::Access};
 
 /// A host file, used at once.
 pub struct FileStorage {
@@ -186,4 +186,80 @@ pub async fn read_host<S: Storage>(storage: &S, offset: u64, length: usize) -> R
     storage.read(outer.offset(), buffer.lend()).await?;
     let start = (offset - outer.offset()) as usize;
     Ok(buffer.bytes()[start..start + length].to_vec())
+}
+
+/// Writes `bytes` to the guest's disk as an I/O path would: what becomes visible together is written
+/// together.
+pub async fn write<S: Storage>(
+    image: &Qcow2<S>,
+    offset: u64,
+    bytes: &[u8],
+    behind: u8,
+) -> Result<()> {
+    let mut rest = ByteRange::between(offset, offset + bytes.len() as u64);
+    while !rest.is_empty() {
+        let extent = image.map(rest, Intent::Write).await?;
+        let start = (extent.guest.offset() - offset) as usize;
+        let part = &bytes[start..][..extent.guest.length() as usize];
+        store(image, extent, part, behind).await?;
+        rest = rest.skip(extent.guest.length());
+    }
+    Ok(())
+}
+
+/// Stores the data of a prepared extent and commits it, or gives it back.
+pub async fn store<S: Storage>(
+    image: &Qcow2<S>,
+    extent: Extent,
+    bytes: &[u8],
+    behind: u8,
+) -> Result<()> {
+    let filled = fill(image, extent, bytes, behind).await;
+    if filled.is_err() {
+        image.abort(extent, Abort::Ended);
+        return filled;
+    }
+    image.commit(extent, Durability::None).await
+}
+
+async fn fill<S: Storage>(
+    image: &Qcow2<S>,
+    extent: Extent,
+    bytes: &[u8],
+    behind: u8,
+) -> Result<()> {
+    let ExtentState::Mapped { host } = extent.state else {
+        panic!("a place for data: {extent:?}");
+    };
+    let (guest, whole) = (extent.guest, extent.whole);
+    let head = ByteRange::between(whole.offset(), guest.offset());
+    let tail = ByteRange::between(guest.end(), whole.end());
+    let mut all = read(image, head, behind).await?;
+    all.extend_from_slice(bytes);
+    all.extend(read(image, tail, behind).await?);
+    let mut buffer = Buffer::new(all.len());
+    buffer.bytes_mut().copy_from_slice(&all);
+    image.storage().write(host - head.length(), buffer.lend(), Durability::None).await
+}
+
+/// Makes a range zeros, or gives it back.
+pub async fn unmap<S: Storage>(
+    image: &Qcow2<S>,
+    range: ByteRange,
+    intent: Intent,
+    behind: u8,
+) -> Result<()> {
+    let mut rest = range;
+    while !rest.is_empty() {
+        let extent = image.map(rest, intent).await?;
+        match extent.state {
+            ExtentState::Mapped { .. } if intent != Intent::Discard => {
+                let zeros = vec![0; extent.guest.length() as usize];
+                store(image, extent, &zeros, behind).await?;
+            }
+            _ => image.commit(extent, Durability::Data).await?,
+        }
+        rest = rest.skip(extent.guest.length());
+    }
+    Ok(())
 }

@@ -1,0 +1,454 @@
+//! Host clusters: who is counted how often, which are free, taking and giving back.
+//!
+//! Refcounts in memory are the truth about what is taken; they reach the disk with rounds. Free space
+//! is looked for in three places: clusters that were given back; a cursor that passes once over the
+//! space that was there when the image was opened, a few slices at a time; the end of the file. So no
+//! allocation ever looks at more than a few refcount blocks.
+
+use std::collections::BTreeMap;
+use std::ops::Range;
+
+use blockhouse_core::{Error, ErrorKind};
+
+use super::geometry::MOST_OFFSET;
+use super::refcount;
+use super::slice_cache::{DataStability, SliceId, SliceKind};
+use super::state::{Blocked, State, Step};
+
+/// How many refcount slices one allocation looks at before it takes from the end.
+const SLICES_A_TIME: u32 = 4;
+/// How many runs of given-back clusters are remembered. What is beyond is found again by the cursor
+/// of the next opening.
+const MOST_RUNS: usize = 1 << 16;
+/// The largest refcount table, in bytes.
+const MOST_TABLE: u64 = 8 << 20;
+
+/// Where free space is.
+pub(crate) struct Space {
+    /// Clusters below this have been looked at.
+    cursor: u64,
+    /// Where the cursor stops: the end of the file when it was opened.
+    scan_end: u64,
+    /// New clusters are taken from here on.
+    end: u64,
+    /// Given back: first cluster and how many. Only of what the cursor does not come by any more.
+    runs: BTreeMap<u64, u64>,
+}
+
+impl Space {
+    /// Of a file of so many clusters.
+    pub(crate) fn new(clusters: u64) -> Self {
+        Self { cursor: 0, scan_end: clusters, end: clusters, runs: BTreeMap::new() }
+    }
+
+    /// Nothing lies in clusters from here on.
+    pub(crate) fn end(&self) -> u64 {
+        self.end
+    }
+
+    fn give_back(&mut self, cluster: u64) {
+        if (self.cursor..self.scan_end).contains(&cluster) {
+            return;
+        }
+        let before = self.runs.range(..cluster).next_back().map(|(&start, &count)| (start, count));
+        let mut run = (cluster, 1);
+        if let Some((start, count)) = before
+            && start + count == cluster
+        {
+            run = (start, count + 1);
+        }
+        if let Some(count) = self.runs.remove(&(cluster + 1)) {
+            run.1 += count;
+        }
+        if self.runs.len() < MOST_RUNS || self.runs.contains_key(&run.0) {
+            self.runs.insert(run.0, run.1);
+        }
+    }
+
+    /// Removes the first clusters of the run at `start`.
+    fn take_from_run(&mut self, start: u64, count: u64) {
+        if let Some(length) = self.runs.remove(&start)
+            && count < length
+        {
+            self.runs.insert(start + count, length - count);
+        }
+    }
+}
+
+/// What was found at a place.
+enum Found {
+    /// Free clusters.
+    Free(Range<u64>),
+    /// So many clusters are taken.
+    Taken(u64),
+    /// Nobody counts the cluster: it is free, but needs a refcount block.
+    Uncounted,
+}
+
+impl State {
+    /// Notes where the active tables are.
+    pub(crate) fn note_metadata(&mut self) -> Result<(), Error> {
+        let geometry = self.geometry;
+        let l1 = geometry.cluster_of(self.header.l1_offset);
+        let l1_clusters = geometry.clusters_for(self.l1.len() as u64 * 8);
+        let table = geometry.cluster_of(self.header.refcount_table_offset);
+        let table_clusters = u64::from(self.header.refcount_table_clusters);
+        self.metadata.extend((l1..l1 + l1_clusters).chain(table..table + table_clusters));
+        for index in 0..self.refcount_table.len() as u64 {
+            if let Some(block) = self.refcount_block(index)? {
+                self.metadata.insert(geometry.cluster_of(block));
+            }
+        }
+        for index in 0..self.l1.len() {
+            if let Some(table) = self.l2_table(index)? {
+                self.metadata.insert(geometry.cluster_of(table.offset));
+            }
+        }
+        Ok(())
+    }
+
+    /// The slice with a cluster's refcount, cached; `None` where no refcount block exists.
+    fn refcount_slice(&mut self, cluster: u64) -> Step<Option<(SliceId, usize)>> {
+        let place = self.geometry.refcount_place(cluster);
+        let Some(block) = self.refcount_block(place.table_index)? else { return Ok(None) };
+        let id = SliceId { offset: block + place.slice_offset, kind: SliceKind::Refcounts };
+        self.ensure(id)?;
+        Ok(Some((id, place.index)))
+    }
+
+    /// A cluster's refcount.
+    pub(crate) fn refcount(&mut self, cluster: u64) -> Step<u64> {
+        let order = self.geometry.refcount_order;
+        let Some((id, index)) = self.refcount_slice(cluster)? else { return Ok(0) };
+        let slice = self.cache.get(id.offset).expect("a slice that was ensured");
+        Ok(refcount::get(&slice.bytes, order, index))
+    }
+
+    /// Changes the refcount of a cluster that has a refcount block.
+    fn set_refcount(&mut self, cluster: u64, value: u64) -> Step<()> {
+        let order = self.geometry.refcount_order;
+        let Some((id, index)) = self.refcount_slice(cluster)? else {
+            let what = "a cluster in use has no refcount block";
+            return Err(self.corrupt(what, self.geometry.offset_of(cluster)).into());
+        };
+        let bytes = self.cache.change(id.offset, index, DataStability::Stable);
+        refcount::set(bytes, order, index, value);
+        Ok(())
+    }
+
+    /// One reference to a cluster is gone, durably. At none, the cluster can be taken again.
+    pub(crate) fn lower_refcount(&mut self, cluster: u64) -> Step<()> {
+        let count = self.refcount(cluster)?;
+        if count == 0 {
+            let what = "the refcount of a cluster in use is 0";
+            return Err(self.corrupt(what, self.geometry.offset_of(cluster)).into());
+        }
+        self.set_refcount(cluster, count - 1)?;
+        if count == 1 {
+            self.metadata.remove(&cluster);
+            self.space.give_back(cluster);
+        }
+        Ok(())
+    }
+
+    /// Sets a refcount to what was counted, with a refcount block if there must be one.
+    pub(crate) fn correct_refcount(&mut self, cluster: u64, value: u64) -> Step<()> {
+        if self.refcount(cluster)? == value {
+            return Ok(());
+        }
+        if value > self.geometry.most_refcount() {
+            let what = format!("{value} references to a cluster are more than can be counted");
+            return Err(self.corrupt(what, self.geometry.offset_of(cluster)).into());
+        }
+        while self.refcount_slice(cluster)?.is_none() {
+            self.space.end = self.space.end.max(cluster + 1);
+            let index = self.geometry.refcount_place(cluster).table_index;
+            let new = self.carve(1)?;
+            let block = self.geometry.offset_of(new.start);
+            if self.refcount_block(index)?.is_none() {
+                self.add_refcount_block(index, block);
+            } else {
+                self.give_up(new);
+            }
+        }
+        self.set_refcount(cluster, value)
+    }
+
+    /// Takes one to `most` clusters in a row, each with a refcount of one.
+    pub(crate) fn allocate(&mut self, most: u64) -> Step<Range<u64>> {
+        let mut slices = SLICES_A_TIME;
+        loop {
+            let run = self.space.runs.first_key_value().map(|(&start, &count)| (start, count));
+            if let Some((start, count)) = run {
+                match self.look_at(start, count.min(most))? {
+                    Found::Free(clusters) => {
+                        self.space.take_from_run(start, clusters.end - clusters.start);
+                        return self.take(clusters);
+                    }
+                    Found::Taken(_) | Found::Uncounted => self.space.take_from_run(start, 1),
+                }
+            } else if self.space.cursor < self.space.scan_end && slices > 0 {
+                slices -= 1;
+                let cursor = self.space.cursor;
+                match self.look_at(cursor, most.min(self.space.scan_end - cursor))? {
+                    Found::Free(clusters) => {
+                        self.space.cursor = clusters.end;
+                        return self.take(clusters);
+                    }
+                    Found::Taken(count) => self.space.cursor = cursor + count,
+                    // Space that nobody counts is not worth a refcount block of its own.
+                    Found::Uncounted => self.space.cursor = self.next_block_start(cursor),
+                }
+            } else {
+                let end = self.space.end;
+                match self.look_at(end, most)? {
+                    Found::Free(clusters) => {
+                        self.space.end = clusters.end;
+                        return self.take(clusters);
+                    }
+                    Found::Taken(count) => self.space.end = end + count,
+                    Found::Uncounted => {
+                        self.carve(0)?;
+                    }
+                }
+            }
+        }
+    }
+
+    fn next_block_start(&self, cluster: u64) -> u64 {
+        (cluster / self.geometry.block_refcounts() + 1) * self.geometry.block_refcounts()
+    }
+
+    /// What is at `cluster`: up to `most` free ones, or how many taken ones; of one slice only.
+    fn look_at(&mut self, cluster: u64, most: u64) -> Step<Found> {
+        self.check_within_limits(cluster)?;
+        let Some((id, first)) = self.refcount_slice(cluster)? else { return Ok(Found::Uncounted) };
+        let order = self.geometry.refcount_order;
+        let last = self.geometry.slice_refcounts() as usize;
+        let slice = self.cache.get(id.offset).expect("a slice that was ensured");
+        let is_free = |index: usize| refcount::get(&slice.bytes, order, index) == 0;
+        let wanted = is_free(first);
+        let count = (first..last).take_while(|&index| is_free(index) == wanted).count() as u64;
+        Ok(if wanted {
+            Found::Free(cluster..cluster + count.min(most))
+        } else {
+            Found::Taken(count)
+        })
+    }
+
+    fn check_within_limits(&self, cluster: u64) -> Result<(), Error> {
+        if cluster < MOST_OFFSET >> self.geometry.cluster_bits {
+            return Ok(());
+        }
+        let what = "the image is as large as its format allows";
+        Err(Error::new(ErrorKind::NoSpace, what).on(&self.name))
+    }
+
+    /// Raises the refcounts of free clusters, all in one slice.
+    fn take(&mut self, clusters: Range<u64>) -> Step<Range<u64>> {
+        for cluster in clusters.clone() {
+            self.check_not_metadata(cluster)?;
+        }
+        for cluster in clusters.clone() {
+            self.set_refcount(cluster, 1)?;
+        }
+        Ok(clusters)
+    }
+
+    /// Tables that count as free would be overwritten: the image is damaged.
+    fn check_not_metadata(&self, cluster: u64) -> Result<(), Error> {
+        if cluster != 0 && !self.metadata.contains(&cluster) {
+            return Ok(());
+        }
+        let what = "a table in use counts as free";
+        Err(self.corrupt(what, self.geometry.offset_of(cluster)))
+    }
+
+    /// Takes exactly `count` clusters in a row at the end, after the refcount blocks (and the larger
+    /// refcount table) that counting them takes.
+    pub(crate) fn carve(&mut self, count: u64) -> Step<Range<u64>> {
+        loop {
+            let start = self.space.end;
+            let plan = self.plan(start, count)?;
+            let clusters = start..start + plan.total;
+            self.check_within_limits(clusters.end)?;
+            if let Some(taken) = self.first_taken(clusters)? {
+                self.space.end = taken + 1;
+                continue;
+            }
+            return self.lay_out(start, &plan, count);
+        }
+    }
+
+    fn first_taken(&mut self, clusters: Range<u64>) -> Step<Option<u64>> {
+        for cluster in clusters {
+            if self.refcount(cluster)? != 0 {
+                return Ok(Some(cluster));
+            }
+        }
+        Ok(None)
+    }
+
+    fn plan(&self, start: u64, count: u64) -> Result<Plan, Error> {
+        let geometry = self.geometry;
+        let blocks_of = geometry.block_refcounts();
+        let mut plan = Plan { blocks: Vec::new(), table: 0, total: count.max(1) };
+        loop {
+            let last = (start + plan.total - 1) / blocks_of;
+            plan.blocks.clear();
+            for index in start / blocks_of..=last {
+                if self.refcount_block(index)?.is_none() {
+                    plan.blocks.push(index);
+                }
+            }
+            let entries = last + 1;
+            plan.table = if entries > self.refcount_table.len() as u64 {
+                // Half as much again, so that growing stays rare.
+                let wanted = geometry.clusters_for((entries + entries / 2) * 8);
+                wanted.min(MOST_TABLE >> geometry.cluster_bits)
+            } else {
+                0
+            };
+            if plan.table > 0 && plan.table << geometry.cluster_bits < entries * 8 {
+                let what = "the refcount table is as large as its format allows";
+                return Err(Error::new(ErrorKind::NoSpace, what).on(&self.name));
+            }
+            let total = (plan.blocks.len() as u64 + plan.table + count).max(1);
+            if total <= plan.total {
+                return Ok(plan);
+            }
+            plan.total = total;
+        }
+    }
+
+    /// Carries the plan out: refcount blocks, refcount table, then what was asked for.
+    fn lay_out(&mut self, start: u64, plan: &Plan, count: u64) -> Step<Range<u64>> {
+        let geometry = self.geometry;
+        let table_start = start + plan.blocks.len() as u64;
+        let wanted = table_start + plan.table..table_start + plan.table + count;
+        for cluster in start..wanted.end {
+            self.check_not_metadata(cluster)?;
+        }
+        if plan.table > 0 {
+            self.move_refcount_table(table_start, plan.table);
+        }
+        for (&index, cluster) in plan.blocks.iter().zip(start..) {
+            self.add_refcount_block(index, geometry.offset_of(cluster));
+        }
+        for cluster in start..wanted.end {
+            self.set_refcount(cluster, 1)?;
+        }
+        self.space.end = wanted.end;
+        Ok(wanted)
+    }
+
+    fn add_refcount_block(&mut self, index: u64, offset: u64) {
+        self.begin_table(offset, SliceKind::Refcounts);
+        self.refcount_table[index as usize] = offset;
+        self.refcount_table_changed.insert(index as usize);
+    }
+
+    fn move_refcount_table(&mut self, cluster: u64, clusters: u64) {
+        let geometry = self.geometry;
+        let old = geometry.cluster_of(self.header.refcount_table_offset);
+        self.retire(old..old + u64::from(self.header.refcount_table_clusters), Punch::No);
+        self.header.refcount_table_offset = geometry.offset_of(cluster);
+        self.header.refcount_table_clusters = clusters as u32;
+        self.refcount_table.resize((clusters << geometry.cluster_bits) as usize / 8, 0);
+        self.metadata.extend(cluster..cluster + clusters);
+    }
+
+    /// A cluster becomes a table of zeros in memory; what was cached of it before is forgotten.
+    pub(crate) fn begin_table(&mut self, offset: u64, kind: SliceKind) {
+        let geometry = self.geometry;
+        let end = offset + geometry.cluster_size();
+        self.cache.forget(offset, end, geometry.slice_size());
+        self.new_tables.insert(offset, kind);
+        self.metadata.insert(geometry.cluster_of(offset));
+    }
+
+    /// References to these clusters left the tables in memory: once that is durable, each is counted
+    /// once less.
+    pub(crate) fn retire(&mut self, clusters: Range<u64>, punch: Punch) {
+        match self.retired.last_mut() {
+            Some(last) if last.punch == punch && last.clusters.end == clusters.start => {
+                last.clusters.end = clusters.end;
+            }
+            _ => self.retired.push(Retired { clusters, punch }),
+        }
+    }
+
+    /// Raised for nothing: never referred to by any table.
+    pub(crate) fn give_up(&mut self, clusters: Range<u64>) {
+        self.released.push_back(Retired { clusters, punch: Punch::No });
+    }
+
+    /// As [`Blocked::Missing`] if the slice is not cached; slices of tables that are not on disk yet
+    /// are made.
+    pub(crate) fn ensure(&mut self, id: SliceId) -> Step<()> {
+        if let Some(slice) = self.cache.get(id.offset) {
+            if slice.kind == id.kind {
+                return Ok(());
+            }
+            let what = "an L2 table and a refcount block share a place";
+            return Err(self.corrupt(what, id.offset).into());
+        }
+        let table = id.offset & !(self.geometry.cluster_size() - 1);
+        if !self.new_tables.contains_key(&table) {
+            return Err(Blocked::Missing(id));
+        }
+        self.cache.insert(id, vec![0; self.geometry.slice_size() as usize].into());
+        Ok(())
+    }
+}
+
+/// What has to be taken together.
+struct Plan {
+    /// Which entries of the refcount table get a block.
+    blocks: Vec<u64>,
+    /// Clusters of a new refcount table, 0 for none.
+    table: u64,
+    total: u64,
+}
+
+/// Whether the host file gets the space back.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Punch {
+    /// It stays for the next allocation.
+    No,
+    /// It becomes a hole.
+    Yes,
+}
+
+/// Clusters that are counted once too often.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Retired {
+    pub(crate) clusters: Range<u64>,
+    pub(crate) punch: Punch,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn given_back_clusters_join_their_neighbours() {
+        let mut space = Space::new(0);
+        for cluster in [5, 7, 6, 9] {
+            space.give_back(cluster);
+        }
+        assert_eq!(space.runs.iter().collect::<Vec<_>>(), [(&5, &3), (&9, &1)]);
+        space.take_from_run(5, 2);
+        assert_eq!(space.runs.iter().collect::<Vec<_>>(), [(&7, &1), (&9, &1)]);
+    }
+
+    #[test]
+    fn what_the_cursor_will_come_by_is_not_remembered() {
+        let mut space = Space::new(10);
+        space.cursor = 4;
+        for cluster in [3, 4, 9, 10] {
+            space.give_back(cluster);
+        }
+        assert_eq!(space.runs.keys().collect::<Vec<_>>(), [&3, &10]);
+    }
+}

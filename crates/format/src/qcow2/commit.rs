@@ -1,0 +1,141 @@
+//! The end of a prepared change: its entries in memory, or its space given back.
+
+use std::ops::Range;
+
+use blockhouse_core::{ByteRange, Durability, Extent, ExtentFlags, ExtentState};
+
+use super::alloc::Punch;
+use super::entry::{Entry, Reference, UnitState, Units};
+use super::map::unit_mask;
+use super::pending::Change;
+use super::slice_cache::{DataStability, SliceId};
+use super::state::{State, Step};
+use crate::Abort;
+
+impl State {
+    /// The data of the extent arrived: all entries change, or none if something is missing.
+    pub(crate) fn commit(&mut self, extent: Extent, data: Durability) -> Step<()> {
+        if !extent.flags.contains(ExtentFlags::NEW) {
+            self.end_overwrite(extent);
+            return Ok(());
+        }
+        let first = self.geometry.cluster_of(extent.whole.offset());
+        let Some(prepared) = self.pending.get(first) else { return Ok(()) };
+        let (clusters, change) = (prepared.clusters.clone(), prepared.change.clone());
+        let stability = match data {
+            Durability::None => DataStability::Unstable,
+            Durability::Data | Durability::Full => DataStability::Stable,
+        };
+        let slice = self.own_l2_slice(first)?;
+        for cluster in clusters.clone() {
+            self.entry(slice, self.geometry.l2_place(cluster).index)?;
+        }
+        for cluster in clusters.clone() {
+            self.change_entry(slice, cluster, first, &change, extent.whole, stability)?;
+        }
+        self.version += 1;
+        self.pending.end(first);
+        Ok(())
+    }
+
+    fn change_entry(
+        &mut self,
+        slice: SliceId,
+        cluster: u64,
+        first: u64,
+        change: &Change,
+        whole: ByteRange,
+        stability: DataStability,
+    ) -> Step<()> {
+        let geometry = self.geometry;
+        let index = geometry.l2_place(cluster).index;
+        let old = self.entry(slice, index)?;
+        let new = match *change {
+            Change::Write { host, .. } => {
+                let place = Reference::sole(host + geometry.offset_of(cluster - first));
+                let units = self.written_units(old, cluster, whole);
+                Entry::Standard { place: Some(place), units }
+            }
+            Change::Zero { keep } => match old {
+                Entry::Standard { place: Some(place), .. } if keep && place.is_sole() => {
+                    Entry::Standard { place: Some(place), units: Units::ZERO }
+                }
+                _ => Entry::ZERO,
+            },
+            Change::Discard if geometry.version >= 3 && self.header.backing.is_some() => {
+                Entry::ZERO
+            }
+            Change::Discard => Entry::UNALLOCATED,
+        };
+        let punch = if matches!(change, Change::Write { .. }) { Punch::No } else { Punch::Yes };
+        self.retire_entry(old, new, punch);
+        let bytes = self.cache.change(slice.offset, index, stability);
+        new.write(bytes, index, geometry);
+        Ok(())
+    }
+
+    /// What the units of a cluster are once `whole` is written.
+    fn written_units(&self, old: Entry, cluster: u64, whole: ByteRange) -> Units {
+        let geometry = self.geometry;
+        let Entry::Standard { units, .. } = old else { return Units::DATA };
+        if !geometry.extended_l2 {
+            return Units::DATA;
+        }
+        let bytes = geometry.bytes_of(cluster..cluster + 1);
+        let start = whole.offset().max(bytes.offset()) - bytes.offset();
+        let end = whole.end().min(bytes.end()) - bytes.offset();
+        units.with(unit_mask(start, end, geometry.unit_size()), UnitState::Data)
+    }
+
+    /// Counts down what the old entry referred to and the new one does not.
+    fn retire_entry(&mut self, old: Entry, new: Entry, punch: Punch) {
+        let geometry = self.geometry;
+        match old {
+            // Others may have data in the same clusters, so they are never punched.
+            Entry::Compressed(place) => self.retire(place.host_clusters(geometry), Punch::No),
+            Entry::Standard { place: Some(place), .. } => {
+                let kept = matches!(new, Entry::Standard { place: Some(new), .. }
+                    if new.offset == place.offset);
+                let cluster = geometry.cluster_of(place.offset);
+                if !kept && !self.pending.haunted.contains(&cluster) {
+                    let punch = if place.is_sole() { punch } else { Punch::No };
+                    self.retire(cluster..cluster + 1, punch);
+                }
+            }
+            Entry::Standard { place: None, .. } => {}
+        }
+    }
+
+    /// The data of the extent did not arrive.
+    pub(crate) fn abort(&mut self, extent: Extent, why: Abort) {
+        let geometry = self.geometry;
+        if why == Abort::InFlight
+            && let ExtentState::Mapped { host } = extent.state
+        {
+            let place = ByteRange::between(host, host + extent.guest.length());
+            self.pending.haunted.extend(geometry.clusters_of(place));
+        }
+        if !extent.flags.contains(ExtentFlags::NEW) {
+            self.end_overwrite(extent);
+            return;
+        }
+        let first = geometry.cluster_of(extent.whole.offset());
+        let Some(prepared) = self.pending.end(first) else { return };
+        if let Change::Write { host, taken: true } = prepared.change
+            && why == Abort::Ended
+        {
+            let host = geometry.cluster_of(host);
+            self.give_up(host..host + clusters_in(&prepared.clusters));
+        }
+    }
+
+    fn end_overwrite(&mut self, extent: Extent) {
+        if matches!(extent.state, ExtentState::Mapped { .. }) {
+            self.pending.end_overwrite(self.geometry.clusters_of(extent.guest));
+        }
+    }
+}
+
+fn clusters_in(clusters: &Range<u64>) -> u64 {
+    clusters.end - clusters.start
+}

@@ -1,0 +1,371 @@
+//! Mapping for a change: what can be done in place, what needs space, what only tables have to say.
+
+use std::ops::Range;
+
+use blockhouse_core::{ByteRange, Extent, ExtentFlags, ExtentState, Unmap};
+
+use super::alloc::Punch;
+use super::entry::{Entry, Ownership, Reference, Units, l1_word};
+use super::map::unit_mask;
+use super::pending::Change;
+use super::slice_cache::{DataStability, SliceId, SliceKind};
+use super::state::{Blocked, State, Step};
+
+/// How a guest cluster can be written.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Way {
+    /// At its place, byte for byte.
+    InPlace { host: u64 },
+    /// At its place, which the tables do not show as data yet.
+    Reuse { host: u64 },
+    /// In a new cluster; nothing of an old place is left to copy by hand.
+    Fresh,
+    /// In a new cluster that holds all the old one held.
+    Copy(Copied),
+}
+
+/// What is copied.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Copied {
+    /// A cluster that somebody else refers to, too.
+    Shared,
+    /// Compressed data.
+    Unpacked,
+}
+
+impl State {
+    /// The extent of the first bytes of `range` for writing. All of it lies before the last
+    /// cluster's end.
+    pub(crate) fn map_write(&mut self, range: ByteRange) -> Step<Extent> {
+        self.check_room()?;
+        let geometry = self.geometry;
+        let clusters = geometry.clusters_of(range);
+        let first = clusters.start;
+        let end = self.pending.free_from(first, clusters.end).map_err(Blocked::Wait)?;
+        let slice = self.own_l2_slice(first)?;
+        let index = geometry.l2_place(first).index;
+        let end = end.min(first + geometry.slice_l2_entries() - index as u64);
+        let way = self.way(slice, first, range)?;
+        let mut count = 1;
+        while first + count < end {
+            let next = self.way(slice, first + count, range)?;
+            if !self.goes_on(way, count, next) {
+                break;
+            }
+            count += 1;
+        }
+        match way {
+            Way::InPlace { host } => Ok(self.overwrite(range, first..first + count, host)),
+            Way::Reuse { host } => {
+                let clusters = first..first + count;
+                if let Some(event) = self.pending.overwrites_of(&clusters) {
+                    return Err(Blocked::Wait(event));
+                }
+                self.prepare_write(slice, range, clusters, host, false, way)
+            }
+            Way::Fresh | Way::Copy(_) => {
+                let taken = self.allocate(count)?;
+                let host = geometry.offset_of(taken.start);
+                let clusters = first..first + (taken.end - taken.start);
+                self.prepare_write(slice, range, clusters, host, true, way)
+            }
+        }
+    }
+
+    /// Waits for a round where too much is changed already.
+    fn check_room(&self) -> Step<()> {
+        if self.cache.is_crowded() { Err(Blocked::Crowded) } else { Ok(()) }
+    }
+
+    fn way(&mut self, slice: SliceId, cluster: u64, range: ByteRange) -> Step<Way> {
+        let geometry = self.geometry;
+        Ok(match self.entry(slice, geometry.l2_place(cluster).index)? {
+            Entry::Compressed(_) => Way::Copy(Copied::Unpacked),
+            Entry::Standard { place: None, .. } => Way::Fresh,
+            Entry::Standard { place: Some(place), units } if place.is_sole() => {
+                let mask = self.mask_of(cluster, range);
+                self.check_place(cluster, place)?;
+                if units.data & mask == mask {
+                    Way::InPlace { host: place.offset }
+                } else {
+                    Way::Reuse { host: place.offset }
+                }
+            }
+            // Nothing is worth copying where all reads as zeros.
+            Entry::Standard { units, .. } if units == Units::ZERO => Way::Fresh,
+            Entry::Standard { .. } => Way::Copy(Copied::Shared),
+        })
+    }
+
+    /// Data that is overwritten in place must lie in the file, and in no table.
+    fn check_place(&self, cluster: u64, place: Reference) -> Step<()> {
+        let host = self.geometry.cluster_of(place.offset);
+        if host < self.space.end() && host != 0 && !self.metadata.contains(&host) {
+            return Ok(());
+        }
+        let guest = self.geometry.offset_of(cluster);
+        let what = format!("the data of the guest's offset {guest} cannot be");
+        Err(self.corrupt(what, place.offset).into())
+    }
+
+    /// Whether the cluster `count` after one that is written one way can go with it.
+    fn goes_on(&self, way: Way, count: u64, next: Way) -> bool {
+        let distance = self.geometry.offset_of(count);
+        match (way, next) {
+            (Way::InPlace { host }, Way::InPlace { host: next })
+            | (Way::Reuse { host }, Way::Reuse { host: next }) => host + distance == next,
+            (Way::Fresh, Way::Fresh) => true,
+            // Without subclusters it makes no difference what is replaced.
+            (Way::Fresh | Way::Copy(_), Way::Fresh | Way::Copy(_)) => !self.geometry.extended_l2,
+            _ => false,
+        }
+    }
+
+    /// The units of a cluster that `range` touches.
+    fn mask_of(&self, cluster: u64, range: ByteRange) -> u32 {
+        let geometry = self.geometry;
+        if !geometry.extended_l2 {
+            return Units::DATA.data;
+        }
+        let bytes = geometry.bytes_of(cluster..cluster + 1);
+        let start = range.offset().max(bytes.offset()) - bytes.offset();
+        let end = range.end().min(bytes.end()) - bytes.offset();
+        unit_mask(start, end, geometry.unit_size())
+    }
+
+    fn overwrite(&mut self, range: ByteRange, clusters: Range<u64>, host: u64) -> Extent {
+        let geometry = self.geometry;
+        let guest = range.truncate(geometry.offset_of(clusters.end) - range.offset());
+        let mut flags = ExtentFlags::empty();
+        if clusters.clone().any(|cluster| self.is_dirty(cluster)) {
+            flags |= ExtentFlags::DIRTY;
+        }
+        self.pending.begin_overwrite(clusters);
+        let host = host + guest.offset() % geometry.cluster_size();
+        Extent { guest, whole: guest, state: ExtentState::Mapped { host }, flags }
+    }
+
+    /// Whether a cluster's entry on disk may be another one than in memory. The slice is cached.
+    fn is_dirty(&mut self, cluster: u64) -> bool {
+        let index = self.geometry.l2_place(cluster).index;
+        let Ok(Some(slice)) = self.l2_slice(cluster) else { return false };
+        self.cache.get(slice.offset).is_some_and(|slice| slice.is_dirty(index))
+    }
+
+    fn prepare_write(
+        &mut self,
+        slice: SliceId,
+        range: ByteRange,
+        clusters: Range<u64>,
+        host: u64,
+        taken: bool,
+        way: Way,
+    ) -> Step<Extent> {
+        let geometry = self.geometry;
+        let bytes = geometry.bytes_of(clusters.clone());
+        let guest = range.truncate(bytes.end() - range.offset());
+        let whole = match way {
+            Way::Copy(_) => bytes,
+            _ if !geometry.extended_l2 => bytes,
+            Way::Fresh => guest.align_outward(geometry.unit_size()),
+            Way::InPlace { .. } | Way::Reuse { .. } => self.whole_units(slice, guest)?,
+        };
+        let mut flags = ExtentFlags::NEW;
+        flags.set(ExtentFlags::SHARED, way == Way::Copy(Copied::Shared));
+        let place = host + (guest.offset() - bytes.offset());
+        self.pending.begin(clusters, Change::Write { host, taken });
+        Ok(Extent { guest, whole, state: ExtentState::Mapped { host: place }, flags })
+    }
+
+    /// `guest` and the rest of its first and last unit, unless that holds data already.
+    fn whole_units(&mut self, slice: SliceId, guest: ByteRange) -> Step<ByteRange> {
+        let unit = self.geometry.unit_size();
+        let outer = guest.align_outward(unit);
+        let start = if self.holds_data(slice, guest.offset())? { guest } else { outer }.offset();
+        let end = if self.holds_data(slice, guest.end() - 1)? { guest } else { outer }.end();
+        Ok(ByteRange::between(start, end))
+    }
+
+    fn holds_data(&mut self, slice: SliceId, offset: u64) -> Step<bool> {
+        let geometry = self.geometry;
+        let index = geometry.l2_place(geometry.cluster_of(offset)).index;
+        let unit = offset % geometry.cluster_size() / geometry.unit_size();
+        Ok(match self.entry(slice, index)? {
+            Entry::Standard { units, .. } => units.data >> unit & 1 == 1,
+            Entry::Compressed(_) => true,
+        })
+    }
+
+    /// The extent of the first bytes of `range` for making them zeros.
+    pub(crate) fn map_zero(&mut self, range: ByteRange, unmap: Unmap) -> Step<Extent> {
+        let Some(clusters) = self.whole_clusters(range) else {
+            let first = range.truncate(self.rest_of_cluster(range.offset()));
+            let read = self.map_read(first)?;
+            return match read.state {
+                ExtentState::Zero | ExtentState::Hole => Ok(read),
+                _ => self.map_write(first),
+            };
+        };
+        let can_say_zero = self.geometry.version >= 3;
+        let is_backed = self.header.backing.is_some();
+        let change = match unmap {
+            _ if can_say_zero => Change::Zero { keep: unmap == Unmap::Forbidden },
+            Unmap::Allowed if !is_backed => Change::Discard,
+            _ => return self.map_write(range),
+        };
+        let needs = |entry: Entry| match entry {
+            Entry::Standard { place: None, units } => units != Units::ZERO && is_backed,
+            Entry::Standard { units, .. } => units != Units::ZERO || unmap == Unmap::Allowed,
+            Entry::Compressed(_) => true,
+        };
+        self.prepare_unmapping(range, clusters, change, needs)
+    }
+
+    /// The extent of the first bytes of `range` for giving their space back.
+    pub(crate) fn map_discard(&mut self, range: ByteRange) -> Step<Extent> {
+        let is_backed = self.header.backing.is_some();
+        let Some(clusters) = self.whole_clusters(range) else {
+            return self.discard_part(range.truncate(self.rest_of_cluster(range.offset())));
+        };
+        // Where zeros cannot be said, what is behind would come to light.
+        if is_backed && self.geometry.version < 3 {
+            return self.discard_part(range.truncate(self.rest_of_cluster(range.offset())));
+        }
+        let needs = |entry: Entry| match entry {
+            Entry::Standard { place: None, units } => units != Units::ZERO && is_backed,
+            Entry::Standard { .. } | Entry::Compressed(_) => true,
+        };
+        self.prepare_unmapping(range, clusters, Change::Discard, needs)
+    }
+
+    /// A part of a cluster: the host's file can have a hole there where it is this cluster's alone.
+    fn discard_part(&mut self, part: ByteRange) -> Step<Extent> {
+        let cluster = self.geometry.cluster_of(part.offset());
+        self.pending.free_from(cluster, cluster + 1).map_err(Blocked::Wait)?;
+        if let Some(slice) = self.l2_slice(cluster)?
+            && let Way::InPlace { host } = self.way(slice, cluster, part)?
+        {
+            return Ok(self.overwrite(part, cluster..cluster + 1, host));
+        }
+        Ok(nothing_to_do(part))
+    }
+
+    fn rest_of_cluster(&self, offset: u64) -> u64 {
+        let cluster_size = self.geometry.cluster_size();
+        cluster_size - offset % cluster_size
+    }
+
+    /// The clusters from the start of `range` on that it covers, if that is at least one. What lies
+    /// beyond the disk's end counts as covered.
+    fn whole_clusters(&self, range: ByteRange) -> Option<Range<u64>> {
+        let geometry = self.geometry;
+        if !geometry.is_cluster_aligned(range.offset()) {
+            return None;
+        }
+        let end = if range.end() >= self.header.size {
+            geometry.clusters_for(range.end())
+        } else {
+            geometry.cluster_of(range.end())
+        };
+        let clusters = geometry.cluster_of(range.offset())..end;
+        (!clusters.is_empty()).then_some(clusters)
+    }
+
+    /// Prepares a change that is made by tables alone, for the first of `clusters` as far as they
+    /// `need` it or do not.
+    fn prepare_unmapping(
+        &mut self,
+        range: ByteRange,
+        clusters: Range<u64>,
+        change: Change,
+        needs: impl Fn(Entry) -> bool,
+    ) -> Step<Extent> {
+        self.check_room()?;
+        let geometry = self.geometry;
+        let first = clusters.start;
+        let end = self.pending.free_from(first, clusters.end).map_err(Blocked::Wait)?;
+        let place = geometry.l2_place(first);
+        if self.l2_table(place.l1_index)?.is_none() && !needs(Entry::UNALLOCATED) {
+            let next = (place.l1_index as u64 + 1) * geometry.l2_entries();
+            return Ok(nothing_to_do(
+                range.truncate(geometry.offset_of(end.min(next)) - range.offset()),
+            ));
+        }
+        let end = end.min(first + geometry.slice_l2_entries() - place.index as u64);
+        let looked_up = self.l2_slice(first)?;
+        let needed = match looked_up {
+            Some(slice) => needs(self.entry(slice, place.index)?),
+            None => true,
+        };
+        let slice = if needed { self.own_l2_slice(first)? } else { looked_up.expect("an entry") };
+        let mut count = 1;
+        while first + count < end
+            && needs(self.entry(slice, place.index + count as usize)?) == needed
+        {
+            count += 1;
+        }
+        let clusters = first..first + count;
+        let guest = range.truncate(geometry.offset_of(clusters.end) - range.offset());
+        if !needed {
+            return Ok(nothing_to_do(guest));
+        }
+        if let Some(event) = self.pending.overwrites_of(&clusters) {
+            return Err(Blocked::Wait(event));
+        }
+        self.pending.begin(clusters, change);
+        let flags = ExtentFlags::NEW;
+        Ok(Extent { guest, whole: guest, state: ExtentState::Zero, flags })
+    }
+
+    /// The slice with a cluster's L2 entry, in an L2 table that is only this image's active one:
+    /// made or copied if it must be.
+    pub(crate) fn own_l2_slice(&mut self, cluster: u64) -> Step<SliceId> {
+        let place = self.geometry.l2_place(cluster);
+        let table = match self.l2_table(place.l1_index)? {
+            Some(table) if table.is_sole() => table.offset,
+            other => self.new_l2_table(place.l1_index, other)?,
+        };
+        let slice = SliceId { offset: table + place.slice_offset, kind: SliceKind::L2 };
+        self.ensure(slice)?;
+        Ok(slice)
+    }
+
+    fn new_l2_table(&mut self, l1_index: usize, old: Option<Reference>) -> Step<u64> {
+        let geometry = self.geometry;
+        let slices = (0..geometry.cluster_size()).step_by(geometry.slice_size() as usize);
+        let mut content = Vec::new();
+        if let Some(old) = old {
+            for slice in slices.clone() {
+                let id = SliceId { offset: old.offset + slice, kind: SliceKind::L2 };
+                self.ensure(id)?;
+                let slice = self.cache.get(id.offset).expect("a slice that was ensured");
+                content.push(slice.bytes.clone());
+            }
+        }
+        if l1_index >= self.l1.len() {
+            let what = "the L1 table does not reach this far";
+            return Err(self.corrupt(what, self.header.l1_offset).into());
+        }
+        let cluster = self.allocate(1)?.start;
+        let table = geometry.offset_of(cluster);
+        self.begin_table(table, SliceKind::L2);
+        for (slice, bytes) in slices.zip(content) {
+            let id = SliceId { offset: table + slice, kind: SliceKind::L2 };
+            self.ensure(id)?;
+            self.cache.change(id.offset, 0, DataStability::Stable).copy_from_slice(&bytes);
+        }
+        self.l1[l1_index] = l1_word(Reference { offset: table, ownership: Ownership::Sole });
+        self.l1_changed.insert(l1_index);
+        self.version += 1;
+        if let Some(old) = old {
+            let old = geometry.cluster_of(old.offset);
+            self.retire(old..old + 1, Punch::No);
+        }
+        Ok(table)
+    }
+}
+
+/// An extent that is as it should be.
+fn nothing_to_do(guest: ByteRange) -> Extent {
+    Extent { guest, whole: guest, state: ExtentState::Hole, flags: ExtentFlags::empty() }
+}

@@ -1,0 +1,199 @@
+//! Counting who refers to which cluster, by reading every table of an image.
+//!
+//! What is wrong on the way is told and passed over, so that one damaged entry does not hide the
+//! rest. The tables are read as they are on disk.
+
+use blockhouse_core::{Result, Storage};
+
+use super::entry::{self, Entry, be32, be64};
+use super::geometry::Geometry;
+use super::header::Header;
+use super::table_io;
+
+/// The largest L1 table, in bytes.
+const MOST_L1_BYTES: u64 = 32 << 20;
+/// What a snapshot's entry is made of besides its id and name.
+const SNAPSHOT_LENGTH: usize = 40;
+const MOST_SNAPSHOT_EXTRA: u32 = 1024;
+
+/// Where an L1 table is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct L1Place {
+    offset: u64,
+    entries: u32,
+}
+
+/// How often each cluster of the file is referred to, and what was wrong.
+pub(crate) struct References<'a, S> {
+    storage: &'a S,
+    header: &'a Header,
+    geometry: Geometry,
+    /// By host cluster.
+    pub(crate) counts: Vec<u32>,
+    /// Guest clusters with a place of their own, or compressed.
+    pub(crate) allocated: u64,
+    pub(crate) compressed: u64,
+    /// What is wrong, in words.
+    pub(crate) problems: Vec<String>,
+    pub(crate) corruptions: u64,
+}
+
+/// How many problems are told in words.
+const MOST_WORDS: usize = 1000;
+
+impl<'a, S: Storage> References<'a, S> {
+    /// Counts all references.
+    ///
+    /// # Errors
+    /// Only what the storage answers.
+    pub(crate) async fn count(storage: &'a S, header: &'a Header) -> Result<Self> {
+        let geometry = header.geometry;
+        let clusters = geometry.clusters_for(storage.size());
+        let mut references = Self {
+            storage,
+            header,
+            geometry,
+            counts: vec![0; clusters as usize],
+            allocated: 0,
+            compressed: 0,
+            problems: Vec::new(),
+            corruptions: 0,
+        };
+        references.add("the header", 0, geometry.cluster_size());
+        let active = L1Place { offset: header.l1_offset, entries: header.l1_entries };
+        references.walk_l1(active, Which::Active).await?;
+        references.walk_snapshots().await?;
+        references.walk_refcounts().await?;
+        Ok(references)
+    }
+
+    /// Something is wrong.
+    pub(crate) fn problem(&mut self, what: String) {
+        self.corruptions += 1;
+        if self.problems.len() < MOST_WORDS {
+            self.problems.push(what);
+        }
+    }
+
+    /// `what` refers to these bytes.
+    fn add(&mut self, what: &str, offset: u64, length: u64) {
+        if length == 0 {
+            return;
+        }
+        let first = self.geometry.cluster_of(offset);
+        let end = self.geometry.clusters_for(offset.saturating_add(length));
+        let count = self.counts.len() as u64;
+        if end > count {
+            self.problem(format!("{what} at offset {offset} lies beyond the end of the file"));
+        }
+        for cluster in first.min(count)..end.min(count) {
+            let counted = &mut self.counts[cluster as usize];
+            *counted = counted.saturating_add(1);
+        }
+    }
+
+    async fn walk_l1(&mut self, place: L1Place, which: Which) -> Result<()> {
+        let bytes = u64::from(place.entries) * 8;
+        if bytes > MOST_L1_BYTES || !self.geometry.is_cluster_aligned(place.offset) {
+            self.problem(format!("an L1 table cannot be at offset {}", place.offset));
+            return Ok(());
+        }
+        self.add("an L1 table", place.offset, bytes);
+        let table = table_io::read(self.storage, place.offset, bytes as usize).await?;
+        for (index, word) in table_io::words_of(&table).into_iter().enumerate() {
+            match entry::l1_reference(word, self.geometry) {
+                Ok(None) => {}
+                Ok(Some(table)) => {
+                    self.add("an L2 table", table.offset, self.geometry.cluster_size());
+                    self.walk_l2(table.offset, which).await?;
+                }
+                Err(violation) => {
+                    let offset = place.offset + index as u64 * 8;
+                    self.problem(format!("the L1 entry at offset {offset} {violation}"));
+                }
+            }
+        }
+        Ok(())
+    }
+
+    async fn walk_l2(&mut self, offset: u64, which: Which) -> Result<()> {
+        let geometry = self.geometry;
+        if offset >= self.storage.size() {
+            return Ok(());
+        }
+        let table = table_io::read(self.storage, offset, geometry.cluster_size() as usize).await?;
+        for index in 0..geometry.l2_entries() as usize {
+            match Entry::read(&table, index, geometry) {
+                Ok(Entry::Standard { place: None, .. }) => {}
+                Ok(Entry::Standard { place: Some(place), .. }) => {
+                    self.allocated += u64::from(which == Which::Active);
+                    self.add("a cluster", place.offset, geometry.cluster_size());
+                }
+                Ok(Entry::Compressed(place)) => {
+                    self.allocated += u64::from(which == Which::Active);
+                    self.compressed += u64::from(which == Which::Active);
+                    self.add("a compressed cluster", place.offset, place.length);
+                }
+                Err(violation) => {
+                    let offset = offset + index as u64 * geometry.l2_entry_size();
+                    self.problem(format!("the L2 entry at offset {offset} {violation}"));
+                }
+            }
+        }
+        Ok(())
+    }
+
+    async fn walk_snapshots(&mut self) -> Result<()> {
+        let start = self.header.snapshots_offset;
+        let mut offset = start;
+        for number in 0..self.header.snapshots {
+            if offset >= self.storage.size() {
+                self.problem(format!("the snapshot table ends before entry {number}"));
+                break;
+            }
+            let fixed = table_io::read(self.storage, offset, SNAPSHOT_LENGTH).await?;
+            let l1 = L1Place { offset: be64(&fixed, 0), entries: be32(&fixed, 8) };
+            let names = be32(&fixed, 12);
+            let extra = be32(&fixed, 36);
+            if extra > MOST_SNAPSHOT_EXTRA {
+                self.problem(format!("the snapshot at offset {offset} is too long"));
+                break;
+            }
+            let length = SNAPSHOT_LENGTH as u64
+                + u64::from(extra)
+                + u64::from(names >> 16)
+                + u64::from(names & 0xffff);
+            offset += length.next_multiple_of(8);
+            self.walk_l1(l1, Which::Snapshot).await?;
+        }
+        self.add("the snapshot table", start, offset - start);
+        Ok(())
+    }
+
+    async fn walk_refcounts(&mut self) -> Result<()> {
+        let geometry = self.geometry;
+        let offset = self.header.refcount_table_offset;
+        let bytes = u64::from(self.header.refcount_table_clusters) << geometry.cluster_bits;
+        self.add("the refcount table", offset, bytes);
+        let table = table_io::read(self.storage, offset, bytes as usize).await?;
+        for (index, word) in table_io::words_of(&table).into_iter().enumerate() {
+            match entry::refcount_block(word, geometry) {
+                Ok(None) => {}
+                Ok(Some(block)) => self.add("a refcount block", block, geometry.cluster_size()),
+                Err(violation) => {
+                    let offset = offset + index as u64 * 8;
+                    let what = format!("the refcount table's entry at offset {offset} {violation}");
+                    self.problem(what);
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Whose tables are walked.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Which {
+    Active,
+    Snapshot,
+}

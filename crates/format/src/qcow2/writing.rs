@@ -1,0 +1,299 @@
+//! Carrying rounds out, in the order that no crash can turn into a lie (docs/qcow2.md, "Order"):
+//!
+//! 1. refcounts and tables that nothing refers to yet; flush: they and all data are durable;
+//! 2. if the refcount table changed: its entries, or the header that points to its new place; flush;
+//! 3. slices of L2 tables, L1 entries, a new size; flush.
+//!
+//! Rounds run one at a time. Whoever needs one that another is running waits for it, and those who
+//! come too late for it share the next. A failed write of a table is remembered, and nothing that
+//! depends on it is written any more; only for want of room nothing has begun, and the next round
+//! tries again.
+
+use std::future::{Future, ready};
+
+use blockhouse_core::{Buffer, Durability, Error, ErrorKind, Fua, Result, Storage, Sync};
+use event_listener::EventListener;
+use futures_util::stream::{self, StreamExt};
+
+use super::alloc::Punch;
+use super::header::{Header, Incompatible, LAZY_REFCOUNTS, SECTOR};
+use super::round::{Extent, Piece, Round};
+use super::slice_cache::DataStability;
+use super::state::{Blocked, State};
+use super::{Qcow2, table_io};
+
+/// How many writes of tables are in flight together.
+const TOGETHER: usize = 16;
+/// Up to how many pieces go down by FUA rather than by a flush.
+const FEW: usize = 3;
+
+/// What somebody who needs changes to be durable does next.
+enum Turn {
+    /// They are.
+    Durable,
+    /// A round runs.
+    Wait(EventListener),
+    /// To run one.
+    Run,
+}
+
+/// The one round that runs. Dropped, it lets others go on; unfinished, what it had taken is put back.
+struct Running<'a, S: Storage> {
+    image: &'a Qcow2<S>,
+    round: Option<Round>,
+}
+
+impl<S: Storage> Drop for Running<'_, S> {
+    fn drop(&mut self) {
+        let mut state = self.image.state.lock();
+        if let Some(round) = self.round.take() {
+            state.undo_round(round);
+        }
+        state.round_is_running = false;
+        drop(state);
+        self.image.round_ended.notify(usize::MAX);
+    }
+}
+
+impl<S: Storage> Qcow2<S> {
+    /// As [`Format::flush`](crate::Format::flush).
+    pub async fn flush(&self, sync: Sync) -> Result<()> {
+        match (self.make_all_durable().await?, sync) {
+            (Flushed::Yes, Sync::Data) => Ok(()),
+            _ => self.storage.flush(sync).await,
+        }
+    }
+
+    /// As [`Format::persist`](crate::Format::persist).
+    pub async fn persist(&self) -> Result<()> {
+        self.make_all_durable().await.map(|_| ())
+    }
+
+    /// As [`Format::close`](crate::Format::close).
+    pub async fn close(&self) -> Result<()> {
+        // Each round releases clusters, which changes refcounts, which takes a round.
+        while self.state.lock().has_changes() {
+            self.run_round(Extent::Everything).await?;
+        }
+        self.storage.flush(Sync::Data).await?;
+        if self.state.lock().disk_header.incompatible.contains(Incompatible::DIRTY) {
+            self.mark(Incompatible::DIRTY, Mark::Clear).await?;
+        }
+        Ok(())
+    }
+
+    /// Waits until the changes made so far are durable, running rounds where nobody else does.
+    /// Whether a flush that began after the call was part of it.
+    async fn make_all_durable(&self) -> Result<Flushed> {
+        let target = self.state.lock().version;
+        let mut flushed = Flushed::No;
+        loop {
+            self.check_failure()?;
+            match self.turn(target) {
+                Turn::Durable => return Ok(flushed),
+                Turn::Wait(event) => event.await,
+                Turn::Run => flushed = self.run_round(self.usual_extent()).await?,
+            }
+        }
+    }
+
+    fn turn(&self, target: u64) -> Turn {
+        let state = self.state.lock();
+        if state.durable_version >= target {
+            Turn::Durable
+        } else if state.round_is_running {
+            Turn::Wait(self.round_ended.listen())
+        } else {
+            Turn::Run
+        }
+    }
+
+    fn usual_extent(&self) -> Extent {
+        let state = self.state.lock();
+        let is_lazy = state.header.compatible & LAZY_REFCOUNTS != 0;
+        // The old refcount table is given up with the next round: the new one must be durable then.
+        let is_moving =
+            state.header.refcount_table_offset != state.disk_header.refcount_table_offset;
+        if is_lazy && !is_moving { Extent::WithoutRefcounts } else { Extent::Everything }
+    }
+
+    /// Writes all that is changed now, to make room in the cache.
+    pub(super) async fn relieve(&self) -> Result<()> {
+        self.check_failure()?;
+        self.run_round(Extent::Everything).await.map(|_| ())
+    }
+
+    /// Runs a round if none runs, else waits for that one.
+    async fn run_round(&self, extent: Extent) -> Result<Flushed> {
+        let waiting = {
+            let mut state = self.state.lock();
+            let is_running = std::mem::replace(&mut state.round_is_running, true);
+            is_running.then(|| self.round_ended.listen())
+        };
+        if let Some(event) = waiting {
+            event.await;
+            return Ok(Flushed::No);
+        }
+        let mut running = Running { image: self, round: None };
+        self.table_writes.ended().await;
+        self.check_failure()?;
+        running.round = self.state.lock().begin_round(extent);
+        let mut flushed = Flushed::No;
+        if let Some(round) = &running.round {
+            let outcome = self.write_round(round, extent).await;
+            flushed = outcome.inspect_err(|error| self.remember(error))?;
+        }
+        if let Some(round) = running.round.take() {
+            self.state.lock().end_round(round);
+        }
+        drop(running);
+        self.release().await?;
+        Ok(flushed)
+    }
+
+    /// Writes a round durably; whether that took a flush.
+    async fn write_round(&self, round: &Round, extent: Extent) -> Result<Flushed> {
+        if extent == Extent::WithoutRefcounts {
+            self.write_dirty_bit().await?;
+        }
+        if self.is_small(round) {
+            // In this order, each durable: refcounts, then what refers to the clusters.
+            self.write_pieces(&round.free, Durability::Data).await?;
+            self.write_pieces(&round.mappings, Durability::Data).await?;
+            return Ok(Flushed::No);
+        }
+        self.write_pieces(&round.free, Durability::None).await?;
+        self.storage.flush(Sync::Data).await?;
+        if let Some(place) = round.moved_refcount_table {
+            self.change_header(|header| place.apply(header)).await?;
+            self.storage.flush(Sync::Data).await?;
+        } else if !round.refcount_table.is_empty() {
+            self.write_pieces(&round.refcount_table, Durability::None).await?;
+            self.storage.flush(Sync::Data).await?;
+        }
+        if let Some(resized) = round.resized {
+            self.change_header(|header| resized.apply(header)).await?;
+        }
+        self.write_pieces(&round.mappings, Durability::None).await?;
+        if round.resized.is_some() || !round.mappings.is_empty() {
+            self.storage.flush(Sync::Data).await?;
+        }
+        Ok(Flushed::Yes)
+    }
+
+    /// Whether the round goes down as a few durable writes and needs no flush: nothing behind it
+    /// waits for one.
+    fn is_small(&self, round: &Round) -> bool {
+        self.storage.capabilities().fua == Fua::Native
+            && round.stability == DataStability::Stable
+            && round.refcount_table.is_empty()
+            && round.moved_refcount_table.is_none()
+            && round.resized.is_none()
+            && round.free.len() <= FEW
+            && round.mappings.len() <= FEW
+    }
+
+    /// Marks the image as one whose refcounts may be behind. Durable with the next flush.
+    async fn write_dirty_bit(&self) -> Result<()> {
+        if self.state.lock().disk_header.incompatible.contains(Incompatible::DIRTY) {
+            return Ok(());
+        }
+        self.mark(Incompatible::DIRTY, Mark::Set).await
+    }
+
+    /// Sets or clears a feature bit, durably.
+    pub(super) async fn mark(&self, bit: Incompatible, mark: Mark) -> Result<()> {
+        self.change_header(|header| header.incompatible.set(bit, mark == Mark::Set)).await?;
+        self.storage.flush(Sync::Data).await
+    }
+
+    /// Changes the header on disk: its first sector, which holds all fields that ever change.
+    /// Durable with the next flush.
+    pub(super) async fn change_header(&self, change: impl FnOnce(&mut Header)) -> Result<()> {
+        let block = self.storage.capabilities().alignment.offset as usize;
+        let mut bytes = table_io::read(&self.storage, 0, SECTOR.max(block)).await?;
+        let mut header = self.state.lock().disk_header.clone();
+        change(&mut header);
+        header.patch(&mut bytes);
+        self.write_pieces(&[Piece { offset: 0, bytes }], Durability::None).await?;
+        let mut state = self.state.lock();
+        state.header.incompatible = header.incompatible;
+        state.header.autoclear = header.autoclear;
+        state.disk_header = header;
+        Ok(())
+    }
+
+    /// Writes pieces side by side and waits for all of them, also when one fails.
+    async fn write_pieces(&self, pieces: &[Piece], durability: Durability) -> Result<()> {
+        let both = |sum: Result<()>, one| ready(sum.and(one));
+        let writes = pieces.iter().map(|piece| self.write_piece(piece, durability));
+        stream::iter(writes).buffer_unordered(TOGETHER).fold(Ok(()), both).await
+    }
+
+    fn write_piece(
+        &self,
+        piece: &Piece,
+        durability: Durability,
+    ) -> impl Future<Output = Result<()>> {
+        let block = self.storage.capabilities().alignment.offset as usize;
+        let mut buffer = Buffer::new(piece.bytes.len().next_multiple_of(block));
+        buffer.bytes_mut()[..piece.bytes.len()].copy_from_slice(&piece.bytes);
+        let vector = buffer.lend().guarded_by(self.table_writes.enter());
+        self.storage.write(piece.offset, vector, durability)
+    }
+
+    /// Counts down what no table refers to any more, and gives space back to the host.
+    pub(super) async fn release(&self) -> Result<()> {
+        loop {
+            // One that is dropped in the middle stays counted: a leak.
+            let Some(mut released) = self.state.lock().released.pop_front() else { return Ok(()) };
+            if released.punch == Punch::Yes && self.discard == super::Discard::Punch {
+                let range = self.geometry.bytes_of(released.clusters.clone());
+                // Only a hint: what fails has no effect but that of not being done.
+                let _ = self.storage.discard(range).await;
+            }
+            self.step_if_roomy(|state: &mut State| {
+                while let Some(cluster) = released.clusters.next() {
+                    if let Err(blocked) = state.lower_refcount(cluster) {
+                        released.clusters.start = cluster;
+                        return Err::<(), Blocked>(blocked);
+                    }
+                }
+                Ok(())
+            })
+            .await?;
+        }
+    }
+
+    fn check_failure(&self) -> Result<()> {
+        match self.failure.get() {
+            None => Ok(()),
+            Some(error) => Err(error
+                .duplicate()
+                .hint("the image's tables are behind: check it and open it again")),
+        }
+    }
+
+    /// Remembers why tables could not be written. Only the first counts.
+    pub(super) fn remember(&self, error: &Error) {
+        if error.kind() != ErrorKind::NoSpace {
+            let _ = self.failure.set(error.duplicate());
+        }
+    }
+}
+
+/// Whether a flush was among what was done.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Flushed {
+    Yes,
+    No,
+}
+
+/// What becomes of a feature bit.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Mark {
+    /// It is set.
+    Set,
+    /// It is cleared.
+    Clear,
+}
