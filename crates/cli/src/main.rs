@@ -4,9 +4,11 @@
 //! what to do), 2 wrong usage.
 #![forbid(unsafe_code)]
 
-mod image;
+mod create;
+mod create_options;
 mod info;
 mod logging;
+mod resize;
 mod serve;
 mod size;
 mod sockets;
@@ -33,11 +35,11 @@ enum Command {
     /// Serve images to virtual machines and tools until SIGTERM or SIGINT.
     Serve(serve::Arguments),
     /// Make a new image.
-    Create(image::CreateArguments),
+    Create(create::Arguments),
     /// Tell what an image is and how it would be served.
     Info(info::Arguments),
     /// Make an image longer.
-    Resize(image::ResizeArguments),
+    Resize(resize::Arguments),
 }
 
 fn main() -> ExitCode {
@@ -45,9 +47,9 @@ fn main() -> ExitCode {
     logging::start(arguments.verbose);
     let result = match arguments.command {
         Command::Serve(serve) => serve::run(serve, arguments.verbose),
-        Command::Create(create) => image::create(create),
+        Command::Create(create) => create::run(create),
         Command::Info(info) => info::run(info),
-        Command::Resize(resize) => image::resize(resize),
+        Command::Resize(resize) => resize::run(resize),
     };
     match result {
         Ok(()) => ExitCode::SUCCESS,
