@@ -100,14 +100,19 @@ impl<S: Storage> Disk<S> {
     /// complete before [`over`](Self::over).
     ///
     /// # Errors
-    /// What [`Qcow2::open`] answers; `Unsupported` for [`Access::ReadWrite`].
+    /// What [`Qcow2::open`] answers.
     pub async fn qcow2(storage: S, options: Options) -> Result<Self> {
-        if options.access == Access::ReadWrite {
-            let what = "qcow2 images can only be read by this version";
-            let error = Error::new(ErrorKind::Unsupported, what).on(storage.name());
-            return Err(error.hint("use --read-only"));
-        }
-        let how = qcow2::OpenOptions { access: qcow2::Access::ReadOnly, ..Default::default() };
+        let how = qcow2::OpenOptions {
+            access: match options.access {
+                Access::ReadOnly => qcow2::Access::ReadOnly,
+                Access::ReadWrite => qcow2::Access::ReadWrite,
+            },
+            discard: match options.discard {
+                Discard::Unmap => qcow2::Discard::Punch,
+                Discard::Ignore => qcow2::Discard::Keep,
+            },
+            ..Default::default()
+        };
         let image = Qcow2::open(Generations::new(storage, options.flush), how).await?;
         Ok(Self::new(Format::Qcow2(Box::new(image)), options))
     }
@@ -336,13 +341,32 @@ impl<S: Storage> Disk<S> {
         self.check_access(size)?;
         // Nothing may be on its way to a last partial block, which becomes an ordinary one.
         let last = self.size() & !(u64::from(self.alignment.offset) - 1);
-        let _claim = self.tracker.exclude(ByteRange::between(last, u64::MAX)).await;
+        let claim = self.tracker.exclude(ByteRange::between(last, u64::MAX)).await;
+        let old = self.size();
         if size < self.size() {
             let what = format!("cannot make a disk of {} bytes shorter: {size}", self.size());
             return Err(Error::new(ErrorKind::InvalidInput, what).on(self.name()));
         }
         self.format.resize(size).await?;
+        if let Some(uncovered) = self.uncovered(old, size) {
+            let how = Zeroing {
+                unmap: Unmap::Allowed,
+                effort: Effort::Any,
+                durability: Durability::None,
+            };
+            // Durable with the flush below, like the size itself.
+            let _ = self.write_zeroes(uncovered, how, &claim).await?;
+        }
         self.format.flush(Sync::Full).await
+    }
+
+    /// The new bytes of a disk that became longer which would not read as zeros by themselves: those
+    /// of the last old cluster, and those that the disk behind this one has.
+    fn uncovered(&self, old: u64, new: u64) -> Option<ByteRange> {
+        let cluster_end = old.next_multiple_of(self.cluster_size()?);
+        let behind = self.backing.as_ref().map_or(0, |backing| backing.size());
+        let end = cluster_end.max(behind).min(new);
+        (end > old).then(|| ByteRange::between(old, end))
     }
 
     /// Makes everything durable, before the disk is dropped.

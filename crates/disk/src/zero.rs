@@ -77,7 +77,7 @@ impl<S: Storage> Disk<S> {
                     Ok(()) => self.zero_place(place, how, plan).await,
                     Err(error) => Err(error),
                 };
-                extent.settle(outcome, plan.of_each_write()).await
+                extent.settle(outcome, Durability::None).await
             }
             ExtentState::Zero | ExtentState::Hole => {
                 let debt = Plan::without_fua(how.durability, self.fua()).debt();

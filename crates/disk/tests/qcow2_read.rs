@@ -6,7 +6,7 @@ mod qemu;
 use std::path::Path;
 
 use blockhouse_core::{ByteRange, ErrorKind, Request};
-use blockhouse_disk::{Access, BlockStatus, CacheMode};
+use blockhouse_disk::{BlockStatus, CacheMode};
 use qemu::{Folder, block_on, convert, create, options, qemu_io, read_all, run, scribble};
 
 const MIB: u64 = 1 << 20;
@@ -217,17 +217,4 @@ fn damaged_compressed_data_is_an_error_that_says_where() {
         });
         assert!(line.contains("packed.qcow2"), "{line}");
     }
-}
-
-#[test]
-fn writing_is_refused_in_plain_words() {
-    require_qemu!();
-    let folder = Folder::new();
-    let image = folder.path("disk.qcow2");
-    create(&image, &[], MIB);
-    let mut options = options(CacheMode::None);
-    options.access = Access::ReadWrite;
-    let error = block_on(blockhouse_disk::open(&image, options)).err().expect("refused");
-    assert_eq!(error.kind(), ErrorKind::Unsupported);
-    assert!(error.to_string().contains("--read-only"), "{error}");
 }
