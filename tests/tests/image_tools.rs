@@ -1,7 +1,9 @@
-//! The image tools on qcow2, beside qemu-img on the same images: `create`.
+//! The image tools on qcow2, beside qemu-img on the same images: `create`, `check`.
 #![forbid(unsafe_code)]
 
-use std::path::Path;
+use std::fs::File;
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use blockhouse_tests::{Outcome, Scratch, blockhouse, need, require, run, tool};
@@ -133,4 +135,121 @@ fn an_existing_file_is_not_made_an_image() {
     let before = image.state();
     command(&["create", image.str(), "1M"]).failure("exists");
     assert_eq!(image.state(), before);
+}
+
+/// A new image with data, a zero cluster, a compressed cluster and gaps, of 8 MiB.
+fn filled_by_qemu(scratch: &Scratch, options: &str) -> PathBuf {
+    let image = scratch.path("filled.qcow2");
+    let _ = std::fs::remove_file(&image);
+    qemu_img(&["create", "-f", "qcow2", "-o", options, str(&image), "8M"]).success();
+    fill(&image, options);
+    image
+}
+
+fn fill(image: &Path, options: &str) {
+    let steps = ["write -P 1 0 300k", "write -P 2 4M 1M", "write -z 2M 2M"];
+    for step in steps {
+        run(tool("qemu-io").args(["-f", "qcow2", "-c", step, str(image)])).success();
+    }
+    if !takes_compressed(options) {
+        return;
+    }
+    // A whole cluster of the largest size.
+    let compressed = "write -c -P 3 6M 2M";
+    run(tool("qemu-io").args(["-f", "qcow2", "-c", compressed, str(image)])).success();
+}
+
+/// Compressed clusters share host clusters, so they need refcounts above 1; and QEMU writes them only
+/// where nothing is allocated.
+fn takes_compressed(options: &str) -> bool {
+    !options.contains("refcount_bits=1,") && !options.contains("preallocation=metadata")
+}
+
+fn checks(image: &Path) -> (Outcome, Outcome) {
+    let theirs = qemu_img(&["check", "--output=json", "-f", "qcow2", str(image)]);
+    (command(&["check", "--json", "-f", "qcow2", str(image)]), theirs)
+}
+
+/// What qemu-img says and our format does not count.
+const NOT_COUNTED: &str = "fragmented-clusters";
+
+#[track_caller]
+fn assert_same_check(image: &Path, what: &str) -> Value {
+    let (ours, theirs) = checks(image);
+    assert_eq!(ours.status.code(), theirs.status.code(), "{}", ours.describe(what));
+    let (ours, mut theirs) = (json(&ours), json(&theirs));
+    theirs.as_object_mut().expect("an object").remove(NOT_COUNTED);
+    assert_eq!(ours, theirs, "{what}");
+    ours
+}
+
+#[test]
+fn check_counts_as_qemu_img_does() {
+    require!(need::tools(&["qemu-img", "qemu-io"]));
+    let scratch = Scratch::new();
+    for options in OPTIONS {
+        let report = assert_same_check(&filled_by_qemu(&scratch, options), options);
+        let compressed = report["compressed-clusters"].as_u64() > Some(0);
+        assert_eq!(compressed, takes_compressed(options), "{options}: {report}");
+        let ours = scratch.path("ours.qcow2");
+        command(&["create", "-o", options, str(&ours), "8M"]).success();
+        assert_same_check(&ours, options);
+        fill(&ours, options);
+        assert_same_check(&ours, options);
+        std::fs::remove_file(&ours).expect("it is there");
+    }
+}
+
+/// Overwrites two bytes of an image of 64 KiB clusters: a refcount in the first refcount block.
+fn set_refcount(image: &Path, cluster: u64, count: u16) {
+    let file = File::options().read(true).write(true).open(image).expect("the image opens");
+    let mut pointer = [0; 8];
+    file.read_exact_at(&mut pointer, 1 << 16).expect("the refcount table");
+    let place = u64::from_be_bytes(pointer) + cluster * 2;
+    file.write_all_at(&count.to_be_bytes(), place).expect("the refcount");
+}
+
+#[test]
+fn check_tells_leaks_and_corruption_by_its_exit_status() {
+    require!(need::tools(&["qemu-img", "qemu-io"]));
+    let scratch = Scratch::new();
+    let image = filled_by_qemu(&scratch, "cluster_size=64K");
+    let end = image.metadata().expect("it is there").len().next_multiple_of(1 << 16);
+    File::options().write(true).open(&image).expect("it opens").set_len(end + (1 << 16)).unwrap();
+    set_refcount(&image, end >> 16, 1);
+    let report = assert_same_check(&image, "a leak");
+    assert_eq!(report["leaks"], 1);
+    let outcome = command(&["check", str(&image)]);
+    assert_eq!(outcome.status.code(), Some(3), "{}", outcome.describe("a leak"));
+    assert!(outcome.stdout.contains("1 leaked clusters"), "{}", outcome.describe("a leak"));
+
+    // The cluster of the L1 table or of the first L2 table: in use, not counted.
+    set_refcount(&image, 3, 0);
+    let outcome = command(&["check", "--json", str(&image)]);
+    assert_eq!(outcome.status.code(), Some(2), "{}", outcome.describe("a corruption"));
+    assert!(json(&outcome)["corruptions"].as_u64() > Some(0));
+    let offset = format!("offset {}", 3 << 16);
+    assert!(outcome.stderr.contains(&offset), "{}", outcome.describe("names the cluster"));
+    let theirs = qemu_img(&["check", str(&image)]);
+    assert_eq!(theirs.status.code(), Some(2), "{}", theirs.describe("a corruption"));
+}
+
+#[test]
+fn what_cannot_be_checked_has_an_exit_status_of_its_own() {
+    let scratch = Scratch::new();
+    let raw = scratch.image("disk.img", 1 << 20);
+    let outcome = command(&["check", raw.str()]);
+    assert_eq!(outcome.status.code(), Some(63), "{}", outcome.describe("raw"));
+    assert!(outcome.stderr.contains("does not support checks"), "{}", outcome.describe("raw"));
+    let missing = command(&["check", "missing.qcow2"]);
+    assert_eq!(missing.status.code(), Some(1), "{}", missing.describe("missing"));
+}
+
+#[test]
+fn an_image_without_errors_is_said_to_be_one() {
+    let scratch = Scratch::new();
+    let image = scratch.path("disk.qcow2");
+    command(&["create", str(&image), "8M"]).success();
+    let text = command(&["check", str(&image)]).success().stdout;
+    assert!(text.contains("No errors were found"), "{text}");
 }

@@ -1,11 +1,13 @@
 //! `blockhouse`: disk images for virtual machines.
 //!
 //! Exit status: 0 done, 1 the operation failed (one line on standard error says what, where, why and
-//! what to do), 2 wrong usage.
+//! what to do), 2 wrong usage; `check` has those of `qemu-img check`.
 #![forbid(unsafe_code)]
 
+mod check;
 mod create;
 mod create_options;
+mod image_file;
 mod info;
 mod logging;
 mod resize;
@@ -36,6 +38,8 @@ enum Command {
     Serve(serve::Arguments),
     /// Make a new image.
     Create(create::Arguments),
+    /// Look for errors in an image.
+    Check(check::Arguments),
     /// Tell what an image is and how it would be served.
     Info(info::Arguments),
     /// Make an image longer.
@@ -45,14 +49,16 @@ enum Command {
 fn main() -> ExitCode {
     let arguments = Arguments::parse();
     logging::start(arguments.verbose);
+    let done = |()| ExitCode::SUCCESS;
     let result = match arguments.command {
-        Command::Serve(serve) => serve::run(serve, arguments.verbose),
-        Command::Create(create) => create::run(create),
-        Command::Info(info) => info::run(info),
-        Command::Resize(resize) => resize::run(resize),
+        Command::Serve(serve) => serve::run(serve, arguments.verbose).map(done),
+        Command::Check(check) => check::run(check),
+        Command::Create(create) => create::run(create).map(done),
+        Command::Info(info) => info::run(info).map(done),
+        Command::Resize(resize) => resize::run(resize).map(done),
     };
     match result {
-        Ok(()) => ExitCode::SUCCESS,
+        Ok(code) => code,
         Err(error) => {
             eprintln!("blockhouse: {error:#}");
             ExitCode::FAILURE
