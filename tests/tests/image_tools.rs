@@ -1,4 +1,4 @@
-//! The image tools on qcow2, beside qemu-img on the same images: `create`, `check`.
+//! The image tools on qcow2, beside qemu-img on the same images: `create`, `check`, `info`.
 #![forbid(unsafe_code)]
 
 use std::fs::File;
@@ -252,4 +252,64 @@ fn an_image_without_errors_is_said_to_be_one() {
     command(&["create", str(&image), "8M"]).success();
     let text = command(&["check", str(&image)]).success().stdout;
     assert!(text.contains("No errors were found"), "{text}");
+}
+
+/// All that qemu-img says of an image but of the files under it, and we say, too.
+#[track_caller]
+fn assert_same_info(image: &Path, what: &str) -> Value {
+    let theirs = qemu_img(&["info", "--output=json", "-f", "qcow2", str(image)]);
+    let ours = command(&["info", "--json", "-f", "qcow2", str(image)]);
+    let (mut theirs, mut ours) = (json(&theirs.success()), json(&ours.success()));
+    theirs.as_object_mut().expect("an object").remove("children");
+    let engine = ours.as_object_mut().expect("an object").remove("blockhouse");
+    assert!(engine.is_some(), "{what}");
+    assert_eq!(ours, theirs, "{what}");
+    ours
+}
+
+#[test]
+fn info_of_qcow2_is_that_of_qemu_img() {
+    require!(need::tools(&["qemu-img", "qemu-io"]));
+    let scratch = Scratch::new();
+    let base = scratch.image("base.raw", 8 << 20);
+    let image = scratch.path("disk.qcow2");
+    for options in OPTIONS {
+        assert_same_info(&filled_by_qemu(&scratch, options), options);
+        command(&["create", "-o", options, str(&image), "8M"]).success();
+        assert_same_info(&image, options);
+        std::fs::remove_file(&image).expect("it is there");
+    }
+    for name in ["base.raw", base.str()] {
+        let options = format!("backing_file={name},backing_fmt=raw");
+        command(&["create", "-o", &options, str(&image), "8M"]).success();
+        let info = assert_same_info(&image, &options);
+        assert_eq!(info["backing-filename"], name);
+        assert_eq!(info["full-backing-filename"], base.str());
+        std::fs::remove_file(&image).expect("it is there");
+    }
+}
+
+/// Sets bits in the lowest byte of the incompatible features.
+fn set_features(image: &Path, bits: u8) {
+    let file = File::options().read(true).write(true).open(image).expect("the image opens");
+    let mut byte = [0];
+    file.read_exact_at(&mut byte, 79).expect("the features");
+    file.write_all_at(&[byte[0] | bits], 79).expect("the features");
+}
+
+#[test]
+fn info_tells_what_was_not_closed_and_what_is_corrupt() {
+    require!(need::tools(&["qemu-img"]));
+    let scratch = Scratch::new();
+    let image = scratch.path("disk.qcow2");
+    command(&["create", "-o", "lazy_refcounts=on", str(&image), "8M"]).success();
+    set_features(&image, 1);
+    assert_eq!(assert_same_info(&image, "dirty")["dirty-flag"], true);
+    set_features(&image, 2);
+    let info = assert_same_info(&image, "corrupt");
+    assert_eq!(info["format-specific"]["data"]["corrupt"], true);
+    let text = command(&["info", str(&image)]).success().stdout;
+    for line in ["compat: 1.1", "corrupt: true", "lazy refcounts: true", "refcount bits: 16"] {
+        assert!(text.contains(line), "{line:?}: {text}");
+    }
 }

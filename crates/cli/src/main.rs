@@ -10,6 +10,7 @@ mod create_options;
 mod image_file;
 mod info;
 mod logging;
+mod qcow2_facts;
 mod resize;
 mod serve;
 mod size;
