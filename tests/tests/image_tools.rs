@@ -1,4 +1,4 @@
-//! The image tools on qcow2, beside qemu-img on the same images: `create`, `check`, `info`.
+//! The image tools on qcow2, beside qemu-img on the same images: `create`, `check`, `info`, `map`.
 #![forbid(unsafe_code)]
 
 use std::fs::File;
@@ -137,26 +137,22 @@ fn an_existing_file_is_not_made_an_image() {
     assert_eq!(image.state(), before);
 }
 
-/// A new image with data, a zero cluster, a compressed cluster and gaps, of 8 MiB.
+/// A new image with data, a zero cluster, a compressed cluster and gaps.
 fn filled_by_qemu(scratch: &Scratch, options: &str) -> PathBuf {
     let image = scratch.path("filled.qcow2");
     let _ = std::fs::remove_file(&image);
-    qemu_img(&["create", "-f", "qcow2", "-o", options, str(&image), "8M"]).success();
+    qemu_img(&["create", "-f", "qcow2", "-o", options, str(&image), "16M"]).success();
     fill(&image, options);
     image
 }
 
+/// In whole clusters of the largest size: what QEMU leaves of a cluster may or may not be a hole.
 fn fill(image: &Path, options: &str) {
-    let steps = ["write -P 1 0 300k", "write -P 2 4M 1M", "write -z 2M 2M"];
-    for step in steps {
+    let steps = ["write -P 1 0 2M", "write -z 2M 2M", "write -P 2 6M 4M", "write -c -P 3 12M 2M"];
+    let compressed = usize::from(takes_compressed(options));
+    for step in &steps[..3 + compressed] {
         run(tool("qemu-io").args(["-f", "qcow2", "-c", step, str(image)])).success();
     }
-    if !takes_compressed(options) {
-        return;
-    }
-    // A whole cluster of the largest size.
-    let compressed = "write -c -P 3 6M 2M";
-    run(tool("qemu-io").args(["-f", "qcow2", "-c", compressed, str(image)])).success();
 }
 
 /// Compressed clusters share host clusters, so they need refcounts above 1; and QEMU writes them only
@@ -192,7 +188,7 @@ fn check_counts_as_qemu_img_does() {
         let compressed = report["compressed-clusters"].as_u64() > Some(0);
         assert_eq!(compressed, takes_compressed(options), "{options}: {report}");
         let ours = scratch.path("ours.qcow2");
-        command(&["create", "-o", options, str(&ours), "8M"]).success();
+        command(&["create", "-o", options, str(&ours), "16M"]).success();
         assert_same_check(&ours, options);
         fill(&ours, options);
         assert_same_check(&ours, options);
@@ -312,4 +308,65 @@ fn info_tells_what_was_not_closed_and_what_is_corrupt() {
     for line in ["compat: 1.1", "corrupt: true", "lazy refcounts: true", "refcount bits: 16"] {
         assert!(text.contains(line), "{line:?}: {text}");
     }
+}
+
+#[track_caller]
+fn assert_same_map(image: &Path, format: &str, what: &str) -> Value {
+    let theirs = qemu_img(&["map", "--output=json", "-f", format, str(image)]);
+    let ours = command(&["map", "--json", "-f", format, str(image)]);
+    let (mut theirs, ours) = (json(&theirs.success()), json(&ours.success()));
+    for part in theirs.as_array_mut().expect("a list") {
+        // Ours does not tell the space that a zero cluster keeps.
+        if format == "qcow2" && part["data"] == false {
+            part.as_object_mut().expect("an object").remove("offset");
+        }
+    }
+    assert_eq!(ours, theirs, "{what}");
+    ours
+}
+
+#[test]
+fn maps_of_qcow2_are_those_of_qemu_img() {
+    require!(need::tools(&["qemu-img", "qemu-io"]));
+    let scratch = Scratch::new();
+    let ours = scratch.path("ours.qcow2");
+    for options in OPTIONS {
+        let map = assert_same_map(&filled_by_qemu(&scratch, options), "qcow2", options);
+        assert!(map.as_array().is_some_and(|parts| parts.len() >= 5), "{options}: {map}");
+        command(&["create", "-o", options, str(&ours), "16M"]).success();
+        assert_same_map(&ours, "qcow2", options);
+        fill(&ours, options);
+        assert_same_map(&ours, "qcow2", options);
+        std::fs::remove_file(&ours).expect("it is there");
+    }
+}
+
+#[test]
+fn maps_of_raw_images_are_those_of_qemu_img() {
+    require!(need::tools(&["qemu-img"]));
+    let scratch = Scratch::new();
+    let image = scratch.image("disk.img", 8 << 20);
+    assert_same_map(image.path(), "raw", "empty");
+    let file = File::options().write(true).open(image.path()).expect("the image opens");
+    for offset in [1 << 20, 5 << 20] {
+        file.write_all_at(&[1; 1 << 16], offset).expect("the image is written");
+    }
+    file.sync_all().expect("the image is flushed");
+    let map = assert_same_map(image.path(), "raw", "with data");
+    assert_eq!(map.as_array().map(Vec::len), Some(5), "{map}");
+    let text = command(&["map", image.str()]).success().stdout;
+    let lines: Vec<Vec<_>> = text.lines().map(|line| line.split_whitespace().collect()).collect();
+    assert_eq!(lines.len(), 3, "{text}");
+    let words: [&str; 4] = ["0x500000", "0x10000", "0x500000", image.str()];
+    assert_eq!(Vec::from(words), lines[2], "{text}");
+}
+
+#[test]
+fn chains_are_not_mapped() {
+    let scratch = Scratch::new();
+    scratch.image("base.raw", 1 << 20);
+    let image = scratch.path("top.qcow2");
+    let options = "backing_file=base.raw,backing_fmt=raw";
+    command(&["create", "-o", options, str(&image), "1M"]).success();
+    command(&["map", "--json", str(&image)]).failure("base.raw");
 }

@@ -10,6 +10,7 @@ mod create_options;
 mod image_file;
 mod info;
 mod logging;
+mod map;
 mod qcow2_facts;
 mod resize;
 mod serve;
@@ -43,6 +44,8 @@ enum Command {
     Check(check::Arguments),
     /// Tell what an image is and how it would be served.
     Info(info::Arguments),
+    /// Tell which parts of an image have data, and where.
+    Map(map::Arguments),
     /// Make an image longer.
     Resize(resize::Arguments),
 }
@@ -56,6 +59,7 @@ fn main() -> ExitCode {
         Command::Check(check) => check::run(check),
         Command::Create(create) => create::run(create).map(done),
         Command::Info(info) => info::run(info).map(done),
+        Command::Map(map) => map::run(map).map(done),
         Command::Resize(resize) => resize::run(resize).map(done),
     };
     match result {
