@@ -15,7 +15,6 @@ use blockhouse_disk::{
 };
 use blockhouse_engine::{EngineChoice, EventLoop, HostFile, OpenFor, PageCache};
 use blockhouse_format::qcow2;
-use clap::CommandFactory;
 use clap::error::ErrorKind;
 
 use crate::create_options::{self, Setting};
@@ -61,7 +60,7 @@ pub fn run(arguments: Arguments) -> Result<()> {
 
 /// Ends the program as for any other wrong usage.
 fn wrong_usage(why: &str) -> ! {
-    crate::Arguments::command().error(ErrorKind::ValueValidation, why).exit()
+    clap::Command::new("blockhouse").error(ErrorKind::ValueValidation, why).exit()
 }
 
 async fn create_qcow2(image: &Path, options: &qcow2::CreateOptions) -> Result<()> {
