@@ -11,9 +11,9 @@ use rustix::event::Timespec;
 use rustix::event::epoll::{self, CreateFlags, EventData, EventFlags};
 
 use crate::driver::{Completion, Driver, Rest};
-use crate::event_loop::Remote;
 use crate::linux_aio::LinuxAio;
 use crate::operation::{Operation, OperationTable, Token};
+use crate::remote::Remote;
 use crate::system_call::{FileCall, run_inline, try_socket};
 use crate::thread_pool::ThreadPool;
 
@@ -50,11 +50,7 @@ struct Waiting {
 
 impl Epoll {
     /// With `aio` for the files that it can serve.
-    pub(crate) fn open(
-        remote: &Arc<Remote>,
-        pool: &Arc<ThreadPool>,
-        aio: Option<LinuxAio>,
-    ) -> io::Result<Self> {
+    pub(crate) fn open(remote: &Arc<Remote>, aio: Option<LinuxAio>) -> io::Result<Self> {
         let epoll = epoll::create(CreateFlags::CLOEXEC)?;
         // Edge-triggered: each ring is an event of its own, and the counters need no reading.
         let flags = EventFlags::IN | EventFlags::ET;
@@ -65,7 +61,7 @@ impl Epoll {
         Ok(Self {
             epoll,
             remote: Arc::clone(remote),
-            pool: Arc::clone(pool),
+            pool: ThreadPool::shared(),
             aio,
             sockets: HashMap::new(),
             early: Vec::new(),

@@ -61,7 +61,8 @@ impl AsFd for Stream {
     }
 }
 
-/// A listening socket.
+/// A listening socket. Several loops may accept from clones of it, if all have the same engine: some
+/// engines need it to be blocking, others not to be.
 #[derive(Clone, Debug)]
 pub struct Listener(Arc<OwnedFd>);
 

@@ -16,8 +16,8 @@ use io_uring::types::{Fd, FsyncFlags, Timespec};
 use io_uring::{IoUring, Probe, cqueue, opcode, squeue};
 
 use crate::driver::{Completion, Driver, Rest};
-use crate::event_loop::Remote;
 use crate::operation::{MOST_OPERATIONS, Message, Operation, OperationTable, Token, Transfer};
+use crate::remote::Remote;
 use crate::system_call::run_inline;
 
 /// Places for submissions between two system calls. More cost an extra call, nothing else.

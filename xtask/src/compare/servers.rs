@@ -17,6 +17,7 @@ use nix::time::{ClockId, clock_getcpuclockid, clock_gettime};
 use nix::unistd::Pid;
 use rustix::process::{Signal, kill_process};
 
+use super::caching::Caching;
 use super::interrupt::Interrupt;
 use super::light::Content;
 use super::rows::Client;
@@ -50,17 +51,6 @@ pub enum Kind {
     NbdkitNull,
     /// A server of ours that only answers: the ceiling of what the light client can ask for
     Answerer,
-}
-
-/// How a server treats the host's page cache; only like is compared with like.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Caching {
-    /// What is read comes from the device.
-    Direct,
-    /// What was read or written before is in memory.
-    Cached,
-    /// There is no storage.
-    Null,
 }
 
 impl Kind {
