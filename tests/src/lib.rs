@@ -1,2 +1,29 @@
-//! Black-box tests: the binary against foreign tools.
+//! What the black-box tests share: starting the binary, running foreign tools, and a small NBD
+//! client of our own for what no honest client does.
+//!
+//! Promises: every process that is started here is ended here, also when a test panics; nothing
+//! waits for ever; what a test cannot show on this machine is skipped with a reason on standard
+//! error. Nothing of Blockhouse's own crates is used: the tests see what users see.
 #![forbid(unsafe_code)]
+
+mod binary;
+mod data;
+mod deadline;
+mod loop_device;
+mod matrix;
+pub mod nbd;
+pub mod need;
+mod scratch;
+mod server;
+mod tool;
+mod trace;
+
+pub use binary::blockhouse;
+pub use data::{model_of_zeros, random_bytes, seeded};
+pub use deadline::{eventually, wait_for_exit};
+pub use loop_device::LoopDevice;
+pub use matrix::{Cache, Engine};
+pub use scratch::{Image, Scratch};
+pub use server::{Refusal, Serve, Server};
+pub use tool::{Outcome, run, run_within, tool};
+pub use trace::{Call, Trace};

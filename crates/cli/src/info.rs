@@ -2,14 +2,17 @@
 
 use std::io::Write;
 use std::os::unix::fs::MetadataExt;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result};
 use blockhouse_core::{Capabilities, Offload, WriteCache};
-use blockhouse_disk::{Access, CacheMode, Discard, ImageFormat, ImageOptions, Locking, open};
+use blockhouse_disk::{
+    Access, Backing, CacheMode, Discard, ImageFormat, ImageOptions, Locking, open_alone,
+};
 use blockhouse_engine::{EngineChoice, EngineReport, EventLoop};
 use serde_json::json;
 
+use crate::qcow2_facts::Qcow2Facts;
 use crate::size;
 
 /// Arguments of `info`.
@@ -28,6 +31,10 @@ pub struct Arguments {
 /// What there is to say.
 struct Facts {
     image: PathBuf,
+    format: &'static str,
+    cluster_size: Option<u64>,
+    qcow2: Option<Qcow2Facts>,
+    backing: Option<Backing>,
     virtual_size: u64,
     actual_size: u64,
     capabilities: Capabilities,
@@ -45,10 +52,18 @@ pub fn run(arguments: Arguments) -> Result<()> {
         locking: Locking::None,
     };
     let mut event_loop = EventLoop::new(EngineChoice::Auto)?;
-    let disk = event_loop.block_on(open(&image, options))?;
+    let disk = event_loop.block_on(open_alone(&image, options))?;
     let metadata = std::fs::metadata(&image)
         .with_context(|| format!("{}: cannot examine", image.display()))?;
+    let qcow2 = match disk.format_name() {
+        "qcow2" => Some(Qcow2Facts::read(&image)?),
+        _ => None,
+    };
     let facts = Facts {
+        qcow2,
+        format: disk.format_name(),
+        cluster_size: disk.cluster_size(),
+        backing: disk.backing_file().cloned(),
         virtual_size: disk.size(),
         actual_size: metadata.blocks() * 512,
         capabilities: disk.capabilities(),
@@ -62,30 +77,47 @@ pub fn run(arguments: Arguments) -> Result<()> {
 }
 
 fn as_text(facts: &Facts) -> String {
-    let Facts { image, virtual_size, actual_size, capabilities, engine } = facts;
-    [
+    let Facts { image, format, virtual_size, actual_size, capabilities, engine, .. } = facts;
+    let mut lines = vec![
         format!("image: {}", image.display()),
-        "file format: raw".into(),
+        format!("file format: {format}"),
         format!("virtual size: {} ({virtual_size} bytes)", size::show(*virtual_size)),
         format!("disk size: {}", size::show(*actual_size)),
+    ];
+    if let Some(size) = facts.cluster_size {
+        lines.push(format!("cluster size: {size} bytes"));
+    }
+    if let Some(Backing { name, format }) = &facts.backing {
+        let format = format.as_deref().unwrap_or("not stored in the image");
+        let name = String::from_utf8_lossy(name);
+        lines.push(format!("backing file: {name} (format: {format})"));
+    }
+    if let Some(qcow2) = &facts.qcow2 {
+        lines.push(format!("not closed (dirty): {}", qcow2.is_dirty()));
+        for (key, value) in qcow2.data() {
+            let value = value.as_str().map_or_else(|| value.to_string(), str::to_owned);
+            lines.push(format!("{}: {value}", key.replace('-', " ")));
+        }
+    }
+    lines.extend([
         format!("engine: {engine}"),
         format!("durable writes: {}", capabilities.fua.as_str()),
         format!("write cache: {}", write_cache(capabilities)),
         format!("direct I/O alignment: {} bytes", capabilities.alignment.offset),
         format!("discard: {}", available(capabilities.discard)),
         format!("fast zeroes: {}", available(capabilities.write_zeroes)),
-    ]
-    .join("\n")
+    ]);
+    lines.join("\n")
 }
 
 fn as_json(facts: &Facts) -> String {
-    let Facts { image, virtual_size, actual_size, capabilities, engine } = facts;
-    let value = json!({
+    let Facts { image, format, virtual_size, actual_size, capabilities, engine, .. } = facts;
+    let mut value = json!({
         "filename": image.display().to_string(),
-        "format": "raw",
+        "format": format,
         "virtual-size": virtual_size,
         "actual-size": actual_size,
-        "dirty-flag": false,
+        "dirty-flag": facts.qcow2.as_ref().is_some_and(Qcow2Facts::is_dirty),
         "blockhouse": {
             "engine": engine.engine.as_str(),
             "engines-refused": engine.refused.iter()
@@ -101,6 +133,21 @@ fn as_json(facts: &Facts) -> String {
             "write-zeroes": capabilities.write_zeroes == Offload::Available,
         },
     });
+    if let Some(size) = facts.cluster_size {
+        value["cluster-size"] = size.into();
+    }
+    if let Some(Backing { name, format }) = &facts.backing {
+        let name = String::from_utf8_lossy(name);
+        let full = image.parent().unwrap_or(Path::new("")).join(&*name);
+        value["full-backing-filename"] = full.display().to_string().into();
+        value["backing-filename"] = name.into();
+        if let Some(format) = format {
+            value["backing-filename-format"] = format.as_str().into();
+        }
+    }
+    if let Some(qcow2) = &facts.qcow2 {
+        value["format-specific"] = json!({ "type": format, "data": qcow2.data() });
+    }
     format!("{value:#}")
 }
 

@@ -12,7 +12,7 @@ use blockhouse_engine::{EngineChoice, HostFile, Listener};
 use blockhouse_nbd::uri::NbdUri;
 use blockhouse_nbd::{Export, Limits, Server, SocketFile};
 use clap::builder::ValueParser;
-use signal_hook::consts::{SIGINT, SIGTERM};
+use signal_hook::consts::{SIGINT, SIGTERM, SIGXFSZ};
 use signal_hook::iterator::Signals;
 
 use crate::size;
@@ -22,7 +22,7 @@ use crate::workers::Workers;
 /// Arguments of `serve`.
 #[derive(clap::Args)]
 pub struct Arguments {
-    /// The image: a raw disk image or a block device. Several are served side by side, each named
+    /// The image: a raw or qcow2 disk image, or a block device. Several are served side by side, each named
     /// after its file.
     #[arg(required = true, value_name = "IMAGE")]
     images: Vec<PathBuf>,
@@ -110,6 +110,10 @@ pub fn run(arguments: Arguments, verbose: bool) -> Result<()> {
     let names = arguments.names()?;
     // Before any thread starts, so that no signal is missed.
     let mut signals = Signals::new([SIGTERM, SIGINT]).context("cannot watch for signals")?;
+    // A write past the limit on file sizes is to fail, not to end this process.
+    signal_hook::flag::register(SIGXFSZ, Arc::default()).context("cannot watch for signals")?;
+    // A write beyond a limit on the size of files is to fail, not to end everything.
+    signal_hook::flag::register(SIGXFSZ, Arc::default()).context("cannot watch for signals")?;
     let workers = Workers::start(arguments.workers.into(), arguments.engine)?;
     // Before the image: an address in use must not leave a new image behind.
     let places = listen(&arguments, &names)?;
@@ -149,7 +153,8 @@ fn open_image(workers: &Workers, image: &Path, arguments: &Arguments) -> Result<
         if let Some(size) = wanted
             && !path.exists()
         {
-            create(&path, size).await?;
+            let format = options.format.unwrap_or_else(|| ImageFormat::by_name(&path));
+            create(&path, size, format).await?;
         }
         open(&path, options).await
     })?;

@@ -8,9 +8,11 @@
 
 use std::alloc::{Layout, alloc_zeroed, dealloc, handle_alloc_error};
 use std::mem::ManuallyDrop;
-use std::ptr::NonNull;
+use std::ptr::{self, NonNull};
 use std::sync::atomic::{Ordering, fence};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use rustix::mm::{MapFlags, ProtFlags, mmap_anonymous, munmap};
 
 use crate::{IoVector, Segment};
 
@@ -21,6 +23,10 @@ pub const BLOCK_ALIGNMENT: usize = 4096;
 /// The smallest and the largest size class of a pool: 4 KiB and 64 MiB.
 const SMALLEST_CLASS: u32 = BLOCK_ALIGNMENT.trailing_zeros();
 const CLASSES: usize = 15;
+
+/// From this many bytes on memory comes from the kernel page by page as it is used: a client that
+/// announces much and sends little takes little.
+const MAPPED: usize = 256 << 10;
 
 /// Zero-initialised memory, freed on drop. Nobody holds references into it; see `Buffer`.
 struct Memory {
@@ -41,8 +47,15 @@ impl Memory {
 
     fn allocate(capacity: usize) -> Self {
         let layout = Self::layout(capacity);
-        // SAFETY: `capacity` is at least one page (both callers round up), so the size is not zero.
-        let address = unsafe { alloc_zeroed(layout) };
+        let address = if capacity >= MAPPED {
+            let (access, kind) = (ProtFlags::READ | ProtFlags::WRITE, MapFlags::PRIVATE);
+            // SAFETY: a new mapping at an address of the kernel's choice; `capacity` is not zero.
+            let mapped = unsafe { mmap_anonymous(ptr::null_mut(), capacity, access, kind) };
+            mapped.map_or(ptr::null_mut(), |address| address.cast())
+        } else {
+            // SAFETY: `capacity` is at least one page (both callers round up), so not zero.
+            unsafe { alloc_zeroed(layout) }
+        };
         let address = NonNull::new(address).unwrap_or_else(|| handle_alloc_error(layout));
         Self { address, capacity }
     }
@@ -50,8 +63,15 @@ impl Memory {
 
 impl Drop for Memory {
     fn drop(&mut self) {
-        // SAFETY: allocated in `allocate` with the same layout, and nobody else refers to it.
-        unsafe { dealloc(self.address.as_ptr(), Self::layout(self.capacity)) };
+        let Self { address, capacity } = *self;
+        if capacity >= MAPPED {
+            // SAFETY: mapped in `allocate` with this length, and nobody else refers to it.
+            let unmapped = unsafe { munmap(address.as_ptr().cast(), capacity) };
+            debug_assert!(unmapped.is_ok(), "{unmapped:?}");
+        } else {
+            // SAFETY: allocated in `allocate` with this layout, and nobody else refers to it.
+            unsafe { dealloc(address.as_ptr(), Self::layout(capacity)) };
+        }
     }
 }
 

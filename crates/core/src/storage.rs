@@ -11,10 +11,12 @@ use crate::{ByteRange, Durability, Fua, IoVector, Result, Sync, Unmap};
 /// A flat range of bytes that can be read, written and made durable.
 ///
 /// A future that is dropped before it is ready leaves its operation to complete by itself: the
-/// operation owns its [`IoVector`] until then, and whether a dropped write happened is unknown.
-/// Only the outcome of a dropped flush or durable write is not lost, because the host reports each
-/// failure once: a flush first waits until such operations have ended, and if one of them failed it
-/// fails with that error, whatever becomes of itself.
+/// operation owns its [`IoVector`] until then, and whether a dropped write happened is unknown. When
+/// a future is ready, the vector has been dropped: the lender can use its buffer again.
+///
+/// The outcome of a dropped flush or durable write is not lost, because the host reports each
+/// failure once: the next flush first waits until such operations have ended, and if one of them
+/// failed it fails with that error.
 ///
 /// Nothing is promised about the order of operations in flight at the same time; whoever needs an
 /// order waits for the first before starting the second.
@@ -78,6 +80,8 @@ pub struct Capabilities {
     pub fua: Fua,
     /// Whether completed writes may sit in a volatile cache.
     pub write_cache: WriteCache,
+    /// When durable writes in flight together are cheaper as plain writes with one flush for all.
+    pub group_commit: GroupCommit,
     /// What offsets, lengths and memory addresses must be multiples of. This never changes while
     /// the storage is open.
     pub alignment: Alignment,
@@ -94,6 +98,15 @@ pub enum Offload {
     Available,
     /// No.
     Unavailable,
+}
+
+/// From how many durable writes in flight on a shared flush is cheaper than FUA on each.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum GroupCommit {
+    /// It never is: each carries its durability as cheaply as can be.
+    Never,
+    /// From this many on.
+    From(usize),
 }
 
 /// Whether completed writes may be lost when the power fails.

@@ -6,7 +6,7 @@
 //! A request that is only badly placed in memory is copied and nothing more. Long requests go piece
 //! by piece with one buffer, so that memory stays bounded.
 
-use blockhouse_core::{Buffer, ByteRange, Durability, Effort, IoVector, Result, Storage, Unmap};
+use blockhouse_core::{ByteRange, Durability, IoVector, Result, Storage};
 use futures_util::future::join;
 
 use crate::Disk;
@@ -52,8 +52,7 @@ impl<S: Storage> Disk<S> {
         let (each, mut debt) = if rest.length() <= PIECE as u64 {
             (durability, Debt::NOTHING)
         } else {
-            let fua = self.format.storage().capabilities().fua;
-            (Durability::None, Plan::without_fua(durability, fua).debt())
+            (Durability::None, Plan::without_fua(durability, self.fua()).debt())
         };
         let mut buffer = self.bounce_buffers.get(rest.length().min(PIECE as u64) as usize).await;
         while !rest.is_empty() {
@@ -71,45 +70,6 @@ impl<S: Storage> Disk<S> {
             rest = rest.skip(piece.length());
         }
         Ok(debt)
-    }
-
-    /// Makes `range` read as zeros: whole blocks first, because only they can be refused, then
-    /// what is left at the edges. `claim` covers all blocks of the range.
-    pub(crate) async fn write_zeroes(
-        &self,
-        range: ByteRange,
-        unmap: Unmap,
-        effort: Effort,
-        durability: Durability,
-        claim: &Claim<'_>,
-    ) -> Result<Debt> {
-        let Some(middle) = range.align_inward(u64::from(self.alignment.offset)) else {
-            if effort == Effort::FastOnly {
-                return Err(self.no_fast_zeroes(range.offset()));
-            }
-            return self.write_few_zeroes(range, durability, claim).await;
-        };
-        let head = ByteRange::between(range.offset(), middle.offset());
-        let tail = ByteRange::between(middle.end(), range.end());
-        let mut debt = self.zero(middle, unmap, effort, durability).await?;
-        for edge in [head, tail] {
-            debt = debt.and(self.write_few_zeroes(edge, durability, claim).await?);
-        }
-        Ok(debt)
-    }
-
-    /// Writes zeros to a range of less than two blocks.
-    async fn write_few_zeroes(
-        &self,
-        range: ByteRange,
-        durability: Durability,
-        claim: &Claim<'_>,
-    ) -> Result<Debt> {
-        if range.is_empty() {
-            return Ok(Debt::NOTHING);
-        }
-        let zeros = Buffer::new(range.length() as usize).lend();
-        self.write_bounced(range, zeros, durability, claim).await
     }
 
     /// Reads those blocks at the ends of `piece` that `guest` covers only in part to where they

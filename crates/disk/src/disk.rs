@@ -9,13 +9,16 @@ use blockhouse_core::{
     Alignment, ByteRange, Capabilities, Durability, Effort, Error, ErrorKind, IoVector, Offload,
     Request, Result, Storage, Sync, Unmap, WriteCache,
 };
+use blockhouse_format::qcow2::{self, Backing, Qcow2};
 use blockhouse_format::{BlockStatus, Format, Raw};
 
+use crate::clusters::ClusterBuffers;
 use crate::durable::Debt;
 use crate::generations::Generations;
 use crate::limits::BounceBuffers;
 use crate::stats::{Counters, Stats};
 use crate::tracker::{Claim, Tracker};
+use crate::zero::Zeroing;
 
 /// Whether a disk may be changed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -75,6 +78,9 @@ pub struct Disk<S: Storage> {
     pub(crate) format: Format<Generations<S>>,
     pub(crate) alignment: Alignment,
     pub(crate) bounce_buffers: BounceBuffers,
+    pub(crate) clusters: ClusterBuffers,
+    /// Where the image's unallocated clusters are read from.
+    pub(crate) backing: Option<Arc<Disk<S>>>,
     pub(crate) stats: Stats,
     options: Options,
     tracker: Arc<Tracker>,
@@ -87,15 +93,74 @@ impl<S: Storage> Disk<S> {
     /// `InvalidInput` when the size is no multiple of 512.
     pub fn raw(storage: S, options: Options) -> Result<Self> {
         let storage = Generations::new(storage, options.flush);
-        let alignment = storage.capabilities().alignment;
-        Ok(Self {
-            format: Format::Raw(Raw::open(storage)?),
+        Ok(Self::new(Format::Raw(Raw::open(storage)?), options))
+    }
+
+    /// A disk over a qcow2 image. One that names a [`backing_file`](Self::backing_file) is not
+    /// complete before [`over`](Self::over).
+    ///
+    /// # Errors
+    /// What [`Qcow2::open`] answers.
+    pub async fn qcow2(storage: S, options: Options) -> Result<Self> {
+        let how = qcow2::OpenOptions {
+            access: match options.access {
+                Access::ReadOnly => qcow2::Access::ReadOnly,
+                Access::ReadWrite => qcow2::Access::ReadWrite,
+            },
+            discard: match options.discard {
+                Discard::Unmap => qcow2::Discard::Punch,
+                Discard::Ignore => qcow2::Discard::Keep,
+            },
+            ..Default::default()
+        };
+        let image = Qcow2::open(Generations::new(storage, options.flush), how).await?;
+        Ok(Self::new(Format::Qcow2(Box::new(image)), options))
+    }
+
+    fn new(format: Format<Generations<S>>, options: Options) -> Self {
+        let alignment = format.storage().capabilities().alignment;
+        let cluster_size = match &format {
+            Format::Raw(_) => u64::from(alignment.offset),
+            Format::Qcow2(image) => image.cluster_size(),
+        };
+        Self {
+            format,
             alignment,
             bounce_buffers: BounceBuffers::new(),
+            clusters: ClusterBuffers::new(cluster_size),
+            backing: None,
             stats: Stats::default(),
             options,
             tracker: Arc::default(),
-        })
+        }
+    }
+
+    /// The same disk with `backing` behind it: what the image does not have is read from there, and
+    /// past its end as zeros.
+    #[must_use]
+    pub fn over(self, backing: Arc<Self>) -> Self {
+        Self { backing: Some(backing), ..self }
+    }
+
+    /// What the image says of the file behind it.
+    pub fn backing_file(&self) -> Option<&Backing> {
+        match &self.format {
+            Format::Raw(_) => None,
+            Format::Qcow2(image) => image.backing(),
+        }
+    }
+
+    /// The name of the image's format, as on the command line.
+    pub fn format_name(&self) -> &'static str {
+        self.format.name()
+    }
+
+    /// Bytes of a cluster; `None` where the format has none.
+    pub fn cluster_size(&self) -> Option<u64> {
+        match &self.format {
+            Format::Raw(_) => None,
+            Format::Qcow2(image) => Some(image.cluster_size()),
+        }
     }
 
     /// How people call it: the path of the image, mostly.
@@ -122,6 +187,11 @@ impl<S: Storage> Disk<S> {
     /// writes always work; the capability says whether they are quick.
     pub fn capabilities(&self) -> Capabilities {
         let mut capabilities = self.format.storage().capabilities();
+        if let Format::Qcow2(_) = self.format {
+            // Tables are written when a flush asks for it, and clusters can always be given back.
+            capabilities.write_cache = WriteCache::Volatile;
+            capabilities.discard = Offload::Available;
+        }
         if self.options.durability >= Durability::Data {
             capabilities.write_cache = WriteCache::None;
         }
@@ -156,7 +226,7 @@ impl<S: Storage> Disk<S> {
                 self.submit_write(offset, from, durability).await?
             }
             Request::WriteZeroes { range, unmap, effort, durability } => {
-                self.submit_zeroes(range, unmap, effort, durability).await?
+                self.submit_zeroes(range, Zeroing { unmap, effort, durability }).await?
             }
             Request::Discard { range, durability } => {
                 self.submit_discard(range, durability).await?
@@ -174,7 +244,10 @@ impl<S: Storage> Disk<S> {
         }
     }
 
-    async fn submit_read(&self, offset: u64, into: IoVector) -> Result<Debt> {
+    // What is not aligned, zero writes and discards are boxed below, so that the future of the common
+    // way stays small.
+
+    pub(crate) async fn submit_read(&self, offset: u64, into: IoVector) -> Result<Debt> {
         let range = self.check_end(offset, into.len() as u64, ErrorKind::InvalidInput)?;
         if range.is_empty() {
             return Ok(Debt::NOTHING);
@@ -182,7 +255,8 @@ impl<S: Storage> Disk<S> {
         if self.alignment.admits(offset, &into) {
             self.read(range, into).await?;
         } else {
-            self.read_bounced(range, into).await?;
+            let _claim = self.hold_end(range).await;
+            Box::pin(self.read_bounced(range, into)).await?;
         }
         Ok(Debt::NOTHING)
     }
@@ -203,33 +277,26 @@ impl<S: Storage> Disk<S> {
         if self.alignment.admits(offset, &from) {
             self.write(range, from, durability).await
         } else {
-            self.write_bounced(range, from, durability, &claim).await
+            Box::pin(self.write_bounced(range, from, durability, &claim)).await
         }
     }
 
-    async fn submit_zeroes(
-        &self,
-        range: ByteRange,
-        unmap: Unmap,
-        effort: Effort,
-        durability: Durability,
-    ) -> Result<Debt> {
+    async fn submit_zeroes(&self, range: ByteRange, mut how: Zeroing) -> Result<Debt> {
         self.check_access(range.offset())?;
         self.check_end(range.offset(), range.length(), ErrorKind::PastEnd)?;
         if range.is_empty() {
             return Ok(Debt::NOTHING);
         }
-        let capabilities = self.capabilities();
-        if effort == Effort::FastOnly && capabilities.write_zeroes == Offload::Unavailable {
+        let quick = self.capabilities().write_zeroes;
+        if how.effort == Effort::FastOnly && quick == Offload::Unavailable {
             return Err(self.no_fast_zeroes(range.offset()));
         }
-        let unmap = match self.options.discard {
-            Discard::Unmap => unmap,
-            Discard::Ignore => Unmap::Forbidden,
-        };
-        let durability = durability.max(self.options.durability);
+        if self.options.discard == Discard::Ignore {
+            how.unmap = Unmap::Forbidden;
+        }
+        how.durability = how.durability.max(self.options.durability);
         let claim = self.claim(range).await;
-        self.write_zeroes(range, unmap, effort, durability, &claim).await
+        Box::pin(self.write_zeroes(range, how, &claim)).await
     }
 
     async fn submit_discard(&self, range: ByteRange, durability: Durability) -> Result<Debt> {
@@ -240,7 +307,7 @@ impl<S: Storage> Disk<S> {
         match whole {
             Some(range) if self.capabilities().discard == Offload::Available => {
                 let _claim = self.claim(range).await;
-                self.discard(range, durability.max(self.options.durability)).await
+                Box::pin(self.discard(range, durability.max(self.options.durability))).await
             }
             _ => Ok(Debt::NOTHING),
         }
@@ -258,7 +325,7 @@ impl<S: Storage> Disk<S> {
             let error = Error::new(ErrorKind::InvalidInput, what);
             return Err(error.on(self.name()).at(range.offset()));
         }
-        self.format.status(range).await
+        self.status_of_layers(range).await
     }
 
     /// All writes completed so far become durable. As [`Request::Flush`].
@@ -274,13 +341,32 @@ impl<S: Storage> Disk<S> {
         self.check_access(size)?;
         // Nothing may be on its way to a last partial block, which becomes an ordinary one.
         let last = self.size() & !(u64::from(self.alignment.offset) - 1);
-        let _claim = self.tracker.exclude(ByteRange::between(last, u64::MAX)).await;
+        let claim = self.tracker.exclude(ByteRange::between(last, u64::MAX)).await;
+        let old = self.size();
         if size < self.size() {
             let what = format!("cannot make a disk of {} bytes shorter: {size}", self.size());
             return Err(Error::new(ErrorKind::InvalidInput, what).on(self.name()));
         }
         self.format.resize(size).await?;
+        if let Some(uncovered) = self.uncovered(old, size) {
+            let how = Zeroing {
+                unmap: Unmap::Allowed,
+                effort: Effort::Any,
+                durability: Durability::None,
+            };
+            // Durable with the flush below, like the size itself.
+            let _ = self.write_zeroes(uncovered, how, &claim).await?;
+        }
         self.format.flush(Sync::Full).await
+    }
+
+    /// The new bytes of a disk that became longer which would not read as zeros by themselves: those
+    /// of the last old cluster, and those that the disk behind this one has.
+    fn uncovered(&self, old: u64, new: u64) -> Option<ByteRange> {
+        let cluster_end = old.next_multiple_of(self.cluster_size()?);
+        let behind = self.backing.as_ref().map_or(0, |backing| backing.size());
+        let end = cluster_end.max(behind).min(new);
+        (end > old).then(|| ByteRange::between(old, end))
     }
 
     /// Makes everything durable, before the disk is dropped.
@@ -293,12 +379,26 @@ impl<S: Storage> Disk<S> {
         if self.alignment.offset == 1 {
             return Claim::Untracked;
         }
-        let blocks = self.blocks_of(range);
-        if blocks == range {
-            self.tracker.share(range).await
-        } else {
-            self.tracker.exclude(blocks).await
+        loop {
+            let blocks = self.blocks_of(range);
+            let claim = if blocks == range {
+                self.tracker.share(range).await
+            } else {
+                self.tracker.exclude(blocks).await
+            };
+            // The disk may have grown meanwhile, and with it its last block.
+            if self.blocks_of(range) == blocks {
+                return claim;
+            }
         }
+    }
+
+    /// Keeps a disk that ends inside a block from growing while `range` is read.
+    async fn hold_end(&self, range: ByteRange) -> Option<Claim<'_>> {
+        if self.format.end().is_multiple_of(u64::from(self.alignment.offset)) {
+            return None;
+        }
+        Some(self.tracker.share(range).await)
     }
 
     fn check_inside(&self, range: ByteRange) -> Result<()> {

@@ -13,18 +13,21 @@
 //!   may have dropped older bytes of the same pages), unless its error says that nothing was begun;
 //! - because the failure of a durable write may concern what a running flush calls stable, a flush
 //!   believes its success only when the durable writes that ran beside it have been heard;
-//! - an operation whose future is dropped may end at any time, so afterwards every flush is issued.
+//! - where a shared flush is cheaper than FUA on each of several writes in flight, the later ones go
+//!   down plainly and share one (group commit);
+//! - an operation whose future is dropped may end at any time, so afterwards every flush is issued;
+//!   the storage tells the outcome of a dropped flush or durable write to the next flush, as its
+//!   contract says.
 //!
 //! Generations are counted with atomic operations, so that a plain write pays for one addition. A
 //! lock is taken by flushes only, and never held while one waits.
 
-use std::future::Future;
 use std::sync::OnceLock;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 
 use blockhouse_core::{
-    ByteRange, Capabilities, Durability, Error, ErrorKind, Fua, IoVector, Result, Status, Storage,
-    Sync, Unmap, WriteCache,
+    ByteRange, Capabilities, Durability, Error, ErrorKind, Fua, GroupCommit, IoVector, Result,
+    Status, Storage, Sync, Unmap, WriteCache,
 };
 use event_listener::{Event, EventListener};
 use parking_lot::Mutex;
@@ -46,6 +49,8 @@ pub(crate) struct Generations<S> {
     flushing: Mutex<Flushing>,
     flush_ended: Event,
     durable_writes: Grace,
+    /// How many durable writes are in flight, whatever way they go.
+    durable_in_flight: AtomicUsize,
     pub(crate) stats: FlushStats,
 }
 
@@ -73,8 +78,8 @@ struct Run<'a> {
     ended: &'a Event,
 }
 
-/// An operation that only a flush makes stable. Dropped unfinished, its end will not be seen.
-struct Unstable<'a> {
+/// An operation in flight. Dropped before it has been seen to end, it counts as given up.
+struct Unseen<'a> {
     given_up: &'a AtomicU64,
 }
 
@@ -89,26 +94,28 @@ impl<S: Storage> Generations<S> {
             flushing: Mutex::default(),
             flush_ended: Event::new(),
             durable_writes: Grace::default(),
+            durable_in_flight: AtomicUsize::new(0),
             stats: FlushStats::default(),
         }
     }
 
-    /// Runs an operation that leaves something to flush, whether it fails or not.
-    async fn unstable<T>(&self, operation: impl Future<Output = Result<T>>) -> Result<T> {
-        let unseen = Unstable { given_up: &self.given_up };
-        let outcome = operation.await;
-        self.completed.fetch_add(1, Ordering::SeqCst);
-        unseen.seen();
-        outcome
+    fn in_flight(&self) -> Unseen<'_> {
+        Unseen { given_up: &self.given_up }
     }
 
-    /// Runs a write that is stable when it succeeds.
-    async fn stable(&self, write: impl Future<Output = Result<()>>) -> Result<()> {
+    /// The operation has ended and left something to flush, whether it failed or not.
+    fn completed(&self, operation: Unseen<'_>) {
+        self.completed.fetch_add(1, Ordering::SeqCst);
+        operation.seen();
+    }
+
+    /// A write that is stable when it succeeds.
+    async fn write_durably(&self, offset: u64, from: IoVector) -> Result<()> {
         self.check_failure()?;
         // Declared first, dropped last: a running flush hears of the failure or the dropping.
         let _pass = self.durable_writes.enter();
-        let unseen = Unstable { given_up: &self.given_up };
-        let outcome = write.await;
+        let unseen = self.in_flight();
+        let outcome = self.storage.write(offset, from, Durability::Data).await;
         if let Err(error) = &outcome
             && !nothing_was_begun(error)
         {
@@ -156,8 +163,6 @@ impl<S: Storage> Generations<S> {
         } else if flushing.running {
             Turn::Wait(self.flush_ended.listen())
         } else {
-            // The place for group commit: whoever gets here speaks for all who wait, and could let
-            // more durable writes arrive before it goes.
             flushing.running = true;
             Turn::Run(Run { flushing: &self.flushing, ended: &self.flush_ended })
         })
@@ -185,6 +190,38 @@ impl<S: Storage> Generations<S> {
     }
 }
 
+/// The durable writes in flight, with this one among them until it is dropped.
+struct Crowd<'a> {
+    in_flight: Option<&'a AtomicUsize>,
+    /// How many there were when this one came, itself included.
+    size: usize,
+}
+
+impl<'a> Crowd<'a> {
+    fn join(in_flight: &'a AtomicUsize, durability: Durability) -> Self {
+        if durability == Durability::None {
+            return Self { in_flight: None, size: 0 };
+        }
+        let size = in_flight.fetch_add(1, Ordering::Relaxed) + 1;
+        Self { in_flight: Some(in_flight), size }
+    }
+
+    fn is_cheaper_together(&self, capabilities: &Capabilities) -> bool {
+        match capabilities.group_commit {
+            GroupCommit::Never => false,
+            GroupCommit::From(count) => self.size >= count,
+        }
+    }
+}
+
+impl Drop for Crowd<'_> {
+    fn drop(&mut self) {
+        if let Some(in_flight) = self.in_flight {
+            in_flight.fetch_sub(1, Ordering::Relaxed);
+        }
+    }
+}
+
 impl Run<'_> {
     fn covered(self, generation: u64, sync: Sync) {
         let mut flushing = self.flushing.lock();
@@ -202,13 +239,13 @@ impl Drop for Run<'_> {
     }
 }
 
-impl Unstable<'_> {
+impl Unseen<'_> {
     fn seen(self) {
         std::mem::forget(self);
     }
 }
 
-impl Drop for Unstable<'_> {
+impl Drop for Unseen<'_> {
     fn drop(&mut self) {
         self.given_up.fetch_add(1, Ordering::SeqCst);
     }
@@ -245,21 +282,24 @@ impl<S: Storage> Storage for Generations<S> {
 
     async fn write(&self, offset: u64, from: IoVector, durability: Durability) -> Result<()> {
         let capabilities = self.capabilities();
+        let crowd = Crowd::join(&self.durable_in_flight, durability);
         match (durability, capabilities.fua) {
-            (Durability::Data, Fua::Native) => {
-                return self.stable(self.storage.write(offset, from, Durability::Data)).await;
+            (Durability::Data, Fua::Native) if !crowd.is_cheaper_together(&capabilities) => {
+                return self.write_durably(offset, from).await;
             }
             (Durability::Data | Durability::Full, Fua::Native | Fua::Emulated) => {
                 self.check_failure()?;
             }
             (Durability::None, _) | (_, Fua::None) => {}
         }
-        let write = self.storage.write(offset, from, Durability::None);
+        let unseen = self.in_flight();
+        let outcome = self.storage.write(offset, from, Durability::None).await;
         match capabilities.write_cache {
-            WriteCache::Volatile => self.unstable(write).await?,
-            WriteCache::None => write.await?,
+            WriteCache::Volatile => self.completed(unseen),
+            WriteCache::None => unseen.seen(),
         }
         match durability {
+            _ if outcome.is_err() => outcome,
             Durability::None => Ok(()),
             Durability::Data => self.flush(Sync::Data).await,
             Durability::Full => self.flush(Sync::Full).await,
@@ -267,11 +307,17 @@ impl<S: Storage> Storage for Generations<S> {
     }
 
     async fn write_zeroes(&self, range: ByteRange, unmap: Unmap) -> Result<()> {
-        self.unstable(self.storage.write_zeroes(range, unmap)).await
+        let unseen = self.in_flight();
+        let outcome = self.storage.write_zeroes(range, unmap).await;
+        self.completed(unseen);
+        outcome
     }
 
     async fn discard(&self, range: ByteRange) -> Result<()> {
-        self.unstable(self.storage.discard(range)).await
+        let unseen = self.in_flight();
+        let outcome = self.storage.discard(range).await;
+        self.completed(unseen);
+        outcome
     }
 
     async fn flush(&self, sync: Sync) -> Result<()> {
@@ -295,7 +341,10 @@ impl<S: Storage> Storage for Generations<S> {
     }
 
     async fn resize(&self, size: u64) -> Result<()> {
-        self.unstable(self.storage.resize(size)).await
+        let unseen = self.in_flight();
+        let outcome = self.storage.resize(size).await;
+        self.completed(unseen);
+        outcome
     }
 
     async fn status(&self, range: ByteRange) -> Result<(Status, u64)> {

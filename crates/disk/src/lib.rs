@@ -5,18 +5,26 @@
 #![forbid(unsafe_code)]
 
 mod bounce;
+mod chain;
+mod clusters;
+mod copy;
 mod disk;
 mod durable;
 mod generations;
 mod grace;
+mod layers;
 mod limits;
 mod lock;
 mod open;
 mod path;
+mod prepared;
 mod stats;
 mod tracker;
+mod zero;
 
 pub use blockhouse_format::BlockStatus;
+pub use blockhouse_format::qcow2::Backing;
+pub use chain::{open, open_alone};
 pub use disk::{Access, Discard, Disk, FlushPolicy, Options};
-pub use open::{CacheMode, ImageFormat, ImageOptions, Locking, create, open};
+pub use open::{CacheMode, ImageFormat, ImageOptions, Locking, create};
 pub use stats::Counters;

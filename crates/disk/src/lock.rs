@@ -9,6 +9,7 @@ use std::fs;
 use std::io;
 use std::os::fd::BorrowedFd;
 use std::path::Path;
+use std::time::{Duration, Instant};
 
 use blockhouse_core::{Error, ErrorKind, Result, Storage};
 use blockhouse_engine::{HostFile, is_byte_locked, share_byte};
@@ -44,6 +45,11 @@ impl Permission {
     }
 }
 
+/// How long a lock may stay behind whose holder is gone: the kernel ends the I/O of a killed process
+/// in its own time.
+const AFTERLIFE: Duration = Duration::from_secs(1);
+const PAUSE: Duration = Duration::from_millis(20);
+
 /// Locks `file` for as long as it is open: a writer is alone, readers keep writers away.
 ///
 /// A file system without such locks leaves the image unlocked, with a warning in the log.
@@ -71,17 +77,30 @@ pub(crate) fn lock(file: &HostFile, access: Access) -> Result<()> {
         }
     }
     for permission in refused {
-        if is_byte_locked(descriptor, permission.used()).map_err(failed)? {
-            return Err(held(file, permission.used(), permission.verb()));
-        }
+        wait_for_free(file, permission.used(), permission.verb())?;
     }
     for permission in ours {
-        if is_byte_locked(descriptor, permission.refused()).map_err(failed)? {
-            let refuses = format!("not letting others go on {}", permission.verb());
-            return Err(held(file, permission.refused(), &refuses));
-        }
+        let refuses = format!("not letting others go on {}", permission.verb());
+        wait_for_free(file, permission.refused(), &refuses)?;
     }
     Ok(())
+}
+
+/// Succeeds when nobody holds the byte. A holder that cannot be seen may be a process that is gone,
+/// and is given a moment to go.
+fn wait_for_free(file: &HostFile, byte: u64, doing: &str) -> Result<()> {
+    let deadline = Instant::now() + AFTERLIFE;
+    loop {
+        let locked = is_byte_locked(file.descriptor(), byte);
+        if !locked.map_err(|error| Error::host("cannot lock", error).on(file.name()))? {
+            return Ok(());
+        }
+        let holder = holder(file.descriptor(), byte);
+        if holder.is_some() || Instant::now() >= deadline {
+            return Err(held(file, holder.as_deref().unwrap_or("another program"), doing));
+        }
+        std::thread::sleep(PAUSE);
+    }
 }
 
 fn is_without_locks(error: &io::Error) -> bool {
@@ -89,11 +108,7 @@ fn is_without_locks(error: &io::Error) -> bool {
     error.raw_os_error().is_some_and(|code| [22, 38, 37, 95].contains(&code))
 }
 
-fn held(file: &HostFile, byte: u64, doing: &str) -> Error {
-    let who = match holder(file.descriptor(), byte) {
-        Some(process) => process,
-        None => "another program".to_owned(),
-    };
+fn held(file: &HostFile, who: &str, doing: &str) -> Error {
     Error::new(ErrorKind::Locked, format!("the image is locked: {who} is {doing}"))
         .on(file.name())
         .hint("stop that program first, or make a copy of the image")

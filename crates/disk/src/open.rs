@@ -1,4 +1,4 @@
-//! Opening an image on the host: which format, which cache mode, which lock.
+//! How an image on the host is opened: which format, which cache mode, which lock; and new images.
 //!
 //! A format is never guessed from an image's content: a guest writes what it likes to the start of a
 //! raw disk. The file's name decides unless the caller does, and an image that is opened as raw but
@@ -7,11 +7,10 @@
 use std::path::Path;
 use std::str::FromStr;
 
-use blockhouse_core::{Durability, Error, ErrorKind, Result, Storage};
-use blockhouse_engine::{HostFile, OpenFor, PageCache};
-use blockhouse_format::probe;
+use blockhouse_core::{Durability, Error, ErrorKind, Result, Storage, Sync};
+use blockhouse_engine::{HostFile, PageCache};
+use blockhouse_format::{probe, qcow2};
 
-use crate::lock::lock;
 use crate::{Access, Discard, Disk, FlushPolicy, Options};
 
 /// The image formats that can be opened.
@@ -19,6 +18,8 @@ use crate::{Access, Discard, Disk, FlushPolicy, Options};
 pub enum ImageFormat {
     /// The disk byte for byte.
     Raw,
+    /// QEMU's format: clusters that tables say the place of.
+    Qcow2,
 }
 
 impl FromStr for ImageFormat {
@@ -27,25 +28,19 @@ impl FromStr for ImageFormat {
     fn from_str(name: &str) -> Result<Self, String> {
         match name {
             "raw" => Ok(Self::Raw),
-            "qcow2" => Err("qcow2 images cannot be opened by this version".into()),
-            _ => Err(format!("there is no format '{name}'; this version opens raw images")),
+            "qcow2" => Ok(Self::Qcow2),
+            _ => Err(format!("there is no format '{name}'; this version opens raw and qcow2")),
         }
     }
 }
 
 impl ImageFormat {
     /// The format that a file's name stands for: `.qcow2`, otherwise raw.
-    ///
-    /// # Errors
-    /// `Unsupported` for a name that stands for a format which this version does not open.
-    pub fn by_name(path: &Path) -> Result<Self> {
-        let suffix = path.extension().unwrap_or_default();
-        if suffix != "qcow2" {
-            return Ok(Self::Raw);
+    pub fn by_name(path: &Path) -> Self {
+        match path.extension() {
+            Some(suffix) if suffix == "qcow2" => Self::Qcow2,
+            _ => Self::Raw,
         }
-        Err(Error::new(ErrorKind::Unsupported, "qcow2 images cannot be opened by this version")
-            .on(&path.display().to_string())
-            .hint("if it is a raw image in spite of its name, say --format raw"))
     }
 }
 
@@ -81,21 +76,21 @@ impl CacheMode {
         }
     }
 
-    fn page_cache(self) -> PageCache {
+    pub(crate) fn page_cache(self) -> PageCache {
         match self {
             Self::None | Self::Directsync => PageCache::Bypassed,
             Self::Writeback | Self::Writethrough | Self::Unsafe => PageCache::Used,
         }
     }
 
-    fn durability(self) -> Durability {
+    pub(crate) fn durability(self) -> Durability {
         match self {
             Self::Writethrough | Self::Directsync => Durability::Data,
             Self::None | Self::Writeback | Self::Unsafe => Durability::None,
         }
     }
 
-    fn flush(self) -> FlushPolicy {
+    pub(crate) fn flush(self) -> FlushPolicy {
         match self {
             Self::Unsafe => FlushPolicy::Ignore,
             _ => FlushPolicy::Obey,
@@ -139,44 +134,25 @@ pub enum Locking {
     None,
 }
 
-/// Opens an image and locks it. Needs the loop of the current thread.
-///
-/// # Errors
-/// One that names the file: it is missing, no disk image, of a wrong size, locked, looks like
-/// another format, or the host refuses.
-pub async fn open(path: &Path, options: ImageOptions) -> Result<Disk<HostFile>> {
-    let format = options.format.map_or_else(|| ImageFormat::by_name(path), Ok)?;
-    let access = match options.access {
-        Access::ReadOnly => OpenFor::Reading,
-        Access::ReadWrite => OpenFor::Writing,
-    };
-    let file = HostFile::open(path, access, options.cache.page_cache())?;
-    if options.locking == Locking::Held {
-        lock(&file, options.access)?;
-    }
-    let disk_options = Options {
-        access: options.access,
-        durability: options.cache.durability(),
-        flush: options.cache.flush(),
-        discard: options.discard,
-    };
-    match format {
-        ImageFormat::Raw => {
-            refuse_disguise(&file, options.format).await?;
-            Disk::raw(file, disk_options)
-        }
-    }
-}
-
-/// Makes a new raw image of `size` bytes, all holes, durably. Needs the loop of the current thread.
+/// Makes a new image of `size` bytes, all holes, durably. Needs the loop of the current thread.
 ///
 /// # Errors
 /// One that names the file: the size is no multiple of 512, the file exists, or the host refuses.
 /// A file that could not be finished is removed.
-pub async fn create(path: &Path, size: u64) -> Result<()> {
-    let file = HostFile::create(path, size, PageCache::Used)?;
+pub async fn create(path: &Path, size: u64, format: ImageFormat) -> Result<()> {
+    let file_size = match format {
+        ImageFormat::Raw => size,
+        ImageFormat::Qcow2 => 0,
+    };
+    let file = HostFile::create(path, file_size, PageCache::Used)?;
     let finish = async {
-        Disk::raw(file, Options::default())?.resize(size).await?;
+        match format {
+            ImageFormat::Raw => Disk::raw(file, Options::default())?.resize(size).await?,
+            ImageFormat::Qcow2 => {
+                qcow2::create(&file, &qcow2::CreateOptions::new(size)).await?;
+                file.flush(Sync::Full).await?;
+            }
+        }
         sync_folder(path)
     };
     finish.await.inspect_err(|_| {
@@ -193,11 +169,19 @@ fn sync_folder(path: &Path) -> Result<()> {
     synced.map_err(|error| Error::host("cannot sync", error).on(&folder.display().to_string()))
 }
 
-async fn refuse_disguise(file: &HostFile, asked: Option<ImageFormat>) -> Result<()> {
-    // Whoever says --format raw means it.
-    if asked.is_some() {
+/// Refuses a file that would be qcow2 by its name only.
+pub(crate) async fn refuse_missing_magic(file: &HostFile) -> Result<()> {
+    if probe::probe(file).await? == Some("qcow2") {
         return Ok(());
     }
+    let what = "is no qcow2 image in spite of its name";
+    Err(Error::new(ErrorKind::InvalidInput, what)
+        .on(file.name())
+        .hint("if it is a raw image, say --format raw"))
+}
+
+/// Refuses a file that would be raw but looks like something else.
+pub(crate) async fn refuse_disguise(file: &HostFile) -> Result<()> {
     match probe::probe(file).await? {
         None => Ok(()),
         Some(name) => {

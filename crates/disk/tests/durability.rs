@@ -1,4 +1,5 @@
 //! What a durable request costs: the exact operations on the storage.
+#![forbid(unsafe_code)]
 
 mod common;
 

@@ -1,12 +1,13 @@
 //! Who flushes, who waits, who is spared, and what a failure means for those who come later.
+#![forbid(unsafe_code)]
 
 mod common;
 
 use blockhouse_core::Sync::{Data as DataSync, Full as FullSync};
-use blockhouse_core::{Durability, ErrorKind, Fua, Request, errno};
+use blockhouse_core::{Durability, ErrorKind, Fua, GroupCommit, Request, errno};
 use blockhouse_disk::Options;
 use blockhouse_sim::Operation::{Flush, Resize, Write};
-use blockhouse_sim::{Config, Fault, OperationKind};
+use blockhouse_sim::{Config, Fault, Operation, OperationKind};
 use common::{DATA, FLUSH, Rig, span, steady, write};
 
 const SIZE: usize = 1 << 20;
@@ -35,6 +36,24 @@ fn flushes_at_the_same_time_share_one() {
     assert!(flushes.iter().all(|flush| flush.output().unwrap().is_ok()));
     assert_eq!(rig.log(), [Flush(DataSync)]);
     assert_eq!(rig.disk.stats().flushes_shared, 9);
+}
+
+#[test]
+fn durable_writes_in_a_crowd_share_a_flush_where_that_is_cheaper() {
+    let config = Config { group_commit: GroupCommit::From(2), ..steady() };
+    let rig = Rig::new(config, SIZE, Options::default());
+    let durable = |block: u64| write(block * 4096, 512, 3, Durability::Data);
+    let writes: Vec<_> = (0..4).map(|block| rig.start(durable(block))).collect();
+    rig.sim.run();
+    assert!(writes.iter().all(|write| write.output().unwrap().is_ok()));
+    let log = rig.log();
+    let count = |wanted: fn(&Operation) -> bool| log.iter().filter(|one| wanted(one)).count();
+    assert_eq!(count(|one| matches!(one, Write(_, Durability::Data))), 1, "the first: {log:?}");
+    assert_eq!(count(|one| matches!(one, Write(_, Durability::None))), 3, "{log:?}");
+    // One for the first of them to arrive, one for those that arrived meanwhile.
+    assert_eq!(count(|one| *one == Flush(DataSync)), 2, "{log:?}");
+    rig.submit(durable(9)).unwrap();
+    assert_eq!(rig.log(), [Write(span(9 * 4096, 512), Durability::Data)], "alone again");
 }
 
 #[test]

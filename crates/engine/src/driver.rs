@@ -6,10 +6,14 @@ use crate::operation::{Operation, OperationTable, Token};
 
 /// Gets operations to the kernel and their results back, for one loop on one thread.
 pub(crate) trait Driver {
+    /// Does an operation on the spot, if that is this engine's way and can be done without waiting.
+    /// The answer is the result as in [`Completion`].
+    fn attempt(&mut self, operation: &Operation) -> Option<i32>;
+
     /// Starts an operation. It stays where it is, unmoved and unchanged by the caller, until its
-    /// result was reported: as the answer here, or by a later `turn`. The engine may put off the
-    /// actual submission to the next `turn`, so that many go down at once.
-    fn start(&mut self, token: Token, operation: &mut Operation) -> Started;
+    /// result was reported by a later `turn`. The engine may put off the actual submission to the
+    /// next `turn`, so that many go down at once.
+    fn start(&mut self, token: Token, operation: &Operation);
 
     /// Asks for an operation that may wait without bound (on a socket) to be given up. Its result is
     /// reported all the same, `-ECANCELED` if it was.
@@ -18,16 +22,7 @@ pub(crate) trait Driver {
     /// Submits what waits for submission, then sleeps as `rest` says until something happens (a
     /// completion, the bell, the deadline), then appends all results to `done`. `operations` holds
     /// everything that was started.
-    fn turn(&mut self, rest: Rest, operations: &mut OperationTable, done: &mut Vec<Completion>);
-}
-
-/// What became of starting an operation.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Started {
-    /// Its result comes from a later turn.
-    Pending,
-    /// It is over; the result is as in [`Completion`].
-    Done(i32),
+    fn turn(&mut self, rest: Rest, operations: &OperationTable, done: &mut Vec<Completion>);
 }
 
 /// An operation's end: the kernel's answer, a count of bytes or a negative errno.
@@ -46,4 +41,15 @@ pub(crate) enum Rest {
     UntilEvent,
     /// Until something happens or the time has come.
     UntilEventOr(Instant),
+}
+
+impl Rest {
+    /// The same, but not beyond `time`.
+    pub(crate) fn at_most(self, time: Instant) -> Self {
+        match self {
+            Self::Never => Self::Never,
+            Self::UntilEvent => Self::UntilEventOr(time),
+            Self::UntilEventOr(due) => Self::UntilEventOr(due.min(time)),
+        }
+    }
 }

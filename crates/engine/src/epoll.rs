@@ -10,10 +10,10 @@ use std::time::{Duration, Instant};
 use rustix::event::Timespec;
 use rustix::event::epoll::{self, CreateFlags, EventData, EventFlags};
 
-use crate::driver::{Completion, Driver, Rest, Started};
-use crate::event_loop::Remote;
+use crate::driver::{Completion, Driver, Rest};
 use crate::linux_aio::LinuxAio;
 use crate::operation::{Operation, OperationTable, Token};
+use crate::remote::Remote;
 use crate::system_call::{FileCall, run_inline, try_socket};
 use crate::thread_pool::ThreadPool;
 
@@ -33,6 +33,8 @@ pub(crate) struct Epoll {
     remote: Arc<Remote>,
     pool: Arc<ThreadPool>,
     aio: Option<LinuxAio>,
+    /// By descriptor. An entry stays when nobody waits: the next one who does needs it again, and
+    /// there are no more of them than descriptors.
     sockets: HashMap<RawFd, Waiting>,
     /// Results that are known before the next turn.
     early: Vec<Completion>,
@@ -48,11 +50,7 @@ struct Waiting {
 
 impl Epoll {
     /// With `aio` for the files that it can serve.
-    pub(crate) fn open(
-        remote: &Arc<Remote>,
-        pool: &Arc<ThreadPool>,
-        aio: Option<LinuxAio>,
-    ) -> io::Result<Self> {
+    pub(crate) fn open(remote: &Arc<Remote>, aio: Option<LinuxAio>) -> io::Result<Self> {
         let epoll = epoll::create(CreateFlags::CLOEXEC)?;
         // Edge-triggered: each ring is an event of its own, and the counters need no reading.
         let flags = EventFlags::IN | EventFlags::ET;
@@ -63,7 +61,7 @@ impl Epoll {
         Ok(Self {
             epoll,
             remote: Arc::clone(remote),
-            pool: Arc::clone(pool),
+            pool: ThreadPool::shared(),
             aio,
             sockets: HashMap::new(),
             early: Vec::new(),
@@ -71,29 +69,29 @@ impl Epoll {
         })
     }
 
-    fn start_on_socket(&mut self, token: Token, operation: &mut Operation) -> Started {
+    /// Tries a socket operation, unless others wait for the same: those come first.
+    fn attempt_on_socket(&mut self, operation: &Operation) -> Option<i32> {
         if let Operation::Accept { socket } = operation {
             // Two loops may be told of one connection: the second must not block.
             if let Err(error) = rustix::io::ioctl_fionbio(socket, true) {
-                return Started::Done(-error.raw_os_error());
+                return Some(-error.raw_os_error());
             }
+        }
+        let waiting = self.sockets.get_mut(&socket_of(operation).as_raw_fd());
+        if waiting.is_some_and(|waiting| !waiting.queue_of(operation).is_empty()) {
+            return None;
         }
         let result = try_socket(operation);
-        if result != -libc::EAGAIN {
-            return Started::Done(result);
-        }
+        (result != -libc::EAGAIN).then_some(result)
+    }
+
+    fn wait_for_socket(&mut self, token: Token, operation: &Operation) {
         let socket = socket_of(operation);
         let waiting = self.sockets.entry(socket.as_raw_fd()).or_default();
-        match operation {
-            Operation::Send(_) => waiting.output.push_back(token),
-            _ => waiting.input.push_back(token),
-        }
-        match watch(&self.epoll, socket, waiting) {
-            Ok(()) => Started::Pending,
-            Err(error) => {
-                self.forget(token, operation);
-                Started::Done(-error.raw_os_error())
-            }
+        waiting.queue_of(operation).push_back(token);
+        if let Err(error) = watch(&self.epoll, socket, waiting) {
+            self.forget(token, operation);
+            self.early.push(Completion { token, result: -error.raw_os_error() });
         }
     }
 
@@ -104,11 +102,7 @@ impl Epoll {
         let before = waiting.input.len() + waiting.output.len();
         waiting.input.retain(|&other| other != token);
         waiting.output.retain(|&other| other != token);
-        let found = waiting.input.len() + waiting.output.len() < before;
-        if waiting.is_empty() {
-            self.sockets.remove(&socket);
-        }
-        found
+        waiting.input.len() + waiting.output.len() < before
     }
 
     fn wait(&mut self, rest: Rest) {
@@ -135,12 +129,12 @@ impl Epoll {
         &mut self,
         socket: RawFd,
         flags: EventFlags,
-        operations: &mut OperationTable,
+        operations: &OperationTable,
         done: &mut Vec<Completion>,
     ) {
         let Some(waiting) = self.sockets.get_mut(&socket) else { return };
         // An error or hang-up is for both directions to find out by trying.
-        let broken = flags.intersects(EventFlags::ERR | EventFlags::HUP | EventFlags::RDHUP);
+        let broken = flags.intersects(EventFlags::ERR | EventFlags::HUP);
         if broken || flags.contains(EventFlags::IN) {
             try_all(&mut waiting.input, operations, done);
         }
@@ -155,32 +149,36 @@ impl Epoll {
                 done.extend(all.map(|token| Completion { token, result }));
             }
         }
-        if waiting.is_empty() {
-            self.sockets.remove(&socket);
-        }
     }
 }
 
 impl Waiting {
-    fn is_empty(&self) -> bool {
-        self.input.is_empty() && self.output.is_empty()
+    fn queue_of(&mut self, operation: &Operation) -> &mut VecDeque<Token> {
+        match operation {
+            Operation::Send(_) => &mut self.output,
+            _ => &mut self.input,
+        }
     }
 }
 
 impl Driver for Epoll {
-    fn start(&mut self, token: Token, operation: &mut Operation) -> Started {
-        if let Some(result) = run_inline(operation) {
-            return Started::Done(result);
+    fn attempt(&mut self, operation: &Operation) -> Option<i32> {
+        if operation.is_on_socket() {
+            self.attempt_on_socket(operation)
+        } else {
+            run_inline(operation)
         }
+    }
+
+    fn start(&mut self, token: Token, operation: &Operation) {
         let Some(call) = FileCall::of(operation) else {
-            return self.start_on_socket(token, operation);
+            return self.wait_for_socket(token, operation);
         };
         match &mut self.aio {
             Some(aio) if LinuxAio::serves(operation) => aio.queue(token, call),
             // SAFETY: the operation stays in the loop's table (`Driver::start`).
             _ => unsafe { self.pool.run_file(call, token, &self.remote) },
         }
-        Started::Pending
     }
 
     fn cancel(&mut self, token: Token, operation: &Operation) {
@@ -189,13 +187,12 @@ impl Driver for Epoll {
         }
     }
 
-    fn turn(&mut self, rest: Rest, operations: &mut OperationTable, done: &mut Vec<Completion>) {
-        let mut rest = rest;
+    fn turn(&mut self, mut rest: Rest, operations: &OperationTable, done: &mut Vec<Completion>) {
         if let Some(aio) = &mut self.aio {
             aio.submit(&mut self.early);
             aio.reap(&mut self.early);
-            if aio.is_stuck() && rest == Rest::UntilEvent {
-                rest = Rest::UntilEventOr(Instant::now() + AIO_RETRY);
+            if aio.is_stuck() {
+                rest = rest.at_most(Instant::now() + AIO_RETRY);
             }
         }
         self.wait(rest);
@@ -213,9 +210,10 @@ impl Driver for Epoll {
     }
 }
 
-/// Has epoll tell once when a waiter of the socket may go on.
+/// Has epoll tell once when a waiter of the socket may go on. The peer's end of stream is input; it
+/// is not watched apart from that, because who waits to send cannot go on by it.
 fn watch(epoll: &OwnedFd, socket: BorrowedFd<'_>, waiting: &Waiting) -> rustix::io::Result<()> {
-    let mut flags = EventFlags::ONESHOT | EventFlags::RDHUP;
+    let mut flags = EventFlags::ONESHOT;
     flags.set(EventFlags::IN, !waiting.input.is_empty());
     flags.set(EventFlags::OUT, !waiting.output.is_empty());
     let data = EventData::new_u64(socket.as_raw_fd() as u64);
@@ -226,11 +224,7 @@ fn watch(epoll: &OwnedFd, socket: BorrowedFd<'_>, waiting: &Waiting) -> rustix::
 }
 
 /// Tries the waiters of one direction until one would have to wait.
-fn try_all(
-    queue: &mut VecDeque<Token>,
-    operations: &mut OperationTable,
-    done: &mut Vec<Completion>,
-) {
+fn try_all(queue: &mut VecDeque<Token>, operations: &OperationTable, done: &mut Vec<Completion>) {
     while let Some(&token) = queue.front() {
         let result = try_socket(operations.operation(token));
         if result == -libc::EAGAIN {

@@ -4,165 +4,25 @@
 //! reap everything that completed, with one system call where the engine can. Other threads reach a
 //! loop through its [`Handle`]; see `mailbox` for what they are promised.
 
-use std::cell::RefCell;
 use std::future::Future;
 use std::io;
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::pin::pin;
 use std::rc::Rc;
 use std::sync::Arc;
-use std::task::{Context, Poll, Waker};
+use std::task::{Context, Poll};
 
 use futures_channel::oneshot;
 
-use crate::driver::{Completion, Driver, Rest, Started};
+use crate::driver::Completion;
 use crate::engine::{self, Engine, EngineChoice, EngineReport};
-use crate::mailbox::{Bell, Mailbox};
-use crate::operation::{Abandoned, Operation, OperationTable, Token};
-use crate::task::{Header, Tasks};
-use crate::thread_pool::ThreadPool;
-use crate::timer::Timers;
+use crate::local::{Entered, Local, current, try_current};
+use crate::remote::{Note, Remote};
+use crate::spawn::spawn_detached;
 
-thread_local! {
-    static CURRENT: RefCell<Option<Rc<Local>>> = const { RefCell::new(None) };
-}
-
-/// What other threads tell a loop.
-pub(crate) enum Note {
-    /// A task became ready.
-    Ready(Arc<Header>),
-    /// Run this, mostly to spawn a task.
-    Call(Box<dyn FnOnce() + Send>),
-    /// A worker thread finished an operation.
-    Completed(Token, i32),
-}
-
-/// The part of a loop that other threads see.
-pub(crate) struct Remote {
-    mailbox: Mailbox<Note>,
-    /// An eventfd: what wakes the sleeping loop.
-    bell: OwnedFd,
-}
-
-impl Remote {
-    /// Leaves a note and wakes the loop if it must be.
-    pub(crate) fn post(&self, note: Note) {
-        if self.mailbox.post(note) == Bell::Ring {
-            // It can only fail when the counter is full, and then the loop is being woken already.
-            let _ = rustix::io::write(&self.bell, &1u64.to_ne_bytes());
-        }
-    }
-
-    /// What the engine watches while the loop sleeps.
-    pub(crate) fn bell(&self) -> BorrowedFd<'_> {
-        self.bell.as_fd()
-    }
-}
-
-/// Everything of a loop that its own thread uses.
-pub(crate) struct Local {
-    pub(crate) remote: Arc<Remote>,
-    pub(crate) tasks: Tasks,
-    pub(crate) timers: Timers,
-    pub(crate) pool: Arc<ThreadPool>,
-    pub(crate) report: EngineReport,
-    driver: RefCell<Box<dyn Driver>>,
-    operations: RefCell<OperationTable>,
-}
-
-/// Runs `f` with the current thread's loop.
-///
-/// # Panics
-/// Outside of an event loop.
-pub(crate) fn current<R>(f: impl FnOnce(&Local) -> R) -> R {
-    try_current(f).expect("this needs an event loop: call it inside of EventLoop::block_on")
-}
-
-/// As [`current`], with `None` where there is no loop.
-pub(crate) fn try_current<R>(f: impl FnOnce(&Local) -> R) -> Option<R> {
-    let local = CURRENT.try_with(|current| current.borrow().clone()).ok().flatten();
-    local.map(|local| f(&local))
-}
-
-/// How a submission went.
-pub(crate) enum Submitted {
-    Running(Token),
-    Done(i32, Operation),
-    /// All places are taken; the waker is called when one becomes free.
-    Full(Operation),
-}
-
-impl Local {
-    /// Hands an operation to the engine.
-    pub(crate) fn submit(&self, operation: Operation, waiter: &Waker) -> Submitted {
-        let mut operations = self.operations.borrow_mut();
-        let token = match operations.insert(operation, waiter) {
-            Ok(token) => token,
-            Err(operation) => return Submitted::Full(operation),
-        };
-        match self.driver.borrow_mut().start(token, operations.operation(token)) {
-            Started::Pending => Submitted::Running(token),
-            Started::Done(result) => {
-                drop(operations.complete(token, result));
-                match operations.take_result(token, waiter) {
-                    Some((result, operation)) => Submitted::Done(result, operation),
-                    None => unreachable!("it was completed the line before"),
-                }
-            }
-        }
-    }
-
-    pub(crate) fn poll_result(&self, token: Token, waiter: &Waker) -> Poll<(i32, Operation)> {
-        match self.operations.borrow_mut().take_result(token, waiter) {
-            Some(over) => Poll::Ready(over),
-            None => Poll::Pending,
-        }
-    }
-
-    /// Leaves an operation to itself; one that may wait without bound is asked to stop.
-    pub(crate) fn abandon(&self, token: Token) {
-        let mut operations = self.operations.borrow_mut();
-        if operations.abandon(token) == Abandoned::Running {
-            let operation = operations.operation(token);
-            if operation.may_wait_for_ever() {
-                self.driver.borrow_mut().cancel(token, operation);
-            }
-        }
-    }
-
-    /// One turn: sleep as allowed, then pass on everything that happened meanwhile.
-    fn turn(&self, done: &mut Vec<Completion>, notes: &mut Vec<Note>) {
-        let asleep = !self.tasks.any_ready() && self.remote.mailbox.fall_asleep();
-        let rest = match self.timers.next() {
-            _ if !asleep => Rest::Never,
-            None => Rest::UntilEvent,
-            Some(due) => Rest::UntilEventOr(due),
-        };
-        self.driver.borrow_mut().turn(rest, &mut self.operations.borrow_mut(), done);
-        if asleep {
-            self.remote.mailbox.wake_up();
-        }
-        for Completion { token, result } in done.drain(..) {
-            self.complete(token, result);
-        }
-        self.remote.mailbox.take(notes);
-        for note in notes.drain(..) {
-            match note {
-                Note::Ready(header) => self.tasks.make_ready(header),
-                Note::Call(call) => call(),
-                Note::Completed(token, result) => self.complete(token, result),
-            }
-        }
-        self.timers.fire();
-    }
-
-    fn complete(&self, token: Token, result: i32) {
-        let waiter = self.operations.borrow_mut().complete(token, result);
-        if let Some(waiter) = waiter {
-            waiter.wake();
-        }
-    }
-}
+/// How often the tasks that are ready are polled between two system calls. A request goes from task
+/// to task (receiver, worker, sender), and with a turn for each hand-over it would cost that many
+/// system calls.
+const ROUNDS: usize = 3;
 
 /// A loop that runs futures on this thread. It stays on the thread that made it.
 pub struct EventLoop {
@@ -178,22 +38,9 @@ impl EventLoop {
     /// When the engine that was asked for cannot be had here, with the kernel's reason; `Auto`
     /// always finds one.
     pub fn new(choice: EngineChoice) -> io::Result<Self> {
-        let bell = rustix::event::eventfd(
-            0,
-            rustix::event::EventfdFlags::CLOEXEC | rustix::event::EventfdFlags::NONBLOCK,
-        )?;
-        let remote = Arc::new(Remote { mailbox: Mailbox::new(), bell });
-        let pool = ThreadPool::shared();
-        let (driver, report) = engine::open(choice, &remote, &pool)?;
-        let local = Local {
-            remote,
-            tasks: Tasks::default(),
-            timers: Timers::default(),
-            pool,
-            report,
-            driver: RefCell::new(driver),
-            operations: RefCell::new(OperationTable::new()),
-        };
+        let remote = Remote::new()?;
+        let (driver, report) = engine::open(choice, &remote)?;
+        let local = Local::new(remote, driver, report);
         Ok(Self { local: Rc::new(local), done: Vec::new(), notes: Vec::new() })
     }
 
@@ -217,18 +64,22 @@ impl EventLoop {
     /// # Panics
     /// Inside of another loop.
     pub fn block_on<F: Future>(&mut self, future: F) -> F::Output {
+        assert!(try_current(|_| ()).is_none(), "an event loop cannot run inside of another");
         let _entered = Entered::new(&self.local);
         let local = Rc::clone(&self.local);
-        let waker = local.tasks.main_waker(&local.remote);
+        let waker = local.tasks.main_waker();
         let mut future = pin!(future);
         loop {
-            if local.tasks.take_main_ready() {
+            if local.tasks.ready.take_main() {
+                local.tasks.budget.renew();
                 let poll = future.as_mut().poll(&mut Context::from_waker(&waker));
                 if let Poll::Ready(output) = poll {
                     return output;
                 }
             }
-            local.tasks.run_ready();
+            for _ in 0..ROUNDS {
+                local.tasks.run_ready();
+            }
             local.turn(&mut self.done, &mut self.notes);
         }
     }
@@ -237,32 +88,17 @@ impl EventLoop {
 impl Drop for EventLoop {
     /// Drops all tasks, then waits until the kernel has given back everything that it holds.
     fn drop(&mut self) {
-        let _entered = Entered::new(&self.local);
-        self.local.tasks.clear();
-        while self.local.operations.borrow().running().next().is_some() {
-            self.local.turn(&mut self.done, &mut self.notes);
+        let local = &self.local;
+        let _entered = Entered::new(local);
+        local.tasks.clear();
+        // Those whose futures live on elsewhere have not been asked yet.
+        local.running().into_iter().for_each(|token| local.cancel(token));
+        while !local.running().is_empty() {
+            local.turn(&mut self.done, &mut self.notes);
+            // Nothing is run any more: neither what came in, nor what was woken.
+            local.tasks.clear();
         }
-        drop(self.local.remote.mailbox.close());
-    }
-}
-
-/// Makes a loop the current one of its thread.
-struct Entered;
-
-impl Entered {
-    fn new(local: &Rc<Local>) -> Self {
-        CURRENT.with_borrow_mut(|current| {
-            assert!(current.is_none(), "an event loop cannot run inside of another");
-            *current = Some(Rc::clone(local));
-        });
-        Self
-    }
-}
-
-impl Drop for Entered {
-    fn drop(&mut self) {
-        let local = CURRENT.with_borrow_mut(Option::take);
-        drop(local);
+        drop(local.remote.mailbox.close());
     }
 }
 
@@ -288,10 +124,9 @@ impl Handle {
     {
         let (sender, receiver) = oneshot::channel();
         self.0.post(Note::Call(Box::new(move || {
-            let future = make();
-            crate::task::spawn_detached(async move {
+            spawn_detached(async move {
                 // Nobody may be waiting any more; the task has run all the same.
-                let _ = sender.send(future.await);
+                let _ = sender.send(make().await);
             });
         })));
         Submission(receiver)

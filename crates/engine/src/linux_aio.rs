@@ -6,8 +6,8 @@ use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 
 use crate::driver::Completion;
-use crate::file::Caching;
-use crate::operation::{MOST_OPERATIONS, Operation, Token};
+use crate::file::{Caching, Residence};
+use crate::operation::{MOST_OPERATIONS, Operation, Token, Transfer};
 use crate::system_call::FileCall;
 
 const PREADV: u16 = 7;
@@ -65,6 +65,8 @@ pub(crate) struct LinuxAio {
     /// One block per token; the kernel copies a block when it is submitted.
     blocks: Box<[ControlBlock]>,
     queued: Vec<Token>,
+    /// The addresses of the queued blocks, for `io_submit`; kept for its room.
+    addresses: Vec<*const ControlBlock>,
     in_flight: usize,
 }
 
@@ -79,7 +81,8 @@ impl LinuxAio {
         // SAFETY: the kernel writes the context's address to `context`, which must be zero before.
         check(unsafe { libc::syscall(libc::SYS_io_setup, MOST_OPERATIONS, &raw mut context) })?;
         let blocks = vec![ControlBlock::default(); MOST_OPERATIONS].into_boxed_slice();
-        Ok(Self { context, event, blocks, queued: Vec::new(), in_flight: 0 })
+        let (queued, addresses) = (Vec::new(), Vec::new());
+        Ok(Self { context, event, blocks, queued, addresses, in_flight: 0 })
     }
 
     /// What becomes readable when something completed.
@@ -87,11 +90,12 @@ impl LinuxAio {
         self.event.as_fd()
     }
 
-    /// Whether the operation is asynchronous this way.
+    /// Whether the operation is asynchronous this way. A file in memory takes `O_DIRECT` and copies
+    /// all the same, in `io_submit`.
     pub(crate) fn serves(operation: &Operation) -> bool {
         match operation {
-            Operation::Read(transfer) | Operation::Write(transfer, _) => {
-                transfer.file.caching == Caching::Direct
+            Operation::Read(Transfer { file, .. }) | Operation::Write(Transfer { file, .. }, _) => {
+                file.caching == Caching::Direct && file.residence == Residence::Device
             }
             _ => false,
         }
@@ -127,14 +131,15 @@ impl LinuxAio {
     /// no room for stays queued.
     pub(crate) fn submit(&mut self, done: &mut Vec<Completion>) {
         let mut first = 0;
+        self.addresses.clear();
+        let address = |token: &Token| &raw const self.blocks[token.index()];
+        self.addresses.extend(self.queued.iter().map(address));
         while first < self.queued.len() {
-            let batch = &self.queued[first..];
-            let blocks: Vec<*const ControlBlock> =
-                batch.iter().map(|token| &raw const self.blocks[token.index()]).collect();
-            // SAFETY: `blocks` holds as many valid addresses as it says; each block points to
+            let batch = &self.addresses[first..];
+            // SAFETY: `batch` holds as many valid addresses as it says; each block points to
             // segments of an operation that stays in the loop's table until its completion.
             let result = check(unsafe {
-                libc::syscall(libc::SYS_io_submit, self.context, blocks.len(), blocks.as_ptr())
+                libc::syscall(libc::SYS_io_submit, self.context, batch.len(), batch.as_ptr())
             });
             match result {
                 Ok(count) => {
@@ -144,7 +149,7 @@ impl LinuxAio {
                 Err(error) if error.raw_os_error() == Some(libc::EAGAIN) => break,
                 Err(error) => {
                     let code = error.raw_os_error().unwrap_or(libc::EIO);
-                    done.push(Completion { token: batch[0], result: -code });
+                    done.push(Completion { token: self.queued[first], result: -code });
                     first += 1;
                 }
             }

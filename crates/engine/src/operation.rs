@@ -1,8 +1,9 @@
 //! What a loop asks of the kernel, and the table of what is in flight.
 //!
 //! Invariant 3 of the house is upheld here: from the moment an [`Operation`] is handed to an engine
-//! until its completion it stays in the table, with everything the kernel touches (memory, the
-//! message header, the file descriptor), also when the future that waited for it is gone.
+//! until its completion it stays in the table, unmoved, with everything the kernel touches (the
+//! memory, the list of its segments, the file descriptor), also when the future that waited for it
+//! is gone, and also when the loop is.
 
 use std::os::fd::{FromRawFd, OwnedFd};
 use std::sync::Arc;
@@ -11,6 +12,7 @@ use std::task::Waker;
 use blockhouse_core::{ByteRange, IoVector, IoVectorList, Sync};
 
 use crate::file::File;
+use crate::line::{Line, Ticket};
 use crate::orphans::Orphans;
 
 /// How many operations one loop has in flight at most; one more waits for a free place.
@@ -40,7 +42,7 @@ pub(crate) enum Operation {
 
 impl Operation {
     /// Whether it waits for a peer, so that nobody knows when it completes.
-    pub(crate) fn may_wait_for_ever(&self) -> bool {
+    pub(crate) fn is_on_socket(&self) -> bool {
         matches!(self, Self::Receive(_) | Self::Send(_) | Self::Accept { .. })
     }
 
@@ -54,7 +56,7 @@ impl Operation {
     }
 
     /// Disposes of the result of an operation that was adopted, or need not be.
-    fn bury(self, result: i32) {
+    pub(crate) fn bury(self, result: i32) {
         if let Some(orphans) = self.orphanage() {
             orphans.bury(result);
         }
@@ -93,27 +95,21 @@ impl WriteThrough {
 pub(crate) struct Message {
     pub(crate) socket: Arc<OwnedFd>,
     pub(crate) list: IoVectorList,
-    /// What the kernel reads; made by `header`, kept here because it must stay in place.
-    header: Option<libc::msghdr>,
 }
 
 /// The most segments that one socket operation takes (`IOV_MAX`, POSIX `<limits.h>`).
 const MOST_SEGMENTS: usize = 1024;
 
 impl Message {
-    pub(crate) fn new(socket: Arc<OwnedFd>, list: IoVectorList) -> Self {
-        Self { socket, list, header: None }
-    }
-
-    /// The message's header, for the kernel. Stays valid while `self` is neither moved nor changed.
-    pub(crate) fn header(&mut self) -> *mut libc::msghdr {
+    /// A header for the kernel, which points to the segments.
+    pub(crate) fn header(&self) -> libc::msghdr {
         let segments = self.list.segments();
         // SAFETY: all-zero is a valid msghdr (null pointers and zero lengths).
         let mut header: libc::msghdr = unsafe { std::mem::zeroed() };
         // A Segment is laid out as an iovec; the kernel only reads the array.
         header.msg_iov = segments.as_ptr().cast_mut().cast();
         header.msg_iovlen = segments.len().min(MOST_SEGMENTS);
-        self.header.insert(header)
+        header
     }
 }
 
@@ -154,11 +150,14 @@ enum State {
 }
 
 /// All operations in flight.
+///
+/// Nothing of anybody else runs inside of its methods but the cloning and dropping of wakers: what
+/// is to be woken or dropped is handed out, for the time when the table is not borrowed any more.
 pub(crate) struct OperationTable {
     slots: Box<[Slot]>,
     free: Vec<u32>,
-    /// Who waits for a free slot.
-    waiting: Vec<Waker>,
+    /// Who waits for a free slot. While anybody does, every free slot is kept for one who was called.
+    line: Line,
 }
 
 impl OperationTable {
@@ -167,79 +166,94 @@ impl OperationTable {
         Self {
             slots: (0..MOST_OPERATIONS).map(|_| slot()).collect(),
             free: (0..MOST_OPERATIONS as u32).rev().collect(),
-            waiting: Vec::new(),
+            line: Line::default(),
         }
     }
 
-    /// Takes an operation in, or gives it back when the table is full; then `waiter` is woken when
-    /// a place becomes free.
-    // The operation is handed back by value: a box would cost an allocation a request.
-    #[expect(clippy::result_large_err)]
+    /// Takes the operation out of `operation` and in here, if there is a place. Otherwise `waiter`
+    /// has to come again with the ticket when it is woken.
     pub(crate) fn insert(
         &mut self,
-        operation: Operation,
+        operation: &mut Option<Operation>,
+        ticket: Option<Ticket>,
         waiter: &Waker,
-    ) -> Result<Token, Operation> {
-        let Some(index) = self.free.pop() else {
-            self.waiting.push(waiter.clone());
-            return Err(operation);
-        };
+    ) -> Result<Token, Ticket> {
+        match ticket {
+            Some(ticket) if !self.line.admit(ticket, waiter) => return Err(ticket),
+            None if self.free.len() == self.line.kept() => return Err(self.line.join(waiter)),
+            _ => {}
+        }
+        let index = self.free.pop().expect("a place that is free, or was kept for this ticket");
         let slot = &mut self.slots[index as usize];
-        slot.operation = Some(operation);
+        slot.operation = operation.take();
         slot.state = State::Running(waiter.clone());
         Ok(Token(index))
     }
 
+    /// Gives a ticket up. Gives the waker of who has the turn instead.
+    #[must_use]
+    pub(crate) fn leave_line(&mut self, ticket: Ticket) -> Option<Waker> {
+        self.line.leave(ticket)
+    }
+
     /// The operation in a slot that is not free.
-    pub(crate) fn operation(&mut self, token: Token) -> &mut Operation {
+    pub(crate) fn operation(&self, token: Token) -> &Operation {
         self.slots[token.index()]
             .operation
-            .as_mut()
+            .as_ref()
             .expect("a token does not outlive its operation")
     }
 
-    /// Notes that the kernel is done. Gives the waker to call.
+    /// Notes that the kernel is done. Gives the waker to call; `None` when nobody waits, so that the
+    /// operation is to be released and buried.
+    #[must_use]
     pub(crate) fn complete(&mut self, token: Token, result: i32) -> Option<Waker> {
         let state = &mut self.slots[token.index()].state;
         match std::mem::replace(state, State::Done(result)) {
             State::Running(waiter) => Some(waiter),
-            State::Abandoned => {
-                self.release(token).bury(result);
-                None
-            }
+            State::Abandoned => None,
             State::Free | State::Done(_) => unreachable!("an operation completes once"),
         }
     }
 
-    /// The result and the operation, if it is over; otherwise `waiter` is woken when it is.
-    pub(crate) fn take_result(&mut self, token: Token, waiter: &Waker) -> Option<(i32, Operation)> {
+    /// The result, if the operation is over and to be released; otherwise `waiter` is woken when it
+    /// is.
+    pub(crate) fn result(&mut self, token: Token, waiter: &Waker) -> Option<i32> {
         match &mut self.slots[token.index()].state {
             State::Running(old) => {
                 old.clone_from(waiter);
                 None
             }
-            State::Done(result) => {
-                let result = *result;
-                Some((result, self.release(token)))
-            }
+            State::Done(result) => Some(*result),
             State::Free | State::Abandoned => unreachable!("only the one who waits asks"),
         }
     }
 
-    /// Notes that nobody waits any more. Says whether the kernel still has the operation.
-    pub(crate) fn abandon(&mut self, token: Token) -> Abandoned {
+    /// Notes that nobody waits any more. Gives the result, if the operation is over and to be
+    /// released and buried.
+    pub(crate) fn abandon(&mut self, token: Token) -> Option<i32> {
         if let Some(orphans) = self.operation(token).orphanage() {
             orphans.adopt();
         }
         let state = &mut self.slots[token.index()].state;
-        match std::mem::replace(state, State::Abandoned) {
-            State::Running(_) => Abandoned::Running,
-            State::Done(result) => {
-                self.release(token).bury(result);
-                Abandoned::Done
+        match state {
+            State::Running(_) => {
+                *state = State::Abandoned;
+                None
             }
+            State::Done(result) => Some(*result),
             State::Free | State::Abandoned => unreachable!("an operation is abandoned once"),
         }
+    }
+
+    /// Takes an operation out that is over. Gives the waker of who gets its place.
+    pub(crate) fn release(&mut self, token: Token) -> (Operation, Option<Waker>) {
+        let slot = &mut self.slots[token.index()];
+        let state = std::mem::replace(&mut slot.state, State::Free);
+        debug_assert!(matches!(state, State::Done(_)), "the kernel has given it back");
+        let operation = slot.operation.take().expect("a slot in use holds an operation");
+        self.free.push(token.0);
+        (operation, self.line.call())
     }
 
     /// The operations that the kernel has.
@@ -247,21 +261,14 @@ impl OperationTable {
         let runs = |slot: &Slot| matches!(slot.state, State::Running(_) | State::Abandoned);
         (0..).zip(&self.slots).filter(move |(_, slot)| runs(slot)).map(|(index, _)| Token(index))
     }
-
-    fn release(&mut self, token: Token) -> Operation {
-        let slot = &mut self.slots[token.index()];
-        slot.state = State::Free;
-        let operation = slot.operation.take().expect("a slot in use holds an operation");
-        self.free.push(token.0);
-        // All of them: one that is gone by now must not swallow the wake-up of the next.
-        self.waiting.drain(..).for_each(Waker::wake);
-        operation
-    }
 }
 
-/// What `abandon` found.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Abandoned {
-    Running,
-    Done,
+impl Drop for OperationTable {
+    /// A loop waits for all its operations before it ends, so none is left here, unless it panicked
+    /// over that. Then what the kernel still writes to must stay for ever.
+    fn drop(&mut self) {
+        if self.running().next().is_some() {
+            std::mem::forget(std::mem::take(&mut self.slots));
+        }
+    }
 }

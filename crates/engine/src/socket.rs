@@ -10,7 +10,8 @@ use crate::operation::{Message, Operation};
 use crate::submit::submit;
 
 /// A connected socket. Clones are the same connection. It may move to another loop as long as no
-/// operation is under way.
+/// operation is under way. A receive and a send may be under way at the same time, but not two of a
+/// kind: which of them gets which bytes is open.
 #[derive(Clone, Debug)]
 pub struct Stream(Arc<OwnedFd>);
 
@@ -28,7 +29,7 @@ impl Stream {
     /// Receives what is there, as much as fits, waiting for the first byte. 0 is the peer's end of
     /// stream. Gives the list back as it was.
     pub async fn receive(&self, into: IoVectorList) -> (io::Result<usize>, IoVectorList) {
-        let message = Message::new(Arc::clone(&self.0), into);
+        let message = Message { socket: Arc::clone(&self.0), list: into };
         let (result, operation) = submit(Operation::Receive(message)).await;
         (result.map_err(Into::into), list_of(operation))
     }
@@ -36,7 +37,7 @@ impl Stream {
     /// Sends everything, in order. Gives the list back with all that was sent passed over.
     pub async fn send(&self, mut from: IoVectorList) -> (io::Result<()>, IoVectorList) {
         while !from.is_empty() {
-            let message = Message::new(Arc::clone(&self.0), from);
+            let message = Message { socket: Arc::clone(&self.0), list: from };
             let (result, operation) = submit(Operation::Send(message)).await;
             from = list_of(operation);
             match result {
@@ -60,7 +61,8 @@ impl AsFd for Stream {
     }
 }
 
-/// A listening socket.
+/// A listening socket. Several loops may accept from clones of it, if all have the same engine: some
+/// engines need it to be blocking, others not to be.
 #[derive(Clone, Debug)]
 pub struct Listener(Arc<OwnedFd>);
 

@@ -2,25 +2,33 @@
 
 use std::future::Future;
 use std::pin::Pin;
-use std::task::{Context, Poll};
+use std::rc::Rc;
+use std::task::{Context, Poll, Waker};
 
 use rustix::io::Errno;
 
-use crate::event_loop::{self, Submitted};
+use crate::line::Ticket;
+use crate::local::{self, Local};
 use crate::operation::{Operation, Token};
 
 /// Starts `operation` on the current loop when first polled. Gives the kernel's answer and the
-/// operation back. Dropped before that, it leaves the operation to complete
-/// by itself, with all it owns.
+/// operation back. From then on it belongs to that loop, wherever it is polled or dropped. Dropped
+/// before it is ready, it leaves the operation to complete by itself, with all it owns.
 pub(crate) fn submit(operation: Operation) -> Submit {
-    Submit(Stage::New(operation))
+    Submit { operation: Some(operation), stage: Stage::New }
 }
 
-pub(crate) struct Submit(Stage);
+pub(crate) struct Submit {
+    /// Until the loop takes it.
+    operation: Option<Operation>,
+    stage: Stage,
+}
 
 enum Stage {
-    New(Operation),
-    Running(Token),
+    New,
+    /// For a place in the loop's table.
+    Waiting(Rc<Local>, Ticket),
+    Running(Rc<Local>, Token),
     Over,
 }
 
@@ -30,35 +38,62 @@ impl Unpin for Submit {}
 impl Future for Submit {
     type Output = (Result<usize, Errno>, Operation);
 
-    fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
-        match std::mem::replace(&mut self.0, Stage::Over) {
-            Stage::New(operation) => {
-                match event_loop::current(|local| local.submit(operation, cx.waker())) {
-                    Submitted::Done(result, operation) => {
-                        return Poll::Ready((outcome(result), operation));
-                    }
-                    Submitted::Running(token) => self.0 = Stage::Running(token),
-                    Submitted::Full(operation) => self.0 = Stage::New(operation),
+    fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
+        let this = self.get_mut();
+        match std::mem::replace(&mut this.stage, Stage::Over) {
+            Stage::New => local::current(|local| this.begin(local, cx.waker())),
+            Stage::Waiting(local, ticket) => this.start(&local, Some(ticket), cx.waker()),
+            Stage::Running(local, token) => match local.poll_result(token, cx.waker()) {
+                Poll::Ready((result, operation)) => Poll::Ready((outcome(result), operation)),
+                Poll::Pending => {
+                    this.stage = Stage::Running(local, token);
+                    Poll::Pending
                 }
-                Poll::Pending
-            }
-            Stage::Running(token) => {
-                let poll = event_loop::current(|local| local.poll_result(token, cx.waker()));
-                if poll.is_pending() {
-                    self.0 = Stage::Running(token);
-                }
-                poll.map(|(result, operation)| (outcome(result), operation))
-            }
+            },
             Stage::Over => panic!("a future is not polled after it was ready"),
         }
     }
 }
 
+impl Submit {
+    fn begin(&mut self, local: &Rc<Local>, waiter: &Waker) -> Poll<<Self as Future>::Output> {
+        if local.tasks.budget.is_spent() {
+            // To be polled again in the next round, after everybody else.
+            self.stage = Stage::New;
+            waiter.wake_by_ref();
+            return Poll::Pending;
+        }
+        let operation = self.operation.as_ref().expect("it goes with the stage");
+        match local.attempt(operation) {
+            Some(result) => {
+                local.tasks.budget.spend();
+                let operation = self.operation.take().expect("it was there the line before");
+                Poll::Ready((outcome(result), operation))
+            }
+            None => self.start(local, None, waiter),
+        }
+    }
+
+    fn start(
+        &mut self,
+        local: &Rc<Local>,
+        ticket: Option<Ticket>,
+        waiter: &Waker,
+    ) -> Poll<<Self as Future>::Output> {
+        self.stage = match local.start(&mut self.operation, ticket, waiter) {
+            Ok(token) => Stage::Running(Rc::clone(local), token),
+            Err(ticket) => Stage::Waiting(Rc::clone(local), ticket),
+        };
+        Poll::Pending
+    }
+}
+
 impl Drop for Submit {
     fn drop(&mut self) {
-        if let Stage::Running(token) = self.0 {
-            // Without a loop its table is gone, and the operation with it.
-            event_loop::try_current(|local| local.abandon(token));
+        match &self.stage {
+            Stage::Waiting(local, ticket) => local.leave_line(*ticket),
+            Stage::Running(local, token) => local.abandon(*token),
+            Stage::New | Stage::Over => {}
         }
     }
 }

@@ -89,12 +89,17 @@ impl FileCall {
     }
 }
 
-/// Does a short transfer of a file in memory; `None` for everything else.
+/// Does what takes no time with a file in memory: a short transfer, or a sync, which has nothing to
+/// do there. `None` for everything else.
 pub(crate) fn run_inline(operation: &Operation) -> Option<i32> {
-    let (Operation::Read(transfer) | Operation::Write(transfer, _)) = operation else {
-        return None;
+    let (file, length) = match operation {
+        Operation::Read(transfer) | Operation::Write(transfer, _) => {
+            (&transfer.file, transfer.vector.len())
+        }
+        Operation::Sync { file, .. } => (file, 0),
+        _ => return None,
     };
-    if transfer.file.residence != Residence::Memory || transfer.vector.len() > MOST_INLINE {
+    if file.residence != Residence::Memory || length > MOST_INLINE {
         return None;
     }
     // SAFETY: the operation is borrowed for as long as the call takes.
@@ -102,7 +107,7 @@ pub(crate) fn run_inline(operation: &Operation) -> Option<i32> {
 }
 
 /// Tries a socket operation without waiting: `-EAGAIN` when it would have to.
-pub(crate) fn try_socket(operation: &mut Operation) -> i32 {
+pub(crate) fn try_socket(operation: &Operation) -> i32 {
     match operation {
         Operation::Receive(message) => transfer(message, |socket, header| {
             // SAFETY: the header and what it points to belong to the borrowed message.
@@ -126,10 +131,10 @@ pub(crate) fn try_socket(operation: &mut Operation) -> i32 {
     }
 }
 
-fn transfer(message: &mut Message, call: impl Fn(RawFd, *mut libc::msghdr) -> isize) -> i32 {
-    let header = message.header();
+fn transfer(message: &Message, call: impl Fn(RawFd, *mut libc::msghdr) -> isize) -> i32 {
+    let mut header = message.header();
     let socket = message.socket.as_raw_fd();
-    retry(|| call(socket, header))
+    retry(|| call(socket, &raw mut header))
 }
 
 /// Repeats a call that a signal interrupts; turns "-1 and errno" into a negative errno.

@@ -6,7 +6,7 @@
 //! that submits also gets events, or nothing would ever complete.
 
 use std::io;
-use std::os::fd::{AsRawFd, RawFd};
+use std::os::fd::AsRawFd;
 use std::ptr;
 use std::sync::Arc;
 use std::time::Instant;
@@ -15,9 +15,9 @@ use blockhouse_core::{Segment, Sync};
 use io_uring::types::{Fd, FsyncFlags, Timespec};
 use io_uring::{IoUring, Probe, cqueue, opcode, squeue};
 
-use crate::driver::{Completion, Driver, Rest, Started};
-use crate::event_loop::Remote;
+use crate::driver::{Completion, Driver, Rest};
 use crate::operation::{MOST_OPERATIONS, Message, Operation, OperationTable, Token, Transfer};
+use crate::remote::Remote;
 use crate::system_call::run_inline;
 
 /// Places for submissions between two system calls. More cost an extra call, nothing else.
@@ -38,6 +38,10 @@ pub(crate) struct Uring {
     watching: bool,
     /// How many operations the kernel has.
     in_flight: usize,
+    /// Fetched already, to be reported by the next turn.
+    early: Vec<Completion>,
+    /// Of the operation with that token, if it is one on a socket: the kernel reads it there.
+    headers: Box<[libc::msghdr]>,
 }
 
 /// The argument of `io_uring_enter` with `ENTER_EXT_ARG` (`struct io_uring_getevents_arg`).
@@ -57,15 +61,68 @@ impl Uring {
     pub(crate) fn open(remote: &Arc<Remote>) -> io::Result<Self> {
         let ring = best_ring()?;
         check(&ring)?;
-        Ok(Self { ring, remote: Arc::clone(remote), watching: false, in_flight: 0 })
+        // SAFETY: all-zero is a valid msghdr (null pointers and zero lengths).
+        let no_header: libc::msghdr = unsafe { std::mem::zeroed() };
+        let headers = vec![no_header; MOST_OPERATIONS].into_boxed_slice();
+        let (remote, early) = (Arc::clone(remote), Vec::new());
+        Ok(Self { ring, remote, watching: false, in_flight: 0, early, headers })
     }
 
     fn push(&mut self, entry: &squeue::Entry) {
         // SAFETY: what the entry points to belongs to an operation in the loop's table, which stays
-        // there unmoved until the completion (`operation`'s promise), or to nothing.
+        // there unmoved until the completion (`operation`'s promise); or it is the header for that
+        // operation, which stays as long; or it points to nothing.
         while unsafe { self.ring.submission().push(entry) }.is_err() {
             self.enter(0, None);
+            // The kernel may have refused because it has no room for more completions.
+            let mut early = std::mem::take(&mut self.early);
+            self.reap(&mut early);
+            self.early = early;
         }
+    }
+
+    /// The entry for an operation. It points into the operation, or to its header.
+    fn entry_of(&mut self, token: Token, operation: &Operation) -> squeue::Entry {
+        match operation {
+            Operation::Read(transfer) => read(transfer),
+            Operation::Write(transfer, through) => write(transfer, through.flags()),
+            Operation::Sync { file, sync } => {
+                let flags = match sync {
+                    Sync::Data => FsyncFlags::DATASYNC,
+                    Sync::Full => FsyncFlags::empty(),
+                };
+                opcode::Fsync::new(Fd(file.raw())).flags(flags).build()
+            }
+            Operation::Allocate { file, mode, range } => {
+                opcode::Fallocate::new(Fd(file.raw()), range.length())
+                    .offset(range.offset())
+                    .mode(*mode)
+                    .build()
+            }
+            Operation::Receive(message) => {
+                let socket = Fd(message.socket.as_raw_fd());
+                opcode::RecvMsg::new(socket, self.header(token, message)).build()
+            }
+            Operation::Send(message) => {
+                let socket = Fd(message.socket.as_raw_fd());
+                // The kernel goes on by itself when the socket takes only a part.
+                let flags = libc::MSG_NOSIGNAL | libc::MSG_WAITALL;
+                let header = self.header(token, message);
+                opcode::SendMsg::new(socket, header).flags(flags as u32).build()
+            }
+            Operation::Accept { socket } => {
+                let socket = Fd(socket.as_raw_fd());
+                opcode::Accept::new(socket, ptr::null_mut(), ptr::null_mut())
+                    .flags(libc::SOCK_CLOEXEC)
+                    .build()
+            }
+        }
+    }
+
+    fn header(&mut self, token: Token, message: &Message) -> *mut libc::msghdr {
+        let place = &mut self.headers[token.index()];
+        *place = message.header();
+        place
     }
 
     /// Submits everything and waits for `want` completions, or until `until`.
@@ -121,14 +178,14 @@ impl Uring {
 }
 
 impl Driver for Uring {
-    fn start(&mut self, token: Token, operation: &mut Operation) -> Started {
-        if let Some(result) = run_inline(operation) {
-            return Started::Done(result);
-        }
-        let entry = entry_of(operation).user_data(token.as_u64());
+    fn attempt(&mut self, operation: &Operation) -> Option<i32> {
+        run_inline(operation)
+    }
+
+    fn start(&mut self, token: Token, operation: &Operation) {
+        let entry = self.entry_of(token, operation).user_data(token.as_u64());
         self.push(&entry);
         self.in_flight += 1;
-        Started::Pending
     }
 
     fn cancel(&mut self, token: Token, _operation: &Operation) {
@@ -136,9 +193,9 @@ impl Driver for Uring {
         self.push(&entry);
     }
 
-    fn turn(&mut self, rest: Rest, _: &mut OperationTable, done: &mut Vec<Completion>) {
+    fn turn(&mut self, rest: Rest, _: &OperationTable, done: &mut Vec<Completion>) {
         self.watch_bell();
-        let waiting = !self.ring.completion().is_empty();
+        let waiting = !self.early.is_empty() || !self.ring.completion().is_empty();
         match rest {
             Rest::Never if self.in_flight == 0 && self.ring.submission().is_empty() => {}
             Rest::Never => self.enter(0, None),
@@ -146,56 +203,19 @@ impl Driver for Uring {
             Rest::UntilEvent => self.enter(1, None),
             Rest::UntilEventOr(until) => self.enter(1, Some(until)),
         }
+        done.append(&mut self.early);
         self.reap(done);
     }
-}
-
-/// The entry for an operation. It points into the operation.
-fn entry_of(operation: &mut Operation) -> squeue::Entry {
-    match operation {
-        Operation::Read(transfer) => read(transfer),
-        Operation::Write(transfer, through) => write(transfer, through.flags()),
-        Operation::Sync { file, sync } => {
-            let flags = match sync {
-                Sync::Data => FsyncFlags::DATASYNC,
-                Sync::Full => FsyncFlags::empty(),
-            };
-            opcode::Fsync::new(Fd(file.raw())).flags(flags).build()
-        }
-        Operation::Allocate { file, mode, range } => {
-            opcode::Fallocate::new(Fd(file.raw()), range.length())
-                .offset(range.offset())
-                .mode(*mode)
-                .build()
-        }
-        Operation::Receive(message) => {
-            let socket = socket_of(message);
-            opcode::RecvMsg::new(socket, message.header()).build()
-        }
-        Operation::Send(message) => {
-            let socket = socket_of(message);
-            // The kernel goes on by itself when the socket takes only a part.
-            let flags = libc::MSG_NOSIGNAL | libc::MSG_WAITALL;
-            opcode::SendMsg::new(socket, message.header()).flags(flags as u32).build()
-        }
-        Operation::Accept { socket } => {
-            opcode::Accept::new(Fd(socket.as_raw_fd()), ptr::null_mut(), ptr::null_mut())
-                .flags(libc::SOCK_CLOEXEC)
-                .build()
-        }
-    }
-}
-
-fn socket_of(message: &Message) -> Fd {
-    Fd(message.socket.as_raw_fd() as RawFd)
 }
 
 fn read(transfer: &Transfer) -> squeue::Entry {
     let file = Fd(transfer.file.raw());
     match transfer.vector.segments() {
-        [Segment { address, length }] => opcode::Read::new(file, address.as_ptr(), *length as u32)
-            .offset(transfer.offset)
-            .build(),
+        [Segment { address, length }] => {
+            opcode::Read::new(file, address.as_ptr(), bounded(*length))
+                .offset(transfer.offset)
+                .build()
+        }
         many => {
             let (first, count) = array(many);
             opcode::Readv::new(file, first, count).offset(transfer.offset).build()
@@ -206,15 +226,22 @@ fn read(transfer: &Transfer) -> squeue::Entry {
 fn write(transfer: &Transfer, flags: i32) -> squeue::Entry {
     let file = Fd(transfer.file.raw());
     match transfer.vector.segments() {
-        [Segment { address, length }] => opcode::Write::new(file, address.as_ptr(), *length as u32)
-            .offset(transfer.offset)
-            .rw_flags(flags)
-            .build(),
+        [Segment { address, length }] => {
+            opcode::Write::new(file, address.as_ptr(), bounded(*length))
+                .offset(transfer.offset)
+                .rw_flags(flags)
+                .build()
+        }
         many => {
             let (first, count) = array(many);
             opcode::Writev::new(file, first, count).offset(transfer.offset).rw_flags(flags).build()
         }
     }
+}
+
+/// A transfer's length, cut to what the kernel does at once (`MAX_RW_COUNT`, a multiple of a page).
+fn bounded(length: usize) -> u32 {
+    length.min(0x7fff_f000) as u32
 }
 
 /// A `Segment` is laid out as an `iovec`.
@@ -259,6 +286,10 @@ fn check(ring: &IoUring) -> io::Result<()> {
     let parameters = ring.params();
     if !parameters.is_feature_nodrop() || !parameters.is_feature_ext_arg() {
         return too_old("kept completions or timed waits");
+    }
+    // It came together with this feature, and nothing else tells.
+    if !parameters.is_feature_resource_tagging() {
+        return too_old("polls that stay");
     }
     let mut probe = Probe::new();
     ring.submitter().register_probe(&mut probe)?;

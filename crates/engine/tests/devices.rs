@@ -82,3 +82,37 @@ fn what_was_written_to_a_device_is_read_and_zeroed() {
         });
     }
 }
+
+/// A file system without direct I/O, in memory. Goes with its mount.
+struct RamDisk(tempfile::TempDir);
+
+impl RamDisk {
+    fn new() -> Option<Self> {
+        let folder = tempfile::tempdir().unwrap();
+        let mount = Command::new("mount").args(["-t", "ramfs", "none"]).arg(folder.path()).output();
+        match mount {
+            Ok(output) if output.status.success() => Some(Self(folder)),
+            other => {
+                eprintln!("skipped, ramfs cannot be mounted: {other:?}");
+                None
+            }
+        }
+    }
+}
+
+impl Drop for RamDisk {
+    fn drop(&mut self) {
+        let _ = Command::new("umount").arg(self.0.path()).status();
+    }
+}
+
+#[test]
+fn a_new_file_that_cannot_be_opened_is_not_left_behind() {
+    let Some(disk) = RamDisk::new() else { return };
+    let path = disk.0.path().join("disk");
+    let error = HostFile::create(&path, MIB, PageCache::Bypassed).expect_err("no direct I/O");
+    let line = error.to_string();
+    assert!(line.contains("direct I/O") && line.contains("--cache writeback"), "{line}");
+    assert!(!path.exists());
+    drop(HostFile::create(&path, MIB, PageCache::Used).unwrap());
+}

@@ -8,6 +8,7 @@ use blockhouse_core::{
     Buffer, ByteRange, Durability, ErrorKind, Fua, Status, Storage, Sync, Unmap, errno,
 };
 use blockhouse_engine::{HostFile, OpenFor, PageCache};
+use common::memory::Memory;
 use common::on_every_engine;
 
 const MIB: u64 = 1 << 20;
@@ -72,11 +73,13 @@ fn the_last_partial_block_is_reached_and_the_size_stays() {
     for cache in [PageCache::Used, PageCache::Bypassed] {
         on_every_engine(|event_loop| {
             let folder = folder();
-            let size = MIB + 512;
+            let size = MIB + 100;
             let file = HostFile::create(&folder.path().join("disk"), size, cache).unwrap();
+            let block = file.capabilities().alignment.offset;
+            assert!(block == 1 || block >= 4096, "blocks of {block} share a page with the last");
             event_loop.block_on(async {
-                write(&file, MIB, 7, 512, Durability::Data).await;
-                assert_eq!(read(&file, MIB, 512).await, [7; 512]);
+                write(&file, MIB, 7, 100, Durability::Data).await;
+                assert_eq!(read(&file, MIB, 100).await, [7; 100]);
                 write(&file, MIB - 4096, 8, 4096, Durability::None).await;
                 assert_eq!(read(&file, MIB - 4096, 4096).await, [8; 4096]);
                 file.flush(Sync::Data).await.unwrap();
@@ -192,4 +195,43 @@ fn an_existing_file_is_not_made_again() {
     let error = HostFile::create(&path, MIB, PageCache::Used).expect_err("it exists");
     assert_eq!(error.errno(), 17 /* EEXIST */);
     assert_eq!(std::fs::read(&path).unwrap(), b"precious");
+}
+
+#[test]
+fn a_file_that_cannot_get_its_size_is_not_left_behind() {
+    let folder = folder();
+    let path = folder.path().join("disk");
+    let error = HostFile::create(&path, i64::MAX as u64, PageCache::Used).expect_err("too large");
+    assert_eq!(error.errno(), 27 /* EFBIG */);
+    assert!(!path.exists());
+}
+
+#[test]
+fn what_is_written_past_the_end_makes_the_file_longer() {
+    on_every_file(async |file| {
+        write(file, 2 * MIB, 4, 4096, Durability::None).await;
+        assert_eq!(file.size(), 2 * MIB + 4096);
+        write(file, 0, 4, 4096, Durability::None).await;
+        assert_eq!(file.size(), 2 * MIB + 4096);
+        assert_eq!(read(file, 2 * MIB, 8192).await[..4096], [4; 4096]);
+    });
+}
+
+/// Somebody else made the file longer since it was opened, and a read of the new part takes several
+/// calls: the end that was seen at open is not the end.
+#[test]
+fn a_short_read_is_continued_in_a_file_that_has_grown() {
+    on_every_file(async |file| {
+        let mut bytes = vec![6; 2 * MIB as usize];
+        bytes[MIB as usize..].fill(8);
+        std::fs::write(file.name(), bytes).unwrap();
+        // More segments than the kernel takes in one call (IOV_MAX).
+        let memory = Memory::new(MIB as usize);
+        file.read(MIB, memory.vector(512)).await.unwrap();
+        assert!(memory.bytes().iter().all(|&byte| byte == 8));
+        file.read(2 * MIB - 4096, memory.vector(512)).await.unwrap();
+        let bytes = memory.bytes();
+        assert!(bytes[..4096].iter().all(|&byte| byte == 8));
+        assert!(bytes[4096..].iter().all(|&byte| byte == 0));
+    });
 }

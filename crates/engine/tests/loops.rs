@@ -3,20 +3,18 @@
 mod common;
 
 use std::cell::Cell;
+use std::future::poll_fn;
 use std::io::{Read, Write};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::rc::Rc;
-use std::sync::mpsc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, mpsc};
+use std::task::{Poll, Waker};
 use std::time::{Duration, Instant};
 
 use blockhouse_core::{Buffer, IoVectorList};
-use blockhouse_engine::{
-    EngineChoice, EventLoop, Handle, Listener, Stream, sleep, spawn, spawn_detached,
-};
-use common::on_every_engine;
-
-/// Long enough for any machine, short enough to wait for when something is broken.
-const PATIENCE: Duration = Duration::from_secs(20);
+use blockhouse_engine::{EventLoop, Handle, Listener, Stream, sleep, spawn, spawn_detached};
+use common::{PATIENCE, for_every_choice, on_every_engine};
 
 #[test]
 fn tasks_run_and_give_their_results() {
@@ -59,6 +57,16 @@ fn timers_fire_in_order_and_not_early() {
     });
 }
 
+#[test]
+fn the_longest_sleep_disturbs_nobody() {
+    on_every_engine(|event_loop| {
+        event_loop.block_on(async {
+            spawn_detached(sleep(Duration::MAX));
+            sleep(Duration::from_millis(2)).await;
+        });
+    });
+}
+
 /// The loop has no timer and nothing in flight: only the wake-up can end its sleep. Without it this
 /// test waits in vain.
 #[test]
@@ -95,10 +103,6 @@ fn a_submission_wakes_a_sleeping_loop() {
         let nothing = outcome.recv_timeout(PATIENCE).expect("waits for a loop that is gone");
         assert_eq!(nothing, None);
     });
-}
-
-fn for_every_choice(mut test: impl FnMut(EngineChoice)) {
-    on_every_engine(|event_loop| test(EngineChoice::Only(event_loop.engine())));
 }
 
 fn list_of(buffer: &mut Buffer) -> IoVectorList {
@@ -185,4 +189,54 @@ fn a_loop_ends_with_receives_and_accepts_under_way() {
         // The loop itself is dropped by the caller, which waits for the kernel.
         drop(theirs);
     });
+}
+
+/// A thread that knows nothing of the loop wakes a task that waits for a number. Whenever the loop
+/// sleeps over a number that it was woken for, the test waits in vain.
+#[test]
+fn a_waker_wakes_from_any_thread_and_no_wake_up_is_lost() {
+    const NUMBERS: u64 = 10_000;
+    for_every_choice(|choice| {
+        let called = Arc::new(AtomicU64::new(0));
+        let answered = Arc::new(AtomicU64::new(0));
+        let waker = Arc::new(Mutex::new(None::<Waker>));
+        let (done, outcome) = mpsc::channel();
+        let shared = (Arc::clone(&called), Arc::clone(&answered), Arc::clone(&waker));
+        let thread = std::thread::spawn(move || {
+            let (called, answered, waker) = shared;
+            EventLoop::new(choice).unwrap().block_on(spawn_and_wait(poll_fn(move |cx| {
+                if answered.load(Ordering::Relaxed) == 0 {
+                    *waker.lock().unwrap() = Some(cx.waker().clone());
+                }
+                let number = called.load(Ordering::Relaxed);
+                answered.store(number + 1, Ordering::Relaxed);
+                if number == NUMBERS { Poll::Ready(()) } else { Poll::Pending }
+            })));
+            done.send(()).unwrap();
+        });
+        let begin = Instant::now();
+        let waker = loop {
+            if let Some(waker) = waker.lock().unwrap().take() {
+                break waker;
+            }
+            std::thread::yield_now();
+        };
+        for number in 1..=NUMBERS {
+            // The first wake-up is for nothing: so the second comes when the task is about to run.
+            waker.wake_by_ref();
+            called.store(number, Ordering::Relaxed);
+            waker.wake_by_ref();
+            while answered.load(Ordering::Relaxed) <= number {
+                assert!(begin.elapsed() < PATIENCE, "number {number} of {NUMBERS} was slept over");
+                std::hint::spin_loop();
+            }
+        }
+        outcome.recv_timeout(PATIENCE).expect("the loop was woken for the last number");
+        thread.join().unwrap();
+    });
+}
+
+/// In a task of its own, not in the loop's main future.
+async fn spawn_and_wait(future: impl Future<Output = ()> + 'static) {
+    spawn(future).await;
 }

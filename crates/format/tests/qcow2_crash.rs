@@ -1,5 +1,6 @@
 //! Crashes after every storage operation of random workloads on images: what is left behind has no
 //! corruption, every sector shows only what was written to it, and nothing that was flushed is lost.
+#![forbid(unsafe_code)]
 
 mod common;
 

@@ -19,6 +19,9 @@ use crate::proto::{DEFAULT_PORT, MAX_STRING};
 const ENCODED: &AsciiSet =
     &NON_ALPHANUMERIC.remove(b'-').remove(b'.').remove(b'_').remove(b'~').remove(b'/');
 
+/// What stands for itself in a host.
+const ENCODED_HOST: &AsciiSet = &ENCODED.add(b'/');
+
 /// An export and the address of its server.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct NbdUri {
@@ -157,7 +160,7 @@ impl fmt::Display for NbdUri {
                 if host.contains(':') {
                     write!(f, "nbd://[{host}]")?;
                 } else {
-                    write!(f, "nbd://{}", percent_encode(host.as_bytes(), ENCODED))?;
+                    write!(f, "nbd://{}", percent_encode(host.as_bytes(), ENCODED_HOST))?;
                 }
                 if *port != DEFAULT_PORT {
                     write!(f, ":{port}")?;
@@ -242,7 +245,7 @@ mod tests {
         fn what_is_printed_is_read_back(
             export in "[^\0]{0,40}",
             path in "[^\0]{1,40}",
-            host in prop_oneof!["[a-z][a-z0-9.-]{0,20}", Just("::1".to_string())],
+            host in prop_oneof!["[a-z][a-z0-9.-]{0,20}", Just("::1".to_string()), Just("x/y".to_string())],
             port in 1u16..,
         ) {
             for uri in [tcp_uri(&host, port, &export), unix_uri(&path, &export)] {

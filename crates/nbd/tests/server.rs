@@ -1,4 +1,5 @@
 //! The server as a whole: exports, the limit on connections, deadlines, the drain, sockets.
+#![forbid(unsafe_code)]
 
 mod common;
 

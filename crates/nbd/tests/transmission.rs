@@ -1,4 +1,5 @@
 //! The transmission phase over real sockets: what is asked is done, and what is wrong is answered.
+#![forbid(unsafe_code)]
 
 mod common;
 

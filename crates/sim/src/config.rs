@@ -3,7 +3,7 @@
 use std::ops::RangeInclusive;
 use std::time::Duration;
 
-use blockhouse_core::{Alignment, Fua, WriteCache};
+use blockhouse_core::{Alignment, Fua, GroupCommit, WriteCache};
 use fastrand::Rng;
 
 /// The properties of a simulated disk.
@@ -13,6 +13,8 @@ pub struct Config {
     pub fua: Fua,
     /// Whether completed writes may be lost in a crash.
     pub write_cache: WriteCache,
+    /// When a shared flush is said to be cheaper than FUA.
+    pub group_commit: GroupCommit,
     /// What operations must be aligned to. One that is not makes the simulation panic.
     pub alignment: Alignment,
     /// How zero writes without data go.
@@ -64,6 +66,7 @@ impl Default for Config {
         Self {
             fua: Fua::Native,
             write_cache: WriteCache::Volatile,
+            group_commit: GroupCommit::Never,
             alignment: Alignment::BYTE,
             write_zeroes: Support::Yes,
             discard: Support::Yes,
@@ -82,6 +85,10 @@ impl Config {
         Self {
             fua: if random.bool() { Fua::Native } else { Fua::Emulated },
             write_cache: if random.u8(..8) == 0 { WriteCache::None } else { WriteCache::Volatile },
+            group_commit: match random.usize(..4) {
+                0 => GroupCommit::Never,
+                count => GroupCommit::From(count),
+            },
             alignment: Alignment { offset: block, memory: block.min(512) },
             write_zeroes: support(random),
             discard: support(random),

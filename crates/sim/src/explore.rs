@@ -105,15 +105,31 @@ pub fn explore<T: Subject>(
     workload: &Workload,
     build: impl FnOnce(SimDisk, &mut Rng) -> T,
 ) -> std::result::Result<Report, String> {
+    let as_it_is = |_: &Config, content, _: &mut Rng| content;
+    explore_image(seed, workload, as_it_is, |_, disk, random| build(disk, random))
+}
+
+/// As [`explore`], for a disk that holds the guest's bytes in the form that `encode` gives them.
+/// `build` may run the simulation.
+///
+/// # Errors
+/// As [`explore`].
+pub fn explore_image<T: Subject>(
+    seed: u64,
+    workload: &Workload,
+    encode: impl FnOnce(&Config, Vec<u8>, &mut Rng) -> Vec<u8>,
+    build: impl FnOnce(&Sim, SimDisk, &mut Rng) -> T,
+) -> std::result::Result<Report, String> {
     let sim = Sim::new(seed);
     let mut random = sim.fork_random();
     let config = Config::random(&mut random);
     let most_sectors = [8, 40][random.usize(..2)];
     let size = random.usize(2..=most_sectors) * 512;
     let (model, content) = Model::new(size);
-    let disk = SimDisk::new(&sim, config.clone(), content);
+    let image = encode(&config, content, &mut random);
+    let disk = SimDisk::new(&sim, config.clone(), image);
     let world = Rc::new(World {
-        subject: build(disk.clone(), &mut random),
+        subject: build(&sim, disk.clone(), &mut random),
         sim: sim.clone(),
         size: size as u64,
         block: u64::from(config.alignment.offset),

@@ -59,7 +59,9 @@ pub fn for_seeds(
     if let Some((seed, words)) = failure.into_inner() {
         panic!("seed {seed}: {words}\n{}", replay(package, test, seed));
     }
-    total.into_inner()
+    let total = total.into_inner();
+    eprintln!("{test}: {} seeds, {total:?}", seeds.end - seeds.start);
+    total
 }
 
 fn with_seed_on_panic<T>(package: &str, test: &str, seed: u64, run: impl FnOnce() -> T) -> T {

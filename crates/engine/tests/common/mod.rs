@@ -1,20 +1,55 @@
-//! What the engine's tests share: a run on every engine that this host has.
+//! What the engine's tests share: a run on every engine that this host has, and an end to waiting.
+#![allow(dead_code, reason = "no test needs all of it")]
+
+pub mod memory;
+pub mod seeds;
+
+use std::sync::mpsc;
+use std::time::Duration;
 
 use blockhouse_engine::{Engine, EngineChoice, EventLoop};
+
+/// Long enough for any machine, short enough to wait for when something is broken.
+pub const PATIENCE: Duration = Duration::from_secs(20);
 
 /// Runs `test` once per engine. An engine that this host refuses is named and passed over; the
 /// worker threads can never be refused, so something always runs.
 pub fn on_every_engine(mut test: impl FnMut(&mut EventLoop)) {
+    for_every_choice(|choice| test(&mut EventLoop::new(choice).unwrap()));
+}
+
+/// As [`on_every_engine`], for a test that makes its loops itself.
+pub fn for_every_choice(mut test: impl FnMut(EngineChoice)) {
     for engine in Engine::ALL {
-        match EventLoop::new(EngineChoice::Only(engine)) {
-            Ok(mut event_loop) => {
+        let choice = EngineChoice::Only(engine);
+        match EventLoop::new(choice) {
+            Ok(event_loop) => {
                 assert_eq!(event_loop.engine(), engine);
-                test(&mut event_loop);
+                drop(event_loop);
+                test(choice);
             }
             Err(error) => {
                 assert_ne!(engine, Engine::Threads, "{error}");
                 eprintln!("{engine} skipped: {error}");
             }
+        }
+    }
+}
+
+/// Runs `test` on a thread of its own. Fails when that has not ended in time.
+pub fn in_time<T: Send + 'static>(test: impl FnOnce() -> T + Send + 'static) -> T {
+    let (done, outcome) = mpsc::channel();
+    let thread = std::thread::spawn(move || {
+        // Only a test that ran out of time has nobody listening.
+        let _ = done.send(test());
+    });
+    match outcome.recv_timeout(PATIENCE) {
+        Ok(value) => value,
+        Err(mpsc::RecvTimeoutError::Timeout) => {
+            panic!("not done after {PATIENCE:?}: somebody waits in vain")
+        }
+        Err(mpsc::RecvTimeoutError::Disconnected) => {
+            std::panic::resume_unwind(thread.join().expect_err("it gave no value"))
         }
     }
 }

@@ -8,7 +8,7 @@ use std::process::Command;
 
 use blockhouse_core::{
     Alignment, Buffer, ByteRange, Capabilities, Durability, Error, ErrorKind, Extent, ExtentState,
-    Fua, IoVector, Offload, Result, Status, Storage, Sync, Unmap, WriteCache,
+    Fua, GroupCommit, IoVector, Offload, Result, Status, Storage, Sync, Unmap, WriteCache,
 };
 use blockhouse_format::qcow2::{self, Qcow2};
 use blockhouse_format::{Abort, Intent, qcow2::Access};
@@ -41,6 +41,7 @@ impl Storage for FileStorage {
         Capabilities {
             fua: Fua::Emulated,
             write_cache: WriteCache::Volatile,
+            group_commit: GroupCommit::Never,
             alignment: Alignment::BYTE,
             write_zeroes: Offload::Unavailable,
             discard: Offload::Unavailable,

@@ -6,15 +6,22 @@ use std::net::TcpListener;
 use std::os::fd::OwnedFd;
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::FileTypeExt;
-use std::os::unix::net::{UnixListener, UnixStream};
+use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
 
 use blockhouse_core::{Error, ErrorKind, Result};
+use rustix::io::Errno;
+use rustix::net::{self, AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 
 use crate::uri::Address;
 
 /// The longest path of a Unix socket, in bytes (`sun_path` in unix(7), without the final NUL).
 const LONGEST_PATH: usize = 107;
+
+/// How long a socket may stay behind whose server was killed.
+const AFTERLIFE: Duration = Duration::from_secs(1);
+const PAUSE: Duration = Duration::from_millis(20);
 
 /// A listening socket, for [`Listener::new`](blockhouse_engine::Listener::new).
 #[derive(Debug)]
@@ -88,17 +95,35 @@ fn bind_unix(path: &Path) -> Result<Bound> {
 /// Removes what a dead server left at `path`.
 fn make_way(path: &Path, name: &str) -> Result<()> {
     let in_use = |hint: &'static str| {
-        let error = IoError::from(rustix::io::Errno::ADDRINUSE);
+        let error = IoError::from(Errno::ADDRINUSE);
         Err(Error::host("cannot listen", error).on(name).hint(hint))
     };
     if !fs::symlink_metadata(path).is_ok_and(|file| file.file_type().is_socket()) {
         return in_use("there is a file that is no socket; choose another path");
     }
-    match UnixStream::connect(path) {
-        Err(error) if error.kind() == IoErrorKind::ConnectionRefused => fs::remove_file(path)
-            .map_err(|error| {
-                Error::host("cannot remove the socket of a dead server", error).on(name)
-            }),
-        _ => in_use("a running server listens there; choose another path"),
+    if answers(path) {
+        return in_use("a running server listens there; choose another path");
     }
+    let cannot = |error| Error::host("cannot remove the socket of a dead server", error).on(name);
+    fs::remove_file(path).map_err(cannot)
+}
+
+/// Whether a server listens at the socket, and goes on doing so: one that was killed may be there
+/// for a moment more, while the kernel ends its I/O.
+fn answers(path: &Path) -> bool {
+    let deadline = Instant::now() + AFTERLIFE;
+    loop {
+        let refused = connect(path) == Err(Errno::CONNREFUSED);
+        if refused || Instant::now() >= deadline {
+            return !refused;
+        }
+        std::thread::sleep(PAUSE);
+    }
+}
+
+/// Connects, but does not wait for a server that accepts nobody.
+fn connect(path: &Path) -> std::result::Result<(), Errno> {
+    let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+    let socket = net::socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
+    net::connect(&socket, &SocketAddrUnix::new(path)?)
 }

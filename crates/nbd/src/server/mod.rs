@@ -1,8 +1,9 @@
 //! The server: exports, listening sockets, connections and their orderly end.
 //!
-//! Promises: no client can keep others from being served, be it by staying silent, by its numbers
-//! or by nonsense; what the server holds in memory is at most `connections * bytes` of payload plus
-//! about 200 KiB a connection; a drain loses nothing that a client was told is done.
+//! Promises: no client can keep others from being served by staying silent in its handshake, by
+//! what it asks or by nonsense; what is held in memory is at most [`Limits::connections`] times
+//! [`Limits::bytes`] of payload plus about 200 KiB a connection; a drain loses nothing that a client
+//! was told is done.
 
 mod connection;
 mod exports;

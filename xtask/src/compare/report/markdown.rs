@@ -59,7 +59,7 @@ fn verdicts(text: &mut String, result: &StorageResult) -> std::fmt::Result {
         return Ok(());
     }
     writeln!(text, "\nAgainst the best peer of the same way of caching, round by round:\n")?;
-    writeln!(text, "| row | ours | rate | of | server CPU | of | rate | of |")?;
+    writeln!(text, "| row | ours | rate | of peer | server CPU | of peer | rate | of ceiling |")?;
     writeln!(text, "| --- | --- | ---: | --- | ---: | --- | ---: | --- |")?;
     for row in &result.rows {
         for verdict in row.verdicts(&result.storage) {

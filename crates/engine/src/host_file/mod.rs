@@ -5,50 +5,35 @@
 //! sync; every error names the file and the offset and keeps its errno. All operations run on the
 //! loop of the thread that polls them, so one `HostFile` may serve many threads.
 
+mod open;
+
 use std::fmt;
-use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 
 use blockhouse_core::{
-    Alignment, Buffer, ByteRange, Capabilities, Durability, Error, ErrorKind, Fua, IoVector,
+    Alignment, ByteRange, Capabilities, Durability, Error, ErrorKind, Fua, GroupCommit, IoVector,
     Offload, Result, Status, Storage, Sync, Unmap, WriteCache,
 };
-use rustix::fs::{Advice, FallocateFlags, Mode, OFlags};
+use rustix::fs::{Advice, FallocateFlags};
 use rustix::io::Errno;
 
-use crate::file::{Caching, File};
+use crate::file::{Caching, File, Residence};
 use crate::operation::{Operation, Transfer, WriteThrough};
 use crate::probe::{self, FileKind};
 use crate::submit::submit;
 use crate::thread_pool::blocking;
 
+pub use open::{OpenFor, PageCache};
+
 /// `BLKDISCARD` from `<linux/fs.h>`.
 const BLKDISCARD: libc::Ioctl = 0x1277;
-
-/// Whether an open file may be changed.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum OpenFor {
-    /// No write is possible.
-    Reading,
-    /// Reads and writes.
-    Writing,
-}
-
-/// Whether the host's page cache is used.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum PageCache {
-    /// Reads and writes go through it.
-    Used,
-    /// `O_DIRECT`: around it.
-    Bypassed,
-}
 
 /// An open file or block device.
 pub struct HostFile {
     file: Arc<File>,
     /// For the last partial block, which direct I/O cannot reach: the same file through the page
-    /// cache. The block is a page of its own there, so that the two ways never share one.
+    /// cache. A block is no less than a page then, so that the two ways never share one.
     tail: Option<Arc<File>>,
     name: String,
     kind: FileKind,
@@ -68,94 +53,6 @@ struct Refused {
 }
 
 impl HostFile {
-    /// Opens an existing file or block device.
-    ///
-    /// # Errors
-    /// The kernel's, and [`ErrorKind::InvalidInput`] for what is neither file nor block device.
-    pub fn open(path: &Path, access: OpenFor, cache: PageCache) -> Result<Self> {
-        Self::open_with(path, access, cache, OFlags::empty())
-    }
-
-    /// Makes a new regular file of `size` bytes, all holes, and opens it for writing.
-    ///
-    /// # Errors
-    /// The kernel's: EEXIST for one that exists, which is left alone. When the size cannot be set
-    /// the new file is removed again.
-    pub fn create(path: &Path, size: u64, cache: PageCache) -> Result<Self> {
-        let flags = OFlags::CREATE | OFlags::EXCL;
-        let file = Self::open_with(path, OpenFor::Writing, cache, flags)?;
-        match rustix::fs::ftruncate(&*file.file, size) {
-            Ok(()) => {
-                file.size.store(size, Relaxed);
-                Ok(file)
-            }
-            Err(error) => {
-                // The error that counts is the first one.
-                let _ = std::fs::remove_file(path);
-                Err(file.error("cannot set the size of the new file", error))
-            }
-        }
-    }
-
-    fn open_with(path: &Path, access: OpenFor, cache: PageCache, extra: OFlags) -> Result<Self> {
-        let name = path.display().to_string();
-        let failed = |what: &'static str, error: Errno| Error::host(what, error.into()).on(&name);
-        let (direct, caching) = match cache {
-            PageCache::Used => (OFlags::empty(), Caching::PageCache),
-            PageCache::Bypassed => (OFlags::DIRECT, Caching::Direct),
-        };
-        let mode = match access {
-            OpenFor::Reading => OFlags::RDONLY,
-            OpenFor::Writing => OFlags::RDWR,
-        };
-        // Opening a pipe for reading would wait for a writer.
-        let flags = mode | direct | extra | OFlags::CLOEXEC | OFlags::NONBLOCK;
-        let rights = Mode::RUSR | Mode::WUSR | Mode::RGRP | Mode::ROTH;
-        let descriptor = rustix::fs::open(path, flags, rights).map_err(|error| {
-            let failed = failed("cannot open", error);
-            match advice(error, access, cache) {
-                Some(hint) => failed.hint(hint),
-                None => failed,
-            }
-        })?;
-        // To io_uring the flag would mean "fail rather than wait" from here on.
-        rustix::fs::fcntl_setfl(&descriptor, mode | direct)
-            .map_err(|error| failed("cannot open", error))?;
-        let residence = probe::residence(&descriptor);
-        let file = File::new(descriptor, residence, caching);
-        Self::examine(file, name, mode)
-    }
-
-    fn examine(file: File, name: String, access: OFlags) -> Result<Self> {
-        let failed = |error: std::io::Error| Error::host("cannot examine", error).on(&name);
-        let kind = probe::kind(&file).map_err(failed)?.ok_or_else(|| {
-            Error::new(ErrorKind::InvalidInput, "neither a regular file nor a block device")
-                .on(&name)
-                .hint("give the path of a disk image or a block device")
-        })?;
-        let size = probe::size(&file).map_err(failed)?;
-        let alignment = probe::alignment(&file, kind).map_err(|error| {
-            failed(error).hint("it cannot do direct I/O: try --cache writeback")
-        })?;
-        let device = probe::device(&file, kind).map_err(failed)?;
-        let tail = match kind {
-            FileKind::Regular if alignment.offset > 1 => {
-                let tail = file.reopen_cached(access).map_err(|error| failed(error.into()))?;
-                Some(Arc::new(tail))
-            }
-            _ => None,
-        };
-        let sample = Buffer::new(SAMPLE).lend();
-        let refused = Refused {
-            fua: (probe::fua(&file, &sample) != Fua::Native).into(),
-            punch_hole: (device.write_zeroes == Offload::Unavailable).into(),
-            zero_range: (device.write_zeroes == Offload::Unavailable).into(),
-            discard: (device.discard == Offload::Unavailable).into(),
-        };
-        let (file, size, write_cache) = (Arc::new(file), size.into(), device.write_cache);
-        Ok(Self { file, tail, name, kind, size, alignment, write_cache, refused })
-    }
-
     /// Whether it is a file or a device.
     pub fn kind(&self) -> FileKind {
         self.kind
@@ -186,6 +83,7 @@ impl HostFile {
     /// Writes everything.
     async fn write_all(&self, offset: u64, from: IoVector, through: WriteThrough) -> Result<()> {
         let file = self.file_for(offset, from.len());
+        let end = offset.saturating_add(from.len() as u64);
         let mut transfer = Transfer { file, offset, vector: from };
         while !transfer.vector.is_empty() {
             let (result, operation) = submit(Operation::Write(transfer, through)).await;
@@ -203,10 +101,23 @@ impl HostFile {
                     let what = "cannot write (the host takes nothing)";
                     return Err(self.error_at(what, Errno::IO, transfer.offset));
                 }
+                Ok(count) if count == transfer.vector.len() => break,
                 Ok(count) => pass(&mut transfer, count),
             }
         }
+        if end > self.size() {
+            self.size.fetch_max(end, Relaxed);
+        }
         Ok(())
+    }
+
+    /// Whether the file ends at `offset` or before. It is asked anew: somebody else may have made it
+    /// longer, and what is called the end here reads as zeros.
+    fn ends_at(&self, offset: u64) -> Result<bool> {
+        let size = probe::size(&*self.file);
+        let size =
+            size.map_err(|error| Error::host("cannot find the end", error).on(&self.name))?;
+        Ok(size <= offset)
     }
 
     /// What is done when the kernel refuses `RWF_DSYNC`. If it takes the plain write, then it was
@@ -223,9 +134,10 @@ impl HostFile {
         mode: FallocateFlags,
         range: ByteRange,
         refused: &AtomicBool,
+        words: &Words,
     ) -> Result<()> {
         if refused.load(Relaxed) {
-            return Err(self.unsupported("zeroing a range without writing it"));
+            return Err(self.unsupported(words.unsupported));
         }
         let mode = (mode | FallocateFlags::KEEP_SIZE).bits() as i32;
         loop {
@@ -235,12 +147,19 @@ impl HostFile {
                 Err(Errno::AGAIN | Errno::INTR) => {}
                 Err(Errno::OPNOTSUPP | Errno::NOSYS | Errno::NODEV) => {
                     refused.store(true, Relaxed);
-                    return Err(self.unsupported("zeroing a range without writing it"));
+                    return Err(self.unsupported(words.unsupported));
                 }
-                Err(error) => {
-                    return Err(self.error_at("cannot zero or punch", error, range.offset()));
-                }
+                Err(error) => return Err(self.error_at(words.failed, error, range.offset())),
             }
+        }
+    }
+
+    /// A file in memory has nothing to flush. In the page cache durable writes to one file go one
+    /// after the other, each with a flush of its own, while plain ones are copies.
+    fn group_commit(&self) -> GroupCommit {
+        match (self.file.residence, self.file.caching) {
+            (Residence::Device, Caching::PageCache) => GroupCommit::From(2),
+            (Residence::Memory, _) | (_, Caching::Direct) => GroupCommit::Never,
         }
     }
 
@@ -260,7 +179,7 @@ impl HostFile {
         });
         let error = match result.await {
             Ok(()) => return Ok(()),
-            Err(error) => Error::host("cannot discard", error).on(&self.name).at(range.offset()),
+            Err(error) => Error::host(DISCARD.failed, error).on(&self.name).at(range.offset()),
         };
         if error.kind() == ErrorKind::Unsupported {
             self.refused.discard.store(true, Relaxed);
@@ -269,28 +188,18 @@ impl HostFile {
     }
 }
 
-/// What a person can do about a file that does not open.
-fn advice(error: Errno, access: OpenFor, cache: PageCache) -> Option<&'static str> {
-    match error {
-        Errno::NOENT => Some("check the path, or make the image with 'blockhouse create'"),
-        Errno::ISDIR => Some("give the path of a disk image or a block device"),
-        Errno::ACCESS | Errno::PERM | Errno::ROFS if access == OpenFor::Writing => {
-            Some("check its permissions, or open it with --read-only")
-        }
-        Errno::ACCESS | Errno::PERM => Some("check its permissions"),
-        Errno::EXIST => Some("choose another name, or remove it first"),
-        Errno::INVAL if cache == PageCache::Bypassed => {
-            Some("its file system has no direct I/O: try --cache writeback")
-        }
-        _ => None,
-    }
+/// What an error says of an operation.
+struct Words {
+    failed: &'static str,
+    unsupported: &'static str,
 }
+
+const ZEROES: Words =
+    Words { failed: "cannot zero", unsupported: "zeroing a range without writing it" };
+const DISCARD: Words = Words { failed: "cannot discard", unsupported: "discarding a range" };
 
 /// Why an operation of another kind cannot come back.
 const CAME_BACK: &str = "an operation comes back as it went";
-
-/// How much is read to find out what the kernel takes: one block of any device.
-const SAMPLE: usize = 4096;
 
 fn pass(transfer: &mut Transfer, count: usize) {
     transfer.offset += count as u64;
@@ -311,6 +220,7 @@ impl Storage for HostFile {
         Capabilities {
             fua: if fua.load(Relaxed) { Fua::Emulated } else { Fua::Native },
             write_cache: self.write_cache,
+            group_commit: self.group_commit(),
             alignment: self.alignment,
             write_zeroes: all(&[punch_hole, zero_range]),
             discard: match self.kind {
@@ -334,10 +244,12 @@ impl Storage for HostFile {
             match result {
                 Err(Errno::AGAIN | Errno::INTR) => {}
                 Err(error) => return Err(self.error_at("cannot read", error, transfer.offset)),
+                Ok(count) if count == transfer.vector.len() => return Ok(()),
+                // It is the end, or it was cut off on the way. To ask for the rest would tell, if
+                // what an end leaves were aligned enough to be asked for.
                 Ok(count) => {
                     pass(&mut transfer, count);
-                    // What a short read leaves past the end may not be aligned enough to ask for.
-                    if count == 0 || transfer.offset >= self.size() {
+                    if count == 0 || self.ends_at(transfer.offset)? {
                         transfer.vector.fill(0);
                         return Ok(());
                     }
@@ -363,8 +275,12 @@ impl Storage for HostFile {
     async fn write_zeroes(&self, range: ByteRange, unmap: Unmap) -> Result<()> {
         let Refused { punch_hole, zero_range, .. } = &self.refused;
         match unmap {
-            Unmap::Allowed => self.allocate(FallocateFlags::PUNCH_HOLE, range, punch_hole).await,
-            Unmap::Forbidden => self.allocate(FallocateFlags::ZERO_RANGE, range, zero_range).await,
+            Unmap::Allowed => {
+                self.allocate(FallocateFlags::PUNCH_HOLE, range, punch_hole, &ZEROES).await
+            }
+            Unmap::Forbidden => {
+                self.allocate(FallocateFlags::ZERO_RANGE, range, zero_range, &ZEROES).await
+            }
         }
     }
 
@@ -372,10 +288,10 @@ impl Storage for HostFile {
         match self.kind {
             FileKind::Regular => {
                 let refused = &self.refused.punch_hole;
-                self.allocate(FallocateFlags::PUNCH_HOLE, range, refused).await
+                self.allocate(FallocateFlags::PUNCH_HOLE, range, refused, &DISCARD).await
             }
             FileKind::BlockDevice if self.refused.discard.load(Relaxed) => {
-                Err(self.unsupported("discard"))
+                Err(self.unsupported(DISCARD.unsupported))
             }
             FileKind::BlockDevice => self.discard_on_device(range).await,
         }
@@ -431,19 +347,25 @@ impl Storage for HostFile {
 fn next_status(file: &File, range: ByteRange) -> rustix::io::Result<(Status, u64)> {
     use rustix::fs::SeekFrom;
     let (start, end) = (range.offset(), range.end());
-    let data = match rustix::fs::seek(file, SeekFrom::Data(start)) {
-        Ok(data) => data.min(end),
-        // No data from here to the end of the file.
-        Err(Errno::NXIO) => end,
-        // A file system that does not say: everything may be data.
-        Err(Errno::INVAL) => return Ok((Status::Data, range.length())),
-        Err(error) => return Err(error),
-    };
-    if data > start {
-        return Ok((Status::Hole, data - start));
+    loop {
+        let data = match rustix::fs::seek(file, SeekFrom::Data(start)) {
+            Ok(data) => data.min(end),
+            // No data from here to the end of the file.
+            Err(Errno::NXIO) => end,
+            // A file system that does not say: everything may be data.
+            Err(Errno::INVAL) => return Ok((Status::Data, range.length())),
+            Err(error) => return Err(error),
+        };
+        if data > start {
+            return Ok((Status::Hole, data - start));
+        }
+        match rustix::fs::seek(file, SeekFrom::Hole(start)) {
+            Ok(hole) if hole > start => return Ok((Status::Data, hole.min(end) - start)),
+            // What was data the call before is none any more: once again.
+            Ok(_) | Err(Errno::NXIO) => {}
+            Err(error) => return Err(error),
+        }
     }
-    let hole = rustix::fs::seek(file, SeekFrom::Hole(start))?;
-    Ok((Status::Data, hole.min(end).saturating_sub(start).max(1)))
 }
 
 impl fmt::Debug for HostFile {

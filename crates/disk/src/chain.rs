@@ -1,0 +1,224 @@
+//! Opening an image and what stands behind it.
+//!
+//! A backing file is opened only as the format that the image names, never as what it looks like: a
+//! guest could make its raw disk look like an image whose backing file is any file of the host. It is
+//! a file (no address of a server), found from the folder of the image that names it, only read, and
+//! locked against writers. Chains end: a file that comes twice and a chain that is too long are
+//! refused.
+
+use std::ffi::OsStr;
+use std::os::unix::ffi::OsStrExt;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use blockhouse_core::{Error, ErrorKind, Result, Storage};
+use blockhouse_engine::{HostFile, OpenFor};
+use blockhouse_format::qcow2::Backing;
+
+use crate::lock::lock;
+use crate::open::{refuse_disguise, refuse_missing_magic};
+use crate::{Access, Disk, ImageFormat, ImageOptions, Locking, Options};
+
+/// How many files a chain may have.
+const LONGEST: usize = 200;
+
+/// How many names of a chain a message has room for at either end.
+const NAMED: usize = 2;
+
+/// Device and inode: what a file is, whatever its name.
+type Identity = (u64, u64);
+
+/// Opens an image with all backing files and locks them. Needs the loop of the current thread.
+///
+/// # Errors
+/// One that names the file: it is missing, no disk image, of a wrong size, locked, looks like
+/// another format, or the host refuses; for a backing file also the chain that leads to it.
+pub async fn open(path: &Path, options: ImageOptions) -> Result<Disk<HostFile>> {
+    let (file, identity) = open_file(path, options)?;
+    let mut chain = Chain { files: vec![(path.to_owned(), identity)] };
+    let mut disk = disk_over(file, path, options).await?;
+    let mut above = Vec::new();
+    while let Some(backing) = disk.backing_file() {
+        let (path, format) = chain.next(backing)?;
+        let behind = ImageOptions { format: Some(format), access: Access::ReadOnly, ..options };
+        let (file, identity) = open_file(&path, behind).map_err(|error| chain.failed(&error))?;
+        // Before it is locked: in a loop the lock would be held by ourselves.
+        chain.enter(path.clone(), identity)?;
+        let next = disk_over(file, &path, behind).await.map_err(|error| chain.failed(&error))?;
+        above.push(std::mem::replace(&mut disk, next));
+    }
+    Ok(above.into_iter().rfold(disk, |behind, disk| disk.over(Arc::new(behind))))
+}
+
+/// Opens an image without what stands behind it, to ask what it is. What it leaves to a backing file
+/// cannot be read. Needs the loop of the current thread.
+///
+/// # Errors
+/// As [`open`].
+pub async fn open_alone(path: &Path, options: ImageOptions) -> Result<Disk<HostFile>> {
+    let (file, _) = open_file(path, options)?;
+    disk_over(file, path, options).await
+}
+
+fn open_file(path: &Path, options: ImageOptions) -> Result<(HostFile, Identity)> {
+    let access = match options.access {
+        Access::ReadOnly => OpenFor::Reading,
+        Access::ReadWrite => OpenFor::Writing,
+    };
+    let file = HostFile::open(path, access, options.cache.page_cache())?;
+    let status = rustix::fs::fstat(file.descriptor())
+        .map_err(|error| Error::host("cannot examine", error.into()).on(file.name()))?;
+    Ok((file, (status.st_dev, status.st_ino)))
+}
+
+async fn disk_over(file: HostFile, path: &Path, options: ImageOptions) -> Result<Disk<HostFile>> {
+    if options.locking == Locking::Held {
+        lock(&file, options.access)?;
+    }
+    let disk_options = Options {
+        access: options.access,
+        durability: options.cache.durability(),
+        flush: options.cache.flush(),
+        discard: options.discard,
+    };
+    match options.format.unwrap_or_else(|| ImageFormat::by_name(path)) {
+        ImageFormat::Raw => {
+            // Whoever names the format means it.
+            if options.format.is_none() {
+                refuse_disguise(&file).await?;
+            }
+            Disk::raw(file, disk_options)
+        }
+        ImageFormat::Qcow2 => {
+            if options.format.is_none() {
+                refuse_missing_magic(&file).await?;
+            }
+            Disk::qcow2(file, disk_options).await
+        }
+    }
+}
+
+/// The files that are open so far, from the image down.
+struct Chain {
+    files: Vec<(PathBuf, Identity)>,
+}
+
+impl Chain {
+    /// Where the next file is and what it is to be opened as.
+    fn next(&self, backing: &Backing) -> Result<(PathBuf, ImageFormat)> {
+        let name = String::from_utf8_lossy(&backing.name);
+        let last = self.last();
+        if self.files.len() == LONGEST {
+            let what = format!("the chain {self} has more than {LONGEST} files");
+            return Err(Error::new(ErrorKind::InvalidInput, what)
+                .hint("shorten it (qemu-img commit or rebase)"));
+        }
+        if is_address(&backing.name) {
+            let what = format!("its backing file '{name}' is no file but a server's address");
+            return Err(Error::new(ErrorKind::Unsupported, what)
+                .on(last)
+                .hint("only files can stand behind an image; if it is one, rebase to './NAME'"));
+        }
+        let Some(format) = &backing.format else {
+            let what = format!("does not say which format its backing file '{name}' has");
+            return Err(Error::new(ErrorKind::InvalidInput, what).on(last).hint(format!(
+                "it is not guessed; store it: qemu-img rebase -u -F FORMAT -b '{name}' '{last}'"
+            )));
+        };
+        let format = format.parse().map_err(|why: String| {
+            let what = format!("cannot open its backing file '{name}': {why}");
+            Error::new(ErrorKind::Unsupported, what).on(last)
+        })?;
+        let folder = self.files.last().and_then(|(path, _)| path.parent());
+        let path = folder.unwrap_or(Path::new("")).join(OsStr::from_bytes(&backing.name));
+        Ok((path, format))
+    }
+
+    /// Adds a file that was just opened.
+    fn enter(&mut self, path: PathBuf, identity: Identity) -> Result<()> {
+        let is_there = self.files.iter().any(|(_, one)| *one == identity);
+        self.files.push((path, identity));
+        if !is_there {
+            return Ok(());
+        }
+        let what = format!("the backing files form a loop: {self}");
+        Err(Error::new(ErrorKind::Corrupt, what)
+            .hint("restore the image, or give it the right file: qemu-img rebase -u"))
+    }
+
+    /// What went wrong with a file behind the first one.
+    fn failed(&self, error: &Error) -> Error {
+        Error::new(error.kind(), format!("cannot open what is behind {self}: {error}"))
+    }
+
+    fn last(&self) -> &str {
+        self.files.last().and_then(|(path, _)| path.to_str()).unwrap_or("the image")
+    }
+}
+
+impl std::fmt::Display for Chain {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let count = self.files.len();
+        for (index, (path, _)) in self.files.iter().enumerate() {
+            if index > 0 && (index < NAMED || index + NAMED >= count) {
+                f.write_str(" -> ")?;
+            }
+            if index < NAMED || index + NAMED >= count {
+                write!(f, "{}", path.display())?;
+            } else if index == NAMED {
+                write!(f, " -> ({} more)", count - 2 * NAMED)?;
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Whether QEMU takes a name for something else than a path: "nbd://...", "json:{...}".
+fn is_address(name: &[u8]) -> bool {
+    name.iter().find(|byte| matches!(byte, b':' | b'/')) == Some(&b':')
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn chain(count: u64) -> Chain {
+        let file = |index| (PathBuf::from(format!("folder/{index}.qcow2")), (1, index));
+        Chain { files: (0..count).map(file).collect() }
+    }
+
+    fn backing(name: &str, format: Option<&str>) -> Backing {
+        Backing { name: name.into(), format: format.map(str::to_owned) }
+    }
+
+    #[test]
+    fn backing_files_are_found_from_the_folder_of_the_image_that_names_them() {
+        let next = |name: &str| chain(1).next(&backing(name, Some("raw"))).unwrap().0;
+        assert_eq!(next("base.raw"), Path::new("folder/base.raw"));
+        assert_eq!(next("../a:b"), Path::new("folder/../a:b"));
+        assert_eq!(next("/else/base.raw"), Path::new("/else/base.raw"));
+    }
+
+    #[test]
+    fn what_is_no_file_of_a_named_format_is_refused() {
+        let refused =
+            |name: &str, format| chain(1).next(&backing(name, format)).unwrap_err().to_string();
+        for name in ["nbd://host/disk", "json:{\"driver\":\"raw\"}", "nbd:host:10809", "file:x"] {
+            assert!(refused(name, Some("raw")).contains("address"), "{name}");
+        }
+        let guessed = refused("base", None);
+        assert!(guessed.contains("rebase -u -F FORMAT -b 'base' 'folder/0.qcow2'"), "{guessed}");
+        assert!(refused("base", Some("vmdk")).contains("vmdk"));
+    }
+
+    #[test]
+    fn chains_end() {
+        assert!(chain(199).next(&backing("base", Some("raw"))).is_ok());
+        let error = chain(200).next(&backing("base", Some("raw"))).unwrap_err().to_string();
+        assert!(error.contains("1.qcow2 -> (196 more) -> folder/198.qcow2"), "{error}");
+        let mut looped = chain(3);
+        assert!(looped.enter("other".into(), (2, 1)).is_ok());
+        let error = looped.enter("again".into(), (1, 0)).unwrap_err().to_string();
+        assert!(error.contains("loop") && error.contains("-> other -> again"), "{error}");
+    }
+}

@@ -1,0 +1,129 @@
+//! Reading what is not simply in the image's file: compressed clusters, the disk behind this one, and
+//! places that lie less well aligned than the storage demands.
+
+use std::sync::Arc;
+
+use blockhouse_core::{
+    ByteRange, Error, ErrorKind, Extent, ExtentState, IoVector, Result, Storage,
+};
+use blockhouse_format::qcow2::decompress;
+use blockhouse_format::{BlockStatus, Format, Intent};
+use futures_util::future::LocalBoxFuture;
+
+use crate::Disk;
+use crate::limits::PIECE;
+
+impl<S: Storage> Disk<S> {
+    /// Reads from the storage, through a buffer where the place does not suit it: subclusters can be
+    /// smaller than its blocks.
+    pub(crate) async fn read_place(&self, host: u64, into: IoVector) -> Result<()> {
+        let block = u64::from(self.alignment.offset);
+        let is_aligned = (host | into.len() as u64) & (block - 1) == 0;
+        // A raw image has one place that is not aligned, and the storage takes that one as it is.
+        if is_aligned || matches!(self.format, Format::Raw(_)) {
+            return self.storage().read(host, into).await;
+        }
+        Box::pin(self.read_misaligned(host, into)).await
+    }
+
+    async fn read_misaligned(&self, host: u64, mut into: IoVector) -> Result<()> {
+        let mut rest = ByteRange::between(host, host + into.len() as u64);
+        while !rest.is_empty() {
+            let piece = rest.truncate(PIECE as u64);
+            let outer = piece.align_outward(u64::from(self.alignment.offset));
+            let mut memory = self.clusters.for_unpacking(outer.length() as usize, 0).await;
+            self.storage().read(outer.offset(), memory.packed.lend()).await?;
+            let start = (piece.offset() - outer.offset()) as usize;
+            let length = piece.length() as usize;
+            into.copy_from(&memory.packed.bytes()[start..start + length]);
+            into.advance(length);
+            rest = rest.skip(piece.length());
+        }
+        Ok(())
+    }
+
+    /// Fills `into` with the extent's bytes of the cluster whose compressed form is at most
+    /// `length` bytes from `host` on.
+    pub(crate) async fn read_compressed(
+        &self,
+        extent: &Extent,
+        host: u64,
+        length: u64,
+        mut into: IoVector,
+    ) -> Result<()> {
+        let (Format::Qcow2(image), Some(place)) = (&self.format, ByteRange::new(host, length))
+        else {
+            return Err(self.misplaced(extent));
+        };
+        let outer = place.align_outward(u64::from(self.alignment.offset));
+        let whole = extent.whole.length() as usize;
+        let mut memory = self.clusters.for_unpacking(outer.length() as usize, whole).await;
+        self.storage().read(outer.offset(), memory.packed.lend()).await?;
+        let start = (host - outer.offset()) as usize;
+        let packed = &memory.packed.bytes()[start..start + length as usize];
+        decompress(image.compression(), packed, memory.cluster.bytes_mut()).map_err(|why| {
+            let guest = extent.whole.offset();
+            let what = format!("cannot unpack the cluster of the guest's offset {guest} ({why})");
+            Error::new(ErrorKind::Corrupt, what)
+                .on(self.name())
+                .at(host)
+                .hint("its compressed data is damaged: restore it from a copy of the image")
+        })?;
+        let skipped = (extent.guest.offset() - extent.whole.offset()) as usize;
+        into.copy_from(&memory.cluster.bytes()[skipped..skipped + into.len()]);
+        Ok(())
+    }
+
+    /// Fills `into` with the bytes of `range` from the disk behind this one; zeros past its end.
+    pub(crate) fn read_behind(
+        &self,
+        range: ByteRange,
+        mut into: IoVector,
+    ) -> LocalBoxFuture<'_, Result<()>> {
+        Box::pin(async move {
+            let backing = self.backing()?;
+            let inside = within(range, backing.size());
+            into.split_off(inside.length() as usize).fill(0);
+            if inside.is_empty() {
+                return Ok(());
+            }
+            backing.submit_read(inside.offset(), into).await.map(|_| ())
+        })
+    }
+
+    /// What stands behind the first bytes of `range`, through all layers.
+    pub(crate) async fn status_of_layers(&self, range: ByteRange) -> Result<(BlockStatus, u64)> {
+        if let Format::Raw(_) = self.format {
+            return self.format.status(range).await;
+        }
+        let extent = self.format.map(range, Intent::Read).await?;
+        let length = extent.guest.length();
+        let status = match extent.state {
+            ExtentState::Mapped { .. } | ExtentState::Compressed { .. } => BlockStatus::Data,
+            ExtentState::Zero => BlockStatus::Zero,
+            ExtentState::Hole => BlockStatus::Hole,
+            ExtentState::Backing => {
+                let backing = self.backing()?;
+                let inside = within(extent.guest, backing.size());
+                if inside.is_empty() {
+                    return Ok((BlockStatus::Hole, length));
+                }
+                let behind: LocalBoxFuture<'_, _> = Box::pin(backing.status_of_layers(inside));
+                return behind.await;
+            }
+        };
+        Ok((status, length))
+    }
+
+    fn backing(&self) -> Result<&Arc<Disk<S>>> {
+        self.backing.as_ref().ok_or_else(|| {
+            let what = "the image needs its backing file, which was not opened with it";
+            Error::new(ErrorKind::Unsupported, what).on(self.name())
+        })
+    }
+}
+
+/// The first bytes of `range` that lie before `end`.
+fn within(range: ByteRange, end: u64) -> ByteRange {
+    range.truncate(end.saturating_sub(range.offset()))
+}

@@ -1,0 +1,61 @@
+//! Whether a task is in the ready queue, or on its way there.
+//!
+//! Promise: what a thread did before it woke a task is seen by a poll that begins after that. Most
+//! wake-ups find the task queued already and do nothing but look; such a one must be sure that the
+//! poll to come has not begun to look for itself. So each side changes the flag by one atomic
+//! operation that also reads it: of the two, one comes first, and the other knows it.
+//! `queued::loom_model` checks it; with a plain load or store on either side it fails.
+
+#[cfg(loom)]
+use loom::sync::atomic::{AtomicBool, Ordering};
+#[cfg(not(loom))]
+use std::sync::atomic::{AtomicBool, Ordering};
+
+/// The flag of one task.
+pub(crate) struct Queued(AtomicBool);
+
+impl Queued {
+    pub(crate) fn new(queued: bool) -> Self {
+        Self(AtomicBool::new(queued))
+    }
+
+    /// Marks the task as queued. Says whether it was not, so that the caller must queue it.
+    pub(crate) fn set(&self) -> bool {
+        !self.0.swap(true, Ordering::AcqRel)
+    }
+
+    /// A poll begins: wake-ups count for the next one.
+    pub(crate) fn clear(&self) {
+        self.0.swap(false, Ordering::AcqRel);
+    }
+}
+
+/// Every order of a wake-up and a poll. Run by `cargo xtask loom`.
+#[cfg(all(test, loom))]
+mod loom_model {
+    use loom::sync::Arc;
+    use loom::sync::atomic::{AtomicBool, Ordering};
+    use loom::thread;
+
+    use super::Queued;
+
+    #[test]
+    fn a_wake_up_that_finds_the_task_queued_is_seen_by_the_poll() {
+        loom::model(|| {
+            // Queued for another reason; the poll is about to begin.
+            let queued = Arc::new(Queued::new(true));
+            let happened = Arc::new(AtomicBool::new(false));
+            let other = {
+                let (queued, happened) = (Arc::clone(&queued), Arc::clone(&happened));
+                thread::spawn(move || {
+                    happened.store(true, Ordering::Relaxed);
+                    queued.set()
+                })
+            };
+            queued.clear();
+            let seen = happened.load(Ordering::Relaxed);
+            let queued_again = other.join().unwrap();
+            assert!(seen || queued_again, "the wake-up is lost");
+        });
+    }
+}

@@ -1,0 +1,47 @@
+//! The binary under test.
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::OnceLock;
+
+/// The binary `blockhouse`: what `BLOCKHOUSE_BIN` names, else it is built once with the profile and
+/// into the target folder of the running test.
+///
+/// # Panics
+/// When it cannot be built.
+pub fn blockhouse() -> &'static Path {
+    static BINARY: OnceLock<PathBuf> = OnceLock::new();
+    BINARY.get_or_init(|| match std::env::var_os("BLOCKHOUSE_BIN") {
+        Some(path) => std::path::absolute(path).expect("BLOCKHOUSE_BIN names a file"),
+        None => build(),
+    })
+}
+
+fn build() -> PathBuf {
+    let output = output_folder();
+    let release = output.ends_with("release");
+    let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
+    let mut build = Command::new(cargo);
+    build.args(["build", "--quiet", "--package", "blockhouse", "--bin", "blockhouse"]);
+    build.args(release.then_some("--release"));
+    build.arg("--target-dir").arg(output.parent().expect("it is inside of the target folder"));
+    build.current_dir(env!("CARGO_MANIFEST_DIR"));
+    let status = build.status().expect("cargo starts");
+    assert!(status.success(), "cannot build the binary under test: {status}");
+    output.join("blockhouse")
+}
+
+/// Where cargo puts the files of the profile that this test was compiled with.
+fn output_folder() -> PathBuf {
+    let test = std::env::current_exe().expect("a test knows its own file");
+    let output = test.parent().and_then(Path::parent).expect("cargo runs tests from PROFILE/deps");
+    output.into()
+}
+
+/// A folder on a disk for files of tests (`CARGO_TARGET_TMPDIR`, which libraries are not told).
+pub(crate) fn temporary_folder() -> PathBuf {
+    let output = output_folder();
+    let folder = output.parent().expect("it is inside of the target folder").join("tmp");
+    std::fs::create_dir_all(&folder).expect("the target folder can be written");
+    folder
+}

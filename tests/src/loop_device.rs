@@ -1,0 +1,38 @@
+//! Block devices that are files.
+
+use std::path::{Path, PathBuf};
+
+use crate::{Image, need, run, tool};
+
+/// A loop device; detached on drop.
+pub struct LoopDevice(PathBuf);
+
+impl LoopDevice {
+    /// Makes a block device of an image; `options` are losetup's. `Err` says why there cannot be
+    /// one here.
+    pub fn over(image: &Image, options: &[&str]) -> Result<Self, String> {
+        need::root()?;
+        need::tools(&["losetup"])?;
+        let mut attach = tool("losetup");
+        attach.args(["--find", "--show"]).args(options).arg(image.path());
+        let outcome = run(&mut attach);
+        if !outcome.status.success() {
+            return Err(format!("no loop device: {}", outcome.stderr.trim()));
+        }
+        Ok(Self(outcome.stdout.trim().into()))
+    }
+
+    /// The device.
+    pub fn path(&self) -> &Path {
+        &self.0
+    }
+}
+
+impl Drop for LoopDevice {
+    fn drop(&mut self) {
+        let outcome = run(tool("losetup").arg("--detach").arg(&self.0));
+        if !outcome.status.success() {
+            eprintln!("{}", outcome.describe("a loop device is left over"));
+        }
+    }
+}

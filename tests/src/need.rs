@@ -1,0 +1,87 @@
+//! What a test needs of the machine: `Err` says why it is not there, and the test is skipped.
+//!
+//! With `BLOCKHOUSE_TESTS_SKIP=never` in the environment a skip is a failure, for machines that are
+//! meant to have everything.
+
+use std::io::Write;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use crate::tool::find_program;
+use crate::{run, tool};
+
+/// Goes on with the value, or skips the test.
+#[macro_export]
+macro_rules! require {
+    ($need:expr) => {
+        match $need {
+            Ok(value) => value,
+            Err(reason) => return $crate::need::skip(&reason),
+        }
+    };
+}
+
+/// Says on standard error that the running test is skipped.
+///
+/// # Panics
+/// When skipping is forbidden.
+pub fn skip(reason: &str) {
+    let thread = std::thread::current();
+    let test = thread.name().unwrap_or("a test");
+    let never = std::env::var_os("BLOCKHOUSE_TESTS_SKIP").is_some_and(|value| value == "never");
+    assert!(!never, "{test} must not be skipped here, but: {reason}");
+    // Not by eprintln!, which the test harness shows for failed tests only.
+    let _ = writeln!(std::io::stderr(), "skipped {test}: {reason}");
+}
+
+/// Programs on the search path.
+pub fn tools(programs: &[&str]) -> Result<(), String> {
+    let missing: Vec<_> =
+        programs.iter().filter(|program| find_program(program).is_none()).copied().collect();
+    if missing.is_empty() { Ok(()) } else { Err(format!("not installed: {}", missing.join(", "))) }
+}
+
+/// The rights of root.
+pub fn root() -> Result<(), String> {
+    if rustix::process::geteuid().is_root() { Ok(()) } else { Err("needs root".into()) }
+}
+
+/// A strace that is allowed to trace.
+pub fn strace() -> Result<(), String> {
+    tools(&["strace"])?;
+    let outcome = run(tool("strace").args(["-D", "-f", "-o", "/dev/null", "true"]));
+    if outcome.status.success() { Ok(()) } else { Err(format!("cannot trace: {}", outcome.stderr)) }
+}
+
+/// A wrapper that gives a command a small file system in memory at the folder `at`, seen by the
+/// command alone: `df` of it is `size` bytes, and it goes away with the command.
+pub fn private_tmpfs(at: &Path, size: u64) -> Result<Vec<String>, String> {
+    tools(&["unshare", "mount"])?;
+    let wrapper = |command: &str| -> Vec<String> {
+        let mount = format!("mount -t tmpfs -o size={size} tmpfs '{}'", at.display());
+        let script = format!("{mount} && {command}");
+        let user = (!rustix::process::geteuid().is_root()).then_some("--map-root-user");
+        let words = ["unshare"].into_iter().chain(user).chain(["--mount", "sh", "-c", &script]);
+        words.chain(["sh"]).map(str::to_owned).collect()
+    };
+    let trial = wrapper("true");
+    let outcome = run(Command::new(&trial[0]).args(&trial[1..]));
+    if !outcome.status.success() {
+        return Err(format!("cannot mount in a namespace: {}", outcome.stderr.trim()));
+    }
+    Ok(wrapper("exec \"$@\""))
+}
+
+/// A user who may do nothing: a wrapper that runs a command as nobody, and a copy of `binary` in
+/// `folder` that everybody may run.
+pub fn nobody(folder: &Path, binary: &Path) -> Result<(Vec<String>, PathBuf), String> {
+    root()?;
+    tools(&["setpriv"])?;
+    let wrapper = "setpriv --reuid=65534 --regid=65534 --clear-groups --";
+    let wrapper: Vec<String> = wrapper.split(' ').map(str::to_owned).collect();
+    let copy = folder.join("blockhouse");
+    let copied = std::fs::copy(binary, &copy);
+    copied.map_err(|error| format!("cannot copy {}: {error}", binary.display()))?;
+    let trial = run(Command::new(&wrapper[0]).args(&wrapper[1..]).arg(&copy).arg("--version"));
+    if trial.status.success() { Ok((wrapper, copy)) } else { Err(trial.describe("setpriv")) }
+}

@@ -1,0 +1,113 @@
+//! Folders and images that go away with their test.
+
+use std::fs::{File, Permissions};
+use std::io::Write;
+use std::os::unix::fs::{FileExt, MetadataExt, PermissionsExt};
+use std::path::{Path, PathBuf};
+
+use tempfile::TempDir;
+
+use crate::binary::temporary_folder;
+
+/// A folder for images and one for sockets, whose paths must be short (`sun_path` in unix(7)).
+pub struct Scratch {
+    images: TempDir,
+    sockets: TempDir,
+}
+
+impl Scratch {
+    /// Images on a disk.
+    pub fn new() -> Self {
+        Self::in_folder(&temporary_folder())
+    }
+
+    /// Images in memory (tmpfs), for what is about amounts and not about disks.
+    pub fn in_memory() -> Self {
+        Self::in_folder(Path::new("/dev/shm"))
+    }
+
+    fn in_folder(folder: &Path) -> Self {
+        let builder = || {
+            let mut builder = tempfile::Builder::new();
+            builder.prefix("bh").permissions(Permissions::from_mode(0o755));
+            builder
+        };
+        let images = builder().tempdir_in(folder).expect("a folder for images");
+        let sockets = builder().tempdir_in("/tmp").expect("a folder for sockets");
+        Self { images, sockets }
+    }
+
+    /// The path of a file beside the images.
+    pub fn path(&self, name: &str) -> PathBuf {
+        self.images.path().join(name)
+    }
+
+    /// The path for a socket; at most 30 bytes longer than `name`.
+    pub fn socket(&self, name: &str) -> PathBuf {
+        self.sockets.path().join(name)
+    }
+
+    /// The folder of the sockets, which has a short path that everybody may enter.
+    pub fn short(&self) -> &Path {
+        self.sockets.path()
+    }
+
+    /// A sparse image of zeros.
+    pub fn image(&self, name: &str, size: u64) -> Image {
+        let image = Image(self.path(name));
+        File::create(&image.0).and_then(|file| file.set_len(size)).expect("an image");
+        image
+    }
+
+    /// An image with this content.
+    pub fn image_of(&self, name: &str, content: &[u8]) -> Image {
+        let image = Image(self.path(name));
+        File::create(&image.0).and_then(|mut file| file.write_all(content)).expect("an image");
+        image
+    }
+}
+
+impl Default for Scratch {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+/// The file of an image, seen past the server.
+pub struct Image(PathBuf);
+
+impl Image {
+    /// Where it is.
+    pub fn path(&self) -> &Path {
+        &self.0
+    }
+
+    /// Where it is, for command lines and messages.
+    pub fn str(&self) -> &str {
+        self.0.to_str().expect("scratch folders have plain names")
+    }
+
+    /// All of its content.
+    pub fn content(&self) -> Vec<u8> {
+        std::fs::read(&self.0).expect("the image can be read")
+    }
+
+    /// `length` bytes from `offset` on.
+    pub fn bytes(&self, offset: u64, length: usize) -> Vec<u8> {
+        let mut bytes = vec![0; length];
+        let file = File::open(&self.0).expect("the image can be opened");
+        file.read_exact_at(&mut bytes, offset).expect("the image can be read");
+        bytes
+    }
+
+    /// What must stay the same when nothing is changed: length, times of change, content.
+    pub fn state(&self) -> (u64, i64, i64, Vec<u8>) {
+        let data = std::fs::metadata(&self.0).expect("the image is there");
+        (data.len(), data.mtime(), data.mtime_nsec(), self.content())
+    }
+
+    /// The bytes that it takes on the host.
+    pub fn allocated(&self) -> u64 {
+        std::fs::metadata(&self.0).expect("the image is there").blocks() * 512
+    }
+}

@@ -1,0 +1,320 @@
+//! `blockhouse serve` from its command line to its exit.
+
+use std::ffi::{OsStr, OsString};
+use std::fs::File;
+use std::io::{BufRead, BufReader};
+use std::net::SocketAddr;
+use std::os::unix::process::ExitStatusExt;
+use std::path::{Path, PathBuf};
+use std::process::{Child, ChildStdout, Command, ExitStatus, Stdio};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
+use std::time::Duration;
+
+use rustix::process::{Pid, Signal};
+
+use crate::nbd::Address;
+use crate::{Cache, Engine, Scratch, blockhouse, wait_for_exit};
+
+/// A debug build under strace on a busy machine needs a while.
+const START_LIMIT: Duration = Duration::from_secs(20);
+/// More than the server gives clients for their last replies.
+const STOP_LIMIT: Duration = Duration::from_secs(40);
+
+/// A command line of `blockhouse serve`.
+pub struct Serve {
+    binary: PathBuf,
+    images: Vec<PathBuf>,
+    options: Vec<OsString>,
+    exports: usize,
+    wrapper: Vec<OsString>,
+    environment: Vec<(String, OsString)>,
+    stdin: Stdio,
+    log: PathBuf,
+}
+
+impl Serve {
+    /// Serves `image` under the empty name on the socket `nbd` of the scratch folder.
+    pub fn new(scratch: &Scratch, image: &Path) -> Self {
+        let socket = scratch.socket("nbd");
+        Self::bare(scratch, image).export(&format!("nbd+unix:///?socket={}", socket.display()))
+    }
+
+    /// Serves `image` without saying where.
+    pub fn bare(scratch: &Scratch, image: &Path) -> Self {
+        Self {
+            binary: blockhouse().into(),
+            images: vec![image.into()],
+            options: Vec::new(),
+            exports: 0,
+            wrapper: Vec::new(),
+            environment: Vec::new(),
+            stdin: Stdio::null(),
+            log: scratch.socket(&format!("log{}", fastrand::u32(..))),
+        }
+    }
+
+    /// Serves at a URI, too.
+    pub fn export(mut self, uri: &str) -> Self {
+        self.exports += 1;
+        self.option("--nbd", uri)
+    }
+
+    /// Serves another image beside the first.
+    pub fn also(mut self, image: &Path) -> Self {
+        self.images.push(image.into());
+        self
+    }
+
+    /// Adds an option with its value.
+    pub fn option(self, name: &str, value: impl AsRef<OsStr>) -> Self {
+        self.flag(name).flag(value)
+    }
+
+    /// Adds one word.
+    pub fn flag(mut self, word: impl AsRef<OsStr>) -> Self {
+        self.options.push(word.as_ref().into());
+        self
+    }
+
+    /// Chooses an engine.
+    pub fn engine(self, engine: Engine) -> Self {
+        self.option("--engine", engine.as_str())
+    }
+
+    /// Chooses a cache mode.
+    pub fn cache(self, cache: Cache) -> Self {
+        self.option("--cache", cache.as_str())
+    }
+
+    /// Puts a command before the command line, one that in the end executes it in its own process.
+    pub fn under<S: AsRef<OsStr>>(mut self, wrapper: impl IntoIterator<Item = S>) -> Self {
+        let words = wrapper.into_iter().map(|word| word.as_ref().to_owned());
+        self.wrapper = words.chain(self.wrapper).collect();
+        self
+    }
+
+    /// Sets an environment variable.
+    pub fn environment(mut self, name: &str, value: impl AsRef<OsStr>) -> Self {
+        self.environment.push((name.into(), value.as_ref().into()));
+        self
+    }
+
+    /// Gives the process this standard input.
+    pub fn stdin(mut self, stdin: impl Into<Stdio>) -> Self {
+        self.stdin = stdin.into();
+        self
+    }
+
+    /// Runs another file than the usual binary.
+    pub fn binary(mut self, binary: &Path) -> Self {
+        self.binary = binary.into();
+        self
+    }
+
+    /// Starts the server and waits until it is ready.
+    ///
+    /// # Panics
+    /// When it does not get ready.
+    #[track_caller]
+    pub fn start(self) -> Server {
+        let exports = self.exports.max(1) * self.images.len();
+        let (child, log) = self.spawn();
+        Server::ready(child, log, exports)
+    }
+
+    /// Runs the command line, which must end by itself because something is wrong with it.
+    ///
+    /// # Panics
+    /// When a server starts.
+    #[track_caller]
+    pub fn refused(self) -> Refusal {
+        let (mut child, log) = self.spawn();
+        let status = wait_for_exit(&mut child, START_LIMIT);
+        if status.is_none() {
+            let _ = child.kill();
+            let _ = child.wait();
+        }
+        let stderr = std::fs::read_to_string(log).expect("the log is there");
+        let Some(status) = status else { panic!("it started all the same; stderr: {stderr}") };
+        Refusal { code: status.code(), stderr }
+    }
+
+    #[track_caller]
+    fn spawn(self) -> (Child, PathBuf) {
+        let binary = [self.binary.into_os_string()];
+        let mut words = self.wrapper.iter().chain(&binary);
+        let mut command = Command::new(words.next().expect("there is the binary"));
+        command.args(words).arg("serve").args(&self.images).args(&self.options);
+        command.envs(self.environment).stdin(self.stdin).stdout(Stdio::piped());
+        command.stderr(File::create(&self.log).expect("the log can be written"));
+        let child = command.spawn().unwrap_or_else(|error| panic!("{command:?}: {error}"));
+        (child, self.log)
+    }
+}
+
+/// A command line that was not accepted.
+#[derive(Debug)]
+pub struct Refusal {
+    code: Option<i32>,
+    stderr: String,
+}
+
+impl Refusal {
+    /// Asserts that the operation failed (exit code 1) with one line that has all these words.
+    #[track_caller]
+    pub fn failed(&self, words: &[&str]) {
+        assert_eq!(self.code, Some(1), "exit code; stderr: {}", self.stderr);
+        assert_eq!(self.stderr.lines().count(), 1, "one line is expected: {}", self.stderr);
+        self.says(words);
+    }
+
+    /// Asserts that the command line was used wrongly (exit code 2), with all these words.
+    #[track_caller]
+    pub fn wrong_usage(&self, words: &[&str]) {
+        assert_eq!(self.code, Some(2), "exit code; stderr: {}", self.stderr);
+        self.says(words);
+    }
+
+    #[track_caller]
+    fn says(&self, words: &[&str]) {
+        for word in words {
+            assert!(self.stderr.contains(word), "{word:?} is expected: {}", self.stderr);
+        }
+    }
+}
+
+/// A running server; killed on drop.
+pub struct Server {
+    child: Child,
+    log: PathBuf,
+    uris: Vec<String>,
+    details: Vec<String>,
+    lines: Receiver<String>,
+}
+
+impl Server {
+    #[track_caller]
+    fn ready(mut child: Child, log: PathBuf, exports: usize) -> Self {
+        let lines = lines(child.stdout.take().expect("standard output is a pipe"));
+        let mut server = Self { child, log, uris: Vec::new(), details: Vec::new(), lines };
+        while server.uris.len() < exports {
+            match server.lines.recv_timeout(START_LIMIT) {
+                Ok(line) => server.take_in(&line),
+                Err(RecvTimeoutError::Timeout) => panic!("not ready after {START_LIMIT:?}"),
+                Err(RecvTimeoutError::Disconnected) => {
+                    let status = wait_for_exit(&mut server.child, START_LIMIT);
+                    panic!("the server ended before it was ready: {status:?}");
+                }
+            }
+        }
+        server
+    }
+
+    fn take_in(&mut self, line: &str) {
+        if let Some(ready) = line.strip_prefix("ready ") {
+            // With --verbose more words follow the URI.
+            let (uri, details) = ready.split_once(' ').unwrap_or((ready, ""));
+            self.uris.push(uri.into());
+            self.details.push(details.into());
+        }
+    }
+
+    /// What `--verbose` adds to the first ready line.
+    pub fn details(&self) -> &str {
+        &self.details[0]
+    }
+
+    /// The URI of the first ready line.
+    pub fn uri(&self) -> &str {
+        &self.uris[0]
+    }
+
+    /// The URIs of all ready lines.
+    pub fn uris(&self) -> &[String] {
+        &self.uris
+    }
+
+    /// Where the first export is.
+    pub fn address(&self) -> Address {
+        address(self.uri())
+    }
+
+    /// Its process.
+    pub fn pid(&self) -> Pid {
+        Pid::from_child(&self.child)
+    }
+
+    /// What it wrote to standard error so far.
+    pub fn log(&self) -> String {
+        std::fs::read_to_string(&self.log).expect("the log is there")
+    }
+
+    /// The memory that it has in use, in bytes.
+    pub fn resident_memory(&self) -> u64 {
+        let path = format!("/proc/{}/status", self.child.id());
+        let status = std::fs::read_to_string(path).expect("the server runs");
+        let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:"));
+        let kilobytes = line.and_then(|line| line.trim().strip_suffix(" kB"));
+        kilobytes.and_then(|number| number.parse::<u64>().ok()).expect("a size in kB") * 1024
+    }
+
+    /// Sends a signal.
+    pub fn signal(&self, signal: Signal) {
+        rustix::process::kill_process(self.pid(), signal).expect("the server runs");
+    }
+
+    /// Waits for its end.
+    #[track_caller]
+    pub fn wait(&mut self, limit: Duration) -> ExitStatus {
+        let status = wait_for_exit(&mut self.child, limit);
+        status.unwrap_or_else(|| panic!("the server still runs after {limit:?}"))
+    }
+
+    /// Whether it has not ended.
+    pub fn is_running(&mut self) -> bool {
+        self.child.try_wait().expect("a child can be asked").is_none()
+    }
+
+    /// Stops it by SIGTERM; it must end with exit code 0.
+    #[track_caller]
+    pub fn stop(mut self) {
+        assert!(self.is_running(), "the server ended by itself");
+        self.signal(Signal::TERM);
+        let status = self.wait(STOP_LIMIT);
+        assert_eq!((status.code(), status.signal()), (Some(0), None), "{}", self.log());
+    }
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            eprintln!("the server's standard error: {}", self.log());
+        }
+        // Both fail only when it has ended, as it should have.
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// The lines of a pipe that somebody else can wait for; it never fills up.
+fn lines(stdout: ChildStdout) -> Receiver<String> {
+    let (sender, receiver) = channel();
+    std::thread::spawn(move || {
+        for line in BufReader::new(stdout).lines().map_while(Result::ok) {
+            // Nobody may want to know any more.
+            let _ = sender.send(line);
+        }
+    });
+    receiver
+}
+
+/// The address in a URI of a ready line.
+fn address(uri: &str) -> Address {
+    if let Some((_, path)) = uri.split_once("?socket=") {
+        assert!(!path.contains('%'), "an encoded path: {path}");
+        return Address::Unix(path.into());
+    }
+    let host = uri.strip_prefix("nbd://").expect("an NBD URI");
+    let host = host.split('/').next().expect("there is always a first part");
+    Address::Tcp(host.parse::<SocketAddr>().expect("an address and a port"))
+}

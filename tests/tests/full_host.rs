@@ -1,0 +1,80 @@
+//! A host without room: the client learns it by its errno, loses nothing else, and goes on when
+//! there is room again.
+#![forbid(unsafe_code)]
+
+use std::path::PathBuf;
+
+use blockhouse_tests::nbd::{Client, command, errno, flag};
+use blockhouse_tests::{Cache, Engine, Scratch, Serve, need, on_every_engine, require};
+
+const MIB: u64 = 1 << 20;
+/// What the file system has, and what the image claims.
+const ROOM: u64 = 8 * MIB;
+const SIZE: u64 = 64 * MIB;
+
+fn without_room_writes_fail_with_enospc_and_reads_go_on(engine: Engine) {
+    let scratch = Scratch::in_memory();
+    let folder = scratch.path("small");
+    std::fs::create_dir(&folder).expect("a folder");
+    let wrapper = require!(need::private_tmpfs(&folder, ROOM));
+    let serve = Serve::new(&scratch, &folder.join("disk.img")).engine(engine);
+    let serve = serve.cache(Cache::Writeback).option("--create", SIZE.to_string());
+    let server = serve.under(&wrapper).start();
+    let mut client = Client::open(&server.address());
+    let piece = |number: u64| vec![number as u8 + 1; 1 << 20];
+    let mut written = 0;
+    let error = loop {
+        match client.write(written * MIB, &piece(written), 0) {
+            0 => written += 1,
+            error => break error,
+        }
+        assert!(written * MIB <= ROOM, "more was taken than there is room for");
+    };
+    assert_eq!(error, errno::ENOSPC);
+    assert!(written >= 6, "only {written} MiB of {ROOM} were taken");
+    for flags in [0, flag::FUA] {
+        assert_eq!(client.write(40 * MIB, &piece(0), flags), errno::ENOSPC, "flags {flags}");
+    }
+    let zeroes = client.simple(command::WRITE_ZEROES, 50 * MIB, 10 * MIB, flag::NO_HOLE);
+    assert!([0, errno::ENOSPC].contains(&zeroes), "{zeroes}");
+    for number in 0..written {
+        assert_eq!(client.read(number * MIB, MIB), Ok(piece(number)), "MiB {number}");
+    }
+    // Overwriting needs no room.
+    assert_eq!(client.write(0, &piece(99), 0), 0);
+    assert_eq!(client.flush(), 0);
+    // Room is made by a discard.
+    assert_eq!(client.simple(command::TRIM, 0, 4 * MIB, 0), 0);
+    for number in 30..33 {
+        assert_eq!(client.write(number * MIB, &piece(number), flag::FUA), 0, "MiB {number}");
+        assert_eq!(client.read(number * MIB, MIB), Ok(piece(number)), "MiB {number}");
+    }
+    assert_eq!(client.read(4 * MIB, MIB), Ok(piece(4)), "what was there is there");
+    client.disconnect();
+    // Seen from inside of the server's own mounts.
+    let seen = PathBuf::from(format!("/proc/{}/root", server.pid().as_raw_nonzero()));
+    let seen = seen.join(folder.strip_prefix("/").expect("an absolute path")).join("disk.img");
+    assert_eq!(std::fs::metadata(seen).expect("the image").len(), SIZE);
+    server.stop();
+}
+
+on_every_engine! {
+    without_room_writes_fail_with_enospc_and_reads_go_on
+}
+
+#[test]
+fn a_file_that_may_not_grow_further_is_full() {
+    let scratch = Scratch::new();
+    let image = scratch.image("disk.img", 4 * MIB);
+    require!(need::tools(&["prlimit"]));
+    // Writes beyond a limit of the process (EFBIG) are a lack of room, too.
+    let serve = Serve::new(&scratch, image.path()).engine(Engine::Threads);
+    let server = serve.under(["prlimit", "--fsize=1048576", "--"]).start();
+    let mut client = Client::open(&server.address());
+    assert_eq!(client.write(0, &[1; 4096], 0), 0);
+    let error = client.write(2 * MIB, &[1; 4096], 0);
+    assert!([errno::ENOSPC, errno::EIO].contains(&error), "{error}");
+    assert_eq!(client.read(0, 4096), Ok(vec![1; 4096]), "the server lives");
+    client.disconnect();
+    server.stop();
+}

@@ -1,0 +1,140 @@
+//! `create`, `info` and `resize`: the commands beside the server.
+#![forbid(unsafe_code)]
+
+use std::os::unix::fs::MetadataExt;
+use std::path::Path;
+use std::process::Command;
+
+use blockhouse_tests::{LoopDevice, Outcome, Scratch, blockhouse, need, require, run, tool};
+use serde_json::Value;
+
+fn command(words: &[&str]) -> Outcome {
+    run(Command::new(blockhouse()).args(words))
+}
+
+fn str(path: &Path) -> &str {
+    path.to_str().expect("a plain name")
+}
+
+/// Failed with one line that has all these words.
+#[track_caller]
+fn assert_failed(outcome: &Outcome, words: &[&str]) {
+    let said = outcome.describe("one line is expected");
+    assert_eq!(outcome.status.code(), Some(1), "{said}");
+    assert_eq!(outcome.stderr.lines().count(), 1, "{said}");
+    for word in words {
+        assert!(outcome.stderr.contains(word), "{word:?}: {said}");
+    }
+}
+
+#[test]
+fn a_new_image_has_its_size_and_takes_no_room() {
+    let scratch = Scratch::new();
+    for (size, bytes) in [("512", 512), ("64K", 65536), ("20G", 20 << 30), ("1T", 1 << 40)] {
+        let image = scratch.path(size);
+        command(&["create", str(&image), size]).success();
+        let metadata = image.metadata().expect("it is there");
+        assert_eq!(metadata.len(), bytes);
+        assert!(metadata.blocks() <= 8, "{} blocks", metadata.blocks());
+    }
+}
+
+#[test]
+fn an_existing_file_is_left_alone() {
+    let scratch = Scratch::new();
+    let image = scratch.image_of("disk.img", &[1; 512]);
+    let before = image.state();
+    for size in ["512", "1M"] {
+        let outcome = command(&["create", image.str(), size]);
+        assert_failed(&outcome, &["disk.img", "exists", "another name"]);
+        assert_eq!(image.state(), before);
+    }
+}
+
+#[test]
+fn sizes_that_cannot_be_are_refused() {
+    let scratch = Scratch::new();
+    let image = scratch.path("disk.img");
+    assert_failed(&command(&["create", str(&image), "1000"]), &["disk.img", "512"]);
+    for size in ["1.5G", "9E", "64k b", "", "x"] {
+        let outcome = command(&["create", str(&image), size]);
+        assert_eq!(outcome.status.code(), Some(2), "{}", outcome.describe(size));
+    }
+    assert!(!image.exists());
+}
+
+#[test]
+fn formats_that_are_not_there_are_refused() {
+    let scratch = Scratch::new();
+    let image = scratch.path("disk.vmdk");
+    let outcome = command(&["create", "--format", "vmdk", str(&image), "1M"]);
+    assert_eq!(outcome.status.code(), Some(2), "{}", outcome.describe("vmdk"));
+    assert!(!image.exists());
+}
+
+#[test]
+fn a_raw_image_in_spite_of_its_name() {
+    let scratch = Scratch::new();
+    let image = scratch.path("disk.qcow2");
+    command(&["create", "--format", "raw", str(&image), "1M"]).success();
+    command(&["info", "--format", "raw", str(&image)]).success();
+    assert_failed(&command(&["info", str(&image)]), &["disk.qcow2", "qcow2", "--format raw"]);
+}
+
+#[test]
+fn info_has_the_keys_and_values_of_qemu_img() {
+    require!(need::tools(&["qemu-img"]));
+    let scratch = Scratch::new();
+    let image = scratch.image_of("disk.img", &vec![1; 1 << 20]);
+    let info = |outcome: Outcome| -> Value {
+        serde_json::from_str(&outcome.success().stdout).expect("JSON")
+    };
+    let ours = info(command(&["info", "--json", image.str()]));
+    let theirs = ["info", "-f", "raw", "--output=json", image.str()];
+    let theirs = info(run(tool("qemu-img").args(theirs)));
+    for key in ["filename", "format", "virtual-size", "actual-size", "dirty-flag"] {
+        assert!(!theirs[key].is_null(), "qemu-img has no {key}");
+        assert_eq!(ours[key], theirs[key], "{key}");
+    }
+    assert_eq!(ours["blockhouse"]["fua"], "native");
+    let text = command(&["info", image.str()]).success().stdout;
+    assert!(text.contains("virtual size: 1 MiB (1048576 bytes)"), "{text}");
+}
+
+#[test]
+fn info_of_nothing_is_an_error() {
+    let scratch = Scratch::new();
+    let missing = scratch.path("missing.img");
+    assert_failed(&command(&["info", str(&missing)]), &["missing.img", "No such file"]);
+}
+
+#[test]
+fn a_longer_image_keeps_its_content_and_ends_with_zeros() {
+    let scratch = Scratch::new();
+    let image = scratch.image_of("disk.img", &[3; 1024]);
+    command(&["resize", image.str(), "8K"]).success();
+    let content = image.content();
+    assert_eq!(content.len(), 8192);
+    assert_eq!(content[..1024], [3; 1024]);
+    assert!(content[1024..].iter().all(|byte| *byte == 0));
+}
+
+#[test]
+fn an_image_is_not_made_shorter() {
+    let scratch = Scratch::new();
+    let image = scratch.image_of("disk.img", &[3; 8192]);
+    let before = image.state();
+    let outcome = command(&["resize", image.str(), "4K"]);
+    assert_failed(&outcome, &["disk.img", "8192", "shorter"]);
+    assert_failed(&command(&["resize", image.str(), "9000"]), &["disk.img", "512"]);
+    assert_eq!(image.state(), before);
+}
+
+#[test]
+fn a_device_cannot_be_resized() {
+    let scratch = Scratch::new();
+    let image = scratch.image("backing", 1 << 20);
+    let device = require!(LoopDevice::over(&image, &[]));
+    let outcome = command(&["resize", str(device.path()), "2M"]);
+    assert_failed(&outcome, &[str(device.path())]);
+}
