@@ -1,5 +1,6 @@
 //! Crashes after every storage operation of random workloads on images: what is left behind has no
 //! corruption, every sector shows only what was written to it, and nothing that was flushed is lost.
+#![forbid(unsafe_code)]
 
 mod common;
 
@@ -190,8 +191,11 @@ impl World {
         // A durable write that fails is a failed flush for all that lies around it; remembering that
         // is for the storage below, which is none here.
         let may_be_durable = storage.capabilities().fua == Fua::Native && !self.may_fail;
-        let durability =
-            if may_be_durable && number.is_multiple_of(3) { Durability::Data } else { Durability::None };
+        let durability = if may_be_durable && number.is_multiple_of(3) {
+            Durability::Data
+        } else {
+            Durability::None
+        };
         prepared.moving.set(true);
         let outcome = storage.write(host - head.length(), buffer.lend(), durability).await;
         prepared.moving.set(false);

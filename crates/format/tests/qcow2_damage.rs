@@ -1,4 +1,5 @@
 //! Images with flipped bytes: every operation ends, with an error that names a place or without one.
+#![forbid(unsafe_code)]
 
 mod common;
 

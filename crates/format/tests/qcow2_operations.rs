@@ -1,4 +1,5 @@
 //! What reaches the storage, counted; and what a storage without room does to an image.
+#![forbid(unsafe_code)]
 
 mod common;
 

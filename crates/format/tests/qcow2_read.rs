@@ -1,4 +1,5 @@
 //! Images that QEMU wrote are read right, and images made here are what QEMU takes them for.
+#![forbid(unsafe_code)]
 
 mod common;
 

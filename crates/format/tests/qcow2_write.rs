@@ -1,4 +1,5 @@
 //! Random changes of images of every kind, against a flat model, our own check and QEMU's.
+#![forbid(unsafe_code)]
 
 mod common;
 
