@@ -41,16 +41,6 @@ pub fn tools(programs: &[&str]) -> Result<(), String> {
     if missing.is_empty() { Ok(()) } else { Err(format!("not installed: {}", missing.join(", "))) }
 }
 
-/// The system's Python with the bindings of libnbd.
-pub fn libnbd_for_python() -> Result<(), String> {
-    let mut python = Command::new("/usr/bin/python3");
-    python.args(["-c", "import nbd"]);
-    if !Path::new("/usr/bin/python3").exists() || !run(&mut python).status.success() {
-        return Err("not installed: python3-libnbd".into());
-    }
-    Ok(())
-}
-
 /// The rights of root.
 pub fn root() -> Result<(), String> {
     if rustix::process::geteuid().is_root() { Ok(()) } else { Err("needs root".into()) }

@@ -2,7 +2,7 @@
 
 use std::io::Write;
 use std::os::unix::fs::MetadataExt;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result};
 use blockhouse_core::{Capabilities, Offload, WriteCache};
@@ -12,6 +12,7 @@ use blockhouse_disk::{
 use blockhouse_engine::{EngineChoice, EngineReport, EventLoop};
 use serde_json::json;
 
+use crate::qcow2_facts::Qcow2Facts;
 use crate::size;
 
 /// Arguments of `info`.
@@ -32,6 +33,7 @@ struct Facts {
     image: PathBuf,
     format: &'static str,
     cluster_size: Option<u64>,
+    qcow2: Option<Qcow2Facts>,
     backing: Option<Backing>,
     virtual_size: u64,
     actual_size: u64,
@@ -53,7 +55,12 @@ pub fn run(arguments: Arguments) -> Result<()> {
     let disk = event_loop.block_on(open_alone(&image, options))?;
     let metadata = std::fs::metadata(&image)
         .with_context(|| format!("{}: cannot examine", image.display()))?;
+    let qcow2 = match disk.format_name() {
+        "qcow2" => Some(Qcow2Facts::read(&image)?),
+        _ => None,
+    };
     let facts = Facts {
+        qcow2,
         format: disk.format_name(),
         cluster_size: disk.cluster_size(),
         backing: disk.backing_file().cloned(),
@@ -85,6 +92,13 @@ fn as_text(facts: &Facts) -> String {
         let name = String::from_utf8_lossy(name);
         lines.push(format!("backing file: {name} (format: {format})"));
     }
+    if let Some(qcow2) = &facts.qcow2 {
+        lines.push(format!("not closed (dirty): {}", qcow2.is_dirty()));
+        for (key, value) in qcow2.data() {
+            let value = value.as_str().map_or_else(|| value.to_string(), str::to_owned);
+            lines.push(format!("{}: {value}", key.replace('-', " ")));
+        }
+    }
     lines.extend([
         format!("engine: {engine}"),
         format!("durable writes: {}", capabilities.fua.as_str()),
@@ -103,7 +117,7 @@ fn as_json(facts: &Facts) -> String {
         "format": format,
         "virtual-size": virtual_size,
         "actual-size": actual_size,
-        "dirty-flag": false,
+        "dirty-flag": facts.qcow2.as_ref().is_some_and(Qcow2Facts::is_dirty),
         "blockhouse": {
             "engine": engine.engine.as_str(),
             "engines-refused": engine.refused.iter()
@@ -123,10 +137,16 @@ fn as_json(facts: &Facts) -> String {
         value["cluster-size"] = size.into();
     }
     if let Some(Backing { name, format }) = &facts.backing {
-        value["backing-filename"] = String::from_utf8_lossy(name).into();
+        let name = String::from_utf8_lossy(name);
+        let full = image.parent().unwrap_or(Path::new("")).join(&*name);
+        value["full-backing-filename"] = full.display().to_string().into();
+        value["backing-filename"] = name.into();
         if let Some(format) = format {
             value["backing-filename-format"] = format.as_str().into();
         }
+    }
+    if let Some(qcow2) = &facts.qcow2 {
+        value["format-specific"] = json!({ "type": format, "data": qcow2.data() });
     }
     format!("{value:#}")
 }

@@ -106,9 +106,22 @@ impl IoVector {
     ///
     /// # Panics
     /// When there are fewer.
-    pub fn advance(&mut self, count: usize) {
-        let rest = self.split_off(count);
-        *self = rest;
+    pub fn advance(&mut self, mut count: usize) {
+        assert!(count <= self.length, "cannot advance {count} of {} bytes", self.length);
+        self.length -= count;
+        let mut whole = 0;
+        while count > 0 {
+            let segment = &mut self.segments[whole];
+            if count < segment.length {
+                // SAFETY: `count` is less than the length, so the address stays inside the segment.
+                segment.address = unsafe { segment.address.add(count) };
+                segment.length -= count;
+                break;
+            }
+            count -= segment.length;
+            whole += 1;
+        }
+        self.segments.drain(..whole);
     }
 
     /// Divides the vector: `self` keeps the first `at` bytes, the answer has the others.
@@ -301,9 +314,13 @@ mod tests {
 
     #[test]
     fn advancing_drops_the_first_bytes() {
-        let mut vector = sample();
-        vector.advance(4);
-        assert_eq!(bytes(&vector), (4..16).collect::<Vec<u8>>());
+        for count in 0..=16u8 {
+            let mut vector = sample();
+            vector.advance(count.into());
+            assert_eq!(vector.len(), 16 - usize::from(count));
+            assert_eq!(bytes(&vector), (count..16).collect::<Vec<u8>>());
+            assert!(vector.segments().iter().all(|segment| segment.length > 0));
+        }
     }
 
     #[test]

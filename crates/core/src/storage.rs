@@ -11,10 +11,12 @@ use crate::{ByteRange, Durability, Fua, IoVector, Result, Sync, Unmap};
 /// A flat range of bytes that can be read, written and made durable.
 ///
 /// A future that is dropped before it is ready leaves its operation to complete by itself: the
-/// operation owns its [`IoVector`] until then, and whether a dropped write happened is unknown.
-/// Only the outcome of a dropped flush or durable write is not lost, because the host reports each
-/// failure once: a flush first waits until such operations have ended, and if one of them failed it
-/// fails with that error, whatever becomes of itself.
+/// operation owns its [`IoVector`] until then, and whether a dropped write happened is unknown. When
+/// a future is ready, the vector has been dropped: the lender can use its buffer again.
+///
+/// The outcome of a dropped flush or durable write is not lost, because the host reports each
+/// failure once: the next flush first waits until such operations have ended, and if one of them
+/// failed it fails with that error.
 ///
 /// Nothing is promised about the order of operations in flight at the same time; whoever needs an
 /// order waits for the first before starting the second.

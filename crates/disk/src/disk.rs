@@ -255,6 +255,7 @@ impl<S: Storage> Disk<S> {
         if self.alignment.admits(offset, &into) {
             self.read(range, into).await?;
         } else {
+            let _claim = self.hold_end(range).await;
             Box::pin(self.read_bounced(range, into)).await?;
         }
         Ok(Debt::NOTHING)
@@ -378,12 +379,26 @@ impl<S: Storage> Disk<S> {
         if self.alignment.offset == 1 {
             return Claim::Untracked;
         }
-        let blocks = self.blocks_of(range);
-        if blocks == range {
-            self.tracker.share(range).await
-        } else {
-            self.tracker.exclude(blocks).await
+        loop {
+            let blocks = self.blocks_of(range);
+            let claim = if blocks == range {
+                self.tracker.share(range).await
+            } else {
+                self.tracker.exclude(blocks).await
+            };
+            // The disk may have grown meanwhile, and with it its last block.
+            if self.blocks_of(range) == blocks {
+                return claim;
+            }
         }
+    }
+
+    /// Keeps a disk that ends inside a block from growing while `range` is read.
+    async fn hold_end(&self, range: ByteRange) -> Option<Claim<'_>> {
+        if self.format.end().is_multiple_of(u64::from(self.alignment.offset)) {
+            return None;
+        }
+        Some(self.tracker.share(range).await)
     }
 
     fn check_inside(&self, range: ByteRange) -> Result<()> {

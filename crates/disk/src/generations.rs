@@ -15,7 +15,9 @@
 //!   believes its success only when the durable writes that ran beside it have been heard;
 //! - where a shared flush is cheaper than FUA on each of several writes in flight, the later ones go
 //!   down plainly and share one (group commit);
-//! - an operation whose future is dropped may end at any time, so afterwards every flush is issued.
+//! - an operation whose future is dropped may end at any time, so afterwards every flush is issued;
+//!   the storage tells the outcome of a dropped flush or durable write to the next flush, as its
+//!   contract says.
 //!
 //! Generations are counted with atomic operations, so that a plain write pays for one addition. A
 //! lock is taken by flushes only, and never held while one waits.

@@ -50,6 +50,14 @@ fn crash_at_every_point() {
     });
 }
 
+#[test]
+fn a_seed_says_the_same_twice() {
+    let run = |seed| explore(seed, &Workload::default(), Served::<SimDisk>::new);
+    for seed in 0..300 {
+        assert_eq!(run(seed), run(seed), "seed {seed}");
+    }
+}
+
 /// A storage that breaks its promises in one way.
 struct Lying {
     disk: SimDisk,

@@ -7,7 +7,7 @@ mod common;
 use blockhouse_core::{Alignment, Buffer, Durability, Fua, Request, Unmap};
 use blockhouse_disk::Options;
 use blockhouse_sim::{Config, Support};
-use common::{Rig, span};
+use common::{Rig, assert_same, span};
 use proptest::collection::vec;
 use proptest::prelude::*;
 
@@ -107,7 +107,7 @@ fn run_batch(rig: &Rig, steps: &[Step], flat: &mut [u8]) {
     for (task, step, range, buffer) in running {
         let outcome = task.output().expect("nobody waits for ever");
         match step.verb {
-            Verb::Read => assert_eq!(&buffer.bytes()[step.misplaced..], &flat[range]),
+            Verb::Read => assert_same(&buffer.bytes()[step.misplaced..], &flat[range]),
             Verb::Write(byte, _) => flat[range].fill(byte),
             Verb::Zero(_) if outcome.is_ok() => flat[range].fill(0),
             Verb::Zero(effort) => {
@@ -132,7 +132,7 @@ proptest! {
         let mut flat = vec![0xee; SIZE];
         for batch in &batches {
             run_batch(&rig, batch, &mut flat);
-            prop_assert_eq!(&rig.storage.content(), &flat);
+            assert_same(&rig.storage.content(), &flat);
         }
     }
 }

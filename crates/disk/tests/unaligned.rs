@@ -7,7 +7,7 @@ use blockhouse_core::{Buffer, Durability, Effort, ErrorKind, Request, Unmap};
 use blockhouse_disk::Options;
 use blockhouse_sim::Operation::{Read, Write, WriteZeroes};
 use blockhouse_sim::{Config, Support};
-use common::{DATA, Rig, blocks_of, span, steady, write, zeroes};
+use common::{DATA, FLUSH, Rig, assert_same, blocks_of, span, steady, write, zeroes};
 
 const SIZE: usize = 1 << 20;
 
@@ -26,7 +26,7 @@ fn a_write_inside_a_block_reads_it_and_writes_it_back() {
     assert_eq!(rig.log(), [Read(span(4096, 4096)), plain(4096, 4096)]);
     let mut expected = vec![0xee; 4096];
     expected[904..914].fill(1);
-    assert_eq!(rig.read(4096, 4096), expected);
+    assert_same(&rig.read(4096, 4096), &expected);
 }
 
 #[test]
@@ -48,7 +48,7 @@ fn writes_to_one_block_follow_each_other() {
     assert!(writes.iter().all(|write| write.output().unwrap().is_ok()));
     assert_eq!(rig.now() - begun, 8 * 2 * DATA);
     let expected: Vec<u8> = (0..8).flat_map(|i| [i; 512]).collect();
-    assert_eq!(rig.read(0, 4096), expected);
+    assert_same(&rig.read(0, 4096), &expected);
 }
 
 #[test]
@@ -101,7 +101,7 @@ fn a_dropped_write_keeps_its_blocks_until_the_storage_is_through() {
     given_up.cancel();
     rig.submit(write(512, 512, 2, Durability::None)).unwrap();
     rig.sim.run();
-    assert_eq!(rig.read(0, 1024), [[1; 512], [2; 512]].concat());
+    assert_same(&rig.read(0, 1024), &[[1; 512], [2; 512]].concat());
 }
 
 #[test]
@@ -149,9 +149,10 @@ fn a_last_partial_block_is_read_and_written_as_it_is() {
     rig.submit(write(4096, 4096 + 1536, 2, Durability::Data)).unwrap();
     let durable = |offset, length| Write(span(offset, length), Durability::Data);
     assert_eq!(rig.log(), [durable(4096, 4096), durable(8192, 1536)]);
-    assert_eq!(rig.read(0, size), [vec![0xee; 4096], vec![2; 4096 + 1536]].concat());
+    assert_same(&rig.read(0, size), &[vec![0xee; 4096], vec![2; 4096 + 1536]].concat());
     rig.submit(zeroes(0, size as u64, Durability::None)).unwrap();
-    assert_eq!(rig.storage.content(), vec![0; size], "and no longer than before");
+    // And no longer than before.
+    assert_same(&rig.storage.content(), &vec![0; size]);
 }
 
 #[test]
@@ -179,6 +180,26 @@ fn growing_turns_the_last_partial_block_into_an_ordinary_one() {
 }
 
 #[test]
+fn requests_that_meet_a_growing_disk_see_its_new_last_block() {
+    let rig = Rig::new(blocks_of(4096), 4096 + 512, Options::default());
+    let disk = rig.disk.clone();
+    let resize = rig.sim.spawn(async move { disk.resize(8192).await });
+    rig.wait(1);
+    // All of the last partial block when they begin, but only a part of the one it becomes.
+    let in_part = rig.start(write(4096, 512, 1, Durability::None));
+    let mut buffer = Buffer::new(512);
+    let read = rig.start(Request::Read { offset: 4096, into: buffer.lend() });
+    rig.wait(DATA + FLUSH + DATA / 2);
+    assert!(resize.output().is_some_and(|outcome| outcome.is_ok()));
+    let whole = rig.start(write(4096, 4096, 2, Durability::None));
+    rig.sim.run();
+    for task in [in_part, read, whole] {
+        task.output().unwrap().unwrap();
+    }
+    assert_same(&rig.read(4096, 4096)[512..], &[2; 4096 - 512]);
+}
+
+#[test]
 fn the_whole_blocks_of_a_zero_write_are_offloaded_and_its_edges_written() {
     let rig = rig();
     rig.submit(zeroes(4000, 8192, Durability::None)).unwrap();
@@ -192,7 +213,7 @@ fn the_whole_blocks_of_a_zero_write_are_offloaded_and_its_edges_written() {
             plain(8192, 4096),
         ]
     );
-    assert_eq!(rig.read(4000, 8192), vec![0; 8192]);
+    assert_same(&rig.read(4000, 8192), &[0; 8192]);
     assert_eq!((rig.read(3999, 1), rig.read(12192, 1)), (vec![0xee], vec![0xee]));
 }
 
@@ -210,7 +231,7 @@ fn a_quick_zero_write_that_is_refused_changes_nothing() {
         for request in [quick(100, 4096), quick(0, 4096), quick(10, 20)] {
             assert_eq!(rig.submit(request).unwrap_err().kind(), ErrorKind::Unsupported);
         }
-        assert_eq!(rig.storage.content(), vec![0xee; SIZE]);
+        assert_same(&rig.storage.content(), &vec![0xee; SIZE]);
     }
 }
 

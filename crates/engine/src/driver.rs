@@ -22,7 +22,7 @@ pub(crate) trait Driver {
     /// Submits what waits for submission, then sleeps as `rest` says until something happens (a
     /// completion, the bell, the deadline), then appends all results to `done`. `operations` holds
     /// everything that was started.
-    fn turn(&mut self, rest: Rest, operations: &mut OperationTable, done: &mut Vec<Completion>);
+    fn turn(&mut self, rest: Rest, operations: &OperationTable, done: &mut Vec<Completion>);
 }
 
 /// An operation's end: the kernel's answer, a count of bytes or a negative errno.

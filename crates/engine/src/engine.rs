@@ -7,9 +7,8 @@ use std::sync::Arc;
 
 use crate::driver::Driver;
 use crate::epoll::Epoll;
-use crate::event_loop::Remote;
 use crate::linux_aio::LinuxAio;
-use crate::thread_pool::ThreadPool;
+use crate::remote::Remote;
 use crate::uring::Uring;
 
 /// A way to get file operations done without waiting for each.
@@ -91,15 +90,14 @@ impl fmt::Display for EngineReport {
 pub(crate) fn open(
     choice: EngineChoice,
     remote: &Arc<Remote>,
-    pool: &Arc<ThreadPool>,
 ) -> io::Result<(Box<dyn Driver>, EngineReport)> {
     if let EngineChoice::Only(engine) = choice {
-        let driver = open_one(engine, remote, pool)?;
+        let driver = open_one(engine, remote)?;
         return Ok((driver, EngineReport { engine, refused: Vec::new() }));
     }
     let mut refused = Vec::new();
     for engine in Engine::ALL {
-        match open_one(engine, remote, pool) {
+        match open_one(engine, remote) {
             Ok(driver) => return Ok((driver, EngineReport { engine, refused })),
             Err(error) if engine == Engine::Threads => return Err(error),
             Err(error) => refused.push((engine, error.to_string())),
@@ -108,14 +106,10 @@ pub(crate) fn open(
     unreachable!("the last engine is returned or its error is")
 }
 
-fn open_one(
-    engine: Engine,
-    remote: &Arc<Remote>,
-    pool: &Arc<ThreadPool>,
-) -> io::Result<Box<dyn Driver>> {
+fn open_one(engine: Engine, remote: &Arc<Remote>) -> io::Result<Box<dyn Driver>> {
     Ok(match engine {
         Engine::IoUring => Box::new(Uring::open(remote)?),
-        Engine::LinuxAio => Box::new(Epoll::open(remote, pool, Some(LinuxAio::open()?))?),
-        Engine::Threads => Box::new(Epoll::open(remote, pool, None)?),
+        Engine::LinuxAio => Box::new(Epoll::open(remote, Some(LinuxAio::open()?))?),
+        Engine::Threads => Box::new(Epoll::open(remote, None)?),
     })
 }

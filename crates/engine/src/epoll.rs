@@ -11,9 +11,9 @@ use rustix::event::Timespec;
 use rustix::event::epoll::{self, CreateFlags, EventData, EventFlags};
 
 use crate::driver::{Completion, Driver, Rest};
-use crate::event_loop::Remote;
 use crate::linux_aio::LinuxAio;
 use crate::operation::{Operation, OperationTable, Token};
+use crate::remote::Remote;
 use crate::system_call::{FileCall, run_inline, try_socket};
 use crate::thread_pool::ThreadPool;
 
@@ -33,6 +33,8 @@ pub(crate) struct Epoll {
     remote: Arc<Remote>,
     pool: Arc<ThreadPool>,
     aio: Option<LinuxAio>,
+    /// By descriptor. An entry stays when nobody waits: the next one who does needs it again, and
+    /// there are no more of them than descriptors.
     sockets: HashMap<RawFd, Waiting>,
     /// Results that are known before the next turn.
     early: Vec<Completion>,
@@ -48,11 +50,7 @@ struct Waiting {
 
 impl Epoll {
     /// With `aio` for the files that it can serve.
-    pub(crate) fn open(
-        remote: &Arc<Remote>,
-        pool: &Arc<ThreadPool>,
-        aio: Option<LinuxAio>,
-    ) -> io::Result<Self> {
+    pub(crate) fn open(remote: &Arc<Remote>, aio: Option<LinuxAio>) -> io::Result<Self> {
         let epoll = epoll::create(CreateFlags::CLOEXEC)?;
         // Edge-triggered: each ring is an event of its own, and the counters need no reading.
         let flags = EventFlags::IN | EventFlags::ET;
@@ -63,7 +61,7 @@ impl Epoll {
         Ok(Self {
             epoll,
             remote: Arc::clone(remote),
-            pool: Arc::clone(pool),
+            pool: ThreadPool::shared(),
             aio,
             sockets: HashMap::new(),
             early: Vec::new(),
@@ -104,11 +102,7 @@ impl Epoll {
         let before = waiting.input.len() + waiting.output.len();
         waiting.input.retain(|&other| other != token);
         waiting.output.retain(|&other| other != token);
-        let found = waiting.input.len() + waiting.output.len() < before;
-        if waiting.is_empty() {
-            self.sockets.remove(&socket);
-        }
-        found
+        waiting.input.len() + waiting.output.len() < before
     }
 
     fn wait(&mut self, rest: Rest) {
@@ -135,7 +129,7 @@ impl Epoll {
         &mut self,
         socket: RawFd,
         flags: EventFlags,
-        operations: &mut OperationTable,
+        operations: &OperationTable,
         done: &mut Vec<Completion>,
     ) {
         let Some(waiting) = self.sockets.get_mut(&socket) else { return };
@@ -155,9 +149,6 @@ impl Epoll {
                 done.extend(all.map(|token| Completion { token, result }));
             }
         }
-        if waiting.is_empty() {
-            self.sockets.remove(&socket);
-        }
     }
 }
 
@@ -167,10 +158,6 @@ impl Waiting {
             Operation::Send(_) => &mut self.output,
             _ => &mut self.input,
         }
-    }
-
-    fn is_empty(&self) -> bool {
-        self.input.is_empty() && self.output.is_empty()
     }
 }
 
@@ -200,12 +187,7 @@ impl Driver for Epoll {
         }
     }
 
-    fn turn(
-        &mut self,
-        mut rest: Rest,
-        operations: &mut OperationTable,
-        done: &mut Vec<Completion>,
-    ) {
+    fn turn(&mut self, mut rest: Rest, operations: &OperationTable, done: &mut Vec<Completion>) {
         if let Some(aio) = &mut self.aio {
             aio.submit(&mut self.early);
             aio.reap(&mut self.early);
@@ -242,11 +224,7 @@ fn watch(epoll: &OwnedFd, socket: BorrowedFd<'_>, waiting: &Waiting) -> rustix::
 }
 
 /// Tries the waiters of one direction until one would have to wait.
-fn try_all(
-    queue: &mut VecDeque<Token>,
-    operations: &mut OperationTable,
-    done: &mut Vec<Completion>,
-) {
+fn try_all(queue: &mut VecDeque<Token>, operations: &OperationTable, done: &mut Vec<Completion>) {
     while let Some(&token) = queue.front() {
         let result = try_socket(operations.operation(token));
         if result == -libc::EAGAIN {

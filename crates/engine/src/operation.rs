@@ -1,8 +1,9 @@
 //! What a loop asks of the kernel, and the table of what is in flight.
 //!
 //! Invariant 3 of the house is upheld here: from the moment an [`Operation`] is handed to an engine
-//! until its completion it stays in the table, with everything the kernel touches (memory, the
-//! message header, the file descriptor), also when the future that waited for it is gone.
+//! until its completion it stays in the table, unmoved, with everything the kernel touches (the
+//! memory, the list of its segments, the file descriptor), also when the future that waited for it
+//! is gone, and also when the loop is.
 
 use std::os::fd::{FromRawFd, OwnedFd};
 use std::sync::Arc;

@@ -10,7 +10,8 @@ use crate::operation::{Message, Operation};
 use crate::submit::submit;
 
 /// A connected socket. Clones are the same connection. It may move to another loop as long as no
-/// operation is under way.
+/// operation is under way. A receive and a send may be under way at the same time, but not two of a
+/// kind: which of them gets which bytes is open.
 #[derive(Clone, Debug)]
 pub struct Stream(Arc<OwnedFd>);
 
@@ -60,7 +61,8 @@ impl AsFd for Stream {
     }
 }
 
-/// A listening socket.
+/// A listening socket. Several loops may accept from clones of it, if all have the same engine: some
+/// engines need it to be blocking, others not to be.
 #[derive(Clone, Debug)]
 pub struct Listener(Arc<OwnedFd>);
 

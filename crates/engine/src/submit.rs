@@ -7,8 +7,8 @@ use std::task::{Context, Poll, Waker};
 
 use rustix::io::Errno;
 
-use crate::event_loop::{self, Local};
 use crate::line::Ticket;
+use crate::local::{self, Local};
 use crate::operation::{Operation, Token};
 
 /// Starts `operation` on the current loop when first polled. Gives the kernel's answer and the
@@ -41,7 +41,7 @@ impl Future for Submit {
     fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
         let this = self.get_mut();
         match std::mem::replace(&mut this.stage, Stage::Over) {
-            Stage::New => event_loop::current(|local| this.begin(local, cx.waker())),
+            Stage::New => local::current(|local| this.begin(local, cx.waker())),
             Stage::Waiting(local, ticket) => this.start(&local, Some(ticket), cx.waker()),
             Stage::Running(local, token) => match local.poll_result(token, cx.waker()) {
                 Poll::Ready((result, operation)) => Poll::Ready((outcome(result), operation)),

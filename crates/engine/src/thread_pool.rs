@@ -10,8 +10,8 @@ use std::sync::{Arc, OnceLock};
 use futures_channel::oneshot;
 use parking_lot::{Condvar, Mutex};
 
-use crate::event_loop::{self, Note, Remote};
 use crate::operation::Token;
+use crate::remote::{Note, Remote};
 use crate::system_call::FileCall;
 
 /// More than this many blocking calls at once gain nothing on the disks that we have seen.
@@ -111,8 +111,7 @@ impl ThreadPool {
 /// is dropped the call runs to its end all the same.
 pub(crate) async fn blocking<R: Send + 'static>(call: impl FnOnce() -> R + Send + 'static) -> R {
     let (sender, receiver) = oneshot::channel();
-    let pool = event_loop::current(|local| Arc::clone(&local.pool));
-    pool.queue(Job::Call(Box::new(move || {
+    ThreadPool::shared().queue(Job::Call(Box::new(move || {
         // Nobody may be waiting any more.
         let _ = sender.send(call());
     })));

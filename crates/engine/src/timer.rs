@@ -2,12 +2,8 @@
 
 use std::cell::{Cell, RefCell};
 use std::collections::BTreeMap;
-use std::future::Future;
-use std::pin::Pin;
-use std::task::{Context, Poll, Waker};
-use std::time::{Duration, Instant};
-
-use crate::event_loop;
+use std::task::Waker;
+use std::time::Instant;
 
 /// Who is to be woken when. The second part of the key keeps equal times apart.
 #[derive(Default)]
@@ -16,7 +12,8 @@ pub(crate) struct Timers {
     numbers: Cell<u64>,
 }
 
-type Key = (Instant, u64);
+/// A timer that was set.
+pub(crate) type Key = (Instant, u64);
 
 impl Timers {
     /// When the next one is due.
@@ -40,49 +37,21 @@ impl Timers {
         let first = queue.first_entry()?;
         (first.key().0 <= now).then(|| first.remove())
     }
-}
 
-/// Completes after a while. See [`sleep`].
-pub struct Sleep {
-    due: Instant,
-    key: Option<Key>,
-}
-
-/// No sleep is longer: about thirty years.
-const LONGEST: Duration = Duration::from_secs(1 << 30);
-
-/// Waits for `duration`, or a little longer: engines without io_uring count in milliseconds. More
-/// than thirty years are thirty years.
-pub fn sleep(duration: Duration) -> Sleep {
-    Sleep { due: Instant::now() + duration.min(LONGEST), key: None }
-}
-
-impl Future for Sleep {
-    type Output = ();
-
-    fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<()> {
-        let this = self.get_mut();
-        if this.due <= Instant::now() {
-            return Poll::Ready(());
-        }
-        event_loop::current(|local| {
-            let timers = &local.timers;
-            let key = *this.key.get_or_insert_with(|| {
-                timers.numbers.update(|number| number + 1);
-                (this.due, timers.numbers.get())
-            });
-            let replaced = timers.queue.borrow_mut().insert(key, cx.waker().clone());
-            drop(replaced);
+    /// Has the waker called at `due`, for a timer that is new (no key yet) or was set before.
+    pub(crate) fn set(&self, due: Instant, key: &mut Option<Key>, waker: &Waker) {
+        let key = *key.get_or_insert_with(|| {
+            self.numbers.update(|number| number + 1);
+            (due, self.numbers.get())
         });
-        Poll::Pending
+        let replaced = self.queue.borrow_mut().insert(key, waker.clone());
+        // Outside of the borrow: a waker's drop may do anything.
+        drop(replaced);
     }
-}
 
-impl Drop for Sleep {
-    fn drop(&mut self) {
-        if let Some(key) = self.key {
-            // Without a loop there is no queue to clean.
-            event_loop::try_current(|local| local.timers.queue.borrow_mut().remove(&key));
-        }
+    /// Forgets a timer.
+    pub(crate) fn remove(&self, key: Key) {
+        let removed = self.queue.borrow_mut().remove(&key);
+        drop(removed);
     }
 }

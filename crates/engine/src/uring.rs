@@ -16,8 +16,8 @@ use io_uring::types::{Fd, FsyncFlags, Timespec};
 use io_uring::{IoUring, Probe, cqueue, opcode, squeue};
 
 use crate::driver::{Completion, Driver, Rest};
-use crate::event_loop::Remote;
 use crate::operation::{MOST_OPERATIONS, Message, Operation, OperationTable, Token, Transfer};
+use crate::remote::Remote;
 use crate::system_call::run_inline;
 
 /// Places for submissions between two system calls. More cost an extra call, nothing else.
@@ -193,7 +193,7 @@ impl Driver for Uring {
         self.push(&entry);
     }
 
-    fn turn(&mut self, rest: Rest, _: &mut OperationTable, done: &mut Vec<Completion>) {
+    fn turn(&mut self, rest: Rest, _: &OperationTable, done: &mut Vec<Completion>) {
         self.watch_bell();
         let waiting = !self.early.is_empty() || !self.ring.completion().is_empty();
         match rest {

@@ -3,15 +3,12 @@
 mod common;
 
 use std::path::Path;
-use std::ptr::NonNull;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicU8, Ordering::Relaxed};
 
 use blockhouse_core::{
-    Buffer, ByteRange, Durability, ErrorKind, Fua, IoVector, Segment, Status, Storage, Sync, Unmap,
-    errno,
+    Buffer, ByteRange, Durability, ErrorKind, Fua, Status, Storage, Sync, Unmap, errno,
 };
 use blockhouse_engine::{HostFile, OpenFor, PageCache};
+use common::memory::Memory;
 use common::on_every_engine;
 
 const MIB: u64 = 1 << 20;
@@ -220,38 +217,21 @@ fn what_is_written_past_the_end_makes_the_file_longer() {
     });
 }
 
-#[repr(C, align(4096))]
-struct Page([AtomicU8; 4096]);
-
-/// Memory in so many segments that the kernel does not take them in one call.
-fn in_many_segments(pages: &Arc<Vec<Page>>) -> IoVector {
-    let pieces = pages.iter().flat_map(|page| page.0.chunks(512));
-    let segments: Vec<_> = pieces
-        .map(|piece| Segment { address: NonNull::from(piece).cast(), length: piece.len() })
-        .collect();
-    assert!(segments.len() > 1024, "IOV_MAX");
-    // SAFETY: the pieces are interior-mutable, live as long as the Arc, and while the vector exists
-    // nobody looks at them.
-    unsafe { IoVector::from_raw(Arc::clone(pages) as _, segments) }
-}
-
 /// Somebody else made the file longer since it was opened, and a read of the new part takes several
 /// calls: the end that was seen at open is not the end.
 #[test]
 fn a_short_read_is_continued_in_a_file_that_has_grown() {
     on_every_file(async |file| {
-        let pages: Arc<Vec<Page>> =
-            Arc::new((0..256).map(|_| Page([const { AtomicU8::new(0) }; 4096])).collect());
         let mut bytes = vec![6; 2 * MIB as usize];
         bytes[MIB as usize..].fill(8);
         std::fs::write(file.name(), bytes).unwrap();
-        file.read(MIB, in_many_segments(&pages)).await.unwrap();
-        for (index, page) in pages.iter().enumerate() {
-            assert!(page.0.iter().all(|byte| byte.load(Relaxed) == 8), "page {index}");
-        }
-        file.read(2 * MIB - 4096, in_many_segments(&pages)).await.unwrap();
-        let sums = |page: &Page| page.0.iter().map(|byte| u64::from(byte.load(Relaxed))).sum();
-        let sums: Vec<u64> = pages.iter().map(sums).collect();
-        assert_eq!((sums[0], sums[1..].iter().sum()), (8 * 4096, 0));
+        // More segments than the kernel takes in one call (IOV_MAX).
+        let memory = Memory::new(MIB as usize);
+        file.read(MIB, memory.vector(512)).await.unwrap();
+        assert!(memory.bytes().iter().all(|&byte| byte == 8));
+        file.read(2 * MIB - 4096, memory.vector(512)).await.unwrap();
+        let bytes = memory.bytes();
+        assert!(bytes[..4096].iter().all(|&byte| byte == 8));
+        assert!(bytes[4096..].iter().all(|&byte| byte == 0));
     });
 }

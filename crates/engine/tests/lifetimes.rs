@@ -4,7 +4,7 @@ mod common;
 
 use std::cell::Cell;
 use std::future::{Future, poll_fn};
-use std::os::unix::net::UnixStream;
+use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::PathBuf;
 use std::pin::Pin;
 use std::rc::Rc;
@@ -12,9 +12,14 @@ use std::sync::Arc;
 use std::task::Poll;
 use std::time::Duration;
 
-use blockhouse_core::{Buffer, Durability, IoVectorList, Storage};
-use blockhouse_engine::{EventLoop, HostFile, PageCache, Stream, sleep, spawn, spawn_detached};
+use blockhouse_core::{Buffer, Durability, IoVectorList, Storage, Sync};
+use blockhouse_engine::{
+    EventLoop, HostFile, Listener, PageCache, Stream, sleep, spawn, spawn_detached,
+};
+use common::seeds::for_seeds;
 use common::{for_every_choice, in_time};
+use fastrand::Rng;
+use futures_util::FutureExt as _;
 
 /// Polls a future once, on the loop; it is not ready.
 fn start<F: Future + ?Sized>(event_loop: &mut EventLoop, mut future: Pin<&mut F>) {
@@ -165,4 +170,61 @@ fn a_task_that_never_has_to_wait_keeps_nobody_from_running() {
             });
         });
     });
+}
+
+/// Operations of all kinds are given up before, while and after the kernel has them. In the end
+/// nobody holds memory, places or connections any more.
+#[test]
+fn operations_given_up_at_any_time_give_everything_back() {
+    const TEST: &str = "operations_given_up_at_any_time_give_everything_back";
+    for_every_choice(|choice| {
+        for_seeds("lifetimes", TEST, 3, |rng| {
+            let mut rng = rng.fork();
+            in_time(move || {
+                let guard = Arc::new(());
+                let (file, _folder) = new_file(PageCache::Bypassed);
+                let mut event_loop = EventLoop::new(choice).unwrap();
+                event_loop.block_on(give_up_many(&mut rng, &file, &guard));
+                assert_eq!(Arc::strong_count(&guard), 1, "an operation kept its memory");
+                // All places are free: each of these takes one at the same time.
+                event_loop.block_on(async {
+                    let file = &file;
+                    let read = |_| file.read(0, Buffer::new(4096).lend());
+                    let reads = futures_util::future::join_all((0..2048).map(read)).await;
+                    assert!(reads.iter().all(Result::is_ok));
+                });
+            });
+        });
+    });
+}
+
+async fn give_up_many(rng: &mut Rng, file: &Rc<HostFile>, guard: &Arc<()>) {
+    let (ours, theirs) = UnixStream::pair().unwrap();
+    let [ours, theirs] = [ours, theirs].map(|socket| Stream::new(socket.into()).unwrap());
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("socket");
+    let listener = Listener::new(UnixListener::bind(&path).unwrap().into()).unwrap();
+    let memory = || Buffer::new(4096).lend().guarded_by(Arc::clone(guard));
+    for _ in 0..500 {
+        let mut list = IoVectorList::new();
+        list.push(memory());
+        let operation: Pin<Box<dyn Future<Output = ()> + '_>> = match rng.u8(..7) {
+            0 => Box::pin(file.read(0, memory()).map(drop)),
+            1 => Box::pin(file.write(0, memory(), Durability::None).map(drop)),
+            2 => Box::pin(file.write(4096, memory(), Durability::Data).map(drop)),
+            3 => Box::pin(file.flush(Sync::Data).map(drop)),
+            4 => Box::pin(ours.receive(list).map(drop)),
+            5 => Box::pin(theirs.send(list).map(drop)),
+            _ => Box::pin(listener.accept().map(drop)),
+        };
+        if rng.u8(..4) == 0 {
+            drop(UnixStream::connect(&path).unwrap());
+        }
+        let patience = sleep(Duration::from_micros(rng.u64(..300)));
+        futures_util::future::select(operation, patience).await;
+    }
+    // What was given up last may need a moment.
+    while Arc::strong_count(guard) > 1 {
+        sleep(Duration::from_millis(1)).await;
+    }
 }

@@ -7,6 +7,7 @@
 
 use blockhouse_core::{ByteRange, Durability, Extent, Result, Storage, Sync, Unmap};
 
+use crate::qcow2::Hold;
 use crate::{Qcow2, Raw};
 
 /// An image format over the storage that holds the image. Closed: the path has one arm for each
@@ -101,6 +102,17 @@ impl<S: Storage> Format<S> {
         match self {
             Self::Raw(raw) => Ok(raw.map(range, intent)),
             Self::Qcow2(qcow2) => qcow2.map(range, intent).await,
+        }
+    }
+
+    /// Whoever maps for reading takes this before and drops it when the data is read: until then the
+    /// places of the answer are not given to anybody else, whatever is written, discarded and flushed
+    /// meanwhile. Must not be held while waiting for anything but reads. `None` where places never
+    /// change their owner.
+    pub fn hold(&self) -> Option<Hold> {
+        match self {
+            Self::Raw(_) => None,
+            Self::Qcow2(qcow2) => Some(qcow2.hold()),
         }
     }
 

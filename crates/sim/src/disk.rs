@@ -4,76 +4,41 @@
 //! keeps whatever it likes of what is not stable, a discarded range holds anything, a failed flush
 //! counts as done. What a caller must not do (misaligned operations) makes it panic.
 
-use std::collections::BTreeMap;
 use std::io;
 use std::sync::Arc;
 
 use blockhouse_core::{
-    ByteRange, Capabilities, Durability, Error, Fua, IoVector, Offload, Result, Status, Storage,
-    Sync, Unmap, WriteCache, errno,
+    Alignment, ByteRange, Capabilities, Durability, Error, Fua, IoVector, Offload, Result, Status,
+    Storage, Sync, Unmap,
 };
 use fastrand::Rng;
 use parking_lot::Mutex;
 
 use crate::clock::Signal;
-use crate::faults::FaultPlan;
-use crate::media::{Media, SECTOR, Snapshot, Underway};
-use crate::{Config, Fault, Operation, OperationKind, Sim, Support};
+use crate::media::SECTOR;
+use crate::state::State;
+use crate::{Clock, Config, Fault, Operation, Sim, Support};
 
 /// A simulated disk. Clones are the same disk.
 #[derive(Clone)]
 pub struct SimDisk(Arc<Shared>);
 
 struct Shared {
-    clock: crate::Clock,
-    config: Config,
+    clock: Clock,
+    alignment: Alignment,
+    fua: Fua,
     state: Mutex<State>,
-}
-
-struct State {
-    media: Media,
-    faults: FaultPlan,
-    random: Rng,
-    write_zeroes: Support,
-    discard: Support,
-    log: Vec<Operation>,
-    started: u64,
-    ended: u64,
-    in_flight: BTreeMap<u64, InFlight>,
-    /// The error of a durable operation whose future was dropped; the next flush answers it.
-    lost_errno: Option<i32>,
-    waiting_for_abandoned: Vec<Signal<()>>,
-}
-
-/// A started operation. It belongs to the disk until it ends, whoever waits.
-struct InFlight {
-    operation: Operation,
-    vector: Option<IoVector>,
-    /// What it writes, or what it has read already.
-    bytes: Option<Vec<u8>>,
-    snapshot: Option<Snapshot>,
-    errno: Option<i32>,
-    abandoned: bool,
-    outcome: Signal<Option<i32>>,
 }
 
 impl SimDisk {
     /// A disk with `content`, all of it stable, in the simulation `sim`.
     pub fn new(sim: &Sim, config: Config, content: Vec<u8>) -> Self {
-        let state = State {
-            media: Media::new(content),
-            faults: FaultPlan::default(),
-            random: sim.fork_random(),
-            write_zeroes: config.write_zeroes,
-            discard: config.discard,
-            log: Vec::new(),
-            started: 0,
-            ended: 0,
-            in_flight: BTreeMap::new(),
-            lost_errno: None,
-            waiting_for_abandoned: Vec::new(),
-        };
-        Self(Arc::new(Shared { clock: sim.clock().clone(), config, state: Mutex::new(state) }))
+        Self(Arc::new(Shared {
+            clock: sim.clock().clone(),
+            alignment: config.alignment,
+            fua: config.fua,
+            state: Mutex::new(State::new(config, content, sim.fork_random())),
+        }))
     }
 
     /// The operations since the last call, in the order in which they started.
@@ -99,9 +64,7 @@ impl SimDisk {
 
     /// What a crash at this moment might leave behind, by `random`. The disk goes on.
     pub fn crash(&self, random: &mut Rng) -> Vec<u8> {
-        let state = self.0.state.lock();
-        let underway: Vec<_> = state.in_flight.iter().filter_map(InFlight::underway).collect();
-        state.media.crash(&underway, random)
+        self.0.state.lock().crash(random)
     }
 
     /// What a read of everything would see now.
@@ -132,78 +95,28 @@ impl SimDisk {
     }
 
     fn start(&self, operation: Operation, vector: Option<IoVector>) -> (u64, Signal<Option<i32>>) {
-        let mut guard = self.0.state.lock();
-        let state = &mut *guard;
-        let id = state.started;
-        state.started += 1;
-        state.log.push(operation);
-        let refusal = state.refusal(operation.kind());
-        let outcome = Signal::new();
-        let in_flight = InFlight {
-            operation,
-            bytes: state.bytes_of(operation, vector.as_ref()),
-            vector,
-            snapshot: matches!(operation, Operation::Flush(_)).then(|| state.media.snapshot()),
-            errno: state.faults.decide(operation.kind(), &mut state.random).or(refusal),
-            abandoned: false,
-            outcome: outcome.clone(),
-        };
-        state.in_flight.insert(id, in_flight);
-        let latency = &self.0.config.latency;
-        let delay = match operation.kind() {
-            OperationKind::Flush => latency.of_flush(&mut state.random),
-            OperationKind::DurableWrite => {
-                latency.of_data(&mut state.random) + latency.of_flush(&mut state.random)
-            }
-            _ => latency.of_data(&mut state.random),
-        };
-        drop(guard);
+        let (id, outcome, delay) = self.0.state.lock().start(operation, vector);
         let disk = self.clone();
-        self.0.clock.schedule(delay, move || disk.end(id));
+        self.0.clock.schedule(delay, move || {
+            let ended = disk.0.state.lock().end(id);
+            ended.announce();
+        });
         (id, outcome)
-    }
-
-    fn end(&self, id: u64) {
-        let mut state = self.0.state.lock();
-        let mut done = state.in_flight.remove(&id).expect("an operation ends once");
-        state.ended += 1;
-        if done.errno == Some(errno::EOPNOTSUPP) {
-            // Refused: nothing changed.
-        } else if done.errno.is_some() {
-            state.fail(id, &done, &self.0.config);
-        } else {
-            state.succeed(id, &mut done, &self.0.config);
-        }
-        let mut released = Vec::new();
-        if done.abandoned {
-            state.lost_errno = state.lost_errno.or(done.errno);
-            released = std::mem::take(&mut state.waiting_for_abandoned);
-        }
-        drop(state);
-        // What the vector guards is released before anybody hears of the end.
-        drop(done.vector.take());
-        done.outcome.set(done.errno);
-        released.iter().for_each(|signal| signal.set(()));
     }
 
     /// Waits until no durable operation without a future is in flight.
     async fn abandoned_ended(&self) {
         loop {
-            let signal = {
-                let mut state = self.0.state.lock();
-                if !state.in_flight.values().any(|operation| operation.abandoned) {
-                    return;
-                }
-                let signal = Signal::new();
-                state.waiting_for_abandoned.push(signal.clone());
-                signal
-            };
-            signal.wait().await;
+            let signal = self.0.state.lock().wait_for_abandoned();
+            match signal {
+                Some(signal) => signal.wait().await,
+                None => return,
+            }
         }
     }
 
     fn assert_aligned(&self, range: ByteRange, vector: Option<&IoVector>) {
-        let alignment = self.0.config.alignment;
+        let alignment = self.0.alignment;
         let block = u64::from(alignment.offset);
         let is_last_block = range.offset().is_multiple_of(block)
             && range.end() == self.size()
@@ -217,114 +130,6 @@ impl SimDisk {
     }
 }
 
-impl State {
-    /// What the operation stores, as far as that is decided when it starts; for reads that see the
-    /// content of the start rather than that of the end, what they see.
-    fn bytes_of(&mut self, operation: Operation, vector: Option<&IoVector>) -> Option<Vec<u8>> {
-        let length = operation.range()?.length() as usize;
-        match (operation, vector) {
-            (Operation::Write(..), Some(vector)) => {
-                let mut bytes = vec![0; length];
-                vector.copy_to(&mut bytes);
-                Some(bytes)
-            }
-            (Operation::Read(range), _) => self.random.bool().then(|| {
-                let mut bytes = vec![0; length];
-                self.media.read(range.offset(), &mut bytes);
-                bytes
-            }),
-            (Operation::WriteZeroes(..), _) => Some(vec![0; length]),
-            (Operation::Discard(_), _) => match self.random.u8(..3) {
-                0 => None,
-                1 => Some(vec![0; length]),
-                _ => Some((0..length).map(|_| self.random.u8(..)).collect()),
-            },
-            _ => None,
-        }
-    }
-
-    /// The errno of an operation that the disk does not have, found out by using it.
-    fn refusal(&mut self, kind: OperationKind) -> Option<i32> {
-        let support = match kind {
-            OperationKind::WriteZeroes => &mut self.write_zeroes,
-            OperationKind::Discard => &mut self.discard,
-            _ => return None,
-        };
-        if *support == Support::RefusesOnUse {
-            *support = Support::No;
-            return Some(errno::EOPNOTSUPP);
-        }
-        (*support == Support::No).then_some(errno::EOPNOTSUPP)
-    }
-
-    fn succeed(&mut self, id: u64, done: &mut InFlight, config: &Config) {
-        match done.operation {
-            Operation::Read(range) => {
-                let bytes = done.bytes.take().unwrap_or_else(|| {
-                    let mut bytes = vec![0; range.length() as usize];
-                    self.media.read(range.offset(), &mut bytes);
-                    bytes
-                });
-                done.vector.as_mut().expect("a read has memory").copy_from(&bytes);
-            }
-            Operation::Write(range, durability) => {
-                let bytes = done.bytes.as_ref().expect("a write has bytes");
-                self.media.write(id, range.offset(), bytes);
-                let is_durable = durability != Durability::None && config.fua == Fua::Native;
-                if is_durable || config.write_cache == WriteCache::None {
-                    self.media.make_stable(range);
-                }
-            }
-            Operation::WriteZeroes(range, _) | Operation::Discard(range) => {
-                if let Some(bytes) = &done.bytes {
-                    self.media.write(id, range.offset(), bytes);
-                }
-            }
-            Operation::Flush(sync) => {
-                let snapshot = done.snapshot.as_ref().expect("a flush has a snapshot");
-                if config.fua != Fua::None {
-                    self.media.settle(snapshot, sync == Sync::Full);
-                }
-            }
-            Operation::Resize(size) => self.media.set_size(size),
-            Operation::Status(_) | Operation::Prefetch(_) => {}
-        }
-    }
-
-    /// Leaves what a failed operation leaves. For want of room nothing was begun; otherwise writes
-    /// may have got anywhere, and a sync may have lost what it covered.
-    fn fail(&mut self, id: u64, done: &InFlight, config: &Config) {
-        if done.errno == Some(errno::ENOSPC) && done.operation.kind() != OperationKind::Flush {
-            return;
-        }
-        if let (Some(range), Some(bytes)) = (done.operation.range(), &done.bytes)
-            && !matches!(done.operation, Operation::Read(_))
-        {
-            self.media.write_torn(id, range.offset(), bytes, &mut self.random);
-            if done.operation.is_durable() {
-                self.media.lose_range(range, &mut self.random);
-            } else if done.operation.kind() == OperationKind::Write
-                && config.write_cache == WriteCache::None
-            {
-                self.media.make_stable(range);
-            }
-        }
-        if let Some(snapshot) = &done.snapshot {
-            self.media.lose(snapshot, &mut self.random);
-        }
-    }
-}
-
-impl InFlight {
-    fn underway<'a>((&id, operation): (&u64, &'a Self)) -> Option<Underway<'a>> {
-        if matches!(operation.operation, Operation::Read(_)) || operation.errno.is_some() {
-            return None;
-        }
-        let offset = operation.operation.range()?.offset();
-        Some(Underway { write: id, offset, bytes: operation.bytes.as_ref()? })
-    }
-}
-
 /// Notices when the future that waits for a durable operation is dropped.
 struct Waiting<'a> {
     disk: &'a SimDisk,
@@ -333,10 +138,7 @@ struct Waiting<'a> {
 
 impl Drop for Waiting<'_> {
     fn drop(&mut self) {
-        let mut state = self.disk.0.state.lock();
-        if let Some(operation) = state.in_flight.get_mut(&self.id) {
-            operation.abandoned = operation.operation.is_durable();
-        }
+        self.disk.0.state.lock().drop_future(self.id);
     }
 }
 
@@ -351,14 +153,13 @@ impl Storage for SimDisk {
             Support::No => Offload::Unavailable,
             Support::Yes | Support::RefusesOnUse => Offload::Available,
         };
-        let config = &self.0.config;
         Capabilities {
-            fua: config.fua,
-            write_cache: config.write_cache,
-            group_commit: config.group_commit,
-            alignment: config.alignment,
-            write_zeroes: offload(state.write_zeroes),
-            discard: offload(state.discard),
+            fua: state.config.fua,
+            write_cache: state.config.write_cache,
+            group_commit: state.config.group_commit,
+            alignment: state.config.alignment,
+            write_zeroes: offload(state.config.write_zeroes),
+            discard: offload(state.config.discard),
         }
     }
 
@@ -375,11 +176,11 @@ impl Storage for SimDisk {
     async fn write(&self, offset: u64, from: IoVector, durability: Durability) -> Result<()> {
         let range = ByteRange::between(offset, offset + from.len() as u64);
         self.assert_aligned(range, Some(&from));
-        if self.0.config.fua == Fua::Native || durability == Durability::None {
+        if self.0.fua == Fua::Native || durability == Durability::None {
             return self.operate(Operation::Write(range, durability), Some(from)).await;
         }
         self.operate(Operation::Write(range, Durability::None), Some(from)).await?;
-        if self.0.config.fua == Fua::None {
+        if self.0.fua == Fua::None {
             return Ok(());
         }
         self.flush(if durability == Durability::Full { Sync::Full } else { Sync::Data }).await

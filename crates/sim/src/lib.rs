@@ -1,7 +1,7 @@
 //! A deterministic storage and the executor that drives it, floor 1 of the house.
 //!
 //! A [`SimDisk`] stands where a host file does: it has a volatile cache, takes virtual time, ends
-//! operations in any order, fails by plan and shows what a crash would leave behind. [`explore`]
+//! operations in any order, fails by plan and shows what a crash would leave behind. [`explore()`]
 //! runs random requests against whatever is built on it and checks every possible crash. A seed
 //! decides everything, and replays it.
 #![forbid(unsafe_code)]
@@ -17,6 +17,7 @@ mod media;
 mod model;
 mod operation;
 mod seeds;
+mod state;
 
 pub use clock::Clock;
 pub use config::{Config, Latency, Support};

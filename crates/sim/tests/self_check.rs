@@ -4,7 +4,7 @@
 
 use std::cell::Cell;
 
-use async_lock::Mutex;
+use async_lock::Semaphore;
 use blockhouse_core::{
     Buffer, ByteRange, Durability, Error, ErrorKind, IoVector, Request, Result, Storage, Sync,
 };
@@ -14,10 +14,11 @@ use blockhouse_sim::{Faults, Patience, SimDisk, Subject, Workload, explore, for_
 struct Plain {
     disk: SimDisk,
     flaw: Flaw,
-    one_at_a_time: Mutex<()>,
+    /// A semaphore of one, because the mutex of the same crate looks at the real clock.
+    one_at_a_time: Semaphore,
     /// One flush at a time as well: the failure of one that is given up is told to the next, and
     /// would be news too late for one beside it.
-    one_flush: Mutex<()>,
+    one_flush: Semaphore,
     flush_failed: Cell<bool>,
     flushing: Cell<bool>,
 }
@@ -46,8 +47,8 @@ impl Plain {
         Self {
             disk,
             flaw,
-            one_at_a_time: Mutex::new(()),
-            one_flush: Mutex::new(()),
+            one_at_a_time: Semaphore::new(1),
+            one_flush: Semaphore::new(1),
             flush_failed: Cell::new(false),
             flushing: Cell::new(false),
         }
@@ -88,7 +89,7 @@ impl Plain {
         let range = ByteRange::between(offset, offset + data.len() as u64);
         let turn = match self.flaw {
             Flaw::Unprotected => None,
-            _ => Some(self.one_at_a_time.lock().await),
+            _ => Some(self.one_at_a_time.acquire().await),
         };
         let mut bytes = self.read_blocks(range).await?;
         bytes[(offset & (self.block() - 1)) as usize..][..data.len()].copy_from_slice(data);
@@ -112,7 +113,7 @@ impl Plain {
         if self.flushing.replace(true) && self.flaw == Flaw::Hasty {
             return Ok(());
         }
-        let _turn = self.one_flush.lock().await;
+        let _turn = self.one_flush.acquire().await;
         if self.flush_failed.get() && self.flaw != Flaw::Forgetful {
             return Err(Error::new(ErrorKind::Io, "an earlier flush failed"));
         }

@@ -10,6 +10,7 @@
 //! - [`light`], [`fio`]: the clients
 //! - [`stats`], [`report`]: figures
 
+mod caching;
 mod fio;
 mod interrupt;
 mod light;

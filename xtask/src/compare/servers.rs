@@ -17,6 +17,7 @@ use nix::time::{ClockId, clock_getcpuclockid, clock_gettime};
 use nix::unistd::Pid;
 use rustix::process::{Signal, kill_process};
 
+use super::caching::Caching;
 use super::interrupt::Interrupt;
 use super::light::Content;
 use super::rows::Client;
@@ -43,23 +44,13 @@ pub enum Kind {
     QsdIoUring,
     /// nbdkit's file plugin as it is: through the page cache
     Nbdkit,
-    /// nbdkit's file plugin with cache=none: drops what it has touched from the page cache
+    /// nbdkit's file plugin with cache=none: through the page cache all the same, with its read-ahead
+    /// and write-back, and dropping what it has touched
     NbdkitNocache,
     /// nbdkit's null plugin: no storage at all, the ceiling of what fio can ask for
     NbdkitNull,
     /// A server of ours that only answers: the ceiling of what the light client can ask for
     Answerer,
-}
-
-/// How a server treats the host's page cache; only like is compared with like.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Caching {
-    /// What is read comes from the device.
-    Direct,
-    /// What was read or written before is in memory.
-    Cached,
-    /// There is no storage.
-    Null,
 }
 
 impl Kind {
@@ -97,10 +88,8 @@ impl Kind {
     /// How it treats the page cache.
     pub fn caching(self) -> Caching {
         match self {
-            Self::Blockhouse | Self::QsdNative | Self::QsdIoUring | Self::NbdkitNocache => {
-                Caching::Direct
-            }
-            Self::BlockhouseWriteback | Self::Nbdkit => Caching::Cached,
+            Self::Blockhouse | Self::QsdNative | Self::QsdIoUring => Caching::Direct,
+            Self::BlockhouseWriteback | Self::Nbdkit | Self::NbdkitNocache => Caching::Cached,
             Self::NbdkitNull | Self::Answerer => Caching::Null,
         }
     }

@@ -13,9 +13,9 @@ use clap::ValueEnum;
 use rustix::fs::{Advice, fadvise, statvfs};
 use tempfile::TempDir;
 
+use super::caching::Caching;
 use super::interrupt::Interrupt;
 use super::pattern;
-use super::servers::Caching;
 use crate::apt::is_root;
 use crate::process::{run, stdout_of};
 

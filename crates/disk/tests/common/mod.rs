@@ -104,3 +104,12 @@ pub fn zeroes(offset: u64, length: u64, durability: Durability) -> Request {
 pub fn discard(offset: u64, length: u64) -> Request {
     Request::Discard { range: span(offset, length), durability: Durability::None }
 }
+
+/// Compares long arrays and says where they differ first, instead of printing both.
+#[track_caller]
+pub fn assert_same(found: &[u8], expected: &[u8]) {
+    assert_eq!(found.len(), expected.len());
+    if let Some(at) = found.iter().zip(expected).position(|(one, other)| one != other) {
+        panic!("byte {at} is {}, not {}", found[at], expected[at]);
+    }
+}

@@ -1,6 +1,9 @@
 //! What the engine's tests share: a run on every engine that this host has, and an end to waiting.
 #![allow(dead_code, reason = "no test needs all of it")]
 
+pub mod memory;
+pub mod seeds;
+
 use std::sync::mpsc;
 use std::time::Duration;
 
@@ -34,15 +37,19 @@ pub fn for_every_choice(mut test: impl FnMut(EngineChoice)) {
 }
 
 /// Runs `test` on a thread of its own. Fails when that has not ended in time.
-pub fn in_time(test: impl FnOnce() + Send + 'static) {
+pub fn in_time<T: Send + 'static>(test: impl FnOnce() -> T + Send + 'static) -> T {
     let (done, outcome) = mpsc::channel();
     let thread = std::thread::spawn(move || {
-        test();
         // Only a test that ran out of time has nobody listening.
-        let _ = done.send(());
+        let _ = done.send(test());
     });
-    if outcome.recv_timeout(PATIENCE) == Err(mpsc::RecvTimeoutError::Timeout) {
-        panic!("not done after {PATIENCE:?}: somebody waits in vain");
+    match outcome.recv_timeout(PATIENCE) {
+        Ok(value) => value,
+        Err(mpsc::RecvTimeoutError::Timeout) => {
+            panic!("not done after {PATIENCE:?}: somebody waits in vain")
+        }
+        Err(mpsc::RecvTimeoutError::Disconnected) => {
+            std::panic::resume_unwind(thread.join().expect_err("it gave no value"))
+        }
     }
-    thread.join().unwrap();
 }

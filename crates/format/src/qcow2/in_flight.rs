@@ -1,47 +1,96 @@
-//! Writes of tables that may still be under way although nobody waits for them any more.
+//! What may still be under way, and waiting for its end.
 //!
-//! A round whose future is dropped leaves its writes to end by themselves. Another write of the same
+//! Writes of tables: a round whose future is dropped leaves its writes to end by themselves. Another write of the same
 //! table must not be overtaken by them, so the next round waits until they have.
+//!
+//! Reads of places: a place that no table refers to any more must not get a new owner while a read
+//! that looked it up before is under way.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use event_listener::Event;
+use parking_lot::Mutex;
 
-/// Counts writes of tables. Clones count together.
+/// Counts operations. Clones count together.
 #[derive(Clone, Default)]
 pub(crate) struct InFlight(Arc<Count>);
 
 #[derive(Default)]
 struct Count {
-    writes: AtomicUsize,
+    underway: AtomicUsize,
     ended: Event,
 }
 
-/// One write, as long as its memory is in use.
+/// One operation, until this is dropped.
 pub(crate) struct Underway(Arc<Count>);
 
 impl InFlight {
     pub(crate) fn enter(&self) -> Underway {
-        self.0.writes.fetch_add(1, Ordering::SeqCst);
+        self.0.underway.fetch_add(1, Ordering::SeqCst);
         Underway(Arc::clone(&self.0))
     }
 
-    /// Waits until no write is under way.
+    /// Waits until none is under way.
     pub(crate) async fn ended(&self) {
-        while self.0.writes.load(Ordering::SeqCst) > 0 {
+        while self.0.underway.load(Ordering::SeqCst) > 0 {
             let ended = self.0.ended.listen();
-            if self.0.writes.load(Ordering::SeqCst) > 0 {
+            if self.0.underway.load(Ordering::SeqCst) > 0 {
                 ended.await;
             }
         }
     }
 }
 
+/// Counts reads in two epochs, so that those of the old one come to an end although new ones begin.
+#[derive(Default)]
+pub(crate) struct Reads {
+    epochs: [InFlight; 2],
+    now: Mutex<usize>,
+}
+
+impl Reads {
+    pub(crate) fn enter(&self) -> Underway {
+        let now = self.now.lock();
+        self.epochs[*now].enter()
+    }
+
+    /// Waits until the reads that have begun so far are through. One waiter at a time.
+    pub(crate) async fn elapsed(&self) {
+        let old = *self.now.lock();
+        let new = 1 - old;
+        // A waiter that was dropped may have left some there.
+        self.epochs[new].ended().await;
+        *self.now.lock() = new;
+        self.epochs[old].ended().await;
+    }
+}
+
 impl Drop for Underway {
     fn drop(&mut self) {
-        if self.0.writes.fetch_sub(1, Ordering::SeqCst) == 1 {
+        if self.0.underway.fetch_sub(1, Ordering::SeqCst) == 1 {
             self.0.ended.notify(usize::MAX);
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::future::Future;
+    use std::pin::pin;
+    use std::task::{Context, Poll, Waker};
+
+    use super::*;
+
+    #[test]
+    fn a_waiter_waits_for_what_began_before_it_only() {
+        let reads = Reads::default();
+        let mut context = Context::from_waker(Waker::noop());
+        let before = reads.enter();
+        let mut elapsed = pin!(reads.elapsed());
+        assert!(elapsed.as_mut().poll(&mut context).is_pending());
+        let _after = reads.enter();
+        drop(before);
+        assert_eq!(elapsed.as_mut().poll(&mut context), Poll::Ready(()));
     }
 }

@@ -46,7 +46,7 @@ use crate::{Abort, BlockStatus, Intent};
 use alloc::Space;
 use geometry::Geometry;
 use header::{Header, Incompatible, Reason, Refusal};
-use in_flight::InFlight;
+use in_flight::{InFlight, Reads, Underway};
 use pending::Pending;
 use slice_cache::{Fetch, SliceCache, SliceId};
 use state::{Blocked, State, Step};
@@ -66,6 +66,9 @@ pub struct Qcow2<S: Storage> {
     /// Why tables could not be written.
     failure: OnceLock<Error>,
     table_writes: InFlight,
+    reads: Reads,
+    /// Held by the one who counts clusters down.
+    releasing: async_lock::Mutex<()>,
 }
 
 /// What becomes of the space of clusters that the guest discards.
@@ -169,6 +172,8 @@ impl<S: Storage> Qcow2<S> {
             round_ended: Event::new(),
             failure: OnceLock::new(),
             table_writes: InFlight::default(),
+            reads: Reads::default(),
+            releasing: async_lock::Mutex::new(()),
         };
         if options.access == Access::ReadWrite {
             image.prepare_for_writing().await?;
@@ -239,6 +244,11 @@ impl<S: Storage> Qcow2<S> {
             }
             outcome => outcome,
         }
+    }
+
+    /// As [`Format::hold`](crate::Format::hold).
+    pub fn hold(&self) -> Hold {
+        Hold { _read: self.reads.enter() }
     }
 
     /// As [`Format::commit`](crate::Format::commit). Dropped before its end, it is an abort.
@@ -337,6 +347,13 @@ impl<S: Storage> Qcow2<S> {
         self.state.lock().cache.loaded(id, &fetching.ticket, bytes.into());
         Ok(())
     }
+}
+
+/// Keeps places that were looked up for reading what they are. See [`Format::hold`].
+///
+/// [`Format::hold`]: crate::Format::hold
+pub struct Hold {
+    _read: Underway,
 }
 
 /// A commit under way.

@@ -150,7 +150,12 @@ impl<S: Storage> Qcow2<S> {
             self.state.lock().end_round(round);
         }
         drop(running);
-        self.release().await?;
+        if let Err(error) = self.release().await {
+            if error.kind() == ErrorKind::Corrupt {
+                self.found_corrupt(&error).await;
+            }
+            return Err(error);
+        }
         Ok(flushed)
     }
 
@@ -260,9 +265,15 @@ impl<S: Storage> Qcow2<S> {
 
     /// Counts down what no table refers to any more, and gives space back to the host.
     pub(super) async fn release(&self) -> Result<()> {
-        loop {
+        let _alone = self.releasing.lock().await;
+        let count = self.state.lock().released.len();
+        if count == 0 {
+            return Ok(());
+        }
+        self.reads.elapsed().await;
+        for _ in 0..count {
             // One that is dropped in the middle stays counted: a leak.
-            let Some(mut released) = self.state.lock().released.pop_front() else { return Ok(()) };
+            let Some(mut released) = self.state.lock().released.pop_front() else { break };
             if released.punch == Punch::Yes && self.discard == super::Discard::Punch {
                 self.punch(self.geometry.bytes_of(released.clusters.clone())).await;
             }
@@ -277,6 +288,7 @@ impl<S: Storage> Qcow2<S> {
             })
             .await?;
         }
+        Ok(())
     }
 
     /// Gives space of the file back to the host, as far as the file goes.

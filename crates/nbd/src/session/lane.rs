@@ -3,62 +3,18 @@
 //! A connection has as many as it has requests in flight; they start when they are first needed and
 //! stay, so that a request costs no task and no allocation of its own.
 
-use std::cell::Cell;
 use std::rc::Rc;
 
 use blockhouse_core::{Buffer, Error, ErrorKind, Request, Result, Storage};
 use blockhouse_engine::spawn_detached;
 
-use super::condition::Condition;
+use super::job::{Job, Lane};
 use super::link::Link;
-use super::outbox::{Answer, Whole};
+use super::outbox::{Answer, HEAD_ROOM, Whole};
 use super::status;
 use crate::command::{Command, Refusal};
 use crate::proto::Errno;
 use crate::proto::reply::{Bare, ReplyTo, put_read_head, read_head_length};
-
-/// The data of a reply starts here in its buffer: at a page, as direct I/O likes it. The head stands
-/// right before it, so that both leave as one piece.
-pub const HEAD_ROOM: usize = blockhouse_core::BLOCK_ALIGNMENT;
-
-/// A request for a lane.
-pub struct Job {
-    pub to: ReplyTo,
-    pub command: Command,
-    /// What a write stores.
-    pub payload: Option<Buffer>,
-}
-
-/// Where the task of a lane waits.
-#[derive(Default)]
-pub struct Lane {
-    job: Cell<Option<Job>>,
-    over: Cell<bool>,
-    changed: Condition,
-}
-
-impl Lane {
-    fn give(&self, job: Job) {
-        self.job.set(Some(job));
-        self.changed.notify();
-    }
-
-    /// Waits for the next request; `None` at the end of the connection.
-    async fn next(&self) -> Option<Job> {
-        self.changed
-            .until(|| match self.job.take() {
-                Some(job) => Some(Some(job)),
-                None => self.over.get().then_some(None),
-            })
-            .await
-    }
-
-    /// Ends the lane, which has no request.
-    pub fn end(&self) {
-        self.over.set(true);
-        self.changed.notify();
-    }
-}
 
 /// How many bytes a request occupies while it is in flight.
 pub fn footprint(command: &Command) -> usize {

@@ -9,7 +9,7 @@ use blockhouse_disk::Disk;
 use blockhouse_engine::Stream;
 
 use super::flow::Flow;
-use super::lane::Lane;
+use super::job::Lane;
 use super::outbox::{Answer, Outbox};
 use crate::handshake::Terms;
 use crate::proto::reply::ReplyTo;

@@ -7,6 +7,7 @@
 
 mod condition;
 mod flow;
+mod job;
 mod lane;
 mod leave;
 mod link;

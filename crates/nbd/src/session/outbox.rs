@@ -14,6 +14,10 @@ use crate::command::Refusal;
 use crate::proto::Framing;
 use crate::proto::reply::{Bare, MAX_BARE, ReplyTo, put_error, put_success};
 
+/// The data of a reply starts here in its buffer: at a page, as direct I/O likes it. The head stands
+/// right before it, so that both leave as one piece.
+pub const HEAD_ROOM: usize = blockhouse_core::BLOCK_ALIGNMENT;
+
 /// What a reply says.
 pub enum Answer {
     /// The request succeeded and returns nothing.

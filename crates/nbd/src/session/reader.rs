@@ -13,7 +13,8 @@ use std::task::Poll;
 
 use blockhouse_core::{Buffer, IoVectorList, Storage};
 
-use super::lane::{Job, dispatch, footprint};
+use super::job::Job;
+use super::lane::{dispatch, footprint};
 use super::leave::Leave;
 use super::link::Link;
 use super::outbox::Answer;

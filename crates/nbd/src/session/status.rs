@@ -3,9 +3,8 @@
 use blockhouse_core::{Buffer, ByteRange, Result, Storage};
 use blockhouse_disk::BlockStatus;
 
-use super::lane::HEAD_ROOM;
 use super::link::Link;
-use super::outbox::{Answer, Whole};
+use super::outbox::{Answer, HEAD_ROOM, Whole};
 use crate::command::Extents;
 use crate::proto::reply::{
     ReplyTo, descriptor_length, put_descriptor, put_status_head, status_head_length,

@@ -6,7 +6,8 @@ pub mod terminal;
 
 use anyhow::{Context, Result};
 
-use super::servers::{Caching, Kind};
+use super::caching::Caching;
+use super::servers::Kind;
 use super::stats::Spread;
 use super::storage::Storage;
 use super::{Measured, Plan, RowResult, fio};

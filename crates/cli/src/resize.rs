@@ -1,31 +1,16 @@
-//! The commands that make and change images.
+//! `blockhouse resize`: longer images.
 
 use std::path::PathBuf;
 
 use anyhow::{Result, bail};
-use blockhouse_disk::{
-    Access, CacheMode, Discard, ImageFormat, ImageOptions, Locking, create as create_image, open,
-};
+use blockhouse_disk::{Access, CacheMode, Discard, ImageFormat, ImageOptions, Locking, open};
 use blockhouse_engine::{EngineChoice, EventLoop};
 
 use crate::size;
 
-/// Arguments of `create`.
-#[derive(clap::Args)]
-pub struct CreateArguments {
-    /// The image's format; left out, the file's name decides (.qcow2, otherwise raw).
-    #[arg(long, short, value_parser = clap::builder::ValueParser::new(str::parse::<ImageFormat>))]
-    format: Option<ImageFormat>,
-    /// The new file. One that exists is left alone.
-    image: PathBuf,
-    /// The size of the disk: 512, 64K, 20G, 1T.
-    #[arg(value_parser = size::parse)]
-    size: u64,
-}
-
 /// Arguments of `resize`.
 #[derive(clap::Args)]
-pub struct ResizeArguments {
+pub struct Arguments {
     /// The image's format; left out, the file's name decides (.qcow2, otherwise raw).
     #[arg(long, short, value_parser = clap::builder::ValueParser::new(str::parse::<ImageFormat>))]
     format: Option<ImageFormat>,
@@ -36,16 +21,9 @@ pub struct ResizeArguments {
     size: u64,
 }
 
-/// `blockhouse create`.
-pub fn create(arguments: CreateArguments) -> Result<()> {
-    let CreateArguments { format, image, size } = arguments;
-    let format = format.unwrap_or_else(|| ImageFormat::by_name(&image));
-    Ok(EventLoop::new(EngineChoice::Auto)?.block_on(create_image(&image, size, format))?)
-}
-
-/// `blockhouse resize`.
-pub fn resize(arguments: ResizeArguments) -> Result<()> {
-    let ResizeArguments { format, image, size } = arguments;
+/// Runs the command.
+pub fn run(arguments: Arguments) -> Result<()> {
+    let Arguments { format, image, size } = arguments;
     let options = ImageOptions {
         format,
         access: Access::ReadWrite,

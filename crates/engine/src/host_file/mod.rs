@@ -5,17 +5,17 @@
 //! sync; every error names the file and the offset and keeps its errno. All operations run on the
 //! loop of the thread that polls them, so one `HostFile` may serve many threads.
 
+mod open;
+
 use std::fmt;
-use std::os::unix::fs::FileTypeExt;
-use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 
 use blockhouse_core::{
-    Alignment, Buffer, ByteRange, Capabilities, Durability, Error, ErrorKind, Fua, GroupCommit,
-    IoVector, Offload, Result, Status, Storage, Sync, Unmap, WriteCache,
+    Alignment, ByteRange, Capabilities, Durability, Error, ErrorKind, Fua, GroupCommit, IoVector,
+    Offload, Result, Status, Storage, Sync, Unmap, WriteCache,
 };
-use rustix::fs::{Advice, FallocateFlags, Mode, OFlags};
+use rustix::fs::{Advice, FallocateFlags};
 use rustix::io::Errno;
 
 use crate::file::{Caching, File, Residence};
@@ -24,26 +24,10 @@ use crate::probe::{self, FileKind};
 use crate::submit::submit;
 use crate::thread_pool::blocking;
 
+pub use open::{OpenFor, PageCache};
+
 /// `BLKDISCARD` from `<linux/fs.h>`.
 const BLKDISCARD: libc::Ioctl = 0x1277;
-
-/// Whether an open file may be changed.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum OpenFor {
-    /// No write is possible.
-    Reading,
-    /// Reads and writes.
-    Writing,
-}
-
-/// Whether the host's page cache is used.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum PageCache {
-    /// Reads and writes go through it.
-    Used,
-    /// `O_DIRECT`: around it.
-    Bypassed,
-}
 
 /// An open file or block device.
 pub struct HostFile {
@@ -69,100 +53,6 @@ struct Refused {
 }
 
 impl HostFile {
-    /// Makes a new regular file of `size` bytes, all holes, and opens it for writing.
-    ///
-    /// # Errors
-    /// The kernel's: EEXIST for one that exists, which is left alone. When the size cannot be set, or
-    /// the new file cannot be opened as it was asked for, it is removed again.
-    pub fn create(path: &Path, size: u64, cache: PageCache) -> Result<Self> {
-        let failed = |what: &'static str, error: Errno| {
-            Error::host(what, error.into()).on(&path.display().to_string())
-        };
-        // Without O_DIRECT: a file system that does not know it refuses to open what it has just made.
-        let flags = OFlags::CREATE | OFlags::EXCL | OFlags::WRONLY | OFlags::CLOEXEC;
-        let rights = Mode::RUSR | Mode::WUSR | Mode::RGRP | Mode::ROTH;
-        let made = rustix::fs::open(path, flags, rights).map_err(|error| {
-            let failed = failed("cannot create", error);
-            match error {
-                Errno::EXIST => failed.hint("choose another name, or remove it first"),
-                _ => failed,
-            }
-        })?;
-        let file = rustix::fs::ftruncate(&made, size)
-            .map_err(|error| failed("cannot set the size of the new file", error))
-            .and_then(|()| Self::open(path, OpenFor::Writing, cache));
-        if file.is_err() {
-            // The error that counts is the first one.
-            let _ = std::fs::remove_file(path);
-        }
-        file
-    }
-
-    /// Opens an existing file or block device.
-    ///
-    /// # Errors
-    /// The kernel's, and [`ErrorKind::InvalidInput`] for what is neither file nor block device.
-    pub fn open(path: &Path, access: OpenFor, cache: PageCache) -> Result<Self> {
-        let name = path.display().to_string();
-        let failed = |error: Errno| Error::host("cannot open", error.into()).on(&name);
-        let (direct, caching) = match cache {
-            PageCache::Used => (OFlags::empty(), Caching::PageCache),
-            PageCache::Bypassed => (OFlags::DIRECT, Caching::Direct),
-        };
-        let mode = match access {
-            OpenFor::Reading => OFlags::RDONLY,
-            OpenFor::Writing => OFlags::RDWR,
-        };
-        // Opening a pipe for reading would wait for a writer.
-        let flags = mode | direct | OFlags::CLOEXEC | OFlags::NONBLOCK;
-        let descriptor = rustix::fs::open(path, flags, Mode::empty()).map_err(|error| {
-            // What direct I/O says of a folder or a pipe misleads.
-            if std::fs::metadata(path).is_ok_and(|found| !is_disk(&found)) {
-                return no_disk(&name);
-            }
-            match advice(error, access, cache) {
-                Some(hint) => failed(error).hint(hint),
-                None => failed(error),
-            }
-        })?;
-        // To io_uring the flag would mean "fail rather than wait" from here on.
-        rustix::fs::fcntl_setfl(&descriptor, mode | direct).map_err(failed)?;
-        let residence = probe::residence(&descriptor);
-        let file = File::new(descriptor, residence, caching);
-        Self::examine(file, name, mode)
-    }
-
-    fn examine(file: File, name: String, access: OFlags) -> Result<Self> {
-        let failed = |error: std::io::Error| Error::host("cannot examine", error).on(&name);
-        let kind = probe::kind(&file).map_err(failed)?.ok_or_else(|| no_disk(&name))?;
-        let size = probe::size(&file).map_err(failed)?;
-        let mut alignment = probe::alignment(&file, kind).map_err(|error| {
-            failed(error).hint("it cannot do direct I/O: try --cache writeback")
-        })?;
-        if !size.is_multiple_of(u64::from(alignment.offset)) {
-            // So that the last partial block, which goes another way, has its page for itself.
-            let page = rustix::param::page_size() as u32;
-            alignment.offset = alignment.offset.max(page);
-        }
-        let device = probe::device(&file, kind).map_err(failed)?;
-        let tail = match kind {
-            FileKind::Regular if alignment.offset > 1 => {
-                let tail = file.reopen_cached(access).map_err(|error| failed(error.into()))?;
-                Some(Arc::new(tail))
-            }
-            _ => None,
-        };
-        let sample = Buffer::new(SAMPLE).lend();
-        let refused = Refused {
-            fua: (probe::fua(&file, &sample) != Fua::Native).into(),
-            punch_hole: (device.write_zeroes == Offload::Unavailable).into(),
-            zero_range: (device.write_zeroes == Offload::Unavailable).into(),
-            discard: (device.discard == Offload::Unavailable).into(),
-        };
-        let (file, size, write_cache) = (Arc::new(file), size.into(), device.write_cache);
-        Ok(Self { file, tail, name, kind, size, alignment, write_cache, refused })
-    }
-
     /// Whether it is a file or a device.
     pub fn kind(&self) -> FileKind {
         self.kind
@@ -211,6 +101,7 @@ impl HostFile {
                     let what = "cannot write (the host takes nothing)";
                     return Err(self.error_at(what, Errno::IO, transfer.offset));
                 }
+                Ok(count) if count == transfer.vector.len() => break,
                 Ok(count) => pass(&mut transfer, count),
             }
         }
@@ -297,31 +188,6 @@ impl HostFile {
     }
 }
 
-fn is_disk(found: &std::fs::Metadata) -> bool {
-    found.is_file() || found.file_type().is_block_device()
-}
-
-fn no_disk(name: &str) -> Error {
-    let what = "this is a directory, pipe or device, and no disk";
-    let error = Error::new(ErrorKind::InvalidInput, what).on(name);
-    error.hint("give the path of a disk image or a block device")
-}
-
-/// What a person can do about a file that does not open.
-fn advice(error: Errno, access: OpenFor, cache: PageCache) -> Option<&'static str> {
-    match error {
-        Errno::NOENT => Some("check the path, or make the image with 'blockhouse create'"),
-        Errno::ACCESS | Errno::PERM | Errno::ROFS if access == OpenFor::Writing => {
-            Some("check its permissions, or open it with --read-only")
-        }
-        Errno::ACCESS | Errno::PERM => Some("check its permissions"),
-        Errno::INVAL if cache == PageCache::Bypassed => {
-            Some("its file system has no direct I/O: try --cache writeback")
-        }
-        _ => None,
-    }
-}
-
 /// What an error says of an operation.
 struct Words {
     failed: &'static str,
@@ -334,9 +200,6 @@ const DISCARD: Words = Words { failed: "cannot discard", unsupported: "discardin
 
 /// Why an operation of another kind cannot come back.
 const CAME_BACK: &str = "an operation comes back as it went";
-
-/// How much is read to find out what the kernel takes: one block of any device.
-const SAMPLE: usize = 4096;
 
 fn pass(transfer: &mut Transfer, count: usize) {
     transfer.offset += count as u64;
@@ -381,12 +244,12 @@ impl Storage for HostFile {
             match result {
                 Err(Errno::AGAIN | Errno::INTR) => {}
                 Err(error) => return Err(self.error_at("cannot read", error, transfer.offset)),
+                Ok(count) if count == transfer.vector.len() => return Ok(()),
+                // It is the end, or it was cut off on the way. To ask for the rest would tell, if
+                // what an end leaves were aligned enough to be asked for.
                 Ok(count) => {
                     pass(&mut transfer, count);
-                    // A short read is the end, or it was cut off on the way. To ask for the rest
-                    // would tell, if what an end leaves were aligned enough to be asked for.
-                    let is_short = !transfer.vector.is_empty();
-                    if is_short && (count == 0 || self.ends_at(transfer.offset)?) {
+                    if count == 0 || self.ends_at(transfer.offset)? {
                         transfer.vector.fill(0);
                         return Ok(());
                     }

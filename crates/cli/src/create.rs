@@ -1,0 +1,97 @@
+//! `blockhouse create`: new images.
+//!
+//! Promises: a file that exists is left alone, a new image is durable when the command ends, and a
+//! command that fails leaves no file. Options that do not exist or contradict each other on the
+//! command line are wrong usage; nothing is touched then.
+
+use std::ffi::OsStr;
+use std::os::unix::ffi::OsStrExt;
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result};
+use blockhouse_disk::{
+    Access, Backing, CacheMode, Discard, ImageFormat, ImageOptions, Locking, create as create_file,
+    open_alone,
+};
+use blockhouse_engine::{EngineChoice, EventLoop, HostFile, OpenFor, PageCache};
+use blockhouse_format::qcow2;
+use clap::error::ErrorKind;
+
+use crate::create_options::{self, Setting};
+use crate::size;
+
+/// Arguments of `create`.
+#[derive(clap::Args)]
+pub struct Arguments {
+    /// The image's format; left out, the file's name decides (.qcow2, otherwise raw).
+    #[arg(long, short, value_parser = clap::builder::ValueParser::new(str::parse::<ImageFormat>))]
+    format: Option<ImageFormat>,
+    /// Options of qcow2, as NAME=VALUE,...: cluster_size, compat, refcount_bits, lazy_refcounts,
+    /// extended_l2, compression_type, preallocation, backing_file, backing_fmt. A comma in a value
+    /// is written twice.
+    #[arg(short, long = "options", value_name = "OPTION=VALUE,...")]
+    #[arg(value_parser = create_options::parse)]
+    options: Vec<create_options::Settings>,
+    /// The new file. One that exists is left alone.
+    image: PathBuf,
+    /// The size of the disk: 512, 64K, 20G, 1T.
+    #[arg(value_parser = size::parse)]
+    size: u64,
+}
+
+/// Runs the command.
+pub fn run(arguments: Arguments) -> Result<()> {
+    let Arguments { format, options, image, size } = arguments;
+    let settings: Vec<Setting> = options.into_iter().flat_map(|settings| settings.0).collect();
+    let mut event_loop = EventLoop::new(EngineChoice::Auto)?;
+    match format.unwrap_or_else(|| ImageFormat::by_name(&image)) {
+        ImageFormat::Raw if settings.is_empty() => {
+            Ok(event_loop.block_on(create_file(&image, size, ImageFormat::Raw))?)
+        }
+        ImageFormat::Raw => wrong_usage("raw images have no options (-o); say --format qcow2"),
+        ImageFormat::Qcow2 => {
+            let options = create_options::qcow2(size, settings).unwrap_or_else(|why| {
+                wrong_usage(&why);
+            });
+            event_loop.block_on(create_qcow2(&image, &options))
+        }
+    }
+}
+
+/// Ends the program as for any other wrong usage.
+fn wrong_usage(why: &str) -> ! {
+    clap::Command::new("blockhouse").error(ErrorKind::ValueValidation, why).exit()
+}
+
+async fn create_qcow2(image: &Path, options: &qcow2::CreateOptions) -> Result<()> {
+    if let Some(backing) = &options.backing {
+        check_backing(image, backing).await?;
+    }
+    // The name is durable from here on. Until its header is written, the file is empty or starts
+    // with zeros, and nobody takes it for an image.
+    create_file(image, 0, ImageFormat::Raw).await?;
+    let finish = async {
+        let file = HostFile::open(image, OpenFor::Writing, PageCache::Used)?;
+        qcow2::create(&file, options).await
+    };
+    Ok(finish.await.inspect_err(|_| {
+        // The error that counts is the first one.
+        let _ = std::fs::remove_file(image);
+    })?)
+}
+
+/// An image over a file that cannot be opened as what it is said to be would be of no use.
+async fn check_backing(image: &Path, backing: &Backing) -> Result<()> {
+    let name = OsStr::from_bytes(&backing.name);
+    let path = image.parent().unwrap_or(Path::new("")).join(name);
+    let format = backing.format.as_deref().map(str::parse).transpose();
+    let options = ImageOptions {
+        format: format.map_err(anyhow::Error::msg)?,
+        access: Access::ReadOnly,
+        cache: CacheMode::Writeback,
+        discard: Discard::Unmap,
+        locking: Locking::None,
+    };
+    let opened = open_alone(&path, options).await;
+    opened.map(drop).with_context(|| format!("{}: no backing file", image.display()))
+}

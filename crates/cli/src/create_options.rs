@@ -1,0 +1,200 @@
+//! The options of new qcow2 images (`create -o NAME=VALUE,...`), with the names of `qemu-img`.
+
+use blockhouse_disk::{Backing, ImageFormat};
+use blockhouse_format::qcow2::{Compression, CreateOptions, Preallocation, Switch, Version};
+
+use crate::size;
+
+/// One option.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Setting {
+    /// Bytes of a cluster.
+    ClusterSize(u64),
+    /// The revision of the format.
+    Compat(Version),
+    /// Bits of a refcount.
+    RefcountBits(u32),
+    /// Whether refcounts may be written late.
+    LazyRefcounts(Switch),
+    /// Whether there are subclusters.
+    ExtendedL2(Switch),
+    /// How clusters will be compressed.
+    CompressionType(Compression),
+    /// What is allocated at once.
+    Preallocation(Preallocation),
+    /// The name of the file behind the image.
+    BackingFile(String),
+    /// Its format.
+    BackingFormat(String),
+}
+
+/// What one `-o` says.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Settings(pub Vec<Setting>);
+
+/// All names, as listed to users.
+const NAMES: &str = "cluster_size, compat, refcount_bits, lazy_refcounts, extended_l2, \
+                     compression_type, preallocation, backing_file, backing_fmt";
+
+/// Parses `NAME=VALUE,...`; a comma in a value is written twice.
+///
+/// # Errors
+/// What is wrong and which names or values there are.
+pub fn parse(text: &str) -> Result<Settings, String> {
+    split(text).into_iter().map(|part| parse_one(&part)).collect::<Result<_, _>>().map(Settings)
+}
+
+/// Cuts at single commas.
+fn split(text: &str) -> Vec<String> {
+    let mut parts = vec![String::new()];
+    let mut rest = text.chars().peekable();
+    while let Some(letter) = rest.next() {
+        if letter == ',' && rest.next_if_eq(&',').is_none() {
+            parts.push(String::new());
+        } else if let Some(part) = parts.last_mut() {
+            part.push(letter);
+        }
+    }
+    parts
+}
+
+fn parse_one(text: &str) -> Result<Setting, String> {
+    let (name, value) = text
+        .split_once('=')
+        .ok_or_else(|| format!("'{text}' is no NAME=VALUE; the names are {NAMES}"))?;
+    let wrong = |known: &str| format!("{name} cannot be '{value}'; use {known}");
+    let switch = || match value {
+        "on" => Ok(Switch::On),
+        "off" => Ok(Switch::Off),
+        _ => Err(wrong("on or off")),
+    };
+    match name {
+        "cluster_size" => match size::parse(value) {
+            Ok(size) if size.is_power_of_two() && (512..=2 << 20).contains(&size) => {
+                Ok(Setting::ClusterSize(size))
+            }
+            _ => Err(wrong("a power of two from 512 to 2M")),
+        },
+        "compat" => match value {
+            "0.10" | "v2" => Ok(Setting::Compat(Version::V2)),
+            "1.1" | "v3" => Ok(Setting::Compat(Version::V3)),
+            _ => Err(wrong("0.10 (version 2) or 1.1 (version 3)")),
+        },
+        "refcount_bits" => match value.parse::<u32>() {
+            Ok(bits) if bits.is_power_of_two() && bits <= 64 => Ok(Setting::RefcountBits(bits)),
+            _ => Err(wrong("1, 2, 4, 8, 16, 32 or 64")),
+        },
+        "lazy_refcounts" => switch().map(Setting::LazyRefcounts),
+        "extended_l2" => switch().map(Setting::ExtendedL2),
+        "compression_type" => match value {
+            "zlib" => Ok(Setting::CompressionType(Compression::Zlib)),
+            "zstd" => Ok(Setting::CompressionType(Compression::Zstd)),
+            _ => Err(wrong("zlib or zstd")),
+        },
+        "preallocation" => match value {
+            "off" => Ok(Setting::Preallocation(Preallocation::Off)),
+            "metadata" => Ok(Setting::Preallocation(Preallocation::Metadata)),
+            _ => Err(wrong("off or metadata")),
+        },
+        "backing_file" if is_address(value) => Err(format!(
+            "the backing file '{value}' is no file but a server's address; if it is a file, \
+             write './{value}'"
+        )),
+        "backing_file" if (1..=1023).contains(&value.len()) => {
+            Ok(Setting::BackingFile(value.to_owned()))
+        }
+        "backing_file" => Err("backing_file needs a name of 1 to 1023 bytes".to_owned()),
+        "backing_fmt" => match value.parse::<ImageFormat>() {
+            Ok(_) => Ok(Setting::BackingFormat(value.to_owned())),
+            Err(_) => Err(wrong("raw or qcow2")),
+        },
+        _ => Err(format!("there is no option '{name}'; the options are {NAMES}")),
+    }
+}
+
+/// Whether programs that open the image will take a name for something else than a path.
+fn is_address(name: &str) -> bool {
+    name.find([':', '/']).is_some_and(|at| name[at..].starts_with(':'))
+}
+
+/// What `settings` make of an image of `size` bytes. Of several for one option the last counts.
+///
+/// # Errors
+/// A backing file without its format, or a format without a file.
+pub fn qcow2(size: u64, settings: Vec<Setting>) -> Result<CreateOptions, String> {
+    let mut options = CreateOptions::new(size);
+    let (mut backing_file, mut backing_format) = (None, None);
+    for setting in settings {
+        match setting {
+            Setting::ClusterSize(size) => options.cluster_size = size,
+            Setting::Compat(version) => options.version = version,
+            Setting::RefcountBits(bits) => options.refcount_bits = bits,
+            Setting::LazyRefcounts(switch) => options.lazy_refcounts = switch,
+            Setting::ExtendedL2(switch) => options.extended_l2 = switch,
+            Setting::CompressionType(compression) => options.compression = compression,
+            Setting::Preallocation(preallocation) => options.preallocation = preallocation,
+            Setting::BackingFile(name) => backing_file = Some(name),
+            Setting::BackingFormat(format) => backing_format = Some(format),
+        }
+    }
+    options.backing = match (backing_file, backing_format) {
+        (Some(name), Some(format)) => Some(Backing { name: name.into(), format: Some(format) }),
+        (Some(name), None) => {
+            return Err(format!(
+                "the format of the backing file '{name}' is not guessed; add backing_fmt=raw or \
+                 backing_fmt=qcow2"
+            ));
+        }
+        (None, Some(_)) => return Err("backing_fmt without backing_file".to_owned()),
+        (None, None) => None,
+    };
+    Ok(options)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn commas_in_names_are_doubled() {
+        let settings = parse("backing_file=a,,b,,,backing_fmt=raw").unwrap();
+        let expected = [Setting::BackingFile("a,b,".into()), Setting::BackingFormat("raw".into())];
+        assert_eq!(settings.0, expected);
+    }
+
+    #[test]
+    fn the_last_of_several_counts() {
+        let settings = parse("cluster_size=4K,compat=0.10,cluster_size=2M").unwrap();
+        let options = qcow2(512, settings.0).unwrap();
+        assert_eq!((options.cluster_size, options.version), (2 << 20, Version::V2));
+    }
+
+    #[test]
+    fn what_is_not_known_is_refused_with_what_is() {
+        for (text, known) in [
+            ("clustersize=4K", "cluster_size"),
+            ("", "cluster_size"),
+            ("compat", "refcount_bits"),
+            ("cluster_size=3K", "2M"),
+            ("cluster_size=256", "512"),
+            ("compat=2", "0.10"),
+            ("refcount_bits=3", "64"),
+            ("lazy_refcounts=yes", "on or off"),
+            ("preallocation=full", "metadata"),
+            ("backing_fmt=vmdk", "qcow2"),
+            ("backing_file=", "1023"),
+            ("backing_file=nbd://host/disk", "./nbd"),
+        ] {
+            let error = parse(text).unwrap_err();
+            assert!(error.contains(known), "{text}: {error}");
+        }
+    }
+
+    #[test]
+    fn a_backing_file_needs_its_format() {
+        for text in ["backing_file=base", "backing_fmt=raw"] {
+            let error = qcow2(512, parse(text).unwrap().0).unwrap_err();
+            assert!(error.contains("backing_fmt"), "{error}");
+        }
+    }
+}

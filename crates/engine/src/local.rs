@@ -1,0 +1,172 @@
+//! The loop of the current thread: its tasks, timers and operations in one place.
+
+use std::cell::RefCell;
+use std::rc::Rc;
+use std::sync::Arc;
+use std::task::{Poll, Waker};
+
+use crate::driver::{Completion, Driver, Rest};
+use crate::engine::EngineReport;
+use crate::line::Ticket;
+use crate::operation::{Operation, OperationTable, Token};
+use crate::remote::{Note, Ready, Remote};
+use crate::task::Tasks;
+use crate::timer::Timers;
+
+thread_local! {
+    static CURRENT: RefCell<Option<Rc<Local>>> = const { RefCell::new(None) };
+}
+
+/// Everything of a loop that its own thread uses.
+pub(crate) struct Local {
+    pub(crate) remote: Arc<Remote>,
+    pub(crate) tasks: Tasks,
+    pub(crate) timers: Timers,
+    pub(crate) report: EngineReport,
+    driver: RefCell<Box<dyn Driver>>,
+    operations: RefCell<OperationTable>,
+}
+
+/// Runs `f` with the current thread's loop. `f` must not call anybody who might run a loop.
+///
+/// # Panics
+/// Outside of an event loop.
+pub(crate) fn current<R>(f: impl FnOnce(&Rc<Local>) -> R) -> R {
+    try_current(f).expect("this needs an event loop: call it inside of EventLoop::block_on")
+}
+
+/// As [`current`], with `None` where there is no loop.
+pub(crate) fn try_current<R>(f: impl FnOnce(&Rc<Local>) -> R) -> Option<R> {
+    CURRENT.try_with(|current| current.borrow().as_ref().map(f)).ok().flatten()
+}
+
+impl Local {
+    pub(crate) fn new(remote: Arc<Remote>, driver: Box<dyn Driver>, report: EngineReport) -> Self {
+        Self {
+            tasks: Tasks::new(&remote),
+            remote,
+            timers: Timers::default(),
+            report,
+            driver: RefCell::new(driver),
+            operations: RefCell::new(OperationTable::new()),
+        }
+    }
+
+    /// The operations that the kernel has.
+    pub(crate) fn running(&self) -> Vec<Token> {
+        self.operations.borrow().running().collect()
+    }
+
+    /// Does the operation on the spot, where that needs no waiting.
+    pub(crate) fn attempt(&self, operation: &Operation) -> Option<i32> {
+        self.driver.borrow_mut().attempt(operation)
+    }
+
+    /// Takes the operation out of `operation` and starts it. When all places are taken, the waker is
+    /// called when one is free for the ticket.
+    pub(crate) fn start(
+        &self,
+        operation: &mut Option<Operation>,
+        ticket: Option<Ticket>,
+        waiter: &Waker,
+    ) -> Result<Token, Ticket> {
+        let mut operations = self.operations.borrow_mut();
+        let token = operations.insert(operation, ticket, waiter)?;
+        self.driver.borrow_mut().start(token, operations.operation(token));
+        Ok(token)
+    }
+
+    /// Gives up waiting for a place.
+    pub(crate) fn leave_line(&self, ticket: Ticket) {
+        let next = self.operations.borrow_mut().leave_line(ticket);
+        next.into_iter().for_each(Waker::wake);
+    }
+
+    pub(crate) fn poll_result(&self, token: Token, waiter: &Waker) -> Poll<(i32, Operation)> {
+        let result = self.operations.borrow_mut().result(token, waiter);
+        match result {
+            Some(result) => Poll::Ready((result, self.release(token))),
+            None => Poll::Pending,
+        }
+    }
+
+    /// Leaves an operation to itself; one that may wait without bound is asked to stop.
+    pub(crate) fn abandon(&self, token: Token) {
+        let result = self.operations.borrow_mut().abandon(token);
+        match result {
+            Some(result) => self.release(token).bury(result),
+            None => self.cancel(token),
+        }
+    }
+
+    /// Asks a running operation to stop if it may wait without bound.
+    pub(crate) fn cancel(&self, token: Token) {
+        let operations = self.operations.borrow();
+        let operation = operations.operation(token);
+        if operation.is_on_socket() {
+            self.driver.borrow_mut().cancel(token, operation);
+        }
+    }
+
+    fn complete(&self, token: Token, result: i32) {
+        let waiter = self.operations.borrow_mut().complete(token, result);
+        match waiter {
+            Some(waiter) => waiter.wake(),
+            None => self.release(token).bury(result),
+        }
+    }
+
+    fn release(&self, token: Token) -> Operation {
+        let (operation, next) = self.operations.borrow_mut().release(token);
+        next.into_iter().for_each(Waker::wake);
+        operation
+    }
+
+    /// One turn: sleep as allowed, then pass on everything that happened meanwhile.
+    pub(crate) fn turn(&self, done: &mut Vec<Completion>, notes: &mut Vec<Note>) {
+        let asleep = self.tasks.ready.is_empty() && self.remote.mailbox.fall_asleep();
+        let rest = match self.timers.next() {
+            _ if !asleep => Rest::Never,
+            None => Rest::UntilEvent,
+            Some(due) => Rest::UntilEventOr(due),
+        };
+        self.driver.borrow_mut().turn(rest, &self.operations.borrow(), done);
+        if asleep {
+            self.remote.mailbox.wake_up();
+        }
+        for Completion { token, result } in done.drain(..) {
+            self.complete(token, result);
+        }
+        self.remote.mailbox.take(notes);
+        for note in notes.drain(..) {
+            match note {
+                Note::Ready(header) => self.tasks.ready.push(header),
+                Note::Call(call) => call(),
+                Note::Completed(token, result) => self.complete(token, result),
+            }
+        }
+        self.timers.fire();
+    }
+}
+
+/// Makes a loop the current one of its thread, in place of the one that was it before.
+pub(crate) struct Entered(Option<Rc<Local>>);
+
+impl Entered {
+    pub(crate) fn new(local: &Rc<Local>) -> Self {
+        Self(enter(Some(Rc::clone(local))))
+    }
+}
+
+impl Drop for Entered {
+    fn drop(&mut self) {
+        let local = enter(self.0.take());
+        drop(local);
+    }
+}
+
+/// Changes the current loop of the thread; gives the former one.
+fn enter(local: Option<Rc<Local>>) -> Option<Rc<Local>> {
+    Ready::set_for_this_thread(local.as_ref().map(|local| &local.tasks.ready));
+    CURRENT.replace(local)
+}

@@ -1,0 +1,46 @@
+//! Waiting for time to pass.
+
+use std::future::Future;
+use std::pin::Pin;
+use std::task::{Context, Poll};
+use std::time::{Duration, Instant};
+
+use crate::local;
+use crate::timer::Key;
+
+/// Completes after a while. See [`sleep`].
+pub struct Sleep {
+    due: Instant,
+    key: Option<Key>,
+}
+
+/// No sleep is longer: about thirty years.
+const LONGEST: Duration = Duration::from_secs(1 << 30);
+
+/// Waits for `duration`, or a little longer: engines without io_uring count in milliseconds. More
+/// than thirty years are thirty years.
+pub fn sleep(duration: Duration) -> Sleep {
+    Sleep { due: Instant::now() + duration.min(LONGEST), key: None }
+}
+
+impl Future for Sleep {
+    type Output = ();
+
+    fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<()> {
+        let this = self.get_mut();
+        if this.due <= Instant::now() {
+            return Poll::Ready(());
+        }
+        local::current(|local| local.timers.set(this.due, &mut this.key, cx.waker()));
+        Poll::Pending
+    }
+}
+
+impl Drop for Sleep {
+    fn drop(&mut self) {
+        if let Some(key) = self.key {
+            // Without a loop there is no queue to clean.
+            local::try_current(|local| local.timers.remove(key));
+        }
+    }
+}

@@ -1,0 +1,252 @@
+//! The state of a simulated disk, and what each operation does to it when it ends.
+
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+use blockhouse_core::{Durability, Fua, IoVector, Sync, WriteCache, errno};
+use fastrand::Rng;
+
+use crate::clock::Signal;
+use crate::faults::FaultPlan;
+use crate::media::{Media, Snapshot, Underway};
+use crate::{Config, Operation, OperationKind, Support};
+
+pub(crate) struct State {
+    pub(crate) media: Media,
+    pub(crate) faults: FaultPlan,
+    /// What the disk can do now: less than at first where it has refused.
+    pub(crate) config: Config,
+    pub(crate) log: Vec<Operation>,
+    pub(crate) started: u64,
+    pub(crate) ended: u64,
+    /// The error of a durable operation whose future was dropped; the next flush answers it.
+    pub(crate) lost_errno: Option<i32>,
+    random: Rng,
+    in_flight: BTreeMap<u64, InFlight>,
+    waiting_for_abandoned: Vec<Signal<()>>,
+}
+
+/// A started operation. It belongs to the disk until it ends, whoever waits.
+struct InFlight {
+    operation: Operation,
+    vector: Option<IoVector>,
+    /// What it writes, or what it has read already.
+    bytes: Option<Vec<u8>>,
+    snapshot: Option<Snapshot>,
+    errno: Option<i32>,
+    abandoned: bool,
+    outcome: Signal<Option<i32>>,
+}
+
+/// What is left to do when an operation has ended, outside of any lock.
+pub(crate) struct Ended {
+    vector: Option<IoVector>,
+    outcome: Signal<Option<i32>>,
+    errno: Option<i32>,
+    released: Vec<Signal<()>>,
+}
+
+impl State {
+    pub(crate) fn new(config: Config, content: Vec<u8>, random: Rng) -> Self {
+        Self {
+            media: Media::new(content),
+            faults: FaultPlan::default(),
+            config,
+            log: Vec::new(),
+            started: 0,
+            ended: 0,
+            lost_errno: None,
+            random,
+            in_flight: BTreeMap::new(),
+            waiting_for_abandoned: Vec::new(),
+        }
+    }
+
+    /// Starts an operation: the answer is its number, its outcome to come, and how long it takes.
+    pub(crate) fn start(
+        &mut self,
+        operation: Operation,
+        vector: Option<IoVector>,
+    ) -> (u64, Signal<Option<i32>>, Duration) {
+        let id = self.started;
+        self.started += 1;
+        self.log.push(operation);
+        let refusal = self.refusal(operation.kind());
+        let outcome = Signal::new();
+        let in_flight = InFlight {
+            operation,
+            bytes: self.bytes_of(operation, vector.as_ref()),
+            vector,
+            snapshot: matches!(operation, Operation::Flush(_)).then(|| self.media.snapshot()),
+            errno: self.faults.decide(operation.kind(), &mut self.random).or(refusal),
+            abandoned: false,
+            outcome: outcome.clone(),
+        };
+        self.in_flight.insert(id, in_flight);
+        (id, outcome, self.latency(operation.kind()))
+    }
+
+    fn latency(&mut self, kind: OperationKind) -> Duration {
+        let (latency, random) = (&self.config.latency, &mut self.random);
+        match kind {
+            OperationKind::Flush => latency.of_flush(random),
+            OperationKind::DurableWrite => latency.of_data(random) + latency.of_flush(random),
+            _ => latency.of_data(random),
+        }
+    }
+
+    /// Ends an operation: what it does happens now.
+    pub(crate) fn end(&mut self, id: u64) -> Ended {
+        let mut done = self.in_flight.remove(&id).expect("an operation ends once");
+        self.ended += 1;
+        match done.errno {
+            None => self.succeed(id, &mut done),
+            // Refused: nothing changes.
+            Some(errno::EOPNOTSUPP) => {}
+            Some(_) => self.fail(id, &done),
+        }
+        let mut released = Vec::new();
+        if done.abandoned {
+            self.lost_errno = self.lost_errno.or(done.errno);
+            released = std::mem::take(&mut self.waiting_for_abandoned);
+        }
+        Ended { vector: done.vector, outcome: done.outcome, errno: done.errno, released }
+    }
+
+    /// The future of an operation is dropped, perhaps before the operation has ended.
+    pub(crate) fn drop_future(&mut self, id: u64) {
+        if let Some(operation) = self.in_flight.get_mut(&id) {
+            operation.abandoned = operation.operation.is_durable();
+        }
+    }
+
+    /// Something to wait for while a durable operation without a future is in flight.
+    pub(crate) fn wait_for_abandoned(&mut self) -> Option<Signal<()>> {
+        self.in_flight.values().any(|operation| operation.abandoned).then(|| {
+            let signal = Signal::new();
+            self.waiting_for_abandoned.push(signal.clone());
+            signal
+        })
+    }
+
+    pub(crate) fn crash(&self, random: &mut Rng) -> Vec<u8> {
+        let underway: Vec<_> = self.in_flight.iter().filter_map(InFlight::underway).collect();
+        self.media.crash(&underway, random)
+    }
+
+    /// What the operation stores, as far as that is decided when it starts; for reads that see the
+    /// content of the start rather than that of the end, what they see.
+    fn bytes_of(&mut self, operation: Operation, vector: Option<&IoVector>) -> Option<Vec<u8>> {
+        let length = operation.range()?.length() as usize;
+        match (operation, vector) {
+            (Operation::Write(..), Some(vector)) => {
+                let mut bytes = vec![0; length];
+                vector.copy_to(&mut bytes);
+                Some(bytes)
+            }
+            (Operation::Read(range), _) => self.random.bool().then(|| {
+                let mut bytes = vec![0; length];
+                self.media.read(range.offset(), &mut bytes);
+                bytes
+            }),
+            (Operation::WriteZeroes(..), _) => Some(vec![0; length]),
+            (Operation::Discard(_), _) => match self.random.u8(..3) {
+                0 => None,
+                1 => Some(vec![0; length]),
+                _ => Some((0..length).map(|_| self.random.u8(..)).collect()),
+            },
+            _ => None,
+        }
+    }
+
+    /// The errno of an operation that the disk does not have, found out by using it.
+    fn refusal(&mut self, kind: OperationKind) -> Option<i32> {
+        let support = match kind {
+            OperationKind::WriteZeroes => &mut self.config.write_zeroes,
+            OperationKind::Discard => &mut self.config.discard,
+            _ => return None,
+        };
+        if *support == Support::RefusesOnUse {
+            *support = Support::No;
+            return Some(errno::EOPNOTSUPP);
+        }
+        (*support == Support::No).then_some(errno::EOPNOTSUPP)
+    }
+
+    fn succeed(&mut self, id: u64, done: &mut InFlight) {
+        match done.operation {
+            Operation::Read(range) => {
+                let bytes = done.bytes.take().unwrap_or_else(|| {
+                    let mut bytes = vec![0; range.length() as usize];
+                    self.media.read(range.offset(), &mut bytes);
+                    bytes
+                });
+                done.vector.as_mut().expect("a read has memory").copy_from(&bytes);
+            }
+            Operation::Write(range, durability) => {
+                let bytes = done.bytes.as_ref().expect("a write has bytes");
+                self.media.write(id, range.offset(), bytes);
+                let is_durable = durability != Durability::None && self.config.fua == Fua::Native;
+                if is_durable || self.config.write_cache == WriteCache::None {
+                    self.media.make_stable(range);
+                }
+            }
+            Operation::WriteZeroes(range, _) | Operation::Discard(range) => {
+                if let Some(bytes) = &done.bytes {
+                    self.media.write(id, range.offset(), bytes);
+                }
+            }
+            Operation::Flush(sync) => {
+                let snapshot = done.snapshot.as_ref().expect("a flush has a snapshot");
+                if self.config.fua != Fua::None {
+                    self.media.settle(snapshot, sync == Sync::Full);
+                }
+            }
+            Operation::Resize(size) => self.media.set_size(size),
+            Operation::Status(_) | Operation::Prefetch(_) => {}
+        }
+    }
+
+    /// Leaves what a failed operation leaves. For want of room nothing was begun; otherwise writes
+    /// may have got anywhere, and a sync may have lost what it covered.
+    fn fail(&mut self, id: u64, done: &InFlight) {
+        if done.errno == Some(errno::ENOSPC) && done.operation.kind() != OperationKind::Flush {
+            return;
+        }
+        if let (Some(range), Some(bytes)) = (done.operation.range(), &done.bytes)
+            && !matches!(done.operation, Operation::Read(_))
+        {
+            self.media.write_torn(id, range.offset(), bytes, &mut self.random);
+            if done.operation.is_durable() {
+                self.media.lose_range(range, &mut self.random);
+            } else if done.operation.kind() == OperationKind::Write
+                && self.config.write_cache == WriteCache::None
+            {
+                self.media.make_stable(range);
+            }
+        }
+        if let Some(snapshot) = &done.snapshot {
+            self.media.lose(snapshot, &mut self.random);
+        }
+    }
+}
+
+impl Ended {
+    /// Gives the memory back and tells everybody.
+    pub(crate) fn announce(self) {
+        // What the vector guards is released before anybody hears of the end.
+        drop(self.vector);
+        self.outcome.set(self.errno);
+        self.released.iter().for_each(|signal| signal.set(()));
+    }
+}
+
+impl InFlight {
+    fn underway<'a>((&id, operation): (&u64, &'a Self)) -> Option<Underway<'a>> {
+        if matches!(operation.operation, Operation::Read(_)) || operation.errno.is_some() {
+            return None;
+        }
+        let offset = operation.operation.range()?.offset();
+        Some(Underway { write: id, offset, bytes: operation.bytes.as_ref()? })
+    }
+}
