@@ -6,7 +6,7 @@ use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use blockhouse_tests::{Outcome, Scratch, blockhouse, need, require, run, tool};
+use blockhouse_tests::{LoopDevice, Outcome, Scratch, blockhouse, need, require, run, tool};
 use serde_json::Value;
 
 fn command(words: &[&str]) -> Outcome {
@@ -369,4 +369,18 @@ fn chains_are_not_mapped() {
     let options = "backing_file=base.raw,backing_fmt=raw";
     command(&["create", "-o", options, str(&image), "1M"]).success();
     command(&["map", "--json", str(&image)]).failure("base.raw");
+}
+
+#[test]
+fn info_of_clusters_smaller_than_the_hosts_blocks() {
+    let scratch = Scratch::new();
+    let image = scratch.path("disk.qcow2");
+    command(&["create", "-o", "cluster_size=512", str(&image), "1M"]).success();
+    // A device is as long as its file, in whole sectors.
+    let file = File::options().write(true).open(&image).expect("the image opens");
+    file.set_len(1 << 20).expect("the image gets longer");
+    let image = scratch.image_of("copy.qcow2", &std::fs::read(&image).expect("the image"));
+    let device = require!(LoopDevice::over(&image, &["--sector-size", "4096"]));
+    let info = ["info", "--json", "-f", "qcow2", str(device.path())];
+    assert_eq!(json(&command(&info).success())["cluster-size"], 512);
 }

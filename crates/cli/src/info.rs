@@ -5,7 +5,7 @@ use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result};
-use blockhouse_core::{Capabilities, Offload, WriteCache};
+use blockhouse_core::{Capabilities, ErrorKind, Offload, WriteCache};
 use blockhouse_disk::{
     Access, Backing, CacheMode, Discard, ImageFormat, ImageOptions, Locking, open_alone,
 };
@@ -52,7 +52,15 @@ pub fn run(arguments: Arguments) -> Result<()> {
         locking: Locking::None,
     };
     let mut event_loop = EventLoop::new(EngineChoice::Auto)?;
-    let disk = event_loop.block_on(open_alone(&image, options))?;
+    let disk = event_loop.block_on(async {
+        match open_alone(&image, options).await {
+            // Clusters smaller than the host's blocks are served through the page cache only.
+            Err(error) if error.kind() == ErrorKind::Unsupported => {
+                open_alone(&image, ImageOptions { cache: CacheMode::Writeback, ..options }).await
+            }
+            opened => opened,
+        }
+    })?;
     let metadata = std::fs::metadata(&image)
         .with_context(|| format!("{}: cannot examine", image.display()))?;
     let qcow2 = match disk.format_name() {

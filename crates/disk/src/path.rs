@@ -27,7 +27,8 @@ const TOGETHER: usize = 16;
 impl<S: Storage> Disk<S> {
     /// Fills `into` with the bytes of `range`.
     pub(crate) async fn read(&self, range: ByteRange, into: IoVector) -> Result<()> {
-        let _places = self.format.hold();
+        // What is read keeps its place until it is read.
+        let _hold = self.format.hold();
         let first = self.format.map(range, Intent::Read).await?;
         if first.guest == range {
             return self.read_extent(&first, into).await;
