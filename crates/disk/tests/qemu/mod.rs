@@ -10,6 +10,7 @@ use blockhouse_core::{Buffer, Request};
 use blockhouse_disk::{Access, CacheMode, Discard, ImageOptions, Locking};
 use blockhouse_engine::{EngineChoice, EventLoop};
 use blockhouse_sim::Rng;
+use parking_lot::{Mutex, MutexGuard};
 
 /// Leaves a test, saying why, where QEMU's tools are missing.
 #[macro_export]
@@ -22,12 +23,16 @@ macro_rules! require_qemu {
     };
 }
 
+/// A program that one test starts has, until it runs, the descriptors of all tests, and with them
+/// their image locks. So only one test has images at a time.
+static ALONE: Mutex<()> = Mutex::new(());
+
 /// A folder on a disk, gone with the test.
-pub struct Folder(tempfile::TempDir);
+pub struct Folder(tempfile::TempDir, MutexGuard<'static, ()>);
 
 impl Folder {
     pub fn new() -> Self {
-        Self(tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap())
+        Self(tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap(), ALONE.lock())
     }
 
     pub fn path(&self, name: &str) -> PathBuf {
