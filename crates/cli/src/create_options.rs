@@ -1,6 +1,6 @@
 //! The options of new qcow2 images (`create -o NAME=VALUE,...`), with the names of `qemu-img`.
 
-use blockhouse_disk::{Backing, ImageFormat};
+use blockhouse_disk::{Backing, ImageFormat, is_address};
 use blockhouse_format::qcow2::{Compression, CreateOptions, Preallocation, Switch, Version};
 
 use crate::size;
@@ -96,7 +96,7 @@ fn parse_one(text: &str) -> Result<Setting, String> {
             "metadata" => Ok(Setting::Preallocation(Preallocation::Metadata)),
             _ => Err(wrong("off or metadata")),
         },
-        "backing_file" if is_address(value) => Err(format!(
+        "backing_file" if is_address(value.as_bytes()) => Err(format!(
             "the backing file '{value}' is no file but a server's address; if it is a file, \
              write './{value}'"
         )),
@@ -110,11 +110,6 @@ fn parse_one(text: &str) -> Result<Setting, String> {
         },
         _ => Err(format!("there is no option '{name}'; the options are {NAMES}")),
     }
-}
-
-/// Whether programs that open the image will take a name for something else than a path.
-fn is_address(name: &str) -> bool {
-    name.find([':', '/']).is_some_and(|at| name[at..].starts_with(':'))
 }
 
 /// What `settings` make of an image of `size` bytes. Of several for one option the last counts.

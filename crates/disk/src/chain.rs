@@ -173,8 +173,9 @@ impl std::fmt::Display for Chain {
     }
 }
 
-/// Whether QEMU takes a name for something else than a path: "nbd://...", "json:{...}".
-fn is_address(name: &[u8]) -> bool {
+/// Whether QEMU takes the name of a backing file for something else than a path: "nbd://...",
+/// "json:{...}". Such a name is never opened here.
+pub fn is_address(name: &[u8]) -> bool {
     name.iter().find(|byte| matches!(byte, b':' | b'/')) == Some(&b':')
 }
 
