@@ -5,7 +5,9 @@
 //! A format relies on its caller for order: two writes of the same guest bytes may be in flight
 //! together only where they need no space of their own.
 
-use blockhouse_core::{ByteRange, Durability, Extent, Result, Storage, Sync, Unmap};
+use blockhouse_core::{
+    ByteRange, Durability, Error, ErrorKind, Extent, Result, Storage, Sync, Unmap,
+};
 
 use crate::qcow2::Hold;
 use crate::{Qcow2, Raw};
@@ -102,6 +104,27 @@ impl<S: Storage> Format<S> {
         match self {
             Self::Raw(raw) => Ok(raw.map(range, intent)),
             Self::Qcow2(qcow2) => qcow2.map(range, intent).await,
+        }
+    }
+
+    /// A place for the compressed form of one guest cluster, `length` bytes: an extent that is `NEW`
+    /// and `Compressed`, whose length may be more than was asked for (the rest is padding of any
+    /// content). It starts and ends as the storage's alignment demands.
+    ///
+    /// `guest` is the whole cluster, or ends with the disk; `length`, rounded up to the storage's
+    /// alignment, is less than a cluster. Handed back by exactly one of [`commit`](Self::commit) and
+    /// [`abort`](Self::abort), as those of [`map`](Self::map).
+    ///
+    /// # Errors
+    /// `Unsupported` where the format has no compressed clusters; or what [`map`](Self::map) answers
+    /// a write.
+    pub async fn map_compressed(&self, guest: ByteRange, length: u64) -> Result<Extent> {
+        match self {
+            Self::Raw(raw) => {
+                let what = "raw images have no compressed clusters";
+                Err(Error::new(ErrorKind::Unsupported, what).on(raw.storage().name()))
+            }
+            Self::Qcow2(qcow2) => qcow2.map_compressed(guest, length).await,
         }
     }
 

@@ -145,7 +145,7 @@ impl State {
     }
 
     /// Changes the refcount of a cluster that has a refcount block.
-    fn set_refcount(&mut self, cluster: u64, value: u64) -> Step<()> {
+    pub(crate) fn set_refcount(&mut self, cluster: u64, value: u64) -> Step<()> {
         let order = self.geometry.refcount_order;
         let Some((id, index)) = self.refcount_slice(cluster)? else {
             let what = "a cluster in use has no refcount block";
@@ -166,6 +166,7 @@ impl State {
         self.set_refcount(cluster, count - 1)?;
         if count == 1 {
             self.metadata.remove(&cluster);
+            self.close_packed(cluster);
             self.space.give_back(cluster);
         }
         Ok(())

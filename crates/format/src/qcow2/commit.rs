@@ -56,6 +56,7 @@ impl State {
                 let units = self.written_units(old, cluster, whole);
                 Entry::Standard { place: Some(place), units }
             }
+            Change::Pack(place) => Entry::Compressed(place),
             Change::Zero { keep } => match old {
                 Entry::Standard { place: Some(place), .. } if keep && place.is_sole() => {
                     Entry::Standard { place: Some(place), units: Units::ZERO }
@@ -67,7 +68,10 @@ impl State {
             }
             Change::Discard => Entry::UNALLOCATED,
         };
-        let punch = if matches!(change, Change::Write { .. }) { Punch::No } else { Punch::Yes };
+        let punch = match change {
+            Change::Write { .. } | Change::Pack(_) => Punch::No,
+            Change::Zero { .. } | Change::Discard => Punch::Yes,
+        };
         self.retire_entry(old, new, punch);
         let bytes = self.cache.change(slice.offset, index, stability);
         new.write(bytes, index, geometry);
@@ -121,11 +125,15 @@ impl State {
         }
         let first = geometry.cluster_of(extent.whole.offset());
         let Some(prepared) = self.pending.end(first) else { return };
-        if let Change::Write { host, taken: true } = prepared.change
-            && why == Abort::Ended
-        {
-            let host = geometry.cluster_of(host);
-            self.give_up(host..host + clusters_in(&prepared.clusters));
+        match prepared.change {
+            // What may still be written to is never counted down.
+            _ if why == Abort::InFlight => {}
+            Change::Write { host, taken: true } => {
+                let host = geometry.cluster_of(host);
+                self.give_up(host..host + clusters_in(&prepared.clusters));
+            }
+            Change::Pack(place) => self.give_up(place.host_clusters(geometry)),
+            Change::Write { taken: false, .. } | Change::Zero { .. } | Change::Discard => {}
         }
     }
 

@@ -149,6 +149,11 @@ impl CompressedPlace {
         62 - (geometry.cluster_bits - 8)
     }
 
+    /// Whether an entry can say that data starts at `offset`.
+    pub(crate) fn is_reachable(offset: u64, geometry: Geometry) -> bool {
+        offset >> Self::offset_bits(geometry) == 0
+    }
+
     fn of(word: u64, geometry: Geometry) -> Self {
         let offset_bits = Self::offset_bits(geometry);
         let offset = word & ((1 << offset_bits) - 1);

@@ -16,6 +16,7 @@ mod geometry;
 mod header;
 mod in_flight;
 mod map;
+mod packed;
 mod pending;
 mod prepare;
 mod rebuild;
@@ -152,6 +153,7 @@ impl<S: Storage> Qcow2<S> {
             refcount_table_changed: BTreeSet::new(),
             retired: Vec::new(),
             released: VecDeque::new(),
+            open_end: None,
             metadata: HashSet::new(),
             version: 0,
             durable_version: 0,
@@ -237,13 +239,17 @@ impl<S: Storage> Qcow2<S> {
             Intent::Zero(unmap) => state.map_zero(range, unmap),
             Intent::Discard => state.map_discard(range),
         });
-        match mapped.await {
-            Err(error) if error.kind() == ErrorKind::Corrupt => {
-                self.found_corrupt(&error).await;
-                Err(error)
-            }
-            outcome => outcome,
+        self.judged(mapped.await).await
+    }
+
+    /// The outcome of preparing a change, after marking an image that turned out to be damaged.
+    async fn judged(&self, prepared: Result<Extent>) -> Result<Extent> {
+        if let Err(error) = &prepared
+            && error.kind() == ErrorKind::Corrupt
+        {
+            self.found_corrupt(error).await;
         }
+        prepared
     }
 
     /// As [`Format::hold`](crate::Format::hold).

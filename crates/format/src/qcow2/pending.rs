@@ -12,11 +12,15 @@ use std::sync::Arc;
 
 use event_listener::{Event, EventListener};
 
+use super::entry::CompressedPlace;
+
 /// What becomes of the clusters on commit.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Change {
     /// They have their data in host clusters from here on; `taken` if these are new.
     Write { host: u64, taken: bool },
+    /// It has its compressed data at this place from here on.
+    Pack(CompressedPlace),
     /// They read as zeros; with their places or without.
     Zero { keep: bool },
     /// They have no place any more, and read as zeros if that can be said.

@@ -62,6 +62,8 @@ pub(crate) struct State {
     pub(crate) retired: Vec<Retired>,
     /// What left the tables durably: to be counted down.
     pub(crate) released: VecDeque<Retired>,
+    /// Where compressed data goes next: behind the last one. Its cluster is in use.
+    pub(crate) open_end: Option<u64>,
     /// Clusters of the active tables, for not giving them to anybody by mistake.
     pub(crate) metadata: HashSet<u64>,
     /// Counts changes that a flush makes durable; and those that are.
