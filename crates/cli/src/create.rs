@@ -59,11 +59,15 @@ pub fn run(arguments: Arguments) -> Result<()> {
 }
 
 /// Ends the program as for any other wrong usage.
-fn wrong_usage(why: &str) -> ! {
+pub fn wrong_usage(why: &str) -> ! {
     clap::Command::new("blockhouse").error(ErrorKind::ValueValidation, why).exit()
 }
 
-async fn create_qcow2(image: &Path, options: &qcow2::CreateOptions) -> Result<()> {
+/// Makes a new qcow2 image.
+///
+/// # Errors
+/// One that names the file; no file is left then.
+pub async fn create_qcow2(image: &Path, options: &qcow2::CreateOptions) -> Result<()> {
     if let Some(backing) = &options.backing {
         check_backing(image, backing).await?;
     }

@@ -5,8 +5,11 @@
 #![forbid(unsafe_code)]
 
 mod check;
+mod compare;
+mod convert;
 mod create;
 mod create_options;
+mod crew;
 mod image_file;
 mod info;
 mod logging;
@@ -40,6 +43,10 @@ enum Command {
     Serve(serve::Arguments),
     /// Make a new image.
     Create(create::Arguments),
+    /// Copy an image into another format.
+    Convert(convert::Arguments),
+    /// Tell whether two images have the same content.
+    Compare(compare::Arguments),
     /// Look for errors in an image.
     Check(check::Arguments),
     /// Tell what an image is and how it would be served.
@@ -57,6 +64,8 @@ fn main() -> ExitCode {
     let result = match arguments.command {
         Command::Serve(serve) => serve::run(serve, arguments.verbose).map(done),
         Command::Check(check) => check::run(check),
+        Command::Compare(compare) => compare::run(&compare),
+        Command::Convert(convert) => convert::run(convert).map(done),
         Command::Create(create) => create::run(create).map(done),
         Command::Info(info) => info::run(info).map(done),
         Command::Map(map) => map::run(map).map(done),

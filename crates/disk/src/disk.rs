@@ -9,7 +9,7 @@ use blockhouse_core::{
     Alignment, ByteRange, Capabilities, Durability, Effort, Error, ErrorKind, IoVector, Offload,
     Request, Result, Storage, Sync, Unmap, WriteCache,
 };
-use blockhouse_format::qcow2::{self, Backing, Qcow2};
+use blockhouse_format::qcow2::{self, Backing, CheckReport, Qcow2};
 use blockhouse_format::{BlockStatus, Format, Raw};
 
 use crate::clusters::ClusterBuffers;
@@ -161,6 +161,19 @@ impl<S: Storage> Disk<S> {
             Format::Raw(_) => None,
             Format::Qcow2(image) => Some(image.cluster_size()),
         }
+    }
+
+    /// The bytes that space is given out in: a write of fewer takes as many. A power of two.
+    pub fn allocation_unit(&self) -> u64 {
+        match &self.format {
+            Format::Raw(_) => u64::from(self.alignment.offset),
+            Format::Qcow2(image) => image.unit_size(),
+        }
+    }
+
+    /// The least durability of each write.
+    pub(crate) fn least_durability(&self) -> Durability {
+        self.options.durability
     }
 
     /// How people call it: the path of the image, mostly.
@@ -369,13 +382,25 @@ impl<S: Storage> Disk<S> {
         (end > old).then(|| ByteRange::between(old, end))
     }
 
+    /// Looks for errors in the image, which nobody changes meanwhile and whose changes are flushed;
+    /// `None` where the format has nothing to check.
+    ///
+    /// # Errors
+    /// Only what the storage answers: what is wrong with the image is in the report.
+    pub async fn check(&self) -> Result<Option<CheckReport>> {
+        match &self.format {
+            Format::Raw(_) => Ok(None),
+            Format::Qcow2(image) => qcow2::check(image).await.map(Some),
+        }
+    }
+
     /// Makes everything durable, before the disk is dropped.
     pub async fn close(&self) -> Result<()> {
         self.format.close().await
     }
 
     /// The right to write to `range`: alone where blocks are changed in part, else with others.
-    async fn claim(&self, range: ByteRange) -> Claim<'_> {
+    pub(crate) async fn claim(&self, range: ByteRange) -> Claim<'_> {
         if self.alignment.offset == 1 {
             return Claim::Untracked;
         }
@@ -405,7 +430,7 @@ impl<S: Storage> Disk<S> {
         self.check_end(range.offset(), range.length(), ErrorKind::InvalidInput).map(|_| ())
     }
 
-    fn check_access(&self, offset: u64) -> Result<()> {
+    pub(crate) fn check_access(&self, offset: u64) -> Result<()> {
         match self.options.access {
             Access::ReadWrite => Ok(()),
             Access::ReadOnly => {
@@ -416,7 +441,7 @@ impl<S: Storage> Disk<S> {
     }
 
     /// The range, if all of it is on the disk; otherwise an error of this kind.
-    fn check_end(&self, offset: u64, length: u64, kind: ErrorKind) -> Result<ByteRange> {
+    pub(crate) fn check_end(&self, offset: u64, length: u64, kind: ErrorKind) -> Result<ByteRange> {
         let size = self.size();
         match ByteRange::new(offset, length) {
             Some(range) if range.end() <= size => Ok(range),

@@ -11,6 +11,7 @@ use blockhouse_core::{Durability, Error, ErrorKind, Result, Storage, Sync};
 use blockhouse_engine::{HostFile, PageCache};
 use blockhouse_format::{probe, qcow2};
 
+use crate::publish::sync_folder;
 use crate::{Access, Discard, Disk, FlushPolicy, Options};
 
 /// The image formats that can be opened.
@@ -159,14 +160,6 @@ pub async fn create(path: &Path, size: u64, format: ImageFormat) -> Result<()> {
         // The error that counts is the first one.
         let _ = std::fs::remove_file(path);
     })
-}
-
-/// Makes the new name durable.
-fn sync_folder(path: &Path) -> Result<()> {
-    let folder = path.parent().filter(|parent| !parent.as_os_str().is_empty());
-    let folder = folder.unwrap_or(Path::new("."));
-    let synced = std::fs::File::open(folder).and_then(|folder| folder.sync_all());
-    synced.map_err(|error| Error::host("cannot sync", error).on(&folder.display().to_string()))
 }
 
 /// Refuses a file that would be qcow2 by its name only.

@@ -170,7 +170,9 @@ fn take(vector: &mut IoVector, extent: &Extent) -> IoVector {
 }
 
 /// Runs all parts to their end, several at a time; the first error counts.
-async fn all(parts: impl Iterator<Item = impl Future<Output = Result<()>>>) -> Result<()> {
+pub(crate) async fn all(
+    parts: impl Iterator<Item = impl Future<Output = Result<()>>>,
+) -> Result<()> {
     let both = |sum: Result<()>, one| ready(sum.and(one));
     stream::iter(parts).buffer_unordered(TOGETHER).fold(Ok(()), both).await
 }

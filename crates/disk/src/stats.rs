@@ -112,6 +112,15 @@ impl Stats {
         Counted(self)
     }
 
+    /// Counts a write in that will be compressed.
+    pub(crate) fn begin_compressed(&self, length: usize) -> Counted<'_> {
+        let shard = self.shard();
+        shard.started.add(1);
+        shard.writes.add(1);
+        shard.written_bytes.add(length as u64);
+        Counted(self)
+    }
+
     pub(crate) fn bounced(&self) {
         self.shard().bounced.add(1);
     }

@@ -211,6 +211,12 @@ impl<S: Storage> Qcow2<S> {
         self.geometry.cluster_size()
     }
 
+    /// Bytes of what is allocated to the guest at a time: a subcluster, or a cluster where there are
+    /// none.
+    pub fn unit_size(&self) -> u64 {
+        self.geometry.unit_size()
+    }
+
     /// How the image's compressed clusters are packed.
     pub fn compression(&self) -> Compression {
         self.compression

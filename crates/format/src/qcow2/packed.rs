@@ -5,7 +5,9 @@
 //! cluster at a time is open for more; it stays so while anybody's data is in it. Space inside a
 //! cluster is never given back by itself: it returns when the last user of the cluster is gone.
 
-use blockhouse_core::{ByteRange, Error, ErrorKind, Extent, ExtentFlags, ExtentState, Result, Storage};
+use blockhouse_core::{
+    ByteRange, Error, ErrorKind, Extent, ExtentFlags, ExtentState, Result, Storage,
+};
 
 use super::Qcow2;
 use super::entry::CompressedPlace;

@@ -1,0 +1,300 @@
+//! `blockhouse convert`: a copy of an image in another format.
+//!
+//! Promises: the target gets its name when it is complete and durable, never before; until then the
+//! copy is in `TARGET.part` beside it. A file that has the name already is left alone unless
+//! `--force` says otherwise, and then it is replaced at one moment, at the very end. A copy that
+//! fails stays in `TARGET.part`, and `--resume` goes on with it: what is there is compared with the
+//! source, and what differs is copied.
+
+use std::os::unix::fs::FileTypeExt;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use anyhow::{Context, Result, anyhow, bail};
+use blockhouse_core::{ByteRange, Durability, Effort, ErrorKind, Request, Unmap};
+use blockhouse_disk::{
+    Access, Before, CacheMode, CopyOptions, Copying, Discard, Disk, Existing, ImageFormat,
+    ImageOptions, Locking, Packing, create as create_file, open, open_alone, publish,
+};
+use blockhouse_engine::{EngineChoice, EventLoop, HostFile};
+
+use crate::create::{create_qcow2, wrong_usage};
+use crate::create_options::{self, Setting};
+use crate::crew::{default_threads, work_together};
+
+/// Pieces under way in all.
+const TOGETHER: usize = 16;
+
+/// Arguments of `convert`.
+#[derive(clap::Args)]
+pub struct Arguments {
+    /// The source's format; left out, the file's name decides (.qcow2, otherwise raw).
+    #[arg(long, short = 'f', value_parser = clap::builder::ValueParser::new(str::parse::<ImageFormat>))]
+    source_format: Option<ImageFormat>,
+    /// The target's format; left out, the file's name decides (.qcow2, otherwise raw).
+    #[arg(long, short = 'O', value_parser = clap::builder::ValueParser::new(str::parse::<ImageFormat>))]
+    format: Option<ImageFormat>,
+    /// Write compressed clusters (qcow2 only).
+    #[arg(long, short)]
+    compress: bool,
+    /// Options of a qcow2 target, as those of 'create' but without a backing file: the target stands
+    /// alone, whatever is behind the source.
+    #[arg(short, long = "options", value_name = "OPTION=VALUE,...", conflicts_with = "resume")]
+    #[arg(value_parser = create_options::parse)]
+    options: Vec<create_options::Settings>,
+    /// Replace a target that exists, once the copy is complete; or overwrite a block device.
+    #[arg(long)]
+    force: bool,
+    /// Go on with a copy that failed: compare what is in TARGET.part with the source and copy what
+    /// differs.
+    #[arg(long)]
+    resume: bool,
+    /// How the target is written: through the page cache (writeback) or around it (none). Either
+    /// way it is durable in the end.
+    #[arg(long, value_name = "MODE", value_parser = parse_cache)]
+    cache: Option<CacheMode>,
+    /// How the source is read: through the page cache (writeback) or around it (none).
+    #[arg(long, value_name = "MODE", value_parser = parse_cache, default_value = "writeback")]
+    source_cache: CacheMode,
+    /// The image to copy. It is only read, with all files behind it.
+    source: PathBuf,
+    /// The new image. One that exists is left alone.
+    target: PathBuf,
+}
+
+fn parse_cache(name: &str) -> Result<CacheMode, String> {
+    match name.parse()? {
+        mode @ (CacheMode::None | CacheMode::Writeback) => Ok(mode),
+        _ => Err("use none or writeback".to_owned()),
+    }
+}
+
+/// What is copied to.
+struct Target {
+    disk: Disk<HostFile>,
+    before: Before,
+    /// The file that becomes the target; `None` if the target is a device.
+    part: Option<PathBuf>,
+    /// The file that is going to be replaced, locked.
+    displaced: Option<Disk<HostFile>>,
+}
+
+/// Runs the command.
+pub fn run(arguments: Arguments) -> Result<()> {
+    let format = arguments.format.unwrap_or_else(|| ImageFormat::by_name(&arguments.target));
+    let settings = settings(&arguments, format);
+    let mut event_loop = EventLoop::new(EngineChoice::Auto)?;
+    let source = event_loop.block_on(open_source(&arguments))?;
+    let making = Making { arguments: &arguments, format, settings, size: source.size() };
+    let target = event_loop.block_on(making.target())?;
+    let Target { disk, before, part, displaced } = target;
+    let (source, disk) = (Arc::new(source), Arc::new(disk));
+    let threads = default_threads();
+    let packing = if arguments.compress { Packing::Compressed } else { Packing::Plain };
+    let together = TOGETHER.div_ceil(threads);
+    let options = CopyOptions { before, packing, together };
+    let copying = Copying::new(source, Arc::clone(&disk), options)?;
+    let copied = work_together(
+        threads,
+        || async { Ok(copying.work().await?) },
+        || (copying.progress().done, copying.progress().total),
+    );
+    // After a failure too, so that what was copied can be found again.
+    let closed = event_loop.block_on(disk.close());
+    let finish = copied.and_then(|()| Ok(closed?)).and_then(|()| match &part {
+        Some(part) => Ok(publish(part, &arguments.target, existing(&arguments))?),
+        None => Ok(()),
+    });
+    drop(displaced);
+    finish.map_err(|error| with_advice(error, part.as_deref(), &arguments.target))
+}
+
+fn existing(arguments: &Arguments) -> Existing {
+    if arguments.force { Existing::Replaced } else { Existing::Kept }
+}
+
+fn with_advice(error: anyhow::Error, part: Option<&Path>, target: &Path) -> anyhow::Error {
+    let kept = part.unwrap_or(target).display();
+    anyhow!(
+        "{error:#}; what was copied is in {kept}: run the command again with --resume, or remove it"
+    )
+}
+
+/// The options of the target, after everything that contradicts itself is refused.
+fn settings(arguments: &Arguments, format: ImageFormat) -> Vec<Setting> {
+    let settings: Vec<Setting> =
+        arguments.options.iter().flat_map(|settings| settings.0.clone()).collect();
+    if format == ImageFormat::Raw && arguments.compress {
+        wrong_usage("raw images have no compressed clusters (-c); say --format qcow2");
+    }
+    if format == ImageFormat::Raw && !settings.is_empty() {
+        wrong_usage("raw images have no options (-o); say --format qcow2");
+    }
+    let is_backing =
+        |one: &Setting| matches!(one, Setting::BackingFile(_) | Setting::BackingFormat(_));
+    if settings.iter().any(is_backing) {
+        wrong_usage("a converted image stands alone: it cannot have a backing file");
+    }
+    settings
+}
+
+async fn open_source(arguments: &Arguments) -> Result<Disk<HostFile>> {
+    let options = ImageOptions {
+        format: arguments.source_format,
+        access: Access::ReadOnly,
+        cache: arguments.source_cache,
+        discard: Discard::Unmap,
+        locking: Locking::Held,
+    };
+    Ok(open(&arguments.source, options).await?)
+}
+
+/// The making of a target.
+struct Making<'a> {
+    arguments: &'a Arguments,
+    format: ImageFormat,
+    settings: Vec<Setting>,
+    size: u64,
+}
+
+impl Making<'_> {
+    async fn target(self) -> Result<Target> {
+        let path = &self.arguments.target;
+        let found = std::fs::metadata(path).ok();
+        if found.as_ref().is_some_and(|found| found.file_type().is_block_device()) {
+            return self.device().await;
+        }
+        if found.is_some() && !self.arguments.force {
+            bail!(
+                "{}: exists and is left alone; choose another name, or replace it with --force",
+                path.display()
+            );
+        }
+        // Somebody who uses it would go on with a file that has no name any more.
+        let displaced = match found {
+            Some(_) => {
+                Some(open_alone(path, self.options(ImageFormat::Raw, CacheMode::Writeback)).await?)
+            }
+            None => None,
+        };
+        let part = part_of(path);
+        let (disk, before) = if self.arguments.resume {
+            (self.partial(&part).await?, Before::Anything)
+        } else {
+            (self.fresh(&part).await?, Before::Zeros)
+        };
+        Ok(Target { disk, before, part: Some(part), displaced })
+    }
+
+    /// An empty image.
+    async fn fresh(&self, part: &Path) -> Result<Disk<HostFile>> {
+        if std::fs::symlink_metadata(part).is_ok() {
+            bail!(
+                "{}: is what an earlier conversion left behind; go on with it (--resume), or remove \
+                 it",
+                part.display()
+            );
+        }
+        match self.format {
+            ImageFormat::Raw => create_file(part, self.size, ImageFormat::Raw).await?,
+            ImageFormat::Qcow2 => {
+                let options = create_options::qcow2(self.size, self.settings.clone());
+                let options = options.unwrap_or_else(|why| wrong_usage(&why));
+                create_qcow2(part, &options).await?;
+            }
+        }
+        self.open_target(part).await.inspect_err(|_| {
+            // Nothing is in it yet. The error that counts is the first one.
+            let _ = std::fs::remove_file(part);
+        })
+    }
+
+    /// What an earlier conversion left behind.
+    async fn partial(&self, part: &Path) -> Result<Disk<HostFile>> {
+        let advice = || format!("{}: cannot go on with it; remove it", part.display());
+        let disk = self.open_target(part).await.with_context(advice)?;
+        if disk.size() != self.size {
+            bail!(
+                "{}: is a disk of {} bytes, and the source has {}: it is no part of this copy; \
+                 remove it",
+                part.display(),
+                disk.size(),
+                self.size
+            );
+        }
+        if disk.backing_file().is_some() {
+            bail!("{}: has a backing file and is no part of this copy; remove it", part.display());
+        }
+        match disk.check().await.with_context(advice)? {
+            Some(report) if report.corruptions > 0 => {
+                bail!("{}: is damaged, {}; remove it", part.display(), report.problems.join("; "))
+            }
+            _ => Ok(disk),
+        }
+    }
+
+    /// A block device, which is overwritten.
+    async fn device(&self) -> Result<Target> {
+        let path = &self.arguments.target;
+        if !self.arguments.force && !self.arguments.resume {
+            bail!(
+                "{}: is a block device, and all that is on it would be lost; say --force to \
+                 overwrite it",
+                path.display()
+            );
+        }
+        if self.format != ImageFormat::Raw {
+            bail!("{}: only raw images can be written to a block device", path.display());
+        }
+        let disk = self.open_target(path).await?;
+        if disk.size() < self.size {
+            bail!(
+                "{}: has {} bytes, and the source {}; use a larger device",
+                path.display(),
+                disk.size(),
+                self.size
+            );
+        }
+        let before = if self.arguments.resume {
+            Before::Anything
+        } else {
+            let range = ByteRange::between(0, self.size);
+            let (unmap, effort, durability) = (Unmap::Allowed, Effort::Any, Durability::None);
+            disk.submit(Request::WriteZeroes { range, unmap, effort, durability }).await?;
+            Before::Zeros
+        };
+        Ok(Target { disk, before, part: None, displaced: None })
+    }
+
+    async fn open_target(&self, path: &Path) -> Result<Disk<HostFile>> {
+        // Compressed clusters are packed byte for byte, which blocks of direct I/O would not allow.
+        let usual = if self.arguments.compress { CacheMode::Writeback } else { CacheMode::None };
+        let cache = self.arguments.cache.unwrap_or(usual);
+        match open_alone(path, self.options(self.format, cache)).await {
+            // Clusters smaller than the host's blocks.
+            Err(error)
+                if error.kind() == ErrorKind::Unsupported && self.arguments.cache.is_none() =>
+            {
+                Ok(open_alone(path, self.options(self.format, CacheMode::Writeback)).await?)
+            }
+            opened => Ok(opened?),
+        }
+    }
+
+    fn options(&self, format: ImageFormat, cache: CacheMode) -> ImageOptions {
+        ImageOptions {
+            format: Some(format),
+            access: Access::ReadWrite,
+            cache,
+            discard: Discard::Unmap,
+            locking: Locking::Held,
+        }
+    }
+}
+
+/// Where the copy is until it is complete.
+fn part_of(target: &Path) -> PathBuf {
+    let mut name = target.as_os_str().to_owned();
+    name.push(".part");
+    name.into()
+}
