@@ -12,7 +12,7 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 use blockhouse_core::{Error, ErrorKind, Result, Storage};
-use blockhouse_engine::{HostFile, is_byte_locked, share_byte};
+use blockhouse_engine::{HostFile, OpenFor, PageCache, is_byte_locked, share_byte};
 
 use crate::Access;
 
@@ -86,6 +86,17 @@ pub(crate) fn lock(file: &HostFile, access: Access) -> Result<()> {
     Ok(())
 }
 
+/// Opens a file for writing, whatever it holds, and locks it as long as the answer lives: nobody uses
+/// it as an image meanwhile.
+///
+/// # Errors
+/// [`ErrorKind::Locked`] when somebody does; what opening it answers.
+pub fn hold(path: &Path) -> Result<HostFile> {
+    let file = HostFile::open(path, OpenFor::Writing, PageCache::Used)?;
+    lock(&file, Access::ReadWrite)?;
+    Ok(file)
+}
+
 /// Succeeds when nobody holds the byte. A holder that cannot be seen may be a process that is gone,
 /// and is given a moment to go.
 fn wait_for_free(file: &HostFile, byte: u64, doing: &str) -> Result<()> {
@@ -96,8 +107,14 @@ fn wait_for_free(file: &HostFile, byte: u64, doing: &str) -> Result<()> {
             return Ok(());
         }
         let holder = holder(file.descriptor(), byte);
-        if holder.is_some() || Instant::now() >= deadline {
-            return Err(held(file, holder.as_deref().unwrap_or("another program"), doing));
+        if let Some(Holder::Other(name)) = &holder {
+            return Err(held(file, name, doing));
+        }
+        if Instant::now() >= deadline {
+            return Err(match holder {
+                Some(Holder::Ours(name)) => held(file, &name, doing),
+                _ => held(file, "another program", doing),
+            });
         }
         std::thread::sleep(PAUSE);
     }
@@ -114,21 +131,33 @@ fn held(file: &HostFile, who: &str, doing: &str) -> Error {
         .hint("stop that program first, or make a copy of the image")
 }
 
-/// The process that holds a lock on a byte, if the kernel lets us see it.
-fn holder(file: BorrowedFd<'_>, byte: u64) -> Option<String> {
+/// Who holds a lock on a byte, in words.
+enum Holder {
+    /// Another process.
+    Other(String),
+    /// This process, perhaps: its own descriptor holds some of these bytes as well.
+    Ours(String),
+}
+
+/// Who holds a lock on a byte, as far as the kernel lets us see it.
+fn holder(file: BorrowedFd<'_>, byte: u64) -> Option<Holder> {
     let status = rustix::fs::fstat(file).ok()?;
     let (major, minor) = (rustix::fs::major(status.st_dev), rustix::fs::minor(status.st_dev));
     let inode = format!("{major:02x}:{minor:02x}:{}", status.st_ino);
     let own = std::process::id().to_string();
     let processes = fs::read_dir("/proc").ok()?.flatten();
     let mut ids = processes.filter_map(|entry| entry.file_name().into_string().ok());
-    // Our own descriptor holds some of these bytes as well; another of ours is the last guess.
     let foreign = |id: &String| {
         id.bytes().all(|c| c.is_ascii_digit()) && *id != own && holds(id, &inode, byte)
     };
-    let id = ids.find(foreign).or_else(|| holds(&own, &inode, byte).then(|| own.clone()))?;
-    let name = fs::read_to_string(Path::new("/proc").join(&id).join("comm")).ok();
-    Some(format!("{} (process {id})", name.as_deref().map_or("a program", str::trim)))
+    let describe = |id: &str| {
+        let name = fs::read_to_string(Path::new("/proc").join(id).join("comm")).ok();
+        format!("{} (process {id})", name.as_deref().map_or("a program", str::trim))
+    };
+    match ids.find(foreign) {
+        Some(id) => Some(Holder::Other(describe(&id))),
+        None => holds(&own, &inode, byte).then(|| Holder::Ours(describe(&own))),
+    }
 }
 
 /// Whether a process holds a lock on the byte. See `proc(5)`, `/proc/PID/fdinfo`:
