@@ -5,16 +5,14 @@
 //! on standard error, the sums on standard output.
 
 use std::io::Write;
-use std::path::PathBuf;
 use std::process::ExitCode;
 
 use anyhow::Result;
-use blockhouse_disk::{ImageFormat, Locking};
+use blockhouse_disk::{CheckReport, open_alone};
 use blockhouse_engine::{EngineChoice, EventLoop};
-use blockhouse_format::qcow2::{CheckReport, check};
 use serde_json::json;
 
-use crate::image_file;
+use crate::looked_at::LookedAt;
 
 const CORRUPT: u8 = 2;
 const LEAKS: u8 = 3;
@@ -23,39 +21,26 @@ const NOT_CHECKABLE: u8 = 63;
 /// Arguments of `check`.
 #[derive(clap::Args)]
 pub struct Arguments {
-    /// The image's format; left out, the file's name decides (.qcow2, otherwise raw).
-    #[arg(long, short, value_parser = clap::builder::ValueParser::new(str::parse::<ImageFormat>))]
-    format: Option<ImageFormat>,
-    /// Print JSON with the keys of `qemu-img check --output=json`.
-    #[arg(long)]
-    json: bool,
-    /// The image. It is only read; nobody may change it meanwhile.
-    image: PathBuf,
+    #[command(flatten)]
+    looked_at: LookedAt,
 }
 
 /// Runs the command.
-pub fn run(arguments: Arguments) -> Result<ExitCode> {
-    let Arguments { format, json, image } = arguments;
-    let report = EventLoop::new(EngineChoice::Auto)?.block_on(async {
-        // Locked, so that nobody writes until the report is there.
-        let file = image_file::open(&image, format, Locking::Held).await?;
-        anyhow::Ok(match &file.tables {
-            Some(tables) => Ok(check(tables).await?),
-            None => Err(file.disk.format_name()),
-        })
+pub fn run(arguments: &Arguments) -> Result<ExitCode> {
+    let looked_at = &arguments.looked_at;
+    let (report, format) = EventLoop::new(EngineChoice::Auto)?.block_on(async {
+        let disk = open_alone(&looked_at.image, looked_at.options()).await?;
+        anyhow::Ok((disk.check().await?, disk.format_name()))
     })?;
-    let name = image.display().to_string();
-    let report = match report {
-        Ok(report) => report,
-        Err(format) => {
-            eprintln!("blockhouse: {name}: the format {format} does not support checks");
-            return Ok(ExitCode::from(NOT_CHECKABLE));
-        }
+    let name = looked_at.image.display().to_string();
+    let Some(report) = report else {
+        eprintln!("blockhouse: {name}: the format {format} does not support checks");
+        return Ok(ExitCode::from(NOT_CHECKABLE));
     };
     for problem in &report.problems {
         eprintln!("blockhouse: {name}: {problem}");
     }
-    let text = if json { as_json(&name, &report) } else { as_text(&report) };
+    let text = if looked_at.json { as_json(&name, &report) } else { as_text(&report) };
     // Nobody reading is no failure of ours.
     let _ = writeln!(std::io::stdout(), "{text}");
     Ok(match report {

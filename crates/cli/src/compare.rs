@@ -4,19 +4,17 @@
 //! cannot be opened, 3 its map cannot be read, 4 its data cannot be read.
 
 use std::io::Write;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::process::ExitCode;
 use std::sync::Arc;
 
 use anyhow::Result;
-use blockhouse_disk::{
-    Access, CacheMode, Comparing, Discard, Disk, ImageFormat, ImageOptions, Locking,
-    first_status_difference, open,
-};
+use blockhouse_disk::{Comparing, Disk, ImageFormat, first_status_difference, open};
 use blockhouse_engine::{EngineChoice, EventLoop, HostFile};
 use serde_json::{Value, json};
 
 use crate::crew::{default_threads, work_together};
+use crate::looked_at::read_only;
 
 /// Pieces under way in all.
 const TOGETHER: usize = 16;
@@ -66,8 +64,8 @@ enum Verdict {
 pub fn run(arguments: &Arguments) -> Result<ExitCode> {
     let mut event_loop = EventLoop::new(EngineChoice::Auto)?;
     let opened = event_loop.block_on(async {
-        let one = open_one(&arguments.one, arguments.format).await?;
-        Ok((one, open_one(&arguments.other, arguments.other_format).await?))
+        let one = open(&arguments.one, read_only(arguments.format)).await?;
+        anyhow::Ok((one, open(&arguments.other, read_only(arguments.other_format)).await?))
     });
     let (one, other) = match opened {
         Ok((one, other)) => (Arc::new(one), Arc::new(other)),
@@ -85,17 +83,6 @@ pub fn run(arguments: &Arguments) -> Result<ExitCode> {
         Verdict::Same => ExitCode::SUCCESS,
         _ => ExitCode::from(DIFFERENT),
     })
-}
-
-async fn open_one(path: &Path, format: Option<ImageFormat>) -> Result<Disk<HostFile>> {
-    let options = ImageOptions {
-        format,
-        access: Access::ReadOnly,
-        cache: CacheMode::Writeback,
-        discard: Discard::Unmap,
-        locking: Locking::Held,
-    };
-    Ok(open(path, options).await?)
 }
 
 type Image = Arc<Disk<HostFile>>;

@@ -14,13 +14,14 @@ use anyhow::{Context, Result, anyhow, bail};
 use blockhouse_core::{ByteRange, Durability, Effort, ErrorKind, Request, Unmap};
 use blockhouse_disk::{
     Access, Before, CacheMode, CopyOptions, Copying, Discard, Disk, Existing, ImageFormat,
-    ImageOptions, Locking, Packing, create as create_file, open, open_alone, publish,
+    ImageOptions, Locking, Packing, create as create_file, hold, open, open_alone, publish,
 };
 use blockhouse_engine::{EngineChoice, EventLoop, HostFile};
 
 use crate::create::{create_qcow2, wrong_usage};
 use crate::create_options::{self, Setting};
 use crate::crew::{default_threads, work_together};
+use crate::looked_at::read_only;
 
 /// Pieces under way in all.
 const TOGETHER: usize = 16;
@@ -53,9 +54,6 @@ pub struct Arguments {
     /// way it is durable in the end.
     #[arg(long, value_name = "MODE", value_parser = parse_cache)]
     cache: Option<CacheMode>,
-    /// How the source is read: through the page cache (writeback) or around it (none).
-    #[arg(long, value_name = "MODE", value_parser = parse_cache, default_value = "writeback")]
-    source_cache: CacheMode,
     /// The image to copy. It is only read, with all files behind it.
     source: PathBuf,
     /// The new image. One that exists is left alone.
@@ -76,7 +74,7 @@ struct Target {
     /// The file that becomes the target; `None` if the target is a device.
     part: Option<PathBuf>,
     /// The file that is going to be replaced, locked.
-    displaced: Option<Disk<HostFile>>,
+    displaced: Option<HostFile>,
 }
 
 /// Runs the command.
@@ -139,14 +137,13 @@ fn settings(arguments: &Arguments, format: ImageFormat) -> Vec<Setting> {
 }
 
 async fn open_source(arguments: &Arguments) -> Result<Disk<HostFile>> {
-    let options = ImageOptions {
-        format: arguments.source_format,
-        access: Access::ReadOnly,
-        cache: arguments.source_cache,
-        discard: Discard::Unmap,
-        locking: Locking::Held,
-    };
-    Ok(open(&arguments.source, options).await?)
+    let format = arguments.source_format;
+    open(&arguments.source, read_only(format)).await.map_err(|error| match error.kind() {
+        ErrorKind::InvalidInput if format.is_none() => {
+            anyhow!("{error} (the source's format is --source-format)")
+        }
+        _ => error.into(),
+    })
 }
 
 /// The making of a target.
@@ -172,9 +169,7 @@ impl Making<'_> {
         }
         // Somebody who uses it would go on with a file that has no name any more.
         let displaced = match found {
-            Some(_) => {
-                Some(open_alone(path, self.options(ImageFormat::Raw, CacheMode::Writeback)).await?)
-            }
+            Some(_) => Some(hold(path)?),
             None => None,
         };
         let part = part_of(path);
@@ -270,10 +265,12 @@ impl Making<'_> {
         // Compressed clusters are packed byte for byte, which blocks of direct I/O would not allow.
         let usual = if self.arguments.compress { CacheMode::Writeback } else { CacheMode::None };
         let cache = self.arguments.cache.unwrap_or(usual);
+        let is_free = self.arguments.cache.is_none();
         match open_alone(path, self.options(self.format, cache)).await {
-            // Clusters smaller than the host's blocks.
+            // No direct I/O here, or clusters smaller than the host's blocks.
             Err(error)
-                if error.kind() == ErrorKind::Unsupported && self.arguments.cache.is_none() =>
+                if is_free
+                    && matches!(error.kind(), ErrorKind::Unsupported | ErrorKind::InvalidInput) =>
             {
                 Ok(open_alone(path, self.options(self.format, CacheMode::Writeback)).await?)
             }

@@ -6,26 +6,19 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result};
 use blockhouse_core::{Capabilities, ErrorKind, Offload, WriteCache};
-use blockhouse_disk::{
-    Access, Backing, CacheMode, Discard, ImageFormat, ImageOptions, Locking, open_alone,
-};
+use blockhouse_disk::{Backing, CacheMode, Features, ImageOptions, Locking, open_alone};
 use blockhouse_engine::{EngineChoice, EngineReport, EventLoop};
-use serde_json::json;
+use blockhouse_format::qcow2::{Compression, Switch, Version};
+use serde_json::{Map, Value, json};
 
-use crate::qcow2_facts::Qcow2Facts;
+use crate::looked_at::{LookedAt, read_only};
 use crate::size;
 
 /// Arguments of `info`.
 #[derive(clap::Args)]
 pub struct Arguments {
-    /// The image's format; left out, the file's name decides (.qcow2, otherwise raw).
-    #[arg(long, short, value_parser = clap::builder::ValueParser::new(str::parse::<ImageFormat>))]
-    format: Option<ImageFormat>,
-    /// Print JSON with the keys of `qemu-img info --output=json`.
-    #[arg(long)]
-    json: bool,
-    /// The image. It is only read, and not locked: it may be in use.
-    image: PathBuf,
+    #[command(flatten)]
+    looked_at: LookedAt,
 }
 
 /// What there is to say.
@@ -33,7 +26,7 @@ struct Facts {
     image: PathBuf,
     format: &'static str,
     cluster_size: Option<u64>,
-    qcow2: Option<Qcow2Facts>,
+    qcow2: Option<Features>,
     backing: Option<Backing>,
     virtual_size: u64,
     actual_size: u64,
@@ -42,33 +35,25 @@ struct Facts {
 }
 
 /// Runs the command.
-pub fn run(arguments: Arguments) -> Result<()> {
-    let Arguments { format, json, image } = arguments;
-    let options = ImageOptions {
-        format,
-        access: Access::ReadOnly,
-        cache: CacheMode::None,
-        discard: Discard::Unmap,
-        locking: Locking::None,
-    };
+pub fn run(arguments: &Arguments) -> Result<()> {
+    let LookedAt { format, json, image } = &arguments.looked_at;
+    // Not locked: it may be in use. Around the page cache, as it would be served.
+    let options =
+        ImageOptions { cache: CacheMode::None, locking: Locking::None, ..read_only(*format) };
     let mut event_loop = EventLoop::new(EngineChoice::Auto)?;
     let disk = event_loop.block_on(async {
-        match open_alone(&image, options).await {
+        match open_alone(image, options).await {
             // Clusters smaller than the host's blocks are served through the page cache only.
             Err(error) if error.kind() == ErrorKind::Unsupported => {
-                open_alone(&image, ImageOptions { cache: CacheMode::Writeback, ..options }).await
+                open_alone(image, ImageOptions { cache: CacheMode::Writeback, ..options }).await
             }
             opened => opened,
         }
     })?;
-    let metadata = std::fs::metadata(&image)
-        .with_context(|| format!("{}: cannot examine", image.display()))?;
-    let qcow2 = match disk.format_name() {
-        "qcow2" => Some(Qcow2Facts::read(&image)?),
-        _ => None,
-    };
+    let metadata =
+        std::fs::metadata(image).with_context(|| format!("{}: cannot examine", image.display()))?;
     let facts = Facts {
-        qcow2,
+        qcow2: disk.qcow2_features(),
         format: disk.format_name(),
         cluster_size: disk.cluster_size(),
         backing: disk.backing_file().cloned(),
@@ -76,9 +61,9 @@ pub fn run(arguments: Arguments) -> Result<()> {
         actual_size: metadata.blocks() * 512,
         capabilities: disk.capabilities(),
         engine: event_loop.report().clone(),
-        image,
+        image: image.clone(),
     };
-    let text = if json { as_json(&facts) } else { as_text(&facts) };
+    let text = if *json { as_json(&facts) } else { as_text(&facts) };
     // Nobody reading is no failure of ours.
     let _ = writeln!(std::io::stdout(), "{text}");
     Ok(())
@@ -101,8 +86,8 @@ fn as_text(facts: &Facts) -> String {
         lines.push(format!("backing file: {name} (format: {format})"));
     }
     if let Some(qcow2) = &facts.qcow2 {
-        lines.push(format!("not closed (dirty): {}", qcow2.is_dirty()));
-        for (key, value) in qcow2.data() {
+        lines.push(format!("not closed (dirty): {}", qcow2.is_dirty));
+        for (key, value) in qcow2_data(qcow2) {
             let value = value.as_str().map_or_else(|| value.to_string(), str::to_owned);
             lines.push(format!("{}: {value}", key.replace('-', " ")));
         }
@@ -125,7 +110,7 @@ fn as_json(facts: &Facts) -> String {
         "format": format,
         "virtual-size": virtual_size,
         "actual-size": actual_size,
-        "dirty-flag": facts.qcow2.as_ref().is_some_and(Qcow2Facts::is_dirty),
+        "dirty-flag": facts.qcow2.as_ref().is_some_and(|qcow2| qcow2.is_dirty),
         "blockhouse": {
             "engine": engine.engine.as_str(),
             "engines-refused": engine.refused.iter()
@@ -154,7 +139,7 @@ fn as_json(facts: &Facts) -> String {
         }
     }
     if let Some(qcow2) = &facts.qcow2 {
-        value["format-specific"] = json!({ "type": format, "data": qcow2.data() });
+        value["format-specific"] = json!({ "type": format, "data": qcow2_data(qcow2) });
     }
     format!("{value:#}")
 }
@@ -171,4 +156,23 @@ fn available(offload: Offload) -> &'static str {
         Offload::Available => "yes",
         Offload::Unavailable => "no",
     }
+}
+
+/// The `format-specific` data of `qemu-img info`, by its keys.
+fn qcow2_data(features: &Features) -> Map<String, Value> {
+    let is_v3 = features.version != Version::V2;
+    let mut data = Map::new();
+    data.insert("compat".into(), if is_v3 { "1.1" } else { "0.10" }.into());
+    let compression = match features.compression {
+        Compression::Zlib => "zlib",
+        Compression::Zstd => "zstd",
+    };
+    data.insert("compression-type".into(), compression.into());
+    data.insert("refcount-bits".into(), features.refcount_bits.into());
+    if is_v3 {
+        data.insert("lazy-refcounts".into(), (features.lazy_refcounts == Switch::On).into());
+        data.insert("corrupt".into(), features.is_corrupt.into());
+        data.insert("extended-l2".into(), (features.extended_l2 == Switch::On).into());
+    }
+    data
 }

@@ -10,11 +10,10 @@ mod convert;
 mod create;
 mod create_options;
 mod crew;
-mod image_file;
 mod info;
 mod logging;
+mod looked_at;
 mod map;
-mod qcow2_facts;
 mod resize;
 mod serve;
 mod size;
@@ -63,12 +62,12 @@ fn main() -> ExitCode {
     let done = |()| ExitCode::SUCCESS;
     let result = match arguments.command {
         Command::Serve(serve) => serve::run(serve, arguments.verbose).map(done),
-        Command::Check(check) => check::run(check),
+        Command::Check(check) => check::run(&check),
         Command::Compare(compare) => compare::run(&compare),
         Command::Convert(convert) => convert::run(convert).map(done),
         Command::Create(create) => create::run(create).map(done),
-        Command::Info(info) => info::run(info).map(done),
-        Command::Map(map) => map::run(map).map(done),
+        Command::Info(info) => info::run(&info).map(done),
+        Command::Map(map) => map::run(&map).map(done),
         Command::Resize(resize) => resize::run(resize).map(done),
     };
     match result {

@@ -1,111 +1,44 @@
 //! `blockhouse map`: which parts of an image have data, and where.
 
 use std::io::Write;
-use std::path::PathBuf;
 
-use anyhow::{Result, bail};
-use blockhouse_core::{ByteRange, ExtentState, Status, Storage};
-use blockhouse_disk::{BlockStatus, ImageFormat, Locking};
+use anyhow::Result;
+use blockhouse_core::ByteRange;
+use blockhouse_disk::{Content, Disk, Placement, open};
 use blockhouse_engine::{EngineChoice, EventLoop, HostFile};
-use blockhouse_format::{Intent, Qcow2};
 use serde_json::json;
 
-use crate::image_file::{self, ImageFile};
+use crate::looked_at::LookedAt;
 
 /// Arguments of `map`.
 #[derive(clap::Args)]
 pub struct Arguments {
-    /// The image's format; left out, the file's name decides (.qcow2, otherwise raw).
-    #[arg(long, short, value_parser = clap::builder::ValueParser::new(str::parse::<ImageFormat>))]
-    format: Option<ImageFormat>,
-    /// Print JSON with the keys of `qemu-img map --output=json`.
-    #[arg(long)]
-    json: bool,
-    /// The image. It is only read; nobody may change it meanwhile. Images over a backing file are
-    /// refused.
-    image: PathBuf,
-}
-
-/// What a part of the disk is.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Content {
-    /// Data in the image's file, from `host` on.
-    Data { host: u64 },
-    /// A place in the image's file for data, from `host` on, that nothing was written to yet.
-    Unwritten { host: u64 },
-    /// Packed data.
-    Compressed,
-    /// Zeros that the image names; with their place in the file where that is known.
-    Zero { host: Option<u64> },
-    /// Nothing was ever written.
-    Hole,
-}
-
-impl Content {
-    fn host(self) -> Option<u64> {
-        match self {
-            Self::Data { host } | Self::Unwritten { host } => Some(host),
-            Self::Zero { host } => host,
-            Self::Compressed | Self::Hole => None,
-        }
-    }
-
-    fn has_data(self) -> bool {
-        matches!(self, Self::Data { .. } | Self::Unwritten { .. } | Self::Compressed)
-    }
-
-    fn is_zero(self) -> bool {
-        matches!(self, Self::Unwritten { .. } | Self::Zero { .. } | Self::Hole)
-    }
-
-    /// Whether `next`, `distance` bytes on, is more of the same.
-    fn goes_on(self, next: Self, distance: u64) -> bool {
-        std::mem::discriminant(&self) == std::mem::discriminant(&next)
-            && self.host().map(|host| host + distance) == next.host()
-    }
-}
-
-/// A part of the disk.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Part {
-    guest: ByteRange,
-    content: Content,
+    #[command(flatten)]
+    looked_at: LookedAt,
 }
 
 /// Runs the command.
-pub fn run(arguments: Arguments) -> Result<()> {
-    let Arguments { format, json, image } = arguments;
-    let parts = EventLoop::new(EngineChoice::Auto)?.block_on(async {
-        // Locked, so that nobody writes until the map is there.
-        let file = image_file::open(&image, format, Locking::Held).await?;
-        if let Some(backing) = file.disk.backing_file() {
-            let name = String::from_utf8_lossy(&backing.name);
-            bail!(
-                "{}: has the backing file '{name}', and chains cannot be mapped; map each file \
-                 that stands alone, or use qemu-img map",
-                image.display()
-            );
-        }
-        parts_of(&file).await
+pub fn run(arguments: &Arguments) -> Result<()> {
+    let looked_at = &arguments.looked_at;
+    let text = EventLoop::new(EngineChoice::Auto)?.block_on(async {
+        let disk = open(&looked_at.image, looked_at.options()).await?;
+        let parts = parts_of(&disk).await?;
+        anyhow::Ok(if looked_at.json { as_json(&parts) } else { as_text(&parts, &disk) })
     })?;
-    let text = if json { as_json(&parts) } else { as_text(&parts, &image.display().to_string()) };
     // Nobody reading is no failure of ours.
     let _ = writeln!(std::io::stdout(), "{text}");
     Ok(())
 }
 
 /// The whole disk from its start to its end, each part as long as it can be.
-async fn parts_of(file: &ImageFile) -> Result<Vec<Part>> {
-    let mut parts: Vec<Part> = Vec::new();
-    let mut rest = ByteRange::between(0, file.disk.size());
+async fn parts_of(disk: &Disk<HostFile>) -> Result<Vec<Placement>> {
+    let mut parts: Vec<Placement> = Vec::new();
+    let mut rest = ByteRange::between(0, disk.size());
     while !rest.is_empty() {
-        let part = match &file.tables {
-            Some(tables) => part_by_tables(tables, rest).await?,
-            None => part_by_host(file, rest).await?,
-        };
+        let part = disk.placement(rest).await?;
         rest = rest.skip(part.guest.length());
         match parts.last_mut() {
-            Some(last) if last.content.goes_on(part.content, last.guest.length()) => {
+            Some(last) if goes_on(last, &part) => {
                 last.guest = ByteRange::between(last.guest.offset(), part.guest.end());
             }
             _ => parts.push(part),
@@ -114,58 +47,43 @@ async fn parts_of(file: &ImageFile) -> Result<Vec<Part>> {
     Ok(parts)
 }
 
-async fn part_by_tables(tables: &Qcow2<HostFile>, range: ByteRange) -> Result<Part> {
-    let extent = tables.map(range, Intent::Read).await?;
-    let guest = extent.guest;
-    let content = match extent.state {
-        ExtentState::Mapped { host } => return written_part(tables.storage(), guest, host).await,
-        ExtentState::Zero => Content::Zero { host: None },
-        ExtentState::Compressed { .. } => Content::Compressed,
-        // Nothing stands behind the images that get here.
-        ExtentState::Hole | ExtentState::Backing => Content::Hole,
-    };
-    Ok(Part { guest, content })
+/// Whether `next` is more of the same.
+fn goes_on(last: &Placement, next: &Placement) -> bool {
+    let distance = last.guest.length();
+    last.depth == next.depth
+        && std::mem::discriminant(&last.content) == std::mem::discriminant(&next.content)
+        && host(last.content).map(|host| host + distance) == host(next.content)
 }
 
-/// The first bytes of `guest`, which are mapped to `host`: clusters that were allocated ahead of
-/// their data are holes of the file, or lie past its end.
-async fn written_part(file: &HostFile, guest: ByteRange, host: u64) -> Result<Part> {
-    let inside = file.size().saturating_sub(host).min(guest.length());
-    let Some(range) = ByteRange::new(host, inside).filter(|range| !range.is_empty()) else {
-        return Ok(Part { guest, content: Content::Unwritten { host } });
-    };
-    let (status, length) = file.status(range).await?;
-    let content = match status {
-        Status::Data => Content::Data { host },
-        Status::Hole => Content::Unwritten { host },
-    };
-    Ok(Part { guest: guest.truncate(length), content })
+fn host(content: Content) -> Option<u64> {
+    match content {
+        Content::Data { host } | Content::Unwritten { host } => Some(host),
+        Content::Zero { host } | Content::Hole { host } => host,
+        Content::Compressed => None,
+    }
 }
 
-/// In a raw image everything has its place, holes of the file as well.
-async fn part_by_host(file: &ImageFile, range: ByteRange) -> Result<Part> {
-    let (status, length) = file.disk.status(range).await?;
-    let host = range.offset();
-    let content = match status {
-        BlockStatus::Data => Content::Data { host },
-        BlockStatus::Hole | BlockStatus::Zero => Content::Zero { host: Some(host) },
-    };
-    Ok(Part { guest: range.truncate(length), content })
+fn has_data(content: Content) -> bool {
+    matches!(content, Content::Data { .. } | Content::Unwritten { .. } | Content::Compressed)
+}
+
+fn is_zero(content: Content) -> bool {
+    !matches!(content, Content::Data { .. } | Content::Compressed)
 }
 
 /// As `qemu-img` does: one line for each part.
-fn as_json(parts: &[Part]) -> String {
-    let lines = parts.iter().map(|Part { guest, content }| {
+fn as_json(parts: &[Placement]) -> String {
+    let lines = parts.iter().map(|&Placement { guest, depth, content }| {
         let mut value = json!({
             "start": guest.offset(),
             "length": guest.length(),
-            "depth": 0,
-            "present": *content != Content::Hole,
-            "zero": content.is_zero(),
-            "data": content.has_data(),
-            "compressed": *content == Content::Compressed,
+            "depth": depth,
+            "present": !matches!(content, Content::Hole { .. }),
+            "zero": is_zero(content),
+            "data": has_data(content),
+            "compressed": content == Content::Compressed,
         });
-        if let Some(host) = content.host() {
+        if let Some(host) = host(content) {
             value["offset"] = host.into();
         }
         value.to_string()
@@ -174,15 +92,15 @@ fn as_json(parts: &[Part]) -> String {
 }
 
 /// The parts with data.
-fn as_text(parts: &[Part], image: &str) -> String {
+fn as_text(parts: &[Placement], disk: &Disk<HostFile>) -> String {
     let line = |offset: &str, length: &str, place: &str, file: &str| {
         format!("{offset:<16}{length:<16}{place:<16}{file}")
     };
-    let with_data = parts.iter().filter(|part| !part.content.is_zero()).map(|part| {
+    let with_data = parts.iter().filter(|part| !is_zero(part.content)).map(|part| {
         let [offset, length] =
             [part.guest.offset(), part.guest.length()].map(|bytes| format!("{bytes:#x}"));
-        let place = part.content.host().map_or("compressed".into(), |host| format!("{host:#x}"));
-        line(&offset, &length, &place, image)
+        let place = host(part.content).map_or("compressed".into(), |host| format!("{host:#x}"));
+        line(&offset, &length, &place, disk.layer(part.depth).map_or("", Disk::name))
     });
     let heading = line("Offset", "Length", "Mapped to", "File");
     [heading].into_iter().chain(with_data).collect::<Vec<_>>().join("\n")

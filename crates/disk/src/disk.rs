@@ -9,7 +9,7 @@ use blockhouse_core::{
     Alignment, ByteRange, Capabilities, Durability, Effort, Error, ErrorKind, IoVector, Offload,
     Request, Result, Storage, Sync, Unmap, WriteCache,
 };
-use blockhouse_format::qcow2::{self, Backing, CheckReport, Qcow2};
+use blockhouse_format::qcow2::{self, Backing, CheckReport, Features, Qcow2};
 use blockhouse_format::{BlockStatus, Format, Raw};
 
 use crate::clusters::ClusterBuffers;
@@ -160,6 +160,14 @@ impl<S: Storage> Disk<S> {
         match &self.format {
             Format::Raw(_) => None,
             Format::Qcow2(image) => Some(image.cluster_size()),
+        }
+    }
+
+    /// What a qcow2 image says of itself.
+    pub fn qcow2_features(&self) -> Option<Features> {
+        match &self.format {
+            Format::Raw(_) => None,
+            Format::Qcow2(image) => Some(image.features()),
         }
     }
 
@@ -426,7 +434,7 @@ impl<S: Storage> Disk<S> {
         Some(self.tracker.share(range).await)
     }
 
-    fn check_inside(&self, range: ByteRange) -> Result<()> {
+    pub(crate) fn check_inside(&self, range: ByteRange) -> Result<()> {
         self.check_end(range.offset(), range.length(), ErrorKind::InvalidInput).map(|_| ())
     }
 

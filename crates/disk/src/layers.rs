@@ -115,7 +115,7 @@ impl<S: Storage> Disk<S> {
         Ok((status, length))
     }
 
-    fn backing(&self) -> Result<&Arc<Disk<S>>> {
+    pub(crate) fn backing(&self) -> Result<&Arc<Disk<S>>> {
         self.backing.as_ref().ok_or_else(|| {
             let what = "the image needs its backing file, which was not opened with it";
             Error::new(ErrorKind::Unsupported, what).on(self.name())
@@ -124,6 +124,6 @@ impl<S: Storage> Disk<S> {
 }
 
 /// The first bytes of `range` that lie before `end`.
-fn within(range: ByteRange, end: u64) -> ByteRange {
+pub(crate) fn within(range: ByteRange, end: u64) -> ByteRange {
     range.truncate(end.saturating_sub(range.offset()))
 }

@@ -1,0 +1,37 @@
+//! What all commands that look at one image have in common.
+
+use std::path::PathBuf;
+
+use blockhouse_disk::{Access, CacheMode, Discard, ImageFormat, ImageOptions, Locking};
+
+/// The image that is looked at, and how it is told.
+#[derive(clap::Args)]
+pub struct LookedAt {
+    /// The image's format; left out, the file's name decides (.qcow2, otherwise raw).
+    #[arg(long, short, value_parser = clap::builder::ValueParser::new(str::parse::<ImageFormat>))]
+    pub format: Option<ImageFormat>,
+    /// Print JSON with the keys that qemu-img has for the same.
+    #[arg(long)]
+    pub json: bool,
+    /// The image. It is only read.
+    pub image: PathBuf,
+}
+
+impl LookedAt {
+    /// How it is opened: through the page cache, where clusters may be smaller than the host's
+    /// blocks, and locked against writers until it has been looked at.
+    pub fn options(&self) -> ImageOptions {
+        read_only(self.format)
+    }
+}
+
+/// How an image is opened that a tool only reads.
+pub fn read_only(format: Option<ImageFormat>) -> ImageOptions {
+    ImageOptions {
+        format,
+        access: Access::ReadOnly,
+        cache: CacheMode::Writeback,
+        discard: Discard::Unmap,
+        locking: Locking::Held,
+    }
+}

@@ -1,0 +1,132 @@
+//! Where each part of a disk is stored, through all layers: for people who ask, not for the I/O path.
+
+use blockhouse_core::{ByteRange, ExtentState, Result, Status, Storage};
+use blockhouse_format::qcow2::Qcow2;
+use blockhouse_format::{BlockStatus, Format, Intent};
+
+use crate::Disk;
+use crate::layers::within;
+
+/// What a part of a disk is, and where.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Placement {
+    /// The part.
+    pub guest: ByteRange,
+    /// Which layer it comes from: 0 is the image itself, 1 the file behind it.
+    pub depth: usize,
+    /// What it is there.
+    pub content: Content,
+}
+
+/// What a part of a layer is. Places are offsets in the layer's file.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Content {
+    /// Data, from `host` on.
+    Data {
+        /// The place.
+        host: u64,
+    },
+    /// A place for data, from `host` on, that nothing was written to yet: reads as zeros.
+    Unwritten {
+        /// The place.
+        host: u64,
+    },
+    /// Compressed data.
+    Compressed,
+    /// Zeros that the layer names.
+    Zero {
+        /// The place that is kept for data.
+        host: Option<u64>,
+    },
+    /// The layer has nothing, nor does any behind it: reads as zeros.
+    Hole {
+        /// The place that is kept for data.
+        host: Option<u64>,
+    },
+}
+
+impl<S: Storage> Disk<S> {
+    /// Where the first bytes of `range` are stored. `range` must not be empty.
+    ///
+    /// # Errors
+    /// `InvalidInput` when `range` reaches past the end; what the storages answer.
+    pub async fn placement(&self, range: ByteRange) -> Result<Placement> {
+        self.check_inside(range)?;
+        let (mut layer, mut rest, mut depth) = (self, range, 0);
+        loop {
+            let Format::Qcow2(image) = &layer.format else {
+                let (guest, content) = layer.raw_content(rest).await?;
+                return Ok(Placement { guest, depth, content });
+            };
+            let extent = image.map(rest, Intent::Read).await?;
+            if extent.state == ExtentState::Backing {
+                let behind = layer.backing()?;
+                let inside = within(extent.guest, behind.size());
+                if !inside.is_empty() {
+                    (layer, rest, depth) = (behind, inside, depth + 1);
+                    continue;
+                }
+            }
+            let (guest, content) = qcow2_content(image, extent.guest, extent.state).await?;
+            return Ok(Placement { guest, depth, content });
+        }
+    }
+
+    /// The layer at a [`depth`](Placement::depth).
+    pub fn layer(&self, depth: usize) -> Option<&Self> {
+        let mut layer = self;
+        for _ in 0..depth {
+            layer = layer.backing.as_deref()?;
+        }
+        Some(layer)
+    }
+
+    /// In a raw image everything has its place, holes of the file as well.
+    async fn raw_content(&self, range: ByteRange) -> Result<(ByteRange, Content)> {
+        let (status, length) = self.status(range).await?;
+        let host = range.offset();
+        let content = match status {
+            BlockStatus::Data => Content::Data { host },
+            BlockStatus::Hole | BlockStatus::Zero => Content::Zero { host: Some(host) },
+        };
+        Ok((range.truncate(length), content))
+    }
+}
+
+async fn qcow2_content<S: Storage>(
+    image: &Qcow2<S>,
+    guest: ByteRange,
+    state: ExtentState,
+) -> Result<(ByteRange, Content)> {
+    Ok(match state {
+        ExtentState::Mapped { host } => written(image.storage(), guest, host).await?,
+        ExtentState::Compressed { .. } => (guest, Content::Compressed),
+        ExtentState::Zero => {
+            let (host, length) = image.kept_place(guest).await?;
+            (guest.truncate(length), Content::Zero { host })
+        }
+        ExtentState::Hole | ExtentState::Backing => {
+            let (host, length) = image.kept_place(guest).await?;
+            (guest.truncate(length), Content::Hole { host })
+        }
+    })
+}
+
+/// The first bytes of `guest`, which are mapped to `host`: clusters that were allocated ahead of
+/// their data are holes of the file, or lie past its end.
+async fn written<S: Storage>(
+    file: &S,
+    guest: ByteRange,
+    host: u64,
+) -> Result<(ByteRange, Content)> {
+    let inside = file.size().saturating_sub(host).min(guest.length());
+    let Some(range) = ByteRange::new(host, inside).filter(|range| !range.is_empty()) else {
+        return Ok((guest, Content::Unwritten { host }));
+    };
+    let (status, length) = file.status(range).await?;
+    let content = match status {
+        Status::Data => Content::Data { host },
+        Status::Hole => Content::Unwritten { host },
+    };
+    Ok((guest.truncate(length), content))
+}
