@@ -10,7 +10,7 @@ use std::path::Path;
 use blockhouse_core::{
     Alignment, Buffer, ByteRange, Durability, Effort, Request, Result, Storage, Unmap,
 };
-use blockhouse_disk::{Access, CacheMode, Disk, ImageOptions, Options, Packed};
+use blockhouse_disk::{Access, CacheMode, Content, Disk, ImageOptions, Options, Packed};
 use blockhouse_format::qcow2::{self, Compression, CreateOptions};
 use blockhouse_sim::{Config, Fault, OperationKind, Report, Rng, Sim, SimDisk, for_seeds};
 use futures_util::future::join_all;
@@ -226,5 +226,43 @@ fn only_whole_clusters_of_a_format_that_can_are_compressed() {
         let raw = Disk::raw(raw, Options::default()).expect("a disk");
         let error = raw.write_compressed(0, &bytes[..65_536]).await.expect_err("raw").to_string();
         assert!(error.contains("no compressed clusters"), "{error}");
+    });
+}
+
+#[test]
+fn nothing_is_packed_into_a_cluster_that_has_another_owner() {
+    let sim = Sim::new(0);
+    let file = SimDisk::new(&sim, Config::default(), Vec::new());
+    sim.block_on(async move {
+        let options = CreateOptions { cluster_size: 4096, ..CreateOptions::new(SIZE) };
+        qcow2::create(&file, &options).await.expect("a new image");
+        let disk = Disk::qcow2(file, Options::default()).await.expect("the image");
+        let place = |offset| {
+            let range = ByteRange::between(offset, offset + 4096);
+            let disk = &disk;
+            async move { disk.placement(range).await.expect("a place").content }
+        };
+        // A table for the clusters below, and the first of them is packed.
+        write(&disk, 0, &[1; 4096]).await.expect("room");
+        assert_eq!(disk.write_compressed(4096, &[2; 4096]).await.unwrap(), Packed::Stored);
+        // It goes, and with it the last user of its host cluster, which is taken by data.
+        let (range, durability) = (ByteRange::between(4096, 8192), Durability::None);
+        disk.submit(Request::Discard { range, durability }).await.expect("no failure");
+        disk.flush().await.expect("no failure");
+        let before = disk.check().await.expect("a check").expect("qcow2").end;
+        let data: Vec<u8> = (0..4096).map(|i| i as u8).collect();
+        write(&disk, 8192, &data).await.expect("room");
+        disk.flush().await.expect("no failure");
+        let after = disk.check().await.expect("a check").expect("qcow2").end;
+        assert_eq!(before, after, "the test is about a cluster that is used again");
+        assert_eq!(disk.write_compressed(12_288, &[4; 4096]).await.unwrap(), Packed::Stored);
+        assert_eq!(place(12_288).await, Content::Compressed);
+        let mut buffer = Buffer::new(4096);
+        let into = buffer.lend();
+        disk.submit(Request::Read { offset: 8192, into }).await.expect("no failure");
+        assert_eq!(difference(buffer.bytes(), &data), None);
+        disk.close().await.expect("no failure");
+        let report = disk.check().await.expect("a check").expect("qcow2");
+        assert_eq!((report.corruptions, report.leaks), (0, 0), "{report:?}");
     });
 }
