@@ -228,22 +228,18 @@ impl<S: Storage> Qcow2<S> {
     /// As [`Format::map`](crate::Format::map).
     pub async fn map(&self, range: ByteRange, intent: Intent) -> Result<Extent> {
         if intent == Intent::Read {
-            return self.step(|state| state.map_read(range)).await;
+            let mapped = self.step(|state| state.map_read(range)).await;
+            return self.marking(mapped).await;
         }
         self.check_writable()?;
+        self.check_intact()?;
         let mapped = self.step(|state| match intent {
             Intent::Read => state.map_read(range),
             Intent::Write => state.map_write(range),
             Intent::Zero(unmap) => state.map_zero(range, unmap),
             Intent::Discard => state.map_discard(range),
         });
-        match mapped.await {
-            Err(error) if error.kind() == ErrorKind::Corrupt => {
-                self.found_corrupt(&error).await;
-                Err(error)
-            }
-            outcome => outcome,
-        }
+        self.marking(mapped.await).await
     }
 
     /// As [`Format::hold`](crate::Format::hold).
@@ -254,7 +250,8 @@ impl<S: Storage> Qcow2<S> {
     /// As [`Format::commit`](crate::Format::commit). Dropped before its end, it is an abort.
     pub async fn commit(&self, extent: Extent, data: Durability) -> Result<()> {
         let unfinished = Committing { state: &self.state, extent };
-        self.step(|state| state.commit(extent, data)).await?;
+        let committed = self.step(|state| state.commit(extent, data)).await;
+        self.marking(committed).await?;
         std::mem::forget(unfinished);
         Ok(())
     }
@@ -274,6 +271,17 @@ impl<S: Storage> Qcow2<S> {
         }
     }
 
+    /// Refuses changes of an image whose tables were found to be wrong.
+    fn check_intact(&self) -> Result<()> {
+        match self.failure.get() {
+            Some(error) if error.kind() == ErrorKind::Corrupt => {
+                let hint = "nothing is changed any more: repair the image (check --repair all)";
+                Err(error.duplicate().hint(hint))
+            }
+            _ => Ok(()),
+        }
+    }
+
     /// As [`Format::status`](crate::Format::status).
     pub(crate) async fn status(&self, range: ByteRange) -> Result<(BlockStatus, u64)> {
         let extent = self.map(range, Intent::Read).await?;
@@ -287,16 +295,19 @@ impl<S: Storage> Qcow2<S> {
         Ok((status, extent.guest.length()))
     }
 
-    /// The image contradicts itself where it was to be changed: it is marked, and not changed again
-    /// while it is open.
-    async fn found_corrupt(&self, error: &Error) {
-        if self.failure.get().is_none() {
-            self.remember(error);
-            if self.geometry.version >= 3 {
-                // The error that counts is the one that led here.
-                let _ = self.mark(Incompatible::CORRUPT, writing::Mark::Set).await;
-            }
+    /// The outcome of a step. Where the image contradicts itself, it is marked as corrupt on disk and
+    /// not changed again while it is open, if it is open for writing.
+    async fn marking<T>(&self, outcome: Result<T>) -> Result<T> {
+        if let Err(error) = &outcome
+            && error.kind() == ErrorKind::Corrupt
+            && self.access == Access::ReadWrite
+            && self.failure.set(error.duplicate()).is_ok()
+            && self.geometry.version >= 3
+        {
+            // The error that counts is the one that led here.
+            let _ = self.mark_corrupt().await;
         }
+        outcome
     }
 
     /// Tries a step until nothing blocks it.

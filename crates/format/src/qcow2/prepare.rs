@@ -78,13 +78,13 @@ impl State {
     }
 
     fn way(&mut self, slice: SliceId, cluster: u64, range: ByteRange) -> Step<Way> {
-        let geometry = self.geometry;
-        Ok(match self.entry(slice, geometry.l2_place(cluster).index)? {
+        let entry = self.entry(slice, self.geometry.l2_place(cluster).index)?;
+        self.check_place(cluster, entry)?;
+        Ok(match entry {
             Entry::Compressed(_) => Way::Copy(Copied::Unpacked),
             Entry::Standard { place: None, .. } => Way::Fresh,
             Entry::Standard { place: Some(place), units } if place.is_sole() => {
                 let mask = self.mask_of(cluster, range);
-                self.check_place(cluster, place)?;
                 if units.data & mask == mask {
                     Way::InPlace { host: place.offset }
                 } else {
@@ -97,15 +97,23 @@ impl State {
         })
     }
 
-    /// Data that is overwritten in place must lie in the file, and in no table.
-    fn check_place(&self, cluster: u64, place: Reference) -> Step<()> {
-        let host = self.geometry.cluster_of(place.offset);
-        if host < self.space.end() && !self.metadata.contains(&host) {
+    /// Data that is overwritten or given back must lie in the file, and in no table.
+    fn check_place(&self, cluster: u64, entry: Entry) -> Step<()> {
+        let (offset, clusters) = match entry {
+            Entry::Standard { place: None, .. } => return Ok(()),
+            Entry::Standard { place: Some(place), .. } => {
+                let host = self.geometry.cluster_of(place.offset);
+                (place.offset, host..host + 1)
+            }
+            Entry::Compressed(place) => (place.offset, place.host_clusters(self.geometry)),
+        };
+        let is_possible = |host: u64| host < self.space.end() && !self.metadata.contains(&host);
+        if clusters.clone().all(is_possible) {
             return Ok(());
         }
         let guest = self.geometry.offset_of(cluster);
         let what = format!("the data of the guest's offset {guest} cannot be");
-        Err(self.corrupt(what, place.offset).into())
+        Err(self.corrupt(what, offset).into())
     }
 
     /// Whether the cluster `count` after one that is written one way can go with it.
@@ -298,10 +306,15 @@ impl State {
             None => true,
         };
         let slice = if needed { self.own_l2_slice(first)? } else { looked_up.expect("an entry") };
-        let mut count = 1;
-        while first + count < end
-            && needs(self.entry(slice, place.index + count as usize)?) == needed
-        {
+        let mut count = 0;
+        while first + count < end {
+            let entry = self.entry(slice, place.index + count as usize)?;
+            if count > 0 && needs(entry) != needed {
+                break;
+            }
+            if needed {
+                self.check_place(first + count, entry)?;
+            }
             count += 1;
         }
         let clusters = first..first + count;
