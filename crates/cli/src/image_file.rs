@@ -5,7 +5,7 @@ use std::path::Path;
 
 use anyhow::Result;
 use blockhouse_disk::{
-    Access, CacheMode, Discard, Disk, ImageFormat, ImageOptions, Locking, open_alone,
+    Access, CacheMode, DetectZeroes, Discard, Disk, ImageFormat, ImageOptions, Locking, open_alone,
 };
 use blockhouse_engine::{HostFile, OpenFor, PageCache};
 use blockhouse_format::{Qcow2, qcow2};
@@ -29,6 +29,7 @@ pub async fn open(path: &Path, format: Option<ImageFormat>, locking: Locking) ->
         access: Access::ReadOnly,
         cache: CacheMode::Writeback,
         discard: Discard::Unmap,
+        detect_zeroes: DetectZeroes::Off,
         locking,
     };
     let disk = open_alone(path, options).await?;

@@ -7,7 +7,8 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, Result};
 use blockhouse_core::{Capabilities, ErrorKind, Offload, WriteCache};
 use blockhouse_disk::{
-    Access, Backing, CacheMode, Discard, ImageFormat, ImageOptions, Locking, open_alone,
+    Access, Backing, CacheMode, DetectZeroes, Discard, ImageFormat, ImageOptions, Locking,
+    open_alone,
 };
 use blockhouse_engine::{EngineChoice, EngineReport, EventLoop};
 use serde_json::json;
@@ -49,6 +50,7 @@ pub fn run(arguments: Arguments) -> Result<()> {
         access: Access::ReadOnly,
         cache: CacheMode::None,
         discard: Discard::Unmap,
+        detect_zeroes: DetectZeroes::Off,
         locking: Locking::None,
     };
     let mut event_loop = EventLoop::new(EngineChoice::Auto)?;

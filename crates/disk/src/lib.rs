@@ -20,11 +20,12 @@ mod path;
 mod prepared;
 mod stats;
 mod tracker;
+mod unpacked;
 mod zero;
 
 pub use blockhouse_format::BlockStatus;
 pub use blockhouse_format::qcow2::Backing;
 pub use chain::{is_address, open, open_alone};
-pub use disk::{Access, Discard, Disk, FlushPolicy, Options};
+pub use disk::{Access, DetectZeroes, Discard, Disk, FlushPolicy, Options};
 pub use open::{CacheMode, ImageFormat, ImageOptions, Locking, create};
 pub use stats::Counters;
