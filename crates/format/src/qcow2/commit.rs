@@ -66,6 +66,14 @@ impl State {
                 Entry::ZERO
             }
             Change::Discard => Entry::UNALLOCATED,
+            Change::Units { mask, state, keep } => match old {
+                Entry::Standard { place, units } => {
+                    let units = units.with(mask, state);
+                    let place = place.filter(|_| keep || units.data != 0);
+                    Entry::Standard { place, units }
+                }
+                Entry::Compressed(_) => old,
+            },
         };
         let punch = if matches!(change, Change::Write { .. }) { Punch::No } else { Punch::Yes };
         self.retire_entry(old, new, punch);
