@@ -3,13 +3,14 @@
 use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
 use blockhouse_disk::{
     Access, CacheMode, DetectZeroes, Discard, Disk, ImageFormat, ImageOptions, Locking, create,
     open,
 };
-use blockhouse_engine::{EngineChoice, HostFile, Listener};
+use blockhouse_engine::{DEFAULT_POLLING, EngineChoice, HostFile, Listener};
 use blockhouse_nbd::uri::NbdUri;
 use blockhouse_nbd::{Export, Limits, Server, SocketFile};
 use clap::builder::ValueParser;
@@ -49,6 +50,10 @@ pub struct Arguments {
     /// How many threads serve connections; each connection stays on one.
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..=256))]
     workers: u16,
+    /// Look out for the next request for up to this many microseconds before going to sleep, where
+    /// experience says that it will come so soon; 0 to always sleep.
+    #[arg(long, value_name = "N", default_value_t = DEFAULT_POLLING.as_micros() as u32, value_parser = clap::value_parser!(u32).range(..=1_000_000))]
+    poll_max_us: u32,
     /// Refuse all writes.
     #[arg(long)]
     read_only: bool,
@@ -127,11 +132,13 @@ pub fn run(arguments: Arguments, verbose: bool) -> Result<()> {
     let names = arguments.names()?;
     // Before any thread starts, so that no signal is missed.
     let mut signals = Signals::new([SIGTERM, SIGINT]).context("cannot watch for signals")?;
-    // A write past the limit on file sizes is to fail, not to end this process.
-    signal_hook::flag::register(SIGXFSZ, Arc::default()).context("cannot watch for signals")?;
     // A write beyond a limit on the size of files is to fail, not to end everything.
     signal_hook::flag::register(SIGXFSZ, Arc::default()).context("cannot watch for signals")?;
-    let workers = Workers::start(arguments.workers.into(), arguments.engine)?;
+    let workers = Workers::start(
+        arguments.workers.into(),
+        arguments.engine,
+        Duration::from_micros(arguments.poll_max_us.into()),
+    )?;
     // Before the image: an address in use must not leave a new image behind.
     let places = listen(&arguments, &names)?;
     let open = |image: &PathBuf| open_image(&workers, image, &arguments).map(Arc::new);

@@ -1,6 +1,7 @@
 //! The threads that do the work: one event loop each.
 
 use std::thread::JoinHandle;
+use std::time::Duration;
 
 use anyhow::{Context, Result};
 use blockhouse_engine::{EngineChoice, EngineReport, EventLoop, Handle};
@@ -21,12 +22,13 @@ struct Worker {
 }
 
 impl Workers {
-    /// Starts `count` loops, at least one.
-    pub fn start(count: usize, choice: EngineChoice) -> Result<Self> {
-        let (first, report) = start_one(0, choice)?;
+    /// Starts `count` loops, at least one, that look out for events for up to `polling` before they
+    /// sleep.
+    pub fn start(count: usize, choice: EngineChoice, polling: Duration) -> Result<Self> {
+        let (first, report) = start_one(0, choice, polling)?;
         let mut threads = vec![first];
         for index in 1..count {
-            threads.push(start_one(index, choice)?.0);
+            threads.push(start_one(index, choice, polling)?.0);
         }
         Ok(Self { threads, report })
     }
@@ -65,12 +67,17 @@ impl Workers {
     }
 }
 
-fn start_one(index: usize, choice: EngineChoice) -> Result<(Worker, EngineReport)> {
+fn start_one(
+    index: usize,
+    choice: EngineChoice,
+    polling: Duration,
+) -> Result<(Worker, EngineReport)> {
     let (give, made) = std::sync::mpsc::channel();
     let (stop, stopped) = oneshot::channel();
     let work = move || match EventLoop::new(choice) {
         Err(error) => drop(give.send(Err(error))),
         Ok(mut event_loop) => {
+            event_loop.poll_at_most(polling);
             let report = event_loop.report().clone();
             if give.send(Ok((event_loop.handle(), report))).is_ok() {
                 // An error means that the one who could stop us is gone.

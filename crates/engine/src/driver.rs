@@ -19,6 +19,10 @@ pub(crate) trait Driver {
     /// reported all the same, `-ECANCELED` if it was.
     fn cancel(&mut self, token: Token, operation: &Operation);
 
+    /// Whether a turn may find something: what a loop asks again and again that looks out for events
+    /// instead of sleeping. No event is missed; an engine that cannot tell says yes.
+    fn may_have_events(&mut self) -> bool;
+
     /// Submits what waits for submission, then sleeps as `rest` says until something happens (a
     /// completion, the bell, the deadline), then appends all results to `done`. `operations` holds
     /// everything that was started.

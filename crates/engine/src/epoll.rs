@@ -187,6 +187,10 @@ impl Driver for Epoll {
         }
     }
 
+    fn may_have_events(&mut self) -> bool {
+        true
+    }
+
     fn turn(&mut self, mut rest: Rest, operations: &OperationTable, done: &mut Vec<Completion>) {
         if let Some(aio) = &mut self.aio {
             aio.submit(&mut self.early);

@@ -10,6 +10,7 @@ use std::pin::pin;
 use std::rc::Rc;
 use std::sync::Arc;
 use std::task::{Context, Poll};
+use std::time::Duration;
 
 use futures_channel::oneshot;
 
@@ -42,6 +43,14 @@ impl EventLoop {
         let (driver, report) = engine::open(choice, &remote)?;
         let local = Local::new(remote, driver, report);
         Ok(Self { local: Rc::new(local), done: Vec::new(), notes: Vec::new() })
+    }
+
+    /// Before it sleeps, the loop looks out for events for up to `time` where experience says that
+    /// one will come so soon; zero for never. A new loop does for [`DEFAULT_POLLING`].
+    ///
+    /// [`DEFAULT_POLLING`]: crate::DEFAULT_POLLING
+    pub fn poll_at_most(&mut self, time: Duration) {
+        self.local.poll_at_most(time);
     }
 
     /// What other threads reach this loop by.

@@ -4,11 +4,13 @@ use std::cell::RefCell;
 use std::rc::Rc;
 use std::sync::Arc;
 use std::task::{Poll, Waker};
+use std::time::{Duration, Instant};
 
 use crate::driver::{Completion, Driver, Rest};
 use crate::engine::EngineReport;
 use crate::line::Ticket;
 use crate::operation::{Operation, OperationTable, Token};
+use crate::poll::{DEFAULT_POLLING, Outcome, Phase, Poller, Source};
 use crate::remote::{Note, Ready, Remote};
 use crate::task::Tasks;
 use crate::timer::Timers;
@@ -25,6 +27,7 @@ pub(crate) struct Local {
     pub(crate) report: EngineReport,
     driver: RefCell<Box<dyn Driver>>,
     operations: RefCell<OperationTable>,
+    poller: RefCell<Poller>,
 }
 
 /// Runs `f` with the current thread's loop. `f` must not call anybody who might run a loop.
@@ -49,6 +52,18 @@ impl Local {
             report,
             driver: RefCell::new(driver),
             operations: RefCell::new(OperationTable::new()),
+            poller: RefCell::new(Poller::new(DEFAULT_POLLING)),
+        }
+    }
+
+    /// Looks out for events at most this long before it sleeps.
+    pub(crate) fn poll_at_most(&self, time: Duration) {
+        *self.poller.borrow_mut() = Poller::new(time);
+    }
+
+    fn happened(&self, source: Option<Source>) {
+        if let Some(source) = source {
+            self.poller.borrow_mut().happened(source);
         }
     }
 
@@ -72,7 +87,9 @@ impl Local {
     ) -> Result<Token, Ticket> {
         let mut operations = self.operations.borrow_mut();
         let token = operations.insert(operation, ticket, waiter)?;
-        self.driver.borrow_mut().start(token, operations.operation(token));
+        let operation = operations.operation(token);
+        self.driver.borrow_mut().start(token, operation);
+        self.happened(Source::of(operation, Phase::Begun));
         Ok(token)
     }
 
@@ -109,7 +126,10 @@ impl Local {
     }
 
     fn complete(&self, token: Token, result: i32) {
-        let waiter = self.operations.borrow_mut().complete(token, result);
+        let mut operations = self.operations.borrow_mut();
+        self.happened(Source::of(operations.operation(token), Phase::Over));
+        let waiter = operations.complete(token, result);
+        drop(operations);
         match waiter {
             Some(waiter) => waiter.wake(),
             None => self.release(token).bury(result),
@@ -122,22 +142,19 @@ impl Local {
         operation
     }
 
-    /// One turn: sleep as allowed, then pass on everything that happened meanwhile.
+    /// One turn: rest if there is nothing to do, then pass on everything that happened meanwhile.
     pub(crate) fn turn(&self, done: &mut Vec<Completion>, notes: &mut Vec<Note>) {
-        let asleep = self.tasks.ready.is_empty() && self.remote.mailbox.fall_asleep();
-        let rest = match self.timers.next() {
-            _ if !asleep => Rest::Never,
-            None => Rest::UntilEvent,
-            Some(due) => Rest::UntilEventOr(due),
-        };
-        self.driver.borrow_mut().turn(rest, &self.operations.borrow(), done);
-        if asleep {
-            self.remote.mailbox.wake_up();
+        match self.tasks.ready.is_empty() && !self.remote.mailbox.may_be_filled() {
+            true => self.rest(done),
+            false => self.drive(Rest::Never, done),
         }
         for Completion { token, result } in done.drain(..) {
             self.complete(token, result);
         }
         self.remote.mailbox.take(notes);
+        if !notes.is_empty() {
+            self.happened(Some(Source::NOTE));
+        }
         for note in notes.drain(..) {
             match note {
                 Note::Ready(header) => self.tasks.ready.push(header),
@@ -146,6 +163,57 @@ impl Local {
             }
         }
         self.timers.fire();
+    }
+
+    /// Waits until something happens: looks out for it if that is likely to pay, then sleeps.
+    fn rest(&self, done: &mut Vec<Completion>) {
+        let due = self.timers.next();
+        let began = Instant::now();
+        let window = self.poller.borrow_mut().window(began);
+        let mut in_vain = Duration::ZERO;
+        if let Some(window) = window {
+            self.drive(Rest::Never, done);
+            if !done.is_empty() {
+                // Over as soon as it was submitted: that was no rest.
+                return;
+            }
+            let until = due.map_or(began + window, |due| due.min(began + window));
+            if self.look_out(until, done) {
+                self.poller.borrow_mut().learn(began.elapsed(), Outcome::Caught);
+                return;
+            }
+            in_vain = window;
+        }
+        self.sleep(due, done);
+        self.poller.borrow_mut().learn(began.elapsed(), Outcome::Slept { in_vain });
+    }
+
+    /// Says whether something happened before the time came.
+    fn look_out(&self, until: Instant, done: &mut Vec<Completion>) -> bool {
+        while Instant::now() < until {
+            if self.driver.borrow_mut().may_have_events() {
+                self.drive(Rest::Never, done);
+            }
+            if !done.is_empty() || self.remote.mailbox.may_be_filled() {
+                return true;
+            }
+            std::hint::spin_loop();
+        }
+        false
+    }
+
+    fn sleep(&self, due: Option<Instant>, done: &mut Vec<Completion>) {
+        let rest = match due {
+            _ if !self.remote.mailbox.fall_asleep() => return self.drive(Rest::Never, done),
+            None => Rest::UntilEvent,
+            Some(due) => Rest::UntilEventOr(due),
+        };
+        self.drive(rest, done);
+        self.remote.mailbox.wake_up();
+    }
+
+    fn drive(&self, rest: Rest, done: &mut Vec<Completion>) {
+        self.driver.borrow_mut().turn(rest, &self.operations.borrow(), done);
     }
 }
 

@@ -66,6 +66,11 @@ impl<M> Mailbox<M> {
         if std::mem::take(&mut inbox.asleep) { Bell::Ring } else { Bell::Silent }
     }
 
+    /// Whether there is probably something to take. Only `fall_asleep` answers for certain.
+    pub(crate) fn may_be_filled(&self) -> bool {
+        self.filled.load(Ordering::Acquire)
+    }
+
     /// Moves all messages to the end of `into`. For the loop's thread.
     pub(crate) fn take(&self, into: &mut Vec<M>) {
         if self.filled.load(Ordering::Acquire) {

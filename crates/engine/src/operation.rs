@@ -5,7 +5,7 @@
 //! memory, the list of its segments, the file descriptor), also when the future that waited for it
 //! is gone, and also when the loop is.
 
-use std::os::fd::{FromRawFd, OwnedFd};
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
 use std::sync::Arc;
 use std::task::Waker;
 
@@ -44,6 +44,20 @@ impl Operation {
     /// Whether it waits for a peer, so that nobody knows when it completes.
     pub(crate) fn is_on_socket(&self) -> bool {
         matches!(self, Self::Receive(_) | Self::Send(_) | Self::Accept { .. })
+    }
+
+    /// The descriptor, and a number below 8 for what is done with it.
+    pub(crate) fn identity(&self) -> (RawFd, usize) {
+        match self {
+            Self::Read(transfer) => (transfer.file.raw(), 0),
+            Self::Write(transfer, WriteThrough::No) => (transfer.file.raw(), 1),
+            Self::Write(transfer, WriteThrough::Yes) => (transfer.file.raw(), 2),
+            Self::Sync { file, .. } => (file.raw(), 3),
+            Self::Allocate { file, .. } => (file.raw(), 4),
+            Self::Receive(message) => (message.socket.as_raw_fd(), 5),
+            Self::Send(message) => (message.socket.as_raw_fd(), 6),
+            Self::Accept { socket } => (socket.as_raw_fd(), 7),
+        }
     }
 
     /// Where the outcome is kept if nobody waits for it: it may be the only report of a failure.

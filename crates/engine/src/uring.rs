@@ -3,7 +3,8 @@
 //!
 //! The ring is made for one thread (`SINGLE_ISSUER`) where the kernel has that, and its completions
 //! run when the loop asks for them (`DEFER_TASKRUN`), not in the middle of its work; so every call
-//! that submits also gets events, or nothing would ever complete.
+//! that submits also gets events, or nothing would ever complete. That completions wait to be run is
+//! seen in memory (`TASKRUN_FLAG`), so that looking out for them takes no system call.
 
 use std::io;
 use std::os::fd::AsRawFd;
@@ -193,6 +194,10 @@ impl Driver for Uring {
         self.push(&entry);
     }
 
+    fn may_have_events(&mut self) -> bool {
+        !self.ring.completion().is_empty() || self.ring.submission().taskrun()
+    }
+
     fn turn(&mut self, rest: Rest, _: &OperationTable, done: &mut Vec<Completion>) {
         self.watch_bell();
         let waiting = !self.early.is_empty() || !self.ring.completion().is_empty();
@@ -256,10 +261,12 @@ fn best_ring() -> io::Result<IoUring> {
     builder.setup_cqsize(completions).setup_clamp().dontfork();
     let kinds: [fn(&mut io_uring::Builder); 3] = [
         |builder| {
-            builder.setup_single_issuer().setup_defer_taskrun().setup_submit_all();
+            builder.setup_single_issuer().setup_defer_taskrun().setup_taskrun_flag();
+            builder.setup_submit_all();
         },
         |builder| {
-            builder.setup_coop_taskrun().setup_taskrun_flag().setup_submit_all();
+            builder.setup_coop_taskrun().setup_taskrun_flag();
+            builder.setup_submit_all();
         },
         |_| {},
     ];
