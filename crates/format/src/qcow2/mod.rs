@@ -29,7 +29,7 @@ mod table_io;
 mod writing;
 
 use std::collections::{BTreeSet, HashMap, HashSet, VecDeque};
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 
 use blockhouse_core::{
@@ -65,6 +65,9 @@ pub struct Qcow2<S: Storage> {
     round_ended: Event,
     /// Why tables could not be written.
     failure: OnceLock<Error>,
+    /// Whether the image says things that the first change makes untrue.
+    has_autoclear: AtomicBool,
+    first_change: async_lock::Mutex<()>,
     table_writes: InFlight,
     reads: Reads,
     /// Held by the one who counts clusters down.
@@ -167,6 +170,8 @@ impl<S: Storage> Qcow2<S> {
             access: options.access,
             discard: options.discard,
             size: AtomicU64::new(state.header.size),
+            has_autoclear: AtomicBool::new(state.header.autoclear != 0),
+            first_change: async_lock::Mutex::new(()),
             state: Mutex::new(state),
             storage,
             round_ended: Event::new(),
@@ -175,21 +180,22 @@ impl<S: Storage> Qcow2<S> {
             reads: Reads::default(),
             releasing: async_lock::Mutex::new(()),
         };
-        if options.access == Access::ReadWrite {
-            image.prepare_for_writing().await?;
+        let is_dirty = image.state.lock().disk_header.incompatible.contains(Incompatible::DIRTY);
+        if options.access == Access::ReadWrite && is_dirty {
+            image.begin_changes().await?;
+            image.rebuild_refcounts().await?;
         }
         Ok(image)
     }
 
-    /// Clears what writing would make untrue, and repairs what writing relies on.
-    async fn prepare_for_writing(&self) -> Result<()> {
-        let header = self.state.lock().disk_header.clone();
-        if header.autoclear != 0 {
+    /// Before the first change: clears the autoclear bits, durably. They stand for what writers must
+    /// know to keep it true (bitmaps of changed clusters, for example).
+    async fn begin_changes(&self) -> Result<()> {
+        let _alone = self.first_change.lock().await;
+        if self.has_autoclear.load(Ordering::Acquire) {
             self.change_header(|header| header.autoclear = 0).await?;
             self.header_synced().await?;
-        }
-        if header.incompatible.contains(Incompatible::DIRTY) {
-            self.rebuild_refcounts().await?;
+            self.has_autoclear.store(false, Ordering::Release);
         }
         Ok(())
     }
@@ -233,6 +239,9 @@ impl<S: Storage> Qcow2<S> {
         }
         self.check_writable()?;
         self.check_intact()?;
+        if self.has_autoclear.load(Ordering::Acquire) {
+            Box::pin(self.begin_changes()).await?;
+        }
         let mapped = self.step(|state| match intent {
             Intent::Read => state.map_read(range),
             Intent::Write => state.map_write(range),

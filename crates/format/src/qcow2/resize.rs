@@ -31,6 +31,7 @@ impl<S: Storage> Qcow2<S> {
         if self.state.lock().header.snapshots > 0 && self.geometry.version < 3 {
             return invalid("version 2 snapshots do not say how large the disk was".into());
         }
+        self.begin_changes().await?;
         let grown = self.step(|state| state.grow(size)).await;
         self.marking(grown).await?;
         self.size.store(size, Ordering::Release);
