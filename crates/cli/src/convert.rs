@@ -13,8 +13,9 @@ use std::sync::Arc;
 use anyhow::{Context, Result, anyhow, bail};
 use blockhouse_core::{ByteRange, Durability, Effort, ErrorKind, Request, Unmap};
 use blockhouse_disk::{
-    Access, Before, CacheMode, CopyOptions, Copying, Discard, Disk, Existing, ImageFormat,
-    ImageOptions, Locking, Packing, create as create_file, hold, open, open_alone, publish,
+    Access, Before, CacheMode, CopyOptions, Copying, DetectZeroes, Discard, Disk, Existing,
+    ImageFormat, ImageOptions, Locking, Packing, create as create_file, hold, open, open_alone,
+    publish,
 };
 use blockhouse_engine::{EngineChoice, EventLoop, HostFile};
 
@@ -284,6 +285,7 @@ impl Making<'_> {
             access: Access::ReadWrite,
             cache,
             discard: Discard::Unmap,
+            detect_zeroes: DetectZeroes::Off,
             locking: Locking::Held,
         }
     }

@@ -10,8 +10,8 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result};
 use blockhouse_disk::{
-    Access, Backing, CacheMode, Discard, ImageFormat, ImageOptions, Locking, create as create_file,
-    open_alone,
+    Access, Backing, CacheMode, DetectZeroes, Discard, ImageFormat, ImageOptions, Locking,
+    create as create_file, open_alone,
 };
 use blockhouse_engine::{EngineChoice, EventLoop, HostFile, OpenFor, PageCache};
 use blockhouse_format::qcow2;
@@ -94,6 +94,7 @@ async fn check_backing(image: &Path, backing: &Backing) -> Result<()> {
         access: Access::ReadOnly,
         cache: CacheMode::Writeback,
         discard: Discard::Unmap,
+        detect_zeroes: DetectZeroes::Off,
         locking: Locking::None,
     };
     let opened = open_alone(&path, options).await;

@@ -2,7 +2,9 @@
 
 use std::path::PathBuf;
 
-use blockhouse_disk::{Access, CacheMode, Discard, ImageFormat, ImageOptions, Locking};
+use blockhouse_disk::{
+    Access, CacheMode, DetectZeroes, Discard, ImageFormat, ImageOptions, Locking,
+};
 
 /// The image that is looked at, and how it is told.
 #[derive(clap::Args)]
@@ -32,6 +34,7 @@ pub fn read_only(format: Option<ImageFormat>) -> ImageOptions {
         access: Access::ReadOnly,
         cache: CacheMode::Writeback,
         discard: Discard::Unmap,
+        detect_zeroes: DetectZeroes::Off,
         locking: Locking::Held,
     }
 }

@@ -3,7 +3,9 @@
 use std::path::PathBuf;
 
 use anyhow::{Result, bail};
-use blockhouse_disk::{Access, CacheMode, Discard, ImageFormat, ImageOptions, Locking, open};
+use blockhouse_disk::{
+    Access, CacheMode, DetectZeroes, Discard, ImageFormat, ImageOptions, Locking, open,
+};
 use blockhouse_engine::{EngineChoice, EventLoop};
 
 use crate::size;
@@ -29,6 +31,7 @@ pub fn run(arguments: Arguments) -> Result<()> {
         access: Access::ReadWrite,
         cache: CacheMode::Writeback,
         discard: Discard::Unmap,
+        detect_zeroes: DetectZeroes::Off,
         locking: Locking::Held,
     };
     EventLoop::new(EngineChoice::Auto)?.block_on(async {

@@ -7,7 +7,8 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
 use blockhouse_disk::{
-    Access, CacheMode, Discard, Disk, ImageFormat, ImageOptions, Locking, create, open,
+    Access, CacheMode, DetectZeroes, Discard, Disk, ImageFormat, ImageOptions, Locking, create,
+    open,
 };
 use blockhouse_engine::{DEFAULT_POLLING, EngineChoice, HostFile, Listener};
 use blockhouse_nbd::uri::NbdUri;
@@ -59,6 +60,19 @@ pub struct Arguments {
     /// What a guest's discards do: unmap gives the space back to the host, ignore does nothing.
     #[arg(long, default_value = "unmap", value_parser = parse_discard)]
     discard: Discard,
+    /// What becomes of writes of nothing but zeros: off writes them, on stores that the range is zero,
+    /// unmap also gives its space back to the host.
+    #[arg(long, default_value = "off", value_parser = parse_detect_zeroes)]
+    detect_zeroes: DetectZeroes,
+}
+
+fn parse_detect_zeroes(name: &str) -> Result<DetectZeroes, String> {
+    match name {
+        "off" => Ok(DetectZeroes::Off),
+        "on" => Ok(DetectZeroes::On),
+        "unmap" => Ok(DetectZeroes::Unmap),
+        _ => Err("use off, on or unmap".into()),
+    }
 }
 
 fn parse_discard(name: &str) -> Result<Discard, String> {
@@ -75,6 +89,9 @@ impl Arguments {
         let refuse = |why: &str| -> ! {
             clap::Error::raw(clap::error::ErrorKind::ArgumentConflict, format!("{why}\n")).exit()
         };
+        if self.detect_zeroes == DetectZeroes::Unmap && self.discard == Discard::Ignore {
+            refuse("--detect-zeroes unmap needs --discard unmap; --detect-zeroes on does without");
+        }
         if let [_, _, ..] = self.images[..] {
             if self.name.is_some() || self.nbd.iter().any(|uri| !uri.export.is_empty()) {
                 refuse("several images are named after their files; leave the export's name out");
@@ -153,6 +170,7 @@ fn open_image(workers: &Workers, image: &Path, arguments: &Arguments) -> Result<
         access: if arguments.read_only { Access::ReadOnly } else { Access::ReadWrite },
         cache: arguments.cache,
         discard: arguments.discard,
+        detect_zeroes: arguments.detect_zeroes,
         locking: Locking::Held,
     };
     let wanted = arguments.create;

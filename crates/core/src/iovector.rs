@@ -167,6 +167,31 @@ impl IoVector {
         }
     }
 
+    /// Whether every byte is zero. Looks no further than the first that is not.
+    pub fn is_zero(&self) -> bool {
+        // Mostly the first few bytes tell; then pieces that stay in the processor's nearest cache.
+        let mut chunk = [0; 4096];
+        let mut size = 64;
+        for segment in &self.segments {
+            let mut done = 0;
+            while done < segment.length {
+                let piece = &mut chunk[..size.min(segment.length - done)];
+                // SAFETY: the segment is valid for `length` bytes (`from_raw`) and `done` with the
+                // piece is inside; the chunk is our own, so they do not overlap.
+                unsafe {
+                    let source = segment.address.as_ptr().add(done);
+                    ptr::copy_nonoverlapping(source, piece.as_mut_ptr(), piece.len());
+                }
+                if piece.iter().fold(0, |sum, byte| sum | byte) != 0 {
+                    return false;
+                }
+                done += piece.len();
+                size = chunk.len();
+            }
+        }
+        true
+    }
+
     /// Copies `bytes` over the first bytes of the vector, as many as both have.
     pub fn copy_from(&mut self, bytes: &[u8]) {
         let mut done = 0;
@@ -351,6 +376,23 @@ mod tests {
         assert_eq!(bytes(&vector)[..8], [9, 9, 9, 9, 9, 9, 6, 7]);
         vector.fill(1);
         assert_eq!(bytes(&vector), [1; 16]);
+    }
+
+    #[test]
+    fn one_byte_that_is_not_zero_is_seen_wherever_it_is() {
+        for length in [1, 63, 64, 65, 4159, 4160, 4161, 10_000] {
+            let mut buffer = crate::Buffer::new(length);
+            assert!(buffer.lend().is_zero());
+            for at in [0, length / 2, length - 1] {
+                buffer.bytes_mut()[at] = 0x80;
+                assert!(!buffer.lend().is_zero(), "{at} of {length}");
+                buffer.bytes_mut()[at] = 0;
+            }
+        }
+        let mut segments = sample();
+        assert!(!segments.is_zero());
+        segments.fill(0);
+        assert!(segments.is_zero() && segments.split_off(16).is_zero());
     }
 
     #[test]

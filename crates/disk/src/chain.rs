@@ -80,6 +80,7 @@ async fn disk_over(file: HostFile, path: &Path, options: ImageOptions) -> Result
         durability: options.cache.durability(),
         flush: options.cache.flush(),
         discard: options.discard,
+        detect_zeroes: options.detect_zeroes,
     };
     match options.format.unwrap_or_else(|| ImageFormat::by_name(path)) {
         ImageFormat::Raw => {

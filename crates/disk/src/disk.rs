@@ -18,6 +18,7 @@ use crate::generations::Generations;
 use crate::limits::BounceBuffers;
 use crate::stats::{Counters, Stats};
 use crate::tracker::{Claim, Tracker};
+use crate::unpacked::UnpackedClusters;
 use crate::zero::Zeroing;
 
 /// Whether a disk may be changed.
@@ -36,6 +37,18 @@ pub enum Discard {
     Unmap,
     /// They are acknowledged and nothing happens, and zero writes keep their space.
     Ignore,
+}
+
+/// What becomes of writes whose bytes are all zero, as QEMU's `detect-zeroes`.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum DetectZeroes {
+    /// They are written.
+    #[default]
+    Off,
+    /// They become zero writes that keep their space.
+    On,
+    /// They become zero writes that may give their space back, as far as discards do.
+    Unmap,
 }
 
 /// What becomes of flushes and durable writes.
@@ -59,16 +72,19 @@ pub struct Options {
     pub flush: FlushPolicy,
     /// Whether discards are passed on.
     pub discard: Discard,
+    /// Whether writes of zeros are made zero writes.
+    pub detect_zeroes: DetectZeroes,
 }
 
 impl Default for Options {
-    /// Read and write, a volatile write cache, flushes kept, discards passed on.
+    /// Read and write, a volatile write cache, flushes kept, discards passed on, zeros written.
     fn default() -> Self {
         Self {
             access: Access::ReadWrite,
             durability: Durability::None,
             flush: FlushPolicy::Obey,
             discard: Discard::Unmap,
+            detect_zeroes: DetectZeroes::Off,
         }
     }
 }
@@ -79,6 +95,7 @@ pub struct Disk<S: Storage> {
     pub(crate) alignment: Alignment,
     pub(crate) bounce_buffers: BounceBuffers,
     pub(crate) clusters: ClusterBuffers,
+    pub(crate) unpacked: UnpackedClusters,
     /// Where the image's unallocated clusters are read from.
     pub(crate) backing: Option<Arc<Disk<S>>>,
     pub(crate) stats: Stats,
@@ -128,6 +145,7 @@ impl<S: Storage> Disk<S> {
             alignment,
             bounce_buffers: BounceBuffers::new(),
             clusters: ClusterBuffers::new(cluster_size),
+            unpacked: UnpackedClusters::new(cluster_size),
             backing: None,
             stats: Stats::default(),
             options,
@@ -293,6 +311,9 @@ impl<S: Storage> Disk<S> {
         if range.is_empty() {
             return Ok(Debt::NOTHING);
         }
+        if let Some(how) = self.zeroing_of(&from, durability) {
+            return Box::pin(self.submit_zeroes(range, how)).await;
+        }
         let durability = durability.max(self.options.durability);
         let claim = self.claim(range).await;
         if self.alignment.admits(offset, &from) {
@@ -300,6 +321,16 @@ impl<S: Storage> Disk<S> {
         } else {
             Box::pin(self.write_bounced(range, from, durability, &claim)).await
         }
+    }
+
+    /// How a write is made a zero write, if it is to be one.
+    fn zeroing_of(&self, from: &IoVector, durability: Durability) -> Option<Zeroing> {
+        let unmap = match self.options.detect_zeroes {
+            DetectZeroes::Off => return None,
+            DetectZeroes::On => Unmap::Forbidden,
+            DetectZeroes::Unmap => Unmap::Allowed,
+        };
+        from.is_zero().then_some(Zeroing { unmap, effort: Effort::Any, durability })
     }
 
     async fn submit_zeroes(&self, range: ByteRange, mut how: Zeroing) -> Result<Debt> {

@@ -4,14 +4,15 @@
 use std::sync::Arc;
 
 use blockhouse_core::{
-    ByteRange, Error, ErrorKind, Extent, ExtentState, IoVector, Result, Storage,
+    Buffer, ByteRange, Error, ErrorKind, Extent, ExtentState, IoVector, Result, Storage,
 };
-use blockhouse_format::qcow2::decompress;
+use blockhouse_format::qcow2::{Compression, decompress};
 use blockhouse_format::{BlockStatus, Format, Intent};
 use futures_util::future::LocalBoxFuture;
 
 use crate::Disk;
 use crate::limits::PIECE;
+use crate::unpacked::PackedPlace;
 
 impl<S: Storage> Disk<S> {
     /// Reads from the storage, through a buffer where the place does not suit it: subclusters can be
@@ -55,23 +56,37 @@ impl<S: Storage> Disk<S> {
         else {
             return Err(self.misplaced(extent));
         };
-        let outer = place.align_outward(u64::from(self.alignment.offset));
-        let whole = extent.whole.length() as usize;
+        let packed = PackedPlace { guest: extent.whole, host: place };
+        let cell = match extent.guest == extent.whole {
+            // Nothing of it is left for the next read.
+            true => self.unpacked.find(packed).unwrap_or_default(),
+            false => self.unpacked.find_or_add(packed),
+        };
+        let cluster = cell.get_or_try_init(|| self.unpack(image.compression(), packed)).await?;
+        let skipped = (extent.guest.offset() - extent.whole.offset()) as usize;
+        into.copy_from(&cluster.bytes()[skipped..skipped + into.len()]);
+        Ok(())
+    }
+
+    /// The bytes of a compressed cluster.
+    async fn unpack(&self, kind: Compression, place: PackedPlace) -> Result<Buffer> {
+        let PackedPlace { guest, host } = place;
+        let outer = host.align_outward(u64::from(self.alignment.offset));
+        let whole = guest.length() as usize;
         let mut memory = self.clusters.for_unpacking(outer.length() as usize, whole).await;
         self.storage().read(outer.offset(), memory.packed.lend()).await?;
-        let start = (host - outer.offset()) as usize;
-        let packed = &memory.packed.bytes()[start..start + length as usize];
-        decompress(image.compression(), packed, memory.cluster.bytes_mut()).map_err(|why| {
-            let guest = extent.whole.offset();
+        let start = (host.offset() - outer.offset()) as usize;
+        let packed = &memory.packed.bytes()[start..start + host.length() as usize];
+        self.stats.unpacked();
+        decompress(kind, packed, memory.cluster.bytes_mut()).map_err(|why| {
+            let guest = guest.offset();
             let what = format!("cannot unpack the cluster of the guest's offset {guest} ({why})");
             Error::new(ErrorKind::Corrupt, what)
                 .on(self.name())
-                .at(host)
+                .at(host.offset())
                 .hint("its compressed data is damaged: restore it from a copy of the image")
         })?;
-        let skipped = (extent.guest.offset() - extent.whole.offset()) as usize;
-        into.copy_from(&memory.cluster.bytes()[skipped..skipped + into.len()]);
-        Ok(())
+        Ok(memory.cluster)
     }
 
     /// Fills `into` with the bytes of `range` from the disk behind this one; zeros past its end.

@@ -25,6 +25,7 @@ mod prepared;
 mod publish;
 mod stats;
 mod tracker;
+mod unpacked;
 mod zero;
 
 pub use blockhouse_format::BlockStatus;
@@ -32,7 +33,7 @@ pub use blockhouse_format::qcow2::{Backing, CheckReport, Features};
 pub use chain::{is_address, open, open_alone};
 pub use compare::{Comparing, first_status_difference};
 pub use convert::{Before, CopyOptions, CopyProgress, Copying, Packing};
-pub use disk::{Access, Discard, Disk, FlushPolicy, Options};
+pub use disk::{Access, DetectZeroes, Discard, Disk, FlushPolicy, Options};
 pub use lock::hold;
 pub use open::{CacheMode, ImageFormat, ImageOptions, Locking, create};
 pub use packed::Packed;

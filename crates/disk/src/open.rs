@@ -12,7 +12,7 @@ use blockhouse_engine::{HostFile, PageCache};
 use blockhouse_format::{probe, qcow2};
 
 use crate::publish::sync_folder;
-use crate::{Access, Discard, Disk, FlushPolicy, Options};
+use crate::{Access, DetectZeroes, Discard, Disk, FlushPolicy, Options};
 
 /// The image formats that can be opened.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -122,6 +122,8 @@ pub struct ImageOptions {
     pub cache: CacheMode,
     /// What becomes of discards.
     pub discard: Discard,
+    /// What becomes of writes of zeros.
+    pub detect_zeroes: DetectZeroes,
     /// Whether other programs are kept away.
     pub locking: Locking,
 }

@@ -88,6 +88,7 @@ impl<S: Storage> Disk<S> {
         };
         let plan = Plan::for_writes(self.least_durability(), self.fua(), [&*extent].into_iter());
         // After the place, as for copies: who waits for this memory holds none of it.
+        self.unpacked.forget(extent.whole);
         let mut memory = self.clusters.for_copy(length as usize).await;
         let (content, padding) = memory.bytes_mut().split_at_mut(packed.len());
         content.copy_from_slice(packed);

@@ -144,6 +144,7 @@ impl<S: Storage> Disk<S> {
         intent: Intent,
     ) -> Result<Prepared<'_, S>> {
         let extent = self.format.map(range, intent).await?;
+        self.unpacked.forget(extent.whole);
         Ok(Prepared::new(&self.format, extent))
     }
 

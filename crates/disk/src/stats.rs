@@ -32,6 +32,8 @@ pub struct Counters {
     pub in_flight: u64,
     /// Pieces of requests that were copied because they were not aligned.
     pub bounced: u64,
+    /// Compressed clusters that were unpacked.
+    pub unpacked: u64,
     /// Writes that went down with native FUA.
     pub durable_writes: u64,
     /// Flushes that went to the storage.
@@ -85,6 +87,7 @@ struct Shard {
     started: Counter,
     ended: Counter,
     bounced: Counter,
+    unpacked: Counter,
 }
 
 /// A request in flight, until it is dropped.
@@ -125,6 +128,10 @@ impl Stats {
         self.shard().bounced.add(1);
     }
 
+    pub(crate) fn unpacked(&self) {
+        self.shard().unpacked.add(1);
+    }
+
     pub(crate) fn read(&self, flushes: &FlushStats) -> Counters {
         let sum = |counter: fn(&Shard) -> &Counter| -> u64 {
             self.shards.iter().map(|shard| counter(shard).get()).sum()
@@ -141,6 +148,7 @@ impl Stats {
             flushes: sum(|shard| &shard.flushes),
             in_flight: sum(|shard| &shard.started).saturating_sub(ended),
             bounced: sum(|shard| &shard.bounced),
+            unpacked: sum(|shard| &shard.unpacked),
             durable_writes: flushes.durable_writes.get(),
             flushes_issued: flushes.issued.get(),
             flushes_skipped: flushes.skipped.get(),

@@ -78,6 +78,76 @@ async fn use_it(disk: SimDisk, access: Access) -> blockhouse_core::Result<()> {
     worst.and(image.close().await)
 }
 
+/// A new image whose first L2 entry refers to `host`.
+fn image_with_first_entry(host: u64) -> Vec<u8> {
+    let sim = Sim::new(0);
+    let disk = SimDisk::new(&sim, config(), Vec::new());
+    let made = disk.clone();
+    sim.block_on(async move {
+        let options = CreateOptions { cluster_size: 512, ..CreateOptions::new(SIZE) };
+        create(&made, &options).await.unwrap();
+        let image = Qcow2::open(made, OpenOptions::default()).await.unwrap();
+        write(&image, 0, &[1; 512], 0).await.unwrap();
+        image.close().await.unwrap();
+    });
+    let mut bytes = disk.content();
+    let word = |at: usize| u64::from_be_bytes(bytes[at..at + 8].try_into().unwrap());
+    let l2 = (word(word(40) as usize) & !(1 << 63)) as usize;
+    bytes[l2..l2 + 8].copy_from_slice(&(host | 1 << 63).to_be_bytes());
+    bytes
+}
+
+#[test]
+fn tables_are_neither_overwritten_nor_given_back_as_data_and_the_image_is_marked() {
+    // Refcount table, refcount block, L1 table.
+    for host in [512, 1024, 1536] {
+        for intent in [Intent::Write, Intent::Zero(Unmap::Allowed), Intent::Discard] {
+            let bytes = image_with_first_entry(host);
+            let sim = Sim::new(0);
+            let disk = SimDisk::new(&sim, config(), bytes.clone());
+            let damaged = disk.clone();
+            sim.block_on(async move {
+                let image = Qcow2::open(damaged, OpenOptions::default()).await.unwrap();
+                let error = image.map(ByteRange::between(0, 512), intent).await.unwrap_err();
+                assert_eq!(error.kind(), ErrorKind::Corrupt, "{error}");
+                assert!(error.to_string().contains(&format!("offset {}", host)));
+                assert!(image.map(ByteRange::between(512, 1024), Intent::Write).await.is_err());
+                assert!(image.close().await.is_err(), "the image is not changed any more");
+            });
+            let mut marked = bytes;
+            marked[79] |= 2;
+            assert!(disk.content() == marked, "nothing but the corrupt bit is changed");
+        }
+    }
+}
+
+#[test]
+fn a_table_that_many_refer_to_is_read_once() {
+    let sim = Sim::new(0);
+    let mut bytes = image_with_first_entry(4096);
+    let count = 1000_u32;
+    let l1 = bytes[40..48].to_vec();
+    let table = bytes.len().next_multiple_of(512);
+    bytes.resize(table, 0);
+    for _ in 0..count {
+        let mut snapshot = [0; 40];
+        snapshot[..8].copy_from_slice(&l1);
+        snapshot[8..12].copy_from_slice(&8_u32.to_be_bytes());
+        bytes.extend_from_slice(&snapshot);
+    }
+    bytes[60..64].copy_from_slice(&count.to_be_bytes());
+    bytes[64..72].copy_from_slice(&(table as u64).to_be_bytes());
+    let disk = SimDisk::new(&sim, config(), bytes);
+    let counted = disk.clone();
+    let report = sim.block_on(async move {
+        let options = OpenOptions { access: Access::ReadOnly, ..OpenOptions::default() };
+        check(&Qcow2::open(disk, options).await.unwrap()).await.unwrap()
+    });
+    assert!(report.corruptions >= u64::from(count), "snapshots share a table: {report:?}");
+    let (operations, _) = counted.counts();
+    assert!(operations < u64::from(count) + 50, "{operations} operations");
+}
+
 #[test]
 fn damaged_images_end_in_errors_that_name_a_place() {
     let name = "damaged_images_end_in_errors_that_name_a_place";

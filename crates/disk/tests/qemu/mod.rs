@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use blockhouse_core::{Buffer, Request};
-use blockhouse_disk::{Access, CacheMode, Discard, ImageOptions, Locking};
+use blockhouse_disk::{Access, CacheMode, DetectZeroes, Discard, ImageOptions, Locking};
 use blockhouse_engine::{EngineChoice, EventLoop};
 use blockhouse_sim::Rng;
 use parking_lot::{Mutex, MutexGuard};
@@ -103,6 +103,7 @@ pub fn options(cache: CacheMode) -> ImageOptions {
         access: Access::ReadOnly,
         cache,
         discard: Discard::Unmap,
+        detect_zeroes: DetectZeroes::Off,
         locking: Locking::Held,
     }
 }

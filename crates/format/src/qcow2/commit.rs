@@ -67,10 +67,18 @@ impl State {
                 Entry::ZERO
             }
             Change::Discard => Entry::UNALLOCATED,
+            Change::Units { mask, state, keep } => match old {
+                Entry::Standard { place, units } => {
+                    let units = units.with(mask, state);
+                    let place = place.filter(|_| keep || units.data != 0);
+                    Entry::Standard { place, units }
+                }
+                Entry::Compressed(_) => old,
+            },
         };
         let punch = match change {
             Change::Write { .. } | Change::Pack(_) => Punch::No,
-            Change::Zero { .. } | Change::Discard => Punch::Yes,
+            Change::Zero { .. } | Change::Discard | Change::Units { .. } => Punch::Yes,
         };
         self.retire_entry(old, new, punch);
         let bytes = self.cache.change(slice.offset, index, stability);
@@ -133,7 +141,10 @@ impl State {
                 self.give_up(host..host + clusters_in(&prepared.clusters));
             }
             Change::Pack(place) => self.give_up(place.host_clusters(geometry)),
-            Change::Write { taken: false, .. } | Change::Zero { .. } | Change::Discard => {}
+            Change::Write { taken: false, .. }
+            | Change::Zero { .. }
+            | Change::Discard
+            | Change::Units { .. } => {}
         }
     }
 

@@ -316,8 +316,7 @@ fn backing(bytes: &[u8], extensions: &[Extension]) -> Result<Option<Backing>, Re
         let what = format!("a backing file's name of {length} bytes is longer than 1023");
         return Err(corrupt(16, what));
     }
-    let room = bytes.len() - length;
-    if offset > room as u64 {
+    if offset.saturating_add(length as u64) > bytes.len() as u64 {
         return Err(corrupt(8, "the backing file's name is not in the first cluster"));
     }
     let name = bytes[offset as usize..offset as usize + length].to_vec();
@@ -394,6 +393,18 @@ mod tests {
             let refusal = Header::parse(&bytes).expect_err(&format!("field at {offset}"));
             assert_eq!(refusal.offset, offset as u64, "{refusal:?}");
         }
+    }
+
+    #[test]
+    fn a_backing_name_longer_than_its_cluster_is_refused() {
+        let mut bytes = bytes();
+        bytes.truncate(512);
+        let fields = [(4, 2), (12, 80), (16, 1000), (20, 9), (28, 512), (36, 1), (44, 512)];
+        for (offset, value) in fields {
+            bytes[offset..offset + 4].copy_from_slice(&u32::to_be_bytes(value));
+        }
+        let refusal = Header::parse(&bytes).unwrap_err();
+        assert_eq!(refusal.offset, 8, "{refusal:?}");
     }
 
     #[test]

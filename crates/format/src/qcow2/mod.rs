@@ -32,7 +32,7 @@ mod table_io;
 mod writing;
 
 use std::collections::{BTreeSet, HashMap, HashSet, VecDeque};
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 
 use blockhouse_core::{
@@ -69,6 +69,9 @@ pub struct Qcow2<S: Storage> {
     round_ended: Event,
     /// Why tables could not be written.
     failure: OnceLock<Error>,
+    /// Whether the image says things that the first change makes untrue.
+    has_autoclear: AtomicBool,
+    first_change: async_lock::Mutex<()>,
     table_writes: InFlight,
     reads: Reads,
     /// Held by the one who counts clusters down.
@@ -172,6 +175,8 @@ impl<S: Storage> Qcow2<S> {
             access: options.access,
             discard: options.discard,
             size: AtomicU64::new(state.header.size),
+            has_autoclear: AtomicBool::new(state.header.autoclear != 0),
+            first_change: async_lock::Mutex::new(()),
             state: Mutex::new(state),
             storage,
             round_ended: Event::new(),
@@ -180,21 +185,22 @@ impl<S: Storage> Qcow2<S> {
             reads: Reads::default(),
             releasing: async_lock::Mutex::new(()),
         };
-        if options.access == Access::ReadWrite {
-            image.prepare_for_writing().await?;
+        let is_dirty = image.state.lock().disk_header.incompatible.contains(Incompatible::DIRTY);
+        if options.access == Access::ReadWrite && is_dirty {
+            image.begin_changes().await?;
+            image.rebuild_refcounts().await?;
         }
         Ok(image)
     }
 
-    /// Clears what writing would make untrue, and repairs what writing relies on.
-    async fn prepare_for_writing(&self) -> Result<()> {
-        let header = self.state.lock().disk_header.clone();
-        if header.autoclear != 0 {
+    /// Before the first change: clears the autoclear bits, durably. They stand for what writers must
+    /// know to keep it true (bitmaps of changed clusters, for example).
+    async fn begin_changes(&self) -> Result<()> {
+        let _alone = self.first_change.lock().await;
+        if self.has_autoclear.load(Ordering::Acquire) {
             self.change_header(|header| header.autoclear = 0).await?;
             self.header_synced().await?;
-        }
-        if header.incompatible.contains(Incompatible::DIRTY) {
-            self.rebuild_refcounts().await?;
+            self.has_autoclear.store(false, Ordering::Release);
         }
         Ok(())
     }
@@ -239,26 +245,21 @@ impl<S: Storage> Qcow2<S> {
     /// As [`Format::map`](crate::Format::map).
     pub async fn map(&self, range: ByteRange, intent: Intent) -> Result<Extent> {
         if intent == Intent::Read {
-            return self.step(|state| state.map_read(range)).await;
+            let mapped = self.step(|state| state.map_read(range)).await;
+            return self.marking(mapped).await;
         }
         self.check_writable()?;
+        self.check_intact()?;
+        if self.has_autoclear.load(Ordering::Acquire) {
+            Box::pin(self.begin_changes()).await?;
+        }
         let mapped = self.step(|state| match intent {
             Intent::Read => state.map_read(range),
             Intent::Write => state.map_write(range),
             Intent::Zero(unmap) => state.map_zero(range, unmap),
             Intent::Discard => state.map_discard(range),
         });
-        self.judged(mapped.await).await
-    }
-
-    /// The outcome of preparing a change, after marking an image that turned out to be damaged.
-    async fn judged(&self, prepared: Result<Extent>) -> Result<Extent> {
-        if let Err(error) = &prepared
-            && error.kind() == ErrorKind::Corrupt
-        {
-            self.found_corrupt(error).await;
-        }
-        prepared
+        self.marking(mapped.await).await
     }
 
     /// As [`Format::hold`](crate::Format::hold).
@@ -269,7 +270,8 @@ impl<S: Storage> Qcow2<S> {
     /// As [`Format::commit`](crate::Format::commit). Dropped before its end, it is an abort.
     pub async fn commit(&self, extent: Extent, data: Durability) -> Result<()> {
         let unfinished = Committing { state: &self.state, extent };
-        self.step(|state| state.commit(extent, data)).await?;
+        let committed = self.step(|state| state.commit(extent, data)).await;
+        self.marking(committed).await?;
         std::mem::forget(unfinished);
         Ok(())
     }
@@ -289,6 +291,17 @@ impl<S: Storage> Qcow2<S> {
         }
     }
 
+    /// Refuses changes of an image whose tables were found to be wrong.
+    fn check_intact(&self) -> Result<()> {
+        match self.failure.get() {
+            Some(error) if error.kind() == ErrorKind::Corrupt => {
+                let hint = "nothing is changed any more: repair the image (check --repair all)";
+                Err(error.duplicate().hint(hint))
+            }
+            _ => Ok(()),
+        }
+    }
+
     /// As [`Format::status`](crate::Format::status).
     pub(crate) async fn status(&self, range: ByteRange) -> Result<(BlockStatus, u64)> {
         let extent = self.map(range, Intent::Read).await?;
@@ -302,16 +315,19 @@ impl<S: Storage> Qcow2<S> {
         Ok((status, extent.guest.length()))
     }
 
-    /// The image contradicts itself where it was to be changed: it is marked, and not changed again
-    /// while it is open.
-    async fn found_corrupt(&self, error: &Error) {
-        if self.failure.get().is_none() {
-            self.remember(error);
-            if self.geometry.version >= 3 {
-                // The error that counts is the one that led here.
-                let _ = self.mark(Incompatible::CORRUPT, writing::Mark::Set).await;
-            }
+    /// The outcome of a step. Where the image contradicts itself, it is marked as corrupt on disk and
+    /// not changed again while it is open, if it is open for writing.
+    async fn marking<T>(&self, outcome: Result<T>) -> Result<T> {
+        if let Err(error) = &outcome
+            && error.kind() == ErrorKind::Corrupt
+            && self.access == Access::ReadWrite
+            && self.failure.set(error.duplicate()).is_ok()
+            && self.geometry.version >= 3
+        {
+            // The error that counts is the one that led here.
+            let _ = self.mark_corrupt().await;
         }
+        outcome
     }
 
     /// Tries a step until nothing blocks it.

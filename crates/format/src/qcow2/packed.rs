@@ -20,7 +20,7 @@ impl<S: Storage> Qcow2<S> {
         self.check_writable()?;
         let block = u64::from(self.storage().capabilities().alignment.offset);
         let prepared = self.step(|state| state.map_compressed(guest, length, block)).await;
-        self.judged(prepared).await
+        self.marking(prepared).await
     }
 }
 

@@ -12,7 +12,7 @@ use std::sync::Arc;
 
 use event_listener::{Event, EventListener};
 
-use super::entry::CompressedPlace;
+use super::entry::{CompressedPlace, UnitState};
 
 /// What becomes of the clusters on commit.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -25,6 +25,9 @@ pub(crate) enum Change {
     Zero { keep: bool },
     /// They have no place any more, and read as zeros if that can be said.
     Discard,
+    /// The units `mask` of the one cluster get into `state`. Without any unit of data left the cluster
+    /// loses its place, unless it is to `keep` it.
+    Units { mask: u32, state: UnitState, keep: bool },
 }
 
 /// A prepared change.

@@ -5,7 +5,7 @@ use std::ops::Range;
 use blockhouse_core::{ByteRange, Extent, ExtentFlags, ExtentState, Unmap};
 
 use super::alloc::Punch;
-use super::entry::{Entry, Ownership, Reference, Units, l1_word};
+use super::entry::{Entry, Ownership, Reference, UnitState, Units, l1_word};
 use super::map::unit_mask;
 use super::pending::Change;
 use super::slice_cache::{DataStability, SliceId, SliceKind};
@@ -78,13 +78,13 @@ impl State {
     }
 
     fn way(&mut self, slice: SliceId, cluster: u64, range: ByteRange) -> Step<Way> {
-        let geometry = self.geometry;
-        Ok(match self.entry(slice, geometry.l2_place(cluster).index)? {
+        let entry = self.entry(slice, self.geometry.l2_place(cluster).index)?;
+        self.check_place(cluster, entry)?;
+        Ok(match entry {
             Entry::Compressed(_) => Way::Copy(Copied::Unpacked),
             Entry::Standard { place: None, .. } => Way::Fresh,
             Entry::Standard { place: Some(place), units } if place.is_sole() => {
                 let mask = self.mask_of(cluster, range);
-                self.check_place(cluster, place)?;
                 if units.data & mask == mask {
                     Way::InPlace { host: place.offset }
                 } else {
@@ -97,15 +97,23 @@ impl State {
         })
     }
 
-    /// Data that is overwritten in place must lie in the file, and in no table.
-    fn check_place(&self, cluster: u64, place: Reference) -> Step<()> {
-        let host = self.geometry.cluster_of(place.offset);
-        if host < self.space.end() && !self.metadata.contains(&host) {
+    /// Data that is overwritten or given back must lie in the file, and in no table.
+    fn check_place(&self, cluster: u64, entry: Entry) -> Step<()> {
+        let (offset, clusters) = match entry {
+            Entry::Standard { place: None, .. } => return Ok(()),
+            Entry::Standard { place: Some(place), .. } => {
+                let host = self.geometry.cluster_of(place.offset);
+                (place.offset, host..host + 1)
+            }
+            Entry::Compressed(place) => (place.offset, place.host_clusters(self.geometry)),
+        };
+        let is_possible = |host: u64| host < self.space.end() && !self.metadata.contains(&host);
+        if clusters.clone().all(is_possible) {
             return Ok(());
         }
         let guest = self.geometry.offset_of(cluster);
         let what = format!("the data of the guest's offset {guest} cannot be");
-        Err(self.corrupt(what, place.offset).into())
+        Err(self.corrupt(what, offset).into())
     }
 
     /// Whether the cluster `count` after one that is written one way can go with it.
@@ -199,7 +207,11 @@ impl State {
     /// The extent of the first bytes of `range` for making them zeros.
     pub(crate) fn map_zero(&mut self, range: ByteRange, unmap: Unmap) -> Step<Extent> {
         let Some(clusters) = self.whole_clusters(range) else {
-            let first = range.truncate(self.rest_of_cluster(range.offset()));
+            let keep = unmap == Unmap::Forbidden;
+            let first = self.first_units(range);
+            if let Some(units) = self.prepare_units(first, UnitState::Zero, keep)? {
+                return Ok(units);
+            }
             let read = self.map_read(first)?;
             return match read.state {
                 ExtentState::Zero | ExtentState::Hole => Ok(read),
@@ -225,7 +237,12 @@ impl State {
     pub(crate) fn map_discard(&mut self, range: ByteRange) -> Step<Extent> {
         let is_backed = self.header.backing.is_some();
         let Some(clusters) = self.whole_clusters(range) else {
-            return self.discard_part(range.truncate(self.rest_of_cluster(range.offset())));
+            let first = self.first_units(range);
+            let state = if is_backed { UnitState::Zero } else { UnitState::Unallocated };
+            if let Some(units) = self.prepare_units(first, state, false)? {
+                return Ok(units);
+            }
+            return self.discard_part(first);
         };
         // Where zeros cannot be said, what is behind would come to light.
         if is_backed && self.geometry.version < 3 {
@@ -236,6 +253,62 @@ impl State {
             Entry::Standard { .. } | Entry::Compressed(_) => true,
         };
         self.prepare_unmapping(range, clusters, Change::Discard, needs)
+    }
+
+    /// The first bytes of `range` that lie in one cluster and are whole units, or a part of one unit.
+    fn first_units(&self, range: ByteRange) -> ByteRange {
+        let first = range.truncate(self.rest_of_cluster(range.offset()));
+        let unit = self.geometry.unit_size();
+        let to_border = first.offset().next_multiple_of(unit) - first.offset();
+        if to_border > 0 {
+            return first.truncate(to_border);
+        }
+        // What lies beyond the disk's end counts as covered.
+        match first.length() / unit * unit {
+            _ if first.end() >= self.header.size => first,
+            0 => first,
+            whole => first.truncate(whole),
+        }
+    }
+
+    /// Prepares a change of whole units of one cluster that is made by tables alone; `None` where that
+    /// cannot be.
+    fn prepare_units(
+        &mut self,
+        part: ByteRange,
+        state: UnitState,
+        keep: bool,
+    ) -> Step<Option<Extent>> {
+        let geometry = self.geometry;
+        let is_end = part.end() >= self.header.size;
+        let is_whole = part.offset().is_multiple_of(geometry.unit_size())
+            && (is_end || part.length().is_multiple_of(geometry.unit_size()));
+        if !geometry.extended_l2 || !is_whole {
+            return Ok(None);
+        }
+        self.check_room()?;
+        let cluster = geometry.cluster_of(part.offset());
+        self.pending.free_from(cluster, cluster + 1).map_err(Blocked::Wait)?;
+        let index = geometry.l2_place(cluster).index;
+        let old = match self.l2_slice(cluster)? {
+            Some(slice) => self.entry(slice, index)?,
+            None => Entry::UNALLOCATED,
+        };
+        let Entry::Standard { units, .. } = old else { return Ok(None) };
+        let mask = self.mask_of(cluster, part);
+        let is_backed = self.header.backing.is_some();
+        let shown = if is_backed { units.zero } else { !units.data };
+        if shown & mask == mask {
+            return Ok(Some(nothing_to_do(part)));
+        }
+        self.own_l2_slice(cluster)?;
+        self.check_place(cluster, old)?;
+        if let Some(event) = self.pending.overwrites_of(&(cluster..cluster + 1)) {
+            return Err(Blocked::Wait(event));
+        }
+        self.pending.begin(cluster..cluster + 1, Change::Units { mask, state, keep });
+        let flags = ExtentFlags::NEW;
+        Ok(Some(Extent { guest: part, whole: part, state: ExtentState::Zero, flags }))
     }
 
     /// A part of a cluster: the host's file can have a hole there where it is this cluster's alone.
@@ -298,10 +371,15 @@ impl State {
             None => true,
         };
         let slice = if needed { self.own_l2_slice(first)? } else { looked_up.expect("an entry") };
-        let mut count = 1;
-        while first + count < end
-            && needs(self.entry(slice, place.index + count as usize)?) == needed
-        {
+        let mut count = 0;
+        while first + count < end {
+            let entry = self.entry(slice, place.index + count as usize)?;
+            if count > 0 && needs(entry) != needed {
+                break;
+            }
+            if needed {
+                self.check_place(first + count, entry)?;
+            }
             count += 1;
         }
         let clusters = first..first + count;

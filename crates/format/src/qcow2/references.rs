@@ -1,7 +1,10 @@
 //! Counting who refers to which cluster, by reading every table of an image.
 //!
 //! What is wrong on the way is told and passed over, so that one damaged entry does not hide the
-//! rest. The tables are read as they are on disk.
+//! rest. The tables are read as they are on disk, each once, however many refer to it: so no image
+//! takes longer than its file is long.
+
+use std::collections::{BTreeMap, HashSet};
 
 use blockhouse_core::{Result, Storage};
 
@@ -36,6 +39,10 @@ pub(crate) struct References<'a, S> {
     /// What is wrong, in words.
     pub(crate) problems: Vec<String>,
     pub(crate) corruptions: u64,
+    /// Clusters of L1 tables.
+    l1_clusters: HashSet<u64>,
+    /// L2 tables by offset, and how many L1 entries refer to each.
+    l2_tables: BTreeMap<(u64, Which), u32>,
 }
 
 /// How many problems are told in words.
@@ -58,11 +65,14 @@ impl<'a, S: Storage> References<'a, S> {
             compressed: 0,
             problems: Vec::new(),
             corruptions: 0,
+            l1_clusters: HashSet::new(),
+            l2_tables: BTreeMap::new(),
         };
         references.add("the header", 0, geometry.cluster_size());
         let active = L1Place { offset: header.l1_offset, entries: header.l1_entries };
         references.walk_l1(active, Which::Active).await?;
         references.walk_snapshots().await?;
+        references.walk_l2_tables().await?;
         references.walk_refcounts().await?;
         Ok(references)
     }
@@ -77,6 +87,11 @@ impl<'a, S: Storage> References<'a, S> {
 
     /// `what` refers to these bytes.
     fn add(&mut self, what: &str, offset: u64, length: u64) {
+        self.add_times(what, offset, length, 1);
+    }
+
+    /// So many refer to these bytes as `what`.
+    fn add_times(&mut self, what: &str, offset: u64, length: u64, times: u32) {
         if length == 0 {
             return;
         }
@@ -88,7 +103,7 @@ impl<'a, S: Storage> References<'a, S> {
         }
         for cluster in first.min(count)..end.min(count) {
             let counted = &mut self.counts[cluster as usize];
-            *counted = counted.saturating_add(1);
+            *counted = counted.saturating_add(times);
         }
     }
 
@@ -99,13 +114,26 @@ impl<'a, S: Storage> References<'a, S> {
             return Ok(());
         }
         self.add("an L1 table", place.offset, bytes);
+        let clusters = self.geometry.cluster_of(place.offset)
+            ..self.geometry.clusters_for(place.offset.saturating_add(bytes));
+        if clusters.end > self.counts.len() as u64 {
+            return Ok(());
+        }
+        for cluster in clusters {
+            if !self.l1_clusters.insert(cluster) {
+                let offset = place.offset;
+                self.problem(format!("the L1 table at offset {offset} shares its place"));
+                return Ok(());
+            }
+        }
         let table = table_io::read(self.storage, place.offset, bytes as usize).await?;
         for (index, word) in table_io::words_of(&table).into_iter().enumerate() {
             match entry::l1_reference(word, self.geometry) {
                 Ok(None) => {}
                 Ok(Some(table)) => {
                     self.add("an L2 table", table.offset, self.geometry.cluster_size());
-                    self.walk_l2(table.offset, which).await?;
+                    let times = self.l2_tables.entry((table.offset, which)).or_insert(0);
+                    *times = times.saturating_add(1);
                 }
                 Err(violation) => {
                     let offset = place.offset + index as u64 * 8;
@@ -116,7 +144,14 @@ impl<'a, S: Storage> References<'a, S> {
         Ok(())
     }
 
-    async fn walk_l2(&mut self, offset: u64, which: Which) -> Result<()> {
+    async fn walk_l2_tables(&mut self) -> Result<()> {
+        for ((offset, which), times) in std::mem::take(&mut self.l2_tables) {
+            self.walk_l2(offset, which, times).await?;
+        }
+        Ok(())
+    }
+
+    async fn walk_l2(&mut self, offset: u64, which: Which, times: u32) -> Result<()> {
         let geometry = self.geometry;
         if offset >= self.storage.size() {
             return Ok(());
@@ -127,12 +162,12 @@ impl<'a, S: Storage> References<'a, S> {
                 Ok(Entry::Standard { place: None, .. }) => {}
                 Ok(Entry::Standard { place: Some(place), .. }) => {
                     self.allocated += u64::from(which == Which::Active);
-                    self.add("a cluster", place.offset, geometry.cluster_size());
+                    self.add_times("a cluster", place.offset, geometry.cluster_size(), times);
                 }
                 Ok(Entry::Compressed(place)) => {
                     self.allocated += u64::from(which == Which::Active);
                     self.compressed += u64::from(which == Which::Active);
-                    self.add("a compressed cluster", place.offset, place.length);
+                    self.add_times("a compressed cluster", place.offset, place.length, times);
                 }
                 Err(violation) => {
                     let offset = offset + index as u64 * geometry.l2_entry_size();
@@ -192,7 +227,7 @@ impl<'a, S: Storage> References<'a, S> {
 }
 
 /// Whose tables are walked.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum Which {
     Active,
     Snapshot,

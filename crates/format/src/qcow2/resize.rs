@@ -16,6 +16,7 @@ impl<S: Storage> Qcow2<S> {
     /// end in the last cluster or in the backing file comes to light: the caller zeroes it.
     pub async fn resize(&self, size: u64) -> Result<()> {
         self.check_writable()?;
+        self.check_intact()?;
         let invalid =
             |what: String| Err(Error::new(ErrorKind::InvalidInput, what).on(self.storage().name()));
         if !size.is_multiple_of(512) {
@@ -30,7 +31,9 @@ impl<S: Storage> Qcow2<S> {
         if self.state.lock().header.snapshots > 0 && self.geometry.version < 3 {
             return invalid("version 2 snapshots do not say how large the disk was".into());
         }
-        self.step(|state| state.grow(size)).await?;
+        self.begin_changes().await?;
+        let grown = self.step(|state| state.grow(size)).await;
+        self.marking(grown).await?;
         self.size.store(size, Ordering::Release);
         Ok(())
     }

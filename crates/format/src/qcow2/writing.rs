@@ -150,12 +150,8 @@ impl<S: Storage> Qcow2<S> {
             self.state.lock().end_round(round);
         }
         drop(running);
-        if let Err(error) = self.release().await {
-            if error.kind() == ErrorKind::Corrupt {
-                self.found_corrupt(&error).await;
-            }
-            return Err(error);
-        }
+        let released = self.release().await;
+        self.marking(released).await?;
         Ok(flushed)
     }
 
@@ -212,6 +208,24 @@ impl<S: Storage> Qcow2<S> {
             return Ok(());
         }
         self.mark(Incompatible::DIRTY, Mark::Set).await
+    }
+
+    /// Sets the bit that says that tables are wrong, durably, after a failure was remembered: no
+    /// other round begins, and the one that runs may be writing the header.
+    pub(super) async fn mark_corrupt(&self) -> Result<()> {
+        loop {
+            let ended = {
+                let state = self.state.lock();
+                state.round_is_running.then(|| self.round_ended.listen())
+            };
+            match ended {
+                Some(event) => event.await,
+                None => break,
+            }
+        }
+        self.table_writes.ended().await;
+        self.change_header(|header| header.incompatible.insert(Incompatible::CORRUPT)).await?;
+        self.storage.flush(Sync::Data).await
     }
 
     /// Sets or clears a feature bit, durably.

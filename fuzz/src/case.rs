@@ -1,0 +1,168 @@
+//! What an input of `qcow2_operations` means: an image, damage done to it, and requests.
+//!
+//! Every string of bytes means something, and small changes of it mean small changes:
+//!
+//! | bytes | meaning |
+//! | --- | --- |
+//! | 4 | image, kind of storage, seed of the order in which operations end, count of damages |
+//! | 12 each | damages |
+//! | 6 each | requests |
+
+use crate::images;
+
+/// Bytes of a damage.
+const DAMAGE: usize = 12;
+/// Bytes of a request.
+const STEP: usize = 6;
+/// How many damages and steps an input has at most.
+const MOST_DAMAGES: u8 = 16;
+const MOST_STEPS: usize = 64;
+
+/// A decoded input.
+#[derive(Debug)]
+pub struct Case {
+    pub image: u8,
+    pub storage: u8,
+    pub seed: u8,
+    pub damages: Vec<Damage>,
+    pub steps: Vec<Step>,
+}
+
+/// One change of an image's file.
+#[derive(Clone, Copy, Debug)]
+pub struct Damage {
+    pub place: u8,
+    pub how: u8,
+    pub index: u16,
+    pub value: u64,
+}
+
+/// One thing to do with the disk.
+#[derive(Clone, Copy, Debug)]
+pub struct Step {
+    pub kind: u8,
+    pub flags: u8,
+    pub offset: u16,
+    pub length: u16,
+}
+
+impl Case {
+    /// Decodes an input; `None` if it is too short.
+    pub fn of(data: &[u8]) -> Option<Self> {
+        let (&[image, storage, seed, count], rest) = data.split_first_chunk()?;
+        let count = usize::from(count % (MOST_DAMAGES + 1)).min(rest.len() / DAMAGE);
+        let (damages, steps) = rest.split_at(count * DAMAGE);
+        Some(Self {
+            image,
+            storage,
+            seed,
+            damages: damages.as_chunks().0.iter().map(Damage::of).collect(),
+            steps: steps.as_chunks().0.iter().take(MOST_STEPS).map(Step::of).collect(),
+        })
+    }
+
+    /// The input that means this.
+    pub fn to_bytes(&self) -> Vec<u8> {
+        let mut bytes = vec![self.image, self.storage, self.seed, self.damages.len() as u8];
+        for damage in &self.damages {
+            bytes.extend([damage.place, damage.how]);
+            bytes.extend(damage.index.to_be_bytes());
+            bytes.extend(damage.value.to_be_bytes());
+        }
+        for step in &self.steps {
+            bytes.extend([step.kind, step.flags]);
+            bytes.extend(step.offset.to_be_bytes());
+            bytes.extend(step.length.to_be_bytes());
+        }
+        bytes
+    }
+
+    /// The image with its damages.
+    pub fn damaged_image(&self) -> Vec<u8> {
+        let whole = images::base(self.image);
+        let mut bytes = whole.to_vec();
+        for damage in &self.damages {
+            damage.apply(whole, &mut bytes);
+        }
+        bytes
+    }
+}
+
+impl Damage {
+    fn of(bytes: &[u8; DAMAGE]) -> Self {
+        let [place, how, index @ .., _, _, _, _, _, _, _, _] = *bytes;
+        let value = u64::from_be_bytes(bytes[4..].try_into().expect("eight bytes"));
+        Self { place, how, index: u16::from_be_bytes(index), value }
+    }
+
+    /// How many kinds of places there are.
+    pub const PLACES: u8 = 10;
+
+    /// Does it to `bytes`; where things are is read from the image as it was.
+    fn apply(self, whole: &[u8], bytes: &mut Vec<u8>) {
+        let cluster = 1_u64 << field(whole, 20, 4).min(21);
+        let index = u64::from(self.index);
+        let within = |table: u64, length: u64| table + index * 8 % length.max(8);
+        let l2 = || {
+            let l1 = field(whole, 40, 8);
+            let entries = field(whole, 36, 4).max(1);
+            field(whole, l1 + index / 64 % entries * 8, 8) & 0x00ff_ffff_ffff_fe00
+        };
+        let refcount_table = field(whole, 48, 8);
+        let at = match self.place % Self::PLACES {
+            0 => index % 112,
+            1 => 104 + index % (cluster - 104),
+            2 => within(field(whole, 40, 8), field(whole, 36, 4) * 8),
+            3 => within(l2(), cluster),
+            4 => within(refcount_table, cluster),
+            5 => field(whole, refcount_table, 8) + index % cluster,
+            6 => field(whole, 64, 8) + index % 128,
+            7 => {
+                let entry = field(whole, within(l2(), cluster), 8);
+                (entry & 0x00ff_ffff_ffff) + self.value % 64
+            }
+            8 => self.value % (bytes.len() as u64 + 1),
+            _ => {
+                bytes.truncate((self.value % (bytes.len() as u64 + 1)) as usize);
+                return;
+            }
+        };
+        self.change(bytes, at, cluster);
+    }
+
+    fn change(self, bytes: &mut [u8], at: u64, cluster: u64) {
+        let clusters = (bytes.len() as u64 / cluster).max(1);
+        let host = self.value % clusters * cluster;
+        let old = field(bytes, at, 8);
+        let word = match self.how % 6 {
+            0 => self.value,
+            1 => old ^ 1 << (self.value % 64),
+            // Another cluster of the file, called this one's alone, or not.
+            2 => host | 1 << 63,
+            3 => host,
+            4 => old & (0xff_u64 << 56) | host,
+            _ => old & !(0xff << 56) | self.value << 56,
+        };
+        let Ok(at) = usize::try_from(at) else { return };
+        let Some(place) = bytes.get_mut(at..) else { return };
+        for (byte, new) in place.iter_mut().zip(word.to_be_bytes()) {
+            *byte = new;
+        }
+    }
+}
+
+impl Step {
+    fn of(bytes: &[u8; STEP]) -> Self {
+        let [kind, flags, a, b, c, d] = *bytes;
+        let (offset, length) = (u16::from_be_bytes([a, b]), u16::from_be_bytes([c, d]));
+        Self { kind, flags, offset, length }
+    }
+}
+
+/// The big-endian number of `length` bytes at `at`; what lies beyond the end is zeros.
+fn field(bytes: &[u8], at: u64, length: u64) -> u64 {
+    (at..at + length).fold(0, |value, at| {
+        let byte = usize::try_from(at).ok().and_then(|at| bytes.get(at));
+        value << 8 | u64::from(byte.copied().unwrap_or(0))
+    })
+}

@@ -1,0 +1,32 @@
+//! What the targets for images have in common: a storage in memory, the images that get damaged, and
+//! what every one of them must keep to.
+#![forbid(unsafe_code)]
+
+pub mod case;
+pub mod images;
+pub mod memory;
+
+use blockhouse_core::{Error, ErrorKind};
+
+/// The most memory that working with a small image may take: the largest L1 table as bytes and as
+/// words, a table of refcounts, and room for the rest.
+const MOST_MEMORY: u64 = 128 << 20;
+
+/// Runs `work`.
+///
+/// # Panics
+/// When it needs more than [`MOST_MEMORY`] at a time.
+pub fn in_bounded_memory(work: impl FnOnce()) {
+    let used = allocation_counter::measure(work);
+    assert!(used.bytes_max <= MOST_MEMORY, "{} bytes of memory at a time", used.bytes_max);
+}
+
+/// What is wrong with an image is told with its place.
+///
+/// # Panics
+/// When it is not.
+pub fn assert_tells_the_place(error: &Error) {
+    if matches!(error.kind(), ErrorKind::Corrupt | ErrorKind::Unsupported) {
+        assert!(error.to_string().contains("offset"), "no place in: {error:?}");
+    }
+}

@@ -1,0 +1,83 @@
+//! Any bytes as an image file: it is opened, checked and read, or refused with an error that names the
+//! place; for reading, and for writing, which repairs what it must.
+#![no_main]
+#![forbid(unsafe_code)]
+
+use std::sync::Arc;
+
+use blockhouse_core::{Buffer, ByteRange, Fua, Request};
+use blockhouse_disk::{Access, Disk, Options};
+use blockhouse_format::qcow2::{self, Qcow2};
+use blockhouse_fuzz::memory::Memory;
+use blockhouse_fuzz::{assert_tells_the_place, in_bounded_memory};
+use blockhouse_sim::Sim;
+use libfuzzer_sys::fuzz_target;
+
+/// How many extents are looked at, and how much of each is read.
+const MOST_EXTENTS: usize = 1000;
+const MOST_READ: u64 = 64 << 10;
+
+fuzz_target!(|data: &[u8]| {
+    for (access, block) in [(Access::ReadOnly, 1), (Access::ReadWrite, 512)] {
+        in_bounded_memory(|| {
+            let sim = Sim::new(0);
+            let storage = Memory::new(&sim, block, Fua::Native, data.to_vec());
+            let behind = Memory::new(&sim, 1, Fua::Native, vec![7; 70 << 10]);
+            sim.block_on(look_at(storage.clone(), behind, access));
+            sim.block_on(check(storage));
+        });
+    }
+});
+
+async fn look_at(storage: Memory, behind: Memory, access: Access) {
+    let disk = match Disk::qcow2(storage, Options { access, ..Options::default() }).await {
+        Ok(disk) => disk,
+        Err(error) => return assert_tells_the_place(&error),
+    };
+    let is_backed = disk.backing_file().is_some();
+    let disk = if is_backed {
+        let options = Options { access: Access::ReadOnly, ..Options::default() };
+        disk.over(Arc::new(Disk::raw(behind, options).expect("a size of whole sectors")))
+    } else {
+        disk
+    };
+    assert!(disk.cluster_size().is_some_and(u64::is_power_of_two));
+    read_extents(&disk).await;
+    if access == Access::ReadWrite {
+        // Nothing was changed, but damage may have been found.
+        if let Err(error) = disk.close().await {
+            assert_tells_the_place(&error);
+        }
+    }
+}
+
+/// Reads the beginning of each extent.
+async fn read_extents(disk: &Disk<Memory>) {
+    let mut rest = ByteRange::between(0, disk.size());
+    for _ in 0..MOST_EXTENTS {
+        if rest.is_empty() {
+            break;
+        }
+        let length = match disk.status(rest).await {
+            Ok((_, length)) => length,
+            Err(error) => {
+                assert_tells_the_place(&error);
+                disk.cluster_size().unwrap_or(rest.length()).min(rest.length())
+            }
+        };
+        assert!((1..=rest.length()).contains(&length), "an extent of {length} bytes");
+        let mut buffer = Buffer::new(length.min(MOST_READ) as usize);
+        let read = disk.submit(Request::Read { offset: rest.offset(), into: buffer.lend() });
+        if let Err(error) = read.await {
+            assert_tells_the_place(&error);
+        }
+        rest = rest.skip(length);
+    }
+}
+
+async fn check(storage: Memory) {
+    let options = qcow2::OpenOptions { access: qcow2::Access::ReadOnly, ..Default::default() };
+    let Ok(image) = Qcow2::open(storage, options).await else { return };
+    let report = qcow2::check(&image).await.expect("a storage that reads");
+    assert!(report.problems.len() as u64 <= report.corruptions);
+}

@@ -1,0 +1,233 @@
+//! Requests to a disk over a damaged image: each ends, with success or an error that names the place,
+//! and damage that is found by a change is marked in the image. Without damage nothing fails, reads
+//! see what was written, and the image is clean in the end.
+#![no_main]
+#![forbid(unsafe_code)]
+
+use std::sync::Arc;
+
+use blockhouse_core::{
+    Buffer, ByteRange, Durability, Effort, Error, ErrorKind, Fua, Request, Result, Unmap,
+};
+use blockhouse_disk::{Access, Discard, Disk, Options};
+use blockhouse_format::qcow2::{self, Qcow2};
+use blockhouse_fuzz::case::{Case, Step};
+use blockhouse_fuzz::memory::Memory;
+use blockhouse_fuzz::{assert_tells_the_place, images, in_bounded_memory};
+use blockhouse_sim::{Sim, Task};
+use libfuzzer_sys::fuzz_target;
+
+/// How large a disk is made, and how much of it is touched.
+const MOST_SIZE: u64 = 1 << 20;
+
+fuzz_target!(|data: &[u8]| {
+    let Some(case) = Case::of(data) else { return };
+    in_bounded_memory(|| run(case));
+});
+
+fn run(case: Case) {
+    let sim = Sim::new(case.seed.into());
+    let fua = if case.storage & 1 == 0 { Fua::Native } else { Fua::Emulated };
+    let block = if case.storage & 2 == 0 { 1 } else { 512 };
+    let discard = if case.storage & 4 == 0 { Discard::Unmap } else { Discard::Ignore };
+    let storage = Memory::new(&sim, block, fua, case.damaged_image());
+    let base = Memory::new(&sim, 1, fua, vec![7; 70 << 10]);
+    let options = Options { discard, ..Options::default() };
+    let host = Host { sim: sim.clone(), storage: storage.clone(), base, options };
+    let (is_whole, name) = (case.damages.is_empty(), images::name(case.image));
+    let found = sim.block_on(async move { host.work(&case).await });
+    let content = storage.content();
+    if let Found::Damage(error) = &found {
+        let is_version_2 = content[4..8] == 2_u32.to_be_bytes();
+        let is_marked = content[79] & 2 != 0;
+        assert!(is_version_2 || is_marked, "damage is not marked: {error}");
+    }
+    if is_whole {
+        assert_eq!(found, Found::Nothing, "nothing is damaged");
+        // Who does not know bitmaps leaves them as leaks.
+        let most_leaks = if name == "qemu-bitmaps" { u64::MAX } else { 0 };
+        sim.block_on(assert_clean(storage, most_leaks));
+    }
+}
+
+/// Whether a change has come upon damage of the image.
+#[derive(Debug, PartialEq, Eq)]
+enum Found {
+    Nothing,
+    /// With the error that told it.
+    Damage(String),
+}
+
+impl Found {
+    /// What the error of a change means. Data that cannot be unpacked is no damage of tables.
+    fn by(error: &Error) -> Self {
+        assert_tells_the_place(error);
+        let is_unpacking = error.to_string().contains("cannot unpack");
+        match error.kind() {
+            ErrorKind::Corrupt if !is_unpacking => Self::Damage(error.to_string()),
+            _ => Self::Nothing,
+        }
+    }
+
+    fn or(self, other: Self) -> Self {
+        if self == Self::Nothing { other } else { self }
+    }
+}
+
+struct Host {
+    sim: Sim,
+    storage: Memory,
+    base: Memory,
+    options: Options,
+}
+
+impl Host {
+    async fn open(&self) -> Result<Arc<Disk<Memory>>> {
+        let disk = Disk::qcow2(self.storage.clone(), self.options).await?;
+        if disk.backing_file().is_none() {
+            return Ok(Arc::new(disk));
+        }
+        let behind = Options { access: Access::ReadOnly, ..Options::default() };
+        Ok(Arc::new(disk.over(Arc::new(Disk::raw(self.base.clone(), behind)?))))
+    }
+
+    async fn work(&self, case: &Case) -> Found {
+        let mut disk = match self.open().await {
+            Ok(disk) => disk,
+            Err(error) => {
+                assert_tells_the_place(&error);
+                assert!(!case.damages.is_empty(), "a whole image is refused: {error}");
+                return Found::Nothing;
+            }
+        };
+        let mut found = Found::Nothing;
+        let mut running = Vec::new();
+        for (number, &step) in case.steps.iter().enumerate() {
+            let together = step.flags & 1 == 1 && running.len() < 8;
+            if !together {
+                found = found.or(join(&mut running).await);
+            }
+            if step.kind % 16 == 15 {
+                found = found.or(join(&mut running).await);
+                found = found.or(close(&disk).await);
+                disk = match self.open().await {
+                    Ok(disk) => disk,
+                    Err(error) => {
+                        assert_tells_the_place(&error);
+                        assert!(!case.damages.is_empty(), "refused when opened again: {error}");
+                        return found;
+                    }
+                };
+                continue;
+            }
+            let (disk, number) = (Arc::clone(&disk), number as u8);
+            let is_whole = case.damages.is_empty();
+            running.push(self.sim.spawn(async move {
+                match step_on(&disk, step, number, !together && is_whole).await {
+                    Ok(()) => Found::Nothing,
+                    Err(error) => {
+                        let is_expected = matches!(
+                            error.kind(),
+                            ErrorKind::NoSpace | ErrorKind::InvalidInput | ErrorKind::PastEnd
+                        );
+                        assert!(!is_whole || is_expected, "{step:?} of a whole image: {error}");
+                        Found::by(&error)
+                    }
+                }
+            }));
+            if !together {
+                found = found.or(join(&mut running).await);
+            }
+        }
+        found = found.or(join(&mut running).await);
+        found.or(close(&disk).await)
+    }
+}
+
+async fn join(running: &mut Vec<Task<Found>>) -> Found {
+    let mut found = Found::Nothing;
+    for task in running.drain(..) {
+        found = found.or(task.join().await);
+    }
+    found
+}
+
+async fn close(disk: &Disk<Memory>) -> Found {
+    match disk.close().await {
+        Ok(()) => Found::Nothing,
+        Err(error) => Found::by(&error),
+    }
+}
+
+/// The range that a step names: to the byte, the sector, or many clusters.
+fn range_of(disk: &Disk<Memory>, step: Step) -> ByteRange {
+    let size = disk.size().min(MOST_SIZE);
+    let unit = match step.flags >> 1 & 3 {
+        0 => 1,
+        1 => disk.cluster_size().unwrap_or(512),
+        _ => 512,
+    };
+    let start = u64::from(step.offset) * size / 65536 / unit * unit;
+    let length = (u64::from(step.length) * 2).next_multiple_of(unit).min(size - start);
+    ByteRange::between(start, start + length)
+}
+
+/// Carries one step out. `is_known`: nothing else runs at the same time, and no two places of the disk
+/// are one, so that what was written can be seen.
+async fn step_on(disk: &Disk<Memory>, step: Step, number: u8, is_known: bool) -> Result<()> {
+    let range = range_of(disk, step);
+    let durability = match step.flags >> 3 & 3 {
+        0 | 1 => Durability::None,
+        2 => Durability::Data,
+        _ => Durability::Full,
+    };
+    let unmap = if step.flags & 32 == 0 { Unmap::Allowed } else { Unmap::Forbidden };
+    match step.kind % 16 {
+        0..=6 => {
+            let mut buffer = Buffer::new(range.length() as usize);
+            buffer.bytes_mut().fill(number.wrapping_add(1));
+            let from = buffer.lend();
+            disk.submit(Request::Write { offset: range.offset(), from, durability }).await?;
+            if is_known {
+                assert_holds(disk, range, number.wrapping_add(1)).await?;
+            }
+            Ok(())
+        }
+        7 | 8 => read(disk, range).await.map(|_| ()),
+        9 | 10 => {
+            let effort = Effort::Any;
+            disk.submit(Request::WriteZeroes { range, unmap, effort, durability }).await?;
+            if is_known {
+                assert_holds(disk, range, 0).await?;
+            }
+            Ok(())
+        }
+        11 => disk.submit(Request::Discard { range, durability }).await,
+        12 => disk.flush().await,
+        13 if !range.is_empty() => disk.status(range).await.map(|_| ()),
+        14 => disk.resize((disk.size() + range.length()).min(MOST_SIZE) & !511).await,
+        _ => disk.submit(Request::Prefetch { range }).await,
+    }
+}
+
+async fn read(disk: &Disk<Memory>, range: ByteRange) -> Result<Vec<u8>> {
+    let mut buffer = Buffer::new(range.length() as usize);
+    disk.submit(Request::Read { offset: range.offset(), into: buffer.lend() }).await?;
+    Ok(buffer.bytes().to_vec())
+}
+
+/// What was written is read, whatever else is damaged.
+async fn assert_holds(disk: &Disk<Memory>, range: ByteRange, byte: u8) -> Result<()> {
+    let bytes = read(disk, range).await?;
+    assert!(bytes.iter().all(|&one| one == byte), "{range} does not hold {byte}");
+    Ok(())
+}
+
+async fn assert_clean(storage: Memory, most_leaks: u64) {
+    let was_full = storage.was_full();
+    let options = qcow2::OpenOptions { access: qcow2::Access::ReadOnly, ..Default::default() };
+    let image = Qcow2::open(storage, options).await.expect("an image that was closed");
+    let report = qcow2::check(&image).await.expect("a storage that reads");
+    assert_eq!(report.corruptions, 0, "{:?}", report.problems);
+    assert!(was_full || report.leaks <= most_leaks, "{} leaks", report.leaks);
+}
