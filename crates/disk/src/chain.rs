@@ -60,6 +60,19 @@ pub async fn open_alone(path: &Path, options: ImageOptions) -> Result<Disk<HostF
     disk_over(file, path, options).await
 }
 
+/// Opens the file of an image for work on the file itself, whatever is in it, and locks it if that is
+/// asked for. Needs the loop of the current thread.
+///
+/// # Errors
+/// One that names the file: it is missing or locked, or the host refuses.
+pub fn open_storage(path: &Path, options: ImageOptions) -> Result<HostFile> {
+    let (file, _) = open_file(path, options)?;
+    if options.locking == Locking::Held {
+        lock(&file, options.access)?;
+    }
+    Ok(file)
+}
+
 fn open_file(path: &Path, options: ImageOptions) -> Result<(HostFile, Identity)> {
     let access = match options.access {
         Access::ReadOnly => OpenFor::Reading,

@@ -24,7 +24,7 @@ mod zero;
 
 pub use blockhouse_format::BlockStatus;
 pub use blockhouse_format::qcow2::Backing;
-pub use chain::{is_address, open, open_alone};
+pub use chain::{is_address, open, open_alone, open_storage};
 pub use disk::{Access, Discard, Disk, FlushPolicy, Options};
 pub use open::{CacheMode, ImageFormat, ImageOptions, Locking, create};
 pub use stats::Counters;

@@ -6,10 +6,12 @@
 //! structure and its offset.
 
 mod alloc;
+mod bitmaps;
 mod check;
 mod commit;
 mod compress;
 mod create;
+mod edit;
 mod entry;
 mod extensions;
 mod geometry;
@@ -19,11 +21,14 @@ mod map;
 mod pending;
 mod prepare;
 mod rebuild;
+mod recount;
 mod refcount;
 mod references;
+mod repair;
 mod resize;
 mod round;
 mod slice_cache;
+mod snapshots;
 mod state;
 mod table_io;
 mod writing;
@@ -41,6 +46,7 @@ use parking_lot::Mutex;
 pub use check::{CheckReport, check};
 pub use compress::{Compression, compress, decompress};
 pub use create::{CreateOptions, Preallocation, Switch, Version, create};
+pub use repair::{Repair, Repaired, repair};
 
 use crate::{Abort, BlockStatus, Intent};
 use alloc::Space;
@@ -380,6 +386,10 @@ impl Drop for Fetching<'_> {
         self.state.lock().cache.fetch_ended(self.offset, &self.ticket);
     }
 }
+
+/// Autoclear features that stay true when tables are repaired: bitmaps that are in step, and a data
+/// file that reads as the disk.
+const KNOWN_AUTOCLEAR: u64 = bitmaps::IN_STEP | 1 << 1;
 
 async fn read_header<S: Storage>(storage: &S) -> Result<Header> {
     let refuse = |refusal: Refusal| {
