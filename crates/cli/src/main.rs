@@ -46,7 +46,7 @@ enum Command {
     Info(info::Arguments),
     /// Tell which parts of an image have data, and where.
     Map(map::Arguments),
-    /// Make an image longer.
+    /// Make an image longer or shorter.
     Resize(resize::Arguments),
 }
 

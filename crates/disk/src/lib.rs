@@ -18,6 +18,7 @@ mod lock;
 mod open;
 mod path;
 mod prepared;
+mod resize;
 mod stats;
 mod tracker;
 mod zero;

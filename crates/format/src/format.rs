@@ -161,13 +161,33 @@ impl<S: Storage> Format<S> {
         }
     }
 
-    /// Changes the size of the guest's disk. New bytes read as zeros. Durable with the next full
-    /// flush. Refuses a size that is no multiple of 512. The caller keeps requests away from the
-    /// bytes between the old size and the new one, and from the block that the smaller one cuts.
+    /// Makes [`map`](Self::map) for a change answer up to `size`, which may lie beyond the end, so that
+    /// what [`resize`](Self::resize) would bring to light can be made zeros before. The size stays.
+    pub async fn reserve(&self, size: u64) -> Result<()> {
+        match self {
+            Self::Raw(_) => Ok(()),
+            Self::Qcow2(qcow2) => qcow2.reserve(size).await,
+        }
+    }
+
+    /// Makes the guest's disk longer. New bytes read as zeros, but those of the last cluster and of a
+    /// backing file. Durable with the next full flush. Refuses a size that is no multiple of 512. The
+    /// caller keeps requests away from the bytes between the old size and the new one.
     pub async fn resize(&self, size: u64) -> Result<()> {
         match self {
             Self::Raw(raw) => raw.resize(size).await,
             Self::Qcow2(qcow2) => qcow2.resize(size).await,
+        }
+    }
+
+    /// Makes the guest's disk shorter; what lies beyond is lost, and its space given back. Durable with
+    /// the next full flush; a crash before leaves the old size with zeros, or what is in the backing
+    /// file, here and there beyond the new one. Refuses a size that is no multiple of 512, and images
+    /// of version 2 with snapshots. The caller keeps requests away from the bytes from the new size on.
+    pub async fn shrink(&self, size: u64) -> Result<()> {
+        match self {
+            Self::Raw(raw) => raw.resize(size).await,
+            Self::Qcow2(qcow2) => qcow2.shrink(size).await,
         }
     }
 

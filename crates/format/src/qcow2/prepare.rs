@@ -201,8 +201,9 @@ impl State {
         let Some(clusters) = self.whole_clusters(range) else {
             let first = range.truncate(self.rest_of_cluster(range.offset()));
             let read = self.map_read(first)?;
+            // Subclusters can be smaller than the storage's blocks: all of the part or nothing.
             return match read.state {
-                ExtentState::Zero | ExtentState::Hole => Ok(read),
+                ExtentState::Zero | ExtentState::Hole if read.guest == first => Ok(read),
                 _ => self.map_write(first),
             };
         };

@@ -17,7 +17,7 @@
 //! them is written. (The other has it alone then and does not say so, which the next repair corrects.) Where it cannot be told who refers to what (a damaged snapshot table), no refcount
 //! is lowered.
 
-use blockhouse_core::{ByteRange, Result, Storage, Sync};
+use blockhouse_core::{Result, Storage, Sync};
 
 use super::check::{CheckReport, Recorded, check_tables};
 use super::edit::{Ownerships, Scrub, edit};
@@ -26,7 +26,7 @@ use super::header::{Header, Incompatible};
 use super::recount::{has_blocks, store_anew, store_header, store_in_place};
 use super::references::References;
 use super::snapshots::{L1Place, SnapshotPlaces};
-use super::{KNOWN_AUTOCLEAR, read_header};
+use super::{KNOWN_AUTOCLEAR, read_header, table_io};
 
 /// What is repaired.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -218,10 +218,10 @@ impl<S: Storage> Repairing<'_, S> {
             while freed.next_if_eq(&end).is_some() {
                 end += 1;
             }
-            let range = geometry.bytes_of(first..end);
-            let inside = self.storage.size().saturating_sub(range.offset());
-            let range: ByteRange = range.truncate(inside);
-            let _ = self.storage.discard(range).await;
+            if let Some(range) = table_io::whole_blocks(self.storage, geometry.bytes_of(first..end))
+            {
+                let _ = self.storage.discard(range).await;
+            }
         }
     }
 }
