@@ -5,6 +5,7 @@
 #![forbid(unsafe_code)]
 
 mod check;
+mod commit;
 mod create;
 mod create_options;
 mod image_file;
@@ -12,6 +13,7 @@ mod info;
 mod logging;
 mod map;
 mod qcow2_facts;
+mod rebase;
 mod resize;
 mod serve;
 mod size;
@@ -48,6 +50,10 @@ enum Command {
     Map(map::Arguments),
     /// Make an image longer or shorter.
     Resize(resize::Arguments),
+    /// Put what an image has into its backing file.
+    Commit(commit::Arguments),
+    /// Give an image another backing file.
+    Rebase(rebase::Arguments),
 }
 
 fn main() -> ExitCode {
@@ -61,6 +67,8 @@ fn main() -> ExitCode {
         Command::Info(info) => info::run(info).map(done),
         Command::Map(map) => map::run(map).map(done),
         Command::Resize(resize) => resize::run(resize).map(done),
+        Command::Commit(commit) => commit::run(commit).map(done),
+        Command::Rebase(rebase) => rebase::run(rebase).map(done),
     };
     match result {
         Ok(code) => code,

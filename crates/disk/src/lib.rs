@@ -7,6 +7,7 @@
 mod bounce;
 mod chain;
 mod clusters;
+mod commit;
 mod copy;
 mod disk;
 mod durable;
@@ -18,14 +19,16 @@ mod lock;
 mod open;
 mod path;
 mod prepared;
+mod rebase;
 mod resize;
 mod stats;
 mod tracker;
+mod transfer;
 mod zero;
 
 pub use blockhouse_format::BlockStatus;
 pub use blockhouse_format::qcow2::Backing;
-pub use chain::{is_address, open, open_alone, open_storage};
+pub use chain::{is_address, open, open_alone, open_storage, open_with_base};
 pub use disk::{Access, Discard, Disk, FlushPolicy, Options};
 pub use open::{CacheMode, ImageFormat, ImageOptions, Locking, create};
 pub use stats::Counters;

@@ -7,7 +7,7 @@
 
 use blockhouse_core::{ByteRange, Durability, Extent, Result, Storage, Sync, Unmap};
 
-use crate::qcow2::Hold;
+use crate::qcow2::{Backing, Hold};
 use crate::{Qcow2, Raw};
 
 /// An image format over the storage that holds the image. Closed: the path has one arm for each
@@ -188,6 +188,30 @@ impl<S: Storage> Format<S> {
         match self {
             Self::Raw(raw) => raw.resize(size).await,
             Self::Qcow2(qcow2) => qcow2.shrink(size).await,
+        }
+    }
+
+    /// Gives everything back that the image has itself, so that all reads as the backing file (or zeros,
+    /// where there is none). Durable when it returns; a crash before leaves some of it. No request may be
+    /// in flight.
+    ///
+    /// # Errors
+    /// `Unsupported` where the format has nothing behind it; or what the storage answers.
+    pub async fn empty(&self) -> Result<()> {
+        match self {
+            Self::Raw(raw) => Err(raw.has_no_backing()),
+            Self::Qcow2(qcow2) => qcow2.empty().await,
+        }
+    }
+
+    /// Gives the image another backing file, or none: see [`Qcow2::set_backing`].
+    ///
+    /// # Errors
+    /// As there; `Unsupported` where the format has no backing files.
+    pub async fn set_backing(&self, backing: Option<Backing>) -> Result<()> {
+        match self {
+            Self::Raw(raw) => Err(raw.has_no_backing()),
+            Self::Qcow2(qcow2) => qcow2.set_backing(backing).await,
         }
     }
 

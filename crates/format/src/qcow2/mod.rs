@@ -6,6 +6,7 @@
 //! structure and its offset.
 
 mod alloc;
+mod backing;
 mod bitmaps;
 mod check;
 mod commit;

@@ -5,6 +5,7 @@
 //! crash leaves has the old size, and nothing can come back when the disk grows again. Its size and the
 //! number of L1 entries change with one write of the header.
 
+use std::ops::Range;
 use std::sync::atomic::Ordering;
 
 use blockhouse_core::{Error, ErrorKind, Result, Storage, Sync};
@@ -53,21 +54,33 @@ impl<S: Storage> Qcow2<S> {
             let what = format!("cannot shrink a disk of {} bytes to {size}", self.size());
             return Err(Error::new(ErrorKind::InvalidInput, what).on(self.storage().name()));
         }
-        // Tables that are going to be free must not be written any more.
-        self.flush(Sync::Data).await?;
         self.empty_last_table(size).await?;
         let kept = self.geometry.l1_entries_for(size) as usize;
         let tables = self.state.lock().l1.len();
-        for index in kept..tables {
-            self.step(|state| state.drop_l2_table(index)).await?;
-            if (index - kept) % TABLES_TOGETHER == TABLES_TOGETHER - 1 {
-                self.flush(Sync::Data).await?;
-            }
-        }
-        self.flush(Sync::Data).await?;
+        self.drop_l2_tables(kept..tables).await?;
         self.step(|state| state.cut(size)).await?;
         self.size.store(size, Ordering::Release);
         Ok(())
+    }
+
+    /// As [`Format::empty`](crate::Format::empty).
+    pub async fn empty(&self) -> Result<()> {
+        self.check_writable()?;
+        let tables = self.geometry.l1_entries_for(self.size()) as usize;
+        self.drop_l2_tables(0..tables).await
+    }
+
+    /// Takes these L2 tables out of the L1 table and gives all they refer to back, durably.
+    async fn drop_l2_tables(&self, indexes: Range<usize>) -> Result<()> {
+        // Tables that are going to be free must not be written any more.
+        self.flush(Sync::Data).await?;
+        for (count, index) in indexes.enumerate() {
+            self.step(|state| state.drop_l2_table(index)).await?;
+            if count % TABLES_TOGETHER == TABLES_TOGETHER - 1 {
+                self.flush(Sync::Data).await?;
+            }
+        }
+        self.flush(Sync::Data).await
     }
 
     /// Takes the clusters beyond `size` out of the L2 table that is kept in part.

@@ -1,0 +1,37 @@
+//! `blockhouse commit`: an image's data into its backing file.
+
+use std::path::PathBuf;
+
+use anyhow::Result;
+use blockhouse_disk::{
+    Access, CacheMode, Discard, ImageFormat, ImageOptions, Locking, open_with_base,
+};
+use blockhouse_engine::{EngineChoice, EventLoop};
+
+/// Arguments of `commit`.
+#[derive(clap::Args)]
+pub struct Arguments {
+    /// The image's format; left out, the file's name decides (.qcow2, otherwise raw).
+    #[arg(long, short, value_parser = clap::builder::ValueParser::new(str::parse::<ImageFormat>))]
+    format: Option<ImageFormat>,
+    /// The image. What it has goes into its backing file, and it is empty afterwards.
+    image: PathBuf,
+}
+
+/// Runs the command.
+pub fn run(arguments: Arguments) -> Result<()> {
+    let Arguments { format, image } = arguments;
+    let options = ImageOptions {
+        format,
+        access: Access::ReadWrite,
+        cache: CacheMode::Writeback,
+        discard: Discard::Unmap,
+        locking: Locking::Held,
+    };
+    EventLoop::new(EngineChoice::Auto)?.block_on(async {
+        let (disk, base) = open_with_base(&image, options).await?;
+        disk.commit_into(&base).await?;
+        base.close().await?;
+        Ok(disk.close().await?)
+    })
+}
