@@ -182,9 +182,15 @@ impl State {
     /// All entries of an L2 table.
     fn entries_of(&mut self, table: Reference) -> Step<Vec<Entry>> {
         let geometry = self.geometry;
+        let offsets = (0..geometry.cluster_size()).step_by(geometry.slice_size() as usize);
+        let slices = offsets.map(|offset| table.offset + offset);
+        let slices = slices.map(|offset| SliceId { offset, kind: SliceKind::L2 });
+        // All slices first: the step begins anew for each that is missing.
+        for slice in slices.clone() {
+            self.ensure(slice)?;
+        }
         let mut entries = Vec::with_capacity(geometry.l2_entries() as usize);
-        for offset in (0..geometry.cluster_size()).step_by(geometry.slice_size() as usize) {
-            let slice = SliceId { offset: table.offset + offset, kind: SliceKind::L2 };
+        for slice in slices {
             for index in 0..geometry.slice_l2_entries() as usize {
                 entries.push(self.entry(slice, index)?);
             }
