@@ -125,7 +125,7 @@ fn an_image_is_not_made_shorter() {
     let image = scratch.image_of("disk.img", &[3; 8192]);
     let before = image.state();
     let outcome = command(&["resize", image.str(), "4K"]);
-    assert_failed(&outcome, &["disk.img", "8192", "shorter"]);
+    assert_failed(&outcome, &["disk.img", "8192", "shorter", "--shrink"]);
     assert_failed(&command(&["resize", image.str(), "9000"]), &["disk.img", "512"]);
     assert_eq!(image.state(), before);
 }

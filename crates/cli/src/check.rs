@@ -1,18 +1,20 @@
-//! `blockhouse check`: is an image what it says?
+//! `blockhouse check`: is an image what it says, and can it be made so?
 //!
 //! Exit status, as that of `qemu-img check`: 0 nothing is wrong, 1 the check could not be made, 2 the
 //! image is corrupt, 3 it has leaks only, 63 the format has nothing to check. What is wrong is told
 //! on standard error, the sums on standard output.
 
 use std::io::Write;
+use std::path::Path;
 use std::process::ExitCode;
 
 use anyhow::Result;
-use blockhouse_disk::{CheckReport, open_alone};
+use blockhouse_disk::{CheckReport, ImageFormat, open_alone, open_storage};
 use blockhouse_engine::{EngineChoice, EventLoop};
+use blockhouse_format::qcow2::{Repair, Repaired, repair};
 use serde_json::json;
 
-use crate::looked_at::LookedAt;
+use crate::looked_at::{LookedAt, read_write};
 
 const CORRUPT: u8 = 2;
 const LEAKS: u8 = 3;
@@ -23,24 +25,56 @@ const NOT_CHECKABLE: u8 = 63;
 pub struct Arguments {
     #[command(flatten)]
     looked_at: LookedAt,
+    /// Repair what was found: leaks only, or all that there is a safe answer for. Nobody may have the
+    /// image open meanwhile. Data that cannot be found any more reads as zeros after that.
+    #[arg(long, short, value_name = "WHAT")]
+    repair: Option<What>,
+}
+
+/// What is repaired.
+#[derive(Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+enum What {
+    /// Clusters that waste space.
+    Leaks,
+    /// Everything.
+    All,
+}
+
+/// What a check came to.
+enum Outcome {
+    /// There is nothing to check in this format.
+    NotCheckable(&'static str),
+    /// It was only looked at.
+    Checked(CheckReport),
+    /// It was repaired, as far as that was possible.
+    Repaired(Repaired),
 }
 
 /// Runs the command.
 pub fn run(arguments: &Arguments) -> Result<ExitCode> {
     let looked_at = &arguments.looked_at;
-    let (report, format) = EventLoop::new(EngineChoice::Auto)?.block_on(async {
-        let disk = open_alone(&looked_at.image, looked_at.options()).await?;
-        anyhow::Ok((disk.check().await?, disk.format_name()))
+    let outcome = EventLoop::new(EngineChoice::Auto)?.block_on(async {
+        match arguments.repair {
+            None => look(looked_at).await,
+            Some(what) => mend(&looked_at.image, looked_at.format, what).await,
+        }
     })?;
     let name = looked_at.image.display().to_string();
-    let Some(report) = report else {
-        eprintln!("blockhouse: {name}: the format {format} does not support checks");
-        return Ok(ExitCode::from(NOT_CHECKABLE));
+    let (report, repaired) = match outcome {
+        Outcome::NotCheckable(format) => {
+            eprintln!("blockhouse: {name}: the format {format} does not support checks");
+            return Ok(ExitCode::from(NOT_CHECKABLE));
+        }
+        Outcome::Checked(report) => (report, None),
+        Outcome::Repaired(repaired) => (repaired.left.clone(), Some(repaired)),
     };
-    for problem in &report.problems {
+    let found = repaired.as_ref().map_or(&report, |repaired| &repaired.found);
+    for problem in &found.problems {
         eprintln!("blockhouse: {name}: {problem}");
     }
-    let text = if looked_at.json { as_json(&name, &report) } else { as_text(&report) };
+    let fixed = repaired.as_ref().map_or(Fixed::default(), Fixed::of);
+    let json = looked_at.json;
+    let text = if json { as_json(&name, &report, fixed) } else { as_text(&report, fixed) };
     // Nobody reading is no failure of ours.
     let _ = writeln!(std::io::stdout(), "{text}");
     Ok(match report {
@@ -50,8 +84,45 @@ pub fn run(arguments: &Arguments) -> Result<ExitCode> {
     })
 }
 
-fn as_text(report: &CheckReport) -> String {
+async fn look(looked_at: &LookedAt) -> Result<Outcome> {
+    // Locked, so that nobody writes until the report is there.
+    let disk = open_alone(&looked_at.image, looked_at.options()).await?;
+    let report = disk.check().await?;
+    Ok(report.map_or(Outcome::NotCheckable(disk.format_name()), Outcome::Checked))
+}
+
+async fn mend(image: &Path, format: Option<ImageFormat>, what: What) -> Result<Outcome> {
+    let format = format.unwrap_or_else(|| ImageFormat::by_name(image));
+    if format == ImageFormat::Raw {
+        return Ok(Outcome::NotCheckable("raw"));
+    }
+    let file = open_storage(image, read_write(Some(format)))?;
+    let what = match what {
+        What::Leaks => Repair::Leaks,
+        What::All => Repair::All,
+    };
+    Ok(Outcome::Repaired(repair(&file, what).await?))
+}
+
+/// How much was repaired.
+#[derive(Clone, Copy, Default)]
+struct Fixed {
+    corruptions: u64,
+    leaks: u64,
+}
+
+impl Fixed {
+    fn of(repaired: &Repaired) -> Self {
+        Self { corruptions: repaired.corruptions_fixed(), leaks: repaired.leaks_fixed() }
+    }
+}
+
+fn as_text(report: &CheckReport, fixed: Fixed) -> String {
     let mut lines = Vec::new();
+    if fixed.corruptions > 0 || fixed.leaks > 0 {
+        let Fixed { corruptions, leaks } = fixed;
+        lines.push(format!("Repaired: {leaks} leaked clusters, {corruptions} corruptions."));
+    }
     let &CheckReport { corruptions, leaks, total_clusters: total, .. } = report;
     if corruptions == 0 && leaks == 0 {
         lines.push("No errors were found on the image.".to_owned());
@@ -63,12 +134,13 @@ fn as_text(report: &CheckReport) -> String {
         lines.push(format!("{leaks} leaked clusters: they waste space but harm no data."));
     }
     if total > 0 && report.allocated_clusters > 0 {
-        let (allocated, compressed) = (report.allocated_clusters, report.compressed_clusters);
+        let CheckReport { allocated_clusters: allocated, .. } = *report;
         let share = |part: u64, whole: u64| part as f64 * 100.0 / whole as f64;
         lines.push(format!(
-            "{allocated}/{total} = {:.2}% allocated, {:.2}% compressed clusters",
+            "{allocated}/{total} = {:.2}% allocated, {:.2}% fragmented, {:.2}% compressed clusters",
             share(allocated, total),
-            share(compressed, allocated)
+            share(report.fragmented_clusters, allocated),
+            share(report.compressed_clusters, allocated)
         ));
     }
     lines.push(format!("Image end offset: {}", report.end));
@@ -76,15 +148,18 @@ fn as_text(report: &CheckReport) -> String {
 }
 
 /// As `qemu-img` does, counts of zero are left out.
-fn as_json(name: &str, report: &CheckReport) -> String {
+fn as_json(name: &str, report: &CheckReport, fixed: Fixed) -> String {
     let mut value = json!({ "filename": name, "format": "qcow2", "check-errors": 0 });
     for (key, count) in [
         ("image-end-offset", report.end),
         ("total-clusters", report.total_clusters),
         ("allocated-clusters", report.allocated_clusters),
+        ("fragmented-clusters", report.fragmented_clusters),
         ("compressed-clusters", report.compressed_clusters),
         ("corruptions", report.corruptions),
         ("leaks", report.leaks),
+        ("corruptions-fixed", fixed.corruptions),
+        ("leaks-fixed", fixed.leaks),
     ] {
         if count > 0 {
             value[key] = count.into();

@@ -9,12 +9,13 @@ use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result};
+use blockhouse_core::{ByteRange, Storage, Sync};
 use blockhouse_disk::{
     Access, Backing, CacheMode, DetectZeroes, Discard, ImageFormat, ImageOptions, Locking,
     create as create_file, open_alone,
 };
 use blockhouse_engine::{EngineChoice, EventLoop, HostFile, OpenFor, PageCache};
-use blockhouse_format::qcow2;
+use blockhouse_format::{Fill, preallocate, qcow2};
 use clap::error::ErrorKind;
 
 use crate::create_options::{self, Setting};
@@ -26,9 +27,9 @@ pub struct Arguments {
     /// The image's format; left out, the file's name decides (.qcow2, otherwise raw).
     #[arg(long, short, value_parser = clap::builder::ValueParser::new(str::parse::<ImageFormat>))]
     format: Option<ImageFormat>,
-    /// Options of qcow2, as NAME=VALUE,...: cluster_size, compat, refcount_bits, lazy_refcounts,
-    /// extended_l2, compression_type, preallocation, backing_file, backing_fmt. A comma in a value
-    /// is written twice.
+    /// Options as NAME=VALUE,...; a comma in a value is written twice. Of raw: preallocation. Of
+    /// qcow2: cluster_size, compat, refcount_bits, lazy_refcounts, extended_l2, compression_type,
+    /// preallocation, backing_file, backing_fmt.
     #[arg(short, long = "options", value_name = "OPTION=VALUE,...")]
     #[arg(value_parser = create_options::parse)]
     options: Vec<create_options::Settings>,
@@ -45,10 +46,10 @@ pub fn run(arguments: Arguments) -> Result<()> {
     let settings: Vec<Setting> = options.into_iter().flat_map(|settings| settings.0).collect();
     let mut event_loop = EventLoop::new(EngineChoice::Auto)?;
     match format.unwrap_or_else(|| ImageFormat::by_name(&image)) {
-        ImageFormat::Raw if settings.is_empty() => {
-            Ok(event_loop.block_on(create_file(&image, size, ImageFormat::Raw))?)
+        ImageFormat::Raw => {
+            let fill = create_options::raw(settings).unwrap_or_else(|why| wrong_usage(&why));
+            event_loop.block_on(create_raw(&image, size, fill))
         }
-        ImageFormat::Raw => wrong_usage("raw images have no options (-o); say --format qcow2"),
         ImageFormat::Qcow2 => {
             let options = create_options::qcow2(size, settings).unwrap_or_else(|why| {
                 wrong_usage(&why);
@@ -61,6 +62,20 @@ pub fn run(arguments: Arguments) -> Result<()> {
 /// Ends the program as for any other wrong usage.
 pub fn wrong_usage(why: &str) -> ! {
     clap::Command::new("blockhouse").error(ErrorKind::ValueValidation, why).exit()
+}
+
+async fn create_raw(image: &Path, size: u64, fill: Option<Fill>) -> Result<()> {
+    create_file(image, size, ImageFormat::Raw).await?;
+    let Some(fill) = fill else { return Ok(()) };
+    let finish = async {
+        let file = HostFile::open(image, OpenFor::Writing, PageCache::Used)?;
+        preallocate(&file, ByteRange::between(0, size), fill).await?;
+        file.flush(Sync::Full).await
+    };
+    Ok(finish.await.inspect_err(|_| {
+        // The error that counts is the first one.
+        let _ = std::fs::remove_file(image);
+    })?)
 }
 
 /// Makes a new qcow2 image.

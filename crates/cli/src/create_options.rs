@@ -1,6 +1,7 @@
 //! The options of new qcow2 images (`create -o NAME=VALUE,...`), with the names of `qemu-img`.
 
 use blockhouse_disk::{Backing, ImageFormat, is_address};
+use blockhouse_format::Fill;
 use blockhouse_format::qcow2::{Compression, CreateOptions, Preallocation, Switch, Version};
 
 use crate::size;
@@ -94,7 +95,9 @@ fn parse_one(text: &str) -> Result<Setting, String> {
         "preallocation" => match value {
             "off" => Ok(Setting::Preallocation(Preallocation::Off)),
             "metadata" => Ok(Setting::Preallocation(Preallocation::Metadata)),
-            _ => Err(wrong("off or metadata")),
+            "falloc" => Ok(Setting::Preallocation(Preallocation::Falloc)),
+            "full" => Ok(Setting::Preallocation(Preallocation::Full)),
+            _ => Err(wrong("off, metadata, falloc or full")),
         },
         "backing_file" if is_address(value.as_bytes()) => Err(format!(
             "the backing file '{value}' is no file but a server's address; if it is a file, \
@@ -146,6 +149,27 @@ pub fn qcow2(size: u64, settings: Vec<Setting>) -> Result<CreateOptions, String>
     Ok(options)
 }
 
+/// What `settings` make of a raw image.
+///
+/// # Errors
+/// An option that only qcow2 has.
+pub fn raw(settings: Vec<Setting>) -> Result<Option<Fill>, String> {
+    let mut fill = None;
+    for setting in settings {
+        fill = match setting {
+            Setting::Preallocation(Preallocation::Off) => None,
+            Setting::Preallocation(Preallocation::Falloc) => Some(Fill::Reserve),
+            Setting::Preallocation(Preallocation::Full) => Some(Fill::Write),
+            _ => {
+                return Err("raw images have no options (-o) but preallocation=off, falloc and \
+                            full; for others say --format qcow2"
+                    .to_owned());
+            }
+        };
+    }
+    Ok(fill)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -175,7 +199,7 @@ mod tests {
             ("compat=2", "0.10"),
             ("refcount_bits=3", "64"),
             ("lazy_refcounts=yes", "on or off"),
-            ("preallocation=full", "metadata"),
+            ("preallocation=lots", "metadata"),
             ("backing_fmt=vmdk", "qcow2"),
             ("backing_file=", "1023"),
             ("backing_file=nbd://host/disk", "./nbd"),

@@ -15,7 +15,7 @@ pub struct LookedAt {
     /// Print JSON with the keys that qemu-img has for the same.
     #[arg(long)]
     pub json: bool,
-    /// The image. It is only read.
+    /// The image.
     pub image: PathBuf,
 }
 
@@ -37,4 +37,9 @@ pub fn read_only(format: Option<ImageFormat>) -> ImageOptions {
         detect_zeroes: DetectZeroes::Off,
         locking: Locking::Held,
     }
+}
+
+/// How an image is opened that a tool changes.
+pub fn read_write(format: Option<ImageFormat>) -> ImageOptions {
+    ImageOptions { access: Access::ReadWrite, ..read_only(format) }
 }

@@ -5,6 +5,7 @@
 #![forbid(unsafe_code)]
 
 mod check;
+mod commit;
 mod compare;
 mod convert;
 mod create;
@@ -14,6 +15,7 @@ mod info;
 mod logging;
 mod looked_at;
 mod map;
+mod rebase;
 mod resize;
 mod serve;
 mod size;
@@ -52,8 +54,12 @@ enum Command {
     Info(info::Arguments),
     /// Tell which parts of an image have data, and where.
     Map(map::Arguments),
-    /// Make an image longer.
+    /// Make an image longer or shorter.
     Resize(resize::Arguments),
+    /// Put what an image has into its backing file.
+    Commit(commit::Arguments),
+    /// Give an image another backing file.
+    Rebase(rebase::Arguments),
 }
 
 fn main() -> ExitCode {
@@ -69,6 +75,8 @@ fn main() -> ExitCode {
         Command::Info(info) => info::run(&info).map(done),
         Command::Map(map) => map::run(&map).map(done),
         Command::Resize(resize) => resize::run(resize).map(done),
+        Command::Commit(commit) => commit::run(commit).map(done),
+        Command::Rebase(rebase) => rebase::run(rebase).map(done),
     };
     match result {
         Ok(code) => code,

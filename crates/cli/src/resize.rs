@@ -1,13 +1,12 @@
-//! `blockhouse resize`: longer images.
+//! `blockhouse resize`: longer images, and shorter ones where that is meant.
 
 use std::path::PathBuf;
 
 use anyhow::{Result, bail};
-use blockhouse_disk::{
-    Access, CacheMode, DetectZeroes, Discard, ImageFormat, ImageOptions, Locking, open,
-};
+use blockhouse_disk::{ImageFormat, open};
 use blockhouse_engine::{EngineChoice, EventLoop};
 
+use crate::looked_at::read_write;
 use crate::size;
 
 /// Arguments of `resize`.
@@ -16,6 +15,9 @@ pub struct Arguments {
     /// The image's format; left out, the file's name decides (.qcow2, otherwise raw).
     #[arg(long, short, value_parser = clap::builder::ValueParser::new(str::parse::<ImageFormat>))]
     format: Option<ImageFormat>,
+    /// Make the disk shorter: what lies beyond the new size is lost.
+    #[arg(long)]
+    shrink: bool,
     /// The image.
     image: PathBuf,
     /// The new size of the disk: 512, 64K, 20G, 1T.
@@ -25,25 +27,22 @@ pub struct Arguments {
 
 /// Runs the command.
 pub fn run(arguments: Arguments) -> Result<()> {
-    let Arguments { format, image, size } = arguments;
-    let options = ImageOptions {
-        format,
-        access: Access::ReadWrite,
-        cache: CacheMode::Writeback,
-        discard: Discard::Unmap,
-        detect_zeroes: DetectZeroes::Off,
-        locking: Locking::Held,
-    };
+    let Arguments { format, shrink, image, size } = arguments;
+    let options = read_write(format);
     EventLoop::new(EngineChoice::Auto)?.block_on(async {
         let disk = open(&image, options).await?;
-        if size < disk.size() {
+        if size >= disk.size() {
+            disk.resize(size).await?;
+        } else if shrink {
+            disk.shrink(size).await?;
+        } else {
             bail!(
-                "{}: has {} bytes and cannot be made shorter: the guest's data would be lost; \
-                 copy what is needed into a new image",
+                "{}: has {} bytes and would become shorter: what lies beyond {size} would be lost; \
+                 say --shrink if that is meant",
                 disk.name(),
                 disk.size()
             );
         }
-        Ok(disk.resize(size).await?)
+        Ok(disk.close().await?)
     })
 }

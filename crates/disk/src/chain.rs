@@ -60,6 +60,43 @@ pub async fn open_alone(path: &Path, options: ImageOptions) -> Result<Disk<HostF
     disk_over(file, path, options).await
 }
 
+/// Opens an image and the one right behind it, both for writing, with all that is behind. Needs the loop
+/// of the current thread.
+///
+/// # Errors
+/// As [`open`]; `InvalidInput` when the image has no backing file.
+pub async fn open_with_base(
+    path: &Path,
+    options: ImageOptions,
+) -> Result<(Disk<HostFile>, Arc<Disk<HostFile>>)> {
+    let options = ImageOptions { access: Access::ReadWrite, ..options };
+    let (file, identity) = open_file(path, options)?;
+    let chain = Chain { files: vec![(path.to_owned(), identity)] };
+    let disk = disk_over(file, path, options).await?;
+    let Some(backing) = disk.backing_file() else {
+        let what = "has no backing file";
+        return Err(Error::new(ErrorKind::InvalidInput, what).on(disk.name()));
+    };
+    let (base, format) = chain.next(backing)?;
+    let behind = ImageOptions { format: Some(format), ..options };
+    let base = open(&base, behind).await.map_err(|error| chain.failed(&error))?;
+    let base = Arc::new(base);
+    Ok((disk.over(Arc::clone(&base)), base))
+}
+
+/// Opens the file of an image for work on the file itself, whatever is in it, and locks it if that is
+/// asked for. Needs the loop of the current thread.
+///
+/// # Errors
+/// One that names the file: it is missing or locked, or the host refuses.
+pub fn open_storage(path: &Path, options: ImageOptions) -> Result<HostFile> {
+    let (file, _) = open_file(path, options)?;
+    if options.locking == Locking::Held {
+        lock(&file, options.access)?;
+    }
+    Ok(file)
+}
+
 fn open_file(path: &Path, options: ImageOptions) -> Result<(HostFile, Identity)> {
     let access = match options.access {
         Access::ReadOnly => OpenFor::Reading,
@@ -111,8 +148,9 @@ impl Chain {
         let last = self.last();
         if self.files.len() == LONGEST {
             let what = format!("the chain {self} has more than {LONGEST} files");
-            return Err(Error::new(ErrorKind::InvalidInput, what)
-                .hint("shorten it (qemu-img commit or rebase)"));
+            return Err(
+                Error::new(ErrorKind::InvalidInput, what).hint("shorten it (commit or rebase)")
+            );
         }
         if is_address(&backing.name) {
             let what = format!("its backing file '{name}' is no file but a server's address");
@@ -123,7 +161,7 @@ impl Chain {
         let Some(format) = &backing.format else {
             let what = format!("does not say which format its backing file '{name}' has");
             return Err(Error::new(ErrorKind::InvalidInput, what).on(last).hint(format!(
-                "it is not guessed; store it: qemu-img rebase -u -F FORMAT -b '{name}' '{last}'"
+                "it is not guessed; store it: rebase -u -F FORMAT -b '{name}' '{last}'"
             )));
         };
         let format = format.parse().map_err(|why: String| {
@@ -144,7 +182,7 @@ impl Chain {
         }
         let what = format!("the backing files form a loop: {self}");
         Err(Error::new(ErrorKind::Corrupt, what)
-            .hint("restore the image, or give it the right file: qemu-img rebase -u"))
+            .hint("restore the image, or give it the right file: rebase -u"))
     }
 
     /// What went wrong with a file behind the first one.

@@ -100,7 +100,7 @@ pub struct Disk<S: Storage> {
     pub(crate) backing: Option<Arc<Disk<S>>>,
     pub(crate) stats: Stats,
     options: Options,
-    tracker: Arc<Tracker>,
+    pub(crate) tracker: Arc<Tracker>,
 }
 
 impl<S: Storage> Disk<S> {
@@ -383,42 +383,6 @@ impl<S: Storage> Disk<S> {
     /// All writes completed so far become durable. As [`Request::Flush`].
     pub async fn flush(&self) -> Result<()> {
         self.submit(Request::Flush).await
-    }
-
-    /// Makes the disk longer; new bytes read as zeros. Durable when it returns.
-    ///
-    /// # Errors
-    /// `ReadOnly`; `InvalidInput` for a smaller size or one that is no multiple of 512.
-    pub async fn resize(&self, size: u64) -> Result<()> {
-        self.check_access(size)?;
-        // Nothing may be on its way to a last partial block, which becomes an ordinary one.
-        let last = self.size() & !(u64::from(self.alignment.offset) - 1);
-        let claim = self.tracker.exclude(ByteRange::between(last, u64::MAX)).await;
-        let old = self.size();
-        if size < self.size() {
-            let what = format!("cannot make a disk of {} bytes shorter: {size}", self.size());
-            return Err(Error::new(ErrorKind::InvalidInput, what).on(self.name()));
-        }
-        self.format.resize(size).await?;
-        if let Some(uncovered) = self.uncovered(old, size) {
-            let how = Zeroing {
-                unmap: Unmap::Allowed,
-                effort: Effort::Any,
-                durability: Durability::None,
-            };
-            // Durable with the flush below, like the size itself.
-            let _ = self.write_zeroes(uncovered, how, &claim).await?;
-        }
-        self.format.flush(Sync::Full).await
-    }
-
-    /// The new bytes of a disk that became longer which would not read as zeros by themselves: those
-    /// of the last old cluster, and those that the disk behind this one has.
-    fn uncovered(&self, old: u64, new: u64) -> Option<ByteRange> {
-        let cluster_end = old.next_multiple_of(self.cluster_size()?);
-        let behind = self.backing.as_ref().map_or(0, |backing| backing.size());
-        let end = cluster_end.max(behind).min(new);
-        (end > old).then(|| ByteRange::between(old, end))
     }
 
     /// Looks for errors in the image, which nobody changes meanwhile and whose changes are flushed;

@@ -7,6 +7,7 @@
 mod bounce;
 mod chain;
 mod clusters;
+mod commit;
 mod compare;
 mod convert;
 mod copy;
@@ -23,14 +24,17 @@ mod path;
 mod placement;
 mod prepared;
 mod publish;
+mod rebase;
+mod resize;
 mod stats;
 mod tracker;
+mod transfer;
 mod unpacked;
 mod zero;
 
 pub use blockhouse_format::BlockStatus;
 pub use blockhouse_format::qcow2::{Backing, CheckReport, Features};
-pub use chain::{is_address, open, open_alone};
+pub use chain::{is_address, open, open_alone, open_storage, open_with_base};
 pub use compare::{Comparing, first_status_difference};
 pub use convert::{Before, CopyOptions, CopyProgress, Copying, Packing};
 pub use disk::{Access, DetectZeroes, Discard, Disk, FlushPolicy, Options};

@@ -36,6 +36,14 @@ impl FromStr for ImageFormat {
 }
 
 impl ImageFormat {
+    /// The name on the command line and in images.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::Raw => "raw",
+            Self::Qcow2 => "qcow2",
+        }
+    }
+
     /// The format that a file's name stands for: `.qcow2`, otherwise raw.
     pub fn by_name(path: &Path) -> Self {
         match path.extension() {

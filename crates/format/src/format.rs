@@ -9,7 +9,7 @@ use blockhouse_core::{
     ByteRange, Durability, Error, ErrorKind, Extent, Result, Storage, Sync, Unmap,
 };
 
-use crate::qcow2::Hold;
+use crate::qcow2::{Backing, Hold};
 use crate::{Qcow2, Raw};
 
 /// An image format over the storage that holds the image. Closed: the path has one arm for each
@@ -184,13 +184,57 @@ impl<S: Storage> Format<S> {
         }
     }
 
-    /// Changes the size of the guest's disk. New bytes read as zeros. Durable with the next full
-    /// flush. Refuses a size that is no multiple of 512. The caller keeps requests away from the
-    /// bytes between the old size and the new one, and from the block that the smaller one cuts.
+    /// Makes [`map`](Self::map) for a change answer up to `size`, which may lie beyond the end, so that
+    /// what [`resize`](Self::resize) would bring to light can be made zeros before. The size stays.
+    pub async fn reserve(&self, size: u64) -> Result<()> {
+        match self {
+            Self::Raw(_) => Ok(()),
+            Self::Qcow2(qcow2) => qcow2.reserve(size).await,
+        }
+    }
+
+    /// Makes the guest's disk longer. New bytes read as zeros, but those of the last cluster and of a
+    /// backing file. Durable with the next full flush. Refuses a size that is no multiple of 512. The
+    /// caller keeps requests away from the bytes between the old size and the new one.
     pub async fn resize(&self, size: u64) -> Result<()> {
         match self {
             Self::Raw(raw) => raw.resize(size).await,
             Self::Qcow2(qcow2) => qcow2.resize(size).await,
+        }
+    }
+
+    /// Makes the guest's disk shorter; what lies beyond is lost, and its space given back. Durable with
+    /// the next full flush; a crash before leaves the old size with zeros, or what is in the backing
+    /// file, here and there beyond the new one. Refuses a size that is no multiple of 512, and images
+    /// of version 2 with snapshots. The caller keeps requests away from the bytes from the new size on.
+    pub async fn shrink(&self, size: u64) -> Result<()> {
+        match self {
+            Self::Raw(raw) => raw.resize(size).await,
+            Self::Qcow2(qcow2) => qcow2.shrink(size).await,
+        }
+    }
+
+    /// Gives everything back that the image has itself, so that all reads as the backing file (or zeros,
+    /// where there is none). Durable when it returns; a crash before leaves some of it. No request may be
+    /// in flight.
+    ///
+    /// # Errors
+    /// `Unsupported` where the format has nothing behind it; or what the storage answers.
+    pub async fn empty(&self) -> Result<()> {
+        match self {
+            Self::Raw(raw) => Err(raw.has_no_backing()),
+            Self::Qcow2(qcow2) => qcow2.empty().await,
+        }
+    }
+
+    /// Gives the image another backing file, or none: see [`Qcow2::set_backing`].
+    ///
+    /// # Errors
+    /// As there; `Unsupported` where the format has no backing files.
+    pub async fn set_backing(&self, backing: Option<Backing>) -> Result<()> {
+        match self {
+            Self::Raw(raw) => Err(raw.has_no_backing()),
+            Self::Qcow2(qcow2) => qcow2.set_backing(backing).await,
         }
     }
 

@@ -5,10 +5,12 @@
 #![forbid(unsafe_code)]
 
 mod format;
+mod preallocate;
 pub mod probe;
 pub mod qcow2;
 mod raw;
 
 pub use format::{Abort, BlockStatus, Format, Intent};
+pub use preallocate::{Fill, preallocate};
 pub use qcow2::Qcow2;
 pub use raw::Raw;

@@ -73,6 +73,12 @@ impl<S: Storage> Raw<S> {
         self.storage.flush(sync).await
     }
 
+    /// What is asked for needs a backing file.
+    pub(crate) fn has_no_backing(&self) -> Error {
+        let what = "raw images have no backing file";
+        Error::new(ErrorKind::Unsupported, what).on(self.storage.name())
+    }
+
     pub(crate) async fn resize(&self, size: u64) -> Result<()> {
         check_size(size, self.storage.name())?;
         self.storage.resize(size).await

@@ -5,7 +5,7 @@
 //! space that was there when the image was opened, a few slices at a time; the end of the file. So no
 //! allocation ever looks at more than a few refcount blocks.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashSet};
 use std::ops::Range;
 
 use blockhouse_core::{Error, ErrorKind};
@@ -104,10 +104,14 @@ impl State {
                 self.note_table("a refcount block", cluster..cluster + 1)?;
             }
         }
+        // L1 entries may share a table that none of them changes in place.
+        let mut shared = HashSet::new();
         for index in 0..self.l1.len() {
             if let Some(table) = self.l2_table(index)? {
                 let cluster = geometry.cluster_of(table.offset);
-                self.note_table("an L2 table", cluster..cluster + 1)?;
+                if table.is_sole() || shared.insert(cluster) {
+                    self.note_table("an L2 table", cluster..cluster + 1)?;
+                }
             }
         }
         Ok(())

@@ -25,6 +25,8 @@ pub struct CheckReport {
     pub allocated_clusters: u64,
     /// Those of them that are compressed.
     pub compressed_clusters: u64,
+    /// Those of them that do not lie behind the one before them, or are compressed.
+    pub fragmented_clusters: u64,
     /// Where the last cluster in use ends, in bytes.
     pub end: u64,
     /// What is wrong, in words; the first thousand.
@@ -38,13 +40,18 @@ pub struct CheckReport {
 /// Only what the storage answers: what is wrong with the image is in the report.
 pub async fn check<S: Storage>(image: &Qcow2<S>) -> Result<CheckReport> {
     let header = image.state.lock().disk_header.clone();
-    let storage = image.storage();
-    let mut references = References::count(storage, &header).await?;
-    let recorded = Recorded::read(storage, &header, references.counts.len()).await?;
+    check_tables(image.storage(), &header).await
+}
+
+/// As [`check`], by the header alone.
+pub(super) async fn check_tables<S: Storage>(storage: &S, header: &Header) -> Result<CheckReport> {
+    let mut references = References::count(storage, header).await?;
+    let recorded = Recorded::read(storage, header, references.counts.len()).await?;
     let mut report = CheckReport {
         total_clusters: header.geometry.clusters_for(header.size),
         allocated_clusters: references.allocated,
         compressed_clusters: references.compressed,
+        fragmented_clusters: references.fragmented,
         ..CheckReport::default()
     };
     let counts = std::mem::take(&mut references.counts);
@@ -61,7 +68,7 @@ pub async fn check<S: Storage>(image: &Qcow2<S>) -> Result<CheckReport> {
             references.problem(what);
         }
     }
-    let ownership = Ownership { storage, header: &header, recorded: &recorded };
+    let ownership = Ownership { storage, header, recorded: &recorded };
     ownership.check(&mut references).await?;
     report.corruptions = references.corruptions;
     report.problems = references.problems;
@@ -69,14 +76,18 @@ pub async fn check<S: Storage>(image: &Qcow2<S>) -> Result<CheckReport> {
 }
 
 /// The refcounts on disk.
-struct Recorded {
+pub(super) struct Recorded {
     geometry: Geometry,
     /// By host cluster, as far as the file goes.
-    counts: Vec<u32>,
+    pub(super) counts: Vec<u32>,
 }
 
 impl Recorded {
-    async fn read<S: Storage>(storage: &S, header: &Header, clusters: usize) -> Result<Self> {
+    pub(super) async fn read<S: Storage>(
+        storage: &S,
+        header: &Header,
+        clusters: usize,
+    ) -> Result<Self> {
         let geometry = header.geometry;
         let bytes = (header.refcount_table_clusters as usize) << geometry.cluster_bits;
         let table = table_io::read(storage, header.refcount_table_offset, bytes).await?;

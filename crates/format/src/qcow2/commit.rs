@@ -100,7 +100,7 @@ impl State {
     }
 
     /// Counts down what the old entry referred to and the new one does not.
-    fn retire_entry(&mut self, old: Entry, new: Entry, punch: Punch) {
+    pub(crate) fn retire_entry(&mut self, old: Entry, new: Entry, punch: Punch) {
         let geometry = self.geometry;
         match old {
             // Others may have data in the same clusters, so they are never punched.

@@ -9,6 +9,7 @@ use super::extensions::{BACKING_FORMAT, Extension};
 use super::geometry::{Geometry, MOST_OFFSET};
 use super::header::{Header, Incompatible, LAZY_REFCOUNTS, LENGTH_2, LENGTH_3};
 use super::{Backing, Compression, refcount, table_io};
+use crate::{Fill, preallocate};
 
 /// Which revision of the format a new image has.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -38,6 +39,10 @@ pub enum Preallocation {
     Off,
     /// All tables, with a place for every cluster; the places are holes of the file.
     Metadata,
+    /// The same, and the host's file system sets the space aside.
+    Falloc,
+    /// The same, and the space is filled with zeros.
+    Full,
 }
 
 /// What a new image is like.
@@ -140,7 +145,9 @@ impl Layout {
         let l1_entries = geometry.l1_entries_for(options.size);
         let (l2, data) = match options.preallocation {
             Preallocation::Off => (0, 0),
-            Preallocation::Metadata => (l1_entries, geometry.clusters_for(options.size)),
+            Preallocation::Metadata | Preallocation::Falloc | Preallocation::Full => {
+                (l1_entries, geometry.clusters_for(options.size))
+            }
         };
         let l1 = geometry.clusters_for(l1_entries * 8);
         let mut layout = Self { refcount_table: 1, refcount_blocks: 1, l1, l2, data };
@@ -212,6 +219,12 @@ pub async fn create<S: Storage>(storage: &S, options: &CreateOptions) -> Result<
     maker.write_mappings(options).await?;
     if storage.size() < offset_of(maker.layout.end()) {
         storage.resize(offset_of(maker.layout.end())).await?;
+    }
+    let data = geometry.bytes_of(maker.layout.data_start()..maker.layout.end());
+    match options.preallocation {
+        Preallocation::Off | Preallocation::Metadata => {}
+        Preallocation::Falloc => preallocate(storage, data, Fill::Reserve).await?,
+        Preallocation::Full => preallocate(storage, data, Fill::Write).await?,
     }
     storage.flush(Sync::Full).await?;
     maker.write_cluster(0, header_bytes).await?;

@@ -60,6 +60,11 @@ pub(crate) fn l1_reference(word: u64, geometry: Geometry) -> Result<Option<Refer
     }
 }
 
+/// An L1 entry without its reserved bits.
+pub(crate) fn l1_without_reserved(word: u64) -> u64 {
+    word & (COPIED | OFFSET)
+}
+
 /// The L1 entry that refers to an L2 table.
 pub(crate) fn l1_word(reference: Reference) -> u64 {
     reference.bits()
@@ -235,6 +240,51 @@ impl Entry {
             // QEMU writes the bit "refcount is one" into none of these and ignores it in all.
             Ok(Self::Compressed(place))
         }
+    }
+
+    /// What is left of the `index`-th entry of a slice, which [`read`](Self::read) may refuse: reserved
+    /// bits are dropped; a subcluster that is both keeps its data. What has no place among `clusters`
+    /// clusters of the file has lost its data.
+    pub(crate) fn salvage(slice: &[u8], index: usize, geometry: Geometry, clusters: u64) -> Self {
+        let size = geometry.l2_entry_size() as usize;
+        let bytes = &slice[index * size..][..size];
+        let word = be64(bytes, 0);
+        if word & COMPRESSED != 0 {
+            let place = CompressedPlace::of(word, geometry);
+            let is_inside = place.host_clusters(geometry).end <= clusters;
+            return if is_inside {
+                Self::Compressed(place)
+            } else {
+                Self::lost(Units::DATA, geometry)
+            };
+        }
+        let place = Some(Reference::of(word)).filter(|place| place.offset != 0);
+        let units = if geometry.extended_l2 {
+            let bitmap = be64(bytes, 8);
+            Units { data: bitmap as u32, zero: (bitmap >> 32) as u32 & !(bitmap as u32) }
+        } else if geometry.version >= 3 && word & ZERO != 0 {
+            Units::ZERO
+        } else if place.is_some() {
+            Units::DATA
+        } else {
+            Units::UNALLOCATED
+        };
+        let is_inside = |place: &Reference| {
+            geometry.is_cluster_aligned(place.offset)
+                && geometry.cluster_of(place.offset) < clusters
+        };
+        match place.filter(is_inside) {
+            Some(place) => Self::Standard { place: Some(place), units },
+            None => Self::lost(units, geometry),
+        }
+    }
+
+    /// An entry whose data cannot be found: zeros where that can be said, as is read there anyway.
+    fn lost(units: Units, geometry: Geometry) -> Self {
+        if geometry.version < 3 {
+            return Self::UNALLOCATED;
+        }
+        Self::Standard { place: None, units: Units { data: 0, zero: units.zero | units.data } }
     }
 
     /// Stores it as the `index`-th entry of a slice.

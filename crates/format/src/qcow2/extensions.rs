@@ -8,6 +8,8 @@ use super::entry::be32;
 const END: u32 = 0;
 /// The format of the backing file, as a name.
 pub(crate) const BACKING_FORMAT: u32 = 0xe279_2aca;
+/// Persistent bitmaps of changed parts of the disk.
+pub(crate) const BITMAPS: u32 = 0x2385_2875;
 /// Names of feature bits, for messages about unknown ones.
 pub(crate) const FEATURE_NAMES: u32 = 0x6803_f857;
 

@@ -6,10 +6,13 @@
 //! structure and its offset.
 
 mod alloc;
+mod backing;
+mod bitmaps;
 mod check;
 mod commit;
 mod compress;
 mod create;
+mod edit;
 mod entry;
 mod extensions;
 mod features;
@@ -22,11 +25,14 @@ mod packed;
 mod pending;
 mod prepare;
 mod rebuild;
+mod recount;
 mod refcount;
 mod references;
+mod repair;
 mod resize;
 mod round;
 mod slice_cache;
+mod snapshots;
 mod state;
 mod table_io;
 mod writing;
@@ -45,6 +51,7 @@ pub use check::{CheckReport, check};
 pub use compress::{Compression, compress, decompress};
 pub use create::{CreateOptions, Preallocation, Switch, Version, create};
 pub use features::Features;
+pub use repair::{Repair, Repaired, repair};
 
 use crate::{Abort, BlockStatus, Intent};
 use alloc::Space;
@@ -411,6 +418,10 @@ impl Drop for Fetching<'_> {
         self.state.lock().cache.fetch_ended(self.offset, &self.ticket);
     }
 }
+
+/// Autoclear features that stay true when tables are repaired: bitmaps that are in step, and a data
+/// file that reads as the disk.
+const KNOWN_AUTOCLEAR: u64 = bitmaps::IN_STEP | 1 << 1;
 
 async fn read_header<S: Storage>(storage: &S) -> Result<Header> {
     let refuse = |refusal: Refusal| {

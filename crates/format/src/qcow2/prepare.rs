@@ -213,8 +213,9 @@ impl State {
                 return Ok(units);
             }
             let read = self.map_read(first)?;
+            // Subclusters can be smaller than the storage's blocks: all of the part or nothing.
             return match read.state {
-                ExtentState::Zero | ExtentState::Hole => Ok(read),
+                ExtentState::Zero | ExtentState::Hole if read.guest == first => Ok(read),
                 _ => self.map_write(first),
             };
         };

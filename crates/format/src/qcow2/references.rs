@@ -8,23 +8,11 @@ use std::collections::{BTreeMap, HashSet};
 
 use blockhouse_core::{Result, Storage};
 
-use super::entry::{self, Entry, be32, be64};
+use super::entry::{self, Entry};
 use super::geometry::Geometry;
 use super::header::Header;
-use super::table_io;
-
-/// The largest L1 table, in bytes.
-const MOST_L1_BYTES: u64 = 32 << 20;
-/// What a snapshot's entry is made of besides its id and name.
-const SNAPSHOT_LENGTH: usize = 40;
-const MOST_SNAPSHOT_EXTRA: u32 = 1024;
-
-/// Where an L1 table is.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct L1Place {
-    offset: u64,
-    entries: u32,
-}
+use super::snapshots::{L1Place, SnapshotPlaces};
+use super::{bitmaps, table_io};
 
 /// How often each cluster of the file is referred to, and what was wrong.
 pub(crate) struct References<'a, S> {
@@ -36,6 +24,8 @@ pub(crate) struct References<'a, S> {
     /// Guest clusters with a place of their own, or compressed.
     pub(crate) allocated: u64,
     pub(crate) compressed: u64,
+    /// Allocated guest clusters that do not lie behind the one before them.
+    pub(crate) fragmented: u64,
     /// What is wrong, in words.
     pub(crate) problems: Vec<String>,
     pub(crate) corruptions: u64,
@@ -43,6 +33,11 @@ pub(crate) struct References<'a, S> {
     l1_clusters: HashSet<u64>,
     /// L2 tables by offset, and how many L1 entries refer to each.
     l2_tables: BTreeMap<(u64, Which), u32>,
+    /// How many of the corruptions are of the refcount table, which says nothing of who refers to
+    /// what.
+    pub(crate) broken_refcounts: u64,
+    /// Clusters of the refcount table and refcount blocks.
+    pub(crate) refcount_clusters: Vec<u64>,
 }
 
 /// How many problems are told in words.
@@ -63,16 +58,19 @@ impl<'a, S: Storage> References<'a, S> {
             counts: vec![0; clusters as usize],
             allocated: 0,
             compressed: 0,
+            fragmented: 0,
             problems: Vec::new(),
             corruptions: 0,
             l1_clusters: HashSet::new(),
             l2_tables: BTreeMap::new(),
+            broken_refcounts: 0,
+            refcount_clusters: Vec::new(),
         };
         references.add("the header", 0, geometry.cluster_size());
-        let active = L1Place { offset: header.l1_offset, entries: header.l1_entries };
-        references.walk_l1(active, Which::Active).await?;
+        references.walk_l1(L1Place::active(header), Which::Active).await?;
         references.walk_snapshots().await?;
         references.walk_l2_tables().await?;
+        references.walk_bitmaps().await?;
         references.walk_refcounts().await?;
         Ok(references)
     }
@@ -108,8 +106,8 @@ impl<'a, S: Storage> References<'a, S> {
     }
 
     async fn walk_l1(&mut self, place: L1Place, which: Which) -> Result<()> {
-        let bytes = u64::from(place.entries) * 8;
-        if bytes > MOST_L1_BYTES || !self.geometry.is_cluster_aligned(place.offset) {
+        let bytes = place.length();
+        if !place.is_possible(self.geometry) {
             self.problem(format!("an L1 table cannot be at offset {}", place.offset));
             return Ok(());
         }
@@ -157,16 +155,25 @@ impl<'a, S: Storage> References<'a, S> {
             return Ok(());
         }
         let table = table_io::read(self.storage, offset, geometry.cluster_size() as usize).await?;
+        let mut next = None;
         for index in 0..geometry.l2_entries() as usize {
             match Entry::read(&table, index, geometry) {
                 Ok(Entry::Standard { place: None, .. }) => {}
                 Ok(Entry::Standard { place: Some(place), .. }) => {
-                    self.allocated += u64::from(which == Which::Active);
+                    if which == Which::Active {
+                        self.allocated += 1;
+                        self.fragmented += u64::from(next.is_some_and(|next| next != place.offset));
+                        next = Some(place.offset + geometry.cluster_size());
+                    }
                     self.add_times("a cluster", place.offset, geometry.cluster_size(), times);
                 }
                 Ok(Entry::Compressed(place)) => {
-                    self.allocated += u64::from(which == Which::Active);
-                    self.compressed += u64::from(which == Which::Active);
+                    if which == Which::Active {
+                        self.allocated += 1;
+                        self.compressed += 1;
+                        // None fills its place, so each is read with a part of its neighbours.
+                        self.fragmented += 1;
+                    }
                     self.add_times("a compressed cluster", place.offset, place.length, times);
                 }
                 Err(violation) => {
@@ -179,42 +186,36 @@ impl<'a, S: Storage> References<'a, S> {
     }
 
     async fn walk_snapshots(&mut self) -> Result<()> {
-        let start = self.header.snapshots_offset;
-        let mut offset = start;
-        for number in 0..self.header.snapshots {
-            if offset >= self.storage.size() {
-                self.problem(format!("the snapshot table ends before entry {number}"));
-                break;
-            }
-            let fixed = table_io::read(self.storage, offset, SNAPSHOT_LENGTH).await?;
-            let l1 = L1Place { offset: be64(&fixed, 0), entries: be32(&fixed, 8) };
-            let names = be32(&fixed, 12);
-            let extra = be32(&fixed, 36);
-            if extra > MOST_SNAPSHOT_EXTRA {
-                self.problem(format!("the snapshot at offset {offset} is too long"));
-                break;
-            }
-            let length = SNAPSHOT_LENGTH as u64
-                + u64::from(extra)
-                + u64::from(names >> 16)
-                + u64::from(names & 0xffff);
-            offset += length.next_multiple_of(8);
+        let places = SnapshotPlaces::read(self.storage, self.header).await?;
+        for &l1 in &places.l1_tables {
             self.walk_l1(l1, Which::Snapshot).await?;
         }
-        self.add("the snapshot table", start, offset - start);
+        self.add("the snapshot table", self.header.snapshots_offset, places.length);
+        places.problem.into_iter().for_each(|problem| self.problem(problem));
+        Ok(())
+    }
+
+    async fn walk_bitmaps(&mut self) -> Result<()> {
+        let (storage, header) = (self.storage, self.header);
+        let add = |what: &str, offset, length| self.add(what, offset, length);
+        let problem = bitmaps::walk(storage, header, add).await?;
+        problem.into_iter().for_each(|problem| self.problem(problem));
         Ok(())
     }
 
     async fn walk_refcounts(&mut self) -> Result<()> {
         let geometry = self.geometry;
+        let before = self.corruptions;
         let offset = self.header.refcount_table_offset;
         let bytes = u64::from(self.header.refcount_table_clusters) << geometry.cluster_bits;
-        self.add("the refcount table", offset, bytes);
+        self.add_refcounts("the refcount table", offset, bytes);
         let table = table_io::read(self.storage, offset, bytes as usize).await?;
         for (index, word) in table_io::words_of(&table).into_iter().enumerate() {
             match entry::refcount_block(word, geometry) {
                 Ok(None) => {}
-                Ok(Some(block)) => self.add("a refcount block", block, geometry.cluster_size()),
+                Ok(Some(block)) => {
+                    self.add_refcounts("a refcount block", block, geometry.cluster_size());
+                }
                 Err(violation) => {
                     let offset = offset + index as u64 * 8;
                     let what = format!("the refcount table's entry at offset {offset} {violation}");
@@ -222,7 +223,27 @@ impl<'a, S: Storage> References<'a, S> {
                 }
             }
         }
+        self.find_shared_refcounts();
+        self.broken_refcounts = self.corruptions - before;
         Ok(())
+    }
+
+    fn add_refcounts(&mut self, what: &str, offset: u64, length: u64) {
+        self.add(what, offset, length);
+        let clusters =
+            self.geometry.cluster_of(offset)..self.geometry.clusters_for(offset + length);
+        let inside = clusters.filter(|&cluster| cluster < self.counts.len() as u64);
+        self.refcount_clusters.extend(inside);
+    }
+
+    /// Refcounts must have their clusters alone, whatever these count: they are changed in place.
+    fn find_shared_refcounts(&mut self) {
+        for cluster in self.refcount_clusters.clone() {
+            if self.counts[cluster as usize] != 1 {
+                let offset = self.geometry.offset_of(cluster);
+                self.problem(format!("the refcounts at offset {offset} share their place"));
+            }
+        }
     }
 }
 

@@ -232,7 +232,12 @@ impl State {
 }
 
 /// The pieces of `step` bytes of a table of words at `offset` that hold changed entries.
-fn entries(table: &[u64], changed: &BTreeSet<usize>, offset: u64, step: u64) -> Vec<Piece> {
+pub(crate) fn entries(
+    table: &[u64],
+    changed: &BTreeSet<usize>,
+    offset: u64,
+    step: u64,
+) -> Vec<Piece> {
     let words = step as usize / 8;
     let starts: BTreeSet<usize> = changed.iter().map(|index| index / words * words).collect();
     let piece = |start: usize| {

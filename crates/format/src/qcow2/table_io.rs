@@ -35,6 +35,12 @@ pub(crate) async fn write<S: Storage>(
     storage.write(offset, buffer.lend(), durability).await
 }
 
+/// As much of a range of whole clusters as lies in the file, in whole blocks: for giving it back.
+pub(crate) fn whole_blocks<S: Storage>(storage: &S, range: ByteRange) -> Option<ByteRange> {
+    let inside = range.truncate(storage.size().saturating_sub(range.offset()));
+    inside.align_inward(u64::from(storage.capabilities().alignment.offset))
+}
+
 /// Big-endian words as bytes.
 pub(crate) fn bytes_of(words: &[u64]) -> Vec<u8> {
     words.iter().flat_map(|word| word.to_be_bytes()).collect()

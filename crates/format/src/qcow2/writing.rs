@@ -305,11 +305,10 @@ impl<S: Storage> Qcow2<S> {
         Ok(())
     }
 
-    /// Gives space of the file back to the host, as far as the file goes.
+    /// Gives space of the file back to the host. Only a hint: what fails has no effect but that of not
+    /// being done.
     async fn punch(&self, range: ByteRange) {
-        if range.offset() < self.storage.size() {
-            let range = range.truncate(self.storage.size() - range.offset());
-            // Only a hint: what fails has no effect but that of not being done.
+        if let Some(range) = table_io::whole_blocks(&self.storage, range) {
             let _ = self.storage.discard(range).await;
         }
     }

@@ -1,0 +1,31 @@
+//! `blockhouse commit`: an image's data into its backing file.
+
+use std::path::PathBuf;
+
+use anyhow::Result;
+use blockhouse_disk::{ImageFormat, open_with_base};
+use blockhouse_engine::{EngineChoice, EventLoop};
+
+use crate::looked_at::read_write;
+
+/// Arguments of `commit`.
+#[derive(clap::Args)]
+pub struct Arguments {
+    /// The image's format; left out, the file's name decides (.qcow2, otherwise raw).
+    #[arg(long, short, value_parser = clap::builder::ValueParser::new(str::parse::<ImageFormat>))]
+    format: Option<ImageFormat>,
+    /// The image. What it has goes into its backing file, and it is empty afterwards.
+    image: PathBuf,
+}
+
+/// Runs the command.
+pub fn run(arguments: Arguments) -> Result<()> {
+    let Arguments { format, image } = arguments;
+    let options = read_write(format);
+    EventLoop::new(EngineChoice::Auto)?.block_on(async {
+        let (disk, base) = open_with_base(&image, options).await?;
+        disk.commit_into(&base).await?;
+        base.close().await?;
+        Ok(disk.close().await?)
+    })
+}

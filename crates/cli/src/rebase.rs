@@ -1,0 +1,84 @@
+//! `blockhouse rebase`: another backing file, with the same content or (`-u`) only in the header.
+
+use std::ffi::OsString;
+use std::os::unix::ffi::OsStringExt;
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result, bail};
+use blockhouse_disk::{
+    Access, Backing, Disk, ImageFormat, ImageOptions, is_address, open, open_alone,
+};
+use blockhouse_engine::{EngineChoice, EventLoop, HostFile};
+
+use crate::looked_at::read_write;
+
+/// Arguments of `rebase`.
+#[derive(clap::Args)]
+pub struct Arguments {
+    /// The image's format; left out, the file's name decides (.qcow2, otherwise raw).
+    #[arg(long, short, value_parser = clap::builder::ValueParser::new(str::parse::<ImageFormat>))]
+    format: Option<ImageFormat>,
+    /// Change only the name in the image: for a backing file that was moved. Any difference between the
+    /// old and the new one shows.
+    #[arg(short = 'u', long = "unsafe")]
+    only_name: bool,
+    /// The new backing file, from the image's folder. Left out or empty: none, the image will stand alone.
+    #[arg(short, long, value_name = "FILE")]
+    backing: Option<OsString>,
+    /// Its format: raw or qcow2.
+    #[arg(short = 'F', long, value_name = "FORMAT")]
+    #[arg(value_parser = clap::builder::ValueParser::new(str::parse::<ImageFormat>))]
+    backing_format: Option<ImageFormat>,
+    /// The image.
+    image: PathBuf,
+}
+
+/// Runs the command.
+pub fn run(arguments: Arguments) -> Result<()> {
+    let Arguments { format, only_name, backing, backing_format, image } = arguments;
+    let backing = backing.filter(|name| !name.is_empty());
+    let new = match (backing, backing_format) {
+        (Some(name), Some(format)) => Some((name, format)),
+        (Some(name), None) => bail!(
+            "the format of the backing file '{}' is not guessed; say -F raw or -F qcow2",
+            name.display()
+        ),
+        (None, Some(_)) => bail!("a format of the backing file (-F) without the file (-b)"),
+        (None, None) => None,
+    };
+    if let Some((name, _)) = &new
+        && is_address(name.as_encoded_bytes())
+    {
+        let name = name.display();
+        bail!("'{name}' is no file but a server's address; if it is a file, write './{name}'");
+    }
+    let options = read_write(format);
+    EventLoop::new(EngineChoice::Auto)?.block_on(async {
+        let disk = if only_name {
+            open_alone(&image, options).await?
+        } else {
+            let disk = open(&image, options).await?;
+            let behind = open_new(&image, new.as_ref(), options).await?;
+            disk.prepare_rebase(behind.as_ref()).await?;
+            disk
+        };
+        let named = new.map(|(name, format)| Backing {
+            name: name.into_vec(),
+            format: Some(format.as_str().to_owned()),
+        });
+        disk.set_backing_file(named).await?;
+        Ok(disk.close().await?)
+    })
+}
+
+async fn open_new(
+    image: &Path,
+    new: Option<&(OsString, ImageFormat)>,
+    options: ImageOptions,
+) -> Result<Option<Disk<HostFile>>> {
+    let Some((name, format)) = new else { return Ok(None) };
+    let path = image.parent().unwrap_or(Path::new("")).join(name);
+    let options = ImageOptions { format: Some(*format), access: Access::ReadOnly, ..options };
+    let opened = open(&path, options).await;
+    opened.map(Some).with_context(|| format!("{}: no backing file", image.display()))
+}

@@ -1,0 +1,73 @@
+//! Longer and shorter disks.
+//!
+//! What a longer disk would bring to light (the rest of the last cluster, bytes of the disk behind) is
+//! made zeros, durably, before the size changes: no crash shows it. A shorter disk loses what lies
+//! beyond, also the rest of its last cluster.
+
+use blockhouse_core::{
+    ByteRange, Durability, Effort, Error, ErrorKind, Result, Storage, Sync, Unmap,
+};
+
+use crate::Disk;
+use crate::zero::Zeroing;
+
+const ZEROING: Zeroing =
+    Zeroing { unmap: Unmap::Allowed, effort: Effort::Any, durability: Durability::None };
+
+impl<S: Storage> Disk<S> {
+    /// Makes the disk longer; new bytes read as zeros. Durable when it returns.
+    ///
+    /// # Errors
+    /// `ReadOnly`; `InvalidInput` for a smaller size or one that is no multiple of 512.
+    pub async fn resize(&self, size: u64) -> Result<()> {
+        self.check_access(size)?;
+        // Nothing may be on its way to a last partial block, which becomes an ordinary one.
+        let last = self.size() & !(u64::from(self.alignment().offset) - 1);
+        let claim = self.tracker.exclude(ByteRange::between(last, u64::MAX)).await;
+        let old = self.size();
+        if size < old {
+            let what = format!("cannot make a disk of {old} bytes shorter: {size}");
+            return Err(Error::new(ErrorKind::InvalidInput, what).on(self.name()));
+        }
+        if let Some(uncovered) = self.uncovered(old, size) {
+            self.format.reserve(size).await?;
+            // Durable with the flush below.
+            let _ = self.write_zeroes(uncovered, ZEROING, &claim).await?;
+            self.format.flush(Sync::Data).await?;
+        }
+        self.format.resize(size).await?;
+        self.format.flush(Sync::Full).await
+    }
+
+    /// Makes the disk shorter: what lies beyond `size` is lost. Durable when it returns. No request may
+    /// be in flight beyond the new end.
+    ///
+    /// # Errors
+    /// `ReadOnly`; `InvalidInput` for a larger size, one that is no multiple of 512, or an image of
+    /// qcow2 version 2 with snapshots; or what the storage answers.
+    pub async fn shrink(&self, size: u64) -> Result<()> {
+        self.check_access(size)?;
+        let last = size & !(u64::from(self.alignment().offset) - 1);
+        let claim = self.tracker.exclude(ByteRange::between(last, u64::MAX)).await;
+        if size > self.size() {
+            let what = format!("cannot shrink a disk of {} bytes to {size}", self.size());
+            return Err(Error::new(ErrorKind::InvalidInput, what).on(self.name()));
+        }
+        self.format.shrink(size).await?;
+        if let Some(rest) = self.uncovered(size, self.format.end()) {
+            let _ = self.write_zeroes(rest, ZEROING, &claim).await?;
+        }
+        self.format.flush(Sync::Full).await
+    }
+
+    /// The new bytes of a disk that became longer which would not read as zeros by themselves: those
+    /// of the last old cluster, and those that the disk behind this one has. Up to the end of a block:
+    /// clusters consist of whole ones.
+    fn uncovered(&self, old: u64, new: u64) -> Option<ByteRange> {
+        let cluster_end = old.next_multiple_of(self.cluster_size()?);
+        let behind = self.backing.as_ref().map_or(0, |backing| backing.size());
+        let end = cluster_end.max(behind).min(new);
+        let end = end.next_multiple_of(u64::from(self.alignment().offset));
+        (end > old).then(|| ByteRange::between(old, end))
+    }
+}

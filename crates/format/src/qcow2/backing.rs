@@ -1,0 +1,123 @@
+//! Another backing file for an image: only its header changes.
+//!
+//! The name, its format (a header extension) and the fields that point to them must change together, and
+//! only 512 bytes are written at once by every disk. So:
+//!
+//! 1. the new name goes to a part of the first cluster that neither the old name nor the old extensions
+//!    use, durably; nothing refers to it yet;
+//! 2. one write of the first 512 bytes changes the fields and the extensions, which have to fit in there.
+//!    Names of feature bits (an extension that only serves messages) are left out where room is short.
+//!
+//! Where clusters have 512 bytes, all is in the first ones. A crash leaves the old backing file or the
+//! new one. Where the extensions do not fit, the change is refused.
+
+use blockhouse_core::{Durability, Error, ErrorKind, Result, Storage, Sync};
+
+use super::extensions::{self, BACKING_FORMAT, Extension, FEATURE_NAMES};
+use super::header::{Header, SECTOR};
+use super::{Backing, Qcow2, table_io};
+
+/// The longest name of a backing file.
+const MOST_NAME: usize = 1023;
+
+impl<S: Storage> Qcow2<S> {
+    /// Gives the image another backing file or none, durably. What [`backing`](Self::backing) answers
+    /// stays what it was when the image was opened; the image is to be closed after this. That the new
+    /// file has the content that the image relies on is the caller's business.
+    ///
+    /// # Errors
+    /// `InvalidInput` for a name that is empty, too long, or for which the header has no room; or what
+    /// the storage answers.
+    pub async fn set_backing(&self, backing: Option<Backing>) -> Result<()> {
+        self.check_writable()?;
+        self.flush(Sync::Full).await?;
+        let invalid = |what: &str| {
+            Error::new(ErrorKind::InvalidInput, format!("cannot change the backing file: {what}"))
+                .on(self.storage.name())
+        };
+        if backing.as_ref().is_some_and(|new| new.name.is_empty() || new.name.len() > MOST_NAME) {
+            return Err(invalid("its name must have 1 to 1023 bytes"));
+        }
+        let length = self.geometry.cluster_size() as usize;
+        let mut bytes = table_io::read(&self.storage, 0, length).await?;
+        let old = self.state.lock().disk_header.clone();
+        let new = with_backing(&old, backing);
+        let no_room = || invalid("the header has no room for it");
+        let (extensions, place) = lay_out(&old, &new, &bytes).ok_or_else(no_room)?;
+        if let (Some(backing), Some(place)) = (&new.backing, place)
+            && place >= SECTOR
+        {
+            bytes[place..place + backing.name.len()].copy_from_slice(&backing.name);
+            self.write_header_part(&bytes, place, backing.name.len()).await?;
+        }
+        let name_length = new.backing.as_ref().map_or(0, |backing| backing.name.len());
+        bytes[8..16].copy_from_slice(&(place.unwrap_or(0) as u64).to_be_bytes());
+        bytes[16..20].copy_from_slice(&(name_length as u32).to_be_bytes());
+        bytes[new.length..SECTOR].fill(0);
+        bytes[new.length..new.length + extensions.len()].copy_from_slice(&extensions);
+        if let (Some(backing), Some(place @ ..SECTOR)) = (&new.backing, place) {
+            bytes[place..place + name_length].copy_from_slice(&backing.name);
+        }
+        self.write_header_part(&bytes, 0, SECTOR).await?;
+        let mut state = self.state.lock();
+        state.header.backing.clone_from(&new.backing);
+        state.header.extensions.clone_from(&new.extensions);
+        state.disk_header.backing = new.backing;
+        state.disk_header.extensions = new.extensions;
+        Ok(())
+    }
+
+    /// Writes the blocks of the first cluster that hold a part of it, durably.
+    async fn write_header_part(&self, bytes: &[u8], start: usize, length: usize) -> Result<()> {
+        let block = (self.storage.capabilities().alignment.offset as usize).max(SECTOR);
+        let end = (start + length).next_multiple_of(block).min(bytes.len());
+        let start = start / block * block;
+        let part = &bytes[start..end];
+        table_io::write(&self.storage, start as u64, part, Durability::None).await?;
+        self.sync(Sync::Data).await
+    }
+}
+
+/// The header with another backing file, and its format among the extensions.
+fn with_backing(old: &Header, backing: Option<Backing>) -> Header {
+    let mut new = old.clone();
+    new.extensions.retain(|extension| extension.kind != BACKING_FORMAT);
+    if let Some(format) = backing.as_ref().and_then(|backing| backing.format.as_ref()) {
+        let data = format.as_bytes().to_vec();
+        new.extensions.insert(0, Extension { kind: BACKING_FORMAT, data });
+    }
+    new.backing = backing;
+    new
+}
+
+/// The extensions as bytes, and the place of the name; `None` where there is no room. `bytes` is the old
+/// first cluster.
+fn lay_out(old: &Header, new: &Header, bytes: &[u8]) -> Option<(Vec<u8>, Option<usize>)> {
+    let name_length = new.backing.as_ref().map_or(0, |backing| backing.name.len());
+    let needed = if bytes.len() > SECTOR { 0 } else { name_length };
+    let fits = |list: &Vec<u8>| new.length + list.len() + needed <= SECTOR;
+    let all = extensions::to_bytes(&new.extensions);
+    let few: Vec<Extension> =
+        new.extensions.iter().filter(|one| one.kind != FEATURE_NAMES).cloned().collect();
+    let list = [all, extensions::to_bytes(&few)].into_iter().find(fits)?;
+    if new.backing.is_none() {
+        return Some((list, None));
+    }
+    if bytes.len() <= SECTOR {
+        let place = new.length + list.len();
+        return Some((list, Some(place)));
+    }
+    // What the old header uses beyond the first sector.
+    let list_end = old.length + extensions::to_bytes(&old.extensions).len();
+    let old_name = super::entry::be64(bytes, 8) as usize;
+    let old_name = old.backing.as_ref().map(|backing| old_name..old_name + backing.name.len());
+    let free = SECTOR.max(list_end).next_multiple_of(SECTOR);
+    let behind = old_name.as_ref().map_or(free, |name| free.max(name.end.next_multiple_of(SECTOR)));
+    let is_free = |start: &usize| {
+        let end = start + name_length;
+        end <= bytes.len()
+            && old_name.as_ref().is_none_or(|old| end <= old.start || old.end <= *start)
+    };
+    let place = [free, behind].into_iter().find(is_free)?;
+    Some((list, Some(place)))
+}

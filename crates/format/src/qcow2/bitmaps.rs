@@ -1,0 +1,67 @@
+//! The clusters of persistent bitmaps: nothing else is known of them here.
+//!
+//! They count only while the image says that they are in step with the guest's disk (an autoclear
+//! bit); without it QEMU takes their space for leaked, and so does a check.
+
+use blockhouse_core::{Result, Storage};
+
+use super::entry::{be32, be64};
+use super::geometry::MOST_OFFSET;
+use super::header::Header;
+use super::{extensions, table_io};
+
+/// Autoclear feature bit: the bitmaps are in step with the disk.
+pub(crate) const IN_STEP: u64 = 1;
+
+/// The largest directory and the largest table of one bitmap, in bytes.
+const MOST_DIRECTORY: u64 = 64 << 20;
+const MOST_TABLE: u64 = 32 << 20;
+/// What a directory's entry is made of besides its extra data and name.
+const FIXED: usize = 24;
+const OFFSET: u64 = 0x00ff_ffff_ffff_fe00;
+
+/// Tells `add` everything that bitmaps take of the file: what, offset, length. Answers why that may not
+/// be all, in words.
+///
+/// # Errors
+/// Only what the storage answers.
+pub(crate) async fn walk<S: Storage>(
+    storage: &S,
+    header: &Header,
+    mut add: impl FnMut(&str, u64, u64),
+) -> Result<Option<String>> {
+    let extension = extensions::find(&header.extensions, extensions::BITMAPS);
+    let Some(extension) = extension.filter(|_| header.autoclear & IN_STEP != 0) else {
+        return Ok(None);
+    };
+    if extension.len() < FIXED {
+        return Ok(Some("the header extension of bitmaps is too short".into()));
+    }
+    let count = be32(extension, 0);
+    let (length, start) = (be64(extension, 8), be64(extension, 16));
+    let is_possible = |offset| offset <= MOST_OFFSET && header.geometry.is_cluster_aligned(offset);
+    if length > MOST_DIRECTORY || !is_possible(start) {
+        return Ok(Some(format!("the directory of bitmaps cannot be at offset {start}")));
+    }
+    add("the directory of bitmaps", start, length);
+    let directory = table_io::read(storage, start, length as usize).await?;
+    let mut at = 0;
+    for number in 0..count {
+        let Some(entry) = directory.get(at..).filter(|entry| entry.len() >= FIXED) else {
+            return Ok(Some(format!("the directory of bitmaps ends before entry {number}")));
+        };
+        let (table, bytes) = (be64(entry, 0), u64::from(be32(entry, 8)) * 8);
+        if bytes > MOST_TABLE || !is_possible(table) {
+            return Ok(Some(format!("a bitmap's table cannot be at offset {table}")));
+        }
+        add("a bitmap's table", table, bytes);
+        for word in table_io::words_of(&table_io::read(storage, table, bytes as usize).await?) {
+            if word & OFFSET != 0 {
+                add("a bitmap's data", word & OFFSET, header.geometry.cluster_size());
+            }
+        }
+        let name = be32(entry, 16) as usize & 0xffff;
+        at += (FIXED + name + be32(entry, 20) as usize).next_multiple_of(8);
+    }
+    Ok(None)
+}

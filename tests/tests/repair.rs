@@ -1,0 +1,318 @@
+//! `blockhouse check --repair` on images that were damaged byte by byte, beside `qemu-img check` on the
+//! same images: afterwards both find nothing, and the guest's data is still there.
+#![forbid(unsafe_code)]
+
+use std::fs::OpenOptions;
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use blockhouse_tests::{Outcome, Scratch, Serve, blockhouse, need, require, run, tool};
+use serde_json::Value;
+
+const CLUSTER: u64 = 64 << 10;
+const COPIED: u64 = 1 << 63;
+
+fn command(words: &[&str]) -> Outcome {
+    run(Command::new(blockhouse()).args(words))
+}
+
+fn qemu_img(words: &[&str]) -> Outcome {
+    run(tool("qemu-img").args(words))
+}
+
+fn str(path: &Path) -> &str {
+    path.to_str().expect("a plain name")
+}
+
+fn json(outcome: &Outcome) -> Value {
+    serde_json::from_str(&outcome.stdout).unwrap_or_else(|error| {
+        panic!("{}", outcome.describe(&format!("must be JSON ({error})")));
+    })
+}
+
+/// An image under the knife.
+struct Patient {
+    path: PathBuf,
+}
+
+impl Patient {
+    /// With data in the clusters 0 to 15 and 32 to 47 of 64 KiB, in one L2 table.
+    fn new(scratch: &Scratch, name: &str, options: &str) -> Self {
+        let path = scratch.path(name);
+        qemu_img(&["create", "-f", "qcow2", "-o", options, str(&path), "600M"]).success();
+        let patient = Self { path };
+        patient.qemu_io(&["write -P 1 0 1M", "write -P 2 2M 1M"]);
+        patient
+    }
+
+    fn qemu_io(&self, steps: &[&str]) {
+        let mut command = tool("qemu-io");
+        command.args(["-f", "qcow2"]);
+        for step in steps {
+            command.args(["-c", step]);
+        }
+        let outcome = run(command.arg(&self.path)).success();
+        assert!(!outcome.stdout.contains("failed"), "{}", outcome.describe("must do it"));
+    }
+
+    fn word(&self, offset: u64) -> u64 {
+        let mut bytes = [0; 8];
+        let file = OpenOptions::new().read(true).open(&self.path).expect("an image");
+        file.read_exact_at(&mut bytes, offset).expect("it is that long");
+        u64::from_be_bytes(bytes)
+    }
+
+    fn set(&self, offset: u64, bytes: &[u8]) {
+        let file = OpenOptions::new().write(true).open(&self.path).expect("an image");
+        file.write_all_at(bytes, offset).expect("it can be written");
+    }
+
+    fn set_word(&self, offset: u64, word: u64) {
+        self.set(offset, &word.to_be_bytes());
+    }
+
+    /// Where the `index`-th word of the active L1 table is.
+    fn l1(&self, index: u64) -> u64 {
+        self.word(40) + index * 8
+    }
+
+    /// Where the `index`-th word of the first L2 table is.
+    fn l2(&self, index: u64) -> u64 {
+        (self.word(self.l1(0)) & !COPIED) + index * 8
+    }
+
+    /// Where the 16-bit refcount of a cluster of the first refcount block is.
+    fn refcount(&self, cluster: u64) -> u64 {
+        self.word(self.word(48)) + cluster * 2
+    }
+
+    fn cluster_of(&self, index: u64) -> u64 {
+        (self.word(self.l2(index)) & !COPIED) / CLUSTER
+    }
+
+    fn is_corrupt_marked(&self) -> bool {
+        self.word(72) & 2 != 0
+    }
+
+    fn repair(&self, what: &str) -> Outcome {
+        command(&["check", "--json", "--repair", what, "-f", "qcow2", str(&self.path)])
+    }
+
+    /// Repairs all, and lets QEMU find nothing any more and the data where it was.
+    #[track_caller]
+    fn recovers(&self, steps: &[&str]) -> Value {
+        let outcome = self.repair("all").success();
+        qemu_img(&["check", "-f", "qcow2", str(&self.path)]).success();
+        command(&["check", "-f", "qcow2", str(&self.path)]).success();
+        assert!(!self.is_corrupt_marked());
+        self.qemu_io(steps);
+        json(&outcome)
+    }
+
+    /// And it can be written again.
+    #[track_caller]
+    fn must_recover(&self, steps: &[&str]) -> Value {
+        let report = self.recovers(steps);
+        self.qemu_io(&["write -P 9 100M 1M", "read -P 9 100M 1M"]);
+        qemu_img(&["check", "-f", "qcow2", str(&self.path)]).success();
+        report
+    }
+}
+
+const INTACT: [&str; 3] = ["read -P 1 0 1M", "read -P 2 2M 1M", "read -P 0 1M 1M"];
+
+#[test]
+fn leaks_are_given_back() {
+    require!(need::tools(&["qemu-img", "qemu-io"]));
+    let scratch = Scratch::new();
+    let patient = Patient::new(&scratch, "leaks.qcow2", "compat=1.1");
+    let before = qemu_img(&["check", "--output=json", "-f", "qcow2", str(&patient.path)]);
+    // Two discarded clusters whose counts stay, and one that counts too often.
+    for index in [3, 4] {
+        patient.set_word(patient.l2(index), 0);
+    }
+    let twice = patient.cluster_of(5);
+    patient.set(patient.refcount(twice), &[0, 2]);
+    patient.set_word(patient.l2(5), twice * CLUSTER);
+    let found = command(&["check", "--json", "-f", "qcow2", str(&patient.path)]);
+    assert_eq!(found.status.code(), Some(3), "{}", found.describe("leaks only"));
+    let report = json(&patient.repair("leaks").success());
+    assert_eq!((&report["leaks-fixed"], &report["leaks"]), (&3.into(), &Value::Null), "{report}");
+    let theirs = qemu_img(&["check", "--output=json", "-f", "qcow2", str(&patient.path)]).success();
+    assert_eq!(json(&theirs)["total-clusters"], json(&before)["total-clusters"]);
+    patient.qemu_io(&["read -P 0 192k 128k", "read -P 1 320k 704k", "read -P 2 2M 1M"]);
+}
+
+#[test]
+fn a_repair_of_leaks_leaves_corruption_alone() {
+    require!(need::tools(&["qemu-img", "qemu-io"]));
+    let scratch = Scratch::new();
+    let patient = Patient::new(&scratch, "both.qcow2", "compat=1.1");
+    patient.set_word(patient.l2(3), 0);
+    patient.set(patient.refcount(patient.cluster_of(7)), &[0, 0]);
+    let outcome = patient.repair("leaks");
+    assert_eq!(outcome.status.code(), Some(2), "{}", outcome.describe("still corrupt"));
+    let report = json(&outcome);
+    assert_eq!(report["leaks-fixed"], 1, "{report}");
+    assert_eq!(report["corruptions"], 2, "{report}");
+    patient.must_recover(&["read -P 0 192k 64k", "read -P 1 256k 768k", "read -P 2 2M 1M"]);
+}
+
+#[test]
+fn an_image_that_is_clean_is_not_touched() {
+    require!(need::tools(&["qemu-img", "qemu-io"]));
+    let scratch = Scratch::new();
+    let patient = Patient::new(&scratch, "clean.qcow2", "compat=1.1");
+    let before = std::fs::read(&patient.path).expect("an image");
+    for what in ["leaks", "all"] {
+        let report = json(&patient.repair(what).success());
+        assert_eq!(report.get("leaks-fixed"), None, "{report}");
+    }
+    assert!(std::fs::read(&patient.path).expect("an image") == before);
+}
+
+#[test]
+fn wrong_counts_and_marks_are_corrected() {
+    require!(need::tools(&["qemu-img", "qemu-io"]));
+    let scratch = Scratch::new();
+    for compat in ["compat=0.10", "compat=1.1", "lazy_refcounts=on"] {
+        let patient = Patient::new(&scratch, &format!("counts-{compat}.qcow2"), compat);
+        let count = patient.refcount(patient.cluster_of(7));
+        patient.set(count, &[0, 0]);
+        patient.set(patient.refcount(patient.cluster_of(9)), &[0, 3]);
+        patient.set_word(patient.l2(2), patient.word(patient.l2(2)) & !COPIED);
+        patient.set_word(patient.l1(0), patient.word(patient.l1(0)) & !COPIED);
+        let report = patient.must_recover(&INTACT);
+        assert!(report["corruptions-fixed"].as_u64() >= Some(3), "{report}");
+        assert_eq!(report["leaks-fixed"], 1, "{report}");
+    }
+}
+
+#[test]
+fn entries_out_of_the_file_and_against_the_format_lose_what_is_wrong() {
+    require!(need::tools(&["qemu-img", "qemu-io"]));
+    let scratch = Scratch::new();
+    let patient = Patient::new(&scratch, "entries.qcow2", "compat=1.1");
+    patient.set_word(patient.l2(1), COPIED | 1 << 40);
+    // A reserved bit: the place is still good. A crooked place is none.
+    patient.set_word(patient.l2(2), patient.word(patient.l2(2)) | 2);
+    patient.set_word(patient.l2(3), patient.word(patient.l2(3)) | 512);
+    patient.set_word(patient.l1(1), COPIED | 1 << 45);
+    patient.set(79, &[2]);
+    let steps =
+        ["read -P 1 0 64k", "read -P 0 64k 64k", "read -P 1 128k 64k", "read -P 0 192k 64k"];
+    patient.must_recover(&[&steps[..], &["read -P 1 256k 768k", "read -P 2 2M 1M"]].concat());
+    patient.qemu_io(&["read -P 0 512M 1M", "write -P 5 512M 1M", "read -P 5 512M 1M"]);
+}
+
+#[test]
+fn clusters_with_two_owners_are_copied_when_one_is_written() {
+    require!(need::tools(&["qemu-img", "qemu-io"]));
+    let scratch = Scratch::new();
+    let patient = Patient::new(&scratch, "shared.qcow2", "compat=1.1");
+    patient.set_word(patient.l2(20), patient.word(patient.l2(0)));
+    // And a second part of the disk with the L2 table of the first.
+    patient.set_word(patient.l1(1), patient.word(patient.l1(0)));
+    patient.recovers(&["read -P 1 0 1M", "read -P 1 1280k 64k", "read -P 1 512M 1M"]);
+    patient.qemu_io(&["write -P 7 1280k 64k", "read -P 1 0 1M", "read -P 7 1280k 64k"]);
+    patient.qemu_io(&["write -P 8 512M 64k", "read -P 1 0 1M", "read -P 8 512M 64k"]);
+    // What is left to one owner is not marked so; that costs a copy, until the next repair.
+    patient.recovers(&["read -P 1 0 1M", "read -P 7 1280k 64k", "read -P 8 512M 64k"]);
+}
+
+#[test]
+fn a_shared_table_does_not_keep_the_image_from_being_served() {
+    require!(need::tools(&["qemu-img", "qemu-io"]));
+    let scratch = Scratch::new();
+    let patient = Patient::new(&scratch, "served.qcow2", "compat=1.1");
+    patient.set_word(patient.l1(1), patient.word(patient.l1(0)));
+    patient.recovers(&["read -P 1 0 1M", "read -P 1 512M 1M"]);
+    let server = Serve::new(&scratch, &patient.path).start();
+    let uri = server.uri().to_owned();
+    for step in ["write -P 8 512M 64k", "read -P 1 0 1M", "read -P 8 512M 64k"] {
+        let outcome = run(tool("qemu-io").args(["-f", "raw", "-c", step, &uri])).success();
+        assert!(!outcome.stdout.contains("failed"), "{}", outcome.describe(step));
+    }
+    server.stop();
+    patient.recovers(&["read -P 1 0 1M", "read -P 8 512M 64k"]);
+}
+
+#[test]
+fn a_broken_refcount_table_is_made_anew() {
+    require!(need::tools(&["qemu-img", "qemu-io"]));
+    let scratch = Scratch::new();
+    for (name, options) in
+        [("v2", "compat=0.10"), ("wide", "refcount_bits=64"), ("v3", "compat=1.1")]
+    {
+        let patient = Patient::new(&scratch, name, options);
+        for kind in 0..6 {
+            let before = patient.word(48);
+            let data = patient.cluster_of(0) * CLUSTER;
+            let block = patient.word(before);
+            let broken = [0, 1 << 50, block | 256, data, patient.l2(0), before];
+            patient.set_word(before, broken[kind]);
+            patient.must_recover(&INTACT);
+            assert_ne!(patient.word(48), before, "{name}: {:#x}", broken[kind]);
+        }
+    }
+}
+
+#[test]
+fn bitmaps_keep_their_clusters() {
+    require!(need::tools(&["qemu-img", "qemu-io"]));
+    let scratch = Scratch::new();
+    let patient = Patient::new(&scratch, "bitmaps.qcow2", "compat=1.1");
+    qemu_img(&["bitmap", "--add", "-f", "qcow2", str(&patient.path), "changes"]).success();
+    patient.qemu_io(&["write -P 3 8M 1M"]);
+    patient.set_word(patient.l2(3), 0);
+    let report = json(&patient.repair("leaks").success());
+    assert_eq!(report["leaks-fixed"], 1, "{report}");
+    qemu_img(&["check", "-f", "qcow2", str(&patient.path)]).success();
+    let info = json(&qemu_img(&["info", "--output=json", "-f", "qcow2", str(&patient.path)]));
+    let bitmaps = &info["format-specific"]["data"]["bitmaps"];
+    assert_eq!(bitmaps[0]["name"], "changes", "{info}");
+    assert!(!bitmaps[0]["flags"].to_string().contains("in-use"), "{info}");
+}
+
+#[test]
+fn snapshots_keep_their_data() {
+    require!(need::tools(&["qemu-img", "qemu-io"]));
+    let scratch = Scratch::new();
+    let patient = Patient::new(&scratch, "snapshots.qcow2", "compat=1.1");
+    qemu_img(&["snapshot", "-c", "one", str(&patient.path)]).success();
+    patient.qemu_io(&["write -P 3 0 512k"]);
+    let cluster = patient.cluster_of(10);
+    patient.set(patient.refcount(cluster), &[0, 1]);
+    patient.set_word(patient.l2(10), COPIED | (cluster * CLUSTER));
+    patient.must_recover(&["read -P 3 0 512k", "read -P 1 512k 512k", "read -P 2 2M 1M"]);
+    patient.qemu_io(&["write -P 4 512k 512k"]);
+    qemu_img(&["snapshot", "-a", "one", str(&patient.path)]).success();
+    patient.qemu_io(&INTACT);
+}
+
+#[test]
+fn an_image_that_is_served_is_not_repaired() {
+    require!(need::tools(&["qemu-img", "qemu-io"]));
+    let scratch = Scratch::new();
+    let patient = Patient::new(&scratch, "busy.qcow2", "compat=1.1");
+    for read_only in [false, true] {
+        let mut serve = Serve::new(&scratch, &patient.path);
+        if read_only {
+            serve = serve.flag("--read-only");
+        }
+        let server = serve.start();
+        let outcome = patient.repair("all").failure("locked");
+        assert_eq!(outcome.status.code(), Some(1));
+        server.stop();
+    }
+    patient.repair("all").success();
+}
+
+#[test]
+fn raw_images_have_nothing_to_repair() {
+    let scratch = Scratch::new();
+    let image = scratch.image("disk.img", 1 << 20);
+    let outcome = command(&["check", "--repair", "all", image.str()]);
+    assert_eq!(outcome.status.code(), Some(63), "{}", outcome.describe("no checks"));
+}
