@@ -235,13 +235,10 @@ impl<S: Storage> Disk<S> {
             Request::Prefetch { range } => {
                 self.check_inside(range)?;
                 self.prefetch(range).await?;
-                Debt::NOTHING
+                Debt::Nothing
             }
         };
-        match debt.flush() {
-            None => Ok(()),
-            Some(sync) => self.format.flush(sync).await,
-        }
+        self.pay(debt).await
     }
 
     // What is not aligned, zero writes and discards are boxed below, so that the future of the common
@@ -250,7 +247,7 @@ impl<S: Storage> Disk<S> {
     pub(crate) async fn submit_read(&self, offset: u64, into: IoVector) -> Result<Debt> {
         let range = self.check_end(offset, into.len() as u64, ErrorKind::InvalidInput)?;
         if range.is_empty() {
-            return Ok(Debt::NOTHING);
+            return Ok(Debt::Nothing);
         }
         if self.alignment.admits(offset, &into) {
             self.read(range, into).await?;
@@ -258,7 +255,7 @@ impl<S: Storage> Disk<S> {
             let _claim = self.hold_end(range).await;
             Box::pin(self.read_bounced(range, into)).await?;
         }
-        Ok(Debt::NOTHING)
+        Ok(Debt::Nothing)
     }
 
     async fn submit_write(
@@ -270,7 +267,7 @@ impl<S: Storage> Disk<S> {
         self.check_access(offset)?;
         let range = self.check_end(offset, from.len() as u64, ErrorKind::PastEnd)?;
         if range.is_empty() {
-            return Ok(Debt::NOTHING);
+            return Ok(Debt::Nothing);
         }
         let durability = durability.max(self.options.durability);
         let claim = self.claim(range).await;
@@ -285,7 +282,7 @@ impl<S: Storage> Disk<S> {
         self.check_access(range.offset())?;
         self.check_end(range.offset(), range.length(), ErrorKind::PastEnd)?;
         if range.is_empty() {
-            return Ok(Debt::NOTHING);
+            return Ok(Debt::Nothing);
         }
         let quick = self.capabilities().write_zeroes;
         if how.effort == Effort::FastOnly && quick == Offload::Unavailable {
@@ -309,7 +306,7 @@ impl<S: Storage> Disk<S> {
                 let _claim = self.claim(range).await;
                 Box::pin(self.discard(range, durability.max(self.options.durability))).await
             }
-            _ => Ok(Debt::NOTHING),
+            _ => Ok(Debt::Nothing),
         }
     }
 

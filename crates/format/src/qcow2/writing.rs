@@ -13,7 +13,8 @@ use std::future::{Future, ready};
 use std::sync::atomic::Ordering;
 
 use blockhouse_core::{
-    Buffer, ByteRange, Durability, Error, ErrorKind, Fua, Result, Storage, Sync,
+    Buffer, ByteRange, Capabilities, Durability, Error, ErrorKind, Fua, GroupCommit, Result,
+    Storage, Sync,
 };
 use event_listener::EventListener;
 use futures_util::stream::{self, StreamExt};
@@ -24,6 +25,7 @@ use super::round::{Extent, Piece, Round};
 use super::slice_cache::DataStability;
 use super::state::{Blocked, State};
 use super::{Qcow2, table_io};
+use crate::Persistence;
 
 /// How many writes of tables are in flight together.
 const TOGETHER: usize = 16;
@@ -70,6 +72,24 @@ impl<S: Storage> Qcow2<S> {
     /// As [`Format::persist`](crate::Format::persist).
     pub async fn persist(&self) -> Result<()> {
         self.make_all_durable().await.map(|_| ())
+    }
+
+    /// As [`Format::persistence`](crate::Format::persistence): by FUA while few changes are under way
+    /// and the next round is one of few pieces whose data is stable.
+    pub fn persistence(&self) -> Persistence {
+        let Capabilities { fua, group_commit, .. } = self.storage.capabilities();
+        let state = self.state.lock();
+        let together = state.pending.changes();
+        let is_crowd = match group_commit {
+            GroupCommit::Never => together > FEW,
+            GroupCommit::From(count) => together > FEW || together >= count,
+        };
+        let is_resizing = state.header.size != state.disk_header.size;
+        if fua == Fua::Native && !is_crowd && !is_resizing && state.cache.is_calm(2 * FEW) {
+            Persistence::ByFua
+        } else {
+            Persistence::ByFlush
+        }
     }
 
     /// As [`Format::close`](crate::Format::close).
