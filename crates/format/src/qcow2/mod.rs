@@ -32,6 +32,7 @@ use std::collections::{BTreeSet, HashMap, HashSet, VecDeque};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 
+use async_lock::Semaphore;
 use blockhouse_core::{
     ByteRange, Durability, Error, ErrorKind, Extent, ExtentState, Result, Storage,
 };
@@ -49,7 +50,7 @@ use header::{Header, Incompatible, Reason, Refusal};
 use in_flight::{InFlight, Reads, Underway};
 use pending::Pending;
 use slice_cache::{Fetch, SliceCache, SliceId};
-use state::{Blocked, State, Step};
+use state::{Blocked, HeaderWrites, State, Step};
 
 /// A qcow2 image.
 pub struct Qcow2<S: Storage> {
@@ -68,7 +69,10 @@ pub struct Qcow2<S: Storage> {
     table_writes: InFlight,
     reads: Reads,
     /// Held by the one who counts clusters down.
-    releasing: async_lock::Mutex<()>,
+    releasing: Semaphore,
+    /// Held by the one who changes the header; and its writes.
+    header_changes: Semaphore,
+    header_writes: InFlight,
 }
 
 /// What becomes of the space of clusters that the guest discards.
@@ -140,7 +144,7 @@ impl<S: Storage> Qcow2<S> {
             geometry,
             name: storage.name().into(),
             disk_header: header.clone(),
-            header_unsure: false,
+            header_writes: HeaderWrites::default(),
             l1: table_io::words_of(&l1),
             refcount_table: table_io::words_of(&table),
             cache: SliceCache::new(slices as usize),
@@ -173,7 +177,10 @@ impl<S: Storage> Qcow2<S> {
             failure: OnceLock::new(),
             table_writes: InFlight::default(),
             reads: Reads::default(),
-            releasing: async_lock::Mutex::new(()),
+            // Semaphores of one: the mutex of the same crate looks at the clock.
+            releasing: Semaphore::new(1),
+            header_changes: Semaphore::new(1),
+            header_writes: InFlight::default(),
         };
         if options.access == Access::ReadWrite {
             image.prepare_for_writing().await?;
@@ -185,8 +192,7 @@ impl<S: Storage> Qcow2<S> {
     async fn prepare_for_writing(&self) -> Result<()> {
         let header = self.state.lock().disk_header.clone();
         if header.autoclear != 0 {
-            self.change_header(|header| header.autoclear = 0).await?;
-            self.header_synced().await?;
+            self.rewrite_header(|header| header.autoclear = 0).await?;
         }
         if header.incompatible.contains(Incompatible::DIRTY) {
             self.rebuild_refcounts().await?;
@@ -290,12 +296,10 @@ impl<S: Storage> Qcow2<S> {
     /// The image contradicts itself where it was to be changed: it is marked, and not changed again
     /// while it is open.
     async fn found_corrupt(&self, error: &Error) {
-        if self.failure.get().is_none() {
-            self.remember(error);
-            if self.geometry.version >= 3 {
-                // The error that counts is the one that led here.
-                let _ = self.mark(Incompatible::CORRUPT, writing::Mark::Set).await;
-            }
+        self.remember(error);
+        if self.geometry.version >= 3 {
+            // The error that counts is the one that led here.
+            let _ = self.mark_as_corrupt().await;
         }
     }
 

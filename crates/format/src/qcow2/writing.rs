@@ -195,12 +195,12 @@ impl<S: Storage> Qcow2<S> {
         self.sync(Sync::Data).await?;
         round.exposed.store(true, Ordering::Relaxed);
         let is_moving = round.moved_refcount_table.is_some();
-        if round.header_unsure || is_moving {
+        if round.header_is_unsure || is_moving {
             let place = round.moved_refcount_table;
             self.change_header(|header| place.iter().for_each(|place| place.apply(header))).await?;
         }
         self.write_pieces(&round.refcount_table, Durability::None).await?;
-        if round.header_unsure || is_moving || !round.refcount_table.is_empty() {
+        if round.header_is_unsure || is_moving || !round.refcount_table.is_empty() {
             self.sync(Sync::Data).await?;
         }
         if let Some(resized) = round.resized {
@@ -221,7 +221,7 @@ impl<S: Storage> Qcow2<S> {
             && round.refcount_table.is_empty()
             && round.moved_refcount_table.is_none()
             && round.resized.is_none()
-            && !round.header_unsure
+            && !round.header_is_unsure
             && round.free.len() <= FEW
             && round.mappings.len() <= FEW
     }
@@ -235,33 +235,50 @@ impl<S: Storage> Qcow2<S> {
     }
 
     /// Sets or clears a feature bit, durably.
-    pub(super) async fn mark(&self, bit: Incompatible, mark: Mark) -> Result<()> {
-        self.change_header(|header| header.incompatible.set(bit, mark == Mark::Set)).await?;
-        self.header_synced().await
+    async fn mark(&self, bit: Incompatible, mark: Mark) -> Result<()> {
+        self.rewrite_header(|header| header.incompatible.set(bit, mark == Mark::Set)).await
     }
 
-    /// Makes a change of the header durable.
-    pub(super) async fn header_synced(&self) -> Result<()> {
-        self.sync(Sync::Data).await?;
-        self.state.lock().header_unsure = false;
-        Ok(())
+    /// Marks the image as corrupt, durably, also where tables could not be written before: a storage
+    /// that takes no flush any more says so itself.
+    pub(super) async fn mark_as_corrupt(&self) -> Result<()> {
+        if self.state.lock().is_marked_durably(Incompatible::CORRUPT) {
+            return Ok(());
+        }
+        self.change_header(|header| header.incompatible.insert(Incompatible::CORRUPT)).await?;
+        self.sync_in_spite_of_failures(Sync::Data).await
+    }
+
+    /// Changes the header on disk, durably.
+    pub(super) async fn rewrite_header(&self, change: impl FnOnce(&mut Header)) -> Result<()> {
+        self.change_header(change).await?;
+        self.sync(Sync::Data).await
     }
 
     /// Changes the header on disk: its first sector, which holds all fields that ever change.
-    /// Durable with the next flush.
-    pub(super) async fn change_header(&self, change: impl FnOnce(&mut Header)) -> Result<()> {
+    /// Durable with the next flush. One change at a time, so that none brings back what another
+    /// has replaced.
+    async fn change_header(&self, change: impl FnOnce(&mut Header)) -> Result<()> {
+        let _alone = self.header_changes.acquire().await;
+        // One that was given up may still be on its way.
+        self.header_writes.ended().await;
         let block = self.storage.capabilities().alignment.offset as usize;
         let mut bytes = table_io::read(&self.storage, 0, SECTOR.max(block)).await?;
-        {
+        let number = {
             let mut state = self.state.lock();
             change(&mut state.disk_header);
             state.header.incompatible = state.disk_header.incompatible;
             state.header.autoclear = state.disk_header.autoclear;
-            // Whatever becomes of this write, the next round repeats it before it relies on it.
-            state.header_unsure = true;
             state.disk_header.patch(&mut bytes);
-        }
-        self.write_pieces(&[Piece { offset: 0, bytes }], Durability::None).await
+            // Whatever becomes of this write, the next round repeats it before it relies on it.
+            state.header_writes.begin()
+        };
+        let mut buffer = Buffer::new(bytes.len());
+        buffer.bytes_mut().copy_from_slice(&bytes);
+        let guards = (self.table_writes.enter(), self.header_writes.enter());
+        self.storage.write(0, buffer.lend().guarded_by(guards), Durability::None).await?;
+        self.state.lock().header_writes.ended(number);
+        Ok(())
     }
 
     /// Writes pieces side by side and waits for all of them, also when one fails.
@@ -285,7 +302,7 @@ impl<S: Storage> Qcow2<S> {
 
     /// Counts down what no table refers to any more, and gives space back to the host.
     pub(super) async fn release(&self) -> Result<()> {
-        let _alone = self.releasing.lock().await;
+        let _alone = self.releasing.acquire().await;
         let count = self.state.lock().released.len();
         if count == 0 {
             return Ok(());
@@ -333,10 +350,19 @@ impl<S: Storage> Qcow2<S> {
     /// tables are about to refer to.
     pub(super) async fn sync(&self, sync: Sync) -> Result<()> {
         self.check_failure()?;
+        self.sync_in_spite_of_failures(sync).await
+    }
+
+    async fn sync_in_spite_of_failures(&self, sync: Sync) -> Result<()> {
+        let covered = self.state.lock().header_writes.ended;
         let outcome = self.storage.flush(sync).await;
-        outcome.inspect_err(|error| {
-            let _ = self.failure.set(error.duplicate());
-        })
+        match &outcome {
+            Ok(()) => self.state.lock().header_writes.covered(covered),
+            Err(error) => {
+                let _ = self.failure.set(error.duplicate());
+            }
+        }
+        outcome
     }
 
     /// Remembers why tables could not be written. Only the first counts.
