@@ -98,7 +98,8 @@ pub enum Access {
 pub struct OpenOptions {
     /// What for.
     pub access: Access,
-    /// How many bytes of L2 tables and refcount blocks are kept in memory. At least 4 MiB are.
+    /// How many bytes of L2 tables and refcount blocks are kept in memory. At least four tables and
+    /// what takes space for them are.
     pub cache_size: u64,
     /// What becomes of discarded space.
     pub discard: Discard,
@@ -106,7 +107,6 @@ pub struct OpenOptions {
 
 /// L2 tables of 64 GiB and their refcounts, at clusters of 64 KiB.
 const DEFAULT_CACHE_SIZE: u64 = 10 << 20;
-const LEAST_CACHE_SIZE: u64 = 4 << 20;
 
 impl Default for OpenOptions {
     /// For reading and writing, with the tables of 64 GiB in memory.
@@ -139,7 +139,7 @@ impl<S: Storage> Qcow2<S> {
         let table_bytes = (header.refcount_table_clusters as usize) << header.geometry.cluster_bits;
         let table = table_io::read(&storage, header.refcount_table_offset, table_bytes).await?;
         let geometry = header.geometry;
-        let slices = options.cache_size.max(LEAST_CACHE_SIZE) / geometry.slice_size();
+        let slices = (options.cache_size / geometry.slice_size()).max(geometry.least_slices());
         let mut state = State {
             geometry,
             name: storage.name().into(),
