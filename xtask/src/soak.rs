@@ -1,7 +1,8 @@
 //! `cargo xtask soak`: the crash tests again and again, by other seeds each time, for as long as one
 //! likes.
 //!
-//! They are compiled as for release. The first failure ends it, with the line that replays it.
+//! They are compiled as for `cargo test`: optimised, with debug assertions. The first failure ends it, with
+//! the line that replays it.
 
 use std::collections::hash_map::RandomState;
 use std::hash::{BuildHasher, Hasher};
@@ -51,8 +52,7 @@ pub fn run(workspace: &Workspace, options: &Options) -> Result<()> {
 fn build(workspace: &Workspace) -> Result<Vec<PathBuf>> {
     let mut tests = Vec::new();
     for (package, test) in TESTS {
-        let mut build =
-            cargo(["test", "--release", "--no-run", "--package", package, "--test", test]);
+        let mut build = cargo(["test", "--no-run", "--package", package, "--test", test]);
         build.current_dir(workspace.root());
         let built = process::executables(build)?.into_iter().find(|(name, _)| name == test);
         tests.push(built.with_context(|| format!("cargo built no test {test} of {package}"))?.1);
