@@ -31,6 +31,8 @@ enum Copied {
     Shared,
     /// Compressed data.
     Unpacked,
+    /// A cluster that a write nobody waits for may still fill around its own bytes.
+    Haunted,
 }
 
 impl State {
@@ -87,6 +89,8 @@ impl State {
                 self.check_place(cluster, place)?;
                 if units.data & mask == mask {
                     Way::InPlace { host: place.offset }
+                } else if self.pending.haunted.contains(&self.geometry.cluster_of(place.offset)) {
+                    Way::Copy(Copied::Haunted)
                 } else {
                     Way::Reuse { host: place.offset }
                 }
