@@ -66,6 +66,12 @@ impl State {
                 self.prepare_write(slice, range, clusters, host, false, way)
             }
             Way::Fresh | Way::Copy(_) => {
+                if way == Way::Copy(Copied::Haunted)
+                    && let Some(event) = self.pending.overwrites_of(&(first..first + 1))
+                {
+                    // What is written in place now has to be copied, too.
+                    return Err(Blocked::Wait(event));
+                }
                 let taken = self.allocate(count)?;
                 let host = geometry.offset_of(taken.start);
                 let clusters = first..first + (taken.end - taken.start);
