@@ -12,6 +12,7 @@ mod deny;
 mod fuzz;
 mod loom;
 mod process;
+mod soak;
 mod test;
 mod tidy;
 mod workspace;
@@ -43,6 +44,8 @@ enum Chore {
     Loom,
     /// Fuzz everything that reads what others wrote
     Fuzz(fuzz::Options),
+    /// Crash disks in the simulator, millions of times, each time by other seeds
+    Soak(soak::Options),
     /// Check the rules that no compiler checks: lengths, headers, floors, banned words
     Tidy,
     /// Check licences, bans and sources of all dependencies, and advisories where reachable
@@ -67,6 +70,7 @@ fn main() -> ExitCode {
         Chore::Test { args } => test::run(&workspace, &args),
         Chore::Loom => loom::run(&workspace),
         Chore::Fuzz(options) => fuzz::run(&workspace, &options),
+        Chore::Soak(options) => soak::run(&workspace, &options),
         Chore::Tidy => tidy::run(&workspace),
         Chore::Deny => deny::run(&workspace),
         Chore::Compare(options) => compare::run(&workspace, &options),

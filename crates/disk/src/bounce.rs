@@ -50,7 +50,7 @@ impl<S: Storage> Disk<S> {
         let mut rest = self.blocks_of(range);
         // Several pieces are cheaper with one flush for all than with FUA each.
         let (each, mut debt) = if rest.length() <= PIECE as u64 {
-            (durability, Debt::NOTHING)
+            (durability, Debt::Nothing)
         } else {
             (Durability::None, Plan::without_fua(durability, self.fua()).debt())
         };

@@ -274,13 +274,10 @@ impl<S: Storage> Disk<S> {
             Request::Prefetch { range } => {
                 self.check_inside(range)?;
                 self.prefetch(range).await?;
-                Debt::NOTHING
+                Debt::Nothing
             }
         };
-        match debt.flush() {
-            None => Ok(()),
-            Some(sync) => self.format.flush(sync).await,
-        }
+        self.pay(debt).await
     }
 
     // What is not aligned, zero writes and discards are boxed below, so that the future of the common
@@ -289,7 +286,7 @@ impl<S: Storage> Disk<S> {
     pub(crate) async fn submit_read(&self, offset: u64, into: IoVector) -> Result<Debt> {
         let range = self.check_end(offset, into.len() as u64, ErrorKind::InvalidInput)?;
         if range.is_empty() {
-            return Ok(Debt::NOTHING);
+            return Ok(Debt::Nothing);
         }
         if self.alignment.admits(offset, &into) {
             self.read(range, into).await?;
@@ -297,7 +294,7 @@ impl<S: Storage> Disk<S> {
             let _claim = self.hold_end(range).await;
             Box::pin(self.read_bounced(range, into)).await?;
         }
-        Ok(Debt::NOTHING)
+        Ok(Debt::Nothing)
     }
 
     async fn submit_write(
@@ -309,7 +306,7 @@ impl<S: Storage> Disk<S> {
         self.check_access(offset)?;
         let range = self.check_end(offset, from.len() as u64, ErrorKind::PastEnd)?;
         if range.is_empty() {
-            return Ok(Debt::NOTHING);
+            return Ok(Debt::Nothing);
         }
         if let Some(how) = self.zeroing_of(&from, durability) {
             return Box::pin(self.submit_zeroes(range, how)).await;
@@ -337,7 +334,7 @@ impl<S: Storage> Disk<S> {
         self.check_access(range.offset())?;
         self.check_end(range.offset(), range.length(), ErrorKind::PastEnd)?;
         if range.is_empty() {
-            return Ok(Debt::NOTHING);
+            return Ok(Debt::Nothing);
         }
         let quick = self.capabilities().write_zeroes;
         if how.effort == Effort::FastOnly && quick == Offload::Unavailable {
@@ -361,7 +358,7 @@ impl<S: Storage> Disk<S> {
                 let _claim = self.claim(range).await;
                 Box::pin(self.discard(range, durability.max(self.options.durability))).await
             }
-            _ => Ok(Debt::NOTHING),
+            _ => Ok(Debt::Nothing),
         }
     }
 

@@ -1,13 +1,23 @@
 //! The durability decision: how a request's `Durability` becomes operations on the storage.
 //!
 //! A request for `Data` whose extents are all plain overwrites travels as FUA where the storage has
-//! that: one operation, nothing follows. In every other case the data goes down plainly, the
-//! mapping is committed, and one flush of the right depth is owed at the end. `Full` is always a
-//! full sync. A storage without any stable place (`--cache unsafe`) is owed nothing.
+//! that: one operation for each extent, nothing follows. Where tables have to follow (new space, or
+//! an overwrite whose own mapping is not durable yet), the format says what is cheaper: the data by
+//! FUA, then the tables by FUA (`persist`), for a lone write; or plain writes and one flush that
+//! many share. What only tables say (zeros, discards) is durable with the tables alone. In every
+//! other case the data goes down plainly, the mapping is committed, and one flush of the right
+//! depth is owed at the end. `Full` is always a full sync. A storage without any stable place
+//! (`--cache unsafe`) is owed nothing.
 //!
 //! Whether an owed flush costs anything is decided one step below, in [`crate::generations`].
 
-use blockhouse_core::{Durability, Extent, Fua, Sync};
+use blockhouse_core::{Durability, Extent, Fua, Result, Storage, Sync};
+use blockhouse_format::Persistence;
+
+use crate::Disk;
+
+/// Up to how many extents go down by FUA each where a flush could do for all of them.
+const FEW: usize = 3;
 
 /// How the writes of one request become durable.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -16,24 +26,41 @@ pub(crate) enum Plan {
     Plain,
     /// Each carries it.
     Fua,
+    /// Each carries it, and the tables follow.
+    FuaThenTables,
     /// By a flush after all of them.
     ThenFlush(Sync),
 }
 
-/// The flush that a request still owes when its operations are through.
+/// What a request still owes when its operations are through.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
 #[must_use]
-pub(crate) struct Debt(Option<Sync>);
+pub(crate) enum Debt {
+    #[default]
+    Nothing,
+    /// The format's tables, and only them: its data is durable.
+    Tables,
+    /// A flush.
+    Flush(Sync),
+}
 
 impl Plan {
-    /// For writes of data to these extents.
+    /// For writes of data to these extents. `cheaper` is asked only where tables have to follow.
     pub(crate) fn for_writes<'a>(
         durability: Durability,
         fua: Fua,
-        mut extents: impl Iterator<Item = &'a Extent>,
+        extents: impl ExactSizeIterator<Item = &'a Extent> + Clone,
+        cheaper: impl FnOnce() -> Persistence,
     ) -> Self {
         match (durability, fua) {
-            (Durability::Data, Fua::Native) if extents.all(Extent::is_pure_overwrite) => Self::Fua,
+            (Durability::Data, Fua::Native) if extents.clone().all(Extent::is_pure_overwrite) => {
+                Self::Fua
+            }
+            (Durability::Data, Fua::Native)
+                if extents.len() <= FEW && cheaper() == Persistence::ByFua =>
+            {
+                Self::FuaThenTables
+            }
             _ => Self::without_fua(durability, fua),
         }
     }
@@ -51,7 +78,7 @@ impl Plan {
     /// What each write carries.
     pub(crate) fn of_each_write(self) -> Durability {
         match self {
-            Self::Fua => Durability::Data,
+            Self::Fua | Self::FuaThenTables => Durability::Data,
             Self::Plain | Self::ThenFlush(_) => Durability::None,
         }
     }
@@ -59,23 +86,40 @@ impl Plan {
     /// What is left to do after the writes.
     pub(crate) fn debt(self) -> Debt {
         match self {
-            Self::Plain | Self::Fua => Debt::NOTHING,
-            Self::ThenFlush(sync) => Debt(Some(sync)),
+            Self::Plain | Self::Fua => Debt::Nothing,
+            Self::FuaThenTables => Debt::Tables,
+            Self::ThenFlush(sync) => Debt::Flush(sync),
         }
     }
 }
 
 impl Debt {
-    pub(crate) const NOTHING: Self = Self(None);
+    /// Of a change that moved no data: the tables say all of it.
+    pub(crate) fn of_tables(durability: Durability, fua: Fua) -> Self {
+        match Plan::without_fua(durability, fua) {
+            Plan::ThenFlush(Sync::Data) => Self::Tables,
+            plan => plan.debt(),
+        }
+    }
 
-    /// The debt of two parts of a request: one flush, as deep as the deeper one.
+    /// The debt of two parts of a request: one payment, as deep as the deeper one.
     pub(crate) fn and(self, other: Self) -> Self {
         self.max(other)
     }
+}
 
-    /// The flush that settles it.
-    pub(crate) fn flush(self) -> Option<Sync> {
-        self.0
+impl<S: Storage> Disk<S> {
+    /// Pays what a request owes.
+    pub(crate) async fn pay(&self, debt: Debt) -> Result<()> {
+        match debt {
+            Debt::Nothing => Ok(()),
+            Debt::Tables => {
+                self.format.persist().await?;
+                // Where there was nothing to write, nobody has looked yet.
+                self.storage().check_failure()
+            }
+            Debt::Flush(sync) => self.format.flush(sync).await,
+        }
     }
 }
 
@@ -89,6 +133,15 @@ mod tests {
     const NEW: ExtentFlags = ExtentFlags::NEW;
 
     fn plan(durability: Durability, fua: Fua, extents: &[ExtentFlags]) -> Plan {
+        plan_with(durability, fua, extents, Persistence::ByFlush)
+    }
+
+    fn plan_with(
+        durability: Durability,
+        fua: Fua,
+        extents: &[ExtentFlags],
+        cheaper: Persistence,
+    ) -> Plan {
         let mapped = |&flags| Extent {
             guest: ByteRange::between(0, 1),
             whole: ByteRange::between(0, 1),
@@ -96,21 +149,43 @@ mod tests {
             flags,
         };
         let extents: Vec<_> = extents.iter().map(mapped).collect();
-        Plan::for_writes(durability, fua, extents.iter())
+        Plan::for_writes(durability, fua, extents.iter(), || cheaper)
     }
 
     #[test]
-    fn only_pure_overwrites_on_native_fua_travel_as_fua() {
-        assert_eq!(plan(Durability::Data, Fua::Native, &[PURE, PURE]), Plan::Fua);
+    fn only_pure_overwrites_on_native_fua_travel_as_fua_alone() {
+        assert_eq!(plan(Durability::Data, Fua::Native, &[PURE; 9]), Plan::Fua);
         assert_eq!(plan(Durability::Data, Fua::Native, &[PURE, NEW]), Plan::ThenFlush(Sync::Data));
         assert_eq!(plan(Durability::Data, Fua::Emulated, &[PURE]), Plan::ThenFlush(Sync::Data));
     }
 
     #[test]
+    fn tables_follow_by_fua_where_the_format_calls_that_cheaper() {
+        let by_fua = |durability, fua, extents: &[ExtentFlags]| {
+            plan_with(durability, fua, extents, Persistence::ByFua)
+        };
+        for flags in [NEW, ExtentFlags::DIRTY, NEW | ExtentFlags::SHARED] {
+            let plan = by_fua(Durability::Data, Fua::Native, &[PURE, flags]);
+            assert_eq!(plan, Plan::FuaThenTables);
+            assert_eq!((plan.of_each_write(), plan.debt()), (Durability::Data, Debt::Tables));
+        }
+        let flush = Plan::ThenFlush(Sync::Data);
+        assert_eq!(by_fua(Durability::Data, Fua::Native, &[NEW; FEW + 1]), flush);
+        assert_eq!(by_fua(Durability::Data, Fua::Emulated, &[NEW]), flush);
+        assert_eq!(by_fua(Durability::None, Fua::Native, &[NEW]), Plan::Plain);
+    }
+
+    #[test]
     fn full_is_never_an_answer_of_fua() {
+        let full = Plan::ThenFlush(Sync::Full);
         for fua in [Fua::Native, Fua::Emulated] {
-            assert_eq!(plan(Durability::Full, fua, &[PURE]), Plan::ThenFlush(Sync::Full));
-            assert_eq!(Plan::without_fua(Durability::Full, fua), Plan::ThenFlush(Sync::Full));
+            for flags in [PURE, NEW] {
+                for cheaper in [Persistence::ByFua, Persistence::ByFlush] {
+                    assert_eq!(plan_with(Durability::Full, fua, &[flags], cheaper), full);
+                }
+            }
+            assert_eq!(Plan::without_fua(Durability::Full, fua), full);
+            assert_eq!(Debt::of_tables(Durability::Full, fua), Debt::Flush(Sync::Full));
         }
     }
 
@@ -119,15 +194,18 @@ mod tests {
         for durability in [Durability::None, Durability::Data, Durability::Full] {
             assert_eq!(plan(durability, Fua::None, &[PURE]), Plan::Plain);
             assert_eq!(Plan::without_fua(durability, Fua::None), Plan::Plain);
+            assert_eq!(Debt::of_tables(durability, Fua::None), Debt::Nothing);
         }
         assert_eq!(plan(Durability::None, Fua::Native, &[NEW]), Plan::Plain);
+        assert_eq!(Debt::of_tables(Durability::None, Fua::Native), Debt::Nothing);
     }
 
     #[test]
-    fn parts_of_a_request_share_the_deeper_flush() {
+    fn parts_of_a_request_share_the_deeper_payment() {
         let (data, full) = (Plan::ThenFlush(Sync::Data), Plan::ThenFlush(Sync::Full));
-        assert_eq!(data.debt().and(full.debt()).flush(), Some(Sync::Full));
-        assert_eq!(Plan::Fua.debt().and(data.debt()).flush(), Some(Sync::Data));
-        assert_eq!(Plan::Fua.debt().and(Plan::Plain.debt()).flush(), None);
+        assert_eq!(data.debt().and(full.debt()), Debt::Flush(Sync::Full));
+        assert_eq!(Plan::FuaThenTables.debt().and(data.debt()), Debt::Flush(Sync::Data));
+        assert_eq!(Plan::Fua.debt().and(Plan::FuaThenTables.debt()), Debt::Tables);
+        assert_eq!(Plan::Fua.debt().and(Plan::Plain.debt()), Debt::Nothing);
     }
 }

@@ -126,7 +126,8 @@ impl<S: Storage> Generations<S> {
         outcome
     }
 
-    fn check_failure(&self) -> Result<()> {
+    /// The first failure, again and again.
+    pub(crate) fn check_failure(&self) -> Result<()> {
         match self.failure.get() {
             None => Ok(()),
             Some(error) => Err(error

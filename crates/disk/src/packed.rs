@@ -42,9 +42,7 @@ impl<S: Storage> Disk<S> {
             return Ok(Packed::NotWorthwhile);
         };
         let debt = self.write_packed(range, &packed).await?;
-        if let Some(sync) = debt.flush() {
-            self.format.flush(sync).await?;
-        }
+        self.pay(debt).await?;
         Ok(Packed::Stored)
     }
 
@@ -86,7 +84,7 @@ impl<S: Storage> Disk<S> {
         let ExtentState::Compressed { host, length } = extent.state else {
             return Err(self.misplaced(&extent));
         };
-        let plan = Plan::for_writes(self.least_durability(), self.fua(), [&*extent].into_iter());
+        let plan = Plan::without_fua(self.least_durability(), self.fua());
         // After the place, as for copies: who waits for this memory holds none of it.
         self.unpacked.forget(extent.whole);
         let mut memory = self.clusters.for_copy(length as usize).await;

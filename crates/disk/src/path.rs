@@ -56,7 +56,7 @@ impl<S: Storage> Disk<S> {
     ) -> Result<Debt> {
         let first = self.prepare(range, Intent::Write).await?;
         if first.guest == range {
-            let plan = Plan::for_writes(durability, self.fua(), [&*first].into_iter());
+            let plan = self.plan([&*first].into_iter(), durability);
             self.write_extent(first, from, plan.of_each_write()).await?;
             return Ok(plan.debt());
         }
@@ -111,13 +111,22 @@ impl<S: Storage> Disk<S> {
         mut from: IoVector,
         durability: Durability,
     ) -> Result<Debt> {
-        let plan = Plan::for_writes(durability, self.fua(), extents.iter().map(Deref::deref));
+        let plan = self.plan(extents.iter().map(Deref::deref), durability);
         let parts = extents.into_iter().map(|extent| {
             let part = take(&mut from, &extent);
             self.write_extent(extent, part, plan.of_each_write())
         });
         all(parts).await?;
         Ok(plan.debt())
+    }
+
+    /// How writes of data to prepared extents become durable.
+    fn plan<'a>(
+        &self,
+        extents: impl ExactSizeIterator<Item = &'a Extent> + Clone,
+        durability: Durability,
+    ) -> Plan {
+        Plan::for_writes(durability, self.fua(), extents, || self.format.persistence())
     }
 
     async fn write_extent(

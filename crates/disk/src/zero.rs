@@ -9,7 +9,7 @@ use blockhouse_core::{
     Buffer, ByteRange, Capabilities, Durability, Effort, Error, ErrorKind, ExtentState, Offload,
     Result, Storage, Unmap,
 };
-use blockhouse_format::Intent;
+use blockhouse_format::{Intent, Persistence};
 
 use crate::Disk;
 use crate::durable::{Debt, Plan};
@@ -50,7 +50,7 @@ impl<S: Storage> Disk<S> {
     }
 
     async fn zero_blocks(&self, range: ByteRange, mut how: Zeroing) -> Result<Debt> {
-        let mut debt = Debt::NOTHING;
+        let mut debt = Debt::Nothing;
         let mut rest = range;
         while !rest.is_empty() {
             let extent = self.prepare(rest, Intent::Zero(how.unmap)).await?;
@@ -70,7 +70,10 @@ impl<S: Storage> Disk<S> {
         match extent.state {
             ExtentState::Mapped { host } => {
                 let place = ByteRange::between(host, host + extent.guest.length());
-                let plan = Plan::for_writes(how.durability, self.fua(), [&*extent].into_iter());
+                // What is copied around it goes down plainly.
+                let by_flush = || Persistence::ByFlush;
+                let extents = [&*extent].into_iter();
+                let plan = Plan::for_writes(how.durability, self.fua(), extents, by_flush);
                 let copied = self.copy_around(&mut extent, host).await;
                 extent.set_moving();
                 let outcome = match copied {
@@ -80,7 +83,7 @@ impl<S: Storage> Disk<S> {
                 extent.settle(outcome, Durability::None).await
             }
             ExtentState::Zero | ExtentState::Hole => {
-                let debt = Plan::without_fua(how.durability, self.fua()).debt();
+                let debt = Debt::of_tables(how.durability, self.fua());
                 extent.settle(Ok(debt), Durability::Data).await
             }
             ExtentState::Compressed { .. } | ExtentState::Backing => Err(self.misplaced(&extent)),
@@ -124,7 +127,7 @@ impl<S: Storage> Disk<S> {
         claim: &Claim<'_>,
     ) -> Result<Debt> {
         if range.is_empty() {
-            return Ok(Debt::NOTHING);
+            return Ok(Debt::Nothing);
         }
         let zeros = Buffer::new(range.length() as usize).lend();
         self.write_bounced(range, zeros, durability, claim).await
@@ -138,6 +141,7 @@ impl<S: Storage> Disk<S> {
 
     /// Gives the space of `range` back, as far as the storage can.
     pub(crate) async fn discard(&self, range: ByteRange, durability: Durability) -> Result<Debt> {
+        let mut debt = Debt::of_tables(durability, self.fua());
         let mut rest = range;
         while !rest.is_empty() {
             let mut extent = self.prepare(rest, Intent::Discard).await?;
@@ -148,11 +152,12 @@ impl<S: Storage> Disk<S> {
                     extent.set_moving();
                     let outcome = self.discard_place(place).await;
                     extent.settle(outcome, Durability::None).await?;
+                    debt = debt.and(Plan::without_fua(durability, self.fua()).debt());
                 }
                 _ => extent.settle(Ok(()), Durability::Data).await?,
             }
         }
-        Ok(Plan::without_fua(durability, self.fua()).debt())
+        Ok(debt)
     }
 
     async fn discard_place(&self, host: ByteRange) -> Result<()> {

@@ -9,7 +9,7 @@ use blockhouse_core::{
     WriteCache,
 };
 use blockhouse_disk::{Disk, Options};
-use blockhouse_sim::{Rng, SimDisk, Subject, Workload, explore, for_seeds};
+use blockhouse_sim::{Left, Rng, SimDisk, Subject, Workload, explore, for_seeds};
 
 /// A disk over a raw image, as exports see it.
 struct Served<S: Storage> {
@@ -38,7 +38,15 @@ impl<S: Storage> Subject for Served<S> {
         self.options.durability
     }
 
-    fn recover(&self, image: Vec<u8>) -> std::result::Result<Vec<u8>, String> {
+    fn grow(&self, size: u64) -> impl Future<Output = Result<()>> {
+        self.disk.resize(size)
+    }
+
+    fn close(&self) -> impl Future<Output = Result<()>> {
+        self.disk.close()
+    }
+
+    fn recover(&self, image: Vec<u8>, _left: Left) -> std::result::Result<Vec<u8>, String> {
         Ok(image)
     }
 }

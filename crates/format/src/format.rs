@@ -47,6 +47,15 @@ pub enum Abort {
     InFlight,
 }
 
+/// The cheapest way for a durable write that waits for the format's tables.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Persistence {
+    /// Each write durable by itself, the data's first: [`Format::persist`] then takes no flush.
+    ByFua,
+    /// Plain writes and [`Format::flush`]: a flush is due anyway, or is shared by many.
+    ByFlush,
+}
+
 /// What stands behind a range of the guest's disk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum BlockStatus {
@@ -181,6 +190,15 @@ impl<S: Storage> Format<S> {
         match self {
             Self::Raw(_) => Ok(()),
             Self::Qcow2(qcow2) => qcow2.persist().await,
+        }
+    }
+
+    /// How the extents that are prepared now would become durable with the fewest operations. Only
+    /// advice: both ways are always right.
+    pub fn persistence(&self) -> Persistence {
+        match self {
+            Self::Raw(_) => Persistence::ByFlush,
+            Self::Qcow2(qcow2) => qcow2.persistence(),
         }
     }
 

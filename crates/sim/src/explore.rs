@@ -5,7 +5,7 @@
 //! anybody an outcome, an image of what a crash would leave behind is compared with the model; and
 //! so is every read. At the end no request may be left waiting.
 
-use std::cell::RefCell;
+use std::cell::{Cell, RefCell};
 use std::future::{Future, poll_fn};
 use std::pin::pin;
 use std::rc::Rc;
@@ -29,8 +29,23 @@ pub trait Subject: 'static {
     /// The durability that every change has, whatever its request says.
     fn least_durability(&self) -> Durability;
 
-    /// The guest's bytes as found in `image`, which a crash left behind.
-    fn recover(&self, image: Vec<u8>) -> std::result::Result<Vec<u8>, String>;
+    /// Makes the disk longer; new bytes read as zeros. Durable when it returns.
+    fn grow(&self, size: u64) -> impl Future<Output = Result<()>>;
+
+    /// Brings everything to a durable end: nothing is asked any more.
+    fn close(&self) -> impl Future<Output = Result<()>>;
+
+    /// The guest's bytes as found in `image`, which was left behind as `left` says.
+    fn recover(&self, image: Vec<u8>, left: Left) -> std::result::Result<Vec<u8>, String>;
+}
+
+/// How an image was left.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Left {
+    /// By a crash.
+    Crashed,
+    /// Closed, after nothing had failed or been given up.
+    Closed,
 }
 
 /// The bounds of an exploration; the seed chooses within them.
@@ -44,6 +59,19 @@ pub struct Workload {
     pub faults: Faults,
     /// Whether requests may be given up.
     pub patience: Patience,
+    /// Sectors of the disk, at most.
+    pub sectors: usize,
+    /// Whether the disk may grow.
+    pub growth: Growth,
+}
+
+/// Whether the disk becomes longer meanwhile.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Growth {
+    /// It does not.
+    Never,
+    /// In a quarter of the runs it does.
+    Sometimes,
 }
 
 /// Whether operations of the disk fail.
@@ -66,7 +94,14 @@ pub enum Patience {
 
 impl Default for Workload {
     fn default() -> Self {
-        Self { tasks: 5, requests: 12, faults: Faults::Sometimes, patience: Patience::Limited }
+        Self {
+            tasks: 5,
+            requests: 12,
+            faults: Faults::Sometimes,
+            patience: Patience::Limited,
+            sectors: 40,
+            growth: Growth::Sometimes,
+        }
     }
 }
 
@@ -123,15 +158,15 @@ pub fn explore_image<T: Subject>(
     let sim = Sim::new(seed);
     let mut random = sim.fork_random();
     let config = Config::random(&mut random);
-    let most_sectors = [8, 40][random.usize(..2)];
-    let size = random.usize(2..=most_sectors) * 512;
+    let most_sectors = [workload.sectors.div_ceil(5), workload.sectors][random.usize(..2)];
+    let size = random.usize(2..=most_sectors.max(2)) * 512;
     let (model, content) = Model::new(size);
     let image = encode(&config, content, &mut random);
     let disk = SimDisk::new(&sim, config.clone(), image);
     let world = Rc::new(World {
         subject: build(&sim, disk.clone(), &mut random),
         sim: sim.clone(),
-        size: size as u64,
+        size: Cell::new(size as u64),
         block: u64::from(config.alignment.offset),
         may_fail: workload.faults == Faults::Sometimes && random.bool(),
         impatience: match workload.patience {
@@ -143,22 +178,29 @@ pub fn explore_image<T: Subject>(
             report: Report::default(),
             history: History::default(),
             violation: None,
+            was_smooth: true,
         }),
     });
     if world.may_fail {
         add_faults(&disk, &mut random);
     }
-    let tasks: Vec<_> = (0..random.usize(1..=workload.tasks))
+    let mut tasks: Vec<_> = (0..random.usize(1..=workload.tasks))
         .map(|_| {
             let count = random.usize(1..=workload.requests);
             sim.spawn(world.clone().client(count, random.fork()))
         })
         .collect();
+    if workload.growth == Growth::Sometimes && random.u8(..4) == 0 {
+        tasks.push(sim.spawn(world.clone().grower(random.fork())));
+    }
     let outcome = world.crash_everywhere(&disk, &mut random);
     let stuck = tasks.iter().filter(|task| task.output().is_none()).count();
+    let outcome = match outcome {
+        Ok(()) if stuck > 0 => Err(format!("{stuck} tasks wait for ever; {config:?}")),
+        outcome => outcome.and_then(|()| world.close(&disk, &mut random)),
+    };
     match outcome {
-        Ok(()) if stuck == 0 => Ok(world.state.borrow().report),
-        Ok(()) => Err(format!("{stuck} tasks wait for ever; {config:?}")),
+        Ok(()) => Ok(world.state.borrow().report),
         Err(violation) => Err(format!(
             "{violation}\nat {:?} on {size} bytes of {config:?}\nrequests:\n{}operations: {:?}",
             sim.clock().now(),
@@ -189,7 +231,8 @@ fn add_faults(disk: &SimDisk, random: &mut Rng) {
 struct World<T> {
     subject: T,
     sim: Sim,
-    size: u64,
+    /// What it has for certain.
+    size: Cell<u64>,
     block: u64,
     /// Whether the disk was given reasons to fail.
     may_fail: bool,
@@ -203,6 +246,8 @@ struct State {
     report: Report,
     history: History,
     violation: Option<String>,
+    /// Whether nothing has failed but what was refused, and nothing was given up.
+    was_smooth: bool,
 }
 
 impl<T: Subject> World<T> {
@@ -218,11 +263,48 @@ impl<T: Subject> World<T> {
             if last.replace(moment) == Some(moment) {
                 continue;
             }
-            let found = self.subject.recover(disk.crash(random))?;
+            let found = self.subject.recover(disk.crash(random), Left::Crashed)?;
             state.model.check_crash(&found)?;
             state.report.crashes += 1;
         }
         Ok(())
+    }
+
+    /// Closes what went smoothly, and looks at what that leaves.
+    fn close(self: &Rc<Self>, disk: &SimDisk, random: &mut Rng) -> Result<(), String> {
+        if !self.state.borrow().was_smooth {
+            return Ok(());
+        }
+        disk.clear_faults();
+        let world = Rc::clone(self);
+        let outcome = self.sim.block_on(async move { world.subject.close().await });
+        outcome.map_err(|error| format!("closing failed: {error:?}"))?;
+        let found = self.subject.recover(disk.crash(random), Left::Closed)?;
+        let model = &mut self.state.borrow_mut().model;
+        let flushing = model.begin_flush();
+        model.flushed(&flushing);
+        model.check_crash(&found)
+    }
+
+    /// Makes the disk longer once or twice.
+    async fn grower(self: Rc<Self>, mut random: Rng) {
+        for _ in 0..random.u8(1..=2) {
+            self.sim.sleep(Duration::from_micros(random.u64(..1000))).await;
+            let size = self.size.get() + random.u64(1..=16) * 512;
+            let growth = self.state.borrow_mut().model.begin_growth(size as usize);
+            let Some(growth) = growth else { return };
+            let now = self.sim.clock().now();
+            let number = self.state.borrow_mut().history.asked_to_grow(now, size);
+            let outcome = Some(self.subject.grow(size).await);
+            let mut state = self.state.borrow_mut();
+            state.answered(number, self.sim.clock().now(), &outcome, self.may_fail, false);
+            match outcome {
+                Some(Ok(())) => state.model.grown(growth),
+                // It may have grown or not.
+                _ => return,
+            }
+            self.size.set(size);
+        }
     }
 
     /// One guest: sends request after request.
@@ -301,38 +383,57 @@ impl<T: Subject> World<T> {
         } else {
             Some(outcome.await)
         };
-        let mut state = self.state.borrow_mut();
-        state.history.answered(number, self.sim.clock().now(), &outcome);
-        match &outcome {
-            None => state.report.given_up += 1,
-            Some(Ok(())) => state.report.requests += 1,
-            Some(Err(error)) => {
-                state.report.requests += 1;
-                state.report.failed += 1;
-                let is_in_order = match error.kind() {
-                    ErrorKind::Unsupported => may_refuse,
-                    ErrorKind::Io | ErrorKind::NoSpace => self.may_fail,
-                    _ => false,
-                };
-                if !is_in_order {
-                    state.violation.get_or_insert(format!("without a reason: {error:?}"));
-                }
-            }
-        }
+        let now = self.sim.clock().now();
+        self.state.borrow_mut().answered(number, now, &outcome, self.may_fail, may_refuse);
         outcome
     }
 
     /// A range of the disk: in blocks or not, mostly short, so that many meet.
     fn any_range(&self, random: &mut Rng) -> ByteRange {
+        let size = self.size.get();
         let unit = if random.bool() { self.block } else { 1 };
-        let start = random.u64(..self.size.div_ceil(unit)) * unit;
+        let start = random.u64(..size.div_ceil(unit)) * unit;
         let length = match random.u8(..4) {
-            0 => random.u64(1..=self.size),
+            0 => random.u64(1..=size),
             1 => random.u64(1..=64),
             _ => random.u64(1..=3) * self.block.max(512),
         };
         let length = length.next_multiple_of(unit);
-        ByteRange::between(start, (start + length).min(self.size))
+        ByteRange::between(start, (start + length).min(size))
+    }
+}
+
+impl State {
+    /// A request ended or was given up: only what has a reason may fail.
+    fn answered(
+        &mut self,
+        number: usize,
+        now: Duration,
+        outcome: &Option<Result<()>>,
+        may_fail: bool,
+        may_refuse: bool,
+    ) {
+        self.history.answered(number, now, outcome);
+        match outcome {
+            None => {
+                self.report.given_up += 1;
+                self.was_smooth = false;
+            }
+            Some(Ok(())) => self.report.requests += 1,
+            Some(Err(error)) => {
+                self.report.requests += 1;
+                self.report.failed += 1;
+                self.was_smooth &= error.kind() == ErrorKind::Unsupported;
+                let is_in_order = match error.kind() {
+                    ErrorKind::Unsupported => may_refuse,
+                    ErrorKind::Io | ErrorKind::NoSpace => may_fail,
+                    _ => false,
+                };
+                if !is_in_order {
+                    self.violation.get_or_insert(format!("without a reason: {error:?}"));
+                }
+            }
+        }
     }
 }
 

@@ -26,18 +26,22 @@ enum Outcome {
 impl History {
     /// A request begins; the answer is its number.
     pub(crate) fn asked(&mut self, now: Duration, request: &Request) -> usize {
-        let span = |offset: u64, length: usize| ByteRange::new(offset, length as u64);
-        let none = Durability::None;
-        let (verb, range, durability) = match *request {
-            Request::Read { offset, ref into } => ("read", span(offset, into.len()), none),
-            Request::Write { offset, ref from, durability } => {
-                ("write", span(offset, from.len()), durability)
-            }
-            Request::WriteZeroes { range, durability, .. } => ("zero", Some(range), durability),
-            Request::Discard { range, durability } => ("discard", Some(range), durability),
-            Request::Flush => ("flush", None, none),
-            Request::Prefetch { range } => ("prefetch", Some(range), none),
-        };
+        let (verb, range, durability) = words_of(request);
+        self.begun(now, verb, range, durability)
+    }
+
+    /// A change of the size begins; the answer is its number.
+    pub(crate) fn asked_to_grow(&mut self, now: Duration, size: u64) -> usize {
+        self.begun(now, "grow to", ByteRange::new(0, size), Durability::Full)
+    }
+
+    fn begun(
+        &mut self,
+        now: Duration,
+        verb: &'static str,
+        range: Option<ByteRange>,
+        durability: Durability,
+    ) -> usize {
         self.0.push(Entry { verb, range, durability, begun: now, ended: None });
         self.0.len() - 1
     }
@@ -71,5 +75,20 @@ impl fmt::Display for History {
             }
         }
         Ok(())
+    }
+}
+
+fn words_of(request: &Request) -> (&'static str, Option<ByteRange>, Durability) {
+    let span = |offset: u64, length: usize| ByteRange::new(offset, length as u64);
+    let none = Durability::None;
+    match *request {
+        Request::Read { offset, ref into } => ("read", span(offset, into.len()), none),
+        Request::Write { offset, ref from, durability } => {
+            ("write", span(offset, from.len()), durability)
+        }
+        Request::WriteZeroes { range, durability, .. } => ("zero", Some(range), durability),
+        Request::Discard { range, durability } => ("discard", Some(range), durability),
+        Request::Flush => ("flush", None, none),
+        Request::Prefetch { range } => ("prefetch", Some(range), none),
     }
 }

@@ -23,8 +23,10 @@ pub use clock::Clock;
 pub use config::{Config, Latency, Support};
 pub use disk::SimDisk;
 pub use executor::{Sim, Task};
-pub use explore::{Faults, Patience, Report, Subject, Workload, explore, explore_image};
+pub use explore::{
+    Faults, Growth, Left, Patience, Report, Subject, Workload, explore, explore_image,
+};
 pub use fastrand::Rng;
 pub use faults::Fault;
 pub use operation::{Operation, OperationKind};
-pub use seeds::for_seeds;
+pub use seeds::{Effort, for_seeds};

@@ -55,6 +55,9 @@ pub(crate) struct Model {
     undefined: u64,
     /// By the change's number: the changes that had ended when it began.
     before: Vec<u64>,
+    /// How short the disk may be after a crash. Writes behind a growth that failed may leave any size
+    /// from here to the largest.
+    least_size: usize,
 }
 
 impl Change {
@@ -89,6 +92,7 @@ impl Model {
             zeros: 0,
             undefined: 0,
             before: vec![0],
+            least_size: size,
         };
         (model, vec![value_of(0); size])
     }
@@ -112,6 +116,26 @@ impl Model {
         }
         self.before.push(self.ended);
         Some(Change { number, range })
+    }
+
+    /// The disk begins to grow: its new bytes are zeros. `None` when there were too many changes.
+    pub(crate) fn begin_growth(&mut self, size: usize) -> Option<Change> {
+        let old = self.stable.len();
+        self.visible.resize(size, 0);
+        self.stable.resize(size, 0);
+        let new = ByteRange::between(old as u64, size as u64);
+        let Some(change) = self.begin(new, Content::Zeros) else {
+            self.visible.truncate(old);
+            self.stable.truncate(old);
+            return None;
+        };
+        Some(change)
+    }
+
+    /// The disk has its new size, durably.
+    pub(crate) fn grown(&mut self, change: Change) {
+        self.least_size = change.range.end() as usize;
+        self.succeed(change, true);
     }
 
     /// The change succeeded, and is stable if `is_durable`.
@@ -141,6 +165,7 @@ impl Model {
         Flushing { visible: self.visible.clone(), begun: self.begun }
     }
 
+    /// Bytes that the disk has got since then are left as they are.
     pub(crate) fn flushed(&mut self, flushing: &Flushing) {
         let since = self.begun & !flushing.begun;
         for (stable, visible) in self.stable.iter_mut().zip(&flushing.visible) {
@@ -170,8 +195,9 @@ impl Model {
 
     /// Whether a crash may have left `image` behind.
     pub(crate) fn check_crash(&self, image: &[u8]) -> Result<(), String> {
-        if image.len() != self.stable.len() {
-            return Err(format!("a disk of {} bytes, found {}", self.stable.len(), image.len()));
+        let sizes = self.least_size..=self.stable.len();
+        if !sizes.contains(&image.len()) {
+            return Err(format!("a disk of {sizes:?} bytes, found {}", image.len()));
         }
         self.check("after a crash there was", 0, image, self.stable.iter().copied())
     }
@@ -266,6 +292,19 @@ mod tests {
         let flushing = model.begin_flush();
         model.flushed(&flushing);
         assert!(model.check_crash(&first).is_err());
+    }
+
+    #[test]
+    fn a_disk_that_grows_may_have_its_old_size_until_it_has_grown() {
+        let (mut model, mut image) = Model::new(4);
+        let growth = model.begin_growth(6).unwrap();
+        assert!(model.check_crash(&image).is_ok());
+        image.extend([0, 0]);
+        assert!(model.check_crash(&image).is_ok() && model.check_crash(&image[..3]).is_err());
+        model.grown(growth);
+        assert!(model.check_crash(&image).is_ok() && model.check_crash(&image[..4]).is_err());
+        image[5] = 1;
+        assert!(model.check_crash(&image).is_err());
     }
 
     #[test]

@@ -1,5 +1,6 @@
-//! Running a check for many seeds, and saying how to see a failure again.
+//! Running a check for many seeds, others in each run, and saying how to see a failure again.
 
+use std::hash::{BuildHasher, Hasher, RandomState};
 use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread;
@@ -11,10 +12,35 @@ use crate::Report;
 /// One seed to run alone: how a failure is replayed.
 const ONE: &str = "BLOCKHOUSE_SIM_SEED";
 
-/// How many seeds to run, or which (`FIRST..END`), instead of the test's own number.
+/// How many seeds to run (from 0 on), or which (`FIRST..END`), instead of the test's own number of
+/// random ones.
 const MANY: &str = "BLOCKHOUSE_SIM_SEEDS";
 
-/// Runs `check` for `count` seeds on all cores and adds up what they saw. `package` and `test` name
+/// Which seeds a run is about.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Effort {
+    /// As many as each test says.
+    Ordinary,
+    /// One that is seen again (`BLOCKHOUSE_SIM_SEED`).
+    OneSeed,
+    /// Others than the tests say, mostly many more (`BLOCKHOUSE_SIM_SEEDS`).
+    ManySeeds,
+}
+
+impl Effort {
+    /// As the environment says.
+    pub fn of_this_run() -> Self {
+        if std::env::var_os(ONE).is_some() {
+            Self::OneSeed
+        } else if std::env::var_os(MANY).is_some() {
+            Self::ManySeeds
+        } else {
+            Self::Ordinary
+        }
+    }
+}
+
+/// Runs `check` for `count` random seeds on all cores and adds up what they saw. `package` and `test` name
 /// the calling test on cargo's command line.
 ///
 /// # Panics
@@ -60,7 +86,7 @@ pub fn for_seeds(
         panic!("seed {seed}: {words}\n{}", replay(package, test, seed));
     }
     let total = total.into_inner();
-    eprintln!("{test}: {} seeds, {total:?}", seeds.end - seeds.start);
+    eprintln!("{test}: seeds {}..{}, {total:?}", seeds.start, seeds.end);
     total
 }
 
@@ -87,7 +113,11 @@ fn chosen(count: u64) -> Range<u64> {
         let seed = number(&one).unwrap_or_else(|| panic!("{ONE} is no number: {one}"));
         return seed..seed + 1;
     }
-    let Ok(many) = std::env::var(MANY) else { return 0..count };
+    let Ok(many) = std::env::var(MANY) else {
+        // Others each time; far enough from the end, and short enough to type.
+        let first = RandomState::new().build_hasher().finish() >> 32;
+        return first..first + count;
+    };
     let range = match many.split_once("..") {
         Some((first, end)) => number(first).zip(number(end)),
         None => number(&many).map(|end| (0, end)),

@@ -8,7 +8,9 @@ use async_lock::Semaphore;
 use blockhouse_core::{
     Buffer, ByteRange, Durability, Error, ErrorKind, IoVector, Request, Result, Storage, Sync,
 };
-use blockhouse_sim::{Faults, Patience, SimDisk, Subject, Workload, explore, for_seeds};
+use blockhouse_sim::{
+    Faults, Growth, Left, Patience, SimDisk, Subject, Workload, explore, for_seeds,
+};
 
 /// One request at a time, whole blocks always, a flush after every durable write.
 struct Plain {
@@ -155,15 +157,27 @@ impl Subject for Plain {
         if self.flaw == Flaw::Boastful { Durability::Data } else { Durability::None }
     }
 
-    fn recover(&self, image: Vec<u8>) -> std::result::Result<Vec<u8>, String> {
+    async fn grow(&self, _size: u64) -> Result<()> {
+        unreachable!("it never grows")
+    }
+
+    async fn close(&self) -> Result<()> {
+        self.flush().await
+    }
+
+    fn recover(&self, image: Vec<u8>, _left: Left) -> std::result::Result<Vec<u8>, String> {
         Ok(image)
     }
 }
 
 /// The plain disk cannot bear dropped requests.
 fn check(seed: u64, flaw: Flaw) -> std::result::Result<blockhouse_sim::Report, String> {
-    let workload =
-        Workload { patience: Patience::Endless, faults: Faults::Sometimes, ..Workload::default() };
+    let workload = Workload {
+        patience: Patience::Endless,
+        faults: Faults::Sometimes,
+        growth: Growth::Never,
+        ..Workload::default()
+    };
     explore(seed, &workload, |disk, _| Plain::new(disk, flaw))
 }
 

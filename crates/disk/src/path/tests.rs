@@ -83,7 +83,7 @@ fn a_read_puts_each_extent_in_its_place_and_waits_once() {
 fn a_write_goes_where_each_extent_is() {
     let rig = rig();
     let debt = write(&rig, sectors(&[mapped(7), mapped(2), mapped(40)]), Durability::Data);
-    assert_eq!(debt.unwrap(), Debt::NOTHING);
+    assert_eq!(debt.unwrap(), Debt::Nothing);
     let content = rig.storage.content();
     let first_of = |sector: usize| content[sector * SECTOR as usize];
     assert_eq!([first_of(7), first_of(2), first_of(40)], [101, 102, 103]);
@@ -98,7 +98,7 @@ fn one_extent_that_is_no_pure_overwrite_makes_all_writes_plain_and_owes_a_flush(
         let rig = rig();
         let extents = sectors(&[mapped(1), (ExtentState::Mapped { host: 0 }, flags)]);
         let debt = write(&rig, extents, Durability::Data).unwrap();
-        assert_eq!(debt.flush(), Some(blockhouse_core::Sync::Data));
+        assert_eq!(debt, Debt::Flush(blockhouse_core::Sync::Data));
         let log = rig.storage.take_log();
         assert!(log.iter().all(|one| one.kind() == OperationKind::Write), "{log:?}");
     }
@@ -148,7 +148,13 @@ fn zeros_are_written_only_where_something_is_mapped() {
             let prepared = Prepared::new(&disk.format, extent);
             let how = Zeroing { unmap, effort, durability };
             let debt = disk.zero_extent(prepared, how).await.unwrap();
-            assert_eq!(debt.flush(), Some(blockhouse_core::Sync::Data));
+            assert_eq!(
+                debt,
+                match extent.state {
+                    ExtentState::Mapped { .. } => Debt::Flush(blockhouse_core::Sync::Data),
+                    _ => Debt::Tables,
+                }
+            );
         }
     });
     let zeroed = |sector: u64| {
@@ -167,7 +173,7 @@ fn new_space_gets_its_old_surroundings_in_the_same_write() {
     let state = ExtentState::Mapped { host: 41 * SECTOR };
     let extent = Extent { guest, whole, state, flags: ExtentFlags::NEW };
     let debt = write(&rig, vec![extent], Durability::Data).unwrap();
-    assert_eq!(debt.flush(), Some(blockhouse_core::Sync::Data));
+    assert_eq!(debt, Debt::Flush(blockhouse_core::Sync::Data));
     let content = rig.storage.content();
     let first_of = |sector: usize| content[sector * SECTOR as usize];
     assert_eq!([39, 40, 41, 42, 43, 44].map(first_of), [39, 1, 101, 3, 4, 44]);
@@ -187,7 +193,7 @@ fn zeros_in_new_space_leave_what_is_around_them() {
     rig.sim.block_on(async move {
         let prepared = Prepared::new(&disk.format, extent);
         let how = Zeroing { unmap, effort, durability };
-        assert_eq!(disk.zero_extent(prepared, how).await.unwrap(), Debt::NOTHING);
+        assert_eq!(disk.zero_extent(prepared, how).await.unwrap(), Debt::Nothing);
     });
     let content = rig.storage.content();
     let first_of = |sector: usize| content[sector * SECTOR as usize];

@@ -5,9 +5,11 @@ use std::rc::Rc;
 use std::time::Duration;
 
 use blockhouse_core::{
-    Alignment, Buffer, ByteRange, Durability, Effort, IoVector, Request, Result, Unmap,
+    Alignment, Buffer, ByteRange, Durability, Effort, IoVector, Request, Result, Storage, Sync,
+    Unmap,
 };
 use blockhouse_disk::{Disk, Options};
+use blockhouse_format::qcow2::{self, CreateOptions};
 use blockhouse_sim::{Config, Latency, Operation, Sim, SimDisk, Task};
 
 /// How long a read or write takes on a [`steady`] disk, and a flush, in microseconds.
@@ -38,6 +40,20 @@ impl Rig {
         let storage = SimDisk::new(&sim, config, vec![0xee; size]);
         let disk = Rc::new(Disk::raw(storage.clone(), options).expect("a disk"));
         Self { sim, storage, disk }
+    }
+
+    /// A disk over a new qcow2 image on a storage of those properties.
+    pub fn qcow2(config: Config, image: CreateOptions) -> Self {
+        let sim = Sim::new(1);
+        let storage = SimDisk::new(&sim, config, Vec::new());
+        let opened = storage.clone();
+        let disk = sim.block_on(async move {
+            qcow2::create(&opened, &image).await.expect("a new image");
+            opened.flush(Sync::Full).await.expect("no failure");
+            Disk::qcow2(opened, Options::default()).await.expect("the new image")
+        });
+        storage.take_log();
+        Self { sim, storage, disk: Rc::new(disk) }
     }
 
     /// Begins a request: it makes progress while anything else is waited for.

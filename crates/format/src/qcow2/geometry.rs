@@ -52,6 +52,12 @@ impl Geometry {
         SLICE.min(self.cluster_size())
     }
 
+    /// How many slices have to fit into memory for every change to be possible: those of a table and
+    /// of its copy, twice, and the refcounts that are looked at for them.
+    pub(crate) fn least_slices(self) -> u64 {
+        4 * (self.cluster_size() / self.slice_size()) + 16
+    }
+
     /// L2 entries of a slice.
     pub(crate) fn slice_l2_entries(self) -> u64 {
         self.slice_size() / self.l2_entry_size()

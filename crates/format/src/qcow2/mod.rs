@@ -41,6 +41,7 @@ use std::collections::{BTreeSet, HashMap, HashSet, VecDeque};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 
+use async_lock::Semaphore;
 use blockhouse_core::{
     ByteRange, Durability, Error, ErrorKind, Extent, ExtentState, Result, Storage,
 };
@@ -60,7 +61,7 @@ use header::{Header, Incompatible, Reason, Refusal};
 use in_flight::{InFlight, Reads, Underway};
 use pending::Pending;
 use slice_cache::{Fetch, SliceCache, SliceId};
-use state::{Blocked, State, Step};
+use state::{Blocked, HeaderWrites, State, Step};
 
 /// A qcow2 image.
 pub struct Qcow2<S: Storage> {
@@ -78,11 +79,14 @@ pub struct Qcow2<S: Storage> {
     failure: OnceLock<Error>,
     /// Whether the image says things that the first change makes untrue.
     has_autoclear: AtomicBool,
-    first_change: async_lock::Mutex<()>,
+    first_change: Semaphore,
     table_writes: InFlight,
     reads: Reads,
     /// Held by the one who counts clusters down.
-    releasing: async_lock::Mutex<()>,
+    releasing: Semaphore,
+    /// Held by the one who changes the header; and its writes.
+    header_changes: Semaphore,
+    header_writes: InFlight,
 }
 
 /// What becomes of the space of clusters that the guest discards.
@@ -108,7 +112,8 @@ pub enum Access {
 pub struct OpenOptions {
     /// What for.
     pub access: Access,
-    /// How many bytes of L2 tables and refcount blocks are kept in memory. At least 4 MiB are.
+    /// How many bytes of L2 tables and refcount blocks are kept in memory. At least four tables and
+    /// what takes space for them are.
     pub cache_size: u64,
     /// What becomes of discarded space.
     pub discard: Discard,
@@ -116,7 +121,6 @@ pub struct OpenOptions {
 
 /// L2 tables of 64 GiB and their refcounts, at clusters of 64 KiB.
 const DEFAULT_CACHE_SIZE: u64 = 10 << 20;
-const LEAST_CACHE_SIZE: u64 = 4 << 20;
 
 impl Default for OpenOptions {
     /// For reading and writing, with the tables of 64 GiB in memory.
@@ -149,12 +153,12 @@ impl<S: Storage> Qcow2<S> {
         let table_bytes = (header.refcount_table_clusters as usize) << header.geometry.cluster_bits;
         let table = table_io::read(&storage, header.refcount_table_offset, table_bytes).await?;
         let geometry = header.geometry;
-        let slices = options.cache_size.max(LEAST_CACHE_SIZE) / geometry.slice_size();
+        let slices = (options.cache_size / geometry.slice_size()).max(geometry.least_slices());
         let mut state = State {
             geometry,
             name: storage.name().into(),
             disk_header: header.clone(),
-            header_unsure: false,
+            header_writes: HeaderWrites::default(),
             l1: table_io::words_of(&l1),
             refcount_table: table_io::words_of(&table),
             cache: SliceCache::new(slices as usize),
@@ -183,14 +187,17 @@ impl<S: Storage> Qcow2<S> {
             discard: options.discard,
             size: AtomicU64::new(state.header.size),
             has_autoclear: AtomicBool::new(state.header.autoclear != 0),
-            first_change: async_lock::Mutex::new(()),
+            first_change: Semaphore::new(1),
             state: Mutex::new(state),
             storage,
             round_ended: Event::new(),
             failure: OnceLock::new(),
             table_writes: InFlight::default(),
             reads: Reads::default(),
-            releasing: async_lock::Mutex::new(()),
+            // Semaphores of one: the mutex of the same crate looks at the clock.
+            releasing: Semaphore::new(1),
+            header_changes: Semaphore::new(1),
+            header_writes: InFlight::default(),
         };
         let is_dirty = image.state.lock().disk_header.incompatible.contains(Incompatible::DIRTY);
         if options.access == Access::ReadWrite && is_dirty {
@@ -203,10 +210,9 @@ impl<S: Storage> Qcow2<S> {
     /// Before the first change: clears the autoclear bits, durably. They stand for what writers must
     /// know to keep it true (bitmaps of changed clusters, for example).
     async fn begin_changes(&self) -> Result<()> {
-        let _alone = self.first_change.lock().await;
         if self.has_autoclear.load(Ordering::Acquire) {
-            self.change_header(|header| header.autoclear = 0).await?;
-            self.header_synced().await?;
+            let _alone = self.first_change.acquire().await;
+            self.rewrite_header(|header| header.autoclear = 0).await?;
             self.has_autoclear.store(false, Ordering::Release);
         }
         Ok(())
@@ -328,11 +334,12 @@ impl<S: Storage> Qcow2<S> {
         if let Err(error) = &outcome
             && error.kind() == ErrorKind::Corrupt
             && self.access == Access::ReadWrite
-            && self.failure.set(error.duplicate()).is_ok()
-            && self.geometry.version >= 3
         {
-            // The error that counts is the one that led here.
-            let _ = self.mark_corrupt().await;
+            self.remember(error);
+            if self.geometry.version >= 3 {
+                // The error that counts is the one that led here.
+                let _ = self.mark_as_corrupt().await;
+            }
         }
         outcome
     }

@@ -90,6 +90,11 @@ impl Pending {
         assert!(other.is_none(), "two changes of one cluster at a time");
     }
 
+    /// How many changes are under way.
+    pub(crate) fn changes(&self) -> usize {
+        self.changes.len()
+    }
+
     pub(crate) fn get(&self, first: u64) -> Option<&Prepared> {
         self.changes.get(&first)
     }

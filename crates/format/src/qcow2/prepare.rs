@@ -31,6 +31,8 @@ enum Copied {
     Shared,
     /// Compressed data.
     Unpacked,
+    /// A cluster that a write nobody waits for may still fill around its own bytes.
+    Haunted,
 }
 
 impl State {
@@ -64,6 +66,12 @@ impl State {
                 self.prepare_write(slice, range, clusters, host, false, way)
             }
             Way::Fresh | Way::Copy(_) => {
+                if way == Way::Copy(Copied::Haunted)
+                    && let Some(event) = self.pending.overwrites_of(&(first..first + 1))
+                {
+                    // What is written in place now has to be copied, too.
+                    return Err(Blocked::Wait(event));
+                }
                 let taken = self.allocate(count)?;
                 let host = geometry.offset_of(taken.start);
                 let clusters = first..first + (taken.end - taken.start);
@@ -87,6 +95,8 @@ impl State {
                 let mask = self.mask_of(cluster, range);
                 if units.data & mask == mask {
                     Way::InPlace { host: place.offset }
+                } else if self.pending.haunted.contains(&self.geometry.cluster_of(place.offset)) {
+                    Way::Copy(Copied::Haunted)
                 } else {
                     Way::Reuse { host: place.offset }
                 }

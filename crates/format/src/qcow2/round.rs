@@ -75,7 +75,7 @@ pub(crate) struct Round {
     /// A new size and place of the L1 table.
     pub(crate) resized: Option<Resized>,
     /// Whether the header on disk may be another one than `disk_header`.
-    pub(crate) header_unsure: bool,
+    pub(crate) header_is_unsure: bool,
     /// Whether what refers to new tables may be on disk: those are durable then.
     pub(crate) exposed: AtomicBool,
     /// Whether data behind `mappings` (or `free`) needs a flush.
@@ -97,7 +97,7 @@ impl State {
             moved_refcount_table: None,
             mappings: Vec::new(),
             resized: None,
-            header_unsure: self.header_unsure,
+            header_is_unsure: self.header_writes.is_unsure(),
             exposed: AtomicBool::new(false),
             stability: DataStability::Stable,
             slices: Vec::new(),
@@ -115,7 +115,7 @@ impl State {
             && round.moved_refcount_table.is_none()
             && round.mappings.is_empty()
             && round.resized.is_none()
-            && !round.header_unsure;
+            && !round.header_is_unsure;
         if is_empty {
             self.end_round(round);
             return None;
@@ -198,7 +198,6 @@ impl State {
         for table in round.new_tables {
             self.new_tables.remove(&table);
         }
-        self.header_unsure = false;
         self.durable_version = self.durable_version.max(round.version);
         self.released.extend(round.retired);
     }

@@ -167,6 +167,15 @@ impl SliceCache {
         self.changed.len() * 2 > self.most
     }
 
+    /// Whether at most `most` slices are changed and all data behind them is stable.
+    pub(crate) fn is_calm(&self, most: usize) -> bool {
+        self.changed.len() <= most
+            && self
+                .changed
+                .iter()
+                .all(|offset| self.slots[self.index[offset]].1.unstable.is_empty())
+    }
+
     pub(crate) fn has_changes(&self) -> bool {
         !self.changed.is_empty()
     }

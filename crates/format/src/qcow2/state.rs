@@ -13,7 +13,7 @@ use event_listener::EventListener;
 use super::alloc::{Retired, Space};
 use super::entry::{self, Entry, Reference};
 use super::geometry::Geometry;
-use super::header::Header;
+use super::header::{Header, Incompatible};
 use super::pending::Pending;
 use super::slice_cache::{SliceCache, SliceId, SliceKind};
 
@@ -35,6 +35,37 @@ impl From<Error> for Blocked {
     }
 }
 
+/// Writes of the header, counted.
+#[derive(Default)]
+pub(crate) struct HeaderWrites {
+    begun: u64,
+    /// The newest of them that ended well.
+    pub(crate) ended: u64,
+    durable: u64,
+}
+
+impl HeaderWrites {
+    /// A write begins; the answer is its number.
+    pub(crate) fn begin(&mut self) -> u64 {
+        self.begun += 1;
+        self.begun
+    }
+
+    pub(crate) fn ended(&mut self, number: u64) {
+        self.ended = self.ended.max(number);
+    }
+
+    /// A flush has covered those that had ended up to `number`.
+    pub(crate) fn covered(&mut self, number: u64) {
+        self.durable = self.durable.max(number);
+    }
+
+    /// Whether one was begun whose end is not durable.
+    pub(crate) fn is_unsure(&self) -> bool {
+        self.durable < self.begun
+    }
+}
+
 pub(crate) type Step<T> = Result<T, Blocked>;
 
 /// The tables in memory.
@@ -44,8 +75,7 @@ pub(crate) struct State {
     /// As it should be. What of it is on disk is `disk_header`.
     pub(crate) header: Header,
     pub(crate) disk_header: Header,
-    /// Whether a write of the header was begun whose end is not durable.
-    pub(crate) header_unsure: bool,
+    pub(crate) header_writes: HeaderWrites,
     /// The active L1 table, as on disk.
     pub(crate) l1: Vec<u64>,
     /// The refcount table, as on disk.
@@ -78,6 +108,11 @@ impl State {
             .on(&self.name)
             .at(offset)
             .hint("check the image before using it")
+    }
+
+    /// Whether the header on disk has this bit, durably.
+    pub(crate) fn is_marked_durably(&self, bit: Incompatible) -> bool {
+        self.disk_header.incompatible.contains(bit) && !self.header_writes.is_unsure()
     }
 
     /// The L2 table that the L1 entry refers to.

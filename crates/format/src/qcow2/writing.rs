@@ -13,7 +13,8 @@ use std::future::{Future, ready};
 use std::sync::atomic::Ordering;
 
 use blockhouse_core::{
-    Buffer, ByteRange, Durability, Error, ErrorKind, Fua, Result, Storage, Sync,
+    Buffer, ByteRange, Capabilities, Durability, Error, ErrorKind, Fua, GroupCommit, Result,
+    Storage, Sync,
 };
 use event_listener::EventListener;
 use futures_util::stream::{self, StreamExt};
@@ -24,6 +25,7 @@ use super::round::{Extent, Piece, Round};
 use super::slice_cache::DataStability;
 use super::state::{Blocked, State};
 use super::{Qcow2, table_io};
+use crate::Persistence;
 
 /// How many writes of tables are in flight together.
 const TOGETHER: usize = 16;
@@ -70,6 +72,24 @@ impl<S: Storage> Qcow2<S> {
     /// As [`Format::persist`](crate::Format::persist).
     pub async fn persist(&self) -> Result<()> {
         self.make_all_durable().await.map(|_| ())
+    }
+
+    /// As [`Format::persistence`](crate::Format::persistence): by FUA while few changes are under way
+    /// and the next round is one of few pieces whose data is stable.
+    pub fn persistence(&self) -> Persistence {
+        let Capabilities { fua, group_commit, .. } = self.storage.capabilities();
+        let state = self.state.lock();
+        let together = state.pending.changes();
+        let is_crowd = match group_commit {
+            GroupCommit::Never => together > FEW,
+            GroupCommit::From(count) => together > FEW || together >= count,
+        };
+        let is_resizing = state.header.size != state.disk_header.size;
+        if fua == Fua::Native && !is_crowd && !is_resizing && state.cache.is_calm(2 * FEW) {
+            Persistence::ByFua
+        } else {
+            Persistence::ByFlush
+        }
     }
 
     /// As [`Format::close`](crate::Format::close).
@@ -171,12 +191,12 @@ impl<S: Storage> Qcow2<S> {
         self.sync(Sync::Data).await?;
         round.exposed.store(true, Ordering::Relaxed);
         let is_moving = round.moved_refcount_table.is_some();
-        if round.header_unsure || is_moving {
+        if round.header_is_unsure || is_moving {
             let place = round.moved_refcount_table;
             self.change_header(|header| place.iter().for_each(|place| place.apply(header))).await?;
         }
         self.write_pieces(&round.refcount_table, Durability::None).await?;
-        if round.header_unsure || is_moving || !round.refcount_table.is_empty() {
+        if round.header_is_unsure || is_moving || !round.refcount_table.is_empty() {
             self.sync(Sync::Data).await?;
         }
         if let Some(resized) = round.resized {
@@ -197,7 +217,7 @@ impl<S: Storage> Qcow2<S> {
             && round.refcount_table.is_empty()
             && round.moved_refcount_table.is_none()
             && round.resized.is_none()
-            && !round.header_unsure
+            && !round.header_is_unsure
             && round.free.len() <= FEW
             && round.mappings.len() <= FEW
     }
@@ -210,52 +230,51 @@ impl<S: Storage> Qcow2<S> {
         self.mark(Incompatible::DIRTY, Mark::Set).await
     }
 
-    /// Sets the bit that says that tables are wrong, durably, after a failure was remembered: no
-    /// other round begins, and the one that runs may be writing the header.
-    pub(super) async fn mark_corrupt(&self) -> Result<()> {
-        loop {
-            let ended = {
-                let state = self.state.lock();
-                state.round_is_running.then(|| self.round_ended.listen())
-            };
-            match ended {
-                Some(event) => event.await,
-                None => break,
-            }
-        }
-        self.table_writes.ended().await;
-        self.change_header(|header| header.incompatible.insert(Incompatible::CORRUPT)).await?;
-        self.storage.flush(Sync::Data).await
-    }
-
     /// Sets or clears a feature bit, durably.
-    pub(super) async fn mark(&self, bit: Incompatible, mark: Mark) -> Result<()> {
-        self.change_header(|header| header.incompatible.set(bit, mark == Mark::Set)).await?;
-        self.header_synced().await
+    async fn mark(&self, bit: Incompatible, mark: Mark) -> Result<()> {
+        self.rewrite_header(|header| header.incompatible.set(bit, mark == Mark::Set)).await
     }
 
-    /// Makes a change of the header durable.
-    pub(super) async fn header_synced(&self) -> Result<()> {
-        self.sync(Sync::Data).await?;
-        self.state.lock().header_unsure = false;
-        Ok(())
+    /// Marks the image as corrupt, durably, also where tables could not be written before: a storage
+    /// that takes no flush any more says so itself.
+    pub(super) async fn mark_as_corrupt(&self) -> Result<()> {
+        if self.state.lock().is_marked_durably(Incompatible::CORRUPT) {
+            return Ok(());
+        }
+        self.change_header(|header| header.incompatible.insert(Incompatible::CORRUPT)).await?;
+        self.sync_in_spite_of_failures(Sync::Data).await
+    }
+
+    /// Changes the header on disk, durably.
+    pub(super) async fn rewrite_header(&self, change: impl FnOnce(&mut Header)) -> Result<()> {
+        self.change_header(change).await?;
+        self.sync(Sync::Data).await
     }
 
     /// Changes the header on disk: its first sector, which holds all fields that ever change.
-    /// Durable with the next flush.
-    pub(super) async fn change_header(&self, change: impl FnOnce(&mut Header)) -> Result<()> {
+    /// Durable with the next flush. One change at a time, so that none brings back what another
+    /// has replaced.
+    async fn change_header(&self, change: impl FnOnce(&mut Header)) -> Result<()> {
+        let _alone = self.header_changes.acquire().await;
+        // One that was given up may still be on its way.
+        self.header_writes.ended().await;
         let block = self.storage.capabilities().alignment.offset as usize;
         let mut bytes = table_io::read(&self.storage, 0, SECTOR.max(block)).await?;
-        {
+        let number = {
             let mut state = self.state.lock();
             change(&mut state.disk_header);
             state.header.incompatible = state.disk_header.incompatible;
             state.header.autoclear = state.disk_header.autoclear;
-            // Whatever becomes of this write, the next round repeats it before it relies on it.
-            state.header_unsure = true;
             state.disk_header.patch(&mut bytes);
-        }
-        self.write_pieces(&[Piece { offset: 0, bytes }], Durability::None).await
+            // Whatever becomes of this write, the next round repeats it before it relies on it.
+            state.header_writes.begin()
+        };
+        let mut buffer = Buffer::new(bytes.len());
+        buffer.bytes_mut().copy_from_slice(&bytes);
+        let guards = (self.table_writes.enter(), self.header_writes.enter());
+        self.storage.write(0, buffer.lend().guarded_by(guards), Durability::None).await?;
+        self.state.lock().header_writes.ended(number);
+        Ok(())
     }
 
     /// Writes pieces side by side and waits for all of them, also when one fails.
@@ -279,7 +298,7 @@ impl<S: Storage> Qcow2<S> {
 
     /// Counts down what no table refers to any more, and gives space back to the host.
     pub(super) async fn release(&self) -> Result<()> {
-        let _alone = self.releasing.lock().await;
+        let _alone = self.releasing.acquire().await;
         let count = self.state.lock().released.len();
         if count == 0 {
             return Ok(());
@@ -326,10 +345,19 @@ impl<S: Storage> Qcow2<S> {
     /// tables are about to refer to.
     pub(super) async fn sync(&self, sync: Sync) -> Result<()> {
         self.check_failure()?;
+        self.sync_in_spite_of_failures(sync).await
+    }
+
+    async fn sync_in_spite_of_failures(&self, sync: Sync) -> Result<()> {
+        let covered = self.state.lock().header_writes.ended;
         let outcome = self.storage.flush(sync).await;
-        outcome.inspect_err(|error| {
-            let _ = self.failure.set(error.duplicate());
-        })
+        match &outcome {
+            Ok(()) => self.state.lock().header_writes.covered(covered),
+            Err(error) => {
+                let _ = self.failure.set(error.duplicate());
+            }
+        }
+        outcome
     }
 
     /// Remembers why tables could not be written. Only the first counts.

@@ -1,0 +1,103 @@
+//! What `qemu-img` says of images that a crash left behind.
+
+use std::ffi::OsStr;
+use std::path::Path;
+use std::process::{Command, Output};
+use std::sync::OnceLock;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use blockhouse_sim::{Effort, Left};
+
+/// Whether QEMU's tools are here; says so once when they are not.
+pub fn is_there() -> bool {
+    static FOUND: OnceLock<bool> = OnceLock::new();
+    *FOUND.get_or_init(|| {
+        let found = Command::new("qemu-img").arg("--version").output().is_ok();
+        if !found {
+            eprintln!("SKIPPED: qemu-img is not installed, so only our own check looks at images");
+        }
+        found
+    })
+}
+
+/// Shows some of the images to `qemu-img`.
+pub struct Jury {
+    one_in: u32,
+    asked: AtomicU64,
+}
+
+impl Jury {
+    /// That is shown one of so many images, chosen at random.
+    pub const fn for_one_in(one_in: u32) -> Self {
+        Self { one_in, asked: AtomicU64::new(0) }
+    }
+
+    /// All where one seed is looked at closely, few in long runs.
+    pub fn one_in(&self) -> u32 {
+        match Effort::of_this_run() {
+            Effort::OneSeed => 1,
+            Effort::Ordinary => self.one_in,
+            Effort::ManySeeds => self.one_in.saturating_mul(20),
+        }
+    }
+
+    /// How many images it has seen.
+    pub fn asked(&self) -> u64 {
+        self.asked.load(Ordering::Relaxed)
+    }
+
+    /// The image has to be without errors and to hold those bytes.
+    pub fn ask(
+        &self,
+        image: &[u8],
+        base: Option<&[u8]>,
+        left: Left,
+        content: &[u8],
+    ) -> Result<(), String> {
+        if !is_there() {
+            return Ok(());
+        }
+        self.asked.fetch_add(1, Ordering::Relaxed);
+        let folder = tempfile::tempdir().expect("a folder");
+        let file = |name: &str, bytes: &[u8]| {
+            let path = folder.path().join(name);
+            std::fs::write(&path, bytes).expect("a file");
+            path
+        };
+        let path = file("image.qcow2", image);
+        let flat = file("flat", content);
+        if let Some(base) = base {
+            file("base", base);
+        }
+        if is_dirty(image) {
+            // It says itself that its refcounts are late: QEMU has to be able to make them anew.
+            expect(&check(&path, &["-r", "all"]), &[0], "qemu-img check -r all")?;
+        }
+        let allowed: &[i32] = if left == Left::Crashed { &[0, 3] } else { &[0] };
+        expect(&check(&path, &[]), allowed, "qemu-img check")?;
+        let words = ["compare", "-f", "qcow2", "-F", "raw"].map(OsStr::new);
+        let compared = qemu_img(words.into_iter().chain([path.as_os_str(), flat.as_os_str()]));
+        expect(&compared, &[0], "qemu-img compare with what we read")
+    }
+}
+
+fn is_dirty(image: &[u8]) -> bool {
+    const IS_DIRTY: usize = 79;
+    image[7] >= 3 && image[IS_DIRTY] & 1 == 1
+}
+
+fn check(image: &Path, how: &[&str]) -> Output {
+    let words = ["check", "-f", "qcow2"].iter().chain(how).map(OsStr::new);
+    qemu_img(words.chain([image.as_os_str()]))
+}
+
+fn qemu_img<'a>(arguments: impl Iterator<Item = &'a OsStr>) -> Output {
+    Command::new("qemu-img").args(arguments).output().expect("qemu-img")
+}
+
+fn expect(output: &Output, allowed: &[i32], what: &str) -> Result<(), String> {
+    match output.status.code() {
+        Some(code) if allowed.contains(&code) => Ok(()),
+        _ => Err(format!("{what}: {output:?}")),
+    }
+}

@@ -1,0 +1,316 @@
+//! What the durability of requests on a qcow2 image costs, counted in storage operations: one FUA
+//! write for each host extent where the mapping is durable already, FUA writes in the order of the
+//! tables for a lone write that needs space, shared flushes for everything else.
+#![forbid(unsafe_code)]
+
+mod common;
+
+use blockhouse_core::{Durability, Fua, GroupCommit, Request, Sync, Unmap};
+use blockhouse_format::qcow2::{CreateOptions, Switch};
+use blockhouse_sim::{Config, Operation};
+use common::{Rig, blocks_of, discard, steady, write, zeroes};
+
+const CLUSTER: u64 = 65_536;
+const SIZE: u64 = 64 * CLUSTER;
+
+const FUA: Durability = Durability::Data;
+const PLAIN: Durability = Durability::None;
+
+/// What storage operations were done, in their order; reads of tables left out.
+fn changes(rig: &Rig) -> Vec<Operation> {
+    rig.log().into_iter().filter(|operation| !matches!(operation, Operation::Read(_))).collect()
+}
+
+/// How many durable writes, plain writes and flushes there were.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Cost {
+    fua: usize,
+    plain: usize,
+    flushes: usize,
+}
+
+fn cost(rig: &Rig) -> Cost {
+    let changes = changes(rig);
+    let count = |wanted: fn(&Operation) -> bool| changes.iter().filter(|one| wanted(one)).count();
+    let cost = Cost {
+        fua: count(|one| matches!(one, Operation::Write(_, Durability::Data))),
+        plain: count(|one| matches!(one, Operation::Write(_, Durability::None))),
+        flushes: count(|one| matches!(one, Operation::Flush(_))),
+    };
+    let known = cost.fua + cost.plain + cost.flushes;
+    assert_eq!(known, changes.len(), "nothing else was done: {changes:?}");
+    cost
+}
+
+const ONE_FUA: Cost = Cost { fua: 1, plain: 0, flushes: 0 };
+
+fn rig(config: Config) -> Rig {
+    let rig = Rig::qcow2(config, CreateOptions::new(SIZE));
+    // The first table of all is made for every test alike.
+    rig.submit(write(SIZE - CLUSTER, 4096, 1, PLAIN)).unwrap();
+    settle(&rig);
+    rig
+}
+
+/// Everything so far is durable, and not counted.
+fn settle(rig: &Rig) {
+    rig.submit(Request::Flush).unwrap();
+    rig.log();
+}
+
+/// Clusters `first` to `first + count` are mapped, one after the other in the file, durably.
+fn mapped(rig: &Rig, first: u64, count: u64) {
+    rig.submit(write(first * CLUSTER, (count * CLUSTER) as usize, 2, PLAIN)).unwrap();
+    settle(rig);
+}
+
+#[test]
+fn a_durable_overwrite_is_one_fua_write_and_no_flush() {
+    for block in [1, 512, 4096] {
+        let rig = rig(blocks_of(block));
+        mapped(&rig, 0, 4);
+        for offset in [0, CLUSTER / 2, 3 * CLUSTER - 4096] {
+            rig.submit(write(offset, 8192, 3, FUA)).unwrap();
+            let done = changes(&rig);
+            assert!(
+                matches!(done[..], [Operation::Write(range, FUA)] if range.length() == 8192),
+                "blocks of {block}, at {offset}: {done:?}"
+            );
+        }
+    }
+}
+
+#[test]
+fn a_durable_overwrite_across_clusters_is_one_fua_write_for_each_host_extent() {
+    let rig = rig(steady());
+    mapped(&rig, 0, 4);
+    rig.submit(write(4096, 3 * CLUSTER as usize, 3, FUA)).unwrap();
+    assert_eq!(cost(&rig), ONE_FUA, "four clusters in one run");
+    // Written in this order, 8 to 10 lie in three places.
+    for cluster in [10, 9, 8] {
+        mapped(&rig, cluster, 1);
+    }
+    rig.submit(write(8 * CLUSTER + 512, 2 * CLUSTER as usize + 1024, 3, FUA)).unwrap();
+    assert_eq!(cost(&rig), Cost { fua: 3, plain: 0, flushes: 0 });
+}
+
+#[test]
+fn neighbours_that_are_not_durable_yet_do_not_matter() {
+    let rig = rig(steady());
+    mapped(&rig, 0, 1);
+    rig.submit(write(CLUSTER, 4096, 3, PLAIN)).unwrap();
+    rig.log();
+    rig.submit(write(0, 4096, 4, FUA)).unwrap();
+    assert_eq!(cost(&rig), ONE_FUA);
+}
+
+#[test]
+fn a_lone_durable_write_that_needs_space_is_three_fua_writes_in_order() {
+    let rig = rig(steady());
+    rig.submit(write(0, 4096, 3, FUA)).unwrap();
+    let done = changes(&rig);
+    let [
+        Operation::Write(data, FUA),
+        Operation::Write(refcount, FUA),
+        Operation::Write(entry, FUA),
+    ] = done[..]
+    else {
+        panic!("{done:?}");
+    };
+    assert_eq!(data.length(), CLUSTER, "zeros around the guest's bytes go with them");
+    assert!(refcount.length() <= 4096 && entry.length() <= 4096);
+    assert!(refcount.offset() < entry.offset(), "a new image has its refcounts in front");
+    rig.submit(write(0, 4096, 4, FUA)).unwrap();
+    assert_eq!(cost(&rig), ONE_FUA, "from now on");
+}
+
+#[test]
+fn without_refcounts_to_write_two_are_enough() {
+    let lazy = CreateOptions { lazy_refcounts: Switch::On, ..CreateOptions::new(SIZE) };
+    let rig = Rig::qcow2(steady(), lazy);
+    rig.submit(write(0, 4096, 1, PLAIN)).unwrap();
+    settle(&rig);
+    rig.submit(write(CLUSTER, 4096, 2, FUA)).unwrap();
+    assert_eq!(cost(&rig), Cost { fua: 2, plain: 0, flushes: 0 });
+}
+
+#[test]
+fn a_first_durable_write_writes_the_new_table_beside_the_refcount() {
+    let rig = Rig::qcow2(steady(), CreateOptions::new(SIZE));
+    rig.submit(write(0, 4096, 1, FUA)).unwrap();
+    assert_eq!(cost(&rig), Cost { fua: 4, plain: 0, flushes: 0 });
+}
+
+#[test]
+fn many_durable_writes_that_need_space_share_tables_and_flushes() {
+    let rig = rig(steady());
+    let together: Vec<_> =
+        (0..40).map(|cluster| rig.start(write(cluster * CLUSTER, 4096, 3, FUA))).collect();
+    rig.sim.run();
+    for task in together {
+        task.output().expect("it ended").unwrap();
+    }
+    let Cost { fua, plain, flushes } = cost(&rig);
+    assert!(flushes <= 6, "{flushes} flushes for 40 writes");
+    assert!(fua <= 12, "{fua} FUA writes: only the first few are alone");
+    assert!(fua + plain <= 40 + 12, "the data, and few tables: {fua} + {plain}");
+}
+
+#[test]
+fn where_flushes_are_shared_cheaply_a_second_write_does_not_go_by_fua() {
+    let rig = rig(Config { group_commit: GroupCommit::From(2), ..steady() });
+    let (one, two) = (write(0, 4096, 3, FUA), write(8 * CLUSTER, 4096, 3, FUA));
+    let together = [rig.start(one), rig.start(two)];
+    rig.sim.run();
+    assert!(together.into_iter().all(|task| task.output().is_some_and(|outcome| outcome.is_ok())));
+    let Cost { fua, plain, .. } = cost(&rig);
+    assert!(plain > 0 && fua <= 3, "{plain} plain writes, {fua} by FUA");
+}
+
+/// The easy one to miss: the data of the overwrite is durable by FUA, its mapping is not.
+#[test]
+fn a_durable_overwrite_of_what_a_plain_write_mapped_makes_the_mapping_durable() {
+    let rig = rig(steady());
+    rig.submit(write(0, 4096, 3, PLAIN)).unwrap();
+    rig.log();
+    rig.submit(write(0, 4096, 4, FUA)).unwrap();
+    let done = changes(&rig);
+    // Data that an entry refers to waits for a flush: so all goes plainly, with two of them.
+    assert!(
+        matches!(
+            done[..],
+            [
+                Operation::Write(_, PLAIN),
+                Operation::Write(_, PLAIN),
+                Operation::Flush(Sync::Data),
+                Operation::Write(_, PLAIN),
+                Operation::Flush(Sync::Data)
+            ]
+        ),
+        "{done:?}"
+    );
+    rig.submit(write(0, 4096, 5, FUA)).unwrap();
+    assert_eq!(cost(&rig), ONE_FUA);
+}
+
+#[test]
+fn a_durable_overwrite_beside_the_round_of_its_mapping_waits_for_that_round() {
+    let rig = rig(steady());
+    let first = rig.start(write(0, 4096, 3, FUA));
+    // The data is there, the tables are on their way.
+    rig.wait(common::DATA + common::FLUSH + 1);
+    let second = rig.start(write(4096, 4096, 4, FUA));
+    rig.sim.run();
+    assert!([first, second].iter().all(|task| task.output().is_some_and(|done| done.is_ok())));
+    assert_eq!(cost(&rig), Cost { fua: 4, plain: 0, flushes: 0 });
+}
+
+/// One request over a mapped cluster, an unmapped one and another mapped one.
+#[test]
+fn a_mixed_request_of_few_extents_goes_by_fua_and_its_tables_after_it() {
+    let rig = rig(steady());
+    mapped(&rig, 0, 1);
+    mapped(&rig, 2, 1);
+    rig.submit(write(0, 3 * CLUSTER as usize, 3, FUA)).unwrap();
+    assert_eq!(cost(&rig), Cost { fua: 5, plain: 0, flushes: 0 }, "three of data, two of tables");
+}
+
+#[test]
+fn a_mixed_request_of_many_extents_shares_the_flushes_of_one_round() {
+    let rig = rig(steady());
+    for cluster in [0, 2, 4, 6] {
+        mapped(&rig, cluster, 1);
+    }
+    rig.submit(write(0, 8 * CLUSTER as usize, 3, FUA)).unwrap();
+    let done = changes(&rig);
+    let Cost { fua, plain, flushes } = {
+        let count = |wanted: fn(&Operation) -> bool| done.iter().filter(|one| wanted(one)).count();
+        Cost {
+            fua: count(|one| matches!(one, Operation::Write(_, Durability::Data))),
+            plain: count(|one| matches!(one, Operation::Write(_, Durability::None))),
+            flushes: count(|one| matches!(one, Operation::Flush(_))),
+        }
+    };
+    // Eight of data, the refcounts, a flush for both, the entries, and the one flush at the end.
+    assert_eq!((fua, plain, flushes), (0, 10, 2));
+    assert!(matches!(done.last(), Some(Operation::Flush(Sync::Data))));
+}
+
+#[test]
+fn a_mixed_request_without_new_space_ends_in_exactly_one_flush() {
+    // On raw images: zeros that the storage writes by itself, and data, unaligned at both ends.
+    let rig = Rig::new(blocks_of(4096), SIZE as usize, blockhouse_disk::Options::default());
+    rig.submit(zeroes(100, 3 * 4096, FUA)).unwrap();
+    let done = changes(&rig);
+    let flushes = done.iter().filter(|one| matches!(one, Operation::Flush(_))).count();
+    assert_eq!((flushes, done.last()), (1, Some(&Operation::Flush(Sync::Data))), "{done:?}");
+}
+
+#[test]
+fn durable_zeros_and_discards_cost_their_tables_alone() {
+    for unmap in [Unmap::Allowed, Unmap::Forbidden] {
+        let rig = rig(steady());
+        mapped(&rig, 0, 4);
+        let range = common::span(0, CLUSTER);
+        let effort = blockhouse_core::Effort::Any;
+        rig.submit(Request::WriteZeroes { range, unmap, effort, durability: FUA }).unwrap();
+        let done = changes(&rig);
+        assert!(matches!(done[0], Operation::Write(_, FUA)), "the entry: {done:?}");
+        assert!(!done.iter().any(|one| matches!(one, Operation::Flush(_))), "{done:?}");
+    }
+    let rig = rig(steady());
+    mapped(&rig, 0, 4);
+    let range = common::span(CLUSTER, CLUSTER);
+    rig.submit(Request::Discard { range, durability: FUA }).unwrap();
+    let done = changes(&rig);
+    // The reference goes first, then the space goes back to the host.
+    assert!(matches!(done[..], [Operation::Write(_, FUA), Operation::Discard(_)]), "{done:?}");
+}
+
+#[test]
+fn a_plain_request_costs_nothing_but_its_data() {
+    let rig = rig(steady());
+    rig.submit(write(0, 4096, 3, PLAIN)).unwrap();
+    assert_eq!(cost(&rig), Cost { fua: 0, plain: 1, flushes: 0 });
+    rig.submit(discard(0, CLUSTER)).unwrap();
+    assert_eq!(changes(&rig), []);
+}
+
+#[test]
+fn full_durability_is_always_a_full_flush() {
+    for is_mapped in [false, true] {
+        let rig = rig(steady());
+        if is_mapped {
+            mapped(&rig, 0, 1);
+        }
+        rig.submit(write(0, 4096, 3, Durability::Full)).unwrap();
+        let done = changes(&rig);
+        assert!(
+            done.iter().all(|one| !matches!(
+                one,
+                Operation::Write(_, Durability::Data | Durability::Full)
+            )),
+            "{done:?}"
+        );
+        assert_eq!(done.last(), Some(&Operation::Flush(Sync::Full)), "{done:?}");
+        rig.submit(zeroes(0, CLUSTER, Durability::Full)).unwrap();
+        assert_eq!(changes(&rig).last(), Some(&Operation::Flush(Sync::Full)));
+    }
+}
+
+#[test]
+fn without_fua_everything_falls_back_to_flushes() {
+    let rig = rig(Config { fua: Fua::Emulated, ..steady() });
+    mapped(&rig, 0, 1);
+    rig.submit(write(0, 4096, 3, FUA)).unwrap();
+    assert_eq!(cost(&rig), Cost { fua: 0, plain: 1, flushes: 1 }, "an overwrite");
+    rig.submit(write(CLUSTER, 4096, 3, FUA)).unwrap();
+    assert_eq!(cost(&rig), Cost { fua: 0, plain: 3, flushes: 2 }, "new space");
+}
+
+#[test]
+fn where_nothing_is_stable_nothing_is_flushed() {
+    let rig = rig(Config { fua: Fua::None, ..steady() });
+    rig.submit(write(0, 4096, 3, FUA)).unwrap();
+    assert_eq!(cost(&rig), Cost { fua: 0, plain: 1, flushes: 0 });
+}

@@ -1,0 +1,100 @@
+//! `cargo xtask soak`: the crash tests again and again, by other seeds each time, for as long as one
+//! likes.
+//!
+//! They are compiled as for `cargo test`: optimised, with debug assertions. The first failure ends it, with
+//! the line that replays it.
+
+use std::collections::hash_map::RandomState;
+use std::hash::{BuildHasher, Hasher};
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail};
+
+use crate::process::{self, cargo};
+use crate::workspace::Workspace;
+
+/// Packages and test targets that crash simulated disks.
+const TESTS: &[(&str, &str)] = &[
+    ("blockhouse-disk", "crash"),
+    ("blockhouse-disk", "qcow2_crash"),
+    ("blockhouse-format", "qcow2_crash"),
+];
+
+/// Seeds of each test at a time: some 200,000 crashes, well under a minute of two processors.
+const SEEDS_A_TIME: u64 = 500;
+
+/// How long.
+#[derive(clap::Args)]
+pub struct Options {
+    /// For how many minutes; the round that runs then is finished
+    #[arg(long, default_value_t = 10)]
+    minutes: u64,
+}
+
+/// Runs rounds until the time is over.
+pub fn run(workspace: &Workspace, options: &Options) -> Result<()> {
+    let tests = build(workspace)?;
+    let until = Instant::now() + Duration::from_secs(options.minutes * 60);
+    let mut crashes = 0;
+    while Instant::now() < until {
+        let first = RandomState::new().build_hasher().finish() >> 32;
+        let seeds = format!("{first}..{}", first + SEEDS_A_TIME);
+        for test in &tests {
+            crashes += crash(workspace, test, &seeds)?;
+        }
+        println!("soak: seeds {seeds}: fine; {crashes} crashes so far");
+    }
+    Ok(())
+}
+
+fn build(workspace: &Workspace) -> Result<Vec<PathBuf>> {
+    let mut tests = Vec::new();
+    for (package, test) in TESTS {
+        let mut build = cargo(["test", "--no-run", "--package", package, "--test", test]);
+        build.current_dir(workspace.root());
+        let built = process::executables(build)?.into_iter().find(|(name, _)| name == test);
+        tests.push(built.with_context(|| format!("cargo built no test {test} of {package}"))?.1);
+    }
+    Ok(tests)
+}
+
+/// One round of one test; how many crashes it has seen.
+fn crash(workspace: &Workspace, test: &Path, seeds: &str) -> Result<u64> {
+    let mut command = Command::new(test);
+    command.args(["--nocapture", "crash_at_every"]).current_dir(workspace.root());
+    command.env("BLOCKHOUSE_SIM_SEEDS", seeds);
+    let output = command.output().with_context(|| format!("cannot start {}", test.display()))?;
+    let said = String::from_utf8_lossy(&output.stderr).into_owned();
+    check(&output, &said, test)?;
+    Ok(crashes_in(&said))
+}
+
+fn check(output: &Output, said: &str, test: &Path) -> Result<()> {
+    if !output.status.success() {
+        bail!("{}: {}\n{said}", test.display(), output.status);
+    }
+    Ok(())
+}
+
+/// What the tests report, added up: `crashes: N` in each report.
+fn crashes_in(said: &str) -> u64 {
+    let numbers = said.split("crashes: ").skip(1).filter_map(|rest| {
+        let end = rest.find(|char: char| !char.is_ascii_digit()).unwrap_or(rest.len());
+        rest[..end].parse::<u64>().ok()
+    });
+    numbers.sum()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn crashes_of_all_reports_count() {
+        let said = "one: seeds 1..2, Report { failed: 3, crashes: 40 }\ntwo: Report { crashes: 2 }";
+        assert_eq!(crashes_in(said), 42);
+        assert_eq!(crashes_in("nothing"), 0);
+    }
+}
