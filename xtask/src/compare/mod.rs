@@ -13,7 +13,7 @@
 mod caching;
 mod fio;
 mod interrupt;
-mod light;
+pub mod light;
 mod pattern;
 mod report;
 mod rows;

@@ -1,0 +1,51 @@
+//! The other side of `cargo xtask vm`: this program again, inside the guest, with its own kernel.
+//!
+//! Here nothing asks cargo or the host; what there is was packed by [`super::base`]. A task prints its
+//! findings on standard output, one line each, and judges only what cannot be judged from outside.
+
+pub mod client;
+pub mod direct;
+pub mod fua;
+pub mod images;
+pub mod power;
+pub mod server;
+pub mod system;
+pub mod trace;
+
+use anyhow::Result;
+
+use super::power::Configuration;
+
+/// What runs in the guest.
+#[derive(clap::Subcommand)]
+pub enum Task {
+    /// Count the requests that durable writes become, on every device and file system
+    Fua,
+    /// Let a server write to a disk that logs, and mark each acknowledgement
+    PowerRecord {
+        /// What serves what
+        configuration: Configuration,
+        /// The disk to log
+        disk: String,
+        /// The disk for the log
+        log: String,
+    },
+    /// Replay the log of a disk with XFS, and look at it at each mark
+    PowerVerifyXfs {
+        /// The disk with the log
+        log: String,
+        /// A disk of zeros, as large as the one that was logged
+        disk: String,
+        /// A disk for what recovery changes
+        changes: String,
+    },
+}
+
+/// Runs a task.
+pub fn run(task: Task) -> Result<()> {
+    match task {
+        Task::Fua => fua::run(),
+        Task::PowerRecord { configuration, disk, log } => power::record(configuration, &disk, &log),
+        Task::PowerVerifyXfs { log, disk, changes } => power::verify_xfs(&log, &disk, &changes),
+    }
+}
