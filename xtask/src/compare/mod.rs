@@ -14,7 +14,7 @@ mod caching;
 mod fio;
 mod interrupt;
 pub mod light;
-mod pattern;
+pub mod pattern;
 mod report;
 mod rows;
 mod servers;

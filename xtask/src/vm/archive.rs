@@ -57,7 +57,7 @@ impl Archive {
     fn folders_above(&mut self, path: &str) {
         for (at, _) in path.match_indices('/') {
             if self.folders.insert(path[..at].to_owned()) {
-                self.entry(&path[..at].to_owned(), FOLDER, &[]);
+                self.entry(&path[..at], FOLDER, &[]);
             }
         }
     }

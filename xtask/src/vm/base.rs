@@ -40,6 +40,7 @@ pub const EXIT_PORT: &str = "0xf4";
 pub struct Base {
     cache: PathBuf,
     packages: Packages,
+    blockhouse: PathBuf,
     /// Archives, one behind the other.
     archives: Vec<u8>,
 }
@@ -51,10 +52,16 @@ impl Base {
         std::fs::create_dir_all(&cache)
             .with_context(|| format!("cannot make {}", cache.display()))?;
         let packages = Packages::fetch(&cache)?;
-        let mut base = Self { archives: Vec::new(), packages, cache };
+        let blockhouse = build_binary(workspace, Profile::Dev)?;
+        let mut base = Self { archives: Vec::new(), packages, blockhouse, cache };
         base.archives = base.fixed()?;
-        base.archives.extend(ours(workspace, &base.cache)?);
+        base.archives.extend(base.ours()?);
         Ok(base)
+    }
+
+    /// The binary under test.
+    pub fn blockhouse(&self) -> &Path {
+        &self.blockhouse
     }
 
     /// What the guest is made of.
@@ -102,21 +109,20 @@ impl Base {
         }
         std::fs::read(&file).with_context(|| format!("cannot read {}", file.display()))
     }
+
+    /// The binary under test, and this program, which is the other side inside the guest.
+    fn ours(&self) -> Result<Vec<u8>> {
+        let scratch = scratch(&self.cache)?;
+        let xtask = std::env::current_exe().context("cannot find this program")?;
+        let mut archive = Archive::default();
+        userland::add_binary(&mut archive, "blockhouse", &self.blockhouse, scratch.path())?;
+        userland::add_binary(&mut archive, "xtask", &xtask, scratch.path())?;
+        userland::add_host_libraries(&mut archive, &[&self.blockhouse, &xtask])?;
+        Ok(archive.finish())
+    }
 }
 
 fn scratch(cache: &Path) -> Result<TempDir> {
     let folder = tempfile::Builder::new().prefix("scratch-").tempdir_in(cache);
     folder.context("cannot make a folder for what is being prepared")
-}
-
-/// The binary under test, and this program, which is the other side inside the guest.
-fn ours(workspace: &Workspace, cache: &Path) -> Result<Vec<u8>> {
-    let scratch = scratch(cache)?;
-    let blockhouse = build_binary(workspace, Profile::Dev)?;
-    let xtask = std::env::current_exe().context("cannot find this program")?;
-    let mut archive = Archive::default();
-    userland::add_binary(&mut archive, "blockhouse", &blockhouse, scratch.path())?;
-    userland::add_binary(&mut archive, "xtask", &xtask, scratch.path())?;
-    userland::add_host_libraries(&mut archive, &[&blockhouse, &xtask])?;
-    Ok(archive.finish())
 }

@@ -52,6 +52,26 @@ pub struct Outcome {
     pub output: String,
 }
 
+impl Outcome {
+    /// What the job said.
+    ///
+    /// # Errors
+    /// Its exit status was not 0; the error shows the end of what it said.
+    pub fn success(self) -> Result<String> {
+        if self.status != 0 {
+            let (status, said) = (self.status, tail(&self.output));
+            bail!("the job in the guest failed with status {status}:\n{said}");
+        }
+        Ok(self.output)
+    }
+}
+
+/// The last lines of a text.
+fn tail(text: &str) -> String {
+    let lines: Vec<_> = text.lines().collect();
+    lines[lines.len().saturating_sub(20)..].join("\n")
+}
+
 /// A guest that runs.
 pub struct Running {
     child: Child,
@@ -62,7 +82,8 @@ pub struct Running {
 }
 
 impl<'a> Machine<'a> {
-    /// A machine with `memory` MiB, which other processes may share: a vhost-user device needs that.
+    /// A machine with `memory` MiB, in a file that other processes may share: a vhost-user device
+    /// needs that.
     pub fn new(base: &'a Base, memory: u32) -> Result<Self> {
         let folder = tempfile::Builder::new()
             .prefix("vm-")
@@ -96,18 +117,6 @@ impl<'a> Machine<'a> {
                 .option("-device", &format!("scsi-hd,{device},bus=bus-{id}.0,dpofua=on")),
             Bus::Virtio => self.option("-device", &format!("virtio-blk-pci,{device}")),
         }
-    }
-
-    /// Attaches what a vhost-user-blk server offers at `socket`, with this many queues. The guest
-    /// waits when the server ends, and goes on with the next one.
-    pub fn vhost_user(&mut self, socket: &Path, queues: u16) -> &mut Self {
-        let id = format!("disk{}", self.disks);
-        self.disks += 1;
-        let seconds = 1;
-        let chardev = format!("socket,id={id},path={},reconnect={seconds}", socket.display());
-        // Unless told, QEMU asks for as many queues as there are processors.
-        let device = format!("vhost-user-blk-pci,chardev={id},num-queues={queues}");
-        self.option("-chardev", &chardev).option("-device", &device)
     }
 
     /// Runs the shell script `job` to its end.
@@ -218,10 +227,6 @@ impl Running {
 
     /// The ends of what job, kernel and emulator said.
     fn last_words(&self) -> String {
-        let tail = |text: &str| {
-            let lines: Vec<_> = text.lines().collect();
-            lines[lines.len().saturating_sub(20)..].join("\n")
-        };
         let read = |name: &str| {
             let bytes = std::fs::read(self.folder.path().join(name)).unwrap_or_default();
             String::from_utf8_lossy(&bytes).into_owned()

@@ -7,6 +7,7 @@
 
 mod archive;
 mod base;
+mod guest;
 pub mod inside;
 mod kernel;
 mod machine;
@@ -24,6 +25,7 @@ use crate::apt;
 use crate::process::find_program;
 use crate::workspace::Workspace;
 use base::Base;
+use guest::Attachment;
 use packages::Packages;
 
 /// Arguments of `vm`.
@@ -33,6 +35,13 @@ pub struct Options {
     scenarios: Vec<Scenario>,
 }
 
+impl Options {
+    /// Every scenario.
+    pub fn all() -> Self {
+        Self { scenarios: Vec::new() }
+    }
+}
+
 /// What is shown.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum Scenario {
@@ -40,6 +49,10 @@ pub enum Scenario {
     Fua,
     /// What is left of acknowledged writes after a loss of power
     Power,
+    /// A guest on a disk of ours: file system, trim, reboot, deaths of the server
+    Guest,
+    /// The kernel's NBD client
+    Nbd,
 }
 
 /// Runs the chosen scenarios; skipped, with the reason, where the machine cannot run them.
@@ -63,6 +76,8 @@ pub fn run(workspace: &Workspace, options: &Options) -> Result<()> {
         let result = match scenario {
             Scenario::Fua => scenarios::fua(&base),
             Scenario::Power => scenarios::power(&base),
+            Scenario::Guest => guest::run(&base, Attachment::Nbd),
+            Scenario::Nbd => scenarios::nbd(&base),
         };
         let verdict = if result.is_ok() { "ok" } else { "FAILED" };
         println!("vm: {scenario:?} {verdict} after {:.1} s", started.elapsed().as_secs_f64());

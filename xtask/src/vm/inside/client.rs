@@ -63,18 +63,6 @@ impl Client {
         Ok(())
     }
 
-    /// Reads `length` bytes at `offset`.
-    pub fn read(&mut self, offset: u64, length: u32) -> Result<Vec<u8>> {
-        let request = wire::header(wire::COMMAND_READ, 0, 0, offset, length);
-        self.stream.write_all(&request).context("cannot send")?;
-        let mut reply = [0; wire::REPLY];
-        self.stream.read_exact(&mut reply).context("no reply")?;
-        wire::parse_reply(&reply)?;
-        let mut data = vec![0; length as usize];
-        self.stream.read_exact(&mut data).context("half a reply")?;
-        Ok(data)
-    }
-
     /// Ends the connection by the protocol.
     pub fn close(mut self) -> Result<()> {
         self.stream.write_all(&wire::disconnect()).context("cannot send the farewell")

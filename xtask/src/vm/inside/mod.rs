@@ -6,7 +6,9 @@
 pub mod client;
 pub mod direct;
 pub mod fua;
+pub mod guest;
 pub mod images;
+pub mod nbd;
 pub mod power;
 pub mod server;
 pub mod system;
@@ -15,12 +17,32 @@ pub mod trace;
 use anyhow::Result;
 
 use super::power::Configuration;
+use system::FileSystem;
 
 /// What runs in the guest.
 #[derive(clap::Subcommand)]
 pub enum Task {
     /// Count the requests that durable writes become, on every device and file system
     Fua,
+    /// Make a file system on a disk and use it, while the host does things to the disk
+    GuestFirst {
+        /// The disk: its serial number, or its name
+        disk: String,
+        /// What to make on it
+        file_system: FileSystem,
+    },
+    /// Look again after a reboot
+    GuestAgain {
+        /// The disk: its serial number, or its name
+        disk: String,
+        /// What is on it
+        file_system: FileSystem,
+    },
+    /// Use an image by the kernel's NBD client
+    Nbd {
+        /// The disk that the image lies on
+        disk: String,
+    },
     /// Let a server write to a disk that logs, and mark each acknowledgement
     PowerRecord {
         /// What serves what
@@ -45,6 +67,9 @@ pub enum Task {
 pub fn run(task: Task) -> Result<()> {
     match task {
         Task::Fua => fua::run(),
+        Task::GuestFirst { disk, file_system } => guest::first(&disk, file_system),
+        Task::GuestAgain { disk, file_system } => guest::again(&disk, file_system),
+        Task::Nbd { disk } => nbd::run(&disk),
         Task::PowerRecord { configuration, disk, log } => power::record(configuration, &disk, &log),
         Task::PowerVerifyXfs { log, disk, changes } => power::verify_xfs(&log, &disk, &changes),
     }

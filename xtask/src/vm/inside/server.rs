@@ -48,6 +48,11 @@ impl Server {
         Client::connect(&self.socket, &self.names[index])
     }
 
+    /// Where it listens.
+    pub fn socket(&self) -> &Path {
+        &self.socket
+    }
+
     /// Kills it at once, as a crash would.
     pub fn kill(mut self) -> Result<()> {
         self.child.kill()?;

@@ -149,7 +149,14 @@ pub struct Mount {
 impl Mount {
     /// Mounts `disk` at /mnt.
     pub fn new(kind: FileSystem, disk: &Path) -> Result<Self> {
-        let place = PathBuf::from("/mnt");
+        Self::at(kind, disk, Path::new("/mnt"))
+    }
+
+    /// Mounts `disk` at `place`, which is made if it is not there.
+    pub fn at(kind: FileSystem, disk: &Path, place: &Path) -> Result<Self> {
+        let place = place.to_owned();
+        std::fs::create_dir_all(&place)
+            .with_context(|| format!("cannot make {}", place.display()))?;
         rustix::mount::mount(disk, &place, kind.name(), MountFlags::NOATIME, None)
             .with_context(|| format!("cannot mount {} on {}", kind.name(), disk.display()))?;
         Ok(Self { place })

@@ -49,7 +49,7 @@ impl<'a> Disk<'a> {
     }
 
     /// Lets ext4 recover and takes the image out.
-    fn from_ext4(&self) -> Result<Result<PathBuf, String>> {
+    fn recovered_ext4(&self) -> Result<Result<PathBuf, String>> {
         let copy = self.copy()?;
         let image = self.folder.join("image");
         let recover =
@@ -98,7 +98,7 @@ impl Replayed for Disk<'_> {
         if self.configuration.layer() == Layer::Device {
             return Ok(Ok(self.bytes.clone()));
         }
-        let mut image = self.from_ext4()?;
+        let mut image = self.recovered_ext4()?;
         if self.configuration.format() == "qcow2"
             && let Ok(file) = &image
         {
