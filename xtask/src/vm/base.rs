@@ -46,12 +46,8 @@ pub struct Base {
 }
 
 impl Base {
-    /// Gets and makes everything that is not there yet.
-    pub fn prepare(workspace: &Workspace) -> Result<Self> {
-        let cache = workspace.target().join("vm");
-        std::fs::create_dir_all(&cache)
-            .with_context(|| format!("cannot make {}", cache.display()))?;
-        let packages = Packages::fetch(&cache)?;
+    /// Makes everything that is not in `cache` yet.
+    pub fn prepare(workspace: &Workspace, packages: Packages, cache: PathBuf) -> Result<Self> {
         let blockhouse = build_binary(workspace, Profile::Dev)?;
         let mut base = Self { archives: Vec::new(), packages, blockhouse, cache };
         base.archives = base.fixed()?;

@@ -16,6 +16,7 @@ mod power;
 mod scenarios;
 mod userland;
 
+use std::path::Path;
 use std::time::Instant;
 
 use anyhow::{Context, Result, bail};
@@ -57,15 +58,21 @@ pub enum Scenario {
 
 /// Runs the chosen scenarios; skipped, with the reason, where the machine cannot run them.
 pub fn run(workspace: &Workspace, options: &Options) -> Result<()> {
-    if let Some(reason) = unavailable() {
+    let cache = workspace.target().join("vm");
+    let packages = match get_ready(&cache) {
+        Ok(packages) => packages,
         // Machines that are meant to have everything say so, as for the black-box tests.
-        if std::env::var_os("BLOCKHOUSE_TESTS_SKIP").is_some_and(|value| value == "never") {
+        Err(reason)
+            if std::env::var_os("BLOCKHOUSE_TESTS_SKIP").is_some_and(|is| is == "never") =>
+        {
             bail!("must not be skipped here, but: {reason}");
         }
-        println!("vm: skipped: {reason}");
-        return Ok(());
-    }
-    let base = Base::prepare(workspace)?;
+        Err(reason) => {
+            println!("vm: skipped: {reason}");
+            return Ok(());
+        }
+    };
+    let base = Base::prepare(workspace, packages, cache)?;
     let chosen = match &options.scenarios[..] {
         [] => Scenario::value_variants(),
         chosen => chosen,
@@ -86,16 +93,17 @@ pub fn run(workspace: &Workspace, options: &Options) -> Result<()> {
     Ok(())
 }
 
-/// Why no guest can be run here, if so.
-fn unavailable() -> Option<String> {
+/// What a guest is made of, or why none can be run here.
+fn get_ready(cache: &Path) -> Result<Packages, String> {
     if std::env::consts::ARCH != "x86_64" {
-        return Some("the guest is an x86-64 machine".into());
+        return Err("the guest is an x86-64 machine".into());
     }
-    if let Err(error) = apt::require(apt::FOR_GUESTS) {
-        return Some(format!("{error:#}"));
-    }
+    apt::require(apt::FOR_GUESTS).map_err(|error| format!("{error:#}"))?;
     if find_program("strip").is_none() {
-        return Some("strip (binutils) is not there to prepare the guest's modules".into());
+        return Err("strip (binutils) is not there to prepare the guest's modules".into());
     }
-    Packages::unavailable()
+    if let Some(reason) = Packages::unavailable() {
+        return Err(reason);
+    }
+    Packages::fetch(cache).map_err(|error| format!("cannot get the guest's packages: {error:#}"))
 }
