@@ -209,14 +209,15 @@ fn is_durable(way: Way, counts: Counts) -> bool {
 
 /// Whether the server asks the disk for more than the bare kernel does.
 ///
-/// What the kernel's threads do at the same time depends on who comes first, and so does what of a
-/// journal is merged into one request: there a little more counts as the same.
+/// How much the kernel's threads share when they write at the same time depends on who comes first;
+/// there a write and a flush for each are no worse. What of a journal is merged into one request is
+/// chance as well: a little more counts as the same.
 fn is_worse(way: Way, ours: Counts, floor: Counts) -> bool {
-    let chance = if way == Way::Together { floor.total() / 2 } else { 0 };
+    let at_least = if way == Way::Together { WRITES as u32 } else { 0 };
     let expensive = |counts: Counts| counts.fua + counts.flushes;
     let all = |counts: Counts| counts.total() - counts.metadata;
-    expensive(ours) > expensive(floor) + chance
-        || all(ours) > all(floor) + chance
+    expensive(ours) > expensive(floor).max(at_least)
+        || all(ours) > all(floor).max(2 * at_least)
         || ours.metadata > floor.metadata + floor.metadata / 10 + 2
 }
 
