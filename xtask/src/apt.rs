@@ -45,6 +45,10 @@ pub const FOR_TESTS: &[Package] = &[
 /// What `cargo xtask compare` needs.
 pub const FOR_COMPARISON: &[Package] = &[QEMU_UTILS, NBDKIT, FIO];
 
+/// What `cargo xtask vm` needs on the host; what is in the guest, it fetches itself.
+pub const FOR_GUESTS: &[Package] =
+    &[Package { name: "qemu-system-x86", probe: Probe::Programs(&["qemu-system-x86_64"]) }];
+
 /// What `cargo xtask fuzz` needs: libFuzzer is compiled from C++.
 pub const FOR_FUZZING: &[Package] = &[Package { name: "g++", probe: Probe::Programs(&["c++"]) }];
 

@@ -8,7 +8,7 @@ use anyhow::{Context, Result};
 
 use crate::process::{self, cargo};
 use crate::workspace::Workspace;
-use crate::{deny, fuzz, test, tidy};
+use crate::{deny, fuzz, test, tidy, vm};
 
 /// For each target: enough to notice what is broken now, not to find what is hidden.
 const FUZZ_SECONDS: u64 = 20;
@@ -27,6 +27,7 @@ const STEPS: &[Step] = &[
     }),
     ("deny", deny::run),
     ("test", |workspace| test::run(workspace, &[])),
+    ("vm", |workspace| vm::run(workspace, &vm::Options::all())),
     ("fuzz", |workspace| fuzz::run(workspace, &fuzz::Options::all(FUZZ_SECONDS))),
     ("fuzz-lint", fuzz::lint),
 ];

@@ -15,6 +15,7 @@ mod process;
 mod soak;
 mod test;
 mod tidy;
+mod vm;
 mod workspace;
 
 use std::path::PathBuf;
@@ -60,28 +61,42 @@ enum Chore {
         /// Bytes in the export
         size: u64,
     },
+    /// Prove durability on a real kernel, in a virtual machine
+    Vm(vm::Options),
+    /// The other side of `vm`, inside the guest
+    #[command(hide = true, subcommand)]
+    Inside(vm::inside::Task),
     /// Everything that must be clean before a change lands
     Ci,
 }
 
 fn main() -> ExitCode {
-    let cli = Cli::parse();
-    let result = Workspace::find().and_then(|workspace| match cli.chore {
-        Chore::Test { args } => test::run(&workspace, &args),
-        Chore::Loom => loom::run(&workspace),
-        Chore::Fuzz(options) => fuzz::run(&workspace, &options),
-        Chore::Soak(options) => soak::run(&workspace, &options),
-        Chore::Tidy => tidy::run(&workspace),
-        Chore::Deny => deny::run(&workspace),
-        Chore::Compare(options) => compare::run(&workspace, &options),
-        Chore::Answerer { socket, size } => compare::answerer::serve(&socket, size),
-        Chore::Ci => ci::run(&workspace),
-    });
+    let result = match Cli::parse().chore {
+        // Where it runs there is no cargo to ask.
+        Chore::Inside(task) => vm::inside::run(task),
+        chore => Workspace::find().and_then(|workspace| run(chore, &workspace)),
+    };
     match result {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
             eprintln!("xtask: {error:#}");
             ExitCode::FAILURE
         }
+    }
+}
+
+fn run(chore: Chore, workspace: &Workspace) -> anyhow::Result<()> {
+    match chore {
+        Chore::Test { args } => test::run(workspace, &args),
+        Chore::Loom => loom::run(workspace),
+        Chore::Fuzz(options) => fuzz::run(workspace, &options),
+        Chore::Soak(options) => soak::run(workspace, &options),
+        Chore::Tidy => tidy::run(workspace),
+        Chore::Deny => deny::run(workspace),
+        Chore::Compare(options) => compare::run(workspace, &options),
+        Chore::Answerer { socket, size } => compare::answerer::serve(&socket, size),
+        Chore::Vm(options) => vm::run(workspace, &options),
+        Chore::Inside(task) => vm::inside::run(task),
+        Chore::Ci => ci::run(workspace),
     }
 }

@@ -13,8 +13,8 @@
 mod caching;
 mod fio;
 mod interrupt;
-mod light;
-mod pattern;
+pub mod light;
+pub mod pattern;
 mod report;
 mod rows;
 mod servers;

@@ -2,7 +2,7 @@
 //!
 //! 1. refcounts and tables that nothing refers to yet; flush: they and all data are durable;
 //! 2. if the refcount table changed: its entries, or the header that points to its new place; flush;
-//! 3. slices of L2 tables, L1 entries, a new size; flush.
+//! 3. slices of L2 tables, L1 entries, a new size; flush. A few slices alone carry FUA instead.
 //!
 //! Rounds run one at a time. Whoever needs one that another is running waits for it, and those who
 //! come too late for it share the next. A failed write of a table is remembered, and nothing that
@@ -202,6 +202,10 @@ impl<S: Storage> Qcow2<S> {
         if let Some(resized) = round.resized {
             self.change_header(|header| resized.apply(header)).await?;
         }
+        if round.resized.is_none() && self.go_by_fua(&round.mappings) {
+            self.write_pieces(&round.mappings, Durability::Data).await?;
+            return Ok(Flushed::Yes);
+        }
         self.write_pieces(&round.mappings, Durability::None).await?;
         if round.resized.is_some() || !round.mappings.is_empty() {
             self.sync(Sync::Data).await?;
@@ -209,17 +213,21 @@ impl<S: Storage> Qcow2<S> {
         Ok(Flushed::Yes)
     }
 
+    /// Whether these pieces go down as durable writes rather than with a flush behind them.
+    fn go_by_fua(&self, pieces: &[Piece]) -> bool {
+        self.storage.capabilities().fua == Fua::Native && pieces.len() <= FEW
+    }
+
     /// Whether the round goes down as a few durable writes and needs no flush: nothing behind it
     /// waits for one.
     fn is_small(&self, round: &Round) -> bool {
-        self.storage.capabilities().fua == Fua::Native
-            && round.stability == DataStability::Stable
+        round.stability == DataStability::Stable
             && round.refcount_table.is_empty()
             && round.moved_refcount_table.is_none()
             && round.resized.is_none()
             && !round.header_is_unsure
-            && round.free.len() <= FEW
-            && round.mappings.len() <= FEW
+            && self.go_by_fua(&round.free)
+            && self.go_by_fua(&round.mappings)
     }
 
     /// Marks the image as one whose refcounts may be behind. Durable with the next flush.

@@ -11,8 +11,8 @@
 
 pub mod answerer;
 mod connection;
-mod handshake;
-mod wire;
+pub mod handshake;
+pub mod wire;
 
 use std::collections::VecDeque;
 use std::path::Path;

@@ -10,9 +10,15 @@ use crate::compare::pattern;
 const REQUEST_MAGIC: u32 = 0x2560_9513;
 const REPLY_MAGIC: u32 = 0x6744_6698;
 const COMMAND_READ: u16 = 0;
-const COMMAND_WRITE: u16 = 1;
+/// A write.
+pub const COMMAND_WRITE: u16 = 1;
 const COMMAND_DISCONNECT: u16 = 2;
-const FLAG_FUA: u16 = 1;
+/// A flush of all that was answered.
+pub const COMMAND_FLUSH: u16 = 3;
+/// A write of zeros, which carries no data.
+pub const COMMAND_WRITE_ZEROES: u16 = 6;
+/// A change is durable when it is answered.
+pub const FLAG_FUA: u16 = 1;
 /// Bytes in the header of a request.
 pub const REQUEST: usize = 28;
 const OFFSET_FIELD: std::ops::Range<usize> = 16..24;
@@ -43,7 +49,7 @@ impl Frame {
             Operation::Write => (COMMAND_WRITE, 0),
             Operation::DurableWrite => (COMMAND_WRITE, FLAG_FUA),
         };
-        let mut bytes = header(command, flags, slot.into(), length);
+        let mut bytes = header(command, flags, slot.into(), 0, length);
         if operation != Operation::Read {
             bytes.resize(REQUEST + length as usize, 0);
             pattern::fill(&mut bytes[REQUEST..], 0, generation);
@@ -70,15 +76,16 @@ impl Frame {
 
 /// The request that ends a connection.
 pub fn disconnect() -> Vec<u8> {
-    header(COMMAND_DISCONNECT, 0, 0, 0)
+    header(COMMAND_DISCONNECT, 0, 0, 0, 0)
 }
 
-fn header(command: u16, flags: u16, cookie: u64, length: u32) -> Vec<u8> {
+/// The header of a request.
+pub fn header(command: u16, flags: u16, cookie: u64, offset: u64, length: u32) -> Vec<u8> {
     let mut bytes = REQUEST_MAGIC.to_be_bytes().to_vec();
     bytes.extend(flags.to_be_bytes());
     bytes.extend(command.to_be_bytes());
     bytes.extend(cookie.to_be_bytes());
-    bytes.extend(0_u64.to_be_bytes());
+    bytes.extend(offset.to_be_bytes());
     bytes.extend(length.to_be_bytes());
     bytes
 }

@@ -1,0 +1,119 @@
+//! The bare kernel: the same writes as a server does them, by a program that does nothing else.
+
+use std::fs::{File, OpenOptions};
+use std::io::IoSlice;
+use std::ops::Range;
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::Path;
+
+use anyhow::{Context, Result, ensure};
+use rustix::fs::OFlags;
+use rustix::io::{ReadWriteFlags, pwritev2};
+
+/// Bytes in a write.
+pub const BLOCK: usize = 4096;
+/// How many writes are counted.
+pub const WRITES: u64 = 20;
+/// Bytes from one write to the next: one for each cluster of a qcow2 image, and none next to another.
+pub const STRIDE: u64 = 64 * 1024;
+
+/// How writes are made durable.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Way {
+    /// Each by itself, one after the other.
+    Each,
+    /// Each by itself, all at the same time.
+    Together,
+    /// Each by a flush behind it.
+    FlushEach,
+    /// All by one flush at the end.
+    FlushOnce,
+}
+
+impl Way {
+    /// As reports call it.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Each => "FUA",
+            Self::Together => "FUA, all at once",
+            Self::FlushEach => "write, flush",
+            Self::FlushOnce => "writes, one flush",
+        }
+    }
+}
+
+/// Does the writes on `path`, past the page cache.
+pub fn run(path: &Path, way: Way) -> Result<()> {
+    let target = Target::open(path)?;
+    let data = |index| index * STRIDE;
+    let durably = |index| target.write(data(index), ReadWriteFlags::DSYNC);
+    match way {
+        Way::Each => (0..WRITES).try_for_each(durably),
+        Way::Together => std::thread::scope(|scope| {
+            let durably = &durably;
+            let start = |index| scope.spawn(move || durably(index));
+            let threads: Vec<_> = (0..WRITES).map(start).collect();
+            let results = threads.into_iter().map(|thread| thread.join().expect("it never panics"));
+            results.collect()
+        }),
+        Way::FlushEach => (0..WRITES).try_for_each(|index| {
+            target.write(data(index), PLAIN)?;
+            target.flush()
+        }),
+        Way::FlushOnce => {
+            (0..WRITES).try_for_each(|index| target.write(data(index), PLAIN))?;
+            target.flush()
+        }
+    }
+}
+
+/// Does on `path` what a format with tables cannot do without when it gives data a new place: data and
+/// the count of its cluster, and only behind a flush the entry that refers to both. The tables lie at
+/// `tables`, in space that was written before.
+pub fn run_allocating(path: &Path, way: Way, tables: u64) -> Result<()> {
+    let target = Target::open(path)?;
+    let publish = |data: Range<u64>| {
+        data.map(|index| index * STRIDE).try_for_each(|offset| target.write(offset, PLAIN))?;
+        target.write(tables, PLAIN)?;
+        target.flush()?;
+        target.write(tables + STRIDE, ReadWriteFlags::DSYNC)
+    };
+    match way {
+        Way::Each | Way::FlushEach => (0..WRITES).try_for_each(|index| publish(index..index + 1)),
+        Way::Together | Way::FlushOnce => publish(0..WRITES),
+    }
+}
+
+const PLAIN: ReadWriteFlags = ReadWriteFlags::empty();
+
+/// An open file or device, and what is written to it.
+struct Target {
+    file: File,
+    name: String,
+    space: Vec<u8>,
+}
+
+impl Target {
+    fn open(path: &Path) -> Result<Self> {
+        let file = open(path)?;
+        Ok(Self { file, name: path.display().to_string(), space: vec![0x5a; 2 * BLOCK] })
+    }
+
+    fn write(&self, offset: u64, flags: ReadWriteFlags) -> Result<()> {
+        let block = &self.space[self.space.as_ptr().align_offset(BLOCK)..][..BLOCK];
+        let count = pwritev2(&self.file, &[IoSlice::new(block)], offset, flags)
+            .with_context(|| format!("cannot write to {}", self.name))?;
+        ensure!(count == BLOCK, "a short write of {count} bytes");
+        Ok(())
+    }
+
+    fn flush(&self) -> Result<()> {
+        self.file.sync_data().with_context(|| format!("cannot flush {}", self.name))
+    }
+}
+
+fn open(path: &Path) -> Result<File> {
+    let mut options = OpenOptions::new();
+    options.read(true).write(true).custom_flags(OFlags::DIRECT.bits() as i32);
+    options.open(path).with_context(|| format!("cannot open {}", path.display()))
+}

@@ -1,0 +1,112 @@
+//! Images in every state that a durable write may meet.
+
+use std::fs::File;
+use std::ops::Range;
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result};
+use rustix::fs::{FallocateFlags, fallocate};
+
+use super::direct::{STRIDE, WRITES};
+use super::system::tool;
+
+/// Bytes in an image: room for all writes, and for what comes behind them.
+pub const SIZE: u64 = 2 * WRITES * STRIDE;
+/// Where the half begins that no counted write of data goes to.
+pub const TABLES: u64 = SIZE / 2;
+
+/// What is where a write goes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum State {
+    /// A raw image that was written before.
+    RawWritten,
+    /// A raw image in space that the file system has set aside (`fallocate`).
+    RawUnwritten,
+    /// A raw image that is one hole.
+    RawHole,
+    /// A raw image whose second half was written before: for the bare kernel to keep tables in.
+    RawHoleAndTables,
+    /// A qcow2 image whose clusters were written before, like one of `preallocation=full`.
+    Qcow2Written,
+    /// A qcow2 image whose clusters are mapped and whose space is set aside: `preallocation=falloc`.
+    Qcow2Unwritten,
+    /// A qcow2 image whose clusters are yet to be allocated.
+    Qcow2New,
+}
+
+impl State {
+    /// As reports call it.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::RawWritten => "raw, written",
+            Self::RawUnwritten => "raw, unwritten extents",
+            Self::RawHole => "raw, hole",
+            Self::RawHoleAndTables => "raw, hole and tables",
+            Self::Qcow2Written => "qcow2, written",
+            Self::Qcow2Unwritten => "qcow2, falloc",
+            Self::Qcow2New => "qcow2, allocating",
+        }
+    }
+
+    /// The raw image on which the bare kernel does the same.
+    pub fn bare(self) -> Self {
+        match self {
+            Self::RawWritten | Self::Qcow2Written => Self::RawWritten,
+            Self::RawUnwritten | Self::Qcow2Unwritten => Self::RawUnwritten,
+            Self::RawHole => Self::RawHole,
+            Self::Qcow2New | Self::RawHoleAndTables => Self::RawHoleAndTables,
+        }
+    }
+
+    /// Makes an image in this state, named after it and `purpose`, in `folder`.
+    pub fn make(self, folder: &Path, purpose: &str) -> Result<PathBuf> {
+        let path = folder.join(format!("{purpose}-{self:?}"));
+        let name = path.to_str().context("a folder without a name")?;
+        let size = SIZE.to_string();
+        match self {
+            Self::RawWritten => fill(&File::create(&path)?, 0..SIZE)?,
+            Self::RawHoleAndTables => fill(&File::create(&path)?, TABLES..SIZE)?,
+            Self::RawUnwritten => set_aside(&File::create(&path)?, SIZE)?,
+            Self::RawHole => File::create(&path)?.set_len(SIZE)?,
+            Self::Qcow2New => {
+                drop(tool("blockhouse", &["create", "--format", "qcow2", name, &size])?)
+            }
+            Self::Qcow2Written | Self::Qcow2Unwritten => {
+                let options = ["create", "--format", "qcow2", "-o", "preallocation=metadata"];
+                tool("blockhouse", &[&options[..], &[name, &size]].concat())?;
+                let file = File::options().read(true).write(true).open(&path)?;
+                let length = file.metadata()?.len();
+                set_aside(&file, length)?;
+                if self == Self::Qcow2Written {
+                    overwrite(&file, length)?;
+                }
+            }
+        }
+        File::open(&path)?.sync_all()?;
+        Ok(path)
+    }
+}
+
+fn set_aside(file: &File, size: u64) -> Result<()> {
+    fallocate(file, FallocateFlags::empty(), 0, size).context("cannot set space aside")
+}
+
+fn fill(file: &File, range: Range<u64>) -> Result<()> {
+    let chunk = vec![0xa5; STRIDE as usize];
+    for offset in range.step_by(chunk.len()) {
+        file.write_all_at(&chunk, offset).context("cannot fill an image")?;
+    }
+    Ok(())
+}
+
+/// Writes everything as it is, so that no extent is unwritten any more.
+fn overwrite(file: &File, size: u64) -> Result<()> {
+    let mut chunk = vec![0; STRIDE as usize];
+    for offset in (0..size).step_by(chunk.len()) {
+        let length = chunk.len().min((size - offset) as usize);
+        file.read_exact_at(&mut chunk[..length], offset).context("cannot read an image")?;
+        file.write_all_at(&chunk[..length], offset).context("cannot fill an image")?;
+    }
+    Ok(())
+}

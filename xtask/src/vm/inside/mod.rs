@@ -1,0 +1,76 @@
+//! The other side of `cargo xtask vm`: this program again, inside the guest, with its own kernel.
+//!
+//! Here nothing asks cargo or the host; what there is was packed by [`super::base`]. A task prints its
+//! findings on standard output, one line each, and judges only what cannot be judged from outside.
+
+pub mod client;
+pub mod direct;
+pub mod fua;
+pub mod guest;
+pub mod images;
+pub mod nbd;
+pub mod power;
+pub mod server;
+pub mod system;
+pub mod trace;
+
+use anyhow::Result;
+
+use super::power::Configuration;
+use system::FileSystem;
+
+/// What runs in the guest.
+#[derive(clap::Subcommand)]
+pub enum Task {
+    /// Count the requests that durable writes become, on every device and file system
+    Fua,
+    /// Make a file system on a disk and use it, while the host does things to the disk
+    GuestFirst {
+        /// The disk: its serial number, or its name
+        disk: String,
+        /// What to make on it
+        file_system: FileSystem,
+    },
+    /// Look again after a reboot
+    GuestAgain {
+        /// The disk: its serial number, or its name
+        disk: String,
+        /// What is on it
+        file_system: FileSystem,
+    },
+    /// Use an image by the kernel's NBD client
+    Nbd {
+        /// The disk that the image lies on
+        disk: String,
+    },
+    /// Let a server write to a disk that logs, and mark each acknowledgement
+    PowerRecord {
+        /// What serves what
+        configuration: Configuration,
+        /// The disk to log
+        disk: String,
+        /// The disk for the log
+        log: String,
+    },
+    /// Replay the log of a disk with XFS, and look at it at each mark
+    PowerVerifyXfs {
+        /// The disk with the log
+        log: String,
+        /// A disk of zeros, as large as the one that was logged
+        disk: String,
+        /// A disk for what recovery changes
+        changes: String,
+    },
+}
+
+/// Runs a task.
+pub fn run(task: Task) -> Result<()> {
+    match task {
+        Task::Fua => fua::run(),
+        Task::GuestFirst { disk, file_system } => guest::first(&disk, file_system),
+        Task::GuestAgain { disk, file_system } => guest::again(&disk, file_system),
+        Task::Nbd { disk } => nbd::run(&disk),
+        Task::PowerRecord { configuration, disk, log } => power::record(configuration, &disk, &log),
+        Task::PowerVerifyXfs { log, disk, changes } => power::verify_xfs(&log, &disk, &changes),
+    }
+}

@@ -1,0 +1,130 @@
+//! Counting what a disk is asked to do, by the event that blktrace calls "D": request issued.
+//!
+//! The kernel's tracing itself is read, so no tool is needed. Requests of all programs to the disk
+//! are counted; the caller keeps others quiet.
+
+use std::fmt;
+use std::os::linux::fs::MetadataExt;
+use std::path::Path;
+
+use anyhow::{Context, Result};
+
+use super::system;
+
+const TRACING: &str = "/sys/kernel/tracing";
+
+/// What a disk was asked for.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Counts {
+    /// Writes of data with FUA.
+    pub fua: u32,
+    /// Writes of data without.
+    pub plain: u32,
+    /// Writes that a file system marks as its own.
+    pub metadata: u32,
+    /// Flushes of the write cache.
+    pub flushes: u32,
+    /// Discards and the like.
+    pub other: u32,
+}
+
+impl Counts {
+    /// All requests.
+    pub fn total(self) -> u32 {
+        self.fua + self.plain + self.metadata + self.flushes + self.other
+    }
+
+    /// Counts one request by its letters: F for a flush ahead, the operation, F for FUA, then
+    /// A, S, M for read-ahead, synchronous, metadata. Reads do not count.
+    fn add(&mut self, letters: &str) {
+        let ahead = letters.strip_prefix('F');
+        let operation = ahead.unwrap_or(letters);
+        match operation.chars().next() {
+            Some('R') => {}
+            Some('W') if operation.contains('M') => self.metadata += 1,
+            Some('W') if operation[1..].starts_with('F') => self.fua += 1,
+            Some('W') => self.plain += 1,
+            _ if ahead.is_some() => self.flushes += 1,
+            _ => self.other += 1,
+        }
+    }
+}
+
+impl fmt::Display for Counts {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { fua, plain, metadata, flushes, other } = self;
+        let parts = [
+            (fua, "FUA"),
+            (plain, "write"),
+            (metadata, "metadata"),
+            (flushes, "flush"),
+            (other, "other"),
+        ];
+        let parts: Vec<_> = parts.iter().filter(|(count, _)| **count > 0).collect();
+        if parts.is_empty() {
+            return formatter.pad("nothing");
+        }
+        let words: Vec<_> = parts.iter().map(|(count, name)| format!("{count} {name}")).collect();
+        formatter.pad(&words.join(" + "))
+    }
+}
+
+/// Makes the kernel ready to record. Recording is switched on and off later by a mere flag, because
+/// what changes the kernel's code while it runs is what emulation is bad at.
+pub fn prepare() -> Result<()> {
+    let file = |name: &str| Path::new(TRACING).join(name);
+    system::write(file("tracing_on"), "0")?;
+    // Names of programs would be recorded by further events.
+    system::write(file("options/record-cmd"), "0")?;
+    system::write(file("events/block/block_rq_issue/enable"), "1")
+}
+
+/// Counts what `disk` is asked for while `work` runs; relies on [`prepare`].
+pub fn count(disk: &Path, work: impl FnOnce() -> Result<()>) -> Result<Counts> {
+    let file = |name: &str| Path::new(TRACING).join(name);
+    system::write(file("trace"), "")?;
+    system::write(file("tracing_on"), "1")?;
+    let outcome = work();
+    system::write(file("tracing_on"), "0")?;
+    outcome?;
+    let number = disk.metadata().context("the disk is gone")?.st_rdev();
+    let device = format!("{},{}", rustix::fs::major(number), rustix::fs::minor(number));
+    Ok(parse(&system::read(&file("trace"))?, &device))
+}
+
+fn parse(trace: &str, device: &str) -> Counts {
+    let mut counts = Counts::default();
+    for line in trace.lines() {
+        let Some((_, event)) = line.split_once("block_rq_issue: ") else { continue };
+        let mut words = event.split_whitespace();
+        if words.next() == Some(device)
+            && let Some(letters) = words.next()
+        {
+            counts.add(letters);
+        }
+    }
+    counts
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn letters_are_told_apart() {
+        let trace = "# tracer: nop\n\
+            x-1 [000] ..... 1.0: block_rq_issue: 259,0 WFS 4096 () 8 + 8 be,0,4 [x]\n\
+            x-1 [000] ..... 1.0: block_rq_issue: 259,1 WFS 4096 () 8 + 8 be,0,4 [x]\n\
+            x-1 [000] ..... 1.0: block_rq_issue: 259,0 WS 4096 () 8 + 8 be,0,4 [x]\n\
+            x-1 [000] ..... 1.0: block_rq_issue: 259,0 WFSM 4096 () 8 + 8 be,0,4 [x]\n\
+            x-1 [000] ..... 1.0: block_rq_issue: 259,0 FF 0 () 0 + 0 be,0,4 [x]\n\
+            x-1 [000] ..... 1.0: block_rq_issue: 259,0 FN 0 () 0 + 0 be,0,4 [x]\n\
+            x-1 [000] ..... 1.0: block_rq_issue: 259,0 RA 0 () 0 + 8 be,0,4 [x]\n\
+            x-1 [000] ..... 1.0: block_rq_issue: 259,0 DS 0 () 0 + 8 be,0,4 [x]\n";
+        let counts = Counts { fua: 1, plain: 1, metadata: 1, flushes: 2, other: 1 };
+        assert_eq!(parse(trace, "259,0"), counts);
+        assert_eq!(counts.total(), 6);
+        assert_eq!(counts.to_string(), "1 FUA + 1 write + 1 metadata + 2 flush + 1 other");
+        assert_eq!(Counts::default().to_string(), "nothing");
+    }
+}

@@ -1,0 +1,245 @@
+//! A virtual machine that runs one job: started by QEMU's software emulation, ended by its own exit.
+//!
+//! The job's output comes back as text, its exit status as a number. A guest that dies, hangs or exits
+//! in another way is an error that shows what its kernel said last. Counts taken in such a guest mean
+//! something, times do not.
+
+use std::fs::File;
+use std::io::{BufRead, BufReader};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, ExitStatus, Stdio};
+use std::sync::mpsc::{Receiver, channel};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail};
+use tempfile::TempDir;
+
+use super::base::{Base, EXIT_PORT};
+
+/// The emulator.
+pub const QEMU: &str = "qemu-system-x86_64";
+const PAUSE: Duration = Duration::from_millis(20);
+/// Quick to boot, dead at the first oops, and silent: what makes each word worth its place is in
+/// Documentation/admin-guide/kernel-parameters.rst.
+const KERNEL_LINE: &str = "console=ttyS0 quiet panic=-1 oops=panic mitigations=off tsc=reliable \
+    no_timer_check nokaslr audit=0 cryptomgr.notests rcupdate.rcu_expedited=1";
+
+/// How a disk of the guest is attached.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Bus {
+    /// NVMe, with FUA.
+    Nvme,
+    /// SCSI by virtio, with FUA ("dpofua").
+    Scsi,
+    /// virtio-blk: a write cache and no FUA.
+    Virtio,
+}
+
+/// A guest to be started.
+pub struct Machine<'a> {
+    base: &'a Base,
+    folder: TempDir,
+    memory: u32,
+    words: Vec<String>,
+    disks: usize,
+}
+
+/// What a job left.
+pub struct Outcome {
+    /// The job's exit status, 0 to 100.
+    pub status: u8,
+    /// Its standard output and standard error.
+    pub output: String,
+}
+
+impl Outcome {
+    /// What the job said.
+    ///
+    /// # Errors
+    /// Its exit status was not 0; the error shows the end of what it said.
+    pub fn success(self) -> Result<String> {
+        if self.status != 0 {
+            let (status, said) = (self.status, tail(&self.output));
+            bail!("the job in the guest failed with status {status}:\n{said}");
+        }
+        Ok(self.output)
+    }
+}
+
+/// The last lines of a text.
+fn tail(text: &str) -> String {
+    let lines: Vec<_> = text.lines().collect();
+    lines[lines.len().saturating_sub(20)..].join("\n")
+}
+
+/// A guest that runs.
+pub struct Running {
+    child: Child,
+    folder: TempDir,
+    lines: Receiver<String>,
+    output: String,
+    end: Instant,
+}
+
+impl<'a> Machine<'a> {
+    /// A machine with `memory` MiB, in a file that other processes may share: a vhost-user device
+    /// needs that.
+    pub fn new(base: &'a Base, memory: u32) -> Result<Self> {
+        let folder = tempfile::Builder::new()
+            .prefix("vm-")
+            .tempdir_in(base.cache())
+            .context("cannot make a folder for the guest")?;
+        Ok(Self { base, folder, memory, words: Vec::new(), disks: 0 })
+    }
+
+    /// Adds words to QEMU's command line.
+    pub fn option(&mut self, name: &str, value: &str) -> &mut Self {
+        self.words.extend([name.to_owned(), value.to_owned()]);
+        self
+    }
+
+    /// Attaches the raw image `file` of the host. The guest knows it by `serial`, of up to 20 letters.
+    pub fn disk(&mut self, bus: Bus, serial: &str, file: &Path) -> &mut Self {
+        let drive = format!("format=raw,cache=unsafe,discard=unmap,file={}", file.display());
+        self.drive(bus, serial, &drive)
+    }
+
+    /// Attaches a drive that is given in QEMU's words, except for its name.
+    pub fn drive(&mut self, bus: Bus, serial: &str, drive: &str) -> &mut Self {
+        let id = format!("disk{}", self.disks);
+        self.disks += 1;
+        self.option("-drive", &format!("id={id},if=none,{drive}"));
+        let device = format!("drive={id},serial={serial}");
+        match bus {
+            Bus::Nvme => self.option("-device", &format!("nvme,{device}")),
+            Bus::Scsi => self
+                .option("-device", &format!("virtio-scsi-pci,id=bus-{id}"))
+                .option("-device", &format!("scsi-hd,{device},bus=bus-{id}.0,dpofua=on")),
+            Bus::Virtio => self.option("-device", &format!("virtio-blk-pci,{device}")),
+        }
+    }
+
+    /// Runs the shell script `job` to its end.
+    ///
+    /// # Errors
+    /// The guest does not start, dies, or is still busy after `limit`.
+    pub fn run(self, job: &str, limit: Duration) -> Result<Outcome> {
+        self.start(job, limit)?.finish()
+    }
+
+    /// Starts the shell script `job`, which has `limit` to end.
+    pub fn start(self, job: &str, limit: Duration) -> Result<Running> {
+        let initramfs = self.folder.path().join("initramfs");
+        std::fs::write(&initramfs, self.base.initramfs(job)).context("cannot write initramfs")?;
+        let mut child =
+            self.command(&initramfs).spawn().with_context(|| format!("cannot start {QEMU}"))?;
+        let stdout = child.stdout.take().context("the guest has no output")?;
+        let (sender, lines) = channel();
+        std::thread::spawn(move || {
+            for line in BufReader::new(stdout).lines().map_while(Result::ok) {
+                // Nobody may want to know any more.
+                let _ = sender.send(line);
+            }
+        });
+        let end = Instant::now() + limit;
+        Ok(Running { child, folder: self.folder, lines, output: String::new(), end })
+    }
+
+    fn command(&self, initramfs: &Path) -> Command {
+        let mut command = Command::new(QEMU);
+        let memory = format!("memory-backend-memfd,id=memory,size={}M,share=on", self.memory);
+        let console = console(&self.folder);
+        let serial = format!("file:{}", console.display());
+        command.args(["-accel", "tcg,thread=multi", "-cpu", "max", "-smp", "2"]);
+        command.args(["-machine", "q35,memory-backend=memory", "-object", &memory]);
+        command.arg("-m").arg(self.memory.to_string());
+        command.args(["-nodefaults", "-no-reboot", "-display", "none"]);
+        command.arg("-kernel").arg(self.base.kernel()).arg("-initrd").arg(initramfs);
+        command.args(["-append", KERNEL_LINE, "-serial", &serial]);
+        command.args(["-chardev", "stdio,id=output,signal=off", "-serial", "chardev:output"]);
+        command.arg("-device").arg(format!("isa-debug-exit,iobase={EXIT_PORT},iosize=4"));
+        command.args(&self.words).stdin(Stdio::null()).stdout(Stdio::piped());
+        let log = File::create(self.folder.path().join("qemu"));
+        command.stderr(log.map_or(Stdio::inherit(), Stdio::from));
+        command
+    }
+}
+
+fn console(folder: &TempDir) -> PathBuf {
+    folder.path().join("console")
+}
+
+impl Running {
+    /// Waits until the job prints `line`, and returns all lines before it.
+    ///
+    /// # Errors
+    /// The guest ends, or its time is up, before.
+    pub fn wait_for(&mut self, line: &str) -> Result<String> {
+        let start = self.output.len();
+        loop {
+            let left = self.end.saturating_duration_since(Instant::now());
+            match self.lines.recv_timeout(left) {
+                Ok(found) if found.trim_end() == line => return Ok(self.output[start..].to_owned()),
+                Ok(found) => self.take(&found),
+                Err(_) => bail!("the guest never said '{line}'\n{}", self.last_words()),
+            }
+        }
+    }
+
+    fn take(&mut self, line: &str) {
+        self.output.push_str(line.trim_end());
+        self.output.push('\n');
+    }
+
+    /// Waits for the end of the job.
+    ///
+    /// # Errors
+    /// The guest dies, or its time is up.
+    pub fn finish(mut self) -> Result<Outcome> {
+        let status = self.wait()?;
+        while let Ok(line) = self.lines.recv() {
+            self.take(&line);
+        }
+        // The guest writes its status plus one to the port, and QEMU makes an odd number of it.
+        match status.code() {
+            Some(code) if code >= 3 && code % 2 == 1 => Ok(Outcome {
+                status: ((code - 1) / 2 - 1) as u8,
+                output: std::mem::take(&mut self.output),
+            }),
+            _ => bail!("the guest died ({status})\n{}", self.last_words()),
+        }
+    }
+
+    fn wait(&mut self) -> Result<ExitStatus> {
+        loop {
+            while let Ok(line) = self.lines.try_recv() {
+                self.take(&line);
+            }
+            if let Some(status) = self.child.try_wait().context("cannot wait for the guest")? {
+                return Ok(status);
+            }
+            if Instant::now() >= self.end {
+                bail!("the guest is busy beyond its time\n{}", self.last_words());
+            }
+            std::thread::sleep(PAUSE);
+        }
+    }
+
+    /// The ends of what job, kernel and emulator said.
+    fn last_words(&self) -> String {
+        let read = |name: &str| {
+            let bytes = std::fs::read(self.folder.path().join(name)).unwrap_or_default();
+            String::from_utf8_lossy(&bytes).into_owned()
+        };
+        let (job, kernel, emulator) = (tail(&self.output), tail(&read("console")), read("qemu"));
+        format!("job: {job}\nkernel: {kernel}\nQEMU: {}", tail(&emulator))
+    }
+}
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        // Both fail only when it has ended, as it should have.
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}

@@ -1,0 +1,109 @@
+//! `cargo xtask vm`: what is promised about durability, shown on a real kernel.
+//!
+//! A virtual machine runs Debian's kernel with our binary beside a few tools, on disks that have what
+//! the build machine's disk has not: FUA, a write cache, a log of all that they were asked for. Each
+//! scenario prints what it found and fails when that breaks a promise, or when a server that is made
+//! wrong on purpose does not. Needs QEMU, Debian's package tools and, the first time, Debian's mirror.
+
+mod archive;
+mod base;
+mod guest;
+pub mod inside;
+mod kernel;
+mod machine;
+mod packages;
+mod power;
+mod scenarios;
+mod userland;
+
+use std::path::Path;
+use std::time::Instant;
+
+use anyhow::{Context, Result, bail};
+use clap::ValueEnum;
+
+use crate::apt;
+use crate::process::find_program;
+use crate::workspace::Workspace;
+use base::Base;
+use guest::Attachment;
+use packages::Packages;
+
+/// Arguments of `vm`.
+#[derive(clap::Args)]
+pub struct Options {
+    /// Which scenarios to run; without any, all
+    scenarios: Vec<Scenario>,
+}
+
+impl Options {
+    /// Every scenario.
+    pub fn all() -> Self {
+        Self { scenarios: Vec::new() }
+    }
+}
+
+/// What is shown.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum Scenario {
+    /// Requests to the disk for each durable write, beside the bare kernel's
+    Fua,
+    /// What is left of acknowledged writes after a loss of power
+    Power,
+    /// A guest on a disk of ours: file system, trim, reboot, deaths of the server
+    Guest,
+    /// The kernel's NBD client
+    Nbd,
+}
+
+/// Runs the chosen scenarios; skipped, with the reason, where the machine cannot run them.
+pub fn run(workspace: &Workspace, options: &Options) -> Result<()> {
+    let cache = workspace.target().join("vm");
+    let packages = match get_ready(&cache) {
+        Ok(packages) => packages,
+        // Machines that are meant to have everything say so, as for the black-box tests.
+        Err(reason)
+            if std::env::var_os("BLOCKHOUSE_TESTS_SKIP").is_some_and(|is| is == "never") =>
+        {
+            bail!("must not be skipped here, but: {reason}");
+        }
+        Err(reason) => {
+            println!("vm: skipped: {reason}");
+            return Ok(());
+        }
+    };
+    let base = Base::prepare(workspace, packages, cache)?;
+    let chosen = match &options.scenarios[..] {
+        [] => Scenario::value_variants(),
+        chosen => chosen,
+    };
+    for scenario in chosen {
+        let started = Instant::now();
+        println!("vm: {scenario:?} ...");
+        let result = match scenario {
+            Scenario::Fua => scenarios::fua(&base),
+            Scenario::Power => scenarios::power(&base),
+            Scenario::Guest => guest::run(&base, Attachment::Nbd),
+            Scenario::Nbd => scenarios::nbd(&base),
+        };
+        let verdict = if result.is_ok() { "ok" } else { "FAILED" };
+        println!("vm: {scenario:?} {verdict} after {:.1} s", started.elapsed().as_secs_f64());
+        result.with_context(|| format!("scenario {scenario:?}"))?;
+    }
+    Ok(())
+}
+
+/// What a guest is made of, or why none can be run here.
+fn get_ready(cache: &Path) -> Result<Packages, String> {
+    if std::env::consts::ARCH != "x86_64" {
+        return Err("the guest is an x86-64 machine".into());
+    }
+    apt::require(apt::FOR_GUESTS).map_err(|error| format!("{error:#}"))?;
+    if find_program("strip").is_none() {
+        return Err("strip (binutils) is not there to prepare the guest's modules".into());
+    }
+    if let Some(reason) = Packages::unavailable() {
+        return Err(reason);
+    }
+    Packages::fetch(cache).map_err(|error| format!("cannot get the guest's packages: {error:#}"))
+}
