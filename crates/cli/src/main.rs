@@ -15,6 +15,7 @@ mod qcow2_facts;
 mod resize;
 mod serve;
 mod size;
+mod snapshot;
 mod sockets;
 mod workers;
 
@@ -48,6 +49,8 @@ enum Command {
     Map(map::Arguments),
     /// Make an image longer.
     Resize(resize::Arguments),
+    /// List, take, apply, delete and rename the snapshots inside an image.
+    Snapshot(snapshot::Arguments),
 }
 
 fn main() -> ExitCode {
@@ -61,6 +64,7 @@ fn main() -> ExitCode {
         Command::Info(info) => info::run(info).map(done),
         Command::Map(map) => map::run(map).map(done),
         Command::Resize(resize) => resize::run(resize).map(done),
+        Command::Snapshot(snapshot) => snapshot::run(snapshot).map(done),
     };
     match result {
         Ok(code) => code,

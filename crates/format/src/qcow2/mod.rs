@@ -10,11 +10,13 @@ mod check;
 mod commit;
 mod compress;
 mod create;
+mod draft;
 mod entry;
 mod extensions;
 mod geometry;
 mod header;
 mod in_flight;
+mod ledger;
 mod map;
 mod pending;
 mod prepare;
@@ -24,8 +26,11 @@ mod references;
 mod resize;
 mod round;
 mod slice_cache;
+mod snapshot;
+mod snapshot_table;
 mod state;
 mod table_io;
+mod vm_state;
 mod writing;
 
 use std::collections::{BTreeSet, HashMap, HashSet, VecDeque};
@@ -41,6 +46,9 @@ use parking_lot::Mutex;
 pub use check::{CheckReport, check};
 pub use compress::{Compression, compress, decompress};
 pub use create::{CreateOptions, Preallocation, Switch, Version, create};
+pub use snapshot::NewSnapshot;
+pub use snapshot_table::Snapshot;
+pub use vm_state::{VmStateCluster, VmStateTables};
 
 use crate::{Abort, BlockStatus, Intent};
 use alloc::Space;
@@ -69,6 +77,8 @@ pub struct Qcow2<S: Storage> {
     reads: Reads,
     /// Held by the one who counts clusters down.
     releasing: async_lock::Mutex<()>,
+    /// Held by the one who changes the image as a whole.
+    drafting: async_lock::Mutex<()>,
 }
 
 /// What becomes of the space of clusters that the guest discards.
@@ -156,6 +166,7 @@ impl<S: Storage> Qcow2<S> {
             version: 0,
             durable_version: 0,
             round_is_running: false,
+            frozen: None,
         };
         if options.access == Access::ReadWrite {
             state.note_metadata()?;
@@ -174,6 +185,7 @@ impl<S: Storage> Qcow2<S> {
             table_writes: InFlight::default(),
             reads: Reads::default(),
             releasing: async_lock::Mutex::new(()),
+            drafting: async_lock::Mutex::new(()),
         };
         if options.access == Access::ReadWrite {
             image.prepare_for_writing().await?;
@@ -231,11 +243,14 @@ impl<S: Storage> Qcow2<S> {
             return self.step(|state| state.map_read(range)).await;
         }
         self.check_writable()?;
-        let mapped = self.step(|state| match intent {
-            Intent::Read => state.map_read(range),
-            Intent::Write => state.map_write(range),
-            Intent::Zero(unmap) => state.map_zero(range, unmap),
-            Intent::Discard => state.map_discard(range),
+        let mapped = self.step(|state| {
+            state.check_thawed()?;
+            match intent {
+                Intent::Read => state.map_read(range),
+                Intent::Write => state.map_write(range),
+                Intent::Zero(unmap) => state.map_zero(range, unmap),
+                Intent::Discard => state.map_discard(range),
+            }
         });
         match mapped.await {
             Err(error) if error.kind() == ErrorKind::Corrupt => {

@@ -73,7 +73,7 @@ impl State {
     }
 
     /// Waits for a round where too much is changed already.
-    fn check_room(&self) -> Step<()> {
+    pub(crate) fn check_room(&self) -> Step<()> {
         if self.cache.is_crowded() { Err(Blocked::Crowded) } else { Ok(()) }
     }
 

@@ -30,7 +30,11 @@ impl<S: Storage> Qcow2<S> {
         if self.state.lock().header.snapshots > 0 && self.geometry.version < 3 {
             return invalid("version 2 snapshots do not say how large the disk was".into());
         }
-        self.step(|state| state.grow(size)).await?;
+        self.step(|state| {
+            state.check_thawed()?;
+            state.grow(size)
+        })
+        .await?;
         self.size.store(size, Ordering::Release);
         Ok(())
     }
