@@ -17,6 +17,7 @@ mod serve;
 mod size;
 mod snapshot;
 mod sockets;
+mod vmstate;
 mod workers;
 
 use std::process::ExitCode;
@@ -51,6 +52,8 @@ enum Command {
     Resize(resize::Arguments),
     /// List, take, apply, delete and rename the snapshots inside an image.
     Snapshot(snapshot::Arguments),
+    /// Store a machine's state in a snapshot, or get it out again.
+    Vmstate(vmstate::Arguments),
 }
 
 fn main() -> ExitCode {
@@ -65,6 +68,7 @@ fn main() -> ExitCode {
         Command::Map(map) => map::run(map).map(done),
         Command::Resize(resize) => resize::run(resize).map(done),
         Command::Snapshot(snapshot) => snapshot::run(snapshot).map(done),
+        Command::Vmstate(vmstate) => vmstate::run(vmstate).map(done),
     };
     match result {
         Ok(code) => code,

@@ -22,12 +22,14 @@ mod prepared;
 mod snapshot;
 mod stats;
 mod tracker;
+mod vmstate;
 mod zero;
 
 pub use blockhouse_format::BlockStatus;
-pub use blockhouse_format::qcow2::{Backing, Snapshot};
+pub use blockhouse_format::qcow2::{Backing, Compression, Snapshot};
 pub use chain::{is_address, open, open_alone, open_snapshot};
 pub use disk::{Access, Discard, Disk, FlushPolicy, Options};
 pub use open::{CacheMode, ImageFormat, ImageOptions, Locking, create};
 pub use snapshot::Pause;
 pub use stats::Counters;
+pub use vmstate::{Packing, VmStateReader, VmStateWriter};

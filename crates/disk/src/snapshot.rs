@@ -9,7 +9,7 @@ use std::time::{Duration, Instant, SystemTime};
 
 use blockhouse_core::{Error, ErrorKind, Result, Storage, Sync};
 use blockhouse_format::Format;
-use blockhouse_format::qcow2::{NewSnapshot, Qcow2, Snapshot};
+use blockhouse_format::qcow2::{NewSnapshot, Qcow2, Snapshot, VmStateTables};
 
 use crate::Disk;
 use crate::generations::Generations;
@@ -68,6 +68,17 @@ impl<S: Storage> Disk<S> {
         let renamed =
             self.alone(async |tables| tables.rename_snapshot(name, new_name).await).await?;
         Ok(renamed.1)
+    }
+
+    /// Takes a snapshot that has the machine's state.
+    pub(crate) async fn create_snapshot_with(
+        &self,
+        name: &str,
+        state: &VmStateTables,
+    ) -> Result<Snapshot> {
+        let new = named(name);
+        let made = self.alone(async |tables| tables.create_snapshot(&new, Some(state)).await);
+        Ok(made.await?.0)
     }
 
     /// Runs a change of the whole image while the guest's changes are held off.

@@ -288,6 +288,18 @@ fn change_once(
     }
     disk.clear_faults();
     let ended_well = outcome.is_ok();
+    // Life goes on after a failure, or everything is refused: nothing is overwritten that may be in use.
+    let mut run = random.fork();
+    let mut later = wanted.clone();
+    let image = sim.block_on(async move {
+        if !ended_well {
+            for _ in 0..10 {
+                let _ = scribble(&image, &mut later, &mut run).await;
+            }
+            let _ = image.flush(Sync::Data).await;
+        }
+        image
+    });
     watch(&sim, &disk, &mut random, &before, &wanted, ended_well)?;
     drop(image);
     Ok(())
@@ -324,12 +336,14 @@ fn a_failed_operation_changes_nothing_or_all_of_it() {
         };
         change_once(seed, fail, |_, disk, _, before, wanted, ended_well| {
             let (found, report) = recover(disk.content())?;
+            // Of the active disk nobody knows after a failure what later writes made of it.
+            let any = |model: &Model| Model { active: found.active.clone(), ..model.clone() };
             if ended_well {
                 same(&found, wanted)?;
             } else {
-                same(&found, before).or_else(|_| same(&found, wanted))?;
+                same(&found, &any(before)).or_else(|_| same(&found, &any(wanted)))?;
             }
-            match report.corruptions + report.leaks {
+            match report.corruptions {
                 0 => Ok(()),
                 _ => Err(format!("{report:?}")),
             }

@@ -82,12 +82,19 @@ impl<S: Storage> Drop for Freeze<'_, S> {
         if self.stage == Stage::Switching {
             let what = "a change of the snapshots was given up at its last step";
             let error = Error::new(ErrorKind::Io, what).on(self.image.storage.name());
-            self.image.remember(&error);
+            // The first failure is the one that led here.
+            let _ = self.image.failure.set(error);
         }
         let mut state = self.image.state.lock();
         // What was given up may still write to places that count as free.
         let draining = || Frozen::Draining(self.image.table_writes.clone());
-        state.frozen = self.image.table_writes.wait().map(|_| draining());
+        state.frozen = match self.image.failure.get() {
+            // Nobody knows which tables are in force: nothing may be written over.
+            Some(error) if self.stage == Stage::Switching => {
+                Some(Frozen::Failed(error.duplicate().hint("open the image again")))
+            }
+            _ => self.image.table_writes.wait().map(|_| draining()),
+        };
         if self.rounds == Rounds::Stopped {
             state.round_is_running = false;
         }
@@ -103,6 +110,7 @@ impl State {
             None => None,
             Some(Frozen::Held(thawed)) => Some(thawed.0.listen()),
             Some(Frozen::Draining(writes)) => writes.wait(),
+            Some(Frozen::Failed(error)) => return Err(Blocked::Failed(error.duplicate())),
         };
         match waiting {
             Some(event) => Err(Blocked::Wait(event)),
@@ -120,6 +128,8 @@ pub(crate) enum Frozen {
     Held(Thawed),
     /// That was given up, and writes of it are under way.
     Draining(InFlight),
+    /// It failed at its last step: for good.
+    Failed(Error),
 }
 
 /// Tells those who wait when it is dropped.
@@ -362,7 +372,6 @@ impl<'a, S: Storage> Draft<'a, S> {
         if let Err(error) = switched.await {
             // Not even for want of room: nobody knows which header is on disk.
             let _ = image.failure.set(error.duplicate());
-            freeze.stage = Stage::Drafting;
             return Err(error);
         }
         image.put_in_force(header, l1, table)?;

@@ -79,6 +79,8 @@ pub struct Qcow2<S: Storage> {
     releasing: async_lock::Mutex<()>,
     /// Held by the one who changes the image as a whole.
     drafting: async_lock::Mutex<()>,
+    /// Which snapshot it was opened on.
+    snapshot: OnceLock<Snapshot>,
 }
 
 /// What becomes of the space of clusters that the guest discards.
@@ -186,6 +188,7 @@ impl<S: Storage> Qcow2<S> {
             reads: Reads::default(),
             releasing: async_lock::Mutex::new(()),
             drafting: async_lock::Mutex::new(()),
+            snapshot: OnceLock::new(),
         };
         if options.access == Access::ReadWrite {
             image.prepare_for_writing().await?;

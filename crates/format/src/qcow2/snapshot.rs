@@ -153,6 +153,8 @@ impl<S: Storage> Qcow2<S> {
             return Err(Error::new(ErrorKind::Corrupt, what).on(image.storage.name()));
         }
         image.state.lock().l1 = table_io::words_of(&l1);
+        // Nobody else has the image yet.
+        let _ = image.snapshot.set(entry.described(header.size));
         image.size.store(size, std::sync::atomic::Ordering::Release);
         Ok(image)
     }

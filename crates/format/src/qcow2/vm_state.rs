@@ -59,6 +59,25 @@ impl<S: Storage> Qcow2<S> {
         self.geometry.l1_entries_for(self.size()) * self.geometry.l1_entry_span()
     }
 
+    /// Where the state is of the snapshot that the image was opened on; empty for a snapshot without one.
+    ///
+    /// # Errors
+    /// `InvalidInput` for an image that was not opened on a snapshot; `Corrupt` where the snapshot's tables
+    /// do not reach so far.
+    pub fn vm_state(&self) -> Result<ByteRange> {
+        let Some(snapshot) = self.snapshot.get() else {
+            let what = "was not opened on a snapshot";
+            return Err(Error::new(ErrorKind::InvalidInput, what).on(self.storage.name()));
+        };
+        let reach = self.state.lock().l1.len() as u64 * self.geometry.l1_entry_span();
+        let place = ByteRange::new(self.vm_state_offset(), snapshot.vm_state_size);
+        place.filter(|place| place.is_empty() || place.end() <= reach).ok_or_else(|| {
+            let name = &snapshot.name;
+            let what = format!("the VM state of the snapshot '{name}' is larger than its tables");
+            Error::new(ErrorKind::Corrupt, what).on(self.storage.name())
+        })
+    }
+
     /// Tables for a state of which nothing is stored yet.
     pub fn new_vm_state(&self) -> VmStateTables {
         let says_zero = match &self.backing {
