@@ -9,7 +9,7 @@ use std::process::Command;
 use std::time::Duration;
 
 use blockhouse_tests::{
-    Outcome, Scratch, blockhouse, need, random_bytes, require, run, run_within, tool,
+    Outcome, Scratch, blockhouse, need, random_bytes, require, run, run_within, seeded, tool,
 };
 
 const MEMORY: u64 = 512 << 20;
@@ -49,18 +49,20 @@ fn memory_file(scratch: &Scratch, name: &str) -> PathBuf {
 /// A paused machine that carries out commands of the monitor, then ends. Its memory is a file, so
 /// that its content can be set before and looked at afterwards.
 fn machine(memory: &Path, options: &[&str], commands: &str) -> Outcome {
+    let script = memory.with_extension("monitor");
+    std::fs::write(&script, format!("{commands}quit\n")).expect("room");
+    machine_told_by(&format!("cat {}", str(&script)), memory, options)
+}
+
+/// The same, with its monitor at the output of a shell's command.
+fn machine_told_by(teller: &str, memory: &Path, options: &[&str]) -> Outcome {
     let backend =
         format!("memory-backend-file,id=m,share=on,size={MEMORY},mem-path={}", str(memory));
-    let mut qemu = tool("qemu-system-x86_64");
+    let mut qemu = tool("sh");
+    qemu.args(["-c", &format!("{{ {teller}; }} | qemu-system-x86_64 \"$@\""), "sh"]);
     qemu.args(["-machine", "pc,accel=tcg,memory-backend=m", "-object", &backend, "-m", "512"]);
     qemu.args(["-display", "none", "-nodefaults", "-S", "-monitor", "stdio"]).args(options);
-    let script =
-        std::env::temp_dir().join(format!("monitor-{}-{}", std::process::id(), commands.len()));
-    std::fs::write(&script, format!("{commands}quit\n")).expect("a file");
-    qemu.stdin(File::open(&script).expect("the file"));
-    let outcome = run_within(LIMIT, &mut qemu);
-    let _ = std::fs::remove_file(&script);
-    outcome.success()
+    run_within(LIMIT, &mut qemu).success()
 }
 
 fn drive(image: &Path) -> String {
@@ -109,10 +111,13 @@ fn qemu_and_we_exchange_the_state_of_a_machine() {
     same_memory(&memory, &restored);
 
     // What we give, QEMU takes.
-    let incoming = format!("exec:{blockhouse} vmstate load {} one", str(&ours));
+    let sent = scratch.path("sent");
+    let incoming =
+        format!("exec:{blockhouse} vmstate load {} one && touch {}", str(&ours), str(&sent));
     let received = empty_memory(&scratch, "restored");
-    let outcome = machine(&received, &["-incoming", &incoming], "info status\n");
-    assert!(!outcome.stderr.contains("failed"), "{}", outcome.describe("it comes in"));
+    // What is still in the pipe when all is sent is soon taken.
+    let teller = format!("until [ -e {} ]; do sleep 0.1; done; sleep 3; echo quit", str(&sent));
+    machine_told_by(&teller, &received, &["-incoming", &incoming]);
     same_memory(&memory, &received);
 
     // What QEMU stores, we read byte for byte: stored by us again, QEMU starts from it.
@@ -165,9 +170,8 @@ fn a_state_that_ends_early_becomes_no_snapshot() {
     let save = |stream: &[u8]| {
         let path = scratch.path("stream");
         std::fs::write(&path, stream).expect("room");
-        let mut save = Command::new(blockhouse());
-        save.args(["vmstate", "save", str(&image), "one"]);
-        run(save.stdin(File::open(&path).expect("it is there")))
+        let script = format!("exec \"$0\" vmstate save {} one < {}", str(&image), str(&path));
+        run(Command::new("sh").args(["-c", &script, str(blockhouse())]))
     };
     let mut random = seeded();
     let half = [&b"QEVM"[..], &random_bytes(&mut random, 5 << 20)].concat();
