@@ -29,12 +29,15 @@ const QEMU_UTILS: Package = Package {
     name: "qemu-utils",
     probe: Probe::Programs(&["qemu-img", "qemu-io", "qemu-nbd", "qemu-storage-daemon"]),
 };
+const QEMU_SYSTEM: Package =
+    Package { name: "qemu-system-x86", probe: Probe::Programs(&["qemu-system-x86_64"]) };
 const NBDKIT: Package = Package { name: "nbdkit", probe: Probe::Programs(&["nbdkit"]) };
 const FIO: Package = Package { name: "fio", probe: Probe::Programs(&["fio"]) };
 
 /// What `cargo xtask test` needs.
 pub const FOR_TESTS: &[Package] = &[
     QEMU_UTILS,
+    QEMU_SYSTEM,
     Package { name: "libnbd-bin", probe: Probe::Programs(&["nbdinfo", "nbdcopy"]) },
     Package { name: "python3-libnbd", probe: Probe::PythonModule("nbd") },
     NBDKIT,

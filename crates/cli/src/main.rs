@@ -19,7 +19,9 @@ mod rebase;
 mod resize;
 mod serve;
 mod size;
+mod snapshot;
 mod sockets;
+mod vmstate;
 mod workers;
 
 use std::process::ExitCode;
@@ -60,6 +62,10 @@ enum Command {
     Commit(commit::Arguments),
     /// Give an image another backing file.
     Rebase(rebase::Arguments),
+    /// List, take, apply, delete and rename the snapshots inside an image.
+    Snapshot(snapshot::Arguments),
+    /// Store a machine's state in a snapshot, or get it out again.
+    Vmstate(vmstate::Arguments),
 }
 
 fn main() -> ExitCode {
@@ -77,6 +83,8 @@ fn main() -> ExitCode {
         Command::Resize(resize) => resize::run(resize).map(done),
         Command::Commit(commit) => commit::run(commit).map(done),
         Command::Rebase(rebase) => rebase::run(rebase).map(done),
+        Command::Snapshot(snapshot) => snapshot::run(snapshot).map(done),
+        Command::Vmstate(vmstate) => vmstate::run(vmstate).map(done),
     };
     match result {
         Ok(code) => code,

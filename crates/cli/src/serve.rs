@@ -8,7 +8,7 @@ use std::time::Duration;
 use anyhow::{Context, Result, bail};
 use blockhouse_disk::{
     Access, CacheMode, DetectZeroes, Discard, Disk, ImageFormat, ImageOptions, Locking, create,
-    open,
+    open, open_snapshot,
 };
 use blockhouse_engine::{DEFAULT_POLLING, EngineChoice, HostFile, Listener};
 use blockhouse_nbd::uri::NbdUri;
@@ -57,6 +57,9 @@ pub struct Arguments {
     /// Refuse all writes.
     #[arg(long)]
     read_only: bool,
+    /// Serve the disk as it was when this snapshot was taken (its name or id), for reading only.
+    #[arg(long, value_name = "NAME")]
+    snapshot: Option<String>,
     /// What a guest's discards do: unmap gives the space back to the host, ignore does nothing.
     #[arg(long, default_value = "unmap", value_parser = parse_discard)]
     discard: Discard,
@@ -99,6 +102,9 @@ impl Arguments {
             if self.create.is_some() {
                 refuse("--create makes one image; name just that one");
             }
+        }
+        if self.create.is_some() && self.snapshot.is_some() {
+            refuse("a new image has no snapshots; leave out --create or --snapshot");
         }
     }
 
@@ -173,7 +179,7 @@ fn open_image(workers: &Workers, image: &Path, arguments: &Arguments) -> Result<
         detect_zeroes: arguments.detect_zeroes,
         locking: Locking::Held,
     };
-    let wanted = arguments.create;
+    let (wanted, snapshot) = (arguments.create, arguments.snapshot.clone());
     let disk = workers.run(move || async move {
         if let Some(size) = wanted
             && !path.exists()
@@ -181,7 +187,10 @@ fn open_image(workers: &Workers, image: &Path, arguments: &Arguments) -> Result<
             let format = options.format.unwrap_or_else(|| ImageFormat::by_name(&path));
             create(&path, size, format).await?;
         }
-        open(&path, options).await
+        match snapshot {
+            None => open(&path, options).await,
+            Some(name) => open_snapshot(&path, options, &name).await,
+        }
     })?;
     match wanted {
         Some(size) if disk.size() != size => bail!(

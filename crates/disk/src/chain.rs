@@ -34,9 +34,29 @@ type Identity = (u64, u64);
 /// One that names the file: it is missing, no disk image, of a wrong size, locked, looks like
 /// another format, or the host refuses; for a backing file also the chain that leads to it.
 pub async fn open(path: &Path, options: ImageOptions) -> Result<Disk<HostFile>> {
+    open_with(path, options, None).await
+}
+
+/// As [`open`], as the disk was when the snapshot of this name (or id) was taken; for reading only.
+///
+/// # Errors
+/// As [`open`]; `InvalidInput` when there is no such snapshot, `Unsupported` for a raw image.
+pub async fn open_snapshot(
+    path: &Path,
+    options: ImageOptions,
+    snapshot: &str,
+) -> Result<Disk<HostFile>> {
+    open_with(path, ImageOptions { access: Access::ReadOnly, ..options }, Some(snapshot)).await
+}
+
+async fn open_with(
+    path: &Path,
+    options: ImageOptions,
+    snapshot: Option<&str>,
+) -> Result<Disk<HostFile>> {
     let (file, identity) = open_file(path, options)?;
     let mut chain = Chain { files: vec![(path.to_owned(), identity)] };
-    let mut disk = disk_over(file, path, options).await?;
+    let mut disk = disk_over(file, path, options, snapshot).await?;
     let mut above = Vec::new();
     while let Some(backing) = disk.backing_file() {
         let (path, format) = chain.next(backing)?;
@@ -44,7 +64,8 @@ pub async fn open(path: &Path, options: ImageOptions) -> Result<Disk<HostFile>> 
         let (file, identity) = open_file(&path, behind).map_err(|error| chain.failed(&error))?;
         // Before it is locked: in a loop the lock would be held by ourselves.
         chain.enter(path.clone(), identity)?;
-        let next = disk_over(file, &path, behind).await.map_err(|error| chain.failed(&error))?;
+        let next = disk_over(file, &path, behind, None).await;
+        let next = next.map_err(|error| chain.failed(&error))?;
         above.push(std::mem::replace(&mut disk, next));
     }
     Ok(above.into_iter().rfold(disk, |behind, disk| disk.over(Arc::new(behind))))
@@ -57,7 +78,7 @@ pub async fn open(path: &Path, options: ImageOptions) -> Result<Disk<HostFile>> 
 /// As [`open`].
 pub async fn open_alone(path: &Path, options: ImageOptions) -> Result<Disk<HostFile>> {
     let (file, _) = open_file(path, options)?;
-    disk_over(file, path, options).await
+    disk_over(file, path, options, None).await
 }
 
 /// Opens an image and the one right behind it, both for writing, with all that is behind. Needs the loop
@@ -72,7 +93,7 @@ pub async fn open_with_base(
     let options = ImageOptions { access: Access::ReadWrite, ..options };
     let (file, identity) = open_file(path, options)?;
     let chain = Chain { files: vec![(path.to_owned(), identity)] };
-    let disk = disk_over(file, path, options).await?;
+    let disk = disk_over(file, path, options, None).await?;
     let Some(backing) = disk.backing_file() else {
         let what = "has no backing file";
         return Err(Error::new(ErrorKind::InvalidInput, what).on(disk.name()));
@@ -108,7 +129,12 @@ fn open_file(path: &Path, options: ImageOptions) -> Result<(HostFile, Identity)>
     Ok((file, (status.st_dev, status.st_ino)))
 }
 
-async fn disk_over(file: HostFile, path: &Path, options: ImageOptions) -> Result<Disk<HostFile>> {
+async fn disk_over(
+    file: HostFile,
+    path: &Path,
+    options: ImageOptions,
+    snapshot: Option<&str>,
+) -> Result<Disk<HostFile>> {
     if options.locking == Locking::Held {
         lock(&file, options.access)?;
     }
@@ -125,13 +151,20 @@ async fn disk_over(file: HostFile, path: &Path, options: ImageOptions) -> Result
             if options.format.is_none() {
                 refuse_disguise(&file).await?;
             }
-            Disk::raw(file, disk_options)
+            match snapshot {
+                None => Disk::raw(file, disk_options),
+                Some(_) => Err(Error::new(ErrorKind::Unsupported, "a raw image has no snapshots")
+                    .on(file.name())),
+            }
         }
         ImageFormat::Qcow2 => {
             if options.format.is_none() {
                 refuse_missing_magic(&file).await?;
             }
-            Disk::qcow2(file, disk_options).await
+            match snapshot {
+                None => Disk::qcow2(file, disk_options).await,
+                Some(name) => Disk::qcow2_snapshot(file, disk_options, name).await,
+            }
         }
     }
 }

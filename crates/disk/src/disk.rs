@@ -14,6 +14,7 @@ use blockhouse_format::{BlockStatus, Format, Raw};
 
 use crate::clusters::ClusterBuffers;
 use crate::durable::Debt;
+use crate::gate::Gate;
 use crate::generations::Generations;
 use crate::limits::BounceBuffers;
 use crate::stats::{Counters, Stats};
@@ -99,6 +100,8 @@ pub struct Disk<S: Storage> {
     /// Where the image's unallocated clusters are read from.
     pub(crate) backing: Option<Arc<Disk<S>>>,
     pub(crate) stats: Stats,
+    /// What changes the disk passes it.
+    pub(crate) gate: Gate,
     options: Options,
     pub(crate) tracker: Arc<Tracker>,
 }
@@ -119,7 +122,24 @@ impl<S: Storage> Disk<S> {
     /// # Errors
     /// What [`Qcow2::open`] answers.
     pub async fn qcow2(storage: S, options: Options) -> Result<Self> {
-        let how = qcow2::OpenOptions {
+        let storage = Generations::new(storage, options.flush);
+        let image = Qcow2::open(storage, Self::tables_options(options)).await?;
+        Ok(Self::new(Format::Qcow2(Box::new(image)), options))
+    }
+
+    /// As [`qcow2`](Self::qcow2), as the disk was when a snapshot was taken; for reading only.
+    ///
+    /// # Errors
+    /// What [`Qcow2::open_snapshot`] answers.
+    pub async fn qcow2_snapshot(storage: S, options: Options, name: &str) -> Result<Self> {
+        let options = Options { access: Access::ReadOnly, ..options };
+        let storage = Generations::new(storage, options.flush);
+        let image = Qcow2::open_snapshot(storage, Self::tables_options(options), name).await?;
+        Ok(Self::new(Format::Qcow2(Box::new(image)), options))
+    }
+
+    fn tables_options(options: Options) -> qcow2::OpenOptions {
+        qcow2::OpenOptions {
             access: match options.access {
                 Access::ReadOnly => qcow2::Access::ReadOnly,
                 Access::ReadWrite => qcow2::Access::ReadWrite,
@@ -129,9 +149,7 @@ impl<S: Storage> Disk<S> {
                 Discard::Ignore => qcow2::Discard::Keep,
             },
             ..Default::default()
-        };
-        let image = Qcow2::open(Generations::new(storage, options.flush), how).await?;
-        Ok(Self::new(Format::Qcow2(Box::new(image)), options))
+        }
     }
 
     fn new(format: Format<Generations<S>>, options: Options) -> Self {
@@ -148,6 +166,7 @@ impl<S: Storage> Disk<S> {
             unpacked: UnpackedClusters::new(cluster_size),
             backing: None,
             stats: Stats::default(),
+            gate: Gate::default(),
             options,
             tracker: Arc::default(),
         }
@@ -262,12 +281,15 @@ impl<S: Storage> Disk<S> {
         let debt = match request {
             Request::Read { offset, into } => self.submit_read(offset, into).await?,
             Request::Write { offset, from, durability } => {
+                let _pass = self.gate.enter().await;
                 self.submit_write(offset, from, durability).await?
             }
             Request::WriteZeroes { range, unmap, effort, durability } => {
+                let _pass = self.gate.enter().await;
                 self.submit_zeroes(range, Zeroing { unmap, effort, durability }).await?
             }
             Request::Discard { range, durability } => {
+                let _pass = self.gate.enter().await;
                 self.submit_discard(range, durability).await?
             }
             Request::Flush => return self.format.flush(Sync::Data).await,

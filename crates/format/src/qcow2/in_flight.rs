@@ -9,7 +9,7 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use event_listener::Event;
+use event_listener::{Event, EventListener};
 use parking_lot::Mutex;
 
 /// Counts operations. Clones count together.
@@ -33,12 +33,19 @@ impl InFlight {
 
     /// Waits until none is under way.
     pub(crate) async fn ended(&self) {
-        while self.0.underway.load(Ordering::SeqCst) > 0 {
-            let ended = self.0.ended.listen();
-            if self.0.underway.load(Ordering::SeqCst) > 0 {
-                ended.await;
-            }
+        while let Some(ended) = self.wait() {
+            ended.await;
         }
+    }
+
+    /// What to wait for before looking again; `None` when none is under way.
+    pub(crate) fn wait(&self) -> Option<EventListener> {
+        let is_busy = || self.0.underway.load(Ordering::SeqCst) > 0;
+        if !is_busy() {
+            return None;
+        }
+        let ended = self.0.ended.listen();
+        is_busy().then_some(ended)
     }
 }
 

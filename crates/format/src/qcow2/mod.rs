@@ -12,6 +12,7 @@ mod check;
 mod commit;
 mod compress;
 mod create;
+mod draft;
 mod edit;
 mod entry;
 mod extensions;
@@ -20,6 +21,7 @@ mod geometry;
 mod header;
 mod in_flight;
 mod kept;
+mod ledger;
 mod map;
 mod packed;
 mod pending;
@@ -32,9 +34,12 @@ mod repair;
 mod resize;
 mod round;
 mod slice_cache;
+mod snapshot;
+mod snapshot_table;
 mod snapshots;
 mod state;
 mod table_io;
+mod vm_state;
 mod writing;
 
 use std::collections::{BTreeSet, HashMap, HashSet, VecDeque};
@@ -53,6 +58,9 @@ pub use compress::{Compression, compress, decompress};
 pub use create::{CreateOptions, Preallocation, Switch, Version, create};
 pub use features::Features;
 pub use repair::{Repair, Repaired, repair};
+pub use snapshot::NewSnapshot;
+pub use snapshot_table::Snapshot;
+pub use vm_state::{VmStateCluster, VmStateTables};
 
 use crate::{Abort, BlockStatus, Intent};
 use alloc::Space;
@@ -87,6 +95,10 @@ pub struct Qcow2<S: Storage> {
     /// Held by the one who changes the header; and its writes.
     header_changes: Semaphore,
     header_writes: InFlight,
+    /// Held by the one who changes the image as a whole.
+    drafting: Semaphore,
+    /// Which snapshot it was opened on.
+    snapshot: OnceLock<Snapshot>,
 }
 
 /// What becomes of the space of clusters that the guest discards.
@@ -175,6 +187,7 @@ impl<S: Storage> Qcow2<S> {
             version: 0,
             durable_version: 0,
             round_is_running: false,
+            frozen: None,
         };
         if options.access == Access::ReadWrite {
             state.note_metadata()?;
@@ -198,6 +211,8 @@ impl<S: Storage> Qcow2<S> {
             releasing: Semaphore::new(1),
             header_changes: Semaphore::new(1),
             header_writes: InFlight::default(),
+            drafting: Semaphore::new(1),
+            snapshot: OnceLock::new(),
         };
         let is_dirty = image.state.lock().disk_header.incompatible.contains(Incompatible::DIRTY);
         if options.access == Access::ReadWrite && is_dirty {
@@ -266,11 +281,14 @@ impl<S: Storage> Qcow2<S> {
         if self.has_autoclear.load(Ordering::Acquire) {
             Box::pin(self.begin_changes()).await?;
         }
-        let mapped = self.step(|state| match intent {
-            Intent::Read => state.map_read(range),
-            Intent::Write => state.map_write(range),
-            Intent::Zero(unmap) => state.map_zero(range, unmap),
-            Intent::Discard => state.map_discard(range),
+        let mapped = self.step(|state| {
+            state.check_thawed()?;
+            match intent {
+                Intent::Read => state.map_read(range),
+                Intent::Write => state.map_write(range),
+                Intent::Zero(unmap) => state.map_zero(range, unmap),
+                Intent::Discard => state.map_discard(range),
+            }
         });
         self.marking(mapped.await).await
     }

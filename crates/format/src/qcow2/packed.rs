@@ -18,6 +18,8 @@ impl<S: Storage> Qcow2<S> {
     /// As [`Format::map_compressed`](crate::Format::map_compressed).
     pub async fn map_compressed(&self, guest: ByteRange, length: u64) -> Result<Extent> {
         self.check_writable()?;
+        self.check_intact()?;
+        self.begin_changes().await?;
         let block = u64::from(self.storage().capabilities().alignment.offset);
         let prepared = self.step(|state| state.map_compressed(guest, length, block)).await;
         self.marking(prepared).await
@@ -28,6 +30,7 @@ impl State {
     /// A place for `length` bytes that the cluster `guest` is compressed to. It starts at a multiple
     /// of `block` and has whole blocks for itself, so that nobody writes to a block of another.
     fn map_compressed(&mut self, guest: ByteRange, length: u64, block: u64) -> Step<Extent> {
+        self.check_thawed()?;
         self.check_room()?;
         let cluster = self.geometry.cluster_of(guest.offset());
         let alone = cluster..cluster + 1;

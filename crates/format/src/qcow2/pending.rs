@@ -68,6 +68,11 @@ impl Pending {
         self.overwrites.keys().any(overlaps).then(|| self.overwrite_ended.listen())
     }
 
+    /// Whether nobody is changing anything.
+    pub(crate) fn is_idle(&self) -> bool {
+        self.changes.is_empty() && self.overwrites.is_empty()
+    }
+
     pub(crate) fn begin_overwrite(&mut self, clusters: Range<u64>) {
         *self.overwrites.entry((clusters.start, clusters.end)).or_insert(0) += 1;
     }

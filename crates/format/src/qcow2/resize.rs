@@ -26,7 +26,12 @@ impl<S: Storage> Qcow2<S> {
     pub async fn reserve(&self, size: u64) -> Result<()> {
         self.check_resize(size)?;
         self.begin_changes().await?;
-        let grown = self.step(|state| state.grow_l1(size)).await;
+        let grown = self
+            .step(|state| {
+                state.check_thawed()?;
+                state.grow_l1(size)
+            })
+            .await;
         self.marking(grown).await
     }
 
@@ -40,6 +45,7 @@ impl<S: Storage> Qcow2<S> {
         }
         self.begin_changes().await?;
         let grown = self.step(|state| {
+            state.check_thawed()?;
             state.grow_l1(size)?;
             state.header.size = size;
             state.version += 1;
@@ -63,7 +69,11 @@ impl<S: Storage> Qcow2<S> {
         let kept = self.geometry.l1_entries_for(size) as usize;
         let tables = self.state.lock().l1.len();
         self.drop_l2_tables(kept..tables).await?;
-        self.step(|state| state.cut(size)).await?;
+        self.step(|state| {
+            state.check_thawed()?;
+            state.cut(size)
+        })
+        .await?;
         self.size.store(size, Ordering::Release);
         Ok(())
     }
@@ -82,7 +92,12 @@ impl<S: Storage> Qcow2<S> {
         // Tables that are going to be free must not be written any more.
         self.flush(Sync::Data).await?;
         for (count, index) in indexes.enumerate() {
-            let dropped = self.step(|state| state.drop_l2_table(index)).await;
+            let dropped = self
+                .step(|state| {
+                    state.check_thawed()?;
+                    state.drop_l2_table(index)
+                })
+                .await;
             self.marking(dropped).await?;
             if count % TABLES_TOGETHER == TABLES_TOGETHER - 1 {
                 self.flush(Sync::Data).await?;
@@ -98,7 +113,12 @@ impl<S: Storage> Qcow2<S> {
         let end = geometry.l1_entries_for(size) * geometry.l2_entries();
         let mut cluster = first;
         while cluster < end {
-            cluster = self.step(|state| state.empty_slice(cluster)).await?;
+            cluster = self
+                .step(|state| {
+                    state.check_thawed()?;
+                    state.empty_slice(cluster)
+                })
+                .await?;
         }
         Ok(())
     }

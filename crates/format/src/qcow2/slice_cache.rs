@@ -129,6 +129,11 @@ impl SliceCache {
         }
     }
 
+    /// One as large, without anything in it.
+    pub(crate) fn emptied(&self) -> Self {
+        Self::new(self.most)
+    }
+
     /// A step begins: what it looks at stays cached until the next one.
     pub(crate) fn begin_step(&mut self) {
         self.step += 1;

@@ -11,6 +11,7 @@ use blockhouse_core::{Error, ErrorKind};
 use event_listener::EventListener;
 
 use super::alloc::{Retired, Space};
+use super::draft::Frozen;
 use super::entry::{self, Entry, Reference};
 use super::geometry::Geometry;
 use super::header::{Header, Incompatible};
@@ -100,9 +101,33 @@ pub(crate) struct State {
     pub(crate) version: u64,
     pub(crate) durable_version: u64,
     pub(crate) round_is_running: bool,
+    /// While the image is changed as a whole.
+    pub(crate) frozen: Option<Frozen>,
 }
 
 impl State {
+    /// Other tables are in force from now on, all of them on disk. `clusters` is the length of the file.
+    pub(crate) fn replace_tables(
+        &mut self,
+        header: Header,
+        l1: Vec<u64>,
+        refcount_table: Vec<u64>,
+        clusters: u64,
+    ) -> Result<(), Error> {
+        self.disk_header = header.clone();
+        self.header = header;
+        self.l1 = l1;
+        self.refcount_table = refcount_table;
+        self.cache = self.cache.emptied();
+        self.space = Space::new(clusters);
+        self.open_end = None;
+        self.new_tables.clear();
+        self.l1_changed.clear();
+        self.refcount_table_changed.clear();
+        self.metadata.clear();
+        self.note_metadata()
+    }
+
     pub(crate) fn corrupt(&self, what: impl Into<String>, offset: u64) -> Error {
         Error::new(ErrorKind::Corrupt, what.into())
             .on(&self.name)

@@ -146,6 +146,29 @@ impl<S: Storage> Qcow2<S> {
         self.run_round(Extent::Everything).await.map(|_| ())
     }
 
+    /// Writes everything that is changed, and keeps rounds from running: whoever called this ends that by
+    /// `round_is_running` and `round_ended`.
+    pub(super) async fn stop_rounds(&self) -> Result<()> {
+        loop {
+            self.check_failure()?;
+            let waiting = {
+                let mut state = self.state.lock();
+                if state.round_is_running {
+                    Some(self.round_ended.listen())
+                } else if state.has_changes() {
+                    None
+                } else {
+                    state.round_is_running = true;
+                    return Ok(());
+                }
+            };
+            match waiting {
+                Some(event) => event.await,
+                None => drop(self.run_round(Extent::Everything).await?),
+            }
+        }
+    }
+
     /// Runs a round if none runs, else waits for that one.
     async fn run_round(&self, extent: Extent) -> Result<Flushed> {
         let waiting = {
@@ -286,7 +309,11 @@ impl<S: Storage> Qcow2<S> {
     }
 
     /// Writes pieces side by side and waits for all of them, also when one fails.
-    async fn write_pieces(&self, pieces: &[Piece], durability: Durability) -> Result<()> {
+    pub(super) async fn write_pieces(
+        &self,
+        pieces: &[Piece],
+        durability: Durability,
+    ) -> Result<()> {
         let both = |sum: Result<()>, one| ready(sum.and(one));
         let writes = pieces.iter().map(|piece| self.write_piece(piece, durability));
         stream::iter(writes).buffer_unordered(TOGETHER).fold(Ok(()), both).await
@@ -334,7 +361,7 @@ impl<S: Storage> Qcow2<S> {
 
     /// Gives space of the file back to the host. Only a hint: what fails has no effect but that of not
     /// being done.
-    async fn punch(&self, range: ByteRange) {
+    pub(super) async fn punch(&self, range: ByteRange) {
         if let Some(range) = table_io::whole_blocks(&self.storage, range) {
             let _ = self.storage.discard(range).await;
         }

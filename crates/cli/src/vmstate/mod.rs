@@ -1,0 +1,148 @@
+//! `blockhouse vmstate`: a machine's state between a pipe and a snapshot inside an image.
+
+mod pipe;
+mod progress;
+mod stream_end;
+
+use std::path::PathBuf;
+
+use crate::looked_at::read_only;
+use anyhow::{Context, Result, bail};
+use blockhouse_disk::{
+    Access, CacheMode, Compression, ImageFormat, ImageOptions, StatePacking, open, open_snapshot,
+};
+use blockhouse_engine::{EngineChoice, EventLoop};
+use clap::builder::ValueParser;
+
+use pipe::Reader;
+use progress::Progress;
+use stream_end::StreamEnd;
+
+/// Arguments of `vmstate`.
+#[derive(clap::Args)]
+pub struct Arguments {
+    #[command(subcommand)]
+    action: Action,
+}
+
+#[derive(clap::Subcommand)]
+enum Action {
+    /// Store the state that comes on standard input, and take a snapshot of the disk with it. The
+    /// machine must be paused: migrate "exec:blockhouse vmstate save IMAGE NAME".
+    Save {
+        #[command(flatten)]
+        image: Image,
+        /// Compress it: zlib or zstd, the image's own kind of compression.
+        #[arg(long, value_name = "KIND", value_parser = ValueParser::new(parse_compression))]
+        compress: Option<Compression>,
+    },
+    /// Write the state of a snapshot to standard output: -incoming "exec:blockhouse vmstate load IMAGE
+    /// NAME".
+    Load {
+        #[command(flatten)]
+        image: Image,
+    },
+}
+
+/// The image and its snapshot.
+#[derive(clap::Args)]
+struct Image {
+    /// The image's format; left out, the file's name decides (.qcow2, otherwise raw).
+    #[arg(long, short, value_parser = ValueParser::new(str::parse::<ImageFormat>))]
+    format: Option<ImageFormat>,
+    /// The host's cache: none, writeback, writethrough, directsync or unsafe.
+    #[arg(long, default_value = "none", value_parser = ValueParser::new(str::parse::<CacheMode>))]
+    cache: CacheMode,
+    /// How file operations are done: auto, io_uring, linux-aio or threads.
+    #[arg(long, default_value = "auto", value_parser = ValueParser::new(str::parse::<EngineChoice>))]
+    engine: EngineChoice,
+    /// The image, in qcow2. No other program may be writing to it.
+    image: PathBuf,
+    /// The snapshot's name.
+    name: String,
+}
+
+impl Image {
+    fn options(&self, access: Access) -> ImageOptions {
+        ImageOptions { access, cache: self.cache, ..read_only(self.format) }
+    }
+}
+
+fn parse_compression(name: &str) -> Result<Compression, String> {
+    match name {
+        "zlib" => Ok(Compression::Zlib),
+        "zstd" => Ok(Compression::Zstd),
+        _ => Err("use zlib or zstd".into()),
+    }
+}
+
+/// Runs the command.
+pub fn run(arguments: Arguments) -> Result<()> {
+    match arguments.action {
+        Action::Save { image, compress } => {
+            let packing = compress.map_or(StatePacking::None, StatePacking::Compressed);
+            EventLoop::new(image.engine)?.block_on(save(&image, packing))
+        }
+        Action::Load { image } => EventLoop::new(image.engine)?.block_on(load(&image)),
+    }
+}
+
+async fn save(image: &Image, packing: StatePacking) -> Result<()> {
+    let disk = open(&image.image, image.options(Access::ReadWrite)).await?;
+    let existing = disk.snapshots().await?;
+    if existing.iter().any(|one| one.name == image.name) {
+        bail!(
+            "{}: has a snapshot '{}' already; choose another name, or delete that snapshot first",
+            disk.name(),
+            image.name
+        );
+    }
+    let mut writer = disk.save_vm_state(packing)?;
+    let mut chunks = pipe::read_standard_input()?;
+    let mut progress = Progress::new(None);
+    let mut end = StreamEnd::default();
+    let stored = async {
+        while let Some(chunk) = chunks.next().await {
+            let chunk = chunk.context("cannot read the state from standard input")?;
+            writer.write(writer.size(), &chunk).await?;
+            progress.add(chunk.len());
+            end.look_at(&chunk);
+            chunks.recycle(chunk);
+        }
+        end.check().map_err(|why| {
+            anyhow::anyhow!("{}: no snapshot is taken: {why}", image.image.display())
+        })?;
+        anyhow::Ok(writer.finish(&image.name).await?)
+    }
+    .await;
+    progress.end();
+    if stored.is_err() {
+        writer.abandon().await;
+    } else {
+        drop(writer);
+    }
+    // What was given back is counted down on the disk, too. The first failure is the one to tell.
+    let closed = disk.close().await;
+    stored?;
+    Ok(closed?)
+}
+
+async fn load(image: &Image) -> Result<()> {
+    let options = image.options(Access::ReadOnly);
+    let disk = open_snapshot(&image.image, options, &image.name).await?;
+    let mut reader = disk.load_vm_state()?;
+    let mut output = pipe::write_standard_output()?;
+    let mut progress = Progress::new(Some(reader.size()));
+    while let Some(buffer) = reader.next().await? {
+        progress.add(buffer.len());
+        if output.write(buffer).await == Reader::Gone {
+            break;
+        }
+        if let Some(written) = output.written() {
+            reader.recycle(written);
+        }
+    }
+    let ended = output.finish();
+    progress.end();
+    ended
+}

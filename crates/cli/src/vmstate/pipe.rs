@@ -1,0 +1,150 @@
+//! Standard input and output as fast as the other end is: large pipe buffers, and a thread of its own
+//! for the calls that wait.
+
+use std::fs::File;
+use std::future::poll_fn;
+use std::io::{self, Read, Write};
+use std::os::fd::{AsFd, BorrowedFd};
+use std::sync::mpsc;
+use std::thread::JoinHandle;
+
+use anyhow::{Context, Result};
+use blockhouse_core::Buffer;
+use futures_channel::mpsc as queue;
+use futures_util::StreamExt;
+
+/// How much is read at a time, and what a pipe is asked to hold, in bytes.
+const CHUNK: usize = 1 << 20;
+/// How many chunks are on their way.
+const CHUNKS: usize = 3;
+
+/// Pieces of standard input, in order, each full but the last.
+pub struct Chunks {
+    coming: queue::Receiver<io::Result<Vec<u8>>>,
+    spare: mpsc::Sender<Vec<u8>>,
+}
+
+/// Starts to read standard input.
+pub fn read_standard_input() -> Result<Chunks> {
+    let input = own(io::stdin().as_fd()).context("cannot use standard input")?;
+    let (mut give, coming) = queue::channel(0);
+    let (spare, empty) = mpsc::channel();
+    for _ in 0..CHUNKS {
+        // The receiver is held below.
+        let _ = spare.send(Vec::with_capacity(CHUNK));
+    }
+    let read = move || {
+        let mut input = input;
+        while let Ok(mut chunk) = empty.recv() {
+            chunk.clear();
+            let outcome = Read::by_ref(&mut input).take(CHUNK as u64).read_to_end(&mut chunk);
+            let is_last = !matches!(outcome, Ok(CHUNK));
+            if !matches!(outcome, Ok(0)) {
+                let sent = futures_executor::block_on(send(&mut give, outcome.map(|_| chunk)));
+                if sent == Reader::Gone {
+                    return;
+                }
+            }
+            if is_last {
+                return;
+            }
+        }
+    };
+    spawn("input", read)?;
+    Ok(Chunks { coming, spare })
+}
+
+impl Chunks {
+    /// The next piece; `None` at the end.
+    pub async fn next(&mut self) -> Option<io::Result<Vec<u8>>> {
+        self.coming.next().await
+    }
+
+    /// Takes a piece back that was used.
+    pub fn recycle(&self, chunk: Vec<u8>) {
+        // A reader that has come to the end needs none.
+        let _ = self.spare.send(chunk);
+    }
+}
+
+/// Whether somebody takes what is sent.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Reader {
+    There,
+    Gone,
+}
+
+/// Standard output.
+pub struct Output {
+    give: queue::Sender<Buffer>,
+    written: mpsc::Receiver<Buffer>,
+    thread: JoinHandle<io::Result<()>>,
+}
+
+/// Starts to write to standard output.
+pub fn write_standard_output() -> Result<Output> {
+    let output = own(io::stdout().as_fd()).context("cannot use standard output")?;
+    let (give, mut coming) = queue::channel::<Buffer>(1);
+    let (give_back, written) = mpsc::channel();
+    let write = move || {
+        let mut output = output;
+        while let Some(buffer) = futures_executor::block_on(coming.next()) {
+            output.write_all(buffer.bytes())?;
+            // Nobody taking it back is no reason to stop.
+            let _ = give_back.send(buffer);
+        }
+        Ok(())
+    };
+    let thread = spawn("output", write)?;
+    Ok(Output { give, written, thread })
+}
+
+impl Output {
+    /// Writes all bytes of the buffer, some time; says whether there is anybody to write more to. Why
+    /// there is nobody is told by [`finish`](Self::finish).
+    pub async fn write(&mut self, buffer: Buffer) -> Reader {
+        send(&mut self.give, buffer).await
+    }
+
+    /// A buffer that was written.
+    pub fn written(&self) -> Option<Buffer> {
+        self.written.try_recv().ok()
+    }
+
+    /// Waits until everything is written.
+    ///
+    /// # Errors
+    /// When nobody reads any more, or the host refuses.
+    pub fn finish(self) -> Result<()> {
+        drop(self.give);
+        // Nothing else is left to do meanwhile.
+        match self.thread.join() {
+            Ok(outcome) => outcome.context(CANNOT_WRITE),
+            Err(_) => anyhow::bail!(CANNOT_WRITE),
+        }
+    }
+}
+
+/// Waits for room, then gives it to the other side, if that is there.
+async fn send<T>(give: &mut queue::Sender<T>, one: T) -> Reader {
+    let is_ready = poll_fn(|context| give.poll_ready(context)).await.is_ok();
+    if is_ready && give.start_send(one).is_ok() { Reader::There } else { Reader::Gone }
+}
+
+const CANNOT_WRITE: &str = "cannot write the state to standard output";
+
+/// A descriptor of our own, with a large buffer if it is a pipe.
+fn own(descriptor: BorrowedFd<'_>) -> io::Result<File> {
+    let own = descriptor.try_clone_to_owned()?;
+    // Files have no such buffer, and a user may have used up what pipes may take: then it is slower.
+    let _ = rustix::pipe::fcntl_setpipe_size(&own, CHUNK);
+    Ok(File::from(own))
+}
+
+fn spawn<T: Send + 'static>(
+    name: &str,
+    work: impl FnOnce() -> T + Send + 'static,
+) -> Result<JoinHandle<T>> {
+    let builder = std::thread::Builder::new().name(format!("blockhouse-{name}"));
+    builder.spawn(work).context("cannot start a thread")
+}

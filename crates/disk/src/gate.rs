@@ -1,0 +1,119 @@
+//! The gate that changes of the disk pass: shut while the image is changed as a whole.
+//!
+//! Who passes pays for two atomic additions. The one who shuts it waits until all who are inside have
+//! left; those who come later wait until it opens.
+
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use event_listener::Event;
+
+/// The bit that says "shut"; below it, how many are inside.
+const SHUT: usize = 1 << (usize::BITS - 1);
+
+/// See the module's page.
+#[derive(Default)]
+pub(crate) struct Gate {
+    state: AtomicUsize,
+    opened: Event,
+    emptied: Event,
+    one_at_a_time: async_lock::Mutex<()>,
+}
+
+/// Being inside.
+pub(crate) struct Pass<'a>(&'a Gate);
+
+/// The gate is shut and nobody inside.
+pub(crate) struct Alone<'a> {
+    gate: &'a Gate,
+    _turn: async_lock::MutexGuard<'a, ()>,
+}
+
+impl Gate {
+    /// Goes in.
+    pub(crate) async fn enter(&self) -> Pass<'_> {
+        loop {
+            if self.state.fetch_add(1, Ordering::SeqCst) & SHUT == 0 {
+                return Pass(self);
+            }
+            let opened = self.opened.listen();
+            self.leave();
+            if self.state.load(Ordering::SeqCst) & SHUT != 0 {
+                opened.await;
+            }
+        }
+    }
+
+    fn leave(&self) {
+        if self.state.fetch_sub(1, Ordering::SeqCst) == SHUT + 1 {
+            self.emptied.notify(usize::MAX);
+        }
+    }
+
+    /// Shuts the gate and waits until nobody is inside.
+    pub(crate) async fn shut(&self) -> Alone<'_> {
+        let turn = self.one_at_a_time.lock().await;
+        let alone = Alone { gate: self, _turn: turn };
+        self.state.fetch_or(SHUT, Ordering::SeqCst);
+        while self.state.load(Ordering::SeqCst) != SHUT {
+            let emptied = self.emptied.listen();
+            if self.state.load(Ordering::SeqCst) != SHUT {
+                emptied.await;
+            }
+        }
+        alone
+    }
+}
+
+impl Drop for Pass<'_> {
+    fn drop(&mut self) {
+        self.0.leave();
+    }
+}
+
+impl Drop for Alone<'_> {
+    fn drop(&mut self) {
+        self.gate.state.fetch_and(!SHUT, Ordering::SeqCst);
+        self.gate.opened.notify(usize::MAX);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::pin::pin;
+    use std::task::{Context, Poll, Waker};
+
+    use super::*;
+
+    fn poll<F: Future>(future: &mut std::pin::Pin<&mut F>) -> Option<F::Output> {
+        match future.as_mut().poll(&mut Context::from_waker(Waker::noop())) {
+            Poll::Ready(value) => Some(value),
+            Poll::Pending => None,
+        }
+    }
+
+    #[test]
+    fn who_shuts_waits_for_those_inside_and_keeps_others_out() {
+        let gate = Gate::default();
+        let first = poll(&mut pin!(gate.enter())).expect("it is open");
+        let mut shutting = pin!(gate.shut());
+        assert!(poll(&mut shutting).is_none(), "somebody is inside");
+        let mut later = pin!(gate.enter());
+        assert!(poll(&mut later).is_none(), "it is shut");
+        drop(first);
+        let alone = poll(&mut shutting).expect("nobody is inside");
+        assert!(poll(&mut later).is_none());
+        drop(alone);
+        assert!(poll(&mut later).is_some());
+    }
+
+    #[test]
+    fn who_gives_up_shutting_lets_the_others_in() {
+        let gate = Gate::default();
+        let _inside = poll(&mut pin!(gate.enter())).expect("it is open");
+        {
+            let mut given_up = pin!(gate.shut());
+            assert!(poll(&mut given_up).is_none());
+        }
+        assert!(poll(&mut pin!(gate.enter())).is_some());
+    }
+}

@@ -1,0 +1,401 @@
+//! The state of a machine as a stream into an image, and back.
+//!
+//! Producers send crumbs, many below 100 bytes. They are collected in aligned *windows* of the larger of a
+//! cluster and 1 MiB; a full window is written while the next one fills, 8 at most are in flight. Clusters are
+//! taken in runs; those of zeros take no space. Any offset may be written in any order: a window
+//! that comes back is waited for and read again, so that overlapping writes take effect in order. Nothing refers
+//! to what was stored until [`VmStateWriter::finish`] takes the snapshot, in one step.
+//!
+//! The first error ends everything: what is in flight is waited for, all space is given back, and each later
+//! call fails with the same error. Memory is bounded: the windows, and 8 or 16 bytes for each cluster of
+//! the state.
+
+mod pack;
+mod reader;
+mod store;
+mod window;
+
+use std::collections::VecDeque;
+
+use blockhouse_core::{Buffer, ByteRange, Error, ErrorKind, Result, Storage};
+use blockhouse_format::qcow2::{Compression, Snapshot, VmStateCluster, VmStateTables};
+use futures_util::FutureExt;
+use futures_util::future::LocalBoxFuture;
+use futures_util::stream::{FuturesUnordered, StreamExt};
+
+use crate::Disk;
+use pack::Pack;
+pub use reader::VmStateReader;
+use store::Landed;
+use window::Window;
+
+/// The least size of a window in bytes, a multiple of every alignment.
+const LEAST_WINDOW: u64 = 1 << 20;
+/// How many writes are in flight together.
+const MOST_IN_FLIGHT: usize = 8;
+/// How many windows are being filled: more than one only where the stream jumps.
+const MOST_OPEN: usize = 4;
+
+/// Whether a state is stored packed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum StatePacking {
+    /// As it is: as fast as the disk.
+    None,
+    /// In compressed clusters of this kind, which must be the image's own.
+    Compressed(Compression),
+}
+
+/// A machine's state on its way into an image. See the module's page.
+pub struct VmStateWriter<'a, S: Storage> {
+    disk: &'a Disk<S>,
+    window_size: u64,
+    packing: StatePacking,
+    tables: VmStateTables,
+    /// The one used last is the last.
+    open: VecDeque<Window>,
+    pack: Pack,
+    in_flight: FuturesUnordered<LocalBoxFuture<'a, Landed>>,
+    /// Windows of which something is in flight; one may come several times.
+    flying: Vec<u64>,
+    spare: Vec<Buffer>,
+    stage: Stage,
+}
+
+enum Stage {
+    Storing,
+    Failed(Error),
+    Finished,
+}
+
+impl<S: Storage> Disk<S> {
+    /// Begins to store a machine's state, of which a snapshot is taken at the end.
+    ///
+    /// # Errors
+    /// `ReadOnly`; `Unsupported` for a format without snapshots or a packing that is not the image's.
+    pub fn save_vm_state(&self, packing: StatePacking) -> Result<VmStateWriter<'_, S>> {
+        self.check_access(self.size())?;
+        let image = self.tables()?;
+        if let StatePacking::Compressed(kind) = packing
+            && kind != image.compression()
+        {
+            let what =
+                format!("its compressed clusters are {:?}, not {kind:?}", image.compression());
+            return Err(Error::new(ErrorKind::Unsupported, what)
+                .on(self.name())
+                .hint("make the image with -o compression_type=..., or leave the state unpacked"));
+        }
+        Ok(VmStateWriter {
+            disk: self,
+            window_size: LEAST_WINDOW.max(image.cluster_size()),
+            packing,
+            tables: image.new_vm_state(),
+            open: VecDeque::new(),
+            pack: Pack::default(),
+            in_flight: FuturesUnordered::new(),
+            flying: Vec::new(),
+            spare: Vec::new(),
+            stage: Stage::Storing,
+        })
+    }
+}
+
+impl<'a, S: Storage> VmStateWriter<'a, S> {
+    /// How long the state is so far, in bytes.
+    pub fn size(&self) -> u64 {
+        self.tables.size()
+    }
+
+    /// Stores `bytes` at `offset` of the state, over what was stored there before. The answer means that
+    /// they were taken, not that they are on the disk.
+    ///
+    /// # Errors
+    /// `NoSpace`, or what the storage answered, to this or an earlier write; every later call fails with
+    /// the same.
+    pub async fn write(&mut self, offset: u64, bytes: &[u8]) -> Result<()> {
+        self.check()?;
+        match self.try_write(offset, bytes).await {
+            Ok(()) => Ok(()),
+            Err(error) => Err(self.fail(error).await),
+        }
+    }
+
+    /// Waits until everything so far is stored. It is not durable before [`finish`](Self::finish).
+    ///
+    /// # Errors
+    /// As [`write`](Self::write).
+    pub async fn flush(&mut self) -> Result<()> {
+        self.check()?;
+        match self.try_flush().await {
+            Ok(()) => Ok(()),
+            Err(error) => Err(self.fail(error).await),
+        }
+    }
+
+    /// Stores what is left and takes a snapshot of the disk with the state, both durable when it returns.
+    ///
+    /// # Errors
+    /// As [`write`](Self::write) and [`Disk::create_snapshot`]. There is no such snapshot then, and the space
+    /// is given back.
+    pub async fn finish(&mut self, name: &str) -> Result<Snapshot> {
+        self.flush().await?;
+        match self.try_finish(name).await {
+            Ok(snapshot) => {
+                self.stage = Stage::Finished;
+                Ok(snapshot)
+            }
+            Err(error) => Err(self.fail(error).await),
+        }
+    }
+
+    /// Gives up: nothing is left of the state.
+    pub async fn abandon(mut self) {
+        if let Stage::Storing = self.stage {
+            let what = "storing the state was given up";
+            self.fail(Error::new(ErrorKind::Io, what)).await;
+        }
+    }
+
+    fn check(&self) -> Result<()> {
+        match &self.stage {
+            Stage::Storing => Ok(()),
+            Stage::Failed(error) => Err(error.duplicate()),
+            Stage::Finished => {
+                let what = "the state is stored: nothing can be added to it";
+                Err(Error::new(ErrorKind::InvalidInput, what).on(self.disk.name()))
+            }
+        }
+    }
+
+    async fn try_write(&mut self, offset: u64, mut bytes: &[u8]) -> Result<()> {
+        let Some(range) = ByteRange::new(offset, bytes.len() as u64) else {
+            let what = "a state cannot reach beyond 64 bits";
+            return Err(Error::new(ErrorKind::InvalidInput, what).on(self.disk.name()).at(offset));
+        };
+        self.tables.extend(range.end())?;
+        let mut at = offset;
+        while !bytes.is_empty() {
+            let (index, start) = (at / self.window_size, (at % self.window_size) as usize);
+            let room = self.window_size as usize - start;
+            let (now, later) = bytes.split_at(room.min(bytes.len()));
+            self.window(index).await?.put(start, now);
+            if start + now.len() == self.window_size as usize {
+                let full = self.open.pop_back().expect("the window that was just filled");
+                self.send(full).await?;
+            }
+            at += now.len() as u64;
+            bytes = later;
+        }
+        Ok(())
+    }
+
+    /// The window with this number, to be filled: the last of the open ones.
+    async fn window(&mut self, index: u64) -> Result<&mut Window> {
+        if self.open.back().is_none_or(|window| window.index() != index) {
+            let place = self.open.iter().position(|window| window.index() == index);
+            let window = match place {
+                Some(place) => self.open.remove(place).expect("it is there"),
+                None => self.open_window(index).await?,
+            };
+            self.open.push_back(window);
+        }
+        Ok(self.open.back_mut().expect("it was just put there"))
+    }
+
+    /// A window that is not open, with what was stored of it.
+    async fn open_window(&mut self, index: u64) -> Result<Window> {
+        if self.open.len() == MOST_OPEN {
+            let oldest = self.open.pop_front().expect("there are several");
+            self.send(oldest).await?;
+        }
+        if self.pack.holds(index) {
+            self.send_pack().await?;
+        }
+        while self.flying.contains(&index) {
+            self.land_one().await?;
+        }
+        let buffer = self.buffer();
+        let clusters = self.clusters_of(index);
+        let stored: Vec<_> = clusters.map(|cluster| self.tables.get(cluster)).collect();
+        if stored.iter().all(Option::is_none) {
+            return Ok(Window::new(index, buffer));
+        }
+        let buffer = store::read_back(self.disk, &stored, buffer).await?;
+        Ok(Window::filled(index, buffer))
+    }
+
+    fn clusters_of(&self, index: u64) -> std::ops::Range<u64> {
+        let in_window = self.window_size / self.cluster_size();
+        index * in_window..(index + 1) * in_window
+    }
+
+    fn cluster_size(&self) -> u64 {
+        self.disk.cluster_size().expect("a format with clusters")
+    }
+
+    fn buffer(&mut self) -> Buffer {
+        self.spare.pop().unwrap_or_else(|| Buffer::new(self.window_size as usize))
+    }
+
+    /// Starts to write a window.
+    async fn send(&mut self, mut window: Window) -> Result<()> {
+        let cluster_size = self.cluster_size();
+        let first = self.clusters_of(window.index()).start;
+        let mut plain = Vec::new();
+        let count = window.close(cluster_size as usize);
+        for number in 0..count as u64 {
+            let (cluster, bytes) = (first + number, window.cluster(number, cluster_size));
+            if self.tables.can_say_zero() && window::is_zero(bytes) {
+                self.tables.set(cluster, VmStateCluster::Zero);
+                continue;
+            }
+            match self.pack.add(self.packing, window.index(), cluster, bytes) {
+                pack::Added::Packed => {}
+                pack::Added::Plain => plain.push((number, self.place_of(cluster))),
+            }
+        }
+        let index = window.index();
+        if plain.is_empty() {
+            self.recycle(window.into_buffer());
+        } else {
+            let storing = store::store_plain(self.disk, index, first, plain, window.into_buffer());
+            self.launch(storing.boxed_local(), &[index]).await?;
+        }
+        if self.pack.length() >= self.window_size {
+            self.send_pack().await?;
+        }
+        Ok(())
+    }
+
+    /// Where a cluster is that can be written over.
+    fn place_of(&self, cluster: u64) -> Option<u64> {
+        match self.tables.get(cluster)? {
+            VmStateCluster::Data(host) => Some(host),
+            VmStateCluster::Zero | VmStateCluster::Packed(_) => None,
+        }
+    }
+
+    async fn send_pack(&mut self) -> Result<()> {
+        let Pack { blobs, windows, .. } = std::mem::take(&mut self.pack);
+        if blobs.is_empty() {
+            return Ok(());
+        }
+        let storing = store::store_packed(self.disk, blobs, windows.clone(), self.buffer());
+        self.launch(storing.boxed_local(), &windows).await
+    }
+
+    async fn launch(&mut self, storing: LocalBoxFuture<'a, Landed>, windows: &[u64]) -> Result<()> {
+        while self.in_flight.len() >= MOST_IN_FLIGHT {
+            self.land_one().await?;
+        }
+        self.flying.extend(windows);
+        self.in_flight.push(storing);
+        // Lets it begin, and the loop hand it to the kernel.
+        if let Some(Some(landed)) = self.in_flight.next().now_or_never() {
+            self.note(landed)?;
+        }
+        yield_once().await;
+        Ok(())
+    }
+
+    /// Waits for one of the writes in flight.
+    async fn land_one(&mut self) -> Result<()> {
+        match self.in_flight.next().await {
+            Some(landed) => self.note(landed),
+            None => Ok(()),
+        }
+    }
+
+    fn note(&mut self, landed: Landed) -> Result<()> {
+        for window in &landed.windows {
+            if let Some(place) = self.flying.iter().position(|flying| flying == window) {
+                self.flying.swap_remove(place);
+            }
+        }
+        landed.taken.iter().for_each(|&place| self.tables.hold(place));
+        self.recycle(landed.buffer);
+        for (cluster, place) in landed.outcome? {
+            self.tables.set(cluster, place);
+        }
+        Ok(())
+    }
+
+    fn recycle(&mut self, buffer: Buffer) {
+        if self.spare.len() < MOST_OPEN {
+            self.spare.push(buffer);
+        }
+    }
+
+    async fn try_flush(&mut self) -> Result<()> {
+        while let Some(window) = self.open.pop_front() {
+            self.send(window).await?;
+        }
+        self.send_pack().await?;
+        while !self.in_flight.is_empty() {
+            self.land_one().await?;
+        }
+        Ok(())
+    }
+
+    async fn try_finish(&mut self, name: &str) -> Result<Snapshot> {
+        if !self.tables.can_say_zero() {
+            self.fill_gaps().await?;
+        }
+        self.disk.create_snapshot_with(name, &self.tables).await
+    }
+
+    /// Stores zeros where nothing was stored.
+    async fn fill_gaps(&mut self) -> Result<()> {
+        for index in 0..self.tables.size().div_ceil(self.window_size) {
+            if self.clusters_of(index).any(|cluster| self.tables.get(cluster).is_none()) {
+                let mut window = self.open_window(index).await?;
+                window.fill();
+                self.send(window).await?;
+            }
+        }
+        self.try_flush().await
+    }
+
+    /// Ends everything: what is in flight is waited for, so that its space can be given back.
+    async fn fail(&mut self, error: Error) -> Error {
+        self.stage = Stage::Failed(error.duplicate());
+        self.open.clear();
+        self.pack = Pack::default();
+        while let Some(landed) = self.in_flight.next().await {
+            // The first error counts.
+            let _ = self.note(landed);
+        }
+        self.spare.clear();
+        self.give_all_back();
+        error
+    }
+
+    fn give_all_back(&mut self) {
+        if let Ok(image) = self.disk.tables() {
+            for place in self.tables.let_go() {
+                image.give_clusters_back(place);
+            }
+        }
+    }
+}
+
+impl<S: Storage> Drop for VmStateWriter<'_, S> {
+    /// What is in flight may still write to its clusters: they leak until the image is repaired.
+    fn drop(&mut self) {
+        if let (Stage::Storing, true) = (&self.stage, self.in_flight.is_empty()) {
+            self.give_all_back();
+        }
+    }
+}
+
+/// Lets others run once.
+async fn yield_once() {
+    let mut has_yielded = false;
+    std::future::poll_fn(|context| {
+        if std::mem::replace(&mut has_yielded, true) {
+            return std::task::Poll::Ready(());
+        }
+        context.waker().wake_by_ref();
+        std::task::Poll::Pending
+    })
+    .await;
+}

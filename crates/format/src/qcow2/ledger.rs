@@ -1,0 +1,282 @@
+//! The refcounts of an image on their way from one whole to the next.
+//!
+//! A change of snapshots concerns refcounts all over the image. It is made beside the tables that are in
+//! force: every refcount block that changes is written to a new place, and so is the refcount table,
+//! so that one write of the header switches from all of the old to all of the new. Space is taken only
+//! where both the old and the new refcount are 0: nothing of the old is overwritten, and a crash
+//! before the switch leaves the image as it was, without so much as a leak.
+
+use std::collections::{BTreeMap, HashSet};
+use std::ops::Range;
+
+use blockhouse_core::{Error, ErrorKind, Result, Storage};
+use futures_util::stream::{self, StreamExt};
+
+use super::geometry::{Geometry, MOST_OFFSET};
+use super::header::Header;
+use super::round::Piece;
+use super::{entry, refcount, table_io};
+
+/// How many blocks are read together.
+const TOGETHER: usize = 16;
+/// The largest refcount table, in bytes.
+const MOST_TABLE: u64 = 8 << 20;
+
+/// See the module's page.
+pub(crate) struct Ledger {
+    geometry: Geometry,
+    name: String,
+    /// Clusters of the old refcount table.
+    old_table: Range<u64>,
+    blocks: BTreeMap<u64, Block>,
+    /// Clusters of active tables: one of them that counts as free is a sign of damage.
+    tables: HashSet<u64>,
+    /// Clusters that somebody may still write to: never counted down to none.
+    haunted: HashSet<u64>,
+    /// No cluster below it is free.
+    cursor: u64,
+}
+
+struct Block {
+    place: Option<u64>,
+    new_place: Option<u64>,
+    now: Vec<u8>,
+    /// As on disk, once `now` differs.
+    before: Option<Vec<u8>>,
+}
+
+/// What has to be written for the new refcounts, and where the header finds them.
+pub(crate) struct Settled {
+    pub(crate) pieces: Vec<Piece>,
+    /// The refcount table.
+    pub(crate) table: Vec<u64>,
+    pub(crate) table_offset: u64,
+    pub(crate) table_clusters: u32,
+    /// What nobody refers to any more.
+    pub(crate) freed: Vec<Range<u64>>,
+}
+
+impl Ledger {
+    /// Reads all refcounts.
+    pub(crate) async fn read<S: Storage>(
+        storage: &S,
+        header: &Header,
+        table: &[u64],
+        tables: HashSet<u64>,
+        haunted: HashSet<u64>,
+    ) -> Result<Self> {
+        let geometry = header.geometry;
+        let mut places = Vec::new();
+        for (index, &word) in (0..).zip(table) {
+            let block = entry::refcount_block(word, geometry).map_err(|violation| {
+                let what = format!("entry {index} of the refcount table {violation}");
+                Error::new(ErrorKind::Corrupt, what).on(storage.name())
+            })?;
+            places.extend(block.map(|place| (index, place)));
+        }
+        let reads = places.into_iter().map(async |(index, place): (u64, u64)| {
+            let now = table_io::read(storage, place, geometry.cluster_size() as usize).await?;
+            Ok((index, Block { place: Some(place), new_place: None, now, before: None }))
+        });
+        let blocks: Vec<Result<_>> = stream::iter(reads).buffer_unordered(TOGETHER).collect().await;
+        let first = geometry.cluster_of(header.refcount_table_offset);
+        Ok(Self {
+            geometry,
+            name: storage.name().to_owned(),
+            old_table: first..first + u64::from(header.refcount_table_clusters),
+            blocks: blocks.into_iter().collect::<Result<_>>()?,
+            tables,
+            haunted,
+            cursor: 0,
+        })
+    }
+
+    fn place_of(&self, cluster: u64) -> (u64, usize) {
+        let in_block = self.geometry.block_refcounts();
+        (cluster / in_block, (cluster % in_block) as usize)
+    }
+
+    /// How often a cluster will be counted.
+    pub(crate) fn count(&self, cluster: u64) -> u64 {
+        let (block, index) = self.place_of(cluster);
+        let block = self.blocks.get(&block);
+        block.map_or(0, |block| refcount::get(&block.now, self.geometry.refcount_order, index))
+    }
+
+    /// How often it is counted on disk.
+    fn count_before(&self, cluster: u64) -> u64 {
+        let (block, index) = self.place_of(cluster);
+        self.blocks.get(&block).map_or(0, |block| {
+            let bytes = block.before.as_ref().unwrap_or(&block.now);
+            refcount::get(bytes, self.geometry.refcount_order, index)
+        })
+    }
+
+    fn set(&mut self, cluster: u64, value: u64) {
+        let (block, index) = self.place_of(cluster);
+        let cluster_size = self.geometry.cluster_size() as usize;
+        let block = self.blocks.entry(block).or_insert_with(|| {
+            let now = vec![0; cluster_size];
+            Block { place: None, new_place: None, before: Some(now.clone()), now }
+        });
+        if block.before.is_none() {
+            block.before = Some(block.now.clone());
+        }
+        refcount::set(&mut block.now, self.geometry.refcount_order, index, value);
+    }
+
+    fn corrupt(&self, what: &str, cluster: u64) -> Error {
+        Error::new(ErrorKind::Corrupt, what.to_owned())
+            .on(&self.name)
+            .at(self.geometry.offset_of(cluster))
+            .hint("check the image before using it")
+    }
+
+    /// One more reference to a cluster that is in use.
+    ///
+    /// # Errors
+    /// `Corrupt` for a cluster that counts as free; `Unsupported` when refcounts are too narrow.
+    pub(crate) fn add(&mut self, cluster: u64) -> Result<()> {
+        let count = self.count(cluster);
+        if count == 0 {
+            return Err(self.corrupt("the refcount of a cluster in use is 0", cluster));
+        }
+        if count == self.geometry.most_refcount() {
+            let bits = 1 << self.geometry.refcount_order;
+            let what = format!("refcounts of {bits} bits cannot count one more snapshot");
+            return Err(Error::new(ErrorKind::Unsupported, what)
+                .on(&self.name)
+                .hint("delete a snapshot, or copy the image into one with wider refcounts"));
+        }
+        self.set(cluster, count + 1);
+        Ok(())
+    }
+
+    /// One reference less.
+    ///
+    /// # Errors
+    /// `Corrupt` for a cluster that counts as free.
+    pub(crate) fn remove(&mut self, cluster: u64) -> Result<()> {
+        match self.count(cluster) {
+            0 => Err(self.corrupt("the refcount of a cluster in use is 0", cluster)),
+            1 if self.haunted.contains(&cluster) => Ok(()),
+            count => {
+                self.set(cluster, count - 1);
+                Ok(())
+            }
+        }
+    }
+
+    pub(crate) fn remove_all(&mut self, clusters: Range<u64>) -> Result<()> {
+        clusters.into_iter().try_for_each(|cluster| self.remove(cluster))
+    }
+
+    /// Takes `count` free clusters in a row, each with one reference; answers the first.
+    pub(crate) fn take(&mut self, count: u64) -> Result<u64> {
+        let mut start = self.cursor;
+        let mut at = start;
+        while at - start < count {
+            if at >= MOST_OFFSET >> self.geometry.cluster_bits {
+                let what = "the image is as large as its format allows";
+                return Err(Error::new(ErrorKind::NoSpace, what).on(&self.name));
+            }
+            let is_free = self.count(at) == 0 && self.count_before(at) == 0;
+            if is_free && self.tables.contains(&at) {
+                return Err(self.corrupt("a table in use counts as free", at));
+            }
+            at += 1;
+            if !is_free {
+                start = at;
+                if count == 1 {
+                    self.cursor = at;
+                }
+            }
+        }
+        (start..at).for_each(|cluster| self.set(cluster, 1));
+        Ok(start)
+    }
+
+    /// Gives every block that changes a new place, and the table.
+    pub(crate) fn settle(mut self) -> Result<Settled> {
+        self.remove_all(self.old_table.clone())?;
+        let mut table = 0..0;
+        loop {
+            // Taking space changes blocks, maybe one that did not change before.
+            while let Some(index) = self.unplaced() {
+                let new_place = self.take(1)?;
+                let block = self.blocks.get_mut(&index).expect("the block that was found");
+                block.new_place = Some(new_place);
+                if let Some(old) = block.place {
+                    self.remove(self.geometry.cluster_of(old))?;
+                }
+            }
+            let entries = self.blocks.last_key_value().map_or(0, |(&index, _)| index + 1);
+            let room = (table.end - table.start) << self.geometry.cluster_bits;
+            if room >= (entries * 8).max(1) {
+                break;
+            }
+            self.remove_all(table.clone())?;
+            let start = self.take(self.table_clusters(entries)?)?;
+            table = start..start + self.table_clusters(entries)?;
+        }
+        Ok(self.settled(&table))
+    }
+
+    fn unplaced(&self) -> Option<u64> {
+        let is_unplaced = |block: &Block| block.before.is_some() && block.new_place.is_none();
+        self.blocks.iter().find(|(_, block)| is_unplaced(block)).map(|(&index, _)| index)
+    }
+
+    /// Of a table of so many entries: as many as before, or half as many again as needed, so that
+    /// growing stays rare.
+    fn table_clusters(&self, entries: u64) -> Result<u64> {
+        let before = self.old_table.end - self.old_table.start;
+        if entries * 8 <= before << self.geometry.cluster_bits {
+            return Ok(before);
+        }
+        if entries * 8 > MOST_TABLE {
+            let what = "the refcount table is as large as its format allows";
+            return Err(Error::new(ErrorKind::NoSpace, what).on(&self.name));
+        }
+        let wanted = self.geometry.clusters_for((entries + entries / 2) * 8);
+        Ok(wanted.min(MOST_TABLE >> self.geometry.cluster_bits))
+    }
+
+    fn settled(self, table: &Range<u64>) -> Settled {
+        let geometry = self.geometry;
+        let freed = self.freed();
+        let count = table.end - table.start;
+        let mut words = vec![0; (count << geometry.cluster_bits) as usize / 8];
+        let mut pieces = Vec::new();
+        for (index, block) in self.blocks {
+            let place = block.new_place.map(|cluster| geometry.offset_of(cluster));
+            words[index as usize] = place.or(block.place).expect("a block with a place");
+            pieces.extend(place.map(|offset| Piece { offset, bytes: block.now }));
+        }
+        let table_offset = geometry.offset_of(table.start);
+        pieces.push(Piece { offset: table_offset, bytes: table_io::bytes_of(&words) });
+        Settled { pieces, table: words, table_offset, table_clusters: count as u32, freed }
+    }
+
+    fn freed(&self) -> Vec<Range<u64>> {
+        let mut freed: Vec<Range<u64>> = Vec::new();
+        let order = self.geometry.refcount_order;
+        for (&number, block) in &self.blocks {
+            let Some(before) = &block.before else { continue };
+            for index in 0..self.geometry.block_refcounts() {
+                let cluster = number * self.geometry.block_refcounts() + index;
+                let index = index as usize;
+                if refcount::get(&block.now, order, index) != 0
+                    || refcount::get(before, order, index) == 0
+                {
+                    continue;
+                }
+                match freed.last_mut() {
+                    Some(last) if last.end == cluster => last.end += 1,
+                    _ => freed.push(cluster..cluster + 1),
+                }
+            }
+        }
+        freed
+    }
+}
