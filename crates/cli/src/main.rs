@@ -16,6 +16,7 @@ mod resize;
 mod serve;
 mod size;
 mod sockets;
+mod vhost_user;
 mod workers;
 
 use std::process::ExitCode;

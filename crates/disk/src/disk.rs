@@ -83,7 +83,7 @@ pub struct Disk<S: Storage> {
     pub(crate) backing: Option<Arc<Disk<S>>>,
     pub(crate) stats: Stats,
     options: Options,
-    tracker: Arc<Tracker>,
+    pub(crate) tracker: Arc<Tracker>,
 }
 
 impl<S: Storage> Disk<S> {

@@ -12,6 +12,7 @@ mod disk;
 mod durable;
 mod generations;
 mod grace;
+mod growth;
 mod layers;
 mod limits;
 mod lock;

@@ -1,6 +1,8 @@
 //! The loop of the current thread: its tasks, timers and operations in one place.
 
 use std::cell::RefCell;
+use std::io;
+use std::os::fd::BorrowedFd;
 use std::rc::Rc;
 use std::sync::Arc;
 use std::task::{Poll, Waker};
@@ -14,6 +16,7 @@ use crate::poll::{DEFAULT_POLLING, Outcome, Phase, Poller, Source};
 use crate::remote::{Note, Ready, Remote};
 use crate::task::Tasks;
 use crate::timer::Timers;
+use crate::watch::{WatchKey, Watches};
 
 thread_local! {
     static CURRENT: RefCell<Option<Rc<Local>>> = const { RefCell::new(None) };
@@ -24,6 +27,7 @@ pub(crate) struct Local {
     pub(crate) remote: Arc<Remote>,
     pub(crate) tasks: Tasks,
     pub(crate) timers: Timers,
+    pub(crate) watches: Watches,
     pub(crate) report: EngineReport,
     driver: RefCell<Box<dyn Driver>>,
     operations: RefCell<OperationTable>,
@@ -49,6 +53,7 @@ impl Local {
             tasks: Tasks::new(&remote),
             remote,
             timers: Timers::default(),
+            watches: Watches::default(),
             report,
             driver: RefCell::new(driver),
             operations: RefCell::new(OperationTable::new()),
@@ -125,6 +130,10 @@ impl Local {
         }
     }
 
+    fn next_event(&self) -> Option<WatchKey> {
+        self.driver.borrow_mut().next_event()
+    }
+
     fn complete(&self, token: Token, result: i32) {
         let mut operations = self.operations.borrow_mut();
         self.happened(Source::of(operations.operation(token), Phase::Over));
@@ -142,6 +151,16 @@ impl Local {
         operation
     }
 
+    /// Has the engine watch a descriptor.
+    pub(crate) fn watch(&self, key: WatchKey, descriptor: BorrowedFd<'_>) -> io::Result<()> {
+        self.driver.borrow_mut().watch(key, descriptor)
+    }
+
+    /// Ends a watch.
+    pub(crate) fn unwatch(&self, key: WatchKey, descriptor: BorrowedFd<'_>) {
+        self.driver.borrow_mut().unwatch(key, descriptor);
+    }
+
     /// One turn: rest if there is nothing to do, then pass on everything that happened meanwhile.
     pub(crate) fn turn(&self, done: &mut Vec<Completion>, notes: &mut Vec<Note>) {
         match self.tasks.ready.is_empty() && !self.remote.mailbox.may_be_filled() {
@@ -150,6 +169,9 @@ impl Local {
         }
         for Completion { token, result } in done.drain(..) {
             self.complete(token, result);
+        }
+        while let Some(key) = self.next_event() {
+            self.watches.signal(key);
         }
         self.remote.mailbox.take(notes);
         if !notes.is_empty() {
