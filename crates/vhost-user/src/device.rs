@@ -7,7 +7,8 @@ use blockhouse_core::{Storage, WriteCache};
 use blockhouse_disk::Disk;
 use blockhouse_engine::Handle;
 use parking_lot::Mutex;
-use vhost::vhost_user::{Backend, VhostUserFrontendReqHandler};
+
+use crate::listener::Listener;
 
 /// A disk to be served, and by whom.
 pub struct Export<S: Storage> {
@@ -25,7 +26,7 @@ pub struct Export<S: Storage> {
 pub struct Device<S: Storage> {
     pub(crate) export: Export<S>,
     /// How the front-end, if there is one that wants to know, is told of changes.
-    pub(crate) listener: Mutex<Option<Backend>>,
+    pub(crate) listener: Mutex<Option<Listener>>,
 }
 
 impl<S: Storage> Device<S> {
@@ -37,8 +38,7 @@ impl<S: Storage> Device<S> {
     /// The disk has another size: tells the front-end, which asks for the configuration again and
     /// tells the guest.
     pub fn resized(&self) {
-        let listener = self.listener.lock().clone();
-        if let Some(Err(error)) = listener.map(|listener| listener.handle_config_change()) {
+        if let Some(Err(error)) = self.listener.lock().as_ref().map(Listener::tell) {
             let disk = self.export.disk.name();
             tracing::warn!(disk, "cannot tell the front-end of the new size: {error}");
         }

@@ -13,10 +13,10 @@ use std::sync::Arc;
 use blockhouse_core::{Storage, WriteCache};
 use blockhouse_engine::{GuestMemory, GuestRegion, Handle, SharedMemory, View, is_eventfd};
 use futures_channel::mpsc;
+use vhost::vhost_user::Error;
 use vhost::vhost_user::message::{
     VhostUserInflight, VhostUserMemoryRegion, VhostUserProtocolFeatures, VhostUserVringAddrFlags,
 };
-use vhost::vhost_user::{Backend, Error};
 
 use crate::call::Call;
 use crate::config;
@@ -325,12 +325,6 @@ impl<S: Storage + Send + Sync> Frontend<S> {
         let length = memory.len();
         self.log = View::new(memory, 0, length).map(DirtyLog::new);
         self.spread_log()
-    }
-
-    pub(crate) fn take_listener(&self, listener: Backend) {
-        // An answer would have to be waited for, while the front-end waits for one of ours.
-        listener.set_reply_ack_flag(false);
-        *self.device.listener.lock() = Some(listener);
     }
 
     /// Has everything written so far made durable.

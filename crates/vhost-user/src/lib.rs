@@ -11,8 +11,11 @@ pub mod chain;
 mod config;
 mod device;
 mod dirty_log;
+#[cfg(feature = "driver")]
+pub mod driver;
 mod frontend;
 mod inflight;
+mod listener;
 mod messages;
 mod queue;
 pub mod request;

@@ -158,8 +158,8 @@ impl<S: Storage + Send + Sync> VhostUserBackendReqHandlerMut for Frontend<S> {
         Ok(())
     }
 
-    fn set_backend_req_fd(&mut self, listener: Backend) {
-        self.take_listener(listener);
+    fn set_backend_req_fd(&mut self, _socket: Backend) {
+        // See `listener`.
     }
 
     fn get_inflight_fd(&mut self, wanted: &VhostUserInflight) -> Result<(VhostUserInflight, File)> {

@@ -18,6 +18,7 @@ use vhost::vhost_user::{BackendReqHandler, Error};
 
 use crate::device::Device;
 use crate::frontend::Frontend;
+use crate::listener::Listener;
 use crate::queue::Manner;
 
 /// How long to leave the kernel alone after it could not accept a connection.
@@ -111,9 +112,13 @@ fn converse<S: Storage + Send + Sync>(
         }
         state.current = Some(stream.try_clone()?);
     }
+    let peeked = OwnedFd::from(stream.try_clone()?);
     let frontend = Arc::new(std::sync::Mutex::new(Frontend::new(Arc::clone(device), &stream)?));
     let mut handler = BackendReqHandler::from_stream(stream, Arc::clone(&frontend));
     let end = loop {
+        if let Some(listener) = Listener::peek(&peeked) {
+            *device.listener.lock() = Some(listener);
+        }
         if let Err(error) = handler.handle_request() {
             break error;
         }
