@@ -47,4 +47,4 @@ pub use probe::FileKind;
 pub use sleep::{Sleep, sleep};
 pub use socket::{Listener, Stream};
 pub use spawn::{Task, spawn, spawn_detached};
-pub use watch::{Watch, is_eventfd};
+pub use watch::{Lookout, Watch, is_eventfd};

@@ -66,6 +66,13 @@ impl Local {
         *self.poller.borrow_mut() = Poller::new(time);
     }
 
+    /// Whether others have something for this loop, found without a system call.
+    fn look(&self) -> bool {
+        let source = self.watches.look();
+        self.happened(source);
+        source.is_some() || self.remote.mailbox.may_be_filled()
+    }
+
     fn happened(&self, source: Option<Source>) {
         if let Some(source) = source {
             self.poller.borrow_mut().happened(source);
@@ -130,10 +137,6 @@ impl Local {
         }
     }
 
-    fn next_event(&self) -> Option<WatchKey> {
-        self.driver.borrow_mut().next_event()
-    }
-
     fn complete(&self, token: Token, result: i32) {
         let mut operations = self.operations.borrow_mut();
         self.happened(Source::of(operations.operation(token), Phase::Over));
@@ -163,15 +166,13 @@ impl Local {
 
     /// One turn: rest if there is nothing to do, then pass on everything that happened meanwhile.
     pub(crate) fn turn(&self, done: &mut Vec<Completion>, notes: &mut Vec<Note>) {
-        match self.tasks.ready.is_empty() && !self.remote.mailbox.may_be_filled() {
+        let news = self.look();
+        match self.tasks.ready.is_empty() && !news {
             true => self.rest(done),
             false => self.drive(Rest::Never, done),
         }
         for Completion { token, result } in done.drain(..) {
             self.complete(token, result);
-        }
-        while let Some(key) = self.next_event() {
-            self.watches.signal(key);
         }
         self.remote.mailbox.take(notes);
         if !notes.is_empty() {
@@ -195,7 +196,7 @@ impl Local {
         let mut in_vain = Duration::ZERO;
         if let Some(window) = window {
             self.drive(Rest::Never, done);
-            if !done.is_empty() {
+            if !done.is_empty() || !self.tasks.ready.is_empty() {
                 // Over as soon as it was submitted: that was no rest.
                 return;
             }
@@ -216,7 +217,7 @@ impl Local {
             if self.driver.borrow_mut().may_have_events() {
                 self.drive(Rest::Never, done);
             }
-            if !done.is_empty() || self.remote.mailbox.may_be_filled() {
+            if !done.is_empty() || !self.tasks.ready.is_empty() || self.look() {
                 return true;
             }
             std::hint::spin_loop();
@@ -225,6 +226,10 @@ impl Local {
     }
 
     fn sleep(&self, due: Option<Instant>, done: &mut Vec<Completion>) {
+        if let Some(source) = self.watches.arm() {
+            self.happened(Some(source));
+            return self.drive(Rest::Never, done);
+        }
         let rest = match due {
             _ if !self.remote.mailbox.fall_asleep() => return self.drive(Rest::Never, done),
             None => Rest::UntilEvent,
@@ -235,7 +240,11 @@ impl Local {
     }
 
     fn drive(&self, rest: Rest, done: &mut Vec<Completion>) {
-        self.driver.borrow_mut().turn(rest, &self.operations.borrow(), done);
+        let mut driver = self.driver.borrow_mut();
+        driver.turn(rest, &self.operations.borrow(), done);
+        while let Some(key) = driver.next_event() {
+            self.happened(self.watches.signal(key));
+        }
     }
 }
 

@@ -3,6 +3,9 @@
 //! Promise: an event after [`Watch::new`], or between two waits, ends the next wait. Events that come
 //! together may count as one. The counter is never read, so that an event costs no system call of its
 //! own and a blocking descriptor does no harm: the engine is told of each change.
+//!
+//! Whoever signals can be spared that while the loop is awake: with a [`Lookout`] the loop looks for
+//! itself at every turn, and asks for signals only before it sleeps.
 
 use std::cell::{Cell, RefCell};
 use std::future::poll_fn;
@@ -12,6 +15,29 @@ use std::rc::Rc;
 use std::task::{Context, Poll, Waker};
 
 use crate::local::{self, Local};
+use crate::poll::Source;
+
+/// Where a loop finds out by itself that there is something to do. Neither method may make or drop
+/// watches, or run a loop.
+pub trait Lookout {
+    /// Whether there is. Asked at every turn, so it has to be quick.
+    fn look(&self) -> bool;
+
+    /// The loop is about to sleep: has the eventfd signalled from now on. Says whether there was
+    /// something to do already, seen after that took effect.
+    fn arm(&self) -> bool;
+}
+
+/// For an eventfd that is signalled at every event.
+impl Lookout for () {
+    fn look(&self) -> bool {
+        false
+    }
+
+    fn arm(&self) -> bool {
+        false
+    }
+}
 
 /// Names a watch of a loop; never used again.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -24,34 +50,72 @@ pub(crate) struct Events {
     waiter: RefCell<Option<Waker>>,
 }
 
+impl Events {
+    fn happen(&self) {
+        self.happened.set(true);
+        let waiter = self.waiter.borrow();
+        waiter.iter().for_each(Waker::wake_by_ref);
+    }
+}
+
 /// The watches of a loop.
 #[derive(Default)]
 pub(crate) struct Watches {
-    list: RefCell<Vec<(WatchKey, Rc<Events>)>>,
+    list: RefCell<Vec<Entry>>,
     issued: Cell<u32>,
 }
 
+struct Entry {
+    key: WatchKey,
+    source: Source,
+    events: Rc<Events>,
+    lookout: Rc<dyn Lookout>,
+}
+
 impl Watches {
-    fn add(&self) -> (WatchKey, Rc<Events>) {
+    fn add(&self, source: Source, lookout: Rc<dyn Lookout>) -> (WatchKey, Rc<Events>) {
         self.issued.update(|issued| issued + 1);
         let (key, events) = (WatchKey(self.issued.get()), Rc::<Events>::default());
-        self.list.borrow_mut().push((key, Rc::clone(&events)));
+        let entry = Entry { key, source, events: Rc::clone(&events), lookout };
+        self.list.borrow_mut().push(entry);
         (key, events)
     }
 
     fn remove(&self, key: WatchKey) {
-        self.list.borrow_mut().retain(|(other, _)| *other != key);
+        let mut list = self.list.borrow_mut();
+        let entry = list.iter().position(|entry| entry.key == key).map(|at| list.swap_remove(at));
+        // A look-out's drop may do anything.
+        drop(list);
+        drop(entry);
     }
 
     /// Passes an event on. One for a watch that is gone is forgotten.
-    pub(crate) fn signal(&self, key: WatchKey) {
-        let waiter = {
-            let list = self.list.borrow();
-            let Some((_, events)) = list.iter().find(|(other, _)| *other == key) else { return };
-            events.happened.set(true);
-            events.waiter.borrow().clone()
-        };
-        waiter.into_iter().for_each(Waker::wake);
+    pub(crate) fn signal(&self, key: WatchKey) -> Option<Source> {
+        let list = self.list.borrow();
+        let entry = list.iter().find(|entry| entry.key == key)?;
+        entry.events.happen();
+        Some(entry.source)
+    }
+
+    /// Looks for events. Gives the source of one of them.
+    pub(crate) fn look(&self) -> Option<Source> {
+        self.find(|lookout| lookout.look())
+    }
+
+    /// Asks for signals, as the loop is about to sleep. Gives the source of an event that is there.
+    pub(crate) fn arm(&self) -> Option<Source> {
+        self.find(|lookout| lookout.arm())
+    }
+
+    fn find(&self, is_there: impl Fn(&dyn Lookout) -> bool) -> Option<Source> {
+        let mut found = None;
+        for entry in &*self.list.borrow() {
+            if is_there(&*entry.lookout) {
+                entry.events.happen();
+                found = Some(entry.source);
+            }
+        }
+        found
     }
 }
 
@@ -65,19 +129,20 @@ pub struct Watch {
 
 impl Watch {
     /// Watches an eventfd from the current thread's loop. If its counter is not zero, that counts as
-    /// an event.
+    /// an event. `lookout` tells of events that it is not signalled for.
     ///
     /// # Errors
     /// `InvalidInput` when it is something else; or the kernel's.
     ///
     /// # Panics
     /// Outside of an event loop.
-    pub fn new(descriptor: OwnedFd) -> io::Result<Self> {
+    pub fn new(descriptor: OwnedFd, lookout: Rc<dyn Lookout>) -> io::Result<Self> {
         if !is_eventfd(&descriptor) {
             return Err(io::Error::new(io::ErrorKind::InvalidInput, "this is no eventfd"));
         }
         let local = local::current(Rc::clone);
-        let (key, events) = local.watches.add();
+        let source = Source::of_watch(descriptor.as_raw_fd());
+        let (key, events) = local.watches.add(source, lookout);
         let watch = Self { local, key, events, descriptor };
         watch.local.watch(key, watch.descriptor.as_fd())?;
         Ok(watch)

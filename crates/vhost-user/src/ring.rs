@@ -124,8 +124,8 @@ pub struct Ring {
     told_used: u16,
     /// Up to which used entry the driver's wish to be notified was asked.
     asked: Option<u16>,
-    /// Whether the driver notifies us of new entries.
-    armed: bool,
+    /// From which entry on the driver notifies us, if it does.
+    armed: Option<u16>,
 }
 
 impl Ring {
@@ -157,7 +157,7 @@ impl Ring {
             next_used,
             told_used: next_used,
             asked: None,
-            armed: false,
+            armed: None,
         })
     }
 
@@ -167,6 +167,7 @@ impl Ring {
     /// As [`new`](Self::new).
     pub fn move_to(&mut self, memory: &GuestMemory, addresses: Addresses) -> Result<(), Broken> {
         (self.descriptors, self.available, self.used) = views(memory, addresses, self.size)?;
+        self.armed = None;
         Ok(())
     }
 
@@ -265,27 +266,32 @@ impl Ring {
         }
     }
 
+    /// Whether the driver has published something else than was taken.
+    pub fn has_news(&self) -> bool {
+        self.available.load_u16(2, Relaxed) != self.next_available
+    }
+
     /// Asks the driver for a notification of the next entry. Says whether entries are there already.
-    ///
-    /// # Errors
-    /// As [`look`](Self::look).
-    pub fn arm(&mut self) -> Result<bool, Broken> {
+    pub fn arm(&mut self) -> bool {
+        if self.armed == Some(self.next_available) {
+            return self.has_news();
+        }
         match self.event_index {
             EventIndex::Absent => self.used.store_u16(0, 0),
             EventIndex::Negotiated => self.used.store_u16(self.wish_offset(), self.next_available),
         }
-        self.armed = true;
+        self.armed = Some(self.next_available);
+        // We store our wish, then look at the index; the driver the other way round.
         fence(Ordering::SeqCst);
-        Ok(self.look()? > 0)
+        self.has_news()
     }
 
     /// Needs no notification any more, until [`arm`](Self::arm).
     pub fn disarm(&mut self) {
         // With event indices the wish was for one entry only.
-        if self.armed && self.event_index == EventIndex::Absent {
+        if self.armed.take().is_some() && self.event_index == EventIndex::Absent {
             self.used.store_u16(0, SILENT);
         }
-        self.armed = false;
     }
 
     /// Where in the used ring the device's wish for notifications is.

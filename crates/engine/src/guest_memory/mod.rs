@@ -189,7 +189,7 @@ mod tests {
 
     fn region(guest: u64, length: usize) -> GuestRegion {
         let memory = SharedMemory::map(file(length as u64), 0, length).unwrap();
-        GuestRegion { guest, user: guest + (1 << 40), memory: Arc::new(memory) }
+        GuestRegion { guest, user: guest.wrapping_add(1 << 40), memory: Arc::new(memory) }
     }
 
     #[test]

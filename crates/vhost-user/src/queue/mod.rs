@@ -2,12 +2,12 @@
 //!
 //! Lanes, long-lived tasks, take requests from the ring and carry them out. A lane whose request is
 //! over on the spot takes the next one, with no task in between; one that has to wait wakes as many
-//! others as there are requests. The pump looks after the ring: it is told of the guest's kicks and
-//! of the front-end's orders, publishes what was done, and asks for a kick only when nothing is left
-//! to do.
+//! others as there are requests. The pump looks after the ring: it is told of new requests and of the
+//! front-end's orders, and publishes what was done. While the loop is awake it looks at the ring by
+//! itself, and the guest need not kick.
 //!
 //! Promises: every request taken is carried out to its end; one index update and one notification for
-//! all that ended together; no request waits in the ring while the queue sleeps (the ring is looked at
+//! all that ended together; no request waits in the ring while the loop sleeps (the ring is looked at
 //! once more after the kick was asked for).
 
 mod lane;
@@ -22,7 +22,7 @@ use std::task::{Context, Poll, Waker};
 
 use blockhouse_core::{Durability, Storage, WriteCache};
 use blockhouse_disk::Disk;
-use blockhouse_engine::{GuestMemory, Watch, spawn_detached};
+use blockhouse_engine::{GuestMemory, Lookout, Watch, spawn_detached};
 use futures_channel::{mpsc, oneshot};
 use futures_util::StreamExt;
 use lane::Lane;
@@ -122,7 +122,7 @@ pub async fn run<S: Storage>(setup: Setup<S>, mut errands: mpsc::UnboundedReceiv
         wanted: Cell::new(true),
         pump: RefCell::default(),
     });
-    let mut watch = Watch::new(kick).ok();
+    let mut watch = queue.watch(kick);
     poll_fn(|context| {
         queue.register(context);
         while let Poll::Ready(errand) = errands.poll_next_unpin(context) {
@@ -157,6 +157,11 @@ pub async fn run<S: Storage>(setup: Setup<S>, mut errands: mpsc::UnboundedReceiv
 }
 
 impl<S: Storage> Queue<S> {
+    /// Watches the guest's kicks, and its ring. A descriptor that cannot be watched was refused before.
+    fn watch(self: &Rc<Self>, kick: OwnedFd) -> Option<Watch> {
+        Watch::new(kick, Rc::clone(self) as Rc<dyn Lookout>).ok()
+    }
+
     fn register(&self, context: &Context<'_>) {
         let mut pump = self.pump.borrow_mut();
         match &mut *pump {
@@ -165,11 +170,11 @@ impl<S: Storage> Queue<S> {
         }
     }
 
-    fn obey(&self, order: Order, watch: &mut Option<Watch>) -> Result<(), Broken> {
+    fn obey(self: &Rc<Self>, order: Order, watch: &mut Option<Watch>) -> Result<(), Broken> {
         let mut ring = self.ring.borrow_mut();
         match order {
             Order::Move(memory, addresses) => ring.move_to(memory, addresses)?,
-            Order::Kick(kick) => *watch = Watch::new(kick).ok(),
+            Order::Kick(kick) => *watch = self.watch(kick),
             Order::Call(call) => ring.set_call(call),
             Order::Log(log, used) => ring.set_log(log, used),
             Order::Stop(manner) => self.stop.set(Some(manner)),
@@ -187,8 +192,7 @@ impl<S: Storage> Queue<S> {
         }
     }
 
-    /// Publishes what was done, and sees to it that what is in the ring is taken: by waking lanes, or
-    /// by asking the guest for a kick.
+    /// Publishes what was done, and wakes lanes for what is in the ring.
     fn settle(self: &Rc<Self>) {
         if self.stop.get() == Some(Manner::Abandoned) {
             return;
@@ -198,7 +202,7 @@ impl<S: Storage> Queue<S> {
         if self.stop.get().is_some() {
             return;
         }
-        match ring.available_or_armed() {
+        match ring.available() {
             Ok(0) => {}
             Ok(count) => {
                 drop(ring);
@@ -231,11 +235,7 @@ impl<S: Storage> Queue<S> {
     fn hand_over(self: &Rc<Self>) {
         self.waits.set(true);
         let known = self.ring.borrow().known();
-        match known {
-            // More may come while all wait.
-            0 => self.want_pump(),
-            known => self.wake_lanes(known),
-        }
+        self.wake_lanes(known);
     }
 
     /// The driver has broken its queue: no more requests are taken.
@@ -252,5 +252,24 @@ impl<S: Storage> Queue<S> {
             WriteCache::None => Durability::Data,
         };
         Terms { durability, serial: &self.serial }
+    }
+}
+
+impl<S: Storage> Lookout for Queue<S> {
+    fn look(&self) -> bool {
+        self.has_takers() && self.ring.borrow_mut().has_news()
+    }
+
+    fn arm(&self) -> bool {
+        self.has_takers() && self.ring.borrow_mut().arm()
+    }
+}
+
+impl<S: Storage> Queue<S> {
+    /// Whether requests could be taken now.
+    fn has_takers(&self) -> bool {
+        let free =
+            !self.idle.borrow().is_empty() || self.lanes.get() < self.ring.borrow().entries();
+        free && self.stop.get().is_none()
     }
 }

@@ -92,19 +92,26 @@ impl RingSide {
         self.again.len() + usize::from(self.ring.known())
     }
 
-    /// How many requests wait. If there are none the guest will kick when there are.
-    pub fn available_or_armed(&mut self) -> Result<usize, Broken> {
-        if self.again.is_empty() && self.ring.look()? == 0 {
-            let found = self.ring.arm()?;
-            if let (Some(log), Some(used)) = (&self.log, self.logged_used) {
-                log.mark(used + self.ring.wish_offset() as u64, 2);
-            }
-            if !found {
-                return Ok(0);
-            }
+    /// How many requests wait.
+    pub fn available(&mut self) -> Result<usize, Broken> {
+        let count = usize::from(self.ring.look()?) + self.again.len();
+        if count > 0 {
+            self.ring.disarm();
         }
-        self.ring.disarm();
-        Ok(self.known())
+        Ok(count)
+    }
+
+    /// Whether requests wait.
+    pub fn has_news(&self) -> bool {
+        self.ring.has_news()
+    }
+
+    /// Has the guest kick from now on. Says whether requests wait already.
+    pub fn arm(&mut self) -> bool {
+        if let (Some(log), Some(used)) = (&self.log, self.logged_used) {
+            log.mark(used + self.ring.wish_offset() as u64, 2);
+        }
+        self.ring.arm()
     }
 
     /// Takes the next request, if there is one.
