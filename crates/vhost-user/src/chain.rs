@@ -231,7 +231,7 @@ fn descriptor(table: &View, index: u16) -> Result<Descriptor, Broken> {
 fn indirect(memory: &GuestMemory, descriptor: Descriptor) -> Result<View, Broken> {
     let Descriptor { address, length, flags, .. } = descriptor;
     let entries = length as usize / DESCRIPTOR;
-    let fits = (1..=LONGEST).contains(&entries) && length as usize % DESCRIPTOR == 0;
+    let fits = (1..=LONGEST).contains(&entries) && length == (entries * DESCRIPTOR) as u32;
     if flags & (NEXT | WRITE) != 0 || !fits {
         return Err(Broken::Indirect(flags, length));
     }

@@ -33,7 +33,7 @@ fn what_is_written_is_read_on_every_queue() {
 #[test]
 fn many_requests_at_once_each_get_their_own_data() {
     let seed = fastrand::u64(..);
-    println!("seed {seed}");
+    eprintln!("seed {seed}");
     let served = Served::start(2, 2);
     let mut guest = served.connect(Options { queues: 2, entries: 64, ..Options::default() });
     let image = pattern(seed, 1 << 20);

@@ -152,8 +152,9 @@ pub async fn run<S: Storage>(setup: Setup<S>, mut errands: mpsc::UnboundedReceiv
     .await;
     queue.ended.set(true);
     queue.idle.take().iter().for_each(|lane| lane.wake());
-    let next = queue.ring.borrow().next_available();
-    next
+    // The lanes still hold the queue for a moment, so the answer is copied out of it.
+    let ring = queue.ring.borrow();
+    ring.next_available()
 }
 
 impl<S: Storage> Queue<S> {
