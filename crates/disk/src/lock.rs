@@ -95,9 +95,12 @@ fn wait_for_free(file: &HostFile, byte: u64, doing: &str) -> Result<()> {
         if !locked.map_err(|error| Error::host("cannot lock", error).on(file.name()))? {
             return Ok(());
         }
-        let holder = holder(file.descriptor(), byte);
-        if holder.is_some() || Instant::now() >= deadline {
-            return Err(held(file, holder.as_deref().unwrap_or("another program"), doing));
+        let id = holder(file.descriptor(), byte);
+        // We hold some of these bytes as well, so that we are seen says nothing yet.
+        let is_other = id.as_ref().is_some_and(|id| *id != own_id());
+        if is_other || Instant::now() >= deadline {
+            let who = id.map_or_else(|| "another program".into(), |id| describe(&id));
+            return Err(held(file, &who, doing));
         }
         std::thread::sleep(PAUSE);
     }
@@ -114,21 +117,28 @@ fn held(file: &HostFile, who: &str, doing: &str) -> Error {
         .hint("stop that program first, or make a copy of the image")
 }
 
-/// The process that holds a lock on a byte, if the kernel lets us see it.
+/// The id of the process that holds a lock on a byte, if the kernel lets us see it.
 fn holder(file: BorrowedFd<'_>, byte: u64) -> Option<String> {
     let status = rustix::fs::fstat(file).ok()?;
     let (major, minor) = (rustix::fs::major(status.st_dev), rustix::fs::minor(status.st_dev));
     let inode = format!("{major:02x}:{minor:02x}:{}", status.st_ino);
-    let own = std::process::id().to_string();
+    let own = own_id();
     let processes = fs::read_dir("/proc").ok()?.flatten();
     let mut ids = processes.filter_map(|entry| entry.file_name().into_string().ok());
-    // Our own descriptor holds some of these bytes as well; another of ours is the last guess.
+    // Another descriptor of ours is the last guess.
     let foreign = |id: &String| {
         id.bytes().all(|c| c.is_ascii_digit()) && *id != own && holds(id, &inode, byte)
     };
-    let id = ids.find(foreign).or_else(|| holds(&own, &inode, byte).then(|| own.clone()))?;
-    let name = fs::read_to_string(Path::new("/proc").join(&id).join("comm")).ok();
-    Some(format!("{} (process {id})", name.as_deref().map_or("a program", str::trim)))
+    ids.find(foreign).or_else(|| holds(&own, &inode, byte).then(|| own.clone()))
+}
+
+fn own_id() -> String {
+    std::process::id().to_string()
+}
+
+fn describe(id: &str) -> String {
+    let name = fs::read_to_string(Path::new("/proc").join(id).join("comm")).ok();
+    format!("{} (process {id})", name.as_deref().map_or("a program", str::trim))
 }
 
 /// Whether a process holds a lock on the byte. See `proc(5)`, `/proc/PID/fdinfo`:
