@@ -64,6 +64,9 @@ pub struct Options {
     /// Servers to start; without it, all
     #[arg(long, value_enum, num_args = 1..)]
     servers: Vec<Kind>,
+    /// Microseconds for which the vhost-user client looks for replies before it sleeps
+    #[arg(long, default_value_t = 20, value_name = "MICROSECONDS")]
+    look: u64,
     /// Size of the image in MiB
     #[arg(long, default_value_t = 1024, value_name = "MIB")]
     size: u64,
@@ -135,6 +138,8 @@ struct Plan {
     programs: Programs,
     folder: TempDir,
     interrupt: Interrupt,
+    /// For how long the vhost-user client looks for replies.
+    look: Duration,
     /// Marks the writes of one measurement.
     generation: u64,
 }
@@ -211,6 +216,7 @@ fn plan(workspace: &Workspace, options: &Options) -> Result<Plan> {
             .tempdir()
             .context("cannot make a temporary folder")?,
         interrupt: Interrupt::install()?,
+        look: Duration::from_micros(options.look),
         generation: 0,
     })
 }
@@ -266,7 +272,9 @@ impl Plan {
         let measured = match row.client {
             Client::Fio => fio::run(&row, &server, self.duration, folder, &self.interrupt)?,
             Client::Light => light::run(load, server.socket(), EXPORT, &cpu, &self.interrupt)?,
-            Client::VhostUser => vhost_user::run(load, server.socket(), &cpu, &self.interrupt)?,
+            Client::VhostUser => {
+                vhost_user::run(load, self.look, server.socket(), &cpu, &self.interrupt)?
+            }
         };
         server.stop()?;
         ensure!(measured.requests > 0, "nothing was answered");

@@ -22,8 +22,6 @@ use super::light::{Load, Offsets, Operation};
 use super::pattern::{self, SECTOR};
 use super::{Latency, Measured};
 
-/// How long to look for completions before sleeping.
-const LOOK: Duration = Duration::from_micros(20);
 /// No server takes longer for anything.
 const PATIENCE: Duration = Duration::from_secs(10);
 /// One reply in so many is checked.
@@ -59,6 +57,7 @@ struct Queue {
 /// One run over its queues.
 struct Run<'a> {
     load: Load,
+    look: Duration,
     server_cpu: &'a dyn Fn() -> Result<Duration>,
     driver: Driver,
     queues: Vec<Queue>,
@@ -70,17 +69,18 @@ struct Run<'a> {
     sample: Vec<u8>,
 }
 
-/// Runs `load` against the device behind `socket`.
+/// Runs `load` against the device behind `socket`, looking for replies for so long before sleeping.
 ///
 /// # Errors
 /// Any wrong or missing answer of the server, and an interrupt.
 pub fn run(
     load: Load,
+    look: Duration,
     socket: &Path,
     server_cpu: &dyn Fn() -> Result<Duration>,
     interrupt: &Interrupt,
 ) -> Result<Measured> {
-    let mut run = Run::open(load, socket, server_cpu)?;
+    let mut run = Run::open(load, look, socket, server_cpu)?;
     run.run_until(Instant::now() + load.warm_up, interrupt)?;
     run.latency.reset();
     let (time, server, client) = run.clocks()?;
@@ -106,6 +106,7 @@ pub fn run(
 impl<'a> Run<'a> {
     fn open(
         load: Load,
+        look: Duration,
         socket: &Path,
         server_cpu: &'a dyn Fn() -> Result<Duration>,
     ) -> Result<Self> {
@@ -122,6 +123,7 @@ impl<'a> Run<'a> {
         ensure!(blocks > 0, "the device is smaller than one request");
         let mut run = Self {
             load,
+            look,
             server_cpu,
             queues: Vec::new(),
             offsets: Offsets::new(load.order, load.block.into(), blocks, load.generation),
@@ -221,7 +223,8 @@ impl<'a> Run<'a> {
             if taken > 0 {
                 return Ok(taken);
             }
-            if started.elapsed() > LOOK && !self.driver.queues.iter().any(|queue| queue.arm()) {
+            if started.elapsed() > self.look && !self.driver.queues.iter().any(|queue| queue.arm())
+            {
                 self.sleep()?;
             }
             std::hint::spin_loop();

@@ -232,7 +232,8 @@ impl Driver {
     /// # Errors
     /// The server's.
     pub fn set_writeback(&mut self, on: u8) -> io::Result<()> {
-        let flags = VhostUserConfigFlags::WRITABLE;
+        // None: the guest changes it, as opposed to a migration.
+        let flags = VhostUserConfigFlags::empty();
         self.frontend.set_config(WRITEBACK, flags, &[on]).map_err(failed)
     }
 
