@@ -65,7 +65,7 @@ pub struct Options {
     #[arg(long, value_enum, num_args = 1..)]
     servers: Vec<Kind>,
     /// Microseconds for which the vhost-user client looks for replies before it sleeps
-    #[arg(long, default_value_t = 20, value_name = "MICROSECONDS")]
+    #[arg(long, default_value_t = 0, value_name = "MICROSECONDS")]
     look: u64,
     /// Size of the image in MiB
     #[arg(long, default_value_t = 1024, value_name = "MIB")]
