@@ -57,8 +57,8 @@ impl Guest {
     }
 
     /// Waits for a request's end; gives its slot.
-    fn finish(&mut self, queue: usize) -> Option<u16> {
-        let (head, _) = self.driver.queues[queue].wait_used(Duration::from_millis(200))?;
+    fn finish(&mut self, queue: usize, limit: Duration) -> Option<u16> {
+        let (head, _) = self.driver.queues[queue].wait_used(limit)?;
         let mut status = [0];
         self.driver.memory.read(self.place(queue, head / 3) + 16, &mut status);
         assert_eq!(status, [0], "the status");
@@ -122,6 +122,45 @@ fn a_guest_and_an_nbd_client_see_one_disk() {
     server.stop();
 }
 
+/// Writes on all slots of both queues, each slot in blocks of its own.
+struct Load {
+    /// The block and its new content, while it is under way.
+    under_way: [[Option<(u64, u64)>; 16]; 2],
+    /// What each block must hold.
+    expected: Vec<u64>,
+    answered: u64,
+    posted: u64,
+}
+
+impl Load {
+    fn post(&mut self, guest: &mut Guest) {
+        for (queue, slots) in self.under_way.iter_mut().enumerate() {
+            for (slot, place) in (0..).zip(slots).filter(|(_, place)| place.is_none()) {
+                self.posted += 1;
+                let number = self.posted;
+                let block = (queue as u64 * 16 + u64::from(slot)) * 16 + number % 16;
+                *place = Some((block, number));
+                guest.fill(queue, slot, number);
+                guest.post(queue, slot, OUT, block);
+            }
+        }
+    }
+
+    fn take(&mut self, guest: &mut Guest) {
+        for (queue, slots) in self.under_way.iter_mut().enumerate() {
+            while let Some(slot) = guest.finish(queue, Duration::ZERO) {
+                let (block, number) = slots[usize::from(slot)].take().expect("answered once");
+                self.expected[block as usize] = number;
+                self.answered += 1;
+            }
+        }
+    }
+
+    fn is_over(&self) -> bool {
+        self.under_way.iter().flatten().all(Option::is_none)
+    }
+}
+
 #[test]
 fn a_guest_survives_servers_that_are_killed_under_load() {
     let scratch = Scratch::new();
@@ -131,55 +170,27 @@ fn a_guest_survives_servers_that_are_killed_under_load() {
     let mut guest = connect(&socket);
     guest.driver.track().expect("in-flight tracking");
     guest.driver.set_writeback(0).expect("the write cache can be turned off");
-    // What each block must hold; each slot of a queue has blocks of its own.
-    let mut expected = vec![0u64; 512];
-    let mut under_way = [[None::<(u64, u64)>; 16]; 2];
-    let mut answered = 0;
-    for round in 1..=5u64 {
-        let (mut step, mut alive) = (0u64, true);
-        let before = answered;
-        while answered < before + 600 {
-            step += 1;
-            for queue in 0..2usize {
-                for slot in 0..16u16 {
-                    if under_way[queue][usize::from(slot)].is_none() {
-                        let own = (queue as u64 * 16 + u64::from(slot)) * 16;
-                        let (block, number) = (own + step % 16, round << 32 | step << 8 | own);
-                        guest.fill(queue, slot, number);
-                        under_way[queue][usize::from(slot)] = Some((block, number));
-                        guest.post(queue, slot, OUT, block);
-                    }
-                }
-            }
-            // In the middle of it all, with requests in the ring and on their way.
-            if alive && answered >= before + 300 {
-                alive = false;
-                server.signal(Signal::KILL);
-                server.wait(LONG);
-                server = serve(&scratch, image.path(), &socket);
-                guest.driver.reconnect(&socket).expect("the new server takes over");
-                assert!(!guest.driver.writeback().expect("an answer"), "the cache is still off");
-            }
+    let under_way = [[None; 16]; 2];
+    let mut load = Load { under_way, expected: vec![0; 512], answered: 0, posted: 0 };
+    for round in 1..=5 {
+        // Killed in the middle of it all, with requests in the ring and on their way.
+        while load.answered < 300 * round {
+            load.post(&mut guest);
             std::thread::sleep(Duration::from_micros(100));
-            for queue in 0..2usize {
-                while let Some((head, _)) = guest.driver.queues[queue].next_used() {
-                    let slot = usize::from(head / 3);
-                    let (block, number) = under_way[queue][slot].take().expect("answered once");
-                    expected[block as usize] = number;
-                    answered += 1;
-                }
-            }
+            load.take(&mut guest);
         }
-        for queue in 0..2usize {
-            while under_way[queue].iter().any(Option::is_some) {
-                let slot = usize::from(guest.finish(queue).expect("every request is answered"));
-                let (block, number) = under_way[queue][slot].take().expect("answered once");
-                expected[block as usize] = number;
-                answered += 1;
-            }
-        }
+        load.post(&mut guest);
+        server.signal(Signal::KILL);
+        server.wait(LONG);
+        server = serve(&scratch, image.path(), &socket);
+        guest.driver.reconnect(&socket).expect("the new server takes over");
+        assert!(!guest.driver.writeback().expect("an answer"), "the cache is still off");
     }
-    for (block, &number) in (0..).zip(&expected) {
+    assert!(eventually(LONG, || {
+        load.take(&mut guest);
+        load.is_over()
+    }));
+    for (block, &number) in (0..).zip(&load.expected) {
         assert_eq!(guest.read(0, block), content(number), "block {block}");
     }
     server.stop();
