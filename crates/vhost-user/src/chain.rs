@@ -2,7 +2,7 @@
 //!
 //! The chain is a driver's word. It is walked once, with a bound on its length; what can be answered
 //! is answered with an error status, and what cannot even be told its status is
-//! [`Broken`](crate::ring::Broken). Buffers are believed only as far as the guest's memory goes.
+//! [`Broken`]. Buffers are believed only as far as the guest's memory goes.
 
 use blockhouse_engine::{GuestMemory, GuestRange, View};
 use smallvec::SmallVec;
