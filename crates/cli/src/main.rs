@@ -21,6 +21,7 @@ mod serve;
 mod size;
 mod snapshot;
 mod sockets;
+mod vhost_user;
 mod vmstate;
 mod workers;
 

@@ -1,5 +1,6 @@
 //! `blockhouse serve`: an image as an export, from the first check to the last flush.
 
+use std::fmt;
 use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -11,14 +12,15 @@ use blockhouse_disk::{
     open, open_snapshot,
 };
 use blockhouse_engine::{DEFAULT_POLLING, EngineChoice, HostFile, Listener};
-use blockhouse_nbd::uri::NbdUri;
-use blockhouse_nbd::{Export, Limits, Server, SocketFile};
+use blockhouse_nbd::uri::{Address, NbdUri};
+use blockhouse_nbd::{Bound, Export, Limits, Server, SocketFile};
 use clap::builder::ValueParser;
-use signal_hook::consts::{SIGINT, SIGTERM, SIGXFSZ};
+use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGXFSZ};
 use signal_hook::iterator::Signals;
 
 use crate::size;
 use crate::sockets::{self, Place};
+use crate::vhost_user::{self, Served};
 use crate::workers::Workers;
 
 /// Arguments of `serve`.
@@ -41,13 +43,25 @@ pub struct Arguments {
     /// a Unix socket named after the image, in a folder of this user.
     #[arg(long, value_name = "URI", value_parser = ValueParser::new(str::parse::<NbdUri>))]
     nbd: Vec<NbdUri>,
+    /// Serve the image to a virtual machine's vhost-user-blk device at this Unix socket. May be
+    /// repeated; several images need one socket each, in their order.
+    ///
+    /// The machine's memory must be shared (QEMU: -object memory-backend-memfd,share=on). A raw image
+    /// or block device that became longer is served with its new size after SIGHUP, and the guest is
+    /// told.
+    #[arg(long, value_name = "SOCKET")]
+    vhost_user_blk: Vec<PathBuf>,
+    /// How many queues a guest may use on a vhost-user-blk device; they are spread over the workers.
+    /// Left out, one for each processor.
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=256))]
+    queues: Option<u16>,
     /// How file operations are done: auto, io_uring, linux-aio or threads.
     #[arg(long, default_value = "auto", value_parser = ValueParser::new(str::parse::<EngineChoice>))]
     engine: EngineChoice,
     /// The host's cache: none, writeback, writethrough, directsync or unsafe.
     #[arg(long, default_value = "none", value_parser = ValueParser::new(str::parse::<CacheMode>))]
     cache: CacheMode,
-    /// How many threads serve connections; each connection stays on one.
+    /// How many threads serve; each connection, and each queue of a guest, stays on one.
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..=256))]
     workers: u16,
     /// Look out for the next request for up to this many microseconds before going to sleep, where
@@ -102,6 +116,10 @@ impl Arguments {
             if self.create.is_some() {
                 refuse("--create makes one image; name just that one");
             }
+            let sockets = self.vhost_user_blk.len();
+            if sockets != 0 && sockets != self.images.len() {
+                refuse("several images need one --vhost-user-blk socket each");
+            }
         }
         if self.create.is_some() && self.snapshot.is_some() {
             refuse("a new image has no snapshots; leave out --create or --snapshot");
@@ -130,6 +148,24 @@ struct Service {
     server: Server<HostFile>,
     /// Removed at the end.
     files: Vec<SocketFile>,
+    devices: Vec<Served>,
+    /// Where clients find us.
+    ready: Vec<Ready>,
+}
+
+/// The address of an export.
+enum Ready {
+    Nbd(NbdUri),
+    VhostUser(PathBuf),
+}
+
+impl fmt::Display for Ready {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Nbd(uri) => uri.fmt(f),
+            Self::VhostUser(path) => path.display().fmt(f),
+        }
+    }
 }
 
 /// Runs the command.
@@ -137,7 +173,8 @@ pub fn run(arguments: Arguments, verbose: bool) -> Result<()> {
     arguments.check();
     let names = arguments.names()?;
     // Before any thread starts, so that no signal is missed.
-    let mut signals = Signals::new([SIGTERM, SIGINT]).context("cannot watch for signals")?;
+    let mut signals =
+        Signals::new([SIGTERM, SIGINT, SIGHUP]).context("cannot watch for signals")?;
     // A write beyond a limit on the size of files is to fail, not to end everything.
     signal_hook::flag::register(SIGXFSZ, Arc::default()).context("cannot watch for signals")?;
     let workers = Workers::start(
@@ -147,13 +184,18 @@ pub fn run(arguments: Arguments, verbose: bool) -> Result<()> {
     )?;
     // Before the image: an address in use must not leave a new image behind.
     let places = listen(&arguments, &names)?;
+    let devices = vhost_user::listen(&arguments.vhost_user_blk)?;
     let open = |image: &PathBuf| open_image(&workers, image, &arguments).map(Arc::new);
     let disks = arguments.images.iter().map(open).collect::<Result<Vec<_>>>()?;
-    let (service, ready) = start(workers, disks, names, places, verbose)?;
-    if let ([uri, ..], true) = (&ready[..], arguments.nbd.is_empty()) {
+    let mut service = start(workers, disks, places, &names)?;
+    service.add_devices(devices, &arguments, &names)?;
+    service.tell(verbose);
+    if let ([Ready::Nbd(uri), ..], true) = (&service.ready[..], arguments.nbd.is_empty()) {
         suggest(uri);
     }
-    signals.forever().next();
+    while signals.forever().next() == Some(SIGHUP) {
+        service.follow_files();
+    }
     tracing::debug!("finishing what is in flight");
     let ending = std::thread::spawn(move || end(service));
     // The end interrupts the wait for another signal.
@@ -163,7 +205,7 @@ pub fn run(arguments: Arguments, verbose: bool) -> Result<()> {
         handle.close();
         result
     });
-    if signals.forever().next().is_some() {
+    if signals.forever().any(|signal| signal != SIGHUP) {
         bail!("quit at once on a second signal; what was in flight may be lost");
     }
     watcher.join().ok().and_then(Result::ok).context("the server ended badly")?
@@ -208,7 +250,7 @@ fn listen(arguments: &Arguments, names: &[String]) -> Result<Vec<Place>> {
     if !passed.is_empty() {
         return Ok(passed);
     }
-    if arguments.nbd.is_empty() {
+    if arguments.nbd.is_empty() && arguments.vhost_user_blk.is_empty() {
         return Ok(vec![sockets::at_default(&arguments.images[0], names)?]);
     }
     sockets::at_uris(&arguments.nbd, names)
@@ -217,15 +259,14 @@ fn listen(arguments: &Arguments, names: &[String]) -> Result<Vec<Place>> {
 fn start(
     workers: Workers,
     disks: Vec<HostDisk>,
-    names: Vec<String>,
     places: Vec<Place>,
-    verbose: bool,
-) -> Result<(Service, Vec<NbdUri>)> {
+    names: &[String],
+) -> Result<Service> {
     let server = Server::new(Limits::default());
     // With names in all URIs, an only image has no other.
     let is_asked_for = |name: &String| places.iter().any(|place| place.exports.contains(name));
-    for (name, disk) in names.into_iter().zip(&disks).filter(|(name, _)| is_asked_for(name)) {
-        server.add(export(name, disk))?;
+    for (name, disk) in names.iter().zip(&disks).filter(|(name, _)| is_asked_for(name)) {
+        server.add(export(name.clone(), disk))?;
     }
     let mut files = Vec::new();
     let mut ready = Vec::new();
@@ -243,37 +284,78 @@ fn start(
         }));
         files.extend(bound.file);
         let address = bound.address;
-        ready.extend(exports.into_iter().map(|export| NbdUri { address: address.clone(), export }));
+        let uri = |export| Ready::Nbd(NbdUri { address: address.clone(), export });
+        ready.extend(exports.into_iter().map(uri));
     }
-    tell(&ready, &workers, &disks[0], verbose);
-    Ok((Service { workers, disks, server, files }, ready))
+    Ok(Service { workers, disks, server, files, devices: Vec::new(), ready })
 }
 
 fn export(name: String, disk: &HostDisk) -> Export<HostFile> {
     Export { name, description: disk.name().to_owned(), disk: Arc::clone(disk) }
 }
 
-/// Tells the world that everything listens. Nobody reading is no reason to stop.
-fn tell(ready: &[NbdUri], workers: &Workers, disk: &HostDisk, verbose: bool) {
-    let report = workers.report();
-    if report.refused.is_empty() {
-        tracing::debug!("engine {report}");
-    } else {
-        tracing::info!("engine {report}");
-    }
-    let mut output = std::io::stdout().lock();
-    for uri in ready {
-        let _ = match verbose {
-            false => writeln!(output, "ready {uri}"),
-            true => {
-                let fua = disk.capabilities().fua.as_str();
-                writeln!(output, "ready {uri} engine={} fua={fua}", report.engine)
+impl Service {
+    /// Serves vhost-user-blk devices: each socket has the image of its place, or the only one.
+    fn add_devices(
+        &mut self,
+        sockets: Vec<Bound>,
+        arguments: &Arguments,
+        names: &[String],
+    ) -> Result<()> {
+        let processors = || std::thread::available_parallelism().map_or(1, |count| count.get());
+        let queues = arguments.queues.unwrap_or_else(|| processors().min(256) as u16);
+        for (index, socket) in sockets.into_iter().enumerate() {
+            let index = index.min(self.disks.len() - 1);
+            let name = match &names[index] {
+                name if !name.is_empty() => name.clone(),
+                _ => {
+                    arguments.images[index].file_name().unwrap_or_default().to_string_lossy().into()
+                }
+            };
+            if let Address::Unix(path) = &socket.address {
+                self.ready.push(Ready::VhostUser(path.clone()));
             }
-        };
+            let loops = self.workers.handles();
+            self.devices.push(vhost_user::serve(socket, &self.disks[index], name, queues, loops)?);
+        }
+        Ok(())
     }
-    let _ = output.flush();
-    // Only systemd listens, and only where it asked to be told.
-    let _ = sd_notify::notify(&[sd_notify::NotifyState::Ready]);
+
+    /// Takes note of images that became longer, and has guests told.
+    fn follow_files(&self) {
+        for disk in &self.disks {
+            let following = Arc::clone(disk);
+            match self.workers.run(move || async move { following.follow_file().await }) {
+                Ok(Some(size)) => tracing::info!("{}: has {size} bytes now", disk.name()),
+                Ok(None) => {}
+                Err(error) => tracing::error!("{error}"),
+            }
+        }
+        self.devices.iter().for_each(Served::resized);
+    }
+
+    /// Tells the world that everything listens. Nobody reading is no reason to stop.
+    fn tell(&self, verbose: bool) {
+        let report = self.workers.report();
+        if report.refused.is_empty() {
+            tracing::debug!("engine {report}");
+        } else {
+            tracing::info!("engine {report}");
+        }
+        let mut output = std::io::stdout().lock();
+        for place in &self.ready {
+            let _ = match verbose {
+                false => writeln!(output, "ready {place}"),
+                true => {
+                    let fua = self.disks[0].capabilities().fua.as_str();
+                    writeln!(output, "ready {place} engine={} fua={fua}", report.engine)
+                }
+            };
+        }
+        let _ = output.flush();
+        // Only systemd listens, and only where it asked to be told.
+        let _ = sd_notify::notify(&[sd_notify::NotifyState::Ready]);
+    }
 }
 
 /// What a person who gave no address may want to do next.
@@ -286,8 +368,9 @@ fn suggest(uri: &NbdUri) {
 
 /// Stop accepting, finish, flush.
 fn end(service: Service) -> Result<()> {
-    let Service { workers, disks, server, files } = service;
+    let Service { workers, disks, server, files, devices, .. } = service;
     let _ = sd_notify::notify(&[sd_notify::NotifyState::Stopping]);
+    devices.into_iter().for_each(Served::stop);
     let draining = server.clone();
     workers.run(move || async move { draining.drain().await });
     drop(files);

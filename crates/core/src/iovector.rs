@@ -40,8 +40,9 @@ impl IoVector {
     /// # Safety
     /// Each segment must stay valid for reads and writes as long as `owner` lives, and no reference
     /// to its bytes and no other `IoVector` over them may be used while the new one exists. Memory
-    /// shared with another process (a guest) may change at any time; everything here copies bytes
-    /// by address and never makes a reference to them, so that is allowed.
+    /// shared with another process (a guest) may change at any time, and a guest may name the same
+    /// bytes twice; everything here copies bytes by address and never makes a reference to them, so
+    /// that is allowed.
     pub unsafe fn from_raw(
         owner: Arc<dyn Any + Send + std::marker::Sync>,
         segments: impl IntoIterator<Item = Segment>,

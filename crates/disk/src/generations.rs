@@ -99,6 +99,11 @@ impl<S: Storage> Generations<S> {
         }
     }
 
+    /// What is below.
+    pub(crate) fn storage(&self) -> &S {
+        &self.storage
+    }
+
     fn in_flight(&self) -> Unseen<'_> {
         Unseen { given_up: &self.given_up }
     }

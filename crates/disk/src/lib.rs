@@ -16,6 +16,7 @@ mod durable;
 mod gate;
 mod generations;
 mod grace;
+mod growth;
 mod layers;
 mod limits;
 mod lock;

@@ -1,8 +1,11 @@
 //! The one trait behind which the three engines stand.
 
+use std::io;
+use std::os::fd::BorrowedFd;
 use std::time::Instant;
 
 use crate::operation::{Operation, OperationTable, Token};
+use crate::watch::WatchKey;
 
 /// Gets operations to the kernel and their results back, for one loop on one thread.
 pub(crate) trait Driver {
@@ -22,6 +25,16 @@ pub(crate) trait Driver {
     /// Whether a turn may find something: what a loop asks again and again that looks out for events
     /// instead of sleeping. No event is missed; an engine that cannot tell says yes.
     fn may_have_events(&mut self) -> bool;
+
+    /// Has each time that the descriptor becomes readable reported by a later `turn`, and once if it
+    /// is readable already. It stays open until `unwatch`.
+    fn watch(&mut self, key: WatchKey, descriptor: BorrowedFd<'_>) -> io::Result<()>;
+
+    /// Ends a watch. Events of it that are on their way may still be reported.
+    fn unwatch(&mut self, key: WatchKey, descriptor: BorrowedFd<'_>);
+
+    /// The next event of a watch that the last `turn` found.
+    fn next_event(&mut self) -> Option<WatchKey>;
 
     /// Submits what waits for submission, then sleeps as `rest` says until something happens (a
     /// completion, the bell, the deadline), then appends all results to `done`. `operations` holds

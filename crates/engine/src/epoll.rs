@@ -16,10 +16,13 @@ use crate::operation::{Operation, OperationTable, Token};
 use crate::remote::Remote;
 use crate::system_call::{FileCall, run_inline, try_socket};
 use crate::thread_pool::ThreadPool;
+use crate::watch::WatchKey;
 
 /// Event data that are no socket's descriptor.
 const BELL: u64 = u64::MAX;
 const AIO: u64 = u64::MAX - 1;
+/// Set in those of watches, whose key follows.
+const WATCH: u64 = 1 << 32;
 
 /// Events taken by one system call.
 const MOST_EVENTS: usize = 128;
@@ -39,6 +42,8 @@ pub(crate) struct Epoll {
     /// Results that are known before the next turn.
     early: Vec<Completion>,
     events: Vec<epoll::Event>,
+    /// Events of watches that were not reported yet.
+    watched: Vec<WatchKey>,
 }
 
 /// Who waits for a socket, first come first served.
@@ -66,6 +71,7 @@ impl Epoll {
             sockets: HashMap::new(),
             early: Vec::new(),
             events: Vec::with_capacity(MOST_EVENTS),
+            watched: Vec::new(),
         })
     }
 
@@ -191,6 +197,21 @@ impl Driver for Epoll {
         true
     }
 
+    fn watch(&mut self, key: WatchKey, descriptor: BorrowedFd<'_>) -> io::Result<()> {
+        let data = EventData::new_u64(WATCH | u64::from(key.0));
+        // Edge-triggered, as the bell.
+        Ok(epoll::add(&self.epoll, descriptor, data, EventFlags::IN | EventFlags::ET)?)
+    }
+
+    fn unwatch(&mut self, _key: WatchKey, descriptor: BorrowedFd<'_>) {
+        // It fails only for one that could not be added.
+        let _ = epoll::delete(&self.epoll, descriptor);
+    }
+
+    fn next_event(&mut self) -> Option<WatchKey> {
+        self.watched.pop()
+    }
+
     fn turn(&mut self, mut rest: Rest, operations: &OperationTable, done: &mut Vec<Completion>) {
         if let Some(aio) = &mut self.aio {
             aio.submit(&mut self.early);
@@ -206,6 +227,7 @@ impl Driver for Epoll {
             match event.data.u64() {
                 BELL => {}
                 AIO => self.aio.iter_mut().for_each(|aio| aio.reap(done)),
+                watch if watch & WATCH != 0 => self.watched.push(WatchKey(watch as u32)),
                 socket => self.serve_socket(socket as RawFd, event.flags, operations, done),
             }
         }

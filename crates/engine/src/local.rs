@@ -1,6 +1,8 @@
 //! The loop of the current thread: its tasks, timers and operations in one place.
 
 use std::cell::RefCell;
+use std::io;
+use std::os::fd::BorrowedFd;
 use std::rc::Rc;
 use std::sync::Arc;
 use std::task::{Poll, Waker};
@@ -14,6 +16,7 @@ use crate::poll::{DEFAULT_POLLING, Outcome, Phase, Poller, Source};
 use crate::remote::{Note, Ready, Remote};
 use crate::task::Tasks;
 use crate::timer::Timers;
+use crate::watch::{WatchKey, Watches};
 
 thread_local! {
     static CURRENT: RefCell<Option<Rc<Local>>> = const { RefCell::new(None) };
@@ -24,6 +27,7 @@ pub(crate) struct Local {
     pub(crate) remote: Arc<Remote>,
     pub(crate) tasks: Tasks,
     pub(crate) timers: Timers,
+    pub(crate) watches: Watches,
     pub(crate) report: EngineReport,
     driver: RefCell<Box<dyn Driver>>,
     operations: RefCell<OperationTable>,
@@ -49,6 +53,7 @@ impl Local {
             tasks: Tasks::new(&remote),
             remote,
             timers: Timers::default(),
+            watches: Watches::default(),
             report,
             driver: RefCell::new(driver),
             operations: RefCell::new(OperationTable::new()),
@@ -59,6 +64,13 @@ impl Local {
     /// Looks out for events at most this long before it sleeps.
     pub(crate) fn poll_at_most(&self, time: Duration) {
         *self.poller.borrow_mut() = Poller::new(time);
+    }
+
+    /// Whether others have something for this loop, found without a system call.
+    fn look(&self) -> bool {
+        let source = self.watches.look();
+        self.happened(source);
+        source.is_some() || self.remote.mailbox.may_be_filled()
     }
 
     fn happened(&self, source: Option<Source>) {
@@ -142,9 +154,20 @@ impl Local {
         operation
     }
 
+    /// Has the engine watch a descriptor.
+    pub(crate) fn watch(&self, key: WatchKey, descriptor: BorrowedFd<'_>) -> io::Result<()> {
+        self.driver.borrow_mut().watch(key, descriptor)
+    }
+
+    /// Ends a watch.
+    pub(crate) fn unwatch(&self, key: WatchKey, descriptor: BorrowedFd<'_>) {
+        self.driver.borrow_mut().unwatch(key, descriptor);
+    }
+
     /// One turn: rest if there is nothing to do, then pass on everything that happened meanwhile.
     pub(crate) fn turn(&self, done: &mut Vec<Completion>, notes: &mut Vec<Note>) {
-        match self.tasks.ready.is_empty() && !self.remote.mailbox.may_be_filled() {
+        let news = self.look();
+        match self.tasks.ready.is_empty() && !news {
             true => self.rest(done),
             false => self.drive(Rest::Never, done),
         }
@@ -173,7 +196,7 @@ impl Local {
         let mut in_vain = Duration::ZERO;
         if let Some(window) = window {
             self.drive(Rest::Never, done);
-            if !done.is_empty() {
+            if !done.is_empty() || !self.tasks.ready.is_empty() {
                 // Over as soon as it was submitted: that was no rest.
                 return;
             }
@@ -194,7 +217,7 @@ impl Local {
             if self.driver.borrow_mut().may_have_events() {
                 self.drive(Rest::Never, done);
             }
-            if !done.is_empty() || self.remote.mailbox.may_be_filled() {
+            if !done.is_empty() || !self.tasks.ready.is_empty() || self.look() {
                 return true;
             }
             std::hint::spin_loop();
@@ -203,6 +226,10 @@ impl Local {
     }
 
     fn sleep(&self, due: Option<Instant>, done: &mut Vec<Completion>) {
+        if let Some(source) = self.watches.arm() {
+            self.happened(Some(source));
+            return self.drive(Rest::Never, done);
+        }
         let rest = match due {
             _ if !self.remote.mailbox.fall_asleep() => return self.drive(Rest::Never, done),
             None => Rest::UntilEvent,
@@ -213,7 +240,11 @@ impl Local {
     }
 
     fn drive(&self, rest: Rest, done: &mut Vec<Completion>) {
-        self.driver.borrow_mut().turn(rest, &self.operations.borrow(), done);
+        let mut driver = self.driver.borrow_mut();
+        driver.turn(rest, &self.operations.borrow(), done);
+        while let Some(key) = driver.next_event() {
+            self.happened(self.watches.signal(key));
+        }
     }
 }
 

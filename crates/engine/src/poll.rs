@@ -11,6 +11,7 @@
 //! processor beyond a short burst; a loop without events costs nothing, since only an event can end
 //! its sleep.
 
+use std::os::fd::RawFd;
 use std::time::{Duration, Instant};
 
 use crate::operation::Operation;
@@ -50,6 +51,12 @@ pub(crate) enum Phase {
 impl Source {
     /// Another thread's note.
     pub(crate) const NOTE: Self = Self(0);
+
+    /// An event of a watched descriptor.
+    pub(crate) fn of_watch(descriptor: RawFd) -> Self {
+        // Shares its place with the accepting of connections, which nobody does on this descriptor.
+        Self((((descriptor as usize) << 4 | 15) % PLACES) as u16)
+    }
 
     /// `None` where it says nothing: that an operation begins which waits for a peer.
     pub(crate) fn of(operation: &Operation, phase: Phase) -> Option<Self> {

@@ -6,8 +6,9 @@
 //! that submits also gets events, or nothing would ever complete. That completions wait to be run is
 //! seen in memory (`TASKRUN_FLAG`), so that looking out for them takes no system call.
 
+use std::collections::HashMap;
 use std::io;
-use std::os::fd::AsRawFd;
+use std::os::fd::{AsRawFd, BorrowedFd, RawFd};
 use std::ptr;
 use std::sync::Arc;
 use std::time::Instant;
@@ -20,6 +21,7 @@ use crate::driver::{Completion, Driver, Rest};
 use crate::operation::{MOST_OPERATIONS, Message, Operation, OperationTable, Token, Transfer};
 use crate::remote::Remote;
 use crate::system_call::run_inline;
+use crate::watch::WatchKey;
 
 /// Places for submissions between two system calls. More cost an extra call, nothing else.
 const SUBMISSIONS: u32 = 256;
@@ -31,6 +33,8 @@ const ENTER_EXT_ARG: u32 = 8;
 /// Completions that belong to no operation of the table.
 const BELL: u64 = u64::MAX;
 const CANCEL: u64 = u64::MAX - 1;
+/// Set in those of watches, whose key follows.
+const WATCH: u64 = 1 << 32;
 
 pub(crate) struct Uring {
     ring: IoUring,
@@ -43,6 +47,12 @@ pub(crate) struct Uring {
     early: Vec<Completion>,
     /// Of the operation with that token, if it is one on a socket: the kernel reads it there.
     headers: Box<[libc::msghdr]>,
+    /// What is watched.
+    watches: HashMap<WatchKey, RawFd>,
+    /// Events of watches that were not reported yet.
+    events: Vec<WatchKey>,
+    /// Watches that the kernel ended, to be renewed.
+    ended: Vec<WatchKey>,
 }
 
 /// The argument of `io_uring_enter` with `ENTER_EXT_ARG` (`struct io_uring_getevents_arg`).
@@ -66,7 +76,17 @@ impl Uring {
         let no_header: libc::msghdr = unsafe { std::mem::zeroed() };
         let headers = vec![no_header; MOST_OPERATIONS].into_boxed_slice();
         let (remote, early) = (Arc::clone(remote), Vec::new());
-        Ok(Self { ring, remote, watching: false, in_flight: 0, early, headers })
+        Ok(Self {
+            ring,
+            remote,
+            watching: false,
+            in_flight: 0,
+            early,
+            headers,
+            watches: HashMap::new(),
+            events: Vec::new(),
+            ended: Vec::new(),
+        })
     }
 
     fn push(&mut self, entry: &squeue::Entry) {
@@ -161,6 +181,22 @@ impl Uring {
         }
     }
 
+    /// Whether there is something to submit, or the kernel says that a watch has news.
+    fn has_business(&mut self) -> bool {
+        let submission = self.ring.submission();
+        !submission.is_empty() || submission.taskrun()
+    }
+
+    fn renew_watches(&mut self) {
+        while let Some(key) = self.ended.pop() {
+            // One that is gone, or ends by being cancelled, is not renewed.
+            if let Some(&descriptor) = self.watches.get(&key) {
+                let entry = opcode::PollAdd::new(Fd(descriptor), libc::POLLIN as u32).multi(true);
+                self.push(&entry.build().user_data(WATCH | u64::from(key.0)));
+            }
+        }
+    }
+
     fn reap(&mut self, done: &mut Vec<Completion>) {
         for entry in self.ring.completion() {
             match entry.user_data() {
@@ -168,6 +204,15 @@ impl Uring {
                 // afresh but after the watch ended.
                 BELL => self.watching &= cqueue::more(entry.flags()),
                 CANCEL => {}
+                watch if watch & WATCH != 0 => {
+                    let key = WatchKey(watch as u32);
+                    if !cqueue::more(entry.flags()) {
+                        self.ended.push(key);
+                    }
+                    if entry.result() >= 0 {
+                        self.events.push(key);
+                    }
+                }
                 token => {
                     self.in_flight -= 1;
                     let token = Token::from_u64(token);
@@ -198,11 +243,28 @@ impl Driver for Uring {
         !self.ring.completion().is_empty() || self.ring.submission().taskrun()
     }
 
+    fn watch(&mut self, key: WatchKey, descriptor: BorrowedFd<'_>) -> io::Result<()> {
+        self.watches.insert(key, descriptor.as_raw_fd());
+        self.ended.push(key);
+        Ok(())
+    }
+
+    fn unwatch(&mut self, key: WatchKey, _descriptor: BorrowedFd<'_>) {
+        self.watches.remove(&key);
+        let entry = opcode::AsyncCancel::new(WATCH | u64::from(key.0)).build();
+        self.push(&entry.user_data(CANCEL));
+    }
+
+    fn next_event(&mut self) -> Option<WatchKey> {
+        self.events.pop()
+    }
+
     fn turn(&mut self, rest: Rest, _: &OperationTable, done: &mut Vec<Completion>) {
         self.watch_bell();
+        self.renew_watches();
         let waiting = !self.early.is_empty() || !self.ring.completion().is_empty();
         match rest {
-            Rest::Never if self.in_flight == 0 && self.ring.submission().is_empty() => {}
+            Rest::Never if self.in_flight == 0 && !self.has_business() => {}
             Rest::Never => self.enter(0, None),
             _ if waiting => self.enter(0, None),
             Rest::UntilEvent => self.enter(1, None),

@@ -7,7 +7,7 @@
 //!
 //! - [`rows`]: the loads
 //! - [`servers`], [`storage`]: what is loaded, and what is below it
-//! - [`light`], [`fio`]: the clients
+//! - [`light`], [`fio`], [`vhost_user`]: the clients
 //! - [`stats`], [`report`]: figures
 
 mod caching;
@@ -20,6 +20,7 @@ mod rows;
 mod servers;
 mod stats;
 mod storage;
+mod vhost_user;
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -32,8 +33,8 @@ use self::interrupt::Interrupt;
 use self::light::Load;
 pub use self::light::answerer;
 use self::report::Environment;
-use self::rows::{Client, ROWS, Row};
-use self::servers::{EXPORT, Kind, Programs, Server};
+use self::rows::{Client, Export, ROWS, Row};
+use self::servers::{EXPORT, Kind, Programs, Server, Start};
 use self::storage::Storage;
 use crate::apt;
 use crate::test::{Profile, build_binary};
@@ -54,12 +55,18 @@ pub struct Options {
     /// Where the image lives
     #[arg(long, value_enum, num_args = 1.., default_values = ["tmpfs", "loop", "ext4"])]
     storage: Vec<storage::Kind>,
+    /// Exports to compare
+    #[arg(long, value_enum, num_args = 1.., default_values = ["nbd"])]
+    export: Vec<Export>,
     /// Rows whose names contain one of these
     #[arg(long, num_args = 1.., value_name = "ROW")]
     rows: Vec<String>,
     /// Servers to start; without it, all
     #[arg(long, value_enum, num_args = 1..)]
     servers: Vec<Kind>,
+    /// Microseconds for which the vhost-user client looks for replies before it sleeps
+    #[arg(long, default_value_t = 0, value_name = "MICROSECONDS")]
+    look: u64,
     /// Size of the image in MiB
     #[arg(long, default_value_t = 1024, value_name = "MIB")]
     size: u64,
@@ -131,6 +138,8 @@ struct Plan {
     programs: Programs,
     folder: TempDir,
     interrupt: Interrupt,
+    /// For how long the vhost-user client looks for replies.
+    look: Duration,
     /// Marks the writes of one measurement.
     generation: u64,
 }
@@ -171,7 +180,8 @@ fn plan(workspace: &Workspace, options: &Options) -> Result<Plan> {
     let seconds = options.seconds.unwrap_or(seconds);
     ensure!(rounds > 0 && seconds > 0.0, "no rounds or no seconds measure nothing");
     let wanted = |row: &&Row| {
-        options.rows.is_empty() || options.rows.iter().any(|name| row.name.contains(name))
+        options.export.contains(&row.client.export())
+            && (options.rows.is_empty() || options.rows.iter().any(|name| row.name.contains(name)))
     };
     let rows: Vec<Row> = ROWS.iter().filter(wanted).copied().collect();
     ensure!(
@@ -206,6 +216,7 @@ fn plan(workspace: &Workspace, options: &Options) -> Result<Plan> {
             .tempdir()
             .context("cannot make a temporary folder")?,
         interrupt: Interrupt::install()?,
+        look: Duration::from_micros(options.look),
         generation: 0,
     })
 }
@@ -243,24 +254,26 @@ impl Plan {
     fn measure(&mut self, row: Row, kind: Kind, storage: &Storage) -> Result<Measured> {
         storage.settle(kind.caching())?;
         let folder = self.folder.path();
-        let server = Server::start(kind, &self.programs, storage, folder, &self.interrupt)?;
+        let start = Start { kind, export: row.client.export(), queues: row.connections };
+        let server = Server::start(start, &self.programs, storage, folder, &self.interrupt)?;
+        self.generation += 1;
+        let load = Load {
+            operation: row.operation,
+            order: row.order,
+            block: row.block,
+            depth: row.depth,
+            connections: row.connections,
+            warm_up: self.duration / 10,
+            duration: self.duration,
+            generation: self.generation,
+            content: kind.content(),
+        };
+        let cpu = || server.cpu();
         let measured = match row.client {
             Client::Fio => fio::run(&row, &server, self.duration, folder, &self.interrupt)?,
-            Client::Light => {
-                self.generation += 1;
-                let load = Load {
-                    operation: row.operation,
-                    order: row.order,
-                    block: row.block,
-                    depth: row.depth,
-                    connections: row.connections,
-                    warm_up: self.duration / 10,
-                    duration: self.duration,
-                    generation: self.generation,
-                    content: kind.content(),
-                };
-                let cpu = || server.cpu();
-                light::run(load, server.socket(), EXPORT, &cpu, &self.interrupt)?
+            Client::Light => light::run(load, server.socket(), EXPORT, &cpu, &self.interrupt)?,
+            Client::VhostUser => {
+                vhost_user::run(load, self.look, server.socket(), &cpu, &self.interrupt)?
             }
         };
         server.stop()?;

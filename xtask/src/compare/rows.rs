@@ -9,6 +9,8 @@ pub enum Client {
     Fio,
     /// Ours.
     Light,
+    /// Ours, as a guest with a vhost-user-blk device.
+    VhostUser,
 }
 
 /// One kind of load.
@@ -26,7 +28,7 @@ pub struct Row {
     pub block: u32,
     /// Requests under way, over all connections.
     pub depth: u16,
-    /// Connections that share the depth.
+    /// Connections, or queues, that share the depth.
     pub connections: u16,
 }
 
@@ -41,6 +43,9 @@ const LIGHT: Row = Row {
 };
 const SEQUENTIAL: Row = Row { order: Order::Sequential, block: 256 * 1024, depth: 8, ..LIGHT };
 
+const GUEST: Row = Row { client: Client::VhostUser, ..LIGHT };
+const GUEST_SEQUENTIAL: Row = Row { block: 128 * 1024, client: Client::VhostUser, ..SEQUENTIAL };
+
 /// All rows, in the order of reports.
 pub const ROWS: &[Row] = &[
     Row { name: "fio-randread-4k-d64", client: Client::Fio, ..LIGHT },
@@ -52,7 +57,35 @@ pub const ROWS: &[Row] = &[
     Row { name: "randwrite-fua-4k-d16", operation: Operation::DurableWrite, depth: 16, ..LIGHT },
     Row { name: "seqread-256k-d8", ..SEQUENTIAL },
     Row { name: "seqwrite-256k-d8", operation: Operation::Write, ..SEQUENTIAL },
+    Row { name: "vu-randread-4k-d64", ..GUEST },
+    Row { name: "vu-randread-4k-d64-q2", connections: 2, ..GUEST },
+    Row { name: "vu-randread-4k-d16", depth: 16, ..GUEST },
+    Row { name: "vu-randread-4k-d1", depth: 1, ..GUEST },
+    Row { name: "vu-randwrite-4k-d64", operation: Operation::Write, ..GUEST },
+    Row { name: "vu-durable-4k-d16", operation: Operation::DurableWrite, depth: 16, ..GUEST },
+    Row { name: "vu-durable-4k-d1", operation: Operation::DurableWrite, depth: 1, ..GUEST },
+    Row { name: "vu-seqread-128k-d8", ..GUEST_SEQUENTIAL },
+    Row { name: "vu-seqwrite-128k-d8", operation: Operation::Write, ..GUEST_SEQUENTIAL },
 ];
+
+/// What is asked for data.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+pub enum Export {
+    /// An NBD server.
+    Nbd,
+    /// A vhost-user-blk device.
+    VhostUser,
+}
+
+impl Client {
+    /// What it asks.
+    pub fn export(self) -> Export {
+        match self {
+            Self::Fio | Self::Light => Export::Nbd,
+            Self::VhostUser => Export::VhostUser,
+        }
+    }
+}
 
 impl Row {
     /// Whether its figure is a bandwidth, not a rate of requests.

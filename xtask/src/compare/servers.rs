@@ -20,7 +20,7 @@ use rustix::process::{Signal, kill_process};
 use super::caching::Caching;
 use super::interrupt::Interrupt;
 use super::light::Content;
-use super::rows::Client;
+use super::rows::{Client, Export};
 use super::storage::Storage;
 use crate::process::{line, stdout_of};
 
@@ -96,7 +96,12 @@ impl Kind {
 
     /// Whether it speaks enough of the protocol for this client.
     pub fn takes(self, client: Client) -> bool {
-        self != Self::Answerer || client == Client::Light
+        match self {
+            Self::Blockhouse | Self::BlockhouseWriteback => true,
+            Self::QsdNative | Self::QsdIoUring => true,
+            Self::Nbdkit | Self::NbdkitNocache | Self::NbdkitNull => client != Client::VhostUser,
+            Self::Answerer => client == Client::Light,
+        }
     }
 
     /// What its reads return.
@@ -121,15 +126,30 @@ impl Kind {
         }
     }
 
-    fn command(self, programs: &Programs, storage: &Storage, socket: &Path) -> Command {
+    fn command(
+        self,
+        start: Start,
+        programs: &Programs,
+        storage: &Storage,
+        socket: &Path,
+    ) -> Command {
         let mut command = Command::new(self.program(programs));
         let image = storage.path();
         match self {
             Self::Blockhouse | Self::BlockhouseWriteback => {
                 let cache = if self == Self::Blockhouse { "none" } else { "writeback" };
                 command.arg("serve").arg(image).args(["--format", "raw", "--cache", cache]);
-                command.arg("--nbd");
-                command.arg(format!("nbd+unix:///{EXPORT}?socket={}", socket.display()));
+                match start.export {
+                    Export::Nbd => {
+                        let uri = format!("nbd+unix:///{EXPORT}?socket={}", socket.display());
+                        command.arg("--nbd").arg(uri);
+                    }
+                    Export::VhostUser => {
+                        let queues = start.queues.to_string();
+                        command.arg("--vhost-user-blk").arg(socket);
+                        command.args(["--queues", &queues, "--workers", &queues]);
+                    }
+                }
                 command.args(&programs.serve_args);
             }
             Self::QsdNative | Self::QsdIoUring => {
@@ -140,10 +160,19 @@ impl Kind {
                     "driver={driver},node-name=image,filename={image},aio={aio},cache.direct=on"
                 ));
                 let socket = socket.display();
-                command.arg("--nbd-server").arg(format!("addr.type=unix,addr.path={socket}"));
-                command
-                    .arg("--export")
-                    .arg(format!("type=nbd,id=export,node-name=image,name={EXPORT},writable=on"));
+                let address = format!("addr.type=unix,addr.path={socket}");
+                let common = "id=export,node-name=image,writable=on";
+                match start.export {
+                    Export::Nbd => {
+                        command.args(["--nbd-server", &address]);
+                        command.args(["--export", &format!("type=nbd,{common},name={EXPORT}")]);
+                    }
+                    Export::VhostUser => {
+                        let queues = start.queues;
+                        let device = format!("{common},{address},num-queues={queues}");
+                        command.args(["--export", &format!("type=vhost-user-blk,{device}")]);
+                    }
+                }
             }
             Self::Nbdkit | Self::NbdkitNocache => {
                 command.args(["--foreground", "--unix"]).arg(socket).arg("file");
@@ -179,6 +208,17 @@ pub struct Programs {
     pub xtask: PathBuf,
 }
 
+/// What is started.
+#[derive(Clone, Copy, Debug)]
+pub struct Start {
+    /// The server.
+    pub kind: Kind,
+    /// As what it is asked.
+    pub export: Export,
+    /// Queues of a device.
+    pub queues: u16,
+}
+
 /// A running server.
 pub struct Server {
     child: Child,
@@ -190,16 +230,16 @@ pub struct Server {
 impl Server {
     /// Starts a server on `storage` and waits until it listens. Its socket and its log are in `folder`.
     pub fn start(
-        kind: Kind,
+        start: Start,
         programs: &Programs,
         storage: &Storage,
         folder: &Path,
         interrupt: &Interrupt,
     ) -> Result<Self> {
-        let socket = folder.join("nbd.sock");
+        let socket = folder.join("server.sock");
         remove_leftover(&socket)?;
         let log = folder.join("server.log");
-        let mut command = kind.command(programs, storage, &socket);
+        let mut command = start.kind.command(start, programs, storage, &socket);
         let what = line(&command);
         let output = File::create(&log).context("cannot create the server's log")?;
         command.stdin(Stdio::null()).stdout(output.try_clone()?).stderr(output).process_group(0);

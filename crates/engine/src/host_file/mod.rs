@@ -63,6 +63,20 @@ impl HostFile {
         std::os::fd::AsFd::as_fd(&*self.file)
     }
 
+    /// How long the file is on the host, which somebody else may have changed.
+    ///
+    /// # Errors
+    /// The host's.
+    pub fn find_size(&self) -> Result<u64> {
+        let size = probe::size(&*self.file);
+        size.map_err(|error| Error::host("cannot find the size", error).on(&self.name))
+    }
+
+    /// Takes note that the file is at least this long.
+    pub fn grow_to(&self, size: u64) {
+        self.size.fetch_max(size, Relaxed);
+    }
+
     fn error(&self, what: &'static str, error: Errno) -> Error {
         Error::host(what, error.into()).on(&self.name)
     }

@@ -76,7 +76,7 @@ pub enum Content {
 }
 
 /// Offsets of requests, in bytes.
-struct Offsets {
+pub struct Offsets {
     order: Order,
     block: u64,
     blocks: u64,
@@ -84,7 +84,14 @@ struct Offsets {
 }
 
 impl Offsets {
-    fn next(&mut self) -> u64 {
+    /// Those of one run over so many blocks.
+    pub fn new(order: Order, block: u64, blocks: u64, generation: u64) -> Self {
+        let state = generation.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
+        Self { order, block, blocks, state }
+    }
+
+    /// The next one.
+    pub fn next(&mut self) -> u64 {
         let index = match self.order {
             Order::Random => {
                 // xorshift64: three shifts instead of a multiplication chain, good enough to spread.
@@ -157,12 +164,7 @@ pub fn run(
         load,
         server_cpu,
         connections,
-        offsets: Offsets {
-            order: load.order,
-            block: load.block.into(),
-            blocks,
-            state: load.generation.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1,
-        },
+        offsets: Offsets::new(load.order, load.block.into(), blocks, load.generation),
         batch: usize::from(job.depth / 8).max(1),
         latency: Histogram::new_with_bounds(1, LONGEST, 3).context("cannot make a histogram")?,
         written: VecDeque::with_capacity(READ_BACK),

@@ -1,0 +1,48 @@
+//! The vhost-user-blk exports of `serve`.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use anyhow::{Context, Result};
+use blockhouse_disk::Disk;
+use blockhouse_engine::{Handle, HostFile};
+use blockhouse_nbd::uri::Address;
+use blockhouse_nbd::{Bound, SocketFile, bind};
+use blockhouse_vhost_user::{Device, Export, Server};
+
+/// A device that is served at a socket.
+pub struct Served {
+    server: Server<HostFile>,
+    /// Removed at the end.
+    _file: Option<SocketFile>,
+}
+
+/// Listens at all sockets.
+pub fn listen(sockets: &[PathBuf]) -> Result<Vec<Bound>> {
+    sockets.iter().map(|path| Ok(bind(&Address::Unix(path.clone()))?)).collect()
+}
+
+/// Serves a disk at a socket, with this many queues on these loops.
+pub fn serve(
+    bound: Bound,
+    disk: &Arc<Disk<HostFile>>,
+    name: String,
+    queues: u16,
+    loops: Vec<Handle>,
+) -> Result<Served> {
+    let device = Device::new(Export { disk: Arc::clone(disk), name, queues, loops });
+    let server = Server::start(device, bound.socket).context("cannot serve the socket")?;
+    Ok(Served { server, _file: bound.file })
+}
+
+impl Served {
+    /// The disk has another size.
+    pub fn resized(&self) {
+        self.server.device().resized();
+    }
+
+    /// Finishes what is in flight and ends.
+    pub fn stop(self) {
+        self.server.stop();
+    }
+}

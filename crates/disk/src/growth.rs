@@ -1,0 +1,70 @@
+//! Images that somebody else has made longer while they are open: a raw file by `truncate`, a block
+//! device by its volume manager.
+
+use blockhouse_core::{ByteRange, Error, ErrorKind, Result};
+use blockhouse_engine::HostFile;
+use blockhouse_format::Format;
+
+use crate::Disk;
+
+/// Guests' disks are whole sectors, in bytes.
+const SECTOR: u64 = 512;
+
+impl Disk<HostFile> {
+    /// Looks how long the image's file is, and if it became longer, so does the disk. Gives the new
+    /// size. A qcow2 disk has the size that its header says, whatever the file has.
+    ///
+    /// # Errors
+    /// The host's, or `InvalidInput` when the file's size is no multiple of 512; the disk stays as it
+    /// is. A file that became shorter is one as well: what is missing can be neither read nor kept.
+    pub async fn follow_file(&self) -> Result<Option<u64>> {
+        if !matches!(self.format, Format::Raw(_)) {
+            return Ok(None);
+        }
+        let file = self.format.storage().storage();
+        let size = file.find_size()?;
+        let refuse = |what: String| Err(Error::new(ErrorKind::InvalidInput, what).on(self.name()));
+        if !size.is_multiple_of(SECTOR) {
+            return refuse(format!("the file has {size} bytes now, no multiple of {SECTOR}"));
+        }
+        if size < self.size() {
+            let old = self.size();
+            return refuse(format!("the file has {size} bytes now, fewer than the disk's {old}"));
+        }
+        if size == self.size() {
+            return Ok(None);
+        }
+        // Nothing may be on its way to a last partial block, which becomes an ordinary one.
+        let last = self.size() & !(u64::from(self.alignment.offset) - 1);
+        let _claim = self.tracker.exclude(ByteRange::between(last, u64::MAX)).await;
+        file.grow_to(size);
+        Ok(Some(size))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use blockhouse_engine::{EngineChoice, EventLoop, OpenFor, PageCache};
+
+    use super::*;
+    use crate::Options;
+
+    #[test]
+    fn a_disk_follows_its_file() {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        file.as_file().set_len(1 << 20).unwrap();
+        EventLoop::new(EngineChoice::Auto).unwrap().block_on(async {
+            let storage = HostFile::open(file.path(), OpenFor::Writing, PageCache::Used).unwrap();
+            let disk = Disk::raw(storage, Options::default()).unwrap();
+            assert_eq!(disk.follow_file().await.unwrap(), None);
+            file.as_file().set_len(3 << 20).unwrap();
+            assert_eq!(disk.follow_file().await.unwrap(), Some(3 << 20));
+            assert_eq!(disk.size(), 3 << 20);
+            for size in [1 << 20, (3 << 20) + 1] {
+                file.as_file().set_len(size).unwrap();
+                assert!(disk.follow_file().await.is_err());
+                assert_eq!(disk.size(), 3 << 20);
+            }
+        });
+    }
+}

@@ -1,0 +1,269 @@
+//! A guest's memory, as far as its front-end shares it with us.
+//!
+//! Promises: an address is what the guest says, and it is believed only inside of a region; memory
+//! that the kernel holds for an operation stays mapped until it completes, also when the front-end
+//! takes the region away meanwhile (invariant 3 of the house: the operation's `IoVector` owns the
+//! whole set of regions).
+
+mod shared;
+
+use std::sync::Arc;
+
+use blockhouse_core::{IoVector, Segment};
+pub use shared::{SharedMemory, View};
+
+/// A run of the guest's physical addresses and the memory behind it.
+#[derive(Clone, Debug)]
+pub struct GuestRegion {
+    /// The guest's address of the first byte.
+    pub guest: u64,
+    /// The front-end's own address of the first byte, in which it names rings.
+    pub user: u64,
+    /// The memory.
+    pub memory: Arc<SharedMemory>,
+}
+
+impl GuestRegion {
+    fn length(&self) -> u64 {
+        self.memory.len() as u64
+    }
+
+    /// The offset of a guest's address, if it is in here.
+    fn offset_of(&self, guest: u64) -> Option<u64> {
+        guest.checked_sub(self.guest).filter(|&offset| offset < self.length())
+    }
+}
+
+/// The regions of a guest. Changing the set makes a new one; operations keep the one they began with.
+#[derive(Clone, Debug, Default)]
+pub struct GuestMemory {
+    regions: Vec<GuestRegion>,
+}
+
+/// A run of a guest's bytes by its addresses.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct GuestRange {
+    /// The guest's address of the first byte.
+    pub address: u64,
+    /// How many bytes.
+    pub length: u32,
+}
+
+impl GuestMemory {
+    /// No memory.
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// The regions.
+    pub fn regions(&self) -> &[GuestRegion] {
+        &self.regions
+    }
+
+    /// Takes a region in. Says whether it could: it must neither overlap another one nor reach past
+    /// the end of the guest's addresses.
+    #[must_use]
+    pub fn add(&mut self, region: GuestRegion) -> bool {
+        let Some(end) = region.guest.checked_add(region.length()) else { return false };
+        let overlaps =
+            |other: &GuestRegion| other.guest < end && region.guest < other.guest + other.length();
+        if self.regions.iter().any(overlaps) {
+            return false;
+        }
+        self.regions.push(region);
+        true
+    }
+
+    /// Takes a region out. Says whether it was there.
+    #[must_use]
+    pub fn remove(&mut self, guest: u64, user: u64, length: u64) -> bool {
+        let is_it = |region: &GuestRegion| {
+            (region.guest, region.user, region.length()) == (guest, user, length)
+        };
+        let before = self.regions.len();
+        self.regions.retain(|region| !is_it(region));
+        self.regions.len() < before
+    }
+
+    /// The guest's address of what the front-end has at `user`.
+    pub fn guest_of_user(&self, user: u64) -> Option<u64> {
+        self.regions.iter().find_map(|region| {
+            let offset = user.checked_sub(region.user)?;
+            (offset < region.length()).then(|| region.guest + offset)
+        })
+    }
+
+    /// The bytes from `address` on, all in one region; `None` where there are none.
+    pub fn view(&self, address: u64, length: usize) -> Option<View> {
+        let (region, offset) = self.find(address)?;
+        View::new(Arc::clone(&region.memory), offset, length)
+    }
+
+    /// Copies bytes out. Says whether all of them are there.
+    #[must_use]
+    pub fn read(&self, address: u64, into: &mut [u8]) -> bool {
+        let mut done = 0;
+        self.each_part(address, into.len(), |memory, offset, length| {
+            memory.read(offset, &mut into[done..done + length]);
+            done += length;
+        })
+    }
+
+    /// Copies bytes in. Says whether all of them have a place.
+    #[must_use]
+    pub fn write(&self, address: u64, from: &[u8]) -> bool {
+        let mut done = 0;
+        self.each_part(address, from.len(), |memory, offset, length| {
+            memory.write(offset, &from[done..done + length]);
+            done += length;
+        })
+    }
+
+    /// The bytes of all `ranges`, one after the other, for an operation; `None` when some are not
+    /// there.
+    pub fn vector(self: &Arc<Self>, ranges: &[GuestRange]) -> Option<IoVector> {
+        let owner = Arc::clone(self);
+        if let [range] = ranges
+            && let Some((region, offset)) = self.find(range.address)
+            && range.length as usize <= region.memory.len() - offset
+        {
+            let length = range.length as usize;
+            let segment = Segment { address: region.memory.address(offset, length), length };
+            // SAFETY: as below.
+            return Some(unsafe { IoVector::from_raw(owner, [segment]) });
+        }
+        let mut segments = Vec::with_capacity(ranges.len());
+        for range in ranges {
+            let found =
+                self.each_part(range.address, range.length as usize, |memory, at, length| {
+                    segments.push(Segment { address: memory.address(at, length), length });
+                });
+            if !found {
+                return None;
+            }
+        }
+        // SAFETY: the segments lie inside of mappings that the owner keeps. The guest and its
+        // front-end change them as they like, also by giving the same bytes to two operations, which
+        // `from_raw` allows for memory shared with another process: nothing of ours ever makes a
+        // reference to these bytes.
+        Some(unsafe { IoVector::from_raw(owner, segments) })
+    }
+
+    fn find(&self, address: u64) -> Option<(&GuestRegion, usize)> {
+        self.regions
+            .iter()
+            .find_map(|region| region.offset_of(address).map(|offset| (region, offset as usize)))
+    }
+
+    /// Calls `f` for each region's part of the range, in order; `false` when a part is missing.
+    fn each_part(
+        &self,
+        mut address: u64,
+        mut length: usize,
+        mut f: impl FnMut(&SharedMemory, usize, usize),
+    ) -> bool {
+        while length > 0 {
+            let Some((region, offset)) = self.find(address) else { return false };
+            let here = length.min(region.memory.len() - offset);
+            f(&region.memory, offset, here);
+            length -= here;
+            // A region never reaches past the end of the addresses; the next one may not exist.
+            let Some(next) = address.checked_add(here as u64) else { return length == 0 };
+            address = next;
+        }
+        true
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::fd::OwnedFd;
+
+    use super::*;
+
+    fn file(size: u64) -> OwnedFd {
+        let file = rustix::fs::memfd_create("guest", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
+        rustix::fs::ftruncate(&file, size).unwrap();
+        file
+    }
+
+    fn region(guest: u64, length: usize) -> GuestRegion {
+        let memory = SharedMemory::map(file(length as u64), 0, length).unwrap();
+        GuestRegion { guest, user: guest.wrapping_add(1 << 40), memory: Arc::new(memory) }
+    }
+
+    #[test]
+    fn a_range_past_the_end_of_the_file_is_refused() {
+        assert!(SharedMemory::map(file(8192), 4096, 4096).is_ok());
+        assert!(SharedMemory::map(file(8192), 100, 8092).is_ok());
+        for (offset, length) in [(4096, 4097), (8192, 1), (1 << 40, 1), (u64::MAX, 1), (0, 0)] {
+            assert!(SharedMemory::map(file(8192), offset, length).is_err(), "{offset}+{length}");
+        }
+    }
+
+    #[test]
+    fn an_offset_inside_of_a_page_is_kept() {
+        let file = file(8192);
+        let (whole, part) = (
+            SharedMemory::map(&file, 0, 8192).unwrap(),
+            SharedMemory::map(&file, 100, 50).unwrap(),
+        );
+        whole.write(100, &[7; 50]);
+        let mut bytes = [0; 50];
+        part.read(0, &mut bytes);
+        assert_eq!((bytes, part.len()), ([7; 50], 50));
+    }
+
+    #[test]
+    fn neighbours_are_crossed_and_gaps_are_not() {
+        let mut memory = GuestMemory::new();
+        assert!(memory.add(region(0x10000, 4096)) && memory.add(region(0x11000, 4096)));
+        assert!(memory.write(0x10fff, &[1, 2]));
+        let mut bytes = [0; 2];
+        assert!(memory.read(0x10fff, &mut bytes));
+        assert_eq!(bytes, [1, 2]);
+        for address in [0xffff, 0x11fff, u64::MAX] {
+            assert!(!memory.read(address, &mut bytes), "{address:x}");
+        }
+        let memory = Arc::new(memory);
+        let vector = |address, length| memory.vector(&[GuestRange { address, length }]);
+        assert_eq!(vector(0x10fff, 2).unwrap().segments().len(), 2);
+        assert_eq!(vector(0x10000, 4096).unwrap().segments().len(), 1);
+        assert!(vector(0x10000, 8193).is_none() && vector(0, u32::MAX).is_none());
+    }
+
+    #[test]
+    fn regions_do_not_overlap() {
+        let mut memory = GuestMemory::new();
+        assert!(memory.add(region(0x10000, 8192)));
+        for guest in [0xf000, 0x10000, 0x11000, u64::MAX - 100] {
+            assert!(!memory.add(region(guest, 8192)), "{guest:x}");
+        }
+        assert!(!memory.remove(0x10000, 0, 8192));
+        assert!(memory.remove(0x10000, 0x10000 + (1 << 40), 8192));
+        assert!(memory.add(region(0x11000, 4096)));
+    }
+
+    #[test]
+    fn a_vector_keeps_memory_that_was_taken_away() {
+        let mut memory = GuestMemory::new();
+        assert!(memory.add(region(0, 4096)));
+        let shared = Arc::new(memory.clone());
+        let mut vector = shared.vector(&[GuestRange { address: 16, length: 8 }]).unwrap();
+        assert!(memory.remove(0, 1 << 40, 4096));
+        drop(shared);
+        vector.copy_from(&[5; 8]);
+        let mut bytes = [0; 8];
+        vector.copy_to(&mut bytes);
+        assert_eq!(bytes, [5; 8]);
+    }
+
+    #[test]
+    fn the_front_ends_addresses_are_found() {
+        let mut memory = GuestMemory::new();
+        assert!(memory.add(region(0x4000, 4096)));
+        assert_eq!(memory.guest_of_user((1 << 40) + 0x4010), Some(0x4010));
+        assert_eq!(memory.guest_of_user((1 << 40) + 0x5000), None);
+        assert_eq!(memory.guest_of_user(0), None);
+    }
+}

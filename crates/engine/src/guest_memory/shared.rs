@@ -1,0 +1,259 @@
+//! A mapping of memory that other processes write to at any time.
+//!
+//! No reference to its bytes is ever made: single values are loaded and stored as atomics, and runs
+//! of bytes are copied by address, each byte once. So whatever the others do meanwhile, a value is one that somebody
+//! stored, and nothing is undefined. Every access is checked against the length of the mapping.
+
+use std::io;
+use std::os::fd::AsFd;
+use std::ptr::{self, NonNull};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU8, AtomicU16, AtomicU32, AtomicU64, Ordering};
+
+use rustix::mm::{MapFlags, ProtFlags};
+
+/// `HUGETLBFS_MAGIC` from `<linux/magic.h>`: files of pages that are larger than the usual ones.
+const HUGETLBFS_MAGIC: u64 = 0x9584_58f6;
+
+/// Memory shared with others, unmapped when dropped.
+#[derive(Debug)]
+pub struct SharedMemory {
+    /// Of the bytes that were asked for.
+    address: NonNull<u8>,
+    length: usize,
+    /// Of the whole pages around them.
+    mapped: NonNull<u8>,
+    mapped_length: usize,
+}
+
+// SAFETY: the object owns its mapping, which is not tied to a thread.
+unsafe impl Send for SharedMemory {}
+// SAFETY: all accesses by reference are atomic, or copies by address of memory that nobody has a
+// reference to and that its users expect to change at any time.
+unsafe impl Sync for SharedMemory {}
+
+impl SharedMemory {
+    /// Maps `length` bytes of the file from `offset` on, which need no alignment.
+    ///
+    /// # Errors
+    /// `InvalidInput` when the file has fewer bytes (touching those it lacks would be fatal), or the
+    /// kernel's.
+    pub fn map(file: impl AsFd, offset: u64, length: usize) -> io::Result<Self> {
+        let page = page_size(&file)?;
+        let invalid = |what| io::Error::new(io::ErrorKind::InvalidInput, what);
+        let start = offset & !(page - 1);
+        let lead = (offset - start) as usize;
+        let end =
+            offset.checked_add(length as u64).and_then(|end| end.checked_next_multiple_of(page));
+        let mapped_length = end
+            .and_then(|end| usize::try_from(end - start).ok())
+            .filter(|_| length > 0)
+            .ok_or_else(|| invalid("no such range"))?;
+        let size = rustix::fs::fstat(&file)?.st_size as u64;
+        if size < offset + length as u64 {
+            return Err(invalid("the file ends before the range does"));
+        }
+        // SAFETY: a new mapping at an address of the kernel's choice touches nobody's memory.
+        let mapped = unsafe {
+            rustix::mm::mmap(
+                ptr::null_mut(),
+                mapped_length,
+                ProtFlags::READ | ProtFlags::WRITE,
+                MapFlags::SHARED | MapFlags::NORESERVE,
+                &file,
+                start,
+            )?
+        };
+        let mapped = NonNull::new(mapped.cast()).expect("a mapping is nowhere near address 0");
+        // SAFETY: `lead` lies inside the first page of the mapping.
+        let address = unsafe { mapped.add(lead) };
+        Ok(Self { address, length, mapped, mapped_length })
+    }
+
+    /// How many bytes.
+    pub fn len(&self) -> usize {
+        self.length
+    }
+
+    /// Never: an empty range cannot be mapped.
+    pub fn is_empty(&self) -> bool {
+        self.length == 0
+    }
+
+    /// The address of `length` bytes from `offset` on.
+    ///
+    /// # Panics
+    /// When the range is not inside.
+    fn at(&self, offset: usize, length: usize) -> NonNull<u8> {
+        let inside = offset.checked_add(length).is_some_and(|end| end <= self.length);
+        assert!(inside, "{length} bytes at {offset} of a mapping of {}", self.length);
+        // SAFETY: just checked to be inside of the mapping.
+        unsafe { self.address.add(offset) }
+    }
+
+    /// As `at`, for a value of its own alignment.
+    fn aligned(&self, offset: usize, length: usize) -> NonNull<u8> {
+        let address = self.at(offset, length);
+        assert!(address.addr().get().is_multiple_of(length), "a misaligned value at {offset}");
+        address
+    }
+
+    /// The address of a range that lies inside, for an `IoVector` that keeps this alive.
+    pub(super) fn address(&self, offset: usize, length: usize) -> NonNull<u8> {
+        self.at(offset, length)
+    }
+
+    /// Copies bytes out, one by one: for headers and the like.
+    ///
+    /// # Panics
+    /// When the range is not inside.
+    pub fn read(&self, offset: usize, into: &mut [u8]) {
+        let source = self.at(offset, into.len());
+        for (index, byte) in into.iter_mut().enumerate() {
+            // SAFETY: inside of the mapping, just checked; nothing of ours refers to it. Volatile, so
+            // that what was copied is what is used, whatever others store meanwhile.
+            *byte = unsafe { source.add(index).read_volatile() };
+        }
+    }
+
+    /// Copies bytes in, one by one.
+    ///
+    /// # Panics
+    /// When the range is not inside.
+    pub fn write(&self, offset: usize, from: &[u8]) {
+        let target = self.at(offset, from.len());
+        for (index, &byte) in from.iter().enumerate() {
+            // SAFETY: as in `read`, with the roles exchanged.
+            unsafe { target.add(index).write_volatile(byte) };
+        }
+    }
+
+    fn atomic_u8(&self, offset: usize) -> &AtomicU8 {
+        // SAFETY: inside of the mapping, which lives as long as `self`; used as an atomic only.
+        unsafe { AtomicU8::from_ptr(self.at(offset, 1).as_ptr()) }
+    }
+
+    fn atomic_u16(&self, offset: usize) -> &AtomicU16 {
+        // SAFETY: as above, and aligned.
+        unsafe { AtomicU16::from_ptr(self.aligned(offset, 2).as_ptr().cast()) }
+    }
+
+    fn atomic_u32(&self, offset: usize) -> &AtomicU32 {
+        // SAFETY: as above, and aligned.
+        unsafe { AtomicU32::from_ptr(self.aligned(offset, 4).as_ptr().cast()) }
+    }
+
+    fn atomic_u64(&self, offset: usize) -> &AtomicU64 {
+        // SAFETY: as above, and aligned.
+        unsafe { AtomicU64::from_ptr(self.aligned(offset, 8).as_ptr().cast()) }
+    }
+}
+
+impl Drop for SharedMemory {
+    fn drop(&mut self) {
+        // SAFETY: the mapping is this object's own, and nothing that refers to it outlives it. It
+        // fails only for a mapping that is not there.
+        let _ = unsafe { rustix::mm::munmap(self.mapped.as_ptr().cast(), self.mapped_length) };
+    }
+}
+
+fn page_size(file: &impl AsFd) -> io::Result<u64> {
+    let status = rustix::fs::fstatfs(file)?;
+    Ok(match status.f_type as u64 == HUGETLBFS_MAGIC {
+        true => status.f_bsize as u64,
+        false => rustix::param::page_size() as u64,
+    })
+}
+
+/// A part of shared memory. Clones are the same bytes. Values are little-endian, as virtio has them;
+/// offsets are in bytes from the start of the view, and each access panics when it is not inside or
+/// not a multiple of its size.
+#[derive(Clone, Debug)]
+pub struct View {
+    memory: Arc<SharedMemory>,
+    start: usize,
+    length: usize,
+}
+
+impl View {
+    /// The `length` bytes of `memory` from `start` on; `None` when it has fewer.
+    pub fn new(memory: Arc<SharedMemory>, start: usize, length: usize) -> Option<Self> {
+        let inside = start.checked_add(length).is_some_and(|end| end <= memory.len());
+        inside.then_some(Self { memory, start, length })
+    }
+
+    /// How many bytes.
+    pub fn len(&self) -> usize {
+        self.length
+    }
+
+    /// Whether there are none.
+    pub fn is_empty(&self) -> bool {
+        self.length == 0
+    }
+
+    /// Whether the first byte's address is a multiple of `alignment`, a power of two.
+    pub fn is_aligned(&self, alignment: usize) -> bool {
+        let address = self.memory.address.addr().get() + self.start;
+        address & (alignment - 1) == 0
+    }
+
+    fn place(&self, offset: usize, length: usize) -> usize {
+        let inside = offset.checked_add(length).is_some_and(|end| end <= self.length);
+        assert!(inside, "{length} bytes at {offset} of a view of {}", self.length);
+        self.start + offset
+    }
+
+    /// Copies bytes out, one by one.
+    pub fn read(&self, offset: usize, into: &mut [u8]) {
+        self.memory.read(self.place(offset, into.len()), into);
+    }
+
+    /// Loads a value.
+    pub fn load_u8(&self, offset: usize) -> u8 {
+        self.memory.atomic_u8(self.place(offset, 1)).load(Ordering::Relaxed)
+    }
+
+    /// Loads a value.
+    pub fn load_u16(&self, offset: usize, order: Ordering) -> u16 {
+        u16::from_le(self.memory.atomic_u16(self.place(offset, 2)).load(order))
+    }
+
+    /// Loads a value.
+    pub fn load_u32(&self, offset: usize) -> u32 {
+        u32::from_le(self.memory.atomic_u32(self.place(offset, 4)).load(Ordering::Relaxed))
+    }
+
+    /// Loads a value.
+    pub fn load_u64(&self, offset: usize) -> u64 {
+        u64::from_le(self.memory.atomic_u64(self.place(offset, 8)).load(Ordering::Relaxed))
+    }
+
+    /// Stores a value, after everything that was stored before.
+    pub fn store_u8(&self, offset: usize, value: u8) {
+        self.memory.atomic_u8(self.place(offset, 1)).store(value, Ordering::Release);
+    }
+
+    /// Stores a value, after everything that was stored before.
+    pub fn store_u16(&self, offset: usize, value: u16) {
+        let place = self.place(offset, 2);
+        self.memory.atomic_u16(place).store(value.to_le(), Ordering::Release);
+    }
+
+    /// Stores a value, after everything that was stored before.
+    pub fn store_u32(&self, offset: usize, value: u32) {
+        let place = self.place(offset, 4);
+        self.memory.atomic_u32(place).store(value.to_le(), Ordering::Release);
+    }
+
+    /// Stores a value, after everything that was stored before.
+    pub fn store_u64(&self, offset: usize, value: u64) {
+        let place = self.place(offset, 8);
+        self.memory.atomic_u64(place).store(value.to_le(), Ordering::Release);
+    }
+
+    /// Sets bits, keeping those that others set at the same time.
+    pub fn set_bits_u8(&self, offset: usize, bits: u8) {
+        self.memory.atomic_u8(self.place(offset, 1)).fetch_or(bits, Ordering::Release);
+    }
+}

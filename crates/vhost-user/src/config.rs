@@ -1,0 +1,116 @@
+//! What the device tells of itself: features and configuration space (virtio 1.2, section 5.2.4).
+
+use blockhouse_core::{Offload, Storage, WriteCache};
+use blockhouse_disk::{Access, Disk};
+use virtio_bindings::bindings::virtio_blk::{
+    VIRTIO_BLK_F_BLK_SIZE, VIRTIO_BLK_F_CONFIG_WCE, VIRTIO_BLK_F_DISCARD, VIRTIO_BLK_F_FLUSH,
+    VIRTIO_BLK_F_MQ, VIRTIO_BLK_F_RO, VIRTIO_BLK_F_SEG_MAX, VIRTIO_BLK_F_TOPOLOGY,
+    VIRTIO_BLK_F_WRITE_ZEROES,
+};
+use virtio_bindings::bindings::virtio_config::VIRTIO_F_VERSION_1;
+use virtio_bindings::bindings::virtio_ring::{
+    VIRTIO_RING_F_EVENT_IDX, VIRTIO_RING_F_INDIRECT_DESC,
+};
+
+use crate::chain::SECTOR;
+use crate::request::{MOST_RANGES, MOST_SECTORS};
+
+/// `VHOST_F_LOG_ALL` of `<linux/vhost_types.h>`: changes of the guest's memory are logged.
+pub const LOG_ALL: u64 = 1 << 26;
+/// `VHOST_USER_F_PROTOCOL_FEATURES` of the vhost-user specification.
+pub const PROTOCOL_FEATURES: u64 = 1 << 30;
+
+/// Data buffers of one request: with a header and a status they fill a queue of 128, which is what
+/// QEMU's guests have.
+const MOST_SEGMENTS: u32 = 126;
+
+/// The offset of the one byte that a driver may write: whether the write cache is volatile.
+pub const WRITEBACK: u32 = 32;
+
+/// Bytes of the configuration space; what lies behind reads as zeros.
+const LENGTH: usize = 60;
+/// As far as a front-end may read it (`VHOST_USER_MAX_CONFIG_SIZE`).
+const READABLE: usize = 256;
+
+const fn bit(feature: u32) -> u64 {
+    1 << feature
+}
+
+/// The bit of `VIRTIO_RING_F_EVENT_IDX`.
+pub const EVENT_INDEX: u64 = bit(VIRTIO_RING_F_EVENT_IDX);
+/// A driver that took neither of these expects every write to be durable.
+pub const KNOWS_WRITE_CACHE: u64 = bit(VIRTIO_BLK_F_FLUSH) | bit(VIRTIO_BLK_F_CONFIG_WCE);
+
+/// The features of a device for this disk.
+pub fn features<S: Storage>(disk: &Disk<S>) -> u64 {
+    let mut features = [
+        VIRTIO_F_VERSION_1,
+        VIRTIO_RING_F_INDIRECT_DESC,
+        VIRTIO_RING_F_EVENT_IDX,
+        VIRTIO_BLK_F_SEG_MAX,
+        VIRTIO_BLK_F_BLK_SIZE,
+        VIRTIO_BLK_F_TOPOLOGY,
+        VIRTIO_BLK_F_MQ,
+        VIRTIO_BLK_F_FLUSH,
+        VIRTIO_BLK_F_CONFIG_WCE,
+    ]
+    .into_iter()
+    .fold(LOG_ALL | PROTOCOL_FEATURES, |all, feature| all | bit(feature));
+    match disk.access() {
+        Access::ReadOnly => features |= bit(VIRTIO_BLK_F_RO),
+        Access::ReadWrite => {
+            features |= bit(VIRTIO_BLK_F_WRITE_ZEROES);
+            if disk.capabilities().discard == Offload::Available {
+                features |= bit(VIRTIO_BLK_F_DISCARD);
+            }
+        }
+    }
+    features
+}
+
+/// Bytes of the configuration space; `None` when the range is not in there.
+pub fn read<S: Storage>(
+    disk: &Disk<S>,
+    queues: u16,
+    cache: WriteCache,
+    offset: u32,
+    length: u32,
+) -> Option<Vec<u8>> {
+    let start = offset as usize;
+    let end = start.checked_add(length as usize).filter(|&end| end <= READABLE)?;
+    let mut bytes = space(disk, queues, cache);
+    bytes.resize(READABLE, 0);
+    Some(bytes[start..end].to_vec())
+}
+
+fn space<S: Storage>(disk: &Disk<S>, queues: u16, cache: WriteCache) -> Vec<u8> {
+    let sectors = |bytes: u64| u32::try_from(bytes / SECTOR).unwrap_or(u32::MAX);
+    let block = u64::from(disk.alignment().offset).max(SECTOR);
+    let unit = disk.cluster_size().unwrap_or(block);
+    let mut bytes = Vec::with_capacity(READABLE);
+    let mut put = |field: &[u8]| bytes.extend_from_slice(field);
+    put(&(disk.size() / SECTOR).to_le_bytes());
+    // The largest segment: no limit, and the feature bit for one is not set.
+    put(&0u32.to_le_bytes());
+    put(&MOST_SEGMENTS.to_le_bytes());
+    // Cylinders, heads and sectors: none.
+    put(&[0; 4]);
+    // Everything goes down to one sector; what is better aligned is cheaper, says the topology.
+    put(&(SECTOR as u32).to_le_bytes());
+    let exponent = (block / SECTOR).ilog2() as u8;
+    put(&[exponent, 0]);
+    put(&(sectors(block) as u16).to_le_bytes());
+    put(&disk.cluster_size().map_or(0, sectors).to_le_bytes());
+    put(&[u8::from(cache == WriteCache::Volatile), 0]);
+    put(&queues.to_le_bytes());
+    for field in [MOST_SECTORS, MOST_RANGES, sectors(unit)] {
+        put(&field.to_le_bytes());
+    }
+    for field in [MOST_SECTORS, MOST_RANGES] {
+        put(&field.to_le_bytes());
+    }
+    let may_unmap = disk.capabilities().discard == Offload::Available;
+    put(&[u8::from(may_unmap), 0, 0, 0]);
+    debug_assert_eq!(bytes.len(), LENGTH);
+    bytes
+}

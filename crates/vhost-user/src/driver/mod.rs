@@ -1,0 +1,247 @@
+//! The other end: a front-end and driver of its own, for tests and measurements.
+//!
+//! It speaks the protocol and drives rings as a guest does, in memory that it shares; the caller puts
+//! requests together, sane or not. Only with the feature `driver`.
+
+mod queue;
+
+use std::fs::File;
+use std::io;
+use std::os::fd::{AsRawFd, OwnedFd};
+use std::path::Path;
+use std::sync::Arc;
+
+use blockhouse_engine::SharedMemory;
+pub use queue::{Buffer, DriverQueue, write_chain};
+use rustix::fs::MemfdFlags;
+use vhost::vhost_user::message::{
+    VhostUserConfigFlags, VhostUserHeaderFlag, VhostUserInflight, VhostUserProtocolFeatures,
+};
+use vhost::vhost_user::{Frontend, VhostUserFrontend};
+use vhost::{VhostBackend, VhostUserMemoryRegionInfo, VringConfigData};
+
+use crate::config::{EVENT_INDEX, LOG_ALL, PROTOCOL_FEATURES, WRITEBACK};
+
+/// The guest's address of the first byte of the shared memory.
+pub const GUEST: u64 = 1 << 32;
+/// The address that the front-end claims to have it at.
+const USER: u64 = 0x7000_0000_0000;
+
+/// What a driver takes.
+#[derive(Clone, Copy, Debug)]
+pub struct Options {
+    /// Queues.
+    pub queues: u16,
+    /// Entries of each.
+    pub entries: u16,
+    /// Bytes of memory behind the rings, for requests.
+    pub memory: usize,
+    /// Features that are left out although the device has them.
+    pub without: u64,
+}
+
+impl Default for Options {
+    fn default() -> Self {
+        Self { queues: 1, entries: 64, memory: 4 << 20, without: LOG_ALL }
+    }
+}
+
+/// A connected driver.
+pub struct Driver {
+    options: Options,
+    frontend: Frontend,
+    /// The memory, at [`GUEST`] for the device.
+    pub memory: Arc<SharedMemory>,
+    file: OwnedFd,
+    features: u64,
+    tracking: Option<(VhostUserInflight, File)>,
+    /// The queues, running.
+    pub queues: Vec<DriverQueue>,
+}
+
+fn failed(error: vhost::Error) -> io::Error {
+    io::Error::other(error)
+}
+
+impl Driver {
+    /// Connects to a server and starts all queues.
+    ///
+    /// # Errors
+    /// The server's, or a device that lacks something.
+    pub fn connect(socket: &Path, options: Options) -> io::Result<Self> {
+        let rings = usize::from(options.queues) * DriverQueue::room(options.entries);
+        let file = rustix::fs::memfd_create("guest", MemfdFlags::CLOEXEC)?;
+        rustix::fs::ftruncate(&file, (rings + options.memory) as u64)?;
+        let memory = Arc::new(SharedMemory::map(&file, 0, rings + options.memory)?);
+        let frontend =
+            Frontend::connect(socket, options.queues.into()).map_err(io::Error::other)?;
+        let (features, tracking, queues) = (0, None, Vec::new());
+        let mut driver = Self { options, frontend, memory, file, features, tracking, queues };
+        driver.negotiate()?;
+        driver.queues = (0..options.queues)
+            .map(|index| {
+                let start = usize::from(index) * DriverQueue::room(options.entries);
+                let memory = Arc::clone(&driver.memory);
+                let event_index = driver.features & EVENT_INDEX != 0;
+                DriverQueue::new(memory, start, options.entries, event_index)
+            })
+            .collect::<io::Result<_>>()?;
+        driver.start()?;
+        Ok(driver)
+    }
+
+    /// Connects again, after the server was restarted, with the rings as they are.
+    ///
+    /// # Errors
+    /// As [`connect`](Self::connect).
+    pub fn reconnect(&mut self, socket: &Path) -> io::Result<()> {
+        let queues = self.options.queues.into();
+        self.frontend = Frontend::connect(socket, queues).map_err(io::Error::other)?;
+        self.negotiate()?;
+        self.start()
+    }
+
+    /// Where the memory for requests begins, as an offset in [`memory`](Self::memory).
+    pub fn requests(&self) -> usize {
+        usize::from(self.options.queues) * DriverQueue::room(self.options.entries)
+    }
+
+    /// The features that both ends have.
+    pub fn features(&self) -> u64 {
+        self.features
+    }
+
+    /// The front-end, for single messages.
+    pub fn frontend(&mut self) -> &mut Frontend {
+        &mut self.frontend
+    }
+
+    /// The shared memory as it is told to the server.
+    pub fn region(&self) -> VhostUserMemoryRegionInfo {
+        VhostUserMemoryRegionInfo {
+            guest_phys_addr: GUEST,
+            memory_size: self.memory.len() as u64,
+            userspace_addr: USER,
+            mmap_offset: 0,
+            mmap_handle: self.file.as_raw_fd(),
+        }
+    }
+
+    fn negotiate(&mut self) -> io::Result<()> {
+        let Self { options, frontend, .. } = self;
+        frontend.set_owner().map_err(failed)?;
+        let offered = frontend.get_features().map_err(failed)?;
+        self.features = offered & !options.without;
+        frontend.set_features(self.features).map_err(failed)?;
+        if self.features & PROTOCOL_FEATURES != 0 {
+            use VhostUserProtocolFeatures as Feature;
+            let offered = frontend.get_protocol_features().map_err(failed)?;
+            let wanted = Feature::MQ
+                | Feature::REPLY_ACK
+                | Feature::CONFIG
+                | Feature::INFLIGHT_SHMFD
+                | Feature::LOG_SHMFD
+                | Feature::CONFIGURE_MEM_SLOTS
+                | Feature::BACKEND_REQ
+                | Feature::RESET_DEVICE;
+            frontend.set_protocol_features(offered & wanted).map_err(failed)?;
+            if offered.contains(Feature::REPLY_ACK) {
+                frontend.set_hdr_flags(VhostUserHeaderFlag::NEED_REPLY);
+            }
+        }
+        Ok(())
+    }
+
+    fn start(&mut self) -> io::Result<()> {
+        let region = self.region();
+        self.frontend.set_mem_table(&[region]).map_err(failed)?;
+        if let Some((inflight, file)) = &self.tracking {
+            self.frontend.set_inflight_fd(inflight, file.as_raw_fd()).map_err(failed)?;
+        }
+        for index in 0..self.queues.len() {
+            self.start_queue(index)?;
+        }
+        Ok(())
+    }
+
+    /// Starts one queue, with its rings as they are.
+    ///
+    /// # Errors
+    /// The server's.
+    pub fn start_queue(&mut self, index: usize) -> io::Result<()> {
+        let (queue, frontend) = (&self.queues[index], &mut self.frontend);
+        let entries = self.options.entries;
+        frontend.set_vring_num(index, entries).map_err(failed)?;
+        let [descriptors, available, used] = queue.places().map(|offset| USER + offset as u64);
+        let config = VringConfigData {
+            queue_max_size: entries,
+            queue_size: entries,
+            flags: u32::from(self.features & LOG_ALL != 0),
+            desc_table_addr: descriptors,
+            used_ring_addr: used,
+            avail_ring_addr: available,
+            log_addr: (self.features & LOG_ALL != 0).then(|| used - USER + GUEST),
+        };
+        frontend.set_vring_addr(index, &config).map_err(failed)?;
+        frontend.set_vring_base(index, queue.base()).map_err(failed)?;
+        frontend.set_vring_call(index, &queue.call).map_err(failed)?;
+        frontend.set_vring_kick(index, &queue.kick).map_err(failed)?;
+        if self.features & PROTOCOL_FEATURES != 0 {
+            frontend.set_vring_enable(index, true).map_err(failed)?;
+        }
+        Ok(())
+    }
+
+    /// Has requests in flight tracked, so that another server can take over. The queues start again.
+    ///
+    /// # Errors
+    /// The server's.
+    pub fn track(&mut self) -> io::Result<()> {
+        let Options { queues, entries, .. } = self.options;
+        for index in 0..self.queues.len() {
+            self.frontend.get_vring_base(index).map_err(failed)?;
+        }
+        let wanted = VhostUserInflight::new(0, 0, queues, entries);
+        self.tracking = Some(self.frontend.get_inflight_fd(&wanted).map_err(failed)?);
+        self.start()
+    }
+
+    /// Bytes of the configuration space.
+    ///
+    /// # Errors
+    /// The server's.
+    pub fn config(&mut self, offset: u32, length: u32) -> io::Result<Vec<u8>> {
+        let empty = vec![0; length as usize];
+        let flags = VhostUserConfigFlags::empty();
+        let answer = self.frontend.get_config(offset, length, flags, &empty);
+        Ok(answer.map_err(failed)?.1)
+    }
+
+    /// The size of the disk in bytes.
+    ///
+    /// # Errors
+    /// The server's.
+    pub fn capacity(&mut self) -> io::Result<u64> {
+        let bytes = self.config(0, 8)?;
+        let sectors: [u8; 8] = bytes.try_into().map_err(|_| io::Error::other("a short answer"))?;
+        Ok(u64::from_le_bytes(sectors) * 512)
+    }
+
+    /// Turns the volatile write cache on (1) or off (0).
+    ///
+    /// # Errors
+    /// The server's.
+    pub fn set_writeback(&mut self, on: u8) -> io::Result<()> {
+        // None: the guest changes it, as opposed to a migration.
+        let flags = VhostUserConfigFlags::empty();
+        self.frontend.set_config(WRITEBACK, flags, &[on]).map_err(failed)
+    }
+
+    /// Whether the device says that its write cache is volatile.
+    ///
+    /// # Errors
+    /// The server's.
+    pub fn writeback(&mut self) -> io::Result<bool> {
+        Ok(self.config(WRITEBACK, 1)? == [1])
+    }
+}

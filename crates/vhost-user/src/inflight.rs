@@ -1,0 +1,248 @@
+//! In-flight tracking: memory of the front-end's in which it is written down which requests are under
+//! way, so that a server that takes over from one that was killed does them again.
+//!
+//! The layout and the order of stores are those that the vhost-user specification proposes for split
+//! queues ("Inflight I/O tracking"): after each single store, whoever takes over knows what to do.
+//! Requests are done again in the order in which they came. Behind the queues this server keeps the
+//! state of the write cache, because the guest does not set it again.
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering::Relaxed;
+
+use blockhouse_core::WriteCache;
+use blockhouse_engine::{SharedMemory, View};
+
+/// Bytes before a queue's entries, and of an entry.
+const HEAD: usize = 16;
+const ENTRY: usize = 16;
+
+/// Offsets in the head.
+const VERSION: usize = 8;
+const COUNT: usize = 10;
+const LAST_BATCH: usize = 12;
+const USED: usize = 14;
+
+/// Offsets in an entry.
+const NEXT: usize = 6;
+const COUNTER: usize = 8;
+
+/// The layout that this is.
+const THIS_VERSION: u16 = 1;
+
+/// Bytes behind the queues, for the device.
+const DEVICE: usize = 64;
+/// What the device's byte says of the write cache.
+const UNKNOWN: u8 = 0;
+const VOLATILE: u8 = 1;
+const DURABLE: u8 = 2;
+
+/// Bytes of one queue's part.
+fn part(entries: u16) -> usize {
+    (HEAD + ENTRY * usize::from(entries)).next_multiple_of(64)
+}
+
+/// Bytes for `queues` queues of `entries` entries.
+pub fn size(queues: u16, entries: u16) -> usize {
+    part(entries) * usize::from(queues) + DEVICE
+}
+
+/// The part of queue `index`; `None` when the memory has none.
+pub fn queue(memory: &Arc<SharedMemory>, index: u16, entries: u16) -> Option<View> {
+    let start = part(entries) * usize::from(index);
+    View::new(Arc::clone(memory), start, part(entries)).filter(|view| view.is_aligned(8))
+}
+
+/// Where the state of the write cache is kept; `None` in memory that another kind of server made.
+pub fn device(memory: &Arc<SharedMemory>, queues: u16, entries: u16) -> Option<View> {
+    View::new(Arc::clone(memory), part(entries) * usize::from(queues), DEVICE)
+}
+
+/// The write cache as it was left; `None` when nothing is known.
+pub fn write_cache(device: &View) -> Option<WriteCache> {
+    match device.load_u8(0) {
+        VOLATILE => Some(WriteCache::Volatile),
+        DURABLE => Some(WriteCache::None),
+        UNKNOWN.. => None,
+    }
+}
+
+/// Keeps the state of the write cache.
+pub fn keep_write_cache(device: &View, cache: WriteCache) {
+    let byte = match cache {
+        WriteCache::Volatile => VOLATILE,
+        WriteCache::None => DURABLE,
+    };
+    device.store_u8(0, byte);
+}
+
+/// The book of one queue.
+pub struct Book {
+    view: View,
+    entries: u16,
+    counter: u64,
+    /// Those put into the used ring and not yet struck out.
+    batch: Vec<u16>,
+}
+
+/// What a queue goes on with.
+pub struct Recovery {
+    /// Requests to be done again, the oldest first.
+    pub again: Vec<u16>,
+    /// The next available entry, if the book says.
+    pub next_available: Option<u16>,
+}
+
+impl Book {
+    /// Takes a queue's part over. `used` is the number of the next entry in its used ring. `None` when
+    /// the part is too small.
+    pub fn open(view: View, entries: u16, used: u16) -> Option<(Self, Recovery)> {
+        if view.len() < HEAD + ENTRY * usize::from(entries) {
+            return None;
+        }
+        let mut book = Self { view, entries, counter: 0, batch: Vec::new() };
+        let is_new = book.view.load_u16(VERSION, Relaxed) != THIS_VERSION;
+        if is_new {
+            book.view.store_u16(COUNT, entries);
+            book.view.store_u16(USED, used);
+            book.view.store_u16(VERSION, THIS_VERSION);
+        } else {
+            book.strike_last_batch(used);
+        }
+        let again = book.under_way();
+        let next_available = (!is_new).then(|| used.wrapping_add(again.len() as u16));
+        Some((book, Recovery { again, next_available }))
+    }
+
+    fn entry(&self, head: u16) -> usize {
+        HEAD + ENTRY * usize::from(head)
+    }
+
+    /// If the last batch was published but not struck out, strikes it out.
+    fn strike_last_batch(&mut self, used: u16) {
+        let known = self.view.load_u16(USED, Relaxed);
+        let mut head = self.view.load_u16(LAST_BATCH, Relaxed);
+        // What the memory says is a front-end's word: no more entries than there are.
+        for _ in 0..used.wrapping_sub(known).min(self.entries) {
+            if head >= self.entries {
+                break;
+            }
+            let entry = self.entry(head);
+            self.view.store_u8(entry, 0);
+            head = self.view.load_u16(entry + NEXT, Relaxed);
+        }
+        self.view.store_u16(USED, used);
+    }
+
+    /// What was begun and not finished, the oldest first.
+    fn under_way(&mut self) -> Vec<u16> {
+        let is_under_way = |head: &u16| self.view.load_u8(self.entry(*head)) == 1;
+        let counter = |head: &u16| self.view.load_u64(self.entry(*head) + COUNTER);
+        let mut heads: Vec<u16> = (0..self.entries).filter(is_under_way).collect();
+        heads.sort_by_key(counter);
+        self.counter = heads.last().map_or(0, |head| counter(head).wrapping_add(1));
+        heads
+    }
+
+    /// A request is begun.
+    pub fn begin(&mut self, head: u16) {
+        let entry = self.entry(head);
+        self.view.store_u64(entry + COUNTER, self.counter);
+        self.view.store_u8(entry, 1);
+        self.counter = self.counter.wrapping_add(1);
+    }
+
+    /// A request is put into the used ring.
+    pub fn end(&mut self, head: u16) {
+        let last = self.view.load_u16(LAST_BATCH, Relaxed);
+        self.view.store_u16(self.entry(head) + NEXT, last);
+        self.view.store_u16(LAST_BATCH, head);
+        self.batch.push(head);
+    }
+
+    /// The used ring is published up to `used`.
+    pub fn published(&mut self, used: u16) {
+        while let Some(head) = self.batch.pop() {
+            self.view.store_u8(self.entry(head), 0);
+        }
+        self.view.store_u16(USED, used);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn memory(entries: u16) -> Arc<SharedMemory> {
+        let file = rustix::fs::memfd_create("book", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
+        let size = size(2, entries);
+        rustix::fs::ftruncate(&file, size as u64).unwrap();
+        Arc::new(SharedMemory::map(&file, 0, size).unwrap())
+    }
+
+    fn open(memory: &Arc<SharedMemory>, used: u16) -> (Book, Recovery) {
+        Book::open(queue(memory, 1, 8).unwrap(), 8, used).unwrap()
+    }
+
+    #[test]
+    fn a_new_book_says_nothing_of_the_past() {
+        let memory = memory(8);
+        let (_, recovery) = open(&memory, 700);
+        assert!(recovery.again.is_empty() && recovery.next_available.is_none());
+        let (_, recovery) = open(&memory, 700);
+        assert_eq!(recovery.next_available, Some(700));
+    }
+
+    #[test]
+    fn what_was_under_way_is_done_again_in_order() {
+        let memory = memory(8);
+        let (mut book, _) = open(&memory, 10);
+        [5, 2, 7].into_iter().for_each(|head| book.begin(head));
+        book.end(2);
+        book.published(11);
+        book.begin(2);
+        drop(book);
+        let (mut book, recovery) = open(&memory, 11);
+        assert_eq!((recovery.again, recovery.next_available), (vec![5, 7, 2], Some(14)));
+        // The order holds over another end.
+        book.begin(0);
+        assert_eq!(open(&memory, 11).1.again, [5, 7, 2, 0]);
+    }
+
+    #[test]
+    fn a_batch_that_was_published_but_not_struck_out_is_over() {
+        let memory = memory(8);
+        let (mut book, _) = open(&memory, 65535);
+        [1, 2, 3].into_iter().for_each(|head| book.begin(head));
+        book.end(3);
+        book.end(1);
+        // Killed before the index was published: all are done again.
+        assert_eq!(open(&memory, 65535).1.again, [1, 2, 3]);
+        // Killed after that.
+        let recovery = open(&memory, 1).1;
+        assert_eq!((recovery.again, recovery.next_available), (vec![2], Some(2)));
+    }
+
+    #[test]
+    fn nonsense_in_the_memory_is_harmless() {
+        let memory = memory(8);
+        drop(open(&memory, 0));
+        for offset in 0..memory.len() {
+            memory.write(offset, &[0xff]);
+        }
+        let view = queue(&memory, 1, 8).unwrap();
+        view.store_u16(VERSION, THIS_VERSION);
+        drop(open(&memory, 4));
+        assert!(queue(&memory, 2, 8).is_none() && queue(&memory, 0, 1024).is_none());
+    }
+
+    #[test]
+    fn the_write_cache_is_remembered() {
+        let memory = memory(8);
+        let device = device(&memory, 2, 8).unwrap();
+        assert_eq!(write_cache(&device), None);
+        for cache in [WriteCache::Volatile, WriteCache::None] {
+            keep_write_cache(&device, cache);
+            assert_eq!(write_cache(&device), Some(cache));
+        }
+    }
+}

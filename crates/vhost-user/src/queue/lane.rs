@@ -1,0 +1,185 @@
+//! Lanes: tasks that carry out one request after the other.
+
+use std::cell::{Cell, RefCell};
+use std::future::poll_fn;
+use std::pin::pin;
+use std::rc::Rc;
+use std::task::{Poll, Waker};
+
+use blockhouse_core::{Error, ErrorKind, Request, Result, Storage};
+
+use super::ring_side::Pace;
+use super::{Manner, Queue};
+use crate::chain::{Chain, Status};
+use crate::request::{Plan, plan};
+
+/// After this many requests that ended on the spot the other tasks get their turn.
+const STREAK: u32 = 16;
+
+/// Where a lane without work waits.
+#[derive(Default)]
+pub struct Lane {
+    woken: Cell<bool>,
+    waker: RefCell<Option<Waker>>,
+}
+
+impl Lane {
+    /// Has the lane look at the ring.
+    pub fn wake(&self) {
+        self.woken.set(true);
+        if let Some(waker) = &*self.waker.borrow() {
+            waker.wake_by_ref();
+        }
+    }
+
+    async fn woken(&self) {
+        poll_fn(|context| {
+            if self.woken.take() {
+                return Poll::Ready(());
+            }
+            let mut waker = self.waker.borrow_mut();
+            match &mut *waker {
+                Some(waker) => waker.clone_from(context.waker()),
+                None => *waker = Some(context.waker().clone()),
+            }
+            Poll::Pending
+        })
+        .await;
+    }
+}
+
+/// Carries out requests until the queue ends.
+pub async fn run<S: Storage>(queue: Rc<Queue<S>>) {
+    let lane = Rc::new(Lane::default());
+    let mut chain = Chain::default();
+    let mut pace = Pace::AtOnce;
+    let mut streak = 0;
+    while !queue.ended.get() {
+        let taken = match queue.stop.get() {
+            None => queue.ring.borrow_mut().take(&mut chain),
+            Some(_) => Ok(None),
+        };
+        let taken = match taken {
+            Ok(Some(taken)) => taken,
+            Ok(None) => {
+                rest(&queue, &lane, pace).await;
+                streak = 0;
+                continue;
+            }
+            Err(why) => {
+                queue.give_up(&why);
+                continue;
+            }
+        };
+        queue.in_flight.update(|count| count + 1);
+        let status;
+        (status, pace) = match plan(&queue.terms(), &taken.memory, &mut chain) {
+            Ok(plan) => carry_out(&queue, plan).await,
+            Err(status) => (status, Pace::AtOnce),
+        };
+        queue.in_flight.update(|count| count - 1);
+        if queue.stop.get() != Some(Manner::Abandoned) {
+            queue.ring.borrow_mut().answer(&taken, &chain, status, pace);
+        }
+        drop(taken);
+        streak = if pace == Pace::AtOnce { streak + 1 } else { 0 };
+        if streak >= STREAK {
+            streak = 0;
+            yield_now().await;
+        }
+    }
+}
+
+/// Waits for work. What was done is published at once, unless other lanes may yet end in this round.
+async fn rest<S: Storage>(queue: &Rc<Queue<S>>, lane: &Rc<Lane>, pace: Pace) {
+    queue.idle.borrow_mut().push(Rc::clone(lane));
+    if queue.stop.get().is_none() && (pace == Pace::AtOnce || queue.in_flight.get() == 0) {
+        queue.settle();
+    } else {
+        queue.want_pump();
+    }
+    lane.woken().await;
+}
+
+async fn carry_out<S: Storage>(queue: &Rc<Queue<S>>, plan: Plan) -> (Status, Pace) {
+    let (outcome, pace) = match plan {
+        Plan::Nothing => (Ok(()), Pace::AtOnce),
+        Plan::One(request) => submit(queue, request).await,
+        Plan::Many(requests) => {
+            let all = async {
+                let mut slowest = Pace::AtOnce;
+                for request in requests {
+                    let (outcome, pace) = submit(queue, request).await;
+                    if pace == Pace::Waited {
+                        slowest = pace;
+                    }
+                    if outcome.is_err() {
+                        return (outcome, slowest);
+                    }
+                }
+                (Ok(()), slowest)
+            };
+            Box::pin(all).await
+        }
+    };
+    match outcome {
+        Ok(()) => (Status::Ok, pace),
+        Err(error) => {
+            queue.note(&error);
+            let status = match error.kind() {
+                ErrorKind::Unsupported => Status::Unsupported,
+                _ => Status::Failed,
+            };
+            (status, pace)
+        }
+    }
+}
+
+/// Has the disk carry out a request. If that means to wait, other lanes go on with the ring.
+async fn submit<S: Storage>(queue: &Rc<Queue<S>>, request: Request) -> (Result<()>, Pace) {
+    let mut submit = pin!(queue.disk.submit(request));
+    let mut pace = Pace::AtOnce;
+    let outcome = poll_fn(|context| {
+        let poll = submit.as_mut().poll(context);
+        if poll.is_pending() && pace == Pace::AtOnce {
+            pace = Pace::Waited;
+            queue.hand_over();
+        }
+        poll
+    })
+    .await;
+    if pace == Pace::AtOnce {
+        queue.waits.set(false);
+    }
+    (outcome, pace)
+}
+
+/// Lets every other task that is ready run first.
+async fn yield_now() {
+    let mut yielded = false;
+    poll_fn(|context| {
+        if std::mem::replace(&mut yielded, true) {
+            return Poll::Ready(());
+        }
+        context.waker().wake_by_ref();
+        Poll::Pending
+    })
+    .await;
+}
+
+impl<S: Storage> Queue<S> {
+    /// Says in the log that the host failed, once a queue: a broken disk fails every request.
+    fn note(&self, error: &Error) {
+        match error.kind() {
+            ErrorKind::InvalidInput
+            | ErrorKind::PastEnd
+            | ErrorKind::ReadOnly
+            | ErrorKind::Unsupported => {}
+            ErrorKind::NoSpace | ErrorKind::Locked | ErrorKind::Corrupt | ErrorKind::Io => {
+                if !self.failed.replace(true) {
+                    tracing::warn!(disk = self.disk.name(), "a guest's request failed: {error}");
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,276 @@
+//! One queue of a guest on one event loop.
+//!
+//! Lanes, long-lived tasks, take requests from the ring and carry them out. A lane whose request is
+//! over on the spot takes the next one, with no task in between; one that has to wait wakes as many
+//! others as there are requests. The pump looks after the ring: it is told of new requests and of the
+//! front-end's orders, and publishes what was done. While the loop is awake it looks at the ring by
+//! itself, and the guest need not kick.
+//!
+//! Promises: every request taken is carried out to its end; one index update and one notification for
+//! all that ended together; no request waits in the ring while the loop sleeps (the ring is looked at
+//! once more after the kick was asked for).
+
+mod lane;
+mod ring_side;
+
+use std::cell::{Cell, RefCell};
+use std::future::poll_fn;
+use std::os::fd::OwnedFd;
+use std::rc::Rc;
+use std::sync::Arc;
+use std::task::{Context, Poll, Waker};
+
+use blockhouse_core::{Durability, Storage, WriteCache};
+use blockhouse_disk::Disk;
+use blockhouse_engine::{GuestMemory, Lookout, Watch, spawn_detached};
+use futures_channel::{mpsc, oneshot};
+use futures_util::StreamExt;
+use lane::Lane;
+pub use ring_side::RingSide;
+
+use crate::call::Call;
+use crate::device::Cache;
+use crate::dirty_log::DirtyLog;
+use crate::request::Terms;
+use crate::ring::{Addresses, Broken};
+
+/// What a queue is told while it runs.
+pub enum Order {
+    /// The guest's memory, or the place of the ring in it, has changed.
+    Move(Arc<GuestMemory>, Addresses),
+    /// Another way to be kicked.
+    Kick(OwnedFd),
+    /// Another way to notify the driver.
+    Call(Option<Call>),
+    /// Where changed pages are noted, and the used ring's address for that.
+    Log(Option<DirtyLog>, Option<u64>),
+    /// No more requests. The queue ends when those in flight have ended.
+    Stop(Manner),
+}
+
+/// How a queue ends.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Manner {
+    /// The driver learns of all that was done.
+    Orderly,
+    /// Nobody is there any more to learn of it: the ring and the in-flight book stay as they are, so
+    /// that a later front-end has what is not published done again.
+    Abandoned,
+}
+
+/// An order and whom to tell that it is in force.
+pub type Errand = (Order, oneshot::Sender<Result<(), Broken>>);
+
+/// What a queue needs.
+pub struct Setup<S: Storage> {
+    /// The disk.
+    pub disk: Arc<Disk<S>>,
+    /// What the disk says when it is asked who it is.
+    pub serial: [u8; 20],
+    /// How durable writes are, at each moment.
+    pub cache: Arc<Cache>,
+    /// The ring and what belongs to it.
+    pub ring: RingSide,
+    /// How the guest kicks.
+    pub kick: OwnedFd,
+    /// Told once, when the driver has broken the queue.
+    pub broken: Box<dyn Fn(&Broken)>,
+}
+
+/// A running queue; all its tasks share it.
+struct Queue<S: Storage> {
+    disk: Arc<Disk<S>>,
+    serial: [u8; 20],
+    cache: Arc<Cache>,
+    ring: RefCell<RingSide>,
+    broken: Box<dyn Fn(&Broken)>,
+    /// Lanes without work.
+    idle: RefCell<Vec<Rc<Lane>>>,
+    /// How many lanes there are, at most one for each entry of the ring.
+    lanes: Cell<usize>,
+    in_flight: Cell<usize>,
+    /// Whether requests have had to wait lately: then all lanes that have work are woken at once.
+    waits: Cell<bool>,
+    stop: Cell<Option<Manner>>,
+    /// Whether the end has come, for lanes.
+    ended: Cell<bool>,
+    /// Whether a failure of the host was noted.
+    failed: Cell<bool>,
+    /// Whether the pump has been asked for, and its task.
+    wanted: Cell<bool>,
+    pump: RefCell<Option<Waker>>,
+}
+
+/// Runs a queue until it is told to stop, or nobody is left who could tell it. Gives the number of the
+/// next available entry.
+pub async fn run<S: Storage>(setup: Setup<S>, mut errands: mpsc::UnboundedReceiver<Errand>) -> u16 {
+    let Setup { disk, serial, cache, ring, kick, broken } = setup;
+    let queue = Rc::new(Queue {
+        disk,
+        serial,
+        cache,
+        ring: RefCell::new(ring),
+        broken,
+        idle: RefCell::default(),
+        lanes: Cell::new(0),
+        in_flight: Cell::new(0),
+        waits: Cell::new(false),
+        stop: Cell::new(None),
+        ended: Cell::new(false),
+        failed: Cell::new(false),
+        // There may be requests already.
+        wanted: Cell::new(true),
+        pump: RefCell::default(),
+    });
+    let mut watch = queue.watch(kick);
+    poll_fn(|context| {
+        queue.register(context);
+        while let Poll::Ready(errand) = errands.poll_next_unpin(context) {
+            match errand {
+                Some((order, done)) => {
+                    let outcome = queue.obey(order, &mut watch);
+                    // Whoever sent it may have gone.
+                    let _ = done.send(outcome);
+                }
+                None => {
+                    queue.stop.set(queue.stop.get().or(Some(Manner::Abandoned)));
+                    break;
+                }
+            }
+        }
+        while watch.as_ref().is_some_and(|watch| watch.poll_event(context).is_ready()) {
+            queue.wanted.set(true);
+        }
+        if queue.wanted.take() {
+            queue.settle();
+        }
+        match queue.stop.get() {
+            Some(_) if queue.in_flight.get() == 0 => Poll::Ready(()),
+            _ => Poll::Pending,
+        }
+    })
+    .await;
+    queue.ended.set(true);
+    queue.idle.take().iter().for_each(|lane| lane.wake());
+    // The lanes still hold the queue for a moment, so the answer is copied out of it.
+    let ring = queue.ring.borrow();
+    ring.next_available()
+}
+
+impl<S: Storage> Queue<S> {
+    /// Watches the guest's kicks, and its ring. A descriptor that cannot be watched was refused before.
+    fn watch(self: &Rc<Self>, kick: OwnedFd) -> Option<Watch> {
+        Watch::new(kick, Rc::clone(self) as Rc<dyn Lookout>).ok()
+    }
+
+    fn register(&self, context: &Context<'_>) {
+        let mut pump = self.pump.borrow_mut();
+        match &mut *pump {
+            Some(waker) => waker.clone_from(context.waker()),
+            None => *pump = Some(context.waker().clone()),
+        }
+    }
+
+    fn obey(self: &Rc<Self>, order: Order, watch: &mut Option<Watch>) -> Result<(), Broken> {
+        let mut ring = self.ring.borrow_mut();
+        match order {
+            Order::Move(memory, addresses) => ring.move_to(memory, addresses)?,
+            Order::Kick(kick) => *watch = self.watch(kick),
+            Order::Call(call) => ring.set_call(call),
+            Order::Log(log, used) => ring.set_log(log, used),
+            Order::Stop(manner) => self.stop.set(Some(manner)),
+        }
+        self.wanted.set(true);
+        Ok(())
+    }
+
+    /// Has the pump look at the ring, once everything that is ready was polled.
+    fn want_pump(&self) {
+        if !self.wanted.replace(true)
+            && let Some(pump) = &*self.pump.borrow()
+        {
+            pump.wake_by_ref();
+        }
+    }
+
+    /// Publishes what was done, and wakes lanes for what is in the ring.
+    fn settle(self: &Rc<Self>) {
+        if self.stop.get() == Some(Manner::Abandoned) {
+            return;
+        }
+        let mut ring = self.ring.borrow_mut();
+        ring.publish();
+        if self.stop.get().is_some() {
+            return;
+        }
+        match ring.available() {
+            Ok(0) => {}
+            Ok(count) => {
+                drop(ring);
+                self.wake_lanes(if self.waits.get() { count } else { 1 });
+            }
+            Err(why) => {
+                drop(ring);
+                self.give_up(&why);
+            }
+        }
+    }
+
+    /// Wakes up to `count` lanes.
+    fn wake_lanes(self: &Rc<Self>, count: usize) {
+        for _ in 0..count {
+            let idle = self.idle.borrow_mut().pop();
+            match idle {
+                Some(lane) => lane.wake(),
+                None if self.lanes.get() < self.ring.borrow().entries() => {
+                    self.lanes.update(|lanes| lanes + 1);
+                    spawn_detached(lane::run(Rc::clone(self)));
+                }
+                // All have work, and look at the ring when they are through.
+                None => return,
+            }
+        }
+    }
+
+    /// A lane has to wait: others take what is in the ring.
+    fn hand_over(self: &Rc<Self>) {
+        self.waits.set(true);
+        let known = self.ring.borrow().known();
+        self.wake_lanes(known);
+    }
+
+    /// The driver has broken its queue: no more requests are taken.
+    fn give_up(&self, why: &Broken) {
+        if self.stop.get().is_none() {
+            self.stop.set(Some(Manner::Abandoned));
+            (self.broken)(why);
+        }
+    }
+
+    fn terms(&self) -> Terms<'_> {
+        let durability = match self.cache.state() {
+            WriteCache::Volatile => Durability::None,
+            WriteCache::None => Durability::Data,
+        };
+        Terms { durability, serial: &self.serial }
+    }
+}
+
+impl<S: Storage> Lookout for Queue<S> {
+    fn look(&self) -> bool {
+        self.has_takers() && self.ring.borrow_mut().has_news()
+    }
+
+    fn arm(&self) -> bool {
+        self.has_takers() && self.ring.borrow_mut().arm()
+    }
+}
+
+impl<S: Storage> Queue<S> {
+    /// Whether requests could be taken now.
+    fn has_takers(&self) -> bool {
+        let free =
+            !self.idle.borrow().is_empty() || self.lanes.get() < self.ring.borrow().entries();
+        free && self.stop.get().is_none()
+    }
+}

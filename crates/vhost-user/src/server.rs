@@ -1,0 +1,142 @@
+//! Serving a device at a socket: one front-end after the other, and the orderly end.
+//!
+//! Promises: a front-end that is silent, or talks nonsense, holds up nobody but itself; when one goes,
+//! its requests in flight end before the next one is served; a server that stops has every request
+//! that it took carried out and the guest told of it.
+
+use std::io;
+use std::net::Shutdown;
+use std::os::fd::OwnedFd;
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::sync::Arc;
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use blockhouse_core::Storage;
+use parking_lot::Mutex;
+use vhost::vhost_user::{BackendReqHandler, Error};
+
+use crate::device::Device;
+use crate::frontend::Frontend;
+use crate::listener::Listener;
+use crate::queue::Manner;
+
+/// How long to leave the kernel alone after it could not accept a connection.
+const PAUSE: Duration = Duration::from_millis(100);
+
+/// A device that is served.
+pub struct Server<S: Storage> {
+    device: Arc<Device<S>>,
+    shared: Arc<Shared>,
+    thread: JoinHandle<()>,
+}
+
+struct Shared {
+    listener: UnixListener,
+    state: Mutex<State>,
+}
+
+#[derive(Default)]
+struct State {
+    stopping: bool,
+    /// The connection of the front-end that is served.
+    current: Option<UnixStream>,
+}
+
+impl<S: Storage + Send + Sync> Server<S> {
+    /// Serves `device` at a listening socket, on a thread of its own; its queues run on their loops.
+    ///
+    /// # Errors
+    /// The kernel's, when there can be no further thread.
+    pub fn start(device: Device<S>, socket: OwnedFd) -> io::Result<Self> {
+        let listener = UnixListener::from(socket);
+        listener.set_nonblocking(false)?;
+        let shared = Arc::new(Shared { listener, state: Mutex::default() });
+        let device = Arc::new(device);
+        let (serving, served) = (Arc::clone(&shared), Arc::clone(&device));
+        let builder = std::thread::Builder::new().name("blockhouse-vu".into());
+        let thread = builder.spawn(move || serve(&serving, &served))?;
+        Ok(Self { device, shared, thread })
+    }
+
+    /// The device.
+    pub fn device(&self) -> &Device<S> {
+        &self.device
+    }
+
+    /// Accepts nobody any more, finishes what is in flight, and ends. The loops must still run.
+    pub fn stop(self) {
+        {
+            let mut state = self.shared.state.lock();
+            state.stopping = true;
+            // Only what comes in: the front-end sees the end when everything is finished.
+            let _ = state.current.as_ref().map(|stream| stream.shutdown(Shutdown::Read));
+        }
+        // Ends a wait for connections.
+        let _ = rustix::net::shutdown(&self.shared.listener, rustix::net::Shutdown::Both);
+        // A thread that panicked is over as well.
+        let _ = self.thread.join();
+    }
+}
+
+fn serve<S: Storage + Send + Sync>(shared: &Shared, device: &Arc<Device<S>>) {
+    loop {
+        let accepted = shared.listener.accept();
+        if shared.state.lock().stopping {
+            return;
+        }
+        match accepted {
+            Ok((stream, _)) => {
+                if let Err(error) = converse(shared, device, stream) {
+                    tracing::warn!("cannot serve a front-end: {error}");
+                }
+            }
+            Err(error) => {
+                tracing::warn!("cannot accept a front-end: {error}");
+                std::thread::sleep(PAUSE);
+            }
+        }
+    }
+}
+
+/// Serves one front-end to its end.
+fn converse<S: Storage + Send + Sync>(
+    shared: &Shared,
+    device: &Arc<Device<S>>,
+    stream: UnixStream,
+) -> io::Result<()> {
+    {
+        let mut state = shared.state.lock();
+        if state.stopping {
+            return Ok(());
+        }
+        state.current = Some(stream.try_clone()?);
+    }
+    let peeked = OwnedFd::from(stream.try_clone()?);
+    let frontend = Arc::new(std::sync::Mutex::new(Frontend::new(Arc::clone(device), &stream)?));
+    let mut handler = BackendReqHandler::from_stream(stream, Arc::clone(&frontend));
+    let end = loop {
+        if let Some(listener) = Listener::peek(&peeked) {
+            *device.listener.lock() = Some(listener);
+        }
+        if let Err(error) = handler.handle_request() {
+            break error;
+        }
+    };
+    let manner = {
+        let mut state = shared.state.lock();
+        state.current = None;
+        if state.stopping { Manner::Orderly } else { Manner::Abandoned }
+    };
+    let disk = device.export.disk.name();
+    match end {
+        Error::Disconnected => tracing::debug!(disk, "the front-end left"),
+        _ if manner == Manner::Orderly => {}
+        error => tracing::warn!(disk, "front-end dropped: {error}"),
+    }
+    *device.listener.lock() = None;
+    if let Ok(mut frontend) = frontend.lock() {
+        frontend.stop_all(manner);
+    }
+    Ok(())
+}

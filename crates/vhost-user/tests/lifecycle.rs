@@ -1,0 +1,243 @@
+//! What happens around requests: memory that comes and goes, other kicks and calls, logs, resets,
+//! front-ends one after the other, resizes, the end.
+#![forbid(unsafe_code)]
+
+mod common;
+
+use std::os::fd::AsRawFd;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use blockhouse_engine::SharedMemory;
+use blockhouse_vhost_user::driver::{Buffer, GUEST, Options};
+use blockhouse_vhost_user::ring::WRITE;
+use common::*;
+use rustix::fs::MemfdFlags;
+use vhost::vhost_user::{FrontendReqHandler, VhostUserFrontend, VhostUserFrontendReqHandler};
+use vhost::{VhostBackend, VhostUserDirtyLogRegion, VhostUserMemoryRegionInfo};
+
+/// A file of `size` bytes and a mapping of it.
+fn memory(size: usize) -> (std::os::fd::OwnedFd, SharedMemory) {
+    let file = rustix::fs::memfd_create("more", MemfdFlags::CLOEXEC).unwrap();
+    rustix::fs::ftruncate(&file, size as u64).unwrap();
+    let memory = SharedMemory::map(&file, 0, size).unwrap();
+    (file, memory)
+}
+
+#[test]
+fn memory_is_added_and_removed_while_the_queue_runs() {
+    let served = Served::start(1, 1);
+    let mut guest = served.connect(Options::default());
+    assert_eq!(guest.write(0, 0, &[5; 4096]), OK);
+    let (file, more) = memory(8192);
+    let region = VhostUserMemoryRegionInfo {
+        guest_phys_addr: GUEST << 4,
+        memory_size: 8192,
+        userspace_addr: 0x6000_0000_0000,
+        mmap_offset: 0,
+        mmap_handle: file.as_raw_fd(),
+    };
+    let data = Buffer { address: (GUEST << 4) + 4096, length: 4096, flags: WRITE };
+    assert_eq!(guest.request(0, IN, 0, &[data]), FAILED, "not there yet");
+    assert!(guest.driver.frontend().get_max_mem_slots().unwrap() >= 8);
+    guest.driver.frontend().add_mem_region(&region).unwrap();
+    assert_eq!(guest.request(0, IN, 0, &[data]), OK);
+    let mut bytes = [0; 4096];
+    more.read(4096, &mut bytes);
+    assert_eq!(bytes, [5; 4096]);
+    guest.driver.frontend().remove_mem_region(&region).unwrap();
+    assert_eq!(guest.request(0, IN, 0, &[data]), FAILED, "gone again");
+    assert!(guest.driver.frontend().remove_mem_region(&region).is_err());
+}
+
+#[test]
+fn changed_pages_are_logged_and_no_others() {
+    let served = Served::start(1, 1);
+    let mut guest = served.connect(Options { without: 0, ..Options::default() });
+    let pages = (GUEST as usize + guest.driver.memory.len()) / 4096;
+    let (file, log) = memory(pages / 8 + 1);
+    let region = VhostUserDirtyLogRegion {
+        mmap_size: log.len() as u64,
+        mmap_offset: 0,
+        mmap_handle: file.as_raw_fd(),
+    };
+    guest.driver.frontend().set_log_base(0, Some(region)).unwrap();
+    let dirty = |offset: usize| {
+        let page = (GUEST as usize + offset) / 4096;
+        let mut byte = [0];
+        log.read(page / 8, &mut byte);
+        byte[0] >> (page % 8) & 1 == 1
+    };
+    let base = guest.base();
+    assert_eq!(guest.write(0, 0, &[6; 8192]), OK);
+    assert!(dirty(base), "the status");
+    assert!(!dirty(base + DATA) && !dirty(base + DATA + 4096), "data that was only read");
+    let data = guest.data(4096, 8192, WRITE);
+    assert_eq!(guest.request(0, IN, 0, &[data]), OK);
+    let marks: Vec<bool> = (0..4).map(|page| dirty(base + DATA + 4096 * page)).collect();
+    assert_eq!(marks, [false, true, true, false]);
+    // The used ring is on the second page of the queue's, descriptors are on the first.
+    assert!(dirty(4096) && !dirty(0));
+}
+
+#[test]
+fn a_queue_stops_and_goes_on_where_it_was() {
+    let served = Served::start(1, 1);
+    let mut guest = served.connect(Options::default());
+    for round in 0..5u32 {
+        for _ in 0..100 {
+            assert_eq!(guest.request(0, FLUSH, 0, &[]), OK);
+        }
+        let base = guest.driver.frontend().get_vring_base(0).unwrap();
+        assert_eq!(base, 100 * (round + 1));
+        guest.driver.start_queue(0).unwrap();
+    }
+    guest.driver.frontend().set_vring_enable(0, false).unwrap();
+    let chain = [guest.header(FLUSH, 0), guest.status()];
+    let short = std::time::Duration::from_millis(100);
+    assert_eq!(guest.submit(0, &chain, short), None, "disabled");
+    guest.driver.frontend().set_vring_enable(0, true).unwrap();
+    assert!(guest.queue(0).wait_used(LONG).is_some(), "what was offered meanwhile is found");
+}
+
+#[test]
+fn a_call_that_changes_hands_loses_nothing() {
+    let served = Served::start(1, 1);
+    let mut guest = served.connect(Options::default());
+    for _ in 0..20 {
+        assert_eq!(guest.request(0, FLUSH, 0, &[]), OK);
+        let call = guest.driver.queues[0].call.try_clone().unwrap();
+        guest.driver.frontend().set_vring_call(0, &call).unwrap();
+        let kick = guest.driver.queues[0].kick.try_clone().unwrap();
+        guest.driver.frontend().set_vring_kick(0, &kick).unwrap();
+    }
+}
+
+#[test]
+fn a_reset_brings_everything_back() {
+    let served = Served::start(2, 2);
+    let mut guest = served.connect(Options { queues: 2, ..Options::default() });
+    guest.driver.set_writeback(0).unwrap();
+    guest.driver.frontend().reset_device().unwrap();
+    assert!(guest.driver.writeback().unwrap());
+    // A driver begins anew, with new rings.
+    drop(guest);
+    let mut guest = served.connect(Options { queues: 2, ..Options::default() });
+    assert_eq!(guest.write(1, 0, &[1; 512]), OK);
+}
+
+#[test]
+fn front_ends_come_and_go() {
+    let served = Served::start(1, 1);
+    for round in 0..20u8 {
+        let mut guest = served.connect(Options::default());
+        if round > 0 {
+            assert_eq!(guest.read(0, 0, 4096).unwrap(), [round - 1; 4096]);
+        }
+        assert_eq!(guest.write(0, 0, &[round; 4096]), OK);
+        if round % 3 == 0 {
+            // Gone with a request under way.
+            let chain = [guest.header(IN, 0), guest.data(0, 4096, WRITE), guest.status()];
+            guest.queue(0).chain(0, &chain);
+            guest.queue(0).offer(0);
+            guest.queue(0).publish();
+        }
+    }
+}
+
+#[test]
+fn several_devices_in_one_process() {
+    let all: Vec<Served> = (0..4).map(|_| Served::start(1, 1)).collect();
+    let mut guests: Vec<Guest> = all.iter().map(|one| one.connect(Options::default())).collect();
+    for (index, guest) in guests.iter_mut().enumerate() {
+        assert_eq!(guest.write(0, 0, &[index as u8; 4096]), OK);
+    }
+    for (index, guest) in guests.iter_mut().enumerate() {
+        assert_eq!(guest.read(0, 0, 4096).unwrap(), [index as u8; 4096]);
+    }
+}
+
+#[test]
+fn what_was_under_way_when_the_connection_broke_is_done_again() {
+    let served = Served::start(1, 1);
+    let mut guest = served.connect(Options::default());
+    guest.driver.track().unwrap();
+    guest.driver.set_writeback(0).unwrap();
+    assert_eq!(guest.write(0, 0, &[1; 4096]), OK);
+    for round in 2..10u8 {
+        // A chain that ends the connection, behind a good request.
+        guest.put(&[round; 4096]);
+        let good = [guest.header(OUT, 0), guest.data(0, 4096, 0), guest.status()];
+        guest.queue(0).chain(0, &good);
+        guest.queue(0).offer(0);
+        let bad = guest.header(OUT, 0);
+        guest.queue(0).chain(10, &[bad]);
+        guest.queue(0).offer(10);
+        guest.queue(0).publish();
+        while guest.driver.frontend().get_features().is_ok() {
+            std::thread::sleep(std::time::Duration::from_millis(1));
+        }
+        // The driver mends the bad one, and a new connection does what is not answered.
+        let mended = [guest.header(OUT, 0), guest.data(0, 4096, 0), guest.status()];
+        guest.queue(0).chain(10, &mended);
+        guest.driver.reconnect(&served.socket.clone()).unwrap();
+        assert!(!guest.driver.writeback().unwrap(), "the write cache is still off");
+        let mut heads = [0, 0].map(|_| guest.queue(0).wait_used(LONG).expect("an answer").0);
+        heads.sort_unstable();
+        assert_eq!(heads, [0, 10], "each is answered once");
+        assert_eq!(guest.read(0, 0, 4096).unwrap(), [round; 4096]);
+    }
+}
+
+/// Counts notifications.
+#[derive(Default)]
+struct Listener(AtomicUsize);
+
+impl VhostUserFrontendReqHandler for Listener {
+    fn handle_config_change(&self) -> Result<u64, std::io::Error> {
+        self.0.fetch_add(1, Ordering::SeqCst);
+        Ok(0)
+    }
+}
+
+#[test]
+fn a_resize_is_told() {
+    let served = Served::start(1, 1);
+    let mut guest = served.connect(Options::default());
+    let listener = Arc::new(Listener::default());
+    let mut handler = FrontendReqHandler::new(Arc::clone(&listener)).unwrap();
+    guest.driver.frontend().set_backend_request_fd(&handler.get_tx_raw_fd()).unwrap();
+    let past = SIZE / 512 + 8;
+    assert_eq!(guest.write(0, past, &[1; 512]), FAILED);
+    std::fs::OpenOptions::new().write(true).open(&served.image).unwrap().set_len(2 * SIZE).unwrap();
+    let disk = Arc::clone(&served.disk);
+    // Any loop will do.
+    let loops = Loops::start(1);
+    let grown = loops.handles[0].spawn(move || async move { disk.follow_file().await });
+    assert_eq!(grown.wait().unwrap().unwrap(), Some(2 * SIZE));
+    served.device().resized();
+    handler.handle_request().unwrap();
+    assert_eq!(listener.0.load(Ordering::SeqCst), 1);
+    assert_eq!(guest.driver.capacity().unwrap(), 2 * SIZE);
+    assert_eq!(guest.write(0, past, &[1; 512]), OK);
+}
+
+#[test]
+fn the_end_of_the_server_answers_what_is_under_way() {
+    for _ in 0..10 {
+        let mut served = Served::start(1, 1);
+        let mut guest = served.connect(Options::default());
+        let chain = [guest.header(OUT, 0), guest.data(0, 65536, 0), guest.status()];
+        guest.queue(0).chain(0, &chain);
+        guest.queue(0).offer(0);
+        guest.queue(0).publish();
+        served.stop();
+        // Taken and done, or not taken at all.
+        match guest.queue(0).next_used() {
+            Some((0, _)) => assert_eq!(guest.status_byte(), OK),
+            Some(_) => panic!("another chain"),
+            None => assert_eq!(guest.status_byte(), UNTOUCHED),
+        }
+        assert_eq!(served.disk.stats().in_flight, 0);
+    }
+}

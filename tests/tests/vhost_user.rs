@@ -1,0 +1,242 @@
+//! `blockhouse serve --vhost-user-blk` with a driver of our own: beside NBD on the same disk, killed
+//! and started again under load, resized while it serves.
+#![forbid(unsafe_code)]
+
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use blockhouse_tests::nbd::Client;
+use blockhouse_tests::{Scratch, Serve, Server, eventually};
+use blockhouse_vhost_user::driver::{Buffer, Driver, Options};
+use blockhouse_vhost_user::ring::WRITE;
+use rustix::process::Signal;
+
+const LONG: Duration = Duration::from_secs(30);
+const SIZE: u64 = 8 << 20;
+const BLOCK: usize = 4096;
+const IN: u32 = 0;
+const OUT: u32 = 1;
+
+fn serve(scratch: &Scratch, image: &Path, socket: &Path) -> Server {
+    Serve::bare(scratch, image).option("--vhost-user-blk", socket).option("--queues", "2").start()
+}
+
+fn connect(socket: &Path) -> Guest {
+    let options = Options { queues: 2, ..Options::default() };
+    Guest { driver: Driver::connect(socket, options).expect("the device is there") }
+}
+
+/// A guest with 16 slots in each queue.
+struct Guest {
+    driver: Driver,
+}
+
+impl Guest {
+    fn place(&self, queue: usize, slot: u16) -> usize {
+        self.driver.requests() + (queue * 16 + usize::from(slot)) * 2 * BLOCK
+    }
+
+    /// Posts a request for one block from or into a slot.
+    fn post(&mut self, queue: usize, slot: u16, kind: u32, block: u64) {
+        let place = self.place(queue, slot);
+        let mut header = [0; 17];
+        header[..4].copy_from_slice(&kind.to_le_bytes());
+        header[8..16].copy_from_slice(&(block * BLOCK as u64 / 512).to_le_bytes());
+        header[16] = 0xee;
+        self.driver.memory.write(place, &header);
+        let flags = if kind == IN { WRITE } else { 0 };
+        let chain = [
+            Buffer::at(place, 16, 0),
+            Buffer::at(place + BLOCK, BLOCK as u32, flags),
+            Buffer::at(place + 16, 1, WRITE),
+        ];
+        let queue = &mut self.driver.queues[queue];
+        queue.chain(3 * slot, &chain);
+        queue.offer(3 * slot);
+        queue.publish();
+    }
+
+    /// Waits for a request's end; gives its slot.
+    fn finish(&mut self, queue: usize, limit: Duration) -> Option<u16> {
+        let (head, _) = self.driver.queues[queue].wait_used(limit)?;
+        let mut status = [0];
+        self.driver.memory.read(self.place(queue, head / 3) + 16, &mut status);
+        assert_eq!(status, [0], "the status");
+        Some(head / 3)
+    }
+
+    fn fill(&self, queue: usize, slot: u16, number: u64) {
+        let bytes = number.to_le_bytes().repeat(BLOCK / 8);
+        self.driver.memory.write(self.place(queue, slot) + BLOCK, &bytes);
+    }
+
+    fn write(&mut self, queue: usize, block: u64, number: u64) {
+        self.fill(queue, 0, number);
+        self.post(queue, 0, OUT, block);
+        assert_eq!(self.driver.queues[queue].wait_used(LONG).map(|(head, _)| head), Some(0));
+    }
+
+    fn read(&mut self, queue: usize, block: u64) -> Vec<u8> {
+        self.post(queue, 0, IN, block);
+        assert_eq!(self.driver.queues[queue].wait_used(LONG).map(|(head, _)| head), Some(0));
+        let mut bytes = vec![0; BLOCK];
+        self.driver.memory.read(self.place(queue, 0) + BLOCK, &mut bytes);
+        bytes
+    }
+}
+
+fn content(number: u64) -> Vec<u8> {
+    number.to_le_bytes().repeat(BLOCK / 8)
+}
+
+#[test]
+fn the_ready_line_names_the_socket_and_the_end_is_orderly() {
+    let scratch = Scratch::new();
+    let image = scratch.image("disk.img", SIZE);
+    let socket = scratch.socket("vu");
+    let server = serve(&scratch, image.path(), &socket);
+    assert_eq!(server.uris(), [socket.display().to_string()]);
+    let mut guest = connect(&socket);
+    guest.write(1, 5, 77);
+    server.stop();
+    assert!(!socket.exists(), "the socket's file is removed");
+    assert_eq!(image.bytes(5 * BLOCK as u64, BLOCK), content(77));
+}
+
+#[test]
+fn a_guest_and_an_nbd_client_see_one_disk() {
+    let scratch = Scratch::new();
+    let image = scratch.image("disk.img", SIZE);
+    let socket = scratch.socket("vu");
+    let server = Serve::new(&scratch, image.path()).option("--vhost-user-blk", &socket).start();
+    let mut guest =
+        Guest { driver: Driver::connect(&socket, Options::default()).expect("a device") };
+    let mut client = Client::open(&server.address());
+    for number in 1..50 {
+        guest.write(0, number, number);
+        let offset = number * BLOCK as u64;
+        assert_eq!(client.read(offset, BLOCK as u64), Ok(content(number)));
+        assert_eq!(client.write(offset, &content(number + 1000), 0), 0);
+        assert_eq!(guest.read(0, number), content(number + 1000));
+    }
+    server.stop();
+}
+
+/// Writes on all slots of both queues, each slot in blocks of its own.
+struct Load {
+    /// The block and its new content, while it is under way.
+    under_way: [[Option<(u64, u64)>; 16]; 2],
+    /// What each block must hold.
+    expected: Vec<u64>,
+    answered: u64,
+    posted: u64,
+}
+
+impl Load {
+    fn post(&mut self, guest: &mut Guest) {
+        for (queue, slots) in self.under_way.iter_mut().enumerate() {
+            for (slot, place) in (0..).zip(slots).filter(|(_, place)| place.is_none()) {
+                self.posted += 1;
+                let number = self.posted;
+                let block = (queue as u64 * 16 + u64::from(slot)) * 16 + number % 16;
+                *place = Some((block, number));
+                guest.fill(queue, slot, number);
+                guest.post(queue, slot, OUT, block);
+            }
+        }
+    }
+
+    fn take(&mut self, guest: &mut Guest) {
+        for (queue, slots) in self.under_way.iter_mut().enumerate() {
+            while let Some(slot) = guest.finish(queue, Duration::ZERO) {
+                let (block, number) = slots[usize::from(slot)].take().expect("answered once");
+                self.expected[block as usize] = number;
+                self.answered += 1;
+            }
+        }
+    }
+
+    fn is_over(&self) -> bool {
+        self.under_way.iter().flatten().all(Option::is_none)
+    }
+}
+
+#[test]
+fn a_guest_survives_servers_that_are_killed_under_load() {
+    let scratch = Scratch::new();
+    let image = scratch.image("disk.img", SIZE);
+    let socket = scratch.socket("vu");
+    let mut server = serve(&scratch, image.path(), &socket);
+    let mut guest = connect(&socket);
+    guest.driver.track().expect("in-flight tracking");
+    guest.driver.set_writeback(0).expect("the write cache can be turned off");
+    let under_way = [[None; 16]; 2];
+    let mut load = Load { under_way, expected: vec![0; 512], answered: 0, posted: 0 };
+    for round in 1..=5 {
+        // Killed in the middle of it all, with requests in the ring and on their way.
+        while load.answered < 300 * round {
+            load.post(&mut guest);
+            std::thread::sleep(Duration::from_micros(100));
+            load.take(&mut guest);
+        }
+        load.post(&mut guest);
+        server.signal(Signal::KILL);
+        server.wait(LONG);
+        server = serve(&scratch, image.path(), &socket);
+        guest.driver.reconnect(&socket).expect("the new server takes over");
+        assert!(!guest.driver.writeback().expect("an answer"), "the cache is still off");
+    }
+    assert!(eventually(LONG, || {
+        load.take(&mut guest);
+        load.is_over()
+    }));
+    for (block, &number) in (0..).zip(&load.expected) {
+        assert_eq!(guest.read(0, block), content(number), "block {block}");
+    }
+    server.stop();
+}
+
+#[test]
+fn a_longer_image_is_served_after_sighup() {
+    let scratch = Scratch::new();
+    let image = scratch.image("disk.img", SIZE);
+    let socket = scratch.socket("vu");
+    let server = serve(&scratch, image.path(), &socket);
+    let mut guest = connect(&socket);
+    let file = std::fs::OpenOptions::new().write(true).open(image.path()).expect("the image");
+    file.set_len(2 * SIZE).expect("it can be made longer");
+    assert_eq!(guest.driver.capacity().expect("a size"), SIZE, "nobody has told the server");
+    server.signal(Signal::HUP);
+    assert!(eventually(LONG, || guest.driver.capacity().expect("a size") == 2 * SIZE));
+    let last = 2 * SIZE / BLOCK as u64 - 1;
+    guest.write(0, last, 9);
+    assert_eq!(guest.read(1, last), content(9));
+    file.set_len(SIZE).expect("it can be made shorter");
+    server.signal(Signal::HUP);
+    assert!(eventually(LONG, || server.log().contains("fewer than the disk's")));
+    assert_eq!(guest.driver.capacity().expect("a size"), 2 * SIZE);
+}
+
+#[test]
+fn several_images_need_a_socket_each() {
+    let scratch = Scratch::new();
+    let (one, two) = (scratch.image("1.img", SIZE), scratch.image("2.img", SIZE));
+    let sockets: [PathBuf; 2] = [scratch.socket("vu1"), scratch.socket("vu2")];
+    let bare = || Serve::bare(&scratch, one.path()).also(two.path());
+    bare()
+        .option("--vhost-user-blk", &sockets[0])
+        .refused()
+        .wrong_usage(&["one --vhost-user-blk socket each"]);
+    let server =
+        bare().option("--vhost-user-blk", &sockets[0]).option("--vhost-user-blk", &sockets[1]);
+    let server = server.start();
+    for (number, socket) in (1..).zip(&sockets) {
+        let options = Options::default();
+        let mut guest = Guest { driver: Driver::connect(socket, options).expect("a device") };
+        guest.write(0, 3, number);
+    }
+    server.stop();
+    for (number, image) in (1..).zip([&one, &two]) {
+        assert_eq!(image.bytes(3 * BLOCK as u64, BLOCK), content(number));
+    }
+}
