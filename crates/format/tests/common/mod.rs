@@ -168,7 +168,7 @@ pub async fn read<S: Storage>(image: &Qcow2<S>, range: ByteRange, behind: u8) ->
                 let packed = read_host(image.storage(), host, packed as usize).await?;
                 let mut cluster = vec![0; extent.whole.length() as usize];
                 qcow2::decompress(image.compression(), &packed, &mut cluster)
-                    .map_err(|what| Error::new(ErrorKind::Corrupt, what))?;
+                    .map_err(|what| Error::new(ErrorKind::Corrupt, what).on("image").at(host))?;
                 let start = (extent.guest.offset() - extent.whole.offset()) as usize;
                 bytes.extend_from_slice(&cluster[start..start + length]);
             }
