@@ -12,6 +12,7 @@ use blockhouse_core::{Error, ErrorKind};
 
 use super::geometry::MOST_OFFSET;
 use super::refcount;
+use super::room::Need;
 use super::slice_cache::{DataStability, SliceId, SliceKind};
 use super::state::{Blocked, State, Step};
 
@@ -44,6 +45,20 @@ impl Space {
     /// Nothing lies in clusters from here on.
     pub(crate) fn end(&self) -> u64 {
         self.end
+    }
+
+    /// Takes `count` clusters from the end without counting them.
+    pub(crate) fn claim(&mut self, count: u64) -> Range<u64> {
+        let start = self.end;
+        self.end += count;
+        start..self.end
+    }
+
+    /// The clusters from `start` up to the end, if that is `end`, are not in use after all.
+    pub(crate) fn unclaim(&mut self, end: u64, start: u64) {
+        if self.end == end {
+            self.end = start;
+        }
     }
 
     fn give_back(&mut self, cluster: u64) {
@@ -290,18 +305,27 @@ impl State {
     }
 
     /// Takes exactly `count` clusters in a row at the end, after the refcount blocks (and the larger
-    /// refcount table) that counting them takes.
+    /// refcount table) that counting them takes. The host has space for all of them.
     pub(crate) fn carve(&mut self, count: u64) -> Step<Range<u64>> {
+        if let Some(room) = self.room.at_end() {
+            let plan = self.plan(room.start, count)?;
+            let is_useful = count > 0 || !plan.blocks.is_empty();
+            let clusters = room.start..room.start + plan.total;
+            let fits = clusters.end <= room.end;
+            if is_useful && fits && self.first_taken(clusters)?.is_none() {
+                return self.lay_out(room, &plan, count);
+            }
+            self.room.take_at_end();
+        }
         loop {
             let start = self.space.end;
             let plan = self.plan(start, count)?;
             let clusters = start..start + plan.total;
             self.check_within_limits(clusters.end)?;
-            if let Some(taken) = self.first_taken(clusters)? {
-                self.space.end = taken + 1;
-                continue;
+            match self.first_taken(clusters)? {
+                Some(taken) => self.space.end = taken + 1,
+                None => return Err(Blocked::NoRoom(Need::AtEnd(plan.total))),
             }
-            return self.lay_out(start, &plan, count);
         }
     }
 
@@ -347,8 +371,9 @@ impl State {
     }
 
     /// Carries the plan out: refcount blocks, refcount table, then what was asked for.
-    fn lay_out(&mut self, start: u64, plan: &Plan, count: u64) -> Step<Range<u64>> {
+    fn lay_out(&mut self, room: Range<u64>, plan: &Plan, count: u64) -> Step<Range<u64>> {
         let geometry = self.geometry;
+        let start = room.start;
         let table_start = start + plan.blocks.len() as u64;
         let wanted = table_start + plan.table..table_start + plan.table + count;
         for cluster in start..wanted.end {
@@ -360,7 +385,8 @@ impl State {
         for (&index, cluster) in plan.blocks.iter().zip(start..) {
             self.add_refcount_block(index, geometry.offset_of(cluster));
         }
-        self.space.end = wanted.end;
+        self.room.take_at_end();
+        self.space.unclaim(room.end, wanted.end);
         for cluster in start..wanted.end {
             self.set_refcount(cluster, 1)?;
         }

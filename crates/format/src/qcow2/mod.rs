@@ -32,6 +32,7 @@ mod refcount;
 mod references;
 mod repair;
 mod resize;
+mod room;
 mod round;
 mod slice_cache;
 mod snapshot;
@@ -68,6 +69,7 @@ use geometry::Geometry;
 use header::{Header, Incompatible, Reason, Refusal};
 use in_flight::{InFlight, Reads, Underway};
 use pending::Pending;
+use room::Room;
 use slice_cache::{Fetch, SliceCache, SliceId};
 use state::{Blocked, HeaderWrites, State, Step};
 
@@ -99,6 +101,9 @@ pub struct Qcow2<S: Storage> {
     drafting: Semaphore,
     /// Which snapshot it was opened on.
     snapshot: OnceLock<Snapshot>,
+    /// Held by the one who gets space for tables at the end, and for L2 tables.
+    claiming: Semaphore,
+    making_tables: Semaphore,
 }
 
 /// What becomes of the space of clusters that the guest discards.
@@ -175,6 +180,7 @@ impl<S: Storage> Qcow2<S> {
             refcount_table: table_io::words_of(&table),
             cache: SliceCache::new(slices as usize),
             space: Space::new(geometry.clusters_for(storage.size())),
+            room: Room::default(),
             header,
             pending: Pending::default(),
             new_tables: HashMap::new(),
@@ -213,6 +219,8 @@ impl<S: Storage> Qcow2<S> {
             header_writes: InFlight::default(),
             drafting: Semaphore::new(1),
             snapshot: OnceLock::new(),
+            claiming: Semaphore::new(1),
+            making_tables: Semaphore::new(1),
         };
         let is_dirty = image.state.lock().disk_header.incompatible.contains(Incompatible::DIRTY);
         if options.access == Access::ReadWrite && is_dirty {
@@ -388,6 +396,8 @@ impl<S: Storage> Qcow2<S> {
                 Err(Blocked::Failed(error)) => return Err(error),
                 Err(Blocked::Missing(slice)) => self.load(slice).await?,
                 Err(Blocked::Wait(event)) => event.await,
+                // It takes steps itself.
+                Err(Blocked::NoRoom(need)) => Box::pin(self.make_room(need)).await?,
                 Err(Blocked::Crowded) => return Ok(None),
             }
         }

@@ -8,6 +8,7 @@ use super::alloc::Punch;
 use super::entry::{Entry, Ownership, Reference, UnitState, Units, l1_word};
 use super::map::unit_mask;
 use super::pending::Change;
+use super::room::Need;
 use super::slice_cache::{DataStability, SliceId, SliceKind};
 use super::state::{Blocked, State, Step};
 
@@ -435,7 +436,9 @@ impl State {
             let what = "the L1 table does not reach this far";
             return Err(self.corrupt(what, self.header.l1_offset).into());
         }
-        let cluster = self.allocate(1)?.start;
+        let Some(cluster) = self.room.take_table() else {
+            return Err(Blocked::NoRoom(Need::L2Table(l1_index)));
+        };
         let table = geometry.offset_of(cluster);
         self.begin_table(table, SliceKind::L2);
         for (slice, bytes) in slices.zip(content) {

@@ -16,6 +16,7 @@ use super::entry::{self, Entry, Reference};
 use super::geometry::Geometry;
 use super::header::{Header, Incompatible};
 use super::pending::Pending;
+use super::room::{Need, Room};
 use super::slice_cache::{SliceCache, SliceId, SliceKind};
 
 /// Why a step cannot be made now.
@@ -26,6 +27,8 @@ pub(crate) enum Blocked {
     Wait(EventListener),
     /// Too much is changed: a round has to write it first.
     Crowded,
+    /// Room on the host for a table has to be got first.
+    NoRoom(Need),
     /// For good.
     Failed(Error),
 }
@@ -83,6 +86,7 @@ pub(crate) struct State {
     pub(crate) refcount_table: Vec<u64>,
     pub(crate) cache: SliceCache,
     pub(crate) space: Space,
+    pub(crate) room: Room,
     pub(crate) pending: Pending,
     /// L2 tables and refcount blocks that nothing on disk refers to yet, by offset.
     pub(crate) new_tables: HashMap<u64, SliceKind>,

@@ -94,6 +94,7 @@ impl<S: Storage> Qcow2<S> {
 
     /// As [`Format::close`](crate::Format::close).
     pub async fn close(&self) -> Result<()> {
+        self.state.lock().give_up_room();
         // Each round releases clusters, which changes refcounts, which takes a round.
         while self.state.lock().has_changes() {
             self.run_round(Extent::Everything).await?;
