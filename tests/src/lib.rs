@@ -15,6 +15,7 @@ pub mod nbd;
 pub mod need;
 mod scratch;
 mod server;
+mod small_host;
 mod tool;
 mod trace;
 
@@ -25,5 +26,6 @@ pub use loop_device::LoopDevice;
 pub use matrix::{Cache, Engine};
 pub use scratch::{Image, Scratch};
 pub use server::{Refusal, Serve, Server};
+pub use small_host::{FileSystem, SmallHost};
 pub use tool::{Outcome, run, run_within, tool};
 pub use trace::{Call, Trace};

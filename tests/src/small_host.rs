@@ -1,0 +1,73 @@
+//! Small file systems that can be filled up.
+
+use std::io::{BufRead, BufReader};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+
+use crate::{LoopDevice, Scratch, need, run, tool};
+
+/// What kind of file system.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum FileSystem {
+    /// In memory.
+    Tmpfs,
+    /// On a loop device, which takes root.
+    Ext4,
+}
+
+/// A small file system, mounted where only a process of its own sees it; everybody else reaches it
+/// through that process. Gone on drop.
+pub struct SmallHost {
+    holder: Child,
+    folder: PathBuf,
+    _device: Option<LoopDevice>,
+}
+
+impl SmallHost {
+    /// A file system of `size` bytes. `Err` says why there cannot be one here.
+    pub fn new(scratch: &Scratch, kind: FileSystem, size: u64) -> Result<Self, String> {
+        need::tools(&["unshare", "mount", "sleep"])?;
+        let at = scratch.path("small");
+        std::fs::create_dir(&at).map_err(|error| format!("no folder: {error}"))?;
+        let (device, mount) = match kind {
+            FileSystem::Tmpfs => (None, format!("mount -t tmpfs -o size={size} tmpfs")),
+            FileSystem::Ext4 => {
+                need::tools(&["mkfs.ext4"])?;
+                let image = scratch.image("file-system", size);
+                run(tool("mkfs.ext4").args(["-q", "-m", "0"]).arg(image.path())).success();
+                let device = LoopDevice::over(&image, &[])?;
+                let mount = format!("mount -t ext4 '{}'", device.path().display());
+                (Some(device), mount)
+            }
+        };
+        let user = (!rustix::process::geteuid().is_root()).then_some("--map-root-user");
+        let script = format!("{mount} '{}' && echo mounted && exec sleep 600", at.display());
+        let mut unshare = Command::new("unshare");
+        unshare.args(user).args(["--mount", "sh", "-c", &script]).stdout(Stdio::piped());
+        let mut holder = unshare.spawn().map_err(|error| format!("no unshare: {error}"))?;
+        let mut line = String::new();
+        let stdout = holder.stdout.take().expect("standard output is a pipe");
+        let read = BufReader::new(stdout).read_line(&mut line);
+        let seen = at.strip_prefix("/").expect("an absolute path");
+        let folder = Path::new("/proc").join(holder.id().to_string()).join("root").join(seen);
+        let host = Self { holder, folder, _device: device };
+        match read {
+            Ok(_) if line == "mounted\n" => Ok(host),
+            _ => Err(format!("cannot mount {kind:?} in a namespace")),
+        }
+    }
+
+    /// The path of a file on it.
+    pub fn path(&self, name: &str) -> PathBuf {
+        self.folder.join(name)
+    }
+}
+
+impl Drop for SmallHost {
+    fn drop(&mut self) {
+        // The mount goes with the last process that sees it, and before its device. Both fail only
+        // when the process has ended by itself.
+        let _ = self.holder.kill();
+        let _ = self.holder.wait();
+    }
+}
