@@ -4,7 +4,7 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use anyhow::{Context, Result};
-use blockhouse_engine::{EngineChoice, EngineReport, EventLoop, Handle};
+use blockhouse_engine::{EngineChoice, EngineReport, EventLoop, FixedFiles, Handle};
 use futures_channel::oneshot;
 
 /// Running event loops.
@@ -23,12 +23,17 @@ struct Worker {
 
 impl Workers {
     /// Starts `count` loops, at least one, that look out for events for up to `polling` before they
-    /// sleep.
-    pub fn start(count: usize, choice: EngineChoice, polling: Duration) -> Result<Self> {
-        let (first, report) = start_one(0, choice, polling)?;
+    /// sleep, and have images in the ring's table or not.
+    pub fn start(
+        count: usize,
+        choice: EngineChoice,
+        polling: Duration,
+        fixed: FixedFiles,
+    ) -> Result<Self> {
+        let (first, report) = start_one(0, choice, polling, fixed)?;
         let mut threads = vec![first];
         for index in 1..count {
-            threads.push(start_one(index, choice, polling)?.0);
+            threads.push(start_one(index, choice, polling, fixed)?.0);
         }
         Ok(Self { threads, report })
     }
@@ -71,6 +76,7 @@ fn start_one(
     index: usize,
     choice: EngineChoice,
     polling: Duration,
+    fixed: FixedFiles,
 ) -> Result<(Worker, EngineReport)> {
     let (give, made) = std::sync::mpsc::channel();
     let (stop, stopped) = oneshot::channel();
@@ -78,6 +84,7 @@ fn start_one(
         Err(error) => drop(give.send(Err(error))),
         Ok(mut event_loop) => {
             event_loop.poll_at_most(polling);
+            event_loop.fix_files(fixed);
             let report = event_loop.report().clone();
             if give.send(Ok((event_loop.handle(), report))).is_ok() {
                 // An error means that the one who could stop us is gone.

@@ -11,7 +11,7 @@ use std::os::fd::{AsRawFd, BorrowedFd};
 /// EAGAIN or EACCES when somebody holds it exclusively; EBADF for a file not open for reading; what
 /// a file system without locks answers.
 pub fn share_byte(file: BorrowedFd<'_>, offset: u64) -> io::Result<()> {
-    call(file, libc::F_OFD_SETLK, libc::F_RDLCK, offset).map(drop)
+    call(file, libc::F_OFD_SETLK, libc::F_RDLCK, byte(offset)).map(drop)
 }
 
 /// Gives the lock on the byte at `offset` back.
@@ -19,7 +19,7 @@ pub fn share_byte(file: BorrowedFd<'_>, offset: u64) -> io::Result<()> {
 /// # Errors
 /// As [`share_byte`].
 pub fn release_byte(file: BorrowedFd<'_>, offset: u64) -> io::Result<()> {
-    call(file, libc::F_OFD_SETLK, libc::F_UNLCK, offset).map(drop)
+    call(file, libc::F_OFD_SETLK, libc::F_UNLCK, byte(offset)).map(drop)
 }
 
 /// Whether somebody else, through another open of the file, holds any lock on the byte.
@@ -27,17 +27,36 @@ pub fn release_byte(file: BorrowedFd<'_>, offset: u64) -> io::Result<()> {
 /// # Errors
 /// As [`share_byte`].
 pub fn is_byte_locked(file: BorrowedFd<'_>, offset: u64) -> io::Result<bool> {
-    let lock = call(file, libc::F_OFD_GETLK, libc::F_WRLCK, offset)?;
+    let lock = call(file, libc::F_OFD_GETLK, libc::F_WRLCK, byte(offset))?;
     Ok(i32::from(lock.l_type) != libc::F_UNLCK)
 }
 
-fn call(file: BorrowedFd<'_>, command: i32, kind: i32, offset: u64) -> io::Result<libc::flock> {
+/// Gives the locks on all bytes back.
+pub(crate) fn release_all(file: BorrowedFd<'_>) -> io::Result<()> {
+    call(file, libc::F_OFD_SETLK, libc::F_UNLCK, ALL).map(drop)
+}
+
+/// Where a range starts, and its length; 0 for up to any end.
+type Range = (i64, i64);
+
+const ALL: Range = (0, 0);
+
+fn byte(offset: u64) -> Range {
+    (offset as i64, 1)
+}
+
+fn call(
+    file: BorrowedFd<'_>,
+    command: i32,
+    kind: i32,
+    (start, length): Range,
+) -> io::Result<libc::flock> {
     // SAFETY: all-zero is a valid flock (POSIX: whole-file, process 0).
     let mut lock: libc::flock = unsafe { std::mem::zeroed() };
     lock.l_type = kind as i16;
     lock.l_whence = libc::SEEK_SET as i16;
-    lock.l_start = offset as i64;
-    lock.l_len = 1;
+    lock.l_start = start;
+    lock.l_len = length;
     // SAFETY: the commands used here read and write one flock; the descriptor is open.
     match unsafe { libc::fcntl(file.as_raw_fd(), command, &raw mut lock) } {
         0 => Ok(lock),

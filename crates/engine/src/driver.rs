@@ -4,6 +4,7 @@ use std::io;
 use std::os::fd::BorrowedFd;
 use std::time::Instant;
 
+use crate::fixed::{FixedFiles, Number};
 use crate::operation::{Operation, OperationTable, Token};
 use crate::watch::WatchKey;
 
@@ -35,6 +36,12 @@ pub(crate) trait Driver {
 
     /// The next event of a watch that the last `turn` found.
     fn next_event(&mut self) -> Option<WatchKey>;
+
+    /// Whether files get slots in the engine's own table, from now on. No operation is under way.
+    fn fix_files(&mut self, fixed: FixedFiles);
+
+    /// A file that may have a slot is closed: the slot is free.
+    fn forget_file(&mut self, number: &Number);
 
     /// Submits what waits for submission, then sleeps as `rest` says until something happens (a
     /// completion, the bell, the deadline), then appends all results to `done`. `operations` holds

@@ -11,6 +11,7 @@ use rustix::event::Timespec;
 use rustix::event::epoll::{self, CreateFlags, EventData, EventFlags};
 
 use crate::driver::{Completion, Driver, Rest};
+use crate::fixed::{FixedFiles, Number};
 use crate::linux_aio::LinuxAio;
 use crate::operation::{Operation, OperationTable, Token};
 use crate::remote::Remote;
@@ -175,6 +176,11 @@ impl Driver for Epoll {
             run_inline(operation)
         }
     }
+
+    /// No system call that this engine makes knows another name for a file than its descriptor.
+    fn fix_files(&mut self, _: FixedFiles) {}
+
+    fn forget_file(&mut self, _: &Number) {}
 
     fn start(&mut self, token: Token, operation: &Operation) {
         let Some(call) = FileCall::of(operation) else {

@@ -16,6 +16,7 @@ use futures_channel::oneshot;
 
 use crate::driver::Completion;
 use crate::engine::{self, Engine, EngineChoice, EngineReport};
+use crate::fixed::FixedFiles;
 use crate::local::{Entered, Local, current, try_current};
 use crate::remote::{Note, Remote};
 use crate::spawn::spawn_detached;
@@ -51,6 +52,18 @@ impl EventLoop {
     /// [`DEFAULT_POLLING`]: crate::DEFAULT_POLLING
     pub fn poll_at_most(&mut self, time: Duration) {
         self.local.poll_at_most(time);
+    }
+
+    /// Whether this loop's ring keeps open files in a table of its own, [`FixedFiles::Off`] unless set
+    /// here. The other engines have no such table, and nothing changes for them. A file that is
+    /// dropped on another thread, or while this loop does not run, stays open in the table until the
+    /// loop's next turn; its locks go at once.
+    ///
+    /// # Panics
+    /// While operations are under way.
+    pub fn fix_files(&mut self, fixed: FixedFiles) {
+        assert!(self.local.running().is_empty(), "operations under way name files by their slots");
+        self.local.fix_files(fixed);
     }
 
     /// What other threads reach this loop by.
@@ -108,6 +121,8 @@ impl Drop for EventLoop {
             local.tasks.clear();
         }
         drop(local.remote.mailbox.close());
+        // Nobody hears any more of files that are closed; the ring itself may be kept by a future.
+        local.fix_files(FixedFiles::Off);
     }
 }
 

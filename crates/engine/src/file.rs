@@ -5,6 +5,8 @@ use std::sync::Arc;
 
 use rustix::fs::{Mode, OFlags};
 
+use crate::byte_lock;
+use crate::fixed::Membership;
 use crate::orphans::Orphans;
 
 /// An open file and what an engine must know to choose a way for it.
@@ -14,6 +16,8 @@ pub(crate) struct File {
     pub(crate) caching: Caching,
     /// Of the file, however often it is open.
     pub(crate) orphans: Arc<Orphans>,
+    /// In which rings it has a slot.
+    pub(crate) membership: Membership,
 }
 
 /// Where the bytes are.
@@ -36,7 +40,8 @@ pub(crate) enum Caching {
 
 impl File {
     pub(crate) fn new(descriptor: OwnedFd, residence: Residence, caching: Caching) -> Self {
-        Self { descriptor, residence, caching, orphans: Arc::default() }
+        let (orphans, membership) = (Arc::default(), Membership::new());
+        Self { descriptor, residence, caching, orphans, membership }
     }
 
     /// The same file opened once more, through the page cache.
@@ -44,11 +49,22 @@ impl File {
         let path = format!("/proc/self/fd/{}", self.raw());
         let descriptor = rustix::fs::open(path, access | OFlags::CLOEXEC, Mode::empty())?;
         let orphans = Arc::clone(&self.orphans);
-        Ok(Self { descriptor, residence: self.residence, caching: Caching::PageCache, orphans })
+        let (residence, caching) = (self.residence, Caching::PageCache);
+        Ok(Self { descriptor, residence, caching, orphans, membership: Membership::new() })
     }
 
     pub(crate) fn raw(&self) -> RawFd {
         self.descriptor.as_raw_fd()
+    }
+}
+
+impl Drop for File {
+    /// A ring that has the file in a slot may keep it open for a moment more, and its locks with it.
+    fn drop(&mut self) {
+        if self.membership.is_held() {
+            // A file system without locks refuses, and then there is none.
+            let _ = byte_lock::release_all(self.descriptor.as_fd());
+        }
     }
 }
 

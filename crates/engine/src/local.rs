@@ -10,6 +10,7 @@ use std::time::{Duration, Instant};
 
 use crate::driver::{Completion, Driver, Rest};
 use crate::engine::EngineReport;
+use crate::fixed::FixedFiles;
 use crate::line::Ticket;
 use crate::operation::{Operation, OperationTable, Token};
 use crate::poll::{DEFAULT_POLLING, Outcome, Phase, Poller, Source};
@@ -64,6 +65,11 @@ impl Local {
     /// Looks out for events at most this long before it sleeps.
     pub(crate) fn poll_at_most(&self, time: Duration) {
         *self.poller.borrow_mut() = Poller::new(time);
+    }
+
+    /// Whether the ring knows files by slots. No operation is under way.
+    pub(crate) fn fix_files(&self, fixed: FixedFiles) {
+        self.driver.borrow_mut().fix_files(fixed);
     }
 
     /// Whether others have something for this loop, found without a system call.
@@ -183,6 +189,7 @@ impl Local {
                 Note::Ready(header) => self.tasks.ready.push(header),
                 Note::Call(call) => call(),
                 Note::Completed(token, result) => self.complete(token, result),
+                Note::Closed(number) => self.driver.borrow_mut().forget_file(&number),
             }
         }
         self.timers.fire();

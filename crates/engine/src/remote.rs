@@ -13,6 +13,7 @@ use std::task::Wake;
 
 use rustix::event::EventfdFlags;
 
+use crate::fixed::{Holder, Number};
 use crate::mailbox::{Bell, Mailbox};
 use crate::operation::Token;
 use crate::queued::Queued;
@@ -29,6 +30,8 @@ pub(crate) enum Note {
     Call(Box<dyn FnOnce() + Send>),
     /// A worker thread finished an operation.
     Completed(Token, i32),
+    /// A file that has a slot in the loop's ring was closed.
+    Closed(Arc<Number>),
 }
 
 /// The part of a loop that other threads see.
@@ -56,6 +59,12 @@ impl Remote {
     /// What the engine watches while the loop sleeps.
     pub(crate) fn bell(&self) -> BorrowedFd<'_> {
         self.bell.as_fd()
+    }
+}
+
+impl Holder for Remote {
+    fn file_closed(&self, number: Arc<Number>) {
+        self.post(Note::Closed(number));
     }
 }
 

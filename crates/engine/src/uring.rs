@@ -18,6 +18,8 @@ use io_uring::types::{Fd, FsyncFlags, Timespec};
 use io_uring::{IoUring, Probe, cqueue, opcode, squeue};
 
 use crate::driver::{Completion, Driver, Rest};
+use crate::file::File;
+use crate::fixed::{FixedFiles, FixedTable, Number, Place};
 use crate::operation::{MOST_OPERATIONS, Message, Operation, OperationTable, Token, Transfer};
 use crate::remote::Remote;
 use crate::system_call::run_inline;
@@ -39,6 +41,7 @@ const WATCH: u64 = 1 << 32;
 pub(crate) struct Uring {
     ring: IoUring,
     remote: Arc<Remote>,
+    files: FixedTable,
     /// Whether the ring watches the bell.
     watching: bool,
     /// How many operations the kernel has.
@@ -76,9 +79,11 @@ impl Uring {
         let no_header: libc::msghdr = unsafe { std::mem::zeroed() };
         let headers = vec![no_header; MOST_OPERATIONS].into_boxed_slice();
         let (remote, early) = (Arc::clone(remote), Vec::new());
+        let files = FixedTable::new(remote.clone(), FixedFiles::Off);
         Ok(Self {
             ring,
             remote,
+            files,
             watching: false,
             in_flight: 0,
             early,
@@ -105,21 +110,23 @@ impl Uring {
     /// The entry for an operation. It points into the operation, or to its header.
     fn entry_of(&mut self, token: Token, operation: &Operation) -> squeue::Entry {
         match operation {
-            Operation::Read(transfer) => read(transfer),
-            Operation::Write(transfer, through) => write(transfer, through.flags()),
+            Operation::Read(transfer) => self.on_file(&transfer.file, |file| read(file, transfer)),
+            Operation::Write(transfer, through) => {
+                self.on_file(&transfer.file, |file| write(file, transfer, through.flags()))
+            }
             Operation::Sync { file, sync } => {
                 let flags = match sync {
                     Sync::Data => FsyncFlags::DATASYNC,
                     Sync::Full => FsyncFlags::empty(),
                 };
-                opcode::Fsync::new(Fd(file.raw())).flags(flags).build()
+                self.on_file(file, |file| opcode::Fsync::new(file).flags(flags).build())
             }
-            Operation::Allocate { file, mode, range } => {
-                opcode::Fallocate::new(Fd(file.raw()), range.length())
+            Operation::Allocate { file, mode, range } => self.on_file(file, |file| {
+                opcode::Fallocate::new(file, range.length())
                     .offset(range.offset())
                     .mode(*mode)
                     .build()
-            }
+            }),
             Operation::Receive(message) => {
                 let socket = Fd(message.socket.as_raw_fd());
                 opcode::RecvMsg::new(socket, self.header(token, message)).build()
@@ -137,6 +144,15 @@ impl Uring {
                     .flags(libc::SOCK_CLOEXEC)
                     .build()
             }
+        }
+    }
+
+    /// The entry that `build` makes for the file, by its slot if it has one. The flag that says so comes
+    /// last: what builds an entry sets all of its flags.
+    fn on_file(&mut self, file: &File, build: impl FnOnce(Fd) -> squeue::Entry) -> squeue::Entry {
+        match self.files.place(&self.ring.submitter(), &file.membership, file.raw()) {
+            Place::Descriptor(descriptor) => build(Fd(descriptor)),
+            Place::Slot(slot) => build(Fd(slot as i32)).flags(squeue::Flags::FIXED_FILE),
         }
     }
 
@@ -234,6 +250,15 @@ impl Driver for Uring {
         self.in_flight += 1;
     }
 
+    fn fix_files(&mut self, fixed: FixedFiles) {
+        self.files.close(&self.ring.submitter());
+        self.files = FixedTable::new(self.remote.clone(), fixed);
+    }
+
+    fn forget_file(&mut self, number: &Number) {
+        self.files.forget(&self.ring.submitter(), number);
+    }
+
     fn cancel(&mut self, token: Token, _operation: &Operation) {
         let entry = opcode::AsyncCancel::new(token.as_u64()).build().user_data(CANCEL);
         self.push(&entry);
@@ -275,8 +300,7 @@ impl Driver for Uring {
     }
 }
 
-fn read(transfer: &Transfer) -> squeue::Entry {
-    let file = Fd(transfer.file.raw());
+fn read(file: Fd, transfer: &Transfer) -> squeue::Entry {
     match transfer.vector.segments() {
         [Segment { address, length }] => {
             opcode::Read::new(file, address.as_ptr(), bounded(*length))
@@ -290,8 +314,7 @@ fn read(transfer: &Transfer) -> squeue::Entry {
     }
 }
 
-fn write(transfer: &Transfer, flags: i32) -> squeue::Entry {
-    let file = Fd(transfer.file.raw());
+fn write(file: Fd, transfer: &Transfer, flags: i32) -> squeue::Entry {
     match transfer.vector.segments() {
         [Segment { address, length }] => {
             opcode::Write::new(file, address.as_ptr(), bounded(*length))
