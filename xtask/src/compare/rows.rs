@@ -1,6 +1,8 @@
 //! The rows of the comparison: which client does what.
 
-use super::light::{Operation, Order};
+use std::time::Duration;
+
+use super::light::{Content, Load, Operation, Order};
 
 /// Who asks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -30,7 +32,8 @@ pub struct Row {
     pub connections: u16,
 }
 
-const LIGHT: Row = Row {
+/// A row to start from.
+pub const LIGHT: Row = Row {
     name: "",
     client: Client::Light,
     operation: Operation::Read,
@@ -39,7 +42,8 @@ const LIGHT: Row = Row {
     depth: 64,
     connections: 1,
 };
-const SEQUENTIAL: Row = Row { order: Order::Sequential, block: 256 * 1024, depth: 8, ..LIGHT };
+/// A sequential row to start from.
+pub const SEQUENTIAL: Row = Row { order: Order::Sequential, block: 256 * 1024, depth: 8, ..LIGHT };
 
 /// All rows, in the order of reports.
 pub const ROWS: &[Row] = &[
@@ -55,6 +59,22 @@ pub const ROWS: &[Row] = &[
 ];
 
 impl Row {
+    /// What the light client does in this row: without end, and trusting what it reads.
+    pub fn load(&self, generation: u64) -> Load {
+        Load {
+            operation: self.operation,
+            order: self.order,
+            block: self.block,
+            depth: self.depth,
+            connections: self.connections,
+            warm_up: Duration::ZERO,
+            duration: Duration::MAX,
+            requests: u64::MAX,
+            generation,
+            content: Content::Nothing,
+        }
+    }
+
     /// Whether its figure is a bandwidth, not a rate of requests.
     pub fn is_bandwidth(&self) -> bool {
         self.order == Order::Sequential
