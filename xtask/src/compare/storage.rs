@@ -6,7 +6,7 @@
 use std::fs::{File, OpenOptions};
 use std::io::{Read, Write};
 use std::path::{Path, PathBuf};
-use std::process::Command;
+use std::process::{Command, Stdio};
 
 use anyhow::{Context, Result, bail, ensure};
 use clap::ValueEnum;
@@ -91,8 +91,9 @@ impl Storage {
         if !self.is_device() {
             return holes(&self.path, self.size);
         }
+        // Forced, because there is an image on it, and it would warn of that each time.
         let mut blkdiscard = Command::new("blkdiscard");
-        blkdiscard.arg("--force").arg(&self.path);
+        blkdiscard.arg("--force").arg(&self.path).stderr(Stdio::null());
         run(blkdiscard)
     }
 
