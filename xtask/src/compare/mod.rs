@@ -6,6 +6,7 @@
 //! counts against us only where it treats the page cache as we do.
 //!
 //! - [`rows`]: the loads
+//! - [`qcow2`]: what is special to images that map: other loads, and tools
 //! - [`servers`], [`storage`]: what is loaded, and what is below it
 //! - [`light`], [`fio`], [`vhost_user`]: the clients
 //! - [`stats`], [`report`]: figures
@@ -15,6 +16,7 @@ mod fio;
 mod interrupt;
 pub mod light;
 pub mod pattern;
+mod qcow2;
 mod report;
 mod rows;
 mod servers;
@@ -34,7 +36,7 @@ use self::light::Load;
 pub use self::light::answerer;
 use self::report::Environment;
 use self::rows::{Client, Export, ROWS, Row};
-use self::servers::{EXPORT, Kind, Programs, Server, Start};
+use self::servers::{EXPORT, Format, Image, Kind, Programs, Server, Start};
 use self::storage::Storage;
 use crate::apt;
 use crate::test::{Profile, build_binary};
@@ -43,6 +45,9 @@ use crate::workspace::Workspace;
 /// What to compare, and how long.
 #[derive(Args)]
 pub struct Options {
+    /// Format of the image that is compared
+    #[arg(long, value_enum, default_value = "raw")]
+    format: servers::Format,
     /// 3 rounds of 1 second instead of 5 rounds of 3 seconds
     #[arg(long)]
     quick: bool,
@@ -147,7 +152,13 @@ struct Plan {
 /// Compares.
 pub fn run(workspace: &Workspace, options: &Options) -> Result<()> {
     apt::require(apt::FOR_COMPARISON)?;
-    let mut plan = plan(workspace, options)?;
+    if options.format == Format::Qcow2 {
+        return qcow2::run(workspace, options);
+    }
+    let mut rows = chosen(ROWS, |row| row.name, &options.rows)?;
+    rows.retain(|row| options.export.contains(&row.client.export()));
+    ensure!(!rows.is_empty(), "none of these rows is one of the chosen exports");
+    let mut plan = plan(workspace, options, rows, Kind::ALL)?;
     let disk = options.dir.clone().unwrap_or_else(|| workspace.target().to_owned());
     let environment = Environment::find(&plan)?;
     report::terminal::environment(&environment);
@@ -174,24 +185,23 @@ fn write(file: &PathBuf, text: &str) -> Result<()> {
     std::fs::write(file, text).with_context(|| format!("cannot write {}", file.display()))
 }
 
-fn plan(workspace: &Workspace, options: &Options) -> Result<Plan> {
+/// The rows whose names contain one of the `wanted`, or all.
+fn chosen<R: Copy>(rows: &[R], name: fn(&R) -> &'static str, wanted: &[String]) -> Result<Vec<R>> {
+    let is_wanted =
+        |row: &&R| wanted.is_empty() || wanted.iter().any(|part| name(row).contains(part));
+    let chosen: Vec<R> = rows.iter().filter(is_wanted).copied().collect();
+    let names = || rows.iter().map(name).collect::<Vec<_>>().join(" ");
+    ensure!(!chosen.is_empty(), "no row is called {}; there are: {}", wanted.join(" "), names());
+    Ok(chosen)
+}
+
+fn plan(workspace: &Workspace, options: &Options, rows: Vec<Row>, all: &[Kind]) -> Result<Plan> {
     let (rounds, seconds) = if options.quick { (3, 1.0) } else { (5, 3.0) };
     let rounds = options.rounds.unwrap_or(rounds);
     let seconds = options.seconds.unwrap_or(seconds);
     ensure!(rounds > 0 && seconds > 0.0, "no rounds or no seconds measure nothing");
-    let wanted = |row: &&Row| {
-        options.export.contains(&row.client.export())
-            && (options.rows.is_empty() || options.rows.iter().any(|name| row.name.contains(name)))
-    };
-    let rows: Vec<Row> = ROWS.iter().filter(wanted).copied().collect();
-    ensure!(
-        !rows.is_empty(),
-        "no row is called {}; there are: {}",
-        options.rows.join(" "),
-        names()
-    );
     let servers = match options.servers.as_slice() {
-        [] => Kind::ALL.to_vec(),
+        [] => all.to_vec(),
         chosen => chosen.to_vec(),
     };
     let ours = servers.iter().any(|kind| kind.is_ours());
@@ -219,10 +229,6 @@ fn plan(workspace: &Workspace, options: &Options) -> Result<Plan> {
         look: Duration::from_micros(options.look),
         generation: 0,
     })
-}
-
-fn names() -> String {
-    ROWS.iter().map(|row| row.name).collect::<Vec<_>>().join(" ")
 }
 
 impl Plan {
@@ -255,18 +261,14 @@ impl Plan {
         storage.settle(kind.caching())?;
         let folder = self.folder.path();
         let start = Start { kind, export: row.client.export(), queues: row.connections };
-        let server = Server::start(start, &self.programs, storage, folder, &self.interrupt)?;
+        let image = Image { storage, format: Format::Raw };
+        let server = Server::start(start, &self.programs, image, folder, &self.interrupt)?;
         self.generation += 1;
         let load = Load {
-            operation: row.operation,
-            order: row.order,
-            block: row.block,
-            depth: row.depth,
-            connections: row.connections,
             warm_up: self.duration / 10,
             duration: self.duration,
-            generation: self.generation,
             content: kind.content(),
+            ..row.load(self.generation)
         };
         let cpu = || server.cpu();
         let measured = match row.client {

@@ -1,6 +1,8 @@
 //! The rows of the comparison: which client does what.
 
-use super::light::{Operation, Order};
+use std::time::Duration;
+
+use super::light::{Content, Load, Operation, Order};
 
 /// Who asks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -32,7 +34,8 @@ pub struct Row {
     pub connections: u16,
 }
 
-const LIGHT: Row = Row {
+/// A row to start from.
+pub const LIGHT: Row = Row {
     name: "",
     client: Client::Light,
     operation: Operation::Read,
@@ -41,7 +44,8 @@ const LIGHT: Row = Row {
     depth: 64,
     connections: 1,
 };
-const SEQUENTIAL: Row = Row { order: Order::Sequential, block: 256 * 1024, depth: 8, ..LIGHT };
+/// A sequential row to start from.
+pub const SEQUENTIAL: Row = Row { order: Order::Sequential, block: 256 * 1024, depth: 8, ..LIGHT };
 
 const GUEST: Row = Row { client: Client::VhostUser, ..LIGHT };
 const GUEST_SEQUENTIAL: Row = Row { block: 128 * 1024, client: Client::VhostUser, ..SEQUENTIAL };
@@ -88,6 +92,22 @@ impl Client {
 }
 
 impl Row {
+    /// What the light client does in this row: without end, and trusting what it reads.
+    pub fn load(&self, generation: u64) -> Load {
+        Load {
+            operation: self.operation,
+            order: self.order,
+            block: self.block,
+            depth: self.depth,
+            connections: self.connections,
+            warm_up: Duration::ZERO,
+            duration: Duration::MAX,
+            requests: u64::MAX,
+            generation,
+            content: Content::Nothing,
+        }
+    }
+
     /// Whether its figure is a bandwidth, not a rate of requests.
     pub fn is_bandwidth(&self) -> bool {
         self.order == Order::Sequential

@@ -28,7 +28,36 @@ use crate::process::{line, stdout_of};
 pub const EXPORT: &str = "disk";
 const START_PATIENCE: Duration = Duration::from_secs(10);
 const STOP_PATIENCE: Duration = Duration::from_secs(10);
+const LISTEN_PAUSE: Duration = Duration::from_micros(200);
 const PAUSE: Duration = Duration::from_millis(2);
+
+/// The format of an image.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum Format {
+    /// The disk's bytes and nothing else
+    Raw,
+    /// A mapping, with clusters of 64 KiB
+    Qcow2,
+}
+
+impl Format {
+    /// Its name on the command lines of ours and of QEMU.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Raw => "raw",
+            Self::Qcow2 => "qcow2",
+        }
+    }
+}
+
+/// What a server is to serve.
+#[derive(Clone, Copy)]
+pub struct Image<'a> {
+    /// Where it is.
+    pub storage: &'a Storage,
+    /// What it is.
+    pub format: Format,
+}
 
 /// A server, in one way of running it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
@@ -42,6 +71,8 @@ pub enum Kind {
     /// qemu-storage-daemon with io_uring, past the page cache
     #[value(name = "qsd-io_uring")]
     QsdIoUring,
+    /// qemu-storage-daemon with its worker threads, through the page cache
+    QsdCached,
     /// nbdkit's file plugin as it is: through the page cache
     Nbdkit,
     /// nbdkit's file plugin with cache=none: through the page cache all the same, with its read-ahead
@@ -54,7 +85,7 @@ pub enum Kind {
 }
 
 impl Kind {
-    /// All of them, in the order of reports.
+    /// Those of a comparison of raw images, in the order of reports.
     pub const ALL: &[Self] = &[
         Self::Blockhouse,
         Self::BlockhouseWriteback,
@@ -66,6 +97,15 @@ impl Kind {
         Self::Answerer,
     ];
 
+    /// Those of a comparison of qcow2 images, in the order of reports.
+    pub const QCOW2: &[Self] = &[
+        Self::Blockhouse,
+        Self::QsdNative,
+        Self::QsdIoUring,
+        Self::BlockhouseWriteback,
+        Self::QsdCached,
+    ];
+
     /// Its name in reports and on the command line.
     pub fn name(self) -> &'static str {
         match self {
@@ -73,6 +113,7 @@ impl Kind {
             Self::BlockhouseWriteback => "blockhouse-writeback",
             Self::QsdNative => "qsd-native",
             Self::QsdIoUring => "qsd-io_uring",
+            Self::QsdCached => "qsd-cached",
             Self::Nbdkit => "nbdkit",
             Self::NbdkitNocache => "nbdkit-nocache",
             Self::NbdkitNull => "nbdkit-null",
@@ -89,7 +130,9 @@ impl Kind {
     pub fn caching(self) -> Caching {
         match self {
             Self::Blockhouse | Self::QsdNative | Self::QsdIoUring => Caching::Direct,
-            Self::BlockhouseWriteback | Self::Nbdkit | Self::NbdkitNocache => Caching::Cached,
+            Self::BlockhouseWriteback | Self::QsdCached | Self::Nbdkit | Self::NbdkitNocache => {
+                Caching::Cached
+            }
             Self::NbdkitNull | Self::Answerer => Caching::Null,
         }
     }
@@ -98,7 +141,7 @@ impl Kind {
     pub fn takes(self, client: Client) -> bool {
         match self {
             Self::Blockhouse | Self::BlockhouseWriteback => true,
-            Self::QsdNative | Self::QsdIoUring => true,
+            Self::QsdNative | Self::QsdIoUring | Self::QsdCached => true,
             Self::Nbdkit | Self::NbdkitNocache | Self::NbdkitNull => client != Client::VhostUser,
             Self::Answerer => client == Client::Light,
         }
@@ -120,7 +163,9 @@ impl Kind {
     fn program(self, programs: &Programs) -> &Path {
         match self {
             Self::Blockhouse | Self::BlockhouseWriteback => &programs.blockhouse,
-            Self::QsdNative | Self::QsdIoUring => Path::new("qemu-storage-daemon"),
+            Self::QsdNative | Self::QsdIoUring | Self::QsdCached => {
+                Path::new("qemu-storage-daemon")
+            }
             Self::Nbdkit | Self::NbdkitNocache | Self::NbdkitNull => Path::new("nbdkit"),
             Self::Answerer => &programs.xtask,
         }
@@ -130,15 +175,16 @@ impl Kind {
         self,
         start: Start,
         programs: &Programs,
-        storage: &Storage,
+        image: Image<'_>,
         socket: &Path,
     ) -> Command {
         let mut command = Command::new(self.program(programs));
+        let Image { storage, format } = image;
         let image = storage.path();
         match self {
             Self::Blockhouse | Self::BlockhouseWriteback => {
                 let cache = if self == Self::Blockhouse { "none" } else { "writeback" };
-                command.arg("serve").arg(image).args(["--format", "raw", "--cache", cache]);
+                command.arg("serve").arg(image).args(["--format", format.name(), "--cache", cache]);
                 match start.export {
                     Export::Nbd => {
                         let uri = format!("nbd+unix:///{EXPORT}?socket={}", socket.display());
@@ -152,16 +198,28 @@ impl Kind {
                 }
                 command.args(&programs.serve_args);
             }
-            Self::QsdNative | Self::QsdIoUring => {
-                let aio = if self == Self::QsdNative { "native" } else { "io_uring" };
+            Self::QsdNative | Self::QsdIoUring | Self::QsdCached => {
+                let aio = match self {
+                    Self::QsdNative => "aio=native,cache.direct=on",
+                    Self::QsdIoUring => "aio=io_uring,cache.direct=on",
+                    _ => "aio=threads,cache.direct=off",
+                };
                 let driver = if storage.is_device() { "host_device" } else { "file" };
                 let image = image.display();
-                command.arg("--blockdev").arg(format!(
-                    "driver={driver},node-name=image,filename={image},aio={aio},cache.direct=on"
-                ));
+                command
+                    .arg("--blockdev")
+                    .arg(format!("driver={driver},node-name=file,filename={image},{aio}"));
+                // QEMU's raw driver would only be in the way.
+                let node = match format {
+                    Format::Raw => "file",
+                    Format::Qcow2 => "image",
+                };
+                if format == Format::Qcow2 {
+                    command.args(["--blockdev", "driver=qcow2,node-name=image,file=file"]);
+                }
                 let socket = socket.display();
                 let address = format!("addr.type=unix,addr.path={socket}");
-                let common = "id=export,node-name=image,writable=on";
+                let common = format!("id=export,node-name={node},writable=on");
                 match start.export {
                     Export::Nbd => {
                         command.args(["--nbd-server", &address]);
@@ -225,33 +283,41 @@ pub struct Server {
     clock: ClockId,
     socket: PathBuf,
     what: String,
+    ready: Duration,
 }
 
 impl Server {
-    /// Starts a server on `storage` and waits until it listens. Its socket and its log are in `folder`.
+    /// Starts a server on `image` and waits until it listens. Its socket and its log are in `folder`.
     pub fn start(
         start: Start,
         programs: &Programs,
-        storage: &Storage,
+        image: Image<'_>,
         folder: &Path,
         interrupt: &Interrupt,
     ) -> Result<Self> {
         let socket = folder.join("server.sock");
         remove_leftover(&socket)?;
         let log = folder.join("server.log");
-        let mut command = start.kind.command(start, programs, storage, &socket);
+        let mut command = start.kind.command(start, programs, image, &socket);
         let what = line(&command);
         let output = File::create(&log).context("cannot create the server's log")?;
         command.stdin(Stdio::null()).stdout(output.try_clone()?).stderr(output).process_group(0);
+        let started = Instant::now();
         let child = command.spawn().with_context(|| format!("cannot start {what}"))?;
         let clock = clock_getcpuclockid(Pid::from_raw(child.id().cast_signed()))
             .context("cannot find the server's clock")?;
-        let mut server = Self { child, clock, socket, what };
+        let mut server = Self { child, clock, socket, what, ready: Duration::ZERO };
         server.wait_until_ready(interrupt).map_err(|error| {
             let said = std::fs::read_to_string(&log).unwrap_or_default();
             anyhow!("{}: {error:#}; it said: {}", server.what, said.trim())
         })?;
+        server.ready = started.elapsed();
         Ok(server)
+    }
+
+    /// How long it took from its start until it listened, within [`LISTEN_PAUSE`].
+    pub fn ready(&self) -> Duration {
+        self.ready
     }
 
     fn wait_until_ready(&mut self, interrupt: &Interrupt) -> Result<()> {
@@ -265,7 +331,7 @@ impl Server {
             if started.elapsed() > START_PATIENCE {
                 bail!("does not listen after {} s", START_PATIENCE.as_secs());
             }
-            std::thread::sleep(PAUSE);
+            std::thread::sleep(LISTEN_PAUSE);
         }
         Ok(())
     }

@@ -6,7 +6,7 @@
 use std::fs::{File, OpenOptions};
 use std::io::{Read, Write};
 use std::path::{Path, PathBuf};
-use std::process::Command;
+use std::process::{Command, Stdio};
 
 use anyhow::{Context, Result, bail, ensure};
 use clap::ValueEnum;
@@ -48,6 +48,20 @@ pub struct Storage {
 impl Storage {
     /// Makes an image of `size` bytes, a multiple of 1 MiB, and fills it.
     pub fn create(kind: Kind, size: u64, disk: &Path, interrupt: &Interrupt) -> Result<Self> {
+        Self::with(kind, size, disk, |file| fill(file, size, interrupt))
+    }
+
+    /// Makes room for an image of up to `size` bytes, a multiple of 1 MiB: holes.
+    pub fn bare(kind: Kind, size: u64, disk: &Path) -> Result<Self> {
+        Self::with(kind, size, disk, |file| holes(file, size))
+    }
+
+    fn with(
+        kind: Kind,
+        size: u64,
+        disk: &Path,
+        make: impl FnOnce(&Path) -> Result<()>,
+    ) -> Result<Self> {
         let parent = match kind {
             Kind::Tmpfs | Kind::Loop => Path::new(MEMORY),
             Kind::Ext4 => disk,
@@ -58,7 +72,7 @@ impl Storage {
             .tempdir_in(parent)
             .with_context(|| format!("cannot make a folder in {}", parent.display()))?;
         let file = folder.path().join("image.raw");
-        fill(&file, size, interrupt)?;
+        make(&file)?;
         let device = match kind {
             Kind::Loop => Some(LoopDevice::attach(&file)?),
             Kind::Tmpfs | Kind::Ext4 => None,
@@ -70,6 +84,17 @@ impl Storage {
         };
         let path = device.as_ref().map_or(file, |device| device.path.clone());
         Ok(Self { path, size, description, kind, _device: device, _folder: folder })
+    }
+
+    /// Makes all of it holes again.
+    pub fn clear(&self) -> Result<()> {
+        if !self.is_device() {
+            return holes(&self.path, self.size);
+        }
+        // Forced, because there is an image on it, and it would warn of that each time.
+        let mut blkdiscard = Command::new("blkdiscard");
+        blkdiscard.arg("--force").arg(&self.path).stderr(Stdio::null());
+        run(blkdiscard)
     }
 
     /// Why this kind of place cannot be had here, if so.
@@ -159,6 +184,11 @@ fn check_room(kind: Kind, size: u64, room: u64, parent: &Path) -> Result<()> {
         size >> 20,
     );
     Ok(())
+}
+
+fn holes(path: &Path, size: u64) -> Result<()> {
+    let made = File::create(path).and_then(|file| file.set_len(size));
+    made.with_context(|| format!("cannot make {} of {} MiB", path.display(), size >> 20))
 }
 
 fn fill(path: &Path, size: u64, interrupt: &Interrupt) -> Result<()> {

@@ -44,11 +44,17 @@ impl Rig {
 
     /// A disk over a new qcow2 image on a storage of those properties.
     pub fn qcow2(config: Config, image: CreateOptions) -> Self {
+        Self::qcow2_with_room(config, image, 0)
+    }
+
+    /// As [`qcow2`](Self::qcow2), in a file that is so many bytes longer than its tables.
+    pub fn qcow2_with_room(config: Config, image: CreateOptions, room: u64) -> Self {
         let sim = Sim::new(1);
         let storage = SimDisk::new(&sim, config, Vec::new());
         let opened = storage.clone();
         let disk = sim.block_on(async move {
             qcow2::create(&opened, &image).await.expect("a new image");
+            opened.resize(opened.size() + room).await.expect("no failure");
             opened.flush(Sync::Full).await.expect("no failure");
             Disk::qcow2(opened, Options::default()).await.expect("the new image")
         });

@@ -75,7 +75,8 @@ impl<S: Storage> Qcow2<S> {
     }
 
     /// As [`Format::persistence`](crate::Format::persistence): by FUA while few changes are under way
-    /// and the next round is one of few pieces whose data is stable.
+    /// and the next round is one of few pieces whose data is stable. Not where the file grows: its file
+    /// system then answers FUA with a flush, which one for all makes cheaper.
     pub fn persistence(&self) -> Persistence {
         let Capabilities { fua, group_commit, .. } = self.storage.capabilities();
         let state = self.state.lock();
@@ -85,7 +86,9 @@ impl<S: Storage> Qcow2<S> {
             GroupCommit::From(count) => together > FEW || together >= count,
         };
         let is_resizing = state.header.size != state.disk_header.size;
-        if fua == Fua::Native && !is_crowd && !is_resizing && state.cache.is_calm(2 * FEW) {
+        let is_growing = self.geometry.offset_of(state.space.end()) > self.storage.size();
+        let is_costly = is_crowd || is_resizing || is_growing;
+        if fua == Fua::Native && !is_costly && state.cache.is_calm(2 * FEW) {
             Persistence::ByFua
         } else {
             Persistence::ByFlush

@@ -58,8 +58,10 @@ pub struct Load {
     pub connections: u16,
     /// Not counted, at the start.
     pub warm_up: Duration,
-    /// Counted.
+    /// Counted, unless `requests` are answered before.
     pub duration: Duration,
+    /// The counted time ends with so many answers.
+    pub requests: u64,
     /// Unlike any other run on the same image, and not 0.
     pub generation: u64,
     /// Whether reads return the image's data.
@@ -182,10 +184,10 @@ pub fn run(
 
 impl Run<'_> {
     fn measure(&mut self, interrupt: &Interrupt) -> Result<Measured> {
-        self.run_until(Instant::now() + self.load.warm_up, interrupt)?;
+        self.run_for(self.load.warm_up, u64::MAX, interrupt)?;
         self.latency.reset();
         let start = self.read_clocks()?;
-        let requests = self.run_until(start.time + self.load.duration, interrupt)?;
+        let requests = self.run_for(self.load.duration, self.load.requests, interrupt)?;
         let end = self.read_clocks()?;
         let measured = Measured {
             requests,
@@ -212,11 +214,13 @@ impl Run<'_> {
         })
     }
 
-    /// Keeps all slots busy until `end`; returns how many requests were answered.
-    fn run_until(&mut self, end: Instant, interrupt: &Interrupt) -> Result<u64> {
+    /// Keeps all slots busy for this time, or until `enough` requests were answered; returns how many
+    /// were.
+    fn run_for(&mut self, time: Duration, enough: u64, interrupt: &Interrupt) -> Result<u64> {
         let mut answered = 0;
-        let mut now = Instant::now();
-        while now < end {
+        let start = Instant::now();
+        let mut now = start;
+        while now - start < time && answered < enough {
             interrupt.check()?;
             for connection in &mut self.connections {
                 if connection.free() >= self.batch {
@@ -327,6 +331,7 @@ mod tests {
         connections: 1,
         warm_up: Duration::ZERO,
         duration: Duration::from_millis(50),
+        requests: u64::MAX,
         generation: 1,
         content: Content::Nothing,
     };

@@ -8,9 +8,13 @@ use crate::compare::{RowResult, StorageResult};
 
 /// The whole report, as one JSON object.
 pub fn render(environment: &Environment, results: &[StorageResult]) -> Result<String> {
+    with_storages(environment, results.iter().map(storage).collect())
+}
+
+/// The whole report, around what there is to say about each storage.
+pub fn with_storages(environment: &Environment, storages: Vec<Value>) -> Result<String> {
     let versions: serde_json::Map<String, Value> =
         environment.versions.iter().map(|(name, text)| (name.clone(), json!(text))).collect();
-    let storages: Vec<Value> = results.iter().map(storage).collect();
     let report = json!({
         "processor": environment.processor,
         "kernel": environment.kernel,
