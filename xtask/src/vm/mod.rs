@@ -7,6 +7,7 @@
 
 mod archive;
 mod base;
+mod durable;
 mod guest;
 pub mod inside;
 mod kernel;
@@ -52,6 +53,8 @@ pub enum Scenario {
     Power,
     /// A guest on a disk of ours: file system, trim, reboot, deaths of the server
     Guest,
+    /// The same over vhost-user-blk, whose disk also grows and has its write cache switched
+    GuestVhostUser,
     /// The kernel's NBD client
     Nbd,
 }
@@ -84,6 +87,7 @@ pub fn run(workspace: &Workspace, options: &Options) -> Result<()> {
             Scenario::Fua => scenarios::fua(&base),
             Scenario::Power => scenarios::power(&base),
             Scenario::Guest => guest::run(&base, Attachment::Nbd),
+            Scenario::GuestVhostUser => guest::run(&base, Attachment::VhostUser),
             Scenario::Nbd => scenarios::nbd(&base),
         };
         let verdict = if result.is_ok() { "ok" } else { "FAILED" };
