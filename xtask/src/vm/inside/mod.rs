@@ -24,7 +24,10 @@ use system::FileSystem;
 #[derive(clap::Subcommand)]
 pub enum Task {
     /// Count the requests that durable writes become, on every device and file system
-    Fua,
+    Fua {
+        /// On which disks
+        kinds: fua::Kinds,
+    },
     /// Make a file system on a disk and use it, while the host does things to the disk
     GuestFirst {
         /// The disk: its serial number, or its name
@@ -76,7 +79,7 @@ pub enum Task {
 /// Runs a task.
 pub fn run(task: Task) -> Result<()> {
     match task {
-        Task::Fua => fua::run(),
+        Task::Fua { kinds } => fua::run(kinds),
         Task::GuestFirst { disk, file_system } => guest::first(&disk, file_system),
         Task::GuestAgain { disk, file_system } => guest::again(&disk, file_system),
         Task::GuestCache { disk, from, to } => cache::run(&disk, from, to),
