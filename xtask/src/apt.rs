@@ -32,6 +32,7 @@ const QEMU_UTILS: Package = Package {
 const QEMU_SYSTEM: Package =
     Package { name: "qemu-system-x86", probe: Probe::Programs(&["qemu-system-x86_64"]) };
 const NBDKIT: Package = Package { name: "nbdkit", probe: Probe::Programs(&["nbdkit"]) };
+const STRACE: Package = Package { name: "strace", probe: Probe::Programs(&["strace"]) };
 const FIO: Package = Package { name: "fio", probe: Probe::Programs(&["fio"]) };
 
 /// What `cargo xtask test` needs.
@@ -42,15 +43,14 @@ pub const FOR_TESTS: &[Package] = &[
     Package { name: "python3-libnbd", probe: Probe::PythonModule("nbd") },
     NBDKIT,
     FIO,
-    Package { name: "strace", probe: Probe::Programs(&["strace"]) },
+    STRACE,
 ];
 
 /// What `cargo xtask compare` needs.
 pub const FOR_COMPARISON: &[Package] = &[QEMU_UTILS, NBDKIT, FIO];
 
 /// What `cargo xtask vm` needs on the host; what is in the guest, it fetches itself.
-pub const FOR_GUESTS: &[Package] =
-    &[Package { name: "qemu-system-x86", probe: Probe::Programs(&["qemu-system-x86_64"]) }];
+pub const FOR_GUESTS: &[Package] = &[QEMU_UTILS, QEMU_SYSTEM, STRACE];
 
 /// What `cargo xtask fuzz` needs: libFuzzer is compiled from C++.
 pub const FOR_FUZZING: &[Package] = &[Package { name: "g++", probe: Probe::Programs(&["c++"]) }];

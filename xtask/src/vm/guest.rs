@@ -1,5 +1,6 @@
 //! A guest on a disk that our server on the host offers: what the host sees and does meanwhile.
 
+use std::fs::File;
 use std::io::{BufRead, BufReader};
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
@@ -9,12 +10,17 @@ use anyhow::{Context, Result, bail, ensure};
 use rustix::process::{Pid, Signal, kill_process};
 
 use super::base::Base;
+use super::durable::Watch;
+use super::inside::cache::{self, PARTS};
+use super::inside::direct::WRITES;
 use super::inside::guest::{LARGE, STEPS, TRIMMED, WRITTEN, step};
 use super::machine::{Bus, Machine};
 use super::scenarios::{Disks, PATIENCE};
 
 /// Room for the guest's file system.
 const DISK: u64 = 320 << 20;
+/// The disk's size after it has grown.
+const GROWN: u64 = DISK + (16 << 20);
 /// Behind which steps of the guest's work the server dies.
 const DEATHS: [u64; 2] = [STEPS / 6, STEPS / 2];
 /// Bytes in what `st_blocks` counts.
@@ -25,6 +31,8 @@ const BLOCK: u64 = 512;
 pub enum Attachment {
     /// By QEMU's NBD client.
     Nbd,
+    /// By queues that the server reads itself.
+    VhostUser,
 }
 
 impl Attachment {
@@ -32,6 +40,7 @@ impl Attachment {
     fn export(self, socket: &Path) -> [String; 2] {
         match self {
             Self::Nbd => ["--nbd".into(), format!("nbd+unix:///?socket={}", socket.display())],
+            Self::VhostUser => ["--vhost-user-blk".into(), socket.display().to_string()],
         }
     }
 
@@ -46,6 +55,13 @@ impl Attachment {
                 );
                 machine.drive(Bus::Virtio, "ours", &drive);
             }
+            Self::VhostUser => {
+                let seconds = 1;
+                let path = socket.display();
+                machine
+                    .option("-chardev", &format!("socket,id=ours,path={path},reconnect={seconds}"));
+                machine.option("-device", "vhost-user-blk-pci,chardev=ours,num-queues=2");
+            }
         }
     }
 
@@ -53,6 +69,8 @@ impl Attachment {
     fn disk(self) -> &'static str {
         match self {
             Self::Nbd => "ours",
+            // The server tells the name of the image.
+            Self::VhostUser => "image",
         }
     }
 }
@@ -62,7 +80,12 @@ pub fn run(base: &Base, attachment: Attachment) -> Result<()> {
     let disks = Disks::new(base)?;
     let image = disks.empty("image", DISK)?;
     let socket = disks.path("socket");
-    let mut server = Server::start(base, attachment, &image, &socket)?;
+    let start = || {
+        let mut command = Command::new(base.blockhouse());
+        command.arg("serve");
+        Server::start(command, attachment, &image, &socket)
+    };
+    let mut server = start()?;
     let disk = attachment.disk();
     let mut machine = Machine::new(base, 768)?;
     attachment.attach(&mut machine, &socket);
@@ -76,7 +99,7 @@ pub fn run(base: &Base, attachment: Attachment) -> Result<()> {
     for death in DEATHS {
         running.wait_for(&step(death))?;
         server.kill()?;
-        server = Server::start(base, attachment, &image, &socket)?;
+        server = start()?;
     }
     running.finish()?.success()?;
     println!("  {attachment:?}: lived through {} deaths of its server", DEATHS.len());
@@ -86,6 +109,40 @@ pub fn run(base: &Base, attachment: Attachment) -> Result<()> {
     machine.run(&format!("xtask inside guest-again {disk} ext4"), PATIENCE)?.success()?;
     server.stop()?;
     println!("  {attachment:?}: everything is there after a reboot");
+    if attachment == Attachment::VhostUser { grow_and_switch(base, &disks, &image) } else { Ok(()) }
+}
+
+/// The disk grows under the guest, which then switches the write cache off and on; what the server
+/// makes durable meanwhile is counted.
+fn grow_and_switch(base: &Base, disks: &Disks, image: &Path) -> Result<()> {
+    let (attachment, socket) = (Attachment::VhostUser, disks.path("socket"));
+    let watch = Watch::new(disks.path("calls"));
+    let mut command = watch.command(base.blockhouse());
+    command.args(["serve", "--engine", "threads"]);
+    let server = Server::start(command, attachment, image, &socket)?;
+    let mut machine = Machine::new(base, 768)?;
+    attachment.attach(&mut machine, &socket);
+    let job = format!("xtask inside guest-cache {} {DISK} {GROWN}", attachment.disk());
+    let mut running = machine.start(&job, PATIENCE)?;
+    running.wait_for(cache::SMALL)?;
+    File::options().write(true).open(image)?.set_len(GROWN).context("cannot make it longer")?;
+    kill_process(Pid::from_child(&server.child), Signal::HUP)?;
+    running.finish()?.success()?;
+    server.stop()?;
+    println!("  {attachment:?}: grew from {} to {} MiB under the guest", DISK >> 20, GROWN >> 20);
+    let starts = [0, 1, 2].map(|part| cache::place(DISK, part));
+    let mut is_good = true;
+    for (kind, calls) in PARTS.iter().zip(watch.calls(&starts)?) {
+        println!("  {attachment:?}: {WRITES} writes, {kind}: {calls:?}");
+        // Behind each part with a volatile cache there is one flush: when it is switched off, and the
+        // guest's own at the end.
+        is_good &= calls.plain + calls.durable == WRITES
+            && match *kind {
+                "write through" => calls.durable + calls.flushes >= WRITES,
+                _ => calls.durable == 0 && calls.flushes == 1,
+            };
+    }
+    ensure!(is_good, "the guest's kind of cache is not the server's");
     Ok(())
 }
 
@@ -102,9 +159,14 @@ struct Server {
 }
 
 impl Server {
-    fn start(base: &Base, attachment: Attachment, image: &Path, socket: &Path) -> Result<Self> {
-        let mut command = Command::new(base.blockhouse());
-        command.arg("serve").arg(image).args(["--format", "raw"]);
+    /// Starts `command`, the program with its first words.
+    fn start(
+        mut command: Command,
+        attachment: Attachment,
+        image: &Path,
+        socket: &Path,
+    ) -> Result<Self> {
+        command.arg(image).args(["--format", "raw"]);
         command.args(attachment.export(socket)).stdin(Stdio::null()).stdout(Stdio::piped());
         let mut child = command.spawn().context("cannot start blockhouse")?;
         let stdout = child.stdout.take().context("the server has no output")?;

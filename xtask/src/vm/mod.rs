@@ -7,6 +7,7 @@
 
 mod archive;
 mod base;
+mod durable;
 mod guest;
 pub mod inside;
 mod kernel;
@@ -27,6 +28,7 @@ use crate::process::find_program;
 use crate::workspace::Workspace;
 use base::Base;
 use guest::Attachment;
+use inside::fua::Kinds;
 use packages::Packages;
 
 /// Arguments of `vm`.
@@ -34,12 +36,15 @@ use packages::Packages;
 pub struct Options {
     /// Which scenarios to run; without any, all
     scenarios: Vec<Scenario>,
+    /// On which disks `fua` counts
+    #[arg(long, value_enum, default_value = "all")]
+    disks: Kinds,
 }
 
 impl Options {
-    /// Every scenario.
-    pub fn all() -> Self {
-        Self { scenarios: Vec::new() }
+    /// Every scenario, on the fewest disks: for every change, not to make tables.
+    pub fn for_every_change() -> Self {
+        Self { scenarios: Vec::new(), disks: Kinds::OneOfEach }
     }
 }
 
@@ -52,6 +57,8 @@ pub enum Scenario {
     Power,
     /// A guest on a disk of ours: file system, trim, reboot, deaths of the server
     Guest,
+    /// The same over vhost-user-blk, whose disk also grows and has its write cache switched
+    GuestVhostUser,
     /// The kernel's NBD client
     Nbd,
 }
@@ -72,6 +79,7 @@ pub fn run(workspace: &Workspace, options: &Options) -> Result<()> {
             return Ok(());
         }
     };
+    let all_started = Instant::now();
     let base = Base::prepare(workspace, packages, cache)?;
     let chosen = match &options.scenarios[..] {
         [] => Scenario::value_variants(),
@@ -81,15 +89,17 @@ pub fn run(workspace: &Workspace, options: &Options) -> Result<()> {
         let started = Instant::now();
         println!("vm: {scenario:?} ...");
         let result = match scenario {
-            Scenario::Fua => scenarios::fua(&base),
+            Scenario::Fua => scenarios::fua(&base, options.disks),
             Scenario::Power => scenarios::power(&base),
             Scenario::Guest => guest::run(&base, Attachment::Nbd),
+            Scenario::GuestVhostUser => guest::run(&base, Attachment::VhostUser),
             Scenario::Nbd => scenarios::nbd(&base),
         };
         let verdict = if result.is_ok() { "ok" } else { "FAILED" };
         println!("vm: {scenario:?} {verdict} after {:.1} s", started.elapsed().as_secs_f64());
         result.with_context(|| format!("scenario {scenario:?}"))?;
     }
+    println!("vm: all ok after {:.1} s", all_started.elapsed().as_secs_f64());
     Ok(())
 }
 

@@ -9,6 +9,7 @@ use clap::ValueEnum;
 use tempfile::TempDir;
 
 use super::base::Base;
+use super::inside::fua::Kinds;
 use super::inside::system::FileSystem;
 use super::machine::{Bus, Machine, Outcome};
 use super::power::on_host::Disk;
@@ -22,14 +23,18 @@ const POWER_LOG: u64 = 1 << 30;
 pub const PATIENCE: Duration = Duration::from_secs(600);
 
 /// Requests to the disk for each durable write, beside the bare kernel's.
-pub fn fua(base: &Base) -> Result<()> {
+pub fn fua(base: &Base, kinds: Kinds) -> Result<()> {
     let disks = Disks::new(base)?;
     let mut machine = Machine::new(base, 1536)?;
     for bus in [Bus::Nvme, Bus::Scsi, Bus::Virtio] {
+        if bus == Bus::Scsi && kinds == Kinds::OneOfEach {
+            continue;
+        }
         let name = format!("{bus:?}");
         machine.disk(bus, &name, &disks.empty(&name, DISK)?);
     }
-    let outcome = machine.run("xtask inside fua", PATIENCE)?;
+    let kinds = kinds.to_possible_value().context("a kind without a name")?;
+    let outcome = machine.run(&format!("xtask inside fua {}", kinds.get_name()), PATIENCE)?;
     passed(&outcome)
 }
 
@@ -55,10 +60,15 @@ pub fn power(base: &Base) -> Result<()> {
         job += &format!("xtask inside power-record {name} {disk} {log}\n");
     }
     passed(&machine.run(&job, PATIENCE)?)?;
-    for configuration in Configuration::value_variants() {
-        judge(base, &disks, *configuration)?;
-    }
-    Ok(())
+    // Each keeps one processor busy with tools that start and end.
+    std::thread::scope(|scope| {
+        let disks = &disks;
+        let judge = |configuration: &'static Configuration| {
+            scope.spawn(move || judge(base, disks, *configuration))
+        };
+        let judges: Vec<_> = Configuration::value_variants().iter().map(judge).collect();
+        judges.into_iter().try_for_each(|judge| judge.join().expect("judges never panic"))
+    })
 }
 
 /// Replays the log of a configuration and looks at each mark.
@@ -69,12 +79,15 @@ fn judge(base: &Base, disks: &Disks, configuration: Configuration) -> Result<()>
         machine.disk(Bus::Virtio, "log", &log);
         machine.disk(Bus::Virtio, "replayed", &disks.empty("replayed", configuration.disk_size())?);
         machine.disk(Bus::Virtio, "changes", &disks.empty("changes", 64 << 20)?);
-        print!("  {}: ", configuration.name());
-        return passed(
-            &machine.run("xtask inside power-verify-xfs log replayed changes", PATIENCE)?,
-        );
+        let outcome =
+            machine.run("xtask inside power-verify-xfs log replayed changes", PATIENCE)?;
+        print!("  {}: {}", configuration.name(), outcome.success()?);
+        return Ok(());
     }
-    let mut disk = Disk::new(configuration, base.packages(), disks.folder.path());
+    // Copies of several disks must not meet.
+    let folder = disks.path(&format!("{}-copies", configuration.name()));
+    std::fs::create_dir(&folder).with_context(|| format!("cannot make {}", folder.display()))?;
+    let mut disk = Disk::new(configuration, base.packages(), &folder);
     let verdicts = recovery::verdicts(&log, &mut disk)?;
     println!("  {}: {}", configuration.name(), verdicts.describe());
     match configuration {

@@ -33,6 +33,16 @@ const ROWS: &[(State, Way)] = &[
 ];
 const DEVICE_WAYS: [Way; 4] = [Way::Each, Way::Together, Way::FlushEach, Way::FlushOnce];
 
+/// Which kinds of disk are asked.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum)]
+pub enum Kinds {
+    /// Every kind.
+    #[default]
+    All,
+    /// NVMe, which has FUA, and virtio-blk, which has not.
+    OneOfEach,
+}
+
 /// A disk of the guest.
 struct Disk {
     name: &'static str,
@@ -40,8 +50,8 @@ struct Disk {
 }
 
 /// Measures and prints everything.
-pub fn run() -> Result<()> {
-    let disks = disks()?;
+pub fn run(kinds: Kinds) -> Result<()> {
+    let disks = disks(kinds)?;
     trace::prepare()?;
     let mut report = Report::default();
     for disk in &disks {
@@ -59,7 +69,7 @@ pub fn run() -> Result<()> {
 }
 
 /// Every kind of disk that the guest has, as the host attached it or as a module makes it.
-fn disks() -> Result<Vec<Disk>> {
+fn disks(kinds: Kinds) -> Result<Vec<Disk>> {
     // With multipath the disk that is traced is not the one that the requests go to.
     system::load("nvme_core", "multipath=N")?;
     for module in ["nvme", "virtio_pci", "virtio_blk", "virtio_scsi", "sd_mod"] {
@@ -68,11 +78,14 @@ fn disks() -> Result<Vec<Disk>> {
     for module in ["crc32c_generic", "ext4", "xfs"] {
         system::load(module, "")?;
     }
-    let attached = [
-        Disk { name: "NVMe", node: system::disk_of("Nvme")? },
-        Disk { name: "SCSI dpofua", node: system::scsi_disk("QEMU")? },
-        Disk { name: "virtio-blk", node: system::disk_of("Virtio")? },
-    ];
+    system::stop_background_writes()?;
+    let nvme = Disk { name: "NVMe", node: system::disk_of("Nvme")? };
+    let virtio = Disk { name: "virtio-blk", node: system::disk_of("Virtio")? };
+    if kinds == Kinds::OneOfEach {
+        return Ok(vec![nvme, virtio]);
+    }
+    let scsi = Disk { name: "SCSI dpofua", node: system::scsi_disk("QEMU")? };
+    let attached = [nvme, scsi, virtio];
     system::load("scsi_debug", "dev_size_mb=320 delay=0 lbpu=1")?;
     system::load("null_blk", "nr_devices=0")?;
     let made = [
@@ -80,7 +93,6 @@ fn disks() -> Result<Vec<Disk>> {
         Disk { name: "null_blk fua=1", node: null_blk("nullb0", "1")? },
         Disk { name: "null_blk fua=0", node: null_blk("nullb1", "0")? },
     ];
-    system::stop_background_writes()?;
     Ok(attached.into_iter().chain(made).collect())
 }
 

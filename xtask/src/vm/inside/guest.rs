@@ -65,7 +65,8 @@ pub fn again(disk: &str, file_system: FileSystem) -> Result<()> {
     mount.unmount()
 }
 
-fn prepare(disk: &str) -> Result<std::path::PathBuf> {
+/// Loads what the disk needs, and waits for it.
+pub fn prepare(disk: &str) -> Result<std::path::PathBuf> {
     let modules = ["virtio_pci", "virtio_blk", "crc32c_generic", "ext4", "xfs"];
     modules.iter().try_for_each(|module| system::load(module, ""))?;
     // By serial number, or by name where the disk has none.
@@ -82,7 +83,7 @@ fn check(disk: &Path, file_system: FileSystem) -> Result<()> {
 }
 
 /// Tells the host, who reads line by line.
-fn say(line: &str) -> Result<()> {
+pub fn say(line: &str) -> Result<()> {
     println!("{line}");
     std::io::stdout().flush().context("the host does not listen")
 }

@@ -3,6 +3,7 @@
 //! Here nothing asks cargo or the host; what there is was packed by [`super::base`]. A task prints its
 //! findings on standard output, one line each, and judges only what cannot be judged from outside.
 
+pub mod cache;
 pub mod client;
 pub mod direct;
 pub mod fua;
@@ -23,7 +24,10 @@ use system::FileSystem;
 #[derive(clap::Subcommand)]
 pub enum Task {
     /// Count the requests that durable writes become, on every device and file system
-    Fua,
+    Fua {
+        /// On which disks
+        kinds: fua::Kinds,
+    },
     /// Make a file system on a disk and use it, while the host does things to the disk
     GuestFirst {
         /// The disk: its serial number, or its name
@@ -37,6 +41,15 @@ pub enum Task {
         disk: String,
         /// What is on it
         file_system: FileSystem,
+    },
+    /// Wait for a disk to grow, then use the new room with its write cache on, off and on
+    GuestCache {
+        /// The disk: its serial number, or its name
+        disk: String,
+        /// Its size in bytes
+        from: u64,
+        /// The size in bytes that it will have
+        to: u64,
     },
     /// Use an image by the kernel's NBD client
     Nbd {
@@ -66,9 +79,10 @@ pub enum Task {
 /// Runs a task.
 pub fn run(task: Task) -> Result<()> {
     match task {
-        Task::Fua => fua::run(),
+        Task::Fua { kinds } => fua::run(kinds),
         Task::GuestFirst { disk, file_system } => guest::first(&disk, file_system),
         Task::GuestAgain { disk, file_system } => guest::again(&disk, file_system),
+        Task::GuestCache { disk, from, to } => cache::run(&disk, from, to),
         Task::Nbd { disk } => nbd::run(&disk),
         Task::PowerRecord { configuration, disk, log } => power::record(configuration, &disk, &log),
         Task::PowerVerifyXfs { log, disk, changes } => power::verify_xfs(&log, &disk, &changes),
