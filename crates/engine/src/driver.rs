@@ -6,7 +6,7 @@ use std::time::Instant;
 
 use crate::fixed::{FixedFiles, Number};
 use crate::operation::{Operation, OperationTable, Token};
-use crate::watch::WatchKey;
+use crate::watches::WatchKey;
 
 /// Gets operations to the kernel and their results back, for one loop on one thread.
 pub(crate) trait Driver {

@@ -17,7 +17,7 @@ use crate::operation::{Operation, OperationTable, Token};
 use crate::remote::Remote;
 use crate::system_call::{FileCall, run_inline, try_socket};
 use crate::thread_pool::ThreadPool;
-use crate::watch::WatchKey;
+use crate::watches::WatchKey;
 
 /// Event data that are no socket's descriptor.
 const BELL: u64 = u64::MAX;

@@ -37,6 +37,7 @@ mod thread_pool;
 mod timer;
 mod uring;
 mod watch;
+mod watches;
 
 pub use byte_lock::{is_byte_locked, release_byte, share_byte};
 pub use engine::{Engine, EngineChoice, EngineReport};
@@ -49,4 +50,5 @@ pub use probe::FileKind;
 pub use sleep::{Sleep, sleep};
 pub use socket::{Listener, Stream};
 pub use spawn::{Task, spawn, spawn_detached};
-pub use watch::{Lookout, Watch, is_eventfd};
+pub use watch::{Watch, is_eventfd};
+pub use watches::Lookout;

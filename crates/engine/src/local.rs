@@ -17,7 +17,7 @@ use crate::poll::{DEFAULT_POLLING, Outcome, Phase, Poller, Source};
 use crate::remote::{Note, Ready, Remote};
 use crate::task::Tasks;
 use crate::timer::Timers;
-use crate::watch::{WatchKey, Watches};
+use crate::watches::{WatchKey, Watches};
 
 thread_local! {
     static CURRENT: RefCell<Option<Rc<Local>>> = const { RefCell::new(None) };

@@ -23,7 +23,7 @@ use crate::fixed::{FixedFiles, FixedTable, Number, Place};
 use crate::operation::{MOST_OPERATIONS, Message, Operation, OperationTable, Token, Transfer};
 use crate::remote::Remote;
 use crate::system_call::run_inline;
-use crate::watch::WatchKey;
+use crate::watches::WatchKey;
 
 /// Places for submissions between two system calls. More cost an extra call, nothing else.
 const SUBMISSIONS: u32 = 256;

@@ -9,13 +9,12 @@ use std::mem;
 use std::ops::Range;
 
 use blockhouse_core::{Durability, Error, ErrorKind, Result, Storage, Sync};
-use event_listener::Event;
 use futures_util::stream::{self, StreamExt};
 
 use super::entry::{self, Entry, Ownership, Reference, l1_word};
+use super::frozen::{Frozen, Thawed};
 use super::geometry::Geometry;
 use super::header::Header;
-use super::in_flight::InFlight;
 use super::ledger::{Ledger, Settled};
 use super::round::Piece;
 use super::snapshot_table::{self, SnapshotEntry, Table};
@@ -108,7 +107,7 @@ impl State {
     pub(crate) fn check_thawed(&mut self) -> Step<()> {
         let waiting = match &self.frozen {
             None => None,
-            Some(Frozen::Held(thawed)) => Some(thawed.0.listen()),
+            Some(Frozen::Held(thawed)) => Some(thawed.listen()),
             Some(Frozen::Draining(writes)) => writes.wait(),
             Some(Frozen::Failed(error)) => return Err(Blocked::Failed(error.duplicate())),
         };
@@ -119,26 +118,6 @@ impl State {
                 Ok(())
             }
         }
-    }
-}
-
-/// Why tables stand still.
-pub(crate) enum Frozen {
-    /// The image is being changed as a whole.
-    Held(Thawed),
-    /// That was given up, and writes of it are under way.
-    Draining(InFlight),
-    /// It failed at its last step: for good.
-    Failed(Error),
-}
-
-/// Tells those who wait when it is dropped.
-#[derive(Default)]
-pub(crate) struct Thawed(Event);
-
-impl Drop for Thawed {
-    fn drop(&mut self) {
-        self.0.notify(usize::MAX);
     }
 }
 
@@ -173,6 +152,9 @@ impl<S: Storage> Qcow2<S> {
             return Err(Error::new(ErrorKind::InvalidInput, what).on(self.storage.name()));
         }
         state.frozen = Some(Frozen::Held(Thawed::default()));
+        // The new tables may take what was got for others.
+        state.give_up_room();
+        let _ = state.room.take_at_end();
         Ok(Freeze { image: self, stage: Stage::Drafting, rounds: Rounds::Running })
     }
 

@@ -1,19 +1,6 @@
-//! Room on the host for tables, before anything relies on them.
-//!
-//! A new table reaches the disk with a round, long after the request that made it. Were its space
-//! found missing only then, no round could end any more, and since space is given back after a round,
-//! none would ever come free. So the place of each new table is filled with zeros first. Where there
-//! is no room the request that needs the table fails, and nothing has changed.
+//! Places that the host has given space for, and what a step may lack of them. See `make_room`.
 
 use std::ops::Range;
-
-use blockhouse_core::{Buffer, Durability, Result, Storage};
-
-use super::Qcow2;
-use super::state::State;
-
-/// How many bytes of zeros are written at a time.
-const PIECE: u64 = 1 << 20;
 
 /// What a step lacks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -38,86 +25,23 @@ impl Room {
         self.at_end.clone()
     }
 
+    pub(crate) fn put_at_end(&mut self, clusters: Range<u64>) {
+        self.at_end = Some(clusters);
+    }
+
     pub(crate) fn take_at_end(&mut self) -> Option<Range<u64>> {
         self.at_end.take()
     }
 
+    pub(crate) fn has_table(&self) -> bool {
+        !self.tables.is_empty()
+    }
+
+    pub(crate) fn put_table(&mut self, cluster: u64) {
+        self.tables.push(cluster);
+    }
+
     pub(crate) fn take_table(&mut self) -> Option<u64> {
         self.tables.pop()
-    }
-}
-
-impl State {
-    /// Counts places for tables down that were not needed in the end.
-    pub(crate) fn give_up_room(&mut self) {
-        while let Some(cluster) = self.room.take_table() {
-            self.give_up(cluster..cluster + 1);
-        }
-    }
-
-    fn has_own_l2_table(&self, l1_index: usize) -> bool {
-        matches!(self.l2_table(l1_index), Ok(Some(table)) if table.is_sole())
-    }
-}
-
-impl<S: Storage> Qcow2<S> {
-    /// Gets what a step lacked.
-    ///
-    /// # Errors
-    /// `NoSpace` when the host has no room; or what else the storage answers.
-    pub(super) async fn make_room(&self, need: Need) -> Result<()> {
-        match need {
-            Need::AtEnd(count) => self.make_room_at_end(count).await,
-            Need::L2Table(l1_index) => self.make_room_for_table(l1_index).await,
-        }
-    }
-
-    async fn make_room_at_end(&self, count: u64) -> Result<()> {
-        let _alone = self.claiming.acquire().await;
-        let claimed = {
-            let mut state = self.state.lock();
-            if state.room.at_end.is_some() {
-                return Ok(());
-            }
-            state.space.claim(count)
-        };
-        // Dropped in the middle, the clusters stay unused: the write may still be under way.
-        let outcome = self.fill_with_zeros(claimed.clone()).await;
-        let mut state = self.state.lock();
-        match outcome {
-            Ok(()) => state.room.at_end = Some(claimed),
-            Err(_) => state.space.unclaim(claimed.end, claimed.start),
-        }
-        outcome
-    }
-
-    async fn make_room_for_table(&self, l1_index: usize) -> Result<()> {
-        let _alone = self.making_tables.acquire().await;
-        {
-            let state = self.state.lock();
-            if !state.room.tables.is_empty() || state.has_own_l2_table(l1_index) {
-                return Ok(());
-            }
-        }
-        let taken = self.step(|state| state.allocate(1)).await?;
-        let outcome = self.fill_with_zeros(taken.clone()).await;
-        let mut state = self.state.lock();
-        match outcome {
-            Ok(()) => state.room.tables.push(taken.start),
-            Err(_) => state.give_up(taken),
-        }
-        outcome
-    }
-
-    async fn fill_with_zeros(&self, clusters: Range<u64>) -> Result<()> {
-        let bytes = self.geometry.bytes_of(clusters);
-        let mut at = bytes.offset();
-        while at < bytes.end() {
-            let length = (bytes.end() - at).min(PIECE);
-            let mut zeros = Buffer::new(length as usize);
-            self.storage.write(at, zeros.lend(), Durability::None).await?;
-            at += length;
-        }
-        Ok(())
     }
 }

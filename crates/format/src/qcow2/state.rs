@@ -11,8 +11,8 @@ use blockhouse_core::{Error, ErrorKind};
 use event_listener::EventListener;
 
 use super::alloc::{Retired, Space};
-use super::draft::Frozen;
 use super::entry::{self, Entry, Reference};
+use super::frozen::Frozen;
 use super::geometry::Geometry;
 use super::header::{Header, Incompatible};
 use super::pending::Pending;
