@@ -9,6 +9,7 @@
 mod binary;
 mod data;
 mod deadline;
+pub mod image_tool;
 mod loop_device;
 mod matrix;
 pub mod nbd;

@@ -264,5 +264,5 @@ fn an_empty_image_is_served() {
     let mut left = Vec::new();
     let mut file = std::fs::File::open(image.path()).expect("it is there");
     file.read_to_end(&mut left).expect("it can be read");
-    assert_eq!(left, []);
+    assert_eq!(left, b"");
 }

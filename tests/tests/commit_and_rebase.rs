@@ -2,33 +2,13 @@
 #![forbid(unsafe_code)]
 
 use std::path::{Path, PathBuf};
-use std::process::Command;
 
-use blockhouse_tests::{Outcome, Scratch, Serve, blockhouse, need, require, run, tool};
+use blockhouse_tests::{
+    Scratch, Serve,
+    image_tool::{command, qemu_img, qemu_io, str},
+    need, require,
+};
 use serde_json::Value;
-
-fn command(words: &[&str]) -> Outcome {
-    run(Command::new(blockhouse()).args(words))
-}
-
-fn qemu_img(words: &[&str]) -> Outcome {
-    run(tool("qemu-img").args(words))
-}
-
-fn str(path: &Path) -> &str {
-    path.to_str().expect("a plain name")
-}
-
-#[track_caller]
-fn qemu_io(format: &str, image: &Path, steps: &[&str]) {
-    let mut command = tool("qemu-io");
-    command.args(["-f", format]);
-    for step in steps {
-        command.args(["-c", step]);
-    }
-    let outcome = run(command.arg(image)).success();
-    assert!(!outcome.stdout.contains("failed"), "{}", outcome.describe("must do it"));
-}
 
 fn info(image: &Path) -> Value {
     let outcome = qemu_img(&["info", "--output=json", "-f", "qcow2", str(image)]).success();

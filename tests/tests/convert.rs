@@ -8,7 +8,9 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use blockhouse_tests::{
-    LoopDevice, Outcome, Scratch, blockhouse, need, random_bytes, require, run, seeded, tool,
+    LoopDevice, Scratch, blockhouse,
+    image_tool::{command, qemu_img, str},
+    need, random_bytes, require, run, seeded, tool,
 };
 use fastrand::Rng;
 use serde_json::Value;
@@ -16,18 +18,6 @@ use serde_json::Value;
 const MIB: u64 = 1 << 20;
 /// Not a multiple of most cluster sizes, nor of a block.
 const SIZE: u64 = 5 * MIB + 3 * 512;
-
-fn command(words: &[&str]) -> Outcome {
-    run(Command::new(blockhouse()).args(words))
-}
-
-fn qemu_img(words: &[&str]) -> Outcome {
-    run(tool("qemu-img").args(words))
-}
-
-fn str(path: &Path) -> &str {
-    path.to_str().expect("a plain name")
-}
 
 /// Stretches of noise, of one byte and of written zeros, with holes between them.
 fn source(scratch: &Scratch, random: &mut Rng) -> PathBuf {

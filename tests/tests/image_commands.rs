@@ -2,19 +2,13 @@
 #![forbid(unsafe_code)]
 
 use std::os::unix::fs::MetadataExt;
-use std::path::Path;
-use std::process::Command;
 
-use blockhouse_tests::{LoopDevice, Outcome, Scratch, blockhouse, need, require, run, tool};
+use blockhouse_tests::{
+    LoopDevice, Outcome, Scratch,
+    image_tool::{command, str},
+    need, require, run, tool,
+};
 use serde_json::Value;
-
-fn command(words: &[&str]) -> Outcome {
-    run(Command::new(blockhouse()).args(words))
-}
-
-fn str(path: &Path) -> &str {
-    path.to_str().expect("a plain name")
-}
 
 /// Failed with one line that has all these words.
 #[track_caller]

@@ -4,28 +4,13 @@
 use std::fs::File;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
-use std::process::Command;
 
-use blockhouse_tests::{LoopDevice, Outcome, Scratch, blockhouse, need, require, run, tool};
+use blockhouse_tests::{
+    LoopDevice, Outcome, Scratch,
+    image_tool::{command, json, qemu_img, str},
+    need, require, run, tool,
+};
 use serde_json::Value;
-
-fn command(words: &[&str]) -> Outcome {
-    run(Command::new(blockhouse()).args(words))
-}
-
-fn qemu_img(words: &[&str]) -> Outcome {
-    run(tool("qemu-img").args(words))
-}
-
-fn str(path: &Path) -> &str {
-    path.to_str().expect("a plain name")
-}
-
-fn json(outcome: &Outcome) -> Value {
-    serde_json::from_str(&outcome.stdout).unwrap_or_else(|error| {
-        panic!("{}", outcome.describe(&format!("must be JSON ({error})")));
-    })
-}
 
 /// Option lists for images that both `blockhouse create` and `qemu-img create` make.
 const OPTIONS: [&str; 8] = [

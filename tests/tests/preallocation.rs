@@ -4,24 +4,15 @@
 
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
-use std::process::Command;
 
-use blockhouse_tests::{Outcome, Scratch, blockhouse, need, require, run, tool};
+use blockhouse_tests::{
+    Outcome, Scratch,
+    image_tool::{command, qemu_img, str},
+    need, require, run, tool,
+};
 use serde_json::Value;
 
 const SIZE: u64 = 8 << 20;
-
-fn command(words: &[&str]) -> Outcome {
-    run(Command::new(blockhouse()).args(words))
-}
-
-fn qemu_img(words: &[&str]) -> Outcome {
-    run(tool("qemu-img").args(words))
-}
-
-fn str(path: &Path) -> &str {
-    path.to_str().expect("a plain name")
-}
 
 fn allocated(path: &Path) -> u64 {
     std::fs::metadata(path).expect("it is there").blocks() * 512

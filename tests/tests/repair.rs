@@ -4,32 +4,17 @@
 
 use std::fs::OpenOptions;
 use std::os::unix::fs::FileExt;
-use std::path::{Path, PathBuf};
-use std::process::Command;
+use std::path::PathBuf;
 
-use blockhouse_tests::{Outcome, Scratch, Serve, blockhouse, need, require, run, tool};
+use blockhouse_tests::{
+    Outcome, Scratch, Serve,
+    image_tool::{command, json, qemu_img, str},
+    need, require, run, tool,
+};
 use serde_json::Value;
 
 const CLUSTER: u64 = 64 << 10;
 const COPIED: u64 = 1 << 63;
-
-fn command(words: &[&str]) -> Outcome {
-    run(Command::new(blockhouse()).args(words))
-}
-
-fn qemu_img(words: &[&str]) -> Outcome {
-    run(tool("qemu-img").args(words))
-}
-
-fn str(path: &Path) -> &str {
-    path.to_str().expect("a plain name")
-}
-
-fn json(outcome: &Outcome) -> Value {
-    serde_json::from_str(&outcome.stdout).unwrap_or_else(|error| {
-        panic!("{}", outcome.describe(&format!("must be JSON ({error})")));
-    })
-}
 
 /// An image under the knife.
 struct Patient {

@@ -2,32 +2,12 @@
 #![forbid(unsafe_code)]
 
 use std::path::Path;
-use std::process::Command;
 
-use blockhouse_tests::{Outcome, Scratch, blockhouse, need, require, run, tool};
-
-fn command(words: &[&str]) -> Outcome {
-    run(Command::new(blockhouse()).args(words))
-}
-
-fn qemu_img(words: &[&str]) -> Outcome {
-    run(tool("qemu-img").args(words))
-}
-
-fn str(path: &Path) -> &str {
-    path.to_str().expect("a plain name")
-}
-
-#[track_caller]
-fn qemu_io(format: &str, image: &Path, steps: &[&str]) {
-    let mut command = tool("qemu-io");
-    command.args(["-f", format]);
-    for step in steps {
-        command.args(["-c", step]);
-    }
-    let outcome = run(command.arg(image)).success();
-    assert!(!outcome.stdout.contains("failed"), "{}", outcome.describe("must do it"));
-}
+use blockhouse_tests::{
+    Scratch,
+    image_tool::{command, qemu_img, qemu_io, str},
+    need, require,
+};
 
 const OPTIONS: [&str; 6] = [
     "cluster_size=512",

@@ -1,27 +1,16 @@
 //! `snapshot` and `serve --snapshot`, beside qemu-img on the same images.
 #![forbid(unsafe_code)]
 
-use std::path::Path;
-use std::process::Command;
-
-use blockhouse_tests::{Outcome, Scratch, Serve, blockhouse, need, require, run, tool};
+use blockhouse_tests::{
+    Scratch, Serve,
+    image_tool::{command, qemu_img, str},
+    need, require, run, tool,
+};
 use serde_json::Value;
-
-fn command(words: &[&str]) -> Outcome {
-    run(Command::new(blockhouse()).args(words))
-}
-
-fn qemu_img(words: &[&str]) -> Outcome {
-    run(tool("qemu-img").args(words))
-}
 
 fn write(image: &str, pattern: u8, place: &str) {
     let command = format!("write -P {pattern} {place}");
     run(tool("qemu-io").args(["-f", "qcow2", "-c", &command, image])).success();
-}
-
-fn str(path: &Path) -> &str {
-    path.to_str().expect("a plain name")
 }
 
 fn names(image: &str) -> Vec<String> {

@@ -9,23 +9,13 @@ use std::process::Command;
 use std::time::Duration;
 
 use blockhouse_tests::{
-    Outcome, Scratch, blockhouse, need, random_bytes, require, run, run_within, seeded, tool,
+    Outcome, Scratch, blockhouse,
+    image_tool::{command, qemu_img, str},
+    need, random_bytes, require, run, run_within, seeded, tool,
 };
 
 const MEMORY: u64 = 512 << 20;
 const LIMIT: Duration = Duration::from_secs(120);
-
-fn command(words: &[&str]) -> Outcome {
-    run(Command::new(blockhouse()).args(words))
-}
-
-fn qemu_img(words: &[&str]) -> Outcome {
-    run(tool("qemu-img").args(words))
-}
-
-fn str(path: &Path) -> &str {
-    path.to_str().expect("a plain name")
-}
 
 /// Memory of random content in half of its pages, in a file.
 fn memory_file(scratch: &Scratch, name: &str) -> PathBuf {

@@ -49,6 +49,6 @@ pub use poll::DEFAULT_POLLING;
 pub use probe::FileKind;
 pub use sleep::{Sleep, sleep};
 pub use socket::{Listener, Stream};
-pub use spawn::{Task, spawn, spawn_detached};
+pub use spawn::{Task, spawn, spawn_detached, yield_now};
 pub use watch::{Watch, is_eventfd};
 pub use watches::Lookout;

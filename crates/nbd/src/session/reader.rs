@@ -12,6 +12,7 @@ use std::sync::Arc;
 use std::task::Poll;
 
 use blockhouse_core::{Buffer, IoVectorList, Storage};
+use blockhouse_engine::yield_now;
 
 use super::job::Job;
 use super::lane::{dispatch, footprint};
@@ -201,17 +202,4 @@ impl End {
             other => other,
         }
     }
-}
-
-/// Lets every other task that is ready run first.
-async fn yield_now() {
-    let mut yielded = false;
-    poll_fn(|context| {
-        if std::mem::replace(&mut yielded, true) {
-            return Poll::Ready(());
-        }
-        context.waker().wake_by_ref();
-        Poll::Pending
-    })
-    .await;
 }

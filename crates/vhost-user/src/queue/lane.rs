@@ -7,6 +7,7 @@ use std::rc::Rc;
 use std::task::{Poll, Waker};
 
 use blockhouse_core::{Error, ErrorKind, Request, Result, Storage};
+use blockhouse_engine::yield_now;
 
 use super::ring_side::Pace;
 use super::{Manner, Queue};
@@ -152,19 +153,6 @@ async fn submit<S: Storage>(queue: &Rc<Queue<S>>, request: Request) -> (Result<(
         queue.waits.set(false);
     }
     (outcome, pace)
-}
-
-/// Lets every other task that is ready run first.
-async fn yield_now() {
-    let mut yielded = false;
-    poll_fn(|context| {
-        if std::mem::replace(&mut yielded, true) {
-            return Poll::Ready(());
-        }
-        context.waker().wake_by_ref();
-        Poll::Pending
-    })
-    .await;
 }
 
 impl<S: Storage> Queue<S> {

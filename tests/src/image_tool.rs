@@ -1,0 +1,42 @@
+//! Images as command lines see them: our binary and QEMU's tools beside each other.
+
+use std::path::Path;
+use std::process::Command;
+
+use serde_json::Value;
+
+use crate::{Outcome, blockhouse, run, tool};
+
+/// Runs our binary with these words.
+pub fn command(words: &[&str]) -> Outcome {
+    run(Command::new(blockhouse()).args(words))
+}
+
+/// Runs qemu-img with these words.
+pub fn qemu_img(words: &[&str]) -> Outcome {
+    run(tool("qemu-img").args(words))
+}
+
+/// Does these steps with qemu-io; each must work.
+#[track_caller]
+pub fn qemu_io(format: &str, image: &Path, steps: &[&str]) {
+    let mut command = tool("qemu-io");
+    command.args(["-f", format]);
+    for step in steps {
+        command.args(["-c", step]);
+    }
+    let outcome = run(command.arg(image)).success();
+    assert!(!outcome.stdout.contains("failed"), "{}", outcome.describe("must do it"));
+}
+
+/// A path as a word of a command line.
+pub fn str(path: &Path) -> &str {
+    path.to_str().expect("a plain name")
+}
+
+/// What was printed, as JSON.
+pub fn json(outcome: &Outcome) -> Value {
+    serde_json::from_str(&outcome.stdout).unwrap_or_else(|error| {
+        panic!("{}", outcome.describe(&format!("must be JSON ({error})")));
+    })
+}
