@@ -7,6 +7,7 @@
 mod check;
 mod commit;
 mod compare;
+mod control;
 mod convert;
 mod create;
 mod create_options;
@@ -20,6 +21,7 @@ mod resize;
 mod serve;
 mod size;
 mod snapshot;
+mod snapshot_list;
 mod sockets;
 mod vhost_user;
 mod vmstate;

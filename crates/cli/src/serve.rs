@@ -13,11 +13,12 @@ use blockhouse_disk::{
 };
 use blockhouse_engine::{DEFAULT_POLLING, EngineChoice, FixedFiles, HostFile, Listener};
 use blockhouse_nbd::uri::{Address, NbdUri};
-use blockhouse_nbd::{Bound, Export, Limits, Server, SocketFile};
+use blockhouse_nbd::{Bound, Export, Limits, Server, SocketFile, bind_private};
 use clap::builder::ValueParser;
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGXFSZ};
 use signal_hook::iterator::Signals;
 
+use crate::control::Control;
 use crate::size;
 use crate::sockets::{self, Place};
 use crate::vhost_user::{self, Served};
@@ -51,6 +52,10 @@ pub struct Arguments {
     /// told.
     #[arg(long, value_name = "SOCKET")]
     vhost_user_blk: Vec<PathBuf>,
+    /// Take requests of this user at this Unix socket while the images are served: blockhouse snapshot
+    /// --control SOCKET.
+    #[arg(long, value_name = "SOCKET")]
+    control: Option<PathBuf>,
     /// How many queues a guest may use on a vhost-user-blk device; they are spread over the workers.
     /// Left out, one for each processor.
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=256))]
@@ -161,6 +166,7 @@ struct Service {
     /// Removed at the end.
     files: Vec<SocketFile>,
     devices: Vec<Served>,
+    control: Option<Control>,
     /// Where clients find us.
     ready: Vec<Ready>,
 }
@@ -198,10 +204,15 @@ pub fn run(arguments: Arguments, verbose: bool) -> Result<()> {
     // Before the image: an address in use must not leave a new image behind.
     let places = listen(&arguments, &names)?;
     let devices = vhost_user::listen(&arguments.vhost_user_blk)?;
+    let control = arguments.control.as_deref().map(bind_private).transpose()?;
     let open = |image: &PathBuf| open_image(&workers, image, &arguments).map(Arc::new);
     let disks = arguments.images.iter().map(open).collect::<Result<Vec<_>>>()?;
     let mut service = start(workers, disks, places, &names)?;
     service.add_devices(devices, &arguments, &names)?;
+    if let Some(socket) = control {
+        let (images, disks) = (&arguments.images, &service.disks);
+        service.control = Some(Control::start(socket, arguments.engine, images, disks)?);
+    }
     service.tell(verbose);
     if let ([Ready::Nbd(uri), ..], true) = (&service.ready[..], arguments.nbd.is_empty()) {
         suggest(uri);
@@ -300,7 +311,7 @@ fn start(
         let uri = |export| Ready::Nbd(NbdUri { address: address.clone(), export });
         ready.extend(exports.into_iter().map(uri));
     }
-    Ok(Service { workers, disks, server, files, devices: Vec::new(), ready })
+    Ok(Service { workers, disks, server, files, devices: Vec::new(), control: None, ready })
 }
 
 fn export(name: String, disk: &HostDisk) -> Export<HostFile> {
@@ -381,8 +392,10 @@ fn suggest(uri: &NbdUri) {
 
 /// Stop accepting, finish, flush.
 fn end(service: Service) -> Result<()> {
-    let Service { workers, disks, server, files, devices, .. } = service;
+    let Service { workers, disks, server, files, devices, control, .. } = service;
     let _ = sd_notify::notify(&[sd_notify::NotifyState::Stopping]);
+    // While the workers still carry out what it may wait for.
+    control.into_iter().for_each(Control::stop);
     devices.into_iter().for_each(Served::stop);
     let draining = server.clone();
     workers.run(move || async move { draining.drain().await });

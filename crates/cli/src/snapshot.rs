@@ -1,15 +1,16 @@
-//! `blockhouse snapshot`: the snapshots inside an image.
+//! `blockhouse snapshot`: the snapshots inside an image, also of one that is being served.
 
 use std::io::Write;
-use std::path::{Path, PathBuf};
-use std::time::{Duration, SystemTime};
+use std::path::PathBuf;
 
-use anyhow::Result;
-use blockhouse_disk::{Access, Disk, ImageFormat, ImageOptions, Locking, Snapshot, open_alone};
+use anyhow::{Context, Result};
+use blockhouse_core::ErrorKind;
+use blockhouse_disk::{Access, Disk, ImageFormat, ImageOptions, Locking, open_alone};
 use blockhouse_engine::{EngineChoice, EventLoop, HostFile};
 
+use crate::control::{Changed, Created, Named, Renamed, Request, Which, ask};
 use crate::looked_at::read_only;
-use serde_json::json;
+use crate::snapshot_list::{Listed, as_json, as_text};
 
 /// Arguments of `snapshot`.
 #[derive(clap::Args)]
@@ -66,133 +67,127 @@ struct Image {
     /// The image's format; left out, the file's name decides (.qcow2, otherwise raw).
     #[arg(long, short, value_parser = clap::builder::ValueParser::new(str::parse::<ImageFormat>))]
     format: Option<ImageFormat>,
-    /// The image. Nobody else may be using it, except for `list`.
+    /// Ask the server that has the image, at the socket of its --control. Its guests go on, and for how
+    /// long their writes were held off is printed.
+    #[arg(long, value_name = "SOCKET", conflicts_with = "format")]
+    control: Option<PathBuf>,
+    /// The image. Without --control nobody else may be using it, except for `list`.
     image: PathBuf,
 }
 
 /// Runs the command.
 pub fn run(arguments: Arguments) -> Result<()> {
-    let mut event_loop = EventLoop::new(EngineChoice::Auto)?;
-    event_loop.block_on(async {
-        match arguments.action {
-            Action::List { image, json } => list(&image, json).await,
-            Action::Create { image, name } => {
-                let disk = open_to_change(&image).await?;
-                disk.create_snapshot(&name).await?;
-                Ok(disk.close().await?)
-            }
-            Action::Apply { image, name } => {
-                let disk = open_to_change(&image).await?;
-                disk.apply_snapshot(&name).await?;
-                Ok(disk.close().await?)
-            }
-            Action::Delete { image, name } => {
-                let disk = open_to_change(&image).await?;
-                disk.delete_snapshot(&name).await?;
-                Ok(disk.close().await?)
-            }
-            Action::Rename { image, name, new_name } => {
-                let disk = open_to_change(&image).await?;
-                disk.rename_snapshot(&name, &new_name).await?;
-                Ok(disk.close().await?)
-            }
+    let (Action::List { image, .. }
+    | Action::Create { image, .. }
+    | Action::Apply { image, .. }
+    | Action::Delete { image, .. }
+    | Action::Rename { image, .. }) = &arguments.action;
+    match image.control.clone() {
+        Some(socket) => run_served(&socket, arguments.action),
+        None => EventLoop::new(EngineChoice::Auto)?.block_on(run_closed(arguments.action)),
+    }
+}
+
+/// On an image that nobody else has.
+async fn run_closed(action: Action) -> Result<()> {
+    match action {
+        Action::List { image, json } => {
+            let disk = open(&image, Access::ReadOnly, Locking::None).await?;
+            let snapshots = disk.snapshots().await?;
+            print_list(&snapshots.iter().map(Listed::from).collect::<Vec<_>>(), json);
+            Ok(())
         }
-    })
+        Action::Create { image, name } => {
+            let disk = open_to_change(&image).await?;
+            disk.create_snapshot(&name).await?;
+            Ok(disk.close().await?)
+        }
+        Action::Apply { image, name } => {
+            let disk = open_to_change(&image).await?;
+            disk.apply_snapshot(&name).await?;
+            Ok(disk.close().await?)
+        }
+        Action::Delete { image, name } => {
+            let disk = open_to_change(&image).await?;
+            disk.delete_snapshot(&name).await?;
+            Ok(disk.close().await?)
+        }
+        Action::Rename { image, name, new_name } => {
+            let disk = open_to_change(&image).await?;
+            disk.rename_snapshot(&name, &new_name).await?;
+            Ok(disk.close().await?)
+        }
+    }
 }
 
-async fn open_to_change(image: &Image) -> Result<Disk<HostFile>> {
-    open(&image.image, image.format, Access::ReadWrite, Locking::Held).await
-}
-
-async fn open(
-    path: &Path,
-    format: Option<ImageFormat>,
-    access: Access,
-    locking: Locking,
-) -> Result<Disk<HostFile>> {
-    let options = ImageOptions { access, locking, ..read_only(format) };
-    // The tables are all that is needed.
-    Ok(open_alone(path, options).await?)
-}
-
-async fn list(image: &Image, json: bool) -> Result<()> {
-    let disk = open(&image.image, image.format, Access::ReadOnly, Locking::None).await?;
-    let snapshots = disk.snapshots().await?;
-    let text = if json { as_json(&snapshots) } else { as_text(&snapshots) };
-    if !text.is_empty() {
-        // Nobody reading is no failure of ours.
-        let _ = writeln!(std::io::stdout(), "{text}");
+/// By the server that has the image.
+fn run_served(socket: &std::path::Path, action: Action) -> Result<()> {
+    match action {
+        Action::List { image, json } => {
+            let request = Request::List(Which { image: Some(image.canonical()?) });
+            print_list(&ask::<Vec<Listed>>(socket, &request)?, json);
+        }
+        Action::Create { image, name } => {
+            let request = Request::Create(image.named(name)?);
+            print_pause(ask::<Created>(socket, &request)?.pause_us);
+        }
+        Action::Apply { image, name } => {
+            let request = Request::Apply(image.named(name)?);
+            print_pause(ask::<Changed>(socket, &request)?.pause_us);
+        }
+        Action::Delete { image, name } => {
+            let request = Request::Delete(image.named(name)?);
+            print_pause(ask::<Changed>(socket, &request)?.pause_us);
+        }
+        Action::Rename { image, name, new_name } => {
+            let image = Some(image.canonical()?);
+            let request = Request::Rename(Renamed { image, name, new_name });
+            print_pause(ask::<Changed>(socket, &request)?.pause_us);
+        }
     }
     Ok(())
 }
 
-fn as_text(snapshots: &[Snapshot]) -> String {
-    if snapshots.is_empty() {
-        return String::new();
+impl Image {
+    /// As servers know it.
+    fn canonical(&self) -> Result<PathBuf> {
+        self.image.canonicalize().with_context(|| format!("{}", self.image.display()))
     }
-    let line = |id: &str, name: &str, state: &str, age: &str, clock: &str| {
-        format!("{id:<9} {name:<24} {state:>14} {age:>12} {clock:>14}")
-    };
-    let heading = line("ID", "NAME", "VM STATE", "AGE", "VM CLOCK");
-    let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
-    let lines = snapshots.iter().map(|one| {
-        let age = age(now.saturating_sub(one.created));
-        // Names are anybody's: nothing of them reaches the terminal but text.
-        let name = one.name.escape_debug().to_string();
-        line(&one.id, &name, &one.vm_state_size.to_string(), &age, &clock(one.vm_clock))
-    });
-    std::iter::once(heading).chain(lines).collect::<Vec<_>>().join("\n")
-}
 
-/// The two largest units.
-fn age(age: Duration) -> String {
-    let seconds = age.as_secs();
-    let (minutes, hours, days) = (seconds / 60, seconds / 3600, seconds / 86_400);
-    match () {
-        () if days > 0 => format!("{days} d {} h", hours % 24),
-        () if hours > 0 => format!("{hours} h {} min", minutes % 60),
-        () if minutes > 0 => format!("{minutes} min {} s", seconds % 60),
-        () => format!("{seconds} s"),
+    fn named(&self, name: String) -> Result<Named> {
+        Ok(Named { image: Some(self.canonical()?), name })
     }
 }
 
-fn clock(clock: Duration) -> String {
-    let (seconds, milliseconds) = (clock.as_secs(), clock.subsec_millis());
-    let (hours, minutes) = (seconds / 3600, seconds / 60 % 60);
-    format!("{hours:02}:{minutes:02}:{:02}.{milliseconds:03}", seconds % 60)
+async fn open_to_change(image: &Image) -> Result<Disk<HostFile>> {
+    open(image, Access::ReadWrite, Locking::Held).await
 }
 
-fn as_json(snapshots: &[Snapshot]) -> String {
-    let values: Vec<_> = snapshots
-        .iter()
-        .map(|one| {
-            let mut value = json!({
-                "id": one.id,
-                "name": one.name,
-                "vm-state-size": one.vm_state_size,
-                "date-sec": one.created.as_secs(),
-                "date-nsec": one.created.subsec_nanos(),
-                "vm-clock-sec": one.vm_clock.as_secs(),
-                "vm-clock-nsec": one.vm_clock.subsec_nanos(),
-            });
-            if let Some(count) = one.instruction_count {
-                value["icount"] = count.into();
-            }
-            value
-        })
-        .collect();
-    format!("{:#}", json!(values))
+async fn open(image: &Image, access: Access, locking: Locking) -> Result<Disk<HostFile>> {
+    let options = ImageOptions { access, locking, ..read_only(image.format) };
+    // The tables are all that is needed.
+    let opened = open_alone(&image.image, options).await;
+    Ok(opened.map_err(|error| match error.kind() {
+        ErrorKind::Locked => error.hint(
+            "if that is 'blockhouse serve --control SOCKET', name its socket here with --control \
+             SOCKET; else stop that program first",
+        ),
+        _ => error,
+    })?)
 }
 
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn times_are_told_in_units_that_fit() {
-        assert_eq!(age(Duration::from_secs(59)), "59 s");
-        assert_eq!(age(Duration::from_secs(3 * 60 + 4)), "3 min 4 s");
-        assert_eq!(age(Duration::from_secs(2 * 86_400 + 5 * 3600 + 9)), "2 d 5 h");
-        assert_eq!(clock(Duration::from_millis(3_723_045)), "01:02:03.045");
+fn print_list(snapshots: &[Listed], json: bool) {
+    let text = if json { as_json(snapshots) } else { as_text(snapshots) };
+    if !text.is_empty() {
+        print(&text);
     }
+}
+
+fn print_pause(microseconds: u64) {
+    print(&format!("writes were held off for {microseconds} us"));
+}
+
+fn print(text: &str) {
+    // Nobody reading is no failure of ours.
+    let _ = writeln!(std::io::stdout(), "{text}");
 }

@@ -13,4 +13,4 @@ mod server;
 mod session;
 pub mod uri;
 
-pub use server::{Bound, Export, ExportError, Limits, Server, SocketFile, bind};
+pub use server::{Bound, Export, ExportError, Limits, Server, SocketFile, bind, bind_private};

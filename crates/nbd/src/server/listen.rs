@@ -6,11 +6,11 @@ use std::net::TcpListener;
 use std::os::fd::OwnedFd;
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::FileTypeExt;
-use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use blockhouse_core::{Error, ErrorKind, Result};
+use rustix::fs::Mode;
 use rustix::io::Errno;
 use rustix::net::{self, AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 
@@ -18,6 +18,9 @@ use crate::uri::Address;
 
 /// The longest path of a Unix socket, in bytes (`sun_path` in unix(7), without the final NUL).
 const LONGEST_PATH: usize = 107;
+
+/// Connections that may wait to be accepted.
+const BACKLOG: i32 = 128;
 
 /// How long a socket may stay behind whose server was killed.
 const AFTERLIFE: Duration = Duration::from_secs(1);
@@ -52,8 +55,23 @@ impl Drop for SocketFile {
 pub fn bind(address: &Address) -> Result<Bound> {
     match address {
         Address::Tcp { host, port } => bind_tcp(host, *port),
-        Address::Unix(path) => bind_unix(path),
+        Address::Unix(path) => bind_unix(path, Visitors::AsUmaskSays),
     }
+}
+
+/// Listens at a Unix socket that nobody but its owner can connect to, from its first moment on.
+///
+/// # Errors
+/// As [`bind`].
+pub fn bind_private(path: &Path) -> Result<Bound> {
+    bind_unix(path, Visitors::Owner)
+}
+
+/// Who may connect to a Unix socket.
+#[derive(Clone, Copy)]
+enum Visitors {
+    AsUmaskSays,
+    Owner,
 }
 
 fn bind_tcp(host: &str, port: u16) -> Result<Bound> {
@@ -72,7 +90,7 @@ fn bind_tcp(host: &str, port: u16) -> Result<Bound> {
     Ok(Bound { socket, address: Address::Tcp { host: host.into(), port }, file: None })
 }
 
-fn bind_unix(path: &Path) -> Result<Bound> {
+fn bind_unix(path: &Path, visitors: Visitors) -> Result<Bound> {
     let name = path.display().to_string();
     let length = path.as_os_str().as_bytes().len();
     if length > LONGEST_PATH {
@@ -80,16 +98,28 @@ fn bind_unix(path: &Path) -> Result<Bound> {
         let error = Error::new(ErrorKind::InvalidInput, what).on(&name);
         return Err(error.hint("choose a shorter path for the socket"));
     }
-    let listener = match UnixListener::bind(path) {
-        Err(error) if error.kind() == IoErrorKind::AddrInUse => {
+    let socket = match listen(path, visitors) {
+        Err(Errno::ADDRINUSE) => {
             make_way(path, &name)?;
-            UnixListener::bind(path)
+            listen(path, visitors)
         }
         result => result,
     };
-    let listener = listener.map_err(|error| Error::host("cannot listen", error).on(&name))?;
+    let socket = socket.map_err(|errno| Error::host("cannot listen", errno.into()).on(&name))?;
     let file = Some(SocketFile(path.into()));
-    Ok(Bound { socket: listener.into(), address: Address::Unix(path.into()), file })
+    Ok(Bound { socket, address: Address::Unix(path.into()), file })
+}
+
+fn listen(path: &Path, visitors: Visitors) -> std::result::Result<OwnedFd, Errno> {
+    let socket =
+        net::socket_with(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None)?;
+    if let Visitors::Owner = visitors {
+        // The file gets the mode that its socket has when it is bound, less the umask.
+        rustix::fs::fchmod(&socket, Mode::RUSR | Mode::WUSR)?;
+    }
+    net::bind(&socket, &SocketAddrUnix::new(path)?)?;
+    net::listen(&socket, BACKLOG)?;
+    Ok(socket)
 }
 
 /// Removes what a dead server left at `path`.

@@ -21,7 +21,7 @@ use connection::within;
 use exports::Exports;
 pub use exports::{Export, ExportError};
 use futures_util::future::{Either, select};
-pub use listen::{Bound, SocketFile, bind};
+pub use listen::{Bound, SocketFile, bind, bind_private};
 use registry::{Registry, Room};
 
 use crate::proto::MAX_PAYLOAD;

@@ -1,0 +1,89 @@
+//! Lines on a connection, with a bound on their length and on how long a peer may take to read one.
+
+use std::io;
+use std::pin::pin;
+use std::time::Duration;
+
+use blockhouse_core::{Buffer, IoVectorList};
+use blockhouse_engine::{Stream, sleep};
+use futures_util::future::{Either, select};
+
+use super::MOST_LINE;
+
+/// How many bytes are received at a time.
+const HEARING: usize = 4096;
+/// How long a peer may take to receive an answer.
+const PATIENCE: Duration = Duration::from_secs(10);
+
+/// A connection.
+pub struct Lines {
+    stream: Stream,
+    heard: Buffer,
+    /// What was received and not yet handed out.
+    waiting: Vec<u8>,
+}
+
+/// What a peer said.
+pub enum Line {
+    /// A line without its end.
+    Whole(Vec<u8>),
+    /// More than [`MOST_LINE`] bytes without an end; nothing more is to be read.
+    TooLong,
+}
+
+impl Lines {
+    /// Takes a connection over.
+    pub fn new(stream: Stream) -> Self {
+        Self { stream, heard: Buffer::new(HEARING), waiting: Vec::new() }
+    }
+
+    /// The next line; `None` when the peer is through.
+    pub async fn next(&mut self) -> io::Result<Option<Line>> {
+        let mut searched = 0;
+        loop {
+            if let Some(end) = self.waiting[searched..].iter().position(|byte| *byte == b'\n') {
+                let end = searched + end;
+                if end > MOST_LINE {
+                    return Ok(Some(Line::TooLong));
+                }
+                let mut line: Vec<u8> = self.waiting.drain(..=end).collect();
+                line.truncate(end);
+                return Ok(Some(Line::Whole(line)));
+            }
+            if self.waiting.len() > MOST_LINE {
+                return Ok(Some(Line::TooLong));
+            }
+            searched = self.waiting.len();
+            match self.receive().await? {
+                0 => return Ok(None),
+                count => self.waiting.extend_from_slice(&self.heard.bytes()[..count]),
+            }
+        }
+    }
+
+    async fn receive(&mut self) -> io::Result<usize> {
+        let mut list = IoVectorList::new();
+        list.push(self.heard.lend());
+        let (received, list) = self.stream.receive(list).await;
+        // The memory is ours again.
+        drop(list);
+        received
+    }
+
+    /// Sends a line.
+    ///
+    /// # Errors
+    /// The kernel's, and `TimedOut` for a peer that does not read.
+    pub async fn send(&self, line: &[u8]) -> io::Result<()> {
+        let mut buffer = Buffer::new(line.len() + 1);
+        let (text, end) = buffer.bytes_mut().split_at_mut(line.len());
+        text.copy_from_slice(line);
+        end.fill(b'\n');
+        let mut list = IoVectorList::new();
+        list.push(buffer.lend());
+        match select(pin!(self.stream.send(list)), pin!(sleep(PATIENCE))).await {
+            Either::Left(((sent, _), _)) => sent,
+            Either::Right(_) => Err(io::ErrorKind::TimedOut.into()),
+        }
+    }
+}

@@ -1,0 +1,165 @@
+//! The control socket of `serve`: what a user asks of images while they are served.
+//!
+//! A Unix stream socket that its owner alone may connect to. Each line is a request, and has one line as its
+//! answer, both JSON in the form that QEMU's monitors have:
+//!
+//! ```json
+//! {"execute":"snapshot-create","arguments":{"image":"/vm/disk.qcow2","name":"before"}}
+//! {"return":{"id":"1","pause-us":840}}
+//! {"execute":"snapshot-delete","arguments":{"name":"other"}}
+//! {"error":{"desc":"/vm/disk.qcow2: has no snapshot 'other' ('snapshot list' names those that it has)"}}
+//! ```
+//!
+//! The image is named by its canonical path; where only one is served it may be left out. What cannot be
+//! understood is answered with an error; only a line that is too long ends the connection.
+
+mod client;
+mod lines;
+mod server;
+
+use std::path::{Path, PathBuf};
+
+pub use client::ask;
+use serde::{Deserialize, Serialize};
+pub use server::Control;
+
+/// The most bytes of a request, its end of line not counted.
+const MOST_LINE: usize = 64 << 10;
+
+/// What can be asked for: of snapshots.
+#[derive(Debug, Deserialize, Serialize)]
+#[serde(tag = "execute", content = "arguments", deny_unknown_fields)]
+pub enum Request {
+    /// Answers a list of [`Listed`](crate::snapshot_list::Listed).
+    #[serde(rename = "snapshot-list")]
+    List(Which),
+    /// Answers [`Created`].
+    #[serde(rename = "snapshot-create")]
+    Create(Named),
+    /// Is refused: it would change the disk under whoever uses it.
+    #[serde(rename = "snapshot-apply")]
+    Apply(Named),
+    /// Answers [`Changed`].
+    #[serde(rename = "snapshot-delete")]
+    Delete(Named),
+    /// Answers [`Changed`].
+    #[serde(rename = "snapshot-rename")]
+    Rename(Renamed),
+}
+
+/// An image.
+#[derive(Debug, Deserialize, Serialize)]
+#[serde(deny_unknown_fields)]
+pub struct Which {
+    /// Its canonical path, or nothing for the only one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub image: Option<PathBuf>,
+}
+
+/// A snapshot of an image.
+#[derive(Debug, Deserialize, Serialize)]
+#[serde(deny_unknown_fields)]
+pub struct Named {
+    /// As of [`Which`].
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub image: Option<PathBuf>,
+    /// Its name, or its id where there is one already.
+    pub name: String,
+}
+
+/// A snapshot and its new name.
+#[derive(Debug, Deserialize, Serialize)]
+#[serde(rename_all = "kebab-case", deny_unknown_fields)]
+pub struct Renamed {
+    /// As of [`Which`].
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub image: Option<PathBuf>,
+    /// Its name or id.
+    pub name: String,
+    /// What it is called from now on.
+    pub new_name: String,
+}
+
+impl Request {
+    fn image(&self) -> Option<&Path> {
+        match self {
+            Self::List(Which { image })
+            | Self::Create(Named { image, .. })
+            | Self::Apply(Named { image, .. })
+            | Self::Delete(Named { image, .. })
+            | Self::Rename(Renamed { image, .. }) => image.as_deref(),
+        }
+    }
+}
+
+/// A change that was made.
+#[derive(Debug, Deserialize, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub struct Changed {
+    /// For how long the guests' changes were held off, in microseconds.
+    pub pause_us: u64,
+}
+
+/// A snapshot that was taken.
+#[derive(Debug, Deserialize, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub struct Created {
+    /// The snapshot's id.
+    pub id: String,
+    /// As of [`Changed`].
+    pub pause_us: u64,
+}
+
+/// The answer to a request.
+#[derive(Debug, Deserialize, Serialize)]
+#[serde(rename_all = "kebab-case")]
+enum Reply {
+    /// What was asked for.
+    Return(serde_json::Value),
+    /// Nothing has changed.
+    Error {
+        /// Why: one line, as on standard error.
+        desc: String,
+    },
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn requests_read_as_they_are_written() {
+        let written = |request: &Request| serde_json::to_string(request).expect("plain names");
+        let request = Request::Rename(Renamed {
+            image: Some("/vm/disk.qcow2".into()),
+            name: "one".into(),
+            new_name: "a\nb".into(),
+        });
+        let line = written(&request);
+        let rename =
+            r#"{"execute":"snapshot-rename","arguments":{"image":"/vm/disk.qcow2","name":"one","#;
+        assert_eq!(line, format!(r#"{rename}"new-name":"a\nb"}}}}"#));
+        let read: Request = serde_json::from_str(&line).expect("what was just written");
+        assert_eq!(written(&read), line);
+        assert_eq!(
+            written(&Request::List(Which { image: None })),
+            r#"{"execute":"snapshot-list","arguments":{}}"#
+        );
+    }
+
+    #[test]
+    fn what_is_not_known_is_refused() {
+        let refusals = [
+            (r#"{"execute":"quit"}"#, "unknown variant `quit`"),
+            (r#"{"execute":"snapshot-create","arguments":{}}"#, "missing field `name`"),
+            (r#"{"execute":"snapshot-list","arguments":{"imag":"x"}}"#, "unknown field `imag`"),
+            (r#"{"execute":"snapshot-list","arguments":{},"x":1}"#, "x"),
+            ("[]", "invalid"),
+            ("", "EOF"),
+        ];
+        for (line, why) in refusals {
+            let error = serde_json::from_str::<Request>(line).expect_err(line).to_string();
+            assert!(error.contains(why), "{line}: {error}");
+        }
+    }
+}

@@ -1,0 +1,196 @@
+//! The serving side of the control socket.
+//!
+//! It has a loop of its own, so that counting an image's clusters keeps no guest's read waiting. No client can
+//! take more than [`MOST_CLIENTS`] times [`MOST_LINE`] bytes and an answer each. What was begun is
+//! finished before the server ends.
+
+use std::path::{Path, PathBuf};
+use std::pin::pin;
+use std::sync::Arc;
+use std::time::Duration;
+
+use anyhow::{Context, Result, bail};
+use blockhouse_disk::{Disk, Pause};
+use blockhouse_engine::{EngineChoice, FixedFiles, HostFile, Listener, Stream, Submission, sleep};
+use blockhouse_nbd::{Bound, SocketFile};
+use futures_channel::oneshot;
+use futures_util::future::{Either, FutureExt, LocalBoxFuture, Shared, select};
+use futures_util::stream::{FuturesUnordered, StreamExt, unfold};
+use serde_json::Value;
+
+use super::lines::{Line, Lines};
+use super::{Changed, Created, MOST_LINE, Named, Renamed, Reply, Request};
+use crate::snapshot_list::Listed;
+use crate::workers::Workers;
+
+/// Connections at the same time; further ones are refused.
+const MOST_CLIENTS: usize = 16;
+/// A pause after a connection could not be accepted.
+const PAUSE: Duration = Duration::from_millis(100);
+
+/// A control socket that is served.
+pub struct Control {
+    workers: Workers,
+    stop: oneshot::Sender<()>,
+    over: Submission<()>,
+    /// Removed at the end.
+    _file: Option<SocketFile>,
+}
+
+/// An image and its canonical path.
+struct Served {
+    path: PathBuf,
+    disk: Arc<Disk<HostFile>>,
+}
+
+impl Control {
+    /// Answers at a socket what is asked of the images.
+    ///
+    /// # Errors
+    /// When no thread can be had for it, or an image's path is gone.
+    pub fn start(
+        bound: Bound,
+        engine: EngineChoice,
+        images: &[PathBuf],
+        disks: &[Arc<Disk<HostFile>>],
+    ) -> Result<Self> {
+        let listener = Listener::new(bound.socket).context("cannot use the control socket")?;
+        let served = |(path, disk): (&PathBuf, &Arc<_>)| {
+            let path = path.canonicalize().with_context(|| format!("{}", path.display()))?;
+            Ok(Served { path, disk: Arc::clone(disk) })
+        };
+        let images = images.iter().zip(disks).map(served).collect::<Result<Vec<_>>>()?;
+        let workers = Workers::start(1, engine, Duration::ZERO, FixedFiles::Off)?;
+        let (stop, stopped) = oneshot::channel();
+        let over = workers.first().spawn(move || serve(listener, images, stopped.shared()));
+        Ok(Self { workers, stop, over, _file: bound.file })
+    }
+
+    /// Takes no more requests, finishes those that were begun, and ends.
+    pub fn stop(self) {
+        // Whoever is through already needs no telling.
+        let _ = self.stop.send(());
+        let _ = self.over.wait();
+        self.workers.stop();
+    }
+}
+
+type Stopped = Shared<oneshot::Receiver<()>>;
+
+/// Accepts and answers until the server ends.
+async fn serve(listener: Listener, images: Vec<Served>, stopped: Stopped) {
+    let accepted = unfold(listener, |listener| async move {
+        let accepted = listener.accept().await;
+        if accepted.is_err() {
+            sleep(PAUSE).await;
+        }
+        Some((accepted, listener))
+    });
+    let mut accepted = pin!(accepted.fuse());
+    let mut clients: FuturesUnordered<LocalBoxFuture<'_, ()>> = FuturesUnordered::new();
+    let mut ending = stopped.clone();
+    loop {
+        futures_util::select! {
+            _ = ending => break,
+            () = clients.select_next_some() => {}
+            connection = accepted.select_next_some() => match connection {
+                Ok(stream) if clients.len() < MOST_CLIENTS => {
+                    clients.push(converse(&images, stream, stopped.clone()).boxed_local());
+                }
+                Ok(stream) => drop(stream),
+                Err(error) => tracing::warn!("cannot accept a control connection: {error}"),
+            },
+        }
+    }
+    while clients.next().await.is_some() {}
+}
+
+/// Answers one client until it or the server is through.
+async fn converse(images: &[Served], stream: Stream, mut stopped: Stopped) {
+    let mut lines = Lines::new(stream);
+    loop {
+        let line = match select(&mut stopped, pin!(lines.next())).await {
+            Either::Left(_) => return,
+            Either::Right((line, _)) => line,
+        };
+        let (reply, is_last) = match line {
+            // A client that is gone needs no answer.
+            Err(_) | Ok(None) => return,
+            Ok(Some(Line::TooLong)) => {
+                (error(format!("a request has more than {MOST_LINE} bytes")), true)
+            }
+            Ok(Some(Line::Whole(line))) => (answer(images, &line).await, false),
+        };
+        let text = serde_json::to_vec(&reply).expect("values are JSON");
+        if lines.send(&text).await.is_err() || is_last {
+            return;
+        }
+    }
+}
+
+fn error(desc: String) -> Reply {
+    Reply::Error { desc }
+}
+
+async fn answer(images: &[Served], line: &[u8]) -> Reply {
+    let carried_out = match serde_json::from_slice(line) {
+        Ok(request) => carry_out(images, request).await,
+        Err(why) => Err(anyhow::anyhow!("cannot understand the request: {why}")),
+    };
+    match carried_out {
+        Ok(value) => Reply::Return(value),
+        Err(why) => error(format!("{why:#}")),
+    }
+}
+
+async fn carry_out(images: &[Served], request: Request) -> Result<Value> {
+    let Served { path, disk } = find(images, request.image())?;
+    let image = path.display();
+    let done = |pause: Pause, what: String| {
+        tracing::info!("{image}: {what}; changes were held off for {:?}", pause.length);
+        pause.length.as_micros().try_into().unwrap_or(u64::MAX)
+    };
+    Ok(match request {
+        Request::List(_) => {
+            let snapshots = disk.snapshots().await?;
+            serde_json::to_value(snapshots.iter().map(Listed::from).collect::<Vec<_>>())?
+        }
+        Request::Create(Named { name, .. }) => {
+            let (snapshot, pause) = disk.create_snapshot(&name).await?;
+            let pause_us = done(pause, format!("took the snapshot {name:?}"));
+            serde_json::to_value(Created { id: snapshot.id, pause_us })?
+        }
+        Request::Apply(Named { name, .. }) => bail!(
+            "{image}: is being served, and its bytes must not change under whoever uses it; stop the \
+             server, then apply {name:?}"
+        ),
+        Request::Delete(Named { name, .. }) => {
+            let pause = disk.delete_snapshot(&name).await?;
+            let pause_us = done(pause, format!("deleted the snapshot {name:?}"));
+            serde_json::to_value(Changed { pause_us })?
+        }
+        Request::Rename(Renamed { name, new_name, .. }) => {
+            let pause = disk.rename_snapshot(&name, &new_name).await?;
+            let pause_us = done(pause, format!("the snapshot {name:?} is {new_name:?} now"));
+            serde_json::to_value(Changed { pause_us })?
+        }
+    })
+}
+
+/// The image that is meant.
+fn find<'a>(images: &'a [Served], wanted: Option<&Path>) -> Result<&'a Served> {
+    let names = || {
+        let paths = images.iter().map(|image| image.path.display().to_string());
+        paths.collect::<Vec<_>>().join(", ")
+    };
+    match (wanted, images) {
+        (None, [only]) => Ok(only),
+        (None, _) => bail!("several images are served; say which: {}", names()),
+        (Some(path), _) => {
+            let found = images.iter().find(|image| image.path == path);
+            found.with_context(|| {
+                format!("{}: is not served here; these are: {}", path.display(), names())
+            })
+        }
+    }
+}

@@ -1,0 +1,92 @@
+//! Snapshots as they are told: to people as a table, to programs with the keys of `qemu-img info`.
+
+use std::time::{Duration, SystemTime};
+
+use blockhouse_disk::Snapshot;
+use serde::{Deserialize, Serialize};
+
+/// A snapshot.
+#[derive(Debug, Deserialize, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub struct Listed {
+    id: String,
+    name: String,
+    vm_state_size: u64,
+    date_sec: u64,
+    date_nsec: u32,
+    vm_clock_sec: u64,
+    vm_clock_nsec: u32,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    icount: Option<u64>,
+}
+
+impl From<&Snapshot> for Listed {
+    fn from(one: &Snapshot) -> Self {
+        Self {
+            id: one.id.clone(),
+            name: one.name.clone(),
+            vm_state_size: one.vm_state_size,
+            date_sec: one.created.as_secs(),
+            date_nsec: one.created.subsec_nanos(),
+            vm_clock_sec: one.vm_clock.as_secs(),
+            vm_clock_nsec: one.vm_clock.subsec_nanos(),
+            icount: one.instruction_count,
+        }
+    }
+}
+
+/// As JSON.
+pub fn as_json(snapshots: &[Listed]) -> String {
+    let value = serde_json::to_value(snapshots).expect("plain values");
+    format!("{value:#}")
+}
+
+/// As a table; nothing where there are none.
+pub fn as_text(snapshots: &[Listed]) -> String {
+    if snapshots.is_empty() {
+        return String::new();
+    }
+    let line = |id: &str, name: &str, state: &str, age: &str, clock: &str| {
+        format!("{id:<9} {name:<24} {state:>14} {age:>12} {clock:>14}")
+    };
+    let heading = line("ID", "NAME", "VM STATE", "AGE", "VM CLOCK");
+    let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
+    let lines = snapshots.iter().map(|one| {
+        let age = age(now.as_secs().saturating_sub(one.date_sec));
+        // Ids and names are anybody's: nothing of them reaches the terminal but text.
+        let [id, name] = [&one.id, &one.name].map(|text| text.escape_debug().to_string());
+        let clock = clock(Duration::new(one.vm_clock_sec, one.vm_clock_nsec));
+        line(&id, &name, &one.vm_state_size.to_string(), &age, &clock)
+    });
+    std::iter::once(heading).chain(lines).collect::<Vec<_>>().join("\n")
+}
+
+/// The two largest units.
+fn age(seconds: u64) -> String {
+    let (minutes, hours, days) = (seconds / 60, seconds / 3600, seconds / 86_400);
+    match () {
+        () if days > 0 => format!("{days} d {} h", hours % 24),
+        () if hours > 0 => format!("{hours} h {} min", minutes % 60),
+        () if minutes > 0 => format!("{minutes} min {} s", seconds % 60),
+        () => format!("{seconds} s"),
+    }
+}
+
+fn clock(clock: Duration) -> String {
+    let (seconds, milliseconds) = (clock.as_secs(), clock.subsec_millis());
+    let (hours, minutes) = (seconds / 3600, seconds / 60 % 60);
+    format!("{hours:02}:{minutes:02}:{:02}.{milliseconds:03}", seconds % 60)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn times_are_told_in_units_that_fit() {
+        assert_eq!(age(59), "59 s");
+        assert_eq!(age(3 * 60 + 4), "3 min 4 s");
+        assert_eq!(age(2 * 86_400 + 5 * 3600 + 9), "2 d 5 h");
+        assert_eq!(clock(Duration::from_millis(3_723_045)), "01:02:03.045");
+    }
+}
