@@ -9,7 +9,7 @@ use std::path::Path;
 use std::process::ExitCode;
 
 use anyhow::Result;
-use blockhouse_disk::{CheckReport, ImageFormat, open_alone, open_storage};
+use blockhouse_disk::{CheckReport, ImageFormat, open_storage, open_tables};
 use blockhouse_engine::{EngineChoice, EventLoop};
 use blockhouse_format::qcow2::{Repair, Repaired, repair};
 use serde_json::json;
@@ -86,7 +86,7 @@ pub fn run(arguments: &Arguments) -> Result<ExitCode> {
 
 async fn look(looked_at: &LookedAt) -> Result<Outcome> {
     // Locked, so that nobody writes until the report is there.
-    let disk = open_alone(&looked_at.image, looked_at.options()).await?;
+    let disk = open_tables(&looked_at.image, looked_at.options()).await?;
     let report = disk.check().await?;
     Ok(report.map_or(Outcome::NotCheckable(disk.format_name()), Outcome::Checked))
 }

@@ -29,7 +29,7 @@ pub struct Arguments {
     format: Option<ImageFormat>,
     /// Options as NAME=VALUE,...; a comma in a value is written twice. Of raw: preallocation. Of
     /// qcow2: cluster_size, compat, refcount_bits, lazy_refcounts, extended_l2, compression_type,
-    /// preallocation, backing_file, backing_fmt.
+    /// preallocation, backing_file, backing_fmt, data_file, data_file_raw.
     #[arg(short, long = "options", value_name = "OPTION=VALUE,...")]
     #[arg(value_parser = create_options::parse)]
     options: Vec<create_options::Settings>,
@@ -89,20 +89,44 @@ pub async fn create_qcow2(image: &Path, options: &qcow2::CreateOptions) -> Resul
     // The name is durable from here on. Until its header is written, the file is empty or starts
     // with zeros, and nobody takes it for an image.
     create_file(image, 0, ImageFormat::Raw).await?;
-    let finish = async {
-        let file = HostFile::open(image, OpenFor::Writing, PageCache::Used)?;
-        qcow2::create(&file, options).await
-    };
-    Ok(finish.await.inspect_err(|_| {
+    let data_path = options.data_file.as_ref().map(|file| beside(image, &file.name));
+    let outcome = fill_qcow2(image, data_path.as_deref(), options).await;
+    Ok(outcome.inspect_err(|_| {
         // The error that counts is the first one.
         let _ = std::fs::remove_file(image);
     })?)
 }
 
+/// Makes the empty file `image` a qcow2 image with a new data file. A data file that could not be
+/// finished is removed.
+async fn fill_qcow2(
+    image: &Path,
+    data: Option<&Path>,
+    options: &qcow2::CreateOptions,
+) -> blockhouse_core::Result<()> {
+    let file = HostFile::open(image, OpenFor::Writing, PageCache::Used)?;
+    let Some(path) = data else {
+        return qcow2::create(&file, options).await;
+    };
+    create_file(path, 0, ImageFormat::Raw).await?;
+    let finish = async {
+        let data = HostFile::open(path, OpenFor::Writing, PageCache::Used)?;
+        qcow2::create_with(&file, Some(&data), options).await
+    };
+    finish.await.inspect_err(|_| {
+        // The error that counts is the first one.
+        let _ = std::fs::remove_file(path);
+    })
+}
+
+/// Where a file is that an image names.
+fn beside(image: &Path, name: &[u8]) -> PathBuf {
+    image.parent().unwrap_or(Path::new("")).join(OsStr::from_bytes(name))
+}
+
 /// An image over a file that cannot be opened as what it is said to be would be of no use.
 async fn check_backing(image: &Path, backing: &Backing) -> Result<()> {
-    let name = OsStr::from_bytes(&backing.name);
-    let path = image.parent().unwrap_or(Path::new("")).join(name);
+    let path = beside(image, &backing.name);
     let format = backing.format.as_deref().map(str::parse).transpose();
     let options = ImageOptions {
         format: format.map_err(anyhow::Error::msg)?,

@@ -1,6 +1,6 @@
 //! The options of new qcow2 images (`create -o NAME=VALUE,...`), with the names of `qemu-img`.
 
-use blockhouse_disk::{Backing, ImageFormat, is_address};
+use blockhouse_disk::{Backing, DataFile, ImageFormat, is_address};
 use blockhouse_format::Fill;
 use blockhouse_format::qcow2::{Compression, CreateOptions, Preallocation, Switch, Version};
 
@@ -27,6 +27,10 @@ pub enum Setting {
     BackingFile(String),
     /// Its format.
     BackingFormat(String),
+    /// The name of the file that holds the guest's data.
+    DataFile(String),
+    /// Whether that reads as the guest's disk.
+    RawDataFile(Switch),
 }
 
 /// What one `-o` says.
@@ -35,7 +39,8 @@ pub struct Settings(pub Vec<Setting>);
 
 /// All names, as listed to users.
 const NAMES: &str = "cluster_size, compat, refcount_bits, lazy_refcounts, extended_l2, \
-                     compression_type, preallocation, backing_file, backing_fmt";
+                     compression_type, preallocation, backing_file, backing_fmt, data_file, \
+                     data_file_raw";
 
 /// Parses `NAME=VALUE,...`; a comma in a value is written twice.
 ///
@@ -111,6 +116,13 @@ fn parse_one(text: &str) -> Result<Setting, String> {
             Ok(_) => Ok(Setting::BackingFormat(value.to_owned())),
             Err(_) => Err(wrong("raw or qcow2")),
         },
+        "data_file" if is_address(value.as_bytes()) => Err(format!(
+            "the data file '{value}' is no file but a server's address; if it is a file, write \
+             './{value}'"
+        )),
+        "data_file" if (1..=1023).contains(&value.len()) => Ok(Setting::DataFile(value.to_owned())),
+        "data_file" => Err("data_file needs a name of 1 to 1023 bytes".to_owned()),
+        "data_file_raw" => switch().map(Setting::RawDataFile),
         _ => Err(format!("there is no option '{name}'; the options are {NAMES}")),
     }
 }
@@ -122,6 +134,7 @@ fn parse_one(text: &str) -> Result<Setting, String> {
 pub fn qcow2(size: u64, settings: Vec<Setting>) -> Result<CreateOptions, String> {
     let mut options = CreateOptions::new(size);
     let (mut backing_file, mut backing_format) = (None, None);
+    let (mut data_file, mut raw) = (None, Switch::Off);
     for setting in settings {
         match setting {
             Setting::ClusterSize(size) => options.cluster_size = size,
@@ -133,6 +146,8 @@ pub fn qcow2(size: u64, settings: Vec<Setting>) -> Result<CreateOptions, String>
             Setting::Preallocation(preallocation) => options.preallocation = preallocation,
             Setting::BackingFile(name) => backing_file = Some(name),
             Setting::BackingFormat(format) => backing_format = Some(format),
+            Setting::DataFile(name) => data_file = Some(name),
+            Setting::RawDataFile(switch) => raw = switch,
         }
     }
     options.backing = match (backing_file, backing_format) {
@@ -146,6 +161,10 @@ pub fn qcow2(size: u64, settings: Vec<Setting>) -> Result<CreateOptions, String>
         (None, Some(_)) => return Err("backing_fmt without backing_file".to_owned()),
         (None, None) => None,
     };
+    if data_file.is_none() && raw == Switch::On {
+        return Err("data_file_raw without data_file".to_owned());
+    }
+    options.data_file = data_file.map(|name| DataFile { name: name.into(), raw });
     Ok(options)
 }
 

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result};
 use blockhouse_core::{Capabilities, ErrorKind, Offload, WriteCache};
-use blockhouse_disk::{Backing, CacheMode, Features, ImageOptions, Locking, open_alone};
+use blockhouse_disk::{Backing, CacheMode, DataFile, Features, ImageOptions, Locking, open_tables};
 use blockhouse_engine::{EngineChoice, EngineReport, EventLoop};
 use blockhouse_format::qcow2::{Compression, Switch, Version};
 use serde_json::{Map, Value, json};
@@ -28,6 +28,7 @@ struct Facts {
     cluster_size: Option<u64>,
     qcow2: Option<Features>,
     backing: Option<Backing>,
+    data_file: Option<DataFile>,
     virtual_size: u64,
     actual_size: u64,
     capabilities: Capabilities,
@@ -42,10 +43,10 @@ pub fn run(arguments: &Arguments) -> Result<()> {
         ImageOptions { cache: CacheMode::None, locking: Locking::None, ..read_only(*format) };
     let mut event_loop = EventLoop::new(EngineChoice::Auto)?;
     let disk = event_loop.block_on(async {
-        match open_alone(image, options).await {
+        match open_tables(image, options).await {
             // Clusters smaller than the host's blocks are served through the page cache only.
             Err(error) if error.kind() == ErrorKind::Unsupported => {
-                open_alone(image, ImageOptions { cache: CacheMode::Writeback, ..options }).await
+                open_tables(image, ImageOptions { cache: CacheMode::Writeback, ..options }).await
             }
             opened => opened,
         }
@@ -57,6 +58,7 @@ pub fn run(arguments: &Arguments) -> Result<()> {
         format: disk.format_name(),
         cluster_size: disk.cluster_size(),
         backing: disk.backing_file().cloned(),
+        data_file: disk.data_file().cloned(),
         virtual_size: disk.size(),
         actual_size: metadata.blocks() * 512,
         capabilities: disk.capabilities(),
@@ -79,6 +81,10 @@ fn as_text(facts: &Facts) -> String {
     ];
     if let Some(size) = facts.cluster_size {
         lines.push(format!("cluster size: {size} bytes"));
+    }
+    if let Some(DataFile { name, raw }) = &facts.data_file {
+        let what = if *raw == Switch::On { "the raw disk" } else { "clusters of the image" };
+        lines.push(format!("data file: {} ({what})", String::from_utf8_lossy(name)));
     }
     if let Some(Backing { name, format }) = &facts.backing {
         let format = format.as_deref().unwrap_or("not stored in the image");
@@ -139,7 +145,12 @@ fn as_json(facts: &Facts) -> String {
         }
     }
     if let Some(qcow2) = &facts.qcow2 {
-        value["format-specific"] = json!({ "type": format, "data": qcow2_data(qcow2) });
+        let mut data = qcow2_data(qcow2);
+        if let Some(DataFile { name, raw }) = &facts.data_file {
+            data.insert("data-file".into(), String::from_utf8_lossy(name).into());
+            data.insert("data-file-raw".into(), (*raw == Switch::On).into());
+        }
+        value["format-specific"] = json!({ "type": format, "data": data });
     }
     format!("{value:#}")
 }

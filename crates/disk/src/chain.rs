@@ -4,7 +4,7 @@
 //! guest could make its raw disk look like an image whose backing file is any file of the host. It is
 //! a file (no address of a server), found from the folder of the image that names it, only read, and
 //! locked against writers. Chains end: a file that comes twice and a chain that is too long are
-//! refused.
+//! refused. A data file goes through the same gate, as raw, and is opened and locked as its image is.
 
 use std::ffi::OsStr;
 use std::os::unix::ffi::OsStrExt;
@@ -13,7 +13,7 @@ use std::sync::Arc;
 
 use blockhouse_core::{Error, ErrorKind, Result, Storage};
 use blockhouse_engine::{HostFile, OpenFor};
-use blockhouse_format::qcow2::Backing;
+use blockhouse_format::qcow2::{Backing, DataFile};
 
 use crate::lock::lock;
 use crate::open::{refuse_disguise, refuse_missing_magic};
@@ -55,8 +55,8 @@ async fn open_with(
     snapshot: Option<&str>,
 ) -> Result<Disk<HostFile>> {
     let (file, identity) = open_file(path, options)?;
-    let mut chain = Chain { files: vec![(path.to_owned(), identity)] };
-    let mut disk = disk_over(file, path, options, snapshot).await?;
+    let mut chain = Chain::from_image(path, identity);
+    let mut disk = chain.with_data(disk_over(file, path, options, snapshot).await?, options)?;
     let mut above = Vec::new();
     while let Some(backing) = disk.backing_file() {
         let (path, format) = chain.next(backing)?;
@@ -65,18 +65,29 @@ async fn open_with(
         // Before it is locked: in a loop the lock would be held by ourselves.
         chain.enter(path.clone(), identity)?;
         let next = disk_over(file, &path, behind, None).await;
-        let next = next.map_err(|error| chain.failed(&error))?;
+        let next = chain.with_data(next.map_err(|error| chain.failed(&error))?, behind)?;
         above.push(std::mem::replace(&mut disk, next));
     }
     Ok(above.into_iter().rfold(disk, |behind, disk| disk.over(Arc::new(behind))))
 }
 
-/// Opens an image without what stands behind it, to ask what it is. What it leaves to a backing file
-/// cannot be read. Needs the loop of the current thread.
+/// Opens an image with its data file, but without what stands behind it. What it leaves to a backing
+/// file cannot be read. Needs the loop of the current thread.
 ///
 /// # Errors
 /// As [`open`].
 pub async fn open_alone(path: &Path, options: ImageOptions) -> Result<Disk<HostFile>> {
+    let (file, identity) = open_file(path, options)?;
+    let mut chain = Chain::from_image(path, identity);
+    chain.with_data(disk_over(file, path, options, None).await?, options)
+}
+
+/// Opens only the file that holds the image's tables, to ask what it is: no guest data of an image with
+/// a data file can be read. Needs the loop of the current thread.
+///
+/// # Errors
+/// As [`open`].
+pub async fn open_tables(path: &Path, options: ImageOptions) -> Result<Disk<HostFile>> {
     let (file, _) = open_file(path, options)?;
     disk_over(file, path, options, None).await
 }
@@ -92,8 +103,8 @@ pub async fn open_with_base(
 ) -> Result<(Disk<HostFile>, Arc<Disk<HostFile>>)> {
     let options = ImageOptions { access: Access::ReadWrite, ..options };
     let (file, identity) = open_file(path, options)?;
-    let chain = Chain { files: vec![(path.to_owned(), identity)] };
-    let disk = disk_over(file, path, options, None).await?;
+    let mut chain = Chain::from_image(path, identity);
+    let disk = chain.with_data(disk_over(file, path, options, None).await?, options)?;
     let Some(backing) = disk.backing_file() else {
         let what = "has no backing file";
         return Err(Error::new(ErrorKind::InvalidInput, what).on(disk.name()));
@@ -172,9 +183,15 @@ async fn disk_over(
 /// The files that are open so far, from the image down.
 struct Chain {
     files: Vec<(PathBuf, Identity)>,
+    /// Those that hold the images' data.
+    data_files: Vec<Identity>,
 }
 
 impl Chain {
+    fn from_image(path: &Path, identity: Identity) -> Self {
+        Self { files: vec![(path.to_owned(), identity)], data_files: Vec::new() }
+    }
+
     /// Where the next file is and what it is to be opened as.
     fn next(&self, backing: &Backing) -> Result<(PathBuf, ImageFormat)> {
         let name = String::from_utf8_lossy(&backing.name);
@@ -201,14 +218,51 @@ impl Chain {
             let what = format!("cannot open its backing file '{name}': {why}");
             Error::new(ErrorKind::Unsupported, what).on(last)
         })?;
+        Ok((self.beside(&backing.name), format))
+    }
+
+    /// Where a file is that the last image names.
+    fn beside(&self, name: &[u8]) -> PathBuf {
         let folder = self.files.last().and_then(|(path, _)| path.parent());
-        let path = folder.unwrap_or(Path::new("")).join(OsStr::from_bytes(&backing.name));
-        Ok((path, format))
+        folder.unwrap_or(Path::new("")).join(OsStr::from_bytes(name))
+    }
+
+    /// The last image with its data file, if it has one: opened and locked as the image is, as raw.
+    fn with_data(&mut self, disk: Disk<HostFile>, options: ImageOptions) -> Result<Disk<HostFile>> {
+        let Some(DataFile { name, .. }) = disk.data_file() else { return Ok(disk) };
+        let last = self.last();
+        if is_address(name) {
+            let name = String::from_utf8_lossy(name);
+            let what = format!("its data file '{name}' is no file but a server's address");
+            return Err(Error::new(ErrorKind::Unsupported, what)
+                .on(last)
+                .hint("only files can hold an image's data"));
+        }
+        let path = self.beside(name);
+        let failed = |error: Error| {
+            Error::new(error.kind(), format!("cannot open the data file of {last}: {error}"))
+        };
+        let (file, identity) = open_file(&path, options).map_err(failed)?;
+        // Before it is locked: the lock of an image that is its own data file would be ours.
+        if self.files.iter().any(|(_, one)| *one == identity) || self.data_files.contains(&identity)
+        {
+            let what = format!("its data file {} is a file of its own chain", path.display());
+            return Err(Error::new(ErrorKind::Corrupt, what)
+                .on(last)
+                .hint("restore the image: tables and data are different files"));
+        }
+        if options.locking == Locking::Held {
+            lock(&file, options.access).map_err(failed)?;
+        }
+        // Known to those that follow, without being one of the images.
+        self.data_files.push(identity);
+        disk.with_data(file)
     }
 
     /// Adds a file that was just opened.
     fn enter(&mut self, path: PathBuf, identity: Identity) -> Result<()> {
-        let is_there = self.files.iter().any(|(_, one)| *one == identity);
+        let is_there = self.files.iter().any(|(_, one)| *one == identity)
+            || self.data_files.contains(&identity);
         self.files.push((path, identity));
         if !is_there {
             return Ok(());
@@ -257,7 +311,7 @@ mod tests {
 
     fn chain(count: u64) -> Chain {
         let file = |index| (PathBuf::from(format!("folder/{index}.qcow2")), (1, index));
-        Chain { files: (0..count).map(file).collect() }
+        Chain { files: (0..count).map(file).collect(), data_files: Vec::new() }
     }
 
     fn backing(name: &str, format: Option<&str>) -> Backing {

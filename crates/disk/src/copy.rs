@@ -54,7 +54,7 @@ impl<S: Storage> Disk<S> {
             return extent.settle(Err(error), durability).await;
         }
         let (head, tail) = around.lend(&mut buffer);
-        let all = head.followed_by(from).followed_by(tail);
+        let all = self.format.filling(head.followed_by(from).followed_by(tail));
         let start = host - around.head.length();
         extent.set_moving();
         let outcome = self.storage().write(start, all, durability).await;
@@ -84,7 +84,7 @@ impl<S: Storage> Disk<S> {
         if from.is_empty() {
             return Ok(());
         }
-        self.storage().write(host, from, Durability::None).await
+        self.storage().write(host, self.format.filling(from), Durability::None).await
     }
 
     async fn read_around(&self, around: &Around, buffer: &mut ClusterBuffer<'_>) -> Result<()> {

@@ -9,7 +9,7 @@ use blockhouse_core::{
     Alignment, ByteRange, Capabilities, Durability, Effort, Error, ErrorKind, IoVector, Offload,
     Request, Result, Storage, Sync, Unmap, WriteCache,
 };
-use blockhouse_format::qcow2::{self, Backing, CheckReport, Features, Qcow2};
+use blockhouse_format::qcow2::{self, Backing, CheckReport, DataFile, Features, Qcow2};
 use blockhouse_format::{BlockStatus, Format, Raw};
 
 use crate::clusters::ClusterBuffers;
@@ -117,7 +117,8 @@ impl<S: Storage> Disk<S> {
     }
 
     /// A disk over a qcow2 image. One that names a [`backing_file`](Self::backing_file) is not
-    /// complete before [`over`](Self::over).
+    /// complete before [`over`](Self::over), one with a [`data_file`](Self::data_file) before
+    /// [`with_data`](Self::with_data).
     ///
     /// # Errors
     /// What [`Qcow2::open`] answers.
@@ -153,7 +154,7 @@ impl<S: Storage> Disk<S> {
     }
 
     fn new(format: Format<Generations<S>>, options: Options) -> Self {
-        let alignment = format.storage().capabilities().alignment;
+        let alignment = format.data().capabilities().alignment;
         let cluster_size = match &format {
             Format::Raw(_) => u64::from(alignment.offset),
             Format::Qcow2(image) => image.cluster_size(),
@@ -172,6 +173,27 @@ impl<S: Storage> Disk<S> {
         }
     }
 
+    /// The same disk with its data file, before anything is read or written.
+    ///
+    /// # Errors
+    /// `InvalidInput` where it has none; `Unsupported` when its clusters are smaller than the blocks of
+    /// `data`.
+    pub fn with_data(self, data: S) -> Result<Self> {
+        let options = self.options;
+        let format = match self.format {
+            Format::Qcow2(image) => {
+                let data = Generations::new(data, options.flush);
+                Format::Qcow2(Box::new(image.with_data(data)?))
+            }
+            Format::Raw(raw) => {
+                let what = "raw images have no data file";
+                let name = raw.storage().name();
+                return Err(Error::new(ErrorKind::InvalidInput, what).on(name));
+            }
+        };
+        Ok(Self::new(format, options))
+    }
+
     /// The same disk with `backing` behind it: what the image does not have is read from there, and
     /// past its end as zeros.
     #[must_use]
@@ -184,6 +206,14 @@ impl<S: Storage> Disk<S> {
         match &self.format {
             Format::Raw(_) => None,
             Format::Qcow2(image) => image.backing(),
+        }
+    }
+
+    /// What the image says of the file that holds the guest's data, if that is another one.
+    pub fn data_file(&self) -> Option<&DataFile> {
+        match &self.format {
+            Format::Raw(_) => None,
+            Format::Qcow2(image) => image.data_file(),
         }
     }
 
@@ -244,7 +274,7 @@ impl<S: Storage> Disk<S> {
     /// What an export may advertise: the storage's capabilities as changed by the options. Zero
     /// writes always work; the capability says whether they are quick.
     pub fn capabilities(&self) -> Capabilities {
-        let mut capabilities = self.format.storage().capabilities();
+        let mut capabilities = self.storage().capabilities();
         if let Format::Qcow2(_) = self.format {
             // Tables are written when a flush asks for it, and clusters can always be given back.
             capabilities.write_cache = WriteCache::Volatile;
@@ -261,7 +291,11 @@ impl<S: Storage> Disk<S> {
 
     /// The counters.
     pub fn stats(&self) -> Counters {
-        self.stats.read(&self.format.storage().stats)
+        let (image, data) = (self.format.storage(), self.format.data());
+        if std::ptr::eq(image, data) {
+            return self.stats.read(&[&image.stats]);
+        }
+        self.stats.read(&[&image.stats, &data.stats])
     }
 
     /// Carries out one request.

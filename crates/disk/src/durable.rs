@@ -116,7 +116,8 @@ impl<S: Storage> Disk<S> {
             Debt::Tables => {
                 self.format.persist().await?;
                 // Where there was nothing to write, nobody has looked yet.
-                self.storage().check_failure()
+                self.storage().check_failure()?;
+                self.format.storage().check_failure()
             }
             Debt::Flush(sync) => self.format.flush(sync).await,
         }

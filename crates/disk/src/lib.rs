@@ -37,8 +37,12 @@ mod vmstate;
 mod zero;
 
 pub use blockhouse_format::BlockStatus;
-pub use blockhouse_format::qcow2::{Backing, CheckReport, Compression, Features, Snapshot};
-pub use chain::{is_address, open, open_alone, open_snapshot, open_storage, open_with_base};
+pub use blockhouse_format::qcow2::{
+    Backing, CheckReport, Compression, DataFile, Features, Snapshot,
+};
+pub use chain::{
+    is_address, open, open_alone, open_snapshot, open_storage, open_tables, open_with_base,
+};
 pub use compare::{Comparing, first_status_difference};
 pub use convert::{Before, CopyOptions, CopyProgress, Copying, Packing};
 pub use disk::{Access, DetectZeroes, Discard, Disk, FlushPolicy, Options};

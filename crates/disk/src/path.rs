@@ -164,8 +164,9 @@ impl<S: Storage> Disk<S> {
         Error::new(ErrorKind::Corrupt, what).on(self.name()).at(extent.guest.offset())
     }
 
+    /// Where the guest's data is.
     pub(crate) fn storage(&self) -> &Generations<S> {
-        self.format.storage()
+        self.format.data()
     }
 
     pub(crate) fn fua(&self) -> Fua {

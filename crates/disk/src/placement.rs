@@ -99,7 +99,7 @@ async fn qcow2_content<S: Storage>(
     state: ExtentState,
 ) -> Result<(ByteRange, Content)> {
     Ok(match state {
-        ExtentState::Mapped { host } => written(image.storage(), guest, host).await?,
+        ExtentState::Mapped { host } => written(image.data(), guest, host).await?,
         ExtentState::Compressed { .. } => (guest, Content::Compressed),
         ExtentState::Zero => {
             let (host, length) = image.kept_place(guest).await?;

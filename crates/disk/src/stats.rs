@@ -132,7 +132,11 @@ impl Stats {
         self.shard().unpacked.add(1);
     }
 
-    pub(crate) fn read(&self, flushes: &FlushStats) -> Counters {
+    /// With the flushes of all storages.
+    pub(crate) fn read(&self, storages: &[&FlushStats]) -> Counters {
+        let flushes = |counter: fn(&FlushStats) -> &Counter| -> u64 {
+            storages.iter().map(|flushes| counter(flushes).get()).sum()
+        };
         let sum = |counter: fn(&Shard) -> &Counter| -> u64 {
             self.shards.iter().map(|shard| counter(shard).get()).sum()
         };
@@ -149,10 +153,10 @@ impl Stats {
             in_flight: sum(|shard| &shard.started).saturating_sub(ended),
             bounced: sum(|shard| &shard.bounced),
             unpacked: sum(|shard| &shard.unpacked),
-            durable_writes: flushes.durable_writes.get(),
-            flushes_issued: flushes.issued.get(),
-            flushes_skipped: flushes.skipped.get(),
-            flushes_shared: flushes.shared.get(),
+            durable_writes: flushes(|one| &one.durable_writes),
+            flushes_issued: flushes(|one| &one.issued),
+            flushes_skipped: flushes(|one| &one.skipped),
+            flushes_shared: flushes(|one| &one.shared),
         }
     }
 

@@ -30,6 +30,10 @@ impl<S: Storage> Served<S> {
 }
 
 impl<S: Storage> Subject for Served<S> {
+    fn others(&self) -> Vec<SimDisk> {
+        Vec::new()
+    }
+
     fn submit(&self, request: Request) -> impl Future<Output = Result<()>> {
         self.disk.submit(request)
     }

@@ -63,3 +63,18 @@ fn crash_at_every_point_with_subclusters() {
     let least = Least { seeds: 300, crashes: 10_000, shown_to_qemu: 60 };
     crash_at_every_point("crash_at_every_point_with_subclusters", Kind::Subclusters, &JURY, least);
 }
+
+#[test]
+fn crash_at_every_point_with_a_data_file() {
+    static JURY: Jury = Jury::for_one_in(150);
+    let least = Least { seeds: 400, crashes: 15_000, shown_to_qemu: 60 };
+    crash_at_every_point("crash_at_every_point_with_a_data_file", Kind::DataFile, &JURY, least);
+}
+
+#[test]
+fn crash_at_every_point_with_a_raw_data_file() {
+    static JURY: Jury = Jury::for_one_in(150);
+    let least = Least { seeds: 300, crashes: 10_000, shown_to_qemu: 50 };
+    let test = "crash_at_every_point_with_a_raw_data_file";
+    crash_at_every_point(test, Kind::RawDataFile, &JURY, least);
+}

@@ -282,8 +282,8 @@ fn run_case(config: Config, make: &Make, events: &[Event]) -> Result<(), TestCas
     });
     prop_assert_eq!((report.corruptions, report.leaks), (0, 0), "{:?}", report.problems);
     let content = bench.storage.content();
-    JURY.ask(&content, bench.base.as_deref(), Left::Closed, &bench.flat)
-        .map_err(TestCaseError::fail)
+    let base = bench.base.as_deref().map(|base| ("base", base));
+    JURY.ask(&content, base, Left::Closed, &bench.flat).map_err(TestCaseError::fail)
 }
 
 #[test]

@@ -6,7 +6,7 @@
 //! together only where they need no space of their own.
 
 use blockhouse_core::{
-    ByteRange, Durability, Error, ErrorKind, Extent, Result, Storage, Sync, Unmap,
+    ByteRange, Durability, Error, ErrorKind, Extent, IoVector, Result, Storage, Sync, Unmap,
 };
 
 use crate::qcow2::{Backing, Hold};
@@ -93,11 +93,29 @@ impl<S: Storage> Format<S> {
         }
     }
 
-    /// Where the host offsets of extents point to.
+    /// The image itself.
     pub fn storage(&self) -> &S {
         match self {
             Self::Raw(raw) => raw.storage(),
             Self::Qcow2(qcow2) => qcow2.storage(),
+        }
+    }
+
+    /// Where the host offsets of extents point to: the image, or its data file.
+    pub fn data(&self) -> &S {
+        match self {
+            Self::Raw(raw) => raw.storage(),
+            Self::Qcow2(qcow2) => qcow2.data(),
+        }
+    }
+
+    /// Memory that a write takes more from than the guest gave, for an extent whose `whole` is more than
+    /// its own bytes: the format knows when the write has ended, also when nobody waits for it.
+    #[must_use]
+    pub fn filling(&self, from: IoVector) -> IoVector {
+        match self {
+            Self::Raw(_) => from,
+            Self::Qcow2(qcow2) => qcow2.filling(from),
         }
     }
 

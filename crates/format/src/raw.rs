@@ -33,7 +33,8 @@ impl<S: Storage> Raw<S> {
         self.storage.size()
     }
 
-    pub(crate) fn storage(&self) -> &S {
+    /// The image.
+    pub fn storage(&self) -> &S {
         &self.storage
     }
 

@@ -35,6 +35,9 @@ pub trait Subject: 'static {
     /// Brings everything to a durable end: nothing is asked any more.
     fn close(&self) -> impl Future<Output = Result<()>>;
 
+    /// The disks that it uses besides the one that it was built on, and that crash at the same moment.
+    fn others(&self) -> Vec<SimDisk>;
+
     /// The guest's bytes as found in `image`, which was left behind as `left` says.
     fn recover(&self, image: Vec<u8>, left: Left) -> std::result::Result<Vec<u8>, String>;
 }
@@ -183,6 +186,7 @@ pub fn explore_image<T: Subject>(
     });
     if world.may_fail {
         add_faults(&disk, &mut random);
+        world.subject.others().iter().for_each(|disk| add_faults(disk, &mut random));
     }
     let mut tasks: Vec<_> = (0..random.usize(1..=workload.tasks))
         .map(|_| {
@@ -254,15 +258,18 @@ impl<T: Subject> World<T> {
     /// Runs to the end and crashes after every step that might matter.
     fn crash_everywhere(&self, disk: &SimDisk, random: &mut Rng) -> Result<(), String> {
         let mut last = None;
+        let others = self.subject.others();
         while self.sim.step() {
             let mut state = self.state.borrow_mut();
             if let Some(violation) = state.violation.take() {
                 return Err(violation);
             }
-            let moment = (disk.counts(), state.report.requests + state.report.given_up);
-            if last.replace(moment) == Some(moment) {
+            let counts: Vec<_> = others.iter().map(SimDisk::counts).collect();
+            let moment = (disk.counts(), counts, state.report.requests + state.report.given_up);
+            if last.as_ref() == Some(&moment) {
                 continue;
             }
+            last = Some(moment);
             let found = self.subject.recover(disk.crash(random), Left::Crashed)?;
             state.model.check_crash(&found)?;
             state.report.crashes += 1;
@@ -276,6 +283,7 @@ impl<T: Subject> World<T> {
             return Ok(());
         }
         disk.clear_faults();
+        self.subject.others().iter().for_each(SimDisk::clear_faults);
         let world = Rc::clone(self);
         let outcome = self.sim.block_on(async move { world.subject.close().await });
         outcome.map_err(|error| format!("closing failed: {error:?}"))?;

@@ -145,6 +145,10 @@ impl Plain {
 }
 
 impl Subject for Plain {
+    fn others(&self) -> Vec<SimDisk> {
+        Vec::new()
+    }
+
     async fn submit(&self, request: Request) -> Result<()> {
         if self.flaw == Flaw::Stuck && matches!(request, Request::Flush) {
             return std::future::pending().await;

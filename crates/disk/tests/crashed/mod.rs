@@ -12,7 +12,7 @@ use std::sync::Arc;
 
 use blockhouse_core::{Alignment, Buffer, Durability, Fua, Request, Result, Storage};
 use blockhouse_disk::{Access, Disk, Options};
-use blockhouse_format::qcow2::{self, Backing, CreateOptions, Qcow2, Switch, Version};
+use blockhouse_format::qcow2::{self, Backing, CreateOptions, DataFile, Qcow2, Switch, Version};
 use blockhouse_sim::{Config, Left, Report, Rng, Sim, SimDisk, Subject, Workload, explore_image};
 use qemu::Jury;
 
@@ -28,6 +28,16 @@ pub enum Kind {
     Backed,
     /// Clusters of 32 subclusters.
     Subclusters,
+    /// The guest's data is in a file of its own, which crashes with the image.
+    DataFile,
+    /// The same, and that file is the raw disk.
+    RawDataFile,
+}
+
+impl Kind {
+    fn has_data_file(self) -> bool {
+        matches!(self, Self::DataFile | Self::RawDataFile)
+    }
 }
 
 /// A disk over a qcow2 image, as exports see it.
@@ -35,6 +45,8 @@ struct Served<'a, S: Storage> {
     disk: Disk<S>,
     least: Durability,
     base: Option<Vec<u8>>,
+    data: Option<SimDisk>,
+    kind: Kind,
     jury: &'a Jury,
     random: RefCell<Rng>,
 }
@@ -44,8 +56,17 @@ fn plain_config() -> Config {
     Config { alignment: Alignment::BYTE, fua: Fua::Emulated, ..Config::default() }
 }
 
-async fn open<S: Storage>(storage: S, base: Option<S>, options: Options) -> Result<Disk<S>> {
+async fn open<S: Storage>(
+    storage: S,
+    base: Option<S>,
+    data: Option<S>,
+    options: Options,
+) -> Result<Disk<S>> {
     let disk = Disk::qcow2(storage, options).await?;
+    let disk = match data {
+        Some(data) => disk.with_data(data)?,
+        None => disk,
+    };
     let behind = Options { access: Access::ReadOnly, ..Options::default() };
     Ok(match base {
         Some(base) => disk.over(Arc::new(Disk::raw(base, behind)?)),
@@ -68,29 +89,41 @@ fn options_of(kind: Kind, size: u64, block: u32, random: &mut Rng) -> CreateOpti
         lazy_refcounts: switch(kind == Kind::Lazy),
         extended_l2: switch(kind == Kind::Subclusters),
         backing: (kind == Kind::Backed).then_some(backing),
+        data_file: kind
+            .has_data_file()
+            .then(|| DataFile { name: b"data".to_vec(), raw: switch(kind == Kind::RawDataFile) }),
         ..CreateOptions::new(size)
     }
 }
 
-/// An image with that content, or over a file with that content.
-fn image_of(content: &[u8], kind: Kind, block: u32, random: &mut Rng) -> Vec<u8> {
+/// An image with that content, or over a file with that content; and its data file.
+fn image_of(
+    content: &[u8],
+    kind: Kind,
+    block: u32,
+    random: &mut Rng,
+) -> (Vec<u8>, Option<Vec<u8>>) {
     let options = options_of(kind, content.len() as u64, block, random);
     let sim = Sim::new(random.u64(..));
     let storage = SimDisk::new(&sim, plain_config(), Vec::new());
+    let data = kind.has_data_file().then(|| SimDisk::new(&sim, plain_config(), Vec::new()));
     let (target, content) = (storage.clone(), content.to_vec());
+    let target_data = data.clone();
     sim.block_on(async move {
-        qcow2::create(&target, &options).await.expect("a new image");
+        let created = qcow2::create_with(&target, target_data.as_ref(), &options).await;
+        created.expect("a new image");
         if options.backing.is_some() {
             return;
         }
-        let disk = open(target, None, Options::default()).await.expect("the new image");
+        let disk = open(target, None, target_data, Options::default()).await;
+        let disk = disk.expect("the new image");
         let mut buffer = Buffer::new(content.len());
         buffer.bytes_mut().copy_from_slice(&content);
         let (from, durability) = (buffer.lend(), Durability::None);
         disk.submit(Request::Write { offset: 0, from, durability }).await.expect("room");
         disk.close().await.expect("no failure");
     });
-    storage.content()
+    (storage.content(), data.map(|data| data.content()))
 }
 
 impl<S: Storage + 'static> Subject for Served<'static, S> {
@@ -110,16 +143,22 @@ impl<S: Storage + 'static> Subject for Served<'static, S> {
         self.disk.close()
     }
 
+    fn others(&self) -> Vec<SimDisk> {
+        self.data.iter().cloned().collect()
+    }
+
     fn recover(&self, image: Vec<u8>, left: Left) -> std::result::Result<Vec<u8>, String> {
         let sim = Sim::new(0);
         let base = self.base.as_deref();
         let storage = SimDisk::new(&sim, plain_config(), image.clone());
         let behind = base.map(|base| SimDisk::new(&sim, plain_config(), base.to_vec()));
         let mut random = self.random.borrow_mut();
+        let data = self.data.as_ref().map(|data| data.crash(&mut random));
+        let with = data.as_ref().map(|data| SimDisk::new(&sim, plain_config(), data.clone()));
         let goes_on = (random.u8(..16) == 0).then(|| random.u64(..));
         let found = sim.block_on(async move {
             check(&storage, left).await?;
-            let disk = open(storage.clone(), behind, Options::default()).await;
+            let disk = open(storage.clone(), behind, with, Options::default()).await;
             let disk = disk.map_err(|error| format!("cannot be opened again: {error}"))?;
             let bytes = read_all(&disk).await?;
             if let Some(number) = goes_on {
@@ -129,7 +168,15 @@ impl<S: Storage + 'static> Subject for Served<'static, S> {
             Ok::<_, String>(bytes)
         })?;
         if random.u32(..).is_multiple_of(self.jury.one_in()) {
-            self.jury.ask(&image, base, left, &found)?;
+            let beside = base.map(|base| ("base", base));
+            let beside = beside.or(data.as_deref().map(|data| ("data", data)));
+            self.jury.ask(&image, beside, left, &found)?;
+        }
+        if self.kind == Kind::RawDataFile
+            && left == Left::Closed
+            && data.is_none_or(|data| data[..found.len()] != found)
+        {
+            return Err("the data file is not the raw disk".to_owned());
         }
         Ok(found)
     }
@@ -183,8 +230,10 @@ pub fn explore_kind<S: Storage + 'static>(
     wrap: impl Fn(SimDisk) -> S,
 ) -> std::result::Result<Report, String> {
     let base = RefCell::new(None);
+    let data = RefCell::new(None);
     let encode = |config: &Config, content: Vec<u8>, random: &mut Rng| {
-        let image = image_of(&content, kind, config.alignment.offset, random);
+        let (image, content_beside) = image_of(&content, kind, config.alignment.offset, random);
+        *data.borrow_mut() = content_beside.map(|content| (config.clone(), content));
         *base.borrow_mut() = (kind == Kind::Backed).then_some(content);
         image
     };
@@ -193,9 +242,11 @@ pub fn explore_kind<S: Storage + 'static>(
         let options = Options { durability: least, ..Options::default() };
         let base = base.borrow_mut().take();
         let behind = base.clone().map(|base| SimDisk::new(sim, plain_config(), base));
-        let opened = open(wrap(storage), behind.map(&wrap), options);
+        let data = data.borrow_mut().take();
+        let data = data.map(|(config, content)| SimDisk::new(sim, config, content));
+        let opened = open(wrap(storage), behind.map(&wrap), data.clone().map(&wrap), options);
         let disk = sim.block_on(opened).expect("a good image");
-        Served { disk, least, base, jury, random: RefCell::new(random.fork()) }
+        Served { disk, least, base, data, kind, jury, random: RefCell::new(random.fork()) }
     };
     let sectors = if kind == Kind::Subclusters { 120 } else { 40 };
     explore_image(seed, &Workload { sectors, ..Workload::default() }, encode, build)

@@ -46,11 +46,11 @@ impl Jury {
         self.asked.load(Ordering::Relaxed)
     }
 
-    /// The image has to be without errors and to hold those bytes.
+    /// The image has to be without errors and to hold those bytes. It may name one file `beside` it.
     pub fn ask(
         &self,
         image: &[u8],
-        base: Option<&[u8]>,
+        beside: Option<(&str, &[u8])>,
         left: Left,
         content: &[u8],
     ) -> Result<(), String> {
@@ -66,8 +66,8 @@ impl Jury {
         };
         let path = file("image.qcow2", image);
         let flat = file("flat", content);
-        if let Some(base) = base {
-            file("base", base);
+        if let Some((name, bytes)) = beside {
+            file(name, bytes);
         }
         if is_dirty(image) {
             // It says itself that its refcounts are late: QEMU has to be able to make them anew.
@@ -76,7 +76,8 @@ impl Jury {
         let allowed: &[i32] = if left == Left::Crashed { &[0, 3] } else { &[0] };
         expect(&check(&path, &[]), allowed, "qemu-img check")?;
         let words = ["compare", "-f", "qcow2", "-F", "raw"].map(OsStr::new);
-        let compared = qemu_img(words.into_iter().chain([path.as_os_str(), flat.as_os_str()]));
+        let compared = words.into_iter().chain([path.as_os_str(), flat.as_os_str()]);
+        let compared = qemu_img(&path, compared);
         expect(&compared, &[0], "qemu-img compare with what we read")
     }
 }
@@ -88,11 +89,14 @@ fn is_dirty(image: &[u8]) -> bool {
 
 fn check(image: &Path, how: &[&str]) -> Output {
     let words = ["check", "-f", "qcow2"].iter().chain(how).map(OsStr::new);
-    qemu_img(words.chain([image.as_os_str()]))
+    qemu_img(image, words.chain([image.as_os_str()]))
 }
 
-fn qemu_img<'a>(arguments: impl Iterator<Item = &'a OsStr>) -> Output {
-    Command::new("qemu-img").args(arguments).output().expect("qemu-img")
+/// Runs in the image's folder: that is where QEMU looks for a data file.
+fn qemu_img<'a>(image: &Path, arguments: impl Iterator<Item = &'a OsStr>) -> Output {
+    let folder = image.parent().expect("a folder");
+    let mut command = Command::new("qemu-img");
+    command.current_dir(folder).args(arguments).output().expect("qemu-img")
 }
 
 fn expect(output: &Output, allowed: &[i32], what: &str) -> Result<(), String> {

@@ -121,24 +121,38 @@ impl<S: Storage> Ownership<'_, S> {
     async fn check(&self, references: &mut References<'_, S>) -> Result<()> {
         let bytes = self.header.l1_entries as usize * 8;
         let l1 = table_io::read(self.storage, self.header.l1_offset, bytes).await?;
-        for word in table_io::words_of(&l1) {
+        for (index, word) in (0..).zip(table_io::words_of(&l1)) {
             let Ok(Some(table)) = entry::l1_reference(word, self.header.geometry) else { continue };
             self.compare("L2 table", table, references);
             if table.offset < self.storage.size() {
-                self.check_l2(table.offset, references).await?;
+                self.check_l2(table.offset, index, references).await?;
             }
         }
         Ok(())
     }
 
-    async fn check_l2(&self, offset: u64, references: &mut References<'_, S>) -> Result<()> {
+    async fn check_l2(
+        &self,
+        offset: u64,
+        l1_index: u64,
+        references: &mut References<'_, S>,
+    ) -> Result<()> {
         let geometry = self.header.geometry;
+        let first = l1_index * geometry.l2_entries();
         let table = table_io::read(self.storage, offset, geometry.cluster_size() as usize).await?;
         for index in 0..geometry.l2_entries() as usize {
             if let Ok(Entry::Standard { place: Some(place), .. }) =
                 Entry::read(&table, index, geometry)
             {
-                self.compare("cluster", place, references);
+                let guest = geometry.offset_of(first + index as u64);
+                if !geometry.has_data_file {
+                    self.compare("cluster", place, references);
+                } else if place.offset != guest {
+                    let offset = place.offset;
+                    let what =
+                        format!("the guest's offset {guest} lies at {offset} of the data file");
+                    references.problem(what);
+                }
             }
         }
         Ok(())

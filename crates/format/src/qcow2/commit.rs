@@ -102,6 +102,10 @@ impl State {
     /// Counts down what the old entry referred to and the new one does not.
     pub(crate) fn retire_entry(&mut self, old: Entry, new: Entry, punch: Punch) {
         let geometry = self.geometry;
+        // In a data file each cluster has one place, which nobody else can have.
+        if geometry.has_data_file {
+            return;
+        }
         match old {
             // Others may have data in the same clusters, so they are never punched.
             Entry::Compressed(place) => self.retire(place.host_clusters(geometry), Punch::No),

@@ -2,13 +2,13 @@
 //!
 //! The header is written last, after everything else is durable: until then the file is no image.
 
-use blockhouse_core::{Durability, Error, ErrorKind, Result, Storage, Sync};
+use blockhouse_core::{ByteRange, Durability, Error, ErrorKind, Result, Storage, Sync};
 
 use super::entry::{Entry, Reference, l1_word};
-use super::extensions::{BACKING_FORMAT, Extension};
+use super::extensions::{self, BACKING_FORMAT, Extension};
 use super::geometry::{Geometry, MOST_OFFSET};
-use super::header::{Header, Incompatible, LAZY_REFCOUNTS, LENGTH_2, LENGTH_3};
-use super::{Backing, Compression, refcount, table_io};
+use super::header::{Header, Incompatible, LAZY_REFCOUNTS, LENGTH_2, LENGTH_3, RAW_DATA_FILE};
+use super::{Backing, Compression, DataFile, refcount, table_io};
 use crate::{Fill, preallocate};
 
 /// Which revision of the format a new image has.
@@ -64,6 +64,9 @@ pub struct CreateOptions {
     pub compression: Compression,
     /// The file behind the image.
     pub backing: Option<Backing>,
+    /// The file that holds the guest's clusters, if not the image. One that is the raw disk has a place
+    /// for every cluster from the first.
+    pub data_file: Option<DataFile>,
     /// What is allocated at once.
     pub preallocation: Preallocation,
 }
@@ -80,6 +83,7 @@ impl CreateOptions {
             extended_l2: Switch::Off,
             compression: Compression::Zlib,
             backing: None,
+            data_file: None,
             preallocation: Preallocation::Off,
         }
     }
@@ -109,6 +113,7 @@ impl CreateOptions {
         if self.extended_l2 == Switch::On && self.cluster_size < 16 << 10 {
             return Err("subclusters need clusters of 16 KiB or more".into());
         }
+        self.check_data_file()?;
         match &self.backing {
             Some(backing) if backing.name.is_empty() || backing.name.len() > 1023 => {
                 Err("the name of the backing file must have 1 to 1023 bytes".into())
@@ -120,12 +125,42 @@ impl CreateOptions {
         }
     }
 
+    fn check_data_file(&self) -> Result<(), String> {
+        let Some(file) = &self.data_file else { return Ok(()) };
+        if self.version == Version::V2 {
+            return Err("version 2 (compat 0.10) has no data file".into());
+        }
+        if file.name.is_empty() || file.name.len() > 1023 {
+            return Err("the name of the data file must have 1 to 1023 bytes".into());
+        }
+        if file.raw == Switch::On && self.backing.is_some() {
+            return Err("a data file that is the raw disk has no backing file".into());
+        }
+        Ok(())
+    }
+
+    /// Whether there is a place for every cluster from the first.
+    fn has_places(&self) -> bool {
+        let is_raw = self.data_file.as_ref().is_some_and(|file| file.raw == Switch::On);
+        is_raw || self.preallocation != Preallocation::Off
+    }
+
+    /// What preallocation wants of the place of the guest's data.
+    async fn fill<S: Storage>(&self, storage: &S, place: ByteRange) -> Result<()> {
+        match self.preallocation {
+            Preallocation::Off | Preallocation::Metadata => Ok(()),
+            Preallocation::Falloc => preallocate(storage, place, Fill::Reserve).await,
+            Preallocation::Full => preallocate(storage, place, Fill::Write).await,
+        }
+    }
+
     fn geometry(&self) -> Geometry {
         Geometry {
             version: if self.version == Version::V2 { 2 } else { 3 },
             cluster_bits: self.cluster_size.trailing_zeros(),
             refcount_order: self.refcount_bits.trailing_zeros(),
             extended_l2: self.extended_l2 == Switch::On,
+            has_data_file: self.data_file.is_some(),
         }
     }
 }
@@ -143,11 +178,10 @@ struct Layout {
 impl Layout {
     fn of(options: &CreateOptions, geometry: Geometry) -> Self {
         let l1_entries = geometry.l1_entries_for(options.size);
-        let (l2, data) = match options.preallocation {
-            Preallocation::Off => (0, 0),
-            Preallocation::Metadata | Preallocation::Falloc | Preallocation::Full => {
-                (l1_entries, geometry.clusters_for(options.size))
-            }
+        let (l2, data) = match (options.has_places(), geometry.has_data_file) {
+            (false, _) => (0, 0),
+            (true, false) => (l1_entries, geometry.clusters_for(options.size)),
+            (true, true) => (l1_entries, 0),
         };
         let l1 = geometry.clusters_for(l1_entries * 8);
         let mut layout = Self { refcount_table: 1, refcount_blocks: 1, l1, l2, data };
@@ -186,13 +220,30 @@ impl Layout {
 /// Makes an image in `storage`, durably. What was in it is lost.
 ///
 /// # Errors
-/// `InvalidInput` for options that contradict each other or the format; or what the storage answers.
+/// `InvalidInput` for options that contradict each other or the format, or that name a data file; or
+/// what the storage answers.
 pub async fn create<S: Storage>(storage: &S, options: &CreateOptions) -> Result<()> {
+    create_with(storage, None, options).await
+}
+
+/// As [`create`], with the data file that the options name: `data` is empty and becomes as long as the
+/// disk.
+///
+/// # Errors
+/// As there.
+pub async fn create_with<S: Storage>(
+    storage: &S,
+    data: Option<&S>,
+    options: &CreateOptions,
+) -> Result<()> {
     let invalid = |what| {
         Error::new(ErrorKind::InvalidInput, format!("cannot create the image: {what}"))
             .on(storage.name())
     };
     options.check().map_err(invalid)?;
+    if data.is_some() != options.data_file.is_some() {
+        return Err(invalid("a data file goes with its name".into()));
+    }
     let block = storage.capabilities().alignment.offset;
     if options.cluster_size < u64::from(block) {
         return Err(invalid(format!("clusters are smaller than the storage's blocks of {block}")));
@@ -211,7 +262,7 @@ pub async fn create<S: Storage>(storage: &S, options: &CreateOptions) -> Result<
     let header = new_header(options, geometry, &layout);
     let header_bytes = header
         .to_bytes()
-        .ok_or_else(|| invalid("the backing file's name does not fit into a cluster".into()))?;
+        .ok_or_else(|| invalid("the names of other files do not fit into a cluster".into()))?;
     let maker = Maker { storage, geometry, layout };
     // An image that was here before must not be found half overwritten.
     maker.write_cluster(0, Vec::new()).await?;
@@ -220,11 +271,14 @@ pub async fn create<S: Storage>(storage: &S, options: &CreateOptions) -> Result<
     if storage.size() < offset_of(maker.layout.end()) {
         storage.resize(offset_of(maker.layout.end())).await?;
     }
-    let data = geometry.bytes_of(maker.layout.data_start()..maker.layout.end());
-    match options.preallocation {
-        Preallocation::Off | Preallocation::Metadata => {}
-        Preallocation::Falloc => preallocate(storage, data, Fill::Reserve).await?,
-        Preallocation::Full => preallocate(storage, data, Fill::Write).await?,
+    let inside = geometry.bytes_of(maker.layout.data_start()..maker.layout.end());
+    match data {
+        None => options.fill(storage, inside).await?,
+        Some(data) => {
+            data.resize(options.size).await?;
+            options.fill(data, ByteRange::between(0, options.size)).await?;
+            data.flush(Sync::Full).await?;
+        }
     }
     storage.flush(Sync::Full).await?;
     maker.write_cluster(0, header_bytes).await?;
@@ -236,10 +290,13 @@ fn new_header(options: &CreateOptions, geometry: Geometry, layout: &Layout) -> H
     incompatible.set(Incompatible::EXTENDED_L2, geometry.extended_l2);
     incompatible.set(Incompatible::COMPRESSION, options.compression != Compression::Zlib);
     let format = options.backing.as_ref().and_then(|backing| backing.format.as_ref());
-    let extensions = format
-        .map(|format| Extension { kind: BACKING_FORMAT, data: format.as_bytes().to_vec() })
-        .into_iter()
-        .collect();
+    incompatible.set(Incompatible::DATA_FILE, geometry.has_data_file);
+    let format = format.map(|format| (BACKING_FORMAT, format.as_bytes().to_vec()));
+    let data_file = options.data_file.as_ref();
+    let named = data_file.map(|file| (extensions::DATA_FILE, file.name.clone()));
+    let extensions = [format, named].into_iter().flatten();
+    let extensions = extensions.map(|(kind, data)| Extension { kind, data }).collect();
+    let is_raw = data_file.is_some_and(|file| file.raw == Switch::On);
     Header {
         geometry,
         size: options.size,
@@ -251,9 +308,10 @@ fn new_header(options: &CreateOptions, geometry: Geometry, layout: &Layout) -> H
         snapshots_offset: 0,
         incompatible,
         compatible: if options.lazy_refcounts == Switch::On { LAZY_REFCOUNTS } else { 0 },
-        autoclear: 0,
+        autoclear: if is_raw { RAW_DATA_FILE } else { 0 },
         compression: options.compression,
         backing: options.backing.clone(),
+        data_file: options.data_file.clone(),
         extensions,
         length: if geometry.version == 2 { LENGTH_2 } else { LENGTH_3 + 8 },
     }
@@ -313,7 +371,8 @@ impl<S: Storage> Maker<'_, S> {
             let first = table * geometry.l2_entries();
             let mut bytes = vec![0; geometry.cluster_size() as usize];
             for index in 0..geometry.l2_entries().min(clusters - first) {
-                let host = geometry.offset_of(layout.data_start() + first + index);
+                let start = if geometry.has_data_file { 0 } else { layout.data_start() };
+                let host = geometry.offset_of(start + first + index);
                 Entry::data(host).write(&mut bytes, index as usize, geometry);
             }
             self.write_cluster(layout.l2_start() + table, bytes).await?;

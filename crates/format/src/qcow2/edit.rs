@@ -150,7 +150,7 @@ impl Editor for Ownerships<'_> {
 
     fn l2(&self, table: &[u8], index: usize) -> Option<Entry> {
         match Entry::read(table, index, self.geometry) {
-            Ok(Entry::Standard { place: Some(place), units }) => {
+            Ok(Entry::Standard { place: Some(place), units }) if !self.geometry.has_data_file => {
                 let place = Reference { ownership: self.corrected(place), ..place };
                 Some(Entry::Standard { place: Some(place), units })
             }

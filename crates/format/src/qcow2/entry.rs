@@ -211,7 +211,12 @@ impl Entry {
         if !geometry.is_cluster_aligned(reference.offset) {
             return Err("refers to data that does not start at a cluster");
         }
-        let place = (reference.offset != 0).then_some(reference);
+        // Offset 0 is a place in a data file only, and told from none by the bit.
+        let is_place = reference.offset != 0 || geometry.has_data_file && reference.is_sole();
+        let place = is_place.then_some(reference);
+        if geometry.has_data_file && place.is_some_and(|place| !place.is_sole()) {
+            return Err("shares a cluster of the data file");
+        }
         let units = if geometry.extended_l2 {
             Units { data: bitmap as u32, zero: (bitmap >> 32) as u32 }
         } else if word & ZERO != 0 {
@@ -232,7 +237,9 @@ impl Entry {
 
     fn compressed(word: u64, bitmap: u64, geometry: Geometry) -> Result<Self, Violation> {
         let place = CompressedPlace::of(word, geometry);
-        if bitmap != 0 {
+        if geometry.has_data_file {
+            Err("is compressed, which nothing in a data file is")
+        } else if bitmap != 0 {
             Err("is compressed and has subclusters")
         } else if place.offset + place.length > super::geometry::MOST_OFFSET {
             Err("refers to compressed data beyond the largest offset")
@@ -251,14 +258,21 @@ impl Entry {
         let word = be64(bytes, 0);
         if word & COMPRESSED != 0 {
             let place = CompressedPlace::of(word, geometry);
-            let is_inside = place.host_clusters(geometry).end <= clusters;
+            let is_inside =
+                !geometry.has_data_file && place.host_clusters(geometry).end <= clusters;
             return if is_inside {
                 Self::Compressed(place)
             } else {
                 Self::lost(Units::DATA, geometry)
             };
         }
-        let place = Some(Reference::of(word)).filter(|place| place.offset != 0);
+        let reference = Reference::of(word);
+        let place = if geometry.has_data_file {
+            let is_place = reference.offset != 0 || reference.is_sole();
+            is_place.then_some(Reference::sole(reference.offset))
+        } else {
+            Some(reference).filter(|place| place.offset != 0)
+        };
         let units = if geometry.extended_l2 {
             let bitmap = be64(bytes, 8);
             Units { data: bitmap as u32, zero: (bitmap >> 32) as u32 & !(bitmap as u32) }
@@ -271,7 +285,7 @@ impl Entry {
         };
         let is_inside = |place: &Reference| {
             geometry.is_cluster_aligned(place.offset)
-                && geometry.cluster_of(place.offset) < clusters
+                && (geometry.has_data_file || geometry.cluster_of(place.offset) < clusters)
         };
         match place.filter(is_inside) {
             Some(place) => Self::Standard { place: Some(place), units },
@@ -320,8 +334,13 @@ pub(crate) fn be32(bytes: &[u8], offset: usize) -> u32 {
 mod tests {
     use super::*;
 
-    const PLAIN: Geometry =
-        Geometry { version: 3, cluster_bits: 16, refcount_order: 4, extended_l2: false };
+    const PLAIN: Geometry = Geometry {
+        version: 3,
+        cluster_bits: 16,
+        refcount_order: 4,
+        extended_l2: false,
+        has_data_file: false,
+    };
     const EXTENDED: Geometry = Geometry { extended_l2: true, ..PLAIN };
 
     fn entries() -> Vec<Entry> {

@@ -10,6 +10,8 @@ const END: u32 = 0;
 pub(crate) const BACKING_FORMAT: u32 = 0xe279_2aca;
 /// Persistent bitmaps of changed parts of the disk.
 pub(crate) const BITMAPS: u32 = 0x2385_2875;
+/// The name of the file that holds the guest's data.
+pub(crate) const DATA_FILE: u32 = 0x4441_5441;
 /// Names of feature bits, for messages about unknown ones.
 pub(crate) const FEATURE_NAMES: u32 = 0x6803_f857;
 

@@ -16,6 +16,8 @@ pub(crate) struct Geometry {
     /// Refcounts are `1 << refcount_order` bits wide.
     pub(crate) refcount_order: u32,
     pub(crate) extended_l2: bool,
+    /// Guest clusters lie in a data file, each at its own offset; the image has tables only.
+    pub(crate) has_data_file: bool,
 }
 
 impl Geometry {
@@ -152,8 +154,13 @@ pub(crate) struct RefcountPlace {
 mod tests {
     use super::*;
 
-    const COMMON: Geometry =
-        Geometry { version: 3, cluster_bits: 16, refcount_order: 4, extended_l2: false };
+    const COMMON: Geometry = Geometry {
+        version: 3,
+        cluster_bits: 16,
+        refcount_order: 4,
+        extended_l2: false,
+        has_data_file: false,
+    };
 
     #[test]
     fn a_common_image_has_the_well_known_numbers() {

@@ -7,7 +7,7 @@
 use super::entry::{be32, be64};
 use super::extensions::{self, Extension};
 use super::geometry::{Geometry, MOST_OFFSET};
-use super::{Backing, Compression};
+use super::{Backing, Compression, DataFile, Switch};
 
 /// The first bytes of every image.
 pub(crate) const MAGIC: [u8; 4] = *b"QFI\xfb";
@@ -43,6 +43,8 @@ bitflags::bitflags! {
 
 /// Compatible feature bit: refcounts may be written late.
 pub(crate) const LAZY_REFCOUNTS: u64 = 1;
+/// Autoclear feature bit: the data file reads as the guest's disk.
+pub(crate) const RAW_DATA_FILE: u64 = 1 << 1;
 
 /// A header that was found to make sense.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -61,6 +63,7 @@ pub(crate) struct Header {
     pub(crate) autoclear: u64,
     pub(crate) compression: Compression,
     pub(crate) backing: Option<Backing>,
+    pub(crate) data_file: Option<DataFile>,
     pub(crate) extensions: Vec<Extension>,
     /// Bytes from the start of the file to the first extension.
     pub(crate) length: usize,
@@ -119,6 +122,7 @@ impl Header {
             cluster_bits,
             refcount_order: features.refcount_order,
             extended_l2: features.incompatible.contains(Incompatible::EXTENDED_L2),
+            has_data_file: features.incompatible.contains(Incompatible::DATA_FILE),
         };
         if geometry.extended_l2 && cluster_bits < 14 {
             return Err(corrupt(20, "subclusters need clusters of 16 KiB or more"));
@@ -144,6 +148,7 @@ impl Header {
             autoclear: features.autoclear,
             compression: features.compression,
             backing: backing(bytes, &extensions)?,
+            data_file: data_file(&features, &extensions)?,
             extensions,
             length: features.length,
         };
@@ -151,7 +156,25 @@ impl Header {
             return Err(unsupported(32, "the image is encrypted"));
         }
         header.check_tables()?;
+        header.check_data_file()?;
         Ok(header)
+    }
+
+    /// What goes with a data file, and what does not.
+    fn check_data_file(&self) -> Result<(), Refusal> {
+        let Some(DataFile { raw, .. }) = &self.data_file else { return Ok(()) };
+        if self.snapshots > 0 {
+            return Err(unsupported(60, "snapshots of an image with a data file"));
+        }
+        if *raw == Switch::On && self.backing.is_some() {
+            return Err(unsupported(8, "a backing file behind a data file that is the raw disk"));
+        }
+        Ok(())
+    }
+
+    /// The autoclear bits that stay true whatever is written.
+    pub(crate) fn lasting_autoclear(&self) -> u64 {
+        if self.geometry.has_data_file { RAW_DATA_FILE } else { 0 }
     }
 
     fn check_tables(&self) -> Result<(), Refusal> {
@@ -299,11 +322,24 @@ impl Features {
             let what = format!("the image needs the unknown feature {bit}{name}");
             return Err(unsupported(72, what));
         }
-        if self.incompatible.contains(Incompatible::DATA_FILE) {
-            return Err(unsupported(72, "the image keeps its data in an external data file"));
-        }
         Ok(())
     }
+}
+
+fn data_file(features: &Features, extensions: &[Extension]) -> Result<Option<DataFile>, Refusal> {
+    if !features.incompatible.contains(Incompatible::DATA_FILE) {
+        return Ok(None);
+    }
+    let Some(name) = extensions::find(extensions, extensions::DATA_FILE) else {
+        return Err(unsupported(72, "the image does not name its data file"));
+    };
+    if name.is_empty() || name.len() > MOST_BACKING_NAME {
+        let what = format!("a data file's name of {} bytes is not 1 to 1023", name.len());
+        return Err(corrupt(features.length as u64, what));
+    }
+    let is_raw = features.autoclear & RAW_DATA_FILE != 0;
+    let raw = if is_raw { Switch::On } else { Switch::Off };
+    Ok(Some(DataFile { name: name.to_vec(), raw }))
 }
 
 fn backing(bytes: &[u8], extensions: &[Extension]) -> Result<Option<Backing>, Refusal> {
@@ -336,6 +372,7 @@ mod tests {
                 cluster_bits: 16,
                 refcount_order: 4,
                 extended_l2: false,
+                has_data_file: false,
             },
             size: 1 << 30,
             l1_offset: 3 << 16,
@@ -348,6 +385,7 @@ mod tests {
             compatible: 0,
             autoclear: 0,
             compression: Compression::Zlib,
+            data_file: None,
             backing: Some(Backing { name: b"base.img".to_vec(), format: Some("raw".into()) }),
             extensions: vec![
                 Extension { kind: extensions::BACKING_FORMAT, data: b"raw".to_vec() },

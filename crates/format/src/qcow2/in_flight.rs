@@ -31,6 +31,12 @@ impl InFlight {
         Underway(Arc::clone(&self.0))
     }
 
+    /// What tells of the moment when none is under way, unless it is now.
+    pub(crate) fn end(&self) -> Option<EventListener> {
+        let ended = self.0.ended.listen();
+        (self.0.underway.load(Ordering::SeqCst) > 0).then_some(ended)
+    }
+
     /// Waits until none is under way.
     pub(crate) async fn ended(&self) {
         while let Some(ended) = self.wait() {

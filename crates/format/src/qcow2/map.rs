@@ -29,6 +29,7 @@ impl State {
         let unit_size = geometry.unit_size();
         let in_cluster = start % geometry.cluster_size();
         let first = self.entry(slice, place.index)?;
+        self.check_data_place(cluster, first)?;
         let first_unit = (in_cluster / unit_size) as u32;
         let content = self.content(first, first_unit);
         if let Content::Compressed { .. } = content {
@@ -46,6 +47,7 @@ impl State {
                     break;
                 }
                 entry = self.entry(slice, index)?;
+                self.check_data_place(cluster + (index - place.index) as u64, entry)?;
             }
             if !content.goes_on(self.content(entry, unit), end - (start - start % unit_size)) {
                 break;

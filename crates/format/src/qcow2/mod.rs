@@ -12,6 +12,7 @@ mod check;
 mod commit;
 mod compress;
 mod create;
+mod data_file;
 mod draft;
 mod edit;
 mod entry;
@@ -58,7 +59,8 @@ use parking_lot::Mutex;
 
 pub use check::{CheckReport, check};
 pub use compress::{Compression, compress, decompress};
-pub use create::{CreateOptions, Preallocation, Switch, Version, create};
+pub use create::{CreateOptions, Preallocation, Switch, Version, create, create_with};
+pub use data_file::DataFile;
 pub use features::Features;
 pub use repair::{Repair, Repaired, repair};
 pub use snapshot::NewSnapshot;
@@ -78,6 +80,9 @@ use state::{Blocked, HeaderWrites, State, Step};
 /// A qcow2 image.
 pub struct Qcow2<S: Storage> {
     storage: S,
+    /// Where the guest's clusters are, if not in `storage`.
+    data: Option<S>,
+    data_file: Option<DataFile>,
     geometry: Geometry,
     compression: Compression,
     backing: Option<Backing>,
@@ -175,6 +180,8 @@ impl<S: Storage> Qcow2<S> {
         let slices = (options.cache_size / geometry.slice_size()).max(geometry.least_slices());
         let mut state = State {
             geometry,
+            data_block: 1,
+            fills: InFlight::default(),
             name: storage.name().into(),
             disk_header: header.clone(),
             header_writes: HeaderWrites::default(),
@@ -201,13 +208,17 @@ impl<S: Storage> Qcow2<S> {
             state.note_metadata()?;
         }
         let image = Self {
+            data: None,
+            data_file: state.header.data_file.clone(),
             geometry,
             compression: state.header.compression,
             backing: state.header.backing.clone(),
             access: options.access,
             discard: options.discard,
             size: AtomicU64::new(state.header.size),
-            has_autoclear: AtomicBool::new(state.header.autoclear != 0),
+            has_autoclear: AtomicBool::new(
+                state.header.autoclear & !state.header.lasting_autoclear() != 0,
+            ),
             first_change: Semaphore::new(1),
             state: Mutex::new(state),
             storage,
@@ -237,7 +248,7 @@ impl<S: Storage> Qcow2<S> {
     async fn begin_changes(&self) -> Result<()> {
         if self.has_autoclear.load(Ordering::Acquire) {
             let _alone = self.first_change.acquire().await;
-            self.rewrite_header(|header| header.autoclear = 0).await?;
+            self.rewrite_header(|header| header.autoclear &= header.lasting_autoclear()).await?;
             self.has_autoclear.store(false, Ordering::Release);
         }
         Ok(())
@@ -275,13 +286,14 @@ impl<S: Storage> Qcow2<S> {
         self.backing.as_ref()
     }
 
-    /// Where the host offsets of extents point to.
+    /// The image itself, where its tables are.
     pub fn storage(&self) -> &S {
         &self.storage
     }
 
     /// As [`Format::map`](crate::Format::map).
     pub async fn map(&self, range: ByteRange, intent: Intent) -> Result<Extent> {
+        self.check_data()?;
         if intent == Intent::Read {
             let mapped = self.step(|state| state.map_read(range)).await;
             return self.marking(mapped).await;
@@ -458,7 +470,7 @@ impl Drop for Fetching<'_> {
 
 /// Autoclear features that stay true when tables are repaired: bitmaps that are in step, and a data
 /// file that reads as the disk.
-const KNOWN_AUTOCLEAR: u64 = bitmaps::IN_STEP | 1 << 1;
+const KNOWN_AUTOCLEAR: u64 = bitmaps::IN_STEP | header::RAW_DATA_FILE;
 
 async fn read_header<S: Storage>(storage: &S) -> Result<Header> {
     let refuse = |refusal: Refusal| {

@@ -18,6 +18,10 @@ impl<S: Storage> Qcow2<S> {
     /// As [`Format::map_compressed`](crate::Format::map_compressed).
     pub async fn map_compressed(&self, guest: ByteRange, length: u64) -> Result<Extent> {
         self.check_writable()?;
+        if self.geometry.has_data_file {
+            let what = "an image with a data file has no compressed clusters";
+            return Err(Error::new(ErrorKind::Unsupported, what).on(self.storage.name()));
+        }
         self.check_intact()?;
         self.begin_changes().await?;
         let block = u64::from(self.storage().capabilities().alignment.offset);

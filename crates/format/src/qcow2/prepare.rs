@@ -14,7 +14,7 @@ use super::state::{Blocked, State, Step};
 
 /// How a guest cluster can be written.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Way {
+pub(crate) enum Way {
     /// At its place, byte for byte.
     InPlace { host: u64 },
     /// At its place, which the tables do not show as data yet.
@@ -27,7 +27,7 @@ enum Way {
 
 /// What is copied.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Copied {
+pub(crate) enum Copied {
     /// A cluster that somebody else refers to, too.
     Shared,
     /// Compressed data.
@@ -64,6 +64,9 @@ impl State {
                 if let Some(event) = self.pending.overwrites_of(&clusters) {
                     return Err(Blocked::Wait(event));
                 }
+                if geometry.has_data_file {
+                    self.wait_for_fills(&clusters)?;
+                }
                 self.prepare_write(slice, range, clusters, host, false, way)
             }
             Way::Fresh | Way::Copy(_) => {
@@ -72,6 +75,12 @@ impl State {
                 {
                     // What is written in place now has to be copied, too.
                     return Err(Blocked::Wait(event));
+                }
+                if geometry.has_data_file {
+                    let clusters = first..first + count;
+                    self.wait_for_fills(&clusters)?;
+                    let host = geometry.offset_of(first);
+                    return self.prepare_write(slice, range, clusters, host, false, way);
                 }
                 let taken = self.allocate(count)?;
                 let host = geometry.offset_of(taken.start);
@@ -86,7 +95,7 @@ impl State {
         if self.cache.is_crowded() { Err(Blocked::Crowded) } else { Ok(()) }
     }
 
-    fn way(&mut self, slice: SliceId, cluster: u64, range: ByteRange) -> Step<Way> {
+    pub(crate) fn way(&mut self, slice: SliceId, cluster: u64, range: ByteRange) -> Step<Way> {
         let entry = self.entry(slice, self.geometry.l2_place(cluster).index)?;
         self.check_place(cluster, entry)?;
         Ok(match entry {
@@ -96,7 +105,9 @@ impl State {
                 let mask = self.mask_of(cluster, range);
                 if units.data & mask == mask {
                     Way::InPlace { host: place.offset }
-                } else if self.pending.haunted.contains(&self.geometry.cluster_of(place.offset)) {
+                } else if !self.geometry.has_data_file
+                    && self.pending.haunted.contains(&self.geometry.cluster_of(place.offset))
+                {
                     Way::Copy(Copied::Haunted)
                 } else {
                     Way::Reuse { host: place.offset }
@@ -110,6 +121,9 @@ impl State {
 
     /// Data that is overwritten or given back must lie in the file, and in no table.
     fn check_place(&self, cluster: u64, entry: Entry) -> Step<()> {
+        if self.geometry.has_data_file {
+            return self.check_data_place(cluster, entry);
+        }
         let (offset, clusters) = match entry {
             Entry::Standard { place: None, .. } => return Ok(()),
             Entry::Standard { place: Some(place), .. } => {
@@ -189,6 +203,7 @@ impl State {
             Way::Fresh => guest.align_outward(geometry.unit_size()),
             Way::InPlace { .. } | Way::Reuse { .. } => self.whole_units(slice, guest)?,
         };
+        let whole = self.without_what_is_past_the_end(whole, guest);
         let mut flags = ExtentFlags::NEW;
         flags.set(ExtentFlags::SHARED, way == Way::Copy(Copied::Shared));
         let place = host + (guest.offset() - bytes.offset());
@@ -217,6 +232,14 @@ impl State {
 
     /// The extent of the first bytes of `range` for making them zeros.
     pub(crate) fn map_zero(&mut self, range: ByteRange, unmap: Unmap) -> Step<Extent> {
+        if self.geometry.has_data_file {
+            return self.map_zero_in_data_file(range);
+        }
+        self.map_zero_by_tables(range, unmap)
+    }
+
+    /// As [`map_zero`](Self::map_zero), wherever tables can say it.
+    pub(crate) fn map_zero_by_tables(&mut self, range: ByteRange, unmap: Unmap) -> Step<Extent> {
         let Some(clusters) = self.whole_clusters(range) else {
             let keep = unmap == Unmap::Forbidden;
             let first = self.first_units(range);
@@ -247,6 +270,9 @@ impl State {
 
     /// The extent of the first bytes of `range` for giving their space back.
     pub(crate) fn map_discard(&mut self, range: ByteRange) -> Step<Extent> {
+        if self.geometry.has_data_file {
+            return self.map_discard_in_data_file(range);
+        }
         let is_backed = self.header.backing.is_some();
         let Some(clusters) = self.whole_clusters(range) else {
             let first = self.first_units(range);
@@ -335,7 +361,7 @@ impl State {
         Ok(nothing_to_do(part))
     }
 
-    fn rest_of_cluster(&self, offset: u64) -> u64 {
+    pub(crate) fn rest_of_cluster(&self, offset: u64) -> u64 {
         let cluster_size = self.geometry.cluster_size();
         cluster_size - offset % cluster_size
     }
@@ -458,6 +484,6 @@ impl State {
 }
 
 /// An extent that is as it should be.
-fn nothing_to_do(guest: ByteRange) -> Extent {
+pub(crate) fn nothing_to_do(guest: ByteRange) -> Extent {
     Extent { guest, whole: guest, state: ExtentState::Hole, flags: ExtentFlags::empty() }
 }

@@ -165,7 +165,10 @@ impl<'a, S: Storage> References<'a, S> {
                         self.fragmented += u64::from(next.is_some_and(|next| next != place.offset));
                         next = Some(place.offset + geometry.cluster_size());
                     }
-                    self.add_times("a cluster", place.offset, geometry.cluster_size(), times);
+                    // What lies in a data file is not counted.
+                    if !geometry.has_data_file {
+                        self.add_times("a cluster", place.offset, geometry.cluster_size(), times);
+                    }
                 }
                 Ok(Entry::Compressed(place)) => {
                     if which == Which::Active {

@@ -8,13 +8,13 @@
 use std::ops::Range;
 use std::sync::atomic::Ordering;
 
-use blockhouse_core::{Error, ErrorKind, Result, Storage, Sync};
+use blockhouse_core::{ByteRange, Error, ErrorKind, Result, Storage, Sync};
 
-use super::Qcow2;
 use super::alloc::Punch;
 use super::entry::{Entry, Reference};
 use super::slice_cache::{DataStability, SliceId, SliceKind};
 use super::state::{Blocked, State, Step};
+use super::{Qcow2, table_io};
 
 /// The largest L1 table, in bytes.
 const MOST_L1_BYTES: u64 = 32 << 20;
@@ -44,6 +44,12 @@ impl<S: Storage> Qcow2<S> {
             return Err(Error::new(ErrorKind::InvalidInput, what).on(self.storage().name()));
         }
         self.begin_changes().await?;
+        // As long as the disk, or longer: never shorter, whatever a crash leaves.
+        if let Some(data) = &self.data
+            && data.size() < size
+        {
+            data.resize(size).await?;
+        }
         let grown = self.step(|state| {
             state.check_thawed()?;
             state.grow_l1(size)?;
@@ -74,6 +80,11 @@ impl<S: Storage> Qcow2<S> {
             state.cut(size)
         })
         .await?;
+        if let Some(data) = &self.data {
+            // The data is not cut off before the disk is known to be shorter.
+            self.flush(Sync::Data).await?;
+            data.resize(size).await?;
+        }
         self.size.store(size, Ordering::Release);
         Ok(())
     }
@@ -84,7 +95,15 @@ impl<S: Storage> Qcow2<S> {
         self.check_intact()?;
         self.begin_changes().await?;
         let tables = self.geometry.l1_entries_for(self.size()) as usize;
-        self.drop_l2_tables(0..tables).await
+        self.drop_l2_tables(0..tables).await?;
+        if let Some(data) = &self.data {
+            // Nothing refers to it any more. Only a hint, as everywhere.
+            let all = ByteRange::between(0, self.end());
+            if let Some(range) = table_io::whole_blocks(data, all) {
+                let _ = data.discard(range).await;
+            }
+        }
+        Ok(())
     }
 
     /// Takes these L2 tables out of the L1 table and gives all they refer to back, durably.

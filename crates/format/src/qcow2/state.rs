@@ -15,6 +15,7 @@ use super::entry::{self, Entry, Reference};
 use super::frozen::Frozen;
 use super::geometry::Geometry;
 use super::header::{Header, Incompatible};
+use super::in_flight::InFlight;
 use super::pending::Pending;
 use super::room::{Need, Room};
 use super::slice_cache::{SliceCache, SliceId, SliceKind};
@@ -75,6 +76,10 @@ pub(crate) type Step<T> = Result<T, Blocked>;
 /// The tables in memory.
 pub(crate) struct State {
     pub(crate) geometry: Geometry,
+    /// The block of the data file, in bytes: what writes there are aligned to.
+    pub(crate) data_block: u64,
+    /// Writes to the data file of more than the guest gave.
+    pub(crate) fills: InFlight,
     pub(crate) name: Arc<str>,
     /// As it should be. What of it is on disk is `disk_header`.
     pub(crate) header: Header,

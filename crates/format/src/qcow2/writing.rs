@@ -389,12 +389,18 @@ impl<S: Storage> Qcow2<S> {
 
     async fn sync_in_spite_of_failures(&self, sync: Sync) -> Result<()> {
         let covered = self.state.lock().header_writes.ended;
+        // Tables that refer to data are written after this, so both are durable before them.
+        let data = match &self.data {
+            Some(data) => data.flush(sync).await,
+            None => Ok(()),
+        };
         let outcome = self.storage.flush(sync).await;
-        match &outcome {
-            Ok(()) => self.state.lock().header_writes.covered(covered),
-            Err(error) => {
-                let _ = self.failure.set(error.duplicate());
-            }
+        if outcome.is_ok() {
+            self.state.lock().header_writes.covered(covered);
+        }
+        let outcome = data.and(outcome);
+        if let Err(error) = &outcome {
+            let _ = self.failure.set(error.duplicate());
         }
         outcome
     }
