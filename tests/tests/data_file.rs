@@ -3,10 +3,11 @@
 #![forbid(unsafe_code)]
 
 use std::fs;
+use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 use std::process::Command;
 
-use blockhouse_tests::{Outcome, Scratch, blockhouse, need, require, run, tool};
+use blockhouse_tests::{Outcome, Scratch, blockhouse, image_tool::json, need, require, run, tool};
 use serde_json::Value;
 
 /// QEMU looks for a data file in its working folder, we do in the image's: so all run there.
@@ -27,10 +28,6 @@ fn qemu_io(folder: &Path, image: &str, steps: &[&str]) {
     }
     let outcome = run(command.arg(image)).success();
     assert!(!outcome.stdout.contains("failed"), "{}", outcome.describe("must do it"));
-}
-
-fn json(outcome: &Outcome) -> Value {
-    serde_json::from_str(&outcome.stdout).expect("JSON")
 }
 
 const SIZE: u64 = (3 << 20) + 512 * 5;
@@ -108,11 +105,15 @@ fn what_we_write_to_a_data_file_qemu_reads_and_the_reverse() {
             let info = json(&command(folder, &["info", "--json", "disk.qcow2"]).success());
             let theirs = qemu_img(folder, &["info", "--output=json", "disk.qcow2"]).success();
             let theirs = json(&theirs);
+            assert_eq!(info["actual-size"], theirs["actual-size"], "{what}");
             for key in ["data-file", "data-file-raw", "compat", "lazy-refcounts", "extended-l2"] {
                 let at = |value: &Value| value["format-specific"]["data"][key].clone();
                 assert_eq!(at(&info), at(&theirs), "{what}: {key}");
             }
             let ours = json(&command(folder, &["map", "--json", "disk.qcow2"]).success());
+            let text = command(folder, &["map", "disk.qcow2"]).success().stdout;
+            let mut lines = text.lines().skip(1);
+            assert!(lines.all(|line| line.ends_with("disk.data")), "{what}: {text}");
             let theirs = qemu_img(folder, &["map", "--output=json", "disk.qcow2"]).success();
             for (map, whose) in [(&ours, "ours"), (&json(&theirs), "theirs")] {
                 for (start, end) in WRITTEN {
@@ -203,4 +204,160 @@ fn what_cannot_be_a_data_file_is_refused() {
     command(folder, &["map", "disk.qcow2"]).failure("disk.data");
     fs::hard_link(&path, folder.join("disk.data")).expect("a link");
     command(folder, &["map", "disk.qcow2"]).failure("own chain");
+}
+
+#[test]
+fn what_others_write_to_a_raw_data_file_is_read_also_where_the_disk_became_longer() {
+    require!(need::tools(&["qemu-img"]));
+    let scratch = Scratch::new();
+    let path = scratch.path("disk.qcow2");
+    let folder = path.parent().expect("a folder");
+    // The file is longer than the disk for a while, and has something there.
+    let options = "data_file=disk.data,data_file_raw=on";
+    command(folder, &["create", "-o", options, "disk.qcow2", "1M"]).success();
+    command(folder, &["resize", "--shrink", "disk.qcow2", "66048"]).success();
+    let data = folder.join("disk.data");
+    assert_eq!(fs::metadata(&data).expect("the data file").len(), 66_048);
+    fs::write(&data, vec![7; 200_000]).expect("the data file");
+    command(folder, &["resize", "disk.qcow2", "700M"]).success();
+    let mut content = vec![7; 66_048];
+    content.resize(700 << 20, 0);
+    assert!(fs::read(&data).expect("the data file") == content);
+    for start in [100_000, 599 << 20] {
+        content[start..start + 5000].fill(8);
+    }
+    fs::write(&data, &content).expect("the data file");
+    fs::rename(&data, folder.join("source.raw")).expect("another name");
+    fs::write(&data, &content).expect("the data file");
+    both_find_it_good(folder, "written by somebody else");
+}
+
+#[test]
+fn the_space_of_a_data_file_is_taken_at_once() {
+    require!(need::tools(&["qemu-img"]));
+    let size = 8 << 20;
+    for kind in ["metadata", "falloc", "full"] {
+        let scratch = Scratch::new();
+        let path = scratch.path("disk.qcow2");
+        let folder = path.parent().expect("a folder");
+        let options = format!("data_file=disk.data,preallocation={kind}");
+        let outcome = command(folder, &["create", "-o", &options, "disk.qcow2", "8M"]);
+        if kind == "falloc" && outcome.stderr.contains("set space aside") {
+            assert!(!path.exists() && !folder.join("disk.data").exists());
+            eprintln!("SKIPPED: {kind}: this file system sets no space aside");
+            continue;
+        }
+        outcome.success();
+        let taken = fs::metadata(folder.join("disk.data")).expect("the data file").blocks() * 512;
+        assert_eq!(taken >= size, kind != "metadata", "{kind}: {taken}");
+        let check = ["check", "--output=json", "-f", "qcow2", "disk.qcow2"];
+        let report = json(&qemu_img(folder, &check).success());
+        assert_eq!(report["allocated-clusters"], report["total-clusters"], "{kind}");
+        fs::write(folder.join("source.raw"), vec![0; size as usize]).expect("a file");
+        both_find_it_good(folder, kind);
+    }
+}
+
+/// An overlay whose data is in `disk.data`, over an image whose data is in `base.data`; both by QEMU.
+fn overlay(folder: &Path, options: &str) {
+    let create = |image: &str, options: &str| {
+        qemu_img(folder, &["create", "-f", "qcow2", "-o", options, image, "3M"]).success();
+    };
+    create("base.qcow2", "data_file=base.data");
+    qemu_io(folder, "base.qcow2", &["write -P 1 0 1M", "write -P 2 2M 300k"]);
+    let over = "data_file=disk.data,backing_file=base.qcow2,backing_fmt=qcow2";
+    create("disk.qcow2", &format!("{over}{options}"));
+    let steps = ["write -P 3 1000k 500k", "write -z 2M 128k", "write -P 4 10k 3k"];
+    qemu_io(folder, "disk.qcow2", &steps);
+    qemu_img(folder, &["convert", "-O", "raw", "disk.qcow2", "source.raw"]).success();
+}
+
+#[test]
+fn overlays_with_data_files_are_committed_and_rebased() {
+    require!(need::tools(&["qemu-img", "qemu-io"]));
+    for options in ["", ",cluster_size=512", ",extended_l2=on"] {
+        let scratch = Scratch::new();
+        let path = scratch.path("disk.qcow2");
+        let folder = path.parent().expect("a folder");
+        overlay(folder, options);
+        both_find_it_good(folder, "before");
+        command(folder, &["commit", "disk.qcow2"]).success();
+        both_find_it_good(folder, "committed");
+        let compare = ["compare", "-F", "raw", "base.qcow2", "source.raw"];
+        qemu_img(folder, &compare).success();
+        qemu_img(folder, &["check", "base.qcow2"]).success();
+        let map = json(&qemu_img(folder, &["map", "--output=json", "disk.qcow2"]).success());
+        let own = |part: &Value| part["depth"] == 0 && part["data"] == true;
+        assert!(!map.as_array().expect("a list").iter().any(own), "{map}");
+
+        fs::write(folder.join("other.raw"), vec![9; 2 << 20]).expect("a file");
+        command(folder, &["rebase", "-b", "other.raw", "-F", "raw", "disk.qcow2"]).success();
+        both_find_it_good(folder, "rebased");
+        command(folder, &["rebase", "disk.qcow2"]).success();
+        both_find_it_good(folder, "standing alone");
+    }
+}
+
+#[test]
+fn an_image_with_a_raw_data_file_gets_no_backing_file() {
+    let scratch = Scratch::new();
+    let path = scratch.path("disk.qcow2");
+    let folder = path.parent().expect("a folder");
+    let options = "data_file=disk.data,data_file_raw=on";
+    command(folder, &["create", "-o", options, "disk.qcow2", "1M"]).success();
+    fs::write(folder.join("base.raw"), vec![9; 1 << 20]).expect("a file");
+    for way in [&["rebase"][..], &["rebase", "-u"]] {
+        let words = [way, &["-b", "base.raw", "-F", "raw", "disk.qcow2"]].concat();
+        command(folder, &words).failure("its data file is the raw disk");
+    }
+}
+
+#[test]
+fn snapshots_and_states_are_refused_as_qemu_does() {
+    require!(need::tools(&["qemu-img"]));
+    let scratch = Scratch::new();
+    let path = scratch.path("disk.qcow2");
+    let folder = path.parent().expect("a folder");
+    command(folder, &["create", "-o", "data_file=disk.data", "disk.qcow2", "1M"]).success();
+    let before = fs::read(&path).expect("the image");
+    qemu_img(folder, &["snapshot", "-c", "one", "disk.qcow2"]).failure("");
+    for words in [
+        &["snapshot", "create", "disk.qcow2", "one"][..],
+        &["snapshot", "apply", "disk.qcow2", "one"],
+        &["snapshot", "delete", "disk.qcow2", "one"],
+        &["snapshot", "rename", "disk.qcow2", "one", "two"],
+        &["vmstate", "save", "disk.qcow2", "one"],
+    ] {
+        let outcome = command(folder, words).failure("data file");
+        assert_eq!(outcome.status.code(), Some(1), "{}", outcome.describe("refused"));
+        assert_eq!(outcome.stderr.lines().count(), 1, "{}", outcome.describe("one line"));
+    }
+    let listed = command(folder, &["snapshot", "list", "disk.qcow2"]).success();
+    assert_eq!(listed.stdout, "");
+    assert!(fs::read(&path).expect("the image") == before, "a refusal changes nothing");
+}
+
+#[test]
+fn leaks_beside_a_data_file_are_repaired() {
+    require!(need::tools(&["qemu-img", "qemu-io"]));
+    let scratch = Scratch::new();
+    let path = scratch.path("disk.qcow2");
+    let folder = path.parent().expect("a folder");
+    source(folder);
+    let options = "data_file=disk.data,lazy_refcounts=on";
+    command(folder, &["convert", "-o", options, "source.raw", "disk.qcow2"]).success();
+    // A refcount of one for a cluster behind the last table.
+    let mut image = fs::read(&path).expect("the image");
+    let table = u64::from_be_bytes(image[48..56].try_into().expect("8 bytes")) as usize;
+    let block = u64::from_be_bytes(image[table..table + 8].try_into().expect("8 bytes")) as usize;
+    let count = image.len().div_ceil(65_536);
+    image[block + 2 * count + 1] = 1;
+    image.resize((count + 1) * 65_536, 0);
+    fs::write(&path, image).expect("the image");
+    let outcome = command(folder, &["check", "disk.qcow2"]);
+    assert_eq!(outcome.status.code(), Some(3), "{}", outcome.describe("a leak"));
+    let data = fs::read(folder.join("disk.data")).expect("the data file");
+    command(folder, &["check", "--repair", "leaks", "disk.qcow2"]).success();
+    both_find_it_good(folder, "repaired");
+    assert!(fs::read(folder.join("disk.data")).expect("the data file") == data);
 }

@@ -36,7 +36,7 @@ enum Packed {
 
 use Behind::{Chain, Nothing, Raw};
 
-/// Options of `qemu-img create` and `blockhouse create`.
+/// Options of `qemu-img create` and `blockhouse create`; PATH is the scratch folder.
 const MATRIX: &[(&str, Behind, Packed)] = &[
     ("compat=0.10", Nothing, Packed::No),
     ("compat=0.10,cluster_size=4K", Raw, Packed::Yes),
@@ -75,6 +75,11 @@ const MATRIX: &[(&str, Behind, Packed)] = &[
     ("preallocation=falloc,extended_l2=on", Nothing, Packed::No),
     ("preallocation=full,compat=0.10", Nothing, Packed::No),
     ("preallocation=full,lazy_refcounts=on", Nothing, Packed::No),
+    ("data_file=PATH/disk.data", Chain, Packed::No),
+    ("data_file=PATH/disk.data,cluster_size=512,lazy_refcounts=on", Raw, Packed::No),
+    ("data_file=PATH/disk.data,extended_l2=on", Raw, Packed::No),
+    ("data_file=PATH/disk.data,data_file_raw=on", Nothing, Packed::No),
+    ("data_file=PATH/disk.data,data_file_raw=on,preallocation=full", Nothing, Packed::No),
 ];
 
 /// Who makes the image.
@@ -112,7 +117,10 @@ impl<'a> Case<'a> {
         let image = scratch.path("disk.qcow2");
         let mut model = vec![0; SIZE as usize];
         let (raw, middle) = (scratch.path("raw.img"), scratch.path("middle.qcow2"));
-        let mut all = options.to_owned();
+        // QEMU finds other names from its working folder.
+        let folder = image.parent().expect("a folder");
+        let options = options.replace("PATH", text(folder));
+        let mut all = options.clone();
         if behind != Nothing {
             let content = random_bytes(random, BACKING_SIZE as usize);
             std::fs::write(&raw, &content).expect("a raw image");

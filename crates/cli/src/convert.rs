@@ -134,6 +134,9 @@ fn settings(arguments: &Arguments, format: ImageFormat) -> Vec<Setting> {
     if settings.iter().any(is_backing) {
         wrong_usage("a converted image stands alone: it cannot have a backing file");
     }
+    if arguments.compress && settings.iter().any(|one| matches!(one, Setting::DataFile(_))) {
+        wrong_usage("an image with a data file has no compressed clusters (-c)");
+    }
     settings
 }
 

@@ -4,8 +4,6 @@
 //! command that fails leaves no file. Options that do not exist or contradict each other on the
 //! command line are wrong usage; nothing is touched then.
 
-use std::ffi::OsStr;
-use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result};
@@ -19,6 +17,7 @@ use blockhouse_format::{Fill, preallocate, qcow2};
 use clap::error::ErrorKind;
 
 use crate::create_options::{self, Setting};
+use crate::looked_at::beside;
 use crate::size;
 
 /// Arguments of `create`.
@@ -117,11 +116,6 @@ async fn fill_qcow2(
         // The error that counts is the first one.
         let _ = std::fs::remove_file(path);
     })
-}
-
-/// Where a file is that an image names.
-fn beside(image: &Path, name: &[u8]) -> PathBuf {
-    image.parent().unwrap_or(Path::new("")).join(OsStr::from_bytes(name))
 }
 
 /// An image over a file that cannot be opened as what it is said to be would be of no use.

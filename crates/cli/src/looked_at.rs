@@ -1,6 +1,8 @@
 //! What all commands that look at one image have in common.
 
-use std::path::PathBuf;
+use std::ffi::OsStr;
+use std::os::unix::ffi::OsStrExt;
+use std::path::{Path, PathBuf};
 
 use blockhouse_disk::{
     Access, CacheMode, DetectZeroes, Discard, ImageFormat, ImageOptions, Locking,
@@ -42,4 +44,9 @@ pub fn read_only(format: Option<ImageFormat>) -> ImageOptions {
 /// How an image is opened that a tool changes.
 pub fn read_write(format: Option<ImageFormat>) -> ImageOptions {
     ImageOptions { access: Access::ReadWrite, ..read_only(format) }
+}
+
+/// Where a file is that an image names.
+pub fn beside(image: &Path, name: &[u8]) -> PathBuf {
+    image.parent().unwrap_or(Path::new("")).join(OsStr::from_bytes(name))
 }

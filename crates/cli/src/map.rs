@@ -91,7 +91,7 @@ fn as_json(parts: &[Placement]) -> String {
     format!("[{}]", lines.collect::<Vec<_>>().join(",\n"))
 }
 
-/// The parts with data.
+/// The parts with data, and the files that have it.
 fn as_text(parts: &[Placement], disk: &Disk<HostFile>) -> String {
     let line = |offset: &str, length: &str, place: &str, file: &str| {
         format!("{offset:<16}{length:<16}{place:<16}{file}")
@@ -100,7 +100,7 @@ fn as_text(parts: &[Placement], disk: &Disk<HostFile>) -> String {
         let [offset, length] =
             [part.guest.offset(), part.guest.length()].map(|bytes| format!("{bytes:#x}"));
         let place = host(part.content).map_or("compressed".into(), |host| format!("{host:#x}"));
-        line(&offset, &length, &place, disk.layer(part.depth).map_or("", Disk::name))
+        line(&offset, &length, &place, disk.layer(part.depth).map_or("", Disk::data_name))
     });
     let heading = line("Offset", "Length", "Mapped to", "File");
     [heading].into_iter().chain(with_data).collect::<Vec<_>>().join("\n")

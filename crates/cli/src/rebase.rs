@@ -10,7 +10,7 @@ use blockhouse_disk::{
 };
 use blockhouse_engine::{EngineChoice, EventLoop, HostFile};
 
-use crate::looked_at::read_write;
+use crate::looked_at::{beside, read_write};
 
 /// Arguments of `rebase`.
 #[derive(clap::Args)]
@@ -77,7 +77,7 @@ async fn open_new(
     options: ImageOptions,
 ) -> Result<Option<Disk<HostFile>>> {
     let Some((name, format)) = new else { return Ok(None) };
-    let path = image.parent().unwrap_or(Path::new("")).join(name);
+    let path = beside(image, name.as_encoded_bytes());
     let options = ImageOptions { format: Some(*format), access: Access::ReadOnly, ..options };
     let opened = open(&path, options).await;
     opened.map(Some).with_context(|| format!("{}: no backing file", image.display()))

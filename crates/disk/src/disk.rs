@@ -256,6 +256,11 @@ impl<S: Storage> Disk<S> {
         self.format.storage().name()
     }
 
+    /// How people call the file that holds the guest's data.
+    pub fn data_name(&self) -> &str {
+        self.format.data().name()
+    }
+
     /// The size in bytes, a multiple of 512.
     pub fn size(&self) -> u64 {
         self.format.size()

@@ -54,19 +54,23 @@ impl<S: Storage> Disk<S> {
             return Err(Error::new(ErrorKind::InvalidInput, what).on(self.name()));
         }
         self.format.shrink(size).await?;
-        if let Some(rest) = self.uncovered(size, self.format.end()) {
+        // A data file ends with the disk.
+        if self.data_file().is_none()
+            && let Some(rest) = self.uncovered(size, self.format.end())
+        {
             let _ = self.write_zeroes(rest, ZEROING, &claim).await?;
         }
         self.format.flush(Sync::Full).await
     }
 
     /// The new bytes of a disk that became longer which would not read as zeros by themselves: those
-    /// of the last old cluster, and those that the disk behind this one has. Up to the end of a block:
-    /// clusters consist of whole ones.
+    /// of the last old cluster, and those that the disk behind this one has; all of them where each needs
+    /// a place. Up to the end of a block: clusters consist of whole ones.
     fn uncovered(&self, old: u64, new: u64) -> Option<ByteRange> {
         let cluster_end = old.next_multiple_of(self.cluster_size()?);
         let behind = self.backing.as_ref().map_or(0, |backing| backing.size());
-        let end = cluster_end.max(behind).min(new);
+        let needed = if self.format.is_all_placed() { new } else { cluster_end.max(behind) };
+        let end = needed.min(new);
         let end = end.next_multiple_of(u64::from(self.alignment().offset));
         (end > old).then(|| ByteRange::between(old, end))
     }

@@ -33,9 +33,9 @@ impl<S: Storage> Disk<S> {
     /// Takes a snapshot of the disk; durable when it returns.
     ///
     /// # Errors
-    /// `Unsupported` for a format without snapshots, or when refcounts are too narrow; `InvalidInput` for
-    /// a name that is taken, empty or longer than 255 bytes; `ReadOnly`; `NoSpace`. Nothing has changed
-    /// then.
+    /// `Unsupported` for a format without snapshots, an image with a data file, or when refcounts are too
+    /// narrow; `InvalidInput` for a name that is taken, empty or longer than 255 bytes; `ReadOnly`;
+    /// `NoSpace`. Nothing has changed then.
     pub async fn create_snapshot(&self, name: &str) -> Result<(Snapshot, Pause)> {
         let new = named(name);
         self.alone(async |tables| tables.create_snapshot(&new, None).await).await
@@ -88,6 +88,7 @@ impl<S: Storage> Disk<S> {
     ) -> Result<(T, Pause)> {
         self.check_access(0)?;
         let tables = self.tables()?;
+        tables.check_sharing()?;
         self.format.flush(Sync::Data).await?;
         let began = Instant::now();
         let _alone = self.gate.shut().await;

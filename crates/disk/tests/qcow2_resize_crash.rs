@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use blockhouse_core::{Alignment, Buffer, Durability, Fua, Request, Result};
 use blockhouse_disk::{Access, Disk, Options};
-use blockhouse_format::qcow2::{self, Backing, CreateOptions, Qcow2, Switch, Version};
+use blockhouse_format::qcow2::{self, Backing, CreateOptions, DataFile, Qcow2, Switch, Version};
 use blockhouse_sim::{Config, Report, Rng, Sim, SimDisk, for_seeds};
 
 const BASE: usize = 192 << 10;
@@ -16,8 +16,50 @@ fn plain() -> Config {
     Config { alignment: Alignment::BYTE, fua: Fua::Emulated, ..Config::default() }
 }
 
-async fn open(image: SimDisk, base: Option<SimDisk>) -> Result<Disk<SimDisk>> {
+/// The files of a disk.
+#[derive(Clone)]
+struct Files<T> {
+    image: T,
+    /// The one with the guest's clusters.
+    data: Option<T>,
+    base: Option<T>,
+}
+
+impl Files<SimDisk> {
+    /// Files with this content, of which only the first two can crash.
+    fn with(sim: &Sim, config: &Config, content: Files<Vec<u8>>) -> Self {
+        let disk = |content| SimDisk::new(sim, config.clone(), content);
+        Self {
+            image: disk(content.image),
+            data: content.data.map(disk),
+            base: content.base.map(|base| SimDisk::new(sim, plain(), base)),
+        }
+    }
+
+    fn content(&self) -> Files<Vec<u8>> {
+        self.each(SimDisk::content)
+    }
+
+    fn crash(&self, random: &mut Rng) -> Files<Vec<u8>> {
+        self.each(|disk| disk.crash(random))
+    }
+
+    fn each<T>(&self, mut of: impl FnMut(&SimDisk) -> T) -> Files<T> {
+        Files {
+            image: of(&self.image),
+            data: self.data.as_ref().map(&mut of),
+            base: self.base.as_ref().map(&mut of),
+        }
+    }
+}
+
+async fn open(files: Files<SimDisk>) -> Result<Disk<SimDisk>> {
+    let Files { image, data, base } = files;
     let disk = Disk::qcow2(image, Options::default()).await?;
+    let disk = match data {
+        Some(data) => disk.with_data(data)?,
+        None => disk,
+    };
     let behind = Options { access: Access::ReadOnly, ..Options::default() };
     Ok(match base {
         Some(base) => disk.over(Arc::new(Disk::raw(base, behind)?)),
@@ -43,12 +85,17 @@ fn any_options(block: u32, random: &mut Rng) -> CreateOptions {
     let switch = |on| if on { Switch::On } else { Switch::Off };
     let cluster_size = [u64::from(block).max(512), 4096, 16_384][random.usize(..3)];
     let backing = Backing { name: b"base".to_vec(), format: Some("raw".into()) };
+    let raw = switch(random.bool());
+    let data_file = DataFile { name: b"data".to_vec(), raw };
+    let data_file = (!is_v2 && random.u8(..3) == 0).then_some(data_file);
+    let is_raw = data_file.as_ref().is_some_and(|file| file.raw == Switch::On);
     CreateOptions {
         cluster_size,
         version: if is_v2 { Version::V2 } else { Version::V3 },
         lazy_refcounts: switch(!is_v2 && random.u8(..4) == 0),
         extended_l2: switch(!is_v2 && cluster_size == 16_384 && random.bool()),
-        backing: random.bool().then_some(backing),
+        backing: (!is_raw && random.bool()).then_some(backing),
+        data_file,
         ..CreateOptions::new(any_size(random))
     }
 }
@@ -58,18 +105,17 @@ fn any_size(random: &mut Rng) -> u64 {
 }
 
 /// What is left: the size, and the bytes; or why it cannot be read.
-fn recover(image: Vec<u8>, base: Option<Vec<u8>>) -> Result<Vec<u8>, String> {
+fn recover(files: Files<Vec<u8>>) -> Result<Vec<u8>, String> {
     let sim = Sim::new(0);
-    let storage = SimDisk::new(&sim, plain(), image);
-    let base = base.map(|base| SimDisk::new(&sim, plain(), base));
+    let files = Files::with(&sim, &plain(), files);
     sim.block_on(async move {
-        let image = Qcow2::open(storage.clone(), qcow2::OpenOptions::default()).await;
+        let image = Qcow2::open(files.image.clone(), qcow2::OpenOptions::default()).await;
         let image = image.map_err(|error| format!("cannot be opened: {error}"))?;
         let report = qcow2::check(&image).await.map_err(|error| error.to_string())?;
         if report.corruptions > 0 {
             return Err(format!("corrupt: {:?}", report.problems));
         }
-        let disk = open(storage, base).await.map_err(|error| error.to_string())?;
+        let disk = open(files).await.map_err(|error| error.to_string())?;
         read(&disk).await.map_err(|error| format!("cannot be read: {error}"))
     })
 }
@@ -80,21 +126,30 @@ fn is_between(found: &[u8], old: &[u8], new: &[u8]) -> bool {
     found[..kept] == old[..kept] && (found.len() == old.len() || found == new)
 }
 
+/// Whether a data file reads as the disk. It may end with a block.
+fn is_disk(data: &[u8], disk: &[u8]) -> bool {
+    data.starts_with(disk) && data.len() < disk.len() + 4096
+}
+
 fn explore(seed: u64) -> Result<Report, String> {
     let sim = Sim::new(seed);
     let mut random = sim.fork_random();
     let config = Config::random(&mut random);
     let options = any_options(config.alignment.offset, &mut random);
-    let base = options.backing.is_some().then(|| vec![0xbb; BASE]);
-    let fresh = SimDisk::new(&sim, plain(), Vec::new());
-    let (target, behind) =
-        (fresh.clone(), base.clone().map(|base| SimDisk::new(&sim, plain(), base)));
+    let is_raw = options.data_file.as_ref().is_some_and(|file| file.raw == Switch::On);
+    let empty = Files {
+        image: Vec::new(),
+        data: options.data_file.is_some().then(Vec::new),
+        base: options.backing.is_some().then(|| vec![0xbb; BASE]),
+    };
+    let fresh = Files::with(&sim, &plain(), empty);
+    let target = fresh.clone();
     let parts: Vec<_> = (1..=random.u8(2..6))
         .map(|byte| (random.u64(..options.size / 512) * 512, random.usize(1..=32) * 512, byte))
         .collect();
     let old = sim.block_on(async move {
-        qcow2::create(&target, &options).await?;
-        let disk = open(target, behind).await?;
+        qcow2::create_with(&target.image, target.data.as_ref(), &options).await?;
+        let disk = open(target).await?;
         for (offset, length, byte) in parts {
             let length = length.min((disk.size() - offset) as usize);
             write(&disk, offset, &vec![byte; length]).await?;
@@ -104,10 +159,9 @@ fn explore(seed: u64) -> Result<Report, String> {
         Ok::<_, blockhouse_core::Error>(old)
     });
     let mut old = old.map_err(|error| error.to_string())?;
-    let storage = SimDisk::new(&sim, config, fresh.content());
-    let behind = base.clone().map(|base| SimDisk::new(&sim, plain(), base));
-    let opened = storage.clone();
-    let disk = sim.block_on(async move { open(opened, behind).await });
+    let files = Files::with(&sim, &config, fresh.content());
+    let opened = files.clone();
+    let disk = sim.block_on(open(opened));
     let disk = Rc::new(disk.map_err(|error| error.to_string())?);
     let mut report = Report::default();
     for _ in 0..random.usize(1..=3) {
@@ -131,27 +185,31 @@ fn explore(seed: u64) -> Result<Report, String> {
             if !sim.step() {
                 return Err("it waits for ever".into());
             }
-            let moment = storage.counts();
+            let moment = files.each(SimDisk::counts);
+            let moment = (moment.image, moment.data);
             if last.replace(moment) == Some(moment) {
                 continue;
             }
             report.crashes += 1;
-            let found = recover(storage.crash(&mut random), base.clone())?;
+            let found = recover(files.crash(&mut random))?;
             if !is_between(&found, &old, &new) {
                 let (old, new, found) = (old.len(), new.len(), found.len());
                 return Err(format!("from {old} to {new} bytes, a crash left {found} other ones"));
             }
         };
         outcome?;
-        let found = recover(storage.crash(&mut random), base.clone())?;
+        let found = recover(files.crash(&mut random))?;
         if found != new {
             return Err(format!("from {} to {} bytes: not what it is to be", old.len(), new.len()));
+        }
+        if is_raw && files.content().data.is_none_or(|data| !is_disk(&data, &new)) {
+            return Err("the data file is not the raw disk".into());
         }
         old = new;
     }
     let closed = Rc::clone(&disk);
     sim.block_on(async move { closed.close().await }).map_err(|error| error.to_string())?;
-    let checked = storage.clone();
+    let checked = files.image.clone();
     let left = sim.block_on(async move {
         let image = Qcow2::open(checked, qcow2::OpenOptions::default()).await?;
         qcow2::check(&image).await

@@ -109,6 +109,15 @@ impl<S: Storage> Format<S> {
         }
     }
 
+    /// Whether each part of the disk has its place there from the first, so that what others write there
+    /// is read here.
+    pub fn is_all_placed(&self) -> bool {
+        match self {
+            Self::Raw(_) => true,
+            Self::Qcow2(qcow2) => qcow2.is_raw_disk(),
+        }
+    }
+
     /// Memory that a write takes more from than the guest gave, for an extent whose `whole` is more than
     /// its own bytes: the format knows when the write has ended, also when nobody waits for it.
     #[must_use]

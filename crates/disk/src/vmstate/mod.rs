@@ -71,10 +71,12 @@ impl<S: Storage> Disk<S> {
     /// Begins to store a machine's state, of which a snapshot is taken at the end.
     ///
     /// # Errors
-    /// `ReadOnly`; `Unsupported` for a format without snapshots or a packing that is not the image's.
+    /// `ReadOnly`; `Unsupported` for a format without snapshots, an image with a data file, or a packing
+    /// that is not the image's.
     pub fn save_vm_state(&self, packing: StatePacking) -> Result<VmStateWriter<'_, S>> {
         self.check_access(self.size())?;
         let image = self.tables()?;
+        image.check_sharing()?;
         if let StatePacking::Compressed(kind) = packing
             && kind != image.compression()
         {

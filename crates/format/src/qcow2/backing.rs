@@ -15,7 +15,7 @@ use blockhouse_core::{Durability, Error, ErrorKind, Result, Storage, Sync};
 
 use super::extensions::{self, BACKING_FORMAT, Extension, FEATURE_NAMES};
 use super::header::{Header, SECTOR};
-use super::{Backing, Qcow2, Switch, table_io};
+use super::{Backing, Qcow2, table_io};
 
 /// The longest name of a backing file.
 const MOST_NAME: usize = 1023;
@@ -38,8 +38,7 @@ impl<S: Storage> Qcow2<S> {
         if backing.as_ref().is_some_and(|new| new.name.is_empty() || new.name.len() > MOST_NAME) {
             return Err(invalid("its name must have 1 to 1023 bytes"));
         }
-        let is_raw = self.data_file().is_some_and(|file| file.raw == Switch::On);
-        if backing.is_some() && is_raw {
+        if backing.is_some() && self.is_raw_disk() {
             return Err(invalid("its data file is the raw disk, which has nothing behind it"));
         }
         let length = self.geometry.cluster_size() as usize;

@@ -29,6 +29,12 @@ pub struct DataFile {
     pub raw: Switch,
 }
 
+impl DataFile {
+    fn is_raw_disk(&self) -> bool {
+        self.raw == Switch::On
+    }
+}
+
 impl<S: Storage> Qcow2<S> {
     /// The file that holds the guest's clusters, if the image does not.
     pub fn data_file(&self) -> Option<&DataFile> {
@@ -68,6 +74,34 @@ impl<S: Storage> Qcow2<S> {
             return Err(Error::new(ErrorKind::Unsupported, what).on(self.storage.name()));
         }
         Ok(())
+    }
+
+    /// Refuses snapshots, whose disks share clusters: in a data file each cluster has one place.
+    ///
+    /// # Errors
+    /// `Unsupported` for an image with a data file.
+    pub fn check_sharing(&self) -> Result<()> {
+        if !self.geometry.has_data_file {
+            return Ok(());
+        }
+        let what = "an image with a data file has no snapshots and no VM states";
+        Err(Error::new(ErrorKind::Unsupported, what)
+            .on(self.storage.name())
+            .hint("convert it to an image without one"))
+    }
+
+    /// Whether the data file reads as the disk, and so has a place for each cluster.
+    pub fn is_raw_disk(&self) -> bool {
+        self.data_file.as_ref().is_some_and(DataFile::is_raw_disk)
+    }
+
+    /// Makes the data file as long as a disk of `size` bytes, or leaves it longer: it is never shorter
+    /// than the disk, whatever a crash leaves.
+    pub(super) async fn grow_data(&self, size: u64) -> Result<()> {
+        match &self.data {
+            Some(data) if data.size() < size => data.resize(size).await,
+            _ => Ok(()),
+        }
     }
 
     /// As [`Format::filling`](crate::Format::filling).
@@ -124,7 +158,7 @@ impl State {
     }
 
     fn is_raw(&self) -> bool {
-        self.header.data_file.as_ref().is_some_and(|file| file.raw == Switch::On)
+        self.header.data_file.as_ref().is_some_and(DataFile::is_raw_disk)
     }
 
     /// Whether the first bytes of `range`, up to the end of their cluster, are all data.

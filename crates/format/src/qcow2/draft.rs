@@ -129,6 +129,7 @@ impl<S: Storage> Qcow2<S> {
         change: impl AsyncFnOnce(&mut Draft<'_, S>) -> Result<T>,
     ) -> Result<T> {
         self.check_writable()?;
+        self.check_sharing()?;
         self.check_intact()?;
         self.begin_changes().await?;
         let _alone = self.drafting.acquire().await;

@@ -26,6 +26,7 @@ impl<S: Storage> Qcow2<S> {
     pub async fn reserve(&self, size: u64) -> Result<()> {
         self.check_resize(size)?;
         self.begin_changes().await?;
+        self.grow_data(size).await?;
         let grown = self
             .step(|state| {
                 state.check_thawed()?;
@@ -44,12 +45,7 @@ impl<S: Storage> Qcow2<S> {
             return Err(Error::new(ErrorKind::InvalidInput, what).on(self.storage().name()));
         }
         self.begin_changes().await?;
-        // As long as the disk, or longer: never shorter, whatever a crash leaves.
-        if let Some(data) = &self.data
-            && data.size() < size
-        {
-            data.resize(size).await?;
-        }
+        self.grow_data(size).await?;
         let grown = self.step(|state| {
             state.check_thawed()?;
             state.grow_l1(size)?;

@@ -40,8 +40,8 @@ impl<S: Storage> Qcow2<S> {
     ///
     /// # Errors
     /// `InvalidInput` for a name that is taken, empty or too long; `Unsupported` when refcounts cannot
-    /// count so far; `NoSpace`; or what the storage answers. Nothing has changed then, and
-    /// `vm_state` is as it was.
+    /// count so far, or when the image has a data file; `NoSpace`; or what the storage answers. Nothing
+    /// has changed then, and `vm_state` is as it was.
     pub async fn create_snapshot(
         &self,
         new: &NewSnapshot,

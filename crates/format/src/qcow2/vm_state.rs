@@ -63,8 +63,9 @@ impl<S: Storage> Qcow2<S> {
     ///
     /// # Errors
     /// `InvalidInput` for an image that was not opened on a snapshot; `Corrupt` where the snapshot's tables
-    /// do not reach so far.
+    /// do not reach so far; `Unsupported` for an image with a data file.
     pub fn vm_state(&self) -> Result<ByteRange> {
+        self.check_sharing()?;
         let Some(snapshot) = self.snapshot.get() else {
             let what = "was not opened on a snapshot";
             return Err(Error::new(ErrorKind::InvalidInput, what).on(self.storage.name()));
@@ -99,9 +100,10 @@ impl<S: Storage> Qcow2<S> {
     /// are to be [held](VmStateTables::hold) or given back.
     ///
     /// # Errors
-    /// `NoSpace`, `ReadOnly`, or why tables cannot be written.
+    /// `NoSpace`, `ReadOnly`, or why tables cannot be written; `Unsupported` for an image with a data file.
     pub async fn take_clusters(&self, most: u64) -> Result<ByteRange> {
         self.check_writable()?;
+        self.check_sharing()?;
         let taken = self.step(|state| {
             state.check_thawed()?;
             state.check_room()?;
