@@ -9,7 +9,7 @@ use std::process::Command;
 
 use blockhouse_tests::{
     LoopDevice, Scratch, blockhouse,
-    image_tool::{command, qemu_img, str},
+    image_tool::{command, qemu_img, qemu_io, str},
     need, random_bytes, require, run, seeded, tool,
 };
 use fastrand::Rng;
@@ -377,4 +377,62 @@ fn a_block_device_is_overwritten_only_when_told_to() {
     let large = scratch.image("large.raw", 7 << 20);
     let too_large = ["convert", "--force", "--format", "raw", large.str(), name];
     command(&too_large).failure("use a larger device");
+}
+
+#[test]
+fn a_snapshot_is_copied_as_qemu_img_copies_it() {
+    require!(need::tools(&["qemu-img", "qemu-io"]));
+    let base = "backing_file=base.raw,backing_fmt=raw";
+    for options in ["cluster_size=512", "compat=0.10", "extended_l2=on", base] {
+        let scratch = Scratch::new();
+        let image = scratch.path("disk.qcow2");
+        scratch.image_of("base.raw", &vec![9; 2 << 20]);
+        qemu_img(&["create", "-f", "qcow2", "-o", options, str(&image), "4M"]).success();
+        qemu_io("qcow2", &image, &["write -P 1 100k 1M", "write -P 2 3M 1000k"]);
+        command(&["snapshot", "create", str(&image), "early"]).success();
+        qemu_io("qcow2", &image, &["write -P 3 0 3M"]);
+        if options != "compat=0.10" {
+            // A disk of another size than the one that is copied.
+            qemu_img(&["resize", "-f", "qcow2", str(&image), "6M"]).success();
+            qemu_io("qcow2", &image, &["write -P 4 4M 2M"]);
+        }
+        qemu_img(&["snapshot", "-c", "late", str(&image)]).success();
+        qemu_io("qcow2", &image, &["write -P 5 1M 100k"]);
+        // By the name, and by the id.
+        for (name, of_qemu) in [("early", "early"), ("late", "late"), ("2", "late")] {
+            let what = format!("{options}: {name}");
+            let [theirs, raw, packed] =
+                ["theirs.raw", "ours.raw", "packed.qcow2"].map(|name| scratch.path(name));
+            let words = ["convert", "-f", "qcow2", "-O", "raw", "-l", of_qemu];
+            qemu_img(&[&words[..], &[str(&image), str(&theirs)]].concat()).success();
+            command(&["convert", "--snapshot", name, str(&image), str(&raw)]).success();
+            command(&["convert", "-c", "-l", name, str(&image), str(&packed)]).success();
+            let [found, expected] =
+                [&raw, &theirs].map(|path| std::fs::read(path).expect("a copy"));
+            let size = if name == "early" || options == "compat=0.10" { 4 << 20 } else { 6 << 20 };
+            assert_eq!(found.len(), size, "{what}");
+            assert!(found == expected[..size], "{what}");
+            // QEMU's copy is as long as the disk is now.
+            assert!(expected[size..].iter().all(|&byte| byte == 0), "{what}");
+            expect_equal(&theirs, &packed, &what);
+            qemu_img(&["check", str(&packed)]).success();
+            for copy in [theirs, raw, packed] {
+                std::fs::remove_file(copy).expect("it is there");
+            }
+        }
+        qemu_img(&["check", str(&image)]).success();
+    }
+}
+
+#[test]
+fn a_snapshot_that_is_not_there_is_no_reason_for_a_copy() {
+    let scratch = Scratch::new();
+    let (image, copy) = (scratch.path("disk.qcow2"), scratch.path("copy.raw"));
+    command(&["create", str(&image), "1M"]).success();
+    let raw = scratch.image("disk.raw", MIB);
+    for (source, why) in [(str(&image), "no snapshot 'none'"), (raw.str(), "raw image")] {
+        let outcome = command(&["convert", "-l", "none", source, str(&copy)]).failure(why);
+        assert_eq!(outcome.stderr.lines().count(), 1, "{}", outcome.describe("one line"));
+        assert!(!copy.exists() && !scratch.path("copy.raw.part").exists());
+    }
 }

@@ -15,7 +15,7 @@ use blockhouse_core::{ByteRange, Durability, Effort, ErrorKind, Request, Unmap};
 use blockhouse_disk::{
     Access, Before, CacheMode, CopyOptions, Copying, DetectZeroes, Discard, Disk, Existing,
     ImageFormat, ImageOptions, Locking, Packing, create as create_file, hold, open, open_alone,
-    publish,
+    open_snapshot, publish,
 };
 use blockhouse_engine::{EngineChoice, EventLoop, HostFile};
 
@@ -36,6 +36,9 @@ pub struct Arguments {
     /// The target's format; left out, the file's name decides (.qcow2, otherwise raw).
     #[arg(long, short = 'O', value_parser = clap::builder::ValueParser::new(str::parse::<ImageFormat>))]
     format: Option<ImageFormat>,
+    /// Copy the disk as it was when this snapshot was taken (its name or id), without a machine's state.
+    #[arg(long, short = 'l', value_name = "SNAPSHOT")]
+    snapshot: Option<String>,
     /// Write compressed clusters (qcow2 only).
     #[arg(long, short)]
     compress: bool,
@@ -141,9 +144,14 @@ fn settings(arguments: &Arguments, format: ImageFormat) -> Vec<Setting> {
 }
 
 async fn open_source(arguments: &Arguments) -> Result<Disk<HostFile>> {
-    let format = arguments.source_format;
-    open(&arguments.source, read_only(format)).await.map_err(|error| match error.kind() {
-        ErrorKind::InvalidInput if format.is_none() => {
+    let Arguments { source, source_format: format, snapshot, .. } = arguments;
+    let opened = match snapshot {
+        None => open(source, read_only(*format)).await,
+        Some(name) => open_snapshot(source, read_only(*format), name).await,
+    };
+    opened.map_err(|error| match error.kind() {
+        // A snapshot that is not there is no matter of formats.
+        ErrorKind::InvalidInput if format.is_none() && snapshot.is_none() => {
             anyhow!("{error} (the source's format is --source-format)")
         }
         _ => error.into(),
