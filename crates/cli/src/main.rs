@@ -4,6 +4,7 @@
 //! what to do), 2 wrong usage; `check` has those of `qemu-img check`.
 #![forbid(unsafe_code)]
 
+mod bench;
 mod check;
 mod commit;
 mod compare;
@@ -45,6 +46,8 @@ struct Arguments {
 
 #[derive(Subcommand)]
 enum Command {
+    /// Measure on this machine what the fast ways of doing things bring.
+    Bench(bench::Arguments),
     /// Serve images to virtual machines and tools until SIGTERM or SIGINT.
     Serve(serve::Arguments),
     /// Make a new image.
@@ -77,6 +80,7 @@ fn main() -> ExitCode {
     let done = |()| ExitCode::SUCCESS;
     let result = match arguments.command {
         Command::Serve(serve) => serve::run(serve, arguments.verbose).map(done),
+        Command::Bench(bench) => bench::run(&bench).map(done),
         Command::Check(check) => check::run(&check),
         Command::Compare(compare) => compare::run(&compare),
         Command::Convert(convert) => convert::run(convert).map(done),

@@ -1,0 +1,233 @@
+//! Requests to a disk, as many at a time as a load says, and what they cost.
+//!
+//! A slice is one uninterrupted measurement. It ends when its time or its requests are used up,
+//! whichever comes first, and every request that was begun is waited for and counted.
+
+use std::cell::RefCell;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Barrier};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result};
+use blockhouse_core::{Buffer, Durability, Request, Storage};
+use blockhouse_disk::Disk;
+use blockhouse_engine::{Engine, EngineChoice, EventLoop};
+use futures_util::future::try_join_all;
+use hdrhistogram::Histogram;
+
+use super::device::{Device, DeviceCounts};
+use super::stop::Stop;
+
+/// What is asked of the disk.
+#[derive(Clone, Copy, Debug)]
+pub struct Load {
+    /// What each request does.
+    pub work: Work,
+    /// In which order the blocks are visited.
+    pub pattern: Pattern,
+    /// Bytes of a request.
+    pub block: usize,
+    /// Requests in flight for each job.
+    pub depth: usize,
+    /// Threads, each with an event loop of its own.
+    pub jobs: usize,
+    /// The bytes at the start of the disk that are worked on.
+    pub span: u64,
+}
+
+/// What a request does.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Work {
+    /// A read.
+    Read,
+    /// A write that may stay in a volatile cache.
+    Write,
+    /// A write, and when it is complete a flush: two requests that count as one.
+    WriteThenFlush,
+    /// A write that carries its durability.
+    DurableWrite,
+}
+
+/// The order of the blocks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Pattern {
+    /// One after the other, from the start again after the last.
+    Sequential,
+    /// Evenly distributed; the same blocks in every slice of the same load.
+    Random,
+}
+
+/// When a slice ends.
+#[derive(Clone, Copy, Debug)]
+pub struct Limits {
+    /// No request begins later than this after the start.
+    pub time: Duration,
+    /// No more requests than this.
+    pub requests: u64,
+}
+
+/// What one slice measured.
+#[derive(Clone, Debug)]
+pub struct Slice {
+    /// Requests that were completed.
+    pub requests: u64,
+    /// Bytes that they moved.
+    pub bytes: u64,
+    /// From the first request's begin to the last one's end.
+    pub elapsed: Duration,
+    /// Processor time of the whole process meanwhile.
+    pub processor: Duration,
+    /// Nanoseconds from the begin of each request to its end.
+    pub latency: Histogram<u64>,
+    /// What the kernel counted at the device meanwhile, by whomever.
+    pub device: Option<DeviceCounts>,
+}
+
+impl Slice {
+    /// Requests per second.
+    pub fn rate(&self) -> f64 {
+        self.requests as f64 / self.elapsed.as_secs_f64()
+    }
+}
+
+/// A histogram of nanoseconds with three significant digits.
+pub fn new_histogram() -> Histogram<u64> {
+    Histogram::new(3).expect("three digits are possible")
+}
+
+/// What is read before and after a slice.
+pub struct Clocks<'a> {
+    device: Option<(&'a Device, DeviceCounts)>,
+    processor: Duration,
+    begin: Instant,
+}
+
+impl<'a> Clocks<'a> {
+    /// Begins a slice.
+    pub fn start(device: Option<&'a Device>) -> Self {
+        let device = device.and_then(|device| Some((device, device.read()?)));
+        Self { device, processor: processor_time(), begin: Instant::now() }
+    }
+
+    /// Ends it.
+    pub fn end(self, bytes: u64, latency: Histogram<u64>) -> Slice {
+        let elapsed = self.begin.elapsed();
+        let processor = processor_time().saturating_sub(self.processor);
+        let device = self.device.and_then(|(device, before)| Some(device.read()?.since(before)));
+        Slice { requests: latency.len(), bytes, elapsed, processor, latency, device }
+    }
+}
+
+fn processor_time() -> Duration {
+    let time = rustix::time::clock_gettime(rustix::time::ClockId::ProcessCPUTime);
+    Duration::new(time.tv_sec as u64, time.tv_nsec as u32)
+}
+
+/// What all jobs of a slice share.
+struct Shared<'a, S: Storage> {
+    disk: &'a Disk<S>,
+    load: Load,
+    limits: Limits,
+    begun: AtomicU64,
+    stop: &'a Stop,
+}
+
+/// Measures one slice.
+///
+/// # Errors
+/// The first that the disk answers, or that an engine cannot be used.
+pub fn measure<S: Storage + Send + Sync>(
+    disk: &Arc<Disk<S>>,
+    engine: Engine,
+    (load, limits): (Load, Limits),
+    (device, stop): (Option<&Device>, &Stop),
+) -> Result<Slice> {
+    let shared = Shared { disk, load, limits, begun: AtomicU64::new(0), stop };
+    let (ready, go) = (Barrier::new(load.jobs + 1), Barrier::new(load.jobs + 1));
+    std::thread::scope(|scope| {
+        let jobs: Vec<_> = (0..load.jobs)
+            .map(|job| {
+                let (shared, ready, go) = (&shared, &ready, &go);
+                scope.spawn(move || {
+                    let event_loop = EventLoop::new(EngineChoice::Only(engine));
+                    ready.wait();
+                    go.wait();
+                    let mut event_loop = event_loop.with_context(|| format!("no {engine} here"))?;
+                    event_loop.block_on(one_job(shared, job))
+                })
+            })
+            .collect();
+        ready.wait();
+        let clocks = Clocks::start(device);
+        go.wait();
+        let mut all = new_histogram();
+        let mut outcome = Ok(());
+        for job in jobs {
+            match job.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)) {
+                Ok(latency) => all.add(latency).expect("both are of the same kind"),
+                Err(error) => outcome = outcome.and(Err(error)),
+            }
+        }
+        let bytes = all.len() * load.block as u64;
+        let slice = clocks.end(bytes, all);
+        outcome?;
+        stop.check()?;
+        Ok(slice)
+    })
+}
+
+async fn one_job<S: Storage>(shared: &Shared<'_, S>, job: usize) -> Result<Histogram<u64>> {
+    let latency = RefCell::new(new_histogram());
+    let begin = Instant::now();
+    let first = job * shared.load.depth;
+    let lanes =
+        (first..first + shared.load.depth).map(|lane| one_lane(shared, lane, begin, &latency));
+    try_join_all(lanes).await?;
+    Ok(latency.into_inner())
+}
+
+async fn one_lane<S: Storage>(
+    shared: &Shared<'_, S>,
+    lane: usize,
+    begin: Instant,
+    latency: &RefCell<Histogram<u64>>,
+) -> Result<()> {
+    let load = shared.load;
+    let mut random = fastrand::Rng::with_seed(lane as u64);
+    let mut buffer = Buffer::new(load.block);
+    random.fill(buffer.bytes_mut());
+    let blocks = load.span / load.block as u64;
+    while !shared.stop.is_asked() && begin.elapsed() < shared.limits.time {
+        let number = shared.begun.fetch_add(1, Ordering::Relaxed);
+        if number >= shared.limits.requests {
+            break;
+        }
+        let block = match load.pattern {
+            Pattern::Sequential => number % blocks,
+            Pattern::Random => random.u64(..blocks),
+        };
+        let start = Instant::now();
+        one_request(shared.disk, load.work, block * load.block as u64, &mut buffer).await?;
+        let nanoseconds = u64::try_from(start.elapsed().as_nanos()).unwrap_or(u64::MAX);
+        latency.borrow_mut().record(nanoseconds.max(1)).expect("the histogram grows");
+    }
+    Ok(())
+}
+
+async fn one_request<S: Storage>(
+    disk: &Disk<S>,
+    work: Work,
+    offset: u64,
+    buffer: &mut Buffer,
+) -> blockhouse_core::Result<()> {
+    let durability = match work {
+        Work::Read => return disk.submit(Request::Read { offset, into: buffer.lend() }).await,
+        Work::Write | Work::WriteThenFlush => Durability::None,
+        Work::DurableWrite => Durability::Data,
+    };
+    disk.submit(Request::Write { offset, from: buffer.lend(), durability }).await?;
+    match work {
+        Work::WriteThenFlush => disk.flush().await,
+        _ => Ok(()),
+    }
+}

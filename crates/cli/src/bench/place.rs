@@ -1,0 +1,220 @@
+//! Where a measurement may write, and that nothing of it stays.
+//!
+//! The place is a new folder, with a name of its own, next to the path that the user gave; it goes when
+//! the value does. An existing file or block device is written to only when the user says that its
+//! data may be destroyed, and it is locked meanwhile.
+
+use std::fs::File;
+use std::os::unix::fs::FileTypeExt;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use anyhow::{Context, Result, bail, ensure};
+use blockhouse_core::{Buffer, Durability, Request};
+use blockhouse_disk::{
+    Access, CacheMode, DetectZeroes, Discard, Disk, ImageFormat, ImageOptions, Locking, Options,
+    create, open_storage,
+};
+use blockhouse_engine::{EngineChoice, EventLoop, HostFile};
+use rustix::fs::{Mode, OFlags};
+use tempfile::TempDir;
+
+use super::stop::Stop;
+use crate::size;
+
+/// How much is written at once while the file is filled.
+const PIECE: usize = 1 << 20;
+
+/// What becomes of data that is there already.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ExistingData {
+    /// It stays.
+    Kept,
+    /// It may be written over.
+    Destroyed,
+}
+
+/// Where the measurement writes.
+#[derive(Debug)]
+pub struct Place {
+    target: Target,
+}
+
+#[derive(Debug)]
+enum Target {
+    Folder(TempDir),
+    /// And what keeps a block device from being mounted meanwhile.
+    Existing {
+        path: PathBuf,
+        _held: Option<File>,
+    },
+}
+
+impl Place {
+    /// Looks at the path; makes no file but the folder, and that only if `space` bytes are free.
+    ///
+    /// # Errors
+    /// No room, no permission, or a path that must not be written to; it says what to do.
+    pub fn at(path: &Path, data: ExistingData, space: u64) -> Result<Self> {
+        let kind = std::fs::metadata(path).map(|metadata| metadata.file_type());
+        let (is_folder, is_device) = match &kind {
+            Ok(kind) => (kind.is_dir(), kind.is_block_device()),
+            Err(_) => (false, false),
+        };
+        if data == ExistingData::Destroyed {
+            ensure!(!is_folder, "{}: is a folder; --destroy-data wants a file", path.display());
+            kind.with_context(|| format!("{}: cannot be written over", path.display()))?;
+            let held = if is_device { Some(hold_device(path)?) } else { None };
+            return Ok(Self { target: Target::Existing { path: path.to_owned(), _held: held } });
+        }
+        if is_device {
+            bail!(
+                "{}: is a block device, whose data would be lost; if that is wanted, say \
+                 --destroy-data",
+                path.display()
+            );
+        }
+        let parent = match path.parent() {
+            Some(parent) if parent != Path::new("") => parent,
+            _ => Path::new("."),
+        };
+        let folder = if is_folder { path } else { parent };
+        let system = rustix::fs::statvfs(folder)
+            .with_context(|| format!("{}: no place for a new file", folder.display()))?;
+        let free = system.f_bavail.saturating_mul(system.f_frsize);
+        ensure!(
+            free >= space,
+            "{}: {} are needed and {} are free; give another place with --file",
+            folder.display(),
+            size::show(space),
+            size::show(free)
+        );
+        let folder = tempfile::Builder::new()
+            .prefix(".blockhouse-bench-")
+            .tempdir_in(folder)
+            .with_context(|| format!("{}: cannot make a folder in it", folder.display()))?;
+        Ok(Self { target: Target::Folder(folder) })
+    }
+
+    /// The folder for new files; `None` where an existing file is written over.
+    pub fn folder(&self) -> Option<&Path> {
+        match &self.target {
+            Target::Folder(folder) => Some(folder.path()),
+            Target::Existing { .. } => None,
+        }
+    }
+
+    /// What device statistics and messages are about.
+    pub fn path(&self) -> &Path {
+        match &self.target {
+            Target::Folder(folder) => folder.path(),
+            Target::Existing { path, .. } => path,
+        }
+    }
+
+    /// A raw disk of `size` bytes, or what an existing file has of them, filled and flushed. The cache
+    /// mode is `None` (direct I/O) where the file system has it.
+    ///
+    /// # Errors
+    /// What the host answers, or that it is time to stop.
+    pub fn new_disk(&self, size: u64, stop: &Stop) -> Result<(Arc<Disk<HostFile>>, CacheMode)> {
+        let mut event_loop = EventLoop::new(EngineChoice::Auto)?;
+        event_loop.block_on(async {
+            let path = match &self.target {
+                Target::Folder(folder) => {
+                    let path = folder.path().join("disk.raw");
+                    create(&path, size, ImageFormat::Raw).await?;
+                    path
+                }
+                Target::Existing { path, .. } => path.clone(),
+            };
+            let (file, cache) = open_direct(&path)?;
+            let disk = Disk::raw(file, Options::default())?;
+            fill(&disk, size, stop).await?;
+            Ok((Arc::new(disk), cache))
+        })
+    }
+}
+
+/// The kernel refuses this while the device is mounted or used by another exclusive owner.
+fn hold_device(path: &Path) -> Result<File> {
+    let flags = OFlags::RDWR | OFlags::EXCL | OFlags::CLOEXEC;
+    let device = rustix::fs::open(path, flags, Mode::empty()).with_context(|| {
+        format!("{}: cannot be had alone; is it mounted or in use?", path.display())
+    })?;
+    Ok(device.into())
+}
+
+fn open_direct(path: &Path) -> Result<(HostFile, CacheMode)> {
+    let options = |cache| ImageOptions {
+        format: Some(ImageFormat::Raw),
+        access: Access::ReadWrite,
+        cache,
+        discard: Discard::Unmap,
+        detect_zeroes: DetectZeroes::Off,
+        locking: Locking::Held,
+    };
+    match open_storage(path, options(CacheMode::None)) {
+        Ok(file) => Ok((file, CacheMode::None)),
+        Err(_) => Ok((open_storage(path, options(CacheMode::Writeback))?, CacheMode::Writeback)),
+    }
+}
+
+/// Data, not holes, which would be read from nowhere and allocated by the writes that are measured.
+async fn fill(disk: &Disk<HostFile>, size: u64, stop: &Stop) -> Result<()> {
+    ensure!(
+        disk.size() >= size,
+        "{}: has {}, and {} are needed",
+        disk.name(),
+        size::show(disk.size()),
+        size::show(size)
+    );
+    let mut buffer = Buffer::new(PIECE);
+    fastrand::Rng::with_seed(0).fill(buffer.bytes_mut());
+    for offset in (0..size).step_by(PIECE) {
+        stop.check()?;
+        let from = buffer.lend();
+        disk.submit(Request::Write { offset, from, durability: Durability::None }).await?;
+    }
+    Ok(disk.flush().await?)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_existing_file_stays_and_the_folder_goes() -> Result<()> {
+        let folder = tempfile::tempdir()?;
+        let precious = folder.path().join("precious");
+        std::fs::write(&precious, "data")?;
+        let place = Place::at(&precious, ExistingData::Kept, 1 << 20)?;
+        let _disk = place.new_disk(1 << 20, &Stop::default())?;
+        assert_eq!(std::fs::read(&precious)?, b"data");
+        assert_eq!(std::fs::read_dir(folder.path())?.count(), 2);
+        drop(place);
+        assert_eq!(std::fs::read_dir(folder.path())?.count(), 1);
+        Ok(())
+    }
+
+    #[test]
+    fn too_little_room_is_told_before_anything_is_made() -> Result<()> {
+        let folder = tempfile::tempdir()?;
+        let error = Place::at(folder.path(), ExistingData::Kept, u64::MAX).unwrap_err();
+        assert!(error.to_string().contains("are needed"), "{error}");
+        assert_eq!(std::fs::read_dir(folder.path())?.count(), 0);
+        Ok(())
+    }
+
+    #[test]
+    fn an_existing_file_is_written_over_when_asked_for() -> Result<()> {
+        let folder = tempfile::tempdir()?;
+        let file = folder.path().join("file");
+        std::fs::write(&file, vec![0; 1 << 20])?;
+        let place = Place::at(&file, ExistingData::Destroyed, 0)?;
+        let _disk = place.new_disk(1 << 20, &Stop::default())?;
+        assert!(std::fs::read(&file)?.iter().any(|&byte| byte != 0));
+        assert!(Place::at(folder.path(), ExistingData::Destroyed, 0).is_err());
+        Ok(())
+    }
+}
