@@ -11,8 +11,8 @@ use std::time::Duration;
 
 use blockhouse_core::{Buffer, Durability, Storage, Sync};
 use blockhouse_engine::{
-    Engine, EngineChoice, EventLoop, FixedFiles, HostFile, OpenFor, PageCache, is_byte_locked,
-    share_byte, sleep, spawn,
+    Engine, EngineChoice, EventLoop, FixedFiles, HostFile, OpenFor, PageCache, file_named_by,
+    is_byte_locked, share_byte, sleep, spawn,
 };
 use common::in_time;
 use tempfile::TempDir;
@@ -109,6 +109,34 @@ fn requests_go_through_the_slot_and_not_the_descriptor() {
 fn without_slots_requests_go_by_the_descriptor() {
     let Some(outcome) = marks_after_change(FixedFiles::Off) else { return };
     assert_eq!(outcome, (2, [1, 9]), "the descriptor is the second file");
+}
+
+#[test]
+fn a_loop_can_be_asked_what_its_requests_name() {
+    let folder = folder();
+    let path = folder.path().join("disk");
+    drop(marked(folder.path(), "disk", 1));
+    for fixed in [FixedFiles::On, FixedFiles::Off, FixedFiles::On] {
+        let Some(mut event_loop) = new_loop(fixed) else { return };
+        let answer = event_loop.block_on(file_named_by(&path, PageCache::Used)).unwrap();
+        assert_eq!(answer, fixed);
+    }
+    let mut without_ring = EventLoop::new(EngineChoice::Only(Engine::Threads)).unwrap();
+    without_ring.fix_files(FixedFiles::On);
+    let answer = without_ring.block_on(file_named_by(&path, PageCache::Used)).unwrap();
+    assert_eq!(answer, FixedFiles::Off, "there is no table to have a slot in");
+    assert_eq!(slots_below(folder.path()), 0);
+    assert_eq!(std::fs::read(&path).unwrap(), [1; BLOCK]);
+}
+
+#[test]
+fn what_requests_name_cannot_be_told_by_zeros() {
+    let folder = folder();
+    drop(marked(folder.path(), "disk", 0));
+    let Some(mut event_loop) = new_loop(FixedFiles::On) else { return };
+    let path = folder.path().join("disk");
+    let error = event_loop.block_on(file_named_by(&path, PageCache::Used)).unwrap_err();
+    assert!(error.to_string().contains("zeros"), "{error}");
 }
 
 #[test]
