@@ -5,9 +5,10 @@
 //! handled; otherwise the process is idle. So the loop sleeps whenever a batch comes.
 //!
 //! Here a thread does that through a [`Handle`] to a loop on another thread, once per engine, against
-//! a plain single-threaded loop over a ring of its own. The variants take turns.
+//! a plain single-threaded loop over a ring of its own. The variants take turns. What happens when nobody
+//! wakes the loop is for `blockhouse bench wakeup` to show.
 //!
-//! `cargo bench -p blockhouse-engine --bench wakeup -- [--file PATH] [--rounds N] [--withheld] [--json]`
+//! `cargo bench -p blockhouse-engine --bench wakeup -- [--file PATH] [--rounds N] [--json]`
 #![allow(clippy::print_stdout, reason = "the table is for the person who asked for it")]
 
 use std::collections::VecDeque;
@@ -22,8 +23,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, ensure};
 use blockhouse_core::{Buffer, IoVector, Storage};
 use blockhouse_engine::{
-    Engine, EngineChoice, EventLoop, Handle, HostFile, OpenFor, PageCache, Submission, sleep,
-    spawn_detached,
+    Engine, EngineChoice, EventLoop, Handle, HostFile, OpenFor, PageCache, Submission,
 };
 use clap::Parser;
 use futures_channel::oneshot;
@@ -34,9 +34,6 @@ const TOTAL: u64 = 128 << 20;
 const PIECE: usize = 128 << 10;
 const BATCH: usize = 16;
 const PAUSE: Duration = Duration::from_millis(1);
-
-/// How soon some unrelated timer wakes a loop that nobody wakes.
-const UNRELATED_TIMER: Duration = Duration::from_millis(499);
 
 /// A submission from another thread may take this many times the plain loop's time.
 const LIMIT: f64 = 1.05;
@@ -49,9 +46,6 @@ struct Options {
     /// Run every variant this many times
     #[arg(long, default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..))]
     rounds: u32,
-    /// Run once, for half a minute, a loop that is not woken but looks every 499 ms
-    #[arg(long)]
-    withheld: bool,
     /// Print JSON instead of a table
     #[arg(long)]
     json: bool,
@@ -84,10 +78,6 @@ fn main() -> Result<()> {
             row.times.push(row.way.measure(&file)?);
         }
     }
-    if options.withheld {
-        let times = vec![Way::Withheld.measure(&file)?];
-        rows.push(Row { way: Way::Withheld, times });
-    }
     rows.iter_mut().for_each(|row| row.times.sort());
     if options.json {
         print_json(&rows)
@@ -114,7 +104,6 @@ fn new_file(folder: &Path) -> Result<PathBuf> {
 enum Way {
     Plain,
     Handle(Engine),
-    Withheld,
 }
 
 impl Way {
@@ -122,7 +111,6 @@ impl Way {
         match self {
             Self::Plain => "plain loop".into(),
             Self::Handle(engine) => format!("handle, {engine}"),
-            Self::Withheld => "not woken".into(),
         }
     }
 
@@ -136,13 +124,6 @@ impl Way {
                 })?;
                 let time = run(&mut ByHandle::new(handle, file));
                 drop(stop);
-                thread.join().expect("the loop's thread does not panic");
-                Ok(time)
-            }
-            Self::Withheld => {
-                let (requests, inbox) = mpsc::channel();
-                let (_, thread) = start(Engine::Threads, look_now_and_then(inbox))?;
-                let time = run(&mut Withheld::new(requests, file));
                 thread.join().expect("the loop's thread does not panic");
                 Ok(time)
             }
@@ -272,56 +253,6 @@ impl Reader for ByHandle {
     }
 }
 
-/// A request that nobody announces, and where its outcome goes.
-struct Request {
-    file: Arc<HostFile>,
-    offset: u64,
-    buffer: Buffer,
-    done: mpsc::Sender<Outcome>,
-}
-
-/// What happens without a wake-up: the requests lie there until a timer makes the loop look.
-async fn look_now_and_then(inbox: mpsc::Receiver<Request>) {
-    loop {
-        match inbox.try_recv() {
-            Ok(Request { file, offset, buffer, done }) => spawn_detached(async move {
-                let _ = done.send(read(file, offset, buffer).await);
-            }),
-            Err(mpsc::TryRecvError::Empty) => sleep(UNRELATED_TIMER).await,
-            Err(mpsc::TryRecvError::Disconnected) => return,
-        }
-    }
-}
-
-struct Withheld {
-    requests: mpsc::Sender<Request>,
-    file: Arc<HostFile>,
-    buffers: Vec<Buffer>,
-    done: (mpsc::Sender<Outcome>, mpsc::Receiver<Outcome>),
-}
-
-impl Withheld {
-    fn new(requests: mpsc::Sender<Request>, file: &Arc<HostFile>) -> Self {
-        Self { requests, file: Arc::clone(file), buffers: new_buffers(), done: mpsc::channel() }
-    }
-}
-
-impl Reader for Withheld {
-    fn submit(&mut self, offsets: &[u64]) {
-        for (&offset, buffer) in offsets.iter().zip(self.buffers.drain(..)) {
-            let (file, done) = (Arc::clone(&self.file), self.done.0.clone());
-            let request = Request { file, offset, buffer, done };
-            assert!(self.requests.send(request).is_ok(), "the loop runs until all is read");
-        }
-    }
-
-    fn complete(&mut self) {
-        let (buffer, result) = self.done.1.recv().expect("this end has a sender too");
-        result.expect("a read");
-        self.buffers.push(buffer);
-    }
-}
-
 /// The times of one way, sorted.
 struct Row {
     way: Way,
@@ -347,7 +278,7 @@ fn print_table(rows: &[Row]) {
         let verdict = match row.way {
             Way::Handle(_) if ratio > LIMIT => "missed",
             Way::Handle(_) => "kept",
-            Way::Plain | Way::Withheld => "",
+            Way::Plain => "",
         };
         let name = row.way.name();
         println!(

@@ -2,52 +2,54 @@
 
 use blockhouse_engine::Engine;
 
-use super::load::{Load, Pattern, Work};
-use super::rows::{Case, Published, Variant};
-use super::{Bench, Plan};
+use super::load::{Load, Pattern, Way, Work};
+use super::rows::{Case, Cases, Cost, Published, Unit, Variant};
+use super::{Bench, DISK_SIZE};
 
 const BLOCK: usize = 4096;
 
-/// Depth, jobs, and what was published of write + flush and of FUA in IOPS (virtio-blk, write-through,
-/// NVMe, 4 KiB).
-const SHAPES: [(usize, usize, Option<(f64, f64)>); 4] = [
-    (1, 1, Some((45_600.0, 56_100.0))),
-    (1, 16, Some((183_300.0, 236_000.0))),
-    (16, 1, Some((258_400.0, 311_100.0))),
-    (64, 1, None),
-];
-
-/// How long it takes.
-pub fn plan(engines: usize) -> Plan {
-    let slices = SHAPES.len() * 2 * engines;
-    Plan::of_slices(slices, slices, BLOCK)
+/// How many at a time.
+struct Shape {
+    depth: usize,
+    jobs: usize,
+    /// Of write + flush and of FUA, in IOPS.
+    published: Option<[f64; 2]>,
 }
+
+const SHAPES: [Shape; 4] = [
+    Shape { depth: 1, jobs: 1, published: Some([45_600.0, 56_100.0]) },
+    Shape { depth: 1, jobs: 16, published: Some([183_300.0, 236_000.0]) },
+    Shape { depth: 16, jobs: 1, published: Some([258_400.0, 311_100.0]) },
+    Shape { depth: 64, jobs: 1, published: None },
+];
+const PUBLISHED: &str = "virtio-blk, write-through, NVMe";
 
 /// The cases.
-pub fn cases<'a>(bench: &'a Bench) -> Vec<Case<'a>> {
-    let shapes = SHAPES.into_iter();
-    shapes.flat_map(|shape| bench.engines.iter().map(move |&one| case(bench, one, shape))).collect()
+pub fn cases(bench: &Bench) -> Cases<'_> {
+    let shapes = SHAPES.iter();
+    Cases::all(
+        shapes.flat_map(|shape| bench.engines.iter().map(move |&one| case(bench, one, shape))),
+    )
 }
 
-fn case<'a>(
-    bench: &'a Bench,
-    engine: Engine,
-    (depth, jobs, published): (usize, usize, Option<(f64, f64)>),
-) -> Case<'a> {
-    let span = bench.disk.size().min(super::DISK_SIZE);
+fn case<'a>(bench: &'a Bench, engine: Engine, shape: &Shape) -> Case<'a> {
+    let Shape { depth, jobs, published } = *shape;
     let variant = |name: &str, work, published: Option<f64>| {
-        let load = Load { work, pattern: Pattern::Random, block: BLOCK, depth, jobs, span };
+        let load =
+            Load { work, pattern: Pattern::Random, block: BLOCK, depth, jobs, span: DISK_SIZE };
+        let (unit, detail) = (Unit::RequestsPerSecond, PUBLISHED);
         Variant {
             name: name.into(),
-            run: Box::new(move || bench.slice(engine, load)),
-            published: published.map(|value| Published { value, unit: "IOPS" }),
+            run: Box::new(move || bench.slice(Way::plain(engine), load)),
+            published: published.map(|value| Published { value, unit, detail }),
+            cost: Cost::of(load),
         }
     };
     Case {
         name: format!("write 4K, depth {depth} x {jobs}, {engine}"),
         variants: vec![
-            variant("write + flush", Work::WriteThenFlush, published.map(|both| both.0)),
-            variant("FUA", Work::DurableWrite, published.map(|both| both.1)),
+            variant("write + flush", Work::WriteThenFlush, published.map(|both| both[0])),
+            variant("FUA", Work::DurableWrite, published.map(|both| both[1])),
         ],
     }
 }

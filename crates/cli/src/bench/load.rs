@@ -4,8 +4,8 @@
 //! whichever comes first, and every request that was begun is waited for and counted.
 
 use std::cell::RefCell;
+use std::sync::Barrier;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Barrier};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
@@ -15,8 +15,28 @@ use blockhouse_engine::{Engine, EngineChoice, EventLoop};
 use futures_util::future::try_join_all;
 use hdrhistogram::Histogram;
 
+use super::MOST_BYTES;
 use super::device::{Device, DeviceCounts};
 use super::stop::Stop;
+
+/// What is done to an event loop.
+pub type Prepare<'a> = dyn Fn(&mut EventLoop) -> Result<()> + Sync + 'a;
+
+/// How requests get to the disk.
+#[derive(Clone, Copy)]
+pub struct Way<'a> {
+    /// The engine of each job's event loop.
+    pub engine: Engine,
+    /// What is done to each job's event loop before the slice begins.
+    pub prepare: Option<&'a Prepare<'a>>,
+}
+
+impl Way<'_> {
+    /// An engine as it is.
+    pub fn plain(engine: Engine) -> Self {
+        Self { engine, prepare: None }
+    }
+}
 
 /// What is asked of the disk.
 #[derive(Clone, Copy, Debug)]
@@ -33,6 +53,27 @@ pub struct Load {
     pub jobs: usize,
     /// The bytes at the start of the disk that are worked on.
     pub span: u64,
+}
+
+impl Load {
+    /// How many requests a slice has at most: as many as may be written, and one pass where blocks are
+    /// visited one after the other.
+    pub fn most_requests(&self) -> u64 {
+        let bytes = match (self.work, self.pattern) {
+            (Work::Read, _) => return u64::MAX,
+            (_, Pattern::Sequential) => self.span.min(MOST_BYTES),
+            (_, Pattern::Random) => MOST_BYTES,
+        };
+        bytes / self.block as u64
+    }
+
+    /// How many bytes a slice writes at most.
+    pub fn most_written(&self) -> u64 {
+        match self.work {
+            Work::Read => 0,
+            _ => self.most_requests() * self.block as u64,
+        }
+    }
 }
 
 /// What a request does.
@@ -81,6 +122,8 @@ pub struct Slice {
     pub latency: Histogram<u64>,
     /// What the kernel counted at the device meanwhile, by whomever.
     pub device: Option<DeviceCounts>,
+    /// What else was found out.
+    pub note: Option<String>,
 }
 
 impl Slice {
@@ -114,7 +157,7 @@ impl<'a> Clocks<'a> {
         let elapsed = self.begin.elapsed();
         let processor = processor_time().saturating_sub(self.processor);
         let device = self.device.and_then(|(device, before)| Some(device.read()?.since(before)));
-        Slice { requests: latency.len(), bytes, elapsed, processor, latency, device }
+        Slice { requests: latency.len(), bytes, elapsed, processor, latency, device, note: None }
     }
 }
 
@@ -137,8 +180,8 @@ struct Shared<'a, S: Storage> {
 /// # Errors
 /// The first that the disk answers, or that an engine cannot be used.
 pub fn measure<S: Storage + Send + Sync>(
-    disk: &Arc<Disk<S>>,
-    engine: Engine,
+    disk: &Disk<S>,
+    way: Way<'_>,
     (load, limits): (Load, Limits),
     (device, stop): (Option<&Device>, &Stop),
 ) -> Result<Slice> {
@@ -149,11 +192,10 @@ pub fn measure<S: Storage + Send + Sync>(
             .map(|job| {
                 let (shared, ready, go) = (&shared, &ready, &go);
                 scope.spawn(move || {
-                    let event_loop = EventLoop::new(EngineChoice::Only(engine));
+                    let event_loop = new_loop(way);
                     ready.wait();
                     go.wait();
-                    let mut event_loop = event_loop.with_context(|| format!("no {engine} here"))?;
-                    event_loop.block_on(one_job(shared, job))
+                    event_loop?.block_on(one_job(shared, job))
                 })
             })
             .collect();
@@ -174,6 +216,15 @@ pub fn measure<S: Storage + Send + Sync>(
         stop.check()?;
         Ok(slice)
     })
+}
+
+fn new_loop(way: Way<'_>) -> Result<EventLoop> {
+    let mut event_loop = EventLoop::new(EngineChoice::Only(way.engine))
+        .with_context(|| format!("no {} here", way.engine))?;
+    if let Some(prepare) = way.prepare {
+        prepare(&mut event_loop)?;
+    }
+    Ok(event_loop)
 }
 
 async fn one_job<S: Storage>(shared: &Shared<'_, S>, job: usize) -> Result<Histogram<u64>> {

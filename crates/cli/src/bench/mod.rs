@@ -1,22 +1,29 @@
 //! `blockhouse bench`: what the fast ways bring on this machine, measured on the production path.
 //!
-//! It says beforehand how long it takes and how much it writes, works in a new file unless told
-//! otherwise, and leaves nothing behind.
+//! It says beforehand how long it takes and how much it writes, and keeps to both; works in a new file
+//! unless told otherwise, and leaves nothing behind.
 
+mod datasync;
 mod device;
+mod fixed_files;
 mod fua;
 mod load;
 mod place;
 mod random;
 mod report;
 mod rows;
+mod schedule;
 mod stop;
+mod table;
 #[cfg(test)]
 mod tests;
+mod vmstate;
+mod wakeup;
 
-use std::path::PathBuf;
+use std::cell::{Cell, OnceCell};
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
 use blockhouse_disk::{CacheMode, Disk};
@@ -26,15 +33,18 @@ use indicatif::{ProgressBar, ProgressStyle};
 
 use crate::size;
 use device::Device;
-use load::{Limits, Load, Slice};
+use load::{Limits, Load, Slice, Way};
 use place::{ExistingData, Place};
-use rows::{Case, Row};
+use report::{Expense, LeftOut, Report};
+use rows::{Case, Cases, Row};
+use schedule::Schedule;
 use stop::Stop;
 
 /// Bytes of the file that is read and written.
 const DISK_SIZE: u64 = 256 << 20;
-/// How often each variant is measured.
-const ROUNDS: usize = 5;
+/// How often each variant is measured, if there is time. That seven rounds agree by chance on who is
+/// faster happens once in 64 cases.
+const ROUNDS: usize = 7;
 /// No slice writes more than this.
 const MOST_BYTES: u64 = 64 << 20;
 
@@ -49,13 +59,12 @@ pub struct Arguments {
     /// Write over the file or block device itself that --file names. Its data is lost.
     #[arg(long)]
     destroy_data: bool,
-    /// Write the results as JSON to a file, or instead of the table.
+    /// How long it may take; left out, 120 for all and 30 for a single question.
+    #[arg(long, value_name = "SECONDS", value_parser = clap::value_parser!(u64).range(2..=86_400))]
+    seconds: Option<u64>,
+    /// Write the results as JSON to a file, or instead of the table (docs/bench.schema.json).
     #[arg(long, value_name = "FILE", num_args = 0..=1)]
     json: Option<Option<PathBuf>>,
-    /// How long each single measurement lasts at most, in milliseconds.
-    #[arg(long, value_name = "MS", default_value_t = 250)]
-    #[arg(value_parser = clap::value_parser!(u64).range(10..=60_000))]
-    slice: u64,
 }
 
 /// What can be measured.
@@ -63,6 +72,14 @@ pub struct Arguments {
 enum Question {
     /// Durable writes as one request, against a write and then a flush.
     Fua,
+    /// Overwrites from one end to the other: not durable, with a flush each, as one request.
+    Datasync,
+    /// Small reads with the file in the ring's own table, and by its descriptor.
+    FixedFiles,
+    /// A machine's state in small pieces into an image, one by one and through the stream.
+    Vmstate,
+    /// Requests from another thread, with the wake-up of the loop and without.
+    Wakeup,
     /// Small reads and writes, per engine.
     Random,
     /// All of these.
@@ -83,110 +100,131 @@ impl Question {
     fn name(self) -> &'static str {
         match self {
             Self::Fua => "fua",
+            Self::Datasync => "datasync",
+            Self::FixedFiles => "fixed-files",
+            Self::Vmstate => "vmstate",
+            Self::Wakeup => "wakeup",
             Self::Random => "random",
             Self::All => "all",
         }
     }
 
-    fn plan(self, engines: usize) -> Plan {
-        match self {
-            Self::Fua => fua::plan(engines),
-            Self::Random => random::plan(engines),
-            Self::All => self.parts().into_iter().map(|one| one.plan(engines)).sum(),
-        }
-    }
-
-    fn cases(self, bench: &Bench) -> Vec<Case<'_>> {
+    /// The cases of one part.
+    fn cases(self, bench: &Bench) -> Cases<'_> {
         match self {
             Self::Fua => fua::cases(bench),
+            Self::Datasync => datasync::cases(bench),
+            Self::FixedFiles => fixed_files::cases(bench),
+            Self::Vmstate => vmstate::cases(bench),
+            Self::Wakeup => wakeup::cases(bench),
             Self::Random => random::cases(bench),
-            Self::All => self.parts().into_iter().flat_map(|one| one.cases(bench)).collect(),
+            Self::All => Cases::all([]),
         }
     }
-}
 
-/// What a question takes in one round.
-#[derive(Clone, Copy, Debug, Default)]
-struct Plan {
-    /// Measurements.
-    slices: usize,
-    /// What they take beyond a slice's time each.
-    extra: Duration,
-    /// Bytes that they write at most.
-    written: u64,
-}
-
-impl Plan {
-    /// Slices of which so many write blocks of this size.
-    fn of_slices(slices: usize, writing: usize, block: usize) -> Self {
-        let written = writing as u64 * (MOST_BYTES / block as u64) * block as u64;
-        Self { slices, extra: Duration::ZERO, written }
-    }
-}
-
-impl std::iter::Sum for Plan {
-    fn sum<I: Iterator<Item = Self>>(plans: I) -> Self {
-        plans.fold(Self::default(), |sum, next| Self {
-            slices: sum.slices + next.slices,
-            extra: sum.extra + next.extra,
-            written: sum.written + next.written,
-        })
+    /// How long it may take unless the user says it.
+    fn usual_time(self) -> Duration {
+        Duration::from_secs(if self == Self::All { 120 } else { 30 })
     }
 }
 
 /// What every question works with.
 struct Bench {
-    disk: Arc<Disk<HostFile>>,
-    cache: CacheMode,
+    /// Made when the user has been told what happens.
+    disk: OnceCell<(Arc<Disk<HostFile>>, CacheMode)>,
+    /// The engines that this machine has, best first.
     engines: Vec<Engine>,
     device: Option<Device>,
-    slice: Duration,
+    /// How long one measurement lasts.
+    slice: Cell<Duration>,
     stop: Stop,
     /// The last, so that its files go when nobody uses them any more.
-    _place: Place,
+    place: Place,
 }
 
 impl Bench {
+    fn new(place: Place, stop: Stop) -> Result<Self> {
+        let usable = |engine: &Engine| EventLoop::new(EngineChoice::Only(*engine)).is_ok();
+        let engines: Vec<_> = Engine::ALL.into_iter().filter(usable).collect();
+        ensure!(!engines.is_empty(), "no engine can be used here");
+        let device = Device::under(place.path());
+        let (disk, slice) = (OnceCell::new(), Cell::new(Duration::ZERO));
+        Ok(Self { disk, engines, device, slice, stop, place })
+    }
+
+    /// Makes and fills the disk.
+    fn fill(&self) -> Result<()> {
+        let disk = self.place.new_disk(DISK_SIZE, &self.stop)?;
+        assert!(self.disk.set(disk).is_ok(), "it is filled once");
+        Ok(())
+    }
+
+    fn disk(&self) -> &Arc<Disk<HostFile>> {
+        &self.disk.get().expect("measuring begins after the disk is filled").0
+    }
+
+    fn cache(&self) -> CacheMode {
+        self.disk.get().expect("measuring begins after the disk is filled").1
+    }
+
     /// One slice of a load on the disk.
-    fn slice(&self, engine: Engine, load: Load) -> Result<Slice> {
-        let limits = Limits { time: self.slice, requests: MOST_BYTES / load.block as u64 };
-        load::measure(&self.disk, engine, (load, limits), (self.device.as_ref(), &self.stop))
+    fn slice(&self, way: Way<'_>, load: Load) -> Result<Slice> {
+        let limits = Limits { time: self.slice.get(), requests: load.most_requests() };
+        load::measure(self.disk(), way, (load, limits), (self.device.as_ref(), &self.stop))
     }
 }
 
 /// Runs the command.
 pub fn run(arguments: &Arguments) -> Result<()> {
-    let engines = usable_engines();
-    ensure!(!engines.is_empty(), "no engine can be used here");
+    arguments.json.iter().flatten().try_for_each(|path| can_be_written(path))?;
     let data = match arguments.destroy_data {
         true => ExistingData::Destroyed,
         false => ExistingData::Kept,
     };
-    let slice = Duration::from_millis(arguments.slice);
-    let plan = arguments.question.plan(engines.len());
     let stop = Stop::on_signals()?;
     let place = Place::at(&arguments.file, data, 2 * DISK_SIZE)?;
-    announce(plan, slice, &place);
-    let device = Device::under(place.path());
-    let (disk, cache) = place.new_disk(DISK_SIZE, &stop)?;
-    let bench = Bench { disk, cache, engines, device, slice, stop, _place: place };
-    let rows = measure(&bench, arguments.question, plan)?;
-    show(arguments, &bench, &rows)
+    let bench = Bench::new(place, stop)?;
+    let (cases, mut left_out) = all_cases(&bench, arguments.question);
+    let time = arguments.seconds.map_or(arguments.question.usual_time(), Duration::from_secs);
+    let mut schedule = Schedule::new(time, cases.iter().map(|(_, case)| case), ROUNDS);
+    schedule.written += DISK_SIZE;
+    bench.slice.set(schedule.slice);
+    announce(&schedule, &bench.place);
+    bench.fill()?;
+    let rows = measure(cases, &mut schedule, &mut left_out)?;
+    let announced = Expense { time: schedule.most, written: Some(schedule.written) };
+    let took = Expense::since(schedule.begin);
+    let report = Report::new(&bench, rows, left_out, (announced, took));
+    show(arguments, &report)
 }
 
-fn usable_engines() -> Vec<Engine> {
-    let usable = |engine: &Engine| EventLoop::new(EngineChoice::Only(*engine)).is_ok();
-    Engine::ALL.into_iter().filter(usable).collect()
+/// That the results will find a place is known before minutes are spent on them.
+fn can_be_written(path: &Path) -> Result<()> {
+    let folder = path.parent().filter(|folder| *folder != Path::new(""));
+    let folder = folder.unwrap_or(Path::new("."));
+    ensure!(folder.is_dir(), "{}: cannot be written: no such folder", path.display());
+    ensure!(!path.is_dir(), "{}: cannot be written: it is a folder", path.display());
+    Ok(())
 }
 
-fn announce(plan: Plan, slice: Duration, place: &Place) {
-    let time = (slice * plan.slices as u32 + plan.extra) * ROUNDS as u32;
-    let written = plan.written * ROUNDS as u64 + DISK_SIZE;
-    // Filling the file, and the last requests of each slice.
-    let seconds = time.as_secs_f64() * 1.2 + 10.0;
+fn all_cases(bench: &Bench, question: Question) -> (Vec<(&'static str, Case<'_>)>, Vec<LeftOut>) {
+    let (mut cases, mut left_out) = (Vec::new(), Vec::new());
+    for part in question.parts() {
+        let found = part.cases(bench);
+        cases.extend(found.cases.into_iter().map(|case| (part.name(), case)));
+        if let Some(why) = found.missing {
+            left_out.push(LeftOut { question: part.name(), case: None, why });
+        }
+    }
+    (cases, left_out)
+}
+
+fn announce(schedule: &Schedule, place: &Place) {
     eprintln!(
-        "blockhouse: takes {seconds:.0} s at most and writes {} at most, in {}; {}",
-        size::show(written),
+        "blockhouse: takes about {:.0} s, {:.0} s at most, and writes {} at most, in {}; {}",
+        schedule.expected.as_secs_f64(),
+        schedule.most.as_secs_f64(),
+        size::show(schedule.written),
         place.path().display(),
         match place.folder() {
             Some(_) => "what it made is removed at the end",
@@ -195,30 +233,42 @@ fn announce(plan: Plan, slice: Duration, place: &Place) {
     );
 }
 
-fn measure(bench: &Bench, question: Question, plan: Plan) -> Result<Vec<Row>> {
-    let bar = ProgressBar::new((plan.slices * ROUNDS) as u64);
+fn measure(
+    cases: Vec<(&'static str, Case<'_>)>,
+    schedule: &mut Schedule,
+    left_out: &mut Vec<LeftOut>,
+) -> Result<Vec<Row>> {
+    let variants: usize = cases.iter().map(|(_, case)| case.variants.len()).sum();
+    let bar = ProgressBar::new((variants * ROUNDS) as u64);
     let style = ProgressStyle::with_template("{percent:>3}% [{bar:40}] {eta} left  {msg}")?;
     let bar = bar.with_style(style.progress_chars("=> "));
-    let mut rows = Vec::new();
-    for part in question.parts() {
-        for case in part.cases(bench) {
-            bar.set_message(format!("{}: {}", part.name(), case.name));
-            rows.extend(rows::run_case(part.name(), case, ROUNDS, || bar.inc(1))?);
+    let (mut rows, mut done) = (Vec::new(), 0);
+    for (question, case) in cases {
+        bar.set_message(format!("{question}: {}", case.name));
+        done += case.variants.len() * ROUNDS;
+        match schedule.next(&case, Instant::now()) {
+            Some(end) => {
+                rows.extend(rows::run_case(question, case, (ROUNDS, end), || bar.inc(1))?);
+            }
+            None => {
+                let why = "there was no time left; give more with --seconds".to_owned();
+                left_out.push(LeftOut { question, case: Some(case.name), why });
+            }
         }
+        bar.set_position(done as u64);
     }
     bar.finish_and_clear();
     Ok(rows)
 }
 
-fn show(arguments: &Arguments, bench: &Bench, rows: &[Row]) -> Result<()> {
-    let results = report::json(bench, rows);
+fn show(arguments: &Arguments, report: &Report) -> Result<()> {
     match &arguments.json {
-        Some(None) => report::print_json(&results),
+        Some(None) => report::print_json(report),
         Some(Some(path)) => {
-            std::fs::write(path, format!("{results:#}\n"))
+            std::fs::write(path, format!("{:#}\n", report.json()))
                 .with_context(|| format!("{}: cannot be written", path.display()))?;
-            report::print_table(bench, rows)
+            table::print(report)
         }
-        None => report::print_table(bench, rows),
+        None => table::print(report),
     }
 }

@@ -12,14 +12,14 @@ use std::sync::Arc;
 use anyhow::{Context, Result, bail, ensure};
 use blockhouse_core::{Buffer, Durability, Request};
 use blockhouse_disk::{
-    Access, CacheMode, DetectZeroes, Discard, Disk, ImageFormat, ImageOptions, Locking, Options,
-    create, open_storage,
+    Access, CacheMode, Disk, ImageFormat, ImageOptions, Options, create, open_storage,
 };
 use blockhouse_engine::{EngineChoice, EventLoop, HostFile};
 use rustix::fs::{Mode, OFlags};
 use tempfile::TempDir;
 
 use super::stop::Stop;
+use crate::looked_at::read_only;
 use crate::size;
 
 /// How much is written at once while the file is filled.
@@ -104,6 +104,22 @@ impl Place {
         }
     }
 
+    /// Whether files there can be opened for direct I/O.
+    pub fn takes_direct_io(&self) -> bool {
+        let flags = OFlags::RDWR | OFlags::DIRECT | OFlags::CLOEXEC;
+        match &self.target {
+            Target::Folder(folder) => {
+                let probe = folder.path().join("probe");
+                let mode = Mode::RUSR | Mode::WUSR;
+                let opened = rustix::fs::open(&probe, flags | OFlags::CREATE, mode);
+                // If it stays, it goes with the folder.
+                let _ = std::fs::remove_file(&probe);
+                opened.is_ok()
+            }
+            Target::Existing { path, .. } => rustix::fs::open(path, flags, Mode::empty()).is_ok(),
+        }
+    }
+
     /// What device statistics and messages are about.
     pub fn path(&self) -> &Path {
         match &self.target {
@@ -147,12 +163,9 @@ fn hold_device(path: &Path) -> Result<File> {
 
 fn open_direct(path: &Path) -> Result<(HostFile, CacheMode)> {
     let options = |cache| ImageOptions {
-        format: Some(ImageFormat::Raw),
         access: Access::ReadWrite,
         cache,
-        discard: Discard::Unmap,
-        detect_zeroes: DetectZeroes::Off,
-        locking: Locking::Held,
+        ..read_only(Some(ImageFormat::Raw))
     };
     match open_storage(path, options(CacheMode::None)) {
         Ok(file) => Ok((file, CacheMode::None)),

@@ -2,11 +2,9 @@
 //!
 //! The engines are compared with the first that this machine has.
 
-use anyhow::Result;
-
-use super::load::{Load, Pattern, Work};
-use super::rows::{Case, Variant};
-use super::{Bench, Plan};
+use super::load::{Load, Pattern, Way, Work};
+use super::rows::{Case, Cases, Cost, Variant};
+use super::{Bench, DISK_SIZE};
 
 const BLOCK: usize = 4096;
 
@@ -18,24 +16,19 @@ const SHAPES: [(&str, Work, usize); 4] = [
     ("write 4K, depth 32", Work::Write, 32),
 ];
 
-/// How long it takes.
-pub fn plan(engines: usize) -> Plan {
-    let writes = SHAPES.iter().filter(|(_, work, _)| *work == Work::Write).count() * engines;
-    Plan::of_slices(SHAPES.len() * engines, writes, BLOCK)
-}
-
 /// The cases.
-pub fn cases<'a>(bench: &'a Bench) -> Vec<Case<'a>> {
-    SHAPES.map(|(name, work, depth)| case(bench, name, work, depth)).into()
+pub fn cases(bench: &Bench) -> Cases<'_> {
+    Cases::all(SHAPES.map(|(name, work, depth)| case(bench, name, work, depth)))
 }
 
 fn case<'a>(bench: &'a Bench, name: &str, work: Work, depth: usize) -> Case<'a> {
-    let span = bench.disk.size().min(super::DISK_SIZE);
-    let load = Load { work, pattern: Pattern::Random, block: BLOCK, depth, jobs: 1, span };
+    let load =
+        Load { work, pattern: Pattern::Random, block: BLOCK, depth, jobs: 1, span: DISK_SIZE };
     let variants = bench.engines.iter().map(|&engine| Variant {
         name: engine.to_string(),
-        run: Box::new(move || -> Result<_> { bench.slice(engine, load) }),
+        run: Box::new(move || bench.slice(Way::plain(engine), load)),
         published: None,
+        cost: Cost::of(load),
     });
     Case { name: name.into(), variants: variants.collect() }
 }

@@ -1,116 +1,186 @@
-//! The results as a table and as JSON.
+//! The results and under what circumstances they came about, and their form as JSON.
+//!
+//! docs/bench.schema.json describes the JSON; a test holds them together.
 
+use std::fs;
 use std::io::{self, Write};
+use std::path::Path;
+use std::time::{Duration, Instant};
 
 use anyhow::Result;
-use blockhouse_core::Fua;
 use serde_json::{Value, json};
 
 use super::rows::{Published, Row};
 use super::{Bench, ROUNDS};
 
-/// Prints JSON to standard output.
-pub fn print_json(results: &Value) -> Result<()> {
-    Ok(writeln!(io::stdout(), "{results:#}")?)
+/// Everything that was found out.
+pub struct Report {
+    /// Where it was measured.
+    pub machine: Machine,
+    /// What the disk is.
+    pub storage: Storage,
+    /// What was announced, each at most.
+    pub announced: Expense,
+    /// What it came to.
+    pub took: Expense,
+    /// The results.
+    pub rows: Vec<Row>,
+    /// What was not measured.
+    pub left_out: Vec<LeftOut>,
 }
 
-/// Prints a table to standard output.
-pub fn print_table(bench: &Bench, rows: &[Row]) -> Result<()> {
-    let mut out = io::stdout().lock();
-    writeln!(out, "{}", circumstances(bench))?;
-    let mut last = None;
-    for row in rows {
-        let case = Some((row.question, &row.case));
-        if last != case {
-            writeln!(out, "\n{}: {}", row.question, row.case)?;
-            writeln!(
-                out,
-                "  {:<14} {:>9} {:>9} {:>8} {:>8} {:>8} {:>8}  {:<22} {:<20} elsewhere",
-                "",
-                "IOPS",
-                "MiB/s",
-                "p50 us",
-                "p99 us",
-                "p99.9 us",
-                "CPU us",
-                "ratio (spread)",
-                "device per request"
-            )?;
-            last = case;
-        }
-        writeln!(out, "{}", line(row))?;
+/// What a measurement costs.
+#[derive(Clone, Copy, Debug)]
+pub struct Expense {
+    /// How long it takes.
+    pub time: Duration,
+    /// Bytes that are written to devices; `None` where the kernel does not tell.
+    pub written: Option<u64>,
+}
+
+impl Expense {
+    /// Of this process so far, since `begin`.
+    pub fn since(begin: Instant) -> Self {
+        let counts = fs::read_to_string("/proc/self/io").unwrap_or_default();
+        let written = counts.lines().find_map(|line| line.strip_prefix("write_bytes: "));
+        let written = written.and_then(|number| number.parse().ok());
+        Self { time: begin.elapsed(), written }
     }
-    Ok(out.flush()?)
+
+    fn json(self) -> Value {
+        json!({ "seconds": self.time.as_secs_f64(), "bytes-written": self.written })
+    }
 }
 
-/// What the disk is, for people.
-pub fn circumstances(bench: &Bench) -> String {
-    let device = match &bench.device {
-        None => "device not visible".to_owned(),
-        Some(device) => {
-            let fua = device.fua().unwrap_or("unknown");
-            format!(
-                "device {} (FUA {fua}; its statistics count what everybody does)",
-                device.name()
-            )
+/// A question or case without results.
+pub struct LeftOut {
+    /// The question.
+    pub question: &'static str,
+    /// The case, if it is only one.
+    pub case: Option<String>,
+    /// Why.
+    pub why: String,
+}
+
+/// The machine.
+pub struct Machine {
+    /// What the processor calls itself.
+    pub processor: String,
+    /// How many of them.
+    pub processors: usize,
+    /// The kernel's name and version.
+    pub kernel: String,
+}
+
+impl Machine {
+    /// This one.
+    fn here() -> Self {
+        let about = fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
+        let name = about.lines().find_map(|line| line.strip_prefix("model name")?.split_once(':'));
+        let kernel = rustix::system::uname();
+        Self {
+            processor: name.map_or("unknown", |(_, name)| name.trim()).to_owned(),
+            processors: std::thread::available_parallelism().map_or(1, usize::from),
+            kernel: format!(
+                "{} {}",
+                kernel.sysname().to_string_lossy(),
+                kernel.release().to_string_lossy()
+            ),
         }
-    };
-    format!(
-        "cache mode {}, durable writes {}, {device}; medians of {ROUNDS} rounds; 'elsewhere': \
-         published by others, on other machines",
-        bench.cache.as_str(),
-        fua(bench).as_str()
-    )
+    }
 }
 
-fn fua(bench: &Bench) -> Fua {
-    bench.disk.capabilities().fua
+/// What the disk lies on.
+pub struct Storage {
+    /// The file system's name.
+    pub file_system: String,
+    /// How the page cache is used.
+    pub cache: &'static str,
+    /// Whether the kernel takes durable writes there.
+    pub fua: &'static str,
+    /// The device's name and whether it takes durable writes.
+    pub device: Option<(String, Option<&'static str>)>,
 }
 
-fn line(row: &Row) -> String {
-    let microseconds = |quantile| row.latency.value_at_quantile(quantile) as f64 / 1e3;
-    let ratio = match row.ratio {
-        None => "baseline".to_owned(),
-        Some(ratio) if ratio.is_noise() => {
-            format!("within noise ({:.2}..{:.2})", ratio.low, ratio.high)
-        }
-        Some(ratio) => format!("{:.2} ({:.2}..{:.2})", ratio.median, ratio.low, ratio.high),
-    };
-    let device = row.device.map_or("-".to_owned(), |device| {
-        let each = |count: u64| count as f64 / row.latency.len() as f64;
-        let (read, write, flush) = (each(device.reads), each(device.writes), each(device.flushes));
-        format!("{read:.2}r {write:.2}w {flush:.2}f")
-    });
-    let published = row.published.map_or(String::new(), |one| figure(&one));
-    let text = format!(
-        "  {:<14} {:>9.0} {:>9.1} {:>8.1} {:>8.1} {:>8.1} {:>8.1}  {ratio:<22} {device:<20} {published}",
-        row.variant,
-        row.rate,
-        row.throughput / f64::from(1 << 20),
-        microseconds(0.5),
-        microseconds(0.99),
-        microseconds(0.999),
-        row.processor / 1e3,
-    );
-    text.trim_end().to_owned()
+impl Report {
+    /// Of the rows.
+    pub fn new(
+        bench: &Bench,
+        rows: Vec<Row>,
+        left_out: Vec<LeftOut>,
+        (announced, took): (Expense, Expense),
+    ) -> Self {
+        let storage = Storage {
+            file_system: file_system(bench.place.path()),
+            cache: bench.cache().as_str(),
+            fua: bench.disk().capabilities().fua.as_str(),
+            device: bench.device.as_ref().map(|device| (device.name(), device.fua())),
+        };
+        Self { machine: Machine::here(), storage, announced, took, rows, left_out }
+    }
+
+    /// The machine and the disk, in a sentence.
+    pub fn circumstances(&self) -> String {
+        let Machine { processor, processors, kernel } = &self.machine;
+        let Storage { file_system, cache, fua, device } = &self.storage;
+        let device = match device {
+            None => "device not visible".to_owned(),
+            Some((name, fua)) => format!("device {name}, FUA {}", fua.unwrap_or("unknown")),
+        };
+        format!(
+            "{processors} x {processor}, {kernel}; {file_system}, cache mode {cache}, durable writes \
+             {fua}; {device}"
+        )
+    }
+
+    /// As JSON.
+    pub fn json(&self) -> Value {
+        let Machine { processor, processors, kernel } = &self.machine;
+        let Storage { file_system, cache, fua, device } = &self.storage;
+        json!({
+            "version": 1,
+            "machine": { "processor": processor, "processors": processors, "kernel": kernel },
+            "storage": {
+                "file-system": file_system,
+                "cache": cache,
+                "durable-writes": fua,
+                "device": device.as_ref().map(|(name, fua)| json!({ "name": name, "fua": fua })),
+            },
+            "announced": self.announced.json(),
+            "took": self.took.json(),
+            "rounds": ROUNDS,
+            "rows": self.rows.iter().map(row).collect::<Vec<_>>(),
+            "left-out": self.left_out.iter().map(|one| json!({
+                "question": one.question, "case": one.case, "why": one.why,
+            })).collect::<Vec<_>>(),
+        })
+    }
 }
 
-fn figure(published: &Published) -> String {
-    format!("{} {}", published.value, published.unit)
+/// Prints JSON to standard output.
+pub fn print_json(report: &Report) -> Result<()> {
+    Ok(writeln!(io::stdout(), "{:#}", report.json())?)
 }
 
-/// The results as JSON.
-pub fn json(bench: &Bench, rows: &[Row]) -> Value {
-    let device =
-        bench.device.as_ref().map(|device| json!({ "name": device.name(), "fua": device.fua() }));
-    json!({
-        "version": 1,
-        "cache": bench.cache.as_str(),
-        "fua": fua(bench).as_str(),
-        "device": device,
-        "rounds": ROUNDS,
-        "rows": rows.iter().map(row).collect::<Vec<_>>(),
-    })
+/// From `<linux/magic.h>` and the file systems' own headers.
+const FILE_SYSTEMS: [(u64, &str); 9] = [
+    (0xef53, "ext4"),
+    (0x5846_5342, "xfs"),
+    (0x9123_683e, "btrfs"),
+    (0x0102_1994, "tmpfs"),
+    (0x2fc1_2fc1, "zfs"),
+    (0xf2f5_2010, "f2fs"),
+    (0x794c_7630, "overlayfs"),
+    (0x6969, "nfs"),
+    (0x6573_5546, "fuse"),
+];
+
+fn file_system(path: &Path) -> String {
+    let Ok(found) = rustix::fs::statfs(path) else { return "unknown".into() };
+    // Widths and signs differ between architectures; the magic numbers have 32 bits.
+    let magic = found.f_type as u64 & 0xffff_ffff;
+    let known = FILE_SYSTEMS.iter().find(|(number, _)| *number == magic);
+    known.map_or_else(|| format!("file system {magic:#x}"), |(_, name)| (*name).to_owned())
 }
 
 fn row(row: &Row) -> Value {
@@ -119,6 +189,7 @@ fn row(row: &Row) -> Value {
         "question": row.question,
         "case": row.case,
         "variant": row.variant,
+        "rounds": row.rounds,
         "requests": row.latency.len(),
         "requests-per-second": row.rate,
         "bytes-per-second": row.throughput,
@@ -131,8 +202,12 @@ fn row(row: &Row) -> Value {
             "median": ratio.median, "low": ratio.low, "high": ratio.high,
             "within-noise": ratio.is_noise(),
         })),
-        "published-elsewhere": row.published.map(|one| json!({
-            "value": one.value, "unit": one.unit,
-        })),
+        "published-elsewhere": row.published.map(|one| published(&one, row.published_ratio)),
+        "note": row.note,
     })
+}
+
+fn published(one: &Published, ratio: Option<f64>) -> Value {
+    let Published { value, unit, detail } = one;
+    json!({ "value": value, "unit": unit.as_str(), "detail": detail, "ratio": ratio })
 }

@@ -3,14 +3,18 @@
 //! The first variant of a case is its baseline. A ratio is taken within each round, where both ran one
 //! right after the other, and is told with its spread; where that is not clear of 1, so is that.
 
+use std::time::{Duration, Instant};
+
 use anyhow::{Context, Result};
 use hdrhistogram::Histogram;
 
 use super::device::DeviceCounts;
-use super::load::{Slice, new_histogram};
+use super::load::{Load, Slice, new_histogram};
 
 /// A difference smaller than this says nothing about any machine.
 const LEAST_DIFFERENCE: f64 = 0.03;
+/// Fewer rounds agree by chance too often.
+const LEAST_ROUNDS: usize = 5;
 
 /// One line of a question: the same work done in several ways.
 pub struct Case<'a> {
@@ -18,6 +22,26 @@ pub struct Case<'a> {
     pub name: String,
     /// The ways, of which the first is what the others are compared with.
     pub variants: Vec<Variant<'a>>,
+}
+
+/// What can be measured of a question.
+pub struct Cases<'a> {
+    /// The cases.
+    pub cases: Vec<Case<'a>>,
+    /// Why others are missing.
+    pub missing: Option<String>,
+}
+
+impl<'a> Cases<'a> {
+    /// All that there are.
+    pub fn all(cases: impl IntoIterator<Item = Case<'a>>) -> Self {
+        Self { cases: cases.into_iter().collect(), missing: None }
+    }
+
+    /// None at all.
+    pub fn none(why: &str) -> Self {
+        Self { cases: Vec::new(), missing: Some(why.into()) }
+    }
 }
 
 /// One way.
@@ -28,6 +52,24 @@ pub struct Variant<'a> {
     pub run: Box<dyn FnMut() -> Result<Slice> + 'a>,
     /// What others measured.
     pub published: Option<Published>,
+    /// What each round of it takes.
+    pub cost: Cost,
+}
+
+/// What a slice takes beside a slice's time.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Cost {
+    /// How much longer it takes.
+    pub extra: Duration,
+    /// Bytes that it writes at most.
+    pub written: u64,
+}
+
+impl Cost {
+    /// Of a load.
+    pub fn of(load: Load) -> Self {
+        Self { extra: Duration::ZERO, written: load.most_written() }
+    }
 }
 
 /// A figure that was measured elsewhere.
@@ -36,7 +78,38 @@ pub struct Published {
     /// The figure.
     pub value: f64,
     /// Of what.
-    pub unit: &'static str,
+    pub unit: Unit,
+    /// Where, and what else was seen.
+    pub detail: &'static str,
+}
+
+/// What a published figure counts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Unit {
+    /// More is better.
+    RequestsPerSecond,
+    /// Less is better.
+    Seconds,
+}
+
+impl Unit {
+    /// The word for it.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::RequestsPerSecond => "IOPS",
+            Self::Seconds => "s",
+        }
+    }
+}
+
+impl Published {
+    /// How many times faster than the baseline's published figure.
+    fn ratio(self, baseline: Self) -> f64 {
+        match self.unit {
+            Unit::RequestsPerSecond => self.value / baseline.value,
+            Unit::Seconds => baseline.value / self.value,
+        }
+    }
 }
 
 /// What one way of one case came to.
@@ -48,6 +121,8 @@ pub struct Row {
     pub case: String,
     /// The variant's name.
     pub variant: String,
+    /// How often it was measured.
+    pub rounds: usize,
     /// Requests per second: the median of the rounds.
     pub rate: f64,
     /// Bytes per second: the median of the rounds.
@@ -62,6 +137,10 @@ pub struct Row {
     pub ratio: Option<Ratio>,
     /// What others measured.
     pub published: Option<Published>,
+    /// Their ratio to their baseline.
+    pub published_ratio: Option<f64>,
+    /// What else was found out.
+    pub note: Option<String>,
 }
 
 /// How many times faster than the baseline: medians and extremes over the rounds.
@@ -73,6 +152,8 @@ pub struct Ratio {
     pub low: f64,
     /// The highest round.
     pub high: f64,
+    /// How many there were.
+    pub rounds: usize,
 }
 
 impl Ratio {
@@ -81,14 +162,15 @@ impl Ratio {
         let each = variant.iter().zip(baseline).map(|(ours, theirs)| ours / theirs);
         let mut each: Vec<f64> = each.collect();
         each.sort_by(f64::total_cmp);
-        Self { median: middle(&each), low: each[0], high: each[each.len() - 1] }
+        Self { median: middle(&each), low: each[0], high: each[each.len() - 1], rounds: each.len() }
     }
 
-    /// Whether nothing can be concluded: the rounds do not agree on who is faster, or the difference
-    /// is too small to mean anything.
+    /// Whether nothing can be concluded: there are too few rounds, or they do not agree on who is
+    /// faster, or the difference is too small to mean anything.
     pub fn is_noise(self) -> bool {
         let distance = (self.median - 1.0).abs();
-        (self.low <= 1.0 && self.high >= 1.0) || distance < LEAST_DIFFERENCE
+        let disagree = self.low <= 1.0 && self.high >= 1.0;
+        self.rounds < LEAST_ROUNDS || disagree || distance < LEAST_DIFFERENCE
     }
 }
 
@@ -97,19 +179,25 @@ fn middle(sorted: &[f64]) -> f64 {
     if sorted.len() % 2 == 1 { sorted[half] } else { f64::midpoint(sorted[half - 1], sorted[half]) }
 }
 
-/// Runs every variant once in each round, in turns.
+/// Runs every variant once in each round, in turns: once in any case, and then as long as one more
+/// round should be over by `end`.
 ///
 /// # Errors
 /// The first that a slice answers.
 pub fn run_case(
     question: &'static str,
     case: Case<'_>,
-    rounds: usize,
+    (rounds, end): (usize, Instant),
     mut tick: impl FnMut(),
 ) -> Result<Vec<Row>> {
     let Case { name, mut variants } = case;
     let mut slices: Vec<Vec<Slice>> = variants.iter().map(|_| Vec::new()).collect();
+    let mut longest = Duration::ZERO;
     for round in 0..rounds {
+        let begin = Instant::now();
+        if round > 0 && begin + longest > end {
+            break;
+        }
         for turn in 0..variants.len() {
             // Nobody always comes right after the same one.
             let which = if round % 2 == 0 { turn } else { variants.len() - 1 - turn };
@@ -118,29 +206,45 @@ pub fn run_case(
             slices[which].push(slice);
             tick();
         }
+        longest = longest.max(begin.elapsed());
     }
-    let rates: Vec<Vec<f64>> =
-        slices.iter().map(|slices| slices.iter().map(Slice::rate).collect()).collect();
-    let rows = variants.into_iter().zip(&slices).enumerate().map(|(index, (variant, slices))| {
-        let ratio = (index > 0).then(|| Ratio::of(&rates[0], &rates[index]));
+    Ok(rows_of(question, &name, variants, &slices))
+}
+
+fn rows_of(
+    question: &'static str,
+    case: &str,
+    variants: Vec<Variant<'_>>,
+    slices: &[Vec<Slice>],
+) -> Vec<Row> {
+    let baseline: Vec<f64> = slices[0].iter().map(Slice::rate).collect();
+    let published = variants[0].published;
+    let rows = variants.into_iter().zip(slices).enumerate().map(|(index, (variant, slices))| {
+        let rates: Vec<f64> = slices.iter().map(Slice::rate).collect();
         let (latency, device) = together(slices);
         let processor: f64 = slices.iter().map(|slice| slice.processor.as_secs_f64()).sum();
+        let throughput = |slice: &Slice| slice.bytes as f64 / slice.elapsed.as_secs_f64();
+        let is_baseline = index == 0;
         Row {
             question,
-            case: name.clone(),
+            case: case.to_owned(),
             variant: variant.name,
-            rate: median(slices.iter().map(Slice::rate)),
-            throughput: median(
-                slices.iter().map(|slice| slice.bytes as f64 / slice.elapsed.as_secs_f64()),
-            ),
+            rounds: slices.len(),
+            throughput: median(slices.iter().map(throughput)),
             processor: processor * 1e9 / latency.len() as f64,
             latency,
             device,
-            ratio,
+            ratio: (!is_baseline).then(|| Ratio::of(&baseline, &rates)),
+            rate: median(rates.into_iter()),
             published: variant.published,
+            published_ratio: match (variant.published, published) {
+                (Some(ours), Some(baseline)) if !is_baseline => Some(ours.ratio(baseline)),
+                _ => None,
+            },
+            note: slices.last().and_then(|slice| slice.note.clone()),
         }
     });
-    Ok(rows.collect())
+    rows.collect()
 }
 
 fn together(slices: &[Slice]) -> (Histogram<u64>, Option<DeviceCounts>) {
@@ -166,15 +270,32 @@ mod tests {
     #[test]
     fn ratios_are_taken_within_rounds() {
         // The machine became four times slower meanwhile, and the ratio did not change.
-        let ratio = Ratio::of(&[400.0, 200.0, 100.0], &[800.0, 400.0, 200.0]);
-        assert_eq!(ratio, Ratio { median: 2.0, low: 2.0, high: 2.0 });
+        let ratio =
+            Ratio::of(&[400.0, 300.0, 200.0, 150.0, 100.0], &[800.0, 600.0, 400.0, 300.0, 200.0]);
+        assert_eq!(ratio, Ratio { median: 2.0, low: 2.0, high: 2.0, rounds: 5 });
         assert!(!ratio.is_noise());
     }
 
     #[test]
     fn what_rounds_do_not_agree_on_is_noise() {
-        assert!(Ratio::of(&[100.0; 3], &[90.0, 140.0, 150.0]).is_noise());
-        assert!(Ratio::of(&[100.0; 3], &[101.0, 101.5, 102.0]).is_noise());
-        assert!(!Ratio::of(&[100.0; 3], &[70.0, 80.0, 90.0]).is_noise());
+        let ratio = |rates: &[f64]| Ratio::of(&[100.0; 5][..rates.len()], rates);
+        assert!(ratio(&[90.0, 140.0, 150.0, 140.0, 150.0]).is_noise());
+        assert!(ratio(&[101.0, 101.5, 102.0, 101.0, 101.0]).is_noise());
+        assert!(!ratio(&[70.0, 80.0, 90.0, 80.0, 70.0]).is_noise());
+    }
+
+    #[test]
+    fn a_few_rounds_that_agree_are_noise_all_the_same() {
+        assert!(Ratio::of(&[100.0; 4], &[300.0; 4]).is_noise());
+    }
+
+    #[test]
+    fn published_seconds_are_better_when_there_are_fewer() {
+        let published = |value, unit| Published { value, unit, detail: "" };
+        let ratio = published(0.5, Unit::Seconds).ratio(published(2.0, Unit::Seconds));
+        assert!((ratio - 4.0).abs() < 1e-9);
+        let unit = Unit::RequestsPerSecond;
+        let ratio = published(0.5, unit).ratio(published(2.0, unit));
+        assert!((ratio - 0.25).abs() < 1e-9);
     }
 }

@@ -1,7 +1,7 @@
 //! The rows tell the truth: a storage of known latency, and ratios where arithmetic says.
 
-use std::sync::Arc;
-use std::time::Duration;
+use std::sync::{Arc, Mutex, MutexGuard};
+use std::time::{Duration, Instant};
 
 use anyhow::Result;
 use blockhouse_core::{
@@ -9,17 +9,39 @@ use blockhouse_core::{
     Storage, Sync, Unmap, WriteCache,
 };
 use blockhouse_disk::{Disk, Options};
-use blockhouse_engine::{Engine, sleep};
+use blockhouse_engine::{Engine, EngineChoice, EventLoop, sleep};
+use blockhouse_format::qcow2;
 
-use super::load::{Limits, Load, Pattern, Work, measure};
-use super::rows::{Case, Row, Variant, run_case};
+use super::load::{Limits, Load, Pattern, Way, Work, measure};
+use super::rows::{Case, Cost, Row, Variant, run_case};
 use super::stop::Stop;
+use super::vmstate::{self, Storing};
+use super::wakeup::{self, UNRELATED_TIMER, WakeUp};
 
-/// Takes its time, and stores nothing.
+/// Keeps its content in memory, and takes its time.
 struct Slow {
+    /// Of reads, too.
     write: Duration,
     durable_write: Duration,
     flush: Duration,
+    alignment: Alignment,
+    content: Mutex<Vec<u8>>,
+}
+
+impl Slow {
+    fn new(write: u64, durable_write: u64, flush: u64) -> Self {
+        Self {
+            write: milliseconds(write),
+            durable_write: milliseconds(durable_write),
+            flush: milliseconds(flush),
+            alignment: Alignment::BYTE,
+            content: Mutex::new(vec![0; 1 << 20]),
+        }
+    }
+
+    fn content(&self) -> MutexGuard<'_, Vec<u8>> {
+        self.content.lock().expect("no test panics meanwhile")
+    }
 }
 
 impl Storage for Slow {
@@ -32,23 +54,35 @@ impl Storage for Slow {
             fua: Fua::Native,
             write_cache: WriteCache::Volatile,
             group_commit: GroupCommit::Never,
-            alignment: Alignment::BYTE,
+            alignment: self.alignment,
             write_zeroes: Offload::Unavailable,
             discard: Offload::Unavailable,
         }
     }
 
     fn size(&self) -> u64 {
-        1 << 20
+        self.content().len() as u64
     }
 
-    async fn read(&self, _: u64, _: IoVector) -> blockhouse_core::Result<()> {
+    async fn read(&self, offset: u64, mut into: IoVector) -> blockhouse_core::Result<()> {
         sleep(self.write).await;
+        let (content, length) = (self.content(), into.len());
+        into.copy_from(&content[offset as usize..][..length]);
         Ok(())
     }
 
-    async fn write(&self, _: u64, _: IoVector, how: Durability) -> blockhouse_core::Result<()> {
+    async fn write(
+        &self,
+        offset: u64,
+        from: IoVector,
+        how: Durability,
+    ) -> blockhouse_core::Result<()> {
         sleep(if how == Durability::None { self.write } else { self.durable_write }).await;
+        let (mut content, end) = (self.content(), offset as usize + from.len());
+        if content.len() < end {
+            content.resize(end, 0);
+        }
+        from.copy_to(&mut content[offset as usize..end]);
         Ok(())
     }
 
@@ -65,8 +99,9 @@ impl Storage for Slow {
         Ok(())
     }
 
-    async fn resize(&self, _: u64) -> blockhouse_core::Result<()> {
-        unreachable!("nobody resizes it")
+    async fn resize(&self, size: u64) -> blockhouse_core::Result<()> {
+        self.content().resize(size as usize, 0);
+        Ok(())
     }
 
     async fn status(&self, range: ByteRange) -> blockhouse_core::Result<(Status, u64)> {
@@ -87,11 +122,17 @@ fn rows_of(storage: Slow, other: Work) -> Result<Vec<Row>> {
         let (disk, stop) = (&disk, &stop);
         let pattern = Pattern::Random;
         let load = Load { work, pattern, block: 4096, depth: 1, jobs: 1, span: 1 << 20 };
-        let run = move || measure(disk, Engine::Threads, (load, limits), (None, stop));
-        Variant { name: format!("{work:?}"), run: Box::new(run), published: None }
+        let run = move || measure(disk, Way::plain(Engine::Threads), (load, limits), (None, stop));
+        Variant {
+            name: format!("{work:?}"),
+            run: Box::new(run),
+            published: None,
+            cost: Cost::default(),
+        }
     };
+    let end = Instant::now() + Duration::from_secs(60);
     let variants = vec![variant(Work::WriteThenFlush), variant(other)];
-    run_case("fua", Case { name: "slow".into(), variants }, 5, || {})
+    run_case("fua", Case { name: "slow".into(), variants }, (5, end), || {})
 }
 
 fn milliseconds(count: u64) -> Duration {
@@ -101,8 +142,7 @@ fn milliseconds(count: u64) -> Duration {
 #[test]
 fn a_ratio_is_where_arithmetic_says() -> Result<()> {
     // 20 + 60 against 20 milliseconds.
-    let storage =
-        Slow { write: milliseconds(20), durable_write: milliseconds(20), flush: milliseconds(60) };
+    let storage = Slow::new(20, 20, 60);
     let rows = rows_of(storage, Work::DurableWrite)?;
     let ratio = rows[1].ratio.expect("it is not the baseline");
     assert!((3.0..5.0).contains(&ratio.median) && !ratio.is_noise(), "{ratio:?}");
@@ -118,13 +158,11 @@ fn a_ratio_is_where_arithmetic_says() -> Result<()> {
 #[test]
 fn an_optimisation_that_is_off_is_noise() -> Result<()> {
     // The durable write costs what write and flush cost together.
-    let storage =
-        Slow { write: milliseconds(20), durable_write: milliseconds(40), flush: milliseconds(20) };
+    let storage = Slow::new(20, 40, 20);
     let rows = rows_of(storage, Work::DurableWrite)?;
     let ratio = rows[1].ratio.expect("it is not the baseline");
     assert!((0.85..1.15).contains(&ratio.median), "{ratio:?}");
-    let storage =
-        Slow { write: milliseconds(20), durable_write: milliseconds(20), flush: milliseconds(20) };
+    let storage = Slow::new(20, 20, 20);
     let rows = rows_of(storage, Work::WriteThenFlush)?;
     let ratio = rows[1].ratio.expect("it is not the baseline");
     assert!(ratio.is_noise(), "the same against itself: {ratio:?}");
@@ -133,8 +171,7 @@ fn an_optimisation_that_is_off_is_noise() -> Result<()> {
 
 #[test]
 fn requests_in_flight_together_share_the_time() -> Result<()> {
-    let wait = milliseconds(10);
-    let storage = Slow { write: wait, durable_write: wait, flush: wait };
+    let storage = Slow::new(10, 10, 10);
     let disk = Arc::new(Disk::raw(storage, Options::default())?);
     let load = Load {
         work: Work::Read,
@@ -145,9 +182,54 @@ fn requests_in_flight_together_share_the_time() -> Result<()> {
         span: 1 << 20,
     };
     let limits = Limits { time: Duration::from_secs(10), requests: 160 };
-    let slice = measure(&disk, Engine::Threads, (load, limits), (None, &Stop::default()))?;
+    let slice =
+        measure(&disk, Way::plain(Engine::Threads), (load, limits), (None, &Stop::default()))?;
     assert_eq!((slice.requests, slice.bytes), (160, 160 * 4096));
     // 16 at a time: ten times 10 ms, and not 160 times.
     assert!((milliseconds(100)..milliseconds(250)).contains(&slice.elapsed), "{:?}", slice.elapsed);
+    Ok(())
+}
+
+/// How long 64 pieces of 64 bytes take, on a storage of which each operation takes 5 ms.
+fn time_of_state(storing: Storing) -> Result<Duration> {
+    let mut storage = Slow::new(5, 5, 5);
+    storage.alignment = Alignment { offset: 4096, memory: 1 };
+    EventLoop::new(EngineChoice::Auto)?.block_on(async {
+        qcow2::create(&storage, &qcow2::CreateOptions::new(1 << 20)).await?;
+        let disk = Disk::qcow2(storage, Options::default()).await?;
+        let limits = vmstate::Limits { piece: 64, pieces: 64 };
+        let begin = Instant::now();
+        let until = (Duration::from_secs(10), &Stop::default());
+        let latency = vmstate::store(&disk, storing, limits, until).await?;
+        assert_eq!(latency.len(), 64);
+        Ok(begin.elapsed())
+    })
+}
+
+#[test]
+fn the_state_of_a_machine_costs_as_many_operations_as_it_must() -> Result<()> {
+    // A piece within a page that was written before is read and written with the page: 10 ms, 63 times.
+    let unbuffered = time_of_state(Storing::Unbuffered)?;
+    assert!((milliseconds(630)..milliseconds(1300)).contains(&unbuffered), "{unbuffered:?}");
+    // One write, and then tables and a flush.
+    let buffered = time_of_state(Storing::Buffered)?;
+    assert!((milliseconds(10)..milliseconds(150)).contains(&buffered), "{buffered:?}");
+    Ok(())
+}
+
+#[test]
+fn a_wakeup_that_is_withheld_costs_the_timer_and_one_in_force_nothing() -> Result<()> {
+    let disk = Arc::new(Disk::raw(Slow::new(1, 1, 1), Options::default())?);
+    let stop = Stop::default();
+    // One batch: 1 ms, the read, and 1 ms after each of 16 completions.
+    let batch =
+        |wake_up| wakeup::measure(&disk, Engine::Threads, wake_up, (Duration::ZERO, None, &stop));
+    let (withheld, in_force) = (batch(WakeUp::Withheld)?, batch(WakeUp::InForce)?);
+    assert_eq!((withheld.requests, in_force.requests), (16, 16));
+    let (slow, quick) = (withheld.elapsed, in_force.elapsed);
+    assert!((UNRELATED_TIMER..UNRELATED_TIMER + milliseconds(200)).contains(&slow), "{slow:?}");
+    assert!((milliseconds(18)..milliseconds(100)).contains(&quick), "{quick:?}");
+    let least = (UNRELATED_TIMER - milliseconds(20)).as_nanos() as u64;
+    assert!(withheld.latency.min() >= least, "{} ns", withheld.latency.min());
     Ok(())
 }

@@ -1,0 +1,96 @@
+//! `bench fixed-files`: small reads, 64 at a time, with the file in the ring's own table and by its
+//! descriptor.
+//!
+//! Promise: that requests go by the slot, or do not, is tried out on each loop right before it is measured
+//! (see `blockhouse_engine::file_named_by`), and the result says what was found.
+
+use std::path::PathBuf;
+use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
+
+use anyhow::Result;
+use blockhouse_disk::CacheMode;
+use blockhouse_engine::{Engine, EventLoop, FixedFiles, PageCache, file_named_by};
+
+use super::load::{Load, Pattern, Slice, Way, Work};
+use super::rows::{Case, Cases, Cost, Published, Unit, Variant};
+use super::{Bench, DISK_SIZE};
+
+const BLOCK: usize = 4096;
+const DEPTH: usize = 64;
+/// More threads than this only fight over the disk.
+const MOST_THREADS: usize = 4;
+const PUBLISHED: &str = "in a guest; the flag was probably not in force";
+
+/// On one thread and on several.
+pub fn cases(bench: &Bench) -> Cases<'_> {
+    if !bench.engines.contains(&Engine::IoUring) {
+        return Cases::none("only rings have such a table, and io_uring cannot be used here");
+    }
+    let several = std::thread::available_parallelism().map_or(2, usize::from);
+    Cases::all([1, several.clamp(2, MOST_THREADS)].map(|jobs| case(bench, jobs)))
+}
+
+fn case(bench: &Bench, jobs: usize) -> Case<'_> {
+    let variant = |name: &str, fixed| {
+        let load = Load {
+            work: Work::Read,
+            pattern: Pattern::Random,
+            block: BLOCK,
+            depth: DEPTH,
+            jobs,
+            span: DISK_SIZE,
+        };
+        let published =
+            Published { value: 127e3, unit: Unit::RequestsPerSecond, detail: PUBLISHED };
+        Variant {
+            name: name.into(),
+            run: Box::new(move || slice(bench, load, fixed)),
+            published: Some(published),
+            cost: Cost::of(load),
+        }
+    };
+    let threads = if jobs == 1 { "thread" } else { "threads" };
+    Case {
+        name: format!("read 4K, depth {DEPTH}, {jobs} {threads}"),
+        variants: vec![
+            variant("by descriptor", FixedFiles::Off),
+            variant("by slot", FixedFiles::On),
+        ],
+    }
+}
+
+fn slice(bench: &Bench, load: Load, fixed: FixedFiles) -> Result<Slice> {
+    let by_slot = AtomicUsize::new(0);
+    let cache = match bench.cache() {
+        CacheMode::None | CacheMode::Directsync => PageCache::Bypassed,
+        _ => PageCache::Used,
+    };
+    let path = PathBuf::from(bench.disk().name());
+    let prepare = |event_loop: &mut EventLoop| {
+        event_loop.fix_files(fixed);
+        let named = event_loop.block_on(file_named_by(&path, cache))?;
+        by_slot.fetch_add(usize::from(named == FixedFiles::On), Relaxed);
+        Ok(())
+    };
+    let mut slice = bench.slice(Way { engine: Engine::IoUring, prepare: Some(&prepare) }, load)?;
+    slice.note = Some(note(fixed, by_slot.into_inner(), load.jobs));
+    Ok(slice)
+}
+
+/// What was found out on `by_slot` of `jobs` loops.
+fn note(fixed: FixedFiles, by_slot: usize, jobs: usize) -> String {
+    match (fixed, by_slot) {
+        (FixedFiles::On, count) if count == jobs => {
+            "in force: with another file under the descriptor's number, reads still met this one".into()
+        }
+        (FixedFiles::On, 0) => {
+            "NOT in force: reads here go past the ring's table (as on tmpfs, or with a kernel before \
+             5.19), so this compares the same with the same"
+                .into()
+        }
+        (FixedFiles::Off, 0) => {
+            "as wanted: with another file under the descriptor's number, reads met that one".into()
+        }
+        (_, count) => format!("unclear: {count} of {jobs} loops went by the slot"),
+    }
+}

@@ -1,0 +1,113 @@
+//! How the time is shared out, and how much is written at most.
+//!
+//! Promise: no case begins after the time is up, and none begins a round that would, as far as its
+//! rounds so far tell, not end within the case's share. So only a single round can run over.
+
+use std::time::{Duration, Instant};
+
+use super::rows::{Case, Cost};
+
+/// For filling the disk.
+const FILLING: Duration = Duration::from_secs(4);
+/// A shorter slice measures how a slice begins and ends.
+const SHORTEST: Duration = Duration::from_millis(20);
+/// A longer one tells nothing more than another round does.
+const LONGEST: Duration = Duration::from_millis(1500);
+/// What goes by between slices and after their ends, as a part of their time.
+const BETWEEN: f64 = 0.2;
+
+/// The plan of all cases.
+pub struct Schedule {
+    /// When it began.
+    pub begin: Instant,
+    /// How long one slice lasts.
+    pub slice: Duration,
+    /// What it should come to.
+    pub expected: Duration,
+    /// What it must not exceed.
+    pub most: Duration,
+    /// Bytes that are written at most.
+    pub written: u64,
+    /// Of the cases that were not begun yet, in units of time of which only proportions count.
+    outstanding: f64,
+}
+
+impl Schedule {
+    /// Shares `most` out among the cases. It begins now.
+    pub fn new<'a>(
+        most: Duration,
+        cases: impl Iterator<Item = &'a Case<'a>>,
+        rounds: usize,
+    ) -> Self {
+        let all: Vec<Cost> =
+            cases.flat_map(|case| case.variants.iter().map(|one| one.cost)).collect();
+        let extra = all.iter().map(|cost| cost.extra).sum::<Duration>() * rounds as u32;
+        let slices = (all.len() * rounds).max(1) as u32;
+        let left = most.saturating_sub(FILLING.min(most / 3)).saturating_sub(extra);
+        let slice = left.div_f64(1.0 + BETWEEN) / slices;
+        let slice = slice.clamp(SHORTEST, LONGEST);
+        let expected = FILLING + extra + (slice * slices).mul_f64(1.0 + BETWEEN);
+        let written = all.iter().map(|cost| cost.written).sum::<u64>() * rounds as u64;
+        let outstanding = all.iter().map(|&cost| time(cost, slice)).sum();
+        let expected = expected.min(most);
+        Self { begin: Instant::now(), slice, expected, most, written, outstanding }
+    }
+
+    /// Until when the next case may go on; `None` when there is no time left for it.
+    pub fn next(&mut self, case: &Case<'_>, now: Instant) -> Option<Instant> {
+        let left = (self.begin + self.most).checked_duration_since(now)?;
+        let cost: f64 = case.variants.iter().map(|one| time(one.cost, self.slice)).sum();
+        let share = (cost / self.outstanding).min(1.0);
+        self.outstanding -= cost;
+        (!left.is_zero()).then(|| now + left.mul_f64(share))
+    }
+}
+
+fn time(cost: Cost, slice: Duration) -> f64 {
+    (cost.extra + slice.mul_f64(1.0 + BETWEEN)).as_secs_f64()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::bench::rows::Variant;
+
+    fn case(extra: u64) -> Case<'static> {
+        let cost = Cost { extra: Duration::from_secs(extra), written: 5 };
+        let variant = |name: &str| Variant {
+            name: name.into(),
+            run: Box::new(|| unreachable!("it is only planned")),
+            published: None,
+            cost,
+        };
+        Case { name: "case".into(), variants: vec![variant("one"), variant("other")] }
+    }
+
+    #[test]
+    fn the_time_is_shared_out_and_kept() {
+        let cases = [case(0), case(1), case(0)];
+        let mut schedule = Schedule::new(Duration::from_secs(100), cases.iter(), 7);
+        assert_eq!(schedule.written, 3 * 2 * 7 * 5);
+        assert!(schedule.expected <= schedule.most);
+        let planned = 7 * 2 * (3 * schedule.slice + Duration::from_secs(1));
+        assert!(planned < schedule.most, "{planned:?}");
+        let (mut now, end) = (schedule.begin, schedule.begin + schedule.most);
+        for case in &cases {
+            let until = schedule.next(case, now).expect("there is time");
+            assert!(until > now && until <= end + Duration::from_millis(1));
+            now = until;
+        }
+        assert!(end - now < Duration::from_millis(1), "all of it is given out");
+        assert_eq!(schedule.next(&cases[0], end + Duration::from_nanos(1)), None);
+    }
+
+    #[test]
+    fn a_case_that_was_slow_leaves_less_to_the_others() {
+        let cases = [case(0), case(0), case(0)];
+        let mut schedule = Schedule::new(Duration::from_secs(30), cases.iter(), 7);
+        let begin = schedule.begin;
+        assert_eq!(schedule.next(&cases[0], begin).map(|end| (end - begin).as_secs()), Some(10));
+        let late = begin + Duration::from_secs(20);
+        assert_eq!(schedule.next(&cases[1], late).map(|end| (end - late).as_secs()), Some(5));
+    }
+}

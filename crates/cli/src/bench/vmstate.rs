@@ -1,0 +1,220 @@
+//! `bench vmstate`: a machine's state that comes in small pieces, written to a qcow2 image piece by piece,
+//! and through the stream that `blockhouse vmstate save` uses.
+//!
+//! Either way the state grows from the beginning of a new image, and at the end everything is on stable
+//! storage, which the time includes. A piece counts when it was taken.
+
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use anyhow::Result;
+use blockhouse_core::{Buffer, Durability, Request, Storage};
+use blockhouse_disk::{
+    Access, CacheMode, Disk, ImageFormat, ImageOptions, StatePacking, create, open,
+};
+use blockhouse_engine::{EngineChoice, EventLoop};
+use hdrhistogram::Histogram;
+
+use super::load::{Clocks, Slice, new_histogram};
+use super::rows::{Case, Cases, Cost, Published, Unit, Variant};
+use super::stop::Stop;
+use super::{Bench, MOST_BYTES};
+use crate::looked_at::read_only;
+
+/// The virtual size of the images, and no less than what is written.
+const IMAGE_SIZE: u64 = MOST_BYTES;
+/// What making, opening and removing an image takes.
+const IMAGE_TIME: Duration = Duration::from_millis(60);
+/// No less is written at a time past the page cache or into it.
+const PAGE: u64 = 4096;
+
+/// Bytes of a piece.
+const PIECES: [usize; 4] = [64, 512, 4096, 32 << 10];
+
+/// How a state is stored.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Storing {
+    /// Each piece is a write of its own, one at a time.
+    Unbuffered,
+    /// Through the stream, in windows.
+    Buffered,
+}
+
+/// What was published for the whole state of a guest.
+fn published(cache: CacheMode, storing: Storing) -> Published {
+    let value = match (cache, storing) {
+        (CacheMode::None, Storing::Unbuffered) => 3.29,
+        (CacheMode::None, Storing::Buffered) => 0.81,
+        (_, Storing::Unbuffered) => 1.79,
+        (_, Storing::Buffered) => 1.27,
+    };
+    Published { value, unit: Unit::Seconds, detail: "a guest of 2 GB, NVMe" }
+}
+
+/// Every size of a piece, through the page cache and past it.
+pub fn cases(bench: &Bench) -> Cases<'_> {
+    let Some(folder) = bench.place.folder() else {
+        return Cases::none("its images are files in a folder; leave --destroy-data out for it");
+    };
+    let each = |kind| PIECES.map(|piece| case(bench, folder, kind, piece));
+    let cached = each(("page cache", CacheMode::Writeback));
+    if !bench.place.takes_direct_io() {
+        let mut cases = Cases::all(cached);
+        cases.missing = Some("the file system has no direct I/O".into());
+        return cases;
+    }
+    Cases::all(cached.into_iter().chain(each(("direct", CacheMode::None))))
+}
+
+fn case<'a>(
+    bench: &'a Bench,
+    folder: &'a Path,
+    (kind, cache): (&str, CacheMode),
+    piece: usize,
+) -> Case<'a> {
+    let variant = |name: &str, storing| {
+        let limits = Limits { piece, pieces: most_pieces(piece, storing) };
+        Variant {
+            name: name.into(),
+            run: Box::new(move || slice(bench, folder, cache, (storing, limits))),
+            // Most pieces of a machine's state are that small.
+            published: (piece == PIECES[0]).then(|| published(cache, storing)),
+            cost: Cost { extra: IMAGE_TIME, written: MOST_BYTES },
+        }
+    };
+    Case {
+        name: format!("{piece} B, {kind}"),
+        variants: vec![
+            variant("unbuffered", Storing::Unbuffered),
+            variant("buffered", Storing::Buffered),
+        ],
+    }
+}
+
+/// What is stored at most.
+#[derive(Clone, Copy, Debug)]
+pub struct Limits {
+    /// Bytes of a piece.
+    pub piece: usize,
+    /// How many of them.
+    pub pieces: u64,
+}
+
+/// As many as make the disk write `MOST_BYTES`: an unaligned piece becomes whole pages, and a new
+/// cluster is written as a whole once.
+fn most_pieces(piece: usize, storing: Storing) -> u64 {
+    let piece = piece as u64;
+    match storing {
+        Storing::Buffered => MOST_BYTES / piece,
+        Storing::Unbuffered => MOST_BYTES / 2 / (piece.next_multiple_of(PAGE) + PAGE),
+    }
+}
+
+fn slice(
+    bench: &Bench,
+    folder: &Path,
+    cache: CacheMode,
+    (storing, limits): (Storing, Limits),
+) -> Result<Slice> {
+    let path = folder.join("state.qcow2");
+    let mut event_loop = EventLoop::new(EngineChoice::Only(bench.engines[0]))?;
+    let outcome = event_loop.block_on(async {
+        create(&path, IMAGE_SIZE, ImageFormat::Qcow2).await?;
+        let options = read_only(Some(ImageFormat::Qcow2));
+        let options = ImageOptions { access: Access::ReadWrite, cache, ..options };
+        let disk = open(&path, options).await?;
+        let clocks = Clocks::start(bench.device.as_ref());
+        let latency = store(&disk, storing, limits, (bench.slice.get(), &bench.stop)).await?;
+        let slice = clocks.end(latency.len() * limits.piece as u64, latency);
+        disk.close().await?;
+        bench.stop.check()?;
+        Ok(slice)
+    });
+    // The next slice makes its own; after an error the whole folder goes.
+    std::fs::remove_file(&path).ok();
+    outcome
+}
+
+/// Stores pieces until the time or the limit is used up, then makes all of it durable. Gives the
+/// nanoseconds that each piece took.
+pub async fn store<S: Storage>(
+    disk: &Disk<S>,
+    storing: Storing,
+    limits: Limits,
+    until: (Duration, &Stop),
+) -> Result<Histogram<u64>> {
+    let latency = match storing {
+        Storing::Unbuffered => unbuffered(disk, limits, until).await?,
+        Storing::Buffered => buffered(disk, limits, until).await?,
+    };
+    Ok(latency)
+}
+
+async fn unbuffered<S: Storage>(
+    disk: &Disk<S>,
+    limits: Limits,
+    until: (Duration, &Stop),
+) -> blockhouse_core::Result<Histogram<u64>> {
+    let mut pieces = Pieces::new(limits, until);
+    let mut buffer = Buffer::new(limits.piece);
+    buffer.bytes_mut().copy_from_slice(&pieces.content);
+    while let Some(offset) = pieces.next() {
+        let from = buffer.lend();
+        disk.submit(Request::Write { offset, from, durability: Durability::None }).await?;
+    }
+    disk.flush().await?;
+    Ok(pieces.latency)
+}
+
+async fn buffered<S: Storage>(
+    disk: &Disk<S>,
+    limits: Limits,
+    until: (Duration, &Stop),
+) -> blockhouse_core::Result<Histogram<u64>> {
+    let mut writer = disk.save_vm_state(StatePacking::None)?;
+    let mut pieces = Pieces::new(limits, until);
+    let content = pieces.content.clone();
+    while let Some(offset) = pieces.next() {
+        writer.write(offset, &content).await?;
+    }
+    writer.flush().await?;
+    disk.flush().await?;
+    Ok(pieces.latency)
+}
+
+/// Offsets of one piece after the other, and how long each took until the next was asked for.
+struct Pieces<'a> {
+    limits: Limits,
+    until: (Duration, &'a Stop),
+    content: Vec<u8>,
+    given: u64,
+    begin: Instant,
+    last: Instant,
+    latency: Histogram<u64>,
+}
+
+impl<'a> Pieces<'a> {
+    fn new(limits: Limits, until: (Duration, &'a Stop)) -> Self {
+        // Not zeros, which take no space in an image.
+        let content = (0..limits.piece).map(|_| fastrand::u8(1..)).collect();
+        let now = Instant::now();
+        Self { limits, until, content, given: 0, begin: now, last: now, latency: new_histogram() }
+    }
+
+    fn next(&mut self) -> Option<u64> {
+        let now = Instant::now();
+        if self.given > 0 {
+            let nanoseconds = u64::try_from((now - self.last).as_nanos()).unwrap_or(u64::MAX);
+            self.latency.record(nanoseconds.max(1)).expect("the histogram grows");
+        }
+        self.last = now;
+        let (time, stop) = self.until;
+        let is_over = self.given == self.limits.pieces || now - self.begin >= time;
+        // One at least, so that there is something to tell.
+        if (is_over && self.given > 0) || stop.is_asked() {
+            return None;
+        }
+        self.given += 1;
+        Some((self.given - 1) * self.limits.piece as u64)
+    }
+}

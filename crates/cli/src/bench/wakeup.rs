@@ -1,0 +1,194 @@
+//! `bench wakeup`: what it costs when nobody wakes the loop that a request waits for.
+//!
+//! The published case: pieces of 128 KiB are read with direct I/O in batches of 16, with a pause of 1 ms
+//! before each batch is submitted and 1 ms after each completion is handled, the process idle otherwise.
+//! A thread submits, a loop on another thread has the engine, and sleeps whenever a batch comes.
+//!
+//! In force, the thread submits through the loop's handle, as everybody does. To withhold the wake-up, it
+//! leaves its requests in a channel that the loop looks into whenever an unrelated timer fires. The channel
+//! is this file's: nothing in the engine can withhold a wake-up.
+
+use std::sync::{Arc, mpsc};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result};
+use blockhouse_core::{Buffer, Request, Storage};
+use blockhouse_disk::Disk;
+use blockhouse_engine::{Engine, EngineChoice, EventLoop, Handle, sleep, spawn_detached};
+use futures_channel::oneshot;
+
+use super::Bench;
+use super::device::Device;
+use super::load::{Clocks, Slice, new_histogram};
+use super::rows::{Case, Cases, Cost, Published, Unit, Variant};
+use super::stop::Stop;
+
+const PIECE: usize = 128 << 10;
+const BATCH: usize = 16;
+const PAUSE: Duration = Duration::from_millis(1);
+/// The part of the disk that is read.
+const SPAN: u64 = 128 << 20;
+
+/// How soon some unrelated timer wakes a loop that nobody wakes.
+pub const UNRELATED_TIMER: Duration = Duration::from_millis(499);
+
+/// What was published, as the pieces of 128 MiB in a second.
+const WITHHELD: Published =
+    Published { value: 39.8, unit: Unit::RequestsPerSecond, detail: "128 MiB in 25.76 s" };
+const IN_FORCE: Published =
+    Published { value: 788.0, unit: Unit::RequestsPerSecond, detail: "128 MiB in 1.30 s" };
+
+/// Whether a loop is told of what waits for it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum WakeUp {
+    /// As always.
+    InForce,
+    /// It finds out when it looks.
+    Withheld,
+}
+
+/// The one case: withheld, and in force on each engine.
+pub fn cases(bench: &Bench) -> Cases<'_> {
+    let variant = |name: String, engine, wake_up| Variant {
+        name,
+        run: Box::new(move || {
+            let end = (bench.slice.get(), bench.device.as_ref(), &bench.stop);
+            measure(bench.disk(), engine, wake_up, end)
+        }),
+        published: Some(if wake_up == WakeUp::InForce { IN_FORCE } else { WITHHELD }),
+        cost: Cost {
+            extra: if wake_up == WakeUp::InForce { PAUSE * 40 } else { UNRELATED_TIMER },
+            written: 0,
+        },
+    };
+    let withheld = variant("withheld".into(), bench.engines[0], WakeUp::Withheld);
+    let in_force = bench.engines.iter();
+    let in_force = in_force.map(|&one| variant(format!("in force, {one}"), one, WakeUp::InForce));
+    let name = "batches of 16 x 128K from another thread".into();
+    Cases::all([Case { name, variants: std::iter::once(withheld).chain(in_force).collect() }])
+}
+
+/// Reads batches until the time is up, one at least.
+pub fn measure<S: Storage + Send + Sync + 'static>(
+    disk: &Arc<Disk<S>>,
+    engine: Engine,
+    wake_up: WakeUp,
+    (time, device, stop): (Duration, Option<&Device>, &Stop),
+) -> Result<Slice> {
+    let (sender, inbox) = mpsc::channel();
+    let (quit, quitting) = oneshot::channel::<()>();
+    let (handle, thread) = start(engine, async move {
+        match wake_up {
+            WakeUp::Withheld => look_now_and_then(inbox).await,
+            // It ends when the sender is dropped; nothing is ever sent.
+            WakeUp::InForce => drop(quitting.await),
+        }
+    })?;
+    let way = match wake_up {
+        WakeUp::InForce => Way::Handle(handle),
+        WakeUp::Withheld => Way::Unannounced(sender),
+    };
+    let clocks = Clocks::start(device);
+    let outcome = run(disk, &way, (time, stop));
+    drop((way, quit));
+    let slice = outcome.map(|latency| clocks.end(latency.len() * PIECE as u64, latency));
+    thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
+    stop.check()?;
+    slice
+}
+
+/// How a request gets from one thread to the other.
+enum Way<S: Storage> {
+    Handle(Handle),
+    Unannounced(mpsc::Sender<Piece<S>>),
+}
+
+/// One piece to read, and where its outcome goes.
+struct Piece<S: Storage> {
+    disk: Arc<Disk<S>>,
+    offset: u64,
+    buffer: Buffer,
+    submitted: Instant,
+    done: mpsc::Sender<Done>,
+}
+
+/// The memory comes back, with how long it took.
+type Done = (Buffer, Duration, blockhouse_core::Result<()>);
+
+async fn read<S: Storage>(piece: Piece<S>) {
+    let Piece { disk, offset, mut buffer, submitted, done } = piece;
+    let outcome = disk.submit(Request::Read { offset, into: buffer.lend() }).await;
+    // Nobody listens any more after an error of another piece.
+    let _ = done.send((buffer, submitted.elapsed(), outcome));
+}
+
+/// What happens without a wake-up: requests lie there until a timer makes the loop look.
+async fn look_now_and_then<S: Storage + 'static>(inbox: mpsc::Receiver<Piece<S>>) {
+    loop {
+        match inbox.try_recv() {
+            Ok(piece) => spawn_detached(read(piece)),
+            Err(mpsc::TryRecvError::Empty) => sleep(UNRELATED_TIMER).await,
+            Err(mpsc::TryRecvError::Disconnected) => return,
+        }
+    }
+}
+
+/// Starts a loop on a thread of its own, which runs until `main` is ready.
+fn start(
+    engine: Engine,
+    main: impl Future<Output = ()> + Send + 'static,
+) -> Result<(Handle, thread::JoinHandle<()>)> {
+    let (sender, receiver) = mpsc::channel();
+    let thread = thread::spawn(move || match EventLoop::new(EngineChoice::Only(engine)) {
+        Ok(mut event_loop) => {
+            let _ = sender.send(Ok(event_loop.handle()));
+            event_loop.block_on(main);
+        }
+        Err(error) => {
+            let _ = sender.send(Err(error));
+        }
+    });
+    let handle = receiver.recv().context("the loop's thread ended before it began")?;
+    Ok((handle.with_context(|| format!("no {engine} here"))?, thread))
+}
+
+/// The published case. Gives the nanoseconds from each submission to its completion.
+fn run<S: Storage + Send + Sync + 'static>(
+    disk: &Arc<Disk<S>>,
+    way: &Way<S>,
+    (time, stop): (Duration, &Stop),
+) -> Result<hdrhistogram::Histogram<u64>> {
+    let mut buffers: Vec<Buffer> = (0..BATCH).map(|_| Buffer::new(PIECE)).collect();
+    let (done, all_done) = mpsc::channel();
+    let mut latency = new_histogram();
+    let (begin, span) = (Instant::now(), SPAN.min(disk.size()));
+    let mut offsets = (0..span / PIECE as u64).map(|number| number * PIECE as u64).cycle();
+    while latency.is_empty() || (begin.elapsed() < time && !stop.is_asked()) {
+        thread::sleep(PAUSE);
+        for (buffer, offset) in buffers.drain(..).zip(&mut offsets) {
+            let (disk, done) = (Arc::clone(disk), done.clone());
+            submit(way, Piece { disk, offset, buffer, submitted: Instant::now(), done })?;
+        }
+        for _ in 0..BATCH {
+            let (buffer, time, outcome) = all_done.recv().context("this end has a sender, too")?;
+            outcome?;
+            let nanoseconds = u64::try_from(time.as_nanos()).unwrap_or(u64::MAX);
+            latency.record(nanoseconds.max(1)).expect("the histogram grows");
+            buffers.push(buffer);
+            thread::sleep(PAUSE);
+        }
+    }
+    Ok(latency)
+}
+
+fn submit<S: Storage + Send + Sync + 'static>(way: &Way<S>, piece: Piece<S>) -> Result<()> {
+    match way {
+        // The answer comes by the piece's own channel.
+        Way::Handle(handle) => drop(handle.spawn(move || read(piece))),
+        Way::Unannounced(requests) => {
+            requests.send(piece).ok().context("the loop ended before its requests")?;
+        }
+    }
+    Ok(())
+}
