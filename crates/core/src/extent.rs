@@ -148,6 +148,9 @@ bitflags::bitflags! {
         const SHARED = 2;
         /// The mapping itself is not yet durable.
         const DIRTY = 4;
+        /// With `NEW`: all of the new space reads as zeros, and so did all of `whole`. Whoever writes
+        /// `guest` may leave the rest as it is.
+        const BLANK = 8;
     }
 }
 

@@ -11,7 +11,8 @@ use std::future::{Future, ready};
 use std::ops::Deref;
 
 use blockhouse_core::{
-    ByteRange, Durability, Error, ErrorKind, Extent, ExtentState, Fua, IoVector, Result, Storage,
+    ByteRange, Durability, Error, ErrorKind, Extent, ExtentFlags, ExtentState, Fua, IoVector,
+    Result, Storage,
 };
 use blockhouse_format::Intent;
 use futures_util::stream::{self, StreamExt};
@@ -57,7 +58,7 @@ impl<S: Storage> Disk<S> {
         let first = self.prepare(range, Intent::Write).await?;
         if first.guest == range {
             let plan = self.plan([&*first].into_iter(), durability);
-            self.write_extent(first, from, plan.of_each_write()).await?;
+            self.write_extent(first, from, plan).await?;
             return Ok(plan.debt());
         }
         Box::pin(async move {
@@ -114,7 +115,7 @@ impl<S: Storage> Disk<S> {
         let plan = self.plan(extents.iter().map(Deref::deref), durability);
         let parts = extents.into_iter().map(|extent| {
             let part = take(&mut from, &extent);
-            self.write_extent(extent, part, plan.of_each_write())
+            self.write_extent(extent, part, plan)
         });
         all(parts).await?;
         Ok(plan.debt())
@@ -133,12 +134,15 @@ impl<S: Storage> Disk<S> {
         &self,
         mut extent: Prepared<'_, S>,
         from: IoVector,
-        durability: Durability,
+        plan: Plan,
     ) -> Result<()> {
         let ExtentState::Mapped { host } = extent.state else {
             return Err(self.misplaced(&extent));
         };
-        if extent.whole != extent.guest {
+        let durability = plan.of_each_write();
+        // Durable writes leave no holes: to fill one later by FUA costs the host file system's journal.
+        let can_leave_holes = plan == Plan::Plain && extent.flags.contains(ExtentFlags::BLANK);
+        if extent.whole != extent.guest && !can_leave_holes {
             return Box::pin(self.write_whole(extent, host, from, durability)).await;
         }
         extent.set_moving();

@@ -105,6 +105,42 @@ fn neighbours_that_are_not_durable_yet_do_not_matter() {
 }
 
 #[test]
+fn a_plain_write_behind_the_end_of_the_file_is_no_longer_than_the_guests() {
+    let rig = Rig::qcow2(steady(), CreateOptions::new(SIZE));
+    mapped(&rig, 0, 1);
+    for (cluster, durability, length) in [(5, PLAIN, 4096), (9, FUA, CLUSTER), (3, PLAIN, 4096)] {
+        rig.submit(write(cluster * CLUSTER + 8192, 4096, 3, durability)).unwrap();
+        let done = changes(&rig);
+        let data = |one: &Operation| match one {
+            Operation::Write(range, _) if range.length() > 512 => Some(range.length()),
+            _ => None,
+        };
+        let found: Vec<u64> = done.iter().filter_map(data).collect();
+        assert_eq!(found[0], length, "cluster {cluster}: {done:?}");
+    }
+    for (cluster, at, byte) in [(5, 0, 0), (5, 8192, 3), (5, 12_288, 0), (3, CLUSTER - 512, 0)] {
+        let found = rig.read(cluster * CLUSTER + at, 512);
+        assert_eq!(found, [byte; 512], "cluster {cluster}, {at}");
+    }
+}
+
+#[test]
+fn space_that_was_used_before_is_filled_whole() {
+    let rig = Rig::qcow2(steady(), CreateOptions::new(SIZE));
+    mapped(&rig, 0, 2);
+    // The cluster in the middle of the file comes free.
+    rig.submit(discard(0, CLUSTER)).unwrap();
+    settle(&rig);
+    settle(&rig);
+    rig.submit(write(4 * CLUSTER, 4096, 3, PLAIN)).unwrap();
+    let done = changes(&rig);
+    assert!(
+        matches!(done[..], [Operation::Write(range, PLAIN)] if range.length() == CLUSTER),
+        "{done:?}"
+    );
+}
+
+#[test]
 fn a_lone_durable_write_that_needs_space_is_three_fua_writes_in_order() {
     let rig = rig(steady());
     rig.submit(write(0, 4096, 3, FUA)).unwrap();

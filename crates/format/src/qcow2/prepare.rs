@@ -36,6 +36,15 @@ pub(crate) enum Copied {
     Haunted,
 }
 
+/// Where prepared data goes.
+struct Place {
+    host: u64,
+    /// Taken for it.
+    taken: bool,
+    /// Reads as zeros, as does what is replaced.
+    blank: bool,
+}
+
 impl State {
     /// The extent of the first bytes of `range` for writing. All of it lies before the last
     /// cluster's end.
@@ -67,7 +76,8 @@ impl State {
                 if geometry.has_data_file {
                     self.wait_for_fills(&clusters)?;
                 }
-                self.prepare_write(slice, range, clusters, host, false, way)
+                let place = Place { host, taken: false, blank: false };
+                self.prepare_write(slice, range, clusters, place, way)
             }
             Way::Fresh | Way::Copy(_) => {
                 if way == Way::Copy(Copied::Haunted)
@@ -80,12 +90,16 @@ impl State {
                     let clusters = first..first + count;
                     self.wait_for_fills(&clusters)?;
                     let host = geometry.offset_of(first);
-                    return self.prepare_write(slice, range, clusters, host, false, way);
+                    let place = Place { host, taken: false, blank: false };
+                    return self.prepare_write(slice, range, clusters, place, way);
                 }
+                // Nothing was ever written behind the end.
+                let unused = self.space.end();
                 let taken = self.allocate(count)?;
                 let host = geometry.offset_of(taken.start);
                 let clusters = first..first + (taken.end - taken.start);
-                self.prepare_write(slice, range, clusters, host, true, way)
+                let blank = taken.start >= unused && self.all_zeros(slice, clusters.clone())?;
+                self.prepare_write(slice, range, clusters, Place { host, taken: true, blank }, way)
             }
         }
     }
@@ -190,8 +204,7 @@ impl State {
         slice: SliceId,
         range: ByteRange,
         clusters: Range<u64>,
-        host: u64,
-        taken: bool,
+        place: Place,
         way: Way,
     ) -> Step<Extent> {
         let geometry = self.geometry;
@@ -206,9 +219,27 @@ impl State {
         let whole = self.without_what_is_past_the_end(whole, guest);
         let mut flags = ExtentFlags::NEW;
         flags.set(ExtentFlags::SHARED, way == Way::Copy(Copied::Shared));
-        let place = host + (guest.offset() - bytes.offset());
+        flags.set(ExtentFlags::BLANK, place.blank);
+        let Place { host, taken, .. } = place;
         self.pending.begin(clusters, Change::Write { host, taken });
-        Ok(Extent { guest, whole, state: ExtentState::Mapped { host: place }, flags })
+        let host = host + (guest.offset() - bytes.offset());
+        Ok(Extent { guest, whole, state: ExtentState::Mapped { host }, flags })
+    }
+
+    /// Whether these clusters, all in one slice, read as zeros whatever lies behind the image.
+    fn all_zeros(&mut self, slice: SliceId, clusters: Range<u64>) -> Step<bool> {
+        for cluster in clusters {
+            let entry = self.entry(slice, self.geometry.l2_place(cluster).index)?;
+            let is_zero = match entry {
+                Entry::Standard { units, .. } if units == Units::ZERO => true,
+                Entry::Standard { place: None, .. } => self.header.backing.is_none(),
+                _ => false,
+            };
+            if !is_zero {
+                return Ok(false);
+            }
+        }
+        Ok(true)
     }
 
     /// `guest` and the rest of its first and last unit, unless that holds data already.
