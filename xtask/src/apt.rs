@@ -49,6 +49,9 @@ pub const FOR_TESTS: &[Package] = &[
 /// What `cargo xtask compare` needs.
 pub const FOR_COMPARISON: &[Package] = &[QEMU_UTILS, NBDKIT, FIO];
 
+/// What `cargo xtask compare --vmstate` needs.
+pub const FOR_STATES: &[Package] = &[QEMU_UTILS, QEMU_SYSTEM];
+
 /// What `cargo xtask vm` needs on the host; what is in the guest, it fetches itself.
 pub const FOR_GUESTS: &[Package] = &[QEMU_UTILS, QEMU_SYSTEM, STRACE];
 

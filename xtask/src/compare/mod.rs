@@ -7,6 +7,7 @@
 //!
 //! - [`rows`]: the loads
 //! - [`qcow2`]: what is special to images that map: other loads, and tools
+//! - [`vmstate`]: saving and loading a machine's state
 //! - [`servers`], [`storage`]: what is loaded, and what is below it
 //! - [`light`], [`fio`], [`vhost_user`]: the clients
 //! - [`stats`], [`report`]: figures
@@ -23,6 +24,7 @@ mod servers;
 mod stats;
 mod storage;
 mod vhost_user;
+mod vmstate;
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -48,6 +50,9 @@ pub struct Options {
     /// Format of the image that is compared
     #[arg(long, value_enum, default_value = "raw")]
     format: servers::Format,
+    /// Compare saving and loading the state of a machine of --size instead, on --dir
+    #[arg(long)]
+    vmstate: bool,
     /// 3 rounds of 1 second instead of 5 rounds of 3 seconds
     #[arg(long)]
     quick: bool,
@@ -151,6 +156,9 @@ struct Plan {
 
 /// Compares.
 pub fn run(workspace: &Workspace, options: &Options) -> Result<()> {
+    if options.vmstate {
+        return vmstate::run(workspace, options);
+    }
     apt::require(apt::FOR_COMPARISON)?;
     if options.format == Format::Qcow2 {
         return qcow2::run(workspace, options);

@@ -31,29 +31,37 @@ pub struct Environment {
 impl Environment {
     /// Looks at this machine and at the programs of `plan`.
     pub(super) fn find(plan: &Plan) -> Result<Self> {
-        let cpuinfo = std::fs::read_to_string("/proc/cpuinfo").context("cannot read cpuinfo")?;
-        let model = cpuinfo
-            .lines()
-            .find_map(|line| line.strip_prefix("model name")?.split_once(": "))
-            .map_or("unnamed processor", |(_, model)| model);
-        let count = std::thread::available_parallelism()?;
-        let uname = rustix::system::uname();
-        let release = uname.release().to_string_lossy();
-        let kernel = release.split('-').next().unwrap_or_default();
         let mut versions: Vec<(String, String)> = Vec::new();
         for &kind in &plan.servers {
             versions.push((kind.name().to_owned(), kind.version(&plan.programs)?));
         }
         versions.push(("fio".to_owned(), fio::version()?));
         Ok(Self {
-            processor: format!("{count} x {model}"),
-            kernel: format!("Linux {kernel}"),
+            processor: processor()?,
+            kernel: kernel(),
             versions,
             rounds: plan.rounds,
             seconds: plan.duration.as_secs_f64(),
             serve_args: plan.programs.serve_args.join(" "),
         })
     }
+}
+
+/// The processor's name and how many of it the system sees.
+pub fn processor() -> Result<String> {
+    let cpuinfo = std::fs::read_to_string("/proc/cpuinfo").context("cannot read cpuinfo")?;
+    let model = cpuinfo
+        .lines()
+        .find_map(|line| line.strip_prefix("model name")?.split_once(": "))
+        .map_or("unnamed processor", |(_, model)| model);
+    Ok(format!("{} x {model}", std::thread::available_parallelism()?))
+}
+
+/// The kernel's release, without what its builder appended.
+pub fn kernel() -> String {
+    let uname = rustix::system::uname();
+    let release = uname.release().to_string_lossy();
+    format!("Linux {}", release.split('-').next().unwrap_or_default())
 }
 
 /// What a figure of a measurement is.
