@@ -54,6 +54,11 @@ impl Space {
         start..self.end
     }
 
+    /// Something lies in clusters up to here, even if nobody counts them.
+    pub(crate) fn reach(&mut self, end: u64) {
+        self.end = self.end.max(end);
+    }
+
     /// The clusters from `start` up to the end, if that is `end`, are not in use after all.
     pub(crate) fn unclaim(&mut self, end: u64, start: u64) {
         if self.end == end {

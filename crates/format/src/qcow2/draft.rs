@@ -325,7 +325,7 @@ impl<'a, S: Storage> Draft<'a, S> {
         self.waiting.push(Piece { offset, bytes });
         if self.waiting.len() >= TOGETHER {
             let pieces = mem::take(&mut self.waiting);
-            self.image.write_pieces(&pieces, Durability::None).await?;
+            self.image.write_draft(&pieces).await?;
         }
         Ok(offset)
     }
@@ -341,9 +341,9 @@ impl<'a, S: Storage> Draft<'a, S> {
         self.put_l1().await?;
         self.put_snapshots().await?;
         let Self { image, mut header, l1, ledger, waiting, .. } = self;
-        image.write_pieces(&waiting, Durability::None).await?;
+        image.write_draft(&waiting).await?;
         let Settled { pieces, table, table_offset, table_clusters, freed } = ledger.settle()?;
-        image.write_pieces(&pieces, Durability::None).await?;
+        image.write_draft(&pieces).await?;
         drop(pieces);
         image.sync(Sync::Data).await?;
         header.refcount_table_offset = table_offset;
@@ -391,6 +391,16 @@ impl<'a, S: Storage> Draft<'a, S> {
 }
 
 impl<S: Storage> Qcow2<S> {
+    /// Writes tables that are not in force. Where they end up behind the file's end, new clusters are no
+    /// longer blank: also when the draft is given up, and its writes are still under way.
+    async fn write_draft(&self, pieces: &[Piece]) -> Result<()> {
+        let end = |piece: &Piece| piece.offset + piece.bytes.len() as u64;
+        if let Some(end) = pieces.iter().map(end).max() {
+            self.state.lock().space.reach(self.geometry.clusters_for(end));
+        }
+        self.write_pieces(pieces, Durability::None).await
+    }
+
     /// The tables in memory become those that the header on disk names now.
     fn put_in_force(&self, header: Header, l1: Vec<u64>, table: Vec<u64>) -> Result<()> {
         let size = header.size;
