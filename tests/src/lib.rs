@@ -7,6 +7,7 @@
 #![forbid(unsafe_code)]
 
 mod binary;
+pub mod browser;
 mod data;
 mod deadline;
 pub mod image_tool;

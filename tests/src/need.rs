@@ -41,6 +41,12 @@ pub fn tools(programs: &[&str]) -> Result<(), String> {
     if missing.is_empty() { Ok(()) } else { Err(format!("not installed: {}", missing.join(", "))) }
 }
 
+/// A module of the system's Python.
+pub fn python_module(name: &str) -> Result<(), String> {
+    let outcome = run(Command::new("/usr/bin/python3").args(["-c", &format!("import {name}")]));
+    if outcome.status.success() { Ok(()) } else { Err(format!("no Python module {name}")) }
+}
+
 /// The rights of root.
 pub fn root() -> Result<(), String> {
     if rustix::process::geteuid().is_root() { Ok(()) } else { Err("needs root".into()) }

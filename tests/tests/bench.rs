@@ -5,6 +5,7 @@ use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
+use blockhouse_tests::browser::{Browser, Picture, Theme};
 use blockhouse_tests::{
     LoopDevice, Scratch, blockhouse, eventually, need, require, run, run_within, wait_for_exit,
 };
@@ -29,7 +30,8 @@ fn measure_all(scratch: &Scratch, seconds: u64) -> Value {
     let json = scratch.path("results.json");
     let mut command = bench(&["all", "--seconds", &seconds.to_string()], &folder);
     let begin = Instant::now();
-    let outcome = run_within(Duration::from_secs(4 * seconds), command.arg("--json").arg(&json));
+    command.arg("--json").arg(&json).arg("--html").arg(scratch.path("results.html"));
+    let outcome = run_within(Duration::from_secs(4 * seconds), &mut command);
     let elapsed = begin.elapsed();
     let outcome = outcome.success();
     assert!(outcome.stderr.contains(&format!("{seconds} s at most")), "{}", outcome.stderr);
@@ -59,9 +61,9 @@ fn check(results: &Value) {
         assert!(latency("p50") <= latency("p99") && latency("p99") <= latency("p99.9"), "{row}");
     }
     let wakeup = rows(results, "wakeup");
+    let median = |row: &Value| row["latency-ns"]["p50"].as_f64().expect("a latency");
     for row in &wakeup[1..] {
-        let ratio = row["ratio"]["median"].as_f64().expect("a ratio");
-        assert!(ratio > 5.0, "a wake-up in force beside one that is withheld: {row}");
+        assert!(10.0 * median(row) < median(wakeup[0]), "{row} beside {}", wakeup[0]);
     }
     let written = |what: &str| results[what]["bytes-written"].as_u64();
     if let (Some(announced), Some(took)) = (written("announced"), written("took")) {
@@ -69,20 +71,80 @@ fn check(results: &Value) {
     }
 }
 
+/// What the schema in docs/ says of the results.
+fn validate(scratch: &Scratch) -> String {
+    let program = "import json, sys\n\
+        from jsonschema import Draft202012Validator as Validator\n\
+        schema, results = (json.load(open(name)) for name in sys.argv[1:])\n\
+        Validator.check_schema(schema)\n\
+        for error in Validator(schema).iter_errors(results): print(error.message)\n\
+        results['rows'][0]['surprise'] = 1\n\
+        assert list(Validator(schema).iter_errors(results)), 'the schema refuses nothing'";
+    let schema = concat!(env!("CARGO_MANIFEST_DIR"), "/../docs/bench.schema.json");
+    let mut python = Command::new("/usr/bin/python3");
+    python.args(["-c", program, schema]).arg(scratch.path("results.json"));
+    run(&mut python).success().stdout
+}
+
+/// The page of results as people see it, on a phone, in both themes.
+fn look_at_the_page(scratch: &Scratch) {
+    let page = scratch.path("results.html");
+    let text = std::fs::read_to_string(&page).expect("the page");
+    for word in ["http:", "https:", "src=", "href=", "@import", "url(", "<script"] {
+        assert!(!text.contains(word), "the page needs nothing else, but has {word}");
+    }
+    let browser = require!(Browser::new(scratch, &page));
+    for theme in [Theme::Light, Theme::Dark] {
+        let found = browser.examine(theme);
+        let number = |key: &str| found[key].as_f64().expect("a number");
+        assert_eq!(found["dark"], theme == Theme::Dark, "the theme is in force: {found}");
+        assert!(number("texts") > 500.0 && number("plots") > 20.0, "{theme:?}: {found}");
+        let worst = |key: &str| found[key][0].as_f64().expect("a number");
+        assert!(worst("worst") >= 4.5, "{theme:?}: a text is hard to read: {}", found["worst"]);
+        assert!(worst("smallest") >= 10.0, "{theme:?}: a text is too small: {}", found["smallest"]);
+        assert_eq!(number("screen"), 390.0);
+        assert!(number("width") <= 390.0, "{theme:?}: wider than the screen: {found}");
+        check_picture(&browser.picture(theme), theme);
+    }
+}
+
+/// Mostly ground, of the theme's brightness, and a good deal that stands out from it.
+fn check_picture(picture: &Picture, theme: Theme) {
+    let brightness = |pixel: &[u8; 3]| pixel.iter().map(|&one| u32::from(one)).sum::<u32>() / 3;
+    let count = |test: &dyn Fn(u32) -> bool| {
+        let hits = picture.pixels.iter().filter(|pixel| test(brightness(pixel))).count();
+        hits as f64 / picture.pixels.len() as f64
+    };
+    let (bright, dark) = (count(&|one| one > 200), count(&|one| one < 60));
+    let (ground, ink) = if theme == Theme::Light { (bright, dark) } else { (dark, bright) };
+    assert!(ground > 0.7, "{theme:?}: {ground} of it is ground");
+    assert!(ink > 0.005, "{theme:?}: {ink} of it stands out");
+    let colours = |channel: usize, other: usize| {
+        let differ = |one: &&[u8; 3]| one[channel].abs_diff(one[other]) > 60;
+        picture.pixels.iter().filter(differ).count()
+    };
+    assert!(colours(0, 2) > 1000, "{theme:?}: the plots have colours");
+}
+
 #[test]
 fn all_questions_are_answered_in_the_announced_time_on_a_disk() {
-    let results = measure_all(&Scratch::new(), 20);
+    let scratch = Scratch::new();
+    let results = measure_all(&scratch, 20);
     check(&results);
     for row in rows(&results, "fixed-files") {
         let note = row["note"].as_str().expect("what was found out");
         let wanted = if row["variant"] == "by slot" { "in force" } else { "as wanted" };
         assert!(note.starts_with(wanted), "{note}");
     }
+    look_at_the_page(&scratch);
 }
 
 #[test]
 fn all_questions_are_answered_in_the_announced_time_in_memory() {
-    check(&measure_all(&Scratch::in_memory(), 20));
+    let scratch = Scratch::in_memory();
+    check(&measure_all(&scratch, 20));
+    require!(need::python_module("jsonschema"));
+    assert_eq!(validate(&scratch), "", "docs/bench.schema.json");
 }
 
 /// A measurement that has begun to write.

@@ -41,6 +41,8 @@ pub const FOR_TESTS: &[Package] = &[
     QEMU_SYSTEM,
     Package { name: "libnbd-bin", probe: Probe::Programs(&["nbdinfo", "nbdcopy"]) },
     Package { name: "python3-libnbd", probe: Probe::PythonModule("nbd") },
+    Package { name: "python3-jsonschema", probe: Probe::PythonModule("jsonschema") },
+    Package { name: "chromium", probe: Probe::Programs(&["chromium"]) },
     NBDKIT,
     FIO,
     STRACE,

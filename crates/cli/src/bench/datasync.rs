@@ -10,6 +10,12 @@ use super::rows::{Case, Cases, Cost, Published, Unit, Variant};
 const BLOCK: usize = 4096;
 const SPAN: u64 = 32 << 20;
 
+/// For the page of results.
+pub const ABOUT: &str = "Overwrites of 4 KiB from one end of 32 MiB to the other, one at a time: made durable by a \
+    flush after each, made durable as a part of each write, and not durable at all. Beside the rate it \
+    counts what the device gets for each write: on one with FUA a single request, elsewhere a write and a \
+    flush.";
+
 /// How it is done, and what was published of it: writes a second, and with what the device got.
 const WAYS: [(&str, Work, f64, &str); 3] = [
     ("write + flush", Work::WriteThenFlush, 370.0, "22 s in all, 750 device requests/s"),

@@ -7,8 +7,10 @@ mod datasync;
 mod device;
 mod fixed_files;
 mod fua;
+mod html;
 mod load;
 mod place;
+mod plot;
 mod random;
 mod report;
 mod rows;
@@ -65,6 +67,9 @@ pub struct Arguments {
     /// Write the results as JSON to a file, or instead of the table (docs/bench.schema.json).
     #[arg(long, value_name = "FILE", num_args = 0..=1)]
     json: Option<Option<PathBuf>>,
+    /// Write the results, with plots, as a page of HTML to a file.
+    #[arg(long, value_name = "FILE")]
+    html: Option<PathBuf>,
 }
 
 /// What can be measured.
@@ -106,6 +111,19 @@ impl Question {
             Self::Wakeup => "wakeup",
             Self::Random => "random",
             Self::All => "all",
+        }
+    }
+
+    /// What one part is about, for people.
+    fn about(self) -> &'static str {
+        match self {
+            Self::Fua => fua::ABOUT,
+            Self::Datasync => datasync::ABOUT,
+            Self::FixedFiles => fixed_files::ABOUT,
+            Self::Vmstate => vmstate::ABOUT,
+            Self::Wakeup => wakeup::ABOUT,
+            Self::Random => random::ABOUT,
+            Self::All => "",
         }
     }
 
@@ -176,7 +194,8 @@ impl Bench {
 
 /// Runs the command.
 pub fn run(arguments: &Arguments) -> Result<()> {
-    arguments.json.iter().flatten().try_for_each(|path| can_be_written(path))?;
+    let mut results = arguments.json.iter().flatten().chain(&arguments.html);
+    results.try_for_each(|path| can_be_written(path))?;
     let data = match arguments.destroy_data {
         true => ExistingData::Destroyed,
         false => ExistingData::Kept,
@@ -262,13 +281,17 @@ fn measure(
 }
 
 fn show(arguments: &Arguments, report: &Report) -> Result<()> {
-    match &arguments.json {
-        Some(None) => report::print_json(report),
-        Some(Some(path)) => {
-            std::fs::write(path, format!("{:#}\n", report.json()))
-                .with_context(|| format!("{}: cannot be written", path.display()))?;
-            table::print(report)
-        }
-        None => table::print(report),
+    if let Some(path) = &arguments.html {
+        write_file(path, &html::page(report))?;
     }
+    match &arguments.json {
+        Some(None) => return report::print_json(report),
+        Some(Some(path)) => write_file(path, &format!("{:#}\n", report.json()))?,
+        None => {}
+    }
+    table::print(report)
+}
+
+fn write_file(path: &Path, text: &str) -> Result<()> {
+    std::fs::write(path, text).with_context(|| format!("{}: cannot be written", path.display()))
 }

@@ -8,6 +8,10 @@ use super::{Bench, DISK_SIZE};
 
 const BLOCK: usize = 4096;
 
+/// For the page of results.
+pub const ABOUT: &str = "Reads and writes of 4 KiB at random, one at a time and 32 at a time, on each engine that this machine \
+    has; the others are compared with the first. The writes are not durable.";
+
 /// What is done, and how many at a time.
 const SHAPES: [(&str, Work, usize); 4] = [
     ("read 4K, depth 1", Work::Read, 1),

@@ -43,11 +43,7 @@ const HEADER: &str = "                           IOPS     MiB/s   p50 us   p99 u
 fn line(row: &Row) -> String {
     let microseconds = |quantile| row.latency.value_at_quantile(quantile) as f64 / 1e3;
     let ratio = row.ratio.map_or("baseline".to_owned(), ratio);
-    let device = row.device.map_or("-".to_owned(), |device| {
-        let each = |count: u64| count as f64 / row.latency.len() as f64;
-        let (read, write, flush) = (each(device.reads), each(device.writes), each(device.flushes));
-        format!("{read:.2}r {write:.2}w {flush:.2}f")
-    });
+    let device = device(row);
     let published = row.published.map_or(String::new(), |one| figure(&one, row.published_ratio));
     let text = format!(
         "  {:<19} {:>9.0} {:>9.1} {:>8.1} {:>8.1} {:>8.1} {:>8.1}  {ratio:<25} {device:<20} {published}",
@@ -71,7 +67,17 @@ pub fn ratio(ratio: Ratio) -> String {
     }
 }
 
-fn figure(published: &Published, ratio: Option<f64>) -> String {
+/// What the device got for each request: reads, writes, flushes.
+pub fn device(row: &Row) -> String {
+    row.device.map_or("-".to_owned(), |device| {
+        let each = |count: u64| count as f64 / row.latency.len() as f64;
+        let (read, write, flush) = (each(device.reads), each(device.writes), each(device.flushes));
+        format!("{read:.2}r {write:.2}w {flush:.2}f")
+    })
+}
+
+/// A published figure.
+pub fn figure(published: &Published, ratio: Option<f64>) -> String {
     let Published { value, unit, detail } = published;
     let ratio = ratio.map_or(String::new(), |ratio| format!(", ratio {ratio:.2}"));
     format!("{value} {}{ratio} ({detail})", unit.as_str())

@@ -51,6 +51,13 @@ fn published(cache: CacheMode, storing: Storing) -> Published {
     Published { value, unit: Unit::Seconds, detail: "a guest of 2 GB, NVMe" }
 }
 
+/// For the page of results.
+pub const ABOUT: &str = "A snapshot with memory streams a machine's state into the image in tiny pieces. Written straight \
+    through, each becomes a write of its own: reads and writes of whole blocks past the page cache. The stream \
+    that <code>blockhouse vmstate save</code> uses collects them in windows of 1 MiB, eight of which may be on \
+    their way. Latency is what a piece waits until it is taken; the rate includes that everything is on stable \
+    storage at the end.";
+
 /// Every size of a piece, through the page cache and past it.
 pub fn cases(bench: &Bench) -> Cases<'_> {
     let Some(folder) = bench.place.folder() else {

@@ -33,6 +33,11 @@ const SPAN: u64 = 128 << 20;
 /// How soon some unrelated timer wakes a loop that nobody wakes.
 pub const UNRELATED_TIMER: Duration = Duration::from_millis(499);
 
+/// For the page of results.
+pub const ABOUT: &str = "A request that another thread leaves to a sleeping loop waits until somebody wakes the loop. Pieces of \
+    128 KiB in batches of 16, with pauses of 1 ms, so that the loop sleeps whenever a batch comes. “Withheld” \
+    is the bench's own way around the wake-up: the loop finds its requests when a timer of 499 ms fires.";
+
 /// What was published, as the pieces of 128 MiB in a second.
 const WITHHELD: Published =
     Published { value: 39.8, unit: Unit::RequestsPerSecond, detail: "128 MiB in 25.76 s" };
