@@ -152,12 +152,27 @@ impl<'a> Clocks<'a> {
         Self { device, processor: processor_time(), begin: Instant::now() }
     }
 
-    /// Ends it.
-    pub fn end(self, bytes: u64, latency: Histogram<u64>) -> Slice {
-        let elapsed = self.begin.elapsed();
-        let processor = processor_time().saturating_sub(self.processor);
+    /// What went by until then. To give an engine back to the kernel, which takes longer than many
+    /// requests, is not a part of it.
+    pub fn end(self, end: End, bytes: u64, latency: Histogram<u64>) -> Slice {
+        let elapsed = end.at.saturating_duration_since(self.begin);
+        let processor = end.processor.saturating_sub(self.processor);
         let device = self.device.and_then(|(device, before)| Some(device.read()?.since(before)));
         Slice { requests: latency.len(), bytes, elapsed, processor, latency, device, note: None }
+    }
+}
+
+/// When the last request was complete.
+#[derive(Clone, Copy)]
+pub struct End {
+    at: Instant,
+    processor: Duration,
+}
+
+impl End {
+    /// Just now.
+    pub fn now() -> Self {
+        Self { at: Instant::now(), processor: processor_time() }
     }
 }
 
@@ -195,23 +210,27 @@ pub fn measure<S: Storage + Send + Sync>(
                     let event_loop = new_loop(way);
                     ready.wait();
                     go.wait();
-                    event_loop?.block_on(one_job(shared, job))
+                    let mut event_loop = event_loop?;
+                    let latency = event_loop.block_on(one_job(shared, job))?;
+                    anyhow::Ok((latency, End::now()))
                 })
             })
             .collect();
         ready.wait();
         let clocks = Clocks::start(device);
         go.wait();
-        let mut all = new_histogram();
-        let mut outcome = Ok(());
+        let (mut all, mut outcome, mut end) = (new_histogram(), Ok(()), End::now());
         for job in jobs {
             match job.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)) {
-                Ok(latency) => all.add(latency).expect("both are of the same kind"),
+                Ok((latency, its)) => {
+                    all.add(latency).expect("both are of the same kind");
+                    end = if its.at > end.at { its } else { end };
+                }
                 Err(error) => outcome = outcome.and(Err(error)),
             }
         }
         let bytes = all.len() * load.block as u64;
-        let slice = clocks.end(bytes, all);
+        let slice = clocks.end(end, bytes, all);
         outcome?;
         stop.check()?;
         Ok(slice)
