@@ -241,10 +241,17 @@ fn rows_of(
                 (Some(ours), Some(baseline)) if !is_baseline => Some(ours.ratio(baseline)),
                 _ => None,
             },
-            note: slices.last().and_then(|slice| slice.note.clone()),
+            note: notes(slices),
         }
     });
     rows.collect()
+}
+
+/// What was found out, each once: rounds may differ.
+fn notes(slices: &[Slice]) -> Option<String> {
+    let mut notes: Vec<&str> = slices.iter().filter_map(|slice| slice.note.as_deref()).collect();
+    notes.dedup();
+    (!notes.is_empty()).then(|| notes.join("; then "))
 }
 
 fn together(slices: &[Slice]) -> (Histogram<u64>, Option<DeviceCounts>) {
