@@ -15,7 +15,7 @@ use crate::test::{Profile, build_binary};
 use crate::workspace::Workspace;
 
 /// Changes whenever the content of the cached archive does.
-const VERSION: &str = "1";
+const VERSION: &str = "2";
 
 /// Runs first in the guest: makes the usual places, runs the job, and tells its exit status to QEMU
 /// by the debug exit device. A status of 0 to 100 is told; a greater one becomes 100.
@@ -27,7 +27,7 @@ mount -t devtmpfs dev /dev
 mount -t tracefs trace /sys/kernel/tracing
 mount -t tmpfs tmp /tmp
 ip link set lo up
-stty -F /dev/ttyS1 -opost
+stty -F /dev/ttyS1 -opost -echo
 sh /job </dev/null >/dev/ttyS1 2>&1
 status=$?
 if [ $status -gt 100 ]; then status=100; fi
@@ -36,6 +36,15 @@ printf "\\$(printf %o $((status + 1)))" | dd of=/dev/port bs=1 seek=244 2>/dev/n
 /// The port in [`INIT`].
 pub const EXIT_PORT: &str = "0xf4";
 
+/// Which tools a guest has.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Tools {
+    /// Those for file systems and block devices.
+    Usual,
+    /// fio as well, whose libraries are three times as large as everything else.
+    WithFio,
+}
+
 /// What all guests are made of.
 pub struct Base {
     cache: PathBuf,
@@ -43,13 +52,15 @@ pub struct Base {
     blockhouse: PathBuf,
     /// Archives, one behind the other.
     archives: Vec<u8>,
+    fio: PathBuf,
 }
 
 impl Base {
     /// Makes everything that is not in `cache` yet.
     pub fn prepare(workspace: &Workspace, packages: Packages, cache: PathBuf) -> Result<Self> {
         let blockhouse = build_binary(workspace, Profile::Dev)?;
-        let mut base = Self { archives: Vec::new(), packages, blockhouse, cache };
+        let fio = cache.join("fio.cpio");
+        let mut base = Self { archives: Vec::new(), packages, blockhouse, cache, fio };
         base.archives = base.fixed()?;
         base.archives.extend(base.ours()?);
         Ok(base)
@@ -76,10 +87,14 @@ impl Base {
     }
 
     /// An initramfs that runs the shell script `job`.
-    pub fn initramfs(&self, job: &str) -> Vec<u8> {
+    pub fn initramfs(&self, tools: Tools, job: &str) -> Result<Vec<u8>> {
+        let more = match tools {
+            Tools::Usual => Vec::new(),
+            Tools::WithFio => read(&self.fio)?,
+        };
         let mut archive = Archive::default();
         archive.file("job", job.as_bytes());
-        [&self.archives[..], &archive.finish()].concat()
+        Ok([&self.archives[..], &more, &archive.finish()].concat())
     }
 
     /// Kernel modules and tools.
@@ -99,11 +114,13 @@ impl Base {
             archive.file("init", INIT.as_bytes());
             kernel::add_modules(packages, &mut archive, scratch.path())?;
             userland::add_tools(packages, &mut archive)?;
-            std::fs::write(&file, archive.finish())
-                .with_context(|| format!("cannot write {}", file.display()))?;
+            write(&file, archive)?;
+            let mut archive = Archive::default();
+            userland::add_fio(packages, &mut archive)?;
+            write(&self.fio, archive)?;
             std::fs::write(&stamp, wanted)?;
         }
-        std::fs::read(&file).with_context(|| format!("cannot read {}", file.display()))
+        read(&file)
     }
 
     /// The binary under test, and this program, which is the other side inside the guest.
@@ -116,6 +133,15 @@ impl Base {
         userland::add_host_libraries(&mut archive, &[&self.blockhouse, &xtask])?;
         Ok(archive.finish())
     }
+}
+
+fn read(file: &Path) -> Result<Vec<u8>> {
+    std::fs::read(file).with_context(|| format!("cannot read {}", file.display()))
+}
+
+fn write(file: &Path, archive: Archive) -> Result<()> {
+    std::fs::write(file, archive.finish())
+        .with_context(|| format!("cannot write {}", file.display()))
 }
 
 fn scratch(cache: &Path) -> Result<TempDir> {

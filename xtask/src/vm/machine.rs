@@ -5,7 +5,7 @@
 //! something, times do not.
 
 use std::fs::File;
-use std::io::{BufRead, BufReader};
+use std::io::{BufRead, BufReader, Write};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::mpsc::{Receiver, channel};
@@ -14,7 +14,8 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, bail};
 use tempfile::TempDir;
 
-use super::base::{Base, EXIT_PORT};
+use super::base::{Base, EXIT_PORT, Tools};
+use super::monitor::Monitor;
 
 /// The emulator.
 pub const QEMU: &str = "qemu-system-x86_64";
@@ -40,6 +41,7 @@ pub struct Machine<'a> {
     base: &'a Base,
     folder: TempDir,
     memory: u32,
+    tools: Tools,
     words: Vec<String>,
     disks: usize,
 }
@@ -89,7 +91,13 @@ impl<'a> Machine<'a> {
             .prefix("vm-")
             .tempdir_in(base.cache())
             .context("cannot make a folder for the guest")?;
-        Ok(Self { base, folder, memory, words: Vec::new(), disks: 0 })
+        Ok(Self { base, folder, memory, tools: Tools::Usual, words: Vec::new(), disks: 0 })
+    }
+
+    /// Packs other tools than the usual ones.
+    pub fn tools(&mut self, tools: Tools) -> &mut Self {
+        self.tools = tools;
+        self
     }
 
     /// Adds words to QEMU's command line.
@@ -130,7 +138,8 @@ impl<'a> Machine<'a> {
     /// Starts the shell script `job`, which has `limit` to end.
     pub fn start(self, job: &str, limit: Duration) -> Result<Running> {
         let initramfs = self.folder.path().join("initramfs");
-        std::fs::write(&initramfs, self.base.initramfs(job)).context("cannot write initramfs")?;
+        let archives = self.base.initramfs(self.tools, job);
+        std::fs::write(&initramfs, archives?).context("cannot write initramfs")?;
         let mut child =
             self.command(&initramfs).spawn().with_context(|| format!("cannot start {QEMU}"))?;
         let stdout = child.stdout.take().context("the guest has no output")?;
@@ -158,7 +167,9 @@ impl<'a> Machine<'a> {
         command.args(["-append", KERNEL_LINE, "-serial", &serial]);
         command.args(["-chardev", "stdio,id=output,signal=off", "-serial", "chardev:output"]);
         command.arg("-device").arg(format!("isa-debug-exit,iobase={EXIT_PORT},iosize=4"));
-        command.args(&self.words).stdin(Stdio::null()).stdout(Stdio::piped());
+        let monitor = format!("unix:{},server=on,wait=off", monitor(&self.folder).display());
+        command.args(["-qmp", &monitor]);
+        command.args(&self.words).stdin(Stdio::piped()).stdout(Stdio::piped());
         let log = File::create(self.folder.path().join("qemu"));
         command.stderr(log.map_or(Stdio::inherit(), Stdio::from));
         command
@@ -169,7 +180,28 @@ fn console(folder: &TempDir) -> PathBuf {
     folder.path().join("console")
 }
 
+fn monitor(folder: &TempDir) -> PathBuf {
+    folder.path().join("monitor")
+}
+
 impl Running {
+    /// A connection to QEMU's monitor.
+    pub fn monitor(&self) -> Result<Monitor> {
+        Monitor::connect(&monitor(&self.folder))
+    }
+
+    /// Says a line to the job.
+    pub fn say(&mut self, line: &str) -> Result<()> {
+        let input = self.child.stdin.as_mut().context("the guest has no input")?;
+        writeln!(input, "{line}").context("the guest does not listen")
+    }
+
+    /// Whether the job has printed `line` by now.
+    pub fn has_said(&mut self, line: &str) -> bool {
+        self.take_all();
+        self.output.lines().any(|said| said == line)
+    }
+
     /// Waits until the job prints `line`, and returns all lines before it.
     ///
     /// # Errors
@@ -189,6 +221,12 @@ impl Running {
     fn take(&mut self, line: &str) {
         self.output.push_str(line.trim_end());
         self.output.push('\n');
+    }
+
+    fn take_all(&mut self) {
+        while let Ok(line) = self.lines.try_recv() {
+            self.take(&line);
+        }
     }
 
     /// Waits for the end of the job.
@@ -212,9 +250,7 @@ impl Running {
 
     fn wait(&mut self) -> Result<ExitStatus> {
         loop {
-            while let Ok(line) = self.lines.try_recv() {
-                self.take(&line);
-            }
+            self.take_all();
             if let Some(status) = self.child.try_wait().context("cannot wait for the guest")? {
                 return Ok(status);
             }

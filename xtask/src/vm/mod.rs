@@ -12,9 +12,11 @@ mod guest;
 pub mod inside;
 mod kernel;
 mod machine;
+mod monitor;
 mod packages;
 mod power;
 mod scenarios;
+mod server;
 mod userland;
 
 use std::path::Path;
@@ -27,9 +29,10 @@ use crate::apt;
 use crate::process::find_program;
 use crate::workspace::Workspace;
 use base::Base;
-use guest::Attachment;
 use inside::fua::Kinds;
+use inside::system::FileSystem;
 use packages::Packages;
+use server::Export;
 
 /// Arguments of `vm`.
 #[derive(clap::Args)]
@@ -55,9 +58,10 @@ pub enum Scenario {
     Fua,
     /// What is left of acknowledged writes after a loss of power
     Power,
-    /// A guest on a disk of ours: file system, trim, reboot, deaths of the server
+    /// A guest with ext4 on a disk of ours over NBD: freeze, trim, fio, deaths of the server, reboot,
+    /// a disk that grows, a write cache that is switched
     Guest,
-    /// The same over vhost-user-blk, whose disk also grows and has its write cache switched
+    /// The same with XFS over vhost-user-blk
     GuestVhostUser,
     /// The kernel's NBD client
     Nbd,
@@ -91,8 +95,8 @@ pub fn run(workspace: &Workspace, options: &Options) -> Result<()> {
         let result = match scenario {
             Scenario::Fua => scenarios::fua(&base, options.disks),
             Scenario::Power => scenarios::power(&base),
-            Scenario::Guest => guest::run(&base, Attachment::Nbd),
-            Scenario::GuestVhostUser => guest::run(&base, Attachment::VhostUser),
+            Scenario::Guest => guest::run(&base, Export::Nbd, FileSystem::Ext4),
+            Scenario::GuestVhostUser => guest::run(&base, Export::VhostUser, FileSystem::Xfs),
             Scenario::Nbd => scenarios::nbd(&base),
         };
         let verdict = if result.is_ok() { "ok" } else { "FAILED" };

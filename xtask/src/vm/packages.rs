@@ -18,40 +18,9 @@ const KERNEL_SUITE: &str = "bookworm-backports";
 /// Signs both; part of every Debian, and a package of that name elsewhere.
 const KEYRING: &str = "/usr/share/keyrings/debian-archive-keyring.gpg";
 
-/// Tools of the guest and every library that they load.
-const TOOLS: &[&str] = &[
-    "busybox-static",
-    "dmsetup",
-    "e2fsprogs",
-    "libblkid1",
-    "libc6",
-    "libcom-err2",
-    "libdevmapper1.02.1",
-    "libext2fs2",
-    "libffi8",
-    "libgcc-s1",
-    "libgmp10",
-    "libgnutls30",
-    "libhogweed6",
-    "libidn2-0",
-    "libinih1",
-    "liblzma5",
-    "libnettle8",
-    "libnl-3-200",
-    "libnl-genl-3-200",
-    "libp11-kit0",
-    "libpcre2-8-0",
-    "libselinux1",
-    "libss2",
-    "libtasn1-6",
-    "libudev1",
-    "libunistring2",
-    "liburcu8",
-    "libuuid1",
-    "nbd-client",
-    "xfsprogs",
-    "xz-utils",
-];
+/// Tools of the guest; apt knows what they need.
+const TOOLS: &[&str] =
+    &["busybox-static", "dmsetup", "e2fsprogs", "fio", "nbd-client", "xfsprogs", "xz-utils"];
 
 /// Unpacked packages.
 pub struct Packages {
@@ -88,7 +57,6 @@ impl Packages {
             "apt/preferences.d",
             "apt/lists/partial",
             "apt/cache/archives/partial",
-            "apt/debs",
         ] {
             let folder = cache.join(folder);
             let _ = std::fs::remove_dir_all(&folder);
@@ -97,7 +65,7 @@ impl Packages {
         }
         let apt = Apt::configure(&cache.join("apt"))?;
         apt.download()?;
-        unpack(&cache.join("apt/debs"), &root)?;
+        unpack(&apt.archives(), &root)?;
         std::fs::remove_dir_all(cache.join("apt")).context("cannot remove the packages")?;
         let packages = Self::unpacked(root)?;
         std::fs::write(&stamp, wanted)
@@ -137,7 +105,9 @@ impl Packages {
     /// The loader of these packages' programs, with their libraries.
     pub fn loader(&self) -> Command {
         let mut command = Command::new(self.file("lib64/ld-linux-x86-64.so.2"));
-        let folders = ["lib/x86_64-linux-gnu", "usr/lib/x86_64-linux-gnu"];
+        // The last holds what only Ceph's other libraries should find.
+        let folders =
+            ["lib/x86_64-linux-gnu", "usr/lib/x86_64-linux-gnu", "usr/lib/x86_64-linux-gnu/ceph"];
         let folders = folders.map(|folder| self.file(folder).display().to_string());
         command.arg("--library-path").arg(folders.join(":"));
         command
@@ -193,19 +163,30 @@ impl Apt {
         let kernel = depends.lines().find_map(|line| line.trim().strip_prefix("Depends: "));
         let kernel = kernel.with_context(|| format!("{KERNEL} names no kernel"))?;
         let mut download = self.command("apt-get", &["download"]);
-        download.arg(format!("{kernel}/{KERNEL_SUITE}")).args(TOOLS);
-        run({
-            download.current_dir(self.folder.join("debs"));
-            download
-        })
+        download.arg(format!("{kernel}/{KERNEL_SUITE}")).current_dir(self.archives());
+        run(download)?;
+        // Installed is nothing; so what the tools need comes too, but nothing that they recommend.
+        let install = ["install", "--yes", "--download-only", "--no-install-recommends"];
+        let mut tools = self.command("apt-get", &install);
+        tools.args(TOOLS);
+        run(tools)
+    }
+
+    /// Where downloaded packages are.
+    fn archives(&self) -> PathBuf {
+        self.folder.join("cache/archives")
     }
 }
 
 fn unpack(debs: &Path, root: &Path) -> Result<()> {
-    for deb in std::fs::read_dir(debs)? {
-        let mut unpack = Command::new("dpkg-deb");
-        unpack.arg("--extract").arg(deb?.path()).arg(root);
-        run(unpack)?;
+    for entry in std::fs::read_dir(debs)? {
+        let deb = entry?.path();
+        // Beside packages there are apt's lock and the folder for what is under way.
+        if deb.extension().is_some_and(|extension| extension == "deb") {
+            let mut unpack = Command::new("dpkg-deb");
+            unpack.arg("--extract").arg(deb).arg(root);
+            run(unpack)?;
+        }
     }
     Ok(())
 }

@@ -44,6 +44,13 @@ pub fn add_tools(packages: &Packages, archive: &mut Archive) -> Result<()> {
     add_libraries(archive, LIBRARIES, libraries)
 }
 
+/// Adds fio.
+pub fn add_fio(packages: &Packages, archive: &mut Archive) -> Result<()> {
+    let program = packages.program("fio")?;
+    archive.copy("bin/fio", &program)?;
+    add_libraries(archive, LIBRARIES, needed(packages.loader(), &program)?)
+}
+
 /// Adds `binary` of this host as /bin/`name`, without its debug information.
 pub fn add_binary(archive: &mut Archive, name: &str, binary: &Path, scratch: &Path) -> Result<()> {
     let stripped = scratch.join(name);

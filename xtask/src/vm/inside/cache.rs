@@ -35,14 +35,18 @@ pub fn run(disk: &str, from: u64, to: u64) -> Result<()> {
         Ok(system::read(&folder.join("size"))? == (size / 512).to_string())
     };
     ensure!(has_size(from)?, "the disk has not {from} bytes");
-    say(SMALL)?;
-    system::wait_for("the new size", || has_size(to).is_ok_and(|is| is).then_some(()))?;
     let setting = folder.join("cache_type");
     let flags = OFlags::DIRECT.bits() as i32;
     let file = OpenOptions::new().read(true).write(true).custom_flags(flags).open(&disk)?;
     let mut space = vec![0; 2 * BLOCK];
     let aligned = space.as_ptr().align_offset(BLOCK);
     let block = &mut space[aligned..aligned + BLOCK];
+    say(SMALL)?;
+    system::wait_for("the new size", || {
+        // Whoever is behind the disk notices by requests alone that there is another server.
+        let is_read = file.read_exact_at(block, 0).is_ok();
+        (is_read && has_size(to).is_ok_and(|is| is)).then_some(())
+    })?;
     for (part, kind) in PARTS.iter().enumerate() {
         system::write(&setting, kind)?;
         ensure!(system::read(&setting)? == *kind, "the guest's disk does not become {kind}");

@@ -34,9 +34,9 @@ pub struct Client {
 }
 
 impl Client {
-    /// Connects to the export `name` behind `socket`.
-    pub fn connect(socket: &Path, name: &str) -> Result<Self> {
-        let (stream, export) = handshake::connect(socket, name)?;
+    /// Connects to the export without a name behind `socket`.
+    pub fn connect(socket: &Path) -> Result<Self> {
+        let (stream, export) = handshake::connect(socket, "")?;
         ensure!(export.has_fua(), "the export offers no FUA");
         stream.set_read_timeout(Some(PATIENCE))?;
         stream.set_write_timeout(Some(PATIENCE))?;

@@ -9,12 +9,13 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, bail, ensure};
 
-use super::client::Change;
+use super::client::{Change, Client};
 use super::direct::{self, BLOCK, STRIDE, WRITES, Way};
 use super::images::{State, TABLES};
-use super::server::Server;
+use super::serve::serve;
 use super::system::{self, FileSystem, Mount};
 use super::trace::{self, Counts};
+use crate::vm::server::Server;
 
 /// The rows for images in a file system.
 const ROWS: &[(State, Way)] = &[
@@ -134,10 +135,10 @@ fn on_file_system(disk: &Disk, file_system: FileSystem, report: &mut Report) -> 
     }
     for (index, (state, way)) in ROWS.iter().enumerate() {
         let format = if *state < State::Qcow2Written { "raw" } else { "qcow2" };
-        let server = Server::start(&[&images[index]], &["--format", format])?;
+        let server = serve(&images[index], &["--format", format])?;
         warm_up(&server, *state)?;
         settle();
-        let ours = trace::count(&disk.node, || ask(&server, 0, *way))?;
+        let ours = trace::count(&disk.node, || ask(&server, *way))?;
         let name = format!("{}: {}", state.name(), way.name());
         report.row(&name, *way, ours, floors[index]);
         server.stop()?;
@@ -149,8 +150,8 @@ fn on_device(disk: &Disk, report: &mut Report) -> Result<()> {
     for way in DEVICE_WAYS {
         let floor = trace::count(&disk.node, || direct::run(&disk.node, way))?;
         for engine in ["io_uring", "linux-aio", "threads"] {
-            let server = Server::start(&[&disk.node], &["--format", "raw", "--engine", engine])?;
-            let ours = trace::count(&disk.node, || ask(&server, 0, way))?;
+            let server = serve(&disk.node, &["--format", "raw", "--engine", engine])?;
+            let ours = trace::count(&disk.node, || ask(&server, way))?;
             report.row(&format!("{}: {engine}", way.name()), way, ours, floor);
             server.stop()?;
         }
@@ -163,7 +164,7 @@ fn warm_up(server: &Server, state: State) -> Result<()> {
     if state != State::Qcow2New {
         return Ok(());
     }
-    let mut client = server.connect(0)?;
+    let mut client = Client::connect(server.socket())?;
     client.change(&Change::WriteFua { offset: TABLES, data: vec![0xc3; BLOCK] })?;
     client.close()
 }
@@ -174,8 +175,8 @@ fn settle() {
 }
 
 /// Does the writes by the server.
-fn ask(server: &Server, image: usize, way: Way) -> Result<()> {
-    let mut client = server.connect(image)?;
+fn ask(server: &Server, way: Way) -> Result<()> {
+    let mut client = Client::connect(server.socket())?;
     let data = |_| vec![0xc3; BLOCK];
     let plain = |index| Change::Write { offset: index * STRIDE, data: data(index) };
     let durable = |index| Change::WriteFua { offset: index * STRIDE, data: data(index) };
@@ -199,9 +200,9 @@ fn control(disk: &Disk) -> Result<()> {
     FileSystem::Ext4.make(&disk.node)?;
     let mount = Mount::new(FileSystem::Ext4, &disk.node)?;
     let image = State::RawWritten.make(mount.place(), "control")?;
-    let server = Server::start(&[&image], &["--format", "raw", "--cache", "unsafe"])?;
+    let server = serve(&image, &["--format", "raw", "--cache", "unsafe"])?;
     settle();
-    let counts = trace::count(&disk.node, || ask(&server, 0, Way::Each))?;
+    let counts = trace::count(&disk.node, || ask(&server, Way::Each))?;
     server.stop()?;
     mount.unmount()?;
     ensure!(!is_durable(Way::Each, counts), "--cache unsafe passed for durable: {counts}");

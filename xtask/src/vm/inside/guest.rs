@@ -2,31 +2,43 @@
 //! work that goes on while the server behind the disk dies.
 
 use std::fs::{File, OpenOptions};
-use std::io::Write;
+use std::io::{BufRead, BufReader, Write};
 use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::Path;
+use std::time::Duration;
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, bail, ensure};
 use rustix::fs::OFlags;
 
+use super::fio::{self, Fio, Work};
 use super::system::{self, FileSystem, Mount, tool};
 use crate::compare::pattern;
 
 /// Bytes in a large file.
 pub const LARGE: u64 = 24 << 20;
-/// Steps of the work under which the server dies.
-pub const STEPS: u64 = 24;
+/// How many small files are written beside fio's work.
+const SMALL_FILES: u64 = 24;
 const SMALL: u64 = 256 << 10;
 const CHUNK: u64 = 64 << 10;
+const PAUSE: Duration = Duration::from_millis(5);
 
 /// What the host waits for.
+pub const FROZEN: &str = "frozen";
+/// The host's answer to [`FROZEN`].
+pub const COPIED: &str = "copied";
+/// A large file is there.
 pub const WRITTEN: &str = "large file written";
 /// The large file is gone and its space given back.
 pub const TRIMMED: &str = "trimmed";
+/// The work under which the server dies has ended.
+pub const WORKED: &str = "worked";
 
-/// A step of the work has ended.
-pub fn step(number: u64) -> String {
-    format!("step {number}")
+/// Behind how many of fio's writes the server dies.
+pub const DEATHS: [u64; 2] = [fio::WRITES / 6, fio::WRITES / 2];
+
+/// So many writes have ended.
+pub fn progress(writes: u64) -> String {
+    format!("{writes} writes")
 }
 
 /// The first life: makes a file system on the disk and uses it.
@@ -36,10 +48,9 @@ pub fn first(disk: &str, file_system: FileSystem) -> Result<()> {
     let mount = Mount::new(file_system, &disk)?;
     let place = mount.place().to_owned();
     for name in ["kept", "large"] {
-        write_file(&place.join(name), LARGE, 1)?;
+        write_file(&place.join(name), LARGE, 1)?.sync_all()?;
     }
-    tool("fsfreeze", &["--freeze", "/mnt"])?;
-    tool("fsfreeze", &["--unfreeze", "/mnt"])?;
+    freeze(&place)?;
     verify_file(&place.join("large"), LARGE, 1)?;
     say(WRITTEN)?;
     std::fs::remove_file(place.join("large"))?;
@@ -47,30 +58,74 @@ pub fn first(disk: &str, file_system: FileSystem) -> Result<()> {
     tool("fstrim", &["/mnt"])?;
     rustix::fs::sync();
     say(TRIMMED)?;
-    for number in 0..STEPS {
-        write_file(&place.join(format!("small{number}")), SMALL, number)?;
-        say(&step(number))?;
-    }
+    work(&place, &disk)?;
     verify_all(&place)?;
     mount.unmount()?;
     check(&disk, file_system)
 }
 
-/// The second life, after a reboot: everything is still there.
-pub fn again(disk: &str, file_system: FileSystem) -> Result<()> {
+/// Freezes the file system, with data that nobody has made durable, until the host has a copy of the
+/// disk.
+fn freeze(place: &Path) -> Result<()> {
+    write_file(&place.join("late"), SMALL, 2)?;
+    tool("fsfreeze", &["--freeze", "/mnt"])?;
+    say(FROZEN)?;
+    let heard = hear();
+    tool("fsfreeze", &["--unfreeze", "/mnt"])?;
+    let heard = heard?;
+    ensure!(heard == COPIED, "the host said '{heard}'");
+    Ok(())
+}
+
+/// Many writes in flight, and small files made durable one after the other.
+fn work(place: &Path, disk: &Path) -> Result<()> {
+    let before = system::writes(disk)?;
+    let mut fio = Fio::start(&place.join("fio"), Work::WriteAndVerify)?;
+    let mut deaths = DEATHS.iter().peekable();
+    let mut small = 0..SMALL_FILES;
+    while !fio.has_ended()? {
+        match small.next() {
+            Some(number) => {
+                write_file(&place.join(format!("small{number}")), SMALL, number)?.sync_all()?;
+            }
+            None => std::thread::sleep(PAUSE),
+        }
+        let done = system::writes(disk)? - before;
+        while let Some(death) = deaths.next_if(|death| done >= **death) {
+            say(&progress(*death))?;
+        }
+    }
+    ensure!(small.is_empty(), "fio ended before the small files were written");
+    say(WORKED)
+}
+
+/// The second life, after a reboot: everything is still there. So it is on `frozen`, which the host
+/// copied while the file system was frozen.
+pub fn again(disk: &str, frozen: &str, file_system: FileSystem) -> Result<()> {
     let disk = prepare(disk)?;
     check(&disk, file_system)?;
     let mount = Mount::new(file_system, &disk)?;
     verify_all(mount.place())?;
-    mount.unmount()
+    Fio::start(&mount.place().join("fio"), Work::Verify)?.finish()?;
+    mount.unmount()?;
+    let frozen = system::disk_of(frozen)?;
+    // XFS has its log read even then, on purpose: for files that are open and have no name.
+    if file_system == FileSystem::Ext4 {
+        check(&frozen, file_system)?;
+    }
+    let mount = Mount::new(file_system, &frozen)?;
+    for (name, size, generation) in [("kept", LARGE, 1), ("large", LARGE, 1), ("late", SMALL, 2)] {
+        verify_file(&mount.place().join(name), size, generation)?;
+    }
+    mount.unmount()?;
+    check(&frozen, file_system)
 }
 
 /// Loads what the disk needs, and waits for it.
 pub fn prepare(disk: &str) -> Result<std::path::PathBuf> {
     let modules = ["virtio_pci", "virtio_blk", "crc32c_generic", "ext4", "xfs"];
     modules.iter().try_for_each(|module| system::load(module, ""))?;
-    // By serial number, or by name where the disk has none.
-    if disk.starts_with("vd") { system::disk(disk) } else { system::disk_of(disk) }
+    system::disk_of(disk)
 }
 
 fn check(disk: &Path, file_system: FileSystem) -> Result<()> {
@@ -88,15 +143,23 @@ pub fn say(line: &str) -> Result<()> {
     std::io::stdout().flush().context("the host does not listen")
 }
 
-/// Writes a file that can be told from any other, and makes it durable.
-fn write_file(path: &Path, size: u64, generation: u64) -> Result<()> {
+/// Waits for a line of the host's.
+fn hear() -> Result<String> {
+    let port = File::open("/dev/ttyS1").context("cannot listen to the host")?;
+    let mut line = String::new();
+    BufReader::new(port).read_line(&mut line).context("the host says nothing")?;
+    Ok(line.trim_end().to_owned())
+}
+
+/// Writes a file that can be told from any other; nothing makes it durable yet.
+fn write_file(path: &Path, size: u64, generation: u64) -> Result<File> {
     let file = File::create(path).with_context(|| format!("cannot make {}", path.display()))?;
     let mut chunk = vec![0; CHUNK as usize];
     for offset in (0..size).step_by(CHUNK as usize) {
         pattern::fill(&mut chunk, offset, generation);
         file.write_all_at(&chunk, offset).context("cannot write")?;
     }
-    file.sync_all().with_context(|| format!("cannot flush {}", path.display()))
+    Ok(file)
 }
 
 /// Reads it from the disk, past the page cache.
@@ -119,6 +182,6 @@ fn verify_file(path: &Path, size: u64, generation: u64) -> Result<()> {
 
 fn verify_all(place: &Path) -> Result<()> {
     verify_file(&place.join("kept"), LARGE, 1)?;
-    (0..STEPS)
+    (0..SMALL_FILES)
         .try_for_each(|number| verify_file(&place.join(format!("small{number}")), SMALL, number))
 }

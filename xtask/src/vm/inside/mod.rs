@@ -6,12 +6,13 @@
 pub mod cache;
 pub mod client;
 pub mod direct;
+pub mod fio;
 pub mod fua;
 pub mod guest;
 pub mod images;
 pub mod nbd;
 pub mod power;
-pub mod server;
+pub mod serve;
 pub mod system;
 pub mod trace;
 
@@ -30,21 +31,23 @@ pub enum Task {
     },
     /// Make a file system on a disk and use it, while the host does things to the disk
     GuestFirst {
-        /// The disk: its serial number, or its name
+        /// The disk's serial number
         disk: String,
         /// What to make on it
         file_system: FileSystem,
     },
     /// Look again after a reboot
     GuestAgain {
-        /// The disk: its serial number, or its name
+        /// The disk's serial number
         disk: String,
-        /// What is on it
+        /// That of a copy made while the file system was frozen
+        frozen: String,
+        /// What is on them
         file_system: FileSystem,
     },
     /// Wait for a disk to grow, then use the new room with its write cache on, off and on
     GuestCache {
-        /// The disk: its serial number, or its name
+        /// The disk's serial number
         disk: String,
         /// Its size in bytes
         from: u64,
@@ -81,7 +84,7 @@ pub fn run(task: Task) -> Result<()> {
     match task {
         Task::Fua { kinds } => fua::run(kinds),
         Task::GuestFirst { disk, file_system } => guest::first(&disk, file_system),
-        Task::GuestAgain { disk, file_system } => guest::again(&disk, file_system),
+        Task::GuestAgain { disk, frozen, file_system } => guest::again(&disk, &frozen, file_system),
         Task::GuestCache { disk, from, to } => cache::run(&disk, from, to),
         Task::Nbd { disk } => nbd::run(&disk),
         Task::PowerRecord { configuration, disk, log } => power::record(configuration, &disk, &log),

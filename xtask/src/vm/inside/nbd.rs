@@ -7,9 +7,10 @@ use anyhow::{Context, Result, ensure};
 
 use super::direct::{self, WRITES, Way};
 use super::images::State;
-use super::server::Server;
+use super::serve::serve;
 use super::system::{self, FileSystem, Mount, tool};
 use super::trace::{self, Counts};
+use crate::vm::server::Server;
 
 const DEVICE: &str = "nbd0";
 const PLACE: &str = "/nbd";
@@ -29,7 +30,7 @@ pub fn run(serial: &str) -> Result<()> {
     trace::prepare()?;
     let image = mount.place().join("image");
     tool("dd", &["if=/dev/zero", &format!("of={}", image.display()), "bs=1M", &count_of(SIZE)])?;
-    let server = Server::start(&[&image], &["--format", "raw"])?;
+    let server = serve(&image, &["--format", "raw"])?;
     let device = attach(&server)?;
     let outcome = use_device(&device, &disk);
     tool("nbd-client", &["-d", &device.display().to_string()])?;

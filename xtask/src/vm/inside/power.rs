@@ -9,7 +9,8 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, ensure};
 
-use super::server::Server;
+use super::client::Client;
+use super::serve::serve;
 use super::system::{self, FileSystem, Mount, tool};
 use crate::vm::power::history::{Acknowledged, History, SIZE};
 use crate::vm::power::recovery::{self, Replayed};
@@ -39,7 +40,7 @@ pub fn record(configuration: Configuration, disk: &str, log: &str) -> Result<()>
         Some(mount) => new_image(mount.place(), configuration.format())?,
         None => logged,
     };
-    serve(configuration, &image)?;
+    live(configuration, &image)?;
     if let Some(mount) = mount {
         mount.unmount()?;
     }
@@ -77,10 +78,10 @@ fn new_image(folder: &Path, format: &str) -> Result<PathBuf> {
 }
 
 /// The rounds of the history, until enough of them were acknowledged.
-fn serve(configuration: Configuration, image: &Path) -> Result<()> {
+fn live(configuration: Configuration, image: &Path) -> Result<()> {
     let options = ["--format", configuration.format(), "--cache", configuration.cache()];
-    let server = Server::start(&[image], &options)?;
-    let mut client = server.connect(0)?;
+    let server = serve(image, &options)?;
+    let mut client = Client::connect(server.socket())?;
     let mut history = History::new(SEED);
     let mut marks = 0;
     for index in 0.. {

@@ -108,6 +108,15 @@ pub fn has_fua(node: &Path) -> Result<bool> {
     Ok(read(Path::new(&format!("/sys/block/{name}/queue/fua")))? == "1")
 }
 
+/// How many writes the disk `node` has completed.
+pub fn writes(node: &Path) -> Result<u64> {
+    let name = node.file_name().and_then(|name| name.to_str()).context("a nameless disk")?;
+    let statistics = read(Path::new(&format!("/sys/block/{name}/stat")))?;
+    // Documentation/block/stat.rst: four numbers on reads come first.
+    let writes = statistics.split_whitespace().nth(4).and_then(|writes| writes.parse().ok());
+    writes.with_context(|| format!("the kernel counts no writes: {statistics}"))
+}
+
 /// The file systems that images lie on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 pub enum FileSystem {

@@ -1,0 +1,51 @@
+//! QEMU's monitor (QMP): what only whoever runs a virtual machine can tell it.
+
+use std::io::{BufRead, BufReader, Write};
+use std::os::unix::net::UnixStream;
+use std::path::Path;
+use std::time::Duration;
+
+use anyhow::{Context, Result, bail};
+use serde_json::{Value, json};
+
+/// Longer than any command used here takes on a busy host.
+const PATIENCE: Duration = Duration::from_secs(30);
+
+/// A connection to the monitor of a running machine.
+pub struct Monitor {
+    stream: BufReader<UnixStream>,
+}
+
+impl Monitor {
+    /// Connects to the monitor that listens at `socket`.
+    pub fn connect(socket: &Path) -> Result<Self> {
+        let stream = UnixStream::connect(socket).context("cannot connect to QEMU's monitor")?;
+        stream.set_read_timeout(Some(PATIENCE))?;
+        let mut monitor = Self { stream: BufReader::new(stream) };
+        monitor.message().context("QEMU's monitor does not greet")?;
+        monitor.command("qmp_capabilities", &json!({}))?;
+        Ok(monitor)
+    }
+
+    /// Gives a command; an error is what QEMU says against it.
+    pub fn command(&mut self, name: &str, arguments: &Value) -> Result<()> {
+        let line = json!({ "execute": name, "arguments": arguments }).to_string() + "\n";
+        self.stream.get_mut().write_all(line.as_bytes()).context("QEMU's monitor is gone")?;
+        loop {
+            // Between question and answer QEMU tells what else happens.
+            let message = self.message()?;
+            if message.get("return").is_some() {
+                return Ok(());
+            }
+            if let Some(error) = message.get("error") {
+                bail!("QEMU refuses {name}: {}", error["desc"].as_str().unwrap_or_default());
+            }
+        }
+    }
+
+    fn message(&mut self) -> Result<Value> {
+        let mut line = String::new();
+        self.stream.read_line(&mut line).context("QEMU's monitor is silent")?;
+        serde_json::from_str(&line).with_context(|| format!("QEMU's monitor said: {line}"))
+    }
+}
