@@ -27,7 +27,7 @@ const STEPS: &[Step] = &[
     }),
     ("deny", deny::run),
     ("test", |workspace| test::run(workspace, &[])),
-    ("vm", |workspace| vm::run(workspace, &vm::Options::for_every_change())),
+    ("vm", |workspace| vm::run(workspace, &vm::Options::all())),
     ("fuzz", |workspace| fuzz::run(workspace, &fuzz::Options::all(FUZZ_SECONDS))),
     ("fuzz-lint", fuzz::lint),
 ];

@@ -10,13 +10,13 @@ use anyhow::{Context, Result, ensure};
 use serde_json::json;
 
 use super::base::{Base, Tools};
+use super::disks::Disks;
 use super::durable::Watch;
 use super::inside::cache::{self, PARTS};
 use super::inside::direct::WRITES;
 use super::inside::guest::{COPIED, DEATHS, FROZEN, LARGE, TRIMMED, WORKED, WRITTEN, progress};
 use super::inside::system::FileSystem;
-use super::machine::{Bus, Machine, Running};
-use super::scenarios::{Disks, PATIENCE};
+use super::machine::{Bus, Machine, PATIENCE, Running};
 use super::server::{Export, Server};
 use crate::process::run as run_tool;
 

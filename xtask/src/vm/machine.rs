@@ -19,6 +19,8 @@ use super::monitor::Monitor;
 
 /// The emulator.
 pub const QEMU: &str = "qemu-system-x86_64";
+/// Many times what a job takes on a busy host: beyond it hangs.
+pub const PATIENCE: Duration = Duration::from_secs(600);
 const PAUSE: Duration = Duration::from_millis(20);
 /// Quick to boot, dead at the first oops, and silent: what makes each word worth its place is in
 /// Documentation/admin-guide/kernel-parameters.rst.

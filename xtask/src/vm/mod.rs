@@ -7,6 +7,7 @@
 
 mod archive;
 mod base;
+mod disks;
 mod durable;
 mod guest;
 pub mod inside;
@@ -29,7 +30,6 @@ use crate::apt;
 use crate::process::find_program;
 use crate::workspace::Workspace;
 use base::Base;
-use inside::fua::Kinds;
 use inside::system::FileSystem;
 use packages::Packages;
 use server::Export;
@@ -39,15 +39,12 @@ use server::Export;
 pub struct Options {
     /// Which scenarios to run; without any, all
     scenarios: Vec<Scenario>,
-    /// On which disks `fua` counts
-    #[arg(long, value_enum, default_value = "all")]
-    disks: Kinds,
 }
 
 impl Options {
-    /// Every scenario, on the fewest disks: for every change, not to make tables.
-    pub fn for_every_change() -> Self {
-        Self { scenarios: Vec::new(), disks: Kinds::OneOfEach }
+    /// Every scenario.
+    pub fn all() -> Self {
+        Self { scenarios: Vec::new() }
     }
 }
 
@@ -93,8 +90,8 @@ pub fn run(workspace: &Workspace, options: &Options) -> Result<()> {
         let started = Instant::now();
         println!("vm: {scenario:?} ...");
         let result = match scenario {
-            Scenario::Fua => scenarios::fua(&base, options.disks),
-            Scenario::Power => scenarios::power(&base),
+            Scenario::Fua => scenarios::fua(&base),
+            Scenario::Power => power::scenario::run(&base),
             Scenario::Guest => guest::run(&base, Export::Nbd, FileSystem::Ext4),
             Scenario::GuestVhostUser => guest::run(&base, Export::VhostUser, FileSystem::Xfs),
             Scenario::Nbd => scenarios::nbd(&base),

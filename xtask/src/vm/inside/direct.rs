@@ -17,6 +17,13 @@ pub const WRITES: u64 = 20;
 /// Bytes from one write to the next: one for each cluster of a qcow2 image, and none next to another.
 pub const STRIDE: u64 = 64 * 1024;
 
+/// Whether writes go through the page cache.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Caching {
+    Direct,
+    PageCache,
+}
+
 /// How writes are made durable.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Way {
@@ -28,6 +35,9 @@ pub enum Way {
     FlushEach,
     /// All by one flush at the end.
     FlushOnce,
+    /// By nothing that is asked for: a server may be told that every write shall be durable. The bare
+    /// kernel makes each durable by itself.
+    Write,
 }
 
 impl Way {
@@ -38,17 +48,18 @@ impl Way {
             Self::Together => "FUA, all at once",
             Self::FlushEach => "write, flush",
             Self::FlushOnce => "writes, one flush",
+            Self::Write => "writes",
         }
     }
 }
 
-/// Does the writes on `path`, past the page cache.
-pub fn run(path: &Path, way: Way) -> Result<()> {
-    let target = Target::open(path)?;
+/// Does the writes on `path`.
+pub fn run(path: &Path, way: Way, caching: Caching) -> Result<()> {
+    let target = Target::open(path, caching)?;
     let data = |index| index * STRIDE;
     let durably = |index| target.write(data(index), ReadWriteFlags::DSYNC);
     match way {
-        Way::Each => (0..WRITES).try_for_each(durably),
+        Way::Each | Way::Write => (0..WRITES).try_for_each(durably),
         Way::Together => std::thread::scope(|scope| {
             let durably = &durably;
             let start = |index| scope.spawn(move || durably(index));
@@ -67,11 +78,11 @@ pub fn run(path: &Path, way: Way) -> Result<()> {
     }
 }
 
-/// Does on `path` what a format with tables cannot do without when it gives data a new place: data and
+/// Does on `path`, past the page cache, what a format with tables cannot do without when it gives data a new place: data and
 /// the count of its cluster, and only behind a flush the entry that refers to both. The tables lie at
 /// `tables`, in space that was written before.
 pub fn run_allocating(path: &Path, way: Way, tables: u64) -> Result<()> {
-    let target = Target::open(path)?;
+    let target = Target::open(path, Caching::Direct)?;
     let publish = |data: Range<u64>| {
         data.map(|index| index * STRIDE).try_for_each(|offset| target.write(offset, PLAIN))?;
         target.write(tables, PLAIN)?;
@@ -79,7 +90,9 @@ pub fn run_allocating(path: &Path, way: Way, tables: u64) -> Result<()> {
         target.write(tables + STRIDE, ReadWriteFlags::DSYNC)
     };
     match way {
-        Way::Each | Way::FlushEach => (0..WRITES).try_for_each(|index| publish(index..index + 1)),
+        Way::Each | Way::FlushEach | Way::Write => {
+            (0..WRITES).try_for_each(|index| publish(index..index + 1))
+        }
         Way::Together | Way::FlushOnce => publish(0..WRITES),
     }
 }
@@ -94,8 +107,8 @@ struct Target {
 }
 
 impl Target {
-    fn open(path: &Path) -> Result<Self> {
-        let file = open(path)?;
+    fn open(path: &Path, caching: Caching) -> Result<Self> {
+        let file = open(path, caching)?;
         Ok(Self { file, name: path.display().to_string(), space: vec![0x5a; 2 * BLOCK] })
     }
 
@@ -112,8 +125,12 @@ impl Target {
     }
 }
 
-fn open(path: &Path) -> Result<File> {
+fn open(path: &Path, caching: Caching) -> Result<File> {
+    let flags = match caching {
+        Caching::Direct => OFlags::DIRECT,
+        Caching::PageCache => OFlags::empty(),
+    };
     let mut options = OpenOptions::new();
-    options.read(true).write(true).custom_flags(OFlags::DIRECT.bits() as i32);
+    options.read(true).write(true).custom_flags(flags.bits() as i32);
     options.open(path).with_context(|| format!("cannot open {}", path.display()))
 }

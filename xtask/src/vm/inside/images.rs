@@ -88,6 +88,15 @@ impl State {
     }
 }
 
+/// Moves the image of a file to the beginning of `disk`.
+pub fn put(image: &Path, disk: &Path) -> Result<()> {
+    let bytes = std::fs::read(image).context("cannot read an image")?;
+    let file = File::options().write(true).open(disk).context("cannot open the disk")?;
+    file.write_all_at(&bytes, 0).context("cannot move an image to a disk")?;
+    file.sync_all()?;
+    std::fs::remove_file(image).context("cannot remove an image")
+}
+
 fn set_aside(file: &File, size: u64) -> Result<()> {
     fallocate(file, FallocateFlags::empty(), 0, size).context("cannot set space aside")
 }

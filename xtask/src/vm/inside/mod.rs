@@ -6,19 +6,21 @@
 pub mod cache;
 pub mod client;
 pub mod direct;
+pub mod disk;
 pub mod fio;
 pub mod fua;
 pub mod guest;
 pub mod images;
 pub mod nbd;
 pub mod power;
+pub mod report;
 pub mod serve;
 pub mod system;
 pub mod trace;
 
-use anyhow::Result;
+use anyhow::{Context, Result};
 
-use super::power::Configuration;
+use super::power::CONFIGURATIONS;
 use system::FileSystem;
 
 /// What runs in the guest.
@@ -27,7 +29,7 @@ pub enum Task {
     /// Count the requests that durable writes become, on every device and file system
     Fua {
         /// On which disks
-        kinds: fua::Kinds,
+        disks: Vec<disk::Kind>,
     },
     /// Make a file system on a disk and use it, while the host does things to the disk
     GuestFirst {
@@ -61,33 +63,40 @@ pub enum Task {
     },
     /// Let a server write to a disk that logs, and mark each acknowledgement
     PowerRecord {
-        /// What serves what
-        configuration: Configuration,
+        /// What serves what: its place among all configurations
+        configuration: usize,
         /// The disk to log
         disk: String,
         /// The disk for the log
         log: String,
     },
-    /// Replay the log of a disk with XFS, and look at it at each mark
-    PowerVerifyXfs {
+    /// Replay the log of a disk with XFS, and find the image on it at each mark
+    PowerRecoverXfs {
         /// The disk with the log
         log: String,
         /// A disk of zeros, as large as the one that was logged
         disk: String,
         /// A disk for what recovery changes
         changes: String,
+        /// A disk of zeros for the images
+        found: String,
     },
 }
 
 /// Runs a task.
 pub fn run(task: Task) -> Result<()> {
     match task {
-        Task::Fua { kinds } => fua::run(kinds),
+        Task::Fua { disks } => fua::run(&disks),
         Task::GuestFirst { disk, file_system } => guest::first(&disk, file_system),
         Task::GuestAgain { disk, frozen, file_system } => guest::again(&disk, &frozen, file_system),
         Task::GuestCache { disk, from, to } => cache::run(&disk, from, to),
         Task::Nbd { disk } => nbd::run(&disk),
-        Task::PowerRecord { configuration, disk, log } => power::record(configuration, &disk, &log),
-        Task::PowerVerifyXfs { log, disk, changes } => power::verify_xfs(&log, &disk, &changes),
+        Task::PowerRecord { configuration, disk, log } => {
+            let configuration = CONFIGURATIONS.get(configuration).context("no such thing")?;
+            power::record(*configuration, &disk, &log)
+        }
+        Task::PowerRecoverXfs { log, disk, changes, found } => {
+            power::recover_xfs(&log, &disk, &changes, &found)
+        }
     }
 }

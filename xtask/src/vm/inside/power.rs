@@ -10,11 +10,13 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, Result, ensure};
 
 use super::client::Client;
+use super::images::put;
 use super::serve::serve;
 use super::system::{self, FileSystem, Mount, tool};
+use crate::vm::power::found::Slots;
 use crate::vm::power::history::{Acknowledged, History, SIZE};
 use crate::vm::power::recovery::{self, Replayed};
-use crate::vm::power::{Configuration, Layer, MARKS, SEED, mark};
+use crate::vm::power::{Configuration, Fua, Layer, MARKS, SEED, mark};
 
 const LOGGED: &str = "logged";
 const SNAPSHOT: &str = "snapshot";
@@ -23,13 +25,11 @@ const SNAPSHOT: &str = "snapshot";
 pub fn record(configuration: Configuration, disk: &str, log: &str) -> Result<()> {
     prepare()?;
     let (disk, log) = (system::disk_of(disk)?, system::disk_of(log)?);
-    ensure!(
-        system::has_fua(&disk)? == configuration.has_fua(),
-        "the guest's disk for {configuration:?} is of the wrong kind"
-    );
+    let has_fua = system::has_fua(&disk)?;
+    ensure!(has_fua == (configuration.fua == Fua::Taken), "the disk is of the wrong kind");
     let table = format!("log-writes {} {}", disk.display(), log.display());
     let logged = map(LOGGED, &disk, &table)?;
-    let mount = match configuration.layer() {
+    let mount = match configuration.layer {
         Layer::File(file_system) => {
             file_system.make(&logged)?;
             Some(Mount::new(file_system, &logged)?)
@@ -37,8 +37,14 @@ pub fn record(configuration: Configuration, disk: &str, log: &str) -> Result<()>
         Layer::Device => None,
     };
     let image = match &mount {
-        Some(mount) => new_image(mount.place(), configuration.format())?,
-        None => logged,
+        Some(mount) => new_image(mount.place(), configuration.format)?,
+        None => {
+            // A raw image is there, as all zeros.
+            if configuration.format == "qcow2" {
+                put(&new_image(Path::new("/tmp"), "qcow2")?, &logged)?;
+            }
+            logged
+        }
     };
     live(configuration, &image)?;
     if let Some(mount) = mount {
@@ -79,10 +85,11 @@ fn new_image(folder: &Path, format: &str) -> Result<PathBuf> {
 
 /// The rounds of the history, until enough of them were acknowledged.
 fn live(configuration: Configuration, image: &Path) -> Result<()> {
-    let options = ["--format", configuration.format(), "--cache", configuration.cache()];
+    let Configuration { format, cache, engine, .. } = configuration;
+    let options = ["--format", format, "--cache", cache, "--engine", engine];
     let server = serve(image, &options)?;
     let mut client = Client::connect(server.socket())?;
-    let mut history = History::new(SEED);
+    let mut history = History::new(SEED, configuration.writes());
     let mut marks = 0;
     for index in 0.. {
         let round = history.next_round();
@@ -100,16 +107,17 @@ fn live(configuration: Configuration, image: &Path) -> Result<()> {
     server.kill()
 }
 
-/// Replays the log on `log` to `disk` and looks at the XFS there, with the changes of each recovery
-/// going to `changes`.
-pub fn verify_xfs(log: &str, disk: &str, changes: &str) -> Result<()> {
+/// Replays the log on `log` to `disk` and stores the image of the XFS there on `found`, with the changes
+/// of each recovery going to `changes`.
+pub fn recover_xfs(log: &str, disk: &str, changes: &str, found: &str) -> Result<()> {
     prepare()?;
     let (log, changes) = (system::disk_of(log)?, system::disk_of(changes)?);
+    let open = |path: &Path| File::options().write(true).open(path);
     let path = system::disk_of(disk)?;
-    let file = File::options().write(true).open(&path)?;
-    let verdicts = recovery::verdicts(&log, &mut Xfs { file, path, changes })?;
-    println!("{}", verdicts.describe());
-    ensure!(verdicts.are_good(), "acknowledged writes were lost");
+    let mut slots = Slots::new(open(&system::disk_of(found)?)?);
+    let mut disk = Xfs { file: open(&path)?, path, changes };
+    recovery::replay(&log, &mut disk, |_, image| slots.store(&image))?;
+    rustix::fs::sync();
     Ok(())
 }
 

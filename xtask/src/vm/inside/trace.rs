@@ -26,6 +26,9 @@ pub struct Counts {
     pub flushes: u32,
     /// Discards and the like.
     pub other: u32,
+    /// Bytes of data in all writes, those of the file system not among them: what lies side by side is
+    /// often one request.
+    pub bytes: u64,
 }
 
 impl Counts {
@@ -36,14 +39,17 @@ impl Counts {
 
     /// Counts one request by its letters: F for a flush ahead, the operation, F for FUA, then
     /// A, S, M for read-ahead, synchronous, metadata. Reads do not count.
-    fn add(&mut self, letters: &str) {
+    fn add(&mut self, letters: &str, bytes: u64) {
         let ahead = letters.strip_prefix('F');
         let operation = ahead.unwrap_or(letters);
         match operation.chars().next() {
             Some('R') => {}
             Some('W') if operation.contains('M') => self.metadata += 1,
-            Some('W') if operation[1..].starts_with('F') => self.fua += 1,
-            Some('W') => self.plain += 1,
+            Some('W') => {
+                self.bytes += bytes;
+                let is_fua = operation[1..].starts_with('F');
+                *if is_fua { &mut self.fua } else { &mut self.plain } += 1;
+            }
             _ if ahead.is_some() => self.flushes += 1,
             _ => self.other += 1,
         }
@@ -52,7 +58,7 @@ impl Counts {
 
 impl fmt::Display for Counts {
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { fua, plain, metadata, flushes, other } = self;
+        let Self { fua, plain, metadata, flushes, other, .. } = self;
         let parts = [
             (fua, "FUA"),
             (plain, "write"),
@@ -98,9 +104,9 @@ fn parse(trace: &str, device: &str) -> Counts {
         let Some((_, event)) = line.split_once("block_rq_issue: ") else { continue };
         let mut words = event.split_whitespace();
         if words.next() == Some(device)
-            && let Some(letters) = words.next()
+            && let (Some(letters), Some(bytes)) = (words.next(), words.next())
         {
-            counts.add(letters);
+            counts.add(letters, bytes.parse().unwrap_or_default());
         }
     }
     counts
@@ -121,7 +127,7 @@ mod tests {
             x-1 [000] ..... 1.0: block_rq_issue: 259,0 FN 0 () 0 + 0 be,0,4 [x]\n\
             x-1 [000] ..... 1.0: block_rq_issue: 259,0 RA 0 () 0 + 8 be,0,4 [x]\n\
             x-1 [000] ..... 1.0: block_rq_issue: 259,0 DS 0 () 0 + 8 be,0,4 [x]\n";
-        let counts = Counts { fua: 1, plain: 1, metadata: 1, flushes: 2, other: 1 };
+        let counts = Counts { fua: 1, plain: 1, metadata: 1, flushes: 2, other: 1, bytes: 8192 };
         assert_eq!(parse(trace, "259,0"), counts);
         assert_eq!(counts.total(), 6);
         assert_eq!(counts.to_string(), "1 FUA + 1 write + 1 metadata + 2 flush + 1 other");

@@ -34,8 +34,18 @@ pub enum Acknowledged {
     Nothing,
 }
 
+/// What the answer to a plain write means.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Writes {
+    /// It may get lost until it is flushed.
+    Volatile,
+    /// As if it had asked for durability.
+    Durable,
+}
+
 /// The rounds of a seed, and the state of the disk behind them.
 pub struct History {
+    writes: Writes,
     random: u64,
     version: u32,
     sectors: Vec<Sector>,
@@ -51,9 +61,9 @@ struct Sector {
 
 impl History {
     /// Before the first round: a disk of zeros.
-    pub fn new(seed: u64) -> Self {
+    pub fn new(seed: u64, writes: Writes) -> Self {
         let sectors = vec![Sector::default(); SECTORS as usize];
-        Self { random: seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1, version: 0, sectors }
+        Self { writes, random: seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1, version: 0, sectors }
     }
 
     /// The next round; the disk counts as having seen it.
@@ -68,7 +78,7 @@ impl History {
         let mut acknowledged = Acknowledged::Nothing;
         for change in steps.iter().flatten() {
             self.apply(change);
-            if !matches!(change, Change::Write { .. }) {
+            if self.writes == Writes::Durable || !matches!(change, Change::Write { .. }) {
                 acknowledged = Acknowledged::Durable;
             }
         }
@@ -109,7 +119,7 @@ impl History {
             for change in &step {
                 let range = sectors_of(change);
                 match change {
-                    Change::Write { .. } => unflushed[range].fill(true),
+                    Change::Write { .. } => unflushed[range].fill(self.writes == Writes::Volatile),
                     Change::Flush => unflushed.fill(false),
                     _ if unflushed[range].contains(&true) => {
                         ordered.push(vec![Change::Flush]);
@@ -156,10 +166,13 @@ impl History {
     }
 
     fn apply(&mut self, change: &Change) {
+        let writes = self.writes;
         for sector in &mut self.sectors[sectors_of(change)] {
             match change {
-                Change::Write { data, .. } => sector.later.push(version_of(data)),
-                Change::WriteFua { data, .. } => {
+                Change::Write { data, .. } if writes == Writes::Volatile => {
+                    sector.later.push(version_of(data));
+                }
+                Change::Write { data, .. } | Change::WriteFua { data, .. } => {
                     *sector = Sector { durable: version_of(data), later: Vec::new() };
                 }
                 Change::ZeroesFua { .. } => *sector = Sector::default(),
@@ -240,7 +253,7 @@ mod tests {
 
     /// A disk that keeps what `keep` says of each write that nothing made durable.
     fn run(seed: u64, rounds: u32, keep: fn(u32) -> bool) -> (History, Vec<u8>) {
-        let mut history = History::new(seed);
+        let mut history = History::new(seed, Writes::Volatile);
         let (mut stable, mut cached) = (vec![0; SIZE as usize], vec![0; SIZE as usize]);
         let mut count = 0;
         for _ in 0..rounds {
@@ -276,6 +289,20 @@ mod tests {
                 assert_eq!(history.check(&disk), Ok(()), "seed {seed}");
             }
         }
+    }
+
+    #[test]
+    fn where_plain_writes_are_durable_none_may_be_lost() {
+        let (mut volatile, mut durable) =
+            (History::new(3, Writes::Volatile), History::new(3, Writes::Durable));
+        let zeros = vec![0; SIZE as usize];
+        for history in [&mut volatile, &mut durable] {
+            // As if the first half had been written, and not flushed.
+            let steps = history.first_half();
+            steps.iter().for_each(|change| history.apply(change));
+        }
+        assert_eq!(volatile.check(&zeros), Ok(()));
+        assert!(durable.check(&zeros).is_err());
     }
 
     #[test]

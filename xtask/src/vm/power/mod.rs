@@ -5,12 +5,14 @@
 //! system recovers, and the image must hold what was acknowledged ([`history`]). A server that ignores
 //! flushes goes through the same and must fail.
 
+pub mod found;
 pub mod history;
 pub mod log;
 pub mod on_host;
 pub mod recovery;
+pub mod scenario;
 
-use clap::ValueEnum;
+use history::Writes;
 
 use super::inside::system::FileSystem;
 
@@ -29,71 +31,92 @@ pub enum Layer {
 }
 
 /// A server on a disk.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub enum Configuration {
-    /// A raw file on ext4, disk with FUA
-    #[value(name = "raw-ext4")]
-    RawExt4,
-    /// A raw file on ext4, disk without FUA
-    #[value(name = "raw-ext4-nofua")]
-    RawExt4NoFua,
-    /// A raw file on XFS, disk with FUA
-    RawXfs,
-    /// A qcow2 file on ext4, disk with FUA
-    #[value(name = "qcow2-ext4")]
-    Qcow2Ext4,
-    /// The disk itself, with FUA
-    Device,
-    /// A raw file on ext4 whose server ignores flushes
-    Control,
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Configuration {
+    /// What the image lies on.
+    pub layer: Layer,
+    /// The image's format.
+    pub format: &'static str,
+    /// The server's cache mode.
+    pub cache: &'static str,
+    /// The server's engine.
+    pub engine: &'static str,
+    /// Whether the disk that is logged takes FUA.
+    pub fua: Fua,
+}
+
+/// Whether a disk takes FUA.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Fua {
+    Taken,
+    Unknown,
+}
+
+/// Every layer, format, cache mode, engine and kind of disk, each in the company that is most usual; the
+/// last is the control.
+pub const CONFIGURATIONS: &[Configuration] = &[
+    on(EXT4, "raw", "none", "io_uring", Fua::Taken),
+    on(EXT4, "raw", "none", "linux-aio", Fua::Unknown),
+    on(EXT4, "raw", "directsync", "threads", Fua::Taken),
+    on(EXT4, "raw", "writeback", "io_uring", Fua::Taken),
+    on(EXT4, "raw", "writethrough", "threads", Fua::Unknown),
+    on(XFS, "raw", "none", "io_uring", Fua::Taken),
+    on(XFS, "qcow2", "none", "linux-aio", Fua::Taken),
+    on(EXT4, "qcow2", "none", "io_uring", Fua::Taken),
+    on(EXT4, "qcow2", "writeback", "threads", Fua::Unknown),
+    on(Layer::Device, "qcow2", "none", "io_uring", Fua::Taken),
+    on(Layer::Device, "raw", "none", "io_uring", Fua::Taken),
+    on(Layer::Device, "raw", "none", "threads", Fua::Unknown),
+    on(EXT4, "raw", "unsafe", "io_uring", Fua::Taken),
+];
+
+const EXT4: Layer = Layer::File(FileSystem::Ext4);
+const XFS: Layer = Layer::File(FileSystem::Xfs);
+
+const fn on(
+    layer: Layer,
+    format: &'static str,
+    cache: &'static str,
+    engine: &'static str,
+    fua: Fua,
+) -> Configuration {
+    Configuration { layer, format, cache, engine, fua }
 }
 
 impl Configuration {
-    /// As reports and command lines call it.
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::RawExt4 => "raw-ext4",
-            Self::RawExt4NoFua => "raw-ext4-nofua",
-            Self::RawXfs => "raw-xfs",
-            Self::Qcow2Ext4 => "qcow2-ext4",
-            Self::Device => "device",
-            Self::Control => "control",
+    /// As reports call it.
+    pub fn name(self) -> String {
+        let Self { format, cache, engine, .. } = self;
+        let layer = match self.layer {
+            Layer::File(file_system) => file_system.name(),
+            Layer::Device => "device",
+        };
+        let fua = if self.fua == Fua::Taken { "FUA" } else { "no FUA" };
+        format!("{format} on {layer}, {fua}, {cache}, {engine}")
+    }
+
+    /// The server ignores flushes, so what it acknowledged must get lost.
+    pub fn is_control(self) -> bool {
+        self.cache == "unsafe"
+    }
+
+    /// What the server promises of a plain write.
+    pub fn writes(self) -> Writes {
+        match self.cache {
+            "writethrough" | "directsync" => Writes::Durable,
+            _ => Writes::Volatile,
         }
-    }
-
-    /// What the image lies on.
-    pub fn layer(self) -> Layer {
-        match self {
-            Self::RawExt4 | Self::RawExt4NoFua | Self::Qcow2Ext4 | Self::Control => {
-                Layer::File(FileSystem::Ext4)
-            }
-            Self::RawXfs => Layer::File(FileSystem::Xfs),
-            Self::Device => Layer::Device,
-        }
-    }
-
-    /// The image's format.
-    pub fn format(self) -> &'static str {
-        if self == Self::Qcow2Ext4 { "qcow2" } else { "raw" }
-    }
-
-    /// The server's cache mode.
-    pub fn cache(self) -> &'static str {
-        if self == Self::Control { "unsafe" } else { "none" }
     }
 
     /// Bytes of the disk: as few as the file system can do with, for there are many copies.
     pub fn disk_size(self) -> u64 {
-        match self.layer() {
-            Layer::File(FileSystem::Xfs) => 320 << 20,
-            Layer::File(FileSystem::Ext4) => 24 << 20,
+        match self.layer {
+            XFS => 320 << 20,
+            EXT4 => 24 << 20,
+            // Tables need more room than there is in the image.
+            Layer::Device if self.format == "qcow2" => 2 * history::SIZE,
             Layer::Device => history::SIZE,
         }
-    }
-
-    /// Whether the disk that is logged takes FUA.
-    pub fn has_fua(self) -> bool {
-        self != Self::RawExt4NoFua
     }
 }
 

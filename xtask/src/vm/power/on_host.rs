@@ -19,7 +19,7 @@ const LEAKS: i32 = 3;
 /// A disk in memory.
 pub struct Disk<'a> {
     bytes: Vec<u8>,
-    configuration: Configuration,
+    layer: Layer,
     packages: &'a Packages,
     folder: PathBuf,
 }
@@ -28,7 +28,8 @@ impl<'a> Disk<'a> {
     /// A disk of zeros; copies of it go to `folder`.
     pub fn new(configuration: Configuration, packages: &'a Packages, folder: &Path) -> Self {
         let bytes = vec![0; configuration.disk_size() as usize];
-        Self { bytes, configuration, packages, folder: folder.to_owned() }
+        let layer = configuration.layer;
+        Self { bytes, layer, packages, folder: folder.to_owned() }
     }
 
     /// The disk as a file, without its zeros.
@@ -49,7 +50,7 @@ impl<'a> Disk<'a> {
     }
 
     /// Lets ext4 recover and takes the image out.
-    fn recovered_ext4(&self) -> Result<Result<PathBuf, String>> {
+    fn recovered_ext4(&self) -> Result<Result<Vec<u8>, String>> {
         let copy = self.copy()?;
         let image = self.folder.join("image");
         let recover =
@@ -67,22 +68,47 @@ impl<'a> Disk<'a> {
         if !image.exists() {
             return Ok(Err(format!("the image is gone: {}", dumped.said)));
         }
-        Ok(Ok(image))
+        Ok(Ok(std::fs::read(&image)?))
+    }
+}
+
+/// The content of a qcow2 image that must have no corruption.
+fn content(image: &Path, folder: &Path) -> Result<Result<Vec<u8>, String>> {
+    let checked = run(Command::new("qemu-img").args(["check", "-f", "qcow2"]).arg(image))?;
+    if !matches!(checked.status, Some(0 | LEAKS)) {
+        return Ok(Err(format!("qemu-img check finds: {}", checked.said)));
+    }
+    let raw = folder.join("raw");
+    let convert = ["convert", "-f", "qcow2", "-O", "raw"];
+    let converted = run(Command::new("qemu-img").args(convert).arg(image).arg(&raw))?;
+    Ok(match converted.status {
+        Some(0) => Ok(std::fs::read(&raw)?),
+        _ => Err(format!("qemu-img cannot read it: {}", converted.said)),
+    })
+}
+
+/// A qcow2 image on a disk: what is asked for is its content.
+pub struct Qcow2<R> {
+    /// Where the image is found.
+    pub on: R,
+    /// A folder for copies.
+    pub folder: PathBuf,
+}
+
+impl<R: Replayed> Replayed for Qcow2<R> {
+    fn write(&mut self, offset: u64, data: &[u8]) -> Result<()> {
+        self.on.write(offset, data)
     }
 
-    /// The content of a qcow2 image that must have no corruption.
-    fn content(&self, image: &Path) -> Result<Result<PathBuf, String>> {
-        let checked = run(Command::new("qemu-img").args(["check", "-f", "qcow2"]).arg(image))?;
-        if !matches!(checked.status, Some(0 | LEAKS)) {
-            return Ok(Err(format!("qemu-img check finds: {}", checked.said)));
-        }
-        let raw = self.folder.join("raw");
-        let convert = ["convert", "-f", "qcow2", "-O", "raw"];
-        let converted = run(Command::new("qemu-img").args(convert).arg(image).arg(&raw))?;
-        Ok(match converted.status {
-            Some(0) => Ok(raw),
-            _ => Err(format!("qemu-img cannot read it: {}", converted.said)),
-        })
+    fn image(&mut self) -> Result<Result<Vec<u8>, String>> {
+        let bytes = match self.on.image()? {
+            Ok(bytes) => bytes,
+            Err(complaint) => return Ok(Err(complaint)),
+        };
+        let image = self.folder.join("qcow2");
+        std::fs::write(&image, bytes)
+            .with_context(|| format!("cannot write {}", image.display()))?;
+        content(&image, &self.folder)
     }
 }
 
@@ -95,19 +121,10 @@ impl Replayed for Disk<'_> {
     }
 
     fn image(&mut self) -> Result<Result<Vec<u8>, String>> {
-        if self.configuration.layer() == Layer::Device {
-            return Ok(Ok(self.bytes.clone()));
+        match self.layer {
+            Layer::Device => Ok(Ok(self.bytes.clone())),
+            Layer::File(_) => self.recovered_ext4(),
         }
-        let mut image = self.recovered_ext4()?;
-        if self.configuration.format() == "qcow2"
-            && let Ok(file) = &image
-        {
-            image = self.content(file)?;
-        }
-        Ok(match image {
-            Ok(file) => Ok(std::fs::read(&file)?),
-            Err(what) => Err(what),
-        })
     }
 }
 

@@ -4,9 +4,9 @@
 
 use std::path::Path;
 
-use anyhow::Result;
+use anyhow::{Result, ensure};
 
-use super::history::{Acknowledged, History};
+use super::history::{Acknowledged, History, Writes};
 use super::log::{Event, Log};
 use super::{MARKS, SEED, round_of};
 
@@ -42,37 +42,47 @@ impl Verdicts {
     }
 }
 
-/// Replays the log at `path` on `disk`, which is all zeros, and looks at it at each mark.
-pub fn verdicts(path: &Path, disk: &mut impl Replayed) -> Result<Verdicts> {
-    let mut history = History::new(SEED);
+/// Replays the log at `path` on `disk`, which is all zeros, and looks at it at each mark. `writes` is
+/// what the server promised.
+pub fn verdicts(path: &Path, writes: Writes, disk: &mut impl Replayed) -> Result<Verdicts> {
+    let mut history = History::new(SEED, writes);
     let mut rounds = 0;
     let mut verdicts = Verdicts::default();
-    for event in Log::open(path)? {
-        let mark = match event? {
-            Event::Write { offset, data } => {
-                disk.write(offset, &data)?;
-                continue;
-            }
-            Event::Discard { offset, length } => {
-                disk.write(offset, &vec![0; length as usize])?;
-                continue;
-            }
-            Event::Mark(mark) => mark,
-        };
-        // The kernel marks the orderly end, before which it notes what was never flushed.
-        let Some(marked) = round_of(&mark) else { break };
+    replay(path, disk, |marked, image| {
         while rounds <= marked {
             let round = history.next_round();
-            anyhow::ensure!(
+            ensure!(
                 rounds < marked || round.acknowledged == Acknowledged::Durable,
                 "round {rounds} was marked, but acknowledges nothing"
             );
             rounds += 1;
         }
         verdicts.marks += 1;
-        if let Err(what) = disk.image()?.and_then(|image| history.check(&image)) {
-            verdicts.bad.push(format!("{mark}: {what}"));
+        if let Err(what) = image.and_then(|image| history.check(&image)) {
+            verdicts.bad.push(format!("round {marked}: {what}"));
+        }
+        Ok(())
+    })?;
+    Ok(verdicts)
+}
+
+/// Replays the log at `path` on `disk`, which is all zeros, and hands over what is found at each mark,
+/// with the round that it stands behind.
+pub fn replay(
+    path: &Path,
+    disk: &mut impl Replayed,
+    mut found: impl FnMut(usize, Result<Vec<u8>, String>) -> Result<()>,
+) -> Result<()> {
+    for event in Log::open(path)? {
+        match event? {
+            Event::Write { offset, data } => disk.write(offset, &data)?,
+            Event::Discard { offset, length } => disk.write(offset, &vec![0; length as usize])?,
+            Event::Mark(mark) => match round_of(&mark) {
+                Some(round) => found(round, disk.image()?)?,
+                // The kernel marks the orderly end, before which it notes what was never flushed.
+                None => break,
+            },
         }
     }
-    Ok(verdicts)
+    Ok(())
 }

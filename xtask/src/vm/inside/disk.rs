@@ -1,0 +1,79 @@
+//! Every kind of disk whose requests are counted, as the host attached it or as a module makes it.
+
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result};
+
+use super::system;
+
+/// A kind of disk.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+pub enum Kind {
+    /// QEMU's NVMe disk.
+    Nvme,
+    /// QEMU's SCSI disk with FUA.
+    Scsi,
+    /// QEMU's virtio-blk, with a write cache and no FUA.
+    Virtio,
+    /// The kernel's SCSI disk in memory.
+    ScsiDebug,
+    /// The kernel's disk in memory with a write cache and FUA.
+    NullBlkFua,
+    /// The same without FUA.
+    NullBlk,
+}
+
+impl Kind {
+    /// As command lines and reports call it; the host gives it as the serial number.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Nvme => "nvme",
+            Self::Scsi => "scsi",
+            Self::Virtio => "virtio",
+            Self::ScsiDebug => "scsi-debug",
+            Self::NullBlkFua => "null-blk-fua",
+            Self::NullBlk => "null-blk",
+        }
+    }
+
+    /// Makes the disk where that is the guest's part, and waits for it.
+    pub fn find(self) -> Result<PathBuf> {
+        // With multipath the disk that is traced is not the one that the requests go to.
+        system::load("nvme_core", "multipath=N")?;
+        for module in ["nvme", "virtio_pci", "virtio_blk", "virtio_scsi", "sd_mod"] {
+            system::load(module, "")?;
+        }
+        match self {
+            Self::Nvme | Self::Virtio => system::disk_of(self.name()),
+            Self::Scsi => system::scsi_disk("QEMU"),
+            Self::ScsiDebug => {
+                system::load("scsi_debug", "dev_size_mb=320 delay=0 lbpu=1")?;
+                system::scsi_disk("Linux")
+            }
+            Self::NullBlkFua => null_blk("nullb0", "1"),
+            Self::NullBlk => null_blk("nullb1", "0"),
+        }
+    }
+}
+
+/// A disk in memory with a write cache of its own.
+fn null_blk(name: &str, fua: &str) -> Result<PathBuf> {
+    system::load("null_blk", "nr_devices=0")?;
+    let config = Path::new("/sys/kernel/config");
+    if !config.join("nullb").exists() {
+        system::tool("mount", &["-t", "configfs", "config", "/sys/kernel/config"])?;
+    }
+    let folder = config.join("nullb").join(name);
+    std::fs::create_dir(&folder).with_context(|| format!("cannot make {}", folder.display()))?;
+    let settings = [
+        ("size", "320"),
+        ("memory_backed", "1"),
+        ("cache_size", "64"),
+        ("fua", fua),
+        ("power", "1"),
+    ];
+    for (setting, value) in settings {
+        system::write(folder.join(setting), value)?;
+    }
+    system::disk(name)
+}

@@ -1,0 +1,94 @@
+//! The table of what was counted, with a judgement on each row.
+//!
+//! Not more than the bare kernel: neither more requests that make durable (FUA and flushes) nor more
+//! writes. And not less than durability needs: every acknowledged write was FUA or has a flush behind it.
+
+use anyhow::{Result, bail};
+
+use super::direct::{BLOCK, WRITES, Way};
+use super::trace::Counts;
+
+/// Whether these requests can have made all writes durable before they were answered.
+pub fn is_durable(way: Way, counts: Counts) -> bool {
+    let needed = match way {
+        Way::Each | Way::FlushEach | Way::Write => WRITES,
+        Way::Together | Way::FlushOnce => 1,
+    };
+    counts.bytes >= WRITES * BLOCK as u64 && u64::from(counts.fua + counts.flushes) >= needed
+}
+
+/// Whether the server asks the disk for more than the bare kernel does.
+///
+/// How much the kernel's threads share when they write at the same time depends on who comes first;
+/// there a write and a flush for each are no worse. What of a journal is merged into one request is
+/// chance as well: a little more counts as the same.
+fn is_worse(way: Way, ours: Counts, floor: Counts) -> bool {
+    let at_least = if way == Way::Together { WRITES as u32 } else { 0 };
+    let expensive = |counts: Counts| counts.fua + counts.flushes;
+    let all = |counts: Counts| counts.total() - counts.metadata;
+    expensive(ours) > expensive(floor).max(at_least)
+        || all(ours) > all(floor).max(2 * at_least)
+        || ours.metadata > floor.metadata + floor.metadata / 10 + 2
+}
+
+/// The table, and what is wrong in it.
+#[derive(Default)]
+pub struct Report {
+    wrong: Vec<String>,
+    section: String,
+}
+
+impl Report {
+    /// Begins a part of the table.
+    pub fn section(&mut self, title: &str) {
+        println!("{title:48} {:44} bare kernel", "Blockhouse");
+        title.clone_into(&mut self.section);
+    }
+
+    /// A row: what we asked the disk for, beside what the bare kernel did.
+    pub fn row(&mut self, name: &str, way: Way, ours: Counts, floor: Counts) {
+        let (verdict, is_wrong) = if !is_durable(way, ours) {
+            ("NOT DURABLE", true)
+        } else if is_worse(way, ours, floor) {
+            ("WORSE", true)
+        } else if ours.total() - ours.metadata < floor.total() - floor.metadata {
+            ("better", false)
+        } else {
+            ("", false)
+        };
+        println!("  {name:46} {ours:44} {floor:44} {verdict}");
+        if is_wrong {
+            self.wrong.push(format!("{}: {name}: {ours} against {floor}", self.section));
+        }
+    }
+
+    /// # Errors
+    /// Rows are wrong.
+    pub fn finish(self) -> Result<()> {
+        if !self.wrong.is_empty() {
+            bail!("{} rows are wrong:\n{}", self.wrong.len(), self.wrong.join("\n"));
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn too_much_and_too_little_are_wrong() {
+        let bytes = WRITES * BLOCK as u64;
+        let fua = Counts { fua: 20, bytes, ..Counts::default() };
+        let twice = Counts { flushes: 20, ..fua };
+        let plain = Counts { plain: 20, bytes, ..Counts::default() };
+        let less = Counts { bytes: bytes - 1, ..fua };
+        let cases =
+            [(fua, twice, true), (twice, fua, false), (plain, fua, false), (less, fua, false)];
+        for (ours, floor, is_good) in cases {
+            let mut report = Report::default();
+            report.row("row", Way::Each, ours, floor);
+            assert_eq!(report.finish().is_ok(), is_good, "{ours} against {floor}");
+        }
+    }
+}
