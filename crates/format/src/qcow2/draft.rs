@@ -103,6 +103,14 @@ impl<S: Storage> Drop for Freeze<'_, S> {
 }
 
 impl State {
+    /// Fails when nobody knows which tables are in force.
+    pub(super) fn check_known_tables(&self) -> Result<()> {
+        match &self.frozen {
+            Some(Frozen::Failed(error)) => Err(error.duplicate()),
+            _ => Ok(()),
+        }
+    }
+
     /// Waits while the tables stand still for a change of the whole image.
     pub(crate) fn check_thawed(&mut self) -> Step<()> {
         let waiting = match &self.frozen {

@@ -28,9 +28,14 @@ impl<S: Storage> Qcow2<S> {
     /// All snapshots, in the order in which they were taken.
     ///
     /// # Errors
-    /// `Corrupt` where the table contradicts the format.
+    /// `Corrupt` where the table contradicts the format; why nobody knows which table is in force, after
+    /// a change of it failed at its last step.
     pub async fn snapshots(&self) -> Result<Vec<Snapshot>> {
-        let header = self.state.lock().disk_header.clone();
+        let header = {
+            let state = self.state.lock();
+            state.check_known_tables()?;
+            state.disk_header.clone()
+        };
         let table = snapshot_table::read(&self.storage, &header).await?;
         Ok(table.entries.iter().map(|entry| entry.described(header.size)).collect())
     }

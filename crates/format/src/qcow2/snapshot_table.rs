@@ -263,4 +263,18 @@ mod tests {
         assert_eq!(short.described(4096).disk_size, 4096);
         assert_eq!(short.described(4096).instruction_count, None);
     }
+
+    #[test]
+    fn a_table_has_65536_snapshots_and_64_mib_at_most() {
+        let many = vec![entry(0); MOST_SNAPSHOTS];
+        assert!(fits(&many));
+        assert!(!fits(&[&many[..], &many[..1]].concat()), "one more");
+        let mut large = entry(0);
+        large.extra.resize(MOST_EXTRA, 0);
+        large.name = vec![b'x'; MOST_NAME];
+        let room = MOST_TABLE / to_bytes(std::slice::from_ref(&large)).len();
+        assert!(room < MOST_SNAPSHOTS);
+        assert!(fits(&vec![large.clone(); room]));
+        assert!(!fits(&vec![large; room + 1]), "more bytes");
+    }
 }
