@@ -122,6 +122,42 @@ fn a_guest_and_an_nbd_client_see_one_disk() {
     server.stop();
 }
 
+/// What all threads of a process have used of the processors.
+fn processor_time(pid: u32) -> Duration {
+    let tasks = std::fs::read_dir(format!("/proc/{pid}/task")).expect("the process runs");
+    let nanoseconds = tasks.map(|task| {
+        let path = task.expect("a folder").path().join("schedstat");
+        let line = std::fs::read_to_string(path).expect("a kernel that counts");
+        let (first, _) = line.split_once(' ').expect("three numbers");
+        first.parse::<u64>().expect("nanoseconds")
+    });
+    Duration::from_nanos(nanoseconds.sum())
+}
+
+#[test]
+fn a_device_that_nobody_uses_costs_no_processor_time() {
+    let scratch = Scratch::new();
+    let image = scratch.image("disk.img", SIZE);
+    let socket = scratch.socket("vu");
+    let server = Serve::new(&scratch, image.path()).option("--vhost-user-blk", &socket).start();
+    let mut guest =
+        Guest { driver: Driver::connect(&socket, Options::default()).expect("a device") };
+    let mut client = Client::open(&server.address());
+    // Experience says by now that the next request comes at once.
+    for number in 0..300 {
+        guest.write(0, number % 64, number);
+        client.read(0, BLOCK as u64).expect("the data");
+    }
+    std::thread::sleep(Duration::from_millis(100));
+    let pid = server.pid().as_raw_nonzero().get().unsigned_abs();
+    let before = processor_time(pid);
+    std::thread::sleep(Duration::from_secs(1));
+    let used = processor_time(pid) - before;
+    assert!(used < Duration::from_millis(5), "{used:?} in one second without a request");
+    guest.write(0, 1, 1);
+    server.stop();
+}
+
 /// Writes on all slots of both queues, each slot in blocks of its own.
 struct Load {
     /// The block and its new content, while it is under way.

@@ -113,13 +113,16 @@ impl Media {
 
     /// The sectors of the range are stable as reads see them.
     pub(crate) fn make_stable(&mut self, range: ByteRange) {
-        for sector in self.present(range) {
+        let sectors = self.present(range);
+        for sector in sectors.clone() {
             let bytes = *sector_bytes(&self.visible, sector);
             self.stable[sector * SECTOR..][..SECTOR].copy_from_slice(&bytes);
             self.stamps += 1;
             self.sectors[sector] = Sector { stable_stamp: self.stamps, versions: Vec::new() };
         }
-        self.keep_size(range.end().min(self.size), self.size_stamp);
+        // Whole sectors: nothing of them is left for a flush, which would see to the size.
+        let end = (sectors.end * SECTOR) as u64;
+        self.keep_size(end.min(self.size), self.size_stamp);
     }
 
     pub(crate) fn set_size(&mut self, size: u64) {
@@ -364,6 +367,20 @@ mod tests {
         for seed in 0..50 {
             let image = media.crash(&[], &mut Rng::with_seed(seed));
             assert_eq!((image.len(), image[511], image[611]), (612, 0, 1));
+        }
+    }
+
+    #[test]
+    fn a_durable_write_keeps_all_of_its_sectors_for_flushes_that_cover_them() {
+        let mut media = Media::new(sector(0));
+        media.write(1, 512, &sector(1));
+        let snapshot = media.snapshot();
+        media.write(2, 600, &[2; 14]);
+        media.make_stable(ByteRange::between(600, 614));
+        media.settle(&snapshot, false);
+        for seed in 0..50 {
+            let image = media.crash(&[], &mut Rng::with_seed(seed));
+            assert_eq!((image.len(), image[613], image[1023]), (1024, 2, 1));
         }
     }
 
