@@ -199,6 +199,27 @@ fn a_block_device_is_refused_without_a_word_for_it() {
 }
 
 #[test]
+fn a_block_device_is_measured_when_its_data_may_go() {
+    let scratch = Scratch::in_memory();
+    let image = scratch.image("disk", 256 << 20);
+    let device = require!(LoopDevice::over(&image, &[]));
+    let mut command = bench(&["all", "--seconds", "8", "--destroy-data", "--json"], device.path());
+    let outcome = run_within(Duration::from_secs(60), &mut command).success();
+    assert!(outcome.stderr.contains("WRITTEN OVER"), "{}", outcome.stderr);
+    let results: Value = serde_json::from_str(&outcome.stdout).expect("JSON");
+    assert_eq!(results["storage"]["file-system"], "block device");
+    assert!(!rows(&results, "fua").is_empty());
+    assert!(rows(&results, "vmstate").is_empty(), "it needs a folder");
+    assert!(
+        results["left-out"]
+            .as_array()
+            .expect("a list")
+            .iter()
+            .any(|one| one["question"] == "vmstate")
+    );
+}
+
+#[test]
 fn too_little_room_is_told_before_anything_is_made() {
     let scratch = Scratch::new();
     let folder = scratch.path("small");

@@ -4,6 +4,7 @@
 
 use std::fs;
 use std::io::{self, Write};
+use std::os::unix::fs::FileTypeExt;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
@@ -176,6 +177,10 @@ const FILE_SYSTEMS: [(u64, &str); 9] = [
 ];
 
 fn file_system(path: &Path) -> String {
+    // What its node lies on is another matter.
+    if fs::metadata(path).is_ok_and(|found| found.file_type().is_block_device()) {
+        return "block device".into();
+    }
     let Ok(found) = rustix::fs::statfs(path) else { return "unknown".into() };
     // Widths and signs differ between architectures; the magic numbers have 32 bits.
     let magic = found.f_type as u64 & 0xffff_ffff;
