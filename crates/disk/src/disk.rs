@@ -412,15 +412,17 @@ impl<S: Storage> Disk<S> {
     async fn submit_discard(&self, range: ByteRange, durability: Durability) -> Result<Debt> {
         self.check_access(range.offset())?;
         self.check_inside(range)?;
-        // Blocks that the range covers only in part stay as they are.
-        let whole = range.align_inward(u64::from(self.alignment.offset));
-        match whole {
-            Some(range) if self.capabilities().discard == Offload::Available => {
-                let _claim = self.claim(range).await;
-                Box::pin(self.discard(range, durability.max(self.options.durability))).await
-            }
-            _ => Ok(Debt::Nothing),
+        // Blocks that the range covers only in part stay as they are, but for the disk's last one.
+        let block = u64::from(self.alignment.offset);
+        let start = range.offset().next_multiple_of(block);
+        let is_to_end = range.end() == self.size();
+        let end = if is_to_end { range.end() } else { range.end() & !(block - 1) };
+        if start >= end || self.capabilities().discard != Offload::Available {
+            return Ok(Debt::Nothing);
         }
+        let whole = ByteRange::between(start, end);
+        let _claim = self.claim(whole).await;
+        Box::pin(self.discard(whole, durability.max(self.options.durability))).await
     }
 
     /// What stands behind the first bytes of `range`, and how many bytes that holds for (at least

@@ -162,11 +162,13 @@ impl<S: Storage> Disk<S> {
 
     async fn discard_place(&self, host: ByteRange) -> Result<()> {
         let storage = self.storage();
-        let is_inside = host.end() <= storage.size();
+        let block = u64::from(storage.capabilities().alignment.offset);
+        let Some(whole) = host.align_inward(block) else { return Ok(()) };
+        let is_inside = whole.end() <= storage.size();
         if storage.capabilities().discard == Offload::Unavailable || !is_inside {
             return Ok(());
         }
-        match storage.discard(host).await {
+        match storage.discard(whole).await {
             Err(error) if error.kind() == ErrorKind::Unsupported => Ok(()),
             outcome => outcome,
         }

@@ -5,6 +5,7 @@ use std::ffi::OsStr;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::time::{Duration, Instant};
 
 use blockhouse_core::{Buffer, Request};
 use blockhouse_disk::{Access, CacheMode, DetectZeroes, Discard, ImageOptions, Locking};
@@ -40,12 +41,26 @@ impl Folder {
     }
 }
 
-/// Runs a program.
+/// For how long an image's lock may outlive who held it, and how often that is looked at.
+const AFTERLIFE: Duration = Duration::from_secs(5);
+const PAUSE: Duration = Duration::from_millis(10);
+
+/// Runs a program, once nobody holds the lock of its image any more: the kernel closes a ring's files a
+/// little after the ring.
 ///
 /// # Panics
 /// When it fails.
 pub fn run<A: AsRef<OsStr> + std::fmt::Debug>(program: &str, arguments: &[A]) -> String {
-    let output = Command::new(program).args(arguments).output().expect(program);
+    let until = Instant::now() + AFTERLIFE;
+    let output = loop {
+        let output = Command::new(program).args(arguments).output().expect(program);
+        let is_locked =
+            String::from_utf8_lossy(&output.stderr).contains("Is another process using");
+        if !is_locked || Instant::now() > until {
+            break output;
+        }
+        std::thread::sleep(PAUSE);
+    };
     let out = String::from_utf8_lossy(&output.stdout).into_owned();
     let err = String::from_utf8_lossy(&output.stderr);
     assert!(output.status.success(), "{program} {arguments:?}: {out}{err}");
