@@ -4,7 +4,7 @@
 //! path are generic over it, so that the simulator stands where the disk does. No method has a
 //! default body: each implementation says what it does about every promise.
 
-use std::future::Future;
+use std::future::{Future, ready};
 
 use crate::{ByteRange, Durability, Fua, IoVector, Result, Sync, Unmap};
 
@@ -64,6 +64,13 @@ pub trait Storage: 'static {
 
     /// Changes the size. New bytes read as zeros. Not durable before the next full flush.
     fn resize(&self, size: u64) -> impl Future<Output = Result<()>>;
+
+    /// Makes the storage at least `size` bytes long if it can do that by itself, so that writes do not
+    /// lengthen it one by one. New bytes read as zeros; what is there stays, whatever happens at the same
+    /// time. Nobody relies on it: a storage that cannot leaves its length alone.
+    fn lengthen(&self, _size: u64) -> impl Future<Output = ()> {
+        ready(())
+    }
 
     /// What is stored at the start of `range`: the status and for how many bytes it holds (at
     /// least one, at most the length of the range, which must not be empty).

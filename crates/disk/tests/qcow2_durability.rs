@@ -5,7 +5,7 @@
 
 mod common;
 
-use blockhouse_core::{Durability, Fua, GroupCommit, Request, Sync, Unmap};
+use blockhouse_core::{Durability, Fua, GroupCommit, Request, Storage, Sync, Unmap};
 use blockhouse_format::qcow2::{CreateOptions, Switch};
 use blockhouse_sim::{Config, Operation};
 use common::{Rig, blocks_of, discard, steady, write, zeroes};
@@ -122,6 +122,22 @@ fn a_plain_write_behind_the_end_of_the_file_is_no_longer_than_the_guests() {
         let found = rig.read(cluster * CLUSTER + at, 512);
         assert_eq!(found, [byte; 512], "cluster {cluster}, {at}");
     }
+}
+
+#[test]
+fn the_file_is_longer_than_needed_until_the_disk_is_closed() {
+    let rig = Rig::qcow2(steady(), CreateOptions::new(SIZE));
+    let before = rig.storage.size();
+    for cluster in 0..40 {
+        rig.submit(write(cluster * CLUSTER, 4096, 1, PLAIN)).unwrap();
+    }
+    let is_lengthening = |one: &&Operation| matches!(one, Operation::Lengthen(_));
+    assert_eq!(rig.log().iter().filter(is_lengthening).count(), 1);
+    let disk = rig.disk.clone();
+    rig.sim.block_on(async move { disk.close().await }).unwrap();
+    // The data, and at most a table for each 32 MiB of it and for the refcounts.
+    let grown = rig.storage.size() - before;
+    assert!((40 * CLUSTER..=44 * CLUSTER).contains(&grown), "grew by {grown}");
 }
 
 #[test]

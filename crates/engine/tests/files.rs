@@ -121,6 +121,25 @@ fn a_grown_file_reads_as_zeros() {
 }
 
 #[test]
+fn a_lengthened_file_keeps_what_it_has() {
+    on_every_file(async |file| {
+        let last = file.size() - 4096;
+        write(file, last, 7, 4096, Durability::None).await;
+        file.lengthen(MIB / 2).await;
+        assert_eq!(read(file, last, 4096).await, vec![7; 4096]);
+        let size = file.size();
+        file.lengthen(size + MIB).await;
+        // Whether it can be done is the file system's affair.
+        assert!([size, size + MIB].contains(&file.size()), "{}", file.size());
+        assert_eq!(read(file, last, 4096).await, vec![7; 4096]);
+        assert_eq!(
+            read(file, file.size() - 4096, 4096).await,
+            vec![if file.size() > size { 0 } else { 7 }; 4096]
+        );
+    });
+}
+
+#[test]
 fn an_operation_whose_future_is_dropped_keeps_its_memory() {
     on_every_file(async |file| {
         let mut buffer = Buffer::new(8192);

@@ -213,6 +213,11 @@ impl Storage for SimDisk {
         self.operate(Operation::Resize(size), None).await
     }
 
+    async fn lengthen(&self, size: u64) {
+        // A storage may refuse.
+        let _ = self.operate(Operation::Lengthen(size), None).await;
+    }
+
     /// Sectors of zeros are holes.
     async fn status(&self, range: ByteRange) -> Result<(Status, u64)> {
         self.operate(Operation::Status(range), None).await?;

@@ -17,6 +17,8 @@ pub enum Operation {
     Flush(Sync),
     /// A change of size.
     Resize(u64),
+    /// A larger size, or none where it is larger already.
+    Lengthen(u64),
     /// A question for holes.
     Status(ByteRange),
     /// A hint to read ahead.
@@ -40,6 +42,8 @@ pub enum OperationKind {
     Flush,
     /// [`Operation::Resize`]
     Resize,
+    /// [`Operation::Lengthen`]
+    Lengthen,
     /// [`Operation::Status`]
     Status,
     /// [`Operation::Prefetch`]
@@ -57,6 +61,7 @@ impl Operation {
             Self::Discard(_) => OperationKind::Discard,
             Self::Flush(_) => OperationKind::Flush,
             Self::Resize(_) => OperationKind::Resize,
+            Self::Lengthen(_) => OperationKind::Lengthen,
             Self::Status(_) => OperationKind::Status,
             Self::Prefetch(_) => OperationKind::Prefetch,
         }
@@ -71,7 +76,7 @@ impl Operation {
             | Self::Discard(range)
             | Self::Status(range)
             | Self::Prefetch(range) => Some(range),
-            Self::Flush(_) | Self::Resize(_) => None,
+            Self::Flush(_) | Self::Resize(_) | Self::Lengthen(_) => None,
         }
     }
 

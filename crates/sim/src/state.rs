@@ -203,6 +203,7 @@ impl State {
                 }
             }
             Operation::Resize(size) => self.media.set_size(size),
+            Operation::Lengthen(size) => self.media.set_size(size.max(self.media.size())),
             Operation::Status(_) | Operation::Prefetch(_) => {}
         }
     }

@@ -50,6 +50,7 @@ struct Refused {
     punch_hole: AtomicBool,
     zero_range: AtomicBool,
     discard: AtomicBool,
+    lengthen: AtomicBool,
 }
 
 impl HostFile {
@@ -230,7 +231,7 @@ impl Storage for HostFile {
             true => Offload::Unavailable,
             false => Offload::Available,
         };
-        let Refused { fua, punch_hole, zero_range, discard } = &self.refused;
+        let Refused { fua, punch_hole, zero_range, discard, .. } = &self.refused;
         Capabilities {
             fua: if fua.load(Relaxed) { Fua::Emulated } else { Fua::Native },
             write_cache: self.write_cache,
@@ -336,6 +337,24 @@ impl Storage for HostFile {
         result.map_err(|error| self.error("cannot resize", error))?;
         self.size.store(size, Relaxed);
         Ok(())
+    }
+
+    /// Allocates the last sector: unlike truncating to a larger size, that can never cut off what was
+    /// written beyond it meanwhile.
+    async fn lengthen(&self, size: u64) {
+        let refused = &self.refused.lengthen;
+        if size <= self.size() || refused.load(Relaxed) {
+            return;
+        }
+        let range = ByteRange::between(size.saturating_sub(512), size);
+        let operation = Operation::Allocate { file: Arc::clone(&self.file), mode: 0, range };
+        match submit(operation).await.0 {
+            Ok(_) => {
+                self.size.fetch_max(size, Relaxed);
+            }
+            Err(Errno::AGAIN | Errno::INTR) => {}
+            Err(_) => refused.store(true, Relaxed),
+        }
     }
 
     async fn status(&self, range: ByteRange) -> Result<(Status, u64)> {

@@ -125,6 +125,7 @@ impl HostFile {
             punch_hole: (device.write_zeroes == Offload::Unavailable).into(),
             zero_range: (device.write_zeroes == Offload::Unavailable).into(),
             discard: (device.discard == Offload::Unavailable).into(),
+            lengthen: (kind == FileKind::BlockDevice).into(),
         };
         let (file, size, write_cache) = (Arc::new(file), size.into(), device.write_cache);
         Ok(Self { file, tail, name, kind, size, alignment, write_cache, refused })

@@ -32,6 +32,10 @@ pub(crate) struct Space {
     scan_end: u64,
     /// New clusters are taken from here on.
     end: u64,
+    /// What is taken up to here was written, or there when the image was opened.
+    filled: u64,
+    /// How many clusters the file has, or would have if it could.
+    length: u64,
     /// Given back: first cluster and how many. Only of what the cursor does not come by any more.
     runs: BTreeMap<u64, u64>,
 }
@@ -39,12 +43,43 @@ pub(crate) struct Space {
 impl Space {
     /// Of a file of so many clusters.
     pub(crate) fn new(clusters: u64) -> Self {
-        Self { cursor: 0, scan_end: clusters, end: clusters, runs: BTreeMap::new() }
+        Self {
+            cursor: 0,
+            scan_end: clusters,
+            end: clusters,
+            filled: clusters,
+            length: clusters,
+            runs: BTreeMap::new(),
+        }
     }
 
     /// Nothing lies in clusters from here on.
     pub(crate) fn end(&self) -> u64 {
         self.end
+    }
+
+    /// Clusters up to `end` were written.
+    pub(crate) fn fill_to(&mut self, end: u64) {
+        self.filled = self.filled.max(end);
+    }
+
+    /// Whether the file grows by what is being written.
+    pub(crate) fn is_growing(&self) -> bool {
+        self.filled < self.end
+    }
+
+    /// The file was made this long, or cannot be.
+    pub(crate) fn set_length(&mut self, clusters: u64) {
+        self.length = self.length.max(clusters);
+    }
+
+    pub(crate) fn length(&self) -> u64 {
+        self.length
+    }
+
+    /// Whether the file was made longer than it needs to be.
+    pub(crate) fn is_ahead(&self) -> bool {
+        self.length > self.end && self.length > self.scan_end
     }
 
     /// Takes `count` clusters from the end without counting them.
@@ -247,6 +282,9 @@ impl State {
             } else {
                 let end = self.space.end;
                 match self.look_at(end, most)? {
+                    Found::Free(clusters) if clusters.end > self.space.length => {
+                        return Err(Blocked::NoRoom(Need::Length(clusters.end)));
+                    }
                     Found::Free(clusters) => {
                         self.space.end = clusters.end;
                         return self.take(clusters);

@@ -33,6 +33,9 @@ impl State {
         for cluster in clusters.clone() {
             self.change_entry(slice, cluster, first, &change, extent.whole, stability)?;
         }
+        if let Change::Write { host, .. } = change {
+            self.space.fill_to(self.geometry.cluster_of(host) + (clusters.end - clusters.start));
+        }
         self.version += 1;
         self.pending.end(first);
         Ok(())

@@ -16,6 +16,11 @@ use super::state::State;
 /// How many bytes of zeros are written at a time.
 const PIECE: u64 = 1 << 20;
 
+/// By how much the file is longer than needed: an eighth, but at least so many clusters, and at most so
+/// many bytes.
+const LEAST_AHEAD: u64 = 64;
+const MOST_AHEAD: u64 = 1 << 30;
+
 impl State {
     /// Counts places for tables down that were not needed in the end.
     pub(crate) fn give_up_room(&mut self) {
@@ -37,7 +42,38 @@ impl<S: Storage> Qcow2<S> {
     pub(super) async fn make_room(&self, need: Need) -> Result<()> {
         match need {
             Need::AtEnd(count) => self.make_room_at_end(count).await,
+            Need::Length(clusters) => {
+                self.make_length(clusters).await;
+                Ok(())
+            }
             Need::L2Table(l1_index) => self.make_room_for_table(l1_index).await,
+        }
+    }
+
+    /// Makes the file longer than it needs to be now: file systems let writes that make a file longer
+    /// through one at a time.
+    async fn make_length(&self, needed: u64) {
+        let _alone = self.claiming.acquire().await;
+        if self.state.lock().space.length() >= needed {
+            return;
+        }
+        let most = MOST_AHEAD >> self.geometry.cluster_bits;
+        let length = needed + (needed / 8).clamp(LEAST_AHEAD, most.max(LEAST_AHEAD));
+        self.storage.lengthen(self.geometry.offset_of(length)).await;
+        self.state.lock().space.set_length(length);
+    }
+
+    /// Gives back what the file has more than it needs. One that stays too long is right as well.
+    pub(super) async fn cut_to_length(&self) {
+        let end = {
+            let state = self.state.lock();
+            if !state.space.is_ahead() {
+                return;
+            }
+            self.geometry.offset_of(state.space.end())
+        };
+        if self.storage.size() > end {
+            let _ = self.storage.resize(end).await;
         }
     }
 
@@ -54,7 +90,10 @@ impl<S: Storage> Qcow2<S> {
         let outcome = self.fill_with_zeros(claimed.clone()).await;
         let mut state = self.state.lock();
         match outcome {
-            Ok(()) => state.room.put_at_end(claimed),
+            Ok(()) => {
+                state.space.fill_to(claimed.end);
+                state.room.put_at_end(claimed);
+            }
             Err(_) => state.space.unclaim(claimed.end, claimed.start),
         }
         outcome

@@ -7,6 +7,8 @@ use std::ops::Range;
 pub(crate) enum Need {
     /// So many clusters at the end, which nobody counts yet.
     AtEnd(u64),
+    /// A file that has so many clusters, if it can be had.
+    Length(u64),
     /// A counted cluster for the L2 table of this L1 entry.
     L2Table(usize),
 }

@@ -86,7 +86,7 @@ impl<S: Storage> Qcow2<S> {
             GroupCommit::From(count) => together > FEW || together >= count,
         };
         let is_resizing = state.header.size != state.disk_header.size;
-        let is_growing = self.geometry.offset_of(state.space.end()) > self.storage.size();
+        let is_growing = state.space.is_growing();
         let is_costly = is_crowd || is_resizing || is_growing;
         if fua == Fua::Native && !is_costly && state.cache.is_calm(2 * FEW) {
             Persistence::ByFua
@@ -102,6 +102,7 @@ impl<S: Storage> Qcow2<S> {
         while self.state.lock().has_changes() {
             self.run_round(Extent::Everything).await?;
         }
+        self.cut_to_length().await;
         self.sync(Sync::Data).await?;
         if self.state.lock().disk_header.incompatible.contains(Incompatible::DIRTY) {
             self.mark(Incompatible::DIRTY, Mark::Clear).await?;
