@@ -59,12 +59,11 @@ impl File {
 }
 
 impl Drop for File {
-    /// A ring that has the file in a slot may keep it open for a moment more, and its locks with it.
+    /// A ring may keep the file open for a moment more, in a slot or for an operation that is over, and its
+    /// locks with it.
     fn drop(&mut self) {
-        if self.membership.is_held() {
-            // A file system without locks refuses, and then there is none.
-            let _ = byte_lock::release_all(self.descriptor.as_fd());
-        }
+        // A file system without locks refuses, and then there is none.
+        let _ = byte_lock::release_all(self.descriptor.as_fd());
     }
 }
 

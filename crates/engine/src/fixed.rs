@@ -83,11 +83,6 @@ impl Membership {
         holders.retain(|holder| holder.strong_count() > 0);
         holders.push(Arc::downgrade(holder));
     }
-
-    /// Whether the file may be in a slot, which keeps it open beyond its descriptor.
-    pub(crate) fn is_held(&mut self) -> bool {
-        !self.holders.get_mut().is_empty()
-    }
 }
 
 impl Drop for Membership {
