@@ -11,7 +11,7 @@ use crate::workspace::Workspace;
 use crate::{deny, fuzz, test, tidy, vm};
 
 /// For each target: enough to notice what is broken now, not to find what is hidden.
-const FUZZ_SECONDS: u64 = 20;
+const FUZZ_SECONDS: u64 = 8;
 
 type Step = (&'static str, fn(&Workspace) -> Result<()>);
 
