@@ -1,0 +1,197 @@
+//! A ring by itself: made in the best way that the kernel has, filled, entered, with the files that it
+//! knows by slots.
+//!
+//! It is made for one thread (`SINGLE_ISSUER`) where the kernel has that, and its completions run when
+//! the loop asks for them (`DEFER_TASKRUN`), not in the middle of its work; so every call that submits
+//! also gets events, or nothing would ever complete. That completions wait to be run is seen in memory
+//! (`TASKRUN_FLAG`), so that looking out for them takes no system call.
+
+use std::io;
+use std::ptr;
+use std::sync::Arc;
+use std::time::Instant;
+
+use io_uring::types::{Fd, Timespec};
+use io_uring::{IoUring, Probe, cqueue, opcode, squeue};
+
+use crate::file::File;
+use crate::fixed::{FixedFiles, FixedTable, Number, Place};
+use crate::operation::MOST_OPERATIONS;
+use crate::remote::Remote;
+
+/// Places for submissions between two system calls. More cost an extra call, nothing else.
+const SUBMISSIONS: u32 = 256;
+
+/// `enter` flags, from `<linux/io_uring.h>`.
+const ENTER_GETEVENTS: u32 = 1;
+const ENTER_EXT_ARG: u32 = 8;
+
+pub(super) struct Ring {
+    uring: IoUring,
+    remote: Arc<Remote>,
+    files: FixedTable,
+}
+
+/// The submission queue has no room: the ring is to be entered first.
+pub(super) struct Full;
+
+/// The argument of `io_uring_enter` with `ENTER_EXT_ARG` (`struct io_uring_getevents_arg`).
+#[repr(C)]
+struct GetEvents {
+    signals: u64,
+    signals_size: u32,
+    min_wait_usec: u32,
+    timeout: u64,
+}
+
+impl Ring {
+    /// A ring for the calling thread, whose loop is `remote`.
+    ///
+    /// # Errors
+    /// The kernel's, where io_uring is missing, forbidden or too old.
+    pub(super) fn open(remote: &Arc<Remote>) -> io::Result<Self> {
+        let uring = best_ring()?;
+        check(&uring)?;
+        let files = FixedTable::new(remote.clone(), FixedFiles::Off);
+        Ok(Self { uring, remote: Arc::clone(remote), files })
+    }
+
+    /// Adds an entry, to be submitted by the next `enter`.
+    pub(super) fn push(&mut self, entry: &squeue::Entry) -> Result<(), Full> {
+        // SAFETY: what the entry points to belongs to an operation in the loop's table, which stays
+        // there unmoved until the completion (`operation`'s promise); or it is the header for that
+        // operation, which stays as long; or it points to nothing.
+        unsafe { self.uring.submission().push(entry) }.map_err(|_| Full)
+    }
+
+    /// The entry that `build` makes for the file, by its slot if it has one. The flag that says so comes
+    /// last: what builds an entry sets all of its flags.
+    pub(super) fn on_file(
+        &mut self,
+        file: &File,
+        build: impl FnOnce(Fd) -> squeue::Entry,
+    ) -> squeue::Entry {
+        match self.files.place(&self.uring.submitter(), &file.membership, file.raw()) {
+            Place::Descriptor(descriptor) => build(Fd(descriptor)),
+            Place::Slot(slot) => build(Fd(slot as i32)).flags(squeue::Flags::FIXED_FILE),
+        }
+    }
+
+    /// Submits everything and waits for `want` completions, or until `until`.
+    pub(super) fn enter(&mut self, want: u32, until: Option<Instant>) {
+        let timeout = until.map(|until| {
+            let left = until.saturating_duration_since(Instant::now());
+            Timespec::new().sec(left.as_secs()).nsec(left.subsec_nanos())
+        });
+        let argument = GetEvents {
+            signals: 0,
+            signals_size: 0,
+            min_wait_usec: 0,
+            timeout: timeout.as_ref().map_or(0, |timeout| ptr::from_ref(timeout).addr() as u64),
+        };
+        let count = self.uring.submission().len() as u32;
+        let flags = ENTER_GETEVENTS | ENTER_EXT_ARG;
+        // SAFETY: the entries were checked by `push`; `argument` is what EXT_ARG asks for and lives,
+        // as the timeout that it points to, until the call returns.
+        let entered = unsafe { self.uring.submitter().enter(count, want, flags, Some(&argument)) };
+        if let Err(error) = entered {
+            let code = error.raw_os_error().unwrap_or(0);
+            // Interrupted, timed out, or the kernel wants its completions reaped first, which is
+            // what happens next anyhow. Anything else is a mistake in this folder.
+            let expected = [libc::EINTR, libc::ETIME, libc::EBUSY, libc::EAGAIN];
+            assert!(expected.contains(&code), "io_uring_enter failed: {error}");
+        }
+    }
+
+    /// The completions that are there.
+    pub(super) fn completions(&mut self) -> cqueue::CompletionQueue<'_> {
+        self.uring.completion()
+    }
+
+    /// Whether the kernel has completions ready to be run by the next `enter`.
+    pub(super) fn has_news(&mut self) -> bool {
+        self.uring.submission().taskrun()
+    }
+
+    /// Whether there is something to submit, or to be run.
+    pub(super) fn has_business(&mut self) -> bool {
+        let submission = self.uring.submission();
+        !submission.is_empty() || submission.taskrun()
+    }
+
+    /// Whether files get slots from now on. No operation is under way.
+    pub(super) fn fix_files(&mut self, fixed: FixedFiles) {
+        self.files.close(&self.uring.submitter());
+        self.files = FixedTable::new(self.remote.clone(), fixed);
+    }
+
+    /// A file that may have a slot is closed.
+    pub(super) fn forget_file(&mut self, number: &Number) {
+        self.files.forget(&self.uring.submitter(), number);
+    }
+}
+
+/// The best kind of ring that this kernel has.
+fn best_ring() -> io::Result<IoUring> {
+    let completions = 2 * MOST_OPERATIONS as u32;
+    let mut builder = IoUring::builder();
+    builder.setup_cqsize(completions).setup_clamp().dontfork();
+    let kinds: [fn(&mut io_uring::Builder); 3] = [
+        |builder| {
+            builder.setup_single_issuer().setup_defer_taskrun().setup_taskrun_flag();
+            builder.setup_submit_all();
+        },
+        |builder| {
+            builder.setup_coop_taskrun().setup_taskrun_flag();
+            builder.setup_submit_all();
+        },
+        |_| {},
+    ];
+    let mut refused = io::Error::from_raw_os_error(libc::EINVAL);
+    for kind in kinds {
+        let mut attempt = builder.clone();
+        kind(&mut attempt);
+        match attempt.build(SUBMISSIONS) {
+            Ok(ring) => return Ok(ring),
+            // A flag that the kernel does not know.
+            Err(error) if error.raw_os_error() == Some(libc::EINVAL) => refused = error,
+            Err(error) => return Err(error),
+        }
+    }
+    Err(refused)
+}
+
+/// Refuses a ring that lacks something this engine uses.
+fn check(ring: &IoUring) -> io::Result<()> {
+    let too_old = |what: &str| {
+        let text = format!("this kernel's io_uring is too old: it lacks {what}");
+        Err(io::Error::new(io::ErrorKind::Unsupported, text))
+    };
+    let parameters = ring.params();
+    if !parameters.is_feature_nodrop() || !parameters.is_feature_ext_arg() {
+        return too_old("kept completions or timed waits");
+    }
+    // It came together with this feature, and nothing else tells.
+    if !parameters.is_feature_resource_tagging() {
+        return too_old("polls that stay");
+    }
+    let mut probe = Probe::new();
+    ring.submitter().register_probe(&mut probe)?;
+    let needed = [
+        ("read", opcode::Read::CODE),
+        ("write", opcode::Write::CODE),
+        ("readv", opcode::Readv::CODE),
+        ("writev", opcode::Writev::CODE),
+        ("fsync", opcode::Fsync::CODE),
+        ("fallocate", opcode::Fallocate::CODE),
+        ("recvmsg", opcode::RecvMsg::CODE),
+        ("sendmsg", opcode::SendMsg::CODE),
+        ("accept", opcode::Accept::CODE),
+        ("poll", opcode::PollAdd::CODE),
+        ("cancel", opcode::AsyncCancel::CODE),
+    ];
+    match needed.into_iter().find(|&(_, code)| !probe.is_supported(code)) {
+        Some((name, _)) => too_old(name),
+        None => Ok(()),
+    }
+}
