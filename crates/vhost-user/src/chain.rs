@@ -212,6 +212,12 @@ impl Chain {
         }
     }
 
+    /// How many bytes of data the request moves, either way.
+    pub fn length(&self) -> u64 {
+        let both = self.readable.iter().chain(&self.writable);
+        both.map(|range| u64::from(range.length)).sum()
+    }
+
     /// How many bytes the device may write, the status included.
     pub fn writable_length(&self) -> u32 {
         let data: u64 = self.writable.iter().map(|range| u64::from(range.length)).sum();

@@ -6,9 +6,10 @@
 //! front-end's orders, and publishes what was done. While the loop is awake it looks at the ring by
 //! itself, and the guest need not kick.
 //!
-//! Promises: every request taken is carried out to its end; one index update and one notification for
-//! all that ended together; no request waits in the ring while the loop sleeps (the ring is looked at
-//! once more after the kick was asked for).
+//! Promises: every request taken is carried out to its end; one notification for all that ended
+//! together, and none of them waits for it longer than for other requests that end on the spot; no
+//! request waits in the ring while the loop sleeps (the ring is looked at once more after the kick was
+//! asked for).
 
 mod lane;
 mod ring_side;
@@ -232,10 +233,15 @@ impl<S: Storage> Queue<S> {
         }
     }
 
-    /// A lane has to wait: others take what is in the ring.
+    /// A lane has to wait: others take what is in the ring, and what was over before does not wait too.
     fn hand_over(self: &Rc<Self>) {
         self.waits.set(true);
-        let known = self.ring.borrow().known();
+        let ring = self.ring.borrow();
+        let (known, has_untold) = (ring.known(), ring.has_untold());
+        drop(ring);
+        if has_untold {
+            self.want_pump();
+        }
         self.wake_lanes(known);
     }
 

@@ -12,8 +12,20 @@ use crate::dirty_log::DirtyLog;
 use crate::inflight::Book;
 use crate::ring::{Addresses, Broken, Ring};
 
-/// The most requests that are published together. The driver goes on while we go on.
-const LARGEST_BATCH: u16 = 16;
+/// The used ring's index is updated at least this often: a store, by which a driver that is awake goes
+/// on while we go on.
+const INDEX_EVERY: u16 = 4;
+
+/// As many requests at hand make it worth to notify the driver of a quarter of them at a time. More are
+/// told together: waking a driver that sleeps costs as much as several requests, and gains less.
+const FEW: u16 = 16;
+
+/// The most requests that the driver is notified of together.
+const LARGEST_BATCH: u16 = 64;
+
+/// The most bytes that it is notified of together, unless one request has more: some 40 microseconds of
+/// copying.
+const LARGEST_BATCH_BYTES: u64 = 256 << 10;
 
 /// Everything of a queue that is in the guest's hands.
 pub struct RingSide {
@@ -26,8 +38,10 @@ pub struct RingSide {
     log: Option<DirtyLog>,
     /// The guest's address of the used ring, if its changes are logged.
     logged_used: Option<u64>,
-    /// How many requests are published together when they end on the spot: a quarter of those that
-    /// came together.
+    /// How many requests were answered since the driver was last notified.
+    untold: u16,
+    untold_bytes: u64,
+    /// After how many that ended on the spot it is notified again.
     batch: u16,
 }
 
@@ -52,7 +66,8 @@ impl RingSide {
     /// A ring in this memory, with the requests to be done again.
     pub fn new(ring: Ring, memory: Arc<GuestMemory>, book: Option<Book>, again: Vec<u16>) -> Self {
         let (call, log, logged_used) = (None, None, None);
-        Self { ring, memory, book, again: again.into(), call, log, logged_used, batch: 1 }
+        let (again, untold, untold_bytes, batch) = (again.into(), 0, 0, 1);
+        Self { ring, memory, book, again, call, log, logged_used, untold, untold_bytes, batch }
     }
 
     /// Another way to notify the driver. It is notified, lest something got lost on the change.
@@ -120,8 +135,7 @@ impl RingSide {
             Some(head) => head,
             None => {
                 if self.ring.known() == 0 {
-                    let count = self.ring.look()?;
-                    self.batch = (count / 4).clamp(1, LARGEST_BATCH);
+                    self.batch = batch_of(self.ring.look()?);
                 }
                 let Some(head) = self.ring.pop()? else { return Ok(None) };
                 self.book.iter_mut().for_each(|book| book.begin(head));
@@ -132,7 +146,7 @@ impl RingSide {
         Ok(Some(Taken { head, memory: Arc::clone(&self.memory) }))
     }
 
-    /// Answers a request. It is published with its batch.
+    /// Answers a request. The driver is told together with others.
     pub fn answer(&mut self, taken: &Taken, chain: &Chain, status: Status, pace: Pace) {
         // It was found there when the request was taken, in memory that the request has kept.
         let _ = taken.memory.write(chain.status, &[status.byte()]);
@@ -145,29 +159,52 @@ impl RingSide {
         }
         self.book.iter_mut().for_each(|book| book.end(taken.head));
         self.ring.push_used(taken.head, chain.writable_length());
+        self.untold += 1;
+        self.untold_bytes += chain.length();
         let batch = match pace {
             Pace::AtOnce => self.batch,
-            // Others end in the same round, and the pump comes after them.
-            Pace::Waited => LARGEST_BATCH,
+            // Others end in the same round, and the pump comes after them. Storage works meanwhile, so
+            // the driver had better have more for it soon.
+            Pace::Waited => FEW,
         };
-        if self.ring.unpublished() >= batch {
+        if self.untold >= batch || self.untold_bytes >= LARGEST_BATCH_BYTES {
             self.publish();
+        } else if pace == Pace::AtOnce && self.ring.unpublished() >= INDEX_EVERY {
+            self.update_index();
         }
+    }
+
+    /// Whether requests were answered that the driver was not notified of.
+    pub fn has_untold(&self) -> bool {
+        self.untold > 0
     }
 
     /// Publishes what was answered, and notifies the driver if it wants to be.
     pub fn publish(&mut self) {
-        if self.ring.unpublished() == 0 {
+        if self.untold == 0 {
             return;
         }
+        (self.untold, self.untold_bytes) = (0, 0);
+        self.update_index();
+        if self.ring.wants_notification() {
+            self.call.iter().for_each(Call::signal);
+        }
+    }
+
+    fn update_index(&mut self) {
         self.ring.publish();
         if let (Some(log), Some(used)) = (&self.log, self.logged_used) {
             log.mark(used + 2, 2);
         }
         let next_used = self.ring.next_used();
         self.book.iter_mut().for_each(|book| book.published(next_used));
-        if self.ring.wants_notification() {
-            self.call.iter().for_each(Call::signal);
-        }
+    }
+}
+
+/// Of how many requests the driver is notified together when so many are at hand.
+fn batch_of(count: u16) -> u16 {
+    match count {
+        ..=FEW => (count / 4).max(1),
+        _ => count.min(LARGEST_BATCH),
     }
 }
