@@ -1,5 +1,7 @@
 //! When the driver is notified of what was done.
 
+#![forbid(unsafe_code)]
+
 mod common;
 
 use std::os::fd::OwnedFd;
