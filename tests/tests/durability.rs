@@ -2,6 +2,7 @@
 //! write, a flush with nothing to flush is free, and a failure is not forgotten.
 #![forbid(unsafe_code)]
 
+use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 
 use blockhouse_tests::nbd::{Client, Request, command, errno, flag};
@@ -135,6 +136,51 @@ fn flushes_at_the_same_time_share_one_fdatasync() {
     });
     assert_eq!(calls.len(), 1, "{calls:#?}");
     drop(clients);
+    server.stop();
+}
+
+/// Whether the disk below `folder` is not known to make a write durable without a flush.
+fn has_flushes_to_share(folder: &Path) -> bool {
+    let number = std::fs::metadata(folder).expect("it is there").dev();
+    let (major, minor) = (rustix::fs::major(number), rustix::fs::minor(number));
+    let says = |name: &str, value: &str| {
+        // A partition has no queue of its own: the disk that it is on stands above it.
+        let of = |place: &str| format!("/sys/dev/block/{major}:{minor}/{place}/{name}");
+        let found = ["queue", "../queue"].map(|place| std::fs::read_to_string(of(place)));
+        found.into_iter().flatten().any(|text| text.trim() == value)
+    };
+    !says("fua", "1") && !says("write_cache", "write through")
+}
+
+#[test]
+fn durable_writes_without_a_thread_for_each_share_flushes() {
+    require!(need::strace());
+    let scratch = Scratch::new();
+    // The first write of each thread takes long enough for all others to come.
+    let slow = ["-e", "inject=pwritev2:delay_enter=300000:when=1"];
+    let (server, trace) = traced(&scratch, Cache::None, &slow);
+    let mut client = Client::open(&server.address());
+    let calls = trace.during(|| {
+        for number in 0..64 {
+            let (command, flags, offset) = (command::WRITE, flag::FUA, number * 4096);
+            let write = Request { command, flags, offset, length: 4096 };
+            client.send_with(write, BLOCK).expect("the request is taken");
+        }
+        for _ in 0..64 {
+            assert_eq!(client.receive().expect("a reply").1.error, 0);
+        }
+    });
+    let count = |wanted: &dyn Fn(&Call) -> bool| calls.iter().filter(|call| wanted(call)).count();
+    let durable = count(&|call| call.arguments.contains("RWF_DSYNC"));
+    let syncs = count(&is_sync);
+    assert_eq!(count(&is_write), 64, "{calls:#?}");
+    if has_flushes_to_share(&scratch.path("")) {
+        assert_eq!(durable, 16, "{calls:#?}");
+        assert!((1..=16).contains(&syncs), "48 writes share {syncs} flushes: {calls:#?}");
+    } else {
+        assert_eq!((durable, syncs), (64, 0), "{calls:#?}");
+    }
+    client.disconnect();
     server.stop();
 }
 

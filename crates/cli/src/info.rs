@@ -61,7 +61,7 @@ pub fn run(arguments: &Arguments) -> Result<()> {
         data_file: disk.data_file().cloned(),
         virtual_size: disk.size(),
         actual_size: metadata.blocks() * 512,
-        capabilities: disk.capabilities(),
+        capabilities: event_loop.block_on(async { disk.capabilities() }),
         engine: event_loop.report().clone(),
         image: image.clone(),
     };

@@ -371,8 +371,9 @@ impl Service {
             let _ = match verbose {
                 false => writeln!(output, "ready {place}"),
                 true => {
-                    let fua = self.disks[0].capabilities().fua.as_str();
-                    writeln!(output, "ready {place} engine={} fua={fua}", report.engine)
+                    let disk = Arc::clone(&self.disks[0]);
+                    let fua = self.workers.run(move || async move { disk.capabilities().fua });
+                    writeln!(output, "ready {place} engine={} fua={}", report.engine, fua.as_str())
                 }
             };
         }

@@ -28,8 +28,9 @@ pub trait Storage: 'static {
     /// How people call it: a path, mostly. For messages.
     fn name(&self) -> &str;
 
-    /// What it can do. Cheap, and asked anew for each request: an answer may get worse at run time
-    /// (a kernel that refuses a flag), never better.
+    /// What it can do, and how it does that cheapest, for the thread that asks and carries the request
+    /// out: others may have another way to it. Cheap, and asked anew for each request: a thread's answer
+    /// may get worse at run time (a kernel that refuses a flag), never better.
     fn capabilities(&self) -> Capabilities;
 
     /// The size in bytes.

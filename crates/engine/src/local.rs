@@ -9,7 +9,7 @@ use std::task::{Poll, Waker};
 use std::time::{Duration, Instant};
 
 use crate::driver::{Completion, Driver, Rest};
-use crate::engine::EngineReport;
+use crate::engine::{Engine, EngineReport};
 use crate::fixed::FixedFiles;
 use crate::line::Ticket;
 use crate::operation::{Operation, OperationTable, Token};
@@ -46,6 +46,11 @@ pub(crate) fn current<R>(f: impl FnOnce(&Rc<Local>) -> R) -> R {
 /// As [`current`], with `None` where there is no loop.
 pub(crate) fn try_current<R>(f: impl FnOnce(&Rc<Local>) -> R) -> Option<R> {
     CURRENT.try_with(|current| current.borrow().as_ref().map(f)).ok().flatten()
+}
+
+/// The engine of the current thread's loop.
+pub(crate) fn engine() -> Option<Engine> {
+    try_current(|local| local.report.engine)
 }
 
 impl Local {

@@ -95,8 +95,18 @@ pub(crate) fn fua(file: &File, vector: &IoVector) -> Fua {
     if result < 0 && refused.contains(&code) { Fua::Emulated } else { Fua::Native }
 }
 
+/// What a durable write costs at the device.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum DurableWrite {
+    /// One request: the device has FUA, or no cache that could lose it.
+    Alone,
+    /// A flush besides, which writes in flight together can share.
+    WithFlush,
+}
+
 /// What the block device below the file says of itself.
 pub(crate) struct Device {
+    pub(crate) durable_write: DurableWrite,
     pub(crate) write_cache: WriteCache,
     pub(crate) write_zeroes: Offload,
     pub(crate) discard: Offload,
@@ -120,14 +130,19 @@ pub(crate) fn device(file: &File, kind: FileKind) -> io::Result<Device> {
         let own = fs::read_to_string(format!("{base}/queue/{name}"));
         own.or_else(|_| fs::read_to_string(format!("{base}/../queue/{name}"))).ok()
     };
+    let is = |name, value| attribute(name).is_some_and(|text| text.trim() == value);
+    let has_no_cache = is("write_cache", "write through");
     let is_plain_device = kind == FileKind::BlockDevice && file.caching == Caching::Direct;
-    let write_through = is_plain_device
-        && attribute("write_cache").is_some_and(|text| text.trim() == "write through");
+    let write_through = is_plain_device && has_no_cache;
     let offload = |name| match (kind, attribute(name)) {
         (FileKind::BlockDevice, Some(limit)) if limit.trim() == "0" => Offload::Unavailable,
         _ => Offload::Available,
     };
     Ok(Device {
+        durable_write: match has_no_cache || is("fua", "1") {
+            true => DurableWrite::Alone,
+            false => DurableWrite::WithFlush,
+        },
         write_cache: if write_through { WriteCache::None } else { WriteCache::Volatile },
         write_zeroes: offload("write_zeroes_max_bytes"),
         discard: offload("discard_max_bytes"),

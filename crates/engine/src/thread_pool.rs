@@ -15,7 +15,7 @@ use crate::remote::{Note, Remote};
 use crate::system_call::FileCall;
 
 /// More than this many blocking calls at once gain nothing on the disks that we have seen.
-const MOST_THREADS: usize = 16;
+pub(crate) const MOST_THREADS: usize = 16;
 
 pub(crate) struct ThreadPool {
     state: Mutex<State>,

@@ -6,8 +6,8 @@ mod common;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use blockhouse_core::{Buffer, ByteRange, Durability, Status, Storage, Sync};
-use blockhouse_engine::{FileKind, HostFile, OpenFor, PageCache};
+use blockhouse_core::{Buffer, ByteRange, Durability, Fua, Status, Storage, Sync};
+use blockhouse_engine::{Engine, FileKind, HostFile, OpenFor, PageCache};
 use common::on_every_engine;
 
 const MIB: u64 = 1 << 20;
@@ -81,6 +81,21 @@ fn what_was_written_to_a_device_is_read_and_zeroed() {
             });
         });
     }
+}
+
+/// One device for all loops, whoever opened it.
+#[test]
+fn a_device_has_native_fua_where_no_thread_waits_for_the_write() {
+    let Some(device) = LoopDevice::new(MIB) else { return };
+    let file = open(&device.path, PageCache::Bypassed);
+    on_every_engine(|event_loop| {
+        let expected = match event_loop.engine() {
+            Engine::Threads => Fua::Emulated,
+            Engine::IoUring | Engine::LinuxAio => Fua::Native,
+        };
+        let found = event_loop.block_on(async { file.capabilities().fua });
+        assert_eq!(found, expected, "{}", event_loop.engine());
+    });
 }
 
 /// A file system without direct I/O, in memory. Goes with its mount.

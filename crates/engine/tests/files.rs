@@ -2,12 +2,13 @@
 
 mod common;
 
+use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 
 use blockhouse_core::{
-    Buffer, ByteRange, Durability, ErrorKind, Fua, Status, Storage, Sync, Unmap, errno,
+    Buffer, ByteRange, Durability, ErrorKind, Fua, GroupCommit, Status, Storage, Sync, Unmap, errno,
 };
-use blockhouse_engine::{HostFile, OpenFor, PageCache};
+use blockhouse_engine::{Engine, HostFile, OpenFor, PageCache};
 use common::memory::Memory;
 use common::on_every_engine;
 
@@ -55,6 +56,44 @@ fn what_was_written_is_read() {
         file.flush(Sync::Data).await.unwrap();
         file.flush(Sync::Full).await.unwrap();
         assert_eq!(file.capabilities().fua, Fua::Native);
+    });
+}
+
+/// Whether the disk below `folder` is not known to make a write durable without a flush.
+fn has_flushes_to_share(folder: &Path) -> bool {
+    let number = std::fs::metadata(folder).unwrap().dev();
+    let (major, minor) = (rustix::fs::major(number), rustix::fs::minor(number));
+    let says = |name: &str, value: &str| {
+        // A partition has no queue of its own: the disk that it is on stands above it.
+        let of = |place: &str| format!("/sys/dev/block/{major}:{minor}/{place}/{name}");
+        let found = ["queue", "../queue"].map(|place| std::fs::read_to_string(of(place)));
+        found.into_iter().flatten().any(|text| text.trim() == value)
+    };
+    !says("fua", "1") && !says("write_cache", "write through")
+}
+
+/// One file for all loops, whoever opened it: what is cheap is a matter of the loop that asks.
+#[test]
+fn durable_writes_are_grouped_where_the_engine_of_the_loop_has_fewer_under_way() {
+    let folder = folder();
+    let path = folder.path().join("disk");
+    let direct = HostFile::create(&path, MIB, PageCache::Bypassed).unwrap();
+    let cached = HostFile::open(&path, OpenFor::Writing, PageCache::Used).unwrap();
+    on_every_engine(|event_loop| {
+        let expected = match event_loop.engine() {
+            // There are 16 threads.
+            Engine::Threads if has_flushes_to_share(folder.path()) => GroupCommit::From(17),
+            Engine::Threads | Engine::IoUring | Engine::LinuxAio => GroupCommit::Never,
+        };
+        let asked = async { [&direct, &cached].map(|file| file.capabilities().group_commit) };
+        let found = event_loop.block_on(asked);
+        assert_eq!(found, [expected, GroupCommit::From(2)], "{}", event_loop.engine());
+    });
+    let memory = tempfile::tempdir_in("/dev/shm").unwrap();
+    let file = HostFile::create(&memory.path().join("disk"), MIB, PageCache::Bypassed).unwrap();
+    on_every_engine(|event_loop| {
+        let found = event_loop.block_on(async { file.capabilities().group_commit });
+        assert_eq!(found, GroupCommit::Never, "there is nothing to flush");
     });
 }
 

@@ -3,7 +3,8 @@
 //! Promises: a short transfer is continued and never turned into an error of its own; a durable
 //! write is one request where kernel and file allow it (`RWF_DSYNC`), and otherwise a write and a
 //! sync; every error names the file and the offset and keeps its errno. All operations run on the
-//! loop of the thread that polls them, so one `HostFile` may serve many threads.
+//! loop of the thread that polls them, so one `HostFile` may serve many threads; what is cheap there
+//! (`capabilities`) is told for the engine of the loop that asks.
 
 mod open;
 
@@ -18,11 +19,13 @@ use blockhouse_core::{
 use rustix::fs::{Advice, FallocateFlags};
 use rustix::io::Errno;
 
+use crate::engine::Engine;
 use crate::file::{Caching, File, Residence};
+use crate::local;
 use crate::operation::{Operation, Transfer, WriteThrough};
-use crate::probe::{self, FileKind};
+use crate::probe::{self, DurableWrite, FileKind};
 use crate::submit::submit;
-use crate::thread_pool::blocking;
+use crate::thread_pool::{MOST_THREADS, blocking};
 
 pub use open::{OpenFor, PageCache};
 
@@ -39,6 +42,7 @@ pub struct HostFile {
     kind: FileKind,
     size: AtomicU64,
     alignment: Alignment,
+    durable_write: DurableWrite,
     write_cache: WriteCache,
     /// What the kernel has refused so far. Support is found out per file, once.
     refused: Refused,
@@ -169,12 +173,33 @@ impl HostFile {
         }
     }
 
+    /// Whether a durable write is one request. The kernel may refuse that; and to writes to a block
+    /// device that the calling thread waits for it adds a flush, so that the engine that has no others
+    /// is better off with a plain write and a flush, which several can share.
+    fn fua(&self) -> Fua {
+        let is_direct_device =
+            self.kind == FileKind::BlockDevice && self.file.caching == Caching::Direct;
+        let pays_twice = is_direct_device && local::engine() == Some(Engine::Threads);
+        match self.refused.fua.load(Relaxed) || pays_twice {
+            true => Fua::Emulated,
+            false => Fua::Native,
+        }
+    }
+
     /// A file in memory has nothing to flush. In the page cache durable writes to one file go one
-    /// after the other, each with a flush of its own, while plain ones are copies.
+    /// after the other, each with a flush of its own, while plain ones are copies. Past it they go side
+    /// by side and the kernel has them share flushes, as many as the engine has under way: of the
+    /// engine `threads` each takes a thread until the disk has flushed, and those beyond wait.
     fn group_commit(&self) -> GroupCommit {
-        match (self.file.residence, self.file.caching) {
-            (Residence::Device, Caching::PageCache) => GroupCommit::From(2),
-            (Residence::Memory, _) | (_, Caching::Direct) => GroupCommit::Never,
+        let has_few_under_way = || local::engine() == Some(Engine::Threads);
+        match (self.file.residence, self.file.caching, self.durable_write) {
+            (Residence::Device, Caching::PageCache, _) => GroupCommit::From(2),
+            (Residence::Device, Caching::Direct, DurableWrite::WithFlush)
+                if has_few_under_way() =>
+            {
+                GroupCommit::From(MOST_THREADS + 1)
+            }
+            (Residence::Memory | Residence::Device, _, _) => GroupCommit::Never,
         }
     }
 
@@ -231,9 +256,9 @@ impl Storage for HostFile {
             true => Offload::Unavailable,
             false => Offload::Available,
         };
-        let Refused { fua, punch_hole, zero_range, discard, .. } = &self.refused;
+        let Refused { punch_hole, zero_range, discard, .. } = &self.refused;
         Capabilities {
-            fua: if fua.load(Relaxed) { Fua::Emulated } else { Fua::Native },
+            fua: self.fua(),
             write_cache: self.write_cache,
             group_commit: self.group_commit(),
             alignment: self.alignment,
@@ -275,10 +300,11 @@ impl Storage for HostFile {
     }
 
     async fn write(&self, offset: u64, from: IoVector, durability: Durability) -> Result<()> {
-        let native = !self.refused.fua.load(Relaxed);
         match durability {
             Durability::None => self.write_all(offset, from, WriteThrough::No).await,
-            Durability::Data if native => self.write_all(offset, from, WriteThrough::Yes).await,
+            Durability::Data if self.fua() == Fua::Native => {
+                self.write_all(offset, from, WriteThrough::Yes).await
+            }
             Durability::Data | Durability::Full => {
                 self.write_all(offset, from, WriteThrough::No).await?;
                 let full = durability == Durability::Full;

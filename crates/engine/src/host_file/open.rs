@@ -9,9 +9,7 @@ use rustix::fs::{Mode, OFlags};
 use rustix::io::Errno;
 
 use super::{HostFile, Refused};
-use crate::engine::Engine;
 use crate::file::{Caching, File};
-use crate::local;
 use crate::probe::{self, FileKind};
 
 /// Whether an open file may be changed.
@@ -121,25 +119,16 @@ impl HostFile {
         };
         let sample = Buffer::new(SAMPLE).lend();
         let refused = Refused {
-            fua: (probe::fua(&file, &sample) != Fua::Native || pays_twice(&file, kind)).into(),
+            fua: (probe::fua(&file, &sample) != Fua::Native).into(),
             punch_hole: (device.write_zeroes == Offload::Unavailable).into(),
             zero_range: (device.write_zeroes == Offload::Unavailable).into(),
             discard: (device.discard == Offload::Unavailable).into(),
             lengthen: (kind == FileKind::BlockDevice).into(),
         };
-        let (file, size, write_cache) = (Arc::new(file), size.into(), device.write_cache);
-        Ok(Self { file, tail, name, kind, size, alignment, write_cache, refused })
+        let (file, size) = (Arc::new(file), size.into());
+        let probe::Device { durable_write, write_cache, .. } = device;
+        Ok(Self { file, tail, name, kind, size, alignment, durable_write, write_cache, refused })
     }
-}
-
-/// Whether a write with `RWF_DSYNC` costs a FUA write *and* a flush. On a block device the kernel adds
-/// the flush to writes that the calling thread waits for, and not to asynchronous ones; so the engine
-/// that has no others is better off with a plain write and a flush, which several can share.
-fn pays_twice(file: &File, kind: FileKind) -> bool {
-    let engine = local::try_current(|local| local.report.engine);
-    kind == FileKind::BlockDevice
-        && file.caching == Caching::Direct
-        && engine == Some(Engine::Threads)
 }
 
 fn is_disk(found: &std::fs::Metadata) -> bool {
