@@ -5,6 +5,7 @@ use std::os::fd::BorrowedFd;
 use std::time::Instant;
 
 use crate::fixed::{FixedFiles, Number};
+use crate::io_poll::IoPoll;
 use crate::operation::{Operation, OperationTable, Token};
 use crate::watches::WatchKey;
 
@@ -42,6 +43,14 @@ pub(crate) trait Driver {
 
     /// A file that may have a slot is closed: the slot is free.
     fn forget_file(&mut self, number: &Number);
+
+    /// Whether completions on files are polled for, where engine and file allow it, from now on. No
+    /// operation is under way.
+    fn io_poll(&mut self, io_poll: IoPoll);
+
+    /// Whether operations are under way that only a turn completes, and nothing announces: until they
+    /// are over, no turn sleeps.
+    fn is_polling(&self) -> bool;
 
     /// Submits what waits for submission, then sleeps as `rest` says until something happens (a
     /// completion, the bell, the deadline), then appends all results to `done`. `operations` holds

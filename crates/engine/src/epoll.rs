@@ -12,6 +12,7 @@ use rustix::event::epoll::{self, CreateFlags, EventData, EventFlags};
 
 use crate::driver::{Completion, Driver, Rest};
 use crate::fixed::{FixedFiles, Number};
+use crate::io_poll::IoPoll;
 use crate::linux_aio::LinuxAio;
 use crate::operation::{Operation, OperationTable, Token};
 use crate::remote::Remote;
@@ -181,6 +182,13 @@ impl Driver for Epoll {
     fn fix_files(&mut self, _: FixedFiles) {}
 
     fn forget_file(&mut self, _: &Number) {}
+
+    /// The kernel has no other way to poll for completions than a ring.
+    fn io_poll(&mut self, _: IoPoll) {}
+
+    fn is_polling(&self) -> bool {
+        false
+    }
 
     fn start(&mut self, token: Token, operation: &Operation) {
         let Some(call) = FileCall::of(operation) else {

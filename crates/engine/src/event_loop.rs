@@ -17,6 +17,7 @@ use futures_channel::oneshot;
 use crate::driver::Completion;
 use crate::engine::{self, Engine, EngineChoice, EngineReport};
 use crate::fixed::FixedFiles;
+use crate::io_poll::IoPoll;
 use crate::local::{Entered, Local, current, try_current};
 use crate::remote::{Note, Remote};
 use crate::spawn::spawn_detached;
@@ -64,6 +65,22 @@ impl EventLoop {
     pub fn fix_files(&mut self, fixed: FixedFiles) {
         assert!(self.local.running().is_empty(), "operations under way name files by their slots");
         self.local.fix_files(fixed);
+    }
+
+    /// Whether this loop polls for completions where [`check_io_poll`] finds nothing against it;
+    /// [`IoPoll::Off`] unless set here. Those are completions of direct reads, and on block devices of
+    /// writes, durable ones among them where the device needs no flush for that. While any such operation
+    /// is under way the loop does not sleep; with none, it sleeps as ever. Everything else, and what the
+    /// kernel refuses to poll for, completes as without. Only the io_uring engine can; nothing changes
+    /// for the others.
+    ///
+    /// [`check_io_poll`]: crate::check_io_poll
+    ///
+    /// # Panics
+    /// While operations are under way.
+    pub fn io_poll(&mut self, io_poll: IoPoll) {
+        assert!(self.local.running().is_empty(), "operations under way complete as they began");
+        self.local.set_io_poll(io_poll);
     }
 
     /// What other threads reach this loop by.

@@ -7,6 +7,7 @@ use rustix::fs::{Mode, OFlags};
 
 use crate::byte_lock;
 use crate::fixed::Membership;
+use crate::io_poll::Pollable;
 use crate::orphans::Orphans;
 
 /// An open file and what an engine must know to choose a way for it.
@@ -18,6 +19,8 @@ pub(crate) struct File {
     pub(crate) orphans: Arc<Orphans>,
     /// In which rings it has a slot.
     pub(crate) membership: Membership,
+    /// Which completions can be polled for.
+    pub(crate) pollable: Pollable,
 }
 
 /// Where the bytes are.
@@ -41,7 +44,11 @@ pub(crate) enum Caching {
 impl File {
     pub(crate) fn new(descriptor: OwnedFd, residence: Residence, caching: Caching) -> Self {
         let (orphans, membership) = (Arc::default(), Membership::new());
-        Self { descriptor, residence, caching, orphans, membership }
+        let pollable = match caching {
+            Caching::Direct => Pollable::find(&descriptor),
+            Caching::PageCache => Pollable::nothing(),
+        };
+        Self { descriptor, residence, caching, orphans, membership, pollable }
     }
 
     /// The same file opened once more, through the page cache.
@@ -50,7 +57,14 @@ impl File {
         let descriptor = rustix::fs::open(path, access | OFlags::CLOEXEC, Mode::empty())?;
         let orphans = Arc::clone(&self.orphans);
         let (residence, caching) = (self.residence, Caching::PageCache);
-        Ok(Self { descriptor, residence, caching, orphans, membership: Membership::new() })
+        let (membership, pollable) = (Membership::new(), Pollable::nothing());
+        Ok(Self { descriptor, residence, caching, orphans, membership, pollable })
+    }
+
+    /// Where it is now, for messages.
+    pub(crate) fn path(&self) -> String {
+        let link = std::fs::read_link(format!("/proc/self/fd/{}", self.raw()));
+        link.map_or_else(|_| "an open file".into(), |path| path.display().to_string())
     }
 
     pub(crate) fn raw(&self) -> RawFd {

@@ -1,6 +1,6 @@
 //! The loop of the current thread: its tasks, timers and operations in one place.
 
-use std::cell::RefCell;
+use std::cell::{Cell, RefCell};
 use std::io;
 use std::os::fd::BorrowedFd;
 use std::rc::Rc;
@@ -11,6 +11,7 @@ use std::time::{Duration, Instant};
 use crate::driver::{Completion, Driver, Rest};
 use crate::engine::{Engine, EngineReport};
 use crate::fixed::FixedFiles;
+use crate::io_poll::IoPoll;
 use crate::line::Ticket;
 use crate::operation::{Operation, OperationTable, Token};
 use crate::poll::{DEFAULT_POLLING, Outcome, Phase, Poller, Source};
@@ -30,6 +31,8 @@ pub(crate) struct Local {
     pub(crate) timers: Timers,
     pub(crate) watches: Watches,
     pub(crate) report: EngineReport,
+    /// Whether completions on files are polled for where that is possible.
+    pub(crate) io_poll: Cell<IoPoll>,
     driver: RefCell<Box<dyn Driver>>,
     operations: RefCell<OperationTable>,
     poller: RefCell<Poller>,
@@ -61,6 +64,7 @@ impl Local {
             timers: Timers::default(),
             watches: Watches::default(),
             report,
+            io_poll: Cell::new(IoPoll::Off),
             driver: RefCell::new(driver),
             operations: RefCell::new(OperationTable::new()),
             poller: RefCell::new(Poller::new(DEFAULT_POLLING)),
@@ -75,6 +79,12 @@ impl Local {
     /// Whether the ring knows files by slots. No operation is under way.
     pub(crate) fn fix_files(&self, fixed: FixedFiles) {
         self.driver.borrow_mut().fix_files(fixed);
+    }
+
+    /// Whether completions on files are polled for. No operation is under way.
+    pub(crate) fn set_io_poll(&self, io_poll: IoPoll) {
+        self.io_poll.set(io_poll);
+        self.driver.borrow_mut().io_poll(io_poll);
     }
 
     /// Whether others have something for this loop, found without a system call.
@@ -178,9 +188,10 @@ impl Local {
     /// One turn: rest if there is nothing to do, then pass on everything that happened meanwhile.
     pub(crate) fn turn(&self, done: &mut Vec<Completion>, notes: &mut Vec<Note>) {
         let news = self.look();
-        match self.tasks.ready.is_empty() && !news {
-            true => self.rest(done),
-            false => self.drive(Rest::Never, done),
+        let is_busy = news || !self.tasks.ready.is_empty() || self.driver.borrow().is_polling();
+        match is_busy {
+            true => self.drive(Rest::Never, done),
+            false => self.rest(done),
         }
         for Completion { token, result } in done.drain(..) {
             self.complete(token, result);

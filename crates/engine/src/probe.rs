@@ -2,7 +2,6 @@
 //!
 //! Nothing here changes the file. Where the kernel does not tell, the safe answer is taken.
 
-use std::fs;
 use std::io;
 use std::os::fd::AsFd;
 
@@ -10,6 +9,7 @@ use blockhouse_core::{Alignment, Fua, IoVector, Offload, WriteCache};
 use rustix::fs::{AtFlags, FileType, StatxFlags};
 
 use crate::file::{Caching, File, Residence};
+use crate::queue::Queue;
 
 /// `STATX_DIOALIGN` (kernel 6.1), and the type of file systems that live in memory (`statfs(2)`).
 const DIOALIGN: StatxFlags = StatxFlags::from_bits_retain(0x2000);
@@ -118,28 +118,16 @@ pub(crate) struct Device {
 /// Only what goes straight to a device without a write cache is stable when it completes: the page
 /// cache is volatile, and so are a file system's metadata, whatever is below.
 pub(crate) fn device(file: &File, kind: FileKind) -> io::Result<Device> {
-    let status = rustix::fs::fstat(file)?;
-    let number = match kind {
-        FileKind::BlockDevice => status.st_rdev,
-        FileKind::Regular => status.st_dev,
-    };
-    let (major, minor) = (rustix::fs::major(number), rustix::fs::minor(number));
-    let attribute = |name: &str| {
-        let base = format!("/sys/dev/block/{major}:{minor}");
-        // A partition has no queue of its own: the disk that it is on stands above it.
-        let own = fs::read_to_string(format!("{base}/queue/{name}"));
-        own.or_else(|_| fs::read_to_string(format!("{base}/../queue/{name}"))).ok()
-    };
-    let is = |name, value| attribute(name).is_some_and(|text| text.trim() == value);
-    let has_no_cache = is("write_cache", "write through");
+    let queue = Queue::below(&rustix::fs::fstat(file)?);
+    let has_no_cache = queue.has_no_cache();
     let is_plain_device = kind == FileKind::BlockDevice && file.caching == Caching::Direct;
     let write_through = is_plain_device && has_no_cache;
-    let offload = |name| match (kind, attribute(name)) {
-        (FileKind::BlockDevice, Some(limit)) if limit.trim() == "0" => Offload::Unavailable,
+    let offload = |name| match (kind, queue.setting(name)) {
+        (FileKind::BlockDevice, Some(limit)) if limit == "0" => Offload::Unavailable,
         _ => Offload::Available,
     };
     Ok(Device {
-        durable_write: match has_no_cache || is("fua", "1") {
+        durable_write: match has_no_cache || queue.has_fua() {
             true => DurableWrite::Alone,
             false => DurableWrite::WithFlush,
         },

@@ -10,6 +10,8 @@ use rustix::io::Errno;
 
 use super::{HostFile, Refused};
 use crate::file::{Caching, File};
+use crate::io_poll::{IoPoll, check_io_poll};
+use crate::local;
 use crate::probe::{self, FileKind};
 
 /// Whether an open file may be changed.
@@ -94,6 +96,9 @@ impl HostFile {
         rustix::fs::fcntl_setfl(&descriptor, mode | direct).map_err(failed)?;
         let residence = probe::residence(&descriptor);
         let file = File::new(descriptor, residence, caching);
+        if caching == Caching::Direct {
+            tell_if_not_pollable(path);
+        }
         Self::examine(file, name, mode)
     }
 
@@ -128,6 +133,16 @@ impl HostFile {
         let (file, size) = (Arc::new(file), size.into());
         let probe::Device { durable_write, write_cache, .. } = device;
         Ok(Self { file, tail, name, kind, size, alignment, durable_write, write_cache, refused })
+    }
+}
+
+/// Warns of a file that is an exception on a loop that polls for completions.
+fn tell_if_not_pollable(path: &Path) {
+    let io_poll = local::try_current(|local| local.io_poll.get());
+    if io_poll == Some(IoPoll::On)
+        && let Err(error) = check_io_poll(path)
+    {
+        tracing::warn!("{error}");
     }
 }
 

@@ -1,7 +1,9 @@
 //! The io_uring engine: files, sockets and the bell of a loop through one ring, one system call a
-//! turn.
+//! turn. Operations that are polled for have a second ring beside it (`polled`), and while there are
+//! any, a turn does not sleep.
 
 mod entry;
+mod polled;
 mod ring;
 
 use std::collections::HashMap;
@@ -16,11 +18,13 @@ use io_uring::{cqueue, opcode, squeue};
 
 use crate::driver::{Completion, Driver, Rest};
 use crate::fixed::{FixedFiles, Number};
+use crate::io_poll::IoPoll;
 use crate::operation::{MOST_OPERATIONS, Message, Operation, OperationTable, Token};
 use crate::remote::Remote;
 use crate::system_call::run_inline;
 use crate::watches::WatchKey;
-use ring::Ring;
+use polled::PolledRing;
+use ring::{Completions, Ring};
 
 /// Completions that belong to no operation of the table.
 const BELL: u64 = u64::MAX;
@@ -30,6 +34,7 @@ const WATCH: u64 = 1 << 32;
 
 pub(crate) struct Uring {
     ring: Ring,
+    polled: PolledRing,
     remote: Arc<Remote>,
     /// Whether the ring watches the bell.
     watching: bool,
@@ -53,13 +58,14 @@ impl Uring {
     /// # Errors
     /// The kernel's, where io_uring is missing, forbidden or too old.
     pub(crate) fn open(remote: &Arc<Remote>) -> io::Result<Self> {
-        let ring = Ring::open(remote)?;
+        let ring = Ring::open(remote, Completions::Announced)?;
         // SAFETY: all-zero is a valid msghdr (null pointers and zero lengths).
         let no_header: libc::msghdr = unsafe { std::mem::zeroed() };
         let headers = vec![no_header; MOST_OPERATIONS].into_boxed_slice();
         let (remote, early) = (Arc::clone(remote), Vec::new());
         Ok(Self {
             ring,
+            polled: PolledRing::new(&remote),
             remote,
             watching: false,
             in_flight: 0,
@@ -129,6 +135,13 @@ impl Uring {
         place
     }
 
+    /// Starts an operation by the main ring.
+    fn start_announced(&mut self, token: Token, operation: &Operation) {
+        let entry = self.entry_of(token, operation).user_data(token.as_u64());
+        self.push(&entry);
+        self.in_flight += 1;
+    }
+
     fn watch_bell(&mut self) {
         if !self.watching {
             let bell = Fd(self.remote.bell().as_raw_fd());
@@ -180,17 +193,27 @@ impl Driver for Uring {
     }
 
     fn start(&mut self, token: Token, operation: &Operation) {
-        let entry = self.entry_of(token, operation).user_data(token.as_u64());
-        self.push(&entry);
-        self.in_flight += 1;
+        if !self.polled.start(token, operation) {
+            self.start_announced(token, operation);
+        }
     }
 
     fn fix_files(&mut self, fixed: FixedFiles) {
         self.ring.fix_files(fixed);
+        self.polled.fix_files(fixed);
     }
 
     fn forget_file(&mut self, number: &Number) {
         self.ring.forget_file(number);
+        self.polled.forget_file(number);
+    }
+
+    fn io_poll(&mut self, io_poll: IoPoll) {
+        self.polled.set(io_poll);
+    }
+
+    fn is_polling(&self) -> bool {
+        self.polled.is_busy()
     }
 
     fn cancel(&mut self, token: Token, _operation: &Operation) {
@@ -218,11 +241,14 @@ impl Driver for Uring {
         self.events.pop()
     }
 
-    fn turn(&mut self, rest: Rest, _: &OperationTable, done: &mut Vec<Completion>) {
+    fn turn(&mut self, rest: Rest, operations: &OperationTable, done: &mut Vec<Completion>) {
         self.watch_bell();
         self.renew_watches();
         let waiting = !self.early.is_empty() || !self.ring.completions().is_empty();
         match rest {
+            // Completions of this ring show in memory, and the other one is entered anyhow.
+            _ if self.is_polling() && !self.ring.has_business() => {}
+            _ if self.is_polling() => self.ring.enter(0, None),
             Rest::Never if self.in_flight == 0 && !self.ring.has_business() => {}
             Rest::Never => self.ring.enter(0, None),
             _ if waiting => self.ring.enter(0, None),
@@ -231,5 +257,11 @@ impl Driver for Uring {
         }
         done.append(&mut self.early);
         self.reap(done);
+        for token in self.polled.turn(operations, done) {
+            self.start_announced(token, operations.operation(token));
+        }
     }
 }
+
+#[cfg(test)]
+mod tests;

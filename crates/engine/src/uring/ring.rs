@@ -32,6 +32,15 @@ pub(super) struct Ring {
     files: FixedTable,
 }
 
+/// How a ring learns of completions.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(super) enum Completions {
+    /// Devices and peers announce them.
+    Announced,
+    /// The ring looks at the devices' queues whenever it is entered (`IORING_SETUP_IOPOLL`).
+    Polled,
+}
+
 /// The submission queue has no room: the ring is to be entered first.
 pub(super) struct Full;
 
@@ -49,8 +58,8 @@ impl Ring {
     ///
     /// # Errors
     /// The kernel's, where io_uring is missing, forbidden or too old.
-    pub(super) fn open(remote: &Arc<Remote>) -> io::Result<Self> {
-        let uring = best_ring()?;
+    pub(super) fn open(remote: &Arc<Remote>, completions: Completions) -> io::Result<Self> {
+        let uring = best_ring(completions)?;
         check(&uring)?;
         let files = FixedTable::new(remote.clone(), FixedFiles::Off);
         Ok(Self { uring, remote: Arc::clone(remote), files })
@@ -132,10 +141,12 @@ impl Ring {
 }
 
 /// The best kind of ring that this kernel has.
-fn best_ring() -> io::Result<IoUring> {
-    let completions = 2 * MOST_OPERATIONS as u32;
+fn best_ring(completions: Completions) -> io::Result<IoUring> {
     let mut builder = IoUring::builder();
-    builder.setup_cqsize(completions).setup_clamp().dontfork();
+    builder.setup_cqsize(2 * MOST_OPERATIONS as u32).setup_clamp().dontfork();
+    if completions == Completions::Polled {
+        builder.setup_iopoll();
+    }
     let kinds: [fn(&mut io_uring::Builder); 3] = [
         |builder| {
             builder.setup_single_issuer().setup_defer_taskrun().setup_taskrun_flag();

@@ -1,0 +1,53 @@
+//! What the kernel says of a block device's request queue, in /sys (its Documentation/ABI/stable/sysfs-block).
+
+use std::fs;
+use std::path::PathBuf;
+
+use rustix::fs::{FileType, Stat};
+
+/// The queue of the block device that a file is or lies on.
+pub(crate) struct Queue {
+    device: PathBuf,
+}
+
+impl Queue {
+    /// The one below a file with this status.
+    pub(crate) fn below(status: &Stat) -> Self {
+        let number = match FileType::from_raw_mode(status.st_mode) {
+            FileType::BlockDevice => status.st_rdev,
+            _ => status.st_dev,
+        };
+        let (major, minor) = (rustix::fs::major(number), rustix::fs::minor(number));
+        Self { device: format!("/sys/dev/block/{major}:{minor}").into() }
+    }
+
+    /// A setting, without white space around. `None` where the kernel has no such setting, or the file
+    /// system is on no block device that it tells of.
+    pub(crate) fn setting(&self, name: &str) -> Option<String> {
+        // A partition has no queue of its own: the disk that it is on stands above it.
+        let read = |queue: &str| fs::read_to_string(self.device.join(queue).join(name));
+        let text = read("queue").or_else(|_| read("../queue")).ok()?;
+        Some(text.trim().to_owned())
+    }
+
+    /// Whether what the device has completed is stable.
+    pub(crate) fn has_no_cache(&self) -> bool {
+        self.setting("write_cache").is_some_and(|text| text == "write through")
+    }
+
+    /// Whether a write can ask to be stable when it completes.
+    pub(crate) fn has_fua(&self) -> bool {
+        self.setting("fua").is_some_and(|text| text == "1")
+    }
+
+    /// Whether it has queues that raise no interrupts.
+    pub(crate) fn has_polled(&self) -> bool {
+        self.setting("io_poll").is_some_and(|text| text == "1")
+    }
+
+    /// What the device is called in /sys: a disk or a partition.
+    pub(crate) fn device_name(&self) -> Option<String> {
+        let place = fs::canonicalize(&self.device).ok()?;
+        Some(place.file_name()?.to_string_lossy().into_owned())
+    }
+}

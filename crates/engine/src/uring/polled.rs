@@ -1,0 +1,179 @@
+//! The second ring of a loop: reads and writes whose completions no interrupt announces
+//! (`IORING_SETUP_IOPOLL`).
+//!
+//! Such a ring takes direct I/O on devices with queues for that and nothing else, and looks for completions
+//! only when it is entered. So a loop that has something in flight here does not sleep but enters it at
+//! every turn; with nothing in flight it is left alone. It is made for the first operation that can go
+//! through it.
+//!
+//! Promises: an operation that the kernel refuses to poll for is handed back, to be done by the main ring,
+//! with one warning for its file; so is every operation where the ring cannot be made.
+
+use std::sync::Arc;
+
+use io_uring::squeue;
+
+use super::entry;
+use super::ring::{Completions, Ring};
+use crate::driver::Completion;
+use crate::fixed::{FixedFiles, Number};
+use crate::io_poll::IoPoll;
+use crate::operation::{Operation, OperationTable, Token, Transfer, WriteThrough};
+use crate::remote::Remote;
+
+pub(super) struct PolledRing {
+    remote: Arc<Remote>,
+    fixed: FixedFiles,
+    state: State,
+    /// How many operations the kernel has.
+    in_flight: usize,
+    /// Completed, to be reported by the next turn.
+    found: Vec<Completion>,
+}
+
+enum State {
+    /// Not asked for, or refused.
+    Off,
+    Wanted,
+    Open(Box<Ring>),
+}
+
+impl PolledRing {
+    /// None yet, and none asked for.
+    pub(super) fn new(remote: &Arc<Remote>) -> Self {
+        let (remote, fixed) = (Arc::clone(remote), FixedFiles::Off);
+        Self { remote, fixed, state: State::Off, in_flight: 0, found: Vec::new() }
+    }
+
+    /// Whether there is to be a ring. No operation is under way.
+    pub(super) fn set(&mut self, io_poll: IoPoll) {
+        self.state = match io_poll {
+            IoPoll::On => State::Wanted,
+            IoPoll::Off => State::Off,
+        };
+    }
+
+    /// Whether files get slots here, too. No operation is under way.
+    pub(super) fn fix_files(&mut self, fixed: FixedFiles) {
+        self.fixed = fixed;
+        if let State::Open(ring) = &mut self.state {
+            ring.fix_files(fixed);
+        }
+    }
+
+    /// A file that may have a slot is closed.
+    pub(super) fn forget_file(&mut self, number: &Number) {
+        if let State::Open(ring) = &mut self.state {
+            ring.forget_file(number);
+        }
+    }
+
+    /// Whether a turn is needed for something to complete.
+    pub(super) fn is_busy(&self) -> bool {
+        self.in_flight > 0 || !self.found.is_empty()
+    }
+
+    /// Takes the operation, as [`Driver::start`] does, if it can be polled for. Says whether it did.
+    ///
+    /// [`Driver::start`]: crate::driver::Driver::start
+    pub(super) fn start(&mut self, token: Token, operation: &Operation) -> bool {
+        let Some(transfer) = pollable(operation) else { return false };
+        let Some(ring) = self.ring() else { return false };
+        let entry = ring.on_file(&transfer.file, |file| match operation {
+            Operation::Write(_, through) => entry::write(file, transfer, through.flags()),
+            _ => entry::read(file, transfer),
+        });
+        self.push(&entry.user_data(token.as_u64()));
+        self.in_flight += 1;
+        true
+    }
+
+    /// The ring, made now if it is wanted.
+    fn ring(&mut self) -> Option<&mut Ring> {
+        if let State::Wanted = self.state {
+            self.state = match Ring::open(&self.remote, Completions::Polled) {
+                Ok(mut ring) => {
+                    ring.fix_files(self.fixed);
+                    State::Open(Box::new(ring))
+                }
+                Err(error) => {
+                    tracing::warn!("interrupts announce completions: no ring for polling: {error}");
+                    State::Off
+                }
+            };
+        }
+        match &mut self.state {
+            State::Open(ring) => Some(ring),
+            State::Off | State::Wanted => None,
+        }
+    }
+
+    fn push(&mut self, entry: &squeue::Entry) {
+        while let State::Open(ring) = &mut self.state
+            && ring.push(entry).is_err()
+        {
+            self.enter();
+        }
+    }
+
+    /// Submits everything and looks at the devices' queues once.
+    fn enter(&mut self) {
+        let State::Open(ring) = &mut self.state else { return };
+        ring.enter(0, None);
+        let before = self.found.len();
+        self.found.extend(ring.completions().map(|entry| Completion {
+            token: Token::from_u64(entry.user_data()),
+            result: entry.result(),
+        }));
+        self.in_flight -= self.found.len() - before;
+    }
+
+    /// Submits everything, looks for completions without waiting, and appends them to `done`. Gives
+    /// the operations that the kernel does not poll for: they are to be started elsewhere.
+    #[must_use]
+    pub(super) fn turn(
+        &mut self,
+        operations: &OperationTable,
+        done: &mut Vec<Completion>,
+    ) -> Vec<Token> {
+        let mut refused = Vec::new();
+        if self.in_flight > 0 {
+            self.enter();
+        }
+        for completion in self.found.drain(..) {
+            if completion.result == -libc::EOPNOTSUPP {
+                note_refusal(operations.operation(completion.token));
+                refused.push(completion.token);
+            } else {
+                done.push(completion);
+            }
+        }
+        refused
+    }
+}
+
+/// The transfer of an operation that can be polled for.
+fn pollable(operation: &Operation) -> Option<&Transfer> {
+    let (transfer, can_be) = match operation {
+        Operation::Read(transfer) => (transfer, transfer.file.pollable.reads()),
+        Operation::Write(transfer, WriteThrough::No) => {
+            (transfer, transfer.file.pollable.plain_writes())
+        }
+        Operation::Write(transfer, WriteThrough::Yes) => {
+            (transfer, transfer.file.pollable.durable_writes())
+        }
+        _ => return None,
+    };
+    can_be.then_some(transfer)
+}
+
+/// Has nothing more polled for on the operation's file, and says so once.
+fn note_refusal(operation: &Operation) {
+    let (Operation::Read(transfer) | Operation::Write(transfer, _)) = operation else { return };
+    if transfer.file.pollable.refuse() {
+        let name = transfer.file.path();
+        tracing::warn!(
+            "{name}: interrupts announce completions: the kernel does not poll for them"
+        );
+    }
+}
