@@ -14,6 +14,7 @@ mod create;
 mod create_options;
 mod crew;
 mod info;
+mod io_poll;
 mod logging;
 mod looked_at;
 mod map;

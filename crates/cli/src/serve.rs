@@ -11,7 +11,7 @@ use blockhouse_disk::{
     Access, CacheMode, DetectZeroes, Discard, Disk, ImageFormat, ImageOptions, Locking, create,
     open, open_snapshot,
 };
-use blockhouse_engine::{DEFAULT_POLLING, EngineChoice, FixedFiles, HostFile, Listener};
+use blockhouse_engine::{DEFAULT_POLLING, EngineChoice, FixedFiles, HostFile, IoPoll, Listener};
 use blockhouse_nbd::uri::{Address, NbdUri};
 use blockhouse_nbd::{Bound, Export, Limits, Server, SocketFile, bind_private};
 use clap::builder::ValueParser;
@@ -19,10 +19,11 @@ use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGXFSZ};
 use signal_hook::iterator::Signals;
 
 use crate::control::Control;
+use crate::io_poll;
 use crate::size;
 use crate::sockets::{self, Place};
 use crate::vhost_user::{self, Served};
-use crate::workers::Workers;
+use crate::workers::{LoopOptions, Workers};
 
 /// Arguments of `serve`.
 #[derive(clap::Args)]
@@ -77,6 +78,14 @@ pub struct Arguments {
     /// each request: on or off. Other engines have no such table.
     #[arg(long, default_value = "off", value_parser = parse_fixed_files)]
     fixed_files: FixedFiles,
+    /// Whether to poll for completions instead of waiting for the disk's interrupts, at the price of a
+    /// busy processor while requests are under way: on or off.
+    ///
+    /// Needs io_uring, --cache none or directsync, and images on disks with queues for it (nvme or
+    /// virtio_blk loaded with poll_queues=N), and is refused elsewhere. Reads are polled for; writes only
+    /// where the image is a block device itself, durable ones only if that has FUA or no write cache.
+    #[arg(long, default_value = "off", value_parser = parse_io_poll)]
+    io_poll: IoPoll,
     /// Refuse all writes.
     #[arg(long)]
     read_only: bool,
@@ -109,6 +118,14 @@ fn parse_fixed_files(name: &str) -> Result<FixedFiles, String> {
     }
 }
 
+fn parse_io_poll(name: &str) -> Result<IoPoll, String> {
+    match name {
+        "on" => Ok(IoPoll::On),
+        "off" => Ok(IoPoll::Off),
+        _ => Err("use on or off".into()),
+    }
+}
+
 fn parse_discard(name: &str) -> Result<Discard, String> {
     match name {
         "unmap" => Ok(Discard::Unmap),
@@ -126,6 +143,12 @@ impl Arguments {
         if self.detect_zeroes == DetectZeroes::Unmap && self.discard == Discard::Ignore {
             refuse("--detect-zeroes unmap needs --discard unmap; --detect-zeroes on does without");
         }
+        let is_direct = matches!(self.cache, CacheMode::None | CacheMode::Directsync);
+        if self.io_poll == IoPoll::On && !is_direct {
+            refuse(
+                "--io-poll on needs direct I/O; use --cache none or directsync, or leave it out",
+            );
+        }
         if let [_, _, ..] = self.images[..] {
             if self.name.is_some() || self.nbd.iter().any(|uri| !uri.export.is_empty()) {
                 refuse("several images are named after their files; leave the export's name out");
@@ -140,6 +163,15 @@ impl Arguments {
         }
         if self.create.is_some() && self.snapshot.is_some() {
             refuse("a new image has no snapshots; leave out --create or --snapshot");
+        }
+    }
+
+    fn loop_options(&self) -> LoopOptions {
+        LoopOptions {
+            engine: self.engine,
+            polling: Duration::from_micros(self.poll_max_us.into()),
+            fixed_files: self.fixed_files,
+            io_poll: self.io_poll,
         }
     }
 
@@ -195,12 +227,10 @@ pub fn run(arguments: Arguments, verbose: bool) -> Result<()> {
         Signals::new([SIGTERM, SIGINT, SIGHUP]).context("cannot watch for signals")?;
     // A write beyond a limit on the size of files is to fail, not to end everything.
     signal_hook::flag::register(SIGXFSZ, Arc::default()).context("cannot watch for signals")?;
-    let workers = Workers::start(
-        arguments.workers.into(),
-        arguments.engine,
-        Duration::from_micros(arguments.poll_max_us.into()),
-        arguments.fixed_files,
-    )?;
+    let workers = Workers::start(arguments.workers.into(), arguments.loop_options())?;
+    if arguments.io_poll == IoPoll::On {
+        io_poll::check(workers.report(), arguments.images.iter().map(PathBuf::as_path))?;
+    }
     // Before the image: an address in use must not leave a new image behind.
     let places = listen(&arguments, &names)?;
     let devices = vhost_user::listen(&arguments.vhost_user_blk)?;

@@ -4,8 +4,21 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use anyhow::{Context, Result};
-use blockhouse_engine::{EngineChoice, EngineReport, EventLoop, FixedFiles, Handle};
+use blockhouse_engine::{EngineChoice, EngineReport, EventLoop, FixedFiles, Handle, IoPoll};
 use futures_channel::oneshot;
+
+/// What loops are like.
+#[derive(Clone, Copy)]
+pub struct LoopOptions {
+    /// The engine, or which ones are acceptable.
+    pub engine: EngineChoice,
+    /// How long a loop looks out for events before it sleeps.
+    pub polling: Duration,
+    /// Whether open images are in the ring's table.
+    pub fixed_files: FixedFiles,
+    /// Whether completions on images are polled for.
+    pub io_poll: IoPoll,
+}
 
 /// Running event loops.
 pub struct Workers {
@@ -22,18 +35,12 @@ struct Worker {
 }
 
 impl Workers {
-    /// Starts `count` loops, at least one, that look out for events for up to `polling` before they
-    /// sleep, and have images in the ring's table or not.
-    pub fn start(
-        count: usize,
-        choice: EngineChoice,
-        polling: Duration,
-        fixed: FixedFiles,
-    ) -> Result<Self> {
-        let (first, report) = start_one(0, choice, polling, fixed)?;
+    /// Starts `count` loops, at least one.
+    pub fn start(count: usize, options: LoopOptions) -> Result<Self> {
+        let (first, report) = start_one(0, options)?;
         let mut threads = vec![first];
         for index in 1..count {
-            threads.push(start_one(index, choice, polling, fixed)?.0);
+            threads.push(start_one(index, options)?.0);
         }
         Ok(Self { threads, report })
     }
@@ -72,19 +79,15 @@ impl Workers {
     }
 }
 
-fn start_one(
-    index: usize,
-    choice: EngineChoice,
-    polling: Duration,
-    fixed: FixedFiles,
-) -> Result<(Worker, EngineReport)> {
+fn start_one(index: usize, options: LoopOptions) -> Result<(Worker, EngineReport)> {
     let (give, made) = std::sync::mpsc::channel();
     let (stop, stopped) = oneshot::channel();
-    let work = move || match EventLoop::new(choice) {
+    let work = move || match EventLoop::new(options.engine) {
         Err(error) => drop(give.send(Err(error))),
         Ok(mut event_loop) => {
-            event_loop.poll_at_most(polling);
-            event_loop.fix_files(fixed);
+            event_loop.poll_at_most(options.polling);
+            event_loop.fix_files(options.fixed_files);
+            event_loop.io_poll(options.io_poll);
             let report = event_loop.report().clone();
             if give.send(Ok((event_loop.handle(), report))).is_ok() {
                 // An error means that the one who could stop us is gone.
@@ -96,7 +99,7 @@ fn start_one(
     let thread =
         std::thread::Builder::new().name(name).spawn(work).context("cannot start a thread")?;
     let made = made.recv().context("a worker ended before it began")?;
-    let (handle, report) = made.map_err(|error| unavailable(choice, &error))?;
+    let (handle, report) = made.map_err(|error| unavailable(options.engine, &error))?;
     Ok((Worker { handle, stop, thread }, report))
 }
 

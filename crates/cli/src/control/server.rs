@@ -11,7 +11,9 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
 use blockhouse_disk::{Disk, Pause};
-use blockhouse_engine::{EngineChoice, FixedFiles, HostFile, Listener, Stream, Submission, sleep};
+use blockhouse_engine::{
+    EngineChoice, FixedFiles, HostFile, IoPoll, Listener, Stream, Submission, sleep,
+};
 use blockhouse_nbd::{Bound, SocketFile};
 use futures_channel::oneshot;
 use futures_util::future::{Either, FutureExt, LocalBoxFuture, Shared, select};
@@ -21,7 +23,7 @@ use serde_json::Value;
 use super::lines::{Line, Lines};
 use super::{Changed, Created, MOST_LINE, Named, Renamed, Reply, Request};
 use crate::snapshot_list::Listed;
-use crate::workers::Workers;
+use crate::workers::{LoopOptions, Workers};
 
 /// Connections at the same time; further ones are refused.
 const MOST_CLIENTS: usize = 16;
@@ -60,7 +62,8 @@ impl Control {
             Ok(Served { path, disk: Arc::clone(disk) })
         };
         let images = images.iter().zip(disks).map(served).collect::<Result<Vec<_>>>()?;
-        let workers = Workers::start(1, engine, Duration::ZERO, FixedFiles::Off)?;
+        let (polling, fixed_files, io_poll) = (Duration::ZERO, FixedFiles::Off, IoPoll::Off);
+        let workers = Workers::start(1, LoopOptions { engine, polling, fixed_files, io_poll })?;
         let (stop, stopped) = oneshot::channel();
         let over = workers.first().spawn(move || serve(listener, images, stopped.shared()));
         Ok(Self { workers, stop, over, _file: bound.file })
