@@ -62,6 +62,8 @@ pub enum Scenario {
     GuestVhostUser,
     /// The kernel's NBD client
     Nbd,
+    /// Completions that are polled for: the disks' interrupts, with and without
+    IoPoll,
 }
 
 /// Runs the chosen scenarios; skipped, with the reason, where the machine cannot run them.
@@ -95,6 +97,7 @@ pub fn run(workspace: &Workspace, options: &Options) -> Result<()> {
             Scenario::Guest => guest::run(&base, Export::Nbd, FileSystem::Ext4),
             Scenario::GuestVhostUser => guest::run(&base, Export::VhostUser, FileSystem::Xfs),
             Scenario::Nbd => scenarios::nbd(&base),
+            Scenario::IoPoll => scenarios::io_poll(&base),
         };
         let verdict = if result.is_ok() { "ok" } else { "FAILED" };
         println!("vm: {scenario:?} {verdict} after {:.1} s", started.elapsed().as_secs_f64());

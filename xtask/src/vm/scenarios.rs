@@ -57,6 +57,15 @@ pub fn nbd(base: &Base) -> Result<()> {
     passed(machine.run("xtask inside nbd disk", PATIENCE)?)
 }
 
+/// A server that polls for completions, and the interrupts of the disks below.
+pub fn io_poll(base: &Base) -> Result<()> {
+    let disks = Disks::new(base)?;
+    let mut machine = Machine::new(base, 1024)?;
+    machine.disk(Bus::Nvme, "nvme", &disks.empty("nvme", DISK)?);
+    machine.disk(Bus::Virtio, "virtio", &disks.empty("virtio", DISK)?);
+    passed(machine.run("xtask inside io-poll nvme virtio", PATIENCE)?)
+}
+
 /// Prints what the job said; anything but an exit status of 0 is an error.
 fn passed(outcome: Outcome) -> Result<()> {
     print!("{}", outcome.success()?);

@@ -53,6 +53,19 @@ impl Server {
         &self.socket
     }
 
+    /// How long its threads have run on processors so far, in nanoseconds.
+    pub fn processor_time(&self) -> Result<u64> {
+        let tasks = format!("/proc/{}/task", self.child.id());
+        let mut time = 0;
+        for task in std::fs::read_dir(tasks).context("the server is gone")? {
+            // Documentation/scheduler/sched-stats.rst: the first number.
+            let text = std::fs::read_to_string(task?.path().join("schedstat"))?;
+            let first = text.split_whitespace().next().context("the kernel counts no time")?;
+            time += first.parse::<u64>()?;
+        }
+        Ok(time)
+    }
+
     /// Tells it that its image may have another length.
     pub fn look_at_length(&self) -> Result<()> {
         self.signal(Signal::HUP)

@@ -9,7 +9,8 @@ use crate::compare::pattern;
 
 const REQUEST_MAGIC: u32 = 0x2560_9513;
 const REPLY_MAGIC: u32 = 0x6744_6698;
-const COMMAND_READ: u16 = 0;
+/// A read.
+pub const COMMAND_READ: u16 = 0;
 /// A write.
 pub const COMMAND_WRITE: u16 = 1;
 const COMMAND_DISCONNECT: u16 = 2;

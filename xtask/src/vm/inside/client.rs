@@ -1,4 +1,4 @@
-//! A small NBD client: every kind of change, one at a time or many at once.
+//! A small NBD client: every kind of change, one at a time or many at once, and single reads.
 //!
 //! The handshake and the layout of requests are those of the comparison's light client. A reply that
 //! tells an error, or none at all, is an error here.
@@ -61,6 +61,17 @@ impl Client {
             ensure!(std::mem::take(slot), "a second reply to request {cookie}");
         }
         Ok(())
+    }
+
+    /// Reads `length` bytes at `offset`.
+    pub fn read(&mut self, offset: u64, length: u32) -> Result<Vec<u8>> {
+        let request = wire::header(wire::COMMAND_READ, 0, 0, offset, length);
+        self.stream.write_all(&request).context("cannot send")?;
+        let mut reply = vec![0; wire::REPLY + length as usize];
+        self.stream.read_exact(&mut reply[..wire::REPLY]).context("no reply")?;
+        wire::parse_reply(reply.first_chunk().expect("a reply is longer than its header"))?;
+        self.stream.read_exact(&mut reply[wire::REPLY..]).context("a reply without its data")?;
+        Ok(reply.split_off(wire::REPLY))
     }
 
     /// Ends the connection by the protocol.

@@ -11,6 +11,7 @@ pub mod fio;
 pub mod fua;
 pub mod guest;
 pub mod images;
+pub mod io_poll;
 pub mod nbd;
 pub mod power;
 pub mod report;
@@ -61,6 +62,13 @@ pub enum Task {
         /// The disk that the image lies on
         disk: String,
     },
+    /// Count the interrupts of disks whose completions a server polls for
+    IoPoll {
+        /// The serial number of an NVMe disk
+        nvme: String,
+        /// That of a virtio disk
+        virtio: String,
+    },
     /// Let a server write to a disk that logs, and mark each acknowledgement
     PowerRecord {
         /// What serves what: its place among all configurations
@@ -91,6 +99,7 @@ pub fn run(task: Task) -> Result<()> {
         Task::GuestAgain { disk, frozen, file_system } => guest::again(&disk, &frozen, file_system),
         Task::GuestCache { disk, from, to } => cache::run(&disk, from, to),
         Task::Nbd { disk } => nbd::run(&disk),
+        Task::IoPoll { nvme, virtio } => io_poll::run(&nvme, &virtio),
         Task::PowerRecord { configuration, disk, log } => {
             let configuration = CONFIGURATIONS.get(configuration).context("no such thing")?;
             power::record(*configuration, &disk, &log)
