@@ -7,6 +7,10 @@
 //! a slow disk's write began it sleeps; after that write completed, when the guest's next request
 //! follows quickly, it looks out: one slow source does not speak for the others.
 //!
+//! And an event that comes soon need not come sooner for being looked out for: where a disk takes most
+//! of the time, or somebody else needs the processor to make the event, looking out gains nothing. So
+//! now and then the loop does the other thing, and keeps to what the next event follows sooner after.
+//!
 //! Promises: no memory is taken after the start; looking out in vain takes at most a tenth of a
 //! processor beyond a short burst; a loop without events costs nothing, since only an event can end
 //! its sleep.
@@ -26,8 +30,17 @@ const PLACES: usize = 1024;
 /// within few events when a source becomes quick again.
 const LONGEST_GAP: u64 = 4;
 
-/// An estimate moves this fraction of the way to each gap that is seen.
+/// An estimate moves this fraction of the way to each gap that is seen; a comparison more slowly, since
+/// single gaps differ by more than what is compared.
 const WEIGHT: u64 = 4;
+const CALM_WEIGHT: u64 = 8;
+
+/// Looking out pays where it makes the gap shorter by this fraction at least.
+const GAIN: u64 = 8;
+
+/// After how many rests the other thing is tried, at first and when it has been tried often in vain.
+const FIRST_PATIENCE: u16 = 16;
+const LAST_PATIENCE: u16 = 256;
 
 /// Where the estimate is above the limit, but events are not rare either, one look-out in this many
 /// is done all the same: a gap that was slept through includes the time that waking takes.
@@ -70,13 +83,29 @@ impl Source {
     }
 }
 
-/// The estimates of one loop. All times are in nanoseconds.
+/// What is known of the events after one source. All times are in nanoseconds.
+#[derive(Clone)]
+struct Estimate {
+    /// How soon the next event follows.
+    gap: u64,
+    /// The same of those gaps that were looked through, and of those slept through, if there were any.
+    looked: Option<u64>,
+    slept: Option<u64>,
+    /// Whether looking out paid when that was last asked.
+    pays: bool,
+    /// Rests until the other thing is tried, and how many there were the last time.
+    until_trial: u16,
+    patience: u16,
+}
+
+/// The estimates of one loop.
 pub(crate) struct Poller {
     at_most: u64,
-    /// By source: how soon the next event follows.
-    estimates: Box<[u64]>,
-    /// What happened last.
+    /// By source.
+    estimates: Box<[Estimate]>,
+    /// What happened last, and what had when the rest began: its end is another event.
     last: Source,
+    rests_after: Source,
     /// Look-outs that the estimate spoke against.
     refused: u32,
     allowance: u64,
@@ -97,8 +126,9 @@ impl Poller {
         let at_most = nanoseconds(at_most);
         Self {
             at_most,
-            estimates: vec![at_most; PLACES].into_boxed_slice(),
+            estimates: vec![Estimate::new(at_most); PLACES].into_boxed_slice(),
             last: Source::NOTE,
+            rests_after: Source::NOTE,
             refused: 0,
             allowance: SAVINGS,
             renewed: None,
@@ -116,9 +146,17 @@ impl Poller {
             return None;
         }
         self.renew(now);
-        let estimate = self.estimates[usize::from(self.last.0)];
+        self.rests_after = self.last;
         let rare = LONGEST_GAP * self.at_most;
-        let worthwhile = estimate <= self.at_most || (estimate < rare * 3 / 4 && self.is_trial());
+        let estimate = &mut self.estimates[usize::from(self.last.0)];
+        let worthwhile = match estimate.gap {
+            gap if gap <= self.at_most => estimate.speaks_for_looking(),
+            gap => {
+                // What was found out was of other times.
+                *estimate = Estimate::new(gap);
+                gap < rare * 3 / 4 && self.is_trial()
+            }
+        };
         let window = worthwhile && self.allowance >= self.at_most;
         window.then(|| Duration::from_nanos(self.at_most))
     }
@@ -133,19 +171,55 @@ impl Poller {
         self.allowance = self.allowance.saturating_add(since / SHARE).min(SAVINGS);
     }
 
-    /// Learns from a rest of that length, which the next event ended.
+    /// Learns from the rest that was asked about last: it took so long, and the next event ended it.
     pub(crate) fn learn(&mut self, gap: Duration, outcome: Outcome) {
-        let estimate = &mut self.estimates[usize::from(self.last.0)];
+        let gap = nanoseconds(gap).min(LONGEST_GAP * self.at_most);
+        let estimate = &mut self.estimates[usize::from(self.rests_after.0)];
         match outcome {
             // What was learnt asleep is outdated.
-            Outcome::Caught => *estimate = (*estimate).min(self.at_most),
+            Outcome::Caught => estimate.gap = estimate.gap.min(self.at_most),
             Outcome::Slept { in_vain } => {
                 self.allowance = self.allowance.saturating_sub(nanoseconds(in_vain));
             }
         }
-        let gap = nanoseconds(gap).min(LONGEST_GAP * self.at_most);
-        *estimate = (*estimate * (WEIGHT - 1) + gap) / WEIGHT;
+        estimate.gap = closer(estimate.gap, gap, WEIGHT);
+        let way = match outcome {
+            Outcome::Slept { in_vain: Duration::ZERO } => &mut estimate.slept,
+            Outcome::Caught | Outcome::Slept { .. } => &mut estimate.looked,
+        };
+        *way = Some(way.map_or(gap, |known| closer(known, gap, CALM_WEIGHT)));
     }
+}
+
+impl Estimate {
+    fn new(gap: u64) -> Self {
+        let (until_trial, patience) = (FIRST_PATIENCE, FIRST_PATIENCE);
+        Self { gap, looked: None, slept: None, pays: true, until_trial, patience }
+    }
+
+    /// What has paid so far, or for once the other thing.
+    fn speaks_for_looking(&mut self) -> bool {
+        let pays = match (self.looked, self.slept) {
+            (Some(looked), Some(slept)) => looked < slept - slept / GAIN,
+            _ => true,
+        };
+        if std::mem::replace(&mut self.pays, pays) != pays {
+            self.patience = FIRST_PATIENCE;
+            self.until_trial = FIRST_PATIENCE;
+        }
+        if self.until_trial > 0 {
+            self.until_trial -= 1;
+            return pays;
+        }
+        self.patience = (self.patience * 2).min(LAST_PATIENCE);
+        self.until_trial = self.patience;
+        !pays
+    }
+}
+
+/// `known`, moved a fraction of the way to what was seen.
+fn closer(known: u64, seen: u64, weight: u64) -> u64 {
+    (known * (weight - 1) + seen) / weight
 }
 
 fn nanoseconds(duration: Duration) -> u64 {

@@ -91,12 +91,13 @@ impl Watches {
         drop(entry);
     }
 
-    /// Passes an event on. One for a watch that is gone is forgotten.
+    /// Passes an event on. One for a watch that is gone is forgotten. Gives its source, unless it is of
+    /// something that the loop saw before: then it says nothing of what comes next.
     pub(crate) fn signal(&self, key: WatchKey) -> Option<Source> {
         let list = self.list.borrow();
         let entry = list.iter().find(|entry| entry.key == key)?;
         entry.events.happen();
-        Some(entry.source)
+        entry.lookout.look().then_some(entry.source)
     }
 
     /// Looks for events. Gives the source of one of them.
