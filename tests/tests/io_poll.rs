@@ -34,6 +34,15 @@ fn a_refused_image_is_not_made() {
 }
 
 #[test]
+fn a_missing_image_is_said_to_be_missing() {
+    let scratch = Scratch::new();
+    for image in [scratch.path("none.img"), scratch.path("no/folder/none.img")] {
+        let serve = Serve::new(&scratch, &image).option("--io-poll", "on");
+        serve.refused().failed(&["none.img", "No such file", "check the path"]);
+    }
+}
+
+#[test]
 fn other_engines_are_refused() {
     let scratch = Scratch::new();
     let image = scratch.image("disk.img", 1 << 20);

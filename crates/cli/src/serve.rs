@@ -229,7 +229,7 @@ pub fn run(arguments: Arguments, verbose: bool) -> Result<()> {
     signal_hook::flag::register(SIGXFSZ, Arc::default()).context("cannot watch for signals")?;
     let workers = Workers::start(arguments.workers.into(), arguments.loop_options())?;
     if arguments.io_poll == IoPoll::On {
-        io_poll::check(workers.report(), arguments.images.iter().map(PathBuf::as_path))?;
+        io_poll::check(workers.report(), &arguments.images, arguments.create)?;
     }
     // Before the image: an address in use must not leave a new image behind.
     let places = listen(&arguments, &names)?;

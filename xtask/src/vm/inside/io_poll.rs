@@ -6,18 +6,20 @@
 //! where they need a flush. Durable writes reach the disk as without polling. A server whose client asks for
 //! nothing more sleeps.
 
+use std::fs::File;
 use std::path::Path;
+use std::process::Command;
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
 
 use super::client::{Change, Client};
 use super::direct::{BLOCK, STRIDE, WRITES};
-use super::images::State;
+use super::images::{SIZE, State};
 use super::serve::serve;
 use super::system::{self, FileSystem, Mount};
 use super::trace::{self, Counts};
-use crate::vm::server::Server;
+use crate::vm::server::{Export, Server};
 
 /// Between two looks at what a server does.
 const LOOK: Duration = Duration::from_millis(100);
@@ -58,6 +60,7 @@ pub fn run(nvme: &str, virtio: &str) -> Result<()> {
         for (state, format) in [(State::RawWritten, "raw"), (State::Qcow2Written, "qcow2")] {
             show(state.name(), &disk, &state.make(mount.place(), "image")?, format)?;
         }
+        show_exception(&disk, mount.place())?;
         mount.unmount()?;
     }
     Ok(())
@@ -81,14 +84,45 @@ fn show(name: &str, disk: &Path, image: &Path, format: &str) -> Result<()> {
     Ok(())
 }
 
+/// A backing file in memory, where nothing can be polled for, below an image in `folder` on `disk`: what is
+/// read from it is right, there is one warning, and what the image holds is polled for.
+fn show_exception(disk: &Path, folder: &Path) -> Result<()> {
+    let (backing, image) =
+        (State::RawWritten.make(Path::new("/tmp"), "backing")?, folder.join("overlay"));
+    let options = format!("backing_file={},backing_fmt=raw", backing.display());
+    let name = image.to_str().context("a folder without a name")?;
+    system::tool(
+        "blockhouse",
+        &["create", "--format", "qcow2", "-o", &options, name, &SIZE.to_string()],
+    )?;
+    let log = Path::new("/tmp/log");
+    let mut command = Command::new("blockhouse");
+    command.args(["serve", name, "--format", "qcow2", "--io-poll", "on"]);
+    command.stderr(File::create(log)?);
+    let server = Server::start(command, Export::Nbd, Path::new("/tmp/overlay.sock"))?;
+    let mut client = Client::connect(server.socket())?;
+    read_all(&mut client, Some(0xa5))?;
+    write_all(&mut client, 3)?;
+    let reads = interrupts_of(disk, || read_all(&mut client, Some(3)))?;
+    client.close()?;
+    server.stop()?;
+    let said = system::read(log)?;
+    println!(
+        "  {}, qcow2 over a file in memory: {reads} interrupts for reads; {said}",
+        disk.display()
+    );
+    let is_warning = said.contains("WARN") && said.contains(&backing.display().to_string());
+    ensure!(is_warning && said.lines().count() == 1, "one warning is expected");
+    ensure!(reads == 0, "reads that are not polled for");
+    Ok(())
+}
+
 fn use_server(server: &Server, disk: &Path) -> Result<Found> {
     let mut client = Client::connect(server.socket())?;
     // What is read for the first time is a qcow2 image's table.
     read_all(&mut client, None)?;
     rustix::fs::sync();
-    let write = |index| Change::Write { offset: index * STRIDE, data: vec![1; BLOCK] };
-    let writes: Vec<_> = (0..WRITES).map(write).collect();
-    let writes = interrupts_of(disk, || client.together(&writes))?;
+    let writes = interrupts_of(disk, || write_all(&mut client, 1))?;
     let reads = interrupts_of(disk, || read_all(&mut client, Some(1)))?;
     let mut requests = Counts::default();
     let durable = interrupts_of(disk, || {
@@ -104,6 +138,12 @@ fn use_server(server: &Server, disk: &Path) -> Result<Found> {
     sleeps(server)?;
     client.close()?;
     Ok(Found { writes, reads, durable, requests })
+}
+
+/// Fills all blocks with `mark`, at the same time.
+fn write_all(client: &mut Client, mark: u8) -> Result<()> {
+    let write = |index| Change::Write { offset: index * STRIDE, data: vec![mark; BLOCK] };
+    client.together(&(0..WRITES).map(write).collect::<Vec<_>>())
 }
 
 /// Reads all blocks, one after the other; they must be full of `mark`.
