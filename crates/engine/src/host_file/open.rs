@@ -1,5 +1,6 @@
 //! Opening and making host files, and what is found out then.
 
+use std::os::fd::OwnedFd;
 use std::os::unix::fs::FileTypeExt;
 use std::path::Path;
 use std::sync::Arc;
@@ -92,8 +93,7 @@ impl HostFile {
                 None => failed(error),
             }
         })?;
-        // To io_uring the flag would mean "fail rather than wait" from here on.
-        rustix::fs::fcntl_setfl(&descriptor, mode | direct).map_err(failed)?;
+        settle_flags(&descriptor, mode | direct).map_err(failed)?;
         let residence = probe::residence(&descriptor);
         let file = File::new(descriptor, residence, caching);
         if caching == Caching::Direct {
@@ -133,6 +133,16 @@ impl HostFile {
         let (file, size) = (Arc::new(file), size.into());
         let probe::Device { durable_write, write_cache, .. } = device;
         Ok(Self { file, tail, name, kind, size, alignment, durable_write, write_cache, refused })
+    }
+}
+
+/// Sets the flags that reads and writes are to have. Not `O_NONBLOCK`: to io_uring that would mean "fail
+/// rather than wait".
+fn settle_flags(descriptor: &OwnedFd, flags: OFlags) -> rustix::io::Result<()> {
+    // To note when a disk was last read is work at every read. Only the file's owner may leave it out.
+    match rustix::fs::fcntl_setfl(descriptor, flags | OFlags::NOATIME) {
+        Err(Errno::PERM) => rustix::fs::fcntl_setfl(descriptor, flags),
+        outcome => outcome,
     }
 }
 
