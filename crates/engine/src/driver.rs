@@ -6,6 +6,8 @@ use std::time::Instant;
 
 use crate::fixed::{FixedFiles, Number};
 use crate::io_poll::IoPoll;
+use crate::mapping::Mapping;
+use crate::membership::Membership;
 use crate::operation::{Operation, OperationTable, Token};
 use crate::watches::WatchKey;
 
@@ -51,6 +53,18 @@ pub(crate) trait Driver {
     /// Whether operations are under way that only a turn completes, and nothing announces: until they
     /// are over, no turn sleeps.
     fn is_polling(&self) -> bool;
+
+    /// Puts memory into slots of the engine's own table, if it has such a table.
+    ///
+    /// # Errors
+    /// The kernel's; requests for what has no slot are carried out all the same.
+    fn register_memory(&mut self, memory: &Membership<Mapping>) -> io::Result<()>;
+
+    /// Nobody uses this memory any more, which may have slots: they are free.
+    fn forget_memory(&mut self, mapping: &Mapping);
+
+    /// Gives back all slots of memory. No operation is under way.
+    fn forget_all_memory(&mut self);
 
     /// Submits what waits for submission, then sleeps as `rest` says until something happens (a
     /// completion, the bell, the deadline), then appends all results to `done`. `operations` holds

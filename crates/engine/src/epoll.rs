@@ -14,6 +14,8 @@ use crate::driver::{Completion, Driver, Rest};
 use crate::fixed::{FixedFiles, Number};
 use crate::io_poll::IoPoll;
 use crate::linux_aio::LinuxAio;
+use crate::mapping::Mapping;
+use crate::membership::Membership;
 use crate::operation::{Operation, OperationTable, Token};
 use crate::remote::Remote;
 use crate::system_call::{FileCall, run_inline, try_socket};
@@ -189,6 +191,15 @@ impl Driver for Epoll {
     fn is_polling(&self) -> bool {
         false
     }
+
+    /// No system call that this engine makes knows another name for memory than its address.
+    fn register_memory(&mut self, _: &Membership<Mapping>) -> io::Result<()> {
+        Ok(())
+    }
+
+    fn forget_memory(&mut self, _: &Mapping) {}
+
+    fn forget_all_memory(&mut self) {}
 
     fn start(&mut self, token: Token, operation: &Operation) {
         let Some(call) = FileCall::of(operation) else {

@@ -138,8 +138,9 @@ impl Drop for EventLoop {
             local.tasks.clear();
         }
         drop(local.remote.mailbox.close());
-        // Nobody hears any more of files that are closed; the ring itself may be kept by a future.
+        // Nobody hears any more of what is closed or unused; the ring itself may be kept by a future.
         local.fix_files(FixedFiles::Off);
+        local.forget_all_memory();
     }
 }
 

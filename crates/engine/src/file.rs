@@ -6,8 +6,9 @@ use std::sync::Arc;
 use rustix::fs::{Mode, OFlags};
 
 use crate::byte_lock;
-use crate::fixed::Membership;
+use crate::fixed::Number;
 use crate::io_poll::Pollable;
+use crate::membership::Membership;
 use crate::orphans::Orphans;
 
 /// An open file and what an engine must know to choose a way for it.
@@ -18,7 +19,7 @@ pub(crate) struct File {
     /// Of the file, however often it is open.
     pub(crate) orphans: Arc<Orphans>,
     /// In which rings it has a slot.
-    pub(crate) membership: Membership,
+    pub(crate) membership: Membership<Number>,
     /// Which completions can be polled for.
     pub(crate) pollable: Pollable,
 }
@@ -43,7 +44,7 @@ pub(crate) enum Caching {
 
 impl File {
     pub(crate) fn new(descriptor: OwnedFd, residence: Residence, caching: Caching) -> Self {
-        let (orphans, membership) = (Arc::default(), Membership::new());
+        let (orphans, membership) = (Arc::default(), Membership::new(Number::take()));
         let pollable = match caching {
             Caching::Direct => Pollable::find(&descriptor),
             Caching::PageCache => Pollable::nothing(),
@@ -57,7 +58,7 @@ impl File {
         let descriptor = rustix::fs::open(path, access | OFlags::CLOEXEC, Mode::empty())?;
         let orphans = Arc::clone(&self.orphans);
         let (residence, caching) = (self.residence, Caching::PageCache);
-        let (membership, pollable) = (Membership::new(), Pollable::nothing());
+        let (membership, pollable) = (Membership::new(Number::take()), Pollable::nothing());
         Ok(Self { descriptor, residence, caching, orphans, membership, pollable })
     }
 

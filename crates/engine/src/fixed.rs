@@ -11,10 +11,12 @@
 
 use std::io;
 use std::os::fd::RawFd;
-use std::sync::{Arc, Weak};
+use std::sync::Arc;
 
 use io_uring::Submitter;
 use parking_lot::Mutex;
+
+use crate::membership::{Holder, Membership};
 
 /// Slots of one ring. One that serves more images at a time reaches the others plainly.
 const SLOTS: u32 = 256;
@@ -41,7 +43,7 @@ struct Numbers {
 static NUMBERS: Mutex<Numbers> = Mutex::new(Numbers { free: Vec::new(), next: 0 });
 
 impl Number {
-    fn take() -> Self {
+    pub(crate) fn take() -> Self {
         let mut numbers = NUMBERS.lock();
         let fresh = numbers.next;
         Self(numbers.free.pop().unwrap_or_else(|| {
@@ -58,40 +60,6 @@ impl Number {
 impl Drop for Number {
     fn drop(&mut self) {
         NUMBERS.lock().free.push(self.0);
-    }
-}
-
-/// A loop that has files in slots.
-pub(crate) trait Holder: Send + Sync {
-    /// The file with this number is closed: its slot is to be emptied, on the loop's own thread.
-    fn file_closed(&self, number: Arc<Number>);
-}
-
-/// Where an open file has slots. Dropped with the file, and then every loop is told.
-pub(crate) struct Membership {
-    number: Arc<Number>,
-    holders: Mutex<Vec<Weak<dyn Holder>>>,
-}
-
-impl Membership {
-    pub(crate) fn new() -> Self {
-        Self { number: Arc::new(Number::take()), holders: Mutex::default() }
-    }
-
-    fn add(&self, holder: &Arc<dyn Holder>) {
-        let mut holders = self.holders.lock();
-        holders.retain(|holder| holder.strong_count() > 0);
-        holders.push(Arc::downgrade(holder));
-    }
-}
-
-impl Drop for Membership {
-    fn drop(&mut self) {
-        for holder in self.holders.get_mut().drain(..) {
-            if let Some(holder) = holder.upgrade() {
-                holder.file_closed(Arc::clone(&self.number));
-            }
-        }
     }
 }
 
@@ -114,7 +82,7 @@ enum Standing {
 
 /// The table of one ring.
 pub(crate) struct FixedTable {
-    holder: Arc<dyn Holder>,
+    holder: Arc<dyn Holder<Number>>,
     state: State,
     /// By the file's number.
     standing: Vec<Standing>,
@@ -134,7 +102,7 @@ enum State {
 
 impl FixedTable {
     /// The table of a ring whose loop is `holder`. It takes nothing before the first file comes.
-    pub(crate) fn new(holder: Arc<dyn Holder>, fixed: FixedFiles) -> Self {
+    pub(crate) fn new(holder: Arc<dyn Holder<Number>>, fixed: FixedFiles) -> Self {
         let state = match fixed {
             FixedFiles::On => State::Wanted,
             FixedFiles::Off => State::Absent,
@@ -146,10 +114,10 @@ impl FixedTable {
     pub(crate) fn place(
         &mut self,
         ring: &Submitter<'_>,
-        file: &Membership,
+        file: &Membership<Number>,
         descriptor: RawFd,
     ) -> Place {
-        match self.standing.get(file.number.index()) {
+        match self.standing.get(file.thing().index()) {
             Some(Standing::Slot(slot)) => Place::Slot(*slot),
             Some(Standing::Refused) => Place::Descriptor(descriptor),
             Some(Standing::Outside) | None => match self.admit(ring, file, descriptor) {
@@ -159,12 +127,17 @@ impl FixedTable {
         }
     }
 
-    fn admit(&mut self, ring: &Submitter<'_>, file: &Membership, descriptor: RawFd) -> Option<u32> {
+    fn admit(
+        &mut self,
+        ring: &Submitter<'_>,
+        file: &Membership<Number>,
+        descriptor: RawFd,
+    ) -> Option<u32> {
         if self.state == State::Wanted {
             self.register(ring);
         }
         let slot = self.free.pop()?;
-        let index = file.number.index();
+        let index = file.thing().index();
         if self.standing.len() <= index {
             self.standing.resize(index + 1, Standing::Outside);
         }
@@ -176,7 +149,7 @@ impl FixedTable {
             return None;
         }
         self.standing[index] = Standing::Slot(slot);
-        self.slots[slot as usize] = Some(Arc::clone(&file.number));
+        self.slots[slot as usize] = Some(Arc::clone(file.thing()));
         file.add(&self.holder);
         Some(slot)
     }

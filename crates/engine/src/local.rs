@@ -13,6 +13,8 @@ use crate::engine::{Engine, EngineReport};
 use crate::fixed::FixedFiles;
 use crate::io_poll::IoPoll;
 use crate::line::Ticket;
+use crate::mapping::Mapping;
+use crate::membership::Membership;
 use crate::operation::{Operation, OperationTable, Token};
 use crate::poll::{DEFAULT_POLLING, Outcome, Phase, Poller, Source};
 use crate::remote::{Note, Ready, Remote};
@@ -85,6 +87,16 @@ impl Local {
     pub(crate) fn set_io_poll(&self, io_poll: IoPoll) {
         self.io_poll.set(io_poll);
         self.driver.borrow_mut().io_poll(io_poll);
+    }
+
+    /// Puts memory into slots of the ring.
+    pub(crate) fn register_memory(&self, memory: &Membership<Mapping>) -> io::Result<()> {
+        self.driver.borrow_mut().register_memory(memory)
+    }
+
+    /// Gives back all slots of memory. No operation is under way.
+    pub(crate) fn forget_all_memory(&self) {
+        self.driver.borrow_mut().forget_all_memory();
     }
 
     /// Whether others have something for this loop, found without a system call.
@@ -206,6 +218,7 @@ impl Local {
                 Note::Call(call) => call(),
                 Note::Completed(token, result) => self.complete(token, result),
                 Note::Closed(number) => self.driver.borrow_mut().forget_file(&number),
+                Note::Unused(mapping) => self.driver.borrow_mut().forget_memory(&mapping),
             }
         }
         self.timers.fire();

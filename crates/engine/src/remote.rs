@@ -13,8 +13,10 @@ use std::task::Wake;
 
 use rustix::event::EventfdFlags;
 
-use crate::fixed::{Holder, Number};
+use crate::fixed::Number;
 use crate::mailbox::{Bell, Mailbox};
+use crate::mapping::Mapping;
+use crate::membership::Holder;
 use crate::operation::Token;
 use crate::queued::Queued;
 
@@ -32,6 +34,8 @@ pub(crate) enum Note {
     Completed(Token, i32),
     /// A file that has a slot in the loop's ring was closed.
     Closed(Arc<Number>),
+    /// Nobody uses this memory any more, which has slots in the loop's ring.
+    Unused(Arc<Mapping>),
 }
 
 /// The part of a loop that other threads see.
@@ -62,9 +66,15 @@ impl Remote {
     }
 }
 
-impl Holder for Remote {
-    fn file_closed(&self, number: Arc<Number>) {
+impl Holder<Number> for Remote {
+    fn released(&self, number: Arc<Number>) {
         self.post(Note::Closed(number));
+    }
+}
+
+impl Holder<Mapping> for Remote {
+    fn released(&self, mapping: Arc<Mapping>) {
+        self.post(Note::Unused(mapping));
     }
 }
 

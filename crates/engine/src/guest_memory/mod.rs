@@ -7,10 +7,13 @@
 
 mod shared;
 
+use std::io;
 use std::sync::Arc;
 
 use blockhouse_core::{IoVector, Segment};
 pub use shared::{SharedMemory, View};
+
+use crate::local;
 
 /// A run of the guest's physical addresses and the memory behind it.
 #[derive(Clone, Debug)]
@@ -83,6 +86,27 @@ impl GuestMemory {
         let before = self.regions.len();
         self.regions.retain(|region| !is_it(region));
         self.regions.len() < before
+    }
+
+    /// Registers all regions with the ring of the current thread's loop, so that requests need not have
+    /// their pages found and pinned; those registered before are left as they are. Without effect where
+    /// the engine has no ring.
+    ///
+    /// A region is given back when nothing uses it any more, neither a set of regions nor an operation.
+    /// Until then its pages are pinned: they count against `RLIMIT_MEMLOCK`, and if they are taken out of
+    /// the file (a balloon does that), operations go on with the pages that were there before.
+    ///
+    /// # Errors
+    /// The kernel's, with requests for the rest of the memory carried out as if this had not been called:
+    /// `OutOfMemory` beyond `RLIMIT_MEMLOCK`.
+    ///
+    /// # Panics
+    /// Outside of an event loop.
+    pub fn register(&self) -> io::Result<()> {
+        let register = |region: &GuestRegion| {
+            local::current(|local| local.register_memory(region.memory.pages()))
+        };
+        self.regions.iter().try_for_each(register)
     }
 
     /// The guest's address of what the front-end has at `user`.

@@ -4,26 +4,27 @@
 //! of bytes are copied by address, each byte once. So whatever the others do meanwhile, a value is one that somebody
 //! stored, and nothing is undefined. Every access is checked against the length of the mapping.
 
+use std::fmt;
 use std::io;
 use std::os::fd::AsFd;
-use std::ptr::{self, NonNull};
+use std::ptr::NonNull;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU8, AtomicU16, AtomicU32, AtomicU64, Ordering};
 
-use rustix::mm::{MapFlags, ProtFlags};
+use crate::mapping::Mapping;
+use crate::membership::Membership;
 
 /// `HUGETLBFS_MAGIC` from `<linux/magic.h>`: files of pages that are larger than the usual ones.
 const HUGETLBFS_MAGIC: u64 = 0x9584_58f6;
 
-/// Memory shared with others, unmapped when dropped.
-#[derive(Debug)]
+/// Memory shared with others. It is unmapped when it is dropped and every ring has emptied the slots that
+/// it has there.
 pub struct SharedMemory {
     /// Of the bytes that were asked for.
     address: NonNull<u8>,
     length: usize,
-    /// Of the whole pages around them.
-    mapped: NonNull<u8>,
-    mapped_length: usize,
+    /// The whole pages around them, and in which rings they have slots.
+    pages: Membership<Mapping>,
 }
 
 // SAFETY: the object owns its mapping, which is not tied to a thread.
@@ -53,21 +54,15 @@ impl SharedMemory {
         if size < offset + length as u64 {
             return Err(invalid("the file ends before the range does"));
         }
-        // SAFETY: a new mapping at an address of the kernel's choice touches nobody's memory.
-        let mapped = unsafe {
-            rustix::mm::mmap(
-                ptr::null_mut(),
-                mapped_length,
-                ProtFlags::READ | ProtFlags::WRITE,
-                MapFlags::SHARED | MapFlags::NORESERVE,
-                &file,
-                start,
-            )?
-        };
-        let mapped = NonNull::new(mapped.cast()).expect("a mapping is nowhere near address 0");
+        let pages = Mapping::of(&file, start, mapped_length)?;
         // SAFETY: `lead` lies inside the first page of the mapping.
-        let address = unsafe { mapped.add(lead) };
-        Ok(Self { address, length, mapped, mapped_length })
+        let address = unsafe { pages.start().add(lead) };
+        Ok(Self { address, length, pages: Membership::new(pages) })
+    }
+
+    /// The pages, for a ring's table.
+    pub(super) fn pages(&self) -> &Membership<Mapping> {
+        &self.pages
     }
 
     /// How many bytes.
@@ -149,11 +144,9 @@ impl SharedMemory {
     }
 }
 
-impl Drop for SharedMemory {
-    fn drop(&mut self) {
-        // SAFETY: the mapping is this object's own, and nothing that refers to it outlives it. It
-        // fails only for a mapping that is not there.
-        let _ = unsafe { rustix::mm::munmap(self.mapped.as_ptr().cast(), self.mapped_length) };
+impl fmt::Debug for SharedMemory {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} bytes at {:p}", self.length, self.address)
     }
 }
 

@@ -6,31 +6,42 @@ use io_uring::{opcode, squeue};
 
 use crate::operation::Transfer;
 
-/// The entry that reads; it points into the transfer.
-pub(super) fn read(file: Fd, transfer: &Transfer) -> squeue::Entry {
-    match transfer.vector.segments() {
-        [Segment { address, length }] => {
+/// The entry that reads; it points into the transfer. `slot` names all of its memory, if it has one.
+pub(super) fn read(file: Fd, transfer: &Transfer, slot: Option<u16>) -> squeue::Entry {
+    match (transfer.vector.segments(), slot) {
+        ([Segment { address, length }], Some(slot)) => {
+            opcode::ReadFixed::new(file, address.as_ptr(), bounded(*length), slot)
+                .offset(transfer.offset)
+                .build()
+        }
+        ([Segment { address, length }], None) => {
             opcode::Read::new(file, address.as_ptr(), bounded(*length))
                 .offset(transfer.offset)
                 .build()
         }
-        many => {
+        (many, _) => {
             let (first, count) = array(many);
             opcode::Readv::new(file, first, count).offset(transfer.offset).build()
         }
     }
 }
 
-/// The entry that writes, with `RWF_` flags; it points into the transfer.
-pub(super) fn write(file: Fd, transfer: &Transfer, flags: i32) -> squeue::Entry {
-    match transfer.vector.segments() {
-        [Segment { address, length }] => {
+/// The entry that writes, with `RWF_` flags; otherwise as [`read`].
+pub(super) fn write(file: Fd, transfer: &Transfer, slot: Option<u16>, flags: i32) -> squeue::Entry {
+    match (transfer.vector.segments(), slot) {
+        ([Segment { address, length }], Some(slot)) => {
+            opcode::WriteFixed::new(file, address.as_ptr(), bounded(*length), slot)
+                .offset(transfer.offset)
+                .rw_flags(flags)
+                .build()
+        }
+        ([Segment { address, length }], None) => {
             opcode::Write::new(file, address.as_ptr(), bounded(*length))
                 .offset(transfer.offset)
                 .rw_flags(flags)
                 .build()
         }
-        many => {
+        (many, _) => {
             let (first, count) = array(many);
             opcode::Writev::new(file, first, count).offset(transfer.offset).rw_flags(flags).build()
         }

@@ -19,6 +19,8 @@ use io_uring::{cqueue, opcode, squeue};
 use crate::driver::{Completion, Driver, Rest};
 use crate::fixed::{FixedFiles, Number};
 use crate::io_poll::IoPoll;
+use crate::mapping::Mapping;
+use crate::membership::Membership;
 use crate::operation::{MOST_OPERATIONS, Message, Operation, OperationTable, Token};
 use crate::remote::Remote;
 use crate::system_call::run_inline;
@@ -91,11 +93,13 @@ impl Uring {
     fn entry_of(&mut self, token: Token, operation: &Operation) -> squeue::Entry {
         match operation {
             Operation::Read(transfer) => {
-                self.ring.on_file(&transfer.file, |file| entry::read(file, transfer))
+                let slot = self.ring.slot_of(&transfer.vector);
+                self.ring.on_file(&transfer.file, |file| entry::read(file, transfer, slot))
             }
-            Operation::Write(transfer, through) => self
-                .ring
-                .on_file(&transfer.file, |file| entry::write(file, transfer, through.flags())),
+            Operation::Write(transfer, through) => {
+                let (slot, flags) = (self.ring.slot_of(&transfer.vector), through.flags());
+                self.ring.on_file(&transfer.file, |file| entry::write(file, transfer, slot, flags))
+            }
             Operation::Sync { file, sync } => {
                 let flags = match sync {
                     Sync::Data => FsyncFlags::DATASYNC,
@@ -214,6 +218,18 @@ impl Driver for Uring {
 
     fn is_polling(&self) -> bool {
         self.polled.is_busy()
+    }
+
+    fn register_memory(&mut self, memory: &Membership<Mapping>) -> io::Result<()> {
+        self.ring.register_memory(memory)
+    }
+
+    fn forget_memory(&mut self, mapping: &Mapping) {
+        self.ring.forget_memory(mapping);
+    }
+
+    fn forget_all_memory(&mut self) {
+        self.ring.forget_all_memory();
     }
 
     fn cancel(&mut self, token: Token, _operation: &Operation) {

@@ -80,8 +80,9 @@ impl PolledRing {
         let Some(transfer) = pollable(operation) else { return false };
         let Some(ring) = self.ring() else { return false };
         let entry = ring.on_file(&transfer.file, |file| match operation {
-            Operation::Write(_, through) => entry::write(file, transfer, through.flags()),
-            _ => entry::read(file, transfer),
+            // Memory is registered with the main ring alone.
+            Operation::Write(_, through) => entry::write(file, transfer, None, through.flags()),
+            _ => entry::read(file, transfer, None),
         });
         self.push(&entry.user_data(token.as_u64()));
         self.in_flight += 1;

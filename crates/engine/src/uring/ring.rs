@@ -1,5 +1,5 @@
-//! A ring by itself: made in the best way that the kernel has, filled, entered, with the files that it
-//! knows by slots.
+//! A ring by itself: made in the best way that the kernel has, filled, entered, with the files and the
+//! memory that it knows by slots.
 //!
 //! It is made for one thread (`SINGLE_ISSUER`) where the kernel has that, and its completions run when
 //! the loop asks for them (`DEFER_TASKRUN`), not in the middle of its work; so every call that submits
@@ -11,12 +11,16 @@ use std::ptr;
 use std::sync::Arc;
 use std::time::Instant;
 
+use blockhouse_core::IoVector;
 use io_uring::types::{Fd, Timespec};
 use io_uring::{IoUring, Probe, cqueue, opcode, squeue};
 
 use crate::file::File;
 use crate::fixed::{FixedFiles, FixedTable, Number, Place};
+use crate::mapping::Mapping;
+use crate::membership::Membership;
 use crate::operation::MOST_OPERATIONS;
+use crate::registered::MemoryTable;
 use crate::remote::Remote;
 
 /// Places for submissions between two system calls. More cost an extra call, nothing else.
@@ -30,6 +34,7 @@ pub(super) struct Ring {
     uring: IoUring,
     remote: Arc<Remote>,
     files: FixedTable,
+    memory: MemoryTable,
 }
 
 /// How a ring learns of completions.
@@ -62,7 +67,8 @@ impl Ring {
         let uring = best_ring(completions)?;
         check(&uring)?;
         let files = FixedTable::new(remote.clone(), FixedFiles::Off);
-        Ok(Self { uring, remote: Arc::clone(remote), files })
+        let memory = MemoryTable::new(remote.clone());
+        Ok(Self { uring, remote: Arc::clone(remote), files, memory })
     }
 
     /// Adds an entry, to be submitted by the next `enter`.
@@ -84,6 +90,11 @@ impl Ring {
             Place::Descriptor(descriptor) => build(Fd(descriptor)),
             Place::Slot(slot) => build(Fd(slot as i32)).flags(squeue::Flags::FIXED_FILE),
         }
+    }
+
+    /// The slot that has all of this memory, if there is one.
+    pub(super) fn slot_of(&self, vector: &IoVector) -> Option<u16> {
+        self.memory.slot_of(vector)
     }
 
     /// Submits everything and waits for `want` completions, or until `until`.
@@ -137,6 +148,21 @@ impl Ring {
     /// A file that may have a slot is closed.
     pub(super) fn forget_file(&mut self, number: &Number) {
         self.files.forget(&self.uring.submitter(), number);
+    }
+
+    /// Puts memory into slots.
+    pub(super) fn register_memory(&mut self, memory: &Membership<Mapping>) -> io::Result<()> {
+        self.memory.add(&self.uring.submitter(), memory)
+    }
+
+    /// Memory that may have slots is not used any more.
+    pub(super) fn forget_memory(&mut self, mapping: &Mapping) {
+        self.memory.forget(&self.uring.submitter(), mapping);
+    }
+
+    /// Gives all slots of memory back. No operation is under way.
+    pub(super) fn forget_all_memory(&mut self) {
+        self.memory.close(&self.uring.submitter());
     }
 }
 

@@ -1,0 +1,216 @@
+//! A guest's memory in a ring's own table (`IORING_REGISTER_BUFFERS2`): the kernel finds and pins its
+//! pages once, and not for each request.
+//!
+//! Memory is registered in pieces, because the kernel takes 1 GiB at most for a slot. A request whose
+//! bytes lie in one piece, without a gap, names the slot; any other goes as if there were no table.
+//!
+//! Promises (invariant 3 of the house):
+//! - A piece is found by address, and is the memory that the request means: the request owns the mapping
+//!   that its address is in, the table owns the mapping of each of its slots, and two mappings that exist
+//!   have no address in common. So an address is not given to other memory while a slot names it.
+//! - A slot is emptied only after the last owner of the memory is gone, which is after the last request
+//!   completed, as each owns its memory. So no request ever meets an empty slot, or other memory there.
+
+use std::io;
+use std::ptr;
+use std::sync::Arc;
+
+use blockhouse_core::{IoVector, Segment};
+use io_uring::Submitter;
+
+use crate::mapping::Mapping;
+use crate::membership::{Holder, Membership};
+
+/// Slots of one ring, enough for 4 TiB. They cost 8 bytes each, once there is memory to register.
+const SLOTS: u16 = 4096;
+
+/// The most that the kernel takes for one slot (`SZ_1G` in io_uring's `rsrc.c`).
+const LARGEST_PIECE: usize = 1 << 30;
+
+/// Memory in one slot.
+struct Piece {
+    start: usize,
+    end: usize,
+    slot: u16,
+    mapping: Arc<Mapping>,
+}
+
+/// The table of one ring.
+pub(crate) struct MemoryTable {
+    holder: Arc<dyn Holder<Mapping>>,
+    /// Whether the kernel has a table for this ring.
+    exists: bool,
+    /// By ascending address. They do not overlap.
+    pieces: Vec<Piece>,
+    free: Vec<u16>,
+}
+
+impl MemoryTable {
+    /// The table of a ring whose loop is `holder`. It takes nothing before the first memory comes.
+    pub(crate) fn new(holder: Arc<dyn Holder<Mapping>>) -> Self {
+        Self { holder, exists: false, pieces: Vec::new(), free: Vec::new() }
+    }
+
+    /// Puts all of the memory that is not there yet into slots. What could not be registered when this
+    /// fails is used without a slot.
+    ///
+    /// # Errors
+    /// The kernel's: it is too old for such tables (before 5.19), does not pin memory of this kind, or
+    /// not as much (`ENOMEM`, for `RLIMIT_MEMLOCK`); or `ENOSPC` for a table that is full.
+    pub(crate) fn add(
+        &mut self,
+        ring: &Submitter<'_>,
+        memory: &Membership<Mapping>,
+    ) -> io::Result<()> {
+        self.make(ring)?;
+        let mapping = memory.thing();
+        if !self.pieces.iter().any(|piece| Arc::ptr_eq(&piece.mapping, mapping)) {
+            memory.add(&self.holder);
+        }
+        for (start, length) in pieces_of(mapping.start().addr().get(), mapping.length()) {
+            let place = self.pieces.partition_point(|piece| piece.start < start);
+            if self.pieces.get(place).is_some_and(|piece| piece.start == start) {
+                continue;
+            }
+            let full = || io::Error::from_raw_os_error(libc::ENOSPC);
+            let slot = *self.free.last().ok_or_else(full)?;
+            let address = mapping.start().as_ptr().with_addr(start);
+            // SAFETY: the range is inside of the mapping, which the table keeps until it has emptied
+            // the slot.
+            unsafe { fill(ring, slot, address, length)? };
+            self.free.pop();
+            let piece = Piece { start, end: start + length, slot, mapping: Arc::clone(mapping) };
+            self.pieces.insert(place, piece);
+        }
+        Ok(())
+    }
+
+    fn make(&mut self, ring: &Submitter<'_>) -> io::Result<()> {
+        if !self.exists {
+            ring.register_buffers_sparse(SLOTS.into())?;
+            self.exists = true;
+            self.free.extend((0..SLOTS).rev());
+        }
+        Ok(())
+    }
+
+    /// The slot that a request for these bytes names, if they lie in one piece.
+    pub(crate) fn slot_of(&self, vector: &IoVector) -> Option<u16> {
+        let [Segment { address, length }] = vector.segments() else { return None };
+        let start = address.addr().get();
+        let behind = self.pieces.partition_point(|piece| piece.start <= start);
+        let piece = self.pieces[..behind].last()?;
+        (*length <= piece.end.saturating_sub(start)).then_some(piece.slot)
+    }
+
+    /// Empties the slots of memory that nobody uses any more.
+    pub(crate) fn forget(&mut self, ring: &Submitter<'_>, mapping: &Mapping) {
+        let gone = |piece: &mut Piece| ptr::eq(&*piece.mapping, mapping);
+        for piece in self.pieces.extract_if(.., gone) {
+            // SAFETY: no memory at all. It cannot fail for a slot of the table; if it did, the slot would
+            // be filled anew all the same, as to fill it replaces what is there.
+            let _ = unsafe { fill(ring, piece.slot, ptr::null_mut(), 0) };
+            self.free.push(piece.slot);
+        }
+    }
+
+    /// Gives the whole table back. No request is under way.
+    pub(crate) fn close(&mut self, ring: &Submitter<'_>) {
+        if std::mem::take(&mut self.exists) {
+            // Only a ring without a table refuses.
+            let _ = ring.unregister_buffers();
+        }
+        self.pieces.clear();
+        self.free.clear();
+    }
+}
+
+/// How memory is divided: addresses and lengths.
+fn pieces_of(start: usize, length: usize) -> impl Iterator<Item = (usize, usize)> {
+    let offsets = (0..length).step_by(LARGEST_PIECE);
+    offsets.map(move |offset| (start + offset, (length - offset).min(LARGEST_PIECE)))
+}
+
+/// Makes a slot name this memory, or none.
+///
+/// # Safety
+/// The memory stays mapped until the slot is filled again or the table is gone.
+unsafe fn fill(ring: &Submitter<'_>, slot: u16, address: *mut u8, length: usize) -> io::Result<()> {
+    let memory = libc::iovec { iov_base: address.cast(), iov_len: length };
+    // SAFETY: as this function demands.
+    unsafe { ring.register_buffers_update(slot.into(), &[memory], None) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const GIB: usize = 1 << 30;
+
+    /// Hears of nothing.
+    struct Nobody;
+
+    impl Holder<Mapping> for Nobody {
+        fn released(&self, _: Arc<Mapping>) {}
+    }
+
+    fn mapping(length: usize) -> Arc<Mapping> {
+        let flags = rustix::fs::MemfdFlags::CLOEXEC;
+        let file = rustix::fs::memfd_create("guest", flags).unwrap();
+        rustix::fs::ftruncate(&file, length as u64).unwrap();
+        Arc::new(Mapping::of(&file, 0, length).unwrap())
+    }
+
+    /// A table with the pieces of these mappings, in slots by their order, that no kernel knows of.
+    fn table(mappings: &[Arc<Mapping>]) -> MemoryTable {
+        let mut table = MemoryTable::new(Arc::new(Nobody));
+        for mapping in mappings {
+            for (start, length) in pieces_of(mapping.start().addr().get(), mapping.length()) {
+                let (end, slot) = (start + length, table.pieces.len() as u16);
+                let mapping = Arc::clone(mapping);
+                table.pieces.push(Piece { start, end, slot, mapping });
+            }
+        }
+        table.pieces.sort_by_key(|piece| piece.start);
+        table
+    }
+
+    /// Segments of a mapping, by offset and length.
+    fn vector(mapping: &Arc<Mapping>, segments: &[(usize, usize)]) -> IoVector {
+        let segment = |&(offset, length): &(usize, usize)| {
+            let end = mapping.start().addr().get() + mapping.length();
+            let address = mapping.start().map_addr(|start| start.saturating_add(offset));
+            assert!(address.addr().get() + length <= end);
+            Segment { address, length }
+        };
+        // SAFETY: inside of the mapping, just checked, which the vector owns; nothing else refers to it.
+        unsafe { IoVector::from_raw(Arc::clone(mapping) as _, segments.iter().map(segment)) }
+    }
+
+    #[test]
+    fn memory_is_divided_at_every_gibibyte() {
+        let pieces = |length| pieces_of(4096, length).collect::<Vec<_>>();
+        assert_eq!(pieces(4096), [(4096, 4096)]);
+        assert_eq!(pieces(GIB), [(4096, GIB)]);
+        let (second, third) = (4096 + GIB, 4096 + 2 * GIB);
+        assert_eq!(pieces(2 * GIB + 1), [(4096, GIB), (second, GIB), (third, 1)]);
+    }
+
+    #[test]
+    fn a_slot_is_found_for_bytes_inside_of_one_piece_only() {
+        // Nothing of it is touched, so it takes no memory.
+        let (small, large) = (mapping(8192), mapping(2 * GIB + 4096));
+        let table = table(&[small.clone(), large.clone()]);
+        let slot = |mapping, segments: &[_]| table.slot_of(&vector(mapping, segments));
+        assert_eq!(slot(&small, &[(0, 8192)]), Some(0));
+        assert_eq!(slot(&small, &[(8191, 1)]), Some(0));
+        assert_eq!(slot(&large, &[(0, GIB)]), Some(1));
+        assert_eq!(slot(&large, &[(GIB, 1)]), Some(2));
+        assert_eq!(slot(&large, &[(2 * GIB, 4096)]), Some(3));
+        assert_eq!(slot(&large, &[(GIB - 1, 2)]), None, "across two pieces");
+        assert_eq!(slot(&small, &[(0, 1), (4096, 1)]), None, "two segments");
+        let other = mapping(4096);
+        assert_eq!(slot(&other, &[(0, 4096)]), None, "memory that was not registered");
+        assert_eq!(slot(&other, &[]), None);
+    }
+}
