@@ -3,13 +3,14 @@
 //!
 //! Promises: every process that is started here is ended here, also when a test panics; nothing
 //! waits for ever; what a test cannot show on this machine is skipped with a reason on standard
-//! error. Nothing of Blockhouse's own crates is used: the tests see what users see.
+//! error. Of Blockhouse's own crates only a guest's driver is used: the tests see what users see.
 #![forbid(unsafe_code)]
 
 mod binary;
 pub mod browser;
 mod data;
 mod deadline;
+pub mod guest;
 pub mod image_tool;
 mod loop_device;
 mod matrix;

@@ -5,88 +5,20 @@
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use blockhouse_tests::guest::{BLOCK, Guest, LONG, OUT, content};
 use blockhouse_tests::nbd::Client;
 use blockhouse_tests::{Scratch, Serve, Server, eventually};
-use blockhouse_vhost_user::driver::{Buffer, Driver, Options};
-use blockhouse_vhost_user::ring::WRITE;
+use blockhouse_vhost_user::driver::Options;
 use rustix::process::Signal;
 
-const LONG: Duration = Duration::from_secs(30);
 const SIZE: u64 = 8 << 20;
-const BLOCK: usize = 4096;
-const IN: u32 = 0;
-const OUT: u32 = 1;
 
 fn serve(scratch: &Scratch, image: &Path, socket: &Path) -> Server {
     Serve::bare(scratch, image).option("--vhost-user-blk", socket).option("--queues", "2").start()
 }
 
 fn connect(socket: &Path) -> Guest {
-    let options = Options { queues: 2, ..Options::default() };
-    Guest { driver: Driver::connect(socket, options).expect("the device is there") }
-}
-
-/// A guest with 16 slots in each queue.
-struct Guest {
-    driver: Driver,
-}
-
-impl Guest {
-    fn place(&self, queue: usize, slot: u16) -> usize {
-        self.driver.requests() + (queue * 16 + usize::from(slot)) * 2 * BLOCK
-    }
-
-    /// Posts a request for one block from or into a slot.
-    fn post(&mut self, queue: usize, slot: u16, kind: u32, block: u64) {
-        let place = self.place(queue, slot);
-        let mut header = [0; 17];
-        header[..4].copy_from_slice(&kind.to_le_bytes());
-        header[8..16].copy_from_slice(&(block * BLOCK as u64 / 512).to_le_bytes());
-        header[16] = 0xee;
-        self.driver.memory.write(place, &header);
-        let flags = if kind == IN { WRITE } else { 0 };
-        let chain = [
-            Buffer::at(place, 16, 0),
-            Buffer::at(place + BLOCK, BLOCK as u32, flags),
-            Buffer::at(place + 16, 1, WRITE),
-        ];
-        let queue = &mut self.driver.queues[queue];
-        queue.chain(3 * slot, &chain);
-        queue.offer(3 * slot);
-        queue.publish();
-    }
-
-    /// Waits for a request's end; gives its slot.
-    fn finish(&mut self, queue: usize, limit: Duration) -> Option<u16> {
-        let (head, _) = self.driver.queues[queue].wait_used(limit)?;
-        let mut status = [0];
-        self.driver.memory.read(self.place(queue, head / 3) + 16, &mut status);
-        assert_eq!(status, [0], "the status");
-        Some(head / 3)
-    }
-
-    fn fill(&self, queue: usize, slot: u16, number: u64) {
-        let bytes = number.to_le_bytes().repeat(BLOCK / 8);
-        self.driver.memory.write(self.place(queue, slot) + BLOCK, &bytes);
-    }
-
-    fn write(&mut self, queue: usize, block: u64, number: u64) {
-        self.fill(queue, 0, number);
-        self.post(queue, 0, OUT, block);
-        assert_eq!(self.driver.queues[queue].wait_used(LONG).map(|(head, _)| head), Some(0));
-    }
-
-    fn read(&mut self, queue: usize, block: u64) -> Vec<u8> {
-        self.post(queue, 0, IN, block);
-        assert_eq!(self.driver.queues[queue].wait_used(LONG).map(|(head, _)| head), Some(0));
-        let mut bytes = vec![0; BLOCK];
-        self.driver.memory.read(self.place(queue, 0) + BLOCK, &mut bytes);
-        bytes
-    }
-}
-
-fn content(number: u64) -> Vec<u8> {
-    number.to_le_bytes().repeat(BLOCK / 8)
+    Guest::connect(socket, Options { queues: 2, ..Options::default() })
 }
 
 #[test]
@@ -109,8 +41,7 @@ fn a_guest_and_an_nbd_client_see_one_disk() {
     let image = scratch.image("disk.img", SIZE);
     let socket = scratch.socket("vu");
     let server = Serve::new(&scratch, image.path()).option("--vhost-user-blk", &socket).start();
-    let mut guest =
-        Guest { driver: Driver::connect(&socket, Options::default()).expect("a device") };
+    let mut guest = Guest::connect(&socket, Options::default());
     let mut client = Client::open(&server.address());
     for number in 1..50 {
         guest.write(0, number, number);
@@ -140,8 +71,7 @@ fn a_device_that_nobody_uses_costs_no_processor_time() {
     let image = scratch.image("disk.img", SIZE);
     let socket = scratch.socket("vu");
     let server = Serve::new(&scratch, image.path()).option("--vhost-user-blk", &socket).start();
-    let mut guest =
-        Guest { driver: Driver::connect(&socket, Options::default()).expect("a device") };
+    let mut guest = Guest::connect(&socket, Options::default());
     let mut client = Client::open(&server.address());
     // Experience says by now that the next request comes at once.
     for number in 0..300 {
@@ -267,8 +197,7 @@ fn several_images_need_a_socket_each() {
         bare().option("--vhost-user-blk", &sockets[0]).option("--vhost-user-blk", &sockets[1]);
     let server = server.start();
     for (number, socket) in (1..).zip(&sockets) {
-        let options = Options::default();
-        let mut guest = Guest { driver: Driver::connect(socket, options).expect("a device") };
+        let mut guest = Guest::connect(socket, Options::default());
         guest.write(0, 3, number);
     }
     server.stop();
