@@ -14,6 +14,7 @@ use blockhouse_disk::{
 use blockhouse_engine::{DEFAULT_POLLING, EngineChoice, FixedFiles, HostFile, IoPoll, Listener};
 use blockhouse_nbd::uri::{Address, NbdUri};
 use blockhouse_nbd::{Bound, Export, Limits, Server, SocketFile, bind_private};
+use blockhouse_vhost_user::RegisteredMemory;
 use clap::builder::ValueParser;
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGXFSZ};
 use signal_hook::iterator::Signals;
@@ -86,6 +87,15 @@ pub struct Arguments {
     /// where the image is a block device itself, durable ones only if that has FUA or no write cache.
     #[arg(long, default_value = "off", value_parser = parse_io_poll)]
     io_poll: IoPoll,
+    /// Whether the memory of vhost-user-blk guests is registered with io_uring, which spares the kernel
+    /// to look its pages up for each request: on or off. Other engines know of no such thing.
+    ///
+    /// Registered memory is pinned: what a balloon, free page reporting or virtio-mem takes from the guest
+    /// does not go back to the host, and is not used rightly if the guest gets it again. It counts against
+    /// RLIMIT_MEMLOCK once for each worker; beyond that the guest is served without, and so are requests
+    /// that --io-poll polls for.
+    #[arg(long, default_value = "off", value_parser = parse_register_memory)]
+    register_memory: RegisteredMemory,
     /// Refuse all writes.
     #[arg(long)]
     read_only: bool,
@@ -122,6 +132,14 @@ fn parse_io_poll(name: &str) -> Result<IoPoll, String> {
     match name {
         "on" => Ok(IoPoll::On),
         "off" => Ok(IoPoll::Off),
+        _ => Err("use on or off".into()),
+    }
+}
+
+fn parse_register_memory(name: &str) -> Result<RegisteredMemory, String> {
+    match name {
+        "on" => Ok(RegisteredMemory::On),
+        "off" => Ok(RegisteredMemory::Off),
         _ => Err("use on or off".into()),
     }
 }
@@ -370,7 +388,8 @@ impl Service {
                 self.ready.push(Ready::VhostUser(path.clone()));
             }
             let loops = self.workers.handles();
-            self.devices.push(vhost_user::serve(socket, &self.disks[index], name, queues, loops)?);
+            let (disk, memory) = (&self.disks[index], arguments.register_memory);
+            self.devices.push(vhost_user::serve(socket, disk, name, queues, loops, memory)?);
         }
         Ok(())
     }

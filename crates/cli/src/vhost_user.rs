@@ -8,7 +8,7 @@ use blockhouse_disk::Disk;
 use blockhouse_engine::{Handle, HostFile};
 use blockhouse_nbd::uri::Address;
 use blockhouse_nbd::{Bound, SocketFile, bind};
-use blockhouse_vhost_user::{Device, Export, Server};
+use blockhouse_vhost_user::{Device, Export, RegisteredMemory, Server};
 
 /// A device that is served at a socket.
 pub struct Served {
@@ -22,15 +22,17 @@ pub fn listen(sockets: &[PathBuf]) -> Result<Vec<Bound>> {
     sockets.iter().map(|path| Ok(bind(&Address::Unix(path.clone()))?)).collect()
 }
 
-/// Serves a disk at a socket, with this many queues on these loops.
+/// Serves a disk at a socket, with this many queues on these loops, with guests' memory registered or not.
 pub fn serve(
     bound: Bound,
     disk: &Arc<Disk<HostFile>>,
     name: String,
     queues: u16,
     loops: Vec<Handle>,
+    memory: RegisteredMemory,
 ) -> Result<Served> {
-    let device = Device::new(Export { disk: Arc::clone(disk), name, queues, loops });
+    let disk = Arc::clone(disk);
+    let device = Device::new(Export { disk, name, queues, loops, memory });
     let server = Server::start(device, bound.socket).context("cannot serve the socket")?;
     Ok(Served { server, _file: bound.file })
 }

@@ -9,6 +9,7 @@ use blockhouse_engine::Handle;
 use parking_lot::Mutex;
 
 use crate::listener::Listener;
+use crate::registration::RegisteredMemory;
 
 /// A disk to be served, and by whom.
 pub struct Export<S: Storage> {
@@ -20,6 +21,15 @@ pub struct Export<S: Storage> {
     pub queues: u16,
     /// The loops that serve them, at least one: queue `i` is served by loop `i` modulo their number.
     pub loops: Vec<Handle>,
+    /// Whether guests' memory is registered with their rings.
+    pub memory: RegisteredMemory,
+}
+
+impl<S: Storage> Export<S> {
+    /// The loop of a queue.
+    pub(crate) fn home(&self, queue: usize) -> &Handle {
+        &self.loops[queue % self.loops.len()]
+    }
 }
 
 /// A device for one disk.

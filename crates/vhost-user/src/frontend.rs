@@ -11,7 +11,7 @@ use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 
 use blockhouse_core::{Storage, WriteCache};
-use blockhouse_engine::{GuestMemory, GuestRegion, Handle, SharedMemory, View, is_eventfd};
+use blockhouse_engine::{GuestMemory, GuestRegion, SharedMemory, View, is_eventfd};
 use futures_channel::mpsc;
 use vhost::vhost_user::Error;
 use vhost::vhost_user::message::{
@@ -24,6 +24,7 @@ use crate::device::{Cache, Device, Understood};
 use crate::dirty_log::DirtyLog;
 use crate::inflight::{self, Book};
 use crate::queue::{self, Manner, Order, RingSide, Setup};
+use crate::registration::Registration;
 use crate::ring::{Broken, EventIndex, MOST_ENTRIES, Ring};
 use crate::vring::{Running, UserAddresses, Vring};
 
@@ -39,6 +40,7 @@ pub struct Frontend<S: Storage> {
     stream: UnixStream,
     features: u64,
     memory: GuestMemory,
+    registration: Registration,
     pub(crate) vrings: Vec<Vring>,
     tracking: Option<Tracking>,
     log: Option<DirtyLog>,
@@ -65,11 +67,13 @@ impl<S: Storage + Send + Sync> Frontend<S> {
     pub fn new(device: Arc<Device<S>>, stream: &UnixStream) -> std::io::Result<Self> {
         let vrings = (0..device.export.queues).map(|_| Vring::default()).collect();
         let cache = Arc::new(Cache::of(&*device.export.disk));
+        let registration = Registration::new(device.export.memory);
         Ok(Self {
             stream: stream.try_clone()?,
             device,
             features: 0,
             memory: GuestMemory::new(),
+            registration,
             vrings,
             tracking: None,
             log: None,
@@ -129,7 +133,8 @@ impl<S: Storage + Send + Sync> Frontend<S> {
         let cache = Arc::clone(&self.cache);
         let broken = breaker(index, &self.stream, vring, disk.name().to_owned());
         let (errands, orders) = mpsc::unbounded();
-        let home: &Handle = &export.loops[index % export.loops.len()];
+        let home = export.home(index);
+        self.registration.register(&self.memory, home, disk.name());
         let end = home.spawn(move || {
             let broken = Box::new(broken);
             queue::run(Setup { disk, serial, cache, ring, kick, broken }, orders)
@@ -193,7 +198,19 @@ impl<S: Storage + Send + Sync> Frontend<S> {
         for index in 0..self.vrings.len() {
             self.move_ring(index)?;
         }
+        self.register_memory();
         Ok(())
+    }
+
+    /// Registers memory that came with the rings of running queues. Only now, when no queue uses any more
+    /// what it replaces: that need not be pinned at the same time.
+    fn register_memory(&mut self) {
+        let export = &self.device.export;
+        for (index, _) in
+            self.vrings.iter().enumerate().filter(|(_, vring)| vring.running.is_some())
+        {
+            self.registration.register(&self.memory, export.home(index), export.disk.name());
+        }
     }
 
     fn move_ring(&mut self, index: usize) -> Result<()> {

@@ -18,10 +18,12 @@ mod inflight;
 mod listener;
 mod messages;
 mod queue;
+mod registration;
 pub mod request;
 pub mod ring;
 mod server;
 mod vring;
 
 pub use device::{Device, Export};
+pub use registration::RegisteredMemory;
 pub use server::Server;

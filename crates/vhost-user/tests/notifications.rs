@@ -17,7 +17,7 @@ use blockhouse_disk::{Disk, Options as DiskOptions};
 use blockhouse_engine::{HostFile, OpenFor, PageCache};
 use blockhouse_vhost_user::driver::{Buffer, Driver, DriverQueue, Options};
 use blockhouse_vhost_user::ring::WRITE;
-use blockhouse_vhost_user::{Device, Export, Server};
+use blockhouse_vhost_user::{Device, Export, RegisteredMemory, Server};
 use common::{GET_ID, IN, LONG, Loops, OK, SIZE};
 
 /// A storage whose reads wait for permission.
@@ -110,7 +110,8 @@ fn what_is_done_is_told_while_others_wait() {
     let held = Held { file, permits: Arc::clone(&permits) };
     let disk = Arc::new(Disk::raw(held, DiskOptions::default()).unwrap());
     let loops = Loops::start(1);
-    let export = Export { disk, name: "held".into(), queues: 1, loops: loops.handles.clone() };
+    let (name, handles) = ("held".into(), loops.handles.clone());
+    let export = Export { disk, name, queues: 1, loops: handles, memory: RegisteredMemory::Off };
     let socket = folder.path().join("vu.sock");
     let listener = UnixListener::bind(&socket).unwrap();
     let server = Server::start(Device::new(export), OwnedFd::from(listener)).unwrap();

@@ -169,11 +169,14 @@ impl DriverQueue {
         self.used.load_u16(2, Acquire) != self.next_used
     }
 
-    /// Sleeps until the device has notified us. Says whether it did in time.
+    /// Sleeps until the device has notified us, or a signal comes. Says whether that was in time.
     pub fn sleep(&self, limit: Duration) -> bool {
         let limit = i32::try_from(limit.as_millis()).unwrap_or(i32::MAX);
         let mut events = [EpollEvent::default()];
-        let woken = self.epoll.wait(limit, &mut events).is_ok_and(|count| count > 0);
+        let woken = match self.epoll.wait(limit, &mut events) {
+            Ok(count) => count > 0,
+            Err(error) => error.kind() == io::ErrorKind::Interrupted,
+        };
         // Nothing to read is no error.
         let _ = self.call.read();
         woken

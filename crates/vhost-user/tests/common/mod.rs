@@ -13,7 +13,7 @@ use blockhouse_disk::{Disk, Options as DiskOptions};
 use blockhouse_engine::{EngineChoice, EventLoop, Handle, HostFile, OpenFor, PageCache};
 use blockhouse_vhost_user::driver::{Buffer, Driver, DriverQueue, Options};
 use blockhouse_vhost_user::ring::WRITE;
-use blockhouse_vhost_user::{Device, Export, Server};
+use blockhouse_vhost_user::{Device, Export, RegisteredMemory, Server};
 use tempfile::TempDir;
 
 /// Longer than anything takes on a busy machine.
@@ -92,6 +92,22 @@ impl Served {
         options: DiskOptions,
         folder: &std::path::Path,
     ) -> Self {
+        Self::on(queues, workers, options, folder, RegisteredMemory::Off)
+    }
+
+    /// With guests' memory registered, and an image that the ring serves: not on tmpfs.
+    pub fn registered(queues: u16, workers: usize) -> Self {
+        let folder = std::path::Path::new(env!("CARGO_TARGET_TMPDIR"));
+        Self::on(queues, workers, DiskOptions::default(), folder, RegisteredMemory::On)
+    }
+
+    fn on(
+        queues: u16,
+        workers: usize,
+        options: DiskOptions,
+        folder: &std::path::Path,
+        memory: RegisteredMemory,
+    ) -> Self {
         let folder = tempfile::Builder::new().tempdir_in(folder).unwrap();
         let image = folder.path().join("disk.img");
         std::fs::File::create(&image).unwrap().set_len(SIZE).unwrap();
@@ -103,6 +119,7 @@ impl Served {
             name: "a disk for tests with a long name".into(),
             queues,
             loops: loops.handles.clone(),
+            memory,
         };
         let socket = folder.path().join("vu.sock");
         let listener = UnixListener::bind(&socket).unwrap();

@@ -1,0 +1,66 @@
+//! A guest's memory in the tables of the rings that serve it, so that the kernel need not find and pin its
+//! pages for each request.
+//!
+//! Only speed depends on it: memory that cannot be registered is used all the same, and the log says so
+//! once for each front-end.
+
+use std::io;
+
+use blockhouse_engine::{GuestMemory, Handle};
+
+/// Whether a guest's memory is registered with the rings of its queues' loops.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum RegisteredMemory {
+    /// All of it, as long as the front-end shares it: pinned, counted against `RLIMIT_MEMLOCK` once for
+    /// each loop. What the guest gives back to the host (balloon, free page reporting, virtio-mem) stays
+    /// taken, and if it is handed to the guest anew, the guest does not see what is read into it.
+    On,
+    /// None.
+    Off,
+}
+
+/// What was registered for one front-end.
+pub struct Registration {
+    wanted: RegisteredMemory,
+    /// Whether the log has it that the kernel refused.
+    told: bool,
+}
+
+impl Registration {
+    /// Nothing yet.
+    pub fn new(wanted: RegisteredMemory) -> Self {
+        Self { wanted, told: false }
+    }
+
+    /// Registers the memory with the ring of `home`, if that is wanted, and waits until it is. What is
+    /// there already stays; regions that are gone are given back by themselves.
+    pub fn register(&mut self, memory: &GuestMemory, home: &Handle, disk: &str) {
+        if self.wanted == RegisteredMemory::Off {
+            return;
+        }
+        let memory = memory.clone();
+        let registered = home.spawn(move || async move { memory.register() }).wait();
+        // Without an outcome the server ends.
+        if let Some(Err(error)) = registered
+            && !std::mem::replace(&mut self.told, true)
+        {
+            let advice = advice(&error);
+            tracing::warn!(
+                disk,
+                "guest memory is used without being registered: {error}; {advice}"
+            );
+        }
+    }
+}
+
+/// What a person can do.
+fn advice(error: &io::Error) -> &'static str {
+    match error.kind() {
+        io::ErrorKind::OutOfMemory => {
+            "RLIMIT_MEMLOCK (ulimit -l) must allow the guest's memory once for each worker"
+        }
+        _ => {
+            "it takes Linux 5.19 or later, and a guest with memory from a memfd, tmpfs or huge pages"
+        }
+    }
+}
