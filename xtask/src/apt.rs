@@ -77,17 +77,31 @@ pub fn require(packages: &[Package]) -> Result<()> {
     if !is_root() {
         bail!("missing: {names}; install with: {by_hand}");
     }
-    println!("xtask: installing {names}");
-    let started = Instant::now();
     run(apt_get(&["update"]))?;
+    // Packages of one source must be of one version: to install one may remove another that came from
+    // elsewhere, which is then missing.
+    for _ in 0..2 {
+        let missing = self::missing(packages);
+        if missing.is_empty() {
+            return Ok(());
+        }
+        install(&missing)?;
+    }
+    match self::missing(packages) {
+        missing if missing.is_empty() => Ok(()),
+        missing => {
+            bail!("installed, yet not found: {}; look at the search path", missing.join(" "))
+        }
+    }
+}
+
+fn install(names: &[&str]) -> Result<()> {
+    println!("xtask: installing {}", names.join(" "));
+    let started = Instant::now();
     let mut install = apt_get(&["install", "--yes", "--no-install-recommends"]);
-    install.args(&missing);
+    install.args(names);
     run(install)?;
     println!("xtask: installed in {:.1} s", started.elapsed().as_secs_f64());
-    let missing = self::missing(packages);
-    if !missing.is_empty() {
-        bail!("installed, yet not found: {}; look at the search path", missing.join(" "));
-    }
     Ok(())
 }
 
