@@ -342,7 +342,8 @@ mod tests {
         let socket = folder.path().join("nbd.sock");
         let listening = socket.clone();
         std::thread::spawn(move || answerer::serve(&listening, 1 << 24));
-        while !socket.exists() {
+        // The socket is there a moment before anybody listens at it.
+        while std::os::unix::net::UnixStream::connect(&socket).is_err() {
             std::thread::yield_now();
         }
         (folder, socket)
