@@ -11,7 +11,9 @@ use blockhouse_disk::{
     Access, CacheMode, DetectZeroes, Discard, Disk, ImageFormat, ImageOptions, Locking, create,
     open, open_snapshot,
 };
-use blockhouse_engine::{DEFAULT_POLLING, EngineChoice, FixedFiles, HostFile, IoPoll, Listener};
+use blockhouse_engine::{
+    DEFAULT_POLLING, Engine, EngineChoice, FixedFiles, HostFile, IoPoll, Listener,
+};
 use blockhouse_nbd::uri::{Address, NbdUri};
 use blockhouse_nbd::{Bound, Export, Limits, Server, SocketFile, bind_private};
 use blockhouse_vhost_user::RegisteredMemory;
@@ -388,7 +390,11 @@ impl Service {
                 self.ready.push(Ready::VhostUser(path.clone()));
             }
             let loops = self.workers.handles();
-            let (disk, memory) = (&self.disks[index], arguments.register_memory);
+            let disk = &self.disks[index];
+            let memory = match self.workers.report().engine {
+                Engine::IoUring => arguments.register_memory,
+                Engine::LinuxAio | Engine::Threads => RegisteredMemory::Off,
+            };
             self.devices.push(vhost_user::serve(socket, disk, name, queues, loops, memory)?);
         }
         Ok(())

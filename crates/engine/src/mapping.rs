@@ -37,6 +37,16 @@ impl Mapping {
         Ok(Self { start, length })
     }
 
+    /// Has the kernel take all pages now that nobody has touched yet. Where it cannot, they are taken when
+    /// they are touched, as always.
+    pub(crate) fn populate(&self) {
+        // SAFETY: the mapping is this object's own. Pages come to be there, and none changes its content.
+        let _ = unsafe {
+            let start = self.start.as_ptr().cast();
+            rustix::mm::madvise(start, self.length, rustix::mm::Advice::LinuxPopulateWrite)
+        };
+    }
+
     pub(crate) fn start(&self) -> NonNull<u8> {
         self.start
     }

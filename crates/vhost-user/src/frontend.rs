@@ -243,7 +243,8 @@ impl<S: Storage + Send + Sync> Frontend<S> {
     ) -> Result<()> {
         let mut memory = GuestMemory::new();
         for (region, file) in regions.iter().zip(files) {
-            add_region(&mut memory, region, &file)?;
+            let shared = add_region(&mut memory, region, &file)?;
+            self.registration.prepare(&shared);
         }
         self.memory = memory;
         self.spread_memory()
@@ -253,7 +254,8 @@ impl<S: Storage + Send + Sync> Frontend<S> {
         if self.memory.regions().len() as u64 >= MOST_REGIONS {
             return Err(refused("too many regions of memory"));
         }
-        add_region(&mut self.memory, region, file)?;
+        let shared = add_region(&mut self.memory, region, file)?;
+        self.registration.prepare(&shared);
         self.spread_memory()
     }
 
@@ -395,12 +397,17 @@ fn check_tracking(wanted: &VhostUserInflight) -> Result<()> {
     Ok(())
 }
 
-fn add_region(memory: &mut GuestMemory, region: &VhostUserMemoryRegion, file: &File) -> Result<()> {
+/// Maps a region and takes it in.
+fn add_region(
+    memory: &mut GuestMemory,
+    region: &VhostUserMemoryRegion,
+    file: &File,
+) -> Result<Arc<SharedMemory>> {
     let VhostUserMemoryRegion { guest_phys_addr, memory_size, user_addr, mmap_offset } = *region;
     let shared = Arc::new(map(file, mmap_offset, memory_size, "guest memory")?);
-    let added = memory.add(GuestRegion { guest: guest_phys_addr, user: user_addr, memory: shared });
-    match added {
-        true => Ok(()),
+    let (guest, user) = (guest_phys_addr, user_addr);
+    match memory.add(GuestRegion { guest, user, memory: Arc::clone(&shared) }) {
+        true => Ok(shared),
         false => Err(refused("regions of memory that overlap")),
     }
 }

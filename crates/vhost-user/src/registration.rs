@@ -6,7 +6,7 @@
 
 use std::io;
 
-use blockhouse_engine::{GuestMemory, Handle};
+use blockhouse_engine::{GuestMemory, Handle, SharedMemory};
 
 /// Whether a guest's memory is registered with the rings of its queues' loops.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -30,6 +30,14 @@ impl Registration {
     /// Nothing yet.
     pub fn new(wanted: RegisteredMemory) -> Self {
         Self { wanted, told: false }
+    }
+
+    /// Prepares memory that came for being registered: its pages are taken now, on this thread, which may
+    /// wait. A loop that had to wait for them would hold up all its guests.
+    pub fn prepare(&self, memory: &SharedMemory) {
+        if self.wanted == RegisteredMemory::On {
+            memory.populate();
+        }
     }
 
     /// Registers the memory with the ring of `home`, if that is wanted, and waits until it is. What is

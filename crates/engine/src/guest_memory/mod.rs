@@ -95,6 +95,7 @@ impl GuestMemory {
     /// A region is given back when nothing uses it any more, neither a set of regions nor an operation.
     /// Until then its pages are pinned: they count against `RLIMIT_MEMLOCK`, and if they are taken out of
     /// the file (a balloon does that), operations go on with the pages that were there before.
+    /// The loop waits for pages that are not there yet, unless [`SharedMemory::populate`] has before.
     ///
     /// # Errors
     /// The kernel's, with requests for the rest of the memory carried out as if this had not been called:
@@ -236,6 +237,20 @@ mod tests {
         let mut bytes = [0; 50];
         part.read(0, &mut bytes);
         assert_eq!((bytes, part.len()), ([7; 50], 50));
+    }
+
+    #[test]
+    fn populated_memory_is_there_and_as_it_was() {
+        let file = file(1 << 20);
+        let memory = SharedMemory::map(&file, 0, 1 << 20).unwrap();
+        memory.write(8192, &[9]);
+        let taken = || rustix::fs::fstat(&file).unwrap().st_blocks * 512;
+        assert!(taken() < 1 << 20);
+        memory.populate();
+        assert_eq!(taken(), 1 << 20);
+        let mut bytes = [1; 2];
+        memory.read(8191, &mut bytes);
+        assert_eq!(bytes, [0, 9]);
     }
 
     #[test]

@@ -60,6 +60,12 @@ impl SharedMemory {
         Ok(Self { address, length, pages: Membership::new(pages) })
     }
 
+    /// Has the host take all pages now (`MADV_POPULATE_WRITE`), which may take its time; best effort. To
+    /// register memory is quick then.
+    pub fn populate(&self) {
+        self.pages.thing().populate();
+    }
+
     /// The pages, for a ring's table.
     pub(super) fn pages(&self) -> &Membership<Mapping> {
         &self.pages
