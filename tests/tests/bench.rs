@@ -1,6 +1,7 @@
 //! `blockhouse bench`: it keeps what it announces, and leaves nothing behind.
 #![forbid(unsafe_code)]
 
+use std::io::{PipeReader, PipeWriter, Write};
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
@@ -9,6 +10,7 @@ use blockhouse_tests::browser::{Browser, Picture, Theme};
 use blockhouse_tests::{
     LoopDevice, Scratch, blockhouse, eventually, need, require, run, run_within, wait_for_exit,
 };
+use rustix::fs::{OFlags, fcntl_setfl};
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 
@@ -173,6 +175,37 @@ fn an_interrupt_at_any_time_leaves_nothing() {
             assert_eq!(names_in(&folder), [""; 0], "{question} after {after} ms");
         }
     }
+}
+
+#[test]
+fn a_second_interrupt_waits_for_nothing_and_leaves_nothing() {
+    let scratch = Scratch::new();
+    let folder = scratch.path("here");
+    std::fs::create_dir(&folder).expect("a folder");
+    // What it has to say about its plan finds no room, and it waits for some.
+    let (_reader, full) = full_pipe();
+    let mut child = bench(&["fua"], &folder).stderr(full).spawn().expect("it starts");
+    let has_begun = eventually(Duration::from_secs(20), || !names_in(&folder).is_empty());
+    let id = Pid::from_raw(child.id() as i32).expect("a process id is not 0");
+    // Two that come at once count as one.
+    let is_over = || {
+        kill_process(id, Signal::INT).expect("it runs, or waits to be asked how it ended");
+        wait_for_exit(&mut child, Duration::from_millis(100)).is_some()
+    };
+    let is_over = eventually(Duration::from_secs(20), is_over);
+    let _ = child.kill();
+    assert!(has_begun && is_over, "it begins: {has_begun}, it ends: {is_over}");
+    assert_eq!(child.wait().expect("it is over").code(), Some(1));
+    assert_eq!(names_in(&folder), [""; 0]);
+}
+
+/// A pipe that takes nothing more until somebody reads it.
+fn full_pipe() -> (PipeReader, PipeWriter) {
+    let (reader, mut writer) = std::io::pipe().expect("a pipe");
+    fcntl_setfl(&writer, OFlags::NONBLOCK).expect("it is open");
+    while writer.write(&[b' '; 4096]).is_ok() {}
+    fcntl_setfl(&writer, OFlags::empty()).expect("it is open");
+    (reader, writer)
 }
 
 #[test]

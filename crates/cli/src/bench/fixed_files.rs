@@ -33,10 +33,15 @@ pub fn cases(bench: &Bench) -> Cases<'_> {
         return Cases::none("only rings have such a table, and io_uring cannot be used here");
     }
     let several = std::thread::available_parallelism().map_or(2, usize::from);
-    Cases::all([1, several.clamp(2, MOST_THREADS)].map(|jobs| case(bench, jobs)))
+    let slice = |load, fixed| slice(bench, load, fixed);
+    Cases::all([1, several.clamp(2, MOST_THREADS)].map(|jobs| case(jobs, slice)))
 }
 
-fn case(bench: &Bench, jobs: usize) -> Case<'_> {
+/// Of which `slice` measures each variant.
+pub fn case<'a>(
+    jobs: usize,
+    slice: impl Fn(Load, FixedFiles) -> Result<Slice> + Copy + 'a,
+) -> Case<'a> {
     let variant = |name: &str, fixed| {
         let load = Load {
             work: Work::Read,
@@ -50,7 +55,7 @@ fn case(bench: &Bench, jobs: usize) -> Case<'_> {
             Published { value: 127e3, unit: Unit::RequestsPerSecond, detail: PUBLISHED };
         Variant {
             name: name.into(),
-            run: Box::new(move || slice(bench, load, fixed)),
+            run: Box::new(move || slice(load, fixed)),
             published: Some(published),
             cost: Cost::of(load),
         }

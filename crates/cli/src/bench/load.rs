@@ -6,7 +6,7 @@
 use std::cell::RefCell;
 use std::sync::Barrier;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use anyhow::{Context, Result};
 use blockhouse_core::{Buffer, Durability, Request, Storage};
@@ -14,10 +14,19 @@ use blockhouse_disk::Disk;
 use blockhouse_engine::{Engine, EngineChoice, EventLoop};
 use futures_util::future::try_join_all;
 use hdrhistogram::Histogram;
+use rustix::time::ClockId;
 
 use super::MOST_BYTES;
 use super::device::{Device, DeviceCounts};
 use super::stop::Stop;
+
+/// Time as a measurement sees it, since any moment.
+pub type Clock<'a> = dyn Fn() -> Duration + Sync + 'a;
+
+/// The clock of the machine, which nobody sets.
+pub fn machine_clock() -> Duration {
+    time_of(ClockId::Monotonic)
+}
 
 /// What is done to an event loop.
 pub type Prepare<'a> = dyn Fn(&mut EventLoop) -> Result<()> + Sync + 'a;
@@ -142,20 +151,20 @@ pub fn new_histogram() -> Histogram<u64> {
 pub struct Clocks<'a> {
     device: Option<(&'a Device, DeviceCounts)>,
     processor: Duration,
-    begin: Instant,
+    begin: Duration,
 }
 
 impl<'a> Clocks<'a> {
     /// Begins a slice.
-    pub fn start(device: Option<&'a Device>) -> Self {
+    pub fn start(device: Option<&'a Device>, clock: &Clock<'_>) -> Self {
         let device = device.and_then(|device| Some((device, device.read()?)));
-        Self { device, processor: processor_time(), begin: Instant::now() }
+        Self { device, processor: processor_time(), begin: clock() }
     }
 
     /// What went by until then. To give an engine back to the kernel, which takes longer than many
     /// requests, is not a part of it.
     pub fn end(self, end: End, bytes: u64, latency: Histogram<u64>) -> Slice {
-        let elapsed = end.at.saturating_duration_since(self.begin);
+        let elapsed = end.at.saturating_sub(self.begin);
         let processor = end.processor.saturating_sub(self.processor);
         let device = self.device.and_then(|(device, before)| Some(device.read()?.since(before)));
         Slice { requests: latency.len(), bytes, elapsed, processor, latency, device, note: None }
@@ -165,29 +174,40 @@ impl<'a> Clocks<'a> {
 /// When the last request was complete.
 #[derive(Clone, Copy)]
 pub struct End {
-    at: Instant,
+    at: Duration,
     processor: Duration,
 }
 
 impl End {
-    /// Just now.
-    pub fn now() -> Self {
-        Self { at: Instant::now(), processor: processor_time() }
+    /// Just now, by the clock that the slice began with.
+    pub fn now(clock: &Clock<'_>) -> Self {
+        Self { at: clock(), processor: processor_time() }
     }
 }
 
 fn processor_time() -> Duration {
-    let time = rustix::time::clock_gettime(rustix::time::ClockId::ProcessCPUTime);
+    time_of(ClockId::ProcessCPUTime)
+}
+
+fn time_of(clock: ClockId) -> Duration {
+    let time = rustix::time::clock_gettime(clock);
     Duration::new(time.tv_sec as u64, time.tv_nsec as u32)
 }
 
 /// What all jobs of a slice share.
-struct Shared<'a, S: Storage> {
-    disk: &'a Disk<S>,
-    load: Load,
-    limits: Limits,
-    begun: AtomicU64,
-    stop: &'a Stop,
+pub struct Shared<'a, S: Storage> {
+    /// Where the requests go.
+    pub disk: &'a Disk<S>,
+    /// The requests.
+    pub load: Load,
+    /// When no more of them begin.
+    pub limits: Limits,
+    /// How many have begun.
+    pub begun: AtomicU64,
+    /// What time it is for all of them.
+    pub clock: &'a Clock<'a>,
+    /// Whether to stop before that.
+    pub stop: &'a Stop,
 }
 
 /// Measures one slice.
@@ -200,7 +220,8 @@ pub fn measure<S: Storage + Send + Sync>(
     (load, limits): (Load, Limits),
     (device, stop): (Option<&Device>, &Stop),
 ) -> Result<Slice> {
-    let shared = Shared { disk, load, limits, begun: AtomicU64::new(0), stop };
+    let clock: &Clock<'_> = &machine_clock;
+    let shared = Shared { disk, load, limits, begun: AtomicU64::new(0), clock, stop };
     let (ready, go) = (Barrier::new(load.jobs + 1), Barrier::new(load.jobs + 1));
     std::thread::scope(|scope| {
         let jobs: Vec<_> = (0..load.jobs)
@@ -212,14 +233,14 @@ pub fn measure<S: Storage + Send + Sync>(
                     go.wait();
                     let mut event_loop = event_loop?;
                     let latency = event_loop.block_on(one_job(shared, job))?;
-                    anyhow::Ok((latency, End::now()))
+                    anyhow::Ok((latency, End::now(clock)))
                 })
             })
             .collect();
         ready.wait();
-        let clocks = Clocks::start(device);
+        let clocks = Clocks::start(device, clock);
         go.wait();
-        let (mut all, mut outcome, mut end) = (new_histogram(), Ok(()), End::now());
+        let (mut all, mut outcome, mut end) = (new_histogram(), Ok(()), End::now(clock));
         for job in jobs {
             match job.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)) {
                 Ok((latency, its)) => {
@@ -246,9 +267,13 @@ fn new_loop(way: Way<'_>) -> Result<EventLoop> {
     Ok(event_loop)
 }
 
-async fn one_job<S: Storage>(shared: &Shared<'_, S>, job: usize) -> Result<Histogram<u64>> {
+/// The requests of one job of a slice; the answer is how long each took.
+///
+/// # Errors
+/// The first that the disk answers.
+pub async fn one_job<S: Storage>(shared: &Shared<'_, S>, job: usize) -> Result<Histogram<u64>> {
     let latency = RefCell::new(new_histogram());
-    let begin = Instant::now();
+    let begin = (shared.clock)();
     let first = job * shared.load.depth;
     let lanes =
         (first..first + shared.load.depth).map(|lane| one_lane(shared, lane, begin, &latency));
@@ -259,7 +284,7 @@ async fn one_job<S: Storage>(shared: &Shared<'_, S>, job: usize) -> Result<Histo
 async fn one_lane<S: Storage>(
     shared: &Shared<'_, S>,
     lane: usize,
-    begin: Instant,
+    begin: Duration,
     latency: &RefCell<Histogram<u64>>,
 ) -> Result<()> {
     let load = shared.load;
@@ -267,7 +292,7 @@ async fn one_lane<S: Storage>(
     let mut buffer = Buffer::new(load.block);
     random.fill(buffer.bytes_mut());
     let blocks = load.span / load.block as u64;
-    while !shared.stop.is_asked() && begin.elapsed() < shared.limits.time {
+    while !shared.stop.is_asked() && (shared.clock)() - begin < shared.limits.time {
         let number = shared.begun.fetch_add(1, Ordering::Relaxed);
         if number >= shared.limits.requests {
             break;
@@ -276,9 +301,9 @@ async fn one_lane<S: Storage>(
             Pattern::Sequential => number % blocks,
             Pattern::Random => random.u64(..blocks),
         };
-        let start = Instant::now();
+        let start = (shared.clock)();
         one_request(shared.disk, load.work, block * load.block as u64, &mut buffer).await?;
-        let nanoseconds = u64::try_from(start.elapsed().as_nanos()).unwrap_or(u64::MAX);
+        let nanoseconds = u64::try_from(((shared.clock)() - start).as_nanos()).unwrap_or(u64::MAX);
         latency.borrow_mut().record(nanoseconds.max(1)).expect("the histogram grows");
     }
     Ok(())

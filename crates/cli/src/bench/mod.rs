@@ -202,6 +202,7 @@ pub fn run(arguments: &Arguments) -> Result<()> {
     };
     let stop = Stop::on_signals()?;
     let place = Place::at(&arguments.file, data, 2 * DISK_SIZE)?;
+    place.folder().into_iter().for_each(|folder| stop.removes(folder));
     let bench = Bench::new(place, stop)?;
     let (cases, mut left_out) = all_cases(&bench, arguments.question);
     let time = arguments.seconds.map_or(arguments.question.usual_time(), Duration::from_secs);

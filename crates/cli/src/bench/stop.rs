@@ -1,31 +1,59 @@
-//! Ctrl-C and SIGTERM end a measurement between two requests, so that its files are removed.
+//! Ctrl-C and SIGTERM end a measurement between two requests, so that its files are removed. A second
+//! one ends it at once, whatever it waits for, and they are removed all the same.
 
-use std::sync::Arc;
+use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, OnceLock};
 
-use anyhow::{Result, bail};
+use anyhow::{Context, Result, bail};
+use rustix::event::{PollFd, PollFlags, Timespec};
 use signal_hook::consts::{SIGINT, SIGTERM};
+use signal_hook::iterator::Signals;
+
+/// How often a folder is removed to which somebody may be adding files.
+const ATTEMPTS: usize = 5;
 
 /// Whether somebody asked to stop.
+#[derive(Clone, Default)]
+pub struct Stop(Arc<State>);
+
 #[derive(Default)]
-pub struct Stop(Arc<AtomicBool>);
+struct State {
+    asked: AtomicBool,
+    /// What must not stay.
+    folder: OnceLock<PathBuf>,
+}
 
 impl Stop {
-    /// Listens to the signals from now on.
+    /// Listens to the signals from now on, on a thread of its own.
     ///
     /// # Errors
     /// The kernel refuses.
     pub fn on_signals() -> Result<Self> {
+        let mut signals =
+            Signals::new([SIGINT, SIGTERM]).context("cannot wait for signals to stop")?;
         let stop = Self::default();
-        for signal in [SIGINT, SIGTERM] {
-            signal_hook::flag::register(signal, Arc::clone(&stop.0))?;
-        }
+        let told = stop.clone();
+        let listen = move || {
+            for _ in signals.forever() {
+                if told.0.asked.swap(true, Ordering::Relaxed) {
+                    told.quit();
+                }
+            }
+        };
+        let thread = std::thread::Builder::new().name("signals".into()).spawn(listen);
+        thread.context("cannot wait for signals to stop")?;
         Ok(stop)
+    }
+
+    /// Has the folder removed when there is no time left to do that in order.
+    pub fn removes(&self, folder: &Path) {
+        self.0.folder.get_or_init(|| folder.to_owned());
     }
 
     /// Whether it is time to stop.
     pub fn is_asked(&self) -> bool {
-        self.0.load(Ordering::Relaxed)
+        self.0.asked.load(Ordering::Relaxed)
     }
 
     /// Fails when it is time to stop.
@@ -37,5 +65,35 @@ impl Stop {
             bail!("interrupted; the files of the measurement are removed");
         }
         Ok(())
+    }
+
+    /// Ends the process without waiting for anything that it has begun.
+    fn quit(&self) -> ! {
+        match self.0.folder.get() {
+            None => say("interrupted twice"),
+            Some(folder) if (0..ATTEMPTS).any(|_| is_removed(folder)) => {
+                say("interrupted twice; its files are removed");
+            }
+            Some(folder) => say(&format!(
+                "interrupted twice; {}: could not be removed; remove it yourself",
+                folder.display()
+            )),
+        }
+        signal_hook::low_level::exit(1)
+    }
+}
+
+fn is_removed(folder: &Path) -> bool {
+    std::fs::remove_dir_all(folder).is_ok() || !folder.exists()
+}
+
+/// Tells the user, if that takes no waiting: the other threads may wait for the same output.
+fn say(what: &str) {
+    let output = rustix::stdio::stderr();
+    let mut room = [PollFd::new(&output, PollFlags::OUT)];
+    let now = Timespec { tv_sec: 0, tv_nsec: 0 };
+    if rustix::event::poll(&mut room, Some(&now)) == Ok(1) {
+        // There is nobody to tell that it failed.
+        let _ = rustix::io::write(output, format!("blockhouse: {what}\n").as_bytes());
     }
 }

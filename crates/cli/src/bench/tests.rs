@@ -1,5 +1,7 @@
 //! The rows tell the truth: a storage of known latency, and ratios where arithmetic says.
 
+mod exact;
+
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 

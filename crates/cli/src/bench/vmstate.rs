@@ -15,7 +15,7 @@ use blockhouse_disk::{
 use blockhouse_engine::{EngineChoice, EventLoop};
 use hdrhistogram::Histogram;
 
-use super::load::{Clocks, End, Slice, new_histogram};
+use super::load::{Clocks, End, Slice, machine_clock, new_histogram};
 use super::rows::{Case, Cases, Cost, Published, Unit, Variant};
 use super::stop::Stop;
 use super::{Bench, MOST_BYTES};
@@ -130,9 +130,10 @@ fn slice(
         let options = read_only(Some(ImageFormat::Qcow2));
         let options = ImageOptions { access: Access::ReadWrite, cache, ..options };
         let disk = open(&path, options).await?;
-        let clocks = Clocks::start(bench.device.as_ref());
+        let clocks = Clocks::start(bench.device.as_ref(), &machine_clock);
         let latency = store(&disk, storing, limits, (bench.slice.get(), &bench.stop)).await?;
-        let slice = clocks.end(End::now(), latency.len() * limits.piece as u64, latency);
+        let slice =
+            clocks.end(End::now(&machine_clock), latency.len() * limits.piece as u64, latency);
         disk.close().await?;
         bench.stop.check()?;
         Ok(slice)

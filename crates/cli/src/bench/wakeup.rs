@@ -20,7 +20,7 @@ use futures_channel::oneshot;
 
 use super::Bench;
 use super::device::Device;
-use super::load::{Clocks, End, Slice, new_histogram};
+use super::load::{Clocks, End, Slice, machine_clock, new_histogram};
 use super::rows::{Case, Cases, Cost, Published, Unit, Variant};
 use super::stop::Stop;
 
@@ -94,11 +94,11 @@ pub fn measure<S: Storage + Send + Sync + 'static>(
         WakeUp::InForce => Way::Handle(handle),
         WakeUp::Withheld => Way::Unannounced(sender),
     };
-    let clocks = Clocks::start(device);
+    let clocks = Clocks::start(device, &machine_clock);
     let outcome = run(disk, &way, (time, stop));
     drop((way, quit));
-    let slice =
-        outcome.map(|latency| clocks.end(End::now(), latency.len() * PIECE as u64, latency));
+    let slice = outcome
+        .map(|latency| clocks.end(End::now(&machine_clock), latency.len() * PIECE as u64, latency));
     thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
     stop.check()?;
     slice
