@@ -6,7 +6,7 @@ use std::rc::Rc;
 use std::time::Duration;
 
 use blockhouse_core::{
-    Alignment, ByteRange, Capabilities, Durability, Error, Fua, GroupCommit, IoVector, Offload,
+    Alignment, ByteRange, Capabilities, Discarded, Durability, Error, Fua, GroupCommit, IoVector, Offload,
     Result, Status, Storage, Sync, Unmap, WriteCache, errno,
 };
 use blockhouse_sim::{Rng, Sim};
@@ -103,6 +103,7 @@ impl Storage for Memory {
             alignment: self.0.alignment,
             write_zeroes: Offload::Available,
             discard: Offload::Available,
+            discarded: Discarded::Anything,
         }
     }
 

@@ -17,4 +17,6 @@ pub use error::{Error, ErrorKind, Result, errno};
 pub use extent::{ByteRange, Extent, ExtentFlags, ExtentState};
 pub use iovector::{IoVector, IoVectorList, Segment};
 pub use request::{Effort, Request, Unmap};
-pub use storage::{Alignment, Capabilities, GroupCommit, Offload, Status, Storage, WriteCache};
+pub use storage::{
+    Alignment, Capabilities, Discarded, GroupCommit, Offload, Status, Storage, WriteCache,
+};

@@ -54,9 +54,9 @@ pub trait Storage: 'static {
     /// before the next flush, as little as a discard or a resize.
     fn write_zeroes(&self, range: ByteRange, unmap: Unmap) -> impl Future<Output = Result<()>>;
 
-    /// Gives the space of the range back; its content is undefined afterwards. Fails with
-    /// [`ErrorKind::Unsupported`](crate::ErrorKind::Unsupported) and nothing changed where the
-    /// storage cannot.
+    /// Gives the space of the range back; [`Capabilities::discarded`] says what it reads as
+    /// afterwards. Fails with [`ErrorKind::Unsupported`](crate::ErrorKind::Unsupported) and nothing
+    /// changed where the storage cannot.
     fn discard(&self, range: ByteRange) -> impl Future<Output = Result<()>>;
 
     /// Makes every write that completed before the call durable. Always does the work: whether
@@ -97,6 +97,17 @@ pub struct Capabilities {
     pub write_zeroes: Offload,
     /// Whether space can be given back.
     pub discard: Offload,
+    /// What a range reads as whose space was given back.
+    pub discarded: Discarded,
+}
+
+/// What a discarded range reads as.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Discarded {
+    /// Zeros; after a crash, each of its sectors as zeros or as it was.
+    Zeros,
+    /// Anything, also what another range held.
+    Anything,
 }
 
 /// Whether the storage has an operation of its own for something.

@@ -5,8 +5,8 @@ use std::pin::pin;
 use std::task::{Context, Waker};
 
 use blockhouse_core::{
-    Alignment, Buffer, ByteRange, Capabilities, Durability, Fua, GroupCommit, IoVector, Offload,
-    Request, Result, Status, Storage, Sync, Unmap, WriteCache,
+    Alignment, Buffer, ByteRange, Capabilities, Discarded, Durability, Fua, GroupCommit, IoVector,
+    Offload, Request, Result, Status, Storage, Sync, Unmap, WriteCache,
 };
 use blockhouse_disk::{Disk, Options};
 
@@ -26,6 +26,7 @@ impl Storage for Immediate {
             alignment: self.0,
             write_zeroes: Offload::Available,
             discard: Offload::Available,
+            discarded: Discarded::Anything,
         }
     }
 

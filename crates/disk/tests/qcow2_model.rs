@@ -9,7 +9,9 @@ mod crashed;
 use std::rc::Rc;
 use std::sync::Arc;
 
-use blockhouse_core::{Alignment, Buffer, Durability, Effort, Fua, GroupCommit, Request, Unmap};
+use blockhouse_core::{
+    Alignment, Buffer, Discarded, Durability, Effort, Fua, GroupCommit, Request, Unmap,
+};
 use blockhouse_disk::{Access, Disk, Options};
 use blockhouse_format::qcow2::{self, Backing, CreateOptions, Qcow2, Switch, Version};
 use blockhouse_sim::{Config, Left, Sim, SimDisk, Support};
@@ -85,11 +87,12 @@ fn config() -> impl Strategy<Value = Config> {
     let block = prop_oneof![Just(1_u32), Just(512), Just(4096)];
     let support = || prop_oneof![Just(Support::Yes), Just(Support::No)];
     let group_commit = prop_oneof![Just(GroupCommit::Never), Just(GroupCommit::From(2))];
-    (block, support(), support(), any::<bool>(), group_commit).prop_map(
-        |(block, write_zeroes, discard, native, group_commit)| Config {
+    (block, support(), support(), any::<bool>(), any::<bool>(), group_commit).prop_map(
+        |(block, write_zeroes, discard, zeros, native, group_commit)| Config {
             alignment: Alignment { offset: block, memory: block.min(512) },
             write_zeroes,
             discard,
+            discarded: if zeros { Discarded::Zeros } else { Discarded::Anything },
             group_commit,
             fua: if native { Fua::Native } else { Fua::Emulated },
             ..Config::default()

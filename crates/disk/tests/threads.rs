@@ -9,8 +9,8 @@ use std::task::{Context, Poll, Wake, Waker};
 use std::thread::{self, Thread};
 
 use blockhouse_core::{
-    Alignment, Buffer, ByteRange, Capabilities, Durability, Fua, GroupCommit, IoVector, Offload,
-    Request, Result, Status, Storage, Sync as FlushDepth, Unmap, WriteCache,
+    Alignment, Buffer, ByteRange, Capabilities, Discarded, Durability, Fua, GroupCommit, IoVector,
+    Offload, Request, Result, Status, Storage, Sync as FlushDepth, Unmap, WriteCache,
 };
 use blockhouse_disk::{Disk, Options};
 
@@ -38,6 +38,7 @@ impl Storage for Memory {
             alignment: Alignment { offset: self.0.block, memory: 1 },
             write_zeroes: Offload::Unavailable,
             discard: Offload::Unavailable,
+            discarded: Discarded::Anything,
         }
     }
 

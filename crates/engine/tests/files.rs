@@ -6,7 +6,8 @@ use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 
 use blockhouse_core::{
-    Buffer, ByteRange, Durability, ErrorKind, Fua, GroupCommit, Status, Storage, Sync, Unmap, errno,
+    Buffer, ByteRange, Discarded, Durability, ErrorKind, Fua, GroupCommit, Status, Storage, Sync,
+    Unmap, errno,
 };
 use blockhouse_engine::{Engine, HostFile, OpenFor, PageCache};
 use common::memory::Memory;
@@ -135,6 +136,7 @@ fn zeroed_and_discarded_ranges_read_as_zeros_and_become_holes() {
         let range = ByteRange::between(4096, 12288);
         file.write_zeroes(range, Unmap::Allowed).await.unwrap();
         file.discard(ByteRange::between(16384, 20480)).await.unwrap();
+        assert_eq!(file.capabilities().discarded, Discarded::Zeros);
         let bytes = read(file, 0, 65536).await;
         for (index, &byte) in bytes.iter().enumerate() {
             let gone = (4096..12288).contains(&index) || (16384..20480).contains(&index);

@@ -31,8 +31,8 @@ enum Value {
     /// The bytes of the write with this number.
     Written(u64),
     Zeros,
-    /// Anything that was ever there.
-    Anything,
+    /// What was there before, or zeros.
+    Discarded,
 }
 
 /// What happened to each sector, oldest first.
@@ -49,10 +49,15 @@ struct Sector {
 
 impl Sector {
     fn permits(&self, found: Value) -> bool {
-        let may_be = |&value: &Value| value == found || value == Value::Anything;
-        let recent = &self.history[self.stable.saturating_sub(1)..];
-        let is_first = self.stable == 0 && found == Value::Zeros;
-        is_first || recent.iter().any(may_be) || self.floating.iter().any(may_be)
+        // What a discard leaves may be what it found.
+        let stable = &self.history[..self.stable];
+        let oldest = stable.iter().rposition(|&value| value != Value::Discarded);
+        let mut recent = self.history[oldest.unwrap_or(0)..].iter().chain(&self.floating);
+        let is_first = oldest.is_none() && found == Value::Zeros;
+        is_first
+            || recent.any(|&value| {
+                value == found || (value == Value::Discarded && found == Value::Zeros)
+            })
     }
 }
 
@@ -122,16 +127,8 @@ impl World {
         let Some(Ok(bytes)) = outcome else { return };
         for (sector, bytes) in (range.offset() / SECTOR..).zip(bytes.chunks_exact(SECTOR as usize))
         {
-            assert!(
-                self.was_discarded(sector) || value_of(sector, bytes).is_some(),
-                "a foreign sector {sector}"
-            );
+            assert!(value_of(sector, bytes).is_some(), "a foreign sector {sector}");
         }
-    }
-
-    /// Whether a discard may have left anything in a sector.
-    fn was_discarded(&self, sector: u64) -> bool {
-        self.sectors.borrow()[sector as usize].history.contains(&Value::Anything)
     }
 
     async fn flush(&self, random: &mut Rng) {
@@ -152,7 +149,7 @@ impl World {
         self.writes.set(number);
         let unmap = if random.bool() { Unmap::Allowed } else { Unmap::Forbidden };
         let (value, intent) = match random.u8(..8) {
-            0 => (Value::Anything, Intent::Discard),
+            0 => (Value::Discarded, Intent::Discard),
             1 | 2 => (Value::Zeros, Intent::Zero(unmap)),
             _ => (Value::Written(number), Intent::Write),
         };

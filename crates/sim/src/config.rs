@@ -3,7 +3,7 @@
 use std::ops::RangeInclusive;
 use std::time::Duration;
 
-use blockhouse_core::{Alignment, Fua, GroupCommit, WriteCache};
+use blockhouse_core::{Alignment, Discarded, Fua, GroupCommit, WriteCache};
 use fastrand::Rng;
 
 /// The properties of a simulated disk.
@@ -21,6 +21,8 @@ pub struct Config {
     pub write_zeroes: Support,
     /// How discards go.
     pub discard: Support,
+    /// What discarded ranges read as.
+    pub discarded: Discarded,
     /// How long operations take.
     pub latency: Latency,
 }
@@ -70,6 +72,7 @@ impl Default for Config {
             alignment: Alignment::BYTE,
             write_zeroes: Support::Yes,
             discard: Support::Yes,
+            discarded: Discarded::Anything,
             latency: Latency { data: 10..=100, flush: 50..=500 },
         }
     }
@@ -92,6 +95,7 @@ impl Config {
             alignment: Alignment { offset: block, memory: block.min(512) },
             write_zeroes: support(random),
             discard: support(random),
+            discarded: if random.bool() { Discarded::Zeros } else { Discarded::Anything },
             latency: Latency { data: 1..=100, flush: 1..=300 },
         }
     }

@@ -1,8 +1,9 @@
 //! A disk that lives in memory and virtual time.
 //!
 //! It keeps every promise of [`Storage`] and not one more: operations end in any order, a crash
-//! keeps whatever it likes of what is not stable, a discarded range holds anything, a failed flush
-//! counts as done. What a caller must not do (misaligned operations) makes it panic.
+//! keeps whatever it likes of what is not stable, a discarded range holds anything unless zeros are
+//! promised, a failed flush counts as done. What a caller must not do (misaligned operations) makes it
+//! panic.
 
 use std::io;
 use std::sync::Arc;
@@ -160,6 +161,7 @@ impl Storage for SimDisk {
             alignment: state.config.alignment,
             write_zeroes: offload(state.config.write_zeroes),
             discard: offload(state.config.discard),
+            discarded: state.config.discarded,
         }
     }
 

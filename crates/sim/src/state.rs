@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-use blockhouse_core::{Durability, Fua, IoVector, Sync, WriteCache, errno};
+use blockhouse_core::{Discarded, Durability, Fua, IoVector, Sync, WriteCache, errno};
 use fastrand::Rng;
 
 use crate::clock::Signal;
@@ -151,6 +151,7 @@ impl State {
             }),
             (Operation::WriteZeroes(..), _) => Some(vec![0; length]),
             (Operation::Discard(_), _) => match self.random.u8(..3) {
+                _ if self.config.discarded == Discarded::Zeros => Some(vec![0; length]),
                 0 => None,
                 1 => Some(vec![0; length]),
                 _ => Some((0..length).map(|_| self.random.u8(..)).collect()),

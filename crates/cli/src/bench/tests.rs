@@ -7,8 +7,8 @@ use std::time::{Duration, Instant};
 
 use anyhow::Result;
 use blockhouse_core::{
-    Alignment, ByteRange, Capabilities, Durability, Fua, GroupCommit, IoVector, Offload, Status,
-    Storage, Sync, Unmap, WriteCache,
+    Alignment, ByteRange, Capabilities, Discarded, Durability, Fua, GroupCommit, IoVector, Offload,
+    Status, Storage, Sync, Unmap, WriteCache,
 };
 use blockhouse_disk::{Disk, Options};
 use blockhouse_engine::{Engine, EngineChoice, EventLoop, sleep};
@@ -59,6 +59,7 @@ impl Storage for Slow {
             alignment: self.alignment,
             write_zeroes: Offload::Unavailable,
             discard: Offload::Unavailable,
+            discarded: Discarded::Anything,
         }
     }
 

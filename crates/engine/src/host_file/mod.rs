@@ -13,8 +13,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 
 use blockhouse_core::{
-    Alignment, ByteRange, Capabilities, Durability, Error, ErrorKind, Fua, GroupCommit, IoVector,
-    Offload, Result, Status, Storage, Sync, Unmap, WriteCache,
+    Alignment, ByteRange, Capabilities, Discarded, Durability, Error, ErrorKind, Fua, GroupCommit,
+    IoVector, Offload, Result, Status, Storage, Sync, Unmap, WriteCache,
 };
 use rustix::fs::{Advice, FallocateFlags};
 use rustix::io::Errno;
@@ -266,6 +266,10 @@ impl Storage for HostFile {
             discard: match self.kind {
                 FileKind::Regular => all(&[punch_hole]),
                 FileKind::BlockDevice => all(&[discard]),
+            },
+            discarded: match self.kind {
+                FileKind::Regular => Discarded::Zeros,
+                FileKind::BlockDevice => Discarded::Anything,
             },
         }
     }

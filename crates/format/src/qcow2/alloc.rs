@@ -464,12 +464,7 @@ impl State {
     /// References to these clusters left the tables in memory: once that is durable, each is counted
     /// once less.
     pub(crate) fn retire(&mut self, clusters: Range<u64>, punch: Punch) {
-        match self.retired.last_mut() {
-            Some(last) if last.punch == punch && last.clusters.end == clusters.start => {
-                last.clusters.end = clusters.end;
-            }
-            _ => self.retired.push(Retired { clusters, punch }),
-        }
+        Retired { clusters, punch }.join(&mut self.retired);
     }
 
     /// Raised for nothing: never referred to by any table.
@@ -523,6 +518,18 @@ pub(crate) enum Punch {
 pub(crate) struct Retired {
     pub(crate) clusters: Range<u64>,
     pub(crate) punch: Punch,
+}
+
+impl Retired {
+    /// Puts them at the end of a list.
+    pub(crate) fn join(self, list: &mut Vec<Self>) {
+        match list.last_mut() {
+            Some(last) if last.punch == self.punch && last.clusters.end == self.clusters.start => {
+                last.clusters.end = self.clusters.end;
+            }
+            _ => list.push(self),
+        }
+    }
 }
 
 #[cfg(test)]

@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use blockhouse_core::{ByteRange, Durability, Extent, ExtentFlags, ExtentState};
 
-use super::alloc::Punch;
+use super::alloc::{Punch, Retired};
 use super::entry::{Entry, Reference, UnitState, Units};
 use super::map::unit_mask;
 use super::pending::Change;
@@ -13,14 +13,16 @@ use super::state::{State, Step};
 use crate::Abort;
 
 impl State {
-    /// The data of the extent arrived: all entries change, or none if something is missing.
-    pub(crate) fn commit(&mut self, extent: Extent, data: Durability) -> Step<()> {
+    /// The data of the extent arrived: all entries change, or none if something is missing. The answer
+    /// is which references left the tables, for the caller to retire.
+    pub(crate) fn commit(&mut self, extent: Extent, data: Durability) -> Step<Vec<Retired>> {
+        let mut left = Vec::new();
         if !extent.flags.contains(ExtentFlags::NEW) {
             self.end_overwrite(extent);
-            return Ok(());
+            return Ok(left);
         }
         let first = self.geometry.cluster_of(extent.whole.offset());
-        let Some(prepared) = self.pending.get(first) else { return Ok(()) };
+        let Some(prepared) = self.pending.get(first) else { return Ok(left) };
         let (clusters, change) = (prepared.clusters.clone(), prepared.change.clone());
         let stability = match data {
             Durability::None => DataStability::Unstable,
@@ -31,14 +33,17 @@ impl State {
             self.entry(slice, self.geometry.l2_place(cluster).index)?;
         }
         for cluster in clusters.clone() {
-            self.change_entry(slice, cluster, first, &change, extent.whole, stability)?;
+            let old = self.change_entry(slice, cluster, first, &change, extent.whole, stability)?;
+            if let Some(old) = old {
+                old.join(&mut left);
+            }
         }
         if let Change::Write { host, .. } = change {
             self.space.fill_to(self.geometry.cluster_of(host) + (clusters.end - clusters.start));
         }
         self.version += 1;
         self.pending.end(first);
-        Ok(())
+        Ok(left)
     }
 
     fn change_entry(
@@ -49,7 +54,7 @@ impl State {
         change: &Change,
         whole: ByteRange,
         stability: DataStability,
-    ) -> Step<()> {
+    ) -> Step<Option<Retired>> {
         let geometry = self.geometry;
         let index = geometry.l2_place(cluster).index;
         let old = self.entry(slice, index)?;
@@ -83,10 +88,10 @@ impl State {
             Change::Write { .. } | Change::Pack(_) => Punch::No,
             Change::Zero { .. } | Change::Discard | Change::Units { .. } => Punch::Yes,
         };
-        self.retire_entry(old, new, punch);
+        let left = self.left_by(old, new, punch);
         let bytes = self.cache.change(slice.offset, index, stability);
         new.write(bytes, index, geometry);
-        Ok(())
+        Ok(left)
     }
 
     /// What the units of a cluster are once `whole` is written.
@@ -104,24 +109,34 @@ impl State {
 
     /// Counts down what the old entry referred to and the new one does not.
     pub(crate) fn retire_entry(&mut self, old: Entry, new: Entry, punch: Punch) {
+        if let Some(left) = self.left_by(old, new, punch) {
+            self.retire(left.clusters, left.punch);
+        }
+    }
+
+    /// What the old entry refers to and the new one does not.
+    fn left_by(&self, old: Entry, new: Entry, punch: Punch) -> Option<Retired> {
         let geometry = self.geometry;
         // In a data file each cluster has one place, which nobody else can have.
         if geometry.has_data_file {
-            return;
+            return None;
         }
         match old {
             // Others may have data in the same clusters, so they are never punched.
-            Entry::Compressed(place) => self.retire(place.host_clusters(geometry), Punch::No),
+            Entry::Compressed(place) => {
+                Some(Retired { clusters: place.host_clusters(geometry), punch: Punch::No })
+            }
             Entry::Standard { place: Some(place), .. } => {
                 let kept = matches!(new, Entry::Standard { place: Some(new), .. }
                     if new.offset == place.offset);
                 let cluster = geometry.cluster_of(place.offset);
-                if !kept && !self.pending.haunted.contains(&cluster) {
-                    let punch = if place.is_sole() { punch } else { Punch::No };
-                    self.retire(cluster..cluster + 1, punch);
+                if kept || self.pending.haunted.contains(&cluster) {
+                    return None;
                 }
+                let punch = if place.is_sole() { punch } else { Punch::No };
+                Some(Retired { clusters: cluster..cluster + 1, punch })
             }
-            Entry::Standard { place: None, .. } => {}
+            Entry::Standard { place: None, .. } => None,
         }
     }
 

@@ -324,8 +324,11 @@ impl<S: Storage> Qcow2<S> {
     pub async fn commit(&self, extent: Extent, data: Durability) -> Result<()> {
         let unfinished = Committing { state: &self.state, extent };
         let committed = self.step(|state| state.commit(extent, data)).await;
-        self.marking(committed).await?;
+        let left = self.marking(committed).await?;
         std::mem::forget(unfinished);
+        for left in left {
+            self.vacate(left).await;
+        }
         Ok(())
     }
 

@@ -13,13 +13,13 @@ use std::future::{Future, ready};
 use std::sync::atomic::Ordering;
 
 use blockhouse_core::{
-    Buffer, ByteRange, Capabilities, Durability, Error, ErrorKind, Fua, GroupCommit, Result,
-    Storage, Sync,
+    Buffer, ByteRange, Capabilities, Discarded, Durability, Error, ErrorKind, Fua, GroupCommit,
+    Result, Storage, Sync,
 };
 use event_listener::EventListener;
 use futures_util::stream::{self, StreamExt};
 
-use super::alloc::Punch;
+use super::alloc::{Punch, Retired};
 use super::header::{Header, Incompatible, LAZY_REFCOUNTS, SECTOR};
 use super::round::{Extent, Piece, Round};
 use super::slice_cache::DataStability;
@@ -334,6 +334,19 @@ impl<S: Storage> Qcow2<S> {
         buffer.bytes_mut()[..piece.bytes.len()].copy_from_slice(&piece.bytes);
         let vector = buffer.lend().guarded_by(self.table_writes.enter());
         self.storage.write(piece.offset, vector, durability)
+    }
+
+    /// Retires clusters whose references left the tables in memory. Space that the guest gave back goes
+    /// to the host at once where that makes zeros of it: tables on disk may still refer to it, and after
+    /// a crash nobody's bytes but its own may come to light there.
+    pub(super) async fn vacate(&self, mut left: Retired) {
+        let is_zeroed = self.storage.capabilities().discarded == Discarded::Zeros;
+        if left.punch == Punch::Yes && self.discard == super::Discard::Punch && is_zeroed {
+            // Nobody can have them before. One that is dropped here stays counted: a leak.
+            self.punch(self.geometry.bytes_of(left.clusters.clone())).await;
+            left.punch = Punch::No;
+        }
+        self.state.lock().retire(left.clusters, left.punch);
     }
 
     /// Counts down what no table refers to any more, and gives space back to the host.

@@ -7,8 +7,9 @@ use std::path::Path;
 use std::process::Command;
 
 use blockhouse_core::{
-    Alignment, Buffer, ByteRange, Capabilities, Durability, Error, ErrorKind, Extent, ExtentState,
-    Fua, GroupCommit, IoVector, Offload, Result, Status, Storage, Sync, Unmap, WriteCache,
+    Alignment, Buffer, ByteRange, Capabilities, Discarded, Durability, Error, ErrorKind, Extent,
+    ExtentState, Fua, GroupCommit, IoVector, Offload, Result, Status, Storage, Sync, Unmap,
+    WriteCache,
 };
 use blockhouse_format::qcow2::{self, Qcow2};
 use blockhouse_format::{Abort, Intent, qcow2::Access};
@@ -45,6 +46,7 @@ impl Storage for FileStorage {
             alignment: Alignment::BYTE,
             write_zeroes: Offload::Unavailable,
             discard: Offload::Unavailable,
+            discarded: Discarded::Anything,
         }
     }
 

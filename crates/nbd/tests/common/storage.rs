@@ -5,8 +5,8 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use blockhouse_core::{
-    Alignment, ByteRange, Capabilities, Durability, Error, Fua, GroupCommit, IoVector, Offload,
-    Result, Status, Storage, Sync, Unmap, WriteCache,
+    Alignment, ByteRange, Capabilities, Discarded, Durability, Error, Fua, GroupCommit, IoVector,
+    Offload, Result, Status, Storage, Sync, Unmap, WriteCache,
 };
 use blockhouse_engine::sleep;
 
@@ -115,6 +115,7 @@ impl Storage for Memory {
             alignment: Alignment::BYTE,
             write_zeroes: Offload::Available,
             discard: Offload::Available,
+            discarded: Discarded::Anything,
         }
     }
 
