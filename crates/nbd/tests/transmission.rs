@@ -336,6 +336,31 @@ fn payloads_in_flight_are_bounded() {
     }
 }
 
+#[test]
+fn payloads_in_flight_on_all_connections_are_bounded() {
+    for engine in common::ENGINES {
+        let limits = Limits { bytes_of_all: 3 * MIB, ..Limits::default() };
+        let Some(rig) = Rig::start(engine, limits, 8 * MIB) else { continue };
+        rig.storage.delay(Duration::from_millis(10));
+        // It takes all there is, and more, and never goes on.
+        let mut stuck = rig.client(Framing::Simple);
+        stuck.send(kind::WRITE, NONE, 0, 8 * MIB as u64);
+        let mut clients = [(); 2].map(|()| rig.client(Framing::Extended));
+        for client in &mut clients {
+            for _ in 0..12 {
+                client.send(kind::READ, NONE, 0, MIB as u64);
+            }
+        }
+        for client in &mut clients {
+            for _ in 0..12 {
+                assert!(matches!(client.receive().unwrap().outcome, Outcome::Data(_)));
+            }
+        }
+        let (_, most) = rig.storage.running();
+        assert!(most <= 3 + 1, "{most} requests of 1 MiB at once");
+    }
+}
+
 /// How many bytes of the disk belong to one client of the random test.
 const PART: usize = 2 * MIB;
 

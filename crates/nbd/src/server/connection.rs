@@ -68,6 +68,7 @@ async fn converse<S: Storage>(
         terms,
         pool: shared.pool.clone(),
         allowance: Allowance { requests: limits.requests, bytes: limits.bytes },
+        budget: Arc::clone(&shared.budget),
     };
     Ok(session.run(&first, seat.transmit()).await)
 }

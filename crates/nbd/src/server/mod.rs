@@ -1,9 +1,9 @@
 //! The server: exports, listening sockets, connections and their orderly end.
 //!
 //! Promises: no client can keep others from being served by staying silent in its handshake, by
-//! what it asks or by nonsense; what is held in memory is at most [`Limits::connections`] times
-//! [`Limits::bytes`] of payload plus about 200 KiB a connection; a drain loses nothing that a client
-//! was told is done.
+//! what it asks or by nonsense; what is held in memory is at most [`Limits::bytes_of_all`] of payloads
+//! and the payload of one request more for each connection, 64 MiB that are kept for the next requests,
+//! and about 200 KiB a connection; a drain loses nothing that a client was told is done.
 
 mod connection;
 mod exports;
@@ -25,6 +25,7 @@ pub use listen::{Bound, SocketFile, bind, bind_private};
 use registry::{Registry, Room};
 
 use crate::proto::MAX_PAYLOAD;
+use crate::session::Budget;
 
 /// How much memory for payloads is kept for the next request, in bytes.
 const POOL: usize = 64 << 20;
@@ -44,19 +45,23 @@ pub struct Limits {
     /// Bytes of payloads in flight on one connection; one request is always let in. Further ones
     /// wait in the socket.
     pub bytes: usize,
+    /// Bytes of payloads in flight on all connections together. Where they are in use, further requests
+    /// wait in the socket, but for one on each connection.
+    pub bytes_of_all: usize,
     /// The time that a drain leaves clients to receive their last replies.
     pub drain: Duration,
 }
 
 impl Default for Limits {
     /// 256 connections, 30 seconds to shake hands, 128 requests and 64 MiB in flight on each
-    /// connection, 20 seconds to drain.
+    /// connection, 512 MiB on all of them, 20 seconds to drain.
     fn default() -> Self {
         Self {
             connections: 256,
             handshake: Duration::from_secs(30),
             requests: 128,
             bytes: 2 * MAX_PAYLOAD as usize,
+            bytes_of_all: 16 * MAX_PAYLOAD as usize,
             drain: Duration::from_secs(20),
         }
     }
@@ -70,6 +75,7 @@ struct Shared<S: Storage> {
     exports: Exports<S>,
     registry: Arc<Registry>,
     limits: Limits,
+    budget: Arc<Budget>,
     pool: BufferPool,
 }
 
@@ -86,6 +92,7 @@ impl<S: Storage + Send + Sync> Server<S> {
             exports: Exports::new(),
             registry: Arc::new(Registry::new(limits.connections)),
             limits,
+            budget: Arc::new(Budget::new(limits.bytes_of_all)),
             pool: BufferPool::new(POOL),
         }))
     }

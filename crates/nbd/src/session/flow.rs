@@ -1,10 +1,15 @@
 //! How much one connection may have in flight.
 //!
-//! A client that sends more is not refused: the server stops reading from it until there is room.
-//! So memory is bounded by the number of connections times the limits of a [`Flow`].
+//! A client that sends more is not refused: the server stops reading from it until there is room. What
+//! all connections have in flight together is bounded by the [`Budget`] that they share.
 
 use std::cell::Cell;
+use std::pin::pin;
+use std::sync::Arc;
 
+use futures_util::future::{Either, select};
+
+use super::budget::Budget;
 use super::condition::Condition;
 
 /// What one connection has in flight: requests that were read and whose replies were not sent yet,
@@ -14,26 +19,43 @@ pub struct Flow {
     bytes: Cell<usize>,
     most_requests: usize,
     most_bytes: usize,
+    budget: Arc<Budget>,
     changed: Condition,
 }
 
 impl Flow {
     /// Nothing in flight, and the limits.
-    pub fn new(most_requests: usize, most_bytes: usize) -> Self {
-        let (requests, bytes) = (Cell::new(0), Cell::new(0));
-        Self { requests, bytes, most_requests, most_bytes, changed: Condition::default() }
+    pub fn new(most_requests: usize, most_bytes: usize, budget: Arc<Budget>) -> Self {
+        let (requests, bytes, changed) = (Cell::new(0), Cell::new(0), Condition::default());
+        Self { requests, bytes, most_requests, most_bytes, budget, changed }
     }
 
-    /// Waits until a further request with this many bytes may come in. One request is always
-    /// admitted, whatever its size. For the one task that then calls [`enter`](Self::enter).
-    pub async fn room(&self, bytes: usize) {
-        self.changed
-            .until(|| {
-                let (requests, held) = (self.requests.get(), self.bytes.get());
-                let fits = requests < self.most_requests && held + bytes <= self.most_bytes;
-                (requests == 0 || fits).then_some(())
-            })
-            .await;
+    /// A request of this many bytes comes in as soon as there is room. One request is always admitted,
+    /// whatever its size. For one task.
+    pub async fn enter(&self, bytes: usize) {
+        while !self.try_enter(bytes) {
+            let returned = self.budget.returned();
+            // Looks once more before it waits, so that nothing is missed that came back meanwhile.
+            let entered = pin!(self.changed.until(|| self.try_enter(bytes).then_some(())));
+            if let Either::Left(_) = select(entered, returned).await {
+                return;
+            }
+        }
+    }
+
+    fn try_enter(&self, bytes: usize) -> bool {
+        let (requests, held) = (self.requests.get(), self.bytes.get());
+        if requests == 0 {
+            self.budget.overdraw(bytes);
+        } else {
+            let fits = requests < self.most_requests && held + bytes <= self.most_bytes;
+            if !fits || !self.budget.try_draw(bytes) {
+                return false;
+            }
+        }
+        self.requests.set(requests + 1);
+        self.bytes.set(held + bytes);
+        true
     }
 
     /// Waits until nothing is in flight.
@@ -41,15 +63,10 @@ impl Flow {
         self.changed.until(|| (self.requests.get() == 0).then_some(())).await;
     }
 
-    /// A request comes in.
-    pub fn enter(&self, bytes: usize) {
-        self.requests.update(|requests| requests + 1);
-        self.bytes.update(|held| held + bytes);
-    }
-
     /// Memory of a request is free again, before its reply is sent.
     pub fn free(&self, bytes: usize) {
         self.bytes.update(|held| held - bytes);
+        self.budget.give_back(bytes);
         self.changed.notify();
     }
 
@@ -60,30 +77,72 @@ impl Flow {
     }
 }
 
+impl Drop for Flow {
+    fn drop(&mut self) {
+        self.budget.give_back(self.bytes.get());
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use std::future::Future;
-    use std::pin::pin;
-    use std::task::{Context, Waker};
+    use std::sync::atomic::{AtomicBool, Ordering};
+    use std::task::{Context, Wake, Waker};
 
     use super::*;
 
-    fn has_room(flow: &Flow, bytes: usize) -> bool {
-        pin!(flow.room(bytes)).poll(&mut Context::from_waker(Waker::noop())).is_ready()
+    #[derive(Default)]
+    struct Woken(AtomicBool);
+
+    impl Wake for Woken {
+        fn wake(self: Arc<Self>) {
+            self.0.store(true, Ordering::SeqCst);
+        }
+    }
+
+    fn enters(flow: &Flow, bytes: usize) -> bool {
+        pin!(flow.enter(bytes)).poll(&mut Context::from_waker(Waker::noop())).is_ready()
     }
 
     #[test]
     fn one_request_of_any_size_is_admitted_and_then_the_limits_hold() {
-        let flow = Flow::new(2, 100);
-        assert!(has_room(&flow, 1000));
-        flow.enter(1000);
-        assert!(!has_room(&flow, 0), "over the bytes");
+        let flow = Flow::new(2, 100, Arc::new(Budget::new(1 << 20)));
+        assert!(enters(&flow, 1000));
+        assert!(!enters(&flow, 0), "over the bytes");
         flow.free(950);
-        assert!(has_room(&flow, 50) && !has_room(&flow, 51));
-        flow.enter(10);
-        assert!(!has_room(&flow, 0), "over the requests");
-        flow.leave(1, 10);
+        assert!(!enters(&flow, 51) && enters(&flow, 50));
+        assert!(!enters(&flow, 0), "over the requests");
         flow.leave(1, 50);
-        assert!(has_room(&flow, 101));
+        flow.leave(1, 50);
+        assert!(enters(&flow, 101));
+    }
+
+    #[test]
+    fn connections_share_a_budget_and_each_goes_on_with_one_request() {
+        let budget = Arc::new(Budget::new(100));
+        let [one, other] = [0; 2].map(|_| Flow::new(10, 100, Arc::clone(&budget)));
+        assert!(enters(&one, 60) && enters(&one, 40));
+        assert!(!enters(&one, 1), "all is drawn");
+        assert!(enters(&other, 70), "its first");
+        assert!(!enters(&other, 1));
+        one.leave(1, 60);
+        assert!(!enters(&one, 1), "what was overdrawn counts");
+        drop(other);
+        assert!(enters(&one, 60), "a connection that is gone has given all back");
+    }
+
+    #[test]
+    fn who_waits_is_woken_by_what_another_connection_gives_back() {
+        let budget = Arc::new(Budget::new(100));
+        let [one, other] = [0; 2].map(|_| Flow::new(10, 100, Arc::clone(&budget)));
+        assert!(enters(&one, 99) && enters(&other, 1));
+        let woken = Arc::new(Woken::default());
+        let waker = Waker::from(Arc::clone(&woken));
+        let mut waiting = pin!(other.enter(50));
+        assert!(waiting.as_mut().poll(&mut Context::from_waker(&waker)).is_pending());
+        assert!(!woken.0.load(Ordering::SeqCst));
+        one.leave(1, 99);
+        assert!(woken.0.load(Ordering::SeqCst));
+        assert!(waiting.as_mut().poll(&mut Context::from_waker(&waker)).is_ready());
     }
 }

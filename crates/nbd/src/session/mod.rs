@@ -5,6 +5,7 @@
 //! and a client that wants more waits; at the end every request that was read is finished, and its
 //! reply sent if anybody is there to receive it.
 
+mod budget;
 mod condition;
 mod flow;
 mod job;
@@ -24,6 +25,7 @@ use std::sync::Arc;
 use blockhouse_core::{BufferPool, Storage};
 use blockhouse_disk::Disk;
 use blockhouse_engine::{Stream, spawn};
+pub use budget::Budget;
 pub use leave::Leave;
 pub use reader::End;
 
@@ -55,18 +57,20 @@ pub struct Session<S: Storage> {
     pub pool: BufferPool,
     /// How much may be in flight.
     pub allowance: Allowance,
+    /// What the payloads of all connections draw from.
+    pub budget: Arc<Budget>,
 }
 
 impl<S: Storage> Session<S> {
     /// Serves the connection to its end. `first` was received already; `leave` ends it early.
     pub async fn run(self, first: &[u8], leave: Arc<Leave>) -> End {
-        let Self { stream, disk, terms, pool, allowance } = self;
+        let Self { stream, disk, terms, pool, allowance, budget } = self;
         let link = Rc::new(Link {
             stream,
             disk,
             terms,
             pool,
-            flow: Flow::new(allowance.requests, allowance.bytes),
+            flow: Flow::new(allowance.requests, allowance.bytes, budget),
             outbox: Outbox::new(allowance.requests),
             idle: RefCell::new(Vec::with_capacity(allowance.requests)),
             failures: Cell::new(0),

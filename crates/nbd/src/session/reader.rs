@@ -117,12 +117,15 @@ impl<S: Storage> Reader<S> {
 
     async fn accept(&mut self, to: ReplyTo, command: Command) -> Result<(), End> {
         let footprint = footprint(&command);
-        self.link.flow.room(footprint).await;
+        self.link.flow.enter(footprint).await;
         let payload = match command {
-            Command::Write { length, .. } => Some(self.payload(length as usize).await?),
+            Command::Write { length, .. } => {
+                let received = self.payload(length as usize).await;
+                // One that never arrives as a whole is nobody's any more.
+                Some(received.inspect_err(|_| self.link.flow.leave(1, footprint))?)
+            }
             _ => None,
         };
-        self.link.flow.enter(footprint);
         dispatch(&self.link, Job { to, command, payload });
         Ok(())
     }
@@ -142,8 +145,7 @@ impl<S: Storage> Reader<S> {
 
     /// Answers a request that needs no lane.
     async fn answer(&mut self, to: ReplyTo, answer: Answer) {
-        self.link.flow.room(0).await;
-        self.link.flow.enter(0);
+        self.link.flow.enter(0).await;
         self.link.reply(to, answer);
     }
 
