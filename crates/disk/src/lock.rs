@@ -9,10 +9,9 @@ use std::fs;
 use std::io;
 use std::os::fd::BorrowedFd;
 use std::path::Path;
-use std::time::{Duration, Instant};
 
 use blockhouse_core::{Error, ErrorKind, Result, Storage};
-use blockhouse_engine::{HostFile, OpenFor, PageCache, is_byte_locked, share_byte};
+use blockhouse_engine::{HostFile, OpenFor, PageCache, is_byte_locked, outlast, share_byte};
 
 use crate::Access;
 
@@ -44,11 +43,6 @@ impl Permission {
         }
     }
 }
-
-/// How long a lock may stay behind whose holder is gone: the kernel ends the I/O of a killed process
-/// in its own time.
-const AFTERLIFE: Duration = Duration::from_secs(1);
-const PAUSE: Duration = Duration::from_millis(20);
 
 /// Locks `file` for as long as it is open: a writer is alone, readers keep writers away.
 ///
@@ -100,24 +94,23 @@ pub fn hold(path: &Path) -> Result<HostFile> {
 /// Succeeds when nobody holds the byte. A holder that cannot be seen may be a process that is gone,
 /// and is given a moment to go.
 fn wait_for_free(file: &HostFile, byte: u64, doing: &str) -> Result<()> {
-    let deadline = Instant::now() + AFTERLIFE;
-    loop {
+    let mut ours = None;
+    let is_free = outlast(|| {
         let locked = is_byte_locked(file.descriptor(), byte);
         if !locked.map_err(|error| Error::host("cannot lock", error).on(file.name()))? {
-            return Ok(());
+            return Ok(true);
         }
-        let holder = holder(file.descriptor(), byte);
-        if let Some(Holder::Other(name)) = &holder {
-            return Err(held(file, name, doing));
-        }
-        if Instant::now() >= deadline {
-            return Err(match holder {
-                Some(Holder::Ours(name)) => held(file, &name, doing),
-                _ => held(file, "another program", doing),
-            });
-        }
-        std::thread::sleep(PAUSE);
+        ours = match holder(file.descriptor(), byte) {
+            Some(Holder::Other(name)) => return Err(held(file, &name, doing)),
+            Some(Holder::Ours(name)) => Some(name),
+            None => None,
+        };
+        Ok(false)
+    })?;
+    if is_free {
+        return Ok(());
     }
+    Err(held(file, ours.as_deref().unwrap_or("another program"), doing))
 }
 
 fn is_without_locks(error: &io::Error) -> bool {

@@ -8,6 +8,7 @@
 #[cfg(not(target_os = "linux"))]
 compile_error!("Blockhouse serves disks on Linux only");
 
+mod afterlife;
 mod byte_lock;
 mod driver;
 mod engine;
@@ -45,6 +46,7 @@ mod uring;
 mod watch;
 mod watches;
 
+pub use afterlife::outlast;
 pub use byte_lock::{is_byte_locked, release_byte, share_byte};
 pub use engine::{Engine, EngineChoice, EngineReport};
 pub use event_loop::{EventLoop, Handle, Submission};

@@ -1,5 +1,6 @@
 //! Listening sockets at the address of a URI.
 
+use std::convert::Infallible;
 use std::fs;
 use std::io::{Error as IoError, ErrorKind as IoErrorKind};
 use std::net::TcpListener;
@@ -7,9 +8,9 @@ use std::os::fd::OwnedFd;
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::FileTypeExt;
 use std::path::{Path, PathBuf};
-use std::time::{Duration, Instant};
 
 use blockhouse_core::{Error, ErrorKind, Result};
+use blockhouse_engine::outlast;
 use rustix::fs::Mode;
 use rustix::io::Errno;
 use rustix::net::{self, AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
@@ -21,10 +22,6 @@ const LONGEST_PATH: usize = 107;
 
 /// Connections that may wait to be accepted.
 const BACKLOG: i32 = 128;
-
-/// How long a socket may stay behind whose server was killed.
-const AFTERLIFE: Duration = Duration::from_secs(1);
-const PAUSE: Duration = Duration::from_millis(20);
 
 /// A listening socket, for [`Listener::new`](blockhouse_engine::Listener::new).
 #[derive(Debug)]
@@ -139,16 +136,10 @@ fn make_way(path: &Path, name: &str) -> Result<()> {
 }
 
 /// Whether a server listens at the socket, and goes on doing so: one that was killed may be there
-/// for a moment more, while the kernel ends its I/O.
+/// for a moment more.
 fn answers(path: &Path) -> bool {
-    let deadline = Instant::now() + AFTERLIFE;
-    loop {
-        let refused = connect(path) == Err(Errno::CONNREFUSED);
-        if refused || Instant::now() >= deadline {
-            return !refused;
-        }
-        std::thread::sleep(PAUSE);
-    }
+    let Ok(is_gone) = outlast(|| Ok::<_, Infallible>(connect(path) == Err(Errno::CONNREFUSED)));
+    !is_gone
 }
 
 /// Connects, but does not wait for a server that accepts nobody.
