@@ -3,8 +3,10 @@
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-use anyhow::{Context, Result};
-use blockhouse_engine::{EngineChoice, EngineReport, EventLoop, FixedFiles, Handle, IoPoll};
+use anyhow::Result;
+use blockhouse_engine::{
+    EngineChoice, EngineReport, EventLoop, FixedFiles, Handle, IoPoll, LoopThread,
+};
 use futures_channel::oneshot;
 
 /// What loops are like.
@@ -80,26 +82,20 @@ impl Workers {
 }
 
 fn start_one(index: usize, options: LoopOptions) -> Result<(Worker, EngineReport)> {
-    let (give, made) = std::sync::mpsc::channel();
     let (stop, stopped) = oneshot::channel();
-    let work = move || match EventLoop::new(options.engine) {
-        Err(error) => drop(give.send(Err(error))),
-        Ok(mut event_loop) => {
-            event_loop.poll_at_most(options.polling);
-            event_loop.fix_files(options.fixed_files);
-            event_loop.io_poll(options.io_poll);
-            let report = event_loop.report().clone();
-            if give.send(Ok((event_loop.handle(), report))).is_ok() {
-                // An error means that the one who could stop us is gone.
-                let _ = event_loop.block_on(stopped);
-            }
-        }
+    let prepare = move |event_loop: &mut EventLoop| {
+        event_loop.poll_at_most(options.polling);
+        event_loop.fix_files(options.fixed_files);
+        event_loop.io_poll(options.io_poll);
+    };
+    let main = async {
+        // An error means that the one who could stop us is gone.
+        let _ = stopped.await;
     };
     let name = format!("blockhouse-{index}");
-    let thread =
-        std::thread::Builder::new().name(name).spawn(work).context("cannot start a thread")?;
-    let made = made.recv().context("a worker ended before it began")?;
-    let (handle, report) = made.map_err(|error| unavailable(options.engine, &error))?;
+    let started = LoopThread::start(name, options.engine, prepare, main);
+    let LoopThread { handle, report, thread } =
+        started.map_err(|error| unavailable(options.engine, &error))?;
     Ok((Worker { handle, stop, thread }, report))
 }
 

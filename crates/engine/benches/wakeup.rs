@@ -16,14 +16,14 @@ use std::fs::File;
 use std::io::Write;
 use std::os::fd::AsRawFd;
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, mpsc};
+use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Result, ensure};
 use blockhouse_core::{Buffer, IoVector, Storage};
 use blockhouse_engine::{
-    Engine, EngineChoice, EventLoop, Handle, HostFile, OpenFor, PageCache, Submission,
+    Engine, EngineChoice, EventLoop, Handle, HostFile, LoopThread, OpenFor, PageCache, Submission,
 };
 use clap::Parser;
 use futures_channel::oneshot;
@@ -119,9 +119,12 @@ impl Way {
             Self::Plain => Ok(run(&mut Plain::new(file)?)),
             Self::Handle(engine) => {
                 let (stop, stopped) = oneshot::channel::<()>();
-                let (handle, thread) = start(engine, async move {
+                let main = async {
                     let _ = stopped.await;
-                })?;
+                };
+                let choice = EngineChoice::Only(engine);
+                let LoopThread { handle, thread, .. } =
+                    LoopThread::start("wakeup".into(), choice, |_| (), main)?;
                 let time = run(&mut ByHandle::new(handle, file));
                 drop(stop);
                 thread.join().expect("the loop's thread does not panic");
@@ -129,25 +132,6 @@ impl Way {
             }
         }
     }
-}
-
-/// Starts a loop on a thread of its own, which runs until `main` is ready.
-fn start(
-    engine: Engine,
-    main: impl Future<Output = ()> + Send + 'static,
-) -> Result<(Handle, thread::JoinHandle<()>)> {
-    let (sender, receiver) = mpsc::channel();
-    let thread = thread::spawn(move || match EventLoop::new(EngineChoice::Only(engine)) {
-        Ok(mut event_loop) => {
-            let _ = sender.send(Ok(event_loop.handle()));
-            event_loop.block_on(main);
-        }
-        Err(error) => {
-            let _ = sender.send(Err(error));
-        }
-    });
-    let handle = receiver.recv().context("the loop's thread ended before it began")??;
-    Ok((handle, thread))
 }
 
 /// Reads pieces of the file.

@@ -15,7 +15,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result};
 use blockhouse_core::{Buffer, Request, Storage};
 use blockhouse_disk::Disk;
-use blockhouse_engine::{Engine, EngineChoice, EventLoop, Handle, sleep, spawn_detached};
+use blockhouse_engine::{Engine, EngineChoice, Handle, LoopThread, sleep, spawn_detached};
 use futures_channel::oneshot;
 
 use super::Bench;
@@ -83,13 +83,15 @@ pub fn measure<S: Storage + Send + Sync + 'static>(
 ) -> Result<Slice> {
     let (sender, inbox) = mpsc::channel();
     let (quit, quitting) = oneshot::channel::<()>();
-    let (handle, thread) = start(engine, async move {
+    let main = async move {
         match wake_up {
             WakeUp::Withheld => look_now_and_then(inbox).await,
             // It ends when the sender is dropped; nothing is ever sent.
             WakeUp::InForce => drop(quitting.await),
         }
-    })?;
+    };
+    let started = LoopThread::start("wakeup".into(), EngineChoice::Only(engine), |_| (), main);
+    let LoopThread { handle, thread, .. } = started.with_context(|| format!("no {engine} here"))?;
     let way = match wake_up {
         WakeUp::InForce => Way::Handle(handle),
         WakeUp::Withheld => Way::Unannounced(sender),
@@ -138,25 +140,6 @@ async fn look_now_and_then<S: Storage + 'static>(inbox: mpsc::Receiver<Piece<S>>
             Err(mpsc::TryRecvError::Disconnected) => return,
         }
     }
-}
-
-/// Starts a loop on a thread of its own, which runs until `main` is ready.
-fn start(
-    engine: Engine,
-    main: impl Future<Output = ()> + Send + 'static,
-) -> Result<(Handle, thread::JoinHandle<()>)> {
-    let (sender, receiver) = mpsc::channel();
-    let thread = thread::spawn(move || match EventLoop::new(EngineChoice::Only(engine)) {
-        Ok(mut event_loop) => {
-            let _ = sender.send(Ok(event_loop.handle()));
-            event_loop.block_on(main);
-        }
-        Err(error) => {
-            let _ = sender.send(Err(error));
-        }
-    });
-    let handle = receiver.recv().context("the loop's thread ended before it began")?;
-    Ok((handle.with_context(|| format!("no {engine} here"))?, thread))
 }
 
 /// The published case. Gives the nanoseconds from each submission to its completion.
