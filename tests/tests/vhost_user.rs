@@ -21,6 +21,16 @@ fn connect(socket: &Path) -> Guest {
     Guest::connect(socket, Options { queues: 2, ..Options::default() })
 }
 
+/// A disk that a guest with one queue and an NBD client have open.
+fn serve_both_ways(scratch: &Scratch) -> (Server, Guest, Client) {
+    let image = scratch.image("disk.img", SIZE);
+    let socket = scratch.socket("vu");
+    let server = Serve::new(scratch, image.path()).option("--vhost-user-blk", &socket).start();
+    let guest = Guest::connect(&socket, Options::default());
+    let client = Client::open(&server.address());
+    (server, guest, client)
+}
+
 #[test]
 fn the_ready_line_names_the_socket_and_the_end_is_orderly() {
     let scratch = Scratch::new();
@@ -38,11 +48,7 @@ fn the_ready_line_names_the_socket_and_the_end_is_orderly() {
 #[test]
 fn a_guest_and_an_nbd_client_see_one_disk() {
     let scratch = Scratch::new();
-    let image = scratch.image("disk.img", SIZE);
-    let socket = scratch.socket("vu");
-    let server = Serve::new(&scratch, image.path()).option("--vhost-user-blk", &socket).start();
-    let mut guest = Guest::connect(&socket, Options::default());
-    let mut client = Client::open(&server.address());
+    let (server, mut guest, mut client) = serve_both_ways(&scratch);
     for number in 1..50 {
         guest.write(0, number, number);
         let offset = number * BLOCK as u64;
@@ -68,11 +74,7 @@ fn processor_time(pid: u32) -> Duration {
 #[test]
 fn a_device_that_nobody_uses_costs_no_processor_time() {
     let scratch = Scratch::new();
-    let image = scratch.image("disk.img", SIZE);
-    let socket = scratch.socket("vu");
-    let server = Serve::new(&scratch, image.path()).option("--vhost-user-blk", &socket).start();
-    let mut guest = Guest::connect(&socket, Options::default());
-    let mut client = Client::open(&server.address());
+    let (server, mut guest, mut client) = serve_both_ways(&scratch);
     // Experience says by now that the next request comes at once.
     for number in 0..300 {
         guest.write(0, number % 64, number);
