@@ -5,130 +5,22 @@
 //! space that was there when the image was opened, a few slices at a time; the end of the file. So no
 //! allocation ever looks at more than a few refcount blocks.
 
-use std::collections::{BTreeMap, HashSet};
+use std::collections::HashSet;
 use std::ops::Range;
 
 use blockhouse_core::{Error, ErrorKind};
 
 use super::geometry::MOST_OFFSET;
 use super::refcount;
+use super::retired::{Punch, Retired};
 use super::room::Need;
 use super::slice_cache::{DataStability, SliceId, SliceKind};
 use super::state::{Blocked, State, Step};
 
 /// How many refcount slices one allocation looks at before it takes from the end.
 const SLICES_A_TIME: u32 = 4;
-/// How many runs of given-back clusters are remembered. What is beyond is found again by the cursor
-/// of the next opening.
-const MOST_RUNS: usize = 1 << 16;
 /// The largest refcount table, in bytes.
 const MOST_TABLE: u64 = 8 << 20;
-
-/// Where free space is.
-pub(crate) struct Space {
-    /// Clusters below this have been looked at.
-    cursor: u64,
-    /// Where the cursor stops: the end of the file when it was opened.
-    scan_end: u64,
-    /// New clusters are taken from here on.
-    end: u64,
-    /// What is taken up to here was written, or there when the image was opened.
-    filled: u64,
-    /// How many clusters the file has, or would have if it could.
-    length: u64,
-    /// Given back: first cluster and how many. Only of what the cursor does not come by any more.
-    runs: BTreeMap<u64, u64>,
-}
-
-impl Space {
-    /// Of a file of so many clusters.
-    pub(crate) fn new(clusters: u64) -> Self {
-        Self {
-            cursor: 0,
-            scan_end: clusters,
-            end: clusters,
-            filled: clusters,
-            length: clusters,
-            runs: BTreeMap::new(),
-        }
-    }
-
-    /// Nothing lies in clusters from here on.
-    pub(crate) fn end(&self) -> u64 {
-        self.end
-    }
-
-    /// Clusters up to `end` were written.
-    pub(crate) fn fill_to(&mut self, end: u64) {
-        self.filled = self.filled.max(end);
-    }
-
-    /// Whether the file grows by what is being written.
-    pub(crate) fn is_growing(&self) -> bool {
-        self.filled < self.end
-    }
-
-    /// The file was made this long, or cannot be.
-    pub(crate) fn set_length(&mut self, clusters: u64) {
-        self.length = self.length.max(clusters);
-    }
-
-    pub(crate) fn length(&self) -> u64 {
-        self.length
-    }
-
-    /// Whether the file was made longer than it needs to be.
-    pub(crate) fn is_ahead(&self) -> bool {
-        self.length > self.end && self.length > self.scan_end
-    }
-
-    /// Takes `count` clusters from the end without counting them.
-    pub(crate) fn claim(&mut self, count: u64) -> Range<u64> {
-        let start = self.end;
-        self.end += count;
-        start..self.end
-    }
-
-    /// Something lies in clusters up to here, even if nobody counts them.
-    pub(crate) fn reach(&mut self, end: u64) {
-        self.end = self.end.max(end);
-    }
-
-    /// The clusters from `start` up to the end, if that is `end`, are not in use after all.
-    pub(crate) fn unclaim(&mut self, end: u64, start: u64) {
-        if self.end == end {
-            self.end = start;
-        }
-    }
-
-    fn give_back(&mut self, cluster: u64) {
-        if (self.cursor..self.scan_end).contains(&cluster) {
-            return;
-        }
-        let before = self.runs.range(..cluster).next_back().map(|(&start, &count)| (start, count));
-        let mut run = (cluster, 1);
-        if let Some((start, count)) = before
-            && start + count == cluster
-        {
-            run = (start, count + 1);
-        }
-        if let Some(count) = self.runs.remove(&(cluster + 1)) {
-            run.1 += count;
-        }
-        if self.runs.len() < MOST_RUNS || self.runs.contains_key(&run.0) {
-            self.runs.insert(run.0, run.1);
-        }
-    }
-
-    /// Removes the first clusters of the run at `start`.
-    fn take_from_run(&mut self, start: u64, count: u64) {
-        if let Some(length) = self.runs.remove(&start)
-            && count < length
-        {
-            self.runs.insert(start + count, length - count);
-        }
-    }
-}
 
 /// What was found at a place.
 enum Found {
@@ -178,7 +70,7 @@ impl State {
             if !self.metadata.insert(cluster) {
                 return Err(self.corrupt(format!("{what} shares its place"), offset));
             }
-            if cluster >= self.space.end {
+            if cluster >= self.space.end() {
                 let what = format!("{what} lies beyond the end of the file");
                 return Err(self.corrupt(what, offset));
             }
@@ -241,7 +133,7 @@ impl State {
             return Err(self.corrupt(what, self.geometry.offset_of(cluster)).into());
         }
         while self.refcount_slice(cluster)?.is_none() {
-            self.space.end = self.space.end.max(cluster + 1);
+            self.space.reach(cluster + 1);
             let index = self.geometry.refcount_place(cluster).table_index;
             let new = self.carve(1)?;
             let block = self.geometry.offset_of(new.start);
@@ -258,8 +150,8 @@ impl State {
     pub(crate) fn allocate(&mut self, most: u64) -> Step<Range<u64>> {
         let mut slices = SLICES_A_TIME;
         loop {
-            let run = self.space.runs.first_key_value().map(|(&start, &count)| (start, count));
-            if let Some((start, count)) = run {
+            let unseen = self.space.unseen();
+            if let Some((start, count)) = self.space.given_back() {
                 match self.look_at(start, count.min(most))? {
                     Found::Free(clusters) => {
                         self.space.take_from_run(start, clusters.end - clusters.start);
@@ -267,29 +159,29 @@ impl State {
                     }
                     Found::Taken(_) | Found::Uncounted => self.space.take_from_run(start, 1),
                 }
-            } else if self.space.cursor < self.space.scan_end && slices > 0 {
+            } else if !unseen.is_empty() && slices > 0 {
                 slices -= 1;
-                let cursor = self.space.cursor;
-                match self.look_at(cursor, most.min(self.space.scan_end - cursor))? {
+                let cursor = unseen.start;
+                match self.look_at(cursor, most.min(unseen.end - cursor))? {
                     Found::Free(clusters) => {
-                        self.space.cursor = clusters.end;
+                        self.space.see_to(clusters.end);
                         return self.take(clusters);
                     }
-                    Found::Taken(count) => self.space.cursor = cursor + count,
+                    Found::Taken(count) => self.space.see_to(cursor + count),
                     // Space that nobody counts is not worth a refcount block of its own.
-                    Found::Uncounted => self.space.cursor = self.next_block_start(cursor),
+                    Found::Uncounted => self.space.see_to(self.next_block_start(cursor)),
                 }
             } else {
-                let end = self.space.end;
+                let end = self.space.end();
                 match self.look_at(end, most)? {
-                    Found::Free(clusters) if clusters.end > self.space.length => {
+                    Found::Free(clusters) if clusters.end > self.space.length() => {
                         return Err(Blocked::NoRoom(Need::Length(clusters.end)));
                     }
                     Found::Free(clusters) => {
-                        self.space.end = clusters.end;
+                        self.space.reach(clusters.end);
                         return self.take(clusters);
                     }
-                    Found::Taken(count) => self.space.end = end + count,
+                    Found::Taken(count) => self.space.reach(end + count),
                     Found::Uncounted => {
                         self.carve(0)?;
                     }
@@ -361,12 +253,12 @@ impl State {
             self.room.take_at_end();
         }
         loop {
-            let start = self.space.end;
+            let start = self.space.end();
             let plan = self.plan(start, count)?;
             let clusters = start..start + plan.total;
             self.check_within_limits(clusters.end)?;
             match self.first_taken(clusters)? {
-                Some(taken) => self.space.end = taken + 1,
+                Some(taken) => self.space.reach(taken + 1),
                 None => return Err(Blocked::NoRoom(Need::AtEnd(plan.total))),
             }
         }
@@ -483,7 +375,7 @@ impl State {
             return Err(self.corrupt(what, id.offset).into());
         }
         let table = id.offset & !(self.geometry.cluster_size() - 1);
-        if self.geometry.cluster_of(id.offset) >= self.space.end {
+        if self.geometry.cluster_of(id.offset) >= self.space.end() {
             let what = "a table lies beyond the end of the file";
             return Err(self.corrupt(what, id.offset).into());
         }
@@ -502,58 +394,4 @@ struct Plan {
     /// Clusters of a new refcount table, 0 for none.
     table: u64,
     total: u64,
-}
-
-/// Whether the host file gets the space back.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Punch {
-    /// It stays for the next allocation.
-    No,
-    /// It becomes a hole.
-    Yes,
-}
-
-/// Clusters that are counted once too often.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Retired {
-    pub(crate) clusters: Range<u64>,
-    pub(crate) punch: Punch,
-}
-
-impl Retired {
-    /// Puts them at the end of a list.
-    pub(crate) fn join(self, list: &mut Vec<Self>) {
-        match list.last_mut() {
-            Some(last) if last.punch == self.punch && last.clusters.end == self.clusters.start => {
-                last.clusters.end = self.clusters.end;
-            }
-            _ => list.push(self),
-        }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn given_back_clusters_join_their_neighbours() {
-        let mut space = Space::new(0);
-        for cluster in [5, 7, 6, 9] {
-            space.give_back(cluster);
-        }
-        assert_eq!(space.runs.iter().collect::<Vec<_>>(), [(&5, &3), (&9, &1)]);
-        space.take_from_run(5, 2);
-        assert_eq!(space.runs.iter().collect::<Vec<_>>(), [(&7, &1), (&9, &1)]);
-    }
-
-    #[test]
-    fn what_the_cursor_will_come_by_is_not_remembered() {
-        let mut space = Space::new(10);
-        space.cursor = 4;
-        for cluster in [3, 4, 9, 10] {
-            space.give_back(cluster);
-        }
-        assert_eq!(space.runs.keys().collect::<Vec<_>>(), [&3, &10]);
-    }
 }

@@ -4,10 +4,10 @@ use std::ops::Range;
 
 use blockhouse_core::{ByteRange, Durability, Extent, ExtentFlags, ExtentState};
 
-use super::alloc::{Punch, Retired};
 use super::entry::{Entry, Reference, UnitState, Units};
 use super::map::unit_mask;
 use super::pending::Change;
+use super::retired::{Punch, Retired};
 use super::slice_cache::{DataStability, SliceId};
 use super::state::{State, Step};
 use crate::Abort;

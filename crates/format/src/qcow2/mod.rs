@@ -35,12 +35,14 @@ mod refcount;
 mod references;
 mod repair;
 mod resize;
+mod retired;
 mod room;
 mod round;
 mod slice_cache;
 mod snapshot;
 mod snapshot_table;
 mod snapshots;
+mod space;
 mod state;
 mod table_io;
 mod vm_state;
@@ -68,13 +70,13 @@ pub use snapshot_table::Snapshot;
 pub use vm_state::{VmStateCluster, VmStateTables};
 
 use crate::{Abort, BlockStatus, Intent};
-use alloc::Space;
 use geometry::Geometry;
 use header::{Header, Incompatible, Reason, Refusal};
 use in_flight::{InFlight, Reads, Underway};
 use pending::Pending;
 use room::Room;
 use slice_cache::{Fetch, SliceCache, SliceId};
+use space::Space;
 use state::{Blocked, HeaderWrites, State, Step};
 
 /// A qcow2 image.

@@ -4,10 +4,10 @@ use std::ops::Range;
 
 use blockhouse_core::{ByteRange, Extent, ExtentFlags, ExtentState, Unmap};
 
-use super::alloc::Punch;
 use super::entry::{Entry, Ownership, Reference, UnitState, Units, l1_word};
 use super::map::unit_mask;
 use super::pending::Change;
+use super::retired::Punch;
 use super::room::Need;
 use super::slice_cache::{DataStability, SliceId, SliceKind};
 use super::state::{Blocked, State, Step};

@@ -10,8 +10,8 @@ use std::sync::atomic::Ordering;
 
 use blockhouse_core::{ByteRange, Error, ErrorKind, Result, Storage, Sync};
 
-use super::alloc::Punch;
 use super::entry::{Entry, Reference};
+use super::retired::Punch;
 use super::slice_cache::{DataStability, SliceId, SliceKind};
 use super::state::{Blocked, State, Step};
 use super::{Qcow2, table_io};

@@ -7,8 +7,8 @@
 use std::collections::BTreeSet;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use super::alloc::Retired;
 use super::header::Header;
+use super::retired::Retired;
 use super::slice_cache::{DataStability, SliceCopy, SliceId, SliceKind};
 use super::state::State;
 use super::table_io;

@@ -10,15 +10,16 @@ use std::sync::Arc;
 use blockhouse_core::{Error, ErrorKind};
 use event_listener::EventListener;
 
-use super::alloc::{Retired, Space};
 use super::entry::{self, Entry, Reference};
 use super::frozen::Frozen;
 use super::geometry::Geometry;
 use super::header::{Header, Incompatible};
 use super::in_flight::InFlight;
 use super::pending::Pending;
+use super::retired::Retired;
 use super::room::{Need, Room};
 use super::slice_cache::{SliceCache, SliceId, SliceKind};
+use super::space::Space;
 
 /// Why a step cannot be made now.
 pub(crate) enum Blocked {

@@ -19,8 +19,8 @@ use blockhouse_core::{
 use event_listener::EventListener;
 use futures_util::stream::{self, StreamExt};
 
-use super::alloc::{Punch, Retired};
 use super::header::{Header, Incompatible, LAZY_REFCOUNTS, SECTOR};
+use super::retired::{Punch, Retired};
 use super::round::{Extent, Piece, Round};
 use super::slice_cache::DataStability;
 use super::state::{Blocked, State};
