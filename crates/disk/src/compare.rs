@@ -8,9 +8,9 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
-use async_lock::Mutex;
 use blockhouse_core::{Buffer, ByteRange, Result, Storage};
 use futures_util::future::{join, join_all};
+use futures_util::lock::Mutex;
 
 use crate::convert::{Piece, Walk, read};
 use crate::{BlockStatus, Disk};
@@ -25,6 +25,7 @@ pub struct Comparing<S: Storage> {
     disks: [Arc<Disk<S>>; 2],
     together: usize,
     size: u64,
+    /// Behind a lock that does not look at the clock, as that of `async_lock` does.
     walk: Mutex<Walk<S>>,
     /// The offset of the first byte found so far that differs.
     difference: AtomicU64,

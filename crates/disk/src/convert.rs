@@ -12,12 +12,12 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
-use async_lock::Mutex;
 use blockhouse_core::{
     Buffer, ByteRange, Durability, Effort, Error, ErrorKind, IoVector, Request, Result, Storage,
     Unmap,
 };
 use futures_util::future::join_all;
+use futures_util::lock::Mutex;
 
 use crate::path::all;
 use crate::{Disk, Packed};
@@ -79,6 +79,7 @@ pub struct Copying<S: Storage> {
     piece: u64,
     /// Bytes that are looked at together for zeros.
     unit: u64,
+    /// Behind a lock that does not look at the clock, as that of `async_lock` does.
     walk: Mutex<Walk<S>>,
     has_failed: AtomicBool,
     /// Where the walk is.

@@ -5,18 +5,30 @@
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 
+use async_lock::{Semaphore, SemaphoreGuard};
 use event_listener::Event;
 
 /// The bit that says "shut"; below it, how many are inside.
 const SHUT: usize = 1 << (usize::BITS - 1);
 
 /// See the module's page.
-#[derive(Default)]
 pub(crate) struct Gate {
     state: AtomicUsize,
     opened: Event,
     emptied: Event,
-    one_at_a_time: async_lock::Mutex<()>,
+    /// Of one: the mutex of the same crate looks at the clock.
+    one_at_a_time: Semaphore,
+}
+
+impl Default for Gate {
+    fn default() -> Self {
+        Self {
+            state: AtomicUsize::new(0),
+            opened: Event::new(),
+            emptied: Event::new(),
+            one_at_a_time: Semaphore::new(1),
+        }
+    }
 }
 
 /// Being inside.
@@ -25,7 +37,7 @@ pub(crate) struct Pass<'a>(&'a Gate);
 /// The gate is shut and nobody inside.
 pub(crate) struct Alone<'a> {
     gate: &'a Gate,
-    _turn: async_lock::MutexGuard<'a, ()>,
+    _turn: SemaphoreGuard<'a>,
 }
 
 impl Gate {
@@ -51,7 +63,7 @@ impl Gate {
 
     /// Shuts the gate and waits until nobody is inside.
     pub(crate) async fn shut(&self) -> Alone<'_> {
-        let turn = self.one_at_a_time.lock().await;
+        let turn = self.one_at_a_time.acquire().await;
         let alone = Alone { gate: self, _turn: turn };
         self.state.fetch_or(SHUT, Ordering::SeqCst);
         while self.state.load(Ordering::SeqCst) != SHUT {
