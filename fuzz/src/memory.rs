@@ -6,8 +6,8 @@ use std::rc::Rc;
 use std::time::Duration;
 
 use blockhouse_core::{
-    Alignment, ByteRange, Capabilities, Discarded, Durability, Error, Fua, GroupCommit, IoVector, Offload,
-    Result, Status, Storage, Sync, Unmap, WriteCache, errno,
+    Alignment, ByteRange, Capabilities, Discarded, Durability, Error, Fua, GroupCommit, IoVector,
+    Offload, Result, Status, Storage, Sync, Unmap, WriteCache, errno,
 };
 use blockhouse_sim::{Rng, Sim};
 
