@@ -16,7 +16,10 @@ const FUZZ_SECONDS: u64 = 8;
 type Step = (&'static str, fn(&Workspace) -> Result<()>);
 
 const STEPS: &[Step] = &[
-    ("fmt", |workspace| cargo_step(workspace, "fmt --all --check", None)),
+    ("fmt", |workspace| {
+        cargo_step(workspace, "fmt --all --check", None)?;
+        fuzz::check_format(workspace)
+    }),
     ("tidy", tidy::run),
     ("clippy", |workspace| {
         cargo_step(workspace, "clippy --workspace --all-targets --locked -- -D warnings", None)

@@ -79,12 +79,16 @@ pub fn run(workspace: &Workspace, options: &Options) -> Result<()> {
     Ok(())
 }
 
+/// Checks how the package in `fuzz/`, which is no member of the workspace, is formatted.
+pub fn check_format(workspace: &Workspace) -> Result<()> {
+    let mut format = cargo(["fmt", "--check", "--manifest-path"]);
+    format.arg(workspace.root().join("fuzz/Cargo.toml"));
+    process::run(format)
+}
+
 /// Checks the targets' code with clippy, all warnings denied.
 pub fn lint(workspace: &Workspace) -> Result<()> {
     apt::require(apt::FOR_FUZZING)?;
-    let mut format = cargo(["fmt", "--check", "--manifest-path"]);
-    format.arg(workspace.root().join("fuzz/Cargo.toml"));
-    process::run(format)?;
     let mut clippy = instrumented("clippy", workspace)?;
     clippy.args(["--", "-D", "warnings"]);
     process::run(clippy)
