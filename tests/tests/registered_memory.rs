@@ -4,6 +4,7 @@
 
 use std::path::Path;
 
+use blockhouse_engine::registered_slots;
 use blockhouse_tests::guest::{BLOCK, Guest, LONG, content};
 use blockhouse_tests::{Engine, Scratch, Serve, Server, need, require};
 use blockhouse_vhost_user::driver::Options;
@@ -24,36 +25,10 @@ fn connect(socket: &Path) -> Guest {
     Guest::connect(socket, Options { queues: 2, ..Options::default() })
 }
 
-/// What the kernel says of a ring, `None` if it is gone. While the ring is busy the kernel leaves its tables
-/// out, so it is asked again.
-fn about(ring: &Path) -> Option<String> {
-    for _ in 0..10_000 {
-        let about = std::fs::read_to_string(ring).ok()?;
-        let (_, memory) = about.split_once("UserBufs:").unwrap_or_default();
-        // How many slots, and a line for each.
-        let mut words = memory.split_whitespace();
-        if words.next().is_some_and(|count| count == "0" || words.next() == Some("0:")) {
-            return Some(about);
-        }
-        std::thread::yield_now();
-    }
-    panic!("{} does not tell of registered memory", ring.display());
-}
-
 /// How many slots of the server's rings have `length` bytes.
 fn slots_of(server: &Server, length: usize) -> usize {
     let process = Path::new("/proc").join(server.pid().as_raw_nonzero().to_string());
-    let ending = format!("/{length}");
-    let mut count = 0;
-    for entry in std::fs::read_dir(process.join("fd")).expect("it runs").flatten() {
-        let target = std::fs::read_link(entry.path()).unwrap_or_default();
-        if target.as_os_str() == "anon_inode:[io_uring]" {
-            let about = about(&process.join("fdinfo").join(entry.file_name()));
-            let about = about.expect("the ring stays open");
-            count += about.lines().filter(|line| line.ends_with(&ending)).count();
-        }
-    }
-    count
+    registered_slots(&process, length).expect("it runs")
 }
 
 #[test]

@@ -12,7 +12,7 @@ use std::time::Duration;
 use blockhouse_core::{Durability, IoVector, Storage, Sync};
 use blockhouse_engine::{
     Engine, EngineChoice, EventLoop, GuestMemory, GuestRange, GuestRegion, HostFile, OpenFor,
-    PageCache, SharedMemory, sleep,
+    PageCache, SharedMemory, registered_slots, sleep,
 };
 use common::on_every_engine;
 use rustix::fs::{FallocateFlags, MemfdFlags};
@@ -73,37 +73,9 @@ fn take_pages(file: &OwnedFd) {
     rustix::fs::fallocate(file, flags, 0, BLOCK as u64).unwrap();
 }
 
-/// What the kernel says of a ring, `None` if it is gone. While the ring is busy the kernel leaves its tables
-/// out, so it is asked again.
-fn about(ring: &Path) -> Option<String> {
-    for _ in 0..10_000 {
-        let about = std::fs::read_to_string(ring).ok()?;
-        let (_, memory) = about.split_once("UserBufs:").unwrap_or_default();
-        // How many slots, and a line for each.
-        let mut words = memory.split_whitespace();
-        if words.next().is_some_and(|count| count == "0" || words.next() == Some("0:")) {
-            return Some(about);
-        }
-        std::thread::yield_now();
-    }
-    panic!("{} does not tell of registered memory", ring.display());
-}
-
 /// How many slots of this process's rings have `length` bytes.
 fn slots_of(length: usize) -> usize {
-    let ending = format!("/{length}");
-    let mut count = 0;
-    for entry in std::fs::read_dir("/proc/self/fd").unwrap().flatten() {
-        let is_ring = std::fs::read_link(entry.path())
-            .is_ok_and(|link| link.as_os_str() == "anon_inode:[io_uring]");
-        if is_ring {
-            // The ring of another test may be gone meanwhile.
-            let about = about(&Path::new("/proc/self/fdinfo").join(entry.file_name()));
-            let about = about.unwrap_or_default();
-            count += about.lines().filter(|line| line.ends_with(&ending)).count();
-        }
-    }
-    count
+    registered_slots(Path::new("/proc/self"), length).unwrap()
 }
 
 /// Lets the loop hear of what is not used any more.

@@ -7,7 +7,7 @@ mod common;
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::path::Path;
 
-use blockhouse_engine::{Engine, EngineChoice, EventLoop, SharedMemory};
+use blockhouse_engine::{Engine, EngineChoice, EventLoop, SharedMemory, registered_slots};
 use blockhouse_vhost_user::driver::{Buffer, GUEST, Options};
 use blockhouse_vhost_user::ring::WRITE;
 use common::*;
@@ -25,37 +25,9 @@ fn has_rings() -> bool {
     event_loop.inspect_err(|error| eprintln!("skipped: {error}")).is_ok()
 }
 
-/// What the kernel says of a ring, `None` if it is gone. While the ring is busy the kernel leaves its tables
-/// out, so it is asked again.
-fn about(ring: &Path) -> Option<String> {
-    for _ in 0..10_000 {
-        let about = std::fs::read_to_string(ring).ok()?;
-        let (_, memory) = about.split_once("UserBufs:").unwrap_or_default();
-        // How many slots, and a line for each.
-        let mut words = memory.split_whitespace();
-        if words.next().is_some_and(|count| count == "0" || words.next() == Some("0:")) {
-            return Some(about);
-        }
-        std::thread::yield_now();
-    }
-    panic!("{} does not tell of registered memory", ring.display());
-}
-
 /// How many slots of this process's rings have `length` bytes.
 fn slots_of(length: usize) -> usize {
-    let ending = format!("/{length}");
-    let mut count = 0;
-    for entry in std::fs::read_dir("/proc/self/fd").unwrap().flatten() {
-        let is_ring = std::fs::read_link(entry.path())
-            .is_ok_and(|link| link.as_os_str() == "anon_inode:[io_uring]");
-        if is_ring {
-            // The ring of another test may be gone meanwhile.
-            let about = about(&Path::new("/proc/self/fdinfo").join(entry.file_name()));
-            let about = about.unwrap_or_default();
-            count += about.lines().filter(|line| line.ends_with(&ending)).count();
-        }
-    }
-    count
+    registered_slots(Path::new("/proc/self"), length).unwrap()
 }
 
 /// Waits until there are so many: loops hear of memory that is gone in their own time.

@@ -1,0 +1,50 @@
+//! Finding out from outside what memory the rings of a process have in slots of their tables. A measurement
+//! that compares registered memory with other is worth nothing without it.
+//!
+//! How: the kernel lists the slots with their lengths in the ring's `/proc/PID/fdinfo`.
+
+use std::io;
+use std::path::Path;
+
+/// How often a busy ring is asked.
+const PATIENCE: u32 = 10_000;
+
+/// How many slots of `length` bytes the io_uring rings of a process have, which is named by its folder in
+/// `/proc`. A ring that is closed meanwhile has none.
+///
+/// # Errors
+/// The host's, for a process that is gone or somebody else's; `TimedOut` for a ring that does not tell.
+pub fn registered_slots(process: &Path, length: usize) -> io::Result<usize> {
+    let ending = format!("/{length}");
+    let mut count = 0;
+    for entry in std::fs::read_dir(process.join("fd"))? {
+        let entry = entry?;
+        let is_ring = std::fs::read_link(entry.path())
+            .is_ok_and(|link| link.as_os_str() == "anon_inode:[io_uring]");
+        if is_ring {
+            let about = about(&process.join("fdinfo").join(entry.file_name()))?;
+            count += about.lines().filter(|line| line.ends_with(&ending)).count();
+        }
+    }
+    Ok(count)
+}
+
+/// What the kernel says of a ring; nothing if it is gone. While the ring is busy the kernel leaves its tables
+/// out, so it is asked again.
+fn about(ring: &Path) -> io::Result<String> {
+    for _ in 0..PATIENCE {
+        let about = match std::fs::read_to_string(ring) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(String::new()),
+            about => about?,
+        };
+        let (_, memory) = about.split_once("UserBufs:").unwrap_or_default();
+        // How many slots, and a line for each.
+        let mut words = memory.split_whitespace();
+        if words.next().is_some_and(|count| count == "0" || words.next() == Some("0:")) {
+            return Ok(about);
+        }
+        std::thread::yield_now();
+    }
+    let what = format!("{} does not tell of registered memory", ring.display());
+    Err(io::Error::new(io::ErrorKind::TimedOut, what))
+}
