@@ -16,8 +16,8 @@ use crate::ring::{Addresses, Broken, Ring};
 /// on while we go on.
 const INDEX_EVERY: u16 = 4;
 
-/// As many requests at hand make it worth to notify the driver of a quarter of them at a time. More are
-/// told together: waking a driver that sleeps costs as much as several requests, and gains less.
+/// Of up to so many requests at hand the driver is notified a quarter at a time, so that it goes on while
+/// we go on. More are told together: waking a driver that sleeps costs as much as several requests.
 const FEW: u16 = 16;
 
 /// The most requests that the driver is notified of together.
