@@ -9,6 +9,7 @@ use futures_util::future::join;
 
 use crate::Disk;
 use crate::clusters::ClusterBuffer;
+use crate::durable::Plan;
 use crate::prepared::Prepared;
 
 /// What lies around an extent's own bytes.
@@ -43,22 +44,19 @@ impl<S: Storage> Disk<S> {
     /// `host` is the place of the extent's first byte.
     pub(crate) async fn write_whole(
         &self,
-        mut extent: Prepared<'_, S>,
+        extent: Prepared<'_, S>,
         host: u64,
         from: IoVector,
-        durability: Durability,
+        plan: Plan,
     ) -> Result<()> {
         let around = Around::of(&extent);
         let mut buffer = self.clusters.for_copy(around.length()).await;
         if let Err(error) = self.read_around(&around, &mut buffer).await {
-            return extent.settle(Err(error), durability).await;
+            return extent.settle(Err(error), plan.of_each_write()).await;
         }
         let (head, tail) = around.lend(&mut buffer);
         let all = self.format.filling(head.followed_by(from).followed_by(tail));
-        let start = host - around.head.length();
-        extent.set_moving();
-        let outcome = self.storage().write(start, all, durability).await;
-        extent.settle(outcome, durability).await
+        self.store(extent, host - around.head.length(), all, plan).await
     }
 
     /// Writes only the old surroundings of the extent's bytes, plainly.

@@ -24,6 +24,8 @@ use crate::prepared::Prepared;
 
 /// How many operations of one request are in flight together.
 const TOGETHER: usize = 16;
+/// The longest data, in bytes, that a round of tables waits for: more takes as long as a round of its own.
+const SOON_THERE: usize = 256 * 1024;
 
 impl<S: Storage> Disk<S> {
     /// Fills `into` with the bytes of `range`.
@@ -132,21 +134,37 @@ impl<S: Storage> Disk<S> {
 
     async fn write_extent(
         &self,
-        mut extent: Prepared<'_, S>,
+        extent: Prepared<'_, S>,
         from: IoVector,
         plan: Plan,
     ) -> Result<()> {
         let ExtentState::Mapped { host } = extent.state else {
             return Err(self.misplaced(&extent));
         };
-        let durability = plan.of_each_write();
         // Durable writes leave no holes: to fill one later by FUA costs the host file system's journal.
         let can_leave_holes = plan == Plan::Plain && extent.flags.contains(ExtentFlags::BLANK);
         if extent.whole != extent.guest && !can_leave_holes {
-            return Box::pin(self.write_whole(extent, host, from, durability)).await;
+            return Box::pin(self.write_whole(extent, host, from, plan)).await;
         }
+        self.store(extent, host, from, plan).await
+    }
+
+    /// Writes to the place of a prepared extent, all of it, from `host` on; and commits it.
+    pub(crate) async fn store(
+        &self,
+        mut extent: Prepared<'_, S>,
+        host: u64,
+        from: IoVector,
+        plan: Plan,
+    ) -> Result<()> {
+        let durability = plan.of_each_write();
+        let needs_round = matches!(plan, Plan::ThenFlush(_)) && !extent.is_pure_overwrite();
+        let is_soon_there = from.len() <= SOON_THERE;
+        let arriving = if needs_round && is_soon_there { self.format.arriving() } else { None };
         extent.set_moving();
         let outcome = self.storage().write(host, from, durability).await;
+        // Before the commit, which may itself wait for a round.
+        drop(arriving);
         extent.settle(outcome, durability).await
     }
 

@@ -5,10 +5,13 @@
 
 mod common;
 
+use std::rc::Rc;
+
 use blockhouse_core::{Durability, Fua, GroupCommit, Request, Storage, Sync, Unmap};
 use blockhouse_format::qcow2::{CreateOptions, Switch};
-use blockhouse_sim::{Config, Operation};
-use common::{Rig, blocks_of, discard, steady, write, zeroes};
+use blockhouse_sim::{Config, Latency, Operation};
+use common::{DATA, Rig, blocks_of, discard, steady, write, zeroes};
+use futures_util::future::join_all;
 
 const CLUSTER: u64 = 65_536;
 const SIZE: u64 = 64 * CLUSTER;
@@ -47,6 +50,14 @@ const ONE_FUA: Cost = Cost { fua: 1, plain: 0, flushes: 0 };
 fn rig(config: Config) -> Rig {
     let rig = Rig::qcow2_with_room(config, CreateOptions::new(SIZE), SIZE);
     // The first table of all is made for every test alike.
+    rig.submit(write(SIZE - CLUSTER, 4096, 1, PLAIN)).unwrap();
+    settle(&rig);
+    rig
+}
+
+/// The same in a file that every new cluster makes longer.
+fn growing(config: Config) -> Rig {
+    let rig = Rig::qcow2(config, CreateOptions::new(SIZE));
     rig.submit(write(SIZE - CLUSTER, 4096, 1, PLAIN)).unwrap();
     settle(&rig);
     rig
@@ -179,9 +190,7 @@ fn a_lone_durable_write_that_needs_space_is_three_fua_writes_in_order() {
 /// A file system answers FUA with a flush where the file grows: so one flush for all comes first.
 #[test]
 fn where_the_file_grows_a_lone_durable_write_takes_one_flush() {
-    let rig = Rig::qcow2(steady(), CreateOptions::new(SIZE));
-    rig.submit(write(SIZE - CLUSTER, 4096, 1, PLAIN)).unwrap();
-    settle(&rig);
+    let rig = growing(steady());
     rig.submit(write(0, 4096, 3, FUA)).unwrap();
     let done = changes(&rig);
     let [
@@ -229,6 +238,56 @@ fn many_durable_writes_that_need_space_share_tables_and_flushes() {
     assert!(flushes <= 6, "{flushes} flushes for 40 writes");
     assert!(fua <= 12, "{fua} FUA writes: only the first few are alone");
     assert!(fua + plain <= 40 + 12, "the data, and few tables: {fua} + {plain}");
+}
+
+/// The first whose data is there has the tables written for all whose data is on its way.
+#[test]
+fn writes_that_begin_together_share_one_round_whenever_their_data_arrives() {
+    let one_by_fua = Cost { fua: 1, plain: 21, flushes: 1 };
+    let without_fua = Cost { fua: 0, plain: 22, flushes: 2 };
+    for (fua, expected) in [(Fua::Native, one_by_fua), (Fua::Emulated, without_fua)] {
+        let latency = Latency { data: 1..=1000, flush: 50..=50 };
+        let rig = growing(Config { fua, latency, ..Config::default() });
+        let disk = Rc::clone(&rig.disk);
+        let durable = |cluster| write(cluster * CLUSTER, 4096, 3, FUA);
+        let outcomes = rig.sim.block_on(async move {
+            join_all((0..20).map(|cluster| disk.submit(durable(cluster)))).await
+        });
+        assert!(outcomes.iter().all(Result::is_ok));
+        assert_eq!(cost(&rig), expected, "data, refcounts, and entries behind a flush");
+    }
+}
+
+#[test]
+fn a_round_waits_for_nothing_that_begins_later() {
+    let rig = growing(steady());
+    let first = rig.start(write(0, 4096, 3, FUA));
+    let mut others = Vec::new();
+    for cluster in 1..60 {
+        rig.wait(DATA - 2);
+        others.push(rig.start(write(cluster * CLUSTER, 4096, 3, FUA)));
+    }
+    assert!(first.output().is_some_and(|done| done.is_ok()), "data arrives all the time");
+    rig.sim.run();
+    assert!(others.into_iter().all(|task| task.output().is_some_and(|done| done.is_ok())));
+}
+
+#[test]
+fn a_round_does_not_wait_for_long_writes() {
+    let rounds = |length: usize, nth: usize| {
+        let rig = growing(steady());
+        (0..nth).for_each(|_| rig.wait(1));
+        let short = rig.start(write(0, 4096, 3, FUA));
+        rig.wait(DATA / 2);
+        let other = rig.start(write(8 * CLUSTER, length, 3, FUA));
+        rig.sim.run();
+        assert!([short, other].into_iter().all(|task| task.output().is_some_and(|it| it.is_ok())));
+        cost(&rig).fua
+    };
+    let often = |length| (0..20).filter(|&nth| rounds(length, nth) == 2).count();
+    // The simulator lets a task be late now and then.
+    let (beside_short, beside_long) = (often(4096), often(32 * CLUSTER as usize));
+    assert!(beside_short < 5 && beside_long > 10, "{beside_short}, {beside_long} of 20");
 }
 
 #[test]

@@ -9,7 +9,7 @@ use blockhouse_core::{
     ByteRange, Durability, Error, ErrorKind, Extent, IoVector, Result, Storage, Sync, Unmap,
 };
 
-use crate::qcow2::{Backing, Hold};
+use crate::qcow2::{Arriving, Backing, Hold};
 use crate::{Qcow2, Raw};
 
 /// An image format over the storage that holds the image. Closed: the path has one arm for each
@@ -172,6 +172,17 @@ impl<S: Storage> Format<S> {
         match self {
             Self::Raw(_) => None,
             Self::Qcow2(qcow2) => Some(qcow2.hold()),
+        }
+    }
+
+    /// Whoever writes data for which tables have to be made durable, by a [`flush`](Self::flush) that
+    /// comes right behind it, takes this before and drops it when the data is there, whether it could be
+    /// written or not: a flush that begins meanwhile waits for it and serves both. Must not be held while
+    /// waiting for anything but the storage, which must not take long. `None` where no tables are.
+    pub fn arriving(&self) -> Option<Arriving> {
+        match self {
+            Self::Raw(_) => None,
+            Self::Qcow2(qcow2) => Some(qcow2.arriving()),
         }
     }
 

@@ -5,6 +5,8 @@
 //!
 //! Reads of places: a place that no table refers to any more must not get a new owner while a read
 //! that looked it up before is under way.
+//!
+//! Data on its way for durable writes: a round that waits for it serves them, too.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -55,20 +57,20 @@ impl InFlight {
     }
 }
 
-/// Counts reads in two epochs, so that those of the old one come to an end although new ones begin.
+/// Counts operations in two epochs, so that those of the old one come to an end although new ones begin.
 #[derive(Default)]
-pub(crate) struct Reads {
+pub(crate) struct Epochs {
     epochs: [InFlight; 2],
     now: Mutex<usize>,
 }
 
-impl Reads {
+impl Epochs {
     pub(crate) fn enter(&self) -> Underway {
         let now = self.now.lock();
         self.epochs[*now].enter()
     }
 
-    /// Waits until the reads that have begun so far are through. One waiter at a time.
+    /// Waits until the operations that have begun so far are through. One waiter at a time.
     pub(crate) async fn elapsed(&self) {
         let old = *self.now.lock();
         let new = 1 - old;
@@ -97,7 +99,7 @@ mod tests {
 
     #[test]
     fn a_waiter_waits_for_what_began_before_it_only() {
-        let reads = Reads::default();
+        let reads = Epochs::default();
         let mut context = Context::from_waker(Waker::noop());
         let before = reads.enter();
         let mut elapsed = pin!(reads.elapsed());

@@ -72,7 +72,7 @@ pub use vm_state::{VmStateCluster, VmStateTables};
 use crate::{Abort, BlockStatus, Intent};
 use geometry::Geometry;
 use header::{Header, Incompatible, Reason, Refusal};
-use in_flight::{InFlight, Reads, Underway};
+use in_flight::{Epochs, InFlight, Underway};
 use pending::Pending;
 use room::Room;
 use slice_cache::{Fetch, SliceCache, SliceId};
@@ -100,7 +100,9 @@ pub struct Qcow2<S: Storage> {
     has_autoclear: AtomicBool,
     first_change: Semaphore,
     table_writes: InFlight,
-    reads: Reads,
+    reads: Epochs,
+    /// Data of durable writes that need a round.
+    arriving: Epochs,
     /// Held by the one who counts clusters down.
     releasing: Semaphore,
     /// Held by the one who changes the header; and its writes.
@@ -227,7 +229,8 @@ impl<S: Storage> Qcow2<S> {
             round_ended: Event::new(),
             failure: OnceLock::new(),
             table_writes: InFlight::default(),
-            reads: Reads::default(),
+            reads: Epochs::default(),
+            arriving: Epochs::default(),
             // Semaphores of one: the mutex of the same crate looks at the clock.
             releasing: Semaphore::new(1),
             header_changes: Semaphore::new(1),
@@ -320,6 +323,11 @@ impl<S: Storage> Qcow2<S> {
     /// As [`Format::hold`](crate::Format::hold).
     pub fn hold(&self) -> Hold {
         Hold { _read: self.reads.enter() }
+    }
+
+    /// As [`Format::arriving`](crate::Format::arriving).
+    pub fn arriving(&self) -> Arriving {
+        Arriving { _data: self.arriving.enter() }
     }
 
     /// As [`Format::commit`](crate::Format::commit). Dropped before its end, it is an abort.
@@ -446,6 +454,13 @@ impl<S: Storage> Qcow2<S> {
 /// [`Format::hold`]: crate::Format::hold
 pub struct Hold {
     _read: Underway,
+}
+
+/// Has the next flush wait for data. See [`Format::arriving`].
+///
+/// [`Format::arriving`]: crate::Format::arriving
+pub struct Arriving {
+    _data: Underway,
 }
 
 /// A commit under way.

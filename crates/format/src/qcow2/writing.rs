@@ -63,7 +63,7 @@ impl<S: Storage> Drop for Running<'_, S> {
 impl<S: Storage> Qcow2<S> {
     /// As [`Format::flush`](crate::Format::flush).
     pub async fn flush(&self, sync: Sync) -> Result<()> {
-        match (self.make_all_durable().await?, sync) {
+        match (self.make_all_durable(Gather::Arriving).await?, sync) {
             (Flushed::Yes, Sync::Data) => Ok(()),
             _ => self.sync(sync).await,
         }
@@ -71,7 +71,7 @@ impl<S: Storage> Qcow2<S> {
 
     /// As [`Format::persist`](crate::Format::persist).
     pub async fn persist(&self) -> Result<()> {
-        self.make_all_durable().await.map(|_| ())
+        self.make_all_durable(Gather::Nothing).await.map(|_| ())
     }
 
     /// As [`Format::persistence`](crate::Format::persistence): by FUA while few changes are under way
@@ -100,7 +100,7 @@ impl<S: Storage> Qcow2<S> {
         self.state.lock().give_up_room();
         // Each round releases clusters, which changes refcounts, which takes a round.
         while self.state.lock().has_changes() {
-            self.run_round(Extent::Everything).await?;
+            self.run_round(Extent::Everything, Gather::Nothing).await?;
         }
         self.cut_to_length().await;
         self.sync(Sync::Data).await?;
@@ -112,7 +112,7 @@ impl<S: Storage> Qcow2<S> {
 
     /// Waits until the changes made so far are durable, running rounds where nobody else does.
     /// Whether a flush that began after the call was part of it.
-    async fn make_all_durable(&self) -> Result<Flushed> {
+    async fn make_all_durable(&self, gather: Gather) -> Result<Flushed> {
         let target = self.state.lock().version;
         let mut flushed = Flushed::No;
         loop {
@@ -120,7 +120,7 @@ impl<S: Storage> Qcow2<S> {
             match self.turn(target) {
                 Turn::Durable => return Ok(flushed),
                 Turn::Wait(event) => event.await,
-                Turn::Run => flushed = self.run_round(self.usual_extent()).await?,
+                Turn::Run => flushed = self.run_round(self.usual_extent(), gather).await?,
             }
         }
     }
@@ -148,7 +148,7 @@ impl<S: Storage> Qcow2<S> {
     /// Writes all that is changed now, to make room in the cache.
     pub(super) async fn relieve(&self) -> Result<()> {
         self.check_failure()?;
-        self.run_round(Extent::Everything).await.map(|_| ())
+        self.run_round(Extent::Everything, Gather::Nothing).await.map(|_| ())
     }
 
     /// Writes everything that is changed, and keeps rounds from running: whoever called this ends that by
@@ -169,13 +169,13 @@ impl<S: Storage> Qcow2<S> {
             };
             match waiting {
                 Some(event) => event.await,
-                None => drop(self.run_round(Extent::Everything).await?),
+                None => drop(self.run_round(Extent::Everything, Gather::Nothing).await?),
             }
         }
     }
 
     /// Runs a round if none runs, else waits for that one.
-    async fn run_round(&self, extent: Extent) -> Result<Flushed> {
+    async fn run_round(&self, extent: Extent, gather: Gather) -> Result<Flushed> {
         let waiting = {
             let mut state = self.state.lock();
             let is_running = std::mem::replace(&mut state.round_is_running, true);
@@ -187,6 +187,9 @@ impl<S: Storage> Qcow2<S> {
         }
         let mut running = Running { image: self, round: None };
         self.table_writes.ended().await;
+        if gather == Gather::Arriving {
+            self.arriving.elapsed().await;
+        }
         self.check_failure()?;
         running.round = self.state.lock().begin_round(extent);
         let mut flushed = Flushed::No;
@@ -425,6 +428,15 @@ impl<S: Storage> Qcow2<S> {
             let _ = self.failure.set(error.duplicate());
         }
     }
+}
+
+/// What a round waits for before it begins.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Gather {
+    /// Data on its way, whose own round it would be otherwise.
+    Arriving,
+    /// Nothing.
+    Nothing,
 }
 
 /// Whether a flush was among what was done.
