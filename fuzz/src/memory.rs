@@ -6,8 +6,8 @@ use std::rc::Rc;
 use std::time::Duration;
 
 use blockhouse_core::{
-    Alignment, ByteRange, Capabilities, Discarded, Durability, Error, Fua, GroupCommit, IoVector,
-    Offload, Result, Status, Storage, Sync, Unmap, WriteCache, errno,
+    Alignment, ByteRange, Capabilities, Discarded, Durability, DurableWrite, Error, Fua,
+    GroupCommit, IoVector, Offload, Result, Status, Storage, Sync, Unmap, WriteCache, errno,
 };
 use blockhouse_sim::{Rng, Sim};
 
@@ -99,6 +99,7 @@ impl Storage for Memory {
         Capabilities {
             fua: self.0.fua,
             write_cache: WriteCache::Volatile,
+            durable_write: DurableWrite::Alone,
             group_commit: GroupCommit::Never,
             alignment: self.0.alignment,
             write_zeroes: Offload::Available,

@@ -18,5 +18,6 @@ pub use extent::{ByteRange, Extent, ExtentFlags, ExtentState};
 pub use iovector::{IoVector, IoVectorList, Segment};
 pub use request::{Effort, Request, Unmap};
 pub use storage::{
-    Alignment, Capabilities, Discarded, GroupCommit, Offload, Status, Storage, WriteCache,
+    Alignment, Capabilities, Discarded, DurableWrite, GroupCommit, Offload, Status, Storage,
+    WriteCache,
 };

@@ -86,6 +86,8 @@ pub trait Storage: 'static {
 pub struct Capabilities {
     /// How single writes are made durable.
     pub fua: Fua,
+    /// What a write with native FUA costs the disk below.
+    pub durable_write: DurableWrite,
     /// Whether completed writes may sit in a volatile cache.
     pub write_cache: WriteCache,
     /// When durable writes in flight together are cheaper as plain writes with one flush for all.
@@ -117,6 +119,15 @@ pub enum Offload {
     Available,
     /// No.
     Unavailable,
+}
+
+/// What a durable write costs the disk.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum DurableWrite {
+    /// One request: the disk has FUA, or no cache that could lose it.
+    Alone,
+    /// A flush besides. Writes in flight together may share one, each of several in a row has its own.
+    WithFlush,
 }
 
 /// From how many durable writes in flight on a shared flush is cheaper than FUA on each.

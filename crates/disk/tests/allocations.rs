@@ -5,8 +5,8 @@ use std::pin::pin;
 use std::task::{Context, Waker};
 
 use blockhouse_core::{
-    Alignment, Buffer, ByteRange, Capabilities, Discarded, Durability, Fua, GroupCommit, IoVector,
-    Offload, Request, Result, Status, Storage, Sync, Unmap, WriteCache,
+    Alignment, Buffer, ByteRange, Capabilities, Discarded, Durability, DurableWrite, Fua,
+    GroupCommit, IoVector, Offload, Request, Result, Status, Storage, Sync, Unmap, WriteCache,
 };
 use blockhouse_disk::{Disk, Options};
 
@@ -22,6 +22,7 @@ impl Storage for Immediate {
         Capabilities {
             fua: Fua::Native,
             write_cache: WriteCache::Volatile,
+            durable_write: DurableWrite::Alone,
             group_commit: GroupCommit::Never,
             alignment: self.0,
             write_zeroes: Offload::Available,

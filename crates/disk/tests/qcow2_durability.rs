@@ -7,7 +7,7 @@ mod common;
 
 use std::rc::Rc;
 
-use blockhouse_core::{Durability, Fua, GroupCommit, Request, Storage, Sync, Unmap};
+use blockhouse_core::{Durability, DurableWrite, Fua, Request, Storage, Sync, Unmap};
 use blockhouse_format::qcow2::{CreateOptions, Switch};
 use blockhouse_sim::{Config, Latency, Operation};
 use common::{DATA, Rig, blocks_of, discard, steady, write, zeroes};
@@ -290,16 +290,26 @@ fn a_round_does_not_wait_for_long_writes() {
     assert!(beside_short < 5 && beside_long > 10, "{beside_short}, {beside_long} of 20");
 }
 
+/// Three durable writes would bring three flushes.
 #[test]
-fn where_flushes_are_shared_cheaply_a_second_write_does_not_go_by_fua() {
-    let rig = rig(Config { group_commit: GroupCommit::From(2), ..steady() });
-    let (one, two) = (write(0, 4096, 3, FUA), write(8 * CLUSTER, 4096, 3, FUA));
-    let together = [rig.start(one), rig.start(two)];
-    rig.sim.run();
-    assert!(together.into_iter().all(|task| task.output().is_some_and(|outcome| outcome.is_ok())));
-    let Cost { fua, plain, .. } = cost(&rig);
-    // The first write's three, and the entry of the second.
-    assert!(plain > 0 && fua <= 4, "{plain} plain writes, {fua} by FUA");
+fn where_each_durable_write_brings_a_flush_a_lone_one_that_needs_space_takes_two() {
+    let rig = rig(Config { durable_write: DurableWrite::WithFlush, ..steady() });
+    rig.submit(write(0, 4096, 3, FUA)).unwrap();
+    let done = changes(&rig);
+    assert!(
+        matches!(
+            done[..],
+            [
+                Operation::Write(_, PLAIN),
+                Operation::Write(_, PLAIN),
+                Operation::Flush(Sync::Data),
+                Operation::Write(_, FUA)
+            ]
+        ),
+        "{done:?}"
+    );
+    rig.submit(write(0, 4096, 4, FUA)).unwrap();
+    assert_eq!(cost(&rig), ONE_FUA, "from now on");
 }
 
 /// The easy one to miss: the data of the overwrite is durable by FUA, its mapping is not.

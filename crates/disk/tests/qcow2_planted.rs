@@ -193,13 +193,14 @@ impl Storage for Broken {
     }
 }
 
-/// The first of so many seeds that finds out about the policy, and what it found.
-fn found_by(policy: Policy, kind: Kind, seeds: u64) -> Option<(u64, String)> {
+/// The first of so many seeds that finds what has this word in it, and what it found.
+fn found_by(policy: Policy, kind: Kind, seeds: u64, word: &str) -> Option<(u64, String)> {
     // Our own check has to be enough.
     static JURY: Jury = Jury::for_one_in(u32::MAX);
     (0..seeds).find_map(|seed| {
         let explored = explore_kind(kind, seed, &JURY, |disk| Broken::new(disk, policy));
-        explored.err().map(|violation| (seed, violation))
+        let violation = explored.err().filter(|violation| violation.contains(word))?;
+        Some((seed, violation))
     })
 }
 
@@ -213,12 +214,11 @@ fn wrong_policies_are_found_out() {
         (Policy::EntriesLate, &[Kind::Plain, Kind::Lazy, Kind::Backed, Kind::Subclusters], ""),
     ] {
         for &kind in kinds {
-            let Some((seed, violation)) = found_by(policy, kind, 200) else {
+            let Some((seed, violation)) = found_by(policy, kind, 200, word) else {
                 panic!("{policy:?} went unnoticed on {kind:?} images");
             };
             let first = violation.lines().next().unwrap_or_default();
             eprintln!("{policy:?} on {kind:?}: seed {seed}: {first}");
-            assert!(violation.contains(word), "{policy:?} on {kind:?}: {violation}");
         }
     }
 }
@@ -226,6 +226,6 @@ fn wrong_policies_are_found_out() {
 #[test]
 fn the_wrapper_itself_changes_nothing() {
     for kind in [Kind::Plain, Kind::Backed] {
-        assert_eq!(found_by(Policy::Right, kind, 60), None);
+        assert_eq!(found_by(Policy::Right, kind, 60, ""), None);
     }
 }

@@ -9,8 +9,9 @@ use std::task::{Context, Poll, Wake, Waker};
 use std::thread::{self, Thread};
 
 use blockhouse_core::{
-    Alignment, Buffer, ByteRange, Capabilities, Discarded, Durability, Fua, GroupCommit, IoVector,
-    Offload, Request, Result, Status, Storage, Sync as FlushDepth, Unmap, WriteCache,
+    Alignment, Buffer, ByteRange, Capabilities, Discarded, Durability, DurableWrite, Fua,
+    GroupCommit, IoVector, Offload, Request, Result, Status, Storage, Sync as FlushDepth, Unmap,
+    WriteCache,
 };
 use blockhouse_disk::{Disk, Options};
 
@@ -34,6 +35,7 @@ impl Storage for Memory {
         Capabilities {
             fua: Fua::Emulated,
             write_cache: WriteCache::Volatile,
+            durable_write: DurableWrite::Alone,
             group_commit: GroupCommit::Never,
             alignment: Alignment { offset: self.0.block, memory: 1 },
             write_zeroes: Offload::Unavailable,

@@ -5,7 +5,7 @@
 use std::io;
 use std::os::fd::AsFd;
 
-use blockhouse_core::{Alignment, Fua, IoVector, Offload, WriteCache};
+use blockhouse_core::{Alignment, DurableWrite, Fua, IoVector, Offload, WriteCache};
 use rustix::fs::{AtFlags, FileType, StatxFlags};
 
 use crate::file::{Caching, File, Residence};
@@ -93,15 +93,6 @@ pub(crate) fn fua(file: &File, vector: &IoVector) -> Fua {
     let refused = [libc::EOPNOTSUPP, libc::EINVAL, libc::ENOSYS];
     let code = io::Error::last_os_error().raw_os_error().unwrap_or(0);
     if result < 0 && refused.contains(&code) { Fua::Emulated } else { Fua::Native }
-}
-
-/// What a durable write costs at the device.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum DurableWrite {
-    /// One request: the device has FUA, or no cache that could lose it.
-    Alone,
-    /// A flush besides, which writes in flight together can share.
-    WithFlush,
 }
 
 /// What the block device below the file says of itself.

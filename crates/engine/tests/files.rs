@@ -6,8 +6,8 @@ use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 
 use blockhouse_core::{
-    Buffer, ByteRange, Discarded, Durability, ErrorKind, Fua, GroupCommit, Status, Storage, Sync,
-    Unmap, errno,
+    Buffer, ByteRange, Discarded, Durability, DurableWrite, ErrorKind, Fua, GroupCommit, Status,
+    Storage, Sync, Unmap, errno,
 };
 use blockhouse_engine::{Engine, HostFile, OpenFor, PageCache};
 use common::memory::Memory;
@@ -77,24 +77,32 @@ fn has_flushes_to_share(folder: &Path) -> bool {
 #[test]
 fn durable_writes_are_grouped_where_the_engine_of_the_loop_has_fewer_under_way() {
     let folder = folder();
+    let own_disk = match has_flushes_to_share(folder.path()) {
+        true => DurableWrite::WithFlush,
+        false => DurableWrite::Alone,
+    };
     let path = folder.path().join("disk");
     let direct = HostFile::create(&path, MIB, PageCache::Bypassed).unwrap();
     let cached = HostFile::open(&path, OpenFor::Writing, PageCache::Used).unwrap();
     on_every_engine(|event_loop| {
         let expected = match event_loop.engine() {
             // There are 16 threads.
-            Engine::Threads if has_flushes_to_share(folder.path()) => GroupCommit::From(17),
+            Engine::Threads if own_disk == DurableWrite::WithFlush => GroupCommit::From(17),
             Engine::Threads | Engine::IoUring | Engine::LinuxAio => GroupCommit::Never,
         };
-        let asked = async { [&direct, &cached].map(|file| file.capabilities().group_commit) };
+        let asked = async { [&direct, &cached].map(|file| file.capabilities()) };
         let found = event_loop.block_on(asked);
-        assert_eq!(found, [expected, GroupCommit::From(2)], "{}", event_loop.engine());
+        let grouped = found.map(|capabilities| capabilities.group_commit);
+        assert_eq!(grouped, [expected, GroupCommit::From(2)], "{}", event_loop.engine());
+        let costs = found.map(|capabilities| capabilities.durable_write);
+        assert_eq!(costs, [own_disk, DurableWrite::WithFlush], "the page cache writes and flushes");
     });
     let memory = tempfile::tempdir_in("/dev/shm").unwrap();
     let file = HostFile::create(&memory.path().join("disk"), MIB, PageCache::Bypassed).unwrap();
     on_every_engine(|event_loop| {
-        let found = event_loop.block_on(async { file.capabilities().group_commit });
-        assert_eq!(found, GroupCommit::Never, "there is nothing to flush");
+        let found = event_loop.block_on(async { file.capabilities() });
+        let found = (found.group_commit, found.durable_write);
+        assert_eq!(found, (GroupCommit::Never, DurableWrite::Alone), "there is nothing to flush");
     });
 }
 

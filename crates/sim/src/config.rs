@@ -3,7 +3,7 @@
 use std::ops::RangeInclusive;
 use std::time::Duration;
 
-use blockhouse_core::{Alignment, Discarded, Fua, GroupCommit, WriteCache};
+use blockhouse_core::{Alignment, Discarded, DurableWrite, Fua, GroupCommit, WriteCache};
 use fastrand::Rng;
 
 /// The properties of a simulated disk.
@@ -11,6 +11,8 @@ use fastrand::Rng;
 pub struct Config {
     /// How single writes are made durable.
     pub fua: Fua,
+    /// What a durable write is said to cost.
+    pub durable_write: DurableWrite,
     /// Whether completed writes may be lost in a crash.
     pub write_cache: WriteCache,
     /// When a shared flush is said to be cheaper than FUA.
@@ -67,6 +69,7 @@ impl Default for Config {
     fn default() -> Self {
         Self {
             fua: Fua::Native,
+            durable_write: DurableWrite::Alone,
             write_cache: WriteCache::Volatile,
             group_commit: GroupCommit::Never,
             alignment: Alignment::BYTE,
@@ -87,6 +90,10 @@ impl Config {
         };
         Self {
             fua: if random.bool() { Fua::Native } else { Fua::Emulated },
+            durable_write: match random.bool() {
+                true => DurableWrite::Alone,
+                false => DurableWrite::WithFlush,
+            },
             write_cache: if random.u8(..8) == 0 { WriteCache::None } else { WriteCache::Volatile },
             group_commit: match random.usize(..4) {
                 0 => GroupCommit::Never,

@@ -156,6 +156,7 @@ impl Storage for SimDisk {
         };
         Capabilities {
             fua: state.config.fua,
+            durable_write: state.config.durable_write,
             write_cache: state.config.write_cache,
             group_commit: state.config.group_commit,
             alignment: state.config.alignment,

@@ -7,8 +7,8 @@ use std::time::{Duration, Instant};
 
 use anyhow::Result;
 use blockhouse_core::{
-    Alignment, ByteRange, Capabilities, Discarded, Durability, Fua, GroupCommit, IoVector, Offload,
-    Status, Storage, Sync, Unmap, WriteCache,
+    Alignment, ByteRange, Capabilities, Discarded, Durability, DurableWrite, Fua, GroupCommit,
+    IoVector, Offload, Status, Storage, Sync, Unmap, WriteCache,
 };
 use blockhouse_disk::{Disk, Options};
 use blockhouse_engine::{Engine, EngineChoice, EventLoop, sleep};
@@ -55,6 +55,7 @@ impl Storage for Slow {
         Capabilities {
             fua: Fua::Native,
             write_cache: WriteCache::Volatile,
+            durable_write: DurableWrite::Alone,
             group_commit: GroupCommit::Never,
             alignment: self.alignment,
             write_zeroes: Offload::Unavailable,

@@ -13,8 +13,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 
 use blockhouse_core::{
-    Alignment, ByteRange, Capabilities, Discarded, Durability, Error, ErrorKind, Fua, GroupCommit,
-    IoVector, Offload, Result, Status, Storage, Sync, Unmap, WriteCache,
+    Alignment, ByteRange, Capabilities, Discarded, Durability, DurableWrite, Error, ErrorKind, Fua,
+    GroupCommit, IoVector, Offload, Result, Status, Storage, Sync, Unmap, WriteCache,
 };
 use rustix::fs::{Advice, FallocateFlags};
 use rustix::io::Errno;
@@ -23,7 +23,7 @@ use crate::engine::Engine;
 use crate::file::{Caching, File, Residence};
 use crate::local;
 use crate::operation::{Operation, Transfer, WriteThrough};
-use crate::probe::{self, DurableWrite, FileKind};
+use crate::probe::{self, FileKind};
 use crate::submit::submit;
 use crate::thread_pool::{MOST_THREADS, blocking};
 
@@ -186,20 +186,28 @@ impl HostFile {
         }
     }
 
-    /// A file in memory has nothing to flush. In the page cache durable writes to one file go one
-    /// after the other, each with a flush of its own, while plain ones are copies. Past it they go side
-    /// by side and the kernel has them share flushes, as many as the engine has under way: of the
-    /// engine `threads` each takes a thread until the disk has flushed, and those beyond wait.
+    /// A file in memory has nothing to flush. Out of the page cache comes a write and a flush, whatever
+    /// the disk has.
+    fn durable_write(&self) -> DurableWrite {
+        match (self.file.residence, self.file.caching) {
+            (Residence::Memory, _) => DurableWrite::Alone,
+            (Residence::Device, Caching::PageCache) => DurableWrite::WithFlush,
+            (Residence::Device, Caching::Direct) => self.durable_write,
+        }
+    }
+
+    /// In the page cache durable writes to one file go one after the other, each with a flush of its
+    /// own, while plain ones are copies. Past it they go side by side and the kernel has them share
+    /// flushes, as many as the engine has under way: of the engine `threads` each takes a thread until
+    /// the disk has flushed, and those beyond wait.
     fn group_commit(&self) -> GroupCommit {
         let has_few_under_way = || local::engine() == Some(Engine::Threads);
-        match (self.file.residence, self.file.caching, self.durable_write) {
-            (Residence::Device, Caching::PageCache, _) => GroupCommit::From(2),
-            (Residence::Device, Caching::Direct, DurableWrite::WithFlush)
-                if has_few_under_way() =>
-            {
+        match (self.durable_write(), self.file.caching) {
+            (DurableWrite::WithFlush, Caching::PageCache) => GroupCommit::From(2),
+            (DurableWrite::WithFlush, Caching::Direct) if has_few_under_way() => {
                 GroupCommit::From(MOST_THREADS + 1)
             }
-            (Residence::Memory | Residence::Device, _, _) => GroupCommit::Never,
+            (DurableWrite::WithFlush | DurableWrite::Alone, _) => GroupCommit::Never,
         }
     }
 
@@ -259,6 +267,7 @@ impl Storage for HostFile {
         let Refused { punch_hole, zero_range, discard, .. } = &self.refused;
         Capabilities {
             fua: self.fua(),
+            durable_write: self.durable_write(),
             write_cache: self.write_cache,
             group_commit: self.group_commit(),
             alignment: self.alignment,

@@ -13,7 +13,7 @@ use std::future::{Future, ready};
 use std::sync::atomic::Ordering;
 
 use blockhouse_core::{
-    Buffer, ByteRange, Capabilities, Discarded, Durability, Error, ErrorKind, Fua, GroupCommit,
+    Buffer, ByteRange, Capabilities, Discarded, Durability, DurableWrite, Error, ErrorKind, Fua,
     Result, Storage, Sync,
 };
 use event_listener::EventListener;
@@ -29,7 +29,7 @@ use crate::Persistence;
 
 /// How many writes of tables are in flight together.
 const TOGETHER: usize = 16;
-/// Up to how many pieces go down by FUA rather than by a flush.
+/// Up to how many pieces go down by FUA rather than by a flush, where FUA is not one itself.
 const FEW: usize = 3;
 
 /// What somebody who needs changes to be durable does next.
@@ -75,19 +75,15 @@ impl<S: Storage> Qcow2<S> {
     }
 
     /// As [`Format::persistence`](crate::Format::persistence): by FUA while few changes are under way
-    /// and the next round is one of few pieces whose data is stable. Not where the file grows: its file
-    /// system then answers FUA with a flush, which one for all makes cheaper.
+    /// and the next round is one of few pieces whose data is stable. Not where FUA brings a flush with
+    /// it, as it does where the file grows: one for data and refcounts is cheaper than one for each.
     pub fn persistence(&self) -> Persistence {
-        let Capabilities { fua, group_commit, .. } = self.storage.capabilities();
+        let Capabilities { fua, durable_write, .. } = self.storage.capabilities();
         let state = self.state.lock();
-        let together = state.pending.changes();
-        let is_crowd = match group_commit {
-            GroupCommit::Never => together > FEW,
-            GroupCommit::From(count) => together > FEW || together >= count,
-        };
+        let is_crowd = state.pending.changes() > FEW;
         let is_resizing = state.header.size != state.disk_header.size;
-        let is_growing = state.space.is_growing();
-        let is_costly = is_crowd || is_resizing || is_growing;
+        let is_flushing = durable_write == DurableWrite::WithFlush || state.space.is_growing();
+        let is_costly = is_crowd || is_resizing || is_flushing;
         if fua == Fua::Native && !is_costly && state.cache.is_calm(2 * FEW) {
             Persistence::ByFua
         } else {
@@ -246,7 +242,12 @@ impl<S: Storage> Qcow2<S> {
 
     /// Whether these pieces go down as durable writes rather than with a flush behind them.
     fn go_by_fua(&self, pieces: &[Piece]) -> bool {
-        self.storage.capabilities().fua == Fua::Native && pieces.len() <= FEW
+        let Capabilities { fua, durable_write, .. } = self.storage.capabilities();
+        let most = match durable_write {
+            DurableWrite::Alone => FEW,
+            DurableWrite::WithFlush => 1,
+        };
+        fua == Fua::Native && pieces.len() <= most
     }
 
     /// Whether the round goes down as a few durable writes and needs no flush: nothing behind it

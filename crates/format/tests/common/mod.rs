@@ -7,9 +7,9 @@ use std::path::Path;
 use std::process::Command;
 
 use blockhouse_core::{
-    Alignment, Buffer, ByteRange, Capabilities, Discarded, Durability, Error, ErrorKind, Extent,
-    ExtentState, Fua, GroupCommit, IoVector, Offload, Result, Status, Storage, Sync, Unmap,
-    WriteCache,
+    Alignment, Buffer, ByteRange, Capabilities, Discarded, Durability, DurableWrite, Error,
+    ErrorKind, Extent, ExtentState, Fua, GroupCommit, IoVector, Offload, Result, Status, Storage,
+    Sync, Unmap, WriteCache,
 };
 use blockhouse_format::qcow2::{self, Qcow2};
 use blockhouse_format::{Abort, Intent, qcow2::Access};
@@ -42,6 +42,7 @@ impl Storage for FileStorage {
         Capabilities {
             fua: Fua::Emulated,
             write_cache: WriteCache::Volatile,
+            durable_write: DurableWrite::Alone,
             group_commit: GroupCommit::Never,
             alignment: Alignment::BYTE,
             write_zeroes: Offload::Unavailable,

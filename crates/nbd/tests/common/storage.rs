@@ -5,8 +5,8 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use blockhouse_core::{
-    Alignment, ByteRange, Capabilities, Discarded, Durability, Error, Fua, GroupCommit, IoVector,
-    Offload, Result, Status, Storage, Sync, Unmap, WriteCache,
+    Alignment, ByteRange, Capabilities, Discarded, Durability, DurableWrite, Error, Fua,
+    GroupCommit, IoVector, Offload, Result, Status, Storage, Sync, Unmap, WriteCache,
 };
 use blockhouse_engine::sleep;
 
@@ -111,6 +111,7 @@ impl Storage for Memory {
         Capabilities {
             fua: Fua::Native,
             write_cache: WriteCache::Volatile,
+            durable_write: DurableWrite::Alone,
             group_commit: GroupCommit::Never,
             alignment: Alignment::BYTE,
             write_zeroes: Offload::Available,
