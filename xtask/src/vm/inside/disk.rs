@@ -19,7 +19,7 @@ pub enum Kind {
     ScsiDebug,
     /// The kernel's disk in memory with a write cache and FUA.
     NullBlkFua,
-    /// The same without FUA.
+    /// The same without FUA, which takes its time for each request, as disks do.
     NullBlk,
 }
 
@@ -50,14 +50,17 @@ impl Kind {
                 system::load("scsi_debug", "dev_size_mb=320 delay=0 lbpu=1")?;
                 system::scsi_disk("Linux")
             }
-            Self::NullBlkFua => null_blk("nullb0", "1"),
-            Self::NullBlk => null_blk("nullb1", "0"),
+            Self::NullBlkFua => null_blk("nullb0", &[("fua", "1")]),
+            Self::NullBlk => null_blk("nullb1", &[("fua", "0"), SLOW[0], SLOW[1]]),
         }
     }
 }
 
+/// A timer ends each request after so many nanoseconds.
+const SLOW: [(&str, &str); 2] = [("irqmode", "2"), ("completion_nsec", "2000000")];
+
 /// A disk in memory with a write cache of its own.
-fn null_blk(name: &str, fua: &str) -> Result<PathBuf> {
+fn null_blk(name: &str, more: &[(&str, &str)]) -> Result<PathBuf> {
     system::load("null_blk", "nr_devices=0")?;
     let config = Path::new("/sys/kernel/config");
     if !config.join("nullb").exists() {
@@ -65,14 +68,8 @@ fn null_blk(name: &str, fua: &str) -> Result<PathBuf> {
     }
     let folder = config.join("nullb").join(name);
     std::fs::create_dir(&folder).with_context(|| format!("cannot make {}", folder.display()))?;
-    let settings = [
-        ("size", "320"),
-        ("memory_backed", "1"),
-        ("cache_size", "64"),
-        ("fua", fua),
-        ("power", "1"),
-    ];
-    for (setting, value) in settings {
+    let settings = [("size", "320"), ("memory_backed", "1"), ("cache_size", "64")];
+    for (setting, value) in settings.iter().chain(more).chain(&[("power", "1")]) {
         system::write(folder.join(setting), value)?;
     }
     system::disk(name)

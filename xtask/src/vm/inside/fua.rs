@@ -11,7 +11,7 @@ use super::client::{Change, Client};
 use super::direct::{self, BLOCK, Caching, STRIDE, WRITES, Way};
 use super::disk::Kind;
 use super::images::{State, TABLES, put};
-use super::report::{Report, is_durable};
+use super::report::{Chance, Report, is_durable};
 use super::serve::serve;
 use super::system::{self, FileSystem, Mount};
 use super::trace::{self, Counts};
@@ -101,6 +101,14 @@ impl Row {
         name
     }
 
+    fn chance(self) -> Chance {
+        match (self.way, self.state) {
+            (Way::Together, State::Qcow2New) => Chance::Tables,
+            (Way::Together, _) => Chance::Sharing,
+            _ => Chance::Nothing,
+        }
+    }
+
     fn format(self) -> &'static str {
         if self.state < State::Qcow2Written { "raw" } else { "qcow2" }
     }
@@ -171,7 +179,7 @@ fn on_file_system(
     }
     for (index, row) in rows.iter().enumerate() {
         let ours = count_ours(disk, *row, &images[index])?;
-        report.row(&row.name(), row.way, ours, floors[index]);
+        report.row(&row.name(), row.way, row.chance(), ours, floors[index]);
     }
     mount.unmount()
 }
@@ -183,7 +191,7 @@ fn on_device(disk: &Path, rows: &[Row], report: &mut Report) -> Result<()> {
             put(&row.state.make(Path::new("/tmp"), "image")?, disk)?;
         }
         let ours = count_ours(disk, *row, disk)?;
-        report.row(&row.name(), row.way, ours, floor);
+        report.row(&row.name(), row.way, row.chance(), ours, floor);
     }
     Ok(())
 }
