@@ -121,12 +121,12 @@ pub enum Offload {
     Unavailable,
 }
 
-/// What a durable write costs the disk.
+/// What a durable write costs the disk, where FUA is native.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum DurableWrite {
     /// One request: the disk has FUA, or no cache that could lose it.
     Alone,
-    /// A flush besides. Writes in flight together may share one, each of several in a row has its own.
+    /// A flush besides: writes in flight together may share one, several in a row have one each.
     WithFlush,
 }
 

@@ -175,10 +175,12 @@ impl<S: Storage> Format<S> {
         }
     }
 
-    /// Whoever writes data for which tables have to be made durable, by a [`flush`](Self::flush) that
-    /// comes right behind it, takes this before and drops it when the data is there, whether it could be
-    /// written or not: a flush that begins meanwhile waits for it and serves both. Must not be held while
-    /// waiting for anything but the storage, which must not take long. `None` where no tables are.
+    /// Whoever writes data plainly, for which tables have to be made durable right behind it, takes this
+    /// before and drops it when the data is there, whether it could be written or not: a
+    /// [`flush`](Self::flush) or [`persist_together`](Self::persist_together) that has to write tables
+    /// first waits for it, and serves both. So it must be polled to its end or dropped, must not wait for
+    /// anything but the storage meanwhile, and is meant for data that does not take long. `None` where
+    /// no tables are.
     pub fn arriving(&self) -> Option<Arriving> {
         match self {
             Self::Raw(_) => None,
@@ -213,7 +215,8 @@ impl<S: Storage> Format<S> {
         }
     }
 
-    /// Makes everything committed so far durable: first the data, then the format's own tables.
+    /// Makes everything committed so far durable: first the data, then the format's own tables. Waits
+    /// for data that is [`arriving`](Self::arriving).
     pub async fn flush(&self, sync: Sync) -> Result<()> {
         match self {
             Self::Raw(raw) => raw.flush(sync).await,
@@ -228,6 +231,15 @@ impl<S: Storage> Format<S> {
         match self {
             Self::Raw(_) => Ok(()),
             Self::Qcow2(qcow2) => qcow2.persist().await,
+        }
+    }
+
+    /// As [`persist`](Self::persist), for extents whose data was written plainly: those that are
+    /// [`arriving`](Self::arriving) are waited for, and served with the same tables and flushes.
+    pub async fn persist_together(&self) -> Result<()> {
+        match self {
+            Self::Raw(_) => Ok(()),
+            Self::Qcow2(qcow2) => qcow2.persist_together().await,
         }
     }
 

@@ -99,13 +99,27 @@ mod tests {
 
     #[test]
     fn a_waiter_waits_for_what_began_before_it_only() {
-        let reads = Epochs::default();
+        let operations = Epochs::default();
         let mut context = Context::from_waker(Waker::noop());
-        let before = reads.enter();
-        let mut elapsed = pin!(reads.elapsed());
+        let before = operations.enter();
+        let mut elapsed = pin!(operations.elapsed());
         assert!(elapsed.as_mut().poll(&mut context).is_pending());
-        let _after = reads.enter();
+        let _after = operations.enter();
         drop(before);
+        assert_eq!(elapsed.as_mut().poll(&mut context), Poll::Ready(()));
+    }
+
+    #[test]
+    fn a_waiter_after_one_that_gave_up_waits_for_both_epochs() {
+        let operations = Epochs::default();
+        let mut context = Context::from_waker(Waker::noop());
+        let old = operations.enter();
+        assert!(pin!(operations.elapsed()).poll(&mut context).is_pending());
+        let young = operations.enter();
+        let mut elapsed = pin!(operations.elapsed());
+        drop(young);
+        assert!(elapsed.as_mut().poll(&mut context).is_pending());
+        drop(old);
         assert_eq!(elapsed.as_mut().poll(&mut context), Poll::Ready(()));
     }
 }

@@ -7,11 +7,22 @@
 use std::collections::BTreeSet;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use super::header::Header;
+use super::header::{Header, LAZY_REFCOUNTS};
 use super::retired::Retired;
 use super::slice_cache::{DataStability, SliceCopy, SliceId, SliceKind};
 use super::state::State;
 use super::table_io;
+
+/// What a round is run for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Occasion {
+    /// A change whose data is stable, or that has none.
+    Alone,
+    /// Data that was written plainly, and all of that kind that is in flight.
+    Shared,
+    /// That nothing is left: to make room in the cache, or before the tables are changed as a whole.
+    Relief,
+}
 
 /// How much a round writes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -64,6 +75,7 @@ impl Resized {
 pub(crate) struct Round {
     /// What is durable when it has ended well.
     pub(crate) version: u64,
+    pub(crate) extent: Extent,
     /// Refcounts, and tables that nothing on disk refers to: they may be written at any time.
     pub(crate) free: Vec<Piece>,
     /// Entries of the refcount table, where it stays at its place.
@@ -89,9 +101,11 @@ pub(crate) struct Round {
 
 impl State {
     /// Takes what has to be written; `None` when that is nothing.
-    pub(crate) fn begin_round(&mut self, extent: Extent) -> Option<Round> {
+    pub(crate) fn begin_round(&mut self, occasion: Occasion) -> Option<Round> {
+        let extent = self.extent_for(occasion);
         let mut round = Round {
             version: self.version,
+            extent,
             free: Vec::new(),
             refcount_table: Vec::new(),
             moved_refcount_table: None,
@@ -121,6 +135,16 @@ impl State {
             return None;
         }
         Some(round)
+    }
+
+    fn extent_for(&self, occasion: Occasion) -> Extent {
+        let is_lazy = self.header.compatible & LAZY_REFCOUNTS != 0;
+        // The old refcount table is given up with this round: the new one must be durable then.
+        let is_moving = self.header.refcount_table_offset != self.disk_header.refcount_table_offset;
+        match occasion {
+            Occasion::Alone | Occasion::Shared if is_lazy && !is_moving => Extent::WithoutRefcounts,
+            Occasion::Alone | Occasion::Shared | Occasion::Relief => Extent::Everything,
+        }
     }
 
     fn take_refcounts(&mut self, round: &mut Round) {

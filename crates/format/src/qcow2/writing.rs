@@ -5,7 +5,8 @@
 //! 3. slices of L2 tables, L1 entries, a new size; flush. A few slices alone carry FUA instead.
 //!
 //! Rounds run one at a time. Whoever needs one that another is running waits for it, and those who
-//! come too late for it share the next. A failed write of a table is remembered, and nothing that
+//! come too late for it share the next. Before a round that serves plain writes begins, it waits for the
+//! data of others like them that is in flight: their own round would come right behind. A failed write of a table is remembered, and nothing that
 //! depends on it is written any more; only for want of room nothing has begun, and the next round
 //! tries again.
 
@@ -19,9 +20,9 @@ use blockhouse_core::{
 use event_listener::EventListener;
 use futures_util::stream::{self, StreamExt};
 
-use super::header::{Header, Incompatible, LAZY_REFCOUNTS, SECTOR};
+use super::header::{Header, Incompatible, SECTOR};
 use super::retired::{Punch, Retired};
-use super::round::{Extent, Piece, Round};
+use super::round::{Extent, Occasion, Piece, Round};
 use super::slice_cache::DataStability;
 use super::state::{Blocked, State};
 use super::{Qcow2, table_io};
@@ -29,7 +30,8 @@ use crate::Persistence;
 
 /// How many writes of tables are in flight together.
 const TOGETHER: usize = 16;
-/// Up to how many pieces go down by FUA rather than by a flush, where FUA is not one itself.
+/// Up to how many changes, and pieces of a kind, go down by FUA rather than by a flush. Only one where FUA
+/// brings a flush with it.
 const FEW: usize = 3;
 
 /// What somebody who needs changes to be durable does next.
@@ -63,7 +65,7 @@ impl<S: Storage> Drop for Running<'_, S> {
 impl<S: Storage> Qcow2<S> {
     /// As [`Format::flush`](crate::Format::flush).
     pub async fn flush(&self, sync: Sync) -> Result<()> {
-        match (self.make_all_durable(Gather::Arriving).await?, sync) {
+        match (self.make_all_durable(Occasion::Shared).await?, sync) {
             (Flushed::Yes, Sync::Data) => Ok(()),
             _ => self.sync(sync).await,
         }
@@ -71,7 +73,12 @@ impl<S: Storage> Qcow2<S> {
 
     /// As [`Format::persist`](crate::Format::persist).
     pub async fn persist(&self) -> Result<()> {
-        self.make_all_durable(Gather::Nothing).await.map(|_| ())
+        self.make_all_durable(Occasion::Alone).await.map(|_| ())
+    }
+
+    /// As [`Format::persist_together`](crate::Format::persist_together).
+    pub async fn persist_together(&self) -> Result<()> {
+        self.make_all_durable(Occasion::Shared).await.map(|_| ())
     }
 
     /// As [`Format::persistence`](crate::Format::persistence): by FUA while few changes are under way
@@ -82,8 +89,8 @@ impl<S: Storage> Qcow2<S> {
         let state = self.state.lock();
         let is_crowd = state.pending.changes() > FEW;
         let is_resizing = state.header.size != state.disk_header.size;
-        let is_flushing = durable_write == DurableWrite::WithFlush || state.space.is_growing();
-        let is_costly = is_crowd || is_resizing || is_flushing;
+        let fua_flushes = durable_write == DurableWrite::WithFlush || state.space.is_growing();
+        let is_costly = is_crowd || is_resizing || fua_flushes;
         if fua == Fua::Native && !is_costly && state.cache.is_calm(2 * FEW) {
             Persistence::ByFua
         } else {
@@ -96,7 +103,7 @@ impl<S: Storage> Qcow2<S> {
         self.state.lock().give_up_room();
         // Each round releases clusters, which changes refcounts, which takes a round.
         while self.state.lock().has_changes() {
-            self.run_round(Extent::Everything, Gather::Nothing).await?;
+            self.run_round(Occasion::Relief).await?;
         }
         self.cut_to_length().await;
         self.sync(Sync::Data).await?;
@@ -108,7 +115,7 @@ impl<S: Storage> Qcow2<S> {
 
     /// Waits until the changes made so far are durable, running rounds where nobody else does.
     /// Whether a flush that began after the call was part of it.
-    async fn make_all_durable(&self, gather: Gather) -> Result<Flushed> {
+    async fn make_all_durable(&self, occasion: Occasion) -> Result<Flushed> {
         let target = self.state.lock().version;
         let mut flushed = Flushed::No;
         loop {
@@ -116,7 +123,7 @@ impl<S: Storage> Qcow2<S> {
             match self.turn(target) {
                 Turn::Durable => return Ok(flushed),
                 Turn::Wait(event) => event.await,
-                Turn::Run => flushed = self.run_round(self.usual_extent(), gather).await?,
+                Turn::Run => flushed = self.run_round(occasion).await?,
             }
         }
     }
@@ -132,19 +139,10 @@ impl<S: Storage> Qcow2<S> {
         }
     }
 
-    fn usual_extent(&self) -> Extent {
-        let state = self.state.lock();
-        let is_lazy = state.header.compatible & LAZY_REFCOUNTS != 0;
-        // The old refcount table is given up with the next round: the new one must be durable then.
-        let is_moving =
-            state.header.refcount_table_offset != state.disk_header.refcount_table_offset;
-        if is_lazy && !is_moving { Extent::WithoutRefcounts } else { Extent::Everything }
-    }
-
     /// Writes all that is changed now, to make room in the cache.
     pub(super) async fn relieve(&self) -> Result<()> {
         self.check_failure()?;
-        self.run_round(Extent::Everything, Gather::Nothing).await.map(|_| ())
+        self.run_round(Occasion::Relief).await.map(|_| ())
     }
 
     /// Writes everything that is changed, and keeps rounds from running: whoever called this ends that by
@@ -165,13 +163,13 @@ impl<S: Storage> Qcow2<S> {
             };
             match waiting {
                 Some(event) => event.await,
-                None => drop(self.run_round(Extent::Everything, Gather::Nothing).await?),
+                None => drop(self.run_round(Occasion::Relief).await?),
             }
         }
     }
 
     /// Runs a round if none runs, else waits for that one.
-    async fn run_round(&self, extent: Extent, gather: Gather) -> Result<Flushed> {
+    async fn run_round(&self, occasion: Occasion) -> Result<Flushed> {
         let waiting = {
             let mut state = self.state.lock();
             let is_running = std::mem::replace(&mut state.round_is_running, true);
@@ -182,15 +180,15 @@ impl<S: Storage> Qcow2<S> {
             return Ok(Flushed::No);
         }
         let mut running = Running { image: self, round: None };
-        self.table_writes.ended().await;
-        if gather == Gather::Arriving {
+        if occasion == Occasion::Shared {
             self.arriving.elapsed().await;
         }
+        self.table_writes.ended().await;
         self.check_failure()?;
-        running.round = self.state.lock().begin_round(extent);
+        running.round = self.state.lock().begin_round(occasion);
         let mut flushed = Flushed::No;
         if let Some(round) = &running.round {
-            let outcome = self.write_round(round, extent).await;
+            let outcome = self.write_round(round).await;
             flushed = outcome.inspect_err(|error| self.remember(error))?;
         }
         if let Some(round) = running.round.take() {
@@ -203,8 +201,8 @@ impl<S: Storage> Qcow2<S> {
     }
 
     /// Writes a round durably; whether that took a flush.
-    async fn write_round(&self, round: &Round, extent: Extent) -> Result<Flushed> {
-        if extent == Extent::WithoutRefcounts {
+    async fn write_round(&self, round: &Round) -> Result<Flushed> {
+        if round.extent == Extent::WithoutRefcounts {
             self.write_dirty_bit().await?;
         }
         if self.is_small(round) {
@@ -429,15 +427,6 @@ impl<S: Storage> Qcow2<S> {
             let _ = self.failure.set(error.duplicate());
         }
     }
-}
-
-/// What a round waits for before it begins.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Gather {
-    /// Data on its way, whose own round it would be otherwise.
-    Arriving,
-    /// Nothing.
-    Nothing,
 }
 
 /// Whether a flush was among what was done.
