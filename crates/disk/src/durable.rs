@@ -4,14 +4,15 @@
 //! that: one operation for each extent, nothing follows. Where tables have to follow (new space, or
 //! an overwrite whose own mapping is not durable yet), the format says what is cheaper: the data by
 //! FUA, then the tables by FUA (`persist`), for a lone write; or plain writes and one flush that
-//! many share. What only tables say (zeros, discards) is durable with the tables alone. In every
-//! other case the data goes down plainly, the mapping is committed, and one flush of the right
-//! depth is owed at the end. `Full` is always a full sync. A storage without any stable place
+//! many share. What only tables say (zeros, discards) is durable with the tables alone, and so is
+//! data that went down plainly into new space: tables that refer to it are written behind a flush.
+//! In every other case the data goes down plainly, the mapping is committed, and one flush of the
+//! right depth is owed at the end. `Full` is always a full sync. A storage without any stable place
 //! (`--cache unsafe`) is owed nothing.
 //!
 //! Whether an owed flush costs anything is decided one step below, in [`crate::generations`].
 
-use blockhouse_core::{Durability, Extent, Fua, Result, Storage, Sync};
+use blockhouse_core::{Durability, Extent, ExtentFlags, Fua, Result, Storage, Sync};
 use blockhouse_format::Persistence;
 
 use crate::Disk;
@@ -40,6 +41,8 @@ pub(crate) enum Debt {
     Nothing,
     /// The format's tables, and only them: its data is durable.
     Tables,
+    /// The format's tables and, before them, the data that only they refer to.
+    TablesAndData,
     /// A flush.
     Flush(Sync),
 }
@@ -91,6 +94,15 @@ impl Plan {
             Self::ThenFlush(sync) => Debt::Flush(sync),
         }
     }
+
+    /// As [`debt`](Self::debt), of writes of data to these extents and nothing else.
+    pub(crate) fn debt_for<'a>(self, mut extents: impl Iterator<Item = &'a Extent>) -> Debt {
+        let is_new = |extent: &Extent| extent.flags.contains(ExtentFlags::NEW);
+        match self {
+            Self::ThenFlush(Sync::Data) if extents.all(is_new) => Debt::TablesAndData,
+            _ => self.debt(),
+        }
+    }
 }
 
 impl Debt {
@@ -115,23 +127,40 @@ impl<S: Storage> Disk<S> {
             Debt::Nothing => Ok(()),
             Debt::Tables => {
                 self.format.persist().await?;
-                // Where there was nothing to write, nobody has looked yet.
-                self.storage().check_failure()?;
-                self.format.storage().check_failure()
+                self.check_failure()
+            }
+            Debt::TablesAndData => {
+                self.format.persist_together().await?;
+                self.check_failure()
             }
             Debt::Flush(sync) => self.format.flush(sync).await,
         }
+    }
+
+    /// Where there were no tables to write, nobody has looked yet.
+    fn check_failure(&self) -> Result<()> {
+        self.storage().check_failure()?;
+        self.format.storage().check_failure()
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use blockhouse_core::{ByteRange, ExtentFlags, ExtentState};
+    use blockhouse_core::{ByteRange, ExtentState};
 
     use super::*;
 
     const PURE: ExtentFlags = ExtentFlags::empty();
     const NEW: ExtentFlags = ExtentFlags::NEW;
+
+    fn mapped(&flags: &ExtentFlags) -> Extent {
+        Extent {
+            guest: ByteRange::between(0, 1),
+            whole: ByteRange::between(0, 1),
+            state: ExtentState::Mapped { host: 0 },
+            flags,
+        }
+    }
 
     fn plan(durability: Durability, fua: Fua, extents: &[ExtentFlags]) -> Plan {
         plan_with(durability, fua, extents, Persistence::ByFlush)
@@ -143,12 +172,6 @@ mod tests {
         extents: &[ExtentFlags],
         cheaper: Persistence,
     ) -> Plan {
-        let mapped = |&flags| Extent {
-            guest: ByteRange::between(0, 1),
-            whole: ByteRange::between(0, 1),
-            state: ExtentState::Mapped { host: 0 },
-            flags,
-        };
         let extents: Vec<_> = extents.iter().map(mapped).collect();
         Plan::for_writes(durability, fua, extents.iter(), || cheaper)
     }
@@ -202,10 +225,27 @@ mod tests {
     }
 
     #[test]
+    fn data_in_new_space_is_durable_with_the_tables_that_refer_to_it() {
+        let debt = |plan: Plan, flags: &[ExtentFlags]| {
+            let extents: Vec<_> = flags.iter().map(mapped).collect();
+            plan.debt_for(extents.iter())
+        };
+        let (data, full) = (Plan::ThenFlush(Sync::Data), Plan::ThenFlush(Sync::Full));
+        assert_eq!(debt(data, &[NEW, NEW | ExtentFlags::SHARED]), Debt::TablesAndData);
+        assert_eq!(debt(data, &[NEW, PURE]), Debt::Flush(Sync::Data));
+        assert_eq!(debt(data, &[ExtentFlags::DIRTY]), Debt::Flush(Sync::Data));
+        assert_eq!(debt(full, &[NEW]), Debt::Flush(Sync::Full));
+        assert_eq!(debt(Plan::FuaThenTables, &[NEW]), Debt::Tables);
+        assert_eq!(debt(Plan::Plain, &[NEW]), Debt::Nothing);
+    }
+
+    #[test]
     fn parts_of_a_request_share_the_deeper_payment() {
         let (data, full) = (Plan::ThenFlush(Sync::Data), Plan::ThenFlush(Sync::Full));
         assert_eq!(data.debt().and(full.debt()), Debt::Flush(Sync::Full));
         assert_eq!(Plan::FuaThenTables.debt().and(data.debt()), Debt::Flush(Sync::Data));
+        assert_eq!(Debt::TablesAndData.and(Debt::Tables), Debt::TablesAndData);
+        assert_eq!(Debt::TablesAndData.and(data.debt()), Debt::Flush(Sync::Data));
         assert_eq!(Plan::Fua.debt().and(Plan::FuaThenTables.debt()), Debt::Tables);
         assert_eq!(Plan::Fua.debt().and(Plan::Plain.debt()), Debt::Nothing);
     }

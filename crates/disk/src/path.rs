@@ -24,8 +24,8 @@ use crate::prepared::Prepared;
 
 /// How many operations of one request are in flight together.
 const TOGETHER: usize = 16;
-/// The longest data, in bytes, that a round of tables waits for: more takes as long as a round of its own.
-const SOON_THERE: usize = 256 * 1024;
+/// The most bytes of a guest that a round of tables waits for: more take as long as a round of their own.
+const LONGEST_AWAITED: u64 = 256 * 1024;
 
 impl<S: Storage> Disk<S> {
     /// Fills `into` with the bytes of `range`.
@@ -60,8 +60,9 @@ impl<S: Storage> Disk<S> {
         let first = self.prepare(range, Intent::Write).await?;
         if first.guest == range {
             let plan = self.plan([&*first].into_iter(), durability);
+            let debt = plan.debt_for([&*first].into_iter());
             self.write_extent(first, from, plan).await?;
-            return Ok(plan.debt());
+            return Ok(debt);
         }
         Box::pin(async move {
             let mut rest = range.skip(first.guest.length());
@@ -115,12 +116,13 @@ impl<S: Storage> Disk<S> {
         durability: Durability,
     ) -> Result<Debt> {
         let plan = self.plan(extents.iter().map(Deref::deref), durability);
+        let debt = plan.debt_for(extents.iter().map(Deref::deref));
         let parts = extents.into_iter().map(|extent| {
             let part = take(&mut from, &extent);
             self.write_extent(extent, part, plan)
         });
         all(parts).await?;
-        Ok(plan.debt())
+        Ok(debt)
     }
 
     /// How writes of data to prepared extents become durable.
@@ -159,11 +161,12 @@ impl<S: Storage> Disk<S> {
     ) -> Result<()> {
         let durability = plan.of_each_write();
         let needs_round = matches!(plan, Plan::ThenFlush(_)) && !extent.is_pure_overwrite();
-        let is_soon_there = from.len() <= SOON_THERE;
-        let arriving = if needs_round && is_soon_there { self.format.arriving() } else { None };
+        let is_short = extent.guest.length() <= LONGEST_AWAITED;
+        let arriving = if needs_round && is_short { self.format.arriving() } else { None };
         extent.set_moving();
         let outcome = self.storage().write(host, from, durability).await;
-        // Before the commit, which may itself wait for a round.
+        // Before the commit, which may itself wait for a round. On another loop's thread the round may
+        // begin between the two: then there is another one.
         drop(arriving);
         extent.settle(outcome, durability).await
     }

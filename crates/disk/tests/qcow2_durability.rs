@@ -272,6 +272,27 @@ fn a_round_waits_for_nothing_that_begins_later() {
     assert!(others.into_iter().all(|task| task.output().is_some_and(|done| done.is_ok())));
 }
 
+/// Data that arrives behind the flush of a round is no matter of those whom the round serves.
+#[test]
+fn a_round_that_is_shared_takes_one_flush_however_much_is_written_meanwhile() {
+    const TASKS: u64 = 8;
+    const EACH: u64 = 7;
+    let rig = growing(Config { latency: Latency { data: 1..=100, flush: 50..=50 }, ..steady() });
+    for task in 0..TASKS {
+        let disk = Rc::clone(&rig.disk);
+        rig.sim.spawn(async move {
+            for nth in 0..EACH {
+                let offset = (nth * TASKS + task) * CLUSTER;
+                disk.submit(write(offset, 4096, 3, FUA)).await.unwrap();
+            }
+        });
+    }
+    rig.sim.run();
+    let Cost { fua, flushes, .. } = cost(&rig);
+    // Each round writes an entry by FUA, or more.
+    assert!(flushes <= fua && fua < (TASKS * EACH) as usize, "{flushes} flushes, {fua} by FUA");
+}
+
 #[test]
 fn a_round_does_not_wait_for_long_writes() {
     let rounds = |length: usize, nth: usize| {

@@ -1,5 +1,5 @@
-//! One disk, many threads: a flush that returns has covered everything its thread wrote before, and
-//! blocks that threads share lose nobody's bytes.
+//! One disk, many threads: a flush that returns has covered everything its thread wrote before, blocks
+//! that threads share lose nobody's bytes, and rounds of qcow2 tables that they share serve everybody.
 #![forbid(unsafe_code)]
 
 use std::pin::pin;
@@ -14,6 +14,7 @@ use blockhouse_core::{
     WriteCache,
 };
 use blockhouse_disk::{Disk, Options};
+use blockhouse_format::qcow2::{self, CreateOptions};
 
 /// Bytes in memory, and the bytes that flushes made stable. Clones are the same memory.
 #[derive(Clone)]
@@ -24,6 +25,18 @@ struct State {
     stable: Mutex<Vec<u8>>,
     flushes: AtomicU64,
     block: u32,
+}
+
+impl Memory {
+    /// `content`, all of it stable.
+    fn new(content: Vec<u8>, block: u32) -> Self {
+        Self(Arc::new(State {
+            visible: Mutex::new(content.clone()),
+            stable: Mutex::new(content),
+            flushes: AtomicU64::new(0),
+            block,
+        }))
+    }
 }
 
 impl Storage for Memory {
@@ -56,8 +69,11 @@ impl Storage for Memory {
 
     async fn write(&self, offset: u64, from: IoVector, _durability: Durability) -> Result<()> {
         thread::yield_now();
-        let length = from.len();
-        from.copy_to(&mut self.0.visible.lock().unwrap()[offset as usize..][..length]);
+        let (start, end) = (offset as usize, offset as usize + from.len());
+        let mut visible = self.0.visible.lock().unwrap();
+        let length = visible.len().max(end);
+        visible.resize(length, 0);
+        from.copy_to(&mut visible[start..end]);
         Ok(())
     }
 
@@ -118,13 +134,7 @@ const BLOCKS: usize = 8;
 
 /// Writes and flushes on all threads; `stable` must have each round's bytes when its flush returns.
 fn contend(block: u32) -> (u64, u64) {
-    let content = vec![0; 512 * BLOCKS];
-    let memory = Memory(Arc::new(State {
-        visible: Mutex::new(content.clone()),
-        stable: Mutex::new(content),
-        flushes: AtomicU64::new(0),
-        block,
-    }));
+    let memory = Memory::new(vec![0; 512 * BLOCKS], block);
     let disk = Disk::raw(memory.clone(), Options::default()).unwrap();
     thread::scope(|scope| {
         for number in 0..THREADS {
@@ -158,4 +168,52 @@ fn a_flush_covers_what_its_thread_wrote() {
 fn threads_share_blocks_without_losing_bytes() {
     let (asked, issued) = contend(512);
     assert!(issued <= asked);
+}
+
+/// Each thread writes clusters of its own durably, and reads them in what would be left of the image.
+#[test]
+fn threads_share_rounds_of_tables() {
+    const CLUSTER: u64 = 4096;
+    const EACH: u64 = 200;
+    let memory = Memory::new(Vec::new(), 1);
+    let disk = block_on(async {
+        let size = THREADS as u64 * EACH * CLUSTER;
+        let image = CreateOptions { cluster_size: CLUSTER, ..CreateOptions::new(size) };
+        qcow2::create(&memory, &image).await.unwrap();
+        Disk::qcow2(memory.clone(), Options::default()).await.unwrap()
+    });
+    thread::scope(|scope| {
+        for number in 0..THREADS as u64 {
+            let (disk, memory) = (&disk, &memory);
+            scope.spawn(move || {
+                for round in 0..EACH {
+                    let offset = (round * THREADS as u64 + number) * CLUSTER;
+                    let from = bytes(round as u8 | 1).lend();
+                    let durability = Durability::Data;
+                    block_on(disk.submit(Request::Write { offset, from, durability })).unwrap();
+                    if round.is_multiple_of(20) {
+                        assert_eq!(left_at(memory, offset), [round as u8 | 1; 512]);
+                    }
+                }
+            });
+        }
+    });
+    let writes = THREADS as u64 * EACH;
+    let flushes = memory.0.flushes.load(Ordering::Relaxed);
+    assert!(flushes <= 2 * writes + 4, "two for a round at most: {flushes} for {writes} writes");
+}
+
+fn bytes(byte: u8) -> Buffer {
+    let mut buffer = Buffer::new(512);
+    buffer.bytes_mut().fill(byte);
+    buffer
+}
+
+/// 512 bytes at `offset` of the disk, from what is stable of its image.
+fn left_at(memory: &Memory, offset: u64) -> Vec<u8> {
+    let left = Memory::new(memory.0.stable.lock().unwrap().clone(), 1);
+    let disk = block_on(Disk::qcow2(left, Options::default())).unwrap();
+    let mut buffer = Buffer::new(512);
+    block_on(disk.submit(Request::Read { offset, into: buffer.lend() })).unwrap();
+    buffer.bytes().to_vec()
 }
