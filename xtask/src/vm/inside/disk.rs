@@ -51,13 +51,13 @@ impl Kind {
                 system::scsi_disk("Linux")
             }
             Self::NullBlkFua => null_blk("nullb0", &[("fua", "1")]),
-            Self::NullBlk => null_blk("nullb1", &[("fua", "0"), SLOW[0], SLOW[1]]),
+            Self::NullBlk => null_blk("nullb1", &SLOW),
         }
     }
 }
 
-/// A timer ends each request after so many nanoseconds.
-const SLOW: [(&str, &str); 2] = [("irqmode", "2"), ("completion_nsec", "2000000")];
+/// No FUA, and a timer that ends each request after so many nanoseconds.
+const SLOW: [(&str, &str); 3] = [("fua", "0"), ("irqmode", "2"), ("completion_nsec", "2000000")];
 
 /// A disk in memory with a write cache of its own.
 fn null_blk(name: &str, more: &[(&str, &str)]) -> Result<PathBuf> {
