@@ -15,7 +15,7 @@ use crate::test::{Profile, build_binary};
 use crate::workspace::Workspace;
 
 /// Changes whenever the content of the cached archive does.
-const VERSION: &str = "2";
+const VERSION: &str = "3";
 
 /// Runs first in the guest: makes the usual places, runs the job, and tells its exit status to QEMU
 /// by the debug exit device. A status of 0 to 100 is told; a greater one becomes 100.
@@ -28,6 +28,7 @@ mount -t tracefs trace /sys/kernel/tracing
 mount -t tmpfs tmp /tmp
 ip link set lo up
 stty -F /dev/ttyS1 -opost -echo
+echo guest is up >/dev/ttyS1
 sh /job </dev/null >/dev/ttyS1 2>&1
 status=$?
 if [ $status -gt 100 ]; then status=100; fi
@@ -35,6 +36,8 @@ printf "\\$(printf %o $((status + 1)))" | dd of=/dev/port bs=1 seek=244 2>/dev/n
 "#;
 /// The port in [`INIT`].
 pub const EXIT_PORT: &str = "0xf4";
+/// What [`INIT`] says before it runs the job.
+pub const IS_UP: &str = "guest is up";
 
 /// Which tools a guest has.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -1,7 +1,9 @@
 //! A virtual machine that runs one job: started by QEMU's software emulation, ended by its own exit.
 //!
 //! The job's output comes back as text, its exit status as a number. A guest that dies, hangs or exits
-//! in another way is an error that shows what its kernel said last. Counts taken in such a guest mean
+//! in another way is an error that shows what its kernel said last; only one whose kernel dies before
+//! the job begins is started again, because emulated processors trip now and then over code that the
+//! kernel changes on its way up. Counts taken in such a guest mean
 //! something, times do not.
 
 use std::fs::File;
@@ -14,7 +16,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, bail};
 use tempfile::TempDir;
 
-use super::base::{Base, EXIT_PORT, Tools};
+use super::base::{Base, EXIT_PORT, IS_UP, Tools};
 use super::monitor::Monitor;
 
 /// The emulator.
@@ -22,6 +24,8 @@ pub const QEMU: &str = "qemu-system-x86_64";
 /// Many times what a job takes on a busy host: beyond it hangs.
 pub const PATIENCE: Duration = Duration::from_secs(600);
 const PAUSE: Duration = Duration::from_millis(20);
+/// How often a guest is started whose kernel does not come up.
+const STARTS: usize = 3;
 /// Quick to boot, dead at the first oops, and silent: what makes each word worth its place is in
 /// Documentation/admin-guide/kernel-parameters.rst.
 const KERNEL_LINE: &str = "console=ttyS0 quiet panic=-1 oops=panic mitigations=off tsc=reliable \
@@ -137,23 +141,28 @@ impl<'a> Machine<'a> {
         self.start(job, limit)?.finish()
     }
 
-    /// Starts the shell script `job`, which has `limit` to end.
+    /// Starts the shell script `job`, which has `limit` to end; returns when it begins.
+    ///
+    /// # Errors
+    /// The guest does not come up, however often it is started.
     pub fn start(self, job: &str, limit: Duration) -> Result<Running> {
         let initramfs = self.folder.path().join("initramfs");
         let archives = self.base.initramfs(self.tools, job);
         std::fs::write(&initramfs, archives?).context("cannot write initramfs")?;
-        let mut child =
-            self.command(&initramfs).spawn().with_context(|| format!("cannot start {QEMU}"))?;
-        let stdout = child.stdout.take().context("the guest has no output")?;
-        let (sender, lines) = channel();
-        std::thread::spawn(move || {
-            for line in BufReader::new(stdout).lines().map_while(Result::ok) {
-                // Nobody may want to know any more.
-                let _ = sender.send(line);
-            }
-        });
+        let mut commands: Vec<_> = (0..STARTS).map(|_| self.command(&initramfs)).collect();
+        let (child, lines) = spawn(&mut commands[0])?;
         let end = Instant::now() + limit;
-        Ok(Running { child, folder: self.folder, lines, output: String::new(), end })
+        let mut running = Running { child, folder: self.folder, lines, output: String::new(), end };
+        for command in &mut commands[1..] {
+            match running.wait_for(IS_UP) {
+                Err(error) if running.has_time() => println!("started again: {error:#}"),
+                outcome => return outcome.map(|_| running),
+            }
+            running.end_child();
+            (running.child, running.lines) = spawn(command)?;
+        }
+        running.wait_for(IS_UP)?;
+        Ok(running)
     }
 
     fn command(&self, initramfs: &Path) -> Command {
@@ -176,6 +185,20 @@ impl<'a> Machine<'a> {
         command.stderr(log.map_or(Stdio::inherit(), Stdio::from));
         command
     }
+}
+
+/// Starts QEMU; what the guest says comes line by line.
+fn spawn(command: &mut Command) -> Result<(Child, Receiver<String>)> {
+    let mut child = command.spawn().with_context(|| format!("cannot start {QEMU}"))?;
+    let stdout = child.stdout.take().context("the guest has no output")?;
+    let (sender, lines) = channel();
+    std::thread::spawn(move || {
+        for line in BufReader::new(stdout).lines().map_while(Result::ok) {
+            // Nobody may want to know any more.
+            let _ = sender.send(line);
+        }
+    });
+    Ok((child, lines))
 }
 
 fn console(folder: &TempDir) -> PathBuf {
@@ -218,6 +241,16 @@ impl Running {
                 Err(_) => bail!("the guest never said '{line}'\n{}", self.last_words()),
             }
         }
+    }
+
+    fn end_child(&mut self) {
+        // Both fail only when it has ended, as it should have.
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+
+    fn has_time(&self) -> bool {
+        Instant::now() < self.end
     }
 
     fn take(&mut self, line: &str) {
@@ -276,8 +309,6 @@ impl Running {
 
 impl Drop for Running {
     fn drop(&mut self) {
-        // Both fail only when it has ended, as it should have.
-        let _ = self.child.kill();
-        let _ = self.child.wait();
+        self.end_child();
     }
 }
