@@ -19,6 +19,7 @@ use crate::workspace::Workspace;
 const TESTS: &[(&str, &str)] = &[
     ("blockhouse-disk", "crash"),
     ("blockhouse-disk", "qcow2_crash"),
+    ("blockhouse-disk", "qcow2_table_moves"),
     ("blockhouse-format", "qcow2_crash"),
 ];
 

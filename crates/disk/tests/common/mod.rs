@@ -49,7 +49,15 @@ impl Rig {
 
     /// As [`qcow2`](Self::qcow2), in a file that is so many bytes longer than its tables.
     pub fn qcow2_with_room(config: Config, image: CreateOptions, room: u64) -> Self {
-        let sim = Sim::new(1);
+        Self::qcow2_in(Sim::new(1), config, image, room)
+    }
+
+    /// As [`qcow2`](Self::qcow2), where things happen as `seed` says.
+    pub fn qcow2_by(seed: u64, config: Config, image: CreateOptions) -> Self {
+        Self::qcow2_in(Sim::new(seed), config, image, 0)
+    }
+
+    fn qcow2_in(sim: Sim, config: Config, image: CreateOptions, room: u64) -> Self {
         let storage = SimDisk::new(&sim, config, Vec::new());
         let opened = storage.clone();
         let disk = sim.block_on(async move {
