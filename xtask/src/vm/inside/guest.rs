@@ -53,7 +53,9 @@ pub fn first(disk: &str, file_system: FileSystem) -> Result<()> {
     freeze(&place)?;
     verify_file(&place.join("large"), LARGE, 1)?;
     say(WRITTEN)?;
+    let free = free_space(&place)?;
     std::fs::remove_file(place.join("large"))?;
+    wait_for_space(&place, free + LARGE * 9 / 10)?;
     rustix::fs::sync();
     tool("fstrim", &["/mnt"])?;
     rustix::fs::sync();
@@ -62,6 +64,23 @@ pub fn first(disk: &str, file_system: FileSystem) -> Result<()> {
     verify_all(&place)?;
     mount.unmount()?;
     check(&disk, file_system)
+}
+
+/// Bytes of the file system that nothing uses.
+fn free_space(place: &Path) -> Result<u64> {
+    let found = rustix::fs::statvfs(place).context("cannot ask for free space")?;
+    Ok(found.f_bfree * found.f_frsize)
+}
+
+/// Waits until so many bytes are free: XFS frees what a removed file had some time later.
+fn wait_for_space(place: &Path, wanted: u64) -> Result<()> {
+    for _ in 0..1000 {
+        if free_space(place)? >= wanted {
+            return Ok(());
+        }
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    bail!("the space of a removed file does not come free")
 }
 
 /// Freezes the file system, with data that nobody has made durable, until the host has a copy of the
