@@ -306,9 +306,10 @@ impl<S: Storage> Disk<S> {
     /// Carries out one request.
     ///
     /// The future is to be polled until it is ready: requests wait for each other where they
-    /// overlap, and where they need the same tables written. One that is dropped loses nothing that was acknowledged, but what it began may take
-    /// effect at any later time, also after newer writes to the same bytes, or be undone; so an
-    /// export that loses its client lets the requests in flight come to their end.
+    /// overlap, and where they need the same tables written. One that is dropped loses nothing that
+    /// was acknowledged, but what it began may take effect at any later time, also after newer writes
+    /// to the same bytes, or be undone; so an export that loses its client lets the requests in
+    /// flight come to their end.
     ///
     /// # Errors
     /// `ReadOnly` for a change of a read-only disk, `PastEnd` for a write or zero write past the

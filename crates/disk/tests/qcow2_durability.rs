@@ -7,7 +7,7 @@ mod common;
 
 use std::rc::Rc;
 
-use blockhouse_core::{Durability, DurableWrite, Fua, Request, Storage, Sync, Unmap};
+use blockhouse_core::{ByteRange, Durability, DurableWrite, Fua, Request, Storage, Sync, Unmap};
 use blockhouse_format::qcow2::{CreateOptions, Switch};
 use blockhouse_sim::{Config, Latency, Operation};
 use common::{DATA, Rig, blocks_of, discard, steady, write, zeroes};
@@ -43,6 +43,22 @@ fn cost(rig: &Rig) -> Cost {
     let known = cost.fua + cost.plain + cost.flushes;
     assert_eq!(known, changes.len(), "nothing else was done: {changes:?}");
     cost
+}
+
+/// The entry's place, where all that was done is data and refcount plainly, a flush, and the entry by FUA.
+#[track_caller]
+fn entry_behind_one_flush(rig: &Rig) -> ByteRange {
+    let done = changes(rig);
+    let [
+        Operation::Write(_, PLAIN),
+        Operation::Write(_, PLAIN),
+        Operation::Flush(Sync::Data),
+        Operation::Write(entry, FUA),
+    ] = done[..]
+    else {
+        panic!("{done:?}");
+    };
+    entry
 }
 
 const ONE_FUA: Cost = Cost { fua: 1, plain: 0, flushes: 0 };
@@ -192,17 +208,7 @@ fn a_lone_durable_write_that_needs_space_is_three_fua_writes_in_order() {
 fn where_the_file_grows_a_lone_durable_write_takes_one_flush() {
     let rig = growing(steady());
     rig.submit(write(0, 4096, 3, FUA)).unwrap();
-    let done = changes(&rig);
-    let [
-        Operation::Write(_, PLAIN),
-        Operation::Write(_, PLAIN),
-        Operation::Flush(Sync::Data),
-        Operation::Write(entry, FUA),
-    ] = done[..]
-    else {
-        panic!("{done:?}");
-    };
-    assert!(entry.length() <= 4096);
+    assert!(entry_behind_one_flush(&rig).length() <= 4096);
     rig.submit(write(0, 4096, 4, FUA)).unwrap();
     assert_eq!(cost(&rig), ONE_FUA, "from now on");
 }
@@ -316,19 +322,7 @@ fn a_round_does_not_wait_for_long_writes() {
 fn where_each_durable_write_brings_a_flush_a_lone_one_that_needs_space_takes_two() {
     let rig = rig(Config { durable_write: DurableWrite::WithFlush, ..steady() });
     rig.submit(write(0, 4096, 3, FUA)).unwrap();
-    let done = changes(&rig);
-    assert!(
-        matches!(
-            done[..],
-            [
-                Operation::Write(_, PLAIN),
-                Operation::Write(_, PLAIN),
-                Operation::Flush(Sync::Data),
-                Operation::Write(_, FUA)
-            ]
-        ),
-        "{done:?}"
-    );
+    entry_behind_one_flush(&rig);
     rig.submit(write(0, 4096, 4, FUA)).unwrap();
     assert_eq!(cost(&rig), ONE_FUA, "from now on");
 }
@@ -340,20 +334,8 @@ fn a_durable_overwrite_of_what_a_plain_write_mapped_makes_the_mapping_durable() 
     rig.submit(write(0, 4096, 3, PLAIN)).unwrap();
     rig.log();
     rig.submit(write(0, 4096, 4, FUA)).unwrap();
-    let done = changes(&rig);
     // Data that an entry refers to waits for a flush: so data and refcount go plainly before it.
-    assert!(
-        matches!(
-            done[..],
-            [
-                Operation::Write(_, PLAIN),
-                Operation::Write(_, PLAIN),
-                Operation::Flush(Sync::Data),
-                Operation::Write(_, FUA)
-            ]
-        ),
-        "{done:?}"
-    );
+    entry_behind_one_flush(&rig);
     rig.submit(write(0, 4096, 5, FUA)).unwrap();
     assert_eq!(cost(&rig), ONE_FUA);
 }
