@@ -7,17 +7,21 @@ mod buf;
 mod durability;
 mod error;
 mod extent;
+mod in_flight;
 mod iovector;
 mod request;
 mod storage;
+mod work_budget;
 
 pub use buf::{BLOCK_ALIGNMENT, Buffer, BufferPool};
 pub use durability::{Durability, Fua, Sync};
 pub use error::{Error, ErrorKind, Result, errno};
 pub use extent::{ByteRange, Extent, ExtentFlags, ExtentState};
+pub use in_flight::InFlightLimits;
 pub use iovector::{IoVector, IoVectorList, Segment};
 pub use request::{Effort, Request, Unmap};
 pub use storage::{
     Alignment, Capabilities, Discarded, DurableWrite, GroupCommit, Offload, Status, Storage,
     WriteCache,
 };
+pub use work_budget::{WorkBudget, yield_now};

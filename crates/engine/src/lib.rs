@@ -63,6 +63,8 @@ pub use probe::FileKind;
 pub use sleep::{Sleep, sleep};
 pub use slots_seen::registered_slots;
 pub use socket::{Listener, Stream};
-pub use spawn::{Task, spawn, spawn_detached, yield_now};
+pub use spawn::{Task, spawn, spawn_detached};
+// From the floor below, because it works on any executor.
+pub use blockhouse_core::yield_now;
 pub use watch::{Watch, is_eventfd};
 pub use watches::Lookout;

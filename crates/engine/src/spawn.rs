@@ -1,7 +1,7 @@
 //! Running more futures on the loop of the current thread.
 
 use std::cell::Cell;
-use std::future::{Future, poll_fn};
+use std::future::Future;
 use std::pin::Pin;
 use std::rc::Rc;
 use std::task::{Context, Poll, Waker};
@@ -53,17 +53,4 @@ impl<T> Future for Task<T> {
             }
         }
     }
-}
-
-/// Lets every other task that is ready run first.
-pub async fn yield_now() {
-    let mut yielded = false;
-    poll_fn(|context| {
-        if std::mem::replace(&mut yielded, true) {
-            return Poll::Ready(());
-        }
-        context.waker().wake_by_ref();
-        Poll::Pending
-    })
-    .await;
 }

@@ -11,6 +11,7 @@ pub mod reply;
 pub mod request;
 
 use bitflags::bitflags;
+use blockhouse_core::InFlightLimits;
 
 /// The port that IANA gave to NBD.
 pub const DEFAULT_PORT: u16 = 10809;
@@ -20,7 +21,7 @@ pub const MAX_STRING: usize = 4096;
 
 /// The longest payload of one request or reply, in bytes: the limit that a client may assume when
 /// nothing was announced ("Size constraints"), and the one that is announced.
-pub const MAX_PAYLOAD: u32 = 32 << 20;
+pub const MAX_PAYLOAD: u32 = InFlightLimits::DEFAULT.request_bytes as u32;
 
 /// The id that stands for `base:allocation` in block status replies.
 pub const ALLOCATION_CONTEXT: u32 = 1;

@@ -15,7 +15,7 @@ use std::pin::pin;
 use std::sync::Arc;
 use std::time::Duration;
 
-use blockhouse_core::{BufferPool, Storage};
+use blockhouse_core::{BufferPool, InFlightLimits, Storage};
 use blockhouse_engine::{Handle, Listener, sleep};
 use connection::within;
 use exports::Exports;
@@ -59,8 +59,8 @@ impl Default for Limits {
         Self {
             connections: 256,
             handshake: Duration::from_secs(30),
-            requests: 128,
-            bytes: 2 * MAX_PAYLOAD as usize,
+            requests: InFlightLimits::DEFAULT.requests,
+            bytes: InFlightLimits::DEFAULT.bytes as usize,
             bytes_of_all: 16 * MAX_PAYLOAD as usize,
             drain: Duration::from_secs(20),
         }
