@@ -182,13 +182,31 @@ fn a_client_that_takes_no_replies_delays_the_end_but_not_for_ever() {
 }
 
 #[test]
+fn signals_that_come_together_are_one_request_to_stop() {
+    let scratch = Scratch::new();
+    let image = scratch.image("disk.img", 64 << 20);
+    let mut server = Serve::new(&scratch, image.path()).start();
+    let stuck = client_that_takes_no_replies(&server.address());
+    // As `timeout` does: its child, then its process group. Apart, so that the kernel delivers all.
+    for signal in [Signal::TERM, Signal::TERM, Signal::INT] {
+        server.signal(signal);
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    let quit = eventually(Duration::from_millis(300), || !server.is_running());
+    assert!(!quit, "repeats of the first signal count as a second request");
+    drop(stuck);
+    assert_eq!(server.wait(Duration::from_secs(10)).code(), Some(0));
+}
+
+#[test]
 fn a_second_signal_quits_at_once() {
     let scratch = Scratch::new();
     let image = scratch.image("disk.img", 64 << 20);
     let mut server = Serve::new(&scratch, image.path()).start();
     let _stuck = client_that_takes_no_replies(&server.address());
     server.signal(Signal::TERM);
-    let early = eventually(Duration::from_millis(500), || !server.is_running());
+    // Within a second it would be the first one, repeated.
+    let early = eventually(Duration::from_millis(1100), || !server.is_running());
     assert!(!early, "the first signal does not wait for the client");
     let start = Instant::now();
     server.signal(Signal::TERM);

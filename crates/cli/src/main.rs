@@ -25,6 +25,7 @@ mod size;
 mod snapshot;
 mod snapshot_list;
 mod sockets;
+mod stop_request;
 mod vhost_user;
 mod vmstate;
 mod workers;

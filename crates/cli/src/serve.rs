@@ -4,7 +4,7 @@ use std::fmt;
 use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
 use blockhouse_disk::{
@@ -25,6 +25,7 @@ use crate::control::Control;
 use crate::io_poll;
 use crate::size;
 use crate::sockets::{self, Place};
+use crate::stop_request::StopRequest;
 use crate::vhost_user::{self, Served};
 use crate::workers::{LoopOptions, Workers};
 
@@ -270,6 +271,7 @@ pub fn run(arguments: Arguments, verbose: bool) -> Result<()> {
     while signals.forever().next() == Some(SIGHUP) {
         service.follow_files();
     }
+    let request = StopRequest::at(Instant::now());
     tracing::debug!("finishing what is in flight");
     let ending = std::thread::spawn(move || end(service));
     // The end interrupts the wait for another signal.
@@ -279,7 +281,8 @@ pub fn run(arguments: Arguments, verbose: bool) -> Result<()> {
         handle.close();
         result
     });
-    if signals.forever().any(|signal| signal != SIGHUP) {
+    let mut stops = signals.forever().filter(|signal| *signal != SIGHUP);
+    if stops.any(|_| !request.is_repeated_at(Instant::now())) {
         bail!("quit at once on a second signal; what was in flight may be lost");
     }
     watcher.join().ok().and_then(Result::ok).context("the server ended badly")?

@@ -2,13 +2,15 @@
 //! one ends it at once, whatever it waits for, and they are removed all the same.
 
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
+use std::time::Instant;
 
 use anyhow::{Context, Result, bail};
 use rustix::event::{PollFd, PollFlags, Timespec};
 use signal_hook::consts::{SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
+
+use crate::stop_request::StopRequest;
 
 /// How often a folder is removed to which somebody may be adding files.
 const ATTEMPTS: usize = 5;
@@ -19,7 +21,7 @@ pub struct Stop(Arc<State>);
 
 #[derive(Default)]
 struct State {
-    asked: AtomicBool,
+    asked: OnceLock<StopRequest>,
     /// What must not stay.
     folder: OnceLock<PathBuf>,
 }
@@ -36,7 +38,8 @@ impl Stop {
         let told = stop.clone();
         let listen = move || {
             for _ in signals.forever() {
-                if told.0.asked.swap(true, Ordering::Relaxed) {
+                let now = Instant::now();
+                if !told.0.asked.get_or_init(|| StopRequest::at(now)).is_repeated_at(now) {
                     told.quit();
                 }
             }
@@ -53,7 +56,7 @@ impl Stop {
 
     /// Whether it is time to stop.
     pub fn is_asked(&self) -> bool {
-        self.0.asked.load(Ordering::Relaxed)
+        self.0.asked.get().is_some()
     }
 
     /// Fails when it is time to stop.
