@@ -1,10 +1,14 @@
-//! `create`, `info` and `resize`: the commands beside the server.
+//! `create`, `info` and `resize`, the commands beside the server; and standard output that fails, for all
+//! commands that print.
 #![forbid(unsafe_code)]
 
+use std::fs::OpenOptions;
 use std::os::unix::fs::MetadataExt;
+use std::os::unix::process::ExitStatusExt;
+use std::process::{Command, Output, Stdio};
 
 use blockhouse_tests::{
-    LoopDevice, Outcome, Scratch,
+    LoopDevice, Outcome, Scratch, blockhouse,
     image_tool::{command, str},
     need, require, run, tool,
 };
@@ -131,4 +135,71 @@ fn a_device_cannot_be_resized() {
     let device = require!(LoopDevice::over(&image, &[]));
     let outcome = command(&["resize", str(device.path()), "2M"]);
     assert_failed(&outcome, &[str(device.path())]);
+}
+
+/// Commands that print, each as text and where it can as JSON, with the status for an output that fails.
+fn printing(image: &str) -> Vec<(Vec<&str>, i32)> {
+    let mut lines = Vec::new();
+    for (words, status) in [
+        (vec!["info", image], 1),
+        (vec!["map", image], 1),
+        (vec!["check", image], 1),
+        (vec!["snapshot", "list", image], 1),
+        // 1 says that the images are different.
+        (vec!["compare", image, image], 2),
+    ] {
+        lines.push(([&words[..], &["--json"]].concat(), status));
+        lines.push((words, status));
+    }
+    lines.push((vec!["--help"], 1));
+    lines.push((vec!["serve", "--help"], 1));
+    lines
+}
+
+fn printed_to(words: &[&str], output: impl Into<Stdio>) -> Output {
+    let mut command = Command::new(blockhouse());
+    command.args(words).stdin(Stdio::null()).stdout(output).output().expect("it starts")
+}
+
+#[test]
+fn a_result_that_cannot_be_printed_is_an_error() {
+    let scratch = Scratch::new();
+    let image = scratch.path("disk.qcow2");
+    command(&["create", str(&image), "1M"]).success();
+    command(&["snapshot", "create", str(&image), "one"]).success();
+    for (words, status) in printing(str(&image)) {
+        let full = OpenOptions::new().write(true).open("/dev/full").expect("it is always there");
+        let outcome = printed_to(&words, full);
+        let error = String::from_utf8_lossy(&outcome.stderr);
+        assert_eq!(outcome.status.code(), Some(status), "{words:?}: {error}");
+        assert_eq!(error.lines().count(), 1, "{words:?}: {error}");
+        assert!(error.contains("standard output: ") && error.contains("No space"), "{error}");
+    }
+}
+
+#[test]
+fn a_reader_that_is_gone_ends_a_command_without_a_word() {
+    const SIGPIPE: i32 = 13;
+    let scratch = Scratch::new();
+    let image = scratch.path("disk.qcow2");
+    command(&["create", str(&image), "1M"]).success();
+    command(&["snapshot", "create", str(&image), "one"]).success();
+    for (words, _) in printing(str(&image)) {
+        let (reader, writer) = std::io::pipe().expect("a pipe");
+        drop(reader);
+        let outcome = printed_to(&words, writer);
+        assert_eq!(outcome.status.signal(), Some(SIGPIPE), "{words:?}: {:?}", outcome.status);
+        assert_eq!(String::from_utf8_lossy(&outcome.stderr), "", "{words:?}");
+    }
+}
+
+#[test]
+fn errors_that_cannot_be_printed_leave_the_status_as_it_is() {
+    let scratch = Scratch::new();
+    let missing = scratch.path("missing.qcow2");
+    let full = OpenOptions::new().write(true).open("/dev/full").expect("it is always there");
+    let mut command = Command::new(blockhouse());
+    command.args(["info", str(&missing)]).stdout(Stdio::null()).stderr(full);
+    let status = command.status().expect("it starts");
+    assert_eq!(status.code(), Some(1), "{status}");
 }

@@ -4,7 +4,6 @@
 //! image is corrupt, 3 it has leaks only, 63 the format has nothing to check. What is wrong is told
 //! on standard error, the sums on standard output.
 
-use std::io::Write;
 use std::path::Path;
 use std::process::ExitCode;
 
@@ -15,6 +14,7 @@ use blockhouse_format::qcow2::{Repair, Repaired, repair};
 use serde_json::json;
 
 use crate::looked_at::{LookedAt, read_write};
+use crate::output;
 
 const CORRUPT: u8 = 2;
 const LEAKS: u8 = 3;
@@ -62,7 +62,8 @@ pub fn run(arguments: &Arguments) -> Result<ExitCode> {
     let name = looked_at.image.display().to_string();
     let (report, repaired) = match outcome {
         Outcome::NotCheckable(format) => {
-            eprintln!("blockhouse: {name}: the format {format} does not support checks");
+            let why = format!("the format {format} does not support checks");
+            output::tell(&format!("blockhouse: {name}: {why}"));
             return Ok(ExitCode::from(NOT_CHECKABLE));
         }
         Outcome::Checked(report) => (report, None),
@@ -70,13 +71,12 @@ pub fn run(arguments: &Arguments) -> Result<ExitCode> {
     };
     let found = repaired.as_ref().map_or(&report, |repaired| &repaired.found);
     for problem in &found.problems {
-        eprintln!("blockhouse: {name}: {problem}");
+        output::tell(&format!("blockhouse: {name}: {problem}"));
     }
     let fixed = repaired.as_ref().map_or(Fixed::default(), Fixed::of);
     let json = looked_at.json;
     let text = if json { as_json(&name, &report, fixed) } else { as_text(&report, fixed) };
-    // Nobody reading is no failure of ours.
-    let _ = writeln!(std::io::stdout(), "{text}");
+    output::print(&text)?;
     Ok(match report {
         CheckReport { corruptions: 1.., .. } => ExitCode::from(CORRUPT),
         CheckReport { leaks: 1.., .. } => ExitCode::from(LEAKS),

@@ -1,9 +1,8 @@
 //! `blockhouse compare`: do two images have the same content?
 //!
-//! Exit status, as that of `qemu-img compare`: 0 the same, 1 different, 2 wrong usage or an image
-//! cannot be opened, 3 its map cannot be read, 4 its data cannot be read.
+//! Exit status, as that of `qemu-img compare`: 0 the same, 1 different, 2 wrong usage, or an image
+//! cannot be opened, or the answer cannot be printed, 3 its map cannot be read, 4 its data cannot be read.
 
-use std::io::Write;
 use std::path::PathBuf;
 use std::process::ExitCode;
 use std::sync::Arc;
@@ -15,20 +14,21 @@ use serde_json::{Value, json};
 
 use crate::crew::{default_threads, work_together};
 use crate::looked_at::read_only;
+use crate::output::{self, ReaderGone};
 
 /// Pieces under way in all.
 const TOGETHER: usize = 16;
 
 const DIFFERENT: u8 = 1;
-const NOT_OPENED: u8 = 2;
+const NO_ANSWER: u8 = 2;
 const MAP_NOT_READ: u8 = 3;
 const DATA_NOT_READ: u8 = 4;
 
 /// Arguments of `compare`.
 #[derive(clap::Args)]
 #[command(after_help = "Exit status: 0 the images are the same, 1 they are different, 2 wrong \
-                        usage or an image cannot be opened, 3 its map cannot be read, 4 its data \
-                        cannot be read.")]
+                        usage, or an image cannot be opened, or the answer cannot be printed, 3 its \
+                        map cannot be read, 4 its data cannot be read.")]
 pub struct Arguments {
     /// The first image's format; left out, the file's name decides (.qcow2, otherwise raw).
     #[arg(long, short = 'f', value_parser = clap::builder::ValueParser::new(str::parse::<ImageFormat>))]
@@ -62,14 +62,17 @@ enum Verdict {
 
 /// Runs the command.
 pub fn run(arguments: &Arguments) -> Result<ExitCode> {
-    let mut event_loop = EventLoop::new(EngineChoice::Auto)?;
+    let mut event_loop = match EventLoop::new(EngineChoice::Auto) {
+        Ok(event_loop) => event_loop,
+        Err(error) => return Ok(failed(&error.into(), NO_ANSWER)),
+    };
     let opened = event_loop.block_on(async {
         let one = open(&arguments.one, read_only(arguments.format)).await?;
         anyhow::Ok((one, open(&arguments.other, read_only(arguments.other_format)).await?))
     });
     let (one, other) = match opened {
         Ok((one, other)) => (Arc::new(one), Arc::new(other)),
-        Err(error) => return Ok(failed(&error, NOT_OPENED)),
+        Err(error) => return Ok(failed(&error, NO_ANSWER)),
     };
     let verdict = match verdict(&mut event_loop, arguments, &one, &other) {
         Ok(verdict) => verdict,
@@ -77,12 +80,15 @@ pub fn run(arguments: &Arguments) -> Result<ExitCode> {
     };
     let sizes = [one.size(), other.size()];
     let text = if arguments.json { as_json(verdict, sizes) } else { as_text(verdict, sizes) };
-    // Nobody reading is no failure of ours.
-    let _ = writeln!(std::io::stdout(), "{text}");
-    Ok(match verdict {
-        Verdict::Same => ExitCode::SUCCESS,
-        _ => ExitCode::from(DIFFERENT),
-    })
+    match output::print(&text) {
+        Err(error) if error.is::<ReaderGone>() => Err(error),
+        // A status of 1 would say that the images are different.
+        Err(error) => Ok(failed(&error, NO_ANSWER)),
+        Ok(()) => Ok(match verdict {
+            Verdict::Same => ExitCode::SUCCESS,
+            _ => ExitCode::from(DIFFERENT),
+        }),
+    }
 }
 
 type Image = Arc<Disk<HostFile>>;
@@ -110,7 +116,7 @@ fn verdict(
 }
 
 fn failed(error: &anyhow::Error, status: u8) -> ExitCode {
-    eprintln!("blockhouse: {error:#}");
+    output::tell(&format!("blockhouse: {error:#}"));
     ExitCode::from(status)
 }
 

@@ -1,6 +1,5 @@
 //! `blockhouse info`: what an image is, and how this host would serve it.
 
-use std::io::Write;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
@@ -12,6 +11,7 @@ use blockhouse_format::qcow2::{Compression, Switch, Version};
 use serde_json::{Map, Value, json};
 
 use crate::looked_at::{LookedAt, read_only};
+use crate::output;
 use crate::size;
 
 /// Arguments of `info`.
@@ -66,9 +66,7 @@ pub fn run(arguments: &Arguments) -> Result<()> {
         image: image.clone(),
     };
     let text = if *json { as_json(&facts) } else { as_text(&facts) };
-    // Nobody reading is no failure of ours.
-    let _ = writeln!(std::io::stdout(), "{text}");
-    Ok(())
+    output::print(&text)
 }
 
 fn as_text(facts: &Facts) -> String {

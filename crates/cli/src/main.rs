@@ -3,6 +3,8 @@
 //! Exit status: 0 done, 1 the operation failed (one line on standard error says what, where, why and
 //! what to do), 2 wrong usage; `check` has those of `qemu-img check`.
 #![forbid(unsafe_code)]
+// `output` prints, and survives what standard error cannot take.
+#![warn(clippy::print_stderr)]
 
 mod bench;
 mod check;
@@ -18,6 +20,7 @@ mod io_poll;
 mod logging;
 mod looked_at;
 mod map;
+mod output;
 mod rebase;
 mod resize;
 mod serve;
@@ -30,6 +33,7 @@ mod vhost_user;
 mod vmstate;
 mod workers;
 
+use std::io::{self, IsTerminal};
 use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
@@ -77,7 +81,14 @@ enum Command {
 }
 
 fn main() -> ExitCode {
-    let arguments = Arguments::parse();
+    let arguments = match Arguments::try_parse() {
+        Ok(arguments) => arguments,
+        // `--help` and `--version` are results; a terminal gets them with colours, by clap.
+        Err(help) if !help.use_stderr() && !io::stdout().is_terminal() => {
+            return finish(output::print(help.to_string().trim_end()).map(|()| ExitCode::SUCCESS));
+        }
+        Err(error) => error.exit(),
+    };
     logging::start(arguments.verbose);
     let done = |()| ExitCode::SUCCESS;
     let result = match arguments.command {
@@ -95,10 +106,16 @@ fn main() -> ExitCode {
         Command::Snapshot(snapshot) => snapshot::run(snapshot).map(done),
         Command::Vmstate(vmstate) => vmstate::run(vmstate).map(done),
     };
+    finish(result)
+}
+
+/// The exit status, with a line for an error.
+fn finish(result: anyhow::Result<ExitCode>) -> ExitCode {
     match result {
         Ok(code) => code,
+        Err(error) if error.is::<output::ReaderGone>() => output::end_by_sigpipe(),
         Err(error) => {
-            eprintln!("blockhouse: {error:#}");
+            output::tell(&format!("blockhouse: {error:#}"));
             ExitCode::FAILURE
         }
     }

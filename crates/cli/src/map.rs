@@ -1,7 +1,5 @@
 //! `blockhouse map`: which parts of an image have data, and where.
 
-use std::io::Write;
-
 use anyhow::Result;
 use blockhouse_core::ByteRange;
 use blockhouse_disk::{Content, Disk, Placement, open};
@@ -9,6 +7,7 @@ use blockhouse_engine::{EngineChoice, EventLoop, HostFile};
 use serde_json::json;
 
 use crate::looked_at::LookedAt;
+use crate::output;
 
 /// Arguments of `map`.
 #[derive(clap::Args)]
@@ -25,9 +24,7 @@ pub fn run(arguments: &Arguments) -> Result<()> {
         let parts = parts_of(&disk).await?;
         anyhow::Ok(if looked_at.json { as_json(&parts) } else { as_text(&parts, &disk) })
     })?;
-    // Nobody reading is no failure of ours.
-    let _ = writeln!(std::io::stdout(), "{text}");
-    Ok(())
+    output::print(&text)
 }
 
 /// The whole disk from its start to its end, each part as long as it can be.

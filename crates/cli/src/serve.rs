@@ -1,7 +1,6 @@
 //! `blockhouse serve`: an image as an export, from the first check to the last flush.
 
 use std::fmt;
-use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -23,6 +22,7 @@ use signal_hook::iterator::Signals;
 
 use crate::control::Control;
 use crate::io_poll;
+use crate::output;
 use crate::size;
 use crate::sockets::{self, Place};
 use crate::stop_request::StopRequest;
@@ -424,18 +424,17 @@ impl Service {
         } else {
             tracing::info!("engine {report}");
         }
-        let mut output = std::io::stdout().lock();
-        for place in &self.ready {
-            let _ = match verbose {
-                false => writeln!(output, "ready {place}"),
-                true => {
-                    let disk = Arc::clone(&self.disks[0]);
-                    let fua = self.workers.run(move || async move { disk.capabilities().fua });
-                    writeln!(output, "ready {place} engine={} fua={}", report.engine, fua.as_str())
-                }
-            };
-        }
-        let _ = output.flush();
+        let line = |place: &Ready| match verbose {
+            false => format!("ready {place}"),
+            true => {
+                let disk = Arc::clone(&self.disks[0]);
+                let fua = self.workers.run(move || async move { disk.capabilities().fua });
+                format!("ready {place} engine={} fua={}", report.engine, fua.as_str())
+            }
+        };
+        let lines: Vec<_> = self.ready.iter().map(line).collect();
+        // Clients may find the sockets without these lines.
+        let _ = output::write(&lines.join("\n"));
         // Only systemd listens, and only where it asked to be told.
         let _ = sd_notify::notify(&[sd_notify::NotifyState::Ready]);
     }
@@ -443,10 +442,12 @@ impl Service {
 
 /// What a person who gave no address may want to do next.
 fn suggest(uri: &NbdUri) {
-    eprintln!("Try: nbdinfo '{uri}'");
-    eprintln!("     qemu-img info '{uri}'");
-    eprintln!("     qemu-system-x86_64 -drive file='{uri}',format=raw,if=virtio ...");
-    eprintln!("Stop with Ctrl-C.");
+    output::tell(&format!(
+        "Try: nbdinfo '{uri}'\n     \
+         qemu-img info '{uri}'\n     \
+         qemu-system-x86_64 -drive file='{uri}',format=raw,if=virtio ...\n\
+         Stop with Ctrl-C."
+    ));
 }
 
 /// Stop accepting, finish, flush.

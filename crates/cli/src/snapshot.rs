@@ -1,6 +1,5 @@
 //! `blockhouse snapshot`: the snapshots inside an image, also of one that is being served.
 
-use std::io::Write;
 use std::path::PathBuf;
 
 use anyhow::{Context, Result};
@@ -10,6 +9,7 @@ use blockhouse_engine::{EngineChoice, EventLoop, HostFile};
 
 use crate::control::{Changed, Created, Named, Renamed, Request, Which, ask};
 use crate::looked_at::read_only;
+use crate::output;
 use crate::snapshot_list::{Listed, as_json, as_text};
 
 /// Arguments of `snapshot`.
@@ -94,8 +94,7 @@ async fn run_closed(action: Action) -> Result<()> {
         Action::List { image, json } => {
             let disk = open(&image, Access::ReadOnly, Locking::None).await?;
             let snapshots = disk.snapshots().await?;
-            print_list(&snapshots.iter().map(Listed::from).collect::<Vec<_>>(), json);
-            Ok(())
+            print_list(&snapshots.iter().map(Listed::from).collect::<Vec<_>>(), json)
         }
         Action::Create { image, name } => {
             let disk = open_to_change(&image).await?;
@@ -125,27 +124,26 @@ fn run_served(socket: &std::path::Path, action: Action) -> Result<()> {
     match action {
         Action::List { image, json } => {
             let request = Request::List(Which { image: Some(image.canonical()?) });
-            print_list(&ask::<Vec<Listed>>(socket, &request)?, json);
+            print_list(&ask::<Vec<Listed>>(socket, &request)?, json)
         }
         Action::Create { image, name } => {
             let request = Request::Create(image.named(name)?);
-            print_pause(ask::<Created>(socket, &request)?.pause_us);
+            print_pause(ask::<Created>(socket, &request)?.pause_us)
         }
         Action::Apply { image, name } => {
             let request = Request::Apply(image.named(name)?);
-            print_pause(ask::<Changed>(socket, &request)?.pause_us);
+            print_pause(ask::<Changed>(socket, &request)?.pause_us)
         }
         Action::Delete { image, name } => {
             let request = Request::Delete(image.named(name)?);
-            print_pause(ask::<Changed>(socket, &request)?.pause_us);
+            print_pause(ask::<Changed>(socket, &request)?.pause_us)
         }
         Action::Rename { image, name, new_name } => {
             let image = Some(image.canonical()?);
             let request = Request::Rename(Renamed { image, name, new_name });
-            print_pause(ask::<Changed>(socket, &request)?.pause_us);
+            print_pause(ask::<Changed>(socket, &request)?.pause_us)
         }
     }
-    Ok(())
 }
 
 impl Image {
@@ -176,18 +174,11 @@ async fn open(image: &Image, access: Access, locking: Locking) -> Result<Disk<Ho
     })?)
 }
 
-fn print_list(snapshots: &[Listed], json: bool) {
+fn print_list(snapshots: &[Listed], json: bool) -> Result<()> {
     let text = if json { as_json(snapshots) } else { as_text(snapshots) };
-    if !text.is_empty() {
-        print(&text);
-    }
+    if text.is_empty() { Ok(()) } else { output::print(&text) }
 }
 
-fn print_pause(microseconds: u64) {
-    print(&format!("writes were held off for {microseconds} us"));
-}
-
-fn print(text: &str) {
-    // Nobody reading is no failure of ours.
-    let _ = writeln!(std::io::stdout(), "{text}");
+fn print_pause(microseconds: u64) -> Result<()> {
+    output::print(&format!("writes were held off for {microseconds} us"))
 }

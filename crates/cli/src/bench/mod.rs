@@ -33,7 +33,7 @@ use blockhouse_engine::{Engine, EngineChoice, EventLoop, HostFile};
 use clap::ValueEnum;
 use indicatif::{ProgressBar, ProgressStyle};
 
-use crate::size;
+use crate::{output, size};
 use device::Device;
 use load::{Limits, Load, Slice, Way};
 use place::{ExistingData, Place};
@@ -240,7 +240,7 @@ fn all_cases(bench: &Bench, question: Question) -> (Vec<(&'static str, Case<'_>)
 }
 
 fn announce(schedule: &Schedule, place: &Place) {
-    eprintln!(
+    output::tell(&format!(
         "blockhouse: takes about {:.0} s, {:.0} s at most, and writes {} at most, in {}; {}",
         schedule.expected.as_secs_f64(),
         schedule.most.as_secs_f64(),
@@ -250,7 +250,7 @@ fn announce(schedule: &Schedule, place: &Place) {
             Some(_) => "what it made is removed at the end",
             None => "WHAT IS THERE IS WRITTEN OVER",
         }
-    );
+    ));
 }
 
 fn measure(

@@ -3,7 +3,6 @@
 //! docs/bench.schema.json describes the JSON; a test holds them together.
 
 use std::fs;
-use std::io::{self, Write};
 use std::os::unix::fs::FileTypeExt;
 use std::path::Path;
 use std::time::{Duration, Instant};
@@ -13,6 +12,7 @@ use serde_json::{Value, json};
 
 use super::rows::{Published, Row};
 use super::{Bench, ROUNDS};
+use crate::output;
 
 /// Everything that was found out.
 pub struct Report {
@@ -160,7 +160,7 @@ impl Report {
 
 /// Prints JSON to standard output.
 pub fn print_json(report: &Report) -> Result<()> {
-    Ok(writeln!(io::stdout(), "{:#}", report.json())?)
+    output::print(&format!("{:#}", report.json()))
 }
 
 /// From `<linux/magic.h>` and the file systems' own headers.

@@ -1,15 +1,16 @@
 //! The results as a table on the terminal.
 
-use std::io::{self, Write};
+use std::fmt::Write;
 
 use anyhow::Result;
 
 use super::report::Report;
 use super::rows::{Published, Ratio, Row};
+use crate::output;
 
 /// Prints the table to standard output.
 pub fn print(report: &Report) -> Result<()> {
-    let mut out = io::stdout().lock();
+    let mut out = String::new();
     writeln!(out, "{}", report.circumstances())?;
     writeln!(
         out,
@@ -34,7 +35,7 @@ pub fn print(report: &Report) -> Result<()> {
         let case = one.case.as_ref().map_or(String::new(), |case| format!(", {case}"));
         writeln!(out, "\nleft out: {}{case}: {}", one.question, one.why)?;
     }
-    Ok(out.flush()?)
+    output::print(out.trim_end())
 }
 
 const HEADER: &str = "                           IOPS     MiB/s   p50 us   p99 us p99.9 us   CPU us  \
