@@ -2,8 +2,8 @@
 //! and no image is lost when something goes wrong.
 #![forbid(unsafe_code)]
 
-use std::fs::File;
-use std::os::unix::fs::FileExt;
+use std::fs::{File, Permissions};
+use std::os::unix::fs::{FileExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
@@ -242,7 +242,10 @@ fn what_exists_is_left_alone_and_replaced_only_when_all_is_well() {
     let missing = ["convert", "--force", "--format", "raw", "missing.raw", target.str()];
     command(&missing).failure("missing.raw");
     assert_eq!(target.content(), [0x70; 777]);
+    std::fs::set_permissions(target.path(), Permissions::from_mode(0o640)).expect("it is ours");
     command(&[&convert[..], &["--force"]].concat()).success();
+    let mode = std::fs::metadata(target.path()).expect("it is there").permissions().mode();
+    assert_eq!(mode & 0o777, 0o640, "what is replaced keeps its mode: {mode:o}");
     assert!(target.content() == std::fs::read(&raw).expect("the source"));
     let onto_itself = ["convert", "--force", "--format", "raw", str(&raw), str(&raw)];
     let outcome = command(&onto_itself);

@@ -8,7 +8,7 @@ use std::os::unix::process::ExitStatusExt;
 use std::process::{Command, Output, Stdio};
 
 use blockhouse_tests::{
-    LoopDevice, Outcome, Scratch, blockhouse,
+    LoopDevice, Outcome, Scratch, Serve, blockhouse,
     image_tool::{command, str},
     need, require, run, tool,
 };
@@ -34,6 +34,24 @@ fn a_new_image_has_its_size_and_takes_no_room() {
         let metadata = image.metadata().expect("it is there");
         assert_eq!(metadata.len(), bytes);
         assert!(metadata.blocks() <= 8, "{} blocks", metadata.blocks());
+    }
+}
+
+#[test]
+fn a_new_image_is_its_owners_alone() {
+    let scratch = Scratch::new();
+    let [raw, qcow2, outer, data, copy] =
+        ["disk.img", "disk.qcow2", "outer.qcow2", "data.img", "copy.img"]
+            .map(|name| scratch.path(name));
+    command(&["create", str(&raw), "1M"]).success();
+    command(&["create", str(&qcow2), "1M"]).success();
+    command(&["create", "-o", "data_file=data.img", str(&outer), "1M"]).success();
+    command(&["convert", str(&qcow2), str(&copy)]).success();
+    let served = scratch.path("served.img");
+    Serve::new(&scratch, &served).option("--create", "1M").start().stop();
+    for image in [&raw, &qcow2, &outer, &data, &copy, &served] {
+        let mode = image.metadata().expect("it is there").mode() & 0o777;
+        assert_eq!(mode, 0o600, "{}: {mode:o}", image.display());
     }
 }
 

@@ -34,7 +34,8 @@ mod tests {
     fn signals_within_a_second_are_one_request() {
         let start = Instant::now();
         let request = StopRequest::at(start);
-        let after = |milliseconds| request.is_repeated_at(start + Duration::from_millis(milliseconds));
+        let after =
+            |milliseconds| request.is_repeated_at(start + Duration::from_millis(milliseconds));
         assert_eq!([0, 1, 999, 1000, 1001].map(after), [true, true, true, false, false]);
     }
 }

@@ -1,5 +1,7 @@
 //! Giving a finished file its name, durably.
 
+use std::fs::{File, Permissions};
+use std::os::unix::fs::{MetadataExt, PermissionsExt, fchown};
 use std::path::Path;
 
 use blockhouse_core::{Error, Result};
@@ -11,7 +13,8 @@ use rustix::io::Errno;
 pub enum Existing {
     /// It stays, and the new one does not get the name.
     Kept,
-    /// The new one takes its place, at one moment.
+    /// The new one takes its place, at one moment, and its mode; its owner and group as far as the kernel
+    /// lets this process set them.
     Replaced,
 }
 
@@ -22,12 +25,16 @@ pub enum Existing {
 /// One that names the file: `to` exists and is to be kept, or the host refuses.
 pub fn publish(from: &Path, to: &Path, existing: Existing) -> Result<()> {
     let renamed = match existing {
-        Existing::Replaced => rustix::fs::rename(from, to),
+        Existing::Replaced => {
+            keep_rights(from, to)
+                .map_err(|error| Error::host("cannot set its mode", error).on(&name(from)))?;
+            rustix::fs::rename(from, to)
+        }
         Existing::Kept => rename_if_free(from, to),
     };
     renamed.map_err(|error| {
         let failed = Error::host("cannot take this name", error.into());
-        let failed = failed.on(&to.display().to_string());
+        let failed = failed.on(&name(to));
         match error {
             Errno::EXIST => {
                 failed.hint(format!("somebody else took it; the image is {}", from.display()))
@@ -36,6 +43,30 @@ pub fn publish(from: &Path, to: &Path, existing: Existing) -> Result<()> {
         }
     })?;
     sync_folder(to)
+}
+
+fn name(path: &Path) -> String {
+    path.display().to_string()
+}
+
+/// Gives the file `from` the mode of the file `to`, if there is one, and its owner and group if this process
+/// may set them.
+fn keep_rights(from: &Path, to: &Path) -> std::io::Result<()> {
+    let (Ok(old), file) = (std::fs::metadata(to), File::open(from)?) else { return Ok(()) };
+    let new = file.metadata()?;
+    // Only root may give files away; a group may be set by its members.
+    let is_owned = new.uid() == old.uid() || fchown(&file, Some(old.uid()), None).is_ok();
+    let has_group = new.gid() == old.gid() || fchown(&file, None, Some(old.gid())).is_ok();
+    let mut mode = old.mode() & 0o777;
+    if !has_group {
+        // They were for the members of another group.
+        mode &= !0o070;
+    }
+    // The owner of the new file may not be locked out of it.
+    if !is_owned {
+        mode |= 0o600;
+    }
+    file.set_permissions(Permissions::from_mode(mode))
 }
 
 fn rename_if_free(from: &Path, to: &Path) -> Result<(), Errno> {

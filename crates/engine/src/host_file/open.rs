@@ -37,7 +37,8 @@ pub enum PageCache {
 const SAMPLE: usize = 4096;
 
 impl HostFile {
-    /// Makes a new regular file of `size` bytes, all holes, and opens it for writing.
+    /// Makes a new regular file of `size` bytes, all holes, and opens it for writing. Its mode is 0600 less
+    /// the umask: what guests keep on their disks, and in snapshots their memory, is their owner's alone.
     ///
     /// # Errors
     /// The kernel's: EEXIST for one that exists, which is left alone. When the size cannot be set, or
@@ -48,7 +49,7 @@ impl HostFile {
         };
         // Without O_DIRECT: a file system that does not know it refuses to open what it has just made.
         let flags = OFlags::CREATE | OFlags::EXCL | OFlags::WRONLY | OFlags::CLOEXEC;
-        let rights = Mode::RUSR | Mode::WUSR | Mode::RGRP | Mode::ROTH;
+        let rights = Mode::RUSR | Mode::WUSR;
         let made = rustix::fs::open(path, flags, rights).map_err(|error| {
             let failed = failed("cannot create", error);
             match error {
