@@ -20,7 +20,10 @@ unsafe impl Sync for Mapping {}
 
 impl Mapping {
     /// Maps `length` bytes of the file from `offset` on, to be read and written; both are multiples of its
-    /// pages.
+    /// pages. Core files do not get them.
+    ///
+    /// # Errors
+    /// The kernel's.
     pub(crate) fn of(file: impl AsFd, offset: u64, length: usize) -> rustix::io::Result<Self> {
         // SAFETY: a new mapping at an address of the kernel's choice touches nobody's memory.
         let mapped = unsafe {
@@ -34,7 +37,18 @@ impl Mapping {
             )?
         };
         let start = NonNull::new(mapped.cast()).expect("a mapping is nowhere near address 0");
-        Ok(Self { start, length })
+        let mapping = Self { start, length };
+        mapping.leave_out_of_core_files()?;
+        Ok(mapping)
+    }
+
+    /// Keeps the pages out of core files (`MADV_DONTDUMP`): they hold what a guest has in its memory.
+    fn leave_out_of_core_files(&self) -> rustix::io::Result<()> {
+        // SAFETY: the mapping is this object's own. Neither its content nor its pages change.
+        unsafe {
+            let start = self.start.as_ptr().cast();
+            rustix::mm::madvise(start, self.length, rustix::mm::Advice::LinuxDontDump)
+        }
     }
 
     /// Has the kernel take all pages now that nobody has touched yet. Where it cannot, they are taken when

@@ -253,6 +253,29 @@ mod tests {
         assert_eq!(bytes, [0, 9]);
     }
 
+    /// What the kernel says of the mapping that an address of ours lies in (`VmFlags` in proc(5)).
+    fn flags_of_mapping(address: usize) -> String {
+        let smaps = std::fs::read_to_string("/proc/self/smaps").unwrap();
+        let mut inside = false;
+        for line in smaps.lines() {
+            let mut ends = line.split(' ').next().unwrap_or("").split('-');
+            let mut end = || usize::from_str_radix(ends.next()?, 16).ok();
+            if let (Some(start), Some(end)) = (end(), end()) {
+                inside = (start..end).contains(&address);
+            } else if let Some(flags) = line.strip_prefix("VmFlags:").filter(|_| inside) {
+                return flags.into();
+            }
+        }
+        panic!("no mapping at {address:x}");
+    }
+
+    #[test]
+    fn core_files_do_not_get_a_guests_memory() {
+        let memory = SharedMemory::map(file(8192), 0, 8192).unwrap();
+        let flags = flags_of_mapping(memory.address(0, 1).addr().get());
+        assert!(flags.split(' ').any(|flag| flag == "dd"), "{flags}");
+    }
+
     #[test]
     fn neighbours_are_crossed_and_gaps_are_not() {
         let mut memory = GuestMemory::new();
