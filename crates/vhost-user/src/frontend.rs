@@ -310,9 +310,7 @@ impl<S: Storage + Send + Sync> Frontend<S> {
         check_tracking(wanted)?;
         let (queues, entries) = (wanted.num_queues, wanted.queue_size);
         let size = inflight::size(queues, entries) as u64;
-        let flags = rustix::fs::MemfdFlags::CLOEXEC;
-        let file = rustix::fs::memfd_create("blockhouse-inflight", flags)
-            .and_then(|file| rustix::fs::ftruncate(&file, size).map(|()| file))
+        let file = inflight::new_file(size)
             .map_err(|error| refused(format_args!("no memory for in-flight tracking: {error}")))?;
         Ok((VhostUserInflight::new(size, 0, queues, entries), File::from(file)))
     }

@@ -6,11 +6,13 @@
 //! Requests are done again in the order in which they came. Behind the queues this server keeps the
 //! state of the write cache, because the guest does not set it again.
 
+use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 
 use blockhouse_core::WriteCache;
 use blockhouse_engine::{SharedMemory, View};
+use rustix::fs::{MemfdFlags, SealFlags};
 
 /// Bytes before a queue's entries, and of an entry.
 const HEAD: usize = 16;
@@ -44,6 +46,19 @@ fn part(entries: u16) -> usize {
 /// Bytes for `queues` queues of `entries` entries.
 pub fn size(queues: u16, entries: u16) -> usize {
     part(entries) * usize::from(queues) + DEVICE
+}
+
+/// A memory file of `size` bytes. It can neither shrink nor grow: the server touches this memory, and
+/// bytes that a front-end has cut off would end the process.
+///
+/// # Errors
+/// The kernel's.
+pub fn new_file(size: u64) -> rustix::io::Result<OwnedFd> {
+    let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
+    let file = rustix::fs::memfd_create("blockhouse-inflight", flags)?;
+    rustix::fs::ftruncate(&file, size)?;
+    rustix::fs::fcntl_add_seals(&file, SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL)?;
+    Ok(file)
 }
 
 /// The part of queue `index`; `None` when the memory has none.
@@ -135,12 +150,15 @@ impl Book {
 
     /// What was begun and not finished, the oldest first.
     fn under_way(&mut self) -> Vec<u16> {
-        let is_under_way = |head: &u16| self.view.load_u8(self.entry(*head)) == 1;
-        let counter = |head: &u16| self.view.load_u64(self.entry(*head) + COUNTER);
-        let mut heads: Vec<u16> = (0..self.entries).filter(is_under_way).collect();
-        heads.sort_by_key(counter);
-        self.counter = heads.last().map_or(0, |head| counter(head).wrapping_add(1));
-        heads
+        // Copied before they are sorted: the front-end may change the counters meanwhile, and a sort by
+        // keys that change may panic.
+        let mut begun: Vec<(u64, u16)> = (0..self.entries)
+            .filter(|&head| self.view.load_u8(self.entry(head)) == 1)
+            .map(|head| (self.view.load_u64(self.entry(head) + COUNTER), head))
+            .collect();
+        begun.sort_unstable();
+        self.counter = begun.last().map_or(0, |&(counter, _)| counter.wrapping_add(1));
+        begun.into_iter().map(|(_, head)| head).collect()
     }
 
     /// A request is begun.
@@ -233,6 +251,44 @@ mod tests {
         view.store_u16(VERSION, THIS_VERSION);
         drop(open(&memory, 4));
         assert!(queue(&memory, 2, 8).is_none() && queue(&memory, 0, 1024).is_none());
+    }
+
+    #[test]
+    fn counters_that_change_while_they_are_sorted_are_harmless() {
+        const ENTRIES: u16 = 1024;
+        let memory = memory(ENTRIES);
+        let part = || queue(&memory, 0, ENTRIES).unwrap();
+        let (mut book, _) = Book::open(part(), ENTRIES, 0).unwrap();
+        (0..ENTRIES).for_each(|head| book.begin(head));
+        let over = std::sync::atomic::AtomicBool::new(false);
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                let view = part();
+                let mut number = 1u64;
+                while !over.load(Relaxed) {
+                    for head in 0..usize::from(ENTRIES) {
+                        number = number.wrapping_mul(6364136223846793005).wrapping_add(1);
+                        view.store_u64(HEAD + ENTRY * head + COUNTER, number);
+                    }
+                }
+            });
+            // Ends the thread also when this one panics.
+            let _ends = Ends(&over);
+            for _ in 0..100 {
+                let (_, recovery) = Book::open(part(), ENTRIES, 0).unwrap();
+                let mut heads = recovery.again;
+                heads.sort_unstable();
+                assert!(heads.into_iter().eq(0..ENTRIES), "each once");
+            }
+        });
+    }
+
+    struct Ends<'a>(&'a std::sync::atomic::AtomicBool);
+
+    impl Drop for Ends<'_> {
+        fn drop(&mut self) {
+            self.0.store(true, Relaxed);
+        }
     }
 
     #[test]

@@ -13,6 +13,7 @@ use blockhouse_vhost_user::driver::{Buffer, GUEST, Options};
 use blockhouse_vhost_user::ring::WRITE;
 use common::*;
 use rustix::fs::MemfdFlags;
+use vhost::vhost_user::message::VhostUserInflight;
 use vhost::vhost_user::{FrontendReqHandler, VhostUserFrontend, VhostUserFrontendReqHandler};
 use vhost::{VhostBackend, VhostUserDirtyLogRegion, VhostUserMemoryRegionInfo};
 
@@ -187,6 +188,20 @@ fn what_was_under_way_when_the_connection_broke_is_done_again() {
         assert_eq!(heads, [0, 10], "each is answered once");
         assert_eq!(guest.read(0, 0, 4096).unwrap(), [round; 4096]);
     }
+}
+
+#[test]
+fn memory_for_tracking_cannot_be_cut_off() {
+    let served = Served::start(1, 1);
+    let mut guest = served.connect(Options::default());
+    let wanted = VhostUserInflight::new(0, 0, 1, 64);
+    let (given, file) = guest.driver.frontend().get_inflight_fd(&wanted).unwrap();
+    for size in [0, given.mmap_size - 1, given.mmap_size + 1] {
+        let error = file.set_len(size).unwrap_err();
+        assert_eq!(error.kind(), std::io::ErrorKind::PermissionDenied, "{size} bytes");
+    }
+    guest.driver.track().unwrap();
+    assert_eq!(guest.write(0, 0, &[1; 512]), OK);
 }
 
 /// Counts notifications.
