@@ -41,6 +41,15 @@ pub const EVENT_INDEX: u64 = bit(VIRTIO_RING_F_EVENT_IDX);
 /// A driver that took neither of these expects every write to be durable.
 pub const KNOWS_WRITE_CACHE: u64 = bit(VIRTIO_BLK_F_FLUSH) | bit(VIRTIO_BLK_F_CONFIG_WCE);
 
+/// The write cache as a driver with these features finds it (virtio 1.2, section 5.2.5.2): durable if the
+/// driver may turn it off but cannot flush it.
+pub fn initial_cache(features: u64) -> WriteCache {
+    match features & KNOWS_WRITE_CACHE == bit(VIRTIO_BLK_F_CONFIG_WCE) {
+        true => WriteCache::None,
+        false => WriteCache::Volatile,
+    }
+}
+
 /// The features of a device for this disk.
 pub fn features<S: Storage>(disk: &Disk<S>) -> u64 {
     let mut features = [

@@ -45,6 +45,8 @@ pub struct Frontend<S: Storage> {
     tracking: Option<Tracking>,
     log: Option<DirtyLog>,
     pub(crate) cache: Arc<Cache>,
+    /// Whether the state of the write cache is that which an earlier server left.
+    is_cache_restored: bool,
 }
 
 /// In-flight tracking of this front-end.
@@ -78,6 +80,7 @@ impl<S: Storage + Send + Sync> Frontend<S> {
             tracking: None,
             log: None,
             cache,
+            is_cache_restored: false,
         })
     }
 
@@ -102,7 +105,7 @@ impl<S: Storage + Send + Sync> Frontend<S> {
     pub fn reset(&mut self) {
         self.stop_all(Manner::Orderly);
         self.vrings.iter_mut().for_each(|vring| *vring = Vring::default());
-        (self.features, self.log) = (0, None);
+        (self.features, self.log, self.is_cache_restored) = (0, None, false);
         self.cache.set(WriteCache::Volatile);
         self.cache.set_understood(Understood::Yes);
         self.keep_cache();
@@ -228,7 +231,13 @@ impl<S: Storage + Send + Sync> Frontend<S> {
         if unknown != 0 {
             return Err(refused(format_args!("features that were not offered: {unknown:#x}")));
         }
+        let was_negotiated = self.features & config::KNOWS_WRITE_CACHE;
         self.features = features;
+        // Another driver, as opposed to one that goes on after its server was restarted.
+        if was_negotiated != features & config::KNOWS_WRITE_CACHE && !self.is_cache_restored {
+            self.cache.set(config::initial_cache(features));
+            self.keep_cache();
+        }
         self.cache.set_understood(match features & config::KNOWS_WRITE_CACHE {
             0 => Understood::No,
             _ => Understood::Yes,
@@ -324,6 +333,7 @@ impl<S: Storage + Send + Sync> Frontend<S> {
         // The guest set it once, and does not again because the server was restarted.
         if let Some(cache) = device.as_ref().and_then(inflight::write_cache) {
             self.cache.set(cache);
+            self.is_cache_restored = true;
         }
         self.tracking = Some(Tracking { memory, entries, device });
         self.keep_cache();

@@ -8,6 +8,7 @@ use blockhouse_disk::{Access, Discard, Options as DiskOptions};
 use blockhouse_vhost_user::driver::{Buffer, Options, write_chain};
 use blockhouse_vhost_user::ring::{INDIRECT, WRITE};
 use common::*;
+use vhost::VhostBackend;
 
 fn pattern(seed: u64, length: usize) -> Vec<u8> {
     let mut random = fastrand::Rng::with_seed(seed);
@@ -235,6 +236,27 @@ fn a_driver_that_knows_no_cache_gets_durable_writes() {
     let mut guest = served.connect(Options { without, ..Options::default() });
     assert_eq!(guest.write(0, 0, &[1; 4096]), OK);
     assert_eq!(served.disk.stats().durable_writes, 1);
+}
+
+#[test]
+fn a_driver_that_cannot_flush_starts_without_a_write_cache() {
+    let served = Served::with(1, 1, DiskOptions::default(), env!("CARGO_TARGET_TMPDIR").as_ref());
+    // CONFIG_WCE without FLUSH.
+    let without = (1 << 9) | (1 << 26);
+    let mut guest = served.connect(Options { without, ..Options::default() });
+    assert!(!guest.driver.writeback().unwrap());
+    assert_eq!(guest.write(0, 0, &[1; 4096]), OK);
+    assert_eq!(served.disk.stats().durable_writes, 1);
+    // A migration begins: the driver is the same, and what it chose stays.
+    guest.driver.set_writeback(1).unwrap();
+    let features = guest.driver.features();
+    guest.driver.frontend().set_features(features | 1 << 26).unwrap();
+    assert!(guest.driver.writeback().unwrap());
+    assert_eq!(guest.write(0, 0, &[1; 4096]), OK);
+    assert_eq!(served.disk.stats().durable_writes, 1);
+    // A driver that flushes finds the cache that is there.
+    guest.driver.frontend().set_features(features | 1 << 9).unwrap();
+    assert!(guest.driver.writeback().unwrap());
 }
 
 #[test]
