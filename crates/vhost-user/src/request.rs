@@ -3,10 +3,10 @@
 use std::sync::Arc;
 
 use blockhouse_core::{ByteRange, Durability, Effort, Request, Unmap};
-use blockhouse_engine::GuestMemory;
+use blockhouse_engine::{GuestMemory, GuestRange};
 use virtio_bindings::bindings::virtio_blk::VIRTIO_BLK_WRITE_ZEROES_FLAG_UNMAP;
 
-use crate::chain::{Chain, Command, SECTOR, Status, take_bytes};
+use crate::chain::{Chain, Command, Ranges, SECTOR, Status, take_bytes};
 
 /// The most ranges of one discard or zero write.
 pub const MOST_RANGES: u32 = 32;
@@ -17,12 +17,17 @@ pub const MOST_SECTORS: u32 = (1 << 22) - 1;
 /// Bytes of a range: sector, count of sectors, flags (`struct virtio_blk_discard_write_zeroes`).
 const RANGE: usize = 16;
 
+/// Bytes of the disk's serial (`VIRTIO_BLK_ID_BYTES`).
+pub const SERIAL: usize = 20;
+
 /// What requests are carried out by.
 pub struct Terms<'a> {
     /// How durable writes are.
     pub durability: Durability,
     /// The disk's serial, padded with zeros.
-    pub serial: &'a [u8; 20],
+    pub serial: &'a [u8; SERIAL],
+    /// Bytes of the disk.
+    pub size: u64,
 }
 
 /// What is to be done.
@@ -33,6 +38,18 @@ pub enum Plan {
     One(Request),
     /// Several, one after the other.
     Many(Vec<Request>),
+}
+
+impl Plan {
+    /// How many bytes of the chain's writable buffers, from the first one on, are changed at most. Also a
+    /// request that fails may have changed them.
+    pub fn written(&self) -> u64 {
+        match self {
+            Self::Nothing => SERIAL as u64,
+            Self::One(Request::Read { .. }) => u64::MAX,
+            Self::One(_) | Self::Many(_) => 0,
+        }
+    }
 }
 
 /// Understands the request in `chain`, which was walked.
@@ -51,6 +68,7 @@ pub fn plan(
     let durability = terms.durability;
     Ok(match command {
         Command::Read { offset } => {
+            inside(terms, offset, chain.length())?;
             let into = memory.vector(&chain.writable).ok_or(Status::Failed)?;
             Plan::One(Request::Read { offset, into })
         }
@@ -64,13 +82,13 @@ pub fn plan(
             Plan::Nothing
         }
         Command::Discard => {
-            many(memory, chain, |range, flags| match flags {
+            many(terms, memory, chain, |range, flags| match flags {
                 // What is discarded is not needed any more, so it need not be gone durably.
                 0 => Ok(Request::Discard { range, durability: Durability::None }),
                 _ => Err(Status::Unsupported),
             })?
         }
-        Command::WriteZeroes => many(memory, chain, |range, flags| {
+        Command::WriteZeroes => many(terms, memory, chain, |range, flags| {
             let unmap = match flags {
                 0 => Unmap::Forbidden,
                 VIRTIO_BLK_WRITE_ZEROES_FLAG_UNMAP => Unmap::Allowed,
@@ -81,20 +99,33 @@ pub fn plan(
     })
 }
 
-fn identify(terms: &Terms<'_>, memory: &GuestMemory, chain: &Chain) -> Result<(), Status> {
-    let mut rest = &terms.serial[..];
-    for range in &chain.writable {
-        let (here, after) = rest.split_at(rest.len().min(range.length as usize));
-        if !memory.write(range.address, here) {
-            return Err(Status::Failed);
+/// The range, if the disk has it. [`Disk`](blockhouse_disk::Disk) checks that, too; here it is known before
+/// anything is done.
+fn inside(terms: &Terms<'_>, offset: u64, length: u64) -> Result<ByteRange, Status> {
+    let range = ByteRange::new(offset, length).filter(|range| range.end() <= terms.size);
+    range.ok_or(Status::Failed)
+}
+
+/// Writes the serial, or as much of it as the guest has room for; all of that, or nothing.
+fn identify(terms: &Terms<'_>, memory: &Arc<GuestMemory>, chain: &Chain) -> Result<(), Status> {
+    let mut left = terms.serial.len() as u32;
+    let mut ranges = Ranges::new();
+    for &GuestRange { address, length } in &chain.writable {
+        let length = length.min(left);
+        left -= length;
+        if length > 0 {
+            ranges.push(GuestRange { address, length });
         }
-        rest = after;
     }
+    let mut place = memory.vector(&ranges).ok_or(Status::Failed)?;
+    place.copy_from(&terms.serial[..place.len()]);
     Ok(())
 }
 
-/// One request for each range that the chain's data names.
+/// One request for each range that the chain's data names. All ranges are checked before the first
+/// request is carried out.
 fn many(
+    terms: &Terms<'_>,
     memory: &GuestMemory,
     chain: &mut Chain,
     request: impl Fn(ByteRange, u32) -> Result<Request, Status>,
@@ -114,7 +145,7 @@ fn many(
         }
         let sector = u64::from(low) | u64::from(high) << 32;
         let offset = sector.checked_mul(SECTOR).ok_or(Status::Failed)?;
-        let range = ByteRange::new(offset, u64::from(sectors) * SECTOR).ok_or(Status::Failed)?;
+        let range = inside(terms, offset, u64::from(sectors) * SECTOR)?;
         requests.push(request(range, flags)?);
     }
     Ok(Plan::Many(requests))

@@ -273,7 +273,7 @@ impl Ring {
 
     /// Asks the driver for a notification of the next entry. Says whether entries are there already.
     pub fn arm(&mut self) -> bool {
-        if self.armed == Some(self.next_available) {
+        if self.is_armed() {
             return self.has_news();
         }
         match self.event_index {
@@ -286,12 +286,21 @@ impl Ring {
         self.has_news()
     }
 
-    /// Needs no notification any more, until [`arm`](Self::arm).
-    pub fn disarm(&mut self) {
+    /// Whether [`arm`](Self::arm) has nothing to store.
+    pub fn is_armed(&self) -> bool {
+        self.armed == Some(self.next_available)
+    }
+
+    /// Needs no notification any more, until [`arm`](Self::arm). Says whether that was stored in the used
+    /// ring.
+    #[must_use]
+    pub fn disarm(&mut self) -> bool {
         // With event indices the wish was for one entry only.
-        if self.armed.take().is_some() && self.event_index == EventIndex::Absent {
+        let stores = self.armed.take().is_some() && self.event_index == EventIndex::Absent;
+        if stores {
             self.used.store_u16(0, SILENT);
         }
+        stores
     }
 
     /// Where in the used ring the device's wish for notifications is.

@@ -138,6 +138,22 @@ fn ranges_that_make_no_sense_are_refused() {
 }
 
 #[test]
+fn one_bad_range_refuses_the_whole_request() {
+    let served = Served::start(1, 1);
+    let mut guest = served.connect(Options::default());
+    let end = SIZE / 512;
+    for kind in [WRITE_ZEROES, DISCARD] {
+        assert_eq!(guest.write(0, 0, &[7; 4096]), OK);
+        for (bad, expected) in
+            [((end - 1, 2, 0), FAILED), ((end, 1, 0), FAILED), ((16, 1, 4), UNSUPPORTED)]
+        {
+            assert_eq!(guest.ranges(0, kind, &[(0, 8, 0), bad]), expected, "{bad:?}");
+            assert_eq!(guest.read(0, 0, 4096).unwrap(), [7; 4096], "{bad:?}: nothing is done");
+        }
+    }
+}
+
+#[test]
 fn the_end_of_the_disk_is_kept() {
     let served = Served::start(1, 1);
     let mut guest = served.connect(Options::default());

@@ -255,4 +255,10 @@ impl View {
     pub fn set_bits_u8(&self, offset: usize, bits: u8) {
         self.memory.atomic_u8(self.place(offset, 1)).fetch_or(bits, Ordering::Release);
     }
+
+    /// Sets bits, keeping those that others set at the same time.
+    pub fn set_bits_u64(&self, offset: usize, bits: u64) {
+        let place = self.place(offset, 8);
+        self.memory.atomic_u64(place).fetch_or(bits.to_le(), Ordering::Release);
+    }
 }

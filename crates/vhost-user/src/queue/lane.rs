@@ -9,7 +9,7 @@ use std::task::{Poll, Waker};
 use blockhouse_core::{Error, ErrorKind, Request, Result, Storage};
 use blockhouse_engine::yield_now;
 
-use super::ring_side::Pace;
+use super::ring_side::{Outcome, Pace};
 use super::{Manner, Queue};
 use crate::chain::{Chain, Status};
 use crate::request::{Plan, plan};
@@ -73,14 +73,18 @@ pub async fn run<S: Storage>(queue: Rc<Queue<S>>) {
             }
         };
         queue.in_flight.update(|count| count + 1);
-        let status;
-        (status, pace) = match plan(&queue.terms(), &taken.memory, &mut chain) {
-            Ok(plan) => carry_out(&queue, plan).await,
-            Err(status) => (status, Pace::AtOnce),
+        let outcome;
+        (outcome, pace) = match plan(&queue.terms(), &taken.memory, &mut chain) {
+            Ok(plan) => {
+                let written = plan.written();
+                let (status, pace) = carry_out(&queue, plan).await;
+                (Outcome { status, written }, pace)
+            }
+            Err(status) => (Outcome { status, written: 0 }, Pace::AtOnce),
         };
         queue.in_flight.update(|count| count - 1);
         if queue.stop.get() != Some(Manner::Abandoned) {
-            queue.ring.borrow_mut().answer(&taken, &chain, status, pace);
+            queue.ring.borrow_mut().answer(&taken, &chain, outcome, pace);
         }
         drop(taken);
         streak = if pace == Pace::AtOnce { streak + 1 } else { 0 };

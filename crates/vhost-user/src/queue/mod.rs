@@ -258,7 +258,7 @@ impl<S: Storage> Queue<S> {
             WriteCache::Volatile => Durability::None,
             WriteCache::None => Durability::Data,
         };
-        Terms { durability, serial: &self.serial }
+        Terms { durability, serial: &self.serial, size: self.disk.size() }
     }
 }
 

@@ -62,6 +62,15 @@ pub struct Taken {
     pub memory: Arc<GuestMemory>,
 }
 
+/// How a request ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Outcome {
+    /// What the guest is told.
+    pub status: Status,
+    /// How many bytes of its writable buffers, from the first one on, may have changed.
+    pub written: u64,
+}
+
 impl RingSide {
     /// A ring in this memory, with the requests to be done again.
     pub fn new(ring: Ring, memory: Arc<GuestMemory>, book: Option<Book>, again: Vec<u16>) -> Self {
@@ -110,8 +119,8 @@ impl RingSide {
     /// How many requests wait.
     pub fn available(&mut self) -> Result<usize, Broken> {
         let count = usize::from(self.ring.look()?) + self.again.len();
-        if count > 0 {
-            self.ring.disarm();
+        if count > 0 && self.ring.disarm() {
+            self.log_used(self.ring.wish_offset(), 2);
         }
         Ok(count)
     }
@@ -123,10 +132,23 @@ impl RingSide {
 
     /// Has the guest kick from now on. Says whether requests wait already.
     pub fn arm(&mut self) -> bool {
-        if let (Some(log), Some(used)) = (&self.log, self.logged_used) {
-            log.mark(used + self.ring.wish_offset() as u64, 2);
+        let stores = !self.ring.is_armed();
+        let is_news = self.ring.arm();
+        if stores {
+            self.log_used(self.ring.wish_offset(), 2);
         }
-        self.ring.arm()
+        is_news
+    }
+
+    /// Logs a change of `length` bytes of the used ring, after it was stored: a migration that takes the
+    /// mark first would copy the page as it was before.
+    fn log_used(&self, offset: usize, length: u64) {
+        if let (Some(log), Some(used)) = (&self.log, self.logged_used)
+            // The front-end names the address; one that wraps has no page.
+            && let Some(address) = used.checked_add(offset as u64)
+        {
+            log.mark(address, length);
+        }
     }
 
     /// Takes the next request, if there is one.
@@ -147,18 +169,17 @@ impl RingSide {
     }
 
     /// Answers a request. The driver is told together with others.
-    pub fn answer(&mut self, taken: &Taken, chain: &Chain, status: Status, pace: Pace) {
+    pub fn answer(&mut self, taken: &Taken, chain: &Chain, outcome: Outcome, pace: Pace) {
         // It was found there when the request was taken, in memory that the request has kept.
-        let _ = taken.memory.write(chain.status, &[status.byte()]);
+        let _ = taken.memory.write(chain.status, &[outcome.status.byte()]);
         if let Some(log) = &self.log {
             log.mark(chain.status, 1);
-            chain.writable.iter().for_each(|range| log.mark(range.address, range.length.into()));
-            if let Some(used) = self.logged_used {
-                log.mark(used + 4 + 8 * u64::from(self.ring.used_slot()), 8);
-            }
+            log.mark_first(&chain.writable, outcome.written);
         }
         self.book.iter_mut().for_each(|book| book.end(taken.head));
+        let element = 4 + 8 * usize::from(self.ring.used_slot());
         self.ring.push_used(taken.head, chain.writable_length());
+        self.log_used(element, 8);
         self.untold += 1;
         self.untold_bytes += chain.length();
         let batch = match pace {
@@ -193,9 +214,7 @@ impl RingSide {
 
     fn update_index(&mut self) {
         self.ring.publish();
-        if let (Some(log), Some(used)) = (&self.log, self.logged_used) {
-            log.mark(used + 2, 2);
-        }
+        self.log_used(2, 2);
         let next_used = self.ring.next_used();
         self.book.iter_mut().for_each(|book| book.published(next_used));
     }
@@ -206,5 +225,106 @@ fn batch_of(count: u16) -> u16 {
     match count {
         ..=FEW => (count / 4).max(1),
         _ => count.min(LARGEST_BATCH),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use blockhouse_engine::{GuestRange, GuestRegion, SharedMemory, View};
+
+    use super::*;
+    use crate::ring::EventIndex;
+
+    /// Where the ring's parts are in the memory, whose first byte has the guest's address 0.
+    const AVAILABLE: u64 = 4096;
+    const USED: u64 = 8192;
+    const ENTRIES: u16 = 8;
+    const STATUS: u64 = 12288;
+
+    /// A ring whose log lies in the guest's memory, so that the byte with the mark for the page of the
+    /// used ring is the one at `marked`. What is stored there after the mark was set removes the mark.
+    fn ring_with_its_mark_at(marked: u64, event_index: EventIndex) -> (RingSide, Arc<GuestMemory>) {
+        let file = rustix::fs::memfd_create("guest", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
+        rustix::fs::ftruncate(&file, 16384).unwrap();
+        let shared = Arc::new(SharedMemory::map(&file, 0, 16384).unwrap());
+        let mut memory = GuestMemory::new();
+        assert!(memory.add(GuestRegion { guest: 0, user: 0, memory: Arc::clone(&shared) }));
+        let memory = Arc::new(memory);
+        let addresses = Addresses { descriptors: 0, available: AVAILABLE, used: USED };
+        let ring = Ring::new(&memory, addresses, ENTRIES, 0, event_index).unwrap();
+        let mut side = RingSide::new(ring, Arc::clone(&memory), None, Vec::new());
+        // The pages of these tests are the first four: they share one byte of the log.
+        let log = View::new(shared, marked as usize, 1).unwrap();
+        side.set_log(Some(DirtyLog::new(log)), Some(USED));
+        (side, memory)
+    }
+
+    /// Whether the page of the used ring is marked.
+    fn is_marked(memory: &GuestMemory, at: u64) -> bool {
+        let mut byte = [0];
+        assert!(memory.read(at, &mut byte));
+        byte[0] & 1 << (USED / 4096) != 0
+    }
+
+    fn answer(side: &mut RingSide, memory: &Arc<GuestMemory>, written: u64) {
+        let mut chain = Chain::default();
+        chain.status = STATUS;
+        chain.writable.push(GuestRange { address: 0, length: 4096 });
+        let taken = Taken { head: 3, memory: Arc::clone(memory) };
+        let outcome = Outcome { status: Status::Ok, written };
+        side.answer(&taken, &chain, outcome, Pace::Waited);
+    }
+
+    #[test]
+    fn an_element_of_the_used_ring_is_marked_after_it_was_stored() {
+        // The second byte of the element's head, which the store makes zero.
+        let at = USED + 4 + 1;
+        let (mut side, memory) = ring_with_its_mark_at(at, EventIndex::Absent);
+        answer(&mut side, &memory, 0);
+        assert!(is_marked(&memory, at));
+    }
+
+    #[test]
+    fn the_index_of_the_used_ring_is_marked_after_it_was_stored() {
+        let at = USED + 3;
+        let (mut side, memory) = ring_with_its_mark_at(at, EventIndex::Absent);
+        answer(&mut side, &memory, 0);
+        side.publish();
+        assert!(is_marked(&memory, at));
+    }
+
+    #[test]
+    fn wishes_for_notifications_are_marked_after_they_were_stored() {
+        for (event_index, offset) in
+            [(EventIndex::Absent, 0), (EventIndex::Negotiated, 4 + 8 * u64::from(ENTRIES))]
+        {
+            // The upper byte, which every store here makes zero.
+            let at = USED + offset + 1;
+            let (mut side, memory) = ring_with_its_mark_at(at, event_index);
+            assert!(!side.arm());
+            assert!(is_marked(&memory, at), "armed, {event_index:?}");
+            assert!(memory.write(at, &[0]));
+            assert!(!side.arm());
+            assert!(!is_marked(&memory, at), "armed before: nothing is stored");
+            if event_index == EventIndex::Absent {
+                // A request comes, and no more kicks are needed.
+                assert!(memory.write(AVAILABLE + 2, &[1]));
+                assert_eq!(side.available().unwrap(), 1);
+                assert!(is_marked(&memory, at), "disarmed");
+            }
+        }
+    }
+
+    #[test]
+    fn only_what_was_written_is_marked() {
+        for (written, marks) in [(0, 0b1000), (1, 0b1001), (u64::MAX, 0b1001)] {
+            let at = 2 * 4096 + 2048;
+            let (mut side, memory) = ring_with_its_mark_at(at, EventIndex::Absent);
+            side.set_log(side.log.clone(), None);
+            answer(&mut side, &memory, written);
+            let mut byte = [0];
+            assert!(memory.read(at, &mut byte));
+            assert_eq!(byte, [marks], "{written} bytes, and the status");
+        }
     }
 }
