@@ -14,7 +14,9 @@ use blockhouse_vhost_user::ring::WRITE;
 use common::*;
 use rustix::fs::MemfdFlags;
 use vhost::vhost_user::message::VhostUserInflight;
-use vhost::vhost_user::{FrontendReqHandler, VhostUserFrontend, VhostUserFrontendReqHandler};
+use vhost::vhost_user::{
+    Frontend, FrontendReqHandler, VhostUserFrontend, VhostUserFrontendReqHandler,
+};
 use vhost::{VhostBackend, VhostUserDirtyLogRegion, VhostUserMemoryRegionInfo};
 
 /// A file of `size` bytes and a mapping of it.
@@ -158,6 +160,24 @@ fn several_devices_in_one_process() {
     }
 }
 
+/// Offers a write and behind it a chain that ends the connection, which the driver mends afterwards: both
+/// are in flight then, at heads 0 and 10.
+fn break_with_two_in_flight(guest: &mut Guest, byte: u8) {
+    guest.put(&[byte; 4096]);
+    let good = [guest.header(OUT, 0), guest.data(0, 4096, 0), guest.status()];
+    guest.queue(0).chain(0, &good);
+    guest.queue(0).offer(0);
+    let bad = guest.header(OUT, 0);
+    guest.queue(0).chain(10, &[bad]);
+    guest.queue(0).offer(10);
+    guest.queue(0).publish();
+    while guest.driver.frontend().get_features().is_ok() {
+        std::thread::sleep(std::time::Duration::from_millis(1));
+    }
+    let mended = [guest.header(OUT, 0), guest.data(0, 4096, 0), guest.status()];
+    guest.queue(0).chain(10, &mended);
+}
+
 #[test]
 fn what_was_under_way_when_the_connection_broke_is_done_again() {
     let served = Served::start(1, 1);
@@ -166,21 +186,8 @@ fn what_was_under_way_when_the_connection_broke_is_done_again() {
     guest.driver.set_writeback(0).unwrap();
     assert_eq!(guest.write(0, 0, &[1; 4096]), OK);
     for round in 2..10u8 {
-        // A chain that ends the connection, behind a good request.
-        guest.put(&[round; 4096]);
-        let good = [guest.header(OUT, 0), guest.data(0, 4096, 0), guest.status()];
-        guest.queue(0).chain(0, &good);
-        guest.queue(0).offer(0);
-        let bad = guest.header(OUT, 0);
-        guest.queue(0).chain(10, &[bad]);
-        guest.queue(0).offer(10);
-        guest.queue(0).publish();
-        while guest.driver.frontend().get_features().is_ok() {
-            std::thread::sleep(std::time::Duration::from_millis(1));
-        }
-        // The driver mends the bad one, and a new connection does what is not answered.
-        let mended = [guest.header(OUT, 0), guest.data(0, 4096, 0), guest.status()];
-        guest.queue(0).chain(10, &mended);
+        break_with_two_in_flight(&mut guest, round);
+        // A new connection does what is not answered.
         guest.driver.reconnect(&served.socket.clone()).unwrap();
         assert!(!guest.driver.writeback().unwrap(), "the write cache is still off");
         let mut heads = [0, 0].map(|_| guest.queue(0).wait_used(LONG).expect("an answer").0);
@@ -202,6 +209,36 @@ fn memory_for_tracking_cannot_be_cut_off() {
     }
     guest.driver.track().unwrap();
     assert_eq!(guest.write(0, 0, &[1; 512]), OK);
+}
+
+#[test]
+fn a_queue_that_stops_at_once_has_done_again_what_its_base_counts() {
+    let served = Served::start(1, 1);
+    let mut guest = served.connect(Options::default());
+    guest.driver.track().unwrap();
+    assert_eq!(guest.write(0, 0, &[1; 4096]), OK);
+    break_with_two_in_flight(&mut guest, 2);
+    // Connections are served one after the other: an answer here means that the broken one has ended.
+    let other = Frontend::connect(&served.socket, 1).unwrap();
+    other.get_features().unwrap();
+    drop(other);
+    // The queue's first turn finds the order to stop.
+    let release = served.block_loop();
+    guest.driver.reconnect(&served.socket.clone()).unwrap();
+    let base = std::thread::scope(|scope| {
+        let frontend = guest.driver.frontend().clone();
+        let stopped = scope.spawn(move || frontend.get_vring_base(0).unwrap());
+        std::thread::sleep(std::time::Duration::from_millis(100));
+        drop(release);
+        stopped.join().unwrap()
+    });
+    assert_eq!(base, 3);
+    let mut heads: Vec<u16> =
+        std::iter::from_fn(|| guest.queue(0).next_used()).map(|(head, _)| head).collect();
+    heads.sort_unstable();
+    assert_eq!(heads, [0, 10], "each request before the base was answered");
+    guest.driver.start_queue(0).unwrap();
+    assert_eq!(guest.read(0, 0, 4096).unwrap(), [2; 4096]);
 }
 
 /// Counts notifications.

@@ -58,7 +58,9 @@ pub async fn run<S: Storage>(queue: Rc<Queue<S>>) {
     while !queue.ended.get() {
         let taken = match queue.stop.get() {
             None => queue.ring.borrow_mut().take(&mut chain),
-            Some(_) => Ok(None),
+            // The base that a stop returns counts these as taken.
+            Some(Manner::Orderly) => queue.ring.borrow_mut().resubmit(&mut chain),
+            Some(Manner::Abandoned) => Ok(None),
         };
         let taken = match taken {
             Ok(Some(taken)) => taken,

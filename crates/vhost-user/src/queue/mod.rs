@@ -45,7 +45,8 @@ pub enum Order {
     Call(Option<Call>),
     /// Where changed pages are noted, and the used ring's address for that.
     Log(Option<DirtyLog>, Option<u64>),
-    /// No more requests. The queue ends when those in flight have ended.
+    /// No more requests from the ring. The queue ends when those in flight have ended, in an orderly
+    /// stop those that an earlier server had begun among them: the returned base counts them as taken.
     Stop(Manner),
 }
 
@@ -146,7 +147,9 @@ pub async fn run<S: Storage>(setup: Setup<S>, mut errands: mpsc::UnboundedReceiv
             queue.settle();
         }
         match queue.stop.get() {
-            Some(_) if queue.in_flight.get() == 0 => Poll::Ready(()),
+            Some(_) if queue.in_flight.get() == 0 && queue.left_to_resubmit() == 0 => {
+                Poll::Ready(())
+            }
             _ => Poll::Pending,
         }
     })
@@ -202,6 +205,8 @@ impl<S: Storage> Queue<S> {
         let mut ring = self.ring.borrow_mut();
         ring.publish();
         if self.stop.get().is_some() {
+            drop(ring);
+            self.wake_lanes(self.left_to_resubmit());
             return;
         }
         match ring.available() {
@@ -214,6 +219,15 @@ impl<S: Storage> Queue<S> {
                 drop(ring);
                 self.give_up(&why);
             }
+        }
+    }
+
+    /// How many requests have to be begun before an orderly stop is complete. An abandoned queue begins
+    /// no more: they stay in the in-flight book for the next server.
+    fn left_to_resubmit(&self) -> usize {
+        match self.stop.get() {
+            Some(Manner::Abandoned) => 0,
+            Some(Manner::Orderly) | None => self.ring.borrow().to_resubmit(),
         }
     }
 

@@ -153,19 +153,31 @@ impl RingSide {
 
     /// Takes the next request, if there is one.
     pub fn take(&mut self, chain: &mut Chain) -> Result<Option<Taken>, Broken> {
-        let head = match self.again.pop_front() {
-            Some(head) => head,
-            None => {
-                if self.ring.known() == 0 {
-                    self.batch = batch_of(self.ring.look()?);
-                }
-                let Some(head) = self.ring.pop()? else { return Ok(None) };
-                self.book.iter_mut().for_each(|book| book.begin(head));
-                head
-            }
-        };
+        if let Some(taken) = self.resubmit(chain)? {
+            return Ok(Some(taken));
+        }
+        if self.ring.known() == 0 {
+            self.batch = batch_of(self.ring.look()?);
+        }
+        let Some(head) = self.ring.pop()? else { return Ok(None) };
+        self.book.iter_mut().for_each(|book| book.begin(head));
+        self.walk(head, chain).map(Some)
+    }
+
+    /// Takes the next request that an earlier server had begun, if one is left.
+    pub fn resubmit(&mut self, chain: &mut Chain) -> Result<Option<Taken>, Broken> {
+        let head = self.again.pop_front();
+        head.map(|head| self.walk(head, chain)).transpose()
+    }
+
+    /// How many requests that an earlier server had begun were not taken again yet.
+    pub fn to_resubmit(&self) -> usize {
+        self.again.len()
+    }
+
+    fn walk(&self, head: u16, chain: &mut Chain) -> Result<Taken, Broken> {
         chain.walk(&self.memory, self.ring.descriptors(), head)?;
-        Ok(Some(Taken { head, memory: Arc::clone(&self.memory) }))
+        Ok(Taken { head, memory: Arc::clone(&self.memory) })
     }
 
     /// Answers a request. The driver is told together with others.

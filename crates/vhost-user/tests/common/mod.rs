@@ -132,6 +132,19 @@ impl Served {
         Guest::new(Driver::connect(&self.socket, options).unwrap())
     }
 
+    /// Keeps the first loop from running anything until the answer is dropped.
+    pub fn block_loop(&self) -> std::sync::mpsc::Sender<()> {
+        let (release, released) = std::sync::mpsc::channel::<()>();
+        let (give, begun) = std::sync::mpsc::channel();
+        let handle = &self.loops.as_ref().unwrap().handles[0];
+        drop(handle.spawn(move || async move {
+            give.send(()).unwrap();
+            let _ = released.recv();
+        }));
+        begun.recv().unwrap();
+        release
+    }
+
     pub fn device(&self) -> &Device<HostFile> {
         self.server.as_ref().unwrap().device()
     }
