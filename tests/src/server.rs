@@ -26,6 +26,7 @@ pub struct Serve {
     images: Vec<PathBuf>,
     options: Vec<OsString>,
     exports: usize,
+    ready_lines: Option<usize>,
     wrapper: Vec<OsString>,
     environment: Vec<(String, OsString)>,
     stdin: Stdio,
@@ -46,6 +47,7 @@ impl Serve {
             images: vec![image.into()],
             options: Vec::new(),
             exports: 0,
+            ready_lines: None,
             wrapper: Vec::new(),
             environment: Vec::new(),
             stdin: Stdio::null(),
@@ -62,6 +64,12 @@ impl Serve {
     /// Serves another image beside the first.
     pub fn also(mut self, image: &Path) -> Self {
         self.images.push(image.into());
+        self
+    }
+
+    /// Says how many ready lines there are, where it is not one for each image at each URI.
+    pub fn ready_lines(mut self, count: usize) -> Self {
+        self.ready_lines = Some(count);
         self
     }
 
@@ -117,7 +125,7 @@ impl Serve {
     /// When it does not get ready.
     #[track_caller]
     pub fn start(self) -> Server {
-        let exports = self.exports.max(1) * self.images.len();
+        let exports = self.ready_lines.unwrap_or(self.exports.max(1) * self.images.len());
         let (child, log) = self.spawn();
         Server::ready(child, log, exports)
     }

@@ -1,6 +1,7 @@
 //! Who may connect where, and what clients see of each other.
 #![forbid(unsafe_code)]
 
+use std::io::{Read, Write};
 use std::net::{Ipv4Addr, SocketAddr, TcpStream};
 use std::os::unix::net::UnixListener;
 use std::path::Path;
@@ -113,6 +114,117 @@ fn several_images_are_served_under_the_names_of_their_files() {
     for client in [one, two, default] {
         client.disconnect();
     }
+    server.stop();
+}
+
+/// The names that LIST tells at a socket.
+fn listed(address: &Address) -> Vec<String> {
+    let replies = Greeted::new(address).option(option::LIST, &[]);
+    let servers = replies.iter().filter(|answer| answer.kind == reply::SERVER);
+    servers
+        .map(|answer| {
+            let length = u32::from_be_bytes(*answer.data.first_chunk().expect("a length")) as usize;
+            String::from_utf8(answer.data[4..4 + length].to_vec()).expect("a name")
+        })
+        .collect()
+}
+
+#[test]
+fn a_socket_offers_what_its_uris_name_and_nothing_else() {
+    let scratch = Scratch::new();
+    let first = scratch.image_of("first.img", &[1; 4096]);
+    let second = scratch.image_of("second.img", &[2; 8192]);
+    let server = Serve::bare(&scratch, first.path())
+        .also(second.path())
+        .export(&unix_uri(&scratch, "one", "first"))
+        .export(&unix_uri(&scratch, "two", "second.img"))
+        .export(&unix_uri(&scratch, "all", ""))
+        .ready_lines(4)
+        .start();
+    let expected =
+        [("one", "first"), ("two", "second.img"), ("all", "first.img"), ("all", "second.img")];
+    assert_eq!(server.uris(), expected.map(|(socket, name)| unix_uri(&scratch, socket, name)));
+    let [one, two, all] = ["one", "two", "all"].map(|name| Address::Unix(scratch.socket(name)));
+    assert_eq!(listed(&one), ["first"]);
+    assert_eq!(listed(&two), ["second.img"]);
+    assert_eq!(listed(&all), ["first.img", "second.img"]);
+    for name in ["second", "second.img", "first.img", "two"] {
+        let data = blockhouse_tests::nbd::go_data(name);
+        let mut greeted = Greeted::new(&one);
+        assert_eq!(greeted.outcome(option::INFO, &data), reply::ERR_UNKNOWN, "{name}");
+        assert_eq!(greeted.outcome(option::GO, &data), reply::ERR_UNKNOWN, "{name}");
+        let mut greeted = Greeted::new(&one);
+        greeted.send_head(option::EXPORT_NAME, name.len() as u32).expect("the head is taken");
+        greeted.0.write_all(name.as_bytes()).expect("the name is taken");
+        assert_eq!(greeted.0.read(&mut [0; 16]).expect("an end"), 0, "{name} is opened");
+    }
+    let content = |address: &Address, name: &str| {
+        Greeted::new(address).go(name, Framing::Simple).read(0, 4).expect("bytes")
+    };
+    assert_eq!((content(&one, "first"), content(&one, "")), (vec![1; 4], vec![1; 4]));
+    assert_eq!((content(&two, "second.img"), content(&two, "")), (vec![2; 4], vec![2; 4]));
+    server.stop();
+}
+
+#[test]
+fn uris_of_one_image_are_told_apart_by_their_sockets() {
+    let scratch = Scratch::new();
+    let image = scratch.image("disk.img", MIB);
+    let server = Serve::bare(&scratch, image.path())
+        .export(&unix_uri(&scratch, "one", "a"))
+        .export(&unix_uri(&scratch, "two", "b"))
+        .start();
+    for (socket, name) in [("one", "a"), ("two", "b")] {
+        assert_eq!(listed(&Address::Unix(scratch.socket(socket))), [name]);
+    }
+    server.stop();
+}
+
+#[test]
+fn images_are_called_as_they_are_told_to_be() {
+    let scratch = Scratch::new();
+    let folders = ["x", "y"].map(|folder| scratch.path(folder));
+    folders.iter().for_each(|folder| std::fs::create_dir(folder).expect("a folder"));
+    let [first, second] = folders.each_ref().map(|folder| folder.join("disk.img"));
+    std::fs::write(&first, [1; 512]).expect("an image");
+    std::fs::write(&second, [2; 512]).expect("an image");
+    let serve =
+        || Serve::bare(&scratch, &first).also(&second).export(&unix_uri(&scratch, "s", "system"));
+    serve().refused().wrong_usage(&["two images are called 'disk.img'", "--name NAME per image"]);
+    let named = || serve().option("--name", "system").option("--name", "data");
+    named().refused().wrong_usage(&["y/disk.img", "no --nbd URI", "nbd+unix:///data?socket=PATH"]);
+    let data = unix_uri(&scratch, "d", "data");
+    named().export(&data).option("--name", "more").refused().wrong_usage(&["one --name each"]);
+    named().export(&data).export(&data).refused().wrong_usage(&["'data'", "leave one out"]);
+    let other = unix_uri(&scratch, "d", "date");
+    named().export(&other).refused().wrong_usage(&["no image is called 'date'", "'data'"]);
+    let server = named().export(&data).ready_lines(2).start();
+    let byte = |socket: &str, name: &str| {
+        let address = Address::Unix(scratch.socket(socket));
+        Greeted::new(&address).go(name, Framing::Simple).read(0, 1)
+    };
+    assert_eq!((byte("s", "system"), byte("d", "data")), (Ok(vec![1]), Ok(vec![2])));
+    server.stop();
+}
+
+#[test]
+fn a_client_is_not_told_where_the_image_lies() {
+    require!(need::tools(&["nbdinfo"]));
+    let scratch = Scratch::new();
+    let image = scratch.image("disk.img", MIB);
+    let server = Serve::new(&scratch, image.path()).start();
+    let folder = image.path().parent().expect("a folder").to_str().expect("a plain name");
+    // What an export is said to be goes over the socket whether a client asks for it or not.
+    let asked = [&0u32.to_be_bytes()[..], &[0, 3, 0, 1, 0, 2, 0, 3]].concat();
+    let mut greeted = Greeted::new(&server.address());
+    let mut told = greeted.option(option::INFO, &asked);
+    told.extend(greeted.option(option::LIST, &[]));
+    for answer in told {
+        let text = String::from_utf8_lossy(&answer.data).into_owned();
+        assert!(!text.contains(folder) && !text.contains("disk.img"), "{text:?}");
+    }
+    let json = run(tool("nbdinfo").args(["--json", server.uri()])).success().stdout;
+    assert!(!json.contains("\"description\""), "{json}");
     server.stop();
 }
 
@@ -286,6 +398,40 @@ fn a_socket_from_systemd_is_served() {
     run(&mut nbdinfo(server.uri())).success();
     server.stop();
     assert!(socket.exists(), "systemd's socket is not ours to remove");
+}
+
+#[test]
+fn sockets_from_systemd_serve_what_the_uris_with_their_addresses_name() {
+    let scratch = Scratch::new();
+    let first = scratch.image_of("first.img", &[1; 4096]);
+    let second = scratch.image_of("second.img", &[2; 4096]);
+    let sockets = ["one", "two"].map(|name| scratch.socket(name));
+    let script = r#"exec 3<&0 0</dev/null; LISTEN_FDS=1 LISTEN_PID=$$ exec "$@""#;
+    let serve = |uris: &[(&str, &str)]| {
+        let listener = UnixListener::bind(&sockets[0]).expect("the test's own socket");
+        let serve = Serve::bare(&scratch, first.path()).also(second.path());
+        let serve = serve.under(["sh", "-c", script, "sh"]);
+        let export =
+            |serve: Serve, uri: &(&str, &str)| serve.export(&unix_uri(&scratch, uri.0, uri.1));
+        let serve = uris.iter().fold(serve, export);
+        serve.stdin(std::os::fd::OwnedFd::from(listener))
+    };
+    let again = || std::fs::remove_file(&sockets[0]).expect("the socket's file is there");
+    // Both were served at a socket that the command line seemed to give to one, and "two" nowhere.
+    serve(&[("one", "first"), ("two", "second")]).refused().wrong_usage(&[
+        "socket=",
+        "/two",
+        "passed its own sockets",
+        "leave --nbd out",
+    ]);
+    again();
+    let server = serve(&[("one", "first"), ("one", "second")]).ready_lines(2).start();
+    assert_eq!(listed(&Address::Unix(sockets[0].clone())), ["first", "second"]);
+    server.stop();
+    again();
+    let server = serve(&[]).start();
+    assert_eq!(listed(&Address::Unix(sockets[0].clone())), ["first.img", "second.img"]);
+    server.stop();
 }
 
 #[test]

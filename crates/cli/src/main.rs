@@ -20,6 +20,7 @@ mod io_poll;
 mod logging;
 mod looked_at;
 mod map;
+mod offers;
 mod output;
 mod rebase;
 mod resize;

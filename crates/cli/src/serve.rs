@@ -14,7 +14,7 @@ use blockhouse_engine::{
     DEFAULT_POLLING, Engine, EngineChoice, FixedFiles, HostFile, IoPoll, Listener,
 };
 use blockhouse_nbd::uri::{Address, NbdUri};
-use blockhouse_nbd::{Bound, Export, Limits, Server, SocketFile, bind_private};
+use blockhouse_nbd::{Bound, Export, Exports, Limits, Server, SocketFile, bind_private};
 use blockhouse_vhost_user::RegisteredMemory;
 use clap::builder::ValueParser;
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGXFSZ};
@@ -22,6 +22,7 @@ use signal_hook::iterator::Signals;
 
 use crate::control::Control;
 use crate::io_poll;
+use crate::offers::{Offer, Offers};
 use crate::output;
 use crate::size;
 use crate::sockets::{self, Place};
@@ -33,7 +34,7 @@ use crate::workers::{LoopOptions, Workers};
 #[derive(clap::Args)]
 pub struct Arguments {
     /// The image: a raw or qcow2 disk image, or a block device. Several are served side by side, each named
-    /// after its file.
+    /// after its file unless --name says otherwise.
     #[arg(required = true, value_name = "IMAGE")]
     images: Vec<PathBuf>,
     /// The image's format; left out, the file's name decides (.qcow2, otherwise raw).
@@ -42,15 +43,21 @@ pub struct Arguments {
     /// Make the image with this size if it is missing (512, 64K, 20G, 1T).
     #[arg(long, value_name = "SIZE", value_parser = size::parse)]
     create: Option<u64>,
-    /// The export's name, where the URI has none. Left out, clients need none.
+    /// The export's name, where the URI has none. Left out, clients need none. For several images, give
+    /// one for each, in their order.
     #[arg(long)]
-    name: Option<String>,
+    name: Vec<String>,
     /// Listen here: nbd://HOST:PORT/NAME or nbd+unix:///NAME?socket=PATH. May be repeated. Left out,
     /// a Unix socket named after the image, in a folder of this user.
+    ///
+    /// Clients of a socket find the exports that its URIs name and no others. Of several images NAME says
+    /// which one is served: the file's name, with or without its extension, or the image's --name. A URI
+    /// without NAME serves all images under their names. Under socket activation each URI stands for the
+    /// passed socket with its address; without any URI all passed sockets serve all images.
     #[arg(long, value_name = "URI", value_parser = ValueParser::new(str::parse::<NbdUri>))]
     nbd: Vec<NbdUri>,
     /// Serve the image to a virtual machine's vhost-user-blk device at this Unix socket. May be
-    /// repeated; several images need one socket each, in their order.
+    /// repeated; several images need one socket each, in their order, whatever their names.
     ///
     /// The machine's memory must be shared (QEMU: -object memory-backend-memfd,share=on). A raw image
     /// or block device that became longer is served with its new size after SIGHUP, and the guest is
@@ -156,11 +163,8 @@ fn parse_discard(name: &str) -> Result<Discard, String> {
 }
 
 impl Arguments {
-    /// Refuses what makes no sense together, as wrong usage.
+    /// Ends the program where something makes no sense together: wrong usage.
     fn check(&self) {
-        let refuse = |why: &str| -> ! {
-            clap::Error::raw(clap::error::ErrorKind::ArgumentConflict, format!("{why}\n")).exit()
-        };
         if self.detect_zeroes == DetectZeroes::Unmap && self.discard == Discard::Ignore {
             refuse("--detect-zeroes unmap needs --discard unmap; --detect-zeroes on does without");
         }
@@ -171,9 +175,6 @@ impl Arguments {
             );
         }
         if let [_, _, ..] = self.images[..] {
-            if self.name.is_some() || self.nbd.iter().any(|uri| !uri.export.is_empty()) {
-                refuse("several images are named after their files; leave the export's name out");
-            }
             if self.create.is_some() {
                 refuse("--create makes one image; name just that one");
             }
@@ -196,17 +197,23 @@ impl Arguments {
         }
     }
 
-    /// The names of the exports, one per image.
-    fn names(&self) -> Result<Vec<String>> {
-        if let [_] = self.images[..] {
-            return Ok(vec![self.name.clone().unwrap_or_default()]);
-        }
-        let name = |image: &PathBuf| {
-            let name = image.file_name().and_then(|name| name.to_str()).map(str::to_owned);
-            name.with_context(|| format!("{}: its name cannot name an export", image.display()))
-        };
-        self.images.iter().map(name).collect()
+    /// What is offered at which address. Wrong usage ends the program.
+    fn plan(&self) -> (Offers, Vec<(Address, Vec<Offer>)>) {
+        let plan = Offers::new(&self.images, &self.name).and_then(|offers| {
+            let plan = offers.plan(&self.nbd)?;
+            // Each image has a vhost-user socket, or none has.
+            if !self.nbd.is_empty() && self.vhost_user_blk.is_empty() {
+                offers.check_all_offered(plan.iter().flat_map(|(_, offers)| offers))?;
+            }
+            Ok((offers, plan))
+        });
+        plan.unwrap_or_else(|why| refuse(&why))
     }
+}
+
+/// Ends the program, which was used wrongly.
+fn refuse(why: &str) -> ! {
+    clap::Error::raw(clap::error::ErrorKind::ArgumentConflict, format!("{why}\n")).exit()
 }
 
 type HostDisk = Arc<Disk<HostFile>>;
@@ -215,7 +222,7 @@ type HostDisk = Arc<Disk<HostFile>>;
 struct Service {
     workers: Workers,
     disks: Vec<HostDisk>,
-    server: Server<HostFile>,
+    server: Server,
     /// Removed at the end.
     files: Vec<SocketFile>,
     devices: Vec<Served>,
@@ -242,7 +249,8 @@ impl fmt::Display for Ready {
 /// Runs the command.
 pub fn run(arguments: Arguments, verbose: bool) -> Result<()> {
     arguments.check();
-    let names = arguments.names()?;
+    let (offers, plan) = arguments.plan();
+    let passed = sockets::from_systemd()?;
     // Before any thread starts, so that no signal is missed.
     let mut signals =
         Signals::new([SIGTERM, SIGINT, SIGHUP]).context("cannot watch for signals")?;
@@ -253,13 +261,13 @@ pub fn run(arguments: Arguments, verbose: bool) -> Result<()> {
         io_poll::check(workers.report(), &arguments.images, arguments.create)?;
     }
     // Before the image: an address in use must not leave a new image behind.
-    let places = listen(&arguments, &names)?;
+    let places = listen(&arguments, &offers, plan, passed)?;
     let devices = vhost_user::listen(&arguments.vhost_user_blk)?;
     let control = arguments.control.as_deref().map(bind_private).transpose()?;
     let open = |image: &PathBuf| open_image(&workers, image, &arguments).map(Arc::new);
     let disks = arguments.images.iter().map(open).collect::<Result<Vec<_>>>()?;
-    let mut service = start(workers, disks, places, &names)?;
-    service.add_devices(devices, &arguments, &names)?;
+    let mut service = start(workers, disks, places)?;
+    service.add_devices(devices, &arguments, &offers)?;
     if let Some(socket) = control {
         let (images, disks) = (&arguments.images, &service.disks);
         service.control = Some(Control::start(socket, arguments.engine, images, disks)?);
@@ -322,53 +330,54 @@ fn open_image(workers: &Workers, image: &Path, arguments: &Arguments) -> Result<
     }
 }
 
-fn listen(arguments: &Arguments, names: &[String]) -> Result<Vec<Place>> {
-    let passed = sockets::from_systemd(names)?;
+fn listen(
+    arguments: &Arguments,
+    offers: &Offers,
+    plan: Vec<(Address, Vec<Offer>)>,
+    passed: Vec<Bound>,
+) -> Result<Vec<Place>> {
+    let all = || offers.all().unwrap_or_else(|why| refuse(&why));
     if !passed.is_empty() {
-        return Ok(passed);
+        let places = match plan.is_empty() {
+            true => sockets::passed_for_all(passed, &all()),
+            false => sockets::passed_for(passed, plan),
+        };
+        return Ok(places.unwrap_or_else(|why| refuse(&why)));
     }
-    if arguments.nbd.is_empty() && arguments.vhost_user_blk.is_empty() {
-        return Ok(vec![sockets::at_default(&arguments.images[0], names)?]);
+    if plan.is_empty() && arguments.vhost_user_blk.is_empty() {
+        return Ok(vec![sockets::at_default(&arguments.images[0], all())?]);
     }
-    sockets::at_uris(&arguments.nbd, names)
+    sockets::at_uris(plan)
 }
 
-fn start(
-    workers: Workers,
-    disks: Vec<HostDisk>,
-    places: Vec<Place>,
-    names: &[String],
-) -> Result<Service> {
+fn start(workers: Workers, disks: Vec<HostDisk>, places: Vec<Place>) -> Result<Service> {
     let server = Server::new(Limits::default());
-    // With names in all URIs, an only image has no other.
-    let is_asked_for = |name: &String| places.iter().any(|place| place.exports.contains(name));
-    for (name, disk) in names.iter().zip(&disks).filter(|(name, _)| is_asked_for(name)) {
-        server.add(export(name.clone(), disk))?;
-    }
     let mut files = Vec::new();
     let mut ready = Vec::new();
-    for Place { bound, exports } in places {
-        // A name that only a URI gives is another one for the only image.
-        for name in exports.iter().filter(|name| !server.has(name)) {
-            server.add(export(name.clone(), &disks[0]))?;
+    for Place { bound, offers } in places {
+        // Of this socket alone: clients of others do not find them.
+        let exports = Exports::new();
+        for Offer { name, image } in &offers {
+            exports.add(export(name.clone(), &disks[*image]))?;
         }
         let listener = Listener::new(bound.socket).context("cannot use the socket")?;
         let (serving, loops) = (server.clone(), workers.handles());
         drop(workers.first().spawn(move || async move {
-            if let Err(error) = serving.serve(&listener, &loops).await {
+            if let Err(error) = serving.serve(&listener, &exports, &loops).await {
                 tracing::error!("cannot accept connections any more: {error}");
             }
         }));
         files.extend(bound.file);
         let address = bound.address;
-        let uri = |export| Ready::Nbd(NbdUri { address: address.clone(), export });
-        ready.extend(exports.into_iter().map(uri));
+        let uri = |offer: Offer| NbdUri { address: address.clone(), export: offer.name };
+        ready.extend(offers.into_iter().map(uri).map(Ready::Nbd));
     }
     Ok(Service { workers, disks, server, files, devices: Vec::new(), control: None, ready })
 }
 
+/// A disk under a name. It has no description: where the image lies on the host is no business of clients.
 fn export(name: String, disk: &HostDisk) -> Export<HostFile> {
-    Export { name, description: disk.name().to_owned(), disk: Arc::clone(disk) }
+    Export { name, description: String::new(), disk: Arc::clone(disk) }
 }
 
 impl Service {
@@ -377,18 +386,13 @@ impl Service {
         &mut self,
         sockets: Vec<Bound>,
         arguments: &Arguments,
-        names: &[String],
+        offers: &Offers,
     ) -> Result<()> {
         let processors = || std::thread::available_parallelism().map_or(1, |count| count.get());
         let queues = arguments.queues.unwrap_or_else(|| processors().min(256) as u16);
         for (index, socket) in sockets.into_iter().enumerate() {
             let index = index.min(self.disks.len() - 1);
-            let name = match &names[index] {
-                name if !name.is_empty() => name.clone(),
-                _ => {
-                    arguments.images[index].file_name().unwrap_or_default().to_string_lossy().into()
-                }
-            };
+            let name = offers.label(index);
             if let Address::Unix(path) = &socket.address {
                 self.ready.push(Ready::VhostUser(path.clone()));
             }

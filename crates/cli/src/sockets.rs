@@ -1,6 +1,7 @@
 //! Where a server listens: URIs from the command line, sockets from systemd, or a sensible place.
 
 use std::fs;
+use std::net::{IpAddr, ToSocketAddrs};
 use std::os::fd::OwnedFd;
 use std::os::unix::fs::{DirBuilderExt, MetadataExt};
 use std::path::{Path, PathBuf};
@@ -10,45 +11,80 @@ use blockhouse_nbd::uri::{Address, NbdUri};
 use blockhouse_nbd::{Bound, bind};
 use listenfd::ListenFd;
 
-/// A listening socket and the export names that its clients will ask for.
+use crate::offers::Offer;
+
+/// A listening socket and what its clients find there.
 pub struct Place {
     /// The socket.
     pub bound: Bound,
-    /// Names; never empty.
-    pub exports: Vec<String>,
+    /// Never empty.
+    pub offers: Vec<Offer>,
 }
 
-/// Listens at every URI. URIs of one address share its socket. One that names no export stands for
-/// all of `exports`.
-pub fn at_uris(uris: &[NbdUri], exports: &[String]) -> Result<Vec<Place>> {
-    let mut places: Vec<(&Address, Vec<String>)> = Vec::new();
-    for NbdUri { address, export } in uris {
-        let index = places.iter().position(|(known, _)| *known == address);
-        let index = index.unwrap_or_else(|| {
-            places.push((address, Vec::new()));
-            places.len() - 1
-        });
-        let names = if export.is_empty() { exports } else { std::slice::from_ref(export) };
-        for name in names {
-            if places[index].1.contains(name) {
-                bail!("two URIs mean the same export; leave one out");
-            }
-            places[index].1.push(name.clone());
-        }
-    }
-    places
-        .into_iter()
-        .map(|(address, exports)| Ok(Place { bound: bind(address)?, exports }))
-        .collect()
+/// Listens at every address.
+pub fn at_uris(plan: Vec<(Address, Vec<Offer>)>) -> Result<Vec<Place>> {
+    let listen = |(address, offers)| Ok(Place { bound: bind(&address)?, offers });
+    plan.into_iter().map(listen).collect()
 }
 
 /// The listening sockets that systemd passed to this process (`sd_listen_fds(3)`).
-pub fn from_systemd(exports: &[String]) -> Result<Vec<Place>> {
+pub fn from_systemd() -> Result<Vec<Bound>> {
     let mut passed = ListenFd::from_env();
-    (0..passed.len()).map(|index| take(&mut passed, index, exports)).collect()
+    (0..passed.len()).map(|index| take(&mut passed, index)).collect()
 }
 
-fn take(passed: &mut ListenFd, index: usize, exports: &[String]) -> Result<Place> {
+/// All images at every socket that was passed.
+pub fn passed_for_all(passed: Vec<Bound>, offers: &[Offer]) -> Result<Vec<Place>, String> {
+    let place = |bound| Ok(Place { bound, offers: offers.to_vec() });
+    passed.into_iter().map(place).collect()
+}
+
+/// What is planned for each address at the socket that was passed with it.
+///
+/// # Errors
+/// When a socket was passed that nothing is planned for, or the other way round.
+pub fn passed_for(
+    mut passed: Vec<Bound>,
+    plan: Vec<(Address, Vec<Offer>)>,
+) -> Result<Vec<Place>, String> {
+    let shown =
+        |address: &Address| NbdUri { address: address.clone(), export: String::new() }.to_string();
+    let mut places = Vec::new();
+    for (address, offers) in plan {
+        let Some(index) = passed.iter().position(|bound| is_same(&bound.address, &address)) else {
+            return Err(format!(
+                "--nbd {}: the service manager passed its own sockets to listen at, and this is none of \
+                 them; leave --nbd out to serve at those, or add the address to the socket unit",
+                shown(&address)
+            ));
+        };
+        places.push(Place { bound: passed.remove(index), offers });
+    }
+    match passed.first() {
+        None => Ok(places),
+        Some(bound) => Err(format!(
+            "{}: the service manager passed this socket, and no --nbd says what to serve there; add one, \
+             or leave all --nbd out to serve every image at every passed socket",
+            shown(&bound.address)
+        )),
+    }
+}
+
+/// Whether a socket with the address `passed` is meant by `wanted`, whose host may be a name.
+fn is_same(passed: &Address, wanted: &Address) -> bool {
+    match (passed, wanted) {
+        (Address::Tcp { host, port }, Address::Tcp { host: name, port: wanted })
+            if port == wanted =>
+        {
+            let address = host.parse::<IpAddr>();
+            let Ok(mut found) = (name.as_str(), *wanted).to_socket_addrs() else { return false };
+            address.is_ok_and(|address| found.any(|found| found.ip() == address))
+        }
+        _ => passed == wanted,
+    }
+}
+
+fn take(passed: &mut ListenFd, index: usize) -> Result<Bound> {
     let refused = || format!("socket {index} from systemd is no listening stream socket");
     let (socket, address) = match passed.take_unix_listener(index) {
         Ok(Some(listener)) => {
@@ -64,16 +100,15 @@ fn take(passed: &mut ListenFd, index: usize, exports: &[String]) -> Result<Place
             (OwnedFd::from(listener), Address::Tcp { host, port })
         }
     };
-    let bound = Bound { socket, address, file: None };
-    Ok(Place { bound, exports: exports.to_vec() })
+    Ok(Bound { socket, address, file: None })
 }
 
 /// Listens at a Unix socket named after the image, in a folder that only this user can enter.
-pub fn at_default(image: &Path, exports: &[String]) -> Result<Place> {
+pub fn at_default(image: &Path, offers: Vec<Offer>) -> Result<Place> {
     let folder = runtime_folder()?;
     let name = image.file_name().context("the image's path has no file name")?;
     let path = folder.join(name).with_added_extension("sock");
-    Ok(Place { bound: bind(&Address::Unix(path))?, exports: exports.to_vec() })
+    Ok(Place { bound: bind(&Address::Unix(path))?, offers })
 }
 
 /// `$XDG_RUNTIME_DIR/blockhouse`, or `blockhouse-UID` among the temporary files.

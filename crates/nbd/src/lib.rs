@@ -13,4 +13,6 @@ mod server;
 mod session;
 pub mod uri;
 
-pub use server::{Bound, Export, ExportError, Limits, Server, SocketFile, bind, bind_private};
+pub use server::{
+    Bound, Export, ExportError, Exports, Limits, Server, SocketFile, bind, bind_private,
+};

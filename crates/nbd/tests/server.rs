@@ -176,13 +176,13 @@ fn connections_come_over_tcp_as_well() {
         let bound = bind(&Address::Tcp { host: "127.0.0.1".into(), port: 0 }).unwrap();
         let Address::Tcp { port, .. } = bound.address else { panic!("{:?}", bound.address) };
         assert_ne!(port, 0, "the real port is told");
-        let server = rig.server();
+        let (server, exports) = (rig.server(), rig.exports.clone());
         let thread = std::thread::spawn(move || {
             let mut event_loop = EventLoop::new(EngineChoice::Only(engine)).unwrap();
             let loops = [event_loop.handle()];
             let listener = Listener::new(bound.socket).unwrap();
             event_loop.block_on(async {
-                server.serve(&listener, &loops).await.unwrap();
+                server.serve(&listener, &exports, &loops).await.unwrap();
                 server.drain().await;
             });
         });

@@ -13,6 +13,7 @@ use futures_util::future::{Either, select};
 use rustix::net::{AddressFamily, getpeername, sockopt};
 
 use super::Shared;
+use super::exports::Exports;
 use super::registry::Seat;
 use crate::handshake::{Directory, Farewell, Handshake, Progress, Terms};
 use crate::session::{Allowance, End, Session};
@@ -36,9 +37,14 @@ enum Parting {
 }
 
 /// Serves a client to its end.
-pub async fn serve<S: Storage>(shared: Arc<Shared<S>>, stream: Stream, seat: Seat) {
+pub async fn serve<S: Storage>(
+    shared: Arc<Shared>,
+    exports: Exports<S>,
+    stream: Stream,
+    seat: Seat,
+) {
     let peer = settle(&stream);
-    match converse(&shared, stream, &seat).await {
+    match converse(&shared, &exports, stream, &seat).await {
         Ok(end @ (End::Disconnected | End::Closed | End::Drained)) => {
             tracing::debug!(peer, "connection over: {end}");
         }
@@ -52,14 +58,15 @@ pub async fn serve<S: Storage>(shared: Arc<Shared<S>>, stream: Stream, seat: Sea
 }
 
 async fn converse<S: Storage>(
-    shared: &Shared<S>,
+    shared: &Shared,
+    exports: &Exports<S>,
     stream: Stream,
     seat: &Seat,
 ) -> Result<End, Parting> {
     let limits = &shared.limits;
-    let shaken = within(limits.handshake, shake(&stream, &shared.exports)).await;
+    let shaken = within(limits.handshake, shake(&stream, exports)).await;
     let (terms, first) = shaken.ok_or(Parting::Late(limits.handshake))??;
-    let Some(export) = shared.exports.get(&terms.export) else {
+    let Some(export) = exports.get(&terms.export) else {
         return Err(Parting::Removed(terms.export));
     };
     let session = Session {

@@ -1,4 +1,7 @@
-//! The exports of a server, by name.
+//! The exports that clients of a socket can find, by name.
+//!
+//! Guarantee: a client learns of and opens the exports of its own socket's set and no others, by any
+//! option of the handshake. Reason: a socket's permissions are what keeps one guest from another's disk.
 
 use std::sync::Arc;
 
@@ -43,15 +46,32 @@ pub enum ExportError {
     },
 }
 
-/// All exports, in the order of their addition. The first is also the default one, which clients
-/// mean by the empty name.
-pub struct Exports<S: Storage>(RwLock<Vec<Export<S>>>);
+/// The exports that one or several sockets offer, in the order of their addition. The first is also
+/// the default one, which clients mean by the empty name. Clones are the same set.
+pub struct Exports<S: Storage>(Arc<RwLock<Vec<Export<S>>>>);
+
+impl<S: Storage> Clone for Exports<S> {
+    fn clone(&self) -> Self {
+        Self(Arc::clone(&self.0))
+    }
+}
+
+impl<S: Storage> Default for Exports<S> {
+    fn default() -> Self {
+        Self::new()
+    }
+}
 
 impl<S: Storage> Exports<S> {
+    /// An empty set.
     pub fn new() -> Self {
-        Self(RwLock::new(Vec::new()))
+        Self(Arc::new(RwLock::new(Vec::new())))
     }
 
+    /// Offers a disk.
+    ///
+    /// # Errors
+    /// When there is an export of this name, or the protocol cannot carry its texts.
     pub fn add(&self, export: Export<S>) -> Result<(), ExportError> {
         for (what, text) in [("name", &export.name), ("description", &export.description)] {
             if text.len() > MAX_STRING {
@@ -69,11 +89,7 @@ impl<S: Storage> Exports<S> {
         Ok(())
     }
 
-    pub fn has(&self, name: &str) -> bool {
-        self.0.read().iter().any(|export| export.name == name)
-    }
-
-    /// Takes an export out of the list. Connections to it go on.
+    /// Offers a disk no longer. Connections to it go on.
     pub fn remove(&self, name: &str) -> Option<Export<S>> {
         let mut exports = self.0.write();
         let index = exports.iter().position(|export| export.name == name)?;
@@ -81,7 +97,7 @@ impl<S: Storage> Exports<S> {
     }
 
     /// The export that a client means by this name.
-    pub fn get(&self, name: &str) -> Option<Export<S>> {
+    pub(super) fn get(&self, name: &str) -> Option<Export<S>> {
         let exports = self.0.read();
         let named = exports.iter().find(|export| export.name == name);
         named.or_else(|| exports.first().filter(|_| name.is_empty())).cloned()

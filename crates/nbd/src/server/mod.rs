@@ -1,4 +1,4 @@
-//! The server: exports, listening sockets, connections and their orderly end.
+//! The server: listening sockets, connections and their orderly end.
 //!
 //! Promises: no client can keep others from being served by staying silent in its handshake, by
 //! what it asks or by nonsense; what is held in memory is at most [`Limits::bytes_of_all`] of payloads
@@ -18,8 +18,7 @@ use std::time::Duration;
 use blockhouse_core::{BufferPool, InFlightLimits, Storage};
 use blockhouse_engine::{Handle, Listener, sleep};
 use connection::within;
-use exports::Exports;
-pub use exports::{Export, ExportError};
+pub use exports::{Export, ExportError, Exports};
 use futures_util::future::{Either, select};
 pub use listen::{Bound, SocketFile, bind, bind_private};
 use registry::{Registry, Room};
@@ -67,29 +66,22 @@ impl Default for Limits {
     }
 }
 
-/// An NBD server. Clones are the same server.
-pub struct Server<S: Storage>(Arc<Shared<S>>);
+/// An NBD server: what the clients of all its sockets share. Clones are the same server.
+#[derive(Clone)]
+pub struct Server(Arc<Shared>);
 
 /// What all connections share.
-struct Shared<S: Storage> {
-    exports: Exports<S>,
+struct Shared {
     registry: Arc<Registry>,
     limits: Limits,
     budget: Arc<Budget>,
     pool: BufferPool,
 }
 
-impl<S: Storage> Clone for Server<S> {
-    fn clone(&self) -> Self {
-        Self(Arc::clone(&self.0))
-    }
-}
-
-impl<S: Storage + Send + Sync> Server<S> {
-    /// A server without exports.
+impl Server {
+    /// A server that listens nowhere yet.
     pub fn new(limits: Limits) -> Self {
         Self(Arc::new(Shared {
-            exports: Exports::new(),
             registry: Arc::new(Registry::new(limits.connections)),
             limits,
             budget: Arc::new(Budget::new(limits.bytes_of_all)),
@@ -97,34 +89,21 @@ impl<S: Storage + Send + Sync> Server<S> {
         }))
     }
 
-    /// Offers a disk. The first one is also the default export, which clients mean by the empty
-    /// name.
-    ///
-    /// # Errors
-    /// When there is an export of this name, or the protocol cannot carry its texts.
-    pub fn add(&self, export: Export<S>) -> Result<(), ExportError> {
-        self.0.exports.add(export)
-    }
-
-    /// Whether there is an export of exactly this name.
-    pub fn has(&self, name: &str) -> bool {
-        self.0.exports.has(name)
-    }
-
-    /// Offers a disk no longer. Connections to it go on.
-    pub fn remove(&self, name: &str) -> Option<Export<S>> {
-        self.0.exports.remove(name)
-    }
-
     /// Accepts connections until the server [drains](Self::drain), and serves them on `loops`, each
-    /// on the next one. Several sockets may be served at once, from any loop.
+    /// on the next one. They find `exports` and nothing else. Several sockets may be served at once,
+    /// from any loop, with the same exports or with different ones.
     ///
     /// # Errors
     /// When the socket cannot accept connections at all. Trouble with single connections is logged.
     ///
     /// # Panics
     /// Without loops.
-    pub async fn serve(&self, listener: &Listener, loops: &[Handle]) -> io::Result<()> {
+    pub async fn serve<S: Storage + Send + Sync>(
+        &self,
+        listener: &Listener,
+        exports: &Exports<S>,
+        loops: &[Handle],
+    ) -> io::Result<()> {
         let registry = &self.0.registry;
         let mut loops = loops.iter().cycle();
         while registry.room().await == Room::Free {
@@ -136,10 +115,10 @@ impl<S: Storage + Send + Sync> Server<S> {
                 Ok(stream) => {
                     // Another socket's client may have been quicker.
                     let Some(seat) = registry.enter(&stream) else { continue };
-                    let shared = Arc::clone(&self.0);
+                    let (shared, exports) = (Arc::clone(&self.0), exports.clone());
                     let home = loops.next().expect("a server needs at least one loop");
                     // Nobody waits for its outcome: the seat tells when it is over.
-                    drop(home.spawn(move || connection::serve(shared, stream, seat)));
+                    drop(home.spawn(move || connection::serve(shared, exports, stream, seat)));
                 }
                 Err(error) if is_hopeless(&error) => return Err(error),
                 Err(error) => {

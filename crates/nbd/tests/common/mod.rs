@@ -13,7 +13,7 @@ use blockhouse_disk::{Access, Disk, Options};
 use blockhouse_engine::{Engine, EngineChoice, EventLoop, Handle, Listener};
 use blockhouse_nbd::proto::Framing;
 use blockhouse_nbd::uri::Address;
-use blockhouse_nbd::{Export, Limits, Server, SocketFile, bind};
+use blockhouse_nbd::{Export, Exports, Limits, Server, SocketFile, bind};
 pub use client::{Client, NONE, Outcome};
 pub use storage::Memory;
 use tempfile::TempDir;
@@ -29,7 +29,8 @@ pub const ENGINES: [Engine; 2] = [Engine::IoUring, Engine::Threads];
 pub struct Rig {
     pub path: PathBuf,
     pub storage: Memory,
-    server: Server<Memory>,
+    server: Server,
+    pub exports: Exports<Memory>,
     remote: Handle,
     thread: Option<JoinHandle<()>>,
     _file: Option<SocketFile>,
@@ -43,14 +44,14 @@ impl Rig {
         let path = folder.path().join("socket");
         let bound = bind(&Address::Unix(path.clone())).unwrap();
         let storage = Memory::new(size);
-        let server = Server::new(limits);
+        let (server, exports) = (Server::new(limits), Exports::new());
         for (name, access) in [("disk", Access::ReadWrite), ("frozen", Access::ReadOnly)] {
             let disk = Disk::raw(storage.clone(), Options { access, ..Options::default() });
             let disk = Arc::new(disk.unwrap());
-            server.add(Export { name: name.into(), description: String::new(), disk }).unwrap();
+            exports.add(Export { name: name.into(), description: String::new(), disk }).unwrap();
         }
         let (sender, receiver) = mpsc::channel();
-        let running = server.clone();
+        let (running, offered) = (server.clone(), exports.clone());
         let thread = thread::spawn(move || {
             let mut event_loop = match EventLoop::new(EngineChoice::Only(engine)) {
                 Ok(event_loop) => event_loop,
@@ -63,7 +64,7 @@ impl Rig {
             sender.send(handle.clone()).unwrap();
             let listener = Listener::new(bound.socket).unwrap();
             event_loop.block_on(async {
-                running.serve(&listener, &[handle]).await.unwrap();
+                running.serve(&listener, &offered, &[handle]).await.unwrap();
                 running.drain().await;
             });
         });
@@ -72,6 +73,7 @@ impl Rig {
             path,
             storage,
             server,
+            exports,
             remote,
             thread: Some(thread),
             _file: bound.file,
@@ -85,7 +87,7 @@ impl Rig {
     }
 
     /// The server.
-    pub fn server(&self) -> Server<Memory> {
+    pub fn server(&self) -> Server {
         self.server.clone()
     }
 

@@ -1,0 +1,264 @@
+//! Which images `serve` offers at which NBD sockets, and under which names.
+//!
+//! Guarantee: a socket offers what its URIs name and nothing else, and what is offered where depends on
+//! the command line alone. What the command line leaves open is wrong usage, with a line that says what
+//! to type.
+
+use std::path::{Path, PathBuf};
+
+use blockhouse_nbd::uri::{Address, NbdUri};
+
+/// An image under the name that clients of a socket know it by.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Offer {
+    /// The name of the export.
+    pub name: String,
+    /// The place of the image on the command line, from 0.
+    pub image: usize,
+}
+
+/// The images and what they are called.
+#[derive(Debug)]
+pub struct Offers {
+    images: Vec<PathBuf>,
+    /// Of `--name`: one per image, or none.
+    names: Vec<String>,
+}
+
+impl Offers {
+    /// Of these images, at least one, with the names of `--name` in the order of the images.
+    ///
+    /// # Errors
+    /// When there are too few names or too many, or names that would be confused.
+    pub fn new(images: &[PathBuf], names: &[String]) -> Result<Self, String> {
+        if !names.is_empty() && names.len() != images.len() {
+            return Err(match images {
+                [_] => "one image has one name; leave the other --name out".into(),
+                _ => format!(
+                    "{} images need one --name each, in their order, or none at all",
+                    images.len()
+                ),
+            });
+        }
+        if images.len() > 1 && names.iter().any(String::is_empty) {
+            return Err("several images need names that are not empty".into());
+        }
+        if let Some(name) = repeated(names) {
+            return Err(format!("two images have --name '{name}'; give each a name of its own"));
+        }
+        Ok(Self { images: images.to_vec(), names: names.to_vec() })
+    }
+
+    /// All images under their own names: what a socket offers that no URI with a name speaks of. An only
+    /// image has the empty name, so that its clients need none, unless `--name` says otherwise; several
+    /// are called after their files.
+    ///
+    /// # Errors
+    /// When two images would have the same name, or a file's name cannot be one.
+    pub fn all(&self) -> Result<Vec<Offer>, String> {
+        let names = match &self.images[..] {
+            [_] if self.names.is_empty() => vec![String::new()],
+            _ if !self.names.is_empty() => self.names.clone(),
+            images => images.iter().map(|image| file_name(image)).collect::<Result<_, _>>()?,
+        };
+        if let Some(name) = repeated(&names) {
+            return Err(format!(
+                "two images are called '{name}'; give each image a name of its own: one --name NAME per \
+                 image, in their order"
+            ));
+        }
+        Ok(names.into_iter().enumerate().map(|(image, name)| Offer { name, image }).collect())
+    }
+
+    /// The image that the name of a URI means: an only image whatever the name, of several the one that
+    /// is called so, or else the one whose file is called so but for its extension.
+    fn named(&self, name: &str) -> Result<Offer, String> {
+        if self.images.len() == 1 {
+            return Ok(Offer { name: name.into(), image: 0 });
+        }
+        let all = self.all()?;
+        let is_stem = |offer: &&Offer| {
+            let file = Path::new(&offer.name);
+            self.names.is_empty() && file.file_stem().is_some_and(|stem| stem == name)
+        };
+        let exact = all.iter().find(|offer| offer.name == name);
+        let stems: Vec<_> = all.iter().filter(is_stem).collect();
+        let only_stem = match stems[..] {
+            [only] => Some(only),
+            _ => None,
+        };
+        match (exact.or(only_stem), &stems[..]) {
+            (Some(offer), _) => Ok(Offer { name: name.into(), image: offer.image }),
+            (None, []) => Err(format!(
+                "no image is called '{name}'; a URI's name says which image it serves: {}",
+                list(all.iter())
+            )),
+            (None, several) => Err(format!(
+                "'{name}' may be {}; write the whole name into the URI",
+                list(several.iter().copied())
+            )),
+        }
+    }
+
+    /// What is offered at which address. A URI with a name offers the image that it means under this
+    /// name; one without offers all images under theirs. URIs of one address share its socket.
+    ///
+    /// # Errors
+    /// When a name means no image or more than one, or a socket has two exports of one name.
+    pub fn plan(&self, uris: &[NbdUri]) -> Result<Vec<(Address, Vec<Offer>)>, String> {
+        let mut plan: Vec<(Address, Vec<Offer>)> = Vec::new();
+        for uri in uris {
+            let offers = match &uri.export[..] {
+                "" => self.all(),
+                name => self.named(name).map(|offer| vec![offer]),
+            };
+            let offers = offers.map_err(|why| format!("--nbd {uri}: {why}"))?;
+            let index = plan.iter().position(|(address, _)| *address == uri.address);
+            let index = index.unwrap_or_else(|| {
+                plan.push((uri.address.clone(), Vec::new()));
+                plan.len() - 1
+            });
+            for offer in offers {
+                if plan[index].1.iter().any(|other| other.name == offer.name) {
+                    return Err(format!(
+                        "--nbd {uri}: another URI means the export '{}' of this socket already; leave \
+                         one out",
+                        offer.name
+                    ));
+                }
+                plan[index].1.push(offer);
+            }
+        }
+        Ok(plan)
+    }
+
+    /// Refuses images that no socket offers.
+    ///
+    /// # Errors
+    /// When there is one.
+    pub fn check_all_offered<'a>(
+        &self,
+        offers: impl Iterator<Item = &'a Offer> + Clone,
+    ) -> Result<(), String> {
+        let missing =
+            (0..self.images.len()).find(|&image| !offers.clone().any(|offer| offer.image == image));
+        let Some(missing) = missing else { return Ok(()) };
+        let name = match self.names.get(missing) {
+            Some(name) => name.clone(),
+            None => file_name(&self.images[missing])?,
+        };
+        let image = self.images[missing].display();
+        Err(format!(
+            "{image}: no --nbd URI serves it; leave the image out, or name it in a URI: \
+             nbd+unix:///{name}?socket=PATH"
+        ))
+    }
+
+    /// What the image is called towards a guest: its name, or its file's.
+    pub fn label(&self, image: usize) -> String {
+        match self.names.get(image) {
+            Some(name) if !name.is_empty() => name.clone(),
+            _ => self.images[image].file_name().unwrap_or_default().to_string_lossy().into(),
+        }
+    }
+}
+
+/// The first that is there twice.
+fn repeated(names: &[String]) -> Option<&String> {
+    names
+        .iter()
+        .enumerate()
+        .find(|(index, name)| names[..*index].contains(name))
+        .map(|(_, name)| name)
+}
+
+fn file_name(image: &Path) -> Result<String, String> {
+    let name = image.file_name().and_then(|name| name.to_str()).map(str::to_owned);
+    name.ok_or_else(|| {
+        format!(
+            "{}: the file's name cannot name an export; give each image a name: one --name NAME per \
+             image, in their order",
+            image.display()
+        )
+    })
+}
+
+fn list<'a>(offers: impl Iterator<Item = &'a Offer>) -> String {
+    offers.map(|offer| format!("'{}'", offer.name)).collect::<Vec<_>>().join(", ")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn offers(images: &[&str], names: &[&str]) -> Result<Offers, String> {
+        let images: Vec<_> = images.iter().map(PathBuf::from).collect();
+        let names: Vec<_> = names.iter().map(|name| name.to_string()).collect();
+        Offers::new(&images, &names)
+    }
+
+    fn plan(
+        images: &[&str],
+        names: &[&str],
+        uris: &[&str],
+    ) -> Result<Vec<(Address, Vec<Offer>)>, String> {
+        let uris: Vec<NbdUri> = uris.iter().map(|uri| uri.parse().expect("a URI")).collect();
+        offers(images, names)?.plan(&uris)
+    }
+
+    /// What is offered at each socket, as `name=image`.
+    fn shown(images: &[&str], names: &[&str], uris: &[&str]) -> Vec<String> {
+        let show = |offer: &Offer| format!("{}={}", offer.name, offer.image);
+        let places = plan(images, names, uris).expect("a plan").into_iter();
+        places.map(|(_, offers)| offers.iter().map(show).collect::<Vec<_>>().join(" ")).collect()
+    }
+
+    #[test]
+    fn an_only_image_is_served_under_any_name() {
+        let one = ["nbd+unix:///a?socket=s", "nbd+unix:///b?socket=s", "nbd+unix:///?socket=t"];
+        assert_eq!(shown(&["x.img"], &[], &one), ["a=0 b=0", "=0"]);
+        assert_eq!(shown(&["x.img"], &["n"], &one), ["a=0 b=0", "n=0"]);
+    }
+
+    #[test]
+    fn names_say_which_of_several_images_a_socket_serves() {
+        let images = ["vm/a.qcow2", "vm/b.img"];
+        let uris = ["nbd+unix:///a.qcow2?socket=s", "nbd+unix:///b?socket=t"];
+        assert_eq!(shown(&images, &[], &uris), ["a.qcow2=0", "b=1"]);
+        assert_eq!(shown(&images, &[], &["nbd+unix:///?socket=s"]), ["a.qcow2=0 b.img=1"]);
+        let named = ["nbd+unix:///two?socket=s", "nbd+unix:///?socket=t"];
+        assert_eq!(shown(&images, &["one", "two"], &named), ["two=1", "one=0 two=1"]);
+        // A whole name goes before a shortened one.
+        assert_eq!(shown(&["a", "a.img"], &[], &["nbd+unix:///a?socket=s"]), ["a=0"]);
+    }
+
+    #[test]
+    fn what_is_ambiguous_is_refused_with_what_to_type() {
+        let a = "nbd+unix:///a?socket=s";
+        for (images, names, uris, words) in [
+            (&["a.img", "a.raw"][..], &[][..], &[a][..], "may be 'a.img', 'a.raw'"),
+            (&["b.img", "c.img"], &[], &[a], "no image is called 'a'"),
+            (&["b.img", "c.img"], &[], &[a], "'b.img', 'c.img'"),
+            (&["x/d.img", "y/d.img"], &[], &["nbd+unix:///?socket=s"], "one --name NAME per image"),
+            (&["x/d.img", "y/d.img"], &["p", "p"], &[a], "two images have --name 'p'"),
+            (&["a.img", "b.img"], &["p", "q"], &[a], "'p', 'q'"),
+            (&["a.img", "b.img"], &["p"], &[a], "one --name each"),
+            (&["a.img", "b.img"], &["p", ""], &[a], "not empty"),
+            (&["a.img"], &["p", "q"], &[a], "one image has one name"),
+            (&["a.img"], &[], &[a, a], "leave one out"),
+            (&["a.img", "b.img"], &[], &[a, "nbd+unix:///?socket=s", a], "leave one out"),
+        ] {
+            let error = plan(images, names, uris).expect_err(words);
+            assert!(error.contains(words), "{error}");
+        }
+    }
+
+    #[test]
+    fn an_image_that_no_socket_offers_is_refused() {
+        let offers = offers(&["a.img", "b.img"], &[]).expect("two images");
+        let offered = [Offer { name: "a".into(), image: 0 }];
+        let error = offers.check_all_offered(offered.iter()).expect_err("one is missing");
+        assert!(error.starts_with("b.img: ") && error.contains("nbd+unix:///b.img?"), "{error}");
+        assert_eq!(offers.check_all_offered(offers.all().expect("names").iter()), Ok(()));
+    }
+}
