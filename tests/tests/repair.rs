@@ -192,6 +192,19 @@ fn entries_out_of_the_file_and_against_the_format_lose_what_is_wrong() {
 }
 
 #[test]
+fn a_compressed_cluster_is_not_marked_as_counting_one() {
+    require!(need::tools(&["qemu-img", "qemu-io"]));
+    let scratch = Scratch::new();
+    let patient = Patient::new(&scratch, "packed.qcow2", "compat=1.1");
+    patient.qemu_io(&["write -c -P 5 4M 64k"]);
+    patient.set_word(patient.l2(64), patient.word(patient.l2(64)) | COPIED);
+    let found = command(&["check", "-f", "qcow2", str(&patient.path)]);
+    assert_eq!(found.status.code(), Some(2), "{}", found.describe("QEMU calls it corrupt"));
+    let report = patient.must_recover(&[&INTACT[..], &["read -P 5 4M 64k"]].concat());
+    assert_eq!(report["corruptions-fixed"], 1, "{report}");
+}
+
+#[test]
 fn clusters_with_two_owners_are_copied_when_one_is_written() {
     require!(need::tools(&["qemu-img", "qemu-io"]));
     let scratch = Scratch::new();

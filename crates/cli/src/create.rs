@@ -18,7 +18,7 @@ use clap::error::ErrorKind;
 
 use crate::create_options::{self, Setting};
 use crate::looked_at::beside;
-use crate::size;
+use crate::{output, size};
 
 /// Arguments of `create`.
 #[derive(clap::Args)]
@@ -34,7 +34,7 @@ pub struct Arguments {
     options: Vec<create_options::Settings>,
     /// The new file. One that exists is left alone.
     image: PathBuf,
-    /// The size of the disk: 512, 64K, 20G, 1T.
+    /// The size of the disk: 512, 64K, 20G, 1T. Rounded up to a multiple of 512.
     #[arg(value_parser = size::parse)]
     size: u64,
 }
@@ -42,6 +42,7 @@ pub struct Arguments {
 /// Runs the command.
 pub fn run(arguments: Arguments) -> Result<()> {
     let Arguments { format, options, image, size } = arguments;
+    let size = whole_sectors(&image, size);
     let settings: Vec<Setting> = options.into_iter().flat_map(|settings| settings.0).collect();
     let mut event_loop = EventLoop::new(EngineChoice::Auto)?;
     match format.unwrap_or_else(|| ImageFormat::by_name(&image)) {
@@ -56,6 +57,16 @@ pub fn run(arguments: Arguments) -> Result<()> {
             event_loop.block_on(create_qcow2(&image, &options))
         }
     }
+}
+
+/// Disks consist of whole sectors: a size with a part of one is rounded up, and that is said.
+fn whole_sectors(image: &Path, size: u64) -> u64 {
+    let rounded = size.next_multiple_of(512);
+    if rounded != size {
+        let image = image.display();
+        output::tell(&format!("blockhouse: {image}: rounded up to whole sectors: {rounded} bytes"));
+    }
+    rounded
 }
 
 /// Ends the program as for any other wrong usage.

@@ -77,6 +77,10 @@ fn as_text(facts: &Facts) -> String {
         format!("virtual size: {} ({virtual_size} bytes)", size::show(*virtual_size)),
         format!("disk size: {}", size::show(*actual_size)),
     ];
+    if let Some(stated) = facts.qcow2.map(|qcow2| qcow2.stated_size).filter(|size| size % 512 != 0)
+    {
+        lines.push(format!("size in the header: {stated} bytes (rounded down to whole sectors)"));
+    }
     if let Some(size) = facts.cluster_size {
         lines.push(format!("cluster size: {size} bytes"));
     }

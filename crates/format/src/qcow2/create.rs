@@ -300,6 +300,7 @@ fn new_header(options: &CreateOptions, geometry: Geometry, layout: &Layout) -> H
     Header {
         geometry,
         size: options.size,
+        excess: 0,
         l1_offset: if layout.l1 > 0 { geometry.offset_of(layout.l1_start()) } else { 0 },
         l1_entries: geometry.l1_entries_for(options.size) as u32,
         refcount_table_offset: geometry.offset_of(1),

@@ -60,9 +60,11 @@ async fn edit_l2<S: Storage>(
     let mut table = table_io::read(storage, offset, geometry.cluster_size() as usize).await?;
     let before = table.clone();
     for index in 0..geometry.l2_entries() as usize {
-        // An entry that says the same in other bits (ignored ones) stays as it is.
+        // An entry that says the same in other bits (ignored ones) stays as it is, but for those that a
+        // check complains of.
         if let Some(new) = editor.l2(&table, index)
-            && Entry::read(&table, index, geometry) != Ok(new)
+            && (Entry::read(&table, index, geometry) != Ok(new)
+                || Entry::is_copied_compressed(&table, index, geometry))
         {
             new.write(&mut table, index, geometry);
         }

@@ -244,9 +244,17 @@ impl Entry {
         } else if place.offset + place.length > super::geometry::MOST_OFFSET {
             Err("refers to compressed data beyond the largest offset")
         } else {
-            // QEMU writes the bit "refcount is one" into none of these and ignores it in all.
+            // The bit "refcount is one" must be in none of these. Reading ignores it, as QEMU does;
+            // see `is_copied_compressed`.
             Ok(Self::Compressed(place))
         }
+    }
+
+    /// Whether the `index`-th entry of a slice is compressed and has the bit "refcount is one", which the
+    /// format forbids: it changes nothing that is read, and is an error to a check.
+    pub(crate) fn is_copied_compressed(slice: &[u8], index: usize, geometry: Geometry) -> bool {
+        let word = be64(slice, index * geometry.l2_entry_size() as usize);
+        word & (COMPRESSED | COPIED) == COMPRESSED | COPIED
     }
 
     /// What is left of the `index`-th entry of a slice, which [`read`](Self::read) may refuse: reserved

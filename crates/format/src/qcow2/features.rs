@@ -18,6 +18,8 @@ pub struct Features {
     pub lazy_refcounts: Switch,
     /// Whether there are subclusters.
     pub extended_l2: Switch,
+    /// Bytes of the disk as the image states it. What is beyond a multiple of 512 is left out.
+    pub stated_size: u64,
     /// Whether the image was not closed, so that refcounts may be wrong.
     pub is_dirty: bool,
     /// Whether the image was found to contradict itself.
@@ -35,6 +37,7 @@ impl<S: Storage> Qcow2<S> {
             refcount_bits: 1 << header.geometry.refcount_order,
             lazy_refcounts: switch(header.compatible & LAZY_REFCOUNTS != 0),
             extended_l2: switch(header.geometry.extended_l2),
+            stated_size: header.size + header.excess,
             is_dirty: header.incompatible.contains(Incompatible::DIRTY),
             is_corrupt: header.incompatible.contains(Incompatible::CORRUPT),
         }

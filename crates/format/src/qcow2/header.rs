@@ -50,8 +50,11 @@ pub(crate) const RAW_DATA_FILE: u64 = 1 << 1;
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Header {
     pub(crate) geometry: Geometry,
-    /// Bytes of the guest's disk.
+    /// Bytes of the guest's disk, a multiple of 512.
     pub(crate) size: u64,
+    /// What the file says beyond that: less than a sector, which no guest can read (QEMU opens such an
+    /// image rounded down, too). Gone with the next change of the header.
+    pub(crate) excess: u64,
     pub(crate) l1_offset: u64,
     pub(crate) l1_entries: u32,
     pub(crate) refcount_table_offset: u64,
@@ -136,7 +139,8 @@ impl Header {
         features.check_known(&extensions)?;
         let header = Self {
             geometry,
-            size: be64(bytes, 24),
+            size: be64(bytes, 24) & !(SECTOR as u64 - 1),
+            excess: be64(bytes, 24) % SECTOR as u64,
             l1_offset: be64(bytes, 40),
             l1_entries: be32(bytes, 36),
             refcount_table_offset: be64(bytes, 48),
@@ -179,10 +183,6 @@ impl Header {
 
     fn check_tables(&self) -> Result<(), Refusal> {
         let geometry = self.geometry;
-        if !self.size.is_multiple_of(512) {
-            let what = format!("a disk of {} bytes is no multiple of 512", self.size);
-            return Err(unsupported(24, what));
-        }
         let needed = geometry.l1_entries_for(self.size);
         let bytes = u64::from(self.l1_entries) * 8;
         if bytes > MOST_L1_BYTES || needed * 8 > MOST_L1_BYTES {
@@ -375,6 +375,7 @@ mod tests {
                 has_data_file: false,
             },
             size: 1 << 30,
+            excess: 0,
             l1_offset: 3 << 16,
             l1_entries: 2,
             refcount_table_offset: 1 << 16,
@@ -431,6 +432,13 @@ mod tests {
             let refusal = Header::parse(&bytes).expect_err(&format!("field at {offset}"));
             assert_eq!(refusal.offset, offset as u64, "{refusal:?}");
         }
+    }
+
+    #[test]
+    fn a_size_with_a_part_of_a_sector_is_rounded_down() {
+        let mut bytes = bytes();
+        bytes[24..32].copy_from_slice(&((1_u64 << 30) + 100).to_be_bytes());
+        assert_eq!(Header::parse(&bytes), Ok(Header { excess: 100, ..header() }));
     }
 
     #[test]

@@ -157,6 +157,11 @@ impl<'a, S: Storage> References<'a, S> {
         let table = table_io::read(self.storage, offset, geometry.cluster_size() as usize).await?;
         let mut next = None;
         for index in 0..geometry.l2_entries() as usize {
+            if Entry::is_copied_compressed(&table, index, geometry) {
+                let offset = offset + index as u64 * geometry.l2_entry_size();
+                let what = "is compressed, and marked as counting one";
+                self.problem(format!("the L2 entry at offset {offset} {what}"));
+            }
             match Entry::read(&table, index, geometry) {
                 Ok(Entry::Standard { place: None, .. }) => {}
                 Ok(Entry::Standard { place: Some(place), .. }) => {

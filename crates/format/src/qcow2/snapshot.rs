@@ -92,7 +92,7 @@ impl<S: Storage> Qcow2<S> {
             let size = entry.disk_size().unwrap_or(draft.header.size);
             let entries = draft.geometry.l1_entries_for(size);
             let mut l1 = draft.l1_of(&entry).await?;
-            if !size.is_multiple_of(512) || (l1.len() as u64) < entries {
+            if (l1.len() as u64) < entries {
                 let what = format!("the snapshot '{name}' has {} L1 entries", l1.len());
                 return Err(Error::new(ErrorKind::Corrupt, what).on(self.storage.name()));
             }
@@ -153,7 +153,7 @@ impl<S: Storage> Qcow2<S> {
         let bytes = entry.l1_entries as usize * 8;
         let l1 = table_io::read(&image.storage, entry.l1_offset, bytes).await?;
         let size = entry.disk_size().unwrap_or(header.size);
-        if !size.is_multiple_of(512) || header.geometry.l1_entries_for(size) * 8 > bytes as u64 {
+        if header.geometry.l1_entries_for(size) * 8 > bytes as u64 {
             let what = format!("the snapshot '{name}' of {size} bytes has a short L1 table");
             return Err(Error::new(ErrorKind::Corrupt, what).on(image.storage.name()));
         }

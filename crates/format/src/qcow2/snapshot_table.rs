@@ -92,9 +92,9 @@ impl SnapshotEntry {
         self.extra_word(0).unwrap_or(u64::from(self.short_vm_state_size))
     }
 
-    /// Of the guest's disk, if the entry says it (always in version 3).
+    /// Of the guest's disk, if the entry says it (always in version 3): a multiple of 512.
     pub(crate) fn disk_size(&self) -> Option<u64> {
-        self.extra_word(1)
+        self.extra_word(1).map(|size| size & !511)
     }
 
     pub(crate) fn described(&self, image_size: u64) -> Snapshot {
