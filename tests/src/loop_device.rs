@@ -11,10 +11,15 @@ impl LoopDevice {
     /// Makes a block device of an image; `options` are losetup's. `Err` says why there cannot be
     /// one here.
     pub fn over(image: &Image, options: &[&str]) -> Result<Self, String> {
+        Self::over_file(image.path(), options)
+    }
+
+    /// As [`over`](Self::over), of any file.
+    pub fn over_file(file: &Path, options: &[&str]) -> Result<Self, String> {
         need::root()?;
         need::tools(&["losetup"])?;
         let mut attach = tool("losetup");
-        attach.args(["--find", "--show"]).args(options).arg(image.path());
+        attach.args(["--find", "--show"]).args(options).arg(file);
         let outcome = run(&mut attach);
         if !outcome.status.success() {
             return Err(format!("no loop device: {}", outcome.stderr.trim()));

@@ -20,10 +20,14 @@ pub mod errno {
     pub const ENOMEM: i32 = 12;
     /// Invalid argument.
     pub const EINVAL: i32 = 22;
+    /// File too large.
+    pub const EFBIG: i32 = 27;
     /// No space left on device.
     pub const ENOSPC: i32 = 28;
     /// Operation not supported.
     pub const EOPNOTSUPP: i32 = 95;
+    /// Disk quota exceeded.
+    pub const EDQUOT: i32 = 122;
     /// Cannot send after transport endpoint shutdown.
     pub const ESHUTDOWN: i32 = 108;
 }
@@ -64,7 +68,7 @@ impl ErrorKind {
     fn from_errno(code: i32) -> Self {
         match code {
             errno::EINVAL => Self::InvalidInput,
-            errno::ENOSPC | 122 /* EDQUOT */ | 27 /* EFBIG */ => Self::NoSpace,
+            errno::ENOSPC | errno::EDQUOT | errno::EFBIG => Self::NoSpace,
             errno::EPERM | 13 /* EACCES */ | 30 /* EROFS */ => Self::ReadOnly,
             errno::EOPNOTSUPP | 38 /* ENOSYS */ | 25 /* ENOTTY */ => Self::Unsupported,
             _ => Self::Io,
@@ -83,6 +87,7 @@ struct Detail {
     offset: Option<u64>,
     hint: Option<Cow<'static, str>>,
     source: Option<Box<dyn StdError + Send + Sync>>,
+    confined: bool,
 }
 
 impl Error {
@@ -96,6 +101,7 @@ impl Error {
             offset: None,
             hint: None,
             source: None,
+            confined: false,
         }))
     }
 
@@ -130,6 +136,21 @@ impl Error {
         self
     }
 
+    /// Says that the failure concerns nothing but the range of the failed operation: every other write
+    /// is as it was, and what the host may have lost of them it still reports to the next flush. Only a
+    /// [`Storage`](crate::Storage) can know that.
+    #[must_use]
+    pub fn confined(mut self) -> Self {
+        self.0.confined = true;
+        self
+    }
+
+    /// Whether the failure concerns nothing but the range of the failed operation. `false` means that
+    /// this is not known.
+    pub fn is_confined(&self) -> bool {
+        self.0.confined
+    }
+
     /// The kind of failure.
     pub fn kind(&self) -> ErrorKind {
         self.0.kind
@@ -152,6 +173,7 @@ impl Error {
             offset: detail.offset,
             hint: detail.hint.clone(),
             source: detail.source.as_ref().map(|source| source.to_string().into()),
+            confined: detail.confined,
         }))
     }
 }

@@ -42,6 +42,10 @@ pub trait Storage: 'static {
     /// Stores all bytes of `from` from `offset` on (never fewer: short writes are continued), as
     /// durable as asked. Fails with [`ErrorKind::NoSpace`](crate::ErrorKind::NoSpace) when the bytes
     /// were not accepted for want of room; what is written past the end makes the storage longer.
+    ///
+    /// A durable write is a write and a flush in one, so its failure may be the only report of an
+    /// earlier write that was lost, whatever its errno. Where the storage knows that it is not, it says
+    /// so by [`Error::confined`](crate::Error::confined).
     fn write(
         &self,
         offset: u64,

@@ -9,8 +9,10 @@
 //! - a native durable write is stable when it completes and is not counted;
 //! - a failed flush is remembered: the host has forgotten which bytes are lost and would call the
 //!   next one a success. From then on every flush and durable write fails with its errno, until the
-//!   storage is opened anew. A failed durable write is a write and a failed flush in one (the host
-//!   may have dropped older bytes of the same pages), unless its error says that nothing was begun;
+//!   storage is opened anew. A failed durable write is a failed flush, too, whatever its errno: what it
+//!   reports may be the loss of an older write, and the host reports that once. Only where the storage
+//!   knows that nothing else is concerned ([`Error::is_confined`]) the disk goes on, as after a host
+//!   that was full for a while;
 //! - because the failure of a durable write may concern what a running flush calls stable, a flush
 //!   believes its success only when the durable writes that ran beside it have been heard;
 //! - where a shared flush is cheaper than FUA on each of several writes in flight, the later ones go
@@ -26,8 +28,8 @@ use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 
 use blockhouse_core::{
-    ByteRange, Capabilities, Durability, Error, ErrorKind, Fua, GroupCommit, IoVector, Result,
-    Status, Storage, Sync, Unmap, WriteCache,
+    ByteRange, Capabilities, Durability, Error, Fua, GroupCommit, IoVector, Result, Status,
+    Storage, Sync, Unmap, WriteCache,
 };
 use event_listener::{Event, EventListener};
 use parking_lot::Mutex;
@@ -122,7 +124,7 @@ impl<S: Storage> Generations<S> {
         let unseen = self.in_flight();
         let outcome = self.storage.write(offset, from, Durability::Data).await;
         if let Err(error) = &outcome
-            && !nothing_was_begun(error)
+            && !error.is_confined()
         {
             self.remember(error);
         }
@@ -255,14 +257,6 @@ impl Drop for Unseen<'_> {
     fn drop(&mut self) {
         self.given_up.fetch_add(1, Ordering::SeqCst);
     }
-}
-
-/// Whether a durable write that fails like this left everything as it was.
-fn nothing_was_begun(error: &Error) -> bool {
-    matches!(
-        error.kind(),
-        ErrorKind::InvalidInput | ErrorKind::NoSpace | ErrorKind::ReadOnly | ErrorKind::Unsupported
-    )
 }
 
 impl<S: Storage> Storage for Generations<S> {

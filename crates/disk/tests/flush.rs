@@ -155,6 +155,21 @@ fn a_durable_write_that_found_no_room_is_not_held_against_the_disk() {
     rig.submit(Request::Flush).unwrap();
 }
 
+/// Through a page cache the errno of a durable write may be that of an older write that could not be
+/// written back, and the host reports it once.
+#[test]
+fn a_durable_write_that_reports_the_loss_of_older_writes_is_a_failed_flush_whatever_its_errno() {
+    for errno in [errno::ENOSPC, errno::EDQUOT, errno::EFBIG, errno::EIO] {
+        let rig = dirty();
+        let fault = Fault::nth(0, errno).of(OperationKind::DurableWrite);
+        rig.storage.fail(fault.losing_older_writes());
+        rig.submit(write(8192, 512, 3, Durability::Data)).unwrap_err();
+        rig.storage.clear_faults();
+        let error = rig.submit(Request::Flush).expect_err("what was acknowledged is lost");
+        assert_eq!(error.errno(), errno);
+    }
+}
+
 #[test]
 fn those_who_wait_for_a_dropped_flush_go_on_themselves() {
     let rig = dirty();

@@ -10,12 +10,13 @@ use std::sync::Arc;
 
 use blockhouse_core::{
     Alignment, ByteRange, Capabilities, Durability, Error, Fua, IoVector, Offload, Result, Status,
-    Storage, Sync, Unmap,
+    Storage, Sync, Unmap, errno,
 };
 use fastrand::Rng;
 use parking_lot::Mutex;
 
 use crate::clock::Signal;
+use crate::faults::Failure;
 use crate::media::SECTOR;
 use crate::state::State;
 use crate::{Clock, Config, Fault, Operation, Sim, Support};
@@ -80,22 +81,29 @@ impl SimDisk {
     async fn operate(&self, operation: Operation, vector: Option<IoVector>) -> Result<()> {
         let (id, outcome) = self.start(operation, vector);
         let waiting = Waiting { disk: self, id };
-        let errno = outcome.wait().await;
+        let failure = outcome.wait().await;
         drop(waiting);
-        match errno {
+        match failure {
             None => Ok(()),
-            Some(code) => {
+            Some(Failure { errno: code, loses_older }) => {
                 let what = format!("cannot carry out {:?}", operation.kind());
                 let error = Error::host(what, io::Error::from_raw_os_error(code)).on(self.name());
-                Err(match operation.range() {
+                let error = match operation.range() {
                     Some(range) => error.at(range.offset()),
                     None => error,
-                })
+                };
+                // For want of room nothing was begun.
+                let is_confined = code == errno::ENOSPC && !loses_older;
+                Err(if is_confined { error.confined() } else { error })
             }
         }
     }
 
-    fn start(&self, operation: Operation, vector: Option<IoVector>) -> (u64, Signal<Option<i32>>) {
+    fn start(
+        &self,
+        operation: Operation,
+        vector: Option<IoVector>,
+    ) -> (u64, Signal<Option<Failure>>) {
         let (id, outcome, delay) = self.0.state.lock().start(operation, vector);
         let disk = self.clone();
         self.0.clock.schedule(delay, move || {

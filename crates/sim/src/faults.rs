@@ -9,7 +9,22 @@ use crate::OperationKind;
 pub struct Fault {
     kind: Option<OperationKind>,
     trigger: Trigger,
-    errno: i32,
+    failure: Failure,
+}
+
+/// How an operation fails.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Failure {
+    pub(crate) errno: i32,
+    /// Whether writes that no flush has covered may be lost with it, and are reported by it alone.
+    pub(crate) loses_older: bool,
+}
+
+impl Failure {
+    /// A failure that concerns the operation's own range.
+    pub(crate) fn of_range(errno: i32) -> Self {
+        Self { errno, loses_older: false }
+    }
 }
 
 #[derive(Clone, Debug)]
@@ -23,18 +38,27 @@ enum Trigger {
 impl Fault {
     /// The `n`-th operation from now on fails, counted from 0.
     pub fn nth(n: u64, errno: i32) -> Self {
-        Self { kind: None, trigger: Trigger::After(n), errno }
+        Self { kind: None, trigger: Trigger::After(n), failure: Failure::of_range(errno) }
     }
 
     /// Each operation fails with `probability`.
     pub fn chance(probability: f64, errno: i32) -> Self {
-        Self { kind: None, trigger: Trigger::Chance(probability), errno }
+        let trigger = Trigger::Chance(probability);
+        Self { kind: None, trigger, failure: Failure::of_range(errno) }
     }
 
     /// Only operations of this kind count.
     #[must_use]
     pub fn of(mut self, kind: OperationKind) -> Self {
         self.kind = Some(kind);
+        self
+    }
+
+    /// The failure is the only report that older writes, which no flush has covered, are lost: so a
+    /// durable write fails through a page cache, with the errno with which the host could not write back.
+    #[must_use]
+    pub fn losing_older_writes(mut self) -> Self {
+        self.failure.loses_older = true;
         self
     }
 }
@@ -52,9 +76,9 @@ impl FaultPlan {
         self.0.clear();
     }
 
-    /// The errno that the next operation, one of `kind`, fails with.
-    pub(crate) fn decide(&mut self, kind: OperationKind, random: &mut Rng) -> Option<i32> {
-        let mut errno = None;
+    /// How the next operation, one of `kind`, fails.
+    pub(crate) fn decide(&mut self, kind: OperationKind, random: &mut Rng) -> Option<Failure> {
+        let mut failure = None;
         self.0.retain_mut(|fault| {
             if fault.kind.is_some_and(|wanted| wanted != kind) {
                 return true;
@@ -68,11 +92,11 @@ impl FaultPlan {
                 Trigger::Chance(probability) => (random.f64() < *probability, true),
             };
             if strikes {
-                errno = errno.or(Some(fault.errno));
+                failure = failure.or(Some(fault.failure));
             }
             stays
         });
-        errno
+        failure
     }
 }
 
@@ -87,7 +111,7 @@ mod tests {
         let mut next = |kind| plan.decide(kind, &mut random);
         assert_eq!(next(OperationKind::Flush), None);
         assert_eq!(next(OperationKind::Write), None);
-        assert_eq!(next(OperationKind::Flush), Some(5));
+        assert_eq!(next(OperationKind::Flush), Some(Failure::of_range(5)));
         assert_eq!(next(OperationKind::Flush), None);
     }
 
@@ -95,8 +119,8 @@ mod tests {
     fn chance_strikes_as_often_as_said() {
         let (mut plan, mut random) = (FaultPlan::default(), Rng::with_seed(1));
         plan.add(Fault::chance(0.25, 28));
-        let struck =
-            (0..4000).filter(|_| plan.decide(OperationKind::Read, &mut random) == Some(28)).count();
+        let strikes = |_: &u32| plan.decide(OperationKind::Read, &mut random).is_some();
+        let struck = (0..4000).filter(strikes).count();
         assert!((900..1100).contains(&struck), "{struck} of 4000");
     }
 }

@@ -7,7 +7,7 @@ use blockhouse_core::{Discarded, Durability, Fua, IoVector, Sync, WriteCache, er
 use fastrand::Rng;
 
 use crate::clock::Signal;
-use crate::faults::FaultPlan;
+use crate::faults::{Failure, FaultPlan};
 use crate::media::{Media, Snapshot, Underway};
 use crate::{Config, Operation, OperationKind, Support};
 
@@ -33,16 +33,16 @@ struct InFlight {
     /// What it writes, or what it has read already.
     bytes: Option<Vec<u8>>,
     snapshot: Option<Snapshot>,
-    errno: Option<i32>,
+    failure: Option<Failure>,
     abandoned: bool,
-    outcome: Signal<Option<i32>>,
+    outcome: Signal<Option<Failure>>,
 }
 
 /// What is left to do when an operation has ended, outside of any lock.
 pub(crate) struct Ended {
     vector: Option<IoVector>,
-    outcome: Signal<Option<i32>>,
-    errno: Option<i32>,
+    outcome: Signal<Option<Failure>>,
+    failure: Option<Failure>,
     released: Vec<Signal<()>>,
 }
 
@@ -67,18 +67,21 @@ impl State {
         &mut self,
         operation: Operation,
         vector: Option<IoVector>,
-    ) -> (u64, Signal<Option<i32>>, Duration) {
+    ) -> (u64, Signal<Option<Failure>>, Duration) {
         let id = self.started;
         self.started += 1;
         self.log.push(operation);
-        let refusal = self.refusal(operation.kind());
+        let refusal = self.refusal(operation.kind()).map(Failure::of_range);
+        let failure = self.faults.decide(operation.kind(), &mut self.random).or(refusal);
+        let loses_older = failure.is_some_and(|failure| failure.loses_older);
+        let needs_snapshot = loses_older || matches!(operation, Operation::Flush(_));
         let outcome = Signal::new();
         let in_flight = InFlight {
             operation,
             bytes: self.bytes_of(operation, vector.as_ref()),
             vector,
-            snapshot: matches!(operation, Operation::Flush(_)).then(|| self.media.snapshot()),
-            errno: self.faults.decide(operation.kind(), &mut self.random).or(refusal),
+            snapshot: needs_snapshot.then(|| self.media.snapshot()),
+            failure,
             abandoned: false,
             outcome: outcome.clone(),
         };
@@ -99,18 +102,18 @@ impl State {
     pub(crate) fn end(&mut self, id: u64) -> Ended {
         let mut done = self.in_flight.remove(&id).expect("an operation ends once");
         self.ended += 1;
-        match done.errno {
+        match done.failure {
             None => self.succeed(id, &mut done),
             // Refused: nothing changes.
-            Some(errno::EOPNOTSUPP) => {}
-            Some(_) => self.fail(id, &done),
+            Some(Failure { errno: errno::EOPNOTSUPP, .. }) => {}
+            Some(failure) => self.fail(id, &done, failure),
         }
         let mut released = Vec::new();
         if done.abandoned {
-            self.lost_errno = self.lost_errno.or(done.errno);
+            self.lost_errno = self.lost_errno.or(done.failure.map(|failure| failure.errno));
             released = std::mem::take(&mut self.waiting_for_abandoned);
         }
-        Ended { vector: done.vector, outcome: done.outcome, errno: done.errno, released }
+        Ended { vector: done.vector, outcome: done.outcome, failure: done.failure, released }
     }
 
     /// The future of an operation is dropped, perhaps before the operation has ended.
@@ -211,8 +214,9 @@ impl State {
 
     /// Leaves what a failed operation leaves. For want of room nothing was begun; otherwise writes
     /// may have got anywhere, and a sync may have lost what it covered.
-    fn fail(&mut self, id: u64, done: &InFlight) {
-        if done.errno == Some(errno::ENOSPC) && done.operation.kind() != OperationKind::Flush {
+    fn fail(&mut self, id: u64, done: &InFlight, failure: Failure) {
+        let is_full = failure.errno == errno::ENOSPC && !failure.loses_older;
+        if is_full && done.operation.kind() != OperationKind::Flush {
             return;
         }
         if let (Some(range), Some(bytes)) = (done.operation.range(), &done.bytes)
@@ -238,14 +242,14 @@ impl Ended {
     pub(crate) fn announce(self) {
         // What the vector guards is released before anybody hears of the end.
         drop(self.vector);
-        self.outcome.set(self.errno);
+        self.outcome.set(self.failure);
         self.released.iter().for_each(|signal| signal.set(()));
     }
 }
 
 impl InFlight {
     fn underway<'a>((&id, operation): (&u64, &'a Self)) -> Option<Underway<'a>> {
-        if matches!(operation.operation, Operation::Read(_)) || operation.errno.is_some() {
+        if matches!(operation.operation, Operation::Read(_)) || operation.failure.is_some() {
             return None;
         }
         let offset = operation.operation.range()?.offset();

@@ -2,7 +2,8 @@
 //!
 //! Promises: a short transfer is continued and never turned into an error of its own; a durable
 //! write is one request where kernel and file allow it (`RWF_DSYNC`), and otherwise a write and a
-//! sync; every error names the file and the offset and keeps its errno. All operations run on the
+//! sync; every error names the file and the offset and keeps its errno; a failure to write back is
+//! reported to a flush, also where a durable write has reported it already. All operations run on the
 //! loop of the thread that polls them, so one `HostFile` may serve many threads; what is cheap there
 //! (`capabilities`) is told for the engine of the loop that asks.
 
@@ -38,6 +39,10 @@ pub struct HostFile {
     /// For the last partial block, which direct I/O cannot reach: the same file through the page
     /// cache. A block is no less than a page then, so that the two ways never share one.
     tail: Option<Arc<File>>,
+    /// The open file that is flushed. The kernel reports a failure to write back once to each open file
+    /// (`errseq_t`, Linux 4.13), to its next fsync or durable write. So where bytes of ours may be in the
+    /// page cache, durable writes go by an open file of their own, and a flush hears of every failure.
+    flushed: Arc<File>,
     name: String,
     kind: FileKind,
     size: AtomicU64,
@@ -92,11 +97,34 @@ impl HostFile {
 
     /// The way to this range: the last partial block takes one of its own.
     fn file_for(&self, offset: u64, length: usize) -> Arc<File> {
-        let bits = (offset | length as u64) & (u64::from(self.alignment.offset) - 1);
         match &self.tail {
-            Some(tail) if bits != 0 => Arc::clone(tail),
+            Some(tail) if self.is_in_tail(offset, length) => Arc::clone(tail),
             _ => Arc::clone(&self.file),
         }
+    }
+
+    /// Whether the range is the last partial block, which goes through the page cache.
+    fn is_in_tail(&self, offset: u64, length: usize) -> bool {
+        let bits = (offset | length as u64) & (u64::from(self.alignment.offset) - 1);
+        bits != 0 && self.tail.is_some()
+    }
+
+    /// A write that carries its durability, not in the last partial block.
+    async fn write_through(&self, offset: u64, from: IoVector) -> Result<()> {
+        let outcome = self.write_all(offset, from, WriteThrough::Yes).await;
+        outcome.map_err(|error| match error.kind() {
+            // What older writes have lost is still reported to the next flush.
+            ErrorKind::NoSpace if self.reports_twice() => error.confined(),
+            _ => error,
+        })
+    }
+
+    /// Whether a failure to write back that a durable write has reported is reported to the next flush
+    /// as well. In memory, and past the page cache, there is no such failure.
+    fn reports_twice(&self) -> bool {
+        !Arc::ptr_eq(&self.file, &self.flushed)
+            || self.file.residence == Residence::Memory
+            || self.file.caching == Caching::Direct
     }
 
     /// Writes everything.
@@ -315,8 +343,11 @@ impl Storage for HostFile {
     async fn write(&self, offset: u64, from: IoVector, durability: Durability) -> Result<()> {
         match durability {
             Durability::None => self.write_all(offset, from, WriteThrough::No).await,
-            Durability::Data if self.fua() == Fua::Native => {
-                self.write_all(offset, from, WriteThrough::Yes).await
+            // The last partial block goes by the open file that is flushed.
+            Durability::Data
+                if self.fua() == Fua::Native && !self.is_in_tail(offset, from.len()) =>
+            {
+                self.write_through(offset, from).await
             }
             Durability::Data | Durability::Full => {
                 self.write_all(offset, from, WriteThrough::No).await?;
@@ -354,7 +385,7 @@ impl Storage for HostFile {
     async fn flush(&self, sync: Sync) -> Result<()> {
         self.file.orphans.gone().await;
         let result = loop {
-            let operation = Operation::Sync { file: Arc::clone(&self.file), sync };
+            let operation = Operation::Sync { file: Arc::clone(&self.flushed), sync };
             match submit(operation).await.0 {
                 Err(Errno::AGAIN | Errno::INTR) => {}
                 other => break other,

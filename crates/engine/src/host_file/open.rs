@@ -10,7 +10,7 @@ use rustix::fs::{Mode, OFlags};
 use rustix::io::Errno;
 
 use super::{HostFile, Refused};
-use crate::file::{Caching, File};
+use crate::file::{Caching, File, Residence};
 use crate::io_poll::{IoPoll, check_io_poll};
 use crate::local;
 use crate::probe::{self, FileKind};
@@ -132,9 +132,34 @@ impl HostFile {
             lengthen: (kind == FileKind::BlockDevice).into(),
         };
         let (file, size) = (Arc::new(file), size.into());
+        let flushed = match &tail {
+            Some(tail) => Arc::clone(tail),
+            None => open_for_flushes(&file, access),
+        };
         let probe::Device { durable_write, write_cache, .. } = device;
-        Ok(Self { file, tail, name, kind, size, alignment, durable_write, write_cache, refused })
+        Ok(Self {
+            file,
+            tail,
+            flushed,
+            name,
+            kind,
+            size,
+            alignment,
+            durable_write,
+            write_cache,
+            refused,
+        })
     }
+}
+
+/// The open file that is flushed: one that no durable write goes by, where the page cache may hold what
+/// was written. If it cannot be opened once more, then the same one serves for both.
+fn open_for_flushes(file: &Arc<File>, access: OFlags) -> Arc<File> {
+    let may_hold_writes = file.caching == Caching::PageCache
+        && file.residence == Residence::Device
+        && access == OFlags::RDWR;
+    let opened = may_hold_writes.then(|| file.reopen_cached(access));
+    opened.and_then(|opened| opened.ok()).map_or_else(|| Arc::clone(file), Arc::new)
 }
 
 /// Sets the flags that reads and writes are to have. Not `O_NONBLOCK`: to io_uring that would mean "fail
