@@ -300,6 +300,68 @@ fn an_unknown_export_is_refused_by_name() {
 }
 
 #[test]
+fn the_name_of_an_export_that_is_not_there_is_in_the_log_on_one_short_line() {
+    let scratch = Scratch::new();
+    let image = scratch.image("disk.img", MIB);
+    let server =
+        Serve::bare(&scratch, image.path()).export(&unix_uri(&scratch, "nbd", "here")).start();
+    let name = format!("wrong\n\u{1b}[31mERROR{}", "x".repeat(3000));
+    let mut greeted = Greeted::new(&server.address());
+    // One client has one line, however much it asks.
+    for _ in 0..50 {
+        let data = blockhouse_tests::nbd::go_data(&name);
+        assert_eq!(greeted.outcome(option::GO, &data), reply::ERR_UNKNOWN);
+    }
+    drop(greeted);
+    let mut greeted = Greeted::new(&server.address());
+    greeted.send_head(option::EXPORT_NAME, 4).expect("the head is taken");
+    greeted.0.write_all(b"gone").expect("the name is taken");
+    let is_told = || server.log().contains("\"gone\"");
+    assert!(eventually(Duration::from_secs(10), is_told), "{}", server.log());
+    let log = server.log();
+    let first = log.lines().find(|line| line.contains("wrong")).expect("the first name");
+    assert!(first.contains(r"wrong\n\u{1b}[31mERROR"), "{log}");
+    assert!(log.lines().count() == 2 && log.lines().all(|line| line.len() < 250), "{log}");
+    assert!(!log.contains("WARN"), "a stranger's mistake is no warning: {log}");
+    server.stop();
+}
+
+#[test]
+fn clients_that_look_and_leave_are_not_worth_a_line_in_the_log() {
+    require!(need::tools(&["nbdinfo"]));
+    let scratch = Scratch::new();
+    let image = scratch.image("disk.img", MIB);
+    let server = Serve::new(&scratch, image.path()).start();
+    for _ in 0..5 {
+        run(tool("nbdinfo").args(["--list", server.uri()])).success();
+        drop(Greeted::new(&server.address()));
+        let mut noise = Greeted::new(&server.address());
+        noise.0.write_all(&[0x42; 64]).expect("the server listens");
+    }
+    Client::open(&server.address()).disconnect();
+    assert_eq!(server.log(), "");
+    server.stop();
+}
+
+#[test]
+fn a_second_server_at_a_socket_disturbs_the_first_once() {
+    let scratch = Scratch::new();
+    let image = scratch.image("disk.img", MIB);
+    let other = scratch.image("other.img", MIB);
+    let server = Serve::new(&scratch, image.path()).flag("--verbose").start();
+    let refused = Serve::new(&scratch, other.path()).refused();
+    refused.failed(&["a running server listens there", "choose another path"]);
+    Client::open(&server.address()).disconnect();
+    let handshakes = || {
+        let log = server.log();
+        log.lines().filter(|line| line.contains("handshake over")).count()
+    };
+    assert!(eventually(Duration::from_secs(10), || handshakes() > 0), "{}", server.log());
+    assert_eq!(handshakes(), 1, "{}", server.log());
+    server.stop();
+}
+
+#[test]
 fn a_read_only_export_says_so_and_answers_writes_with_eperm() {
     require!(need::tools(&["nbdinfo"]));
     let scratch = Scratch::new();

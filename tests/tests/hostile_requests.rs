@@ -23,6 +23,109 @@ fn serve_on(scratch: &Scratch, engine: Engine) -> (Server, Image) {
     (Serve::new(scratch, image.path()).engine(engine).start(), image)
 }
 
+/// Has more replies coming than it will ever take.
+fn deaf(server: &Server) -> Client {
+    let mut client = Client::open(&server.address());
+    for _ in 0..100 {
+        client.send(read(0, 1 << 20)).expect("the requests are taken");
+    }
+    client
+}
+
+#[test]
+fn silent_clients_and_such_that_stop_reading_keep_nobody_out() {
+    let scratch = Scratch::new();
+    let (server, _image) = serve(&scratch);
+    // All connections that a server has by default.
+    let deaf: Vec<_> = (0..8).map(|_| deaf(&server)).collect();
+    let silent: Vec<_> = (8..256).map(|_| Client::open(&server.address())).collect();
+    // The second one, which comes at once, takes another one's place.
+    let mut clients = [0; 2].map(|_| Client::open(&server.address()));
+    for client in &mut clients {
+        // More than one request at a time, beside those that hold all the memory they can get.
+        for number in 0..32 {
+            client.send_with(write(number << 16, 1 << 16), &[5; 1 << 16]).expect("they are taken");
+        }
+        for _ in 0..32 {
+            assert_eq!(client.receive().expect("a reply").1.error, 0);
+        }
+    }
+    clients.into_iter().for_each(Client::disconnect);
+    drop((deaf, silent));
+    server.stop();
+}
+
+#[test]
+fn a_client_that_stops_reading_is_cut_off_after_its_time() {
+    let scratch = Scratch::new();
+    let image = scratch.image("disk.img", SIZE);
+    let limits = "stall=400ms,memory=8M";
+    let server = Serve::new(&scratch, image.path()).option("--limit", limits).start();
+    let mut deaf = deaf(&server);
+    let mut idle = Client::open(&server.address());
+    assert_eq!(idle.read(0, 1), Ok(vec![0]));
+    let told = || server.log().contains("did not take its replies for 400ms");
+    assert!(eventually(Duration::from_secs(15), told), "{}", server.log());
+    let received = (0..100).take_while(|_| deaf.receive().is_ok()).count();
+    assert!(received < 100, "all replies were kept for it");
+    assert_eq!(idle.read(0, 1), Ok(vec![0]), "an idle client owes nothing");
+    server.stop();
+}
+
+#[test]
+fn a_client_idle_for_longer_than_it_may_is_disconnected() {
+    let scratch = Scratch::new();
+    let image = scratch.image("disk.img", SIZE);
+    let server = Serve::new(&scratch, image.path()).option("--limit", "idle=300ms").start();
+    let mut client = Client::open(&server.address());
+    assert_eq!(client.read(0, 1), Ok(vec![0]));
+    assert!(client.is_closed());
+    server.stop();
+}
+
+#[test]
+fn limits_that_make_no_sense_are_wrong_usage() {
+    let scratch = Scratch::new();
+    let image = scratch.image("disk.img", SIZE);
+    for (limit, words) in [
+        ("seats=3", "the keys are clients, memory"),
+        ("clients=4,stall", "KEY=VALUE"),
+        ("clients=0", "from 1"),
+        ("stop=off", "cannot be off"),
+    ] {
+        let serve = Serve::new(&scratch, image.path()).option("--limit", limit);
+        serve.refused().wrong_usage(&[words]);
+    }
+}
+
+#[test]
+fn a_silent_tcp_client_is_asked_within_minutes_whether_it_is_there() {
+    let scratch = Scratch::new();
+    let image = scratch.image("disk.img", SIZE);
+    let server = Serve::bare(&scratch, image.path()).export("nbd://127.0.0.1:0/").start();
+    let client = Client::open(&server.address());
+    let peer = client.socket.peer_addr().expect("it is connected").as_socket().expect("TCP");
+    let ours = format!("0100007F:{:04X}", peer.port());
+    // proc_net_tcp(5): local address, state 01 (established), timer 02 (keep-alive) and its ticks.
+    let timer = || {
+        let table = std::fs::read_to_string("/proc/net/tcp").expect("the kernel tells");
+        table.lines().find_map(|line| {
+            let words: Vec<_> = line.split_whitespace().collect();
+            let is_server = words[1] == ours && words[3] == "01";
+            is_server.then(|| words[5].to_owned())
+        })
+    };
+    // Before it is idle, its timer is one for sending again.
+    let is_short = || {
+        let timer = timer().expect("the server's end of the connection");
+        let ticks = timer.strip_prefix("02:").map(|ticks| u64::from_str_radix(ticks, 16));
+        ticks.is_some_and(|ticks| ticks.expect("a number") <= 60 * 100)
+    };
+    assert!(eventually(Duration::from_secs(10), is_short), "{:?}", timer());
+    drop(client);
+    server.stop();
+}
+
 /// A good client is served, quickly, and the server has not grown.
 #[track_caller]
 fn assert_serves(server: &Server) {

@@ -199,6 +199,27 @@ fn signals_that_come_together_are_one_request_to_stop() {
 }
 
 #[test]
+fn a_stop_takes_no_longer_than_it_may_and_the_service_manager_is_told() {
+    let scratch = Scratch::new();
+    let image = scratch.image("disk.img", 64 << 20);
+    let notices = std::os::unix::net::UnixDatagram::bind(scratch.socket("notify"));
+    let notices = notices.expect("the test's own socket");
+    notices.set_read_timeout(Some(Duration::from_secs(20))).expect("a deadline");
+    let serve = Serve::new(&scratch, image.path()).option("--limit", "stop=200ms");
+    let mut server = serve.environment("NOTIFY_SOCKET", scratch.socket("notify")).start();
+    let _stuck = client_that_takes_no_replies(&server.address());
+    server.signal(Signal::TERM);
+    let mut told = String::new();
+    while !told.contains("EXTEND_TIMEOUT_USEC=20000000") {
+        let mut message = [0; 4096];
+        let length = notices.recv(&mut message).unwrap_or_else(|error| panic!("{error}: {told}"));
+        told += std::str::from_utf8(&message[..length]).expect("text");
+    }
+    assert!(told.contains("READY=1") && told.contains("STOPPING=1"), "{told}");
+    assert_eq!(server.wait(Duration::from_secs(20)).code(), Some(0));
+}
+
+#[test]
 fn a_second_signal_quits_at_once() {
     let scratch = Scratch::new();
     let image = scratch.image("disk.img", 64 << 20);

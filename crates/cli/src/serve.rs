@@ -22,11 +22,13 @@ use signal_hook::iterator::Signals;
 
 use crate::control::Control;
 use crate::io_poll;
+use crate::limits::{self, Limit};
 use crate::offers::{Offer, Offers};
 use crate::output;
 use crate::size;
 use crate::sockets::{self, Place};
 use crate::stop_request::StopRequest;
+use crate::stopping_notice::StoppingNotice;
 use crate::vhost_user::{self, Served};
 use crate::workers::{LoopOptions, Workers};
 
@@ -64,6 +66,16 @@ pub struct Arguments {
     /// told.
     #[arg(long, value_name = "SOCKET")]
     vhost_user_blk: Vec<PathBuf>,
+    /// What NBD clients may take, as KEY=VALUE,... Times are in seconds or have a unit (500ms, 5m, 2h).
+    ///
+    /// clients=256: connections at once; when all are taken, clients that hold many make room for those that
+    /// hold few. memory=512M: bytes of data in flight, for all together. handshake=30: the time to choose an
+    /// export. stall=30: how long a client may stand still while it receives replies or sends a request; off
+    /// for ever. idle=off: how long it may ask for nothing. keepalive=60: over TCP, after how much silence the
+    /// kernel asks whether the client is still there. stop=5: how long clients may go on receiving replies
+    /// when the server stops; those that stand still are cut off after two seconds.
+    #[arg(long = "limit", value_name = "KEY=VALUE,...", value_delimiter = ',', value_parser = ValueParser::new(limits::parse))]
+    limits: Vec<Limit>,
     /// Take requests of this user at this Unix socket while the images are served: blockhouse snapshot
     /// --control SOCKET.
     #[arg(long, value_name = "SOCKET")]
@@ -266,7 +278,7 @@ pub fn run(arguments: Arguments, verbose: bool) -> Result<()> {
     let control = arguments.control.as_deref().map(bind_private).transpose()?;
     let open = |image: &PathBuf| open_image(&workers, image, &arguments).map(Arc::new);
     let disks = arguments.images.iter().map(open).collect::<Result<Vec<_>>>()?;
-    let mut service = start(workers, disks, places)?;
+    let mut service = start(workers, disks, places, limits::limits(&arguments.limits))?;
     service.add_devices(devices, &arguments, &offers)?;
     if let Some(socket) = control {
         let (images, disks) = (&arguments.images, &service.disks);
@@ -281,7 +293,12 @@ pub fn run(arguments: Arguments, verbose: bool) -> Result<()> {
     }
     let request = StopRequest::at(Instant::now());
     tracing::debug!("finishing what is in flight");
-    let ending = std::thread::spawn(move || end(service));
+    let notice = StoppingNotice::start();
+    let ending = std::thread::spawn(move || {
+        let result = end(service);
+        notice.end();
+        result
+    });
     // The end interrupts the wait for another signal.
     let handle = signals.handle();
     let watcher = std::thread::spawn(move || {
@@ -350,8 +367,13 @@ fn listen(
     sockets::at_uris(plan)
 }
 
-fn start(workers: Workers, disks: Vec<HostDisk>, places: Vec<Place>) -> Result<Service> {
-    let server = Server::new(Limits::default());
+fn start(
+    workers: Workers,
+    disks: Vec<HostDisk>,
+    places: Vec<Place>,
+    limits: Limits,
+) -> Result<Service> {
+    let server = Server::new(limits);
     let mut files = Vec::new();
     let mut ready = Vec::new();
     for Place { bound, offers } in places {
@@ -457,7 +479,6 @@ fn suggest(uri: &NbdUri) {
 /// Stop accepting, finish, flush.
 fn end(service: Service) -> Result<()> {
     let Service { workers, disks, server, files, devices, control, .. } = service;
-    let _ = sd_notify::notify(&[sd_notify::NotifyState::Stopping]);
     // While the workers still carry out what it may wait for.
     control.into_iter().for_each(Control::stop);
     devices.into_iter().for_each(Served::stop);

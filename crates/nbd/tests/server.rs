@@ -128,6 +128,125 @@ fn a_client_waits_for_a_place_among_busy_ones() {
 }
 
 #[test]
+fn clients_that_never_ask_for_anything_make_room() {
+    with_limits(Limits { connections: 4, ..Limits::default() }, |rig| {
+        let mut silent: Vec<_> = (0..4).map(|_| rig.client(Framing::Simple)).collect();
+        assert!(silent[1].is_served(), "this one asks");
+        assert!(rig.client(Framing::Simple).is_served(), "beside four silent ones");
+        assert!(is_closed(&mut silent[0].stream), "the oldest made room");
+        assert!(silent[1].is_served() && silent[2].is_served() && silent[3].is_served());
+    });
+}
+
+#[test]
+fn an_idle_guest_is_not_cut_off_for_another_of_the_same_client() {
+    let handshake = Duration::from_millis(1200);
+    with_limits(Limits { connections: 2, handshake, ..Limits::default() }, |rig| {
+        let mut guests = [0; 2].map(|_| rig.client(Framing::Simple));
+        assert!(guests.iter_mut().all(Client::is_served));
+        let mut late = UnixStream::connect(&rig.path).unwrap();
+        late.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
+        assert!(is_closed(&mut late), "it waited for as long as a handshake may take");
+        assert!(guests.iter_mut().all(Client::is_served));
+    });
+}
+
+/// Has more replies coming than a socket takes.
+fn ask_for_much(client: &mut Client, requests: u64) {
+    for _ in 0..requests {
+        client.send(kind::READ, NONE, 0, MIB as u64);
+    }
+}
+
+#[test]
+fn a_client_that_stands_still_is_cut_off_and_what_it_held_is_free() {
+    let stall = Some(Duration::from_millis(300));
+    let limits = Limits { stall, bytes_of_all: 4 * MIB, ..Limits::default() };
+    with_limits(limits, |rig| {
+        let mut deaf: Vec<_> = (0..8).map(|_| rig.client(Framing::Simple)).collect();
+        deaf.iter_mut().for_each(|client| ask_for_much(client, 8));
+        let mut mute = rig.client(Framing::Simple);
+        let head = mute.encode(kind::WRITE, NONE, 0, MIB as u64);
+        mute.stream.write_all(&head).unwrap();
+        let mut half = rig.client(Framing::Structured);
+        half.stream.write_all(&[0x25, 0x60, 0x95]).unwrap();
+        let mut idle = rig.client(Framing::Extended);
+        assert!(idle.is_served(), "beside them all");
+        assert!(is_closed(&mut mute.stream) && is_closed(&mut half.stream));
+        for client in &mut deaf {
+            let mut received = 0;
+            let mut bytes = vec![0; 64 << 10];
+            while let Ok(count @ 1..) = client.stream.read(&mut bytes) {
+                received += count;
+            }
+            assert!(received < 4 * MIB, "{received} bytes of eight MiB were kept for it");
+        }
+        std::thread::sleep(Duration::from_millis(500));
+        assert!(idle.is_served(), "who asks for nothing owes nothing");
+    });
+}
+
+#[test]
+fn a_slow_client_that_goes_on_is_not_cut_off() {
+    let stall = Some(Duration::from_millis(600));
+    with_limits(Limits { stall, ..Limits::default() }, |rig| {
+        let mut slow = rig.client(Framing::Simple);
+        ask_for_much(&mut slow, 4);
+        // A step of the server's is a MiB, or what is left in the socket.
+        let mut left = 4 * (MIB + 16);
+        let mut bytes = vec![0; MIB / 2];
+        while left > 0 {
+            std::thread::sleep(Duration::from_millis(100));
+            let count = left.min(bytes.len());
+            slow.stream.read_exact(&mut bytes[..count]).expect("it is still connected");
+            left -= count;
+        }
+        let mut write = slow.encode(kind::WRITE, NONE, 0, 4096);
+        write.extend([7; 4096]);
+        for piece in write.chunks(512) {
+            std::thread::sleep(Duration::from_millis(100));
+            slow.stream.write_all(piece).unwrap();
+        }
+        assert_eq!(slow.receive().unwrap().outcome, Outcome::Done);
+    });
+}
+
+#[test]
+fn an_idle_limit_is_for_those_who_ask_for_nothing() {
+    let idle = Some(Duration::from_millis(400));
+    with_limits(Limits { idle, ..Limits::default() }, |rig| {
+        let (mut busy, mut quiet) = (rig.client(Framing::Simple), rig.client(Framing::Simple));
+        assert!(quiet.is_served());
+        for _ in 0..10 {
+            std::thread::sleep(Duration::from_millis(60));
+            assert!(busy.is_served());
+        }
+        assert!(is_closed(&mut quiet.stream));
+        assert!(is_closed(&mut busy.stream), "later");
+    });
+}
+
+#[test]
+fn who_never_receives_delays_no_others_and_gets_no_more_than_a_share() {
+    let limits = Limits { bytes_of_all: 32 * MIB, ..Limits::default() };
+    with_limits(limits, |rig| {
+        let mut deaf: Vec<_> = (0..8).map(|_| rig.client(Framing::Simple)).collect();
+        deaf.iter_mut().for_each(|client| ask_for_much(client, 40));
+        rig.settle();
+        let mut other = rig.client(Framing::Structured);
+        rig.storage.delay(Duration::from_millis(300));
+        for block in 0..16 {
+            other.write(NONE, block * 4096, &[1; 4096]);
+        }
+        // All at once: its share has room for them.
+        wait_for("sixteen requests side by side", || rig.storage.running().0 == 16);
+        for _ in 0..16 {
+            assert_eq!(other.receive().unwrap().outcome, Outcome::Done);
+        }
+    });
+}
+
+#[test]
 fn a_drain_answers_what_is_under_way_and_ends() {
     with_limits(Limits::default(), |rig| {
         rig.storage.delay(Duration::from_millis(200));

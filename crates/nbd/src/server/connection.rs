@@ -1,25 +1,32 @@
 //! One client from accept to close.
+//!
+//! What a client does is told in the log at `debug`, or at `info` where its operator can mend it: a
+//! stranger must not be able to fill a log with warnings.
 
+use std::cell::Cell;
+use std::fmt::Write;
 use std::future::Future;
 use std::io;
-use std::net::SocketAddr;
 use std::pin::pin;
 use std::sync::Arc;
 use std::time::Duration;
 
-use blockhouse_core::{Buffer, IoVectorList, Storage};
+use blockhouse_core::{Buffer, BufferPool, IoVectorList, Storage};
 use blockhouse_engine::{Stream, sleep};
-use futures_util::future::{Either, select};
-use rustix::net::{AddressFamily, getpeername, sockopt};
+use futures_util::future::{Either, join, select};
 
 use super::Shared;
 use super::exports::Exports;
+use super::peer::Peer;
 use super::registry::Seat;
-use crate::handshake::{Directory, Farewell, Handshake, Progress, Terms};
-use crate::session::{Allowance, End, Session};
+use crate::handshake::{Directory, Facts, Farewell, Handshake, Progress, Terms};
+use crate::session::{Activity, Allowance, End, Session};
 
 /// Memory for what a client says in its handshake, in bytes; longer options come in pieces.
 const HEARING: usize = 4096;
+
+/// So many characters of a name that a client made up go into the log.
+const SHOWN: usize = 64;
 
 /// Why there was no transmission phase.
 #[derive(Debug, thiserror::Error)]
@@ -28,11 +35,13 @@ enum Parting {
     Farewell(Farewell),
     #[error("the client closed the connection")]
     Closed,
+    #[error("all connections are taken (--limit clients=N allows more)")]
+    NoSeat,
     #[error("the handshake took longer than {0:?}")]
     Late(Duration),
     #[error("the connection failed: {0}")]
     Failed(#[from] io::Error),
-    #[error("the export \"{0}\" was removed in that moment")]
+    #[error("the export {0:?} was removed in that moment")]
     Removed(String),
 }
 
@@ -41,18 +50,16 @@ pub async fn serve<S: Storage>(
     shared: Arc<Shared>,
     exports: Exports<S>,
     stream: Stream,
+    peer: Peer,
     seat: Seat,
 ) {
-    let peer = settle(&stream);
-    match converse(&shared, &exports, stream, &seat).await {
+    match converse(&shared, &exports, stream, peer, &seat).await {
         Ok(end @ (End::Disconnected | End::Closed | End::Drained)) => {
-            tracing::debug!(peer, "connection over: {end}");
+            tracing::debug!(%peer, "connection over: {end}");
         }
-        Ok(end) => tracing::warn!(peer, "client dropped: {end}"),
-        Err(parting @ (Parting::Closed | Parting::Farewell(Farewell::Aborted))) => {
-            tracing::debug!(peer, "handshake over: {parting}");
-        }
-        Err(parting) => tracing::warn!(peer, "client dropped in its handshake: {parting}"),
+        Ok(end) => tracing::info!(%peer, "client dropped: {end}"),
+        Err(parting @ Parting::NoSeat) => tracing::info!(%peer, "client refused: {parting}"),
+        Err(parting) => tracing::debug!(%peer, "handshake over: {parting}"),
     }
     drop(seat);
 }
@@ -61,47 +68,124 @@ async fn converse<S: Storage>(
     shared: &Shared,
     exports: &Exports<S>,
     stream: Stream,
+    peer: Peer,
     seat: &Seat,
 ) -> Result<End, Parting> {
-    let limits = &shared.limits;
-    let shaken = within(limits.handshake, shake(&stream, exports)).await;
+    let Shared { limits, pool, .. } = shared;
+    if within(limits.handshake, seat.taken()).await != Some(true) {
+        return Err(Parting::NoSeat);
+    }
+    let directory = Offered { exports, peer, is_told: Cell::new(false) };
+    let shaken = within(limits.handshake, shake(&stream, &directory, pool)).await;
     let (terms, first) = shaken.ok_or(Parting::Late(limits.handshake))??;
     let Some(export) = exports.get(&terms.export) else {
         return Err(Parting::Removed(terms.export));
+    };
+    let activity = Arc::new(Activity::new());
+    let leave = seat.transmit(&activity);
+    let allowance = Allowance {
+        requests: limits.requests,
+        bytes: limits.bytes.min(limits.bytes_of_all),
+        stall: limits.stall.unwrap_or(Duration::MAX),
+        stall_at_end: STALL_AT_END.min(limits.stall.unwrap_or(STALL_AT_END)),
+        idle: limits.idle,
     };
     let session = Session {
         stream,
         disk: export.disk,
         terms,
-        pool: shared.pool.clone(),
-        allowance: Allowance { requests: limits.requests, bytes: limits.bytes },
+        pool: pool.clone(),
+        allowance,
         budget: Arc::clone(&shared.budget),
+        activity,
     };
-    Ok(session.run(&first, seat.transmit()).await)
+    Ok(session.run(&first, leave).await)
 }
 
-/// Leads the handshake. What was agreed on, and bytes that arrived beyond it.
-async fn shake(stream: &Stream, exports: &dyn Directory) -> Result<(Terms, Vec<u8>), Parting> {
-    send(stream, &Handshake::greeting()).await?;
-    let mut handshake = Handshake::new();
-    let mut heard = Buffer::new(HEARING);
-    let mut count = 0;
-    let mut output = Vec::new();
-    loop {
-        let progress = handshake.feed(&heard.bytes()[..count], exports, &mut output);
-        send(stream, &output).await?;
-        output.clear();
-        count = match progress {
-            Progress::More => receive(stream, &mut heard).await?,
-            Progress::Again => 0,
-            Progress::Transmit(terms) => return Ok((terms, handshake.into_rest())),
-            Progress::Close(farewell) => return Err(Parting::Farewell(farewell)),
-        };
+/// How long a client that was asked to leave may stand still.
+const STALL_AT_END: Duration = Duration::from_secs(2);
+
+/// The exports of a socket, for one client. A name that is not there is told in the log, once.
+struct Offered<'a, S: Storage> {
+    exports: &'a Exports<S>,
+    peer: Peer,
+    is_told: Cell<bool>,
+}
+
+impl<S: Storage> Directory for Offered<'_, S> {
+    fn find(&self, name: &str) -> Option<Facts> {
+        let found = self.exports.find(name);
+        if found.is_none() && !self.is_told.replace(true) {
+            tracing::info!(peer = %self.peer, "no export is called {}", shown(name));
+        }
+        found
+    }
+
+    fn list(&self) -> Vec<Facts> {
+        self.exports.list()
     }
 }
 
-async fn send(stream: &Stream, bytes: &[u8]) -> io::Result<()> {
-    let mut buffer = Buffer::new(bytes.len());
+/// A name for the log: in quotes, on one line, and cut where it is long.
+fn shown(name: &str) -> String {
+    let mut shown = String::from("\"");
+    name.chars().take(SHOWN).for_each(|each| shown.extend(each.escape_debug()));
+    let rest = name.chars().skip(SHOWN).count();
+    shown.push('"');
+    if rest > 0 {
+        // Writing to a string does not fail.
+        let _ = write!(shown, " and {rest} characters more");
+    }
+    shown
+}
+
+/// Leads the handshake. What was agreed on, and bytes that arrived beyond it.
+async fn shake(
+    stream: &Stream,
+    exports: &dyn Directory,
+    pool: &BufferPool,
+) -> Result<(Terms, Vec<u8>), Parting> {
+    let mut handshake = Handshake::new();
+    let mut heard = pool.get(HEARING);
+    let mut output = Handshake::greeting().to_vec();
+    let mut count = exchange(stream, pool, &output, &mut heard).await?;
+    loop {
+        output.clear();
+        match handshake.feed(&heard.bytes()[..count], exports, &mut output) {
+            Progress::More => count = exchange(stream, pool, &output, &mut heard).await?,
+            Progress::Again => {
+                send(stream, pool, &output).await?;
+                count = 0;
+            }
+            Progress::Transmit(terms) => {
+                send(stream, pool, &output).await?;
+                return Ok((terms, handshake.into_rest()));
+            }
+            Progress::Close(farewell) => {
+                send(stream, pool, &output).await?;
+                return Err(Parting::Farewell(farewell));
+            }
+        }
+    }
+}
+
+/// Sends what there is and receives the answer to it: both at once, which is one system call.
+async fn exchange(
+    stream: &Stream,
+    pool: &BufferPool,
+    output: &[u8],
+    heard: &mut Buffer,
+) -> Result<usize, Parting> {
+    let (sent, count) = join(send(stream, pool, output), receive(stream, heard)).await;
+    sent?;
+    count
+}
+
+async fn send(stream: &Stream, pool: &BufferPool, bytes: &[u8]) -> io::Result<()> {
+    if bytes.is_empty() {
+        return Ok(());
+    }
+    let mut buffer = pool.get(bytes.len());
     buffer.bytes_mut().copy_from_slice(bytes);
     let mut list = IoVectorList::new();
     list.push(buffer.lend());
@@ -127,20 +211,15 @@ pub async fn within<T>(limit: Duration, future: impl Future<Output = T>) -> Opti
     }
 }
 
-/// Sets the socket up and says who is at its other end.
-fn settle(stream: &Stream) -> String {
-    if sockopt::socket_domain(stream) == Ok(AddressFamily::UNIX) {
-        return match sockopt::socket_peercred(stream) {
-            Ok(credentials) => format!("process {}", credentials.pid.as_raw_nonzero()),
-            Err(_) => "a local process".into(),
-        };
-    }
-    // Both only make things better: no waiting for acknowledgements, and a peer that vanished
-    // without a word is noticed some day.
-    let _ = sockopt::set_tcp_nodelay(stream, true);
-    let _ = sockopt::set_socket_keepalive(stream, true);
-    match getpeername(stream) {
-        Ok(Some(peer)) => SocketAddr::try_from(peer).map_or("?".into(), |peer| peer.to_string()),
-        _ => "?".into(),
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_in_the_log_are_one_short_line() {
+        assert_eq!(shown("disk"), "\"disk\"");
+        assert_eq!(shown("a\nb\u{1b}[31m\"é"), r#""a\nb\u{1b}[31m\"é""#);
+        let long = shown(&"é".repeat(4096));
+        assert!(long.ends_with("\" and 4032 characters more") && long.len() < 200, "{long}");
     }
 }

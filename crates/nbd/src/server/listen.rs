@@ -1,6 +1,5 @@
 //! Listening sockets at the address of a URI.
 
-use std::convert::Infallible;
 use std::fs;
 use std::io::{Error as IoError, ErrorKind as IoErrorKind};
 use std::net::TcpListener;
@@ -8,12 +7,14 @@ use std::os::fd::OwnedFd;
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::FileTypeExt;
 use std::path::{Path, PathBuf};
+use std::thread::sleep;
+use std::time::{Duration, Instant};
 
 use blockhouse_core::{Error, ErrorKind, Result};
-use blockhouse_engine::outlast;
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::Mode;
 use rustix::io::Errno;
-use rustix::net::{self, AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
+use rustix::net::{self, AddressFamily, RecvFlags, SocketAddrUnix, SocketFlags, SocketType};
 
 use crate::uri::Address;
 
@@ -135,16 +136,44 @@ fn make_way(path: &Path, name: &str) -> Result<()> {
     fs::remove_file(path).map_err(cannot)
 }
 
-/// Whether a server listens at the socket, and goes on doing so: one that was killed may be there
-/// for a moment more.
+/// How long the kernel may take to close the sockets of a server that was killed.
+const AFTERLIFE: Duration = Duration::from_secs(1);
+const PAUSE: Duration = Duration::from_millis(20);
+
+/// Whether a server listens at the socket, and goes on doing so: one that was killed may be there for
+/// a moment more. A running server sees one connection, which is over as soon as it says something.
 fn answers(path: &Path) -> bool {
-    let Ok(is_gone) = outlast(|| Ok::<_, Infallible>(connect(path) == Err(Errno::CONNREFUSED)));
-    !is_gone
+    let deadline = Instant::now() + AFTERLIFE;
+    loop {
+        let left = deadline.saturating_duration_since(Instant::now());
+        match connect(path) {
+            Err(Errno::CONNREFUSED | Errno::NOENT) => return false,
+            // A server that has not accepted the connection may be dying: then the kernel ends it.
+            Ok(socket) if is_alive(&socket, left) => return true,
+            _ if left.is_zero() => return true,
+            // Too many wait to be accepted, or the server is gone, and its socket about to be.
+            _ => sleep(PAUSE.min(left)),
+        }
+    }
 }
 
 /// Connects, but does not wait for a server that accepts nobody.
-fn connect(path: &Path) -> std::result::Result<(), Errno> {
+fn connect(path: &Path) -> std::result::Result<OwnedFd, Errno> {
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
     let socket = net::socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
-    net::connect(&socket, &SocketAddrUnix::new(path)?)
+    net::connect(&socket, &SocketAddrUnix::new(path)?)?;
+    Ok(socket)
+}
+
+/// Whether the server at the other end says something, or does not hang up for so long.
+fn is_alive(socket: &OwnedFd, limit: Duration) -> bool {
+    let mut polled = [PollFd::new(socket, PollFlags::IN)];
+    let limit = Timespec::try_from(limit).ok();
+    match poll(&mut polled, limit.as_ref()) {
+        Ok(0) => true,
+        Ok(_) => net::recv(socket, &mut [0u8; 1][..], RecvFlags::DONTWAIT)
+            .is_ok_and(|(count, _)| count > 0),
+        // Interrupted: asked again.
+        Err(_) => false,
+    }
 }

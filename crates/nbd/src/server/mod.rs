@@ -1,18 +1,20 @@
-//! The server: listening sockets, connections and their orderly end.
+//! The server: listening sockets, connections, their shares and their orderly end.
 //!
-//! Promises: no client can keep others from being served by staying silent in its handshake, by
-//! what it asks or by nonsense; what is held in memory is at most [`Limits::bytes_of_all`] of payloads
-//! and the payload of one request more for each connection, 64 MiB that are kept for the next requests,
-//! and about 200 KiB a connection; a drain loses nothing that a client was told is done.
+//! Promises: no client can keep others from being served by staying silent, by not receiving its
+//! replies, by what it asks or by nonsense; what is held in memory is at most [`Limits::bytes_of_all`] of
+//! payloads and the payload of one request more for each connection, 64 MiB that are kept for the next
+//! requests, and about 200 KiB a connection; a drain loses nothing that a client was told is done.
 
 mod connection;
 mod exports;
 mod listen;
+mod peer;
 mod registry;
 
 use std::io;
 use std::pin::pin;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 use blockhouse_core::{BufferPool, InFlightLimits, Storage};
@@ -21,7 +23,8 @@ use connection::within;
 pub use exports::{Export, ExportError, Exports};
 use futures_util::future::{Either, select};
 pub use listen::{Bound, SocketFile, bind, bind_private};
-use registry::{Registry, Room};
+use peer::Transport;
+use registry::{Origin, Registry};
 
 use crate::proto::MAX_PAYLOAD;
 use crate::session::Budget;
@@ -35,33 +38,46 @@ const PAUSE: Duration = Duration::from_millis(100);
 /// What clients may take.
 #[derive(Clone, Copy, Debug)]
 pub struct Limits {
-    /// Connections at once. Further ones wait in the kernel's queue.
+    /// Connections at once. When all are taken, a client that holds few of them gets one from those
+    /// that hold many, or that never asked for anything; otherwise it waits.
     pub connections: usize,
-    /// The time that a handshake may take.
+    /// The time that a handshake may take, and that a client may wait for its turn before it.
     pub handshake: Duration,
+    /// How long a client may stand still while it receives its replies or sends a request; `None` for
+    /// ever.
+    pub stall: Option<Duration>,
+    /// How long a client may ask for nothing; `None` for ever.
+    pub idle: Option<Duration>,
+    /// After how long without a word a TCP client is asked whether it is still there, and in how long
+    /// again without an answer it is taken for dead; `None` for never.
+    pub keepalive: Option<Duration>,
     /// Requests in flight on one connection. Further ones wait in the socket.
     pub requests: usize,
     /// Bytes of payloads in flight on one connection; one request is always let in. Further ones
     /// wait in the socket.
     pub bytes: usize,
-    /// Bytes of payloads in flight on all connections together. Where they are in use, further requests
-    /// wait in the socket, but for one on each connection.
+    /// Bytes of payloads in flight on all connections together. No connection holds more than what is
+    /// left for all others, so that each gets a share; one request of each is always let in.
     pub bytes_of_all: usize,
     /// The time that a drain leaves clients to receive their last replies.
     pub drain: Duration,
 }
 
 impl Default for Limits {
-    /// 256 connections, 30 seconds to shake hands, 128 requests and 64 MiB in flight on each
-    /// connection, 512 MiB on all of them, 20 seconds to drain.
+    /// 256 connections, 30 seconds to shake hands and to stand still, no limit to being idle, one minute
+    /// of silence over TCP, 128 requests and 64 MiB in flight on each connection, 512 MiB on all of them,
+    /// 5 seconds to drain.
     fn default() -> Self {
         Self {
             connections: 256,
             handshake: Duration::from_secs(30),
+            stall: Some(Duration::from_secs(30)),
+            idle: None,
+            keepalive: Some(Duration::from_secs(60)),
             requests: InFlightLimits::DEFAULT.requests,
             bytes: InFlightLimits::DEFAULT.bytes as usize,
             bytes_of_all: 16 * MAX_PAYLOAD as usize,
-            drain: Duration::from_secs(20),
+            drain: Duration::from_secs(5),
         }
     }
 }
@@ -76,6 +92,8 @@ struct Shared {
     limits: Limits,
     budget: Arc<Budget>,
     pool: BufferPool,
+    /// How many sockets were served so far.
+    sockets: AtomicUsize,
 }
 
 impl Server {
@@ -86,6 +104,7 @@ impl Server {
             limits,
             budget: Arc::new(Budget::new(limits.bytes_of_all)),
             pool: BufferPool::new(POOL),
+            sockets: AtomicUsize::new(0),
         }))
     }
 
@@ -104,21 +123,30 @@ impl Server {
         exports: &Exports<S>,
         loops: &[Handle],
     ) -> io::Result<()> {
-        let registry = &self.0.registry;
+        let Shared { registry, limits, sockets, .. } = &*self.0;
+        let transport = Transport::of(listener);
+        let socket = sockets.fetch_add(1, Ordering::Relaxed);
         let mut loops = loops.iter().cycle();
-        while registry.room().await == Room::Free {
-            let accepted = match select(pin!(listener.accept()), pin!(registry.draining())).await {
-                Either::Left((accepted, _)) => accepted,
-                Either::Right(_) => break,
+        let mut draining = pin!(registry.draining());
+        loop {
+            let accepted = match select(&mut draining, pin!(listener.accept())).await {
+                Either::Left(_) => break,
+                Either::Right((accepted, _)) => accepted,
             };
             match accepted {
                 Ok(stream) => {
-                    // Another socket's client may have been quicker.
-                    let Some(seat) = registry.enter(&stream) else { continue };
+                    let peer = transport.peer(&stream);
+                    transport.configure(&stream, limits);
+                    let Some(seat) = registry.enter(&stream, Origin { socket, peer }) else {
+                        tracing::debug!(%peer, "client refused: too many wait already");
+                        continue;
+                    };
                     let (shared, exports) = (Arc::clone(&self.0), exports.clone());
                     let home = loops.next().expect("a server needs at least one loop");
                     // Nobody waits for its outcome: the seat tells when it is over.
-                    drop(home.spawn(move || connection::serve(shared, exports, stream, seat)));
+                    drop(
+                        home.spawn(move || connection::serve(shared, exports, stream, peer, seat)),
+                    );
                 }
                 Err(error) if is_hopeless(&error) => return Err(error),
                 Err(error) => {
@@ -131,13 +159,14 @@ impl Server {
     }
 
     /// Ends the server: accepts nothing more, has every connection finish and answer what it has in
-    /// flight, and waits for that. Clients that do not take their replies in time are cut off; what
-    /// they had asked for is finished all the same. The disks are left to their owner to flush.
+    /// flight, and waits for that. Clients that stand still for two seconds, or do not receive all of
+    /// their replies in [`Limits::drain`], are cut off; what they had asked for is finished all the same.
+    /// The disks are left to their owner to flush.
     pub async fn drain(&self) {
         let Shared { registry, limits, .. } = &*self.0;
         registry.drain();
         if within(limits.drain, registry.empty()).await.is_none() {
-            tracing::warn!("clients that do not take their replies are cut off");
+            tracing::info!("clients that do not take their replies are cut off");
             registry.cut();
             registry.empty().await;
         }

@@ -1,5 +1,18 @@
-//! Who is connected: the limit on connections, and their orderly end.
+//! Who is connected: the limit on connections, who makes room for whom, and the orderly end.
+//!
+//! Guarantee: a client that holds few connections is not kept out by one that holds many, whether those
+//! are silent, idle or busy. While seats are free nobody is disconnected, however long he is idle: a
+//! guest may have nothing to do for days. When all seats are taken, room is made for a client that
+//! waits, in this order:
+//!
+//! 1. by the oldest connection that has not asked for anything yet, in its handshake or after it, once
+//!    it is a second old;
+//! 2. by a connection of the socket, or else at the same socket of the [`Peer`], that holds most of them,
+//!    two more at least than the one that waits: that which has been idle for longest.
+//!
+//! Otherwise the client waits, in a queue of [`MAX_WAITING`].
 
+use std::collections::BTreeMap;
 use std::future::{Future, poll_fn};
 use std::pin::Pin;
 use std::sync::Arc;
@@ -9,15 +22,20 @@ use std::time::{Duration, Instant};
 use blockhouse_engine::{Stream, sleep};
 use parking_lot::Mutex;
 
-use crate::session::Leave;
+use super::peer::Peer;
+use crate::session::{Activity, Leave};
 
-/// A handshake that took this long may be ended to make room for another client.
+/// A connection that asked for nothing for this long may be ended to make room for another client.
 const PATIENCE: Duration = Duration::from_secs(1);
+
+/// Connections beyond the limit that wait for a seat. Further ones are closed, those first whose peer
+/// has most of them waiting.
+pub const MAX_WAITING: usize = 64;
 
 /// All connections of a server. Used when one comes or goes, never while it works.
 pub struct Registry {
     state: Mutex<State>,
-    most: usize,
+    seats: usize,
 }
 
 struct State {
@@ -31,66 +49,83 @@ struct State {
 struct Entry {
     id: u64,
     stream: Stream,
+    origin: Origin,
     phase: Phase,
 }
 
+/// Where a connection comes from: what shares of seats are counted by.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Origin {
+    /// The listening socket.
+    pub socket: usize,
+    /// Who connected.
+    pub peer: Peer,
+}
+
 enum Phase {
+    /// For a seat.
+    Waiting,
     /// In the handshake since then.
     Handshake(Instant),
     /// Its end has been asked for.
     Ending,
-    Transmission(Arc<Leave>),
+    Transmission {
+        since: Instant,
+        leave: Arc<Leave>,
+        activity: Arc<Activity>,
+    },
 }
 
-/// Whether a further connection may come in.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Room {
-    /// It may.
-    Free,
-    /// It may not, and none ever will: the server ends.
-    Draining,
+impl Entry {
+    /// Whether it counts against the limit.
+    fn is_seated(&self) -> bool {
+        !matches!(self.phase, Phase::Waiting)
+    }
+
+    /// Since when it could have asked for something and did not; whether it is through its handshake.
+    fn unused_since(&self) -> Option<(bool, Instant)> {
+        match &self.phase {
+            Phase::Handshake(since) => Some((false, *since)),
+            Phase::Transmission { since, activity, .. } if activity.is_unused() => {
+                Some((true, *since))
+            }
+            _ => None,
+        }
+    }
+
+    /// Begins its end. A request that was received already is finished and answered.
+    fn end(&mut self) {
+        match &self.phase {
+            Phase::Transmission { leave, .. } => leave.ask(),
+            Phase::Handshake(_) | Phase::Waiting => self.stream.shutdown(),
+            Phase::Ending => {}
+        }
+        self.phase = Phase::Ending;
+    }
 }
 
 impl Registry {
-    /// For `most` connections at once.
-    pub fn new(most: usize) -> Self {
+    /// For `seats` connections at once, at least one.
+    pub fn new(seats: usize) -> Self {
         let state = State { entries: Vec::new(), next: 0, draining: false, waiters: Vec::new() };
-        Self { state: Mutex::new(state), most }
+        Self { state: Mutex::new(state), seats: seats.max(1) }
     }
 
-    /// Waits until there is room, made if need be by ending the oldest handshake once it takes
-    /// long: so clients that connect and say nothing cannot keep others out.
-    pub async fn room(&self) -> Room {
-        let mut nap = None;
-        poll_fn(|context| {
-            loop {
-                let mut state = self.state.lock();
-                let patience = match state.look(self.most) {
-                    Look::Room(room) => return Poll::Ready(room),
-                    Look::Full(patience) => patience,
-                };
-                state.register(context);
-                drop(state);
-                let Some(patience) = patience else { return Poll::Pending };
-                if Pin::new(nap.insert(sleep(patience))).poll(context).is_pending() {
-                    return Poll::Pending;
-                }
-            }
-        })
-        .await
-    }
-
-    /// Takes a connection in, at the start of its handshake. `None` when there is no room: the
-    /// caller closes it.
-    pub fn enter(self: &Arc<Self>, stream: &Stream) -> Option<Seat> {
+    /// Takes a connection in: to a seat, or to wait for one. `None` when the server ends, or too many
+    /// wait: the caller closes it.
+    pub fn enter(self: &Arc<Self>, stream: &Stream, origin: Origin) -> Option<Seat> {
         let mut state = self.state.lock();
-        if state.draining || state.entries.len() >= self.most {
+        if state.draining {
+            return None;
+        }
+        let is_free = state.entries.len() < self.seats;
+        if !is_free && !state.may_wait(origin) {
             return None;
         }
         let id = state.next;
         state.next += 1;
-        let phase = Phase::Handshake(Instant::now());
-        state.entries.push(Entry { id, stream: stream.clone(), phase });
+        let phase = if is_free { Phase::Handshake(Instant::now()) } else { Phase::Waiting };
+        state.entries.push(Entry { id, stream: stream.clone(), origin, phase });
         Some(Seat { registry: Arc::clone(self), id })
     }
 
@@ -99,16 +134,7 @@ impl Registry {
     pub fn drain(&self) {
         let mut state = self.state.lock();
         state.draining = true;
-        for entry in &mut state.entries {
-            match &entry.phase {
-                Phase::Transmission(leave) => leave.ask(),
-                Phase::Handshake(_) => {
-                    entry.stream.shutdown();
-                    entry.phase = Phase::Ending;
-                }
-                Phase::Ending => {}
-            }
-        }
+        state.entries.iter_mut().for_each(Entry::end);
         state.wake();
     }
 
@@ -137,34 +163,122 @@ impl Registry {
     }
 }
 
-enum Look {
-    Room(Room),
-    /// Until somebody leaves; in this time somebody can be made to, if a time is given.
-    Full(Option<Duration>),
+/// How many connections each socket, and each peer at its socket, has.
+#[derive(Default)]
+struct Counts {
+    sockets: BTreeMap<usize, usize>,
+    origins: BTreeMap<Origin, usize>,
+}
+
+impl Counts {
+    fn of<'a>(entries: impl Iterator<Item = &'a Entry>) -> Self {
+        let mut counts = Self::default();
+        for Entry { origin, .. } in entries {
+            *counts.sockets.entry(origin.socket).or_default() += 1;
+            *counts.origins.entry(*origin).or_default() += 1;
+        }
+        counts
+    }
+
+    fn socket(&self, socket: usize) -> usize {
+        self.sockets.get(&socket).copied().unwrap_or(0)
+    }
+
+    fn origin(&self, origin: &Origin) -> usize {
+        self.origins.get(origin).copied().unwrap_or(0)
+    }
 }
 
 impl State {
-    fn look(&mut self, most: usize) -> Look {
-        if self.draining {
-            return Look::Room(Room::Draining);
+    /// Whether one more may wait from there. One of another peer's that waits may be closed for it.
+    fn may_wait(&mut self, origin: Origin) -> bool {
+        let waiting = || self.entries.iter().filter(|entry| !entry.is_seated());
+        if waiting().count() < MAX_WAITING {
+            return true;
         }
-        if self.entries.len() < most {
-            return Look::Room(Room::Free);
-        }
-        let handshakes = self.entries.iter_mut().filter_map(|entry| match entry.phase {
-            Phase::Handshake(since) => Some((since, entry)),
-            Phase::Ending | Phase::Transmission(_) => None,
-        });
-        let Some((since, entry)) = handshakes.min_by_key(|(since, _)| *since) else {
-            return Look::Full(None);
+        let counts = Counts::of(waiting());
+        let newest = waiting().max_by_key(|entry| (counts.origin(&entry.origin), entry.id));
+        let Some((id, most)) = newest.map(|entry| (entry.id, counts.origin(&entry.origin))) else {
+            return false;
         };
-        let left = PATIENCE.saturating_sub(since.elapsed());
-        if left.is_zero() {
-            entry.phase = Phase::Ending;
-            entry.stream.shutdown();
-            return Look::Full(None);
+        if most <= counts.origin(&origin) + 1 {
+            return false;
         }
-        Look::Full(Some(left))
+        self.entries.iter_mut().filter(|entry| entry.id == id).for_each(Entry::end);
+        self.wake();
+        true
+    }
+
+    /// Gives free seats to those that wait: first to who has fewest, then to who came first.
+    fn seat(&mut self, seats: usize) {
+        while self.seated().count() < seats {
+            let counts = Counts::of(self.seated());
+            let order = |entry: &&mut Entry| {
+                (counts.socket(entry.origin.socket), counts.origin(&entry.origin), entry.id)
+            };
+            let waiting = self.entries.iter_mut().filter(|entry| !entry.is_seated());
+            let Some(next) = waiting.min_by_key(order) else { return };
+            next.phase = Phase::Handshake(Instant::now());
+        }
+    }
+
+    fn seated(&self) -> impl Iterator<Item = &Entry> {
+        self.entries.iter().filter(|entry| entry.is_seated())
+    }
+
+    /// Ends a connection for the one with this id, which waits, unless enough are ending already. If none
+    /// can be ended now: in what time to ask again, if it can be said.
+    fn make_room(&mut self, id: u64) -> Option<Duration> {
+        let ending = self.seated().filter(|entry| matches!(entry.phase, Phase::Ending)).count();
+        if ending >= self.entries.len() - self.seated().count() {
+            return None;
+        }
+        let waits = self.entries.iter().find(|entry| entry.id == id)?;
+        let counts = Counts::of(self.seated());
+        let unused = self.oldest_unused(&counts);
+        let victim = match unused {
+            Some((id, since)) => (since.elapsed() >= PATIENCE).then_some(id),
+            None => self.beyond_its_share(&counts, waits.origin),
+        };
+        let Some(victim) = victim else {
+            return unused.map(|(_, since)| PATIENCE.saturating_sub(since.elapsed()));
+        };
+        let victim = self.entries.iter_mut().find(|entry| entry.id == victim)?;
+        tracing::info!(
+            peer = %victim.origin.peer,
+            "all connections are taken: one that is idle makes room for another client \
+             (--limit clients=N allows more)"
+        );
+        victim.end();
+        None
+    }
+
+    fn oldest_unused(&self, counts: &Counts) -> Option<(u64, Instant)> {
+        let unused = self.seated().filter_map(|entry| {
+            let (is_through, since) = entry.unused_since()?;
+            let held = counts.origin(&entry.origin);
+            Some(((is_through, std::cmp::Reverse(held), since), entry.id))
+        });
+        unused.min().map(|((_, _, since), id)| (id, since))
+    }
+
+    /// A connection of a socket or peer that has two more at least than `origin`: the one that has been
+    /// idle for longest, or the newest where all are busy.
+    fn beyond_its_share(&self, counts: &Counts, origin: Origin) -> Option<u64> {
+        let (&socket, &most) = counts.sockets.iter().max_by_key(|(_, count)| **count)?;
+        let is_other_socket = most >= counts.socket(origin.socket) + 2;
+        let socket = if is_other_socket { socket } else { origin.socket };
+        let there = counts.origins.iter().filter(|(origin, _)| origin.socket == socket);
+        let (largest, &most) = there.max_by_key(|(_, count)| **count)?;
+        if !is_other_socket && most < counts.origin(&origin) + 2 {
+            return None;
+        }
+        let theirs = self.seated().filter(|entry| entry.origin == *largest);
+        let order = |entry: &&Entry| match &entry.phase {
+            Phase::Transmission { activity, .. } => (activity.idle(), entry.id),
+            _ => (None, 0),
+        };
+        theirs.max_by_key(order).map(|entry| entry.id)
     }
 
     fn register(&mut self, context: &Context<'_>) {
@@ -185,18 +299,47 @@ pub struct Seat {
 }
 
 impl Seat {
+    /// Waits for a seat, made if need be by ending another connection. False when there will be none.
+    pub async fn taken(&self) -> bool {
+        let mut nap = None;
+        poll_fn(|context| {
+            loop {
+                let mut state = self.registry.state.lock();
+                match state.entries.iter().find(|entry| entry.id == self.id).map(|own| &own.phase) {
+                    Some(Phase::Handshake(_)) => return Poll::Ready(true),
+                    Some(Phase::Waiting) => {}
+                    _ => return Poll::Ready(false),
+                }
+                let patience = state.make_room(self.id);
+                state.register(context);
+                drop(state);
+                let Some(patience) = patience else { return Poll::Pending };
+                if Pin::new(nap.insert(sleep(patience))).poll(context).is_pending() {
+                    return Poll::Pending;
+                }
+            }
+        })
+        .await
+    }
+
     /// The handshake is over. What asks the transmission phase to end.
-    pub fn transmit(&self) -> Arc<Leave> {
+    pub fn transmit(&self, activity: &Arc<Activity>) -> Arc<Leave> {
         let leave = Arc::new(Leave::default());
         let mut state = self.registry.state.lock();
-        let draining = state.draining;
         let entry = state.entries.iter_mut().find(|entry| entry.id == self.id);
         // It is there until the seat is dropped.
         if let Some(entry) = entry {
-            entry.phase = Phase::Transmission(Arc::clone(&leave));
-        }
-        if draining {
-            leave.ask();
+            match entry.phase {
+                // Asked to end while its last option was answered.
+                Phase::Ending => leave.ask(),
+                _ => {
+                    entry.phase = Phase::Transmission {
+                        since: Instant::now(),
+                        leave: Arc::clone(&leave),
+                        activity: Arc::clone(activity),
+                    };
+                }
+            }
         }
         leave
     }
@@ -206,6 +349,9 @@ impl Drop for Seat {
     fn drop(&mut self) {
         let mut state = self.registry.state.lock();
         state.entries.retain(|entry| entry.id != self.id);
+        if state.entries.len() >= self.registry.seats {
+            state.seat(self.registry.seats);
+        }
         state.wake();
     }
 }

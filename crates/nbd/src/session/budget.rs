@@ -1,8 +1,11 @@
 //! How many bytes all connections of a server may have in flight together.
 //!
-//! Each request draws what it occupies, and waits while there is less. A connection that has nothing in
-//! flight does not wait: it overdraws for one request, so that nobody can keep others from being served
-//! by holding on to what he drew. So never more is drawn than the budget and one request a connection.
+//! Each request draws what it occupies, and waits while there is less, or while its connection would
+//! hold more than is left for all others. So `n` connections that hold on to all that they can get leave
+//! one part in `n + 1` to the next one: a fair share from its first request on, without counting anybody
+//! (dynamic thresholds, as in the shared buffers of switches). A connection that has nothing in flight
+//! does not wait: it overdraws for one request. Never more is drawn than the budget and one request a
+//! connection.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 
@@ -21,9 +24,16 @@ impl Budget {
         Self { drawn: AtomicUsize::new(0), most, returned: Event::new() }
     }
 
-    /// Draws bytes if there are so many; says whether.
-    pub fn try_draw(&self, bytes: usize) -> bool {
-        let drawn = |drawn: usize| drawn.checked_add(bytes).filter(|&sum| sum <= self.most);
+    /// Draws bytes for a connection that holds `held` already, if that leaves its share to others; says
+    /// whether. No bytes are always there.
+    pub fn try_draw(&self, bytes: usize, held: usize) -> bool {
+        if bytes == 0 {
+            return true;
+        }
+        let drawn = |drawn: usize| {
+            let left = self.most.saturating_sub(drawn);
+            (held.checked_add(bytes)? <= left).then_some(drawn + bytes)
+        };
         self.drawn.fetch_update(Ordering::SeqCst, Ordering::SeqCst, drawn).is_ok()
     }
 

@@ -9,6 +9,7 @@ use std::sync::Arc;
 
 use futures_util::future::{Either, select};
 
+use super::activity::Activity;
 use super::budget::Budget;
 use super::condition::Condition;
 
@@ -20,14 +21,20 @@ pub struct Flow {
     most_requests: usize,
     most_bytes: usize,
     budget: Arc<Budget>,
+    activity: Arc<Activity>,
     changed: Condition,
 }
 
 impl Flow {
     /// Nothing in flight, and the limits.
-    pub fn new(most_requests: usize, most_bytes: usize, budget: Arc<Budget>) -> Self {
+    pub fn new(
+        most_requests: usize,
+        most_bytes: usize,
+        budget: Arc<Budget>,
+        activity: Arc<Activity>,
+    ) -> Self {
         let (requests, bytes, changed) = (Cell::new(0), Cell::new(0), Condition::default());
-        Self { requests, bytes, most_requests, most_bytes, budget, changed }
+        Self { requests, bytes, most_requests, most_bytes, budget, activity, changed }
     }
 
     /// A request of this many bytes comes in as soon as there is room. One request is always admitted,
@@ -49,11 +56,12 @@ impl Flow {
             self.budget.overdraw(bytes);
         } else {
             let fits = requests < self.most_requests && held + bytes <= self.most_bytes;
-            if !fits || !self.budget.try_draw(bytes) {
+            if !fits || !self.budget.try_draw(bytes, held) {
                 return false;
             }
         }
         self.requests.set(requests + 1);
+        self.activity.set_in_flight(requests + 1);
         self.bytes.set(held + bytes);
         true
     }
@@ -72,7 +80,9 @@ impl Flow {
 
     /// Replies were sent, or nobody is there any more to send them to.
     pub fn leave(&self, requests: usize, bytes: usize) {
-        self.requests.update(|all| all - requests);
+        let left = self.requests.get() - requests;
+        self.requests.set(left);
+        self.activity.set_in_flight(left);
         self.free(bytes);
     }
 }
@@ -104,9 +114,13 @@ mod tests {
         pin!(flow.enter(bytes)).poll(&mut Context::from_waker(Waker::noop())).is_ready()
     }
 
+    fn flow(requests: usize, bytes: usize, budget: &Arc<Budget>) -> Flow {
+        Flow::new(requests, bytes, Arc::clone(budget), Arc::new(Activity::new()))
+    }
+
     #[test]
     fn one_request_of_any_size_is_admitted_and_then_the_limits_hold() {
-        let flow = Flow::new(2, 100, Arc::new(Budget::new(1 << 20)));
+        let flow = flow(2, 100, &Arc::new(Budget::new(1 << 20)));
         assert!(enters(&flow, 1000));
         assert!(!enters(&flow, 0), "over the bytes");
         flow.free(950);
@@ -120,21 +134,37 @@ mod tests {
     #[test]
     fn connections_share_a_budget_and_each_goes_on_with_one_request() {
         let budget = Arc::new(Budget::new(100));
-        let [one, other] = [0; 2].map(|_| Flow::new(10, 100, Arc::clone(&budget)));
-        assert!(enters(&one, 60) && enters(&one, 40));
+        let [one, other] = [0; 2].map(|_| flow(10, 100, &budget));
+        assert!(enters(&one, 100));
         assert!(!enters(&one, 1), "all is drawn");
         assert!(enters(&other, 70), "its first");
         assert!(!enters(&other, 1));
-        one.leave(1, 60);
+        one.free(60);
         assert!(!enters(&one, 1), "what was overdrawn counts");
         drop(other);
-        assert!(enters(&one, 60), "a connection that is gone has given all back");
+        assert!(enters(&one, 20), "a connection that is gone has given all back");
+    }
+
+    #[test]
+    fn those_who_hold_all_they_can_get_leave_a_share_to_the_next() {
+        for greedy in [1, 2, 8] {
+            let budget = Arc::new(Budget::new(900));
+            let flows: Vec<_> = (0..greedy).map(|_| flow(1000, 1000, &budget)).collect();
+            while flows.iter().filter(|flow| enters(flow, 1)).count() > 0 {}
+            let held = flows.iter().map(|flow| flow.bytes.get()).sum::<usize>();
+            let share = 900 / (greedy + 1);
+            assert!((share..=share + 2 * greedy).contains(&(900 - held)), "{greedy}: {held}");
+            let next = flow(1000, 1000, &budget);
+            let requests = (0..1000).take_while(|_| enters(&next, 1)).count();
+            assert!((share / 2..=share).contains(&requests), "{greedy}: {requests}");
+            assert!(enters(&flows[0], 0), "what needs no memory never waits for it");
+        }
     }
 
     #[test]
     fn who_waits_is_woken_by_what_another_connection_gives_back() {
         let budget = Arc::new(Budget::new(100));
-        let [one, other] = [0; 2].map(|_| Flow::new(10, 100, Arc::clone(&budget)));
+        let [one, other] = [0; 2].map(|_| flow(10, 100, &budget));
         assert!(enters(&one, 99) && enters(&other, 1));
         let woken = Arc::new(Woken::default());
         let waker = Waker::from(Arc::clone(&woken));

@@ -11,6 +11,7 @@ use blockhouse_engine::Stream;
 use super::flow::Flow;
 use super::job::Lane;
 use super::outbox::{Answer, Outbox};
+use super::peer_wait::PeerWait;
 use crate::handshake::Terms;
 use crate::proto::reply::ReplyTo;
 
@@ -23,6 +24,8 @@ pub struct Link<S: Storage> {
     pub pool: BufferPool,
     pub flow: Flow,
     pub outbox: Outbox,
+    /// Whether the peer has to move, and when it did.
+    pub peer_wait: PeerWait,
     /// The lanes without a request.
     pub idle: RefCell<Vec<Rc<Lane>>>,
     /// Requests that the host failed.

@@ -7,7 +7,7 @@
 use std::cell::{Cell, RefCell};
 use std::collections::VecDeque;
 
-use blockhouse_core::Buffer;
+use blockhouse_core::{Buffer, BufferPool};
 
 use super::condition::Condition;
 use crate::command::Refusal;
@@ -52,9 +52,9 @@ pub struct Batch {
 
 impl Batch {
     /// Room for `most` replies.
-    pub fn new(most: usize) -> Self {
-        let bare = Buffer::new(most * MAX_BARE);
-        Self { bare, bare_end: 0, bare_count: 0, whole: VecDeque::with_capacity(most) }
+    pub fn new(pool: &BufferPool, most: usize) -> Self {
+        let bare = pool.get(most * MAX_BARE);
+        Self { bare, bare_end: 0, bare_count: 0, whole: VecDeque::new() }
     }
 
     fn is_empty(&self) -> bool {
@@ -102,8 +102,8 @@ pub enum Errand {
 
 impl Outbox {
     /// Room for `most` replies, which whoever pushes does not exceed.
-    pub fn new(most: usize) -> Self {
-        let waiting = RefCell::new(Batch::new(most));
+    pub fn new(pool: &BufferPool, most: usize) -> Self {
+        let waiting = RefCell::new(Batch::new(pool, most));
         Self { waiting, state: Cell::new(State::Open), changed: Condition::default() }
     }
 

@@ -10,6 +10,7 @@ use std::pin::pin;
 use std::rc::Rc;
 use std::sync::Arc;
 use std::task::Poll;
+use std::time::Duration;
 
 use blockhouse_core::{Buffer, IoVectorList, Storage};
 use blockhouse_engine::yield_now;
@@ -19,6 +20,7 @@ use super::lane::{dispatch, footprint};
 use super::leave::Leave;
 use super::link::Link;
 use super::outbox::Answer;
+use super::peer_wait::Direction;
 use super::staging::Staging;
 use crate::command::{Command, Idle, Incoming, PayloadTooLong, Refusal, understand};
 use crate::proto::reply::{Bare, ReplyTo};
@@ -46,9 +48,23 @@ pub enum End {
     /// The client closed it in the middle of a request.
     #[error("the connection ended inside of a request")]
     Truncated,
-    /// The server wants to end.
-    #[error("the server is shutting down")]
+    /// The server asked it to end: it ends itself, or makes room for another client.
+    #[error("the server ended it")]
     Drained,
+    /// The client did not take its replies, or did not send the rest of a request.
+    #[error("the client {} for {limit:?}", match direction {
+        Direction::Send => "did not take its replies",
+        Direction::Receive => "did not send the rest of a request",
+    })]
+    Stalled {
+        /// What it did not do.
+        direction: Direction,
+        /// For how long, at least.
+        limit: Duration,
+    },
+    /// The client asked for nothing.
+    #[error("the client asked for nothing for {0:?}")]
+    Idle(Duration),
     /// The connection broke.
     #[error("the connection failed: {0}")]
     Failed(#[from] io::Error),
@@ -75,7 +91,7 @@ pub struct Reader<S: Storage> {
 impl<S: Storage> Reader<S> {
     /// A reader for a connection of which `first` was received already.
     pub fn new(link: Rc<Link<S>>, leave: Arc<Leave>, first: &[u8]) -> Self {
-        let staging = Staging::new(STAGING.max(first.len()), first);
+        let staging = Staging::new(link.pool.get(STAGING.max(first.len())), first);
         Self { link, leave, staging, list: IoVectorList::new(), window: STAGING, taken: 0 }
     }
 
@@ -92,7 +108,10 @@ impl<S: Storage> Reader<S> {
     async fn next(&mut self) -> Result<(), End> {
         let framing = self.link.terms.framing;
         let Some(header) = RequestHeader::parse(framing, self.staging.bytes())? else {
-            return self.fill().await;
+            return match self.staging.bytes().is_empty() {
+                true => self.fill().await,
+                false => self.fill_inside().await,
+            };
         };
         self.staging.consume(framing.request_length());
         let to = ReplyTo { cookie: header.cookie, offset: header.offset };
@@ -137,7 +156,7 @@ impl<S: Storage> Reader<S> {
             if left == 0 {
                 break;
             }
-            self.fill().await.map_err(End::inside)?;
+            self.fill_inside().await?;
         }
         self.answer(to, Answer::Failed(refusal)).await;
         Ok(())
@@ -159,7 +178,7 @@ impl<S: Storage> Reader<S> {
         while filled < length {
             self.list.push(buffer.lend_range(filled, length - filled));
             self.list.push(self.staging.lend(self.window));
-            let count = self.receive().await.map_err(End::inside)?;
+            let count = self.receive_inside().await?;
             let here = count.min(length - filled);
             filled += here;
             self.staging.filled(count - here);
@@ -169,13 +188,28 @@ impl<S: Storage> Reader<S> {
 
     /// Receives into the staging memory.
     async fn fill(&mut self) -> Result<(), End> {
-        let partial = !self.staging.bytes().is_empty();
         self.list.push(self.staging.lend(self.window));
         self.taken = 0;
-        let count = self.receive().await;
-        let count = if partial { count.map_err(End::inside)? } else { count? };
+        let count = self.receive().await?;
         self.staging.filled(count);
         Ok(())
+    }
+
+    /// As [`fill`](Self::fill), for the rest of a request.
+    async fn fill_inside(&mut self) -> Result<(), End> {
+        self.list.push(self.staging.lend(self.window));
+        self.taken = 0;
+        let count = self.receive_inside().await?;
+        self.staging.filled(count);
+        Ok(())
+    }
+
+    /// As [`receive`](Self::receive), for the rest of a request: the client owes it.
+    async fn receive_inside(&mut self) -> Result<usize, End> {
+        self.link.peer_wait.begin(Direction::Receive);
+        let count = self.receive().await.map_err(End::inside);
+        self.link.peer_wait.end(Direction::Receive);
+        count
     }
 
     /// Receives at least one byte into the list, which is empty afterwards.

@@ -10,12 +10,11 @@ pub struct Staging {
 }
 
 impl Staging {
-    /// `size` bytes of room, the first of which hold `first`.
+    /// The room that `buffer` has, the first bytes of which hold `first`.
     ///
     /// # Panics
     /// When `first` is longer than that.
-    pub fn new(size: usize, first: &[u8]) -> Self {
-        let mut buffer = Buffer::new(size);
+    pub fn new(mut buffer: Buffer, first: &[u8]) -> Self {
         buffer.bytes_mut()[..first.len()].copy_from_slice(first);
         Self { buffer, start: 0, end: first.len() }
     }
@@ -63,7 +62,7 @@ mod tests {
 
     #[test]
     fn bytes_come_out_as_they_went_in() {
-        let mut staging = Staging::new(8, b"abc");
+        let mut staging = Staging::new(Buffer::new(8), b"abc");
         let mut two = [0; 2];
         assert_eq!((staging.take(&mut two), &two), (2, b"ab"));
         let mut loan = staging.lend(100);

@@ -7,14 +7,15 @@ use blockhouse_core::{IoVectorList, Storage};
 
 use super::link::Link;
 use super::outbox::{Batch, Errand};
+use super::peer_wait::Direction;
 
-/// With this many bytes in one system call, further replies wait for the next one, so that memory
-/// comes free while the client still receives.
-const ENOUGH: usize = 1 << 20;
+/// With this many bytes in one system call, the rest waits for the next one, so that memory comes free
+/// while the client still receives, and a client that receives slowly is seen to receive.
+pub const STEP: usize = 1 << 20;
 
 /// Sends replies until the outbox is closed. `most` is how many there can be at once.
 pub async fn run<S: Storage>(link: Rc<Link<S>>, most: usize) {
-    let mut batch = Batch::new(most);
+    let mut batch = Batch::new(&link.pool, most);
     let mut list = IoVectorList::new();
     loop {
         match link.outbox.collect(&mut batch).await {
@@ -42,13 +43,20 @@ async fn send<S: Storage>(
         let mut count = 0;
         for whole in &mut batch.whole {
             let length = whole.buffer.len() - whole.start;
-            if !list.is_empty() && list.len() + length > ENOUGH {
+            let step = length.min(STEP);
+            if !list.is_empty() && list.len() + step > STEP {
                 break;
             }
-            list.push(whole.buffer.lend_range(whole.start, length));
+            list.push(whole.buffer.lend_range(whole.start, step));
+            if step < length {
+                whole.start += step;
+                break;
+            }
             count += 1;
         }
+        link.peer_wait.begin(Direction::Send);
         let (result, returned) = link.stream.send(std::mem::take(list)).await;
+        link.peer_wait.end(Direction::Send);
         *list = returned;
         list.clear();
         result?;

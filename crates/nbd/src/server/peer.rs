@@ -1,0 +1,93 @@
+//! Who is at the other end of a connection.
+
+use std::fmt;
+use std::net::{IpAddr, Ipv6Addr, SocketAddr};
+
+use blockhouse_engine::Stream;
+use rustix::fd::AsFd;
+use rustix::net::{AddressFamily, getpeername, sockopt};
+
+use super::Limits;
+
+/// A client as far as the kernel knows it: all connections of one are counted together.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Peer {
+    /// A process of this host, by its id.
+    Process(i32),
+    /// Another host, or this one over TCP. An IPv6 host has all addresses of its network of 64 bits.
+    Host(IpAddr),
+    /// The kernel does not tell.
+    Unknown,
+}
+
+/// The kind of a listening socket.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Transport {
+    /// Unix.
+    Unix,
+    /// TCP.
+    Tcp,
+}
+
+impl Transport {
+    /// Of a listening socket.
+    pub fn of(listener: impl AsFd) -> Self {
+        match sockopt::socket_domain(&listener) {
+            Ok(AddressFamily::UNIX) => Self::Unix,
+            _ => Self::Tcp,
+        }
+    }
+
+    /// Sets an accepted connection up. All options only make things better, so one that cannot be set
+    /// is left alone.
+    pub fn configure(self, stream: &Stream, limits: &Limits) {
+        if self == Self::Unix {
+            return;
+        }
+        // No waiting for acknowledgements.
+        let _ = sockopt::set_tcp_nodelay(stream, true);
+        let Some(idle) = limits.keepalive else { return };
+        let _ = sockopt::set_tcp_keepidle(stream, idle);
+        let _ = sockopt::set_tcp_keepintvl(stream, idle / KEEPALIVE_PROBES);
+        let _ = sockopt::set_tcp_keepcnt(stream, KEEPALIVE_PROBES);
+        let _ = sockopt::set_socket_keepalive(stream, true);
+    }
+
+    /// Who connected.
+    pub fn peer(self, stream: &Stream) -> Peer {
+        match self {
+            Self::Unix => match sockopt::socket_peercred(stream) {
+                Ok(credentials) => Peer::Process(credentials.pid.as_raw_nonzero().get()),
+                Err(_) => Peer::Unknown,
+            },
+            Self::Tcp => {
+                let address = getpeername(stream).ok().flatten();
+                let address = address.and_then(|address| SocketAddr::try_from(address).ok());
+                address.map_or(Peer::Unknown, |address| Peer::Host(host(address.ip())))
+            }
+        }
+    }
+}
+
+/// Probes without an answer after which a peer is dead.
+const KEEPALIVE_PROBES: u32 = 4;
+
+fn host(address: IpAddr) -> IpAddr {
+    match address.to_canonical() {
+        IpAddr::V6(address) if !address.is_loopback() => {
+            IpAddr::V6(Ipv6Addr::from_bits(address.to_bits() & !u128::from(u64::MAX)))
+        }
+        address => address,
+    }
+}
+
+impl fmt::Display for Peer {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Process(id) => write!(f, "process {id}"),
+            Self::Host(address @ IpAddr::V6(v6)) if !v6.is_loopback() => write!(f, "{address}/64"),
+            Self::Host(address) => address.fmt(f),
+            Self::Unknown => f.write_str("unknown"),
+        }
+    }
+}
