@@ -4,7 +4,6 @@
 //! order to its loop, and the answer is awaited before the front-end gets its own, so that a reply
 //! means that the change is in force.
 
-use std::fs::File;
 use std::net::Shutdown;
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
@@ -13,23 +12,20 @@ use std::sync::Arc;
 use blockhouse_core::{Storage, WriteCache};
 use blockhouse_engine::{GuestMemory, GuestRegion, SharedMemory, View, is_eventfd};
 use futures_channel::mpsc;
-use vhost::vhost_user::Error;
-use vhost::vhost_user::message::{
-    VhostUserInflight, VhostUserMemoryRegion, VhostUserProtocolFeatures, VhostUserVringAddrFlags,
-};
 
 use crate::call::Call;
 use crate::config;
 use crate::device::{Cache, Device, Understood};
 use crate::dirty_log::DirtyLog;
 use crate::inflight::{self, Book};
+use crate::listener::Listener;
 use crate::queue::{self, Manner, Order, RingSide, Setup};
 use crate::registration::Registration;
 use crate::ring::{Broken, EventIndex, MOST_ENTRIES, Ring};
-use crate::vring::{Running, UserAddresses, Vring};
+use crate::vring::{Kick, Running, UserAddresses, Vring};
 
-/// Result of handling a message. An error ends the connection, with its line in the log.
-pub type Result<T, E = Error> = std::result::Result<T, E>;
+/// Result of handling a message.
+pub type Result<T, E = Refusal> = std::result::Result<T, E>;
 
 /// The most regions of memory that a front-end may share; QEMU's limit for hot-plugged memory.
 pub const MOST_REGIONS: u64 = 509;
@@ -44,6 +40,9 @@ pub struct Frontend<S: Storage> {
     pub(crate) vrings: Vec<Vring>,
     tracking: Option<Tracking>,
     log: Option<DirtyLog>,
+    log_call: Option<OwnedFd>,
+    protocol_features: u64,
+    has_refused: bool,
     pub(crate) cache: Arc<Cache>,
     /// Whether the state of the write cache is that which an earlier server left.
     is_cache_restored: bool,
@@ -56,9 +55,40 @@ struct Tracking {
     device: Option<View>,
 }
 
-/// An error with a reason for the log.
-pub fn refused(why: impl std::fmt::Display) -> Error {
-    Error::ReqHandlerError(std::io::Error::other(why.to_string()))
+/// Why a message is refused, for the log.
+#[derive(Debug, thiserror::Error)]
+#[error("{0}")]
+pub struct Refusal(String);
+
+/// A refusal with this reason.
+pub fn refused(why: impl std::fmt::Display) -> Refusal {
+    Refusal(why.to_string())
+}
+
+/// A part of a front-end's memory, as messages name it.
+#[derive(Clone, Copy, Debug)]
+pub struct Region {
+    /// The guest's address of the first byte.
+    pub guest: u64,
+    /// Bytes.
+    pub size: u64,
+    /// The front-end's own address of the first byte.
+    pub user: u64,
+    /// Where in the file it is.
+    pub offset: u64,
+}
+
+/// Memory for in-flight tracking, as messages name it.
+#[derive(Clone, Copy, Debug)]
+pub struct Tracked {
+    /// Bytes.
+    pub size: u64,
+    /// Where in the file it is.
+    pub offset: u64,
+    /// Queues, and entries of each.
+    pub queues: u16,
+    /// See `queues`.
+    pub entries: u16,
 }
 
 impl<S: Storage + Send + Sync> Frontend<S> {
@@ -79,6 +109,9 @@ impl<S: Storage + Send + Sync> Frontend<S> {
             vrings,
             tracking: None,
             log: None,
+            log_call: None,
+            protocol_features: 0,
+            has_refused: false,
             cache,
             is_cache_restored: false,
         })
@@ -105,7 +138,8 @@ impl<S: Storage + Send + Sync> Frontend<S> {
     pub fn reset(&mut self) {
         self.stop_all(Manner::Orderly);
         self.vrings.iter_mut().for_each(|vring| *vring = Vring::default());
-        (self.features, self.log, self.is_cache_restored) = (0, None, false);
+        (self.features, self.is_cache_restored) = (0, false);
+        (self.log, self.log_call) = (None, None);
         self.cache.set(WriteCache::Volatile);
         self.cache.set_understood(Understood::Yes);
         self.keep_cache();
@@ -117,21 +151,23 @@ impl<S: Storage + Send + Sync> Frontend<S> {
         let vring = self.vring(index)?;
         // Without the protocol's features, rings are enabled from the start.
         if vring.running.is_none() && vring.kick.is_some() && (vring.enabled || !protocol) {
-            self.start(index as usize).map_err(refused)?;
+            self.start(index as usize)?;
         }
         Ok(())
     }
 
-    fn start(&mut self, index: usize) -> std::result::Result<(), Broken> {
+    fn start(&mut self, index: usize) -> Result<()> {
         let device = Arc::clone(&self.device);
         let export = &device.export;
         // Of its own for each queue, so that their threads count references apart.
         let memory = Arc::new(self.memory.clone());
-        let ring = self.open_ring(index, &memory)?;
+        // What may fail for lack of descriptors comes before the ring is taken over.
+        let call = duplicate_call(self.vrings[index].call.as_ref())?;
+        let Some(kick) = self.vrings[index].kick.as_ref() else { return Ok(()) };
+        let kick = kick.try_clone().map_err(refused)?;
+        let mut ring = self.open_ring(index, &memory).map_err(refused)?;
+        ring.set_call(call);
         let vring = &mut self.vrings[index];
-        let Some(kick) = vring.kick.as_ref().and_then(|kick| kick.try_clone().ok()) else {
-            return Ok(());
-        };
         let (disk, serial) = (Arc::clone(&export.disk), device.serial());
         let cache = Arc::clone(&self.cache);
         let broken = breaker(index, &self.stream, vring, disk.name().to_owned());
@@ -170,8 +206,8 @@ impl<S: Storage + Send + Sync> Frontend<S> {
         };
         let again = again.into_iter().filter(|&head| head < vring.size).collect();
         let mut side = RingSide::new(ring, Arc::clone(memory), book, again);
-        side.set_log(self.active_log(), addresses.log);
-        side.set_call(vring.call.as_ref().and_then(duplicate_call));
+        let (log, log_call) = (self.active_log(), self.log_call.as_ref());
+        side.set_log(log, addresses.log, duplicate_call(log_call).ok().flatten());
         Ok(side)
     }
 
@@ -186,12 +222,17 @@ impl<S: Storage + Send + Sync> Frontend<S> {
         self.log.clone().filter(|_| self.features & config::LOG_ALL != 0)
     }
 
+    /// The order to log as is wanted now.
+    fn logging(&self, used: Option<u64>) -> Order {
+        let call = duplicate_call(self.log_call.as_ref()).ok().flatten();
+        Order::Log(self.active_log(), used, call)
+    }
+
     /// Has all running queues log as is wanted now.
     fn spread_log(&mut self) -> Result<()> {
-        let log = self.active_log();
         for vring in &self.vrings {
             let used = vring.addresses.and_then(|addresses| addresses.log);
-            vring.tell(Order::Log(log.clone(), used)).map_err(refused)?;
+            vring.tell(self.logging(used)).map_err(refused)?;
         }
         Ok(())
     }
@@ -222,7 +263,7 @@ impl<S: Storage + Send + Sync> Frontend<S> {
         let memory = Arc::new(self.memory.clone());
         let place = addresses.in_guest(&memory).map_err(refused)?;
         vring.tell(Order::Move(memory, place)).map_err(refused)?;
-        vring.tell(Order::Log(self.active_log(), addresses.log)).map_err(refused)
+        vring.tell(self.logging(addresses.log)).map_err(refused)
     }
 
     pub(crate) fn take_features(&mut self, features: u64) -> Result<()> {
@@ -245,21 +286,37 @@ impl<S: Storage + Send + Sync> Frontend<S> {
         self.spread_log()
     }
 
-    pub(crate) fn replace_memory(
-        &mut self,
-        regions: &[VhostUserMemoryRegion],
-        files: Vec<File>,
-    ) -> Result<()> {
-        let mut memory = GuestMemory::new();
-        for (region, file) in regions.iter().zip(files) {
-            let shared = add_region(&mut memory, region, &file)?;
-            self.registration.prepare(&shared);
+    /// The protocol's features that the front-end took.
+    pub(crate) fn protocol_features(&self) -> u64 {
+        self.protocol_features
+    }
+
+    pub(crate) fn set_protocol_features(&mut self, features: u64) {
+        self.protocol_features = features;
+    }
+
+    /// Says in the log that a message was refused, once: a guest can have many refused.
+    pub(crate) fn note_refusal(&mut self, why: &str) {
+        let disk = self.device.export.disk.name();
+        match std::mem::replace(&mut self.has_refused, true) {
+            false => tracing::warn!(disk, "a front-end's {why}"),
+            true => tracing::debug!(disk, "a front-end's {why}"),
         }
+    }
+
+    pub(crate) fn replace_memory(&mut self, regions: &[Region], files: &[OwnedFd]) -> Result<()> {
+        let mut memory = GuestMemory::new();
+        let mut added = Vec::with_capacity(regions.len());
+        for (region, file) in regions.iter().zip(files) {
+            added.push(add_region(&mut memory, region, file)?);
+        }
+        self.check_rings(&memory)?;
+        added.iter().for_each(|shared| self.registration.prepare(shared));
         self.memory = memory;
         self.spread_memory()
     }
 
-    pub(crate) fn add_memory(&mut self, region: &VhostUserMemoryRegion, file: &File) -> Result<()> {
+    pub(crate) fn add_memory(&mut self, region: &Region, file: &OwnedFd) -> Result<()> {
         if self.memory.regions().len() as u64 >= MOST_REGIONS {
             return Err(refused("too many regions of memory"));
         }
@@ -268,66 +325,129 @@ impl<S: Storage + Send + Sync> Frontend<S> {
         self.spread_memory()
     }
 
-    pub(crate) fn remove_memory(&mut self, region: &VhostUserMemoryRegion) -> Result<()> {
-        let VhostUserMemoryRegion { guest_phys_addr, user_addr, memory_size, .. } = *region;
-        if !self.memory.remove(guest_phys_addr, user_addr, memory_size) {
+    pub(crate) fn remove_memory(&mut self, region: &Region) -> Result<()> {
+        let mut memory = self.memory.clone();
+        if !memory.remove(region.guest, region.user, region.size) {
             return Err(refused("there is no such region of memory"));
         }
+        self.check_rings(&memory)?;
+        self.memory = memory;
         self.spread_memory()
     }
 
-    pub(crate) fn set_addresses(
-        &mut self,
-        index: u32,
-        flags: VhostUserVringAddrFlags,
-        mut addresses: UserAddresses,
-    ) -> Result<()> {
-        if !flags.contains(VhostUserVringAddrFlags::VHOST_VRING_F_LOG) {
-            addresses.log = None;
+    /// Whether all running queues have their rings in this memory.
+    fn check_rings(&self, memory: &GuestMemory) -> Result<()> {
+        for vring in self.vrings.iter().filter(|vring| vring.running.is_some()) {
+            if let Some(addresses) = vring.addresses {
+                let place = addresses.in_guest(memory).map_err(refused)?;
+                Ring::check(memory, place, vring.size).map_err(refused)?;
+            }
         }
-        self.vring(index)?.addresses = Some(addresses);
+        Ok(())
+    }
+
+    pub(crate) fn set_size(&mut self, index: u32, count: u32) -> Result<()> {
+        let vring = self.vring(index)?;
+        if vring.running.is_some() {
+            return Err(refused("another size for a queue that runs"));
+        }
+        // Whether it makes sense is checked when the queue starts.
+        vring.size = u16::try_from(count).map_err(refused)?;
+        Ok(())
+    }
+
+    pub(crate) fn set_base(&mut self, index: u32, base: u32) -> Result<()> {
+        let vring = self.vring(index)?;
+        if vring.running.is_some() {
+            return Err(refused("another base for a queue that runs"));
+        }
+        vring.next_available = u16::try_from(base).map_err(refused)?;
+        Ok(())
+    }
+
+    pub(crate) fn set_addresses(&mut self, index: u32, addresses: UserAddresses) -> Result<()> {
+        let memory = self.memory.clone();
+        let vring = self.vring(index)?;
+        if vring.running.is_some() {
+            let place = addresses.in_guest(&memory).map_err(refused)?;
+            Ring::check(&memory, place, vring.size).map_err(refused)?;
+        }
+        vring.addresses = Some(addresses);
         self.move_ring(index as usize)
     }
 
-    pub(crate) fn set_kick(&mut self, index: u32, kick: Option<File>) -> Result<()> {
-        let kick = kick.map(OwnedFd::from).filter(|kick| is_eventfd(kick));
-        let kick = kick.ok_or_else(|| refused("a queue without an eventfd for kicks"))?;
-        let vring = self.vring(index)?;
-        if let Ok(copy) = kick.try_clone() {
-            vring.tell(Order::Kick(copy)).map_err(refused)?;
+    pub(crate) fn enable(&mut self, index: u32) -> Result<()> {
+        self.vring(index)?.enabled = true;
+        self.start_if_complete(index)
+    }
+
+    pub(crate) fn set_kick(&mut self, index: u32, kick: Kick) -> Result<()> {
+        if matches!(&kick, Kick::Event(event) if !is_eventfd(event)) {
+            return Err(refused("a descriptor for kicks that is no eventfd"));
         }
+        let vring = self.vring(index)?;
+        let copy = kick.try_clone().map_err(refused)?;
+        vring.tell(Order::Kick(copy)).map_err(refused)?;
         vring.kick = Some(kick);
         self.start_if_complete(index)
     }
 
-    pub(crate) fn set_call(&mut self, index: u32, call: Option<File>) -> Result<()> {
-        let call = call.map(OwnedFd::from);
-        if call.as_ref().is_some_and(|call| !is_eventfd(call)) {
-            return Err(refused("a descriptor for calls that is no eventfd"));
-        }
+    pub(crate) fn set_call(&mut self, index: u32, call: Option<OwnedFd>) -> Result<()> {
+        let order = Order::Call(duplicate_call(call.as_ref())?);
         let vring = self.vring(index)?;
-        vring.tell(Order::Call(call.as_ref().and_then(duplicate_call))).map_err(refused)?;
+        vring.tell(order).map_err(refused)?;
         vring.call = call;
         Ok(())
     }
 
+    pub(crate) fn set_error(&mut self, index: u32, error: Option<OwnedFd>) -> Result<()> {
+        duplicate_call(error.as_ref())?;
+        self.vring(index)?.error = error;
+        Ok(())
+    }
+
+    /// How the front-end is told that the log has changed.
+    pub(crate) fn set_log_call(&mut self, call: OwnedFd) -> Result<()> {
+        duplicate_call(Some(&call))?;
+        self.log_call = Some(call);
+        self.spread_log()
+    }
+
+    /// A socket for messages of ours.
+    pub(crate) fn set_listener(&mut self, socket: OwnedFd) -> Result<()> {
+        *self.device.listener.lock() = Some(Listener::new(socket).map_err(refused)?);
+        Ok(())
+    }
+
+    /// The driver turns the write cache on or off.
+    pub(crate) fn change_cache(&mut self, cache: WriteCache) -> Result<()> {
+        let before = self.cache.reported();
+        self.cache.set(cache);
+        // From now on the driver takes all its writes for durable, also those of before.
+        if (before, self.cache.reported()) == (WriteCache::Volatile, WriteCache::None)
+            && let Err(error) = self.flush()
+        {
+            self.cache.set(before);
+            return Err(error);
+        }
+        self.keep_cache();
+        Ok(())
+    }
+
     /// New memory for in-flight tracking, for the front-end to keep.
-    pub(crate) fn make_tracking(
-        &self,
-        wanted: &VhostUserInflight,
-    ) -> Result<(VhostUserInflight, File)> {
+    pub(crate) fn make_tracking(&self, wanted: &Tracked) -> Result<(Tracked, OwnedFd)> {
         check_tracking(wanted)?;
-        let (queues, entries) = (wanted.num_queues, wanted.queue_size);
+        let Tracked { queues, entries, .. } = *wanted;
         let size = inflight::size(queues, entries) as u64;
         let file = inflight::new_file(size)
             .map_err(|error| refused(format_args!("no memory for in-flight tracking: {error}")))?;
-        Ok((VhostUserInflight::new(size, 0, queues, entries), File::from(file)))
+        Ok((Tracked { size, offset: 0, queues, entries }, file))
     }
 
-    pub(crate) fn take_tracking(&mut self, given: &VhostUserInflight, file: &File) -> Result<()> {
+    pub(crate) fn take_tracking(&mut self, given: &Tracked, file: &OwnedFd) -> Result<()> {
         check_tracking(given)?;
-        let (queues, entries) = (given.num_queues, given.queue_size);
-        let memory = map(file, given.mmap_offset, given.mmap_size, "in-flight tracking")?;
+        let Tracked { queues, entries, .. } = *given;
+        let memory = map(file, given.offset, given.size, "in-flight tracking")?;
         let memory = Arc::new(memory);
         let device = inflight::device(&memory, queues, entries);
         // The guest set it once, and does not again because the server was restarted.
@@ -347,7 +467,7 @@ impl<S: Storage + Send + Sync> Frontend<S> {
         }
     }
 
-    pub(crate) fn take_log(&mut self, file: &File, offset: u64, size: u64) -> Result<()> {
+    pub(crate) fn take_log(&mut self, file: &OwnedFd, offset: u64, size: u64) -> Result<()> {
         let memory = Arc::new(map(file, offset, size, "the log")?);
         let length = memory.len();
         self.log = View::new(memory, 0, length).map(DirtyLog::new);
@@ -361,18 +481,6 @@ impl<S: Storage + Send + Sync> Frontend<S> {
         let outcome = flushed.wait().ok_or_else(|| refused("the server ends"))?;
         outcome.map_err(refused)
     }
-
-    pub(crate) fn protocol_features() -> VhostUserProtocolFeatures {
-        use VhostUserProtocolFeatures as Feature;
-        Feature::MQ
-            | Feature::LOG_SHMFD
-            | Feature::REPLY_ACK
-            | Feature::BACKEND_REQ
-            | Feature::CONFIG
-            | Feature::INFLIGHT_SHMFD
-            | Feature::RESET_DEVICE
-            | Feature::CONFIGURE_MEM_SLOTS
-    }
 }
 
 /// What to do when the driver breaks queue `index`: say so, tell the front-end, and end the connection.
@@ -383,7 +491,7 @@ fn breaker(
     disk: String,
 ) -> impl Fn(&Broken) + Send + use<> {
     let stream = stream.try_clone();
-    let error = vring.error.as_ref().and_then(duplicate_call);
+    let error = duplicate_call(vring.error.as_ref()).ok().flatten();
     move |why| {
         tracing::error!(disk, "front-end dropped: queue {index} is broken: {why}");
         error.iter().for_each(Call::signal);
@@ -392,15 +500,15 @@ fn breaker(
     }
 }
 
-fn duplicate_call(descriptor: &OwnedFd) -> Option<Call> {
-    descriptor.try_clone().and_then(Call::new).ok()
+fn duplicate_call(descriptor: Option<&OwnedFd>) -> Result<Option<Call>> {
+    let duplicate = |descriptor: &OwnedFd| descriptor.try_clone().and_then(Call::new);
+    descriptor.map(duplicate).transpose().map_err(refused)
 }
 
-fn check_tracking(wanted: &VhostUserInflight) -> Result<()> {
-    let VhostUserInflight { num_queues, queue_size, .. } = *wanted;
-    if num_queues > 1024 || queue_size > MOST_ENTRIES {
-        let what = format!("in-flight tracking of {num_queues} queues of {queue_size} entries");
-        return Err(refused(what));
+fn check_tracking(wanted: &Tracked) -> Result<()> {
+    let Tracked { queues, entries, .. } = *wanted;
+    if !(1..=1024).contains(&queues) || !(1..=MOST_ENTRIES).contains(&entries) {
+        return Err(refused(format_args!("{queues} queues of {entries} entries")));
     }
     Ok(())
 }
@@ -408,19 +516,18 @@ fn check_tracking(wanted: &VhostUserInflight) -> Result<()> {
 /// Maps a region and takes it in.
 fn add_region(
     memory: &mut GuestMemory,
-    region: &VhostUserMemoryRegion,
-    file: &File,
+    region: &Region,
+    file: &OwnedFd,
 ) -> Result<Arc<SharedMemory>> {
-    let VhostUserMemoryRegion { guest_phys_addr, memory_size, user_addr, mmap_offset } = *region;
-    let shared = Arc::new(map(file, mmap_offset, memory_size, "guest memory")?);
-    let (guest, user) = (guest_phys_addr, user_addr);
+    let Region { guest, size, user, offset } = *region;
+    let shared = Arc::new(map(file, offset, size, "guest memory")?);
     match memory.add(GuestRegion { guest, user, memory: Arc::clone(&shared) }) {
         true => Ok(shared),
         false => Err(refused("regions of memory that overlap")),
     }
 }
 
-fn map(file: &File, offset: u64, size: u64, what: &str) -> Result<SharedMemory> {
+fn map(file: &OwnedFd, offset: u64, size: u64, what: &str) -> Result<SharedMemory> {
     let length = usize::try_from(size).map_err(refused)?;
     SharedMemory::map(file, offset, length).map_err(|error| {
         refused(format_args!("cannot map {what}, {size} bytes at {offset}: {error}"))

@@ -1,18 +1,14 @@
-//! Telling a front-end that the configuration has changed.
-//!
-//! The library that parses messages takes the socket for that, but has no message to send there. So
-//! the socket is taken a look earlier: a message that is peeked at shows its descriptors, too.
+//! Telling a front-end that the configuration has changed, at the socket that it sent for messages of
+//! ours (`VHOST_USER_SET_BACKEND_REQ_FD`).
 
-use std::io::{self, IoSliceMut};
-use std::mem::MaybeUninit;
+use std::io;
 use std::os::fd::OwnedFd;
 
-use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendFlags, recvmsg, send};
+use rustix::net::sockopt::socket_domain;
+use rustix::net::{AddressFamily, SendFlags, send};
 
 /// Bytes of a message's header: request, flags, size of what follows.
 const HEADER: usize = 12;
-/// `VHOST_USER_SET_BACKEND_REQ_FD`.
-const SET_SOCKET: u32 = 21;
 /// `VHOST_USER_BACKEND_CONFIG_CHANGE_MSG`.
 const CONFIG_CHANGE: u32 = 2;
 /// The version of the protocol, in a message's flags.
@@ -23,22 +19,15 @@ const VERSION: u32 = 1;
 pub struct Listener(OwnedFd);
 
 impl Listener {
-    /// Waits for the next message on a connection, which stays there. If it brings a socket for our
-    /// messages, here it is.
-    pub fn peek(connection: &OwnedFd) -> Option<Self> {
-        let mut header = [0; HEADER];
-        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
-        let mut ancillary = RecvAncillaryBuffer::new(&mut space);
-        let flags = RecvFlags::PEEK | RecvFlags::CMSG_CLOEXEC;
-        let parts = &mut [IoSliceMut::new(&mut header)];
-        let received = recvmsg(connection, parts, &mut ancillary, flags).ok()?;
-        let descriptor = ancillary.drain().find_map(|message| match message {
-            RecvAncillaryMessage::ScmRights(mut descriptors) => descriptors.next(),
-            _ => None,
-        })?;
-        let [a, b, c, d, ..] = header;
-        let wanted = received.bytes == HEADER && u32::from_ne_bytes([a, b, c, d]) == SET_SOCKET;
-        wanted.then_some(Self(descriptor))
+    /// Takes a socket over.
+    ///
+    /// # Errors
+    /// `InvalidInput` when it is no Unix socket.
+    pub fn new(socket: OwnedFd) -> io::Result<Self> {
+        match socket_domain(&socket) {
+            Ok(AddressFamily::UNIX) => Ok(Self(socket)),
+            _ => Err(io::Error::new(io::ErrorKind::InvalidInput, "this is no Unix socket")),
+        }
     }
 
     /// Tells it that the configuration has changed. No answer is asked for: it would have to be waited

@@ -161,6 +161,14 @@ impl Ring {
         })
     }
 
+    /// Whether a queue of this size could be at `addresses`.
+    ///
+    /// # Errors
+    /// A place that is not there.
+    pub fn check(memory: &GuestMemory, addresses: Addresses, size: u16) -> Result<(), Broken> {
+        views(memory, addresses, size).map(|_| ())
+    }
+
     /// Finds the queue's parts again after the guest's memory has changed.
     ///
     /// # Errors

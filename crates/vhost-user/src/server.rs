@@ -14,11 +14,10 @@ use std::time::Duration;
 
 use blockhouse_core::Storage;
 use parking_lot::Mutex;
-use vhost::vhost_user::{BackendReqHandler, Error};
 
+use crate::connection::Connection;
 use crate::device::Device;
 use crate::frontend::Frontend;
-use crate::listener::Listener;
 use crate::queue::Manner;
 
 /// How long to leave the kernel alone after it could not accept a connection.
@@ -112,15 +111,17 @@ fn converse<S: Storage + Send + Sync>(
         }
         state.current = Some(stream.try_clone()?);
     }
-    let peeked = OwnedFd::from(stream.try_clone()?);
-    let frontend = Arc::new(std::sync::Mutex::new(Frontend::new(Arc::clone(device), &stream)?));
-    let mut handler = BackendReqHandler::from_stream(stream, Arc::clone(&frontend));
+    let mut frontend = Frontend::new(Arc::clone(device), &stream)?;
+    let connection = Connection::new(stream);
     let end = loop {
-        if let Some(listener) = Listener::peek(&peeked) {
-            *device.listener.lock() = Some(listener);
-        }
-        if let Err(error) = handler.handle_request() {
-            break error;
+        match connection.receive() {
+            Ok(Some(message)) => {
+                if let Err(error) = frontend.handle(message, &connection) {
+                    break Some(error);
+                }
+            }
+            Ok(None) => break None,
+            Err(error) => break Some(error),
         }
     };
     let manner = {
@@ -130,13 +131,11 @@ fn converse<S: Storage + Send + Sync>(
     };
     let disk = device.export.disk.name();
     match end {
-        Error::Disconnected => tracing::debug!(disk, "the front-end left"),
-        _ if manner == Manner::Orderly => {}
-        error => tracing::warn!(disk, "front-end dropped: {error}"),
+        None => tracing::debug!(disk, "the front-end left"),
+        Some(_) if manner == Manner::Orderly => {}
+        Some(error) => tracing::warn!(disk, "front-end dropped: {error}"),
     }
     *device.listener.lock() = None;
-    if let Ok(mut frontend) = frontend.lock() {
-        frontend.stop_all(manner);
-    }
+    frontend.stop_all(manner);
     Ok(())
 }

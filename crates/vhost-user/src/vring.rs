@@ -1,5 +1,6 @@
 //! One of a front-end's rings: what was said of it, and the queue that runs by it.
 
+use std::io;
 use std::os::fd::OwnedFd;
 
 use blockhouse_engine::{GuestMemory, Submission};
@@ -41,6 +42,28 @@ pub struct Running {
     pub end: Submission<u16>,
 }
 
+/// How a guest tells of new requests.
+#[derive(Debug)]
+pub enum Kick {
+    /// It signals an eventfd.
+    Event(OwnedFd),
+    /// It does not: the ring is looked at again and again.
+    Polled,
+}
+
+impl Kick {
+    /// Another handle of the same.
+    ///
+    /// # Errors
+    /// The kernel's.
+    pub fn try_clone(&self) -> io::Result<Self> {
+        Ok(match self {
+            Self::Event(event) => Self::Event(event.try_clone()?),
+            Self::Polled => Self::Polled,
+        })
+    }
+}
+
 /// A ring of the front-end.
 #[derive(Default)]
 pub struct Vring {
@@ -51,7 +74,7 @@ pub struct Vring {
     /// The next available entry.
     pub next_available: u16,
     /// How the guest kicks.
-    pub kick: Option<OwnedFd>,
+    pub kick: Option<Kick>,
     /// How the driver is notified.
     pub call: Option<OwnedFd>,
     /// How the front-end is told that the ring is broken.
@@ -74,6 +97,12 @@ impl Vring {
             return Ok(());
         }
         futures_executor::block_on(outcome).unwrap_or(Ok(()))
+    }
+
+    /// Has no more requests taken until it is enabled.
+    pub fn disable(&mut self) {
+        self.enabled = false;
+        self.stop(Manner::Orderly);
     }
 
     /// Ends the queue, if one runs, and waits for its requests.

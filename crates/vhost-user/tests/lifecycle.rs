@@ -4,6 +4,7 @@
 
 mod common;
 
+use std::io::Write;
 use std::os::fd::AsRawFd;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -18,6 +19,7 @@ use vhost::vhost_user::{
     Frontend, FrontendReqHandler, VhostUserFrontend, VhostUserFrontendReqHandler,
 };
 use vhost::{VhostBackend, VhostUserDirtyLogRegion, VhostUserMemoryRegionInfo};
+use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
 /// A file of `size` bytes and a mapping of it.
 fn memory(size: usize) -> (std::os::fd::OwnedFd, SharedMemory) {
@@ -239,6 +241,127 @@ fn a_queue_that_stops_at_once_has_done_again_what_its_base_counts() {
     assert_eq!(heads, [0, 10], "each request before the base was answered");
     guest.driver.start_queue(0).unwrap();
     assert_eq!(guest.read(0, 0, 4096).unwrap(), [2; 4096]);
+}
+
+#[test]
+fn a_refused_message_changes_nothing() {
+    let served = Served::start(1, 1);
+    let mut guest = served.connect(Options::default());
+    let region = guest.driver.region();
+    let (small, _) = memory(4096);
+    let Guest { driver } = &mut guest;
+    assert!(driver.set_writeback(2).is_err());
+    assert!(driver.writeback().unwrap());
+    let kick = driver.queues[0].kick.try_clone().unwrap();
+    let frontend = driver.frontend();
+    assert!(frontend.set_features(1 << 63).is_err());
+    assert!(frontend.set_vring_num(0, 128).is_err(), "it runs");
+    assert!(frontend.set_vring_kick(7, &kick).is_err(), "no such queue");
+    assert!(frontend.add_mem_region(&region).is_err(), "it overlaps");
+    assert!(frontend.remove_mem_region(&region).is_err(), "the rings are there");
+    let elsewhere = VhostUserMemoryRegionInfo { userspace_addr: 4096, ..region };
+    assert!(frontend.set_mem_table(&[elsewhere]).is_err(), "no rings are there");
+    let too_long = VhostUserMemoryRegionInfo { mmap_handle: small.as_raw_fd(), ..region };
+    assert!(frontend.set_mem_table(&[too_long]).is_err());
+    let tracked = VhostUserInflight::new(1 << 30, 0, 1, 64);
+    assert!(frontend.set_inflight_fd(&tracked, small.as_raw_fd()).is_err());
+    assert!(frontend.get_inflight_fd(&VhostUserInflight::new(0, 0, 1, 4096)).is_err());
+    assert_eq!(guest.write(0, 0, &[7; 4096]), OK);
+    assert_eq!(guest.read(0, 0, 4096).unwrap(), [7; 4096]);
+}
+
+#[test]
+fn a_guest_cannot_have_its_connection_dropped_by_the_configuration() {
+    let served = Served::start(1, 1);
+    // Without acknowledgements there is no other way to refuse.
+    let without = (1 << 26) | (1 << 30);
+    let mut guest = served.connect(Options { without, ..Options::default() });
+    for (offset, bytes) in [(32u32, &[2][..]), (0, &[0; 8]), (255, &[1]), (u32::MAX, &[1])] {
+        let mut payload = [offset, bytes.len() as u32, 0].map(u32::to_ne_bytes).concat();
+        payload.extend_from_slice(bytes);
+        guest.driver.stream().write_all(&message(25, 0, &payload)).unwrap();
+    }
+    assert_eq!(guest.write(0, 0, &[7; 512]), OK);
+    assert_eq!(exchange(guest.driver.stream(), 1, 0, &[]).len(), 8, "features");
+}
+
+#[test]
+fn a_ring_without_kicks_is_polled() {
+    let served = Served::start(1, 1);
+    let mut guest = served.connect(Options::default());
+    let without_descriptor = 0x100u64.to_ne_bytes();
+    // The ring's kick, its call, and its errors.
+    for request in [12, 13, 14] {
+        let stream = guest.driver.stream();
+        assert_eq!(exchange(stream, request, NEED_REPLY, &without_descriptor), [0; 8]);
+    }
+    for restarts in [false, true] {
+        if restarts {
+            guest.driver.frontend().set_vring_enable(0, false).unwrap();
+            guest.driver.frontend().set_vring_enable(0, true).unwrap();
+        }
+        for round in 0..20 {
+            let chain = [guest.header(FLUSH, 0), guest.status()];
+            guest.queue(0).chain(0, &chain);
+            guest.queue(0).offer(0);
+            guest.queue(0).publish();
+            // What the guest may have signalled goes nowhere; nor does the device signal.
+            let begun = std::time::Instant::now();
+            while guest.queue(0).next_used().is_none() {
+                assert!(begun.elapsed() < LONG, "round {round}");
+                std::thread::sleep(std::time::Duration::from_micros(200));
+            }
+        }
+    }
+    // With its eventfds again.
+    guest.driver.frontend().get_vring_base(0).unwrap();
+    guest.driver.start_queue(0).unwrap();
+    assert_eq!(guest.request(0, FLUSH, 0, &[]), OK);
+}
+
+#[test]
+fn a_message_may_come_in_pieces() {
+    let served = Served::start(1, 1);
+    let guest = served.connect(Options::default());
+    let mut stream = guest.driver.stream();
+    let query = message(24, 0, &[0, 8, 0, 0, 0].map(u32::to_ne_bytes).concat());
+    for piece in query.chunks(18) {
+        stream.write_all(piece).unwrap();
+        // So long that the server has read it by itself.
+        std::thread::sleep(std::time::Duration::from_millis(20));
+    }
+    assert_eq!(reply(stream, 24)[12..], (SIZE / 512).to_ne_bytes());
+}
+
+#[test]
+fn a_configuration_that_is_not_there_has_a_length_of_0() {
+    let served = Served::start(1, 1);
+    let guest = served.connect(Options::default());
+    for (offset, length) in [(0u32, 0u32), (60, 0), (256, 1), (255, 2), (5000, 4), (u32::MAX, 2)] {
+        let mut payload = [offset, length, 0].map(u32::to_ne_bytes).concat();
+        payload.resize(12 + length as usize, 0);
+        let answer = exchange(guest.driver.stream(), 24, 0, &payload);
+        assert_eq!(answer, [offset, 0, 0].map(u32::to_ne_bytes).concat());
+    }
+}
+
+#[test]
+fn changes_of_the_log_are_told_if_the_front_end_wants() {
+    let served = Served::start(1, 1);
+    let mut guest = served.connect(Options { without: 0, ..Options::default() });
+    let (file, log) = memory((GUEST as usize + guest.driver.memory.len()) / 4096 / 8 + 1);
+    let region = VhostUserDirtyLogRegion {
+        mmap_size: log.len() as u64,
+        mmap_offset: 0,
+        mmap_handle: file.as_raw_fd(),
+    };
+    let event = EventFd::new(EFD_NONBLOCK).unwrap();
+    guest.driver.frontend().set_log_base(0, Some(region)).unwrap();
+    guest.driver.frontend().set_log_fd(event.as_raw_fd()).unwrap();
+    assert_eq!(guest.request(0, FLUSH, 0, &[]), OK);
+    // The answer is seen before the device has told of the log; the next message comes after.
+    guest.driver.frontend().set_vring_enable(0, false).unwrap();
+    assert!(event.read().unwrap() > 0);
 }
 
 /// Counts notifications.

@@ -8,6 +8,7 @@ mod queue;
 use std::fs::File;
 use std::io;
 use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::sync::Arc;
 
@@ -49,6 +50,7 @@ impl Default for Options {
 /// A connected driver.
 pub struct Driver {
     options: Options,
+    stream: UnixStream,
     frontend: Frontend,
     /// The memory, at [`GUEST`] for the device.
     pub memory: Arc<SharedMemory>,
@@ -73,10 +75,11 @@ impl Driver {
         let file = rustix::fs::memfd_create("guest", MemfdFlags::CLOEXEC)?;
         rustix::fs::ftruncate(&file, (rings + options.memory) as u64)?;
         let memory = Arc::new(SharedMemory::map(&file, 0, rings + options.memory)?);
-        let frontend =
-            Frontend::connect(socket, options.queues.into()).map_err(io::Error::other)?;
+        let stream = UnixStream::connect(socket)?;
+        let frontend = Frontend::from_stream(stream.try_clone()?, options.queues.into());
         let (features, tracking, queues) = (0, None, Vec::new());
-        let mut driver = Self { options, frontend, memory, file, features, tracking, queues };
+        let mut driver =
+            Self { options, stream, frontend, memory, file, features, tracking, queues };
         driver.negotiate()?;
         driver.queues = (0..options.queues)
             .map(|index| {
@@ -95,8 +98,8 @@ impl Driver {
     /// # Errors
     /// As [`connect`](Self::connect).
     pub fn reconnect(&mut self, socket: &Path) -> io::Result<()> {
-        let queues = self.options.queues.into();
-        self.frontend = Frontend::connect(socket, queues).map_err(io::Error::other)?;
+        self.stream = UnixStream::connect(socket)?;
+        self.frontend = Frontend::from_stream(self.stream.try_clone()?, self.options.queues.into());
         self.negotiate()?;
         self.start()
     }
@@ -114,6 +117,11 @@ impl Driver {
     /// The front-end, for single messages.
     pub fn frontend(&mut self) -> &mut Frontend {
         &mut self.frontend
+    }
+
+    /// The connection, for messages that [`frontend`](Self::frontend) does not send.
+    pub fn stream(&self) -> &UnixStream {
+        &self.stream
     }
 
     /// The shared memory as it is told to the server.

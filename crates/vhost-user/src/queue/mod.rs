@@ -11,21 +11,22 @@
 //! request waits in the ring while the loop sleeps (the ring is looked at once more after the kick was
 //! asked for).
 
+mod kicks;
 mod lane;
 mod ring_side;
 
 use std::cell::{Cell, RefCell};
 use std::future::poll_fn;
-use std::os::fd::OwnedFd;
 use std::rc::Rc;
 use std::sync::Arc;
 use std::task::{Context, Poll, Waker};
 
 use blockhouse_core::{Durability, Storage, WriteCache};
 use blockhouse_disk::Disk;
-use blockhouse_engine::{GuestMemory, Lookout, Watch, spawn_detached};
+use blockhouse_engine::{GuestMemory, Lookout, spawn_detached};
 use futures_channel::{mpsc, oneshot};
 use futures_util::StreamExt;
+use kicks::Kicks;
 use lane::Lane;
 pub use ring_side::RingSide;
 
@@ -34,17 +35,18 @@ use crate::device::Cache;
 use crate::dirty_log::DirtyLog;
 use crate::request::Terms;
 use crate::ring::{Addresses, Broken};
+use crate::vring::Kick;
 
 /// What a queue is told while it runs.
 pub enum Order {
     /// The guest's memory, or the place of the ring in it, has changed.
     Move(Arc<GuestMemory>, Addresses),
     /// Another way to be kicked.
-    Kick(OwnedFd),
+    Kick(Kick),
     /// Another way to notify the driver.
     Call(Option<Call>),
-    /// Where changed pages are noted, and the used ring's address for that.
-    Log(Option<DirtyLog>, Option<u64>),
+    /// Where changed pages are noted, the used ring's address for that, and how the front-end is told.
+    Log(Option<DirtyLog>, Option<u64>, Option<Call>),
     /// No more requests from the ring. The queue ends when those in flight have ended, in an orderly
     /// stop those that an earlier server had begun among them: the returned base counts them as taken.
     Stop(Manner),
@@ -74,7 +76,7 @@ pub struct Setup<S: Storage> {
     /// The ring and what belongs to it.
     pub ring: RingSide,
     /// How the guest kicks.
-    pub kick: OwnedFd,
+    pub kick: Kick,
     /// Told once, when the driver has broken the queue.
     pub broken: Box<dyn Fn(&Broken)>,
 }
@@ -98,6 +100,8 @@ struct Queue<S: Storage> {
     ended: Cell<bool>,
     /// Whether a failure of the host was noted.
     failed: Cell<bool>,
+    /// Whether the guest does not kick.
+    is_polled: Cell<bool>,
     /// Whether the pump has been asked for, and its task.
     wanted: Cell<bool>,
     pump: RefCell<Option<Waker>>,
@@ -120,17 +124,18 @@ pub async fn run<S: Storage>(setup: Setup<S>, mut errands: mpsc::UnboundedReceiv
         stop: Cell::new(None),
         ended: Cell::new(false),
         failed: Cell::new(false),
+        is_polled: Cell::new(false),
         // There may be requests already.
         wanted: Cell::new(true),
         pump: RefCell::default(),
     });
-    let mut watch = queue.watch(kick);
+    let mut kicks = Kicks::new(&queue, kick);
     poll_fn(|context| {
         queue.register(context);
         while let Poll::Ready(errand) = errands.poll_next_unpin(context) {
             match errand {
                 Some((order, done)) => {
-                    let outcome = queue.obey(order, &mut watch);
+                    let outcome = queue.obey(order, &mut kicks);
                     // Whoever sent it may have gone.
                     let _ = done.send(outcome);
                 }
@@ -140,7 +145,7 @@ pub async fn run<S: Storage>(setup: Setup<S>, mut errands: mpsc::UnboundedReceiv
                 }
             }
         }
-        while watch.as_ref().is_some_and(|watch| watch.poll_event(context).is_ready()) {
+        if kicks.poll(context, || queue.look()) {
             queue.wanted.set(true);
         }
         if queue.wanted.take() {
@@ -162,11 +167,6 @@ pub async fn run<S: Storage>(setup: Setup<S>, mut errands: mpsc::UnboundedReceiv
 }
 
 impl<S: Storage> Queue<S> {
-    /// Watches the guest's kicks, and its ring. A descriptor that cannot be watched was refused before.
-    fn watch(self: &Rc<Self>, kick: OwnedFd) -> Option<Watch> {
-        Watch::new(kick, Rc::clone(self) as Rc<dyn Lookout>).ok()
-    }
-
     fn register(&self, context: &Context<'_>) {
         let mut pump = self.pump.borrow_mut();
         match &mut *pump {
@@ -175,13 +175,13 @@ impl<S: Storage> Queue<S> {
         }
     }
 
-    fn obey(self: &Rc<Self>, order: Order, watch: &mut Option<Watch>) -> Result<(), Broken> {
+    fn obey(self: &Rc<Self>, order: Order, kicks: &mut Kicks) -> Result<(), Broken> {
         let mut ring = self.ring.borrow_mut();
         match order {
             Order::Move(memory, addresses) => ring.move_to(memory, addresses)?,
-            Order::Kick(kick) => *watch = self.watch(kick),
+            Order::Kick(kick) => *kicks = Kicks::new(self, kick),
             Order::Call(call) => ring.set_call(call),
-            Order::Log(log, used) => ring.set_log(log, used),
+            Order::Log(log, used, call) => ring.set_log(log, used, call),
             Order::Stop(manner) => self.stop.set(Some(manner)),
         }
         self.wanted.set(true);
@@ -282,7 +282,10 @@ impl<S: Storage> Lookout for Queue<S> {
     }
 
     fn arm(&self) -> bool {
-        self.has_takers() && self.ring.borrow_mut().arm()
+        match self.is_polled.get() {
+            true => self.look(),
+            false => self.has_takers() && self.ring.borrow_mut().arm(),
+        }
     }
 }
 

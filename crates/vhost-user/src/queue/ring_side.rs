@@ -38,6 +38,8 @@ pub struct RingSide {
     log: Option<DirtyLog>,
     /// The guest's address of the used ring, if its changes are logged.
     logged_used: Option<u64>,
+    /// How the front-end is told that the log has changed, if it wants to be.
+    log_call: Option<Call>,
     /// How many requests were answered since the driver was last notified.
     untold: u16,
     untold_bytes: u64,
@@ -74,9 +76,21 @@ pub struct Outcome {
 impl RingSide {
     /// A ring in this memory, with the requests to be done again.
     pub fn new(ring: Ring, memory: Arc<GuestMemory>, book: Option<Book>, again: Vec<u16>) -> Self {
-        let (call, log, logged_used) = (None, None, None);
+        let (call, log, logged_used, log_call) = (None, None, None, None);
         let (again, untold, untold_bytes, batch) = (again.into(), 0, 0, 1);
-        Self { ring, memory, book, again, call, log, logged_used, untold, untold_bytes, batch }
+        Self {
+            ring,
+            memory,
+            book,
+            again,
+            call,
+            log,
+            logged_used,
+            log_call,
+            untold,
+            untold_bytes,
+            batch,
+        }
     }
 
     /// Another way to notify the driver. It is notified, lest something got lost on the change.
@@ -85,9 +99,9 @@ impl RingSide {
         self.call.iter().for_each(Call::signal);
     }
 
-    /// Another log, and the used ring's address in it.
-    pub fn set_log(&mut self, log: Option<DirtyLog>, used: Option<u64>) {
-        (self.log, self.logged_used) = (log, used);
+    /// Another log, the used ring's address in it, and how the front-end is told of changes.
+    pub fn set_log(&mut self, log: Option<DirtyLog>, used: Option<u64>, call: Option<Call>) {
+        (self.log, self.logged_used, self.log_call) = (log, used, call);
     }
 
     /// Other memory, or another place in it.
@@ -222,6 +236,9 @@ impl RingSide {
         if self.ring.wants_notification() {
             self.call.iter().for_each(Call::signal);
         }
+        if self.log.is_some() {
+            self.log_call.iter().for_each(Call::signal);
+        }
     }
 
     fn update_index(&mut self) {
@@ -267,7 +284,7 @@ mod tests {
         let mut side = RingSide::new(ring, Arc::clone(&memory), None, Vec::new());
         // The pages of these tests are the first four: they share one byte of the log.
         let log = View::new(shared, marked as usize, 1).unwrap();
-        side.set_log(Some(DirtyLog::new(log)), Some(USED));
+        side.set_log(Some(DirtyLog::new(log)), Some(USED), None);
         (side, memory)
     }
 
@@ -332,7 +349,7 @@ mod tests {
         for (written, marks) in [(0, 0b1000), (1, 0b1001), (u64::MAX, 0b1001)] {
             let at = 2 * 4096 + 2048;
             let (mut side, memory) = ring_with_its_mark_at(at, EventIndex::Absent);
-            side.set_log(side.log.clone(), None);
+            side.set_log(side.log.clone(), None, None);
             answer(&mut side, &memory, written);
             let mut byte = [0];
             assert!(memory.read(at, &mut byte));

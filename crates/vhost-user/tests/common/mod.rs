@@ -3,8 +3,9 @@
 // Each test file uses its own part.
 #![allow(dead_code)]
 
+use std::io::{Read, Write};
 use std::os::fd::OwnedFd;
-use std::os::unix::net::UnixListener;
+use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
@@ -269,4 +270,31 @@ impl Guest {
         let data = self.data(0, bytes.len() as u32, 0);
         self.request(queue, kind, 0, &[data])
     }
+}
+
+/// `VHOST_USER_NEED_REPLY_MASK`.
+pub const NEED_REPLY: u32 = 8;
+
+/// Bytes of a message without descriptors.
+pub fn message(request: u32, flags: u32, payload: &[u8]) -> Vec<u8> {
+    let mut bytes = [request, 1 | flags, payload.len() as u32].map(u32::to_ne_bytes).concat();
+    bytes.extend_from_slice(payload);
+    bytes
+}
+
+/// Sends a message by hand, and reads its reply.
+pub fn exchange(mut stream: &UnixStream, request: u32, flags: u32, payload: &[u8]) -> Vec<u8> {
+    stream.write_all(&message(request, flags, payload)).unwrap();
+    reply(stream, request)
+}
+
+/// Reads the reply to a request.
+pub fn reply(mut stream: &UnixStream, request: u32) -> Vec<u8> {
+    let mut header = [0; 12];
+    stream.read_exact(&mut header).unwrap();
+    let word = |at: usize| u32::from_ne_bytes(header[at..at + 4].try_into().unwrap());
+    assert_eq!((word(0), word(4)), (request, 5));
+    let mut payload = vec![0; word(8) as usize];
+    stream.read_exact(&mut payload).unwrap();
+    payload
 }

@@ -1,0 +1,239 @@
+//! A front-end's connection: messages with their descriptors come in, replies go out (vhost-user
+//! specification, "Message Specification").
+//!
+//! Guarantees: a message is read to its end, in however many pieces it arrives, and never beyond, since
+//! descriptors belong to the message with whose bytes they came; a front-end that does not read its
+//! replies ends its connection instead of blocking the server.
+
+use std::io::{self, ErrorKind, IoSlice, IoSliceMut};
+use std::mem::MaybeUninit;
+use std::os::fd::{BorrowedFd, OwnedFd};
+use std::os::unix::net::UnixStream;
+
+use rustix::io::Errno;
+use rustix::net::{
+    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendAncillaryBuffer,
+    SendAncillaryMessage, SendFlags, recvmsg, sendmsg,
+};
+
+/// Bytes of a header: request, flags, bytes of the payload.
+const HEADER: usize = 12;
+
+/// The most bytes of a payload; the longest that the specification defines is a tenth of it.
+const MAX_PAYLOAD: usize = 4096;
+
+/// The most descriptors of a message: one for each region of `SET_MEM_TABLE`.
+pub const MAX_DESCRIPTORS: usize = 32;
+
+/// The version of the protocol and the mask for it, in a header's flags.
+const VERSION: u32 = 1;
+const VERSION_MASK: u32 = 3;
+/// `VHOST_USER_REPLY_MASK`, `VHOST_USER_NEED_REPLY_MASK`.
+const REPLY: u32 = 1 << 2;
+const NEED_REPLY: u32 = 1 << 3;
+
+/// A message of a front-end's.
+#[derive(Debug)]
+pub struct Message {
+    /// The type of the request.
+    pub request: u32,
+    /// Whether the front-end waits for a reply also where the request has none of its own.
+    pub needs_reply: bool,
+    /// What follows the header.
+    pub payload: Vec<u8>,
+    /// The descriptors that came with it.
+    pub descriptors: Vec<OwnedFd>,
+}
+
+/// The connection. Both directions block nobody but the thread that reads.
+#[derive(Debug)]
+pub struct Connection(UnixStream);
+
+fn invalid(what: impl Into<String>) -> io::Error {
+    io::Error::new(ErrorKind::InvalidData, what.into())
+}
+
+impl Connection {
+    /// Takes a connected socket over.
+    pub fn new(stream: UnixStream) -> Self {
+        Self(stream)
+    }
+
+    /// Waits for the next message. `None` when the front-end has left.
+    ///
+    /// # Errors
+    /// The kernel's; or `InvalidData` when no further message can be told apart: a header that is none, a
+    /// payload of more than 4096 bytes, an end in the middle, descriptors that got lost.
+    pub fn receive(&self) -> io::Result<Option<Message>> {
+        let mut descriptors = Vec::new();
+        let mut header = [0; HEADER];
+        match self.fill(&mut header, &mut descriptors)? {
+            0 => return Ok(None),
+            HEADER => {}
+            count => return Err(invalid(format!("{count} bytes of a header, then the end"))),
+        }
+        let word = |at: usize| u32::from_ne_bytes([0, 1, 2, 3].map(|byte| header[at + byte]));
+        let (request, flags, length) = (word(0), word(4), word(8) as usize);
+        if flags & VERSION_MASK != VERSION || flags & REPLY != 0 {
+            return Err(invalid(format!("no header of a request: flags {flags:#x}")));
+        }
+        if length > MAX_PAYLOAD {
+            return Err(invalid(format!("request {request} with a payload of {length} bytes")));
+        }
+        let mut payload = vec![0; length];
+        let count = self.fill(&mut payload, &mut descriptors)?;
+        if count < length {
+            let what = format!("request {request}: {count} bytes of {length}, then the end");
+            return Err(invalid(what));
+        }
+        let needs_reply = flags & NEED_REPLY != 0;
+        Ok(Some(Message { request, needs_reply, payload, descriptors }))
+    }
+
+    /// Reads until the buffer is full, or the connection's end. Gives the count of bytes.
+    fn fill(&self, buffer: &mut [u8], descriptors: &mut Vec<OwnedFd>) -> io::Result<usize> {
+        let mut filled = 0;
+        while filled < buffer.len() {
+            let mut space =
+                [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_DESCRIPTORS))];
+            let mut ancillary = RecvAncillaryBuffer::new(&mut space);
+            let parts = &mut [IoSliceMut::new(&mut buffer[filled..])];
+            match recvmsg(&self.0, parts, &mut ancillary, RecvFlags::CMSG_CLOEXEC) {
+                Ok(received) => {
+                    for message in ancillary.drain() {
+                        if let RecvAncillaryMessage::ScmRights(came) = message {
+                            descriptors.extend(came);
+                        }
+                    }
+                    if received.flags.contains(ReturnFlags::CTRUNC) {
+                        return Err(invalid(
+                            "descriptors were lost: too many in one message, or open in this process",
+                        ));
+                    }
+                    if received.bytes == 0 {
+                        break;
+                    }
+                    filled += received.bytes;
+                }
+                Err(Errno::INTR) => {}
+                // It left without reading everything.
+                Err(Errno::CONNRESET) => break,
+                Err(error) => return Err(error.into()),
+            }
+        }
+        Ok(filled)
+    }
+
+    /// Replies to a request.
+    ///
+    /// # Errors
+    /// The kernel's; `WouldBlock` when the front-end has not read so many replies that there is no room.
+    pub fn reply(
+        &self,
+        request: u32,
+        payload: &[u8],
+        descriptor: Option<BorrowedFd<'_>>,
+    ) -> io::Result<()> {
+        let mut bytes = Vec::with_capacity(HEADER + payload.len());
+        for word in [request, VERSION | REPLY, payload.len() as u32] {
+            bytes.extend_from_slice(&word.to_ne_bytes());
+        }
+        bytes.extend_from_slice(payload);
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+        let mut ancillary = SendAncillaryBuffer::new(&mut space);
+        let descriptors = descriptor.as_slice();
+        if !descriptors.is_empty() {
+            ancillary.push(SendAncillaryMessage::ScmRights(descriptors));
+        }
+        let flags = SendFlags::NOSIGNAL | SendFlags::DONTWAIT;
+        let sent = loop {
+            match sendmsg(&self.0, &[IoSlice::new(&bytes)], &mut ancillary, flags) {
+                Err(Errno::INTR) => {}
+                outcome => break outcome?,
+            }
+        };
+        match sent == bytes.len() {
+            true => Ok(()),
+            false => Err(ErrorKind::WouldBlock.into()),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Write;
+    use std::os::fd::AsFd;
+
+    use super::*;
+
+    fn pair() -> (Connection, UnixStream) {
+        let (here, there) = UnixStream::pair().unwrap();
+        (Connection::new(here), there)
+    }
+
+    fn words(words: &[u32]) -> Vec<u8> {
+        words.iter().flat_map(|word| word.to_ne_bytes()).collect()
+    }
+
+    #[test]
+    fn a_message_comes_in_any_number_of_pieces() {
+        let (connection, mut peer) = pair();
+        let sender = std::thread::spawn(move || {
+            for byte in words(&[7, VERSION | NEED_REPLY, 8, 1, 2]) {
+                peer.write_all(&[byte]).unwrap();
+            }
+        });
+        let message = connection.receive().unwrap().unwrap();
+        assert_eq!((message.request, message.needs_reply), (7, true));
+        assert_eq!(message.payload, words(&[1, 2]));
+        sender.join().unwrap();
+        assert!(connection.receive().unwrap().is_none(), "it left");
+    }
+
+    #[test]
+    fn descriptors_come_with_the_message_that_they_belong_to() {
+        let (connection, peer) = pair();
+        let file = rustix::fs::memfd_create("sent", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
+        let message = words(&[5, VERSION, 4, 9]);
+        let send = |bytes: &[u8], descriptors: &[BorrowedFd<'_>]| {
+            let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(2))];
+            let mut ancillary = SendAncillaryBuffer::new(&mut space);
+            if !descriptors.is_empty() {
+                ancillary.push(SendAncillaryMessage::ScmRights(descriptors));
+            }
+            sendmsg(&peer, &[IoSlice::new(bytes)], &mut ancillary, SendFlags::empty()).unwrap();
+        };
+        // With the header, with the payload, with none.
+        send(&message, &[file.as_fd(), file.as_fd()]);
+        send(&message[..HEADER], &[]);
+        send(&message[HEADER..], &[file.as_fd()]);
+        send(&message, &[]);
+        for count in [2, 1, 0] {
+            assert_eq!(connection.receive().unwrap().unwrap().descriptors.len(), count);
+        }
+    }
+
+    #[test]
+    fn what_is_no_message_is_an_error() {
+        for bytes in [
+            words(&[1, 0, 0]),
+            words(&[1, 2, 0]),
+            words(&[1, VERSION | REPLY, 0]),
+            words(&[1, VERSION, MAX_PAYLOAD as u32 + 1]),
+            words(&[1, VERSION, 8, 0]),
+            words(&[1, VERSION]),
+        ] {
+            let (connection, mut peer) = pair();
+            peer.write_all(&bytes).unwrap();
+            drop(peer);
+            assert_eq!(connection.receive().unwrap_err().kind(), ErrorKind::InvalidData);
+        }
+    }
+
+    #[test]
+    fn a_front_end_that_reads_nothing_blocks_nobody() {
+        let (connection, _peer) = pair();
+        let error = (0..1 << 20).find_map(|_| connection.reply(1, &[0; 256], None).err());
+        assert_eq!(error.unwrap().kind(), ErrorKind::WouldBlock);
+    }
+}
