@@ -19,10 +19,10 @@ use crate::device::{Cache, Device, Understood};
 use crate::dirty_log::DirtyLog;
 use crate::inflight::{self, Book};
 use crate::listener::Listener;
-use crate::queue::{self, Manner, Order, RingSide, Setup};
+use crate::queue::{self, Kick, Manner, Order, RingSide, Setup};
 use crate::registration::Registration;
 use crate::ring::{Broken, EventIndex, MOST_ENTRIES, Ring};
-use crate::vring::{Kick, Running, UserAddresses, Vring};
+use crate::vring::{Running, UserAddresses, Vring};
 
 /// Result of handling a message.
 pub type Result<T, E = Refusal> = std::result::Result<T, E>;

@@ -12,8 +12,8 @@ use blockhouse_core::{Storage, WriteCache};
 use crate::config;
 use crate::connection::{Connection, Message};
 use crate::frontend::{Frontend, MOST_REGIONS, Region, Result, Tracked, refused};
-use crate::queue::Manner;
-use crate::vring::{Kick, UserAddresses};
+use crate::queue::{Kick, Manner};
+use crate::vring::UserAddresses;
 
 /// Types of requests (`VHOST_USER_*`). Those that belong to features which are not offered are missing.
 mod request {

@@ -1,12 +1,11 @@
 //! One of a front-end's rings: what was said of it, and the queue that runs by it.
 
-use std::io;
 use std::os::fd::OwnedFd;
 
 use blockhouse_engine::{GuestMemory, Submission};
 use futures_channel::{mpsc, oneshot};
 
-use crate::queue::{Errand, Manner, Order};
+use crate::queue::{Errand, Kick, Manner, Order};
 use crate::ring::{Addresses, Broken};
 
 /// A ring's parts in the front-end's own addresses.
@@ -40,28 +39,6 @@ pub struct Running {
     pub errands: mpsc::UnboundedSender<Errand>,
     /// Its end, and the next available entry then.
     pub end: Submission<u16>,
-}
-
-/// How a guest tells of new requests.
-#[derive(Debug)]
-pub enum Kick {
-    /// It signals an eventfd.
-    Event(OwnedFd),
-    /// It does not: the ring is looked at again and again.
-    Polled,
-}
-
-impl Kick {
-    /// Another handle of the same.
-    ///
-    /// # Errors
-    /// The kernel's.
-    pub fn try_clone(&self) -> io::Result<Self> {
-        Ok(match self {
-            Self::Event(event) => Self::Event(event.try_clone()?),
-            Self::Polled => Self::Polled,
-        })
-    }
 }
 
 /// A ring of the front-end.

@@ -3,6 +3,8 @@
 //!
 //! In both cases a loop that is awake looks at the ring at every turn.
 
+use std::io;
+use std::os::fd::OwnedFd;
 use std::pin::Pin;
 use std::rc::Rc;
 use std::task::{Context, Poll};
@@ -13,12 +15,33 @@ use blockhouse_engine::{Lookout, Sleep, Watch, sleep};
 use rustix::event::{EventfdFlags, eventfd};
 
 use super::Queue;
-use crate::vring::Kick;
 
 /// A polled ring is looked at this often while requests come, and half as often after each look in vain,
-/// down to the last: a guest that does nothing costs a thousandth of a processor or two.
+/// down to once a millisecond.
 const MIN_INTERVAL: Duration = Duration::from_micros(50);
 const MAX_INTERVAL: Duration = Duration::from_millis(1);
+
+/// How a guest tells of new requests.
+#[derive(Debug)]
+pub enum Kick {
+    /// It signals an eventfd.
+    Event(OwnedFd),
+    /// It does not: the ring is looked at again and again.
+    Polled,
+}
+
+impl Kick {
+    /// Another handle of the same.
+    ///
+    /// # Errors
+    /// The kernel's.
+    pub fn try_clone(&self) -> io::Result<Self> {
+        Ok(match self {
+            Self::Event(event) => Self::Event(event.try_clone()?),
+            Self::Polled => Self::Polled,
+        })
+    }
+}
 
 /// What ends a sleep of the loop over the ring.
 pub struct Kicks {

@@ -26,6 +26,7 @@ use blockhouse_disk::Disk;
 use blockhouse_engine::{GuestMemory, Lookout, spawn_detached};
 use futures_channel::{mpsc, oneshot};
 use futures_util::StreamExt;
+pub use kicks::Kick;
 use kicks::Kicks;
 use lane::Lane;
 pub use ring_side::RingSide;
@@ -35,7 +36,6 @@ use crate::device::Cache;
 use crate::dirty_log::DirtyLog;
 use crate::request::Terms;
 use crate::ring::{Addresses, Broken};
-use crate::vring::Kick;
 
 /// What a queue is told while it runs.
 pub enum Order {
