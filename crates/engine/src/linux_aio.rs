@@ -10,6 +10,8 @@ use crate::file::{Caching, Residence};
 use crate::operation::{MOST_OPERATIONS, Operation, Token, Transfer};
 use crate::system_call::FileCall;
 
+const PREAD: u16 = 0;
+const POLL: u16 = 5;
 const PREADV: u16 = 7;
 const PWRITEV: u16 = 8;
 /// `IOCB_FLAG_RESFD`: the completion rings `aio_resfd`.
@@ -204,6 +206,77 @@ impl LinuxAio {
 impl Drop for LinuxAio {
     fn drop(&mut self) {
         // SAFETY: the context is this object's own. The call waits for what is in flight.
+        unsafe { libc::syscall(libc::SYS_io_destroy, self.context) };
+    }
+}
+
+/// Signals an eventfd by the completion of an operation that does nothing (see `event_signal`).
+pub(crate) struct Signaller {
+    context: u64,
+    /// An eventfd of ours that is always readable: a poll of it is over at once.
+    readable: OwnedFd,
+    /// The eventfd to signal.
+    event: OwnedFd,
+}
+
+impl Signaller {
+    /// # Errors
+    /// The kernel's: `EINVAL` when `event` is no eventfd; as [`LinuxAio::open`].
+    pub(crate) fn new(event: BorrowedFd<'_>) -> io::Result<Self> {
+        let readable = rustix::event::eventfd(1, rustix::event::EventfdFlags::CLOEXEC)?;
+        let event = event.try_clone_to_owned()?;
+        let mut context = 0u64;
+        // SAFETY: the kernel writes the context's address to `context`, which must be zero before.
+        check(unsafe { libc::syscall(libc::SYS_io_setup, 1, &raw mut context) })?;
+        let signaller = Self { context, readable, event };
+        // The kernel looks at the eventfd first, then finds that nothing can be read to this address.
+        let nowhere =
+            ControlBlock { opcode: PREAD, buffer: u64::MAX, bytes: 8, ..signaller.block() };
+        match signaller.submit(&nowhere) {
+            Err(error) if error.raw_os_error() == Some(libc::EFAULT) => Ok(signaller),
+            Err(error) => Err(error),
+            Ok(()) => Err(io::Error::from_raw_os_error(libc::ENOSYS)),
+        }
+    }
+
+    /// Adds 1 to the counter, unless it is full.
+    pub(crate) fn signal(&self) {
+        let poll = ControlBlock { opcode: POLL, buffer: libc::POLLIN as u64, ..self.block() };
+        while let Err(error) = self.submit(&poll) {
+            if error.raw_os_error() != Some(libc::EAGAIN) {
+                break;
+            }
+            std::thread::yield_now();
+        }
+        // The completion is of no interest, but takes a place.
+        let ring = self.context as *const Ring;
+        // SAFETY: as in `has_completions`. The head is this side's to change.
+        let (head, tail) = unsafe { (&(*ring).head, &(*ring).tail) };
+        use std::sync::atomic::Ordering::{Acquire, Release};
+        head.store(tail.load(Acquire), Release);
+    }
+
+    fn block(&self) -> ControlBlock {
+        ControlBlock {
+            file: self.readable.as_raw_fd() as u32,
+            flags: RESFD,
+            event_fd: self.event.as_raw_fd() as u32,
+            ..ControlBlock::default()
+        }
+    }
+
+    fn submit(&self, block: &ControlBlock) -> io::Result<()> {
+        let blocks = [std::ptr::from_ref(block)];
+        // SAFETY: one valid address of a block, which the kernel copies; the block names no memory of ours.
+        let result =
+            unsafe { libc::syscall(libc::SYS_io_submit, self.context, 1, blocks.as_ptr()) };
+        check(result).map(|_| ())
+    }
+}
+
+impl Drop for Signaller {
+    fn drop(&mut self) {
+        // SAFETY: the context is this object's own; nothing is in flight.
         unsafe { libc::syscall(libc::SYS_io_destroy, self.context) };
     }
 }

@@ -13,6 +13,7 @@ use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::rc::Rc;
 use std::task::{Context, Poll};
 
+use crate::event_signal::is_eventfd;
 use crate::local::{self, Local};
 use crate::poll::Source;
 use crate::watches::{Events, Lookout, WatchKey};
@@ -62,15 +63,5 @@ impl Drop for Watch {
     fn drop(&mut self) {
         self.local.watches.remove(self.key);
         self.local.unwatch(self.key, self.descriptor.as_fd());
-    }
-}
-
-/// Whether a descriptor that somebody sent is an eventfd. Where that cannot be found out it is
-/// believed.
-pub fn is_eventfd(descriptor: impl AsFd) -> bool {
-    let link = format!("/proc/self/fd/{}", descriptor.as_fd().as_raw_fd());
-    match std::fs::read_link(link) {
-        Ok(target) => target.as_os_str() == "anon_inode:[eventfd]",
-        Err(_) => true,
     }
 }
