@@ -9,7 +9,7 @@ use blockhouse_core::{
     Buffer, ByteRange, Durability, ErrorKind, ExtentFlags, ExtentState, Storage, Sync, Unmap, errno,
 };
 use blockhouse_format::Intent;
-use blockhouse_format::qcow2::{CreateOptions, OpenOptions, Qcow2, check, create};
+use blockhouse_format::qcow2::{CreateOptions, OpenOptions, Preallocation, Qcow2, check, create};
 use blockhouse_sim::{Config, Fault, Latency, Operation, OperationKind, Sim, SimDisk};
 use common::{read, unmap, write};
 
@@ -36,6 +36,33 @@ async fn write_durably(image: &Qcow2<SimDisk>, cluster: u64) {
     image.storage().write(host, buffer.lend(), Durability::Data).await.unwrap();
     image.commit(extent, Durability::Data).await.unwrap();
     image.persist().await.unwrap();
+}
+
+/// The flushes and discards that emptying an image of 8 MiB takes, each of whose clusters has a place.
+fn operations_to_empty(cluster_size: u64) -> [usize; 2] {
+    let sim = Sim::new(1);
+    let disk = SimDisk::new(&sim, Config::default(), Vec::new());
+    let made = disk.clone();
+    sim.block_on(async move {
+        let preallocation = Preallocation::Metadata;
+        let options = CreateOptions { cluster_size, preallocation, ..CreateOptions::new(8 << 20) };
+        create(&made, &options).await.unwrap();
+        let image = Qcow2::open(made.clone(), OpenOptions::default()).await.unwrap();
+        made.take_log();
+        image.empty().await.unwrap();
+    });
+    let log = kinds(&disk.take_log());
+    [OperationKind::Flush, OperationKind::Discard]
+        .map(|kind| log.iter().filter(|&&one| one == kind).count())
+}
+
+#[test]
+fn emptying_an_image_of_small_clusters_takes_no_more_flushes() {
+    let [flushes, discards] = operations_to_empty(512);
+    let [few_flushes, few_discards] = operations_to_empty(CLUSTER);
+    // Some more, because there are more refcount blocks; but not some for each few tables.
+    assert!(flushes <= few_flushes + 1, "{flushes} flushes, {few_flushes} of large clusters");
+    assert!(discards <= few_discards + 2, "{discards} discards, {few_discards} of large clusters");
 }
 
 fn kinds(log: &[Operation]) -> Vec<OperationKind> {

@@ -18,8 +18,8 @@ use super::{Qcow2, table_io};
 
 /// The largest L1 table, in bytes.
 const MOST_L1_BYTES: u64 = 32 << 20;
-/// After how many L2 tables their clusters are given back, so that the list of them stays short.
-const TABLES_TOGETHER: usize = 64;
+/// After how many clusters they are given back, so that the list of them stays short.
+const CLUSTERS_TOGETHER: u64 = 1 << 19;
 
 impl<S: Storage> Qcow2<S> {
     /// As [`Format::reserve`](crate::Format::reserve).
@@ -106,6 +106,7 @@ impl<S: Storage> Qcow2<S> {
     async fn drop_l2_tables(&self, indexes: Range<usize>) -> Result<()> {
         // Tables that are going to be free must not be written any more.
         self.flush(Sync::Data).await?;
+        let together = (CLUSTERS_TOGETHER / self.geometry.l2_entries()).max(1) as usize;
         for (count, index) in indexes.enumerate() {
             let dropped = self
                 .step(|state| {
@@ -114,10 +115,12 @@ impl<S: Storage> Qcow2<S> {
                 })
                 .await;
             self.marking(dropped).await?;
-            if count % TABLES_TOGETHER == TABLES_TOGETHER - 1 {
+            if count % together == together - 1 {
+                self.state.lock().join_retired();
                 self.flush(Sync::Data).await?;
             }
         }
+        self.state.lock().join_retired();
         self.flush(Sync::Data).await
     }
 
@@ -221,6 +224,16 @@ impl State {
         self.retire(cluster..cluster + 1, punch);
         self.version += 1;
         Ok(())
+    }
+
+    /// Makes runs of the clusters that wait to be given back: tables lie among the data that they refer to, and
+    /// the host is told of each run.
+    fn join_retired(&mut self) {
+        let mut all = std::mem::take(&mut self.retired);
+        all.sort_by_key(|one| one.clusters.start);
+        for one in all {
+            one.join(&mut self.retired);
+        }
     }
 
     /// All entries of an L2 table.
