@@ -10,7 +10,7 @@
 use std::sync::Arc;
 
 use blockhouse_core::{Buffer, ByteRange, Fua, Request};
-use blockhouse_disk::{Access, Disk, Options};
+use blockhouse_disk::{Access, BlockStatusCache, Disk, Options};
 use blockhouse_format::qcow2::{self, Qcow2};
 use blockhouse_fuzz::memory::Memory;
 use blockhouse_fuzz::{assert_tells_the_place, in_bounded_memory};
@@ -58,11 +58,12 @@ async fn look_at(storage: Memory, behind: Memory, access: Access) {
 /// Reads the beginning of each extent.
 async fn read_extents(disk: &Disk<Memory>) {
     let mut rest = ByteRange::between(0, disk.size());
+    let mut cache = BlockStatusCache::default();
     for _ in 0..MOST_EXTENTS {
         if rest.is_empty() {
             break;
         }
-        let length = match disk.status(rest).await {
+        let length = match disk.status(rest, &mut cache).await {
             Ok((_, length)) => length,
             Err(error) => {
                 assert_tells_the_place(&error);

@@ -13,7 +13,7 @@ use std::sync::Arc;
 use blockhouse_core::{
     Buffer, ByteRange, Durability, Effort, Error, ErrorKind, Fua, Request, Result, Unmap,
 };
-use blockhouse_disk::{Access, Discard, Disk, Options};
+use blockhouse_disk::{Access, BlockStatusCache, Discard, Disk, Options};
 use blockhouse_format::qcow2::{self, Qcow2};
 use blockhouse_fuzz::case::{Case, Step};
 use blockhouse_fuzz::memory::Memory;
@@ -208,7 +208,7 @@ async fn step_on(disk: &Disk<Memory>, step: Step, number: u8, is_known: bool) ->
         }
         11 => disk.submit(Request::Discard { range, durability }).await,
         12 => disk.flush().await,
-        13 if !range.is_empty() => disk.status(range).await.map(|_| ()),
+        13 if !range.is_empty() => disk.status(range, &mut BlockStatusCache::default()).await.map(|_| ()),
         14 => disk.resize((disk.size() + range.length()).min(MOST_SIZE) & !511).await,
         _ => disk.submit(Request::Prefetch { range }).await,
     }

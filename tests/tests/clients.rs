@@ -28,6 +28,34 @@ fn unix_uri(scratch: &Scratch, socket: &str, name: &str) -> String {
 }
 
 #[test]
+fn block_status_of_clusters_that_nothing_was_written_to_is_zero() {
+    require!(need::tools(&["nbdinfo", "qemu-img"]));
+    let scratch = Scratch::new();
+    let image = scratch.path("disk.qcow2");
+    let mut create = tool("qemu-img");
+    create.args(["create", "-f", "qcow2", "-o", "preallocation=metadata"]).arg(&image).arg("64M");
+    run(&mut create).success();
+    let server = Serve::new(&scratch, &image).start();
+    let mut client = Client::open(&server.address());
+    assert_eq!(client.write(32 * MIB, &[7; 65536], 0), 0);
+    client.disconnect();
+    let map = run(tool("nbdinfo").args(["--map", "--json", server.uri()])).success();
+    let map: serde_json::Value = serde_json::from_str(&map.stdout).expect("JSON");
+    let extents: Vec<(u64, u64, u64)> = map
+        .as_array()
+        .expect("extents")
+        .iter()
+        .map(|one| ["offset", "length", "type"].map(|key| one[key].as_u64().expect("a number")))
+        .map(|[offset, length, kind]| (offset, length, kind))
+        .collect();
+    let (before, after) = (32 * MIB, 32 * MIB + 65536);
+    let (data, zero) = (0, 2);
+    let expected = [(0, before, zero), (before, 65536, data), (after, 64 * MIB - after, zero)];
+    assert_eq!(extents, expected);
+    server.stop();
+}
+
+#[test]
 fn without_options_a_new_image_is_served_on_a_socket_in_the_users_runtime_folder() {
     require!(need::tools(&["nbdinfo", "nbdcopy"]));
     let scratch = Scratch::new();

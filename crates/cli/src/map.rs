@@ -2,7 +2,7 @@
 
 use anyhow::Result;
 use blockhouse_core::ByteRange;
-use blockhouse_disk::{Content, Disk, Placement, open};
+use blockhouse_disk::{BlockStatusCache, Content, Disk, Placement, open};
 use blockhouse_engine::{EngineChoice, EventLoop, HostFile};
 use serde_json::json;
 
@@ -30,9 +30,10 @@ pub fn run(arguments: &Arguments) -> Result<()> {
 /// The whole disk from its start to its end, each part as long as it can be.
 async fn parts_of(disk: &Disk<HostFile>) -> Result<Vec<Placement>> {
     let mut parts: Vec<Placement> = Vec::new();
+    let mut cache = BlockStatusCache::default();
     let mut rest = ByteRange::between(0, disk.size());
     while !rest.is_empty() {
-        let part = disk.placement(rest).await?;
+        let part = disk.placement(rest, &mut cache).await?;
         rest = rest.skip(part.guest.length());
         match parts.last_mut() {
             Some(last) if goes_on(last, &part) => {

@@ -23,7 +23,7 @@ use crate::{ByteRange, Durability, Fua, IoVector, Result, Sync, Unmap};
 ///
 /// Ranges are aligned as [`Capabilities::alignment`] says. One more is always welcome: the last
 /// partial block, where the size is no multiple of the offset alignment. It starts at the last
-/// multiple below the size and ends exactly at the size.
+/// multiple below the size and ends exactly at the size, or at the next multiple of 512.
 pub trait Storage: 'static {
     /// How people call it: a path, mostly. For messages.
     fn name(&self) -> &str;

@@ -13,7 +13,7 @@ use futures_util::future::{join, join_all};
 use futures_util::lock::Mutex;
 
 use crate::convert::{Piece, Walk, read};
-use crate::{BlockStatus, Disk};
+use crate::{BlockStatus, BlockStatusCache, Disk};
 
 /// Bytes that are compared at a time.
 const PIECE: u64 = 1 << 20;
@@ -26,7 +26,7 @@ pub struct Comparing<S: Storage> {
     together: usize,
     size: u64,
     /// Behind a lock that does not look at the clock, as that of `async_lock` does.
-    walk: Mutex<Walk<S>>,
+    walk: Mutex<Walk<Arc<Disk<S>>>>,
     /// The offset of the first byte found so far that differs.
     difference: AtomicU64,
     has_failed: AtomicBool,
@@ -120,9 +120,11 @@ pub async fn first_status_difference<S: Storage>(
     other: &Disk<S>,
 ) -> Result<Option<u64>> {
     let mut rest = ByteRange::between(0, one.size().min(other.size()));
+    let (mut cache, mut other_cache) = (BlockStatusCache::default(), BlockStatusCache::default());
     while !rest.is_empty() {
-        let (first, length) = one.status(rest).await?;
-        let (second, other_length): (BlockStatus, u64) = other.status(rest).await?;
+        let (first, length) = one.status(rest, &mut cache).await?;
+        let (second, other_length): (BlockStatus, u64) =
+            other.status(rest, &mut other_cache).await?;
         if first != second {
             return Ok(Some(rest.offset()));
         }

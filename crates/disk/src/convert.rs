@@ -80,7 +80,7 @@ pub struct Copying<S: Storage> {
     /// Bytes that are looked at together for zeros.
     unit: u64,
     /// Behind a lock that does not look at the clock, as that of `async_lock` does.
-    walk: Mutex<Walk<S>>,
+    walk: Mutex<Walk<Arc<Disk<S>>>>,
     has_failed: AtomicBool,
     /// Where the walk is.
     passed: AtomicU64,

@@ -10,7 +10,7 @@ use blockhouse_core::{
     Request, Result, Storage, Sync, Unmap, WriteCache,
 };
 use blockhouse_format::qcow2::{self, Backing, CheckReport, DataFile, Features, Qcow2};
-use blockhouse_format::{BlockStatus, Format, Raw};
+use blockhouse_format::{Format, Raw};
 
 use crate::clusters::ClusterBuffers;
 use crate::durable::Debt;
@@ -110,7 +110,7 @@ impl<S: Storage> Disk<S> {
     /// A disk over a raw image.
     ///
     /// # Errors
-    /// `InvalidInput` when the size is no multiple of 512.
+    /// `InvalidInput` when the storage is too long for a file.
     pub fn raw(storage: S, options: Options) -> Result<Self> {
         let storage = Generations::new(storage, options.flush);
         Ok(Self::new(Format::Raw(Raw::open(storage)?), options))
@@ -424,21 +424,6 @@ impl<S: Storage> Disk<S> {
         let whole = ByteRange::between(start, end);
         let _claim = self.claim(whole).await;
         Box::pin(self.discard(whole, durability.max(self.options.durability))).await
-    }
-
-    /// What stands behind the first bytes of `range`, and how many bytes that holds for (at least
-    /// one, at most the length of `range`).
-    ///
-    /// # Errors
-    /// `InvalidInput` when the range is empty or reaches past the end.
-    pub async fn status(&self, range: ByteRange) -> Result<(BlockStatus, u64)> {
-        self.check_inside(range)?;
-        if range.is_empty() {
-            let what = "no block status of an empty range";
-            let error = Error::new(ErrorKind::InvalidInput, what);
-            return Err(error.on(self.name()).at(range.offset()));
-        }
-        self.status_of_layers(range).await
     }
 
     /// All writes completed so far become durable. As [`Request::Flush`].

@@ -3,11 +3,9 @@
 
 use std::sync::Arc;
 
-use blockhouse_core::{
-    Buffer, ByteRange, Error, ErrorKind, Extent, ExtentState, IoVector, Result, Storage,
-};
+use blockhouse_core::{Buffer, ByteRange, Error, ErrorKind, Extent, IoVector, Result, Storage};
+use blockhouse_format::Format;
 use blockhouse_format::qcow2::{Compression, decompress};
-use blockhouse_format::{BlockStatus, Format, Intent};
 use futures_util::future::LocalBoxFuture;
 
 use crate::Disk;
@@ -104,30 +102,6 @@ impl<S: Storage> Disk<S> {
             }
             backing.submit_read(inside.offset(), into).await.map(|_| ())
         })
-    }
-
-    /// What stands behind the first bytes of `range`, through all layers.
-    pub(crate) async fn status_of_layers(&self, range: ByteRange) -> Result<(BlockStatus, u64)> {
-        if let Format::Raw(_) = self.format {
-            return self.format.status(range).await;
-        }
-        let extent = self.format.map(range, Intent::Read).await?;
-        let length = extent.guest.length();
-        let status = match extent.state {
-            ExtentState::Mapped { .. } | ExtentState::Compressed { .. } => BlockStatus::Data,
-            ExtentState::Zero => BlockStatus::Zero,
-            ExtentState::Hole => BlockStatus::Hole,
-            ExtentState::Backing => {
-                let backing = self.backing()?;
-                let inside = within(extent.guest, backing.size());
-                if inside.is_empty() {
-                    return Ok((BlockStatus::Hole, length));
-                }
-                let behind: LocalBoxFuture<'_, _> = Box::pin(backing.status_of_layers(inside));
-                return behind.await;
-            }
-        };
-        Ok((status, length))
     }
 
     pub(crate) fn backing(&self) -> Result<&Arc<Disk<S>>> {

@@ -4,6 +4,7 @@
 //! made durable and counted. Nothing here knows an engine or a protocol.
 #![forbid(unsafe_code)]
 
+mod block_status;
 mod bounce;
 mod chain;
 mod clusters;
@@ -36,7 +37,7 @@ mod unpacked;
 mod vmstate;
 mod zero;
 
-pub use blockhouse_format::BlockStatus;
+pub use block_status::{BlockStatus, BlockStatusCache};
 pub use blockhouse_format::qcow2::{
     Backing, CheckReport, Compression, DataFile, Features, Snapshot,
 };

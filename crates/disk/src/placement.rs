@@ -2,10 +2,11 @@
 
 use blockhouse_core::{ByteRange, ExtentState, Result, Status, Storage};
 use blockhouse_format::qcow2::Qcow2;
-use blockhouse_format::{BlockStatus, Format, Intent};
+use blockhouse_format::{Format, Intent};
 
-use crate::Disk;
+use crate::block_status::HostRuns;
 use crate::layers::within;
+use crate::{BlockStatus, BlockStatusCache, Disk};
 
 /// What a part of a disk is, and where.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -46,16 +47,21 @@ pub enum Content {
 }
 
 impl<S: Storage> Disk<S> {
-    /// Where the first bytes of `range` are stored. `range` must not be empty.
+    /// Where the first bytes of `range` are stored. `range` must not be empty; `cache` belongs to this
+    /// disk alone.
     ///
     /// # Errors
     /// `InvalidInput` when `range` reaches past the end; what the storages answer.
-    pub async fn placement(&self, range: ByteRange) -> Result<Placement> {
+    pub async fn placement(
+        &self,
+        range: ByteRange,
+        cache: &mut BlockStatusCache,
+    ) -> Result<Placement> {
         self.check_inside(range)?;
         let (mut layer, mut rest, mut depth) = (self, range, 0);
         loop {
             let Format::Qcow2(image) = &layer.format else {
-                let (guest, content) = layer.raw_content(rest).await?;
+                let (guest, content) = layer.raw_content(rest, cache, depth).await?;
                 return Ok(Placement { guest, depth, content });
             };
             let extent = image.map(rest, Intent::Read).await?;
@@ -67,7 +73,8 @@ impl<S: Storage> Disk<S> {
                     continue;
                 }
             }
-            let (guest, content) = qcow2_content(image, extent.guest, extent.state).await?;
+            let runs = cache.layer(depth);
+            let (guest, content) = qcow2_content(image, extent.guest, extent.state, runs).await?;
             return Ok(Placement { guest, depth, content });
         }
     }
@@ -82,8 +89,13 @@ impl<S: Storage> Disk<S> {
     }
 
     /// In a raw image everything has its place, holes of the file as well.
-    async fn raw_content(&self, range: ByteRange) -> Result<(ByteRange, Content)> {
-        let (status, length) = self.status(range).await?;
+    async fn raw_content(
+        &self,
+        range: ByteRange,
+        cache: &mut BlockStatusCache,
+        depth: usize,
+    ) -> Result<(ByteRange, Content)> {
+        let (status, length) = self.status_of_layers(range, cache, depth).await?;
         let host = range.offset();
         let content = match status {
             BlockStatus::Data => Content::Data { host },
@@ -97,9 +109,10 @@ async fn qcow2_content<S: Storage>(
     image: &Qcow2<S>,
     guest: ByteRange,
     state: ExtentState,
+    runs: &mut HostRuns,
 ) -> Result<(ByteRange, Content)> {
     Ok(match state {
-        ExtentState::Mapped { host } => written(image.data(), guest, host).await?,
+        ExtentState::Mapped { host } => written(image.data(), guest, host, runs).await?,
         ExtentState::Compressed { .. } => (guest, Content::Compressed),
         ExtentState::Zero => {
             let (host, length) = image.kept_place(guest).await?;
@@ -118,12 +131,13 @@ async fn written<S: Storage>(
     file: &S,
     guest: ByteRange,
     host: u64,
+    runs: &mut HostRuns,
 ) -> Result<(ByteRange, Content)> {
     let inside = file.size().saturating_sub(host).min(guest.length());
     let Some(range) = ByteRange::new(host, inside).filter(|range| !range.is_empty()) else {
         return Ok((guest, Content::Unwritten { host }));
     };
-    let (status, length) = file.status(range).await?;
+    let (status, length) = runs.status(file, range).await?;
     let content = match status {
         Status::Data => Content::Data { host },
         Status::Hole => Content::Unwritten { host },

@@ -3,12 +3,14 @@
 use std::future::{Future, ready};
 
 use blockhouse_core::{
-    Buffer, ByteRange, Durability, Effort, ExtentState, IoVector, Request, Result, Storage, Unmap,
+    Buffer, ByteRange, Durability, Effort, ExtentState, IoVector, Request, Result, Status, Storage,
+    Unmap,
 };
 use blockhouse_format::Intent;
-use futures_util::stream::{self, StreamExt};
+use futures_util::stream::{self, Stream, StreamExt};
 
 use crate::Disk;
+use crate::block_status::HostRuns;
 
 /// The most bytes that are moved at once.
 const PIECE: u64 = 1 << 20;
@@ -20,10 +22,25 @@ const TOGETHER: usize = 8;
 pub(crate) enum Source {
     /// The image itself has data.
     Own,
-    /// The image says that they are zeros.
+    /// The image says that they are zeros, or has a place for them that is a hole of the host file.
     Zeros,
     /// What is behind the image, or nothing.
     Behind,
+}
+
+/// Holes of the host file that are shorter are read and written as data is, in bytes.
+const MIN_HOLE: u64 = 64 << 10;
+
+/// Does `work` on all pieces, several at a time. Ends with the first error, once all that were begun
+/// have ended.
+pub(crate) async fn together<T, F: Future<Output = Result<()>>>(
+    pieces: impl Stream<Item = Result<T>>,
+    work: impl Fn(T) -> F,
+) -> Result<()> {
+    let work = &work;
+    let done = pieces.map(|piece| async move { work(piece?).await });
+    let both = |sum: Result<()>, one| ready(sum.and(one));
+    done.buffer_unordered(TOGETHER).fold(Ok(()), both).await
 }
 
 impl<S: Storage> Disk<S> {
@@ -33,37 +50,56 @@ impl<S: Storage> Disk<S> {
         &self,
         work: impl Fn(ByteRange, Source) -> F,
     ) -> Result<()> {
-        let pieces = stream::unfold(ByteRange::between(0, self.size()), |rest| async move {
+        let start = (ByteRange::between(0, self.size()), HostRuns::default());
+        let pieces = stream::unfold(start, |(rest, mut runs)| async move {
             if rest.is_empty() {
                 return None;
             }
-            Some(match self.next_piece(rest).await {
-                Ok((piece, source)) => (Ok((piece, source)), rest.skip(piece.length())),
-                Err(error) => (Err(error), rest.skip(rest.length())),
+            Some(match self.next_piece(rest, &mut runs).await {
+                Ok((piece, source)) => (Ok((piece, source)), (rest.skip(piece.length()), runs)),
+                Err(error) => (Err(error), (rest.skip(rest.length()), runs)),
             })
         });
-        let work = &work;
-        let done = pieces.map(|piece| async move {
-            match piece {
-                Ok((piece, source)) => work(piece, source).await,
-                Err(error) => Err(error),
-            }
-        });
-        let both = |sum: Result<()>, one| ready(sum.and(one));
-        done.buffer_unordered(TOGETHER).fold(Ok(()), both).await
+        together(pieces, |(piece, source)| work(piece, source)).await
     }
 
-    async fn next_piece(&self, rest: ByteRange) -> Result<(ByteRange, Source)> {
+    async fn next_piece(
+        &self,
+        rest: ByteRange,
+        runs: &mut HostRuns,
+    ) -> Result<(ByteRange, Source)> {
         let extent = self.format.map(rest, Intent::Read).await?;
         Ok(match extent.state {
-            ExtentState::Mapped { .. } | ExtentState::Compressed { .. } => {
-                (extent.guest.truncate(PIECE), Source::Own)
-            }
+            ExtentState::Mapped { host } => self.next_mapped(extent.guest, host, runs).await?,
+            ExtentState::Compressed { .. } => (extent.guest.truncate(PIECE), Source::Own),
             ExtentState::Zero => (extent.guest, Source::Zeros),
             ExtentState::Hole | ExtentState::Backing => {
                 (extent.guest.truncate(PIECE), Source::Behind)
             }
         })
+    }
+
+    /// The first piece of a mapped extent: data, or a hole of the host file, which reads as zeros.
+    async fn next_mapped(
+        &self,
+        guest: ByteRange,
+        host: u64,
+        runs: &mut HostRuns,
+    ) -> Result<(ByteRange, Source)> {
+        let mut data = 0;
+        while data < guest.length().min(PIECE) {
+            let rest = ByteRange::between(host + data, host + guest.length());
+            let (status, length) = runs.status(self.storage(), rest).await?;
+            let is_all = length == guest.length();
+            if status == Status::Hole && (length >= MIN_HOLE || is_all) {
+                if data == 0 {
+                    return Ok((guest.truncate(length), Source::Zeros));
+                }
+                break;
+            }
+            data += length;
+        }
+        Ok((guest.truncate(data.min(PIECE)), Source::Own))
     }
 
     /// Reads `range`, what lies past the end as zeros.

@@ -6,7 +6,9 @@ use std::sync::Arc;
 
 use blockhouse_core::{Alignment, Buffer, Durability, Request, Result};
 use blockhouse_disk::{Before, Comparing, CopyOptions, Copying, Disk, Options, Packing};
-use blockhouse_format::qcow2::{self, Backing, Compression, CreateOptions, Switch, Version};
+use blockhouse_format::qcow2::{
+    self, Backing, Compression, CreateOptions, Preallocation, Switch, Version,
+};
 use blockhouse_sim::{
     Config, Fault, Operation, OperationKind, Report, Rng, Sim, SimDisk, for_seeds,
 };
@@ -278,6 +280,75 @@ fn what_maps_show_as_zeros_is_neither_read_nor_written() {
     assert_eq!(bytes(from_file.take_log(), OperationKind::Read), 64 << 10);
     // The data, and the place of the one new table, which is got from the host before it is begun.
     assert_eq!(bytes(to_file.take_log(), OperationKind::Write), 128 << 10);
+}
+
+/// The bytes of a disk whose clusters all have a place.
+const PREALLOCATED: u64 = 32 << 20;
+
+/// A disk whose clusters all have a place; only the one at 9 MiB was written to.
+async fn preallocated(sim: &Sim) -> (SimDisk, Image) {
+    let preallocation = Preallocation::Metadata;
+    let options = CreateOptions { preallocation, ..CreateOptions::new(PREALLOCATED) };
+    let file = SimDisk::new(sim, Config::default(), Vec::new());
+    let disk = create(&file, Some(&options)).await;
+    let mut buffer = Buffer::new(64 << 10);
+    buffer.bytes_mut().fill(7);
+    let (from, durability) = (buffer.lend(), Durability::None);
+    disk.submit(Request::Write { offset: 9 << 20, from, durability }).await.expect("room");
+    disk.flush().await.expect("no failure");
+    file.take_log();
+    (file, Arc::new(disk))
+}
+
+/// An overlay with nothing of its own.
+async fn overlay(sim: &Sim, base: &Image) -> Disk<SimDisk> {
+    let backing = Backing { name: b"base".to_vec(), format: Some("qcow2".into()) };
+    let options = CreateOptions { backing: Some(backing), ..CreateOptions::new(PREALLOCATED) };
+    let file = SimDisk::new(sim, Config::default(), Vec::new());
+    create(&file, Some(&options)).await.over(Arc::clone(base))
+}
+
+/// The bytes of data that were read, without tables, and how often the host was asked for holes.
+fn reads_and_questions(file: &SimDisk) -> (u64, usize) {
+    let log = file.take_log();
+    let of = |kind| log.iter().filter(move |one| one.kind() == kind);
+    let long = of(OperationKind::Read).filter_map(|one| one.range()).map(|range| range.length());
+    (long.filter(|&length| length > 4096).sum(), of(OperationKind::Status).count())
+}
+
+#[test]
+fn holes_of_the_host_file_below_mapped_clusters_are_not_read() {
+    let sim = Sim::new(0);
+    let inner = sim.clone();
+    sim.block_on(async move {
+        let (one_file, one) = preallocated(&inner).await;
+        let (other_file, other) = preallocated(&inner).await;
+        let target = CreateOptions::new(PREALLOCATED);
+        let target_file = SimDisk::new(&inner, Config::default(), Vec::new());
+        let to = Arc::new(create(&target_file, Some(&target)).await);
+        let how = CopyOptions { before: Before::Zeros, packing: Packing::Plain, together: 4 };
+        copy(&inner, &one, &to, how, 2).await.expect("nothing fails here");
+        // One question for each run: hole, data, hole.
+        assert_eq!(reads_and_questions(&one_file), (64 << 10, 3), "convert");
+
+        assert_eq!(difference(&one, &other).await, None);
+        assert_eq!(reads_and_questions(&one_file), (64 << 10, 3), "compare");
+        assert_eq!(reads_and_questions(&other_file), (64 << 10, 3), "compare");
+
+        let top = overlay(&inner, &one).await;
+        top.prepare_rebase(Some(&other)).await.expect("nothing fails here");
+        assert_eq!(reads_and_questions(&one_file), (64 << 10, 3), "rebase");
+        assert_eq!(reads_and_questions(&other_file), (64 << 10, 3), "rebase");
+
+        let raw = SimDisk::new(&inner, Config::default(), vec![1; PREALLOCATED as usize]);
+        let base = Disk::raw(raw.clone(), Options::default()).expect("a disk");
+        one.commit_into(&base).await.expect("nothing fails here");
+        assert_eq!(reads_and_questions(&one_file), (64 << 10, 3), "commit");
+        let content = raw.content();
+        let wanted = |at: usize| if at >> 16 == (9 << 20) >> 16 { 7 } else { 0 };
+        let is_right = |at: usize| content[at] == wanted(at) && content[at + 4095] == wanted(at);
+        assert!((0..PREALLOCATED as usize).step_by(4096).all(is_right));
+    });
 }
 
 #[test]

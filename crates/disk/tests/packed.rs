@@ -10,7 +10,9 @@ use std::path::Path;
 use blockhouse_core::{
     Alignment, Buffer, ByteRange, Durability, Effort, Request, Result, Storage, Unmap,
 };
-use blockhouse_disk::{Access, CacheMode, Content, Disk, ImageOptions, Options, Packed};
+use blockhouse_disk::{
+    Access, BlockStatusCache, CacheMode, Content, Disk, ImageOptions, Options, Packed,
+};
 use blockhouse_format::qcow2::{self, Compression, CreateOptions};
 use blockhouse_sim::{Config, Fault, OperationKind, Report, Rng, Sim, SimDisk, for_seeds};
 use futures_util::future::join_all;
@@ -240,7 +242,12 @@ fn nothing_is_packed_into_a_cluster_that_has_another_owner() {
         let place = |offset| {
             let range = ByteRange::between(offset, offset + 4096);
             let disk = &disk;
-            async move { disk.placement(range).await.expect("a place").content }
+            async move {
+                disk.placement(range, &mut BlockStatusCache::default())
+                    .await
+                    .expect("a place")
+                    .content
+            }
         };
         // A table for the clusters below, and the first of them is packed.
         write(&disk, 0, &[1; 4096]).await.expect("room");

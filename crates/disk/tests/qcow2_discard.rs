@@ -6,7 +6,7 @@ mod common;
 use std::rc::Rc;
 
 use blockhouse_core::{Discarded, Durability, Request};
-use blockhouse_disk::Content;
+use blockhouse_disk::{BlockStatusCache, Content};
 use blockhouse_format::qcow2::CreateOptions;
 use blockhouse_sim::{Config, Operation};
 use common::{Rig, discard, span, steady, write, zeroes};
@@ -31,8 +31,10 @@ fn discards(log: &[Operation]) -> usize {
 /// Where the file has the cluster `index` of the guest.
 fn place_of(rig: &Rig, index: u64) -> u64 {
     let disk = Rc::clone(&rig.disk);
-    let placed =
-        rig.sim.block_on(async move { disk.placement(span(index * CLUSTER, CLUSTER)).await });
+    let placed = rig.sim.block_on(async move {
+        let range = span(index * CLUSTER, CLUSTER);
+        disk.placement(range, &mut BlockStatusCache::default()).await
+    });
     match placed.unwrap().content {
         Content::Data { host } => host,
         other => panic!("{other:?}"),

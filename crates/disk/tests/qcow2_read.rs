@@ -6,7 +6,7 @@ mod qemu;
 use std::path::Path;
 
 use blockhouse_core::{ByteRange, ErrorKind, Request};
-use blockhouse_disk::{BlockStatus, CacheMode};
+use blockhouse_disk::{BlockStatus, BlockStatusCache, CacheMode};
 use qemu::{Folder, block_on, convert, create, options, qemu_io, read_all, run, scribble};
 
 const MIB: u64 = 1 << 20;
@@ -121,8 +121,9 @@ fn status_tells_holes_zeros_and_data_of_all_layers() {
         let disk = blockhouse_disk::open(&top, options(CacheMode::Writeback)).await.unwrap();
         let mut rest = ByteRange::between(0, disk.size());
         let mut found: Vec<(BlockStatus, u64)> = Vec::new();
+        let mut cache = BlockStatusCache::default();
         while !rest.is_empty() {
-            let (status, length) = disk.status(rest).await.unwrap();
+            let (status, length) = disk.status(rest, &mut cache).await.unwrap();
             assert!(length > 0 && length <= rest.length());
             rest = rest.skip(length);
             match found.last_mut() {

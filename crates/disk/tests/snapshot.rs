@@ -6,8 +6,8 @@ use std::cell::RefCell;
 use std::rc::Rc;
 use std::time::Duration;
 
-use blockhouse_core::{Alignment, Buffer, Durability, Fua, Request, errno};
-use blockhouse_disk::{Disk, Options};
+use blockhouse_core::{Alignment, Buffer, ByteRange, Durability, Fua, Request, errno};
+use blockhouse_disk::{BlockStatus, BlockStatusCache, Disk, Options};
 use blockhouse_format::qcow2::{self, CreateOptions, Qcow2};
 use blockhouse_sim::{Config, Fault, OperationKind, Report, Rng, Sim, SimDisk, for_seeds};
 
@@ -207,6 +207,60 @@ fn what_a_failed_snapshot_wrote_comes_to_light_nowhere() {
             return;
         }
     }
+}
+
+/// Fills a disk with ones, over and over again, while snapshots of it come and go and others ask for its
+/// block status: it never has a zero.
+fn status_beside_changes(seed: u64) -> Result<Report, String> {
+    let sim = Sim::new(seed);
+    let mut random = sim.fork_random();
+    let storage = SimDisk::new(&sim, plain(), new_image(&mut random, 1));
+    let opened = storage.clone();
+    let opening = async move { Disk::qcow2(opened, Options::default()).await };
+    let disk = Rc::new(sim.block_on(opening).expect("a good image"));
+    let fill = |disk: Rc<Disk<SimDisk>>| async move {
+        for cluster in 0..SIZE / 16_384 {
+            let mut buffer = Buffer::new(16_384);
+            buffer.bytes_mut().fill(1);
+            let (offset, from) = (cluster * 16_384, buffer.lend());
+            let durability = Durability::None;
+            let write = Request::Write { offset, from, durability };
+            disk.submit(write).await.expect("no faults");
+        }
+    };
+    sim.block_on(fill(disk.clone()));
+    let changed = disk.clone();
+    let changing = sim.spawn(async move {
+        for _ in 0..4 {
+            changed.create_snapshot("one").await.expect("no faults");
+            fill(changed.clone()).await;
+            changed.delete_snapshot("one").await.expect("no faults");
+            changed.flush().await.expect("no faults");
+        }
+    });
+    let asked = disk.clone();
+    let asking = sim.spawn(async move {
+        while changing.output().is_none() {
+            let mut cache = BlockStatusCache::default();
+            let mut rest = ByteRange::between(random.u64(..SIZE), SIZE);
+            while !rest.is_empty() {
+                let (status, length) = asked.status(rest, &mut cache).await.expect("no faults");
+                if status != BlockStatus::Data {
+                    return Err(format!("{status:?} for {length} bytes at {}", rest.offset()));
+                }
+                rest = rest.skip(length);
+            }
+        }
+        Ok(Report::default())
+    });
+    sim.run();
+    asking.output().unwrap_or_else(|| Err("the questions never end".into()))
+}
+
+#[test]
+fn block_status_never_says_zero_for_data_that_was_there_before_the_question() {
+    let test = "block_status_never_says_zero_for_data_that_was_there_before_the_question";
+    for_seeds(env!("CARGO_PKG_NAME"), test, 100, status_beside_changes);
 }
 
 #[test]

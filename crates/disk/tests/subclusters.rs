@@ -5,7 +5,7 @@
 use std::sync::Arc;
 
 use blockhouse_core::{Buffer, ByteRange, Durability, Effort, Request, Unmap};
-use blockhouse_disk::{BlockStatus, Disk, Options};
+use blockhouse_disk::{BlockStatus, BlockStatusCache, Disk, Options};
 use blockhouse_format::qcow2::{self, Backing, CheckReport, CreateOptions, Qcow2, Switch};
 use blockhouse_sim::{Config, OperationKind, Sim, SimDisk};
 
@@ -63,7 +63,8 @@ fn emptied(how: How, is_backed: bool) -> CheckReport {
             let range = ByteRange::between(unit * UNIT, (unit + 1) * UNIT);
             empty(&disk, range, how).await;
             let rest = ByteRange::between(unit * UNIT, 2 * CLUSTER);
-            let (status, length) = disk.status(rest).await.unwrap();
+            let (status, length) =
+                disk.status(rest, &mut BlockStatusCache::default()).await.unwrap();
             assert!(status != BlockStatus::Data && length == CLUSTER - unit * UNIT);
         }
         let is_write = |one: &blockhouse_sim::Operation| one.kind() == OperationKind::Write;

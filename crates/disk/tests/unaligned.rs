@@ -7,7 +7,7 @@ use blockhouse_core::{Buffer, Durability, Effort, ErrorKind, Request, Unmap};
 use blockhouse_disk::Options;
 use blockhouse_sim::Operation::{Read, Write, WriteZeroes};
 use blockhouse_sim::{Config, Support};
-use common::{DATA, FLUSH, Rig, assert_same, blocks_of, span, steady, write, zeroes};
+use common::{DATA, FLUSH, Rig, assert_same, blocks_of, discard, span, steady, write, zeroes};
 
 const SIZE: usize = 1 << 20;
 
@@ -246,4 +246,49 @@ fn a_zero_write_that_the_storage_refuses_is_done_by_hand_and_not_tried_again() {
         rig.log(),
         [WriteZeroes(span(0, 4096), Unmap::Allowed), plain(0, 4096), plain(0, 4096)]
     );
+}
+
+#[test]
+fn a_file_that_ends_inside_a_sector_is_a_disk_of_whole_sectors() {
+    for (block, size) in [(1, 1000_usize), (1, 5000), (4096, 1000), (4096, 5000)] {
+        let rig = Rig::new(blocks_of(block), size, Options::default());
+        let whole = size.next_multiple_of(512);
+        assert_eq!(rig.disk.size(), whole as u64);
+        let mut model = vec![0xee; size];
+        model.resize(whole, 0);
+        assert_same(&rig.read(0, whole), &model);
+        assert_eq!(rig.storage.content().len(), size, "reading makes no file longer");
+
+        rig.submit(discard(0, whole as u64)).unwrap();
+        assert_eq!(rig.disk.size(), whole as u64);
+        rig.submit(write(0, whole, 3, Durability::Data)).unwrap();
+        assert_eq!(rig.storage.content(), vec![3; whole]);
+    }
+}
+
+#[test]
+fn the_sector_that_a_file_ends_in_can_be_written_zeroed_and_discarded() {
+    for (block, size) in [(1, 1000_usize), (1, 5000), (4096, 1000), (4096, 5000)] {
+        let whole = size.next_multiple_of(512);
+        let (last, offset) = (whole - 2, whole as u64 - 2);
+        for request in [
+            write(offset, 2, 7, Durability::None),
+            zeroes(0, whole as u64, Durability::None),
+            zeroes(offset, 2, Durability::None),
+            discard(offset, 2),
+        ] {
+            let rig = Rig::new(blocks_of(block), size, Options::default());
+            let mut model = vec![0xee; size];
+            model.resize(whole, 0);
+            match &request {
+                Request::Write { .. } => model[last..].fill(7),
+                Request::WriteZeroes { range, .. } => model[range.offset() as usize..].fill(0),
+                _ => {}
+            }
+            let what = format!("{request:?} of {size} bytes in blocks of {block}");
+            rig.submit(request).unwrap_or_else(|error| panic!("{what}: {error}"));
+            assert_same(&rig.read(0, whole), &model);
+            assert_eq!(rig.disk.size(), whole as u64, "{what}");
+        }
+    }
 }

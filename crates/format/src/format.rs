@@ -56,17 +56,6 @@ pub enum Persistence {
     ByFlush,
 }
 
-/// What stands behind a range of the guest's disk.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum BlockStatus {
-    /// Space is allocated and holds data.
-    Data,
-    /// No space is allocated; reads as zeros.
-    Hole,
-    /// Space is allocated; reads as zeros.
-    Zero,
-}
-
 impl<S: Storage> Format<S> {
     /// The format's name, as on the command line.
     pub fn name(&self) -> &'static str {
@@ -202,16 +191,6 @@ impl<S: Storage> Format<S> {
         match self {
             Self::Raw(raw) => raw.abort(extent, why),
             Self::Qcow2(qcow2) => qcow2.abort(extent, why),
-        }
-    }
-
-    /// What stands behind the first bytes of `range` and how many bytes that holds for: at least
-    /// one, at most the length of `range`, which must be neither empty nor past the end. What is
-    /// left to the backing file counts as data.
-    pub async fn status(&self, range: ByteRange) -> Result<(BlockStatus, u64)> {
-        match self {
-            Self::Raw(raw) => raw.status(range).await,
-            Self::Qcow2(qcow2) => qcow2.status(range).await,
         }
     }
 

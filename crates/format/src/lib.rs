@@ -10,7 +10,7 @@ pub mod probe;
 pub mod qcow2;
 mod raw;
 
-pub use format::{Abort, BlockStatus, Format, Intent, Persistence};
+pub use format::{Abort, Format, Intent, Persistence};
 pub use preallocate::{Fill, preallocate};
 pub use qcow2::Qcow2;
 pub use raw::Raw;

@@ -1,14 +1,14 @@
 //! Raw images: the guest's disk is the storage, byte for byte.
 //!
 //! Every extent is `Mapped` at its own offset and free of flags, so a durable overwrite is one write
-//! and holes are the host's business. The size is the storage's size, which must be a multiple of a
-//! sector: guests cannot see the rest of a file that is not, so it is refused instead of cut off.
+//! and holes are the host's business. Disks consist of whole sectors: where the storage ends inside one,
+//! the rest of it reads as zeros, and a write to it makes the storage longer.
 
 use blockhouse_core::{
-    ByteRange, Error, ErrorKind, Extent, ExtentFlags, ExtentState, Result, Status, Storage, Sync,
+    ByteRange, Error, ErrorKind, Extent, ExtentFlags, ExtentState, Result, Storage, Sync,
 };
 
-use crate::{Abort, BlockStatus, Intent};
+use crate::{Abort, Intent};
 
 /// The unit of disk sizes, in bytes.
 const SECTOR: u64 = 512;
@@ -23,14 +23,17 @@ impl<S: Storage> Raw<S> {
     /// format is answered by [`probe`](crate::probe).
     ///
     /// # Errors
-    /// `InvalidInput` when the size is no multiple of 512.
+    /// `InvalidInput` when the storage is too long for a file.
     pub fn open(storage: S) -> Result<Self> {
-        check_size(storage.size(), storage.name())?;
+        if storage.size().checked_next_multiple_of(SECTOR).is_none() {
+            check_size(storage.size(), storage.name())?;
+        }
         Ok(Self { storage })
     }
 
+    /// The size of the storage, rounded up to whole sectors.
     pub(crate) fn size(&self) -> u64 {
-        self.storage.size()
+        self.storage.size().next_multiple_of(SECTOR)
     }
 
     /// The image.
@@ -39,10 +42,15 @@ impl<S: Storage> Raw<S> {
     }
 
     /// All of `range` at once, but a last partial block is an extent of its own: that is the one
-    /// unaligned range that a storage accepts.
-    pub(crate) fn map(&self, range: ByteRange, _intent: Intent) -> Extent {
+    /// unaligned range that a storage accepts. So is a sector beyond the end of the storage where the
+    /// range is not moved but zeroed or discarded, which a storage can do only inside.
+    pub(crate) fn map(&self, range: ByteRange, intent: Intent) -> Extent {
         let block = u64::from(self.storage.capabilities().alignment.offset);
-        let blocks_end = self.storage.size() & !(block - 1);
+        let end = match intent {
+            Intent::Read | Intent::Write => self.size(),
+            Intent::Zero(_) | Intent::Discard => self.storage.size(),
+        };
+        let blocks_end = end & !(block - 1);
         let guest = if range.offset() < blocks_end {
             range.truncate(blocks_end - range.offset())
         } else {
@@ -59,15 +67,6 @@ impl<S: Storage> Raw<S> {
 
     /// Nothing to do: raw extents are never new.
     pub(crate) fn abort(&self, _extent: Extent, _why: Abort) {}
-
-    pub(crate) async fn status(&self, range: ByteRange) -> Result<(BlockStatus, u64)> {
-        let (status, length) = self.storage.status(range).await?;
-        let status = match status {
-            Status::Data => BlockStatus::Data,
-            Status::Hole => BlockStatus::Hole,
-        };
-        Ok((status, length))
-    }
 
     /// Raw images have no tables: the storage is all there is.
     pub(crate) async fn flush(&self, sync: Sync) -> Result<()> {

@@ -2,7 +2,7 @@
 #![forbid(unsafe_code)]
 
 use blockhouse_core::{Alignment, ByteRange, ErrorKind, ExtentState, Unmap};
-use blockhouse_format::{BlockStatus, Format, Intent, Raw, probe};
+use blockhouse_format::{Format, Intent, Raw, probe};
 use blockhouse_sim::{Config, Operation, Sim, SimDisk};
 
 fn storage(sim: &Sim, block: u32, content: Vec<u8>) -> SimDisk {
@@ -46,15 +46,21 @@ fn a_last_partial_block_is_an_extent_of_its_own() {
 #[test]
 fn sizes_are_whole_sectors() {
     let sim = Sim::new(1);
-    for size in [1, 511, 513, 1000] {
-        let Err(error) = Raw::open(storage(&sim, 1, vec![0; size])) else {
-            panic!("{size} bytes were opened")
-        };
-        assert_eq!(error.kind(), ErrorKind::InvalidInput);
-    }
-    for size in [0, 512, 1024] {
+    for (size, expected) in [(0, 0), (1, 512), (511, 512), (512, 512), (1000, 1024), (1024, 1024)] {
         let raw = Raw::open(storage(&sim, 1, vec![0; size])).unwrap();
-        assert_eq!(Format::Raw(raw).size(), size as u64);
+        assert_eq!(Format::Raw(raw).size(), expected);
+    }
+}
+
+#[test]
+fn a_last_sector_is_zeroed_and_discarded_apart_where_the_file_ends_inside_it() {
+    for intent in [Intent::Zero(Unmap::Allowed), Intent::Discard] {
+        assert_eq!(extents(1, 1000, intent), [(0, 1000, 0), (1000, 24, 1000)]);
+        assert_eq!(extents(4096, 5000, intent), [(0, 4096, 0), (4096, 1024, 4096)]);
+    }
+    for intent in [Intent::Read, Intent::Write] {
+        assert_eq!(extents(1, 1000, intent), [(0, 1024, 0)]);
+        assert_eq!(extents(4096, 5000, intent), [(0, 4096, 0), (4096, 1024, 4096)]);
     }
 }
 
@@ -68,26 +74,6 @@ fn a_new_size_is_checked_before_the_storage_hears_of_it() {
     });
     assert_eq!(outcomes, (Err(ErrorKind::InvalidInput), true));
     assert_eq!(disk.take_log(), [Operation::Resize(1024)]);
-}
-
-#[test]
-fn holes_are_told_from_data() {
-    let sim = Sim::new(1);
-    let mut content = vec![0; 4096];
-    content[2048..3072].fill(1);
-    let format = Format::Raw(Raw::open(storage(&sim, 1, content)).unwrap());
-    let found = sim.block_on(async move {
-        let mut rest = ByteRange::between(0, 4096);
-        let mut found = Vec::new();
-        while !rest.is_empty() {
-            let (status, length) = format.status(rest).await.unwrap();
-            found.push((status, length));
-            rest = rest.skip(length);
-        }
-        found
-    });
-    let (hole, data) = (BlockStatus::Hole, BlockStatus::Data);
-    assert_eq!(found, [(hole, 2048), (data, 1024), (hole, 1024)]);
 }
 
 #[test]

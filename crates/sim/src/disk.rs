@@ -128,7 +128,7 @@ impl SimDisk {
         let alignment = self.0.alignment;
         let block = u64::from(alignment.offset);
         let is_last_block = range.offset().is_multiple_of(block)
-            && range.end() == self.size()
+            && (range.end() == self.size() || range.end() == self.size().next_multiple_of(512))
             && range.length() < block;
         let is_aligned = range.is_aligned(block) || is_last_block;
         assert!(is_aligned, "misaligned operation on {range}: {alignment:?}");
@@ -232,10 +232,11 @@ impl Storage for SimDisk {
     /// Sectors of zeros are holes.
     async fn status(&self, range: ByteRange) -> Result<(Status, u64)> {
         self.operate(Operation::Status(range), None).await?;
-        let content = self.content();
+        let state = self.0.state.lock();
         let is_hole = |sector: u64| {
-            let start = sector as usize * SECTOR;
-            content[start..(start + SECTOR).min(content.len())].iter().all(|&byte| byte == 0)
+            let mut bytes = [0; SECTOR];
+            state.media.read(sector * SECTOR as u64, &mut bytes);
+            bytes == [0; SECTOR]
         };
         let first = range.offset() / SECTOR as u64;
         let last = range.end().div_ceil(SECTOR as u64);

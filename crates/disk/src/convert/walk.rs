@@ -3,12 +3,12 @@
 //! Cut into pieces at multiples of one size, so that no two of them touch the same cluster of a copy.
 //! Long stretches that all disks read as zeros are passed over at the pace of their maps.
 
-use std::sync::Arc;
+use std::ops::Deref;
 
 use blockhouse_core::{ByteRange, Result, Storage};
 use smallvec::SmallVec;
 
-use crate::{BlockStatus, Disk};
+use crate::{BlockStatus, BlockStatusCache, Disk};
 
 /// A part of the disks and where in it any of them may have data. At least somewhere it has.
 #[derive(Debug, PartialEq, Eq)]
@@ -18,17 +18,29 @@ pub(crate) struct Piece {
     pub(crate) data: SmallVec<[ByteRange; 4]>,
 }
 
+impl Piece {
+    /// What of the piece lies in `range`, a part of it.
+    pub(crate) fn part(&self, range: ByteRange) -> Self {
+        let clip = |data: &ByteRange| {
+            let (start, end) = (data.offset().max(range.offset()), data.end().min(range.end()));
+            (start < end).then(|| ByteRange::between(start, end))
+        };
+        Self { range, data: self.data.iter().filter_map(clip).collect() }
+    }
+}
+
 /// A walk over the first bytes of one or more disks; what a disk does not have reads as zeros.
-pub(crate) struct Walk<S: Storage> {
-    disks: SmallVec<[Known<S>; 2]>,
+pub(crate) struct Walk<D> {
+    disks: SmallVec<[Known<D>; 2]>,
     size: u64,
     piece: u64,
     offset: u64,
 }
 
 /// A disk and the stretch of it that was asked for last.
-struct Known<S: Storage> {
-    disk: Arc<Disk<S>>,
+struct Known<D> {
+    disk: D,
+    cache: BlockStatusCache,
     status: BlockStatus,
     /// Where the stretch ends.
     end: u64,
@@ -41,14 +53,11 @@ struct Stretch {
     end: u64,
 }
 
-impl<S: Storage> Walk<S> {
+impl<S: Storage, D: Deref<Target = Disk<S>>> Walk<D> {
     /// A walk over `size` bytes in pieces of `piece` bytes.
-    pub(crate) fn new(
-        disks: impl IntoIterator<Item = Arc<Disk<S>>>,
-        piece: u64,
-        size: u64,
-    ) -> Self {
-        let known = |disk| Known { disk, status: BlockStatus::Hole, end: 0 };
+    pub(crate) fn new(disks: impl IntoIterator<Item = D>, piece: u64, size: u64) -> Self {
+        let cache = BlockStatusCache::default;
+        let known = |disk| Known { disk, cache: cache(), status: BlockStatus::Hole, end: 0 };
         Self { disks: disks.into_iter().map(known).collect(), size, piece, offset: 0 }
     }
 
@@ -99,7 +108,7 @@ impl<S: Storage> Walk<S> {
                 continue;
             }
             if known.end <= self.offset {
-                let (status, length) = known.disk.status(rest).await?;
+                let (status, length) = known.disk.status(rest, &mut known.cache).await?;
                 (known.status, known.end) = (status, self.offset + length);
             }
             all.reads_as_zeros &= known.status != BlockStatus::Data;

@@ -53,9 +53,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 
 use async_lock::Semaphore;
-use blockhouse_core::{
-    ByteRange, Durability, Error, ErrorKind, Extent, ExtentState, Result, Storage,
-};
+use blockhouse_core::{ByteRange, Durability, Error, ErrorKind, Extent, Result, Storage};
 use event_listener::Event;
 use parking_lot::Mutex;
 
@@ -69,7 +67,7 @@ pub use snapshot::NewSnapshot;
 pub use snapshot_table::Snapshot;
 pub use vm_state::{VmStateCluster, VmStateTables};
 
-use crate::{Abort, BlockStatus, Intent};
+use crate::{Abort, Intent};
 use geometry::Geometry;
 use header::{Header, Incompatible, Reason, Refusal};
 use in_flight::{Epochs, InFlight, Underway};
@@ -366,19 +364,6 @@ impl<S: Storage> Qcow2<S> {
             }
             _ => Ok(()),
         }
-    }
-
-    /// As [`Format::status`](crate::Format::status).
-    pub(crate) async fn status(&self, range: ByteRange) -> Result<(BlockStatus, u64)> {
-        let extent = self.map(range, Intent::Read).await?;
-        let status = match extent.state {
-            ExtentState::Mapped { .. } | ExtentState::Compressed { .. } | ExtentState::Backing => {
-                BlockStatus::Data
-            }
-            ExtentState::Zero => BlockStatus::Zero,
-            ExtentState::Hole => BlockStatus::Hole,
-        };
-        Ok((status, extent.guest.length()))
     }
 
     /// The outcome of a step. Where the image contradicts itself, it is marked as corrupt on disk and

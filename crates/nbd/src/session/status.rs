@@ -1,7 +1,7 @@
 //! Block status: what is allocated and what is zero, as far as one reply has room.
 
 use blockhouse_core::{Buffer, ByteRange, Result, Storage};
-use blockhouse_disk::BlockStatus;
+use blockhouse_disk::{BlockStatus, BlockStatusCache};
 
 use super::link::Link;
 use super::outbox::{Answer, HEAD_ROOM, Whole};
@@ -15,7 +15,12 @@ use crate::proto::{Framing, StatusFlags};
 /// ones. A client that wants to know more asks again, as the protocol foresees.
 pub const LENGTH: usize = HEAD_ROOM + (16 << 10);
 
-/// Describes the range, which is not empty, from its start on.
+/// Extents that are looked up for a reply, at most: neighbours of the same status become one descriptor,
+/// so the memory of the reply alone would not limit the work.
+const MAX_LOOKUPS: usize = 8192;
+
+/// Describes the range, which is not empty, from its start on, and of a fragmented image only the first
+/// part of it.
 pub async fn describe<S: Storage>(
     link: &Link<S>,
     to: ReplyTo,
@@ -24,11 +29,18 @@ pub async fn describe<S: Storage>(
 ) -> Result<Answer> {
     let framing = link.terms.framing;
     let mut list = List::new(link.pool.get(LENGTH), framing);
-    let (mut current, mut length) = link.disk.status(range).await?;
+    // Of this question alone, so that the answer has all data that was acknowledged before.
+    let mut cache = BlockStatusCache::default();
+    let (mut current, mut length) = link.disk.status(range, &mut cache).await?;
     let mut rest = range.skip(length);
+    let mut lookups = 1;
     while extents == Extents::Many && !rest.is_empty() && !list.is_nearly_full() {
+        if lookups == MAX_LOOKUPS {
+            break;
+        }
+        lookups += 1;
         // What is known already is an answer too.
-        let Ok((status, more)) = link.disk.status(rest).await else { break };
+        let Ok((status, more)) = link.disk.status(rest, &mut cache).await else { break };
         if status == current {
             length += more;
         } else {
