@@ -178,10 +178,57 @@ fn an_unsafe_rebase_changes_the_name_only() {
                 check(&image);
             }
         }
-        command(&["rebase", "-u", str(&image)]).success();
+        let unsaid = command(&["rebase", "-u", str(&image)]);
+        assert_eq!(unsaid.status.code(), Some(2), "{}", unsaid.describe("it would lose data"));
+        assert!(unsaid.stderr.contains("--no-backing"), "{}", unsaid.describe("how to say it"));
+        assert_ne!(info(&image).get("backing-filename"), None, "{options}");
+        command(&["rebase", "-u", "--no-backing", str(&image)]).success();
         assert_eq!(info(&image).get("backing-filename"), None, "{options}");
         check(&image);
     }
+}
+
+#[test]
+fn an_empty_name_is_qemu_imgs_way_to_say_no_backing_file() {
+    require!(need::tools(&["qemu-img", "qemu-io"]));
+    let scratch = Scratch::in_memory();
+    let (_, image) = overlay(&scratch, None, "compat=1.1", "12M");
+    command(&["rebase", "-u", "-b", "", str(&image)]).success();
+    assert_eq!(info(&image).get("backing-filename"), None);
+}
+
+#[test]
+fn a_raw_backing_file_that_looks_like_qcow2_is_noticed() {
+    require!(need::tools(&["qemu-img", "qemu-io"]));
+    let scratch = Scratch::in_memory();
+    let (base, image) = overlay(&scratch, Some("compat=1.1"), "compat=1.1", "12M");
+    let new = scratch.path("new.qcow2");
+    let options = "backing_file=base,backing_fmt=raw";
+    command(&["create", "-o", options, str(&new), "12M"]).failure("looks like qcow2");
+    assert!(!new.exists());
+    command(&["rebase", "-b", "base", "-F", "raw", str(&image)]).failure("looks like qcow2");
+    assert_eq!(info(&image)["backing-filename-format"], "qcow2");
+    // Meant so, it is obeyed, and told each time.
+    let outcome = command(&["rebase", "-u", "-b", "base", "-F", "raw", str(&image)]).success();
+    assert!(outcome.stderr.contains("looks like qcow2"), "{}", outcome.describe("a warning"));
+    let outcome = command(&["map", str(&image)]).success();
+    assert!(outcome.stderr.contains("looks like qcow2"), "{}", outcome.describe("a warning"));
+    let outcome = command(&["map", "--format", "raw", str(&base)]).success();
+    assert_eq!(outcome.stderr, "", "{}", outcome.describe("it was said to be raw"));
+}
+
+#[test]
+fn what_is_missing_behind_an_image_is_not_to_be_made_anew() {
+    require!(need::tools(&["qemu-img", "qemu-io"]));
+    let scratch = Scratch::in_memory();
+    let (base, image) = overlay(&scratch, None, "compat=1.1", "12M");
+    std::fs::remove_file(&base).expect("it was there");
+    let outcome = command(&["map", str(&image)]).failure("put the file back");
+    assert!(!outcome.stderr.contains("blockhouse create"), "{}", outcome.describe("a bad hint"));
+    let outer = scratch.path("outer.qcow2");
+    command(&["create", "-o", "data_file=data.img", str(&outer), "1M"]).success();
+    std::fs::remove_file(scratch.path("data.img")).expect("it was there");
+    command(&["map", str(&outer)]).failure("put the file back");
 }
 
 #[test]

@@ -3,10 +3,11 @@
 #![forbid(unsafe_code)]
 
 use std::fs::OpenOptions;
-use std::os::unix::fs::{FileExt, MetadataExt};
+use std::os::unix::fs::{FileExt, MetadataExt, PermissionsExt};
 use std::os::unix::process::ExitStatusExt;
 use std::process::{Command, Output, Stdio};
 
+use blockhouse_tests::nbd::Client;
 use blockhouse_tests::{
     LoopDevice, Outcome, Scratch, Serve, blockhouse,
     image_tool::{command, json, qemu_img, str},
@@ -115,6 +116,128 @@ fn formats_that_are_not_there_are_refused() {
     let outcome = command(&["create", "--format", "vmdk", str(&image), "1M"]);
     assert_eq!(outcome.status.code(), Some(2), "{}", outcome.describe("vmdk"));
     assert!(!image.exists());
+}
+
+#[test]
+fn a_raw_image_does_not_get_the_name_of_another_format_silently() {
+    let scratch = Scratch::in_memory();
+    let source = scratch.image("source.img", 1 << 20);
+    for name in ["a.vmdk", "a.VDI", "a.qcow"] {
+        let path = scratch.path(name);
+        for words in [&["create", str(&path), "1M"], &["convert", source.str(), str(&path)]] {
+            let outcome = command(words);
+            assert_eq!(outcome.status.code(), Some(2), "{}", outcome.describe(name));
+            assert!(outcome.stderr.contains("--format raw"), "{}", outcome.describe(name));
+            assert!(!path.exists(), "{name} was made");
+        }
+        command(&["create", "--format", "raw", str(&path), "1M"]).success();
+        std::fs::remove_file(&path).expect("it was made as it was asked for");
+        command(&["convert", "--format", "raw", source.str(), str(&path)]).success();
+    }
+    let upper = scratch.path("a.QCOW2");
+    command(&["create", str(&upper), "1M"]).success();
+    assert_eq!(std::fs::read(&upper).expect("an image")[..4], *b"QFI\xfb");
+}
+
+#[test]
+fn an_image_of_another_format_is_called_by_its_name() {
+    require!(need::tools(&["qemu-img"]));
+    let scratch = Scratch::new();
+    for format in ["vmdk", "vdi", "vhdx", "vpc", "parallels", "qed"] {
+        let image = scratch.path(&format!("{format}.img"));
+        qemu_img(&["create", "-f", format, str(&image), "4M"]).success();
+        let advice = format!("qemu-img convert -f {format} -O qcow2");
+        assert_failed(
+            &command(&["info", str(&image)]),
+            &[&advice, "that you trust", "--format raw"],
+        );
+    }
+    let qcow2 = scratch.path("cloud.img");
+    qemu_img(&["create", "-f", "qcow2", str(&qcow2), "4M"]).success();
+    for words in [&["info", str(&qcow2)][..], &["resize", str(&qcow2), "8M"]] {
+        assert_failed(&command(words), &["--format qcow2"]);
+    }
+    // Those that are told by their end.
+    for (name, end) in [("a.dmg", &b"koly"[..]), ("a.vhd", b"conectix"), ("a.img", b"koly")] {
+        let mut content = vec![0; 8192];
+        content[8192 - 512..][..end.len()].copy_from_slice(end);
+        let image = scratch.image_of(name, &content);
+        match name {
+            "a.img" => drop(command(&["info", image.str()]).success()),
+            _ => assert_failed(&command(&["info", image.str()]), &["not supported"]),
+        }
+    }
+}
+
+#[test]
+fn a_raw_file_that_ends_inside_a_sector_is_a_disk_of_whole_sectors() {
+    require!(need::tools(&["qemu-img"]));
+    let scratch = Scratch::new();
+    let image = scratch.image_of("odd.img", &[3; 5000]);
+    let info = json(&command(&["info", "--json", image.str()]).success());
+    assert_eq!(info["virtual-size"], 5120);
+    command(&["map", image.str()]).success();
+    command(&["check", image.str()]);
+    let copy = scratch.path("copy.qcow2");
+    command(&["convert", image.str(), str(&copy)]).success();
+    qemu_img(&["compare", "-f", "raw", "-F", "qcow2", image.str(), str(&copy)]).success();
+    command(&["compare", image.str(), str(&copy)]).success();
+    let over = scratch.path("over.qcow2");
+    let options = format!("backing_file={},backing_fmt=raw", image.str());
+    command(&["create", "-o", &options, str(&over), "5120"]).success();
+    command(&["rebase", "--no-backing", str(&over)]).success();
+    command(&["compare", image.str(), str(&over)]).success();
+    assert_eq!(image.content(), [3; 5000], "looking at it makes no file longer");
+    for cache in ["none", "writeback"] {
+        let image = scratch.image_of(&format!("{cache}.img"), &[3; 5000]);
+        let server = Serve::new(&scratch, image.path()).option("--cache", cache).start();
+        let mut client = Client::open(&server.address());
+        assert_eq!(client.size(), 5120);
+        let mut expected = vec![3; 5000];
+        expected.resize(5120, 0);
+        assert_eq!(client.read(0, 5120), Ok(expected.clone()), "{cache}");
+        assert_eq!(client.write(5100, &[7; 20], 0), 0, "{cache}");
+        expected[5100..].fill(7);
+        assert_eq!(client.read(0, 5120), Ok(expected.clone()), "{cache}");
+        client.disconnect();
+        server.stop();
+        assert_eq!(image.content(), expected, "{cache}");
+    }
+    command(&["resize", image.str(), "8K"]).success();
+    assert_eq!(image.content().len(), 8192);
+}
+
+#[test]
+fn a_mistyped_device_does_not_become_a_file_among_the_devices() {
+    let scratch = Scratch::new();
+    let source = scratch.image("source.img", 1 << 20);
+    let typo = format!("/dev/blockhouse-test-{}", std::process::id());
+    let part = format!("{typo}.part");
+    for words in [
+        &["convert", source.str(), &typo][..],
+        &["convert", "--force", source.str(), &typo],
+        &["create", &typo, "1M"],
+    ] {
+        let outcome = command(words);
+        let is_there = [&typo, &part].map(|name| std::fs::remove_file(name).is_ok());
+        assert_eq!(is_there, [false, false], "{}", outcome.describe("a file was made"));
+        assert_failed(&outcome, &[&typo, "no such device"]);
+    }
+}
+
+#[test]
+fn only_what_can_be_served_for_reading_is_advised_to_be() {
+    let scratch = Scratch::new();
+    let (wrapper, binary) = require!(need::nobody(scratch.short(), blockhouse()));
+    let image = scratch.socket("disk.img");
+    std::fs::write(&image, [1; 512]).expect("a file");
+    let mode = std::fs::Permissions::from_mode(0o444);
+    std::fs::set_permissions(&image, mode).expect("it is ours");
+    let mut resize = Command::new(&wrapper[0]);
+    resize.args(&wrapper[1..]).arg(&binary).args(["resize", str(&image), "1K"]);
+    let outcome = run(&mut resize);
+    assert_failed(&outcome, &["disk.img", "Permission denied", "check its permissions"]);
+    assert!(!outcome.stderr.contains("--read-only"), "{}", outcome.describe("no such option"));
 }
 
 #[test]

@@ -3,7 +3,7 @@
 #![forbid(unsafe_code)]
 
 use std::io::Write;
-use std::process::{Child, Stdio};
+use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 
 use blockhouse_tests::nbd::Client;
@@ -104,13 +104,28 @@ fn two_servers_do_not_write_to_one_image() {
         let uri = format!("nbd+unix:///?socket={}", scratch.socket("second").display());
         Serve::bare(&scratch, image.path()).export(&uri)
     };
-    second().refused().failed(&["disk.img", "locked", &pid]);
+    second().refused().failed(&["disk.img", "locked", &pid, "a copy made while it runs"]);
     second().flag("--read-only").refused().failed(&["disk.img", "locked", &pid]);
     let mut client = Client::open(&server.address());
     assert_eq!(client.write(0, &[1; 512], 0), 0);
     client.disconnect();
     server.stop();
     second().start().stop();
+}
+
+#[test]
+fn a_command_in_conflict_with_itself_is_not_told_to_stop_itself() {
+    require!(need::tools(&["qemu-img"]));
+    let scratch = Scratch::new();
+    let base = scratch.image("base.img", MIB);
+    let over = scratch.path("over.qcow2");
+    let over = over.to_str().expect("a plain name");
+    let create = ["create", "-f", "qcow2", "-b", "base.img", "-F", "raw", over];
+    run(tool("qemu-img").args(create)).success();
+    let mut convert = Command::new(blockhouse());
+    let outcome = run(convert.args(["convert", "--force", over, base.str()])).failure("base.img");
+    assert!(outcome.stderr.contains("this command has it open"), "{}", outcome.describe("who"));
+    assert!(!outcome.stderr.contains("process"), "{}", outcome.describe("it is itself"));
 }
 
 #[test]

@@ -14,12 +14,12 @@ use anyhow::{Context, Result, anyhow, bail};
 use blockhouse_core::{ByteRange, Durability, Effort, ErrorKind, Request, Unmap};
 use blockhouse_disk::{
     Access, Before, CacheMode, CopyOptions, Copying, DetectZeroes, Discard, Disk, Existing,
-    ImageFormat, ImageOptions, Locking, Packing, create as create_file, hold, open, open_alone,
-    open_snapshot, publish,
+    ImageFormat, ImageOptions, Locking, Packing, check_new_name, create as create_file, hold, open,
+    open_alone, open_snapshot, publish,
 };
 use blockhouse_engine::{EngineChoice, EventLoop, HostFile};
 
-use crate::create::{create_qcow2, wrong_usage};
+use crate::create::{create_qcow2, format_of_new, wrong_usage};
 use crate::create_options::{self, Setting};
 use crate::crew::{default_threads, work_together};
 use crate::looked_at::read_only;
@@ -83,7 +83,7 @@ struct Target {
 
 /// Runs the command.
 pub fn run(arguments: Arguments) -> Result<()> {
-    let format = arguments.format.unwrap_or_else(|| ImageFormat::by_name(&arguments.target));
+    let format = arguments.format.unwrap_or_else(|| format_of_new(&arguments.target));
     let settings = settings(&arguments, format);
     let mut event_loop = EventLoop::new(EngineChoice::Auto)?;
     let source = event_loop.block_on(open_source(&arguments))?;
@@ -179,6 +179,7 @@ impl Making<'_> {
                 path.display()
             );
         }
+        check_new_name(path)?;
         // Somebody who uses it would go on with a file that has no name any more.
         let displaced = match found {
             Some(_) => Some(hold(path)?),

@@ -10,7 +10,7 @@ use anyhow::{Context, Result};
 use blockhouse_core::{ByteRange, Storage, Sync};
 use blockhouse_disk::{
     Access, Backing, CacheMode, DetectZeroes, Discard, ImageFormat, ImageOptions, Locking,
-    create as create_file, open_alone,
+    check_raw_backing, create as create_file, open_alone,
 };
 use blockhouse_engine::{EngineChoice, EventLoop, HostFile, OpenFor, PageCache};
 use blockhouse_format::{Fill, preallocate, qcow2};
@@ -45,7 +45,7 @@ pub fn run(arguments: Arguments) -> Result<()> {
     let size = whole_sectors(&image, size);
     let settings: Vec<Setting> = options.into_iter().flat_map(|settings| settings.0).collect();
     let mut event_loop = EventLoop::new(EngineChoice::Auto)?;
-    match format.unwrap_or_else(|| ImageFormat::by_name(&image)) {
+    match format.unwrap_or_else(|| format_of_new(&image)) {
         ImageFormat::Raw => {
             let fill = create_options::raw(settings).unwrap_or_else(|why| wrong_usage(&why));
             event_loop.block_on(create_raw(&image, size, fill))
@@ -60,13 +60,18 @@ pub fn run(arguments: Arguments) -> Result<()> {
 }
 
 /// Disks consist of whole sectors: a size with a part of one is rounded up, and that is said.
-fn whole_sectors(image: &Path, size: u64) -> u64 {
+pub fn whole_sectors(image: &Path, size: u64) -> u64 {
     let rounded = size.next_multiple_of(512);
     if rounded != size {
         let image = image.display();
         output::tell(&format!("blockhouse: {image}: rounded up to whole sectors: {rounded} bytes"));
     }
     rounded
+}
+
+/// The format that the name of a new file stands for; wrong usage if it is none that can be made.
+pub fn format_of_new(image: &Path) -> ImageFormat {
+    ImageFormat::for_new(image).unwrap_or_else(|why| wrong_usage(&why))
 }
 
 /// Ends the program as for any other wrong usage.
@@ -141,6 +146,9 @@ async fn check_backing(image: &Path, backing: &Backing) -> Result<()> {
         detect_zeroes: DetectZeroes::Off,
         locking: Locking::None,
     };
-    let opened = open_alone(&path, options).await;
-    opened.map(drop).with_context(|| format!("{}: no backing file", image.display()))
+    let failed = || format!("{}: no backing file", image.display());
+    if options.format == Some(ImageFormat::Raw) {
+        check_raw_backing(&path).await.with_context(failed)?;
+    }
+    open_alone(&path, options).await.map(drop).with_context(failed)
 }

@@ -44,8 +44,11 @@ pub fn run(arguments: &Arguments) -> Result<()> {
     let mut event_loop = EventLoop::new(EngineChoice::Auto)?;
     let disk = event_loop.block_on(async {
         match open_tables(image, options).await {
-            // Clusters smaller than the host's blocks are served through the page cache only.
-            Err(error) if error.kind() == ErrorKind::Unsupported => {
+            // Clusters smaller than the host's blocks are served through the page cache only, and some
+            // file systems have no direct I/O.
+            Err(error)
+                if matches!(error.kind(), ErrorKind::Unsupported | ErrorKind::InvalidInput) =>
+            {
                 open_tables(image, ImageOptions { cache: CacheMode::Writeback, ..options }).await
             }
             opened => opened,

@@ -5,11 +5,14 @@ use std::os::unix::ffi::OsStringExt;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, bail};
+use blockhouse_core::ErrorKind;
 use blockhouse_disk::{
-    Access, Backing, Disk, ImageFormat, ImageOptions, is_address, open, open_alone,
+    Access, Backing, Disk, ImageFormat, ImageOptions, check_raw_backing, is_address, open,
+    open_alone,
 };
 use blockhouse_engine::{EngineChoice, EventLoop, HostFile};
 
+use crate::create::wrong_usage;
 use crate::looked_at::{beside, read_write};
 
 /// Arguments of `rebase`.
@@ -22,9 +25,14 @@ pub struct Arguments {
     /// old and the new one shows.
     #[arg(short = 'u', long = "unsafe")]
     only_name: bool,
-    /// The new backing file, from the image's folder. Left out or empty: none, the image will stand alone.
-    #[arg(short, long, value_name = "FILE")]
+    /// The new backing file, from the image's folder. Left out or empty: none, what was read from the old
+    /// one is copied and the image will stand alone.
+    #[arg(short, long, value_name = "FILE", conflicts_with = "no_backing")]
     backing: Option<OsString>,
+    /// The image will stand alone. With -u, which copies nothing, all that was read from the old backing
+    /// file is lost, so this (or an empty -b) has to be said.
+    #[arg(long)]
+    no_backing: bool,
     /// Its format: raw or qcow2.
     #[arg(short = 'F', long, value_name = "FORMAT")]
     #[arg(value_parser = clap::builder::ValueParser::new(str::parse::<ImageFormat>))]
@@ -35,7 +43,13 @@ pub struct Arguments {
 
 /// Runs the command.
 pub fn run(arguments: Arguments) -> Result<()> {
-    let Arguments { format, only_name, backing, backing_format, image } = arguments;
+    let Arguments { format, only_name, backing, no_backing, backing_format, image } = arguments;
+    if only_name && backing.is_none() && !no_backing {
+        wrong_usage(
+            "rebase -u stores another name and copies nothing: say -b FILE -F FORMAT, or --no-backing if \
+             all that is read from the old backing file is to be lost",
+        );
+    }
     let backing = backing.filter(|name| !name.is_empty());
     let new = match (backing, backing_format) {
         (Some(name), Some(format)) => Some((name, format)),
@@ -55,6 +69,7 @@ pub fn run(arguments: Arguments) -> Result<()> {
     let options = read_write(format);
     EventLoop::new(EngineChoice::Auto)?.block_on(async {
         let disk = if only_name {
+            warn_of_new(&image, new.as_ref()).await;
             open_alone(&image, options).await?
         } else {
             let disk = open(&image, options).await?;
@@ -78,7 +93,22 @@ async fn open_new(
 ) -> Result<Option<Disk<HostFile>>> {
     let Some((name, format)) = new else { return Ok(None) };
     let path = beside(image, name.as_encoded_bytes());
+    let failed = || format!("{}: no backing file", image.display());
+    if *format == ImageFormat::Raw {
+        check_raw_backing(&path).await.with_context(failed)?;
+    }
     let options = ImageOptions { format: Some(*format), access: Access::ReadOnly, ..options };
     let opened = open(&path, options).await;
-    opened.map(Some).with_context(|| format!("{}: no backing file", image.display()))
+    opened.map(Some).with_context(failed)
+}
+
+/// Says what looks wrong about a name that is stored all the same. The file may not be there yet.
+async fn warn_of_new(image: &Path, new: Option<&(OsString, ImageFormat)>) {
+    let Some((name, ImageFormat::Raw)) = new else { return };
+    let path = beside(image, name.as_encoded_bytes());
+    if let Err(error) = check_raw_backing(&path).await
+        && error.kind() == ErrorKind::InvalidInput
+    {
+        tracing::warn!("{error}");
+    }
 }

@@ -6,6 +6,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
+use blockhouse_core::{Error, ErrorKind};
 use blockhouse_disk::{
     Access, CacheMode, DetectZeroes, Discard, Disk, ImageFormat, ImageOptions, Locking, create,
     open, open_snapshot,
@@ -21,6 +22,7 @@ use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGXFSZ};
 use signal_hook::iterator::Signals;
 
 use crate::control::Control;
+use crate::create::whole_sectors;
 use crate::io_poll;
 use crate::limits::{self, Limit};
 use crate::offers::{Offer, Offers};
@@ -323,18 +325,22 @@ fn open_image(workers: &Workers, image: &Path, arguments: &Arguments) -> Result<
         detect_zeroes: arguments.detect_zeroes,
         locking: Locking::Held,
     };
-    let (wanted, snapshot) = (arguments.create, arguments.snapshot.clone());
+    let wanted = arguments.create.map(|size| whole_sectors(image, size));
+    let snapshot = arguments.snapshot.clone();
     let disk = workers.run(move || async move {
         if let Some(size) = wanted
             && !path.exists()
         {
-            let format = options.format.unwrap_or_else(|| ImageFormat::by_name(&path));
+            let refused = |why| Error::new(ErrorKind::InvalidInput, why);
+            let by_name = || ImageFormat::for_new(&path).map_err(refused);
+            let format = options.format.map_or_else(by_name, Ok)?;
             create(&path, size, format).await?;
         }
-        match snapshot {
+        let opened = match snapshot {
             None => open(&path, options).await,
             Some(name) => open_snapshot(&path, options, &name).await,
-        }
+        };
+        opened.map_err(|error| with_hint(error, &path, options.access))
     })?;
     match wanted {
         Some(size) if disk.size() != size => bail!(
@@ -344,6 +350,24 @@ fn open_image(workers: &Workers, image: &Path, arguments: &Arguments) -> Result<
             disk.size()
         ),
         _ => Ok(disk),
+    }
+}
+
+/// What can be done about an image that cannot be opened to be served, beyond what helps with any.
+fn with_hint(error: Error, image: &Path, access: Access) -> Error {
+    match error.errno() {
+        // EACCES, EROFS.
+        13 | 30 if access == Access::ReadWrite => {
+            error.hint("check its permissions, or serve it with --read-only")
+        }
+        // ENOENT: of the image itself. What is behind one is not to be made anew.
+        2 if image
+            .parent()
+            .is_some_and(|folder| folder.as_os_str().is_empty() || folder.exists()) =>
+        {
+            error.hint("check the path; 'blockhouse create' makes a new image")
+        }
+        _ => error,
     }
 }
 

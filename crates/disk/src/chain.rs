@@ -13,6 +13,7 @@ use std::sync::Arc;
 
 use blockhouse_core::{Error, ErrorKind, Result, Storage};
 use blockhouse_engine::{HostFile, OpenFor};
+use blockhouse_format::probe;
 use blockhouse_format::qcow2::{Backing, DataFile};
 
 use crate::lock::lock;
@@ -24,6 +25,9 @@ const LONGEST: usize = 200;
 
 /// How many names of a chain a message has room for at either end.
 const NAMED: usize = 2;
+
+/// `ENOENT` of Linux: a file is missing.
+const ENOENT: i32 = 2;
 
 /// Device and inode: what a file is, whatever its name.
 type Identity = (u64, u64);
@@ -66,6 +70,7 @@ async fn open_with(
         chain.enter(path.clone(), identity)?;
         let next = disk_over(file, &path, behind, None).await;
         let next = chain.with_data(next.map_err(|error| chain.failed(&error))?, behind)?;
+        warn_of_disguise(&next).await?;
         above.push(std::mem::replace(&mut disk, next));
     }
     Ok(above.into_iter().rfold(disk, |behind, disk| disk.over(Arc::new(behind))))
@@ -112,6 +117,7 @@ pub async fn open_with_base(
     let (base, format) = chain.next(backing)?;
     let behind = ImageOptions { format: Some(format), ..options };
     let base = open(&base, behind).await.map_err(|error| chain.failed(&error))?;
+    warn_of_disguise(&base).await?;
     let base = Arc::new(base);
     Ok((disk.over(Arc::clone(&base)), base))
 }
@@ -160,7 +166,7 @@ async fn disk_over(
         ImageFormat::Raw => {
             // Whoever names the format means it.
             if options.format.is_none() {
-                refuse_disguise(&file).await?;
+                refuse_disguise(&file, path).await?;
             }
             match snapshot {
                 None => Disk::raw(file, disk_options),
@@ -178,6 +184,20 @@ async fn disk_over(
             }
         }
     }
+}
+
+/// Tells of a raw backing file that looks like another format: the image that names its format may be wrong.
+async fn warn_of_disguise(backing: &Disk<HostFile>) -> Result<()> {
+    if backing.format_name() == ImageFormat::Raw.as_str()
+        && let Some(name) = probe::probe(backing.format.storage()).await?
+    {
+        tracing::warn!(
+            "{} is opened as a raw backing file, as the image above says, but looks like {name}; if that \
+             is what it is, the guest sees its tables instead of a disk",
+            backing.name()
+        );
+    }
+    Ok(())
 }
 
 /// The files that are open so far, from the image down.
@@ -240,7 +260,12 @@ impl Chain {
         }
         let path = self.beside(name);
         let failed = |error: Error| {
-            Error::new(error.kind(), format!("cannot open the data file of {last}: {error}"))
+            let what = format!("cannot open the data file of {last}: {error}");
+            let failed = Error::new(error.kind(), what);
+            match error.errno() {
+                ENOENT => failed.hint("put the file back: the guest's data is in it"),
+                _ => failed,
+            }
         };
         let (file, identity) = open_file(&path, options).map_err(failed)?;
         // Before it is locked: the lock of an image that is its own data file would be ours.
@@ -274,7 +299,16 @@ impl Chain {
 
     /// What went wrong with a file behind the first one.
     fn failed(&self, error: &Error) -> Error {
-        Error::new(error.kind(), format!("cannot open what is behind {self}: {error}"))
+        let failed =
+            Error::new(error.kind(), format!("cannot open what is behind {self}: {error}"));
+        match error.errno() {
+            ENOENT => failed.hint(format!(
+                "put the file back; if it has another name now, store that: rebase -u -b NAME -F FORMAT \
+                 '{}' (a new file in its place would change the disk)",
+                self.last()
+            )),
+            _ => failed,
+        }
     }
 
     fn last(&self) -> &str {

@@ -48,7 +48,9 @@ pub use compare::{Comparing, first_status_difference};
 pub use convert::{Before, CopyOptions, CopyProgress, Copying, Packing};
 pub use disk::{Access, DetectZeroes, Discard, Disk, FlushPolicy, Options};
 pub use lock::hold;
-pub use open::{CacheMode, ImageFormat, ImageOptions, Locking, create};
+pub use open::{
+    CacheMode, ImageFormat, ImageOptions, Locking, check_new_name, check_raw_backing, create,
+};
 pub use packed::Packed;
 pub use placement::{Content, Placement};
 pub use publish::{Existing, publish};

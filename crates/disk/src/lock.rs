@@ -7,7 +7,7 @@
 
 use std::fs;
 use std::io;
-use std::os::fd::BorrowedFd;
+use std::os::fd::{AsRawFd, BorrowedFd};
 use std::path::Path;
 
 use blockhouse_core::{Error, ErrorKind, Result, Storage};
@@ -94,7 +94,7 @@ pub fn hold(path: &Path) -> Result<HostFile> {
 /// Succeeds when nobody holds the byte. A holder that cannot be seen may be a process that is gone,
 /// and is given a moment to go.
 fn wait_for_free(file: &HostFile, byte: u64, doing: &str) -> Result<()> {
-    let mut ours = None;
+    let mut ours = false;
     let is_free = outlast(|| {
         let locked = is_byte_locked(file.descriptor(), byte);
         if !locked.map_err(|error| Error::host("cannot lock", error).on(file.name()))? {
@@ -102,15 +102,16 @@ fn wait_for_free(file: &HostFile, byte: u64, doing: &str) -> Result<()> {
         }
         ours = match holder(file.descriptor(), byte) {
             Some(Holder::Other(name)) => return Err(held(file, &name, doing)),
-            Some(Holder::Ours(name)) => Some(name),
-            None => None,
+            Some(Holder::Ourselves) => true,
+            None => false,
         };
         Ok(false)
     })?;
-    if is_free {
-        return Ok(());
+    match (is_free, ours) {
+        (true, _) => Ok(()),
+        (false, true) => Err(held_by_ourselves(file)),
+        (false, false) => Err(held(file, "another program", doing)),
     }
-    Err(held(file, ours.as_deref().unwrap_or("another program"), doing))
 }
 
 fn is_without_locks(error: &io::Error) -> bool {
@@ -121,15 +122,23 @@ fn is_without_locks(error: &io::Error) -> bool {
 fn held(file: &HostFile, who: &str, doing: &str) -> Error {
     Error::new(ErrorKind::Locked, format!("the image is locked: {who} is {doing}"))
         .on(file.name())
-        .hint("stop that program first, or make a copy of the image")
+        .hint("stop that program first; a copy made while it runs may be damaged")
 }
 
-/// Who holds a lock on a byte, in words.
+fn held_by_ourselves(file: &HostFile) -> Error {
+    let what =
+        "the image is locked: this command has it open already, as another image or behind one";
+    Error::new(ErrorKind::Locked, what)
+        .on(file.name())
+        .hint("name each image once, and nothing as a target that another image needs")
+}
+
+/// Who holds a lock on a byte.
 enum Holder {
-    /// Another process.
+    /// Another process, in words.
     Other(String),
-    /// This process, perhaps: its own descriptor holds some of these bytes as well.
-    Ours(String),
+    /// This process, by another descriptor than the one that asks.
+    Ourselves,
 }
 
 /// Who holds a lock on a byte, as far as the kernel lets us see it.
@@ -141,7 +150,7 @@ fn holder(file: BorrowedFd<'_>, byte: u64) -> Option<Holder> {
     let processes = fs::read_dir("/proc").ok()?.flatten();
     let mut ids = processes.filter_map(|entry| entry.file_name().into_string().ok());
     let foreign = |id: &String| {
-        id.bytes().all(|c| c.is_ascii_digit()) && *id != own && holds(id, &inode, byte)
+        id.bytes().all(|c| c.is_ascii_digit()) && *id != own && holds(id, None, &inode, byte)
     };
     let describe = |id: &str| {
         let name = fs::read_to_string(Path::new("/proc").join(id).join("comm")).ok();
@@ -149,17 +158,21 @@ fn holder(file: BorrowedFd<'_>, byte: u64) -> Option<Holder> {
     };
     match ids.find(foreign) {
         Some(id) => Some(Holder::Other(describe(&id))),
-        None => holds(&own, &inode, byte).then(|| Holder::Ours(describe(&own))),
+        None => holds(&own, Some(file), &inode, byte).then_some(Holder::Ourselves),
     }
 }
 
-/// Whether a process holds a lock on the byte. See `proc(5)`, `/proc/PID/fdinfo`:
+/// Whether a process holds a lock on the byte, by another descriptor than `except`. See `proc(5)`, `/proc/PID/fdinfo`:
 /// `lock: 1: OFDLCK ADVISORY READ -1 fe:00:1234 100 101`.
-fn holds(process: &str, inode: &str, byte: u64) -> bool {
+fn holds(process: &str, except: Option<BorrowedFd<'_>>, inode: &str, byte: u64) -> bool {
     let Ok(descriptors) = fs::read_dir(format!("/proc/{process}/fdinfo")) else {
         return false;
     };
-    let mut lines = descriptors.flatten().filter_map(|entry| fs::read_to_string(entry.path()).ok());
+    let except = except.map(|file| file.as_raw_fd().to_string());
+    let others = descriptors
+        .flatten()
+        .filter(|entry| except.as_deref().is_none_or(|number| entry.file_name() != number));
+    let mut lines = others.filter_map(|entry| fs::read_to_string(entry.path()).ok());
     lines.any(|text| text.lines().any(|line| covers(line, inode, byte)))
 }
 

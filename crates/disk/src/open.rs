@@ -4,11 +4,12 @@
 //! raw disk. The file's name decides unless the caller does, and an image that is opened as raw but
 //! looks like something else is refused.
 
+use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 use std::str::FromStr;
 
 use blockhouse_core::{Durability, Error, ErrorKind, Result, Storage, Sync};
-use blockhouse_engine::{HostFile, PageCache};
+use blockhouse_engine::{HostFile, OpenFor, PageCache};
 use blockhouse_format::{probe, qcow2};
 
 use crate::publish::sync_folder;
@@ -30,7 +31,10 @@ impl FromStr for ImageFormat {
         match name {
             "raw" => Ok(Self::Raw),
             "qcow2" => Ok(Self::Qcow2),
-            _ => Err(format!("there is no format '{name}'; this version opens raw and qcow2")),
+            _ => Err(format!(
+                "there is no format '{name}': images are raw or qcow2 (qemu-img convert makes qcow2 \
+                 of many others)"
+            )),
         }
     }
 }
@@ -46,11 +50,48 @@ impl ImageFormat {
 
     /// The format that a file's name stands for: `.qcow2`, otherwise raw.
     pub fn by_name(path: &Path) -> Self {
-        match path.extension() {
-            Some(suffix) if suffix == "qcow2" => Self::Qcow2,
+        match suffix(path).as_deref() {
+            Some("qcow2") => Self::Qcow2,
             _ => Self::Raw,
         }
     }
+
+    /// The format that the name of a new file stands for: as [`by_name`](Self::by_name), but a name of
+    /// another format is refused, because its owner does not expect a raw image.
+    ///
+    /// # Errors
+    /// What is wrong with the name, and how to say what is meant.
+    pub fn for_new(path: &Path) -> Result<Self, String> {
+        match suffix(path) {
+            Some(suffix) if FOREIGN_SUFFIXES.contains(&&*suffix) => Err(format!(
+                "{}: images of the format '.{suffix}' cannot be made; say --format qcow2 or \
+                 --format raw if the file is to have this name nevertheless",
+                path.display()
+            )),
+            _ => Ok(Self::by_name(path)),
+        }
+    }
+}
+
+/// Names of files in formats that are neither read nor written here.
+const FOREIGN_SUFFIXES: [&str; 12] = [
+    "bochs",
+    "cloop",
+    "dmg",
+    "luks",
+    "parallels",
+    "qcow",
+    "qed",
+    "vdi",
+    "vhd",
+    "vhdx",
+    "vmdk",
+    "vpc",
+];
+
+/// What follows the last dot of a file's name, in small letters.
+fn suffix(path: &Path) -> Option<String> {
+    path.extension()?.to_str().map(str::to_ascii_lowercase)
 }
 
 /// QEMU's cache modes: presets of page cache, default durability and flushes.
@@ -151,6 +192,11 @@ pub enum Locking {
 /// One that names the file: the size is no multiple of 512, the file exists, or the host refuses.
 /// A file that could not be finished is removed.
 pub async fn create(path: &Path, size: u64, format: ImageFormat) -> Result<()> {
+    check_new_name(path)?;
+    if !size.is_multiple_of(512) {
+        let what = format!("a disk of {size} bytes is no multiple of 512");
+        return Err(Error::new(ErrorKind::InvalidInput, what).on(&path.display().to_string()));
+    }
     let file_size = match format {
         ImageFormat::Raw => size,
         ImageFormat::Qcow2 => 0,
@@ -172,26 +218,92 @@ pub async fn create(path: &Path, size: u64, format: ImageFormat) -> Result<()> {
     })
 }
 
-/// Refuses a file that would be qcow2 by its name only.
-pub(crate) async fn refuse_missing_magic(file: &HostFile) -> Result<()> {
-    if probe::probe(file).await? == Some("qcow2") {
+/// Refuses the name of a new file in the folder of devices: it is a mistyped device, mostly, and the file
+/// would take memory and be gone after a restart. File systems mounted below (`/dev/shm`) are none.
+///
+/// # Errors
+/// `InvalidInput`.
+pub fn check_new_name(path: &Path) -> Result<()> {
+    let folder = path.parent().filter(|parent| !parent.as_os_str().is_empty());
+    let devices = Path::new("/dev");
+    let is_among_devices = || {
+        let folder = folder.unwrap_or(Path::new(".")).canonicalize().ok()?;
+        let is_one_file_system = folder.metadata().ok()?.dev() == devices.metadata().ok()?.dev();
+        Some(folder.starts_with(devices) && is_one_file_system)
+    };
+    if !is_among_devices().unwrap_or(false) {
         return Ok(());
     }
-    let what = "is no qcow2 image in spite of its name";
+    let what = "there is no such device, and a new file among the devices would be lost";
     Err(Error::new(ErrorKind::InvalidInput, what)
-        .on(file.name())
-        .hint("if it is a raw image, say --format raw"))
+        .on(&path.display().to_string())
+        .hint("check the name of the device, or choose a path outside /dev"))
 }
 
-/// Refuses a file that would be raw but looks like something else.
-pub(crate) async fn refuse_disguise(file: &HostFile) -> Result<()> {
-    match probe::probe(file).await? {
-        None => Ok(()),
-        Some(name) => {
-            let what = format!("would be opened as a raw image but looks like {name}");
-            Err(Error::new(ErrorKind::InvalidInput, what)
-                .on(file.name())
-                .hint("if it really is raw, say --format raw"))
-        }
+/// Refuses a file that would be qcow2 by its name only.
+pub(crate) async fn refuse_missing_magic(file: &HostFile) -> Result<()> {
+    let found = match probe::probe(file).await? {
+        Some("qcow2") => return Ok(()),
+        found => found,
+    };
+    let (what, hint) = match found {
+        Some(name) => ("is no qcow2 image in spite of its name", advice_for(name, file.name())),
+        None => (
+            "is no qcow2 image in spite of its name",
+            "if it was made as a raw image, say --format raw; if it was made as a qcow2 image, its \
+             header is damaged: restore it from a copy"
+                .to_owned(),
+        ),
+    };
+    Err(Error::new(ErrorKind::InvalidInput, what).on(file.name()).hint(hint))
+}
+
+/// Refuses a file that would be raw by its name but looks like something else.
+pub(crate) async fn refuse_disguise(file: &HostFile, path: &Path) -> Result<()> {
+    let mut found = probe::probe(file).await?;
+    if found.is_none() && matches!(suffix(path).as_deref(), Some("dmg" | "vhd" | "vpc")) {
+        found = probe::probe_end(file).await?;
     }
+    let Some(name) = found else { return Ok(()) };
+    let what = format!("would be opened as a raw image but looks like {name}");
+    Err(Error::new(ErrorKind::InvalidInput, what)
+        .on(file.name())
+        .hint(advice_for(name, file.name())))
+}
+
+/// What to do about an image that looks like the format `name`. A guest can write any bytes to its raw
+/// disk, and an image of another format can name files of the host. So the advice is for those who know
+/// how the image was made.
+fn advice_for(name: &str, path: &str) -> String {
+    let known = match name {
+        "qcow2" => "if it was made as a qcow2 image, say --format qcow2".to_owned(),
+        _ => format!(
+            "the format {name} is not supported: if the image was made as one and is from a source \
+             that you trust, 'qemu-img convert -f {name} -O qcow2 {path} NEW.qcow2' makes a qcow2 image \
+             of it"
+        ),
+    };
+    format!("{known}; if it is a raw disk whose guest wrote these bytes, say --format raw")
+}
+
+/// Refuses a file that is to stand behind an image as a raw one but looks like something else: the guest
+/// would see the tables of that image instead of its disk.
+///
+/// # Errors
+/// `InvalidInput` that names the file; what opening it answers. Needs the loop of the current thread.
+pub async fn check_raw_backing(path: &Path) -> Result<()> {
+    let file = HostFile::open(path, OpenFor::Reading, PageCache::Used)?;
+    let Some(name) = probe::probe(&file).await? else { return Ok(()) };
+    let what = format!("is to be a raw backing file but looks like {name}");
+    let hint = match name {
+        "qcow2" => "the guest would see the tables of that image instead of its disk: name the format \
+                    qcow2; if it is a raw disk whose guest wrote these bytes, 'rebase -u -F raw' stores \
+                    that"
+            .to_owned(),
+        _ => format!(
+            "the format {name} is not supported behind an image; if it is a raw disk whose guest wrote \
+             these bytes, 'rebase -u -F raw' stores that"
+        ),
+    };
+    Err(Error::new(ErrorKind::InvalidInput, what).on(file.name()).hint(hint))
 }

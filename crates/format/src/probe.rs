@@ -5,7 +5,7 @@
 
 use blockhouse_core::{Buffer, Result, Storage};
 
-/// How many first bytes [`name_of`] looks at.
+/// How many first bytes [`name_of`] looks at, and how many last ones [`name_of_end`].
 pub const LENGTH: usize = 512;
 
 /// Offset, bytes and name of the formats that can be told by their start.
@@ -23,7 +23,11 @@ const SIGNATURES: &[(usize, &[u8], &str)] = &[
     (0, b"WithoutFreeSpace", "parallels"),
     (0, b"WithouFreSpacExt", "parallels"),
     (0, b"Bochs Virtual HD Image", "bochs"),
+    (0, b"#!/bin/sh\n#V2.0 Format\n", "cloop"),
 ];
+
+/// The same of formats that can be told by their last 512 bytes.
+const FINAL_SIGNATURES: &[(&[u8], &str)] = &[(b"koly", "dmg"), (b"conectix", "vpc")];
 
 /// The name of the format (as `qemu-img` calls it) that a file with these first bytes seems to
 /// have; `None` when nothing is recognised, as with raw images.
@@ -32,6 +36,26 @@ pub fn name_of(first: &[u8]) -> Option<&'static str> {
         first.get(offset..).is_some_and(|rest| rest.starts_with(bytes))
     };
     SIGNATURES.iter().find(matches).map(|&(_, _, name)| name)
+}
+
+/// The name of the format that a file with these last [`LENGTH`] bytes seems to have. A disk image's last
+/// sector is as much a guest's as its first, so this is for files whose names say the same.
+pub fn name_of_end(last: &[u8]) -> Option<&'static str> {
+    let found = FINAL_SIGNATURES.iter().find(|(bytes, _)| last.starts_with(bytes));
+    found.map(|&(_, name)| name)
+}
+
+/// Reads the last bytes of `storage` and answers as [`name_of_end`].
+///
+/// # Errors
+/// What the storage answers.
+pub async fn probe_end<S: Storage>(storage: &S) -> Result<Option<&'static str>> {
+    let size = storage.size();
+    let Some(last) = size.checked_sub(LENGTH as u64) else { return Ok(None) };
+    let start = last & !(u64::from(storage.capabilities().alignment.offset) - 1);
+    let mut buffer = Buffer::new((size - start) as usize);
+    storage.read(start, buffer.lend()).await?;
+    Ok(name_of_end(&buffer.bytes()[(last - start) as usize..]))
 }
 
 /// Reads the first bytes of `storage` and answers as [`name_of`].

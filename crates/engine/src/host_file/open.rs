@@ -53,7 +53,10 @@ impl HostFile {
         let made = rustix::fs::open(path, flags, rights).map_err(|error| {
             let failed = failed("cannot create", error);
             match error {
-                Errno::EXIST => failed.hint("choose another name, or remove it first"),
+                Errno::EXIST => failed.hint("it is left alone: choose another name"),
+                Errno::NOENT => failed.hint(missing(path)),
+                Errno::ACCESS | Errno::PERM => failed.hint("check the permissions of its folder"),
+                Errno::ROFS => failed.hint(READ_ONLY_FILE_SYSTEM),
                 _ => failed,
             }
         })?;
@@ -89,7 +92,7 @@ impl HostFile {
             if std::fs::metadata(path).is_ok_and(|found| !is_disk(&found)) {
                 return no_disk(&name);
             }
-            match advice(error, access, cache) {
+            match advice(error, path, cache) {
                 Some(hint) => failed(error).hint(hint),
                 None => failed(error),
             }
@@ -192,17 +195,28 @@ fn no_disk(name: &str) -> Error {
     error.hint("give the path of a disk image or a block device")
 }
 
-/// What a person can do about a file that does not open.
-fn advice(error: Errno, access: OpenFor, cache: PageCache) -> Option<&'static str> {
-    match error {
-        Errno::NOENT => Some("check the path, or make the image with 'blockhouse create'"),
-        Errno::ACCESS | Errno::PERM | Errno::ROFS if access == OpenFor::Writing => {
-            Some("check its permissions, or open it with --read-only")
-        }
-        Errno::ACCESS | Errno::PERM => Some("check its permissions"),
+const READ_ONLY_FILE_SYSTEM: &str = "its file system is mounted for reading only";
+
+/// What a person can do about a file that does not open, whatever it was to be opened for.
+fn advice(error: Errno, path: &Path, cache: PageCache) -> Option<String> {
+    Some(match error {
+        Errno::NOENT => missing(path),
+        Errno::ROFS => READ_ONLY_FILE_SYSTEM.to_owned(),
+        Errno::ACCESS | Errno::PERM => "check its permissions".to_owned(),
         Errno::INVAL if cache == PageCache::Bypassed => {
-            Some("its file system has no direct I/O: try --cache writeback")
+            "its file system has no direct I/O: try --cache writeback".to_owned()
         }
-        _ => None,
+        _ => return None,
+    })
+}
+
+/// What is missing of a path.
+fn missing(path: &Path) -> String {
+    let folder = path.parent().filter(|parent| !parent.as_os_str().is_empty());
+    match folder {
+        Some(folder) if !folder.exists() => {
+            format!("there is no folder '{}': check the path", folder.display())
+        }
+        _ => "check the path".to_owned(),
     }
 }
