@@ -22,6 +22,7 @@ pub const MODULES: &str = "lib/modules";
 const USED: &[&str] = &[
     "dm-log-writes",
     "dm-snapshot",
+    "dm-thin-pool",
     "ext4",
     "nbd",
     "null_blk",

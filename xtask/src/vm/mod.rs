@@ -64,6 +64,8 @@ pub enum Scenario {
     Nbd,
     /// Completions that are polled for: the disks' interrupts, with and without
     IoPoll,
+    /// Writes that a full thin pool loses behind the page cache
+    LostWrites,
 }
 
 /// Runs the chosen scenarios; skipped, with the reason, where the machine cannot run them.
@@ -98,6 +100,7 @@ pub fn run(workspace: &Workspace, options: &Options) -> Result<()> {
             Scenario::GuestVhostUser => guest::run(&base, Export::VhostUser, FileSystem::Xfs),
             Scenario::Nbd => scenarios::nbd(&base),
             Scenario::IoPoll => scenarios::io_poll(&base),
+            Scenario::LostWrites => scenarios::lost_writes(&base),
         };
         let verdict = if result.is_ok() { "ok" } else { "FAILED" };
         println!("vm: {scenario:?} {verdict} after {:.1} s", started.elapsed().as_secs_f64());

@@ -66,6 +66,14 @@ pub fn io_poll(base: &Base) -> Result<()> {
     passed(machine.run("xtask inside io-poll nvme virtio", PATIENCE)?)
 }
 
+/// A server whose image lies on a thin pool that fills up behind the page cache.
+pub fn lost_writes(base: &Base) -> Result<()> {
+    let disks = Disks::new(base)?;
+    let mut machine = Machine::new(base, 1024)?;
+    machine.disk(Bus::Nvme, "disk", &disks.empty("disk", DISK)?);
+    passed(machine.run("xtask inside lost-writes disk", PATIENCE)?)
+}
+
 /// Prints what the job said; anything but an exit status of 0 is an error.
 fn passed(outcome: Outcome) -> Result<()> {
     print!("{}", outcome.success()?);

@@ -12,6 +12,7 @@ pub mod fua;
 pub mod guest;
 pub mod images;
 pub mod io_poll;
+pub mod lost_writes;
 pub mod nbd;
 pub mod power;
 pub mod report;
@@ -69,6 +70,11 @@ pub enum Task {
         /// That of a virtio disk
         virtio: String,
     },
+    /// Fill a thin pool through a server's page cache
+    LostWrites {
+        /// The disk for the pool
+        disk: String,
+    },
     /// Let a server write to a disk that logs, and mark each acknowledgement
     PowerRecord {
         /// What serves what: its place among all configurations
@@ -100,6 +106,7 @@ pub fn run(task: Task) -> Result<()> {
         Task::GuestCache { disk, from, to } => cache::run(&disk, from, to),
         Task::Nbd { disk } => nbd::run(&disk),
         Task::IoPoll { nvme, virtio } => io_poll::run(&nvme, &virtio),
+        Task::LostWrites { disk } => lost_writes::run(&disk),
         Task::PowerRecord { configuration, disk, log } => {
             let configuration = CONFIGURATIONS.get(configuration).context("no such thing")?;
             power::record(*configuration, &disk, &log)

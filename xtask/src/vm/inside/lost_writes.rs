@@ -1,0 +1,107 @@
+//! A file system on a thin pool that is full: the kernel takes writes into its page cache, cannot write
+//! them back, and reports that once, as ENOSPC. No flush may succeed afterwards.
+//!
+//! The pool refuses what it has no room for (`error_if_no_space`), so that a file system on it learns of
+//! the lack of room when it writes back, and calls it by its own errno.
+
+use std::fs::File;
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result, ensure};
+
+use super::client::{Change, Client};
+use super::serve::serve;
+use super::system::{self, FileSystem, Mount, tool};
+
+const MIB: u64 = 1 << 20;
+const SECTOR: u64 = 512;
+/// What the pool has for its own tables, what it has for data, and what the file system believes to have.
+const TABLES: u64 = 8 * MIB;
+const ROOM: u64 = 96 * MIB;
+const CLAIMED: u64 = 512 * MIB;
+/// Bytes in an image, and in each write.
+const SIZE: u64 = 256 * MIB;
+const PIECE: u64 = MIB / 4;
+/// How much is written: well over the room, well below what the page cache takes.
+const WRITTEN: u64 = 128 * MIB;
+/// Where durable writes go: beyond everything else.
+const DURABLE: u64 = SIZE - PIECE;
+
+/// Fills the pool on the disk `serial` through a server, on each file system.
+pub fn run(serial: &str) -> Result<()> {
+    system::load("nvme_core", "multipath=N")?;
+    for module in ["nvme", "crc32c_generic", "ext4", "xfs", "dm-thin-pool"] {
+        system::load(module, "")?;
+    }
+    let disk = system::disk_of(serial)?;
+    system::stop_background_writes()?;
+    for file_system in [FileSystem::Ext4, FileSystem::Xfs] {
+        let thin = make_thin(&disk)?;
+        file_system.make(&thin)?;
+        let mount = Mount::new(file_system, &thin)?;
+        let outcome = fill(&mount.place().join("image"), file_system);
+        // Not unmounted in order: the file system has no room to write its own tables.
+        drop(mount);
+        outcome?;
+        for name in ["thin", "pool", "data", "tables"] {
+            tool("dmsetup", &["remove", "--force", "--retry", name])?;
+        }
+    }
+    Ok(())
+}
+
+/// A thin disk of [`CLAIMED`] bytes, on a new pool with room for less.
+fn make_thin(disk: &Path) -> Result<PathBuf> {
+    let node = disk.display();
+    let sectors = |bytes: u64| bytes / SECTOR;
+    let part = |name: &str, start: u64, length: u64| {
+        let table = format!("0 {} linear {node} {}", sectors(length), sectors(start));
+        tool("dmsetup", &["create", name, "--table", &table])?;
+        system::disk(&format!("mapper/{name}"))
+    };
+    let (tables, data) = (part("tables", 0, TABLES)?, part("data", TABLES, ROOM)?);
+    // A pool formats tables that begin with zeros.
+    let first = format!("of={}", tables.display());
+    tool("dd", &["if=/dev/zero", &first, "bs=4096", "count=1", "conv=fsync"])?;
+    let (tables, data) = (tables.display(), data.display());
+    let options = "128 0 1 error_if_no_space";
+    let pool = format!("0 {} thin-pool {tables} {data} {options}", sectors(ROOM));
+    tool("dmsetup", &["create", "pool", "--table", &pool])?;
+    let pool = system::disk("mapper/pool")?;
+    tool("dmsetup", &["message", "pool", "0", "create_thin 0"])?;
+    let thin = format!("0 {} thin {} 0", sectors(CLAIMED), pool.display());
+    tool("dmsetup", &["create", "thin", "--table", &thin])?;
+    system::disk("mapper/thin")
+}
+
+/// Writes more than there is room for, and asks for durability when it is lost already.
+fn fill(image: &Path, file_system: FileSystem) -> Result<()> {
+    File::create(image)?.set_len(SIZE)?;
+    let server = serve(image, &["--format", "raw", "--cache", "writeback"])?;
+    let mut client = Client::connect(server.socket())?;
+    let piece = || vec![0x5a; PIECE as usize];
+    for offset in (0..WRITTEN).step_by(PIECE as usize) {
+        let write = Change::Write { offset, data: piece() };
+        client.change(&write).with_context(|| format!("the page cache at {offset}"))?;
+    }
+    // As the kernel does by itself after some time. What it reports to this file is its own copy.
+    let written_back = File::open(image)?.sync_all();
+    let durable = client.change(&Change::WriteFua { offset: DURABLE, data: piece() });
+    let flushes = [client.change(&Change::Flush), client.change(&Change::Flush)];
+    let name = file_system.name();
+    let shown = |outcome: &Result<()>| match outcome {
+        Ok(()) => "ok".into(),
+        Err(error) => format!("{error:#}"),
+    };
+    println!(
+        "  {name:5} written back: {written_back:?}; a durable write: {}; flushes: {}, {}",
+        shown(&durable),
+        shown(&flushes[0]),
+        shown(&flushes[1]),
+    );
+    ensure!(written_back.is_err(), "{name}: there was room for everything");
+    ensure!(durable.is_err(), "{name}: a durable write succeeded over lost data");
+    ensure!(flushes.iter().all(Result::is_err), "{name}: a flush succeeded over lost data");
+    drop(client);
+    server.kill()
+}
