@@ -170,13 +170,22 @@ impl IoVector {
 
     /// Whether every byte is zero. Looks no further than the first that is not.
     pub fn is_zero(&self) -> bool {
+        self.is_zero_at(0, self.length)
+    }
+
+    /// As [`is_zero`](Self::is_zero), of `length` bytes from `start` on, as far as there are any.
+    pub fn is_zero_at(&self, start: usize, length: usize) -> bool {
         // Mostly the first few bytes tell; then pieces that stay in the processor's nearest cache.
         let mut chunk = [0; 4096];
         let mut size = 64;
+        let (mut skipped, mut left) = (start, length);
         for segment in &self.segments {
-            let mut done = 0;
-            while done < segment.length {
-                let piece = &mut chunk[..size.min(segment.length - done)];
+            let mut done = skipped.min(segment.length);
+            skipped -= done;
+            let end = done + left.min(segment.length - done);
+            left -= end - done;
+            while done < end {
+                let piece = &mut chunk[..size.min(end - done)];
                 // SAFETY: the segment is valid for `length` bytes (`from_raw`) and `done` with the
                 // piece is inside; the chunk is our own, so they do not overlap.
                 unsafe {
@@ -394,6 +403,10 @@ mod tests {
         assert!(!segments.is_zero());
         segments.fill(0);
         assert!(segments.is_zero() && segments.split_off(16).is_zero());
+        let mut part = sample();
+        part.copy_from(&[1, 1, 0, 0, 0, 0, 1]);
+        assert!(part.is_zero_at(2, 4) && !part.is_zero_at(2, 5) && !part.is_zero_at(1, 5));
+        assert!(part.is_zero_at(16, 9) && part.is_zero_at(7, 0) && !part.is_zero_at(7, 99));
     }
 
     #[test]

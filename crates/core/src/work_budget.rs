@@ -5,6 +5,7 @@
 //! request is long. So such work counts what it does and yields after each quantum of it. Counting,
 //! and not a clock, decides: it costs nothing, and a simulation stays deterministic.
 
+use std::cell::Cell;
 use std::future::poll_fn;
 use std::task::Poll;
 
@@ -24,7 +25,7 @@ pub async fn yield_now() {
 /// What is left of the quantum of one request. Starts full.
 #[derive(Debug)]
 pub struct WorkBudget {
-    left: u64,
+    left: Cell<u64>,
 }
 
 impl WorkBudget {
@@ -39,17 +40,26 @@ impl WorkBudget {
 
     /// A full quantum.
     pub fn new() -> Self {
-        Self { left: Self::QUANTUM }
+        Self { left: Cell::new(Self::QUANTUM) }
+    }
+
+    /// Work of this `cost` was done.
+    pub fn charge(&self, cost: u64) {
+        self.left.update(|left| left.saturating_sub(cost));
+    }
+
+    /// Yields if the quantum is used up; then there is a new one.
+    pub async fn yield_if_spent(&self) {
+        if self.left.get() == 0 {
+            self.left.set(Self::QUANTUM);
+            yield_now().await;
+        }
     }
 
     /// Work of this `cost` was done: yields if it used up the quantum.
-    pub async fn spend(&mut self, cost: u64) {
-        if cost < self.left {
-            self.left -= cost;
-            return;
-        }
-        self.left = Self::QUANTUM;
-        yield_now().await;
+    pub async fn spend(&self, cost: u64) {
+        self.charge(cost);
+        self.yield_if_spent().await;
     }
 }
 
@@ -82,7 +92,7 @@ mod tests {
         let woken = Arc::new(Woken::default());
         let waker = Waker::from(Arc::clone(&woken));
         let mut work = pin!(async {
-            let mut budget = WorkBudget::new();
+            let budget = WorkBudget::new();
             for _ in 0..10 {
                 budget.spend(WorkBudget::QUANTUM / 2).await;
             }

@@ -4,9 +4,9 @@
 //! back whole, as one write with the guest's bytes. The caller holds an exclusive claim on all
 //! blocks of the request, so nothing else is written there from the read to the end of the write.
 //! A request that is only badly placed in memory is copied and nothing more. Long requests go piece
-//! by piece with one buffer, so that memory stays bounded.
+//! by piece with one buffer, so that memory stays bounded, and yield between the pieces.
 
-use blockhouse_core::{ByteRange, Durability, IoVector, Result, Storage};
+use blockhouse_core::{ByteRange, Durability, IoVector, Result, Storage, WorkBudget};
 use futures_util::future::join;
 
 use crate::Disk;
@@ -23,6 +23,7 @@ impl<S: Storage> Disk<S> {
 
     /// Fills `into` with the bytes of `range`, by way of a buffer.
     pub(crate) async fn read_bounced(&self, range: ByteRange, mut into: IoVector) -> Result<()> {
+        let budget = WorkBudget::new();
         let mut rest = self.blocks_of(range);
         let mut buffer = self.bounce_buffers.get(rest.length().min(PIECE as u64) as usize).await;
         while !rest.is_empty() {
@@ -35,6 +36,10 @@ impl<S: Storage> Disk<S> {
             into.copy_from(&buffer.bytes()[start..start + length]);
             into.advance(length);
             rest = rest.skip(piece.length());
+            // Where nothing was read, because there is only a hole, nothing has waited.
+            if !rest.is_empty() {
+                budget.spend(piece.length()).await;
+            }
         }
         Ok(())
     }
@@ -47,6 +52,7 @@ impl<S: Storage> Disk<S> {
         durability: Durability,
         claim: &Claim<'_>,
     ) -> Result<Debt> {
+        let budget = WorkBudget::new();
         let mut rest = self.blocks_of(range);
         // Several pieces are cheaper with one flush for all than with FUA each.
         let (each, mut debt) = if rest.length() <= PIECE as u64 {
@@ -68,6 +74,9 @@ impl<S: Storage> Disk<S> {
             let vector = claim.protect(buffer.lend());
             debt = debt.and(self.write(piece, vector, each).await?);
             rest = rest.skip(piece.length());
+            if !rest.is_empty() {
+                budget.spend(piece.length()).await;
+            }
         }
         Ok(debt)
     }

@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use blockhouse_core::{
     Alignment, ByteRange, Capabilities, Durability, Effort, Error, ErrorKind, IoVector, Offload,
-    Request, Result, Storage, Sync, Unmap, WriteCache,
+    Request, Result, Storage, Sync, Unmap, WorkBudget, WriteCache,
 };
 use blockhouse_format::qcow2::{self, Backing, CheckReport, DataFile, Features, Qcow2};
 use blockhouse_format::{Format, Raw};
@@ -370,7 +370,9 @@ impl<S: Storage> Disk<S> {
         if range.is_empty() {
             return Ok(Debt::Nothing);
         }
-        if let Some(how) = self.zeroing_of(&from, durability) {
+        if let Some(how) = self.zeroing(durability)
+            && is_zero(&from).await
+        {
             return Box::pin(self.submit_zeroes(range, how)).await;
         }
         let durability = durability.max(self.options.durability);
@@ -382,14 +384,14 @@ impl<S: Storage> Disk<S> {
         }
     }
 
-    /// How a write is made a zero write, if it is to be one.
-    fn zeroing_of(&self, from: &IoVector, durability: Durability) -> Option<Zeroing> {
+    /// How a write of zeros is made a zero write, if it is to be one.
+    fn zeroing(&self, durability: Durability) -> Option<Zeroing> {
         let unmap = match self.options.detect_zeroes {
             DetectZeroes::Off => return None,
             DetectZeroes::On => Unmap::Forbidden,
             DetectZeroes::Unmap => Unmap::Allowed,
         };
-        from.is_zero().then_some(Zeroing { unmap, effort: Effort::Any, durability })
+        Some(Zeroing { unmap, effort: Effort::Any, durability })
     }
 
     async fn submit_zeroes(&self, range: ByteRange, mut how: Zeroing) -> Result<Debt> {
@@ -500,4 +502,23 @@ impl<S: Storage> Disk<S> {
             }
         }
     }
+}
+
+/// Whether every byte is zero. Long memory that is, is looked at in steps.
+async fn is_zero(memory: &IoVector) -> bool {
+    const STEP: usize = WorkBudget::QUANTUM as usize;
+    if memory.len() <= STEP {
+        return memory.is_zero();
+    }
+    Box::pin(async {
+        let budget = WorkBudget::new();
+        for start in (0..memory.len()).step_by(STEP) {
+            if !memory.is_zero_at(start, STEP) {
+                return false;
+            }
+            budget.spend(WorkBudget::QUANTUM).await;
+        }
+        true
+    })
+    .await
 }

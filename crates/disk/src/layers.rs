@@ -10,6 +10,7 @@ use futures_util::future::LocalBoxFuture;
 
 use crate::Disk;
 use crate::limits::PIECE;
+use crate::path::fill_with_zeros;
 use crate::unpacked::PackedPlace;
 
 impl<S: Storage> Disk<S> {
@@ -96,7 +97,7 @@ impl<S: Storage> Disk<S> {
         Box::pin(async move {
             let backing = self.backing()?;
             let inside = within(range, backing.size());
-            into.split_off(inside.length() as usize).fill(0);
+            fill_with_zeros(into.split_off(inside.length() as usize)).await;
             if inside.is_empty() {
                 return Ok(());
             }

@@ -1,29 +1,41 @@
 //! The way of a request: mapped extent by extent, each moved as its state says, made durable once.
 //!
-//! Everything here is aligned (see [`crate::bounce`] for the rest) and inside the disk. A read or
-//! write first learns all its extents; with that the durability decision is made, and the data moves:
-//! one extent is one storage operation and nothing else, several go down together, a few at a time.
-//! Each prepared extent is committed as soon as its data arrived. All operations of a request are
-//! waited for, also when one fails, since a request that was answered must not touch the disk or
-//! its memory any more.
+//! Everything here is aligned (see [`crate::bounce`] for the rest) and inside the disk. One extent is
+//! one storage operation and nothing else; several go down together, a few at a time, and the next ones
+//! are looked up as those complete. So a request of any length holds at most 2 x [`TOGETHER`] extents of
+//! at most [`LONGEST_PART`] bytes each. Between them it yields, see [`WorkBudget`]: what needs no
+//! waiting (holes, look-ups, decompression) keeps no other task of the thread waiting.
+//!
+//! The durability decision of a write is made once, before its first byte goes down: for a request
+//! of a few extents with all of them known, else for any extents that may come. Each prepared extent is
+//! committed as soon as its data arrived. All operations of a request are waited for, also when one
+//! fails, since a request that was answered must not touch the disk or its memory any more.
 
-use std::future::{Future, ready};
+use std::cell::Cell;
+use std::future::Future;
 use std::ops::Deref;
+use std::pin::pin;
 
 use blockhouse_core::{
     ByteRange, Durability, Error, ErrorKind, Extent, ExtentFlags, ExtentState, Fua, IoVector,
-    Result, Storage,
+    Result, Storage, WorkBudget,
 };
 use blockhouse_format::Intent;
-use futures_util::stream::{self, StreamExt};
+use futures_util::stream::{self, Stream, StreamExt};
 
 use crate::Disk;
 use crate::durable::{Debt, Plan};
 use crate::generations::Generations;
 use crate::prepared::Prepared;
 
-/// How many operations of one request are in flight together.
+/// How many operations of one request are in flight together, and how many extents of a write are
+/// prepared before the first one goes down.
 const TOGETHER: usize = 16;
+/// The most bytes of one storage operation. More is no faster on any device, and takes a kernel that
+/// copies from its page cache inside of the system call too long.
+const LONGEST_PART: u64 = 4 << 20;
+/// Where longer requests are cut: no cluster of any format lies on both sides.
+const CUT_ALIGNMENT: u64 = 2 << 20;
 /// The most bytes of a guest that a round of tables waits for: more take as long as a round of their own.
 const LONGEST_AWAITED: u64 = 256 * 1024;
 
@@ -32,22 +44,12 @@ impl<S: Storage> Disk<S> {
     pub(crate) async fn read(&self, range: ByteRange, into: IoVector) -> Result<()> {
         // What is read keeps its place until it is read.
         let _hold = self.format.hold();
-        let first = self.format.map(range, Intent::Read).await?;
+        let first = self.format.map(first_part(range), Intent::Read).await?;
         if first.guest == range {
             return self.read_extent(&first, into).await;
         }
         // Boxed, so that the future of the common way stays small.
-        Box::pin(async move {
-            let mut extents = vec![first];
-            let mut rest = range.skip(first.guest.length());
-            while !rest.is_empty() {
-                let extent = self.format.map(rest, Intent::Read).await?;
-                rest = rest.skip(extent.guest.length());
-                extents.push(extent);
-            }
-            self.read_extents(&extents, into).await
-        })
-        .await
+        Box::pin(self.read_parts(first, range, into)).await
     }
 
     /// Stores `from` in `range`; the answer says what is left to do for its durability.
@@ -57,28 +59,19 @@ impl<S: Storage> Disk<S> {
         from: IoVector,
         durability: Durability,
     ) -> Result<Debt> {
-        let first = self.prepare(range, Intent::Write).await?;
+        let first = self.prepare(first_part(range), Intent::Write).await?;
         if first.guest == range {
             let plan = self.plan([&*first].into_iter(), durability);
             let debt = plan.debt_for([&*first].into_iter());
             self.write_extent(first, from, plan).await?;
             return Ok(debt);
         }
-        Box::pin(async move {
-            let mut rest = range.skip(first.guest.length());
-            let mut extents = vec![first];
-            while !rest.is_empty() {
-                let extent = self.prepare(rest, Intent::Write).await?;
-                rest = rest.skip(extent.guest.length());
-                extents.push(extent);
-            }
-            self.write_extents(extents, from, durability).await
-        })
-        .await
+        Box::pin(self.write_parts(first, range, from, durability)).await
     }
 
     /// Tells the storage that `range` will be read.
     pub(crate) async fn prefetch(&self, range: ByteRange) -> Result<()> {
+        let budget = WorkBudget::new();
         let mut rest = range;
         while !rest.is_empty() {
             let extent = self.format.map(rest, Intent::Read).await?;
@@ -87,17 +80,55 @@ impl<S: Storage> Disk<S> {
                 let host = ByteRange::between(host, host + extent.guest.length());
                 self.storage().prefetch(host).await?;
             }
+            budget.spend(WorkBudget::LOOK_UP).await;
         }
         Ok(())
     }
 
-    async fn read_extents(&self, extents: &[Extent], mut into: IoVector) -> Result<()> {
-        all(extents.iter().map(|extent| self.read_extent(extent, take(&mut into, extent)))).await
+    /// Reads a range of several extents, the first of which is known.
+    async fn read_parts(&self, first: Extent, range: ByteRange, into: IoVector) -> Result<()> {
+        let stopped = Cell::new(false);
+        let extents = stream::unfold((Some(first), range), |(known, rest)| {
+            let is_over = rest.is_empty() || stopped.get();
+            async move {
+                let extent = match known {
+                    _ if is_over => return None,
+                    Some(extent) => Ok(extent),
+                    None => self.format.map(first_part(rest), Intent::Read).await,
+                };
+                let length = extent.as_ref().map_or(rest.length(), |one| one.guest.length());
+                Some((extent, (None, rest.skip(length))))
+            }
+        });
+        self.read_extents(extents, into, &stopped).await
+    }
+
+    async fn read_extents(
+        &self,
+        extents: impl Stream<Item = Result<Extent>>,
+        mut into: IoVector,
+        stopped: &Cell<bool>,
+    ) -> Result<()> {
+        let budget = &WorkBudget::new();
+        let parts = extents.map(|extent| {
+            let part = extent.map(|extent| (extent, take(&mut into, &extent)));
+            async move {
+                let (extent, into) = part?;
+                let outcome = self.read_extent(&extent, into).await;
+                budget.charge(cost_of_reading(&extent));
+                outcome
+            }
+        });
+        run_parts(parts, budget, stopped).await
     }
 
     async fn read_extent(&self, extent: &Extent, mut into: IoVector) -> Result<()> {
         match extent.state {
             ExtentState::Mapped { host } => self.read_place(host, into).await,
+            ExtentState::Zero | ExtentState::Hole if into.len() as u64 > WorkBudget::QUANTUM => {
+                Box::pin(fill_with_zeros(into)).await;
+                Ok(())
+            }
             ExtentState::Zero | ExtentState::Hole => {
                 into.fill(0);
                 Ok(())
@@ -109,20 +140,64 @@ impl<S: Storage> Disk<S> {
         }
     }
 
+    /// Writes a range of several extents, the first of which is prepared.
+    async fn write_parts(
+        &self,
+        first: Prepared<'_, S>,
+        range: ByteRange,
+        from: IoVector,
+        durability: Durability,
+    ) -> Result<Debt> {
+        let mut rest = range.skip(first.guest.length());
+        let mut known = vec![first];
+        while !rest.is_empty() && known.len() < TOGETHER {
+            let extent = self.prepare(first_part(rest), Intent::Write).await?;
+            rest = rest.skip(extent.guest.length());
+            known.push(extent);
+        }
+        self.write_extents(known, rest, from, durability).await
+    }
+
+    /// Writes to prepared extents and to `rest`, which follows them.
     async fn write_extents(
         &self,
-        extents: Vec<Prepared<'_, S>>,
+        known: Vec<Prepared<'_, S>>,
+        rest: ByteRange,
         mut from: IoVector,
         durability: Durability,
     ) -> Result<Debt> {
-        let plan = self.plan(extents.iter().map(Deref::deref), durability);
-        let debt = plan.debt_for(extents.iter().map(Deref::deref));
-        let parts = extents.into_iter().map(|extent| {
-            let part = take(&mut from, &extent);
-            self.write_extent(extent, part, plan)
+        let plan = match rest.is_empty() && from.len() as u64 <= LONGEST_PART {
+            true => self.plan(known.iter().map(Deref::deref), durability),
+            // Many parts are cheaper with one flush for all than with FUA each.
+            false => Plan::without_fua(durability, self.fua()),
+        };
+        let stopped = Cell::new(false);
+        let others = stream::unfold(rest, |rest| {
+            let is_over = rest.is_empty() || stopped.get();
+            async move {
+                if is_over {
+                    return None;
+                }
+                let extent = self.prepare(first_part(rest), Intent::Write).await;
+                let length = extent.as_ref().map_or(rest.length(), |one| one.guest.length());
+                Some((extent, rest.skip(length)))
+            }
         });
-        all(parts).await?;
-        Ok(debt)
+        let (budget, debt) = (&WorkBudget::new(), &Cell::new(Debt::Nothing));
+        let parts = stream::iter(known).map(Ok).chain(others).map(|extent: Result<_>| {
+            let part = extent.map(|extent| {
+                let part = take(&mut from, &extent);
+                (extent, part)
+            });
+            async move {
+                let (extent, from) = part?;
+                debt.set(debt.get().and(plan.debt_for([&*extent].into_iter())));
+                budget.charge(WorkBudget::LOOK_UP);
+                self.write_extent(extent, from, plan).await
+            }
+        });
+        run_parts(parts, budget, &stopped).await?;
+        Ok(debt.get())
     }
 
     /// How writes of data to prepared extents become durable.
@@ -205,13 +280,65 @@ fn take(vector: &mut IoVector, extent: &Extent) -> IoVector {
     std::mem::replace(vector, rest)
 }
 
+/// The first bytes of a range that one extent may have.
+fn first_part(range: ByteRange) -> ByteRange {
+    if range.length() <= LONGEST_PART {
+        return range;
+    }
+    let end = (range.offset() + LONGEST_PART) & !(CUT_ALIGNMENT - 1);
+    range.truncate(end - range.offset())
+}
+
+/// What reading an extent computes, if it does not yield by itself.
+fn cost_of_reading(extent: &Extent) -> u64 {
+    let length = extent.guest.length();
+    WorkBudget::LOOK_UP
+        + match extent.state {
+            ExtentState::Mapped { .. } => 0,
+            ExtentState::Zero | ExtentState::Hole => length,
+            ExtentState::Compressed { .. } => extent.whole.length() * WorkBudget::DECOMPRESSION,
+            // As much as if all of it were a hole there.
+            ExtentState::Backing => length,
+        }
+}
+
+/// Sets every byte to zero, and yields meanwhile.
+pub(crate) async fn fill_with_zeros(mut memory: IoVector) {
+    let budget = WorkBudget::new();
+    while memory.len() as u64 > WorkBudget::QUANTUM {
+        let rest = memory.split_off(WorkBudget::QUANTUM as usize);
+        memory.fill(0);
+        memory = rest;
+        budget.spend(WorkBudget::QUANTUM).await;
+    }
+    memory.fill(0);
+}
+
 /// Runs all parts to their end, several at a time; the first error counts.
 pub(crate) async fn all(
     parts: impl Iterator<Item = impl Future<Output = Result<()>>>,
 ) -> Result<()> {
-    let both = |sum: Result<()>, one| ready(sum.and(one));
-    stream::iter(parts).buffer_unordered(TOGETHER).fold(Ok(()), both).await
+    run_parts(stream::iter(parts), &WorkBudget::new(), &Cell::new(false)).await
 }
 
+/// As [`all`], of parts that come one after the other and charge what they compute to `budget`: yields
+/// when it is used up. After an error, `stopped` asks for no more parts.
+async fn run_parts(
+    parts: impl Stream<Item = impl Future<Output = Result<()>>>,
+    budget: &WorkBudget,
+    stopped: &Cell<bool>,
+) -> Result<()> {
+    let mut running = pin!(parts.buffer_unordered(TOGETHER));
+    let mut outcome = Ok(());
+    while let Some(one) = running.next().await {
+        stopped.set(stopped.get() || one.is_err());
+        outcome = outcome.and(one);
+        budget.yield_if_spent().await;
+    }
+    outcome
+}
+
+#[cfg(test)]
+mod long_requests;
 #[cfg(test)]
 mod tests;

@@ -3,11 +3,12 @@
 //! Whole blocks go down by the storage's own operation where it has one. Zeros are otherwise written
 //! by hand, in pieces from one buffer, unless the request is for the quick way only; a discard that
 //! the storage does not have is no failure, since it is a hint. What a zero write covers of a block
-//! in part is written like any unaligned data.
+//! in part is written like any unaligned data. Extents are changed one after the other, and long
+//! requests yield between them (see [`WorkBudget`]).
 
 use blockhouse_core::{
     Buffer, ByteRange, Capabilities, Durability, Effort, Error, ErrorKind, ExtentState, Offload,
-    Result, Storage, Unmap,
+    Result, Storage, Unmap, WorkBudget,
 };
 use blockhouse_format::{Intent, Persistence};
 
@@ -50,6 +51,7 @@ impl<S: Storage> Disk<S> {
     }
 
     async fn zero_blocks(&self, range: ByteRange, mut how: Zeroing) -> Result<Debt> {
+        let budget = WorkBudget::new();
         let mut debt = Debt::Nothing;
         let mut rest = range;
         while !rest.is_empty() {
@@ -58,6 +60,7 @@ impl<S: Storage> Disk<S> {
             debt = debt.and(self.zero_extent(extent, how).await?);
             // Something has changed: it is too late to refuse.
             how.effort = Effort::Any;
+            budget.spend(WorkBudget::LOOK_UP).await;
         }
         Ok(debt)
     }
@@ -141,6 +144,7 @@ impl<S: Storage> Disk<S> {
 
     /// Gives the space of `range` back, as far as the storage can.
     pub(crate) async fn discard(&self, range: ByteRange, durability: Durability) -> Result<Debt> {
+        let budget = WorkBudget::new();
         let mut debt = Debt::of_tables(durability, self.fua());
         let mut rest = range;
         while !rest.is_empty() {
@@ -156,6 +160,7 @@ impl<S: Storage> Disk<S> {
                 }
                 _ => extent.settle(Ok(()), Durability::Data).await?,
             }
+            budget.spend(WorkBudget::LOOK_UP).await;
         }
         Ok(debt)
     }

@@ -45,7 +45,8 @@ fn mapped(sector: u64) -> (ExtentState, ExtentFlags) {
 fn read(rig: &Rig, extents: Vec<Extent>) -> Result<Vec<u8>> {
     let (disk, mut buffer) = (Rc::clone(&rig.disk), Buffer::new(extents.len() * SECTOR as usize));
     let into = buffer.lend();
-    rig.sim.block_on(async move { disk.read_extents(&extents, into).await })?;
+    let extents = stream::iter(extents).map(Ok);
+    rig.sim.block_on(async move { disk.read_extents(extents, into, &Cell::new(false)).await })?;
     Ok(buffer.bytes().chunks(SECTOR as usize).map(|sector| sector[0]).collect())
 }
 
@@ -60,7 +61,8 @@ fn write(rig: &Rig, extents: Vec<Extent>, durability: Durability) -> Result<Debt
     rig.sim.block_on(async move {
         let prepare = |extent| Prepared::new(&disk.format, extent);
         let prepared = extents.into_iter().map(prepare).collect();
-        disk.write_extents(prepared, from, durability).await
+        let nothing = ByteRange::between(0, 0);
+        disk.write_extents(prepared, nothing, from, durability).await
     })
 }
 
