@@ -20,7 +20,7 @@ use crate::fixed::FixedFiles;
 use crate::io_poll::IoPoll;
 use crate::local::{Entered, Local, current, try_current};
 use crate::remote::{Note, Remote};
-use crate::spawn::spawn_detached;
+use crate::spawn::spawn_party;
 
 /// How often the tasks that are ready are polled between two system calls. A request goes from task
 /// to task (receiver, worker, sender), and with a turn for each hand-over it would cost that many
@@ -120,6 +120,7 @@ impl EventLoop {
                 local.tasks.run_ready();
             }
             local.turn(&mut self.done, &mut self.notes);
+            local.tasks.run_behind();
         }
     }
 }
@@ -157,7 +158,8 @@ impl Handle {
         current(|local| Self(Arc::clone(&local.remote)))
     }
 
-    /// Runs the future that `make` makes on the loop's thread. The loop is woken if it sleeps, once
+    /// Runs the future that `make` makes on the loop's thread. With what it spawns it is a party: while
+    /// it computes for long, those of others get their turns in between. The loop is woken if it sleeps, once
     /// for all that is submitted before it runs again.
     pub fn spawn<F, R>(&self, make: impl FnOnce() -> F + Send + 'static) -> Submission<R>
     where
@@ -166,7 +168,7 @@ impl Handle {
     {
         let (sender, receiver) = oneshot::channel();
         self.0.post(Note::Call(Box::new(move || {
-            spawn_detached(async move {
+            spawn_party(async move {
                 // Nobody may be waiting any more; the task has run all the same.
                 let _ = sender.send(make().await);
             });

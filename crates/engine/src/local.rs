@@ -200,7 +200,7 @@ impl Local {
     /// One turn: rest if there is nothing to do, then pass on everything that happened meanwhile.
     pub(crate) fn turn(&self, done: &mut Vec<Completion>, notes: &mut Vec<Note>) {
         let news = self.look();
-        let is_busy = news || !self.tasks.ready.is_empty() || self.driver.borrow().is_polling();
+        let is_busy = news || !self.tasks.is_idle() || self.driver.borrow().is_polling();
         match is_busy {
             true => self.drive(Rest::Never, done),
             false => self.rest(done),

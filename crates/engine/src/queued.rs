@@ -24,6 +24,11 @@ impl Queued {
         !self.0.swap(true, Ordering::AcqRel)
     }
 
+    /// Whether the task is queued.
+    pub(crate) fn is_set(&self) -> bool {
+        self.0.load(Ordering::Relaxed)
+    }
+
     /// A poll begins: wake-ups count for the next one.
     pub(crate) fn clear(&self) {
         self.0.swap(false, Ordering::AcqRel);

@@ -165,6 +165,11 @@ impl Ready {
         self.queue.borrow_mut().pop_front()
     }
 
+    /// Keeps those tasks of which `keep` says so.
+    pub(crate) fn retain(&self, keep: impl FnMut(&Arc<Header>) -> bool) {
+        self.queue.borrow_mut().retain(keep);
+    }
+
     /// How many tasks are in line.
     pub(crate) fn len(&self) -> usize {
         self.queue.borrow().len()

@@ -16,7 +16,7 @@ struct Outcome<T> {
     waiter: Cell<Option<Waker>>,
 }
 
-/// Runs a future on the current thread's loop.
+/// Runs a future on the current thread's loop. It shares the turns of the task that spawns it.
 ///
 /// # Panics
 /// Outside of an event loop.
@@ -39,6 +39,11 @@ where
 /// As [`spawn`], for a future whose end nobody waits for.
 pub fn spawn_detached(future: impl Future<Output = ()> + 'static) {
     local::current(|local| local.tasks.add(Box::pin(future)));
+}
+
+/// As [`spawn_detached`], as a party of its own, which gets its turns beside the others whatever they do.
+pub(crate) fn spawn_party(future: impl Future<Output = ()> + 'static) {
+    local::current(|local| local.tasks.add_party(Box::pin(future)));
 }
 
 impl<T> Future for Task<T> {

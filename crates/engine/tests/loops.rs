@@ -12,7 +12,7 @@ use std::sync::{Arc, Mutex, mpsc};
 use std::task::{Poll, Waker};
 use std::time::{Duration, Instant};
 
-use blockhouse_core::{Buffer, IoVectorList};
+use blockhouse_core::{Buffer, InFlightLimits, IoVectorList, yield_now};
 use blockhouse_engine::{EventLoop, Handle, Listener, Stream, sleep, spawn, spawn_detached};
 use common::{PATIENCE, for_every_choice, on_every_engine};
 
@@ -239,4 +239,77 @@ fn a_waker_wakes_from_any_thread_and_no_wake_up_is_lost() {
 /// In a task of its own, not in the loop's main future.
 async fn spawn_and_wait(future: impl Future<Output = ()> + 'static) {
     spawn(future).await;
+}
+
+/// A party that computes all the time beside one that goes from task to task: between two steps of the
+/// second one the first gets a turn, not as many polls as it has tasks.
+#[test]
+fn a_party_that_computes_lets_others_go_first() {
+    const TASKS: u64 = 256;
+    const STEPS: u64 = 30;
+    on_every_engine(|event_loop| {
+        let computed = Arc::new(AtomicU64::new(0));
+        let stepped = Arc::new(AtomicU64::new(0));
+        let handle = event_loop.handle();
+        let (counted, stop) = (Arc::clone(&computed), Arc::clone(&stepped));
+        drop(handle.spawn(move || async move {
+            for _ in 0..TASKS {
+                let (counted, stop) = (Arc::clone(&counted), Arc::clone(&stop));
+                spawn_detached(async move {
+                    while stop.load(Ordering::Relaxed) < STEPS {
+                        counted.fetch_add(1, Ordering::Relaxed);
+                        // As long as a turn, so that a turn is one poll.
+                        let begin = Instant::now();
+                        while begin.elapsed() < InFlightLimits::DEFAULT.turn {}
+                        yield_now().await;
+                    }
+                });
+            }
+        }));
+        let (counted, stop) = (Arc::clone(&computed), Arc::clone(&stepped));
+        let between = event_loop.block_on(handle.spawn(move || async move {
+            // The first round is over: the other party is known for what it is.
+            sleep(Duration::from_millis(1)).await;
+            let before = counted.load(Ordering::Relaxed);
+            for _ in 0..STEPS {
+                let (send, receive) = futures_channel::oneshot::channel();
+                spawn_detached(async move { send.send(()).unwrap() });
+                receive.await.unwrap();
+                stop.fetch_add(1, Ordering::Relaxed);
+            }
+            counted.load(Ordering::Relaxed) - before
+        }));
+        let between = between.expect("the loop runs");
+        assert!(between <= STEPS, "{between} polls of the other party in {STEPS} steps");
+    });
+}
+
+/// Two parties that compute all the time get about as many turns each, and a third that waits for
+/// nothing but timers is served.
+#[test]
+fn parties_that_compute_take_turns() {
+    on_every_engine(|event_loop| {
+        let handle = event_loop.handle();
+        let counts = [0; 2].map(|_| Arc::new(AtomicU64::new(0)));
+        for (count, tasks) in counts.iter().zip([1, 100]) {
+            let count = Arc::clone(count);
+            drop(handle.spawn(move || async move {
+                for _ in 0..tasks {
+                    let count = Arc::clone(&count);
+                    spawn_detached(async move {
+                        loop {
+                            count.fetch_add(1, Ordering::Relaxed);
+                            let begin = Instant::now();
+                            while begin.elapsed() < InFlightLimits::DEFAULT.turn {}
+                            yield_now().await;
+                        }
+                    });
+                }
+            }));
+        }
+        event_loop.block_on(sleep(Duration::from_millis(20)));
+        let [few, many] = counts.map(|count| count.load(Ordering::Relaxed));
+        // But for the polls before a party is known for what it is.
+        assert!(few > 0 && many <= few + 100, "{few} and {many} turns");
+    });
 }
