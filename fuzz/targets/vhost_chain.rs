@@ -8,6 +8,7 @@ use std::sync::Arc;
 use blockhouse_core::{Durability, Request};
 use blockhouse_engine::{GuestMemory, GuestRegion, SharedMemory};
 use blockhouse_vhost_user::chain::{Chain, LONGEST};
+use blockhouse_vhost_user::limits::RequestLimits;
 use blockhouse_vhost_user::request::{MOST_RANGES, Plan, Terms, plan};
 use libfuzzer_sys::fuzz_target;
 
@@ -62,7 +63,8 @@ fuzz_target!(|data: &[u8]| {
         }
         assert!(chain.readable.len() + chain.writable.len() <= LONGEST);
         assert!(memory.view(chain.status, 1).is_some());
-        let terms = Terms { durability: Durability::Data, serial: &[7; 20] };
+        let limits = RequestLimits::of(0);
+        let terms = Terms { durability: Durability::Data, serial: &[7; 20], size: 1 << 40, limits };
         match plan(&terms, memory, &mut chain) {
             Ok(Plan::One(request)) => check(request),
             Ok(Plan::Many(requests)) => {

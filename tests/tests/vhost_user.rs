@@ -5,10 +5,13 @@
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use blockhouse_engine::View;
 use blockhouse_tests::guest::{BLOCK, Guest, LONG, OUT, content};
+use blockhouse_tests::image_tool::command;
 use blockhouse_tests::nbd::Client;
 use blockhouse_tests::{Scratch, Serve, Server, eventually};
-use blockhouse_vhost_user::driver::Options;
+use blockhouse_vhost_user::driver::{Buffer, Options, write_chain};
+use blockhouse_vhost_user::ring::{INDIRECT, WRITE};
 use rustix::process::Signal;
 
 const SIZE: u64 = 8 << 20;
@@ -87,6 +90,83 @@ fn a_device_that_nobody_uses_costs_no_processor_time() {
     let used = processor_time(pid) - before;
     assert!(used < Duration::from_millis(5), "{used:?} in one second without a request");
     guest.write(0, 1, 1);
+    server.stop();
+}
+
+/// The most memory that the process has had, in bytes.
+fn peak_memory(server: &Server) -> u64 {
+    let status = std::fs::read_to_string(format!("/proc/{}/status", server.pid().as_raw_nonzero()));
+    let status = status.expect("the process runs");
+    let line = status.lines().find(|line| line.starts_with("VmHWM:")).expect("the peak");
+    line.split_whitespace().nth(1).expect("a number").parse::<u64>().expect("a number") << 10
+}
+
+/// Posts up to seven reads of `count` buffers of `length` bytes, all of them the same memory, each in an
+/// indirect table.
+fn post_aliasing(guest: &mut Guest, heads: u16, count: usize, length: u32) {
+    const DATA: usize = 512 << 10;
+    let (memory, base) = (guest.driver.memory.clone(), guest.driver.requests());
+    memory.write(base, &[0; 16]);
+    let bytes = 16 * (count + 2);
+    let data = Buffer::at(base + DATA, length, WRITE);
+    for head in 0..heads {
+        let status = base + 32 + usize::from(head);
+        memory.write(status, &[0xee]);
+        let mut chain = vec![Buffer::at(base, 16, 0)];
+        chain.extend(std::iter::repeat_n(data, count));
+        chain.push(Buffer::at(status, 1, WRITE));
+        let at = base + 4096 + usize::from(head) * (16 << 10);
+        let view = View::new(memory.clone(), at, bytes).expect("inside of the memory");
+        write_chain(&view, 0, &chain);
+        let queue = &mut guest.driver.queues[0];
+        queue.chain(head, &[Buffer::at(at, bytes as u32, INDIRECT)]);
+        queue.offer(head);
+    }
+    guest.driver.queues[0].publish();
+}
+
+fn status_of(guest: &Guest, head: u16) -> u8 {
+    let mut status = [0];
+    guest.driver.memory.read(guest.driver.requests() + 32 + usize::from(head), &mut status);
+    status[0]
+}
+
+#[test]
+fn a_guest_that_asks_for_too_much_is_refused_and_delays_no_neighbour() {
+    const MEMORY: usize = 16 << 20;
+    let scratch = Scratch::new();
+    let image = scratch.path("disk.qcow2");
+    command(&["create", image.to_str().expect("UTF-8"), "8T"]).success();
+    let socket = scratch.socket("vu");
+    let server = Serve::new(&scratch, &image).option("--vhost-user-blk", &socket).start();
+    // Without `size_max` and `seg_max`: a driver that was told of no limit.
+    let without = Options::default().without | 0b110;
+    let mut guest =
+        Guest::connect(&socket, Options { memory: MEMORY, without, ..Options::default() });
+    let mut client = Client::open(&server.address());
+    client.read(0, BLOCK as u64).expect("the data");
+    let before = peak_memory(&server);
+
+    // 64 reads of 14 GiB each: every one is refused, and nothing else happens.
+    for _ in 0..64 {
+        post_aliasing(&mut guest, 1, 1000, 15 << 20);
+        assert_eq!(guest.driver.queues[0].wait_used(LONG), Some((0, 1)));
+        assert_eq!(status_of(&guest, 0), 1, "an I/O error");
+    }
+    // As large as allowed, of holes: 4 GiB of zeros. The neighbour is served meanwhile.
+    post_aliasing(&mut guest, 4, 126, 8 << 20);
+    let (mut done, mut served) = (0, 0);
+    while done < 4 {
+        assert!(client.read(served % 64 * BLOCK as u64, BLOCK as u64).is_ok());
+        served += 1;
+        while let Some((head, _)) = guest.driver.queues[0].next_used() {
+            assert_eq!(status_of(&guest, head), 0);
+            done += 1;
+        }
+    }
+    assert!(served >= 50, "{served} reads beside 4 GiB of zeros");
+    let more = peak_memory(&server) - before;
+    assert!(more <= 64 << 20, "{more} bytes more than before");
     server.stop();
 }
 

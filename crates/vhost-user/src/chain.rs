@@ -12,6 +12,7 @@ use virtio_bindings::bindings::virtio_blk::{
     VIRTIO_BLK_T_WRITE_ZEROES,
 };
 
+use crate::limits::RequestLimits;
 use crate::ring::{Broken, DESCRIPTOR, Descriptor, INDIRECT, MOST_ENTRIES, NEXT, WRITE};
 
 /// The most descriptors of a chain, in an indirect table too: a header, a status, and 4 MiB of single
@@ -175,6 +176,7 @@ impl Chain {
     pub fn take_command(
         &mut self,
         memory: &GuestMemory,
+        limits: RequestLimits,
     ) -> Result<Command, (Status, &'static str)> {
         let failed = |why| (Status::Failed, why);
         if let Some(flaw) = self.flaw {
@@ -186,7 +188,7 @@ impl Chain {
         let offset = u64::from_le_bytes(sector).checked_mul(SECTOR);
         let offset = offset.ok_or(failed("a sector beyond all disks"));
         let data = |buffers: &Ranges, others: &Ranges| -> Result<u64, (Status, &'static str)> {
-            let length: u64 = buffers.iter().map(|range| u64::from(range.length)).sum();
+            let length = limits.check(buffers).map_err(failed)?;
             if length == 0 || !length.is_multiple_of(SECTOR) {
                 return Err(failed("data that is no multiple of a sector"));
             }

@@ -4,8 +4,8 @@ use blockhouse_core::{Offload, Storage, WriteCache};
 use blockhouse_disk::{Access, Disk};
 use virtio_bindings::bindings::virtio_blk::{
     VIRTIO_BLK_F_BLK_SIZE, VIRTIO_BLK_F_CONFIG_WCE, VIRTIO_BLK_F_DISCARD, VIRTIO_BLK_F_FLUSH,
-    VIRTIO_BLK_F_MQ, VIRTIO_BLK_F_RO, VIRTIO_BLK_F_SEG_MAX, VIRTIO_BLK_F_TOPOLOGY,
-    VIRTIO_BLK_F_WRITE_ZEROES,
+    VIRTIO_BLK_F_MQ, VIRTIO_BLK_F_RO, VIRTIO_BLK_F_SEG_MAX, VIRTIO_BLK_F_SIZE_MAX,
+    VIRTIO_BLK_F_TOPOLOGY, VIRTIO_BLK_F_WRITE_ZEROES,
 };
 use virtio_bindings::bindings::virtio_config::VIRTIO_F_VERSION_1;
 use virtio_bindings::bindings::virtio_ring::{
@@ -13,16 +13,13 @@ use virtio_bindings::bindings::virtio_ring::{
 };
 
 use crate::chain::SECTOR;
+use crate::limits::{SEG_MAX, SIZE_MAX};
 use crate::request::{MOST_RANGES, MOST_SECTORS};
 
 /// `VHOST_F_LOG_ALL` of `<linux/vhost_types.h>`: changes of the guest's memory are logged.
 pub const LOG_ALL: u64 = 1 << 26;
 /// `VHOST_USER_F_PROTOCOL_FEATURES` of the vhost-user specification.
 pub const PROTOCOL_FEATURES: u64 = 1 << 30;
-
-/// Data buffers of one request: with a header and a status they fill a queue of 128, which is what
-/// QEMU's guests have.
-const MOST_SEGMENTS: u32 = 126;
 
 /// The offset of the one byte that a driver may write: whether the write cache is volatile.
 pub const WRITEBACK: u32 = 32;
@@ -56,6 +53,7 @@ pub fn features<S: Storage>(disk: &Disk<S>) -> u64 {
         VIRTIO_F_VERSION_1,
         VIRTIO_RING_F_INDIRECT_DESC,
         VIRTIO_RING_F_EVENT_IDX,
+        VIRTIO_BLK_F_SIZE_MAX,
         VIRTIO_BLK_F_SEG_MAX,
         VIRTIO_BLK_F_BLK_SIZE,
         VIRTIO_BLK_F_TOPOLOGY,
@@ -99,9 +97,8 @@ fn space<S: Storage>(disk: &Disk<S>, queues: u16, cache: WriteCache) -> Vec<u8> 
     let mut bytes = Vec::with_capacity(READABLE);
     let mut put = |field: &[u8]| bytes.extend_from_slice(field);
     put(&(disk.size() / SECTOR).to_le_bytes());
-    // The largest segment: no limit, and the feature bit for one is not set.
-    put(&0u32.to_le_bytes());
-    put(&MOST_SEGMENTS.to_le_bytes());
+    put(&SIZE_MAX.to_le_bytes());
+    put(&SEG_MAX.to_le_bytes());
     // Cylinders, heads and sectors: none.
     put(&[0; 4]);
     // Everything goes down to one sector; what is better aligned is cheaper, says the topology.

@@ -18,6 +18,7 @@ use crate::config;
 use crate::device::{Cache, Device, Understood};
 use crate::dirty_log::DirtyLog;
 use crate::inflight::{self, Book};
+use crate::limits::RequestLimits;
 use crate::listener::Listener;
 use crate::queue::{self, Kick, Manner, Order, RingSide, Setup};
 use crate::registration::Registration;
@@ -170,13 +171,14 @@ impl<S: Storage + Send + Sync> Frontend<S> {
         let vring = &mut self.vrings[index];
         let (disk, serial) = (Arc::clone(&export.disk), device.serial());
         let cache = Arc::clone(&self.cache);
+        let limits = RequestLimits::of(self.features);
         let broken = breaker(index, &self.stream, vring, disk.name().to_owned());
         let (errands, orders) = mpsc::unbounded();
         let home = export.home(index);
         self.registration.register(&self.memory, home, disk.name());
         let end = home.spawn(move || {
             let broken = Box::new(broken);
-            queue::run(Setup { disk, serial, cache, ring, kick, broken }, orders)
+            queue::run(Setup { disk, serial, cache, ring, kick, limits, broken }, orders)
         });
         vring.running = Some(Running { errands, end });
         Ok(())

@@ -15,6 +15,7 @@ mod dirty_log;
 pub mod driver;
 mod frontend;
 mod inflight;
+pub mod limits;
 mod listener;
 mod messages;
 mod queue;

@@ -7,6 +7,7 @@ use blockhouse_engine::{GuestMemory, GuestRange};
 use virtio_bindings::bindings::virtio_blk::VIRTIO_BLK_WRITE_ZEROES_FLAG_UNMAP;
 
 use crate::chain::{Chain, Command, Ranges, SECTOR, Status, take_bytes};
+use crate::limits::RequestLimits;
 
 /// The most ranges of one discard or zero write.
 pub const MOST_RANGES: u32 = 32;
@@ -28,6 +29,8 @@ pub struct Terms<'a> {
     pub serial: &'a [u8; SERIAL],
     /// Bytes of the disk.
     pub size: u64,
+    /// How large a request may be.
+    pub limits: RequestLimits,
 }
 
 /// What is to be done.
@@ -61,7 +64,7 @@ pub fn plan(
     memory: &Arc<GuestMemory>,
     chain: &mut Chain,
 ) -> Result<Plan, Status> {
-    let command = chain.take_command(memory).map_err(|(status, why)| {
+    let command = chain.take_command(memory, terms.limits).map_err(|(status, why)| {
         tracing::debug!("a guest's request is refused: {why}");
         status
     })?;

@@ -91,6 +91,53 @@ fn buffers_that_make_no_sense_are_refused() {
     });
 }
 
+/// A chain of a header, `count` buffers of `length` bytes, all of them the same memory, and a status, in
+/// an indirect table.
+fn aliasing(guest: &mut Guest, count: usize, length: u32) -> Vec<Buffer> {
+    let inner = guest.base() + 64;
+    let bytes = 16 * (count + 2);
+    let memory = guest.driver.memory.clone();
+    let table = blockhouse_engine::View::new(memory, inner, bytes).unwrap();
+    let mut chain = vec![guest.header(IN, 0)];
+    chain.extend(std::iter::repeat_n(guest.data(32 << 10, length, WRITE), count));
+    chain.push(guest.status());
+    write_chain(&table, 0, &chain);
+    vec![Buffer::at(inner, bytes as u32, INDIRECT)]
+}
+
+#[test]
+fn requests_beyond_the_announced_limits_are_refused() {
+    const SIZE_MAX: u64 = 1 << 1;
+    const SEG_MAX: u64 = 1 << 2;
+    let served = Served::start(1, 1);
+    let connect = |without| {
+        served.connect(Options {
+            memory: 10 << 20,
+            without: Options::default().without | without,
+            ..Options::default()
+        })
+    };
+    let mut guest = connect(0);
+    let config = guest.driver.config(8, 8).unwrap();
+    let number = |at: usize| u32::from_le_bytes(config[at..at + 4].try_into().unwrap());
+    let (size_max, seg_max) = (number(0), number(4));
+    assert!(size_max >= 4 << 20, "Linux sends 4 MiB at a time");
+    let submit = |guest: &mut Guest, count: usize, length: u32| {
+        let chain = aliasing(guest, count, length);
+        guest.submit(0, &chain, LONG)
+    };
+    assert_eq!(submit(&mut guest, 1, size_max), Some(OK));
+    assert_eq!(submit(&mut guest, 1, size_max + 512), Some(FAILED));
+    assert_eq!(submit(&mut guest, seg_max as usize, 512), Some(OK));
+    assert_eq!(submit(&mut guest, seg_max as usize + 1, 512), Some(FAILED));
+    assert_eq!(guest.write(0, 0, &[3; 512]), OK, "the connection lives on");
+    drop(guest);
+    // A driver that took neither feature was told of no limit.
+    let mut guest = connect(SIZE_MAX | SEG_MAX);
+    assert_eq!(submit(&mut guest, 1, size_max + 512), Some(OK));
+    assert_eq!(submit(&mut guest, seg_max as usize + 1, 512), Some(OK));
+}
+
 #[test]
 fn addresses_outside_of_the_memory_are_refused() {
     for address in [NOWHERE, 0, u64::MAX, u64::MAX - 511, GUEST - 1] {

@@ -6,16 +6,16 @@ use std::pin::pin;
 use std::rc::Rc;
 use std::task::{Poll, Waker};
 
-use blockhouse_core::{Error, ErrorKind, Request, Result, Storage};
-use blockhouse_engine::yield_now;
+use blockhouse_core::{Error, ErrorKind, Request, Result, Storage, WorkBudget};
 
 use super::ring_side::{Outcome, Pace};
 use super::{Manner, Queue};
 use crate::chain::{Chain, Status};
 use crate::request::{Plan, plan};
 
-/// After this many requests that ended on the spot the other tasks get their turn.
-const STREAK: u32 = 16;
+/// What a request that ended at once costs beside its bytes: after 16 of 4 KiB, or a long one, the
+/// other tasks get their turn.
+const STEP: u64 = WorkBudget::QUANTUM / 32;
 
 /// Where a lane without work waits.
 #[derive(Default)]
@@ -54,9 +54,10 @@ pub async fn run<S: Storage>(queue: Rc<Queue<S>>) {
     let lane = Rc::new(Lane::default());
     let mut chain = Chain::default();
     let mut pace = Pace::AtOnce;
-    let mut streak = 0;
+    let mut streak = WorkBudget::new();
     while !queue.ended.get() {
         let taken = match queue.stop.get() {
+            None if !queue.has_room() => Ok(None),
             None => queue.ring.borrow_mut().take(&mut chain),
             // The base that a stop returns counts these as taken.
             Some(Manner::Orderly) => queue.ring.borrow_mut().resubmit(&mut chain),
@@ -66,7 +67,7 @@ pub async fn run<S: Storage>(queue: Rc<Queue<S>>) {
             Ok(Some(taken)) => taken,
             Ok(None) => {
                 rest(&queue, &lane, pace).await;
-                streak = 0;
+                streak = WorkBudget::new();
                 continue;
             }
             Err(why) => {
@@ -74,7 +75,9 @@ pub async fn run<S: Storage>(queue: Rc<Queue<S>>) {
                 continue;
             }
         };
+        let length = chain.length();
         queue.in_flight.update(|count| count + 1);
+        queue.bytes_in_flight.update(|bytes| bytes + length);
         let outcome;
         (outcome, pace) = match plan(&queue.terms(), &taken.memory, &mut chain) {
             Ok(plan) => {
@@ -85,14 +88,14 @@ pub async fn run<S: Storage>(queue: Rc<Queue<S>>) {
             Err(status) => (Outcome { status, written: 0 }, Pace::AtOnce),
         };
         queue.in_flight.update(|count| count - 1);
+        queue.bytes_in_flight.update(|bytes| bytes - length);
         if queue.stop.get() != Some(Manner::Abandoned) {
             queue.ring.borrow_mut().answer(&taken, &chain, outcome, pace);
         }
         drop(taken);
-        streak = if pace == Pace::AtOnce { streak + 1 } else { 0 };
-        if streak >= STREAK {
-            streak = 0;
-            yield_now().await;
+        match pace {
+            Pace::AtOnce => streak.spend(STEP + length).await,
+            Pace::Waited => streak = WorkBudget::new(),
         }
     }
 }

@@ -9,7 +9,7 @@
 //! Promises: every request taken is carried out to its end; one notification for all that ended
 //! together, and none of them waits for it longer than for other requests that end on the spot; no
 //! request waits in the ring while the loop sleeps (the ring is looked at once more after the kick was
-//! asked for).
+//! asked for), but for those beyond what a queue may have in flight ([`limits`]).
 
 mod kicks;
 mod lane;
@@ -34,6 +34,7 @@ pub use ring_side::RingSide;
 use crate::call::Call;
 use crate::device::Cache;
 use crate::dirty_log::DirtyLog;
+use crate::limits::{self, RequestLimits};
 use crate::request::Terms;
 use crate::ring::{Addresses, Broken};
 
@@ -77,6 +78,8 @@ pub struct Setup<S: Storage> {
     pub ring: RingSide,
     /// How the guest kicks.
     pub kick: Kick,
+    /// How large a request may be.
+    pub limits: RequestLimits,
     /// Told once, when the driver has broken the queue.
     pub broken: Box<dyn Fn(&Broken)>,
 }
@@ -87,12 +90,15 @@ struct Queue<S: Storage> {
     serial: [u8; 20],
     cache: Arc<Cache>,
     ring: RefCell<RingSide>,
+    limits: RequestLimits,
     broken: Box<dyn Fn(&Broken)>,
     /// Lanes without work.
     idle: RefCell<Vec<Rc<Lane>>>,
     /// How many lanes there are, at most one for each entry of the ring.
     lanes: Cell<usize>,
     in_flight: Cell<usize>,
+    /// Bytes of their data.
+    bytes_in_flight: Cell<u64>,
     /// Whether requests have had to wait lately: then all lanes that have work are woken at once.
     waits: Cell<bool>,
     stop: Cell<Option<Manner>>,
@@ -110,16 +116,18 @@ struct Queue<S: Storage> {
 /// Runs a queue until it is told to stop, or nobody is left who could tell it. Gives the number of the
 /// next available entry.
 pub async fn run<S: Storage>(setup: Setup<S>, mut errands: mpsc::UnboundedReceiver<Errand>) -> u16 {
-    let Setup { disk, serial, cache, ring, kick, broken } = setup;
+    let Setup { disk, serial, cache, ring, kick, limits, broken } = setup;
     let queue = Rc::new(Queue {
         disk,
         serial,
         cache,
         ring: RefCell::new(ring),
+        limits,
         broken,
         idle: RefCell::default(),
         lanes: Cell::new(0),
         in_flight: Cell::new(0),
+        bytes_in_flight: Cell::new(0),
         waits: Cell::new(false),
         stop: Cell::new(None),
         ended: Cell::new(false),
@@ -233,6 +241,10 @@ impl<S: Storage> Queue<S> {
 
     /// Wakes up to `count` lanes.
     fn wake_lanes(self: &Rc<Self>, count: usize) {
+        if !self.has_room() {
+            // The lane whose request is over takes the next one.
+            return;
+        }
         for _ in 0..count {
             let idle = self.idle.borrow_mut().pop();
             match idle {
@@ -272,7 +284,13 @@ impl<S: Storage> Queue<S> {
             WriteCache::Volatile => Durability::None,
             WriteCache::None => Durability::Data,
         };
-        Terms { durability, serial: &self.serial, size: self.disk.size() }
+        Terms { durability, serial: &self.serial, size: self.disk.size(), limits: self.limits }
+    }
+
+    /// Whether one more request may be in flight. Its length is not known yet, so the bytes may be
+    /// exceeded by one request.
+    fn has_room(&self) -> bool {
+        limits::QUEUE.admit(self.in_flight.get(), self.bytes_in_flight.get(), 1)
     }
 }
 
@@ -294,6 +312,6 @@ impl<S: Storage> Queue<S> {
     fn has_takers(&self) -> bool {
         let free =
             !self.idle.borrow().is_empty() || self.lanes.get() < self.ring.borrow().entries();
-        free && self.stop.get().is_none()
+        free && self.stop.get().is_none() && self.has_room()
     }
 }
