@@ -1,6 +1,6 @@
 //! Block status: what is allocated and what is zero, as far as one reply has room.
 
-use blockhouse_core::{Buffer, ByteRange, Result, Storage};
+use blockhouse_core::{Buffer, ByteRange, Result, Storage, WorkBudget};
 use blockhouse_disk::{BlockStatus, BlockStatusCache};
 
 use super::link::Link;
@@ -31,6 +31,8 @@ pub async fn describe<S: Storage>(
     let mut list = List::new(link.pool.get(LENGTH), framing);
     // Of this question alone, so that the answer has all data that was acknowledged before.
     let mut cache = BlockStatusCache::default();
+    // Tables that are cached are looked up without waiting.
+    let budget = WorkBudget::new();
     let (mut current, mut length) = link.disk.status(range, &mut cache).await?;
     let mut rest = range.skip(length);
     let mut lookups = 1;
@@ -48,6 +50,7 @@ pub async fn describe<S: Storage>(
             (current, length) = (status, more);
         }
         rest = rest.skip(more);
+        budget.spend(WorkBudget::LOOK_UP).await;
     }
     list.push(current, length);
     Ok(Answer::Whole(list.finish(to)))
