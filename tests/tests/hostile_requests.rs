@@ -5,8 +5,12 @@
 use std::io::Write;
 use std::time::{Duration, Instant};
 
-use blockhouse_tests::nbd::{Client, Framing, Reply, Request, command, errno, flag, reset};
-use blockhouse_tests::{Engine, Image, Scratch, Serve, Server, eventually, on_every_engine};
+use blockhouse_tests::nbd::{
+    Address, Client, Framing, Reply, Request, command, errno, flag, reset,
+};
+use blockhouse_tests::{
+    Engine, Image, Scratch, Serve, Server, eventually, need, on_every_engine, require, run, tool,
+};
 
 const SIZE: u64 = 64 << 20;
 /// More than a server with a few clients has any reason to hold.
@@ -52,6 +56,37 @@ fn silent_clients_and_such_that_stop_reading_keep_nobody_out() {
     }
     clients.into_iter().for_each(Client::disconnect);
     drop((deaf, silent));
+    server.stop();
+}
+
+#[test]
+fn those_who_hold_many_connections_make_room_for_those_who_hold_few() {
+    require!(need::tools(&["nbdinfo"]));
+    let scratch = Scratch::new();
+    let image = scratch.image("disk.img", SIZE);
+    let uri = |name: &str| format!("nbd+unix:///?socket={}", scratch.socket(name).display());
+    let serve = Serve::bare(&scratch, image.path()).option("--limit", "clients=4");
+    let server = serve.export(&uri("one")).export(&uri("two")).start();
+    let [one, two] = ["one", "two"].map(|name| Address::Unix(scratch.socket(name)));
+    // All are in use, and idle for the moment.
+    let connect = || {
+        let mut client = Client::open(&one);
+        assert_eq!(client.read(0, 1), Ok(vec![0]));
+        // The kernel's ticks tell who has been idle for longest.
+        std::thread::sleep(Duration::from_millis(20));
+        client
+    };
+    let mut guests = [(); 4].map(|()| connect());
+    let mut other = Client::open(&two);
+    assert_eq!(other.read(0, 1), Ok(vec![0]), "a client of another socket");
+    assert!(guests[0].is_closed(), "the longest idle one made room");
+    // Another process, at the same socket.
+    run(tool("nbdinfo").args(["--size", &uri("one")])).success();
+    assert!(guests[1].is_closed());
+    for guest in &mut guests[2..] {
+        assert_eq!(guest.read(0, 1), Ok(vec![0]), "the others stay");
+    }
+    assert_eq!(other.read(0, 1), Ok(vec![0]));
     server.stop();
 }
 

@@ -8,6 +8,7 @@ use blockhouse_core::IoVectorList;
 
 use crate::operation::{Message, Operation};
 use crate::submit::submit;
+use crate::system_call::try_socket;
 
 /// A connected socket. Clones are the same connection. It may move to another loop as long as no
 /// operation is under way. A receive and a send may be under way at the same time, but not two of a
@@ -46,6 +47,21 @@ impl Stream {
             }
         }
         (Ok(()), from)
+    }
+
+    /// As [`send`](Self::send); what the socket takes without waiting goes by a system call of its own.
+    /// That is the cheaper way where nothing is to be done but to wait for the peer's answer: the
+    /// engine's next system call can sleep until then, and has no completion of the send to report.
+    pub async fn send_directly(&self, from: IoVectorList) -> (io::Result<()>, IoVectorList) {
+        let operation = Operation::Send(Message { socket: Arc::clone(&self.0), list: from });
+        let result = try_socket(&operation);
+        let mut from = list_of(operation);
+        match usize::try_from(result) {
+            Ok(sent) => from.advance(sent),
+            Err(_) if result == -libc::EAGAIN => {}
+            Err(_) => return (Err(io::Error::from_raw_os_error(-result)), from),
+        }
+        self.send(from).await
     }
 
     /// Ends the connection in both directions: operations under way on it complete.
@@ -87,7 +103,8 @@ impl Listener {
         let descriptor = result?;
         // SAFETY: the kernel has just made this descriptor for us, and nobody else knows it.
         let socket = unsafe { OwnedFd::from_raw_fd(descriptor as i32) };
-        Stream::new(socket)
+        // Blocking, as `Stream::new` makes others: Linux has no flags inherited by accepted sockets.
+        Ok(Stream(Arc::new(socket)))
     }
 }
 

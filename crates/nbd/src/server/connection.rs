@@ -13,7 +13,7 @@ use std::time::Duration;
 
 use blockhouse_core::{Buffer, BufferPool, IoVectorList, Storage};
 use blockhouse_engine::{Stream, sleep};
-use futures_util::future::{Either, join, select};
+use futures_util::future::{Either, select};
 
 use super::Shared;
 use super::exports::Exports;
@@ -86,6 +86,7 @@ async fn converse<S: Storage>(
     let allowance = Allowance {
         requests: limits.requests,
         bytes: limits.bytes.min(limits.bytes_of_all),
+        reserved: limits.reserved(),
         stall: limits.stall.unwrap_or(Duration::MAX),
         stall_at_end: STALL_AT_END.min(limits.stall.unwrap_or(STALL_AT_END)),
         idle: limits.idle,
@@ -147,38 +148,20 @@ async fn shake(
 ) -> Result<(Terms, Vec<u8>), Parting> {
     let mut handshake = Handshake::new();
     let mut heard = pool.get(HEARING);
-    let mut output = Handshake::greeting().to_vec();
-    let mut count = exchange(stream, pool, &output, &mut heard).await?;
+    send(stream, pool, &Handshake::greeting()).await?;
+    let mut count = receive(stream, &mut heard).await?;
+    let mut output = Vec::new();
     loop {
+        let progress = handshake.feed(&heard.bytes()[..count], exports, &mut output);
+        send(stream, pool, &output).await?;
         output.clear();
-        match handshake.feed(&heard.bytes()[..count], exports, &mut output) {
-            Progress::More => count = exchange(stream, pool, &output, &mut heard).await?,
-            Progress::Again => {
-                send(stream, pool, &output).await?;
-                count = 0;
-            }
-            Progress::Transmit(terms) => {
-                send(stream, pool, &output).await?;
-                return Ok((terms, handshake.into_rest()));
-            }
-            Progress::Close(farewell) => {
-                send(stream, pool, &output).await?;
-                return Err(Parting::Farewell(farewell));
-            }
-        }
+        count = match progress {
+            Progress::More => receive(stream, &mut heard).await?,
+            Progress::Again => 0,
+            Progress::Transmit(terms) => return Ok((terms, handshake.into_rest())),
+            Progress::Close(farewell) => return Err(Parting::Farewell(farewell)),
+        };
     }
-}
-
-/// Sends what there is and receives the answer to it: both at once, which is one system call.
-async fn exchange(
-    stream: &Stream,
-    pool: &BufferPool,
-    output: &[u8],
-    heard: &mut Buffer,
-) -> Result<usize, Parting> {
-    let (sent, count) = join(send(stream, pool, output), receive(stream, heard)).await;
-    sent?;
-    count
 }
 
 async fn send(stream: &Stream, pool: &BufferPool, bytes: &[u8]) -> io::Result<()> {
@@ -189,7 +172,7 @@ async fn send(stream: &Stream, pool: &BufferPool, bytes: &[u8]) -> io::Result<()
     buffer.bytes_mut().copy_from_slice(bytes);
     let mut list = IoVectorList::new();
     list.push(buffer.lend());
-    stream.send(list).await.0
+    stream.send_directly(list).await.0
 }
 
 async fn receive(stream: &Stream, buffer: &mut Buffer) -> Result<usize, Parting> {

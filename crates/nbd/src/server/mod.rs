@@ -56,8 +56,9 @@ pub struct Limits {
     /// Bytes of payloads in flight on one connection; one request is always let in. Further ones
     /// wait in the socket.
     pub bytes: usize,
-    /// Bytes of payloads in flight on all connections together. No connection holds more than what is
-    /// left for all others, so that each gets a share; one request of each is always let in.
+    /// Bytes of payloads in flight on all connections together. Half of them are reserved, in equal
+    /// parts for all connections that there can be; of the other half no connection holds more than what
+    /// is left for all others. One request of each is always let in.
     pub bytes_of_all: usize,
     /// The time that a drain leaves clients to receive their last replies.
     pub drain: Duration,
@@ -82,6 +83,13 @@ impl Default for Limits {
     }
 }
 
+impl Limits {
+    /// Bytes that each connection can have whatever others hold.
+    fn reserved(&self) -> usize {
+        self.bytes_of_all / 2 / self.connections.max(1)
+    }
+}
+
 /// An NBD server: what the clients of all its sockets share. Clones are the same server.
 #[derive(Clone)]
 pub struct Server(Arc<Shared>);
@@ -102,7 +110,9 @@ impl Server {
         Self(Arc::new(Shared {
             registry: Arc::new(Registry::new(limits.connections)),
             limits,
-            budget: Arc::new(Budget::new(limits.bytes_of_all)),
+            budget: Arc::new(Budget::new(
+                limits.bytes_of_all - limits.reserved() * limits.connections,
+            )),
             pool: BufferPool::new(POOL),
             sockets: AtomicUsize::new(0),
         }))
@@ -143,10 +153,9 @@ impl Server {
                     };
                     let (shared, exports) = (Arc::clone(&self.0), exports.clone());
                     let home = loops.next().expect("a server needs at least one loop");
-                    // Nobody waits for its outcome: the seat tells when it is over.
-                    drop(
-                        home.spawn(move || connection::serve(shared, exports, stream, peer, seat)),
-                    );
+                    let serve = move || connection::serve(shared, exports, stream, peer, seat);
+                    // A party of its own on its loop. Nothing waits for its outcome: the seat tells.
+                    drop(home.spawn(serve));
                 }
                 Err(error) if is_hopeless(&error) => return Err(error),
                 Err(error) => {

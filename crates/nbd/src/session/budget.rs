@@ -1,9 +1,9 @@
 //! How many bytes all connections of a server may have in flight together.
 //!
 //! Each request draws what it occupies, and waits while there is less, or while its connection would
-//! hold more than is left for all others. So `n` connections that hold on to all that they can get leave
-//! one part in `n + 1` to the next one: a fair share from its first request on, without counting anybody
-//! (dynamic thresholds, as in the shared buffers of switches). A connection that has nothing in flight
+//! hold more than is left for all others (dynamic thresholds, as in the shared buffers of switches). That
+//! shares by need, but not with those that come after many who hold on to what they have: for them each
+//! connection has a part that it need not draw (`reserved` in `flow`). A connection that has nothing in flight
 //! does not wait: it overdraws for one request. Never more is drawn than the budget and one request a
 //! connection.
 

@@ -20,6 +20,8 @@ pub struct Flow {
     bytes: Cell<usize>,
     most_requests: usize,
     most_bytes: usize,
+    /// Bytes that need not be drawn from the budget: no other connection can have them.
+    reserved: usize,
     budget: Arc<Budget>,
     activity: Arc<Activity>,
     changed: Condition,
@@ -30,11 +32,12 @@ impl Flow {
     pub fn new(
         most_requests: usize,
         most_bytes: usize,
+        reserved: usize,
         budget: Arc<Budget>,
         activity: Arc<Activity>,
     ) -> Self {
         let (requests, bytes, changed) = (Cell::new(0), Cell::new(0), Condition::default());
-        Self { requests, bytes, most_requests, most_bytes, budget, activity, changed }
+        Self { requests, bytes, most_requests, most_bytes, reserved, budget, activity, changed }
     }
 
     /// A request of this many bytes comes in as soon as there is room. One request is always admitted,
@@ -52,11 +55,13 @@ impl Flow {
 
     fn try_enter(&self, bytes: usize) -> bool {
         let (requests, held) = (self.requests.get(), self.bytes.get());
+        let drawn = held.saturating_sub(self.reserved);
+        let more = (held + bytes).saturating_sub(self.reserved) - drawn;
         if requests == 0 {
-            self.budget.overdraw(bytes);
+            self.budget.overdraw(more);
         } else {
             let fits = requests < self.most_requests && held + bytes <= self.most_bytes;
-            if !fits || !self.budget.try_draw(bytes, held) {
+            if !fits || !self.budget.try_draw(more, drawn) {
                 return false;
             }
         }
@@ -73,8 +78,10 @@ impl Flow {
 
     /// Memory of a request is free again, before its reply is sent.
     pub fn free(&self, bytes: usize) {
-        self.bytes.update(|held| held - bytes);
-        self.budget.give_back(bytes);
+        let held = self.bytes.get();
+        self.bytes.set(held - bytes);
+        let drawn = |held: usize| held.saturating_sub(self.reserved);
+        self.budget.give_back(drawn(held) - drawn(held - bytes));
         self.changed.notify();
     }
 
@@ -89,7 +96,7 @@ impl Flow {
 
 impl Drop for Flow {
     fn drop(&mut self) {
-        self.budget.give_back(self.bytes.get());
+        self.budget.give_back(self.bytes.get().saturating_sub(self.reserved));
     }
 }
 
@@ -115,7 +122,7 @@ mod tests {
     }
 
     fn flow(requests: usize, bytes: usize, budget: &Arc<Budget>) -> Flow {
-        Flow::new(requests, bytes, Arc::clone(budget), Arc::new(Activity::new()))
+        Flow::new(requests, bytes, 0, Arc::clone(budget), Arc::new(Activity::new()))
     }
 
     #[test]
@@ -159,6 +166,22 @@ mod tests {
             assert!((share / 2..=share).contains(&requests), "{greedy}: {requests}");
             assert!(enters(&flows[0], 0), "what needs no memory never waits for it");
         }
+    }
+
+    #[test]
+    fn what_is_reserved_is_there_whatever_others_hold() {
+        let budget = Arc::new(Budget::new(100));
+        let reserving =
+            || Flow::new(1000, 1000, 10, Arc::clone(&budget), Arc::new(Activity::new()));
+        // One after the other: each takes half of what is left, and the last ones their first request.
+        let flows: Vec<_> = (0..20).map(|_| reserving()).collect();
+        flows.iter().for_each(|flow| while enters(flow, 1) {});
+        let next = reserving();
+        assert_eq!((0..1000).take_while(|_| enters(&next, 1)).count(), 10);
+        drop(flows);
+        assert!(enters(&next, 40), "all that was drawn came back");
+        next.leave(11, 50);
+        assert!(budget.try_draw(100, 0) && !budget.try_draw(1, 0));
     }
 
     #[test]

@@ -50,6 +50,8 @@ pub struct Allowance {
     pub requests: usize,
     /// Bytes of their payloads.
     pub bytes: usize,
+    /// Bytes of them that no other connection can have.
+    pub reserved: usize,
     /// How long the client may stand still while it receives replies or sends a request.
     pub stall: Duration,
     /// The same, once the connection was asked to leave.
@@ -86,7 +88,13 @@ impl<S: Storage> Session<S> {
             disk,
             terms,
             pool,
-            flow: Flow::new(allowance.requests, allowance.bytes, budget, Arc::clone(&activity)),
+            flow: Flow::new(
+                allowance.requests,
+                allowance.bytes,
+                allowance.reserved,
+                budget,
+                Arc::clone(&activity),
+            ),
             outbox,
             peer_wait: PeerWait::default(),
             idle: RefCell::new(Vec::new()),
@@ -105,7 +113,10 @@ impl<S: Storage> Session<S> {
         link.outbox.close();
         link.idle.take().iter().for_each(|lane| lane.end());
         writer.await;
-        link.stream.shutdown();
+        // Where the client has ended it, nothing is under way on the socket, and closing it is enough.
+        if !matches!(end, End::Disconnected | End::Closed) {
+            link.stream.shutdown();
+        }
         end
     }
 }
