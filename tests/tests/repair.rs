@@ -290,6 +290,239 @@ fn snapshots_keep_their_data() {
 }
 
 #[test]
+fn a_cluster_with_more_users_than_can_be_counted_is_told_and_the_image_stays_marked() {
+    require!(need::tools(&["qemu-img", "qemu-io"]));
+    let scratch = Scratch::new();
+    let patient = Patient::new(&scratch, "narrow.qcow2", "refcount_bits=1");
+    patient.set_word(patient.l2(20), patient.word(patient.l2(0)));
+    let outcome = patient.repair("all");
+    assert_eq!(outcome.status.code(), Some(2), "{}", outcome.describe("it cannot be mended"));
+    assert!(outcome.stderr.contains("refcounts of 1 bits count 1"), "{}", outcome.describe("why"));
+    assert!(patient.is_corrupt_marked());
+    let copy = scratch.path("copy.qcow2");
+    command(&["convert", str(&patient.path), str(&copy)]).success();
+    qemu_img(&["check", str(&copy)]).success();
+}
+
+/// An image in a file of 4 TiB that holds next to nothing.
+fn sparse(scratch: &Scratch, name: &str, options: &str) -> Patient {
+    let patient = Patient::new(scratch, name, options);
+    let file = OpenOptions::new().write(true).open(&patient.path).expect("an image");
+    file.set_len(4 << 40).expect("holes cost nothing");
+    patient
+}
+
+#[test]
+fn the_length_of_a_file_costs_nothing() {
+    require!(need::tools(&["qemu-img", "qemu-io"]));
+    let scratch = Scratch::new();
+    let options = "compat=1.1,cluster_size=512,lazy_refcounts=on";
+    let patient = sparse(&scratch, "long.qcow2", options);
+    let path = str(&patient.path);
+    command(&["check", path]).success();
+    // Not closed: refcounts are made anew when it is opened.
+    patient.set(79, &[1]);
+    command(&["snapshot", "create", path, "one"]).success();
+    command(&["snapshot", "delete", path, "one"]).success();
+    // A broken refcount table.
+    patient.set_word(patient.word(48), 1 << 50);
+    patient.repair("all").success();
+    command(&["check", path]).success();
+}
+
+#[test]
+fn refcount_blocks_in_holes_cost_nothing() {
+    require!(need::tools(&["qemu-img", "qemu-io"]));
+    let scratch = Scratch::new();
+    let patient = sparse(&scratch, "blocks.qcow2", "compat=1.1,cluster_size=2M");
+    let path = str(&patient.path);
+    // 262,143 blocks of 2 MiB, none of which is there.
+    let blocks = (1..262_144_u64).flat_map(|index| ((index + 1000) << 21).to_be_bytes());
+    patient.set(patient.word(48) + 8, &blocks.collect::<Vec<_>>());
+    command(&["snapshot", "create", path, "one"]).success();
+    assert_eq!(command(&["check", path]).status.code(), Some(2));
+    patient.repair("all").success();
+    command(&["snapshot", "delete", path, "one"]).success();
+    qemu_img(&["check", path]).success();
+}
+
+/// Fails with one line about a file that ends too soon.
+#[track_caller]
+fn must_tell_of_the_end(words: &[&str]) {
+    let outcome = command(words);
+    let said = outcome.describe("must say that the file ends too soon");
+    assert!(!outcome.status.success() && outcome.stderr.lines().count() == 1, "{said}");
+    assert!(
+        outcome.stderr.contains("end of the file") || outcome.stderr.contains("cut off"),
+        "{said}"
+    );
+    assert!(outcome.stderr.contains("offset"), "{said}");
+}
+
+#[test]
+fn what_a_cut_off_file_has_lost_is_no_zeros() {
+    require!(need::tools(&["qemu-img", "qemu-io"]));
+    let scratch = Scratch::new();
+    let patient = Patient::new(&scratch, "cut.qcow2", "compat=1.1");
+    let path = str(&patient.path);
+    let whole = scratch.path("whole.qcow2");
+    std::fs::copy(&patient.path, &whole).expect("a copy");
+    let file = OpenOptions::new().write(true).open(&patient.path).expect("an image");
+    let end = patient.cluster_of(40) * CLUSTER - 1000;
+    file.set_len(end).expect("it can be cut");
+    let copy = scratch.path("copy.img");
+    must_tell_of_the_end(&["convert", path, str(&copy)]);
+    assert!(!copy.exists());
+    must_tell_of_the_end(&["compare", path, str(&whole)]);
+    must_tell_of_the_end(&["map", path]);
+    must_tell_of_the_end(&["resize", path, "1G"]);
+    must_tell_of_the_end(&["snapshot", "create", path, "new"]);
+    let info = command(&["info", path]).success();
+    assert!(info.stdout.contains("cut off"), "{}", info.describe("must say so"));
+    let found = command(&["check", path]);
+    assert_eq!(found.status.code(), Some(2), "{}", found.describe("it is corrupt"));
+    Serve::new(&scratch, &patient.path).refused().failed(&[
+        "cut off",
+        "--read-only",
+        "get the whole",
+    ]);
+    let server = Serve::new(&scratch, &patient.path).flag("--read-only").start();
+    let uri = server.uri().to_owned();
+    // The last cluster of what is left is not whole.
+    let steps = [("read -P 1 0 1M", true), ("read 2496k 4k", false), ("read 2560k 4k", false)];
+    for (step, is_there) in steps {
+        let outcome = run(tool("qemu-io").args(["-r", "-f", "raw", "-c", step, &uri]));
+        assert_eq!(outcome.status.success(), is_there, "{}", outcome.describe(step));
+    }
+    server.stop();
+    assert_eq!(patient.path.metadata().expect("an image").len(), end, "nothing was written");
+    patient.must_recover(&["read -P 1 0 1M", "read -P 2 2M 448k", "read -P 0 2560k 512k"]);
+}
+
+#[test]
+fn the_last_cluster_may_end_behind_the_file() {
+    require!(need::tools(&["qemu-img", "qemu-io"]));
+    let scratch = Scratch::new();
+    let patient = Patient::new(&scratch, "short.qcow2", "compat=1.1");
+    let file = OpenOptions::new().write(true).open(&patient.path).expect("an image");
+    let last = (0..48).filter(|&index| patient.word(patient.l2(index)) != 0);
+    let last = last.map(|index| patient.cluster_of(index)).max().expect("there are clusters");
+    file.set_len(last * CLUSTER + 512).expect("it can be cut");
+    qemu_img(&["check", str(&patient.path)]).success();
+    command(&["check", str(&patient.path)]).success();
+    command(&["convert", str(&patient.path), str(&scratch.path("copy.img"))]).success();
+    Serve::new(&scratch, &patient.path).start().stop();
+}
+
+#[test]
+fn compressed_data_that_is_cut_off_is_not_unpacked() {
+    require!(need::tools(&["qemu-img", "qemu-io"]));
+    let scratch = Scratch::new();
+    let patient = Patient::new(&scratch, "packed.qcow2", "compat=1.1");
+    let noise: Vec<u8> = (0..CLUSTER).map(|byte| (byte * byte >> 7) as u8).collect();
+    let input = scratch.path("noise");
+    std::fs::write(&input, noise).expect("a file");
+    patient.qemu_io(&[&format!("write -c -s {} 4M 64k", str(&input))]);
+    let end = patient.path.metadata().expect("an image").len();
+    let packed = patient.word(patient.l2(64)) & ((1 << 54) - 1);
+    assert!(packed < end && end - packed > 2048, "{packed} of {end}");
+    let file = OpenOptions::new().write(true).open(&patient.path).expect("an image");
+    file.set_len(packed + (end - packed) / 2).expect("it can be cut");
+    command(&["convert", str(&patient.path), str(&scratch.path("copy.img"))])
+        .failure("cannot unpack");
+}
+
+/// Two snapshots, and data that differs from both.
+fn with_snapshots(scratch: &Scratch, name: &str) -> Patient {
+    let patient = Patient::new(scratch, name, "compat=1.1");
+    for snapshot in ["one", "two"] {
+        qemu_img(&["snapshot", "-c", snapshot, str(&patient.path)]).success();
+    }
+    patient.qemu_io(&["write -P 3 0 512k"]);
+    patient
+}
+
+/// Damages the snapshots, repairs the image, and expects exactly these to be left. What is lost is told
+/// with these words.
+#[track_caller]
+fn must_keep(damage: impl FnOnce(&Patient, u64), left: &[&str], told: &[&str]) {
+    let scratch = Scratch::new();
+    let patient = with_snapshots(&scratch, "snapshots.qcow2");
+    damage(&patient, patient.word(64));
+    let found = command(&["check", "-f", "qcow2", str(&patient.path)]);
+    assert_eq!(found.status.code(), Some(2), "{}", found.describe("it is corrupt"));
+    let repaired = patient.repair("all").success();
+    patient.must_recover(&["read -P 3 0 512k", "read -P 1 512k 512k", "read -P 2 2M 1M"]);
+    let info = json(&qemu_img(&["info", "--output=json", "-f", "qcow2", str(&patient.path)]));
+    let snapshots = info["snapshots"].as_array().cloned().unwrap_or_default();
+    let names: Vec<_> = snapshots.iter().map(|one| one["name"].as_str().unwrap_or("")).collect();
+    assert_eq!(names, left, "{info}");
+    for word in told.iter().chain(&["SNAPSHOT TABLE REPAIRED"]) {
+        let found = if *word == "SNAPSHOT TABLE REPAIRED" { &repaired } else { &found };
+        assert!(found.stderr.contains(word), "{}", found.describe(word));
+    }
+    for name in left {
+        command(&["snapshot", "delete", "-f", "qcow2", str(&patient.path), name]).success();
+    }
+    qemu_img(&["check", "-f", "qcow2", str(&patient.path)]).success();
+}
+
+#[test]
+fn snapshots_behind_a_bad_table_offset_are_removed() {
+    require!(need::tools(&["qemu-img", "qemu-io"]));
+    // No start of a cluster, which QEMU does not open at all; and far beyond the end of the file.
+    must_keep(|patient, table| patient.set_word(64, table + 512), &[], &["2 snapshots", "offset"]);
+    must_keep(|patient, _| patient.set_word(64, 1 << 40), &[], &["2 snapshots", "ends before"]);
+}
+
+#[test]
+fn a_snapshot_with_a_bad_l1_table_is_removed() {
+    require!(need::tools(&["qemu-img", "qemu-io"]));
+    let told = ["the snapshot 'one' (id 1) cannot be used", "L1 table"];
+    let skewed = |patient: &Patient, table| patient.set_word(table, patient.word(table) + 512);
+    must_keep(skewed, &["two"], &told);
+    must_keep(|patient, table| patient.set_word(table, 1 << 40), &["two"], &told);
+    must_keep(|patient, table| patient.set_word(table, 0), &["two"], &told);
+    must_keep(|patient, table| patient.set(table + 8, &[0x40, 0, 0, 0]), &["two"], &told);
+    // A guest's data: it is not taken for a table, neither to be used nor to be repaired.
+    let data = |patient: &Patient, table| {
+        patient.set_word(table, patient.cluster_of(40) * CLUSTER);
+    };
+    must_keep(data, &["two"], &[]);
+}
+
+#[test]
+fn a_snapshot_with_an_impossible_length_is_kept_where_its_name_is_found() {
+    require!(need::tools(&["qemu-img", "qemu-io"]));
+    let told = ["the snapshot 'one' (id 1) has an impossible length"];
+    let long = |patient: &Patient, table: u64| patient.set(table + 36, &[0, 1, 0x86, 0xa0]);
+    must_keep(long, &["one", "two"], &told);
+}
+
+#[test]
+fn a_count_of_snapshots_that_is_too_high_is_corrected() {
+    require!(need::tools(&["qemu-img", "qemu-io"]));
+    let told = ["2 entries of the snapshot table are empty"];
+    must_keep(|patient, _| patient.set(60, &[0, 0, 0, 4]), &["one", "two"], &told);
+    let told = ["snapshots cannot be used"];
+    must_keep(|patient, _| patient.set(60, &[0, 1, 0, 1]), &["one", "two"], &told);
+    must_keep(|patient, _| patient.set(60, &[0xff; 4]), &["one", "two"], &told);
+}
+
+#[test]
+fn a_bad_snapshot_table_leaves_the_disk_readable() {
+    require!(need::tools(&["qemu-img", "qemu-io"]));
+    let scratch = Scratch::new();
+    let patient = with_snapshots(&scratch, "readable.qcow2");
+    patient.set_word(64, patient.word(64) + 512);
+    let copy = scratch.path("copy.img");
+    command(&["convert", "-f", "qcow2", str(&patient.path), str(&copy)]).success();
+    command(&["snapshot", "list", str(&patient.path)]).failure("check --repair all");
+    Serve::new(&scratch, &patient.path).refused().failed(&["check --repair all"]);
+    assert!(!patient.is_corrupt_marked());
+}
+
+#[test]
 fn an_image_that_is_served_is_not_repaired() {
     require!(need::tools(&["qemu-img", "qemu-io"]));
     let scratch = Scratch::new();

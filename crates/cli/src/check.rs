@@ -26,7 +26,8 @@ pub struct Arguments {
     #[command(flatten)]
     looked_at: LookedAt,
     /// Repair what was found: leaks only, or all that there is a safe answer for. Nobody may have the
-    /// image open meanwhile. Data that cannot be found any more reads as zeros after that.
+    /// image open meanwhile. Data that cannot be found any more reads as zeros after that, and snapshots
+    /// that cannot be used are removed: a check without --repair names both before.
     #[arg(long, short, value_name = "WHAT")]
     repair: Option<What>,
 }
@@ -72,6 +73,9 @@ pub fn run(arguments: &Arguments) -> Result<ExitCode> {
     let found = repaired.as_ref().map_or(&report, |repaired| &repaired.found);
     for problem in &found.problems {
         output::tell(&format!("blockhouse: {name}: {problem}"));
+    }
+    for fault in repaired.iter().flat_map(|repaired| &repaired.snapshots) {
+        output::tell(&format!("blockhouse: {name}: SNAPSHOT TABLE REPAIRED: {fault}"));
     }
     let fixed = repaired.as_ref().map_or(Fixed::default(), Fixed::of);
     let json = looked_at.json;

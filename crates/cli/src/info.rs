@@ -80,6 +80,9 @@ fn as_text(facts: &Facts) -> String {
         format!("virtual size: {} ({virtual_size} bytes)", size::show(*virtual_size)),
         format!("disk size: {}", size::show(*actual_size)),
     ];
+    if let Some(truncation) = facts.qcow2.and_then(|qcow2| qcow2.truncation) {
+        lines.push(format!("incomplete: {truncation}"));
+    }
     if let Some(stated) = facts.qcow2.map(|qcow2| qcow2.stated_size).filter(|size| size % 512 != 0)
     {
         lines.push(format!("size in the header: {stated} bytes (rounded down to whole sectors)"));
@@ -137,6 +140,10 @@ fn as_json(facts: &Facts) -> String {
             "write-zeroes": capabilities.write_zeroes == Offload::Available,
         },
     });
+    if let Some(truncation) = facts.qcow2.and_then(|qcow2| qcow2.truncation) {
+        value["blockhouse"]["cut-off"] =
+            json!({ "offset": truncation.offset, "file-size": truncation.file_size });
+    }
     if let Some(size) = facts.cluster_size {
         value["cluster-size"] = size.into();
     }

@@ -75,7 +75,9 @@ impl<S: Storage> Disk<S> {
         let mut memory = self.clusters.for_unpacking(outer.length() as usize, whole).await;
         self.storage().read(outer.offset(), memory.packed.lend()).await?;
         let start = (host.offset() - outer.offset()) as usize;
-        let packed = &memory.packed.bytes()[start..start + host.length() as usize];
+        // What is behind the end of the file is no part of it, not even as zeros.
+        let length = self.storage().size().saturating_sub(host.offset()).min(host.length());
+        let packed = &memory.packed.bytes()[start..start + length as usize];
         self.stats.unpacked();
         decompress(kind, packed, memory.cluster.bytes_mut()).map_err(|why| {
             let guest = guest.offset();

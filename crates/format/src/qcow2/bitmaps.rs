@@ -3,16 +3,20 @@
 //! They count only while the image says that they are in step with the guest's disk (an autoclear
 //! bit); without it QEMU takes their space for leaked, and so does a check.
 
-use blockhouse_core::{Result, Storage};
+use blockhouse_core::{ByteRange, Result, Storage};
 
+use super::claims::Claims;
 use super::entry::{be32, be64};
 use super::geometry::MOST_OFFSET;
 use super::header::Header;
+use super::sparse_reader::SparseReader;
 use super::{extensions, table_io};
 
 /// Autoclear feature bit: the bitmaps are in step with the disk.
 pub(crate) const IN_STEP: u64 = 1;
 
+/// How many bitmaps there can be, as in QEMU.
+const MOST_BITMAPS: u32 = 65_535;
 /// The largest directory and the largest table of one bitmap, in bytes.
 const MOST_DIRECTORY: u64 = 64 << 20;
 const MOST_TABLE: u64 = 32 << 20;
@@ -24,11 +28,11 @@ const OFFSET: u64 = 0x00ff_ffff_ffff_fe00;
 /// be all, in words.
 ///
 /// # Errors
-/// Only what the storage answers.
+/// Only what the storage and `add` answer.
 pub(crate) async fn walk<S: Storage>(
     storage: &S,
     header: &Header,
-    mut add: impl FnMut(&str, u64, u64),
+    mut add: impl FnMut(&str, u64, u64) -> Result<()>,
 ) -> Result<Option<String>> {
     let extension = extensions::find(&header.extensions, extensions::BITMAPS);
     let Some(extension) = extension.filter(|_| header.autoclear & IN_STEP != 0) else {
@@ -43,7 +47,12 @@ pub(crate) async fn walk<S: Storage>(
     if length > MOST_DIRECTORY || !is_possible(start) {
         return Ok(Some(format!("the directory of bitmaps cannot be at offset {start}")));
     }
-    add("the directory of bitmaps", start, length);
+    if count > MOST_BITMAPS {
+        return Ok(Some(format!("{count} bitmaps are more than {MOST_BITMAPS}")));
+    }
+    add("the directory of bitmaps", start, length)?;
+    let mut reader = SparseReader::new(storage, header.geometry);
+    let mut tables = Claims::default();
     let directory = table_io::read(storage, start, length as usize).await?;
     let mut at = 0;
     for number in 0..count {
@@ -54,10 +63,20 @@ pub(crate) async fn walk<S: Storage>(
         if bytes > MOST_TABLE || !is_possible(table) {
             return Ok(Some(format!("a bitmap's table cannot be at offset {table}")));
         }
-        add("a bitmap's table", table, bytes);
-        for word in table_io::words_of(&table_io::read(storage, table, bytes as usize).await?) {
-            if word & OFFSET != 0 {
-                add("a bitmap's data", word & OFFSET, header.geometry.cluster_size());
+        let clusters =
+            header.geometry.cluster_of(table)..header.geometry.clusters_for(table + bytes);
+        if tables.overlaps(&clusters) {
+            return Ok(Some(format!("the table of a bitmap at offset {table} shares its place")));
+        }
+        tables.take(clusters);
+        add("a bitmap's table", table, bytes)?;
+        let mut rest = ByteRange::between(table, table + bytes);
+        while let Some((data, words)) = reader.read(rest).await? {
+            rest = ByteRange::between(data.end(), rest.end());
+            for word in table_io::words_of(&words) {
+                if word & OFFSET != 0 {
+                    add("a bitmap's data", word & OFFSET, header.geometry.cluster_size())?;
+                }
             }
         }
         let name = be32(entry, 16) as usize & 0xffff;

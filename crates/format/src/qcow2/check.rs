@@ -3,14 +3,19 @@
 //! A cluster that is counted more often than it is referred to is a leak; everything else that is
 //! wrong is a corruption, counted as `qemu-img check` does.
 
-use blockhouse_core::{Result, Storage};
+use std::collections::HashSet;
+
+use blockhouse_core::{ByteRange, Result, Storage};
 
 use super::Qcow2;
+use super::counts::Counts;
 use super::entry::{self, Entry};
-use super::geometry::Geometry;
 use super::header::Header;
+use super::recorded::{Recorded, beside};
 use super::references::References;
-use super::{refcount, table_io};
+use super::snapshots::L1Place;
+use super::sparse_reader::SparseReader;
+use super::table_io;
 
 /// What a check found.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -27,17 +32,19 @@ pub struct CheckReport {
     pub compressed_clusters: u64,
     /// Those of them that do not lie behind the one before them, or are compressed.
     pub fragmented_clusters: u64,
+    /// Clusters with more users than refcounts of this width can count: no repair can mend those.
+    pub uncountable: u64,
     /// Where the last cluster in use ends, in bytes.
     pub end: u64,
     /// What is wrong, in words; the first thousand.
     pub problems: Vec<String>,
 }
 
-/// Checks an image that nobody changes meanwhile and whose changes are all flushed. Takes 8 bytes of
-/// memory for each cluster of the file.
+/// Checks an image that nobody changes meanwhile and whose changes are all flushed. Takes about 6 bytes of
+/// memory for each cluster in use (with refcounts of 16 bits), however long the file is.
 ///
 /// # Errors
-/// Only what the storage answers: what is wrong with the image is in the report.
+/// What the storage answers, or ENOMEM: what is wrong with the image is in the report.
 pub async fn check<S: Storage>(image: &Qcow2<S>) -> Result<CheckReport> {
     let header = image.state.lock().disk_header.clone();
     check_tables(image.storage(), &header).await
@@ -46,7 +53,7 @@ pub async fn check<S: Storage>(image: &Qcow2<S>) -> Result<CheckReport> {
 /// As [`check`], by the header alone.
 pub(super) async fn check_tables<S: Storage>(storage: &S, header: &Header) -> Result<CheckReport> {
     let mut references = References::count(storage, header).await?;
-    let recorded = Recorded::read(storage, header, references.counts.len()).await?;
+    let recorded = Recorded::read(storage, header).await?;
     let mut report = CheckReport {
         total_clusters: header.geometry.clusters_for(header.size),
         allocated_clusters: references.allocated,
@@ -54,13 +61,19 @@ pub(super) async fn check_tables<S: Storage>(storage: &S, header: &Header) -> Re
         fragmented_clusters: references.fragmented,
         ..CheckReport::default()
     };
-    let counts = std::mem::take(&mut references.counts);
-    for (cluster, (&counted, &recorded)) in counts.iter().zip(&recorded.counts).enumerate() {
-        let offset = header.geometry.offset_of(cluster as u64);
-        if recorded > 0 || counted > 0 {
-            report.end = offset + header.geometry.cluster_size();
-        }
-        if recorded > counted {
+    let counts = std::mem::replace(&mut references.counts, Counts::new(0));
+    for (cluster, counted, recorded) in beside(&counts, &recorded) {
+        let offset = header.geometry.offset_of(cluster);
+        report.end = offset + header.geometry.cluster_size();
+        let max = header.geometry.most_refcount();
+        if u64::from(counted) > max {
+            report.uncountable += 1;
+            let bits = 1 << header.geometry.refcount_order;
+            references.problem(format!(
+                "the cluster at offset {offset} has {counted} users, and refcounts of {bits} bits count \
+                 {max} at most: no repair can mend that; 'convert' copies what can be read"
+            ));
+        } else if recorded > counted {
             report.leaks += 1;
         } else if recorded < counted {
             let what =
@@ -68,46 +81,17 @@ pub(super) async fn check_tables<S: Storage>(storage: &S, header: &Header) -> Re
             references.problem(what);
         }
     }
-    let ownership = Ownership { storage, header, recorded: &recorded };
+    let mut ownership = Ownership {
+        storage,
+        header,
+        recorded: &recorded,
+        reader: SparseReader::new(storage, header.geometry),
+        checked: HashSet::new(),
+    };
     ownership.check(&mut references).await?;
     report.corruptions = references.corruptions;
     report.problems = references.problems;
     Ok(report)
-}
-
-/// The refcounts on disk.
-pub(super) struct Recorded {
-    geometry: Geometry,
-    /// By host cluster, as far as the file goes.
-    pub(super) counts: Vec<u32>,
-}
-
-impl Recorded {
-    pub(super) async fn read<S: Storage>(
-        storage: &S,
-        header: &Header,
-        clusters: usize,
-    ) -> Result<Self> {
-        let geometry = header.geometry;
-        let bytes = (header.refcount_table_clusters as usize) << geometry.cluster_bits;
-        let table = table_io::read(storage, header.refcount_table_offset, bytes).await?;
-        let mut counts = vec![0; clusters];
-        let parts = counts.chunks_mut(geometry.block_refcounts() as usize);
-        for (part, word) in parts.zip(table_io::words_of(&table)) {
-            let Ok(Some(block)) = entry::refcount_block(word, geometry) else { continue };
-            let bytes = table_io::read(storage, block, geometry.cluster_size() as usize).await?;
-            for (index, count) in part.iter_mut().enumerate() {
-                let value = refcount::get(&bytes, geometry.refcount_order, index);
-                *count = u32::try_from(value).unwrap_or(u32::MAX);
-            }
-        }
-        Ok(Self { geometry, counts })
-    }
-
-    fn of(&self, offset: u64) -> u32 {
-        let cluster = self.geometry.cluster_of(offset) as usize;
-        self.counts.get(cluster).copied().unwrap_or(0)
-    }
 }
 
 /// Whether the active tables say "refcount is one" where it is, and nowhere else.
@@ -115,51 +99,70 @@ struct Ownership<'a, S> {
     storage: &'a S,
     header: &'a Header,
     recorded: &'a Recorded,
+    reader: SparseReader<'a, S>,
+    /// L2 tables by their offset: each is read once, however many L1 entries refer to it.
+    checked: HashSet<u64>,
 }
 
 impl<S: Storage> Ownership<'_, S> {
-    async fn check(&self, references: &mut References<'_, S>) -> Result<()> {
-        let bytes = self.header.l1_entries as usize * 8;
-        let l1 = table_io::read(self.storage, self.header.l1_offset, bytes).await?;
-        for (index, word) in (0..).zip(table_io::words_of(&l1)) {
-            let Ok(Some(table)) = entry::l1_reference(word, self.header.geometry) else { continue };
-            self.compare("L2 table", table, references);
-            if table.offset < self.storage.size() {
-                self.check_l2(table.offset, index, references).await?;
-            }
-        }
-        Ok(())
-    }
-
-    async fn check_l2(
-        &self,
-        offset: u64,
-        l1_index: u64,
-        references: &mut References<'_, S>,
-    ) -> Result<()> {
-        let geometry = self.header.geometry;
-        let first = l1_index * geometry.l2_entries();
-        let table = table_io::read(self.storage, offset, geometry.cluster_size() as usize).await?;
-        for index in 0..geometry.l2_entries() as usize {
-            if let Ok(Entry::Standard { place: Some(place), .. }) =
-                Entry::read(&table, index, geometry)
-            {
-                let guest = geometry.offset_of(first + index as u64);
-                if !geometry.has_data_file {
-                    self.compare("cluster", place, references);
-                } else if place.offset != guest {
-                    let offset = place.offset;
-                    let what =
-                        format!("the guest's offset {guest} lies at {offset} of the data file");
-                    references.problem(what);
+    async fn check(&mut self, references: &mut References<'_, S>) -> Result<()> {
+        let place = L1Place::active(self.header);
+        let mut l1 = SparseReader::new(self.storage, self.header.geometry);
+        let mut rest = ByteRange::between(place.offset, place.offset + place.length());
+        while let Some((data, words)) = l1.read(rest).await? {
+            rest = ByteRange::between(data.end(), rest.end());
+            let first = (data.offset() - place.offset) / 8;
+            for (index, word) in (first..).zip(table_io::words_of(&words)) {
+                let reference = entry::l1_reference(word, self.header.geometry);
+                let Ok(Some(table)) = reference else { continue };
+                self.compare("L2 table", table, references);
+                if self.checked.insert(table.offset) {
+                    self.check_l2(table.offset, index, references).await?;
+                } else if self.header.geometry.has_data_file {
+                    let offset = place.offset + index * 8;
+                    references.problem(format!("the L1 entry at offset {offset} shares its table"));
                 }
             }
         }
         Ok(())
     }
 
+    async fn check_l2(
+        &mut self,
+        offset: u64,
+        l1_index: u64,
+        references: &mut References<'_, S>,
+    ) -> Result<()> {
+        let geometry = self.header.geometry;
+        let mut rest = ByteRange::between(offset, offset + geometry.cluster_size());
+        while let Some((data, table)) = self.reader.read(rest).await? {
+            rest = ByteRange::between(data.end(), rest.end());
+            let first = (data.offset() - offset) / geometry.l2_entry_size();
+            let first = l1_index * geometry.l2_entries() + first;
+            for index in 0..table.len() / geometry.l2_entry_size() as usize {
+                if let Ok(Entry::Standard { place: Some(place), .. }) =
+                    Entry::read(&table, index, geometry)
+                {
+                    let guest = geometry.offset_of(first + index as u64);
+                    self.check_place(place, guest, references);
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn check_place(&self, place: entry::Reference, guest: u64, references: &mut References<'_, S>) {
+        if !self.header.geometry.has_data_file {
+            self.compare("cluster", place, references);
+        } else if place.offset != guest {
+            let offset = place.offset;
+            references
+                .problem(format!("the guest's offset {guest} lies at {offset} of the data file"));
+        }
+    }
+
     fn compare(&self, what: &str, reference: entry::Reference, references: &mut References<'_, S>) {
-        let recorded = self.recorded.of(reference.offset);
+        let recorded = self.recorded.get(self.header.geometry.cluster_of(reference.offset));
         if (recorded == 1) != reference.is_sole() {
             let says = if reference.is_sole() { "" } else { "not " };
             references.problem(format!(

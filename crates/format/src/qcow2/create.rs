@@ -307,6 +307,7 @@ fn new_header(options: &CreateOptions, geometry: Geometry, layout: &Layout) -> H
         refcount_table_clusters: layout.refcount_table as u32,
         snapshots: 0,
         snapshots_offset: 0,
+        snapshot_fault: None,
         incompatible,
         compatible: if options.lazy_refcounts == Switch::On { LAZY_REFCOUNTS } else { 0 },
         autoclear: if is_raw { RAW_DATA_FILE } else { 0 },

@@ -6,13 +6,16 @@
 
 use std::collections::{BTreeSet, HashSet};
 
-use blockhouse_core::{Durability, Result, Storage};
+use blockhouse_core::{ByteRange, Durability, Result, Storage};
 
+use super::claims::Claims;
+use super::counts::Counts;
 use super::entry::{self, Entry, Ownership, Reference, l1_word};
 use super::geometry::Geometry;
 use super::header::Header;
 use super::round::entries;
-use super::snapshots::{L1Place, SnapshotPlaces};
+use super::snapshots::{L1Place, SnapshotSurvey};
+use super::sparse_reader::SparseReader;
 use super::table_io;
 
 /// What becomes of entries.
@@ -24,59 +27,79 @@ pub(crate) trait Editor {
     fn l2(&self, table: &[u8], index: usize) -> Option<Entry>;
 }
 
-/// Changes the entries of an L1 table and of the L2 tables that it refers to afterwards.
-pub(crate) async fn edit<S: Storage>(
-    storage: &S,
+/// Changes the entries of L1 tables and of the L2 tables that they refer to afterwards, each table once and
+/// only where it holds anything.
+pub(crate) struct Edit<'a, S, E> {
+    storage: &'a S,
     geometry: Geometry,
-    l1: L1Place,
-    editor: &impl Editor,
-) -> Result<()> {
-    let bytes = table_io::read(storage, l1.offset, l1.length() as usize).await?;
-    let mut words = table_io::words_of(&bytes);
-    let mut changed = BTreeSet::new();
-    for (index, word) in words.iter_mut().enumerate() {
-        let old = std::mem::replace(word, editor.l1(*word));
-        if old != *word {
-            changed.insert(index);
-        }
-        if let Ok(Some(table)) = entry::l1_reference(*word, geometry)
-            && table.offset < storage.size()
-        {
-            edit_l2(storage, geometry, table.offset, editor).await?;
-        }
-    }
-    for piece in entries(&words, &changed, l1.offset, geometry.slice_size()) {
-        table_io::write(storage, piece.offset, &piece.bytes, Durability::None).await?;
-    }
-    Ok(())
+    editor: &'a E,
+    reader: SparseReader<'a, S>,
+    /// L2 tables that were through, by offset.
+    edited: HashSet<u64>,
 }
 
-async fn edit_l2<S: Storage>(
-    storage: &S,
-    geometry: Geometry,
-    offset: u64,
-    editor: &impl Editor,
-) -> Result<()> {
-    let mut table = table_io::read(storage, offset, geometry.cluster_size() as usize).await?;
-    let before = table.clone();
-    for index in 0..geometry.l2_entries() as usize {
-        // An entry that says the same in other bits (ignored ones) stays as it is, but for those that a
-        // check complains of.
-        if let Some(new) = editor.l2(&table, index)
-            && (Entry::read(&table, index, geometry) != Ok(new)
-                || Entry::is_copied_compressed(&table, index, geometry))
-        {
-            new.write(&mut table, index, geometry);
-        }
+impl<'a, S: Storage, E: Editor> Edit<'a, S, E> {
+    pub(crate) fn new(storage: &'a S, geometry: Geometry, editor: &'a E) -> Self {
+        let reader = SparseReader::new(storage, geometry);
+        Self { storage, geometry, editor, reader, edited: HashSet::new() }
     }
-    let step = geometry.slice_size() as usize;
-    for (index, (old, new)) in before.chunks(step).zip(table.chunks(step)).enumerate() {
-        if old != new {
-            let offset = offset + (index * step) as u64;
-            table_io::write(storage, offset, new, Durability::None).await?;
+
+    /// Changes one L1 table and its L2 tables.
+    ///
+    /// # Errors
+    /// Only what the storage answers.
+    pub(crate) async fn l1(&mut self, l1: L1Place) -> Result<()> {
+        let mut reader = SparseReader::new(self.storage, self.geometry);
+        let mut rest = ByteRange::between(l1.offset, l1.offset + l1.length());
+        while let Some((data, bytes)) = reader.read(rest).await? {
+            rest = ByteRange::between(data.end(), rest.end());
+            let mut words = table_io::words_of(&bytes);
+            let mut changed = BTreeSet::new();
+            for (index, word) in words.iter_mut().enumerate() {
+                let old = std::mem::replace(word, self.editor.l1(*word));
+                if old != *word {
+                    changed.insert(index);
+                }
+                if let Ok(Some(table)) = entry::l1_reference(*word, self.geometry)
+                    && table.offset < self.storage.size()
+                    && self.edited.insert(table.offset)
+                {
+                    self.l2(table.offset).await?;
+                }
+            }
+            for piece in entries(&words, &changed, data.offset(), self.geometry.slice_size()) {
+                table_io::write(self.storage, piece.offset, &piece.bytes, Durability::None).await?;
+            }
         }
+        Ok(())
     }
-    Ok(())
+
+    async fn l2(&mut self, offset: u64) -> Result<()> {
+        let (geometry, editor) = (self.geometry, self.editor);
+        let mut rest = ByteRange::between(offset, offset + geometry.cluster_size());
+        while let Some((data, mut table)) = self.reader.read(rest).await? {
+            rest = ByteRange::between(data.end(), rest.end());
+            let before = table.clone();
+            for index in 0..table.len() / geometry.l2_entry_size() as usize {
+                // An entry that says the same in other bits (ignored ones) stays as it is, but for those
+                // that a check complains of.
+                if let Some(new) = editor.l2(&table, index)
+                    && (Entry::read(&table, index, geometry) != Ok(new)
+                        || Entry::is_copied_compressed(&table, index, geometry))
+                {
+                    new.write(&mut table, index, geometry);
+                }
+            }
+            let step = geometry.slice_size() as usize;
+            let slices = before.chunks(step).zip(table.chunks(step));
+            for (offset, (old, new)) in (data.offset()..).step_by(step).zip(slices) {
+                if old != new {
+                    table_io::write(self.storage, offset, new, Durability::None).await?;
+                }
+            }
+        }
+        Ok(())
+    }
 }
 
 /// Makes entries keep to the format and to the file: see [`Entry::salvage`]. An L1 entry that refers to
@@ -86,20 +109,20 @@ pub(crate) struct Scrub {
     /// Of the file.
     clusters: u64,
     /// Where no L2 table can be: the header, L1 tables, the snapshot table.
-    taken: HashSet<u64>,
+    taken: Claims,
 }
 
 impl Scrub {
-    pub(crate) fn new(header: &Header, snapshots: &SnapshotPlaces, clusters: u64) -> Self {
+    pub(crate) fn new(header: &Header, snapshots: &SnapshotSurvey, clusters: u64) -> Self {
         let geometry = header.geometry;
         let table = (header.snapshots_offset, snapshots.length);
-        let l1_tables = snapshots.l1_tables.iter().copied().chain([L1Place::active(header)]);
+        let l1_tables = snapshots.l1_tables().chain([L1Place::active(header)]);
         let l1_tables = l1_tables.filter(|place| place.is_possible(geometry));
         let places = l1_tables.map(|place| (place.offset, place.length())).chain([(0, 1), table]);
-        let mut taken = HashSet::new();
+        let mut taken = Claims::default();
         for (offset, length) in places {
             let end = geometry.clusters_for(offset.saturating_add(length)).min(clusters);
-            taken.extend(geometry.cluster_of(offset)..end);
+            taken.take(geometry.cluster_of(offset)..end);
         }
         Self { geometry, clusters, taken }
     }
@@ -109,7 +132,7 @@ impl Editor for Scrub {
     fn l1(&self, word: u64) -> u64 {
         let is_table = |table: &Reference| {
             let cluster = self.geometry.cluster_of(table.offset);
-            cluster < self.clusters && !self.taken.contains(&cluster)
+            cluster < self.clusters && !self.taken.overlaps(&(cluster..cluster + 1))
         };
         let salvaged = entry::l1_without_reserved(word);
         let table = entry::l1_reference(salvaged, self.geometry).ok().flatten();
@@ -125,15 +148,14 @@ impl Editor for Scrub {
 pub(crate) struct Ownerships<'a> {
     pub(crate) geometry: Geometry,
     /// The refcounts, by cluster.
-    pub(crate) counts: &'a [u32],
+    pub(crate) counts: &'a Counts,
     /// Which of the two is corrected.
     pub(crate) wanted: Ownership,
 }
 
 impl Ownerships<'_> {
     fn corrected(&self, reference: Reference) -> Ownership {
-        let cluster = self.geometry.cluster_of(reference.offset) as usize;
-        let is_sole = self.counts.get(cluster) == Some(&1);
+        let is_sole = self.counts.get(self.geometry.cluster_of(reference.offset)) == 1;
         match self.wanted {
             Ownership::Sole if is_sole => Ownership::Sole,
             Ownership::Shared if !is_sole => Ownership::Shared,

@@ -3,7 +3,7 @@
 use blockhouse_core::Storage;
 
 use super::header::{Incompatible, LAZY_REFCOUNTS};
-use super::{Compression, Qcow2, Switch, Version};
+use super::{Compression, Qcow2, Switch, Truncation, Version};
 
 /// The properties of an image, as its header on disk says them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -20,6 +20,8 @@ pub struct Features {
     pub extended_l2: Switch,
     /// Bytes of the disk as the image states it. What is beyond a multiple of 512 is left out.
     pub stated_size: u64,
+    /// What the file has lost, if it was found to be cut off.
+    pub truncation: Option<Truncation>,
     /// Whether the image was not closed, so that refcounts may be wrong.
     pub is_dirty: bool,
     /// Whether the image was found to contradict itself.
@@ -37,6 +39,7 @@ impl<S: Storage> Qcow2<S> {
             refcount_bits: 1 << header.geometry.refcount_order,
             lazy_refcounts: switch(header.compatible & LAZY_REFCOUNTS != 0),
             extended_l2: switch(header.geometry.extended_l2),
+            truncation: self.truncation(),
             stated_size: header.size + header.excess,
             is_dirty: header.incompatible.contains(Incompatible::DIRTY),
             is_corrupt: header.incompatible.contains(Incompatible::CORRUPT),

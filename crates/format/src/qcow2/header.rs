@@ -61,6 +61,8 @@ pub(crate) struct Header {
     pub(crate) refcount_table_clusters: u32,
     pub(crate) snapshots: u32,
     pub(crate) snapshots_offset: u64,
+    /// Why there can be no snapshot table as the two fields say. The disk can be read all the same.
+    pub(crate) snapshot_fault: Option<Refusal>,
     pub(crate) incompatible: Incompatible,
     pub(crate) compatible: u64,
     pub(crate) autoclear: u64,
@@ -137,7 +139,7 @@ impl Header {
         let extensions = extensions::parse(bytes, features.length, extensions_end)
             .map_err(|(what, at)| corrupt(at as u64, what))?;
         features.check_known(&extensions)?;
-        let header = Self {
+        let mut header = Self {
             geometry,
             size: be64(bytes, 24) & !(SECTOR as u64 - 1),
             excess: be64(bytes, 24) % SECTOR as u64,
@@ -147,6 +149,7 @@ impl Header {
             refcount_table_clusters: be32(bytes, 56),
             snapshots: be32(bytes, 60),
             snapshots_offset: be64(bytes, 64),
+            snapshot_fault: None,
             incompatible: features.incompatible,
             compatible: features.compatible,
             autoclear: features.autoclear,
@@ -161,6 +164,7 @@ impl Header {
         }
         header.check_tables()?;
         header.check_data_file()?;
+        header.snapshot_fault = header.check_snapshots().err();
         Ok(header)
     }
 
@@ -203,15 +207,24 @@ impl Header {
             let what = format!("a refcount table of {clusters} clusters is not 1 cluster to 8 MiB");
             return Err(corrupt(56, what));
         }
-        table("refcount table", 48, self.refcount_table_offset, bytes)?;
+        table("refcount table", 48, self.refcount_table_offset, bytes)
+    }
+
+    fn check_snapshots(&self) -> Result<(), Refusal> {
         if self.snapshots > MOST_SNAPSHOTS {
             let what = format!("{} snapshots are more than {MOST_SNAPSHOTS}", self.snapshots);
             return Err(corrupt(60, what));
         }
         if self.snapshots > 0 {
-            table("snapshot table", 64, self.snapshots_offset, u64::from(self.snapshots) * 40)?;
+            let length = u64::from(self.snapshots) * 40;
+            self.check_table("snapshot table", 64, self.snapshots_offset, length)?;
         }
         Ok(())
+    }
+
+    /// Whether a snapshot table can be where the header says.
+    pub(crate) fn has_possible_snapshot_table(&self) -> bool {
+        self.check_table("snapshot table", 64, self.snapshots_offset, 0).is_ok()
     }
 
     fn check_table(&self, name: &str, field: u64, at: u64, bytes: u64) -> Result<(), Refusal> {
@@ -382,6 +395,7 @@ mod tests {
             refcount_table_clusters: 1,
             snapshots: 0,
             snapshots_offset: 0,
+            snapshot_fault: None,
             incompatible: Incompatible::empty(),
             compatible: 0,
             autoclear: 0,
@@ -409,19 +423,17 @@ mod tests {
 
     #[test]
     fn each_field_out_of_its_bounds_is_named_by_its_offset() {
-        let cases: [(usize, &[u8]); 15] = [
+        let cases: [(usize, &[u8]); 13] = [
             (0, b"QFJ"),
             (4, &4u32.to_be_bytes()),
             (8, &u64::MAX.to_be_bytes()),
             (16, &1024u32.to_be_bytes()),
             (20, &22u32.to_be_bytes()),
-            (24, &u64::MAX.to_be_bytes()),
             (32, &1u32.to_be_bytes()),
             (36, &1u32.to_be_bytes()),
             (40, &512u64.to_be_bytes()),
             (48, &(MOST_OFFSET - (1 << 15)).to_be_bytes()),
             (56, &129u32.to_be_bytes()),
-            (60, &65537u32.to_be_bytes()),
             (72, &32u64.to_be_bytes()),
             (96, &7u32.to_be_bytes()),
             (100, &96u32.to_be_bytes()),
@@ -431,6 +443,18 @@ mod tests {
             bytes[offset..offset + value.len()].copy_from_slice(value);
             let refusal = Header::parse(&bytes).expect_err(&format!("field at {offset}"));
             assert_eq!(refusal.offset, offset as u64, "{refusal:?}");
+        }
+    }
+
+    #[test]
+    fn an_impossible_snapshot_table_is_named_and_leaves_the_disk_readable() {
+        let cases: [(usize, &[u8], u64); 2] =
+            [(60, &65537_u32.to_be_bytes(), 60), (62, &[0, 1, 0, 0, 0, 0, 0, 0, 2, 0], 64)];
+        for (offset, value, field) in cases {
+            let mut bytes = bytes();
+            bytes[offset..offset + value.len()].copy_from_slice(value);
+            let header = Header::parse(&bytes).expect("the disk can be read");
+            assert_eq!(header.snapshot_fault.map(|fault| fault.offset), Some(field));
         }
     }
 

@@ -5,19 +5,23 @@
 //! so that one write of the header switches from all of the old to all of the new. Space is taken only
 //! where both the old and the new refcount are 0: nothing of the old is overwritten, and a crash
 //! before the switch leaves the image as it was, without so much as a leak.
+//!
+//! Of refcounts only slices that are not all zeros are read and kept: memory and time go by what the file
+//! holds, not by what the refcount table claims.
 
-use std::collections::{BTreeMap, HashSet};
+use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use std::ops::Range;
 
-use blockhouse_core::{Error, ErrorKind, Result, Storage};
+use blockhouse_core::{ByteRange, Error, ErrorKind, Result, Storage};
 use futures_util::stream::{self, StreamExt};
 
 use super::geometry::{Geometry, MOST_OFFSET};
 use super::header::Header;
 use super::round::Piece;
+use super::sparse_reader::SparseReader;
 use super::{entry, refcount, table_io};
 
-/// How many blocks are read together.
+/// How many parts of blocks are read together.
 const TOGETHER: usize = 16;
 /// The largest refcount table, in bytes.
 const MOST_TABLE: u64 = 8 << 20;
@@ -29,6 +33,12 @@ pub(crate) struct Ledger {
     /// Clusters of the old refcount table.
     old_table: Range<u64>,
     blocks: BTreeMap<u64, Block>,
+    /// Refcounts as they shall be, by the number of their slice: all others are 0.
+    now: HashMap<u64, Vec<u8>>,
+    /// As on disk, of slices that differ. What was all zeros is empty.
+    before: BTreeMap<u64, Vec<u8>>,
+    /// Blocks that change and have no new place yet.
+    unplaced: BTreeSet<u64>,
     /// Clusters of active tables: one of them that counts as free is a sign of damage.
     tables: HashSet<u64>,
     /// Clusters that somebody may still write to: never counted down to none.
@@ -40,9 +50,6 @@ pub(crate) struct Ledger {
 struct Block {
     place: Option<u64>,
     new_place: Option<u64>,
-    now: Vec<u8>,
-    /// As on disk, once `now` differs.
-    before: Option<Vec<u8>>,
 }
 
 /// What has to be written for the new refcounts, and where the header finds them.
@@ -66,63 +73,73 @@ impl Ledger {
         haunted: HashSet<u64>,
     ) -> Result<Self> {
         let geometry = header.geometry;
-        let mut places = Vec::new();
+        let corrupt = |what: String| Error::new(ErrorKind::Corrupt, what).on(storage.name());
+        let mut blocks = BTreeMap::new();
+        let mut by_place = BTreeMap::new();
         for (index, &word) in (0..).zip(table) {
             let block = entry::refcount_block(word, geometry).map_err(|violation| {
-                let what = format!("entry {index} of the refcount table {violation}");
-                Error::new(ErrorKind::Corrupt, what).on(storage.name())
+                corrupt(format!("entry {index} of the refcount table {violation}"))
             })?;
-            places.extend(block.map(|place| (index, place)));
+            let Some(place) = block else { continue };
+            blocks.insert(index, Block { place: Some(place), new_place: None });
+            if by_place.insert(place, index).is_some() {
+                return Err(corrupt("a refcount block has two entries".into()).at(place));
+            }
         }
-        let reads = places.into_iter().map(async |(index, place): (u64, u64)| {
-            let now = table_io::read(storage, place, geometry.cluster_size() as usize).await?;
-            Ok((index, Block { place: Some(place), new_place: None, now, before: None }))
-        });
-        let blocks: Vec<Result<_>> = stream::iter(reads).buffer_unordered(TOGETHER).collect().await;
         let first = geometry.cluster_of(header.refcount_table_offset);
         Ok(Self {
             geometry,
             name: storage.name().to_owned(),
             old_table: first..first + u64::from(header.refcount_table_clusters),
-            blocks: blocks.into_iter().collect::<Result<_>>()?,
+            blocks,
+            now: read_slices(storage, geometry, &by_place).await?,
+            before: BTreeMap::new(),
+            unplaced: BTreeSet::new(),
             tables,
             haunted,
             cursor: 0,
         })
     }
 
+    /// The number of the slice with a cluster's refcount, and which one of it that is.
     fn place_of(&self, cluster: u64) -> (u64, usize) {
-        let in_block = self.geometry.block_refcounts();
-        (cluster / in_block, (cluster % in_block) as usize)
+        let in_slice = self.geometry.slice_refcounts();
+        (cluster / in_slice, (cluster % in_slice) as usize)
+    }
+
+    fn value(&self, slice: &[u8], index: usize) -> u64 {
+        match slice {
+            [] => 0,
+            slice => refcount::get(slice, self.geometry.refcount_order, index),
+        }
     }
 
     /// How often a cluster will be counted.
     pub(crate) fn count(&self, cluster: u64) -> u64 {
-        let (block, index) = self.place_of(cluster);
-        let block = self.blocks.get(&block);
-        block.map_or(0, |block| refcount::get(&block.now, self.geometry.refcount_order, index))
+        let (slice, index) = self.place_of(cluster);
+        self.now.get(&slice).map_or(0, |slice| self.value(slice, index))
     }
 
     /// How often it is counted on disk.
     fn count_before(&self, cluster: u64) -> u64 {
-        let (block, index) = self.place_of(cluster);
-        self.blocks.get(&block).map_or(0, |block| {
-            let bytes = block.before.as_ref().unwrap_or(&block.now);
-            refcount::get(bytes, self.geometry.refcount_order, index)
-        })
+        let (slice, index) = self.place_of(cluster);
+        let slice = self.before.get(&slice).or_else(|| self.now.get(&slice));
+        slice.map_or(0, |slice| self.value(slice, index))
     }
 
     fn set(&mut self, cluster: u64, value: u64) {
-        let (block, index) = self.place_of(cluster);
-        let cluster_size = self.geometry.cluster_size() as usize;
-        let block = self.blocks.entry(block).or_insert_with(|| {
-            let now = vec![0; cluster_size];
-            Block { place: None, new_place: None, before: Some(now.clone()), now }
-        });
-        if block.before.is_none() {
-            block.before = Some(block.now.clone());
+        let (slice, index) = self.place_of(cluster);
+        if !self.before.contains_key(&slice) {
+            self.before.insert(slice, self.now.get(&slice).cloned().unwrap_or_default());
+            let block = cluster / self.geometry.block_refcounts();
+            let absent = Block { place: None, new_place: None };
+            if self.blocks.entry(block).or_insert(absent).new_place.is_none() {
+                self.unplaced.insert(block);
+            }
         }
-        refcount::set(&mut block.now, self.geometry.refcount_order, index, value);
+        let slice_size = self.geometry.slice_size() as usize;
+        let bytes = self.now.entry(slice).or_insert_with(|| vec![0; slice_size]);
+        refcount::set(bytes, self.geometry.refcount_order, index, value);
     }
 
     fn corrupt(&self, what: &str, cluster: u64) -> Error {
@@ -202,10 +219,12 @@ impl Ledger {
         let mut table = 0..0;
         loop {
             // Taking space changes blocks, maybe one that did not change before.
-            while let Some(index) = self.unplaced() {
+            while let Some(index) = self.unplaced.pop_first() {
                 let new_place = self.take(1)?;
                 let block = self.blocks.get_mut(&index).expect("the block that was found");
                 block.new_place = Some(new_place);
+                // Its own new place may have changed it.
+                self.unplaced.remove(&index);
                 if let Some(old) = block.place {
                     self.remove(self.geometry.cluster_of(old))?;
                 }
@@ -220,11 +239,6 @@ impl Ledger {
             table = start..start + self.table_clusters(entries)?;
         }
         Ok(self.settled(&table))
-    }
-
-    fn unplaced(&self) -> Option<u64> {
-        let is_unplaced = |block: &Block| block.before.is_some() && block.new_place.is_none();
-        self.blocks.iter().find(|(_, block)| is_unplaced(block)).map(|(&index, _)| index)
     }
 
     /// Of a table of so many entries: as many as before, or half as many again as needed, so that
@@ -242,33 +256,43 @@ impl Ledger {
         Ok(wanted.min(MOST_TABLE >> self.geometry.cluster_bits))
     }
 
-    fn settled(self, table: &Range<u64>) -> Settled {
+    fn settled(mut self, table: &Range<u64>) -> Settled {
         let geometry = self.geometry;
         let freed = self.freed();
         let count = table.end - table.start;
         let mut words = vec![0; (count << geometry.cluster_bits) as usize / 8];
         let mut pieces = Vec::new();
-        for (index, block) in self.blocks {
+        for (index, block) in std::mem::take(&mut self.blocks) {
             let place = block.new_place.map(|cluster| geometry.offset_of(cluster));
             words[index as usize] = place.or(block.place).expect("a block with a place");
-            pieces.extend(place.map(|offset| Piece { offset, bytes: block.now }));
+            pieces.extend(place.map(|offset| Piece { offset, bytes: self.block_bytes(index) }));
         }
         let table_offset = geometry.offset_of(table.start);
         pieces.push(Piece { offset: table_offset, bytes: table_io::bytes_of(&words) });
         Settled { pieces, table: words, table_offset, table_clusters: count as u32, freed }
     }
 
+    fn block_bytes(&mut self, index: u64) -> Vec<u8> {
+        let slices = self.geometry.cluster_size() / self.geometry.slice_size();
+        let mut bytes = Vec::with_capacity(self.geometry.cluster_size() as usize);
+        for number in 1..=slices {
+            if let Some(slice) = self.now.remove(&(index * slices + number - 1)) {
+                bytes.extend(slice);
+            }
+            bytes.resize((number * self.geometry.slice_size()) as usize, 0);
+        }
+        bytes
+    }
+
     fn freed(&self) -> Vec<Range<u64>> {
         let mut freed: Vec<Range<u64>> = Vec::new();
-        let order = self.geometry.refcount_order;
-        for (&number, block) in &self.blocks {
-            let Some(before) = &block.before else { continue };
-            for index in 0..self.geometry.block_refcounts() {
-                let cluster = number * self.geometry.block_refcounts() + index;
+        let in_slice = self.geometry.slice_refcounts();
+        for (&number, before) in self.before.iter().filter(|(_, before)| !before.is_empty()) {
+            let now = &self.now[&number];
+            for index in 0..in_slice {
+                let cluster = number * in_slice + index;
                 let index = index as usize;
-                if refcount::get(&block.now, order, index) != 0
-                    || refcount::get(before, order, index) == 0
-                {
+                if self.value(now, index) != 0 || self.value(before, index) == 0 {
                     continue;
                 }
                 match freed.last_mut() {
@@ -279,4 +303,39 @@ impl Ledger {
         }
         freed
     }
+}
+
+/// The slices of refcount blocks that are not all zeros, by their number. `blocks` says which block of the
+/// refcount table is at an offset.
+async fn read_slices<S: Storage>(
+    storage: &S,
+    geometry: Geometry,
+    blocks: &BTreeMap<u64, u64>,
+) -> Result<HashMap<u64, Vec<u8>>> {
+    let mut reader = SparseReader::new(storage, geometry);
+    let in_block = geometry.cluster_size() / geometry.slice_size();
+    let mut parts = Vec::new();
+    for (&place, &index) in blocks {
+        let mut rest = ByteRange::between(place, place + geometry.cluster_size());
+        while let Some(data) = reader.next_data(rest).await {
+            rest = ByteRange::between(data.end(), rest.end());
+            let first = index * in_block + (data.offset() - place) / geometry.slice_size();
+            parts.push((first, data));
+        }
+    }
+    let reads = parts.into_iter().map(async |(first, data): (u64, ByteRange)| {
+        let bytes = table_io::read(storage, data.offset(), data.length() as usize).await?;
+        Ok((first, bytes))
+    });
+    let mut reads = std::pin::pin!(stream::iter(reads).buffer_unordered(TOGETHER));
+    let mut slices = HashMap::new();
+    while let Some(part) = reads.next().await {
+        let (first, bytes): (u64, Vec<u8>) = Result::from(part)?;
+        for (number, slice) in (first..).zip(bytes.chunks(geometry.slice_size() as usize)) {
+            if slice.iter().any(|&byte| byte != 0) {
+                slices.insert(number, slice.to_vec());
+            }
+        }
+    }
+    Ok(slices)
 }

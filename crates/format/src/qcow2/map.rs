@@ -34,7 +34,7 @@ impl State {
         let content = self.content(first, first_unit);
         if let Content::Compressed { .. } = content {
             let guest = range.truncate(geometry.cluster_size() - in_cluster);
-            return Ok(self.extent(guest, content));
+            return self.within_file(self.extent(guest, content));
         }
         let mut end = start - start % unit_size + unit_size;
         let (mut index, mut entry, mut unit) = (place.index, first, first_unit);
@@ -54,7 +54,7 @@ impl State {
             }
             end += unit_size;
         }
-        Ok(self.extent(range.truncate(end - start), content))
+        self.within_file(self.extent(range.truncate(end - start), content))
     }
 
     /// What a unit of an entry reads as; the host offset is that of the unit.

@@ -9,8 +9,10 @@ mod alloc;
 mod backing;
 mod bitmaps;
 mod check;
+mod claims;
 mod commit;
 mod compress;
+mod counts;
 mod create;
 mod data_file;
 mod draft;
@@ -30,10 +32,12 @@ mod packed;
 mod pending;
 mod prepare;
 mod rebuild;
+mod recorded;
 mod recount;
 mod refcount;
 mod references;
 mod repair;
+mod repair_snapshots;
 mod resize;
 mod retired;
 mod room;
@@ -43,8 +47,10 @@ mod snapshot;
 mod snapshot_table;
 mod snapshots;
 mod space;
+mod sparse_reader;
 mod state;
 mod table_io;
+mod truncation;
 mod vm_state;
 mod writing;
 
@@ -65,6 +71,7 @@ pub use features::Features;
 pub use repair::{Repair, Repaired, repair};
 pub use snapshot::NewSnapshot;
 pub use snapshot_table::Snapshot;
+pub use truncation::Truncation;
 pub use vm_state::{VmStateCluster, VmStateTables};
 
 use crate::{Abort, Intent};
@@ -83,6 +90,8 @@ pub struct Qcow2<S: Storage> {
     /// Where the guest's clusters are, if not in `storage`.
     data: Option<S>,
     data_file: Option<DataFile>,
+    /// What the file has lost.
+    truncation: Option<Truncation>,
     geometry: Geometry,
     compression: Compression,
     backing: Option<Backing>,
@@ -179,6 +188,13 @@ impl<S: Storage> Qcow2<S> {
         let table_bytes = (header.refcount_table_clusters as usize) << header.geometry.cluster_bits;
         let table = table_io::read(&storage, header.refcount_table_offset, table_bytes).await?;
         let geometry = header.geometry;
+        let (l1, table) = (table_io::words_of(&l1), table_io::words_of(&table));
+        let truncation = truncation::find(&storage, &header, (&l1, &table), options.access).await?;
+        // Of a file that was cut off its last cluster is not whole.
+        let clusters = match truncation {
+            Some(_) => storage.size() >> geometry.cluster_bits,
+            None => geometry.clusters_for(storage.size()),
+        };
         let slices = (options.cache_size / geometry.slice_size()).max(geometry.least_slices());
         let mut state = State {
             geometry,
@@ -187,10 +203,10 @@ impl<S: Storage> Qcow2<S> {
             name: storage.name().into(),
             disk_header: header.clone(),
             header_writes: HeaderWrites::default(),
-            l1: table_io::words_of(&l1),
-            refcount_table: table_io::words_of(&table),
+            l1,
+            refcount_table: table,
             cache: SliceCache::new(slices as usize),
-            space: Space::new(geometry.clusters_for(storage.size())),
+            space: Space::new(clusters),
             room: Room::default(),
             header,
             pending: Pending::default(),
@@ -211,6 +227,7 @@ impl<S: Storage> Qcow2<S> {
         }
         let image = Self {
             data: None,
+            truncation,
             data_file: state.header.data_file.clone(),
             geometry,
             compression: state.header.compression,
@@ -299,7 +316,7 @@ impl<S: Storage> Qcow2<S> {
         self.check_data()?;
         if intent == Intent::Read {
             let mapped = self.step(|state| state.map_read(range)).await;
-            return self.marking(mapped).await;
+            return self.check_data_end(self.marking(mapped).await?);
         }
         self.check_writable()?;
         self.check_intact()?;
@@ -505,6 +522,14 @@ fn check_access<S: Storage>(storage: &S, header: &Header, access: Access) -> Res
             .on(storage.name())
             .at(72)
             .hint("repair it first (check --repair all)"));
+    }
+    if access == Access::ReadWrite
+        && let Some(fault) = &header.snapshot_fault
+    {
+        return Err(Error::new(ErrorKind::Corrupt, fault.what.clone())
+            .on(storage.name())
+            .at(fault.offset)
+            .hint("check --repair all removes the snapshots that cannot be used; it can be read as it is"));
     }
     Ok(())
 }

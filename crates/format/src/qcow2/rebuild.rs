@@ -4,6 +4,7 @@
 use blockhouse_core::{Error, ErrorKind, Result, Storage};
 
 use super::Qcow2;
+use super::recorded::{Recorded, beside};
 use super::references::References;
 
 impl<S: Storage> Qcow2<S> {
@@ -20,12 +21,16 @@ impl<S: Storage> Qcow2<S> {
                 .on(self.storage.name())
                 .hint("repair the image (check --repair all)"));
         }
-        for (cluster, &count) in references.counts.iter().enumerate() {
+        let recorded = Recorded::read(&self.storage, &header).await?;
+        for (cluster, count, recorded) in beside(&references.counts, &recorded) {
+            if count == recorded {
+                continue;
+            }
             let correct = |state: &mut super::State| {
                 if state.cache.is_crowded() {
                     return Err(super::Blocked::Crowded);
                 }
-                state.correct_refcount(cluster as u64, u64::from(count))
+                state.correct_refcount(cluster, u64::from(count))
             };
             self.step(correct).await?;
         }

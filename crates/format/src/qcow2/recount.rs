@@ -1,36 +1,26 @@
 //! Refcounts on disk set to given values, outside of any opened image: at their places, or in a new
 //! refcount table with new blocks where the old ones cannot be relied on.
 //!
-//! The new structures go to the end of the file, where nothing is; they are durable before the header
+//! The new structures go behind everything that is in use; they are durable before the header
 //! points to them, which is one write. So a crash leaves the old refcounts or the new ones.
 
 use std::collections::BTreeSet;
 
-use blockhouse_core::{Durability, Error, ErrorKind, Result, Storage, Sync};
+use blockhouse_core::{ByteRange, Durability, Error, ErrorKind, Result, Storage, Sync};
 
-use super::geometry::Geometry;
+use super::counts::Counts;
+use super::geometry::{Geometry, MOST_OFFSET};
 use super::header::{Header, SECTOR};
+use super::recorded::Recorded;
+use super::sparse_reader::SparseReader;
 use super::{entry, refcount, table_io};
 
 /// The largest refcount table, in bytes.
 const MOST_TABLE: u64 = 8 << 20;
 
 /// Whether every cluster that counts has a refcount block.
-pub(crate) async fn has_blocks<S: Storage>(
-    storage: &S,
-    header: &Header,
-    counts: &[u32],
-) -> Result<bool> {
-    let geometry = header.geometry;
-    let table = read_table(storage, header).await?;
-    let has_block = |index: usize| {
-        let word = table.get(index).copied().unwrap_or(0);
-        matches!(entry::refcount_block(word, geometry), Ok(Some(_)))
-    };
-    let parts = counts.chunks(geometry.block_refcounts() as usize).enumerate();
-    Ok(parts
-        .into_iter()
-        .all(|(index, part)| part.iter().all(|&count| count == 0) || has_block(index)))
+pub(crate) fn has_blocks(recorded: &Recorded, counts: &Counts) -> bool {
+    counts.iter().all(|(cluster, _)| recorded.has_block(cluster))
 }
 
 /// Sets the refcounts of all refcount blocks; what is beyond `counts` is free. Durable with the next
@@ -38,14 +28,22 @@ pub(crate) async fn has_blocks<S: Storage>(
 pub(crate) async fn store_in_place<S: Storage>(
     storage: &S,
     header: &Header,
-    counts: &[u32],
+    counts: &Counts,
 ) -> Result<()> {
     let geometry = header.geometry;
-    let step = geometry.slice_size() as usize;
-    for (index, word) in read_table(storage, header).await?.into_iter().enumerate() {
+    let (step, in_block) = (geometry.slice_size() as usize, geometry.block_refcounts());
+    let mut reader = SparseReader::new(storage, geometry);
+    for (index, word) in (0..).zip(read_table(storage, header).await?) {
         let Ok(Some(block)) = entry::refcount_block(word, geometry) else { continue };
+        let range = ByteRange::between(block, block + geometry.cluster_size());
+        // Where all is 0, and is to be.
+        if !counts.has_any(index * in_block..(index + 1) * in_block)
+            && reader.next_data(range).await.is_none()
+        {
+            continue;
+        }
         let old = table_io::read(storage, block, geometry.cluster_size() as usize).await?;
-        let new = block_bytes(geometry, counts, index as u64);
+        let new = block_bytes(geometry, counts, index);
         for (start, (old, new)) in
             (block..).step_by(step).zip(old.chunks(step).zip(new.chunks(step)))
         {
@@ -57,8 +55,8 @@ pub(crate) async fn store_in_place<S: Storage>(
     Ok(())
 }
 
-/// Makes a new refcount table with these refcounts, grown by those of the table itself, and points the
-/// header to it, durably.
+/// Makes a new refcount table with these refcounts at cluster `start`, where nothing is from there on,
+/// grown by those of the table itself, and points the header to it, durably.
 ///
 /// # Errors
 /// `NoSpace` when the table would be larger than the format allows; or what the storage answers.
@@ -66,16 +64,22 @@ pub(crate) async fn store_in_place<S: Storage>(
 pub(crate) async fn store_anew<S: Storage>(
     storage: &S,
     header: &mut Header,
-    counts: &mut Vec<u32>,
+    counts: &mut Counts,
+    start: u64,
 ) -> Result<()> {
     let geometry = header.geometry;
-    let start = counts.len() as u64;
-    let (blocks, table_clusters) = plan(geometry, counts);
-    if table_clusters << geometry.cluster_bits > MOST_TABLE {
+    let (blocks, table_clusters) = plan(geometry, counts, start);
+    let end = start + blocks.len() as u64 + table_clusters;
+    if table_clusters << geometry.cluster_bits > MOST_TABLE
+        || end > MOST_OFFSET >> geometry.cluster_bits
+    {
         let what = "the refcount table would be larger than its format allows";
         return Err(Error::new(ErrorKind::NoSpace, what).on(storage.name()));
     }
-    counts.resize(counts.len() + blocks.len() + table_clusters as usize, 1);
+    counts.extend_to(end);
+    for cluster in start..end {
+        counts.set(cluster, 1)?;
+    }
     let table_offset = geometry.offset_of(start + blocks.len() as u64);
     let mut table = vec![0; (table_clusters << geometry.cluster_bits) as usize / 8];
     for (&index, cluster) in blocks.iter().zip(start..) {
@@ -93,14 +97,9 @@ pub(crate) async fn store_anew<S: Storage>(
 }
 
 /// The indexes of the blocks that there must be, and how many clusters their table takes.
-fn plan(geometry: Geometry, counts: &[u32]) -> (Vec<u64>, u64) {
+fn plan(geometry: Geometry, counts: &Counts, start: u64) -> (Vec<u64>, u64) {
     let per_block = geometry.block_refcounts();
-    let start = counts.len() as u64;
-    let used = counts.chunks(per_block as usize).zip(0..);
-    let used: BTreeSet<u64> = used
-        .filter(|(part, _)| part.iter().any(|&count| count > 0))
-        .map(|(_, index)| index)
-        .collect();
+    let used: BTreeSet<u64> = counts.iter().map(|(cluster, _)| cluster / per_block).collect();
     let mut total = 1;
     loop {
         let mut blocks = used.clone();
@@ -114,14 +113,13 @@ fn plan(geometry: Geometry, counts: &[u32]) -> (Vec<u64>, u64) {
     }
 }
 
-fn block_bytes(geometry: Geometry, counts: &[u32], index: u64) -> Vec<u8> {
+fn block_bytes(geometry: Geometry, counts: &Counts, index: u64) -> Vec<u8> {
     let mut bytes = vec![0; geometry.cluster_size() as usize];
-    let first = (index * geometry.block_refcounts()) as usize;
-    let counts = counts.get(first..).unwrap_or_default();
-    for (index, &count) in counts.iter().take(geometry.block_refcounts() as usize).enumerate() {
+    let first = index * geometry.block_refcounts();
+    for (cluster, count) in counts.range(first..first + geometry.block_refcounts()) {
         // A count that cannot be stored is as high as it can be: the cluster is never freed then.
         let count = u64::from(count).min(geometry.most_refcount());
-        refcount::set(&mut bytes, geometry.refcount_order, index, count);
+        refcount::set(&mut bytes, geometry.refcount_order, (cluster - first) as usize, count);
     }
     bytes
 }

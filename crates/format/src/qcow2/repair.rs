@@ -3,29 +3,35 @@
 //! The order that no crash can turn into more damage, each step durable before the next:
 //!
 //! 1. an image with corruption is marked as corrupt (version 3): until the end nobody writes to it;
-//! 2. entries that contradict the format or point out of the file lose what is wrong of them;
-//! 3. references are counted, and "the refcount is one" is taken from entries where it is not so;
-//! 4. refcounts become what was counted, at their places or, where the refcount table is broken, in a
+//! 2. snapshots that cannot be used are removed from the snapshot table: see `repair_snapshots`;
+//! 3. entries that contradict the format or point out of the file lose what is wrong of them;
+//! 4. references are counted, and "the refcount is one" is taken from entries where it is not so;
+//! 5. refcounts become what was counted, at their places or, where the refcount table is broken, in a
 //!    new one that the header points to with one write. So none is lowered before the reference is gone;
-//! 5. entries whose refcount is one say so. An entry that says less than it might is copied once too
+//! 6. entries whose refcount is one say so. An entry that says less than it might is copied once too
 //!    often, and harmless: of all states on the way this is the only one in which a repair of leaks
 //!    alone shows as an error to a check;
-//! 6. space that nobody refers to is given back to the host;
-//! 7. if a new check finds no corruption, the marks "corrupt" and "dirty" are taken away.
+//! 7. space that nobody refers to is given back to the host;
+//! 8. if a new check finds no corruption, the marks "corrupt" and "dirty" are taken away. If it does, an
+//!    image that was not marked before is not marked after, because a repair takes no access away. One
+//!    with a cluster that has more users than can be counted is: a change would lose data.
 //!
 //! Where two guest clusters share a host cluster, both keep it, counted twice: it is copied when one of
-//! them is written. (The other has it alone then and does not say so, which the next repair corrects.) Where it cannot be told who refers to what (a damaged snapshot table), no refcount
+//! them is written. (The other has it alone then and does not say so, which the next repair corrects.) Where it cannot be told who refers to what (a damaged bitmap directory), no refcount
 //! is lowered.
 
 use blockhouse_core::{Result, Storage, Sync};
 
-use super::check::{CheckReport, Recorded, check_tables};
-use super::edit::{Ownerships, Scrub, edit};
+use super::check::{CheckReport, check_tables};
+use super::counts::Counts;
+use super::edit::{Edit, Ownerships, Scrub};
 use super::entry::Ownership;
 use super::header::{Header, Incompatible};
+use super::recorded::{Recorded, beside};
 use super::recount::{has_blocks, store_anew, store_header, store_in_place};
 use super::references::References;
-use super::snapshots::{L1Place, SnapshotPlaces};
+use super::repair_snapshots::repair_snapshots;
+use super::snapshots::{L1Place, SnapshotSurvey};
 use super::{KNOWN_AUTOCLEAR, read_header, table_io};
 
 /// What is repaired.
@@ -45,6 +51,8 @@ pub struct Repaired {
     pub found: CheckReport,
     /// What is wrong still.
     pub left: CheckReport,
+    /// What became of the snapshot table, in words: the snapshots that are lost, each with the reason.
+    pub snapshots: Vec<String>,
 }
 
 impl Repaired {
@@ -60,27 +68,38 @@ impl Repaired {
 }
 
 /// Checks the image in `storage`, which nobody else may have open, repairs it, and checks it again. Takes
-/// 8 bytes of memory for each cluster of the file.
+/// as much memory as [`check`](super::check).
 ///
 /// # Errors
 /// `Corrupt` or `Unsupported` when the header makes no sense, which cannot be repaired; `NoSpace`; or what
 /// the storage answers. A repair that failed can be tried again.
 pub async fn repair<S: Storage>(storage: &S, what: Repair) -> Result<Repaired> {
     let header = read_header(storage).await?;
+    let marks = header.incompatible & (Incompatible::CORRUPT | Incompatible::DIRTY);
+    let header_can_be_marked = header.geometry.version >= 3 && what == Repair::All;
     let found = check_tables(storage, &header).await?;
-    let mut image = Repairing { storage, header };
+    let mut image = Repairing { storage, header, snapshots: Vec::new() };
     match what {
         Repair::All if found.corruptions > 0 => image.repair_all().await?,
         _ if found.leaks > 0 => image.repair_leaks(found.corruptions).await?,
         _ => {}
     }
     let left = check_tables(storage, &image.header).await?;
-    let marks = Incompatible::CORRUPT | Incompatible::DIRTY;
-    if left.corruptions == 0 && image.header.incompatible.intersects(marks) {
-        image.header.incompatible.remove(marks);
+    let remaining = match left {
+        CheckReport { corruptions: 0, .. } => Incompatible::empty(),
+        // The first user to go would take the cluster from the others.
+        CheckReport { uncountable: 1.., .. } if header_can_be_marked => {
+            marks | Incompatible::CORRUPT
+        }
+        _ => marks,
+    };
+    let is = image.header.incompatible;
+    image.header.incompatible.remove(Incompatible::CORRUPT | Incompatible::DIRTY);
+    image.header.incompatible.insert(remaining);
+    if image.header.incompatible != is {
         store_header(storage, &image.header).await?;
     }
-    Ok(Repaired { found, left })
+    Ok(Repaired { found, left, snapshots: image.snapshots })
 }
 
 /// An image under repair.
@@ -88,13 +107,15 @@ struct Repairing<'a, S> {
     storage: &'a S,
     /// As on disk.
     header: Header,
+    /// What became of snapshots.
+    snapshots: Vec<String>,
 }
 
 /// Who refers to what, and who is said to.
-struct Counts {
+struct Counted {
     /// What each refcount should be.
-    wanted: Vec<u32>,
-    recorded: Vec<u32>,
+    wanted: Counts,
+    recorded: Recorded,
     /// Whether all references could be found.
     is_complete: bool,
     /// Whether the refcount table and its blocks cannot stay where they are.
@@ -103,13 +124,43 @@ struct Counts {
     refcount_clusters: Vec<u64>,
 }
 
-impl Counts {
-    /// The refcount table and its blocks do not refer to their clusters any more.
-    fn leave_refcounts(&mut self) {
-        for &cluster in &self.refcount_clusters {
-            let count = &mut self.wanted[cluster as usize];
-            *count = count.saturating_sub(1);
+impl Counted {
+    /// The first cluster from which on nothing is.
+    fn end(&self) -> u64 {
+        match self.is_complete {
+            true => self.wanted.end(),
+            false => self.wanted.clusters(),
         }
+    }
+
+    /// The refcount table and its blocks do not refer to their clusters any more.
+    fn leave_refcounts(&mut self) -> Result<()> {
+        for &cluster in &self.refcount_clusters {
+            self.wanted.set(cluster, self.wanted.get(cluster).saturating_sub(1))?;
+        }
+        Ok(())
+    }
+
+    /// No refcount is raised.
+    fn lower_only(&mut self) -> Result<()> {
+        let lower = self.wanted.iter().filter_map(|(cluster, wanted)| {
+            let recorded = self.recorded.get(cluster);
+            (recorded < wanted).then_some((cluster, recorded))
+        });
+        for (cluster, recorded) in lower.collect::<Vec<_>>() {
+            self.wanted.set(cluster, recorded)?;
+        }
+        Ok(())
+    }
+
+    /// No refcount is lowered.
+    fn raise_only(&mut self) -> Result<()> {
+        for (cluster, recorded) in self.recorded.iter() {
+            if recorded > self.wanted.get(cluster) {
+                self.wanted.set(cluster, recorded)?;
+            }
+        }
+        Ok(())
     }
 }
 
@@ -119,9 +170,7 @@ impl<S: Storage> Repairing<'_, S> {
         if !counts.is_complete || counts.is_broken {
             return Ok(());
         }
-        for (wanted, &recorded) in counts.wanted.iter_mut().zip(&counts.recorded) {
-            *wanted = recorded.min(*wanted);
-        }
+        counts.lower_only()?;
         self.begin(Incompatible::empty()).await?;
         store_in_place(self.storage, &self.header, &counts.wanted).await?;
         self.storage.flush(Sync::Data).await?;
@@ -135,17 +184,17 @@ impl<S: Storage> Repairing<'_, S> {
 
     async fn repair_all(&mut self) -> Result<()> {
         self.begin(Incompatible::CORRUPT).await?;
+        self.snapshots = repair_snapshots(self.storage, &mut self.header).await?;
         self.scrub().await?;
         let mut counts = self.count().await?;
         if !counts.is_complete {
-            for (wanted, &recorded) in counts.wanted.iter_mut().zip(&counts.recorded) {
-                *wanted = recorded.max(*wanted);
-            }
+            counts.raise_only()?;
         }
         self.correct_ownership(&counts.wanted, Ownership::Shared).await?;
-        if counts.is_broken || !has_blocks(self.storage, &self.header, &counts.wanted).await? {
-            counts.leave_refcounts();
-            store_anew(self.storage, &mut self.header, &mut counts.wanted).await?;
+        if counts.is_broken || !has_blocks(&counts.recorded, &counts.wanted) {
+            let start = counts.end();
+            counts.leave_refcounts()?;
+            store_anew(self.storage, &mut self.header, &mut counts.wanted, start).await?;
         } else {
             store_in_place(self.storage, &self.header, &counts.wanted).await?;
             self.storage.flush(Sync::Data).await?;
@@ -173,23 +222,22 @@ impl<S: Storage> Repairing<'_, S> {
     /// Makes all entries keep to the format and to the file, durably.
     async fn scrub(&self) -> Result<()> {
         let geometry = self.header.geometry;
-        let snapshots = SnapshotPlaces::read(self.storage, &self.header).await?;
+        let snapshots = SnapshotSurvey::read(self.storage, &self.header).await?;
         let clusters = geometry.clusters_for(self.storage.size());
         let scrub = Scrub::new(&self.header, &snapshots, clusters);
-        for l1 in snapshots.l1_tables.into_iter().chain([L1Place::active(&self.header)]) {
+        let mut edit = Edit::new(self.storage, geometry, &scrub);
+        for l1 in snapshots.l1_tables().chain([L1Place::active(&self.header)]) {
             if l1.is_possible(geometry) && l1.offset + l1.length() <= self.storage.size() {
-                edit(self.storage, geometry, l1, &scrub).await?;
+                edit.l1(l1).await?;
             }
         }
         self.storage.flush(Sync::Data).await
     }
 
-    async fn count(&self) -> Result<Counts> {
+    async fn count(&self) -> Result<Counted> {
         let references = References::count(self.storage, &self.header).await?;
-        let clusters = references.counts.len();
-        let recorded = Recorded::read(self.storage, &self.header, clusters).await?.counts;
-        Ok(Counts {
-            recorded,
+        Ok(Counted {
+            recorded: Recorded::read(self.storage, &self.header).await?,
             is_complete: references.corruptions == references.broken_refcounts,
             is_broken: references.broken_refcounts > 0,
             refcount_clusters: references.refcount_clusters,
@@ -198,20 +246,20 @@ impl<S: Storage> Repairing<'_, S> {
     }
 
     /// Corrects one of the two in the active tables, durably.
-    async fn correct_ownership(&self, counts: &[u32], wanted: Ownership) -> Result<()> {
+    async fn correct_ownership(&self, counts: &Counts, wanted: Ownership) -> Result<()> {
         let geometry = self.header.geometry;
         let editor = Ownerships { geometry, counts, wanted };
-        edit(self.storage, geometry, L1Place::active(&self.header), &editor).await?;
+        let mut edit = Edit::new(self.storage, geometry, &editor);
+        edit.l1(L1Place::active(&self.header)).await?;
         self.storage.flush(Sync::Data).await
     }
 
     /// Gives the space of clusters that were counted and are free now back to the host. Only a hint.
-    async fn give_back(&self, counts: &Counts) {
+    async fn give_back(&self, counts: &Counted) {
         let geometry = self.header.geometry;
-        let both = counts.recorded.iter().zip(&counts.wanted).zip(0..);
-        let mut freed = both
-            .filter(|&((&recorded, &wanted), _)| recorded > 0 && wanted == 0)
-            .map(|(_, cluster): (_, u64)| cluster)
+        let mut freed = beside(&counts.wanted, &counts.recorded)
+            .filter(|&(_, wanted, recorded)| recorded > 0 && wanted == 0)
+            .map(|(cluster, ..)| cluster)
             .peekable();
         while let Some(first) = freed.next() {
             let mut end = first + 1;

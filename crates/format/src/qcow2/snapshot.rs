@@ -151,6 +151,14 @@ impl<S: Storage> Qcow2<S> {
         let table = snapshot_table::read(&image.storage, &header).await?;
         let entry = &table.entries[image.index_of(name, &table.entries)?];
         let bytes = entry.l1_entries as usize * 8;
+        if entry.l1_offset.saturating_add(bytes as u64)
+            > header.geometry.bytes_of(0..header.geometry.clusters_for(image.storage.size())).end()
+        {
+            let what =
+                format!("the L1 table of the snapshot '{name}' lies behind the end of the file");
+            let error = Error::new(ErrorKind::Corrupt, what).on(image.storage.name());
+            return Err(error.at(entry.l1_offset));
+        }
         let l1 = table_io::read(&image.storage, entry.l1_offset, bytes).await?;
         let size = entry.disk_size().unwrap_or(header.size);
         if header.geometry.l1_entries_for(size) * 8 > bytes as u64 {

@@ -110,6 +110,27 @@ impl SnapshotEntry {
         }
     }
 
+    /// Whether the entry names no snapshot: what is behind the last one reads so.
+    pub(crate) fn is_empty(&self) -> bool {
+        self.id.is_empty() && self.name.is_empty()
+    }
+
+    /// For messages.
+    pub(crate) fn called(&self) -> String {
+        let text = |bytes| String::from_utf8_lossy(bytes).escape_default().to_string();
+        format!("the snapshot '{}' (id {})", text(&self.name), text(&self.id))
+    }
+
+    /// Whether an entry of an image of that version says less than it has to.
+    pub(crate) fn is_incomplete(&self, version: u32) -> bool {
+        version >= 3 && self.disk_size().is_none()
+    }
+
+    /// Adds what an incomplete entry does not say: the disk had the size that it has now.
+    pub(crate) fn complete(&mut self, disk_size: u64) {
+        self.extra = table_io::bytes_of(&[self.vm_state_size(), disk_size]);
+    }
+
     fn put(&self, bytes: &mut Vec<u8>) {
         bytes.extend(self.l1_offset.to_be_bytes());
         bytes.extend(self.l1_entries.to_be_bytes());
@@ -126,9 +147,9 @@ impl SnapshotEntry {
         bytes.resize(bytes.len().next_multiple_of(8), 0);
     }
 
-    /// `bytes` holds the whole entry.
-    fn take(bytes: &[u8]) -> Self {
-        let (id, name, extra) = lengths(bytes);
+    /// `bytes` holds the whole entry, with so many bytes of extra data.
+    fn take(bytes: &[u8], extra: usize) -> Self {
+        let (id, name, _) = lengths(bytes);
         let (extra_end, id_end) = (FIXED + extra, FIXED + extra + id);
         Self {
             l1_offset: be64(bytes, 0),
@@ -174,56 +195,116 @@ pub(crate) struct Table {
 /// # Errors
 /// `Corrupt` where an entry is out of its bounds.
 pub(crate) async fn read<S: Storage>(storage: &S, header: &Header) -> Result<Table> {
-    let mut reader = Reader { storage, start: header.snapshots_offset, bytes: Vec::new() };
+    let refuse = |what: String, offset: u64| {
+        Error::new(ErrorKind::Corrupt, what)
+            .on(storage.name())
+            .at(offset)
+            .hint("repair the image (check --repair all removes what cannot be used)")
+    };
+    if let Some(fault) = &header.snapshot_fault {
+        return Err(refuse(fault.what.clone(), fault.offset));
+    }
+    let mut reader = TableReader::new(storage, header.snapshots_offset);
     let mut entries = Vec::new();
-    let mut at = 0;
     for _ in 0..header.snapshots {
-        reader.need(at + FIXED).await?;
-        let (id, name, extra) = lengths(&reader.bytes[at..]);
-        let refuse = |what: String| {
-            Error::new(ErrorKind::Corrupt, what)
-                .on(storage.name())
-                .at(header.snapshots_offset + at as u64)
-                .hint("check the image before using it")
+        let at = header.snapshots_offset + reader.position();
+        let Some(entry) = reader.next().await? else {
+            return Err(refuse("the snapshot table ends before its last entry".into(), at));
         };
-        if extra > MOST_EXTRA {
-            return Err(refuse(format!("a snapshot with {extra} bytes of extra data")));
-        }
-        let length = FIXED + extra + id + name;
-        reader.need(at + length).await?;
-        let entry = SnapshotEntry::take(&reader.bytes[at..at + length]);
+        let Some(entry) = entry.filter(|_| !reader.was_guessed()) else {
+            return Err(refuse("an entry of the snapshot table is too long".into(), at));
+        };
         let is_aligned = header.geometry.is_cluster_aligned(entry.l1_offset);
         if entry.l1_entries > MOST_L1_ENTRIES || !is_aligned {
             let (entries, offset) = (entry.l1_entries, entry.l1_offset);
             let what = format!("a snapshot's L1 table of {entries} entries at offset {offset}");
-            return Err(refuse(what));
+            return Err(refuse(what, at));
         }
         entries.push(entry);
-        at = (at + length).next_multiple_of(8);
     }
-    Ok(Table { entries, length: at as u64 })
+    Ok(Table { entries, length: reader.position() })
 }
 
-/// Bytes from `start` on, as far as they were needed.
-struct Reader<'a, S> {
+/// Reads a snapshot table entry by entry, whatever is in it.
+pub(crate) struct TableReader<'a, S> {
     storage: &'a S,
     start: u64,
+    /// From `start` on, as far as they were needed.
     bytes: Vec<u8>,
+    /// Where the next entry is, from `start` on.
+    at: usize,
+    was_guessed: bool,
 }
 
-impl<S: Storage> Reader<'_, S> {
-    async fn need(&mut self, length: usize) -> Result<()> {
-        while self.bytes.len() < length {
-            if self.bytes.len() >= MOST_TABLE {
-                let what = "the snapshot table is longer than 64 MiB";
-                return Err(Error::new(ErrorKind::Corrupt, what)
-                    .on(self.storage.name())
-                    .at(self.start));
+impl<'a, S: Storage> TableReader<'a, S> {
+    pub(crate) fn new(storage: &'a S, start: u64) -> Self {
+        Self { storage, start, bytes: Vec::new(), at: 0, was_guessed: false }
+    }
+
+    /// Bytes of the entries so far.
+    pub(crate) fn position(&self) -> u64 {
+        self.at as u64
+    }
+
+    /// Whether the last entry states an impossible length of its extra data, and was found by the lengths
+    /// that there are in practice.
+    pub(crate) fn was_guessed(&self) -> bool {
+        self.was_guessed
+    }
+
+    /// The next entry: `None` where the file ends before, `Some(None)` where it is longer than entries
+    /// are, so that nothing behind it can be found either.
+    ///
+    /// # Errors
+    /// Only what the storage answers.
+    pub(crate) async fn next(&mut self) -> Result<Option<Option<SnapshotEntry>>> {
+        if !self.holds(FIXED).await? {
+            return Ok(None);
+        }
+        let (id, name, mut extra) = lengths(&self.bytes[self.at..]);
+        self.was_guessed = extra > MOST_EXTRA;
+        if self.was_guessed {
+            let Some(guessed) = self.guess_extra(id).await? else { return Ok(Some(None)) };
+            extra = guessed;
+        }
+        let length = FIXED + extra + id + name;
+        if self.at + length > MOST_TABLE {
+            return Ok(Some(None));
+        }
+        if !self.holds(length).await? {
+            return Ok(None);
+        }
+        let entry = SnapshotEntry::take(&self.bytes[self.at..self.at + length], extra);
+        self.at = (self.at + length).next_multiple_of(8);
+        Ok(Some(Some(entry)))
+    }
+
+    /// The length of extra data with which a decimal id follows, as QEMU and we write it.
+    async fn guess_extra(&mut self, id: usize) -> Result<Option<usize>> {
+        for extra in [EXTRA, 16, 0] {
+            if !self.holds(FIXED + extra + id).await? {
+                continue;
             }
+            let start = self.at + FIXED + extra;
+            let found = &self.bytes[start..start + id];
+            if !found.is_empty() && found.iter().all(u8::is_ascii_digit) {
+                return Ok(Some(extra));
+            }
+        }
+        Ok(None)
+    }
+
+    /// Whether the file has `length` bytes of the next entry, which are in memory then.
+    async fn holds(&mut self, length: usize) -> Result<bool> {
+        let end = self.at + length;
+        if self.start.saturating_add(end as u64) > self.storage.size() {
+            return Ok(false);
+        }
+        while self.bytes.len() < end {
             let at = self.start + self.bytes.len() as u64;
             self.bytes.extend(table_io::read(self.storage, at, CHUNK).await?);
         }
-        Ok(())
+        Ok(true)
     }
 }
 
@@ -248,9 +329,9 @@ mod tests {
         one.extra.extend([9; 13]);
         let bytes = to_bytes(&[one.clone(), entry(1 << 40)]);
         assert_eq!(bytes.len() % 8, 0);
-        assert_eq!(SnapshotEntry::take(&bytes), one);
+        assert_eq!(SnapshotEntry::take(&bytes, EXTRA + 13), one);
         let second = (FIXED + EXTRA + 13 + 1 + 17_usize).next_multiple_of(8);
-        assert_eq!(SnapshotEntry::take(&bytes[second..]), entry(1 << 40));
+        assert_eq!(SnapshotEntry::take(&bytes[second..], EXTRA), entry(1 << 40));
     }
 
     #[test]

@@ -1,17 +1,17 @@
-//! Where the snapshots' L1 tables are.
+//! The snapshot table of an image that nobody has open, however damaged: which snapshots can still be
+//! used, and what is wrong with the others.
+//!
+//! A snapshot is usable when its entry keeps to the format and its L1 table can be where the entry says.
+//! Where an entry's length cannot be told, neither can the places of those behind it.
 
 use blockhouse_core::{Result, Storage};
 
-use super::entry::{be32, be64};
 use super::geometry::{Geometry, MOST_OFFSET};
 use super::header::Header;
-use super::table_io;
+use super::snapshot_table::{MOST_SNAPSHOTS, SnapshotEntry, TableReader};
 
 /// The largest L1 table, in bytes.
 const MOST_L1_BYTES: u64 = 32 << 20;
-/// What a snapshot's entry is made of besides its extra data, id and name.
-const FIXED: usize = 40;
-const MOST_EXTRA: u32 = 1024;
 
 /// Where an L1 table is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -26,6 +26,10 @@ impl L1Place {
         Self { offset: header.l1_offset, entries: header.l1_entries }
     }
 
+    pub(crate) fn of(snapshot: &SnapshotEntry) -> Self {
+        Self { offset: snapshot.l1_offset, entries: snapshot.l1_entries }
+    }
+
     pub(crate) fn length(self) -> u64 {
         u64::from(self.entries) * 8
     }
@@ -36,41 +40,142 @@ impl L1Place {
             && self.offset <= MOST_OFFSET
             && geometry.is_cluster_aligned(self.offset)
     }
+
+    /// The clusters of a possible table.
+    pub(crate) fn clusters(self, geometry: Geometry) -> std::ops::Range<u64> {
+        geometry.cluster_of(self.offset)..geometry.clusters_for(self.offset + self.length())
+    }
 }
 
-/// What the snapshot table says of places.
-pub(crate) struct SnapshotPlaces {
-    pub(crate) l1_tables: Vec<L1Place>,
-    /// Bytes of the snapshot table, as far as it makes sense.
+/// What is wrong with a part of the snapshot table.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Fault {
+    /// How many entries are affected.
+    pub(crate) count: u64,
+    pub(crate) what: String,
+}
+
+/// What the snapshot table has.
+pub(crate) struct SnapshotSurvey {
+    /// The snapshots that can be used.
+    pub(crate) usable: Vec<SnapshotEntry>,
+    /// What is wrong.
+    pub(crate) faults: Vec<Fault>,
+    /// Whether `usable` is the start of the table, as it is on disk.
+    pub(crate) is_prefix: bool,
+    /// Bytes of the table, as far as it makes sense.
     pub(crate) length: u64,
-    /// Why it does not make sense up to its end.
-    pub(crate) problem: Option<String>,
 }
 
-impl SnapshotPlaces {
+impl SnapshotSurvey {
     /// Reads the snapshot table.
     ///
     /// # Errors
     /// Only what the storage answers.
     pub(crate) async fn read<S: Storage>(storage: &S, header: &Header) -> Result<Self> {
-        let start = header.snapshots_offset;
-        let mut places = Self { l1_tables: Vec::new(), length: 0, problem: None };
-        for number in 0..header.snapshots {
-            let offset = start + places.length;
-            if offset >= storage.size() {
-                places.problem = Some(format!("the snapshot table ends before entry {number}"));
-                break;
-            }
-            let fixed = table_io::read(storage, offset, FIXED).await?;
-            let (names, extra) = (be32(&fixed, 12), be32(&fixed, 36));
-            if extra > MOST_EXTRA {
-                places.problem = Some(format!("the snapshot at offset {offset} is too long"));
-                break;
-            }
-            places.l1_tables.push(L1Place { offset: be64(&fixed, 0), entries: be32(&fixed, 8) });
-            let names = u64::from(names >> 16) + u64::from(names & 0xffff);
-            places.length += (FIXED as u64 + u64::from(extra) + names).next_multiple_of(8);
+        let mut survey =
+            Self { usable: Vec::new(), faults: Vec::new(), is_prefix: true, length: 0 };
+        if header.snapshots > 0 && !header.has_possible_snapshot_table() {
+            let offset = header.snapshots_offset;
+            let what = format!("the snapshot table cannot be at offset {offset}");
+            survey.lose_all(header.snapshots.into(), what);
+            return Ok(survey);
         }
-        Ok(places)
+        survey.read_entries(storage, header).await?;
+        let beyond = u64::from(header.snapshots).saturating_sub(MOST_SNAPSHOTS as u64);
+        if beyond > 0 {
+            let what = format!("snapshots are more than {MOST_SNAPSHOTS}");
+            survey.lose_all(beyond, what);
+        }
+        Ok(survey)
     }
+
+    /// Where the usable snapshots have their L1 tables.
+    pub(crate) fn l1_tables(&self) -> impl Iterator<Item = L1Place> {
+        self.usable.iter().map(L1Place::of)
+    }
+
+    /// The last `count` entries are lost.
+    fn lose_all(&mut self, count: u64, why: String) {
+        self.faults.push(Fault { count, what: format!("{count} snapshots cannot be used: {why}") });
+    }
+
+    /// An entry is lost, or has to be changed.
+    fn fault(&mut self, what: String) {
+        self.is_prefix = false;
+        self.faults.push(Fault { count: 1, what });
+    }
+
+    async fn read_entries<S: Storage>(&mut self, storage: &S, header: &Header) -> Result<()> {
+        let count = header.snapshots.min(MOST_SNAPSHOTS as u32);
+        let mut reader = TableReader::new(storage, header.snapshots_offset);
+        let mut empty = 0;
+        for number in 0..count {
+            let left = u64::from(count - number);
+            let Some(entry) = reader.next().await? else {
+                let what = format!("the snapshot table ends before entry {number}");
+                self.lose_all(left, what);
+                break;
+            };
+            let Some(mut entry) = entry else {
+                let offset = header.snapshots_offset + reader.position();
+                let what =
+                    format!("the entry at offset {offset} of the snapshot table is too long");
+                self.lose_all(left, what);
+                break;
+            };
+            self.length = reader.position();
+            if entry.is_empty() {
+                empty += 1;
+                continue;
+            }
+            // Entries behind empty ones do not follow upon the others.
+            self.is_prefix &= empty == 0;
+            match fault_of(&entry, header, storage.size()) {
+                Some(why) => self.fault(format!("{} cannot be used: {why}", entry.called())),
+                None => {
+                    if reader.was_guessed() {
+                        let what = "has an impossible length of its extra data";
+                        self.fault(format!("{} {what}", entry.called()));
+                    } else if entry.is_incomplete(header.geometry.version) {
+                        self.fault(format!("{} does not say the size of its disk", entry.called()));
+                        entry.complete(header.size);
+                    }
+                    self.usable.push(entry);
+                }
+            }
+        }
+        if empty > 0 {
+            let what = format!("{empty} entries of the snapshot table are empty");
+            self.faults.push(Fault { count: empty, what });
+        }
+        Ok(())
+    }
+}
+
+/// Why a snapshot cannot be used.
+fn fault_of(entry: &SnapshotEntry, header: &Header, file_size: u64) -> Option<String> {
+    let (geometry, place) = (header.geometry, L1Place::of(entry));
+    let snapshot_table = geometry.cluster_of(header.snapshots_offset);
+    if place.entries == 0 {
+        return None;
+    }
+    if !place.is_possible(geometry) || place.offset == 0 {
+        let (entries, offset) = (place.entries, place.offset);
+        return Some(format!("its L1 table cannot be at offset {offset} with {entries} entries"));
+    }
+    let clusters = place.clusters(geometry);
+    if clusters.end > geometry.clusters_for(file_size) {
+        let offset = place.offset;
+        return Some(format!("its L1 table at offset {offset} lies beyond the end of the file"));
+    }
+    let refcounts = geometry.cluster_of(header.refcount_table_offset);
+    let refcounts = refcounts..refcounts + u64::from(header.refcount_table_clusters);
+    let taken = [snapshot_table..snapshot_table + 1, refcounts];
+    let overlaps =
+        |other: &std::ops::Range<u64>| clusters.start < other.end && other.start < clusters.end;
+    taken.iter().any(overlaps).then(|| {
+        let offset = place.offset;
+        format!("its L1 table at offset {offset} shares its place with another table")
+    })
 }

@@ -163,6 +163,11 @@ impl State {
     pub(crate) fn l2_slice(&self, cluster: u64) -> Result<Option<SliceId>, Error> {
         let place = self.geometry.l2_place(cluster);
         let table = self.l2_table(place.l1_index)?;
+        if let Some(table) = table
+            && self.geometry.cluster_of(table.offset) >= self.space.end()
+        {
+            return Err(self.corrupt("an L2 table lies behind the end of the file", table.offset));
+        }
         Ok(table.map(|table| SliceId {
             offset: table.offset + place.slice_offset,
             kind: SliceKind::L2,

@@ -1,0 +1,210 @@
+//! Files that end before their image does: a copy or download that was cut off.
+//!
+//! A cluster may begin in the file and end behind it: QEMU writes the last one so, and what is behind the
+//! end reads as zeros. What begins behind the end is lost, and is never read as zeros: reads of it fail
+//! with `Corrupt`. An image with such a loss is not opened for writing, because new clusters would go where
+//! the rest of the file belongs; so it can still be completed, or repaired, which makes zeros of what is
+//! lost.
+//!
+//! A healthy image costs one read at most: only where refcounts count a cluster behind the end (a crash
+//! leaves that, too) its L2 tables are looked through.
+
+use std::fmt;
+
+use blockhouse_core::{ByteRange, Error, ErrorKind, Extent, ExtentState, Result, Storage};
+
+use super::entry::{self, Entry};
+use super::geometry::Geometry;
+use super::header::Header;
+use super::sparse_reader::SparseReader;
+use super::state::{State, Step};
+use super::{Access, Qcow2, refcount, table_io};
+
+/// What the file of an image is known to have lost.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Truncation {
+    /// Where something begins that tables refer to, in bytes from the start of the file.
+    pub offset: u64,
+    /// The length of the file in bytes, which is not more than that.
+    pub file_size: u64,
+}
+
+impl fmt::Display for Truncation {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { offset, file_size } = self;
+        write!(
+            f,
+            "the file is cut off: what lies at offset {offset} is behind its end at {file_size}"
+        )
+    }
+}
+
+impl Truncation {
+    /// As an error that names the place.
+    fn error(self, name: &str) -> Error {
+        let what = format!(
+            "the file is cut off: tables refer to what is behind its end at {}",
+            self.file_size
+        );
+        Error::new(ErrorKind::Corrupt, what).on(name).at(self.offset).hint(
+            "get the whole file again, or read what is left (--read-only); check --repair all makes \
+             zeros of what is lost",
+        )
+    }
+}
+
+impl<S: Storage> Qcow2<S> {
+    /// What the file was found to have lost when the image was opened, for reading: reads of it fail.
+    pub fn truncation(&self) -> Option<Truncation> {
+        self.truncation
+    }
+
+    /// A place in a data file must begin before its end. A data file that is the raw disk may be shorter:
+    /// others change it.
+    pub(super) fn check_data_end(&self, extent: Extent) -> Result<Extent> {
+        if let (Some(data), ExtentState::Mapped { host }) = (&self.data, extent.state)
+            && !self.is_raw_disk()
+            && self.geometry.cluster_of(host) >= self.geometry.clusters_for(data.size())
+        {
+            let what = "the data file ends before this cluster of the guest";
+            return Err(Error::new(ErrorKind::Corrupt, what).on(data.name()).at(host));
+        }
+        Ok(extent)
+    }
+}
+
+impl State {
+    /// The extent up to the end of the file.
+    pub(crate) fn within_file(&self, extent: Extent) -> Step<Extent> {
+        let host = match extent.state {
+            ExtentState::Mapped { host } if !self.geometry.has_data_file => host,
+            ExtentState::Compressed { host, .. } => host,
+            _ => return Ok(extent),
+        };
+        let end = self.geometry.offset_of(self.space.end());
+        if host >= end {
+            let guest = extent.guest.offset();
+            let what =
+                format!("the data of the guest's offset {guest} lies behind the end of the file");
+            return Err(self.corrupt(what, host).into());
+        }
+        if let ExtentState::Compressed { .. } = extent.state {
+            return Ok(extent);
+        }
+        let guest = extent.guest.truncate(end - host);
+        let whole = if extent.whole == extent.guest { guest } else { extent.whole };
+        Ok(Extent { guest, whole, ..extent })
+    }
+}
+
+/// Looks for what the file has lost of the active disk.
+///
+/// # Errors
+/// `Corrupt` where the active L1 table itself is lost, or the image is opened for writing and anything is;
+/// or what the storage answers.
+pub(super) async fn find<S: Storage>(
+    storage: &S,
+    header: &Header,
+    (l1, refcount_table): (&[u64], &[u64]),
+    access: Access,
+) -> Result<Option<Truncation>> {
+    let search = Search { storage, geometry: header.geometry, file_size: storage.size() };
+    let l1_end = header.l1_offset + l1.len() as u64 * 8;
+    if !l1.is_empty() && search.is_lost(l1_end - 1) {
+        return Err(search.lost(header.l1_offset).error(storage.name()));
+    }
+    let found = match search.among_tables(l1, refcount_table) {
+        Some(lost) => Some(lost),
+        None if search.is_suspicious(refcount_table).await? => search.among_clusters(l1).await?,
+        None => None,
+    };
+    match found {
+        Some(lost) if access == Access::ReadWrite => Err(lost.error(storage.name())),
+        found => Ok(found),
+    }
+}
+
+struct Search<'a, S> {
+    storage: &'a S,
+    geometry: Geometry,
+    file_size: u64,
+}
+
+impl<S: Storage> Search<'_, S> {
+    /// Whether the cluster of this byte begins behind the end of the file.
+    fn is_lost(&self, offset: u64) -> bool {
+        self.geometry.cluster_of(offset) >= self.geometry.clusters_for(self.file_size)
+    }
+
+    fn lost(&self, offset: u64) -> Truncation {
+        Truncation { offset, file_size: self.file_size }
+    }
+
+    /// L2 tables and refcount blocks that are lost.
+    fn among_tables(&self, l1: &[u64], refcount_table: &[u64]) -> Option<Truncation> {
+        let l2 = l1.iter().filter_map(|&word| entry::l1_reference(word, self.geometry).ok()?);
+        let blocks = refcount_table
+            .iter()
+            .filter_map(|&word| entry::refcount_block(word, self.geometry).ok()?);
+        let mut places = l2.map(|table| table.offset).chain(blocks);
+        places.find(|&offset| self.is_lost(offset)).map(|offset| self.lost(offset))
+    }
+
+    /// Whether refcounts count anything behind the end of the file.
+    async fn is_suspicious(&self, refcount_table: &[u64]) -> Result<bool> {
+        let geometry = self.geometry;
+        let end = geometry.clusters_for(self.file_size);
+        let place = geometry.refcount_place(end);
+        let index = usize::try_from(place.table_index).unwrap_or(usize::MAX);
+        let Some((&word, later)) = refcount_table.get(index..).and_then(<[u64]>::split_first)
+        else {
+            return Ok(false);
+        };
+        if later.iter().any(|&word| word != 0) {
+            return Ok(true);
+        }
+        let Ok(Some(block)) = entry::refcount_block(word, geometry) else { return Ok(false) };
+        let length = geometry.cluster_size() - place.slice_offset;
+        let bytes =
+            table_io::read(self.storage, block + place.slice_offset, length as usize).await?;
+        let count = (length * 8) >> geometry.refcount_order;
+        let order = geometry.refcount_order;
+        Ok((place.index..count as usize).any(|index| refcount::get(&bytes, order, index) != 0))
+    }
+
+    /// Data that is lost.
+    async fn among_clusters(&self, l1: &[u64]) -> Result<Option<Truncation>> {
+        let geometry = self.geometry;
+        let tables = l1.iter().filter_map(|&word| entry::l1_reference(word, geometry).ok()?);
+        let mut tables: Vec<u64> = tables.map(|table| table.offset).collect();
+        tables.sort_unstable();
+        tables.dedup();
+        let mut reader = SparseReader::new(self.storage, geometry);
+        for table in tables {
+            let mut rest = ByteRange::between(table, table + geometry.cluster_size());
+            while let Some((data, bytes)) = reader.read(rest).await? {
+                rest = ByteRange::between(data.end(), rest.end());
+                let entries = bytes.len() / geometry.l2_entry_size() as usize;
+                let mut places =
+                    (0..entries).filter_map(|index| data_place(&bytes, index, geometry));
+                if let Some(offset) = places.find(|&offset| self.is_lost(offset)) {
+                    return Ok(Some(self.lost(offset)));
+                }
+            }
+        }
+        Ok(None)
+    }
+}
+
+/// Where an entry of an L2 table has data in the image's file.
+fn data_place(table: &[u8], index: usize, geometry: Geometry) -> Option<u64> {
+    match Entry::read(table, index, geometry).ok()? {
+        Entry::Compressed(place) => Some(place.offset),
+        Entry::Standard { place: Some(place), units }
+            if units.data != 0 && !geometry.has_data_file =>
+        {
+            Some(place.offset)
+        }
+        Entry::Standard { .. } => None,
+    }
+}
