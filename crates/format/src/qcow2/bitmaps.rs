@@ -16,7 +16,7 @@ use super::{extensions, table_io};
 pub(crate) const IN_STEP: u64 = 1;
 
 /// How many bitmaps there can be, as in QEMU.
-const MOST_BITMAPS: u32 = 65_535;
+const MAX_BITMAPS: u32 = 65_535;
 /// The largest directory and the largest table of one bitmap, in bytes.
 const MOST_DIRECTORY: u64 = 64 << 20;
 const MOST_TABLE: u64 = 32 << 20;
@@ -47,8 +47,8 @@ pub(crate) async fn walk<S: Storage>(
     if length > MOST_DIRECTORY || !is_possible(start) {
         return Ok(Some(format!("the directory of bitmaps cannot be at offset {start}")));
     }
-    if count > MOST_BITMAPS {
-        return Ok(Some(format!("{count} bitmaps are more than {MOST_BITMAPS}")));
+    if count > MAX_BITMAPS {
+        return Ok(Some(format!("{count} bitmaps are more than {MAX_BITMAPS}")));
     }
     add("the directory of bitmaps", start, length)?;
     let mut reader = SparseReader::new(storage, header.geometry);

@@ -1,4 +1,4 @@
-//! The refcounts on disk, of an image that nobody has open.
+//! The refcounts on disk, of an image that is not open.
 //!
 //! Kept as they are on disk, and only those of slices that are not all zeros: memory goes by what the
 //! file holds. Of two entries of the refcount table that name the same block the first one counts; a

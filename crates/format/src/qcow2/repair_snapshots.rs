@@ -1,7 +1,7 @@
 //! Removing snapshots that cannot be used from an image, so that the rest of it can be used again.
 //!
 //! A snapshot goes only if its L1 table cannot be read: its entry is out of bounds, or what is at the
-//! place belongs to somebody else and is no L1 table. The others stay as they are. The new table is durable
+//! place has another owner and is no L1 table. The others stay as they are. The new table is durable
 //! before one write of the header switches to it; a table that only ends earlier needs no new one. So a
 //! crash leaves the old snapshots or the new ones.
 

@@ -1,4 +1,4 @@
-//! The snapshot table of an image that nobody has open, however damaged: which snapshots can still be
+//! The snapshot table of an image that is not open, however damaged: which snapshots can still be
 //! used, and what is wrong with the others.
 //!
 //! A snapshot is usable when its entry keeps to the format and its L1 table can be where the entry says.
