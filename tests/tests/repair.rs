@@ -419,7 +419,7 @@ fn compressed_data_that_is_cut_off_is_not_unpacked() {
     require!(need::tools(&["qemu-img", "qemu-io"]));
     let scratch = Scratch::new();
     let patient = Patient::new(&scratch, "packed.qcow2", "compat=1.1");
-    let noise: Vec<u8> = (0..CLUSTER).map(|byte| (byte * byte >> 7) as u8).collect();
+    let noise: Vec<u8> = (0..CLUSTER).map(|byte| ((byte * byte) >> 7) as u8).collect();
     let input = scratch.path("noise");
     std::fs::write(&input, noise).expect("a file");
     patient.qemu_io(&[&format!("write -c -s {} 4M 64k", str(&input))]);
