@@ -9,6 +9,7 @@ use blockhouse_tests::nbd::{
     Client, Framing, Greeted, OptionReply, connect, go_data, option, reply, reset,
 };
 use blockhouse_tests::{Scratch, Serve, Server, random_bytes, seeded};
+use rustix::process::Signal;
 
 /// More than a server with a few clients has any reason to hold.
 const MEMORY: u64 = 256 << 20;
@@ -282,4 +283,30 @@ fn two_hundred_half_open_connections_do_not_stop_others() {
     assert_serves(&server);
     working.disconnect();
     server.stop();
+}
+
+#[test]
+fn a_flood_of_bad_handshakes_is_a_few_lines_and_a_count() {
+    const CLIENTS: u64 = 300;
+    let scratch = Scratch::new();
+    let mut server = serve(&scratch);
+    for _ in 0..CLIENTS {
+        let mut client = connect(&server.address());
+        client.write_all(&[0xff; 4]).expect("the flags are taken");
+        assert_dropped(Greeted(client));
+    }
+    server.signal(Signal::TERM);
+    assert_eq!(server.wait(Duration::from_secs(20)).code(), Some(0));
+    let log = server.log();
+    let counts = log.lines().filter(|line| line.contains("client dropped")).map(|line| match line
+        .trim_start()
+        .strip_prefix("WARN ")
+        .and_then(|rest| rest.split_once(" more lines"))
+    {
+        Some((count, _)) => count.parse::<u64>().expect("a count"),
+        None => 1,
+    });
+    assert_eq!(counts.sum::<u64>(), CLIENTS, "{log}");
+    // Ten in ten seconds, and what a slow machine adds.
+    assert!(log.lines().count() < 60, "{log}");
 }

@@ -40,6 +40,7 @@ use std::io::{self, IsTerminal};
 use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
+use logging::Delivery;
 
 /// Serve and manage the disk images of virtual machines.
 #[derive(Parser)]
@@ -92,7 +93,11 @@ fn main() -> ExitCode {
         }
         Err(error) => error.exit(),
     };
-    logging::start(arguments.verbose);
+    let delivery = match arguments.command {
+        Command::Serve(_) => Delivery::Queued,
+        _ => Delivery::Direct,
+    };
+    logging::start(arguments.verbose, delivery);
     let done = |()| ExitCode::SUCCESS;
     let result = match arguments.command {
         Command::Serve(serve) => serve::run(serve, arguments.verbose).map(done),
@@ -114,12 +119,14 @@ fn main() -> ExitCode {
 
 /// The exit status, with a line for an error.
 fn finish(result: anyhow::Result<ExitCode>) -> ExitCode {
-    match result {
+    let code = match result {
         Ok(code) => code,
         Err(error) if error.is::<output::ReaderGone>() => output::end_by_sigpipe(),
         Err(error) => {
             output::tell(&format!("blockhouse: {error:#}"));
             ExitCode::FAILURE
         }
-    }
+    };
+    logging::finish();
+    code
 }

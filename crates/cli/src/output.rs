@@ -11,6 +11,8 @@ use std::io::{self, Write};
 use anyhow::Result;
 use signal_hook::consts::SIGPIPE;
 
+use crate::logging;
+
 /// Standard output is a pipe that no process reads any more.
 #[derive(Debug)]
 pub struct ReaderGone;
@@ -49,7 +51,7 @@ pub fn write(text: &str) -> io::Result<()> {
 /// Writes `text` and an end of line to standard error. A failure is ignored: there is no other place
 /// to report it.
 pub fn tell(text: &str) {
-    let _ = io::stderr().write_all(format!("{text}\n").as_bytes());
+    logging::write(format!("{text}\n").as_bytes());
 }
 
 /// Ends the process by SIGPIPE, as the kernel ends one that does not ignore that signal. A shell sees

@@ -1,0 +1,219 @@
+//! Lines on their way to standard error, by a thread of their own.
+//!
+//! Guarantees: [`Queue::push`] waits for no system call, so that it may be called by event loops; memory is
+//! bounded; lines keep their order; how many were dropped is written where they are missing.
+
+use std::collections::VecDeque;
+use std::io;
+use std::os::fd::BorrowedFd;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use parking_lot::{Condvar, Mutex};
+use rustix::event::{PollFd, PollFlags};
+use rustix::io::Errno;
+
+/// Bytes of lines that may wait.
+const CAPACITY: usize = 256 << 10;
+/// How often summaries of repeated lines are asked for.
+const SUMMARY_PERIOD: Duration = Duration::from_secs(10);
+
+/// See the module's page. Lives as long as the process.
+pub struct Queue(Arc<Shared>);
+
+struct Shared {
+    state: Mutex<State>,
+    /// There are lines.
+    filled: Condvar,
+    /// All lines are written.
+    empty: Condvar,
+}
+
+#[derive(Default)]
+struct State {
+    lines: VecDeque<Box<[u8]>>,
+    /// Of `lines`.
+    bytes: usize,
+    /// Writes that were dropped since the last one that was queued.
+    dropped: u64,
+    /// Whether the thread is writing what it took.
+    is_writing: bool,
+}
+
+impl Queue {
+    /// Starts the thread. It asks `summaries` for lines of its own from time to time.
+    ///
+    /// # Errors
+    /// When there can be no further thread.
+    pub fn start(summaries: impl Fn(Instant) -> String + Send + 'static) -> io::Result<Self> {
+        Self::start_with(summaries, write_to_standard_error)
+    }
+
+    fn start_with(
+        summaries: impl Fn(Instant) -> String + Send + 'static,
+        write: impl FnMut(&[u8]) + Send + 'static,
+    ) -> io::Result<Self> {
+        let state = Mutex::default();
+        let shared = Shared { state, filled: Condvar::new(), empty: Condvar::new() };
+        let shared = Arc::new(shared);
+        let queue = Self(Arc::clone(&shared));
+        let builder = std::thread::Builder::new().name("blockhouse-log".into());
+        builder.spawn(move || shared.work(summaries, write))?;
+        Ok(queue)
+    }
+
+    /// Adds whole lines, or drops them where the queue is full.
+    pub fn push(&self, lines: &[u8]) {
+        let mut state = self.0.state.lock();
+        if state.bytes + lines.len() > CAPACITY {
+            state.dropped += 1;
+            return;
+        }
+        state.tell_dropped();
+        state.add(lines);
+        drop(state);
+        self.0.filled.notify_one();
+    }
+
+    /// Waits until everything is written, but not longer than `limit`. Says whether it is.
+    pub fn flush(&self, limit: Duration) -> bool {
+        let until = Instant::now() + limit;
+        let Some(mut state) = self.0.state.try_lock_for(limit) else { return false };
+        state.tell_dropped();
+        self.0.filled.notify_one();
+        while state.is_writing || !state.lines.is_empty() {
+            if self.0.empty.wait_until(&mut state, until).timed_out() {
+                return false;
+            }
+        }
+        true
+    }
+}
+
+impl State {
+    fn add(&mut self, lines: &[u8]) {
+        self.bytes += lines.len();
+        self.lines.push_back(lines.into());
+    }
+
+    fn tell_dropped(&mut self) {
+        let dropped = std::mem::take(&mut self.dropped);
+        if dropped > 0 {
+            let what = "were dropped: standard error took them too slowly";
+            self.add(format!(" WARN {dropped} lines of the log {what}\n").as_bytes());
+        }
+    }
+}
+
+impl Shared {
+    fn work(&self, summaries: impl Fn(Instant) -> String, mut write: impl FnMut(&[u8])) {
+        let mut asked = Instant::now();
+        // A flood began with lines that were written, so its summary is due a period after them.
+        let mut due = None;
+        loop {
+            let lines = self.take(due);
+            lines.iter().for_each(|line| write(line));
+            let now = Instant::now();
+            if !lines.is_empty() {
+                due = Some(now + SUMMARY_PERIOD);
+            }
+            let is_due = due.is_some_and(|due| due <= now);
+            if is_due || now.duration_since(asked) >= SUMMARY_PERIOD {
+                write(summaries(now).as_bytes());
+                asked = now;
+            }
+            if is_due {
+                due = None;
+            }
+        }
+    }
+
+    /// All lines, after a wait for some until `due`.
+    fn take(&self, due: Option<Instant>) -> VecDeque<Box<[u8]>> {
+        let mut state = self.state.lock();
+        state.is_writing = false;
+        if state.lines.is_empty() {
+            self.empty.notify_all();
+            match due {
+                Some(due) => drop(self.filled.wait_until(&mut state, due)),
+                None => self.filled.wait(&mut state),
+            }
+        }
+        state.bytes = 0;
+        state.is_writing = !state.lines.is_empty();
+        std::mem::take(&mut state.lines)
+    }
+}
+
+/// Writes all bytes to standard error, past the runtime's lock of it, which a thread that waits here would
+/// hold. What fails is dropped.
+pub fn write_to_standard_error(bytes: &[u8]) {
+    write_all(rustix::stdio::stderr(), bytes);
+}
+
+fn write_all(output: BorrowedFd<'_>, mut bytes: &[u8]) {
+    while !bytes.is_empty() {
+        match rustix::io::write(output, bytes) {
+            Ok(count) => bytes = &bytes[count..],
+            Err(Errno::INTR) => {}
+            // A program that shares the descriptor made it so.
+            Err(Errno::AGAIN) => {
+                let _ = rustix::event::poll(&mut [PollFd::new(&output, PollFlags::OUT)], None);
+            }
+            Err(_) => return,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::mpsc;
+
+    use super::*;
+
+    /// A queue whose output takes a line for each permit.
+    fn slow() -> (Queue, mpsc::Sender<()>, mpsc::Receiver<Vec<u8>>) {
+        let (permit, permits) = mpsc::channel();
+        let (give, written) = mpsc::channel();
+        let write = move |line: &[u8]| {
+            if !line.is_empty() && permits.recv().is_ok() {
+                let _ = give.send(line.to_vec());
+            }
+        };
+        let queue = Queue::start_with(|_| String::new(), write).expect("a thread");
+        (queue, permit, written)
+    }
+
+    #[test]
+    fn a_stalled_output_holds_nobody_up_and_what_is_missing_is_counted() {
+        let (queue, permit, written) = slow();
+        queue.push(b"first\n");
+        while !queue.0.state.lock().lines.is_empty() {
+            std::thread::yield_now();
+        }
+        // The thread waits to write that one.
+        let line = [&vec![b'x'; CAPACITY / 4 - 1][..], b"\n"].concat();
+        (0..20).for_each(|_| queue.push(&line));
+        assert_eq!(queue.0.state.lock().bytes, CAPACITY);
+        assert!(!queue.flush(Duration::from_millis(1)), "nothing can be written");
+        (0..6).for_each(|_| permit.send(()).expect("the thread runs"));
+        assert!(queue.flush(Duration::from_secs(60)));
+        let written: Vec<_> = written.try_iter().collect();
+        let lengths: Vec<_> = written.iter().map(Vec::len).collect();
+        let last = String::from_utf8_lossy(&written[5]);
+        assert_eq!(lengths[..5], [6, CAPACITY / 4, CAPACITY / 4, CAPACITY / 4, CAPACITY / 4]);
+        assert!(last.starts_with(" WARN 16 lines of the log were dropped"), "{last}");
+    }
+
+    #[test]
+    fn lines_are_written_in_order_and_all_of_them_by_a_flush() {
+        let (queue, permit, written) = slow();
+        let lines: Vec<_> = (0..100).map(|number| format!("{number}\n").into_bytes()).collect();
+        for line in &lines {
+            queue.push(line);
+            permit.send(()).expect("the thread runs");
+        }
+        assert!(queue.flush(Duration::from_secs(60)));
+        assert_eq!(written.try_iter().collect::<Vec<_>>(), lines);
+    }
+}
