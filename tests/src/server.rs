@@ -10,7 +10,7 @@ use std::process::{Child, ChildStdout, Command, ExitStatus, Stdio};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
 use std::time::Duration;
 
-use rustix::process::{Pid, Signal};
+use rustix::process::{Pid, Resource, Rlimit, Signal, getrlimit, prlimit};
 
 use crate::nbd::Address;
 use crate::{Cache, Engine, Scratch, blockhouse, wait_for_exit};
@@ -30,6 +30,7 @@ pub struct Serve {
     wrapper: Vec<OsString>,
     environment: Vec<(String, OsString)>,
     stdin: Stdio,
+    stderr: Option<Stdio>,
     log: PathBuf,
 }
 
@@ -51,6 +52,7 @@ impl Serve {
             wrapper: Vec::new(),
             environment: Vec::new(),
             stdin: Stdio::null(),
+            stderr: None,
             log: scratch.socket(&format!("log{}", fastrand::u32(..))),
         }
     }
@@ -113,6 +115,12 @@ impl Serve {
         self
     }
 
+    /// Gives the process this standard error instead of a log that can be read.
+    pub fn stderr(mut self, stderr: impl Into<Stdio>) -> Self {
+        self.stderr = Some(stderr.into());
+        self
+    }
+
     /// Runs another file than the usual binary.
     pub fn binary(mut self, binary: &Path) -> Self {
         self.binary = binary.into();
@@ -154,7 +162,8 @@ impl Serve {
         let mut command = Command::new(words.next().expect("there is the binary"));
         command.args(words).arg("serve").args(&self.images).args(&self.options);
         command.envs(self.environment).stdin(self.stdin).stdout(Stdio::piped());
-        command.stderr(File::create(&self.log).expect("the log can be written"));
+        let log = File::create(&self.log).expect("the log can be written");
+        command.stderr(self.stderr.unwrap_or(log.into()));
         let child = command.spawn().unwrap_or_else(|error| panic!("{command:?}: {error}"));
         (child, self.log)
     }
@@ -264,6 +273,32 @@ impl Server {
         let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:"));
         let kilobytes = line.and_then(|line| line.trim().strip_suffix(" kB"));
         kilobytes.and_then(|number| number.parse::<u64>().ok()).expect("a size in kB") * 1024
+    }
+
+    /// Leaves it with so many descriptors that it may still open.
+    pub fn limit_descriptors(&self, free: usize) {
+        let folder = format!("/proc/{}/fd", self.child.id());
+        let is_free = |number: &u64| !Path::new(&folder).join(number.to_string()).is_symlink();
+        let first_refused = (0..).filter(is_free).nth(free);
+        self.limit(Resource::Nofile, first_refused);
+    }
+
+    /// The addresses that it has mapped, in bytes.
+    pub fn mapped_memory(&self) -> u64 {
+        let path = format!("/proc/{}/statm", self.child.id());
+        let sizes = std::fs::read_to_string(path).expect("the server runs");
+        let pages: u64 = sizes.split(' ').next().and_then(|text| text.parse().ok()).expect("pages");
+        pages * rustix::param::page_size() as u64
+    }
+
+    /// Sets a limit of the running server; `None` is none.
+    ///
+    /// # Panics
+    /// When this user may not.
+    pub fn limit(&self, resource: Resource, current: Option<u64>) {
+        let own = getrlimit(resource);
+        let limit = Rlimit { current, maximum: own.maximum };
+        prlimit(Some(self.pid()), resource, limit).expect("a limit of our own process");
     }
 
     /// Sends a signal.

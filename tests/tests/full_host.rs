@@ -1,11 +1,14 @@
-//! A host without room: the client learns it by its errno, loses nothing else, and goes on when
-//! there is room again.
+//! A host that runs out of space, memory or descriptors: the client learns it by its errno or waits,
+//! loses nothing else, and goes on when there is more again.
 #![forbid(unsafe_code)]
 
+use std::io::Read;
 use std::path::PathBuf;
+use std::time::Duration;
 
-use blockhouse_tests::nbd::{Client, command, errno, flag};
-use blockhouse_tests::{Cache, Engine, Scratch, Serve, need, on_every_engine, require};
+use blockhouse_tests::nbd::{Client, command, connect, errno, flag};
+use blockhouse_tests::{Cache, Engine, Scratch, Serve, eventually, need, on_every_engine, require};
+use rustix::process::Resource;
 
 const MIB: u64 = 1 << 20;
 /// What the file system has, and what the image claims.
@@ -58,8 +61,74 @@ fn without_room_writes_fail_with_enospc_and_reads_go_on(engine: Engine) {
     server.stop();
 }
 
+fn without_memory_a_request_fails_and_the_server_goes_on(engine: Engine) {
+    const LARGE: usize = 32 << 20;
+    let scratch = Scratch::new();
+    let image = scratch.image("disk.img", SIZE);
+    let server = Serve::new(&scratch, image.path()).engine(engine).start();
+    let mut client = Client::open(&server.address());
+    server.limit(Resource::As, Some(server.mapped_memory() + 16 * MIB));
+    for _ in 0..3 {
+        assert_eq!(client.write(0, &vec![1; LARGE], 0), errno::ENOMEM);
+        assert_eq!(client.read(0, LARGE as u64), Err(errno::ENOMEM));
+        assert_eq!(client.write(MIB + 100, &[2; 100_000], 0), 0, "there is memory for this");
+    }
+    let log = server.log();
+    assert!(log.contains("bytes of memory") && log.contains("Cannot allocate"), "{log}");
+    server.limit(Resource::As, None);
+    assert_eq!(client.write(0, &vec![3; LARGE], 0), 0);
+    assert_eq!(client.read(0, LARGE as u64), Ok(vec![3; LARGE]));
+    client.disconnect();
+    server.stop();
+}
+
+fn without_descriptors_clients_wait_and_the_log_stays_short(engine: Engine) {
+    let scratch = Scratch::new();
+    let image = scratch.image("disk.img", MIB);
+    let server = Serve::new(&scratch, image.path()).engine(engine).start();
+    server.limit_descriptors(1);
+    let mut first = Client::open(&server.address());
+    // The next client could not be accepted, but there is none.
+    std::thread::sleep(Duration::from_millis(350));
+    assert_eq!(server.log(), "");
+    let mut second = connect(&server.address());
+    let is_told = || eventually(Duration::from_secs(5), || !server.log().is_empty());
+    assert!(is_told(), "nothing says why the client waits");
+    std::thread::sleep(Duration::from_millis(350));
+    let log = server.log();
+    assert_eq!(log.lines().count(), 1, "{log}");
+    assert!(log.contains("Too many open files") && log.contains("LimitNOFILE"), "{log}");
+    assert_eq!(first.write(0, &[1; 4096], 0), 0, "who is there is served");
+    server.limit(Resource::Nofile, Some(256));
+    let mut greeting = [0; 8];
+    second.read_exact(&mut greeting).expect("it is accepted");
+    assert_eq!(&greeting, b"NBDMAGIC");
+    first.disconnect();
+    drop(second);
+    server.stop();
+}
+
 on_every_engine! {
     without_room_writes_fail_with_enospc_and_reads_go_on
+    without_memory_a_request_fails_and_the_server_goes_on
+    without_descriptors_clients_wait_and_the_log_stays_short
+}
+
+#[test]
+fn the_limit_on_descriptors_is_raised_as_far_as_it_goes() {
+    require!(need::tools(&["prlimit"]));
+    let scratch = Scratch::new();
+    let image = scratch.image("disk.img", MIB);
+    let serve = Serve::new(&scratch, image.path());
+    let server = serve.under(["prlimit", "--nofile=64:200", "--"]).start();
+    let path = format!("/proc/{}/limits", server.pid().as_raw_nonzero());
+    let limits = std::fs::read_to_string(path).expect("the server runs");
+    let line = limits.lines().find(|line| line.starts_with("Max open files")).expect("a line");
+    let values: Vec<_> = line.split_whitespace().skip(3).take(2).collect();
+    assert_eq!(values, ["200", "200"], "{line}");
+    server.stop();
+    let refused = Serve::new(&scratch, image.path()).under(["prlimit", "--nofile=8:8", "--"]);
+    refused.refused().failed(&["Too many open files", "LimitNOFILE"]);
 }
 
 #[test]

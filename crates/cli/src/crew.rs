@@ -42,7 +42,15 @@ pub fn work_together<F: Future<Output = Result<()>>>(
                 let _ = ended.send(());
                 outcome
             };
-            running.push(scope.spawn(job));
+            let thread = std::thread::Builder::new().spawn_scoped(scope, job);
+            match thread {
+                Ok(thread) => running.push(thread),
+                Err(error) if running.is_empty() => {
+                    return Err(error).context("cannot start a thread");
+                }
+                // Fewer do it as well.
+                Err(_) => break,
+            }
         }
         for _ in 0..running.len() {
             while let Err(RecvTimeoutError::Timeout) = all_ended.recv_timeout(PAUSE) {

@@ -2,7 +2,8 @@
 
 use std::fmt;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
+use std::sync::{Arc, mpsc};
+use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
@@ -13,6 +14,7 @@ use blockhouse_disk::{
 };
 use blockhouse_engine::{
     DEFAULT_POLLING, Engine, EngineChoice, FixedFiles, HostFile, IoPoll, Listener,
+    raise_descriptor_limit,
 };
 use blockhouse_nbd::uri::{Address, NbdUri};
 use blockhouse_nbd::{Bound, Export, Exports, Limits, Server, SocketFile, bind_private};
@@ -270,6 +272,9 @@ pub fn run(arguments: Arguments, verbose: bool) -> Result<()> {
         Signals::new([SIGTERM, SIGINT, SIGHUP]).context("cannot watch for signals")?;
     // A write beyond a limit on the size of files is to fail, not to end everything.
     signal_hook::flag::register(SIGXFSZ, Arc::default()).context("cannot watch for signals")?;
+    if let Err(error) = raise_descriptor_limit() {
+        tracing::warn!("cannot raise the limit on open files: {error}");
+    }
     let workers = Workers::start(arguments.workers.into(), arguments.loop_options())?;
     if arguments.io_poll == IoPoll::On {
         io_poll::check(workers.report(), &arguments.images, arguments.create)?;
@@ -290,29 +295,19 @@ pub fn run(arguments: Arguments, verbose: bool) -> Result<()> {
     if let ([Ready::Nbd(uri), ..], true) = (&service.ready[..], arguments.nbd.is_empty()) {
         suggest(uri);
     }
+    let stopper = Stopper::start(signals.handle())?;
     while signals.forever().next() == Some(SIGHUP) {
         service.follow_files();
     }
     let request = StopRequest::at(Instant::now());
     tracing::debug!("finishing what is in flight");
-    let notice = StoppingNotice::start();
-    let ending = std::thread::spawn(move || {
-        let result = end(service);
-        notice.end();
-        result
-    });
-    // The end interrupts the wait for another signal.
-    let handle = signals.handle();
-    let watcher = std::thread::spawn(move || {
-        let result = ending.join();
-        handle.close();
-        result
-    });
+    // It was there before: at a limit on threads there might be none now.
+    stopper.stop(service);
     let mut stops = signals.forever().filter(|signal| *signal != SIGHUP);
     if stops.any(|_| !request.is_repeated_at(Instant::now())) {
         bail!("quit at once on a second signal; what was in flight may be lost");
     }
-    watcher.join().ok().and_then(Result::ok).context("the server ended badly")?
+    stopper.outcome().context("the server ended badly")?
 }
 
 fn open_image(workers: &Workers, image: &Path, arguments: &Arguments) -> Result<Disk<HostFile>> {
@@ -505,6 +500,48 @@ fn suggest(uri: &NbdUri) {
     ));
 }
 
+/// The thread that ends the service, so that signals are heard meanwhile.
+struct Stopper {
+    service: mpsc::Sender<Service>,
+    thread: JoinHandle<Option<Result<()>>>,
+}
+
+impl Stopper {
+    /// Starts the thread. When the service has ended it closes `signals`, which ends the wait for more.
+    fn start(signals: signal_hook::iterator::Handle) -> Result<Self> {
+        let (service, stopping) = mpsc::channel();
+        let work = move || {
+            let _closing = CloseOnDrop(signals);
+            let service = stopping.recv().ok()?;
+            let notice = StoppingNotice::start();
+            let result = end(service);
+            notice.end();
+            Some(result)
+        };
+        let thread = std::thread::Builder::new().name("blockhouse-stop".into()).spawn(work);
+        Ok(Self { service, thread: thread.context("cannot start a thread")? })
+    }
+
+    fn stop(&self, service: Service) {
+        // The thread waits for nothing else.
+        let _ = self.service.send(service);
+    }
+
+    /// Waits for the end; `None` where the thread panicked.
+    fn outcome(self) -> Option<Result<()>> {
+        self.thread.join().ok().flatten()
+    }
+}
+
+/// Ends the wait for signals, also if the thread panics.
+struct CloseOnDrop(signal_hook::iterator::Handle);
+
+impl Drop for CloseOnDrop {
+    fn drop(&mut self) {
+        self.0.close();
+    }
+}
+
 /// Stop accepting, finish, flush.
 fn end(service: Service) -> Result<()> {
     let Service { workers, disks, server, files, devices, control, .. } = service;
@@ -512,8 +549,9 @@ fn end(service: Service) -> Result<()> {
     control.into_iter().for_each(Control::stop);
     devices.into_iter().for_each(Served::stop);
     let draining = server.clone();
-    workers.run(move || async move { draining.drain().await });
+    // While the sockets still listen: see `SocketFile`.
     drop(files);
+    workers.run(move || async move { draining.drain().await });
     // All of them, also when one fails.
     let close = |disk: HostDisk| workers.run(move || async move { disk.close().await });
     let outcomes: Vec<_> = disks.into_iter().map(close).collect();

@@ -5,7 +5,8 @@ use std::time::Duration;
 
 use anyhow::Result;
 use blockhouse_engine::{
-    EngineChoice, EngineReport, EventLoop, FixedFiles, Handle, IoPoll, LoopThread,
+    DESCRIPTORS_HINT, EngineChoice, EngineReport, EventLoop, FixedFiles, Handle, IoPoll,
+    LoopThread, is_out_of_descriptors,
 };
 use futures_channel::oneshot;
 
@@ -101,6 +102,9 @@ fn start_one(index: usize, options: LoopOptions) -> Result<(Worker, EngineReport
 
 fn unavailable(choice: EngineChoice, error: &std::io::Error) -> anyhow::Error {
     match choice {
+        _ if is_out_of_descriptors(error) => {
+            anyhow::anyhow!("cannot start an event loop: {error}; {DESCRIPTORS_HINT}")
+        }
         EngineChoice::Auto => anyhow::anyhow!("no engine can be used here: {error}"),
         EngineChoice::Only(engine) => {
             anyhow::anyhow!("the engine {engine} cannot be used here: {error}; try --engine auto")

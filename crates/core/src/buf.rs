@@ -7,6 +7,7 @@
 //! bound, so that a warmed-up path allocates nothing.
 
 use std::alloc::{Layout, alloc_zeroed, dealloc, handle_alloc_error};
+use std::io;
 use std::mem::ManuallyDrop;
 use std::ptr::{self, NonNull};
 use std::sync::atomic::{Ordering, fence};
@@ -14,6 +15,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use rustix::mm::{MapFlags, ProtFlags, mmap_anonymous, munmap};
 
+use crate::error::{Error, Result, errno};
 use crate::{IoVector, Segment};
 
 /// Every buffer starts at a multiple of this many bytes: a page, which satisfies the direct I/O of
@@ -40,24 +42,20 @@ unsafe impl Send for Memory {}
 unsafe impl Sync for Memory {}
 
 impl Memory {
-    fn layout(capacity: usize) -> Layout {
-        Layout::from_size_align(capacity, BLOCK_ALIGNMENT)
-            .expect("a buffer smaller than half of all memory")
-    }
-
-    fn allocate(capacity: usize) -> Self {
-        let layout = Self::layout(capacity);
+    /// Memory for `length` bytes, in whole pages and at least one. `None` where the host has none left.
+    fn allocate(length: usize) -> Option<Self> {
+        let capacity = length.max(1).checked_next_multiple_of(BLOCK_ALIGNMENT)?;
+        let layout = Layout::from_size_align(capacity, BLOCK_ALIGNMENT).ok()?;
         let address = if capacity >= MAPPED {
             let (access, kind) = (ProtFlags::READ | ProtFlags::WRITE, MapFlags::PRIVATE);
             // SAFETY: a new mapping at an address of the kernel's choice; `capacity` is not zero.
             let mapped = unsafe { mmap_anonymous(ptr::null_mut(), capacity, access, kind) };
             mapped.map_or(ptr::null_mut(), |address| address.cast())
         } else {
-            // SAFETY: `capacity` is at least one page (both callers round up), so not zero.
+            // SAFETY: `capacity` was rounded up to at least one page, so it is not zero.
             unsafe { alloc_zeroed(layout) }
         };
-        let address = NonNull::new(address).unwrap_or_else(|| handle_alloc_error(layout));
-        Self { address, capacity }
+        Some(Self { address: NonNull::new(address)?, capacity })
     }
 }
 
@@ -69,8 +67,10 @@ impl Drop for Memory {
             let unmapped = unsafe { munmap(address.as_ptr().cast(), capacity) };
             debug_assert!(unmapped.is_ok(), "{unmapped:?}");
         } else {
+            // SAFETY: a layout of this size and alignment was valid in `allocate`.
+            let layout = unsafe { Layout::from_size_align_unchecked(capacity, BLOCK_ALIGNMENT) };
             // SAFETY: allocated in `allocate` with this layout, and nobody else refers to it.
-            unsafe { dealloc(address.as_ptr(), Self::layout(capacity)) };
+            unsafe { dealloc(address.as_ptr(), layout) };
         }
     }
 }
@@ -85,10 +85,22 @@ pub struct Buffer {
 }
 
 impl Buffer {
-    /// `length` zero bytes outside any pool.
+    /// `length` zero bytes outside any pool. Ends the process where memory runs out, so it is only for
+    /// small sizes and for tools: a server takes [`try_new`](Self::try_new) for what a request needs.
     pub fn new(length: usize) -> Self {
-        let capacity = length.max(1).next_multiple_of(BLOCK_ALIGNMENT);
-        Self::over(Arc::new(Memory::allocate(capacity)), length, None)
+        Self::try_new(length).unwrap_or_else(|_| {
+            let layout = Layout::from_size_align(length, BLOCK_ALIGNMENT);
+            handle_alloc_error(layout.unwrap_or(Layout::new::<u8>()))
+        })
+    }
+
+    /// `length` zero bytes outside any pool.
+    ///
+    /// # Errors
+    /// ENOMEM where memory runs out.
+    pub fn try_new(length: usize) -> Result<Self> {
+        let memory = Memory::allocate(length).ok_or_else(|| out_of_memory(length))?;
+        Ok(Self::over(Arc::new(memory), length, None))
     }
 
     fn over(memory: Arc<Memory>, length: usize, pool: Option<BufferPool>) -> Self {
@@ -206,6 +218,19 @@ struct Shelves {
     most: usize,
 }
 
+impl Shelves {
+    fn clear(&mut self) {
+        self.classes.iter_mut().for_each(Vec::clear);
+        self.kept = 0;
+    }
+}
+
+fn out_of_memory(length: usize) -> Error {
+    let error = io::Error::from_raw_os_error(errno::ENOMEM);
+    Error::host(format!("cannot get {length} bytes of memory for a request"), error)
+        .hint("give the server more memory, or let fewer clients use it at once")
+}
+
 impl BufferPool {
     /// A pool that keeps at most `most` bytes that are not in use. Buffers in use are not limited
     /// here: whoever takes them limits its requests.
@@ -214,7 +239,10 @@ impl BufferPool {
     }
 
     /// A buffer of `length` bytes with any content.
-    pub fn get(&self, length: usize) -> Buffer {
+    ///
+    /// # Errors
+    /// ENOMEM where memory runs out, also after what the pool keeps was given back.
+    pub fn get(&self, length: usize) -> Result<Buffer> {
         let class = class_of(length);
         let kept = class.and_then(|class| {
             let mut shelves = self.shelves();
@@ -222,14 +250,22 @@ impl BufferPool {
             shelves.kept -= memory.capacity;
             Some(memory)
         });
-        let memory = kept.unwrap_or_else(|| {
-            let capacity = class.map_or_else(
-                || length.next_multiple_of(BLOCK_ALIGNMENT),
-                |class| 1 << (class as u32 + SMALLEST_CLASS),
-            );
-            Arc::new(Memory::allocate(capacity))
-        });
-        Buffer::over(memory, length, Some(self.clone()))
+        let memory = match kept {
+            Some(memory) => memory,
+            None => Arc::new(self.allocate(length, class)?),
+        };
+        Ok(Buffer::over(memory, length, Some(self.clone())))
+    }
+
+    fn allocate(&self, length: usize, class: Option<usize>) -> Result<Memory> {
+        let capacity = class.map_or(length, |class| 1 << (class as u32 + SMALLEST_CLASS));
+        Memory::allocate(capacity)
+            .or_else(|| {
+                // What waits for other sizes is memory, too.
+                self.shelves().clear();
+                Memory::allocate(capacity)
+            })
+            .ok_or_else(|| out_of_memory(length))
     }
 
     fn take_back(&self, memory: Arc<Memory>) {
@@ -248,7 +284,7 @@ impl BufferPool {
 
 /// The smallest class that holds `length` bytes.
 fn class_of(length: usize) -> Option<usize> {
-    let bits = length.max(1).next_power_of_two().trailing_zeros();
+    let bits = length.max(1).checked_next_power_of_two()?.trailing_zeros();
     let class = bits.saturating_sub(SMALLEST_CLASS) as usize;
     (class < CLASSES).then_some(class)
 }
@@ -260,17 +296,17 @@ mod tests {
     #[test]
     fn memory_comes_back_to_the_pool_and_is_used_again() {
         let pool = BufferPool::new(1 << 20);
-        let first = pool.get(5000);
+        let first = pool.get(5000).unwrap();
         let address = first.bytes().as_ptr();
         assert_eq!((first.len(), first.capacity()), (5000, 8192));
         drop(first);
-        assert_eq!(pool.get(8000).bytes().as_ptr(), address);
+        assert_eq!(pool.get(8000).unwrap().bytes().as_ptr(), address);
     }
 
     #[test]
     fn a_pool_keeps_no_more_than_its_bound() {
         let pool = BufferPool::new(8192);
-        let buffers: Vec<_> = (0..4).map(|_| pool.get(4096)).collect();
+        let buffers: Vec<_> = (0..4).map(|_| pool.get(4096).unwrap()).collect();
         drop(buffers);
         assert_eq!(pool.shelves().kept, 8192);
     }
@@ -278,7 +314,7 @@ mod tests {
     #[test]
     fn a_loan_outlives_its_buffer() {
         let pool = BufferPool::new(1 << 20);
-        let mut buffer = pool.get(4096);
+        let mut buffer = pool.get(4096).unwrap();
         let mut loan = buffer.lend();
         drop(buffer);
         loan.fill(7);
@@ -308,6 +344,20 @@ mod tests {
     #[test]
     fn sizes_beyond_the_largest_class_are_served() {
         let pool = BufferPool::new(1 << 30);
-        assert_eq!(pool.get((64 << 20) + 1).capacity(), (64 << 20) + 4096);
+        assert_eq!(pool.get((64 << 20) + 1).unwrap().capacity(), (64 << 20) + 4096);
+    }
+
+    #[test]
+    fn memory_that_is_not_there_is_an_error() {
+        let pool = BufferPool::new(1 << 20);
+        drop(pool.get(4096).unwrap());
+        // More than addresses reach; more than an allocation may have; more than can be counted.
+        for length in [1 << 60, isize::MAX as usize, usize::MAX] {
+            for refused in [pool.get(length), Buffer::try_new(length)] {
+                assert_eq!(refused.unwrap_err().errno(), errno::ENOMEM);
+            }
+        }
+        assert_eq!(pool.shelves().kept, 0, "what was kept is given back before a request fails");
+        assert_eq!(pool.get(4096).unwrap().len(), 4096);
     }
 }

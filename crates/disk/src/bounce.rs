@@ -25,7 +25,7 @@ impl<S: Storage> Disk<S> {
     pub(crate) async fn read_bounced(&self, range: ByteRange, mut into: IoVector) -> Result<()> {
         let budget = WorkBudget::new();
         let mut rest = self.blocks_of(range);
-        let mut buffer = self.bounce_buffers.get(rest.length().min(PIECE as u64) as usize).await;
+        let mut buffer = self.bounce_buffers.get(rest.length().min(PIECE as u64) as usize).await?;
         while !rest.is_empty() {
             let piece = rest.truncate(PIECE as u64);
             let guest = common(piece, range);
@@ -60,7 +60,7 @@ impl<S: Storage> Disk<S> {
         } else {
             (Durability::None, Plan::without_fua(durability, self.fua()).debt())
         };
-        let mut buffer = self.bounce_buffers.get(rest.length().min(PIECE as u64) as usize).await;
+        let mut buffer = self.bounce_buffers.get(rest.length().min(PIECE as u64) as usize).await?;
         while !rest.is_empty() {
             let piece = rest.truncate(PIECE as u64);
             let guest = common(piece, range);

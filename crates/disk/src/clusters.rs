@@ -6,7 +6,7 @@
 use std::ops::{Deref, DerefMut};
 
 use async_lock::{Semaphore, SemaphoreGuard};
-use blockhouse_core::{Buffer, BufferPool};
+use blockhouse_core::{Buffer, BufferPool, Result};
 
 /// The memory of each of the two uses in bytes, where clusters are not larger than that allows.
 const BUDGET: u64 = 64 << 20;
@@ -51,15 +51,26 @@ impl ClusterBuffers {
     }
 
     /// `length` bytes with any content, for a copy.
-    pub(crate) async fn for_copy(&self, length: usize) -> ClusterBuffer<'_> {
+    ///
+    /// # Errors
+    /// ENOMEM where memory runs out.
+    pub(crate) async fn for_copy(&self, length: usize) -> Result<ClusterBuffer<'_>> {
         let place = self.copies.acquire().await;
-        ClusterBuffer { buffer: self.pool.get(length), _place: place }
+        Ok(ClusterBuffer { buffer: self.pool.get(length)?, _place: place })
     }
 
     /// Memory to unpack `packed` bytes to `cluster` bytes, with any content.
-    pub(crate) async fn for_unpacking(&self, packed: usize, cluster: usize) -> Unpacking<'_> {
+    ///
+    /// # Errors
+    /// ENOMEM where memory runs out.
+    pub(crate) async fn for_unpacking(
+        &self,
+        packed: usize,
+        cluster: usize,
+    ) -> Result<Unpacking<'_>> {
         let place = self.unpacked.acquire().await;
-        Unpacking { packed: self.pool.get(packed), cluster: self.pool.get(cluster), _place: place }
+        let (packed, cluster) = (self.pool.get(packed)?, self.pool.get(cluster)?);
+        Ok(Unpacking { packed, cluster, _place: place })
     }
 }
 

@@ -50,7 +50,7 @@ impl<S: Storage> Disk<S> {
         plan: Plan,
     ) -> Result<()> {
         let around = Around::of(&extent);
-        let mut buffer = self.clusters.for_copy(around.length()).await;
+        let mut buffer = self.clusters.for_copy(around.length()).await?;
         if let Err(error) = self.read_around(&around, &mut buffer).await {
             return extent.settle(Err(error), plan.of_each_write()).await;
         }
@@ -65,7 +65,7 @@ impl<S: Storage> Disk<S> {
         if around.length() == 0 {
             return Ok(());
         }
-        let mut buffer = self.clusters.for_copy(around.length()).await;
+        let mut buffer = self.clusters.for_copy(around.length()).await?;
         self.read_around(&around, &mut buffer).await?;
         let (head, tail) = around.lend(&mut buffer);
         extent.set_moving();

@@ -31,7 +31,7 @@ impl<S: Storage> Disk<S> {
         while !rest.is_empty() {
             let piece = rest.truncate(PIECE as u64);
             let outer = piece.align_outward(u64::from(self.alignment.offset));
-            let mut memory = self.clusters.for_unpacking(outer.length() as usize, 0).await;
+            let mut memory = self.clusters.for_unpacking(outer.length() as usize, 0).await?;
             self.storage().read(outer.offset(), memory.packed.lend()).await?;
             let start = (piece.offset() - outer.offset()) as usize;
             let length = piece.length() as usize;
@@ -72,7 +72,7 @@ impl<S: Storage> Disk<S> {
         let PackedPlace { guest, host } = place;
         let outer = host.align_outward(u64::from(self.alignment.offset));
         let whole = guest.length() as usize;
-        let mut memory = self.clusters.for_unpacking(outer.length() as usize, whole).await;
+        let mut memory = self.clusters.for_unpacking(outer.length() as usize, whole).await?;
         self.storage().read(outer.offset(), memory.packed.lend()).await?;
         let start = (host.offset() - outer.offset()) as usize;
         // What is behind the end of the file is no part of it, not even as zeros.

@@ -6,7 +6,7 @@
 use std::ops::{Deref, DerefMut};
 
 use async_lock::{Semaphore, SemaphoreGuard};
-use blockhouse_core::{Buffer, BufferPool};
+use blockhouse_core::{Buffer, BufferPool, Result};
 
 /// The largest bounce buffer in bytes; longer requests are carried out piece by piece. A multiple
 /// of every alignment.
@@ -36,10 +36,13 @@ impl BounceBuffers {
     }
 
     /// A buffer of `length` bytes (at most [`PIECE`]) with any content.
-    pub(crate) async fn get(&self, length: usize) -> Bounce<'_> {
+    ///
+    /// # Errors
+    /// ENOMEM where memory runs out.
+    pub(crate) async fn get(&self, length: usize) -> Result<Bounce<'_>> {
         debug_assert!(length <= PIECE, "a bounce buffer of {length} bytes");
         let place = self.places.acquire().await;
-        Bounce { buffer: self.pool.get(length), _place: place }
+        Ok(Bounce { buffer: self.pool.get(length)?, _place: place })
     }
 }
 

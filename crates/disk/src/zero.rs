@@ -110,7 +110,7 @@ impl<S: Storage> Disk<S> {
         }
         // Several pieces are cheaper with one flush for all than with FUA each.
         let plan = if host.length() <= PIECE as u64 { plan } else { afterwards };
-        let mut zeros = self.bounce_buffers.get(host.length().min(PIECE as u64) as usize).await;
+        let mut zeros = self.bounce_buffers.get(host.length().min(PIECE as u64) as usize).await?;
         zeros.bytes_mut().fill(0);
         let mut rest = host;
         while !rest.is_empty() {
@@ -132,7 +132,7 @@ impl<S: Storage> Disk<S> {
         if range.is_empty() {
             return Ok(Debt::Nothing);
         }
-        let zeros = Buffer::new(range.length() as usize).lend();
+        let zeros = Buffer::try_new(range.length() as usize)?.lend();
         self.write_bounced(range, zeros, durability, claim).await
     }
 

@@ -10,6 +10,7 @@ use std::time::{Duration, Instant};
 use rustix::event::Timespec;
 use rustix::event::epoll::{self, CreateFlags, EventData, EventFlags};
 
+use crate::broken_wait::BrokenWait;
 use crate::driver::{Completion, Driver, Rest};
 use crate::fixed::{FixedFiles, Number};
 use crate::io_poll::IoPoll;
@@ -48,6 +49,7 @@ pub(crate) struct Epoll {
     events: Vec<epoll::Event>,
     /// Events of watches that were not reported yet.
     watched: Vec<WatchKey>,
+    broken_wait: BrokenWait,
 }
 
 /// Who waits for a socket, first come first served.
@@ -76,6 +78,7 @@ impl Epoll {
             early: Vec::new(),
             events: Vec::with_capacity(MOST_EVENTS),
             watched: Vec::new(),
+            broken_wait: BrokenWait::default(),
         })
     }
 
@@ -130,8 +133,8 @@ impl Epoll {
         self.events.clear();
         let buffer = rustix::buffer::spare_capacity(&mut self.events);
         match epoll::wait(&self.epoll, buffer, timeout.as_ref()) {
-            Ok(_) | Err(rustix::io::Errno::INTR) => {}
-            Err(error) => panic!("epoll_wait failed: {error}"),
+            Ok(_) | Err(rustix::io::Errno::INTR) => self.broken_wait.worked(),
+            Err(error) => self.broken_wait.failed("epoll_wait", &error.into()),
         }
     }
 

@@ -9,7 +9,9 @@
 compile_error!("Blockhouse serves disks on Linux only");
 
 mod afterlife;
+mod broken_wait;
 mod byte_lock;
+mod descriptors;
 mod driver;
 mod engine;
 mod epoll;
@@ -51,6 +53,9 @@ mod watches;
 
 pub use afterlife::outlast;
 pub use byte_lock::{is_byte_locked, release_byte, share_byte};
+pub use descriptors::{
+    DESCRIPTORS_HINT, ShortageLog, is_out_of_descriptors, is_shortage, raise_descriptor_limit,
+};
 pub use engine::{Engine, EngineChoice, EngineReport};
 pub use event_loop::{EventLoop, Handle, Submission};
 pub use event_signal::{EventSignal, is_eventfd};

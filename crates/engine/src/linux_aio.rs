@@ -5,6 +5,7 @@
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 
+use crate::broken_wait::BrokenWait;
 use crate::driver::Completion;
 use crate::file::{Caching, Residence};
 use crate::operation::{MOST_OPERATIONS, Operation, Token, Transfer};
@@ -70,6 +71,7 @@ pub(crate) struct LinuxAio {
     /// The addresses of the queued blocks, for `io_submit`; kept for its room.
     addresses: Vec<*const ControlBlock>,
     in_flight: usize,
+    broken_wait: BrokenWait,
 }
 
 impl LinuxAio {
@@ -83,8 +85,8 @@ impl LinuxAio {
         // SAFETY: the kernel writes the context's address to `context`, which must be zero before.
         check(unsafe { libc::syscall(libc::SYS_io_setup, MOST_OPERATIONS, &raw mut context) })?;
         let blocks = vec![ControlBlock::default(); MOST_OPERATIONS].into_boxed_slice();
-        let (queued, addresses) = (Vec::new(), Vec::new());
-        Ok(Self { context, event, blocks, queued, addresses, in_flight: 0 })
+        let (queued, addresses, broken_wait) = (Vec::new(), Vec::new(), BrokenWait::default());
+        Ok(Self { context, event, blocks, queued, addresses, in_flight: 0, broken_wait })
     }
 
     /// What becomes readable when something completed.
@@ -183,8 +185,10 @@ impl LinuxAio {
             let count = match result {
                 Ok(count) => count,
                 Err(error) if error.raw_os_error() == Some(libc::EINTR) => continue,
-                Err(error) => panic!("io_getevents failed: {error}"),
+                // The next turn tries again.
+                Err(error) => return self.broken_wait.failed("io_getevents", &error),
             };
+            self.broken_wait.worked();
             self.in_flight -= count;
             done.extend(events[..count].iter().map(|event| Completion {
                 token: Token::from_u64(event.data),

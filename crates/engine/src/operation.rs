@@ -128,7 +128,7 @@ impl Message {
 }
 
 /// A place in the table.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) struct Token(u32);
 
 impl Token {

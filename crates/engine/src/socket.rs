@@ -3,10 +3,14 @@
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, FromRawFd, OwnedFd};
 use std::sync::Arc;
+use std::time::Duration;
 
 use blockhouse_core::IoVectorList;
+use rustix::event::{PollFd, PollFlags, Timespec};
 
+use crate::descriptors::{ShortageLog, is_shortage};
 use crate::operation::{Message, Operation};
+use crate::sleep::sleep;
 use crate::submit::submit;
 use crate::system_call::try_socket;
 
@@ -77,10 +81,16 @@ impl AsFd for Stream {
     }
 }
 
+/// How long a listener leaves the kernel alone after descriptors or memory ran out.
+const SHORTAGE_PAUSE: Duration = Duration::from_millis(100);
+
 /// A listening socket. Several loops may accept from clones of it, if all have the same engine: some
 /// engines need it to be blocking, others not to be.
 #[derive(Clone, Debug)]
-pub struct Listener(Arc<OwnedFd>);
+pub struct Listener {
+    socket: Arc<OwnedFd>,
+    shortages: Arc<ShortageLog>,
+}
 
 impl Listener {
     /// Takes a listening stream socket over.
@@ -89,28 +99,52 @@ impl Listener {
     /// As [`Stream::new`].
     pub fn new(socket: OwnedFd) -> io::Result<Self> {
         rustix::io::ioctl_fionbio(&socket, false)?;
-        Ok(Self(Arc::new(socket)))
+        Ok(Self { socket: Arc::new(socket), shortages: Arc::default() })
     }
 
     /// Waits for the next connection. Dropping the future ends the wait; a connection that comes in
-    /// at that very moment is closed.
+    /// at that very moment is closed. Where descriptors or memory run out, clients wait in the kernel's
+    /// queue until there are some again, with a warning a minute if there is a client.
     ///
     /// # Errors
-    /// The kernel's (`accept4(2)`): some, like EMFILE or ECONNABORTED, speak of one connection
-    /// only, and the next call may succeed.
+    /// The kernel's (`accept4(2)`): some, like ECONNABORTED, are about one connection only, and the next
+    /// call may succeed.
     pub async fn accept(&self) -> io::Result<Stream> {
-        let (result, _) = submit(Operation::Accept { socket: Arc::clone(&self.0) }).await;
-        let descriptor = result?;
-        // SAFETY: the kernel has just made this descriptor for us, and nobody else knows it.
-        let socket = unsafe { OwnedFd::from_raw_fd(descriptor as i32) };
-        // Blocking, as `Stream::new` makes others: Linux has no flags inherited by accepted sockets.
-        Ok(Stream(Arc::new(socket)))
+        loop {
+            let operation = Operation::Accept { socket: Arc::clone(&self.socket) };
+            match submit(operation).await.0 {
+                Ok(descriptor) => {
+                    // SAFETY: the kernel has just made this descriptor for us, and nobody else knows it.
+                    let socket = unsafe { OwnedFd::from_raw_fd(descriptor as i32) };
+                    // Blocking, as `Stream::new` makes others: accepted sockets inherit no flags on Linux.
+                    return Ok(Stream(Arc::new(socket)));
+                }
+                Err(errno) => {
+                    let error = io::Error::from(errno);
+                    if !is_shortage(&error) {
+                        return Err(error);
+                    }
+                    // The kernel takes a descriptor before it looks for a client.
+                    if self.has_client() {
+                        self.shortages.warn(&error);
+                    }
+                    sleep(SHORTAGE_PAUSE).await;
+                }
+            }
+        }
+    }
+
+    /// Whether a connection waits to be accepted.
+    fn has_client(&self) -> bool {
+        let mut listener = [PollFd::new(&self.socket, PollFlags::IN)];
+        let now = Timespec { tv_sec: 0, tv_nsec: 0 };
+        rustix::event::poll(&mut listener, Some(&now)) == Ok(1)
     }
 }
 
 impl AsFd for Listener {
     fn as_fd(&self) -> BorrowedFd<'_> {
-        self.0.as_fd()
+        self.socket.as_fd()
     }
 }
 

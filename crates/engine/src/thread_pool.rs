@@ -2,9 +2,11 @@
 //! Linux AIO can be had, and the rare calls that neither offers.
 //!
 //! One pool serves all loops of the process. Threads are started when work waits and nobody is idle,
-//! up to a bound, and stay.
+//! up to a bound, and stay. Where not even the first one can be had, the loop that asks makes the call itself:
+//! it is slower then, and no request fails for it.
 
 use std::collections::VecDeque;
+use std::io;
 use std::sync::{Arc, OnceLock};
 
 use futures_channel::oneshot;
@@ -20,6 +22,8 @@ pub(crate) const MOST_THREADS: usize = 16;
 pub(crate) struct ThreadPool {
     state: Mutex<State>,
     work: Condvar,
+    /// Starts a thread that works.
+    spawn: fn(Arc<Self>) -> io::Result<()>,
 }
 
 #[derive(Default)]
@@ -27,6 +31,8 @@ struct State {
     queue: VecDeque<Job>,
     threads: usize,
     idle: usize,
+    /// Whether the last attempt to start one left none.
+    is_without_threads: bool,
 }
 
 enum Job {
@@ -43,8 +49,7 @@ impl ThreadPool {
     /// The pool of this process.
     pub(crate) fn shared() -> Arc<Self> {
         static POOL: OnceLock<Arc<ThreadPool>> = OnceLock::new();
-        let make = || Arc::new(Self { state: Mutex::default(), work: Condvar::new() });
-        Arc::clone(POOL.get_or_init(make))
+        Arc::clone(POOL.get_or_init(|| Self::with(spawn)))
     }
 
     /// Makes the call on a worker and reports its result to `remote` under `token`.
@@ -74,18 +79,38 @@ impl ThreadPool {
         }
     }
 
+    fn with(spawn: fn(Arc<Self>) -> io::Result<()>) -> Arc<Self> {
+        Arc::new(Self { state: Mutex::default(), work: Condvar::new(), spawn })
+    }
+
     fn start_thread(self: &Arc<Self>) {
-        let pool = Arc::clone(self);
-        let builder = std::thread::Builder::new().name("blockhouse-io".into());
-        if let Err(error) = builder.spawn(move || pool.work()) {
-            let mut state = self.state.lock();
-            state.threads -= 1;
-            assert!(state.threads > 0, "cannot start a thread for blocking calls: {error}");
+        if let Err(error) = (self.spawn)(Arc::clone(self)) {
+            self.go_on_without_thread(&error);
         }
+    }
+
+    /// A thread could not be started. With none at all, what is queued is done here.
+    fn go_on_without_thread(&self, error: &io::Error) {
+        let mut state = self.state.lock();
+        state.threads -= 1;
+        let queue = match state.threads {
+            0 => std::mem::take(&mut state.queue),
+            _ => return,
+        };
+        let is_news = !std::mem::replace(&mut state.is_without_threads, true);
+        drop(state);
+        if is_news {
+            tracing::warn!(
+                "loops wait for blocking calls themselves, because no thread can be started for them: \
+                 {error}; raise the limit on threads (ulimit -u, TasksMax= of the service)"
+            );
+        }
+        queue.into_iter().for_each(Job::run);
     }
 
     fn work(&self) {
         let mut state = self.state.lock();
+        state.is_without_threads = false;
         loop {
             let Some(job) = state.queue.pop_front() else {
                 state.idle += 1;
@@ -94,17 +119,28 @@ impl ThreadPool {
                 continue;
             };
             drop(state);
-            match job {
-                Job::File { call, token, remote } => {
-                    // SAFETY: `run_file` was promised that the operation stays.
-                    let result = unsafe { call.run() };
-                    remote.post(Note::Completed(token, result));
-                }
-                Job::Call(call) => call(),
-            }
+            job.run();
             state = self.state.lock();
         }
     }
+}
+
+impl Job {
+    fn run(self) {
+        match self {
+            Self::File { call, token, remote } => {
+                // SAFETY: `run_file` was promised that the operation stays.
+                let result = unsafe { call.run() };
+                remote.post(Note::Completed(token, result));
+            }
+            Self::Call(call) => call(),
+        }
+    }
+}
+
+fn spawn(pool: Arc<ThreadPool>) -> io::Result<()> {
+    let builder = std::thread::Builder::new().name("blockhouse-io".into());
+    builder.spawn(move || pool.work()).map(drop)
 }
 
 /// Runs `call` on a worker thread and waits for it without blocking the loop. If the waiting future
@@ -116,4 +152,40 @@ pub(crate) async fn blocking<R: Send + 'static>(call: impl FnOnce() -> R + Send 
         let _ = sender.send(call());
     })));
     receiver.await.expect("a worker finishes every call that it takes")
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::mpsc;
+    use std::thread::ThreadId;
+
+    use super::*;
+
+    /// The thread that makes a call which the pool is given.
+    fn thread_of_call(pool: &Arc<ThreadPool>) -> ThreadId {
+        let (give, take) = mpsc::channel();
+        pool.queue(Job::Call(Box::new(move || {
+            give.send(std::thread::current().id()).expect("it is waited for");
+        })));
+        take.recv().expect("every call is made")
+    }
+
+    #[test]
+    fn without_threads_calls_are_made_by_whoever_asks() {
+        let own = std::thread::current().id();
+        let pool = ThreadPool::with(|_| Err(io::Error::from_raw_os_error(libc::EAGAIN)));
+        for _ in 0..3 {
+            assert_eq!(thread_of_call(&pool), own);
+        }
+        let state = pool.state.lock();
+        assert_eq!((state.threads, state.queue.len()), (0, 0));
+    }
+
+    #[test]
+    fn a_thread_that_can_be_had_later_makes_the_calls() {
+        let pool = ThreadPool::with(spawn);
+        pool.state.lock().is_without_threads = true;
+        assert_ne!(thread_of_call(&pool), std::thread::current().id());
+        assert!(!pool.state.lock().is_without_threads);
+    }
 }

@@ -13,7 +13,9 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use blockhouse_core::Storage;
+use blockhouse_engine::{ShortageLog, is_shortage};
 use parking_lot::Mutex;
+use rustix::event::{PollFd, PollFlags};
 
 use crate::connection::Connection;
 use crate::device::Device;
@@ -79,23 +81,34 @@ impl<S: Storage + Send + Sync> Server<S> {
 }
 
 fn serve<S: Storage + Send + Sync>(shared: &Shared, device: &Arc<Device<S>>) {
+    let shortages = ShortageLog::default();
     loop {
-        let accepted = shared.listener.accept();
+        let accepted = accept(&shared.listener);
         if shared.state.lock().stopping {
             return;
         }
         match accepted {
-            Ok((stream, _)) => {
+            Ok(stream) => {
                 if let Err(error) = converse(shared, device, stream) {
                     tracing::warn!("cannot serve a front-end: {error}");
                 }
             }
             Err(error) => {
-                tracing::warn!("cannot accept a front-end: {error}");
+                match is_shortage(&error) {
+                    true => shortages.warn(&error),
+                    false => tracing::warn!("cannot accept a front-end: {error}"),
+                }
                 std::thread::sleep(PAUSE);
             }
         }
     }
+}
+
+/// Waits for a front-end before it is accepted: the kernel takes a descriptor before it looks for one.
+fn accept(listener: &UnixListener) -> io::Result<UnixStream> {
+    let mut polled = [PollFd::new(listener, PollFlags::IN)];
+    rustix::event::poll(&mut polled, None)?;
+    Ok(listener.accept()?.0)
 }
 
 /// Serves one front-end to its end.

@@ -37,6 +37,7 @@ pub mod flag {
 pub mod errno {
     pub const EPERM: u32 = 1;
     pub const EIO: u32 = 5;
+    pub const ENOMEM: u32 = 12;
     pub const EINVAL: u32 = 22;
     pub const ENOSPC: u32 = 28;
     pub const EOVERFLOW: u32 = 75;

@@ -6,7 +6,7 @@ mod entry;
 mod polled;
 mod ring;
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd, RawFd};
 use std::ptr;
@@ -33,6 +33,8 @@ const BELL: u64 = u64::MAX;
 const CANCEL: u64 = u64::MAX - 1;
 /// Set in those of watches, whose key follows.
 const WATCH: u64 = 1 << 32;
+/// Set in those of questions whether the kernel still has an operation, whose token follows.
+const PROBE: u64 = 1 << 33;
 
 pub(crate) struct Uring {
     ring: Ring,
@@ -52,6 +54,9 @@ pub(crate) struct Uring {
     events: Vec<WatchKey>,
     /// Watches that the kernel ended, to be renewed.
     ended: Vec<WatchKey>,
+    /// Operations that the kernel was asked about after it dropped completions, as long as neither their
+    /// completion nor the answer has come.
+    probed: HashSet<Token>,
 }
 
 impl Uring {
@@ -76,6 +81,7 @@ impl Uring {
             watches: HashMap::new(),
             events: Vec::new(),
             ended: Vec::new(),
+            probed: HashSet::new(),
         })
     }
 
@@ -165,6 +171,22 @@ impl Uring {
         }
     }
 
+    /// Asks the kernel about every operation after it dropped completions. It cancels those that it still
+    /// has, and does not find those whose completion is lost: these fail. Completions keep their order, so an
+    /// operation whose completion is only late is not taken for lost.
+    fn probe_lost(&mut self, operations: &OperationTable) {
+        // The other ring's operations are not known to this one.
+        if !self.ring.has_lost_completions || self.polled.is_busy() {
+            return;
+        }
+        self.ring.has_lost_completions = false;
+        for token in operations.running() {
+            self.probed.insert(token);
+            let entry = opcode::AsyncCancel::new(token.as_u64()).build();
+            self.push(&entry.user_data(PROBE | token.as_u64()));
+        }
+    }
+
     fn reap(&mut self, done: &mut Vec<Completion>) {
         for entry in self.ring.completions() {
             match entry.user_data() {
@@ -181,9 +203,19 @@ impl Uring {
                         self.events.push(key);
                     }
                 }
+                probe if probe & PROBE != 0 => {
+                    let token = Token::from_u64(probe & !PROBE);
+                    if self.probed.remove(&token) && entry.result() == -libc::ENOENT {
+                        self.in_flight -= 1;
+                        done.push(Completion { token, result: -libc::EIO });
+                    }
+                }
                 token => {
                     self.in_flight -= 1;
                     let token = Token::from_u64(token);
+                    if !self.probed.is_empty() {
+                        self.probed.remove(&token);
+                    }
                     done.push(Completion { token, result: entry.result() });
                 }
             }
@@ -260,6 +292,7 @@ impl Driver for Uring {
     fn turn(&mut self, rest: Rest, operations: &OperationTable, done: &mut Vec<Completion>) {
         self.watch_bell();
         self.renew_watches();
+        self.probe_lost(operations);
         let waiting = !self.early.is_empty() || !self.ring.completions().is_empty();
         match rest {
             // Completions of this ring show in memory, and the other one is entered anyhow.

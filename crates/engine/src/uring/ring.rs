@@ -15,6 +15,7 @@ use blockhouse_core::IoVector;
 use io_uring::types::{Fd, Timespec};
 use io_uring::{IoUring, Probe, cqueue, opcode, squeue};
 
+use crate::broken_wait::BrokenWait;
 use crate::file::File;
 use crate::fixed::{FixedFiles, FixedTable, Number, Place};
 use crate::mapping::Mapping;
@@ -35,6 +36,9 @@ pub(super) struct Ring {
     remote: Arc<Remote>,
     files: FixedTable,
     memory: MemoryTable,
+    broken_wait: BrokenWait,
+    /// Whether the kernel has dropped completions.
+    pub(super) has_lost_completions: bool,
 }
 
 /// How a ring learns of completions.
@@ -68,7 +72,8 @@ impl Ring {
         check(&uring)?;
         let files = FixedTable::new(remote.clone(), FixedFiles::Off);
         let memory = MemoryTable::new(remote.clone());
-        Ok(Self { uring, remote: Arc::clone(remote), files, memory })
+        let (remote, broken_wait) = (Arc::clone(remote), BrokenWait::default());
+        Ok(Self { uring, remote, files, memory, broken_wait, has_lost_completions: false })
     }
 
     /// Adds an entry, to be submitted by the next `enter`.
@@ -114,12 +119,21 @@ impl Ring {
         // SAFETY: the entries were checked by `push`; `argument` is what EXT_ARG asks for and lives,
         // as the timeout that it points to, until the call returns.
         let entered = unsafe { self.uring.submitter().enter(count, want, flags, Some(&argument)) };
-        if let Err(error) = entered {
-            let code = error.raw_os_error().unwrap_or(0);
-            // Interrupted, timed out, or the kernel wants its completions reaped first, which is
-            // what happens next anyhow. Anything else is a mistake in this folder.
-            let expected = [libc::EINTR, libc::ETIME, libc::EBUSY, libc::EAGAIN];
-            assert!(expected.contains(&code), "io_uring_enter failed: {error}");
+        match entered {
+            Ok(_) => self.broken_wait.worked(),
+            Err(error) => match error.raw_os_error() {
+                // Interrupted, timed out, or the kernel wants its completions reaped first, which is
+                // what happens next anyhow.
+                Some(libc::EINTR | libc::ETIME | libc::EBUSY) => self.broken_wait.worked(),
+                // It ran out of memory, and completions are lost (io_uring_enter(2)).
+                Some(libc::EBADR) => {
+                    tracing::error!("io_uring dropped completions: the kernel is short of memory");
+                    self.has_lost_completions = true;
+                }
+                // No memory for a request: without a completion to reap, only time helps.
+                Some(libc::EAGAIN) if !self.uring.completion().is_empty() => {}
+                _ => self.broken_wait.failed("io_uring_enter", &error),
+            },
         }
     }
 

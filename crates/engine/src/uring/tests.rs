@@ -1,4 +1,5 @@
-//! The second ring where the kernel does not poll, which any file in the page cache shows.
+//! The second ring where the kernel does not poll, which any file in the page cache shows; and completions
+//! that the kernel drops.
 
 use std::fs::{DirEntry, OpenOptions};
 use std::path::Path;
@@ -125,4 +126,38 @@ fn nothing_is_polled_for_unasked() {
     assert!(!engine.is_polling());
     assert_eq!(end(&mut engine, &mut operations, 1), [BLOCK as i32]);
     assert!(file.pollable.reads(), "the kernel has not been asked");
+}
+
+#[test]
+fn an_operation_whose_completion_is_lost_fails_and_no_other() {
+    let Some(mut engine) = engine() else { return };
+    let mut operations = OperationTable::new();
+    let place = tempfile::NamedTempFile::new().unwrap();
+    let file = wrongly_pollable(place.path());
+    let write = |mark| {
+        let transfer = Transfer { file: Arc::clone(&file), offset: 0, vector: block(mark).lend() };
+        Operation::Write(transfer, WriteThrough::No)
+    };
+    let lost = begin(&mut engine, &mut operations, write(1));
+    engine.ring.enter(1, None);
+    // As the kernel does when it has no memory to keep them; it says so once.
+    assert_eq!(engine.ring.completions().count(), 1);
+    engine.ring.has_lost_completions = true;
+    begin(&mut engine, &mut operations, write(2));
+    let mut done = Vec::new();
+    while done.len() < 2 {
+        engine.turn(Rest::UntilEvent, &operations, &mut done);
+    }
+    for completion in &done {
+        let is_lost = completion.token == lost;
+        // The other one may have been cancelled: the kernel still had it.
+        let results: &[i32] =
+            if is_lost { &[-libc::EIO] } else { &[BLOCK as i32, -libc::ECANCELED] };
+        assert!(results.contains(&completion.result), "{completion:?}");
+        let _ = operations.complete(completion.token, completion.result);
+        drop(operations.release(completion.token));
+    }
+    begin(&mut engine, &mut operations, write(3));
+    assert_eq!(end(&mut engine, &mut operations, 1), [BLOCK as i32]);
+    assert_eq!(std::fs::read(place.path()).unwrap(), vec![3; BLOCK]);
 }

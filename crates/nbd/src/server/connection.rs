@@ -41,6 +41,8 @@ enum Parting {
     Late(Duration),
     #[error("the connection failed: {0}")]
     Failed(#[from] io::Error),
+    #[error("{0}")]
+    NoMemory(#[from] blockhouse_core::Error),
     #[error("the export {0:?} was removed in that moment")]
     Removed(String),
 }
@@ -57,8 +59,12 @@ pub async fn serve<S: Storage>(
         Ok(end @ (End::Disconnected | End::Closed | End::Drained)) => {
             tracing::debug!(%peer, "connection over: {end}");
         }
+        Ok(end @ End::NoMemory(_)) => tracing::warn!(%peer, "client dropped: {end}"),
         Ok(end) => tracing::info!(%peer, "client dropped: {end}"),
         Err(parting @ Parting::NoSeat) => tracing::info!(%peer, "client refused: {parting}"),
+        Err(parting @ Parting::NoMemory(_)) => {
+            tracing::warn!(%peer, "client dropped in its handshake: {parting}");
+        }
         Err(parting) => tracing::debug!(%peer, "handshake over: {parting}"),
     }
     drop(seat);
@@ -147,7 +153,7 @@ async fn shake(
     pool: &BufferPool,
 ) -> Result<(Terms, Vec<u8>), Parting> {
     let mut handshake = Handshake::new();
-    let mut heard = pool.get(HEARING);
+    let mut heard = pool.get(HEARING)?;
     send(stream, pool, &Handshake::greeting()).await?;
     let mut count = receive(stream, &mut heard).await?;
     let mut output = Vec::new();
@@ -164,15 +170,15 @@ async fn shake(
     }
 }
 
-async fn send(stream: &Stream, pool: &BufferPool, bytes: &[u8]) -> io::Result<()> {
+async fn send(stream: &Stream, pool: &BufferPool, bytes: &[u8]) -> Result<(), Parting> {
     if bytes.is_empty() {
         return Ok(());
     }
-    let mut buffer = pool.get(bytes.len());
+    let mut buffer = pool.get(bytes.len())?;
     buffer.bytes_mut().copy_from_slice(bytes);
     let mut list = IoVectorList::new();
     list.push(buffer.lend());
-    stream.send_directly(list).await.0
+    Ok(stream.send_directly(list).await.0?)
 }
 
 async fn receive(stream: &Stream, buffer: &mut Buffer) -> Result<usize, Parting> {

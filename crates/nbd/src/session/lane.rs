@@ -91,7 +91,7 @@ async fn read<S: Storage>(
     offset: u64,
     length: usize,
 ) -> Result<Answer> {
-    let mut buffer = link.pool.get(HEAD_ROOM + length);
+    let mut buffer = link.pool.get(HEAD_ROOM + length)?;
     let into = buffer.lend_range(HEAD_ROOM, length);
     link.disk.submit(Request::Read { offset, into }).await?;
     let framing = link.terms.framing;
@@ -101,7 +101,7 @@ async fn read<S: Storage>(
 }
 
 /// Says in the log that the host failed, once a connection: a broken disk fails every request.
-fn note<S: Storage>(link: &Link<S>, error: &Error) {
+pub fn note<S: Storage>(link: &Link<S>, error: &Error) {
     match error.kind() {
         ErrorKind::InvalidInput
         | ErrorKind::PastEnd
@@ -116,7 +116,7 @@ fn note<S: Storage>(link: &Link<S>, error: &Error) {
 }
 
 /// What the client is told. Paths of the host are none of its business.
-fn refusal(error: &Error, command: &Command) -> Refusal {
+pub fn refusal(error: &Error, command: &Command) -> Refusal {
     let message = match error.kind() {
         ErrorKind::InvalidInput => "the request does not fit the export",
         ErrorKind::PastEnd => "the range reaches past the end of the export",

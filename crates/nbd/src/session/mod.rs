@@ -27,7 +27,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 pub use activity::Activity;
-use blockhouse_core::{BufferPool, Storage};
+use blockhouse_core::{BufferPool, Result, Storage};
 use blockhouse_disk::Disk;
 use blockhouse_engine::{Stream, sleep, spawn};
 pub use budget::Budget;
@@ -37,9 +37,10 @@ pub use reader::End;
 
 use flow::Flow;
 use link::Link;
-use outbox::Outbox;
+use outbox::{Batch, Outbox};
 use peer_wait::PeerWait;
 use reader::Reader;
+use staging::Staging;
 
 use crate::handshake::Terms;
 
@@ -82,7 +83,16 @@ impl<S: Storage> Session<S> {
     /// Serves the connection to its end. `first` was received already; `leave` ends it early.
     pub async fn run(self, first: &[u8], leave: Arc<Leave>) -> End {
         let Self { stream, disk, terms, pool, allowance, budget, activity } = self;
-        let outbox = Outbox::new(&pool, allowance.requests);
+        let memory = || {
+            let outbox = Outbox::new(&pool, allowance.requests)?;
+            let batch = Batch::new(&pool, allowance.requests)?;
+            let staging = pool.get(reader::STAGING.max(first.len()))?;
+            Result::Ok((outbox, batch, Staging::new(staging, first)))
+        };
+        let (outbox, batch, staging) = match memory() {
+            Ok(memory) => memory,
+            Err(error) => return End::NoMemory(error),
+        };
         let link = Rc::new(Link {
             stream,
             disk,
@@ -100,8 +110,8 @@ impl<S: Storage> Session<S> {
             idle: RefCell::new(Vec::new()),
             failures: Cell::new(0),
         });
-        let writer = spawn(writer::run(Rc::clone(&link), allowance.requests));
-        let served = pin!(serve(&link, Arc::clone(&leave), first));
+        let writer = spawn(writer::run(Rc::clone(&link), batch));
+        let served = pin!(serve(&link, Arc::clone(&leave), staging));
         let end = match select(served, pin!(too_slow(&link, allowance, &activity, &leave))).await {
             Either::Left((end, _)) => end,
             Either::Right((end, served)) => {
@@ -122,8 +132,8 @@ impl<S: Storage> Session<S> {
 }
 
 /// Reads requests until there are no more, and waits for what is in flight.
-async fn serve<S: Storage>(link: &Rc<Link<S>>, leave: Arc<Leave>, first: &[u8]) -> End {
-    let end = Reader::new(Rc::clone(link), leave, first).run().await;
+async fn serve<S: Storage>(link: &Rc<Link<S>>, leave: Arc<Leave>, staging: Staging) -> End {
+    let end = Reader::new(Rc::clone(link), leave, staging).run().await;
     if let End::Failed(_) | End::BadMagic(_) | End::PayloadTooLong(_) = end {
         link.break_off();
     }

@@ -7,7 +7,7 @@
 use std::cell::{Cell, RefCell};
 use std::collections::VecDeque;
 
-use blockhouse_core::{Buffer, BufferPool};
+use blockhouse_core::{Buffer, BufferPool, Result};
 
 use super::condition::Condition;
 use crate::command::Refusal;
@@ -52,9 +52,12 @@ pub struct Batch {
 
 impl Batch {
     /// Room for `most` replies.
-    pub fn new(pool: &BufferPool, most: usize) -> Self {
-        let bare = pool.get(most * MAX_BARE);
-        Self { bare, bare_end: 0, bare_count: 0, whole: VecDeque::new() }
+    ///
+    /// # Errors
+    /// ENOMEM where memory runs out.
+    pub fn new(pool: &BufferPool, most: usize) -> Result<Self> {
+        let bare = pool.get(most * MAX_BARE)?;
+        Ok(Self { bare, bare_end: 0, bare_count: 0, whole: VecDeque::new() })
     }
 
     fn is_empty(&self) -> bool {
@@ -102,9 +105,12 @@ pub enum Errand {
 
 impl Outbox {
     /// Room for `most` replies, which whoever pushes does not exceed.
-    pub fn new(pool: &BufferPool, most: usize) -> Self {
-        let waiting = RefCell::new(Batch::new(pool, most));
-        Self { waiting, state: Cell::new(State::Open), changed: Condition::default() }
+    ///
+    /// # Errors
+    /// ENOMEM where memory runs out.
+    pub fn new(pool: &BufferPool, most: usize) -> Result<Self> {
+        let waiting = RefCell::new(Batch::new(pool, most)?);
+        Ok(Self { waiting, state: Cell::new(State::Open), changed: Condition::default() })
     }
 
     /// Leaves a reply for the writer.

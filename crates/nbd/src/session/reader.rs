@@ -12,11 +12,11 @@ use std::sync::Arc;
 use std::task::Poll;
 use std::time::Duration;
 
-use blockhouse_core::{Buffer, IoVectorList, Storage};
+use blockhouse_core::{Buffer, Error, IoVectorList, Storage};
 use blockhouse_engine::yield_now;
 
 use super::job::Job;
-use super::lane::{dispatch, footprint};
+use super::lane::{dispatch, footprint, note, refusal};
 use super::leave::Leave;
 use super::link::Link;
 use super::outbox::Answer;
@@ -68,6 +68,9 @@ pub enum End {
     /// The connection broke.
     #[error("the connection failed: {0}")]
     Failed(#[from] io::Error),
+    /// There is no memory for a connection.
+    #[error("{0}")]
+    NoMemory(Error),
     /// The two ends are out of step.
     #[error(transparent)]
     BadMagic(#[from] BadMagic),
@@ -89,9 +92,8 @@ pub struct Reader<S: Storage> {
 }
 
 impl<S: Storage> Reader<S> {
-    /// A reader for a connection of which `first` was received already.
-    pub fn new(link: Rc<Link<S>>, leave: Arc<Leave>, first: &[u8]) -> Self {
-        let staging = Staging::new(link.pool.get(STAGING.max(first.len())), first);
+    /// A reader for a connection; `staging` holds what was received already.
+    pub fn new(link: Rc<Link<S>>, leave: Arc<Leave>, staging: Staging) -> Self {
         Self { link, leave, staging, list: IoVectorList::new(), window: STAGING, taken: 0 }
     }
 
@@ -139,7 +141,15 @@ impl<S: Storage> Reader<S> {
         self.link.flow.enter(footprint).await;
         let payload = match command {
             Command::Write { length, .. } => {
-                let received = self.payload(length as usize).await;
+                let buffer = match self.link.pool.get(length as usize) {
+                    Ok(buffer) => buffer,
+                    Err(error) => {
+                        self.link.flow.leave(1, footprint);
+                        note(&self.link, &error);
+                        return self.refuse(to, refusal(&error, &command), length).await;
+                    }
+                };
+                let received = self.payload(buffer).await;
                 // One that never arrives as a whole is nobody's any more.
                 Some(received.inspect_err(|_| self.link.flow.leave(1, footprint))?)
             }
@@ -169,11 +179,11 @@ impl<S: Storage> Reader<S> {
     }
 
     /// The payload of a write: what is staged of it, and the rest from the socket.
-    async fn payload(&mut self, length: usize) -> Result<Buffer, End> {
+    async fn payload(&mut self, mut buffer: Buffer) -> Result<Buffer, End> {
+        let length = buffer.len();
         if length >= LONG {
             self.window = self.link.terms.framing.request_length();
         }
-        let mut buffer = self.link.pool.get(length);
         let mut filled = self.staging.take(buffer.bytes_mut());
         while filled < length {
             self.list.push(buffer.lend_range(filled, length - filled));

@@ -28,7 +28,7 @@ pub async fn describe<S: Storage>(
     extents: Extents,
 ) -> Result<Answer> {
     let framing = link.terms.framing;
-    let mut list = List::new(link.pool.get(LENGTH), framing);
+    let mut list = List::new(link.pool.get(LENGTH)?, framing);
     // Of this question alone, so that the answer has all data that was acknowledged before.
     let mut cache = BlockStatusCache::default();
     // Tables that are cached are looked up without waiting.

@@ -13,9 +13,9 @@ use super::peer_wait::Direction;
 /// while the client still receives, and a client that receives slowly is seen to receive.
 pub const STEP: usize = 1 << 20;
 
-/// Sends replies until the outbox is closed. `most` is how many there can be at once.
-pub async fn run<S: Storage>(link: Rc<Link<S>>, most: usize) {
-    let mut batch = Batch::new(&link.pool, most);
+/// Sends replies until the outbox is closed. `batch` is empty and has room for as many as there can be at
+/// once.
+pub async fn run<S: Storage>(link: Rc<Link<S>>, mut batch: Batch) {
     let mut list = IoVectorList::new();
     loop {
         match link.outbox.collect(&mut batch).await {

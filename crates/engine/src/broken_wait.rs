@@ -1,0 +1,63 @@
+//! Answers of the calls that a loop waits in (`io_uring_enter`, `epoll_wait`, `io_getevents`) which they are
+//! not expected to give.
+//!
+//! Some pass: the kernel was short of memory, or dropped completions because it was (EBADR). So a loop goes
+//! on, with a pause, so that it does not spin. Where every call fails for seconds the loop can serve nothing
+//! any more: then it panics, so that a service manager can start the server anew.
+
+use std::io;
+use std::time::Duration;
+
+/// The pause after a failed call.
+const PAUSE: Duration = Duration::from_millis(1);
+/// Failures in a row after which a loop is given no more time: at least ten seconds.
+const MAX_FAILURES: u32 = 10_000;
+
+/// Counts the failures of one loop's calls.
+#[derive(Debug, Default)]
+pub(crate) struct BrokenWait(u32);
+
+impl BrokenWait {
+    /// The call did what it is for.
+    pub(crate) fn worked(&mut self) {
+        self.0 = 0;
+    }
+
+    /// The call failed with an error that is no part of its ordinary work. Pauses.
+    ///
+    /// # Panics
+    /// When it has failed for seconds without working once.
+    pub(crate) fn failed(&mut self, call: &str, error: &io::Error) {
+        self.0 += 1;
+        if self.0 == 1 {
+            tracing::error!("{call} failed, and is tried again: {error}");
+        }
+        assert!(self.0 < MAX_FAILURES, "{call} fails all the time: {error}");
+        std::thread::sleep(PAUSE);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_call_that_works_again_is_forgiven() {
+        let mut wait = BrokenWait::default();
+        let error = io::Error::from_raw_os_error(libc::EBADR);
+        for _ in 0..3 {
+            wait.failed("io_uring_enter", &error);
+        }
+        wait.worked();
+        assert_eq!(wait.0, 0);
+    }
+
+    #[test]
+    #[should_panic(expected = "io_uring_enter fails all the time")]
+    fn a_call_that_never_works_ends_the_loop() {
+        let mut wait = BrokenWait(MAX_FAILURES - 2);
+        let error = io::Error::from_raw_os_error(libc::EBADF);
+        wait.failed("io_uring_enter", &error);
+        wait.failed("io_uring_enter", &error);
+    }
+}

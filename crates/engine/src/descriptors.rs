@@ -1,0 +1,84 @@
+//! The limit on open descriptors (`RLIMIT_NOFILE`), and what else an accepted connection needs.
+
+use std::io;
+use std::time::{Duration, Instant};
+
+use parking_lot::Mutex;
+use rustix::io::Errno;
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+
+/// What a person can do where descriptors run out, for the hint of an error.
+pub const DESCRIPTORS_HINT: &str =
+    "raise the limit on open files (ulimit -Hn, LimitNOFILE= of the service)";
+
+/// How often a shortage that lasts is reported.
+const REPORT_PERIOD: Duration = Duration::from_secs(60);
+
+/// Raises this process's limit on open descriptors as far as it may, and says what it is then. `None` is
+/// no limit.
+///
+/// The soft limit is low for programs that use `select(2)`, which takes no descriptors from 1024 on. This
+/// one does not.
+///
+/// # Errors
+/// The kernel's; the limit stays as it is.
+pub fn raise_descriptor_limit() -> io::Result<Option<u64>> {
+    let Rlimit { current, maximum } = getrlimit(Resource::Nofile);
+    if current != maximum {
+        setrlimit(Resource::Nofile, Rlimit { current: maximum, maximum })?;
+    }
+    Ok(maximum)
+}
+
+/// Whether a connection could not be accepted because descriptors or memory ran out: it waits in the
+/// kernel's queue, and can be accepted later.
+pub fn is_shortage(error: &io::Error) -> bool {
+    let errno = Errno::from_io_error(error);
+    is_out_of_descriptors(error) || matches!(errno, Some(Errno::NOMEM | Errno::NOBUFS))
+}
+
+/// Whether a call failed because this process or the host has no more descriptors.
+pub fn is_out_of_descriptors(error: &io::Error) -> bool {
+    matches!(Errno::from_io_error(error), Some(Errno::MFILE | Errno::NFILE))
+}
+
+/// Reports shortages that keep connections from being accepted, at most once a minute.
+#[derive(Debug, Default)]
+pub struct ShortageLog(Mutex<Option<Instant>>);
+
+impl ShortageLog {
+    /// Writes a warning, unless there was one within the last minute.
+    pub fn warn(&self, error: &io::Error) {
+        if self.is_due(Instant::now()) {
+            let hint = match is_out_of_descriptors(error) {
+                true => DESCRIPTORS_HINT,
+                false => "the host is short of memory",
+            };
+            tracing::warn!(
+                "a client waits because its connection cannot be accepted: {error}; {hint}"
+            );
+        }
+    }
+
+    fn is_due(&self, now: Instant) -> bool {
+        let mut last = self.0.lock();
+        let is_due = last.is_none_or(|last| now.saturating_duration_since(last) >= REPORT_PERIOD);
+        if is_due {
+            *last = Some(now);
+        }
+        is_due
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_shortage_is_reported_once_a_minute() {
+        let log = ShortageLog::default();
+        let start = Instant::now();
+        let due = [0, 1, 59, 60, 61, 121].map(|s| log.is_due(start + Duration::from_secs(s)));
+        assert_eq!(due, [true, false, false, true, false, true]);
+    }
+}
