@@ -78,6 +78,11 @@ pub fn private_tmpfs(at: &Path, size: u64) -> Result<Vec<String>, String> {
     Ok(wrapper("exec \"$@\""))
 }
 
+/// A wrapper that hides /proc from a command.
+pub fn without_proc() -> Result<Vec<String>, String> {
+    private_tmpfs(Path::new("/proc"), 4096)
+}
+
 /// A user who may do nothing: a wrapper that runs a command as nobody, and a copy of `binary` in
 /// `folder` that everybody may run.
 pub fn nobody(folder: &Path, binary: &Path) -> Result<(Vec<String>, PathBuf), String> {

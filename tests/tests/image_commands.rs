@@ -373,3 +373,31 @@ fn errors_that_cannot_be_printed_leave_the_status_as_it_is() {
     let status = command.status().expect("it starts");
     assert_eq!(status.code(), Some(1), "{status}");
 }
+
+#[test]
+fn images_open_without_proc() {
+    let wrapper = require!(need::without_proc());
+    let scratch = Scratch::new();
+    for name in ["disk.img", "disk.qcow2"] {
+        let image = scratch.path(name);
+        let copy = scratch.path(&format!("copy-{name}"));
+        let lines = [
+            vec!["create", str(&image), "1M"],
+            vec!["info", str(&image)],
+            vec!["map", str(&image)],
+            vec!["resize", str(&image), "2M"],
+            vec!["convert", str(&image), str(&copy)],
+            vec!["compare", str(&image), str(&copy)],
+        ];
+        for words in lines {
+            let mut command = Command::new(&wrapper[0]);
+            run(command.args(&wrapper[1..]).arg(blockhouse()).args(words)).success();
+        }
+        let server = Serve::new(&scratch, &image).under(&wrapper).start();
+        let mut client = Client::open(&server.address());
+        assert_eq!(client.write(1000, &[7; 5000], 0), 0);
+        assert_eq!(client.read(1000, 5000), Ok(vec![7; 5000]));
+        client.disconnect();
+        server.stop();
+    }
+}

@@ -1,9 +1,11 @@
 //! An open file as the engines see it.
 
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
+use std::path::Path;
 use std::sync::Arc;
 
 use rustix::fs::{Mode, OFlags};
+use rustix::io::Errno;
 
 use crate::byte_lock;
 use crate::fixed::Number;
@@ -52,14 +54,36 @@ impl File {
         Self { descriptor, residence, caching, orphans, membership, pollable }
     }
 
-    /// The same file opened once more, through the page cache.
-    pub(crate) fn reopen_cached(&self, access: OFlags) -> rustix::io::Result<Self> {
-        let path = format!("/proc/self/fd/{}", self.raw());
-        let descriptor = rustix::fs::open(path, access | OFlags::CLOEXEC, Mode::empty())?;
+    /// The same file opened once more, through the page cache. `path` is where it was opened.
+    ///
+    /// # Errors
+    /// The kernel's; ESTALE where there is no /proc and another file is at `path` by now.
+    pub(crate) fn reopen_cached(&self, access: OFlags, path: &Path) -> rustix::io::Result<Self> {
+        let flags = access | OFlags::CLOEXEC;
+        let link = format!("/proc/self/fd/{}", self.raw());
+        let descriptor = match rustix::fs::open(link, flags, Mode::empty()) {
+            // A chroot or container without /proc.
+            Err(Errno::NOENT | Errno::NOTDIR) => self.reopen_at(path, flags)?,
+            opened => opened?,
+        };
         let orphans = Arc::clone(&self.orphans);
         let (residence, caching) = (self.residence, Caching::PageCache);
         let (membership, pollable) = (Membership::new(Number::take()), Pollable::nothing());
         Ok(Self { descriptor, residence, caching, orphans, membership, pollable })
+    }
+
+    /// Opens the path and makes sure that this file is there.
+    fn reopen_at(&self, path: &Path, flags: OFlags) -> rustix::io::Result<OwnedFd> {
+        // What took its place may be a pipe, and those wait.
+        let descriptor = rustix::fs::open(path, flags | OFlags::NONBLOCK, Mode::empty())?;
+        let identity = |descriptor: &OwnedFd| {
+            rustix::fs::fstat(descriptor).map(|status| (status.st_dev, status.st_ino))
+        };
+        if identity(&descriptor)? != identity(&self.descriptor)? {
+            return Err(Errno::STALE);
+        }
+        rustix::fs::fcntl_setfl(&descriptor, flags & !OFlags::CLOEXEC)?;
+        Ok(descriptor)
     }
 
     /// Where it is now, for messages.

@@ -10,6 +10,7 @@ use rustix::fs::{Mode, OFlags};
 use rustix::io::Errno;
 
 use super::{HostFile, Refused};
+use crate::descriptors::DESCRIPTORS_HINT;
 use crate::file::{Caching, File, Residence};
 use crate::io_poll::{IoPoll, check_io_poll};
 use crate::local;
@@ -103,10 +104,11 @@ impl HostFile {
         if caching == Caching::Direct {
             tell_if_not_pollable(path);
         }
-        Self::examine(file, name, mode)
+        Self::examine(file, path, mode)
     }
 
-    fn examine(file: File, name: String, access: OFlags) -> Result<Self> {
+    fn examine(file: File, path: &Path, access: OFlags) -> Result<Self> {
+        let name = path.display().to_string();
         let failed = |error: std::io::Error| Error::host("cannot examine", error).on(&name);
         let kind = probe::kind(&file).map_err(failed)?.ok_or_else(|| no_disk(&name))?;
         let size = probe::size(&file).map_err(failed)?;
@@ -121,7 +123,10 @@ impl HostFile {
         let device = probe::device(&file, kind).map_err(failed)?;
         let tail = match kind {
             FileKind::Regular if alignment.offset > 1 => {
-                let tail = file.reopen_cached(access).map_err(|error| failed(error.into()))?;
+                let tail = file.reopen_cached(access, path);
+                let tail = tail.map_err(|error| {
+                    Error::host("cannot open it a second time", error.into()).on(&name)
+                })?;
                 Some(Arc::new(tail))
             }
             _ => None,
@@ -137,7 +142,7 @@ impl HostFile {
         let (file, size) = (Arc::new(file), size.into());
         let flushed = match &tail {
             Some(tail) => Arc::clone(tail),
-            None => open_for_flushes(&file, access),
+            None => open_for_flushes(&file, access, path),
         };
         let probe::Device { durable_write, write_cache, .. } = device;
         Ok(Self {
@@ -157,11 +162,11 @@ impl HostFile {
 
 /// The open file that is flushed: one that no durable write goes by, where the page cache may hold what
 /// was written. If it cannot be opened once more, then the same one serves for both.
-fn open_for_flushes(file: &Arc<File>, access: OFlags) -> Arc<File> {
+fn open_for_flushes(file: &Arc<File>, access: OFlags, path: &Path) -> Arc<File> {
     let may_hold_writes = file.caching == Caching::PageCache
         && file.residence == Residence::Device
         && access == OFlags::RDWR;
-    let opened = may_hold_writes.then(|| file.reopen_cached(access));
+    let opened = may_hold_writes.then(|| file.reopen_cached(access, path));
     opened.and_then(|opened| opened.ok()).map_or_else(|| Arc::clone(file), Arc::new)
 }
 
@@ -203,6 +208,7 @@ fn advice(error: Errno, path: &Path, cache: PageCache) -> Option<String> {
         Errno::NOENT => missing(path),
         Errno::ROFS => READ_ONLY_FILE_SYSTEM.to_owned(),
         Errno::ACCESS | Errno::PERM => "check its permissions".to_owned(),
+        Errno::MFILE | Errno::NFILE => DESCRIPTORS_HINT.to_owned(),
         Errno::INVAL if cache == PageCache::Bypassed => {
             "its file system has no direct I/O: try --cache writeback".to_owned()
         }
