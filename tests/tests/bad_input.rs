@@ -119,6 +119,18 @@ fn a_file_without_permission() {
 }
 
 #[test]
+fn a_folder_for_sockets_that_is_not_there() {
+    let scratch = Scratch::new();
+    let image = scratch.image_of("disk.img", &[1; 512]);
+    let serve = || Serve::bare(&scratch, image.path());
+    let runtime = serve().environment("XDG_RUNTIME_DIR", "/nonexistent");
+    runtime.refused().failed(&["/nonexistent/blockhouse", "No such file", "--nbd"]);
+    let serve = serve().environment("XDG_RUNTIME_DIR", "");
+    let temporary = serve.environment("TMPDIR", "/nonexistent");
+    temporary.refused().failed(&["/nonexistent/blockhouse-", "No such file", "--nbd"]);
+}
+
+#[test]
 fn a_socket_path_that_is_too_long() {
     let scratch = Scratch::new();
     let image = scratch.image_of("disk.img", &[1; 512]);

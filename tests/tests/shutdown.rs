@@ -1,11 +1,14 @@
-//! How a server ends: what was acknowledged is in the file, and nobody can keep it from ending.
+//! How a server ends: what was acknowledged is in the file, and nobody can keep it from ending. It takes no
+//! successor's sockets with it.
 #![forbid(unsafe_code)]
 
 use std::io::Write;
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 use std::time::{Duration, Instant};
 
-use blockhouse_tests::nbd::{Address, Client, Framing, Greeted, Request, command, connect, option};
+use blockhouse_tests::nbd::{
+    Address, Client, Framing, Greeted, Request, command, connect, go_data, option, reply,
+};
 use blockhouse_tests::{
     Cache, Engine, Scratch, Serve, Trace, eventually, need, on_every_engine_and_cache, require,
 };
@@ -290,4 +293,47 @@ fn a_closed_standard_output_is_no_end() {
     let _ = child.kill();
     assert_eq!(read, Some(Ok(vec![0])));
     assert_eq!(status.and_then(|status| status.code()), Some(0));
+}
+
+#[test]
+fn a_log_that_is_not_read_holds_up_neither_clients_nor_the_end() {
+    let scratch = Scratch::new();
+    let image = scratch.image("disk.img", 1 << 20);
+    let (_unread, mut stderr) = std::io::pipe().expect("a pipe");
+    let capacity = rustix::pipe::fcntl_getpipe_size(&stderr).expect("a pipe has a size");
+    stderr.write_all(&vec![b'x'; capacity]).expect("it is as large as it says");
+    let mut server = Serve::new(&scratch, image.path()).stderr(stderr).start();
+    for _ in 0..50 {
+        // The server has something to log.
+        let mut client = Greeted::new(&server.address());
+        assert_eq!(client.outcome(option::GO, &go_data("missing")), reply::ERR_UNKNOWN);
+    }
+    let mut client = Client::open(&server.address());
+    assert_eq!(client.write(0, &[5; 4096], 0), 0);
+    assert_eq!(client.read(0, 4096), Ok(vec![5; 4096]));
+    client.disconnect();
+    server.signal(Signal::TERM);
+    assert_eq!(server.wait(Duration::from_secs(20)).code(), Some(0));
+    assert_eq!(image.bytes(0, 4096), [5; 4096]);
+}
+
+#[test]
+fn a_successors_sockets_are_left_alone() {
+    let scratch = Scratch::new();
+    let image = scratch.image("disk.img", 1 << 20);
+    let sockets = ["nbd", "guest", "control"].map(|name| scratch.socket(name));
+    let serve = Serve::new(&scratch, image.path());
+    let serve = serve.option("--vhost-user-blk", &sockets[1]).option("--control", &sockets[2]);
+    let server = serve.start();
+    let successors = sockets.each_ref().map(|path| {
+        assert!(eventually(Duration::from_secs(20), || path.exists()));
+        std::fs::remove_file(path).expect("it is there");
+        std::os::unix::net::UnixListener::bind(path).expect("the path is free")
+    });
+    server.stop();
+    for path in &sockets {
+        let connected = std::os::unix::net::UnixStream::connect(path);
+        assert!(connected.is_ok(), "{} is gone with the server before", path.display());
+    }
+    drop(successors);
 }

@@ -121,7 +121,7 @@ fn runtime_folder() -> Result<PathBuf> {
     let cannot = || format!("{}: cannot make the folder for sockets", folder.display());
     match fs::DirBuilder::new().mode(0o700).create(&folder) {
         Err(error) if error.kind() != std::io::ErrorKind::AlreadyExists => {
-            return Err(error).with_context(cannot);
+            bail!("{}: {error}; name a socket with --nbd nbd+unix:///?socket=PATH", cannot());
         }
         _ => {}
     }

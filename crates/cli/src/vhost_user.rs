@@ -14,7 +14,7 @@ use blockhouse_vhost_user::{Device, Export, RegisteredMemory, Server};
 pub struct Served {
     server: Server<HostFile>,
     /// Removed at the end.
-    _file: Option<SocketFile>,
+    file: Option<SocketFile>,
 }
 
 /// Listens at all sockets.
@@ -34,7 +34,7 @@ pub fn serve(
     let disk = Arc::clone(disk);
     let device = Device::new(Export { disk, name, queues, loops, memory });
     let server = Server::start(device, bound.socket).context("cannot serve the socket")?;
-    Ok(Served { server, _file: bound.file })
+    Ok(Served { server, file: bound.file })
 }
 
 impl Served {
@@ -45,6 +45,9 @@ impl Served {
 
     /// Finishes what is in flight and ends.
     pub fn stop(self) {
-        self.server.stop();
+        let Self { server, file } = self;
+        // While it still listens: see `SocketFile`.
+        drop(file);
+        server.stop();
     }
 }

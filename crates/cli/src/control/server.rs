@@ -36,7 +36,7 @@ pub struct Control {
     stop: oneshot::Sender<()>,
     over: Submission<()>,
     /// Removed at the end.
-    _file: Option<SocketFile>,
+    file: Option<SocketFile>,
 }
 
 /// An image and its canonical path.
@@ -66,11 +66,13 @@ impl Control {
         let workers = Workers::start(1, LoopOptions { engine, polling, fixed_files, io_poll })?;
         let (stop, stopped) = oneshot::channel();
         let over = workers.first().spawn(move || serve(listener, images, stopped.shared()));
-        Ok(Self { workers, stop, over, _file: bound.file })
+        Ok(Self { workers, stop, over, file: bound.file })
     }
 
     /// Takes no more requests, finishes those that were begun, and ends.
-    pub fn stop(self) {
+    pub fn stop(mut self) {
+        // While it still listens: see `SocketFile`.
+        self.file = None;
         // Whoever is through already needs no telling.
         let _ = self.stop.send(());
         let _ = self.over.wait();

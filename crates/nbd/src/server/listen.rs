@@ -11,8 +11,9 @@ use std::thread::sleep;
 use std::time::{Duration, Instant};
 
 use blockhouse_core::{Error, ErrorKind, Result};
+use blockhouse_engine::DESCRIPTORS_HINT;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use rustix::fs::Mode;
+use rustix::fs::{Mode, OFlags, fstat, lstat};
 use rustix::io::Errno;
 use rustix::net::{self, AddressFamily, RecvFlags, SocketAddrUnix, SocketFlags, SocketType};
 
@@ -35,14 +36,38 @@ pub struct Bound {
     pub file: Option<SocketFile>,
 }
 
-/// The file of a Unix socket; removed on drop.
+/// The file of a Unix socket, removed on drop if the path still names it.
+///
+/// A server that started later may have put its own socket there, and that one stays. Drop this while the
+/// socket still listens: then no server that asks first takes the path meanwhile. What remains: a program that
+/// replaces the file without asking, between the comparison and the removal, loses its socket.
 #[derive(Debug)]
-pub struct SocketFile(PathBuf);
+pub struct SocketFile {
+    path: PathBuf,
+    /// The file itself. While it is open, no other file has its inode number.
+    file: OwnedFd,
+}
+
+impl SocketFile {
+    /// The file at `path`, which was just bound.
+    fn at(path: &Path) -> std::result::Result<Self, Errno> {
+        let flags = OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+        let file = rustix::fs::open(path, flags, Mode::empty())?;
+        Ok(Self { path: path.into(), file })
+    }
+
+    fn is_at_its_path(&self) -> bool {
+        let (Ok(own), Ok(found)) = (fstat(&self.file), lstat(&self.path)) else { return false };
+        (own.st_dev, own.st_ino) == (found.st_dev, found.st_ino)
+    }
+}
 
 impl Drop for SocketFile {
     fn drop(&mut self) {
-        // Somebody may have tidied up already.
-        let _ = fs::remove_file(&self.0);
+        if self.is_at_its_path() {
+            // The folder may have been made read-only; there is nothing else to do.
+            let _ = fs::remove_file(&self.path);
+        }
     }
 }
 
@@ -103,9 +128,20 @@ fn bind_unix(path: &Path, visitors: Visitors) -> Result<Bound> {
         }
         result => result,
     };
-    let socket = socket.map_err(|errno| Error::host("cannot listen", errno.into()).on(&name))?;
-    let file = Some(SocketFile(path.into()));
-    Ok(Bound { socket, address: Address::Unix(path.into()), file })
+    let failed = |errno: Errno| {
+        let failed = Error::host("cannot listen", errno.into()).on(&name);
+        match errno {
+            Errno::MFILE | Errno::NFILE => failed.hint(DESCRIPTORS_HINT),
+            _ => failed,
+        }
+    };
+    let socket = socket.map_err(failed)?;
+    let file = SocketFile::at(path).map_err(|errno| {
+        // The error that counts is the first one.
+        let _ = fs::remove_file(path);
+        failed(errno)
+    })?;
+    Ok(Bound { socket, address: Address::Unix(path.into()), file: Some(file) })
 }
 
 fn listen(path: &Path, visitors: Visitors) -> std::result::Result<OwnedFd, Errno> {
@@ -175,5 +211,32 @@ fn is_alive(socket: &OwnedFd, limit: Duration) -> bool {
             .is_ok_and(|(count, _)| count > 0),
         // Interrupted: asked again.
         Err(_) => false,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_file_of_a_socket_goes_with_it() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let path = folder.path().join("socket");
+        let bound = bind(&Address::Unix(path.clone())).expect("the path is free");
+        drop(bound.file);
+        assert!(!path.exists());
+    }
+
+    #[test]
+    fn a_successors_socket_stays() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let path = folder.path().join("socket");
+        let Bound { socket, file, .. } = bind(&Address::Unix(path.clone())).expect("it is free");
+        // As a server that stopped listening, and still waits for its clients.
+        drop(socket);
+        let successor = bind(&Address::Unix(path.clone())).expect("the dead socket is replaced");
+        drop(file);
+        assert!(connect(&path).is_ok(), "the successor's socket was removed");
+        drop(successor);
     }
 }
