@@ -150,7 +150,8 @@ fn a_guest_that_asks_for_too_much_is_refused_and_delays_no_neighbour() {
     // 64 reads of 14 GiB each: every one is refused, and nothing else happens.
     for _ in 0..64 {
         post_aliasing(&mut guest, 1, 1000, 15 << 20);
-        assert_eq!(guest.driver.queues[0].wait_used(LONG), Some((0, 1)));
+        let ended = guest.driver.queues[0].wait_used(LONG);
+        assert_eq!(ended.map(|(head, _)| head), Some(0));
         assert_eq!(status_of(&guest, 0), 1, "an I/O error");
     }
     // As large as allowed, of holes: 4 GiB of zeros. The neighbour is served meanwhile.
