@@ -18,6 +18,8 @@ pub mod errno {
     pub const EAGAIN: i32 = 11;
     /// Cannot allocate memory.
     pub const ENOMEM: i32 = 12;
+    /// Bad address: memory that is not there.
+    pub const EFAULT: i32 = 14;
     /// Invalid argument.
     pub const EINVAL: i32 = 22;
     /// File too large.

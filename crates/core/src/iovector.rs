@@ -5,12 +5,20 @@
 //! that do not overlap. So whoever is handed one (an engine, a worker thread, the kernel) may read
 //! and write the bytes without asking anybody, until it drops the vector. That is invariant 3 of
 //! the house: the kernel never holds a buffer that nobody owns.
+//!
+//! The bytes are private, or shared with another process (a guest) that changes them at any time and may
+//! even take them away. Copies of shared bytes go by [`shared_copy`](crate::copy_from_shared), and
+//! [`IoVector::is_intact`] says whether they were there.
 
 use std::any::Any;
 use std::ptr::{self, NonNull};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering, fence};
 
 use smallvec::SmallVec;
+
+use crate::shared_copy::{copy_from_shared, copy_to_shared, fill_shared};
+use crate::{Error, Result, errno};
 
 /// A piece of memory, laid out as `struct iovec` (POSIX, `<sys/uio.h>`), so that engines can hand
 /// a slice of them to the kernel as it is.
@@ -28,21 +36,21 @@ pub struct IoVector {
     owner: Arc<dyn Any + Send + std::marker::Sync>,
     segments: SmallVec<[Segment; 2]>,
     length: usize,
+    /// Of shared memory: set when some of it has vanished. Lives as long as `owner`.
+    lost: Option<NonNull<AtomicBool>>,
 }
 
 // SAFETY: the vector is the only view of its bytes (`from_raw` demands it, nothing here duplicates
-// one), and the owner is itself `Send + Sync`; so moving it moves the access with it.
+// one), and the owner is itself `Send + Sync`; so moving it moves the access with it. `lost` is an
+// atomic that the owner keeps.
 unsafe impl Send for IoVector {}
 
 impl IoVector {
-    /// A view of `segments`, kept alive by `owner`.
+    /// A view of private `segments`, kept alive by `owner`.
     ///
     /// # Safety
     /// Each segment must stay valid for reads and writes as long as `owner` lives, and no reference
-    /// to its bytes and no other `IoVector` over them may be used while the new one exists. Memory
-    /// shared with another process (a guest) may change at any time, and a guest may name the same
-    /// bytes twice; everything here copies bytes by address and never makes a reference to them, so
-    /// that is allowed.
+    /// to its bytes and no other `IoVector` over them may be used while the new one exists.
     pub unsafe fn from_raw(
         owner: Arc<dyn Any + Send + std::marker::Sync>,
         segments: impl IntoIterator<Item = Segment>,
@@ -50,7 +58,52 @@ impl IoVector {
         let segments: SmallVec<[Segment; 2]> =
             segments.into_iter().filter(|segment| segment.length > 0).collect();
         let length = segments.iter().map(|segment| segment.length).sum();
-        Self { owner, segments, length }
+        Self { owner, segments, length, lost: None }
+    }
+
+    /// A view of `segments` that are shared with another process (a guest), kept alive by `owner`. The
+    /// bytes may change at any time, and a guest may name the same bytes twice: nothing here makes a
+    /// reference to them, and all copies are atomic by the byte.
+    ///
+    /// `lost` is set, before anything else can be seen in their place, when bytes of the memory have
+    /// vanished. It must be of all memory that is ever joined with this
+    /// ([`followed_by`](Self::followed_by)).
+    ///
+    /// # Safety
+    /// Each segment must stay valid for reads and writes as long as `owner` lives, and so must `lost` be.
+    /// No reference to the bytes exists meanwhile, and what accesses them in this process does so
+    /// atomically or through [`copy_from_shared`](crate::copy_from_shared) and its kin.
+    pub unsafe fn from_shared(
+        owner: Arc<dyn Any + Send + std::marker::Sync>,
+        segments: impl IntoIterator<Item = Segment>,
+        lost: &AtomicBool,
+    ) -> Self {
+        // SAFETY: the caller's promises; that there may be other views makes no difference to copies that
+        // are atomic.
+        let vector = unsafe { Self::from_raw(owner, segments) };
+        Self { lost: Some(NonNull::from_ref(lost)), ..vector }
+    }
+
+    /// Whether all that was copied out of the vector so far is what its owner had there. Always true for
+    /// private memory; bytes of shared memory that has vanished read as zeros.
+    pub fn is_intact(&self) -> bool {
+        let Some(lost) = self.lost else { return true };
+        // What was copied was read before the flag.
+        fence(Ordering::Acquire);
+        // SAFETY: it lives as long as the owner (`from_shared`).
+        !unsafe { lost.as_ref() }.load(Ordering::Relaxed)
+    }
+
+    /// [`is_intact`](Self::is_intact), for a request that must not go on otherwise.
+    ///
+    /// # Errors
+    /// EFAULT, as the kernel answers for such memory.
+    pub fn check_intact(&self) -> Result<()> {
+        if self.is_intact() {
+            return Ok(());
+        }
+        let error = std::io::Error::from_raw_os_error(errno::EFAULT);
+        Err(Error::host("cannot take a request's data from its memory", error))
     }
 
     /// The same bytes, with `guard` as a further owner: it is dropped when the vector and all that
@@ -75,6 +128,7 @@ impl IoVector {
             owner: Arc::new((self.owner, next.owner)),
             segments: self.segments,
             length: self.length + next.length,
+            lost: self.lost.or(next.lost),
         }
     }
 
@@ -148,8 +202,8 @@ impl IoVector {
             }
             room -= here;
         }
-        let rest =
-            Self { owner: Arc::clone(&self.owner), segments: rest, length: self.length - at };
+        let (owner, length) = (Arc::clone(&self.owner), self.length - at);
+        let rest = Self { owner, segments: rest, length, lost: self.lost };
         self.segments = kept;
         self.length = at;
         rest
@@ -160,15 +214,28 @@ impl IoVector {
         let mut done = 0;
         for segment in &self.segments {
             let count = segment.length.min(bytes.len() - done);
-            let target = bytes[done..done + count].as_mut_ptr();
-            // SAFETY: the segment is valid for `count` bytes (`from_raw`), `target` was just
-            // bounds-checked, and no reference to a segment's bytes exists, so they do not overlap.
-            unsafe { ptr::copy_nonoverlapping(segment.address.as_ptr(), target, count) };
+            // SAFETY: the first `count` bytes of the segment.
+            unsafe { self.copy_out(segment.address, &mut bytes[done..done + count]) };
             done += count;
         }
     }
 
-    /// Whether every byte is zero. Looks no further than the first that is not.
+    /// # Safety
+    /// There are as many bytes at `source`, in a segment.
+    unsafe fn copy_out(&self, source: NonNull<u8>, target: &mut [u8]) {
+        let (source, target, count) = (source.as_ptr(), target.as_mut_ptr(), target.len());
+        // SAFETY: the source is valid (`from_raw`). No reference to a segment's bytes exists, so the two
+        // do not overlap. Private bytes are only this vector's; shared ones are copied as such.
+        unsafe {
+            match self.lost {
+                None => ptr::copy_nonoverlapping(source, target, count),
+                Some(_) => copy_from_shared(source, target, count),
+            }
+        }
+    }
+
+    /// Whether every byte is zero. Looks no further than the first that is not. Shared memory that has
+    /// vanished is zero, too: see [`is_intact`](Self::is_intact).
     pub fn is_zero(&self) -> bool {
         self.is_zero_at(0, self.length)
     }
@@ -186,12 +253,8 @@ impl IoVector {
             left -= end - done;
             while done < end {
                 let piece = &mut chunk[..size.min(end - done)];
-                // SAFETY: the segment is valid for `length` bytes (`from_raw`) and `done` with the
-                // piece is inside; the chunk is our own, so they do not overlap.
-                unsafe {
-                    let source = segment.address.as_ptr().add(done);
-                    ptr::copy_nonoverlapping(source, piece.as_mut_ptr(), piece.len());
-                }
+                // SAFETY: `done` with the piece is inside of the segment.
+                unsafe { self.copy_out(segment.address.add(done), piece) };
                 if piece.iter().fold(0, |sum, byte| sum | byte) != 0 {
                     return false;
                 }
@@ -207,18 +270,29 @@ impl IoVector {
         let mut done = 0;
         for segment in &self.segments {
             let count = segment.length.min(bytes.len() - done);
-            let source = bytes[done..done + count].as_ptr();
-            // SAFETY: as in `copy_to`, with the roles exchanged; this is the only view of the bytes.
-            unsafe { ptr::copy_nonoverlapping(source, segment.address.as_ptr(), count) };
+            let (source, target) = (bytes[done..done + count].as_ptr(), segment.address.as_ptr());
+            // SAFETY: as in `copy_out`, with the roles exchanged.
+            unsafe {
+                match self.lost {
+                    None => ptr::copy_nonoverlapping(source, target, count),
+                    Some(_) => copy_to_shared(source, target, count),
+                }
+            }
             done += count;
         }
     }
 
     /// Sets every byte.
     pub fn fill(&mut self, byte: u8) {
-        for segment in &self.segments {
-            // SAFETY: the segment is valid for writes (`from_raw`) and this is its only view.
-            unsafe { ptr::write_bytes(segment.address.as_ptr(), byte, segment.length) };
+        for &Segment { address, length } in &self.segments {
+            // SAFETY: the segment is valid for writes (`from_raw`). Private bytes are only this vector's;
+            // shared ones are set as such.
+            unsafe {
+                match self.lost {
+                    None => ptr::write_bytes(address.as_ptr(), byte, length),
+                    Some(_) => fill_shared(address.as_ptr(), byte, length),
+                }
+            }
         }
     }
 }
@@ -386,6 +460,28 @@ mod tests {
         assert_eq!(bytes(&vector)[..8], [9, 9, 9, 9, 9, 9, 6, 7]);
         vector.fill(1);
         assert_eq!(bytes(&vector), [1; 16]);
+    }
+
+    #[test]
+    fn shared_memory_is_copied_and_tells_when_it_has_vanished() {
+        struct Shared([std::sync::atomic::AtomicU8; 600], AtomicBool);
+        let memory = Arc::new(Shared(std::array::from_fn(|_| 0.into()), AtomicBool::new(false)));
+        let address = NonNull::new(memory.0.as_ptr().cast_mut().cast::<u8>()).unwrap();
+        let segment = Segment { address, length: 600 };
+        // SAFETY: atomics, which may be changed by reference, and a flag that lives as long.
+        let mut vector = unsafe { IoVector::from_shared(memory.clone(), [segment], &memory.1) };
+        assert!(vector.is_zero());
+        vector.copy_from(&(0..600).map(|index| index as u8).collect::<Vec<_>>());
+        assert_eq!(bytes(&vector), (0..600).map(|index| index as u8).collect::<Vec<_>>());
+        vector.fill(7);
+        let tail = vector.split_off(300);
+        let joined = sample().followed_by(tail).guarded_by(());
+        assert_eq!((bytes(&vector), bytes(&joined)[16..].to_vec()), (vec![7; 300], vec![7; 300]));
+        assert!(vector.is_intact() && joined.check_intact().is_ok() && sample().is_intact());
+        memory.1.store(true, Ordering::Relaxed);
+        drop(memory);
+        assert!(!vector.is_intact() && sample().is_intact());
+        assert_eq!(joined.check_intact().unwrap_err().errno(), errno::EFAULT);
     }
 
     #[test]

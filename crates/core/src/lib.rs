@@ -10,6 +10,7 @@ mod extent;
 mod in_flight;
 mod iovector;
 mod request;
+mod shared_copy;
 mod storage;
 mod work_budget;
 
@@ -20,6 +21,7 @@ pub use extent::{ByteRange, Extent, ExtentFlags, ExtentState};
 pub use in_flight::InFlightLimits;
 pub use iovector::{IoVector, IoVectorList, Segment};
 pub use request::{Effort, Request, Unmap};
+pub use shared_copy::{copy_from_shared, copy_to_shared, fill_shared};
 pub use storage::{
     Alignment, Capabilities, Discarded, DurableWrite, GroupCommit, Offload, Status, Storage,
     WriteCache,
