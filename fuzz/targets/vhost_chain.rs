@@ -6,7 +6,7 @@
 use std::sync::Arc;
 
 use blockhouse_core::{Durability, Request};
-use blockhouse_engine::{GuestMemory, GuestRegion, SharedMemory};
+use blockhouse_engine::{FaultDomain, GuestMemory, GuestRegion, SharedMemory};
 use blockhouse_vhost_user::chain::{Chain, LONGEST};
 use blockhouse_vhost_user::limits::RequestLimits;
 use blockhouse_vhost_user::request::{MOST_RANGES, Plan, Terms, plan};
@@ -26,10 +26,11 @@ fn make_memory() -> Arc<GuestMemory> {
     let file = rustix::fs::memfd_create("guest", flags).expect("memory");
     rustix::fs::ftruncate(&file, SIZE as u64).expect("memory");
     let mut guest = GuestMemory::new();
+    let domain = FaultDomain::unconnected();
     // In two regions side by side, so that buffers cross from one to the other.
     for half in 0..2 {
         let offset = half * SIZE as u64 / 2;
-        let memory = Arc::new(SharedMemory::map(&file, offset, SIZE / 2).expect("memory"));
+        let memory = Arc::new(SharedMemory::map(&file, offset, SIZE / 2, &domain).expect("memory"));
         assert!(guest.add(GuestRegion { guest: GUEST + offset, user: 0, memory }));
     }
     Arc::new(guest)

@@ -55,6 +55,11 @@ impl Guest {
         queue.publish();
     }
 
+    /// Whether the device still answers messages.
+    pub fn is_connected(&mut self) -> bool {
+        self.driver.capacity().is_ok()
+    }
+
     /// Waits for a request's end, with success; gives its slot.
     pub fn finish(&mut self, queue: usize, limit: Duration) -> Option<u16> {
         let (head, _) = self.driver.queues[queue].wait_used(limit)?;

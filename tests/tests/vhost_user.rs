@@ -2,13 +2,16 @@
 //! and started again under load, resized while it serves.
 #![forbid(unsafe_code)]
 
+use std::cell::RefCell;
+use std::os::unix::process::ExitStatusExt;
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::time::Duration;
 
 use blockhouse_engine::View;
-use blockhouse_tests::guest::{BLOCK, Guest, LONG, OUT, content};
+use blockhouse_tests::guest::{BLOCK, Guest, IN, LONG, OUT, content};
 use blockhouse_tests::image_tool::command;
-use blockhouse_tests::nbd::Client;
+use blockhouse_tests::nbd::{Client, flag};
 use blockhouse_tests::{Scratch, Serve, Server, eventually};
 use blockhouse_vhost_user::driver::{Buffer, Options, write_chain};
 use blockhouse_vhost_user::ring::{INDIRECT, WRITE};
@@ -243,6 +246,105 @@ fn a_guest_survives_servers_that_are_killed_under_load() {
         assert_eq!(guest.read(0, block), content(number), "block {block}");
     }
     server.stop();
+}
+
+/// Writes and reads blocks from `first` on, again and again, until `stop`; every byte must be right. Gives
+/// how many rounds that were.
+fn verify(
+    stop: &AtomicBool,
+    first: u64,
+    mut write: impl FnMut(u64, u64),
+    mut read: impl FnMut(u64) -> Vec<u8>,
+) -> u64 {
+    let mut number = 0;
+    while !stop.load(Relaxed) {
+        number += 1;
+        let block = first + number % 64;
+        write(block, number);
+        assert_eq!(read(block), content(number), "block {block}");
+    }
+    number
+}
+
+#[test]
+fn a_front_end_whose_memory_vanishes_disturbs_nobody() {
+    let scratch = Scratch::new();
+    let image = scratch.image("disk.img", SIZE);
+    let sockets = [scratch.socket("vu1"), scratch.socket("vu2")];
+    let server = Serve::new(&scratch, image.path())
+        .option("--vhost-user-blk", &sockets[0])
+        .option("--vhost-user-blk", &sockets[1])
+        .start();
+    let stop = AtomicBool::new(false);
+    let rounds = std::thread::scope(|scope| {
+        let neighbours: Vec<_> = [512, 1024]
+            .map(|first| {
+                let (stop, address) = (&stop, server.address());
+                scope.spawn(move || {
+                    let client = RefCell::new(Client::open(&address));
+                    let write = |block, number| {
+                        let offset = block * BLOCK as u64;
+                        let written =
+                            client.borrow_mut().write(offset, &content(number), flag::FUA);
+                        assert_eq!(written, 0, "a durable write");
+                        assert_eq!(client.borrow_mut().flush(), 0, "a flush");
+                    };
+                    let read = |block| {
+                        let read = client.borrow_mut().read(block * BLOCK as u64, BLOCK as u64);
+                        read.expect("a read")
+                    };
+                    verify(stop, first, write, read)
+                })
+            })
+            .into_iter()
+            .chain([{
+                let (stop, socket) = (&stop, &sockets[1]);
+                scope.spawn(move || {
+                    let guest = RefCell::new(Guest::connect(socket, Options::default()));
+                    let write = |block, number| guest.borrow_mut().write(0, block, number);
+                    verify(stop, 1536, write, |block| guest.borrow_mut().read(0, block))
+                })
+            }])
+            .collect();
+        for round in 0..100 {
+            let mut guest = Guest::connect(&sockets[0], Options::default());
+            guest.driver.set_writeback(0).expect("durable writes");
+            for slot in 0..16 {
+                guest.fill(0, slot, round);
+                guest.post(0, slot, if slot % 4 == 0 { IN } else { OUT }, u64::from(slot));
+            }
+            // Everything, all but the first page of the rings, or the requests only.
+            let rest = [0, 4096, guest.driver.requests()][round as usize % 3];
+            guest.driver.cut_memory(rest).expect("a memfd can be cut");
+            // All may have been over by then. No more than the ring has entries.
+            let mut more = 16..48;
+            while guest.is_connected() {
+                more.next().into_iter().for_each(|slot| guest.post(0, slot % 16, OUT, 0));
+                guest.driver.queues[0].kick.write(1).expect("a kick");
+            }
+        }
+        stop.store(true, Relaxed);
+        let rounds = neighbours.into_iter().map(|neighbour| neighbour.join().expect("no error"));
+        rounds.collect::<Vec<_>>()
+    });
+    assert!(rounds.iter().all(|&rounds| rounds > 10), "{rounds:?}");
+    let log = server.log();
+    // What is repeated is counted after some lines.
+    assert!(log.contains("vanished: its file was cut short"), "{log}");
+    assert!(!log.contains("is broken") && !log.contains("request failed"), "one line each: {log}");
+    let mut guest = Guest::connect(&sockets[0], Options::default());
+    guest.write(0, 0, 5);
+    assert_eq!(guest.read(0, 0), content(5));
+    server.stop();
+}
+
+#[test]
+fn a_signal_that_is_no_fault_of_a_guest_ends_the_server_as_ever() {
+    let scratch = Scratch::new();
+    let (mut server, mut guest, _client) = serve_both_ways(&scratch);
+    guest.write(0, 1, 1);
+    server.signal(Signal::BUS);
+    assert_eq!(server.wait(LONG).signal(), Some(Signal::BUS.as_raw()));
 }
 
 #[test]

@@ -65,9 +65,9 @@ pub struct Arguments {
     /// Serve the image to a virtual machine's vhost-user-blk device at this Unix socket. May be
     /// repeated; several images need one socket each, in their order, whatever their names.
     ///
-    /// The machine's memory must be shared (QEMU: -object memory-backend-memfd,share=on). A raw image
-    /// or block device that became longer is served with its new size after SIGHUP, and the guest is
-    /// told.
+    /// The machine's memory must be shared, and be a memfd or on tmpfs or hugetlbfs (QEMU: -object
+    /// memory-backend-memfd,share=on). A raw image or block device that became longer is served with its
+    /// new size after SIGHUP, and the guest is told.
     #[arg(long, value_name = "SOCKET")]
     vhost_user_blk: Vec<PathBuf>,
     /// What NBD clients may take, as KEY=VALUE,... Times are in seconds or have a unit (500ms, 5m, 2h).

@@ -70,6 +70,8 @@ impl<S: Storage> Disk<S> {
             let start = (guest.offset() - piece.offset()) as usize;
             let length = guest.length() as usize;
             from.copy_to(&mut buffer.bytes_mut()[start..start + length]);
+            // Zeros in the place of a guest's lost memory are not to be stored.
+            from.check_intact()?;
             from.advance(length);
             let vector = claim.protect(buffer.lend());
             debt = debt.and(self.write(piece, vector, each).await?);

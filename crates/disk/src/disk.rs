@@ -370,10 +370,13 @@ impl<S: Storage> Disk<S> {
         if range.is_empty() {
             return Ok(Debt::Nothing);
         }
-        if let Some(how) = self.zeroing(durability)
-            && is_zero(&from).await
-        {
-            return Box::pin(self.submit_zeroes(range, how)).await;
+        if let Some(how) = self.zeroing(durability) {
+            let is_zero = is_zero(&from).await;
+            // Zeros in the place of a guest's lost memory are not to be stored.
+            from.check_intact()?;
+            if is_zero {
+                return Box::pin(self.submit_zeroes(range, how)).await;
+            }
         }
         let durability = durability.max(self.options.durability);
         let claim = self.claim(range).await;

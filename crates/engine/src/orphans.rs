@@ -26,9 +26,10 @@ impl Orphans {
         self.running.fetch_add(1, Ordering::AcqRel);
     }
 
-    /// Notes the end of an adopted operation. The result is the kernel's.
+    /// Notes the end of an adopted operation. The result is the kernel's. A write whose memory is gone
+    /// (EFAULT) made nothing durable, and lost nothing that was.
     pub(crate) fn bury(&self, result: i32) {
-        if result < 0 {
+        if result < 0 && result != -libc::EFAULT {
             self.failure.store(-result, Ordering::Release);
         }
         let mut waiting = self.waiting.lock();
@@ -74,6 +75,8 @@ mod tests {
         orphans.adopt();
         orphans.bury(-5);
         orphans.bury(4096);
+        orphans.adopt();
+        orphans.bury(-libc::EFAULT);
         futures_executor::block_on(orphans.gone());
         assert_eq!(orphans.take_failure(), Err(Errno::IO));
         assert_eq!(orphans.take_failure(), Ok(()));

@@ -144,6 +144,7 @@ unsafe fn fill(ring: &Submitter<'_>, slot: u16, address: *mut u8, length: usize)
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::mapping::FaultDomain;
 
     const GIB: usize = 1 << 30;
 
@@ -158,7 +159,8 @@ mod tests {
         let flags = rustix::fs::MemfdFlags::CLOEXEC;
         let file = rustix::fs::memfd_create("guest", flags).unwrap();
         rustix::fs::ftruncate(&file, length as u64).unwrap();
-        Arc::new(Mapping::of(&file, 0, length).unwrap())
+        let page = rustix::param::page_size();
+        Arc::new(Mapping::of(&file, 0, length, page, &FaultDomain::unconnected()).unwrap())
     }
 
     /// A table with the pieces of these mappings, in slots by their order, that no kernel knows of.
@@ -183,8 +185,9 @@ mod tests {
             assert!(address.addr().get() + length <= end);
             Segment { address, length }
         };
+        let (owner, lost) = (Arc::clone(mapping) as _, mapping.domain().mark());
         // SAFETY: inside of the mapping, just checked, which the vector owns; nothing else refers to it.
-        unsafe { IoVector::from_raw(Arc::clone(mapping) as _, segments.iter().map(segment)) }
+        unsafe { IoVector::from_shared(owner, segments.iter().map(segment), lost) }
     }
 
     #[test]

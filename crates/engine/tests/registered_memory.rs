@@ -3,7 +3,6 @@
 
 mod common;
 
-use std::fs::OpenOptions;
 use std::os::fd::OwnedFd;
 use std::path::Path;
 use std::sync::Arc;
@@ -11,8 +10,8 @@ use std::time::Duration;
 
 use blockhouse_core::{Durability, IoVector, Storage, Sync};
 use blockhouse_engine::{
-    Engine, EngineChoice, EventLoop, GuestMemory, GuestRange, GuestRegion, HostFile, OpenFor,
-    PageCache, SharedMemory, registered_slots, sleep,
+    Engine, EngineChoice, EventLoop, FaultDomain, GuestMemory, GuestRange, GuestRegion, HostFile,
+    OpenFor, PageCache, SharedMemory, registered_slots, sleep,
 };
 use common::on_every_engine;
 use rustix::fs::{FallocateFlags, MemfdFlags};
@@ -47,7 +46,7 @@ fn marked(path: &Path, mark: u8) -> HostFile {
 fn guest(blocks: usize) -> (GuestMemory, OwnedFd) {
     let file = rustix::fs::memfd_create("guest", MemfdFlags::CLOEXEC).unwrap();
     rustix::fs::ftruncate(&file, (blocks * BLOCK) as u64).unwrap();
-    let shared = SharedMemory::map(&file, 0, blocks * BLOCK).unwrap();
+    let shared = SharedMemory::map(&file, 0, blocks * BLOCK, &FaultDomain::unconnected()).unwrap();
     let mut memory = GuestMemory::new();
     assert!(memory.add(GuestRegion { guest: GUEST, user: 0, memory: Arc::new(shared) }));
     (memory, file)
@@ -222,13 +221,9 @@ fn memory_that_cannot_be_pinned_is_used_all_the_same() {
     let Some(mut event_loop) = new_loop() else { return };
     let folder = folder();
     let file = marked(&folder.path().join("disk"), 7);
-    // Pages of such a file cannot be pinned for long: their changes must be written back.
-    let path = folder.path().join("memory");
-    std::fs::write(&path, [0; BLOCK]).unwrap();
-    let pages = OpenOptions::new().read(true).write(true).open(path).unwrap();
-    let shared = SharedMemory::map(&pages, 0, BLOCK).unwrap();
-    let mut memory = GuestMemory::new();
-    assert!(memory.add(GuestRegion { guest: GUEST, user: 0, memory: Arc::new(shared) }));
+    // A page that is not there cannot be pinned, and so none of the region is.
+    let (memory, pages) = guest(2);
+    rustix::fs::ftruncate(&pages, BLOCK as u64).unwrap();
     event_loop.block_on(async {
         assert!(memory.register().is_err());
         file.read(0, block(&memory)).await.unwrap();

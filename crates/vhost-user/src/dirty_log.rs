@@ -57,14 +57,15 @@ impl DirtyLog {
 mod tests {
     use std::sync::Arc;
 
-    use blockhouse_engine::SharedMemory;
+    use blockhouse_engine::{FaultDomain, SharedMemory};
 
     use super::*;
 
     fn log(bytes: usize) -> (DirtyLog, View) {
         let file = rustix::fs::memfd_create("log", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
         rustix::fs::ftruncate(&file, bytes as u64).unwrap();
-        let memory = Arc::new(SharedMemory::map(&file, 0, bytes).unwrap());
+        let memory =
+            Arc::new(SharedMemory::map(&file, 0, bytes, &FaultDomain::unconnected()).unwrap());
         let view = View::new(memory, 0, bytes).unwrap();
         (DirtyLog::new(view.clone()), view)
     }

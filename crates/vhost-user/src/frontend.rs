@@ -10,7 +10,7 @@ use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 
 use blockhouse_core::{Storage, WriteCache};
-use blockhouse_engine::{GuestMemory, GuestRegion, SharedMemory, View, is_eventfd};
+use blockhouse_engine::{FaultDomain, GuestMemory, GuestRegion, SharedMemory, View, is_eventfd};
 use futures_channel::mpsc;
 
 use crate::call::Call;
@@ -20,6 +20,7 @@ use crate::dirty_log::DirtyLog;
 use crate::inflight::{self, Book};
 use crate::limits::RequestLimits;
 use crate::listener::Listener;
+use crate::lost_memory;
 use crate::queue::{self, Kick, Manner, Order, RingSide, Setup};
 use crate::registration::Registration;
 use crate::ring::{Broken, EventIndex, MOST_ENTRIES, Ring};
@@ -36,6 +37,8 @@ pub struct Frontend<S: Storage> {
     device: Arc<Device<S>>,
     stream: UnixStream,
     features: u64,
+    /// Of all memory that the front-end shares.
+    domain: Arc<FaultDomain>,
     memory: GuestMemory,
     registration: Registration,
     pub(crate) vrings: Vec<Vring>,
@@ -105,6 +108,7 @@ impl<S: Storage + Send + Sync> Frontend<S> {
             stream: stream.try_clone()?,
             device,
             features: 0,
+            domain: FaultDomain::of_connection(stream.try_clone()?),
             memory: GuestMemory::new(),
             registration,
             vrings,
@@ -121,6 +125,13 @@ impl<S: Storage + Send + Sync> Frontend<S> {
     /// The device.
     pub fn device(&self) -> &Device<S> {
         &self.device
+    }
+
+    /// What memory of the front-end has vanished, if any has: a line for the log. The connection is over
+    /// then.
+    pub fn lost_memory(&self) -> Option<String> {
+        let tracking = self.tracking.as_ref().map(|tracking| &*tracking.memory);
+        self.domain.fault().map(|fault| lost_memory::describe(fault, &self.memory, tracking))
     }
 
     /// The ring of that number.
@@ -207,7 +218,8 @@ impl<S: Storage + Send + Sync> Frontend<S> {
             None => (ring, None, Vec::new()),
         };
         let again = again.into_iter().filter(|&head| head < vring.size).collect();
-        let mut side = RingSide::new(ring, Arc::clone(memory), book, again);
+        let (memory, domain) = (Arc::clone(memory), Arc::clone(&self.domain));
+        let mut side = RingSide::new(ring, memory, domain, book, again);
         let (log, log_call) = (self.active_log(), self.log_call.as_ref());
         side.set_log(log, addresses.log, duplicate_call(log_call).ok().flatten());
         Ok(side)
@@ -310,7 +322,7 @@ impl<S: Storage + Send + Sync> Frontend<S> {
         let mut memory = GuestMemory::new();
         let mut added = Vec::with_capacity(regions.len());
         for (region, file) in regions.iter().zip(files) {
-            added.push(add_region(&mut memory, region, file)?);
+            added.push(add_region(&mut memory, region, file, &self.domain)?);
         }
         self.check_rings(&memory)?;
         added.iter().for_each(|shared| self.registration.prepare(shared));
@@ -322,7 +334,7 @@ impl<S: Storage + Send + Sync> Frontend<S> {
         if self.memory.regions().len() as u64 >= MOST_REGIONS {
             return Err(refused("too many regions of memory"));
         }
-        let shared = add_region(&mut self.memory, region, file)?;
+        let shared = add_region(&mut self.memory, region, file, &self.domain)?;
         self.registration.prepare(&shared);
         self.spread_memory()
     }
@@ -449,7 +461,7 @@ impl<S: Storage + Send + Sync> Frontend<S> {
     pub(crate) fn take_tracking(&mut self, given: &Tracked, file: &OwnedFd) -> Result<()> {
         check_tracking(given)?;
         let Tracked { queues, entries, .. } = *given;
-        let memory = map(file, given.offset, given.size, "in-flight tracking")?;
+        let memory = map(file, given.offset, given.size, "in-flight tracking", &self.domain)?;
         let memory = Arc::new(memory);
         let device = inflight::device(&memory, queues, entries);
         // The guest set it once, and does not again because the server was restarted.
@@ -470,7 +482,7 @@ impl<S: Storage + Send + Sync> Frontend<S> {
     }
 
     pub(crate) fn take_log(&mut self, file: &OwnedFd, offset: u64, size: u64) -> Result<()> {
-        let memory = Arc::new(map(file, offset, size, "the log")?);
+        let memory = Arc::new(map(file, offset, size, "the log", &self.domain)?);
         let length = memory.len();
         self.log = View::new(memory, 0, length).map(DirtyLog::new);
         self.spread_log()
@@ -495,7 +507,10 @@ fn breaker(
     let stream = stream.try_clone();
     let error = duplicate_call(vring.error.as_ref()).ok().flatten();
     move |why| {
-        tracing::error!(disk, "front-end dropped: queue {index} is broken: {why}");
+        // The device's thread tells of lost memory, once for all queues.
+        if !matches!(why, Broken::MemoryLost) {
+            tracing::error!(disk, "front-end dropped: queue {index} is broken: {why}");
+        }
         error.iter().for_each(Call::signal);
         // It fails only for a connection that is over already.
         let _ = stream.as_ref().map(|stream| stream.shutdown(Shutdown::Both));
@@ -520,18 +535,25 @@ fn add_region(
     memory: &mut GuestMemory,
     region: &Region,
     file: &OwnedFd,
+    domain: &Arc<FaultDomain>,
 ) -> Result<Arc<SharedMemory>> {
     let Region { guest, size, user, offset } = *region;
-    let shared = Arc::new(map(file, offset, size, "guest memory")?);
+    let shared = Arc::new(map(file, offset, size, "guest memory", domain)?);
     match memory.add(GuestRegion { guest, user, memory: Arc::clone(&shared) }) {
         true => Ok(shared),
         false => Err(refused("regions of memory that overlap")),
     }
 }
 
-fn map(file: &OwnedFd, offset: u64, size: u64, what: &str) -> Result<SharedMemory> {
+fn map(
+    file: &OwnedFd,
+    offset: u64,
+    size: u64,
+    what: &str,
+    domain: &Arc<FaultDomain>,
+) -> Result<SharedMemory> {
     let length = usize::try_from(size).map_err(refused)?;
-    SharedMemory::map(file, offset, length).map_err(|error| {
+    SharedMemory::map(file, offset, length, domain).map_err(|error| {
         refused(format_args!("cannot map {what}, {size} bytes at {offset}: {error}"))
     })
 }

@@ -188,13 +188,15 @@ impl Book {
 
 #[cfg(test)]
 mod tests {
+    use blockhouse_engine::FaultDomain;
+
     use super::*;
 
     fn memory(entries: u16) -> Arc<SharedMemory> {
         let file = rustix::fs::memfd_create("book", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
         let size = size(2, entries);
         rustix::fs::ftruncate(&file, size as u64).unwrap();
-        Arc::new(SharedMemory::map(&file, 0, size).unwrap())
+        Arc::new(SharedMemory::map(&file, 0, size, &FaultDomain::unconnected()).unwrap())
     }
 
     fn open(memory: &Arc<SharedMemory>, used: u16) -> (Book, Recovery) {

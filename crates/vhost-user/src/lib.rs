@@ -17,6 +17,7 @@ mod frontend;
 mod inflight;
 pub mod limits;
 mod listener;
+mod lost_memory;
 mod messages;
 mod queue;
 mod registration;

@@ -1,6 +1,7 @@
 //! Serving a device at a socket: one front-end after the other, and the orderly end.
 //!
-//! Promises: a front-end that is silent, or talks nonsense, holds up nobody but itself; when one goes,
+//! Promises: a front-end that is silent, talks nonsense, or takes its memory away holds up nobody but
+//! itself; when one goes,
 //! its requests in flight end before the next one is served; a server that stops has every request
 //! that it took carried out and the guest told of it.
 
@@ -137,13 +138,17 @@ fn converse<S: Storage + Send + Sync>(
             Err(error) => break Some(error),
         }
     };
+    let lost = frontend.lost_memory();
     let manner = {
         let mut state = shared.state.lock();
         state.current = None;
-        if state.stopping { Manner::Orderly } else { Manner::Abandoned }
+        if state.stopping && lost.is_none() { Manner::Orderly } else { Manner::Abandoned }
     };
     let disk = device.export.disk.name();
     match end {
+        _ if lost.is_some() => {
+            tracing::error!(disk, "front-end dropped: {}", lost.unwrap_or_default());
+        }
         None => tracing::debug!(disk, "the front-end left"),
         Some(_) if manner == Manner::Orderly => {}
         Some(error) => tracing::warn!(disk, "front-end dropped: {error}"),

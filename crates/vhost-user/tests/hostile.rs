@@ -4,13 +4,16 @@
 
 mod common;
 
-use std::time::Duration;
+use std::os::fd::{AsRawFd, OwnedFd};
+use std::time::{Duration, Instant};
 
+use blockhouse_disk::{DetectZeroes, Options as DiskOptions};
 use blockhouse_vhost_user::driver::{Buffer, GUEST, Options, write_chain};
 use blockhouse_vhost_user::ring::{INDIRECT, NEXT, WRITE};
 use common::*;
 use vhost::vhost_user::VhostUserFrontend;
-use vhost::{VhostBackend, VhostUserMemoryRegionInfo};
+use vhost::vhost_user::message::VhostUserInflight;
+use vhost::{VhostBackend, VhostUserDirtyLogRegion, VhostUserMemoryRegionInfo};
 
 /// Long enough for an answer that must not come.
 const SHORT: Duration = Duration::from_millis(300);
@@ -333,6 +336,114 @@ fn memory_that_is_not_there_is_refused() {
     // Rings that the new memory does not have.
     odd(&|region| region.userspace_addr += 1 << 30);
     still_serves(&served);
+}
+
+#[test]
+fn memory_that_may_have_to_be_waited_for_is_refused() {
+    let served = Served::start(1, 1);
+    let mut guest = served.connect(Options::default());
+    let file = tempfile::tempfile_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    file.set_len(guest.driver.memory.len() as u64).unwrap();
+    let region =
+        VhostUserMemoryRegionInfo { mmap_handle: file.as_raw_fd(), ..guest.driver.region() };
+    assert!(guest.driver.frontend().set_mem_table(&[region]).is_err());
+    drop(guest);
+    still_serves(&served);
+}
+
+/// Demands that the connection ends soon, and that the same device and another one serve on.
+fn is_the_end_of_it_alone(what: &str, guest: &mut Guest, served: &Served, other: &mut Guest) {
+    let start = Instant::now();
+    while guest.driver.frontend().get_features().is_ok() {
+        assert!(start.elapsed() < LONG, "{what}: the connection lives on");
+    }
+    assert_eq!(other.write(0, 8, &[4; 512]), OK, "{what}");
+    assert_eq!(other.read(0, 8, 512).unwrap(), [4; 512], "{what}");
+    still_serves(served);
+}
+
+#[test]
+fn memory_that_vanishes_ends_its_own_connection_only() {
+    let (served, neighbour) = (Served::start(1, 1), Served::start(1, 1));
+    let mut other = neighbour.connect(Options::default());
+    // From the rings on, or from the headers of requests on.
+    for rings in [false, true] {
+        let mut guest = served.connect(Options::default());
+        assert_eq!(guest.write(0, 0, &[7; 512]), OK);
+        let chain = [guest.header(IN, 0), guest.data(0, 512, WRITE), guest.status()];
+        guest.queue(0).chain(0, &chain);
+        guest.queue(0).offer(0);
+        guest.driver.cut_memory(if rings { 0 } else { guest.base() }).unwrap();
+        guest.queue(0).publish();
+        guest.queue(0).kick.write(1).unwrap();
+        is_the_end_of_it_alone("guest memory", &mut guest, &served, &mut other);
+    }
+}
+
+#[test]
+fn a_page_that_is_lost_is_not_taken_for_zeros() {
+    let options = DiskOptions { detect_zeroes: DetectZeroes::Unmap, ..DiskOptions::default() };
+    let served = Served::with(1, 1, options, &std::env::temp_dir());
+    let mut guest = served.connect(Options::default());
+    assert_eq!(guest.write(0, 0, &[7; 4096]), OK);
+    let chain = [guest.header(OUT, 0), guest.data(0, 4096, 0), guest.status()];
+    guest.driver.cut_memory(guest.base() + DATA).unwrap();
+    assert_eq!(guest.submit(0, &chain, SHORT), None, "there is nothing to write");
+    is_cut_off("data that was looked at", &mut guest);
+    let mut next = served.connect(Options::default());
+    assert_eq!(next.read(0, 0, 4096).unwrap(), [7; 4096]);
+}
+
+#[test]
+fn a_page_that_the_kernel_misses_fails_its_request_only() {
+    let served = Served::start(1, 1);
+    let mut guest = served.connect(Options::default());
+    // Durable writes, whose failures may be failed flushes.
+    guest.driver.set_writeback(0).unwrap();
+    assert_eq!(guest.write(0, 0, &[7; 8192]), OK);
+    guest.driver.cut_memory(guest.base() + DATA + 4096).unwrap();
+    let lost = guest.data(4096, 4096, 0);
+    assert_eq!(guest.request(0, OUT, 0, &[lost]), FAILED);
+    assert_eq!(guest.request(0, OUT, 0, &[guest.data(0, 8192, 0)]), FAILED, "half of it");
+    assert_eq!(guest.request(0, IN, 0, &[Buffer { flags: WRITE, ..lost }]), FAILED);
+    assert_eq!(guest.request(0, FLUSH, 0, &[]), OK, "no flush has failed");
+    assert_eq!(guest.write(0, 0, &[3; 4096]), OK);
+    assert_eq!(guest.read(0, 0, 4096).unwrap(), [3; 4096]);
+}
+
+fn memory_file(size: u64) -> OwnedFd {
+    let file = rustix::fs::memfd_create("more", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
+    rustix::fs::ftruncate(&file, size).unwrap();
+    file
+}
+
+#[test]
+fn tracking_memory_and_a_log_that_vanish_end_their_own_connection_only() {
+    let (served, neighbour) = (Served::start(1, 1), Served::start(1, 1));
+    let mut other = neighbour.connect(Options::default());
+    let mut guest = served.connect(Options::default());
+    let file = memory_file(8192);
+    let tracking = VhostUserInflight::new(8192, 0, 1, 64);
+    guest.driver.frontend().get_vring_base(0).unwrap();
+    guest.driver.frontend().set_inflight_fd(&tracking, file.as_raw_fd()).unwrap();
+    guest.driver.start_queue(0).unwrap();
+    assert_eq!(guest.write(0, 0, &[7; 512]), OK);
+    rustix::fs::ftruncate(&file, 0).unwrap();
+    let chain = [guest.header(IN, 0), guest.data(0, 512, WRITE), guest.status()];
+    assert_eq!(guest.submit(0, &chain, SHORT), None);
+    is_the_end_of_it_alone("tracking memory", &mut guest, &served, &mut other);
+
+    let mut guest = served.connect(Options { without: 0, ..Options::default() });
+    let (file, size) = (memory_file(1 << 20), 1 << 20);
+    let region =
+        VhostUserDirtyLogRegion { mmap_size: size, mmap_offset: 0, mmap_handle: file.as_raw_fd() };
+    guest.driver.frontend().set_log_base(0, Some(region)).unwrap();
+    assert_eq!(guest.write(0, 0, &[7; 512]), OK);
+    rustix::fs::ftruncate(&file, 0).unwrap();
+    // The answer may come before the log is found to be gone.
+    let chain = [guest.header(IN, 0), guest.data(0, 512, WRITE), guest.status()];
+    let _ = guest.submit(0, &chain, SHORT);
+    is_the_end_of_it_alone("the log", &mut guest, &served, &mut other);
 }
 
 #[test]

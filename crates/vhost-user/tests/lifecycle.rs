@@ -9,7 +9,7 @@ use std::os::fd::AsRawFd;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use blockhouse_engine::SharedMemory;
+use blockhouse_engine::{FaultDomain, SharedMemory};
 use blockhouse_vhost_user::driver::{Buffer, GUEST, Options};
 use blockhouse_vhost_user::ring::WRITE;
 use common::*;
@@ -25,7 +25,7 @@ use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 fn memory(size: usize) -> (std::os::fd::OwnedFd, SharedMemory) {
     let file = rustix::fs::memfd_create("more", MemfdFlags::CLOEXEC).unwrap();
     rustix::fs::ftruncate(&file, size as u64).unwrap();
-    let memory = SharedMemory::map(&file, 0, size).unwrap();
+    let memory = SharedMemory::map(&file, 0, size, &FaultDomain::unconnected()).unwrap();
     (file, memory)
 }
 

@@ -7,7 +7,9 @@ mod common;
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::path::Path;
 
-use blockhouse_engine::{Engine, EngineChoice, EventLoop, SharedMemory, registered_slots};
+use blockhouse_engine::{
+    Engine, EngineChoice, EventLoop, FaultDomain, SharedMemory, registered_slots,
+};
 use blockhouse_vhost_user::driver::{Buffer, GUEST, Options};
 use blockhouse_vhost_user::ring::WRITE;
 use common::*;
@@ -50,7 +52,7 @@ impl More {
     fn new(length: usize) -> Self {
         let file = rustix::fs::memfd_create("more", MemfdFlags::CLOEXEC).unwrap();
         rustix::fs::ftruncate(&file, length as u64).unwrap();
-        let memory = SharedMemory::map(&file, 0, length).unwrap();
+        let memory = SharedMemory::map(&file, 0, length, &FaultDomain::unconnected()).unwrap();
         Self { file, memory }
     }
 

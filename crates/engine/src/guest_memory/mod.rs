@@ -3,7 +3,8 @@
 //! Promises: an address is what the guest says, and it is believed only inside of a region; memory
 //! that the kernel holds for an operation stays mapped until it completes, also when the front-end
 //! takes the region away meanwhile (invariant 3 of the house: the operation's `IoVector` owns the
-//! whole set of regions).
+//! whole set of regions); memory whose file is cut short under us ends its front-end's connection and
+//! nothing else (`mapping`).
 
 mod shared;
 
@@ -11,7 +12,7 @@ use std::io;
 use std::sync::Arc;
 
 use blockhouse_core::{IoVector, Segment};
-pub use shared::{SharedMemory, View};
+pub use shared::{MemoryKind, SharedMemory, View};
 
 use crate::local;
 
@@ -65,8 +66,14 @@ impl GuestMemory {
 
     /// Takes a region in. Says whether it could: it must neither overlap another one nor reach past
     /// the end of the guest's addresses.
+    ///
+    /// # Panics
+    /// When it belongs to another fault domain than those that are there: one front-end's memory has one.
     #[must_use]
     pub fn add(&mut self, region: GuestRegion) -> bool {
+        let is_foreign =
+            |other: &GuestRegion| !Arc::ptr_eq(other.memory.domain(), region.memory.domain());
+        assert!(!self.regions.iter().any(is_foreign), "regions of two fault domains");
         let Some(end) = region.guest.checked_add(region.length()) else { return false };
         let overlaps =
             |other: &GuestRegion| other.guest < end && region.guest < other.guest + other.length();
@@ -154,8 +161,9 @@ impl GuestMemory {
         {
             let length = range.length as usize;
             let segment = Segment { address: region.memory.address(offset, length), length };
+            let lost = region.memory.domain().mark();
             // SAFETY: as below.
-            return Some(unsafe { IoVector::from_raw(owner, [segment]) });
+            return Some(unsafe { IoVector::from_shared(owner, [segment], lost) });
         }
         let mut segments = Vec::with_capacity(ranges.len());
         for range in ranges {
@@ -167,11 +175,11 @@ impl GuestMemory {
                 return None;
             }
         }
-        // SAFETY: the segments lie inside of mappings that the owner keeps. The guest and its
-        // front-end change them as they like, also by giving the same bytes to two operations, which
-        // `from_raw` allows for memory shared with another process: nothing of ours ever makes a
-        // reference to these bytes.
-        Some(unsafe { IoVector::from_raw(owner, segments) })
+        let lost = self.regions.first()?.memory.domain().mark();
+        // SAFETY: the segments lie inside of mappings that the owner keeps, as it keeps their domain, which
+        // is one for all regions. Nothing of ours makes a reference to these bytes, and all accesses of
+        // ours are atomic or copies by `core/shared_copy`.
+        Some(unsafe { IoVector::from_shared(owner, segments, lost) })
     }
 
     fn find(&self, address: u64) -> Option<(&GuestRegion, usize)> {
@@ -202,9 +210,11 @@ impl GuestMemory {
 
 #[cfg(test)]
 mod tests {
-    use std::os::fd::OwnedFd;
+    use std::os::fd::{AsFd, OwnedFd};
+    use std::sync::LazyLock;
 
     use super::*;
+    use crate::FaultDomain;
 
     fn file(size: u64) -> OwnedFd {
         let file = rustix::fs::memfd_create("guest", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
@@ -212,27 +222,47 @@ mod tests {
         file
     }
 
+    fn map(file: impl AsFd, offset: u64, length: usize) -> io::Result<SharedMemory> {
+        static DOMAIN: LazyLock<Arc<FaultDomain>> = LazyLock::new(FaultDomain::unconnected);
+        SharedMemory::map(file, offset, length, &DOMAIN)
+    }
+
     fn region(guest: u64, length: usize) -> GuestRegion {
-        let memory = SharedMemory::map(file(length as u64), 0, length).unwrap();
+        let memory = map(file(length as u64), 0, length).unwrap();
         GuestRegion { guest, user: guest.wrapping_add(1 << 40), memory: Arc::new(memory) }
     }
 
     #[test]
     fn a_range_past_the_end_of_the_file_is_refused() {
-        assert!(SharedMemory::map(file(8192), 4096, 4096).is_ok());
-        assert!(SharedMemory::map(file(8192), 100, 8092).is_ok());
+        assert!(map(file(8192), 4096, 4096).is_ok());
+        assert!(map(file(8192), 100, 8092).is_ok());
         for (offset, length) in [(4096, 4097), (8192, 1), (1 << 40, 1), (u64::MAX, 1), (0, 0)] {
-            assert!(SharedMemory::map(file(8192), offset, length).is_err(), "{offset}+{length}");
+            assert!(map(file(8192), offset, length).is_err(), "{offset}+{length}");
         }
+    }
+
+    #[test]
+    fn only_files_in_memory_are_mapped() {
+        // What is not on tmpfs is on a disk, or on something that has to be asked.
+        let on_disk = tempfile::tempfile_in(env!("CARGO_MANIFEST_DIR")).unwrap();
+        on_disk.set_len(8192).unwrap();
+        let error = map(&on_disk, 0, 8192).unwrap_err();
+        assert_eq!(error.kind(), io::ErrorKind::Unsupported);
+        assert!(error.to_string().contains("use a memfd"), "{error}");
+        assert!(map(std::fs::File::open("/dev/zero").unwrap(), 0, 8192).is_err());
+        let sealable = rustix::fs::MemfdFlags::ALLOW_SEALING;
+        let sealed = rustix::fs::memfd_create("guest", sealable).unwrap();
+        rustix::fs::ftruncate(&sealed, 8192).unwrap();
+        assert!(map(&sealed, 0, 8192).unwrap().kind().can_shrink);
+        rustix::fs::fcntl_add_seals(&sealed, rustix::fs::SealFlags::SHRINK).unwrap();
+        let kind = map(&sealed, 0, 8192).unwrap().kind();
+        assert!(!kind.can_shrink && !kind.is_huge());
     }
 
     #[test]
     fn an_offset_inside_of_a_page_is_kept() {
         let file = file(8192);
-        let (whole, part) = (
-            SharedMemory::map(&file, 0, 8192).unwrap(),
-            SharedMemory::map(&file, 100, 50).unwrap(),
-        );
+        let (whole, part) = (map(&file, 0, 8192).unwrap(), map(&file, 100, 50).unwrap());
         whole.write(100, &[7; 50]);
         let mut bytes = [0; 50];
         part.read(0, &mut bytes);
@@ -242,7 +272,7 @@ mod tests {
     #[test]
     fn populated_memory_is_there_and_as_it_was() {
         let file = file(1 << 20);
-        let memory = SharedMemory::map(&file, 0, 1 << 20).unwrap();
+        let memory = map(&file, 0, 1 << 20).unwrap();
         memory.write(8192, &[9]);
         let taken = || rustix::fs::fstat(&file).unwrap().st_blocks * 512;
         assert!(taken() < 1 << 20);
@@ -271,7 +301,7 @@ mod tests {
 
     #[test]
     fn core_files_do_not_get_a_guests_memory() {
-        let memory = SharedMemory::map(file(8192), 0, 8192).unwrap();
+        let memory = map(file(8192), 0, 8192).unwrap();
         let flags = flags_of_mapping(memory.address(0, 1).addr().get());
         assert!(flags.split(' ').any(|flag| flag == "dd"), "{flags}");
     }

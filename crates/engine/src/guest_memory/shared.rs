@@ -1,8 +1,16 @@
 //! A mapping of memory that other processes write to at any time.
 //!
-//! No reference to its bytes is ever made: single values are loaded and stored as atomics, and runs
-//! of bytes are copied by address, each byte once. So whatever the others do meanwhile, a value is one that somebody
+//! No reference to its bytes is ever made: single values are loaded and stored as atomics, and runs of bytes
+//! are copied as `core/shared_copy` does. So whatever the others do meanwhile, a value is one that a process
 //! stored, and nothing is undefined. Every access is checked against the length of the mapping.
+//!
+//! The others may also take the memory away: values are zeros from then on, and the memory's
+//! [`FaultDomain`] says so (`mapping`). What they cannot do is keep a reader waiting, because only files are
+//! mapped whose pages are in memory: those of tmpfs (a memfd is one) and hugetlbfs. A page of any other file
+//! comes from a file system that may take its time: FUSE asks a process of a stranger's, NFS asks a server,
+//! and ext4 or XFS read the disk and hold a writer back while much is dirty, as often as the owner drops the
+//! page. A loop that touched it would hold up all its guests. Device DAX and dma-bufs are not mapped either:
+//! what a fault there does is a driver's business, and no length can be asked of them.
 
 use std::fmt;
 use std::io;
@@ -11,7 +19,10 @@ use std::ptr::NonNull;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU8, AtomicU16, AtomicU32, AtomicU64, Ordering};
 
-use crate::mapping::Mapping;
+use blockhouse_core::{copy_from_shared, copy_to_shared};
+use rustix::fs::SealFlags;
+
+use crate::mapping::{FaultDomain, Mapping};
 use crate::membership::Membership;
 
 /// `HUGETLBFS_MAGIC` from `<linux/magic.h>`: files of pages that are larger than the usual ones.
@@ -23,8 +34,43 @@ pub struct SharedMemory {
     /// Of the bytes that were asked for.
     address: NonNull<u8>,
     length: usize,
+    kind: MemoryKind,
     /// The whole pages around them, and in which rings they have slots.
     pages: Membership<Mapping>,
+}
+
+/// What a memory file is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct MemoryKind {
+    /// Bytes of a page.
+    pub page: usize,
+    /// Whether the file can be made shorter (no `F_SEAL_SHRINK` when it was mapped).
+    pub can_shrink: bool,
+}
+
+impl MemoryKind {
+    /// Whether the pages are of hugetlbfs.
+    pub fn is_huge(&self) -> bool {
+        self.page != rustix::param::page_size()
+    }
+
+    /// Looks at a file, without asking its file system anything unless it is one in memory: a FUSE
+    /// daemon may leave even `fstatfs(2)` without an answer. The kernel knows of seals for files of
+    /// tmpfs and hugetlbfs only (`memfd_file_seals_ptr` in its `mm/memfd.c`), so they tell.
+    fn of(file: impl AsFd) -> io::Result<Self> {
+        let seals = rustix::fs::fcntl_get_seals(&file).map_err(|_| {
+            let what = "its pages may have to be waited for; use a memfd (QEMU: -object \
+                        memory-backend-memfd,share=on; libvirt: <source type='memfd'/>), or a file in \
+                        /dev/shm or on hugetlbfs";
+            io::Error::new(io::ErrorKind::Unsupported, what)
+        })?;
+        let status = rustix::fs::fstatfs(&file)?;
+        let page = match status.f_type as u64 == HUGETLBFS_MAGIC {
+            true => status.f_bsize as usize,
+            false => rustix::param::page_size(),
+        };
+        Ok(Self { page, can_shrink: !seals.contains(SealFlags::SHRINK) })
+    }
 }
 
 // SAFETY: the object owns its mapping, which is not tied to a thread.
@@ -34,13 +80,20 @@ unsafe impl Send for SharedMemory {}
 unsafe impl Sync for SharedMemory {}
 
 impl SharedMemory {
-    /// Maps `length` bytes of the file from `offset` on, which need no alignment.
+    /// Maps `length` bytes of the file from `offset` on, which need no alignment. If they vanish later,
+    /// `domain` fails.
     ///
     /// # Errors
-    /// `InvalidInput` when the file has fewer bytes (touching those it lacks would be fatal), or the
-    /// kernel's.
-    pub fn map(file: impl AsFd, offset: u64, length: usize) -> io::Result<Self> {
-        let page = page_size(&file)?;
+    /// `Unsupported` for a file whose pages are not in memory, `InvalidInput` when the file has fewer
+    /// bytes, `QuotaExceeded` beyond 16,384 mappings in this process, or the kernel's.
+    pub fn map(
+        file: impl AsFd,
+        offset: u64,
+        length: usize,
+        domain: &Arc<FaultDomain>,
+    ) -> io::Result<Self> {
+        let kind = MemoryKind::of(&file)?;
+        let page = kind.page as u64;
         let invalid = |what| io::Error::new(io::ErrorKind::InvalidInput, what);
         let start = offset & !(page - 1);
         let lead = (offset - start) as usize;
@@ -54,10 +107,28 @@ impl SharedMemory {
         if size < offset + length as u64 {
             return Err(invalid("the file ends before the range does"));
         }
-        let pages = Mapping::of(&file, start, mapped_length)?;
+        let pages = Mapping::of(&file, start, mapped_length, kind.page, domain)?;
         // SAFETY: `lead` lies inside the first page of the mapping.
         let address = unsafe { pages.start().add(lead) };
-        Ok(Self { address, length, pages: Membership::new(pages) })
+        Ok(Self { address, length, kind, pages: Membership::new(pages) })
+    }
+
+    /// What its file is.
+    pub fn kind(&self) -> MemoryKind {
+        self.kind
+    }
+
+    /// What fails when it vanishes.
+    pub fn domain(&self) -> &Arc<FaultDomain> {
+        self.pages.thing().domain()
+    }
+
+    /// The offset of an address of this process, as a [`Fault`](crate::Fault) has it; `None` when it is
+    /// not in the memory's pages. An address before the first byte, in its page, has the offset 0.
+    pub fn offset_of(&self, address: usize) -> Option<usize> {
+        let pages = self.pages.thing();
+        let inside = address.checked_sub(pages.start().addr().get())? < pages.length();
+        inside.then(|| address.saturating_sub(self.address.addr().get()))
     }
 
     /// Has the host take all pages now (`MADV_POPULATE_WRITE`), which may take its time; best effort. To
@@ -104,29 +175,25 @@ impl SharedMemory {
         self.at(offset, length)
     }
 
-    /// Copies bytes out, one by one: for headers and the like.
+    /// Copies bytes out: headers and the like.
     ///
     /// # Panics
     /// When the range is not inside.
     pub fn read(&self, offset: usize, into: &mut [u8]) {
-        let source = self.at(offset, into.len());
-        for (index, byte) in into.iter_mut().enumerate() {
-            // SAFETY: inside of the mapping, just checked; nothing of ours refers to it. Volatile, so
-            // that what was copied is what is used, whatever others store meanwhile.
-            *byte = unsafe { source.add(index).read_volatile() };
-        }
+        let source = self.at(offset, into.len()).as_ptr();
+        // SAFETY: inside of the mapping, just checked; what is ours accesses it atomically or by such
+        // copies. The target is borrowed, so it is elsewhere.
+        unsafe { copy_from_shared(source, into.as_mut_ptr(), into.len()) };
     }
 
-    /// Copies bytes in, one by one.
+    /// Copies bytes in.
     ///
     /// # Panics
     /// When the range is not inside.
     pub fn write(&self, offset: usize, from: &[u8]) {
-        let target = self.at(offset, from.len());
-        for (index, &byte) in from.iter().enumerate() {
-            // SAFETY: as in `read`, with the roles exchanged.
-            unsafe { target.add(index).write_volatile(byte) };
-        }
+        let target = self.at(offset, from.len()).as_ptr();
+        // SAFETY: as in `read`, with the roles exchanged.
+        unsafe { copy_to_shared(from.as_ptr(), target, from.len()) };
     }
 
     fn atomic_u8(&self, offset: usize) -> &AtomicU8 {
@@ -154,14 +221,6 @@ impl fmt::Debug for SharedMemory {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{} bytes at {:p}", self.length, self.address)
     }
-}
-
-fn page_size(file: &impl AsFd) -> io::Result<u64> {
-    let status = rustix::fs::fstatfs(file)?;
-    Ok(match status.f_type as u64 == HUGETLBFS_MAGIC {
-        true => status.f_bsize as u64,
-        false => rustix::param::page_size() as u64,
-    })
 }
 
 /// A part of shared memory. Clones are the same bytes. Values are little-endian, as virtio has them;
@@ -203,7 +262,7 @@ impl View {
         self.start + offset
     }
 
-    /// Copies bytes out, one by one.
+    /// Copies bytes out.
     pub fn read(&self, offset: usize, into: &mut [u8]) {
         self.memory.read(self.place(offset, into.len()), into);
     }

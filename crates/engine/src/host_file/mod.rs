@@ -15,7 +15,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 
 use blockhouse_core::{
     Alignment, ByteRange, Capabilities, Discarded, Durability, DurableWrite, Error, ErrorKind, Fua,
-    GroupCommit, IoVector, Offload, Result, Status, Storage, Sync, Unmap, WriteCache,
+    GroupCommit, IoVector, Offload, Result, Status, Storage, Sync, Unmap, WriteCache, errno,
 };
 use rustix::fs::{Advice, FallocateFlags};
 use rustix::io::Errno;
@@ -113,6 +113,9 @@ impl HostFile {
     async fn write_through(&self, offset: u64, from: IoVector) -> Result<()> {
         let outcome = self.write_all(offset, from, WriteThrough::Yes).await;
         outcome.map_err(|error| match error.kind() {
+            // The kernel found no memory at the data's addresses: it stops before it syncs anything. So a
+            // guest that takes its memory away fails no flush of others.
+            _ if error.errno() == errno::EFAULT => error.confined(),
             // What older writes have lost is still reported to the next flush.
             ErrorKind::NoSpace if self.reports_twice() => error.confined(),
             _ => error,

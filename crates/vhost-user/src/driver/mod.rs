@@ -12,7 +12,7 @@ use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::sync::Arc;
 
-use blockhouse_engine::SharedMemory;
+use blockhouse_engine::{FaultDomain, SharedMemory};
 pub use queue::{Buffer, DriverQueue, write_chain};
 use rustix::fs::MemfdFlags;
 use vhost::vhost_user::message::{
@@ -74,7 +74,8 @@ impl Driver {
         let rings = usize::from(options.queues) * DriverQueue::room(options.entries);
         let file = rustix::fs::memfd_create("guest", MemfdFlags::CLOEXEC)?;
         rustix::fs::ftruncate(&file, (rings + options.memory) as u64)?;
-        let memory = Arc::new(SharedMemory::map(&file, 0, rings + options.memory)?);
+        let domain = FaultDomain::unconnected();
+        let memory = Arc::new(SharedMemory::map(&file, 0, rings + options.memory, &domain)?);
         let stream = UnixStream::connect(socket)?;
         let frontend = Frontend::from_stream(stream.try_clone()?, options.queues.into());
         let (features, tracking, queues) = (0, None, Vec::new());
@@ -112,6 +113,15 @@ impl Driver {
     /// The features that both ends have.
     pub fn features(&self) -> u64 {
         self.features
+    }
+
+    /// Leaves the file of the shared memory only its first bytes, as a front-end that fails may do. The
+    /// rest reads as zeros here, too.
+    ///
+    /// # Errors
+    /// The kernel's.
+    pub fn cut_memory(&self, length: usize) -> io::Result<()> {
+        Ok(rustix::fs::ftruncate(&self.file, length as u64)?)
     }
 
     /// The front-end, for single messages.

@@ -6,12 +6,13 @@ use std::pin::pin;
 use std::rc::Rc;
 use std::task::{Poll, Waker};
 
-use blockhouse_core::{Error, ErrorKind, Request, Result, Storage, WorkBudget};
+use blockhouse_core::{Error, ErrorKind, Request, Result, Storage, WorkBudget, errno};
 
-use super::ring_side::{Outcome, Pace};
+use super::ring_side::{Outcome, Pace, Taken};
 use super::{Manner, Queue};
 use crate::chain::{Chain, Status};
 use crate::request::{Plan, plan};
+use crate::ring::Broken;
 
 /// What a request that ended at once costs beside its bytes: after 16 of 4 KiB, or a long one, the
 /// other tasks get their turn.
@@ -76,28 +77,41 @@ pub async fn run<S: Storage>(queue: Rc<Queue<S>>) {
             }
         };
         let length = chain.length();
-        queue.in_flight.update(|count| count + 1);
-        queue.bytes_in_flight.update(|bytes| bytes + length);
-        let outcome;
-        (outcome, pace) = match plan(&queue.terms(), &taken.memory, &mut chain) {
-            Ok(plan) => {
-                let written = plan.written();
-                let (status, pace) = carry_out(&queue, plan).await;
-                (Outcome { status, written }, pace)
-            }
-            Err(status) => (Outcome { status, written: 0 }, Pace::AtOnce),
-        };
-        queue.in_flight.update(|count| count - 1);
-        queue.bytes_in_flight.update(|bytes| bytes - length);
-        if queue.stop.get() != Some(Manner::Abandoned) {
-            queue.ring.borrow_mut().answer(&taken, &chain, outcome, pace);
-        }
+        pace = serve(&queue, &taken, &mut chain).await;
         drop(taken);
         match pace {
             Pace::AtOnce => streak.spend(STEP + length).await,
             Pace::Waited => streak = WorkBudget::new(),
         }
     }
+}
+
+/// Carries out a request and answers it.
+async fn serve<S: Storage>(queue: &Rc<Queue<S>>, taken: &Taken, chain: &mut Chain) -> Pace {
+    let length = chain.length();
+    queue.in_flight.update(|count| count + 1);
+    queue.bytes_in_flight.update(|bytes| bytes + length);
+    let (outcome, pace) = match plan(&queue.terms(), &taken.memory, chain) {
+        // It was read from memory that is gone: nothing is done.
+        _ if queue.has_lost_memory() => {
+            (Outcome { status: Status::Failed, written: 0 }, Pace::AtOnce)
+        }
+        Ok(plan) => {
+            let written = plan.written();
+            let (status, pace) = carry_out(queue, plan).await;
+            (Outcome { status, written }, pace)
+        }
+        Err(status) => (Outcome { status, written: 0 }, Pace::AtOnce),
+    };
+    queue.in_flight.update(|count| count - 1);
+    queue.bytes_in_flight.update(|bytes| bytes - length);
+    if queue.has_lost_memory() {
+        // Whatever came of it, its data need not have been the guest's.
+        queue.give_up(&Broken::MemoryLost);
+    } else if queue.stop.get() != Some(Manner::Abandoned) {
+        queue.ring.borrow_mut().answer(taken, chain, outcome, pace);
+    }
+    pace
 }
 
 /// Waits for work. What was done is published at once, unless other lanes may yet end in this round.
@@ -167,6 +181,20 @@ async fn submit<S: Storage>(queue: &Rc<Queue<S>>, request: Request) -> (Result<(
 impl<S: Storage> Queue<S> {
     /// Says in the log that the host failed, once a queue: a broken disk fails every request.
     fn note(&self, error: &Error) {
+        if self.has_lost_memory() {
+            // The end of the connection says it.
+            return;
+        }
+        if error.errno() == errno::EFAULT {
+            if !self.failed.replace(true) {
+                let disk = self.disk.name();
+                tracing::warn!(
+                    disk,
+                    "a guest's request failed: no memory is at its addresses: {error}"
+                );
+            }
+            return;
+        }
         match error.kind() {
             ErrorKind::InvalidInput
             | ErrorKind::PastEnd

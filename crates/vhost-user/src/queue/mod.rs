@@ -273,10 +273,17 @@ impl<S: Storage> Queue<S> {
 
     /// The driver has broken its queue: no more requests are taken.
     fn give_up(&self, why: &Broken) {
+        // Zeros in the place of what was there may look like anything.
+        let why = if self.has_lost_memory() { &Broken::MemoryLost } else { why };
         if self.stop.get().is_none() {
             self.stop.set(Some(Manner::Abandoned));
             (self.broken)(why);
         }
+    }
+
+    /// Whether the ring, or a request's memory, is not what the driver has put there.
+    fn has_lost_memory(&self) -> bool {
+        self.ring.borrow().check_memory().is_err()
     }
 
     fn terms(&self) -> Terms<'_> {

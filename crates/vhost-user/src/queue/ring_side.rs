@@ -4,7 +4,7 @@
 use std::collections::VecDeque;
 use std::sync::Arc;
 
-use blockhouse_engine::GuestMemory;
+use blockhouse_engine::{FaultDomain, GuestMemory};
 
 use crate::call::Call;
 use crate::chain::{Chain, Status};
@@ -31,6 +31,8 @@ const LARGEST_BATCH_BYTES: u64 = 256 << 10;
 pub struct RingSide {
     ring: Ring,
     memory: Arc<GuestMemory>,
+    /// Of the memory, the ring and the book.
+    domain: Arc<FaultDomain>,
     book: Option<Book>,
     /// Requests that an earlier server had begun.
     again: VecDeque<u16>,
@@ -75,22 +77,35 @@ pub struct Outcome {
 
 impl RingSide {
     /// A ring in this memory, with the requests to be done again.
-    pub fn new(ring: Ring, memory: Arc<GuestMemory>, book: Option<Book>, again: Vec<u16>) -> Self {
-        let (call, log, logged_used, log_call) = (None, None, None, None);
-        let (again, untold, untold_bytes, batch) = (again.into(), 0, 0, 1);
+    pub fn new(
+        ring: Ring,
+        memory: Arc<GuestMemory>,
+        domain: Arc<FaultDomain>,
+        book: Option<Book>,
+        again: Vec<u16>,
+    ) -> Self {
         Self {
             ring,
             memory,
+            domain,
             book,
-            again,
-            call,
-            log,
-            logged_used,
-            log_call,
-            untold,
-            untold_bytes,
-            batch,
+            again: again.into(),
+            call: None,
+            log: None,
+            logged_used: None,
+            log_call: None,
+            untold: 0,
+            untold_bytes: 0,
+            batch: 1,
         }
+    }
+
+    /// Whether everything that was read from the memory so far was there.
+    ///
+    /// # Errors
+    /// When some of it has vanished.
+    pub fn check_memory(&self) -> Result<(), Broken> {
+        if self.domain.has_failed() { Err(Broken::MemoryLost) } else { Ok(()) }
     }
 
     /// Another way to notify the driver. It is notified, lest something got lost on the change.
@@ -174,6 +189,8 @@ impl RingSide {
             self.batch = batch_of(self.ring.look()?);
         }
         let Some(head) = self.ring.pop()? else { return Ok(None) };
+        // Before the book, which a later server believes, has a request that there is not.
+        self.check_memory()?;
         self.book.iter_mut().for_each(|book| book.begin(head));
         self.walk(head, chain).map(Some)
     }
@@ -191,6 +208,7 @@ impl RingSide {
 
     fn walk(&self, head: u16, chain: &mut Chain) -> Result<Taken, Broken> {
         chain.walk(&self.memory, self.ring.descriptors(), head)?;
+        self.check_memory()?;
         Ok(Taken { head, memory: Arc::clone(&self.memory) })
     }
 
@@ -273,15 +291,16 @@ mod tests {
     /// A ring whose log lies in the guest's memory, so that the byte with the mark for the page of the
     /// used ring is the one at `marked`. What is stored there after the mark was set removes the mark.
     fn ring_with_its_mark_at(marked: u64, event_index: EventIndex) -> (RingSide, Arc<GuestMemory>) {
+        let domain = FaultDomain::unconnected();
         let file = rustix::fs::memfd_create("guest", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
         rustix::fs::ftruncate(&file, 16384).unwrap();
-        let shared = Arc::new(SharedMemory::map(&file, 0, 16384).unwrap());
+        let shared = Arc::new(SharedMemory::map(&file, 0, 16384, &domain).unwrap());
         let mut memory = GuestMemory::new();
         assert!(memory.add(GuestRegion { guest: 0, user: 0, memory: Arc::clone(&shared) }));
         let memory = Arc::new(memory);
         let addresses = Addresses { descriptors: 0, available: AVAILABLE, used: USED };
         let ring = Ring::new(&memory, addresses, ENTRIES, 0, event_index).unwrap();
-        let mut side = RingSide::new(ring, Arc::clone(&memory), None, Vec::new());
+        let mut side = RingSide::new(ring, Arc::clone(&memory), domain, None, Vec::new());
         // The pages of these tests are the first four: they share one byte of the log.
         let log = View::new(shared, marked as usize, 1).unwrap();
         side.set_log(Some(DirtyLog::new(log)), Some(USED), None);

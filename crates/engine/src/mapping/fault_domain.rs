@@ -1,0 +1,101 @@
+//! Memory that fails together: all that one front-end shares with us.
+
+use std::os::fd::OwnedFd;
+use std::os::unix::net::UnixStream;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering, fence};
+
+/// A fault in shared memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Fault {
+    /// The host has no page there: the file is shorter than it was, or no page was left for a hole.
+    NoPage {
+        /// The address in this process that was touched.
+        address: usize,
+    },
+    /// The page's memory is broken (a machine check).
+    Hardware {
+        /// The address in this process that was touched.
+        address: usize,
+    },
+}
+
+impl Fault {
+    /// The address in this process that was touched.
+    pub fn address(self) -> usize {
+        let (Self::NoPage { address } | Self::Hardware { address }) = self;
+        address
+    }
+}
+
+/// What a fault in one of its mappings ends.
+#[derive(Debug)]
+pub struct FaultDomain {
+    failed: AtomicBool,
+    /// The first fault, stored before `failed`.
+    address: AtomicUsize,
+    is_hardware: AtomicBool,
+    /// Shut down at the first fault.
+    connection: Option<OwnedFd>,
+}
+
+impl FaultDomain {
+    /// A domain whose first fault shuts this connection down, both ways. So who waits for a message on it
+    /// is woken, and who looks at [`has_failed`](Self::has_failed) knows.
+    pub fn of_connection(connection: UnixStream) -> Arc<Self> {
+        Self::new(Some(connection.into()))
+    }
+
+    /// A domain that is only marked.
+    pub fn unconnected() -> Arc<Self> {
+        Self::new(None)
+    }
+
+    fn new(connection: Option<OwnedFd>) -> Arc<Self> {
+        let (failed, address) = (AtomicBool::new(false), AtomicUsize::new(0));
+        Arc::new(Self { failed, address, is_hardware: AtomicBool::new(false), connection })
+    }
+
+    /// Whether memory of the domain has vanished under an access. While it says no, every value that
+    /// this thread has read there was there.
+    #[inline]
+    pub fn has_failed(&self) -> bool {
+        // The value was read before the mark is.
+        fence(Ordering::Acquire);
+        self.failed.load(Ordering::Relaxed)
+    }
+
+    /// The first fault.
+    pub fn fault(&self) -> Option<Fault> {
+        self.failed.load(Ordering::Acquire).then(|| {
+            let address = self.address.load(Ordering::Relaxed);
+            match self.is_hardware.load(Ordering::Relaxed) {
+                true => Fault::Hardware { address },
+                false => Fault::NoPage { address },
+            }
+        })
+    }
+
+    /// The mark by itself, for vectors of the memory.
+    pub(crate) fn mark(&self) -> &AtomicBool {
+        &self.failed
+    }
+
+    /// Marks the domain. Async-signal-safe. Two first faults at once may leave the address of one and the
+    /// kind of the other.
+    pub(super) fn fail(&self, fault: Fault) {
+        if !self.failed.load(Ordering::Relaxed) {
+            self.address.store(fault.address(), Ordering::Relaxed);
+            self.is_hardware.store(matches!(fault, Fault::Hardware { .. }), Ordering::Relaxed);
+            self.failed.store(true, Ordering::SeqCst);
+        }
+    }
+
+    /// Shuts the connection down. Async-signal-safe: one system call.
+    pub(super) fn disconnect(&self) {
+        if let Some(connection) = &self.connection {
+            // It fails only for a connection that is over.
+            let _ = rustix::net::shutdown(connection, rustix::net::Shutdown::Both);
+        }
+    }
+}

@@ -1,0 +1,127 @@
+//! Whole pages of another process's file in our address space. As long as a [`Mapping`] exists, nothing
+//! else has its addresses.
+//!
+//! The pages are a stranger's: they vanish when the file is cut short, or when the host has no page for a
+//! hole (huge pages, a full tmpfs). A touch is answered by SIGBUS then, whose default action ends the
+//! process. Guarantees:
+//! - A fault in a mapping ends what its [`FaultDomain`] stands for, and nothing else: the handler
+//!   (`sigbus`) puts a page of zeros in the place, marks the domain and shuts its connection down.
+//! - The mark is set before the zeros can be seen. So a value was there if the domain is unmarked after it
+//!   was read.
+//! - A SIGBUS elsewhere has the effect that it would have without us.
+//! - The handler changes no memory but pages of mappings that exist: the thread that touched one owns it,
+//!   so it can be neither unmapped nor, in the `registry`, changed meanwhile.
+//!
+//! The kernel's own accesses (a transfer of io_uring, AIO, `preadv2`) get EFAULT there: no signal, and no
+//! mark.
+
+mod fault_domain;
+mod registry;
+mod sigbus;
+
+use std::io;
+use std::os::fd::AsFd;
+use std::ptr::{self, NonNull};
+use std::sync::Arc;
+
+pub use fault_domain::{Fault, FaultDomain};
+use rustix::mm::{MapFlags, ProtFlags};
+
+/// Pages that others may share, unmapped when dropped.
+#[derive(Debug)]
+pub(crate) struct Mapping {
+    start: NonNull<u8>,
+    length: usize,
+    domain: Arc<FaultDomain>,
+    registration: registry::Registration,
+}
+
+// SAFETY: the object owns its mapping, which is not tied to a thread.
+unsafe impl Send for Mapping {}
+// SAFETY: it gives out nothing but the address, the length and the domain, which never change.
+unsafe impl Sync for Mapping {}
+
+impl Mapping {
+    /// Maps `length` bytes of the file from `offset` on, to be read and written; both are multiples of
+    /// `page`, the size of the file's pages. A fault there is one of `domain`. Core files do not get them.
+    ///
+    /// # Errors
+    /// The kernel's; `QuotaExceeded` for more mappings at a time than are kept track of.
+    pub(crate) fn of(
+        file: impl AsFd,
+        offset: u64,
+        length: usize,
+        page: usize,
+        domain: &Arc<FaultDomain>,
+    ) -> io::Result<Self> {
+        sigbus::install()?;
+        // SAFETY: a new mapping at an address of the kernel's choice touches nobody's memory.
+        let mapped = unsafe {
+            rustix::mm::mmap(
+                ptr::null_mut(),
+                length,
+                ProtFlags::READ | ProtFlags::WRITE,
+                MapFlags::SHARED | MapFlags::NORESERVE,
+                &file,
+                offset,
+            )?
+        };
+        let start = NonNull::new(mapped.cast()).expect("a mapping is nowhere near address 0");
+        let pages = registry::Pages { start: start.addr().get(), length, page };
+        let Some(registration) = registry::MAPPINGS.insert(pages, domain) else {
+            // SAFETY: mapped just now, and nothing knows of it.
+            let _ = unsafe { rustix::mm::munmap(mapped, length) };
+            let what =
+                format!("{} mappings of guests' memory exist already", registry::MAX_MAPPINGS);
+            return Err(io::Error::new(io::ErrorKind::QuotaExceeded, what));
+        };
+        let mapping = Self { start, length, domain: Arc::clone(domain), registration };
+        mapping.leave_out_of_core_files()?;
+        Ok(mapping)
+    }
+
+    /// Keeps the pages out of core files (`MADV_DONTDUMP`): they hold what a guest has in its memory.
+    fn leave_out_of_core_files(&self) -> rustix::io::Result<()> {
+        // SAFETY: the mapping is this object's own. Neither its content nor its pages change.
+        unsafe {
+            let start = self.start.as_ptr().cast();
+            rustix::mm::madvise(start, self.length, rustix::mm::Advice::LinuxDontDump)
+        }
+    }
+
+    /// Has the kernel take all pages now that nobody has touched yet. Where it cannot, they are taken when
+    /// they are touched, as always.
+    pub(crate) fn populate(&self) {
+        // SAFETY: the mapping is this object's own. Pages come to be there, and none changes its content.
+        let _ = unsafe {
+            let start = self.start.as_ptr().cast();
+            rustix::mm::madvise(start, self.length, rustix::mm::Advice::LinuxPopulateWrite)
+        };
+    }
+
+    pub(crate) fn start(&self) -> NonNull<u8> {
+        self.start
+    }
+
+    pub(crate) fn length(&self) -> usize {
+        self.length
+    }
+
+    pub(crate) fn domain(&self) -> &Arc<FaultDomain> {
+        &self.domain
+    }
+}
+
+impl Drop for Mapping {
+    fn drop(&mut self) {
+        // First, so that the handler never finds addresses that are another's by then.
+        registry::MAPPINGS.remove(&self.registration);
+        // SAFETY: the mapping is this object's own, and nothing that refers to it outlives it: who uses
+        // the bytes, and a ring that has them in a slot, own it. It fails only for a mapping that is not
+        // there.
+        let _ = unsafe { rustix::mm::munmap(self.start.as_ptr().cast(), self.length) };
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,150 @@
+//! The handler of SIGBUS: a fault in a stranger's memory ends what depends on it, and nothing else.
+//!
+//! It runs in the thread that touched the page, in the middle of a load, a store or a copy, so it takes no
+//! lock, allocates nothing, and touches no shared memory. When it returns, the access is made once more,
+//! and finds a page of zeros. One page for each fault: the others may be intact, and the kernel may be
+//! about to read a guest's data from them.
+//!
+//! A fault elsewhere, and a signal that was sent (`kill -BUS`), belong to whoever handled SIGBUS before, as
+//! the standard library does for its reports of stack overflows; in the end to the default action.
+
+use std::ffi::c_int;
+use std::io;
+use std::mem::MaybeUninit;
+use std::ptr;
+use std::sync::OnceLock;
+
+use rustix::mm::{MapFlags, ProtFlags};
+
+use super::fault_domain::Fault;
+use super::registry::{MAPPINGS, Pages};
+
+/// Codes of `siginfo_t` (`<asm-generic/siginfo.h>`): no page at the address, or one whose memory is broken
+/// and was read.
+const BUS_ADRERR: c_int = 2;
+const BUS_MCEERR_AR: c_int = 4;
+
+/// What handled the signal before. Stored before our handler is installed.
+static PREVIOUS: OnceLock<libc::sigaction> = OnceLock::new();
+
+/// A handler that wants to know more (`SA_SIGINFO`).
+type InfoHandler = extern "C" fn(c_int, *mut libc::siginfo_t, *mut libc::c_void);
+type PlainHandler = extern "C" fn(c_int);
+
+/// Installs the handler, once for the process.
+///
+/// # Errors
+/// The kernel's.
+pub(super) fn install() -> io::Result<()> {
+    static INSTALLED: OnceLock<Result<(), i32>> = OnceLock::new();
+    let install = || {
+        let code = |error: io::Error| error.raw_os_error().unwrap_or(libc::EINVAL);
+        PREVIOUS.get_or_init(|| current().unwrap_or_else(|_| default_action()));
+        let mut action = default_action();
+        let handler: InfoHandler = on_fault;
+        action.sa_sigaction = handler as usize;
+        // On the alternative stack, because a handler before us may need it.
+        action.sa_flags = libc::SA_SIGINFO | libc::SA_ONSTACK;
+        set(&action).map_err(code)
+    };
+    INSTALLED.get_or_init(install).map_err(io::Error::from_raw_os_error)
+}
+
+fn default_action() -> libc::sigaction {
+    // SAFETY: all-zero is a valid sigaction: the default action, no flags, an empty mask.
+    unsafe { MaybeUninit::zeroed().assume_init() }
+}
+
+/// The action in force. Async-signal-safe.
+fn current() -> io::Result<libc::sigaction> {
+    let mut action = default_action();
+    // SAFETY: a null pointer asks without a change; the answer goes to a variable of our own.
+    match unsafe { libc::sigaction(libc::SIGBUS, ptr::null(), &raw mut action) } {
+        0 => Ok(action),
+        _ => Err(io::Error::last_os_error()),
+    }
+}
+
+/// Async-signal-safe.
+fn set(action: &libc::sigaction) -> io::Result<()> {
+    // SAFETY: the action is the default one, or our handler with the signature that its flags promise.
+    match unsafe { libc::sigaction(libc::SIGBUS, action, ptr::null_mut()) } {
+        0 => Ok(()),
+        _ => Err(io::Error::last_os_error()),
+    }
+}
+
+extern "C" fn on_fault(signal: c_int, info: *mut libc::siginfo_t, context: *mut libc::c_void) {
+    // SAFETY: the kernel gives both to a handler with `SA_SIGINFO`, valid until it returns; the address
+    // is there for the codes that it is used with. errno belongs to this thread.
+    let (code, address, errno) =
+        unsafe { ((*info).si_code, (*info).si_addr().addr(), *libc::__errno_location()) };
+    let fault = match code {
+        BUS_ADRERR => Some(Fault::NoPage { address }),
+        BUS_MCEERR_AR => Some(Fault::Hardware { address }),
+        _ => None,
+    };
+    if !fault.is_some_and(recover) {
+        pass_on(signal, code, info, context);
+    }
+    // SAFETY: as above. What was interrupted finds its errno as it was.
+    unsafe { *libc::__errno_location() = errno };
+}
+
+/// Lets the access be made again, with zeros. Says whether that is possible.
+fn recover(fault: Fault) -> bool {
+    let Some((pages, domain)) = MAPPINGS.find(fault.address()) else { return false };
+    // SAFETY: this thread touches the mapping, so it owns it, which owns the domain.
+    let domain = unsafe { &*domain };
+    let is_first = !domain.has_failed();
+    domain.fail(fault);
+    let replaced = replace(pages, fault.address());
+    if is_first {
+        domain.disconnect();
+    }
+    replaced
+}
+
+/// Puts a page of zeros in the place of the page at `address`. It fails for lack of memory, and where the
+/// process has as many mappings as the kernel allows.
+fn replace(pages: Pages, address: usize) -> bool {
+    let page = ptr::without_provenance_mut(pages.page_of(address));
+    let access = ProtFlags::READ | ProtFlags::WRITE;
+    let kind = MapFlags::PRIVATE | MapFlags::FIXED | MapFlags::NORESERVE;
+    // SAFETY: a whole page of a mapping that exists and that this thread owns. Its bytes are never
+    // referred to, only loaded and stored, and may change at any time.
+    let replaced = unsafe { rustix::mm::mmap_anonymous(page, pages.page, access, kind) }.is_ok();
+    // SAFETY: the same page. It gets what is read for the guest, as its mapping did.
+    let _ = unsafe { rustix::mm::madvise(page, pages.page, rustix::mm::Advice::LinuxDontDump) };
+    replaced
+}
+
+/// Does what would be done without us.
+fn pass_on(signal: c_int, code: c_int, info: *mut libc::siginfo_t, context: *mut libc::c_void) {
+    let previous = PREVIOUS.get().copied().unwrap_or_else(default_action);
+    // The kernel's faults have positive codes, a signal that was sent has none.
+    let was_sent = code <= 0;
+    match previous.sa_sigaction {
+        libc::SIG_IGN if was_sent => return,
+        // A fault cannot be ignored: the default action follows, as the access is made again.
+        libc::SIG_DFL | libc::SIG_IGN => {
+            let _ = set(&default_action());
+        }
+        handler if previous.sa_flags & libc::SA_SIGINFO != 0 => {
+            // SAFETY: a handler installed with this flag has this signature.
+            let handler = unsafe { std::mem::transmute::<usize, InfoHandler>(handler) };
+            handler(signal, info, context);
+        }
+        handler => {
+            // SAFETY: a handler installed without the flag has this signature.
+            let handler = unsafe { std::mem::transmute::<usize, PlainHandler>(handler) };
+            handler(signal);
+        }
+    }
+    // The default action may have been set by the handler (the standard library's does that). It follows
+    // for a fault by itself, for a signal that was sent only if it is sent again.
+    if was_sent && current().is_ok_and(|action| action.sa_sigaction == libc::SIG_DFL) {
+        // SAFETY: async-signal-safe; the signal is pending until we return.
+        unsafe { libc::raise(signal) };
+    }
+}

@@ -1,0 +1,136 @@
+//! Memory that vanishes: what is seen, what is marked, and what happens elsewhere.
+
+use std::os::fd::OwnedFd;
+use std::os::unix::net::UnixStream;
+use std::os::unix::process::ExitStatusExt;
+use std::process::{Command, ExitStatus};
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use super::*;
+
+const PAGE: usize = 4096;
+
+fn file(pages: usize) -> OwnedFd {
+    let file = rustix::fs::memfd_create("guest", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
+    rustix::fs::ftruncate(&file, (pages * PAGE) as u64).unwrap();
+    file
+}
+
+fn map(file: &OwnedFd, pages: usize, domain: &Arc<FaultDomain>) -> Mapping {
+    Mapping::of(file, 0, pages * PAGE, PAGE, domain).unwrap()
+}
+
+/// The first value of a page.
+fn value(mapping: &Mapping, page: usize) -> &AtomicU64 {
+    assert!(page * PAGE < mapping.length());
+    // SAFETY: inside of the mapping, aligned, and used as an atomic only.
+    unsafe { AtomicU64::from_ptr(mapping.start().as_ptr().add(page * PAGE).cast()) }
+}
+
+fn load(mapping: &Mapping, page: usize) -> u64 {
+    value(mapping, page).load(Ordering::Relaxed)
+}
+
+#[test]
+fn what_vanishes_reads_as_zeros_and_marks_its_domain_only() {
+    let (cut, kept) = (file(3), file(3));
+    let (domain, other) = (FaultDomain::unconnected(), FaultDomain::unconnected());
+    let (mapping, neighbour) = (map(&cut, 3, &domain), map(&kept, 3, &other));
+    for page in 0..3 {
+        value(&mapping, page).store(7, Ordering::Relaxed);
+        value(&neighbour, page).store(8, Ordering::Relaxed);
+    }
+    rustix::fs::ftruncate(&cut, PAGE as u64).unwrap();
+    assert_eq!((load(&mapping, 0), domain.has_failed(), domain.fault()), (7, false, None));
+    assert_eq!(load(&mapping, 2), 0);
+    let address = mapping.start().addr().get() + 2 * PAGE;
+    assert_eq!((domain.has_failed(), domain.fault()), (true, Some(Fault::NoPage { address })));
+    value(&mapping, 1).store(5, Ordering::Relaxed);
+    assert_eq!(
+        (load(&mapping, 0), load(&mapping, 1)),
+        (7, 5),
+        "only pages that are gone are replaced"
+    );
+    assert_eq!(domain.fault().map(Fault::address), Some(address), "the first fault is kept");
+    assert_eq!((load(&neighbour, 2), other.has_failed()), (8, false));
+    drop(mapping);
+    assert_eq!(load(&neighbour, 0), 8);
+}
+
+#[test]
+fn a_fault_shuts_the_connection_down() {
+    let (ours, mut theirs) = UnixStream::pair().unwrap();
+    let domain = FaultDomain::of_connection(ours);
+    let cut = file(1);
+    let mapping = map(&cut, 1, &domain);
+    rustix::fs::ftruncate(&cut, 0).unwrap();
+    let waiting = std::thread::spawn(move || std::io::Read::read(&mut theirs, &mut [0]).unwrap());
+    assert_eq!(load(&mapping, 0), 0);
+    assert_eq!(waiting.join().unwrap(), 0, "whoever waits on it is woken");
+}
+
+#[test]
+fn threads_fault_while_others_map_and_unmap() {
+    std::thread::scope(|scope| {
+        for _ in 0..4 {
+            scope.spawn(|| {
+                for _ in 0..200 {
+                    let (domain, cut) = (FaultDomain::unconnected(), file(4));
+                    let mapping = map(&cut, 4, &domain);
+                    let whole = map(&cut, 1, &domain);
+                    value(&whole, 0).store(3, Ordering::Relaxed);
+                    rustix::fs::ftruncate(&cut, PAGE as u64).unwrap();
+                    assert_eq!((load(&mapping, 3), load(&mapping, 0)), (0, 3));
+                    assert!(domain.has_failed());
+                }
+            });
+        }
+    });
+}
+
+/// Runs `test`, which is ignored otherwise, in a process of its own.
+fn alone(test: &str) -> ExitStatus {
+    let binary = std::env::current_exe().unwrap();
+    let path = format!("mapping::tests::{test}");
+    let mut command = Command::new(binary);
+    command.args(["--exact", &path, "--ignored", "--nocapture"]);
+    command.output().unwrap().status
+}
+
+#[test]
+fn a_fault_elsewhere_has_the_default_action() {
+    assert_eq!(alone("touches_memory_that_is_not_registered").signal(), Some(libc::SIGBUS));
+}
+
+#[test]
+#[ignore = "ends its process"]
+fn touches_memory_that_is_not_registered() {
+    let (domain, cut) = (FaultDomain::unconnected(), file(1));
+    let mapping = map(&cut, 1, &domain);
+    registry::MAPPINGS.remove(&mapping.registration);
+    rustix::fs::ftruncate(&cut, 0).unwrap();
+    leave_no_core();
+    load(&mapping, 0);
+}
+
+fn leave_no_core() {
+    let none = rustix::process::Rlimit { current: Some(0), maximum: Some(0) };
+    rustix::process::setrlimit(rustix::process::Resource::Core, none).unwrap();
+}
+
+#[test]
+fn a_signal_that_is_sent_has_the_default_action() {
+    assert_eq!(alone("is_sent_the_signal").signal(), Some(libc::SIGBUS));
+}
+
+#[test]
+#[ignore = "ends its process"]
+fn is_sent_the_signal() {
+    let (domain, cut) = (FaultDomain::unconnected(), file(1));
+    let _mapping = map(&cut, 1, &domain);
+    leave_no_core();
+    let own = rustix::process::getpid();
+    rustix::process::kill_process(own, rustix::process::Signal::BUS).unwrap();
+    // The signal may come to another thread.
+    std::thread::sleep(std::time::Duration::from_secs(20));
+}
