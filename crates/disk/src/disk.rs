@@ -198,6 +198,9 @@ impl<S: Storage> Disk<S> {
     /// past its end as zeros.
     #[must_use]
     pub fn over(self, backing: Arc<Self>) -> Self {
+        if let Format::Qcow2(image) = &self.format {
+            image.set_backing_size(backing.size());
+        }
         Self { backing: Some(backing), ..self }
     }
 

@@ -58,6 +58,14 @@ fn crash_at_every_point_over_a_backing_file() {
 }
 
 #[test]
+fn crash_at_every_point_of_an_old_image_over_a_backing_file() {
+    static JURY: Jury = Jury::for_one_in(150);
+    let least = Least { seeds: 200, crashes: 6_000, shown_to_qemu: 25 };
+    let test = "crash_at_every_point_of_an_old_image_over_a_backing_file";
+    crash_at_every_point(test, Kind::OldBacked, &JURY, least);
+}
+
+#[test]
 fn crash_at_every_point_with_subclusters() {
     static JURY: Jury = Jury::for_one_in(100);
     let least = Least { seeds: 300, crashes: 10_000, shown_to_qemu: 60 };

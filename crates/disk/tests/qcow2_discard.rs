@@ -1,14 +1,15 @@
-//! When the space of discarded clusters goes back to the host, and when others may have it.
+//! When the space of discarded clusters goes back to the host, when others may have it, and where the
+//! file ends after it was closed.
 #![forbid(unsafe_code)]
 
 mod common;
 
 use std::rc::Rc;
 
-use blockhouse_core::{Discarded, Durability, Request};
-use blockhouse_disk::{BlockStatusCache, Content};
-use blockhouse_format::qcow2::CreateOptions;
-use blockhouse_sim::{Config, Operation};
+use blockhouse_core::{Buffer, Discarded, Durability, ErrorKind, Request, Storage, Unmap, errno};
+use blockhouse_disk::{Access, BlockStatusCache, Content, Disk, Options};
+use blockhouse_format::qcow2::{self, Backing, CheckReport, CreateOptions, Qcow2, Version};
+use blockhouse_sim::{Config, Fault, Latency, Operation, OperationKind, Sim, SimDisk, Size};
 use common::{Rig, discard, span, steady, write, zeroes};
 
 const CLUSTER: u64 = 65_536;
@@ -86,5 +87,215 @@ fn nobody_gets_a_cluster_that_tables_on_disk_may_still_refer_to() {
         rig.log();
         rig.submit(write(9 * CLUSTER, CLUSTER as usize, 3, PLAIN)).unwrap();
         assert_eq!(places(&rig.log()), [old], "after it");
+    }
+}
+
+const MIB: u64 = 1 << 20;
+
+/// Closes the image; what a check finds then.
+fn close(rig: &Rig) -> CheckReport {
+    let (disk, storage) = (Rc::clone(&rig.disk), rig.storage.clone());
+    rig.sim.block_on(async move {
+        disk.close().await.expect("an orderly end");
+        let image = Qcow2::open(storage, qcow2::OpenOptions::default()).await.expect("an image");
+        let report = qcow2::check(&image).await.expect("a check");
+        assert_eq!((report.corruptions, report.leaks), (0, 0), "{:?}", report.problems);
+        report
+    })
+}
+
+/// Requests for all of a disk, in pieces.
+fn in_pieces(size: u64, piece: u64, request: impl Fn(u64) -> Request) -> Vec<Request> {
+    (0..size / piece).map(|index| request(index * piece)).collect()
+}
+
+#[test]
+fn what_is_trimmed_and_written_again_and_again_does_not_make_the_file_longer() {
+    const SIZE: u64 = 8 * MIB;
+    let rig =
+        Rig::qcow2(Config { discarded: Discarded::Zeros, ..steady() }, CreateOptions::new(SIZE));
+    for round in 1..=4 {
+        for request in in_pieces(SIZE, MIB, |offset| write(offset, MIB as usize, round, PLAIN)) {
+            rig.submit(request).unwrap();
+        }
+        for request in in_pieces(SIZE, 4 * CLUSTER, |offset| discard(offset, 4 * CLUSTER)) {
+            rig.submit(request).unwrap();
+        }
+    }
+    // At most 4 MiB wait; tables and what the file is made longer ahead come on top.
+    let length = rig.storage.size();
+    assert!(length <= SIZE + 10 * MIB, "{length} bytes for a disk of {SIZE}");
+    close(&rig);
+    assert!(rig.storage.size() < MIB, "nothing is in it any more: {}", rig.storage.size());
+}
+
+/// A disk over a new image at the beginning of a device of so many bytes, with anything behind it.
+fn on_device(image: CreateOptions, length: u64) -> Rig {
+    let sim = Sim::new(1);
+    let file = SimDisk::new(&sim, steady(), Vec::new());
+    let made = file.clone();
+    sim.block_on(async move { qcow2::create(&made, &image).await }).expect("a new image");
+    let mut content = file.content();
+    content.resize(length as usize, 0xee);
+    let storage = SimDisk::new(&sim, Config { size: Size::Fixed, ..steady() }, content);
+    let opened = storage.clone();
+    let disk = sim.block_on(async move { Disk::qcow2(opened, Options::default()).await });
+    Rig { sim, storage, disk: Rc::new(disk.expect("the new image")) }
+}
+
+#[test]
+fn a_full_device_gives_what_was_trimmed_before_it_says_that_it_is_full() {
+    const SIZE: u64 = 4 * MIB;
+    let rig = on_device(CreateOptions::new(SIZE), 5 * MIB);
+    for round in 1..=3 {
+        for request in in_pieces(SIZE, MIB, |offset| write(offset, MIB as usize, round, PLAIN)) {
+            rig.submit(request).unwrap_or_else(|error| panic!("round {round}: {error}"));
+        }
+        assert_eq!(rig.read(0, MIB as usize), vec![round; MIB as usize]);
+        // Less than is worth a writeback by itself.
+        rig.submit(discard(0, 3 * MIB)).unwrap();
+    }
+    close(&rig);
+}
+
+#[test]
+fn a_device_is_used_to_its_end_whatever_its_refcount_blocks_reach() {
+    // A refcount block is for 128 KiB.
+    let options = CreateOptions { cluster_size: 512, ..CreateOptions::new(512 << 10) };
+    let rig = on_device(options, 640 << 10);
+    let all = rig.submit(write(0, 512 << 10, 7, PLAIN));
+    all.expect("room for all of it");
+    // New clusters of a device do not read as zeros by themselves.
+    rig.submit(discard(0, 64 << 10)).unwrap();
+    rig.submit(Request::Flush).unwrap();
+    rig.submit(write(100, 10, 9, PLAIN)).unwrap();
+    let mut expected = vec![0; 512];
+    expected[100..110].fill(9);
+    assert_eq!(rig.read(0, 512), expected);
+    close(&rig);
+}
+
+#[test]
+fn a_file_ends_behind_its_last_cluster_after_the_host_was_full() {
+    let rig = rig(Discarded::Zeros);
+    rig.storage.fail(Fault::chance(1.0, errno::ENOSPC).of(OperationKind::Write));
+    for index in 8..40 {
+        let error = rig.submit(write(index * CLUSTER, CLUSTER as usize, 2, PLAIN)).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::NoSpace);
+    }
+    rig.storage.clear_faults();
+    let report = close(&rig);
+    assert_eq!(rig.storage.size(), report.end);
+    assert!(report.end < 10 * CLUSTER, "failed writes keep no space: {}", report.end);
+}
+
+#[test]
+fn a_file_is_cut_behind_what_a_shorter_disk_has_left() {
+    let options = CreateOptions { cluster_size: 512, ..CreateOptions::new(2 * MIB) };
+    for discarded in [Discarded::Zeros, Discarded::Anything] {
+        let rig = Rig::qcow2(Config { discarded, ..steady() }, options.clone());
+        rig.submit(write(0, 2048, 1, PLAIN)).unwrap();
+        rig.submit(write(MIB, MIB as usize, 2, PLAIN)).unwrap();
+        let disk = Rc::clone(&rig.disk);
+        rig.sim.block_on(async move { disk.shrink(MIB).await }).unwrap();
+        let report = close(&rig);
+        // More than its refcount blocks are for is gone, and they with it.
+        assert_eq!(rig.storage.size(), report.end);
+        assert!(report.end < 64 << 10, "{discarded:?}: {} bytes for 2048", report.end);
+    }
+}
+
+#[test]
+fn a_file_that_nothing_was_taken_from_keeps_its_length() {
+    let image = CreateOptions::new(64 * CLUSTER);
+    let rig = Rig::qcow2_with_room(steady(), image, 16 * CLUSTER);
+    let length = rig.storage.size();
+    close(&rig);
+    assert_eq!(rig.storage.size(), length);
+}
+
+#[test]
+fn a_snapshot_beside_clusters_that_are_being_freed_leaks_none() {
+    for discarded in [Discarded::Anything, Discarded::Zeros] {
+        // Freeing takes long, flushes do not.
+        let config = Config { discarded, latency: Latency::fixed(100, 1), ..Config::default() };
+        let rig = Rig::qcow2(config, CreateOptions::new(64 * CLUSTER));
+        rig.submit(write(0, 40 * CLUSTER as usize, 1, PLAIN)).unwrap();
+        rig.submit(Request::Flush).unwrap();
+        for index in 0..20 {
+            rig.submit(discard(2 * index * CLUSTER, CLUSTER)).unwrap();
+        }
+        let flush = rig.start(Request::Flush);
+        let disk = Rc::clone(&rig.disk);
+        let sim = rig.sim.clone();
+        let snapshot = rig.sim.spawn(async move {
+            sim.sleep(std::time::Duration::from_micros(450)).await;
+            disk.create_snapshot("one").await.map(|_| ()).map_err(|error| error.to_string())
+        });
+        rig.sim.run();
+        flush.output().expect("an end").unwrap();
+        snapshot.output().expect("an end").unwrap();
+        close(&rig);
+    }
+}
+
+/// A disk of version 2 over a file of `behind` clusters of 0xbb.
+fn old_over(behind: u64, discarded: Discarded) -> Rig {
+    let backing = Backing { name: b"base".to_vec(), format: Some("raw".into()) };
+    let options = CreateOptions {
+        version: Version::V2,
+        backing: Some(backing),
+        ..CreateOptions::new(16 * CLUSTER)
+    };
+    let Rig { sim, storage, disk } = Rig::qcow2(Config { discarded, ..steady() }, options);
+    drop(disk);
+    let base = SimDisk::new(&sim, Config::default(), vec![0xbb; (behind * CLUSTER) as usize]);
+    let opened = storage.clone();
+    let disk = sim.block_on(async move {
+        let reading = Options { access: Access::ReadOnly, ..Options::default() };
+        let base = Disk::raw(base, reading).expect("whole sectors");
+        Disk::qcow2(opened, Options::default()).await.expect("an image").over(base.into())
+    });
+    Rig { sim, storage, disk: Rc::new(disk) }
+}
+
+#[test]
+fn an_old_image_keeps_what_is_discarded_over_its_backing_file() {
+    let cluster = CLUSTER as usize;
+    for discarded in [Discarded::Zeros, Discarded::Anything] {
+        let rig = old_over(8, discarded);
+        rig.submit(write(0, 12 * cluster, 1, PLAIN)).unwrap();
+        for request in [discard(100, 1000), discard(CLUSTER, 11 * CLUSTER), discard(0, CLUSTER / 2)]
+        {
+            rig.submit(request).unwrap();
+            rig.submit(Request::Flush).unwrap();
+        }
+        assert_eq!(rig.read(0, 8 * cluster), vec![1; 8 * cluster], "{discarded:?}");
+        // No byte of the backing file lies behind the rest: it is free.
+        assert_eq!(rig.read(8 * CLUSTER, 4 * cluster), vec![0; 4 * cluster]);
+        assert_eq!(close(&rig).allocated_clusters, 8);
+    }
+}
+
+#[test]
+fn zeros_over_a_backing_file_stay_zeros_whatever_follows() {
+    let cluster = CLUSTER as usize;
+    for unmap in [Unmap::Allowed, Unmap::Forbidden] {
+        let rig = old_over(8, Discarded::Zeros);
+        let (range, durability) = (span(0, 16 * CLUSTER), PLAIN);
+        let effort = blockhouse_core::Effort::Any;
+        rig.submit(Request::WriteZeroes { range, unmap, effort, durability }).unwrap();
+        rig.submit(discard(0, 16 * CLUSTER)).unwrap();
+        assert_eq!(rig.read(0, 16 * cluster), vec![0; 16 * cluster]);
+        let disk = Rc::clone(&rig.disk);
+        rig.sim.block_on(async move {
+            disk.shrink(3 * CLUSTER + 512).await.unwrap();
+            disk.resize(16 * CLUSTER).await.unwrap();
+            disk.submit(discard(0, 16 * CLUSTER)).await.unwrap();
+            let mut buffer = Buffer::new(16 * cluster);
+            disk.submit(Request::Read { offset: 0, into: buffer.lend() }).await.unwrap();
+            assert!(buffer.bytes().iter().all(|&byte| byte == 0));
+        });
+        close(&rig);
     }
 }

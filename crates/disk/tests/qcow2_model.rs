@@ -149,6 +149,8 @@ struct Bench {
     base: Option<Vec<u8>>,
     disk: Rc<Disk<SimDisk>>,
     flat: Vec<u8>,
+    version: Version,
+    discarded: Discarded,
 }
 
 impl Bench {
@@ -158,6 +160,7 @@ impl Bench {
         let base: Option<Vec<u8>> =
             make.base.map(|sectors| (0..sectors).flat_map(|n| [n as u8 | 1; SECTOR]).collect());
         let sim = Sim::new(make.sectors as u64);
+        let discarded = config.discarded;
         let storage = SimDisk::new(&sim, config, Vec::new());
         let options = CreateOptions {
             cluster_size: 1 << make.cluster_bits,
@@ -175,7 +178,7 @@ impl Bench {
         let mut flat = base.clone().unwrap_or_default();
         flat.resize(make.sectors * SECTOR, 0);
         let disk = opened(&sim, &storage, base.as_deref());
-        Self { sim, storage, base, disk, flat }
+        Self { sim, storage, base, disk, flat, version: make.version, discarded }
     }
 
     fn happen(&mut self, event: &Event) {
@@ -227,11 +230,26 @@ impl Bench {
                 Verb::Read => assert_same(buffer.bytes(), &self.flat[range]),
                 Verb::Write(byte) => self.flat[range].fill(byte),
                 Verb::Zero(_) => self.flat[range].fill(0),
-                // Whatever is there now has to stay.
                 Verb::Discard => {
                     let bytes = self.read(range.clone());
+                    self.check_discarded(range.clone(), &bytes);
+                    // Whatever is there now has to stay.
                     self.flat[range].copy_from_slice(&bytes);
                 }
+            }
+        }
+    }
+
+    /// A discard leaves each byte or makes it zero; it brings back nothing that was overwritten. Where
+    /// the image cannot say zero, what lies over the backing file stays.
+    fn check_discarded(&self, range: std::ops::Range<usize>, found: &[u8]) {
+        let base = self.base.as_ref().map_or(0, Vec::len);
+        let keeps = if self.version == Version::V2 { base } else { 0 };
+        let stays = range.end.min(keeps).saturating_sub(range.start);
+        assert_same(&found[..stays], &self.flat[range.clone()][..stays]);
+        if self.discarded == Discarded::Zeros {
+            for (at, (&found, &old)) in (range.start..).zip(found.iter().zip(&self.flat[range])) {
+                assert!(found == old || found == 0, "a discard made {found} of {old} at {at}");
             }
         }
     }
@@ -285,6 +303,7 @@ fn run_case(config: Config, make: &Make, events: &[Event]) -> Result<(), TestCas
     });
     prop_assert_eq!((report.corruptions, report.leaks), (0, 0), "{:?}", report.problems);
     let content = bench.storage.content();
+    prop_assert!(content.len() as u64 <= report.end, "the file is longer than {}", report.end);
     let base = bench.base.as_deref().map(|base| ("base", base));
     JURY.ask(&content, base, Left::Closed, &bench.flat).map_err(TestCaseError::fail)
 }

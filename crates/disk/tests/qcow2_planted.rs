@@ -32,6 +32,8 @@ enum Policy {
     /// Acknowledged with a mapping that is not durable; places are reused before their reference
     /// is gone.
     EntriesLate,
+    /// The file is cut before what is in use ends.
+    CutTooFar,
 }
 
 /// Which part of the image a cluster is.
@@ -64,7 +66,7 @@ impl Broken {
         }
         let part = self.part_at(offset);
         match self.policy {
-            Policy::Right | Policy::PlainFua | Policy::NoFlush => false,
+            Policy::Right | Policy::PlainFua | Policy::NoFlush | Policy::CutTooFar => false,
             Policy::RefcountsLate => part == Part::Refcounts,
             Policy::DataLate => part == Part::Content,
             Policy::EntriesLate => part == Part::L2Table,
@@ -181,7 +183,8 @@ impl Storage for Broken {
     }
 
     async fn resize(&self, size: u64) -> Result<()> {
-        self.disk.resize(size).await
+        let too_far = if self.policy == Policy::CutTooFar { 512 } else { 0 };
+        self.disk.resize(size - too_far).await
     }
 
     async fn status(&self, range: ByteRange) -> Result<(Status, u64)> {
@@ -212,6 +215,7 @@ fn wrong_policies_are_found_out() {
         (Policy::NoFlush, &[Kind::Plain, Kind::Old, Kind::Lazy, Kind::Backed], ""),
         (Policy::RefcountsLate, &[Kind::Plain, Kind::Old, Kind::Backed], "counts 0"),
         (Policy::DataLate, &[Kind::Plain, Kind::Lazy, Kind::Backed, Kind::Subclusters], ""),
+        (Policy::CutTooFar, &[Kind::Plain, Kind::Old], ""),
         (Policy::EntriesLate, &[Kind::Plain, Kind::Lazy, Kind::Backed, Kind::Subclusters], ""),
     ] {
         for &kind in kinds {

@@ -208,7 +208,19 @@ fn explore(seed: u64) -> Result<Report, String> {
         old = new;
     }
     let closed = Rc::clone(&disk);
-    sim.block_on(async move { closed.close().await }).map_err(|error| error.to_string())?;
+    let closed = sim.spawn(async move { closed.close().await.map_err(|error| error.to_string()) });
+    let mut last = None;
+    while sim.step() {
+        let moment = files.each(SimDisk::counts);
+        let moment = (moment.image, moment.data);
+        if last.replace(moment) != Some(moment) {
+            report.crashes += 1;
+            if recover(files.crash(&mut random))? != old {
+                return Err("a crash while it was closed left another disk".into());
+            }
+        }
+    }
+    closed.output().ok_or("closing waits for ever")??;
     let checked = files.image.clone();
     let left = sim.block_on(async move {
         let image = Qcow2::open(checked, qcow2::OpenOptions::default()).await?;
@@ -216,6 +228,9 @@ fn explore(seed: u64) -> Result<Report, String> {
     });
     match left.map_err(|error| error.to_string())? {
         left if left.leaks > 0 || left.corruptions > 0 => Err(format!("after closing: {left:?}")),
+        left if files.image.content().len() as u64 > left.end => {
+            Err(format!("after closing: {} bytes, {left:?}", files.image.content().len()))
+        }
         _ => Ok(report),
     }
 }

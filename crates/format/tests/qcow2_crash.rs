@@ -378,6 +378,10 @@ fn explore(seed: u64) -> Result<Report, String> {
         // So small that slices come and go, and rounds make room.
         options.cache_size = 0;
     }
+    if random.bool() {
+        // A change that frees more than an eighth of the file runs a writeback.
+        options.min_waiting_frees = 0;
+    }
     let image = sim.block_on(async move { Qcow2::open(opened, options).await });
     let image = image.map_err(|error| error.to_string())?;
     let clients = random.usize(1..=4);
@@ -411,15 +415,24 @@ fn explore(seed: u64) -> Result<Report, String> {
     if stuck > 0 {
         return Err(format!("{stuck} clients wait for ever; {config:?}"));
     }
-    finish(&world, &disk)?;
+    finish(&world, &disk, &mut random)?;
     Ok(*world.report.borrow())
 }
 
-/// Closes the image: unless something failed or was given up, nothing leaks.
-fn finish(world: &Rc<World>, disk: &SimDisk) -> Result<(), String> {
+/// Closes the image, with a crash at every operation: unless something failed or was given up, nothing
+/// leaks.
+fn finish(world: &Rc<World>, disk: &SimDisk, random: &mut Rng) -> Result<(), String> {
     disk.clear_faults();
     let closing = Rc::clone(world);
-    let closed = world.sim.block_on(async move { closing.image.close().await });
+    let closed = world.sim.spawn(async move { closing.image.close().await });
+    let mut last = None;
+    while world.sim.step() {
+        let moment = disk.counts();
+        if last.replace(moment) != Some(moment) {
+            world.crash(random).map_err(|what| format!("{what}, while it was closed"))?;
+        }
+    }
+    let closed = closed.output().ok_or("closing waits for ever")?;
     let was_smooth = world.report.borrow().given_up == 0;
     match closed {
         Ok(()) => {

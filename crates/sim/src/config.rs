@@ -25,8 +25,19 @@ pub struct Config {
     pub discard: Support,
     /// What discarded ranges read as.
     pub discarded: Discarded,
+    /// Whether its size ever changes.
+    pub size: Size,
     /// How long operations take.
     pub latency: Latency,
+}
+
+/// Whether a disk's size changes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Size {
+    /// It is a file: writes past its end make it longer.
+    Grows,
+    /// It is a device: writes past its end find no room, and it cannot be resized.
+    Fixed,
 }
 
 /// Whether the disk has an operation.
@@ -76,6 +87,7 @@ impl Default for Config {
             write_zeroes: Support::Yes,
             discard: Support::Yes,
             discarded: Discarded::Anything,
+            size: Size::Grows,
             latency: Latency { data: 10..=100, flush: 50..=500 },
         }
     }
@@ -103,6 +115,7 @@ impl Config {
             write_zeroes: support(random),
             discard: support(random),
             discarded: if random.bool() { Discarded::Zeros } else { Discarded::Anything },
+            size: Size::Grows,
             latency: Latency { data: 1..=100, flush: 1..=300 },
         }
     }

@@ -19,7 +19,7 @@ use fastrand::Rng;
 
 use crate::history::History;
 use crate::model::{Change, Content, Model};
-use crate::{Config, Fault, OperationKind, Sim, SimDisk};
+use crate::{Config, Fault, OperationKind, Sim, SimDisk, Size};
 
 /// What is explored: something that turns a guest's requests into operations on a simulated disk.
 pub trait Subject: 'static {
@@ -66,6 +66,8 @@ pub struct Workload {
     pub sectors: usize,
     /// Whether the disk may grow.
     pub growth: Growth,
+    /// Whether it may be a device.
+    pub devices: Devices,
 }
 
 /// Whether the disk becomes longer meanwhile.
@@ -104,8 +106,18 @@ impl Default for Workload {
             patience: Patience::Limited,
             sectors: 40,
             growth: Growth::Sometimes,
+            devices: Devices::Never,
         }
     }
+}
+
+/// Whether the disk is a device of fixed size.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Devices {
+    /// It is a file.
+    Never,
+    /// In a third of the runs it is a device, with little room behind the image and anything in it.
+    Sometimes,
 }
 
 /// What an exploration has seen.
@@ -160,18 +172,26 @@ pub fn explore_image<T: Subject>(
 ) -> std::result::Result<Report, String> {
     let sim = Sim::new(seed);
     let mut random = sim.fork_random();
-    let config = Config::random(&mut random);
+    let mut config = Config::random(&mut random);
     let most_sectors = [workload.sectors.div_ceil(5), workload.sectors][random.usize(..2)];
     let size = random.usize(2..=most_sectors.max(2)) * 512;
     let (model, content) = Model::new(size);
-    let image = encode(&config, content, &mut random);
+    let mut image = encode(&config, content, &mut random);
+    let is_device = workload.devices == Devices::Sometimes && random.u8(..3) == 0;
+    if is_device {
+        config.size = Size::Fixed;
+        // Room for some, all, or more than all of the disk once more.
+        let length = (image.len() + random.usize(..2 * size)).next_multiple_of(4096);
+        image.resize_with(length, || random.u8(..));
+    }
     let disk = SimDisk::new(&sim, config.clone(), image);
+    let has_faults = workload.faults == Faults::Sometimes && random.bool();
     let world = Rc::new(World {
         subject: build(&sim, disk.clone(), &mut random),
         sim: sim.clone(),
         size: Cell::new(size as u64),
         block: u64::from(config.alignment.offset),
-        may_fail: workload.faults == Faults::Sometimes && random.bool(),
+        may_fail: has_faults || is_device,
         impatience: match workload.patience {
             Patience::Limited if random.bool() => [0.05, 0.4][random.usize(..2)],
             _ => 0.0,
@@ -184,7 +204,7 @@ pub fn explore_image<T: Subject>(
             was_smooth: true,
         }),
     });
-    if world.may_fail {
+    if has_faults {
         add_faults(&disk, &mut random);
         world.subject.others().iter().for_each(|disk| add_faults(disk, &mut random));
     }
@@ -285,8 +305,11 @@ impl<T: Subject> World<T> {
         disk.clear_faults();
         self.subject.others().iter().for_each(SimDisk::clear_faults);
         let world = Rc::clone(self);
-        let outcome = self.sim.block_on(async move { world.subject.close().await });
-        outcome.map_err(|error| format!("closing failed: {error:?}"))?;
+        let closed = self.sim.spawn(async move {
+            world.subject.close().await.map_err(|error| format!("closing failed: {error:?}"))
+        });
+        self.crash_everywhere(disk, random)?;
+        closed.output().ok_or("closing waits for ever")??;
         let found = self.subject.recover(disk.crash(random), Left::Closed)?;
         let model = &mut self.state.borrow_mut().model;
         let flushing = model.begin_flush();

@@ -20,11 +20,11 @@ mod seeds;
 mod state;
 
 pub use clock::Clock;
-pub use config::{Config, Latency, Support};
+pub use config::{Config, Latency, Size, Support};
 pub use disk::SimDisk;
 pub use executor::{Sim, Task};
 pub use explore::{
-    Faults, Growth, Left, Patience, Report, Subject, Workload, explore, explore_image,
+    Devices, Faults, Growth, Left, Patience, Report, Subject, Workload, explore, explore_image,
 };
 pub use fastrand::Rng;
 pub use faults::Fault;

@@ -9,7 +9,7 @@ use fastrand::Rng;
 use crate::clock::Signal;
 use crate::faults::{Failure, FaultPlan};
 use crate::media::{Media, Snapshot, Underway};
-use crate::{Config, Operation, OperationKind, Support};
+use crate::{Config, Operation, OperationKind, Size, Support};
 
 pub(crate) struct State {
     pub(crate) media: Media,
@@ -71,7 +71,8 @@ impl State {
         let id = self.started;
         self.started += 1;
         self.log.push(operation);
-        let refusal = self.refusal(operation.kind()).map(Failure::of_range);
+        let refusal = self.refusal(operation.kind()).or(self.past_end(operation));
+        let refusal = refusal.map(Failure::of_range);
         let failure = self.faults.decide(operation.kind(), &mut self.random).or(refusal);
         let loses_older = failure.is_some_and(|failure| failure.loses_older);
         let needs_snapshot = loses_older || matches!(operation, Operation::Flush(_));
@@ -175,6 +176,21 @@ impl State {
             return Some(errno::EOPNOTSUPP);
         }
         (*support == Support::No).then_some(errno::EOPNOTSUPP)
+    }
+
+    /// The errno of an operation that would change the size of a device.
+    fn past_end(&self, operation: Operation) -> Option<i32> {
+        if self.config.size == Size::Grows {
+            return None;
+        }
+        match operation {
+            Operation::Write(range, _) => {
+                (range.end() > self.media.size()).then_some(errno::ENOSPC)
+            }
+            Operation::Resize(_) => Some(errno::EINVAL),
+            Operation::Lengthen(_) => Some(errno::EOPNOTSUPP),
+            _ => None,
+        }
     }
 
     fn succeed(&mut self, id: u64, done: &mut InFlight) {

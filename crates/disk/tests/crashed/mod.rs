@@ -13,7 +13,9 @@ use std::sync::Arc;
 use blockhouse_core::{Alignment, Buffer, Durability, Fua, Request, Result, Storage};
 use blockhouse_disk::{Access, Disk, Options};
 use blockhouse_format::qcow2::{self, Backing, CreateOptions, DataFile, Qcow2, Switch, Version};
-use blockhouse_sim::{Config, Left, Report, Rng, Sim, SimDisk, Subject, Workload, explore_image};
+use blockhouse_sim::{
+    Config, Devices, Left, Report, Rng, Sim, SimDisk, Subject, Workload, explore_image,
+};
 use qemu::Jury;
 
 /// The kind of image.
@@ -26,6 +28,8 @@ pub enum Kind {
     Lazy,
     /// What the guest had at the beginning is in another image behind.
     Backed,
+    /// The same in an old image, which cannot say zero.
+    OldBacked,
     /// Clusters of 32 subclusters.
     Subclusters,
     /// The guest's data is in a file of its own, which crashes with the image.
@@ -35,6 +39,10 @@ pub enum Kind {
 }
 
 impl Kind {
+    fn is_backed(self) -> bool {
+        matches!(self, Self::Backed | Self::OldBacked)
+    }
+
     fn has_data_file(self) -> bool {
         matches!(self, Self::DataFile | Self::RawDataFile)
     }
@@ -80,7 +88,7 @@ fn options_of(kind: Kind, size: u64, block: u32, random: &mut Rng) -> CreateOpti
         _ => [512.max(u64::from(block)), 4096],
     };
     let backing = Backing { name: b"base".to_vec(), format: Some("raw".into()) };
-    let is_old = kind == Kind::Old;
+    let is_old = matches!(kind, Kind::Old | Kind::OldBacked);
     let switch = |is_on| if is_on { Switch::On } else { Switch::Off };
     CreateOptions {
         cluster_size: sizes[random.usize(..2)],
@@ -88,7 +96,7 @@ fn options_of(kind: Kind, size: u64, block: u32, random: &mut Rng) -> CreateOpti
         refcount_bits: if is_old { 16 } else { [1, 16, 64][random.usize(..3)] },
         lazy_refcounts: switch(kind == Kind::Lazy),
         extended_l2: switch(kind == Kind::Subclusters),
-        backing: (kind == Kind::Backed).then_some(backing),
+        backing: kind.is_backed().then_some(backing),
         data_file: kind
             .has_data_file()
             .then(|| DataFile { name: b"data".to_vec(), raw: switch(kind == Kind::RawDataFile) }),
@@ -234,7 +242,7 @@ pub fn explore_kind<S: Storage + 'static>(
     let encode = |config: &Config, content: Vec<u8>, random: &mut Rng| {
         let (image, content_beside) = image_of(&content, kind, config.alignment.offset, random);
         *data.borrow_mut() = content_beside.map(|content| (config.clone(), content));
-        *base.borrow_mut() = (kind == Kind::Backed).then_some(content);
+        *base.borrow_mut() = kind.is_backed().then_some(content);
         image
     };
     let build = |sim: &Sim, storage: SimDisk, random: &mut Rng| {
@@ -249,5 +257,6 @@ pub fn explore_kind<S: Storage + 'static>(
         Served { disk, least, base, data, kind, jury, random: RefCell::new(random.fork()) }
     };
     let sectors = if kind == Kind::Subclusters { 120 } else { 40 };
-    explore_image(seed, &Workload { sectors, ..Workload::default() }, encode, build)
+    let devices = Devices::Sometimes;
+    explore_image(seed, &Workload { sectors, devices, ..Workload::default() }, encode, build)
 }

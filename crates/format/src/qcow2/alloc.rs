@@ -10,9 +10,9 @@ use std::ops::Range;
 
 use blockhouse_core::{Error, ErrorKind};
 
+use super::deferred_free::DeferredFree;
 use super::geometry::MOST_OFFSET;
 use super::refcount;
-use super::retired::{Punch, Retired};
 use super::room::Need;
 use super::slice_cache::{DataStability, SliceId, SliceKind};
 use super::state::{Blocked, State, Step};
@@ -70,7 +70,7 @@ impl State {
             if !self.metadata.insert(cluster) {
                 return Err(self.corrupt(format!("{what} shares its place"), offset));
             }
-            if cluster >= self.space.end() {
+            if cluster >= self.space.bound() {
                 let what = format!("{what} lies beyond the end of the file");
                 return Err(self.corrupt(what, offset));
             }
@@ -79,7 +79,7 @@ impl State {
     }
 
     /// The slice with a cluster's refcount, cached; `None` where no refcount block exists.
-    fn refcount_slice(&mut self, cluster: u64) -> Step<Option<(SliceId, usize)>> {
+    pub(crate) fn refcount_slice(&mut self, cluster: u64) -> Step<Option<(SliceId, usize)>> {
         let place = self.geometry.refcount_place(cluster);
         let Some(block) = self.refcount_block(place.table_index)? else { return Ok(None) };
         let id = SliceId { offset: block + place.slice_offset, kind: SliceKind::Refcounts };
@@ -104,11 +104,12 @@ impl State {
         };
         let bytes = self.cache.change(id.offset, index, DataStability::Stable);
         refcount::set(bytes, order, index, value);
+        self.space.note_change();
         Ok(())
     }
 
     /// One reference to a cluster is gone, durably. At none, the cluster can be taken again.
-    pub(crate) fn lower_refcount(&mut self, cluster: u64) -> Step<()> {
+    pub(crate) fn decrement_refcount(&mut self, cluster: u64) -> Step<()> {
         let count = self.refcount(cluster)?;
         if count == 0 {
             let what = "the refcount of a cluster in use is 0";
@@ -140,7 +141,7 @@ impl State {
             if self.refcount_block(index)?.is_none() {
                 self.add_refcount_block(index, block);
             } else {
-                self.give_up(new);
+                self.free_unlinked(new);
             }
         }
         self.set_refcount(cluster, value)
@@ -159,8 +160,8 @@ impl State {
                     }
                     Found::Taken(_) | Found::Uncounted => self.space.take_from_run(start, 1),
                 }
-            } else if !unseen.is_empty() && slices > 0 {
-                slices -= 1;
+            } else if !unseen.is_empty() && (slices > 0 || self.space.limit().is_some()) {
+                slices = slices.saturating_sub(1);
                 let cursor = unseen.start;
                 match self.look_at(cursor, most.min(unseen.end - cursor))? {
                     Found::Free(clusters) => {
@@ -168,7 +169,10 @@ impl State {
                         return self.take(clusters);
                     }
                     Found::Taken(count) => self.space.see_to(cursor + count),
-                    // Space that nobody counts is not worth a refcount block of its own.
+                    Found::Uncounted if self.is_uncounted_from(cursor) => {
+                        self.space.end_scan_at(cursor);
+                    }
+                    // A gap in the middle is not worth a refcount block of its own.
                     Found::Uncounted => self.space.see_to(self.next_block_start(cursor)),
                 }
             } else {
@@ -176,6 +180,9 @@ impl State {
                 match self.look_at(end, most)? {
                     Found::Free(clusters) if clusters.end > self.space.length() => {
                         return Err(Blocked::NoRoom(Need::Length(clusters.end)));
+                    }
+                    Found::Free(_) if self.space.limit().is_some() && self.frees.gain() > 0 => {
+                        return Err(Blocked::NoRoom(Need::Frees));
                     }
                     Found::Free(clusters) => {
                         self.space.reach(clusters.end);
@@ -188,6 +195,14 @@ impl State {
                 }
             }
         }
+    }
+
+    /// Whether no refcount block is for `cluster` or what follows it, and no table lies there: a block
+    /// device behind its last cluster in use.
+    fn is_uncounted_from(&self, cluster: u64) -> bool {
+        let index = self.geometry.refcount_place(cluster).table_index as usize;
+        let blocks = self.refcount_table.get(index..).unwrap_or_default();
+        blocks.iter().all(|&word| word == 0) && self.metadata.iter().all(|&table| table < cluster)
     }
 
     fn next_block_start(&self, cluster: u64) -> u64 {
@@ -337,7 +352,8 @@ impl State {
     fn move_refcount_table(&mut self, cluster: u64, clusters: u64) {
         let geometry = self.geometry;
         let old = geometry.cluster_of(self.header.refcount_table_offset);
-        self.retire(old..old + u64::from(self.header.refcount_table_clusters), Punch::No);
+        let old = old..old + u64::from(self.header.refcount_table_clusters);
+        self.defer_free(DeferredFree::of(old));
         self.header.refcount_table_offset = geometry.offset_of(cluster);
         self.header.refcount_table_clusters = clusters as u32;
         self.refcount_table.resize((clusters << geometry.cluster_bits) as usize / 8, 0);
@@ -353,17 +369,6 @@ impl State {
         self.metadata.insert(geometry.cluster_of(offset));
     }
 
-    /// References to these clusters left the tables in memory: once that is durable, each is counted
-    /// once less.
-    pub(crate) fn retire(&mut self, clusters: Range<u64>, punch: Punch) {
-        Retired { clusters, punch }.join(&mut self.retired);
-    }
-
-    /// Raised for nothing: never referred to by any table.
-    pub(crate) fn give_up(&mut self, clusters: Range<u64>) {
-        self.released.push_back(Retired { clusters, punch: Punch::No });
-    }
-
     /// As [`Blocked::Missing`] if the slice is not cached; slices of tables that are not on disk yet
     /// are made.
     pub(crate) fn ensure(&mut self, id: SliceId) -> Step<()> {
@@ -375,7 +380,7 @@ impl State {
             return Err(self.corrupt(what, id.offset).into());
         }
         let table = id.offset & !(self.geometry.cluster_size() - 1);
-        if self.geometry.cluster_of(id.offset) >= self.space.end() {
+        if self.geometry.cluster_of(id.offset) >= self.space.bound() {
             let what = "a table lies beyond the end of the file";
             return Err(self.corrupt(what, id.offset).into());
         }

@@ -64,6 +64,7 @@ impl<S: Storage> Qcow2<S> {
         self.write_header_part(&bytes, 0, SECTOR).await?;
         let mut state = self.state.lock();
         state.header.backing.clone_from(&new.backing);
+        state.backing_end = if new.backing.is_some() { u64::MAX } else { 0 };
         state.header.extensions.clone_from(&new.extensions);
         state.disk_header.backing = new.backing;
         state.disk_header.extensions = new.extensions;

@@ -4,25 +4,25 @@ use std::ops::Range;
 
 use blockhouse_core::{ByteRange, Durability, Extent, ExtentFlags, ExtentState};
 
+use super::deferred_free::{DeferredFree, Punch, Users};
 use super::entry::{Entry, Reference, UnitState, Units};
 use super::map::unit_mask;
 use super::pending::Change;
-use super::retired::{Punch, Retired};
 use super::slice_cache::{DataStability, SliceId};
 use super::state::{State, Step};
 use crate::Abort;
 
 impl State {
     /// The data of the extent arrived: all entries change, or none if something is missing. The answer
-    /// is which references left the tables, for the caller to retire.
-    pub(crate) fn commit(&mut self, extent: Extent, data: Durability) -> Step<Vec<Retired>> {
-        let mut left = Vec::new();
+    /// is which references left the tables, for the caller to free.
+    pub(crate) fn commit(&mut self, extent: Extent, data: Durability) -> Step<Vec<DeferredFree>> {
+        let mut dropped = Vec::new();
         if !extent.flags.contains(ExtentFlags::NEW) {
             self.end_overwrite(extent);
-            return Ok(left);
+            return Ok(dropped);
         }
         let first = self.geometry.cluster_of(extent.whole.offset());
-        let Some(prepared) = self.pending.get(first) else { return Ok(left) };
+        let Some(prepared) = self.pending.get(first) else { return Ok(dropped) };
         let (clusters, change) = (prepared.clusters.clone(), prepared.change.clone());
         let stability = match data {
             Durability::None => DataStability::Unstable,
@@ -35,7 +35,7 @@ impl State {
         for cluster in clusters.clone() {
             let old = self.change_entry(slice, cluster, first, &change, extent.whole, stability)?;
             if let Some(old) = old {
-                old.join(&mut left);
+                old.join(&mut dropped);
             }
         }
         if let Change::Write { host, .. } = change {
@@ -43,7 +43,7 @@ impl State {
         }
         self.version += 1;
         self.pending.end(first);
-        Ok(left)
+        Ok(dropped)
     }
 
     fn change_entry(
@@ -54,7 +54,7 @@ impl State {
         change: &Change,
         whole: ByteRange,
         stability: DataStability,
-    ) -> Step<Option<Retired>> {
+    ) -> Step<Option<DeferredFree>> {
         let geometry = self.geometry;
         let index = geometry.l2_place(cluster).index;
         let old = self.entry(slice, index)?;
@@ -88,10 +88,10 @@ impl State {
             Change::Write { .. } | Change::Pack(_) => Punch::No,
             Change::Zero { .. } | Change::Discard | Change::Units { .. } => Punch::Yes,
         };
-        let left = self.left_by(old, new, punch);
+        let dropped = self.dropped_clusters(old, new, punch);
         let bytes = self.cache.change(slice.offset, index, stability);
         new.write(bytes, index, geometry);
-        Ok(left)
+        Ok(dropped)
     }
 
     /// What the units of a cluster are once `whole` is written.
@@ -108,14 +108,14 @@ impl State {
     }
 
     /// Counts down what the old entry referred to and the new one does not.
-    pub(crate) fn retire_entry(&mut self, old: Entry, new: Entry, punch: Punch) {
-        if let Some(left) = self.left_by(old, new, punch) {
-            self.retire(left.clusters, left.punch);
+    pub(crate) fn defer_free_of(&mut self, old: Entry, new: Entry, punch: Punch) {
+        if let Some(dropped) = self.dropped_clusters(old, new, punch) {
+            self.defer_free(dropped);
         }
     }
 
     /// What the old entry refers to and the new one does not.
-    fn left_by(&self, old: Entry, new: Entry, punch: Punch) -> Option<Retired> {
+    fn dropped_clusters(&self, old: Entry, new: Entry, punch: Punch) -> Option<DeferredFree> {
         let geometry = self.geometry;
         // In a data file each cluster has one place, which nobody else can have.
         if geometry.has_data_file {
@@ -123,9 +123,7 @@ impl State {
         }
         match old {
             // Others may have data in the same clusters, so they are never punched.
-            Entry::Compressed(place) => {
-                Some(Retired { clusters: place.host_clusters(geometry), punch: Punch::No })
-            }
+            Entry::Compressed(place) => Some(DeferredFree::of(place.host_clusters(geometry))),
             Entry::Standard { place: Some(place), .. } => {
                 let kept = matches!(new, Entry::Standard { place: Some(new), .. }
                     if new.offset == place.offset);
@@ -133,8 +131,11 @@ impl State {
                 if kept || self.pending.haunted.contains(&cluster) {
                     return None;
                 }
-                let punch = if place.is_sole() { punch } else { Punch::No };
-                Some(Retired { clusters: cluster..cluster + 1, punch })
+                let (punch, users) = match place.is_sole() {
+                    true => (punch, Users::None),
+                    false => (Punch::No, Users::Others),
+                };
+                Some(DeferredFree { clusters: cluster..cluster + 1, punch, users })
             }
             Entry::Standard { place: None, .. } => None,
         }
@@ -160,9 +161,9 @@ impl State {
             _ if why == Abort::InFlight => {}
             Change::Write { host, taken: true } => {
                 let host = geometry.cluster_of(host);
-                self.give_up(host..host + clusters_in(&prepared.clusters));
+                self.free_unlinked(host..host + clusters_in(&prepared.clusters));
             }
-            Change::Pack(place) => self.give_up(place.host_clusters(geometry)),
+            Change::Pack(place) => self.free_unlinked(place.host_clusters(geometry)),
             Change::Write { taken: false, .. }
             | Change::Zero { .. }
             | Change::Discard

@@ -142,7 +142,7 @@ impl<S: Storage> Qcow2<S> {
         self.begin_changes().await?;
         let _alone = self.drafting.acquire().await;
         let mut freeze = self.freeze()?;
-        self.stop_rounds().await?;
+        let _no_frees = self.stop_rounds().await?;
         freeze.rounds = Rounds::Stopped;
         self.table_writes.ended().await;
         let mut draft = Draft::begin(self).await?;

@@ -25,7 +25,7 @@ impl State {
     /// Counts places for tables down that were not needed in the end.
     pub(crate) fn give_up_room(&mut self) {
         while let Some(cluster) = self.room.take_table() {
-            self.give_up(cluster..cluster + 1);
+            self.free_unlinked(cluster..cluster + 1);
         }
     }
 
@@ -46,6 +46,7 @@ impl<S: Storage> Qcow2<S> {
                 self.make_length(clusters).await;
                 Ok(())
             }
+            Need::Frees => self.reclaim_at_limit().await,
             Need::L2Table(l1_index) => self.make_room_for_table(l1_index).await,
         }
     }
@@ -60,21 +61,27 @@ impl<S: Storage> Qcow2<S> {
         let most = MOST_AHEAD >> self.geometry.cluster_bits;
         let length = needed + (needed / 8).clamp(LEAST_AHEAD, most.max(LEAST_AHEAD));
         self.storage.lengthen(self.geometry.offset_of(length)).await;
-        self.state.lock().space.set_length(length);
+        let size = self.storage.size();
+        let mut state = self.state.lock();
+        state.space.set_length(length);
+        let is_limited = size < self.geometry.offset_of(needed);
+        state.space.set_limit(is_limited.then_some(size));
     }
 
-    /// Gives back what the file has more than it needs. One that stays too long is right as well.
-    pub(super) async fn cut_to_length(&self) {
-        let end = {
-            let state = self.state.lock();
-            if !state.space.is_ahead() {
-                return;
+    /// Frees what waits for it, unless the storage becomes longer with what is written to it: such a
+    /// storage has only no way to do that ahead.
+    ///
+    /// # Errors
+    /// Why tables cannot be written, which keeps those clusters from being freed.
+    async fn reclaim_at_limit(&self) -> Result<()> {
+        {
+            let mut state = self.state.lock();
+            if state.space.limit().is_some_and(|limit| self.storage.size() > limit) {
+                state.space.set_limit(None);
+                return Ok(());
             }
-            self.geometry.offset_of(state.space.end())
-        };
-        if self.storage.size() > end {
-            let _ = self.storage.resize(end).await;
         }
+        self.reclaim().await
     }
 
     async fn make_room_at_end(&self, count: u64) -> Result<()> {
@@ -112,7 +119,7 @@ impl<S: Storage> Qcow2<S> {
         let mut state = self.state.lock();
         match outcome {
             Ok(()) => state.room.put_table(taken.start),
-            Err(_) => state.give_up(taken),
+            Err(_) => state.free_unlinked(taken),
         }
         outcome
     }

@@ -15,11 +15,13 @@ mod compress;
 mod counts;
 mod create;
 mod data_file;
+mod deferred_free;
 mod draft;
 mod edit;
 mod entry;
 mod extensions;
 mod features;
+mod file_end;
 mod frozen;
 mod geometry;
 mod header;
@@ -39,7 +41,6 @@ mod references;
 mod repair;
 mod repair_snapshots;
 mod resize;
-mod retired;
 mod room;
 mod round;
 mod slice_cache;
@@ -54,7 +55,7 @@ mod truncation;
 mod vm_state;
 mod writing;
 
-use std::collections::{BTreeSet, HashMap, HashSet, VecDeque};
+use std::collections::{BTreeSet, HashMap, HashSet};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 
@@ -75,6 +76,7 @@ pub use truncation::Truncation;
 pub use vm_state::{VmStateCluster, VmStateTables};
 
 use crate::{Abort, Intent};
+use deferred_free::DeferredFrees;
 use geometry::Geometry;
 use header::{Header, Incompatible, Reason, Refusal};
 use in_flight::{Epochs, InFlight, Underway};
@@ -110,8 +112,8 @@ pub struct Qcow2<S: Storage> {
     reads: Epochs,
     /// Data of durable writes that need a round.
     arriving: Epochs,
-    /// Held by the one who counts clusters down.
-    releasing: Semaphore,
+    /// Held by the one who counts clusters down, or changes the image as a whole.
+    freeing: Semaphore,
     /// Held by the one who changes the header; and its writes.
     header_changes: Semaphore,
     header_writes: InFlight,
@@ -152,6 +154,9 @@ pub struct OpenOptions {
     pub cache_size: u64,
     /// What becomes of discarded space.
     pub discard: Discard,
+    /// How many bytes of freed clusters may always wait for a writeback that is run for another reason,
+    /// however short the file is.
+    pub min_waiting_frees: u64,
 }
 
 /// L2 tables of 64 GiB and their refcounts, at clusters of 64 KiB.
@@ -160,7 +165,12 @@ const DEFAULT_CACHE_SIZE: u64 = 10 << 20;
 impl Default for OpenOptions {
     /// For reading and writing, with the tables of 64 GiB in memory.
     fn default() -> Self {
-        Self { access: Access::ReadWrite, cache_size: DEFAULT_CACHE_SIZE, discard: Discard::Punch }
+        Self {
+            access: Access::ReadWrite,
+            cache_size: DEFAULT_CACHE_SIZE,
+            discard: Discard::Punch,
+            min_waiting_frees: deferred_free::MIN_WAITING,
+        }
     }
 }
 
@@ -196,6 +206,7 @@ impl<S: Storage> Qcow2<S> {
             None => geometry.clusters_for(storage.size()),
         };
         let slices = (options.cache_size / geometry.slice_size()).max(geometry.least_slices());
+        let has_backing = header.backing.is_some();
         let mut state = State {
             geometry,
             data_block: 1,
@@ -213,8 +224,8 @@ impl<S: Storage> Qcow2<S> {
             new_tables: HashMap::new(),
             l1_changed: BTreeSet::new(),
             refcount_table_changed: BTreeSet::new(),
-            retired: Vec::new(),
-            released: VecDeque::new(),
+            frees: DeferredFrees::new(options.min_waiting_frees),
+            backing_end: if has_backing { u64::MAX } else { 0 },
             open_end: None,
             metadata: HashSet::new(),
             version: 0,
@@ -247,7 +258,7 @@ impl<S: Storage> Qcow2<S> {
             reads: Epochs::default(),
             arriving: Epochs::default(),
             // Semaphores of one: the mutex of the same crate looks at the clock.
-            releasing: Semaphore::new(1),
+            freeing: Semaphore::new(1),
             header_changes: Semaphore::new(1),
             header_writes: InFlight::default(),
             drafting: Semaphore::new(1),
@@ -306,6 +317,11 @@ impl<S: Storage> Qcow2<S> {
         self.backing.as_ref()
     }
 
+    /// Says how long the file behind this one is: what lies beyond its end there reads as zeros.
+    pub fn set_backing_size(&self, size: u64) {
+        self.state.lock().backing_end = size;
+    }
+
     /// The image itself, where its tables are.
     pub fn storage(&self) -> &S {
         &self.storage
@@ -349,10 +365,13 @@ impl<S: Storage> Qcow2<S> {
     pub async fn commit(&self, extent: Extent, data: Durability) -> Result<()> {
         let unfinished = Committing { state: &self.state, extent };
         let committed = self.step(|state| state.commit(extent, data)).await;
-        let left = self.marking(committed).await?;
+        let dropped = self.marking(committed).await?;
         std::mem::forget(unfinished);
-        for left in left {
-            self.vacate(left).await;
+        if !dropped.is_empty() {
+            for free in dropped {
+                self.free_clusters(free).await;
+            }
+            self.reclaim_if_much().await;
         }
         Ok(())
     }

@@ -78,7 +78,7 @@ impl State {
     fn packed(&mut self, start: u64, length: u64) -> Step<u64> {
         if !CompressedPlace::is_reachable(start, self.geometry) {
             let cluster = self.geometry.cluster_of(start);
-            self.give_up(cluster..cluster + 1);
+            self.free_unlinked(cluster..cluster + 1);
             let what = "compressed data can lie no further back in the file";
             return Err(Error::new(ErrorKind::NoSpace, what).on(&self.name).at(start).into());
         }

@@ -4,10 +4,10 @@ use std::ops::Range;
 
 use blockhouse_core::{ByteRange, Extent, ExtentFlags, ExtentState, Unmap};
 
+use super::deferred_free::{DeferredFree, Punch, Users};
 use super::entry::{Entry, Ownership, Reference, UnitState, Units, l1_word};
 use super::map::unit_mask;
 use super::pending::Change;
-use super::retired::Punch;
 use super::room::Need;
 use super::slice_cache::{DataStability, SliceId, SliceKind};
 use super::state::{Blocked, State, Step};
@@ -93,12 +93,13 @@ impl State {
                     let place = Place { host, taken: false, blank: false };
                     return self.prepare_write(slice, range, clusters, place, way);
                 }
-                // Nothing was ever written behind the end.
+                // Nothing was ever written behind the end, where the file did not reach further before.
                 let unused = self.space.end();
                 let taken = self.allocate(count)?;
                 let host = geometry.offset_of(taken.start);
                 let clusters = first..first + (taken.end - taken.start);
-                let blank = taken.start >= unused && self.all_zeros(slice, clusters.clone())?;
+                let unwritten = taken.start >= unused && self.space.reads_as_zeros(taken.start);
+                let blank = unwritten && self.all_zeros(slice, clusters.clone())?;
                 self.prepare_write(slice, range, clusters, Place { host, taken: true, blank }, way)
             }
         }
@@ -146,7 +147,7 @@ impl State {
             }
             Entry::Compressed(place) => (place.offset, place.host_clusters(self.geometry)),
         };
-        let is_possible = |host: u64| host < self.space.end() && !self.metadata.contains(&host);
+        let is_possible = |host: u64| host < self.space.bound() && !self.metadata.contains(&host);
         if clusters.clone().all(is_possible) {
             return Ok(());
         }
@@ -285,7 +286,9 @@ impl State {
             };
         };
         let can_say_zero = self.geometry.version >= 3;
-        let is_backed = self.header.backing.is_some();
+        let is_backed = self.is_backed(clusters.start);
+        let clusters = self.backed_alike(clusters);
+        let range = range.truncate(self.geometry.offset_of(clusters.end) - range.offset());
         let change = match unmap {
             _ if can_say_zero => Change::Zero { keep: unmap == Unmap::Forbidden },
             Unmap::Allowed if !is_backed => Change::Discard,
@@ -304,7 +307,12 @@ impl State {
         if self.geometry.has_data_file {
             return self.map_discard_in_data_file(range);
         }
-        let is_backed = self.header.backing.is_some();
+        let is_backed = self.is_backed(self.geometry.cluster_of(range.offset()));
+        // Such an image cannot say zero: what the guest has written stays, lest the backing file's bytes
+        // come back.
+        if is_backed && self.geometry.version < 3 {
+            return Ok(nothing_to_do(range.truncate(self.rest_of_cluster(range.offset()))));
+        }
         let Some(clusters) = self.whole_clusters(range) else {
             let first = self.first_units(range);
             let state = if is_backed { UnitState::Zero } else { UnitState::Unallocated };
@@ -313,15 +321,29 @@ impl State {
             }
             return self.discard_part(first);
         };
-        // Where zeros cannot be said, what is behind would come to light.
-        if is_backed && self.geometry.version < 3 {
-            return self.discard_part(range.truncate(self.rest_of_cluster(range.offset())));
-        }
+        let clusters = self.backed_alike(clusters);
+        let range = range.truncate(self.geometry.offset_of(clusters.end) - range.offset());
         let needs = |entry: Entry| match entry {
             Entry::Standard { place: None, units } => units != Units::ZERO && is_backed,
             Entry::Standard { .. } | Entry::Compressed(_) => true,
         };
         self.prepare_unmapping(range, clusters, Change::Discard, needs)
+    }
+
+    /// Whether a cluster would show bytes of the backing file if it had no entry. An image that can say
+    /// zero does so up to its end, also where the backing file is shorter now.
+    fn is_backed(&self, cluster: u64) -> bool {
+        let is_before_end = self.geometry.offset_of(cluster) < self.backing_end;
+        self.header.backing.is_some() && (is_before_end || self.geometry.version >= 3)
+    }
+
+    /// The first of `clusters` for which [`is_backed`](Self::is_backed) answers the same.
+    fn backed_alike(&self, clusters: Range<u64>) -> Range<u64> {
+        let border = self.geometry.clusters_for(self.backing_end);
+        match self.geometry.version < 3 && clusters.contains(&border) && clusters.start < border {
+            true => clusters.start..border,
+            false => clusters,
+        }
     }
 
     /// The first bytes of `range` that lie in one cluster and are whole units, or a part of one unit.
@@ -508,7 +530,8 @@ impl State {
         self.version += 1;
         if let Some(old) = old {
             let old = geometry.cluster_of(old.offset);
-            self.retire(old..old + 1, Punch::No);
+            let users = Users::Others;
+            self.defer_free(DeferredFree { clusters: old..old + 1, punch: Punch::No, users });
         }
         Ok(table)
     }

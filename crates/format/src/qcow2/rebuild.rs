@@ -34,6 +34,7 @@ impl<S: Storage> Qcow2<S> {
             };
             self.step(correct).await?;
         }
-        self.close().await
+        self.write_everything().await?;
+        self.finish().await
     }
 }

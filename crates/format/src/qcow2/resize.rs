@@ -10,8 +10,8 @@ use std::sync::atomic::Ordering;
 
 use blockhouse_core::{ByteRange, Error, ErrorKind, Result, Storage, Sync};
 
+use super::deferred_free::{DeferredFree, Punch, Users};
 use super::entry::{Entry, Reference};
-use super::retired::Punch;
 use super::slice_cache::{DataStability, SliceId, SliceKind};
 use super::state::{Blocked, State, Step};
 use super::{Qcow2, table_io};
@@ -116,11 +116,11 @@ impl<S: Storage> Qcow2<S> {
                 .await;
             self.marking(dropped).await?;
             if count % together == together - 1 {
-                self.state.lock().join_retired();
+                self.state.lock().frees.join_pending();
                 self.flush(Sync::Data).await?;
             }
         }
-        self.state.lock().join_retired();
+        self.state.lock().frees.join_pending();
         self.flush(Sync::Data).await
     }
 
@@ -171,7 +171,7 @@ impl State {
         let old_count = geometry.clusters_for(self.l1.len() as u64 * 8);
         let new = self.carve(geometry.clusters_for(entries * 8))?;
         if old_count > 0 {
-            self.retire(old..old + old_count, Punch::No);
+            self.defer_free(DeferredFree::of(old..old + old_count));
         }
         self.metadata.extend(new.clone());
         self.l1.resize(entries as usize, 0);
@@ -199,7 +199,7 @@ impl State {
         let is_hidden = geometry.version >= 3 && self.header.backing.is_some();
         let new = if is_hidden { Entry::ZERO } else { Entry::UNALLOCATED };
         for (index, old) in indexes.zip(entries).filter(|&(_, old)| old != Entry::UNALLOCATED) {
-            self.retire_entry(old, new, Punch::Yes);
+            self.defer_free_of(old, new, Punch::Yes);
             let bytes = self.cache.change(slice.offset, index, DataStability::Stable);
             new.write(bytes, index, geometry);
         }
@@ -216,24 +216,15 @@ impl State {
         // What a snapshot refers to as well is not the host's to take.
         let punch = if table.is_sole() { Punch::Yes } else { Punch::No };
         for entry in self.entries_of(table)? {
-            self.retire_entry(entry, Entry::UNALLOCATED, punch);
+            self.defer_free_of(entry, Entry::UNALLOCATED, punch);
         }
         self.l1[l1_index] = 0;
         self.l1_changed.insert(l1_index);
         let cluster = geometry.cluster_of(table.offset);
-        self.retire(cluster..cluster + 1, punch);
+        let users = if table.is_sole() { Users::None } else { Users::Others };
+        self.defer_free(DeferredFree { clusters: cluster..cluster + 1, punch, users });
         self.version += 1;
         Ok(())
-    }
-
-    /// Makes runs of the clusters that wait to be given back: tables lie among the data that they refer to, and
-    /// the host is told of each run.
-    fn join_retired(&mut self) {
-        let mut all = std::mem::take(&mut self.retired);
-        all.sort_by_key(|one| one.clusters.start);
-        for one in all {
-            one.join(&mut self.retired);
-        }
     }
 
     /// All entries of an L2 table.
@@ -280,7 +271,7 @@ impl State {
         let [kept, old] =
             [entries, self.l1.len() as u64].map(|count| start + geometry.clusters_for(count * 8));
         if kept < old {
-            self.retire(kept..old, Punch::Yes);
+            self.defer_free(DeferredFree { punch: Punch::Yes, ..DeferredFree::of(kept..old) });
         }
         self.l1.truncate(entries as usize);
         self.header.l1_entries = entries as u32;

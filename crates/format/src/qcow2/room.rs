@@ -9,6 +9,8 @@ pub(crate) enum Need {
     AtEnd(u64),
     /// A file that has so many clusters, if it can be had.
     Length(u64),
+    /// Clusters that wait to be freed: the host may give no others.
+    Frees,
     /// A counted cluster for the L2 table of this L1 entry.
     L2Table(usize),
 }

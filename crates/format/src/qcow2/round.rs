@@ -7,8 +7,8 @@
 use std::collections::BTreeSet;
 use std::sync::atomic::{AtomicBool, Ordering};
 
+use super::deferred_free::DeferredFree;
 use super::header::{Header, LAZY_REFCOUNTS};
-use super::retired::Retired;
 use super::slice_cache::{DataStability, SliceCopy, SliceId, SliceKind};
 use super::state::State;
 use super::table_io;
@@ -96,7 +96,7 @@ pub(crate) struct Round {
     new_tables: Vec<u64>,
     l1_changed: BTreeSet<usize>,
     refcount_table_changed: BTreeSet<usize>,
-    retired: Vec<Retired>,
+    frees: Vec<DeferredFree>,
 }
 
 impl State {
@@ -118,7 +118,7 @@ impl State {
             new_tables: Vec::new(),
             l1_changed: std::mem::take(&mut self.l1_changed),
             refcount_table_changed: BTreeSet::new(),
-            retired: std::mem::take(&mut self.retired),
+            frees: self.frees.begin_writeback(),
         };
         if extent == Extent::Everything {
             self.take_refcounts(&mut round);
@@ -223,7 +223,7 @@ impl State {
             self.new_tables.remove(&table);
         }
         self.durable_version = self.durable_version.max(round.version);
-        self.released.extend(round.retired);
+        self.frees.finish_writeback(round.frees);
     }
 
     /// The round came to no good end: all of it has still to be written.
@@ -238,8 +238,7 @@ impl State {
         }
         self.l1_changed.extend(round.l1_changed);
         self.refcount_table_changed.extend(round.refcount_table_changed);
-        let later = std::mem::replace(&mut self.retired, round.retired);
-        self.retired.extend(later);
+        self.frees.abort_writeback(round.frees);
     }
 
     /// Whether anything in memory differs from the disk.
@@ -248,8 +247,7 @@ impl State {
             || !self.new_tables.is_empty()
             || !self.l1_changed.is_empty()
             || !self.refcount_table_changed.is_empty()
-            || !self.retired.is_empty()
-            || !self.released.is_empty()
+            || !self.frees.is_empty()
             || self.header != self.disk_header
     }
 }

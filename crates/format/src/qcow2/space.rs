@@ -21,6 +21,13 @@ pub(crate) struct Space {
     filled: u64,
     /// How many clusters the file has, or would have if it could.
     length: u64,
+    /// How many clusters the file had when the image was opened: those from here on read as zeros until
+    /// they are written.
+    opened: u64,
+    /// How many bytes the storage had when it could not be made longer: maybe it never can be.
+    limit: Option<u64>,
+    /// Whether clusters were taken or freed.
+    has_changed: bool,
     /// Given back: first cluster and how many. Only of what the cursor does not come by any more.
     runs: BTreeMap<u64, u64>,
 }
@@ -34,6 +41,9 @@ impl Space {
             end: clusters,
             filled: clusters,
             length: clusters,
+            opened: clusters,
+            limit: None,
+            has_changed: false,
             runs: BTreeMap::new(),
         }
     }
@@ -62,9 +72,53 @@ impl Space {
         self.length
     }
 
-    /// Whether the file was made longer than it needs to be.
-    pub(crate) fn is_ahead(&self) -> bool {
-        self.length > self.end && self.length > self.scan_end
+    /// Clusters from here on are in no file.
+    pub(crate) fn bound(&self) -> u64 {
+        self.end.max(self.opened)
+    }
+
+    /// Whether new clusters from `start` on read as zeros.
+    pub(crate) fn reads_as_zeros(&self, start: u64) -> bool {
+        start >= self.opened
+    }
+
+    /// The storage could not be made longer than these bytes by itself; `None`: it could.
+    pub(crate) fn set_limit(&mut self, limit: Option<u64>) {
+        self.limit = limit;
+    }
+
+    pub(crate) fn limit(&self) -> Option<u64> {
+        self.limit
+    }
+
+    /// Clusters were taken or freed.
+    pub(crate) fn note_change(&mut self) {
+        self.has_changed = true;
+    }
+
+    pub(crate) fn has_changed(&self) -> bool {
+        self.has_changed
+    }
+
+    /// Nothing is counted from `cluster` on, which the cursor has reached: new clusters are taken from
+    /// there on, unless some were taken behind it already.
+    pub(crate) fn end_scan_at(&mut self, cluster: u64) {
+        (self.cursor, self.scan_end) = (cluster, cluster);
+        if self.end == self.opened {
+            self.end = cluster;
+        }
+    }
+
+    /// The file ends here now, behind the last cluster in use.
+    pub(crate) fn cut(&mut self, end: u64) {
+        self.runs.split_off(&end);
+        if let Some(mut last) = self.runs.last_entry() {
+            let start = *last.key();
+            *last.get_mut() = (*last.get()).min(end - start);
+        }
+        (self.end, self.length, self.opened) = (end, end, end);
+        self.scan_end = self.scan_end.min(end);
+        self.filled = self.filled.min(end);
     }
 
     /// Takes `count` clusters from the end without counting them.

@@ -4,19 +4,19 @@
 //! answers what it is [`Blocked`] by, having changed nothing; whoever called it removes the obstacle
 //! without the lock and tries again.
 
-use std::collections::{BTreeSet, HashMap, HashSet, VecDeque};
+use std::collections::{BTreeSet, HashMap, HashSet};
 use std::sync::Arc;
 
 use blockhouse_core::{Error, ErrorKind};
 use event_listener::EventListener;
 
+use super::deferred_free::DeferredFrees;
 use super::entry::{self, Entry, Reference};
 use super::frozen::Frozen;
 use super::geometry::Geometry;
 use super::header::{Header, Incompatible};
 use super::in_flight::InFlight;
 use super::pending::Pending;
-use super::retired::Retired;
 use super::room::{Need, Room};
 use super::slice_cache::{SliceCache, SliceId, SliceKind};
 use super::space::Space;
@@ -99,10 +99,8 @@ pub(crate) struct State {
     /// Entries that differ from the disk.
     pub(crate) l1_changed: BTreeSet<usize>,
     pub(crate) refcount_table_changed: BTreeSet<usize>,
-    /// What left the tables in memory since the last round began.
-    pub(crate) retired: Vec<Retired>,
-    /// What left the tables durably: to be counted down.
-    pub(crate) released: VecDeque<Retired>,
+    /// What left the tables in memory and is to be counted down.
+    pub(crate) frees: DeferredFrees,
     /// Where compressed data goes next: behind the last one. Its cluster is in use.
     pub(crate) open_end: Option<u64>,
     /// Clusters of the active tables, for not giving them to anybody by mistake.
@@ -111,6 +109,8 @@ pub(crate) struct State {
     pub(crate) version: u64,
     pub(crate) durable_version: u64,
     pub(crate) round_is_running: bool,
+    /// Where the bytes of the backing file end: 0 for none, the largest number while that is not known.
+    pub(crate) backing_end: u64,
     /// While the image is changed as a whole.
     pub(crate) frozen: Option<Frozen>,
 }

@@ -114,7 +114,7 @@ impl<S: Storage> Qcow2<S> {
 
     /// Gives clusters back that nothing refers to and nothing writes to. Never waits.
     pub fn give_clusters_back(&self, place: ByteRange) {
-        self.state.lock().give_up(self.geometry.clusters_of(place));
+        self.state.lock().free_unlinked(self.geometry.clusters_of(place));
     }
 }
 

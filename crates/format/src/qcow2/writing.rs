@@ -13,19 +13,18 @@
 use std::future::{Future, ready};
 use std::sync::atomic::Ordering;
 
+use async_lock::SemaphoreGuard;
 use blockhouse_core::{
-    Buffer, ByteRange, Capabilities, Discarded, Durability, DurableWrite, Error, ErrorKind, Fua,
-    Result, Storage, Sync,
+    Buffer, ByteRange, Capabilities, Durability, DurableWrite, Error, ErrorKind, Fua, Result,
+    Storage, Sync,
 };
 use event_listener::EventListener;
 use futures_util::stream::{self, StreamExt};
 
 use super::header::{Header, Incompatible, SECTOR};
-use super::retired::{Punch, Retired};
 use super::round::{Extent, Occasion, Piece, Round};
 use super::slice_cache::DataStability;
-use super::state::{Blocked, State};
-use super::{Qcow2, table_io};
+use super::{Access, Qcow2, table_io};
 use crate::Persistence;
 
 /// How many writes of tables are in flight together.
@@ -100,14 +99,30 @@ impl<S: Storage> Qcow2<S> {
 
     /// As [`Format::close`](crate::Format::close).
     pub async fn close(&self) -> Result<()> {
+        self.write_everything().await?;
+        if self.access == Access::ReadWrite {
+            self.truncate().await?;
+        }
+        self.finish().await
+    }
+
+    /// Brings all changes to the disk: nothing waits to be freed then.
+    pub(super) async fn write_everything(&self) -> Result<()> {
         self.state.lock().give_up_room();
-        // Each round releases clusters, which changes refcounts, which takes a round.
+        // Each round frees clusters, which changes refcounts, which takes a round.
         while self.state.lock().has_changes() {
             self.run_round(Occasion::Relief).await?;
         }
-        self.cut_to_length().await;
+        // One that was dropped may still be on its way.
+        self.table_writes.ended().await;
+        Ok(())
+    }
+
+    /// Calls an image clean whose changes are all written.
+    pub(super) async fn finish(&self) -> Result<()> {
         self.sync(Sync::Data).await?;
-        if self.state.lock().disk_header.incompatible.contains(Incompatible::DIRTY) {
+        let is_dirty = self.state.lock().disk_header.incompatible.contains(Incompatible::DIRTY);
+        if is_dirty && self.access == Access::ReadWrite {
             self.mark(Incompatible::DIRTY, Mark::Clear).await?;
         }
         Ok(())
@@ -146,10 +161,12 @@ impl<S: Storage> Qcow2<S> {
     }
 
     /// Writes everything that is changed, and keeps rounds from running: whoever called this ends that by
-    /// `round_is_running` and `round_ended`.
-    pub(super) async fn stop_rounds(&self) -> Result<()> {
+    /// `round_is_running` and `round_ended`. While the answer is held no refcount is lowered either: what
+    /// a round frees it frees behind its end.
+    pub(super) async fn stop_rounds(&self) -> Result<SemaphoreGuard<'_>> {
         loop {
             self.check_failure()?;
+            let no_frees = self.freeing.acquire().await;
             let waiting = {
                 let mut state = self.state.lock();
                 if state.round_is_running {
@@ -158,9 +175,10 @@ impl<S: Storage> Qcow2<S> {
                     None
                 } else {
                     state.round_is_running = true;
-                    return Ok(());
+                    return Ok(no_frees);
                 }
             };
+            drop(no_frees);
             match waiting {
                 Some(event) => event.await,
                 None => drop(self.run_round(Occasion::Relief).await?),
@@ -169,7 +187,7 @@ impl<S: Storage> Qcow2<S> {
     }
 
     /// Runs a round if none runs, else waits for that one.
-    async fn run_round(&self, occasion: Occasion) -> Result<Flushed> {
+    pub(super) async fn run_round(&self, occasion: Occasion) -> Result<Flushed> {
         let waiting = {
             let mut state = self.state.lock();
             let is_running = std::mem::replace(&mut state.round_is_running, true);
@@ -195,8 +213,8 @@ impl<S: Storage> Qcow2<S> {
             self.state.lock().end_round(round);
         }
         drop(running);
-        let released = self.release().await;
-        self.marking(released).await?;
+        let freed = self.process_frees().await;
+        self.marking(freed).await?;
         Ok(flushed)
     }
 
@@ -338,47 +356,6 @@ impl<S: Storage> Qcow2<S> {
         self.storage.write(piece.offset, vector, durability)
     }
 
-    /// Retires clusters whose references left the tables in memory. Space that the guest gave back goes
-    /// to the host at once where that makes zeros of it: tables on disk may still refer to it, and after
-    /// a crash nobody's bytes but its own may come to light there.
-    pub(super) async fn vacate(&self, mut left: Retired) {
-        let is_zeroed = self.storage.capabilities().discarded == Discarded::Zeros;
-        if left.punch == Punch::Yes && self.discard == super::Discard::Punch && is_zeroed {
-            // Nobody can have them before. One that is dropped here stays counted: a leak.
-            self.punch(self.geometry.bytes_of(left.clusters.clone())).await;
-            left.punch = Punch::No;
-        }
-        self.state.lock().retire(left.clusters, left.punch);
-    }
-
-    /// Counts down what no table refers to any more, and gives space back to the host.
-    pub(super) async fn release(&self) -> Result<()> {
-        let _alone = self.releasing.acquire().await;
-        let count = self.state.lock().released.len();
-        if count == 0 {
-            return Ok(());
-        }
-        self.reads.elapsed().await;
-        for _ in 0..count {
-            // One that is dropped in the middle stays counted: a leak.
-            let Some(mut released) = self.state.lock().released.pop_front() else { break };
-            if released.punch == Punch::Yes && self.discard == super::Discard::Punch {
-                self.punch(self.geometry.bytes_of(released.clusters.clone())).await;
-            }
-            self.step_if_roomy(|state: &mut State| {
-                while let Some(cluster) = released.clusters.next() {
-                    if let Err(blocked) = state.lower_refcount(cluster) {
-                        released.clusters.start = cluster;
-                        return Err::<(), Blocked>(blocked);
-                    }
-                }
-                Ok(())
-            })
-            .await?;
-        }
-        Ok(())
-    }
-
     /// Gives space of the file back to the host. Only a hint: what fails has no effect but that of not
     /// being done.
     pub(super) async fn punch(&self, range: ByteRange) {
@@ -387,7 +364,7 @@ impl<S: Storage> Qcow2<S> {
         }
     }
 
-    fn check_failure(&self) -> Result<()> {
+    pub(super) fn check_failure(&self) -> Result<()> {
         match self.failure.get() {
             None => Ok(()),
             Some(error) => Err(error
@@ -431,7 +408,7 @@ impl<S: Storage> Qcow2<S> {
 
 /// Whether a flush was among what was done.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Flushed {
+pub(super) enum Flushed {
     Yes,
     No,
 }
