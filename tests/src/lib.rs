@@ -11,6 +11,7 @@ pub mod browser;
 mod data;
 mod deadline;
 pub mod guest;
+pub mod hostile;
 pub mod image_tool;
 mod loop_device;
 mod matrix;

@@ -1,5 +1,5 @@
-//! `cargo xtask soak`: the crash tests again and again, by other seeds each time, for as long as one
-//! likes.
+//! `cargo xtask soak`: the crash tests, and hostile guests and clients beside their neighbours, again and
+//! again, by other seeds each time, for as long as one likes.
 //!
 //! They are compiled as for `cargo test`: optimised, with debug assertions. The first failure ends it, with
 //! the line that replays it.
@@ -13,6 +13,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, bail};
 
 use crate::process::{self, cargo};
+use crate::test::{Profile, build_binary};
 use crate::workspace::Workspace;
 
 /// Packages and test targets that crash simulated disks.
@@ -22,6 +23,12 @@ const TESTS: &[(&str, &str)] = &[
     ("blockhouse-disk", "qcow2_table_moves"),
     ("blockhouse-format", "qcow2_crash"),
 ];
+
+/// Hostile parties and their neighbours, against the binary itself.
+const PARTIES: (&str, &str) = ("blockhouse-tests", "hostile_parties");
+
+/// Seconds for which the parties of each engine misbehave in a round.
+const PARTY_SECONDS: u64 = 20;
 
 /// Seeds of each test at a time: some 200,000 crashes, well under a minute of two processors.
 const SEEDS_A_TIME: u64 = 500;
@@ -36,7 +43,10 @@ pub struct Options {
 
 /// Runs rounds until the time is over.
 pub fn run(workspace: &Workspace, options: &Options) -> Result<()> {
-    let tests = build(workspace)?;
+    let tests = TESTS.iter().map(|&test| build(workspace, test));
+    let tests = tests.collect::<Result<Vec<_>>>()?;
+    let parties = build(workspace, PARTIES)?;
+    let binary = build_binary(workspace, Profile::Dev)?;
     let until = Instant::now() + Duration::from_secs(options.minutes * 60);
     let mut crashes = 0;
     while Instant::now() < until {
@@ -45,20 +55,26 @@ pub fn run(workspace: &Workspace, options: &Options) -> Result<()> {
         for test in &tests {
             crashes += crash(workspace, test, &seeds)?;
         }
+        misbehave(workspace, &parties, &binary)?;
         println!("soak: seeds {seeds}: fine; {crashes} crashes so far");
     }
     Ok(())
 }
 
-fn build(workspace: &Workspace) -> Result<Vec<PathBuf>> {
-    let mut tests = Vec::new();
-    for (package, test) in TESTS {
-        let mut build = cargo(["test", "--no-run", "--package", package, "--test", test]);
-        build.current_dir(workspace.root());
-        let built = process::executables(build)?.into_iter().find(|(name, _)| name == test);
-        tests.push(built.with_context(|| format!("cargo built no test {test} of {package}"))?.1);
-    }
-    Ok(tests)
+fn build(workspace: &Workspace, (package, test): (&str, &str)) -> Result<PathBuf> {
+    let mut build = cargo(["test", "--no-run", "--package", package, "--test", test]);
+    build.current_dir(workspace.root());
+    let built = process::executables(build)?.into_iter().find(|(name, _)| name == test);
+    Ok(built.with_context(|| format!("cargo built no test {test} of {package}"))?.1)
+}
+
+/// Hostile parties for some seconds.
+fn misbehave(workspace: &Workspace, parties: &Path, binary: &Path) -> Result<()> {
+    let mut command = Command::new(parties);
+    command.arg("--nocapture").current_dir(workspace.root()).env("BLOCKHOUSE_BIN", binary);
+    command.env("BLOCKHOUSE_HOSTILE_SECONDS", PARTY_SECONDS.to_string());
+    let output = command.output().context("cannot start the hostile parties")?;
+    check(&output, &String::from_utf8_lossy(&output.stderr), parties)
 }
 
 /// One round of one test; how many crashes it has seen.
