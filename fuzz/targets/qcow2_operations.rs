@@ -208,7 +208,9 @@ async fn step_on(disk: &Disk<Memory>, step: Step, number: u8, is_known: bool) ->
         }
         11 => disk.submit(Request::Discard { range, durability }).await,
         12 => disk.flush().await,
-        13 if !range.is_empty() => disk.status(range, &mut BlockStatusCache::default()).await.map(|_| ()),
+        13 if !range.is_empty() => {
+            disk.status(range, &mut BlockStatusCache::default()).await.map(|_| ())
+        }
         14 => disk.resize((disk.size() + range.length()).min(MOST_SIZE) & !511).await,
         _ => disk.submit(Request::Prefetch { range }).await,
     }
