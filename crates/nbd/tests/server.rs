@@ -234,18 +234,19 @@ fn who_never_receives_delays_no_others_and_gets_no_more_than_a_share() {
         deaf.iter_mut().for_each(|client| ask_for_much(client, 40));
         rig.settle();
         let mut other = rig.client(Framing::Structured);
-        rig.storage.delay(Duration::from_millis(300));
+        rig.storage.hold_writes(true);
         let mut writes = Vec::new();
         for block in 0..16 {
             writes.extend(other.encode(kind::WRITE, NONE, block * 4096, 4096));
             writes.extend([1; 4096]);
         }
         other.stream.write_all(&writes).unwrap();
+        // None of them can end yet: its share has room for all of them side by side.
+        wait_for("all writes to run at once", || rig.storage.held_writes() == 16);
+        rig.storage.hold_writes(false);
         for _ in 0..16 {
             assert_eq!(other.receive().unwrap().outcome, Outcome::Done);
         }
-        // Its share had room for all of them side by side.
-        assert!(rig.storage.running().1 >= 16, "{:?}", rig.storage.running());
     });
 }
 

@@ -1,6 +1,6 @@
 //! A storage in memory that can be slow and can fail.
 
-use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
@@ -26,6 +26,8 @@ struct Inner {
     running: AtomicUsize,
     most_running: AtomicUsize,
     flushes: AtomicUsize,
+    holds_writes: AtomicBool,
+    held_writes: AtomicUsize,
 }
 
 impl Memory {
@@ -38,6 +40,8 @@ impl Memory {
             running: AtomicUsize::new(0),
             most_running: AtomicUsize::new(0),
             flushes: AtomicUsize::new(0),
+            holds_writes: AtomicBool::new(false),
+            held_writes: AtomicUsize::new(0),
         }))
     }
 
@@ -65,6 +69,25 @@ impl Memory {
     /// How many flushes there were.
     pub fn flushes(&self) -> usize {
         self.0.flushes.load(Ordering::Relaxed)
+    }
+
+    /// From now on writes wait until this is called with `false`.
+    pub fn hold_writes(&self, hold: bool) {
+        self.0.holds_writes.store(hold, Ordering::Relaxed);
+    }
+
+    /// How many writes wait for [`hold_writes`](Self::hold_writes) to let them go on.
+    pub fn held_writes(&self) -> usize {
+        self.0.held_writes.load(Ordering::Relaxed)
+    }
+
+    async fn wait_while_held(&self) {
+        let Inner { holds_writes, held_writes, .. } = &*self.0;
+        held_writes.fetch_add(1, Ordering::Relaxed);
+        while holds_writes.load(Ordering::Relaxed) {
+            sleep(Duration::from_millis(1)).await;
+        }
+        held_writes.fetch_sub(1, Ordering::Relaxed);
     }
 
     async fn begin(&self, range: ByteRange) -> Result<Running> {
@@ -134,6 +157,7 @@ impl Storage for Memory {
 
     async fn write(&self, offset: u64, from: IoVector, _: Durability) -> Result<()> {
         let range = range_of(offset, &from);
+        self.wait_while_held().await;
         let _running = self.begin(range).await?;
         let mut bytes = self.0.bytes.lock().unwrap();
         from.copy_to(&mut bytes[range.offset() as usize..range.end() as usize]);
