@@ -2,14 +2,17 @@
 //! specification, "Message Specification").
 //!
 //! Guarantees: a message is read to its end, in however many pieces it arrives, and never beyond, since
-//! descriptors belong to the message with whose bytes they came; a front-end that does not read its
-//! replies ends its connection instead of blocking the server.
+//! descriptors belong to the message with whose bytes they came; a message that stays incomplete, or that
+//! comes with more descriptors than any has, ends its connection; so does a front-end that does not read
+//! its replies, instead of blocking the server.
 
 use std::io::{self, ErrorKind, IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
+use std::time::{Duration, Instant};
 
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use rustix::net::{
     RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendAncillaryBuffer,
@@ -24,6 +27,10 @@ const MAX_PAYLOAD: usize = 4096;
 
 /// The most descriptors of a message: one for each region of `SET_MEM_TABLE`.
 pub const MAX_DESCRIPTORS: usize = 32;
+
+/// How long a message may take from its first bytes to its last. Front-ends send a message whole; one that
+/// stops in the middle would hold the descriptors of its first half, and the device, for ever.
+const MAX_MESSAGE_TIME: Duration = Duration::from_secs(10);
 
 /// The version of the protocol and the mask for it, in a header's flags.
 const VERSION: u32 = 1;
@@ -47,7 +54,19 @@ pub struct Message {
 
 /// The connection. Both directions block nobody but the thread that reads.
 #[derive(Debug)]
-pub struct Connection(UnixStream);
+pub struct Connection {
+    stream: UnixStream,
+    /// See [`MAX_MESSAGE_TIME`].
+    message_time: Duration,
+}
+
+/// What came of a message so far.
+#[derive(Default)]
+struct Partial {
+    descriptors: Vec<OwnedFd>,
+    /// When the rest must be there; `None` before the first bytes.
+    deadline: Option<Instant>,
+}
 
 fn invalid(what: impl Into<String>) -> io::Error {
     io::Error::new(ErrorKind::InvalidData, what.into())
@@ -56,18 +75,20 @@ fn invalid(what: impl Into<String>) -> io::Error {
 impl Connection {
     /// Takes a connected socket over.
     pub fn new(stream: UnixStream) -> Self {
-        Self(stream)
+        Self { stream, message_time: MAX_MESSAGE_TIME }
     }
 
     /// Waits for the next message. `None` when the front-end has left.
     ///
     /// # Errors
-    /// The kernel's; or `InvalidData` when no further message can be told apart: a header that is none, a
-    /// payload of more than 4096 bytes, an end in the middle, descriptors that got lost.
+    /// The kernel's; `InvalidData` when no further message can be told apart: a header that is none, a
+    /// payload of more than 4096 bytes, an end in the middle, descriptors that got lost; also for a message
+    /// with more than [`MAX_DESCRIPTORS`]. `TimedOut` when a message is incomplete 10 seconds after its
+    /// first bytes.
     pub fn receive(&self) -> io::Result<Option<Message>> {
-        let mut descriptors = Vec::new();
+        let mut partial = Partial::default();
         let mut header = [0; HEADER];
-        match self.fill(&mut header, &mut descriptors)? {
+        match self.fill(&mut header, &mut partial)? {
             0 => return Ok(None),
             HEADER => {}
             count => return Err(invalid(format!("{count} bytes of a header, then the end"))),
@@ -81,28 +102,29 @@ impl Connection {
             return Err(invalid(format!("request {request} with a payload of {length} bytes")));
         }
         let mut payload = vec![0; length];
-        let count = self.fill(&mut payload, &mut descriptors)?;
+        let count = self.fill(&mut payload, &mut partial)?;
         if count < length {
             let what = format!("request {request}: {count} bytes of {length}, then the end");
             return Err(invalid(what));
         }
         let needs_reply = flags & NEED_REPLY != 0;
-        Ok(Some(Message { request, needs_reply, payload, descriptors }))
+        Ok(Some(Message { request, needs_reply, payload, descriptors: partial.descriptors }))
     }
 
     /// Reads until the buffer is full, or the connection's end. Gives the count of bytes.
-    fn fill(&self, buffer: &mut [u8], descriptors: &mut Vec<OwnedFd>) -> io::Result<usize> {
+    fn fill(&self, buffer: &mut [u8], partial: &mut Partial) -> io::Result<usize> {
         let mut filled = 0;
         while filled < buffer.len() {
+            self.wait_until(partial.deadline)?;
             let mut space =
                 [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_DESCRIPTORS))];
             let mut ancillary = RecvAncillaryBuffer::new(&mut space);
             let parts = &mut [IoSliceMut::new(&mut buffer[filled..])];
-            match recvmsg(&self.0, parts, &mut ancillary, RecvFlags::CMSG_CLOEXEC) {
+            match recvmsg(&self.stream, parts, &mut ancillary, RecvFlags::CMSG_CLOEXEC) {
                 Ok(received) => {
                     for message in ancillary.drain() {
                         if let RecvAncillaryMessage::ScmRights(came) = message {
-                            descriptors.extend(came);
+                            partial.descriptors.extend(came);
                         }
                     }
                     if received.flags.contains(ReturnFlags::CTRUNC) {
@@ -110,10 +132,17 @@ impl Connection {
                             "descriptors were lost: too many in one message, or open in this process",
                         ));
                     }
+                    // The kernel's limit is one of each piece. A message may have thousands.
+                    let count = partial.descriptors.len();
+                    if count > MAX_DESCRIPTORS {
+                        return Err(invalid(format!("a message with {count} descriptors")));
+                    }
                     if received.bytes == 0 {
                         break;
                     }
                     filled += received.bytes;
+                    let deadline = || Instant::now() + self.message_time;
+                    partial.deadline.get_or_insert_with(deadline);
                 }
                 Err(Errno::INTR) => {}
                 // It left without reading everything.
@@ -122,6 +151,24 @@ impl Connection {
             }
         }
         Ok(filled)
+    }
+
+    /// Waits for bytes, or the end, until the deadline if there is one.
+    fn wait_until(&self, deadline: Option<Instant>) -> io::Result<()> {
+        let Some(deadline) = deadline else { return Ok(()) };
+        loop {
+            let rest = deadline.saturating_duration_since(Instant::now());
+            let rest = Timespec::try_from(rest).map_err(io::Error::other)?;
+            match poll(&mut [PollFd::new(&self.stream, PollFlags::IN)], Some(&rest)) {
+                Ok(0) => {
+                    let what = format!("a message is incomplete after {:?}", self.message_time);
+                    return Err(io::Error::new(ErrorKind::TimedOut, what));
+                }
+                Ok(_) => return Ok(()),
+                Err(Errno::INTR) => {}
+                Err(error) => return Err(error.into()),
+            }
+        }
     }
 
     /// Replies to a request.
@@ -147,7 +194,7 @@ impl Connection {
         }
         let flags = SendFlags::NOSIGNAL | SendFlags::DONTWAIT;
         let sent = loop {
-            match sendmsg(&self.0, &[IoSlice::new(&bytes)], &mut ancillary, flags) {
+            match sendmsg(&self.stream, &[IoSlice::new(&bytes)], &mut ancillary, flags) {
                 Err(Errno::INTR) => {}
                 outcome => break outcome?,
             }
@@ -190,18 +237,54 @@ mod tests {
         assert!(connection.receive().unwrap().is_none(), "it left");
     }
 
+    fn file() -> OwnedFd {
+        rustix::fs::memfd_create("sent", rustix::fs::MemfdFlags::CLOEXEC).unwrap()
+    }
+
+    fn send_with(peer: &UnixStream, bytes: &[u8], descriptors: &[BorrowedFd<'_>]) {
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_DESCRIPTORS))];
+        let mut ancillary = SendAncillaryBuffer::new(&mut space);
+        if !descriptors.is_empty() {
+            ancillary.push(SendAncillaryMessage::ScmRights(descriptors));
+        }
+        sendmsg(peer, &[IoSlice::new(bytes)], &mut ancillary, SendFlags::empty()).unwrap();
+    }
+
+    #[test]
+    fn a_message_in_pieces_has_no_more_descriptors_than_a_whole_one() {
+        let (connection, peer) = pair();
+        let (file, message) = (file(), words(&[5, VERSION, 8, 9, 9]));
+        let (first, rest) = message.split_at(1);
+        send_with(&peer, first, &[file.as_fd(); MAX_DESCRIPTORS]);
+        send_with(&peer, rest, &[]);
+        let received = connection.receive().unwrap().unwrap();
+        assert_eq!(received.descriptors.len(), MAX_DESCRIPTORS);
+        for byte in &message {
+            send_with(&peer, &[*byte], &[file.as_fd(); 2]);
+        }
+        let error = connection.receive().unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::InvalidData);
+        assert!(error.to_string().contains("34 descriptors"), "{error}");
+    }
+
+    #[test]
+    fn a_message_that_stays_incomplete_ends_the_connection() {
+        let message = words(&[5, VERSION, 4, 9]);
+        for sent in [1, HEADER, HEADER + 1] {
+            let (mut connection, mut peer) = pair();
+            connection.message_time = Duration::from_millis(20);
+            peer.write_all(&message[..sent]).unwrap();
+            assert_eq!(connection.receive().unwrap_err().kind(), ErrorKind::TimedOut, "{sent}");
+        }
+    }
+
     #[test]
     fn descriptors_come_with_the_message_that_they_belong_to() {
         let (connection, peer) = pair();
-        let file = rustix::fs::memfd_create("sent", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
+        let file = file();
         let message = words(&[5, VERSION, 4, 9]);
         let send = |bytes: &[u8], descriptors: &[BorrowedFd<'_>]| {
-            let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(2))];
-            let mut ancillary = SendAncillaryBuffer::new(&mut space);
-            if !descriptors.is_empty() {
-                ancillary.push(SendAncillaryMessage::ScmRights(descriptors));
-            }
-            sendmsg(&peer, &[IoSlice::new(bytes)], &mut ancillary, SendFlags::empty()).unwrap();
+            send_with(&peer, bytes, descriptors);
         };
         // With the header, with the payload, with none.
         send(&message, &[file.as_fd(), file.as_fd()]);
