@@ -42,21 +42,19 @@ pub fn is_out_of_descriptors(error: &io::Error) -> bool {
     matches!(Errno::from_io_error(error), Some(Errno::MFILE | Errno::NFILE))
 }
 
-/// Reports shortages that keep connections from being accepted, at most once a minute.
+/// Reports shortages that keep connections from being accepted or served, at most once a minute.
 #[derive(Debug, Default)]
 pub struct ShortageLog(Mutex<Option<Instant>>);
 
 impl ShortageLog {
-    /// Writes a warning, unless there was one within the last minute.
-    pub fn warn(&self, error: &io::Error) {
+    /// Writes a warning that begins with `effect`, unless there was one within the last minute.
+    pub fn warn(&self, effect: &str, error: &io::Error) {
         if self.is_due(Instant::now()) {
             let hint = match is_out_of_descriptors(error) {
                 true => DESCRIPTORS_HINT,
                 false => "the host is short of memory",
             };
-            tracing::warn!(
-                "a client waits because its connection cannot be accepted: {error}; {hint}"
-            );
+            tracing::warn!("{effect}: {error}; {hint}");
         }
     }
 

@@ -126,7 +126,8 @@ impl Listener {
                     }
                     // The kernel takes a descriptor before it looks for a client.
                     if self.has_client() {
-                        self.shortages.warn(&error);
+                        let effect = "a client waits because its connection cannot be accepted";
+                        self.shortages.warn(effect, &error);
                     }
                     sleep(SHORTAGE_PAUSE).await;
                 }

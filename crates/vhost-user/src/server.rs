@@ -91,17 +91,23 @@ fn serve<S: Storage + Send + Sync>(shared: &Shared, device: &Arc<Device<S>>) {
         match accepted {
             Ok(stream) => {
                 if let Err(error) = converse(shared, device, stream) {
-                    tracing::warn!("cannot serve a front-end: {error}");
+                    warn(&shortages, "cannot serve a front-end", &error);
                 }
             }
             Err(error) => {
-                match is_shortage(&error) {
-                    true => shortages.warn(&error),
-                    false => tracing::warn!("cannot accept a front-end: {error}"),
-                }
+                warn(&shortages, "cannot accept a front-end", &error);
                 std::thread::sleep(PAUSE);
             }
         }
+    }
+}
+
+/// Logs that there is one front-end less; shortages at a bounded rate, since a front-end that is refused
+/// may come again at once.
+fn warn(shortages: &ShortageLog, effect: &str, error: &io::Error) {
+    match is_shortage(error) {
+        true => shortages.warn(effect, error),
+        false => tracing::warn!("{effect}: {error}"),
     }
 }
 
@@ -118,14 +124,17 @@ fn converse<S: Storage + Send + Sync>(
     device: &Arc<Device<S>>,
     stream: UnixStream,
 ) -> io::Result<()> {
+    // What may fail for lack of descriptors comes first: a socket left in `current` would stay open, and
+    // its front-end would wait for ever.
+    let mut frontend = Frontend::new(Arc::clone(device), &stream)?;
+    let current = stream.try_clone()?;
     {
         let mut state = shared.state.lock();
         if state.stopping {
             return Ok(());
         }
-        state.current = Some(stream.try_clone()?);
+        state.current = Some(current);
     }
-    let mut frontend = Frontend::new(Arc::clone(device), &stream)?;
     let connection = Connection::new(stream);
     let end = loop {
         match connection.receive() {

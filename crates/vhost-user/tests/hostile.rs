@@ -5,6 +5,7 @@
 mod common;
 
 use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::unix::net::UnixStream;
 use std::time::{Duration, Instant};
 
 use blockhouse_disk::{DetectZeroes, Options as DiskOptions};
@@ -454,6 +455,44 @@ fn memory_that_overlaps_is_refused() {
     assert!(guest.driver.frontend().add_mem_region(&region).is_err());
     assert_eq!(guest.write(0, 0, &[3; 512]), OK, "the connection lives on");
     drop(guest);
+    still_serves(&served);
+}
+
+#[test]
+fn a_front_end_that_descriptors_are_too_few_for_is_dropped() {
+    // The limit is of the whole process.
+    let binary = std::env::current_exe().unwrap();
+    let mut command = std::process::Command::new(binary);
+    command.args(["--exact", "few_descriptors_are_left", "--ignored", "--nocapture"]);
+    let output = command.output().unwrap();
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+}
+
+#[test]
+#[ignore = "lowers a limit of its process"]
+fn few_descriptors_are_left() {
+    use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+    let served = Served::start(1, 1);
+    let before = getrlimit(Resource::Nofile);
+    // From here on descriptors have consecutive numbers.
+    let null = std::fs::File::open("/dev/null").unwrap();
+    let _taken: Vec<_> = (0..64).map(|_| null.try_clone().unwrap()).collect();
+    for left in 1..=3 {
+        let client = {
+            use rustix::net::{AddressFamily, SocketType, socket};
+            socket(AddressFamily::UNIX, SocketType::STREAM, None).unwrap()
+        };
+        let next = null.try_clone().unwrap().as_raw_fd() as u64;
+        let few = Rlimit { current: Some(next + left), ..before };
+        setrlimit(Resource::Nofile, few).unwrap();
+        let address = rustix::net::SocketAddrUnix::new(&served.socket).unwrap();
+        rustix::net::connect(&client, &address).unwrap();
+        let mut client = UnixStream::from(client);
+        client.set_read_timeout(Some(LONG)).unwrap();
+        let end = std::io::Read::read(&mut client, &mut [0]);
+        assert!(matches!(end, Ok(0)), "{left} left: {end:?}");
+        setrlimit(Resource::Nofile, before).unwrap();
+    }
     still_serves(&served);
 }
 
