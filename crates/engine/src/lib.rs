@@ -41,6 +41,7 @@ mod remote;
 mod sleep;
 mod slots_seen;
 mod socket;
+mod socket_option;
 mod spawn;
 mod submit;
 mod system_call;
@@ -71,6 +72,7 @@ pub use probe::FileKind;
 pub use sleep::{Sleep, sleep};
 pub use slots_seen::registered_slots;
 pub use socket::{Listener, Stream};
+pub use socket_option::peer_process;
 pub use spawn::{Task, spawn, spawn_detached};
 // From the floor below, because it works on any executor.
 pub use blockhouse_core::yield_now;

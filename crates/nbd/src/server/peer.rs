@@ -3,7 +3,7 @@
 use std::fmt;
 use std::net::{IpAddr, Ipv6Addr, SocketAddr};
 
-use blockhouse_engine::Stream;
+use blockhouse_engine::{Stream, peer_process};
 use rustix::fd::AsFd;
 use rustix::net::{AddressFamily, getpeername, sockopt};
 
@@ -16,7 +16,7 @@ pub enum Peer {
     Process(i32),
     /// Another host, or this one over TCP. An IPv6 host has all addresses of its network of 64 bits.
     Host(IpAddr),
-    /// The kernel does not tell.
+    /// The kernel does not tell, as for a process of another PID namespace.
     Unknown,
 }
 
@@ -56,10 +56,7 @@ impl Transport {
     /// Who connected.
     pub fn peer(self, stream: &Stream) -> Peer {
         match self {
-            Self::Unix => match sockopt::socket_peercred(stream) {
-                Ok(credentials) => Peer::Process(credentials.pid.as_raw_nonzero().get()),
-                Err(_) => Peer::Unknown,
-            },
+            Self::Unix => peer_process(stream).ok().flatten().map_or(Peer::Unknown, Peer::Process),
             Self::Tcp => {
                 let address = getpeername(stream).ok().flatten();
                 let address = address.and_then(|address| SocketAddr::try_from(address).ok());
@@ -89,5 +86,25 @@ impl fmt::Display for Peer {
             Self::Host(address) => address.fmt(f),
             Self::Unknown => f.write_str("unknown"),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::net::UnixStream;
+
+    use rustix::net::{SocketType, socket};
+
+    use super::*;
+
+    #[test]
+    fn a_unix_peer_without_an_id_is_unknown() {
+        let peer = |socket| Transport::Unix.peer(&Stream::new(socket).unwrap());
+        let own = i32::try_from(std::process::id()).unwrap();
+        let (one, _other) = UnixStream::pair().unwrap();
+        assert_eq!(peer(one.into()), Peer::Process(own));
+        // Without a peer the kernel tells 0, as for a peer of another PID namespace.
+        let alone = socket(AddressFamily::UNIX, SocketType::STREAM, None).unwrap();
+        assert_eq!(peer(alone), Peer::Unknown);
     }
 }

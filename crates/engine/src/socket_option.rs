@@ -1,0 +1,52 @@
+//! What the kernel tells about a socket where the safe wrappers fall short.
+//!
+//! Guarantee: no value of the kernel is read into a type that cannot hold it.
+
+use std::io;
+use std::os::fd::{AsFd, AsRawFd};
+
+/// Process at the other end of a connected Unix socket (`SO_PEERCRED`, unix(7)), as this process's PID
+/// namespace names it. `None` where it has no id there, as a process of another PID namespace.
+///
+/// # Errors
+/// The kernel's (`getsockopt(2)`).
+pub fn peer_process(socket: impl AsFd) -> io::Result<Option<i32>> {
+    let mut credentials = libc::ucred { pid: 0, uid: 0, gid: 0 };
+    let mut length = size_of::<libc::ucred>() as libc::socklen_t;
+    // SAFETY: `credentials` and `length` are live for the call, which is over when it returns. The kernel
+    // writes at most `length` bytes, the size of `credentials`, and all of its bit patterns are valid.
+    let result = unsafe {
+        libc::getsockopt(
+            socket.as_fd().as_raw_fd(),
+            libc::SOL_SOCKET,
+            libc::SO_PEERCRED,
+            (&raw mut credentials).cast(),
+            &raw mut length,
+        )
+    };
+    if result != 0 {
+        return Err(io::Error::last_os_error());
+    }
+    Ok((credentials.pid > 0).then_some(credentials.pid))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::net::UnixStream;
+
+    use super::*;
+
+    #[test]
+    fn a_process_is_told_where_it_has_an_id() {
+        let (one, _other) = UnixStream::pair().unwrap();
+        let own = i32::try_from(std::process::id()).unwrap();
+        assert_eq!(peer_process(&one).unwrap(), Some(own));
+        // Without a peer the kernel tells 0, as for a peer of another PID namespace.
+        let alone = rustix::net::socket(
+            rustix::net::AddressFamily::UNIX,
+            rustix::net::SocketType::STREAM,
+            None,
+        );
+        assert_eq!(peer_process(alone.unwrap()).unwrap(), None);
+    }
+}
