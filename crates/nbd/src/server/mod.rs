@@ -35,6 +35,10 @@ const POOL: usize = 64 << 20;
 /// How long to leave the kernel alone after it could not accept a connection.
 const PAUSE: Duration = Duration::from_millis(100);
 
+/// How long a connection that makes room for another client may go on receiving its replies; half of the
+/// time that a client waits, where that is shorter.
+const MAX_LEAVE: Duration = Duration::from_secs(5);
+
 /// What clients may take.
 #[derive(Clone, Copy, Debug)]
 pub struct Limits {
@@ -108,7 +112,10 @@ impl Server {
     /// A server that listens nowhere yet.
     pub fn new(limits: Limits) -> Self {
         Self(Arc::new(Shared {
-            registry: Arc::new(Registry::new(limits.connections)),
+            registry: Arc::new(Registry::new(
+                limits.connections,
+                MAX_LEAVE.min(limits.handshake / 2),
+            )),
             limits,
             budget: Arc::new(Budget::new(
                 limits.bytes_of_all - limits.reserved() * limits.connections,

@@ -11,6 +11,10 @@
 //!    two more at least than the one that waits: that which has been idle for longest.
 //!
 //! Otherwise the client waits, in a queue of [`MAX_WAITING`].
+//!
+//! A connection that is asked to leave finishes what it has in flight and sends the replies. While a client
+//! waits for its seat it has at most the time that [`Registry::new`] is told. Then it is cut off, also one
+//! that goes on receiving: a slow receiver would keep the seat past the time that a client may wait.
 
 use std::collections::BTreeMap;
 use std::future::{Future, poll_fn};
@@ -36,6 +40,7 @@ pub const MAX_WAITING: usize = 64;
 pub struct Registry {
     state: Mutex<State>,
     seats: usize,
+    leave_limit: Duration,
 }
 
 struct State {
@@ -67,8 +72,8 @@ enum Phase {
     Waiting,
     /// In the handshake since then.
     Handshake(Instant),
-    /// Its end has been asked for.
-    Ending,
+    /// It was asked to leave then; `None` where its stream is shut down.
+    Ending(Option<Instant>),
     Transmission {
         since: Instant,
         leave: Arc<Leave>,
@@ -96,19 +101,28 @@ impl Entry {
     /// Begins its end. A request that was received already is finished and answered.
     fn end(&mut self) {
         match &self.phase {
-            Phase::Transmission { leave, .. } => leave.ask(),
-            Phase::Handshake(_) | Phase::Waiting => self.stream.shutdown(),
-            Phase::Ending => {}
+            Phase::Transmission { leave, .. } => {
+                leave.ask();
+                self.phase = Phase::Ending(Some(Instant::now()));
+            }
+            Phase::Handshake(_) | Phase::Waiting => self.cut(),
+            Phase::Ending(_) => {}
         }
-        self.phase = Phase::Ending;
+    }
+
+    /// Ends it at once. Requests in flight finish without replies.
+    fn cut(&mut self) {
+        self.stream.shutdown();
+        self.phase = Phase::Ending(None);
     }
 }
 
 impl Registry {
-    /// For `seats` connections at once, at least one.
-    pub fn new(seats: usize) -> Self {
+    /// For `seats` connections at once, at least one. A connection that is asked to leave for a client that
+    /// waits is cut off after `leave_limit`.
+    pub fn new(seats: usize, leave_limit: Duration) -> Self {
         let state = State { entries: Vec::new(), next: 0, draining: false, waiters: Vec::new() };
-        Self { state: Mutex::new(state), seats: seats.max(1) }
+        Self { state: Mutex::new(state), seats: seats.max(1), leave_limit }
     }
 
     /// Takes a connection in: to a seat, or to wait for one. `None` when the server ends, or too many
@@ -227,11 +241,13 @@ impl State {
     }
 
     /// Ends a connection for the one with this id, which waits, unless enough are ending already. If none
-    /// can be ended now: in what time to ask again, if it can be said.
-    fn make_room(&mut self, id: u64) -> Option<Duration> {
-        let ending = self.seated().filter(|entry| matches!(entry.phase, Phase::Ending)).count();
+    /// can be ended now: in what time to ask again, if it can be said. One that was asked to leave
+    /// `leave_limit` ago is cut off.
+    fn make_room(&mut self, id: u64, leave_limit: Duration) -> Option<Duration> {
+        let cut_in = self.cut_overdue(leave_limit);
+        let ending = self.seated().filter(|entry| matches!(entry.phase, Phase::Ending(_))).count();
         if ending >= self.entries.len() - self.seated().count() {
-            return None;
+            return cut_in;
         }
         let waits = self.entries.iter().find(|entry| entry.id == id)?;
         let counts = Counts::of(self.seated());
@@ -241,7 +257,8 @@ impl State {
             None => self.beyond_its_share(&counts, waits.origin),
         };
         let Some(victim) = victim else {
-            return unused.map(|(_, since)| PATIENCE.saturating_sub(since.elapsed()));
+            let patience = unused.map(|(_, since)| PATIENCE.saturating_sub(since.elapsed()));
+            return patience.into_iter().chain(cut_in).min();
         };
         let victim = self.entries.iter_mut().find(|entry| entry.id == victim)?;
         tracing::info!(
@@ -250,7 +267,27 @@ impl State {
              (--limit clients=N allows more)"
         );
         victim.end();
-        None
+        self.cut_overdue(leave_limit)
+    }
+
+    /// Cuts off what was asked to leave `limit` ago. In what time the next one is due.
+    fn cut_overdue(&mut self, limit: Duration) -> Option<Duration> {
+        let mut next: Option<Duration> = None;
+        for entry in &mut self.entries {
+            let Phase::Ending(Some(asked)) = entry.phase else { continue };
+            let left = limit.saturating_sub(asked.elapsed());
+            if left.is_zero() {
+                tracing::info!(
+                    peer = %entry.origin.peer,
+                    "a client that was to make room for another one is cut off: it did not take its \
+                     replies within {limit:?}"
+                );
+                entry.cut();
+            } else {
+                next = Some(next.map_or(left, |next| next.min(left)));
+            }
+        }
+        next
     }
 
     fn oldest_unused(&self, counts: &Counts) -> Option<(u64, Instant)> {
@@ -310,7 +347,7 @@ impl Seat {
                     Some(Phase::Waiting) => {}
                     _ => return Poll::Ready(false),
                 }
-                let patience = state.make_room(self.id);
+                let patience = state.make_room(self.id, self.registry.leave_limit);
                 state.register(context);
                 drop(state);
                 let Some(patience) = patience else { return Poll::Pending };
@@ -331,7 +368,7 @@ impl Seat {
         if let Some(entry) = entry {
             match entry.phase {
                 // Asked to end while its last option was answered.
-                Phase::Ending => leave.ask(),
+                Phase::Ending(_) => leave.ask(),
                 _ => {
                     entry.phase = Phase::Transmission {
                         since: Instant::now(),
@@ -355,3 +392,6 @@ impl Drop for Seat {
         state.wake();
     }
 }
+
+#[cfg(test)]
+mod tests;
