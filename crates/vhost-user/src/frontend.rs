@@ -32,6 +32,9 @@ pub type Result<T, E = Refusal> = std::result::Result<T, E>;
 /// The most regions of memory that a front-end may share; QEMU's limit for hot-plugged memory.
 pub const MOST_REGIONS: u64 = 509;
 
+/// A region's address and size are multiples of it: the smallest page of any guest's.
+const REGION_ALIGNMENT: u64 = 4096;
+
 /// What a front-end has said so far.
 pub struct Frontend<S: Storage> {
     device: Arc<Device<S>>,
@@ -538,6 +541,12 @@ fn add_region(
     domain: &Arc<FaultDomain>,
 ) -> Result<Arc<SharedMemory>> {
     let Region { guest, size, user, offset } = *region;
+    // Many tiny regions would cut a guest's buffers into as many pieces.
+    if (guest | size) & (REGION_ALIGNMENT - 1) != 0 {
+        return Err(refused(format_args!(
+            "a region of memory that is not of whole pages: {size} bytes at {guest:#x}"
+        )));
+    }
     let shared = Arc::new(map(file, offset, size, "guest memory", domain)?);
     match memory.add(GuestRegion { guest, user, memory: Arc::clone(&shared) }) {
         true => Ok(shared),

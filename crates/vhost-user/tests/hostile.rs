@@ -333,6 +333,9 @@ fn memory_that_is_not_there_is_refused() {
     };
     odd(&|region| region.memory_size *= 2);
     odd(&|region| region.mmap_offset = 4096);
+    // No whole pages.
+    odd(&|region| region.memory_size -= 1);
+    odd(&|region| region.guest_phys_addr += 512);
     odd(&|region| region.mmap_offset = 1 << 60);
     // Rings that the new memory does not have.
     odd(&|region| region.userspace_addr += 1 << 30);

@@ -38,9 +38,15 @@ impl GuestRegion {
     }
 }
 
+/// The most segments of one vector: four times the buffers of the longest chain of descriptors, so that
+/// a driver's buffers may lie across regions. A guest may name the same memory again and again, and each
+/// time all borders of regions in it count.
+pub const MAX_SEGMENTS: usize = 4096;
+
 /// The regions of a guest. Changing the set makes a new one; operations keep the one they began with.
 #[derive(Clone, Debug, Default)]
 pub struct GuestMemory {
+    /// Sorted by the guest's addresses.
     regions: Vec<GuestRegion>,
 }
 
@@ -59,7 +65,7 @@ impl GuestMemory {
         Self::default()
     }
 
-    /// The regions.
+    /// The regions, sorted by the guest's addresses.
     pub fn regions(&self) -> &[GuestRegion] {
         &self.regions
     }
@@ -80,7 +86,8 @@ impl GuestMemory {
         if self.regions.iter().any(overlaps) {
             return false;
         }
-        self.regions.push(region);
+        let place = self.regions.partition_point(|other| other.guest < region.guest);
+        self.regions.insert(place, region);
         true
     }
 
@@ -127,7 +134,7 @@ impl GuestMemory {
 
     /// The bytes from `address` on, all in one region; `None` where there are none.
     pub fn view(&self, address: u64, length: usize) -> Option<View> {
-        let (region, offset) = self.find(address)?;
+        let (_, region, offset) = self.find(address)?;
         View::new(Arc::clone(&region.memory), offset, length)
     }
 
@@ -138,6 +145,7 @@ impl GuestMemory {
         self.each_part(address, into.len(), |memory, offset, length| {
             memory.read(offset, &mut into[done..done + length]);
             done += length;
+            true
         })
     }
 
@@ -148,15 +156,16 @@ impl GuestMemory {
         self.each_part(address, from.len(), |memory, offset, length| {
             memory.write(offset, &from[done..done + length]);
             done += length;
+            true
         })
     }
 
-    /// The bytes of all `ranges`, one after the other, for an operation; `None` when some are not
-    /// there.
+    /// The bytes of all `ranges`, one after the other, for an operation; `None` when some are not there,
+    /// or when they lie in more than [`MAX_SEGMENTS`] pieces.
     pub fn vector(self: &Arc<Self>, ranges: &[GuestRange]) -> Option<IoVector> {
         let owner = Arc::clone(self);
         if let [range] = ranges
-            && let Some((region, offset)) = self.find(range.address)
+            && let Some((_, region, offset)) = self.find(range.address)
             && range.length as usize <= region.memory.len() - offset
         {
             let length = range.length as usize;
@@ -170,6 +179,7 @@ impl GuestMemory {
             let found =
                 self.each_part(range.address, range.length as usize, |memory, at, length| {
                     segments.push(Segment { address: memory.address(at, length), length });
+                    segments.len() <= MAX_SEGMENTS
                 });
             if !found {
                 return None;
@@ -182,29 +192,41 @@ impl GuestMemory {
         Some(unsafe { IoVector::from_shared(owner, segments, lost) })
     }
 
-    fn find(&self, address: u64) -> Option<(&GuestRegion, usize)> {
-        self.regions
-            .iter()
-            .find_map(|region| region.offset_of(address).map(|offset| (region, offset as usize)))
+    /// The region of a guest's address, with its index, and the address' offset in it.
+    fn find(&self, address: u64) -> Option<(usize, &GuestRegion, usize)> {
+        let index =
+            self.regions.partition_point(|region| region.guest <= address).checked_sub(1)?;
+        let region = &self.regions[index];
+        region.offset_of(address).map(|offset| (index, region, offset as usize))
     }
 
-    /// Calls `f` for each region's part of the range, in order; `false` when a part is missing.
+    /// Calls `f` for each region's part of the range, in order, until it says `false`. `false` when a part
+    /// is missing, or when `f` says so.
     fn each_part(
         &self,
         mut address: u64,
         mut length: usize,
-        mut f: impl FnMut(&SharedMemory, usize, usize),
+        mut f: impl FnMut(&SharedMemory, usize, usize) -> bool,
     ) -> bool {
-        while length > 0 {
-            let Some((region, offset)) = self.find(address) else { return false };
-            let here = length.min(region.memory.len() - offset);
-            f(&region.memory, offset, here);
-            length -= here;
-            // A region never reaches past the end of the addresses; the next one may not exist.
-            let Some(next) = address.checked_add(here as u64) else { return length == 0 };
-            address = next;
+        if length == 0 {
+            return true;
         }
-        true
+        let Some((first, _, _)) = self.find(address) else { return false };
+        // What follows a region is in the next one, or nowhere.
+        for region in &self.regions[first..] {
+            let Some(offset) = region.offset_of(address) else { return false };
+            let here = length.min(region.memory.len() - offset as usize);
+            if !f(&region.memory, offset as usize, here) {
+                return false;
+            }
+            length -= here;
+            if length == 0 {
+                return true;
+            }
+            // It does not overflow: no region reaches past the end of the addresses.
+            address += here as u64;
+        }
+        false
     }
 }
 
@@ -322,6 +344,36 @@ mod tests {
         assert_eq!(vector(0x10fff, 2).unwrap().segments().len(), 2);
         assert_eq!(vector(0x10000, 4096).unwrap().segments().len(), 1);
         assert!(vector(0x10000, 8193).is_none() && vector(0, u32::MAX).is_none());
+    }
+
+    #[test]
+    fn regions_are_found_in_whatever_order_they_came() {
+        let mut memory = GuestMemory::new();
+        for page in [5, 2, 4, 0, 3] {
+            assert!(memory.add(region(page * 4096, 4096)));
+            assert!(memory.write(page * 4096, &[page as u8 + 1; 4096]));
+        }
+        let mut bytes = vec![0; 4 * 4096];
+        assert!(memory.read(2 * 4096, &mut bytes));
+        assert!(bytes.chunks(4096).zip(3..).all(|(page, value)| page == [value; 4096]));
+        assert!(memory.read(0, &mut bytes[..4096]) && bytes[0] == 1);
+        assert!(!memory.read(0, &mut bytes[..4097]), "a gap follows");
+        assert!(!memory.read(2 * 4096, &mut [0; 4 * 4096 + 1]), "nothing follows");
+    }
+
+    #[test]
+    fn a_vector_has_a_bounded_number_of_segments() {
+        let mut memory = GuestMemory::new();
+        assert!((0..64).all(|page| memory.add(region(page * 4096, 4096))));
+        let memory = Arc::new(memory);
+        let all = GuestRange { address: 0, length: 64 * 4096 };
+        let vector = |times| memory.vector(&vec![all; times]);
+        assert_eq!(vector(MAX_SEGMENTS / 64).unwrap().segments().len(), MAX_SEGMENTS);
+        assert!(vector(MAX_SEGMENTS / 64 + 1).is_none());
+        let one = GuestRange { address: 0, length: 1 };
+        let mut more = vec![all; MAX_SEGMENTS / 64];
+        more.push(one);
+        assert!(memory.vector(&more).is_none());
     }
 
     #[test]
