@@ -1,6 +1,7 @@
 //! Who is connected: the limit on connections, who makes room for whom, and the orderly end.
 //!
-//! Guarantee: a client that holds few connections is not kept out by one that holds many, whether those
+//! Guarantee: the clients of a socket are not kept out by those of other sockets. At the same socket, a
+//! client that holds few connections is not kept out by a process or host that holds many, whether those
 //! are silent, idle or busy. While seats are free nobody is disconnected, however long he is idle: a
 //! guest may have nothing to do for days. When all seats are taken, room is made for a client that
 //! waits, in this order:
@@ -8,9 +9,19 @@
 //! 1. by the oldest connection that has not asked for anything yet, in its handshake or after it, once
 //!    it is a second old;
 //! 2. by a connection of the socket, or else at the same socket of the [`Peer`], that holds most of them,
-//!    two more at least than the one that waits: that which has been idle for longest.
+//!    two more at least than the one that waits: that which has been idle for longest, among all peers that
+//!    hold as many.
 //!
 //! Otherwise the client waits, in a queue of [`MAX_WAITING`].
+//!
+//! The socket is the unit of isolation: at one socket, a connection that was used makes no room for a client
+//! whose process or host would then hold as many. So a program that forks, with one used connection in each
+//! child, can keep other clients of its own socket out. Reason: children that idle look like the guests of
+//! a host, each a process with one connection. To end the one that is idle for longest would break the
+//! disk of a guest for a stranger, who could go on to the next guest. And who may connect to a socket may
+//! read what it exports, and write what is not read-only, which is worse than to keep others out. The owner
+//! and mode of a Unix socket, or a firewall, say who may connect: clients that must not keep one another
+//! out get sockets of their own.
 //!
 //! A connection that is asked to leave finishes what it has in flight and sends the replies. While a client
 //! waits for its seat it has at most the time that [`Registry::new`] is told. Then it is cut off, also one
@@ -306,11 +317,14 @@ impl State {
         let is_other_socket = most >= counts.socket(origin.socket) + 2;
         let socket = if is_other_socket { socket } else { origin.socket };
         let there = counts.origins.iter().filter(|(origin, _)| origin.socket == socket);
-        let (largest, &most) = there.max_by_key(|(_, count)| **count)?;
+        let most = there.map(|(_, &count)| count).max()?;
         if !is_other_socket && most < counts.origin(&origin) + 2 {
             return None;
         }
-        let theirs = self.seated().filter(|entry| entry.origin == *largest);
+        let is_largest = |origin| counts.origin(origin) == most;
+        let theirs = self
+            .seated()
+            .filter(|entry| entry.origin.socket == socket && is_largest(&entry.origin));
         let order = |entry: &&Entry| match &entry.phase {
             Phase::Transmission { activity, .. } => (activity.idle(), entry.id),
             _ => (None, 0),

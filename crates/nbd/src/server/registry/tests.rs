@@ -15,6 +15,7 @@ const HOUR: Duration = Duration::from_secs(3600);
 struct Connected {
     client: UnixStream,
     leave: Arc<Leave>,
+    activity: Arc<Activity>,
     seat: Seat,
 }
 
@@ -24,7 +25,7 @@ impl Connected {
         let activity = Arc::new(Activity::new());
         activity.set_in_flight(1);
         let leave = seat.transmit(&activity);
-        Self { client, leave, seat }
+        Self { client, leave, activity, seat }
     }
 
     fn is_asked(&self) -> bool {
@@ -77,5 +78,23 @@ fn a_connection_that_does_not_leave_is_cut_off_for_the_one_that_waits() {
         assert!(second.is_cut() && !first.is_cut() && !first.is_asked());
         drop(second.seat);
         assert!(taken.await);
+    });
+}
+
+#[test]
+fn equals_at_one_socket_make_no_room_for_one_another_but_for_another_socket() {
+    let registry = Arc::new(Registry::new(4, HOUR));
+    let connected = [1, 2, 3, 4].map(|process| Connected::new(&registry, 0, process));
+    connected[2].activity.set_in_flight(0);
+    let (_client, same) = enter(&registry, 0, 5);
+    let (_client, other) = enter(&registry, 1, 6);
+    run(async {
+        assert!(!has_seat(&same).await);
+        assert!(connected.iter().all(|one| !one.is_asked()), "an idle guest keeps its disk");
+        assert!(!has_seat(&other).await);
+        assert_eq!(connected.each_ref().map(Connected::is_asked), [false, false, true, false]);
+        let [_first, _second, idle, _last] = connected;
+        drop(idle.seat);
+        assert!(has_seat(&other).await && !has_seat(&same).await);
     });
 }
