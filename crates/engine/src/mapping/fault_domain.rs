@@ -3,7 +3,7 @@
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering, fence};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicUsize, Ordering, fence};
 
 /// A fault in shared memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -28,6 +28,10 @@ impl Fault {
     }
 }
 
+/// How many pages of a domain are replaced one by one. Each may divide its mapping in three, and the
+/// kernel bounds the mappings of a process (`vm.max_map_count`, 65,530 by default).
+pub(super) const MAX_REPLACED_PAGES: u32 = 64;
+
 /// What a fault in one of its mappings ends.
 #[derive(Debug)]
 pub struct FaultDomain {
@@ -35,6 +39,8 @@ pub struct FaultDomain {
     /// The first fault, stored before `failed`.
     address: AtomicUsize,
     is_hardware: AtomicBool,
+    /// How many pages were replaced alone, or should have been.
+    replaced_pages: AtomicU32,
     /// Shut down at the first fault.
     connection: Option<OwnedFd>,
 }
@@ -53,7 +59,8 @@ impl FaultDomain {
 
     fn new(connection: Option<OwnedFd>) -> Arc<Self> {
         let (failed, address) = (AtomicBool::new(false), AtomicUsize::new(0));
-        Arc::new(Self { failed, address, is_hardware: AtomicBool::new(false), connection })
+        let (is_hardware, replaced_pages) = (AtomicBool::new(false), AtomicU32::new(0));
+        Arc::new(Self { failed, address, is_hardware, replaced_pages, connection })
     }
 
     /// Whether memory of the domain has vanished under an access. While it says no, every value that
@@ -89,6 +96,12 @@ impl FaultDomain {
             self.is_hardware.store(matches!(fault, Fault::Hardware { .. }), Ordering::Relaxed);
             self.failed.store(true, Ordering::SeqCst);
         }
+    }
+
+    /// Whether one more page may be replaced alone. Async-signal-safe.
+    pub(super) fn may_replace_page(&self) -> bool {
+        let next = |count: u32| (count < MAX_REPLACED_PAGES).then_some(count + 1);
+        self.replaced_pages.fetch_update(Ordering::Relaxed, Ordering::Relaxed, next).is_ok()
     }
 
     /// Shuts the connection down. Async-signal-safe: one system call.

@@ -5,7 +5,8 @@
 //! hole (huge pages, a full tmpfs). A touch is answered by SIGBUS then, whose default action ends the
 //! process. Guarantees:
 //! - A fault in a mapping ends what its [`FaultDomain`] stands for, and nothing else: the handler
-//!   (`sigbus`) puts a page of zeros in the place, marks the domain and shuts its connection down.
+//!   (`sigbus`) puts a page of zeros in the place, marks the domain and shuts its connection down. However
+//!   many pages are lost, a domain divides its mappings a bounded number of times.
 //! - The mark is set before the zeros can be seen. So a value was there if the domain is unmarked after it
 //!   was read.
 //! - A SIGBUS elsewhere has the effect that it would have without us.

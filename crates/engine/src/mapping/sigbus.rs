@@ -2,8 +2,11 @@
 //!
 //! It runs in the thread that touched the page, in the middle of a load, a store or a copy, so it takes no
 //! lock, allocates nothing, and touches no shared memory. When it returns, the access is made once more,
-//! and finds a page of zeros. One page for each fault: the others may be intact, and the kernel may be
-//! about to read a guest's data from them.
+//! and finds a page of zeros. The first faults replace one page each: the others may be intact, and the
+//! kernel may be about to read a guest's data from them. Where many pages of a domain are lost, or one
+//! cannot be replaced alone, the whole mapping is replaced: single pages divide it, and a process may have
+//! only so many mappings. What a transfer of the kernel's reads there from then on is zeros, of a request
+//! that is never acknowledged, as the domain has failed.
 //!
 //! A fault elsewhere, and a signal that was sent (`kill -BUS`), belong to whoever handled SIGBUS before, as
 //! the standard library does for its reports of stack overflows; in the end to the default action.
@@ -16,7 +19,7 @@ use std::sync::OnceLock;
 
 use rustix::mm::{MapFlags, ProtFlags};
 
-use super::fault_domain::Fault;
+use super::fault_domain::{Fault, FaultDomain};
 use super::registry::{MAPPINGS, Pages};
 
 /// Codes of `siginfo_t` (`<asm-generic/siginfo.h>`): no page at the address, or one whose memory is broken
@@ -98,24 +101,36 @@ fn recover(fault: Fault) -> bool {
     let domain = unsafe { &*domain };
     let is_first = !domain.has_failed();
     domain.fail(fault);
-    let replaced = replace(pages, fault.address());
+    let replaced = replace(pages, fault.address(), domain);
     if is_first {
         domain.disconnect();
     }
     replaced
 }
 
-/// Puts a page of zeros in the place of the page at `address`. It fails for lack of memory, and where the
-/// process has as many mappings as the kernel allows.
-fn replace(pages: Pages, address: usize) -> bool {
-    let page = ptr::without_provenance_mut(pages.page_of(address));
+/// Puts zeros in the place of the page at `address`, or of its whole mapping.
+fn replace(pages: Pages, address: usize, domain: &FaultDomain) -> bool {
+    let page = || put_zeros(pages.page_of(address), pages.page);
+    // The borders of the whole are there already, so it needs no mapping that is not there.
+    let whole = || put_zeros(pages.start, pages.length);
+    match domain.may_replace_page() {
+        true => page() || whole(),
+        // The kernel may have no memory for the whole where it does not overcommit.
+        false => whole() || page(),
+    }
+}
+
+/// Puts zeros in the place of whole pages of one mapping. It fails for lack of memory, and where the
+/// process would have more mappings than the kernel allows.
+fn put_zeros(start: usize, length: usize) -> bool {
+    let start = ptr::without_provenance_mut(start);
     let access = ProtFlags::READ | ProtFlags::WRITE;
     let kind = MapFlags::PRIVATE | MapFlags::FIXED | MapFlags::NORESERVE;
-    // SAFETY: a whole page of a mapping that exists and that this thread owns. Its bytes are never
+    // SAFETY: whole pages of a mapping that exists and that this thread owns. Their bytes are never
     // referred to, only loaded and stored, and may change at any time.
-    let replaced = unsafe { rustix::mm::mmap_anonymous(page, pages.page, access, kind) }.is_ok();
-    // SAFETY: the same page. It gets what is read for the guest, as its mapping did.
-    let _ = unsafe { rustix::mm::madvise(page, pages.page, rustix::mm::Advice::LinuxDontDump) };
+    let replaced = unsafe { rustix::mm::mmap_anonymous(start, length, access, kind) }.is_ok();
+    // SAFETY: the same pages. They get what is read for the guest, as their mapping did.
+    let _ = unsafe { rustix::mm::madvise(start, length, rustix::mm::Advice::LinuxDontDump) };
     replaced
 }
 

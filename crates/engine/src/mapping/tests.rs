@@ -97,6 +97,71 @@ fn alone(test: &str) -> ExitStatus {
     command.output().unwrap().status
 }
 
+/// How many mappings the kernel has for these addresses.
+fn kernel_mappings(mapping: &Mapping) -> usize {
+    let start = mapping.start().addr().get();
+    let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
+    let ends = |line: &str| {
+        let (from, to) = line.split(' ').next()?.split_once('-')?;
+        let number = |text| usize::from_str_radix(text, 16).ok();
+        Some((number(from)?, number(to)?))
+    };
+    let is_in = |(from, to): &(usize, usize)| *from < start + mapping.length() && start < *to;
+    maps.lines().filter_map(ends).filter(is_in).count()
+}
+
+#[test]
+fn many_lost_pages_divide_a_mapping_a_bounded_number_of_times() {
+    let pages = 4 * fault_domain::MAX_REPLACED_PAGES as usize;
+    let (domain, cut) = (FaultDomain::unconnected(), file(pages));
+    let (mapping, other) = (map(&cut, pages, &domain), map(&cut, pages, &domain));
+    rustix::fs::ftruncate(&cut, 0).unwrap();
+    for page in (0..pages / 2).step_by(2) {
+        assert_eq!(load(&mapping, page), 0);
+    }
+    assert!(kernel_mappings(&mapping) > 100, "each page by itself at first");
+    for page in 0..pages {
+        assert_eq!((load(&mapping, page), load(&other, page)), (0, 0));
+    }
+    assert_eq!((kernel_mappings(&mapping), kernel_mappings(&other)), (1, 1));
+}
+
+#[test]
+fn a_lost_page_is_replaced_where_there_can_be_no_further_mapping() {
+    assert!(alone("loses_a_page_at_the_limit_of_mappings").success());
+}
+
+#[test]
+#[ignore = "uses up its process's mappings"]
+fn loses_a_page_at_the_limit_of_mappings() {
+    const ROOM: usize = 1 << 19;
+    let (domain, cut) = (FaultDomain::unconnected(), file(5));
+    let mapping = map(&cut, 5, &domain);
+    rustix::fs::ftruncate(&cut, 0).unwrap();
+    leave_no_core();
+    let kind = MapFlags::PRIVATE | MapFlags::NORESERVE;
+    // SAFETY: a new mapping, which nothing else uses.
+    let room = unsafe {
+        rustix::mm::mmap_anonymous(ptr::null_mut(), ROOM * PAGE, ProtFlags::empty(), kind).unwrap()
+    };
+    let protect = |page: usize| {
+        // SAFETY: a page of the mapping above, which nothing refers to.
+        unsafe {
+            let page = room.cast::<u8>().add(page * PAGE).cast();
+            rustix::mm::mprotect(page, PAGE, rustix::mm::MprotectFlags::READ)
+        }
+    };
+    // Each makes two more, until a page at the end of one would make the last.
+    let full = (1..ROOM / 2).find(|&count| protect(2 * count).is_err());
+    // Where the kernel allows more than this test makes, there is nothing to see.
+    if full.is_some() {
+        let _ = protect(0);
+    }
+    assert_eq!((load(&mapping, 2), domain.has_failed()), (0, true));
+    // SAFETY: as above. There can be mappings again, for what ends the test.
+    unsafe { rustix::mm::munmap(room, ROOM * PAGE).unwrap() };
+}
+
 #[test]
 fn a_fault_elsewhere_has_the_default_action() {
     assert_eq!(alone("touches_memory_that_is_not_registered").signal(), Some(libc::SIGBUS));
