@@ -72,7 +72,7 @@ pub use probe::FileKind;
 pub use sleep::{Sleep, sleep};
 pub use slots_seen::registered_slots;
 pub use socket::{Listener, Stream};
-pub use socket_option::peer_process;
+pub use socket_option::{peer_process, unsent_bytes};
 pub use spawn::{Task, spawn, spawn_detached};
 // From the floor below, because it works on any executor.
 pub use blockhouse_core::yield_now;

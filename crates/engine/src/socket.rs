@@ -42,15 +42,23 @@ impl Stream {
     /// Sends everything, in order. Gives the list back with all that was sent passed over.
     pub async fn send(&self, mut from: IoVectorList) -> (io::Result<()>, IoVectorList) {
         while !from.is_empty() {
-            let message = Message { socket: Arc::clone(&self.0), list: from };
-            let (result, operation) = submit(Operation::Send(message)).await;
-            from = list_of(operation);
-            match result {
-                Ok(sent) => from.advance(sent),
-                Err(error) => return (Err(error.into()), from),
+            let (result, rest) = self.send_some(from).await;
+            from = rest;
+            if result.is_err() {
+                return (result, from);
             }
         }
         (Ok(()), from)
+    }
+
+    /// Sends what the socket takes at once, in order, waiting until it takes something. Gives the list back
+    /// with all that was sent passed over.
+    pub async fn send_some(&self, from: IoVectorList) -> (io::Result<()>, IoVectorList) {
+        let message = Message { socket: Arc::clone(&self.0), list: from };
+        let (result, operation) = submit(Operation::Send(message)).await;
+        let mut from = list_of(operation);
+        let result = result.map(|sent| from.advance(sent)).map_err(Into::into);
+        (result, from)
     }
 
     /// As [`send`](Self::send); what the socket takes without waiting goes by a system call of its own.

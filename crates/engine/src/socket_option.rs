@@ -30,11 +30,38 @@ pub fn peer_process(socket: impl AsFd) -> io::Result<Option<i32>> {
     Ok((credentials.pid > 0).then_some(credentials.pid))
 }
 
+/// Bytes in the send queue of a stream socket (`SIOCOUTQ`): over TCP those that the peer did not acknowledge
+/// yet (tcp(7)), on a Unix socket the memory of those that it did not receive, which is freed in units of
+/// up to 36 KiB.
+///
+/// # Errors
+/// The kernel's (`ioctl(2)`).
+pub fn unsent_bytes(socket: impl AsFd) -> io::Result<usize> {
+    let mut count: libc::c_int = 0;
+    // SAFETY: TIOCOUTQ, which is SIOCOUTQ on sockets, writes one `int` to `count`, which is live for the call.
+    let result = unsafe { libc::ioctl(socket.as_fd().as_raw_fd(), libc::TIOCOUTQ, &raw mut count) };
+    if result != 0 {
+        return Err(io::Error::last_os_error());
+    }
+    Ok(usize::try_from(count).unwrap_or(0))
+}
+
 #[cfg(test)]
 mod tests {
+    use std::io::{Read, Write};
     use std::os::unix::net::UnixStream;
 
     use super::*;
+
+    #[test]
+    fn unsent_bytes_are_those_that_the_peer_did_not_receive() {
+        let (mut one, mut other) = UnixStream::pair().unwrap();
+        assert_eq!(unsent_bytes(&one).unwrap(), 0);
+        one.write_all(&[1; 4096]).unwrap();
+        assert!(unsent_bytes(&one).unwrap() >= 4096);
+        other.read_exact(&mut [0; 4096]).unwrap();
+        assert_eq!(unsent_bytes(&one).unwrap(), 0);
+    }
 
     #[test]
     fn a_process_is_told_where_it_has_an_id() {

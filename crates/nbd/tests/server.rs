@@ -174,6 +174,7 @@ fn a_client_that_stands_still_is_cut_off_and_what_it_held_is_free() {
         assert!(idle.is_served(), "beside them all");
         assert!(is_closed(&mut mute.stream) && is_closed(&mut half.stream));
         for client in &mut deaf {
+            wait_for("it to be cut off", || client.stream.write(&[0]).is_err());
             let mut received = 0;
             let mut bytes = vec![0; 64 << 10];
             while let Ok(count @ 1..) = client.stream.read(&mut bytes) {
@@ -208,6 +209,24 @@ fn a_slow_client_that_goes_on_is_not_cut_off() {
             slow.stream.write_all(piece).unwrap();
         }
         assert_eq!(slow.receive().unwrap().outcome, Outcome::Done);
+    });
+}
+
+#[test]
+fn a_client_that_takes_one_reply_for_longer_than_the_limit_is_not_cut_off() {
+    let stall = Some(Duration::from_millis(400));
+    with_limits(Limits { stall, ..Limits::default() }, |rig| {
+        let mut slow = rig.client(Framing::Simple);
+        ask_for_much(&mut slow, 1);
+        let mut left = MIB + 16;
+        let mut bytes = vec![0; MIB / 16];
+        while left > 0 {
+            std::thread::sleep(Duration::from_millis(60));
+            let count = left.min(bytes.len());
+            slow.stream.read_exact(&mut bytes[..count]).expect("it is still connected");
+            left -= count;
+        }
+        assert!(slow.is_served());
     });
 }
 

@@ -125,10 +125,9 @@ impl Uring {
             }
             Operation::Send(message) => {
                 let socket = Fd(message.socket.as_raw_fd());
-                // The kernel goes on by itself when the socket takes only a part.
-                let flags = libc::MSG_NOSIGNAL | libc::MSG_WAITALL;
+                // Not MSG_WAITALL: the sender shall see each part that a slow peer makes room for.
                 let header = self.header(token, message);
-                opcode::SendMsg::new(socket, header).flags(flags as u32).build()
+                opcode::SendMsg::new(socket, header).flags(libc::MSG_NOSIGNAL as u32).build()
             }
             Operation::Accept { socket } => {
                 let socket = Fd(socket.as_raw_fd());

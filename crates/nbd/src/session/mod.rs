@@ -149,7 +149,7 @@ async fn too_slow<S: Storage>(
     leave: &Leave,
 ) -> End {
     let Allowance { stall, stall_at_end, idle, .. } = allowance;
-    let stalled = pin!(link.peer_wait.stalled(stall, stall_at_end, leave));
+    let stalled = pin!(link.peer_wait.stalled(&link.stream, stall, stall_at_end, leave));
     match idle {
         None => stalled.await,
         Some(limit) => match select(stalled, pin!(asks_nothing(activity, limit))).await {

@@ -1,10 +1,12 @@
 //! Waiting for the peer: how long a connection has stood still in the middle of something.
 //!
 //! Guarantee: a peer that does not take what it asked for, or does not send the rest of a request, is
-//! found within one and a quarter of the limit, and one that goes on, however slowly, is not. Each
-//! [`STEP`](super::writer::STEP) of a long reply and each receive is a step forward. An idle peer owes
-//! nothing and is never found here. The cost of a request is two stores; a timer runs only while the
-//! connection is busy, one in a quarter of the limit.
+//! found within one and a quarter of the limit, and one that goes on is not. Each receive is a step forward, and
+//! so is each part of a reply that the socket takes, and each time that the send queue is seen to be shorter.
+//! The last is the finest: the kernel takes more only once much of its queue is free, but a Unix socket
+//! frees it in units of up to 36 KiB, and TCP as the peer's window lets it. An idle peer owes nothing and is
+//! never found here. The cost of a request is a few stores; a timer runs only while the connection is busy,
+//! one in a quarter of the limit, with one system call where a reply waits to be sent.
 
 use std::cell::Cell;
 use std::future::{Future, poll_fn};
@@ -12,7 +14,7 @@ use std::pin::pin;
 use std::task::Poll;
 use std::time::{Duration, Instant};
 
-use blockhouse_engine::sleep;
+use blockhouse_engine::{Stream, sleep, unsent_bytes};
 
 use super::condition::Condition;
 use super::leave::Leave;
@@ -52,15 +54,27 @@ impl PeerWait {
     /// It did, or does not have to any more.
     pub fn end(&self, direction: Direction) {
         self.waits[direction as usize].set(false);
+        self.step(direction);
+    }
+
+    /// It did a part of it.
+    pub fn step(&self, direction: Direction) {
         self.steps[direction as usize].update(|steps| steps.wrapping_add(1));
     }
 
     /// Resolves when the peer did not move for `limit`, or for `limit_at_end` from when the connection
     /// was asked to leave.
-    pub async fn stalled(&self, limit: Duration, limit_at_end: Duration, leave: &Leave) -> End {
+    pub async fn stalled(
+        &self,
+        stream: &Stream,
+        limit: Duration,
+        limit_at_end: Duration,
+        leave: &Leave,
+    ) -> End {
         let mut limit = limit;
         loop {
             self.changed.until(|| self.began.take().then_some(())).await;
+            let mut unsent = None;
             let mut seen = [0, 1].map(|index| (self.steps[index].get(), Instant::now()));
             loop {
                 let is_asked = pause(limit / 4, (limit > limit_at_end).then_some(leave)).await;
@@ -68,6 +82,13 @@ impl PeerWait {
                     limit = limit_at_end;
                 }
                 let now = Instant::now();
+                if self.waits[Direction::Send as usize].get() {
+                    // Between two steps the server adds nothing: a shorter queue is the peer's work.
+                    let before = std::mem::replace(&mut unsent, unsent_bytes(stream).ok());
+                    if unsent < before {
+                        self.step(Direction::Send);
+                    }
+                }
                 for direction in Direction::BOTH {
                     let index = direction as usize;
                     let steps = self.steps[index].get();

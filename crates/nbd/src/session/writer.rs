@@ -10,7 +10,7 @@ use super::outbox::{Batch, Errand};
 use super::peer_wait::Direction;
 
 /// With this many bytes in one system call, the rest waits for the next one, so that memory comes free
-/// while the client still receives, and a client that receives slowly is seen to receive.
+/// while the client still receives.
 pub const STEP: usize = 1 << 20;
 
 /// Sends replies until the outbox is closed. `batch` is empty and has room for as many as there can be at
@@ -55,15 +55,25 @@ async fn send<S: Storage>(
             count += 1;
         }
         link.peer_wait.begin(Direction::Send);
-        let (result, returned) = link.stream.send(std::mem::take(list)).await;
+        let result = send_step(link, list).await;
         link.peer_wait.end(Direction::Send);
-        *list = returned;
         list.clear();
         result?;
         leave_bare(link, batch);
         for whole in batch.whole.drain(..count) {
             link.flow.leave(1, whole.footprint);
         }
+    }
+    Ok(())
+}
+
+/// Sends the list. Each part that the socket takes is a step forward of the client.
+async fn send_step<S: Storage>(link: &Link<S>, list: &mut IoVectorList) -> io::Result<()> {
+    while !list.is_empty() {
+        let (result, rest) = link.stream.send_some(std::mem::take(list)).await;
+        *list = rest;
+        result?;
+        link.peer_wait.step(Direction::Send);
     }
     Ok(())
 }
