@@ -85,7 +85,7 @@ impl SharedMemory {
     ///
     /// # Errors
     /// `Unsupported` for a file whose pages are not in memory, `InvalidInput` when the file has fewer
-    /// bytes, `QuotaExceeded` beyond 16,384 mappings in this process, or the kernel's.
+    /// bytes, `QuotaExceeded` beyond 16,384 mappings in this process or 2048 of `domain`, or the kernel's.
     pub fn map(
         file: impl AsFd,
         offset: u64,

@@ -32,6 +32,10 @@ impl Fault {
 /// kernel bounds the mappings of a process (`vm.max_map_count`, 65,530 by default).
 pub(super) const MAX_REPLACED_PAGES: u32 = 64;
 
+/// How many mappings of a domain there can be at a time: four times the regions that a front-end may
+/// share (509), since operations keep sets of regions that were replaced.
+pub(super) const MAX_DOMAIN_MAPPINGS: usize = 4 * 512;
+
 /// What a fault in one of its mappings ends.
 #[derive(Debug)]
 pub struct FaultDomain {
@@ -39,6 +43,8 @@ pub struct FaultDomain {
     /// The first fault, stored before `failed`.
     address: AtomicUsize,
     is_hardware: AtomicBool,
+    /// How many mappings there are.
+    mappings: AtomicUsize,
     /// How many pages were replaced alone, or should have been.
     replaced_pages: AtomicU32,
     /// Shut down at the first fault.
@@ -60,7 +66,8 @@ impl FaultDomain {
     fn new(connection: Option<OwnedFd>) -> Arc<Self> {
         let (failed, address) = (AtomicBool::new(false), AtomicUsize::new(0));
         let (is_hardware, replaced_pages) = (AtomicBool::new(false), AtomicU32::new(0));
-        Arc::new(Self { failed, address, is_hardware, replaced_pages, connection })
+        let mappings = AtomicUsize::new(0);
+        Arc::new(Self { failed, address, is_hardware, mappings, replaced_pages, connection })
     }
 
     /// Whether memory of the domain has vanished under an access. While it says no, every value that
@@ -96,6 +103,17 @@ impl FaultDomain {
             self.is_hardware.store(matches!(fault, Fault::Hardware { .. }), Ordering::Relaxed);
             self.failed.store(true, Ordering::SeqCst);
         }
+    }
+
+    /// Counts a mapping that is to be made. Says whether there can be one more.
+    pub(super) fn acquire_mapping(&self) -> bool {
+        let next = |count: usize| (count < MAX_DOMAIN_MAPPINGS).then_some(count + 1);
+        self.mappings.fetch_update(Ordering::Relaxed, Ordering::Relaxed, next).is_ok()
+    }
+
+    /// A mapping that was counted is gone.
+    pub(super) fn release_mapping(&self) {
+        self.mappings.fetch_sub(1, Ordering::Relaxed);
     }
 
     /// Whether one more page may be replaced alone. Async-signal-safe.

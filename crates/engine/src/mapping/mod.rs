@@ -33,8 +33,30 @@ use rustix::mm::{MapFlags, ProtFlags};
 pub(crate) struct Mapping {
     start: NonNull<u8>,
     length: usize,
-    domain: Arc<FaultDomain>,
+    domain: Counted,
     registration: registry::Registration,
+}
+
+/// A domain in which a mapping is counted until this is dropped.
+#[derive(Debug)]
+struct Counted(Arc<FaultDomain>);
+
+impl Counted {
+    fn in_domain(domain: &Arc<FaultDomain>) -> io::Result<Self> {
+        if domain.acquire_mapping() {
+            return Ok(Self(Arc::clone(domain)));
+        }
+        let limit = fault_domain::MAX_DOMAIN_MAPPINGS;
+        let what =
+            format!("the front-end has {limit} mappings already, with those in use by requests");
+        Err(io::Error::new(io::ErrorKind::QuotaExceeded, what))
+    }
+}
+
+impl Drop for Counted {
+    fn drop(&mut self) {
+        self.0.release_mapping();
+    }
 }
 
 // SAFETY: the object owns its mapping, which is not tied to a thread.
@@ -47,7 +69,8 @@ impl Mapping {
     /// `page`, the size of the file's pages. A fault there is one of `domain`. Core files do not get them.
     ///
     /// # Errors
-    /// The kernel's; `QuotaExceeded` for more mappings at a time than are kept track of.
+    /// The kernel's; `QuotaExceeded` for more mappings at a time than are kept track of, in all or of
+    /// `domain`.
     pub(crate) fn of(
         file: impl AsFd,
         offset: u64,
@@ -56,6 +79,7 @@ impl Mapping {
         domain: &Arc<FaultDomain>,
     ) -> io::Result<Self> {
         sigbus::install()?;
+        let counted = Counted::in_domain(domain)?;
         // SAFETY: a new mapping at an address of the kernel's choice touches nobody's memory.
         let mapped = unsafe {
             rustix::mm::mmap(
@@ -76,7 +100,7 @@ impl Mapping {
                 format!("{} mappings of guests' memory exist already", registry::MAX_MAPPINGS);
             return Err(io::Error::new(io::ErrorKind::QuotaExceeded, what));
         };
-        let mapping = Self { start, length, domain: Arc::clone(domain), registration };
+        let mapping = Self { start, length, domain: counted, registration };
         mapping.leave_out_of_core_files()?;
         Ok(mapping)
     }
@@ -109,7 +133,7 @@ impl Mapping {
     }
 
     pub(crate) fn domain(&self) -> &Arc<FaultDomain> {
-        &self.domain
+        &self.domain.0
     }
 }
 

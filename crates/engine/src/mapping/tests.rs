@@ -97,6 +97,21 @@ fn alone(test: &str) -> ExitStatus {
     command.output().unwrap().status
 }
 
+#[test]
+fn a_domain_has_a_bounded_number_of_mappings() {
+    let (domain, other) = (FaultDomain::unconnected(), FaultDomain::unconnected());
+    let file = file(1);
+    let map_in = |domain| Mapping::of(&file, 0, PAGE, PAGE, domain);
+    let mut all: Vec<_> =
+        (0..fault_domain::MAX_DOMAIN_MAPPINGS).map(|_| map_in(&domain).unwrap()).collect();
+    assert_eq!(map_in(&domain).unwrap_err().kind(), io::ErrorKind::QuotaExceeded);
+    drop(map_in(&other).unwrap());
+    all.pop();
+    drop(map_in(&domain).unwrap());
+    all.push(map_in(&domain).unwrap());
+    assert!(map_in(&domain).is_err());
+}
+
 /// How many mappings the kernel has for these addresses.
 fn kernel_mappings(mapping: &Mapping) -> usize {
     let start = mapping.start().addr().get();
