@@ -247,7 +247,8 @@ impl<S: Storage + Send + Sync> Frontend<S> {
 
     /// Has all running queues log as is wanted now.
     fn spread_log(&mut self) -> Result<()> {
-        for vring in &self.vrings {
+        // Each order has a call of its own, which only a running queue needs.
+        for vring in self.vrings.iter().filter(|vring| vring.running.is_some()) {
             let used = vring.addresses.and_then(|addresses| addresses.log);
             vring.tell(self.logging(used)).map_err(refused)?;
         }
@@ -399,8 +400,8 @@ impl<S: Storage + Send + Sync> Frontend<S> {
     }
 
     pub(crate) fn set_kick(&mut self, index: u32, kick: Kick) -> Result<()> {
-        if matches!(&kick, Kick::Event(event) if !is_eventfd(event)) {
-            return Err(refused("a descriptor for kicks that is no eventfd"));
+        if let Kick::Event(event) = &kick {
+            check_eventfd(Some(event), "kicks")?;
         }
         let vring = self.vring(index)?;
         let copy = kick.try_clone().map_err(refused)?;
@@ -410,22 +411,25 @@ impl<S: Storage + Send + Sync> Frontend<S> {
     }
 
     pub(crate) fn set_call(&mut self, index: u32, call: Option<OwnedFd>) -> Result<()> {
-        let order = Order::Call(duplicate_call(call.as_ref())?);
+        check_eventfd(call.as_ref(), "calls")?;
         let vring = self.vring(index)?;
-        vring.tell(order).map_err(refused)?;
+        if vring.running.is_some() {
+            let order = Order::Call(duplicate_call(call.as_ref())?);
+            vring.tell(order).map_err(refused)?;
+        }
         vring.call = call;
         Ok(())
     }
 
     pub(crate) fn set_error(&mut self, index: u32, error: Option<OwnedFd>) -> Result<()> {
-        duplicate_call(error.as_ref())?;
+        check_eventfd(error.as_ref(), "errors")?;
         self.vring(index)?.error = error;
         Ok(())
     }
 
     /// How the front-end is told that the log has changed.
     pub(crate) fn set_log_call(&mut self, call: OwnedFd) -> Result<()> {
-        duplicate_call(Some(&call))?;
+        check_eventfd(Some(&call), "the log's changes")?;
         self.log_call = Some(call);
         self.spread_log()
     }
@@ -517,6 +521,14 @@ fn breaker(
         error.iter().for_each(Call::signal);
         // It fails only for a connection that is over already.
         let _ = stream.as_ref().map(|stream| stream.shutdown(Shutdown::Both));
+    }
+}
+
+/// Refuses what cannot be signalled or watched, and makes nothing: what is sent costs the front-end little.
+fn check_eventfd(descriptor: Option<&OwnedFd>, purpose: &str) -> Result<()> {
+    match descriptor.is_none_or(is_eventfd) {
+        true => Ok(()),
+        false => Err(refused(format_args!("a descriptor for {purpose} that is no eventfd"))),
     }
 }
 
