@@ -175,6 +175,100 @@ fn a_device_is_used_to_its_end_whatever_its_refcount_blocks_reach() {
     close(&rig);
 }
 
+/// Fills a disk cluster by cluster until its storage is full; how many clusters have data then.
+fn fill(rig: &Rig, cluster: u64, clusters: u64) -> u64 {
+    for index in 0..clusters {
+        if let Err(error) = rig.submit(write(index * cluster, cluster as usize, 1, PLAIN)) {
+            assert_eq!(error.kind(), ErrorKind::NoSpace);
+            return index;
+        }
+    }
+    panic!("the storage is never full");
+}
+
+#[test]
+fn a_device_that_ends_with_what_a_refcount_block_is_for_gives_what_was_trimmed() {
+    const SMALL: u64 = 512;
+    // A refcount block is for 128 KiB.
+    let options = CreateOptions { cluster_size: SMALL, ..CreateOptions::new(512 << 10) };
+    let rig = on_device(options, 256 << 10);
+    let full = fill(&rig, SMALL, 1024);
+    rig.submit(discard(0, 16 * SMALL)).unwrap();
+    for index in 0..8 {
+        let outcome = rig.submit(write((full + index) * SMALL, SMALL as usize, 2, PLAIN));
+        outcome.unwrap_or_else(|error| panic!("write {index}: {error}"));
+    }
+    close(&rig);
+}
+
+#[test]
+fn a_device_that_was_full_before_gives_what_was_trimmed() {
+    let rig = on_device(CreateOptions::new(4 * MIB), 2 * MIB);
+    let full = fill(&rig, CLUSTER, 64);
+    rig.submit(discard(0, 4 * CLUSTER)).unwrap();
+    for index in 0..4 {
+        let outcome = rig.submit(write((full + index) * CLUSTER, CLUSTER as usize, 2, PLAIN));
+        outcome.unwrap_or_else(|error| panic!("write {index}: {error}"));
+    }
+    let more = rig.submit(write((full + 4) * CLUSTER, CLUSTER as usize, 2, PLAIN));
+    assert_eq!(more.unwrap_err().kind(), ErrorKind::NoSpace);
+    close(&rig);
+}
+
+#[test]
+fn a_write_waits_for_clusters_that_are_being_freed_on_a_full_device() {
+    for delay in (0..1000).step_by(25) {
+        let rig = on_device(CreateOptions::new(2 * MIB), MIB);
+        let full = fill(&rig, CLUSTER, 32);
+        rig.submit(discard(0, 4 * CLUSTER)).unwrap();
+        let flush = rig.start(Request::Flush);
+        rig.wait(delay);
+        for index in 0..4 {
+            let outcome = rig.submit(write((full + index) * CLUSTER, CLUSTER as usize, 2, PLAIN));
+            outcome.unwrap_or_else(|error| panic!("after {delay} us, write {index}: {error}"));
+        }
+        rig.sim.run();
+        flush.output().expect("an end").unwrap();
+        close(&rig);
+    }
+}
+
+#[test]
+fn a_gap_in_the_refcount_table_is_passed_in_one_step() {
+    const SMALL: u64 = 512;
+    // Clusters of a refcount block, and the index of the block behind the gap.
+    const COUNTS: u64 = 256;
+    const BEHIND: u64 = 12;
+    let sim = Sim::new(1);
+    let file = SimDisk::new(&sim, steady(), Vec::new());
+    let made = file.clone();
+    let options = CreateOptions { cluster_size: SMALL, ..CreateOptions::new(512 << 10) };
+    sim.block_on(async move { qcow2::create(&made, &options).await }).expect("a new image");
+    let mut content = file.content();
+    let length = (BEHIND + 1) * COUNTS * SMALL;
+    content.resize(length as usize, 0);
+    let word = |content: &[u8], at: usize| {
+        u64::from_be_bytes(content[at..at + 8].try_into().expect("8 bytes")) as usize
+    };
+    let table = word(&content, 48);
+    let first = word(&content, table);
+    // All is taken before the gap; behind it only the block itself.
+    for count in content[first..first + SMALL as usize].chunks_exact_mut(2) {
+        count.copy_from_slice(&[0, 1]);
+    }
+    let block = BEHIND * COUNTS * SMALL;
+    content[block as usize + 1] = 1;
+    let entry = table + BEHIND as usize * 8;
+    content[entry..entry + 8].copy_from_slice(&block.to_be_bytes());
+    let storage = SimDisk::new(&sim, steady(), content);
+    let opened = storage.clone();
+    let disk = sim.block_on(async move { Disk::qcow2(opened, Options::default()).await });
+    let rig = Rig { sim, storage, disk: Rc::new(disk.expect("the new image")) };
+    rig.submit(write(0, 16 * SMALL as usize, 1, PLAIN)).unwrap();
+    rig.submit(Request::Flush).unwrap();
+    assert_eq!(rig.storage.size(), length, "its free clusters come before new ones");
+}
+
 #[test]
 fn a_file_ends_behind_its_last_cluster_after_the_host_was_full() {
     let rig = rig(Discarded::Zeros);

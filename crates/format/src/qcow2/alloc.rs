@@ -152,7 +152,15 @@ impl State {
         let mut slices = SLICES_A_TIME;
         loop {
             let unseen = self.space.unseen();
-            if let Some((start, count)) = self.space.given_back() {
+            // Behind the limit is only what a request could not write to: anything else comes first.
+            let limit = self.limit();
+            let given_back = self.space.given_back();
+            let given_back = given_back.filter(|run| run.0 < limit || unseen.is_empty());
+            if let Some((start, count)) = given_back {
+                if start >= limit && self.frees.gain() > 0 {
+                    return Err(Blocked::NoRoom(Need::Frees));
+                }
+                let count = if start < limit { count.min(limit - start) } else { count };
                 match self.look_at(start, count.min(most))? {
                     Found::Free(clusters) => {
                         self.space.take_from_run(start, clusters.end - clusters.start);
@@ -169,11 +177,8 @@ impl State {
                         return self.take(clusters);
                     }
                     Found::Taken(count) => self.space.see_to(cursor + count),
-                    Found::Uncounted if self.is_uncounted_from(cursor) => {
-                        self.space.end_scan_at(cursor);
-                    }
                     // A gap in the middle is not worth a refcount block of its own.
-                    Found::Uncounted => self.space.see_to(self.next_block_start(cursor)),
+                    Found::Uncounted => self.pass_uncounted(cursor),
                 }
             } else {
                 let end = self.space.end();
@@ -197,12 +202,29 @@ impl State {
         }
     }
 
-    /// Whether no refcount block is for `cluster` or what follows it, and no table lies there: a block
-    /// device behind its last cluster in use.
-    fn is_uncounted_from(&self, cluster: u64) -> bool {
-        let index = self.geometry.refcount_place(cluster).table_index as usize;
-        let blocks = self.refcount_table.get(index..).unwrap_or_default();
-        blocks.iter().all(|&word| word == 0) && self.metadata.iter().all(|&table| table < cluster)
+    /// The first cluster that the storage has not all of by itself, if it could not be made longer.
+    fn limit(&self) -> u64 {
+        self.space.limit().map_or(u64::MAX, |bytes| bytes >> self.geometry.cluster_bits)
+    }
+
+    /// Moves the cursor from `cluster`, which no refcount block is for, to where the next block's clusters
+    /// begin. All steps together read the refcount table once.
+    fn pass_uncounted(&mut self, cluster: u64) {
+        let index = self.geometry.refcount_place(cluster).table_index;
+        let blocks = self.refcount_table.get(index as usize..).unwrap_or_default();
+        if let Some(gap) = blocks.iter().position(|&word| word != 0) {
+            self.space.see_to((index + gap as u64) * self.geometry.block_refcounts());
+            return;
+        }
+        // Nothing is counted from here on: a block device behind its last cluster in use. A table that lies
+        // there is passed.
+        let tables = self.metadata.iter().filter(|&&table| table >= cluster);
+        let start = tables.max().map_or(cluster, |&table| self.next_block_start(table));
+        if self.space.unseen().contains(&start) {
+            self.space.end_scan_at(start);
+        } else {
+            self.space.see_to(start);
+        }
     }
 
     fn next_block_start(&self, cluster: u64) -> u64 {

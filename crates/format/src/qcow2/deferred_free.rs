@@ -86,7 +86,9 @@ pub(crate) struct DeferredFrees {
     /// Freeable.
     freeable: VecDeque<DeferredFree>,
     /// How many clusters come free by all of them, those of a running writeback included.
-    gain: u64,
+    waiting: u64,
+    /// How many clusters come free by what is being counted down.
+    freeing: u64,
     /// How many bytes may always wait.
     min_waiting: u64,
 }
@@ -94,12 +96,12 @@ pub(crate) struct DeferredFrees {
 impl DeferredFrees {
     pub(crate) fn new(min_waiting: u64) -> Self {
         let (pending, freeable) = (Vec::new(), VecDeque::new());
-        Self { pending, freeable, gain: 0, min_waiting }
+        Self { pending, freeable, waiting: 0, freeing: 0, min_waiting }
     }
 
     /// References to these clusters have left the tables in memory.
     pub(crate) fn defer(&mut self, free: DeferredFree) {
-        self.gain += free.gain();
+        self.waiting += free.gain();
         free.join(&mut self.pending);
     }
 
@@ -115,7 +117,7 @@ impl DeferredFrees {
 
     /// These clusters are to be counted down, and no table on disk relies on them.
     pub(crate) fn defer_unlinked(&mut self, free: DeferredFree) {
-        self.gain += free.gain();
+        self.waiting += free.gain();
         self.freeable.push_back(free);
     }
 
@@ -135,9 +137,10 @@ impl DeferredFrees {
         self.pending.extend(later);
     }
 
-    /// How many clusters wait to become free.
+    /// How many clusters become free by a [`Qcow2::reclaim`] or while it waits. None after it, unless more
+    /// was deferred meanwhile: an allocation that sees any may wait for it.
     pub(crate) fn gain(&self) -> u64 {
-        self.gain
+        self.waiting + self.freeing
     }
 
     pub(crate) fn is_empty(&self) -> bool {
@@ -152,23 +155,36 @@ impl DeferredFrees {
         self.freeable.len()
     }
 
-    fn take_freeable(&mut self) -> Option<DeferredFree> {
+    /// [`end_freeing`](Self::end_freeing) follows for each cluster of the answer.
+    fn begin_freeing(&mut self) -> Option<DeferredFree> {
         let free = self.freeable.pop_front()?;
-        self.gain -= free.gain();
+        self.waiting -= free.gain();
+        self.freeing += free.gain();
         Some(free)
+    }
+
+    /// These are counted down, or not to be counted down by this owner any more.
+    fn end_freeing(&mut self, free: &DeferredFree) {
+        self.freeing -= free.gain();
     }
 }
 
-/// Clusters that are being counted down. What is left of them when it is dropped is freeable still.
-struct Freeing<'a> {
+/// Clusters that are being counted down. What is left of them when it is dropped is freeable still, but
+/// for those that are being punched: they stay counted, a leak, since their hole may come at any time.
+struct FreeingGuard<'a> {
     state: &'a Mutex<State>,
     free: DeferredFree,
 }
 
-impl Drop for Freeing<'_> {
+impl Drop for FreeingGuard<'_> {
     fn drop(&mut self) {
-        if !self.free.clusters.is_empty() {
-            self.state.lock().frees.defer_unlinked(self.free.clone());
+        if self.free.clusters.is_empty() {
+            return;
+        }
+        let frees = &mut self.state.lock().frees;
+        frees.end_freeing(&self.free);
+        if self.free.punch == Punch::No {
+            frees.defer_unlinked(self.free.clone());
         }
     }
 }
@@ -203,7 +219,7 @@ impl State {
     pub(crate) fn has_many_frees(&self) -> bool {
         let bits = self.geometry.cluster_bits;
         let share = (self.space.end() / 8).min(MAX_WAITING >> bits);
-        self.frees.gain() > share.max(self.frees.min_waiting >> bits)
+        self.frees.waiting > share.max(self.frees.min_waiting >> bits)
     }
 }
 
@@ -266,22 +282,21 @@ impl<S: Storage> Qcow2<S> {
         }
         self.reads.elapsed().await;
         for _ in 0..count {
-            let Some(mut free) = self.state.lock().frees.take_freeable() else { break };
+            let Some(free) = self.state.lock().frees.begin_freeing() else { break };
+            let mut freeing = FreeingGuard { state: &self.state, free };
+            let free = &mut freeing.free;
             if free.punch == Punch::Yes && self.discard == Discard::Punch {
-                // One that is dropped here stays counted: a leak, since its hole may come at any time.
                 self.punch(self.geometry.bytes_of(free.clusters.clone())).await;
-                free.punch = Punch::No;
             }
-            let mut freeing = Freeing { state: &self.state, free };
-            let clusters = &mut freeing.free.clusters;
+            free.punch = Punch::No;
             self.step_if_roomy(|state: &mut State| {
-                while let Some(cluster) = clusters.next() {
-                    if let Err(blocked) = state.decrement_refcount(cluster) {
-                        clusters.start = cluster;
-                        return Err::<(), Blocked>(blocked);
-                    }
+                while let Some(cluster) = free.clusters.clone().next() {
+                    state.decrement_refcount(cluster)?;
+                    free.clusters.start = cluster + 1;
+                    let clusters = cluster..cluster + 1;
+                    state.frees.end_freeing(&DeferredFree { clusters, ..*free });
                 }
-                Ok(())
+                Ok::<(), Blocked>(())
             })
             .await?;
         }

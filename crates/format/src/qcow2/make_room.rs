@@ -7,7 +7,7 @@
 
 use std::ops::Range;
 
-use blockhouse_core::{Buffer, Durability, Result, Storage};
+use blockhouse_core::{Buffer, Durability, ErrorKind, Result, Storage};
 
 use super::Qcow2;
 use super::room::Need;
@@ -41,7 +41,12 @@ impl<S: Storage> Qcow2<S> {
     /// `NoSpace` when the host has no room; or what else the storage answers.
     pub(super) async fn make_room(&self, need: Need) -> Result<()> {
         match need {
-            Need::AtEnd(count) => self.make_room_at_end(count).await,
+            Need::AtEnd(count) => match self.make_room_at_end(count).await {
+                Err(error) if error.kind() == ErrorKind::NoSpace && self.may_do_without() => {
+                    self.reclaim().await
+                }
+                outcome => outcome,
+            },
             Need::Length(clusters) => {
                 self.make_length(clusters).await;
                 Ok(())
@@ -82,6 +87,21 @@ impl<S: Storage> Qcow2<S> {
             }
         }
         self.reclaim().await
+    }
+
+    /// Whether a step that found no room at the end may find some elsewhere when it runs again: in
+    /// clusters that wait to be freed, or in those that nothing has looked at since the image was opened.
+    fn may_do_without(&self) -> bool {
+        let mut state = self.state.lock();
+        let size = self.storage.size();
+        // Behind the limit the next step looks at all that was not looked at. Once: it fails after that.
+        let is_unknown = state.space.limit().is_none()
+            && !state.space.unseen().is_empty()
+            && size < self.geometry.offset_of(state.space.end() + 1);
+        if is_unknown {
+            state.space.set_limit(Some(size));
+        }
+        is_unknown || state.frees.gain() > 0
     }
 
     async fn make_room_at_end(&self, count: u64) -> Result<()> {
