@@ -209,15 +209,25 @@ impl IoVector {
         rest
     }
 
-    /// Copies the first bytes of the vector into `bytes`, as many as both have.
+    /// The segments while their memory is there: the first that is lost ends them, since each further one
+    /// may cost a fault.
+    fn intact_segments(&self) -> impl Iterator<Item = &Segment> {
+        self.segments.iter().take_while(|_| self.is_intact())
+    }
+
+    /// Copies the first bytes of the vector into `bytes`, as many as both have. Where shared memory has
+    /// vanished ([`check_intact`](Self::check_intact)) the rest of `bytes` is zeros.
     pub fn copy_to(&self, bytes: &mut [u8]) {
         let mut done = 0;
-        for segment in &self.segments {
+        for segment in self.intact_segments() {
             let count = segment.length.min(bytes.len() - done);
             // SAFETY: the first `count` bytes of the segment.
             unsafe { self.copy_out(segment.address, &mut bytes[done..done + count]) };
             done += count;
         }
+        // Nothing of an earlier request's is left there.
+        let end = self.length.min(bytes.len());
+        bytes[done.min(end)..end].fill(0);
     }
 
     /// # Safety
@@ -246,7 +256,7 @@ impl IoVector {
         let mut chunk = [0; 4096];
         let mut size = 64;
         let (mut skipped, mut left) = (start, length);
-        for segment in &self.segments {
+        for segment in self.intact_segments() {
             let mut done = skipped.min(segment.length);
             skipped -= done;
             let end = done + left.min(segment.length - done);
@@ -265,10 +275,11 @@ impl IoVector {
         true
     }
 
-    /// Copies `bytes` over the first bytes of the vector, as many as both have.
+    /// Copies `bytes` over the first bytes of the vector, as many as both have. Not where shared memory has
+    /// vanished.
     pub fn copy_from(&mut self, bytes: &[u8]) {
         let mut done = 0;
-        for segment in &self.segments {
+        for segment in self.intact_segments() {
             let count = segment.length.min(bytes.len() - done);
             let (source, target) = (bytes[done..done + count].as_ptr(), segment.address.as_ptr());
             // SAFETY: as in `copy_out`, with the roles exchanged.
@@ -282,9 +293,9 @@ impl IoVector {
         }
     }
 
-    /// Sets every byte.
+    /// Sets every byte. Not where shared memory has vanished.
     pub fn fill(&mut self, byte: u8) {
-        for &Segment { address, length } in &self.segments {
+        for &Segment { address, length } in self.intact_segments() {
             // SAFETY: the segment is valid for writes (`from_raw`). Private bytes are only this vector's;
             // shared ones are set as such.
             unsafe {
@@ -479,6 +490,13 @@ mod tests {
         assert_eq!((bytes(&vector), bytes(&joined)[16..].to_vec()), (vec![7; 300], vec![7; 300]));
         assert!(vector.is_intact() && joined.check_intact().is_ok() && sample().is_intact());
         memory.1.store(true, Ordering::Relaxed);
+        vector.fill(8);
+        vector.copy_from(&[8; 300]);
+        assert_eq!(memory.0[0].load(Ordering::Relaxed), 7, "lost memory is not touched");
+        let mut copied = [9; 301];
+        vector.copy_to(&mut copied);
+        assert_eq!((&copied[..300], copied[300]), (&[0; 300][..], 9), "nor copied");
+        assert!(vector.is_zero(), "nor looked at");
         drop(memory);
         assert!(!vector.is_intact() && sample().is_intact());
         assert_eq!(joined.check_intact().unwrap_err().errno(), errno::EFAULT);

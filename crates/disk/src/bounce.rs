@@ -34,6 +34,8 @@ impl<S: Storage> Disk<S> {
             let start = (guest.offset() - piece.offset()) as usize;
             let length = guest.length() as usize;
             into.copy_from(&buffer.bytes()[start..start + length]);
+            // For memory that is lost the rest need not be read.
+            into.check_intact()?;
             into.advance(length);
             rest = rest.skip(piece.length());
             // Where nothing was read, because there is only a hole, nothing has waited.

@@ -99,7 +99,7 @@ impl<S: Storage> Disk<S> {
         Box::pin(async move {
             let backing = self.backing()?;
             let inside = within(range, backing.size());
-            fill_with_zeros(into.split_off(inside.length() as usize)).await;
+            fill_with_zeros(into.split_off(inside.length() as usize)).await?;
             if inside.is_empty() {
                 return Ok(());
             }

@@ -126,12 +126,11 @@ impl<S: Storage> Disk<S> {
         match extent.state {
             ExtentState::Mapped { host } => self.read_place(host, into).await,
             ExtentState::Zero | ExtentState::Hole if into.len() as u64 > WorkBudget::QUANTUM => {
-                Box::pin(fill_with_zeros(into)).await;
-                Ok(())
+                Box::pin(fill_with_zeros(into)).await
             }
             ExtentState::Zero | ExtentState::Hole => {
                 into.fill(0);
-                Ok(())
+                into.check_intact()
             }
             ExtentState::Compressed { host, length } => {
                 Box::pin(self.read_compressed(extent, host, length, into)).await
@@ -303,15 +302,20 @@ fn cost_of_reading(extent: &Extent) -> u64 {
 }
 
 /// Sets every byte to zero, and yields meanwhile.
-pub(crate) async fn fill_with_zeros(mut memory: IoVector) {
+///
+/// # Errors
+/// EFAULT when the memory is lost.
+pub(crate) async fn fill_with_zeros(mut memory: IoVector) -> Result<()> {
     let budget = WorkBudget::new();
     while memory.len() as u64 > WorkBudget::QUANTUM {
         let rest = memory.split_off(WorkBudget::QUANTUM as usize);
         memory.fill(0);
+        memory.check_intact()?;
         memory = rest;
         budget.spend(WorkBudget::QUANTUM).await;
     }
     memory.fill(0);
+    memory.check_intact()
 }
 
 /// Runs all parts to their end, several at a time; the first error counts.
