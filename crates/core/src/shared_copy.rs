@@ -2,7 +2,8 @@
 //!
 //! `memcpy` on such memory is a data race by the letter: its accesses are not atomic, so the compiler may
 //! assume that nothing changes. The functions here are race-free by the letter. Each is defined by a
-//! sequence of [`AtomicU8`] accesses, `Relaxed`, one for each byte of the shared memory; the other side is
+//! sequence of [`AtomicU8`] accesses, `Relaxed`, one for each byte of the shared memory (on other processors than
+//! x86-64 of aligned words where both sides are aligned); the other side is
 //! private memory and is accessed plainly. An inline `asm!` block must behave like some sequence of Rust
 //! operations that its author names (the Rust reference, "Rules for inline assembly"), and that sequence is
 //! it: no instruction of the loops below tears a byte, or reads what it has written. So a byte that is

@@ -106,7 +106,7 @@ impl HostRuns {
         if self.runs.len() >= MAX_RUNS {
             self.runs.clear();
         }
-        // The new answer stands for what it covers. A run that reaches beyond it is asked for again.
+        // The new run replaces the runs that begin inside it. One that reaches beyond it is asked for again.
         let covered: Vec<u64> = self.runs.range(from..run.end).map(|(&start, _)| start).collect();
         for start in covered {
             self.runs.remove(&start);

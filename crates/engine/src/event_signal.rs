@@ -71,7 +71,7 @@ fn by_ring(ring: IoUring, event: BorrowedFd<'_>) -> io::Result<Way> {
 fn signal_by(ring: &mut IoUring) {
     // SAFETY: the entry refers to no memory and to no descriptor.
     let pushed = unsafe { ring.submission().push(&opcode::Nop::new().build()) };
-    // Without room, one that the kernel had no memory for is still there, and does as well.
+    // If the queue is full, then an entry whose submission failed is still in it; to submit that is enough.
     drop(pushed);
     for _ in 0..ATTEMPTS {
         // It does not wait: no completion is asked for.

@@ -22,7 +22,8 @@ use rustix::net::{
 /// Bytes of a header: request, flags, bytes of the payload.
 const HEADER: usize = 12;
 
-/// The most bytes of a payload; the longest that the specification defines is a tenth of it.
+/// The most bytes of a payload; the longest message that is understood here, a table of
+/// 32 regions, is a quarter of it.
 const MAX_PAYLOAD: usize = 4096;
 
 /// The most descriptors of a message: one for each region of `SET_MEM_TABLE`.

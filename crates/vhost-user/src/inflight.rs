@@ -49,7 +49,7 @@ pub fn size(queues: u16, entries: u16) -> usize {
 }
 
 /// A memory file of `size` bytes. It can neither shrink nor grow: the server touches this memory, and
-/// bytes that a front-end has cut off would end the process.
+/// a page that a front-end cuts off ends its connection.
 ///
 /// # Errors
 /// The kernel's.

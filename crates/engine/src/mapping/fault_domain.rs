@@ -70,8 +70,8 @@ impl FaultDomain {
         Arc::new(Self { failed, address, is_hardware, mappings, replaced_pages, connection })
     }
 
-    /// Whether memory of the domain has vanished under an access. While it says no, every value that
-    /// this thread has read there was there.
+    /// Whether memory of the domain has vanished under an access. `false` means that no value that this
+    /// thread has read so far came from a page of zeros that stands for a lost one.
     #[inline]
     pub fn has_failed(&self) -> bool {
         // The value was read before the mark is.

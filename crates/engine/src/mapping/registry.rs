@@ -1,10 +1,10 @@
-//! Which addresses belong to mappings of strangers' memory, for a signal handler to ask.
+//! Which addresses belong to mappings of memory that a front-end shares, for a signal handler to ask.
 //!
 //! A bounded table of slots. Looking up takes no lock and waits for nothing, so it may be done in a handler
 //! whatever the interrupted thread was about; changes are serialised by a mutex that look-ups do not know.
-//! A slot is written between two changes of its version (a sequence lock). Who looks up an address that it
-//! is just touching owns the mapping there, so that mapping's slot does not change: a slot that changes
-//! under the look is another's, and is passed over.
+//! A slot is written between two changes of its version (a sequence lock). A thread that faults keeps
+//! the mapping there alive, so the slot of that mapping does not change meanwhile: a slot that changes during
+//! a look-up belongs to another mapping and is skipped.
 
 use std::fmt;
 use std::sync::Arc;
@@ -100,8 +100,8 @@ impl<const N: usize> Registry<N> {
         free.push(registration.0);
     }
 
-    /// The mapping that has this address, and its domain. Async-signal-safe. Sure for an address that the
-    /// current thread owns the mapping of; others may be missed while they come and go.
+    /// The mapping that has this address, and its domain. Async-signal-safe. Always finds a
+    /// mapping that the current thread keeps alive; others may be missed while they come and go.
     pub(super) fn find(&self, address: usize) -> Option<(Pages, *const FaultDomain)> {
         let used = self.used.load(Acquire).min(N);
         self.slots[..used].iter().filter_map(Slot::read).find(|(pages, _)| {

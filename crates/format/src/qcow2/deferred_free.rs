@@ -121,7 +121,7 @@ impl DeferredFrees {
         self.freeable.push_back(free);
     }
 
-    /// A writeback begins: it makes durable that nothing refers to the answer.
+    /// Starts a writeback. Returns the frees that become freeable when it has ended.
     pub(crate) fn begin_writeback(&mut self) -> Vec<DeferredFree> {
         std::mem::take(&mut self.pending)
     }
@@ -131,7 +131,7 @@ impl DeferredFrees {
         self.freeable.extend(frees);
     }
 
-    /// It came to no good end.
+    /// The writeback failed: its frees are pending again.
     pub(crate) fn abort_writeback(&mut self, frees: Vec<DeferredFree>) {
         let later = std::mem::replace(&mut self.pending, frees);
         self.pending.extend(later);

@@ -6,8 +6,8 @@
 //! the rest of the file belongs; so it can still be completed, or repaired, which makes zeros of what is
 //! lost.
 //!
-//! A healthy image costs one read at most: only where refcounts count a cluster behind the end (a crash
-//! leaves that, too) its L2 tables are looked through.
+//! Opening an intact image reads at most one refcount block for that. L2 tables are read only if a cluster
+//! behind the end has a refcount that is not zero (a crash leaves that, too).
 
 use std::fmt;
 

@@ -2,12 +2,12 @@
 //!
 //! Guarantee: the clients of a socket are not kept out by those of other sockets. At the same socket, a
 //! client that holds few connections is not kept out by a process or host that holds many, whether those
-//! are silent, idle or busy. While seats are free nobody is disconnected, however long he is idle: a
-//! guest may have nothing to do for days. When all seats are taken, room is made for a client that
+//! are silent, idle or busy. While seats are free no client is disconnected for being idle, unless the limit
+//! `idle` is set: a guest may have nothing to do for days. When all are taken, room is made for a client that
 //! waits, in this order:
 //!
-//! 1. by the oldest connection that has not asked for anything yet, in its handshake or after it, once
-//!    it is a second old;
+//! 1. by a connection that has not asked for anything yet, once it is a second old: one in its handshake
+//!    before one after it, of those one of the peer that has most of them, of those the oldest;
 //! 2. by a connection of the socket, or else at the same socket of the [`Peer`], that holds most of them,
 //!    two more at least than the one that waits: that which has been idle for longest, among all peers that
 //!    hold as many.
@@ -274,7 +274,7 @@ impl State {
         let victim = self.entries.iter_mut().find(|entry| entry.id == victim)?;
         tracing::info!(
             peer = %victim.origin.peer,
-            "all connections are taken: one that is idle makes room for another client \
+            "all connections are taken: this one is ended for another client \
              (--limit clients=N allows more)"
         );
         victim.end();

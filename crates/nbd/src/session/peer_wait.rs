@@ -43,7 +43,7 @@ pub struct PeerWait {
 }
 
 impl PeerWait {
-    /// The peer has to move from now on.
+    /// Starts to wait for the peer in `direction`.
     pub fn begin(&self, direction: Direction) {
         self.waits[direction as usize].set(true);
         if !self.began.replace(true) {
@@ -51,7 +51,7 @@ impl PeerWait {
         }
     }
 
-    /// It did, or does not have to any more.
+    /// Ends the wait for the peer in `direction`, which counts as progress.
     pub fn end(&self, direction: Direction) {
         self.waits[direction as usize].set(false);
         self.step(direction);

@@ -189,7 +189,8 @@ impl RingSide {
             self.batch = batch_of(self.ring.look()?);
         }
         let Some(head) = self.ring.pop()? else { return Ok(None) };
-        // Before the book, which a later server believes, has a request that there is not.
+        // Before the entry in the in-flight memory: a server that takes over would carry out a request that
+        // does not exist.
         self.check_memory()?;
         self.book.iter_mut().for_each(|book| book.begin(head));
         self.walk(head, chain).map(Some)
