@@ -6,6 +6,7 @@ use std::fs::OpenOptions;
 use std::os::unix::fs::FileExt;
 use std::path::PathBuf;
 
+use blockhouse_tests::nbd::{Client, command as nbd_command};
 use blockhouse_tests::{
     Outcome, Scratch, Serve,
     image_tool::{command, json, qemu_img, str},
@@ -397,6 +398,44 @@ fn what_a_cut_off_file_has_lost_is_no_zeros() {
     server.stop();
     assert_eq!(patient.path.metadata().expect("an image").len(), end, "nothing was written");
     patient.must_recover(&["read -P 1 0 1M", "read -P 2 2M 448k", "read -P 0 2560k 512k"]);
+}
+
+/// The active disk has lost nothing, but what the server would write goes where the snapshot's data belongs.
+#[test]
+fn an_image_is_not_written_to_when_a_snapshot_of_it_is_cut_off() {
+    require!(need::tools(&["qemu-img", "qemu-io"]));
+    let scratch = Scratch::new();
+    let patient = Patient::new(&scratch, "snapshot.qcow2", "compat=1.1");
+    // Room for the snapshot's tables before the data that is lost.
+    patient.qemu_io(&["write -P 5 8M 1M", "write -P 3 4M 64k", "discard 8M 1M"]);
+    let lost = patient.cluster_of(64) * CLUSTER;
+    qemu_img(&["snapshot", "-c", "kept", str(&patient.path)]).success();
+    patient.qemu_io(&["discard 4M 64k"]);
+    assert_ne!(patient.cluster_of(64) * CLUSTER, lost, "the active disk refers to it no more");
+    let file = OpenOptions::new().write(true).open(&patient.path).expect("an image");
+    file.set_len(lost).expect("it can be cut");
+    Serve::new(&scratch, &patient.path).refused().failed(&["cut off", "--read-only"]);
+    assert_eq!(patient.path.metadata().expect("an image").len(), lost, "nothing was written");
+    patient.qemu_io(&["read -P 1 0 1M"]);
+}
+
+/// A repair can still bring back what refcounts forgot, so an orderly end must leave it there.
+#[test]
+fn data_that_is_not_counted_is_not_cut_off_with_the_end_of_the_file() {
+    require!(need::tools(&["qemu-img", "qemu-io"]));
+    let scratch = Scratch::new();
+    let patient = Patient::new(&scratch, "uncounted.qcow2", "compat=1.1");
+    for index in 40..48 {
+        patient.set(patient.refcount(patient.cluster_of(index)), &[0, 0]);
+    }
+    let length = patient.path.metadata().expect("an image").len();
+    let server = Serve::new(&scratch, &patient.path).start();
+    let mut client = Client::open(&server.address());
+    assert_eq!(client.simple(nbd_command::TRIM, 0, CLUSTER, 0), 0);
+    client.disconnect();
+    server.stop();
+    assert_eq!(patient.path.metadata().expect("an image").len(), length);
+    patient.must_recover(&["read -P 1 64k 960k", "read -P 2 2M 1M"]);
 }
 
 #[test]

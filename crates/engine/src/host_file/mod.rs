@@ -15,7 +15,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 
 use blockhouse_core::{
     Alignment, ByteRange, Capabilities, Discarded, Durability, DurableWrite, Error, ErrorKind, Fua,
-    GroupCommit, IoVector, Offload, Result, Status, Storage, Sync, Unmap, WriteCache, errno,
+    GroupCommit, IoVector, Offload, Result, Status, Storage, Sync, Unmap, WriteCache,
 };
 use rustix::fs::{Advice, FallocateFlags};
 use rustix::io::Errno;
@@ -109,17 +109,18 @@ impl HostFile {
         bits != 0 && self.tail.is_some()
     }
 
-    /// A write that carries its durability, not in the last partial block.
-    async fn write_through(&self, offset: u64, from: IoVector) -> Result<()> {
-        let outcome = self.write_all(offset, from, WriteThrough::Yes).await;
-        outcome.map_err(|error| match error.kind() {
+    /// Why the kernel refused a write, and whether that concerns nothing but its range.
+    fn write_failed(&self, error: Errno, offset: u64, through: WriteThrough) -> Error {
+        let failed = self.error_at("cannot write", error, offset);
+        let is_confined = match failed.kind() {
             // The kernel found no memory at the data's addresses: it stops before it syncs anything. So a
             // guest that takes its memory away fails no flush of others.
-            _ if error.errno() == errno::EFAULT => error.confined(),
+            _ if error == Errno::FAULT => true,
             // What older writes have lost is still reported to the next flush.
-            ErrorKind::NoSpace if self.reports_twice() => error.confined(),
-            _ => error,
-        })
+            ErrorKind::NoSpace => through == WriteThrough::Yes && self.reports_twice(),
+            _ => false,
+        };
+        if is_confined { failed.confined() } else { failed }
     }
 
     /// Whether a failure to write back that a durable write has reported is reported to the next flush
@@ -146,7 +147,7 @@ impl HostFile {
                     return self.write_emulating(transfer).await;
                 }
                 Err(Errno::AGAIN | Errno::INTR) => {}
-                Err(error) => return Err(self.error_at("cannot write", error, transfer.offset)),
+                Err(error) => return Err(self.write_failed(error, transfer.offset, through)),
                 Ok(0) => {
                     let what = "cannot write (the host takes nothing)";
                     return Err(self.error_at(what, Errno::IO, transfer.offset));
@@ -350,7 +351,7 @@ impl Storage for HostFile {
             Durability::Data
                 if self.fua() == Fua::Native && !self.is_in_tail(offset, from.len()) =>
             {
-                self.write_through(offset, from).await
+                self.write_all(offset, from, WriteThrough::Yes).await
             }
             Durability::Data | Durability::Full => {
                 self.write_all(offset, from, WriteThrough::No).await?;

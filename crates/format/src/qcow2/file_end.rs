@@ -2,7 +2,9 @@
 //!
 //! Only then, because a storage that is being made shorter must not be written behind its new end: at
 //! closing nothing is in flight and nothing follows. A cluster is cut off when its refcount is 0 in memory
-//! and on disk and no active table lies in it; nothing durable refers to it then (`deferred_free`).
+//! and on disk and no active table lies in it; nothing durable refers to it then (`deferred_free`). Refcounts
+//! of what was there when the image was opened may be wrong, and a repair could still mend them: such clusters
+//! are cut off only if no table, of the active disk or of a snapshot, refers to any of them.
 //! Refcount blocks that count nothing but themselves would keep a file long whose data is gone: they
 //! leave the refcount table first, durably. A crash before the cut leaves a longer file.
 
@@ -27,6 +29,9 @@ struct Backwards {
     slices_left: u64,
     /// Refcount blocks that were dropped.
     dropped: u64,
+    /// Of the refcount block that is being looked through: where it is, and up to which cluster it counts
+    /// nothing but itself. A slice that has to be read first ends a step, and the next one goes on there.
+    looked: Option<(u64, u64)>,
 }
 
 impl<S: Storage> Qcow2<S> {
@@ -36,32 +41,40 @@ impl<S: Storage> Qcow2<S> {
     /// # Errors
     /// Only of writing tables and reading refcounts. A storage that cannot be made shorter stays as it is.
     pub(super) async fn truncate(&self) -> Result<()> {
+        self.check_failure()?;
         if !self.state.lock().space.has_changed() {
             return Ok(());
         }
-        let mut end = self.find_end().await?;
+        let mut end = self.find_end(MAX_SLICES).await?;
         for _ in 0..MAX_PASSES {
             if end.dropped == 0 {
                 break;
             }
             self.write_everything().await?;
-            end = self.find_end().await?;
+            end = self.find_end(end.slices_left).await?;
         }
         if end.dropped > 0 {
             self.write_everything().await?;
         }
-        let clusters = self.state.lock().clusters_in_use(end.below);
+        let (clusters, is_sure) = {
+            let state = self.state.lock();
+            let clusters = state.clusters_in_use(end.below);
+            (clusters, state.space.reads_as_zeros(clusters))
+        };
         let length = self.geometry.offset_of(clusters);
-        if self.storage.size() > length && self.storage.resize(length).await.is_ok() {
+        if self.storage.size() <= length || (!is_sure && self.refers_behind(length).await?) {
+            return Ok(());
+        }
+        if self.storage.resize(length).await.is_ok() {
             self.state.lock().space.cut(clusters);
         }
         Ok(())
     }
 
-    async fn find_end(&self) -> Result<Backwards> {
+    async fn find_end(&self, slices_left: u64) -> Result<Backwards> {
         let in_file = self.geometry.clusters_for(self.storage.size());
         let below = self.state.lock().space.bound().max(in_file);
-        let mut end = Backwards { below, slices_left: MAX_SLICES, dropped: 0 };
+        let mut end = Backwards { below, slices_left, dropped: 0, looked: None };
         let found = self.step(|state| state.look_backwards(&mut end)).await;
         self.marking(found).await?;
         Ok(end)
@@ -96,17 +109,20 @@ impl State {
                 continue;
             };
             end.below = cluster - (index - last) as u64 + 1;
-            if !self.drop_empty_block(end.below - 1)? {
+            if !self.drop_empty_block(end.below - 1, &mut end.looked)? {
                 return Ok(());
             }
             end.below -= 1;
             end.dropped += 1;
+            // All of the block's were looked at, and there may be hundreds of thousands of blocks.
+            let slices = geometry.block_refcounts() / geometry.slice_refcounts();
+            end.slices_left = end.slices_left.saturating_sub(slices);
         }
         Ok(())
     }
 
     /// Takes the refcount block in this cluster out of the refcount table if it counts nothing else.
-    fn drop_empty_block(&mut self, cluster: u64) -> Step<bool> {
+    fn drop_empty_block(&mut self, cluster: u64, looked: &mut Option<(u64, u64)>) -> Step<bool> {
         let geometry = self.geometry;
         let offset = geometry.offset_of(cluster);
         let of_block = |&word: &u64| word == offset;
@@ -116,7 +132,9 @@ impl State {
         let Some(index) = self.refcount_table.iter().rposition(of_block) else { return Ok(false) };
         let first = index as u64 * geometry.block_refcounts();
         let counted = first..first + geometry.block_refcounts();
-        for start in counted.clone().step_by(geometry.slice_refcounts() as usize) {
+        let seen = looked.filter(|&(block, _)| block == cluster).map_or(first, |(_, seen)| seen);
+        for start in (seen..counted.end).step_by(geometry.slice_refcounts() as usize) {
+            *looked = Some((cluster, start));
             let Some((id, _)) = self.refcount_slice(start)? else { return Ok(false) };
             let slice = self.cache.get(id.offset).expect("a slice that was ensured");
             let has_other = (0..geometry.slice_refcounts()).any(|at| {

@@ -130,6 +130,7 @@ impl State {
         self.refcount_table = refcount_table;
         self.cache = self.cache.emptied();
         self.space = Space::new(clusters);
+        self.space.note_change();
         self.open_end = None;
         self.new_tables.clear();
         self.l1_changed.clear();

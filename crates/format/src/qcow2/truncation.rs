@@ -16,6 +16,7 @@ use blockhouse_core::{ByteRange, Error, ErrorKind, Extent, ExtentState, Result, 
 use super::entry::{self, Entry};
 use super::geometry::Geometry;
 use super::header::Header;
+use super::snapshots::SnapshotSurvey;
 use super::sparse_reader::SparseReader;
 use super::state::{State, Step};
 use super::{Access, Qcow2, refcount, table_io};
@@ -23,7 +24,7 @@ use super::{Access, Qcow2, refcount, table_io};
 /// What the file of an image is known to have lost.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Truncation {
-    /// Where something begins that tables refer to, in bytes from the start of the file.
+    /// Where something lies that tables refer to, in bytes from the start of the file.
     pub offset: u64,
     /// The length of the file in bytes, which is not more than that.
     pub file_size: u64,
@@ -57,6 +58,18 @@ impl<S: Storage> Qcow2<S> {
     /// What the file was found to have lost when the image was opened, for reading: reads of it fail.
     pub fn truncation(&self) -> Option<Truncation> {
         self.truncation
+    }
+
+    /// Whether a table on disk, active or a snapshot's, refers to anything from this byte of the file on.
+    /// All changes are durable.
+    pub(super) async fn refers_behind(&self, length: u64) -> Result<bool> {
+        let (header, l1) = {
+            let state = self.state.lock();
+            (state.header.clone(), state.l1.clone())
+        };
+        let geometry = header.geometry;
+        let search = Search { storage: &self.storage, geometry, file_size: length };
+        Ok(search.among_all(&header, &l1).await?.is_some())
     }
 
     /// A place in a data file must begin before its end. A data file that is the raw disk may be shorter:
@@ -115,7 +128,11 @@ pub(super) async fn find<S: Storage>(
     }
     let found = match search.among_tables(l1, refcount_table) {
         Some(lost) => Some(lost),
-        None if search.is_suspicious(refcount_table).await? => search.among_clusters(l1).await?,
+        None if search.is_suspicious(refcount_table).await? => match access {
+            // New clusters would go where a snapshot's belong.
+            Access::ReadWrite => search.among_all(header, l1).await?,
+            Access::ReadOnly => search.among_clusters(l1).await?,
+        },
         None => None,
     };
     match found {
@@ -172,6 +189,30 @@ impl<S: Storage> Search<'_, S> {
         Ok((place.index..count as usize).any(|index| refcount::get(&bytes, order, index) != 0))
     }
 
+    /// What the active tables or those of a snapshot refer to and is lost.
+    async fn among_all(&self, header: &Header, l1: &[u64]) -> Result<Option<Truncation>> {
+        let mut found = self.among_tables(l1, &[]);
+        if found.is_none() {
+            found = self.among_clusters(l1).await?;
+        }
+        if found.is_some() {
+            return Ok(found);
+        }
+        let snapshots = SnapshotSurvey::read(self.storage, header).await?;
+        for place in snapshots.l1_tables() {
+            let bytes = table_io::read(self.storage, place.offset, place.length() as usize).await?;
+            let l1 = table_io::words_of(&bytes);
+            found = self.among_tables(&l1, &[]);
+            if found.is_none() {
+                found = self.among_clusters(&l1).await?;
+            }
+            if found.is_some() {
+                break;
+            }
+        }
+        Ok(found)
+    }
+
     /// Data that is lost.
     async fn among_clusters(&self, l1: &[u64]) -> Result<Option<Truncation>> {
         let geometry = self.geometry;
@@ -199,7 +240,8 @@ impl<S: Storage> Search<'_, S> {
 /// Where an entry of an L2 table has data in the image's file.
 fn data_place(table: &[u8], index: usize, geometry: Geometry) -> Option<u64> {
     match Entry::read(table, index, geometry).ok()? {
-        Entry::Compressed(place) => Some(place.offset),
+        // Its last sector begins before the end of a whole file.
+        Entry::Compressed(place) => Some(place.offset + place.length.saturating_sub(1)),
         Entry::Standard { place: Some(place), units }
             if units.data != 0 && !geometry.has_data_file =>
         {
