@@ -186,13 +186,10 @@ impl<S: Storage> Queue<S> {
             return;
         }
         if error.errno() == errno::EFAULT {
-            if !self.failed.replace(true) {
-                let disk = self.disk.name();
-                tracing::warn!(
-                    disk,
-                    "a guest's request failed: no memory is at its addresses: {error}"
-                );
-            }
+            // The guest's own doing, or the first sign of memory that vanishes, of which the end of the
+            // connection tells: the host has not failed.
+            let disk = self.disk.name();
+            tracing::debug!(disk, "no memory is at the addresses of a guest's request: {error}");
             return;
         }
         match error.kind() {
