@@ -161,7 +161,7 @@ impl GuestMemory {
     }
 
     /// The bytes of all `ranges`, one after the other, for an operation; `None` when some are not there,
-    /// or when they lie in more than [`MAX_SEGMENTS`] pieces.
+    /// or when they lie in more than 4096 pieces.
     pub fn vector(self: &Arc<Self>, ranges: &[GuestRange]) -> Option<IoVector> {
         let owner = Arc::clone(self);
         if let [range] = ranges
