@@ -86,6 +86,10 @@ pub struct Options {
     /// Our binary; without it, a release build of this checkout
     #[arg(long)]
     binary: Option<PathBuf>,
+    /// Another build of our binary to compare it with, as server "baseline"; without --servers, these
+    /// two alone
+    #[arg(long, value_name = "BINARY")]
+    baseline: Option<PathBuf>,
     /// Further arguments of our serve, as one string
     #[arg(long, default_value = "", value_name = "ARGS", allow_hyphen_values = true)]
     serve_args: String,
@@ -208,10 +212,16 @@ fn plan(workspace: &Workspace, options: &Options, rows: Vec<Row>, all: &[Kind]) 
     let rounds = options.rounds.unwrap_or(rounds);
     let seconds = options.seconds.unwrap_or(seconds);
     ensure!(rounds > 0 && seconds > 0.0, "no rounds or no seconds measure nothing");
-    let servers = match options.servers.as_slice() {
-        [] => all.to_vec(),
-        chosen => chosen.to_vec(),
+    let servers = match (options.servers.as_slice(), &options.baseline) {
+        ([], None) => all.to_vec(),
+        ([], Some(_)) => vec![Kind::Blockhouse, Kind::Baseline],
+        (chosen, _) => chosen.to_vec(),
     };
+    let takes_part = servers.contains(&Kind::Baseline);
+    ensure!(
+        takes_part == options.baseline.is_some(),
+        "--baseline names the binary of the server \"baseline\": give both, or --baseline alone"
+    );
     let ours = servers.iter().any(|kind| kind.is_ours());
     let blockhouse = match &options.binary {
         Some(binary) => binary.clone(),
@@ -226,6 +236,7 @@ fn plan(workspace: &Workspace, options: &Options, rows: Vec<Row>, all: &[Kind]) 
         duration: Duration::try_from_secs_f64(seconds).context("bad --seconds")?,
         programs: Programs {
             blockhouse,
+            baseline: options.baseline.clone().unwrap_or_default(),
             serve_args,
             xtask: std::env::current_exe().context("cannot find this program")?,
         },

@@ -66,6 +66,8 @@ pub enum Kind {
     Blockhouse,
     /// Ours, through the host's page cache
     BlockhouseWriteback,
+    /// Another build of ours (--baseline), past the host's page cache
+    Baseline,
     /// qemu-storage-daemon with Linux AIO, past the page cache
     QsdNative,
     /// qemu-storage-daemon with io_uring, past the page cache
@@ -111,6 +113,7 @@ impl Kind {
         match self {
             Self::Blockhouse => "blockhouse",
             Self::BlockhouseWriteback => "blockhouse-writeback",
+            Self::Baseline => "baseline",
             Self::QsdNative => "qsd-native",
             Self::QsdIoUring => "qsd-io_uring",
             Self::QsdCached => "qsd-cached",
@@ -121,7 +124,7 @@ impl Kind {
         }
     }
 
-    /// Whether it is ours.
+    /// Whether it is the build of ours that is compared with the others.
     pub fn is_ours(self) -> bool {
         matches!(self, Self::Blockhouse | Self::BlockhouseWriteback)
     }
@@ -129,7 +132,9 @@ impl Kind {
     /// How it treats the page cache.
     pub fn caching(self) -> Caching {
         match self {
-            Self::Blockhouse | Self::QsdNative | Self::QsdIoUring => Caching::Direct,
+            Self::Blockhouse | Self::Baseline | Self::QsdNative | Self::QsdIoUring => {
+                Caching::Direct
+            }
             Self::BlockhouseWriteback | Self::QsdCached | Self::Nbdkit | Self::NbdkitNocache => {
                 Caching::Cached
             }
@@ -140,7 +145,7 @@ impl Kind {
     /// Whether it speaks enough of the protocol for this client.
     pub fn takes(self, client: Client) -> bool {
         match self {
-            Self::Blockhouse | Self::BlockhouseWriteback => true,
+            Self::Blockhouse | Self::BlockhouseWriteback | Self::Baseline => true,
             Self::QsdNative | Self::QsdIoUring | Self::QsdCached => true,
             Self::Nbdkit | Self::NbdkitNocache | Self::NbdkitNull => client != Client::VhostUser,
             Self::Answerer => client == Client::Light,
@@ -163,6 +168,7 @@ impl Kind {
     fn program(self, programs: &Programs) -> &Path {
         match self {
             Self::Blockhouse | Self::BlockhouseWriteback => &programs.blockhouse,
+            Self::Baseline => &programs.baseline,
             Self::QsdNative | Self::QsdIoUring | Self::QsdCached => {
                 Path::new("qemu-storage-daemon")
             }
@@ -182,8 +188,9 @@ impl Kind {
         let Image { storage, format } = image;
         let image = storage.path();
         match self {
-            Self::Blockhouse | Self::BlockhouseWriteback => {
-                let cache = if self == Self::Blockhouse { "none" } else { "writeback" };
+            Self::Blockhouse | Self::BlockhouseWriteback | Self::Baseline => {
+                let direct = self.caching() == Caching::Direct;
+                let cache = if direct { "none" } else { "writeback" };
                 command.arg("serve").arg(image).args(["--format", format.name(), "--cache", cache]);
                 match start.export {
                     Export::Nbd => {
@@ -260,7 +267,9 @@ fn key_value(key: &str, value: &Path) -> OsString {
 pub struct Programs {
     /// Our binary.
     pub blockhouse: PathBuf,
-    /// Further arguments of our `serve`.
+    /// Another build of it; empty where none is compared.
+    pub baseline: PathBuf,
+    /// Further arguments of `serve`, of both builds.
     pub serve_args: Vec<String>,
     /// This program.
     pub xtask: PathBuf,

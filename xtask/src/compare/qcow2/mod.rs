@@ -38,7 +38,7 @@ pub fn run(workspace: &Workspace, options: &Options) -> Result<()> {
     let tasks = chosen(TASKS, |task| task.name, &options.rows)?;
     let mut plan = plan(workspace, options, Vec::new(), Kind::QCOW2)?;
     for kind in &plan.servers {
-        let known = Kind::QCOW2.contains(kind);
+        let known = *kind == Kind::Baseline || Kind::QCOW2.contains(kind);
         ensure!(known, "{} does not serve qcow2 images: choose other --servers", kind.name());
     }
     let disk = options.dir.clone().unwrap_or_else(|| workspace.target().to_owned());
