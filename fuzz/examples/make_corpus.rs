@@ -7,7 +7,7 @@
 use std::path::Path;
 use std::process::Command;
 
-use blockhouse_core::{Buffer, ByteRange, Durability, Effort, Fua, Request, Unmap};
+use blockhouse_core::{Buffer, ByteRange, Durability, Fallback, Fua, Request, Unmap};
 use blockhouse_disk::{Disk, Options};
 use blockhouse_format::qcow2::{self, Backing, CreateOptions, Preallocation, Switch, Version};
 use blockhouse_fuzz::case::{Case, Damage, Step};
@@ -181,8 +181,8 @@ async fn fill(disk: &Disk<Memory>) {
         disk.submit(Request::Write { offset, from, durability }).await.expect("room");
     }
     let (range, durability) = (ByteRange::between(2048, 4096), Durability::None);
-    let (unmap, effort) = (Unmap::Forbidden, Effort::Any);
-    let zeroes = Request::WriteZeroes { range, unmap, effort, durability };
+    let (unmap, fallback) = (Unmap::Forbidden, Fallback::Allowed);
+    let zeroes = Request::WriteZeroes { range, unmap, fallback, durability };
     disk.submit(zeroes).await.expect("zeros");
     let discard = Request::Discard { range: ByteRange::between(1024, 2048), durability };
     disk.submit(discard).await.expect("a discard");

@@ -15,8 +15,8 @@ const DAMAGE: usize = 12;
 /// Bytes of a request.
 const STEP: usize = 6;
 /// How many damages and steps an input has at most.
-const MOST_DAMAGES: u8 = 16;
-const MOST_STEPS: usize = 64;
+const MAX_DAMAGES: u8 = 16;
+const MAX_STEPS: usize = 64;
 
 /// A decoded input.
 #[derive(Debug)]
@@ -50,14 +50,14 @@ impl Case {
     /// Decodes an input; `None` if it is too short.
     pub fn of(data: &[u8]) -> Option<Self> {
         let (&[image, storage, seed, count], rest) = data.split_first_chunk()?;
-        let count = usize::from(count % (MOST_DAMAGES + 1)).min(rest.len() / DAMAGE);
+        let count = usize::from(count % (MAX_DAMAGES + 1)).min(rest.len() / DAMAGE);
         let (damages, steps) = rest.split_at(count * DAMAGE);
         Some(Self {
             image,
             storage,
             seed,
             damages: damages.as_chunks().0.iter().map(Damage::of).collect(),
-            steps: steps.as_chunks().0.iter().take(MOST_STEPS).map(Step::of).collect(),
+            steps: steps.as_chunks().0.iter().take(MAX_STEPS).map(Step::of).collect(),
         })
     }
 

@@ -10,15 +10,15 @@ use blockhouse_core::{Error, ErrorKind};
 
 /// The most memory that working with a small image may take: the largest L1 table as bytes and as
 /// words, a table of refcounts, and room for the rest.
-const MOST_MEMORY: u64 = 128 << 20;
+const MAX_MEMORY: u64 = 128 << 20;
 
 /// Runs `work`.
 ///
 /// # Panics
-/// When it needs more than [`MOST_MEMORY`] at a time.
+/// When it needs more than [`MAX_MEMORY`] at a time.
 pub fn in_bounded_memory(work: impl FnOnce()) {
     let used = allocation_counter::measure(work);
-    assert!(used.bytes_max <= MOST_MEMORY, "{} bytes of memory at a time", used.bytes_max);
+    assert!(used.bytes_max <= MAX_MEMORY, "{} bytes of memory at a time", used.bytes_max);
 }
 
 /// What is wrong with an image is told with its place.

@@ -6,15 +6,15 @@ use std::rc::Rc;
 use std::time::Duration;
 
 use blockhouse_core::{
-    Alignment, ByteRange, Capabilities, Discarded, Durability, DurableWrite, Error, Fua,
-    GroupCommit, IoVector, Offload, Result, Status, Storage, Sync, Unmap, WriteCache, errno,
+    Alignment, ByteRange, Capabilities, ReadAfterDiscard, Durability, FuaCost, Error, Fua,
+    GroupCommit, IoVector, Offload, Result, Allocation, Storage, SyncMode, Unmap, WriteCache, errno,
 };
 use blockhouse_sim::{Rng, Sim};
 
 /// No file of a host is longer here: writes beyond fail for want of room.
-const MOST_BYTES: u64 = 8 << 20;
+const MAX_BYTES: u64 = 8 << 20;
 /// So many operations are more than any sequence of requests of the targets needs.
-const MOST_OPERATIONS: u64 = 1 << 20;
+const MAX_OPERATIONS: u64 = 1 << 20;
 
 /// A file in memory. Clones are the same file.
 #[derive(Clone)]
@@ -61,7 +61,7 @@ impl Memory {
     async fn pass(&self) {
         let count = self.0.operations.get() + 1;
         self.0.operations.set(count);
-        assert!(count < MOST_OPERATIONS, "{count} operations: it does not end");
+        assert!(count < MAX_OPERATIONS, "{count} operations: it does not end");
         let delay = self.0.random.borrow_mut().u64(..4);
         self.0.sim.sleep(Duration::from_micros(delay)).await;
     }
@@ -73,7 +73,7 @@ impl Memory {
     }
 
     fn make_room(&self, end: u64) -> Result<()> {
-        if end > MOST_BYTES {
+        if end > MAX_BYTES {
             self.0.was_full.set(true);
             let source = io::Error::from_raw_os_error(errno::ENOSPC);
             return Err(Error::host("cannot write", source).on(self.name()).at(end));
@@ -99,12 +99,12 @@ impl Storage for Memory {
         Capabilities {
             fua: self.0.fua,
             write_cache: WriteCache::Volatile,
-            durable_write: DurableWrite::Alone,
+            fua_cost: FuaCost::NoFlush,
             group_commit: GroupCommit::Never,
             alignment: self.0.alignment,
             write_zeroes: Offload::Available,
             discard: Offload::Available,
-            discarded: Discarded::Anything,
+            read_after_discard: ReadAfterDiscard::Undefined,
         }
     }
 
@@ -162,9 +162,9 @@ impl Storage for Memory {
         Ok(())
     }
 
-    async fn status(&self, range: ByteRange) -> Result<(Status, u64)> {
+    async fn block_status(&self, range: ByteRange) -> Result<(Allocation, u64)> {
         self.pass().await;
-        Ok((Status::Data, range.length()))
+        Ok((Allocation::Data, range.length()))
     }
 
     async fn prefetch(&self, _range: ByteRange) -> Result<()> {

@@ -8,7 +8,7 @@ use blockhouse_nbd::handshake::{Directory, Facts, Handshake, MAX_OPTION, OUTPUT_
 use libfuzzer_sys::fuzz_target;
 
 /// No single answer is longer: the list of our two exports, or a name sent back.
-const LONGEST_REPLY: usize = MAX_OPTION as usize;
+const MAX_REPLY: usize = MAX_OPTION as usize;
 
 struct Exports;
 
@@ -46,7 +46,7 @@ fn play<'a>(pieces: impl Iterator<Item = &'a [u8]>) -> (Vec<u8>, Progress, Vec<u
         loop {
             let mut output = Vec::new();
             progress = handshake.feed(input, &Exports, &mut output);
-            assert!(output.len() <= OUTPUT_PAUSE + LONGEST_REPLY, "{} bytes", output.len());
+            assert!(output.len() <= OUTPUT_PAUSE + MAX_REPLY, "{} bytes", output.len());
             answered.append(&mut output);
             if progress != Progress::Again {
                 break;

@@ -18,8 +18,8 @@ use blockhouse_sim::Sim;
 use libfuzzer_sys::fuzz_target;
 
 /// How many extents are looked at, and how much of each is read.
-const MOST_EXTENTS: usize = 1000;
-const MOST_READ: u64 = 64 << 10;
+const MAX_EXTENTS: usize = 1000;
+const MAX_READ: u64 = 64 << 10;
 
 fuzz_target!(|data: &[u8]| {
     for (access, block) in [(Access::ReadOnly, 1), (Access::ReadWrite, 512)] {
@@ -59,11 +59,11 @@ async fn look_at(storage: Memory, behind: Memory, access: Access) {
 async fn read_extents(disk: &Disk<Memory>) {
     let mut rest = ByteRange::between(0, disk.size());
     let mut cache = BlockStatusCache::default();
-    for _ in 0..MOST_EXTENTS {
+    for _ in 0..MAX_EXTENTS {
         if rest.is_empty() {
             break;
         }
-        let length = match disk.status(rest, &mut cache).await {
+        let length = match disk.block_status(rest, &mut cache).await {
             Ok((_, length)) => length,
             Err(error) => {
                 assert_tells_the_place(&error);
@@ -71,7 +71,7 @@ async fn read_extents(disk: &Disk<Memory>) {
             }
         };
         assert!((1..=rest.length()).contains(&length), "an extent of {length} bytes");
-        let mut buffer = Buffer::new(length.min(MOST_READ) as usize);
+        let mut buffer = Buffer::new(length.min(MAX_READ) as usize);
         let read = disk.submit(Request::Read { offset: rest.offset(), into: buffer.lend() });
         if let Err(error) = read.await {
             assert_tells_the_place(&error);

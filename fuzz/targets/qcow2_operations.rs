@@ -11,7 +11,7 @@
 use std::sync::Arc;
 
 use blockhouse_core::{
-    Buffer, ByteRange, Durability, Effort, Error, ErrorKind, Fua, Request, Result, Unmap,
+    Buffer, ByteRange, Durability, Fallback, Error, ErrorKind, Fua, Request, Result, Unmap,
 };
 use blockhouse_disk::{Access, BlockStatusCache, Discard, Disk, Options};
 use blockhouse_format::qcow2::{self, Qcow2};
@@ -22,7 +22,7 @@ use blockhouse_sim::{Sim, Task};
 use libfuzzer_sys::fuzz_target;
 
 /// How large a disk is made, and how much of it is touched.
-const MOST_SIZE: u64 = 1 << 20;
+const MAX_SIZE: u64 = 1 << 20;
 
 fuzz_target!(|data: &[u8]| {
     let Some(case) = Case::of(data) else { return };
@@ -165,7 +165,7 @@ async fn close(disk: &Disk<Memory>) -> Found {
 
 /// The range that a step names: to the byte, the sector, or many clusters.
 fn range_of(disk: &Disk<Memory>, step: Step) -> ByteRange {
-    let size = disk.size().min(MOST_SIZE);
+    let size = disk.size().min(MAX_SIZE);
     let unit = match step.flags >> 1 & 3 {
         0 => 1,
         1 => disk.cluster_size().unwrap_or(512),
@@ -199,8 +199,8 @@ async fn step_on(disk: &Disk<Memory>, step: Step, number: u8, is_known: bool) ->
         }
         7 | 8 => read(disk, range).await.map(|_| ()),
         9 | 10 => {
-            let effort = Effort::Any;
-            disk.submit(Request::WriteZeroes { range, unmap, effort, durability }).await?;
+            let fallback = Fallback::Allowed;
+            disk.submit(Request::WriteZeroes { range, unmap, fallback, durability }).await?;
             if is_known {
                 assert_holds(disk, range, 0).await?;
             }
@@ -209,9 +209,9 @@ async fn step_on(disk: &Disk<Memory>, step: Step, number: u8, is_known: bool) ->
         11 => disk.submit(Request::Discard { range, durability }).await,
         12 => disk.flush().await,
         13 if !range.is_empty() => {
-            disk.status(range, &mut BlockStatusCache::default()).await.map(|_| ())
+            disk.block_status(range, &mut BlockStatusCache::default()).await.map(|_| ())
         }
-        14 => disk.resize((disk.size() + range.length()).min(MOST_SIZE) & !511).await,
+        14 => disk.resize((disk.size() + range.length()).min(MAX_SIZE) & !511).await,
         _ => disk.submit(Request::Prefetch { range }).await,
     }
 }

@@ -7,9 +7,9 @@ use std::sync::Arc;
 
 use blockhouse_core::{Durability, Request};
 use blockhouse_engine::{FaultDomain, GuestMemory, GuestRegion, SharedMemory};
-use blockhouse_vhost_user::chain::{Chain, LONGEST};
+use blockhouse_vhost_user::chain::{Chain, MAX_DESCRIPTORS};
 use blockhouse_vhost_user::limits::RequestLimits;
-use blockhouse_vhost_user::request::{MOST_RANGES, Plan, Terms, plan};
+use blockhouse_vhost_user::request::{MAX_RANGES, Plan, Terms, plan};
 use libfuzzer_sys::fuzz_target;
 
 /// Bytes of memory, of the table at its start, and its place in the guest.
@@ -62,14 +62,14 @@ fuzz_target!(|data: &[u8]| {
         if chain.walk(memory, &table, head.into()).is_err() {
             return;
         }
-        assert!(chain.readable.len() + chain.writable.len() <= LONGEST);
+        assert!(chain.readable.len() + chain.writable.len() <= MAX_DESCRIPTORS);
         assert!(memory.view(chain.status, 1).is_some());
         let limits = RequestLimits::of(0);
         let terms = Terms { durability: Durability::Data, serial: &[7; 20], size: 1 << 40, limits };
         match plan(&terms, memory, &mut chain) {
             Ok(Plan::One(request)) => check(request),
             Ok(Plan::Many(requests)) => {
-                assert!((1..=MOST_RANGES as usize).contains(&requests.len()));
+                assert!((1..=MAX_RANGES as usize).contains(&requests.len()));
                 requests.into_iter().for_each(check);
             }
             Ok(Plan::Nothing) | Err(_) => {}

@@ -16,7 +16,7 @@ const SIZE: u64 = 64 << 20;
 /// More than a server with a few clients has any reason to hold.
 const MEMORY: u64 = 256 << 20;
 /// The largest payload that is announced.
-const LARGEST: u64 = 32 << 20;
+const MAX_LENGTH: u64 = 32 << 20;
 
 fn serve(scratch: &Scratch) -> (Server, Image) {
     serve_on(scratch, Engine::IoUring)
@@ -271,7 +271,7 @@ fn a_read_of_4_gib_is_refused_and_the_connection_lives() {
     let (server, _image) = serve(&scratch);
     for framing in Framing::ALL {
         let mut client = Client::open_with(&server.address(), framing);
-        for length in [LARGEST + 1, u32::MAX.into()] {
+        for length in [MAX_LENGTH + 1, u32::MAX.into()] {
             let expected = [errno::EINVAL, errno::EOVERFLOW];
             let error = client.read(0, length).expect_err("nobody announced so much");
             assert!(expected.contains(&error), "{framing:?}: {error}");
@@ -279,7 +279,7 @@ fn a_read_of_4_gib_is_refused_and_the_connection_lives() {
         if framing == Framing::Extended {
             assert!(client.read(0, 1 << 62).is_err());
         }
-        assert_eq!(client.read(0, LARGEST).map(|bytes| bytes.len() as u64), Ok(LARGEST));
+        assert_eq!(client.read(0, MAX_LENGTH).map(|bytes| bytes.len() as u64), Ok(MAX_LENGTH));
         client.disconnect();
     }
     assert_serves(&server);
@@ -313,7 +313,7 @@ fn effects_of_almost_4_gib_need_no_memory() {
 fn a_write_longer_than_announced_ends_that_connection_only() {
     let scratch = Scratch::new();
     let (server, image) = serve(&scratch);
-    for length in [LARGEST + 1, u64::from(u32::MAX)] {
+    for length in [MAX_LENGTH + 1, u64::from(u32::MAX)] {
         let mut client = Client::open(&server.address());
         client.send(write(0, length)).expect("the head is taken");
         // The server owes no answer, but it must not wait for the rest in memory.
@@ -383,7 +383,7 @@ fn a_write_whose_payload_never_comes_changes_nothing() {
     let (server, image) = serve(&scratch);
     let mut clients: Vec<_> = (0..40).map(|_| Client::open(&server.address())).collect();
     for client in &mut clients {
-        client.send_with(write(1 << 20, LARGEST), &[7; 3000]).expect("the head is taken");
+        client.send_with(write(1 << 20, MAX_LENGTH), &[7; 3000]).expect("the head is taken");
     }
     assert_serves(&server);
     // Half of them leave, half are still there when the server stops.

@@ -11,7 +11,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use anyhow::{Context, Result, anyhow, bail};
-use blockhouse_core::{ByteRange, Durability, Effort, ErrorKind, Request, Unmap};
+use blockhouse_core::{ByteRange, Durability, ErrorKind, Fallback, Request, Unmap};
 use blockhouse_disk::{
     Access, Before, CacheMode, CopyOptions, Copying, DetectZeroes, Discard, Disk, Existing,
     ImageFormat, ImageOptions, Locking, Packing, check_new_name, create as create_file, hold, open,
@@ -267,8 +267,9 @@ impl Making<'_> {
             Before::Anything
         } else {
             let range = ByteRange::between(0, self.size);
-            let (unmap, effort, durability) = (Unmap::Allowed, Effort::Any, Durability::None);
-            disk.submit(Request::WriteZeroes { range, unmap, effort, durability }).await?;
+            let (unmap, fallback, durability) =
+                (Unmap::Allowed, Fallback::Allowed, Durability::None);
+            disk.submit(Request::WriteZeroes { range, unmap, fallback, durability }).await?;
             Before::Zeros
         };
         Ok(Target { disk, before, part: None, displaced: None })

@@ -7,7 +7,7 @@
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result};
-use blockhouse_core::{ByteRange, Storage, Sync};
+use blockhouse_core::{ByteRange, Storage, SyncMode};
 use blockhouse_disk::{
     Access, Backing, CacheMode, DetectZeroes, Discard, ImageFormat, ImageOptions, Locking,
     check_raw_backing, create as create_file, open_alone,
@@ -85,7 +85,7 @@ async fn create_raw(image: &Path, size: u64, fill: Option<Fill>) -> Result<()> {
     let finish = async {
         let file = HostFile::open(image, OpenFor::Writing, PageCache::Used)?;
         preallocate(&file, ByteRange::between(0, size), fill).await?;
-        file.flush(Sync::Full).await
+        file.flush(SyncMode::Full).await
     };
     Ok(finish.await.inspect_err(|_| {
         // The error that counts is the first one.

@@ -9,13 +9,13 @@ use blockhouse_engine::{EngineChoice, EventLoop};
 use indicatif::{ProgressBar, ProgressStyle};
 
 /// More threads than this only fight over the disk.
-const MOST: usize = 4;
+const MAX_THREADS: usize = 4;
 /// How often the bar is drawn.
 const PAUSE: Duration = Duration::from_millis(100);
 
 /// How many threads are worth while on this host.
 pub fn default_threads() -> usize {
-    std::thread::available_parallelism().map_or(1, usize::from).min(MOST)
+    std::thread::available_parallelism().map_or(1, usize::from).min(MAX_THREADS)
 }
 
 /// Calls `work` once on each of `threads` threads and waits for all of them. If standard error is a

@@ -19,7 +19,7 @@ pub enum Limit {
 }
 
 /// No limit in seconds is longer: ten years.
-const LONGEST: Duration = Duration::from_secs(10 * 365 * 24 * 3600);
+const MAX_TIME: Duration = Duration::from_secs(10 * 365 * 24 * 3600);
 
 /// Reads one `KEY=VALUE`.
 ///
@@ -74,7 +74,7 @@ fn time(key: &str, value: &str) -> Result<Option<Duration>, String> {
     let time = Duration::from_millis(number.checked_mul(milliseconds).ok_or_else(wrong)?);
     match time {
         _ if time.is_zero() => Err(format!("{key} cannot be 0; off is no limit")),
-        _ if time > LONGEST => Err(wrong()),
+        _ if time > MAX_TIME => Err(wrong()),
         _ => Ok(Some(time)),
     }
 }

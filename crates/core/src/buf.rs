@@ -23,7 +23,7 @@ use crate::{IoVector, Segment};
 pub const BLOCK_ALIGNMENT: usize = 4096;
 
 /// The smallest and the largest size class of a pool: 4 KiB and 64 MiB.
-const SMALLEST_CLASS: u32 = BLOCK_ALIGNMENT.trailing_zeros();
+const MIN_CLASS: u32 = BLOCK_ALIGNMENT.trailing_zeros();
 const CLASSES: usize = 15;
 
 /// From this many bytes on memory comes from the kernel page by page as it is used: a client that
@@ -258,7 +258,7 @@ impl BufferPool {
     }
 
     fn allocate(&self, length: usize, class: Option<usize>) -> Result<Memory> {
-        let capacity = class.map_or(length, |class| 1 << (class as u32 + SMALLEST_CLASS));
+        let capacity = class.map_or(length, |class| 1 << (class as u32 + MIN_CLASS));
         Memory::allocate(capacity)
             .or_else(|| {
                 // What waits for other sizes is memory, too.
@@ -285,7 +285,7 @@ impl BufferPool {
 /// The smallest class that holds `length` bytes.
 fn class_of(length: usize) -> Option<usize> {
     let bits = length.max(1).checked_next_power_of_two()?.trailing_zeros();
-    let class = bits.saturating_sub(SMALLEST_CLASS) as usize;
+    let class = bits.saturating_sub(MIN_CLASS) as usize;
     (class < CLASSES).then_some(class)
 }
 

@@ -19,7 +19,7 @@ pub enum Durability {
 
 /// How far a flush goes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub enum Sync {
+pub enum SyncMode {
     /// `fdatasync(2)`: all completed writes and what is needed to read them back.
     Data,
     /// `fsync(2)`: as `Data`, and all other metadata of the file.
@@ -34,7 +34,7 @@ pub enum Fua {
     /// The storage issues a write and then a sync of its own: two requests in a row.
     Emulated,
     /// The storage has no stable place at all (`--cache unsafe`): durability is not kept.
-    None,
+    Ignored,
 }
 
 impl Fua {
@@ -43,7 +43,7 @@ impl Fua {
         match self {
             Self::Native => "native",
             Self::Emulated => "emulated",
-            Self::None => "none",
+            Self::Ignored => "none",
         }
     }
 }

@@ -100,7 +100,7 @@ pub struct Extent {
     /// space is `NEW`, all of this becomes visible at once, so whoever writes `guest` fills the
     /// rest with what it held before (its place lies around `guest`'s place). Where the data is
     /// `Compressed`, this is what the compressed form unpacks to.
-    pub whole: ByteRange,
+    pub alloc_range: ByteRange,
     /// Where their content is.
     pub state: ExtentState,
     /// What stands between a plain overwrite and its durability.
@@ -148,9 +148,9 @@ bitflags::bitflags! {
         const SHARED = 2;
         /// The mapping itself is not yet durable.
         const DIRTY = 4;
-        /// With `NEW`: all of the new space reads as zeros, and so did all of `whole`. Whoever writes
+        /// With `NEW`: all of the new space reads as zeros, and so did all of `alloc_range`. Whoever writes
         /// `guest` may leave the rest as it is.
-        const BLANK = 8;
+        const ZEROED = 8;
     }
 }
 
@@ -183,7 +183,7 @@ mod tests {
     fn only_a_clean_mapped_extent_is_a_pure_overwrite() {
         let clean = Extent {
             guest: ByteRange::between(0, 1),
-            whole: ByteRange::between(0, 1),
+            alloc_range: ByteRange::between(0, 1),
             state: ExtentState::Mapped { host: 0 },
             flags: ExtentFlags::empty(),
         };

@@ -15,15 +15,15 @@ mod storage;
 mod work_budget;
 
 pub use buf::{BLOCK_ALIGNMENT, Buffer, BufferPool};
-pub use durability::{Durability, Fua, Sync};
+pub use durability::{Durability, Fua, SyncMode};
 pub use error::{Error, ErrorKind, Result, errno};
 pub use extent::{ByteRange, Extent, ExtentFlags, ExtentState};
 pub use in_flight::InFlightLimits;
 pub use iovector::{IoVector, IoVectorList, Segment};
-pub use request::{Effort, Request, Unmap};
+pub use request::{Fallback, Request, Unmap};
 pub use shared_copy::{copy_from_shared, copy_to_shared, fill_shared};
 pub use storage::{
-    Alignment, Capabilities, Discarded, DurableWrite, GroupCommit, Offload, Status, Storage,
+    Alignment, Allocation, Capabilities, FuaCost, GroupCommit, Offload, ReadAfterDiscard, Storage,
     WriteCache,
 };
 pub use work_budget::{WorkBudget, yield_now};

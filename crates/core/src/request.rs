@@ -31,7 +31,7 @@ pub enum Request {
         /// Whether the space behind them may be given back.
         unmap: Unmap,
         /// Whether slow ways are welcome.
-        effort: Effort,
+        fallback: Fallback,
         /// What must be stable on completion.
         durability: Durability,
     },
@@ -62,9 +62,9 @@ pub enum Unmap {
 
 /// How much work a zero write is worth.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Effort {
+pub enum Fallback {
     /// Write zeros by hand where nothing quicker exists.
-    Any,
+    Allowed,
     /// Fail with "not supported" rather than be as slow as a write.
-    FastOnly,
+    Forbidden,
 }

@@ -6,7 +6,7 @@
 
 use std::future::{Future, ready};
 
-use crate::{ByteRange, Durability, Fua, IoVector, Result, Sync, Unmap};
+use crate::{ByteRange, Durability, Fua, IoVector, Result, SyncMode, Unmap};
 
 /// A flat range of bytes that can be read, written and made durable.
 ///
@@ -58,14 +58,14 @@ pub trait Storage: 'static {
     /// before the next flush, as little as a discard or a resize.
     fn write_zeroes(&self, range: ByteRange, unmap: Unmap) -> impl Future<Output = Result<()>>;
 
-    /// Gives the space of the range back; [`Capabilities::discarded`] says what it reads as
+    /// Gives the space of the range back; [`Capabilities::read_after_discard`] says what it reads as
     /// afterwards. Fails with [`ErrorKind::Unsupported`](crate::ErrorKind::Unsupported) and nothing
     /// changed where the storage cannot.
     fn discard(&self, range: ByteRange) -> impl Future<Output = Result<()>>;
 
     /// Makes every write that completed before the call durable. Always does the work: whether
     /// there is anything to flush, and what a failure means for later flushes, is decided above.
-    fn flush(&self, sync: Sync) -> impl Future<Output = Result<()>>;
+    fn flush(&self, sync: SyncMode) -> impl Future<Output = Result<()>>;
 
     /// Changes the size. New bytes read as zeros. Not durable before the next full flush.
     fn resize(&self, size: u64) -> impl Future<Output = Result<()>>;
@@ -73,13 +73,13 @@ pub trait Storage: 'static {
     /// Makes the storage at least `size` bytes long if it can do that by itself, so that writes do not
     /// lengthen it one by one. New bytes read as zeros; what is there stays, whatever happens at the same
     /// time. Nobody relies on it: a storage that cannot leaves its length alone.
-    fn lengthen(&self, _size: u64) -> impl Future<Output = ()> {
+    fn extend_hint(&self, _size: u64) -> impl Future<Output = ()> {
         ready(())
     }
 
     /// What is stored at the start of `range`: the status and for how many bytes it holds (at
     /// least one, at most the length of the range, which must not be empty).
-    fn status(&self, range: ByteRange) -> impl Future<Output = Result<(Status, u64)>>;
+    fn block_status(&self, range: ByteRange) -> impl Future<Output = Result<(Allocation, u64)>>;
 
     /// Starts to bring the range into the cache, if there is one. Never fails for want of one.
     fn prefetch(&self, range: ByteRange) -> impl Future<Output = Result<()>>;
@@ -91,7 +91,7 @@ pub struct Capabilities {
     /// How single writes are made durable.
     pub fua: Fua,
     /// What a write with native FUA costs the disk below.
-    pub durable_write: DurableWrite,
+    pub fua_cost: FuaCost,
     /// Whether completed writes may sit in a volatile cache.
     pub write_cache: WriteCache,
     /// When durable writes in flight together are cheaper as plain writes with one flush for all.
@@ -104,16 +104,16 @@ pub struct Capabilities {
     /// Whether space can be given back.
     pub discard: Offload,
     /// What a range reads as whose space was given back.
-    pub discarded: Discarded,
+    pub read_after_discard: ReadAfterDiscard,
 }
 
 /// What a discarded range reads as.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Discarded {
+pub enum ReadAfterDiscard {
     /// Zeros; after a crash, each of its sectors as zeros or as it was.
     Zeros,
-    /// Anything, also what another range held.
-    Anything,
+    /// Undefined, also what another range held.
+    Undefined,
 }
 
 /// Whether the storage has an operation of its own for something.
@@ -127,11 +127,11 @@ pub enum Offload {
 
 /// What a durable write costs the disk, where FUA is native.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum DurableWrite {
+pub enum FuaCost {
     /// One request: the disk has FUA, or no cache that could lose it.
-    Alone,
+    NoFlush,
     /// A flush besides: writes in flight together may share one, several in a row have one each.
-    WithFlush,
+    ExtraFlush,
 }
 
 /// From how many durable writes in flight on a shared flush is cheaper than FUA on each.
@@ -175,7 +175,7 @@ impl Alignment {
 
 /// What stands behind a range of a storage.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Status {
+pub enum Allocation {
     /// Space is allocated and holds data.
     Data,
     /// No space is allocated; reads as zeros.

@@ -8,7 +8,7 @@
 
 use std::collections::BTreeMap;
 
-use blockhouse_core::{ByteRange, Error, ErrorKind, ExtentState, Result, Status, Storage};
+use blockhouse_core::{Allocation, ByteRange, Error, ErrorKind, ExtentState, Result, Storage};
 use blockhouse_format::{Format, Intent};
 use futures_util::future::LocalBoxFuture;
 
@@ -58,21 +58,21 @@ pub(crate) struct HostRuns {
 #[derive(Clone, Copy, Debug)]
 struct Run {
     end: u64,
-    status: Status,
+    status: Allocation,
 }
 
 impl HostRuns {
     /// What `file` has at the start of `range`, which must not be empty, and for how many bytes that
     /// holds: at least one, at most the length of the range.
-    pub(crate) async fn status<S: Storage>(
+    pub(crate) async fn block_status<S: Storage>(
         &mut self,
         file: &S,
         range: ByteRange,
-    ) -> Result<(Status, u64)> {
+    ) -> Result<(Allocation, u64)> {
         let start = range.offset();
         let size = file.size();
         if start >= size {
-            return Ok((Status::Data, range.length()));
+            return Ok((Allocation::Data, range.length()));
         }
         let run = match self.find(start) {
             Some(run) => run,
@@ -101,7 +101,7 @@ impl HostRuns {
     }
 
     async fn ask_from<S: Storage>(&mut self, file: &S, from: u64, size: u64) -> Result<Run> {
-        let (status, length) = file.status(ByteRange::between(from, size)).await?;
+        let (status, length) = file.block_status(ByteRange::between(from, size)).await?;
         let run = Run { end: from + length, status };
         if self.runs.len() >= MAX_RUNS {
             self.runs.clear();
@@ -130,7 +130,7 @@ impl<S: Storage> Disk<S> {
     ///
     /// # Errors
     /// `InvalidInput` when the range is empty or reaches past the end; or what a storage answers.
-    pub async fn status(
+    pub async fn block_status(
         &self,
         range: ByteRange,
         cache: &mut BlockStatusCache,
@@ -158,15 +158,16 @@ impl<S: Storage> Disk<S> {
         let status = match extent.state {
             ExtentState::Mapped { host } => {
                 let place = ByteRange::between(host, host + length);
-                let (status, asked) = cache.layer(depth).status(self.storage(), place).await?;
+                let (status, asked) =
+                    cache.layer(depth).block_status(self.storage(), place).await?;
                 let is_raw = matches!(self.format, Format::Raw(_));
                 // The last sector of a raw disk is whole, also where the file ends inside it.
                 let is_end = is_raw && host + asked >= self.storage().size();
                 let length = if is_end { length } else { asked };
                 let status = match status {
-                    Status::Data => BlockStatus::Data,
-                    Status::Hole if is_raw => BlockStatus::Hole,
-                    Status::Hole => BlockStatus::Zero,
+                    Allocation::Data => BlockStatus::Data,
+                    Allocation::Hole if is_raw => BlockStatus::Hole,
+                    Allocation::Hole => BlockStatus::Zero,
                 };
                 return Ok((status, length));
             }
@@ -198,14 +199,14 @@ mod tests {
     const MIB: u64 = 1 << 20;
 
     /// Asks for `ranges` of a file with these bytes; the answers, and how often the file was asked.
-    fn ask(bytes: Vec<u8>, ranges: Vec<ByteRange>) -> (Vec<(Status, u64)>, usize) {
+    fn ask(bytes: Vec<u8>, ranges: Vec<ByteRange>) -> (Vec<(Allocation, u64)>, usize) {
         let sim = Sim::new(1);
         let file = SimDisk::new(&sim, Config::default(), bytes);
         let inner = file.clone();
         let answers = sim.block_on(async move {
             let (mut runs, mut answers) = (HostRuns::default(), Vec::new());
             for range in ranges {
-                answers.push(runs.status(&inner, range).await.expect("no failure"));
+                answers.push(runs.block_status(&inner, range).await.expect("no failure"));
             }
             answers
         });
@@ -224,7 +225,8 @@ mod tests {
         let offsets: Vec<u64> = (0..MIB / 4096).map(|index| (index * 37 % 256) * 16384).collect();
         let (answers, asked) = ask(bytes, clusters(offsets.iter().copied()));
         for (at, (status, length)) in offsets.into_iter().zip(answers) {
-            let expected = if (MIB..3 * MIB).contains(&at) { Status::Data } else { Status::Hole };
+            let expected =
+                if (MIB..3 * MIB).contains(&at) { Allocation::Data } else { Allocation::Hole };
             assert_eq!((status, length), (expected, 4096), "at {at}");
         }
         assert!(asked < 40, "{asked} questions for 256 clusters in three runs");
@@ -234,7 +236,7 @@ mod tests {
     fn a_run_that_is_gone_through_backwards_is_asked_for_few_times() {
         let offsets = (0..1024).rev().map(|index| index * 4096);
         let (answers, asked) = ask(vec![1; 4 << 20], clusters(offsets));
-        assert!(answers.iter().all(|&answer| answer == (Status::Data, 4096)));
+        assert!(answers.iter().all(|&answer| answer == (Allocation::Data, 4096)));
         assert!(asked <= 24, "{asked} questions for one run");
     }
 
@@ -254,7 +256,7 @@ mod tests {
                 all,
             ],
         );
-        use Status::{Data, Hole};
+        use Allocation::{Data, Hole};
         let expected =
             [(Hole, 4096), (Data, 4096), (Hole, 4096), (Data, 512), (Data, 8192), (Hole, 4096)];
         assert_eq!(answers, expected);

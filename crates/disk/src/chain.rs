@@ -21,7 +21,7 @@ use crate::open::{refuse_disguise, refuse_missing_magic};
 use crate::{Access, Disk, ImageFormat, ImageOptions, Locking, Options};
 
 /// How many files a chain may have.
-const LONGEST: usize = 200;
+const MAX_FILES: usize = 200;
 
 /// How many names of a chain a message has room for at either end.
 const NAMED: usize = 2;
@@ -216,8 +216,8 @@ impl Chain {
     fn next(&self, backing: &Backing) -> Result<(PathBuf, ImageFormat)> {
         let name = String::from_utf8_lossy(&backing.name);
         let last = self.last();
-        if self.files.len() == LONGEST {
-            let what = format!("the chain {self} has more than {LONGEST} files");
+        if self.files.len() == MAX_FILES {
+            let what = format!("the chain {self} has more than {MAX_FILES} files");
             return Err(
                 Error::new(ErrorKind::InvalidInput, what).hint("shorten it (commit or rebase)")
             );

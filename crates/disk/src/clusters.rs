@@ -12,8 +12,8 @@ use blockhouse_core::{Buffer, BufferPool, Result};
 const BUDGET: u64 = 64 << 20;
 
 /// How many of each are possible at once whatever the cluster size, and how many at most.
-const FEWEST: u64 = 8;
-const MOST: u64 = 256;
+const MIN_PERMITS: u64 = 8;
+const MAX_PERMITS: u64 = 256;
 
 /// How much memory is kept for the next ones, in bytes.
 const KEPT: usize = 8 << 20;
@@ -42,7 +42,7 @@ impl ClusterBuffers {
     /// For clusters of so many bytes. A copy takes less than two of them (head and tail), a packed
     /// cluster and what it unpacks to about three.
     pub(crate) fn new(cluster_size: u64) -> Self {
-        let places = |each: u64| (BUDGET / each).clamp(FEWEST, MOST) as usize;
+        let places = |each: u64| (BUDGET / each).clamp(MIN_PERMITS, MAX_PERMITS) as usize;
         Self {
             pool: BufferPool::new(KEPT),
             copies: Semaphore::new(places(2 * cluster_size)),

@@ -122,9 +122,9 @@ pub async fn first_status_difference<S: Storage>(
     let mut rest = ByteRange::between(0, one.size().min(other.size()));
     let (mut cache, mut other_cache) = (BlockStatusCache::default(), BlockStatusCache::default());
     while !rest.is_empty() {
-        let (first, length) = one.status(rest, &mut cache).await?;
+        let (first, length) = one.block_status(rest, &mut cache).await?;
         let (second, other_length): (BlockStatus, u64) =
-            other.status(rest, &mut other_cache).await?;
+            other.block_status(rest, &mut other_cache).await?;
         if first != second {
             return Ok(Some(rest.offset()));
         }

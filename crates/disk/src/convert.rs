@@ -13,7 +13,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use blockhouse_core::{
-    Buffer, ByteRange, Durability, Effort, Error, ErrorKind, IoVector, Request, Result, Storage,
+    Buffer, ByteRange, Durability, Error, ErrorKind, Fallback, IoVector, Request, Result, Storage,
     Unmap,
 };
 use futures_util::future::join_all;
@@ -27,7 +27,7 @@ use zeros::{is_zero, runs};
 /// The least bytes of a piece, and the bytes of one where clusters are smaller.
 const PIECE: u64 = 1 << 20;
 /// Zeros shorter than this are not worth a hole, in bytes.
-const LEAST_HOLE: u64 = 4096;
+const MIN_HOLE: u64 = 4096;
 
 /// What the target holds before.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -108,7 +108,7 @@ impl<S: Storage> Copying<S> {
         }
         let cluster_size = target.cluster_size().unwrap_or(1);
         let unit = match options.packing {
-            Packing::Plain => target.allocation_unit().max(LEAST_HOLE),
+            Packing::Plain => target.allocation_unit().max(MIN_HOLE),
             Packing::Compressed => cluster_size,
         };
         let piece = PIECE.max(cluster_size);
@@ -214,8 +214,9 @@ impl<S: Storage> Copying<S> {
         let holes = runs(length, unit, |unit| is_empty(&unit) && differs(unit));
         all(holes.into_iter().map(|hole| {
             let range = ByteRange::between(offset + hole.start as u64, offset + hole.end as u64);
-            let (unmap, effort, durability) = (Unmap::Allowed, Effort::Any, Durability::None);
-            self.target.submit(Request::WriteZeroes { range, unmap, effort, durability })
+            let (unmap, fallback, durability) =
+                (Unmap::Allowed, Fallback::Allowed, Durability::None);
+            self.target.submit(Request::WriteZeroes { range, unmap, fallback, durability })
         }))
         .await?;
         self.store(offset, data, buffer).await

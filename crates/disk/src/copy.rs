@@ -20,7 +20,7 @@ struct Around {
 
 impl Around {
     fn of(extent: &Extent) -> Self {
-        let Extent { guest, whole, .. } = *extent;
+        let Extent { guest, alloc_range: whole, .. } = *extent;
         Self {
             head: ByteRange::between(whole.offset(), guest.offset()),
             tail: ByteRange::between(guest.end(), whole.end()),

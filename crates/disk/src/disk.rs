@@ -6,8 +6,8 @@
 use std::sync::Arc;
 
 use blockhouse_core::{
-    Alignment, ByteRange, Capabilities, Durability, Effort, Error, ErrorKind, IoVector, Offload,
-    Request, Result, Storage, Sync, Unmap, WorkBudget, WriteCache,
+    Alignment, ByteRange, Capabilities, Durability, Error, ErrorKind, Fallback, IoVector, Offload,
+    Request, Result, Storage, SyncMode, Unmap, WorkBudget, WriteCache,
 };
 use blockhouse_format::qcow2::{self, Backing, CheckReport, DataFile, Features, Qcow2};
 use blockhouse_format::{Format, Raw};
@@ -317,7 +317,7 @@ impl<S: Storage> Disk<S> {
     /// # Errors
     /// `ReadOnly` for a change of a read-only disk, `PastEnd` for a write or zero write past the
     /// end, `InvalidInput` for anything else past the end, `Unsupported` for a
-    /// [`FastOnly`](Effort::FastOnly) zero write that would be slow; or what the storage answered.
+    /// [`FastOnly`](Fallback::Forbidden) zero write that would be slow; or what the storage answered.
     /// After a failed flush every flush and durable write fails until the disk is opened anew.
     pub async fn submit(&self, request: Request) -> Result<()> {
         let _counted = self.stats.begin(&request);
@@ -327,15 +327,15 @@ impl<S: Storage> Disk<S> {
                 let _pass = self.gate.enter().await;
                 self.submit_write(offset, from, durability).await?
             }
-            Request::WriteZeroes { range, unmap, effort, durability } => {
+            Request::WriteZeroes { range, unmap, fallback, durability } => {
                 let _pass = self.gate.enter().await;
-                self.submit_zeroes(range, Zeroing { unmap, effort, durability }).await?
+                self.submit_zeroes(range, Zeroing { unmap, fallback, durability }).await?
             }
             Request::Discard { range, durability } => {
                 let _pass = self.gate.enter().await;
                 self.submit_discard(range, durability).await?
             }
-            Request::Flush => return self.format.flush(Sync::Data).await,
+            Request::Flush => return self.format.flush(SyncMode::Data).await,
             Request::Prefetch { range } => {
                 self.check_inside(range)?;
                 self.prefetch(range).await?;
@@ -397,7 +397,7 @@ impl<S: Storage> Disk<S> {
             DetectZeroes::On => Unmap::Forbidden,
             DetectZeroes::Unmap => Unmap::Allowed,
         };
-        Some(Zeroing { unmap, effort: Effort::Any, durability })
+        Some(Zeroing { unmap, fallback: Fallback::Allowed, durability })
     }
 
     async fn submit_zeroes(&self, range: ByteRange, mut how: Zeroing) -> Result<Debt> {
@@ -407,7 +407,7 @@ impl<S: Storage> Disk<S> {
             return Ok(Debt::Nothing);
         }
         let quick = self.capabilities().write_zeroes;
-        if how.effort == Effort::FastOnly && quick == Offload::Unavailable {
+        if how.fallback == Fallback::Forbidden && quick == Offload::Unavailable {
             return Err(self.no_fast_zeroes(range.offset()));
         }
         if self.options.discard == Discard::Ignore {

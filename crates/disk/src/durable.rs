@@ -12,7 +12,7 @@
 //!
 //! Whether an owed flush costs anything is decided one step below, in [`crate::generations`].
 
-use blockhouse_core::{Durability, Extent, ExtentFlags, Fua, Result, Storage, Sync};
+use blockhouse_core::{Durability, Extent, ExtentFlags, Fua, Result, Storage, SyncMode};
 use blockhouse_format::Persistence;
 
 use crate::Disk;
@@ -30,7 +30,7 @@ pub(crate) enum Plan {
     /// Each carries it, and the tables follow.
     FuaThenTables,
     /// By a flush after all of them.
-    ThenFlush(Sync),
+    ThenFlush(SyncMode),
 }
 
 /// What a request still owes when its operations are through.
@@ -44,7 +44,7 @@ pub(crate) enum Debt {
     /// The format's tables and, before them, the data that only they refer to.
     TablesAndData,
     /// A flush.
-    Flush(Sync),
+    Flush(SyncMode),
 }
 
 impl Plan {
@@ -72,9 +72,9 @@ impl Plan {
     /// request that is written bit by bit, which share one flush.
     pub(crate) fn without_fua(durability: Durability, fua: Fua) -> Self {
         match (durability, fua) {
-            (Durability::None, _) | (_, Fua::None) => Self::Plain,
-            (Durability::Data, _) => Self::ThenFlush(Sync::Data),
-            (Durability::Full, _) => Self::ThenFlush(Sync::Full),
+            (Durability::None, _) | (_, Fua::Ignored) => Self::Plain,
+            (Durability::Data, _) => Self::ThenFlush(SyncMode::Data),
+            (Durability::Full, _) => Self::ThenFlush(SyncMode::Full),
         }
     }
 
@@ -99,7 +99,7 @@ impl Plan {
     pub(crate) fn debt_for<'a>(self, mut extents: impl Iterator<Item = &'a Extent>) -> Debt {
         let is_new = |extent: &Extent| extent.flags.contains(ExtentFlags::NEW);
         match self {
-            Self::ThenFlush(Sync::Data) if extents.all(is_new) => Debt::TablesAndData,
+            Self::ThenFlush(SyncMode::Data) if extents.all(is_new) => Debt::TablesAndData,
             _ => self.debt(),
         }
     }
@@ -109,7 +109,7 @@ impl Debt {
     /// Of a change that moved no data: the tables say all of it.
     pub(crate) fn of_tables(durability: Durability, fua: Fua) -> Self {
         match Plan::without_fua(durability, fua) {
-            Plan::ThenFlush(Sync::Data) => Self::Tables,
+            Plan::ThenFlush(SyncMode::Data) => Self::Tables,
             plan => plan.debt(),
         }
     }
@@ -156,7 +156,7 @@ mod tests {
     fn mapped(&flags: &ExtentFlags) -> Extent {
         Extent {
             guest: ByteRange::between(0, 1),
-            whole: ByteRange::between(0, 1),
+            alloc_range: ByteRange::between(0, 1),
             state: ExtentState::Mapped { host: 0 },
             flags,
         }
@@ -179,8 +179,11 @@ mod tests {
     #[test]
     fn only_pure_overwrites_on_native_fua_travel_as_fua_alone() {
         assert_eq!(plan(Durability::Data, Fua::Native, &[PURE; 9]), Plan::Fua);
-        assert_eq!(plan(Durability::Data, Fua::Native, &[PURE, NEW]), Plan::ThenFlush(Sync::Data));
-        assert_eq!(plan(Durability::Data, Fua::Emulated, &[PURE]), Plan::ThenFlush(Sync::Data));
+        assert_eq!(
+            plan(Durability::Data, Fua::Native, &[PURE, NEW]),
+            Plan::ThenFlush(SyncMode::Data)
+        );
+        assert_eq!(plan(Durability::Data, Fua::Emulated, &[PURE]), Plan::ThenFlush(SyncMode::Data));
     }
 
     #[test]
@@ -193,7 +196,7 @@ mod tests {
             assert_eq!(plan, Plan::FuaThenTables);
             assert_eq!((plan.of_each_write(), plan.debt()), (Durability::Data, Debt::Tables));
         }
-        let flush = Plan::ThenFlush(Sync::Data);
+        let flush = Plan::ThenFlush(SyncMode::Data);
         assert_eq!(by_fua(Durability::Data, Fua::Native, &[NEW; FEW + 1]), flush);
         assert_eq!(by_fua(Durability::Data, Fua::Emulated, &[NEW]), flush);
         assert_eq!(by_fua(Durability::None, Fua::Native, &[NEW]), Plan::Plain);
@@ -201,7 +204,7 @@ mod tests {
 
     #[test]
     fn full_is_never_an_answer_of_fua() {
-        let full = Plan::ThenFlush(Sync::Full);
+        let full = Plan::ThenFlush(SyncMode::Full);
         for fua in [Fua::Native, Fua::Emulated] {
             for flags in [PURE, NEW] {
                 for cheaper in [Persistence::ByFua, Persistence::ByFlush] {
@@ -209,16 +212,16 @@ mod tests {
                 }
             }
             assert_eq!(Plan::without_fua(Durability::Full, fua), full);
-            assert_eq!(Debt::of_tables(Durability::Full, fua), Debt::Flush(Sync::Full));
+            assert_eq!(Debt::of_tables(Durability::Full, fua), Debt::Flush(SyncMode::Full));
         }
     }
 
     #[test]
     fn nothing_is_owed_without_a_stable_place_or_a_wish() {
         for durability in [Durability::None, Durability::Data, Durability::Full] {
-            assert_eq!(plan(durability, Fua::None, &[PURE]), Plan::Plain);
-            assert_eq!(Plan::without_fua(durability, Fua::None), Plan::Plain);
-            assert_eq!(Debt::of_tables(durability, Fua::None), Debt::Nothing);
+            assert_eq!(plan(durability, Fua::Ignored, &[PURE]), Plan::Plain);
+            assert_eq!(Plan::without_fua(durability, Fua::Ignored), Plan::Plain);
+            assert_eq!(Debt::of_tables(durability, Fua::Ignored), Debt::Nothing);
         }
         assert_eq!(plan(Durability::None, Fua::Native, &[NEW]), Plan::Plain);
         assert_eq!(Debt::of_tables(Durability::None, Fua::Native), Debt::Nothing);
@@ -230,22 +233,22 @@ mod tests {
             let extents: Vec<_> = flags.iter().map(mapped).collect();
             plan.debt_for(extents.iter())
         };
-        let (data, full) = (Plan::ThenFlush(Sync::Data), Plan::ThenFlush(Sync::Full));
+        let (data, full) = (Plan::ThenFlush(SyncMode::Data), Plan::ThenFlush(SyncMode::Full));
         assert_eq!(debt(data, &[NEW, NEW | ExtentFlags::SHARED]), Debt::TablesAndData);
-        assert_eq!(debt(data, &[NEW, PURE]), Debt::Flush(Sync::Data));
-        assert_eq!(debt(data, &[ExtentFlags::DIRTY]), Debt::Flush(Sync::Data));
-        assert_eq!(debt(full, &[NEW]), Debt::Flush(Sync::Full));
+        assert_eq!(debt(data, &[NEW, PURE]), Debt::Flush(SyncMode::Data));
+        assert_eq!(debt(data, &[ExtentFlags::DIRTY]), Debt::Flush(SyncMode::Data));
+        assert_eq!(debt(full, &[NEW]), Debt::Flush(SyncMode::Full));
         assert_eq!(debt(Plan::FuaThenTables, &[NEW]), Debt::Tables);
         assert_eq!(debt(Plan::Plain, &[NEW]), Debt::Nothing);
     }
 
     #[test]
     fn parts_of_a_request_share_the_deeper_payment() {
-        let (data, full) = (Plan::ThenFlush(Sync::Data), Plan::ThenFlush(Sync::Full));
-        assert_eq!(data.debt().and(full.debt()), Debt::Flush(Sync::Full));
-        assert_eq!(Plan::FuaThenTables.debt().and(data.debt()), Debt::Flush(Sync::Data));
+        let (data, full) = (Plan::ThenFlush(SyncMode::Data), Plan::ThenFlush(SyncMode::Full));
+        assert_eq!(data.debt().and(full.debt()), Debt::Flush(SyncMode::Full));
+        assert_eq!(Plan::FuaThenTables.debt().and(data.debt()), Debt::Flush(SyncMode::Data));
         assert_eq!(Debt::TablesAndData.and(Debt::Tables), Debt::TablesAndData);
-        assert_eq!(Debt::TablesAndData.and(data.debt()), Debt::Flush(Sync::Data));
+        assert_eq!(Debt::TablesAndData.and(data.debt()), Debt::Flush(SyncMode::Data));
         assert_eq!(Plan::Fua.debt().and(Plan::FuaThenTables.debt()), Debt::Tables);
         assert_eq!(Plan::Fua.debt().and(Plan::Plain.debt()), Debt::Nothing);
     }

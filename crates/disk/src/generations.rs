@@ -28,8 +28,8 @@ use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 
 use blockhouse_core::{
-    ByteRange, Capabilities, Durability, Error, Fua, GroupCommit, IoVector, Result, Status,
-    Storage, Sync, Unmap, WriteCache,
+    Allocation, ByteRange, Capabilities, Durability, Error, Fua, GroupCommit, IoVector, Result,
+    Storage, SyncMode, Unmap, WriteCache,
 };
 use event_listener::{Event, EventListener};
 use parking_lot::Mutex;
@@ -149,22 +149,22 @@ impl<S: Storage> Generations<S> {
     }
 
     /// The generation that a flush called now must cover.
-    fn target(&self, sync: Sync) -> u64 {
+    fn target(&self, sync: SyncMode) -> u64 {
         // A write given up may have completed just now. And a full flush is never taken for done,
         // because durable writes change metadata without being counted.
-        if sync == Sync::Full || self.given_up.load(Ordering::SeqCst) > 0 {
+        if sync == SyncMode::Full || self.given_up.load(Ordering::SeqCst) > 0 {
             self.completed.fetch_add(1, Ordering::SeqCst) + 1
         } else {
             self.completed.load(Ordering::SeqCst)
         }
     }
 
-    fn turn(&self, target: u64, sync: Sync) -> Result<Turn<'_>> {
+    fn turn(&self, target: u64, sync: SyncMode) -> Result<Turn<'_>> {
         let mut flushing = self.flushing.lock();
         self.check_failure()?;
         let stable = match sync {
-            Sync::Data => flushing.stable_data,
-            Sync::Full => flushing.stable_full,
+            SyncMode::Data => flushing.stable_data,
+            SyncMode::Full => flushing.stable_full,
         };
         Ok(if stable >= target {
             Turn::Covered
@@ -176,7 +176,7 @@ impl<S: Storage> Generations<S> {
         })
     }
 
-    async fn run(&self, run: Run<'_>, sync: Sync) -> Result<()> {
+    async fn run(&self, run: Run<'_>, sync: SyncMode) -> Result<()> {
         let generation = self.completed.load(Ordering::SeqCst);
         loop {
             let given_up = self.given_up.load(Ordering::SeqCst);
@@ -231,10 +231,10 @@ impl Drop for Crowd<'_> {
 }
 
 impl Run<'_> {
-    fn covered(self, generation: u64, sync: Sync) {
+    fn covered(self, generation: u64, sync: SyncMode) {
         let mut flushing = self.flushing.lock();
         flushing.stable_data = flushing.stable_data.max(generation);
-        if sync == Sync::Full {
+        if sync == SyncMode::Full {
             flushing.stable_full = flushing.stable_full.max(generation);
         }
     }
@@ -268,7 +268,7 @@ impl<S: Storage> Storage for Generations<S> {
         let capabilities = self.storage.capabilities();
         match self.policy {
             FlushPolicy::Obey => capabilities,
-            FlushPolicy::Ignore => Capabilities { fua: Fua::None, ..capabilities },
+            FlushPolicy::Ignore => Capabilities { fua: Fua::Ignored, ..capabilities },
         }
     }
 
@@ -290,7 +290,7 @@ impl<S: Storage> Storage for Generations<S> {
             (Durability::Data | Durability::Full, Fua::Native | Fua::Emulated) => {
                 self.check_failure()?;
             }
-            (Durability::None, _) | (_, Fua::None) => {}
+            (Durability::None, _) | (_, Fua::Ignored) => {}
         }
         let unseen = self.in_flight();
         let outcome = self.storage.write(offset, from, Durability::None).await;
@@ -301,8 +301,8 @@ impl<S: Storage> Storage for Generations<S> {
         match durability {
             _ if outcome.is_err() => outcome,
             Durability::None => Ok(()),
-            Durability::Data => self.flush(Sync::Data).await,
-            Durability::Full => self.flush(Sync::Full).await,
+            Durability::Data => self.flush(SyncMode::Data).await,
+            Durability::Full => self.flush(SyncMode::Full).await,
         }
     }
 
@@ -320,8 +320,8 @@ impl<S: Storage> Storage for Generations<S> {
         outcome
     }
 
-    async fn flush(&self, sync: Sync) -> Result<()> {
-        if self.capabilities().fua == Fua::None {
+    async fn flush(&self, sync: SyncMode) -> Result<()> {
+        if self.capabilities().fua == Fua::Ignored {
             return Ok(());
         }
         let target = self.target(sync);
@@ -347,13 +347,13 @@ impl<S: Storage> Storage for Generations<S> {
         outcome
     }
 
-    async fn lengthen(&self, size: u64) {
+    async fn extend_hint(&self, size: u64) {
         // Changes nothing that anybody was told is stored.
-        self.storage.lengthen(size).await;
+        self.storage.extend_hint(size).await;
     }
 
-    async fn status(&self, range: ByteRange) -> Result<(Status, u64)> {
-        self.storage.status(range).await
+    async fn block_status(&self, range: ByteRange) -> Result<(Allocation, u64)> {
+        self.storage.block_status(range).await
     }
 
     async fn prefetch(&self, range: ByteRange) -> Result<()> {

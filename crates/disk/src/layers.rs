@@ -55,14 +55,14 @@ impl<S: Storage> Disk<S> {
         else {
             return Err(self.misplaced(extent));
         };
-        let packed = PackedPlace { guest: extent.whole, host: place };
-        let cell = match extent.guest == extent.whole {
+        let packed = PackedPlace { guest: extent.alloc_range, host: place };
+        let cell = match extent.guest == extent.alloc_range {
             // Nothing of it is left for the next read.
             true => self.unpacked.find(packed).unwrap_or_default(),
             false => self.unpacked.find_or_add(packed),
         };
         let cluster = cell.get_or_try_init(|| self.unpack(image.compression(), packed)).await?;
-        let skipped = (extent.guest.offset() - extent.whole.offset()) as usize;
+        let skipped = (extent.guest.offset() - extent.alloc_range.offset()) as usize;
         into.copy_from(&cluster.bytes()[skipped..skipped + into.len()]);
         Ok(())
     }

@@ -8,7 +8,7 @@ use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 use std::str::FromStr;
 
-use blockhouse_core::{Durability, Error, ErrorKind, Result, Storage, Sync};
+use blockhouse_core::{Durability, Error, ErrorKind, Result, Storage, SyncMode};
 use blockhouse_engine::{HostFile, OpenFor, PageCache};
 use blockhouse_format::{probe, qcow2};
 
@@ -207,7 +207,7 @@ pub async fn create(path: &Path, size: u64, format: ImageFormat) -> Result<()> {
             ImageFormat::Raw => Disk::raw(file, Options::default())?.resize(size).await?,
             ImageFormat::Qcow2 => {
                 qcow2::create(&file, &qcow2::CreateOptions::new(size)).await?;
-                file.flush(Sync::Full).await?;
+                file.flush(SyncMode::Full).await?;
             }
         }
         sync_folder(path)

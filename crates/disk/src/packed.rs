@@ -86,7 +86,7 @@ impl<S: Storage> Disk<S> {
         };
         let plan = Plan::without_fua(self.least_durability(), self.fua());
         // After the place, as for copies: who waits for this memory holds none of it.
-        self.unpacked.forget(extent.whole);
+        self.unpacked.forget(extent.alloc_range);
         let mut memory = self.clusters.for_copy(length as usize).await?;
         let (content, padding) = memory.bytes_mut().split_at_mut(packed.len());
         content.copy_from_slice(packed);

@@ -3,7 +3,7 @@
 //! Everything here is aligned (see [`crate::bounce`] for the rest) and inside the disk. One extent is
 //! one storage operation and nothing else; several go down together, a few at a time, and the next ones
 //! are looked up as those complete. So a request of any length holds at most 2 x [`TOGETHER`] extents of
-//! at most [`LONGEST_PART`] bytes each. Between them it yields, see [`WorkBudget`]: what needs no
+//! at most [`MAX_PART`] bytes each. Between them it yields, see [`WorkBudget`]: what needs no
 //! waiting (holes, look-ups, decompression) keeps no other task of the thread waiting.
 //!
 //! The durability decision of a write is made once, before its first byte goes down: for a request
@@ -33,11 +33,11 @@ use crate::prepared::Prepared;
 const TOGETHER: usize = 16;
 /// The most bytes of one storage operation. More is no faster on any device, and takes a kernel that
 /// copies from its page cache inside of the system call too long.
-const LONGEST_PART: u64 = 4 << 20;
+const MAX_PART: u64 = 4 << 20;
 /// Where longer requests are cut: no cluster of any format lies on both sides.
 const CUT_ALIGNMENT: u64 = 2 << 20;
 /// The most bytes of a guest that a round of tables waits for: more take as long as a round of their own.
-const LONGEST_AWAITED: u64 = 256 * 1024;
+const MAX_AWAITED: u64 = 256 * 1024;
 
 impl<S: Storage> Disk<S> {
     /// Fills `into` with the bytes of `range`.
@@ -165,7 +165,7 @@ impl<S: Storage> Disk<S> {
         mut from: IoVector,
         durability: Durability,
     ) -> Result<Debt> {
-        let plan = match rest.is_empty() && from.len() as u64 <= LONGEST_PART {
+        let plan = match rest.is_empty() && from.len() as u64 <= MAX_PART {
             true => self.plan(known.iter().map(Deref::deref), durability),
             // Many parts are cheaper with one flush for all than with FUA each.
             false => Plan::without_fua(durability, self.fua()),
@@ -218,8 +218,8 @@ impl<S: Storage> Disk<S> {
             return Err(self.misplaced(&extent));
         };
         // Durable writes leave no holes: to fill one later by FUA costs the host file system's journal.
-        let can_leave_holes = plan == Plan::Plain && extent.flags.contains(ExtentFlags::BLANK);
-        if extent.whole != extent.guest && !can_leave_holes {
+        let can_leave_holes = plan == Plan::Plain && extent.flags.contains(ExtentFlags::ZEROED);
+        if extent.alloc_range != extent.guest && !can_leave_holes {
             return Box::pin(self.write_whole(extent, host, from, plan)).await;
         }
         self.store(extent, host, from, plan).await
@@ -235,7 +235,7 @@ impl<S: Storage> Disk<S> {
     ) -> Result<()> {
         let durability = plan.of_each_write();
         let needs_round = matches!(plan, Plan::ThenFlush(_)) && !extent.is_pure_overwrite();
-        let is_short = extent.guest.length() <= LONGEST_AWAITED;
+        let is_short = extent.guest.length() <= MAX_AWAITED;
         let arriving = if needs_round && is_short { self.format.arriving() } else { None };
         extent.set_moving();
         let outcome = self.storage().write(host, from, durability).await;
@@ -252,7 +252,7 @@ impl<S: Storage> Disk<S> {
         intent: Intent,
     ) -> Result<Prepared<'_, S>> {
         let extent = self.format.map(range, intent).await?;
-        self.unpacked.forget(extent.whole);
+        self.unpacked.forget(extent.alloc_range);
         Ok(Prepared::new(&self.format, extent))
     }
 
@@ -281,10 +281,10 @@ fn take(vector: &mut IoVector, extent: &Extent) -> IoVector {
 
 /// The first bytes of a range that one extent may have.
 fn first_part(range: ByteRange) -> ByteRange {
-    if range.length() <= LONGEST_PART {
+    if range.length() <= MAX_PART {
         return range;
     }
-    let end = (range.offset() + LONGEST_PART) & !(CUT_ALIGNMENT - 1);
+    let end = (range.offset() + MAX_PART) & !(CUT_ALIGNMENT - 1);
     range.truncate(end - range.offset())
 }
 
@@ -295,7 +295,9 @@ fn cost_of_reading(extent: &Extent) -> u64 {
         + match extent.state {
             ExtentState::Mapped { .. } => 0,
             ExtentState::Zero | ExtentState::Hole => length,
-            ExtentState::Compressed { .. } => extent.whole.length() * WorkBudget::DECOMPRESSION,
+            ExtentState::Compressed { .. } => {
+                extent.alloc_range.length() * WorkBudget::DECOMPRESSION
+            }
             // As much as if all of it were a hole there.
             ExtentState::Backing => length,
         }

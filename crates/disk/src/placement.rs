@@ -1,6 +1,6 @@
 //! Where each part of a disk is stored, through all layers: for people who ask, not for the I/O path.
 
-use blockhouse_core::{ByteRange, ExtentState, Result, Status, Storage};
+use blockhouse_core::{Allocation, ByteRange, ExtentState, Result, Storage};
 use blockhouse_format::qcow2::Qcow2;
 use blockhouse_format::{Format, Intent};
 
@@ -137,10 +137,10 @@ async fn written<S: Storage>(
     let Some(range) = ByteRange::new(host, inside).filter(|range| !range.is_empty()) else {
         return Ok((guest, Content::Unwritten { host }));
     };
-    let (status, length) = runs.status(file, range).await?;
+    let (status, length) = runs.block_status(file, range).await?;
     let content = match status {
-        Status::Data => Content::Data { host },
-        Status::Hole => Content::Unwritten { host },
+        Allocation::Data => Content::Data { host },
+        Allocation::Hole => Content::Unwritten { host },
     };
     Ok((guest.truncate(length), content))
 }

@@ -5,14 +5,14 @@
 //! beyond, also the rest of its last cluster.
 
 use blockhouse_core::{
-    ByteRange, Durability, Effort, Error, ErrorKind, Result, Storage, Sync, Unmap,
+    ByteRange, Durability, Error, ErrorKind, Fallback, Result, Storage, SyncMode, Unmap,
 };
 
 use crate::Disk;
 use crate::zero::Zeroing;
 
 const ZEROING: Zeroing =
-    Zeroing { unmap: Unmap::Allowed, effort: Effort::Any, durability: Durability::None };
+    Zeroing { unmap: Unmap::Allowed, fallback: Fallback::Allowed, durability: Durability::None };
 
 impl<S: Storage> Disk<S> {
     /// Makes the disk longer; new bytes read as zeros. Durable when it returns.
@@ -33,10 +33,10 @@ impl<S: Storage> Disk<S> {
             self.format.reserve(size).await?;
             // Durable with the flush below.
             let _ = self.write_zeroes(uncovered, ZEROING, &claim).await?;
-            self.format.flush(Sync::Data).await?;
+            self.format.flush(SyncMode::Data).await?;
         }
         self.format.resize(size).await?;
-        self.format.flush(Sync::Full).await
+        self.format.flush(SyncMode::Full).await
     }
 
     /// Makes the disk shorter: what lies beyond `size` is lost. Durable when it returns. No request may
@@ -60,7 +60,7 @@ impl<S: Storage> Disk<S> {
         {
             let _ = self.write_zeroes(rest, ZEROING, &claim).await?;
         }
-        self.format.flush(Sync::Full).await
+        self.format.flush(SyncMode::Full).await
     }
 
     /// The new bytes of a disk that became longer which would not read as zeros by themselves: those

@@ -7,7 +7,7 @@
 
 use std::time::{Duration, Instant, SystemTime};
 
-use blockhouse_core::{Error, ErrorKind, Result, Storage, Sync};
+use blockhouse_core::{Error, ErrorKind, Result, Storage, SyncMode};
 use blockhouse_format::Format;
 use blockhouse_format::qcow2::{NewSnapshot, Qcow2, Snapshot, VmStateTables};
 
@@ -89,7 +89,7 @@ impl<S: Storage> Disk<S> {
         self.check_access(0)?;
         let tables = self.tables()?;
         tables.check_sharing()?;
-        self.format.flush(Sync::Data).await?;
+        self.format.flush(SyncMode::Data).await?;
         let began = Instant::now();
         let _alone = self.gate.shut().await;
         let outcome = change(tables).await?;

@@ -3,8 +3,8 @@
 use std::future::{Future, ready};
 
 use blockhouse_core::{
-    Buffer, ByteRange, Durability, Effort, ExtentState, IoVector, Request, Result, Status, Storage,
-    Unmap,
+    Allocation, Buffer, ByteRange, Durability, ExtentState, Fallback, IoVector, Request, Result,
+    Storage, Unmap,
 };
 use blockhouse_format::Intent;
 use futures_util::stream::{self, Stream, StreamExt};
@@ -89,9 +89,9 @@ impl<S: Storage> Disk<S> {
         let mut data = 0;
         while data < guest.length().min(PIECE) {
             let rest = ByteRange::between(host + data, host + guest.length());
-            let (status, length) = runs.status(self.storage(), rest).await?;
+            let (status, length) = runs.block_status(self.storage(), rest).await?;
             let is_all = length == guest.length();
-            if status == Status::Hole && (length >= MIN_HOLE || is_all) {
+            if status == Allocation::Hole && (length >= MIN_HOLE || is_all) {
                 if data == 0 {
                     return Ok((guest.truncate(length), Source::Zeros));
                 }
@@ -115,8 +115,8 @@ impl<S: Storage> Disk<S> {
 
     /// Makes `range` zeros, plainly.
     pub(crate) async fn make_zeros(&self, range: ByteRange) -> Result<()> {
-        let (unmap, effort) = (Unmap::Allowed, Effort::Any);
-        self.submit(Request::WriteZeroes { range, unmap, effort, durability: Durability::None })
+        let (unmap, fallback) = (Unmap::Allowed, Fallback::Allowed);
+        self.submit(Request::WriteZeroes { range, unmap, fallback, durability: Durability::None })
             .await
     }
 }

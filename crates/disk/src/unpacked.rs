@@ -15,8 +15,8 @@ use parking_lot::Mutex;
 /// How much memory is kept in bytes, where clusters are not larger than that allows.
 const KEPT: u64 = 4 << 20;
 /// How many clusters are kept at least, and at most.
-const FEWEST: u64 = 2;
-const MOST: u64 = 64;
+const MIN_CLUSTERS: u64 = 2;
+const MAX_CLUSTERS: u64 = 64;
 
 /// Where a compressed cluster is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -41,7 +41,7 @@ pub(crate) struct UnpackedClusters {
 impl UnpackedClusters {
     /// For clusters of so many bytes.
     pub(crate) fn new(cluster_size: u64) -> Self {
-        let most = (KEPT / cluster_size).clamp(FEWEST, MOST) as usize;
+        let most = (KEPT / cluster_size).clamp(MIN_CLUSTERS, MAX_CLUSTERS) as usize;
         Self { last: Mutex::default(), is_empty: AtomicBool::new(true), most }
     }
 
@@ -96,11 +96,11 @@ mod tests {
     #[test]
     fn the_last_ones_are_kept() {
         let clusters = UnpackedClusters::new(SIZE);
-        for number in 0..MOST {
+        for number in 0..MAX_CLUSTERS {
             clusters.find_or_add(place(number));
         }
         assert!(clusters.find(place(0)).is_some(), "used again, it is the last one");
-        clusters.find_or_add(place(MOST));
+        clusters.find_or_add(place(MAX_CLUSTERS));
         assert!(clusters.find(place(0)).is_some() && clusters.find(place(1)).is_none());
     }
 

@@ -7,7 +7,7 @@
 //! requests yield between them (see [`WorkBudget`]).
 
 use blockhouse_core::{
-    Buffer, ByteRange, Capabilities, Durability, Effort, Error, ErrorKind, ExtentState, Offload,
+    Buffer, ByteRange, Capabilities, Durability, Error, ErrorKind, ExtentState, Fallback, Offload,
     Result, Storage, Unmap, WorkBudget,
 };
 use blockhouse_format::{Intent, Persistence};
@@ -22,7 +22,7 @@ use crate::tracker::Claim;
 #[derive(Clone, Copy)]
 pub(crate) struct Zeroing {
     pub(crate) unmap: Unmap,
-    pub(crate) effort: Effort,
+    pub(crate) fallback: Fallback,
     pub(crate) durability: Durability,
 }
 
@@ -36,7 +36,7 @@ impl<S: Storage> Disk<S> {
         claim: &Claim<'_>,
     ) -> Result<Debt> {
         let Some(middle) = range.align_inward(u64::from(self.alignment.offset)) else {
-            if how.effort == Effort::FastOnly {
+            if how.fallback == Fallback::Forbidden {
                 return Err(self.no_fast_zeroes(range.offset()));
             }
             return self.write_few_zeroes(range, how.durability, claim).await;
@@ -59,7 +59,7 @@ impl<S: Storage> Disk<S> {
             rest = rest.skip(extent.guest.length());
             debt = debt.and(self.zero_extent(extent, how).await?);
             // Something has changed: it is too late to refuse.
-            how.effort = Effort::Any;
+            how.fallback = Fallback::Allowed;
             budget.spend(WorkBudget::LOOK_UP).await;
         }
         Ok(debt)
@@ -105,7 +105,7 @@ impl<S: Storage> Disk<S> {
                 outcome => return outcome.map(|()| afterwards.debt()),
             }
         }
-        if how.effort == Effort::FastOnly {
+        if how.fallback == Fallback::Forbidden {
             return Err(self.no_fast_zeroes(host.offset()));
         }
         // Several pieces are cheaper with one flush for all than with FUA each.

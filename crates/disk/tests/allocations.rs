@@ -5,8 +5,8 @@ use std::pin::pin;
 use std::task::{Context, Waker};
 
 use blockhouse_core::{
-    Alignment, Buffer, ByteRange, Capabilities, Discarded, Durability, DurableWrite, Fua,
-    GroupCommit, IoVector, Offload, Request, Result, Status, Storage, Sync, Unmap, WriteCache,
+    Alignment, Allocation, Buffer, ByteRange, Capabilities, Durability, Fua, FuaCost, GroupCommit,
+    IoVector, Offload, ReadAfterDiscard, Request, Result, Storage, SyncMode, Unmap, WriteCache,
 };
 use blockhouse_disk::{Disk, Options};
 
@@ -22,12 +22,12 @@ impl Storage for Immediate {
         Capabilities {
             fua: Fua::Native,
             write_cache: WriteCache::Volatile,
-            durable_write: DurableWrite::Alone,
+            fua_cost: FuaCost::NoFlush,
             group_commit: GroupCommit::Never,
             alignment: self.0,
             write_zeroes: Offload::Available,
             discard: Offload::Available,
-            discarded: Discarded::Anything,
+            read_after_discard: ReadAfterDiscard::Undefined,
         }
     }
 
@@ -51,7 +51,7 @@ impl Storage for Immediate {
         Ok(())
     }
 
-    async fn flush(&self, _sync: Sync) -> Result<()> {
+    async fn flush(&self, _sync: SyncMode) -> Result<()> {
         Ok(())
     }
 
@@ -59,8 +59,8 @@ impl Storage for Immediate {
         Ok(())
     }
 
-    async fn status(&self, range: ByteRange) -> Result<(Status, u64)> {
-        Ok((Status::Data, range.length()))
+    async fn block_status(&self, range: ByteRange) -> Result<(Allocation, u64)> {
+        Ok((Allocation::Data, range.length()))
     }
 
     async fn prefetch(&self, _range: ByteRange) -> Result<()> {

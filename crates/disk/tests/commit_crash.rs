@@ -5,7 +5,7 @@
 use std::sync::Arc;
 
 use blockhouse_core::ByteRange;
-use blockhouse_core::{Alignment, Buffer, Durability, Effort, Fua, Request, Result, Unmap};
+use blockhouse_core::{Alignment, Buffer, Durability, Fallback, Fua, Request, Result, Unmap};
 use blockhouse_disk::{Access, Backing, Disk, Options};
 use blockhouse_format::qcow2::{self, CreateOptions, Qcow2, Switch, Version};
 use blockhouse_sim::{Config, Report, Rng, Sim, SimDisk, for_seeds};
@@ -36,8 +36,8 @@ async fn fill(disk: &Disk<SimDisk>, random: &mut Rng) -> Result<()> {
         let range = ByteRange::between(start * 512, start * 512 + length);
         let durability = Durability::None;
         if random.u8(..4) == 0 {
-            let (unmap, effort) = (Unmap::Allowed, Effort::Any);
-            disk.submit(Request::WriteZeroes { range, unmap, effort, durability }).await?;
+            let (unmap, fallback) = (Unmap::Allowed, Fallback::Allowed);
+            disk.submit(Request::WriteZeroes { range, unmap, fallback, durability }).await?;
             continue;
         }
         let mut buffer = Buffer::new(length as usize);

@@ -16,13 +16,13 @@ use blockhouse_sim::{
 const ENOSPC: i32 = 28;
 const EIO: i32 = 5;
 /// Some pieces and a bit.
-const MOST: u64 = 5 << 20;
+const MAX_SIZE: u64 = 5 << 20;
 
 type Image = Arc<Disk<SimDisk>>;
 
 /// Stretches of one byte, of noise and of zeros.
 fn content(random: &mut Rng) -> Vec<u8> {
-    let size = random.u64(1..=MOST / 512) * 512;
+    let size = random.u64(1..=MAX_SIZE / 512) * 512;
     let mut bytes = vec![0; size as usize];
     for _ in 0..random.usize(..12) {
         let start = random.usize(..bytes.len());

@@ -5,7 +5,7 @@
 use std::future::Future;
 
 use blockhouse_core::{
-    ByteRange, Capabilities, Durability, IoVector, Request, Result, Status, Storage, Unmap,
+    Allocation, ByteRange, Capabilities, Durability, IoVector, Request, Result, Storage, Unmap,
     WriteCache,
 };
 use blockhouse_disk::{Disk, Options};
@@ -153,7 +153,7 @@ impl Storage for Lying {
         self.disk.discard(range).await
     }
 
-    async fn flush(&self, sync: blockhouse_core::Sync) -> Result<()> {
+    async fn flush(&self, sync: blockhouse_core::SyncMode) -> Result<()> {
         match self.lie {
             Lie::Flushes => Ok(()),
             Lie::FlushesSucceed => {
@@ -168,8 +168,8 @@ impl Storage for Lying {
         self.disk.resize(size).await
     }
 
-    async fn status(&self, range: ByteRange) -> Result<(Status, u64)> {
-        self.disk.status(range).await
+    async fn block_status(&self, range: ByteRange) -> Result<(Allocation, u64)> {
+        self.disk.block_status(range).await
     }
 
     async fn prefetch(&self, range: ByteRange) -> Result<()> {

@@ -3,7 +3,7 @@
 
 mod common;
 
-use blockhouse_core::Sync::{Data as DataSync, Full as FullSync};
+use blockhouse_core::SyncMode::{Data as DataSync, Full as FullSync};
 use blockhouse_core::{Durability, Fua, Request, Unmap, WriteCache};
 use blockhouse_disk::{FlushPolicy, Options};
 use blockhouse_sim::Operation::{Discard, Flush, Read, Write, WriteZeroes};
@@ -134,5 +134,5 @@ fn the_unsafe_policy_never_flushes() {
     rig.submit(Request::Flush).unwrap();
     let plain = Write(span(0, 512), Durability::None);
     assert_eq!(rig.log(), [plain, plain]);
-    assert_eq!(rig.disk.capabilities().fua, Fua::None);
+    assert_eq!(rig.disk.capabilities().fua, Fua::Ignored);
 }

@@ -3,7 +3,7 @@
 
 mod common;
 
-use blockhouse_core::Sync::{Data as DataSync, Full as FullSync};
+use blockhouse_core::SyncMode::{Data as DataSync, Full as FullSync};
 use blockhouse_core::{Durability, ErrorKind, Fua, GroupCommit, Request, errno};
 use blockhouse_disk::Options;
 use blockhouse_sim::Operation::{Flush, Resize, Write};

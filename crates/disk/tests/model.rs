@@ -18,7 +18,7 @@ const SIZE: usize = SECTORS * 512;
 enum Verb {
     Read,
     Write(u8, Durability),
-    Zero(blockhouse_core::Effort),
+    Zero(blockhouse_core::Fallback),
     Flush,
 }
 
@@ -36,11 +36,11 @@ fn durability() -> impl Strategy<Value = Durability> {
 }
 
 fn verb() -> impl Strategy<Value = Verb> {
-    use blockhouse_core::Effort::{Any, FastOnly};
+    use blockhouse_core::Fallback::{Allowed, Forbidden};
     prop_oneof![
         2 => Just(Verb::Read),
         4 => (any::<u8>(), durability()).prop_map(|(byte, durability)| Verb::Write(byte, durability)),
-        1 => prop_oneof![Just(Any), Just(FastOnly)].prop_map(Verb::Zero),
+        1 => prop_oneof![Just(Allowed), Just(Forbidden)].prop_map(Verb::Zero),
         1 => Just(Verb::Flush),
     ]
 }
@@ -93,10 +93,10 @@ fn run_batch(rig: &Rig, steps: &[Step], flat: &mut [u8]) {
         let request = match step.verb {
             Verb::Read => Request::Read { offset, into: vector },
             Verb::Write(_, durability) => Request::Write { offset, from: vector, durability },
-            Verb::Zero(effort) => Request::WriteZeroes {
+            Verb::Zero(fallback) => Request::WriteZeroes {
                 range: span(offset, (end - start) as u64),
                 unmap: Unmap::Allowed,
-                effort,
+                fallback,
                 durability: Durability::None,
             },
             Verb::Flush => Request::Flush,
@@ -110,8 +110,8 @@ fn run_batch(rig: &Rig, steps: &[Step], flat: &mut [u8]) {
             Verb::Read => assert_same(&buffer.bytes()[step.misplaced..], &flat[range]),
             Verb::Write(byte, _) => flat[range].fill(byte),
             Verb::Zero(_) if outcome.is_ok() => flat[range].fill(0),
-            Verb::Zero(effort) => {
-                assert_eq!(effort, blockhouse_core::Effort::FastOnly);
+            Verb::Zero(fallback) => {
+                assert_eq!(fallback, blockhouse_core::Fallback::Forbidden);
                 continue;
             }
             Verb::Flush => {}

@@ -8,7 +8,7 @@ mod qemu;
 use std::path::Path;
 
 use blockhouse_core::{
-    Alignment, Buffer, ByteRange, Durability, Effort, Request, Result, Storage, Unmap,
+    Alignment, Buffer, ByteRange, Durability, Fallback, Request, Result, Storage, Unmap,
 };
 use blockhouse_disk::{
     Access, BlockStatusCache, CacheMode, Content, Disk, ImageOptions, Options, Packed,
@@ -81,7 +81,9 @@ async fn carry_out<S: Storage>(
             Packed::NotWorthwhile => return write(disk, range.offset(), bytes).await,
         },
         Verb::Write => return write(disk, range.offset(), bytes).await,
-        Verb::Zero(unmap) => Request::WriteZeroes { range, unmap, effort: Effort::Any, durability },
+        Verb::Zero(unmap) => {
+            Request::WriteZeroes { range, unmap, fallback: Fallback::Allowed, durability }
+        }
         Verb::Discard => Request::Discard { range, durability },
     };
     disk.submit(request).await

@@ -6,7 +6,9 @@ mod common;
 
 use std::rc::Rc;
 
-use blockhouse_core::{Buffer, Discarded, Durability, ErrorKind, Request, Storage, Unmap, errno};
+use blockhouse_core::{
+    Buffer, Durability, ErrorKind, ReadAfterDiscard, Request, Storage, Unmap, errno,
+};
 use blockhouse_disk::{Access, BlockStatusCache, Content, Disk, Options};
 use blockhouse_format::qcow2::{self, Backing, CheckReport, CreateOptions, Qcow2, Version};
 use blockhouse_sim::{Config, Fault, Latency, Operation, OperationKind, Sim, SimDisk, Size};
@@ -16,8 +18,8 @@ const CLUSTER: u64 = 65_536;
 const PLAIN: Durability = Durability::None;
 
 /// A new image in which the first clusters have data, durably.
-fn rig(discarded: Discarded) -> Rig {
-    let config = Config { discarded, ..steady() };
+fn rig(read_after_discard: ReadAfterDiscard) -> Rig {
+    let config = Config { read_after_discard, ..steady() };
     let rig = Rig::qcow2(config, CreateOptions::new(64 * CLUSTER));
     rig.submit(write(0, 4 * CLUSTER as usize, 1, PLAIN)).unwrap();
     rig.submit(Request::Flush).unwrap();
@@ -53,7 +55,7 @@ fn places(log: &[Operation]) -> Vec<u64> {
 #[test]
 fn space_goes_back_at_once_where_it_reads_as_zeros_then() {
     for request in [discard(CLUSTER, 2 * CLUSTER), zeroes(CLUSTER, 2 * CLUSTER, PLAIN)] {
-        let rig = rig(Discarded::Zeros);
+        let rig = rig(ReadAfterDiscard::Zeros);
         rig.submit(request).unwrap();
         let log = rig.log();
         assert!(matches!(log[..], [Operation::Discard(range)] if range.length() == 2 * CLUSTER));
@@ -64,7 +66,7 @@ fn space_goes_back_at_once_where_it_reads_as_zeros_then() {
 
 #[test]
 fn space_goes_back_with_the_next_flush_where_anything_may_come_to_light_in_it() {
-    let rig = rig(Discarded::Anything);
+    let rig = rig(ReadAfterDiscard::Undefined);
     rig.submit(discard(CLUSTER, 2 * CLUSTER)).unwrap();
     assert_eq!(rig.log(), []);
     rig.submit(Request::Flush).unwrap();
@@ -76,8 +78,8 @@ fn space_goes_back_with_the_next_flush_where_anything_may_come_to_light_in_it() 
 
 #[test]
 fn nobody_gets_a_cluster_that_tables_on_disk_may_still_refer_to() {
-    for discarded in [Discarded::Zeros, Discarded::Anything] {
-        let rig = rig(discarded);
+    for read_after_discard in [ReadAfterDiscard::Zeros, ReadAfterDiscard::Undefined] {
+        let rig = rig(read_after_discard);
         let old = place_of(&rig, 1);
         rig.submit(discard(CLUSTER, CLUSTER)).unwrap();
         rig.log();
@@ -112,8 +114,10 @@ fn in_pieces(size: u64, piece: u64, request: impl Fn(u64) -> Request) -> Vec<Req
 #[test]
 fn what_is_trimmed_and_written_again_and_again_does_not_make_the_file_longer() {
     const SIZE: u64 = 8 * MIB;
-    let rig =
-        Rig::qcow2(Config { discarded: Discarded::Zeros, ..steady() }, CreateOptions::new(SIZE));
+    let rig = Rig::qcow2(
+        Config { read_after_discard: ReadAfterDiscard::Zeros, ..steady() },
+        CreateOptions::new(SIZE),
+    );
     for round in 1..=4 {
         for request in in_pieces(SIZE, MIB, |offset| write(offset, MIB as usize, round, PLAIN)) {
             rig.submit(request).unwrap();
@@ -222,7 +226,7 @@ fn a_device_that_was_full_before_gives_what_was_trimmed() {
 #[test]
 fn writes_wait_for_clusters_that_are_being_freed_on_a_full_device() {
     // Clusters are punched only when no table on disk refers to them any more.
-    let config = Config { discarded: Discarded::Anything, ..steady() };
+    let config = Config { read_after_discard: ReadAfterDiscard::Undefined, ..steady() };
     let rig = on_device_like(config, CreateOptions::new(2 * MIB), MIB);
     let full = fill(&rig, CLUSTER, 32);
     rig.submit(discard(0, 4 * CLUSTER)).unwrap();
@@ -279,7 +283,7 @@ fn a_gap_in_the_refcount_table_is_passed_in_one_step() {
 
 #[test]
 fn a_file_ends_behind_its_last_cluster_after_the_host_was_full() {
-    let rig = rig(Discarded::Zeros);
+    let rig = rig(ReadAfterDiscard::Zeros);
     rig.storage.fail(Fault::chance(1.0, errno::ENOSPC).of(OperationKind::Write));
     for index in 8..40 {
         let error = rig.submit(write(index * CLUSTER, CLUSTER as usize, 2, PLAIN)).unwrap_err();
@@ -294,8 +298,8 @@ fn a_file_ends_behind_its_last_cluster_after_the_host_was_full() {
 #[test]
 fn a_file_is_cut_behind_what_a_shorter_disk_has_left() {
     let options = CreateOptions { cluster_size: 512, ..CreateOptions::new(2 * MIB) };
-    for discarded in [Discarded::Zeros, Discarded::Anything] {
-        let rig = Rig::qcow2(Config { discarded, ..steady() }, options.clone());
+    for read_after_discard in [ReadAfterDiscard::Zeros, ReadAfterDiscard::Undefined] {
+        let rig = Rig::qcow2(Config { read_after_discard, ..steady() }, options.clone());
         rig.submit(write(0, 2048, 1, PLAIN)).unwrap();
         rig.submit(write(MIB, MIB as usize, 2, PLAIN)).unwrap();
         let disk = Rc::clone(&rig.disk);
@@ -303,7 +307,7 @@ fn a_file_is_cut_behind_what_a_shorter_disk_has_left() {
         let report = close(&rig);
         // More than its refcount blocks are for is gone, and they with it.
         assert_eq!(rig.storage.size(), report.end);
-        assert!(report.end < 64 << 10, "{discarded:?}: {} bytes for 2048", report.end);
+        assert!(report.end < 64 << 10, "{read_after_discard:?}: {} bytes for 2048", report.end);
     }
 }
 
@@ -318,9 +322,10 @@ fn a_file_that_nothing_was_taken_from_keeps_its_length() {
 
 #[test]
 fn a_snapshot_beside_clusters_that_are_being_freed_leaks_none() {
-    for discarded in [Discarded::Anything, Discarded::Zeros] {
+    for read_after_discard in [ReadAfterDiscard::Undefined, ReadAfterDiscard::Zeros] {
         // Freeing takes long, flushes do not.
-        let config = Config { discarded, latency: Latency::fixed(100, 1), ..Config::default() };
+        let config =
+            Config { read_after_discard, latency: Latency::fixed(100, 1), ..Config::default() };
         let rig = Rig::qcow2(config, CreateOptions::new(64 * CLUSTER));
         rig.submit(write(0, 40 * CLUSTER as usize, 1, PLAIN)).unwrap();
         rig.submit(Request::Flush).unwrap();
@@ -342,14 +347,14 @@ fn a_snapshot_beside_clusters_that_are_being_freed_leaks_none() {
 }
 
 /// A disk of version 2 over a file of `behind` clusters of 0xbb.
-fn old_over(behind: u64, discarded: Discarded) -> Rig {
+fn old_over(behind: u64, read_after_discard: ReadAfterDiscard) -> Rig {
     let backing = Backing { name: b"base".to_vec(), format: Some("raw".into()) };
     let options = CreateOptions {
         version: Version::V2,
         backing: Some(backing),
         ..CreateOptions::new(16 * CLUSTER)
     };
-    let Rig { sim, storage, disk } = Rig::qcow2(Config { discarded, ..steady() }, options);
+    let Rig { sim, storage, disk } = Rig::qcow2(Config { read_after_discard, ..steady() }, options);
     drop(disk);
     let base = SimDisk::new(&sim, Config::default(), vec![0xbb; (behind * CLUSTER) as usize]);
     let opened = storage.clone();
@@ -364,15 +369,15 @@ fn old_over(behind: u64, discarded: Discarded) -> Rig {
 #[test]
 fn an_old_image_keeps_what_is_discarded_over_its_backing_file() {
     let cluster = CLUSTER as usize;
-    for discarded in [Discarded::Zeros, Discarded::Anything] {
-        let rig = old_over(8, discarded);
+    for read_after_discard in [ReadAfterDiscard::Zeros, ReadAfterDiscard::Undefined] {
+        let rig = old_over(8, read_after_discard);
         rig.submit(write(0, 12 * cluster, 1, PLAIN)).unwrap();
         for request in [discard(100, 1000), discard(CLUSTER, 11 * CLUSTER), discard(0, CLUSTER / 2)]
         {
             rig.submit(request).unwrap();
             rig.submit(Request::Flush).unwrap();
         }
-        assert_eq!(rig.read(0, 8 * cluster), vec![1; 8 * cluster], "{discarded:?}");
+        assert_eq!(rig.read(0, 8 * cluster), vec![1; 8 * cluster], "{read_after_discard:?}");
         // No byte of the backing file lies behind the rest: it is free.
         assert_eq!(rig.read(8 * CLUSTER, 4 * cluster), vec![0; 4 * cluster]);
         assert_eq!(close(&rig).allocated_clusters, 8);
@@ -383,10 +388,10 @@ fn an_old_image_keeps_what_is_discarded_over_its_backing_file() {
 fn zeros_over_a_backing_file_stay_zeros_whatever_follows() {
     let cluster = CLUSTER as usize;
     for unmap in [Unmap::Allowed, Unmap::Forbidden] {
-        let rig = old_over(8, Discarded::Zeros);
+        let rig = old_over(8, ReadAfterDiscard::Zeros);
         let (range, durability) = (span(0, 16 * CLUSTER), PLAIN);
-        let effort = blockhouse_core::Effort::Any;
-        rig.submit(Request::WriteZeroes { range, unmap, effort, durability }).unwrap();
+        let fallback = blockhouse_core::Fallback::Allowed;
+        rig.submit(Request::WriteZeroes { range, unmap, fallback, durability }).unwrap();
         rig.submit(discard(0, 16 * CLUSTER)).unwrap();
         assert_eq!(rig.read(0, 16 * cluster), vec![0; 16 * cluster]);
         let disk = Rc::clone(&rig.disk);

@@ -7,7 +7,7 @@ mod common;
 
 use std::rc::Rc;
 
-use blockhouse_core::{ByteRange, Durability, DurableWrite, Fua, Request, Storage, Sync, Unmap};
+use blockhouse_core::{ByteRange, Durability, Fua, FuaCost, Request, Storage, SyncMode, Unmap};
 use blockhouse_format::qcow2::{CreateOptions, Switch};
 use blockhouse_sim::{Config, Latency, Operation};
 use common::{DATA, Rig, blocks_of, discard, steady, write, zeroes};
@@ -52,7 +52,7 @@ fn entry_behind_one_flush(rig: &Rig) -> ByteRange {
     let [
         Operation::Write(_, PLAIN),
         Operation::Write(_, PLAIN),
-        Operation::Flush(Sync::Data),
+        Operation::Flush(SyncMode::Data),
         Operation::Write(entry, FUA),
     ] = done[..]
     else {
@@ -320,7 +320,7 @@ fn a_round_does_not_wait_for_long_writes() {
 /// Three durable writes would bring three flushes.
 #[test]
 fn where_each_durable_write_brings_a_flush_a_lone_one_that_needs_space_takes_two() {
-    let rig = rig(Config { durable_write: DurableWrite::WithFlush, ..steady() });
+    let rig = rig(Config { fua_cost: FuaCost::ExtraFlush, ..steady() });
     rig.submit(write(0, 4096, 3, FUA)).unwrap();
     entry_behind_one_flush(&rig);
     rig.submit(write(0, 4096, 4, FUA)).unwrap();
@@ -390,7 +390,7 @@ fn a_mixed_request_without_new_space_ends_in_exactly_one_flush() {
     rig.submit(zeroes(100, 3 * 4096, FUA)).unwrap();
     let done = changes(&rig);
     let flushes = done.iter().filter(|one| matches!(one, Operation::Flush(_))).count();
-    assert_eq!((flushes, done.last()), (1, Some(&Operation::Flush(Sync::Data))), "{done:?}");
+    assert_eq!((flushes, done.last()), (1, Some(&Operation::Flush(SyncMode::Data))), "{done:?}");
 }
 
 #[test]
@@ -399,8 +399,8 @@ fn durable_zeros_and_discards_cost_their_tables_alone() {
         let rig = rig(steady());
         mapped(&rig, 0, 4);
         let range = common::span(0, CLUSTER);
-        let effort = blockhouse_core::Effort::Any;
-        rig.submit(Request::WriteZeroes { range, unmap, effort, durability: FUA }).unwrap();
+        let fallback = blockhouse_core::Fallback::Allowed;
+        rig.submit(Request::WriteZeroes { range, unmap, fallback, durability: FUA }).unwrap();
         let done = changes(&rig);
         assert!(matches!(done[0], Operation::Write(_, FUA)), "the entry: {done:?}");
         assert!(!done.iter().any(|one| matches!(one, Operation::Flush(_))), "{done:?}");
@@ -433,9 +433,9 @@ fn full_durability_is_always_a_full_flush() {
         rig.submit(write(0, 4096, 3, Durability::Full)).unwrap();
         let done = changes(&rig);
         assert!(matches!(done.first(), Some(Operation::Write(_, PLAIN))), "{done:?}");
-        assert_eq!(done.last(), Some(&Operation::Flush(Sync::Full)), "{done:?}");
+        assert_eq!(done.last(), Some(&Operation::Flush(SyncMode::Full)), "{done:?}");
         rig.submit(zeroes(0, CLUSTER, Durability::Full)).unwrap();
-        assert_eq!(changes(&rig).last(), Some(&Operation::Flush(Sync::Full)));
+        assert_eq!(changes(&rig).last(), Some(&Operation::Flush(SyncMode::Full)));
     }
 }
 
@@ -451,7 +451,7 @@ fn without_fua_everything_falls_back_to_flushes() {
 
 #[test]
 fn where_nothing_is_stable_nothing_is_flushed() {
-    let rig = rig(Config { fua: Fua::None, ..steady() });
+    let rig = rig(Config { fua: Fua::Ignored, ..steady() });
     rig.submit(write(0, 4096, 3, FUA)).unwrap();
     assert_eq!(cost(&rig), Cost { fua: 0, plain: 1, flushes: 0 });
 }

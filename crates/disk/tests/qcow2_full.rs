@@ -3,7 +3,7 @@
 #![forbid(unsafe_code)]
 
 use blockhouse_core::{
-    Alignment, Buffer, ByteRange, Durability, Effort, ErrorKind, Request, Unmap, errno,
+    Alignment, Buffer, ByteRange, Durability, ErrorKind, Fallback, Request, Unmap, errno,
 };
 use blockhouse_disk::{Disk, Options};
 use blockhouse_format::qcow2::{self, CreateOptions, Qcow2, Switch};
@@ -64,8 +64,8 @@ async fn carry_out(disk: &Disk<SimDisk>, step: Step) -> blockhouse_core::Result<
             disk.submit(Request::Write { offset, from, durability }).await
         }
         Step::Zero(range, unmap) => {
-            let effort = Effort::Any;
-            disk.submit(Request::WriteZeroes { range, unmap, effort, durability }).await
+            let fallback = Fallback::Allowed;
+            disk.submit(Request::WriteZeroes { range, unmap, fallback, durability }).await
         }
         Step::Discard(range) => disk.submit(Request::Discard { range, durability }).await,
         Step::Flush => disk.flush().await,

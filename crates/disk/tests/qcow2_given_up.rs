@@ -57,13 +57,13 @@ fn in_a_cluster_of_subclusters() {
 fn in_zeros_that_have_kept_their_place() {
     let rig = Rig::qcow2(steady(), CreateOptions::new(8 * CLUSTER));
     rig.submit(write(0, 4 * CLUSTER as usize, 1, PLAIN)).unwrap();
-    let Request::WriteZeroes { range, effort, durability, .. } =
+    let Request::WriteZeroes { range, fallback, durability, .. } =
         zeroes(3 * CLUSTER, CLUSTER, PLAIN)
     else {
         unreachable!("zeros")
     };
     let unmap = Unmap::Forbidden;
-    rig.submit(Request::WriteZeroes { range, unmap, effort, durability }).unwrap();
+    rig.submit(Request::WriteZeroes { range, unmap, fallback, durability }).unwrap();
     rig.submit(Request::Flush).unwrap();
     rig.log();
     later_writes_go_elsewhere(&rig, CLUSTER);

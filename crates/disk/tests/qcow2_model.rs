@@ -10,7 +10,7 @@ use std::rc::Rc;
 use std::sync::Arc;
 
 use blockhouse_core::{
-    Alignment, Buffer, Discarded, Durability, Effort, Fua, GroupCommit, Request, Unmap,
+    Alignment, Buffer, Durability, Fallback, Fua, GroupCommit, ReadAfterDiscard, Request, Unmap,
 };
 use blockhouse_disk::{Access, Disk, Options};
 use blockhouse_format::qcow2::{self, Backing, CreateOptions, Qcow2, Switch, Version};
@@ -92,7 +92,11 @@ fn config() -> impl Strategy<Value = Config> {
             alignment: Alignment { offset: block, memory: block.min(512) },
             write_zeroes,
             discard,
-            discarded: if zeros { Discarded::Zeros } else { Discarded::Anything },
+            read_after_discard: if zeros {
+                ReadAfterDiscard::Zeros
+            } else {
+                ReadAfterDiscard::Undefined
+            },
             group_commit,
             fua: if native { Fua::Native } else { Fua::Emulated },
             ..Config::default()
@@ -150,7 +154,7 @@ struct Bench {
     disk: Rc<Disk<SimDisk>>,
     flat: Vec<u8>,
     version: Version,
-    discarded: Discarded,
+    read_after_discard: ReadAfterDiscard,
 }
 
 impl Bench {
@@ -160,7 +164,7 @@ impl Bench {
         let base: Option<Vec<u8>> =
             make.base.map(|sectors| (0..sectors).flat_map(|n| [n as u8 | 1; SECTOR]).collect());
         let sim = Sim::new(make.sectors as u64);
-        let discarded = config.discarded;
+        let read_after_discard = config.read_after_discard;
         let storage = SimDisk::new(&sim, config, Vec::new());
         let options = CreateOptions {
             cluster_size: 1 << make.cluster_bits,
@@ -178,7 +182,7 @@ impl Bench {
         let mut flat = base.clone().unwrap_or_default();
         flat.resize(make.sectors * SECTOR, 0);
         let disk = opened(&sim, &storage, base.as_deref());
-        Self { sim, storage, base, disk, flat, version: make.version, discarded }
+        Self { sim, storage, base, disk, flat, version: make.version, read_after_discard }
     }
 
     fn happen(&mut self, event: &Event) {
@@ -247,7 +251,7 @@ impl Bench {
         let keeps = if self.version == Version::V2 { base } else { 0 };
         let stays = range.end.min(keeps).saturating_sub(range.start);
         assert_same(&found[..stays], &self.flat[range.clone()][..stays]);
-        if self.discarded == Discarded::Zeros {
+        if self.read_after_discard == ReadAfterDiscard::Zeros {
             for (at, (&found, &old)) in (range.start..).zip(found.iter().zip(&self.flat[range])) {
                 assert!(found == old || found == 0, "a discard made {found} of {old} at {at}");
             }
@@ -284,7 +288,9 @@ fn request(step: &Step, offset: u64, buffer: &mut Buffer) -> Request {
             buffer.bytes_mut().fill(byte);
             Request::Write { offset, from: buffer.lend(), durability }
         }
-        Verb::Zero(unmap) => Request::WriteZeroes { range, unmap, effort: Effort::Any, durability },
+        Verb::Zero(unmap) => {
+            Request::WriteZeroes { range, unmap, fallback: Fallback::Allowed, durability }
+        }
         Verb::Discard => Request::Discard { range, durability },
     }
 }

@@ -9,7 +9,8 @@
 mod crashed;
 
 use blockhouse_core::{
-    Buffer, ByteRange, Capabilities, Durability, IoVector, Result, Status, Storage, Sync, Unmap,
+    Allocation, Buffer, ByteRange, Capabilities, Durability, IoVector, Result, Storage, SyncMode,
+    Unmap,
 };
 use blockhouse_sim::SimDisk;
 use crashed::qemu::Jury;
@@ -174,7 +175,7 @@ impl Storage for Broken {
         self.disk.discard(range).await
     }
 
-    async fn flush(&self, sync: Sync) -> Result<()> {
+    async fn flush(&self, sync: SyncMode) -> Result<()> {
         if self.policy == Policy::NoFlush {
             return Ok(());
         }
@@ -187,8 +188,8 @@ impl Storage for Broken {
         self.disk.resize(size - too_far).await
     }
 
-    async fn status(&self, range: ByteRange) -> Result<(Status, u64)> {
-        self.disk.status(range).await
+    async fn block_status(&self, range: ByteRange) -> Result<(Allocation, u64)> {
+        self.disk.block_status(range).await
     }
 
     async fn prefetch(&self, range: ByteRange) -> Result<()> {

@@ -123,7 +123,7 @@ fn status_tells_holes_zeros_and_data_of_all_layers() {
         let mut found: Vec<(BlockStatus, u64)> = Vec::new();
         let mut cache = BlockStatusCache::default();
         while !rest.is_empty() {
-            let (status, length) = disk.status(rest, &mut cache).await.unwrap();
+            let (status, length) = disk.block_status(rest, &mut cache).await.unwrap();
             assert!(length > 0 && length <= rest.length());
             rest = rest.skip(length);
             match found.last_mut() {

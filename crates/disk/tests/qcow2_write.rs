@@ -6,7 +6,7 @@ mod qemu;
 
 use std::path::Path;
 
-use blockhouse_core::{Buffer, ByteRange, Durability, Effort, Request, Unmap};
+use blockhouse_core::{Buffer, ByteRange, Durability, Fallback, Request, Unmap};
 use blockhouse_disk::{Access, CacheMode, ImageOptions};
 use blockhouse_sim::{Report, Rng, for_seeds};
 use futures_util::future::join_all;
@@ -84,7 +84,9 @@ fn request(step: &mut Step, random: &mut Rng) -> Request {
             step.buffer.bytes_mut().fill(byte);
             Request::Write { offset, from: step.buffer.lend(), durability }
         }
-        Verb::Zero(unmap) => Request::WriteZeroes { range, unmap, effort: Effort::Any, durability },
+        Verb::Zero(unmap) => {
+            Request::WriteZeroes { range, unmap, fallback: Fallback::Allowed, durability }
+        }
         Verb::Discard => Request::Discard { range, durability },
     }
 }

@@ -3,7 +3,7 @@
 
 mod common;
 
-use blockhouse_core::{Durability, Effort, ErrorKind, Offload, Request, Storage, Unmap, errno};
+use blockhouse_core::{Durability, ErrorKind, Fallback, Offload, Request, Storage, Unmap, errno};
 use blockhouse_disk::{Access, BlockStatus, BlockStatusCache, Discard, Disk, Options};
 use blockhouse_sim::Operation::{Discard as DiscardOperation, Prefetch, WriteZeroes};
 use blockhouse_sim::{Config, Fault, OperationKind, Sim, SimDisk, Support};
@@ -144,7 +144,7 @@ fn block_status_tells_data_from_holes() {
     let status = |offset, length| {
         let disk = rig.disk.clone();
         rig.sim.block_on(async move {
-            disk.status(span(offset, length), &mut BlockStatusCache::default()).await
+            disk.block_status(span(offset, length), &mut BlockStatusCache::default()).await
         })
     };
     assert_eq!(status(0, END).unwrap(), (BlockStatus::Data, 8192));
@@ -200,7 +200,7 @@ fn a_quick_zero_write_is_quick_where_it_can_be() {
     let quick = Request::WriteZeroes {
         range: span(0, 8192),
         unmap: Unmap::Forbidden,
-        effort: Effort::FastOnly,
+        fallback: Fallback::Forbidden,
         durability: Durability::None,
     };
     rig.submit(quick).unwrap();

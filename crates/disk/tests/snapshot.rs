@@ -244,7 +244,8 @@ fn status_beside_changes(seed: u64) -> Result<Report, String> {
             let mut cache = BlockStatusCache::default();
             let mut rest = ByteRange::between(random.u64(..SIZE), SIZE);
             while !rest.is_empty() {
-                let (status, length) = asked.status(rest, &mut cache).await.expect("no faults");
+                let (status, length) =
+                    asked.block_status(rest, &mut cache).await.expect("no faults");
                 if status != BlockStatus::Data {
                     return Err(format!("{status:?} for {length} bytes at {}", rest.offset()));
                 }

@@ -4,7 +4,7 @@
 
 use std::sync::Arc;
 
-use blockhouse_core::{Buffer, ByteRange, Durability, Effort, Request, Unmap};
+use blockhouse_core::{Buffer, ByteRange, Durability, Fallback, Request, Unmap};
 use blockhouse_disk::{BlockStatus, BlockStatusCache, Disk, Options};
 use blockhouse_format::qcow2::{self, Backing, CheckReport, CreateOptions, Qcow2, Switch};
 use blockhouse_sim::{Config, OperationKind, Sim, SimDisk};
@@ -20,9 +20,9 @@ enum How {
 }
 
 async fn empty(disk: &Disk<SimDisk>, range: ByteRange, how: How) {
-    let (effort, durability) = (Effort::Any, Durability::None);
+    let (fallback, durability) = (Fallback::Allowed, Durability::None);
     let request = match how {
-        How::Zero(unmap) => Request::WriteZeroes { range, unmap, effort, durability },
+        How::Zero(unmap) => Request::WriteZeroes { range, unmap, fallback, durability },
         How::Discard => Request::Discard { range, durability },
     };
     disk.submit(request).await.unwrap();
@@ -64,7 +64,7 @@ fn emptied(how: How, is_backed: bool) -> CheckReport {
             empty(&disk, range, how).await;
             let rest = ByteRange::between(unit * UNIT, 2 * CLUSTER);
             let (status, length) =
-                disk.status(rest, &mut BlockStatusCache::default()).await.unwrap();
+                disk.block_status(rest, &mut BlockStatusCache::default()).await.unwrap();
             assert!(status != BlockStatus::Data && length == CLUSTER - unit * UNIT);
         }
         let is_write = |one: &blockhouse_sim::Operation| one.kind() == OperationKind::Write;

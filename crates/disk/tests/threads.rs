@@ -9,8 +9,8 @@ use std::task::{Context, Poll, Wake, Waker};
 use std::thread::{self, Thread};
 
 use blockhouse_core::{
-    Alignment, Buffer, ByteRange, Capabilities, Discarded, Durability, DurableWrite, Fua,
-    GroupCommit, IoVector, Offload, Request, Result, Status, Storage, Sync as FlushDepth, Unmap,
+    Alignment, Allocation, Buffer, ByteRange, Capabilities, Durability, Fua, FuaCost, GroupCommit,
+    IoVector, Offload, ReadAfterDiscard, Request, Result, Storage, SyncMode as FlushDepth, Unmap,
     WriteCache,
 };
 use blockhouse_disk::{Disk, Options};
@@ -48,12 +48,12 @@ impl Storage for Memory {
         Capabilities {
             fua: Fua::Emulated,
             write_cache: WriteCache::Volatile,
-            durable_write: DurableWrite::Alone,
+            fua_cost: FuaCost::NoFlush,
             group_commit: GroupCommit::Never,
             alignment: Alignment { offset: self.0.block, memory: 1 },
             write_zeroes: Offload::Unavailable,
             discard: Offload::Unavailable,
-            discarded: Discarded::Anything,
+            read_after_discard: ReadAfterDiscard::Undefined,
         }
     }
 
@@ -98,8 +98,8 @@ impl Storage for Memory {
         Ok(())
     }
 
-    async fn status(&self, range: ByteRange) -> Result<(Status, u64)> {
-        Ok((Status::Data, range.length()))
+    async fn block_status(&self, range: ByteRange) -> Result<(Allocation, u64)> {
+        Ok((Allocation::Data, range.length()))
     }
 
     async fn prefetch(&self, _range: ByteRange) -> Result<()> {

@@ -3,7 +3,7 @@
 
 mod common;
 
-use blockhouse_core::{Buffer, Durability, Effort, ErrorKind, Request, Unmap};
+use blockhouse_core::{Buffer, Durability, ErrorKind, Fallback, Request, Unmap};
 use blockhouse_disk::Options;
 use blockhouse_sim::Operation::{Read, Write, WriteZeroes};
 use blockhouse_sim::{Config, Support};
@@ -132,7 +132,7 @@ fn long_requests_go_piece_by_piece() {
             plain(piece, piece),
             Read(span(600 << 10, 4096)),
             plain(2 * piece, (88 << 10) + 4096),
-            blockhouse_sim::Operation::Flush(blockhouse_core::Sync::Data),
+            blockhouse_sim::Operation::Flush(blockhouse_core::SyncMode::Data),
         ]
     );
     let read = rig.read(0, (600 << 10) + 512);
@@ -225,7 +225,7 @@ fn a_quick_zero_write_that_is_refused_changes_nothing() {
         let quick = |offset, length| Request::WriteZeroes {
             range: span(offset, length),
             unmap: Unmap::Allowed,
-            effort: Effort::FastOnly,
+            fallback: Fallback::Forbidden,
             durability: Durability::Data,
         };
         for request in [quick(100, 4096), quick(0, 4096), quick(10, 20)] {

@@ -4,7 +4,7 @@
 
 use std::rc::Rc;
 
-use blockhouse_core::{Buffer, ByteRange, Durability, Effort, Request, Unmap};
+use blockhouse_core::{Buffer, ByteRange, Durability, Fallback, Request, Unmap};
 use blockhouse_disk::{Disk, Options};
 use blockhouse_sim::{Config, Sim, SimDisk};
 
@@ -81,8 +81,8 @@ fn what_was_unpacked_is_forgotten_when_it_changes() {
 
         assert_reads(&disk, CLUSTER + 512, 512).await;
         let range = ByteRange::between(CLUSTER, 2 * CLUSTER);
-        let (unmap, effort) = (Unmap::Allowed, Effort::Any);
-        disk.submit(Request::WriteZeroes { range, unmap, effort, durability }).await.unwrap();
+        let (unmap, fallback) = (Unmap::Allowed, Fallback::Allowed);
+        disk.submit(Request::WriteZeroes { range, unmap, fallback, durability }).await.unwrap();
         assert_eq!(read(&disk, CLUSTER + 512, 512).await, [0; 512]);
     });
 }

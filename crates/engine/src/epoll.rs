@@ -30,7 +30,7 @@ const AIO: u64 = u64::MAX - 1;
 const WATCH: u64 = 1 << 32;
 
 /// Events taken by one system call.
-const MOST_EVENTS: usize = 128;
+const MAX_EVENTS: usize = 128;
 
 /// How long the kernel is left alone after it had no room for a submission and nothing in flight
 /// whose completion could make some.
@@ -76,7 +76,7 @@ impl Epoll {
             aio,
             sockets: HashMap::new(),
             early: Vec::new(),
-            events: Vec::with_capacity(MOST_EVENTS),
+            events: Vec::with_capacity(MAX_EVENTS),
             watched: Vec::new(),
             broken_wait: BrokenWait::default(),
         })

@@ -8,7 +8,7 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use crate::broken_wait::BrokenWait;
 use crate::driver::Completion;
 use crate::file::{Caching, Residence};
-use crate::operation::{MOST_OPERATIONS, Operation, Token, Transfer};
+use crate::operation::{MAX_OPERATIONS, Operation, Token, Transfer};
 use crate::system_call::FileCall;
 
 const PREAD: u16 = 0;
@@ -83,8 +83,8 @@ impl LinuxAio {
         let event = rustix::event::eventfd(0, flags)?;
         let mut context = 0u64;
         // SAFETY: the kernel writes the context's address to `context`, which must be zero before.
-        check(unsafe { libc::syscall(libc::SYS_io_setup, MOST_OPERATIONS, &raw mut context) })?;
-        let blocks = vec![ControlBlock::default(); MOST_OPERATIONS].into_boxed_slice();
+        check(unsafe { libc::syscall(libc::SYS_io_setup, MAX_OPERATIONS, &raw mut context) })?;
+        let blocks = vec![ControlBlock::default(); MAX_OPERATIONS].into_boxed_slice();
         let (queued, addresses, broken_wait) = (Vec::new(), Vec::new(), BrokenWait::default());
         Ok(Self { context, event, blocks, queued, addresses, in_flight: 0, broken_wait })
     }

@@ -9,14 +9,14 @@ use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
 use std::sync::Arc;
 use std::task::Waker;
 
-use blockhouse_core::{ByteRange, IoVector, IoVectorList, Sync};
+use blockhouse_core::{ByteRange, IoVector, IoVectorList, SyncMode};
 
 use crate::file::File;
 use crate::line::{Line, Ticket};
 use crate::orphans::Orphans;
 
 /// How many operations one loop has in flight at most; one more waits for a free place.
-pub(crate) const MOST_OPERATIONS: usize = 2048;
+pub(crate) const MAX_OPERATIONS: usize = 2048;
 
 /// One operation and all that it needs until it completes.
 pub(crate) enum Operation {
@@ -24,7 +24,7 @@ pub(crate) enum Operation {
     Write(Transfer, WriteThrough),
     Sync {
         file: Arc<File>,
-        sync: Sync,
+        sync: SyncMode,
     },
     /// `fallocate(2)` with `mode`.
     Allocate {
@@ -112,7 +112,7 @@ pub(crate) struct Message {
 }
 
 /// The most segments that one socket operation takes (`IOV_MAX`, POSIX `<limits.h>`).
-const MOST_SEGMENTS: usize = 1024;
+const MAX_SEGMENTS: usize = 1024;
 
 impl Message {
     /// A header for the kernel, which points to the segments.
@@ -122,7 +122,7 @@ impl Message {
         let mut header: libc::msghdr = unsafe { std::mem::zeroed() };
         // A Segment is laid out as an iovec; the kernel only reads the array.
         header.msg_iov = segments.as_ptr().cast_mut().cast();
-        header.msg_iovlen = segments.len().min(MOST_SEGMENTS);
+        header.msg_iovlen = segments.len().min(MAX_SEGMENTS);
         header
     }
 }
@@ -178,8 +178,8 @@ impl OperationTable {
     pub(crate) fn new() -> Self {
         let slot = || Slot { operation: None, state: State::Free };
         Self {
-            slots: (0..MOST_OPERATIONS).map(|_| slot()).collect(),
-            free: (0..MOST_OPERATIONS as u32).rev().collect(),
+            slots: (0..MAX_OPERATIONS).map(|_| slot()).collect(),
+            free: (0..MAX_OPERATIONS as u32).rev().collect(),
             line: Line::default(),
         }
     }

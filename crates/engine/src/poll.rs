@@ -28,7 +28,7 @@ const PLACES: usize = 1024;
 
 /// A gap counts as at most this many times the longest look-out, so that the estimate comes down
 /// within few events when a source becomes quick again.
-const LONGEST_GAP: u64 = 4;
+const MAX_GAP: u64 = 4;
 
 /// An estimate moves this fraction of the way to each gap that is seen; a comparison more slowly, since
 /// single gaps differ by more than what is compared.
@@ -147,7 +147,7 @@ impl Poller {
         }
         self.renew(now);
         self.rests_after = self.last;
-        let rare = LONGEST_GAP * self.at_most;
+        let rare = MAX_GAP * self.at_most;
         let estimate = &mut self.estimates[usize::from(self.last.0)];
         let worthwhile = match estimate.gap {
             gap if gap <= self.at_most => estimate.speaks_for_looking(),
@@ -173,7 +173,7 @@ impl Poller {
 
     /// Learns from the rest that was asked about last: it took so long, and the next event ended it.
     pub(crate) fn learn(&mut self, gap: Duration, outcome: Outcome) {
-        let gap = nanoseconds(gap).min(LONGEST_GAP * self.at_most);
+        let gap = nanoseconds(gap).min(MAX_GAP * self.at_most);
         let estimate = &mut self.estimates[usize::from(self.rests_after.0)];
         match outcome {
             // What was learnt asleep is outdated.

@@ -5,7 +5,7 @@
 use std::io;
 use std::os::fd::AsFd;
 
-use blockhouse_core::{Alignment, DurableWrite, Fua, IoVector, Offload, WriteCache};
+use blockhouse_core::{Alignment, Fua, FuaCost, IoVector, Offload, WriteCache};
 use rustix::fs::{AtFlags, FileType, StatxFlags};
 
 use crate::file::{Caching, File, Residence};
@@ -97,7 +97,7 @@ pub(crate) fn fua(file: &File, vector: &IoVector) -> Fua {
 
 /// What the block device below the file says of itself.
 pub(crate) struct Device {
-    pub(crate) durable_write: DurableWrite,
+    pub(crate) fua_cost: FuaCost,
     pub(crate) write_cache: WriteCache,
     pub(crate) write_zeroes: Offload,
     pub(crate) discard: Offload,
@@ -118,9 +118,9 @@ pub(crate) fn device(file: &File, kind: FileKind) -> io::Result<Device> {
         _ => Offload::Available,
     };
     Ok(Device {
-        durable_write: match has_no_cache || queue.has_fua() {
-            true => DurableWrite::Alone,
-            false => DurableWrite::WithFlush,
+        fua_cost: match has_no_cache || queue.has_fua() {
+            true => FuaCost::NoFlush,
+            false => FuaCost::ExtraFlush,
         },
         write_cache: if write_through { WriteCache::None } else { WriteCache::Volatile },
         write_zeroes: offload("write_zeroes_max_bytes"),

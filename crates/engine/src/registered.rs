@@ -25,7 +25,7 @@ use crate::membership::{Holder, Membership};
 const SLOTS: u16 = 4096;
 
 /// The most that the kernel takes for one slot (`SZ_1G` in io_uring's `rsrc.c`).
-const LARGEST_PIECE: usize = 1 << 30;
+const MAX_PIECE: usize = 1 << 30;
 
 /// Memory in one slot.
 struct Piece {
@@ -127,8 +127,8 @@ impl MemoryTable {
 
 /// How memory is divided: addresses and lengths.
 fn pieces_of(start: usize, length: usize) -> impl Iterator<Item = (usize, usize)> {
-    let offsets = (0..length).step_by(LARGEST_PIECE);
-    offsets.map(move |offset| (start + offset, (length - offset).min(LARGEST_PIECE)))
+    let offsets = (0..length).step_by(MAX_PIECE);
+    offsets.map(move |offset| (start + offset, (length - offset).min(MAX_PIECE)))
 }
 
 /// Makes a slot name this memory, or none.

@@ -15,12 +15,12 @@ pub struct Sleep {
 }
 
 /// No sleep is longer: about thirty years.
-const LONGEST: Duration = Duration::from_secs(1 << 30);
+const MAX_SLEEP: Duration = Duration::from_secs(1 << 30);
 
 /// Waits for `duration`, or a little longer: engines without io_uring count in milliseconds. More
 /// than thirty years are thirty years.
 pub fn sleep(duration: Duration) -> Sleep {
-    Sleep { due: Instant::now() + duration.min(LONGEST), key: None }
+    Sleep { due: Instant::now() + duration.min(MAX_SLEEP), key: None }
 }
 
 impl Future for Sleep {

@@ -3,13 +3,13 @@
 
 use std::os::fd::{AsRawFd, RawFd};
 
-use blockhouse_core::{Segment, Sync};
+use blockhouse_core::{Segment, SyncMode};
 
 use crate::file::Residence;
 use crate::operation::{Message, Operation};
 
 /// The largest transfer that is worth doing on the spot: about 50 microseconds of copying.
-const MOST_INLINE: usize = 512 << 10;
+const MAX_INLINE: usize = 512 << 10;
 
 /// A file operation reduced to what a system call takes. It borrows from an [`Operation`] without
 /// saying so, see [`FileCall::run`].
@@ -17,7 +17,7 @@ const MOST_INLINE: usize = 512 << 10;
 pub(crate) enum FileCall {
     Read { file: RawFd, offset: u64, segments: Segments },
     Write { file: RawFd, offset: u64, segments: Segments, flags: i32 },
-    Sync { file: RawFd, sync: Sync },
+    Sync { file: RawFd, sync: SyncMode },
     Allocate { file: RawFd, mode: i32, offset: u64, length: u64 },
 }
 
@@ -84,8 +84,8 @@ impl FileCall {
                 Self::Write { file, offset, segments: Segments { first, count }, flags } => {
                     libc::pwritev2(file, first.cast(), count as i32, offset as i64, flags)
                 }
-                Self::Sync { file, sync: Sync::Data } => libc::fdatasync(file) as isize,
-                Self::Sync { file, sync: Sync::Full } => libc::fsync(file) as isize,
+                Self::Sync { file, sync: SyncMode::Data } => libc::fdatasync(file) as isize,
+                Self::Sync { file, sync: SyncMode::Full } => libc::fsync(file) as isize,
                 Self::Allocate { file, mode, offset, length } => {
                     libc::fallocate(file, mode, offset as i64, length as i64) as isize
                 }
@@ -104,7 +104,7 @@ pub(crate) fn run_inline(operation: &Operation) -> Option<i32> {
         Operation::Sync { file, .. } => (file, 0),
         _ => return None,
     };
-    if file.residence != Residence::Memory || length > MOST_INLINE {
+    if file.residence != Residence::Memory || length > MAX_INLINE {
         return None;
     }
     // SAFETY: the operation is borrowed for as long as the call takes.

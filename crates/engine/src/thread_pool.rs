@@ -17,7 +17,7 @@ use crate::remote::{Note, Remote};
 use crate::system_call::FileCall;
 
 /// More than this many blocking calls at once gain nothing on the disks that we have seen.
-pub(crate) const MOST_THREADS: usize = 16;
+pub(crate) const MAX_THREADS: usize = 16;
 
 pub(crate) struct ThreadPool {
     state: Mutex<State>,
@@ -69,7 +69,7 @@ impl ThreadPool {
     fn queue(self: &Arc<Self>, job: Job) {
         let mut state = self.state.lock();
         state.queue.push_back(job);
-        if state.idle < state.queue.len() && state.threads < MOST_THREADS {
+        if state.idle < state.queue.len() && state.threads < MAX_THREADS {
             state.threads += 1;
             drop(state);
             self.start_thread();

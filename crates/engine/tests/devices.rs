@@ -6,7 +6,7 @@ mod common;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use blockhouse_core::{Buffer, ByteRange, Durability, Fua, Status, Storage, Sync};
+use blockhouse_core::{Allocation, Buffer, ByteRange, Durability, Fua, Storage, SyncMode};
 use blockhouse_engine::{Engine, FileKind, HostFile, OpenFor, PageCache};
 use common::on_every_engine;
 
@@ -71,13 +71,13 @@ fn what_was_written_to_a_device_is_read_and_zeroed() {
                 file.write(MIB - 8192, buffer.lend(), Durability::Data).await.unwrap();
                 let middle = ByteRange::between(MIB - 8192, MIB - 4096);
                 file.write_zeroes(middle, blockhouse_core::Unmap::Allowed).await.unwrap();
-                file.flush(Sync::Data).await.unwrap();
+                file.flush(SyncMode::Data).await.unwrap();
                 let mut buffer = Buffer::new(8192);
                 file.read(MIB - 8192, buffer.lend()).await.unwrap();
                 assert_eq!(buffer.bytes()[..4096], [0; 4096]);
                 assert_eq!(buffer.bytes()[4096..], [7; 4096]);
-                let status = file.status(ByteRange::between(0, MIB)).await.unwrap();
-                assert_eq!(status, (Status::Data, MIB), "a device does not tell its holes");
+                let status = file.block_status(ByteRange::between(0, MIB)).await.unwrap();
+                assert_eq!(status, (Allocation::Data, MIB), "a device does not tell its holes");
             });
         });
     }

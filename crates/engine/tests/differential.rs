@@ -4,7 +4,7 @@ mod common;
 
 use std::ops::Range;
 
-use blockhouse_core::{ByteRange, Durability, Error, Status, Storage, Sync, Unmap};
+use blockhouse_core::{Allocation, ByteRange, Durability, Error, Storage, SyncMode, Unmap};
 use blockhouse_engine::{EngineChoice, EventLoop, HostFile, PageCache, spawn};
 use common::memory::Memory;
 use common::seeds::for_seeds;
@@ -22,7 +22,7 @@ enum Step {
     Zero { at: Range<usize>, unmap: Unmap },
     Discard { at: Range<usize> },
     Status { at: Range<usize> },
-    Flush(Sync),
+    Flush(SyncMode),
     Resize(usize),
 }
 
@@ -58,7 +58,7 @@ fn step(rng: &mut Rng, lane: Range<usize>, unit: usize) -> Step {
         14..16 => Step::Zero { at, unmap },
         16 => Step::Discard { at },
         17..19 => Step::Status { at },
-        _ => Step::Flush(if rng.bool() { Sync::Data } else { Sync::Full }),
+        _ => Step::Flush(if rng.bool() { SyncMode::Data } else { SyncMode::Full }),
     }
 }
 
@@ -82,9 +82,9 @@ async fn perform(file: &HostFile, step: Step) -> Outcome {
         }
         Step::Zero { at, unmap } => done(file.write_zeroes(range(&at), unmap).await),
         Step::Discard { at } => done(file.discard(range(&at)).await),
-        Step::Status { at } => match file.status(range(&at)).await {
-            Ok((Status::Data, _)) => Outcome::Done,
-            Ok((Status::Hole, length)) => Outcome::Hole(length as usize),
+        Step::Status { at } => match file.block_status(range(&at)).await {
+            Ok((Allocation::Data, _)) => Outcome::Done,
+            Ok((Allocation::Hole, length)) => Outcome::Hole(length as usize),
             Err(error) => Outcome::Failed(error.errno()),
         },
         Step::Flush(sync) => done(file.flush(sync).await),

@@ -6,8 +6,8 @@ use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 
 use blockhouse_core::{
-    Buffer, ByteRange, Discarded, Durability, DurableWrite, ErrorKind, Fua, GroupCommit, Status,
-    Storage, Sync, Unmap, errno,
+    Allocation, Buffer, ByteRange, Durability, ErrorKind, Fua, FuaCost, GroupCommit,
+    ReadAfterDiscard, Storage, SyncMode, Unmap, errno,
 };
 use blockhouse_engine::{Engine, HostFile, OpenFor, PageCache};
 use common::memory::Memory;
@@ -54,8 +54,8 @@ fn what_was_written_is_read() {
             write(file, offset, index as u8 + 1, 8192, durability).await;
             assert_eq!(read(file, offset, 8192).await, vec![index as u8 + 1; 8192]);
         }
-        file.flush(Sync::Data).await.unwrap();
-        file.flush(Sync::Full).await.unwrap();
+        file.flush(SyncMode::Data).await.unwrap();
+        file.flush(SyncMode::Full).await.unwrap();
         assert_eq!(file.capabilities().fua, Fua::Native);
     });
 }
@@ -78,8 +78,8 @@ fn has_flushes_to_share(folder: &Path) -> bool {
 fn durable_writes_are_grouped_where_the_engine_of_the_loop_has_fewer_under_way() {
     let folder = folder();
     let own_disk = match has_flushes_to_share(folder.path()) {
-        true => DurableWrite::WithFlush,
-        false => DurableWrite::Alone,
+        true => FuaCost::ExtraFlush,
+        false => FuaCost::NoFlush,
     };
     let path = folder.path().join("disk");
     let direct = HostFile::create(&path, MIB, PageCache::Bypassed).unwrap();
@@ -87,22 +87,22 @@ fn durable_writes_are_grouped_where_the_engine_of_the_loop_has_fewer_under_way()
     on_every_engine(|event_loop| {
         let expected = match event_loop.engine() {
             // There are 16 threads.
-            Engine::Threads if own_disk == DurableWrite::WithFlush => GroupCommit::From(17),
+            Engine::Threads if own_disk == FuaCost::ExtraFlush => GroupCommit::From(17),
             Engine::Threads | Engine::IoUring | Engine::LinuxAio => GroupCommit::Never,
         };
         let asked = async { [&direct, &cached].map(|file| file.capabilities()) };
         let found = event_loop.block_on(asked);
         let grouped = found.map(|capabilities| capabilities.group_commit);
         assert_eq!(grouped, [expected, GroupCommit::From(2)], "{}", event_loop.engine());
-        let costs = found.map(|capabilities| capabilities.durable_write);
-        assert_eq!(costs, [own_disk, DurableWrite::WithFlush], "the page cache writes and flushes");
+        let costs = found.map(|capabilities| capabilities.fua_cost);
+        assert_eq!(costs, [own_disk, FuaCost::ExtraFlush], "the page cache writes and flushes");
     });
     let memory = tempfile::tempdir_in("/dev/shm").unwrap();
     let file = HostFile::create(&memory.path().join("disk"), MIB, PageCache::Bypassed).unwrap();
     on_every_engine(|event_loop| {
         let found = event_loop.block_on(async { file.capabilities() });
-        let found = (found.group_commit, found.durable_write);
-        assert_eq!(found, (GroupCommit::Never, DurableWrite::Alone), "there is nothing to flush");
+        let found = (found.group_commit, found.fua_cost);
+        assert_eq!(found, (GroupCommit::Never, FuaCost::NoFlush), "there is nothing to flush");
     });
 }
 
@@ -130,7 +130,7 @@ fn the_last_partial_block_is_reached_and_the_size_stays() {
                 assert_eq!(read(&file, MIB, 100).await, [7; 100]);
                 write(&file, MIB - 4096, 8, 4096, Durability::None).await;
                 assert_eq!(read(&file, MIB - 4096, 4096).await, [8; 4096]);
-                file.flush(Sync::Data).await.unwrap();
+                file.flush(SyncMode::Data).await.unwrap();
             });
             assert_eq!(std::fs::metadata(file.name()).unwrap().len(), size);
         });
@@ -144,19 +144,19 @@ fn zeroed_and_discarded_ranges_read_as_zeros_and_become_holes() {
         let range = ByteRange::between(4096, 12288);
         file.write_zeroes(range, Unmap::Allowed).await.unwrap();
         file.discard(ByteRange::between(16384, 20480)).await.unwrap();
-        assert_eq!(file.capabilities().discarded, Discarded::Zeros);
+        assert_eq!(file.capabilities().read_after_discard, ReadAfterDiscard::Zeros);
         let bytes = read(file, 0, 65536).await;
         for (index, &byte) in bytes.iter().enumerate() {
             let gone = (4096..12288).contains(&index) || (16384..20480).contains(&index);
             assert_eq!(byte, if gone { 0 } else { 9 }, "at {index}");
         }
-        file.flush(Sync::Data).await.unwrap();
-        let (status, length) = file.status(ByteRange::between(4096, MIB)).await.unwrap();
-        assert_eq!((status, length), (Status::Hole, 8192));
-        let (status, length) = file.status(ByteRange::between(0, MIB)).await.unwrap();
-        assert_eq!((status, length), (Status::Data, 4096));
-        let (status, length) = file.status(ByteRange::between(65536, MIB)).await.unwrap();
-        assert_eq!((status, length), (Status::Hole, MIB - 65536));
+        file.flush(SyncMode::Data).await.unwrap();
+        let (status, length) = file.block_status(ByteRange::between(4096, MIB)).await.unwrap();
+        assert_eq!((status, length), (Allocation::Hole, 8192));
+        let (status, length) = file.block_status(ByteRange::between(0, MIB)).await.unwrap();
+        assert_eq!((status, length), (Allocation::Data, 4096));
+        let (status, length) = file.block_status(ByteRange::between(65536, MIB)).await.unwrap();
+        assert_eq!((status, length), (Allocation::Hole, MIB - 65536));
     });
 }
 
@@ -174,10 +174,10 @@ fn a_lengthened_file_keeps_what_it_has() {
     on_every_file(async |file| {
         let last = file.size() - 4096;
         write(file, last, 7, 4096, Durability::None).await;
-        file.lengthen(MIB / 2).await;
+        file.extend_hint(MIB / 2).await;
         assert_eq!(read(file, last, 4096).await, vec![7; 4096]);
         let size = file.size();
-        file.lengthen(size + MIB).await;
+        file.extend_hint(size + MIB).await;
         // Whether it can be done is the file system's affair.
         assert!([size, size + MIB].contains(&file.size()), "{}", file.size());
         assert_eq!(read(file, last, 4096).await, vec![7; 4096]);

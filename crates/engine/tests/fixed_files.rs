@@ -9,7 +9,7 @@ use std::rc::Rc;
 use std::sync::{Arc, Barrier};
 use std::time::Duration;
 
-use blockhouse_core::{Buffer, Durability, Storage, Sync};
+use blockhouse_core::{Buffer, Durability, Storage, SyncMode};
 use blockhouse_engine::{
     Engine, EngineChoice, EventLoop, FixedFiles, HostFile, OpenFor, PageCache, file_named_by,
     is_byte_locked, share_byte, sleep, spawn,
@@ -92,7 +92,7 @@ fn marks_after_change(fixed: FixedFiles) -> Option<(u8, [u8; 2])> {
         let mut buffer = Buffer::new(BLOCK);
         buffer.bytes_mut().fill(9);
         first.write(0, buffer.lend(), Durability::Data).await.unwrap();
-        first.flush(Sync::Full).await.unwrap();
+        first.flush(SyncMode::Full).await.unwrap();
         read
     });
     let byte = |name| std::fs::read(folder.path().join(name)).unwrap()[0];

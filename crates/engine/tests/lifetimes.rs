@@ -12,7 +12,7 @@ use std::sync::Arc;
 use std::task::Poll;
 use std::time::Duration;
 
-use blockhouse_core::{Buffer, Durability, IoVectorList, Storage, Sync};
+use blockhouse_core::{Buffer, Durability, IoVectorList, Storage, SyncMode};
 use blockhouse_engine::{
     EventLoop, HostFile, Listener, PageCache, Stream, sleep, spawn, spawn_detached,
 };
@@ -212,7 +212,7 @@ async fn give_up_many(rng: &mut Rng, file: &Rc<HostFile>, guard: &Arc<()>) {
             0 => Box::pin(file.read(0, memory()).map(drop)),
             1 => Box::pin(file.write(0, memory(), Durability::None).map(drop)),
             2 => Box::pin(file.write(4096, memory(), Durability::Data).map(drop)),
-            3 => Box::pin(file.flush(Sync::Data).map(drop)),
+            3 => Box::pin(file.flush(SyncMode::Data).map(drop)),
             4 => Box::pin(ours.receive(list).map(drop)),
             5 => Box::pin(theirs.send(list).map(drop)),
             _ => Box::pin(listener.accept().map(drop)),

@@ -8,7 +8,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
-use blockhouse_core::{Durability, IoVector, Storage, Sync};
+use blockhouse_core::{Durability, IoVector, Storage, SyncMode};
 use blockhouse_engine::{
     Engine, EngineChoice, EventLoop, FaultDomain, GuestMemory, GuestRange, GuestRegion, HostFile,
     OpenFor, PageCache, SharedMemory, registered_slots, sleep,
@@ -210,7 +210,7 @@ fn registered_memory_works_on_every_engine() {
             assert_eq!(mark(&memory), 7);
             assert!(memory.write(GUEST, &[8; BLOCK]));
             file.write(0, block(&memory), Durability::Data).await.unwrap();
-            file.flush(Sync::Full).await.unwrap();
+            file.flush(SyncMode::Full).await.unwrap();
         });
         assert_eq!(std::fs::read(&path).unwrap()[..BLOCK], [8; BLOCK]);
     });

@@ -4,7 +4,7 @@ mod common;
 
 use std::sync::{Arc, Barrier};
 
-use blockhouse_core::{Buffer, Durability, Storage, Sync};
+use blockhouse_core::{Buffer, Durability, Storage, SyncMode};
 use blockhouse_engine::{EngineChoice, EventLoop, HostFile, PageCache, spawn};
 use common::for_every_choice;
 
@@ -36,7 +36,7 @@ fn work(choice: EngineChoice, writer: usize, file: &Arc<HostFile>) {
                     file.read(offset, buffer.lend()).await.unwrap();
                     assert_eq!(buffer.bytes()[..3], mark(writer, block, round));
                 }
-                file.flush(Sync::Data).await.unwrap();
+                file.flush(SyncMode::Data).await.unwrap();
             }
         };
         let tasks: Vec<_> = (0..TASKS).map(|index| spawn(task(index))).collect();

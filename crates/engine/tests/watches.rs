@@ -111,13 +111,13 @@ impl Lookout for Looker {
 #[test]
 fn a_loop_that_looks_for_itself_misses_nothing() {
     on_every_engine(|event_loop| {
-        const MOST: u64 = 2000;
+        const COUNT: u64 = 2000;
         let (event, shared) = (event(), Arc::<Shared>::default());
         let (other, theirs) = (event.try_clone().unwrap(), Arc::clone(&shared));
         let thread = std::thread::spawn(move || {
             let mut random = fastrand::Rng::with_seed(1);
             let mut signals = 0;
-            for number in 1..=MOST {
+            for number in 1..=COUNT {
                 theirs.count.store(number, SeqCst);
                 if theirs.wanted.load(SeqCst) == number {
                     signal(&other);
@@ -132,11 +132,11 @@ fn a_loop_that_looks_for_itself_misses_nothing() {
         event_loop.block_on(async {
             let looker = Rc::new(Looker { shared, seen: Cell::new(0) });
             let watch = Watch::new(event, Rc::clone(&looker) as Rc<dyn Lookout>).unwrap();
-            while looker.seen.get() < MOST {
+            while looker.seen.get() < COUNT {
                 watch.event().await;
                 looker.seen.set(looker.shared.count.load(SeqCst));
             }
         });
-        assert!(thread.join().unwrap() <= MOST);
+        assert!(thread.join().unwrap() <= COUNT);
     });
 }

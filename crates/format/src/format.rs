@@ -6,7 +6,7 @@
 //! together only where they need no space of their own.
 
 use blockhouse_core::{
-    ByteRange, Durability, Error, ErrorKind, Extent, IoVector, Result, Storage, Sync, Unmap,
+    ByteRange, Durability, Error, ErrorKind, Extent, IoVector, Result, Storage, SyncMode, Unmap,
 };
 
 use crate::qcow2::{Arriving, Backing, Hold};
@@ -196,7 +196,7 @@ impl<S: Storage> Format<S> {
 
     /// Makes everything committed so far durable: first the data, then the format's own tables. Waits
     /// for data that is [`arriving`](Self::arriving).
-    pub async fn flush(&self, sync: Sync) -> Result<()> {
+    pub async fn flush(&self, sync: SyncMode) -> Result<()> {
         match self {
             Self::Raw(raw) => raw.flush(sync).await,
             Self::Qcow2(qcow2) => qcow2.flush(sync).await,
@@ -288,7 +288,7 @@ impl<S: Storage> Format<S> {
     /// Brings everything to a durable end. Nothing may be in flight, and nothing be changed after.
     pub async fn close(&self) -> Result<()> {
         match self {
-            Self::Raw(raw) => raw.flush(Sync::Data).await,
+            Self::Raw(raw) => raw.flush(SyncMode::Data).await,
             Self::Qcow2(qcow2) => qcow2.close().await,
         }
     }

@@ -5,7 +5,7 @@
 //! the rest of it reads as zeros, and a write to it makes the storage longer.
 
 use blockhouse_core::{
-    ByteRange, Error, ErrorKind, Extent, ExtentFlags, ExtentState, Result, Storage, Sync,
+    ByteRange, Error, ErrorKind, Extent, ExtentFlags, ExtentState, Result, Storage, SyncMode,
 };
 
 use crate::{Abort, Intent};
@@ -57,7 +57,7 @@ impl<S: Storage> Raw<S> {
             range
         };
         let state = ExtentState::Mapped { host: range.offset() };
-        Extent { guest, whole: guest, state, flags: ExtentFlags::empty() }
+        Extent { guest, alloc_range: guest, state, flags: ExtentFlags::empty() }
     }
 
     /// Nothing to do: raw extents are visible from the first.
@@ -69,7 +69,7 @@ impl<S: Storage> Raw<S> {
     pub(crate) fn abort(&self, _extent: Extent, _why: Abort) {}
 
     /// Raw images have no tables: the storage is all there is.
-    pub(crate) async fn flush(&self, sync: Sync) -> Result<()> {
+    pub(crate) async fn flush(&self, sync: SyncMode) -> Result<()> {
         self.storage.flush(sync).await
     }
 

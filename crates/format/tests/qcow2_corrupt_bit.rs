@@ -7,7 +7,7 @@ mod common;
 use std::rc::Rc;
 use std::time::Duration;
 
-use blockhouse_core::{ByteRange, ErrorKind, Result, Sync, errno};
+use blockhouse_core::{ByteRange, ErrorKind, Result, SyncMode, errno};
 use blockhouse_format::Intent;
 use blockhouse_format::qcow2::{CreateOptions, OpenOptions, Qcow2, Switch, create};
 use blockhouse_sim::{Config, Effort, Fault, OperationKind, Report, Rng, Sim, SimDisk, for_seeds};
@@ -65,7 +65,7 @@ fn the_bit_is_durable_where_tables_could_not_be_written_before() {
         let outcome: Result<()> = sim.block_on(async move {
             write(&used, 5 * CLUSTER, &[2; 512], 0).await?;
             faulty.fail(Fault::nth(0, errno::EIO).of(OperationKind::Write));
-            used.flush(Sync::Data).await
+            used.flush(SyncMode::Data).await
         });
         assert_eq!(outcome.expect_err("a table was not written").kind(), ErrorKind::Io);
         disk.clear_faults();
@@ -91,7 +91,7 @@ fn the_bit_and_another_change_of_the_header_both_get_there() {
         let growth = sim.spawn(async move {
             write(&grown, 5 * CLUSTER, &[2; 512], 0).await?;
             grown.resize(SIZE + CLUSTER).await?;
-            grown.flush(Sync::Full).await
+            grown.flush(SyncMode::Full).await
         });
         let clock = sim.clone();
         let stumbling = sim.spawn(async move {

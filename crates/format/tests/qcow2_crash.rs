@@ -13,7 +13,7 @@ use std::task::Poll;
 use std::time::Duration;
 
 use blockhouse_core::{
-    Buffer, ByteRange, Durability, ErrorKind, Extent, ExtentState, Fua, Result, Storage, Sync,
+    Buffer, ByteRange, Durability, ErrorKind, Extent, ExtentState, Fua, Result, Storage, SyncMode,
     Unmap, errno,
 };
 use blockhouse_format::qcow2::{
@@ -133,7 +133,7 @@ impl World {
 
     async fn flush(&self, random: &mut Rng) {
         let ended: Vec<_> = self.sectors.borrow().iter().map(|sector| sector.ended).collect();
-        let sync = if random.bool() { Sync::Data } else { Sync::Full };
+        let sync = if random.bool() { SyncMode::Data } else { SyncMode::Full };
         if let Some(Ok(())) = self.patiently(self.image.flush(sync), random).await
             && self.has_one_client
         {
@@ -196,7 +196,7 @@ impl World {
         intent: Intent,
         number: u64,
     ) -> Result<Durability> {
-        let Extent { guest, whole, .. } = prepared.extent;
+        let Extent { guest, alloc_range: whole, .. } = prepared.extent;
         let (image, storage) = (&self.image, self.image.storage());
         let head = ByteRange::between(whole.offset(), guest.offset());
         let tail = ByteRange::between(guest.end(), whole.end());

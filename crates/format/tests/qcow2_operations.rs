@@ -6,7 +6,8 @@ mod common;
 use std::rc::Rc;
 
 use blockhouse_core::{
-    Buffer, ByteRange, Durability, ErrorKind, ExtentFlags, ExtentState, Storage, Sync, Unmap, errno,
+    Buffer, ByteRange, Durability, ErrorKind, ExtentFlags, ExtentState, Storage, SyncMode, Unmap,
+    errno,
 };
 use blockhouse_format::Intent;
 use blockhouse_format::qcow2::{CreateOptions, OpenOptions, Preallocation, Qcow2, check, create};
@@ -96,7 +97,7 @@ fn an_overwrite_is_pure_as_soon_as_its_own_mapping_is_durable() {
             extent.flags
         };
         assert_eq!(flags().await, ExtentFlags::DIRTY);
-        image.flush(Sync::Data).await.unwrap();
+        image.flush(SyncMode::Data).await.unwrap();
         assert_eq!(flags().await, ExtentFlags::empty());
         write(&image, CLUSTER, &[1; 4096], 0).await.unwrap();
         assert_eq!(flags().await, ExtentFlags::empty(), "a neighbour makes no difference");
@@ -153,13 +154,13 @@ fn an_image_without_room_stays_whole_and_works_again() {
         let (disk, image) = new_image(&sim);
         sim.block_on(async move {
             write(&image, 0, &[1; 4096], 0).await.unwrap();
-            image.flush(Sync::Data).await.unwrap();
+            image.flush(SyncMode::Data).await.unwrap();
             disk.fail(Fault::nth(nth, errno::ENOSPC).of(kind));
             let mut refused = 0;
             for cluster in 1..6 {
                 let outcome = write(&image, cluster * 512 * 1024, &[2; 4096], 0).await;
                 let outcome = match outcome {
-                    Ok(()) => image.flush(Sync::Data).await,
+                    Ok(()) => image.flush(SyncMode::Data).await,
                     refused => refused,
                 };
                 if let Err(error) = outcome {

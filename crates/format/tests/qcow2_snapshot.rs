@@ -8,7 +8,7 @@ use std::collections::BTreeMap;
 use std::path::Path;
 use std::time::Duration;
 
-use blockhouse_core::{Alignment, ByteRange, ErrorKind, Fua, Result, Sync, Unmap, errno};
+use blockhouse_core::{Alignment, ByteRange, ErrorKind, Fua, Result, SyncMode, Unmap, errno};
 use blockhouse_format::Intent;
 use blockhouse_format::qcow2::{
     Access, Backing, CheckReport, CreateOptions, NewSnapshot, OpenOptions, Qcow2, Switch, Version,
@@ -210,7 +210,7 @@ fn grow_a_tree(seed: u64) -> Result<Report, String> {
         for _ in 0..run.usize(1..=30) {
             match run.u8(..10) {
                 0..3 => change_snapshots(&image, &mut model, &mut run).await?,
-                3 => image.flush(Sync::Data).await?,
+                3 => image.flush(SyncMode::Data).await?,
                 4 => {
                     image.close().await?;
                     image = open(&storage).await;
@@ -296,7 +296,7 @@ fn change_once(
             for _ in 0..10 {
                 let _ = scribble(&image, &mut later, &mut run).await;
             }
-            let _ = image.flush(Sync::Data).await;
+            let _ = image.flush(SyncMode::Data).await;
         }
         image
     });

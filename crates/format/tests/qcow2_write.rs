@@ -5,7 +5,7 @@ mod common;
 
 use std::path::Path;
 
-use blockhouse_core::{ByteRange, Sync, Unmap};
+use blockhouse_core::{ByteRange, SyncMode, Unmap};
 use blockhouse_format::Intent;
 use blockhouse_format::qcow2::{
     Backing, Compression, CreateOptions, OpenOptions, Preallocation, Qcow2, Switch, Version, check,
@@ -17,7 +17,7 @@ use proptest::prelude::*;
 
 /// What the backing file is full of.
 const BEHIND: u8 = 9;
-const MOST_SIZE: u64 = 6 << 20;
+const MAX_SIZE: u64 = 6 << 20;
 
 #[derive(Clone, Debug)]
 enum Action {
@@ -30,7 +30,7 @@ enum Action {
 }
 
 fn actions() -> impl Strategy<Value = Vec<Action>> {
-    let at = 0..MOST_SIZE / 512;
+    let at = 0..MAX_SIZE / 512;
     let length = prop_oneof![4 => 1..40u64, 3 => 40..400u64, 1 => 400..4000u64];
     let place = (at, length).prop_map(|(at, length)| (at * 512, length * 512));
     let unmap = prop_oneof![Just(Unmap::Allowed), Just(Unmap::Forbidden)];
@@ -119,7 +119,7 @@ impl Disk<'_> {
                 self.model(range).fill(0);
             }
             Action::Discard { at, length } => self.discard(self.clip(at, length)).await,
-            Action::Flush => self.image().flush(Sync::Data).await.unwrap(),
+            Action::Flush => self.image().flush(SyncMode::Data).await.unwrap(),
             Action::Reopen => {
                 self.image().close().await.unwrap();
                 self.open().await;
@@ -139,7 +139,7 @@ impl Disk<'_> {
 
     async fn grow(&mut self, by: u64) {
         let old = self.model.len() as u64;
-        let new = (old + by).min(MOST_SIZE);
+        let new = (old + by).min(MAX_SIZE);
         self.image().resize(new).await.unwrap();
         // What lies behind the old end is the caller's to hide.
         let grown = ByteRange::between(old, new);
@@ -167,7 +167,7 @@ impl Disk<'_> {
 
 async fn run_case(folder: &Path, options: &CreateOptions, actions: &[Action], with_qemu: bool) {
     let path = folder.join("image.qcow2");
-    std::fs::write(folder.join("base.raw"), vec![BEHIND; MOST_SIZE as usize]).unwrap();
+    std::fs::write(folder.join("base.raw"), vec![BEHIND; MAX_SIZE as usize]).unwrap();
     create(&FileStorage::create(&path), options).await.unwrap();
     let behind = if options.backing.is_some() { BEHIND } else { 0 };
     let model = vec![behind; options.size as usize];

@@ -5,7 +5,7 @@
 //! export. A request whose payload must be received before anything else can be read says so,
 //! whether it makes sense or not; only a payload beyond the announced maximum ends the connection.
 
-use blockhouse_core::{ByteRange, Durability, Effort, Unmap};
+use blockhouse_core::{ByteRange, Durability, Fallback, Unmap};
 
 use crate::handshake::{BlockStatusUse, Terms};
 use crate::proto::request::{RequestHeader, kind};
@@ -37,7 +37,7 @@ pub enum Command {
         /// Whether a hole may be left.
         unmap: Unmap,
         /// Whether it may be as slow as a write.
-        effort: Effort,
+        fallback: Fallback,
         /// What must be stable before the reply.
         durability: Durability,
     },
@@ -149,7 +149,7 @@ fn judge(header: &RequestHeader, terms: &Terms) -> Result<Command, Refusal> {
             Ok(Command::WriteZeroes {
                 range: range(header, Errno::NoSpc)?,
                 unmap: if no_hole { Unmap::Forbidden } else { Unmap::Allowed },
-                effort: if fast { Effort::FastOnly } else { Effort::Any },
+                fallback: if fast { Fallback::Forbidden } else { Fallback::Allowed },
                 durability,
             })
         }

@@ -8,7 +8,7 @@ use std::io::{Read, Write};
 use std::net::Shutdown;
 use std::time::Duration;
 
-use blockhouse_core::{ByteRange, Status};
+use blockhouse_core::{Allocation, ByteRange};
 use blockhouse_nbd::Limits;
 use blockhouse_nbd::proto::request::kind;
 use blockhouse_nbd::proto::{CommandFlags, Errno, Framing, MAX_PAYLOAD};
@@ -201,7 +201,7 @@ fn block_status_of_many_extents_comes_in_parts() {
             for (length, flags) in extents {
                 let range = ByteRange::new(at, bytes.len() as u64 - at).unwrap();
                 let (expected, full) = status(&bytes, range);
-                assert_eq!((length, flags == 3), (full, expected == Status::Hole));
+                assert_eq!((length, flags == 3), (full, expected == Allocation::Hole));
                 at += length;
             }
             parts += 1;

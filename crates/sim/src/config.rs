@@ -3,7 +3,7 @@
 use std::ops::RangeInclusive;
 use std::time::Duration;
 
-use blockhouse_core::{Alignment, Discarded, DurableWrite, Fua, GroupCommit, WriteCache};
+use blockhouse_core::{Alignment, Fua, FuaCost, GroupCommit, ReadAfterDiscard, WriteCache};
 use fastrand::Rng;
 
 /// The properties of a simulated disk.
@@ -12,7 +12,7 @@ pub struct Config {
     /// How single writes are made durable.
     pub fua: Fua,
     /// What a durable write is said to cost.
-    pub durable_write: DurableWrite,
+    pub fua_cost: FuaCost,
     /// Whether completed writes may be lost in a crash.
     pub write_cache: WriteCache,
     /// When a shared flush is said to be cheaper than FUA.
@@ -24,7 +24,7 @@ pub struct Config {
     /// How discards go.
     pub discard: Support,
     /// What discarded ranges read as.
-    pub discarded: Discarded,
+    pub read_after_discard: ReadAfterDiscard,
     /// Whether its size ever changes.
     pub size: Size,
     /// How long operations take.
@@ -80,13 +80,13 @@ impl Default for Config {
     fn default() -> Self {
         Self {
             fua: Fua::Native,
-            durable_write: DurableWrite::Alone,
+            fua_cost: FuaCost::NoFlush,
             write_cache: WriteCache::Volatile,
             group_commit: GroupCommit::Never,
             alignment: Alignment::BYTE,
             write_zeroes: Support::Yes,
             discard: Support::Yes,
-            discarded: Discarded::Anything,
+            read_after_discard: ReadAfterDiscard::Undefined,
             size: Size::Grows,
             latency: Latency { data: 10..=100, flush: 50..=500 },
         }
@@ -102,9 +102,9 @@ impl Config {
         };
         Self {
             fua: if random.bool() { Fua::Native } else { Fua::Emulated },
-            durable_write: match random.bool() {
-                true => DurableWrite::Alone,
-                false => DurableWrite::WithFlush,
+            fua_cost: match random.bool() {
+                true => FuaCost::NoFlush,
+                false => FuaCost::ExtraFlush,
             },
             write_cache: if random.u8(..8) == 0 { WriteCache::None } else { WriteCache::Volatile },
             group_commit: match random.usize(..4) {
@@ -114,7 +114,11 @@ impl Config {
             alignment: Alignment { offset: block, memory: block.min(512) },
             write_zeroes: support(random),
             discard: support(random),
-            discarded: if random.bool() { Discarded::Zeros } else { Discarded::Anything },
+            read_after_discard: if random.bool() {
+                ReadAfterDiscard::Zeros
+            } else {
+                ReadAfterDiscard::Undefined
+            },
             size: Size::Grows,
             latency: Latency { data: 1..=100, flush: 1..=300 },
         }

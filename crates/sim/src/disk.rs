@@ -9,8 +9,8 @@ use std::io;
 use std::sync::Arc;
 
 use blockhouse_core::{
-    Alignment, ByteRange, Capabilities, Durability, Error, Fua, IoVector, Offload, Result, Status,
-    Storage, Sync, Unmap, errno,
+    Alignment, Allocation, ByteRange, Capabilities, Durability, Error, Fua, IoVector, Offload,
+    Result, Storage, SyncMode, Unmap, errno,
 };
 use fastrand::Rng;
 use parking_lot::Mutex;
@@ -164,13 +164,13 @@ impl Storage for SimDisk {
         };
         Capabilities {
             fua: state.config.fua,
-            durable_write: state.config.durable_write,
+            fua_cost: state.config.fua_cost,
             write_cache: state.config.write_cache,
             group_commit: state.config.group_commit,
             alignment: state.config.alignment,
             write_zeroes: offload(state.config.write_zeroes),
             discard: offload(state.config.discard),
-            discarded: state.config.discarded,
+            read_after_discard: state.config.read_after_discard,
         }
     }
 
@@ -191,10 +191,11 @@ impl Storage for SimDisk {
             return self.operate(Operation::Write(range, durability), Some(from)).await;
         }
         self.operate(Operation::Write(range, Durability::None), Some(from)).await?;
-        if self.0.fua == Fua::None {
+        if self.0.fua == Fua::Ignored {
             return Ok(());
         }
-        self.flush(if durability == Durability::Full { Sync::Full } else { Sync::Data }).await
+        self.flush(if durability == Durability::Full { SyncMode::Full } else { SyncMode::Data })
+            .await
     }
 
     async fn write_zeroes(&self, range: ByteRange, unmap: Unmap) -> Result<()> {
@@ -209,7 +210,7 @@ impl Storage for SimDisk {
         self.operate(Operation::Discard(range), None).await
     }
 
-    async fn flush(&self, sync: Sync) -> Result<()> {
+    async fn flush(&self, sync: SyncMode) -> Result<()> {
         self.abandoned_ended().await;
         let lost = self.0.state.lock().lost_errno.take();
         if let Some(errno) = lost {
@@ -224,13 +225,13 @@ impl Storage for SimDisk {
         self.operate(Operation::Resize(size), None).await
     }
 
-    async fn lengthen(&self, size: u64) {
+    async fn extend_hint(&self, size: u64) {
         // A storage may refuse.
         let _ = self.operate(Operation::Lengthen(size), None).await;
     }
 
     /// Sectors of zeros are holes.
-    async fn status(&self, range: ByteRange) -> Result<(Status, u64)> {
+    async fn block_status(&self, range: ByteRange) -> Result<(Allocation, u64)> {
         self.operate(Operation::Status(range), None).await?;
         let state = self.0.state.lock();
         let is_hole = |sector: u64| {
@@ -243,7 +244,7 @@ impl Storage for SimDisk {
         let hole = is_hole(first);
         let end = (first..last).find(|&sector| is_hole(sector) != hole).unwrap_or(last);
         let end = (end * SECTOR as u64).min(range.end());
-        Ok((if hole { Status::Hole } else { Status::Data }, end - range.offset()))
+        Ok((if hole { Allocation::Hole } else { Allocation::Data }, end - range.offset()))
     }
 
     async fn prefetch(&self, range: ByteRange) -> Result<()> {

@@ -13,7 +13,7 @@ use std::task::Poll;
 use std::time::Duration;
 
 use blockhouse_core::{
-    Buffer, ByteRange, Durability, Effort, ErrorKind, Request, Result, Unmap, errno,
+    Buffer, ByteRange, Durability, ErrorKind, Fallback, Request, Result, Unmap, errno,
 };
 use fastrand::Rng;
 
@@ -401,7 +401,8 @@ impl<T: Subject> World<T> {
     /// The outcome of a request, or `None` when it was given up.
     async fn submit(&self, request: Request, random: &mut Rng) -> Option<Result<()>> {
         let number = self.state.borrow_mut().history.asked(self.sim.clock().now(), &request);
-        let may_refuse = matches!(request, Request::WriteZeroes { effort: Effort::FastOnly, .. });
+        let may_refuse =
+            matches!(request, Request::WriteZeroes { fallback: Fallback::Forbidden, .. });
         let mut outcome = pin!(self.subject.submit(request));
         let outcome = if random.f64() < self.impatience {
             let delay = Duration::from_micros(random.u64(..150));
@@ -486,7 +487,7 @@ fn any_request(
         Content::Zeros => Request::WriteZeroes {
             range,
             unmap: if random.bool() { Unmap::Allowed } else { Unmap::Forbidden },
-            effort: if random.bool() { Effort::Any } else { Effort::FastOnly },
+            fallback: if random.bool() { Fallback::Allowed } else { Fallback::Forbidden },
             durability,
         },
         Content::Data => {

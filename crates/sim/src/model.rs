@@ -11,7 +11,7 @@
 use blockhouse_core::ByteRange;
 
 /// How many changes a model can tell apart.
-pub(crate) const MOST_CHANGES: u32 = 63;
+pub(crate) const MAX_CHANGES: u32 = 63;
 
 /// What a change leaves in its range.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -100,7 +100,7 @@ impl Model {
     /// A change begins; `None` when there were too many.
     pub(crate) fn begin(&mut self, range: ByteRange, content: Content) -> Option<Change> {
         let number = self.begun.trailing_ones();
-        if number > MOST_CHANGES {
+        if number > MAX_CHANGES {
             return None;
         }
         let bit = 1 << number;
@@ -311,7 +311,7 @@ mod tests {
     fn a_model_runs_out_of_changes() {
         let (mut model, _) = Model::new(1);
         let range = ByteRange::between(0, 1);
-        for _ in 0..MOST_CHANGES {
+        for _ in 0..MAX_CHANGES {
             assert!(model.begin(range, Content::Data).is_some());
         }
         assert!(model.begin(range, Content::Data).is_none());

@@ -1,6 +1,6 @@
 //! What was asked of a simulated disk, for tests that count system calls.
 
-use blockhouse_core::{ByteRange, Durability, Sync, Unmap};
+use blockhouse_core::{ByteRange, Durability, SyncMode, Unmap};
 
 /// One operation, as it was started.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -14,7 +14,7 @@ pub enum Operation {
     /// A discard.
     Discard(ByteRange),
     /// A flush.
-    Flush(Sync),
+    Flush(SyncMode),
     /// A change of size.
     Resize(u64),
     /// A larger size, or none where it is larger already.

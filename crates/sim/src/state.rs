@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-use blockhouse_core::{Discarded, Durability, Fua, IoVector, Sync, WriteCache, errno};
+use blockhouse_core::{Durability, Fua, IoVector, ReadAfterDiscard, SyncMode, WriteCache, errno};
 use fastrand::Rng;
 
 use crate::clock::Signal;
@@ -155,7 +155,9 @@ impl State {
             }),
             (Operation::WriteZeroes(..), _) => Some(vec![0; length]),
             (Operation::Discard(_), _) => match self.random.u8(..3) {
-                _ if self.config.discarded == Discarded::Zeros => Some(vec![0; length]),
+                _ if self.config.read_after_discard == ReadAfterDiscard::Zeros => {
+                    Some(vec![0; length])
+                }
                 0 => None,
                 1 => Some(vec![0; length]),
                 _ => Some((0..length).map(|_| self.random.u8(..)).collect()),
@@ -218,8 +220,8 @@ impl State {
             }
             Operation::Flush(sync) => {
                 let snapshot = done.snapshot.as_ref().expect("a flush has a snapshot");
-                if self.config.fua != Fua::None {
-                    self.media.settle(snapshot, sync == Sync::Full);
+                if self.config.fua != Fua::Ignored {
+                    self.media.settle(snapshot, sync == SyncMode::Full);
                 }
             }
             Operation::Resize(size) => self.media.set_size(size),

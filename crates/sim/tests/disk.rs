@@ -7,7 +7,7 @@ use std::rc::Rc;
 use std::time::Duration;
 
 use blockhouse_core::{
-    Alignment, Buffer, ByteRange, Durability, ErrorKind, Offload, Storage, Sync, Unmap, errno,
+    Alignment, Buffer, ByteRange, Durability, ErrorKind, Offload, Storage, SyncMode, Unmap, errno,
 };
 use blockhouse_sim::{Config, Fault, Latency, Operation, OperationKind, Sim, SimDisk, Support};
 
@@ -76,16 +76,16 @@ fn a_flush_waits_for_one_that_was_dropped_and_tells_its_failure() {
     let disk = disk(&sim, Config { latency: Latency::fixed(10, 100), ..Config::default() });
     disk.fail(Fault::nth(0, errno::EIO).of(OperationKind::Flush));
     let first = disk.clone();
-    let dropped = sim.spawn(async move { first.flush(Sync::Data).await });
+    let dropped = sim.spawn(async move { first.flush(SyncMode::Data).await });
     let clock = sim.clock().clone();
     sim.block_on(async move { clock.sleep(Duration::from_micros(1)).await });
     dropped.cancel();
     let (second, third) = (disk.clone(), disk.clone());
-    let failed = sim.block_on(async move { second.flush(Sync::Data).await });
+    let failed = sim.block_on(async move { second.flush(SyncMode::Data).await });
     assert_eq!(failed.unwrap_err().errno(), errno::EIO);
     assert_eq!(sim.clock().now(), Duration::from_micros(100));
-    sim.block_on(async move { third.flush(Sync::Data).await }).unwrap();
-    assert_eq!(disk.take_log(), [Operation::Flush(Sync::Data); 2]);
+    sim.block_on(async move { third.flush(SyncMode::Data).await }).unwrap();
+    assert_eq!(disk.take_log(), [Operation::Flush(SyncMode::Data); 2]);
 }
 
 #[test]

@@ -6,7 +6,7 @@ use std::cell::Cell;
 
 use async_lock::Semaphore;
 use blockhouse_core::{
-    Buffer, ByteRange, Durability, Error, ErrorKind, IoVector, Request, Result, Storage, Sync,
+    Buffer, ByteRange, Durability, Error, ErrorKind, IoVector, Request, Result, Storage, SyncMode,
 };
 use blockhouse_sim::{
     Faults, Growth, Left, Patience, SimDisk, Subject, Workload, explore, for_seeds,
@@ -119,7 +119,7 @@ impl Plain {
         if self.flush_failed.get() && self.flaw != Flaw::Forgetful {
             return Err(Error::new(ErrorKind::Io, "an earlier flush failed"));
         }
-        let outcome = self.disk.flush(Sync::Data).await;
+        let outcome = self.disk.flush(SyncMode::Data).await;
         self.flushing.set(false);
         if outcome.is_err() {
             self.flush_failed.set(true);

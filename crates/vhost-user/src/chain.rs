@@ -13,11 +13,11 @@ use virtio_bindings::bindings::virtio_blk::{
 };
 
 use crate::limits::RequestLimits;
-use crate::ring::{Broken, DESCRIPTOR, Descriptor, INDIRECT, MOST_ENTRIES, NEXT, WRITE};
+use crate::ring::{Broken, DESCRIPTOR, Descriptor, INDIRECT, MAX_ENTRIES, NEXT, WRITE};
 
 /// The most descriptors of a chain, in an indirect table too: a header, a status, and 4 MiB of single
 /// pages.
-pub const LONGEST: usize = MOST_ENTRIES as usize + 2;
+pub const MAX_DESCRIPTORS: usize = MAX_ENTRIES as usize + 2;
 
 /// Bytes of a request's header: type, reserved, sector.
 const HEADER: usize = 16;
@@ -114,7 +114,7 @@ impl Chain {
         mut current: Descriptor,
         may_branch: bool,
     ) -> Result<(), Broken> {
-        for _ in 0..LONGEST {
+        for _ in 0..MAX_DESCRIPTORS {
             if current.flags & INDIRECT != 0 {
                 if !may_branch {
                     return Err(Broken::Indirect(current.flags, current.length));
@@ -127,12 +127,12 @@ impl Chain {
             if current.flags & NEXT == 0 {
                 return Ok(());
             }
-            if self.readable.len() + self.writable.len() >= LONGEST {
+            if self.readable.len() + self.writable.len() >= MAX_DESCRIPTORS {
                 break;
             }
             current = descriptor(table, current.next)?;
         }
-        Err(Broken::Endless(LONGEST))
+        Err(Broken::Endless(MAX_DESCRIPTORS))
     }
 
     fn take(&mut self, descriptor: Descriptor) {
@@ -239,7 +239,7 @@ fn descriptor(table: &View, index: u16) -> Result<Descriptor, Broken> {
 fn indirect(memory: &GuestMemory, descriptor: Descriptor) -> Result<View, Broken> {
     let Descriptor { address, length, flags, .. } = descriptor;
     let entries = length as usize / DESCRIPTOR;
-    let fits = (1..=LONGEST).contains(&entries) && length == (entries * DESCRIPTOR) as u32;
+    let fits = (1..=MAX_DESCRIPTORS).contains(&entries) && length == (entries * DESCRIPTOR) as u32;
     if flags & (NEXT | WRITE) != 0 || !fits {
         return Err(Broken::Indirect(flags, length));
     }

@@ -14,7 +14,7 @@ use virtio_bindings::bindings::virtio_ring::{
 
 use crate::chain::SECTOR;
 use crate::limits::{SEG_MAX, SIZE_MAX};
-use crate::request::{MOST_RANGES, MOST_SECTORS};
+use crate::request::{MAX_RANGES, MAX_SECTORS};
 
 /// `VHOST_F_LOG_ALL` of `<linux/vhost_types.h>`: changes of the guest's memory are logged.
 pub const LOG_ALL: u64 = 1 << 26;
@@ -109,10 +109,10 @@ fn space<S: Storage>(disk: &Disk<S>, queues: u16, cache: WriteCache) -> Vec<u8> 
     put(&disk.cluster_size().map_or(0, sectors).to_le_bytes());
     put(&[u8::from(cache == WriteCache::Volatile), 0]);
     put(&queues.to_le_bytes());
-    for field in [MOST_SECTORS, MOST_RANGES, sectors(unit)] {
+    for field in [MAX_SECTORS, MAX_RANGES, sectors(unit)] {
         put(&field.to_le_bytes());
     }
-    for field in [MOST_SECTORS, MOST_RANGES] {
+    for field in [MAX_SECTORS, MAX_RANGES] {
         put(&field.to_le_bytes());
     }
     let may_unmap = disk.capabilities().discard == Offload::Available;

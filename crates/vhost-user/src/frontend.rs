@@ -23,14 +23,14 @@ use crate::listener::Listener;
 use crate::lost_memory;
 use crate::queue::{self, Kick, Manner, Order, RingSide, Setup};
 use crate::registration::Registration;
-use crate::ring::{Broken, EventIndex, MOST_ENTRIES, Ring};
+use crate::ring::{Broken, EventIndex, MAX_ENTRIES, Ring};
 use crate::vring::{Running, UserAddresses, Vring};
 
 /// Result of handling a message.
 pub type Result<T, E = Refusal> = std::result::Result<T, E>;
 
 /// The most regions of memory that a front-end may share; QEMU's limit for hot-plugged memory.
-pub const MOST_REGIONS: u64 = 509;
+pub const MAX_REGIONS: u64 = 509;
 
 /// A region's address and size are multiples of it: the smallest page of any guest's.
 const REGION_ALIGNMENT: u64 = 4096;
@@ -335,7 +335,7 @@ impl<S: Storage + Send + Sync> Frontend<S> {
     }
 
     pub(crate) fn add_memory(&mut self, region: &Region, file: &OwnedFd) -> Result<()> {
-        if self.memory.regions().len() as u64 >= MOST_REGIONS {
+        if self.memory.regions().len() as u64 >= MAX_REGIONS {
             return Err(refused("too many regions of memory"));
         }
         let shared = add_region(&mut self.memory, region, file, &self.domain)?;
@@ -539,7 +539,7 @@ fn duplicate_call(descriptor: Option<&OwnedFd>) -> Result<Option<Call>> {
 
 fn check_tracking(wanted: &Tracked) -> Result<()> {
     let Tracked { queues, entries, .. } = *wanted;
-    if !(1..=1024).contains(&queues) || !(1..=MOST_ENTRIES).contains(&entries) {
+    if !(1..=1024).contains(&queues) || !(1..=MAX_ENTRIES).contains(&entries) {
         return Err(refused(format_args!("{queues} queues of {entries} entries")));
     }
     Ok(())

@@ -13,7 +13,7 @@
 use blockhouse_core::InFlightLimits;
 use virtio_bindings::bindings::virtio_blk::{VIRTIO_BLK_F_SEG_MAX, VIRTIO_BLK_F_SIZE_MAX};
 
-use crate::chain::{LONGEST, Ranges};
+use crate::chain::{MAX_DESCRIPTORS, Ranges};
 
 /// Bytes of one buffer of data (`size_max`): 126 of these are just less than the largest request.
 pub const SIZE_MAX: u32 = 8 << 20;
@@ -26,7 +26,7 @@ pub const SEG_MAX: u32 = 126;
 /// from and to the guest's own memory, so the bytes cost time, not memory: those beyond wait in the ring.
 pub const QUEUE: InFlightLimits = InFlightLimits {
     request_bytes: 1 << 30,
-    requests: crate::ring::MOST_ENTRIES as usize,
+    requests: crate::ring::MAX_ENTRIES as usize,
     ..InFlightLimits::DEFAULT
 };
 
@@ -45,7 +45,7 @@ impl RequestLimits {
         let has = |feature: u32| features & 1 << feature != 0;
         Self {
             buffer_bytes: if has(VIRTIO_BLK_F_SIZE_MAX) { SIZE_MAX } else { u32::MAX },
-            buffers: if has(VIRTIO_BLK_F_SEG_MAX) { SEG_MAX as usize } else { LONGEST },
+            buffers: if has(VIRTIO_BLK_F_SEG_MAX) { SEG_MAX as usize } else { MAX_DESCRIPTORS },
         }
     }
 
@@ -60,7 +60,7 @@ impl RequestLimits {
         if buffers.iter().any(|buffer| buffer.length > self.buffer_bytes) {
             return Err("a buffer of data that is longer than size_max");
         }
-        // At most LONGEST times 4 GiB: it does not overflow.
+        // At most MAX_DESCRIPTORS times 4 GiB: it does not overflow.
         let length = buffers.iter().map(|buffer| u64::from(buffer.length)).sum();
         if length > QUEUE.request_bytes {
             return Err("more data than the largest request has");
@@ -94,8 +94,8 @@ mod tests {
 
     #[test]
     fn the_same_memory_named_many_times_counts_as_often() {
-        assert_eq!(check(0, LONGEST, u32::MAX), None);
+        assert_eq!(check(0, MAX_DESCRIPTORS, u32::MAX), None);
         assert_eq!(check(0, 2, (1 << 29) + 512), None);
-        assert_eq!(check(0, LONGEST, 1 << 20), None);
+        assert_eq!(check(0, MAX_DESCRIPTORS, 1 << 20), None);
     }
 }

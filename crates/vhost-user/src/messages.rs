@@ -11,7 +11,7 @@ use blockhouse_core::{Storage, WriteCache};
 
 use crate::config;
 use crate::connection::{Connection, Message};
-use crate::frontend::{Frontend, MOST_REGIONS, Region, Result, Tracked, refused};
+use crate::frontend::{Frontend, MAX_REGIONS, Region, Result, Tracked, refused};
 use crate::queue::{Kick, Manner};
 use crate::vring::UserAddresses;
 
@@ -217,7 +217,7 @@ impl<S: Storage + Send + Sync> Frontend<S> {
             request::GET_QUEUE_NUM => {
                 return Ok(Reply::number(self.device().export.queues.into()));
             }
-            request::GET_MAX_MEM_SLOTS => return Ok(Reply::number(MOST_REGIONS)),
+            request::GET_MAX_MEM_SLOTS => return Ok(Reply::number(MAX_REGIONS)),
             request::SET_MEM_TABLE => {
                 let (count, _padding) = (fields.u32()?, fields.u32()?);
                 if count as usize != descriptors.len() {

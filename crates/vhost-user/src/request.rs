@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use blockhouse_core::{ByteRange, Durability, Effort, Request, Unmap};
+use blockhouse_core::{ByteRange, Durability, Fallback, Request, Unmap};
 use blockhouse_engine::{GuestMemory, GuestRange};
 use virtio_bindings::bindings::virtio_blk::VIRTIO_BLK_WRITE_ZEROES_FLAG_UNMAP;
 
@@ -10,10 +10,10 @@ use crate::chain::{Chain, Command, Ranges, SECTOR, Status, take_bytes};
 use crate::limits::RequestLimits;
 
 /// The most ranges of one discard or zero write.
-pub const MOST_RANGES: u32 = 32;
+pub const MAX_RANGES: u32 = 32;
 
 /// The most sectors of such a range: 2 GiB, as QEMU's devices have it.
-pub const MOST_SECTORS: u32 = (1 << 22) - 1;
+pub const MAX_SECTORS: u32 = (1 << 22) - 1;
 
 /// Bytes of a range: sector, count of sectors, flags (`struct virtio_blk_discard_write_zeroes`).
 const RANGE: usize = 16;
@@ -97,7 +97,7 @@ pub fn plan(
                 VIRTIO_BLK_WRITE_ZEROES_FLAG_UNMAP => Unmap::Allowed,
                 _ => return Err(Status::Unsupported),
             };
-            Ok(Request::WriteZeroes { range, unmap, effort: Effort::Any, durability })
+            Ok(Request::WriteZeroes { range, unmap, fallback: Fallback::Allowed, durability })
         })?,
     })
 }
@@ -135,7 +135,7 @@ fn many(
 ) -> Result<Plan, Status> {
     let length: u64 = chain.readable.iter().map(|range| u64::from(range.length)).sum();
     let count = length / RANGE as u64;
-    if !length.is_multiple_of(RANGE as u64) || !(1..=u64::from(MOST_RANGES)).contains(&count) {
+    if !length.is_multiple_of(RANGE as u64) || !(1..=u64::from(MAX_RANGES)).contains(&count) {
         return Err(Status::Failed);
     }
     let mut requests = Vec::with_capacity(count as usize);
@@ -143,7 +143,7 @@ fn many(
         let bytes: [u8; RANGE] = take_bytes(memory, &mut chain.readable).ok_or(Status::Failed)?;
         let number = |at: usize| u32::from_le_bytes([0, 1, 2, 3].map(|byte| bytes[at + byte]));
         let (low, high, sectors, flags) = (number(0), number(4), number(8), number(12));
-        if sectors > MOST_SECTORS {
+        if sectors > MAX_SECTORS {
             return Err(Status::Failed);
         }
         let sector = u64::from(low) | u64::from(high) << 32;

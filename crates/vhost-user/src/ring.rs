@@ -12,7 +12,7 @@ use std::sync::atomic::{Ordering, fence};
 use blockhouse_engine::{GuestMemory, View};
 
 /// The most entries that a queue may have; QEMU's limit as well.
-pub const MOST_ENTRIES: u16 = 1024;
+pub const MAX_ENTRIES: u16 = 1024;
 
 /// A descriptor is followed by another one; its buffer is for the device to write; its buffer is a
 /// table of descriptors (`VRING_DESC_F_*`).
@@ -53,7 +53,7 @@ pub enum EventIndex {
 #[derive(Debug, thiserror::Error)]
 pub enum Broken {
     /// A queue of a size that virtio does not allow, or that is too large.
-    #[error("a queue of {0} entries; it must be a power of two up to {MOST_ENTRIES}")]
+    #[error("a queue of {0} entries; it must be a power of two up to {MAX_ENTRIES}")]
     Size(u16),
     /// A part of a queue that is not in the guest's memory.
     #[error("the {0} at {1:#x} is not in the guest's memory, or misaligned")]
@@ -144,7 +144,7 @@ impl Ring {
         next_available: u16,
         event_index: EventIndex,
     ) -> Result<Self, Broken> {
-        if !size.is_power_of_two() || size > MOST_ENTRIES {
+        if !size.is_power_of_two() || size > MAX_ENTRIES {
             return Err(Broken::Size(size));
         }
         let (descriptors, available, used) = views(memory, addresses, size)?;

@@ -11,7 +11,7 @@ use std::time::Duration;
 
 use async_lock::Semaphore;
 use blockhouse_core::{
-    ByteRange, Capabilities, Durability, IoVector, Result, Status, Storage, Sync, Unmap,
+    Allocation, ByteRange, Capabilities, Durability, IoVector, Result, Storage, SyncMode, Unmap,
 };
 use blockhouse_disk::{Disk, Options as DiskOptions};
 use blockhouse_engine::{HostFile, OpenFor, PageCache};
@@ -56,7 +56,7 @@ impl Storage for Held {
         self.file.discard(range).await
     }
 
-    async fn flush(&self, sync: Sync) -> Result<()> {
+    async fn flush(&self, sync: SyncMode) -> Result<()> {
         self.file.flush(sync).await
     }
 
@@ -64,8 +64,8 @@ impl Storage for Held {
         self.file.resize(size).await
     }
 
-    async fn status(&self, range: ByteRange) -> Result<(Status, u64)> {
-        self.file.status(range).await
+    async fn block_status(&self, range: ByteRange) -> Result<(Allocation, u64)> {
+        self.file.block_status(range).await
     }
 
     async fn prefetch(&self, range: ByteRange) -> Result<()> {

@@ -29,7 +29,7 @@ const SAMPLE_EVERY: u64 = 64;
 /// So many of the last writes are read back.
 const READ_BACK: usize = 256;
 /// Latencies above this many nanoseconds count as this.
-const LONGEST: u64 = 60_000_000_000;
+const MAX_LATENCY: u64 = 60_000_000_000;
 
 /// Types of requests (virtio 1.2, section 5.2.6).
 const IN: u32 = 0;
@@ -127,7 +127,7 @@ impl<'a> Run<'a> {
             server_cpu,
             queues: Vec::new(),
             offsets: Offsets::new(load.order, load.block.into(), blocks, load.generation),
-            latency: Histogram::new_with_bounds(1, LONGEST, 3).context("no histogram")?,
+            latency: Histogram::new_with_bounds(1, MAX_LATENCY, 3).context("no histogram")?,
             replies: 0,
             verified: 0,
             written: VecDeque::with_capacity(READ_BACK),

@@ -18,7 +18,7 @@ use super::{Bench, DISK_SIZE};
 const BLOCK: usize = 4096;
 const DEPTH: usize = 64;
 /// More threads than this only fight over the disk.
-const MOST_THREADS: usize = 4;
+const MAX_THREADS: usize = 4;
 const PUBLISHED: &str = "in a guest; the flag was probably not in force";
 
 /// For the page of results.
@@ -34,7 +34,7 @@ pub fn cases(bench: &Bench) -> Cases<'_> {
     }
     let several = std::thread::available_parallelism().map_or(2, usize::from);
     let slice = |load, fixed| slice(bench, load, fixed);
-    Cases::all([1, several.clamp(2, MOST_THREADS)].map(|jobs| case(jobs, slice)))
+    Cases::all([1, several.clamp(2, MAX_THREADS)].map(|jobs| case(jobs, slice)))
 }
 
 /// Of which `slice` measures each variant.

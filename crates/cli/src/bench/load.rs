@@ -16,7 +16,7 @@ use futures_util::future::try_join_all;
 use hdrhistogram::Histogram;
 use rustix::time::ClockId;
 
-use super::MOST_BYTES;
+use super::MAX_BYTES;
 use super::device::{Device, DeviceCounts};
 use super::stop::Stop;
 
@@ -70,8 +70,8 @@ impl Load {
     pub fn most_requests(&self) -> u64 {
         let bytes = match (self.work, self.pattern) {
             (Work::Read, _) => return u64::MAX,
-            (_, Pattern::Sequential) => self.span.min(MOST_BYTES),
-            (_, Pattern::Random) => MOST_BYTES,
+            (_, Pattern::Sequential) => self.span.min(MAX_BYTES),
+            (_, Pattern::Random) => MAX_BYTES,
         };
         bytes / self.block as u64
     }

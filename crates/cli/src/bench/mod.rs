@@ -48,7 +48,7 @@ const DISK_SIZE: u64 = 256 << 20;
 /// faster happens once in 64 cases.
 const ROUNDS: usize = 7;
 /// No slice writes more than this.
-const MOST_BYTES: u64 = 64 << 20;
+const MAX_BYTES: u64 = 64 << 20;
 
 /// Arguments of `bench`.
 #[derive(clap::Args)]

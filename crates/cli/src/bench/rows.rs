@@ -12,9 +12,9 @@ use super::device::DeviceCounts;
 use super::load::{Load, Slice, new_histogram};
 
 /// A difference smaller than this says nothing about any machine.
-const LEAST_DIFFERENCE: f64 = 0.03;
+const MIN_DIFFERENCE: f64 = 0.03;
 /// Fewer rounds agree by chance too often.
-const LEAST_ROUNDS: usize = 5;
+const MIN_ROUNDS: usize = 5;
 
 /// One line of a question: the same work done in several ways.
 pub struct Case<'a> {
@@ -170,7 +170,7 @@ impl Ratio {
     pub fn is_noise(self) -> bool {
         let distance = (self.median - 1.0).abs();
         let disagree = self.low <= 1.0 && self.high >= 1.0;
-        self.rounds < LEAST_ROUNDS || disagree || distance < LEAST_DIFFERENCE
+        self.rounds < MIN_ROUNDS || disagree || distance < MIN_DIFFERENCE
     }
 }
 

@@ -10,9 +10,9 @@ use super::rows::{Case, Cost};
 /// For filling the disk.
 const FILLING: Duration = Duration::from_secs(4);
 /// A shorter slice measures how a slice begins and ends.
-const SHORTEST: Duration = Duration::from_millis(20);
+const MIN_SLICE: Duration = Duration::from_millis(20);
 /// A longer one tells nothing more than another round does.
-const LONGEST: Duration = Duration::from_millis(1500);
+const MAX_SLICE: Duration = Duration::from_millis(1500);
 /// What goes by between slices and after their ends, as a part of their time.
 const BETWEEN: f64 = 0.2;
 
@@ -45,7 +45,7 @@ impl Schedule {
         let slices = (all.len() * rounds).max(1) as u32;
         let left = most.saturating_sub(FILLING.min(most / 3)).saturating_sub(extra);
         let slice = left.div_f64(1.0 + BETWEEN) / slices;
-        let slice = slice.clamp(SHORTEST, LONGEST);
+        let slice = slice.clamp(MIN_SLICE, MAX_SLICE);
         let expected = FILLING + extra + (slice * slices).mul_f64(1.0 + BETWEEN);
         let written = all.iter().map(|cost| cost.written).sum::<u64>() * rounds as u64;
         let outstanding = all.iter().map(|&cost| time(cost, slice)).sum();

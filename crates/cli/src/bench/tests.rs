@@ -7,8 +7,8 @@ use std::time::{Duration, Instant};
 
 use anyhow::Result;
 use blockhouse_core::{
-    Alignment, ByteRange, Capabilities, Discarded, Durability, DurableWrite, Fua, GroupCommit,
-    IoVector, Offload, Status, Storage, Sync, Unmap, WriteCache,
+    Alignment, Allocation, ByteRange, Capabilities, Durability, Fua, FuaCost, GroupCommit,
+    IoVector, Offload, ReadAfterDiscard, Storage, SyncMode, Unmap, WriteCache,
 };
 use blockhouse_disk::{Disk, Options};
 use blockhouse_engine::{Engine, EngineChoice, EventLoop, sleep};
@@ -55,12 +55,12 @@ impl Storage for Slow {
         Capabilities {
             fua: Fua::Native,
             write_cache: WriteCache::Volatile,
-            durable_write: DurableWrite::Alone,
+            fua_cost: FuaCost::NoFlush,
             group_commit: GroupCommit::Never,
             alignment: self.alignment,
             write_zeroes: Offload::Unavailable,
             discard: Offload::Unavailable,
-            discarded: Discarded::Anything,
+            read_after_discard: ReadAfterDiscard::Undefined,
         }
     }
 
@@ -98,7 +98,7 @@ impl Storage for Slow {
         unreachable!("it says that it cannot")
     }
 
-    async fn flush(&self, _: Sync) -> blockhouse_core::Result<()> {
+    async fn flush(&self, _: SyncMode) -> blockhouse_core::Result<()> {
         sleep(self.flush).await;
         Ok(())
     }
@@ -108,8 +108,8 @@ impl Storage for Slow {
         Ok(())
     }
 
-    async fn status(&self, range: ByteRange) -> blockhouse_core::Result<(Status, u64)> {
-        Ok((Status::Data, range.length()))
+    async fn block_status(&self, range: ByteRange) -> blockhouse_core::Result<(Allocation, u64)> {
+        Ok((Allocation::Data, range.length()))
     }
 
     async fn prefetch(&self, _: ByteRange) -> blockhouse_core::Result<()> {

@@ -18,11 +18,11 @@ use hdrhistogram::Histogram;
 use super::load::{Clocks, End, Slice, machine_clock, new_histogram};
 use super::rows::{Case, Cases, Cost, Published, Unit, Variant};
 use super::stop::Stop;
-use super::{Bench, MOST_BYTES};
+use super::{Bench, MAX_BYTES};
 use crate::looked_at::read_only;
 
 /// The virtual size of the images, and no less than what is written.
-const IMAGE_SIZE: u64 = MOST_BYTES;
+const IMAGE_SIZE: u64 = MAX_BYTES;
 /// What making, opening and removing an image takes.
 const IMAGE_TIME: Duration = Duration::from_millis(60);
 /// No less is written at a time past the page cache or into it.
@@ -86,7 +86,7 @@ fn case<'a>(
             run: Box::new(move || slice(bench, folder, cache, (storing, limits))),
             // Most pieces of a machine's state are that small.
             published: (piece == PIECES[0]).then(|| published(cache, storing)),
-            cost: Cost { extra: IMAGE_TIME, written: MOST_BYTES },
+            cost: Cost { extra: IMAGE_TIME, written: MAX_BYTES },
         }
     };
     Case {
@@ -107,13 +107,13 @@ pub struct Limits {
     pub pieces: u64,
 }
 
-/// As many as make the disk write `MOST_BYTES`: an unaligned piece becomes whole pages, and a new
+/// As many as make the disk write `MAX_BYTES`: an unaligned piece becomes whole pages, and a new
 /// cluster is written as a whole once.
 fn most_pieces(piece: usize, storing: Storing) -> u64 {
     let piece = piece as u64;
     match storing {
-        Storing::Buffered => MOST_BYTES / piece,
-        Storing::Unbuffered => MOST_BYTES / 2 / (piece.next_multiple_of(PAGE) + PAGE),
+        Storing::Buffered => MAX_BYTES / piece,
+        Storing::Unbuffered => MAX_BYTES / 2 / (piece.next_multiple_of(PAGE) + PAGE),
     }
 }
 

@@ -8,7 +8,7 @@ use blockhouse_core::{Buffer, IoVectorList};
 use blockhouse_engine::{Stream, sleep};
 use futures_util::future::{Either, select};
 
-use super::MOST_LINE;
+use super::MAX_LINE;
 
 /// How many bytes are received at a time.
 const HEARING: usize = 4096;
@@ -27,7 +27,7 @@ pub struct Lines {
 pub enum Line {
     /// A line without its end.
     Whole(Vec<u8>),
-    /// More than [`MOST_LINE`] bytes without an end; nothing more is to be read.
+    /// More than [`MAX_LINE`] bytes without an end; nothing more is to be read.
     TooLong,
 }
 
@@ -43,14 +43,14 @@ impl Lines {
         loop {
             if let Some(end) = self.waiting[searched..].iter().position(|byte| *byte == b'\n') {
                 let end = searched + end;
-                if end > MOST_LINE {
+                if end > MAX_LINE {
                     return Ok(Some(Line::TooLong));
                 }
                 let mut line: Vec<u8> = self.waiting.drain(..=end).collect();
                 line.truncate(end);
                 return Ok(Some(Line::Whole(line)));
             }
-            if self.waiting.len() > MOST_LINE {
+            if self.waiting.len() > MAX_LINE {
                 return Ok(Some(Line::TooLong));
             }
             searched = self.waiting.len();

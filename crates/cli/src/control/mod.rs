@@ -24,7 +24,7 @@ use serde::{Deserialize, Serialize};
 pub use server::Control;
 
 /// The most bytes of a request, its end of line not counted.
-const MOST_LINE: usize = 64 << 10;
+const MAX_LINE: usize = 64 << 10;
 
 /// What can be asked for: of snapshots.
 #[derive(Debug, Deserialize, Serialize)]

@@ -1,7 +1,7 @@
 //! The serving side of the control socket.
 //!
 //! It has a loop of its own, so that counting an image's clusters keeps no guest's read waiting. No client can
-//! take more than [`MOST_CLIENTS`] times [`MOST_LINE`] bytes and an answer each. What was begun is
+//! take more than [`MAX_CLIENTS`] times [`MAX_LINE`] bytes and an answer each. What was begun is
 //! finished before the server ends.
 
 use std::path::{Path, PathBuf};
@@ -21,12 +21,12 @@ use futures_util::stream::{FuturesUnordered, StreamExt, unfold};
 use serde_json::Value;
 
 use super::lines::{Line, Lines};
-use super::{Changed, Created, MOST_LINE, Named, Renamed, Reply, Request};
+use super::{Changed, Created, MAX_LINE, Named, Renamed, Reply, Request};
 use crate::snapshot_list::Listed;
 use crate::workers::{LoopOptions, Workers};
 
 /// Connections at the same time; further ones are refused.
-const MOST_CLIENTS: usize = 16;
+const MAX_CLIENTS: usize = 16;
 /// A pause after a connection could not be accepted.
 const PAUSE: Duration = Duration::from_millis(100);
 
@@ -99,7 +99,7 @@ async fn serve(listener: Listener, images: Vec<Served>, stopped: Stopped) {
             _ = ending => break,
             () = clients.select_next_some() => {}
             connection = accepted.select_next_some() => match connection {
-                Ok(stream) if clients.len() < MOST_CLIENTS => {
+                Ok(stream) if clients.len() < MAX_CLIENTS => {
                     clients.push(converse(&images, stream, stopped.clone()).boxed_local());
                 }
                 Ok(stream) => drop(stream),
@@ -122,7 +122,7 @@ async fn converse(images: &[Served], stream: Stream, mut stopped: Stopped) {
             // A client that is gone needs no answer.
             Err(_) | Ok(None) => return,
             Ok(Some(Line::TooLong)) => {
-                (error(format!("a request has more than {MOST_LINE} bytes")), true)
+                (error(format!("a request has more than {MAX_LINE} bytes")), true)
             }
             Ok(Some(Line::Whole(line))) => (answer(images, &line).await, false),
         };

@@ -108,7 +108,7 @@ impl<S: Storage, D: Deref<Target = Disk<S>>> Walk<D> {
                 continue;
             }
             if known.end <= self.offset {
-                let (status, length) = known.disk.status(rest, &mut known.cache).await?;
+                let (status, length) = known.disk.block_status(rest, &mut known.cache).await?;
                 (known.status, known.end) = (status, self.offset + length);
             }
             all.reads_as_zeros &= known.status != BlockStatus::Data;

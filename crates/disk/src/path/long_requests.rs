@@ -2,7 +2,7 @@
 
 use std::rc::Rc;
 
-use blockhouse_core::{Buffer, Request, Sync, errno, yield_now};
+use blockhouse_core::{Buffer, Request, SyncMode, errno, yield_now};
 use blockhouse_format::qcow2::{self, CreateOptions};
 use blockhouse_sim::{Config, Fault, Latency, Operation, OperationKind, Sim, SimDisk};
 
@@ -102,7 +102,7 @@ fn no_more_extents_are_known_than_go_down_together() {
             assert!(pulled.get() - ended <= TOGETHER as u64 + 1, "{} and {ended}", pulled.get());
             let guest = ByteRange::between(number * 512, number * 512 + 512);
             let state = ExtentState::Mapped { host: guest.offset() };
-            Ok(Extent { guest, whole: guest, state, flags: ExtentFlags::empty() })
+            Ok(Extent { guest, alloc_range: guest, state, flags: ExtentFlags::empty() })
         });
         disk.read_extents(extents, into, &Cell::new(false)).await.unwrap();
     });
@@ -138,13 +138,13 @@ fn a_durable_write_that_is_cut_is_made_durable_once() {
             .unwrap();
         storage.take_log()
     };
-    let whole = write(4096, LONGEST_PART);
-    let range = ByteRange::between(4096, 4096 + LONGEST_PART);
+    let whole = write(4096, MAX_PART);
+    let range = ByteRange::between(4096, 4096 + MAX_PART);
     assert_eq!(whole, [Operation::Write(range, Durability::Data)], "one part is one operation");
 
     let cut = write(4096, 12 * MIB);
     let (flush, parts) = cut.split_last().unwrap();
-    assert_eq!(*flush, Operation::Flush(Sync::Data));
+    assert_eq!(*flush, Operation::Flush(SyncMode::Data));
     assert!(
         parts.len() == 4 && parts.iter().all(|one| one.kind() == OperationKind::Write),
         "{parts:?}"
@@ -157,10 +157,10 @@ fn a_durable_write_that_is_cut_is_made_durable_once() {
 
 #[test]
 fn cuts_lie_between_clusters() {
-    assert_eq!(first_part(ByteRange::between(512, 512 + LONGEST_PART)).length(), LONGEST_PART);
+    assert_eq!(first_part(ByteRange::between(512, 512 + MAX_PART)).length(), MAX_PART);
     for start in [0, 512, 2 * MIB - 512, 2 * MIB, 3 * MIB + 4096] {
-        let part = first_part(ByteRange::between(start, start + LONGEST_PART + 512));
+        let part = first_part(ByteRange::between(start, start + MAX_PART + 512));
         assert!(part.end().is_multiple_of(CUT_ALIGNMENT), "{part}");
-        assert!(part.length() > LONGEST_PART - CUT_ALIGNMENT && part.length() <= LONGEST_PART);
+        assert!(part.length() > MAX_PART - CUT_ALIGNMENT && part.length() <= MAX_PART);
     }
 }

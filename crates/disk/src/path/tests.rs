@@ -2,7 +2,7 @@
 
 use std::rc::Rc;
 
-use blockhouse_core::{Buffer, Effort, ExtentFlags, Unmap, errno};
+use blockhouse_core::{Buffer, ExtentFlags, Fallback, Unmap, errno};
 use blockhouse_sim::{Config, Fault, Latency, Operation, OperationKind, Sim, SimDisk};
 
 use super::*;
@@ -32,7 +32,7 @@ fn sectors(states: &[(ExtentState, ExtentFlags)]) -> Vec<Extent> {
     let extent = |(index, &(state, flags)): (usize, &(ExtentState, ExtentFlags))| {
         let start = index as u64 * SECTOR;
         let guest = ByteRange::between(start, start + SECTOR);
-        Extent { guest, whole: guest, state, flags }
+        Extent { guest, alloc_range: guest, state, flags }
     };
     states.iter().enumerate().map(extent).collect()
 }
@@ -100,7 +100,7 @@ fn one_extent_that_is_no_pure_overwrite_makes_all_writes_plain_and_owes_a_flush(
         let rig = rig();
         let extents = sectors(&[mapped(1), (ExtentState::Mapped { host: 0 }, flags)]);
         let debt = write(&rig, extents, Durability::Data).unwrap();
-        assert_eq!(debt, Debt::Flush(blockhouse_core::Sync::Data));
+        assert_eq!(debt, Debt::Flush(blockhouse_core::SyncMode::Data));
         let log = rig.storage.take_log();
         assert!(log.iter().all(|one| one.kind() == OperationKind::Write), "{log:?}");
     }
@@ -144,16 +144,16 @@ fn zeros_are_written_only_where_something_is_mapped() {
     let rig = rig();
     let states = [mapped(5), (ExtentState::Zero, ExtentFlags::NEW), mapped(6)];
     let disk = Rc::clone(&rig.disk);
-    let (unmap, effort, durability) = (Unmap::Allowed, Effort::Any, Durability::Data);
+    let (unmap, fallback, durability) = (Unmap::Allowed, Fallback::Allowed, Durability::Data);
     rig.sim.block_on(async move {
         for extent in sectors(&states) {
             let prepared = Prepared::new(&disk.format, extent);
-            let how = Zeroing { unmap, effort, durability };
+            let how = Zeroing { unmap, fallback, durability };
             let debt = disk.zero_extent(prepared, how).await.unwrap();
             assert_eq!(
                 debt,
                 match extent.state {
-                    ExtentState::Mapped { .. } => Debt::Flush(blockhouse_core::Sync::Data),
+                    ExtentState::Mapped { .. } => Debt::Flush(blockhouse_core::SyncMode::Data),
                     _ => Debt::Tables,
                 }
             );
@@ -173,7 +173,7 @@ fn new_space_gets_its_old_surroundings_in_the_same_write() {
     let guest = ByteRange::between(2 * SECTOR, 3 * SECTOR);
     let whole = ByteRange::between(SECTOR, 5 * SECTOR);
     let state = ExtentState::Mapped { host: 41 * SECTOR };
-    let extent = Extent { guest, whole, state, flags: ExtentFlags::NEW };
+    let extent = Extent { guest, alloc_range: whole, state, flags: ExtentFlags::NEW };
     let debt = write(&rig, vec![extent], Durability::Data).unwrap();
     assert_eq!(debt, Debt::TablesAndData);
     let content = rig.storage.content();
@@ -189,12 +189,12 @@ fn zeros_in_new_space_leave_what_is_around_them() {
     let guest = ByteRange::between(2 * SECTOR, 3 * SECTOR);
     let whole = ByteRange::between(SECTOR, 5 * SECTOR);
     let state = ExtentState::Mapped { host: 41 * SECTOR };
-    let extent = Extent { guest, whole, state, flags: ExtentFlags::NEW };
+    let extent = Extent { guest, alloc_range: whole, state, flags: ExtentFlags::NEW };
     let disk = Rc::clone(&rig.disk);
-    let (unmap, effort, durability) = (Unmap::Forbidden, Effort::Any, Durability::None);
+    let (unmap, fallback, durability) = (Unmap::Forbidden, Fallback::Allowed, Durability::None);
     rig.sim.block_on(async move {
         let prepared = Prepared::new(&disk.format, extent);
-        let how = Zeroing { unmap, effort, durability };
+        let how = Zeroing { unmap, fallback, durability };
         assert_eq!(disk.zero_extent(prepared, how).await.unwrap(), Debt::Nothing);
     });
     let content = rig.storage.content();
@@ -209,7 +209,7 @@ fn a_write_whose_surroundings_cannot_be_read_writes_nothing() {
     let guest = ByteRange::between(2 * SECTOR, 3 * SECTOR);
     let whole = ByteRange::between(2 * SECTOR, 5 * SECTOR);
     let state = ExtentState::Mapped { host: 41 * SECTOR };
-    let extent = Extent { guest, whole, state, flags: ExtentFlags::NEW };
+    let extent = Extent { guest, alloc_range: whole, state, flags: ExtentFlags::NEW };
     let error = write(&rig, vec![extent], Durability::None).unwrap_err();
     assert_eq!((error.errno(), rig.storage.counts()), (errno::EIO, (1, 1)));
 }

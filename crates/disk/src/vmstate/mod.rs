@@ -30,11 +30,11 @@ use store::Landed;
 use window::Window;
 
 /// The least size of a window in bytes, a multiple of every alignment.
-const LEAST_WINDOW: u64 = 1 << 20;
+const MIN_WINDOW: u64 = 1 << 20;
 /// How many writes are in flight together.
-const MOST_IN_FLIGHT: usize = 8;
+const MAX_IN_FLIGHT: usize = 8;
 /// How many windows are being filled: more than one only where the stream jumps.
-const MOST_OPEN: usize = 4;
+const MAX_OPEN: usize = 4;
 
 /// Whether a state is stored packed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -88,7 +88,7 @@ impl<S: Storage> Disk<S> {
         }
         Ok(VmStateWriter {
             disk: self,
-            window_size: LEAST_WINDOW.max(image.cluster_size()),
+            window_size: MIN_WINDOW.max(image.cluster_size()),
             packing,
             tables: image.new_vm_state(),
             open: VecDeque::new(),
@@ -205,7 +205,7 @@ impl<'a, S: Storage> VmStateWriter<'a, S> {
 
     /// A window that is not open, with what was stored of it.
     async fn open_window(&mut self, index: u64) -> Result<Window> {
-        if self.open.len() == MOST_OPEN {
+        if self.open.len() == MAX_OPEN {
             let oldest = self.open.pop_front().expect("there are several");
             self.send(oldest).await?;
         }
@@ -286,7 +286,7 @@ impl<'a, S: Storage> VmStateWriter<'a, S> {
     }
 
     async fn launch(&mut self, storing: LocalBoxFuture<'a, Landed>, windows: &[u64]) -> Result<()> {
-        while self.in_flight.len() >= MOST_IN_FLIGHT {
+        while self.in_flight.len() >= MAX_IN_FLIGHT {
             self.land_one().await?;
         }
         self.flying.extend(windows);
@@ -322,7 +322,7 @@ impl<'a, S: Storage> VmStateWriter<'a, S> {
     }
 
     fn recycle(&mut self, buffer: Buffer) {
-        if self.spare.len() < MOST_OPEN {
+        if self.spare.len() < MAX_OPEN {
             self.spare.push(buffer);
         }
     }

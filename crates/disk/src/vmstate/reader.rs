@@ -4,7 +4,7 @@ use blockhouse_core::{Buffer, ByteRange, Error, ErrorKind, Result, Storage};
 use futures_util::future::LocalBoxFuture;
 use futures_util::stream::{FuturesOrdered, StreamExt};
 
-use super::{LEAST_WINDOW, MOST_IN_FLIGHT};
+use super::{MAX_IN_FLIGHT, MIN_WINDOW};
 use crate::Disk;
 
 /// The state of the machine in the snapshot that a disk was opened on.
@@ -35,7 +35,7 @@ impl<S: Storage> Disk<S> {
         }
         Ok(VmStateReader {
             disk: self,
-            piece: LEAST_WINDOW.max(image.cluster_size()),
+            piece: MIN_WINDOW.max(image.cluster_size()),
             start: state.offset(),
             size: state.length(),
             asked: 0,
@@ -56,7 +56,7 @@ impl<S: Storage> VmStateReader<'_, S> {
     /// # Errors
     /// What reading answers.
     pub async fn next(&mut self) -> Result<Option<Buffer>> {
-        while self.coming.len() < MOST_IN_FLIGHT && self.asked < self.size {
+        while self.coming.len() < MAX_IN_FLIGHT && self.asked < self.size {
             let length = self.piece.min(self.size - self.asked);
             let range =
                 ByteRange::between(self.start + self.asked, self.start + self.asked + length);
@@ -69,7 +69,7 @@ impl<S: Storage> VmStateReader<'_, S> {
 
     /// Takes a buffer back that was read through.
     pub fn recycle(&mut self, buffer: Buffer) {
-        if self.spare.len() < MOST_IN_FLIGHT {
+        if self.spare.len() < MAX_IN_FLIGHT {
             self.spare.push(buffer);
         }
     }

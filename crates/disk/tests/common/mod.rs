@@ -5,8 +5,8 @@ use std::rc::Rc;
 use std::time::Duration;
 
 use blockhouse_core::{
-    Alignment, Buffer, ByteRange, Durability, Effort, IoVector, Request, Result, Storage, Sync,
-    Unmap,
+    Alignment, Buffer, ByteRange, Durability, Fallback, IoVector, Request, Result, Storage,
+    SyncMode, Unmap,
 };
 use blockhouse_disk::{Disk, Options};
 use blockhouse_format::qcow2::{self, CreateOptions};
@@ -63,7 +63,7 @@ impl Rig {
         let disk = sim.block_on(async move {
             qcow2::create(&opened, &image).await.expect("a new image");
             opened.resize(opened.size() + room).await.expect("no failure");
-            opened.flush(Sync::Full).await.expect("no failure");
+            opened.flush(SyncMode::Full).await.expect("no failure");
             Disk::qcow2(opened, Options::default()).await.expect("the new image")
         });
         storage.take_log();
@@ -127,7 +127,7 @@ pub fn write(offset: u64, length: usize, byte: u8, durability: Durability) -> Re
 /// A zero write that may unmap and may be slow.
 pub fn zeroes(offset: u64, length: u64, durability: Durability) -> Request {
     let range = span(offset, length);
-    Request::WriteZeroes { range, unmap: Unmap::Allowed, effort: Effort::Any, durability }
+    Request::WriteZeroes { range, unmap: Unmap::Allowed, fallback: Fallback::Allowed, durability }
 }
 
 /// A discard.

@@ -131,7 +131,7 @@ impl SharedMemory {
         inside.then(|| address.saturating_sub(self.address.addr().get()))
     }
 
-    /// Has the host take all pages now (`MADV_POPULATE_WRITE`), which may take its time; best effort. To
+    /// Has the host take all pages now (`MADV_POPULATE_WRITE`), which may take its time; best fallback. To
     /// register memory is quick then.
     pub fn populate(&self) {
         self.pages.thing().populate();

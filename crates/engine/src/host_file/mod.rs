@@ -14,8 +14,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 
 use blockhouse_core::{
-    Alignment, ByteRange, Capabilities, Discarded, Durability, DurableWrite, Error, ErrorKind, Fua,
-    GroupCommit, IoVector, Offload, Result, Status, Storage, Sync, Unmap, WriteCache,
+    Alignment, Allocation, ByteRange, Capabilities, Durability, Error, ErrorKind, Fua, FuaCost,
+    GroupCommit, IoVector, Offload, ReadAfterDiscard, Result, Storage, SyncMode, Unmap, WriteCache,
 };
 use rustix::fs::{Advice, FallocateFlags};
 use rustix::io::Errno;
@@ -26,7 +26,7 @@ use crate::local;
 use crate::operation::{Operation, Transfer, WriteThrough};
 use crate::probe::{self, FileKind};
 use crate::submit::submit;
-use crate::thread_pool::{MOST_THREADS, blocking};
+use crate::thread_pool::{MAX_THREADS, blocking};
 
 pub use open::{OpenFor, PageCache};
 
@@ -47,7 +47,7 @@ pub struct HostFile {
     kind: FileKind,
     size: AtomicU64,
     alignment: Alignment,
-    durable_write: DurableWrite,
+    fua_cost: FuaCost,
     write_cache: WriteCache,
     /// What the kernel has refused so far. Support is found out per file, once.
     refused: Refused,
@@ -176,7 +176,7 @@ impl HostFile {
     async fn write_emulating(&self, transfer: Transfer) -> Result<()> {
         Box::pin(self.write_all(transfer.offset, transfer.vector, WriteThrough::No)).await?;
         self.refused.fua.store(true, Relaxed);
-        self.flush(Sync::Data).await
+        self.flush(SyncMode::Data).await
     }
 
     /// `fallocate(2)`, noting in `refused` that it is not supported.
@@ -220,11 +220,11 @@ impl HostFile {
 
     /// A file in memory has nothing to flush. Out of the page cache comes a write and a flush, whatever
     /// the disk has.
-    fn durable_write(&self) -> DurableWrite {
+    fn fua_cost(&self) -> FuaCost {
         match (self.file.residence, self.file.caching) {
-            (Residence::Memory, _) => DurableWrite::Alone,
-            (Residence::Device, Caching::PageCache) => DurableWrite::WithFlush,
-            (Residence::Device, Caching::Direct) => self.durable_write,
+            (Residence::Memory, _) => FuaCost::NoFlush,
+            (Residence::Device, Caching::PageCache) => FuaCost::ExtraFlush,
+            (Residence::Device, Caching::Direct) => self.fua_cost,
         }
     }
 
@@ -234,12 +234,12 @@ impl HostFile {
     /// the disk has flushed, and those beyond wait.
     fn group_commit(&self) -> GroupCommit {
         let has_few_under_way = || local::engine() == Some(Engine::Threads);
-        match (self.durable_write(), self.file.caching) {
-            (DurableWrite::WithFlush, Caching::PageCache) => GroupCommit::From(2),
-            (DurableWrite::WithFlush, Caching::Direct) if has_few_under_way() => {
-                GroupCommit::From(MOST_THREADS + 1)
+        match (self.fua_cost(), self.file.caching) {
+            (FuaCost::ExtraFlush, Caching::PageCache) => GroupCommit::From(2),
+            (FuaCost::ExtraFlush, Caching::Direct) if has_few_under_way() => {
+                GroupCommit::From(MAX_THREADS + 1)
             }
-            (DurableWrite::WithFlush | DurableWrite::Alone, _) => GroupCommit::Never,
+            (FuaCost::ExtraFlush | FuaCost::NoFlush, _) => GroupCommit::Never,
         }
     }
 
@@ -299,7 +299,7 @@ impl Storage for HostFile {
         let Refused { punch_hole, zero_range, discard, .. } = &self.refused;
         Capabilities {
             fua: self.fua(),
-            durable_write: self.durable_write(),
+            fua_cost: self.fua_cost(),
             write_cache: self.write_cache,
             group_commit: self.group_commit(),
             alignment: self.alignment,
@@ -308,9 +308,9 @@ impl Storage for HostFile {
                 FileKind::Regular => all(&[punch_hole]),
                 FileKind::BlockDevice => all(&[discard]),
             },
-            discarded: match self.kind {
-                FileKind::Regular => Discarded::Zeros,
-                FileKind::BlockDevice => Discarded::Anything,
+            read_after_discard: match self.kind {
+                FileKind::Regular => ReadAfterDiscard::Zeros,
+                FileKind::BlockDevice => ReadAfterDiscard::Undefined,
             },
         }
     }
@@ -356,7 +356,7 @@ impl Storage for HostFile {
             Durability::Data | Durability::Full => {
                 self.write_all(offset, from, WriteThrough::No).await?;
                 let full = durability == Durability::Full;
-                self.flush(if full { Sync::Full } else { Sync::Data }).await
+                self.flush(if full { SyncMode::Full } else { SyncMode::Data }).await
             }
         }
     }
@@ -386,7 +386,7 @@ impl Storage for HostFile {
         }
     }
 
-    async fn flush(&self, sync: Sync) -> Result<()> {
+    async fn flush(&self, sync: SyncMode) -> Result<()> {
         self.file.orphans.gone().await;
         let result = loop {
             let operation = Operation::Sync { file: Arc::clone(&self.flushed), sync };
@@ -415,7 +415,7 @@ impl Storage for HostFile {
 
     /// Allocates the last sector: unlike truncating to a larger size, that can never cut off what was
     /// written beyond it meanwhile.
-    async fn lengthen(&self, size: u64) {
+    async fn extend_hint(&self, size: u64) {
         let refused = &self.refused.lengthen;
         if size <= self.size() || refused.load(Relaxed) {
             return;
@@ -431,7 +431,7 @@ impl Storage for HostFile {
         }
     }
 
-    async fn status(&self, range: ByteRange) -> Result<(Status, u64)> {
+    async fn block_status(&self, range: ByteRange) -> Result<(Allocation, u64)> {
         let file = Arc::clone(&self.file);
         let result = blocking(move || next_status(&file, range)).await;
         result.map_err(|error| self.error_at("cannot find holes", error, range.offset()))
@@ -451,7 +451,7 @@ impl Storage for HostFile {
 }
 
 /// `SEEK_DATA` and `SEEK_HOLE` (`lseek(2)`): the status at the start of `range` and its length.
-fn next_status(file: &File, range: ByteRange) -> rustix::io::Result<(Status, u64)> {
+fn next_status(file: &File, range: ByteRange) -> rustix::io::Result<(Allocation, u64)> {
     use rustix::fs::SeekFrom;
     let (start, end) = (range.offset(), range.end());
     loop {
@@ -460,14 +460,14 @@ fn next_status(file: &File, range: ByteRange) -> rustix::io::Result<(Status, u64
             // No data from here to the end of the file.
             Err(Errno::NXIO) => end,
             // A file system that does not say: everything may be data.
-            Err(Errno::INVAL) => return Ok((Status::Data, range.length())),
+            Err(Errno::INVAL) => return Ok((Allocation::Data, range.length())),
             Err(error) => return Err(error),
         };
         if data > start {
-            return Ok((Status::Hole, data - start));
+            return Ok((Allocation::Hole, data - start));
         }
         match rustix::fs::seek(file, SeekFrom::Hole(start)) {
-            Ok(hole) if hole > start => return Ok((Status::Data, hole.min(end) - start)),
+            Ok(hole) if hole > start => return Ok((Allocation::Data, hole.min(end) - start)),
             // What was data the call before is none any more: once again.
             Ok(_) | Err(Errno::NXIO) => {}
             Err(error) => return Err(error),

@@ -144,7 +144,7 @@ impl HostFile {
             Some(tail) => Arc::clone(tail),
             None => open_for_flushes(&file, access, path),
         };
-        let probe::Device { durable_write, write_cache, .. } = device;
+        let probe::Device { fua_cost, write_cache, .. } = device;
         Ok(Self {
             file,
             tail,
@@ -153,7 +153,7 @@ impl HostFile {
             kind,
             size,
             alignment,
-            durable_write,
+            fua_cost,
             write_cache,
             refused,
         })

@@ -12,7 +12,7 @@ use std::os::fd::{AsRawFd, BorrowedFd, RawFd};
 use std::ptr;
 use std::sync::Arc;
 
-use blockhouse_core::Sync;
+use blockhouse_core::SyncMode;
 use io_uring::types::{Fd, FsyncFlags};
 use io_uring::{cqueue, opcode, squeue};
 
@@ -21,7 +21,7 @@ use crate::fixed::{FixedFiles, Number};
 use crate::io_poll::IoPoll;
 use crate::mapping::Mapping;
 use crate::membership::Membership;
-use crate::operation::{MOST_OPERATIONS, Message, Operation, OperationTable, Token};
+use crate::operation::{MAX_OPERATIONS, Message, Operation, OperationTable, Token};
 use crate::remote::Remote;
 use crate::system_call::run_inline;
 use crate::watches::WatchKey;
@@ -68,7 +68,7 @@ impl Uring {
         let ring = Ring::open(remote, Completions::Announced)?;
         // SAFETY: all-zero is a valid msghdr (null pointers and zero lengths).
         let no_header: libc::msghdr = unsafe { std::mem::zeroed() };
-        let headers = vec![no_header; MOST_OPERATIONS].into_boxed_slice();
+        let headers = vec![no_header; MAX_OPERATIONS].into_boxed_slice();
         let (remote, early) = (Arc::clone(remote), Vec::new());
         Ok(Self {
             ring,
@@ -108,8 +108,8 @@ impl Uring {
             }
             Operation::Sync { file, sync } => {
                 let flags = match sync {
-                    Sync::Data => FsyncFlags::DATASYNC,
-                    Sync::Full => FsyncFlags::empty(),
+                    SyncMode::Data => FsyncFlags::DATASYNC,
+                    SyncMode::Full => FsyncFlags::empty(),
                 };
                 self.ring.on_file(file, |file| opcode::Fsync::new(file).flags(flags).build())
             }

@@ -20,7 +20,7 @@ use crate::file::File;
 use crate::fixed::{FixedFiles, FixedTable, Number, Place};
 use crate::mapping::Mapping;
 use crate::membership::Membership;
-use crate::operation::MOST_OPERATIONS;
+use crate::operation::MAX_OPERATIONS;
 use crate::registered::MemoryTable;
 use crate::remote::Remote;
 
@@ -183,7 +183,7 @@ impl Ring {
 /// The best kind of ring that this kernel has.
 fn best_ring(completions: Completions) -> io::Result<IoUring> {
     let mut builder = IoUring::builder();
-    builder.setup_cqsize(2 * MOST_OPERATIONS as u32).setup_clamp().dontfork();
+    builder.setup_cqsize(2 * MAX_OPERATIONS as u32).setup_clamp().dontfork();
     if completions == Completions::Polled {
         builder.setup_iopoll();
     }

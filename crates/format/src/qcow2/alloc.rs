@@ -11,7 +11,7 @@ use std::ops::Range;
 use blockhouse_core::{Error, ErrorKind};
 
 use super::deferred_free::DeferredFree;
-use super::geometry::MOST_OFFSET;
+use super::geometry::MAX_OFFSET;
 use super::refcount;
 use super::room::Need;
 use super::slice_cache::{DataStability, SliceId, SliceKind};
@@ -20,7 +20,7 @@ use super::state::{Blocked, State, Step};
 /// How many refcount slices one allocation looks at before it takes from the end.
 const SLICES_A_TIME: u32 = 4;
 /// The largest refcount table, in bytes.
-const MOST_TABLE: u64 = 8 << 20;
+const MAX_TABLE: u64 = 8 << 20;
 
 /// What was found at a place.
 enum Found {
@@ -249,7 +249,7 @@ impl State {
     }
 
     fn check_within_limits(&self, cluster: u64) -> Result<(), Error> {
-        if cluster < MOST_OFFSET >> self.geometry.cluster_bits {
+        if cluster < MAX_OFFSET >> self.geometry.cluster_bits {
             return Ok(());
         }
         let what = "the image is as large as its format allows";
@@ -326,7 +326,7 @@ impl State {
             plan.table = if entries > self.refcount_table.len() as u64 {
                 // Half as much again, so that growing stays rare.
                 let wanted = geometry.clusters_for((entries + entries / 2) * 8);
-                wanted.min(MOST_TABLE >> geometry.cluster_bits)
+                wanted.min(MAX_TABLE >> geometry.cluster_bits)
             } else {
                 0
             };

@@ -11,14 +11,14 @@
 //! Where clusters have 512 bytes, all is in the first ones. A crash leaves the old backing file or the
 //! new one. Where the extensions do not fit, the change is refused.
 
-use blockhouse_core::{Durability, Error, ErrorKind, Result, Storage, Sync};
+use blockhouse_core::{Durability, Error, ErrorKind, Result, Storage, SyncMode};
 
 use super::extensions::{self, BACKING_FORMAT, Extension, FEATURE_NAMES};
 use super::header::{Header, SECTOR};
 use super::{Backing, Qcow2, table_io};
 
 /// The longest name of a backing file.
-const MOST_NAME: usize = 1023;
+const MAX_NAME: usize = 1023;
 
 impl<S: Storage> Qcow2<S> {
     /// Gives the image another backing file or none, durably. What [`backing`](Self::backing) answers
@@ -30,12 +30,12 @@ impl<S: Storage> Qcow2<S> {
     /// the storage answers.
     pub async fn set_backing(&self, backing: Option<Backing>) -> Result<()> {
         self.check_writable()?;
-        self.flush(Sync::Full).await?;
+        self.flush(SyncMode::Full).await?;
         let invalid = |what: &str| {
             Error::new(ErrorKind::InvalidInput, format!("cannot change the backing file: {what}"))
                 .on(self.storage.name())
         };
-        if backing.as_ref().is_some_and(|new| new.name.is_empty() || new.name.len() > MOST_NAME) {
+        if backing.as_ref().is_some_and(|new| new.name.is_empty() || new.name.len() > MAX_NAME) {
             return Err(invalid("its name must have 1 to 1023 bytes"));
         }
         if backing.is_some() && self.is_raw_disk() {
@@ -78,7 +78,7 @@ impl<S: Storage> Qcow2<S> {
         let start = start / block * block;
         let part = &bytes[start..end];
         table_io::write(&self.storage, start as u64, part, Durability::None).await?;
-        self.sync(Sync::Data).await
+        self.sync(SyncMode::Data).await
     }
 }
 

@@ -7,7 +7,7 @@ use blockhouse_core::{ByteRange, Result, Storage};
 
 use super::claims::Claims;
 use super::entry::{be32, be64};
-use super::geometry::MOST_OFFSET;
+use super::geometry::MAX_OFFSET;
 use super::header::Header;
 use super::sparse_reader::SparseReader;
 use super::{extensions, table_io};
@@ -18,8 +18,8 @@ pub(crate) const IN_STEP: u64 = 1;
 /// How many bitmaps there can be, as in QEMU.
 const MAX_BITMAPS: u32 = 65_535;
 /// The largest directory and the largest table of one bitmap, in bytes.
-const MOST_DIRECTORY: u64 = 64 << 20;
-const MOST_TABLE: u64 = 32 << 20;
+const MAX_DIRECTORY: u64 = 64 << 20;
+const MAX_TABLE: u64 = 32 << 20;
 /// What a directory's entry is made of besides its extra data and name.
 const FIXED: usize = 24;
 const OFFSET: u64 = 0x00ff_ffff_ffff_fe00;
@@ -43,8 +43,8 @@ pub(crate) async fn walk<S: Storage>(
     }
     let count = be32(extension, 0);
     let (length, start) = (be64(extension, 8), be64(extension, 16));
-    let is_possible = |offset| offset <= MOST_OFFSET && header.geometry.is_cluster_aligned(offset);
-    if length > MOST_DIRECTORY || !is_possible(start) {
+    let is_possible = |offset| offset <= MAX_OFFSET && header.geometry.is_cluster_aligned(offset);
+    if length > MAX_DIRECTORY || !is_possible(start) {
         return Ok(Some(format!("the directory of bitmaps cannot be at offset {start}")));
     }
     if count > MAX_BITMAPS {
@@ -60,7 +60,7 @@ pub(crate) async fn walk<S: Storage>(
             return Ok(Some(format!("the directory of bitmaps ends before entry {number}")));
         };
         let (table, bytes) = (be64(entry, 0), u64::from(be32(entry, 8)) * 8);
-        if bytes > MOST_TABLE || !is_possible(table) {
+        if bytes > MAX_TABLE || !is_possible(table) {
             return Ok(Some(format!("a bitmap's table cannot be at offset {table}")));
         }
         let clusters =

@@ -21,7 +21,7 @@ impl State {
             self.end_overwrite(extent);
             return Ok(dropped);
         }
-        let first = self.geometry.cluster_of(extent.whole.offset());
+        let first = self.geometry.cluster_of(extent.alloc_range.offset());
         let Some(prepared) = self.pending.get(first) else { return Ok(dropped) };
         let (clusters, change) = (prepared.clusters.clone(), prepared.change.clone());
         let stability = match data {
@@ -33,7 +33,8 @@ impl State {
             self.entry(slice, self.geometry.l2_place(cluster).index)?;
         }
         for cluster in clusters.clone() {
-            let old = self.change_entry(slice, cluster, first, &change, extent.whole, stability)?;
+            let old =
+                self.change_entry(slice, cluster, first, &change, extent.alloc_range, stability)?;
             if let Some(old) = old {
                 old.join(&mut dropped);
             }
@@ -154,7 +155,7 @@ impl State {
             self.end_overwrite(extent);
             return;
         }
-        let first = geometry.cluster_of(extent.whole.offset());
+        let first = geometry.cluster_of(extent.alloc_range.offset());
         let Some(prepared) = self.pending.end(first) else { return };
         match prepared.change {
             // What may still be written to is never counted down.

@@ -2,11 +2,11 @@
 //!
 //! The header is written last, after everything else is durable: until then the file is no image.
 
-use blockhouse_core::{ByteRange, Durability, Error, ErrorKind, Result, Storage, Sync};
+use blockhouse_core::{ByteRange, Durability, Error, ErrorKind, Result, Storage, SyncMode};
 
 use super::entry::{Entry, Reference, l1_word};
 use super::extensions::{self, BACKING_FORMAT, Extension};
-use super::geometry::{Geometry, MOST_OFFSET};
+use super::geometry::{Geometry, MAX_OFFSET};
 use super::header::{Header, Incompatible, LAZY_REFCOUNTS, LENGTH_2, LENGTH_3, RAW_DATA_FILE};
 use super::{Backing, Compression, DataFile, refcount, table_io};
 use crate::{Fill, preallocate};
@@ -255,7 +255,7 @@ pub async fn create_with<S: Storage>(
     let layout = Layout::of(options, geometry);
     let offset_of = |cluster| geometry.offset_of(cluster);
     if layout.refcount_table << geometry.cluster_bits > 8 << 20
-        || layout.end() > MOST_OFFSET >> geometry.cluster_bits
+        || layout.end() > MAX_OFFSET >> geometry.cluster_bits
     {
         return Err(invalid("the disk is too large for clusters of this size".into()));
     }
@@ -277,12 +277,12 @@ pub async fn create_with<S: Storage>(
         Some(data) => {
             data.resize(options.size).await?;
             options.fill(data, ByteRange::between(0, options.size)).await?;
-            data.flush(Sync::Full).await?;
+            data.flush(SyncMode::Full).await?;
         }
     }
-    storage.flush(Sync::Full).await?;
+    storage.flush(SyncMode::Full).await?;
     maker.write_cluster(0, header_bytes).await?;
-    storage.flush(Sync::Full).await
+    storage.flush(SyncMode::Full).await
 }
 
 fn new_header(options: &CreateOptions, geometry: Geometry, layout: &Layout) -> Header {

@@ -11,7 +11,7 @@
 use std::collections::VecDeque;
 use std::ops::Range;
 
-use blockhouse_core::{Discarded, Result, Storage};
+use blockhouse_core::{ReadAfterDiscard, Result, Storage};
 use parking_lot::Mutex;
 
 use super::round::Occasion;
@@ -228,7 +228,7 @@ impl<S: Storage> Qcow2<S> {
     /// the host at once where that makes zeros of it: tables on disk may still refer to it, and after a
     /// crash the guest must find its own bytes there or zeros.
     pub(super) async fn free_clusters(&self, mut free: DeferredFree) {
-        let is_zeroed = self.storage.capabilities().discarded == Discarded::Zeros;
+        let is_zeroed = self.storage.capabilities().read_after_discard == ReadAfterDiscard::Zeros;
         if free.punch == Punch::Yes && self.discard == Discard::Punch && is_zeroed {
             // They have no other owner before. One that is dropped here stays counted: a leak, since its
             // hole may come at any time.

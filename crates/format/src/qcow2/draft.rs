@@ -8,7 +8,7 @@
 use std::mem;
 use std::ops::Range;
 
-use blockhouse_core::{Durability, Error, ErrorKind, Result, Storage, Sync};
+use blockhouse_core::{Durability, Error, ErrorKind, Result, Storage, SyncMode};
 use futures_util::stream::{self, StreamExt};
 
 use super::entry::{self, Entry, Ownership, Reference, l1_word};
@@ -353,7 +353,7 @@ impl<'a, S: Storage> Draft<'a, S> {
         let Settled { pieces, table, table_offset, table_clusters, freed } = ledger.settle()?;
         image.write_draft(&pieces).await?;
         drop(pieces);
-        image.sync(Sync::Data).await?;
+        image.sync(SyncMode::Data).await?;
         header.refcount_table_offset = table_offset;
         header.refcount_table_clusters = table_clusters;
         freeze.stage = Stage::Switching;

@@ -76,7 +76,7 @@ pub(crate) fn refcount_block(word: u64, geometry: Geometry) -> Result<Option<u64
         Err("has reserved bits set")
     } else if !geometry.is_cluster_aligned(word) {
         Err("refers to a refcount block that does not start at a cluster")
-    } else if word >= super::geometry::MOST_OFFSET {
+    } else if word >= super::geometry::MAX_OFFSET {
         Err("refers to a refcount block beyond the largest offset")
     } else {
         Ok((word != 0).then_some(word))
@@ -241,7 +241,7 @@ impl Entry {
             Err("is compressed, which nothing in a data file is")
         } else if bitmap != 0 {
             Err("is compressed and has subclusters")
-        } else if place.offset + place.length > super::geometry::MOST_OFFSET {
+        } else if place.offset + place.length > super::geometry::MAX_OFFSET {
             Err("refers to compressed data beyond the largest offset")
         } else {
             // The bit "refcount is one" must be in none of these. Reading ignores it, as QEMU does;

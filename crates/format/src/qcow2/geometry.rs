@@ -6,7 +6,7 @@ use blockhouse_core::ByteRange;
 const SLICE: u64 = 4096;
 
 /// Host offsets in table entries are bits 9 to 55.
-pub(crate) const MOST_OFFSET: u64 = 1 << 56;
+pub(crate) const MAX_OFFSET: u64 = 1 << 56;
 
 /// Cluster, table and entry sizes of an image.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

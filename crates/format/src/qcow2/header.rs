@@ -6,7 +6,7 @@
 
 use super::entry::{be32, be64};
 use super::extensions::{self, Extension};
-use super::geometry::{Geometry, MOST_OFFSET};
+use super::geometry::{Geometry, MAX_OFFSET};
 use super::{Backing, Compression, DataFile, Switch};
 
 /// The first bytes of every image.
@@ -19,10 +19,10 @@ pub(crate) const LENGTH_3: usize = 104;
 pub(crate) const SECTOR: usize = 512;
 
 /// Limits of what is read into memory.
-const MOST_L1_BYTES: u64 = 32 << 20;
-const MOST_REFCOUNT_TABLE_BYTES: u64 = 8 << 20;
-const MOST_SNAPSHOTS: u32 = 65_536;
-const MOST_BACKING_NAME: usize = 1023;
+const MAX_L1_BYTES: u64 = 32 << 20;
+const MAX_REFCOUNT_TABLE_BYTES: u64 = 8 << 20;
+const MAX_SNAPSHOTS: u32 = 65_536;
+const MAX_BACKING_NAME: usize = 1023;
 
 bitflags::bitflags! {
     /// Features without which an image must not be opened.
@@ -189,7 +189,7 @@ impl Header {
         let geometry = self.geometry;
         let needed = geometry.l1_entries_for(self.size);
         let bytes = u64::from(self.l1_entries) * 8;
-        if bytes > MOST_L1_BYTES || needed * 8 > MOST_L1_BYTES {
+        if bytes > MAX_L1_BYTES || needed * 8 > MAX_L1_BYTES {
             let entries = needed.max(u64::from(self.l1_entries));
             return Err(corrupt(36, format!("an L1 table of {entries} entries exceeds 32 MiB")));
         }
@@ -203,7 +203,7 @@ impl Header {
         }
         let clusters = u64::from(self.refcount_table_clusters);
         let bytes = clusters << geometry.cluster_bits;
-        if clusters == 0 || bytes > MOST_REFCOUNT_TABLE_BYTES {
+        if clusters == 0 || bytes > MAX_REFCOUNT_TABLE_BYTES {
             let what = format!("a refcount table of {clusters} clusters is not 1 cluster to 8 MiB");
             return Err(corrupt(56, what));
         }
@@ -211,8 +211,8 @@ impl Header {
     }
 
     fn check_snapshots(&self) -> Result<(), Refusal> {
-        if self.snapshots > MOST_SNAPSHOTS {
-            let what = format!("{} snapshots are more than {MOST_SNAPSHOTS}", self.snapshots);
+        if self.snapshots > MAX_SNAPSHOTS {
+            let what = format!("{} snapshots are more than {MAX_SNAPSHOTS}", self.snapshots);
             return Err(corrupt(60, what));
         }
         if self.snapshots > 0 {
@@ -231,7 +231,7 @@ impl Header {
         if at == 0 || !self.geometry.is_cluster_aligned(at) {
             return Err(corrupt(field, format!("the {name} cannot be at offset {at}")));
         }
-        if at > MOST_OFFSET - bytes {
+        if at > MAX_OFFSET - bytes {
             return Err(corrupt(field, format!("the {name} at offset {at} is out of bounds")));
         }
         Ok(())
@@ -346,7 +346,7 @@ fn data_file(features: &Features, extensions: &[Extension]) -> Result<Option<Dat
     let Some(name) = extensions::find(extensions, extensions::DATA_FILE) else {
         return Err(unsupported(72, "the image does not name its data file"));
     };
-    if name.is_empty() || name.len() > MOST_BACKING_NAME {
+    if name.is_empty() || name.len() > MAX_BACKING_NAME {
         let what = format!("a data file's name of {} bytes is not 1 to 1023", name.len());
         return Err(corrupt(features.length as u64, what));
     }
@@ -361,7 +361,7 @@ fn backing(bytes: &[u8], extensions: &[Extension]) -> Result<Option<Backing>, Re
     if offset == 0 || length == 0 {
         return Ok(None);
     }
-    if length > MOST_BACKING_NAME {
+    if length > MAX_BACKING_NAME {
         let what = format!("a backing file's name of {length} bytes is longer than 1023");
         return Err(corrupt(16, what));
     }
@@ -432,7 +432,7 @@ mod tests {
             (32, &1u32.to_be_bytes()),
             (36, &1u32.to_be_bytes()),
             (40, &512u64.to_be_bytes()),
-            (48, &(MOST_OFFSET - (1 << 15)).to_be_bytes()),
+            (48, &(MAX_OFFSET - (1 << 15)).to_be_bytes()),
             (56, &129u32.to_be_bytes()),
             (72, &32u64.to_be_bytes()),
             (96, &7u32.to_be_bytes()),

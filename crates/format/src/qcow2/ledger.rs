@@ -15,7 +15,7 @@ use std::ops::Range;
 use blockhouse_core::{ByteRange, Error, ErrorKind, Result, Storage};
 use futures_util::stream::{self, StreamExt};
 
-use super::geometry::{Geometry, MOST_OFFSET};
+use super::geometry::{Geometry, MAX_OFFSET};
 use super::header::Header;
 use super::round::Piece;
 use super::sparse_reader::SparseReader;
@@ -24,7 +24,7 @@ use super::{entry, refcount, table_io};
 /// How many parts of blocks are read together.
 const TOGETHER: usize = 16;
 /// The largest refcount table, in bytes.
-const MOST_TABLE: u64 = 8 << 20;
+const MAX_TABLE: u64 = 8 << 20;
 
 /// See the module's page.
 pub(crate) struct Ledger {
@@ -193,7 +193,7 @@ impl Ledger {
         let mut start = self.cursor;
         let mut at = start;
         while at - start < count {
-            if at >= MOST_OFFSET >> self.geometry.cluster_bits {
+            if at >= MAX_OFFSET >> self.geometry.cluster_bits {
                 let what = "the image is as large as its format allows";
                 return Err(Error::new(ErrorKind::NoSpace, what).on(&self.name));
             }
@@ -248,12 +248,12 @@ impl Ledger {
         if entries * 8 <= before << self.geometry.cluster_bits {
             return Ok(before);
         }
-        if entries * 8 > MOST_TABLE {
+        if entries * 8 > MAX_TABLE {
             let what = "the refcount table is as large as its format allows";
             return Err(Error::new(ErrorKind::NoSpace, what).on(&self.name));
         }
         let wanted = self.geometry.clusters_for((entries + entries / 2) * 8);
-        Ok(wanted.min(MOST_TABLE >> self.geometry.cluster_bits))
+        Ok(wanted.min(MAX_TABLE >> self.geometry.cluster_bits))
     }
 
     fn settled(mut self, table: &Range<u64>) -> Settled {

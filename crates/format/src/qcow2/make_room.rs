@@ -18,8 +18,8 @@ const PIECE: u64 = 1 << 20;
 
 /// By how much the file is longer than needed: an eighth, but at least so many clusters, and at most so
 /// many bytes.
-const LEAST_AHEAD: u64 = 64;
-const MOST_AHEAD: u64 = 1 << 30;
+const MIN_AHEAD: u64 = 64;
+const MAX_AHEAD: u64 = 1 << 30;
 
 impl State {
     /// Counts places for tables down that were not needed in the end.
@@ -63,9 +63,9 @@ impl<S: Storage> Qcow2<S> {
         if self.state.lock().space.length() >= needed {
             return;
         }
-        let most = MOST_AHEAD >> self.geometry.cluster_bits;
-        let length = needed + (needed / 8).clamp(LEAST_AHEAD, most.max(LEAST_AHEAD));
-        self.storage.lengthen(self.geometry.offset_of(length)).await;
+        let most = MAX_AHEAD >> self.geometry.cluster_bits;
+        let length = needed + (needed / 8).clamp(MIN_AHEAD, most.max(MIN_AHEAD));
+        self.storage.extend_hint(self.geometry.offset_of(length)).await;
         let size = self.storage.size();
         let mut state = self.state.lock();
         state.space.set_length(length);

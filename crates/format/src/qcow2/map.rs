@@ -90,7 +90,7 @@ impl State {
                 ExtentState::Compressed { host, length }
             }
         };
-        Extent { guest, whole, state, flags: ExtentFlags::empty() }
+        Extent { guest, alloc_range: whole, state, flags: ExtentFlags::empty() }
     }
 }
 

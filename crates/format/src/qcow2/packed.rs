@@ -47,7 +47,7 @@ impl State {
         let place = CompressedPlace { offset: self.pack(length, block)?, length };
         self.pending.begin(alone, Change::Pack(place));
         let state = ExtentState::Compressed { host: place.offset, length };
-        Ok(Extent { guest, whole: guest, state, flags: ExtentFlags::NEW })
+        Ok(Extent { guest, alloc_range: guest, state, flags: ExtentFlags::NEW })
     }
 
     /// Takes `length` bytes, less than a cluster, in the open cluster, in it and the next one, or in

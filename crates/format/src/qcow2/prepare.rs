@@ -190,7 +190,7 @@ impl State {
         }
         self.pending.begin_overwrite(clusters);
         let host = host + guest.offset() % geometry.cluster_size();
-        Extent { guest, whole: guest, state: ExtentState::Mapped { host }, flags }
+        Extent { guest, alloc_range: guest, state: ExtentState::Mapped { host }, flags }
     }
 
     /// Whether a cluster's entry on disk may be another one than in memory. The slice is cached.
@@ -220,11 +220,11 @@ impl State {
         let whole = self.without_what_is_past_the_end(whole, guest);
         let mut flags = ExtentFlags::NEW;
         flags.set(ExtentFlags::SHARED, way == Way::Copy(Copied::Shared));
-        flags.set(ExtentFlags::BLANK, place.blank);
+        flags.set(ExtentFlags::ZEROED, place.blank);
         let Place { host, taken, .. } = place;
         self.pending.begin(clusters, Change::Write { host, taken });
         let host = host + (guest.offset() - bytes.offset());
-        Ok(Extent { guest, whole, state: ExtentState::Mapped { host }, flags })
+        Ok(Extent { guest, alloc_range: whole, state: ExtentState::Mapped { host }, flags })
     }
 
     /// Whether these clusters, all in one slice, read as zeros whatever lies behind the image.
@@ -399,7 +399,7 @@ impl State {
         }
         self.pending.begin(cluster..cluster + 1, Change::Units { mask, state, keep });
         let flags = ExtentFlags::NEW;
-        Ok(Some(Extent { guest: part, whole: part, state: ExtentState::Zero, flags }))
+        Ok(Some(Extent { guest: part, alloc_range: part, state: ExtentState::Zero, flags }))
     }
 
     /// A part of a cluster: the host's file can have a hole there where it is this cluster's alone.
@@ -483,7 +483,7 @@ impl State {
         }
         self.pending.begin(clusters, change);
         let flags = ExtentFlags::NEW;
-        Ok(Extent { guest, whole: guest, state: ExtentState::Zero, flags })
+        Ok(Extent { guest, alloc_range: guest, state: ExtentState::Zero, flags })
     }
 
     /// The slice with a cluster's L2 entry, in an L2 table that is only this image's active one:
@@ -539,5 +539,5 @@ impl State {
 
 /// An extent that is as it should be.
 pub(crate) fn nothing_to_do(guest: ByteRange) -> Extent {
-    Extent { guest, whole: guest, state: ExtentState::Hole, flags: ExtentFlags::empty() }
+    Extent { guest, alloc_range: guest, state: ExtentState::Hole, flags: ExtentFlags::empty() }
 }

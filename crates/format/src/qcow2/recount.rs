@@ -6,17 +6,17 @@
 
 use std::collections::BTreeSet;
 
-use blockhouse_core::{ByteRange, Durability, Error, ErrorKind, Result, Storage, Sync};
+use blockhouse_core::{ByteRange, Durability, Error, ErrorKind, Result, Storage, SyncMode};
 
 use super::counts::Counts;
-use super::geometry::{Geometry, MOST_OFFSET};
+use super::geometry::{Geometry, MAX_OFFSET};
 use super::header::{Header, SECTOR};
 use super::recorded::Recorded;
 use super::sparse_reader::SparseReader;
 use super::{entry, refcount, table_io};
 
 /// The largest refcount table, in bytes.
-const MOST_TABLE: u64 = 8 << 20;
+const MAX_TABLE: u64 = 8 << 20;
 
 /// Whether every cluster that counts has a refcount block.
 pub(crate) fn has_blocks(recorded: &Recorded, counts: &Counts) -> bool {
@@ -70,8 +70,8 @@ pub(crate) async fn store_anew<S: Storage>(
     let geometry = header.geometry;
     let (blocks, table_clusters) = plan(geometry, counts, start);
     let end = start + blocks.len() as u64 + table_clusters;
-    if table_clusters << geometry.cluster_bits > MOST_TABLE
-        || end > MOST_OFFSET >> geometry.cluster_bits
+    if table_clusters << geometry.cluster_bits > MAX_TABLE
+        || end > MAX_OFFSET >> geometry.cluster_bits
     {
         let what = "the refcount table would be larger than its format allows";
         return Err(Error::new(ErrorKind::NoSpace, what).on(storage.name()));
@@ -90,7 +90,7 @@ pub(crate) async fn store_anew<S: Storage>(
     }
     let bytes = table_io::bytes_of(&table);
     table_io::write(storage, table_offset, &bytes, Durability::None).await?;
-    storage.flush(Sync::Data).await?;
+    storage.flush(SyncMode::Data).await?;
     header.refcount_table_offset = table_offset;
     header.refcount_table_clusters = table_clusters as u32;
     store_header(storage, header).await
@@ -136,5 +136,5 @@ pub(crate) async fn store_header<S: Storage>(storage: &S, header: &Header) -> Re
     let mut bytes = table_io::read(storage, 0, SECTOR.max(block)).await?;
     header.patch(&mut bytes);
     table_io::write(storage, 0, &bytes, Durability::None).await?;
-    storage.flush(Sync::Data).await
+    storage.flush(SyncMode::Data).await
 }

@@ -45,7 +45,7 @@ pub(crate) struct References<'a, S> {
 }
 
 /// How many problems are told in words.
-const MOST_WORDS: usize = 1000;
+const MAX_WORDS: usize = 1000;
 
 impl<'a, S: Storage> References<'a, S> {
     /// Counts all references.
@@ -87,7 +87,7 @@ impl<'a, S: Storage> References<'a, S> {
     /// So many things are wrong, told in one line.
     fn problems_of(&mut self, count: u64, what: String) {
         self.corruptions += count;
-        if self.problems.len() < MOST_WORDS {
+        if self.problems.len() < MAX_WORDS {
             self.problems.push(what);
         }
     }

@@ -20,7 +20,7 @@
 //! them is written. (The other has it alone then and does not say so, which the next repair corrects.) Where it cannot be told who refers to what (a damaged bitmap directory), no refcount
 //! is lowered.
 
-use blockhouse_core::{Result, Storage, Sync};
+use blockhouse_core::{Result, Storage, SyncMode};
 
 use super::check::{CheckReport, check_tables};
 use super::counts::Counts;
@@ -173,7 +173,7 @@ impl<S: Storage> Repairing<'_, S> {
         counts.lower_only()?;
         self.begin(Incompatible::empty()).await?;
         store_in_place(self.storage, &self.header, &counts.wanted).await?;
-        self.storage.flush(Sync::Data).await?;
+        self.storage.flush(SyncMode::Data).await?;
         // Where refcounts are wrong otherwise, one of them is no proof.
         if corruptions == 0 {
             self.correct_ownership(&counts.wanted, Ownership::Sole).await?;
@@ -197,7 +197,7 @@ impl<S: Storage> Repairing<'_, S> {
             store_anew(self.storage, &mut self.header, &mut counts.wanted, start).await?;
         } else {
             store_in_place(self.storage, &self.header, &counts.wanted).await?;
-            self.storage.flush(Sync::Data).await?;
+            self.storage.flush(SyncMode::Data).await?;
         }
         if counts.is_complete {
             self.correct_ownership(&counts.wanted, Ownership::Sole).await?;
@@ -231,7 +231,7 @@ impl<S: Storage> Repairing<'_, S> {
                 edit.l1(l1).await?;
             }
         }
-        self.storage.flush(Sync::Data).await
+        self.storage.flush(SyncMode::Data).await
     }
 
     async fn count(&self) -> Result<Counted> {
@@ -251,7 +251,7 @@ impl<S: Storage> Repairing<'_, S> {
         let editor = Ownerships { geometry, counts, wanted };
         let mut edit = Edit::new(self.storage, geometry, &editor);
         edit.l1(L1Place::active(&self.header)).await?;
-        self.storage.flush(Sync::Data).await
+        self.storage.flush(SyncMode::Data).await
     }
 
     /// Gives the space of clusters that were counted and are free now back to the host. Only a hint.

@@ -5,10 +5,10 @@
 //! before one write of the header switches to it; a table that only ends earlier needs no new one. So a
 //! crash leaves the old snapshots or the new ones.
 
-use blockhouse_core::{ByteRange, Durability, Error, ErrorKind, Result, Storage, Sync};
+use blockhouse_core::{ByteRange, Durability, Error, ErrorKind, Result, Storage, SyncMode};
 
 use super::counts::Counts;
-use super::geometry::MOST_OFFSET;
+use super::geometry::MAX_OFFSET;
 use super::header::Header;
 use super::recount::store_header;
 use super::references::References;
@@ -101,11 +101,11 @@ async fn store_table<S: Storage>(
     let mut bytes = snapshot_table::to_bytes(snapshots);
     bytes.resize(bytes.len().next_multiple_of(geometry.cluster_size() as usize), 0);
     let offset = geometry.offset_of(geometry.clusters_for(storage.size()));
-    if offset > MOST_OFFSET - bytes.len() as u64 {
+    if offset > MAX_OFFSET - bytes.len() as u64 {
         let what = "the file is too long for a new snapshot table";
         return Err(Error::new(ErrorKind::NoSpace, what).on(storage.name()));
     }
     table_io::write(storage, offset, &bytes, Durability::None).await?;
-    storage.flush(Sync::Data).await?;
+    storage.flush(SyncMode::Data).await?;
     Ok(offset)
 }

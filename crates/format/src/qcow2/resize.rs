@@ -8,7 +8,7 @@
 use std::ops::Range;
 use std::sync::atomic::Ordering;
 
-use blockhouse_core::{ByteRange, Error, ErrorKind, Result, Storage, Sync};
+use blockhouse_core::{ByteRange, Error, ErrorKind, Result, Storage, SyncMode};
 
 use super::deferred_free::{DeferredFree, Punch, Users};
 use super::entry::{Entry, Reference};
@@ -17,7 +17,7 @@ use super::state::{Blocked, State, Step};
 use super::{Qcow2, table_io};
 
 /// The largest L1 table, in bytes.
-const MOST_L1_BYTES: u64 = 32 << 20;
+const MAX_L1_BYTES: u64 = 32 << 20;
 /// After how many clusters they are given back, so that the list of them stays short.
 const CLUSTERS_TOGETHER: u64 = 1 << 19;
 
@@ -78,7 +78,7 @@ impl<S: Storage> Qcow2<S> {
         .await?;
         if let Some(data) = &self.data {
             // The data is not cut off before the disk is known to be shorter.
-            self.flush(Sync::Data).await?;
+            self.flush(SyncMode::Data).await?;
             data.resize(size).await?;
         }
         self.size.store(size, Ordering::Release);
@@ -105,7 +105,7 @@ impl<S: Storage> Qcow2<S> {
     /// Takes these L2 tables out of the L1 table and gives all they refer to back, durably.
     async fn drop_l2_tables(&self, indexes: Range<usize>) -> Result<()> {
         // Tables that are going to be free must not be written any more.
-        self.flush(Sync::Data).await?;
+        self.flush(SyncMode::Data).await?;
         let together = (CLUSTERS_TOGETHER / self.geometry.l2_entries()).max(1) as usize;
         for (count, index) in indexes.enumerate() {
             let dropped = self
@@ -117,11 +117,11 @@ impl<S: Storage> Qcow2<S> {
             self.marking(dropped).await?;
             if count % together == together - 1 {
                 self.state.lock().frees.join_pending();
-                self.flush(Sync::Data).await?;
+                self.flush(SyncMode::Data).await?;
             }
         }
         self.state.lock().frees.join_pending();
-        self.flush(Sync::Data).await
+        self.flush(SyncMode::Data).await
     }
 
     /// Takes the clusters beyond `size` out of the L2 table that is kept in part.
@@ -149,7 +149,7 @@ impl<S: Storage> Qcow2<S> {
         if !size.is_multiple_of(512) {
             return invalid(format!("a disk of {size} bytes is no multiple of 512"));
         }
-        if self.geometry.l1_entries_for(size) * 8 > MOST_L1_BYTES {
+        if self.geometry.l1_entries_for(size) * 8 > MAX_L1_BYTES {
             return invalid(format!("a disk of {size} bytes is too large for its cluster size"));
         }
         if self.state.lock().header.snapshots > 0 && self.geometry.version < 3 {

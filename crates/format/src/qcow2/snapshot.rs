@@ -10,7 +10,7 @@ use std::time::Duration;
 use blockhouse_core::{Error, ErrorKind, Result, Storage};
 
 use super::draft::{Counting, Draft, Sharers};
-use super::snapshot_table::{self, EntryFacts, MOST_NAME, Snapshot, SnapshotEntry};
+use super::snapshot_table::{self, EntryFacts, MAX_NAME, Snapshot, SnapshotEntry};
 use super::{Access, OpenOptions, Qcow2, VmStateTables, table_io};
 
 /// What a new snapshot is called.
@@ -185,8 +185,8 @@ impl<S: Storage> Qcow2<S> {
         let refuse = |what: String, hint: &'static str| {
             Err(Error::new(ErrorKind::InvalidInput, what).on(self.storage.name()).hint(hint))
         };
-        if name.is_empty() || name.len() > MOST_NAME {
-            let what = format!("a snapshot's name has 1 to {MOST_NAME} bytes, not {}", name.len());
+        if name.is_empty() || name.len() > MAX_NAME {
+            let what = format!("a snapshot's name has 1 to {MAX_NAME} bytes, not {}", name.len());
             return refuse(what, "choose another name");
         }
         if entries.iter().any(|entry| entry.name == name.as_bytes()) {

@@ -15,12 +15,12 @@ use super::table_io;
 /// What an entry is made of besides extra data, id and name.
 const FIXED: usize = 40;
 /// Limits of what is read and written, those that QEMU has.
-pub(crate) const MOST_SNAPSHOTS: usize = 65_536;
-const MOST_EXTRA: usize = 1024;
-const MOST_TABLE: usize = 64 << 20;
-const MOST_L1_ENTRIES: u32 = (32 << 20) / 8;
+pub(crate) const MAX_SNAPSHOTS: usize = 65_536;
+const MAX_EXTRA: usize = 1024;
+const MAX_TABLE: usize = 64 << 20;
+const MAX_L1_ENTRIES: u32 = (32 << 20) / 8;
 /// Longer names are cut off where QEMU lists them.
-pub(crate) const MOST_NAME: usize = 255;
+pub(crate) const MAX_NAME: usize = 255;
 /// Extra data of new entries: size of the VM state, size of the disk, instruction count.
 const EXTRA: usize = 24;
 const NO_INSTRUCTION_COUNT: u64 = u64::MAX;
@@ -181,7 +181,7 @@ pub(crate) fn to_bytes(entries: &[SnapshotEntry]) -> Vec<u8> {
 
 /// Whether a table of these entries is within the limits.
 pub(crate) fn fits(entries: &[SnapshotEntry]) -> bool {
-    entries.len() <= MOST_SNAPSHOTS && to_bytes(entries).len() <= MOST_TABLE
+    entries.len() <= MAX_SNAPSHOTS && to_bytes(entries).len() <= MAX_TABLE
 }
 
 /// The table, and how many bytes it takes.
@@ -215,7 +215,7 @@ pub(crate) async fn read<S: Storage>(storage: &S, header: &Header) -> Result<Tab
             return Err(refuse("an entry of the snapshot table is too long".into(), at));
         };
         let is_aligned = header.geometry.is_cluster_aligned(entry.l1_offset);
-        if entry.l1_entries > MOST_L1_ENTRIES || !is_aligned {
+        if entry.l1_entries > MAX_L1_ENTRIES || !is_aligned {
             let (entries, offset) = (entry.l1_entries, entry.l1_offset);
             let what = format!("a snapshot's L1 table of {entries} entries at offset {offset}");
             return Err(refuse(what, at));
@@ -262,13 +262,13 @@ impl<'a, S: Storage> TableReader<'a, S> {
             return Ok(None);
         }
         let (id, name, mut extra) = lengths(&self.bytes[self.at..]);
-        self.was_guessed = extra > MOST_EXTRA;
+        self.was_guessed = extra > MAX_EXTRA;
         if self.was_guessed {
             let Some(guessed) = self.guess_extra(id).await? else { return Ok(Some(None)) };
             extra = guessed;
         }
         let length = FIXED + extra + id + name;
-        if self.at + length > MOST_TABLE {
+        if self.at + length > MAX_TABLE {
             return Ok(Some(None));
         }
         if !self.holds(length).await? {
@@ -347,14 +347,14 @@ mod tests {
 
     #[test]
     fn a_table_has_65536_snapshots_and_64_mib_at_most() {
-        let many = vec![entry(0); MOST_SNAPSHOTS];
+        let many = vec![entry(0); MAX_SNAPSHOTS];
         assert!(fits(&many));
         assert!(!fits(&[&many[..], &many[..1]].concat()), "one more");
         let mut large = entry(0);
-        large.extra.resize(MOST_EXTRA, 0);
-        large.name = vec![b'x'; MOST_NAME];
-        let room = MOST_TABLE / to_bytes(std::slice::from_ref(&large)).len();
-        assert!(room < MOST_SNAPSHOTS);
+        large.extra.resize(MAX_EXTRA, 0);
+        large.name = vec![b'x'; MAX_NAME];
+        let room = MAX_TABLE / to_bytes(std::slice::from_ref(&large)).len();
+        assert!(room < MAX_SNAPSHOTS);
         assert!(fits(&vec![large.clone(); room]));
         assert!(!fits(&vec![large; room + 1]), "more bytes");
     }

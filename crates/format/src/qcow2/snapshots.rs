@@ -6,12 +6,12 @@
 
 use blockhouse_core::{Result, Storage};
 
-use super::geometry::{Geometry, MOST_OFFSET};
+use super::geometry::{Geometry, MAX_OFFSET};
 use super::header::Header;
-use super::snapshot_table::{MOST_SNAPSHOTS, SnapshotEntry, TableReader};
+use super::snapshot_table::{MAX_SNAPSHOTS, SnapshotEntry, TableReader};
 
 /// The largest L1 table, in bytes.
-const MOST_L1_BYTES: u64 = 32 << 20;
+const MAX_L1_BYTES: u64 = 32 << 20;
 
 /// Where an L1 table is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -36,8 +36,8 @@ impl L1Place {
 
     /// Whether a table can be there at all.
     pub(crate) fn is_possible(self, geometry: Geometry) -> bool {
-        self.length() <= MOST_L1_BYTES
-            && self.offset <= MOST_OFFSET
+        self.length() <= MAX_L1_BYTES
+            && self.offset <= MAX_OFFSET
             && geometry.is_cluster_aligned(self.offset)
     }
 
@@ -82,9 +82,9 @@ impl SnapshotSurvey {
             return Ok(survey);
         }
         survey.read_entries(storage, header).await?;
-        let beyond = u64::from(header.snapshots).saturating_sub(MOST_SNAPSHOTS as u64);
+        let beyond = u64::from(header.snapshots).saturating_sub(MAX_SNAPSHOTS as u64);
         if beyond > 0 {
-            let what = format!("snapshots are more than {MOST_SNAPSHOTS}");
+            let what = format!("snapshots are more than {MAX_SNAPSHOTS}");
             survey.lose_all(beyond, what);
         }
         Ok(survey)
@@ -107,7 +107,7 @@ impl SnapshotSurvey {
     }
 
     async fn read_entries<S: Storage>(&mut self, storage: &S, header: &Header) -> Result<()> {
-        let count = header.snapshots.min(MOST_SNAPSHOTS as u32);
+        let count = header.snapshots.min(MAX_SNAPSHOTS as u32);
         let mut reader = TableReader::new(storage, header.snapshots_offset);
         let mut empty = 0;
         for number in 0..count {

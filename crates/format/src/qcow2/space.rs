@@ -7,7 +7,7 @@ use std::ops::Range;
 
 /// How many runs of given-back clusters are remembered. What is beyond is found again by the cursor
 /// of the next opening.
-const MOST_RUNS: usize = 1 << 16;
+const MAX_RUNS: usize = 1 << 16;
 
 /// Where free space is.
 pub(crate) struct Space {
@@ -170,7 +170,7 @@ impl Space {
         if let Some(count) = self.runs.remove(&(cluster + 1)) {
             run.1 += count;
         }
-        if self.runs.len() < MOST_RUNS || self.runs.contains_key(&run.0) {
+        if self.runs.len() < MAX_RUNS || self.runs.contains_key(&run.0) {
             self.runs.insert(run.0, run.1);
         }
     }

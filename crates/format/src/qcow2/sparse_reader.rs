@@ -4,7 +4,7 @@
 //! over without a read: the storage says where its data is. So going through the tables of an image costs
 //! what the file holds, not what its tables claim.
 
-use blockhouse_core::{ByteRange, Result, Status, Storage};
+use blockhouse_core::{Allocation, ByteRange, Result, Storage};
 
 use super::geometry::Geometry;
 use super::table_io;
@@ -20,7 +20,7 @@ pub(crate) struct SparseReader<'a, S> {
     /// Everything that is read starts and ends at multiples of this.
     unit: u64,
     /// The last answer of the storage.
-    known: Option<(ByteRange, Status)>,
+    known: Option<(ByteRange, Allocation)>,
 }
 
 impl<'a, S: Storage> SparseReader<'a, S> {
@@ -36,7 +36,7 @@ impl<'a, S: Storage> SparseReader<'a, S> {
         while !rest.is_empty() {
             let (status, end) = self.status_at(rest.offset()).await;
             let length = end - rest.offset();
-            let is_zero = status == Status::Hole && (length >= self.unit || end >= rest.end());
+            let is_zero = status == Allocation::Hole && (length >= self.unit || end >= rest.end());
             if !is_zero {
                 let length = length.next_multiple_of(self.unit).clamp(self.unit, PIECE);
                 let start = rest.offset();
@@ -59,17 +59,17 @@ impl<'a, S: Storage> SparseReader<'a, S> {
     }
 
     /// What the storage has at `offset`, and up to where.
-    async fn status_at(&mut self, offset: u64) -> (Status, u64) {
+    async fn status_at(&mut self, offset: u64) -> (Allocation, u64) {
         if let Some((range, status)) = self.known
             && (range.offset()..range.end()).contains(&offset)
         {
             return (status, range.end());
         }
         let rest = ByteRange::between(offset, self.storage.size());
-        let all = (Status::Data, rest.length());
+        let all = (Allocation::Data, rest.length());
         let (status, length) = match self.storage.size() {
             0..=SMALL_FILE => all,
-            _ => self.storage.status(rest).await.unwrap_or(all),
+            _ => self.storage.block_status(rest).await.unwrap_or(all),
         };
         self.known = Some((rest.truncate(length), status));
         (status, offset + length)

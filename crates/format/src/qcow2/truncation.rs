@@ -105,8 +105,8 @@ impl State {
             return Ok(extent);
         }
         let guest = extent.guest.truncate(end - host);
-        let whole = if extent.whole == extent.guest { guest } else { extent.whole };
-        Ok(Extent { guest, whole, ..extent })
+        let whole = if extent.alloc_range == extent.guest { guest } else { extent.alloc_range };
+        Ok(Extent { guest, alloc_range: whole, ..extent })
     }
 }
 

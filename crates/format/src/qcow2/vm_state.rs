@@ -15,7 +15,7 @@ use super::entry::{CompressedPlace, Entry, Ownership, Reference, l1_word};
 use super::geometry::Geometry;
 
 /// The largest L1 table, in bytes.
-const MOST_L1_BYTES: u64 = 32 << 20;
+const MAX_L1_BYTES: u64 = 32 << 20;
 
 /// See the module's page. Offsets of the state count from its own beginning.
 pub struct VmStateTables {
@@ -135,7 +135,7 @@ impl VmStateTables {
     /// `NoSpace` when it would be larger than the format allows.
     pub fn extend(&mut self, end: u64) -> Result<()> {
         let entries = end.div_ceil(self.geometry.l1_entry_span());
-        if self.first_l1.saturating_add(entries) > MOST_L1_BYTES / 8 {
+        if self.first_l1.saturating_add(entries) > MAX_L1_BYTES / 8 {
             let what = format!("a VM state of {end} bytes is too large for the image's clusters");
             return Err(Error::new(ErrorKind::NoSpace, what));
         }

@@ -15,8 +15,8 @@ use std::sync::atomic::Ordering;
 
 use async_lock::SemaphoreGuard;
 use blockhouse_core::{
-    Buffer, ByteRange, Capabilities, Durability, DurableWrite, Error, ErrorKind, Fua, Result,
-    Storage, Sync,
+    Buffer, ByteRange, Capabilities, Durability, Error, ErrorKind, Fua, FuaCost, Result, Storage,
+    SyncMode,
 };
 use event_listener::EventListener;
 use futures_util::stream::{self, StreamExt};
@@ -63,9 +63,9 @@ impl<S: Storage> Drop for Running<'_, S> {
 
 impl<S: Storage> Qcow2<S> {
     /// As [`Format::flush`](crate::Format::flush).
-    pub async fn flush(&self, sync: Sync) -> Result<()> {
+    pub async fn flush(&self, sync: SyncMode) -> Result<()> {
         match (self.make_all_durable(Occasion::Shared).await?, sync) {
-            (Flushed::Yes, Sync::Data) => Ok(()),
+            (Flushed::Yes, SyncMode::Data) => Ok(()),
             _ => self.sync(sync).await,
         }
     }
@@ -84,11 +84,11 @@ impl<S: Storage> Qcow2<S> {
     /// and the next round is one of few pieces whose data is stable. Not where FUA brings a flush with
     /// it, as it does where the file grows: one for data and refcounts is cheaper than one for each.
     pub fn persistence(&self) -> Persistence {
-        let Capabilities { fua, durable_write, .. } = self.storage.capabilities();
+        let Capabilities { fua, fua_cost, .. } = self.storage.capabilities();
         let state = self.state.lock();
         let is_crowd = state.pending.changes() > FEW;
         let is_resizing = state.header.size != state.disk_header.size;
-        let fua_flushes = durable_write == DurableWrite::WithFlush || state.space.is_growing();
+        let fua_flushes = fua_cost == FuaCost::ExtraFlush || state.space.is_growing();
         let is_costly = is_crowd || is_resizing || fua_flushes;
         if fua == Fua::Native && !is_costly && state.cache.is_calm(2 * FEW) {
             Persistence::ByFua
@@ -120,7 +120,7 @@ impl<S: Storage> Qcow2<S> {
 
     /// Calls an image clean whose changes are all written.
     pub(super) async fn finish(&self) -> Result<()> {
-        self.sync(Sync::Data).await?;
+        self.sync(SyncMode::Data).await?;
         let is_dirty = self.state.lock().disk_header.incompatible.contains(Incompatible::DIRTY);
         if is_dirty && self.access == Access::ReadWrite {
             self.mark(Incompatible::DIRTY, Mark::Clear).await?;
@@ -231,7 +231,7 @@ impl<S: Storage> Qcow2<S> {
             return Ok(Flushed::No);
         }
         self.write_pieces(&round.free, Durability::None).await?;
-        self.sync(Sync::Data).await?;
+        self.sync(SyncMode::Data).await?;
         round.exposed.store(true, Ordering::Relaxed);
         let is_moving = round.moved_refcount_table.is_some();
         if round.header_is_unsure || is_moving {
@@ -240,7 +240,7 @@ impl<S: Storage> Qcow2<S> {
         }
         self.write_pieces(&round.refcount_table, Durability::None).await?;
         if round.header_is_unsure || is_moving || !round.refcount_table.is_empty() {
-            self.sync(Sync::Data).await?;
+            self.sync(SyncMode::Data).await?;
         }
         if let Some(resized) = round.resized {
             self.change_header(|header| resized.apply(header)).await?;
@@ -251,17 +251,17 @@ impl<S: Storage> Qcow2<S> {
         }
         self.write_pieces(&round.mappings, Durability::None).await?;
         if round.resized.is_some() || !round.mappings.is_empty() {
-            self.sync(Sync::Data).await?;
+            self.sync(SyncMode::Data).await?;
         }
         Ok(Flushed::Yes)
     }
 
     /// Whether these pieces go down as durable writes rather than with a flush behind them.
     fn go_by_fua(&self, pieces: &[Piece]) -> bool {
-        let Capabilities { fua, durable_write, .. } = self.storage.capabilities();
-        let most = match durable_write {
-            DurableWrite::Alone => FEW,
-            DurableWrite::WithFlush => 1,
+        let Capabilities { fua, fua_cost, .. } = self.storage.capabilities();
+        let most = match fua_cost {
+            FuaCost::NoFlush => FEW,
+            FuaCost::ExtraFlush => 1,
         };
         fua == Fua::Native && pieces.len() <= most
     }
@@ -298,13 +298,13 @@ impl<S: Storage> Qcow2<S> {
             return Ok(());
         }
         self.change_header(|header| header.incompatible.insert(Incompatible::CORRUPT)).await?;
-        self.sync_in_spite_of_failures(Sync::Data).await
+        self.sync_in_spite_of_failures(SyncMode::Data).await
     }
 
     /// Changes the header on disk, durably.
     pub(super) async fn rewrite_header(&self, change: impl FnOnce(&mut Header)) -> Result<()> {
         self.change_header(change).await?;
-        self.sync(Sync::Data).await
+        self.sync(SyncMode::Data).await
     }
 
     /// Changes the header on disk: its first sector, which holds all fields that ever change.
@@ -375,12 +375,12 @@ impl<S: Storage> Qcow2<S> {
 
     /// Flushes the storage. A failure is remembered whatever its kind: it may have lost data that
     /// tables are about to refer to.
-    pub(super) async fn sync(&self, sync: Sync) -> Result<()> {
+    pub(super) async fn sync(&self, sync: SyncMode) -> Result<()> {
         self.check_failure()?;
         self.sync_in_spite_of_failures(sync).await
     }
 
-    async fn sync_in_spite_of_failures(&self, sync: Sync) -> Result<()> {
+    async fn sync_in_spite_of_failures(&self, sync: SyncMode) -> Result<()> {
         let covered = self.state.lock().header_writes.ended;
         // Tables that refer to data are written after this, so both are durable before them.
         let data = match &self.data {

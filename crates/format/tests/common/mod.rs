@@ -7,9 +7,9 @@ use std::path::Path;
 use std::process::Command;
 
 use blockhouse_core::{
-    Alignment, Buffer, ByteRange, Capabilities, Discarded, Durability, DurableWrite, Error,
-    ErrorKind, Extent, ExtentState, Fua, GroupCommit, IoVector, Offload, Result, Status, Storage,
-    Sync, Unmap, WriteCache,
+    Alignment, Allocation, Buffer, ByteRange, Capabilities, Durability, Error, ErrorKind, Extent,
+    ExtentState, Fua, FuaCost, GroupCommit, IoVector, Offload, ReadAfterDiscard, Result, Storage,
+    SyncMode, Unmap, WriteCache,
 };
 use blockhouse_format::qcow2::{self, Qcow2};
 use blockhouse_format::{Abort, Intent, qcow2::Access};
@@ -42,12 +42,12 @@ impl Storage for FileStorage {
         Capabilities {
             fua: Fua::Emulated,
             write_cache: WriteCache::Volatile,
-            durable_write: DurableWrite::Alone,
+            fua_cost: FuaCost::NoFlush,
             group_commit: GroupCommit::Never,
             alignment: Alignment::BYTE,
             write_zeroes: Offload::Unavailable,
             discard: Offload::Unavailable,
-            discarded: Discarded::Anything,
+            read_after_discard: ReadAfterDiscard::Undefined,
         }
     }
 
@@ -84,7 +84,7 @@ impl Storage for FileStorage {
         Err(Error::new(ErrorKind::Unsupported, "no discards"))
     }
 
-    async fn flush(&self, _sync: Sync) -> Result<()> {
+    async fn flush(&self, _sync: SyncMode) -> Result<()> {
         Ok(())
     }
 
@@ -92,8 +92,8 @@ impl Storage for FileStorage {
         self.file.set_len(size).map_err(|error| Error::host("cannot resize", error))
     }
 
-    async fn status(&self, range: ByteRange) -> Result<(Status, u64)> {
-        Ok((Status::Data, range.length()))
+    async fn block_status(&self, range: ByteRange) -> Result<(Allocation, u64)> {
+        Ok((Allocation::Data, range.length()))
     }
 
     async fn prefetch(&self, _range: ByteRange) -> Result<()> {
@@ -169,10 +169,10 @@ pub async fn read<S: Storage>(image: &Qcow2<S>, range: ByteRange, behind: u8) ->
             ExtentState::Backing => bytes.resize(bytes.len() + length, behind),
             ExtentState::Compressed { host, length: packed } => {
                 let packed = read_host(image.storage(), host, packed as usize).await?;
-                let mut cluster = vec![0; extent.whole.length() as usize];
+                let mut cluster = vec![0; extent.alloc_range.length() as usize];
                 qcow2::decompress(image.compression(), &packed, &mut cluster)
                     .map_err(|what| Error::new(ErrorKind::Corrupt, what).on("image").at(host))?;
-                let start = (extent.guest.offset() - extent.whole.offset()) as usize;
+                let start = (extent.guest.offset() - extent.alloc_range.offset()) as usize;
                 bytes.extend_from_slice(&cluster[start..start + length]);
             }
         }
@@ -234,7 +234,7 @@ async fn fill<S: Storage>(
     let ExtentState::Mapped { host } = extent.state else {
         panic!("a place for data: {extent:?}");
     };
-    let (guest, whole) = (extent.guest, extent.whole);
+    let (guest, whole) = (extent.guest, extent.alloc_range);
     let head = ByteRange::between(whole.offset(), guest.offset());
     let tail = ByteRange::between(guest.end(), whole.end());
     let mut all = read(image, head, behind).await?;

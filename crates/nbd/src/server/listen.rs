@@ -20,7 +20,7 @@ use rustix::net::{self, AddressFamily, RecvFlags, SocketAddrUnix, SocketFlags, S
 use crate::uri::Address;
 
 /// The longest path of a Unix socket, in bytes (`sun_path` in unix(7), without the final NUL).
-const LONGEST_PATH: usize = 107;
+const MAX_PATH: usize = 107;
 
 /// Connections that may wait to be accepted.
 const BACKLOG: i32 = 128;
@@ -116,8 +116,8 @@ fn bind_tcp(host: &str, port: u16) -> Result<Bound> {
 fn bind_unix(path: &Path, visitors: Visitors) -> Result<Bound> {
     let name = path.display().to_string();
     let length = path.as_os_str().as_bytes().len();
-    if length > LONGEST_PATH {
-        let what = format!("cannot listen: the path has {length} bytes, more than {LONGEST_PATH}");
+    if length > MAX_PATH {
+        let what = format!("cannot listen: the path has {length} bytes, more than {MAX_PATH}");
         let error = Error::new(ErrorKind::InvalidInput, what).on(&name);
         return Err(error.hint("choose a shorter path for the socket"));
     }

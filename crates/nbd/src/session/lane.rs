@@ -73,8 +73,8 @@ async fn carry_out<S: Storage>(
             link.disk.submit(Request::Write { offset, from, durability }).await?;
             return Ok(Answer::Done(Bare::Shortest));
         }
-        Command::WriteZeroes { range, unmap, effort, durability } => {
-            Request::WriteZeroes { range, unmap, effort, durability }
+        Command::WriteZeroes { range, unmap, fallback, durability } => {
+            Request::WriteZeroes { range, unmap, fallback, durability }
         }
         Command::Trim { range, durability } => Request::Discard { range, durability },
         Command::Flush => Request::Flush,

@@ -33,7 +33,7 @@ pub async fn describe<S: Storage>(
     let mut cache = BlockStatusCache::default();
     // Tables that are cached are looked up without waiting.
     let budget = WorkBudget::new();
-    let (mut current, mut length) = link.disk.status(range, &mut cache).await?;
+    let (mut current, mut length) = link.disk.block_status(range, &mut cache).await?;
     let mut rest = range.skip(length);
     let mut lookups = 1;
     while extents == Extents::Many && !rest.is_empty() && !list.is_nearly_full() {
@@ -42,7 +42,7 @@ pub async fn describe<S: Storage>(
         }
         lookups += 1;
         // What is known already is an answer too.
-        let Ok((status, more)) = link.disk.status(rest, &mut cache).await else { break };
+        let Ok((status, more)) = link.disk.block_status(rest, &mut cache).await else { break };
         if status == current {
             length += more;
         } else {

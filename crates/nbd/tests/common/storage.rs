@@ -5,8 +5,8 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use blockhouse_core::{
-    Alignment, ByteRange, Capabilities, Discarded, Durability, DurableWrite, Error, Fua,
-    GroupCommit, IoVector, Offload, Result, Status, Storage, Sync, Unmap, WriteCache,
+    Alignment, Allocation, ByteRange, Capabilities, Durability, Error, Fua, FuaCost, GroupCommit,
+    IoVector, Offload, ReadAfterDiscard, Result, Storage, SyncMode, Unmap, WriteCache,
 };
 use blockhouse_engine::sleep;
 
@@ -134,12 +134,12 @@ impl Storage for Memory {
         Capabilities {
             fua: Fua::Native,
             write_cache: WriteCache::Volatile,
-            durable_write: DurableWrite::Alone,
+            fua_cost: FuaCost::NoFlush,
             group_commit: GroupCommit::Never,
             alignment: Alignment::BYTE,
             write_zeroes: Offload::Available,
             discard: Offload::Available,
-            discarded: Discarded::Anything,
+            read_after_discard: ReadAfterDiscard::Undefined,
         }
     }
 
@@ -176,7 +176,7 @@ impl Storage for Memory {
         Ok(())
     }
 
-    async fn flush(&self, _: Sync) -> Result<()> {
+    async fn flush(&self, _: SyncMode) -> Result<()> {
         self.0.flushes.fetch_add(1, Ordering::Relaxed);
         let _running = self.begin(ByteRange::between(0, 0)).await?;
         Ok(())
@@ -187,7 +187,7 @@ impl Storage for Memory {
         Ok(())
     }
 
-    async fn status(&self, range: ByteRange) -> Result<(Status, u64)> {
+    async fn block_status(&self, range: ByteRange) -> Result<(Allocation, u64)> {
         let _running = self.begin(range).await?;
         let bytes = self.0.bytes.lock().unwrap();
         Ok(status(&bytes, range))
@@ -199,11 +199,11 @@ impl Storage for Memory {
 }
 
 /// The status at the start of `range`, by the blocks it touches.
-pub fn status(bytes: &[u8], range: ByteRange) -> (Status, u64) {
+pub fn status(bytes: &[u8], range: ByteRange) -> (Allocation, u64) {
     let block_at = |at: usize| {
         let start = at / HOLE * HOLE;
         let block = &bytes[start..(start + HOLE).min(bytes.len())];
-        if block.iter().all(|&byte| byte == 0) { Status::Hole } else { Status::Data }
+        if block.iter().all(|&byte| byte == 0) { Allocation::Hole } else { Allocation::Data }
     };
     let (start, end) = (range.offset() as usize, range.end() as usize);
     let first = block_at(start);

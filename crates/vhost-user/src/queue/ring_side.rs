@@ -21,11 +21,11 @@ const INDEX_EVERY: u16 = 4;
 const FEW: u16 = 16;
 
 /// The most requests that the driver is notified of together.
-const LARGEST_BATCH: u16 = 64;
+const MAX_BATCH: u16 = 64;
 
 /// The most bytes that it is notified of together, unless one request has more: some 40 microseconds of
 /// copying.
-const LARGEST_BATCH_BYTES: u64 = 256 << 10;
+const MAX_BATCH_BYTES: u64 = 256 << 10;
 
 /// Everything of a queue that is in the guest's hands.
 pub struct RingSide {
@@ -233,7 +233,7 @@ impl RingSide {
             // the driver had better have more for it soon.
             Pace::Waited => FEW,
         };
-        if self.untold >= batch || self.untold_bytes >= LARGEST_BATCH_BYTES {
+        if self.untold >= batch || self.untold_bytes >= MAX_BATCH_BYTES {
             self.publish();
         } else if pace == Pace::AtOnce && self.ring.unpublished() >= INDEX_EVERY {
             self.update_index();
@@ -272,7 +272,7 @@ impl RingSide {
 fn batch_of(count: u16) -> u16 {
     match count {
         ..=FEW => (count / 4).max(1),
-        _ => count.min(LARGEST_BATCH),
+        _ => count.min(MAX_BATCH),
     }
 }
 

@@ -31,7 +31,7 @@ use crate::compare::{Latency, Measured};
 /// So many of the last writes are read back.
 const READ_BACK: usize = 256;
 /// Latencies above this many nanoseconds count as this.
-const LONGEST: u64 = 60_000_000_000;
+const MAX_LATENCY: u64 = 60_000_000_000;
 const POLL_PATIENCE: Timespec = Timespec { tv_sec: 10, tv_nsec: 0 };
 
 /// The order of a load's offsets.
@@ -168,7 +168,8 @@ pub fn run(
         connections,
         offsets: Offsets::new(load.order, load.block.into(), blocks, load.generation),
         batch: usize::from(job.depth / 8).max(1),
-        latency: Histogram::new_with_bounds(1, LONGEST, 3).context("cannot make a histogram")?,
+        latency: Histogram::new_with_bounds(1, MAX_LATENCY, 3)
+            .context("cannot make a histogram")?,
         written: VecDeque::with_capacity(READ_BACK),
     };
     let mut measured = run.measure(interrupt)?;
