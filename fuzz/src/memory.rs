@@ -6,8 +6,8 @@ use std::rc::Rc;
 use std::time::Duration;
 
 use blockhouse_core::{
-    Alignment, ByteRange, Capabilities, ReadAfterDiscard, Durability, FuaCost, Error, Fua,
-    GroupCommit, IoVector, Offload, Result, Allocation, Storage, SyncMode, Unmap, WriteCache, errno,
+    Alignment, Allocation, ByteRange, Capabilities, Durability, Error, Fua, FuaCost, GroupCommit,
+    IoVector, Offload, ReadAfterDiscard, Result, Storage, SyncMode, Unmap, WriteCache, errno,
 };
 use blockhouse_sim::{Rng, Sim};
 
@@ -150,7 +150,7 @@ impl Storage for Memory {
         Ok(())
     }
 
-    async fn flush(&self, _sync: Sync) -> Result<()> {
+    async fn flush(&self, _sync: SyncMode) -> Result<()> {
         self.pass().await;
         Ok(())
     }

@@ -11,7 +11,7 @@
 use std::sync::Arc;
 
 use blockhouse_core::{
-    Buffer, ByteRange, Durability, Fallback, Error, ErrorKind, Fua, Request, Result, Unmap,
+    Buffer, ByteRange, Durability, Error, ErrorKind, Fallback, Fua, Request, Result, Unmap,
 };
 use blockhouse_disk::{Access, BlockStatusCache, Discard, Disk, Options};
 use blockhouse_format::qcow2::{self, Qcow2};
