@@ -4,7 +4,7 @@
 #![forbid(unsafe_code)]
 
 use blockhouse_disk::Access;
-use blockhouse_nbd::handshake::{Directory, Facts, Handshake, MAX_OPTION, OUTPUT_PAUSE, Progress};
+use blockhouse_nbd::handshake::{ExportInfo, ExportLookup, Handshake, MAX_OPTION, OUTPUT_PAUSE, Progress};
 use libfuzzer_sys::fuzz_target;
 
 /// No single answer is longer: the list of our two exports, or a name sent back.
@@ -12,27 +12,27 @@ const MAX_REPLY: usize = MAX_OPTION as usize;
 
 struct Exports;
 
-fn facts(name: &str, access: Access) -> Facts {
+fn info(name: &str, access: Access) -> ExportInfo {
     let description = format!("The export {name}");
-    Facts { name: name.into(), description, size: 1 << 30, access, preferred_block: 4096 }
+    ExportInfo { name: name.into(), description, size: 1 << 30, access, preferred_block: 4096 }
 }
 
-impl Directory for Exports {
-    fn find(&self, name: &str) -> Option<Facts> {
+impl ExportLookup for Exports {
+    fn find(&self, name: &str) -> Option<ExportInfo> {
         match name {
-            "" | "disk" => Some(facts("disk", Access::ReadWrite)),
-            "frozen" => Some(facts("frozen", Access::ReadOnly)),
+            "" | "disk" => Some(info("disk", Access::ReadWrite)),
+            "frozen" => Some(info("frozen", Access::ReadOnly)),
             _ => None,
         }
     }
 
-    fn list(&self) -> Vec<Facts> {
-        vec![facts("disk", Access::ReadWrite), facts("frozen", Access::ReadOnly)]
+    fn list(&self) -> Vec<ExportInfo> {
+        vec![info("disk", Access::ReadWrite), info("frozen", Access::ReadOnly)]
     }
 }
 
-/// Plays a whole handshake; returns all that was answered, the decision, and what was not used.
-fn play<'a>(pieces: impl Iterator<Item = &'a [u8]>) -> (Vec<u8>, Progress, Vec<u8>) {
+/// Runs a whole handshake; returns all that was answered, the decision, and what was not used.
+fn run_handshake<'a>(pieces: impl Iterator<Item = &'a [u8]>) -> (Vec<u8>, Progress, Vec<u8>) {
     let mut handshake = Handshake::new();
     let mut answered = Vec::new();
     let mut late = Vec::new();
@@ -61,7 +61,7 @@ fn play<'a>(pieces: impl Iterator<Item = &'a [u8]>) -> (Vec<u8>, Progress, Vec<u
 
 fuzz_target!(|data: &[u8]| {
     let Some((&piece, bytes)) = data.split_first() else { return };
-    let whole = play(std::iter::once(bytes));
-    let pieces = play(bytes.chunks(usize::from(piece) + 1));
+    let whole = run_handshake(std::iter::once(bytes));
+    let pieces = run_handshake(bytes.chunks(usize::from(piece) + 1));
     assert_eq!(whole, pieces);
 });

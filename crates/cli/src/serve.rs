@@ -17,7 +17,7 @@ use blockhouse_engine::{
     raise_descriptor_limit,
 };
 use blockhouse_nbd::uri::{Address, NbdUri};
-use blockhouse_nbd::{Bound, Export, Exports, Limits, Server, SocketFile, bind_private};
+use blockhouse_nbd::{BoundSocket, Export, Exports, Limits, Server, SocketFile, bind_private};
 use blockhouse_vhost_user::RegisteredMemory;
 use clap::builder::ValueParser;
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGXFSZ};
@@ -375,7 +375,7 @@ fn listen(
     arguments: &Arguments,
     offers: &Offers,
     plan: Vec<(Address, Vec<Offer>)>,
-    passed: Vec<Bound>,
+    passed: Vec<BoundSocket>,
 ) -> Result<Vec<Place>> {
     let all = || offers.all().unwrap_or_else(|why| refuse(&why));
     if !passed.is_empty() {
@@ -430,7 +430,7 @@ impl Service {
     /// Serves vhost-user-blk devices: each socket has the image of its place, or the only one.
     fn add_devices(
         &mut self,
-        sockets: Vec<Bound>,
+        sockets: Vec<BoundSocket>,
         arguments: &Arguments,
         offers: &Offers,
     ) -> Result<()> {

@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, bail};
 use blockhouse_nbd::uri::{Address, NbdUri};
-use blockhouse_nbd::{Bound, bind};
+use blockhouse_nbd::{BoundSocket, bind};
 use listenfd::ListenFd;
 
 use crate::offers::Offer;
@@ -16,7 +16,7 @@ use crate::offers::Offer;
 /// A listening socket and what its clients find there.
 pub struct Place {
     /// The socket.
-    pub bound: Bound,
+    pub bound: BoundSocket,
     /// Never empty.
     pub offers: Vec<Offer>,
 }
@@ -28,13 +28,13 @@ pub fn at_uris(plan: Vec<(Address, Vec<Offer>)>) -> Result<Vec<Place>> {
 }
 
 /// The listening sockets that systemd passed to this process (`sd_listen_fds(3)`).
-pub fn from_systemd() -> Result<Vec<Bound>> {
+pub fn from_systemd() -> Result<Vec<BoundSocket>> {
     let mut passed = ListenFd::from_env();
     (0..passed.len()).map(|index| take(&mut passed, index)).collect()
 }
 
 /// All images at every socket that was passed.
-pub fn passed_for_all(passed: Vec<Bound>, offers: &[Offer]) -> Result<Vec<Place>, String> {
+pub fn passed_for_all(passed: Vec<BoundSocket>, offers: &[Offer]) -> Result<Vec<Place>, String> {
     let place = |bound| Ok(Place { bound, offers: offers.to_vec() });
     passed.into_iter().map(place).collect()
 }
@@ -44,7 +44,7 @@ pub fn passed_for_all(passed: Vec<Bound>, offers: &[Offer]) -> Result<Vec<Place>
 /// # Errors
 /// When a socket was passed that nothing is planned for, or the other way round.
 pub fn passed_for(
-    mut passed: Vec<Bound>,
+    mut passed: Vec<BoundSocket>,
     plan: Vec<(Address, Vec<Offer>)>,
 ) -> Result<Vec<Place>, String> {
     let shown =
@@ -84,7 +84,7 @@ fn is_same(passed: &Address, wanted: &Address) -> bool {
     }
 }
 
-fn take(passed: &mut ListenFd, index: usize) -> Result<Bound> {
+fn take(passed: &mut ListenFd, index: usize) -> Result<BoundSocket> {
     let refused = || format!("socket {index} from systemd is no listening stream socket");
     let (socket, address) = match passed.take_unix_listener(index) {
         Ok(Some(listener)) => {
@@ -100,7 +100,7 @@ fn take(passed: &mut ListenFd, index: usize) -> Result<Bound> {
             (OwnedFd::from(listener), Address::Tcp { host, port })
         }
     };
-    Ok(Bound { socket, address, file: None })
+    Ok(BoundSocket { socket, address, file: None })
 }
 
 /// Listens at a Unix socket named after the image, in a folder that only this user can enter.

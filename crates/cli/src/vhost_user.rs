@@ -7,7 +7,7 @@ use anyhow::{Context, Result};
 use blockhouse_disk::Disk;
 use blockhouse_engine::{Handle, HostFile};
 use blockhouse_nbd::uri::Address;
-use blockhouse_nbd::{Bound, SocketFile, bind};
+use blockhouse_nbd::{BoundSocket, SocketFile, bind};
 use blockhouse_vhost_user::{Device, Export, RegisteredMemory, Server};
 
 /// A device that is served at a socket.
@@ -18,13 +18,13 @@ pub struct Served {
 }
 
 /// Listens at all sockets.
-pub fn listen(sockets: &[PathBuf]) -> Result<Vec<Bound>> {
+pub fn listen(sockets: &[PathBuf]) -> Result<Vec<BoundSocket>> {
     sockets.iter().map(|path| Ok(bind(&Address::Unix(path.clone()))?)).collect()
 }
 
 /// Serves a disk at a socket, with this many queues on these loops, with guests' memory registered or not.
 pub fn serve(
-    bound: Bound,
+    bound: BoundSocket,
     disk: &Arc<Disk<HostFile>>,
     name: String,
     queues: u16,

@@ -1,10 +1,16 @@
 //! How much one party may have in flight: the one answer for all exports.
 //!
-//! A party is a client's connection or a guest's queue: what can ask for more without the consent of
-//! anybody else. Each export announces and enforces these limits in the words of its protocol, and
-//! the event loop takes the length of a turn from here. A longer request than allowed is an error of
-//! that request alone; more requests or bytes wait where they are (in a socket, in a ring).
+//! A party is a client's connection or a guest's queue. Each export announces and enforces these
+//! limits in the words of its protocol, and the event loop takes the length of a turn from here. A
+//! request that is longer than allowed fails alone; further requests and bytes wait in the socket or
+//! the ring.
+//!
+//! Guarantee: what a party has in flight is what its [`InFlightPermit`]s hold. A permit returns itself
+//! when it is dropped, on every path of a request, errors and dropped futures included.
 
+use std::cell::Cell;
+use std::mem;
+use std::ops::Deref;
 use std::time::Duration;
 
 /// The limits of one party. [`InFlightLimits::default`] is what exports start from; an export states
@@ -48,6 +54,116 @@ impl Default for InFlightLimits {
     }
 }
 
+/// What one party has in flight, counted against its limits. For one thread.
+#[derive(Debug)]
+pub struct InFlight {
+    limits: InFlightLimits,
+    requests: Cell<usize>,
+    bytes: Cell<u64>,
+}
+
+impl InFlight {
+    /// Nothing in flight.
+    pub fn new(limits: InFlightLimits) -> Self {
+        Self { limits, requests: Cell::new(0), bytes: Cell::new(0) }
+    }
+
+    /// Requests in flight.
+    pub fn requests(&self) -> usize {
+        self.requests.get()
+    }
+
+    /// Bytes of their data.
+    pub fn bytes(&self) -> u64 {
+        self.bytes.get()
+    }
+
+    /// Whether nothing is in flight.
+    pub fn is_idle(&self) -> bool {
+        self.requests.get() == 0
+    }
+
+    /// Whether one more request of `length` bytes is within the limits ([`InFlightLimits::admit`]).
+    pub fn admits(&self, length: u64) -> bool {
+        self.limits.admit(self.requests.get(), self.bytes.get(), length)
+    }
+
+    /// Counts one more request of `length` bytes, whatever the limits say.
+    pub fn acquire(&self, length: u64) -> InFlightPermit<&Self> {
+        self.add(length);
+        InFlightPermit::new(self, length)
+    }
+
+    /// As [`acquire`](Self::acquire), for a counter around this one whose permit releases both.
+    pub fn add(&self, length: u64) {
+        self.requests.update(|requests| requests + 1);
+        self.bytes.update(|bytes| bytes + length);
+    }
+}
+
+/// Takes back what an [`InFlightPermit`] holds.
+pub trait ReleaseInFlight {
+    /// So many requests, and so many of their bytes, are no longer in flight.
+    fn release(&self, requests: usize, bytes: u64);
+}
+
+impl ReleaseInFlight for InFlight {
+    fn release(&self, requests: usize, bytes: u64) {
+        self.requests.update(|count| count - requests);
+        self.bytes.update(|count| count - bytes);
+    }
+}
+
+/// Requests and bytes that a party has in flight. Dropping it returns them to the counter `C` points to.
+#[derive(Debug)]
+pub struct InFlightPermit<C>
+where
+    C: Deref,
+    C::Target: ReleaseInFlight,
+{
+    counter: C,
+    requests: usize,
+    bytes: u64,
+}
+
+impl<C> InFlightPermit<C>
+where
+    C: Deref,
+    C::Target: ReleaseInFlight,
+{
+    /// A permit for one request of `bytes` bytes, which `counter` has counted already.
+    pub fn new(counter: C, bytes: u64) -> Self {
+        Self { counter, requests: 1, bytes }
+    }
+
+    /// Returns the bytes, because their memory is free again; the request stays in flight.
+    pub fn release_bytes(&mut self) {
+        let bytes = mem::take(&mut self.bytes);
+        if bytes > 0 {
+            self.counter.release(0, bytes);
+        }
+    }
+
+    /// Takes over what `other` holds, a permit of the same counter: both return together.
+    pub fn merge(&mut self, mut other: Self) {
+        self.requests += mem::take(&mut other.requests);
+        self.bytes += mem::take(&mut other.bytes);
+    }
+}
+
+impl<C> Drop for InFlightPermit<C>
+where
+    C: Deref,
+    C::Target: ReleaseInFlight,
+{
+    fn drop(&mut self) {
+        // A permit that was merged into another one holds nothing.
+        if self.requests > 0 {
+            self.counter.release(self.requests, self.bytes);
+        }
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -59,5 +175,20 @@ mod tests {
         assert!(limits.admit(1, 50, 50) && !limits.admit(1, 50, 51));
         assert!(!limits.admit(2, 0, 0), "over the requests");
         assert!(!limits.admit(1, 1, u64::MAX), "no overflow");
+    }
+
+    #[test]
+    fn permits_return_what_they_hold_when_they_are_dropped() {
+        let limits = InFlightLimits { requests: 3, bytes: 100, ..InFlightLimits::DEFAULT };
+        let in_flight = InFlight::new(limits);
+        let mut first = in_flight.acquire(60);
+        let second = in_flight.acquire(40);
+        assert!(!in_flight.admits(1) && in_flight.admits(0));
+        first.release_bytes();
+        assert_eq!((in_flight.requests(), in_flight.bytes()), (2, 40));
+        first.merge(second);
+        assert_eq!((in_flight.requests(), in_flight.bytes()), (2, 40));
+        drop(first);
+        assert!(in_flight.is_idle() && in_flight.bytes() == 0);
     }
 }

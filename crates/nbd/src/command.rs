@@ -1,13 +1,13 @@
-//! From a request header to what it means, or the error that it gets.
+//! From a request header to a command, or to the error that the client gets.
 //!
-//! Judged here is what the protocol alone decides: types, flags, reserved fields, lengths beyond
-//! the announced limits. Ranges and access are the disk's to judge, at its one place for every
-//! export. A request whose payload must be received before anything else can be read says so,
-//! whether it makes sense or not; only a payload beyond the announced maximum ends the connection.
+//! This decides what the protocol alone decides: types, flags, reserved fields, lengths beyond the
+//! announced limits. The disk checks ranges and access, at one place for all exports. Whether a payload
+//! follows the header never depends on whether the request makes sense: the next request starts after it.
+//! Only a payload beyond the announced maximum ends the connection.
 
 use blockhouse_core::{ByteRange, Durability, Fallback, Unmap};
 
-use crate::handshake::{BlockStatusUse, Terms};
+use crate::handshake::{BlockStatusState, NegotiatedOptions};
 use crate::proto::request::{RequestHeader, kind};
 use crate::proto::{CommandFlags, Errno, Framing, MAX_PAYLOAD};
 
@@ -59,47 +59,47 @@ pub enum Command {
     BlockStatus {
         /// The bytes of the export.
         range: ByteRange,
-        /// How many extents may be described.
-        extents: Extents,
+        /// Whether one extent is asked for.
+        req_one: ReqOne,
     },
-    /// Succeed and do nothing: a request for no bytes at all, of the given type.
-    Nothing(Idle),
+    /// Succeed and do nothing: a request of length zero, of the given type.
+    Empty(EmptyKind),
     /// Finish what is outstanding and close; there is no reply.
     Disconnect,
 }
 
-/// Which request for no bytes was made: the replies differ.
+/// The type of a request of length zero: the replies differ.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Idle {
+pub enum EmptyKind {
     /// A read, whose reply must be a chunk where there are chunks.
     Read,
     /// Anything else.
     Other,
 }
 
-/// How many extents a block status reply may have.
+/// `NBD_CMD_FLAG_REQ_ONE`: how many extents a block status reply may have.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Extents {
+pub enum ReqOne {
     /// Exactly one.
-    One,
+    Set,
     /// As many as there are.
-    Many,
+    Unset,
 }
 
-/// Why a request fails before any disk sees it.
+/// Why a request fails, as the client gets it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Refusal {
-    /// What the client's program gets.
+pub struct RequestError {
+    /// The protocol's error number, for the client's program.
     pub errno: Errno,
-    /// What its user gets.
+    /// One line, for its user.
     pub message: &'static str,
 }
 
-/// A request, understood.
+/// A decoded request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Incoming {
-    /// What is asked, or why it cannot be.
-    pub command: Result<Command, Refusal>,
+pub struct DecodedRequest {
+    /// What it asks for, or why it fails.
+    pub command: Result<Command, RequestError>,
     /// How many bytes of payload follow the header; they have to be received in any case. At most
     /// [`MAX_PAYLOAD`], and for [`Command::Write`] the length of the write.
     pub payload: u32,
@@ -110,18 +110,27 @@ pub struct Incoming {
 #[error("a request has a payload of {0} bytes, more than the announced {MAX_PAYLOAD}")]
 pub struct PayloadTooLong(pub u64);
 
-/// Understands a request under the agreed terms.
-pub fn understand(header: &RequestHeader, terms: &Terms) -> Result<Incoming, PayloadTooLong> {
-    let payload = header.payload_length(terms.framing);
+/// Decodes a request under the negotiated options.
+///
+/// # Errors
+/// A payload beyond [`MAX_PAYLOAD`]: the connection ends.
+pub fn decode(
+    header: &RequestHeader,
+    options: &NegotiatedOptions,
+) -> Result<DecodedRequest, PayloadTooLong> {
+    let payload = header.payload_length(options.framing);
     if payload > u64::from(MAX_PAYLOAD) {
         return Err(PayloadTooLong(payload));
     }
-    let command = judge(header, terms);
-    Ok(Incoming { command, payload: payload as u32 })
+    let command = decode_command(header, options);
+    Ok(DecodedRequest { command, payload: payload as u32 })
 }
 
-fn judge(header: &RequestHeader, terms: &Terms) -> Result<Command, Refusal> {
-    check_flags(header, terms)?;
+fn decode_command(
+    header: &RequestHeader,
+    options: &NegotiatedOptions,
+) -> Result<Command, RequestError> {
+    check_flags(header, options)?;
     let RequestHeader { flags, offset, length, .. } = *header;
     let durability = match flags.contains(CommandFlags::FUA) {
         true => Durability::Data,
@@ -129,12 +138,12 @@ fn judge(header: &RequestHeader, terms: &Terms) -> Result<Command, Refusal> {
     };
     let empty = length == 0;
     match header.kind {
-        kind::READ if empty => Ok(Command::Nothing(Idle::Read)),
-        kind::READ => Ok(Command::Read { offset, length: read_length(length, terms.framing)? }),
+        kind::READ if empty => Ok(Command::Empty(EmptyKind::Read)),
+        kind::READ => Ok(Command::Read { offset, length: read_length(length, options.framing)? }),
         kind::WRITE | kind::TRIM | kind::CACHE | kind::WRITE_ZEROES if empty => {
-            Ok(Command::Nothing(Idle::Other))
+            Ok(Command::Empty(EmptyKind::Other))
         }
-        // `understand` has seen that the payload, which is the length, is within the maximum.
+        // `decode` has checked that the payload, which is the length, is within the maximum.
         kind::WRITE => Ok(Command::Write { offset, length: length as u32, durability }),
         kind::DISC => Ok(Command::Disconnect),
         kind::FLUSH if offset != 0 || !empty => {
@@ -154,22 +163,22 @@ fn judge(header: &RequestHeader, terms: &Terms) -> Result<Command, Refusal> {
             })
         }
         // `check_flags` leaves no other type.
-        _ => block_status(header, terms),
+        _ => block_status(header, options),
     }
 }
 
 /// Checks that the type is known and that it has no flags which do not belong to it or were not
 /// offered.
-fn check_flags(header: &RequestHeader, terms: &Terms) -> Result<(), Refusal> {
+fn check_flags(header: &RequestHeader, options: &NegotiatedOptions) -> Result<(), RequestError> {
     let allowed = match header.kind {
-        kind::READ if terms.framing.has_chunks() => CommandFlags::DF,
-        kind::WRITE if terms.framing == Framing::Extended => CommandFlags::PAYLOAD_LEN,
+        kind::READ if options.framing.has_chunks() => CommandFlags::DF,
+        kind::WRITE if options.framing == Framing::Extended => CommandFlags::PAYLOAD_LEN,
         kind::WRITE_ZEROES => CommandFlags::NO_HOLE | CommandFlags::FAST_ZERO,
         kind::BLOCK_STATUS => CommandFlags::REQ_ONE,
         kind::READ..=kind::CACHE => CommandFlags::empty(),
         _ => return Err(invalid("the request type is unknown")),
     };
-    // Offered with FUA is that it is accepted everywhere, also where it means nothing.
+    // SEND_FUA offers the flag for all requests, also where it means nothing.
     if (allowed | CommandFlags::FUA).contains(header.flags) {
         Ok(())
     } else {
@@ -177,38 +186,41 @@ fn check_flags(header: &RequestHeader, terms: &Terms) -> Result<(), Refusal> {
     }
 }
 
-fn read_length(length: u64, framing: Framing) -> Result<u32, Refusal> {
+fn read_length(length: u64, framing: Framing) -> Result<u32, RequestError> {
     match u32::try_from(length) {
         Ok(length) if length <= MAX_PAYLOAD => Ok(length),
         // EOVERFLOW is reserved for clients that know of chunks.
-        _ => Err(Refusal {
+        _ => Err(RequestError {
             errno: if framing.has_chunks() { Errno::Overflow } else { Errno::Inval },
             message: "a read is longer than the announced maximum",
         }),
     }
 }
 
-fn block_status(header: &RequestHeader, terms: &Terms) -> Result<Command, Refusal> {
-    if terms.block_status == BlockStatusUse::NotNegotiated {
+fn block_status(
+    header: &RequestHeader,
+    options: &NegotiatedOptions,
+) -> Result<Command, RequestError> {
+    if options.block_status == BlockStatusState::NotNegotiated {
         return Err(invalid("no metadata context was selected for this export"));
     }
     if header.length == 0 {
         return Err(invalid("there is no status of no bytes"));
     }
-    let one = header.flags.contains(CommandFlags::REQ_ONE);
+    let is_one = header.flags.contains(CommandFlags::REQ_ONE);
     Ok(Command::BlockStatus {
         range: range(header, Errno::Inval)?,
-        extents: if one { Extents::One } else { Extents::Many },
+        req_one: if is_one { ReqOne::Set } else { ReqOne::Unset },
     })
 }
 
-fn range(header: &RequestHeader, past_end: Errno) -> Result<ByteRange, Refusal> {
+fn range(header: &RequestHeader, past_end: Errno) -> Result<ByteRange, RequestError> {
     ByteRange::new(header.offset, header.length)
-        .ok_or(Refusal { errno: past_end, message: "the range ends beyond 64 bits" })
+        .ok_or(RequestError { errno: past_end, message: "the range ends beyond 64 bits" })
 }
 
-fn invalid(message: &'static str) -> Refusal {
-    Refusal { errno: Errno::Inval, message }
+fn invalid(message: &'static str) -> RequestError {
+    RequestError { errno: Errno::Inval, message }
 }
 
 #[cfg(test)]
@@ -217,12 +229,12 @@ mod tests {
 
     use super::*;
 
-    fn terms(framing: Framing) -> Terms {
+    fn options(framing: Framing) -> NegotiatedOptions {
         let block_status = match framing.has_chunks() {
-            true => BlockStatusUse::Negotiated,
-            false => BlockStatusUse::NotNegotiated,
+            true => BlockStatusState::Negotiated,
+            false => BlockStatusState::NotNegotiated,
         };
-        Terms { export: String::new(), framing, block_status }
+        NegotiatedOptions { export: String::new(), framing, block_status }
     }
 
     fn header(kind: u16, flags: CommandFlags, offset: u64, length: u64) -> RequestHeader {
@@ -230,8 +242,8 @@ mod tests {
     }
 
     fn errno(framing: Framing, header: RequestHeader) -> Option<Errno> {
-        let incoming = understand(&header, &terms(framing)).unwrap();
-        incoming.command.err().map(|refusal| refusal.errno)
+        let decoded = decode(&header, &options(framing)).unwrap();
+        decoded.command.err().map(|error| error.errno)
     }
 
     const NONE: CommandFlags = CommandFlags::empty();
@@ -282,22 +294,22 @@ mod tests {
     fn an_extended_write_has_a_payload_whether_it_says_so_or_not() {
         for flags in [CommandFlags::PAYLOAD_LEN, NONE] {
             let write = header(kind::WRITE, flags, 0, 512);
-            let incoming = understand(&write, &terms(Framing::Extended)).unwrap();
-            assert_eq!(incoming.payload, 512);
-            assert!(incoming.command.is_ok());
+            let decoded = decode(&write, &options(Framing::Extended)).unwrap();
+            assert_eq!(decoded.payload, 512);
+            assert!(decoded.command.is_ok());
         }
     }
 
     #[test]
     fn a_payload_where_none_belongs_is_consumed_and_refused() {
         let read = header(kind::READ, CommandFlags::PAYLOAD_LEN, 0, 512);
-        let incoming = understand(&read, &terms(Framing::Extended)).unwrap();
-        assert_eq!(incoming.payload, 512);
-        assert_eq!(incoming.command.unwrap_err().errno, Errno::Inval);
+        let decoded = decode(&read, &options(Framing::Extended)).unwrap();
+        assert_eq!(decoded.payload, 512);
+        assert_eq!(decoded.command.unwrap_err().errno, Errno::Inval);
         let write = header(kind::WRITE, CommandFlags::NO_HOLE, 0, 512);
-        let incoming = understand(&write, &terms(Framing::Simple)).unwrap();
-        assert_eq!(incoming.payload, 512);
-        assert_eq!(incoming.command.unwrap_err().errno, Errno::Inval);
+        let decoded = decode(&write, &options(Framing::Simple)).unwrap();
+        assert_eq!(decoded.payload, 512);
+        assert_eq!(decoded.command.unwrap_err().errno, Errno::Inval);
     }
 
     #[test]
@@ -311,7 +323,7 @@ mod tests {
             Some(Errno::Overflow)
         );
         let write = header(kind::WRITE, NONE, 0, long);
-        assert_eq!(understand(&write, &terms(Framing::Simple)), Err(PayloadTooLong(long)));
+        assert_eq!(decode(&write, &options(Framing::Simple)), Err(PayloadTooLong(long)));
         assert_eq!(errno(Framing::Simple, header(kind::READ, NONE, 0, long - 1)), None);
     }
 
@@ -340,7 +352,7 @@ mod tests {
     proptest! {
         /// What is done with the payload never depends on whether the request makes sense.
         #[test]
-        fn any_header_is_understood_or_ends_the_connection(
+        fn any_header_is_decoded_or_ends_the_connection(
             framing in prop::sample::select(ALL.to_vec()),
             (flags, kind) in (any::<u16>(), 0u16..12),
             (offset, length) in (any::<u64>(), prop_oneof![0u64..1 << 26, any::<u64>()]),
@@ -348,12 +360,12 @@ mod tests {
             let flags = CommandFlags::from_bits_retain(flags);
             let header = header(kind, flags, offset, length);
             let payload = header.payload_length(framing);
-            match understand(&header, &terms(framing)) {
-                Ok(incoming) => {
-                    prop_assert_eq!(u64::from(incoming.payload), payload);
-                    match incoming.command {
+            match decode(&header, &options(framing)) {
+                Ok(decoded) => {
+                    prop_assert_eq!(u64::from(decoded.payload), payload);
+                    match decoded.command {
                         Ok(Command::Write { length, .. }) => {
-                            prop_assert_eq!(length, incoming.payload);
+                            prop_assert_eq!(length, decoded.payload);
                         }
                         Ok(_) => prop_assert_eq!(payload, 0),
                         Err(_) => {}

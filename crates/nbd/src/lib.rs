@@ -14,5 +14,5 @@ mod session;
 pub mod uri;
 
 pub use server::{
-    Bound, Export, ExportError, Exports, Limits, Server, SocketFile, bind, bind_private,
+    BoundSocket, Export, ExportError, Exports, Limits, Server, SocketFile, bind, bind_private,
 };

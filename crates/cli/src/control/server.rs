@@ -14,7 +14,7 @@ use blockhouse_disk::{Disk, Pause};
 use blockhouse_engine::{
     EngineChoice, FixedFiles, HostFile, IoPoll, Listener, Stream, Submission, sleep,
 };
-use blockhouse_nbd::{Bound, SocketFile};
+use blockhouse_nbd::{BoundSocket, SocketFile};
 use futures_channel::oneshot;
 use futures_util::future::{Either, FutureExt, LocalBoxFuture, Shared, select};
 use futures_util::stream::{FuturesUnordered, StreamExt, unfold};
@@ -51,7 +51,7 @@ impl Control {
     /// # Errors
     /// When no thread can be had for it, or an image's path is gone.
     pub fn start(
-        bound: Bound,
+        bound: BoundSocket,
         engine: EngineChoice,
         images: &[PathBuf],
         disks: &[Arc<Disk<HostFile>>],

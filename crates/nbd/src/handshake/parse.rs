@@ -1,4 +1,4 @@
-//! The data of options, taken apart. Every length is checked against the bytes that are there.
+//! Parsing the data of options. Every length is checked against the bytes that are there.
 
 use crate::proto::MAX_STRING;
 use crate::proto::option::InfoType;
@@ -24,12 +24,12 @@ pub fn string(bytes: &[u8]) -> Result<&str, Malformed> {
 pub struct ExportRequest<'a> {
     /// The name asked for.
     pub name: &'a str,
-    /// The numbers of the facts asked for, two bytes each.
+    /// The numbers of the information types asked for, two bytes each.
     wanted: &'a [u8],
 }
 
 impl<'a> ExportRequest<'a> {
-    /// Takes the data apart.
+    /// Parses the data.
     pub fn parse(data: &'a [u8]) -> Result<Self, Malformed> {
         let mut fields = Fields(data);
         let name = fields.string()?;
@@ -39,7 +39,7 @@ impl<'a> ExportRequest<'a> {
         Ok(Self { name, wanted })
     }
 
-    /// Whether the client asked for this fact.
+    /// Whether the client asked for this information.
     pub fn asks_for(&self, info: InfoType) -> bool {
         self.wanted.chunks_exact(2).any(|number| number == (info as u16).to_be_bytes())
     }
@@ -80,7 +80,7 @@ impl Selection {
 }
 
 impl<'a> MetaQueries<'a> {
-    /// Takes the data apart.
+    /// Parses the data.
     pub fn parse(data: &'a [u8]) -> Result<Self, Malformed> {
         let mut fields = Fields(data);
         let name = fields.string()?;
@@ -120,7 +120,7 @@ impl<'a> Fields<'a> {
         Ok(taken)
     }
 
-    /// A string behind its length of 32 bits.
+    /// A string after its length of 32 bits.
     fn string(&mut self) -> Result<&'a str, Malformed> {
         let length = u32::from_be_bytes(*self.chunk()?);
         string(self.take(length as usize)?)

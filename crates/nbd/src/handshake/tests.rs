@@ -1,15 +1,17 @@
 //! Whole handshakes, honest and hostile, byte for byte.
 
+use blockhouse_disk::Access;
 use proptest::prelude::*;
 
 use super::*;
-use crate::proto::option::REPLY_MAGIC;
+use crate::proto::Framing;
+use crate::proto::option::{REPLY_MAGIC, ReplyType};
 
 struct Two;
 
-fn facts(name: &str, access: Access) -> Facts {
+fn info(name: &str, access: Access) -> ExportInfo {
     let description = if name == "disk" { "The first disk" } else { "" };
-    Facts {
+    ExportInfo {
         name: name.into(),
         description: description.into(),
         size: 1 << 30,
@@ -18,17 +20,17 @@ fn facts(name: &str, access: Access) -> Facts {
     }
 }
 
-impl Directory for Two {
-    fn find(&self, name: &str) -> Option<Facts> {
+impl ExportLookup for Two {
+    fn find(&self, name: &str) -> Option<ExportInfo> {
         match name {
-            "" | "disk" => Some(facts("disk", Access::ReadWrite)),
-            "frozen" => Some(facts("frozen", Access::ReadOnly)),
+            "" | "disk" => Some(info("disk", Access::ReadWrite)),
+            "frozen" => Some(info("frozen", Access::ReadOnly)),
             _ => None,
         }
     }
 
-    fn list(&self) -> Vec<Facts> {
-        vec![facts("disk", Access::ReadWrite), facts("frozen", Access::ReadOnly)]
+    fn list(&self) -> Vec<ExportInfo> {
+        vec![info("disk", Access::ReadWrite), info("frozen", Access::ReadOnly)]
     }
 }
 
@@ -141,12 +143,12 @@ fn a_modern_client_gets_everything() {
     ]
     .concat();
     let (output, progress, rest) = run(&script, usize::MAX);
-    let terms = Terms {
+    let options = NegotiatedOptions {
         export: "disk".into(),
         framing: Framing::Extended,
-        block_status: BlockStatusUse::Negotiated,
+        block_status: BlockStatusState::Negotiated,
     };
-    assert_eq!(progress, Progress::Transmit(terms));
+    assert_eq!(progress, Progress::Transmit(options));
     assert_eq!(rest, b"early");
     let replies = replies(&output);
     let size: [u8; 10] = [0, 0, 0, 0, 0, 0, 0x40, 0, 0, 0];
@@ -204,22 +206,25 @@ fn export_name_answers_with_or_without_padding() {
 
 #[test]
 fn what_cannot_be_answered_ends_the_connection() {
-    for (script, farewell) in [
-        (flags(4), Farewell::UnknownFlags(4)),
-        ([flags(3), option(1, b"nowhere")].concat(), Farewell::NoSuchExport),
-        ([flags(3), option(1, b"\xff")].concat(), Farewell::NoSuchExport),
-        ([flags(3), option(1, &[b'x'; 5000])].concat(), Farewell::NoSuchExport),
-        ([flags(3), vec![0; 16]].concat(), Farewell::BadMagic(0)),
-        ([flags(3), header(LIST, u32::MAX)].concat(), Farewell::OptionTooLong(u32::MAX)),
-        ([flags(3), header(99, MAX_SKIP + 1)].concat(), Farewell::OptionTooLong(MAX_SKIP + 1)),
-        ([flags(3), option(2, b"bye")].concat(), Farewell::Aborted),
+    for (script, error) in [
+        (flags(4), HandshakeError::UnknownFlags(4)),
+        ([flags(3), option(1, b"nowhere")].concat(), HandshakeError::NoSuchExport),
+        ([flags(3), option(1, b"\xff")].concat(), HandshakeError::NoSuchExport),
+        ([flags(3), option(1, &[b'x'; 5000])].concat(), HandshakeError::NoSuchExport),
+        ([flags(3), vec![0; 16]].concat(), HandshakeError::BadMagic(0)),
+        ([flags(3), header(LIST, u32::MAX)].concat(), HandshakeError::OptionTooLong(u32::MAX)),
+        (
+            [flags(3), header(99, MAX_SKIP + 1)].concat(),
+            HandshakeError::OptionTooLong(MAX_SKIP + 1),
+        ),
+        ([flags(3), option(2, b"bye")].concat(), HandshakeError::Aborted),
         (
             [flags(3), option(EXTENDED, b""), option(1, b"disk")].concat(),
-            Farewell::ExportNameForbidden,
+            HandshakeError::ExportNameForbidden,
         ),
     ] {
         let (_, progress, _) = run(&script, usize::MAX);
-        assert_eq!(progress, Progress::Close(farewell));
+        assert_eq!(progress, Progress::Close(error));
     }
 }
 
@@ -229,7 +234,7 @@ fn abort_is_acknowledged_whatever_it_carries() {
         let script = [flags(3), option(2, &vec![7; length])].concat();
         let (output, progress, _) = run(&script, 4096);
         assert_eq!(replies(&output), [(2, ACK, vec![])]);
-        assert_eq!(progress, Progress::Close(Farewell::Aborted));
+        assert_eq!(progress, Progress::Close(HandshakeError::Aborted));
     }
 }
 
@@ -311,17 +316,17 @@ fn listing_knows_wildcards_and_selecting_does_not() {
 }
 
 /// Whether the client may ask for block status after these options.
-fn block_status_after(options: &[Vec<u8>]) -> BlockStatusUse {
+fn block_status_after(options: &[Vec<u8>]) -> BlockStatusState {
     let script = [flags(3), option(STRUCTURED, b""), options.concat()].concat();
     match run(&script, usize::MAX).1 {
-        Progress::Transmit(terms) => terms.block_status,
+        Progress::Transmit(options) => options.block_status,
         other => panic!("no transmission phase: {other:?}"),
     }
 }
 
 #[test]
 fn a_selection_holds_for_its_export_until_the_next() {
-    use BlockStatusUse::{Negotiated, NotNegotiated};
+    use BlockStatusState::{Negotiated, NotNegotiated};
     let select = |name| meta(SET_META, name, &["base:allocation"]);
     let enter = |name| go(GO, name, &[]);
     assert_eq!(block_status_after(&[select("disk"), enter("disk")]), Negotiated);
@@ -348,17 +353,17 @@ fn a_flood_of_options_is_answered_in_portions_and_then_ends() {
     let mut handshake = Handshake::new();
     let mut input = [flags(3), flood].concat();
     let mut portions = 0;
-    let farewell = loop {
+    let error = loop {
         let mut output = Vec::new();
         match handshake.feed(&input, &Two, &mut output) {
-            Progress::Close(farewell) => break farewell,
+            Progress::Close(error) => break error,
             Progress::Again => portions += 1,
             other => panic!("{other:?}"),
         }
         assert!(output.len() < OUTPUT_PAUSE + 200, "{} bytes at once", output.len());
         input.clear();
     };
-    assert_eq!(farewell, Farewell::TooManyOptions);
+    assert_eq!(error, HandshakeError::TooManyOptions);
     assert!(portions > 10);
 }
 

@@ -1,6 +1,6 @@
-//! The words of the NBD protocol (`doc/proto.md` of the reference implementation), without any I/O.
+//! The numbers and layouts of the NBD protocol (`doc/proto.md` of the reference implementation), without any I/O.
 //!
-//! Numbers and layouts only: what a server does about them is decided in [`handshake`] and
+//! What a server does about them is decided in [`handshake`] and
 //! [`command`]. All fields on the wire are big-endian; strings are UTF-8 without NUL.
 //!
 //! [`handshake`]: crate::handshake
@@ -65,7 +65,7 @@ bitflags! {
         const REQ_ONE = 1 << 3;
         /// WRITE_ZEROES must fail rather than be as slow as a write.
         const FAST_ZERO = 1 << 4;
-        /// The length is that of a payload behind the (extended) header.
+        /// The length is that of a payload after the (extended) header.
         const PAYLOAD_LEN = 1 << 5;
         // Any bit may arrive; those without a name are refused per request.
         const _ = !0;

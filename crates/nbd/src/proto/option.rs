@@ -1,4 +1,4 @@
-//! The words of the handshake phase: magic numbers, options, option replies.
+//! The handshake phase: magic numbers, options, option replies.
 
 /// The first eight bytes of a server ("NBDMAGIC").
 pub const INIT_MAGIC: u64 = 0x4e42_444d_4147_4943;
@@ -71,7 +71,7 @@ pub enum ReplyType {
     Ack = 1,
     /// An export of the list.
     Server = 2,
-    /// A fact about an export.
+    /// Information about an export.
     Info = 3,
     /// A metadata context.
     MetaContext = 4,
@@ -87,7 +87,7 @@ pub enum ReplyType {
     ErrExtHeaderReqd = (1 << 31) + 10,
 }
 
-/// A fact that INFO and GO can give ("NBD_REP_INFO").
+/// Information that INFO and GO can give ("NBD_REP_INFO").
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u16)]
 pub enum InfoType {

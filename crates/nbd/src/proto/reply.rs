@@ -1,7 +1,7 @@
 //! Replies of the transmission phase: simple, structured, extended.
 //!
-//! Every function puts bytes at the start of a slice and says how many. A reply with a payload is
-//! its head followed directly by the payload, so that both leave in one piece of memory.
+//! Every function encodes at the start of a slice and returns how many bytes that took. A reply with a
+//! payload is its head followed directly by the payload, so that both are sent from one buffer.
 
 use super::{ALLOCATION_CONTEXT, Errno, Framing, StatusFlags};
 
@@ -21,8 +21,8 @@ pub const EXTENDED_LENGTH: usize = 32;
 
 /// Longer messages for people are cut here, in bytes.
 pub const MAX_MESSAGE: usize = 90;
-/// No reply without a payload is longer, in bytes.
-pub const MAX_BARE: usize = EXTENDED_LENGTH + 6 + MAX_MESSAGE;
+/// The longest reply without a payload, in bytes.
+pub const MAX_SMALL_REPLY: usize = EXTENDED_LENGTH + 6 + MAX_MESSAGE;
 
 /// The flag of the last chunk of a reply.
 pub const DONE: u16 = 1;
@@ -50,8 +50,8 @@ pub struct ReplyTo {
     pub offset: u64,
 }
 
-/// Puts the head of the one chunk of a reply: its header, marked as the last.
-fn put_chunk(out: &mut [u8], framing: Framing, to: ReplyTo, kind: u16, payload: usize) -> usize {
+/// Encodes the head of the one chunk of a reply: its header, marked as the last.
+fn encode_chunk(out: &mut [u8], framing: Framing, to: ReplyTo, kind: u16, payload: usize) -> usize {
     let extended = matches!(framing, Framing::Extended);
     let magic = if extended { EXTENDED_MAGIC } else { STRUCTURED_MAGIC };
     out[0..4].copy_from_slice(&magic.to_be_bytes());
@@ -68,7 +68,7 @@ fn put_chunk(out: &mut [u8], framing: Framing, to: ReplyTo, kind: u16, payload: 
     }
 }
 
-fn put_simple(out: &mut [u8], cookie: u64, error: u32) -> usize {
+fn encode_simple(out: &mut [u8], cookie: u64, error: u32) -> usize {
     out[0..4].copy_from_slice(&SIMPLE_MAGIC.to_be_bytes());
     out[4..8].copy_from_slice(&error.to_be_bytes());
     out[8..16].copy_from_slice(&cookie.to_be_bytes());
@@ -77,28 +77,28 @@ fn put_simple(out: &mut [u8], cookie: u64, error: u32) -> usize {
 
 /// Whether a success without a payload must, or may, be a chunk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Bare {
+pub enum SuccessForm {
     /// The reply to a READ: never simple once structured replies were agreed on.
     Chunk,
     /// The reply to anything else: simple where that is allowed, which is shorter.
     Shortest,
 }
 
-/// Puts the success of a request that has no payload to return; at most [`MAX_BARE`] bytes.
-pub fn put_success(out: &mut [u8], framing: Framing, to: ReplyTo, bare: Bare) -> usize {
-    match (framing, bare) {
-        (Framing::Simple, _) | (Framing::Structured, Bare::Shortest) => {
-            put_simple(out, to.cookie, 0)
+/// Encodes the success of a request that has no payload to return; at most [`MAX_SMALL_REPLY`] bytes.
+pub fn encode_success(out: &mut [u8], framing: Framing, to: ReplyTo, form: SuccessForm) -> usize {
+    match (framing, form) {
+        (Framing::Simple, _) | (Framing::Structured, SuccessForm::Shortest) => {
+            encode_simple(out, to.cookie, 0)
         }
-        (Framing::Structured, Bare::Chunk) | (Framing::Extended, _) => {
-            put_chunk(out, framing, to, chunk::NONE, 0)
+        (Framing::Structured, SuccessForm::Chunk) | (Framing::Extended, _) => {
+            encode_chunk(out, framing, to, chunk::NONE, 0)
         }
     }
 }
 
-/// Puts a failure; at most [`MAX_BARE`] bytes. `message` is for people, where the framing has room
+/// Encodes a failure; at most [`MAX_SMALL_REPLY`] bytes. `message` is for people, where the framing has room
 /// for it.
-pub fn put_error(
+pub fn encode_error(
     out: &mut [u8],
     framing: Framing,
     to: ReplyTo,
@@ -106,11 +106,11 @@ pub fn put_error(
     message: &str,
 ) -> usize {
     if !framing.has_chunks() {
-        return put_simple(out, to.cookie, errno as u32);
+        return encode_simple(out, to.cookie, errno as u32);
     }
     let message = &message[..message.floor_char_boundary(MAX_MESSAGE)];
     let length = 6 + message.len();
-    let head = put_chunk(out, framing, to, chunk::ERROR, length);
+    let head = encode_chunk(out, framing, to, chunk::ERROR, length);
     let payload = &mut out[head..head + length];
     payload[0..4].copy_from_slice(&(errno as u32).to_be_bytes());
     payload[4..6].copy_from_slice(&(message.len() as u16).to_be_bytes());
@@ -127,13 +127,13 @@ pub const fn read_head_length(framing: Framing) -> usize {
     }
 }
 
-/// Puts the head of a successful READ of `length` bytes, more than none. All data comes in one
+/// Encodes the head of a successful READ of `length` bytes, more than none. All data comes in one
 /// piece, so "don't fragment" is always kept.
-pub fn put_read_head(out: &mut [u8], framing: Framing, to: ReplyTo, length: usize) -> usize {
+pub fn encode_read_head(out: &mut [u8], framing: Framing, to: ReplyTo, length: usize) -> usize {
     if !framing.has_chunks() {
-        return put_simple(out, to.cookie, 0);
+        return encode_simple(out, to.cookie, 0);
     }
-    let head = put_chunk(out, framing, to, chunk::OFFSET_DATA, 8 + length);
+    let head = encode_chunk(out, framing, to, chunk::OFFSET_DATA, 8 + length);
     out[head..head + 8].copy_from_slice(&to.offset.to_be_bytes());
     head + 8
 }
@@ -154,25 +154,30 @@ pub const fn descriptor_length(framing: Framing) -> usize {
     }
 }
 
-/// Puts the head of a block status reply with `count` descriptors, at least one.
-pub fn put_status_head(out: &mut [u8], framing: Framing, to: ReplyTo, count: usize) -> usize {
+/// Encodes the head of a block status reply with `count` descriptors, at least one.
+pub fn encode_status_head(out: &mut [u8], framing: Framing, to: ReplyTo, count: usize) -> usize {
     let descriptors = count * descriptor_length(framing);
     let context = ALLOCATION_CONTEXT.to_be_bytes();
     if matches!(framing, Framing::Extended) {
-        let head = put_chunk(out, framing, to, chunk::BLOCK_STATUS_EXT, 8 + descriptors);
+        let head = encode_chunk(out, framing, to, chunk::BLOCK_STATUS_EXT, 8 + descriptors);
         out[head..head + 4].copy_from_slice(&context);
         out[head + 4..head + 8].copy_from_slice(&(count as u32).to_be_bytes());
         head + 8
     } else {
-        let head = put_chunk(out, framing, to, chunk::BLOCK_STATUS, 4 + descriptors);
+        let head = encode_chunk(out, framing, to, chunk::BLOCK_STATUS, 4 + descriptors);
         out[head..head + 4].copy_from_slice(&context);
         head + 4
     }
 }
 
-/// Puts one descriptor. A compact one cannot hold a length from 2^32 on; it is then cut to the
+/// Encodes one descriptor. A compact one cannot hold a length from 2^32 on; it is then cut to the
 /// largest multiple of 64 KiB that fits, which the protocol allows for the last descriptor.
-pub fn put_descriptor(out: &mut [u8], framing: Framing, length: u64, flags: StatusFlags) -> usize {
+pub fn encode_descriptor(
+    out: &mut [u8],
+    framing: Framing,
+    length: u64,
+    flags: StatusFlags,
+) -> usize {
     if matches!(framing, Framing::Extended) {
         out[0..8].copy_from_slice(&length.to_be_bytes());
         out[8..16].copy_from_slice(&u64::from(flags.bits()).to_be_bytes());
@@ -191,9 +196,9 @@ mod tests {
     const TO: ReplyTo = ReplyTo { cookie: 0x0102_0304_0506_0708, offset: 0x1000 };
     const COOKIE: [u8; 8] = [1, 2, 3, 4, 5, 6, 7, 8];
 
-    fn put(put: impl FnOnce(&mut [u8]) -> usize) -> Vec<u8> {
+    fn encoded(encode: impl FnOnce(&mut [u8]) -> usize) -> Vec<u8> {
         let mut out = vec![0xaa; 256];
-        let length = put(&mut out);
+        let length = encode(&mut out);
         assert!(out[length..].iter().all(|&byte| byte == 0xaa), "bytes after the reply");
         out.truncate(length);
         out
@@ -201,24 +206,26 @@ mod tests {
 
     #[test]
     fn a_simple_reply_is_magic_error_cookie() {
-        let bytes = put(|out| put_success(out, Framing::Simple, TO, Bare::Chunk));
+        let bytes = encoded(|out| encode_success(out, Framing::Simple, TO, SuccessForm::Chunk));
         assert_eq!(bytes, [&[0x67, 0x44, 0x66, 0x98, 0, 0, 0, 0][..], &COOKIE].concat());
-        let bytes = put(|out| put_error(out, Framing::Simple, TO, Errno::NoSpc, "unseen"));
+        let bytes = encoded(|out| encode_error(out, Framing::Simple, TO, Errno::NoSpc, "unseen"));
         assert_eq!(bytes, [&[0x67, 0x44, 0x66, 0x98, 0, 0, 0, 28][..], &COOKIE].concat());
     }
 
     #[test]
     fn a_read_is_never_answered_simply_once_chunks_were_agreed_on() {
-        let bytes = put(|out| put_success(out, Framing::Structured, TO, Bare::Chunk));
+        let bytes = encoded(|out| encode_success(out, Framing::Structured, TO, SuccessForm::Chunk));
         let head = [0x66, 0x8e, 0x33, 0xef, 0, 1, 0, 0];
         assert_eq!(bytes, [&head[..], &COOKIE, &[0; 4]].concat());
-        let bytes = put(|out| put_success(out, Framing::Structured, TO, Bare::Shortest));
+        let bytes =
+            encoded(|out| encode_success(out, Framing::Structured, TO, SuccessForm::Shortest));
         assert_eq!(bytes.len(), SIMPLE_LENGTH);
     }
 
     #[test]
     fn an_extended_success_is_a_chunk_of_32_bytes() {
-        let bytes = put(|out| put_success(out, Framing::Extended, TO, Bare::Shortest));
+        let bytes =
+            encoded(|out| encode_success(out, Framing::Extended, TO, SuccessForm::Shortest));
         let head = [0x6e, 0x8a, 0x27, 0x8c, 0, 1, 0, 0];
         let offset = [0, 0, 0, 0, 0, 0, 0x10, 0];
         assert_eq!(bytes, [&head[..], &COOKIE, &offset, &[0; 8]].concat());
@@ -226,7 +233,7 @@ mod tests {
 
     #[test]
     fn an_error_chunk_carries_its_message() {
-        let bytes = put(|out| put_error(out, Framing::Structured, TO, Errno::Inval, "no"));
+        let bytes = encoded(|out| encode_error(out, Framing::Structured, TO, Errno::Inval, "no"));
         let head = [0x66, 0x8e, 0x33, 0xef, 0, 1, 0x80, 1];
         let payload = [0, 0, 0, 8, 0, 0, 0, 22, 0, 2, b'n', b'o'];
         assert_eq!(bytes, [&head[..], &COOKIE, &payload].concat());
@@ -236,8 +243,8 @@ mod tests {
     fn a_long_message_is_cut_between_characters() {
         let message = "é".repeat(100);
         for framing in [Framing::Structured, Framing::Extended] {
-            let bytes = put(|out| put_error(out, framing, TO, Errno::Io, &message));
-            assert!(bytes.len() <= MAX_BARE);
+            let bytes = encoded(|out| encode_error(out, framing, TO, Errno::Io, &message));
+            assert!(bytes.len() <= MAX_SMALL_REPLY);
             let at = bytes.len() - MAX_MESSAGE;
             assert!(std::str::from_utf8(&bytes[at..]).is_ok());
         }
@@ -245,23 +252,23 @@ mod tests {
 
     #[test]
     fn a_read_head_announces_its_data() {
-        let bytes = put(|out| put_read_head(out, Framing::Structured, TO, 512));
+        let bytes = encoded(|out| encode_read_head(out, Framing::Structured, TO, 512));
         assert_eq!(bytes.len(), read_head_length(Framing::Structured));
         assert_eq!(bytes[6..8], [0, 1]);
         assert_eq!(bytes[16..], [0, 0, 2, 8, 0, 0, 0, 0, 0, 0, 0x10, 0]);
-        let bytes = put(|out| put_read_head(out, Framing::Extended, TO, 512));
+        let bytes = encoded(|out| encode_read_head(out, Framing::Extended, TO, 512));
         assert_eq!(bytes.len(), read_head_length(Framing::Extended));
         assert_eq!(bytes[24..32], [0, 0, 0, 0, 0, 0, 2, 8]);
-        let bytes = put(|out| put_read_head(out, Framing::Simple, TO, 512));
+        let bytes = encoded(|out| encode_read_head(out, Framing::Simple, TO, 512));
         assert_eq!(bytes.len(), read_head_length(Framing::Simple));
     }
 
     #[test]
     fn block_status_counts_its_descriptors() {
-        let bytes = put(|out| put_status_head(out, Framing::Structured, TO, 3));
+        let bytes = encoded(|out| encode_status_head(out, Framing::Structured, TO, 3));
         assert_eq!(bytes.len(), status_head_length(Framing::Structured));
         assert_eq!(bytes[16..], [0, 0, 0, 28, 0, 0, 0, 1]);
-        let bytes = put(|out| put_status_head(out, Framing::Extended, TO, 3));
+        let bytes = encoded(|out| encode_status_head(out, Framing::Extended, TO, 3));
         assert_eq!(bytes.len(), status_head_length(Framing::Extended));
         assert_eq!(bytes[24..], [0, 0, 0, 0, 0, 0, 0, 56, 0, 0, 0, 1, 0, 0, 0, 3]);
     }
@@ -269,9 +276,9 @@ mod tests {
     #[test]
     fn a_compact_descriptor_never_lies_about_its_length() {
         let flags = StatusFlags::HOLE | StatusFlags::ZERO;
-        let bytes = put(|out| put_descriptor(out, Framing::Structured, 5 << 32, flags));
+        let bytes = encoded(|out| encode_descriptor(out, Framing::Structured, 5 << 32, flags));
         assert_eq!(bytes, [0xff, 0xff, 0, 0, 0, 0, 0, 3]);
-        let bytes = put(|out| put_descriptor(out, Framing::Extended, 5 << 32, flags));
+        let bytes = encoded(|out| encode_descriptor(out, Framing::Extended, 5 << 32, flags));
         assert_eq!(bytes, [0, 0, 0, 5, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 3]);
     }
 }

@@ -31,7 +31,7 @@ pub mod kind {
     pub const BLOCK_STATUS: u16 = 7;
 }
 
-/// A request header as it came, with nothing judged but its magic number.
+/// A request header as it came, with nothing checked but its magic number.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RequestHeader {
     /// The command flags, known or not.

@@ -1,7 +1,7 @@
 //! The exports that clients of a socket can find, by name.
 //!
 //! Guarantee: a client learns of and opens the exports of its own socket's set and no others, by any
-//! option of the handshake. Reason: a socket's permissions are what keeps one guest from another's disk.
+//! option of the handshake. Reason: a socket's permissions keep one guest from another's disk.
 
 use std::sync::Arc;
 
@@ -9,7 +9,7 @@ use blockhouse_core::{BLOCK_ALIGNMENT, Storage};
 use blockhouse_disk::Disk;
 use parking_lot::RwLock;
 
-use crate::handshake::{Directory, Facts};
+use crate::handshake::{ExportInfo, ExportLookup};
 use crate::proto::{MAX_PAYLOAD, MAX_STRING};
 
 /// A disk under a name.
@@ -104,19 +104,19 @@ impl<S: Storage> Exports<S> {
     }
 }
 
-impl<S: Storage> Directory for Exports<S> {
-    fn find(&self, name: &str) -> Option<Facts> {
-        self.get(name).map(|export| facts(&export))
+impl<S: Storage> ExportLookup for Exports<S> {
+    fn find(&self, name: &str) -> Option<ExportInfo> {
+        self.get(name).map(|export| info_of(&export))
     }
 
-    fn list(&self) -> Vec<Facts> {
-        self.0.read().iter().map(facts).collect()
+    fn list(&self) -> Vec<ExportInfo> {
+        self.0.read().iter().map(info_of).collect()
     }
 }
 
-fn facts<S: Storage>(export: &Export<S>) -> Facts {
+fn info_of<S: Storage>(export: &Export<S>) -> ExportInfo {
     let alignment = export.disk.alignment().offset;
-    Facts {
+    ExportInfo {
         name: export.name.clone(),
         description: export.description.clone(),
         size: export.disk.size(),

@@ -20,14 +20,14 @@ use rustix::net::{self, AddressFamily, RecvFlags, SocketAddrUnix, SocketFlags, S
 use crate::uri::Address;
 
 /// The longest path of a Unix socket, in bytes (`sun_path` in unix(7), without the final NUL).
-const MAX_PATH: usize = 107;
+const MAX_SOCKET_PATH: usize = 107;
 
 /// Connections that may wait to be accepted.
 const BACKLOG: i32 = 128;
 
 /// A listening socket, for [`Listener::new`](blockhouse_engine::Listener::new).
 #[derive(Debug)]
-pub struct Bound {
+pub struct BoundSocket {
     /// The socket.
     pub socket: OwnedFd,
     /// The address, with the real port where port 0 was asked for.
@@ -71,33 +71,33 @@ impl Drop for SocketFile {
     }
 }
 
-/// Listens at the address. The file of a Unix socket that nobody listens to any more is replaced.
+/// Listens at the address. The file of a Unix socket that no server listens to any more is replaced.
 ///
 /// # Errors
 /// When the address is in use, cannot be had or makes no sense; the line names it.
-pub fn bind(address: &Address) -> Result<Bound> {
+pub fn bind(address: &Address) -> Result<BoundSocket> {
     match address {
         Address::Tcp { host, port } => bind_tcp(host, *port),
-        Address::Unix(path) => bind_unix(path, Visitors::AsUmaskSays),
+        Address::Unix(path) => bind_unix(path, SocketAccess::Umask),
     }
 }
 
-/// Listens at a Unix socket that nobody but its owner can connect to, from its first moment on.
+/// Listens at a Unix socket that only its owner can connect to, from its first moment on.
 ///
 /// # Errors
 /// As [`bind`].
-pub fn bind_private(path: &Path) -> Result<Bound> {
-    bind_unix(path, Visitors::Owner)
+pub fn bind_private(path: &Path) -> Result<BoundSocket> {
+    bind_unix(path, SocketAccess::Owner)
 }
 
 /// Who may connect to a Unix socket.
 #[derive(Clone, Copy)]
-enum Visitors {
-    AsUmaskSays,
+enum SocketAccess {
+    Umask,
     Owner,
 }
 
-fn bind_tcp(host: &str, port: u16) -> Result<Bound> {
+fn bind_tcp(host: &str, port: u16) -> Result<BoundSocket> {
     let bound = TcpListener::bind((host, port)).and_then(|listener| {
         let port = listener.local_addr()?.port();
         Ok((OwnedFd::from(listener), port))
@@ -110,21 +110,22 @@ fn bind_tcp(host: &str, port: u16) -> Result<Bound> {
         };
         Error::host("cannot listen", error).on(&format!("{host}:{port}")).hint(hint)
     })?;
-    Ok(Bound { socket, address: Address::Tcp { host: host.into(), port }, file: None })
+    Ok(BoundSocket { socket, address: Address::Tcp { host: host.into(), port }, file: None })
 }
 
-fn bind_unix(path: &Path, visitors: Visitors) -> Result<Bound> {
+fn bind_unix(path: &Path, access: SocketAccess) -> Result<BoundSocket> {
     let name = path.display().to_string();
     let length = path.as_os_str().as_bytes().len();
-    if length > MAX_PATH {
-        let what = format!("cannot listen: the path has {length} bytes, more than {MAX_PATH}");
+    if length > MAX_SOCKET_PATH {
+        let what =
+            format!("cannot listen: the path has {length} bytes, more than {MAX_SOCKET_PATH}");
         let error = Error::new(ErrorKind::InvalidInput, what).on(&name);
         return Err(error.hint("choose a shorter path for the socket"));
     }
-    let socket = match listen(path, visitors) {
+    let socket = match listen(path, access) {
         Err(Errno::ADDRINUSE) => {
-            make_way(path, &name)?;
-            listen(path, visitors)
+            remove_stale_socket(path, &name)?;
+            listen(path, access)
         }
         result => result,
     };
@@ -141,13 +142,13 @@ fn bind_unix(path: &Path, visitors: Visitors) -> Result<Bound> {
         let _ = fs::remove_file(path);
         failed(errno)
     })?;
-    Ok(Bound { socket, address: Address::Unix(path.into()), file: Some(file) })
+    Ok(BoundSocket { socket, address: Address::Unix(path.into()), file: Some(file) })
 }
 
-fn listen(path: &Path, visitors: Visitors) -> std::result::Result<OwnedFd, Errno> {
+fn listen(path: &Path, access: SocketAccess) -> std::result::Result<OwnedFd, Errno> {
     let socket =
         net::socket_with(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None)?;
-    if let Visitors::Owner = visitors {
+    if let SocketAccess::Owner = access {
         // The file gets the mode that its socket has when it is bound, less the umask.
         rustix::fs::fchmod(&socket, Mode::RUSR | Mode::WUSR)?;
     }
@@ -156,8 +157,8 @@ fn listen(path: &Path, visitors: Visitors) -> std::result::Result<OwnedFd, Errno
     Ok(socket)
 }
 
-/// Removes what a dead server left at `path`.
-fn make_way(path: &Path, name: &str) -> Result<()> {
+/// Removes the socket that a dead server left at `path`.
+fn remove_stale_socket(path: &Path, name: &str) -> Result<()> {
     let in_use = |hint: &'static str| {
         let error = IoError::from(Errno::ADDRINUSE);
         Err(Error::host("cannot listen", error).on(name).hint(hint))
@@ -165,7 +166,7 @@ fn make_way(path: &Path, name: &str) -> Result<()> {
     if !fs::symlink_metadata(path).is_ok_and(|file| file.file_type().is_socket()) {
         return in_use("there is a file that is no socket; choose another path");
     }
-    if answers(path) {
+    if is_listening(path) {
         return in_use("a running server listens there; choose another path");
     }
     let cannot = |error| Error::host("cannot remove the socket of a dead server", error).on(name);
@@ -173,13 +174,14 @@ fn make_way(path: &Path, name: &str) -> Result<()> {
 }
 
 /// How long the kernel may take to close the sockets of a server that was killed.
-const AFTERLIFE: Duration = Duration::from_secs(1);
-const PAUSE: Duration = Duration::from_millis(20);
+const RELEASE_TIMEOUT: Duration = Duration::from_secs(1);
+const RETRY_DELAY: Duration = Duration::from_millis(20);
 
-/// Whether a server listens at the socket, and goes on doing so: one that was killed may be there for
-/// a moment more. A running server sees one connection, which is over as soon as it says something.
-fn answers(path: &Path) -> bool {
-    let deadline = Instant::now() + AFTERLIFE;
+/// Whether a server listens at the socket, and goes on doing so: the kernel needs a moment to close the
+/// socket of one that was killed. A running server sees one connection, which ends as soon as the server
+/// sends its first bytes.
+fn is_listening(path: &Path) -> bool {
+    let deadline = Instant::now() + RELEASE_TIMEOUT;
     loop {
         let left = deadline.saturating_duration_since(Instant::now());
         match connect(path) {
@@ -187,13 +189,13 @@ fn answers(path: &Path) -> bool {
             // A server that has not accepted the connection may be dying: then the kernel ends it.
             Ok(socket) if is_alive(&socket, left) => return true,
             _ if left.is_zero() => return true,
-            // Too many wait to be accepted, or the server is gone, and its socket about to be.
-            _ => sleep(PAUSE.min(left)),
+            // Too many wait to be accepted, or the server is dead and its socket is about to be closed.
+            _ => sleep(RETRY_DELAY.min(left)),
         }
     }
 }
 
-/// Connects, but does not wait for a server that accepts nobody.
+/// Connects, but does not wait for a server that accepts no connection.
 fn connect(path: &Path) -> std::result::Result<OwnedFd, Errno> {
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
     let socket = net::socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
@@ -201,7 +203,7 @@ fn connect(path: &Path) -> std::result::Result<OwnedFd, Errno> {
     Ok(socket)
 }
 
-/// Whether the server at the other end says something, or does not hang up for so long.
+/// Whether the server at the other end sends something, or does not hang up for so long.
 fn is_alive(socket: &OwnedFd, limit: Duration) -> bool {
     let mut polled = [PollFd::new(socket, PollFlags::IN)];
     let limit = Timespec::try_from(limit).ok();
@@ -231,7 +233,8 @@ mod tests {
     fn a_successors_socket_stays() {
         let folder = tempfile::tempdir().expect("a folder");
         let path = folder.path().join("socket");
-        let Bound { socket, file, .. } = bind(&Address::Unix(path.clone())).expect("it is free");
+        let BoundSocket { socket, file, .. } =
+            bind(&Address::Unix(path.clone())).expect("it is free");
         // As a server that stopped listening, and still waits for its clients.
         drop(socket);
         let successor = bind(&Address::Unix(path.clone())).expect("the dead socket is replaced");

@@ -2,12 +2,11 @@
 
 use std::fmt;
 use std::net::{IpAddr, Ipv6Addr, SocketAddr};
+use std::time::Duration;
 
 use blockhouse_engine::{Stream, peer_process};
 use rustix::fd::AsFd;
 use rustix::net::{AddressFamily, getpeername, sockopt};
-
-use super::Limits;
 
 /// A client as far as the kernel knows it: all connections of one are counted together.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -30,7 +29,7 @@ pub enum Transport {
 }
 
 impl Transport {
-    /// Of a listening socket.
+    /// The kind of `listener`.
     pub fn of(listener: impl AsFd) -> Self {
         match sockopt::socket_domain(&listener) {
             Ok(AddressFamily::UNIX) => Self::Unix,
@@ -38,15 +37,15 @@ impl Transport {
         }
     }
 
-    /// Sets an accepted connection up. All options only make things better, so one that cannot be set
-    /// is left alone.
-    pub fn configure(self, stream: &Stream, limits: &Limits) {
+    /// Sets the options of an accepted connection; over TCP, it is probed after `keepalive` of silence. An
+    /// option that cannot be set is left alone: the connection works without.
+    pub fn configure(self, stream: &Stream, keepalive: Option<Duration>) {
         if self == Self::Unix {
             return;
         }
-        // No waiting for acknowledgements.
+        // Small replies do not wait for acknowledgements.
         let _ = sockopt::set_tcp_nodelay(stream, true);
-        let Some(idle) = limits.keepalive else { return };
+        let Some(idle) = keepalive else { return };
         let _ = sockopt::set_tcp_keepidle(stream, idle);
         let _ = sockopt::set_tcp_keepintvl(stream, idle / KEEPALIVE_PROBES);
         let _ = sockopt::set_tcp_keepcnt(stream, KEEPALIVE_PROBES);

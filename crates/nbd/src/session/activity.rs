@@ -1,43 +1,45 @@
-//! What a connection is doing, for other threads to see.
+//! Whether a connection is busy, and since when not, for other threads to read.
 
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering::Relaxed};
 use std::time::Duration;
 
 use rustix::time::{ClockId, clock_gettime};
 
-/// Written by the connection's own thread, with plain stores: a request pays no system call and no
-/// locked instruction for it. Read when seats are short or an idle limit is set.
+/// How many requests a connection has in flight, and since when it has none.
+///
+/// Written by the connection's own thread with plain stores: it costs a request no system call and no
+/// locked instruction. Read when connections are short or an idle limit is set.
 pub struct Activity {
     in_flight: AtomicUsize,
-    /// When nothing was in flight any more, or the connection began.
-    quiet_since: AtomicU64,
+    /// When the last request left, or the connection began: milliseconds of [`now`].
+    idle_since: AtomicU64,
     began: u64,
 }
 
 impl Activity {
-    /// Of a connection that asks for nothing yet.
+    /// A connection that has sent no request yet.
     pub fn new() -> Self {
         let began = now();
-        Self { in_flight: AtomicUsize::new(0), quiet_since: AtomicU64::new(began), began }
+        Self { in_flight: AtomicUsize::new(0), idle_since: AtomicU64::new(began), began }
     }
 
-    /// So many requests are in flight now.
+    /// Sets how many requests are in flight.
     pub fn set_in_flight(&self, count: usize) {
         if count == 0 {
-            // Later than the beginning, also within one tick of the clock: the client has asked.
-            self.quiet_since.store(now().max(self.began + 1), Relaxed);
+            // Later than the beginning, also within one tick of the clock: a request came.
+            self.idle_since.store(now().max(self.began + 1), Relaxed);
         }
         self.in_flight.store(count, Relaxed);
     }
 
-    /// Whether no request came since the beginning.
+    /// Whether no request came since the connection began.
     pub fn is_unused(&self) -> bool {
-        self.in_flight.load(Relaxed) == 0 && self.quiet_since.load(Relaxed) == self.began
+        self.in_flight.load(Relaxed) == 0 && self.idle_since.load(Relaxed) == self.began
     }
 
-    /// For how long nothing has been in flight; `None` while something is.
+    /// For how long nothing has been in flight; `None` while a request is.
     pub fn idle(&self) -> Option<Duration> {
-        let since = self.quiet_since.load(Relaxed);
+        let since = self.idle_since.load(Relaxed);
         let is_idle = self.in_flight.load(Relaxed) == 0;
         is_idle.then(|| Duration::from_millis(now().saturating_sub(since)))
     }

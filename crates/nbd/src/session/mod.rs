@@ -1,165 +1,173 @@
 //! The transmission phase of one connection.
 //!
-//! A reader understands requests, lanes carry them out, a writer sends the replies; all are tasks of
-//! one thread. Promises: a request that fails, fails alone; what one connection holds is bounded,
-//! and a client that wants more waits; at the end every request that was read is finished, and its
-//! reply sent if anybody is there to receive it.
+//! A reader decodes requests, handlers execute them, a writer sends the replies; all are tasks of one
+//! thread. Guarantees: a request that fails, fails alone. What a connection has in flight is bounded, and a
+//! client that sends more waits. At the end every request that was read completes, and its reply is sent if
+//! the client is still there.
 
 mod activity;
-mod budget;
-mod condition;
-mod flow;
-mod job;
-mod lane;
-mod leave;
-mod link;
-mod outbox;
+mod block_status;
+mod byte_limit;
+mod condvar;
+mod end;
+mod execute;
+mod failure;
+mod handler;
+mod in_flight;
 mod peer_wait;
 mod reader;
+mod reply_queue;
+mod shutdown;
 mod staging;
-mod status;
+mod state;
 mod writer;
 
-use std::cell::{Cell, RefCell};
 use std::pin::pin;
 use std::rc::Rc;
 use std::sync::Arc;
 use std::time::Duration;
 
 pub use activity::Activity;
-use blockhouse_core::{BufferPool, Result, Storage};
+use blockhouse_core::{BufferPool, InFlightLimits, Result, Storage};
 use blockhouse_disk::Disk;
 use blockhouse_engine::{Stream, sleep, spawn};
-pub use budget::Budget;
+pub use byte_limit::ByteLimit;
+pub use end::End;
 use futures_util::future::{Either, select};
-pub use leave::Leave;
-pub use reader::End;
-
-use flow::Flow;
-use link::Link;
-use outbox::{Batch, Outbox};
+use in_flight::InFlightLimit;
 use peer_wait::PeerWait;
 use reader::Reader;
+use reply_queue::{Batch, ReplyQueue};
+pub use shutdown::ShutdownSignal;
 use staging::Staging;
+use state::SessionState;
 
-use crate::handshake::Terms;
+use crate::handshake::NegotiatedOptions;
 
 /// What one connection may have in flight, and how long its client may take.
 #[derive(Clone, Copy, Debug)]
-pub struct Allowance {
-    /// Requests.
-    pub requests: usize,
-    /// Bytes of their payloads.
-    pub bytes: usize,
-    /// Bytes of them that no other connection can have.
+pub struct ConnectionLimits {
+    /// Requests, and bytes of their payloads.
+    pub in_flight: InFlightLimits,
+    /// Bytes of payloads that no other connection can have.
     pub reserved: usize,
-    /// How long the client may stand still while it receives replies or sends a request.
+    /// How long the client may make no progress while it receives replies or sends a request.
     pub stall: Duration,
-    /// The same, once the connection was asked to leave.
+    /// The same, once shutdown was requested.
     pub stall_at_end: Duration,
-    /// How long it may ask for nothing; `None` for ever.
+    /// How long it may send no request; `None` for ever.
     pub idle: Option<Duration>,
 }
 
-/// A connection that has been through its handshake.
+/// A connection that has completed its handshake.
 pub struct Session<S: Storage> {
     /// The socket.
     pub stream: Stream,
-    /// What it serves.
+    /// The disk that is served.
     pub disk: Arc<Disk<S>>,
-    /// What was agreed on.
-    pub terms: Terms,
-    /// Where payloads live.
+    /// What the handshake agreed on.
+    pub options: NegotiatedOptions,
+    /// Where the memory of payloads comes from.
     pub pool: BufferPool,
-    /// How much may be in flight.
-    pub allowance: Allowance,
-    /// What the payloads of all connections draw from.
-    pub budget: Arc<Budget>,
-    /// What others see of it.
+    /// What may be in flight, and for how long.
+    pub limits: ConnectionLimits,
+    /// What the payloads of all connections share.
+    pub byte_limit: Arc<ByteLimit>,
+    /// Whether it is busy, for other threads.
     pub activity: Arc<Activity>,
 }
 
 impl<S: Storage> Session<S> {
-    /// Serves the connection to its end. `first` was received already; `leave` ends it early.
-    pub async fn run(self, first: &[u8], leave: Arc<Leave>) -> End {
-        let Self { stream, disk, terms, pool, allowance, budget, activity } = self;
-        let memory = || {
-            let outbox = Outbox::new(&pool, allowance.requests)?;
-            let batch = Batch::new(&pool, allowance.requests)?;
-            let staging = pool.get(reader::STAGING.max(first.len()))?;
-            Result::Ok((outbox, batch, Staging::new(staging, first)))
-        };
-        let (outbox, batch, staging) = match memory() {
-            Ok(memory) => memory,
+    /// Serves the connection to its end. `first` was received already; `shutdown` ends it early.
+    pub async fn run(self, first: &[u8], shutdown: Arc<ShutdownSignal>) -> End {
+        let limits = self.limits;
+        let activity = Arc::clone(&self.activity);
+        let (state, batch, staging) = match self.into_state(first) {
+            Ok(parts) => parts,
             Err(error) => return End::NoMemory(error),
         };
-        let link = Rc::new(Link {
-            stream,
-            disk,
-            terms,
-            pool,
-            flow: Flow::new(
-                allowance.requests,
-                allowance.bytes,
-                allowance.reserved,
-                budget,
-                Arc::clone(&activity),
-            ),
-            outbox,
-            peer_wait: PeerWait::default(),
-            idle: RefCell::new(Vec::new()),
-            failures: Cell::new(0),
-        });
-        let writer = spawn(writer::run(Rc::clone(&link), batch));
-        let served = pin!(serve(&link, Arc::clone(&leave), staging));
-        let end = match select(served, pin!(too_slow(&link, allowance, &activity, &leave))).await {
+        let writer = spawn(writer::run(Rc::clone(&state), batch));
+        let served = pin!(serve(&state, Arc::clone(&shutdown), staging));
+        let too_slow = pin!(too_slow(&state, limits, &activity, &shutdown));
+        let end = match select(served, too_slow).await {
             Either::Left((end, _)) => end,
             Either::Right((end, served)) => {
-                link.break_off();
+                state.abort();
                 served.await;
                 end
             }
         };
-        link.outbox.close();
-        link.idle.take().iter().for_each(|lane| lane.end());
+        state.replies.close();
+        state.idle_handlers.end();
         writer.await;
-        // Where the client has ended it, nothing is under way on the socket, and closing it is enough.
+        // Where the client has ended it, no operation on the socket is in flight, and closing it is enough.
         if !matches!(end, End::Disconnected | End::Closed) {
-            link.stream.shutdown();
+            state.stream.shutdown();
         }
         end
+    }
+
+    /// What the tasks share, a batch for the writer, and the staging buffer with what was received.
+    ///
+    /// # Errors
+    /// ENOMEM where memory runs out.
+    fn into_state(self, first: &[u8]) -> Result<(Rc<SessionState<S>>, Batch, Staging)> {
+        let Self { stream, disk, options, pool, limits, byte_limit, activity } = self;
+        let count = limits.in_flight.requests;
+        let replies = ReplyQueue::new(&pool, options.framing, count)?;
+        let batch = Batch::new(&pool, count)?;
+        let staging = pool.get(reader::STAGING_BYTES.max(first.len()))?;
+        let reserved = limits.reserved as u64;
+        let in_flight = InFlightLimit::new(limits.in_flight, reserved, byte_limit, activity);
+        let state = SessionState {
+            stream,
+            disk,
+            options,
+            pool,
+            in_flight: Rc::new(in_flight),
+            replies,
+            peer_wait: PeerWait::default(),
+            idle_handlers: Default::default(),
+            failures: Default::default(),
+        };
+        Ok((Rc::new(state), batch, Staging::new(staging, first)))
     }
 }
 
 /// Reads requests until there are no more, and waits for what is in flight.
-async fn serve<S: Storage>(link: &Rc<Link<S>>, leave: Arc<Leave>, staging: Staging) -> End {
-    let end = Reader::new(Rc::clone(link), leave, staging).run().await;
+async fn serve<S: Storage>(
+    state: &Rc<SessionState<S>>,
+    shutdown: Arc<ShutdownSignal>,
+    staging: Staging,
+) -> End {
+    let end = Reader::new(Rc::clone(state), shutdown, staging).run().await;
     if let End::Failed(_) | End::BadMagic(_) | End::PayloadTooLong(_) = end {
-        link.break_off();
+        state.abort();
     }
-    link.flow.quiet().await;
+    state.in_flight.drained().await;
     end
 }
 
 /// Resolves when the client takes longer than it may.
 async fn too_slow<S: Storage>(
-    link: &Link<S>,
-    allowance: Allowance,
+    state: &SessionState<S>,
+    limits: ConnectionLimits,
     activity: &Activity,
-    leave: &Leave,
+    shutdown: &ShutdownSignal,
 ) -> End {
-    let Allowance { stall, stall_at_end, idle, .. } = allowance;
-    let stalled = pin!(link.peer_wait.stalled(&link.stream, stall, stall_at_end, leave));
+    let ConnectionLimits { stall, stall_at_end, idle, .. } = limits;
+    let stalled = pin!(state.peer_wait.stalled(&state.stream, stall, stall_at_end, shutdown));
     match idle {
         None => stalled.await,
-        Some(limit) => match select(stalled, pin!(asks_nothing(activity, limit))).await {
+        Some(limit) => match select(stalled, pin!(idle_for(activity, limit))).await {
             Either::Left((end, _)) => end,
             Either::Right(_) => End::Idle(limit),
         },
     }
 }
 
-async fn asks_nothing(activity: &Activity, limit: Duration) {
+/// Resolves when nothing has been in flight for so long.
+async fn idle_for(activity: &Activity, limit: Duration) {
     loop {
         let left = limit.saturating_sub(activity.idle().unwrap_or_default());
         if left.is_zero() {

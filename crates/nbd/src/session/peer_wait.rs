@@ -1,12 +1,13 @@
-//! Waiting for the peer: how long a connection has stood still in the middle of something.
+//! How long the client has made no progress in the middle of a request or a reply.
 //!
-//! Guarantee: a peer that does not take what it asked for, or does not send the rest of a request, is
-//! found within one and a quarter of the limit, and one that goes on is not. Each receive is a step forward, and
-//! so is each part of a reply that the socket takes, and each time that the send queue is seen to be shorter.
-//! The last is the finest: the kernel takes more only once much of its queue is free, but a Unix socket
-//! frees it in units of up to 36 KiB, and TCP as the peer's window lets it. An idle peer owes nothing and is
-//! never found here. The cost of a request is a few stores; a timer runs only while the connection is busy,
-//! one in a quarter of the limit, with one system call where a reply waits to be sent.
+//! Guarantee: a client that does not receive its replies, or does not send the rest of a request, is
+//! found within one and a quarter of the limit; a client that makes progress is not. Progress is each
+//! receive, each part of a reply that the socket takes, and each time that the socket's send queue is
+//! seen to be shorter. The last is the finest: the kernel takes more only once much of its queue is
+//! free, but a Unix socket frees it in units of up to 36 KiB, and TCP as the peer's window lets it. An
+//! idle client owes nothing and is never found here. The cost of a request is a few stores. A timer runs
+//! only while the connection is busy: one in a quarter of the limit, with one system call where a reply
+//! waits to be sent.
 
 use std::cell::Cell;
 use std::future::{Future, poll_fn};
@@ -16,37 +17,24 @@ use std::time::{Duration, Instant};
 
 use blockhouse_engine::{Stream, sleep, unsent_bytes};
 
-use super::condition::Condition;
-use super::leave::Leave;
-use super::reader::End;
+use super::condvar::Condvar;
+use super::end::{Direction, End};
+use super::shutdown::ShutdownSignal;
 
-/// What the peer has to do.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Direction {
-    /// Receive its replies.
-    Send,
-    /// Send the rest of a request.
-    Receive,
-}
-
-impl Direction {
-    const BOTH: [Self; 2] = [Self::Send, Self::Receive];
-}
-
-/// What a connection waits for, and how often that came.
+/// What a connection waits for its client to do, and how often the client did it.
 #[derive(Default)]
 pub struct PeerWait {
     waits: [Cell<bool>; 2],
     steps: [Cell<u64>; 2],
-    began: Cell<bool>,
-    changed: Condition,
+    has_begun: Cell<bool>,
+    changed: Condvar,
 }
 
 impl PeerWait {
     /// Starts to wait for the peer in `direction`.
     pub fn begin(&self, direction: Direction) {
         self.waits[direction as usize].set(true);
-        if !self.began.replace(true) {
+        if !self.has_begun.replace(true) {
             self.changed.notify();
         }
     }
@@ -57,48 +45,33 @@ impl PeerWait {
         self.step(direction);
     }
 
-    /// It did a part of it.
+    /// The peer did a part of it.
     pub fn step(&self, direction: Direction) {
         self.steps[direction as usize].update(|steps| steps.wrapping_add(1));
     }
 
-    /// Resolves when the peer did not move for `limit`, or for `limit_at_end` from when the connection
-    /// was asked to leave.
+    /// Resolves when the peer made no progress for `limit`, or for `limit_at_end` after shutdown was
+    /// requested.
     pub async fn stalled(
         &self,
         stream: &Stream,
-        limit: Duration,
+        mut limit: Duration,
         limit_at_end: Duration,
-        leave: &Leave,
+        shutdown: &ShutdownSignal,
     ) -> End {
-        let mut limit = limit;
         loop {
-            self.changed.until(|| self.began.take().then_some(())).await;
-            let mut unsent = None;
-            let mut seen = [0, 1].map(|index| (self.steps[index].get(), Instant::now()));
+            self.changed.wait_until(|| self.has_begun.take().then_some(())).await;
+            let mut progress = Progress::new(self);
             loop {
-                let is_asked = pause(limit / 4, (limit > limit_at_end).then_some(leave)).await;
-                if is_asked {
+                let is_ending = pause(limit / 4, (limit > limit_at_end).then_some(shutdown)).await;
+                if is_ending {
                     limit = limit_at_end;
+                    progress = Progress::new(self);
                 }
-                let now = Instant::now();
-                if self.waits[Direction::Send as usize].get() {
-                    // Between two steps the server adds nothing: a shorter queue is the peer's work.
-                    let before = std::mem::replace(&mut unsent, unsent_bytes(stream).ok());
-                    if unsent < before {
-                        self.step(Direction::Send);
-                    }
+                if let Some(direction) = progress.stalled(self, stream, limit) {
+                    return End::Stalled { direction, limit };
                 }
-                for direction in Direction::BOTH {
-                    let index = direction as usize;
-                    let steps = self.steps[index].get();
-                    if !self.waits[index].get() || seen[index].0 != steps || is_asked {
-                        seen[index] = (steps, now);
-                    } else if now - seen[index].1 >= limit {
-                        return End::Stalled { direction, limit };
-                    }
-                }
-                if !self.waits.iter().any(Cell::get) && !self.began.take() {
+                if !self.waits.iter().any(Cell::get) && !self.has_begun.take() {
                     break;
                 }
             }
@@ -106,11 +79,52 @@ impl PeerWait {
     }
 }
 
-/// Waits for `time`; ends earlier, with true, when the connection is asked to leave.
-async fn pause(time: Duration, leave: Option<&Leave>) -> bool {
+/// The peer's progress as far as it was seen.
+struct Progress {
+    /// Bytes in the socket's send queue when it was last seen.
+    unsent: Option<usize>,
+    /// For each direction: the count of steps, and since when it has not changed.
+    steps: [(u64, Instant); 2],
+}
+
+impl Progress {
+    fn new(peer_wait: &PeerWait) -> Self {
+        let now = Instant::now();
+        Self { unsent: None, steps: [0, 1].map(|index| (peer_wait.steps[index].get(), now)) }
+    }
+
+    /// Looks again. The direction in which the peer has made no progress for `limit`, if there is one.
+    fn stalled(
+        &mut self,
+        peer_wait: &PeerWait,
+        stream: &Stream,
+        limit: Duration,
+    ) -> Option<Direction> {
+        let now = Instant::now();
+        if peer_wait.waits[Direction::Send as usize].get() {
+            // Between two steps the server adds nothing: a shorter queue is the peer's work.
+            let before = std::mem::replace(&mut self.unsent, unsent_bytes(stream).ok());
+            if self.unsent < before {
+                peer_wait.step(Direction::Send);
+            }
+        }
+        Direction::BOTH.into_iter().find(|&direction| {
+            let steps = peer_wait.steps[direction as usize].get();
+            let seen = &mut self.steps[direction as usize];
+            if !peer_wait.waits[direction as usize].get() || seen.0 != steps {
+                *seen = (steps, now);
+                return false;
+            }
+            now - seen.1 >= limit
+        })
+    }
+}
+
+/// Waits for `time`; ends earlier, with true, when shutdown is requested.
+async fn pause(time: Duration, shutdown: Option<&ShutdownSignal>) -> bool {
     let mut time = pin!(sleep(time));
     poll_fn(|context| {
-        if leave.is_some_and(|leave| leave.is_asked(context)) {
+        if shutdown.is_some_and(|shutdown| shutdown.poll_requested(context)) {
             return Poll::Ready(true);
         }
         time.as_mut().poll(context).map(|()| false)

@@ -72,9 +72,9 @@ impl Client {
             let data = [&name[..], &1u32.to_be_bytes(), &length, context].concat();
             haggle(&mut stream, 10, &data).unwrap();
         }
-        let facts = haggle(&mut stream, 7, &[&name[..], &[0, 0]].concat()).unwrap();
-        let size = u64::from_be_bytes(facts[2..10].try_into().unwrap());
-        let flags = u16::from_be_bytes(facts[10..12].try_into().unwrap());
+        let info = haggle(&mut stream, 7, &[&name[..], &[0, 0]].concat()).unwrap();
+        let size = u64::from_be_bytes(info[2..10].try_into().unwrap());
+        let flags = u16::from_be_bytes(info[10..12].try_into().unwrap());
         Self { stream, framing, size, flags, cookie: 0, reads: HashMap::new() }
     }
 

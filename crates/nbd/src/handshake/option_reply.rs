@@ -1,17 +1,42 @@
 //! Replies to one option, appended to the output.
 
-use super::Facts;
+use super::negotiation::ExportInfo;
 use super::parse::Malformed;
 use crate::proto::option::{InfoType, REPLY_MAGIC, ReplyType};
 use crate::proto::{MAX_PAYLOAD, TransmissionFlags};
 
+/// Why an option fails; the client may send another one.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct OptionError {
+    kind: ReplyType,
+    message: &'static str,
+}
+
+impl OptionError {
+    /// An error of this type; `message` is for people.
+    pub fn new(kind: ReplyType, message: &'static str) -> Self {
+        Self { kind, message }
+    }
+
+    /// The option names an export that does not exist.
+    pub fn no_such_export() -> Self {
+        Self::new(ReplyType::ErrUnknown, "there is no export of this name")
+    }
+}
+
+impl From<Malformed> for OptionError {
+    fn from(malformed: Malformed) -> Self {
+        Self::new(ReplyType::ErrInvalid, malformed.0)
+    }
+}
+
 /// The replies to one option.
-pub struct Answers<'a> {
+pub struct OptionReplies<'a> {
     option: u32,
     output: &'a mut Vec<u8>,
 }
 
-impl<'a> Answers<'a> {
+impl<'a> OptionReplies<'a> {
     /// Replies to the option with this number.
     pub fn new(option: u32, output: &'a mut Vec<u8>) -> Self {
         Self { option, output }
@@ -33,35 +58,19 @@ impl<'a> Answers<'a> {
         self.reply(ReplyType::Ack, &[]);
     }
 
-    /// The option failed; `message` is for people.
-    pub fn error(&mut self, kind: ReplyType, message: &str) {
-        self.reply(kind, &[message.as_bytes()]);
-    }
-
-    /// As [`error`](Self::error), for callers that have nothing else to give.
-    pub fn refuse<T>(&mut self, kind: ReplyType, message: &str) -> Option<T> {
-        self.error(kind, message);
-        None
-    }
-
-    /// The data of the option makes no sense.
-    pub fn malformed<T>(&mut self, malformed: Malformed) -> Option<T> {
-        self.refuse(ReplyType::ErrInvalid, malformed.0)
-    }
-
-    /// The export does not exist.
-    pub fn no_such_export<T>(&mut self) -> Option<T> {
-        self.refuse(ReplyType::ErrUnknown, "there is no export of this name")
+    /// The option failed.
+    pub fn error(&mut self, error: OptionError) {
+        self.reply(error.kind, &[error.message.as_bytes()]);
     }
 
     /// One export of the list.
-    pub fn server(&mut self, facts: &Facts) {
-        let length = (facts.name.len() as u32).to_be_bytes();
-        let parts = [&length[..], facts.name.as_bytes(), facts.description.as_bytes()];
+    pub fn server(&mut self, info: &ExportInfo) {
+        let length = (info.name.len() as u32).to_be_bytes();
+        let parts = [&length[..], info.name.as_bytes(), info.description.as_bytes()];
         self.reply(ReplyType::Server, &parts);
     }
 
-    /// The fact that every description has.
+    /// Size and flags, which every description of an export has.
     pub fn export(&mut self, size: u64, flags: TransmissionFlags) {
         self.info(InfoType::Export, &[&size.to_be_bytes(), &flags.bits().to_be_bytes()]);
     }

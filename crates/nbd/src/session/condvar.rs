@@ -4,24 +4,24 @@ use std::cell::{Cell, RefCell};
 use std::future::poll_fn;
 use std::task::{Poll, Waker};
 
-/// A place where one task waits until something that other tasks of its thread change is as it
-/// wants it. Allocates nothing, and telling it costs nothing while nobody waits.
+/// Lets one task wait until a condition holds that other tasks of its thread change. Allocates nothing;
+/// [`notify`](Self::notify) costs a load and a store while no task waits.
 #[derive(Default)]
-pub struct Condition {
-    waiting: Cell<bool>,
+pub struct Condvar {
+    is_waiting: Cell<bool>,
     waker: RefCell<Option<Waker>>,
 }
 
-impl Condition {
-    /// Waits until `check` gives something. It is asked at once, and again after each
+impl Condvar {
+    /// Waits until `check` returns a value. It is called at once, and again after each
     /// [`notify`](Self::notify).
-    pub async fn until<T>(&self, mut check: impl FnMut() -> Option<T>) -> T {
+    pub async fn wait_until<T>(&self, mut check: impl FnMut() -> Option<T>) -> T {
         poll_fn(|context| {
             if let Some(value) = check() {
-                self.waiting.set(false);
+                self.is_waiting.set(false);
                 return Poll::Ready(value);
             }
-            self.waiting.set(true);
+            self.is_waiting.set(true);
             let mut waker = self.waker.borrow_mut();
             match &mut *waker {
                 Some(waker) => waker.clone_from(context.waker()),
@@ -32,9 +32,9 @@ impl Condition {
         .await
     }
 
-    /// Has the waiting task look again, if there is one.
+    /// Has the waiting task check again, if a task waits.
     pub fn notify(&self) {
-        if self.waiting.replace(false)
+        if self.is_waiting.replace(false)
             && let Some(waker) = &*self.waker.borrow()
         {
             waker.wake_by_ref();

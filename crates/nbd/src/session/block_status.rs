@@ -1,48 +1,48 @@
-//! Block status: what is allocated and what is zero, as far as one reply has room.
+//! Block status: which ranges are allocated and which are zero, as far as they fit into one reply.
 
 use blockhouse_core::{Buffer, ByteRange, Result, Storage, WorkBudget};
 use blockhouse_disk::{BlockStatus, BlockStatusCache};
 
-use super::link::Link;
-use super::outbox::{Answer, HEAD_ROOM, Whole};
-use crate::command::Extents;
+use super::reply_queue::{DataReply, HEAD_ROOM, Reply};
+use super::state::SessionState;
+use crate::command::ReqOne;
 use crate::proto::reply::{
-    ReplyTo, descriptor_length, put_descriptor, put_status_head, status_head_length,
+    ReplyTo, descriptor_length, encode_descriptor, encode_status_head, status_head_length,
 };
 use crate::proto::{Framing, StatusFlags};
 
-/// The memory of a reply: about a thousand extents with 64-bit lengths, two thousand with 32-bit
+/// Bytes of memory of a reply: about a thousand extents with 64-bit lengths, two thousand with 32-bit
 /// ones. A client that wants to know more asks again, as the protocol foresees.
-pub const LENGTH: usize = HEAD_ROOM + (16 << 10);
+pub const REPLY_BYTES: usize = HEAD_ROOM + (16 << 10);
 
-/// Extents that are looked up for a reply, at most: neighbours of the same status become one descriptor,
+/// ReqOne that are looked up for a reply, at most: neighbours of the same status become one descriptor,
 /// so the memory of the reply alone would not limit the work.
 const MAX_LOOKUPS: usize = 8192;
 
 /// Describes the range, which is not empty, from its start on, and of a fragmented image only the first
 /// part of it.
 pub async fn describe<S: Storage>(
-    link: &Link<S>,
+    state: &SessionState<S>,
     to: ReplyTo,
     range: ByteRange,
-    extents: Extents,
-) -> Result<Answer> {
-    let framing = link.terms.framing;
-    let mut list = List::new(link.pool.get(LENGTH)?, framing);
-    // Of this question alone, so that the answer has all data that was acknowledged before.
+    req_one: ReqOne,
+) -> Result<Reply> {
+    let framing = state.options.framing;
+    let mut list = List::new(state.pool.get(REPLY_BYTES)?, framing);
+    // For this request alone, so that the reply has all data that was acknowledged before it.
     let mut cache = BlockStatusCache::default();
-    // Tables that are cached are looked up without waiting.
+    // Cached metadata is looked up without waiting.
     let budget = WorkBudget::new();
-    let (mut current, mut length) = link.disk.block_status(range, &mut cache).await?;
+    let (mut current, mut length) = state.disk.block_status(range, &mut cache).await?;
     let mut rest = range.skip(length);
     let mut lookups = 1;
-    while extents == Extents::Many && !rest.is_empty() && !list.is_nearly_full() {
+    while req_one == ReqOne::Unset && !rest.is_empty() && !list.is_nearly_full() {
         if lookups == MAX_LOOKUPS {
             break;
         }
         lookups += 1;
-        // What is known already is an answer too.
-        let Ok((status, more)) = link.disk.block_status(rest, &mut cache).await else { break };
+        // The extents that are known already are a valid reply.
+        let Ok((status, more)) = state.disk.block_status(rest, &mut cache).await else { break };
         if status == current {
             length += more;
         } else {
@@ -53,7 +53,7 @@ pub async fn describe<S: Storage>(
         budget.spend(WorkBudget::LOOK_UP).await;
     }
     list.push(current, length);
-    Ok(Answer::Whole(list.finish(to)))
+    Ok(Reply::Data(list.finish(to)))
 }
 
 /// The descriptors of a reply.
@@ -69,7 +69,7 @@ impl List {
         Self { buffer, framing, end: HEAD_ROOM, count: 0 }
     }
 
-    /// Whether there is room for just one more.
+    /// Whether one more descriptor fits, but not two.
     fn is_nearly_full(&self) -> bool {
         self.end + 2 * descriptor_length(self.framing) > self.buffer.len()
     }
@@ -81,14 +81,14 @@ impl List {
             BlockStatus::Hole => StatusFlags::HOLE | StatusFlags::ZERO,
         };
         let out = &mut self.buffer.bytes_mut()[self.end..];
-        self.end += put_descriptor(out, self.framing, length, flags);
+        self.end += encode_descriptor(out, self.framing, length, flags);
         self.count += 1;
     }
 
-    fn finish(mut self, to: ReplyTo) -> Whole {
+    fn finish(mut self, to: ReplyTo) -> DataReply {
         let start = HEAD_ROOM - status_head_length(self.framing);
-        put_status_head(&mut self.buffer.bytes_mut()[start..], self.framing, to, self.count);
+        encode_status_head(&mut self.buffer.bytes_mut()[start..], self.framing, to, self.count);
         self.buffer.set_len(self.end);
-        Whole { buffer: self.buffer, start, footprint: LENGTH }
+        DataReply::new(self.buffer, start)
     }
 }

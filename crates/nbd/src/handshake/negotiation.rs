@@ -1,0 +1,77 @@
+//! What a handshake negotiates: the exports there are, the options that were agreed on, or the error.
+
+use blockhouse_disk::Access;
+
+use crate::proto::Framing;
+
+/// A client that has not chosen an export after so many options is disconnected.
+pub const MAX_OPTIONS: u32 = 4096;
+
+/// An export as a client can learn of it, and as the transmission phase depends on it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ExportInfo {
+    /// The canonical name.
+    pub name: String,
+    /// A line for people; empty for none.
+    pub description: String,
+    /// The size in bytes.
+    pub size: u64,
+    /// Whether it can be written.
+    pub access: Access,
+    /// The block size in bytes that avoids read-modify-write: a power of two, 512 to 32 MiB.
+    pub preferred_block: u32,
+}
+
+/// The exports that a client may ask for.
+pub trait ExportLookup {
+    /// The export with this name; the empty name means the default one.
+    fn find(&self, name: &str) -> Option<ExportInfo>;
+    /// All exports, in the order in which they are listed.
+    fn list(&self) -> Vec<ExportInfo>;
+}
+
+/// What was agreed on for the transmission phase.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct NegotiatedOptions {
+    /// The canonical name of the export.
+    pub export: String,
+    /// The framing of requests and replies.
+    pub framing: Framing,
+    /// Whether the client may send BLOCK_STATUS.
+    pub block_status: BlockStatusState,
+}
+
+/// Whether `base:allocation` was selected for the export that was then chosen.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum BlockStatusState {
+    /// It was: BLOCK_STATUS is answered.
+    Negotiated,
+    /// It was not: BLOCK_STATUS is an error.
+    NotNegotiated,
+}
+
+/// Why a handshake ended without an export.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum HandshakeError {
+    /// The client sent `NBD_OPT_ABORT`.
+    #[error("the client ended the handshake")]
+    Aborted,
+    /// It set client flags that were not offered.
+    #[error("unknown client flags 0x{0:x}")]
+    UnknownFlags(u32),
+    /// An option without its magic number: the two ends are out of step.
+    #[error("an option starts with 0x{0:016x} instead of its magic number")]
+    BadMagic(u64),
+    /// EXPORT_NAME for an export that does not exist; the option has no error reply.
+    #[error("the export asked for does not exist")]
+    NoSuchExport,
+    /// EXPORT_NAME after extended headers were negotiated, which the protocol forbids.
+    #[error("EXPORT_NAME after extended headers")]
+    ExportNameForbidden,
+    /// An option that is too long even to be skipped.
+    #[error("an option of {0} bytes")]
+    OptionTooLong(u32),
+    /// More options than [`MAX_OPTIONS`].
+    #[error("more than {MAX_OPTIONS} options")]
+    TooManyOptions,
+}

@@ -1,0 +1,265 @@
+//! Which connections are admitted, wait or end. The registry states the rules.
+
+use std::cmp::Reverse;
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::task::{Context, Waker};
+use std::time::{Duration, Instant};
+
+use blockhouse_engine::Stream;
+
+use super::entry::{Entry, Origin};
+use crate::session::{Activity, ShutdownSignal};
+
+/// A connection that has sent no request for this long may be ended to make room for another client.
+const UNUSED_TIMEOUT: Duration = Duration::from_secs(1);
+
+/// Connections beyond the limit that may wait. Further ones are closed, those first whose peer has most of
+/// them waiting.
+pub const MAX_WAITING: usize = 64;
+
+/// Whether one more connection is taken in.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Admission {
+    /// It may begin its handshake.
+    Admitted,
+    /// It waits.
+    Waiting,
+    /// It is to be closed.
+    Refused,
+}
+
+/// All connections of a server.
+#[derive(Default)]
+pub struct AdmissionState {
+    entries: Vec<Entry>,
+    next_id: u64,
+    is_draining: bool,
+    /// Tasks that wait for a change.
+    waiters: Vec<Waker>,
+}
+
+/// How many connections each socket, and each peer at its socket, has.
+#[derive(Default)]
+struct Counts {
+    sockets: BTreeMap<usize, usize>,
+    origins: BTreeMap<Origin, usize>,
+}
+
+impl Counts {
+    fn of<'a>(entries: impl Iterator<Item = &'a Entry>) -> Self {
+        let mut counts = Self::default();
+        for entry in entries {
+            let origin = entry.origin();
+            *counts.sockets.entry(origin.socket).or_default() += 1;
+            *counts.origins.entry(origin).or_default() += 1;
+        }
+        counts
+    }
+
+    fn socket(&self, socket: usize) -> usize {
+        self.sockets.get(&socket).copied().unwrap_or(0)
+    }
+
+    fn origin(&self, origin: Origin) -> usize {
+        self.origins.get(&origin).copied().unwrap_or(0)
+    }
+}
+
+impl AdmissionState {
+    /// Whether there are no connections.
+    pub fn is_empty(&self) -> bool {
+        self.entries.is_empty()
+    }
+
+    /// Whether the server ends.
+    pub fn is_draining(&self) -> bool {
+        self.is_draining
+    }
+
+    /// Takes a connection in, to be admitted now or later, where `limit` connections are admitted at once.
+    /// Its number; `None` when the server ends, or too many wait.
+    pub fn enter(&mut self, stream: &Stream, origin: Origin, limit: usize) -> Option<u64> {
+        if self.is_draining {
+            return None;
+        }
+        let is_free = self.entries.len() < limit;
+        if !is_free && !self.may_wait(origin) {
+            return None;
+        }
+        let id = self.next_id;
+        self.next_id += 1;
+        let mut entry = Entry::new(id, stream.clone(), origin);
+        if is_free {
+            entry.admit();
+        }
+        self.entries.push(entry);
+        Some(id)
+    }
+
+    /// How far the connection is with its admission.
+    pub fn admission(&self, id: u64) -> Admission {
+        match self.entries.iter().find(|entry| entry.id() == id) {
+            Some(entry) if entry.is_in_handshake() => Admission::Admitted,
+            Some(entry) if entry.is_waiting() => Admission::Waiting,
+            _ => Admission::Refused,
+        }
+    }
+
+    /// Begins the transmission phase of a connection, which has not been removed.
+    pub fn start_transmission(&mut self, id: u64, activity: &Arc<Activity>) -> Arc<ShutdownSignal> {
+        let entry = self.entries.iter_mut().find(|entry| entry.id() == id);
+        entry.map(|entry| entry.start_transmission(activity)).unwrap_or_default()
+    }
+
+    /// Removes a connection that has ended. One that waits may be admitted.
+    pub fn remove(&mut self, id: u64, limit: usize) {
+        self.entries.retain(|entry| entry.id() != id);
+        if self.entries.len() >= limit {
+            self.admit_waiting(limit);
+        }
+        self.wake();
+    }
+
+    /// Begins the end of all connections, and takes no more in.
+    pub fn drain(&mut self) {
+        self.is_draining = true;
+        self.entries.iter_mut().for_each(Entry::end);
+        self.wake();
+    }
+
+    /// Has all operations on all sockets end.
+    pub fn disconnect_all(&self) {
+        self.entries.iter().for_each(Entry::shut_stream_down);
+    }
+
+    /// Ends a connection for the one with this number, which waits, unless enough are ending already. If
+    /// none can be ended now: in what time to try again, if it can be said. A connection that was asked to
+    /// end `end_time` ago is disconnected.
+    pub fn make_room(&mut self, id: u64, end_time: Duration) -> Option<Duration> {
+        let overdue_in = self.disconnect_overdue(end_time);
+        let ending = self.admitted().filter(|entry| entry.is_ending()).count();
+        if ending >= self.entries.len() - self.admitted().count() {
+            return overdue_in;
+        }
+        let origin = self.entries.iter().find(|entry| entry.id() == id)?.origin();
+        let counts = Counts::of(self.admitted());
+        let unused = self.oldest_unused(&counts);
+        let victim = match unused {
+            Some((id, since)) => (since.elapsed() >= UNUSED_TIMEOUT).then_some(id),
+            None => self.beyond_its_share(&counts, origin),
+        };
+        let Some(victim) = victim else {
+            let unused_in = unused.map(|(_, since)| UNUSED_TIMEOUT.saturating_sub(since.elapsed()));
+            return unused_in.into_iter().chain(overdue_in).min();
+        };
+        let victim = self.entries.iter_mut().find(|entry| entry.id() == victim)?;
+        tracing::info!(
+            peer = %victim.origin().peer,
+            "all connections are taken: this one is ended for another client \
+             (--limit clients=N allows more)"
+        );
+        victim.end();
+        self.disconnect_overdue(end_time)
+    }
+
+    /// Registers a task to be woken by the next change.
+    pub fn register(&mut self, context: &Context<'_>) {
+        if !self.waiters.iter().any(|waker| waker.will_wake(context.waker())) {
+            self.waiters.push(context.waker().clone());
+        }
+    }
+
+    fn wake(&mut self) {
+        self.waiters.drain(..).for_each(Waker::wake);
+    }
+
+    fn admitted(&self) -> impl Iterator<Item = &Entry> {
+        self.entries.iter().filter(|entry| !entry.is_waiting())
+    }
+
+    /// Whether one more connection may wait from there. One of another peer that waits may be closed for
+    /// it.
+    fn may_wait(&mut self, origin: Origin) -> bool {
+        let waiting = || self.entries.iter().filter(|entry| entry.is_waiting());
+        if waiting().count() < MAX_WAITING {
+            return true;
+        }
+        let counts = Counts::of(waiting());
+        let newest = waiting().max_by_key(|entry| (counts.origin(entry.origin()), entry.id()));
+        let Some(newest) = newest else { return false };
+        let (id, count) = (newest.id(), counts.origin(newest.origin()));
+        if count <= counts.origin(origin) + 1 {
+            return false;
+        }
+        self.entries.iter_mut().filter(|entry| entry.id() == id).for_each(Entry::end);
+        self.wake();
+        true
+    }
+
+    /// Admits connections that wait while there is room: first from where fewest are, then the oldest.
+    fn admit_waiting(&mut self, limit: usize) {
+        while self.admitted().count() < limit {
+            let counts = Counts::of(self.admitted());
+            let order = |entry: &&mut Entry| {
+                let origin = entry.origin();
+                (counts.socket(origin.socket), counts.origin(origin), entry.id())
+            };
+            let waiting = self.entries.iter_mut().filter(|entry| entry.is_waiting());
+            let Some(next) = waiting.min_by_key(order) else { return };
+            next.admit();
+        }
+    }
+
+    /// Disconnects what was asked to end `end_time` ago. In what time the next one is due.
+    fn disconnect_overdue(&mut self, end_time: Duration) -> Option<Duration> {
+        let mut next: Option<Duration> = None;
+        for entry in &mut self.entries {
+            let Some(requested) = entry.shutdown_requested_at() else { continue };
+            let left = end_time.saturating_sub(requested.elapsed());
+            if left.is_zero() {
+                tracing::info!(
+                    peer = %entry.origin().peer,
+                    "a client that was to make room for another one is cut off: it did not take its \
+                     replies within {end_time:?}"
+                );
+                entry.disconnect();
+            } else {
+                next = Some(next.map_or(left, |next| next.min(left)));
+            }
+        }
+        next
+    }
+
+    /// The connection without a request that is first to be ended, and since when it has sent none.
+    fn oldest_unused(&self, counts: &Counts) -> Option<(u64, Instant)> {
+        let unused = self.admitted().filter_map(|entry| {
+            let (is_through_handshake, since) = entry.unused_since()?;
+            let held = counts.origin(entry.origin());
+            Some(((is_through_handshake, Reverse(held), since), entry.id()))
+        });
+        unused.min().map(|((_, _, since), id)| (id, since))
+    }
+
+    /// A connection of a socket or peer that has two more at least than `origin`: the one that has been
+    /// idle for longest, or the newest where all are busy.
+    fn beyond_its_share(&self, counts: &Counts, origin: Origin) -> Option<u64> {
+        let (&socket, &largest) = counts.sockets.iter().max_by_key(|(_, count)| **count)?;
+        let is_other_socket = largest >= counts.socket(origin.socket) + 2;
+        let socket = if is_other_socket { socket } else { origin.socket };
+        let there = counts.origins.iter().filter(|(origin, _)| origin.socket == socket);
+        let largest = there.map(|(_, &count)| count).max()?;
+        if !is_other_socket && largest < counts.origin(origin) + 2 {
+            return None;
+        }
+        let theirs = self.admitted().filter(|entry| {
+            entry.origin().socket == socket && counts.origin(entry.origin()) == largest
+        });
+        theirs.max_by_key(|entry| order_of_ending(entry)).map(|entry| entry.id())
+    }
+}
+
+/// The connection with the largest value is ended first.
+fn order_of_ending(entry: &Entry) -> (Option<Duration>, u64) {
+    if entry.is_in_transmission() { (entry.idle(), entry.id()) } else { (None, 0) }
+}

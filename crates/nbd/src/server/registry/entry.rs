@@ -1,0 +1,146 @@
+//! One connection in the registry: where it comes from, and how far it is.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use blockhouse_engine::Stream;
+
+use crate::server::peer::Peer;
+use crate::session::{Activity, ShutdownSignal};
+
+/// Where a connection comes from: what shares of the connections are counted by.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Origin {
+    /// The listening socket.
+    pub socket: usize,
+    /// Who connected.
+    pub peer: Peer,
+}
+
+/// How far a connection is.
+enum Phase {
+    /// It is beyond the limit.
+    Waiting,
+    /// In the handshake since then.
+    Handshake(Instant),
+    /// In the transmission phase since then.
+    Transmission { since: Instant, shutdown: Arc<ShutdownSignal>, activity: Arc<Activity> },
+    /// Shutdown was requested then; `None` where its stream is shut down.
+    Ending(Option<Instant>),
+}
+
+/// A connection.
+pub struct Entry {
+    id: u64,
+    stream: Stream,
+    origin: Origin,
+    phase: Phase,
+}
+
+impl Entry {
+    /// A connection that waits.
+    pub fn new(id: u64, stream: Stream, origin: Origin) -> Self {
+        Self { id, stream, origin, phase: Phase::Waiting }
+    }
+
+    /// Its number, larger than those of earlier connections.
+    pub fn id(&self) -> u64 {
+        self.id
+    }
+
+    /// Where it comes from.
+    pub fn origin(&self) -> Origin {
+        self.origin
+    }
+
+    /// Whether it waits for its admission.
+    pub fn is_waiting(&self) -> bool {
+        matches!(self.phase, Phase::Waiting)
+    }
+
+    /// Whether it may begin its handshake.
+    pub fn is_in_handshake(&self) -> bool {
+        matches!(self.phase, Phase::Handshake(_))
+    }
+
+    /// Whether shutdown was requested, or it was disconnected.
+    pub fn is_ending(&self) -> bool {
+        matches!(self.phase, Phase::Ending(_))
+    }
+
+    /// Whether it has completed its handshake and was not told to end.
+    pub fn is_in_transmission(&self) -> bool {
+        matches!(self.phase, Phase::Transmission { .. })
+    }
+
+    /// Since when it could have sent a request and did not; whether it has completed its handshake.
+    pub fn unused_since(&self) -> Option<(bool, Instant)> {
+        match &self.phase {
+            Phase::Handshake(since) => Some((false, *since)),
+            Phase::Transmission { since, activity, .. } if activity.is_unused() => {
+                Some((true, *since))
+            }
+            _ => None,
+        }
+    }
+
+    /// For how long nothing has been in flight in the transmission phase.
+    pub fn idle(&self) -> Option<Duration> {
+        match &self.phase {
+            Phase::Transmission { activity, .. } => activity.idle(),
+            _ => None,
+        }
+    }
+
+    /// When shutdown was requested, if its stream is not shut down yet.
+    pub fn shutdown_requested_at(&self) -> Option<Instant> {
+        match self.phase {
+            Phase::Ending(requested) => requested,
+            _ => None,
+        }
+    }
+
+    /// It is admitted, and begins its handshake.
+    pub fn admit(&mut self) {
+        self.phase = Phase::Handshake(Instant::now());
+    }
+
+    /// The handshake is over.
+    pub fn start_transmission(&mut self, activity: &Arc<Activity>) -> Arc<ShutdownSignal> {
+        let shutdown = Arc::new(ShutdownSignal::default());
+        if self.is_ending() {
+            // It was told to end while its last option was answered.
+            shutdown.request();
+        } else {
+            self.phase = Phase::Transmission {
+                since: Instant::now(),
+                shutdown: Arc::clone(&shutdown),
+                activity: Arc::clone(activity),
+            };
+        }
+        shutdown
+    }
+
+    /// Begins its end. Requests that were received already complete and get their replies.
+    pub fn end(&mut self) {
+        match &self.phase {
+            Phase::Transmission { shutdown, .. } => {
+                shutdown.request();
+                self.phase = Phase::Ending(Some(Instant::now()));
+            }
+            Phase::Handshake(_) | Phase::Waiting => self.disconnect(),
+            Phase::Ending(_) => {}
+        }
+    }
+
+    /// Ends it at once. Requests in flight complete without replies.
+    pub fn disconnect(&mut self) {
+        self.shut_stream_down();
+        self.phase = Phase::Ending(None);
+    }
+
+    /// Has all operations on its socket end.
+    pub fn shut_stream_down(&self) {
+        self.stream.shutdown();
+    }
+}

@@ -1,0 +1,141 @@
+//! The connections of a server: their limit, which of them end to make room for others, and the orderly end.
+//!
+//! Guarantee: the clients of a socket are not kept out by those of other sockets. At the same socket, a
+//! client that holds few connections is not kept out by a process or host that holds many, whether those
+//! are silent, idle or busy. Below the limit no client is disconnected for being idle, unless the limit
+//! `idle` is set: a guest may have nothing to do for days. At the limit, room is made for a client that
+//! waits, in this order:
+//!
+//! 1. by a connection that has sent no request yet, once it is a second old: one in its handshake
+//!    before one after it, of those one of the peer that has most of them, of those the oldest;
+//! 2. by a connection of the socket, or else at the same socket of the [`Peer`](super::peer::Peer), that
+//!    holds most of them, two more at least than the one that waits: that which has been idle for longest,
+//!    among all peers that hold as many.
+//!
+//! Otherwise the client waits, in a queue of [`MAX_WAITING`](admission::MAX_WAITING).
+//!
+//! The socket is the unit of isolation: at one socket, a connection that was used makes no room for a client
+//! whose process or host would then hold as many. So a program that forks, with one used connection in each
+//! child, can keep other clients of its own socket out. Reason: children that idle look like the guests of
+//! a host, each a process with one connection. To end the one that is idle for longest would break the
+//! disk of a guest for a stranger, who could go on to the next guest. And who may connect to a socket may
+//! read what it exports, and write what is not read-only, which is worse than to keep others out. The owner
+//! and mode of a Unix socket, or a firewall, say who may connect: clients that must not keep one another
+//! out get sockets of their own.
+//!
+//! A connection that is told to end completes what it has in flight and sends the replies. While a client
+//! waits for its place, it has at most the time that [`Registry::new`] is given. Then it is disconnected, also
+//! when it goes on receiving: a slow receiver would stay past the time that a client may wait.
+
+mod admission;
+mod entry;
+
+use std::future::{Future, poll_fn};
+use std::pin::Pin;
+use std::sync::Arc;
+use std::task::{Context, Poll};
+use std::time::Duration;
+
+use admission::{Admission, AdmissionState};
+use blockhouse_engine::{Stream, sleep};
+pub use entry::Origin;
+use parking_lot::Mutex;
+
+use crate::session::{Activity, ShutdownSignal};
+
+/// All connections of a server. Used when one comes or goes, never while it works.
+pub struct Registry {
+    state: Mutex<AdmissionState>,
+    limit: usize,
+    end_time: Duration,
+}
+
+impl Registry {
+    /// A registry that admits `limit` connections at once, at least one. A connection that is told to end
+    /// for a client that waits is disconnected after `end_time`.
+    pub fn new(limit: usize, end_time: Duration) -> Self {
+        Self { state: Mutex::default(), limit: limit.max(1), end_time }
+    }
+
+    /// Takes a connection in, to be admitted now or later. `None` when the server ends, or too many wait:
+    /// the caller closes it.
+    pub fn enter(self: &Arc<Self>, stream: &Stream, origin: Origin) -> Option<ConnectionGuard> {
+        let id = self.state.lock().enter(stream, origin, self.limit)?;
+        Some(ConnectionGuard { registry: Arc::clone(self), id })
+    }
+
+    /// Ends all connections: those in the handshake at once, the others when they have completed what they
+    /// have in flight. No more are taken in.
+    pub fn drain(&self) {
+        self.state.lock().drain();
+    }
+
+    /// Disconnects all clients. What they have in flight completes without replies.
+    pub fn disconnect_all(&self) {
+        self.state.lock().disconnect_all();
+    }
+
+    /// Waits until there are no connections.
+    pub async fn wait_empty(&self) {
+        poll_fn(|context| self.poll(context, AdmissionState::is_empty)).await;
+    }
+
+    /// Waits for the start of the drain.
+    pub async fn wait_draining(&self) {
+        poll_fn(|context| self.poll(context, AdmissionState::is_draining)).await;
+    }
+
+    fn poll(&self, context: &Context<'_>, is_over: impl Fn(&AdmissionState) -> bool) -> Poll<()> {
+        let mut state = self.state.lock();
+        if is_over(&state) {
+            return Poll::Ready(());
+        }
+        state.register(context);
+        Poll::Pending
+    }
+}
+
+/// The entry of one connection in the registry, which it leaves when this is dropped.
+pub struct ConnectionGuard {
+    registry: Arc<Registry>,
+    id: u64,
+}
+
+impl ConnectionGuard {
+    /// Waits until the connection is admitted, and ends another one if need be. False when it will not be.
+    pub async fn admitted(&self) -> bool {
+        let mut delay = None;
+        poll_fn(|context| {
+            loop {
+                let mut state = self.registry.state.lock();
+                match state.admission(self.id) {
+                    Admission::Admitted => return Poll::Ready(true),
+                    Admission::Waiting => {}
+                    Admission::Refused => return Poll::Ready(false),
+                }
+                let retry_in = state.make_room(self.id, self.registry.end_time);
+                state.register(context);
+                drop(state);
+                let Some(retry_in) = retry_in else { return Poll::Pending };
+                if Pin::new(delay.insert(sleep(retry_in))).poll(context).is_pending() {
+                    return Poll::Pending;
+                }
+            }
+        })
+        .await
+    }
+
+    /// The handshake is over. The signal that ends the transmission phase.
+    pub fn start_transmission(&self, activity: &Arc<Activity>) -> Arc<ShutdownSignal> {
+        self.registry.state.lock().start_transmission(self.id, activity)
+    }
+}
+
+impl Drop for ConnectionGuard {
+    fn drop(&mut self) {
+        self.registry.state.lock().remove(self.id, self.registry.limit);
+    }
+}
+
+#[cfg(test)]
+mod tests;

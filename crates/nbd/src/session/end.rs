@@ -1,0 +1,76 @@
+//! Why a connection ended.
+
+use std::io;
+use std::time::Duration;
+
+use blockhouse_core::Error;
+
+use crate::command::PayloadTooLong;
+use crate::proto::request::BadMagic;
+
+/// What the server waits for a client to do.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Direction {
+    /// Receive its replies.
+    Send,
+    /// Send the rest of a request.
+    Receive,
+}
+
+impl Direction {
+    /// Both, in the order of their numbers.
+    pub const BOTH: [Self; 2] = [Self::Send, Self::Receive];
+}
+
+/// Why the transmission phase ended.
+#[derive(Debug, thiserror::Error)]
+pub enum End {
+    /// The client sent `NBD_CMD_DISC`.
+    #[error("the client disconnected")]
+    Disconnected,
+    /// The client closed the connection between two requests.
+    #[error("the client closed the connection")]
+    Closed,
+    /// The client closed the connection in the middle of a request.
+    #[error("the connection ended inside of a request")]
+    Truncated,
+    /// The server requested shutdown: it ends itself, or makes room for another client.
+    #[error("the server ended it")]
+    Drained,
+    /// The client did not receive its replies, or did not send the rest of a request.
+    #[error("the client {} for {limit:?}", match direction {
+        Direction::Send => "did not take its replies",
+        Direction::Receive => "did not send the rest of a request",
+    })]
+    Stalled {
+        /// What it did not do.
+        direction: Direction,
+        /// For how long, at least.
+        limit: Duration,
+    },
+    /// The client sent no request.
+    #[error("the client asked for nothing for {0:?}")]
+    Idle(Duration),
+    /// A socket operation failed.
+    #[error("the connection failed: {0}")]
+    Failed(#[from] io::Error),
+    /// ENOMEM for the connection's own memory.
+    #[error("{0}")]
+    NoMemory(Error),
+    /// A request without its magic number: the two ends are out of step.
+    #[error(transparent)]
+    BadMagic(#[from] BadMagic),
+    /// A payload that is longer than the announced limit.
+    #[error(transparent)]
+    PayloadTooLong(#[from] PayloadTooLong),
+}
+
+impl End {
+    /// The same end, where it came while a request was incomplete.
+    pub fn inside_request(self) -> Self {
+        match self {
+            Self::Closed => Self::Truncated,
+            other => other,
+        }
+    }
+}

@@ -1,0 +1,92 @@
+//! What a handler does: executes requests on the disk and replies to them.
+
+use std::rc::Rc;
+
+use blockhouse_core::{Buffer, Request, Result, Storage};
+use blockhouse_engine::spawn_detached;
+
+use super::block_status;
+use super::failure::request_error;
+use super::handler::{Handler, Job};
+use super::reply_queue::{DataReply, HEAD_ROOM, Reply};
+use super::state::SessionState;
+use crate::command::Command;
+use crate::proto::reply::{ReplyTo, SuccessForm, encode_read_head, read_head_length};
+
+/// How many bytes of memory a request occupies while it is in flight.
+pub fn footprint(command: &Command) -> usize {
+    match command {
+        Command::Read { length, .. } | Command::Write { length, .. } => *length as usize,
+        Command::BlockStatus { .. } => block_status::REPLY_BYTES,
+        _ => 0,
+    }
+}
+
+/// Gives a request to an idle handler, or to a new one.
+pub fn dispatch<S: Storage>(state: &Rc<SessionState<S>>, job: Job) {
+    let handler = state.idle_handlers.pop().unwrap_or_else(|| {
+        let handler = Rc::new(Handler::default());
+        spawn_detached(run(Rc::clone(state), Rc::clone(&handler)));
+        handler
+    });
+    handler.give(job);
+}
+
+/// Executes requests until the connection ends.
+async fn run<S: Storage>(state: Rc<SessionState<S>>, handler: Rc<Handler>) {
+    while let Some(Job { permit, to, command, payload }) = handler.next().await {
+        let reply = match execute(&state, to, &command, payload).await {
+            Ok(reply) => reply,
+            Err(error) => {
+                state.failures.note(&state.options.export, &error);
+                Reply::Error(request_error(&error, &command))
+            }
+        };
+        state.idle_handlers.push(Rc::clone(&handler));
+        state.replies.push(permit, to, reply);
+    }
+}
+
+async fn execute<S: Storage>(
+    state: &SessionState<S>,
+    to: ReplyTo,
+    command: &Command,
+    payload: Option<Buffer>,
+) -> Result<Reply> {
+    let request = match *command {
+        Command::Read { offset, length } => return read(state, to, offset, length as usize).await,
+        Command::BlockStatus { range, req_one } => {
+            return block_status::describe(state, to, range, req_one).await;
+        }
+        Command::Write { offset, durability, .. } => {
+            let mut payload = payload.expect("the reader gives every write its payload");
+            let from = payload.lend();
+            state.disk.submit(Request::Write { offset, from, durability }).await?;
+            return Ok(Reply::Success(SuccessForm::Shortest));
+        }
+        Command::WriteZeroes { range, unmap, fallback, durability } => {
+            Request::WriteZeroes { range, unmap, fallback, durability }
+        }
+        Command::Trim { range, durability } => Request::Discard { range, durability },
+        Command::Flush => Request::Flush,
+        Command::Cache { range } => Request::Prefetch { range },
+        Command::Empty(_) | Command::Disconnect => unreachable!("the reader handles these"),
+    };
+    state.disk.submit(request).await?;
+    Ok(Reply::Success(SuccessForm::Shortest))
+}
+
+async fn read<S: Storage>(
+    state: &SessionState<S>,
+    to: ReplyTo,
+    offset: u64,
+    length: usize,
+) -> Result<Reply> {
+    let mut buffer = state.pool.get(HEAD_ROOM + length)?;
+    let into = buffer.lend_range(HEAD_ROOM, length);
+    state.disk.submit(Request::Read { offset, into }).await?;
+    let framing = state.options.framing;
+    let start = HEAD_ROOM - read_head_length(framing);
+    encode_read_head(&mut buffer.bytes_mut()[start..], framing, to, length);
+    Ok(Reply::Data(DataReply::new(buffer, start)))
+}

@@ -1,0 +1,51 @@
+//! Requests that fail on the host: the line in the log, and the error that the client gets.
+
+use std::cell::Cell;
+
+use blockhouse_core::{Error, ErrorKind};
+
+use crate::command::{Command, RequestError};
+use crate::proto::Errno;
+
+/// Logs a connection's first request that the host failed, and only that: a broken disk fails every one.
+#[derive(Default)]
+pub struct FailureLog {
+    has_logged: Cell<bool>,
+}
+
+impl FailureLog {
+    /// Logs the error of a request to `export`, unless the client caused it.
+    pub fn note(&self, export: &str, error: &Error) {
+        match error.kind() {
+            ErrorKind::InvalidInput
+            | ErrorKind::PastEnd
+            | ErrorKind::ReadOnly
+            | ErrorKind::Unsupported => {}
+            ErrorKind::NoSpace | ErrorKind::Locked | ErrorKind::Corrupt | ErrorKind::Io => {
+                if !self.has_logged.replace(true) {
+                    tracing::warn!(export, "a request failed: {error}");
+                }
+            }
+        }
+    }
+}
+
+/// The error that the client gets. It names no path of the host.
+pub fn request_error(error: &Error, command: &Command) -> RequestError {
+    let message = match error.kind() {
+        ErrorKind::InvalidInput => "the request does not fit the export",
+        ErrorKind::PastEnd => "the range reaches past the end of the export",
+        ErrorKind::NoSpace => "the host has no space left",
+        ErrorKind::ReadOnly => "the export is read-only",
+        ErrorKind::Unsupported => "the disk cannot do this",
+        ErrorKind::Locked => "somebody else uses the disk",
+        ErrorKind::Corrupt => "the disk image is damaged",
+        ErrorKind::Io => "the host failed the operation",
+    };
+    let errno = match Errno::from_linux(error.errno()) {
+        // Reserved for this one command.
+        Errno::NotSup if !matches!(command, Command::WriteZeroes { .. }) => Errno::Inval,
+        errno => errno,
+    };
+    RequestError { errno, message }
+}

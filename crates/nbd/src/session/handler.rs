@@ -1,0 +1,78 @@
+//! Handlers: long-lived tasks, each of which executes one request at a time.
+//!
+//! A connection has as many handlers as it had requests in flight at once. They start when they are
+//! first needed and stay, so that a request costs no task and no allocation of its own.
+
+use std::cell::{Cell, RefCell};
+use std::rc::Rc;
+
+use blockhouse_core::Buffer;
+
+use super::condvar::Condvar;
+use super::in_flight::Permit;
+use crate::command::Command;
+use crate::proto::reply::ReplyTo;
+
+/// A request for a handler.
+pub struct Job {
+    /// What it has in flight.
+    pub permit: Permit,
+    /// Which request of the client it is.
+    pub to: ReplyTo,
+    /// What it asks for.
+    pub command: Command,
+    /// The payload of a write.
+    pub payload: Option<Buffer>,
+}
+
+/// What the task of a handler waits at.
+#[derive(Default)]
+pub struct Handler {
+    job: Cell<Option<Job>>,
+    is_ended: Cell<bool>,
+    changed: Condvar,
+}
+
+impl Handler {
+    /// Hands a request to the handler, which has none.
+    pub fn give(&self, job: Job) {
+        self.job.set(Some(job));
+        self.changed.notify();
+    }
+
+    /// Waits for the next request; `None` at the end of the connection.
+    pub async fn next(&self) -> Option<Job> {
+        self.changed
+            .wait_until(|| match self.job.take() {
+                Some(job) => Some(Some(job)),
+                None => self.is_ended.get().then_some(None),
+            })
+            .await
+    }
+
+    fn end(&self) {
+        self.is_ended.set(true);
+        self.changed.notify();
+    }
+}
+
+/// The handlers of a connection that have no request.
+#[derive(Default)]
+pub struct IdleHandlers(RefCell<Vec<Rc<Handler>>>);
+
+impl IdleHandlers {
+    /// Takes one out, the one that was busy last.
+    pub fn pop(&self) -> Option<Rc<Handler>> {
+        self.0.borrow_mut().pop()
+    }
+
+    /// Puts a handler back that has no request any more.
+    pub fn push(&self, handler: Rc<Handler>) {
+        self.0.borrow_mut().push(handler);
+    }
+
+    /// Ends the tasks of all handlers that are idle.
+    pub fn end(&self) {
+        self.0.take().iter().for_each(|handler| handler.end());
+    }
+}

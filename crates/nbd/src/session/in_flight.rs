@@ -1,0 +1,97 @@
+//! How much one connection may have in flight.
+//!
+//! A request that is beyond a limit is not refused: the server stops reading from the client until
+//! permits return. The [`ByteLimit`] that all connections share bounds what they have in flight
+//! together.
+
+use std::pin::pin;
+use std::rc::Rc;
+use std::sync::Arc;
+
+use blockhouse_core::{InFlight, InFlightLimits, InFlightPermit, ReleaseInFlight};
+use futures_util::future::{Either, select};
+
+use super::activity::Activity;
+use super::byte_limit::ByteLimit;
+use super::condvar::Condvar;
+
+/// One request in flight and the bytes that it occupies, or several. It is held from before a request's
+/// payload is received until its reply was sent, or was dropped because the client is gone.
+pub type Permit = InFlightPermit<Rc<InFlightLimit>>;
+
+/// The limit of one connection.
+pub struct InFlightLimit {
+    in_flight: InFlight,
+    /// Bytes outside of the shared limit: no other connection can have them.
+    reserved: u64,
+    byte_limit: Arc<ByteLimit>,
+    activity: Arc<Activity>,
+    released: Condvar,
+}
+
+impl InFlightLimit {
+    /// A limit with nothing in flight. `reserved` bytes do not count against `byte_limit`.
+    pub fn new(
+        limits: InFlightLimits,
+        reserved: u64,
+        byte_limit: Arc<ByteLimit>,
+        activity: Arc<Activity>,
+    ) -> Self {
+        let (in_flight, released) = (InFlight::new(limits), Condvar::default());
+        Self { in_flight, reserved, byte_limit, activity, released }
+    }
+
+    /// Waits until a request of so many bytes is within the limits. While nothing is in flight a request
+    /// is admitted whatever its size. For one task.
+    pub async fn acquire(self: &Rc<Self>, bytes: usize) -> Permit {
+        let bytes = bytes as u64;
+        while !self.try_acquire(bytes) {
+            let released = self.byte_limit.released();
+            // Tries once more before it waits, so that no release in between is missed.
+            let acquired = pin!(self.released.wait_until(|| self.try_acquire(bytes).then_some(())));
+            if let Either::Left(_) = select(acquired, released).await {
+                break;
+            }
+        }
+        Permit::new(Rc::clone(self), bytes)
+    }
+
+    fn try_acquire(&self, bytes: u64) -> bool {
+        let held = self.in_flight.bytes();
+        let shared = self.shared(held);
+        let more = self.shared(held + bytes) - shared;
+        if self.in_flight.is_idle() {
+            self.byte_limit.acquire_over_limit(more);
+        } else if !self.in_flight.admits(bytes) || !self.byte_limit.try_acquire(more, shared) {
+            return false;
+        }
+        self.in_flight.add(bytes);
+        self.activity.set_in_flight(self.in_flight.requests());
+        true
+    }
+
+    /// How many of the bytes that the connection holds count against the shared limit.
+    fn shared(&self, held: u64) -> u64 {
+        held.saturating_sub(self.reserved)
+    }
+
+    /// Waits until nothing is in flight.
+    pub async fn drained(&self) {
+        self.released.wait_until(|| self.in_flight.is_idle().then_some(())).await;
+    }
+}
+
+impl ReleaseInFlight for InFlightLimit {
+    fn release(&self, requests: usize, bytes: u64) {
+        let held = self.in_flight.bytes();
+        self.in_flight.release(requests, bytes);
+        if requests > 0 {
+            self.activity.set_in_flight(self.in_flight.requests());
+        }
+        self.byte_limit.release(self.shared(held) - self.shared(held - bytes));
+        self.released.notify();
+    }
+}
+
+#[cfg(test)]
+mod tests;

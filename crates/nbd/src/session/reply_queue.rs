@@ -1,0 +1,207 @@
+//! Replies for the writer.
+//!
+//! A reply without data is a few bytes, and all of them that are sent together share one buffer. A reply
+//! with data is sent from the buffer that the disk has filled. Replies may be sent in any order (proto.md,
+//! "Ordering of messages and writes"). Each holds its [`Permit`] until it was sent or dropped, so the queue
+//! never has more replies than there can be permits.
+
+use std::cell::{Cell, RefCell};
+use std::collections::VecDeque;
+
+use blockhouse_core::{Buffer, BufferPool, IoVector, IoVectorList, Result};
+
+use super::condvar::Condvar;
+use super::in_flight::Permit;
+use crate::command::RequestError;
+use crate::proto::Framing;
+use crate::proto::reply::{MAX_SMALL_REPLY, ReplyTo, SuccessForm, encode_error, encode_success};
+
+/// Where the data of a reply starts in its buffer: at a page, so that direct I/O can fill it. The head
+/// stands right before it, so that both are sent as one piece.
+pub const HEAD_ROOM: usize = blockhouse_core::BLOCK_ALIGNMENT;
+
+/// The outcome of a request, for the client.
+pub enum Reply {
+    /// It succeeded and returns nothing.
+    Success(SuccessForm),
+    /// It failed.
+    Error(RequestError),
+    /// It succeeded and returns data.
+    Data(DataReply),
+}
+
+/// A reply with its head and its data, encoded.
+pub struct DataReply {
+    /// The reply reaches to the end of it.
+    buffer: Buffer,
+    /// Where the bytes start that were not lent out yet.
+    start: usize,
+}
+
+impl DataReply {
+    /// The reply that begins at `start` of `buffer`, and reaches to its end.
+    pub fn new(buffer: Buffer, start: usize) -> Self {
+        Self { buffer, start }
+    }
+
+    /// How many bytes were not lent out yet.
+    fn remaining(&self) -> usize {
+        self.buffer.len() - self.start
+    }
+
+    fn lend(&mut self, length: usize) -> IoVector {
+        let start = self.start;
+        self.start += length;
+        self.buffer.lend_range(start, length)
+    }
+}
+
+/// Replies that are sent together.
+pub struct Batch {
+    /// The bytes of the replies without data.
+    small: Buffer,
+    /// How many of those bytes there are.
+    small_end: usize,
+    /// What those replies have in flight; `None` when there are none.
+    small_permit: Option<Permit>,
+    /// The replies with data.
+    data: VecDeque<(DataReply, Permit)>,
+}
+
+impl Batch {
+    /// An empty batch with room for `limit` replies.
+    ///
+    /// # Errors
+    /// ENOMEM where memory runs out.
+    pub fn new(pool: &BufferPool, limit: usize) -> Result<Self> {
+        let small = pool.get(limit * MAX_SMALL_REPLY)?;
+        Ok(Self { small, small_end: 0, small_permit: None, data: VecDeque::new() })
+    }
+
+    /// Whether there is no reply.
+    pub fn is_empty(&self) -> bool {
+        self.small_permit.is_none() && self.data.is_empty()
+    }
+
+    fn add(&mut self, mut permit: Permit, framing: Framing, to: ReplyTo, reply: Reply) {
+        let out = &mut self.small.bytes_mut()[self.small_end..];
+        self.small_end += match reply {
+            Reply::Success(form) => encode_success(out, framing, to, form),
+            Reply::Error(RequestError { errno, message }) => {
+                encode_error(out, framing, to, errno, message)
+            }
+            Reply::Data(data) => return self.data.push_back((data, permit)),
+        };
+        // The payload of a write is back in the pool, and so is the memory of a failed request.
+        permit.release_bytes();
+        match &mut self.small_permit {
+            Some(all) => all.merge(permit),
+            none => *none = Some(permit),
+        }
+    }
+
+    /// Lends out the next bytes to be sent, `limit` at most: those of the replies without data first. The
+    /// number of replies with data that end in these bytes.
+    pub fn lend(&mut self, list: &mut IoVectorList, limit: usize) -> usize {
+        if self.small_permit.is_some() {
+            list.push(self.small.lend_range(0, self.small_end));
+        }
+        let mut ended = 0;
+        for (reply, _) in &mut self.data {
+            let remaining = reply.remaining();
+            let length = remaining.min(limit);
+            if !list.is_empty() && list.len() + length > limit {
+                break;
+            }
+            list.push(reply.lend(length));
+            if length < remaining {
+                break;
+            }
+            ended += 1;
+        }
+        ended
+    }
+
+    /// Drops replies that were sent: those without data, and the first `ended` with data. Their permits
+    /// return.
+    pub fn drop_sent(&mut self, ended: usize) {
+        self.small_end = 0;
+        self.small_permit = None;
+        self.data.drain(..ended);
+    }
+
+    /// Drops all replies. Their permits return.
+    pub fn clear(&mut self) {
+        self.drop_sent(self.data.len());
+    }
+}
+
+/// The replies that wait for the writer.
+pub struct ReplyQueue {
+    framing: Framing,
+    waiting: RefCell<Batch>,
+    state: Cell<State>,
+    changed: Condvar,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum State {
+    Open,
+    Aborted,
+    Closed,
+}
+
+/// What the writer has to do.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum WriterAction {
+    /// Send the batch.
+    Send,
+    /// Drop the batch: the client is gone.
+    Discard,
+    /// End: nothing is left.
+    End,
+}
+
+impl ReplyQueue {
+    /// An empty queue with room for `limit` replies, which are encoded in this framing.
+    ///
+    /// # Errors
+    /// ENOMEM where memory runs out.
+    pub fn new(pool: &BufferPool, framing: Framing, limit: usize) -> Result<Self> {
+        let (waiting, state) = (RefCell::new(Batch::new(pool, limit)?), Cell::new(State::Open));
+        Ok(Self { framing, waiting, state, changed: Condvar::default() })
+    }
+
+    /// Leaves a reply for the writer.
+    pub fn push(&self, permit: Permit, to: ReplyTo, reply: Reply) {
+        self.waiting.borrow_mut().add(permit, self.framing, to, reply);
+        self.changed.notify();
+    }
+
+    /// Waits for replies, or the end, and moves all replies into `batch`, which is empty.
+    pub async fn next_batch(&self, batch: &mut Batch) -> WriterAction {
+        let action = self.changed.wait_until(|| {
+            let is_empty = self.waiting.borrow().is_empty();
+            match self.state.get() {
+                State::Closed if is_empty => Some(WriterAction::End),
+                _ if is_empty => None,
+                State::Aborted => Some(WriterAction::Discard),
+                State::Open | State::Closed => Some(WriterAction::Send),
+            }
+        });
+        let action = action.await;
+        std::mem::swap(&mut *self.waiting.borrow_mut(), batch);
+        action
+    }
+
+    /// Has the writer drop replies from now on.
+    pub fn abort(&self) {
+        self.state.set(State::Aborted);
+    }
+
+    /// Ends the writer. All requests have completed, and no reply is left in the queue.
+    pub fn close(&self) {
+        self.state.set(State::Closed);
+        self.changed.notify();
+    }
+}

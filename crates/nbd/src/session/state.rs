@@ -1,0 +1,47 @@
+//! What the tasks of one connection share.
+
+use std::rc::Rc;
+use std::sync::Arc;
+
+use blockhouse_core::{BufferPool, Storage};
+use blockhouse_disk::Disk;
+use blockhouse_engine::Stream;
+
+use super::failure::FailureLog;
+use super::handler::IdleHandlers;
+use super::in_flight::InFlightLimit;
+use super::peer_wait::PeerWait;
+use super::reply_queue::ReplyQueue;
+use crate::handshake::NegotiatedOptions;
+
+/// One connection in its transmission phase. Its tasks (the reader, the handlers and the writer) run on
+/// one thread.
+pub struct SessionState<S: Storage> {
+    /// The socket.
+    pub stream: Stream,
+    /// The disk that is served.
+    pub disk: Arc<Disk<S>>,
+    /// What the handshake agreed on.
+    pub options: NegotiatedOptions,
+    /// Where the memory of payloads comes from.
+    pub pool: BufferPool,
+    /// How much may be in flight.
+    pub in_flight: Rc<InFlightLimit>,
+    /// Replies for the writer.
+    pub replies: ReplyQueue,
+    /// Whether the client has to act, and when it did last.
+    pub peer_wait: PeerWait,
+    /// The handlers without a request.
+    pub idle_handlers: IdleHandlers,
+    /// The log of requests that the host failed.
+    pub failures: FailureLog,
+}
+
+impl<S: Storage> SessionState<S> {
+    /// Ends the connection at once: nothing more is sent or received, and tasks that wait for the socket
+    /// wake up. Requests in flight complete without a reply.
+    pub fn abort(&self) {
+        self.replies.abort();
+        self.stream.shutdown();
+    }
+}
