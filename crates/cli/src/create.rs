@@ -13,7 +13,7 @@ use blockhouse_disk::{
     check_raw_backing, create as create_file, open_alone,
 };
 use blockhouse_engine::{EngineChoice, EventLoop, HostFile, OpenFor, PageCache};
-use blockhouse_format::{Fill, preallocate, qcow2};
+use blockhouse_format::{SpaceMode, preallocate, qcow2};
 use clap::error::ErrorKind;
 
 use crate::create_options::{self, Setting};
@@ -47,8 +47,8 @@ pub fn run(arguments: Arguments) -> Result<()> {
     let mut event_loop = EventLoop::new(EngineChoice::Auto)?;
     match format.unwrap_or_else(|| format_of_new(&image)) {
         ImageFormat::Raw => {
-            let fill = create_options::raw(settings).unwrap_or_else(|why| wrong_usage(&why));
-            event_loop.block_on(create_raw(&image, size, fill))
+            let mode = create_options::raw(settings).unwrap_or_else(|why| wrong_usage(&why));
+            event_loop.block_on(create_raw(&image, size, mode))
         }
         ImageFormat::Qcow2 => {
             let options = create_options::qcow2(size, settings).unwrap_or_else(|why| {
@@ -79,12 +79,12 @@ pub fn wrong_usage(why: &str) -> ! {
     clap::Command::new("blockhouse").error(ErrorKind::ValueValidation, why).exit()
 }
 
-async fn create_raw(image: &Path, size: u64, fill: Option<Fill>) -> Result<()> {
+async fn create_raw(image: &Path, size: u64, mode: Option<SpaceMode>) -> Result<()> {
     create_file(image, size, ImageFormat::Raw).await?;
-    let Some(fill) = fill else { return Ok(()) };
+    let Some(mode) = mode else { return Ok(()) };
     let finish = async {
         let file = HostFile::open(image, OpenFor::Writing, PageCache::Used)?;
-        preallocate(&file, ByteRange::between(0, size), fill).await?;
+        preallocate(&file, ByteRange::between(0, size), mode).await?;
         file.flush(SyncMode::Full).await
     };
     Ok(finish.await.inspect_err(|_| {

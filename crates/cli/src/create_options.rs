@@ -1,7 +1,7 @@
 //! The options of new qcow2 images (`create -o NAME=VALUE,...`), with the names of `qemu-img`.
 
 use blockhouse_disk::{Backing, DataFile, ImageFormat, is_address};
-use blockhouse_format::Fill;
+use blockhouse_format::SpaceMode;
 use blockhouse_format::qcow2::{Compression, CreateOptions, Preallocation, Switch, Version};
 
 use crate::size;
@@ -172,13 +172,13 @@ pub fn qcow2(size: u64, settings: Vec<Setting>) -> Result<CreateOptions, String>
 ///
 /// # Errors
 /// An option that only qcow2 has.
-pub fn raw(settings: Vec<Setting>) -> Result<Option<Fill>, String> {
-    let mut fill = None;
+pub fn raw(settings: Vec<Setting>) -> Result<Option<SpaceMode>, String> {
+    let mut mode = None;
     for setting in settings {
-        fill = match setting {
+        mode = match setting {
             Setting::Preallocation(Preallocation::Off) => None,
-            Setting::Preallocation(Preallocation::Falloc) => Some(Fill::Reserve),
-            Setting::Preallocation(Preallocation::Full) => Some(Fill::Write),
+            Setting::Preallocation(Preallocation::Falloc) => Some(SpaceMode::Falloc),
+            Setting::Preallocation(Preallocation::Full) => Some(SpaceMode::Full),
             _ => {
                 return Err("raw images have no options (-o) but preallocation=off, falloc and \
                             full; for others say --format qcow2"
@@ -186,7 +186,7 @@ pub fn raw(settings: Vec<Setting>) -> Result<Option<Fill>, String> {
             }
         };
     }
-    Ok(fill)
+    Ok(mode)
 }
 
 #[cfg(test)]

@@ -152,7 +152,7 @@ impl<S: Storage> Disk<S> {
         depth: usize,
     ) -> Result<(BlockStatus, u64)> {
         // The place that is looked up keeps its owner until the host has been asked.
-        let hold = self.format.hold();
+        let guard = self.format.begin_read();
         let extent = self.format.map(range, Intent::Read).await?;
         let length = extent.guest.length();
         let status = match extent.state {
@@ -175,7 +175,7 @@ impl<S: Storage> Disk<S> {
             ExtentState::Zero => BlockStatus::Zero,
             ExtentState::Hole => BlockStatus::Hole,
             ExtentState::Backing => {
-                drop(hold);
+                drop(guard);
                 let backing = self.backing()?;
                 let inside = within(extent.guest, backing.size());
                 if inside.is_empty() {

@@ -24,7 +24,7 @@ impl<S: Storage> Disk<S> {
         }
         self.for_each_piece(|piece, source| self.commit_piece(base, piece, source)).await?;
         base.flush().await?;
-        self.format.empty().await
+        self.format.make_empty().await
     }
 
     async fn commit_piece(&self, base: &Self, piece: ByteRange, source: Source) -> Result<()> {

@@ -55,7 +55,7 @@ impl<S: Storage> Disk<S> {
             return extent.settle(Err(error), plan.of_each_write()).await;
         }
         let (head, tail) = around.lend(&mut buffer);
-        let all = self.format.filling(head.followed_by(from).followed_by(tail));
+        let all = self.format.track_cow_write(head.followed_by(from).followed_by(tail));
         self.store(extent, host - around.head.length(), all, plan).await
     }
 
@@ -82,7 +82,7 @@ impl<S: Storage> Disk<S> {
         if from.is_empty() {
             return Ok(());
         }
-        self.storage().write(host, self.format.filling(from), Durability::None).await
+        self.storage().write(host, self.format.track_cow_write(from), Durability::None).await
     }
 
     async fn read_around(&self, around: &Around, buffer: &mut ClusterBuffer<'_>) -> Result<()> {

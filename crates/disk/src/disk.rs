@@ -245,7 +245,7 @@ impl<S: Storage> Disk<S> {
     pub fn allocation_unit(&self) -> u64 {
         match &self.format {
             Format::Raw(_) => u64::from(self.alignment.offset),
-            Format::Qcow2(image) => image.unit_size(),
+            Format::Qcow2(image) => image.subcluster_size(),
         }
     }
 

@@ -3,7 +3,7 @@
 //! A request for `Data` whose extents are all plain overwrites travels as FUA where the storage has
 //! that: one operation for each extent, nothing follows. Where tables have to follow (new space, or
 //! an overwrite whose own mapping is not durable yet), the format says what is cheaper: the data by
-//! FUA, then the tables by FUA (`persist`), for a lone write; or plain writes and one flush that
+//! FUA, then the tables by FUA (`sync_metadata`), for a lone write; or plain writes and one flush that
 //! many share. What only tables say (zeros, discards) is durable with the tables alone, and so is
 //! data that went down plainly into new space: tables that refer to it are written behind a flush.
 //! In every other case the data goes down plainly, the mapping is committed, and one flush of the
@@ -13,7 +13,7 @@
 //! Whether an owed flush costs anything is decided one step below, in [`crate::generations`].
 
 use blockhouse_core::{Durability, Extent, ExtentFlags, Fua, Result, Storage, SyncMode};
-use blockhouse_format::Persistence;
+use blockhouse_format::MetadataSync;
 
 use crate::Disk;
 
@@ -53,14 +53,14 @@ impl Plan {
         durability: Durability,
         fua: Fua,
         extents: impl ExactSizeIterator<Item = &'a Extent> + Clone,
-        cheaper: impl FnOnce() -> Persistence,
+        cheaper: impl FnOnce() -> MetadataSync,
     ) -> Self {
         match (durability, fua) {
             (Durability::Data, Fua::Native) if extents.clone().all(Extent::is_pure_overwrite) => {
                 Self::Fua
             }
             (Durability::Data, Fua::Native)
-                if extents.len() <= FEW && cheaper() == Persistence::ByFua =>
+                if extents.len() <= FEW && cheaper() == MetadataSync::Fua =>
             {
                 Self::FuaThenTables
             }
@@ -126,11 +126,11 @@ impl<S: Storage> Disk<S> {
         match debt {
             Debt::Nothing => Ok(()),
             Debt::Tables => {
-                self.format.persist().await?;
+                self.format.sync_metadata().await?;
                 self.check_failure()
             }
             Debt::TablesAndData => {
-                self.format.persist_together().await?;
+                self.format.sync_data_and_metadata().await?;
                 self.check_failure()
             }
             Debt::Flush(sync) => self.format.flush(sync).await,
@@ -163,14 +163,14 @@ mod tests {
     }
 
     fn plan(durability: Durability, fua: Fua, extents: &[ExtentFlags]) -> Plan {
-        plan_with(durability, fua, extents, Persistence::ByFlush)
+        plan_with(durability, fua, extents, MetadataSync::Flush)
     }
 
     fn plan_with(
         durability: Durability,
         fua: Fua,
         extents: &[ExtentFlags],
-        cheaper: Persistence,
+        cheaper: MetadataSync,
     ) -> Plan {
         let extents: Vec<_> = extents.iter().map(mapped).collect();
         Plan::for_writes(durability, fua, extents.iter(), || cheaper)
@@ -189,7 +189,7 @@ mod tests {
     #[test]
     fn tables_follow_by_fua_where_the_format_calls_that_cheaper() {
         let by_fua = |durability, fua, extents: &[ExtentFlags]| {
-            plan_with(durability, fua, extents, Persistence::ByFua)
+            plan_with(durability, fua, extents, MetadataSync::Fua)
         };
         for flags in [NEW, ExtentFlags::DIRTY, NEW | ExtentFlags::SHARED] {
             let plan = by_fua(Durability::Data, Fua::Native, &[PURE, flags]);
@@ -207,7 +207,7 @@ mod tests {
         let full = Plan::ThenFlush(SyncMode::Full);
         for fua in [Fua::Native, Fua::Emulated] {
             for flags in [PURE, NEW] {
-                for cheaper in [Persistence::ByFua, Persistence::ByFlush] {
+                for cheaper in [MetadataSync::Fua, MetadataSync::Flush] {
                     assert_eq!(plan_with(Durability::Full, fua, &[flags], cheaper), full);
                 }
             }

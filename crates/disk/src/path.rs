@@ -43,7 +43,7 @@ impl<S: Storage> Disk<S> {
     /// Fills `into` with the bytes of `range`.
     pub(crate) async fn read(&self, range: ByteRange, into: IoVector) -> Result<()> {
         // What is read keeps its place until it is read.
-        let _hold = self.format.hold();
+        let _guard = self.format.begin_read();
         let first = self.format.map(first_part(range), Intent::Read).await?;
         if first.guest == range {
             return self.read_extent(&first, into).await;
@@ -205,7 +205,7 @@ impl<S: Storage> Disk<S> {
         extents: impl ExactSizeIterator<Item = &'a Extent> + Clone,
         durability: Durability,
     ) -> Plan {
-        Plan::for_writes(durability, self.fua(), extents, || self.format.persistence())
+        Plan::for_writes(durability, self.fua(), extents, || self.format.metadata_sync_mode())
     }
 
     async fn write_extent(
@@ -236,12 +236,13 @@ impl<S: Storage> Disk<S> {
         let durability = plan.of_each_write();
         let needs_round = matches!(plan, Plan::ThenFlush(_)) && !extent.is_pure_overwrite();
         let is_short = extent.guest.length() <= MAX_AWAITED;
-        let arriving = if needs_round && is_short { self.format.arriving() } else { None };
+        let data_write =
+            if needs_round && is_short { self.format.begin_data_write() } else { None };
         extent.set_moving();
         let outcome = self.storage().write(host, from, durability).await;
         // Before the commit, which may itself wait for a round. On another loop's thread the round may
         // begin between the two: then there is another one.
-        drop(arriving);
+        drop(data_write);
         extent.settle(outcome, durability).await
     }
 

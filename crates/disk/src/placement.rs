@@ -115,11 +115,11 @@ async fn qcow2_content<S: Storage>(
         ExtentState::Mapped { host } => written(image.data(), guest, host, runs).await?,
         ExtentState::Compressed { .. } => (guest, Content::Compressed),
         ExtentState::Zero => {
-            let (host, length) = image.kept_place(guest).await?;
+            let (host, length) = image.preallocated_offset(guest).await?;
             (guest.truncate(length), Content::Zero { host })
         }
         ExtentState::Hole | ExtentState::Backing => {
-            let (host, length) = image.kept_place(guest).await?;
+            let (host, length) = image.preallocated_offset(guest).await?;
             (guest.truncate(length), Content::Hole { host })
         }
     })

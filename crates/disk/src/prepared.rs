@@ -46,7 +46,7 @@ impl<'a, S: Storage> Prepared<'a, S> {
         self.stage = Stage::Idle;
         let value = outcome?;
         self.stage = Stage::Committed;
-        self.format.commit(self.extent, data).await?;
+        self.format.link(self.extent, data).await?;
         Ok(value)
     }
 }

@@ -30,7 +30,7 @@ impl<S: Storage> Disk<S> {
             return Err(Error::new(ErrorKind::InvalidInput, what).on(self.name()));
         }
         if let Some(uncovered) = self.uncovered(old, size) {
-            self.format.reserve(size).await?;
+            self.format.prepare_resize(size).await?;
             // Durable with the flush below.
             let _ = self.write_zeroes(uncovered, ZEROING, &claim).await?;
             self.format.flush(SyncMode::Data).await?;
@@ -69,7 +69,7 @@ impl<S: Storage> Disk<S> {
     fn uncovered(&self, old: u64, new: u64) -> Option<ByteRange> {
         let cluster_end = old.next_multiple_of(self.cluster_size()?);
         let behind = self.backing.as_ref().map_or(0, |backing| backing.size());
-        let needed = if self.format.is_all_placed() { new } else { cluster_end.max(behind) };
+        let needed = if self.format.is_fully_allocated() { new } else { cluster_end.max(behind) };
         let end = needed.min(new);
         let end = end.next_multiple_of(u64::from(self.alignment().offset));
         (end > old).then(|| ByteRange::between(old, end))

@@ -10,7 +10,7 @@ use blockhouse_core::{
     Buffer, ByteRange, Capabilities, Durability, Error, ErrorKind, ExtentState, Fallback, Offload,
     Result, Storage, Unmap, WorkBudget,
 };
-use blockhouse_format::{Intent, Persistence};
+use blockhouse_format::{Intent, MetadataSync};
 
 use crate::Disk;
 use crate::durable::{Debt, Plan};
@@ -74,7 +74,7 @@ impl<S: Storage> Disk<S> {
             ExtentState::Mapped { host } => {
                 let place = ByteRange::between(host, host + extent.guest.length());
                 // What is copied around it goes down plainly.
-                let by_flush = || Persistence::ByFlush;
+                let by_flush = || MetadataSync::Flush;
                 let extents = [&*extent].into_iter();
                 let plan = Plan::for_writes(how.durability, self.fua(), extents, by_flush);
                 let copied = self.copy_around(&mut extent, host).await;

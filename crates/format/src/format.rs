@@ -1,16 +1,16 @@
 //! What the I/O path may ask of an image format.
 //!
 //! Writing goes in three steps, so that no crash shows a mapping without its data: `map` prepares
-//! an extent, the path moves the data, `commit` makes the extent visible (or `abort` gives it back).
+//! an extent, the path moves the data, `link` makes the extent visible (or `abort` gives it back).
 //! A format relies on its caller for order: two writes of the same guest bytes may be in flight
 //! together only where they need no space of their own.
 
 use blockhouse_core::{
-    ByteRange, Durability, Error, ErrorKind, Extent, IoVector, Result, Storage, SyncMode, Unmap,
+    ByteRange, Durability, Error, ErrorKind, Extent, IoVector, Result, Storage, SyncMode,
 };
 
-use crate::qcow2::{Arriving, Backing, Hold};
-use crate::{Qcow2, Raw};
+use crate::qcow2::{Backing, DataWriteGuard, ReadGuard};
+use crate::{Abort, Intent, MetadataSync, Qcow2, Raw};
 
 /// An image format over the storage that holds the image. Closed: the path has one arm for each
 /// state of an extent, not one for each format.
@@ -19,41 +19,6 @@ pub enum Format<S: Storage> {
     Raw(Raw<S>),
     /// Tables say where the guest's clusters are.
     Qcow2(Box<Qcow2<S>>),
-}
-
-/// What the caller of [`Format::map`] is going to do with the extent.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Intent {
-    /// Read it. Nothing is allocated.
-    Read,
-    /// Overwrite all of it. The answer is always `Mapped`; the space may be `NEW`.
-    Write,
-    /// Make all of it read as zeros: `Mapped` where zeros have to be written, else a state that
-    /// reads as zeros once it is committed. The space is kept where it must not be given back.
-    Zero(Unmap),
-    /// Give its space back: `Mapped` where the storage has to be told, else a state that takes
-    /// effect when it is committed.
-    Discard,
-}
-
-/// Why an extent will not be committed.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Abort {
-    /// No operation on its place is in flight (it failed or never started): new space can be used
-    /// again at once.
-    Ended,
-    /// The request was dropped while the storage was at work: it may still write to the place, so
-    /// new space must not be used for anything else while the image is open. A leak at most.
-    InFlight,
-}
-
-/// The cheapest way for a durable write that waits for the format's tables.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Persistence {
-    /// Each write durable by itself, the data's first: [`Format::persist`] then takes no flush.
-    ByFua,
-    /// Plain writes and [`Format::flush`]: a flush is due anyway, or is shared by many.
-    ByFlush,
 }
 
 impl<S: Storage> Format<S> {
@@ -98,22 +63,23 @@ impl<S: Storage> Format<S> {
         }
     }
 
-    /// Whether each part of the disk has its place there from the first, so that what others write there
-    /// is read here.
-    pub fn is_all_placed(&self) -> bool {
+    /// Whether every part of the disk has its own host range from the beginning, so that what other
+    /// programs write to the storage is read here.
+    pub fn is_fully_allocated(&self) -> bool {
         match self {
             Self::Raw(_) => true,
             Self::Qcow2(qcow2) => qcow2.is_raw_disk(),
         }
     }
 
-    /// Memory that a write takes more from than the guest gave, for an extent whose `whole` is more than
-    /// its own bytes: the format knows when the write has ended, also when nobody waits for it.
+    /// Attaches a guard to the memory of a write that carries copy-on-write padding (an extent whose
+    /// `whole` is more than its `guest`): so the format learns when the write has ended, also where its
+    /// future was dropped.
     #[must_use]
-    pub fn filling(&self, from: IoVector) -> IoVector {
+    pub fn track_cow_write(&self, from: IoVector) -> IoVector {
         match self {
             Self::Raw(_) => from,
-            Self::Qcow2(qcow2) => qcow2.filling(from),
+            Self::Qcow2(qcow2) => qcow2.track_cow_write(from),
         }
     }
 
@@ -123,7 +89,7 @@ impl<S: Storage> Format<S> {
     ///
     /// `range` must not be empty, must lie before [`end`](Self::end), and for all intents but
     /// `Read` must be aligned as the storage demands (or stop at the end). Every extent of those
-    /// intents is handed back by exactly one of [`commit`](Self::commit) and
+    /// intents is handed back by exactly one of [`link`](Self::link) and
     /// [`abort`](Self::abort).
     pub async fn map(&self, range: ByteRange, intent: Intent) -> Result<Extent> {
         match self {
@@ -137,7 +103,7 @@ impl<S: Storage> Format<S> {
     /// content). It starts and ends as the storage's alignment demands.
     ///
     /// `guest` is the whole cluster, or ends with the disk; `length`, rounded up to the storage's
-    /// alignment, is less than a cluster. Handed back by exactly one of [`commit`](Self::commit) and
+    /// alignment, is less than a cluster. Handed back by exactly one of [`link`](Self::link) and
     /// [`abort`](Self::abort), as those of [`map`](Self::map).
     ///
     /// # Errors
@@ -153,40 +119,41 @@ impl<S: Storage> Format<S> {
         }
     }
 
-    /// Whoever maps for reading takes this before and drops it when the data is read: until then the
-    /// places of the answer are not given to anybody else, whatever is written, discarded and flushed
-    /// meanwhile. Must not be held while waiting for anything but reads. `None` where places never
-    /// change their owner.
-    pub fn hold(&self) -> Option<Hold> {
+    /// Begins a read: to be called before [`map`](Self::map) with [`Intent::Read`], and the guard to be
+    /// dropped when the data is read. Until then the mapped host ranges get no new owner, whatever is
+    /// written, discarded and flushed meanwhile. The holder must wait for nothing but reads. `None` where
+    /// host ranges never change their owner.
+    pub fn begin_read(&self) -> Option<ReadGuard> {
         match self {
             Self::Raw(_) => None,
-            Self::Qcow2(qcow2) => Some(qcow2.hold()),
+            Self::Qcow2(qcow2) => Some(qcow2.begin_read()),
         }
     }
 
-    /// Whoever writes data plainly, for which tables have to be made durable right behind it, takes this
-    /// before and drops it when the data is there, whether it could be written or not: a
-    /// [`flush`](Self::flush) or [`persist_together`](Self::persist_together) that has to write tables
-    /// first waits for it, and serves both. So it must be polled to its end or dropped, must not wait for
-    /// anything but the storage meanwhile, and is meant for data that does not take long. `None` where
-    /// no tables are.
-    pub fn arriving(&self) -> Option<Arriving> {
+    /// Begins a write without FUA that will need a metadata sync: to be called before the data is
+    /// written, and the guard to be dropped when the write has ended, with or without an error. A
+    /// [`flush`](Self::flush) or [`sync_data_and_metadata`](Self::sync_data_and_metadata) that has
+    /// metadata to write first waits for the guards that exist, and so covers those writes as well. The
+    /// holder must wait for nothing but the storage, and the write should be short. `None` where the
+    /// format has no metadata.
+    pub fn begin_data_write(&self) -> Option<DataWriteGuard> {
         match self {
             Self::Raw(_) => None,
-            Self::Qcow2(qcow2) => Some(qcow2.arriving()),
+            Self::Qcow2(qcow2) => Some(qcow2.begin_data_write()),
         }
     }
 
-    /// The data of `extent` arrived in the storage, `data` durable: makes the extent visible.
-    /// Durable with the next [`flush`](Self::flush). Where no data was moved, it is durable.
-    pub async fn commit(&self, extent: Extent, data: Durability) -> Result<()> {
+    /// Makes the extent visible: its data is in the storage, as durable as `data` says. The mapping is
+    /// durable after the next [`flush`](Self::flush) or metadata sync. Without data the caller passes
+    /// `Durability::Data`.
+    pub async fn link(&self, extent: Extent, data: Durability) -> Result<()> {
         match self {
-            Self::Raw(raw) => raw.commit(extent),
-            Self::Qcow2(qcow2) => qcow2.commit(extent, data).await,
+            Self::Raw(raw) => raw.link(extent),
+            Self::Qcow2(qcow2) => qcow2.link(extent, data).await,
         }
     }
 
-    /// The data of `extent` did not arrive. Never waits, so that it can be called from a drop.
+    /// Gives the extent back: its data was not written. Never waits, so that `drop` can call it.
     pub fn abort(&self, extent: Extent, why: Abort) {
         match self {
             Self::Raw(raw) => raw.abort(extent, why),
@@ -194,8 +161,8 @@ impl<S: Storage> Format<S> {
         }
     }
 
-    /// Makes everything committed so far durable: first the data, then the format's own tables. Waits
-    /// for data that is [`arriving`](Self::arriving).
+    /// Makes everything linked so far durable: first the data, then the format's metadata. Waits for
+    /// the writes that hold a guard of [`begin_data_write`](Self::begin_data_write).
     pub async fn flush(&self, sync: SyncMode) -> Result<()> {
         match self {
             Self::Raw(raw) => raw.flush(sync).await,
@@ -203,40 +170,41 @@ impl<S: Storage> Format<S> {
         }
     }
 
-    /// Makes the mappings committed so far durable, with the data behind them. Unlike
+    /// Makes the mappings linked so far durable, and the data that they refer to. Unlike
     /// [`flush`](Self::flush) it need not make any other data durable: enough for a write whose
-    /// extents are all new, or were written durably.
-    pub async fn persist(&self) -> Result<()> {
+    /// extents are all new, or were written by FUA.
+    pub async fn sync_metadata(&self) -> Result<()> {
         match self {
             Self::Raw(_) => Ok(()),
-            Self::Qcow2(qcow2) => qcow2.persist().await,
+            Self::Qcow2(qcow2) => qcow2.sync_metadata().await,
         }
     }
 
-    /// As [`persist`](Self::persist), for extents whose data was written plainly: those that are
-    /// [`arriving`](Self::arriving) are waited for, and served with the same tables and flushes.
-    pub async fn persist_together(&self) -> Result<()> {
+    /// As [`sync_metadata`](Self::sync_metadata), for extents whose data was written without FUA: waits
+    /// for the writes that hold a guard of [`begin_data_write`](Self::begin_data_write), so that one
+    /// writeback serves all of them.
+    pub async fn sync_data_and_metadata(&self) -> Result<()> {
         match self {
             Self::Raw(_) => Ok(()),
-            Self::Qcow2(qcow2) => qcow2.persist_together().await,
+            Self::Qcow2(qcow2) => qcow2.sync_data_and_metadata().await,
         }
     }
 
-    /// How the extents that are prepared now would become durable with the fewest operations. Only
-    /// advice: both ways are always right.
-    pub fn persistence(&self) -> Persistence {
+    /// The way in which the extents that are prepared now become durable with the fewest operations.
+    /// Only advice: both ways are always correct.
+    pub fn metadata_sync_mode(&self) -> MetadataSync {
         match self {
-            Self::Raw(_) => Persistence::ByFlush,
-            Self::Qcow2(qcow2) => qcow2.persistence(),
+            Self::Raw(_) => MetadataSync::Flush,
+            Self::Qcow2(qcow2) => qcow2.metadata_sync_mode(),
         }
     }
 
-    /// Makes [`map`](Self::map) for a change answer up to `size`, which may lie beyond the end, so that
-    /// what [`resize`](Self::resize) would bring to light can be made zeros before. The size stays.
-    pub async fn reserve(&self, size: u64) -> Result<()> {
+    /// Lets [`map`](Self::map) for a change accept ranges up to `size`, past the end of the disk: so the
+    /// caller can make zeros of the bytes that [`resize`](Self::resize) will show. The size stays.
+    pub async fn prepare_resize(&self, size: u64) -> Result<()> {
         match self {
             Self::Raw(_) => Ok(()),
-            Self::Qcow2(qcow2) => qcow2.reserve(size).await,
+            Self::Qcow2(qcow2) => qcow2.prepare_resize(size).await,
         }
     }
 
@@ -261,16 +229,16 @@ impl<S: Storage> Format<S> {
         }
     }
 
-    /// Gives everything back that the image has itself, so that all reads as the backing file (or zeros,
-    /// where there is none). Durable when it returns; a crash before leaves some of it. No request may be
+    /// Drops all data of the image itself, so that all of it reads as the backing file (or as zeros
+    /// without one). Durable when it returns; a crash before leaves some of the data. No request may be
     /// in flight.
     ///
     /// # Errors
-    /// `Unsupported` where the format has nothing behind it; or what the storage answers.
-    pub async fn empty(&self) -> Result<()> {
+    /// `Unsupported` where the format has no backing files; or what the storage answers.
+    pub async fn make_empty(&self) -> Result<()> {
         match self {
             Self::Raw(raw) => Err(raw.has_no_backing()),
-            Self::Qcow2(qcow2) => qcow2.empty().await,
+            Self::Qcow2(qcow2) => qcow2.make_empty().await,
         }
     }
 
@@ -285,7 +253,8 @@ impl<S: Storage> Format<S> {
         }
     }
 
-    /// Brings everything to a durable end. Nothing may be in flight, and nothing be changed after.
+    /// Makes everything durable and ends the use of the image. No request may be in flight, and none
+    /// may follow.
     pub async fn close(&self) -> Result<()> {
         match self {
             Self::Raw(raw) => raw.flush(SyncMode::Data).await,

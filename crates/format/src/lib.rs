@@ -5,12 +5,14 @@
 #![forbid(unsafe_code)]
 
 mod format;
+mod interface;
 mod preallocate;
 pub mod probe;
 pub mod qcow2;
 mod raw;
 
-pub use format::{Abort, Format, Intent, Persistence};
-pub use preallocate::{Fill, preallocate};
+pub use format::Format;
+pub use interface::{Abort, Intent, MetadataSync};
+pub use preallocate::{SpaceMode, preallocate};
 pub use qcow2::Qcow2;
 pub use raw::Raw;

@@ -4,28 +4,28 @@ use blockhouse_core::{Buffer, ByteRange, Durability, Error, ErrorKind, Result, S
 
 /// How space is taken.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Fill {
+pub enum SpaceMode {
     /// The host's file system sets it aside (`fallocate`): quick.
-    Reserve,
+    Falloc,
     /// Zeros are written: slow, and works everywhere.
-    Write,
+    Full,
 }
 
-/// The most bytes that are written at once.
-const PIECE: u64 = 1 << 20;
+/// Bytes of one write.
+const CHUNK_SIZE: u64 = 1 << 20;
 
 /// Takes the space of `range`, which lies in whole blocks of the storage and reads as zeros before and
 /// after. Durable with the next full flush.
 ///
 /// # Errors
 /// `NoSpace`; `Unsupported` where the host cannot set space aside; or what the storage answers.
-pub async fn preallocate<S: Storage>(storage: &S, range: ByteRange, fill: Fill) -> Result<()> {
+pub async fn preallocate<S: Storage>(storage: &S, range: ByteRange, mode: SpaceMode) -> Result<()> {
     if range.is_empty() {
         return Ok(());
     }
-    match fill {
-        Fill::Reserve => reserve(storage, range).await,
-        Fill::Write => write(storage, range).await,
+    match mode {
+        SpaceMode::Falloc => reserve(storage, range).await,
+        SpaceMode::Full => write(storage, range).await,
     }
 }
 
@@ -41,14 +41,14 @@ async fn reserve<S: Storage>(storage: &S, range: ByteRange) -> Result<()> {
 }
 
 async fn write<S: Storage>(storage: &S, range: ByteRange) -> Result<()> {
-    let mut zeros = Buffer::new(range.length().min(PIECE) as usize);
+    let mut zeros = Buffer::new(range.length().min(CHUNK_SIZE) as usize);
     zeros.bytes_mut().fill(0);
     let mut rest = range;
     while !rest.is_empty() {
-        let piece = rest.truncate(PIECE);
-        zeros.set_len(piece.length() as usize);
-        storage.write(piece.offset(), zeros.lend(), Durability::None).await?;
-        rest = rest.skip(piece.length());
+        let chunk = rest.truncate(CHUNK_SIZE);
+        zeros.set_len(chunk.length() as usize);
+        storage.write(chunk.offset(), zeros.lend(), Durability::None).await?;
+        rest = rest.skip(chunk.length());
     }
     Ok(())
 }

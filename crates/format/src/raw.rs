@@ -61,7 +61,7 @@ impl<S: Storage> Raw<S> {
     }
 
     /// Nothing to do: raw extents are visible from the first.
-    pub(crate) fn commit(&self, _extent: Extent) -> Result<()> {
+    pub(crate) fn link(&self, _extent: Extent) -> Result<()> {
         Ok(())
     }
 

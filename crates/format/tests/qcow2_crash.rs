@@ -110,7 +110,7 @@ impl World {
             match random.u8(..12) {
                 0..2 => self.flush(&mut random).await,
                 2 => {
-                    let _ = self.patiently(self.image.persist(), &mut random).await;
+                    let _ = self.patiently(self.image.sync_metadata(), &mut random).await;
                 }
                 3 | 4 => self.read(&mut random).await,
                 _ => self.change(&mut random).await,
@@ -121,9 +121,9 @@ impl World {
     /// Reads as slowly as the disk is; whatever is changed meanwhile, no sector shows another's data.
     async fn read(&self, random: &mut Rng) {
         let range = self.any_range(random);
-        let hold = self.image.hold();
+        let guard = self.image.begin_read();
         let outcome = self.patiently(read(&self.image, range, 0), random).await;
-        drop(hold);
+        drop(guard);
         let Some(Ok(bytes)) = outcome else { return };
         for (sector, bytes) in (range.offset() / SECTOR..).zip(bytes.chunks_exact(SECTOR as usize))
         {
@@ -184,7 +184,7 @@ impl World {
                 _ => Durability::Data,
             };
             std::mem::forget(prepared);
-            self.image.commit(extent, data).await?;
+            self.image.link(extent, data).await?;
         }
         Ok(())
     }

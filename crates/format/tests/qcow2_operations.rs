@@ -35,8 +35,8 @@ async fn write_durably(image: &Qcow2<SimDisk>, cluster: u64) {
     let ExtentState::Mapped { host } = extent.state else { panic!("{extent:?}") };
     let mut buffer = Buffer::new(CLUSTER as usize);
     image.storage().write(host, buffer.lend(), Durability::Data).await.unwrap();
-    image.commit(extent, Durability::Data).await.unwrap();
-    image.persist().await.unwrap();
+    image.link(extent, Durability::Data).await.unwrap();
+    image.sync_metadata().await.unwrap();
 }
 
 /// The flushes and discards that emptying an image of 8 MiB takes, each of whose clusters has a place.
@@ -50,7 +50,7 @@ fn operations_to_empty(cluster_size: u64) -> [usize; 2] {
         create(&made, &options).await.unwrap();
         let image = Qcow2::open(made.clone(), OpenOptions::default()).await.unwrap();
         made.take_log();
-        image.empty().await.unwrap();
+        image.make_empty().await.unwrap();
     });
     let log = kinds(&disk.take_log());
     [OperationKind::Flush, OperationKind::Discard]
@@ -93,7 +93,7 @@ fn an_overwrite_is_pure_as_soon_as_its_own_mapping_is_durable() {
         write(&image, 0, &[1; 4096], 0).await.unwrap();
         let flags = || async {
             let extent = image.map(ByteRange::between(0, 4096), Intent::Write).await.unwrap();
-            image.commit(extent, Durability::None).await.unwrap();
+            image.link(extent, Durability::None).await.unwrap();
             extent.flags
         };
         assert_eq!(flags().await, ExtentFlags::DIRTY);
@@ -114,7 +114,7 @@ fn a_hundred_allocating_writes_share_tables_and_flushes() {
             let image = Rc::clone(&image);
             sim.spawn(async move {
                 write(&image, cluster * CLUSTER, &[1; 4096], 0).await.unwrap();
-                image.persist().await.unwrap();
+                image.sync_metadata().await.unwrap();
             })
         })
         .collect();
@@ -138,7 +138,7 @@ fn mapped_reads_and_overwrites_ask_nothing_of_the_storage() {
         for intent in [Intent::Read, Intent::Write] {
             let extent = image.map(range, intent).await.unwrap();
             assert_eq!(extent.guest, range, "one extent for one run of clusters");
-            image.commit(extent, Durability::None).await.unwrap();
+            image.link(extent, Durability::None).await.unwrap();
         }
         assert_eq!(disk.take_log(), []);
     });

@@ -246,7 +246,7 @@ impl<'a, S: Storage> VmStateWriter<'a, S> {
         let count = window.close(cluster_size as usize);
         for number in 0..count as u64 {
             let (cluster, bytes) = (first + number, window.cluster(number, cluster_size));
-            if self.tables.can_say_zero() && window::is_zero(bytes) {
+            if self.tables.has_zero_encoding() && window::is_zero(bytes) {
                 self.tables.set(cluster, VmStateCluster::Zero);
                 continue;
             }
@@ -272,7 +272,7 @@ impl<'a, S: Storage> VmStateWriter<'a, S> {
     fn place_of(&self, cluster: u64) -> Option<u64> {
         match self.tables.get(cluster)? {
             VmStateCluster::Data(host) => Some(host),
-            VmStateCluster::Zero | VmStateCluster::Packed(_) => None,
+            VmStateCluster::Zero | VmStateCluster::Compressed(_) => None,
         }
     }
 
@@ -313,7 +313,7 @@ impl<'a, S: Storage> VmStateWriter<'a, S> {
                 self.flying.swap_remove(place);
             }
         }
-        landed.taken.iter().for_each(|&place| self.tables.hold(place));
+        landed.taken.iter().for_each(|&place| self.tables.reserve(place));
         self.recycle(landed.buffer);
         for (cluster, place) in landed.outcome? {
             self.tables.set(cluster, place);
@@ -339,7 +339,7 @@ impl<'a, S: Storage> VmStateWriter<'a, S> {
     }
 
     async fn try_finish(&mut self, name: &str) -> Result<Snapshot> {
-        if !self.tables.can_say_zero() {
+        if !self.tables.has_zero_encoding() {
             self.fill_gaps().await?;
         }
         self.disk.create_snapshot_with(name, &self.tables).await
@@ -373,7 +373,7 @@ impl<'a, S: Storage> VmStateWriter<'a, S> {
 
     fn give_all_back(&mut self) {
         if let Ok(image) = self.disk.tables() {
-            for place in self.tables.let_go() {
+            for place in self.tables.release_all() {
                 image.give_clusters_back(place);
             }
         }

@@ -145,7 +145,7 @@ async fn write_blobs<S: Storage>(
                 place.offset() + at as u64,
                 place.offset() + (at + blob.len()) as u64,
             );
-            placed.push((*cluster, VmStateCluster::Packed(bytes)));
+            placed.push((*cluster, VmStateCluster::Compressed(bytes)));
             at += blob.len();
             rest = &rest[1..];
         }
@@ -173,7 +173,7 @@ pub(super) async fn read_back<S: Storage>(
                 let into = buffer.lend_range(start, cluster_size);
                 disk.storage().read(host, into).await?;
             }
-            Some(VmStateCluster::Packed(place)) => {
+            Some(VmStateCluster::Compressed(place)) => {
                 let outer = place.align_outward(u64::from(disk.alignment.offset));
                 let mut packed = Buffer::new(outer.length() as usize);
                 disk.storage().read(outer.offset(), packed.lend()).await?;

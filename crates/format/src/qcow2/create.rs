@@ -9,7 +9,7 @@ use super::extensions::{self, BACKING_FORMAT, Extension};
 use super::geometry::{Geometry, MAX_OFFSET};
 use super::header::{Header, Incompatible, LAZY_REFCOUNTS, LENGTH_2, LENGTH_3, RAW_DATA_FILE};
 use super::{Backing, Compression, DataFile, refcount, table_io};
-use crate::{Fill, preallocate};
+use crate::{SpaceMode, preallocate};
 
 /// Which revision of the format a new image has.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -149,8 +149,8 @@ impl CreateOptions {
     async fn fill<S: Storage>(&self, storage: &S, place: ByteRange) -> Result<()> {
         match self.preallocation {
             Preallocation::Off | Preallocation::Metadata => Ok(()),
-            Preallocation::Falloc => preallocate(storage, place, Fill::Reserve).await,
-            Preallocation::Full => preallocate(storage, place, Fill::Write).await,
+            Preallocation::Falloc => preallocate(storage, place, SpaceMode::Falloc).await,
+            Preallocation::Full => preallocate(storage, place, SpaceMode::Full).await,
         }
     }
 

@@ -104,8 +104,8 @@ impl<S: Storage> Qcow2<S> {
         }
     }
 
-    /// As [`Format::filling`](crate::Format::filling).
-    pub fn filling(&self, from: IoVector) -> IoVector {
+    /// As [`Format::track_cow_write`](crate::Format::track_cow_write).
+    pub fn track_cow_write(&self, from: IoVector) -> IoVector {
         if self.geometry.has_data_file {
             from.guarded_by(self.state.lock().fills.enter())
         } else {

@@ -14,7 +14,7 @@ impl<S: Storage> Qcow2<S> {
     ///
     /// # Errors
     /// As [`map`](Self::map).
-    pub async fn kept_place(&self, range: ByteRange) -> Result<(Option<u64>, u64)> {
+    pub async fn preallocated_offset(&self, range: ByteRange) -> Result<(Option<u64>, u64)> {
         self.step(|state| state.kept_place(range)).await
     }
 }

@@ -302,7 +302,7 @@ impl<S: Storage> Qcow2<S> {
 
     /// Bytes of what is allocated to the guest at a time: a subcluster, or a cluster where there are
     /// none.
-    pub fn unit_size(&self) -> u64 {
+    pub fn subcluster_size(&self) -> u64 {
         self.geometry.unit_size()
     }
 
@@ -351,18 +351,18 @@ impl<S: Storage> Qcow2<S> {
         self.marking(mapped.await).await
     }
 
-    /// As [`Format::hold`](crate::Format::hold).
-    pub fn hold(&self) -> Hold {
-        Hold { _read: self.reads.enter() }
+    /// As [`Format::begin_read`](crate::Format::begin_read).
+    pub fn begin_read(&self) -> ReadGuard {
+        ReadGuard { _read: self.reads.enter() }
     }
 
-    /// As [`Format::arriving`](crate::Format::arriving).
-    pub fn arriving(&self) -> Arriving {
-        Arriving { _data: self.arriving.enter() }
+    /// As [`Format::begin_data_write`](crate::Format::begin_data_write).
+    pub fn begin_data_write(&self) -> DataWriteGuard {
+        DataWriteGuard { _data: self.arriving.enter() }
     }
 
-    /// As [`Format::commit`](crate::Format::commit). Dropped before its end, it is an abort.
-    pub async fn commit(&self, extent: Extent, data: Durability) -> Result<()> {
+    /// As [`Format::link`](crate::Format::link). Dropped before its end, it is an abort.
+    pub async fn link(&self, extent: Extent, data: Durability) -> Result<()> {
         let unfinished = Committing { state: &self.state, extent };
         let committed = self.step(|state| state.commit(extent, data)).await;
         let dropped = self.marking(committed).await?;
@@ -470,17 +470,17 @@ impl<S: Storage> Qcow2<S> {
     }
 }
 
-/// Keeps places that were looked up for reading what they are. See [`Format::hold`].
+/// Keeps places that were looked up for reading what they are. See [`Format::begin_read`].
 ///
-/// [`Format::hold`]: crate::Format::hold
-pub struct Hold {
+/// [`Format::begin_read`]: crate::Format::begin_read
+pub struct ReadGuard {
     _read: Underway,
 }
 
-/// Has the next flush wait for data. See [`Format::arriving`].
+/// Has the next flush wait for data. See [`Format::begin_data_write`].
 ///
-/// [`Format::arriving`]: crate::Format::arriving
-pub struct Arriving {
+/// [`Format::begin_data_write`]: crate::Format::begin_data_write
+pub struct DataWriteGuard {
     _data: Underway,
 }
 

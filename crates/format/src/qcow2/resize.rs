@@ -22,8 +22,8 @@ const MAX_L1_BYTES: u64 = 32 << 20;
 const CLUSTERS_TOGETHER: u64 = 1 << 19;
 
 impl<S: Storage> Qcow2<S> {
-    /// As [`Format::reserve`](crate::Format::reserve).
-    pub async fn reserve(&self, size: u64) -> Result<()> {
+    /// As [`Format::prepare_resize`](crate::Format::prepare_resize).
+    pub async fn prepare_resize(&self, size: u64) -> Result<()> {
         self.check_resize(size)?;
         self.begin_changes().await?;
         self.grow_data(size).await?;
@@ -85,8 +85,8 @@ impl<S: Storage> Qcow2<S> {
         Ok(())
     }
 
-    /// As [`Format::empty`](crate::Format::empty).
-    pub async fn empty(&self) -> Result<()> {
+    /// As [`Format::make_empty`](crate::Format::make_empty).
+    pub async fn make_empty(&self) -> Result<()> {
         self.check_writable()?;
         self.check_intact()?;
         self.begin_changes().await?;

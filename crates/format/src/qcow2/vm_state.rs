@@ -48,8 +48,8 @@ pub enum VmStateCluster {
     Zero,
     /// At this offset of the storage.
     Data(u64),
-    /// Packed: from this offset on, in at most so many bytes.
-    Packed(ByteRange),
+    /// Compressed: from this offset on, in at most so many bytes.
+    Compressed(ByteRange),
 }
 
 impl<S: Storage> Qcow2<S> {
@@ -97,7 +97,7 @@ impl<S: Storage> Qcow2<S> {
     }
 
     /// Takes one to `most` free clusters in a row for a machine's state. Nothing refers to them: they
-    /// are to be [held](VmStateTables::hold) or given back.
+    /// are to be [reserved](VmStateTables::reserve) or given back.
     ///
     /// # Errors
     /// `NoSpace`, `ReadOnly`, or why tables cannot be written; `Unsupported` for an image with a data file.
@@ -125,7 +125,7 @@ impl VmStateTables {
     }
 
     /// Whether zeros need no place.
-    pub fn can_say_zero(&self) -> bool {
+    pub fn has_zero_encoding(&self) -> bool {
         self.says_zero != SaysZero::Nothing
     }
 
@@ -144,7 +144,7 @@ impl VmStateTables {
     }
 
     /// These clusters belong to the state from now on.
-    pub fn hold(&mut self, place: ByteRange) {
+    pub fn reserve(&mut self, place: ByteRange) {
         let clusters = self.geometry.clusters_of(place);
         match self.held.last_mut() {
             Some(last) if last.end == clusters.start => last.end = clusters.end,
@@ -153,7 +153,7 @@ impl VmStateTables {
     }
 
     /// All that is held, to be given back; the tables are empty then.
-    pub fn let_go(&mut self) -> Vec<ByteRange> {
+    pub fn release_all(&mut self) -> Vec<ByteRange> {
         self.tables.clear();
         let held = std::mem::take(&mut self.held);
         held.into_iter().map(|clusters| self.geometry.bytes_of(clusters)).collect()
@@ -168,7 +168,7 @@ impl VmStateTables {
             Entry::Standard { .. } => None,
             Entry::Compressed(place) => {
                 let place = ByteRange::new(place.offset, place.length)?;
-                Some(VmStateCluster::Packed(place))
+                Some(VmStateCluster::Compressed(place))
             }
         }
     }
@@ -180,7 +180,7 @@ impl VmStateTables {
             VmStateCluster::Zero if self.says_zero == SaysZero::Entry => Entry::ZERO,
             VmStateCluster::Zero => Entry::UNALLOCATED,
             VmStateCluster::Data(offset) => Entry::data(offset),
-            VmStateCluster::Packed(place) => Entry::Compressed(CompressedPlace {
+            VmStateCluster::Compressed(place) => Entry::Compressed(CompressedPlace {
                 offset: place.offset(),
                 length: place.length(),
             }),

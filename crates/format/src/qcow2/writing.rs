@@ -25,7 +25,7 @@ use super::header::{Header, Incompatible, SECTOR};
 use super::round::{Extent, Occasion, Piece, Round};
 use super::slice_cache::DataStability;
 use super::{Access, Qcow2, table_io};
-use crate::Persistence;
+use crate::MetadataSync;
 
 /// How many writes of tables are in flight together.
 const TOGETHER: usize = 16;
@@ -70,20 +70,20 @@ impl<S: Storage> Qcow2<S> {
         }
     }
 
-    /// As [`Format::persist`](crate::Format::persist).
-    pub async fn persist(&self) -> Result<()> {
+    /// As [`Format::sync_metadata`](crate::Format::sync_metadata).
+    pub async fn sync_metadata(&self) -> Result<()> {
         self.make_all_durable(Occasion::Alone).await.map(|_| ())
     }
 
-    /// As [`Format::persist_together`](crate::Format::persist_together).
-    pub async fn persist_together(&self) -> Result<()> {
+    /// As [`Format::sync_data_and_metadata`](crate::Format::sync_data_and_metadata).
+    pub async fn sync_data_and_metadata(&self) -> Result<()> {
         self.make_all_durable(Occasion::Shared).await.map(|_| ())
     }
 
-    /// As [`Format::persistence`](crate::Format::persistence): by FUA while few changes are under way
+    /// As [`Format::metadata_sync_mode`](crate::Format::metadata_sync_mode): by FUA while few changes are under way
     /// and the next round is one of few pieces whose data is stable. Not where FUA brings a flush with
     /// it, as it does where the file grows: one for data and refcounts is cheaper than one for each.
-    pub fn persistence(&self) -> Persistence {
+    pub fn metadata_sync_mode(&self) -> MetadataSync {
         let Capabilities { fua, fua_cost, .. } = self.storage.capabilities();
         let state = self.state.lock();
         let is_crowd = state.pending.changes() > FEW;
@@ -91,9 +91,9 @@ impl<S: Storage> Qcow2<S> {
         let fua_flushes = fua_cost == FuaCost::ExtraFlush || state.space.is_growing();
         let is_costly = is_crowd || is_resizing || fua_flushes;
         if fua == Fua::Native && !is_costly && state.cache.is_calm(2 * FEW) {
-            Persistence::ByFua
+            MetadataSync::Fua
         } else {
-            Persistence::ByFlush
+            MetadataSync::Flush
         }
     }
 

@@ -222,7 +222,7 @@ pub async fn store<S: Storage>(
         image.abort(extent, Abort::Ended);
         return filled;
     }
-    image.commit(extent, Durability::None).await
+    image.link(extent, Durability::None).await
 }
 
 async fn fill<S: Storage>(
@@ -260,7 +260,7 @@ pub async fn unmap<S: Storage>(
                 let zeros = vec![0; extent.guest.length() as usize];
                 store(image, extent, &zeros, behind).await?;
             }
-            _ => image.commit(extent, Durability::Data).await?,
+            _ => image.link(extent, Durability::Data).await?,
         }
         rest = rest.skip(extent.guest.length());
     }

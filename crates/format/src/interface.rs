@@ -1,0 +1,42 @@
+//! The vocabulary between the I/O path and an image format: what the path asks for, and what it
+//! says of an extent afterwards.
+//!
+//! This module depends on no format, so that each format can use it.
+
+use blockhouse_core::Unmap;
+
+/// What the caller of [`Format::map`](crate::Format::map) is going to do with the extent.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Intent {
+    /// Read it. Nothing is allocated.
+    Read,
+    /// Overwrite all of it. The answer is always `Mapped`; the space may be `NEW`.
+    Write,
+    /// Make all of it read as zeros: `Mapped` where zeros have to be written, else a state that
+    /// reads as zeros once it is linked. With `Unmap::Forbidden` the space stays allocated.
+    Zero(Unmap),
+    /// Free its space: `Mapped` where the storage has to be told, else a state that takes effect
+    /// when it is linked.
+    Discard,
+}
+
+/// Why an extent will not be linked.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Abort {
+    /// No operation on its host range is in flight (it failed or never started): new space can be
+    /// allocated again at once.
+    Ended,
+    /// The request's future was dropped while the storage was writing: the host range may still
+    /// change, so new space is not allocated again while the image is open. A leak at most.
+    InFlight,
+}
+
+/// The cheapest way for a durable write whose metadata has to be made durable, too.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum MetadataSync {
+    /// Each write by FUA, the data first:
+    /// [`sync_metadata`](crate::Format::sync_metadata) then needs no flush.
+    Fua,
+    /// Plain writes and one flush, because one is needed anyway or because many requests share it.
+    Flush,
+}
