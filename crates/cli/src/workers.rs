@@ -1,6 +1,5 @@
 //! The threads that do the work: one event loop each.
 
-use std::thread::JoinHandle;
 use std::time::Duration;
 
 use anyhow::Result;
@@ -8,7 +7,6 @@ use blockhouse_engine::{
     DESCRIPTORS_HINT, EngineChoice, EngineReport, EventLoop, FixedFiles, Handle, IoPoll,
     LoopThread, is_out_of_descriptors,
 };
-use futures_channel::oneshot;
 
 /// What loops are like.
 #[derive(Clone, Copy)]
@@ -26,41 +24,29 @@ pub struct LoopOptions {
 /// Running event loops.
 pub struct Workers {
     /// Never empty.
-    threads: Vec<Worker>,
-    /// The engine of the first, and so of all.
-    report: EngineReport,
-}
-
-struct Worker {
-    handle: Handle,
-    stop: oneshot::Sender<()>,
-    thread: JoinHandle<()>,
+    threads: Vec<LoopThread>,
 }
 
 impl Workers {
     /// Starts `count` loops, at least one.
     pub fn start(count: usize, options: LoopOptions) -> Result<Self> {
-        let (first, report) = start_one(0, options)?;
-        let mut threads = vec![first];
-        for index in 1..count {
-            threads.push(start_one(index, options)?.0);
-        }
-        Ok(Self { threads, report })
+        let threads = (0..count.max(1)).map(|index| start_one(index, options));
+        Ok(Self { threads: threads.collect::<Result<_>>()? })
     }
 
-    /// The engine that they use.
+    /// The engine that they use: the first one's, and so that of all.
     pub fn report(&self) -> &EngineReport {
-        &self.report
+        self.threads[0].report()
     }
 
     /// The loop for single jobs.
     pub fn first(&self) -> &Handle {
-        &self.threads[0].handle
+        self.threads[0].handle()
     }
 
     /// All loops.
     pub fn handles(&self) -> Vec<Handle> {
-        self.threads.iter().map(|worker| worker.handle.clone()).collect()
+        self.threads.iter().map(|thread| thread.handle().clone()).collect()
     }
 
     /// Runs a future on the first loop and waits for it.
@@ -69,35 +55,24 @@ impl Workers {
         F: Future<Output = R> + 'static,
         R: Send + 'static,
     {
-        self.first().spawn(make).wait().expect("a worker runs until it is stopped")
+        self.threads[0].run(make)
     }
 
     /// Ends all loops. What runs on them is dropped.
     pub fn stop(self) {
-        for Worker { stop, thread, .. } in self.threads {
-            // A thread that is gone already needs no telling.
-            let _ = stop.send(());
-            let _ = thread.join();
-        }
+        self.threads.into_iter().for_each(LoopThread::stop);
     }
 }
 
-fn start_one(index: usize, options: LoopOptions) -> Result<(Worker, EngineReport)> {
-    let (stop, stopped) = oneshot::channel();
+fn start_one(index: usize, options: LoopOptions) -> Result<LoopThread> {
     let prepare = move |event_loop: &mut EventLoop| {
         event_loop.poll_at_most(options.polling);
         event_loop.fix_files(options.fixed_files);
         event_loop.io_poll(options.io_poll);
     };
-    let main = async {
-        // An error means that the one who could stop us is gone.
-        let _ = stopped.await;
-    };
     let name = format!("blockhouse-{index}");
-    let started = LoopThread::start(name, options.engine, prepare, main);
-    let LoopThread { handle, report, thread } =
-        started.map_err(|error| unavailable(options.engine, &error))?;
-    Ok((Worker { handle, stop, thread }, report))
+    LoopThread::start(name, options.engine, prepare)
+        .map_err(|error| unavailable(options.engine, &error))
 }
 
 fn unavailable(choice: EngineChoice, error: &std::io::Error) -> anyhow::Error {

@@ -26,7 +26,6 @@ use blockhouse_engine::{
     Engine, EngineChoice, EventLoop, Handle, HostFile, LoopThread, OpenFor, PageCache, Submission,
 };
 use clap::Parser;
-use futures_channel::oneshot;
 use io_uring::{IoUring, opcode, types::Fd};
 use serde_json::json;
 
@@ -118,16 +117,10 @@ impl Way {
         match self {
             Self::Plain => Ok(run(&mut Plain::new(file)?)),
             Self::Handle(engine) => {
-                let (stop, stopped) = oneshot::channel::<()>();
-                let main = async {
-                    let _ = stopped.await;
-                };
                 let choice = EngineChoice::Only(engine);
-                let LoopThread { handle, thread, .. } =
-                    LoopThread::start("wakeup".into(), choice, |_| (), main)?;
-                let time = run(&mut ByHandle::new(handle, file));
-                drop(stop);
-                thread.join().expect("the loop's thread does not panic");
+                let started = LoopThread::start("wakeup".into(), choice, |_| ())?;
+                let time = run(&mut ByHandle::new(started.handle().clone(), file));
+                started.stop();
                 Ok(time)
             }
         }

@@ -16,7 +16,6 @@ use anyhow::{Context, Result};
 use blockhouse_core::{Buffer, Request, Storage};
 use blockhouse_disk::Disk;
 use blockhouse_engine::{Engine, EngineChoice, Handle, LoopThread, sleep, spawn_detached};
-use futures_channel::oneshot;
 
 use super::Bench;
 use super::device::Device;
@@ -81,27 +80,22 @@ pub fn measure<S: Storage + Send + Sync + 'static>(
     wake_up: WakeUp,
     (time, device, stop): (Duration, Option<&Device>, &Stop),
 ) -> Result<Slice> {
-    let (sender, inbox) = mpsc::channel();
-    let (quit, quitting) = oneshot::channel::<()>();
-    let main = async move {
-        match wake_up {
-            WakeUp::Withheld => look_now_and_then(inbox).await,
-            // It ends when the sender is dropped; nothing is ever sent.
-            WakeUp::InForce => drop(quitting.await),
-        }
-    };
-    let started = LoopThread::start("wakeup".into(), EngineChoice::Only(engine), |_| (), main);
-    let LoopThread { handle, thread, .. } = started.with_context(|| format!("no {engine} here"))?;
+    let started = LoopThread::start("wakeup".into(), EngineChoice::Only(engine), |_| ());
+    let event_loop = started.with_context(|| format!("no {engine} here"))?;
     let way = match wake_up {
-        WakeUp::InForce => Way::Handle(handle),
-        WakeUp::Withheld => Way::Unannounced(sender),
+        WakeUp::InForce => Way::Handle(event_loop.handle().clone()),
+        WakeUp::Withheld => {
+            let (sender, inbox) = mpsc::channel();
+            drop(event_loop.handle().spawn(|| look_now_and_then(inbox)));
+            Way::Unannounced(sender)
+        }
     };
     let clocks = Clocks::start(device, &machine_clock);
     let outcome = run(disk, &way, (time, stop));
-    drop((way, quit));
+    drop(way);
     let slice = outcome
         .map(|latency| clocks.end(End::now(&machine_clock), latency.len() * PIECE as u64, latency));
-    thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
+    event_loop.stop();
     stop.check()?;
     slice
 }
