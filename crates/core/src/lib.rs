@@ -1,7 +1,33 @@
-//! The vocabulary of Blockhouse, floor 0 of the house.
+//! The vocabulary of Blockhouse (layer 0): what exports ask, what formats answer, what storages can do.
 //!
-//! Requests, extents, durability, errors, buffers that the kernel may own for a while, and the
-//! [`Storage`] trait that every floor above speaks. No I/O and no threads live here.
+//! | type | meaning |
+//! | --- | --- |
+//! | [`Request`] | what an export asks of a disk; a write says by [`Durability`] what must be stable when it completes |
+//! | [`IoVector`] | memory for an operation, together with its owner; from a [`Buffer`], a [`BufferPool`], or a guest |
+//! | [`Storage`] | whatever holds bytes: a host file, the simulator's disk, one of your own; [`Capabilities`] says what it can do |
+//! | [`Extent`] | the answer of an image format: where a guest's bytes are, and what an overwrite must know of them |
+//! | [`Error`] | one line that says what failed, on which file and offset, and what to do; with the errno for the guest |
+//!
+//! This crate does no I/O and starts no threads. To open disk images see `blockhouse-disk`; the guide to all
+//! crates is `docs/library.md` in the repository.
+//!
+//! # Memory
+//!
+//! The kernel may use a request's memory after the future that waits for it is dropped. So a request owns its
+//! memory, and a buffer lends it:
+//!
+//! ```
+//! use blockhouse_core::{Buffer, Durability, Request};
+//!
+//! let mut buffer = Buffer::try_new(4096)?;
+//! buffer.bytes_mut().fill(7);
+//! let write = Request::Write { offset: 0, from: buffer.lend(), durability: Durability::Data };
+//! assert!(buffer.is_lent());
+//! // When the request completes, its memory returns to the buffer; here it is dropped instead.
+//! drop(write);
+//! assert_eq!(buffer.bytes()[0], 7);
+//! # Ok::<(), blockhouse_core::Error>(())
+//! ```
 
 mod buf;
 mod durability;

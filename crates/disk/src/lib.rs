@@ -1,7 +1,38 @@
-//! The I/O path, floor 2 of the house: a [`Disk`] is an image format over a storage.
+//! Disks (layer 2): open images, and read and write them. A [`Disk`] is an image format over a storage.
 //!
-//! Here is the one place where requests are checked, ordered where they must be, split by extent,
-//! made durable and counted. Nothing here knows an engine or a protocol.
+//! [`open()`] opens a raw or qcow2 image with its backing files, and locks them; [`create()`] makes a new one.
+//! [`Disk::submit`] carries out one request. It is the only place where requests are checked, ordered where they
+//! must be, split by extent, made durable and counted, whichever export they come from. Nothing here knows an
+//! engine or a protocol.
+//!
+//! ```
+//! use blockhouse_core::{Buffer, Durability, Request};
+//! use blockhouse_disk::{ImageFormat, ImageOptions, create, open};
+//! use blockhouse_engine::{EngineChoice, EventLoop};
+//!
+//! # let folder = tempfile::tempdir().unwrap();
+//! # let path = folder.path().join("disk.qcow2");
+//! let mut event_loop = EventLoop::new(EngineChoice::Auto).unwrap();
+//! event_loop.block_on(async {
+//!     create(&path, 1 << 30, ImageFormat::Qcow2).await?;
+//!     let disk = open(&path, ImageOptions::default()).await?;
+//!
+//!     // Offsets and lengths need no alignment. When this completes, the bytes are on stable storage.
+//!     let mut buffer = Buffer::try_new(100)?;
+//!     buffer.bytes_mut().fill(7);
+//!     let write = Request::Write { offset: 1000, from: buffer.lend(), durability: Durability::Data };
+//!     disk.submit(write).await?;
+//!
+//!     buffer.bytes_mut().fill(0);
+//!     disk.submit(Request::Read { offset: 1000, into: buffer.lend() }).await?;
+//!     assert_eq!(buffer.bytes(), [7; 100]);
+//!     disk.close().await
+//! })?;
+//! # Ok::<(), blockhouse_core::Error>(())
+//! ```
+//!
+//! A storage of your own becomes a disk by [`Disk::raw`] or [`Disk::qcow2`]. Tools of `qemu-img` are here as well:
+//! [`Copying`], [`Comparing`], snapshots, resize, commit, rebase and VM state.
 #![forbid(unsafe_code)]
 
 mod block_status;

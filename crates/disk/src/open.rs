@@ -177,6 +177,20 @@ pub struct ImageOptions {
     pub locking: Locking,
 }
 
+impl Default for ImageOptions {
+    /// The format by the name, read and write, direct I/O, discards passed on, zeros written, locked.
+    fn default() -> Self {
+        Self {
+            format: None,
+            access: Access::ReadWrite,
+            cache: CacheMode::None,
+            discard: Discard::Unmap,
+            detect_zeroes: DetectZeroes::Off,
+            locking: Locking::Held,
+        }
+    }
+}
+
 /// Whether an image is locked while it is open.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Locking {

@@ -1,9 +1,33 @@
-//! The host side of Blockhouse, floor 1: an event loop per thread, three engines behind one trait,
-//! host files and sockets.
+//! The host (layer 1): event loops that do I/O, host files, sockets and guests' memory.
 //!
-//! A program makes an [`EventLoop`] on each thread that does I/O and runs futures on it; files
-//! ([`HostFile`]) and sockets ([`Stream`], [`Listener`]) use the loop of the thread that polls them.
-//! Other threads submit through a [`Handle`].
+//! - [`EventLoop`] runs futures on the thread that created it. It does their I/O by io_uring, Linux AIO or
+//!   worker threads: the best that the host allows, or what [`EngineChoice`] names.
+//! - [`LoopThread`] is a loop with a thread of its own. Other threads submit to a loop through its [`Handle`].
+//! - [`HostFile`] is a file or block device, and implements [`Storage`](blockhouse_core::Storage). [`Stream`] and
+//!   [`Listener`] are sockets. Each uses the loop of the thread that polls it.
+//! - [`GuestMemory`] maps memory that another process shares. If it vanishes, its owner's connection ends, not
+//!   this process.
+//!
+//! ```
+//! use blockhouse_core::{Buffer, Storage};
+//! use blockhouse_engine::{EngineChoice, EventLoop, HostFile, OpenFor, PageCache};
+//!
+//! # let folder = tempfile::tempdir().unwrap();
+//! # let path = folder.path().join("disk.img");
+//! # std::fs::write(&path, [7; 8192]).unwrap();
+//! let mut event_loop = EventLoop::new(EngineChoice::Auto).unwrap();
+//! let bytes = event_loop.block_on(async {
+//!     let file = HostFile::open(&path, OpenFor::Reading, PageCache::Used)?;
+//!     let mut buffer = Buffer::try_new(4096)?;
+//!     file.read(4096, buffer.lend()).await?;
+//!     Ok::<_, blockhouse_core::Error>(buffer.bytes().to_vec())
+//! })?;
+//! assert_eq!(bytes, [7; 4096]);
+//! # Ok::<(), blockhouse_core::Error>(())
+//! ```
+//!
+//! Guarantees: no request waits for a sleeping loop; the kernel never holds memory without an owner, also when a
+//! future is dropped; a file slot in a ring is reused only after the last operation on it completed.
 
 #[cfg(not(target_os = "linux"))]
 compile_error!("Blockhouse serves disks on Linux only");

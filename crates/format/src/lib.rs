@@ -1,7 +1,29 @@
-//! Disk image formats as mappings from guest ranges to host extents, floor 1 of the house.
+//! Disk image formats as mappings from guest ranges to host extents (layer 1).
 //!
-//! A [`Format`] says where a guest's bytes are and prepares the places that new ones go to. It never
-//! moves guest data: that is the I/O path's work, one floor up.
+//! A [`Format`] answers where a guest's bytes are, and prepares space for new ones. It never moves guest data: the
+//! I/O path of `blockhouse-disk` does. [`Raw`] is the disk byte for byte; [`Qcow2`] is QEMU's format, whose design
+//! is told in `docs/qcow2.md` in the repository.
+//!
+//! To use a disk, open it with `blockhouse-disk`. This crate alone is for creating images with all their options,
+//! and for looking into them:
+//!
+//! ```
+//! use blockhouse_core::{ByteRange, ExtentState};
+//! use blockhouse_format::Intent;
+//! use blockhouse_format::qcow2::{CreateOptions, OpenOptions, Qcow2, create};
+//! # use blockhouse_sim::{Config, Sim, SimDisk};
+//! # let sim = Sim::new(1);
+//! # let storage = SimDisk::new(&sim, Config::default(), Vec::new());
+//!
+//! # sim.block_on(async move {
+//! create(&storage, &CreateOptions::new(1 << 30)).await?;
+//! let image = Qcow2::open(storage, OpenOptions::default()).await?;
+//! let extent = image.map(ByteRange::between(0, 65536), Intent::Read).await?;
+//! assert_eq!(extent.state, ExtentState::Hole);
+//! # Ok::<(), blockhouse_core::Error>(())
+//! # })?;
+//! # Ok::<(), blockhouse_core::Error>(())
+//! ```
 #![forbid(unsafe_code)]
 
 mod format;

@@ -1,9 +1,52 @@
-//! The NBD protocol and its server.
+//! NBD (layer 3): the protocol, and a server for disks.
 //!
-//! Bytes first: [`proto`], [`handshake`], [`command`] and [`uri`] do no I/O. On them stand the
-//! transmission phase of one connection (`session`) and the [`Server`] with its exports. Neither
-//! knows an image format or an engine by name: they turn the protocol into requests for a
-//! [`Disk`](blockhouse_disk::Disk).
+//! A [`Server`] accepts clients at any number of sockets. The clients of a socket find its [`Exports`] and no others.
+//! [`Limits`] bounds what they may take. A drain ends it in order: every request in flight gets its reply.
+//!
+//! ```
+//! use std::io::Read;
+//! use std::os::unix::net::UnixStream;
+//! use std::sync::Arc;
+//!
+//! use blockhouse_disk::{ImageFormat, ImageOptions, create, open};
+//! use blockhouse_engine::{EngineChoice, Listener, LoopThread};
+//! use blockhouse_nbd::{Export, Exports, Limits, Server, bind_private};
+//!
+//! # let folder = tempfile::tempdir()?;
+//! # let (image, path) = (folder.path().join("disk.img"), folder.path().join("nbd.sock"));
+//! let nbd_loop = LoopThread::start("nbd".into(), EngineChoice::Auto, |_| ())?;
+//! let disk = Arc::new(nbd_loop.run(move || async move {
+//!     create(&image, 1 << 20, ImageFormat::Raw).await?;
+//!     open(&image, ImageOptions::default()).await
+//! })?);
+//!
+//! let exports = Exports::new();
+//! let (name, description) = ("disk".to_owned(), String::new());
+//! exports.add(Export { name, description, disk: Arc::clone(&disk) })?;
+//! let bound = bind_private(&path)?;
+//! let listener = Listener::new(bound.socket)?;
+//! let server = Server::new(Limits::default());
+//! let (accepting, loops) = (server.clone(), [nbd_loop.handle().clone()]);
+//! let accepting = nbd_loop
+//!     .handle()
+//!     .spawn(move || async move { accepting.serve(&listener, &exports, &loops).await });
+//!
+//! let mut client = UnixStream::connect(&path)?;
+//! let mut greeting = [0; 8];
+//! client.read_exact(&mut greeting)?;
+//! assert_eq!(&greeting, b"NBDMAGIC");
+//! drop(client);
+//!
+//! nbd_loop.run(move || async move { server.drain().await });
+//! accepting.wait().expect("the loop runs until it is stopped")?;
+//! nbd_loop.run(move || async move { disk.close().await })?;
+//! nbd_loop.stop();
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
+//!
+//! [`proto`], [`handshake`], [`command`] and [`uri`] turn bytes into values and back, and do no I/O. The
+//! [`Server`] and the transmission phase are built on them. Neither knows an image format or an engine: they turn
+//! the protocol into requests for a [`Disk`](blockhouse_disk::Disk).
 #![forbid(unsafe_code)]
 
 pub mod command;

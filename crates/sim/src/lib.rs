@@ -1,9 +1,23 @@
-//! A deterministic storage and the executor that drives it, floor 1 of the house.
+//! A simulated disk and the executor that runs on its virtual time (layer 1).
 //!
-//! A [`SimDisk`] stands where a host file does: it has a volatile cache, takes virtual time, ends
-//! operations in any order, fails by plan and shows what a crash would leave behind. [`explore()`]
-//! runs random requests against whatever is built on it and checks every possible crash. A seed
-//! decides everything, and replays it.
+//! A [`SimDisk`] implements [`Storage`](blockhouse_core::Storage) in place of a host file. It has a volatile cache,
+//! takes virtual time, completes operations in any order, fails as planned, and shows what a crash would leave.
+//! [`explore()`] runs random requests against whatever is built on it, and checks every possible crash. A seed
+//! decides everything, so a seed replays a failure.
+//!
+//! ```
+//! use blockhouse_core::{Buffer, Durability, Storage};
+//! use blockhouse_sim::{Config, Sim, SimDisk};
+//!
+//! let sim = Sim::new(42);
+//! let disk = SimDisk::new(&sim, Config::default(), vec![0; 1 << 20]);
+//! sim.block_on(async move {
+//!     let mut buffer = Buffer::new(4096);
+//!     disk.write(0, buffer.lend(), Durability::Data).await?;
+//!     disk.read(4096, buffer.lend()).await
+//! })?;
+//! # Ok::<(), blockhouse_core::Error>(())
+//! ```
 #![forbid(unsafe_code)]
 
 mod clock;

@@ -1,8 +1,43 @@
-//! The vhost-user-blk export: a guest's queues straight into the event loops, floor 3 of the house.
+//! vhost-user-blk (layer 3): a disk as a device for a guest's virtio-blk driver.
 //!
-//! A front-end (a virtual machine monitor) connects to a socket and shares the guest's memory; from
-//! then on the guest's driver and this crate talk through rings in that memory. Nothing here knows an image
-//! format or an engine by name: requests become requests for a [`Disk`](blockhouse_disk::Disk).
+//! A front-end (a virtual machine monitor) connects to a socket and shares the guest's memory. From then on the
+//! guest's driver and this crate talk through rings in that memory, and the data moves without a copy. A [`Device`]
+//! is a disk with the loops that serve its queues; a [`Server`] serves it to one front-end after the other.
+//!
+//! ```
+//! use std::os::unix::net::UnixListener;
+//! use std::sync::Arc;
+//!
+//! use blockhouse_disk::{ImageFormat, ImageOptions, create, open};
+//! use blockhouse_engine::{EngineChoice, LoopThread};
+//! use blockhouse_vhost_user::{Device, Export, RegisteredMemory, Server};
+//!
+//! # let folder = tempfile::tempdir()?;
+//! # let (image, socket) = (folder.path().join("disk.img"), folder.path().join("vu.sock"));
+//! let queue_loop = LoopThread::start("queue-0".into(), EngineChoice::Auto, |_| ())?;
+//! let disk = Arc::new(queue_loop.run(move || async move {
+//!     create(&image, 1 << 20, ImageFormat::Raw).await?;
+//!     open(&image, ImageOptions::default()).await
+//! })?);
+//!
+//! let device = Device::new(Export {
+//!     disk: Arc::clone(&disk),
+//!     name: "disk-0".into(),
+//!     queues: 1,
+//!     loops: vec![queue_loop.handle().clone()],
+//!     memory: RegisteredMemory::Off,
+//! });
+//! let server = Server::start(device, UnixListener::bind(&socket)?.into())?;
+//! // Now a virtual machine can be started with a vhost-user-blk device at this socket.
+//!
+//! server.stop();
+//! queue_loop.run(move || async move { disk.close().await })?;
+//! queue_loop.stop();
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
+//!
+//! Nothing here knows an image format or an engine: requests become requests for a
+//! [`Disk`](blockhouse_disk::Disk).
 #![forbid(unsafe_code)]
 
 mod call;

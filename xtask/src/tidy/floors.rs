@@ -16,7 +16,7 @@ const FLOORS: &[(&str, u32)] = &[
     ("blockhouse", 4),
 ];
 /// Packages that stand beside the house.
-const OUTSIDE: &[&str] = &["xtask", "blockhouse-tests", "blockhouse-fuzz"];
+const OUTSIDE: &[&str] = &["xtask", "blockhouse-tests", "blockhouse-fuzz", "blockhouse-examples"];
 
 fn floor(name: &str) -> Option<u32> {
     FLOORS.iter().find(|(known, _)| *known == name).map(|(_, floor)| *floor)
