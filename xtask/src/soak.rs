@@ -16,16 +16,14 @@ use crate::process::{self, cargo};
 use crate::test::{Profile, build_binary};
 use crate::workspace::Workspace;
 
-/// Packages and test targets that crash simulated disks.
-const TESTS: &[(&str, &str)] = &[
-    ("blockhouse-disk", "crash"),
-    ("blockhouse-disk", "qcow2_crash"),
-    ("blockhouse-disk", "qcow2_table_moves"),
-    ("blockhouse-format", "qcow2_crash"),
-];
+/// Packages whose tests crash simulated disks.
+const CRASHED: &[&str] = &["blockhouse-disk", "blockhouse-format"];
 
-/// Hostile parties and their neighbours, against the binary itself.
-const PARTIES: (&str, &str) = ("blockhouse-tests", "hostile_parties");
+/// What the names of those tests have in common.
+const CRASH_TESTS: &str = "crash_at_every";
+
+/// Hostile parties and their neighbours, against the binary itself: a package and its tests.
+const PARTIES: (&str, &str) = ("blockhouse-tests", "hostile_parties::");
 
 /// Seconds for which the parties of each engine misbehave in a round.
 const PARTY_SECONDS: u64 = 20;
@@ -43,9 +41,9 @@ pub struct Options {
 
 /// Runs rounds until the time is over.
 pub fn run(workspace: &Workspace, options: &Options) -> Result<()> {
-    let tests = TESTS.iter().map(|&test| build(workspace, test));
+    let tests = CRASHED.iter().map(|package| build(workspace, package));
     let tests = tests.collect::<Result<Vec<_>>>()?;
-    let parties = build(workspace, PARTIES)?;
+    let parties = build(workspace, PARTIES.0)?;
     let binary = build_binary(workspace, Profile::Dev)?;
     let until = Instant::now() + Duration::from_secs(options.minutes * 60);
     let mut crashes = 0;
@@ -61,26 +59,28 @@ pub fn run(workspace: &Workspace, options: &Options) -> Result<()> {
     Ok(())
 }
 
-fn build(workspace: &Workspace, (package, test): (&str, &str)) -> Result<PathBuf> {
-    let mut build = cargo(["test", "--no-run", "--package", package, "--test", test]);
+/// Builds the integration tests of `package`.
+fn build(workspace: &Workspace, package: &str) -> Result<PathBuf> {
+    let mut build = cargo(["test", "--no-run", "--package", package, "--test", "it"]);
     build.current_dir(workspace.root());
-    let built = process::executables(build)?.into_iter().find(|(name, _)| name == test);
-    Ok(built.with_context(|| format!("cargo built no test {test} of {package}"))?.1)
+    let built = process::executables(build)?.into_iter().find(|(name, _)| name == "it");
+    Ok(built.with_context(|| format!("cargo built no integration tests of {package}"))?.1)
 }
 
 /// Hostile parties for some seconds.
 fn misbehave(workspace: &Workspace, parties: &Path, binary: &Path) -> Result<()> {
     let mut command = Command::new(parties);
-    command.arg("--nocapture").current_dir(workspace.root()).env("BLOCKHOUSE_BIN", binary);
+    command.args(["--nocapture", PARTIES.1]).current_dir(workspace.root());
+    command.env("BLOCKHOUSE_BIN", binary);
     command.env("BLOCKHOUSE_HOSTILE_SECONDS", PARTY_SECONDS.to_string());
     let output = command.output().context("cannot start the hostile parties")?;
     check(&output, &String::from_utf8_lossy(&output.stderr), parties)
 }
 
-/// One round of one test; how many crashes it has seen.
+/// One round of the tests of one package; how many crashes they have seen.
 fn crash(workspace: &Workspace, test: &Path, seeds: &str) -> Result<u64> {
     let mut command = Command::new(test);
-    command.args(["--nocapture", "crash_at_every"]).current_dir(workspace.root());
+    command.args(["--nocapture", CRASH_TESTS]).current_dir(workspace.root());
     command.env("BLOCKHOUSE_SIM_SEEDS", seeds);
     let output = command.output().with_context(|| format!("cannot start {}", test.display()))?;
     let said = String::from_utf8_lossy(&output.stderr).into_owned();

@@ -1,0 +1,177 @@
+//! Crashes at every point of random workloads on a disk: nothing that was acknowledged as durable is
+//! lost, no read sees what it must not, nobody waits for ever.
+
+use std::future::Future;
+
+use blockhouse_core::{
+    Allocation, ByteRange, Capabilities, Durability, IoVector, Request, Result, Storage, Unmap,
+    WriteCache,
+};
+use blockhouse_disk::{Disk, Options};
+use blockhouse_sim::{Left, Rng, SimDisk, Subject, Workload, explore, for_seeds};
+
+/// A disk over a raw image, as exports see it.
+struct Served<S: Storage> {
+    disk: Disk<S>,
+    options: Options,
+}
+
+impl<S: Storage> Served<S> {
+    fn new(storage: S, random: &mut Rng) -> Self {
+        let durability = match random.u8(..4) {
+            0 => Durability::Data,
+            _ => Durability::None,
+        };
+        let options = Options { durability, ..Options::default() };
+        let disk = Disk::raw(storage, options).expect("a size of whole sectors");
+        Self { disk, options }
+    }
+}
+
+impl<S: Storage> Subject for Served<S> {
+    fn others(&self) -> Vec<SimDisk> {
+        Vec::new()
+    }
+
+    fn submit(&self, request: Request) -> impl Future<Output = Result<()>> {
+        self.disk.submit(request)
+    }
+
+    fn least_durability(&self) -> Durability {
+        self.options.durability
+    }
+
+    fn grow(&self, size: u64) -> impl Future<Output = Result<()>> {
+        self.disk.resize(size)
+    }
+
+    fn close(&self) -> impl Future<Output = Result<()>> {
+        self.disk.close()
+    }
+
+    fn recover(&self, image: Vec<u8>, _left: Left) -> std::result::Result<Vec<u8>, String> {
+        Ok(image)
+    }
+}
+
+#[test]
+fn crash_at_every_point() {
+    for_seeds(env!("CARGO_PKG_NAME"), "crash_at_every_point", 20_000, |seed| {
+        explore(seed, &Workload::default(), |disk: SimDisk, random| Served::new(disk, random))
+    });
+}
+
+#[test]
+fn a_seed_says_the_same_twice() {
+    let run = |seed| explore(seed, &Workload::default(), Served::<SimDisk>::new);
+    for seed in 0..300 {
+        assert_eq!(run(seed), run(seed), "seed {seed}");
+    }
+}
+
+/// A storage that breaks its promises in one way.
+struct Lying {
+    disk: SimDisk,
+    lie: Lie,
+}
+
+#[derive(Clone, Copy, Debug)]
+enum Lie {
+    /// Durable writes are plain ones.
+    DurableWrites,
+    /// Flushes do nothing.
+    Flushes,
+    /// It claims to have no volatile cache.
+    NoCache,
+    /// A flush that fails says that it did not.
+    FlushesSucceed,
+    /// Zero writes stop short of the end of their range.
+    ShortZeroes,
+}
+
+/// Whether the exploration finds out about `lie` within so many seeds.
+fn is_caught(lie: Lie, seeds: u64) -> bool {
+    (0..seeds).any(|seed| {
+        let build = |disk, random: &mut Rng| Served::new(Lying { disk, lie }, random);
+        explore(seed, &Workload::default(), build).is_err()
+    })
+}
+
+#[test]
+fn storages_that_lie_are_found_out() {
+    for (lie, seeds) in [
+        (Lie::DurableWrites, 100),
+        (Lie::Flushes, 100),
+        (Lie::NoCache, 100),
+        (Lie::FlushesSucceed, 1_000),
+        (Lie::ShortZeroes, 1_000),
+    ] {
+        assert!(is_caught(lie, seeds), "{lie:?} went unnoticed for {seeds} seeds");
+    }
+}
+
+impl Storage for Lying {
+    fn name(&self) -> &str {
+        self.disk.name()
+    }
+
+    fn capabilities(&self) -> Capabilities {
+        let capabilities = self.disk.capabilities();
+        match self.lie {
+            Lie::NoCache => Capabilities { write_cache: WriteCache::None, ..capabilities },
+            _ => capabilities,
+        }
+    }
+
+    fn size(&self) -> u64 {
+        self.disk.size()
+    }
+
+    async fn read(&self, offset: u64, into: IoVector) -> Result<()> {
+        self.disk.read(offset, into).await
+    }
+
+    async fn write(&self, offset: u64, from: IoVector, durability: Durability) -> Result<()> {
+        match self.lie {
+            Lie::DurableWrites => self.disk.write(offset, from, Durability::None).await,
+            _ => self.disk.write(offset, from, durability).await,
+        }
+    }
+
+    async fn write_zeroes(&self, range: ByteRange, unmap: Unmap) -> Result<()> {
+        let block = u64::from(self.disk.capabilities().alignment.offset).max(16);
+        match self.lie {
+            Lie::ShortZeroes if range.length() > block => {
+                self.disk.write_zeroes(range.truncate(range.length() - block), unmap).await
+            }
+            _ => self.disk.write_zeroes(range, unmap).await,
+        }
+    }
+
+    async fn discard(&self, range: ByteRange) -> Result<()> {
+        self.disk.discard(range).await
+    }
+
+    async fn flush(&self, sync: blockhouse_core::SyncMode) -> Result<()> {
+        match self.lie {
+            Lie::Flushes => Ok(()),
+            Lie::FlushesSucceed => {
+                let _ = self.disk.flush(sync).await;
+                Ok(())
+            }
+            _ => self.disk.flush(sync).await,
+        }
+    }
+
+    async fn resize(&self, size: u64) -> Result<()> {
+        self.disk.resize(size).await
+    }
+
+    async fn block_status(&self, range: ByteRange) -> Result<(Allocation, u64)> {
+        self.disk.block_status(range).await
+    }
+
+    async fn prefetch(&self, range: ByteRange) -> Result<()> {
+        self.disk.prefetch(range).await
+    }
+}

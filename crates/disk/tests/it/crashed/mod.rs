@@ -1,0 +1,261 @@
+//! qcow2 images that crash: what is explored, and how what a crash left behind is judged.
+//!
+//! Every image is opened again, checked by our own check and read. Of some, `qemu-img` has to find the
+//! same: no error (no leak either after an orderly close), and the same bytes.
+
+pub mod jury;
+
+use std::cell::RefCell;
+use std::future::Future;
+use std::sync::Arc;
+
+use blockhouse_core::{Alignment, Buffer, Durability, Fua, Request, Result, Storage};
+use blockhouse_disk::{Access, Disk, Options};
+use blockhouse_format::qcow2::{self, Backing, CreateOptions, DataFile, Qcow2, Switch, Version};
+use blockhouse_sim::{
+    Config, Devices, Left, Report, Rng, Sim, SimDisk, Subject, Workload, explore_image,
+};
+use jury::Jury;
+
+/// The kind of image.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Kind {
+    Plain,
+    /// Compatibility level 0.10: no zero clusters.
+    Old,
+    /// Refcounts are written late.
+    Lazy,
+    /// What the guest had at the beginning is in another image behind.
+    Backed,
+    /// The same in an old image, which cannot say zero.
+    OldBacked,
+    /// Clusters of 32 subclusters.
+    Subclusters,
+    /// The guest's data is in a file of its own, which crashes with the image.
+    DataFile,
+    /// The same, and that file is the raw disk.
+    RawDataFile,
+}
+
+impl Kind {
+    fn is_backed(self) -> bool {
+        matches!(self, Self::Backed | Self::OldBacked)
+    }
+
+    fn has_data_file(self) -> bool {
+        matches!(self, Self::DataFile | Self::RawDataFile)
+    }
+}
+
+/// A disk over a qcow2 image, as exports see it.
+struct Served<'a, S: Storage> {
+    disk: Disk<S>,
+    least: Durability,
+    base: Option<Vec<u8>>,
+    data: Option<SimDisk>,
+    kind: Kind,
+    jury: &'a Jury,
+    random: RefCell<Rng>,
+}
+
+/// A storage that does as it is told, for looking at images.
+fn plain_config() -> Config {
+    Config { alignment: Alignment::BYTE, fua: Fua::Emulated, ..Config::default() }
+}
+
+async fn open<S: Storage>(
+    storage: S,
+    base: Option<S>,
+    data: Option<S>,
+    options: Options,
+) -> Result<Disk<S>> {
+    let disk = Disk::qcow2(storage, options).await?;
+    let disk = match data {
+        Some(data) => disk.with_data(data)?,
+        None => disk,
+    };
+    let behind = Options { access: Access::ReadOnly, ..Options::default() };
+    Ok(match base {
+        Some(base) => disk.over(Arc::new(Disk::raw(base, behind)?)),
+        None => disk,
+    })
+}
+
+fn options_of(kind: Kind, size: u64, block: u32, random: &mut Rng) -> CreateOptions {
+    let sizes = match kind {
+        Kind::Subclusters => [16_384_u64, 16_384],
+        _ => [512.max(u64::from(block)), 4096],
+    };
+    let backing = Backing { name: b"base".to_vec(), format: Some("raw".into()) };
+    let is_old = matches!(kind, Kind::Old | Kind::OldBacked);
+    let switch = |is_on| if is_on { Switch::On } else { Switch::Off };
+    CreateOptions {
+        cluster_size: sizes[random.usize(..2)],
+        version: if is_old { Version::V2 } else { Version::V3 },
+        refcount_bits: if is_old { 16 } else { [1, 16, 64][random.usize(..3)] },
+        lazy_refcounts: switch(kind == Kind::Lazy),
+        extended_l2: switch(kind == Kind::Subclusters),
+        backing: kind.is_backed().then_some(backing),
+        data_file: kind
+            .has_data_file()
+            .then(|| DataFile { name: b"data".to_vec(), raw: switch(kind == Kind::RawDataFile) }),
+        ..CreateOptions::new(size)
+    }
+}
+
+/// An image with that content, or over a file with that content; and its data file.
+fn image_of(
+    content: &[u8],
+    kind: Kind,
+    block: u32,
+    random: &mut Rng,
+) -> (Vec<u8>, Option<Vec<u8>>) {
+    let options = options_of(kind, content.len() as u64, block, random);
+    let sim = Sim::new(random.u64(..));
+    let storage = SimDisk::new(&sim, plain_config(), Vec::new());
+    let data = kind.has_data_file().then(|| SimDisk::new(&sim, plain_config(), Vec::new()));
+    let (target, content) = (storage.clone(), content.to_vec());
+    let target_data = data.clone();
+    sim.block_on(async move {
+        let created = qcow2::create_with(&target, target_data.as_ref(), &options).await;
+        created.expect("a new image");
+        if options.backing.is_some() {
+            return;
+        }
+        let disk = open(target, None, target_data, Options::default()).await;
+        let disk = disk.expect("the new image");
+        let mut buffer = Buffer::new(content.len());
+        buffer.bytes_mut().copy_from_slice(&content);
+        let (from, durability) = (buffer.lend(), Durability::None);
+        disk.submit(Request::Write { offset: 0, from, durability }).await.expect("room");
+        disk.close().await.expect("no failure");
+    });
+    (storage.content(), data.map(|data| data.content()))
+}
+
+impl<S: Storage + 'static> Subject for Served<'static, S> {
+    fn submit(&self, request: Request) -> impl Future<Output = Result<()>> {
+        self.disk.submit(request)
+    }
+
+    fn least_durability(&self) -> Durability {
+        self.least
+    }
+
+    fn grow(&self, size: u64) -> impl Future<Output = Result<()>> {
+        self.disk.resize(size)
+    }
+
+    fn close(&self) -> impl Future<Output = Result<()>> {
+        self.disk.close()
+    }
+
+    fn others(&self) -> Vec<SimDisk> {
+        self.data.iter().cloned().collect()
+    }
+
+    fn recover(&self, image: Vec<u8>, left: Left) -> std::result::Result<Vec<u8>, String> {
+        let sim = Sim::new(0);
+        let base = self.base.as_deref();
+        let storage = SimDisk::new(&sim, plain_config(), image.clone());
+        let behind = base.map(|base| SimDisk::new(&sim, plain_config(), base.to_vec()));
+        let mut random = self.random.borrow_mut();
+        let data = self.data.as_ref().map(|data| data.crash(&mut random));
+        let with = data.as_ref().map(|data| SimDisk::new(&sim, plain_config(), data.clone()));
+        let goes_on = (random.u8(..16) == 0).then(|| random.u64(..));
+        let found = sim.block_on(async move {
+            check(&storage, left).await?;
+            let disk = open(storage.clone(), behind, with, Options::default()).await;
+            let disk = disk.map_err(|error| format!("cannot be opened again: {error}"))?;
+            let bytes = read_all(&disk).await?;
+            if let Some(number) = goes_on {
+                go_on(disk, number).await?;
+                check(&storage, Left::Crashed).await?;
+            }
+            Ok::<_, String>(bytes)
+        })?;
+        if random.u32(..).is_multiple_of(self.jury.one_in()) {
+            let beside = base.map(|base| ("base", base));
+            let beside = beside.or(data.as_deref().map(|data| ("data", data)));
+            self.jury.ask(&image, beside, left, &found)?;
+        }
+        if self.kind == Kind::RawDataFile
+            && left == Left::Closed
+            && data.is_none_or(|data| data[..found.len()] != found)
+        {
+            return Err("the data file is not the raw disk".to_owned());
+        }
+        Ok(found)
+    }
+}
+
+/// Our own check: no corruption, and no leak in an image that was closed.
+async fn check(storage: &SimDisk, left: Left) -> std::result::Result<(), String> {
+    // Opened for writing, so that refcounts that are late are repaired.
+    let image = Qcow2::open(storage.clone(), qcow2::OpenOptions::default()).await;
+    let image = image.map_err(|error| format!("cannot be opened: {error}"))?;
+    let report = qcow2::check(&image).await.map_err(|error| error.to_string())?;
+    if report.corruptions > 0 || (left == Left::Closed && report.leaks > 0) {
+        return Err(format!("{left:?}: {} leaks, {:?}", report.leaks, report.problems));
+    }
+    Ok(())
+}
+
+async fn read_all(disk: &Disk<SimDisk>) -> std::result::Result<Vec<u8>, String> {
+    let mut buffer = Buffer::new(disk.size() as usize);
+    let read = Request::Read { offset: 0, into: buffer.lend() };
+    disk.submit(read).await.map_err(|error| format!("cannot be read: {error}"))?;
+    Ok(buffer.bytes().to_vec())
+}
+
+/// Writes to what was left behind: it has to be as good as any other image.
+async fn go_on(disk: Disk<SimDisk>, number: u64) -> std::result::Result<(), String> {
+    let mut expected = read_all(&disk).await?;
+    let offset = number % disk.size();
+    let length = (number >> 32) % (disk.size() - offset) + 1;
+    let mut buffer = Buffer::new(length as usize);
+    buffer.bytes_mut().fill(0xfe);
+    let (from, durability) = (buffer.lend(), Durability::Data);
+    let request = Request::Write { offset, from, durability };
+    disk.submit(request).await.map_err(|error| format!("cannot be written: {error}"))?;
+    expected[offset as usize..(offset + length) as usize].fill(0xfe);
+    if read_all(&disk).await? != expected {
+        return Err(format!("a write of {length} bytes at {offset} after the crash went wrong"));
+    }
+    disk.close().await.map_err(|error| format!("cannot be closed: {error}"))
+}
+
+/// Explores one seed on an image of that kind; `wrap` stands between the image and the disk that
+/// crashes.
+///
+/// # Errors
+/// In words, what was seen that nobody may ever see.
+pub fn explore_kind<S: Storage + 'static>(
+    kind: Kind,
+    seed: u64,
+    jury: &'static Jury,
+    wrap: impl Fn(SimDisk) -> S,
+) -> std::result::Result<Report, String> {
+    let base = RefCell::new(None);
+    let data = RefCell::new(None);
+    let encode = |config: &Config, content: Vec<u8>, random: &mut Rng| {
+        let (image, content_beside) = image_of(&content, kind, config.alignment.offset, random);
+        *data.borrow_mut() = content_beside.map(|content| (config.clone(), content));
+        *base.borrow_mut() = kind.is_backed().then_some(content);
+        image
+    };
+    let build = |sim: &Sim, storage: SimDisk, random: &mut Rng| {
+        let least = if random.u8(..4) == 0 { Durability::Data } else { Durability::None };
+        let options = Options { durability: least, ..Options::default() };
+        let base = base.borrow_mut().take();
+        let behind = base.clone().map(|base| SimDisk::new(sim, plain_config(), base));
+        let data = data.borrow_mut().take();
+        let data = data.map(|(config, content)| SimDisk::new(sim, config, content));
+        let opened = open(wrap(storage), behind.map(&wrap), data.clone().map(&wrap), options);
+        let disk = sim.block_on(opened).expect("a good image");
+        Served { disk, least, base, data, kind, jury, random: RefCell::new(random.fork()) }
+    };
+    let sectors = if kind == Kind::Subclusters { 120 } else { 40 };
+    let devices = Devices::Sometimes;
+    explore_image(seed, &Workload { sectors, devices, ..Workload::default() }, encode, build)
+}

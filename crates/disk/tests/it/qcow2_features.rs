@@ -1,0 +1,102 @@
+//! What others put into an image: bitmaps, header extensions and feature bits that are not ours.
+
+use std::path::Path;
+use std::process::Command;
+
+use blockhouse_core::{Buffer, Durability, Request};
+use blockhouse_disk::{Access, CacheMode, ImageOptions};
+
+use crate::qemu::{Folder, block_on, create, forget_backing_format, options, qemu_io, run};
+use crate::require_qemu;
+
+const SIZE: u64 = 1 << 20;
+/// Where the header has its autoclear bits.
+const AUTOCLEAR: usize = 88;
+
+/// Whether a disk is written to while it is open for writing.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Use {
+    Read,
+    Written,
+}
+
+/// Opens an image for writing, uses and closes it; its bytes before and after.
+fn used(image: &Path, how: Use) -> (Vec<u8>, Vec<u8>) {
+    let before = std::fs::read(image).unwrap();
+    block_on(async {
+        let writing = ImageOptions { access: Access::ReadWrite, ..options(CacheMode::Writeback) };
+        let disk = blockhouse_disk::open(image, writing).await.unwrap();
+        let mut buffer = Buffer::new(4096);
+        disk.submit(Request::Read { offset: 0, into: buffer.lend() }).await.unwrap();
+        if how == Use::Written {
+            buffer.bytes_mut().fill(5);
+            let (from, durability) = (buffer.lend(), Durability::None);
+            disk.submit(Request::Write { offset: 8192, from, durability }).await.unwrap();
+        }
+        disk.close().await.unwrap();
+    });
+    (before, std::fs::read(image).unwrap())
+}
+
+fn autoclear(bytes: &[u8]) -> u64 {
+    u64::from_be_bytes(bytes[AUTOCLEAR..AUTOCLEAR + 8].try_into().unwrap())
+}
+
+fn check(image: &Path, more: &[&str]) -> Option<i32> {
+    let mut check = Command::new("qemu-img");
+    check.args(["check", "-q", "-f", "qcow2"]).args(more).arg(image);
+    check.output().unwrap().status.code()
+}
+
+#[test]
+fn bitmaps_stay_while_nothing_is_written_and_are_inconsistent_afterwards() {
+    require_qemu!();
+    let folder = Folder::new();
+    let image = folder.path("disk.qcow2");
+    create(&image, &[], SIZE);
+    qemu_io(&image, &["write -P 1 0 64k".to_owned()]);
+    run("qemu-img", &["bitmap", "--add", image.to_str().unwrap(), "changes"]);
+    let info = || run("qemu-img", &["info", "--output=json", image.to_str().unwrap()]);
+    let (before, after) = used(&image, Use::Read);
+    assert!(before == after && autoclear(&after) & 1 == 1, "nothing was changed");
+    assert!(info().contains("\"changes\""));
+    let (_, after) = used(&image, Use::Written);
+    assert_eq!(autoclear(&after), 0);
+    assert!(!info().contains("\"changes\""), "QEMU does not believe in them any more");
+    assert_eq!(check(&image, &[]), Some(3), "their clusters are leaks, and that is all");
+    assert_eq!(check(&image, &["-r", "leaks"]), Some(0));
+    qemu_io(&image, &["read -P 5 8k 4k".to_owned(), "read -P 1 12k 52k".to_owned()]);
+}
+
+#[test]
+fn unknown_autoclear_bits_are_cleared_by_the_first_write() {
+    require_qemu!();
+    let folder = Folder::new();
+    let image = folder.path("disk.qcow2");
+    create(&image, &[], SIZE);
+    let mut bytes = std::fs::read(&image).unwrap();
+    bytes[AUTOCLEAR] = 0x40;
+    std::fs::write(&image, bytes).unwrap();
+    assert_eq!(autoclear(&used(&image, Use::Read).1), 0x40 << 56);
+    assert_eq!(autoclear(&used(&image, Use::Written).1), 0);
+    assert_eq!(check(&image, &[]), Some(0));
+}
+
+#[test]
+fn unknown_header_extensions_are_kept() {
+    require_qemu!();
+    let folder = Folder::new();
+    let (base, image) = (folder.path("base"), folder.path("disk.qcow2"));
+    std::fs::write(&base, vec![1; SIZE as usize]).unwrap();
+    create(&image, &["-b", base.to_str().unwrap(), "-F", "raw"], SIZE);
+    forget_backing_format(&image);
+    // Without the name of its format the backing file is refused: it goes out of the header.
+    let mut bytes = std::fs::read(&image).unwrap();
+    bytes[8..20].fill(0);
+    std::fs::write(&image, bytes).unwrap();
+    let (before, after) = used(&image, Use::Written);
+    let unknown = 0x1234_5678_u32.to_be_bytes();
+    let at = before[..512].windows(4).position(|word| word == unknown).unwrap();
+    assert_eq!(before[at..at + 16], after[at..at + 16]);
+    assert_eq!(before[104..512], after[104..512]);
+}

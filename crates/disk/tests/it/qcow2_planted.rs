@@ -1,0 +1,235 @@
+//! Whether the crashes of `qcow2_crash` would find what they are for: storages that carry out a wrong
+//! order behind the back of a right one, each of which has to be caught within few seeds.
+//!
+//! A mapper that wrote its tables in the wrong order would look the same from below. What is written
+//! late is held back in memory, seen by reads, until after the flush or durable write that should have
+//! covered it.
+
+use blockhouse_core::{
+    Allocation, Buffer, ByteRange, Capabilities, Durability, IoVector, Result, Storage, SyncMode,
+    Unmap,
+};
+use blockhouse_sim::SimDisk;
+use parking_lot::Mutex;
+
+use crate::crashed::jury::Jury;
+use crate::crashed::{Kind, explore_kind};
+
+/// What is done wrong.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Policy {
+    /// Nothing: the wrapper itself changes no outcome.
+    Right,
+    /// Durable writes are plain ones.
+    PlainFua,
+    /// Flushes do nothing.
+    NoFlush,
+    /// A reference is durable before the refcount.
+    RefcountsLate,
+    /// A mapping is durable before its data, a pointer before its table.
+    DataLate,
+    /// Acknowledged with a mapping that is not durable; places are reused before their reference
+    /// is gone.
+    EntriesLate,
+    /// The file is cut before what is in use ends.
+    CutTooFar,
+}
+
+/// Which part of the image a cluster is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Part {
+    Refcounts,
+    L2Table,
+    /// The guest's data, and tables that nothing refers to yet.
+    Content,
+    /// The header, the L1 table, the refcount table.
+    Root,
+}
+
+struct Broken {
+    disk: SimDisk,
+    policy: Policy,
+    held: Mutex<Vec<(u64, Vec<u8>)>>,
+    is_image: bool,
+}
+
+impl Broken {
+    fn new(disk: SimDisk, policy: Policy) -> Self {
+        let is_image = disk.content().starts_with(b"QFI\xfb");
+        Self { disk, policy, held: Mutex::default(), is_image }
+    }
+
+    fn holds_back(&self, offset: u64) -> bool {
+        if !self.is_image {
+            return false;
+        }
+        let part = self.part_at(offset);
+        match self.policy {
+            Policy::Right | Policy::PlainFua | Policy::NoFlush | Policy::CutTooFar => false,
+            Policy::RefcountsLate => part == Part::Refcounts,
+            Policy::DataLate => part == Part::Content,
+            Policy::EntriesLate => part == Part::L2Table,
+        }
+    }
+
+    /// As the tables on the disk say it now.
+    fn part_at(&self, offset: u64) -> Part {
+        let image = self.disk.content();
+        let word = |at: usize| {
+            image.get(at..at + 8).map_or(0, |bytes| u64::from_be_bytes(bytes.try_into().unwrap()))
+        };
+        let half = |at: usize| u32::from_be_bytes(image[at..at + 4].try_into().unwrap());
+        let cluster_size = 1_u64 << half(20);
+        let cluster = offset & !(cluster_size - 1);
+        let (l1, l1_entries) = (word(40) as usize, half(36) as usize);
+        let table = word(48) as usize;
+        let table_end = table + (half(56) as usize * cluster_size as usize);
+        let offset_bits = (1_u64 << 56) - 512;
+        let refers = |mut entries: std::ops::Range<usize>| {
+            entries.any(|at| at.is_multiple_of(8) && word(at) & offset_bits == cluster)
+        };
+        if offset < cluster_size
+            || (l1..l1 + l1_entries * 8).contains(&(offset as usize))
+            || (table..table_end).contains(&(offset as usize))
+        {
+            Part::Root
+        } else if refers(table..table_end) {
+            Part::Refcounts
+        } else if refers(l1..l1 + l1_entries * 8) {
+            Part::L2Table
+        } else {
+            Part::Content
+        }
+    }
+
+    /// Writes down what was held back, of `range` or all.
+    async fn let_go(&self, range: Option<ByteRange>) -> Result<()> {
+        let is_meant = |&mut (offset, ref bytes): &mut (u64, Vec<u8>)| {
+            let held = ByteRange::between(offset, offset + bytes.len() as u64);
+            range.is_none_or(|range| range.overlaps(held))
+        };
+        let pieces: Vec<_> = self.held.lock().extract_if(.., is_meant).collect();
+        for (offset, bytes) in pieces {
+            let mut buffer = Buffer::new(bytes.len());
+            buffer.bytes_mut().copy_from_slice(&bytes);
+            self.disk.write(offset, buffer.lend(), Durability::None).await?;
+        }
+        Ok(())
+    }
+}
+
+impl Storage for Broken {
+    fn name(&self) -> &str {
+        self.disk.name()
+    }
+
+    fn capabilities(&self) -> Capabilities {
+        self.disk.capabilities()
+    }
+
+    fn size(&self) -> u64 {
+        self.disk.size()
+    }
+
+    async fn read(&self, offset: u64, mut into: IoVector) -> Result<()> {
+        let mut buffer = Buffer::new(into.len());
+        self.disk.read(offset, buffer.lend()).await?;
+        for &(start, ref bytes) in &*self.held.lock() {
+            for (at, &byte) in (start..).zip(bytes) {
+                if let Some(place) = at.checked_sub(offset)
+                    && let Some(seen) = buffer.bytes_mut().get_mut(place as usize)
+                {
+                    *seen = byte;
+                }
+            }
+        }
+        into.copy_from(buffer.bytes());
+        Ok(())
+    }
+
+    async fn write(&self, offset: u64, from: IoVector, durability: Durability) -> Result<()> {
+        let range = ByteRange::between(offset, offset + from.len() as u64);
+        if self.holds_back(offset) {
+            let mut bytes = vec![0; from.len()];
+            from.copy_to(&mut bytes);
+            self.held.lock().push((offset, bytes));
+            return Ok(());
+        }
+        self.let_go(Some(range)).await?;
+        let durability = match self.policy {
+            Policy::PlainFua => Durability::None,
+            _ => durability,
+        };
+        self.disk.write(offset, from, durability).await?;
+        if durability == Durability::None { Ok(()) } else { self.let_go(None).await }
+    }
+
+    async fn write_zeroes(&self, range: ByteRange, unmap: Unmap) -> Result<()> {
+        self.let_go(None).await?;
+        self.disk.write_zeroes(range, unmap).await
+    }
+
+    async fn discard(&self, range: ByteRange) -> Result<()> {
+        self.disk.discard(range).await
+    }
+
+    async fn flush(&self, sync: SyncMode) -> Result<()> {
+        if self.policy == Policy::NoFlush {
+            return Ok(());
+        }
+        self.disk.flush(sync).await?;
+        self.let_go(None).await
+    }
+
+    async fn resize(&self, size: u64) -> Result<()> {
+        let too_far = if self.policy == Policy::CutTooFar { 512 } else { 0 };
+        self.disk.resize(size - too_far).await
+    }
+
+    async fn block_status(&self, range: ByteRange) -> Result<(Allocation, u64)> {
+        self.disk.block_status(range).await
+    }
+
+    async fn prefetch(&self, range: ByteRange) -> Result<()> {
+        self.disk.prefetch(range).await
+    }
+}
+
+/// The first of so many seeds that finds what has this word in it, and what it found. A wrong order may
+/// show in other ways first, such as clusters that leak.
+fn found_by(policy: Policy, kind: Kind, seeds: u64, word: &str) -> Option<(u64, String)> {
+    // Our own check has to be enough.
+    static JURY: Jury = Jury::for_one_in(u32::MAX);
+    (0..seeds).find_map(|seed| {
+        let explored = explore_kind(kind, seed, &JURY, |disk| Broken::new(disk, policy));
+        let violation = explored.err().filter(|violation| violation.contains(word))?;
+        Some((seed, violation))
+    })
+}
+
+#[test]
+fn wrong_policies_are_found_out() {
+    for (policy, kinds, word) in [
+        (Policy::PlainFua, &[Kind::Plain, Kind::Lazy, Kind::Subclusters][..], ""),
+        (Policy::NoFlush, &[Kind::Plain, Kind::Old, Kind::Lazy, Kind::Backed], ""),
+        (Policy::RefcountsLate, &[Kind::Plain, Kind::Old, Kind::Backed], "counts 0"),
+        (Policy::DataLate, &[Kind::Plain, Kind::Lazy, Kind::Backed, Kind::Subclusters], ""),
+        (Policy::CutTooFar, &[Kind::Plain, Kind::Old], ""),
+        (Policy::EntriesLate, &[Kind::Plain, Kind::Lazy, Kind::Backed, Kind::Subclusters], ""),
+    ] {
+        for &kind in kinds {
+            let Some((seed, violation)) = found_by(policy, kind, 200, word) else {
+                panic!("{policy:?} went unnoticed on {kind:?} images");
+            };
+            let first = violation.lines().next().unwrap_or_default();
+            eprintln!("{policy:?} on {kind:?}: seed {seed}: {first}");
+        }
+    }
+}
+
+#[test]
+fn the_wrapper_itself_changes_nothing() {
+    for kind in [Kind::Plain, Kind::Backed] {
+        assert_eq!(found_by(Policy::Right, kind, 60, ""), None);
+    }
+}

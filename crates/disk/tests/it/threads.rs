@@ -1,0 +1,218 @@
+//! One disk, many threads: a flush that returns has covered everything its thread wrote before, blocks
+//! that threads share lose nobody's bytes, and rounds of qcow2 tables that they share serve everybody.
+
+use std::pin::pin;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
+use std::task::{Context, Poll, Wake, Waker};
+use std::thread::{self, Thread};
+
+use blockhouse_core::{
+    Alignment, Allocation, Buffer, ByteRange, Capabilities, Durability, Fua, FuaCost, GroupCommit,
+    IoVector, Offload, ReadAfterDiscard, Request, Result, Storage, SyncMode as FlushDepth, Unmap,
+    WriteCache,
+};
+use blockhouse_disk::{Disk, Options};
+use blockhouse_format::qcow2::{self, CreateOptions};
+
+/// Bytes in memory, and the bytes that flushes made stable. Clones are the same memory.
+#[derive(Clone)]
+struct Memory(Arc<State>);
+
+struct State {
+    visible: Mutex<Vec<u8>>,
+    stable: Mutex<Vec<u8>>,
+    flushes: AtomicU64,
+    block: u32,
+}
+
+impl Memory {
+    /// `content`, all of it stable.
+    fn new(content: Vec<u8>, block: u32) -> Self {
+        Self(Arc::new(State {
+            visible: Mutex::new(content.clone()),
+            stable: Mutex::new(content),
+            flushes: AtomicU64::new(0),
+            block,
+        }))
+    }
+}
+
+impl Storage for Memory {
+    fn name(&self) -> &str {
+        "memory"
+    }
+
+    fn capabilities(&self) -> Capabilities {
+        Capabilities {
+            fua: Fua::Emulated,
+            write_cache: WriteCache::Volatile,
+            fua_cost: FuaCost::NoFlush,
+            group_commit: GroupCommit::Never,
+            alignment: Alignment { offset: self.0.block, memory: 1 },
+            write_zeroes: Offload::Unavailable,
+            discard: Offload::Unavailable,
+            read_after_discard: ReadAfterDiscard::Undefined,
+        }
+    }
+
+    fn size(&self) -> u64 {
+        self.0.visible.lock().unwrap().len() as u64
+    }
+
+    async fn read(&self, offset: u64, mut into: IoVector) -> Result<()> {
+        thread::yield_now();
+        into.copy_from(&self.0.visible.lock().unwrap()[offset as usize..]);
+        Ok(())
+    }
+
+    async fn write(&self, offset: u64, from: IoVector, _durability: Durability) -> Result<()> {
+        thread::yield_now();
+        let (start, end) = (offset as usize, offset as usize + from.len());
+        let mut visible = self.0.visible.lock().unwrap();
+        let length = visible.len().max(end);
+        visible.resize(length, 0);
+        from.copy_to(&mut visible[start..end]);
+        Ok(())
+    }
+
+    async fn write_zeroes(&self, _range: ByteRange, _unmap: Unmap) -> Result<()> {
+        unreachable!("not offered")
+    }
+
+    async fn discard(&self, _range: ByteRange) -> Result<()> {
+        unreachable!("not offered")
+    }
+
+    async fn flush(&self, _depth: FlushDepth) -> Result<()> {
+        let seen = self.0.visible.lock().unwrap().clone();
+        thread::yield_now();
+        self.0.flushes.fetch_add(1, Ordering::Relaxed);
+        *self.0.stable.lock().unwrap() = seen;
+        Ok(())
+    }
+
+    async fn resize(&self, size: u64) -> Result<()> {
+        self.0.visible.lock().unwrap().resize(size as usize, 0);
+        Ok(())
+    }
+
+    async fn block_status(&self, range: ByteRange) -> Result<(Allocation, u64)> {
+        Ok((Allocation::Data, range.length()))
+    }
+
+    async fn prefetch(&self, _range: ByteRange) -> Result<()> {
+        Ok(())
+    }
+}
+
+struct Unpark(Thread);
+
+impl Wake for Unpark {
+    fn wake(self: Arc<Self>) {
+        self.0.unpark();
+    }
+}
+
+fn block_on<T>(future: impl Future<Output = T>) -> T {
+    let mut future = pin!(future);
+    let waker = Waker::from(Arc::new(Unpark(thread::current())));
+    loop {
+        match future.as_mut().poll(&mut Context::from_waker(&waker)) {
+            Poll::Ready(output) => return output,
+            Poll::Pending => thread::park(),
+        }
+    }
+}
+
+const THREADS: usize = 4;
+const ROUNDS: usize = 2_000;
+/// Each thread has a part of every block of 512 bytes.
+const PART: usize = 512 / THREADS;
+const BLOCKS: usize = 8;
+
+/// Writes and flushes on all threads; `stable` must have each round's bytes when its flush returns.
+fn contend(block: u32) -> (u64, u64) {
+    let memory = Memory::new(vec![0; 512 * BLOCKS], block);
+    let disk = Disk::raw(memory.clone(), Options::default()).unwrap();
+    thread::scope(|scope| {
+        for number in 0..THREADS {
+            let (disk, memory) = (&disk, &memory);
+            scope.spawn(move || {
+                for round in 0..ROUNDS {
+                    let offset = round % BLOCKS * 512 + number * PART;
+                    let mut buffer = Buffer::new(PART);
+                    buffer.bytes_mut().fill(round as u8);
+                    let (from, durability) = (buffer.lend(), Durability::None);
+                    let write = Request::Write { offset: offset as u64, from, durability };
+                    block_on(disk.submit(write)).unwrap();
+                    block_on(disk.submit(Request::Flush)).unwrap();
+                    let stable = memory.0.stable.lock().unwrap()[offset..offset + PART].to_vec();
+                    assert_eq!(stable, [round as u8; PART], "round {round} of thread {number}");
+                }
+            });
+        }
+    });
+    let asked = (THREADS * ROUNDS) as u64;
+    (asked, memory.0.flushes.load(Ordering::Relaxed))
+}
+
+#[test]
+fn a_flush_covers_what_its_thread_wrote() {
+    let (asked, issued) = contend(1);
+    assert!(issued <= asked);
+}
+
+#[test]
+fn threads_share_blocks_without_losing_bytes() {
+    let (asked, issued) = contend(512);
+    assert!(issued <= asked);
+}
+
+/// Each thread writes clusters of its own durably, and reads them in what would be left of the image.
+#[test]
+fn threads_share_rounds_of_tables() {
+    const CLUSTER: u64 = 4096;
+    const EACH: u64 = 200;
+    let memory = Memory::new(Vec::new(), 1);
+    let disk = block_on(async {
+        let size = THREADS as u64 * EACH * CLUSTER;
+        let image = CreateOptions { cluster_size: CLUSTER, ..CreateOptions::new(size) };
+        qcow2::create(&memory, &image).await.unwrap();
+        Disk::qcow2(memory.clone(), Options::default()).await.unwrap()
+    });
+    thread::scope(|scope| {
+        for number in 0..THREADS as u64 {
+            let (disk, memory) = (&disk, &memory);
+            scope.spawn(move || {
+                for round in 0..EACH {
+                    let offset = (round * THREADS as u64 + number) * CLUSTER;
+                    let from = bytes(round as u8 | 1).lend();
+                    let durability = Durability::Data;
+                    block_on(disk.submit(Request::Write { offset, from, durability })).unwrap();
+                    if round.is_multiple_of(20) {
+                        assert_eq!(left_at(memory, offset), [round as u8 | 1; 512]);
+                    }
+                }
+            });
+        }
+    });
+    let writes = THREADS as u64 * EACH;
+    let flushes = memory.0.flushes.load(Ordering::Relaxed);
+    assert!(flushes <= 2 * writes + 4, "two for a round at most: {flushes} for {writes} writes");
+}
+
+fn bytes(byte: u8) -> Buffer {
+    let mut buffer = Buffer::new(512);
+    buffer.bytes_mut().fill(byte);
+    buffer
+}
+
+/// 512 bytes at `offset` of the disk, from what is stable of its image.
+fn left_at(memory: &Memory, offset: u64) -> Vec<u8> {
+    let left = Memory::new(memory.0.stable.lock().unwrap().clone(), 1);
+    let disk = block_on(Disk::qcow2(left, Options::default())).unwrap();
+    let mut buffer = Buffer::new(512);
+    block_on(disk.submit(Request::Read { offset, into: buffer.lend() })).unwrap();
+    buffer.bytes().to_vec()
+}

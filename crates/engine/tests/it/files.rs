@@ -1,0 +1,304 @@
+//! Host files behave the same on every engine, with and without the page cache.
+
+use std::os::unix::fs::MetadataExt;
+use std::path::Path;
+
+use blockhouse_core::{
+    Allocation, Buffer, ByteRange, Durability, ErrorKind, Fua, FuaCost, GroupCommit,
+    ReadAfterDiscard, Storage, SyncMode, Unmap, errno,
+};
+use blockhouse_engine::{Engine, HostFile, OpenFor, PageCache};
+
+use crate::common::memory::Memory;
+use crate::common::on_every_engine;
+
+const MIB: u64 = 1 << 20;
+
+/// A folder on a disk (not in memory, where engines take short cuts) where there is one.
+fn folder() -> tempfile::TempDir {
+    tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap()
+}
+
+/// Runs `test` on every engine and in both ways of caching, on a new file of 1 MiB each time.
+fn on_every_file(test: impl AsyncFn(&HostFile)) {
+    for cache in [PageCache::Used, PageCache::Bypassed] {
+        on_every_engine(|event_loop| {
+            let folder = folder();
+            let file = HostFile::create(&folder.path().join("disk"), MIB, cache).unwrap();
+            event_loop.block_on(test(&file));
+        });
+    }
+}
+
+async fn read(file: &HostFile, offset: u64, length: usize) -> Vec<u8> {
+    let mut buffer = Buffer::new(length);
+    buffer.bytes_mut().fill(0xaa);
+    file.read(offset, buffer.lend()).await.unwrap();
+    buffer.bytes().to_vec()
+}
+
+async fn write(file: &HostFile, offset: u64, byte: u8, length: usize, durability: Durability) {
+    let mut buffer = Buffer::new(length);
+    buffer.bytes_mut().fill(byte);
+    file.write(offset, buffer.lend(), durability).await.unwrap();
+}
+
+#[test]
+fn what_was_written_is_read() {
+    on_every_file(async |file| {
+        for (index, durability) in
+            [Durability::None, Durability::Data, Durability::Full].into_iter().enumerate()
+        {
+            let offset = 8192 * index as u64;
+            write(file, offset, index as u8 + 1, 8192, durability).await;
+            assert_eq!(read(file, offset, 8192).await, vec![index as u8 + 1; 8192]);
+        }
+        file.flush(SyncMode::Data).await.unwrap();
+        file.flush(SyncMode::Full).await.unwrap();
+        assert_eq!(file.capabilities().fua, Fua::Native);
+    });
+}
+
+/// Whether the disk below `folder` is not known to make a write durable without a flush.
+fn has_flushes_to_share(folder: &Path) -> bool {
+    let number = std::fs::metadata(folder).unwrap().dev();
+    let (major, minor) = (rustix::fs::major(number), rustix::fs::minor(number));
+    let says = |name: &str, value: &str| {
+        // A partition has no queue of its own: the disk that it is on stands above it.
+        let of = |place: &str| format!("/sys/dev/block/{major}:{minor}/{place}/{name}");
+        let found = ["queue", "../queue"].map(|place| std::fs::read_to_string(of(place)));
+        found.into_iter().flatten().any(|text| text.trim() == value)
+    };
+    !says("fua", "1") && !says("write_cache", "write through")
+}
+
+/// One file for all loops, whoever opened it: what is cheap is a matter of the loop that asks.
+#[test]
+fn durable_writes_are_grouped_where_the_engine_of_the_loop_has_fewer_under_way() {
+    let folder = folder();
+    let own_disk = match has_flushes_to_share(folder.path()) {
+        true => FuaCost::ExtraFlush,
+        false => FuaCost::NoFlush,
+    };
+    let path = folder.path().join("disk");
+    let direct = HostFile::create(&path, MIB, PageCache::Bypassed).unwrap();
+    let cached = HostFile::open(&path, OpenFor::Writing, PageCache::Used).unwrap();
+    on_every_engine(|event_loop| {
+        let expected = match event_loop.engine() {
+            // There are 16 threads.
+            Engine::Threads if own_disk == FuaCost::ExtraFlush => GroupCommit::From(17),
+            Engine::Threads | Engine::IoUring | Engine::LinuxAio => GroupCommit::Never,
+        };
+        let asked = async { [&direct, &cached].map(|file| file.capabilities()) };
+        let found = event_loop.block_on(asked);
+        let grouped = found.map(|capabilities| capabilities.group_commit);
+        assert_eq!(grouped, [expected, GroupCommit::From(2)], "{}", event_loop.engine());
+        let costs = found.map(|capabilities| capabilities.fua_cost);
+        assert_eq!(costs, [own_disk, FuaCost::ExtraFlush], "the page cache writes and flushes");
+    });
+    let memory = tempfile::tempdir_in("/dev/shm").unwrap();
+    let file = HostFile::create(&memory.path().join("disk"), MIB, PageCache::Bypassed).unwrap();
+    on_every_engine(|event_loop| {
+        let found = event_loop.block_on(async { file.capabilities() });
+        let found = (found.group_commit, found.fua_cost);
+        assert_eq!(found, (GroupCommit::Never, FuaCost::NoFlush), "there is nothing to flush");
+    });
+}
+
+#[test]
+fn a_read_past_the_end_gives_zeros() {
+    on_every_file(async |file| {
+        write(file, MIB - 4096, 5, 4096, Durability::None).await;
+        let bytes = read(file, MIB - 4096, 12288).await;
+        assert_eq!(bytes[..4096], [5; 4096]);
+        assert_eq!(bytes[4096..], [0; 8192]);
+    });
+}
+
+#[test]
+fn the_last_partial_block_is_reached_and_the_size_stays() {
+    for cache in [PageCache::Used, PageCache::Bypassed] {
+        on_every_engine(|event_loop| {
+            let folder = folder();
+            let size = MIB + 100;
+            let file = HostFile::create(&folder.path().join("disk"), size, cache).unwrap();
+            let block = file.capabilities().alignment.offset;
+            assert!(block == 1 || block >= 4096, "blocks of {block} share a page with the last");
+            event_loop.block_on(async {
+                write(&file, MIB, 7, 100, Durability::Data).await;
+                assert_eq!(read(&file, MIB, 100).await, [7; 100]);
+                write(&file, MIB - 4096, 8, 4096, Durability::None).await;
+                assert_eq!(read(&file, MIB - 4096, 4096).await, [8; 4096]);
+                file.flush(SyncMode::Data).await.unwrap();
+            });
+            assert_eq!(std::fs::metadata(file.name()).unwrap().len(), size);
+        });
+    }
+}
+
+#[test]
+fn zeroed_and_discarded_ranges_read_as_zeros_and_become_holes() {
+    on_every_file(async |file| {
+        write(file, 0, 9, 65536, Durability::None).await;
+        let range = ByteRange::between(4096, 12288);
+        file.write_zeroes(range, Unmap::Allowed).await.unwrap();
+        file.discard(ByteRange::between(16384, 20480)).await.unwrap();
+        assert_eq!(file.capabilities().read_after_discard, ReadAfterDiscard::Zeros);
+        let bytes = read(file, 0, 65536).await;
+        for (index, &byte) in bytes.iter().enumerate() {
+            let gone = (4096..12288).contains(&index) || (16384..20480).contains(&index);
+            assert_eq!(byte, if gone { 0 } else { 9 }, "at {index}");
+        }
+        file.flush(SyncMode::Data).await.unwrap();
+        let (status, length) = file.block_status(ByteRange::between(4096, MIB)).await.unwrap();
+        assert_eq!((status, length), (Allocation::Hole, 8192));
+        let (status, length) = file.block_status(ByteRange::between(0, MIB)).await.unwrap();
+        assert_eq!((status, length), (Allocation::Data, 4096));
+        let (status, length) = file.block_status(ByteRange::between(65536, MIB)).await.unwrap();
+        assert_eq!((status, length), (Allocation::Hole, MIB - 65536));
+    });
+}
+
+#[test]
+fn a_grown_file_reads_as_zeros() {
+    on_every_file(async |file| {
+        file.resize(2 * MIB).await.unwrap();
+        assert_eq!(file.size(), 2 * MIB);
+        assert_eq!(read(file, 2 * MIB - 8192, 8192).await, vec![0; 8192]);
+    });
+}
+
+#[test]
+fn a_lengthened_file_keeps_what_it_has() {
+    on_every_file(async |file| {
+        let last = file.size() - 4096;
+        write(file, last, 7, 4096, Durability::None).await;
+        file.extend_hint(MIB / 2).await;
+        assert_eq!(read(file, last, 4096).await, vec![7; 4096]);
+        let size = file.size();
+        file.extend_hint(size + MIB).await;
+        // Whether it can be done is the file system's affair.
+        assert!([size, size + MIB].contains(&file.size()), "{}", file.size());
+        assert_eq!(read(file, last, 4096).await, vec![7; 4096]);
+        assert_eq!(
+            read(file, file.size() - 4096, 4096).await,
+            vec![if file.size() > size { 0 } else { 7 }; 4096]
+        );
+    });
+}
+
+#[test]
+fn an_operation_whose_future_is_dropped_keeps_its_memory() {
+    on_every_file(async |file| {
+        let mut buffer = Buffer::new(8192);
+        buffer.bytes_mut().fill(3);
+        {
+            let mut write = std::pin::pin!(file.write(0, buffer.lend(), Durability::None));
+            let started = std::future::poll_fn(|cx| {
+                std::task::Poll::Ready(write.as_mut().poll(cx).is_pending())
+            });
+            started.await;
+        }
+        while buffer.is_lent() {
+            blockhouse_engine::sleep(std::time::Duration::from_millis(1)).await;
+        }
+        assert_eq!(read(file, 0, 8192).await, vec![3; 8192]);
+    });
+}
+
+#[test]
+fn more_operations_than_places_all_complete() {
+    on_every_file(async |file| {
+        let file: &'static HostFile = Box::leak(Box::new(reopen(file)));
+        let tasks: Vec<_> = (0..5000u64)
+            .map(|index| {
+                blockhouse_engine::spawn(async move {
+                    write(file, index % 256 * 4096, 1, 4096, Durability::None).await;
+                })
+            })
+            .collect();
+        for task in tasks {
+            task.await;
+        }
+        assert_eq!(read(file, 0, MIB as usize).await, vec![1; MIB as usize]);
+    });
+}
+
+fn reopen(file: &HostFile) -> HostFile {
+    HostFile::open(Path::new(file.name()), OpenFor::Writing, PageCache::Used).unwrap()
+}
+
+#[test]
+fn errors_name_the_file_and_the_offset_and_keep_the_errno() {
+    on_every_file(async |file| {
+        let path = Path::new(file.name());
+        let read_only = HostFile::open(path, OpenFor::Reading, PageCache::Used).unwrap();
+        let mut buffer = Buffer::new(512);
+        let error =
+            read_only.write(1024, buffer.lend(), Durability::None).await.expect_err("read-only");
+        assert_eq!(error.errno(), 9 /* EBADF */);
+        let line = error.to_string();
+        assert!(line.contains(file.name()) && line.contains("at offset 1024"), "{line}");
+    });
+}
+
+#[test]
+fn what_is_no_disk_is_refused() {
+    let folder = folder();
+    let open = |path: &Path| HostFile::open(path, OpenFor::Reading, PageCache::Used);
+    let error = open(folder.path()).expect_err("a directory");
+    assert_eq!(error.kind(), ErrorKind::InvalidInput);
+    let error = open(&folder.path().join("nothing")).expect_err("a missing file");
+    assert_eq!(error.errno(), 2 /* ENOENT */);
+    let error = open(Path::new("/dev/null")).expect_err("a character device");
+    assert_eq!(error.errno(), errno::EINVAL);
+}
+
+#[test]
+fn an_existing_file_is_not_made_again() {
+    let folder = folder();
+    let path = folder.path().join("disk");
+    std::fs::write(&path, b"precious").unwrap();
+    let error = HostFile::create(&path, MIB, PageCache::Used).expect_err("it exists");
+    assert_eq!(error.errno(), 17 /* EEXIST */);
+    assert_eq!(std::fs::read(&path).unwrap(), b"precious");
+}
+
+#[test]
+fn a_file_that_cannot_get_its_size_is_not_left_behind() {
+    let folder = folder();
+    let path = folder.path().join("disk");
+    let error = HostFile::create(&path, i64::MAX as u64, PageCache::Used).expect_err("too large");
+    assert_eq!(error.errno(), 27 /* EFBIG */);
+    assert!(!path.exists());
+}
+
+#[test]
+fn what_is_written_past_the_end_makes_the_file_longer() {
+    on_every_file(async |file| {
+        write(file, 2 * MIB, 4, 4096, Durability::None).await;
+        assert_eq!(file.size(), 2 * MIB + 4096);
+        write(file, 0, 4, 4096, Durability::None).await;
+        assert_eq!(file.size(), 2 * MIB + 4096);
+        assert_eq!(read(file, 2 * MIB, 8192).await[..4096], [4; 4096]);
+    });
+}
+
+/// Somebody else made the file longer since it was opened, and a read of the new part takes several
+/// calls: the end that was seen at open is not the end.
+#[test]
+fn a_short_read_is_continued_in_a_file_that_has_grown() {
+    on_every_file(async |file| {
+        let mut bytes = vec![6; 2 * MIB as usize];
+        bytes[MIB as usize..].fill(8);
+        std::fs::write(file.name(), bytes).unwrap();
+        // More segments than the kernel takes in one call (IOV_MAX).
+        let memory = Memory::new(MIB as usize);
+        file.read(MIB, memory.vector(512)).await.unwrap();
+        assert!(memory.bytes().iter().all(|&byte| byte == 8));
+        file.read(2 * MIB - 4096, memory.vector(512)).await.unwrap();
+        let bytes = memory.bytes();
+        assert!(bytes[..4096].iter().all(|&byte| byte == 8));
+        assert!(bytes[4096..].iter().all(|&byte| byte == 0));
+    });
+}

@@ -1,0 +1,454 @@
+//! Crashes after every storage operation of random workloads on images: what is left behind has no
+//! corruption, every sector shows only what was written to it, and nothing that was flushed is lost.
+
+use std::cell::{Cell, RefCell};
+use std::future::{Future, poll_fn};
+use std::pin::pin;
+use std::process::Command;
+use std::rc::Rc;
+use std::task::Poll;
+use std::time::Duration;
+
+use blockhouse_core::{
+    Buffer, ByteRange, Durability, ErrorKind, Extent, ExtentState, Fua, Result, Storage, SyncMode,
+    Unmap, errno,
+};
+use blockhouse_format::qcow2::{
+    Access, Backing, CheckReport, CreateOptions, OpenOptions, Qcow2, Switch, Version, check, create,
+};
+use blockhouse_format::{Abort, Intent};
+use blockhouse_sim::{Config, Fault, OperationKind, Report, Rng, Sim, SimDisk, for_seeds};
+
+use crate::common::{has_qemu, read, read_host};
+
+const SECTOR: u64 = 512;
+
+/// What a sector may show.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Value {
+    /// The bytes of the write with this number.
+    Written(u64),
+    Zeros,
+    /// What was there before, or zeros.
+    Discarded,
+}
+
+/// What happened to each sector, oldest first.
+#[derive(Default)]
+struct Sector {
+    history: Vec<Value>,
+    /// How many of the history have ended well, one after the other.
+    ended: usize,
+    /// What is older than this must not be seen after a crash.
+    stable: usize,
+    /// Changes that failed or were given up: they may happen or not, at any time.
+    floating: Vec<Value>,
+}
+
+impl Sector {
+    fn permits(&self, found: Value) -> bool {
+        // What a discard leaves may be what it found.
+        let stable = &self.history[..self.stable];
+        let oldest = stable.iter().rposition(|&value| value != Value::Discarded);
+        let mut recent = self.history[oldest.unwrap_or(0)..].iter().chain(&self.floating);
+        let is_first = oldest.is_none() && found == Value::Zeros;
+        is_first
+            || recent.any(|&value| {
+                value == found || (value == Value::Discarded && found == Value::Zeros)
+            })
+    }
+}
+
+/// One run: an image on a simulated disk, and what is known of its sectors.
+struct World {
+    sim: Sim,
+    disk: SimDisk,
+    image: Qcow2<SimDisk>,
+    sectors: RefCell<Vec<Sector>>,
+    writes: Cell<u64>,
+    unit: u64,
+    impatience: f64,
+    may_fail: bool,
+    /// Whether some of the crashes are shown to qemu-img.
+    asks_qemu: bool,
+    has_one_client: bool,
+    report: RefCell<Report>,
+}
+
+fn sector_bytes(sector: u64, write: u64) -> Vec<u8> {
+    [(sector + 1).to_be_bytes(), write.to_be_bytes()].concat().repeat(SECTOR as usize / 16)
+}
+
+/// What is in a sector, unless that was never written to it.
+fn value_of(sector: u64, bytes: &[u8]) -> Option<Value> {
+    if bytes.iter().all(|&byte| byte == 0) {
+        return Some(Value::Zeros);
+    }
+    let write = u64::from_be_bytes(bytes[8..16].try_into().unwrap());
+    (bytes == sector_bytes(sector, write)).then_some(Value::Written(write))
+}
+
+impl World {
+    fn any_range(&self, random: &mut Rng) -> ByteRange {
+        let size = self.image.size() / self.unit;
+        let start = random.u64(..size);
+        let length = match random.u8(..4) {
+            0 => random.u64(1..=size),
+            1 => random.u64(1..=self.image.cluster_size().div_ceil(self.unit) * 3),
+            _ => random.u64(1..=4),
+        };
+        ByteRange::between(start * self.unit, (start + length).min(size) * self.unit)
+    }
+
+    async fn client(self: Rc<Self>, count: usize, mut random: Rng) {
+        for _ in 0..count {
+            if random.u8(..4) == 0 {
+                self.sim.sleep(Duration::from_micros(random.u64(..200))).await;
+            }
+            match random.u8(..12) {
+                0..2 => self.flush(&mut random).await,
+                2 => {
+                    let _ = self.patiently(self.image.sync_metadata(), &mut random).await;
+                }
+                3 | 4 => self.read(&mut random).await,
+                _ => self.change(&mut random).await,
+            }
+        }
+    }
+
+    /// Reads as slowly as the disk is; whatever is changed meanwhile, no sector shows another's data.
+    async fn read(&self, random: &mut Rng) {
+        let range = self.any_range(random);
+        let guard = self.image.begin_read();
+        let outcome = self.patiently(read(&self.image, range, 0), random).await;
+        drop(guard);
+        let Some(Ok(bytes)) = outcome else { return };
+        for (sector, bytes) in (range.offset() / SECTOR..).zip(bytes.chunks_exact(SECTOR as usize))
+        {
+            assert!(value_of(sector, bytes).is_some(), "a foreign sector {sector}");
+        }
+    }
+
+    async fn flush(&self, random: &mut Rng) {
+        let ended: Vec<_> = self.sectors.borrow().iter().map(|sector| sector.ended).collect();
+        let sync = if random.bool() { SyncMode::Data } else { SyncMode::Full };
+        if let Some(Ok(())) = self.patiently(self.image.flush(sync), random).await
+            && self.has_one_client
+        {
+            for (sector, ended) in self.sectors.borrow_mut().iter_mut().zip(ended) {
+                sector.stable = sector.stable.max(ended);
+            }
+        }
+    }
+
+    async fn change(&self, random: &mut Rng) {
+        let range = self.any_range(random);
+        let number = self.writes.get() + 1;
+        self.writes.set(number);
+        let unmap = if random.bool() { Unmap::Allowed } else { Unmap::Forbidden };
+        let (value, intent) = match random.u8(..8) {
+            0 => (Value::Discarded, Intent::Discard),
+            1 | 2 => (Value::Zeros, Intent::Zero(unmap)),
+            _ => (Value::Written(number), Intent::Write),
+        };
+        let affected = || range.offset() / SECTOR..range.end() / SECTOR;
+        for sector in affected() {
+            self.sectors.borrow_mut()[sector as usize].history.push(value);
+        }
+        let outcome = self.patiently(self.carry_out(range, intent, number), random).await;
+        let ended_well = matches!(outcome, Some(Ok(())));
+        for index in affected() {
+            let sector = &mut self.sectors.borrow_mut()[index as usize];
+            if ended_well {
+                sector.ended = sector.history.len();
+            } else {
+                sector.floating.push(value);
+            }
+        }
+    }
+
+    /// As an I/O path would, one extent after the other.
+    async fn carry_out(&self, range: ByteRange, intent: Intent, number: u64) -> Result<()> {
+        let mut rest = range;
+        while !rest.is_empty() {
+            let extent = self.image.map(rest, intent).await?;
+            rest = rest.skip(extent.guest.length());
+            let prepared = Prepared { image: &self.image, extent, moving: Cell::new(false) };
+            let data = match (extent.state, intent) {
+                (ExtentState::Mapped { .. }, Intent::Discard) => Durability::None,
+                (ExtentState::Mapped { host }, _) => {
+                    self.store(&prepared, host, intent, number).await?
+                }
+                _ => Durability::Data,
+            };
+            std::mem::forget(prepared);
+            self.image.link(extent, data).await?;
+        }
+        Ok(())
+    }
+
+    async fn store(
+        &self,
+        prepared: &Prepared<'_>,
+        host: u64,
+        intent: Intent,
+        number: u64,
+    ) -> Result<Durability> {
+        let Extent { guest, alloc_range: whole, .. } = prepared.extent;
+        let (image, storage) = (&self.image, self.image.storage());
+        let head = ByteRange::between(whole.offset(), guest.offset());
+        let tail = ByteRange::between(guest.end(), whole.end());
+        let mut bytes = read(image, head, 0).await?;
+        for sector in guest.offset() / SECTOR..guest.end() / SECTOR {
+            match intent {
+                Intent::Write => bytes.extend(sector_bytes(sector, number)),
+                _ => bytes.resize(bytes.len() + SECTOR as usize, 0),
+            }
+        }
+        bytes.extend(read(image, tail, 0).await?);
+        let mut buffer = Buffer::new(bytes.len());
+        buffer.bytes_mut().copy_from_slice(&bytes);
+        // A durable write that fails is a failed flush for all that lies around it; remembering that
+        // is for the storage below, which is none here.
+        let may_be_durable = storage.capabilities().fua == Fua::Native && !self.may_fail;
+        let durability = if may_be_durable && number.is_multiple_of(3) {
+            Durability::Data
+        } else {
+            Durability::None
+        };
+        prepared.moving.set(true);
+        let outcome = storage.write(host - head.length(), buffer.lend(), durability).await;
+        prepared.moving.set(false);
+        outcome.map(|()| durability)
+    }
+
+    /// The outcome, or `None` if it was given up.
+    async fn patiently<T>(
+        &self,
+        operation: impl Future<Output = Result<T>>,
+        random: &mut Rng,
+    ) -> Option<Result<T>> {
+        if random.f64() >= self.impatience {
+            let outcome = operation.await;
+            self.report.borrow_mut().requests += 1;
+            self.report.borrow_mut().failed += u64::from(outcome.is_err());
+            return Some(outcome);
+        }
+        self.report.borrow_mut().given_up += 1;
+        let mut operation = pin!(operation);
+        let mut alarm = pin!(self.sim.sleep(Duration::from_micros(random.u64(..300))));
+        poll_fn(|context| match operation.as_mut().poll(context) {
+            Poll::Ready(outcome) => Poll::Ready(Some(outcome)),
+            Poll::Pending => alarm.as_mut().poll(context).map(|()| None),
+        })
+        .await
+    }
+
+    /// Checks what a crash now may leave behind.
+    fn crash(&self, random: &mut Rng) -> Result<(), String> {
+        let left = self.disk.crash(random);
+        let (report, bytes) = recover(left.clone())?;
+        if report.corruptions > 0 {
+            return Err(format!("the image is corrupt: {:?}", report.problems));
+        }
+        self.report.borrow_mut().crashes += 1;
+        if self.asks_qemu && random.u8(..20) == 0 {
+            ask_qemu(&left)?;
+        }
+        let sectors = self.sectors.borrow();
+        for (index, bytes) in bytes.chunks_exact(SECTOR as usize).enumerate() {
+            let Some(value) = value_of(index as u64, bytes) else {
+                return Err(format!("sector {index} shows what was never written to it"));
+            };
+            let sector = &sectors[index];
+            if self.has_one_client && !sector.permits(value) {
+                return Err(format!(
+                    "sector {index} shows {value:?} of {:?}, stable {}, floating {:?}",
+                    sector.history, sector.stable, sector.floating
+                ));
+            }
+        }
+        Ok(())
+    }
+}
+
+/// A prepared extent, given back when it is dropped.
+struct Prepared<'a> {
+    image: &'a Qcow2<SimDisk>,
+    extent: Extent,
+    moving: Cell<bool>,
+}
+
+impl Drop for Prepared<'_> {
+    fn drop(&mut self) {
+        // Reading the old content leaves nothing in flight that could hurt.
+        let why = if self.moving.get() { Abort::InFlight } else { Abort::Ended };
+        self.image.abort(self.extent, why);
+    }
+}
+
+/// Opens what a crash left behind: what a check finds, and the guest's bytes.
+fn recover(left: Vec<u8>) -> Result<(CheckReport, Vec<u8>), String> {
+    let sim = Sim::new(0);
+    let disk = SimDisk::new(&sim, Config::default(), left);
+    let opened = sim.block_on(async move {
+        let header = read_host(&disk, 72, 8).await?;
+        // A dirty image gets its refcounts when it is opened for writing.
+        let access = if header[7] & 1 == 1 { Access::ReadWrite } else { Access::ReadOnly };
+        let options = OpenOptions { access, ..OpenOptions::default() };
+        let image = Qcow2::open(disk, options).await?;
+        let report = check(&image).await?;
+        let all = ByteRange::between(0, image.size());
+        let bytes = read(&image, all, 0).await?;
+        Ok::<_, blockhouse_core::Error>((report, bytes))
+    });
+    opened.map_err(|error| format!("what was left behind: {error}"))
+}
+
+/// QEMU finds leaks at most, unless the image says itself that its refcounts are late.
+fn ask_qemu(left: &[u8]) -> Result<(), String> {
+    const IS_DIRTY: usize = 79;
+    if left[7] >= 3 && left[IS_DIRTY] & 1 == 1 {
+        return Ok(());
+    }
+    let folder = tempfile::tempdir().expect("a folder");
+    let image = folder.path().join("image.qcow2");
+    std::fs::write(&image, left).expect("a file");
+    std::fs::write(folder.path().join("base"), []).expect("a file");
+    let output = Command::new("qemu-img").args(["check", "-f", "qcow2"]).arg(&image).output();
+    let output = output.expect("qemu-img");
+    match output.status.code() {
+        Some(0 | 3) => Ok(()),
+        _ => Err(format!("qemu-img check: {output:?}")),
+    }
+}
+
+/// A new image that suits the disk.
+fn new_image(config: &Config, random: &mut Rng) -> Vec<u8> {
+    let block = u64::from(config.alignment.offset);
+    let sizes: Vec<u64> =
+        [512, 512, 1024, 4096, 16_384].into_iter().filter(|&s| s >= block).collect();
+    let cluster_size = sizes[random.usize(..sizes.len())];
+    let is_v2 = random.u8(..5) == 0;
+    let switch = |on| if on { Switch::On } else { Switch::Off };
+    let size = random.u64(8..=120) * 4096;
+    let options = CreateOptions {
+        cluster_size,
+        version: if is_v2 { Version::V2 } else { Version::V3 },
+        refcount_bits: if is_v2 { 16 } else { [1, 16, 64, 64][random.usize(..4)] },
+        lazy_refcounts: switch(!is_v2 && random.u8(..4) == 0),
+        extended_l2: switch(!is_v2 && cluster_size == 16_384 && random.bool()),
+        // What is behind reads as zeros here: what counts is that zeros must be said.
+        backing: (random.u8(..4) == 0)
+            .then(|| Backing { name: b"base".to_vec(), format: Some("raw".into()) }),
+        ..CreateOptions::new(size)
+    };
+    let sim = Sim::new(0);
+    let disk = SimDisk::new(&sim, Config::default(), Vec::new());
+    let made = disk.clone();
+    sim.block_on(async move { create(&made, &options).await }).expect("a new image");
+    disk.content()
+}
+
+/// Lets operations fail. That a flush which runs beside a failing one must not be believed is for the
+/// storage below to know, which is none here: flushes fail only where nothing runs beside them.
+fn add_faults(disk: &SimDisk, is_alone: bool, random: &mut Rng) {
+    let kinds = [OperationKind::Read, OperationKind::Write, OperationKind::Discard];
+    let flushes = [OperationKind::DurableWrite, OperationKind::Flush];
+    let flushes = flushes.into_iter().filter(|_| is_alone);
+    for kind in kinds.into_iter().chain(flushes) {
+        if random.u8(..3) == 0 {
+            let errno = if random.bool() { errno::ENOSPC } else { errno::EIO };
+            disk.fail(Fault::chance([0.01, 0.1][random.usize(..2)], errno).of(kind));
+        }
+    }
+}
+
+fn explore(seed: u64) -> Result<Report, String> {
+    let sim = Sim::new(seed);
+    let mut random = sim.fork_random();
+    let config = Config::random(&mut random);
+    let content = new_image(&config, &mut random);
+    let disk = SimDisk::new(&sim, config.clone(), content);
+    let opened = disk.clone();
+    let mut options = OpenOptions::default();
+    if random.bool() {
+        // So small that slices come and go, and rounds make room.
+        options.cache_size = 0;
+    }
+    if random.bool() {
+        // A change that frees more than an eighth of the file runs a writeback.
+        options.min_waiting_frees = 0;
+    }
+    let image = sim.block_on(async move { Qcow2::open(opened, options).await });
+    let image = image.map_err(|error| error.to_string())?;
+    let clients = random.usize(1..=4);
+    let world = Rc::new(World {
+        sim: sim.clone(),
+        disk: disk.clone(),
+        sectors: RefCell::new((0..image.size() / SECTOR).map(|_| Sector::default()).collect()),
+        image,
+        writes: Cell::new(0),
+        unit: u64::from(config.alignment.offset).max(SECTOR),
+        impatience: [0.0, 0.0, 0.2][random.usize(..3)],
+        may_fail: random.u8(..3) == 0,
+        asks_qemu: seed.is_multiple_of(10) && has_qemu(),
+        has_one_client: clients == 1,
+        report: RefCell::default(),
+    });
+    if world.may_fail {
+        add_faults(&disk, clients == 1 && world.impatience == 0.0, &mut random);
+    }
+    let tasks: Vec<_> = (0..clients)
+        .map(|_| sim.spawn(world.clone().client(random.usize(1..=12), random.fork())))
+        .collect();
+    let mut last = None;
+    while sim.step() {
+        let moment = disk.counts();
+        if last.replace(moment) != Some(moment) {
+            world.crash(&mut random).map_err(|what| format!("{what}; {config:?}"))?;
+        }
+    }
+    let stuck = tasks.iter().filter(|task| task.output().is_none()).count();
+    if stuck > 0 {
+        return Err(format!("{stuck} clients wait for ever; {config:?}"));
+    }
+    finish(&world, &disk, &mut random)?;
+    Ok(*world.report.borrow())
+}
+
+/// Closes the image, with a crash at every operation: unless something failed or was given up, nothing
+/// leaks.
+fn finish(world: &Rc<World>, disk: &SimDisk, random: &mut Rng) -> Result<(), String> {
+    disk.clear_faults();
+    let closing = Rc::clone(world);
+    let closed = world.sim.spawn(async move { closing.image.close().await });
+    let mut last = None;
+    while world.sim.step() {
+        let moment = disk.counts();
+        if last.replace(moment) != Some(moment) {
+            world.crash(random).map_err(|what| format!("{what}, while it was closed"))?;
+        }
+    }
+    let closed = closed.output().ok_or("closing waits for ever")?;
+    let was_smooth = world.report.borrow().given_up == 0;
+    match closed {
+        Ok(()) => {
+            let (report, _) = recover(disk.content())?;
+            if report.corruptions > 0 || (was_smooth && report.leaks > 0) {
+                return Err(format!("after closing: {report:?}"));
+            }
+            Ok(())
+        }
+        Err(error) if world.report.borrow().failed > 0 || !was_smooth => {
+            let is_remembered = matches!(error.kind(), ErrorKind::Io | ErrorKind::NoSpace);
+            if is_remembered { Ok(()) } else { Err(format!("closing: {error:?}")) }
+        }
+        Err(error) => Err(format!("closing: {error:?}")),
+    }
+}
+
+#[test]
+fn crash_at_every_operation() {
+    for_seeds(env!("CARGO_PKG_NAME"), "crash_at_every_operation", 1500, explore);
+}

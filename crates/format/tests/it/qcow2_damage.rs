@@ -1,0 +1,173 @@
+//! Images with flipped bytes: every operation ends, with an error that names a place or without one.
+
+use blockhouse_core::{ByteRange, ErrorKind, Unmap};
+use blockhouse_format::Intent;
+use blockhouse_format::qcow2::{
+    Access, CreateOptions, OpenOptions, Preallocation, Qcow2, Switch, check, create,
+};
+use blockhouse_sim::{Config, Latency, Report, Rng, Sim, SimDisk, for_seeds};
+
+use crate::common::{read, unmap, write};
+
+const SIZE: u64 = 256 << 10;
+
+fn config() -> Config {
+    Config { latency: Latency::fixed(1, 1), ..Config::default() }
+}
+
+/// An image with data, zeros and holes.
+fn whole_image(random: &mut Rng) -> Vec<u8> {
+    let cluster_size = [512, 4096, 16_384][random.usize(..3)];
+    let switch = |on| if on { Switch::On } else { Switch::Off };
+    let options = CreateOptions {
+        cluster_size,
+        extended_l2: switch(cluster_size == 16_384 && random.bool()),
+        lazy_refcounts: switch(random.bool()),
+        preallocation: [Preallocation::Off, Preallocation::Metadata][random.usize(..2)],
+        ..CreateOptions::new(SIZE)
+    };
+    let sim = Sim::new(0);
+    let disk = SimDisk::new(&sim, config(), Vec::new());
+    let made = disk.clone();
+    sim.block_on(async move {
+        create(&made, &options).await.unwrap();
+        let image = Qcow2::open(made, OpenOptions::default()).await.unwrap();
+        write(&image, 0, &[1; 50_000], 0).await.unwrap();
+        write(&image, 100_352, &[2; 30_720], 0).await.unwrap();
+        let zeros = ByteRange::between(16_384, 40_960);
+        unmap(&image, zeros, Intent::Zero(Unmap::Allowed), 0).await.unwrap();
+        image.close().await.unwrap();
+    });
+    disk.content()
+}
+
+/// Flips a few bytes, mostly of tables: those have zeros and small numbers all around.
+fn damage(image: &mut [u8], random: &mut Rng) {
+    for _ in 0..random.usize(1..=6) {
+        let at = match random.u8(..3) {
+            0 => random.usize(..112),
+            1 => random.usize(..image.len() / 512) * 512 + random.usize(..16),
+            _ => random.usize(..image.len()),
+        };
+        image[at] = match random.u8(..4) {
+            0 => 0,
+            1 => 0xff,
+            2 => image[at] ^ 1 << random.u8(..8),
+            _ => random.u8(..),
+        };
+    }
+}
+
+async fn use_it(disk: SimDisk, access: Access) -> blockhouse_core::Result<()> {
+    let image = Qcow2::open(disk, OpenOptions { access, ..OpenOptions::default() }).await?;
+    let size = image.size().min(4 * SIZE);
+    check(&image).await?;
+    let mut worst = Ok(());
+    for offset in (0..size).step_by(32_768) {
+        let part = ByteRange::between(offset, (offset + 32_768).min(size));
+        worst = worst.and(read(&image, part, 0).await.map(|_| ()));
+        if access == Access::ReadWrite {
+            worst = worst.and(write(&image, offset, &[7; 512], 0).await);
+            let zeroed = unmap(&image, part, Intent::Zero(Unmap::Allowed), 0).await;
+            worst = worst.and(zeroed);
+            worst = worst.and(unmap(&image, part, Intent::Discard, 0).await);
+        }
+    }
+    worst.and(image.close().await)
+}
+
+/// A new image whose first L2 entry refers to `host`.
+fn image_with_first_entry(host: u64) -> Vec<u8> {
+    let sim = Sim::new(0);
+    let disk = SimDisk::new(&sim, config(), Vec::new());
+    let made = disk.clone();
+    sim.block_on(async move {
+        let options = CreateOptions { cluster_size: 512, ..CreateOptions::new(SIZE) };
+        create(&made, &options).await.unwrap();
+        let image = Qcow2::open(made, OpenOptions::default()).await.unwrap();
+        write(&image, 0, &[1; 512], 0).await.unwrap();
+        image.close().await.unwrap();
+    });
+    let mut bytes = disk.content();
+    let word = |at: usize| u64::from_be_bytes(bytes[at..at + 8].try_into().unwrap());
+    let l2 = (word(word(40) as usize) & !(1 << 63)) as usize;
+    bytes[l2..l2 + 8].copy_from_slice(&(host | 1 << 63).to_be_bytes());
+    bytes
+}
+
+#[test]
+fn tables_are_neither_overwritten_nor_given_back_as_data_and_the_image_is_marked() {
+    // Refcount table, refcount block, L1 table.
+    for host in [512, 1024, 1536] {
+        for intent in [Intent::Write, Intent::Zero(Unmap::Allowed), Intent::Discard] {
+            let bytes = image_with_first_entry(host);
+            let sim = Sim::new(0);
+            let disk = SimDisk::new(&sim, config(), bytes.clone());
+            let damaged = disk.clone();
+            sim.block_on(async move {
+                let image = Qcow2::open(damaged, OpenOptions::default()).await.unwrap();
+                let error = image.map(ByteRange::between(0, 512), intent).await.unwrap_err();
+                assert_eq!(error.kind(), ErrorKind::Corrupt, "{error}");
+                assert!(error.to_string().contains(&format!("offset {}", host)));
+                assert!(image.map(ByteRange::between(512, 1024), Intent::Write).await.is_err());
+                assert!(image.close().await.is_err(), "the image is not changed any more");
+            });
+            let mut marked = bytes;
+            marked[79] |= 2;
+            assert!(disk.content() == marked, "nothing but the corrupt bit is changed");
+        }
+    }
+}
+
+#[test]
+fn a_table_that_many_refer_to_is_read_once() {
+    let sim = Sim::new(0);
+    let mut bytes = image_with_first_entry(4096);
+    let count = 1000_u32;
+    let l1 = bytes[40..48].to_vec();
+    let table = bytes.len().next_multiple_of(512);
+    bytes.resize(table, 0);
+    for _ in 0..count {
+        let mut snapshot = [0; 40];
+        snapshot[..8].copy_from_slice(&l1);
+        snapshot[8..12].copy_from_slice(&8_u32.to_be_bytes());
+        bytes.extend_from_slice(&snapshot);
+    }
+    bytes[60..64].copy_from_slice(&count.to_be_bytes());
+    bytes[64..72].copy_from_slice(&(table as u64).to_be_bytes());
+    let disk = SimDisk::new(&sim, config(), bytes);
+    let counted = disk.clone();
+    let report = sim.block_on(async move {
+        let options = OpenOptions { access: Access::ReadOnly, ..OpenOptions::default() };
+        check(&Qcow2::open(disk, options).await.unwrap()).await.unwrap()
+    });
+    assert!(report.corruptions >= u64::from(count), "snapshots share a table: {report:?}");
+    let (operations, _) = counted.counts();
+    assert!(operations < u64::from(count) + 50, "{operations} operations");
+}
+
+#[test]
+fn damaged_images_end_in_errors_that_name_a_place() {
+    let name = "damaged_images_end_in_errors_that_name_a_place";
+    let report = for_seeds(env!("CARGO_PKG_NAME"), name, 3000, |seed| {
+        let mut random = Rng::with_seed(seed);
+        let mut image = whole_image(&mut random);
+        damage(&mut image, &mut random);
+        let access = [Access::ReadOnly, Access::ReadWrite][random.usize(..2)];
+        let sim = Sim::new(seed);
+        let disk = SimDisk::new(&sim, config(), image);
+        let outcome = sim.block_on(use_it(disk, access));
+        let failed = u64::from(outcome.is_err());
+        if let Err(error) = outcome {
+            let is_expected = matches!(
+                error.kind(),
+                ErrorKind::Corrupt | ErrorKind::Unsupported | ErrorKind::NoSpace
+            );
+            if !is_expected || !error.to_string().contains("offset") {
+                return Err(format!("{error:?}"));
+            }
+        }
+        Ok(Report { requests: 1, failed, ..Report::default() })
+    });
+    assert!(report.failed > 0, "none of {report:?} was damaged enough to matter");
+}

@@ -1,0 +1,105 @@
+//! The simulated disk itself: what it leaves to chance and what it insists on.
+
+use std::cell::RefCell;
+use std::collections::HashSet;
+use std::rc::Rc;
+use std::time::Duration;
+
+use blockhouse_core::{
+    Alignment, Buffer, ByteRange, Durability, ErrorKind, Offload, Storage, SyncMode, Unmap, errno,
+};
+use blockhouse_sim::{Config, Fault, Latency, Operation, OperationKind, Sim, SimDisk, Support};
+
+fn disk(sim: &Sim, config: Config) -> SimDisk {
+    SimDisk::new(sim, config, vec![0; 8192])
+}
+
+/// The order in which five writes end that started one after the other.
+fn order(seed: u64) -> Vec<u64> {
+    let sim = Sim::new(seed);
+    let disk = disk(&sim, Config::default());
+    let ended = Rc::new(RefCell::new(Vec::new()));
+    for number in 0..5 {
+        let (disk, ended) = (disk.clone(), Rc::clone(&ended));
+        sim.spawn(async move {
+            let from = Buffer::new(512).lend();
+            disk.write(number * 512, from, Durability::None).await.unwrap();
+            ended.borrow_mut().push(number);
+        });
+    }
+    sim.run();
+    ended.take()
+}
+
+#[test]
+fn operations_end_in_any_order_that_the_seed_replays() {
+    let orders: HashSet<_> = (0..100).map(order).collect();
+    assert!(orders.len() > 50, "{} orders of 120", orders.len());
+    assert_eq!(order(3), order(3));
+}
+
+#[test]
+#[should_panic(expected = "misaligned operation")]
+fn a_misaligned_offset_is_a_mistake() {
+    let sim = Sim::new(1);
+    let alignment = Alignment { offset: 512, memory: 1 };
+    let disk = disk(&sim, Config { alignment, ..Config::default() });
+    let _ = sim.block_on(async move { disk.read(100, Buffer::new(512).lend()).await });
+}
+
+#[test]
+#[should_panic(expected = "misaligned memory")]
+fn misaligned_memory_is_a_mistake() {
+    let sim = Sim::new(1);
+    let alignment = Alignment { offset: 512, memory: 512 };
+    let disk = disk(&sim, Config { alignment, ..Config::default() });
+    let into = Buffer::new(1024).lend_range(8, 512);
+    let _ = sim.block_on(async move { disk.read(0, into).await });
+}
+
+#[test]
+fn an_operation_is_refused_once_and_not_offered_again() {
+    let sim = Sim::new(1);
+    let disk = disk(&sim, Config { write_zeroes: Support::RefusesOnUse, ..Config::default() });
+    assert_eq!(disk.capabilities().write_zeroes, Offload::Available);
+    let zero = disk.clone();
+    let range = ByteRange::between(0, 4096);
+    let error = sim.block_on(async move { zero.write_zeroes(range, Unmap::Allowed).await });
+    assert_eq!(error.unwrap_err().kind(), ErrorKind::Unsupported);
+    assert_eq!(disk.capabilities().write_zeroes, Offload::Unavailable);
+}
+
+#[test]
+fn a_flush_waits_for_one_that_was_dropped_and_tells_its_failure() {
+    let sim = Sim::new(1);
+    let disk = disk(&sim, Config { latency: Latency::fixed(10, 100), ..Config::default() });
+    disk.fail(Fault::nth(0, errno::EIO).of(OperationKind::Flush));
+    let first = disk.clone();
+    let dropped = sim.spawn(async move { first.flush(SyncMode::Data).await });
+    let clock = sim.clock().clone();
+    sim.block_on(async move { clock.sleep(Duration::from_micros(1)).await });
+    dropped.cancel();
+    let (second, third) = (disk.clone(), disk.clone());
+    let failed = sim.block_on(async move { second.flush(SyncMode::Data).await });
+    assert_eq!(failed.unwrap_err().errno(), errno::EIO);
+    assert_eq!(sim.clock().now(), Duration::from_micros(100));
+    sim.block_on(async move { third.flush(SyncMode::Data).await }).unwrap();
+    assert_eq!(disk.take_log(), [Operation::Flush(SyncMode::Data); 2]);
+}
+
+#[test]
+fn a_dropped_write_happens_all_the_same() {
+    let sim = Sim::new(1);
+    let disk = disk(&sim, Config { latency: Latency::fixed(10, 100), ..Config::default() });
+    let writer = disk.clone();
+    let write = sim.spawn(async move {
+        let mut from = Buffer::new(512).lend();
+        from.fill(7);
+        writer.write(0, from, Durability::None).await
+    });
+    assert!(sim.step());
+    write.cancel();
+    assert_eq!(disk.content()[0], 0);
+    sim.run();
+    assert_eq!(disk.content()[..512], [7; 512]);
+}

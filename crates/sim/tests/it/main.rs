@@ -1,0 +1,5 @@
+//! The simulated storage against what it says of itself.
+#![forbid(unsafe_code)]
+
+mod disk;
+mod self_check;

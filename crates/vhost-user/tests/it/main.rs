@@ -1,0 +1,9 @@
+//! The device and a front-end with its driver, honest and hostile.
+#![forbid(unsafe_code)]
+
+mod common;
+mod hostile;
+mod lifecycle;
+mod notifications;
+mod registered;
+mod requests;

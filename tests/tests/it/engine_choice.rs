@@ -1,0 +1,132 @@
+//! `--engine auto` on hosts that forbid some engines, as containers do: the next best one is taken,
+//! the reason is said once, and everything works.
+
+use std::time::{Duration, Instant};
+
+use blockhouse_tests::nbd::{Client, flag};
+use blockhouse_tests::{Engine, Image, Scratch, Serve, Server, blockhouse, run};
+
+const WITHOUT: &str = env!("CARGO_BIN_EXE_without_syscalls");
+
+fn image(scratch: &Scratch) -> Image {
+    scratch.image("disk.img", 1 << 20)
+}
+
+#[track_caller]
+fn assert_works(server: &Server) {
+    let mut client = Client::open(&server.address());
+    assert_eq!(client.write(1000, &[5; 5000], flag::FUA), 0);
+    assert_eq!(client.read(1000, 5000), Ok(vec![5; 5000]));
+    assert_eq!(client.flush(), 0);
+    client.disconnect();
+}
+
+/// The lines of the log that speak of the choice of an engine.
+fn about_engines(server: &Server) -> Vec<String> {
+    server.log().lines().filter(|line| line.contains("engine")).map(str::to_owned).collect()
+}
+
+#[test]
+fn where_nothing_is_forbidden_auto_is_io_uring_and_says_nothing() {
+    let scratch = Scratch::new();
+    let server = Serve::new(&scratch, image(&scratch).path()).start();
+    assert_works(&server);
+    let folder = format!("/proc/{}/fd", server.pid().as_raw_nonzero());
+    let files = std::fs::read_dir(folder).expect("it runs").flatten();
+    let rings = files.filter(|file| {
+        let target = std::fs::read_link(file.path()).unwrap_or_default();
+        target.to_string_lossy().contains("io_uring")
+    });
+    assert!(rings.count() > 0, "no ring is open");
+    assert_eq!(about_engines(&server), [] as [String; 0]);
+    server.stop();
+}
+
+#[test]
+fn without_io_uring_auto_is_linux_aio_and_says_why_once() {
+    let scratch = Scratch::new();
+    let serve = Serve::new(&scratch, image(&scratch).path()).option("--workers", "2");
+    let server = serve.under([WITHOUT, "io_uring_setup"]).start();
+    assert_works(&server);
+    let lines = about_engines(&server);
+    let [line] = &lines[..] else { panic!("one line is expected: {lines:?}") };
+    for word in ["linux-aio", "io_uring", "Operation not permitted"] {
+        assert!(line.contains(word), "{word:?} is expected: {line}");
+    }
+    server.stop();
+}
+
+#[test]
+fn without_io_uring_and_linux_aio_auto_is_threads_and_says_why_once() {
+    let scratch = Scratch::new();
+    let serve = Serve::new(&scratch, image(&scratch).path()).option("--workers", "2");
+    let server = serve.under([WITHOUT, "io_uring_setup,io_setup"]).start();
+    assert_works(&server);
+    let lines = about_engines(&server);
+    let [line] = &lines[..] else { panic!("one line is expected: {lines:?}") };
+    for word in ["threads", "no io_uring", "no linux-aio", "Operation not permitted"] {
+        assert!(line.contains(word), "{word:?} is expected: {line}");
+    }
+    server.stop();
+}
+
+#[test]
+fn an_engine_that_is_asked_for_by_name_is_not_replaced() {
+    let scratch = Scratch::new();
+    let image = image(&scratch);
+    for (engine, forbidden) in [(Engine::IoUring, "io_uring_setup"), (Engine::LinuxAio, "io_setup")]
+    {
+        let serve = Serve::new(&scratch, image.path()).engine(engine);
+        let refusal = serve.under([WITHOUT, forbidden]).refused();
+        refusal.failed(&[engine.as_str(), "Operation not permitted", "--engine auto"]);
+    }
+}
+
+#[test]
+fn the_engine_and_the_kind_of_durable_writes_are_in_verbose_ready_lines() {
+    let scratch = Scratch::new();
+    let image = image(&scratch);
+    for engine in Engine::ALL {
+        let server = Serve::new(&scratch, image.path()).engine(engine).flag("--verbose").start();
+        assert_eq!(server.details(), format!("engine={} fua=native", engine.as_str()));
+        server.stop();
+    }
+}
+
+#[test]
+fn info_tells_which_engine_would_be_used_and_why() {
+    let scratch = Scratch::new();
+    let image = image(&scratch);
+    let info = |forbidden: &str| -> serde_json::Value {
+        let mut info = std::process::Command::new(WITHOUT);
+        info.arg(forbidden).arg(blockhouse()).args(["info", "--json"]).arg(image.path());
+        serde_json::from_str(&run(&mut info).success().stdout).expect("JSON")
+    };
+    let answer = info("io_uring_setup");
+    assert_eq!(answer["blockhouse"]["engine"], "linux-aio");
+    assert_eq!(answer["blockhouse"]["engines-refused"][0]["engine"], "io_uring");
+    let answer = info("io_uring_setup,io_setup");
+    assert_eq!(answer["blockhouse"]["engine"], "threads");
+}
+
+/// The choice is made on every start, so it must cost nothing that anybody notices.
+#[test]
+fn the_fallback_is_quick() {
+    let scratch = Scratch::new();
+    let image = image(&scratch);
+    let start = |forbidden: &str| {
+        let times = (0..5).map(|_| {
+            let serve = Serve::new(&scratch, image.path()).under([WITHOUT, forbidden]);
+            let begin = Instant::now();
+            let server = serve.start();
+            let time = begin.elapsed();
+            server.stop();
+            time
+        });
+        times.min().expect("five times")
+    };
+    // The wrapper is the same in both, and forbids what is not used in the first.
+    let (best, fallback) = (start("durable-pwritev2"), start("io_uring_setup,io_setup"));
+    let cost = fallback.saturating_sub(best);
+    assert!(cost < Duration::from_millis(50), "{fallback:?} instead of {best:?}");
+}

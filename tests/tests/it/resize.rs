@@ -1,0 +1,112 @@
+//! `blockhouse resize` beside QEMU's tools: what is left, what is freed, what is refused.
+
+use std::path::Path;
+
+use blockhouse_tests::{
+    Scratch,
+    image_tool::{command, qemu_img, qemu_io, str},
+    need, require,
+};
+
+const OPTIONS: [&str; 6] = [
+    "cluster_size=512",
+    "cluster_size=64K",
+    "compat=0.10",
+    "cluster_size=2M,lazy_refcounts=on",
+    "cluster_size=16K,extended_l2=on",
+    "preallocation=metadata,refcount_bits=64",
+];
+
+#[test]
+fn a_shorter_qcow2_image_keeps_what_is_before_its_end() {
+    require!(need::tools(&["qemu-img", "qemu-io"]));
+    let scratch = Scratch::new();
+    for options in OPTIONS {
+        let image = scratch.path("disk.qcow2");
+        let _ = std::fs::remove_file(&image);
+        qemu_img(&["create", "-f", "qcow2", "-o", options, str(&image), "40M"]).success();
+        qemu_io("qcow2", &image, &["write -P 1 0 12M", "write -P 2 30M 8M"]);
+        let before = allocated(&image);
+        // In the middle of a cluster of any size.
+        let size = (8 << 20) + 512 * 3;
+        command(&["resize", "--shrink", str(&image), &size.to_string()]).success();
+        let outcome = qemu_img(&["check", "-f", "qcow2", str(&image)]);
+        assert!(outcome.status.success(), "{}", outcome.describe(options));
+        let rest = size - 1024;
+        qemu_io("qcow2", &image, &["read -P 1 0 8M", &format!("read -P 1 {rest} 1024")]);
+        assert!(allocated(&image) + (10 << 20) < before, "{options}: {before}");
+        // What was there does not come back, whoever makes the disk longer.
+        for tool in [["qemu-img", "qcow2"], ["blockhouse", "qcow2"]] {
+            let copy = scratch.path("copy.qcow2");
+            std::fs::copy(&image, &copy).expect("a copy");
+            match tool[0] {
+                "qemu-img" => qemu_img(&["resize", "-f", "qcow2", str(&copy), "41M"]).success(),
+                _ => command(&["resize", str(&copy), "41M"]).success(),
+            };
+            let zeros = format!("read -P 0 {size} {}", (41 << 20) - size);
+            qemu_io("qcow2", &copy, &["read -P 1 0 8M", &zeros]);
+            qemu_img(&["check", "-f", "qcow2", str(&copy)]).success();
+        }
+    }
+}
+
+fn allocated(image: &Path) -> u64 {
+    use std::os::unix::fs::MetadataExt;
+    std::fs::metadata(image).expect("it is there").blocks() * 512
+}
+
+#[test]
+fn a_shorter_raw_image_is_cut() {
+    let scratch = Scratch::new();
+    let image = scratch.image_of("disk.img", &[7; 8192]);
+    command(&["resize", image.str(), "512"]).failure("--shrink");
+    assert_eq!(image.content().len(), 8192);
+    command(&["resize", "--shrink", image.str(), "1024"]).success();
+    assert_eq!(image.content(), [7; 1024]);
+    command(&["resize", "--shrink", image.str(), "1000"]).failure("512");
+    assert_eq!(image.content(), [7; 1024]);
+}
+
+#[test]
+fn snapshots_keep_what_the_disk_loses_or_forbid_it() {
+    require!(need::tools(&["qemu-img", "qemu-io"]));
+    let scratch = Scratch::new();
+    for (name, compat) in [("two.qcow2", "compat=0.10"), ("three.qcow2", "compat=1.1")] {
+        let image = scratch.path(name);
+        qemu_img(&["create", "-f", "qcow2", "-o", compat, str(&image), "1100M"]).success();
+        qemu_io("qcow2", &image, &["write -P 1 0 1M", "write -P 2 600M 1M", "write -P 3 1090M 1M"]);
+        qemu_img(&["snapshot", "-c", "one", str(&image)]).success();
+        qemu_io("qcow2", &image, &["write -P 4 600M 64k"]);
+        let outcome = command(&["resize", "--shrink", str(&image), "512K"]);
+        if name == "two.qcow2" {
+            outcome.failure("version 2 snapshots");
+            qemu_io("qcow2", &image, &["read -P 3 1090M 1M"]);
+            continue;
+        }
+        outcome.success();
+        qemu_img(&["check", "-f", "qcow2", str(&image)]).success();
+        qemu_io("qcow2", &image, &["read -P 1 0 512k"]);
+        qemu_img(&["snapshot", "-a", "one", str(&image)]).success();
+        qemu_img(&["check", "-f", "qcow2", str(&image)]).success();
+        qemu_io("qcow2", &image, &["read -P 1 0 1M", "read -P 2 600M 1M", "read -P 3 1090M 1M"]);
+    }
+}
+
+#[test]
+fn neither_direction_shows_what_the_backing_file_has_beyond_the_end() {
+    require!(need::tools(&["qemu-img", "qemu-io"]));
+    let scratch = Scratch::new();
+    let base = scratch.image_of("base.raw", &[9; 8 << 20]);
+    for compat in ["compat=0.10", "compat=1.1", "extended_l2=on,cluster_size=16K"] {
+        let image = scratch.path("over.qcow2");
+        let _ = std::fs::remove_file(&image);
+        let options = format!("{compat},backing_file={},backing_fmt=raw", base.str());
+        qemu_img(&["create", "-f", "qcow2", "-o", &options, str(&image), "4M"]).success();
+        qemu_io("qcow2", &image, &["write -P 1 3M 1M"]);
+        command(&["resize", "--shrink", str(&image), "2049K"]).success();
+        command(&["resize", str(&image), "10M"]).success();
+        qemu_img(&["check", "-f", "qcow2", str(&image)]).success();
+        let zeros = format!("read -P 0 2049k {}", (10 << 20) - (2049 << 10));
+        qemu_io("qcow2", &image, &["read -P 9 0 2049k", &zeros]);
+    }
+}

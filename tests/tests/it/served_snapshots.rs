@@ -1,0 +1,297 @@
+//! Snapshots of an image while it is served, asked for at the control socket: each holds one moment of every
+//! client, the guests' data stays right, and no nonsense on the socket harms anybody.
+
+use std::io::{BufRead, BufReader, Read, Write};
+use std::os::unix::fs::PermissionsExt;
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::time::Duration;
+
+use blockhouse_tests::nbd::{Address, Client, flag};
+use blockhouse_tests::{
+    Outcome, Scratch, Serve, Server,
+    image_tool::{command, qemu_img, str},
+    need, require, run_within, seeded, tool,
+};
+use fastrand::Rng;
+use serde_json::Value;
+
+const BLOCK: usize = 4096;
+/// Blocks that each client has for itself.
+const BLOCKS: usize = 1024;
+const CLIENTS: usize = 3;
+const LIMIT: Duration = Duration::from_secs(120);
+
+/// One client's writes, one after the other: the n-th fills its blocks with n.
+#[derive(Default)]
+struct Diary {
+    begun: AtomicUsize,
+    ended: AtomicUsize,
+}
+
+/// Where the `number`-th write of a client goes: first block and how many.
+fn place(seed: u64, number: u64) -> (usize, usize) {
+    let mut random = Rng::with_seed(seed ^ (number << 8));
+    let first = random.usize(..BLOCKS);
+    (first, random.usize(1..=12).min(BLOCKS - first))
+}
+
+fn write_until(stop: &AtomicBool, address: &Address, region: usize, seed: u64, diary: &Diary) {
+    let mut client = Client::open(address);
+    let mut random = Rng::with_seed(seed);
+    let mut number = 0_u64;
+    while !stop.load(Ordering::SeqCst) {
+        number += 1;
+        let (first, count) = place(seed, number);
+        let bytes = number.to_be_bytes().repeat(count * BLOCK / 8);
+        let flags = if random.u8(..4) == 0 { flag::FUA } else { 0 };
+        diary.begun.fetch_add(1, Ordering::SeqCst);
+        let offset = (region * BLOCKS + first) * BLOCK;
+        assert_eq!(client.write(offset as u64, &bytes, flags), 0);
+        diary.ended.fetch_add(1, Ordering::SeqCst);
+        if random.u8(..16) == 0 {
+            assert_eq!(client.flush(), 0);
+        }
+    }
+    client.disconnect();
+}
+
+/// What a client had done before a snapshot was asked for, and had begun when it was there.
+#[derive(Clone, Copy)]
+struct Bounds {
+    least: u64,
+    most: u64,
+}
+
+/// The content of a region is that after one certain write, neither torn nor out of order.
+fn judge(content: &[u8], seed: u64, bounds: Bounds) {
+    let number = |block: &[u8]| {
+        assert!(block.chunks_exact(8).all(|word| *word == block[..8]), "a torn block");
+        u64::from_be_bytes(block[..8].try_into().expect("eight bytes"))
+    };
+    let found: Vec<u64> = content.chunks_exact(BLOCK).map(number).collect();
+    let moment = found.iter().copied().max().unwrap_or(0);
+    let Bounds { least, most } = bounds;
+    assert!((least..=most).contains(&moment), "after {moment} writes, not {least} to {most}");
+    let mut wanted = vec![0; BLOCKS];
+    for number in 1..=moment {
+        let (first, count) = place(seed, number);
+        wanted[first..first + count].fill(number);
+    }
+    assert!(found == wanted, "not what there was after {moment} writes");
+}
+
+fn serve(scratch: &Scratch, image: &Path) -> (Server, PathBuf) {
+    let socket = scratch.socket("control");
+    let server = Serve::new(scratch, image).option("--control", &socket);
+    (server.option("--workers", "2").start(), socket)
+}
+
+fn snapshot(action: &str, socket: &Path, words: &[&str]) -> Outcome {
+    command(&[&["snapshot", action, "--control", str(socket)], words].concat())
+}
+
+/// Random writes at depth 16 that fio checks afterwards, beside the other clients' regions.
+fn verified_load(scratch: &Scratch, uri: &str) -> Outcome {
+    let (offset, uri) = (CLIENTS * BLOCKS * BLOCK, format!("--uri={uri}"));
+    let mut fio = tool("fio");
+    fio.args(["--name=load", "--ioengine=nbd", "--rw=randwrite", "--bs=4k", "--iodepth=16", &uri]);
+    fio.args(["--size=16M", "--loops=6", "--verify=crc32c", "--verify_fatal=1"]);
+    run_within(LIMIT, fio.arg(format!("--offset={offset}")).current_dir(scratch.short()))
+}
+
+/// Takes a snapshot, and says between which writes of each client that was.
+fn take(socket: &Path, image: &str, name: &str, diaries: &[Diary]) -> Vec<Bounds> {
+    let count = |count: &AtomicUsize| count.load(Ordering::SeqCst) as u64;
+    let least: Vec<u64> = diaries.iter().map(|diary| count(&diary.ended)).collect();
+    let said = snapshot("create", socket, &[image, name]).success().stdout;
+    let words: Vec<&str> = said.split_whitespace().collect();
+    let pause = words.iter().find_map(|word| word.parse::<u64>().ok());
+    assert!(pause.is_some_and(|pause| pause > 0) && said.contains(" us"), "{said}");
+    eprintln!("{name}: {}", said.trim());
+    let both = least.into_iter().zip(diaries);
+    both.map(|(least, diary)| Bounds { least, most: count(&diary.begun) }).collect()
+}
+
+#[test]
+fn each_holds_one_moment_of_every_client() {
+    require!(need::tools(&["qemu-img", "fio"]));
+    let scratch = Scratch::new();
+    let path = scratch.path("disk.qcow2");
+    let image = str(&path);
+    command(&["create", image, "64M"]).success();
+    let (server, socket) = serve(&scratch, &path);
+    let seed = seeded().u64(..1 << 40);
+    let (stop, diaries) = (AtomicBool::new(false), [(); CLIENTS].map(|()| Diary::default()));
+    let (address, uri) = (server.address(), server.uri().to_owned());
+    let taken = std::thread::scope(|scope| {
+        for (region, diary) in diaries.iter().enumerate() {
+            let seed = seed + region as u64;
+            let (stop, address) = (&stop, &address);
+            scope.spawn(move || write_until(stop, address, region, seed, diary));
+        }
+        let fio = scope.spawn(|| verified_load(&scratch, &uri));
+        let mut taken = Vec::new();
+        for index in 0..5 {
+            std::thread::sleep(Duration::from_millis(150));
+            let name = format!("s{index}");
+            taken.push((name.clone(), take(&socket, image, &name, &diaries)));
+        }
+        snapshot("delete", &socket, &[image, "s1"]).success();
+        snapshot("rename", &socket, &[image, "s3", "renamed"]).success();
+        let checked = fio.join();
+        stop.store(true, Ordering::SeqCst);
+        checked.expect("fio runs").success();
+        taken
+    });
+    let list = snapshot("list", &socket, &[image, "--json"]).success().stdout;
+    server.stop();
+    qemu_img(&["check", image]).success();
+    assert_eq!(command(&["snapshot", "list", "--json", image]).success().stdout, list);
+    let listed: Value = serde_json::from_str(&list).expect("JSON");
+    assert_eq!(listed.as_array().map(Vec::len), Some(4));
+    for (name, bounds) in taken {
+        let name = match name.as_str() {
+            "s1" => continue,
+            "s3" => "renamed",
+            name => name,
+        };
+        let server = Serve::new(&scratch, &path).option("--snapshot", name).start();
+        let mut client = Client::open(&server.address());
+        for (region, bounds) in bounds.into_iter().enumerate() {
+            let length = BLOCKS * BLOCK;
+            let content = client.read((region * length) as u64, length as u64).expect("all of it");
+            judge(&content, seed + region as u64, bounds);
+        }
+        client.disconnect();
+        let copy = scratch.path("copy.raw");
+        let part = format!("snapshot.name={name}");
+        qemu_img(&["convert", "-O", "raw", "-l", &part, image, str(&copy)]).success();
+        qemu_img(&["compare", "-f", "raw", "-F", "raw", str(&copy), server.uri()]).success();
+        server.stop();
+    }
+}
+
+#[test]
+fn what_cannot_be_done_is_said_in_one_line() {
+    let scratch = Scratch::new();
+    let (path, raw) = (scratch.path("disk.qcow2"), scratch.image("disk.img", 1 << 20));
+    let image = str(&path);
+    command(&["create", image, "1M"]).success();
+    let socket = scratch.socket("control");
+    let serve = Serve::new(&scratch, &path).also(raw.path());
+    let server = serve.option("--control", &socket).start();
+    let mode = std::fs::metadata(&socket).expect("the socket").permissions().mode();
+    assert_eq!(mode & 0o777, 0o600, "its owner alone may connect");
+    snapshot("create", &socket, &[image, "one"]).success();
+    let elsewhere = scratch.image("other.img", 1 << 20);
+    let cases: [(&str, &[&str], &[&str]); 6] = [
+        ("create", &[image, "one"], &["disk.qcow2", "'one' already"]),
+        ("create", &[raw.str(), "one"], &["disk.img", "raw image has no snapshots"]),
+        ("create", &[elsewhere.str(), "one"], &["other.img", "not served here", "disk.qcow2"]),
+        ("apply", &[image, "one"], &["disk.qcow2", "is being served", "stop the server"]),
+        ("delete", &[image, "two"], &["disk.qcow2", "no snapshot 'two'"]),
+        ("rename", &[image, "one", &"x".repeat(256)], &["disk.qcow2", "1 to 255"]),
+    ];
+    for (action, words, expected) in cases {
+        refused(&snapshot(action, &socket, words), expected);
+    }
+    let locked = command(&["snapshot", "create", image, "two"]);
+    refused(&locked, &["disk.qcow2", "locked", "blockhouse", "--control SOCKET"]);
+    let nobody = scratch.socket("nobody");
+    refused(&snapshot("list", &nobody, &[image]), &["nobody", "cannot reach a server"]);
+    server.stop();
+    assert!(!socket.exists(), "the socket's file is left behind");
+    let server = Serve::new(&scratch, &path).option("--control", &socket).flag("--read-only");
+    let server = server.start();
+    refused(&snapshot("create", &socket, &[image, "two"]), &["disk.qcow2", "reading only"]);
+    server.stop();
+    qemu_img(&["check", image]).success();
+}
+
+fn refused(outcome: &Outcome, expected: &[&str]) {
+    let said = outcome.describe("one line is expected");
+    assert_eq!(outcome.status.code(), Some(1), "{said}");
+    assert_eq!(outcome.stderr.lines().count(), 1, "{said}");
+    for word in expected {
+        assert!(outcome.stderr.contains(word), "{word:?}: {said}");
+    }
+}
+
+fn connect(socket: &Path) -> UnixStream {
+    let stream = UnixStream::connect(socket).expect("the server listens");
+    stream.set_read_timeout(Some(Duration::from_secs(20))).expect("a socket");
+    stream
+}
+
+fn hear(stream: &UnixStream) -> Value {
+    let mut line = String::new();
+    BufReader::new(stream).read_line(&mut line).expect("an answer");
+    serde_json::from_str(&line).unwrap_or_else(|error| panic!("{line:?}: {error}"))
+}
+
+const LIST: &[u8] = b"{\"execute\":\"snapshot-list\",\"arguments\":{}}\n";
+
+#[test]
+fn nonsense_on_the_socket_harms_nobody() {
+    let scratch = Scratch::new();
+    let path = scratch.path("disk.qcow2");
+    command(&["create", str(&path), "1M"]).success();
+    let (server, socket) = serve(&scratch, &path);
+    let mut stream = connect(&socket);
+    let mut random = seeded();
+    let mut noise: Vec<u8> = (0..500).map(|_| random.u8(..)).collect();
+    noise.retain(|byte| *byte != b'\n');
+    let nested = [b'['; 60_000];
+    let lines: [&[u8]; 7] = [
+        b"",
+        b"{",
+        b"[1,2]",
+        b"{\"execute\":\"quit\"}",
+        b"{\"execute\":\"snapshot-create\",\"arguments\":{\"name\":\"\"}}",
+        &noise,
+        &nested,
+    ];
+    for line in lines {
+        stream.write_all(&[line, b"\n"].concat()).expect("it listens");
+        let desc = hear(&stream)["error"]["desc"].as_str().map(str::to_owned);
+        assert!(desc.is_some_and(|desc| !desc.is_empty()), "{}", String::from_utf8_lossy(line));
+    }
+    // Pieces of a line are one line, and lines in one piece are several.
+    for byte in LIST {
+        stream.write_all(&[*byte]).expect("it listens");
+    }
+    assert!(hear(&stream)["return"].is_array());
+    stream.write_all(&LIST.repeat(3)).expect("it listens");
+    let mut reader = BufReader::new(&stream);
+    for _ in 0..3 {
+        let mut line = String::new();
+        reader.read_line(&mut line).expect("an answer");
+        assert_eq!(line, "{\"return\":[]}\n");
+    }
+
+    // A line without an end ends the connection, and is not collected.
+    let mut endless = connect(&socket);
+    while endless.write_all(&[b'x'; 4096]).is_ok() {}
+    let mut rest = Vec::new();
+    // The answer may be lost behind what nobody reads any more.
+    let _ = endless.read_to_end(&mut rest);
+    assert!(rest.is_empty() || String::from_utf8_lossy(&rest).contains("65536 bytes"));
+
+    // Silent clients, and one that leaves in the middle of a line.
+    let mut leaving = connect(&socket);
+    leaving.write_all(b"{\"exec").expect("it listens");
+    drop(leaving);
+    let silent: Vec<UnixStream> = (0..40).map(|_| connect(&socket)).collect();
+    stream.write_all(LIST).expect("it listens");
+    assert!(hear(&stream)["return"].is_array(), "who is connected is answered");
+    drop(silent);
+    let again = blockhouse_tests::eventually(Duration::from_secs(20), || {
+        snapshot("list", &socket, &[str(&path)]).status.success()
+    });
+    assert!(again, "there is room again");
+    // The open connection keeps nobody from ending.
+    server.stop();
+    drop(stream);
+}
