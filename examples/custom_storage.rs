@@ -22,7 +22,7 @@ use blockhouse_core::{
 use blockhouse_disk::{Disk, Options};
 use blockhouse_engine::{EngineChoice, Listener, LoopThread};
 use blockhouse_nbd::uri::NbdUri;
-use blockhouse_nbd::{Bound, Export, Exports, Limits, Server, bind_private};
+use blockhouse_nbd::{BoundSocket, Export, Exports, Limits, Server, bind_private};
 
 /// Bytes of a block, the unit of this storage. The disk above reads and writes whole blocks, whatever a
 /// guest asks for.
@@ -157,7 +157,7 @@ fn main() -> Result<(), Box<dyn StdError>> {
 
     // One loop accepts and serves; with several, connections are spread over them.
     let server_loop = LoopThread::start("nbd".into(), EngineChoice::Auto, |_| ())?;
-    let Bound { socket, address, file } = bind_private(Path::new(socket))?;
+    let BoundSocket { socket, address, file } = bind_private(Path::new(socket))?;
     let listener = Listener::new(socket)?;
     let server = Server::new(Limits::default());
     let (accepting, loops) = (server.clone(), [server_loop.handle().clone()]);
