@@ -24,6 +24,7 @@ mod lost_writes;
 mod preallocation;
 mod qemu_matrix;
 mod random_requests;
+mod readme;
 mod registered_memory;
 mod repair;
 mod resize;
