@@ -75,7 +75,19 @@ impl Drop for Memory {
     }
 }
 
-/// Aligned memory with one owner. See the module's page for lending.
+/// Aligned memory with one owner, which lends it to one operation at a time.
+///
+/// ```
+/// use blockhouse_core::Buffer;
+///
+/// let mut buffer = Buffer::try_new(8192)?;
+/// let loan = buffer.lend();
+/// assert!(buffer.is_lent());
+/// // An operation drops its loan when it completes. While a loan exists, `bytes` panics.
+/// drop(loan);
+/// assert_eq!(buffer.bytes(), [0; 8192]);
+/// # Ok::<(), blockhouse_core::Error>(())
+/// ```
 pub struct Buffer {
     /// Invariant: `memory` has other owners exactly as long as loans of this buffer exist. It is
     /// taken out only by `drop`.

@@ -31,7 +31,21 @@ pub struct Segment {
     pub length: usize,
 }
 
-/// Segments of memory and their owner. See the module's page for who may touch the bytes.
+/// Segments of memory and their owner, and the only view of those bytes. Not `Clone`: a part is split off.
+///
+/// ```
+/// use blockhouse_core::Buffer;
+///
+/// let mut buffer = Buffer::try_new(8192)?;
+/// let mut first = buffer.lend();
+/// // Two operations can use the two parts at the same time.
+/// let mut second = first.split_off(4096);
+/// first.fill(1);
+/// second.fill(2);
+/// drop((first, second));
+/// assert_eq!(buffer.bytes()[4095..4097], [1, 2]);
+/// # Ok::<(), blockhouse_core::Error>(())
+/// ```
 pub struct IoVector {
     owner: Arc<dyn Any + Send + std::marker::Sync>,
     segments: SmallVec<[Segment; 2]>,

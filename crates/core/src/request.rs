@@ -6,6 +6,23 @@
 use crate::{ByteRange, Durability, IoVector};
 
 /// One request of a guest. Offsets and lengths are in bytes and need no alignment.
+///
+/// ```
+/// use blockhouse_core::{Buffer, ByteRange, Durability, Fallback, Request, Unmap};
+///
+/// let mut buffer = Buffer::try_new(512)?;
+/// // FUA: when it completes, the bytes are on stable storage.
+/// let write = Request::Write { offset: 1024, from: buffer.lend(), durability: Durability::Data };
+/// // Zeros that give their space back; written as data where nothing quicker exists.
+/// let zeros = Request::WriteZeroes {
+///     range: ByteRange::between(4096, 65536),
+///     unmap: Unmap::Allowed,
+///     fallback: Fallback::Allowed,
+///     durability: Durability::None,
+/// };
+/// # drop((write, zeros));
+/// # Ok::<(), blockhouse_core::Error>(())
+/// ```
 #[derive(Debug)]
 pub enum Request {
     /// Fill `into` with the bytes from `offset` on.

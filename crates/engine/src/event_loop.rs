@@ -28,6 +28,21 @@ use crate::spawn::spawn_party;
 const ROUNDS: usize = 3;
 
 /// A loop that runs futures on this thread. It stays on the thread that made it.
+///
+/// ```
+/// use std::time::Duration;
+///
+/// use blockhouse_engine::{EngineChoice, EventLoop, sleep, spawn};
+///
+/// let mut event_loop = EventLoop::new(EngineChoice::Auto)?;
+/// let answer = event_loop.block_on(async {
+///     let other = spawn(async { 6 * 7 });
+///     sleep(Duration::from_millis(1)).await;
+///     other.await
+/// });
+/// assert_eq!(answer, 42);
+/// # Ok::<(), std::io::Error>(())
+/// ```
 pub struct EventLoop {
     local: Rc<Local>,
     done: Vec<Completion>,
@@ -145,7 +160,23 @@ impl Drop for EventLoop {
     }
 }
 
-/// Reaches a loop from any thread.
+/// Submits to a loop from any thread.
+///
+/// ```
+/// use blockhouse_engine::{EngineChoice, EventLoop};
+///
+/// let mut event_loop = EventLoop::new(EngineChoice::Auto)?;
+/// let handle = event_loop.handle();
+/// let (done, is_done) = futures_channel::oneshot::channel();
+/// let thread = std::thread::spawn(move || {
+///     // The closure goes to the loop's thread; the future that it returns never leaves it.
+///     let submission = handle.spawn(|| async { 6 * 7 });
+///     let _ = done.send(submission.wait());
+/// });
+/// assert_eq!(event_loop.block_on(is_done), Ok(Some(42)));
+/// # thread.join().unwrap();
+/// # Ok::<(), std::io::Error>(())
+/// ```
 #[derive(Clone)]
 pub struct Handle(Arc<Remote>);
 
