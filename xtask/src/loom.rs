@@ -1,8 +1,8 @@
-//! `cargo xtask loom`: the model-checked protocols of the engine crate.
+//! `cargo xtask loom`: the model-checked protocols of the crates core and engine.
 //!
 //! The models are unit tests with `loom` in their path, compiled with `--cfg loom`. They have a target
 //! folder of their own, because the flag would otherwise rebuild everything twice a run. Finding no model
-//! is a failure: a renamed module must not switch the check off.
+//! in one of the crates is a failure: a renamed module must not switch the check off.
 
 use std::process::Command;
 
@@ -11,18 +11,25 @@ use anyhow::{Result, ensure};
 use crate::process::{self, cargo, stdout_of};
 use crate::workspace::Workspace;
 
+/// The crates that have models.
+const PACKAGES: [&str; 2] = ["blockhouse-core", "blockhouse-engine"];
+
 /// Runs all models.
 pub fn run(workspace: &Workspace) -> Result<()> {
-    let mut list = models(workspace);
-    list.args(["--", "--list"]);
-    let count = stdout_of(list)?.lines().filter(|line| line.ends_with(": test")).count();
-    ensure!(count > 0, "no test of blockhouse-engine has loom in its path: the models are gone");
-    println!("xtask: {count} loom models");
-    process::run(models(workspace))
+    PACKAGES.into_iter().try_for_each(|package| run_package(workspace, package))
 }
 
-fn models(workspace: &Workspace) -> Command {
-    let mut test = cargo(["test", "--package", "blockhouse-engine", "--release", "--lib"]);
+fn run_package(workspace: &Workspace, package: &str) -> Result<()> {
+    let mut list = models(workspace, package);
+    list.args(["--", "--list"]);
+    let count = stdout_of(list)?.lines().filter(|line| line.ends_with(": test")).count();
+    ensure!(count > 0, "no test of {package} has loom in its path: the models are gone");
+    println!("xtask: {count} loom models of {package}");
+    process::run(models(workspace, package))
+}
+
+fn models(workspace: &Workspace, package: &str) -> Command {
+    let mut test = cargo(["test", "--package", package, "--release", "--lib"]);
     test.arg("--target-dir").arg(workspace.target().join("loom"));
     test.arg("loom").current_dir(workspace.root());
     let flags = std::env::var("RUSTFLAGS").unwrap_or_default();

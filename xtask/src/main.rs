@@ -41,7 +41,7 @@ enum Chore {
         #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
         args: Vec<String>,
     },
-    /// Run the loom models of the engine crate
+    /// Run the loom models
     Loom,
     /// Fuzz everything that reads what others wrote
     Fuzz(fuzz::Options),

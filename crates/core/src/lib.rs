@@ -8,7 +8,7 @@
 //! | [`Extent`] | the answer of an image format: where a guest's bytes are, and what an overwrite must know of them |
 //! | [`Error`] | one line that says what failed, on which file and offset, and what to do; with the errno for the guest |
 //!
-//! This crate does no I/O and starts no threads. To open disk images see `blockhouse-disk`; the guide to all
+//! [`sync`] has the primitives of concurrency that all layers share. This crate does no I/O and starts no threads. To open disk images see `blockhouse-disk`; the guide to all
 //! crates is `docs/library.md` in the repository.
 //!
 //! # Memory
@@ -38,6 +38,7 @@ mod iovector;
 mod request;
 mod shared_copy;
 mod storage;
+pub mod sync;
 mod work_budget;
 
 pub use buf::{BLOCK_ALIGNMENT, Buffer, BufferPool};

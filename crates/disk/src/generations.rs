@@ -27,6 +27,7 @@
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 
+use blockhouse_core::sync::Epochs;
 use blockhouse_core::{
     Allocation, ByteRange, Capabilities, Durability, Error, Fua, GroupCommit, IoVector, Result,
     Storage, SyncMode, Unmap, WriteCache,
@@ -35,7 +36,6 @@ use event_listener::{Event, EventListener};
 use parking_lot::Mutex;
 
 use crate::FlushPolicy;
-use crate::grace::Grace;
 use crate::stats::FlushStats;
 
 /// A storage and what of it is not stable.
@@ -50,7 +50,7 @@ pub(crate) struct Generations<S> {
     failure: OnceLock<Error>,
     flushing: Mutex<Flushing>,
     flush_ended: Event,
-    durable_writes: Grace,
+    durable_writes: Epochs,
     /// How many durable writes are in flight, whatever way they go.
     durable_in_flight: AtomicUsize,
     pub(crate) stats: FlushStats,
@@ -95,7 +95,7 @@ impl<S: Storage> Generations<S> {
             failure: OnceLock::new(),
             flushing: Mutex::default(),
             flush_ended: Event::new(),
-            durable_writes: Grace::default(),
+            durable_writes: Epochs::new(),
             durable_in_flight: AtomicUsize::new(0),
             stats: FlushStats::default(),
         }
@@ -120,7 +120,7 @@ impl<S: Storage> Generations<S> {
     async fn write_durably(&self, offset: u64, from: IoVector) -> Result<()> {
         self.check_failure()?;
         // Declared first, dropped last: a running flush hears of the failure or the dropping.
-        let _pass = self.durable_writes.enter();
+        let _guard = self.durable_writes.enter();
         let unseen = self.in_flight();
         let outcome = self.storage.write(offset, from, Durability::Data).await;
         if let Err(error) = &outcome
@@ -186,7 +186,7 @@ impl<S: Storage> Generations<S> {
                 self.remember(error);
                 return outcome;
             }
-            self.durable_writes.elapsed().await;
+            self.durable_writes.synchronize().await;
             // The storage tells the outcome of what was given up meanwhile to its next flush.
             if self.given_up.load(Ordering::SeqCst) == given_up {
                 break;

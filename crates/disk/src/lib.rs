@@ -47,7 +47,6 @@ mod disk;
 mod durable;
 mod gate;
 mod generations;
-mod grace;
 mod growth;
 mod layers;
 mod limits;

@@ -123,7 +123,7 @@ impl<S: Storage> Format<S> {
     /// dropped when the data is read. Until then the mapped host ranges get no new owner, whatever is
     /// written, discarded and flushed meanwhile. The holder must wait for nothing but reads. `None` where
     /// host ranges never change their owner.
-    pub fn begin_read(&self) -> Option<ReadGuard> {
+    pub fn begin_read(&self) -> Option<ReadGuard<'_>> {
         match self {
             Self::Raw(_) => None,
             Self::Qcow2(qcow2) => Some(qcow2.begin_read()),
@@ -136,7 +136,7 @@ impl<S: Storage> Format<S> {
     /// metadata to write first waits for the guards that exist, and so covers those writes as well. The
     /// holder must wait for nothing but the storage, and the write should be short. `None` where the
     /// format has no metadata.
-    pub fn begin_data_write(&self) -> Option<DataWriteGuard> {
+    pub fn begin_data_write(&self) -> Option<DataWriteGuard<'_>> {
         match self {
             Self::Raw(_) => None,
             Self::Qcow2(qcow2) => Some(qcow2.begin_data_write()),

@@ -134,7 +134,7 @@ impl State {
     pub(crate) fn wait_for_fills(&mut self, clusters: &Range<u64>) -> Step<()> {
         let haunted = &mut self.pending.haunted;
         if clusters.clone().any(|cluster| haunted.contains(&cluster)) {
-            if let Some(end) = self.fills.end() {
+            if let Some(end) = self.fills.listen() {
                 return Err(Blocked::Wait(end));
             }
             // None is under way: all were through.

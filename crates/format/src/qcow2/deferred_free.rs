@@ -280,7 +280,7 @@ impl<S: Storage> Qcow2<S> {
         if count == 0 {
             return Ok(());
         }
-        self.reads.elapsed().await;
+        self.reads.synchronize().await;
         for _ in 0..count {
             let Some(free) = self.state.lock().frees.begin_freeing() else { break };
             let mut freeing = FreeingGuard { state: &self.state, free };

@@ -92,7 +92,7 @@ impl<S: Storage> Drop for Freeze<'_, S> {
             Some(error) if self.stage == Stage::Switching => {
                 Some(Frozen::Failed(error.duplicate().hint("open the image again")))
             }
-            _ => self.image.table_writes.wait().map(|_| draining()),
+            _ => self.image.table_writes.listen().map(|_| draining()),
         };
         if self.rounds == Rounds::Stopped {
             state.round_is_running = false;
@@ -116,7 +116,7 @@ impl State {
         let waiting = match &self.frozen {
             None => None,
             Some(Frozen::Held(thawed)) => Some(thawed.listen()),
-            Some(Frozen::Draining(writes)) => writes.wait(),
+            Some(Frozen::Draining(writes)) => writes.listen(),
             Some(Frozen::Failed(error)) => return Err(Blocked::Failed(error.duplicate())),
         };
         match waiting {
@@ -144,12 +144,12 @@ impl<S: Storage> Qcow2<S> {
         let mut freeze = self.freeze()?;
         let _no_frees = self.stop_rounds().await?;
         freeze.rounds = Rounds::Stopped;
-        self.table_writes.ended().await;
+        self.table_writes.wait().await;
         let mut draft = Draft::begin(self).await?;
         let outcome = change(&mut draft).await?;
         let freed = draft.finish(&mut freeze).await?;
         // Nobody gets a place that a read has looked up.
-        self.reads.elapsed().await;
+        self.reads.synchronize().await;
         self.give_to_host(&freed).await;
         Ok(outcome)
     }

@@ -1,16 +1,15 @@
 //! Why the tables of an image stand still, and how those who wait are told.
 
 use blockhouse_core::Error;
+use blockhouse_core::sync::WaitGroup;
 use event_listener::{Event, EventListener};
-
-use super::in_flight::InFlight;
 
 /// Why tables stand still.
 pub(crate) enum Frozen {
     /// The image is being changed as a whole.
     Held(Thawed),
     /// That was given up, and writes of it are under way.
-    Draining(InFlight),
+    Draining(WaitGroup),
     /// It failed at its last step: for good.
     Failed(Error),
 }

@@ -25,7 +25,6 @@ mod file_end;
 mod frozen;
 mod geometry;
 mod header;
-mod in_flight;
 mod kept;
 mod ledger;
 mod make_room;
@@ -60,6 +59,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 
 use async_lock::Semaphore;
+use blockhouse_core::sync::{EpochGuard, Epochs, WaitGroup};
 use blockhouse_core::{ByteRange, Durability, Error, ErrorKind, Extent, Result, Storage};
 use event_listener::Event;
 use parking_lot::Mutex;
@@ -79,7 +79,6 @@ use crate::{Abort, Intent};
 use deferred_free::DeferredFrees;
 use geometry::Geometry;
 use header::{Header, Incompatible, Reason, Refusal};
-use in_flight::{Epochs, InFlight, Underway};
 use pending::Pending;
 use room::Room;
 use slice_cache::{Fetch, SliceCache, SliceId};
@@ -108,7 +107,7 @@ pub struct Qcow2<S: Storage> {
     /// Whether the image says things that the first change makes untrue.
     has_autoclear: AtomicBool,
     first_change: Semaphore,
-    table_writes: InFlight,
+    table_writes: WaitGroup,
     reads: Epochs,
     /// Data of durable writes that need a round.
     arriving: Epochs,
@@ -116,7 +115,7 @@ pub struct Qcow2<S: Storage> {
     freeing: Semaphore,
     /// Held by the one who changes the header; and its writes.
     header_changes: Semaphore,
-    header_writes: InFlight,
+    header_writes: WaitGroup,
     /// Held by the one who changes the image as a whole.
     drafting: Semaphore,
     /// Which snapshot it was opened on.
@@ -210,7 +209,7 @@ impl<S: Storage> Qcow2<S> {
         let mut state = State {
             geometry,
             data_block: 1,
-            fills: InFlight::default(),
+            fills: WaitGroup::new(),
             name: storage.name().into(),
             disk_header: header.clone(),
             header_writes: HeaderWrites::default(),
@@ -254,13 +253,13 @@ impl<S: Storage> Qcow2<S> {
             storage,
             round_ended: Event::new(),
             failure: OnceLock::new(),
-            table_writes: InFlight::default(),
-            reads: Epochs::default(),
-            arriving: Epochs::default(),
+            table_writes: WaitGroup::new(),
+            reads: Epochs::new(),
+            arriving: Epochs::new(),
             // Semaphores of one: the mutex of the same crate looks at the clock.
             freeing: Semaphore::new(1),
             header_changes: Semaphore::new(1),
-            header_writes: InFlight::default(),
+            header_writes: WaitGroup::new(),
             drafting: Semaphore::new(1),
             snapshot: OnceLock::new(),
             claiming: Semaphore::new(1),
@@ -352,12 +351,12 @@ impl<S: Storage> Qcow2<S> {
     }
 
     /// As [`Format::begin_read`](crate::Format::begin_read).
-    pub fn begin_read(&self) -> ReadGuard {
+    pub fn begin_read(&self) -> ReadGuard<'_> {
         ReadGuard { _read: self.reads.enter() }
     }
 
     /// As [`Format::begin_data_write`](crate::Format::begin_data_write).
-    pub fn begin_data_write(&self) -> DataWriteGuard {
+    pub fn begin_data_write(&self) -> DataWriteGuard<'_> {
         DataWriteGuard { _data: self.arriving.enter() }
     }
 
@@ -473,15 +472,15 @@ impl<S: Storage> Qcow2<S> {
 /// Keeps places that were looked up for reading what they are. See [`Format::begin_read`].
 ///
 /// [`Format::begin_read`]: crate::Format::begin_read
-pub struct ReadGuard {
-    _read: Underway,
+pub struct ReadGuard<'a> {
+    _read: EpochGuard<'a>,
 }
 
 /// Has the next flush wait for data. See [`Format::begin_data_write`].
 ///
 /// [`Format::begin_data_write`]: crate::Format::begin_data_write
-pub struct DataWriteGuard {
-    _data: Underway,
+pub struct DataWriteGuard<'a> {
+    _data: EpochGuard<'a>,
 }
 
 /// A commit under way.

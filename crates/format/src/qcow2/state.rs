@@ -7,6 +7,7 @@
 use std::collections::{BTreeSet, HashMap, HashSet};
 use std::sync::Arc;
 
+use blockhouse_core::sync::WaitGroup;
 use blockhouse_core::{Error, ErrorKind};
 use event_listener::EventListener;
 
@@ -15,7 +16,6 @@ use super::entry::{self, Entry, Reference};
 use super::frozen::Frozen;
 use super::geometry::Geometry;
 use super::header::{Header, Incompatible};
-use super::in_flight::InFlight;
 use super::pending::Pending;
 use super::room::{Need, Room};
 use super::slice_cache::{SliceCache, SliceId, SliceKind};
@@ -80,7 +80,7 @@ pub(crate) struct State {
     /// The block of the data file, in bytes: what writes there are aligned to.
     pub(crate) data_block: u64,
     /// Writes to the data file of more than the guest gave.
-    pub(crate) fills: InFlight,
+    pub(crate) fills: WaitGroup,
     pub(crate) name: Arc<str>,
     /// As it should be. What of it is on disk is `disk_header`.
     pub(crate) header: Header,

@@ -114,7 +114,7 @@ impl<S: Storage> Qcow2<S> {
             self.run_round(Occasion::Relief).await?;
         }
         // One that was dropped may still be on its way.
-        self.table_writes.ended().await;
+        self.table_writes.wait().await;
         Ok(())
     }
 
@@ -199,9 +199,9 @@ impl<S: Storage> Qcow2<S> {
         }
         let mut running = Running { image: self, round: None };
         if occasion == Occasion::Shared {
-            self.arriving.elapsed().await;
+            self.arriving.synchronize().await;
         }
-        self.table_writes.ended().await;
+        self.table_writes.wait().await;
         self.check_failure()?;
         running.round = self.state.lock().begin_round(occasion);
         let mut flushed = Flushed::No;
@@ -313,7 +313,7 @@ impl<S: Storage> Qcow2<S> {
     async fn change_header(&self, change: impl FnOnce(&mut Header)) -> Result<()> {
         let _alone = self.header_changes.acquire().await;
         // One that was given up may still be on its way.
-        self.header_writes.ended().await;
+        self.header_writes.wait().await;
         let block = self.storage.capabilities().alignment.offset as usize;
         let mut bytes = table_io::read(&self.storage, 0, SECTOR.max(block)).await?;
         let number = {

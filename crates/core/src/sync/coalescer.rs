@@ -1,0 +1,185 @@
+//! Flushes that callers share: one runs, the others wait for it or are covered by it.
+//!
+//! A flush covers everything that completed before it began. So of many callers that need one at the same time, one
+//! runs it. Those whose work it covers return when it has succeeded. One that came too late for it runs the next
+//! flush, again for all that wait by then.
+//!
+//! What "covered" means is the caller's: `P` is the progress so far (a generation, a version, one for each kind of
+//! flush), and each caller brings a predicate on it. [`Coalescer`] guarantees that at most one flush runs at a time,
+//! that the progress is what flushes that succeeded have noted, and that a flush whose future is dropped lets the next
+//! one run.
+
+use super::Condvar;
+use super::parts::{EventListener, Mutex};
+
+/// Decides who runs a flush and who waits. See the [module](self).
+#[derive(Debug, Default)]
+pub struct Coalescer<P> {
+    state: Mutex<State<P>>,
+    ended: Condvar,
+}
+
+#[derive(Debug, Default)]
+struct State<P> {
+    is_running: bool,
+    progress: P,
+}
+
+/// What a caller does next.
+#[derive(Debug)]
+pub enum Turn<'a, P> {
+    /// Nothing: what it needs is done.
+    Covered,
+    /// Wait for the flush that runs, then ask again.
+    Wait(EventListener),
+    /// Run a flush. No other one begins while the guard exists.
+    Run(RunGuard<'a, P>),
+}
+
+/// The one flush that runs. Dropped without [`complete`](Self::complete), it has covered nothing.
+#[derive(Debug)]
+pub struct RunGuard<'a, P>(&'a Coalescer<P>);
+
+impl<P> Coalescer<P> {
+    /// No flush runs, and `progress` is what is covered already.
+    pub fn new(progress: P) -> Self {
+        Self { state: Mutex::new(State { is_running: false, progress }), ended: Condvar::new() }
+    }
+
+    /// What a caller does next that needs `is_covered`. To be asked again after each wait, with whatever else can end
+    /// the caller's waiting (a failure that is remembered) checked in between.
+    pub fn turn(&self, is_covered: impl FnOnce(&P) -> bool) -> Turn<'_, P> {
+        let mut state = self.state.lock();
+        if is_covered(&state.progress) {
+            Turn::Covered
+        } else if state.is_running {
+            Turn::Wait(self.ended.listen())
+        } else {
+            state.is_running = true;
+            drop(state);
+            Turn::Run(RunGuard(self))
+        }
+    }
+
+    /// Whether a flush runs at the moment.
+    pub fn is_running(&self) -> bool {
+        self.state.lock().is_running
+    }
+}
+
+impl<P> RunGuard<'_, P> {
+    /// The flush has succeeded: `note` sets the progress that it has made, before others are woken.
+    pub fn complete(self, note: impl FnOnce(&mut P)) {
+        note(&mut self.0.state.lock().progress);
+    }
+}
+
+impl<P> Drop for RunGuard<'_, P> {
+    fn drop(&mut self) {
+        self.0.state.lock().is_running = false;
+        self.0.ended.notify_all();
+    }
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use std::pin::pin;
+    use std::task::{Context, Waker};
+
+    use super::*;
+
+    fn run<'a>(coalescer: &'a Coalescer<u64>, target: u64) -> RunGuard<'a, u64> {
+        match coalescer.turn(|&progress| progress >= target) {
+            Turn::Run(guard) => guard,
+            other => panic!("{other:?}"),
+        }
+    }
+
+    fn waits(coalescer: &Coalescer<u64>, target: u64) -> EventListener {
+        match coalescer.turn(|&progress| progress >= target) {
+            Turn::Wait(listener) => listener,
+            other => panic!("{other:?}"),
+        }
+    }
+
+    #[test]
+    fn those_who_come_during_a_flush_wait_and_are_covered_or_run_the_next() {
+        let coalescer = Coalescer::new(0);
+        let mut context = Context::from_waker(Waker::noop());
+        let first = run(&coalescer, 1);
+        let mut listener = pin!(waits(&coalescer, 1));
+        assert!(listener.as_mut().poll(&mut context).is_pending() && coalescer.is_running());
+        drop(waits(&coalescer, 2));
+        first.complete(|progress| *progress = 1);
+        assert!(listener.as_mut().poll(&mut context).is_ready() && !coalescer.is_running());
+        assert!(matches!(coalescer.turn(|&progress| progress >= 1), Turn::Covered));
+        drop(run(&coalescer, 2));
+    }
+
+    #[test]
+    fn a_flush_that_fails_or_is_dropped_covers_nothing_and_lets_the_next_run() {
+        let coalescer = Coalescer::new(0);
+        let mut context = Context::from_waker(Waker::noop());
+        let first = run(&coalescer, 1);
+        let mut listener = pin!(waits(&coalescer, 1));
+        drop(first);
+        assert!(listener.as_mut().poll(&mut context).is_ready());
+        drop(run(&coalescer, 1));
+    }
+}
+
+/// Every interleaving of callers. Run by `cargo xtask loom`.
+#[cfg(all(test, loom))]
+mod loom_model {
+    use std::sync::Arc;
+
+    use loom::sync::atomic::{AtomicUsize, Ordering};
+    use loom::thread;
+
+    use super::{Coalescer, Turn};
+    use crate::sync::loom_support::block_on;
+
+    /// A disk: writes that have completed, and how many of them are stable.
+    struct Disk {
+        flushes: Coalescer<usize>,
+        completed: AtomicUsize,
+        stable: AtomicUsize,
+        running: AtomicUsize,
+    }
+
+    impl Disk {
+        fn write_and_flush(&self) {
+            let target = self.completed.fetch_add(1, Ordering::AcqRel) + 1;
+            loop {
+                match self.flushes.turn(|&progress| progress >= target) {
+                    Turn::Covered => break,
+                    Turn::Wait(listener) => block_on(listener),
+                    Turn::Run(guard) => {
+                        assert_eq!(self.running.fetch_add(1, Ordering::AcqRel), 0, "two at a time");
+                        let covered = self.completed.load(Ordering::Acquire);
+                        self.stable.store(covered, Ordering::Relaxed);
+                        self.running.fetch_sub(1, Ordering::AcqRel);
+                        guard.complete(|progress| *progress = covered);
+                    }
+                }
+            }
+            assert!(self.stable.load(Ordering::Relaxed) >= target, "it is not stable");
+        }
+    }
+
+    #[test]
+    fn every_caller_returns_with_its_write_stable() {
+        loom::model(|| {
+            let disk = Arc::new(Disk {
+                flushes: Coalescer::new(0),
+                completed: AtomicUsize::new(0),
+                stable: AtomicUsize::new(0),
+                running: AtomicUsize::new(0),
+            });
+            let other = Arc::clone(&disk);
+            let thread = thread::spawn(move || other.write_and_flush());
+            disk.write_and_flush();
+            thread.join().unwrap();
+        });
+    }
+}
