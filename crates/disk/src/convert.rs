@@ -12,6 +12,7 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
+use blockhouse_core::sync::run_all;
 use blockhouse_core::{
     Buffer, ByteRange, Durability, Error, ErrorKind, Fallback, IoVector, Request, Result, Storage,
     Unmap,
@@ -19,7 +20,6 @@ use blockhouse_core::{
 use futures_util::future::join_all;
 use futures_util::lock::Mutex;
 
-use crate::path::all;
 use crate::{Disk, Packed};
 pub(crate) use walk::{Piece, Walk};
 use zeros::{is_zero, runs};
@@ -28,6 +28,9 @@ use zeros::{is_zero, runs};
 const PIECE: u64 = 1 << 20;
 /// Zeros shorter than this are not worth a hole, in bytes.
 const MIN_HOLE: u64 = 4096;
+
+/// How many requests of one piece are in flight together.
+const MAX_IN_FLIGHT: usize = 16;
 
 /// What the target holds before.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -212,7 +215,7 @@ impl<S: Storage> Copying<S> {
             (self.unit as usize, |unit: &Range<usize>| is_zero(&new[unit.clone()]));
         let data = runs(length, unit, |unit| !is_empty(&unit) && differs(unit));
         let holes = runs(length, unit, |unit| is_empty(&unit) && differs(unit));
-        all(holes.into_iter().map(|hole| {
+        run_all(MAX_IN_FLIGHT, holes.into_iter().map(|hole| {
             let range = ByteRange::between(offset + hole.start as u64, offset + hole.end as u64);
             let (unmap, fallback, durability) =
                 (Unmap::Allowed, Fallback::Allowed, Durability::None);
@@ -243,7 +246,7 @@ impl<S: Storage> Copying<S> {
 
     async fn write(&self, offset: u64, data: Vec<Range<usize>>, buffer: &mut Buffer) -> Result<()> {
         let parts = lend(buffer, &data);
-        all(parts.into_iter().zip(&data).map(|(from, part)| {
+        run_all(MAX_IN_FLIGHT, parts.into_iter().zip(&data).map(|(from, part)| {
             let offset = offset + part.start as u64;
             self.target.submit(Request::Write { offset, from, durability: Durability::None })
         }))
@@ -275,7 +278,7 @@ pub(crate) async fn read<S: Storage>(
     }
     buffer.bytes_mut()[end..piece.range.length() as usize].fill(0);
     let parts = lend(buffer, &data);
-    all(parts
+    run_all(MAX_IN_FLIGHT, parts
         .into_iter()
         .zip(&data)
         .map(|(into, part)| disk.submit(Request::Read { offset: start + part.start as u64, into })))

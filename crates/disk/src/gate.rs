@@ -6,7 +6,7 @@
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use async_lock::{Semaphore, SemaphoreGuard};
-use event_listener::Event;
+use blockhouse_core::sync::Condvar;
 
 /// The bit that says "shut"; below it, how many are inside.
 const SHUT: usize = 1 << (usize::BITS - 1);
@@ -14,8 +14,8 @@ const SHUT: usize = 1 << (usize::BITS - 1);
 /// See the module's page.
 pub(crate) struct Gate {
     state: AtomicUsize,
-    opened: Event,
-    emptied: Event,
+    opened: Condvar,
+    emptied: Condvar,
     /// Of one: the mutex of the same crate looks at the clock.
     one_at_a_time: Semaphore,
 }
@@ -24,8 +24,8 @@ impl Default for Gate {
     fn default() -> Self {
         Self {
             state: AtomicUsize::new(0),
-            opened: Event::new(),
-            emptied: Event::new(),
+            opened: Condvar::new(),
+            emptied: Condvar::new(),
             one_at_a_time: Semaphore::new(1),
         }
     }
@@ -43,21 +43,20 @@ pub(crate) struct Alone<'a> {
 impl Gate {
     /// Goes in.
     pub(crate) async fn enter(&self) -> Pass<'_> {
-        loop {
-            if self.state.fetch_add(1, Ordering::SeqCst) & SHUT == 0 {
-                return Pass(self);
-            }
-            let opened = self.opened.listen();
-            self.leave();
-            if self.state.load(Ordering::SeqCst) & SHUT != 0 {
-                opened.await;
-            }
+        self.opened.wait_until(|| self.try_enter()).await
+    }
+
+    fn try_enter(&self) -> Option<Pass<'_>> {
+        if self.state.fetch_add(1, Ordering::SeqCst) & SHUT == 0 {
+            return Some(Pass(self));
         }
+        self.leave();
+        None
     }
 
     fn leave(&self) {
         if self.state.fetch_sub(1, Ordering::SeqCst) == SHUT + 1 {
-            self.emptied.notify(usize::MAX);
+            self.emptied.notify_all();
         }
     }
 
@@ -66,12 +65,8 @@ impl Gate {
         let turn = self.one_at_a_time.acquire().await;
         let alone = Alone { gate: self, _turn: turn };
         self.state.fetch_or(SHUT, Ordering::SeqCst);
-        while self.state.load(Ordering::SeqCst) != SHUT {
-            let emptied = self.emptied.listen();
-            if self.state.load(Ordering::SeqCst) != SHUT {
-                emptied.await;
-            }
-        }
+        let is_empty = || (self.state.load(Ordering::SeqCst) == SHUT).then_some(());
+        self.emptied.wait_until(is_empty).await;
         alone
     }
 }
@@ -85,7 +80,7 @@ impl Drop for Pass<'_> {
 impl Drop for Alone<'_> {
     fn drop(&mut self) {
         self.gate.state.fetch_and(!SHUT, Ordering::SeqCst);
-        self.gate.opened.notify(usize::MAX);
+        self.gate.opened.notify_all();
     }
 }
 

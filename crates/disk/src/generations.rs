@@ -24,19 +24,19 @@
 //! Generations are counted with atomic operations, so that a plain write pays for one addition. A
 //! lock is taken by flushes only, and never held while one waits.
 
-use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 
-use blockhouse_core::sync::Epochs;
+use blockhouse_core::sync::{Coalescer, Epochs, ErrorLatch, RunGuard, Turn};
 use blockhouse_core::{
     Allocation, ByteRange, Capabilities, Durability, Error, Fua, GroupCommit, IoVector, Result,
     Storage, SyncMode, Unmap, WriteCache,
 };
-use event_listener::{Event, EventListener};
-use parking_lot::Mutex;
 
 use crate::FlushPolicy;
 use crate::stats::FlushStats;
+
+/// What to do about a failed flush.
+const FAILED_HINT: &str = "written data may be lost: check the guest's file systems and reopen";
 
 /// A storage and what of it is not stable.
 pub(crate) struct Generations<S> {
@@ -47,37 +47,19 @@ pub(crate) struct Generations<S> {
     /// How many operations were given up in flight.
     given_up: AtomicU64,
     /// The first failure, which all later flushes repeat.
-    failure: OnceLock<Error>,
-    flushing: Mutex<Flushing>,
-    flush_ended: Event,
+    failure: ErrorLatch,
+    flushes: Coalescer<Stable>,
     durable_writes: Epochs,
     /// How many durable writes are in flight, whatever way they go.
     durable_in_flight: AtomicUsize,
     pub(crate) stats: FlushStats,
 }
 
+/// The generations up to which data, and data with all metadata, is stable.
 #[derive(Default)]
-struct Flushing {
-    running: bool,
-    /// The generations up to which data, and data with all metadata, is stable.
-    stable_data: u64,
-    stable_full: u64,
-}
-
-/// What a flush does next.
-enum Turn<'a> {
-    /// Nothing is left to do.
-    Covered,
-    /// Another one runs.
-    Wait(EventListener),
-    /// It goes to the storage.
-    Run(Run<'a>),
-}
-
-/// The one flush that runs. Dropped unfinished, it lets the next one run.
-struct Run<'a> {
-    flushing: &'a Mutex<Flushing>,
-    ended: &'a Event,
+struct Stable {
+    data: u64,
+    full: u64,
 }
 
 /// An operation in flight. Dropped before it has been seen to end, it counts as given up.
@@ -92,9 +74,8 @@ impl<S: Storage> Generations<S> {
             policy,
             completed: AtomicU64::new(0),
             given_up: AtomicU64::new(0),
-            failure: OnceLock::new(),
-            flushing: Mutex::default(),
-            flush_ended: Event::new(),
+            failure: ErrorLatch::new(FAILED_HINT),
+            flushes: Coalescer::default(),
             durable_writes: Epochs::new(),
             durable_in_flight: AtomicUsize::new(0),
             stats: FlushStats::default(),
@@ -126,7 +107,7 @@ impl<S: Storage> Generations<S> {
         if let Err(error) = &outcome
             && !error.is_confined()
         {
-            self.remember(error);
+            self.failure.set(error);
         }
         unseen.seen();
         self.stats.durable_writes.add(1);
@@ -135,17 +116,7 @@ impl<S: Storage> Generations<S> {
 
     /// The first failure, again and again.
     pub(crate) fn check_failure(&self) -> Result<()> {
-        match self.failure.get() {
-            None => Ok(()),
-            Some(error) => Err(error
-                .duplicate()
-                .hint("written data may be lost: check the guest's file systems and reopen")),
-        }
-    }
-
-    fn remember(&self, error: &Error) {
-        // Only the first is kept: later ones follow from it.
-        let _ = self.failure.set(error.duplicate());
+        self.failure.check()
     }
 
     /// The generation that a flush called now must cover.
@@ -159,31 +130,21 @@ impl<S: Storage> Generations<S> {
         }
     }
 
-    fn turn(&self, target: u64, sync: SyncMode) -> Result<Turn<'_>> {
-        let mut flushing = self.flushing.lock();
+    fn turn(&self, target: u64, sync: SyncMode) -> Result<Turn<'_, Stable>> {
+        let turn = self.flushes.turn(|stable| stable.generation(sync) >= target);
+        // Afterwards: a flush that failed has said so before it let this one have its turn.
         self.check_failure()?;
-        let stable = match sync {
-            SyncMode::Data => flushing.stable_data,
-            SyncMode::Full => flushing.stable_full,
-        };
-        Ok(if stable >= target {
-            Turn::Covered
-        } else if flushing.running {
-            Turn::Wait(self.flush_ended.listen())
-        } else {
-            flushing.running = true;
-            Turn::Run(Run { flushing: &self.flushing, ended: &self.flush_ended })
-        })
+        Ok(turn)
     }
 
-    async fn run(&self, run: Run<'_>, sync: SyncMode) -> Result<()> {
+    async fn run(&self, run: RunGuard<'_, Stable>, sync: SyncMode) -> Result<()> {
         let generation = self.completed.load(Ordering::SeqCst);
         loop {
             let given_up = self.given_up.load(Ordering::SeqCst);
             self.stats.issued.add(1);
             let outcome = self.storage.flush(sync).await;
             if let Err(error) = &outcome {
-                self.remember(error);
+                self.failure.set(error);
                 return outcome;
             }
             self.durable_writes.synchronize().await;
@@ -193,7 +154,7 @@ impl<S: Storage> Generations<S> {
             }
         }
         self.check_failure()?;
-        run.covered(generation, sync);
+        run.complete(|stable| stable.advance(generation, sync));
         Ok(())
     }
 }
@@ -230,20 +191,19 @@ impl Drop for Crowd<'_> {
     }
 }
 
-impl Run<'_> {
-    fn covered(self, generation: u64, sync: SyncMode) {
-        let mut flushing = self.flushing.lock();
-        flushing.stable_data = flushing.stable_data.max(generation);
-        if sync == SyncMode::Full {
-            flushing.stable_full = flushing.stable_full.max(generation);
+impl Stable {
+    fn generation(&self, sync: SyncMode) -> u64 {
+        match sync {
+            SyncMode::Data => self.data,
+            SyncMode::Full => self.full,
         }
     }
-}
 
-impl Drop for Run<'_> {
-    fn drop(&mut self) {
-        self.flushing.lock().running = false;
-        self.ended.notify(usize::MAX);
+    fn advance(&mut self, generation: u64, sync: SyncMode) {
+        self.data = self.data.max(generation);
+        if sync == SyncMode::Full {
+            self.full = self.full.max(generation);
+        }
     }
 }
 

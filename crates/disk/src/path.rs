@@ -12,10 +12,9 @@
 //! fails, since a request that was answered must not touch the disk or its memory any more.
 
 use std::cell::Cell;
-use std::future::Future;
 use std::ops::Deref;
-use std::pin::pin;
 
+use blockhouse_core::sync::run_bounded;
 use blockhouse_core::{
     ByteRange, Durability, Error, ErrorKind, Extent, ExtentFlags, ExtentState, Fua, IoVector,
     Result, Storage, WorkBudget,
@@ -119,7 +118,7 @@ impl<S: Storage> Disk<S> {
                 outcome
             }
         });
-        run_parts(parts, budget, stopped).await
+        run_bounded(TOGETHER, budget, stopped, parts).await
     }
 
     async fn read_extent(&self, extent: &Extent, mut into: IoVector) -> Result<()> {
@@ -195,7 +194,7 @@ impl<S: Storage> Disk<S> {
                 self.write_extent(extent, from, plan).await
             }
         });
-        run_parts(parts, budget, &stopped).await?;
+        run_bounded(TOGETHER, budget, &stopped, parts).await?;
         Ok(debt.get())
     }
 
@@ -319,30 +318,6 @@ pub(crate) async fn fill_with_zeros(mut memory: IoVector) -> Result<()> {
     }
     memory.fill(0);
     memory.check_intact()
-}
-
-/// Runs all parts to their end, several at a time; the first error counts.
-pub(crate) async fn all(
-    parts: impl Iterator<Item = impl Future<Output = Result<()>>>,
-) -> Result<()> {
-    run_parts(stream::iter(parts), &WorkBudget::new(), &Cell::new(false)).await
-}
-
-/// As [`all`], of parts that come one after the other and charge what they compute to `budget`: yields
-/// when it is used up. After an error, `stopped` asks for no more parts.
-async fn run_parts(
-    parts: impl Stream<Item = impl Future<Output = Result<()>>>,
-    budget: &WorkBudget,
-    stopped: &Cell<bool>,
-) -> Result<()> {
-    let mut running = pin!(parts.buffer_unordered(TOGETHER));
-    let mut outcome = Ok(());
-    while let Some(one) = running.next().await {
-        stopped.set(stopped.get() || one.is_err());
-        outcome = outcome.and(one);
-        budget.yield_if_spent().await;
-    }
-    outcome
 }
 
 #[cfg(test)]

@@ -1,10 +1,12 @@
 //! Going through a disk piece by piece, for tools that move much of it.
 
+use std::cell::Cell;
 use std::future::{Future, ready};
 
+use blockhouse_core::sync::run_bounded;
 use blockhouse_core::{
     Allocation, Buffer, ByteRange, Durability, ExtentState, Fallback, IoVector, Request, Result,
-    Storage, Unmap,
+    Storage, Unmap, WorkBudget,
 };
 use blockhouse_format::Intent;
 use futures_util::stream::{self, Stream, StreamExt};
@@ -38,9 +40,10 @@ pub(crate) async fn together<T, F: Future<Output = Result<()>>>(
     work: impl Fn(T) -> F,
 ) -> Result<()> {
     let work = &work;
+    let has_failed = &Cell::new(false);
+    let pieces = pieces.take_while(|_| ready(!has_failed.get()));
     let done = pieces.map(|piece| async move { work(piece?).await });
-    let both = |sum: Result<()>, one| ready(sum.and(one));
-    done.buffer_unordered(TOGETHER).fold(Ok(()), both).await
+    run_bounded(TOGETHER, &WorkBudget::new(), has_failed, done).await
 }
 
 impl<S: Storage> Disk<S> {
