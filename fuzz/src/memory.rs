@@ -38,7 +38,7 @@ impl Memory {
             alignment: Alignment { offset: block, memory: block.min(512) },
             fua,
             bytes: RefCell::new(content),
-            random: RefCell::new(sim.fork_random()),
+            random: RefCell::new(sim.fork_prng()),
             operations: Cell::new(0),
             was_full: Cell::new(false),
         }))

@@ -246,10 +246,13 @@ impl<S: Storage> Copying<S> {
 
     async fn write(&self, offset: u64, data: Vec<Range<usize>>, buffer: &mut Buffer) -> Result<()> {
         let parts = lend(buffer, &data);
-        run_all(MAX_IN_FLIGHT, parts.into_iter().zip(&data).map(|(from, part)| {
-            let offset = offset + part.start as u64;
-            self.target.submit(Request::Write { offset, from, durability: Durability::None })
-        }))
+        run_all(
+            MAX_IN_FLIGHT,
+            parts.into_iter().zip(&data).map(|(from, part)| {
+                let offset = offset + part.start as u64;
+                self.target.submit(Request::Write { offset, from, durability: Durability::None })
+            }),
+        )
         .await
     }
 }
@@ -278,10 +281,12 @@ pub(crate) async fn read<S: Storage>(
     }
     buffer.bytes_mut()[end..piece.range.length() as usize].fill(0);
     let parts = lend(buffer, &data);
-    run_all(MAX_IN_FLIGHT, parts
-        .into_iter()
-        .zip(&data)
-        .map(|(into, part)| disk.submit(Request::Read { offset: start + part.start as u64, into })))
+    run_all(
+        MAX_IN_FLIGHT,
+        parts.into_iter().zip(&data).map(|(into, part)| {
+            disk.submit(Request::Read { offset: start + part.start as u64, into })
+        }),
+    )
     .await
 }
 

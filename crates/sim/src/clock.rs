@@ -55,10 +55,10 @@ impl Clock {
 
     /// Resolves after `delay`.
     pub async fn sleep(&self, delay: Duration) {
-        let signal = Signal::new();
-        let bell = signal.clone();
-        self.schedule(delay, move || bell.set(()));
-        signal.wait().await;
+        let alarm = Oneshot::new();
+        let sender = alarm.clone();
+        self.schedule(delay, move || sender.set(()));
+        alarm.wait().await;
     }
 
     /// Jumps to the next event and takes it out.
@@ -91,15 +91,15 @@ impl Ord for Event {
 }
 
 /// A value that one place sets and one place waits for.
-pub(crate) struct Signal<T>(Arc<Mutex<(Option<T>, Option<Waker>)>>);
+pub(crate) struct Oneshot<T>(Arc<Mutex<(Option<T>, Option<Waker>)>>);
 
-impl<T> Clone for Signal<T> {
+impl<T> Clone for Oneshot<T> {
     fn clone(&self) -> Self {
         Self(Arc::clone(&self.0))
     }
 }
 
-impl<T> Signal<T> {
+impl<T> Oneshot<T> {
     pub(crate) fn new() -> Self {
         Self(Arc::new(Mutex::new((None, None))))
     }

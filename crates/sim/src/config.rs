@@ -48,7 +48,7 @@ pub enum Support {
     /// It has not, and says so.
     No,
     /// It says that it has until it is asked the first time.
-    RefusesOnUse,
+    FailsOnFirstUse,
 }
 
 /// How long operations take, in microseconds of virtual time.
@@ -98,7 +98,7 @@ impl Config {
     pub fn random(random: &mut Rng) -> Self {
         let block = [1, 512, 4096][random.usize(..3)];
         let support = |random: &mut Rng| {
-            [Support::Yes, Support::No, Support::RefusesOnUse][random.usize(..3)]
+            [Support::Yes, Support::No, Support::FailsOnFirstUse][random.usize(..3)]
         };
         Self {
             fua: if random.bool() { Fua::Native } else { Fua::Emulated },

@@ -1,9 +1,8 @@
 //! A disk that lives in memory and virtual time.
 //!
-//! It keeps every promise of [`Storage`] and not one more: operations end in any order, a crash
-//! keeps whatever it likes of what is not stable, a discarded range holds anything unless zeros are
-//! promised, a failed flush counts as done. What a caller must not do (misaligned operations) makes it
-//! panic.
+//! Guarantees: those of [`Storage`] and no more. Operations end in any order. A crash keeps any part of
+//! what is not stable. A discarded range holds anything, unless the configuration says zeros. What a
+//! failed flush covered counts as clean. A misaligned operation, which a caller must not start, panics.
 
 use std::io;
 use std::sync::Arc;
@@ -15,7 +14,7 @@ use blockhouse_core::{
 use fastrand::Rng;
 use parking_lot::Mutex;
 
-use crate::clock::Signal;
+use crate::clock::Oneshot;
 use crate::faults::Failure;
 use crate::media::SECTOR;
 use crate::state::State;
@@ -39,7 +38,7 @@ impl SimDisk {
             clock: sim.clock().clone(),
             alignment: config.alignment,
             fua: config.fua,
-            state: Mutex::new(State::new(config, content, sim.fork_random())),
+            state: Mutex::new(State::new(config, content, sim.fork_prng())),
         }))
     }
 
@@ -80,9 +79,9 @@ impl SimDisk {
     /// Starts an operation and waits for its end.
     async fn operate(&self, operation: Operation, vector: Option<IoVector>) -> Result<()> {
         let (id, outcome) = self.start(operation, vector);
-        let waiting = Waiting { disk: self, id };
+        let guard = OperationGuard { disk: self, id };
         let failure = outcome.wait().await;
-        drop(waiting);
+        drop(guard);
         match failure {
             None => Ok(()),
             Some(Failure { errno: code, loses_older }) => {
@@ -92,7 +91,7 @@ impl SimDisk {
                     Some(range) => error.at(range.offset()),
                     None => error,
                 };
-                // For want of room nothing was begun.
+                // ENOSPC: nothing was written.
                 let is_confined = code == errno::ENOSPC && !loses_older;
                 Err(if is_confined { error.confined() } else { error })
             }
@@ -103,22 +102,22 @@ impl SimDisk {
         &self,
         operation: Operation,
         vector: Option<IoVector>,
-    ) -> (u64, Signal<Option<Failure>>) {
+    ) -> (u64, Oneshot<Option<Failure>>) {
         let (id, outcome, delay) = self.0.state.lock().start(operation, vector);
         let disk = self.clone();
         self.0.clock.schedule(delay, move || {
-            let ended = disk.0.state.lock().end(id);
-            ended.announce();
+            let completion = disk.0.state.lock().end(id);
+            completion.notify();
         });
         (id, outcome)
     }
 
-    /// Waits until no durable operation without a future is in flight.
-    async fn abandoned_ended(&self) {
+    /// Waits until no detached durable operation is in flight: one whose future was dropped.
+    async fn wait_for_detached(&self) {
         loop {
-            let signal = self.0.state.lock().wait_for_abandoned();
-            match signal {
-                Some(signal) => signal.wait().await,
+            let ended = self.0.state.lock().wait_for_detached();
+            match ended {
+                Some(ended) => ended.wait().await,
                 None => return,
             }
         }
@@ -140,12 +139,12 @@ impl SimDisk {
 }
 
 /// Notices when the future that waits for a durable operation is dropped.
-struct Waiting<'a> {
+struct OperationGuard<'a> {
     disk: &'a SimDisk,
     id: u64,
 }
 
-impl Drop for Waiting<'_> {
+impl Drop for OperationGuard<'_> {
     fn drop(&mut self) {
         self.disk.0.state.lock().drop_future(self.id);
     }
@@ -160,7 +159,7 @@ impl Storage for SimDisk {
         let state = self.0.state.lock();
         let offload = |support| match support {
             Support::No => Offload::Unavailable,
-            Support::Yes | Support::RefusesOnUse => Offload::Available,
+            Support::Yes | Support::FailsOnFirstUse => Offload::Available,
         };
         Capabilities {
             fua: state.config.fua,
@@ -211,11 +210,11 @@ impl Storage for SimDisk {
     }
 
     async fn flush(&self, sync: SyncMode) -> Result<()> {
-        self.abandoned_ended().await;
-        let lost = self.0.state.lock().lost_errno.take();
+        self.wait_for_detached().await;
+        let lost = self.0.state.lock().unreported_errno.take();
         if let Some(errno) = lost {
             let source = io::Error::from_raw_os_error(errno);
-            let what = "cannot flush: an earlier operation that nobody waited for failed";
+            let what = "cannot flush: a detached sync failed";
             return Err(Error::host(what, source).on(self.name()));
         }
         self.operate(Operation::Flush(sync), None).await

@@ -17,9 +17,9 @@ use fastrand::Rng;
 use parking_lot::Mutex;
 use slab::Slab;
 
-use crate::clock::{Clock, Signal};
+use crate::clock::{Clock, Oneshot};
 
-/// One simulation: its tasks, its clock, its dice. Clones are the same simulation.
+/// One simulation: its tasks, its clock, its PRNG. Clones are the same simulation.
 #[derive(Clone)]
 pub struct Sim(Rc<Inner>);
 
@@ -33,21 +33,21 @@ struct Inner {
 struct TaskState {
     /// Absent while the task is being polled.
     future: Option<Pin<Box<dyn Future<Output = ()>>>>,
-    bell: Arc<Bell>,
+    waker: Arc<TaskWaker>,
 }
 
-type ReadyList = Arc<Mutex<Vec<Arc<Bell>>>>;
+type ReadyList = Arc<Mutex<Vec<Arc<TaskWaker>>>>;
 
 /// Puts its task on the list of ready ones, once.
-struct Bell {
+struct TaskWaker {
     task: usize,
-    rung: AtomicBool,
+    is_queued: AtomicBool,
     ready: ReadyList,
 }
 
-impl Wake for Bell {
+impl Wake for TaskWaker {
     fn wake(self: Arc<Self>) {
-        if !self.rung.swap(true, Ordering::AcqRel) {
+        if !self.is_queued.swap(true, Ordering::AcqRel) {
             let ready = Arc::clone(&self.ready);
             ready.lock().push(self);
         }
@@ -71,8 +71,8 @@ impl Sim {
         &self.0.clock
     }
 
-    /// Dice of their own for a part of the simulation, so that it does not disturb the others.
-    pub fn fork_random(&self) -> Rng {
+    /// A PRNG for a part of the simulation, so that its choices do not change those of other parts.
+    pub fn fork_prng(&self) -> Rng {
         self.0.random.borrow_mut().fork()
     }
 
@@ -83,22 +83,22 @@ impl Sim {
 
     /// Starts a task. It goes on when the handle is dropped.
     pub fn spawn<T: 'static>(&self, future: impl Future<Output = T> + 'static) -> Task<T> {
-        let output = Signal::new();
+        let output = Oneshot::new();
         let result = output.clone();
         let future = Box::pin(async move { result.set(future.await) });
         let mut tasks = self.0.tasks.borrow_mut();
         let place = tasks.vacant_entry();
-        let (rung, ready) = (AtomicBool::new(false), Arc::clone(&self.0.ready));
-        let bell = Arc::new(Bell { task: place.key(), rung, ready });
-        place.insert(TaskState { future: Some(future), bell: Arc::clone(&bell) });
+        let (is_queued, ready) = (AtomicBool::new(false), Arc::clone(&self.0.ready));
+        let waker = Arc::new(TaskWaker { task: place.key(), is_queued, ready });
+        place.insert(TaskState { future: Some(future), waker: Arc::clone(&waker) });
         drop(tasks);
-        Arc::clone(&bell).wake();
-        Task { sim: self.clone(), bell, output }
+        Arc::clone(&waker).wake();
+        Task { sim: self.clone(), waker, output }
     }
 
     /// Polls one ready task or lets the next event happen; `false` when there is neither.
     pub fn step(&self) -> bool {
-        let bell = {
+        let waker = {
             let mut ready = self.0.ready.lock();
             let mut random = self.0.random.borrow_mut();
             if ready.is_empty() || random.u8(..8) == 0 {
@@ -108,8 +108,8 @@ impl Sim {
                 Some(ready.swap_remove(chosen))
             }
         };
-        match bell {
-            Some(bell) => self.poll(&bell),
+        match waker {
+            Some(waker) => self.poll(&waker),
             None => match self.0.clock.advance() {
                 Some(action) => action(),
                 None => return !self.0.ready.lock().is_empty(),
@@ -137,20 +137,20 @@ impl Sim {
         }
     }
 
-    fn poll(&self, bell: &Arc<Bell>) {
-        bell.rung.store(false, Ordering::Release);
-        let future = match self.0.tasks.borrow_mut().get_mut(bell.task) {
-            Some(state) if Arc::ptr_eq(&state.bell, bell) => state.future.take(),
+    fn poll(&self, queued: &Arc<TaskWaker>) {
+        queued.is_queued.store(false, Ordering::Release);
+        let future = match self.0.tasks.borrow_mut().get_mut(queued.task) {
+            Some(state) if Arc::ptr_eq(&state.waker, queued) => state.future.take(),
             _ => None,
         };
         let Some(mut future) = future else { return };
-        let waker = Waker::from(Arc::clone(bell));
+        let waker = Waker::from(Arc::clone(queued));
         let is_ready = future.as_mut().poll(&mut Context::from_waker(&waker)).is_ready();
         // The future is dropped after this borrow ends: it may have handles of other tasks in it.
         let mut tasks = self.0.tasks.borrow_mut();
         if is_ready {
-            tasks.remove(bell.task);
-        } else if let Some(state) = tasks.get_mut(bell.task) {
+            tasks.remove(queued.task);
+        } else if let Some(state) = tasks.get_mut(queued.task) {
             state.future = Some(future);
         }
     }
@@ -159,8 +159,8 @@ impl Sim {
 /// A spawned task. A future of its output.
 pub struct Task<T> {
     sim: Sim,
-    bell: Arc<Bell>,
-    output: Signal<T>,
+    waker: Arc<TaskWaker>,
+    output: Oneshot<T>,
 }
 
 impl<T> Task<T> {
@@ -176,9 +176,9 @@ impl<T> Task<T> {
 
     /// Drops the task's future where it stands. Not to be called by the task itself.
     pub fn cancel(self) {
-        let id = self.bell.task;
+        let id = self.waker.task;
         let mut tasks = self.sim.0.tasks.borrow_mut();
-        let is_ours = tasks.get(id).is_some_and(|state| Arc::ptr_eq(&state.bell, &self.bell));
+        let is_ours = tasks.get(id).is_some_and(|state| Arc::ptr_eq(&state.waker, &self.waker));
         let state = is_ours.then(|| tasks.remove(id));
         // Dropping a future runs code that may spawn or wake: not while the tasks are borrowed.
         drop(tasks);

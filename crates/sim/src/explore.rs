@@ -1,8 +1,8 @@
 //! Random requests against anything built on a simulated disk, and a crash at every point.
 //!
-//! Several tasks send reads, writes of any alignment, zero writes, discards and flushes, and give
-//! some of them up. After each step of the simulation that started or ended an operation, or told
-//! anybody an outcome, an image of what a crash would leave behind is compared with the model; and
+//! Several tasks send reads, writes of any alignment, zero writes, discards and flushes, and cancel
+//! some of them by dropping their futures. After each step of the simulation that started or ended an
+//! operation or a request, an image of what a crash would leave behind is compared with the model; and
 //! so is every read. At the end no request may be left waiting.
 
 use std::cell::{Cell, RefCell};
@@ -18,16 +18,16 @@ use blockhouse_core::{
 use fastrand::Rng;
 
 use crate::history::History;
-use crate::model::{Change, Content, Model};
+use crate::model::{Change, Model, WriteKind};
 use crate::{Config, Fault, OperationKind, Sim, SimDisk, Size};
 
-/// What is explored: something that turns a guest's requests into operations on a simulated disk.
-pub trait Subject: 'static {
+/// A system under test: it turns a guest's requests into operations on a simulated disk.
+pub trait SystemUnderTest: 'static {
     /// Carries out one request.
     fn submit(&self, request: Request) -> impl Future<Output = Result<()>>;
 
     /// The durability that every change has, whatever its request says.
-    fn least_durability(&self) -> Durability;
+    fn min_durability(&self) -> Durability;
 
     /// Makes the disk longer; new bytes read as zeros. Durable when it returns.
     fn grow(&self, size: u64) -> impl Future<Output = Result<()>>;
@@ -38,16 +38,16 @@ pub trait Subject: 'static {
     /// The disks that it uses besides the one that it was built on, and that crash at the same moment.
     fn others(&self) -> Vec<SimDisk>;
 
-    /// The guest's bytes as found in `image`, which was left behind as `left` says.
-    fn recover(&self, image: Vec<u8>, left: Left) -> std::result::Result<Vec<u8>, String>;
+    /// The guest's bytes as found in `image`, which was left in `state`.
+    fn recover(&self, image: Vec<u8>, state: ImageState) -> std::result::Result<Vec<u8>, String>;
 }
 
 /// How an image was left.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Left {
+pub enum ImageState {
     /// By a crash.
     Crashed,
-    /// Closed, after nothing had failed or been given up.
+    /// Closed, after no request had failed or was cancelled.
     Closed,
 }
 
@@ -60,8 +60,8 @@ pub struct Workload {
     pub requests: usize,
     /// Whether operations may fail.
     pub faults: Faults,
-    /// Whether requests may be given up.
-    pub patience: Patience,
+    /// Whether requests may be cancelled.
+    pub cancellation: Cancellation,
     /// Sectors of the disk, at most.
     pub sectors: usize,
     /// Whether the disk may grow.
@@ -88,13 +88,13 @@ pub enum Faults {
     Sometimes,
 }
 
-/// Whether those who asked wait for the outcome.
+/// Whether futures of requests are dropped before they are ready.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Patience {
-    /// They always do.
-    Endless,
-    /// In half of the runs some futures are dropped.
-    Limited,
+pub enum Cancellation {
+    /// They are not.
+    Never,
+    /// In half of the runs some are.
+    Sometimes,
 }
 
 impl Default for Workload {
@@ -103,7 +103,7 @@ impl Default for Workload {
             tasks: 5,
             requests: 12,
             faults: Faults::Sometimes,
-            patience: Patience::Limited,
+            cancellation: Cancellation::Sometimes,
             sectors: 40,
             growth: Growth::Sometimes,
             devices: Devices::Never,
@@ -116,7 +116,7 @@ impl Default for Workload {
 pub enum Devices {
     /// It is a file.
     Never,
-    /// In a third of the runs it is a device, with little room behind the image and anything in it.
+    /// In a third of the runs it is a device, with little room after the image and anything in it.
     Sometimes,
 }
 
@@ -127,8 +127,8 @@ pub struct Report {
     pub requests: u64,
     /// Requests that failed.
     pub failed: u64,
-    /// Requests that were given up.
-    pub given_up: u64,
+    /// Requests whose future was dropped.
+    pub cancelled: u64,
     /// Crashes that were checked.
     pub crashes: u64,
 }
@@ -140,7 +140,7 @@ impl Report {
         Self {
             requests: self.requests + other.requests,
             failed: self.failed + other.failed,
-            given_up: self.given_up + other.given_up,
+            cancelled: self.cancelled + other.cancelled,
             crashes: self.crashes + other.crashes,
         }
     }
@@ -149,8 +149,8 @@ impl Report {
 /// Explores what `build` makes of a random disk, as `seed` decides.
 ///
 /// # Errors
-/// In words, the first thing seen that nobody may ever see.
-pub fn explore<T: Subject>(
+/// In words, the first violation of the model.
+pub fn explore<T: SystemUnderTest>(
     seed: u64,
     workload: &Workload,
     build: impl FnOnce(SimDisk, &mut Rng) -> T,
@@ -164,14 +164,14 @@ pub fn explore<T: Subject>(
 ///
 /// # Errors
 /// As [`explore`].
-pub fn explore_image<T: Subject>(
+pub fn explore_image<T: SystemUnderTest>(
     seed: u64,
     workload: &Workload,
     encode: impl FnOnce(&Config, Vec<u8>, &mut Rng) -> Vec<u8>,
     build: impl FnOnce(&Sim, SimDisk, &mut Rng) -> T,
 ) -> std::result::Result<Report, String> {
     let sim = Sim::new(seed);
-    let mut random = sim.fork_random();
+    let mut random = sim.fork_prng();
     let mut config = Config::random(&mut random);
     let most_sectors = [workload.sectors.div_ceil(5), workload.sectors][random.usize(..2)];
     let size = random.usize(2..=most_sectors.max(2)) * 512;
@@ -186,14 +186,14 @@ pub fn explore_image<T: Subject>(
     }
     let disk = SimDisk::new(&sim, config.clone(), image);
     let has_faults = workload.faults == Faults::Sometimes && random.bool();
-    let world = Rc::new(World {
-        subject: build(&sim, disk.clone(), &mut random),
+    let run = Rc::new(Run {
+        system: build(&sim, disk.clone(), &mut random),
         sim: sim.clone(),
         size: Cell::new(size as u64),
         block: u64::from(config.alignment.offset),
         may_fail: has_faults || is_device,
-        impatience: match workload.patience {
-            Patience::Limited if random.bool() => [0.05, 0.4][random.usize(..2)],
+        cancel_probability: match workload.cancellation {
+            Cancellation::Sometimes if random.bool() => [0.05, 0.4][random.usize(..2)],
             _ => 0.0,
         },
         state: RefCell::new(State {
@@ -201,34 +201,34 @@ pub fn explore_image<T: Subject>(
             report: Report::default(),
             history: History::default(),
             violation: None,
-            was_smooth: true,
+            is_clean_run: true,
         }),
     });
     if has_faults {
         add_faults(&disk, &mut random);
-        world.subject.others().iter().for_each(|disk| add_faults(disk, &mut random));
+        run.system.others().iter().for_each(|disk| add_faults(disk, &mut random));
     }
     let mut tasks: Vec<_> = (0..random.usize(1..=workload.tasks))
         .map(|_| {
             let count = random.usize(1..=workload.requests);
-            sim.spawn(world.clone().client(count, random.fork()))
+            sim.spawn(run.clone().guest_task(count, random.fork()))
         })
         .collect();
     if workload.growth == Growth::Sometimes && random.u8(..4) == 0 {
-        tasks.push(sim.spawn(world.clone().grower(random.fork())));
+        tasks.push(sim.spawn(run.clone().grow_task(random.fork())));
     }
-    let outcome = world.crash_everywhere(&disk, &mut random);
+    let outcome = run.crash_everywhere(&disk, &mut random);
     let stuck = tasks.iter().filter(|task| task.output().is_none()).count();
     let outcome = match outcome {
         Ok(()) if stuck > 0 => Err(format!("{stuck} tasks wait for ever; {config:?}")),
-        outcome => outcome.and_then(|()| world.close(&disk, &mut random)),
+        outcome => outcome.and_then(|()| run.close(&disk, &mut random)),
     };
     match outcome {
-        Ok(()) => Ok(world.state.borrow().report),
+        Ok(()) => Ok(run.state.borrow().report),
         Err(violation) => Err(format!(
             "{violation}\nat {:?} on {size} bytes of {config:?}\nrequests:\n{}operations: {:?}",
             sim.clock().now(),
-            world.state.borrow().history,
+            run.state.borrow().history,
             disk.take_log()
         )),
     }
@@ -252,16 +252,16 @@ fn add_faults(disk: &SimDisk, random: &mut Rng) {
     }
 }
 
-struct World<T> {
-    subject: T,
+struct Run<T> {
+    system: T,
     sim: Sim,
     /// What it has for certain.
     size: Cell<u64>,
     block: u64,
     /// Whether the disk was given reasons to fail.
     may_fail: bool,
-    /// The probability that a request is given up.
-    impatience: f64,
+    /// The probability that a request is cancelled.
+    cancel_probability: f64,
     state: RefCell<State>,
 }
 
@@ -270,47 +270,47 @@ struct State {
     report: Report,
     history: History,
     violation: Option<String>,
-    /// Whether nothing has failed but what was refused, and nothing was given up.
-    was_smooth: bool,
+    /// Whether no request was cancelled, and none failed but those that were refused.
+    is_clean_run: bool,
 }
 
-impl<T: Subject> World<T> {
+impl<T: SystemUnderTest> Run<T> {
     /// Runs to the end and crashes after every step that might matter.
     fn crash_everywhere(&self, disk: &SimDisk, random: &mut Rng) -> Result<(), String> {
         let mut last = None;
-        let others = self.subject.others();
+        let others = self.system.others();
         while self.sim.step() {
             let mut state = self.state.borrow_mut();
             if let Some(violation) = state.violation.take() {
                 return Err(violation);
             }
             let counts: Vec<_> = others.iter().map(SimDisk::counts).collect();
-            let moment = (disk.counts(), counts, state.report.requests + state.report.given_up);
+            let moment = (disk.counts(), counts, state.report.requests + state.report.cancelled);
             if last.as_ref() == Some(&moment) {
                 continue;
             }
             last = Some(moment);
-            let found = self.subject.recover(disk.crash(random), Left::Crashed)?;
+            let found = self.system.recover(disk.crash(random), ImageState::Crashed)?;
             state.model.check_crash(&found)?;
             state.report.crashes += 1;
         }
         Ok(())
     }
 
-    /// Closes what went smoothly, and looks at what that leaves.
+    /// Closes the system after a clean run, and checks the image that it leaves.
     fn close(self: &Rc<Self>, disk: &SimDisk, random: &mut Rng) -> Result<(), String> {
-        if !self.state.borrow().was_smooth {
+        if !self.state.borrow().is_clean_run {
             return Ok(());
         }
         disk.clear_faults();
-        self.subject.others().iter().for_each(SimDisk::clear_faults);
-        let world = Rc::clone(self);
+        self.system.others().iter().for_each(SimDisk::clear_faults);
+        let run = Rc::clone(self);
         let closed = self.sim.spawn(async move {
-            world.subject.close().await.map_err(|error| format!("closing failed: {error:?}"))
+            run.system.close().await.map_err(|error| format!("closing failed: {error:?}"))
         });
         self.crash_everywhere(disk, random)?;
         closed.output().ok_or("closing waits for ever")??;
-        let found = self.subject.recover(disk.crash(random), Left::Closed)?;
+        let found = self.system.recover(disk.crash(random), ImageState::Closed)?;
         let model = &mut self.state.borrow_mut().model;
         let flushing = model.begin_flush();
         model.flushed(&flushing);
@@ -318,7 +318,7 @@ impl<T: Subject> World<T> {
     }
 
     /// Makes the disk longer once or twice.
-    async fn grower(self: Rc<Self>, mut random: Rng) {
+    async fn grow_task(self: Rc<Self>, mut random: Rng) {
         for _ in 0..random.u8(1..=2) {
             self.sim.sleep(Duration::from_micros(random.u64(..1000))).await;
             let size = self.size.get() + random.u64(1..=16) * 512;
@@ -326,11 +326,11 @@ impl<T: Subject> World<T> {
             let Some(growth) = growth else { return };
             let now = self.sim.clock().now();
             let number = self.state.borrow_mut().history.asked_to_grow(now, size);
-            let outcome = Some(self.subject.grow(size).await);
+            let outcome = Some(self.system.grow(size).await);
             let mut state = self.state.borrow_mut();
             state.answered(number, self.sim.clock().now(), &outcome, self.may_fail, false);
             match outcome {
-                Some(Ok(())) => state.model.grown(growth),
+                Some(Ok(())) => state.model.complete_growth(growth),
                 // It may have grown or not.
                 _ => return,
             }
@@ -339,7 +339,7 @@ impl<T: Subject> World<T> {
     }
 
     /// One guest: sends request after request.
-    async fn client(self: Rc<Self>, count: usize, mut random: Rng) {
+    async fn guest_task(self: Rc<Self>, count: usize, mut random: Rng) {
         for _ in 0..count {
             if random.u8(..4) == 0 {
                 self.sim.sleep(Duration::from_micros(random.u64(..200))).await;
@@ -378,33 +378,33 @@ impl<T: Subject> World<T> {
         let range = self.any_range(random);
         let durability = [Durability::None, Durability::None, Durability::Data, Durability::Full]
             [random.usize(..4)];
-        let content = match random.u8(..8) {
-            0 => Content::Undefined,
-            1 | 2 => Content::Zeros,
-            _ => Content::Data,
+        let kind = match random.u8(..8) {
+            0 => WriteKind::Undefined,
+            1 | 2 => WriteKind::Zeros,
+            _ => WriteKind::Data,
         };
-        let Some(change) = self.state.borrow_mut().model.begin(range, content) else { return };
-        let request = any_request(range, &change, content, durability, random);
+        let Some(change) = self.state.borrow_mut().model.begin(range, kind) else { return };
+        let request = any_request(range, &change, kind, durability, random);
         let outcome = self.submit(request, random).await;
-        let is_durable = durability.max(self.subject.least_durability()) >= Durability::Data;
+        let is_durable = durability.max(self.system.min_durability()) >= Durability::Data;
         let model = &mut self.state.borrow_mut().model;
         match outcome {
             Some(Ok(())) => model.succeed(change, is_durable),
             Some(Err(_)) => model.fail(change),
             // Where blocks are changed in part, that may undo what is still in flight and was never
             // answered, even if it was seen already.
-            None if self.block == 1 => model.give_up(change),
+            None if self.block == 1 => model.cancel(change),
             None => {}
         }
     }
 
-    /// The outcome of a request, or `None` when it was given up.
+    /// The outcome of a request, or `None` when it was cancelled.
     async fn submit(&self, request: Request, random: &mut Rng) -> Option<Result<()>> {
         let number = self.state.borrow_mut().history.asked(self.sim.clock().now(), &request);
         let may_refuse =
             matches!(request, Request::WriteZeroes { fallback: Fallback::Forbidden, .. });
-        let mut outcome = pin!(self.subject.submit(request));
-        let outcome = if random.f64() < self.impatience {
+        let mut outcome = pin!(self.system.submit(request));
+        let outcome = if random.f64() < self.cancel_probability {
             let delay = Duration::from_micros(random.u64(..150));
             let mut alarm = pin!(self.sim.sleep(delay));
             poll_fn(|context| match outcome.as_mut().poll(context) {
@@ -436,7 +436,7 @@ impl<T: Subject> World<T> {
 }
 
 impl State {
-    /// A request ended or was given up: only what has a reason may fail.
+    /// A request ended or was cancelled: only one that has a reason may fail.
     fn answered(
         &mut self,
         number: usize,
@@ -448,14 +448,14 @@ impl State {
         self.history.answered(number, now, outcome);
         match outcome {
             None => {
-                self.report.given_up += 1;
-                self.was_smooth = false;
+                self.report.cancelled += 1;
+                self.is_clean_run = false;
             }
             Some(Ok(())) => self.report.requests += 1,
             Some(Err(error)) => {
                 self.report.requests += 1;
                 self.report.failed += 1;
-                self.was_smooth &= error.kind() == ErrorKind::Unsupported;
+                self.is_clean_run &= error.kind() == ErrorKind::Unsupported;
                 let is_in_order = match error.kind() {
                     ErrorKind::Unsupported => may_refuse,
                     ErrorKind::Io | ErrorKind::NoSpace => may_fail,
@@ -478,19 +478,19 @@ fn any_buffer(range: ByteRange, random: &mut Rng) -> (Buffer, usize) {
 fn any_request(
     range: ByteRange,
     change: &Change,
-    content: Content,
+    kind: WriteKind,
     durability: Durability,
     random: &mut Rng,
 ) -> Request {
-    match content {
-        Content::Undefined => Request::Discard { range, durability },
-        Content::Zeros => Request::WriteZeroes {
+    match kind {
+        WriteKind::Undefined => Request::Discard { range, durability },
+        WriteKind::Zeros => Request::WriteZeroes {
             range,
             unmap: if random.bool() { Unmap::Allowed } else { Unmap::Forbidden },
             fallback: if random.bool() { Fallback::Allowed } else { Fallback::Forbidden },
             durability,
         },
-        Content::Data => {
+        WriteKind::Data => {
             let (mut buffer, start) = any_buffer(range, random);
             buffer.bytes_mut()[start..].fill(change.value());
             let from = buffer.lend_range(start, range.length() as usize);

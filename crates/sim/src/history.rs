@@ -20,7 +20,7 @@ struct Entry {
 enum Outcome {
     Succeeded,
     Failed(ErrorKind),
-    GivenUp,
+    Cancelled,
 }
 
 impl History {
@@ -46,12 +46,12 @@ impl History {
         self.0.len() - 1
     }
 
-    /// The request ended, or was given up.
+    /// The request ended, or was cancelled.
     pub(crate) fn answered(&mut self, number: usize, now: Duration, outcome: &Option<Result<()>>) {
         let outcome = match outcome {
             Some(Ok(())) => Outcome::Succeeded,
             Some(Err(error)) => Outcome::Failed(error.kind()),
-            None => Outcome::GivenUp,
+            None => Outcome::Cancelled,
         };
         self.0[number].ended = Some((now, outcome));
     }
@@ -70,7 +70,7 @@ impl fmt::Display for History {
             match &entry.ended {
                 Some((at, Outcome::Succeeded)) => writeln!(f, " -> {at:?}: done")?,
                 Some((at, Outcome::Failed(kind))) => writeln!(f, " -> {at:?}: failed, {kind:?}")?,
-                Some((at, Outcome::GivenUp)) => writeln!(f, " -> {at:?}: given up")?,
+                Some((at, Outcome::Cancelled)) => writeln!(f, " -> {at:?}: cancelled")?,
                 None => writeln!(f, " -> in flight")?,
             }
         }

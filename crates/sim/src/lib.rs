@@ -2,7 +2,7 @@
 //!
 //! A [`SimDisk`] implements [`Storage`](blockhouse_core::Storage) in place of a host file. It has a volatile cache,
 //! takes virtual time, completes operations in any order, fails as planned, and shows what a crash would leave.
-//! [`explore()`] runs random requests against whatever is built on it, and checks every possible crash. A seed
+//! [`explore()`] runs random requests against a [`SystemUnderTest`] that is built on it, and checks every possible crash. A seed
 //! decides everything, so a seed replays a failure.
 //!
 //! ```
@@ -38,9 +38,10 @@ pub use config::{Config, Latency, Size, Support};
 pub use disk::SimDisk;
 pub use executor::{Sim, Task};
 pub use explore::{
-    Devices, Faults, Growth, Left, Patience, Report, Subject, Workload, explore, explore_image,
+    Cancellation, Devices, Faults, Growth, ImageState, Report, SystemUnderTest, Workload, explore,
+    explore_image,
 };
 pub use fastrand::Rng;
 pub use faults::Fault;
 pub use operation::{Operation, OperationKind};
-pub use seeds::{Effort, for_seeds};
+pub use seeds::{SeedSelection, for_seeds};

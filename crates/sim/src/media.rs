@@ -14,40 +14,40 @@ pub(crate) const SECTOR: usize = 512;
 pub(crate) struct Media {
     size: u64,
     stable_size: u64,
-    /// Counts changes of the size, so that a flush does not bring back an older one.
-    size_stamp: u64,
-    stable_size_stamp: u64,
+    /// Version of the size, so that a flush does not bring back an older one.
+    size_version: u64,
+    stable_size_version: u64,
     /// Both are whole sectors.
     visible: Vec<u8>,
     stable: Vec<u8>,
     sectors: Vec<Sector>,
-    /// Counts versions, so that a flush does not replace something newer.
-    stamps: u64,
+    /// Number of the newest version of any sector, so that a flush does not replace something newer.
+    last_version: u64,
 }
 
 #[derive(Clone, Default)]
 struct Sector {
-    stable_stamp: u64,
+    stable_version: u64,
     /// Not stable yet, oldest first.
     versions: Vec<Version>,
 }
 
 #[derive(Clone)]
 struct Version {
-    stamp: u64,
+    number: u64,
     write: u64,
     bytes: [u8; SECTOR],
 }
 
-/// What a flush found in the cache when it began: sectors and their newest versions.
-pub(crate) struct Snapshot {
+/// What a flush covers: the sectors that were in the cache when it began, and their newest versions.
+pub(crate) struct FlushSet {
     versions: Vec<(usize, u64)>,
     size: u64,
-    size_stamp: u64,
+    size_version: u64,
 }
 
-/// A write on its way, for crashes in the middle of it.
-pub(crate) struct Underway<'a> {
+/// A write in flight: a crash may leave any part of it.
+pub(crate) struct InFlightWrite<'a> {
     pub(crate) write: u64,
     pub(crate) offset: u64,
     pub(crate) bytes: &'a [u8],
@@ -63,12 +63,12 @@ impl Media {
         Self {
             size,
             stable_size: size,
-            size_stamp: 0,
-            stable_size_stamp: 0,
+            size_version: 0,
+            stable_size_version: 0,
             visible,
             stable: content,
             sectors,
-            stamps: 0,
+            last_version: 0,
         }
     }
 
@@ -92,9 +92,9 @@ impl Media {
         }
         self.visible[offset as usize..end as usize].copy_from_slice(bytes);
         for sector in sectors_of(offset, bytes.len()) {
-            self.stamps += 1;
+            self.last_version += 1;
             let bytes = *sector_bytes(&self.visible, sector);
-            let version = Version { stamp: self.stamps, write, bytes };
+            let version = Version { number: self.last_version, write, bytes };
             self.sectors[sector].versions.push(version);
         }
     }
@@ -117,12 +117,13 @@ impl Media {
         for sector in sectors.clone() {
             let bytes = *sector_bytes(&self.visible, sector);
             self.stable[sector * SECTOR..][..SECTOR].copy_from_slice(&bytes);
-            self.stamps += 1;
-            self.sectors[sector] = Sector { stable_stamp: self.stamps, versions: Vec::new() };
+            self.last_version += 1;
+            self.sectors[sector] =
+                Sector { stable_version: self.last_version, versions: Vec::new() };
         }
         // Whole sectors: nothing of them is left for a flush, which would see to the size.
         let end = (sectors.end * SECTOR) as u64;
-        self.keep_size(end.min(self.size), self.size_stamp);
+        self.persist_size(end.min(self.size), self.size_version);
     }
 
     pub(crate) fn set_size(&mut self, size: u64) {
@@ -133,64 +134,64 @@ impl Media {
         self.stable.resize(length, 0);
         self.sectors.resize(length / SECTOR, Sector::default());
         self.size = size;
-        self.size_stamp += 1;
+        self.size_version += 1;
     }
 
-    /// What a flush that begins now has to make stable.
-    pub(crate) fn snapshot(&self) -> Snapshot {
-        self.snapshot_of(0..self.sectors.len())
+    /// What a flush that begins now covers.
+    pub(crate) fn flush_set(&self) -> FlushSet {
+        self.flush_set_of(0..self.sectors.len())
     }
 
-    fn snapshot_of(&self, sectors: std::ops::Range<usize>) -> Snapshot {
-        let newest = |sector: usize| Some((sector, self.sectors[sector].versions.last()?.stamp));
+    fn flush_set_of(&self, sectors: std::ops::Range<usize>) -> FlushSet {
+        let newest = |sector: usize| Some((sector, self.sectors[sector].versions.last()?.number));
         let versions = sectors.filter_map(newest).collect();
-        Snapshot { versions, size: self.size, size_stamp: self.size_stamp }
+        FlushSet { versions, size: self.size, size_version: self.size_version }
     }
 
     /// The flush succeeded; `with_size` when the size became stable, too.
-    pub(crate) fn settle(&mut self, snapshot: &Snapshot, with_size: bool) {
-        for &(sector, stamp) in &snapshot.versions {
+    pub(crate) fn complete_flush(&mut self, flush: &FlushSet, with_size: bool) {
+        for &(sector, number) in &flush.versions {
             let versions = &mut self.sectors[sector].versions;
-            if let Some(found) = versions.iter().position(|version| version.stamp == stamp) {
+            if let Some(found) = versions.iter().position(|version| version.number == number) {
                 let version = versions.drain(..=found).next_back().expect("the one found");
-                self.keep(sector, &version);
+                self.persist(sector, &version);
                 // Reading the data back takes a size that includes it.
                 let end = ((sector + 1) * SECTOR) as u64;
-                self.keep_size(end.min(snapshot.size), snapshot.size_stamp);
+                self.persist_size(end.min(flush.size), flush.size_version);
             }
         }
-        if with_size && snapshot.size_stamp >= self.stable_size_stamp {
-            self.stable_size = snapshot.size;
-            self.stable_size_stamp = snapshot.size_stamp;
+        if with_size && flush.size_version >= self.stable_size_version {
+            self.stable_size = flush.size;
+            self.stable_size_version = flush.size_version;
         }
     }
 
     /// The size is at least this much after a crash.
-    fn keep_size(&mut self, size: u64, stamp: u64) {
+    fn persist_size(&mut self, size: u64, version: u64) {
         if size > self.stable_size {
             self.stable_size = size;
-            self.stable_size_stamp = self.stable_size_stamp.max(stamp);
+            self.stable_size_version = self.stable_size_version.max(version);
         }
     }
 
     /// The flush failed: what it covered counts as clean from now on although only chance knows
     /// which of it is stable. Reads go on to see it. That is what Linux does to its page cache.
-    pub(crate) fn lose(&mut self, snapshot: &Snapshot, random: &mut Rng) {
-        for &(sector, stamp) in &snapshot.versions {
+    pub(crate) fn fail_flush(&mut self, flush: &FlushSet, random: &mut Rng) {
+        for &(sector, number) in &flush.versions {
             let versions = &mut self.sectors[sector].versions;
-            let count = versions.iter().take_while(|version| version.stamp <= stamp).count();
+            let count = versions.iter().take_while(|version| version.number <= number).count();
             let lost: Vec<_> = versions.drain(..count).collect();
             let kept = random.usize(..=lost.len());
             if let Some(version) = lost.get(kept) {
-                self.keep(sector, version);
+                self.persist(sector, version);
             }
         }
     }
 
-    /// As [`lose`](Self::lose), for a durable write that failed: its sectors only.
-    pub(crate) fn lose_range(&mut self, range: ByteRange, random: &mut Rng) {
-        let snapshot = self.snapshot_of(self.present(range));
-        self.lose(&snapshot, random);
+    /// As [`fail_flush`](Self::fail_flush), for a durable write that failed: its sectors only.
+    pub(crate) fn fail_durable_write(&mut self, range: ByteRange, random: &mut Rng) {
+        let flush = self.flush_set_of(self.present(range));
+        self.fail_flush(&flush, random);
     }
 
     /// The sectors of the range that there are: a failed write may have made fewer than it wanted.
@@ -199,25 +200,25 @@ impl Media {
         wanted.start.min(self.sectors.len())..wanted.end.min(self.sectors.len())
     }
 
-    fn keep(&mut self, sector: usize, version: &Version) {
-        if version.stamp > self.sectors[sector].stable_stamp {
-            self.sectors[sector].stable_stamp = version.stamp;
+    fn persist(&mut self, sector: usize, version: &Version) {
+        if version.number > self.sectors[sector].stable_version {
+            self.sectors[sector].stable_version = version.number;
             self.stable[sector * SECTOR..][..SECTOR].copy_from_slice(&version.bytes);
         }
     }
 
     /// What a crash at this moment might leave behind: each sector is the stable one, any version
-    /// in the cache, or one that a write underway would make.
-    pub(crate) fn crash(&self, underway: &[Underway<'_>], random: &mut Rng) -> Vec<u8> {
-        let fate = Fate::roll(random);
+    /// in the cache, or one that a write in flight would make.
+    pub(crate) fn crash(&self, in_flight: &[InFlightWrite<'_>], random: &mut Rng) -> Vec<u8> {
+        let outcome = CrashOutcome::pick(random);
         let mut image = self.stable.clone();
         for (index, sector) in self.sectors.iter().enumerate() {
             let mut candidates: Vec<(u64, [u8; SECTOR])> =
                 sector.versions.iter().map(|version| (version.write, version.bytes)).collect();
-            for write in underway {
+            for write in in_flight {
                 candidates.extend(self.overlay(index, write).map(|bytes| (write.write, bytes)));
             }
-            if let Some(bytes) = fate.choose(&candidates, random) {
+            if let Some(bytes) = outcome.choose(&candidates, random) {
                 image[index * SECTOR..][..SECTOR].copy_from_slice(bytes);
             }
         }
@@ -226,8 +227,8 @@ impl Media {
         image
     }
 
-    /// The sector as a write underway would make it, if it touches it.
-    fn overlay(&self, sector: usize, write: &Underway<'_>) -> Option<[u8; SECTOR]> {
+    /// The sector as a write in flight would make it, if it touches it.
+    fn overlay(&self, sector: usize, write: &InFlightWrite<'_>) -> Option<[u8; SECTOR]> {
         let start = sector * SECTOR;
         let from = (write.offset as usize).max(start);
         let to = (write.offset as usize + write.bytes.len()).min(start + SECTOR);
@@ -246,7 +247,7 @@ impl Media {
 }
 
 /// How a crash treats what is not stable.
-enum Fate {
+enum CrashOutcome {
     /// All of it is lost.
     Nothing,
     /// The newest of everything is kept.
@@ -257,8 +258,8 @@ enum Fate {
     Sectors,
 }
 
-impl Fate {
-    fn roll(random: &mut Rng) -> Self {
+impl CrashOutcome {
+    fn pick(random: &mut Rng) -> Self {
         match random.u8(..8) {
             0 => Self::Nothing,
             1 => Self::Everything,
@@ -302,10 +303,10 @@ mod tests {
         vec![byte; SECTOR]
     }
 
-    /// The first bytes that crashes leave behind in the first sector, over many dice.
-    fn survivors(media: &Media, underway: &[Underway<'_>]) -> Vec<u8> {
+    /// The first bytes that crashes leave behind in the first sector, over many seeds.
+    fn survivors(media: &Media, in_flight: &[InFlightWrite<'_>]) -> Vec<u8> {
         let seen: std::collections::BTreeSet<u8> =
-            (0..200).map(|seed| media.crash(underway, &mut Rng::with_seed(seed))[0]).collect();
+            (0..200).map(|seed| media.crash(in_flight, &mut Rng::with_seed(seed))[0]).collect();
         seen.into_iter().collect()
     }
 
@@ -316,17 +317,17 @@ mod tests {
         media.write(2, 0, &sector(2));
         assert_eq!(survivors(&media, &[]), [0, 1, 2]);
         let bytes = sector(3);
-        let underway = [Underway { write: 3, offset: 0, bytes: &bytes }];
-        assert_eq!(survivors(&media, &underway), [0, 1, 2, 3]);
+        let in_flight = [InFlightWrite { write: 3, offset: 0, bytes: &bytes }];
+        assert_eq!(survivors(&media, &in_flight), [0, 1, 2, 3]);
     }
 
     #[test]
     fn a_flush_covers_what_was_written_before_it_began() {
         let mut media = Media::new(sector(0));
         media.write(1, 0, &sector(1));
-        let snapshot = media.snapshot();
+        let flush = media.flush_set();
         media.write(2, 0, &sector(2));
-        media.settle(&snapshot, false);
+        media.complete_flush(&flush, false);
         assert_eq!(survivors(&media, &[]), [1, 2]);
     }
 
@@ -334,10 +335,10 @@ mod tests {
     fn a_durable_write_is_not_undone_by_an_older_flush() {
         let mut media = Media::new(sector(0));
         media.write(1, 0, &sector(1));
-        let snapshot = media.snapshot();
+        let flush = media.flush_set();
         media.write(2, 0, &sector(2));
         media.make_stable(ByteRange::between(0, 512));
-        media.settle(&snapshot, false);
+        media.complete_flush(&flush, false);
         assert_eq!(survivors(&media, &[]), [2]);
     }
 
@@ -347,9 +348,9 @@ mod tests {
             .map(|seed| {
                 let mut media = Media::new(sector(0));
                 media.write(1, 0, &sector(1));
-                let snapshot = media.snapshot();
-                media.lose(&snapshot, &mut Rng::with_seed(seed));
-                media.settle(&media.snapshot(), false);
+                let flush = media.flush_set();
+                media.fail_flush(&flush, &mut Rng::with_seed(seed));
+                media.complete_flush(&media.flush_set(), false);
                 let mut seen = [0];
                 media.read(0, &mut seen);
                 assert_eq!(seen, [1], "reads go on to see it");
@@ -363,7 +364,7 @@ mod tests {
     fn a_flush_of_data_keeps_the_size_that_it_needs() {
         let mut media = Media::new(sector(0));
         media.write(1, 512, &[1; 100]);
-        media.settle(&media.snapshot(), false);
+        media.complete_flush(&media.flush_set(), false);
         for seed in 0..50 {
             let image = media.crash(&[], &mut Rng::with_seed(seed));
             assert_eq!((image.len(), image[511], image[611]), (612, 0, 1));
@@ -374,10 +375,10 @@ mod tests {
     fn a_durable_write_keeps_all_of_its_sectors_for_flushes_that_cover_them() {
         let mut media = Media::new(sector(0));
         media.write(1, 512, &sector(1));
-        let snapshot = media.snapshot();
+        let flush = media.flush_set();
         media.write(2, 600, &[2; 14]);
         media.make_stable(ByteRange::between(600, 614));
-        media.settle(&snapshot, false);
+        media.complete_flush(&flush, false);
         for seed in 0..50 {
             let image = media.crash(&[], &mut Rng::with_seed(seed));
             assert_eq!((image.len(), image[613], image[1023]), (1024, 2, 1));
@@ -388,12 +389,12 @@ mod tests {
     fn a_new_size_survives_only_a_full_flush() {
         let mut media = Media::new(sector(0));
         media.set_size(1024);
-        media.settle(&media.snapshot(), false);
+        media.complete_flush(&media.flush_set(), false);
         let sizes = |media: &Media| -> std::collections::BTreeSet<usize> {
             (0..50).map(|seed| media.crash(&[], &mut Rng::with_seed(seed)).len()).collect()
         };
         assert_eq!(sizes(&media), [512, 1024].into());
-        media.settle(&media.snapshot(), true);
+        media.complete_flush(&media.flush_set(), true);
         assert_eq!(sizes(&media), [1024].into());
     }
 }

@@ -4,7 +4,7 @@
 //! set of changes whose value it may show: one set for reads, one for what is found after a crash.
 //! A change enters both sets when it begins. When it has succeeded, the changes that had ended
 //! before it began leave the set for reads; they leave the set for crashes when it was durable, or
-//! when a flush that began after it has succeeded. A change that failed or was given up pushes out
+//! when a flush that began after it has succeeded. A change that failed or was cancelled pushes out
 //! others only where a read has seen it: what was seen and then flushed is there to stay. So nothing
 //! is demanded that the interface of a disk does not promise.
 
@@ -15,7 +15,7 @@ pub(crate) const MAX_CHANGES: u32 = 63;
 
 /// What a change leaves in its range.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Content {
+pub(crate) enum WriteKind {
     /// The change's own byte value.
     Data,
     /// Zeros.
@@ -49,15 +49,15 @@ pub(crate) struct Model {
     stable: Vec<u64>,
     begun: u64,
     ended: u64,
-    /// The changes that failed or were given up.
+    /// The changes that failed or were cancelled.
     unsuccessful: u64,
     zeros: u64,
     undefined: u64,
     /// By the change's number: the changes that had ended when it began.
     before: Vec<u64>,
-    /// How short the disk may be after a crash. Writes behind a growth that failed may leave any size
+    /// How short the disk may be after a crash. Writes after a growth that failed may leave any size
     /// from here to the largest.
-    least_size: usize,
+    min_size: usize,
 }
 
 impl Change {
@@ -92,23 +92,23 @@ impl Model {
             zeros: 0,
             undefined: 0,
             before: vec![0],
-            least_size: size,
+            min_size: size,
         };
         (model, vec![value_of(0); size])
     }
 
     /// A change begins; `None` when there were too many.
-    pub(crate) fn begin(&mut self, range: ByteRange, content: Content) -> Option<Change> {
+    pub(crate) fn begin(&mut self, range: ByteRange, kind: WriteKind) -> Option<Change> {
         let number = self.begun.trailing_ones();
         if number > MAX_CHANGES {
             return None;
         }
         let bit = 1 << number;
         self.begun |= bit;
-        match content {
-            Content::Data => {}
-            Content::Zeros => self.zeros |= bit,
-            Content::Undefined => self.undefined |= bit,
+        match kind {
+            WriteKind::Data => {}
+            WriteKind::Zeros => self.zeros |= bit,
+            WriteKind::Undefined => self.undefined |= bit,
         }
         for index in indices(range) {
             self.visible[index] |= bit;
@@ -124,7 +124,7 @@ impl Model {
         self.visible.resize(size, 0);
         self.stable.resize(size, 0);
         let new = ByteRange::between(old as u64, size as u64);
-        let Some(change) = self.begin(new, Content::Zeros) else {
+        let Some(change) = self.begin(new, WriteKind::Zeros) else {
             self.visible.truncate(old);
             self.stable.truncate(old);
             return None;
@@ -133,8 +133,8 @@ impl Model {
     }
 
     /// The disk has its new size, durably.
-    pub(crate) fn grown(&mut self, change: Change) {
-        self.least_size = change.range.end() as usize;
+    pub(crate) fn complete_growth(&mut self, change: Change) {
+        self.min_size = change.range.end() as usize;
         self.succeed(change, true);
     }
 
@@ -156,8 +156,8 @@ impl Model {
         self.unsuccessful |= 1 << change.number;
     }
 
-    /// Nobody waits for the change any more: it may happen at any time, but once seen it stays.
-    pub(crate) fn give_up(&mut self, change: Change) {
+    /// The change's future was dropped: it may still happen at any time, but once seen it stays.
+    pub(crate) fn cancel(&mut self, change: Change) {
         self.unsuccessful |= 1 << change.number;
     }
 
@@ -195,7 +195,7 @@ impl Model {
 
     /// Whether a crash may have left `image` behind.
     pub(crate) fn check_crash(&self, image: &[u8]) -> Result<(), String> {
-        let sizes = self.least_size..=self.stable.len();
+        let sizes = self.min_size..=self.stable.len();
         if !sizes.contains(&image.len()) {
             return Err(format!("a disk of {sizes:?} bytes, found {}", image.len()));
         }
@@ -243,7 +243,7 @@ mod tests {
     #[test]
     fn a_plain_write_may_be_lost_until_a_flush_began_after_it() {
         let (mut model, first) = Model::new(4);
-        let change = model.begin(ALL(), Content::Data).unwrap();
+        let change = model.begin(ALL(), WriteKind::Data).unwrap();
         let early = model.begin_flush();
         model.succeed(change, false);
         model.flushed(&early);
@@ -257,14 +257,14 @@ mod tests {
     #[test]
     fn reads_see_the_last_write_or_those_beside_it() {
         let (mut model, first) = Model::new(4);
-        let one = model.begin(ALL(), Content::Data).unwrap();
-        let two = model.begin(ALL(), Content::Zeros).unwrap();
+        let one = model.begin(ALL(), WriteKind::Data).unwrap();
+        let two = model.begin(ALL(), WriteKind::Zeros).unwrap();
         model.succeed(one, false);
         model.succeed(two, false);
         let reading = model.begin_read(ALL());
         assert!(model.end_read(&reading, &first).is_err());
         assert!(model.end_read(&reading, &[one.value(), 0, 0, one.value()]).is_ok());
-        let three = model.begin(ALL(), Content::Data).unwrap();
+        let three = model.begin(ALL(), WriteKind::Data).unwrap();
         assert!(model.end_read(&reading, &[three.value(); 4]).is_ok(), "it began meanwhile");
         model.succeed(three, true);
         assert!(model.check_crash(&[0; 4]).is_err());
@@ -272,22 +272,22 @@ mod tests {
     }
 
     #[test]
-    fn what_was_given_up_may_show_at_any_time() {
+    fn a_cancelled_write_may_show_at_any_time() {
         let (mut model, _) = Model::new(4);
-        let given_up = model.begin(ALL(), Content::Data).unwrap();
-        model.give_up(given_up);
-        let later = model.begin(ALL(), Content::Data).unwrap();
+        let cancelled = model.begin(ALL(), WriteKind::Data).unwrap();
+        model.cancel(cancelled);
+        let later = model.begin(ALL(), WriteKind::Data).unwrap();
         model.succeed(later, true);
-        assert!(model.check_crash(&[given_up.value(); 4]).is_ok());
+        assert!(model.check_crash(&[cancelled.value(); 4]).is_ok());
     }
 
     #[test]
     fn what_was_seen_and_then_flushed_is_there_to_stay() {
         let (mut model, first) = Model::new(4);
-        let given_up = model.begin(ALL(), Content::Data).unwrap();
-        model.give_up(given_up);
+        let cancelled = model.begin(ALL(), WriteKind::Data).unwrap();
+        model.cancel(cancelled);
         let reading = model.begin_read(ALL());
-        assert!(model.end_read(&reading, &[given_up.value(); 4]).is_ok());
+        assert!(model.end_read(&reading, &[cancelled.value(); 4]).is_ok());
         assert!(model.check_crash(&first).is_ok());
         let flushing = model.begin_flush();
         model.flushed(&flushing);
@@ -301,7 +301,7 @@ mod tests {
         assert!(model.check_crash(&image).is_ok());
         image.extend([0, 0]);
         assert!(model.check_crash(&image).is_ok() && model.check_crash(&image[..3]).is_err());
-        model.grown(growth);
+        model.complete_growth(growth);
         assert!(model.check_crash(&image).is_ok() && model.check_crash(&image[..4]).is_err());
         image[5] = 1;
         assert!(model.check_crash(&image).is_err());
@@ -312,8 +312,8 @@ mod tests {
         let (mut model, _) = Model::new(1);
         let range = ByteRange::between(0, 1);
         for _ in 0..MAX_CHANGES {
-            assert!(model.begin(range, Content::Data).is_some());
+            assert!(model.begin(range, WriteKind::Data).is_some());
         }
-        assert!(model.begin(range, Content::Data).is_none());
+        assert!(model.begin(range, WriteKind::Data).is_none());
     }
 }

@@ -1,7 +1,7 @@
 //! Running a check for many seeds, others in each run, and saying how to see a failure again.
 
 use std::hash::{BuildHasher, Hasher, RandomState};
-use std::ops::Range;
+use std::ops;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread;
 
@@ -18,24 +18,24 @@ const MANY: &str = "BLOCKHOUSE_SIM_SEEDS";
 
 /// Which seeds a run is about.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Effort {
+pub enum SeedSelection {
     /// As many as each test says.
-    Ordinary,
+    Default,
     /// One that is seen again (`BLOCKHOUSE_SIM_SEED`).
-    OneSeed,
+    One,
     /// Others than the tests say, mostly many more (`BLOCKHOUSE_SIM_SEEDS`).
-    ManySeeds,
+    Range,
 }
 
-impl Effort {
+impl SeedSelection {
     /// As the environment says.
     pub fn of_this_run() -> Self {
         if std::env::var_os(ONE).is_some() {
-            Self::OneSeed
+            Self::One
         } else if std::env::var_os(MANY).is_some() {
-            Self::ManySeeds
+            Self::Range
         } else {
-            Self::Ordinary
+            Self::Default
         }
     }
 }
@@ -107,7 +107,7 @@ fn replay(package: &str, test: &str, seed: u64) -> String {
     format!("replay with: {ONE}={seed} cargo test -p {package} {test}")
 }
 
-fn chosen(count: u64) -> Range<u64> {
+fn chosen(count: u64) -> ops::Range<u64> {
     let number = |words: &str| words.trim().parse::<u64>().ok();
     if let Ok(one) = std::env::var(ONE) {
         let seed = number(&one).unwrap_or_else(|| panic!("{ONE} is no number: {one}"));

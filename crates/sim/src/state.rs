@@ -6,9 +6,9 @@ use std::time::Duration;
 use blockhouse_core::{Durability, Fua, IoVector, ReadAfterDiscard, SyncMode, WriteCache, errno};
 use fastrand::Rng;
 
-use crate::clock::Signal;
+use crate::clock::Oneshot;
 use crate::faults::{Failure, FaultPlan};
-use crate::media::{Media, Snapshot, Underway};
+use crate::media::{FlushSet, InFlightWrite, Media};
 use crate::{Config, Operation, OperationKind, Size, Support};
 
 pub(crate) struct State {
@@ -20,30 +20,31 @@ pub(crate) struct State {
     pub(crate) started: u64,
     pub(crate) ended: u64,
     /// The error of a durable operation whose future was dropped; the next flush answers it.
-    pub(crate) lost_errno: Option<i32>,
+    pub(crate) unreported_errno: Option<i32>,
     random: Rng,
     in_flight: BTreeMap<u64, InFlight>,
-    waiting_for_abandoned: Vec<Signal<()>>,
+    detached_waiters: Vec<Oneshot<()>>,
 }
 
-/// A started operation. It belongs to the disk until it ends, whoever waits.
+/// A started operation. It belongs to the disk until it ends, also when its future is dropped.
 struct InFlight {
     operation: Operation,
     vector: Option<IoVector>,
     /// What it writes, or what it has read already.
     bytes: Option<Vec<u8>>,
-    snapshot: Option<Snapshot>,
+    covered: Option<FlushSet>,
     failure: Option<Failure>,
-    abandoned: bool,
-    outcome: Signal<Option<Failure>>,
+    /// Whether its future was dropped.
+    is_detached: bool,
+    outcome: Oneshot<Option<Failure>>,
 }
 
 /// What is left to do when an operation has ended, outside of any lock.
-pub(crate) struct Ended {
+pub(crate) struct Completion {
     vector: Option<IoVector>,
-    outcome: Signal<Option<Failure>>,
+    outcome: Oneshot<Option<Failure>>,
     failure: Option<Failure>,
-    released: Vec<Signal<()>>,
+    released: Vec<Oneshot<()>>,
 }
 
 impl State {
@@ -55,10 +56,10 @@ impl State {
             log: Vec::new(),
             started: 0,
             ended: 0,
-            lost_errno: None,
+            unreported_errno: None,
             random,
             in_flight: BTreeMap::new(),
-            waiting_for_abandoned: Vec::new(),
+            detached_waiters: Vec::new(),
         }
     }
 
@@ -67,7 +68,7 @@ impl State {
         &mut self,
         operation: Operation,
         vector: Option<IoVector>,
-    ) -> (u64, Signal<Option<Failure>>, Duration) {
+    ) -> (u64, Oneshot<Option<Failure>>, Duration) {
         let id = self.started;
         self.started += 1;
         self.log.push(operation);
@@ -75,15 +76,15 @@ impl State {
         let refusal = refusal.map(Failure::of_range);
         let failure = self.faults.decide(operation.kind(), &mut self.random).or(refusal);
         let loses_older = failure.is_some_and(|failure| failure.loses_older);
-        let needs_snapshot = loses_older || matches!(operation, Operation::Flush(_));
-        let outcome = Signal::new();
+        let is_flush_like = loses_older || matches!(operation, Operation::Flush(_));
+        let outcome = Oneshot::new();
         let in_flight = InFlight {
             operation,
             bytes: self.bytes_of(operation, vector.as_ref()),
             vector,
-            snapshot: needs_snapshot.then(|| self.media.snapshot()),
+            covered: is_flush_like.then(|| self.media.flush_set()),
             failure,
-            abandoned: false,
+            is_detached: false,
             outcome: outcome.clone(),
         };
         self.in_flight.insert(id, in_flight);
@@ -100,7 +101,7 @@ impl State {
     }
 
     /// Ends an operation: what it does happens now.
-    pub(crate) fn end(&mut self, id: u64) -> Ended {
+    pub(crate) fn end(&mut self, id: u64) -> Completion {
         let mut done = self.in_flight.remove(&id).expect("an operation ends once");
         self.ended += 1;
         match done.failure {
@@ -110,32 +111,33 @@ impl State {
             Some(failure) => self.fail(id, &done, failure),
         }
         let mut released = Vec::new();
-        if done.abandoned {
-            self.lost_errno = self.lost_errno.or(done.failure.map(|failure| failure.errno));
-            released = std::mem::take(&mut self.waiting_for_abandoned);
+        if done.is_detached {
+            self.unreported_errno =
+                self.unreported_errno.or(done.failure.map(|failure| failure.errno));
+            released = std::mem::take(&mut self.detached_waiters);
         }
-        Ended { vector: done.vector, outcome: done.outcome, failure: done.failure, released }
+        Completion { vector: done.vector, outcome: done.outcome, failure: done.failure, released }
     }
 
     /// The future of an operation is dropped, perhaps before the operation has ended.
     pub(crate) fn drop_future(&mut self, id: u64) {
         if let Some(operation) = self.in_flight.get_mut(&id) {
-            operation.abandoned = operation.operation.is_durable();
+            operation.is_detached = operation.operation.is_durable();
         }
     }
 
-    /// Something to wait for while a durable operation without a future is in flight.
-    pub(crate) fn wait_for_abandoned(&mut self) -> Option<Signal<()>> {
-        self.in_flight.values().any(|operation| operation.abandoned).then(|| {
-            let signal = Signal::new();
-            self.waiting_for_abandoned.push(signal.clone());
-            signal
+    /// What to wait for while a detached durable operation is in flight.
+    pub(crate) fn wait_for_detached(&mut self) -> Option<Oneshot<()>> {
+        self.in_flight.values().any(|operation| operation.is_detached).then(|| {
+            let ended = Oneshot::new();
+            self.detached_waiters.push(ended.clone());
+            ended
         })
     }
 
     pub(crate) fn crash(&self, random: &mut Rng) -> Vec<u8> {
-        let underway: Vec<_> = self.in_flight.iter().filter_map(InFlight::underway).collect();
-        self.media.crash(&underway, random)
+        let writes: Vec<_> = self.in_flight.iter().filter_map(InFlight::as_write).collect();
+        self.media.crash(&writes, random)
     }
 
     /// What the operation stores, as far as that is decided when it starts; for reads that see the
@@ -173,7 +175,7 @@ impl State {
             OperationKind::Discard => &mut self.config.discard,
             _ => return None,
         };
-        if *support == Support::RefusesOnUse {
+        if *support == Support::FailsOnFirstUse {
             *support = Support::No;
             return Some(errno::EOPNOTSUPP);
         }
@@ -219,9 +221,9 @@ impl State {
                 }
             }
             Operation::Flush(sync) => {
-                let snapshot = done.snapshot.as_ref().expect("a flush has a snapshot");
+                let covered = done.covered.as_ref().expect("a flush covers a set");
                 if self.config.fua != Fua::Ignored {
-                    self.media.settle(snapshot, sync == SyncMode::Full);
+                    self.media.complete_flush(covered, sync == SyncMode::Full);
                 }
             }
             Operation::Resize(size) => self.media.set_size(size),
@@ -230,8 +232,8 @@ impl State {
         }
     }
 
-    /// Leaves what a failed operation leaves. For want of room nothing was begun; otherwise writes
-    /// may have got anywhere, and a sync may have lost what it covered.
+    /// Applies a failed operation. After ENOSPC nothing was written; otherwise any part of a write may
+    /// be, and a sync may have lost what it covered.
     fn fail(&mut self, id: u64, done: &InFlight, failure: Failure) {
         let is_full = failure.errno == errno::ENOSPC && !failure.loses_older;
         if is_full && done.operation.kind() != OperationKind::Flush {
@@ -242,35 +244,35 @@ impl State {
         {
             self.media.write_torn(id, range.offset(), bytes, &mut self.random);
             if done.operation.is_durable() {
-                self.media.lose_range(range, &mut self.random);
+                self.media.fail_durable_write(range, &mut self.random);
             } else if done.operation.kind() == OperationKind::Write
                 && self.config.write_cache == WriteCache::None
             {
                 self.media.make_stable(range);
             }
         }
-        if let Some(snapshot) = &done.snapshot {
-            self.media.lose(snapshot, &mut self.random);
+        if let Some(covered) = &done.covered {
+            self.media.fail_flush(covered, &mut self.random);
         }
     }
 }
 
-impl Ended {
-    /// Gives the memory back and tells everybody.
-    pub(crate) fn announce(self) {
-        // What the vector guards is released before anybody hears of the end.
+impl Completion {
+    /// Gives the memory back and wakes those who wait.
+    pub(crate) fn notify(self) {
+        // What the vector guards is released before a waiter sees the end.
         drop(self.vector);
         self.outcome.set(self.failure);
-        self.released.iter().for_each(|signal| signal.set(()));
+        self.released.iter().for_each(|waiter| waiter.set(()));
     }
 }
 
 impl InFlight {
-    fn underway<'a>((&id, operation): (&u64, &'a Self)) -> Option<Underway<'a>> {
+    fn as_write<'a>((&id, operation): (&u64, &'a Self)) -> Option<InFlightWrite<'a>> {
         if matches!(operation.operation, Operation::Read(_)) || operation.failure.is_some() {
             return None;
         }
         let offset = operation.operation.range()?.offset();
-        Some(Underway { write: id, offset, bytes: operation.bytes.as_ref()? })
+        Some(InFlightWrite { write: id, offset, bytes: operation.bytes.as_ref()? })
     }
 }

@@ -146,7 +146,7 @@ fn with_crashes(
 
 fn commit(seed: u64) -> Result<Report, String> {
     let sim = Sim::new(seed);
-    let mut random = sim.fork_random();
+    let mut random = sim.fork_prng();
     let config = Config::random(&mut random);
     let case = case(config.alignment.offset, &mut random).map_err(|error| error.to_string())?;
     let overlay = SimDisk::new(&sim, config, case.overlay);
@@ -185,7 +185,7 @@ fn commit(seed: u64) -> Result<Report, String> {
 
 fn rebase(seed: u64) -> Result<Report, String> {
     let sim = Sim::new(seed);
-    let mut random = sim.fork_random();
+    let mut random = sim.fork_prng();
     let config = Config::random(&mut random);
     let case = case(config.alignment.offset, &mut random).map_err(|error| error.to_string())?;
     let overlay = SimDisk::new(&sim, config, case.overlay);

@@ -152,7 +152,7 @@ fn simulate<F: Future<Output = ()> + 'static>(
 ) {
     for_seeds(env!("CARGO_PKG_NAME"), test, seeds, |seed| {
         let sim = Sim::new(seed);
-        let random = sim.fork_random();
+        let random = sim.fork_prng();
         sim.block_on(check(sim.clone(), random));
         Ok(Report::default())
     });

@@ -8,7 +8,7 @@ use blockhouse_core::{
     WriteCache,
 };
 use blockhouse_disk::{Disk, Options};
-use blockhouse_sim::{Left, Rng, SimDisk, Subject, Workload, explore, for_seeds};
+use blockhouse_sim::{ImageState, Rng, SimDisk, SystemUnderTest, Workload, explore, for_seeds};
 
 /// A disk over a raw image, as exports see it.
 struct Served<S: Storage> {
@@ -28,7 +28,7 @@ impl<S: Storage> Served<S> {
     }
 }
 
-impl<S: Storage> Subject for Served<S> {
+impl<S: Storage> SystemUnderTest for Served<S> {
     fn others(&self) -> Vec<SimDisk> {
         Vec::new()
     }
@@ -37,7 +37,7 @@ impl<S: Storage> Subject for Served<S> {
         self.disk.submit(request)
     }
 
-    fn least_durability(&self) -> Durability {
+    fn min_durability(&self) -> Durability {
         self.options.durability
     }
 
@@ -49,7 +49,7 @@ impl<S: Storage> Subject for Served<S> {
         self.disk.close()
     }
 
-    fn recover(&self, image: Vec<u8>, _left: Left) -> std::result::Result<Vec<u8>, String> {
+    fn recover(&self, image: Vec<u8>, _state: ImageState) -> std::result::Result<Vec<u8>, String> {
         Ok(image)
     }
 }

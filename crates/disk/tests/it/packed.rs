@@ -167,7 +167,7 @@ fn no_crash_and_no_failure_corrupts_what_was_packed() {
     let test = "no_crash_and_no_failure_corrupts_what_was_packed";
     for_seeds(env!("CARGO_PKG_NAME"), test, 60, |seed| {
         let sim = Sim::new(seed);
-        let mut random = sim.fork_random();
+        let mut random = sim.fork_prng();
         let block = [1, 512, 4096][random.usize(..3)];
         let alignment = Alignment { offset: block, memory: block.min(512) };
         let file = SimDisk::new(&sim, Config { alignment, ..Config::default() }, Vec::new());

@@ -3,7 +3,7 @@
 //! closed in order has no leaks. Well over 100,000 crashes, each checked by us, more than 500 of them
 //! by `qemu-img` too. `cargo xtask soak` goes on for as long as one likes.
 
-use blockhouse_sim::{Effort, for_seeds};
+use blockhouse_sim::{SeedSelection, for_seeds};
 
 use crate::crashed::jury::Jury;
 use crate::crashed::{Kind, explore_kind};
@@ -21,7 +21,7 @@ fn crash_at_every_point(test: &str, kind: Kind, jury: &'static Jury, least: Leas
         explore_kind(kind, seed, jury, |disk| disk)
     });
     eprintln!("{test}: qemu-img was shown {}", jury.asked());
-    if Effort::of_this_run() == Effort::Ordinary {
+    if SeedSelection::of_this_run() == SeedSelection::Default {
         assert!(report.crashes >= least.crashes, "only {} crashes", report.crashes);
         let asked = jury.asked();
         assert!(

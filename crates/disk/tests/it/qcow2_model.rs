@@ -10,7 +10,7 @@ use blockhouse_core::{
 };
 use blockhouse_disk::{Access, Disk, Options};
 use blockhouse_format::qcow2::{self, Backing, CreateOptions, Qcow2, Switch, Version};
-use blockhouse_sim::{Config, Left, Sim, SimDisk, Support};
+use blockhouse_sim::{Config, ImageState, Sim, SimDisk, Support};
 use proptest::collection::vec;
 use proptest::prelude::*;
 use proptest::test_runner::{RngSeed, TestRunner};
@@ -309,7 +309,7 @@ fn run_case(config: Config, make: &Make, events: &[Event]) -> Result<(), TestCas
     let content = bench.storage.content();
     prop_assert!(content.len() as u64 <= report.end, "the file is longer than {}", report.end);
     let base = bench.base.as_deref().map(|base| ("base", base));
-    JURY.ask(&content, base, Left::Closed, &bench.flat).map_err(TestCaseError::fail)
+    JURY.ask(&content, base, ImageState::Closed, &bench.flat).map_err(TestCaseError::fail)
 }
 
 #[test]

@@ -132,7 +132,7 @@ fn is_disk(data: &[u8], disk: &[u8]) -> bool {
 
 fn explore(seed: u64) -> Result<Report, String> {
     let sim = Sim::new(seed);
-    let mut random = sim.fork_random();
+    let mut random = sim.fork_prng();
     let config = Config::random(&mut random);
     let options = any_options(config.alignment.offset, &mut random);
     let is_raw = options.data_file.as_ref().is_some_and(|file| file.raw == Switch::On);

@@ -116,7 +116,7 @@ fn discards_stay_inside_the_range_and_are_never_an_error() {
     rig.submit(discard(100, 12288)).unwrap();
     rig.submit(discard(100, 4096)).unwrap();
     assert_eq!(rig.log(), [DiscardOperation(span(4096, 8192))]);
-    let config = Config { discard: Support::RefusesOnUse, ..steady() };
+    let config = Config { discard: Support::FailsOnFirstUse, ..steady() };
     let refusing = Rig::new(config, SIZE, Options::default());
     for _ in 0..3 {
         refusing.submit(discard(0, 4096)).unwrap();

@@ -106,7 +106,7 @@ fn judge(taken: &Taken, found: &[u64], log: &[Written]) -> Result<(), String> {
 
 fn snapshots_beside_writes(seed: u64) -> Result<Report, String> {
     let sim = Sim::new(seed);
-    let mut random = sim.fork_random();
+    let mut random = sim.fork_prng();
     let config = Config::random(&mut random);
     let content = new_image(&mut random, config.alignment.offset.into());
     let storage = SimDisk::new(&sim, config, content);
@@ -212,7 +212,7 @@ fn what_a_failed_snapshot_wrote_comes_to_light_nowhere() {
 /// block status: it never has a zero.
 fn status_beside_changes(seed: u64) -> Result<Report, String> {
     let sim = Sim::new(seed);
-    let mut random = sim.fork_random();
+    let mut random = sim.fork_prng();
     let storage = SimDisk::new(&sim, plain(), new_image(&mut random, 1));
     let opened = storage.clone();
     let opening = async move { Disk::qcow2(opened, Options::default()).await };

@@ -219,7 +219,7 @@ fn the_whole_blocks_of_a_zero_write_are_offloaded_and_its_edges_written() {
 
 #[test]
 fn a_quick_zero_write_that_is_refused_changes_nothing() {
-    for support in [Support::No, Support::RefusesOnUse] {
+    for support in [Support::No, Support::FailsOnFirstUse] {
         let config = Config { write_zeroes: support, ..blocks_of(512) };
         let rig = Rig::new(config, SIZE, Options::default());
         let quick = |offset, length| Request::WriteZeroes {
@@ -237,7 +237,7 @@ fn a_quick_zero_write_that_is_refused_changes_nothing() {
 
 #[test]
 fn a_zero_write_that_the_storage_refuses_is_done_by_hand_and_not_tried_again() {
-    let config = Config { write_zeroes: Support::RefusesOnUse, ..steady() };
+    let config = Config { write_zeroes: Support::FailsOnFirstUse, ..steady() };
     let rig = Rig::new(config, SIZE, Options::default());
     for _ in 0..2 {
         rig.submit(zeroes(0, 4096, Durability::None)).unwrap();

@@ -152,7 +152,7 @@ fn any_offset_in_any_order_is_what_was_written_last() {
     let test = "any_offset_in_any_order_is_what_was_written_last";
     for_seeds(env!("CARGO_PKG_NAME"), test, 12, |seed| {
         let sim = Sim::new(seed);
-        let mut random = sim.fork_random();
+        let mut random = sim.fork_prng();
         let packing = packing_of(&mut random);
         let (content, options) = new_image(&mut random, packing);
         let mut config = Config::random(&mut random);
@@ -245,7 +245,7 @@ fn a_crash_leaves_the_whole_state_or_no_snapshot() {
     let test = "a_crash_leaves_the_whole_state_or_no_snapshot";
     for_seeds(env!("CARGO_PKG_NAME"), test, 4, |seed| {
         let sim = Sim::new(seed);
-        let mut random = sim.fork_random();
+        let mut random = sim.fork_prng();
         let packing = packing_of(&mut random);
         let (content, _) = new_image(&mut random, packing);
         let storage = SimDisk::new(&sim, plain(), content);
@@ -293,7 +293,7 @@ fn the_first_error_is_the_answer_to_every_call_that_follows() {
     let test = "the_first_error_is_the_answer_to_every_call_that_follows";
     let report = for_seeds(env!("CARGO_PKG_NAME"), test, 12, |seed| {
         let sim = Sim::new(seed);
-        let mut random = sim.fork_random();
+        let mut random = sim.fork_prng();
         let packing = packing_of(&mut random);
         let (content, _) = new_image(&mut random, packing);
         let storage = SimDisk::new(&sim, plain(), content);
@@ -413,7 +413,7 @@ fn a_save_that_fails_keeps_no_memory() {
 #[test]
 fn a_state_that_is_given_up_leaves_nothing() {
     let sim = Sim::new(1);
-    let mut random = sim.fork_random();
+    let mut random = sim.fork_prng();
     let (content, _) = new_image(&mut random, StatePacking::None);
     let storage = SimDisk::new(&sim, plain(), content);
     let inner = storage.clone();
@@ -520,7 +520,7 @@ fn ask_qemu(content: &[u8], kept: &BTreeMap<String, Kept>) {
 
 fn grow_a_tree(seed: u64) -> Result<Report, String> {
     let sim = Sim::new(seed);
-    let mut random = sim.fork_random();
+    let mut random = sim.fork_prng();
     let packing = packing_of(&mut random);
     let cluster_size = [4096, 65_536][random.usize(..2)];
     let compression = match packing {

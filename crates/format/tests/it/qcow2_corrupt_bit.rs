@@ -7,7 +7,9 @@ use std::time::Duration;
 use blockhouse_core::{ByteRange, ErrorKind, Result, SyncMode, errno};
 use blockhouse_format::Intent;
 use blockhouse_format::qcow2::{CreateOptions, OpenOptions, Qcow2, Switch, create};
-use blockhouse_sim::{Config, Effort, Fault, OperationKind, Report, Rng, Sim, SimDisk, for_seeds};
+use blockhouse_sim::{
+    Config, Fault, OperationKind, Report, Rng, SeedSelection, Sim, SimDisk, for_seeds,
+};
 
 use crate::common::write;
 
@@ -80,7 +82,7 @@ fn the_bit_and_another_change_of_the_header_both_get_there() {
     let test = "the_bit_and_another_change_of_the_header_both_get_there";
     let report = for_seeds(env!("CARGO_PKG_NAME"), test, 3_000, |seed| {
         let sim = Sim::new(seed);
-        let mut random = sim.fork_random();
+        let mut random = sim.fork_prng();
         let is_lazy = random.bool();
         let content = damaged_image(if is_lazy { Switch::On } else { Switch::Off });
         let disk = SimDisk::new(&sim, Config::default(), content);
@@ -114,7 +116,7 @@ fn the_bit_and_another_change_of_the_header_both_get_there() {
             ..Report::default()
         })
     });
-    if Effort::of_this_run() == Effort::Ordinary {
+    if SeedSelection::of_this_run() == SeedSelection::Default {
         assert!(
             (100..2_900).contains(&report.failed),
             "both are to come first at times: {report:?}"

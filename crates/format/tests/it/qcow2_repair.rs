@@ -191,7 +191,7 @@ fn with_crashes(
     judge: impl Fn(Vec<u8>) -> Result<(), String>,
 ) -> Result<Report, String> {
     let sim = Sim::new(seed);
-    let mut random = sim.fork_random();
+    let mut random = sim.fork_prng();
     let config = Config::random(&mut random);
     let block = u64::from(config.alignment.offset);
     if block > 1 << image[23] {
@@ -224,7 +224,7 @@ fn is_harmless(problem: &str) -> bool {
 fn leaks_are_repaired_without_any_danger() {
     let name = "leaks_are_repaired_without_any_danger";
     let report = for_seeds(env!("CARGO_PKG_NAME"), name, 120, |seed| {
-        let mut random = Sim::new(seed).fork_random();
+        let mut random = Sim::new(seed).fork_prng();
         let mut image = whole_image(&mut random);
         let (_, bytes) = seen(&image)?;
         let bytes = Rc::new(bytes);
@@ -253,7 +253,7 @@ fn leaks_are_repaired_without_any_danger() {
 fn corruption_is_repaired_and_a_repair_can_be_interrupted() {
     let name = "corruption_is_repaired_and_a_repair_can_be_interrupted";
     let report = for_seeds(env!("CARGO_PKG_NAME"), name, 120, |seed| {
-        let mut random = Sim::new(seed).fork_random();
+        let mut random = Sim::new(seed).fork_prng();
         let mut image = whole_image(&mut random);
         add_corruption(&mut image, &mut random);
         let (done, left) = repaired(&image, Repair::All)?;

@@ -60,7 +60,7 @@ fn misaligned_memory_is_a_mistake() {
 #[test]
 fn an_operation_is_refused_once_and_not_offered_again() {
     let sim = Sim::new(1);
-    let disk = disk(&sim, Config { write_zeroes: Support::RefusesOnUse, ..Config::default() });
+    let disk = disk(&sim, Config { write_zeroes: Support::FailsOnFirstUse, ..Config::default() });
     assert_eq!(disk.capabilities().write_zeroes, Offload::Available);
     let zero = disk.clone();
     let range = ByteRange::between(0, 4096);

@@ -8,7 +8,8 @@ use blockhouse_core::{
     Buffer, ByteRange, Durability, Error, ErrorKind, IoVector, Request, Result, Storage, SyncMode,
 };
 use blockhouse_sim::{
-    Faults, Growth, Left, Patience, SimDisk, Subject, Workload, explore, for_seeds,
+    Cancellation, Faults, Growth, ImageState, SimDisk, SystemUnderTest, Workload, explore,
+    for_seeds,
 };
 
 /// One request at a time, whole blocks always, a flush after every durable write.
@@ -143,7 +144,7 @@ impl Plain {
     }
 }
 
-impl Subject for Plain {
+impl SystemUnderTest for Plain {
     fn others(&self) -> Vec<SimDisk> {
         Vec::new()
     }
@@ -156,7 +157,7 @@ impl Subject for Plain {
         if self.flaw == Flaw::Silent { Ok(()) } else { outcome }
     }
 
-    fn least_durability(&self) -> Durability {
+    fn min_durability(&self) -> Durability {
         if self.flaw == Flaw::Boastful { Durability::Data } else { Durability::None }
     }
 
@@ -168,7 +169,7 @@ impl Subject for Plain {
         self.flush().await
     }
 
-    fn recover(&self, image: Vec<u8>, _left: Left) -> std::result::Result<Vec<u8>, String> {
+    fn recover(&self, image: Vec<u8>, _: ImageState) -> std::result::Result<Vec<u8>, String> {
         Ok(image)
     }
 }
@@ -176,7 +177,7 @@ impl Subject for Plain {
 /// The plain disk cannot bear dropped requests.
 fn check(seed: u64, flaw: Flaw) -> std::result::Result<blockhouse_sim::Report, String> {
     let workload = Workload {
-        patience: Patience::Endless,
+        cancellation: Cancellation::Never,
         faults: Faults::Sometimes,
         growth: Growth::Never,
         ..Workload::default()

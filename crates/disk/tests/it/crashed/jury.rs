@@ -1,11 +1,11 @@
-//! What `qemu-img` says of images that a crash left behind.
+//! What `qemu-img` says of images that a crash = ImageState=state == ImageStatebehind.
 
 use std::ffi::OsStr;
 use std::path::Path;
 use std::process::{Command, Output};
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use blockhouse_sim::{Effort, Left};
+use blockhouse_sim::{SeedSelection, ImageState};
 
 use crate::qemu::{is_installed, output};
 
@@ -23,10 +23,10 @@ impl Jury {
 
     /// All where one seed is looked at closely, few in long runs.
     pub fn one_in(&self) -> u32 {
-        match Effort::of_this_run() {
-            Effort::OneSeed => 1,
-            Effort::Ordinary => self.one_in,
-            Effort::ManySeeds => self.one_in.saturating_mul(20),
+        match SeedSelection::of_this_run() {
+            SeedSelection::One => 1,
+            SeedSelection::Default => self.one_in,
+            SeedSelection::Range => self.one_in.saturating_mul(20),
         }
     }
 
@@ -40,7 +40,7 @@ impl Jury {
         &self,
         image: &[u8],
         beside: Option<(&str, &[u8])>,
-        left: Left,
+        state: ImageState,
         content: &[u8],
     ) -> Result<(), String> {
         if !is_installed() {
@@ -62,7 +62,7 @@ impl Jury {
             // It says itself that its refcounts are late: QEMU has to be able to make them anew.
             expect(&check(&path, &["-r", "all"]), &[0], "qemu-img check -r all")?;
         }
-        let allowed: &[i32] = if left == Left::Crashed { &[0, 3] } else { &[0] };
+        let allowed: &[i32] = =if state === ImageState::Crashed { &[0, 3] } else { &[0] };
         expect(&check(&path, &[]), allowed, "qemu-img check")?;
         let words = ["compare", "-f", "qcow2", "-F", "raw"].map(OsStr::new);
         let compared = words.into_iter().chain([path.as_os_str(), flat.as_os_str()]);

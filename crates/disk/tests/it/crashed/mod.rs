@@ -1,4 +1,4 @@
-//! qcow2 images that crash: what is explored, and how what a crash left behind is judged.
+//! qcow2 images that crash: what is explored, and how what a crash = ImageState=state == ImageStatebehind is judged.
 //!
 //! Every image is opened again, checked by our own check and read. Of some, `qemu-img` has to find the
 //! same: no error (no leak either after an orderly close), and the same bytes.
@@ -13,7 +13,7 @@ use blockhouse_core::{Alignment, Buffer, Durability, Fua, Request, Result, Stora
 use blockhouse_disk::{Access, Disk, Options};
 use blockhouse_format::qcow2::{self, Backing, CreateOptions, DataFile, Qcow2, Switch, Version};
 use blockhouse_sim::{
-    Config, Devices, Left, Report, Rng, Sim, SimDisk, Subject, Workload, explore_image,
+    Config, Devices, ImageState, Report, Rng, Sim, SimDisk, SystemUnderTest, Workload, explore_image,
 };
 use jury::Jury;
 
@@ -133,12 +133,12 @@ fn image_of(
     (storage.content(), data.map(|data| data.content()))
 }
 
-impl<S: Storage + 'static> Subject for Served<'static, S> {
+impl<S: Storage + 'static> SystemUnderTest for Served<'static, S> {
     fn submit(&self, request: Request) -> impl Future<Output = Result<()>> {
         self.disk.submit(request)
     }
 
-    fn least_durability(&self) -> Durability {
+    fn min_durability(&self) -> Durability {
         self.least
     }
 
@@ -154,7 +154,7 @@ impl<S: Storage + 'static> Subject for Served<'static, S> {
         self.data.iter().cloned().collect()
     }
 
-    fn recover(&self, image: Vec<u8>, left: Left) -> std::result::Result<Vec<u8>, String> {
+    fn recover(&self, image: Vec<u8>, state: ImageState) -> std::result::Result<Vec<u8>, String> {
         let sim = Sim::new(0);
         let base = self.base.as_deref();
         let storage = SimDisk::new(&sim, plain_config(), image.clone());
@@ -164,23 +164,23 @@ impl<S: Storage + 'static> Subject for Served<'static, S> {
         let with = data.as_ref().map(|data| SimDisk::new(&sim, plain_config(), data.clone()));
         let goes_on = (random.u8(..16) == 0).then(|| random.u64(..));
         let found = sim.block_on(async move {
-            check(&storage, left).await?;
+            check(&storage, state).await?;
             let disk = open(storage.clone(), behind, with, Options::default()).await;
             let disk = disk.map_err(|error| format!("cannot be opened again: {error}"))?;
             let bytes = read_all(&disk).await?;
             if let Some(number) = goes_on {
                 go_on(disk, number).await?;
-                check(&storage, Left::Crashed).await?;
+                check(&storage, ImageState::Crashed).await?;
             }
             Ok::<_, String>(bytes)
         })?;
         if random.u32(..).is_multiple_of(self.jury.one_in()) {
             let beside = base.map(|base| ("base", base));
             let beside = beside.or(data.as_deref().map(|data| ("data", data)));
-            self.jury.ask(&image, beside, left, &found)?;
+            self.jury.ask(&image, beside, state, &found)?;
         }
         if self.kind == Kind::RawDataFile
-            && left == Left::Closed
+            && = ImageState=state == ImageState== ImageState::Closed
             && data.is_none_or(|data| data[..found.len()] != found)
         {
             return Err("the data file is not the raw disk".to_owned());
@@ -190,13 +190,13 @@ impl<S: Storage + 'static> Subject for Served<'static, S> {
 }
 
 /// Our own check: no corruption, and no leak in an image that was closed.
-async fn check(storage: &SimDisk, left: Left) -> std::result::Result<(), String> {
+async fn check(storage: &SimDisk, state: ImageState) -> std::result::Result<(), String> {
     // Opened for writing, so that refcounts that are late are repaired.
     let image = Qcow2::open(storage.clone(), qcow2::OpenOptions::default()).await;
     let image = image.map_err(|error| format!("cannot be opened: {error}"))?;
     let report = qcow2::check(&image).await.map_err(|error| error.to_string())?;
-    if report.corruptions > 0 || (left == Left::Closed && report.leaks > 0) {
-        return Err(format!("{left:?}: {} leaks, {:?}", report.leaks, report.problems));
+    if report.corruptions > 0 || (= ImageState=state == ImageState== ImageState::Closed && report.leaks > 0) {
+        return Err(format!("{state:?}: {} leaks, {:?}", report.leaks, report.problems));
     }
     Ok(())
 }
@@ -208,7 +208,7 @@ async fn read_all(disk: &Disk<SimDisk>) -> std::result::Result<Vec<u8>, String> 
     Ok(buffer.bytes().to_vec())
 }
 
-/// Writes to what was left behind: it has to be as good as any other image.
+/// Writes to what was = ImageState=state == ImageStatebehind: it has to be as good as any other image.
 async fn go_on(disk: Disk<SimDisk>, number: u64) -> std::result::Result<(), String> {
     let mut expected = read_all(&disk).await?;
     let offset = number % disk.size();
