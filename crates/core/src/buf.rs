@@ -30,7 +30,7 @@ const CLASSES: usize = 15;
 /// announces much and sends little takes little.
 const MAPPED: usize = 256 << 10;
 
-/// Zero-initialised memory, freed on drop. Nobody holds references into it; see `Buffer`.
+/// Zero-initialised memory, freed on drop. No reference into it exists except those that `Buffer` gives out.
 struct Memory {
     address: NonNull<u8>,
     capacity: usize,
@@ -63,13 +63,13 @@ impl Drop for Memory {
     fn drop(&mut self) {
         let Self { address, capacity } = *self;
         if capacity >= MAPPED {
-            // SAFETY: mapped in `allocate` with this length, and nobody else refers to it.
+            // SAFETY: mapped in `allocate` with this length, and this is its only owner.
             let unmapped = unsafe { munmap(address.as_ptr().cast(), capacity) };
             debug_assert!(unmapped.is_ok(), "{unmapped:?}");
         } else {
             // SAFETY: a layout of this size and alignment was valid in `allocate`.
             let layout = unsafe { Layout::from_size_align_unchecked(capacity, BLOCK_ALIGNMENT) };
-            // SAFETY: allocated in `allocate` with this layout, and nobody else refers to it.
+            // SAFETY: allocated in `allocate` with this layout, and this is its only owner.
             unsafe { dealloc(address.as_ptr(), layout) };
         }
     }
@@ -164,7 +164,7 @@ impl Buffer {
     /// # Panics
     /// When a loan is still out, or the range is not inside the buffer.
     pub fn lend_range(&mut self, start: usize, length: usize) -> IoVector {
-        self.assert_home("lend");
+        self.assert_not_lent("lend");
         assert!(start <= self.length && length <= self.length - start, "a loan past the end");
         // SAFETY: start is inside the allocation.
         let address = unsafe { self.memory.address.add(start) };
@@ -180,7 +180,7 @@ impl Buffer {
     /// # Panics
     /// When a loan is still out.
     pub fn bytes(&self) -> &[u8] {
-        self.assert_home("read");
+        self.assert_not_lent("read");
         // SAFETY: initialised (zeroed) memory; no loan is out, and a new one needs `&mut self`.
         unsafe { std::slice::from_raw_parts(self.memory.address.as_ptr(), self.length) }
     }
@@ -190,12 +190,12 @@ impl Buffer {
     /// # Panics
     /// When a loan is still out.
     pub fn bytes_mut(&mut self) -> &mut [u8] {
-        self.assert_home("change");
+        self.assert_not_lent("change");
         // SAFETY: as in `bytes`, and `&mut self` makes this the only reference.
         unsafe { std::slice::from_raw_parts_mut(self.memory.address.as_ptr(), self.length) }
     }
 
-    fn assert_home(&self, verb: &str) {
+    fn assert_not_lent(&self, verb: &str) {
         assert!(!self.is_lent(), "cannot {verb} a buffer that is lent out");
     }
 }
@@ -209,7 +209,7 @@ impl Drop for Buffer {
         if let Some(pool) = self.pool.take()
             && !lent
         {
-            pool.take_back(memory);
+            pool.recycle(memory);
         }
     }
 }
@@ -222,18 +222,18 @@ impl std::fmt::Debug for Buffer {
 
 /// Keeps memory between requests, in size classes of powers of two. Clones share the memory.
 #[derive(Clone)]
-pub struct BufferPool(Arc<Mutex<Shelves>>);
+pub struct BufferPool(Arc<Mutex<FreeLists>>);
 
-struct Shelves {
+struct FreeLists {
     classes: [Vec<Arc<Memory>>; CLASSES],
-    kept: usize,
-    most: usize,
+    cached_bytes: usize,
+    max_cached_bytes: usize,
 }
 
-impl Shelves {
+impl FreeLists {
     fn clear(&mut self) {
         self.classes.iter_mut().for_each(Vec::clear);
-        self.kept = 0;
+        self.cached_bytes = 0;
     }
 }
 
@@ -244,10 +244,11 @@ fn out_of_memory(length: usize) -> Error {
 }
 
 impl BufferPool {
-    /// A pool that keeps at most `most` bytes that are not in use. Buffers in use are not limited
-    /// here: whoever takes them limits its requests.
-    pub fn new(most: usize) -> Self {
-        Self(Arc::new(Mutex::new(Shelves { classes: Default::default(), kept: 0, most })))
+    /// A pool that keeps at most `max_cached_bytes` that are not in use. It does not limit buffers in
+    /// use: its callers limit their requests.
+    pub fn new(max_cached_bytes: usize) -> Self {
+        let classes = Default::default();
+        Self(Arc::new(Mutex::new(FreeLists { classes, cached_bytes: 0, max_cached_bytes })))
     }
 
     /// A buffer of `length` bytes with any content.
@@ -256,13 +257,13 @@ impl BufferPool {
     /// ENOMEM where memory runs out, also after what the pool keeps was given back.
     pub fn get(&self, length: usize) -> Result<Buffer> {
         let class = class_of(length);
-        let kept = class.and_then(|class| {
-            let mut shelves = self.shelves();
-            let memory = shelves.classes[class].pop()?;
-            shelves.kept -= memory.capacity;
+        let cached = class.and_then(|class| {
+            let mut free = self.free_lists();
+            let memory = free.classes[class].pop()?;
+            free.cached_bytes -= memory.capacity;
             Some(memory)
         });
-        let memory = match kept {
+        let memory = match cached {
             Some(memory) => memory,
             None => Arc::new(self.allocate(length, class)?),
         };
@@ -274,22 +275,22 @@ impl BufferPool {
         Memory::allocate(capacity)
             .or_else(|| {
                 // What waits for other sizes is memory, too.
-                self.shelves().clear();
+                self.free_lists().clear();
                 Memory::allocate(capacity)
             })
             .ok_or_else(|| out_of_memory(length))
     }
 
-    fn take_back(&self, memory: Arc<Memory>) {
-        let mut shelves = self.shelves();
+    fn recycle(&self, memory: Arc<Memory>) {
+        let mut free = self.free_lists();
         let Some(class) = class_of(memory.capacity) else { return };
-        if shelves.kept + memory.capacity <= shelves.most {
-            shelves.kept += memory.capacity;
-            shelves.classes[class].push(memory);
+        if free.cached_bytes + memory.capacity <= free.max_cached_bytes {
+            free.cached_bytes += memory.capacity;
+            free.classes[class].push(memory);
         }
     }
 
-    fn shelves(&self) -> MutexGuard<'_, Shelves> {
+    fn free_lists(&self) -> MutexGuard<'_, FreeLists> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -320,7 +321,7 @@ mod tests {
         let pool = BufferPool::new(8192);
         let buffers: Vec<_> = (0..4).map(|_| pool.get(4096).unwrap()).collect();
         drop(buffers);
-        assert_eq!(pool.shelves().kept, 8192);
+        assert_eq!(pool.free_lists().cached_bytes, 8192);
     }
 
     #[test]
@@ -333,7 +334,7 @@ mod tests {
         let mut byte = [0];
         loan.copy_to(&mut byte);
         assert_eq!(byte, [7]);
-        assert_eq!(pool.shelves().kept, 0, "memory on loan is not handed out again");
+        assert_eq!(pool.free_lists().cached_bytes, 0, "memory on loan is not handed out again");
     }
 
     #[test]
@@ -369,7 +370,11 @@ mod tests {
                 assert_eq!(refused.unwrap_err().errno(), errno::ENOMEM);
             }
         }
-        assert_eq!(pool.shelves().kept, 0, "what was kept is given back before a request fails");
+        assert_eq!(
+            pool.free_lists().cached_bytes,
+            0,
+            "what was kept is given back before a request fails"
+        );
         assert_eq!(pool.get(4096).unwrap().len(), 4096);
     }
 }

@@ -41,13 +41,13 @@ pub enum ErrorKind {
     InvalidInput,
     /// A write reaches past the end of the disk.
     PastEnd,
-    /// The host has no room for the data.
+    /// The host has no space left for the data.
     NoSpace,
     /// A write to something opened for reading only.
     ReadOnly,
     /// The storage, kernel or format cannot do this; nothing was changed.
     Unsupported,
-    /// Somebody else holds the image.
+    /// Another process holds the image's lock.
     Locked,
     /// The image contradicts itself.
     Corrupt,

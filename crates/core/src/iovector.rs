@@ -2,9 +2,9 @@
 //!
 //! An [`IoVector`] is a list of memory segments together with the owner that keeps them alive. It
 //! is the only view of those bytes while it exists: it is not `Clone`, and dividing it gives parts
-//! that do not overlap. So whoever is handed one (an engine, a worker thread, the kernel) may read
-//! and write the bytes without asking anybody, until it drops the vector. That is invariant 3 of
-//! the house: the kernel never holds a buffer that nobody owns.
+//! that do not overlap. So the holder of one (an engine, a worker thread, the kernel) may read and
+//! write the bytes until it drops the vector. This upholds invariant 3 (ARCHITECTURE.md): the kernel
+//! never holds memory without an owner.
 //!
 //! The bytes are private, or shared with another process (a guest) that changes them at any time and may
 //! even take them away. Copies of shared bytes go by [`shared_copy`](crate::copy_from_shared), and
@@ -81,7 +81,7 @@ impl IoVector {
     ///
     /// `lost` is set, before anything else can be seen in their place, when bytes of the memory have
     /// vanished. It must be of all memory that is ever joined with this
-    /// ([`followed_by`](Self::followed_by)).
+    /// ([`chain`](Self::chain)).
     ///
     /// # Safety
     /// Each segment must stay valid for reads and writes as long as `owner` lives, and so must `lost` be.
@@ -92,7 +92,7 @@ impl IoVector {
         segments: impl IntoIterator<Item = Segment>,
         lost: &AtomicBool,
     ) -> Self {
-        // SAFETY: the caller's promises; that there may be other views makes no difference to copies that
+        // SAFETY: what the caller guarantees; that there may be other views makes no difference to copies that
         // are atomic.
         let vector = unsafe { Self::from_raw(owner, segments) };
         Self { lost: Some(NonNull::from_ref(lost)), ..vector }
@@ -124,13 +124,13 @@ impl IoVector {
     /// was divided from it are gone. Since an operation keeps its vector until it completes, the
     /// guard outlives the operation even when the future that waited for it does not.
     #[must_use]
-    pub fn guarded_by(self, guard: impl Any + Send + std::marker::Sync) -> Self {
+    pub fn with_guard(self, guard: impl Any + Send + std::marker::Sync) -> Self {
         Self { owner: Arc::new((self.owner, guard)), ..self }
     }
 
     /// The bytes of both, one after the other.
     #[must_use]
-    pub fn followed_by(mut self, next: Self) -> Self {
+    pub fn chain(mut self, next: Self) -> Self {
         if next.is_empty() {
             return self;
         }
@@ -202,19 +202,19 @@ impl IoVector {
         assert!(at <= self.length, "cannot divide {} bytes at {at}", self.length);
         let mut kept = SmallVec::new();
         let mut rest = SmallVec::new();
-        let mut room = at;
+        let mut left = at;
         for &segment in &self.segments {
-            let here = room.min(segment.length);
+            let here = left.min(segment.length);
             if here > 0 {
                 kept.push(Segment { length: here, ..segment });
             }
             if here < segment.length {
                 // SAFETY: `here` is less than the segment's length, so the address stays inside
-                // the memory that `from_raw` was promised.
+                // the memory that `from_raw` was given.
                 let address = unsafe { segment.address.add(here) };
                 rest.push(Segment { address, length: segment.length - here });
             }
-            room -= here;
+            left -= here;
         }
         let (owner, length) = (Arc::clone(&self.owner), self.length - at);
         let rest = Self { owner, segments: rest, length, lost: self.lost };
@@ -461,7 +461,7 @@ mod tests {
     fn two_vectors_in_a_row_are_one() {
         let (mut one, guard) = (sample(), Arc::new(()));
         drop(one.split_off(4));
-        let joined = one.followed_by(sample().guarded_by(Arc::clone(&guard)));
+        let joined = one.chain(sample().with_guard(Arc::clone(&guard)));
         assert_eq!((joined.len(), joined.segments().len()), (20, 5));
         assert_eq!(bytes(&joined), (0..4).chain(0..16).collect::<Vec<u8>>());
         assert_eq!(Arc::strong_count(&guard), 2, "both owners are kept");
@@ -470,7 +470,7 @@ mod tests {
     #[test]
     fn a_guard_lives_as_long_as_the_last_part() {
         let guard = Arc::new(());
-        let mut head = sample().guarded_by(Arc::clone(&guard));
+        let mut head = sample().with_guard(Arc::clone(&guard));
         let tail = head.split_off(5);
         drop(head);
         assert_eq!((Arc::strong_count(&guard), bytes(&tail)), (2, (5..16).collect()));
@@ -500,7 +500,7 @@ mod tests {
         assert_eq!(bytes(&vector), (0..600).map(|index| index as u8).collect::<Vec<_>>());
         vector.fill(7);
         let tail = vector.split_off(300);
-        let joined = sample().followed_by(tail).guarded_by(());
+        let joined = sample().chain(tail).with_guard(());
         assert_eq!((bytes(&vector), bytes(&joined)[16..].to_vec()), (vec![7; 300], vec![7; 300]));
         assert!(vector.is_intact() && joined.check_intact().is_ok() && sample().is_intact());
         memory.1.store(true, Ordering::Relaxed);

@@ -4,7 +4,7 @@
 //! assume that nothing changes. The functions here are race-free by the letter. Each is defined by a
 //! sequence of [`AtomicU8`] accesses, `Relaxed`, one for each byte of the shared memory (on other processors than
 //! x86-64 of aligned words where both sides are aligned); the other side is
-//! private memory and is accessed plainly. An inline `asm!` block must behave like some sequence of Rust
+//! private memory and is accessed as usual. An inline `asm!` block must behave like some sequence of Rust
 //! operations that its author names (the Rust reference, "Rules for inline assembly"), and that sequence is
 //! it: no instruction of the loops below tears a byte, or reads what it has written. So a byte that is
 //! copied is one that some process stored there. There is no order between bytes, and between two copies
@@ -29,15 +29,8 @@ const VECTOR: usize = 32;
 /// meanwhile does so atomically or through this module. `target` is valid for writes of `length` bytes
 /// that nothing else accesses. They do not overlap.
 pub unsafe fn copy_from_shared(source: *const u8, target: *mut u8, length: usize) {
-    // SAFETY: the caller's promises; `copy` keeps what is inside of the two ranges.
-    unsafe {
-        if length >= VECTOR {
-            return copy(source, target, length, Side::Source);
-        }
-        for at in 0..length {
-            copy_byte(source.add(at), target.add(at), Side::Source);
-        }
-    }
+    // SAFETY: what the caller guarantees.
+    unsafe { copy_any(source, target, length, Side::Source) }
 }
 
 /// Copies private memory into shared memory.
@@ -47,15 +40,8 @@ pub unsafe fn copy_from_shared(source: *const u8, target: *mut u8, length: usize
 /// everything in this process that accesses the target meanwhile does so atomically or through this
 /// module.
 pub unsafe fn copy_to_shared(source: *const u8, target: *mut u8, length: usize) {
-    // SAFETY: as above.
-    unsafe {
-        if length >= VECTOR {
-            return copy(source, target, length, Side::Target);
-        }
-        for at in 0..length {
-            copy_byte(source.add(at), target.add(at), Side::Target);
-        }
-    }
+    // SAFETY: what the caller guarantees.
+    unsafe { copy_any(source, target, length, Side::Target) }
 }
 
 /// Sets bytes of shared memory.
@@ -81,10 +67,27 @@ enum Side {
     Target,
 }
 
+/// Copies any number of bytes, one side of which is shared.
+///
+/// # Safety
+/// As for [`copy_from_shared`] or [`copy_to_shared`].
+#[inline]
+unsafe fn copy_any(source: *const u8, target: *mut u8, length: usize, shared: Side) {
+    // SAFETY: what the caller guarantees; all accesses lie inside of the two ranges.
+    unsafe {
+        if length >= VECTOR {
+            return copy(source, target, length, shared);
+        }
+        for at in 0..length {
+            copy_byte(source.add(at), target.add(at), shared);
+        }
+    }
+}
+
 /// # Safety
 /// As for [`copy_from_shared`] or [`copy_to_shared`].
 unsafe fn copy_byte(source: *const u8, target: *mut u8, shared: Side) {
-    // SAFETY: the caller's promises. The pointer to mutable is what `from_ptr` takes, and shared memory
+    // SAFETY: what the caller guarantees. The pointer to mutable is what `from_ptr` takes, and shared memory
     // may be written to; nothing is stored through it here.
     unsafe {
         match shared {
@@ -100,7 +103,7 @@ unsafe fn copy_byte(source: *const u8, target: *mut u8, shared: Side) {
 /// As for [`copy_from_shared`] or [`copy_to_shared`].
 #[cfg(target_arch = "x86_64")]
 unsafe fn copy(source: *const u8, target: *mut u8, length: usize, _: Side) {
-    // SAFETY: the caller's promises, and the processor has the instructions.
+    // SAFETY: what the caller guarantees, and the processor has the instructions.
     unsafe {
         if std::arch::is_x86_feature_detected!("avx") {
             x86_64::copy_avx(source, target, length);
@@ -117,110 +120,82 @@ unsafe fn copy(source: *const u8, target: *mut u8, length: usize, _: Side) {
 mod x86_64 {
     use std::arch::asm;
 
-    /// # Safety
-    /// As for [`super::copy`]; the processor has AVX.
-    #[target_feature(enable = "avx")]
-    pub(super) unsafe fn copy_avx(source: *const u8, target: *mut u8, length: usize) {
-        let (blocks, vectors) = (length / 128, length % 128 / 32);
-        // SAFETY: the caller vouches for both ranges. The blocks and vectors lie inside of them one after
-        // the other; the last access ends at the ranges' ends and begins inside, because `length` is at
-        // least 32. No other memory is accessed, the stack is not, and all registers that change are
-        // named. The accesses to the shared side are those that the module's page tells.
-        unsafe {
-            asm!(
-                "test {blocks}, {blocks}",
-                "jz 3f",
-                "2:",
-                "vmovdqu {a}, [{s}]",
-                "vmovdqu {b}, [{s} + 32]",
-                "vmovdqu {c}, [{s} + 64]",
-                "vmovdqu {d}, [{s} + 96]",
-                "vmovdqu [{t}], {a}",
-                "vmovdqu [{t} + 32], {b}",
-                "vmovdqu [{t} + 64], {c}",
-                "vmovdqu [{t} + 96], {d}",
-                "sub {s}, -128",
-                "sub {t}, -128",
-                "dec {blocks}",
-                "jnz 2b",
-                "3:",
-                "test {vectors}, {vectors}",
-                "jz 5f",
-                "4:",
-                "vmovdqu {a}, [{s}]",
-                "vmovdqu [{t}], {a}",
-                "add {s}, 32",
-                "add {t}, 32",
-                "dec {vectors}",
-                "jnz 4b",
-                "5:",
-                "vmovdqu {a}, [{s_end} - 32]",
-                "vmovdqu [{t_end} - 32], {a}",
-                "vzeroupper",
-                s = inout(reg) source => _,
-                t = inout(reg) target => _,
-                blocks = inout(reg) blocks => _,
-                vectors = inout(reg) vectors => _,
-                s_end = in(reg) source.add(length),
-                t_end = in(reg) target.add(length),
-                a = out(ymm_reg) _,
-                b = out(ymm_reg) _,
-                c = out(ymm_reg) _,
-                d = out(ymm_reg) _,
-                options(nostack),
-            );
-        }
+    /// A function that copies at least `$vector` bytes by registers of that many, four of them a block.
+    macro_rules! copy_loop {
+        (
+            $(#[$attribute:meta])*
+            $name:ident: $class:ident by $mov:literal, vector $vector:literal at 0, $vector2:literal,
+            $vector3:literal, block $block:literal, then $end:literal
+        ) => {
+            $(#[$attribute])*
+            pub(super) unsafe fn $name(source: *const u8, target: *mut u8, length: usize) {
+                let (blocks, vectors) = (length / $block, length % $block / $vector);
+                // SAFETY: the caller vouches for both ranges. The blocks and vectors lie inside of them one
+                // after the other. The last access ends at the ranges' ends and begins inside, because
+                // `length` is at least one vector. No other memory is accessed, the stack is not, and all
+                // registers that change are named. The accesses to the shared side are those that the
+                // module's page tells. The caller has checked that the processor has the instructions.
+                unsafe {
+                    asm!(
+                        "test {blocks}, {blocks}",
+                        "jz 3f",
+                        "2:",
+                        concat!($mov, " {a}, [{s}]"),
+                        concat!($mov, " {b}, [{s} + ", $vector, "]"),
+                        concat!($mov, " {c}, [{s} + ", $vector2, "]"),
+                        concat!($mov, " {d}, [{s} + ", $vector3, "]"),
+                        concat!($mov, " [{t}], {a}"),
+                        concat!($mov, " [{t} + ", $vector, "], {b}"),
+                        concat!($mov, " [{t} + ", $vector2, "], {c}"),
+                        concat!($mov, " [{t} + ", $vector3, "], {d}"),
+                        // Subtracted: -128 fits into a byte of the instruction, 128 does not.
+                        concat!("sub {s}, -", $block),
+                        concat!("sub {t}, -", $block),
+                        "dec {blocks}",
+                        "jnz 2b",
+                        "3:",
+                        "test {vectors}, {vectors}",
+                        "jz 5f",
+                        "4:",
+                        concat!($mov, " {a}, [{s}]"),
+                        concat!($mov, " [{t}], {a}"),
+                        concat!("add {s}, ", $vector),
+                        concat!("add {t}, ", $vector),
+                        "dec {vectors}",
+                        "jnz 4b",
+                        "5:",
+                        concat!($mov, " {a}, [{s_end} - ", $vector, "]"),
+                        concat!($mov, " [{t_end} - ", $vector, "], {a}"),
+                        $end,
+                        s = inout(reg) source => _,
+                        t = inout(reg) target => _,
+                        blocks = inout(reg) blocks => _,
+                        vectors = inout(reg) vectors => _,
+                        s_end = in(reg) source.add(length),
+                        t_end = in(reg) target.add(length),
+                        a = out($class) _,
+                        b = out($class) _,
+                        c = out($class) _,
+                        d = out($class) _,
+                        options(nostack),
+                    );
+                }
+            }
+        };
     }
 
-    /// # Safety
-    /// As for [`super::copy`].
-    pub(super) unsafe fn copy_sse2(source: *const u8, target: *mut u8, length: usize) {
-        let (blocks, vectors) = (length / 64, length % 64 / 16);
-        // SAFETY: as in `copy_avx`, with vectors of 16 bytes, which every x86-64 processor has.
-        unsafe {
-            asm!(
-                "test {blocks}, {blocks}",
-                "jz 3f",
-                "2:",
-                "movdqu {a}, [{s}]",
-                "movdqu {b}, [{s} + 16]",
-                "movdqu {c}, [{s} + 32]",
-                "movdqu {d}, [{s} + 48]",
-                "movdqu [{t}], {a}",
-                "movdqu [{t} + 16], {b}",
-                "movdqu [{t} + 32], {c}",
-                "movdqu [{t} + 48], {d}",
-                "add {s}, 64",
-                "add {t}, 64",
-                "dec {blocks}",
-                "jnz 2b",
-                "3:",
-                "test {vectors}, {vectors}",
-                "jz 5f",
-                "4:",
-                "movdqu {a}, [{s}]",
-                "movdqu [{t}], {a}",
-                "add {s}, 16",
-                "add {t}, 16",
-                "dec {vectors}",
-                "jnz 4b",
-                "5:",
-                "movdqu {a}, [{s_end} - 16]",
-                "movdqu [{t_end} - 16], {a}",
-                s = inout(reg) source => _,
-                t = inout(reg) target => _,
-                blocks = inout(reg) blocks => _,
-                vectors = inout(reg) vectors => _,
-                s_end = in(reg) source.add(length),
-                t_end = in(reg) target.add(length),
-                a = out(xmm_reg) _,
-                b = out(xmm_reg) _,
-                c = out(xmm_reg) _,
-                d = out(xmm_reg) _,
-                options(nostack),
-            );
-        }
-    }
+    copy_loop!(
+        /// # Safety
+        /// As for [`super::copy`]; the processor has AVX.
+        #[target_feature(enable = "avx")]
+        copy_avx: ymm_reg by "vmovdqu", vector 32 at 0, 64, 96, block 128, then "vzeroupper"
+    );
+
+    copy_loop!(
+        /// # Safety
+        /// As for [`super::copy`]. Every x86-64 processor has these instructions.
+        copy_sse2: xmm_reg by "movdqu", vector 16 at 0, 32, 48, block 64, then ""
+    );
 }
 
 /// Copies at least [`VECTOR`] bytes, one side of which is shared: by words where both sides are aligned,
@@ -289,14 +264,14 @@ mod tests {
     /// As [`x86_64::copy_sse2`].
     #[cfg(target_arch = "x86_64")]
     unsafe fn sse2(source: *const u8, target: *mut u8, length: usize) {
-        // SAFETY: the caller's promises.
+        // SAFETY: what the caller guarantees.
         unsafe { x86_64::copy_sse2(source, target, length) }
     }
 
     /// As [`x86_64::copy_avx`].
     #[cfg(target_arch = "x86_64")]
     unsafe fn avx(source: *const u8, target: *mut u8, length: usize) {
-        // SAFETY: the caller's promises.
+        // SAFETY: what the caller guarantees.
         unsafe { x86_64::copy_avx(source, target, length) }
     }
 

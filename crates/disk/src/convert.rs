@@ -215,12 +215,16 @@ impl<S: Storage> Copying<S> {
             (self.unit as usize, |unit: &Range<usize>| is_zero(&new[unit.clone()]));
         let data = runs(length, unit, |unit| !is_empty(&unit) && differs(unit));
         let holes = runs(length, unit, |unit| is_empty(&unit) && differs(unit));
-        run_all(MAX_IN_FLIGHT, holes.into_iter().map(|hole| {
-            let range = ByteRange::between(offset + hole.start as u64, offset + hole.end as u64);
-            let (unmap, fallback, durability) =
-                (Unmap::Allowed, Fallback::Allowed, Durability::None);
-            self.target.submit(Request::WriteZeroes { range, unmap, fallback, durability })
-        }))
+        run_all(
+            MAX_IN_FLIGHT,
+            holes.into_iter().map(|hole| {
+                let range =
+                    ByteRange::between(offset + hole.start as u64, offset + hole.end as u64);
+                let (unmap, fallback, durability) =
+                    (Unmap::Allowed, Fallback::Allowed, Durability::None);
+                self.target.submit(Request::WriteZeroes { range, unmap, fallback, durability })
+            }),
+        )
         .await?;
         self.store(offset, data, buffer).await
     }

@@ -55,7 +55,7 @@ impl<S: Storage> Disk<S> {
             return extent.settle(Err(error), plan.of_each_write()).await;
         }
         let (head, tail) = around.lend(&mut buffer);
-        let all = self.format.track_cow_write(head.followed_by(from).followed_by(tail));
+        let all = self.format.track_cow_write(head.chain(from).chain(tail));
         self.store(extent, host - around.head.length(), all, plan).await
     }
 

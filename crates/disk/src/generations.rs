@@ -28,8 +28,8 @@ use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 
 use blockhouse_core::sync::{Coalescer, Epochs, ErrorLatch, RunGuard, Turn};
 use blockhouse_core::{
-    Allocation, ByteRange, Capabilities, Durability, Error, Fua, GroupCommit, IoVector, Result,
-    Storage, SyncMode, Unmap, WriteCache,
+    Allocation, ByteRange, Capabilities, Durability, Fua, GroupCommit, IoVector, Result, Storage,
+    SyncMode, Unmap, WriteCache,
 };
 
 use crate::FlushPolicy;

@@ -52,7 +52,7 @@ impl Claim<'_> {
     pub(crate) fn protect(&self, vector: IoVector) -> IoVector {
         match self {
             Self::Untracked | Self::Shared { .. } => vector,
-            Self::Exclusive(seat) => vector.guarded_by(Arc::clone(seat)),
+            Self::Exclusive(seat) => vector.with_guard(Arc::clone(seat)),
         }
     }
 }

@@ -15,7 +15,7 @@ use rustix::io::Errno;
 
 /// Bytes of lines that may wait.
 const CAPACITY: usize = 256 << 10;
-/// How often summaries of repeated lines are asked for.
+/// How long after the last line, and how often while lines come, summaries of repeated lines are written.
 const SUMMARY_PERIOD: Duration = Duration::from_secs(10);
 
 /// See the module's page. Lives as long as the process.
@@ -105,37 +105,57 @@ impl State {
     }
 }
 
+/// When the next summaries are written: a period after the last lines, because a flood begins with lines
+/// that are written; and once a period while lines keep coming.
+struct SummarySchedule {
+    last: Instant,
+    deadline: Option<Instant>,
+}
+
+impl SummarySchedule {
+    fn new(now: Instant) -> Self {
+        Self { last: now, deadline: None }
+    }
+
+    fn lines_were_written(&mut self, now: Instant) {
+        self.deadline = Some(now + SUMMARY_PERIOD);
+    }
+
+    /// Whether summaries are due now; not any more after this.
+    fn take_due(&mut self, now: Instant) -> bool {
+        let is_past_deadline = self.deadline.take_if(|deadline| *deadline <= now).is_some();
+        let is_due = is_past_deadline || now.duration_since(self.last) >= SUMMARY_PERIOD;
+        if is_due {
+            self.last = now;
+        }
+        is_due
+    }
+}
+
 impl Shared {
     fn work(&self, summaries: impl Fn(Instant) -> String, mut write: impl FnMut(&[u8])) {
-        let mut asked = Instant::now();
-        // A flood began with lines that were written, so its summary is due a period after them.
-        let mut due = None;
+        let mut schedule = SummarySchedule::new(Instant::now());
         loop {
-            let lines = self.take(due);
+            let lines = self.take(schedule.deadline);
             lines.iter().for_each(|line| write(line));
             let now = Instant::now();
             if !lines.is_empty() {
-                due = Some(now + SUMMARY_PERIOD);
+                schedule.lines_were_written(now);
             }
-            let is_due = due.is_some_and(|due| due <= now);
-            if is_due || now.duration_since(asked) >= SUMMARY_PERIOD {
+            if schedule.take_due(now) {
                 write(summaries(now).as_bytes());
-                asked = now;
-            }
-            if is_due {
-                due = None;
             }
         }
     }
 
-    /// All lines, after a wait for some until `due`.
-    fn take(&self, due: Option<Instant>) -> VecDeque<Box<[u8]>> {
+    /// All lines, after a wait for some until `deadline`.
+    fn take(&self, deadline: Option<Instant>) -> VecDeque<Box<[u8]>> {
         let mut state = self.state.lock();
         state.is_writing = false;
         if state.lines.is_empty() {
             self.empty.notify_all();
-            match due {
-                Some(due) => drop(self.filled.wait_until(&mut state, due)),
+            match deadline {
+                Some(deadline) => drop(self.filled.wait_until(&mut state, deadline)),
                 None => self.filled.wait(&mut state),
             }
         }

@@ -32,7 +32,7 @@ fn endless_receive() -> (Pin<Box<dyn Future<Output = ()>>>, Arc<()>, UnixStream)
     let stream = Stream::new(ours.into()).unwrap();
     let guard = Arc::new(());
     let mut list = IoVectorList::new();
-    list.push(Buffer::new(16).lend().guarded_by(Arc::clone(&guard)));
+    list.push(Buffer::new(16).lend().with_guard(Arc::clone(&guard)));
     let receive = async move {
         let _ = stream.receive(list).await;
     };
@@ -203,7 +203,7 @@ async fn give_up_many(rng: &mut Rng, file: &Rc<HostFile>, guard: &Arc<()>) {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("socket");
     let listener = Listener::new(UnixListener::bind(&path).unwrap().into()).unwrap();
-    let memory = || Buffer::new(4096).lend().guarded_by(Arc::clone(guard));
+    let memory = || Buffer::new(4096).lend().with_guard(Arc::clone(guard));
     for _ in 0..500 {
         let mut list = IoVectorList::new();
         list.push(memory());

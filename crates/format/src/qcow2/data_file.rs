@@ -107,7 +107,7 @@ impl<S: Storage> Qcow2<S> {
     /// As [`Format::track_cow_write`](crate::Format::track_cow_write).
     pub fn track_cow_write(&self, from: IoVector) -> IoVector {
         if self.geometry.has_data_file {
-            from.guarded_by(self.state.lock().fills.enter())
+            from.with_guard(self.state.lock().fills.enter())
         } else {
             from
         }

@@ -151,7 +151,7 @@ impl<S: Storage> Qcow2<S> {
             let length = (bytes.end() - at).min(PIECE);
             let mut zeros = Buffer::new(length as usize);
             // Who changes the image as a whole waits for it, also when it was given up.
-            let vector = zeros.lend().guarded_by(self.table_writes.enter());
+            let vector = zeros.lend().with_guard(self.table_writes.enter());
             self.storage.write(at, vector, Durability::None).await?;
             at += length;
         }

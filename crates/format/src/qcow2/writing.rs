@@ -328,7 +328,7 @@ impl<S: Storage> Qcow2<S> {
         let mut buffer = Buffer::new(bytes.len());
         buffer.bytes_mut().copy_from_slice(&bytes);
         let guards = (self.table_writes.enter(), self.header_writes.enter());
-        self.storage.write(0, buffer.lend().guarded_by(guards), Durability::None).await?;
+        self.storage.write(0, buffer.lend().with_guard(guards), Durability::None).await?;
         self.state.lock().header_writes.ended(number);
         Ok(())
     }
@@ -352,7 +352,7 @@ impl<S: Storage> Qcow2<S> {
         let block = self.storage.capabilities().alignment.offset as usize;
         let mut buffer = Buffer::new(piece.bytes.len().next_multiple_of(block));
         buffer.bytes_mut()[..piece.bytes.len()].copy_from_slice(&piece.bytes);
-        let vector = buffer.lend().guarded_by(self.table_writes.enter());
+        let vector = buffer.lend().with_guard(self.table_writes.enter());
         self.storage.write(piece.offset, vector, durability)
     }
 

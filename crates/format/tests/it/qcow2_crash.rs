@@ -234,7 +234,7 @@ impl World {
             self.report.borrow_mut().failed += u64::from(outcome.is_err());
             return Some(outcome);
         }
-        self.report.borrow_mut().given_up += 1;
+        self.report.borrow_mut().cancelled += 1;
         let mut operation = pin!(operation);
         let mut alarm = pin!(self.sim.sleep(Duration::from_micros(random.u64(..300))));
         poll_fn(|context| match operation.as_mut().poll(context) {
@@ -431,7 +431,7 @@ fn finish(world: &Rc<World>, disk: &SimDisk, random: &mut Rng) -> Result<(), Str
         }
     }
     let closed = closed.output().ok_or("closing waits for ever")?;
-    let was_smooth = world.report.borrow().given_up == 0;
+    let was_smooth = world.report.borrow().cancelled == 0;
     match closed {
         Ok(()) => {
             let (report, _) = recover(disk.content())?;

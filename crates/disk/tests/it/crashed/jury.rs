@@ -5,7 +5,7 @@ use std::path::Path;
 use std::process::{Command, Output};
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use blockhouse_sim::{SeedSelection, ImageState};
+use blockhouse_sim::{ImageState, SeedSelection};
 
 use crate::qemu::{is_installed, output};
 
@@ -62,7 +62,7 @@ impl Jury {
             // It says itself that its refcounts are late: QEMU has to be able to make them anew.
             expect(&check(&path, &["-r", "all"]), &[0], "qemu-img check -r all")?;
         }
-        let allowed: &[i32] = =if state === ImageState::Crashed { &[0, 3] } else { &[0] };
+        let allowed: &[i32] = if state == ImageState::Crashed { &[0, 3] } else { &[0] };
         expect(&check(&path, &[]), allowed, "qemu-img check")?;
         let words = ["compare", "-f", "qcow2", "-F", "raw"].map(OsStr::new);
         let compared = words.into_iter().chain([path.as_os_str(), flat.as_os_str()]);

@@ -13,7 +13,8 @@ use blockhouse_core::{Alignment, Buffer, Durability, Fua, Request, Result, Stora
 use blockhouse_disk::{Access, Disk, Options};
 use blockhouse_format::qcow2::{self, Backing, CreateOptions, DataFile, Qcow2, Switch, Version};
 use blockhouse_sim::{
-    Config, Devices, ImageState, Report, Rng, Sim, SimDisk, SystemUnderTest, Workload, explore_image,
+    Config, Devices, ImageState, Report, Rng, Sim, SimDisk, SystemUnderTest, Workload,
+    explore_image,
 };
 use jury::Jury;
 
@@ -180,7 +181,7 @@ impl<S: Storage + 'static> SystemUnderTest for Served<'static, S> {
             self.jury.ask(&image, beside, state, &found)?;
         }
         if self.kind == Kind::RawDataFile
-            && = ImageState=state == ImageState== ImageState::Closed
+            && state == ImageState::Closed
             && data.is_none_or(|data| data[..found.len()] != found)
         {
             return Err("the data file is not the raw disk".to_owned());
@@ -195,7 +196,7 @@ async fn check(storage: &SimDisk, state: ImageState) -> std::result::Result<(), 
     let image = Qcow2::open(storage.clone(), qcow2::OpenOptions::default()).await;
     let image = image.map_err(|error| format!("cannot be opened: {error}"))?;
     let report = qcow2::check(&image).await.map_err(|error| error.to_string())?;
-    if report.corruptions > 0 || (= ImageState=state == ImageState== ImageState::Closed && report.leaks > 0) {
+    if report.corruptions > 0 || (state == ImageState::Closed && report.leaks > 0) {
         return Err(format!("{state:?}: {} leaks, {:?}", report.leaks, report.problems));
     }
     Ok(())
