@@ -1,5 +1,5 @@
-//! A guest's memory with anything in it: every chain of descriptors is understood, refused or breaks
-//! the queue, in a bounded number of steps, and what is handed on lies inside of the memory.
+//! A guest's memory with anything in it: every chain of descriptors is decoded, rejected or breaks the queue,
+//! in a bounded number of steps, and the requests that come of it lie inside of the memory.
 #![no_main]
 #![forbid(unsafe_code)]
 
@@ -7,9 +7,10 @@ use std::sync::Arc;
 
 use blockhouse_core::{Durability, Request};
 use blockhouse_engine::{FaultDomain, GuestMemory, GuestRegion, SharedMemory};
-use blockhouse_vhost_user::chain::{Chain, MAX_DESCRIPTORS};
-use blockhouse_vhost_user::limits::RequestLimits;
-use blockhouse_vhost_user::request::{MAX_RANGES, Plan, Terms, plan};
+use blockhouse_vhost_user::block::{
+    BlockRequests, MAX_RANGES, RequestContext, RequestLimits, decode,
+};
+use blockhouse_vhost_user::ring::{Chain, MAX_CHAIN};
 use libfuzzer_sys::fuzz_target;
 
 /// Bytes of memory, of the table at its start, and its place in the guest.
@@ -48,7 +49,7 @@ fn check(request: Request) {
             assert!(vector.segments().iter().all(|segment| segment.length <= SIZE / 2));
         }
         Request::Flush | Request::Discard { .. } | Request::WriteZeroes { .. } => {}
-        Request::Prefetch { .. } => panic!("nobody asks for that here"),
+        Request::Prefetch { .. } => panic!("no request of a guest is a prefetch"),
     }
 }
 
@@ -62,17 +63,18 @@ fuzz_target!(|data: &[u8]| {
         if chain.walk(memory, &table, head.into()).is_err() {
             return;
         }
-        assert!(chain.readable.len() + chain.writable.len() <= MAX_DESCRIPTORS);
-        assert!(memory.view(chain.status, 1).is_some());
+        assert!(chain.readable().len() + chain.writable().len() <= MAX_CHAIN);
+        assert!(memory.view(chain.status(), 1).is_some());
         let limits = RequestLimits::of(0);
-        let terms = Terms { durability: Durability::Data, serial: &[7; 20], size: 1 << 40, limits };
-        match plan(&terms, memory, &mut chain) {
-            Ok(Plan::One(request)) => check(request),
-            Ok(Plan::Many(requests)) => {
+        let durability = Durability::Data;
+        let context = RequestContext { durability, serial: &[7; 20], size: 1 << 40, limits };
+        match decode(&context, memory, &mut chain) {
+            Ok(BlockRequests::One(request)) => check(request),
+            Ok(BlockRequests::Many(requests)) => {
                 assert!((1..=MAX_RANGES as usize).contains(&requests.len()));
                 requests.into_iter().for_each(check);
             }
-            Ok(Plan::Nothing) | Err(_) => {}
+            Ok(BlockRequests::None) | Err(_) => {}
         }
     });
 });

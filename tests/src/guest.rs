@@ -3,7 +3,7 @@
 use std::path::Path;
 use std::time::Duration;
 
-use blockhouse_vhost_user::driver::{Buffer, Driver, Options};
+use blockhouse_vhost_user::driver::{DescriptorSpec, Options, TestDriver};
 use blockhouse_vhost_user::ring::WRITE;
 
 /// Longer than anything takes on a busy machine.
@@ -18,7 +18,7 @@ pub const OUT: u32 = 1;
 /// A guest with 16 slots in each queue.
 pub struct Guest {
     /// The driver.
-    pub driver: Driver,
+    pub driver: TestDriver,
 }
 
 impl Guest {
@@ -28,7 +28,7 @@ impl Guest {
     /// When there is none.
     #[track_caller]
     pub fn connect(socket: &Path, options: Options) -> Self {
-        Self { driver: Driver::connect(socket, options).expect("the device is there") }
+        Self { driver: TestDriver::connect(socket, options).expect("the device is there") }
     }
 
     fn place(&self, queue: usize, slot: u16) -> usize {
@@ -45,13 +45,13 @@ impl Guest {
         self.driver.memory.write(place, &header);
         let flags = if kind == IN { WRITE } else { 0 };
         let chain = [
-            Buffer::at(place, 16, 0),
-            Buffer::at(place + BLOCK, BLOCK as u32, flags),
-            Buffer::at(place + 16, 1, WRITE),
+            DescriptorSpec::at(place, 16, 0),
+            DescriptorSpec::at(place + BLOCK, BLOCK as u32, flags),
+            DescriptorSpec::at(place + 16, 1, WRITE),
         ];
         let queue = &mut self.driver.queues[queue];
         queue.chain(3 * slot, &chain);
-        queue.offer(3 * slot);
+        queue.add_available(3 * slot);
         queue.publish();
     }
 

@@ -38,29 +38,24 @@
 //!
 //! Nothing here knows an image format or an engine: requests become requests for a
 //! [`Disk`](blockhouse_disk::Disk).
+//!
+//! Layers, each on those before it: [`ring`] (rings and chains), [`block`] (block requests), `queue` (one queue
+//! on one loop), `protocol` (messages as bytes), `frontend` (their effects), and [`Server`]. A program that
+//! accepts connections itself calls [`serve_frontend`] instead.
 #![forbid(unsafe_code)]
 
-mod call;
-pub mod chain;
-mod config;
-mod connection;
+pub mod block;
 mod device;
-mod dirty_log;
 #[cfg(feature = "driver")]
 pub mod driver;
 mod frontend;
-mod inflight;
-pub mod limits;
-mod listener;
-mod lost_memory;
-mod messages;
+mod protocol;
 mod queue;
-mod registration;
-pub mod request;
 pub mod ring;
 mod server;
-mod vring;
+mod session;
 
 pub use device::{Device, Export};
-pub use registration::RegisteredMemory;
+pub use frontend::RegisteredMemory;
 pub use server::Server;
+pub use session::serve_frontend;

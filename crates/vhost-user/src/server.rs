@@ -1,9 +1,8 @@
 //! Serving a device at a socket: one front-end after the other, and the orderly end.
 //!
-//! Promises: a front-end that is silent, talks nonsense, or takes its memory away holds up nobody but
-//! itself; when one goes,
-//! its requests in flight end before the next one is served; a server that stops has every request
-//! that it took carried out and the guest told of it.
+//! Guarantees: a front-end that is silent, breaks the protocol, or takes its memory away delays only itself.
+//! When it ends, its requests in flight complete before the next front-end is served. A server that stops
+//! executes every request that it popped, and the guest learns of its outcome.
 
 use std::io;
 use std::net::Shutdown;
@@ -18,13 +17,11 @@ use blockhouse_engine::{ShortageLog, is_shortage};
 use parking_lot::Mutex;
 use rustix::event::{PollFd, PollFlags};
 
-use crate::connection::Connection;
 use crate::device::Device;
-use crate::frontend::Frontend;
-use crate::queue::Manner;
+use crate::session::Session;
 
-/// How long to leave the kernel alone after it could not accept a connection.
-const PAUSE: Duration = Duration::from_millis(100);
+/// How long the server waits after the kernel could not accept a connection.
+const RETRY_DELAY: Duration = Duration::from_millis(100);
 
 /// A device that is served.
 pub struct Server<S: Storage> {
@@ -40,7 +37,7 @@ struct Shared {
 
 #[derive(Default)]
 struct State {
-    stopping: bool,
+    is_stopping: bool,
     /// The connection of the front-end that is served.
     current: Option<UnixStream>,
 }
@@ -66,12 +63,12 @@ impl<S: Storage + Send + Sync> Server<S> {
         &self.device
     }
 
-    /// Accepts nobody any more, finishes what is in flight, and ends. The loops must still run.
+    /// Accepts no front-end any more, completes what is in flight, and ends. The loops must still run.
     pub fn stop(self) {
         {
             let mut state = self.shared.state.lock();
-            state.stopping = true;
-            // Only what comes in: the front-end sees the end when everything is finished.
+            state.is_stopping = true;
+            // Only the receiving half: the front-end sees the end when everything has completed.
             let _ = state.current.as_ref().map(|stream| stream.shutdown(Shutdown::Read));
         }
         // Ends a wait for connections.
@@ -85,18 +82,18 @@ fn serve<S: Storage + Send + Sync>(shared: &Shared, device: &Arc<Device<S>>) {
     let shortages = ShortageLog::default();
     loop {
         let accepted = accept(&shared.listener);
-        if shared.state.lock().stopping {
+        if shared.state.lock().is_stopping {
             return;
         }
         match accepted {
             Ok(stream) => {
-                if let Err(error) = converse(shared, device, stream) {
+                if let Err(error) = serve_one(shared, device, stream) {
                     warn(&shortages, "cannot serve a front-end", &error);
                 }
             }
             Err(error) => {
                 warn(&shortages, "cannot accept a front-end", &error);
-                std::thread::sleep(PAUSE);
+                std::thread::sleep(RETRY_DELAY);
             }
         }
     }
@@ -119,50 +116,26 @@ fn accept(listener: &UnixListener) -> io::Result<UnixStream> {
 }
 
 /// Serves one front-end to its end.
-fn converse<S: Storage + Send + Sync>(
+fn serve_one<S: Storage + Send + Sync>(
     shared: &Shared,
     device: &Arc<Device<S>>,
     stream: UnixStream,
 ) -> io::Result<()> {
     // What may fail for lack of descriptors comes first: a socket left in `current` would stay open, and
     // its front-end would wait for ever.
-    let mut frontend = Frontend::new(Arc::clone(device), &stream)?;
     let current = stream.try_clone()?;
+    let session = Session::new(device, stream)?;
     {
         let mut state = shared.state.lock();
-        if state.stopping {
+        if state.is_stopping {
             return Ok(());
         }
         state.current = Some(current);
     }
-    let connection = Connection::new(stream);
-    let end = loop {
-        match connection.receive() {
-            Ok(Some(message)) => {
-                if let Err(error) = frontend.handle(message, &connection) {
-                    break Some(error);
-                }
-            }
-            Ok(None) => break None,
-            Err(error) => break Some(error),
-        }
-    };
-    let lost = frontend.lost_memory();
-    let manner = {
+    session.run(|| {
         let mut state = shared.state.lock();
         state.current = None;
-        if state.stopping && lost.is_none() { Manner::Orderly } else { Manner::Abandoned }
-    };
-    let disk = device.export.disk.name();
-    match end {
-        _ if lost.is_some() => {
-            tracing::error!(disk, "front-end dropped: {}", lost.unwrap_or_default());
-        }
-        None => tracing::debug!(disk, "the front-end left"),
-        Some(_) if manner == Manner::Orderly => {}
-        Some(error) => tracing::warn!(disk, "front-end dropped: {error}"),
-    }
-    *device.listener.lock() = None;
-    frontend.stop_all(manner);
+        state.is_stopping
+    });
     Ok(())
 }

@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use blockhouse_engine::{FaultDomain, SharedMemory};
-use blockhouse_vhost_user::driver::{Buffer, Driver, GUEST, Options, write_chain};
+use blockhouse_vhost_user::driver::{DescriptorSpec, GUEST, Options, TestDriver, write_chain};
 use blockhouse_vhost_user::ring::{INDIRECT, NEXT, WRITE};
 use fastrand::Rng;
 use rustix::fs::MemfdFlags;
@@ -37,7 +37,7 @@ fn session(socket: &Path, random: &mut Rng) -> io::Result<()> {
         memory: SLOTS * SLOT,
         without: random.u64(..) & random.u64(..) & random.u64(..),
     };
-    let mut driver = Driver::connect(socket, options)?;
+    let mut driver = TestDriver::connect(socket, options)?;
     if random.u8(..3) == 0 {
         driver.track()?;
     }
@@ -47,7 +47,7 @@ fn session(socket: &Path, random: &mut Rng) -> io::Result<()> {
     Ok(())
 }
 
-fn act(driver: &mut Driver, options: Options, random: &mut Rng) -> io::Result<()> {
+fn act(driver: &mut TestDriver, options: Options, random: &mut Rng) -> io::Result<()> {
     match random.u8(..24) {
         0..12 => post(driver, options, random),
         12..14 => describe_anything(driver, options, random),
@@ -72,12 +72,12 @@ fn act(driver: &mut Driver, options: Options, random: &mut Rng) -> io::Result<()
 }
 
 /// A place in the memory for requests.
-fn place(driver: &Driver, random: &mut Rng) -> usize {
+fn place(driver: &TestDriver, random: &mut Rng) -> usize {
     driver.requests() + random.usize(..SLOTS - 1) * SLOT
 }
 
 /// A request that is nearly right.
-fn post(driver: &mut Driver, options: Options, random: &mut Rng) {
+fn post(driver: &mut TestDriver, options: Options, random: &mut Rng) {
     let header = place(driver, random);
     let kind = match random.u8(..8) {
         7 => random.u32(..),
@@ -91,11 +91,11 @@ fn post(driver: &mut Driver, options: Options, random: &mut Rng) {
     bytes[..4].copy_from_slice(&kind.to_le_bytes());
     bytes[8..16].copy_from_slice(&sector.to_le_bytes());
     driver.memory.write(header, &bytes);
-    let mut chain = vec![Buffer::at(header, 16, 0)];
+    let mut chain = vec![DescriptorSpec::at(header, 16, 0)];
     for _ in 0..random.usize(..6) {
         chain.push(data(driver, kind, random));
     }
-    chain.push(Buffer::at(header + 16, 1, WRITE));
+    chain.push(DescriptorSpec::at(header + 16, 1, WRITE));
     if random.u8(..8) == 0 {
         random.shuffle(&mut chain);
     }
@@ -114,20 +114,20 @@ fn post(driver: &mut Driver, options: Options, random: &mut Rng) {
             _ => 16 * chain.len() as u32,
         };
         let flags = INDIRECT | if random.u8(..16) == 0 { NEXT | WRITE } else { 0 };
-        queue.describe(head, Buffer::at(table_place, length, flags), random.u16(..));
+        queue.describe(head, DescriptorSpec::at(table_place, length, flags), random.u16(..));
     } else {
         let head = head.min(entries - chain.len() as u16 - 1);
         queue.chain(head, &chain);
-        queue.offer(head);
+        queue.add_available(head);
         queue.publish();
         return;
     }
-    queue.offer(head);
+    queue.add_available(head);
     queue.publish();
 }
 
 /// A data buffer, the right way round mostly; one in some is as long as can be, or elsewhere.
-fn data(driver: &Driver, kind: u32, random: &mut Rng) -> Buffer {
+fn data(driver: &TestDriver, kind: u32, random: &mut Rng) -> DescriptorSpec {
     let flags = match (kind, random.u8(..12)) {
         (_, 0) => random.u16(..),
         (0 | 8, _) => WRITE,
@@ -140,25 +140,26 @@ fn data(driver: &Driver, kind: u32, random: &mut Rng) -> Buffer {
         _ => 512 * random.u32(1..9),
     };
     let at = match random.u8(..10) {
-        0 => return Buffer { address: random.u64(..), length, flags },
+        0 => return DescriptorSpec { address: random.u64(..), length, flags },
         1 => driver.requests(),
         _ => place(driver, random),
     };
-    Buffer::at(at, length, flags)
+    DescriptorSpec::at(at, length, flags)
 }
 
-fn describe_anything(driver: &mut Driver, options: Options, random: &mut Rng) {
+fn describe_anything(driver: &mut TestDriver, options: Options, random: &mut Rng) {
     let index = random.usize(..driver.queues.len());
     for _ in 0..random.u8(1..16) {
         let address = GUEST + random.u64(..(SLOTS * SLOT) as u64);
-        let buffer = Buffer { address, length: random.u32(..1 << 20), flags: random.u16(..8) };
+        let buffer =
+            DescriptorSpec { address, length: random.u32(..1 << 20), flags: random.u16(..8) };
         driver.queues[index].describe(
             random.u16(..options.entries),
             buffer,
             random.u16(..options.entries),
         );
     }
-    driver.queues[index].offer(random.u16(..));
+    driver.queues[index].add_available(random.u16(..));
     driver.queues[index].publish();
 }
 
@@ -170,7 +171,7 @@ fn scribble(memory: &SharedMemory, length: usize, random: &mut Rng, count: usize
 }
 
 /// Posts requests while another processor of the guest overwrites rings and headers.
-fn scribble_meanwhile(driver: &mut Driver, options: Options, random: &mut Rng) {
+fn scribble_meanwhile(driver: &mut TestDriver, options: Options, random: &mut Rng) {
     let (memory, stop) = (Arc::clone(&driver.memory), AtomicBool::new(false));
     let mut other = Rng::with_seed(random.u64(..));
     std::thread::scope(|scope| {
@@ -188,7 +189,7 @@ fn scribble_meanwhile(driver: &mut Driver, options: Options, random: &mut Rng) {
 }
 
 /// Takes memory away with requests under way, and gives it back or not.
-fn shrink(driver: &mut Driver, random: &mut Rng) -> io::Result<()> {
+fn shrink(driver: &mut TestDriver, random: &mut Rng) -> io::Result<()> {
     let path = format!("/proc/self/fd/{}", driver.region().mmap_handle);
     let file = std::fs::File::options().write(true).open(path)?;
     let length = driver.memory.len() as u64;
@@ -200,7 +201,7 @@ fn shrink(driver: &mut Driver, random: &mut Rng) -> io::Result<()> {
 }
 
 /// Has requests tracked in memory that says anything.
-fn tamper(driver: &mut Driver, options: Options, random: &mut Rng) -> io::Result<()> {
+fn tamper(driver: &mut TestDriver, options: Options, random: &mut Rng) -> io::Result<()> {
     let failed = |error: vhost::Error| io::Error::other(error);
     let wanted = VhostUserInflight::new(0, 0, options.queues, options.entries);
     let frontend = driver.frontend();
@@ -225,7 +226,7 @@ fn tamper(driver: &mut Driver, options: Options, random: &mut Rng) -> io::Result
 }
 
 /// Sends a message with numbers by chance.
-fn say_anything(driver: &mut Driver, options: Options, random: &mut Rng) -> io::Result<()> {
+fn say_anything(driver: &mut TestDriver, options: Options, random: &mut Rng) -> io::Result<()> {
     let failed = |error: vhost::Error| io::Error::other(error);
     let index = random.usize(..usize::from(options.queues) + 1);
     let region = driver.region();

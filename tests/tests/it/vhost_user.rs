@@ -12,7 +12,7 @@ use blockhouse_tests::guest::{BLOCK, Guest, IN, LONG, OUT, content};
 use blockhouse_tests::image_tool::command;
 use blockhouse_tests::nbd::{Client, flag};
 use blockhouse_tests::{Scratch, Serve, Server, eventually};
-use blockhouse_vhost_user::driver::{Buffer, Options, write_chain};
+use blockhouse_vhost_user::driver::{DescriptorSpec, Options, write_chain};
 use blockhouse_vhost_user::ring::{INDIRECT, WRITE};
 use rustix::process::Signal;
 
@@ -110,19 +110,19 @@ fn post_aliasing(guest: &mut Guest, heads: u16, count: usize, length: u32) {
     let (memory, base) = (guest.driver.memory.clone(), guest.driver.requests());
     memory.write(base, &[0; 16]);
     let bytes = 16 * (count + 2);
-    let data = Buffer::at(base + DATA, length, WRITE);
+    let data = DescriptorSpec::at(base + DATA, length, WRITE);
     for head in 0..heads {
         let status = base + 32 + usize::from(head);
         memory.write(status, &[0xee]);
-        let mut chain = vec![Buffer::at(base, 16, 0)];
+        let mut chain = vec![DescriptorSpec::at(base, 16, 0)];
         chain.extend(std::iter::repeat_n(data, count));
-        chain.push(Buffer::at(status, 1, WRITE));
+        chain.push(DescriptorSpec::at(status, 1, WRITE));
         let at = base + 4096 + usize::from(head) * (16 << 10);
         let view = View::new(memory.clone(), at, bytes).expect("inside of the memory");
         write_chain(&view, 0, &chain);
         let queue = &mut guest.driver.queues[0];
-        queue.chain(head, &[Buffer::at(at, bytes as u32, INDIRECT)]);
-        queue.offer(head);
+        queue.chain(head, &[DescriptorSpec::at(at, bytes as u32, INDIRECT)]);
+        queue.add_available(head);
     }
     guest.driver.queues[0].publish();
 }

@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
 use blockhouse_engine::View;
-use blockhouse_vhost_user::driver::{Buffer, Driver, Options};
+use blockhouse_vhost_user::driver::{DescriptorSpec, Options, TestDriver};
 use blockhouse_vhost_user::ring::WRITE;
 use hdrhistogram::Histogram;
 use rustix::time::{ClockId, clock_gettime};
@@ -59,7 +59,7 @@ struct Run<'a> {
     load: Load,
     look: Duration,
     server_cpu: &'a dyn Fn() -> Result<Duration>,
-    driver: Driver,
+    driver: TestDriver,
     queues: Vec<Queue>,
     offsets: Offsets,
     latency: Histogram<u64>,
@@ -165,9 +165,9 @@ impl<'a> Run<'a> {
         self.driver.memory.write(start, &kind.to_le_bytes());
         let flags = if is_read { WRITE } else { 0 };
         let chain = [
-            Buffer::at(start, 16, 0),
-            Buffer::at(start + HEAD, self.load.block, flags),
-            Buffer::at(start + 16, 1, WRITE),
+            DescriptorSpec::at(start, 16, 0),
+            DescriptorSpec::at(start + HEAD, self.load.block, flags),
+            DescriptorSpec::at(start + 16, 1, WRITE),
         ];
         self.driver.queues[usize::from(queue)].chain(CHAIN * slot, &chain);
     }
@@ -207,7 +207,7 @@ impl<'a> Run<'a> {
             if self.load.operation != Operation::Read {
                 stamp(&slot.data, slot.offset);
             }
-            self.driver.queues[index].offer(CHAIN * number as u16);
+            self.driver.queues[index].add_available(CHAIN * number as u16);
         }
         self.driver.queues[index].publish();
     }
@@ -300,7 +300,7 @@ impl<'a> Run<'a> {
             slot.offset = offset;
             slot.head.store_u64(8, offset / SECTOR as u64);
             self.queues[0].free.retain(|&free| free != 0);
-            self.driver.queues[0].offer(0);
+            self.driver.queues[0].add_available(0);
             self.driver.queues[0].publish();
             self.drain(interrupt)?;
             self.check(0, 0, Some(generation))?;
@@ -317,10 +317,10 @@ fn stamp(data: &View, offset: u64) {
 }
 
 /// Connects. A server may still be busy with the connection that found out that it listens.
-fn connect(socket: &Path, options: Options) -> Result<Driver> {
+fn connect(socket: &Path, options: Options) -> Result<TestDriver> {
     let started = Instant::now();
     loop {
-        match Driver::connect(socket, options) {
+        match TestDriver::connect(socket, options) {
             Err(error) if started.elapsed() > Duration::from_secs(3) => {
                 return Err(error).context("cannot connect to the device");
             }

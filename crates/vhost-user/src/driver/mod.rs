@@ -1,4 +1,4 @@
-//! The other end: a front-end and driver of its own, for tests and measurements.
+//! A front-end and driver of our own, for tests and measurements.
 //!
 //! It speaks the protocol and drives rings as a guest does, in memory that it shares; the caller puts
 //! requests together, sane or not. Only with the feature `driver`.
@@ -13,7 +13,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use blockhouse_engine::{FaultDomain, SharedMemory};
-pub use queue::{Buffer, DriverQueue, write_chain};
+pub use queue::{DescriptorSpec, DriverQueue, write_chain};
 use rustix::fs::MemfdFlags;
 use vhost::vhost_user::message::{
     VhostUserConfigFlags, VhostUserHeaderFlag, VhostUserInflight, VhostUserProtocolFeatures,
@@ -21,7 +21,7 @@ use vhost::vhost_user::message::{
 use vhost::vhost_user::{Frontend, VhostUserFrontend};
 use vhost::{VhostBackend, VhostUserMemoryRegionInfo, VringConfigData};
 
-use crate::config::{EVENT_INDEX, LOG_ALL, PROTOCOL_FEATURES, WRITEBACK};
+use crate::block::config::{EVENT_INDEX, LOG_ALL, PROTOCOL_FEATURES, WRITEBACK};
 
 /// The guest's address of the first byte of the shared memory.
 pub const GUEST: u64 = 1 << 32;
@@ -35,7 +35,7 @@ pub struct Options {
     pub queues: u16,
     /// Entries of each.
     pub entries: u16,
-    /// Bytes of memory behind the rings, for requests.
+    /// Bytes of memory after the rings, for requests.
     pub memory: usize,
     /// Features that are left out although the device has them.
     pub without: u64,
@@ -48,7 +48,7 @@ impl Default for Options {
 }
 
 /// A connected driver.
-pub struct Driver {
+pub struct TestDriver {
     options: Options,
     stream: UnixStream,
     frontend: Frontend,
@@ -65,13 +65,13 @@ fn failed(error: vhost::Error) -> io::Error {
     io::Error::other(error)
 }
 
-impl Driver {
+impl TestDriver {
     /// Connects to a server and starts all queues.
     ///
     /// # Errors
     /// The server's, or a device that lacks something.
     pub fn connect(socket: &Path, options: Options) -> io::Result<Self> {
-        let rings = usize::from(options.queues) * DriverQueue::room(options.entries);
+        let rings = usize::from(options.queues) * DriverQueue::ring_bytes(options.entries);
         let file = rustix::fs::memfd_create("guest", MemfdFlags::CLOEXEC)?;
         rustix::fs::ftruncate(&file, (rings + options.memory) as u64)?;
         let domain = FaultDomain::unconnected();
@@ -84,7 +84,7 @@ impl Driver {
         driver.negotiate()?;
         driver.queues = (0..options.queues)
             .map(|index| {
-                let start = usize::from(index) * DriverQueue::room(options.entries);
+                let start = usize::from(index) * DriverQueue::ring_bytes(options.entries);
                 let memory = Arc::clone(&driver.memory);
                 let event_index = driver.features & EVENT_INDEX != 0;
                 DriverQueue::new(memory, start, options.entries, event_index)
@@ -107,7 +107,7 @@ impl Driver {
 
     /// Where the memory for requests begins, as an offset in [`memory`](Self::memory).
     pub fn requests(&self) -> usize {
-        usize::from(self.options.queues) * DriverQueue::room(self.options.entries)
+        usize::from(self.options.queues) * DriverQueue::ring_bytes(self.options.entries)
     }
 
     /// The features that both ends have.
@@ -190,7 +190,7 @@ impl Driver {
         let (queue, frontend) = (&self.queues[index], &mut self.frontend);
         let entries = self.options.entries;
         frontend.set_vring_num(index, entries).map_err(failed)?;
-        let [descriptors, available, used] = queue.places().map(|offset| USER + offset as u64);
+        let [descriptors, available, used] = queue.offsets().map(|offset| USER + offset as u64);
         let config = VringConfigData {
             queue_max_size: entries,
             queue_size: entries,

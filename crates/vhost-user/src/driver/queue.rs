@@ -12,11 +12,11 @@ use vmm_sys_util::epoll::{ControlOperation, Epoll, EpollEvent, EventSet};
 use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
 
 use super::GUEST;
-use crate::ring::{DESCRIPTOR, NEXT};
+use crate::ring::{DESCRIPTOR_BYTES, NEXT};
 
-/// One buffer of a request.
+/// One descriptor to be written: a buffer of a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Buffer {
+pub struct DescriptorSpec {
     /// The guest's address.
     pub address: u64,
     /// Bytes.
@@ -25,7 +25,7 @@ pub struct Buffer {
     pub flags: u16,
 }
 
-impl Buffer {
+impl DescriptorSpec {
     /// A buffer at an offset in the shared memory.
     pub fn at(offset: usize, length: u32, flags: u16) -> Self {
         Self { address: GUEST + offset as u64, length, flags }
@@ -54,15 +54,15 @@ pub struct DriverQueue {
 
 impl DriverQueue {
     /// Bytes of a queue's rings.
-    pub(super) fn room(entries: u16) -> usize {
+    pub(super) fn ring_bytes(entries: u16) -> usize {
         let entries = usize::from(entries);
-        (DESCRIPTOR * entries + 6 + 2 * entries).next_multiple_of(4096)
+        (DESCRIPTOR_BYTES * entries + 6 + 2 * entries).next_multiple_of(4096)
             + (6 + 8 * entries).next_multiple_of(4096)
     }
 
     fn parts(start: usize, entries: u16) -> [usize; 3] {
         let entries = usize::from(entries);
-        let available = start + DESCRIPTOR * entries;
+        let available = start + DESCRIPTOR_BYTES * entries;
         let used = (available + 6 + 2 * entries).next_multiple_of(4096);
         [start, available, used]
     }
@@ -85,7 +85,7 @@ impl DriverQueue {
         Ok(Self {
             entries,
             start,
-            table: view(table, DESCRIPTOR * count)?,
+            table: view(table, DESCRIPTOR_BYTES * count)?,
             available: view(available, 6 + 2 * count)?,
             used: view(used, 6 + 8 * count)?,
             kick: EventFd::new(EFD_CLOEXEC | EFD_NONBLOCK)?,
@@ -99,33 +99,33 @@ impl DriverQueue {
     }
 
     /// Offsets of the table and the rings in the shared memory.
-    pub(super) fn places(&self) -> [usize; 3] {
+    pub(super) fn offsets(&self) -> [usize; 3] {
         Self::parts(self.start, self.entries)
     }
 
-    /// Where the device goes on if it knows nothing else: behind what it has used.
+    /// Where the device goes on if it knows nothing else: after what it has used.
     pub(super) fn base(&self) -> u16 {
         self.next_used
     }
 
     /// Writes one descriptor.
-    pub fn describe(&self, index: u16, buffer: Buffer, next: u16) {
+    pub fn describe(&self, index: u16, buffer: DescriptorSpec, next: u16) {
         write_descriptor(&self.table, index, buffer, next);
     }
 
     /// Writes a chain into consecutive descriptors from `head` on.
-    pub fn chain(&self, head: u16, buffers: &[Buffer]) {
+    pub fn chain(&self, head: u16, buffers: &[DescriptorSpec]) {
         write_chain(&self.table, head, buffers);
     }
 
-    /// Puts a chain up for the device, to be seen after [`publish`](Self::publish).
-    pub fn offer(&mut self, head: u16) {
+    /// Adds a chain to the available ring, to be seen after [`publish`](Self::publish).
+    pub fn add_available(&mut self, head: u16) {
         let slot = usize::from(self.next_available & (self.entries - 1));
         self.available.store_u16(4 + 2 * slot, head);
         self.next_available = self.next_available.wrapping_add(1);
     }
 
-    /// Publishes what was offered, and kicks the device if it asks for that.
+    /// Publishes what was added, and kicks the device if it asks for that.
     pub fn publish(&mut self) {
         let old = std::mem::replace(&mut self.published, self.next_available);
         self.available.store_u16(2, self.next_available);
@@ -196,16 +196,16 @@ impl DriverQueue {
 }
 
 /// Writes a chain into a table from descriptor `first` on.
-pub fn write_chain(table: &View, first: u16, buffers: &[Buffer]) {
+pub fn write_chain(table: &View, first: u16, buffers: &[DescriptorSpec]) {
     for (index, buffer) in (first..).zip(buffers) {
         let is_last = usize::from(index - first) + 1 == buffers.len();
         let flags = buffer.flags | if is_last { 0 } else { NEXT };
-        write_descriptor(table, index, Buffer { flags, ..*buffer }, index + 1);
+        write_descriptor(table, index, DescriptorSpec { flags, ..*buffer }, index + 1);
     }
 }
 
-fn write_descriptor(table: &View, index: u16, buffer: Buffer, next: u16) {
-    let at = DESCRIPTOR * usize::from(index);
+fn write_descriptor(table: &View, index: u16, buffer: DescriptorSpec, next: u16) {
+    let at = DESCRIPTOR_BYTES * usize::from(index);
     let rest = u64::from(buffer.length) | u64::from(buffer.flags) << 32 | u64::from(next) << 48;
     table.store_u64(at, buffer.address);
     table.store_u64(at + 8, rest);

@@ -1,7 +1,7 @@
-//! How a queue learns of new requests while its loop would sleep: by the guest's kicks, or by looking at
-//! the ring from time to time where the front-end has none (`VHOST_USER_SET_VRING_KICK` with bit 8).
+//! How a queue learns of new requests while its loop would sleep: by the guest's kicks, or by polling the
+//! ring at intervals where the front-end has none (`VHOST_USER_SET_VRING_KICK` with bit 8).
 //!
-//! In both cases a loop that is awake looks at the ring at every turn.
+//! In both cases a loop that is awake polls the ring in each iteration.
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -10,28 +10,25 @@ use std::rc::Rc;
 use std::task::{Context, Poll};
 use std::time::Duration;
 
-use blockhouse_core::Storage;
 use blockhouse_engine::{Lookout, Sleep, Watch, sleep};
 use rustix::event::{EventfdFlags, eventfd};
 
-use super::Queue;
-
-/// A polled ring is looked at this often while requests come, and half as often after each look in vain,
+/// A polled ring is read this often while requests come, and half as often after each time that it was empty,
 /// down to once a millisecond.
 const MIN_INTERVAL: Duration = Duration::from_micros(50);
 const MAX_INTERVAL: Duration = Duration::from_millis(1);
 
-/// How a guest tells of new requests.
+/// How a guest announces new requests.
 #[derive(Debug)]
 pub enum Kick {
     /// It signals an eventfd.
     Event(OwnedFd),
-    /// It does not: the ring is looked at again and again.
+    /// It does not: the ring is polled.
     Polled,
 }
 
 impl Kick {
-    /// Another handle of the same.
+    /// Another handle of it.
     ///
     /// # Errors
     /// The kernel's.
@@ -43,41 +40,39 @@ impl Kick {
     }
 }
 
-/// What ends a sleep of the loop over the ring.
+/// What wakes a sleeping loop for a ring.
 pub struct Kicks {
-    /// The guest's eventfd; for a polled ring one that is never signalled, so that the loop knows of the
-    /// ring.
+    /// The guest's eventfd; for a polled ring one that is never signalled, so that the loop has the ring among
+    /// those that it polls.
     watch: Option<Watch>,
     timer: Option<Timer>,
 }
 
-/// When a polled ring is looked at next.
+/// When a polled ring is read next.
 struct Timer {
     interval: Duration,
     sleep: Pin<Box<Sleep>>,
 }
 
 impl Kicks {
-    /// Watches the ring in the way that the front-end wants. A descriptor that cannot be watched was
+    /// Watches the ring in the way that the front-end asks for. A descriptor that cannot be watched was
     /// refused before.
-    pub fn new<S: Storage>(queue: &Rc<Queue<S>>, kick: Kick) -> Self {
+    pub fn new(ring: Rc<dyn Lookout>, kick: Kick) -> Self {
         let (descriptor, timer) = match kick {
             Kick::Event(descriptor) => (Some(descriptor), None),
             Kick::Polled => (eventfd(0, EventfdFlags::CLOEXEC).ok(), Some(Timer::new())),
         };
-        queue.is_polled.set(timer.is_some());
-        let lookout = Rc::clone(queue) as Rc<dyn Lookout>;
-        let watch = descriptor.and_then(|descriptor| Watch::new(descriptor, lookout).ok());
+        let watch = descriptor.and_then(|descriptor| Watch::new(descriptor, ring).ok());
         Self { watch, timer }
     }
 
-    /// Whether the ring is to be looked at. Otherwise the task is woken when it is.
-    pub fn poll(&mut self, context: &mut Context<'_>, has_news: impl Fn() -> bool) -> bool {
+    /// Whether the ring is to be read. Otherwise the task is woken when it is.
+    pub fn poll(&mut self, context: &mut Context<'_>, has_available: impl Fn() -> bool) -> bool {
         let mut is_kicked = false;
         while self.watch.as_ref().is_some_and(|watch| watch.poll_event(context).is_ready()) {
             is_kicked = true;
         }
-        let is_due = self.timer.as_mut().is_some_and(|timer| timer.poll(context, has_news));
+        let is_due = self.timer.as_mut().is_some_and(|timer| timer.poll(context, has_available));
         is_kicked || is_due
     }
 }
@@ -87,10 +82,10 @@ impl Timer {
         Self { interval: MIN_INTERVAL, sleep: Box::pin(sleep(MIN_INTERVAL)) }
     }
 
-    fn poll(&mut self, context: &mut Context<'_>, has_news: impl Fn() -> bool) -> bool {
+    fn poll(&mut self, context: &mut Context<'_>, has_available: impl Fn() -> bool) -> bool {
         let mut found = false;
         while self.sleep.as_mut().poll(context) == Poll::Ready(()) {
-            found |= has_news();
+            found |= has_available();
             self.interval = match found {
                 true => MIN_INTERVAL,
                 false => (2 * self.interval).min(MAX_INTERVAL),

@@ -6,7 +6,7 @@ use std::os::unix::net::UnixStream;
 use std::time::{Duration, Instant};
 
 use blockhouse_disk::{DetectZeroes, Options as DiskOptions};
-use blockhouse_vhost_user::driver::{Buffer, GUEST, Options, write_chain};
+use blockhouse_vhost_user::driver::{DescriptorSpec, GUEST, Options, write_chain};
 use blockhouse_vhost_user::ring::{INDIRECT, NEXT, WRITE};
 use vhost::vhost_user::VhostUserFrontend;
 use vhost::vhost_user::message::VhostUserInflight;
@@ -20,7 +20,7 @@ const SHORT: Duration = Duration::from_millis(300);
 /// Where there is no memory.
 const NOWHERE: u64 = 1 << 20;
 
-/// Demands that the server serves somebody new.
+/// Checks that the server serves a new front-end.
 fn still_serves(served: &Served) {
     let mut guest = served.connect(Options::default());
     assert_eq!(guest.write(0, 0, &[3; 512]), OK);
@@ -28,7 +28,7 @@ fn still_serves(served: &Served) {
 }
 
 /// Has a guest do something; the request must be refused, and the next one served.
-fn is_refused(what: &str, make: impl Fn(&mut Guest) -> Vec<Buffer>) {
+fn is_refused(what: &str, make: impl Fn(&mut Guest) -> Vec<DescriptorSpec>) {
     let served = Served::start(1, 1);
     let mut guest = served.connect(Options::default());
     let chain = make(&mut guest);
@@ -37,7 +37,7 @@ fn is_refused(what: &str, make: impl Fn(&mut Guest) -> Vec<Buffer>) {
 }
 
 /// Has a guest do something; its connection must be dropped without an answer.
-fn is_dropped(what: &str, make: impl Fn(&mut Guest) -> Vec<Buffer>) {
+fn is_dropped(what: &str, make: impl Fn(&mut Guest) -> Vec<DescriptorSpec>) {
     let served = Served::start(1, 1);
     let mut guest = served.connect(Options::default());
     let chain = make(&mut guest);
@@ -55,11 +55,11 @@ fn buffers_that_make_no_sense_are_refused() {
     let status = |guest: &Guest| guest.status();
     is_refused("no data", |guest| vec![guest.header(IN, 0), status(guest)]);
     is_refused("a short header", |guest| {
-        let header = Buffer { length: 15, ..guest.header(IN, 0) };
+        let header = DescriptorSpec { length: 15, ..guest.header(IN, 0) };
         vec![header, guest.data(0, 512, WRITE), status(guest)]
     });
     is_refused("an empty header", |guest| {
-        let header = Buffer { length: 0, ..guest.header(IN, 0) };
+        let header = DescriptorSpec { length: 0, ..guest.header(IN, 0) };
         vec![header, guest.data(0, 512, WRITE), status(guest)]
     });
     is_refused("empty data", |guest| {
@@ -67,7 +67,7 @@ fn buffers_that_make_no_sense_are_refused() {
     });
     is_refused("only a status", |guest| vec![status(guest)]);
     is_refused("a header to write to", |guest| {
-        let header = Buffer { flags: WRITE, ..guest.header(IN, 0) };
+        let header = DescriptorSpec { flags: WRITE, ..guest.header(IN, 0) };
         vec![header, guest.data(0, 512, WRITE), status(guest)]
     });
     is_refused("a read into a buffer to read", |guest| {
@@ -95,7 +95,7 @@ fn buffers_that_make_no_sense_are_refused() {
 
 /// A chain of a header, `count` buffers of `length` bytes, all of them the same memory, and a status, in
 /// an indirect table.
-fn aliasing(guest: &mut Guest, count: usize, length: u32) -> Vec<Buffer> {
+fn aliasing(guest: &mut Guest, count: usize, length: u32) -> Vec<DescriptorSpec> {
     let inner = guest.base() + 64;
     let bytes = 16 * (count + 2);
     let memory = guest.driver.memory.clone();
@@ -104,7 +104,7 @@ fn aliasing(guest: &mut Guest, count: usize, length: u32) -> Vec<Buffer> {
     chain.extend(std::iter::repeat_n(guest.data(32 << 10, length, WRITE), count));
     chain.push(guest.status());
     write_chain(&table, 0, &chain);
-    vec![Buffer::at(inner, bytes as u32, INDIRECT)]
+    vec![DescriptorSpec::at(inner, bytes as u32, INDIRECT)]
 }
 
 #[test]
@@ -144,38 +144,42 @@ fn requests_beyond_the_announced_limits_are_refused() {
 fn addresses_outside_of_the_memory_are_refused() {
     for address in [NOWHERE, 0, u64::MAX, u64::MAX - 511, GUEST - 1] {
         is_refused("data to write to", |guest| {
-            let data = Buffer { address, length: 512, flags: WRITE };
+            let data = DescriptorSpec { address, length: 512, flags: WRITE };
             vec![guest.header(IN, 0), data, guest.status()]
         });
         is_refused("data to read", |guest| {
-            vec![guest.header(OUT, 0), Buffer { address, length: 512, flags: 0 }, guest.status()]
+            vec![
+                guest.header(OUT, 0),
+                DescriptorSpec { address, length: 512, flags: 0 },
+                guest.status(),
+            ]
         });
         is_refused("a header", |guest| {
-            let header = Buffer { address, length: 16, flags: 0 };
+            let header = DescriptorSpec { address, length: 16, flags: 0 };
             vec![header, guest.data(0, 512, WRITE), guest.status()]
         });
     }
     is_refused("data that reaches out of the memory", |guest| {
-        let data = Buffer { length: !511, ..guest.data(0, 0, WRITE) };
+        let data = DescriptorSpec { length: !511, ..guest.data(0, 0, WRITE) };
         vec![guest.header(IN, 0), data, guest.status()]
     });
 }
 
 #[test]
-fn a_chain_that_nobody_can_be_told_of_is_the_end() {
+fn a_chain_without_a_status_is_the_end() {
     is_dropped("no status", |guest| vec![guest.header(OUT, 0), guest.data(0, 512, 0)]);
     is_dropped("an empty status", |guest| {
-        let status = Buffer { length: 0, ..guest.status() };
+        let status = DescriptorSpec { length: 0, ..guest.status() };
         vec![guest.header(IN, 0), guest.data(0, 512, WRITE), status]
     });
     for address in [NOWHERE, u64::MAX] {
         is_dropped("a status nowhere", |guest| {
-            let status = Buffer { address, length: 1, flags: WRITE };
+            let status = DescriptorSpec { address, length: 1, flags: WRITE };
             vec![guest.header(IN, 0), guest.data(0, 512, WRITE), status]
         });
     }
     is_dropped("a status whose address wraps", |guest| {
-        let status = Buffer { address: u64::MAX, length: 2, flags: WRITE };
+        let status = DescriptorSpec { address: u64::MAX, length: 2, flags: WRITE };
         vec![guest.header(IN, 0), guest.data(0, 512, WRITE), status]
     });
 }
@@ -187,14 +191,14 @@ fn chains_that_go_round_or_astray_are_the_end() {
         let mut guest = served.connect(Options::default());
         let chain = [guest.header(IN, 0), guest.data(0, 512, WRITE), guest.status()];
         guest.queue(0).chain(0, &chain);
-        guest.queue(0).offer(0);
+        guest.queue(0).add_available(0);
         edit(&mut guest);
         assert_eq!(guest.queue(0).wait_used(SHORT), None, "{what}");
         is_cut_off(what, &mut guest);
         still_serves(&served);
     };
     let next = |guest: &mut Guest, links: &[(u16, u16)]| {
-        let buffer = Buffer { flags: NEXT | WRITE, ..guest.data(0, 512, 0) };
+        let buffer = DescriptorSpec { flags: NEXT | WRITE, ..guest.data(0, 512, 0) };
         links.iter().for_each(|&(index, next)| guest.queue(0).describe(index, buffer, next));
         guest.queue(0).publish();
     };
@@ -204,7 +208,7 @@ fn chains_that_go_round_or_astray_are_the_end() {
     offer("far out of the table", &|guest| next(guest, &[(1, u16::MAX)]));
     let served = Served::start(1, 1);
     let mut guest = served.connect(Options::default());
-    guest.queue(0).offer(64);
+    guest.queue(0).add_available(64);
     guest.queue(0).publish();
     assert_eq!(guest.queue(0).wait_used(SHORT), None);
     is_cut_off("a head that is not there", &mut guest);
@@ -219,7 +223,7 @@ fn chains_that_go_round_or_astray_are_the_end() {
 #[test]
 fn indirect_tables_that_virtio_forbids_are_the_end() {
     // A table with a good request, and how it is referred to.
-    let offer = |what: &str, refer: &dyn Fn(&mut Guest, usize) -> Vec<Buffer>| {
+    let offer = |what: &str, refer: &dyn Fn(&mut Guest, usize) -> Vec<DescriptorSpec>| {
         is_dropped(what, |guest| {
             let inner = guest.base() + 64;
             let memory = guest.driver.memory.clone();
@@ -229,15 +233,15 @@ fn indirect_tables_that_virtio_forbids_are_the_end() {
             refer(guest, inner)
         });
     };
-    let table = |inner, length, flags| Buffer::at(inner, length, INDIRECT | flags);
+    let table = |inner, length, flags| DescriptorSpec::at(inner, length, INDIRECT | flags);
     offer("half a descriptor", &|_, inner| vec![table(inner, 24, 0)]);
     offer("an empty table", &|_, inner| vec![table(inner, 0, 0)]);
     offer("a table to write to", &|_, inner| vec![table(inner, 48, WRITE)]);
     offer("a table of millions", &|_, inner| vec![table(inner, 1 << 30, 0)]);
     offer("a table that ends early", &|_, inner| vec![table(inner, 32, 0)]);
-    offer("something behind the table", &|guest, inner| vec![table(inner, 48, 0), guest.status()]);
+    offer("something after the table", &|guest, inner| vec![table(inner, 48, 0), guest.status()]);
     offer("a table nowhere", &|_, _| {
-        vec![Buffer { address: NOWHERE, length: 48, flags: INDIRECT }]
+        vec![DescriptorSpec { address: NOWHERE, length: 48, flags: INDIRECT }]
     });
     offer("a table in a table", &|guest, inner| {
         let memory = guest.driver.memory.clone();
@@ -254,7 +258,7 @@ fn indirect_tables_that_virtio_forbids_are_the_end() {
         let memory = guest.driver.memory.clone();
         let second = blockhouse_engine::View::new(memory, inner + 16, 16).unwrap();
         second.store_u64(8, 512 | u64::from(WRITE | NEXT) << 32);
-        vec![Buffer::at(inner, 32, INDIRECT)]
+        vec![DescriptorSpec::at(inner, 32, INDIRECT)]
     });
 }
 
@@ -272,7 +276,7 @@ fn a_table_at_an_odd_address_is_read_all_the_same() {
         guest.driver.memory.write(at + 12, &flags.to_le_bytes());
         guest.driver.memory.write(at + 14, &(index as u16 + 1).to_le_bytes());
     }
-    assert_eq!(guest.submit(0, &[Buffer::at(inner, 48, INDIRECT)], LONG), Some(OK));
+    assert_eq!(guest.submit(0, &[DescriptorSpec::at(inner, 48, INDIRECT)], LONG), Some(OK));
 }
 
 #[test]
@@ -293,10 +297,14 @@ fn random_tables_never_hang_the_server() {
             };
             let length = if random.bool() { 512 } else { random.u32(..8192) };
             let flags = random.u16(..8);
-            guest.queue(0).describe(index, Buffer { address, length, flags }, random.u16(..66));
+            guest.queue(0).describe(
+                index,
+                DescriptorSpec { address, length, flags },
+                random.u16(..66),
+            );
         }
         for _ in 0..random.usize(1..20) {
-            guest.queue(0).offer(random.u16(..65));
+            guest.queue(0).add_available(random.u16(..65));
         }
         guest.queue(0).publish();
         guest.queue(0).wait_used(Duration::from_millis(5));
@@ -376,7 +384,7 @@ fn memory_that_vanishes_ends_its_own_connection_only() {
         assert_eq!(guest.write(0, 0, &[7; 512]), OK);
         let chain = [guest.header(IN, 0), guest.data(0, 512, WRITE), guest.status()];
         guest.queue(0).chain(0, &chain);
-        guest.queue(0).offer(0);
+        guest.queue(0).add_available(0);
         guest.driver.cut_memory(if rings { 0 } else { guest.base() }).unwrap();
         guest.queue(0).publish();
         guest.queue(0).kick.write(1).unwrap();
@@ -409,7 +417,7 @@ fn a_page_that_the_kernel_misses_fails_its_request_only() {
     let lost = guest.data(4096, 4096, 0);
     assert_eq!(guest.request(0, OUT, 0, &[lost]), FAILED);
     assert_eq!(guest.request(0, OUT, 0, &[guest.data(0, 8192, 0)]), FAILED, "half of it");
-    assert_eq!(guest.request(0, IN, 0, &[Buffer { flags: WRITE, ..lost }]), FAILED);
+    assert_eq!(guest.request(0, IN, 0, &[DescriptorSpec { flags: WRITE, ..lost }]), FAILED);
     assert_eq!(guest.request(0, FLUSH, 0, &[]), OK, "no flush has failed");
     assert_eq!(guest.write(0, 0, &[3; 4096]), OK);
     assert_eq!(guest.read(0, 0, 4096).unwrap(), [3; 4096]);

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use blockhouse_engine::{FaultDomain, SharedMemory};
-use blockhouse_vhost_user::driver::{Buffer, GUEST, Options};
+use blockhouse_vhost_user::driver::{DescriptorSpec, GUEST, Options};
 use blockhouse_vhost_user::ring::WRITE;
 use rustix::fs::MemfdFlags;
 use vhost::vhost_user::message::VhostUserInflight;
@@ -40,7 +40,7 @@ fn memory_is_added_and_removed_while_the_queue_runs() {
         mmap_offset: 0,
         mmap_handle: file.as_raw_fd(),
     };
-    let data = Buffer { address: (GUEST << 4) + 4096, length: 4096, flags: WRITE };
+    let data = DescriptorSpec { address: (GUEST << 4) + 4096, length: 4096, flags: WRITE };
     assert_eq!(guest.request(0, IN, 0, &[data]), FAILED, "not there yet");
     assert!(guest.driver.frontend().get_max_mem_slots().unwrap() >= 8);
     guest.driver.frontend().add_mem_region(&region).unwrap();
@@ -142,7 +142,7 @@ fn front_ends_come_and_go() {
             // Gone with a request under way.
             let chain = [guest.header(IN, 0), guest.data(0, 4096, WRITE), guest.status()];
             guest.queue(0).chain(0, &chain);
-            guest.queue(0).offer(0);
+            guest.queue(0).add_available(0);
             guest.queue(0).publish();
         }
     }
@@ -160,16 +160,16 @@ fn several_devices_in_one_process() {
     }
 }
 
-/// Offers a write and behind it a chain that ends the connection, which the driver mends afterwards: both
+/// Adds a write and after it a chain that ends the connection, which the driver mends afterwards: both
 /// are in flight then, at heads 0 and 10.
 fn break_with_two_in_flight(guest: &mut Guest, byte: u8) {
     guest.put(&[byte; 4096]);
     let good = [guest.header(OUT, 0), guest.data(0, 4096, 0), guest.status()];
     guest.queue(0).chain(0, &good);
-    guest.queue(0).offer(0);
+    guest.queue(0).add_available(0);
     let bad = guest.header(OUT, 0);
     guest.queue(0).chain(10, &[bad]);
-    guest.queue(0).offer(10);
+    guest.queue(0).add_available(10);
     guest.queue(0).publish();
     while guest.driver.frontend().get_features().is_ok() {
         std::thread::sleep(std::time::Duration::from_millis(1));
@@ -301,7 +301,7 @@ fn a_ring_without_kicks_is_polled() {
         for round in 0..20 {
             let chain = [guest.header(FLUSH, 0), guest.status()];
             guest.queue(0).chain(0, &chain);
-            guest.queue(0).offer(0);
+            guest.queue(0).add_available(0);
             guest.queue(0).publish();
             // What the guest may have signalled goes nowhere; nor does the device signal.
             let begun = std::time::Instant::now();
@@ -402,7 +402,7 @@ fn the_end_of_the_server_answers_what_is_under_way() {
         let mut guest = served.connect(Options::default());
         let chain = [guest.header(OUT, 0), guest.data(0, 65536, 0), guest.status()];
         guest.queue(0).chain(0, &chain);
-        guest.queue(0).offer(0);
+        guest.queue(0).add_available(0);
         guest.queue(0).publish();
         served.stop();
         // Taken and done, or not taken at all.

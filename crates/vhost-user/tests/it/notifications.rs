@@ -11,7 +11,7 @@ use blockhouse_core::{
 };
 use blockhouse_disk::{Disk, Options as DiskOptions};
 use blockhouse_engine::{HostFile, OpenFor, PageCache};
-use blockhouse_vhost_user::driver::{Buffer, Driver, DriverQueue, Options};
+use blockhouse_vhost_user::driver::{DescriptorSpec, DriverQueue, Options, TestDriver};
 use blockhouse_vhost_user::ring::WRITE;
 use blockhouse_vhost_user::{Device, Export, RegisteredMemory, Server};
 
@@ -71,19 +71,19 @@ impl Storage for Held {
 }
 
 /// Puts a request with data of 20 bytes, or a sector, into the guest's memory. Gives its status' place.
-fn put(driver: &mut Driver, number: usize, kind: u32, length: u32) -> usize {
+fn put(driver: &mut TestDriver, number: usize, kind: u32, length: u32) -> usize {
     let base = driver.requests() + number * 4096;
     let mut header = [0; 16];
     header[..4].copy_from_slice(&kind.to_le_bytes());
     driver.memory.write(base, &header);
     let buffers = [
-        Buffer::at(base, 16, 0),
-        Buffer::at(base + 512, length, WRITE),
-        Buffer::at(base + 16, 1, WRITE),
+        DescriptorSpec::at(base, 16, 0),
+        DescriptorSpec::at(base + 512, length, WRITE),
+        DescriptorSpec::at(base + 16, 1, WRITE),
     ];
     let head = 3 * number as u16;
     driver.queues[0].chain(head, &buffers);
-    driver.queues[0].offer(head);
+    driver.queues[0].add_available(head);
     base + 16
 }
 
@@ -112,7 +112,7 @@ fn what_is_done_is_told_while_others_wait() {
     let socket = folder.path().join("vu.sock");
     let listener = UnixListener::bind(&socket).unwrap();
     let server = Server::start(Device::new(export), OwnedFd::from(listener)).unwrap();
-    let mut driver = Driver::connect(&socket, Options::default()).unwrap();
+    let mut driver = TestDriver::connect(&socket, Options::default()).unwrap();
 
     // The loop falls asleep. Awake it would find the requests before the kick, which would then have it
     // look once more.

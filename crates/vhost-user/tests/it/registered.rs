@@ -7,7 +7,7 @@ use std::path::Path;
 use blockhouse_engine::{
     Engine, EngineChoice, EventLoop, FaultDomain, SharedMemory, registered_slots,
 };
-use blockhouse_vhost_user::driver::{Buffer, GUEST, Options};
+use blockhouse_vhost_user::driver::{DescriptorSpec, GUEST, Options};
 use blockhouse_vhost_user::ring::WRITE;
 use rustix::fs::{FallocateFlags, MemfdFlags};
 use vhost::vhost_user::VhostUserFrontend;
@@ -66,7 +66,8 @@ impl More {
 
     /// Has the first block read from the disk into the second block of this memory.
     fn read(&self, guest: &mut Guest, queue: usize) -> Vec<u8> {
-        let data = Buffer { address: MORE + BLOCK as u64, length: BLOCK as u32, flags: WRITE };
+        let data =
+            DescriptorSpec { address: MORE + BLOCK as u64, length: BLOCK as u32, flags: WRITE };
         assert_eq!(guest.request(queue, IN, 0, &[data]), OK);
         let mut bytes = vec![0; BLOCK];
         self.memory.read(BLOCK, &mut bytes);
@@ -76,7 +77,7 @@ impl More {
     /// Has the first block written to the disk from the first block of this memory.
     fn write(&self, guest: &mut Guest, queue: usize, mark: u8) {
         self.memory.write(0, &[mark; BLOCK]);
-        let data = Buffer { address: MORE, length: BLOCK as u32, flags: 0 };
+        let data = DescriptorSpec { address: MORE, length: BLOCK as u32, flags: 0 };
         assert_eq!(guest.request(queue, OUT, 0, &[data]), OK);
     }
 
@@ -127,7 +128,7 @@ fn memory_may_be_removed_and_other_memory_added_in_its_place() {
             assert_eq!(guest.read(queue, 0, BLOCK).unwrap(), [mark; BLOCK]);
         }
         guest.driver.frontend().remove_mem_region(&more.region()).unwrap();
-        let data = Buffer { address: MORE, length: BLOCK as u32, flags: WRITE };
+        let data = DescriptorSpec { address: MORE, length: BLOCK as u32, flags: WRITE };
         assert_eq!(guest.request(0, IN, 0, &[data]), FAILED, "it is gone");
         assert_slots(length, 0);
     }

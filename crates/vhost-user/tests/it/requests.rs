@@ -2,7 +2,7 @@
 
 use blockhouse_core::Durability;
 use blockhouse_disk::{Access, Discard, Options as DiskOptions};
-use blockhouse_vhost_user::driver::{Buffer, Options, write_chain};
+use blockhouse_vhost_user::driver::{DescriptorSpec, Options, write_chain};
 use blockhouse_vhost_user::ring::{INDIRECT, WRITE};
 use vhost::VhostBackend;
 
@@ -51,13 +51,13 @@ fn many_requests_at_once_each_get_their_own_data() {
             header[8..].copy_from_slice(&sector.to_le_bytes());
             guest.driver.memory.write(place, &header);
             let chain = [
-                Buffer::at(place, 16, 0),
-                Buffer::at(place + 512, 1000, WRITE),
-                Buffer::at(place + 4096, 3096, WRITE),
-                Buffer::at(place + 16, 1, WRITE),
+                DescriptorSpec::at(place, 16, 0),
+                DescriptorSpec::at(place + 512, 1000, WRITE),
+                DescriptorSpec::at(place + 4096, 3096, WRITE),
+                DescriptorSpec::at(place + 16, 1, WRITE),
             ];
             guest.queue(queue).chain(4 * slot as u16, &chain);
-            guest.queue(queue).offer(4 * slot as u16);
+            guest.queue(queue).add_available(4 * slot as u16);
         }
         guest.queue(queue).publish();
         for _ in 0..16 {
@@ -83,7 +83,7 @@ fn indirect_tables_are_followed() {
     let table = blockhouse_engine::View::new(guest.driver.memory.clone(), inner, 48).unwrap();
     let chain = [guest.header(OUT, 8), guest.data(0, 4096, 0), guest.status()];
     write_chain(&table, 0, &chain);
-    assert_eq!(guest.submit(0, &[Buffer::at(inner, 48, INDIRECT)], LONG), Some(OK));
+    assert_eq!(guest.submit(0, &[DescriptorSpec::at(inner, 48, INDIRECT)], LONG), Some(OK));
     assert_eq!(guest.read(0, 8, 4096).unwrap(), bytes);
 }
 
@@ -179,7 +179,7 @@ fn the_serial_is_the_name() {
 }
 
 #[test]
-fn requests_that_nobody_knows_are_unsupported() {
+fn unknown_requests_are_unsupported() {
     let served = Served::start(1, 1);
     let mut guest = served.connect(Options::default());
     for kind in [2, 3, 10, 14, u32::MAX] {

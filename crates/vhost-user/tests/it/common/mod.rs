@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use blockhouse_disk::{Disk, Options as DiskOptions};
 use blockhouse_engine::{EngineChoice, EventLoop, Handle, HostFile, OpenFor, PageCache};
-use blockhouse_vhost_user::driver::{Buffer, Driver, DriverQueue, Options};
+use blockhouse_vhost_user::driver::{DescriptorSpec, DriverQueue, Options, TestDriver};
 use blockhouse_vhost_user::ring::WRITE;
 use blockhouse_vhost_user::{Device, Export, RegisteredMemory, Server};
 use tempfile::TempDir;
@@ -127,7 +127,7 @@ impl Served {
     }
 
     pub fn connect(&self, options: Options) -> Guest {
-        Guest::new(Driver::connect(&self.socket, options).unwrap())
+        Guest::new(TestDriver::connect(&self.socket, options).unwrap())
     }
 
     /// Keeps the first loop from running anything until the answer is dropped.
@@ -164,7 +164,7 @@ impl Drop for Served {
 
 /// A guest that does one request at a time, or puts together what it likes.
 pub struct Guest {
-    pub driver: Driver,
+    pub driver: TestDriver,
 }
 
 /// Where in the memory for requests the parts of a request are.
@@ -173,7 +173,7 @@ const STATUS: usize = 16;
 pub const DATA: usize = 4096;
 
 impl Guest {
-    pub fn new(driver: Driver) -> Self {
+    pub fn new(driver: TestDriver) -> Self {
         Self { driver }
     }
 
@@ -186,18 +186,18 @@ impl Guest {
     }
 
     /// Writes a header and returns its buffer.
-    pub fn header(&self, kind: u32, sector: u64) -> Buffer {
+    pub fn header(&self, kind: u32, sector: u64) -> DescriptorSpec {
         let mut bytes = [0; 16];
         bytes[..4].copy_from_slice(&kind.to_le_bytes());
         bytes[8..].copy_from_slice(&sector.to_le_bytes());
         self.driver.memory.write(self.base() + HEADER, &bytes);
-        Buffer::at(self.base() + HEADER, 16, 0)
+        DescriptorSpec::at(self.base() + HEADER, 16, 0)
     }
 
     /// An untouched status byte and its buffer.
-    pub fn status(&self) -> Buffer {
+    pub fn status(&self) -> DescriptorSpec {
         self.driver.memory.write(self.base() + STATUS, &[UNTOUCHED]);
-        Buffer::at(self.base() + STATUS, 1, WRITE)
+        DescriptorSpec::at(self.base() + STATUS, 1, WRITE)
     }
 
     pub fn status_byte(&self) -> u8 {
@@ -207,8 +207,8 @@ impl Guest {
     }
 
     /// A buffer of data, `offset` bytes into its memory.
-    pub fn data(&self, offset: usize, length: u32, flags: u16) -> Buffer {
-        Buffer::at(self.base() + DATA + offset, length, flags)
+    pub fn data(&self, offset: usize, length: u32, flags: u16) -> DescriptorSpec {
+        DescriptorSpec::at(self.base() + DATA + offset, length, flags)
     }
 
     pub fn put(&self, bytes: &[u8]) {
@@ -222,10 +222,15 @@ impl Guest {
     }
 
     /// Offers a chain and waits for its end. `None` when there was no answer.
-    pub fn submit(&mut self, queue: usize, chain: &[Buffer], limit: Duration) -> Option<u8> {
+    pub fn submit(
+        &mut self,
+        queue: usize,
+        chain: &[DescriptorSpec],
+        limit: Duration,
+    ) -> Option<u8> {
         let queue = self.queue(queue);
         queue.chain(0, chain);
-        queue.offer(0);
+        queue.add_available(0);
         queue.publish();
         let (head, _) = queue.wait_used(limit)?;
         assert_eq!(head, 0, "the chain that was offered");
@@ -233,7 +238,7 @@ impl Guest {
     }
 
     /// A request with a header, data and a status.
-    pub fn request(&mut self, queue: usize, kind: u32, sector: u64, data: &[Buffer]) -> u8 {
+    pub fn request(&mut self, queue: usize, kind: u32, sector: u64, data: &[DescriptorSpec]) -> u8 {
         let mut chain = vec![self.header(kind, sector)];
         chain.extend_from_slice(data);
         chain.push(self.status());

@@ -1,5 +1,5 @@
-//! A guest's memory in the tables of the rings that serve it, so that the kernel need not find and pin its
-//! pages for each request.
+//! Registers a guest's memory with the rings that serve it, so that the kernel need not find and pin its pages
+//! for each request.
 //!
 //! Only speed depends on it: memory that cannot be registered is used all the same, and the log says so
 //! once for each front-end.
@@ -19,17 +19,17 @@ pub enum RegisteredMemory {
     Off,
 }
 
-/// What was registered for one front-end.
+/// Registers the memory of one front-end.
 pub struct Registration {
     wanted: RegisteredMemory,
-    /// Whether the log has it that the kernel refused.
-    told: bool,
+    /// Whether it was logged that the kernel refused.
+    has_logged: bool,
 }
 
 impl Registration {
-    /// Nothing yet.
+    /// Registers memory, or does nothing.
     pub fn new(wanted: RegisteredMemory) -> Self {
-        Self { wanted, told: false }
+        Self { wanted, has_logged: false }
     }
 
     /// Prepares memory that came for being registered: its pages are taken now, on this thread, which may
@@ -40,17 +40,17 @@ impl Registration {
         }
     }
 
-    /// Registers the memory with the ring of `home`, if that is wanted, and waits until it is. What is
+    /// Registers the memory with the ring of `event_loop`, if that is wanted, and waits until it is. What is
     /// there already stays; regions that are gone are given back by themselves.
-    pub fn register(&mut self, memory: &GuestMemory, home: &Handle, disk: &str) {
+    pub fn register(&mut self, memory: &GuestMemory, event_loop: &Handle, disk: &str) {
         if self.wanted == RegisteredMemory::Off {
             return;
         }
         let memory = memory.clone();
-        let registered = home.spawn(move || async move { memory.register() }).wait();
+        let registered = event_loop.spawn(move || async move { memory.register() }).wait();
         // Without an outcome the server ends.
         if let Some(Err(error)) = registered
-            && !std::mem::replace(&mut self.told, true)
+            && !std::mem::replace(&mut self.has_logged, true)
         {
             let advice = advice(&error);
             tracing::warn!(

@@ -6,8 +6,9 @@ use blockhouse_core::{ByteRange, Durability, Fallback, Request, Unmap};
 use blockhouse_engine::{GuestMemory, GuestRange};
 use virtio_bindings::bindings::virtio_blk::VIRTIO_BLK_WRITE_ZEROES_FLAG_UNMAP;
 
-use crate::chain::{Chain, Command, Ranges, SECTOR, Status, take_bytes};
-use crate::limits::RequestLimits;
+use super::header::{Command, SECTOR, Status, decode_header};
+use super::limits::RequestLimits;
+use crate::ring::{Buffers, Chain};
 
 /// The most ranges of one discard or zero write.
 pub const MAX_RANGES: u32 = 32;
@@ -16,82 +17,82 @@ pub const MAX_RANGES: u32 = 32;
 pub const MAX_SECTORS: u32 = (1 << 22) - 1;
 
 /// Bytes of a range: sector, count of sectors, flags (`struct virtio_blk_discard_write_zeroes`).
-const RANGE: usize = 16;
+const RANGE_BYTES: usize = 16;
 
 /// Bytes of the disk's serial (`VIRTIO_BLK_ID_BYTES`).
-pub const SERIAL: usize = 20;
+pub const SERIAL_BYTES: usize = 20;
 
-/// What requests are carried out by.
-pub struct Terms<'a> {
+/// What the decoding of a request depends on.
+pub struct RequestContext<'a> {
     /// How durable writes are.
     pub durability: Durability,
     /// The disk's serial, padded with zeros.
-    pub serial: &'a [u8; SERIAL],
+    pub serial: &'a [u8; SERIAL_BYTES],
     /// Bytes of the disk.
     pub size: u64,
     /// How large a request may be.
     pub limits: RequestLimits,
 }
 
-/// What is to be done.
-pub enum Plan {
-    /// It is done already.
-    Nothing,
+/// The requests for the disk that a guest's request stands for.
+pub enum BlockRequests {
+    /// No request: it is done already.
+    None,
     /// One request.
     One(Request),
     /// Several, one after the other.
     Many(Vec<Request>),
 }
 
-impl Plan {
+impl BlockRequests {
     /// How many bytes of the chain's writable buffers, from the first one on, are changed at most. Also a
     /// request that fails may have changed them.
     pub fn written(&self) -> u64 {
         match self {
-            Self::Nothing => SERIAL as u64,
+            Self::None => SERIAL_BYTES as u64,
             Self::One(Request::Read { .. }) => u64::MAX,
             Self::One(_) | Self::Many(_) => 0,
         }
     }
 }
 
-/// Understands the request in `chain`, which was walked.
+/// Decodes the request in `chain`, which was walked.
 ///
 /// # Errors
-/// What to answer at once.
-pub fn plan(
-    terms: &Terms<'_>,
+/// The status to answer with at once.
+pub fn decode(
+    context: &RequestContext<'_>,
     memory: &Arc<GuestMemory>,
     chain: &mut Chain,
-) -> Result<Plan, Status> {
-    let command = chain.take_command(memory, terms.limits).map_err(|(status, why)| {
+) -> Result<BlockRequests, Status> {
+    let command = decode_header(chain, memory, context.limits).map_err(|(status, why)| {
         tracing::debug!("a guest's request is refused: {why}");
         status
     })?;
-    let durability = terms.durability;
+    let durability = context.durability;
     Ok(match command {
         Command::Read { offset } => {
-            inside(terms, offset, chain.length())?;
-            let into = memory.vector(&chain.writable).ok_or(Status::Failed)?;
-            Plan::One(Request::Read { offset, into })
+            inside(context, offset, chain.length())?;
+            let into = memory.vector(chain.writable()).ok_or(Status::Failed)?;
+            BlockRequests::One(Request::Read { offset, into })
         }
         Command::Write { offset } => {
-            let from = memory.vector(&chain.readable).ok_or(Status::Failed)?;
-            Plan::One(Request::Write { offset, from, durability })
+            let from = memory.vector(chain.readable()).ok_or(Status::Failed)?;
+            BlockRequests::One(Request::Write { offset, from, durability })
         }
-        Command::Flush => Plan::One(Request::Flush),
+        Command::Flush => BlockRequests::One(Request::Flush),
         Command::Identify => {
-            identify(terms, memory, chain)?;
-            Plan::Nothing
+            identify(context, memory, chain)?;
+            BlockRequests::None
         }
         Command::Discard => {
-            many(terms, memory, chain, |range, flags| match flags {
-                // What is discarded is not needed any more, so it need not be gone durably.
+            decode_ranges(context, memory, chain, |range, flags| match flags {
+                // A discard promises nothing about the data, so it need not be durable.
                 0 => Ok(Request::Discard { range, durability: Durability::None }),
                 _ => Err(Status::Unsupported),
             })?
         }
-        Command::WriteZeroes => many(terms, memory, chain, |range, flags| {
+        Command::WriteZeroes => decode_ranges(context, memory, chain, |range, flags| {
             let unmap = match flags {
                 0 => Unmap::Forbidden,
                 VIRTIO_BLK_WRITE_ZEROES_FLAG_UNMAP => Unmap::Allowed,
@@ -104,43 +105,47 @@ pub fn plan(
 
 /// The range, if the disk has it. [`Disk`](blockhouse_disk::Disk) checks that, too; here it is known before
 /// anything is done.
-fn inside(terms: &Terms<'_>, offset: u64, length: u64) -> Result<ByteRange, Status> {
-    let range = ByteRange::new(offset, length).filter(|range| range.end() <= terms.size);
+fn inside(context: &RequestContext<'_>, offset: u64, length: u64) -> Result<ByteRange, Status> {
+    let range = ByteRange::new(offset, length).filter(|range| range.end() <= context.size);
     range.ok_or(Status::Failed)
 }
 
 /// Writes the serial, or as much of it as the guest has room for; all of that, or nothing.
-fn identify(terms: &Terms<'_>, memory: &Arc<GuestMemory>, chain: &Chain) -> Result<(), Status> {
-    let mut left = terms.serial.len() as u32;
-    let mut ranges = Ranges::new();
-    for &GuestRange { address, length } in &chain.writable {
+fn identify(
+    context: &RequestContext<'_>,
+    memory: &Arc<GuestMemory>,
+    chain: &Chain,
+) -> Result<(), Status> {
+    let mut left = context.serial.len() as u32;
+    let mut ranges = Buffers::new();
+    for &GuestRange { address, length } in chain.writable() {
         let length = length.min(left);
         left -= length;
         if length > 0 {
             ranges.push(GuestRange { address, length });
         }
     }
-    let mut place = memory.vector(&ranges).ok_or(Status::Failed)?;
-    place.copy_from(&terms.serial[..place.len()]);
+    let mut into = memory.vector(&ranges).ok_or(Status::Failed)?;
+    into.copy_from(&context.serial[..into.len()]);
     Ok(())
 }
 
 /// One request for each range that the chain's data names. All ranges are checked before the first
 /// request is carried out.
-fn many(
-    terms: &Terms<'_>,
+fn decode_ranges(
+    context: &RequestContext<'_>,
     memory: &GuestMemory,
     chain: &mut Chain,
     request: impl Fn(ByteRange, u32) -> Result<Request, Status>,
-) -> Result<Plan, Status> {
-    let length: u64 = chain.readable.iter().map(|range| u64::from(range.length)).sum();
-    let count = length / RANGE as u64;
-    if !length.is_multiple_of(RANGE as u64) || !(1..=u64::from(MAX_RANGES)).contains(&count) {
+) -> Result<BlockRequests, Status> {
+    let length = chain.readable_length();
+    let count = length / RANGE_BYTES as u64;
+    if !length.is_multiple_of(RANGE_BYTES as u64) || !(1..=u64::from(MAX_RANGES)).contains(&count) {
         return Err(Status::Failed);
     }
     let mut requests = Vec::with_capacity(count as usize);
     for _ in 0..count {
-        let bytes: [u8; RANGE] = take_bytes(memory, &mut chain.readable).ok_or(Status::Failed)?;
+        let bytes: [u8; RANGE_BYTES] = chain.take_bytes(memory).ok_or(Status::Failed)?;
         let number = |at: usize| u32::from_le_bytes([0, 1, 2, 3].map(|byte| bytes[at + byte]));
         let (low, high, sectors, flags) = (number(0), number(4), number(8), number(12));
         if sectors > MAX_SECTORS {
@@ -148,8 +153,8 @@ fn many(
         }
         let sector = u64::from(low) | u64::from(high) << 32;
         let offset = sector.checked_mul(SECTOR).ok_or(Status::Failed)?;
-        let range = inside(terms, offset, u64::from(sectors) * SECTOR)?;
+        let range = inside(context, offset, u64::from(sectors) * SECTOR)?;
         requests.push(request(range, flags)?);
     }
-    Ok(Plan::Many(requests))
+    Ok(BlockRequests::Many(requests))
 }

@@ -1,10 +1,10 @@
-//! In-flight tracking: memory of the front-end's in which it is written down which requests are under
-//! way, so that a server that takes over from one that was killed does them again.
+//! In-flight I/O tracking: memory of the front-end that names the requests in flight, so that a server that
+//! takes over from one that was killed executes them again.
 //!
 //! The layout and the order of stores are those that the vhost-user specification proposes for split
-//! queues ("Inflight I/O tracking"): after each single store, whoever takes over knows what to do.
-//! Requests are done again in the order in which they came. Behind the queues this server keeps the
-//! state of the write cache, because the guest does not set it again.
+//! queues ("Inflight I/O tracking"): after each single store, the memory tells a new server what to
+//! resubmit. Requests are resubmitted in the order in which they came. After the queues this server keeps
+//! the state of the write cache, because the guest does not set it again.
 
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
@@ -15,8 +15,8 @@ use blockhouse_engine::{SharedMemory, View};
 use rustix::fs::{MemfdFlags, SealFlags};
 
 /// Bytes before a queue's entries, and of an entry.
-const HEAD: usize = 16;
-const ENTRY: usize = 16;
+const HEAD_BYTES: usize = 16;
+const ENTRY_BYTES: usize = 16;
 
 /// Offsets in the head.
 const VERSION: usize = 8;
@@ -29,23 +29,23 @@ const NEXT: usize = 6;
 const COUNTER: usize = 8;
 
 /// The layout that this is.
-const THIS_VERSION: u16 = 1;
+const OUR_VERSION: u16 = 1;
 
-/// Bytes behind the queues, for the device.
-const DEVICE: usize = 64;
-/// What the device's byte says of the write cache.
+/// Bytes after the queues, for the device.
+const DEVICE_BYTES: usize = 64;
+/// The device's byte: the state of the write cache.
 const UNKNOWN: u8 = 0;
 const VOLATILE: u8 = 1;
 const DURABLE: u8 = 2;
 
 /// Bytes of one queue's part.
 fn part(entries: u16) -> usize {
-    (HEAD + ENTRY * usize::from(entries)).next_multiple_of(64)
+    (HEAD_BYTES + ENTRY_BYTES * usize::from(entries)).next_multiple_of(64)
 }
 
 /// Bytes for `queues` queues of `entries` entries.
 pub fn size(queues: u16, entries: u16) -> usize {
-    part(entries) * usize::from(queues) + DEVICE
+    part(entries) * usize::from(queues) + DEVICE_BYTES
 }
 
 /// A memory file of `size` bytes. It can neither shrink nor grow: the server touches this memory, and
@@ -69,10 +69,10 @@ pub fn queue(memory: &Arc<SharedMemory>, index: u16, entries: u16) -> Option<Vie
 
 /// Where the state of the write cache is kept; `None` in memory that another kind of server made.
 pub fn device(memory: &Arc<SharedMemory>, queues: u16, entries: u16) -> Option<View> {
-    View::new(Arc::clone(memory), part(entries) * usize::from(queues), DEVICE)
+    View::new(Arc::clone(memory), part(entries) * usize::from(queues), DEVICE_BYTES)
 }
 
-/// The write cache as it was left; `None` when nothing is known.
+/// The state of the write cache as an earlier server left it; `None` when none did.
 pub fn write_cache(device: &View) -> Option<WriteCache> {
     match device.load_u8(0) {
         VOLATILE => Some(WriteCache::Volatile),
@@ -90,53 +90,53 @@ pub fn keep_write_cache(device: &View, cache: WriteCache) {
     device.store_u8(0, byte);
 }
 
-/// The book of one queue.
-pub struct Book {
+/// The in-flight log of one queue.
+pub struct InflightQueue {
     view: View,
     entries: u16,
     counter: u64,
-    /// Those put into the used ring and not yet struck out.
+    /// Requests in the used ring whose entries are not cleared yet.
     batch: Vec<u16>,
 }
 
-/// What a queue goes on with.
+/// What a queue resumes with.
 pub struct Recovery {
-    /// Requests to be done again, the oldest first.
-    pub again: Vec<u16>,
-    /// The next available entry, if the book says.
-    pub next_available: Option<u16>,
+    /// Requests to be executed again, the oldest first.
+    pub resubmit: Vec<u16>,
+    /// The number of the next available entry, if the log was in use before.
+    pub last_avail_idx: Option<u16>,
 }
 
-impl Book {
+impl InflightQueue {
     /// Takes a queue's part over. `used` is the number of the next entry in its used ring. `None` when
     /// the part is too small.
     pub fn open(view: View, entries: u16, used: u16) -> Option<(Self, Recovery)> {
-        if view.len() < HEAD + ENTRY * usize::from(entries) {
+        if view.len() < HEAD_BYTES + ENTRY_BYTES * usize::from(entries) {
             return None;
         }
-        let mut book = Self { view, entries, counter: 0, batch: Vec::new() };
-        let is_new = book.view.load_u16(VERSION, Relaxed) != THIS_VERSION;
+        let mut log = Self { view, entries, counter: 0, batch: Vec::new() };
+        let is_new = log.view.load_u16(VERSION, Relaxed) != OUR_VERSION;
         if is_new {
-            book.view.store_u16(COUNT, entries);
-            book.view.store_u16(USED, used);
-            book.view.store_u16(VERSION, THIS_VERSION);
+            log.view.store_u16(COUNT, entries);
+            log.view.store_u16(USED, used);
+            log.view.store_u16(VERSION, OUR_VERSION);
         } else {
-            book.strike_last_batch(used);
+            log.clear_last_batch(used);
         }
-        let again = book.under_way();
-        let next_available = (!is_new).then(|| used.wrapping_add(again.len() as u16));
-        Some((book, Recovery { again, next_available }))
+        let resubmit = log.inflight_heads();
+        let last_avail_idx = (!is_new).then(|| used.wrapping_add(resubmit.len() as u16));
+        Some((log, Recovery { resubmit, last_avail_idx }))
     }
 
     fn entry(&self, head: u16) -> usize {
-        HEAD + ENTRY * usize::from(head)
+        HEAD_BYTES + ENTRY_BYTES * usize::from(head)
     }
 
-    /// If the last batch was published but not struck out, strikes it out.
-    fn strike_last_batch(&mut self, used: u16) {
+    /// Clears the entries of the last batch if it was published.
+    fn clear_last_batch(&mut self, used: u16) {
         let known = self.view.load_u16(USED, Relaxed);
         let mut head = self.view.load_u16(LAST_BATCH, Relaxed);
-        // What the memory says is a front-end's word: no more entries than there are.
+        // The front-end can write this memory: the loop is bounded by the number of entries.
         for _ in 0..used.wrapping_sub(known).min(self.entries) {
             if head >= self.entries {
                 break;
@@ -148,8 +148,8 @@ impl Book {
         self.view.store_u16(USED, used);
     }
 
-    /// What was begun and not finished, the oldest first.
-    fn under_way(&mut self) -> Vec<u16> {
+    /// The requests that were begun and did not complete, the oldest first.
+    fn inflight_heads(&mut self) -> Vec<u16> {
         // Copied before they are sorted: the front-end may change the counters meanwhile, and a sort by
         // keys that change may panic.
         let mut begun: Vec<(u64, u16)> = (0..self.entries)
@@ -193,53 +193,53 @@ mod tests {
     use super::*;
 
     fn memory(entries: u16) -> Arc<SharedMemory> {
-        let file = rustix::fs::memfd_create("book", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
+        let file = rustix::fs::memfd_create("inflight", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
         let size = size(2, entries);
         rustix::fs::ftruncate(&file, size as u64).unwrap();
         Arc::new(SharedMemory::map(&file, 0, size, &FaultDomain::unconnected()).unwrap())
     }
 
-    fn open(memory: &Arc<SharedMemory>, used: u16) -> (Book, Recovery) {
-        Book::open(queue(memory, 1, 8).unwrap(), 8, used).unwrap()
+    fn open(memory: &Arc<SharedMemory>, used: u16) -> (InflightQueue, Recovery) {
+        InflightQueue::open(queue(memory, 1, 8).unwrap(), 8, used).unwrap()
     }
 
     #[test]
-    fn a_new_book_says_nothing_of_the_past() {
+    fn a_new_log_has_nothing_to_resubmit() {
         let memory = memory(8);
         let (_, recovery) = open(&memory, 700);
-        assert!(recovery.again.is_empty() && recovery.next_available.is_none());
+        assert!(recovery.resubmit.is_empty() && recovery.last_avail_idx.is_none());
         let (_, recovery) = open(&memory, 700);
-        assert_eq!(recovery.next_available, Some(700));
+        assert_eq!(recovery.last_avail_idx, Some(700));
     }
 
     #[test]
-    fn what_was_under_way_is_done_again_in_order() {
+    fn requests_in_flight_are_resubmitted_in_order() {
         let memory = memory(8);
-        let (mut book, _) = open(&memory, 10);
-        [5, 2, 7].into_iter().for_each(|head| book.begin(head));
-        book.end(2);
-        book.published(11);
-        book.begin(2);
-        drop(book);
-        let (mut book, recovery) = open(&memory, 11);
-        assert_eq!((recovery.again, recovery.next_available), (vec![5, 7, 2], Some(14)));
+        let (mut log, _) = open(&memory, 10);
+        [5, 2, 7].into_iter().for_each(|head| log.begin(head));
+        log.end(2);
+        log.published(11);
+        log.begin(2);
+        drop(log);
+        let (mut log, recovery) = open(&memory, 11);
+        assert_eq!((recovery.resubmit, recovery.last_avail_idx), (vec![5, 7, 2], Some(14)));
         // The order holds over another end.
-        book.begin(0);
-        assert_eq!(open(&memory, 11).1.again, [5, 7, 2, 0]);
+        log.begin(0);
+        assert_eq!(open(&memory, 11).1.resubmit, [5, 7, 2, 0]);
     }
 
     #[test]
-    fn a_batch_that_was_published_but_not_struck_out_is_over() {
+    fn a_batch_that_was_published_but_not_cleared_is_over() {
         let memory = memory(8);
-        let (mut book, _) = open(&memory, 65535);
-        [1, 2, 3].into_iter().for_each(|head| book.begin(head));
-        book.end(3);
-        book.end(1);
-        // Killed before the index was published: all are done again.
-        assert_eq!(open(&memory, 65535).1.again, [1, 2, 3]);
+        let (mut log, _) = open(&memory, 65535);
+        [1, 2, 3].into_iter().for_each(|head| log.begin(head));
+        log.end(3);
+        log.end(1);
+        // Killed before the index was published: all are resubmitted.
+        assert_eq!(open(&memory, 65535).1.resubmit, [1, 2, 3]);
         // Killed after that.
         let recovery = open(&memory, 1).1;
-        assert_eq!((recovery.again, recovery.next_available), (vec![2], Some(2)));
+        assert_eq!((recovery.resubmit, recovery.last_avail_idx), (vec![2], Some(2)));
     }
 
     #[test]
@@ -250,7 +250,7 @@ mod tests {
             memory.write(offset, &[0xff]);
         }
         let view = queue(&memory, 1, 8).unwrap();
-        view.store_u16(VERSION, THIS_VERSION);
+        view.store_u16(VERSION, OUR_VERSION);
         drop(open(&memory, 4));
         assert!(queue(&memory, 2, 8).is_none() && queue(&memory, 0, 1024).is_none());
     }
@@ -260,8 +260,8 @@ mod tests {
         const ENTRIES: u16 = 1024;
         let memory = memory(ENTRIES);
         let part = || queue(&memory, 0, ENTRIES).unwrap();
-        let (mut book, _) = Book::open(part(), ENTRIES, 0).unwrap();
-        (0..ENTRIES).for_each(|head| book.begin(head));
+        let (mut log, _) = InflightQueue::open(part(), ENTRIES, 0).unwrap();
+        (0..ENTRIES).for_each(|head| log.begin(head));
         let over = std::sync::atomic::AtomicBool::new(false);
         std::thread::scope(|scope| {
             scope.spawn(|| {
@@ -270,15 +270,15 @@ mod tests {
                 while !over.load(Relaxed) {
                     for head in 0..usize::from(ENTRIES) {
                         number = number.wrapping_mul(6364136223846793005).wrapping_add(1);
-                        view.store_u64(HEAD + ENTRY * head + COUNTER, number);
+                        view.store_u64(HEAD_BYTES + ENTRY_BYTES * head + COUNTER, number);
                     }
                 }
             });
             // Ends the thread also when this one panics.
             let _ends = Ends(&over);
             for _ in 0..100 {
-                let (_, recovery) = Book::open(part(), ENTRIES, 0).unwrap();
-                let mut heads = recovery.again;
+                let (_, recovery) = InflightQueue::open(part(), ENTRIES, 0).unwrap();
+                let mut heads = recovery.resubmit;
                 heads.sort_unstable();
                 assert!(heads.into_iter().eq(0..ENTRIES), "each once");
             }

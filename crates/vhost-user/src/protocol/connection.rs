@@ -1,5 +1,4 @@
-//! A front-end's connection: messages with their descriptors come in, replies go out (vhost-user
-//! specification, "Message Specification").
+//! A front-end's connection: receives messages with their descriptors, and sends replies.
 //!
 //! Guarantees: a message is read to its end, in however many pieces it arrives, and never beyond, since
 //! descriptors belong to the message with whose bytes they came; a message that stays incomplete, or that
@@ -19,8 +18,7 @@ use rustix::net::{
     SendAncillaryMessage, SendFlags, recvmsg, sendmsg,
 };
 
-/// Bytes of a header: request, flags, bytes of the payload.
-const HEADER: usize = 12;
+use super::numbers::{HEADER_BYTES, VERSION, VERSION_MASK};
 
 /// The most bytes of a payload; the longest message that is understood here, a table of
 /// 32 regions, is a quarter of it.
@@ -33,14 +31,11 @@ pub const MAX_DESCRIPTORS: usize = 32;
 /// stops in the middle would hold the descriptors of its first half, and the device, for ever.
 const MAX_MESSAGE_TIME: Duration = Duration::from_secs(10);
 
-/// The version of the protocol and the mask for it, in a header's flags.
-const VERSION: u32 = 1;
-const VERSION_MASK: u32 = 3;
 /// `VHOST_USER_REPLY_MASK`, `VHOST_USER_NEED_REPLY_MASK`.
 const REPLY: u32 = 1 << 2;
 const NEED_REPLY: u32 = 1 << 3;
 
-/// A message of a front-end's.
+/// A message of a front-end.
 #[derive(Debug)]
 pub struct Message {
     /// The type of the request.
@@ -53,7 +48,7 @@ pub struct Message {
     pub descriptors: Vec<OwnedFd>,
 }
 
-/// The connection. Both directions block nobody but the thread that reads.
+/// The connection of a front-end. It blocks the thread that reads, and no other.
 #[derive(Debug)]
 pub struct Connection {
     stream: UnixStream,
@@ -61,7 +56,7 @@ pub struct Connection {
     message_time: Duration,
 }
 
-/// What came of a message so far.
+/// The part of a message that was received so far.
 #[derive(Default)]
 struct Partial {
     descriptors: Vec<OwnedFd>,
@@ -74,12 +69,12 @@ fn invalid(what: impl Into<String>) -> io::Error {
 }
 
 impl Connection {
-    /// Takes a connected socket over.
+    /// A connection by this socket.
     pub fn new(stream: UnixStream) -> Self {
         Self { stream, message_time: MAX_MESSAGE_TIME }
     }
 
-    /// Waits for the next message. `None` when the front-end has left.
+    /// Waits for the next message. `None` when the front-end has closed the connection.
     ///
     /// # Errors
     /// The kernel's; `InvalidData` when no further message can be told apart: a header that is none, a
@@ -88,10 +83,10 @@ impl Connection {
     /// first bytes.
     pub fn receive(&self) -> io::Result<Option<Message>> {
         let mut partial = Partial::default();
-        let mut header = [0; HEADER];
+        let mut header = [0; HEADER_BYTES];
         match self.fill(&mut header, &mut partial)? {
             0 => return Ok(None),
-            HEADER => {}
+            HEADER_BYTES => {}
             count => return Err(invalid(format!("{count} bytes of a header, then the end"))),
         }
         let word = |at: usize| u32::from_ne_bytes([0, 1, 2, 3].map(|byte| header[at + byte]));
@@ -112,7 +107,7 @@ impl Connection {
         Ok(Some(Message { request, needs_reply, payload, descriptors: partial.descriptors }))
     }
 
-    /// Reads until the buffer is full, or the connection's end. Gives the count of bytes.
+    /// Reads until the buffer is full, or to the connection's end. Returns the count of bytes.
     fn fill(&self, buffer: &mut [u8], partial: &mut Partial) -> io::Result<usize> {
         let mut filled = 0;
         while filled < buffer.len() {
@@ -146,7 +141,7 @@ impl Connection {
                     partial.deadline.get_or_insert_with(deadline);
                 }
                 Err(Errno::INTR) => {}
-                // It left without reading everything.
+                // It closed the connection without reading everything.
                 Err(Errno::CONNRESET) => break,
                 Err(error) => return Err(error.into()),
             }
@@ -182,7 +177,7 @@ impl Connection {
         payload: &[u8],
         descriptor: Option<BorrowedFd<'_>>,
     ) -> io::Result<()> {
-        let mut bytes = Vec::with_capacity(HEADER + payload.len());
+        let mut bytes = Vec::with_capacity(HEADER_BYTES + payload.len());
         for word in [request, VERSION | REPLY, payload.len() as u32] {
             bytes.extend_from_slice(&word.to_ne_bytes());
         }
@@ -271,7 +266,7 @@ mod tests {
     #[test]
     fn a_message_that_stays_incomplete_ends_the_connection() {
         let message = words(&[5, VERSION, 4, 9]);
-        for sent in [1, HEADER, HEADER + 1] {
+        for sent in [1, HEADER_BYTES, HEADER_BYTES + 1] {
             let (mut connection, mut peer) = pair();
             connection.message_time = Duration::from_millis(20);
             peer.write_all(&message[..sent]).unwrap();
@@ -289,8 +284,8 @@ mod tests {
         };
         // With the header, with the payload, with none.
         send(&message, &[file.as_fd(), file.as_fd()]);
-        send(&message[..HEADER], &[]);
-        send(&message[HEADER..], &[file.as_fd()]);
+        send(&message[..HEADER_BYTES], &[]);
+        send(&message[HEADER_BYTES..], &[file.as_fd()]);
         send(&message, &[]);
         for count in [2, 1, 0] {
             assert_eq!(connection.receive().unwrap().unwrap().descriptors.len(), count);
@@ -315,7 +310,7 @@ mod tests {
     }
 
     #[test]
-    fn a_front_end_that_reads_nothing_blocks_nobody() {
+    fn a_front_end_that_reads_nothing_blocks_no_thread() {
         let (connection, _peer) = pair();
         let error = (0..1 << 20).find_map(|_| connection.reply(1, &[0; 256], None).err());
         assert_eq!(error.unwrap().kind(), ErrorKind::WouldBlock);

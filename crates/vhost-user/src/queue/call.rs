@@ -5,12 +5,12 @@ use std::os::fd::OwnedFd;
 
 use blockhouse_engine::EventSignal;
 
-/// An eventfd to signal. The front-end can fill its counter, change its flags and never read it: a signal
-/// waits for none of that.
+/// An eventfd to signal. A signal never waits, even if the front-end fills the counter, changes the flags of
+/// the file or never reads it.
 pub struct Call(EventSignal);
 
 impl Call {
-    /// Takes an eventfd over.
+    /// A call by this eventfd.
     ///
     /// # Errors
     /// `InvalidInput` when it is something else; the kernel's when it cannot be signalled without waiting.

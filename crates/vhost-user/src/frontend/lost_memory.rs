@@ -1,19 +1,19 @@
-//! What to say when memory that a front-end shares has vanished under us.
+//! The log line for memory of a front-end that has vanished.
 
 use blockhouse_engine::{Fault, GuestMemory, MemoryKind, SharedMemory};
 
 /// A line for a person: which memory, why, and what helps.
-pub fn describe(fault: Fault, memory: &GuestMemory, tracking: Option<&SharedMemory>) -> String {
+pub fn describe(fault: Fault, memory: &GuestMemory, inflight: Option<&SharedMemory>) -> String {
     let in_guest = memory.regions().iter().find_map(|region| {
         let address = region.guest + region.memory.offset_of(fault.address())? as u64;
         Some((format!("guest memory at {address:#x}"), region.memory.kind()))
     });
-    let in_tracking = || {
-        let tracking = tracking?;
-        tracking.offset_of(fault.address())?;
-        Some(("the memory for in-flight tracking".to_owned(), tracking.kind()))
+    let in_inflight = || {
+        let inflight = inflight?;
+        inflight.offset_of(fault.address())?;
+        Some(("the memory for in-flight tracking".to_owned(), inflight.kind()))
     };
-    let (what, kind) = in_guest.or_else(in_tracking).unzip();
+    let (what, kind) = in_guest.or_else(in_inflight).unzip();
     let what = what.as_deref().unwrap_or("memory that it shared");
     let why = match fault {
         Fault::Hardware { .. } => "is broken on the host (machine check, see the kernel's log)",

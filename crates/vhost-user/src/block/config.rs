@@ -1,4 +1,4 @@
-//! What the device tells of itself: features and configuration space (virtio 1.2, section 5.2.4).
+//! What the device offers and reports: features and configuration space (virtio 1.2, section 5.2.4).
 
 use blockhouse_core::{Offload, Storage, WriteCache};
 use blockhouse_disk::{Access, Disk};
@@ -12,9 +12,9 @@ use virtio_bindings::bindings::virtio_ring::{
     VIRTIO_RING_F_EVENT_IDX, VIRTIO_RING_F_INDIRECT_DESC,
 };
 
-use crate::chain::SECTOR;
-use crate::limits::{SEG_MAX, SIZE_MAX};
-use crate::request::{MAX_RANGES, MAX_SECTORS};
+use super::header::SECTOR;
+use super::limits::{SEG_MAX, SIZE_MAX};
+use super::request::{MAX_RANGES, MAX_SECTORS};
 
 /// `VHOST_F_LOG_ALL` of `<linux/vhost_types.h>`: changes of the guest's memory are logged.
 pub const LOG_ALL: u64 = 1 << 26;
@@ -24,7 +24,7 @@ pub const PROTOCOL_FEATURES: u64 = 1 << 30;
 /// The offset of the one byte that a driver may write: whether the write cache is volatile.
 pub const WRITEBACK: u32 = 32;
 
-/// Bytes of the configuration space; what lies behind reads as zeros.
+/// Bytes of the configuration space; what follows reads as zeros.
 const LENGTH: usize = 60;
 /// As far as a front-end may read it (`VHOST_USER_MAX_CONFIG_SIZE`).
 const READABLE: usize = 256;
@@ -35,7 +35,7 @@ const fn bit(feature: u32) -> u64 {
 
 /// The bit of `VIRTIO_RING_F_EVENT_IDX`.
 pub const EVENT_INDEX: u64 = bit(VIRTIO_RING_F_EVENT_IDX);
-/// A driver that took neither of these expects every write to be durable.
+/// A driver that accepted neither of these expects every write to be durable.
 pub const KNOWS_WRITE_CACHE: u64 = bit(VIRTIO_BLK_F_FLUSH) | bit(VIRTIO_BLK_F_CONFIG_WCE);
 
 /// The write cache as a driver with these features finds it (virtio 1.2, section 5.2.5.2): durable if the
@@ -101,7 +101,7 @@ fn space<S: Storage>(disk: &Disk<S>, queues: u16, cache: WriteCache) -> Vec<u8> 
     put(&SEG_MAX.to_le_bytes());
     // Cylinders, heads and sectors: none.
     put(&[0; 4]);
-    // Everything goes down to one sector; what is better aligned is cheaper, says the topology.
+    // A request may be of one sector; the topology says which alignment is cheaper.
     put(&(SECTOR as u32).to_le_bytes());
     let exponent = (block / SECTOR).ilog2() as u8;
     put(&[exponent, 0]);

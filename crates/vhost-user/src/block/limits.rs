@@ -1,19 +1,19 @@
 //! How large one request may be, and how much a queue may have in flight.
 //!
-//! A chain is a driver's word: its descriptors may name the same memory again and again, so neither the
-//! guest's memory nor its disk bounds what one request asks for. `size_max` and `seg_max` (virtio 1.2,
-//! section 5.2.4) are announced and hold for drivers that took them; the largest request of all holds
-//! for everybody. What is longer fails with an I/O error and nothing else happens.
+//! The descriptors of a chain may name the same memory again and again, so neither the guest's memory nor
+//! its disk bounds what one request asks for. `size_max` and `seg_max` (virtio 1.2, section 5.2.4) are
+//! announced and hold for drivers that accepted them; the largest request of all holds for every driver. A
+//! longer request fails with an I/O error and has no other effect.
 //!
 //! The values cost no driver anything. Linux sends at most 4 MiB in a request unless told otherwise, and
-//! the largest request is as long as both limits allow. EDK2's driver takes neither feature and sends
+//! the largest request is as long as both limits allow. EDK2's driver accepts neither feature and sends
 //! what its caller asked for, a whole file perhaps, up to 1 GiB in one buffer. (QEMU's own device takes
 //! 2 GiB less a sector; SPDK announces 128 KiB in each of 126 buffers.)
 
 use blockhouse_core::InFlightLimits;
 use virtio_bindings::bindings::virtio_blk::{VIRTIO_BLK_F_SEG_MAX, VIRTIO_BLK_F_SIZE_MAX};
 
-use crate::chain::{MAX_DESCRIPTORS, Ranges};
+use crate::ring::{Buffers, MAX_CHAIN, MAX_ENTRIES};
 
 /// Bytes of one buffer of data (`size_max`): 126 of these are just less than the largest request.
 pub const SIZE_MAX: u32 = 8 << 20;
@@ -24,15 +24,15 @@ pub const SEG_MAX: u32 = 126;
 
 /// What a queue may have in flight. The number of requests is bounded by its ring. Requests move data
 /// from and to the guest's own memory, so the bytes cost time, not memory: those beyond wait in the ring.
-pub const QUEUE: InFlightLimits = InFlightLimits {
+pub const QUEUE_LIMITS: InFlightLimits = InFlightLimits {
     request_bytes: 1 << 30,
-    requests: crate::ring::MAX_ENTRIES as usize,
+    requests: MAX_ENTRIES as usize,
     ..InFlightLimits::DEFAULT
 };
 
-const _: () = assert!(SIZE_MAX as u64 * SEG_MAX as u64 <= QUEUE.request_bytes);
+const _: () = assert!(SIZE_MAX as u64 * SEG_MAX as u64 <= QUEUE_LIMITS.request_bytes);
 
-/// The limits of one request, as a driver knows them.
+/// The limits of one request for a driver.
 #[derive(Clone, Copy, Debug)]
 pub struct RequestLimits {
     buffer_bytes: u32,
@@ -40,29 +40,29 @@ pub struct RequestLimits {
 }
 
 impl RequestLimits {
-    /// Of a driver that took these features.
+    /// The limits of a driver that accepted these features.
     pub fn of(features: u64) -> Self {
         let has = |feature: u32| features & 1 << feature != 0;
         Self {
             buffer_bytes: if has(VIRTIO_BLK_F_SIZE_MAX) { SIZE_MAX } else { u32::MAX },
-            buffers: if has(VIRTIO_BLK_F_SEG_MAX) { SEG_MAX as usize } else { MAX_DESCRIPTORS },
+            buffers: if has(VIRTIO_BLK_F_SEG_MAX) { SEG_MAX as usize } else { MAX_CHAIN },
         }
     }
 
-    /// Checks the data buffers of a read or a write. Gives the bytes of all.
+    /// Checks the data buffers of a read or a write. Returns the bytes of all.
     ///
     /// # Errors
     /// Why the request is refused.
-    pub fn check(&self, buffers: &Ranges) -> Result<u64, &'static str> {
+    pub fn check(&self, buffers: &Buffers) -> Result<u64, &'static str> {
         if buffers.len() > self.buffers {
             return Err("more buffers of data than seg_max");
         }
         if buffers.iter().any(|buffer| buffer.length > self.buffer_bytes) {
             return Err("a buffer of data that is longer than size_max");
         }
-        // At most MAX_DESCRIPTORS times 4 GiB: it does not overflow.
+        // At most MAX_CHAIN times 4 GiB: it does not overflow.
         let length = buffers.iter().map(|buffer| u64::from(buffer.length)).sum();
-        if length > QUEUE.request_bytes {
+        if length > QUEUE_LIMITS.request_bytes {
             return Err("more data than the largest request has");
         }
         Ok(length)
@@ -83,7 +83,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_announced_holds_for_drivers_that_took_it() {
+    fn announced_limits_hold_for_drivers_that_accepted_them() {
         let (size, count) = (SIZE_MAX, SEG_MAX as usize);
         assert_eq!(check(BOTH, count, size), Some(u64::from(size) * count as u64));
         assert_eq!(check(BOTH, count + 1, 512), None);
@@ -94,8 +94,8 @@ mod tests {
 
     #[test]
     fn the_same_memory_named_many_times_counts_as_often() {
-        assert_eq!(check(0, MAX_DESCRIPTORS, u32::MAX), None);
+        assert_eq!(check(0, MAX_CHAIN, u32::MAX), None);
         assert_eq!(check(0, 2, (1 << 29) + 512), None);
-        assert_eq!(check(0, MAX_DESCRIPTORS, 1 << 20), None);
+        assert_eq!(check(0, MAX_CHAIN, 1 << 20), None);
     }
 }

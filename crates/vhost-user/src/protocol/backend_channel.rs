@@ -1,5 +1,5 @@
-//! Telling a front-end that the configuration has changed, at the socket that it sent for messages of
-//! ours (`VHOST_USER_SET_BACKEND_REQ_FD`).
+//! The back-end's own channel: the socket that a front-end sends for messages to it
+//! (`VHOST_USER_SET_BACKEND_REQ_FD`).
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -7,19 +7,17 @@ use std::os::fd::OwnedFd;
 use rustix::net::sockopt::socket_domain;
 use rustix::net::{AddressFamily, SendFlags, send};
 
-/// Bytes of a message's header: request, flags, size of what follows.
-const HEADER: usize = 12;
+use super::numbers::{HEADER_BYTES, VERSION};
+
 /// `VHOST_USER_BACKEND_CONFIG_CHANGE_MSG`.
 const CONFIG_CHANGE: u32 = 2;
-/// The version of the protocol, in a message's flags.
-const VERSION: u32 = 1;
 
-/// A front-end's socket for messages of ours.
+/// A front-end's socket for messages to it.
 #[derive(Debug)]
-pub struct Listener(OwnedFd);
+pub struct BackendChannel(OwnedFd);
 
-impl Listener {
-    /// Takes a socket over.
+impl BackendChannel {
+    /// A channel by this socket.
     ///
     /// # Errors
     /// `InvalidInput` when it is no Unix socket.
@@ -30,13 +28,13 @@ impl Listener {
         }
     }
 
-    /// Tells it that the configuration has changed. No answer is asked for: it would have to be waited
-    /// for while the front-end waits for one of ours.
+    /// Tells the front-end that the configuration has changed. Asks for no acknowledgement: the device would
+    /// wait for it while the front-end waits for a reply of the device.
     ///
     /// # Errors
-    /// The kernel's; a front-end that does not read what it is told is one as well.
-    pub fn tell(&self) -> io::Result<()> {
-        let mut message = [0; HEADER];
+    /// The kernel's; `WouldBlock` when the front-end does not read its messages.
+    pub fn notify_config_change(&self) -> io::Result<()> {
+        let mut message = [0; HEADER_BYTES];
         message[..4].copy_from_slice(&CONFIG_CHANGE.to_ne_bytes());
         message[4..8].copy_from_slice(&VERSION.to_ne_bytes());
         send(&self.0, &message, SendFlags::NOSIGNAL | SendFlags::DONTWAIT)?;

@@ -6,7 +6,7 @@ use blockhouse_engine::{GuestRange, View};
 /// Bytes that one bit stands for.
 const PAGE: u64 = 4096;
 
-/// The log, in memory of the front-end's. Clones are the same log.
+/// The log, in memory of the front-end. Clones are the same log.
 #[derive(Clone, Debug)]
 pub struct DirtyLog(View);
 
@@ -16,7 +16,7 @@ impl DirtyLog {
         Self(view)
     }
 
-    /// Notes that bytes were changed. Pages that the log has no bit for are not noted.
+    /// Marks the pages of bytes that were changed. Pages that the log has no bit for are left out.
     pub fn mark(&self, address: u64, length: u64) {
         let Some(last) = length.checked_sub(1).and_then(|more| address.checked_add(more)) else {
             return;
@@ -43,7 +43,7 @@ impl DirtyLog {
         byte + 8 <= self.0.len() && self.0.is_aligned(8)
     }
 
-    /// Notes that the first `length` bytes of the ranges, one after the other, were changed.
+    /// Marks the pages of the first `length` bytes of the ranges, one after the other.
     pub fn mark_first(&self, ranges: &[GuestRange], mut length: u64) {
         for range in ranges {
             let here = length.min(range.length.into());

@@ -1,0 +1,60 @@
+//! The write cache that is reported to the guest, and how durable its writes are: always the same.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use blockhouse_core::{Storage, WriteCache};
+use blockhouse_disk::Disk;
+
+/// The mode of the write cache: writeback (volatile) or writethrough.
+pub struct WriteCacheMode {
+    /// Whether writes need no flush whatever the driver says.
+    forced_writethrough: bool,
+    volatile: AtomicBool,
+    /// Whether the driver flushes, or sets the mode.
+    driver_flushes: AtomicBool,
+}
+
+impl WriteCacheMode {
+    /// The mode of the disk, for a driver that flushes.
+    pub fn of<S: Storage>(disk: &Disk<S>) -> Self {
+        let volatile = disk.capabilities().write_cache == WriteCache::Volatile;
+        let (volatile, driver_flushes) = (AtomicBool::new(volatile), AtomicBool::new(true));
+        Self { forced_writethrough: !volatile.load(Ordering::Relaxed), volatile, driver_flushes }
+    }
+
+    /// The state that is reported to the guest.
+    pub fn reported(&self) -> WriteCache {
+        match self.volatile.load(Ordering::Acquire) {
+            true => WriteCache::Volatile,
+            false => WriteCache::None,
+        }
+    }
+
+    /// The state that writes are done by: the reported one, but a driver that knows of no cache cannot flush it.
+    pub fn state(&self) -> WriteCache {
+        match self.driver_flushes.load(Ordering::Acquire) {
+            true => self.reported(),
+            false => WriteCache::None,
+        }
+    }
+
+    /// The driver changes the state. A disk without a volatile cache stays as it is, and reports that.
+    pub fn set(&self, cache: WriteCache) {
+        let volatile = cache == WriteCache::Volatile && !self.forced_writethrough;
+        self.volatile.store(volatile, Ordering::Release);
+    }
+
+    /// Sets whether the driver accepted a feature that makes it flush.
+    pub fn set_driver_flushes(&self, driver_flushes: DriverFlushes) {
+        self.driver_flushes.store(driver_flushes == DriverFlushes::Yes, Ordering::Release);
+    }
+}
+
+/// Whether a driver knows that there may be a volatile write cache.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum DriverFlushes {
+    /// It flushes, or turns the cache off.
+    Yes,
+    /// It takes every write for durable.
+    No,
+}

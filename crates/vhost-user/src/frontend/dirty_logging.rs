@@ -1,0 +1,49 @@
+//! Whether changes of the guest's memory are logged, and where.
+
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+
+use blockhouse_engine::{SharedMemory, View};
+
+use super::eventfd::{check_eventfd, duplicate_call};
+use crate::protocol::Result;
+use crate::queue::{Call, DirtyLog};
+
+/// What a queue logs by: the log, if changes are logged, the used ring's address for it, and how the front-end
+/// is told.
+pub type QueueLog = (Option<DirtyLog>, Option<u64>, Option<Call>);
+
+/// A front-end's log.
+#[derive(Default)]
+pub struct DirtyLogging {
+    is_enabled: bool,
+    log: Option<DirtyLog>,
+    /// How the front-end is told that the log has changed.
+    call: Option<OwnedFd>,
+}
+
+impl DirtyLogging {
+    /// Sets whether changes are logged (`VHOST_F_LOG_ALL`).
+    pub fn set_enabled(&mut self, is_enabled: bool) {
+        self.is_enabled = is_enabled;
+    }
+
+    /// Sets the log's memory.
+    pub fn set_log(&mut self, memory: SharedMemory) {
+        let length = memory.len();
+        self.log = View::new(Arc::new(memory), 0, length).map(DirtyLog::new);
+    }
+
+    /// Sets how the front-end is told that the log has changed.
+    pub fn set_call(&mut self, call: OwnedFd) -> Result<()> {
+        check_eventfd(Some(&call), "the log's changes")?;
+        self.call = Some(call);
+        Ok(())
+    }
+
+    /// What a queue logs by whose used ring is at this address.
+    pub fn for_queue(&self, used: Option<u64>) -> QueueLog {
+        let log = self.log.clone().filter(|_| self.is_enabled);
+        (log, used, duplicate_call(self.call.as_ref()).ok().flatten())
+    }
+}

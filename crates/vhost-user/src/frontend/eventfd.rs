@@ -1,0 +1,23 @@
+//! Eventfds that a front-end sends.
+
+use std::os::fd::OwnedFd;
+
+use blockhouse_engine::is_eventfd;
+
+use crate::protocol::{Result, refused};
+use crate::queue::Call;
+
+/// Checks that a descriptor can be signalled and watched. Allocates nothing: what is sent costs the front-end
+/// little.
+pub fn check_eventfd(descriptor: Option<&OwnedFd>, purpose: &str) -> Result<()> {
+    match descriptor.is_none_or(is_eventfd) {
+        true => Ok(()),
+        false => Err(refused(format_args!("a descriptor for {purpose} that is no eventfd"))),
+    }
+}
+
+/// Another handle of an eventfd, to be signalled.
+pub fn duplicate_call(descriptor: Option<&OwnedFd>) -> Result<Option<Call>> {
+    let duplicate = |descriptor: &OwnedFd| descriptor.try_clone().and_then(Call::new);
+    descriptor.map(duplicate).transpose().map_err(refused)
+}

@@ -1,0 +1,81 @@
+//! A front-end's memory for in-flight tracking: one part for each queue, and one for the device.
+
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+
+use blockhouse_core::WriteCache;
+use blockhouse_engine::{SharedMemory, View};
+
+use super::memory::MemoryTable;
+use crate::protocol::{InflightDescription, Result, refused};
+use crate::queue::inflight::{self, InflightQueue, Recovery};
+use crate::ring::MAX_ENTRIES;
+
+/// The most queues that a front-end may have tracked.
+const MAX_QUEUES: u16 = 1024;
+
+/// The mapped memory.
+pub struct InflightArea {
+    memory: Arc<SharedMemory>,
+    entries: u16,
+    /// The device's part; `None` in memory that another kind of server made.
+    device: Option<View>,
+}
+
+impl InflightArea {
+    /// New memory, for the front-end to keep.
+    pub fn create(wanted: &InflightDescription) -> Result<(InflightDescription, OwnedFd)> {
+        check(wanted)?;
+        let InflightDescription { queues, entries, .. } = *wanted;
+        let size = inflight::size(queues, entries) as u64;
+        let file = inflight::new_file(size)
+            .map_err(|error| refused(format_args!("no memory for in-flight tracking: {error}")))?;
+        Ok((InflightDescription { size, offset: 0, queues, entries }, file))
+    }
+
+    /// Memory that the front-end kept.
+    pub fn map(given: &InflightDescription, file: &OwnedFd, table: &MemoryTable) -> Result<Self> {
+        check(given)?;
+        let InflightDescription { size, offset, queues, entries } = *given;
+        let memory = Arc::new(table.map(file, offset, size, "in-flight tracking")?);
+        let device = inflight::device(&memory, queues, entries);
+        Ok(Self { memory, entries, device })
+    }
+
+    /// The memory.
+    pub fn memory(&self) -> &SharedMemory {
+        &self.memory
+    }
+
+    /// The in-flight log of a queue of `size` entries, whose next used entry is number `used`; `None` when
+    /// the memory has no part for it.
+    pub fn open_queue(
+        &self,
+        index: usize,
+        size: u16,
+        used: u16,
+    ) -> Option<(InflightQueue, Recovery)> {
+        let part = inflight::queue(&self.memory, index as u16, self.entries)?;
+        InflightQueue::open(part, self.entries.max(size), used)
+    }
+
+    /// The state of the write cache as an earlier server left it, if one did.
+    pub fn write_cache(&self) -> Option<WriteCache> {
+        self.device.as_ref().and_then(inflight::write_cache)
+    }
+
+    /// Keeps the state of the write cache for a server that takes over.
+    pub fn keep_write_cache(&self, cache: WriteCache) {
+        if let Some(device) = &self.device {
+            inflight::keep_write_cache(device, cache);
+        }
+    }
+}
+
+fn check(wanted: &InflightDescription) -> Result<()> {
+    let InflightDescription { queues, entries, .. } = *wanted;
+    if !(1..=MAX_QUEUES).contains(&queues) || !(1..=MAX_ENTRIES).contains(&entries) {
+        return Err(refused(format_args!("{queues} queues of {entries} entries")));
+    }
+    Ok(())
+}

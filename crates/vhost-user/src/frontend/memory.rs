@@ -1,0 +1,139 @@
+//! The memory that a front-end shares: its regions, and their registration with the rings of loops.
+
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+
+use blockhouse_engine::{FaultDomain, GuestMemory, GuestRegion, Handle, SharedMemory};
+
+use super::lost_memory;
+use super::registration::{RegisteredMemory, Registration};
+use crate::protocol::{MemoryRegion, Result, refused};
+
+/// The most regions of memory that a front-end may share; QEMU's limit for hot-plugged memory.
+pub const MAX_REGIONS: u64 = 509;
+
+/// A region's address and size are multiples of it: the smallest page of any guest's.
+const REGION_ALIGNMENT: u64 = 4096;
+
+/// A front-end's memory.
+pub struct MemoryTable {
+    /// Of all memory that the front-end shares.
+    domain: Arc<FaultDomain>,
+    guest: GuestMemory,
+    registration: Registration,
+}
+
+/// The guest's memory after a change that is not in force yet.
+pub struct ChangedMemory {
+    guest: GuestMemory,
+    added: Vec<Arc<SharedMemory>>,
+}
+
+impl ChangedMemory {
+    /// The guest's memory.
+    pub fn guest(&self) -> &GuestMemory {
+        &self.guest
+    }
+
+    fn add(
+        &mut self,
+        region: &MemoryRegion,
+        file: &OwnedFd,
+        domain: &Arc<FaultDomain>,
+    ) -> Result<()> {
+        let MemoryRegion { guest, size, user, offset } = *region;
+        // Many tiny regions would cut a guest's buffers into as many pieces.
+        if (guest | size) & (REGION_ALIGNMENT - 1) != 0 {
+            return Err(refused(format_args!(
+                "a region of memory that is not of whole pages: {size} bytes at {guest:#x}"
+            )));
+        }
+        let memory = Arc::new(map(file, offset, size, "guest memory", domain)?);
+        if !self.guest.add(GuestRegion { guest, user, memory: Arc::clone(&memory) }) {
+            return Err(refused("regions of memory that overlap"));
+        }
+        self.added.push(memory);
+        Ok(())
+    }
+}
+
+impl MemoryTable {
+    /// No memory yet; what comes fails in this domain, and is registered if that is wanted.
+    pub fn new(domain: Arc<FaultDomain>, wanted: RegisteredMemory) -> Self {
+        let registration = Registration::new(wanted);
+        Self { domain, guest: GuestMemory::new(), registration }
+    }
+
+    /// The guest's memory.
+    pub fn guest(&self) -> &GuestMemory {
+        &self.guest
+    }
+
+    /// The fault domain of all memory that the front-end shares.
+    pub fn domain(&self) -> &Arc<FaultDomain> {
+        &self.domain
+    }
+
+    /// What memory has vanished, if any has: a line for the log.
+    pub fn lost(&self, inflight: Option<&SharedMemory>) -> Option<String> {
+        self.domain.fault().map(|fault| lost_memory::describe(fault, &self.guest, inflight))
+    }
+
+    /// The memory with these regions instead of all others.
+    pub fn replaced(&self, regions: &[MemoryRegion], files: &[OwnedFd]) -> Result<ChangedMemory> {
+        let added = Vec::with_capacity(regions.len());
+        let mut changed = ChangedMemory { guest: GuestMemory::new(), added };
+        for (region, file) in regions.iter().zip(files) {
+            changed.add(region, file, &self.domain)?;
+        }
+        Ok(changed)
+    }
+
+    /// The memory with one region more.
+    pub fn with(&self, region: &MemoryRegion, file: &OwnedFd) -> Result<ChangedMemory> {
+        if self.guest.regions().len() as u64 >= MAX_REGIONS {
+            return Err(refused("too many regions of memory"));
+        }
+        let mut changed = ChangedMemory { guest: self.guest.clone(), added: Vec::new() };
+        changed.add(region, file, &self.domain)?;
+        Ok(changed)
+    }
+
+    /// The memory without a region.
+    pub fn without(&self, region: &MemoryRegion) -> Result<ChangedMemory> {
+        let mut changed = ChangedMemory { guest: self.guest.clone(), added: Vec::new() };
+        match changed.guest.remove(region.guest, region.user, region.size) {
+            true => Ok(changed),
+            false => Err(refused("there is no such region of memory")),
+        }
+    }
+
+    /// Puts a change in force. It waits for the pages of what was added, where that is to be registered.
+    pub fn adopt(&mut self, changed: ChangedMemory) {
+        changed.added.iter().for_each(|memory| self.registration.prepare(memory));
+        self.guest = changed.guest;
+    }
+
+    /// Registers the memory with the ring of a loop, if that is wanted.
+    pub fn register(&mut self, event_loop: &Handle, disk: &str) {
+        self.registration.register(&self.guest, event_loop, disk);
+    }
+
+    /// Maps other memory of the front-end; `what` it is for.
+    pub fn map(&self, file: &OwnedFd, offset: u64, size: u64, what: &str) -> Result<SharedMemory> {
+        map(file, offset, size, what, &self.domain)
+    }
+}
+
+fn map(
+    file: &OwnedFd,
+    offset: u64,
+    size: u64,
+    what: &str,
+    domain: &Arc<FaultDomain>,
+) -> Result<SharedMemory> {
+    let length = usize::try_from(size).map_err(refused)?;
+    SharedMemory::map(file, offset, length, domain).map_err(|error| {
+        refused(format_args!("cannot map {what}, {size} bytes at {offset}: {error}"))
+    })
+}

@@ -1,0 +1,288 @@
+//! One front-end: what it has set, and the effects of its messages on rings and memory.
+//!
+//! All of it runs on the device's own thread, which may wait. A change that concerns a running queue is sent
+//! to its loop, and the outcome is awaited before the front-end gets its reply: so a reply means that the
+//! change is in force.
+
+mod dirty_logging;
+mod eventfd;
+mod inflight_area;
+mod lost_memory;
+mod memory;
+mod messages;
+mod queue_start;
+mod registration;
+mod vring;
+
+use std::os::fd::OwnedFd;
+use std::os::unix::net::UnixStream;
+use std::sync::Arc;
+
+use blockhouse_core::{Storage, WriteCache};
+use blockhouse_engine::FaultDomain;
+use dirty_logging::DirtyLogging;
+use inflight_area::InflightArea;
+use memory::{ChangedMemory, MemoryTable};
+pub use messages::handle;
+use queue_start::QueueStart;
+pub use registration::RegisteredMemory;
+use vring::Vring;
+
+use crate::block::{DriverFlushes, WriteCacheMode, config};
+use crate::device::Device;
+use crate::protocol::{
+    BackendChannel, InflightDescription, MemoryRegion, Result, UserAddresses, refused,
+};
+use crate::queue::StopMode;
+
+/// A connected front-end.
+pub struct Frontend<S: Storage> {
+    device: Arc<Device<S>>,
+    stream: UnixStream,
+    features: u64,
+    protocol_features: u64,
+    memory: MemoryTable,
+    vrings: Vec<Vring>,
+    inflight: Option<InflightArea>,
+    log: DirtyLogging,
+    cache: Arc<WriteCacheMode>,
+    /// Whether the state of the write cache is that which an earlier server left.
+    is_cache_restored: bool,
+    /// Whether a refused message was logged.
+    has_logged_refusal: bool,
+}
+
+impl<S: Storage + Send + Sync> Frontend<S> {
+    /// A front-end that has sent no message yet.
+    ///
+    /// # Errors
+    /// The kernel's, when the connection cannot be duplicated.
+    pub fn new(device: Arc<Device<S>>, stream: &UnixStream) -> std::io::Result<Self> {
+        let domain = FaultDomain::of_connection(stream.try_clone()?);
+        let memory = MemoryTable::new(domain, device.export.memory);
+        Ok(Self {
+            stream: stream.try_clone()?,
+            features: 0,
+            protocol_features: 0,
+            memory,
+            vrings: (0..device.export.queues).map(|_| Vring::default()).collect(),
+            inflight: None,
+            log: DirtyLogging::default(),
+            cache: Arc::new(WriteCacheMode::of(&*device.export.disk)),
+            is_cache_restored: false,
+            has_logged_refusal: false,
+            device,
+        })
+    }
+
+    /// The device.
+    pub fn device(&self) -> &Device<S> {
+        &self.device
+    }
+
+    /// What memory of the front-end has vanished, if any has: a line for the log. The connection is over
+    /// then.
+    pub fn lost_memory(&self) -> Option<String> {
+        self.memory.lost(self.inflight.as_ref().map(InflightArea::memory))
+    }
+
+    /// Logs that a message was refused: the first one as a warning, since a guest can have many refused.
+    pub fn log_refusal(&mut self, why: &str) {
+        let disk = self.device.export.disk.name();
+        match std::mem::replace(&mut self.has_logged_refusal, true) {
+            false => tracing::warn!(disk, "a front-end's {why}"),
+            true => tracing::debug!(disk, "a front-end's {why}"),
+        }
+    }
+
+    /// Ends all queues.
+    pub fn stop_all(&mut self, mode: StopMode) {
+        self.vrings.iter_mut().for_each(|vring| vring.stop(mode));
+    }
+
+    /// Back to the state of a new connection; memory and protocol features stay.
+    pub fn reset(&mut self) {
+        self.stop_all(StopMode::Graceful);
+        self.vrings.iter_mut().for_each(|vring| *vring = Vring::default());
+        (self.features, self.is_cache_restored) = (0, false);
+        self.log = DirtyLogging::default();
+        self.cache.set(WriteCache::Volatile);
+        self.cache.set_driver_flushes(DriverFlushes::Yes);
+        self.keep_cache();
+    }
+
+    /// The driver's features.
+    pub fn set_features(&mut self, features: u64) -> Result<()> {
+        let offered = config::features(&*self.device.export.disk);
+        let unknown = features & !offered;
+        if unknown != 0 {
+            return Err(refused(format_args!("features that were not offered: {unknown:#x}")));
+        }
+        let was_negotiated = self.features & config::KNOWS_WRITE_CACHE;
+        let is_negotiated = features & config::KNOWS_WRITE_CACHE;
+        self.features = features;
+        // Another driver, as opposed to one that goes on after its server was restarted.
+        if was_negotiated != is_negotiated && !self.is_cache_restored {
+            self.cache.set(config::initial_cache(features));
+            self.keep_cache();
+        }
+        self.cache.set_driver_flushes(match is_negotiated {
+            0 => DriverFlushes::No,
+            _ => DriverFlushes::Yes,
+        });
+        self.log.set_enabled(features & config::LOG_ALL != 0);
+        self.update_log()
+    }
+
+    /// The protocol's features that the front-end accepted.
+    pub fn protocol_features(&self) -> u64 {
+        self.protocol_features
+    }
+
+    /// Sets the protocol's features.
+    pub fn set_protocol_features(&mut self, features: u64) {
+        self.protocol_features = features;
+    }
+
+    /// The ring of that number.
+    pub fn vring(&mut self, index: u32) -> Result<&mut Vring> {
+        let count = self.vrings.len();
+        let vring = self.vrings.get_mut(index as usize);
+        vring.ok_or_else(|| refused(format_args!("there is no queue {index}, but {count} in all")))
+    }
+
+    /// Sets where a ring is, also that of a running queue.
+    pub fn set_addresses(&mut self, index: u32, addresses: UserAddresses) -> Result<()> {
+        self.vring(index)?;
+        let vring = &mut self.vrings[index as usize];
+        vring.set_addresses(addresses, self.memory.guest())?;
+        vring.move_to(self.memory.guest(), &self.log)
+    }
+
+    /// Starts the queue of a ring if everything that it needs is there.
+    pub fn start_if_complete(&mut self, index: u32) -> Result<()> {
+        let has_protocol_features = self.features & config::PROTOCOL_FEATURES != 0;
+        if !self.vring(index)?.can_start(has_protocol_features) {
+            return Ok(());
+        }
+        let index = index as usize;
+        let start = QueueStart {
+            device: &self.device,
+            stream: &self.stream,
+            features: self.features,
+            memory: &mut self.memory,
+            inflight: self.inflight.as_ref(),
+            log: &self.log,
+            cache: &self.cache,
+        };
+        start.start(index, &mut self.vrings[index])
+    }
+
+    /// Replaces all regions of memory.
+    pub fn replace_memory(&mut self, regions: &[MemoryRegion], files: &[OwnedFd]) -> Result<()> {
+        let changed = self.memory.replaced(regions, files)?;
+        self.change_memory(changed)
+    }
+
+    /// Adds a region of memory.
+    pub fn add_memory(&mut self, region: &MemoryRegion, file: &OwnedFd) -> Result<()> {
+        let changed = self.memory.with(region, file)?;
+        self.change_memory(changed)
+    }
+
+    /// Removes a region of memory.
+    pub fn remove_memory(&mut self, region: &MemoryRegion) -> Result<()> {
+        let changed = self.memory.without(region)?;
+        self.change_memory(changed)
+    }
+
+    /// Puts a change of the memory in force, if all running queues have their rings in it.
+    fn change_memory(&mut self, changed: ChangedMemory) -> Result<()> {
+        for vring in &self.vrings {
+            vring.check(changed.guest())?;
+        }
+        self.memory.adopt(changed);
+        for vring in &self.vrings {
+            vring.move_to(self.memory.guest(), &self.log)?;
+        }
+        // Only now, when no queue uses any more what was replaced: that need not be pinned at the same time.
+        let export = &self.device.export;
+        for (index, vring) in self.vrings.iter().enumerate() {
+            if vring.is_running() {
+                self.memory.register(export.loop_of(index), export.disk.name());
+            }
+        }
+        Ok(())
+    }
+
+    /// Sets the log of changed pages.
+    pub fn set_log(&mut self, file: &OwnedFd, offset: u64, size: u64) -> Result<()> {
+        self.log.set_log(self.memory.map(file, offset, size, "the log")?);
+        self.update_log()
+    }
+
+    /// Sets how the front-end is told that the log has changed.
+    pub fn set_log_call(&mut self, call: OwnedFd) -> Result<()> {
+        self.log.set_call(call)?;
+        self.update_log()
+    }
+
+    /// Has all running queues log as is wanted now.
+    fn update_log(&self) -> Result<()> {
+        self.vrings.iter().try_for_each(|vring| vring.update_log(&self.log))
+    }
+
+    /// Sets the socket for messages to the front-end.
+    pub fn set_backend_channel(&mut self, socket: OwnedFd) -> Result<()> {
+        *self.device.backend_channel.lock() = Some(BackendChannel::new(socket).map_err(refused)?);
+        Ok(())
+    }
+
+    /// The write cache as it is reported to the guest.
+    pub fn reported_cache(&self) -> WriteCache {
+        self.cache.reported()
+    }
+
+    /// The driver turns the write cache on or off.
+    pub fn set_write_cache(&mut self, cache: WriteCache) -> Result<()> {
+        let before = self.cache.reported();
+        self.cache.set(cache);
+        // From now on the driver takes all its writes for durable, also earlier ones.
+        if (before, self.cache.reported()) == (WriteCache::Volatile, WriteCache::None)
+            && let Err(error) = self.flush()
+        {
+            self.cache.set(before);
+            return Err(error);
+        }
+        self.keep_cache();
+        Ok(())
+    }
+
+    /// Has everything written so far made durable.
+    fn flush(&self) -> Result<()> {
+        let disk = Arc::clone(&self.device.export.disk);
+        let flushed = self.device.export.loops[0].spawn(move || async move { disk.flush().await });
+        let outcome = flushed.wait().ok_or_else(|| refused("the server ends"))?;
+        outcome.map_err(refused)
+    }
+
+    /// Takes over memory for in-flight tracking.
+    pub fn set_inflight(&mut self, given: &InflightDescription, file: &OwnedFd) -> Result<()> {
+        let area = InflightArea::map(given, file, &self.memory)?;
+        // The guest set it once, and does not again because the server was restarted.
+        if let Some(cache) = area.write_cache() {
+            self.cache.set(cache);
+            self.is_cache_restored = true;
+        }
+        self.inflight = Some(area);
+        self.keep_cache();
+        Ok(())
+    }
+
+    /// Keeps the state of the write cache for a server that takes over.
+    fn keep_cache(&self) {
+        if let Some(area) = &self.inflight {
+            area.keep_write_cache(self.cache.reported());
+        }
+    }
+}

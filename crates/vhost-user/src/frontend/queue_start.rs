@@ -1,0 +1,119 @@
+//! Starting the queue of a ring on its loop.
+
+use std::net::Shutdown;
+use std::os::unix::net::UnixStream;
+use std::sync::Arc;
+
+use blockhouse_core::Storage;
+use blockhouse_engine::GuestMemory;
+use futures_channel::mpsc;
+
+use super::dirty_logging::DirtyLogging;
+use super::inflight_area::InflightArea;
+use super::memory::MemoryTable;
+use super::vring::{RunningQueue, Vring};
+use crate::block::{RequestLimits, WriteCacheMode, config};
+use crate::device::Device;
+use crate::protocol::{Result, refused};
+use crate::queue::{self, Call, Setup, Virtqueue};
+use crate::ring::{Broken, EventIndex, SplitRing};
+
+/// What the queues of a front-end are started with.
+pub struct QueueStart<'a, S: Storage> {
+    /// The device.
+    pub device: &'a Device<S>,
+    /// The connection, which ends when the driver breaks a queue.
+    pub stream: &'a UnixStream,
+    /// The negotiated features.
+    pub features: u64,
+    /// The front-end's memory.
+    pub memory: &'a mut MemoryTable,
+    /// Its in-flight tracking.
+    pub inflight: Option<&'a InflightArea>,
+    /// Its log of changes.
+    pub log: &'a DirtyLogging,
+    /// The state of the write cache.
+    pub cache: &'a Arc<WriteCacheMode>,
+}
+
+impl<S: Storage + Send + Sync> QueueStart<'_, S> {
+    /// Starts the queue with this number.
+    pub fn start(self, index: usize, vring: &mut Vring) -> Result<()> {
+        let export = &self.device.export;
+        // A copy for each queue, so that their threads count references apart.
+        let memory = Arc::new(self.memory.guest().clone());
+        // What may fail for lack of descriptors comes before the ring is taken over.
+        let call = vring.duplicate_call()?;
+        let Some(kick) = vring.duplicate_kick()? else { return Ok(()) };
+        let mut virtqueue = self.virtqueue(index, vring, &memory).map_err(refused)?;
+        virtqueue.set_call(call);
+        let (disk, serial) = (Arc::clone(&export.disk), self.device.serial());
+        let cache = Arc::clone(self.cache);
+        let limits = RequestLimits::of(self.features);
+        let error_handler = error_handler(index, self.stream, vring, disk.name().to_owned());
+        let (requests, receiver) = mpsc::unbounded();
+        let event_loop = export.loop_of(index);
+        self.memory.register(event_loop, disk.name());
+        let end = event_loop.spawn(move || {
+            let error_handler = Box::new(error_handler);
+            let setup = Setup { disk, serial, cache, virtqueue, kick, limits, error_handler };
+            queue::run(setup, receiver)
+        });
+        vring.set_running(RunningQueue { requests, end });
+        Ok(())
+    }
+
+    /// The ring with all that belongs to it.
+    fn virtqueue(
+        &self,
+        index: usize,
+        vring: &Vring,
+        memory: &Arc<GuestMemory>,
+    ) -> Result<Virtqueue, Broken> {
+        let event_index = match self.features & config::EVENT_INDEX {
+            0 => EventIndex::Absent,
+            _ => EventIndex::Negotiated,
+        };
+        let addresses = vring.guest_addresses(memory)?;
+        let open = |base| SplitRing::new(memory, addresses, vring.size(), base, event_index);
+        let mut ring = open(vring.base())?;
+        let used = ring.last_used_idx();
+        let tracked = self.inflight.and_then(|area| area.open_queue(index, vring.size(), used));
+        let (inflight, resubmit) = match tracked {
+            Some((inflight, recovery)) => {
+                if let Some(base) = recovery.last_avail_idx {
+                    ring = open(base)?;
+                }
+                (Some(inflight), recovery.resubmit)
+            }
+            None => (None, Vec::new()),
+        };
+        let resubmit = resubmit.into_iter().filter(|&head| head < vring.size()).collect();
+        let (memory, domain) = (Arc::clone(memory), Arc::clone(self.memory.domain()));
+        let mut virtqueue = Virtqueue::new(ring, memory, domain, inflight, resubmit);
+        let (log, used, call) = self.log.for_queue(vring.logged_used());
+        virtqueue.set_log(log, used, call);
+        Ok(virtqueue)
+    }
+}
+
+/// What happens when the driver breaks queue `index`: it is logged, the front-end is told, and the connection
+/// ends.
+fn error_handler(
+    index: usize,
+    stream: &UnixStream,
+    vring: &Vring,
+    disk: String,
+) -> impl Fn(&Broken) + Send + use<> {
+    let stream = stream.try_clone();
+    let error = vring.duplicate_error().ok().flatten();
+    move |why| {
+        // The device's thread logs lost memory, once for all queues.
+        if !matches!(why, Broken::MemoryLost) {
+            tracing::error!(disk, "front-end dropped: queue {index} is broken: {why}");
+        }
+        error.iter().for_each(Call::signal);
+        // It fails only for a connection that has ended already.
+        let _ = stream.as_ref().map(|stream| stream.shutdown(Shutdown::Both));
+    }
+}

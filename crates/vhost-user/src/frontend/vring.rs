@@ -1,0 +1,230 @@
+//! One of a front-end's rings: what was set of it, and the queue that runs by it.
+
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+
+use blockhouse_engine::{GuestMemory, Submission};
+use futures_channel::{mpsc, oneshot};
+
+use super::dirty_logging::DirtyLogging;
+use super::eventfd::{check_eventfd, duplicate_call};
+use crate::protocol::{Result, UserAddresses, refused};
+use crate::queue::{Call, Kick, QueueCommand, QueueRequest, StopMode};
+use crate::ring::{Broken, RingAddresses, SplitRing};
+
+/// A queue that runs on a loop.
+pub struct RunningQueue {
+    /// Where its commands go.
+    pub requests: mpsc::UnboundedSender<QueueRequest>,
+    /// Its end, and the number of the next available entry then.
+    pub end: Submission<u16>,
+}
+
+/// A ring of the front-end.
+#[derive(Default)]
+pub struct Vring {
+    size: u16,
+    addresses: Option<UserAddresses>,
+    /// The number of the next available entry.
+    base: u16,
+    kick: Option<Kick>,
+    /// How the driver is notified.
+    call: Option<OwnedFd>,
+    /// How the front-end is told that the ring is broken.
+    error: Option<OwnedFd>,
+    is_enabled: bool,
+    running: Option<RunningQueue>,
+}
+
+impl Vring {
+    /// How many entries it has.
+    pub fn size(&self) -> u16 {
+        self.size
+    }
+
+    /// The number of the next available entry, when the queue does not run.
+    pub fn base(&self) -> u16 {
+        self.base
+    }
+
+    /// The address of the used ring for the log, if changes of it are logged.
+    pub fn logged_used(&self) -> Option<u64> {
+        self.addresses.and_then(|addresses| addresses.log)
+    }
+
+    /// Whether the queue runs.
+    pub fn is_running(&self) -> bool {
+        self.running.is_some()
+    }
+
+    /// Whether the queue can be started. Without the protocol's features, rings are enabled from the start.
+    pub fn can_start(&self, has_protocol_features: bool) -> bool {
+        let is_enabled = self.is_enabled || !has_protocol_features;
+        self.running.is_none() && self.kick.is_some() && is_enabled
+    }
+
+    /// The queue was started.
+    pub fn set_running(&mut self, running: RunningQueue) {
+        self.running = Some(running);
+    }
+
+    /// Another handle of how the guest kicks.
+    pub fn duplicate_kick(&self) -> Result<Option<Kick>> {
+        self.kick.as_ref().map(Kick::try_clone).transpose().map_err(refused)
+    }
+
+    /// Another handle of how the driver is notified.
+    pub fn duplicate_call(&self) -> Result<Option<Call>> {
+        duplicate_call(self.call.as_ref())
+    }
+
+    /// Another handle of how the front-end is told that the ring is broken.
+    pub fn duplicate_error(&self) -> Result<Option<Call>> {
+        duplicate_call(self.error.as_ref())
+    }
+
+    /// The ring's parts in the guest's addresses.
+    pub fn guest_addresses(&self, memory: &GuestMemory) -> Result<RingAddresses, Broken> {
+        to_guest(&self.addresses.ok_or(Broken::Misplaced("ring", 0))?, memory)
+    }
+
+    /// Sets the number of entries. Whether it makes sense is checked when the queue starts.
+    pub fn set_size(&mut self, count: u32) -> Result<()> {
+        if self.is_running() {
+            return Err(refused("another size for a queue that runs"));
+        }
+        self.size = u16::try_from(count).map_err(refused)?;
+        Ok(())
+    }
+
+    /// Sets the number of the next available entry.
+    pub fn set_base(&mut self, base: u32) -> Result<()> {
+        if self.is_running() {
+            return Err(refused("another base for a queue that runs"));
+        }
+        self.base = u16::try_from(base).map_err(refused)?;
+        Ok(())
+    }
+
+    /// Sets where the ring is. A running queue keeps its addresses until [`move_to`](Self::move_to).
+    pub fn set_addresses(&mut self, addresses: UserAddresses, memory: &GuestMemory) -> Result<()> {
+        if self.is_running() {
+            self.check_at(&addresses, memory)?;
+        }
+        self.addresses = Some(addresses);
+        Ok(())
+    }
+
+    /// Sets how the guest kicks.
+    pub fn set_kick(&mut self, kick: Kick) -> Result<()> {
+        if let Kick::Event(event) = &kick {
+            check_eventfd(Some(event), "kicks")?;
+        }
+        let copy = kick.try_clone().map_err(refused)?;
+        self.send(QueueCommand::SetKick(copy)).map_err(refused)?;
+        self.kick = Some(kick);
+        Ok(())
+    }
+
+    /// Sets how the driver is notified.
+    pub fn set_call(&mut self, call: Option<OwnedFd>) -> Result<()> {
+        check_eventfd(call.as_ref(), "calls")?;
+        if self.is_running() {
+            let command = QueueCommand::SetCall(duplicate_call(call.as_ref())?);
+            self.send(command).map_err(refused)?;
+        }
+        self.call = call;
+        Ok(())
+    }
+
+    /// Sets how the front-end is told that the ring is broken.
+    pub fn set_error(&mut self, error: Option<OwnedFd>) -> Result<()> {
+        check_eventfd(error.as_ref(), "errors")?;
+        self.error = error;
+        Ok(())
+    }
+
+    /// Allows requests to be popped.
+    pub fn enable(&mut self) {
+        self.is_enabled = true;
+    }
+
+    /// Has no more requests popped until it is enabled.
+    pub fn disable(&mut self) {
+        self.is_enabled = false;
+        self.stop(StopMode::Graceful);
+    }
+
+    /// Checks that a running queue has its ring in this memory.
+    pub fn check(&self, memory: &GuestMemory) -> Result<()> {
+        match &self.addresses {
+            Some(addresses) if self.is_running() => self.check_at(addresses, memory),
+            _ => Ok(()),
+        }
+    }
+
+    fn check_at(&self, addresses: &UserAddresses, memory: &GuestMemory) -> Result<()> {
+        let addresses = to_guest(addresses, memory).map_err(refused)?;
+        SplitRing::check(memory, addresses, self.size).map_err(refused)
+    }
+
+    /// Has a running queue use the ring at its addresses in this memory, and log as is wanted now.
+    pub fn move_to(&self, memory: &GuestMemory, log: &DirtyLogging) -> Result<()> {
+        let (Some(addresses), true) = (&self.addresses, self.is_running()) else { return Ok(()) };
+        // A copy for each queue, so that their threads count references apart.
+        let memory = Arc::new(memory.clone());
+        let addresses = to_guest(addresses, &memory).map_err(refused)?;
+        self.send(QueueCommand::Move(memory, addresses)).map_err(refused)?;
+        self.update_log(log)
+    }
+
+    /// Has a running queue log as is wanted now.
+    pub fn update_log(&self, log: &DirtyLogging) -> Result<()> {
+        if !self.is_running() {
+            return Ok(());
+        }
+        let (log, used, call) = log.for_queue(self.logged_used());
+        self.send(QueueCommand::SetLog(log, used, call)).map_err(refused)
+    }
+
+    /// Sends a command to the running queue, if there is one, and waits until it is in force.
+    ///
+    /// # Errors
+    /// The queue's. A queue that has ended by itself gets no commands any more.
+    fn send(&self, command: QueueCommand) -> Result<(), Broken> {
+        let Some(running) = &self.running else { return Ok(()) };
+        let (done, outcome) = oneshot::channel();
+        if running.requests.unbounded_send(QueueRequest { command, done }).is_err() {
+            return Ok(());
+        }
+        futures_executor::block_on(outcome).unwrap_or(Ok(()))
+    }
+
+    /// Ends the queue, if one runs, and waits for its requests.
+    pub fn stop(&mut self, mode: StopMode) {
+        // A stop does not fail.
+        let _ = self.send(QueueCommand::Stop(mode));
+        if let Some(running) = self.running.take()
+            && let Some(base) = running.end.wait()
+        {
+            self.base = base;
+        }
+    }
+
+    /// Ends the queue, and forgets how guest and driver are notified. Returns the number of the next available
+    /// entry.
+    pub fn stop_and_get_base(&mut self) -> u16 {
+        self.stop(StopMode::Graceful);
+        (self.kick, self.call) = (None, None);
+        self.base
+    }
+}
+
+fn to_guest(addresses: &UserAddresses, memory: &GuestMemory) -> Result<RingAddresses, Broken> {
+    let find = |name, user| memory.guest_of_user(user).ok_or(Broken::Misplaced(name, user));
+    Ok(RingAddresses {
+        descriptors: find("descriptor table", addresses.descriptors)?,
+        available: find("available ring", addresses.available)?,
+        used: find("used ring", addresses.used)?,
+    })
+}

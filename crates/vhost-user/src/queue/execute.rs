@@ -1,0 +1,206 @@
+//! What handlers do: pop requests, execute them on the disk, complete them, and wake one another.
+
+use std::future::poll_fn;
+use std::pin::pin;
+use std::rc::Rc;
+
+use blockhouse_core::{ErrorKind, Request, Result, Storage, WorkBudget};
+use blockhouse_engine::spawn_detached;
+
+use super::command::StopMode;
+use super::handler::{Handler, NextHandler};
+use super::state::Queue;
+use super::virtqueue::{CompletionKind, Element, Outcome};
+use crate::block::{BlockRequests, Status, decode};
+use crate::ring::{Broken, Chain};
+
+/// What a request that completed inline costs besides its bytes: after 16 of 4 KiB, or a long one, the
+/// handler yields to other tasks.
+const REQUEST_COST: u64 = WorkBudget::QUANTUM / 32;
+
+/// Publishes completed requests, and wakes handlers for those that are available.
+pub fn process_ring<S: Storage>(queue: &Rc<Queue<S>>) {
+    if queue.stop_mode() == Some(StopMode::Disconnected) {
+        return;
+    }
+    let mut virtqueue = queue.virtqueue.borrow_mut();
+    virtqueue.publish();
+    if queue.stop_mode().is_some() {
+        drop(virtqueue);
+        wake_handlers(queue, queue.left_to_resubmit());
+        return;
+    }
+    let available = virtqueue.available();
+    drop(virtqueue);
+    match available {
+        Ok(0) => {}
+        Ok(count) => wake_handlers(queue, if queue.recently_async.get() { count } else { 1 }),
+        Err(why) => queue.break_off(&why),
+    }
+}
+
+/// Wakes up to `count` handlers.
+fn wake_handlers<S: Storage>(queue: &Rc<Queue<S>>, count: usize) {
+    if !queue.has_room() {
+        // The handler whose request completes pops the next one.
+        return;
+    }
+    for _ in 0..count {
+        match queue.handlers.next() {
+            NextHandler::Idle(handler) => handler.notify(),
+            NextHandler::New => spawn_detached(run(Rc::clone(queue))),
+            // Each of them looks for the next request when its own completes.
+            NextHandler::None => return,
+        }
+    }
+}
+
+/// A handler has to wait: others pop what is available, and requests that completed before are published.
+fn wake_others<S: Storage>(queue: &Rc<Queue<S>>) {
+    queue.recently_async.set(true);
+    let virtqueue = queue.virtqueue.borrow();
+    let (available, has_unsignalled) = (virtqueue.cached_available(), virtqueue.has_unsignalled());
+    drop(virtqueue);
+    if has_unsignalled {
+        queue.wake_ring_task();
+    }
+    wake_handlers(queue, available);
+}
+
+/// Executes requests until the queue ends.
+async fn run<S: Storage>(queue: Rc<Queue<S>>) {
+    let handler = Rc::new(Handler::default());
+    let mut chain = Chain::default();
+    let mut kind = CompletionKind::Inline;
+    let mut budget = WorkBudget::new();
+    while !queue.is_ended() {
+        let element = match queue.stop_mode() {
+            None if !queue.has_room() => Ok(None),
+            None => queue.virtqueue.borrow_mut().pop(&mut chain),
+            // The base that a stop returns counts these as popped.
+            Some(StopMode::Graceful) => queue.virtqueue.borrow_mut().pop_resubmit(&mut chain),
+            Some(StopMode::Disconnected) => Ok(None),
+        };
+        let element = match element {
+            Ok(Some(element)) => element,
+            Ok(None) => {
+                park(&queue, &handler, kind).await;
+                budget = WorkBudget::new();
+                continue;
+            }
+            Err(why) => {
+                queue.break_off(&why);
+                continue;
+            }
+        };
+        let length = chain.length();
+        kind = serve(&queue, element, &mut chain).await;
+        match kind {
+            CompletionKind::Inline => budget.spend(REQUEST_COST + length).await,
+            CompletionKind::Async => budget = WorkBudget::new(),
+        }
+    }
+}
+
+/// Waits for requests. Completed ones are published at once, unless other handlers may yet complete more in
+/// this iteration of the loop.
+async fn park<S: Storage>(queue: &Rc<Queue<S>>, handler: &Rc<Handler>, kind: CompletionKind) {
+    queue.handlers.push_idle(Rc::clone(handler));
+    let is_last = kind == CompletionKind::Inline || queue.in_flight.is_idle();
+    if queue.stop_mode().is_none() && is_last {
+        process_ring(queue);
+    } else {
+        queue.wake_ring_task();
+    }
+    handler.notified().await;
+}
+
+/// Executes a request and completes it.
+async fn serve<S: Storage>(
+    queue: &Rc<Queue<S>>,
+    element: Element,
+    chain: &mut Chain,
+) -> CompletionKind {
+    let permit = queue.in_flight.acquire(chain.length());
+    let failed = |status| (Outcome { status, written: 0 }, CompletionKind::Inline);
+    let (outcome, kind) = match decode(&queue.request_context(), &element.memory, chain) {
+        // It was read from memory that has vanished: nothing is executed.
+        _ if queue.has_lost_memory() => failed(Status::Failed),
+        Ok(requests) => {
+            let written = requests.written();
+            let (status, kind) = execute(queue, requests).await;
+            (Outcome { status, written }, kind)
+        }
+        Err(status) => failed(status),
+    };
+    drop(permit);
+    if queue.has_lost_memory() {
+        // Its data need not have been the guest's, whatever the outcome.
+        queue.break_off(&Broken::MemoryLost);
+    } else if queue.stop_mode() != Some(StopMode::Disconnected) {
+        queue.virtqueue.borrow_mut().complete(&element, chain, outcome, kind);
+    }
+    kind
+}
+
+async fn execute<S: Storage>(
+    queue: &Rc<Queue<S>>,
+    requests: BlockRequests,
+) -> (Status, CompletionKind) {
+    let (outcome, kind) = match requests {
+        BlockRequests::None => (Ok(()), CompletionKind::Inline),
+        BlockRequests::One(request) => submit(queue, request).await,
+        BlockRequests::Many(requests) => Box::pin(submit_all(queue, requests)).await,
+    };
+    let status = match outcome {
+        Ok(()) => Status::Ok,
+        Err(error) => {
+            queue.log_failure(&error);
+            match error.kind() {
+                ErrorKind::Unsupported => Status::Unsupported,
+                _ => Status::Failed,
+            }
+        }
+    };
+    (status, kind)
+}
+
+/// Has the disk execute requests one after the other, until one fails.
+async fn submit_all<S: Storage>(
+    queue: &Rc<Queue<S>>,
+    requests: Vec<Request>,
+) -> (Result<()>, CompletionKind) {
+    let mut slowest = CompletionKind::Inline;
+    for request in requests {
+        let (outcome, kind) = submit(queue, request).await;
+        if kind == CompletionKind::Async {
+            slowest = kind;
+        }
+        if outcome.is_err() {
+            return (outcome, slowest);
+        }
+    }
+    (Ok(()), slowest)
+}
+
+/// Has the disk execute a request. If it has to wait, other handlers go on with the ring.
+async fn submit<S: Storage>(
+    queue: &Rc<Queue<S>>,
+    request: Request,
+) -> (Result<()>, CompletionKind) {
+    let mut submit = pin!(queue.disk.submit(request));
+    let mut kind = CompletionKind::Inline;
+    let outcome = poll_fn(|context| {
+        let poll = submit.as_mut().poll(context);
+        if poll.is_pending() && kind == CompletionKind::Inline {
+            kind = CompletionKind::Async;
+            wake_others(queue);
+        }
+        poll
+    })
+    .await;
+    if kind == CompletionKind::Inline {
+        queue.recently_async.set(false);
+    }
+    (outcome, kind)
+}

@@ -1,0 +1,90 @@
+//! Handlers: long-lived tasks of a queue, each of which executes one request at a time.
+
+use std::cell::{Cell, RefCell};
+use std::future::poll_fn;
+use std::rc::Rc;
+use std::task::{Poll, Waker};
+
+/// What the task of a handler waits at.
+#[derive(Default)]
+pub struct Handler {
+    is_notified: Cell<bool>,
+    waker: RefCell<Option<Waker>>,
+}
+
+impl Handler {
+    /// Has the handler try to pop a request.
+    pub fn notify(&self) {
+        self.is_notified.set(true);
+        if let Some(waker) = &*self.waker.borrow() {
+            waker.wake_by_ref();
+        }
+    }
+
+    /// Waits for the next notification.
+    pub async fn notified(&self) {
+        poll_fn(|context| {
+            if self.is_notified.take() {
+                return Poll::Ready(());
+            }
+            let mut waker = self.waker.borrow_mut();
+            match &mut *waker {
+                Some(waker) => waker.clone_from(context.waker()),
+                None => *waker = Some(context.waker().clone()),
+            }
+            Poll::Pending
+        })
+        .await;
+    }
+}
+
+/// The handlers of a queue, at most one for each entry of its ring.
+pub struct Handlers {
+    idle: RefCell<Vec<Rc<Handler>>>,
+    count: Cell<usize>,
+    limit: usize,
+}
+
+/// Who executes the next request.
+pub enum NextHandler {
+    /// A handler that was idle.
+    Idle(Rc<Handler>),
+    /// A new one, to be started.
+    New,
+    /// All are busy.
+    None,
+}
+
+impl Handlers {
+    /// None yet, `limit` at most.
+    pub fn new(limit: usize) -> Self {
+        Self { idle: RefCell::default(), count: Cell::new(0), limit }
+    }
+
+    /// Whether one is idle or can be started.
+    pub fn has_free(&self) -> bool {
+        !self.idle.borrow().is_empty() || self.count.get() < self.limit
+    }
+
+    /// Takes an idle handler, or counts a new one.
+    pub fn next(&self) -> NextHandler {
+        match self.idle.borrow_mut().pop() {
+            Some(handler) => NextHandler::Idle(handler),
+            None if self.count.get() < self.limit => {
+                self.count.update(|count| count + 1);
+                NextHandler::New
+            }
+            None => NextHandler::None,
+        }
+    }
+
+    /// Counts a handler as idle.
+    pub fn push_idle(&self, handler: Rc<Handler>) {
+        self.idle.borrow_mut().push(handler);
+    }
+
+    /// Notifies all that are idle, for the end of the queue.
+    pub fn notify_idle(&self) {
+        self.idle.take().iter().for_each(|handler| handler.notify());
+    }
+}

@@ -1,0 +1,236 @@
+//! What the tasks of one queue share: the ring task, and the handlers.
+
+use std::cell::{Cell, RefCell};
+use std::sync::Arc;
+use std::task::{Context, Waker};
+
+use blockhouse_core::{Durability, Error, ErrorKind, InFlight, Storage, WriteCache, errno};
+use blockhouse_disk::Disk;
+use blockhouse_engine::Lookout;
+
+use super::command::StopMode;
+use super::handler::Handlers;
+use super::kicks::Kick;
+use super::virtqueue::Virtqueue;
+use crate::block::{QUEUE_LIMITS, RequestContext, RequestLimits, SERIAL_BYTES, WriteCacheMode};
+use crate::ring::Broken;
+
+/// What a queue is started with.
+pub struct Setup<S: Storage> {
+    /// The disk.
+    pub disk: Arc<Disk<S>>,
+    /// The disk's serial, padded with zeros.
+    pub serial: [u8; SERIAL_BYTES],
+    /// How durable writes are, at each moment.
+    pub cache: Arc<WriteCacheMode>,
+    /// The ring and what belongs to it.
+    pub virtqueue: Virtqueue,
+    /// How the guest kicks.
+    pub kick: Kick,
+    /// How large a request may be.
+    pub limits: RequestLimits,
+    /// Called once, when the driver has broken the queue.
+    pub error_handler: Box<dyn Fn(&Broken)>,
+}
+
+/// A running queue.
+pub struct Queue<S: Storage> {
+    /// The disk.
+    pub(super) disk: Arc<Disk<S>>,
+    serial: [u8; SERIAL_BYTES],
+    cache: Arc<WriteCacheMode>,
+    /// The ring and what belongs to it.
+    pub(super) virtqueue: RefCell<Virtqueue>,
+    limits: RequestLimits,
+    error_handler: Box<dyn Fn(&Broken)>,
+    /// Those who execute requests.
+    pub(super) handlers: Handlers,
+    /// Requests that were popped and did not complete yet.
+    pub(super) in_flight: InFlight,
+    /// Whether the last requests completed asynchronously: then a handler is woken for each request.
+    pub(super) recently_async: Cell<bool>,
+    stop: Cell<Option<StopMode>>,
+    /// Whether the ring task has ended: handlers end, too.
+    is_ended: Cell<bool>,
+    /// Whether a failure of the host was logged.
+    has_logged_failure: Cell<bool>,
+    /// Whether the guest does not kick.
+    is_polled: Cell<bool>,
+    /// Whether the ring task is to process the ring, and its waker.
+    wake_pending: Cell<bool>,
+    ring_task: RefCell<Option<Waker>>,
+}
+
+impl<S: Storage> Queue<S> {
+    /// A queue without handlers, and how its guest kicks.
+    pub fn new(setup: Setup<S>) -> (Self, Kick) {
+        let Setup { disk, serial, cache, virtqueue, kick, limits, error_handler } = setup;
+        let queue = Self {
+            disk,
+            serial,
+            cache,
+            handlers: Handlers::new(virtqueue.entries()),
+            virtqueue: RefCell::new(virtqueue),
+            limits,
+            error_handler,
+            in_flight: InFlight::new(QUEUE_LIMITS),
+            recently_async: Cell::new(false),
+            stop: Cell::new(None),
+            is_ended: Cell::new(false),
+            has_logged_failure: Cell::new(false),
+            is_polled: Cell::new(false),
+            // There may be requests already.
+            wake_pending: Cell::new(true),
+            ring_task: RefCell::default(),
+        };
+        (queue, kick)
+    }
+
+    /// Keeps the waker of the ring task.
+    pub fn register_ring_task(&self, context: &Context<'_>) {
+        let mut ring_task = self.ring_task.borrow_mut();
+        match &mut *ring_task {
+            Some(waker) => waker.clone_from(context.waker()),
+            None => *ring_task = Some(context.waker().clone()),
+        }
+    }
+
+    /// Has the ring task process the ring, after all tasks that are ready were polled.
+    pub fn wake_ring_task(&self) {
+        if !self.wake_pending.replace(true)
+            && let Some(ring_task) = &*self.ring_task.borrow()
+        {
+            ring_task.wake_by_ref();
+        }
+    }
+
+    /// As [`wake_ring_task`](Self::wake_ring_task), from the ring task itself.
+    pub fn set_wake_pending(&self) {
+        self.wake_pending.set(true);
+    }
+
+    /// Whether the ring task was woken; it is not any more.
+    pub fn take_wake_pending(&self) -> bool {
+        self.wake_pending.take()
+    }
+
+    /// How the queue is to end, if it is.
+    pub fn stop_mode(&self) -> Option<StopMode> {
+        self.stop.get()
+    }
+
+    /// Has the queue end in this way.
+    pub fn stop(&self, mode: StopMode) {
+        self.stop.set(Some(mode));
+    }
+
+    /// Whether a stop is complete.
+    pub fn is_stopped(&self) -> bool {
+        self.stop.get().is_some() && self.in_flight.is_idle() && self.left_to_resubmit() == 0
+    }
+
+    /// Ends the handlers.
+    pub fn end(&self) {
+        self.is_ended.set(true);
+        self.handlers.notify_idle();
+    }
+
+    /// Whether handlers are to end.
+    pub fn is_ended(&self) -> bool {
+        self.is_ended.get()
+    }
+
+    /// Sets whether the guest does not kick.
+    pub fn set_polled(&self, is_polled: bool) {
+        self.is_polled.set(is_polled);
+    }
+
+    /// How many requests have to be resubmitted before a graceful stop is complete. A disconnected queue
+    /// resubmits no more: they stay in the in-flight log for the next server.
+    pub fn left_to_resubmit(&self) -> usize {
+        match self.stop.get() {
+            Some(StopMode::Disconnected) => 0,
+            Some(StopMode::Graceful) | None => self.virtqueue.borrow().left_to_resubmit(),
+        }
+    }
+
+    /// Whether one more request may be in flight. Its length is not known yet, so the limit on bytes may be
+    /// exceeded by one request.
+    pub fn has_room(&self) -> bool {
+        self.in_flight.admits(1)
+    }
+
+    /// Whether a request could be popped now.
+    fn has_free_handler(&self) -> bool {
+        self.handlers.has_free() && self.stop.get().is_none() && self.has_room()
+    }
+
+    /// Whether requests are available that could be popped now.
+    pub fn has_work(&self) -> bool {
+        self.has_free_handler() && self.virtqueue.borrow().has_available()
+    }
+
+    /// What the decoding of a request depends on.
+    pub fn request_context(&self) -> RequestContext<'_> {
+        let durability = match self.cache.state() {
+            WriteCache::Volatile => Durability::None,
+            WriteCache::None => Durability::Data,
+        };
+        let (size, limits) = (self.disk.size(), self.limits);
+        RequestContext { durability, serial: &self.serial, size, limits }
+    }
+
+    /// Whether the ring, or a request's memory, is not what the driver has stored there.
+    pub fn has_lost_memory(&self) -> bool {
+        self.virtqueue.borrow().check_memory().is_err()
+    }
+
+    /// The driver has broken its queue: no more requests are popped.
+    pub fn break_off(&self, why: &Broken) {
+        // Zeros in the place of lost memory may look like any breach of the rules.
+        let why = if self.has_lost_memory() { &Broken::MemoryLost } else { why };
+        if self.stop.get().is_none() {
+            self.stop.set(Some(StopMode::Disconnected));
+            (self.error_handler)(why);
+        }
+    }
+
+    /// Logs that the host failed a request, once for each queue: a broken disk fails every request.
+    pub fn log_failure(&self, error: &Error) {
+        if self.has_lost_memory() {
+            // The end of the connection is logged.
+            return;
+        }
+        let disk = self.disk.name();
+        if error.errno() == errno::EFAULT {
+            // The guest named such addresses, or memory begins to vanish, which the end of the connection
+            // tells: the host has not failed.
+            tracing::debug!(disk, "no memory is at the addresses of a guest's request: {error}");
+            return;
+        }
+        match error.kind() {
+            ErrorKind::InvalidInput
+            | ErrorKind::PastEnd
+            | ErrorKind::ReadOnly
+            | ErrorKind::Unsupported => {}
+            ErrorKind::NoSpace | ErrorKind::Locked | ErrorKind::Corrupt | ErrorKind::Io => {
+                if !self.has_logged_failure.replace(true) {
+                    tracing::warn!(disk, "a guest's request failed: {error}");
+                }
+            }
+        }
+    }
+}
+
+impl<S: Storage> Lookout for Queue<S> {
+    fn look(&self) -> bool {
+        self.has_work()
+    }
+
+    fn arm(&self) -> bool {
+        match self.is_polled.get() {
+            true => self.has_work(),
+            false => self.has_free_handler() && self.virtqueue.borrow_mut().enable_notify(),
+        }
+    }
+}

@@ -1,0 +1,287 @@
+//! A queue's ring together with everything that has to learn of each request: the in-flight log, the log of
+//! changed pages, the driver.
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+
+use blockhouse_engine::{FaultDomain, GuestMemory};
+
+use super::call::Call;
+use super::dirty_log::DirtyLog;
+use super::inflight::InflightQueue;
+use crate::block::Status;
+use crate::ring::{Broken, Chain, RingAddresses, SplitRing};
+
+/// The used ring's index is updated after so many requests at the latest: with this store a driver that is
+/// awake goes on while the device does.
+const INDEX_INTERVAL: u16 = 4;
+
+/// While up to so many requests are available, the driver is notified after each quarter of them, so that it
+/// goes on while the device does. More are signalled together: waking a driver that sleeps costs as much
+/// as several requests.
+const FEW_REQUESTS: u16 = 16;
+
+/// The most requests that the driver is notified of together.
+const MAX_BATCH: u16 = 64;
+
+/// The most bytes that it is notified of together, unless one request has more: some 40 microseconds of
+/// copying.
+const MAX_BATCH_BYTES: u64 = 256 << 10;
+
+/// Everything of a queue that lies in memory of the guest or the front-end.
+pub struct Virtqueue {
+    ring: SplitRing,
+    memory: Arc<GuestMemory>,
+    /// The fault domain of the memory, the ring and the in-flight log.
+    domain: Arc<FaultDomain>,
+    inflight: Option<InflightQueue>,
+    /// The first descriptors of requests that an earlier server had begun.
+    resubmit: VecDeque<u16>,
+    call: Option<Call>,
+    log: Option<DirtyLog>,
+    /// The guest's address of the used ring, if its changes are logged.
+    logged_used: Option<u64>,
+    /// How the front-end is told that the log has changed, if it wants to be.
+    log_call: Option<Call>,
+    /// How many requests were completed since the driver was last notified.
+    unsignalled: u16,
+    unsignalled_bytes: u64,
+    /// After how many of those that completed inline it is notified.
+    batch: u16,
+}
+
+/// Whether a request completed without waiting.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub enum CompletionKind {
+    /// It did.
+    Inline,
+    /// It waited; other requests could run meanwhile.
+    Async,
+}
+
+/// A request that was popped from the ring.
+pub struct Element {
+    /// Its first descriptor.
+    pub head: u16,
+    /// The memory that its addresses belong to.
+    pub memory: Arc<GuestMemory>,
+}
+
+/// How a request ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Outcome {
+    /// The status for the guest.
+    pub status: Status,
+    /// How many bytes of its writable buffers, from the first one on, may have changed.
+    pub written: u64,
+}
+
+impl Virtqueue {
+    /// A ring in this memory, with the requests that an earlier server had begun.
+    pub fn new(
+        ring: SplitRing,
+        memory: Arc<GuestMemory>,
+        domain: Arc<FaultDomain>,
+        inflight: Option<InflightQueue>,
+        resubmit: Vec<u16>,
+    ) -> Self {
+        Self {
+            ring,
+            memory,
+            domain,
+            inflight,
+            resubmit: resubmit.into(),
+            call: None,
+            log: None,
+            logged_used: None,
+            log_call: None,
+            unsignalled: 0,
+            unsignalled_bytes: 0,
+            batch: 1,
+        }
+    }
+
+    /// Checks that all memory that was read so far was there.
+    ///
+    /// # Errors
+    /// When some of it has vanished.
+    pub fn check_memory(&self) -> Result<(), Broken> {
+        if self.domain.has_failed() { Err(Broken::MemoryLost) } else { Ok(()) }
+    }
+
+    /// Sets how the driver is notified, and notifies it: the change may have lost a notification.
+    pub fn set_call(&mut self, call: Option<Call>) {
+        self.call = call;
+        self.call.iter().for_each(Call::signal);
+    }
+
+    /// Sets the log, the used ring's address in it, and how the front-end is told of changes.
+    pub fn set_log(&mut self, log: Option<DirtyLog>, used: Option<u64>, call: Option<Call>) {
+        (self.log, self.logged_used, self.log_call) = (log, used, call);
+    }
+
+    /// Moves the ring to other memory, or to another address in it.
+    pub fn move_to(
+        &mut self,
+        memory: Arc<GuestMemory>,
+        addresses: RingAddresses,
+    ) -> Result<(), Broken> {
+        self.ring.move_to(&memory, addresses)?;
+        self.memory = memory;
+        Ok(())
+    }
+
+    /// How many requests there can be at once.
+    pub fn entries(&self) -> usize {
+        self.ring.size().into()
+    }
+
+    /// The number of the next available entry.
+    pub fn last_avail_idx(&self) -> u16 {
+        self.ring.last_avail_idx()
+    }
+
+    /// How many requests wait, as far as is known without reading the driver's index.
+    pub fn cached_available(&self) -> usize {
+        self.resubmit.len() + usize::from(self.ring.cached_available())
+    }
+
+    /// How many requests wait. If any do, the driver need not kick.
+    pub fn available(&mut self) -> Result<usize, Broken> {
+        let count = usize::from(self.ring.update_avail_idx()?) + self.resubmit.len();
+        if count > 0 && self.ring.disable_notify() {
+            self.log_used(self.ring.notify_field_offset(), 2);
+        }
+        Ok(count)
+    }
+
+    /// Whether the driver has made requests available.
+    pub fn has_available(&self) -> bool {
+        self.ring.has_available()
+    }
+
+    /// Has the driver kick from now on. Returns whether requests wait already.
+    pub fn enable_notify(&mut self) -> bool {
+        let stores = !self.ring.is_notify_enabled();
+        let is_available = self.ring.enable_notify();
+        if stores {
+            self.log_used(self.ring.notify_field_offset(), 2);
+        }
+        is_available
+    }
+
+    /// Logs a change of `length` bytes of the used ring, after it was stored: a migration that takes the
+    /// mark first would copy the page as it was before.
+    fn log_used(&self, offset: usize, length: u64) {
+        if let (Some(log), Some(used)) = (&self.log, self.logged_used)
+            // The front-end names the address; one that wraps has no page.
+            && let Some(address) = used.checked_add(offset as u64)
+        {
+            log.mark(address, length);
+        }
+    }
+
+    /// Pops the next request, if there is one.
+    pub fn pop(&mut self, chain: &mut Chain) -> Result<Option<Element>, Broken> {
+        if let Some(element) = self.pop_resubmit(chain)? {
+            return Ok(Some(element));
+        }
+        if self.ring.cached_available() == 0 {
+            self.batch = batch_of(self.ring.update_avail_idx()?);
+        }
+        let Some(head) = self.ring.pop()? else { return Ok(None) };
+        // Before the entry in the in-flight log: a server that takes over would execute a request that does
+        // not exist.
+        self.check_memory()?;
+        self.inflight.iter_mut().for_each(|inflight| inflight.begin(head));
+        self.walk(head, chain).map(Some)
+    }
+
+    /// Pops the next request that an earlier server had begun, if one is left.
+    pub fn pop_resubmit(&mut self, chain: &mut Chain) -> Result<Option<Element>, Broken> {
+        let head = self.resubmit.pop_front();
+        head.map(|head| self.walk(head, chain)).transpose()
+    }
+
+    /// How many requests that an earlier server had begun are left.
+    pub fn left_to_resubmit(&self) -> usize {
+        self.resubmit.len()
+    }
+
+    fn walk(&self, head: u16, chain: &mut Chain) -> Result<Element, Broken> {
+        chain.walk(&self.memory, self.ring.descriptors(), head)?;
+        self.check_memory()?;
+        Ok(Element { head, memory: Arc::clone(&self.memory) })
+    }
+
+    /// Completes a request. The driver is notified of several together.
+    pub fn complete(
+        &mut self,
+        element: &Element,
+        chain: &Chain,
+        outcome: Outcome,
+        kind: CompletionKind,
+    ) {
+        // The walk found the status there, in memory that the element has kept.
+        let _ = element.memory.write(chain.status(), &[outcome.status.byte()]);
+        if let Some(log) = &self.log {
+            log.mark(chain.status(), 1);
+            log.mark_first(chain.writable(), outcome.written);
+        }
+        self.inflight.iter_mut().for_each(|inflight| inflight.end(element.head));
+        let used_element = 4 + 8 * usize::from(self.ring.used_slot());
+        self.ring.push_used(element.head, chain.writable_length());
+        self.log_used(used_element, 8);
+        self.unsignalled += 1;
+        self.unsignalled_bytes += chain.length();
+        let batch = match kind {
+            CompletionKind::Inline => self.batch,
+            // Others complete in the same iteration of the loop, and the ring task runs after them. The
+            // storage works meanwhile, so the driver had better submit more soon.
+            CompletionKind::Async => FEW_REQUESTS,
+        };
+        if self.unsignalled >= batch || self.unsignalled_bytes >= MAX_BATCH_BYTES {
+            self.publish();
+        } else if kind == CompletionKind::Inline && self.ring.unpublished() >= INDEX_INTERVAL {
+            self.update_index();
+        }
+    }
+
+    /// Whether requests were completed that the driver was not notified of.
+    pub fn has_unsignalled(&self) -> bool {
+        self.unsignalled > 0
+    }
+
+    /// Publishes completed requests, and notifies the driver if it asks for that.
+    pub fn publish(&mut self) {
+        if self.unsignalled == 0 {
+            return;
+        }
+        (self.unsignalled, self.unsignalled_bytes) = (0, 0);
+        self.update_index();
+        if self.ring.should_notify() {
+            self.call.iter().for_each(Call::signal);
+        }
+        if self.log.is_some() {
+            self.log_call.iter().for_each(Call::signal);
+        }
+    }
+
+    fn update_index(&mut self) {
+        self.ring.publish();
+        self.log_used(2, 2);
+        let last_used_idx = self.ring.last_used_idx();
+        self.inflight.iter_mut().for_each(|inflight| inflight.published(last_used_idx));
+    }
+}
+
+/// Of how many requests the driver is notified together when so many are available.
+fn batch_of(count: u16) -> u16 {
+    match count {
+        ..=FEW_REQUESTS => (count / 4).max(1),
+        _ => count.min(MAX_BATCH),
+    }
+}
+
+#[cfg(test)]
+mod tests;

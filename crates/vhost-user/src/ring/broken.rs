@@ -1,0 +1,32 @@
+//! Why a queue cannot be used any more.
+
+use super::descriptor::MAX_ENTRIES;
+
+/// The driver, or its front-end, did something that makes its queue unusable.
+#[derive(Debug, thiserror::Error)]
+pub enum Broken {
+    /// A queue of a size that virtio does not allow, or that is too large.
+    #[error("a queue of {0} entries; it must be a power of two up to {MAX_ENTRIES}")]
+    Size(u16),
+    /// A part of a queue that is not in the guest's memory.
+    #[error("the {0} at {1:#x} is not in the guest's memory, or misaligned")]
+    Misplaced(&'static str, u64),
+    /// More entries at once than the queue has.
+    #[error("{0} requests made available at once in a queue of {1}")]
+    TooManyAvailable(u16, u16),
+    /// A descriptor that the table does not have.
+    #[error("descriptor {0} of a table of {1}")]
+    NoSuchDescriptor(u16, usize),
+    /// A chain that is longer than allowed, or endless.
+    #[error("a chain of more than {0} descriptors")]
+    Endless(usize),
+    /// An indirect table inside of another, or together with `NEXT` or `WRITE`.
+    #[error("an indirect table that virtio does not allow: flags {0:#x}, {1} bytes")]
+    Indirect(u16, u32),
+    /// Memory that the front-end shares has vanished: what was read from it is worth nothing.
+    #[error("memory that the front-end shares has vanished")]
+    MemoryLost,
+    /// No byte for the status, so that the outcome cannot be told.
+    #[error("a request without a place for its status")]
+    NoStatus,
+}

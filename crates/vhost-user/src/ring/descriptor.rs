@@ -1,0 +1,57 @@
+//! Descriptors: the entries of a queue's table, and of indirect tables.
+
+use blockhouse_engine::{GuestRange, View};
+use smallvec::SmallVec;
+
+/// The most entries that a queue may have; QEMU's limit as well.
+pub const MAX_ENTRIES: u16 = 1024;
+
+/// The most descriptors of a chain, in an indirect table too: a header, a status, and 4 MiB of single
+/// pages.
+pub const MAX_CHAIN: usize = MAX_ENTRIES as usize + 2;
+
+/// A descriptor is followed by another one (`VRING_DESC_F_NEXT`).
+pub const NEXT: u16 = 1;
+/// Its buffer is for the device to write (`VRING_DESC_F_WRITE`).
+pub const WRITE: u16 = 2;
+/// Its buffer is a table of descriptors (`VRING_DESC_F_INDIRECT`).
+pub const INDIRECT: u16 = 4;
+
+/// Bytes of a descriptor.
+pub const DESCRIPTOR_BYTES: usize = 16;
+
+/// The buffers of a chain in one direction.
+pub type Buffers = SmallVec<[GuestRange; 4]>;
+
+/// One descriptor, read once.
+#[derive(Clone, Copy, Debug)]
+pub struct Descriptor {
+    /// The guest's address of the buffer.
+    pub address: u64,
+    /// Bytes of the buffer.
+    pub length: u32,
+    /// [`NEXT`], [`WRITE`], [`INDIRECT`].
+    pub flags: u16,
+    /// The next one's index, with `NEXT`.
+    pub next: u16,
+}
+
+impl Descriptor {
+    /// Reads the descriptor at `index` of a table, which has it.
+    pub fn read(table: &View, index: usize) -> Self {
+        let at = index * DESCRIPTOR_BYTES;
+        let (address, rest) = if table.is_aligned(8) {
+            (table.load_u64(at), table.load_u64(at + 8))
+        } else {
+            // An indirect table may be anywhere.
+            let half = |at| {
+                let mut bytes = [0; 8];
+                table.read(at, &mut bytes);
+                u64::from_le_bytes(bytes)
+            };
+            (half(at), half(at + 8))
+        };
+        let (length, flags, next) = (rest as u32, (rest >> 32) as u16, (rest >> 48) as u16);
+        Self { address, length, flags, next }
+    }
+}
