@@ -11,7 +11,6 @@ use std::path::PathBuf;
 use std::str::FromStr;
 
 use percent_encoding::{AsciiSet, NON_ALPHANUMERIC, percent_decode_str, percent_encode};
-use url::Url;
 
 use crate::proto::{DEFAULT_PORT, MAX_STRING};
 
@@ -56,46 +55,109 @@ pub struct UriError {
 
 impl NbdUri {
     fn parse(text: &str) -> Result<Self, String> {
-        // The parser drops such characters quietly.
-        if text.contains(|c: char| c.is_ascii_control() || c.is_ascii_whitespace()) {
+        if text.contains(|c: char| c.is_ascii_control() || c == ' ') {
             return Err("a URI has no blanks; write them as %20".into());
         }
-        let url = Url::parse(text).map_err(|error| format!("not a URI: {error}"))?;
-        let transport = match url.scheme() {
+        let (scheme, rest) =
+            split_scheme(text).ok_or("not a URI: it does not begin with SCHEME:")?;
+        let transport = match scheme.to_ascii_lowercase().as_str() {
             "nbd" => tcp,
             "nbd+unix" => unix,
             "nbds" | "nbds+unix" => return Err("TLS is not available; use nbd or nbd+unix".into()),
             _ => return Err("not an NBD URI; it starts with nbd:// or nbd+unix://".into()),
         };
-        let rest = text[url.scheme().len()..].strip_prefix("://");
-        let rest = rest.ok_or("an NBD URI starts with nbd:// or nbd+unix://")?;
-        if !url.username().is_empty() || url.password().is_some() {
+        let rest = rest.strip_prefix("//");
+        let uri = Parts::of(rest.ok_or("an NBD URI starts with nbd:// or nbd+unix://")?);
+        if !matches!(uri.user, "" | ":") {
             return Err("a user name is only for TLS, which is not available".into());
         }
-        if url.fragment().is_some() {
+        if uri.has_fragment {
             return Err("a fragment (#) means nothing here; write # as %23".into());
         }
-        Ok(Self { address: transport(&url, socket(&url)?)?, export: export(rest)? })
+        let address = transport(&uri, socket(uri.query)?)?;
+        Ok(Self { address, export: export(uri.path)? })
     }
 }
 
-fn tcp(url: &Url, socket: Option<PathBuf>) -> Result<Address, String> {
+/// The scheme (RFC 3986, section 3.1) and what follows its colon.
+fn split_scheme(text: &str) -> Option<(&str, &str)> {
+    let (scheme, rest) = text.split_once(':')?;
+    let in_scheme = |byte: u8| byte.is_ascii_alphanumeric() || b"+-.".contains(&byte);
+    let is_scheme =
+        scheme.starts_with(|c: char| c.is_ascii_alphabetic()) && scheme.bytes().all(in_scheme);
+    is_scheme.then_some((scheme, rest))
+}
+
+/// The parts of a URI (RFC 3986, sections 3.2 to 3.5), each percent-encoded as it was written.
+struct Parts<'a> {
+    user: &'a str,
+    host: &'a str,
+    port: Option<&'a str>,
+    path: &'a str,
+    query: &'a str,
+    has_fragment: bool,
+}
+
+impl<'a> Parts<'a> {
+    /// Of the text that follows `SCHEME://`.
+    fn of(text: &'a str) -> Self {
+        let (text, fragment) = split_before(text, '#');
+        let (text, query) = split_before(text, '?');
+        let (authority, path) = split_before(text, '/');
+        let (user, host) = authority.rsplit_once('@').unwrap_or(("", authority));
+        // The colons of an IPv6 address are inside of its brackets.
+        let brackets = host.rfind(']').map_or(0, |end| end + 1);
+        let (name, port) = split_before(&host[brackets..], ':');
+        Self {
+            user,
+            host: &host[..brackets + name.len()],
+            port: port.strip_prefix(':'),
+            path,
+            query: query.strip_prefix('?').unwrap_or(""),
+            has_fragment: !fragment.is_empty(),
+        }
+    }
+}
+
+/// `text` before the first `mark`, and the rest that begins with it.
+fn split_before(text: &str, mark: char) -> (&str, &str) {
+    text.split_at(text.find(mark).unwrap_or(text.len()))
+}
+
+fn tcp(uri: &Parts<'_>, socket: Option<PathBuf>) -> Result<Address, String> {
     if socket.is_some() {
         return Err("a socket path needs nbd+unix://".into());
     }
-    let host = match url.host() {
-        None => return Err("the host is missing; nbd://localhost/ is this machine".into()),
-        Some(url::Host::Ipv6(address)) => address.to_string(),
-        Some(host) => percent_decode_str(&host.to_string())
-            .decode_utf8()
-            .map_err(|_| "the host is not UTF-8")?
-            .into_owned(),
+    if uri.host.is_empty() {
+        return Err("the host is missing; nbd://localhost/ is this machine".into());
+    }
+    let port = match uri.port {
+        None | Some("") => DEFAULT_PORT,
+        Some(port) => parse_port(port).ok_or("not a URI: the port is not a number up to 65535")?,
     };
-    Ok(Address::Tcp { host, port: url.port().unwrap_or(DEFAULT_PORT) })
+    Ok(Address::Tcp { host: parse_host(uri.host)?, port })
 }
 
-fn unix(url: &Url, socket: Option<PathBuf>) -> Result<Address, String> {
-    if url.has_host() && url.host_str() != Some("") {
+/// An IPv6 address without its brackets, or a name or an IPv4 address.
+fn parse_host(text: &str) -> Result<String, String> {
+    if let Some(address) = text.strip_prefix('[') {
+        let address = address.strip_suffix(']').and_then(|text| text.parse::<Ipv6Addr>().ok());
+        let address = address.ok_or("not a URI: no IPv6 address in the brackets of the host")?;
+        return Ok(address.to_string());
+    }
+    if let Some(found) = text.chars().find(|c| "<>[]\\^|:".contains(*c)) {
+        return Err(format!("not a URI: the host contains {found}; percent-encode it"));
+    }
+    let host = percent_decode_str(text).decode_utf8();
+    Ok(host.map_err(|_| "the host is not UTF-8")?.into_owned())
+}
+
+fn parse_port(text: &str) -> Option<u16> {
+    text.bytes().all(|byte| byte.is_ascii_digit()).then(|| text.parse().ok()).flatten()
+}
+
+fn unix(uri: &Parts<'_>, socket: Option<PathBuf>) -> Result<Address, String> {
+    if !uri.host.is_empty() || uri.port.is_some() {
         return Err("a Unix socket has no host; write nbd+unix:///NAME?socket=PATH".into());
     }
     let path = socket.ok_or("the socket is missing; write nbd+unix:///NAME?socket=PATH")?;
@@ -109,9 +171,9 @@ fn unix(url: &Url, socket: Option<PathBuf>) -> Result<Address, String> {
 }
 
 /// The query parameter `socket`, the only one there may be.
-fn socket(url: &Url) -> Result<Option<PathBuf>, String> {
+fn socket(query: &str) -> Result<Option<PathBuf>, String> {
     let mut socket = None;
-    for parameter in url.query().unwrap_or("").split('&').filter(|one| !one.is_empty()) {
+    for parameter in query.split('&').filter(|one| !one.is_empty()) {
         let (key, value) = parameter.split_once('=').unwrap_or((parameter, ""));
         match key {
             "socket" if socket.is_none() => {
@@ -128,11 +190,8 @@ fn socket(url: &Url) -> Result<Option<PathBuf>, String> {
     Ok(socket)
 }
 
-/// The name in what follows `://`. Taken from the text itself, because the parser resolves `.` and
-/// `..`, which mean nothing special in the name of an export.
-fn export(rest: &str) -> Result<String, String> {
-    let path = &rest[rest.find(['/', '?', '#']).unwrap_or(rest.len())..];
-    let path = &path[..path.find(['?', '#']).unwrap_or(path.len())];
+/// The name of the export that a path means. `.` and `..` mean nothing special in it.
+fn export(path: &str) -> Result<String, String> {
     let path = path.strip_prefix('/').unwrap_or(path);
     let name = percent_decode_str(path).decode_utf8();
     let name = name.map_err(|_| "the name of the export is not UTF-8")?.into_owned();
@@ -213,6 +272,11 @@ mod tests {
             ("nbd://[::1]:7/x", tcp_uri("::1", 7, "x")),
             ("nbd://127.0.0.1", tcp_uri("127.0.0.1", 10809, "")),
             ("nbd+unix:///?socket=/tmp/a+b%20c", unix_uri("/tmp/a+b c", "")),
+            ("nbd+unix:///a/b@c:d?&socket=x/@y?z&", unix_uri("x/@y?z", "a/b@c:d")),
+            ("NBD://example.com", tcp_uri("example.com", 10809, "")),
+            ("nbd://example.com:/x", tcp_uri("example.com", 10809, "x")),
+            ("nbd://ex%41mple?", tcp_uri("exAmple", 10809, "")),
+            ("nbd://[0:0::1]", tcp_uri("::1", 10809, "")),
         ] {
             assert_eq!(text.parse(), Ok(uri), "{text}");
         }
@@ -241,6 +305,19 @@ mod tests {
             ("disk.img", "not a URI"),
             ("nbd://example.com/a b", "no blanks"),
             ("nbd://example.com:99999/", "not a URI"),
+            ("nbd://example.com:+1/", "not a URI"),
+            ("nbd://example.com:1:2/", "not a URI"),
+            ("nbd://::1/", "the host is missing"),
+            ("nbd://[::1/", "not a URI"),
+            ("nbd://[::1]0/", "not a URI"),
+            ("nbd://[example.com]/", "not a URI"),
+            ("nbd://a|b/", "not a URI"),
+            ("nbd://%ff/", "not UTF-8"),
+            ("nbd://:10809/", "the host is missing"),
+            ("nbd://me:secret@example.com/", "only for TLS"),
+            ("nbd+unix://:1/?socket=s", "has no host"),
+            ("1nbd://example.com/", "not a URI"),
+            ("://example.com/", "not a URI"),
         ] {
             let error = text.parse::<NbdUri>().expect_err(text).to_string();
             assert!(error.starts_with(text) && error.contains(reason), "{error}");

@@ -1,3 +1,5 @@
+//! Credits and permits of the requests in flight.
+
 use std::future::Future;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::task::{Context, Poll, Wake, Waker};
