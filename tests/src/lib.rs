@@ -1,5 +1,4 @@
-//! What the black-box tests share: starting the binary, running foreign tools, and a small NBD
-//! client of our own for what no honest client does.
+//! What the black-box tests share: starting the binary, running foreign tools, and hostile clients.
 //!
 //! Promises: every process that is started here is ended here, also when a test panics; nothing
 //! waits for ever; what a test cannot show on this machine is skipped with a reason on standard
@@ -15,7 +14,6 @@ pub mod hostile;
 pub mod image_tool;
 mod loop_device;
 mod matrix;
-pub mod nbd;
 pub mod need;
 mod scratch;
 mod server;
@@ -26,6 +24,7 @@ mod trace;
 pub use binary::blockhouse;
 pub use data::{model_of_zeros, random_bytes, seeded};
 pub use deadline::{eventually, wait_for_exit};
+pub use lab_nbd as nbd;
 pub use loop_device::LoopDevice;
 pub use matrix::{Cache, Engine};
 pub use scratch::{Image, Scratch};

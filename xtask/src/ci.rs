@@ -6,9 +6,9 @@ use std::time::Instant;
 
 use anyhow::{Context, Result};
 
-use crate::process::{self, cargo};
-use crate::workspace::Workspace;
-use crate::{deny, fuzz, test, tidy, vm};
+use crate::{deny, fuzz, lab, test, tidy};
+use lab_tools::process::{self, cargo};
+use lab_tools::workspace::Workspace;
 
 /// For each target: enough to notice what is broken now, not to find what is hidden.
 const FUZZ_SECONDS: u64 = 8;
@@ -30,7 +30,7 @@ const STEPS: &[Step] = &[
     }),
     ("deny", deny::run),
     ("test", |workspace| test::run(workspace, &[])),
-    ("vm", |workspace| vm::run(workspace, &vm::Options::all())),
+    ("vm", |_| lab::run("lab-vm")),
     ("fuzz", |workspace| fuzz::run(workspace, &fuzz::Options::all(FUZZ_SECONDS))),
     ("fuzz-lint", fuzz::lint),
 ];

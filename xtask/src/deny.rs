@@ -11,8 +11,8 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
 
-use crate::process::{cargo, run as run_command, stdout_of};
-use crate::workspace::Workspace;
+use lab_tools::process::{cargo, run as run_command, stdout_of};
+use lab_tools::workspace::Workspace;
 
 const VERSION: &str = "0.20.2";
 const DATABASE_HOST: &str = "github.com:443";

@@ -13,9 +13,9 @@ use std::process::{Command, Stdio};
 use anyhow::{Context, Result, bail, ensure};
 use clap::Args;
 
-use crate::apt;
-use crate::process::{self, cargo, executables, stdout_of};
-use crate::workspace::Workspace;
+use lab_tools::apt;
+use lab_tools::process::{self, cargo, executables, stdout_of};
+use lab_tools::workspace::Workspace;
 
 /// Coverage as libFuzzer wants it: counters and a table of places for each edge, and calls that tell
 /// the operands of comparisons.

@@ -8,8 +8,8 @@ use std::process::Command;
 
 use anyhow::{Result, ensure};
 
-use crate::process::{self, cargo, stdout_of};
-use crate::workspace::Workspace;
+use lab_tools::process::{self, cargo, stdout_of};
+use lab_tools::workspace::Workspace;
 
 /// The crates that have models.
 const PACKAGES: [&str; 2] = ["blockhouse-core", "blockhouse-engine"];

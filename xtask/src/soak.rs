@@ -12,9 +12,9 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
 
-use crate::process::{self, cargo};
-use crate::test::{Profile, build_binary};
-use crate::workspace::Workspace;
+use lab_tools::build::{Profile, build_binary};
+use lab_tools::process::{self, cargo};
+use lab_tools::workspace::Workspace;
 
 /// Packages whose tests crash simulated disks.
 const CRASHED: &[&str] = &["blockhouse-disk", "blockhouse-format"];

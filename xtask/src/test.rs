@@ -2,13 +2,14 @@
 //!
 //! The black-box tests find the binary under test in the environment variable `BLOCKHOUSE_BIN`.
 
-use std::path::PathBuf;
+use anyhow::Result;
 
-use anyhow::{Context, Result};
+use lab_tools::apt;
+use lab_tools::build::{Profile, build_binary};
+use lab_tools::process::{self, cargo};
+use lab_tools::workspace::Workspace;
 
-use crate::process::{self, cargo, executables};
-use crate::workspace::Workspace;
-use crate::{apt, loom};
+use crate::loom;
 
 /// Runs all tests, or what `args` (for `cargo test`) select of them; without any, the loom models too.
 pub fn run(workspace: &Workspace, args: &[String]) -> Result<()> {
@@ -25,24 +26,4 @@ pub fn run(workspace: &Workspace, args: &[String]) -> Result<()> {
         loom::run(workspace)?;
     }
     Ok(())
-}
-
-/// How the binary is compiled.
-#[derive(Clone, Copy, PartialEq, Eq)]
-pub enum Profile {
-    /// Quickly, with debug assertions.
-    Dev,
-    /// As users get it.
-    Release,
-}
-
-/// Builds the binary `blockhouse` and returns its path.
-pub fn build_binary(workspace: &Workspace, profile: Profile) -> Result<PathBuf> {
-    let mut build = cargo(["build", "--package", "blockhouse", "--bin", "blockhouse"]);
-    if profile == Profile::Release {
-        build.arg("--release");
-    }
-    build.current_dir(workspace.root());
-    let built = executables(build)?.into_iter().find(|(name, _)| name == "blockhouse");
-    Ok(built.context("cargo built package blockhouse without naming its binary")?.1)
 }

@@ -17,6 +17,7 @@ use blockhouse_core::{Buffer, Storage};
 use blockhouse_engine::{
     Engine, EngineChoice, EventLoop, FixedFiles, HostFile, OpenFor, PageCache, spawn,
 };
+use blockhouse_figures::Spread;
 use clap::Parser;
 
 const BLOCK: usize = 4096;
@@ -150,16 +151,13 @@ fn processor_time() -> Duration {
 
 fn print_row(crowd: Crowd, depth: usize, samples: &[(Sample, Sample)]) {
     let of = |value: fn(&(Sample, Sample)) -> f64| {
-        let mut values: Vec<f64> = samples.iter().map(value).collect();
-        values.sort_by(f64::total_cmp);
-        (values[values.len() / 2], values[0], values[values.len() - 1])
+        Spread::of(samples.iter().map(value)).expect("at least one round was measured")
     };
-    let (off, on) = (of(|pair| pair.0.0 / 1e3).0, of(|pair| pair.1.0 / 1e3).0);
-    let (cpu_off, cpu_on) = (of(|pair| pair.0.1).0, of(|pair| pair.1.1).0);
-    let (rate, low, high) = of(|pair| pair.1.0 / pair.0.0);
-    let (cpu, cpu_low, cpu_high) = of(|pair| pair.1.1 / pair.0.1);
+    let (off, on) = (of(|pair| pair.0.0 / 1e3).median, of(|pair| pair.1.0 / 1e3).median);
+    let (cpu_off, cpu_on) = (of(|pair| pair.0.1).median, of(|pair| pair.1.1).median);
+    let rate = of(|pair| pair.1.0 / pair.0.0);
+    let cpu = of(|pair| pair.1.1 / pair.0.1);
     println!(
-        "| {crowd:?} | {depth} | {off:.1} | {on:.1} | {rate:.3} ({low:.2}..{high:.2}) | \
-         {cpu_off:.0} | {cpu_on:.0} | {cpu:.3} ({cpu_low:.2}..{cpu_high:.2}) |"
+        "| {crowd:?} | {depth} | {off:.1} | {on:.1} | {rate:.2} | {cpu_off:.0} | {cpu_on:.0} | {cpu:.2} |"
     );
 }

@@ -25,6 +25,7 @@ use blockhouse_core::{Buffer, IoVector, Storage};
 use blockhouse_engine::{
     Engine, EngineChoice, EventLoop, Handle, HostFile, LoopThread, OpenFor, PageCache, Submission,
 };
+use blockhouse_figures::Spread;
 use clap::Parser;
 use io_uring::{IoUring, opcode, types::Fd};
 use serde_json::json;
@@ -77,7 +78,6 @@ fn main() -> Result<()> {
             row.times.push(row.way.measure(&file)?);
         }
     }
-    rows.iter_mut().for_each(|row| row.times.sort());
     if options.json {
         print_json(&rows)
     } else {
@@ -230,28 +230,25 @@ impl Reader for ByHandle {
     }
 }
 
-/// The times of one way, sorted.
+/// The times of one way.
 struct Row {
     way: Way,
     times: Vec<Duration>,
 }
 
 impl Row {
-    fn median(&self) -> f64 {
-        self.times[self.times.len() / 2].as_secs_f64()
-    }
-
-    fn spread(&self) -> (f64, f64) {
-        let last = self.times.len() - 1;
-        (self.times[0].as_secs_f64(), self.times[last].as_secs_f64())
+    /// In seconds.
+    fn spread(&self) -> Spread {
+        let seconds = self.times.iter().map(Duration::as_secs_f64);
+        Spread::of(seconds).expect("every way is measured at least once")
     }
 }
 
 fn print_table(rows: &[Row]) {
     println!("{:<18} {:>9} {:>19} {:>6}  limit {LIMIT}", "", "median", "fastest..slowest", "ratio");
     for row in rows {
-        let (median, (fastest, slowest)) = (row.median(), row.spread());
-        let ratio = median / rows[0].median();
+        let Spread { median, min: fastest, max: slowest } = row.spread();
+        let ratio = median / rows[0].spread().median;
         let verdict = match row.way {
             Way::Handle(_) if ratio > LIMIT => "missed",
             Way::Handle(_) => "kept",
@@ -266,13 +263,13 @@ fn print_table(rows: &[Row]) {
 
 fn print_json(rows: &[Row]) {
     let rows = rows.iter().map(|row| {
-        let (fastest, slowest) = row.spread();
+        let Spread { median, min: fastest, max: slowest } = row.spread();
         json!({
             "way": row.way.name(),
-            "median_seconds": row.median(),
+            "median_seconds": median,
             "fastest_seconds": fastest,
             "slowest_seconds": slowest,
-            "ratio": row.median() / rows[0].median(),
+            "ratio": median / rows[0].spread().median,
         })
     });
     println!("{}", json!({ "limit": LIMIT, "rows": rows.collect::<Vec<_>>() }));

@@ -1,15 +1,18 @@
-//! `cargo xtask tidy`: the rules of this house that no compiler checks.
+//! `cargo xtask tidy`: the rules that no compiler checks.
 //!
 //! - No file has more than [`MAX_LINES`] lines, and every Rust file begins by saying what it is for.
-//! - The words of unfinished work are absent ([`words`]).
+//! - The words of unfinished work are absent ([`banned_words`]).
 //! - Unsafe code lives where [`unsafety`] says, and every other crate forbids it.
-//! - A crate depends on lower floors only ([`floors`]).
+//! - A crate depends on lower layers only ([`layers`]).
+//! - The modules of a crate depend on each other without circles ([`circles`]).
 //!
-//! Every breach is printed with its place; one is enough to fail.
+//! Every violation is printed with its place; one is enough to fail.
 
-mod floors;
+mod banned_words;
+mod circles;
+mod layers;
+mod source_file;
 mod unsafety;
-mod words;
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -17,33 +20,13 @@ use std::process::Command;
 use anyhow::{Context, Result, bail};
 use serde_json::Value;
 
-use crate::process::stdout_of;
-use crate::workspace::{self, Workspace};
+use lab_tools::process::stdout_of;
+use lab_tools::workspace::{self, Workspace};
+
+use self::source_file::SourceFile;
 
 const MAX_LINES: usize = 800;
 const LENGTH_LIMITED: &[&str] = &["rs", "md", "py", "sh"];
-
-/// A text file of the checkout.
-struct SourceFile {
-    /// Relative to the workspace's root.
-    path: PathBuf,
-    text: String,
-}
-
-impl SourceFile {
-    fn is_rust(&self) -> bool {
-        self.path.extension().is_some_and(|extension| extension == "rs")
-    }
-
-    fn lines(&self) -> usize {
-        self.text.lines().count()
-    }
-
-    /// A breach of a rule at `line`, counted from 1.
-    fn breach(&self, line: usize, what: impl std::fmt::Display) -> String {
-        format!("{}:{line}: {what}", self.path.display())
-    }
-}
 
 /// Checks all rules.
 pub fn run(workspace: &Workspace) -> Result<()> {
@@ -53,22 +36,23 @@ pub fn run(workspace: &Workspace) -> Result<()> {
     let packages: Vec<&Value> =
         workspace.packages().iter().chain(fuzz.iter().flat_map(workspace::packages)).collect();
 
-    let mut breaches = Vec::new();
-    breaches.extend(files.iter().filter_map(length));
+    let mut violations = Vec::new();
+    violations.extend(files.iter().filter_map(length));
     for file in files.iter().filter(|file| file.is_rust()) {
-        breaches.extend(header(file));
-        breaches.extend(words::check(file));
-        breaches.extend(unsafety::check_file(file)?);
+        violations.extend(header(file));
+        violations.extend(banned_words::check(file));
+        violations.extend(unsafety::check_file(file)?);
     }
-    breaches.extend(unsafety::check_roots(workspace.root(), &packages, &files)?);
-    breaches.extend(floors::check(&packages));
+    violations.extend(unsafety::check_roots(workspace.root(), &packages, &files)?);
+    violations.extend(layers::check(&packages));
+    violations.extend(circles::check(workspace.root(), &packages, &files)?);
 
-    for breach in &breaches {
-        eprintln!("{breach}");
+    for violation in &violations {
+        eprintln!("{violation}");
     }
     print_lengths(&files);
-    if !breaches.is_empty() {
-        bail!("{} breaches of the house's rules", breaches.len());
+    if !violations.is_empty() {
+        bail!("{} violations of the rules", violations.len());
     }
     Ok(())
 }
@@ -95,13 +79,14 @@ fn source_files(root: &Path) -> Result<Vec<SourceFile>> {
 
 fn length(file: &SourceFile) -> Option<String> {
     let lines = file.lines();
-    (lines > MAX_LINES)
-        .then(|| file.breach(lines, format_args!("{lines} lines, more than {MAX_LINES}: split it")))
+    (lines > MAX_LINES).then(|| {
+        file.violation(lines, format_args!("{lines} lines, more than {MAX_LINES}: split it"))
+    })
 }
 
 fn header(file: &SourceFile) -> Option<String> {
     (!file.text.starts_with("//!"))
-        .then(|| file.breach(1, "does not begin with //! saying what the file is for"))
+        .then(|| file.violation(1, "does not begin with //! saying what the file is for"))
 }
 
 fn print_lengths(files: &[SourceFile]) {

@@ -6,6 +6,7 @@
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
+use blockhouse_figures::Spread;
 use hdrhistogram::Histogram;
 
 use super::device::DeviceCounts;
@@ -159,10 +160,9 @@ pub struct Ratio {
 impl Ratio {
     /// Of the rates of each round.
     pub fn of(baseline: &[f64], variant: &[f64]) -> Self {
-        let each = variant.iter().zip(baseline).map(|(ours, theirs)| ours / theirs);
-        let mut each: Vec<f64> = each.collect();
-        each.sort_by(f64::total_cmp);
-        Self { median: middle(&each), low: each[0], high: each[each.len() - 1], rounds: each.len() }
+        let Spread { median, min, max } =
+            Spread::of_ratios(variant, baseline).expect("a case has one round at least");
+        Self { median, low: min, high: max, rounds: variant.len().min(baseline.len()) }
     }
 
     /// Whether nothing can be concluded: there are too few rounds, or they do not agree on who is
@@ -172,11 +172,6 @@ impl Ratio {
         let disagree = self.low <= 1.0 && self.high >= 1.0;
         self.rounds < MIN_ROUNDS || disagree || distance < MIN_DIFFERENCE
     }
-}
-
-fn middle(sorted: &[f64]) -> f64 {
-    let half = sorted.len() / 2;
-    if sorted.len() % 2 == 1 { sorted[half] } else { f64::midpoint(sorted[half - 1], sorted[half]) }
 }
 
 /// Runs every variant once in each round, in turns: once in any case, and then as long as one more
@@ -265,9 +260,7 @@ fn together(slices: &[Slice]) -> (Histogram<u64>, Option<DeviceCounts>) {
 }
 
 fn median(values: impl Iterator<Item = f64>) -> f64 {
-    let mut values: Vec<f64> = values.collect();
-    values.sort_by(f64::total_cmp);
-    middle(&values)
+    Spread::of(values).expect("a case has one round at least").median
 }
 
 #[cfg(test)]

@@ -35,7 +35,7 @@ fn exports_are_found_by_name_and_the_first_without_one() {
     on_every_engine(MIB, |rig| {
         let is_frozen = |name: &str| {
             let client = Client::connect(&rig.path, Framing::Simple, name);
-            client.flags & 0b10 != 0
+            client.flags() & 0b10 != 0
         };
         assert!(!is_frozen("") && !is_frozen("disk") && is_frozen("frozen"));
         let mut stream = Client::knock(&rig.path);
@@ -131,7 +131,7 @@ fn clients_that_never_ask_for_anything_make_room() {
         let mut silent: Vec<_> = (0..4).map(|_| rig.client(Framing::Simple)).collect();
         assert!(silent[1].is_served(), "this one asks");
         assert!(rig.client(Framing::Simple).is_served(), "beside four silent ones");
-        assert!(is_closed(&mut silent[0].stream), "the oldest made room");
+        assert!(is_closed(silent[0].stream()), "the oldest made room");
         assert!(silent[1].is_served() && silent[2].is_served() && silent[3].is_served());
     });
 }
@@ -165,17 +165,17 @@ fn a_client_that_stands_still_is_cut_off_and_what_it_held_is_free() {
         deaf.iter_mut().for_each(|client| ask_for_much(client, 8));
         let mut mute = rig.client(Framing::Simple);
         let head = mute.encode(kind::WRITE, NONE, 0, MIB as u64);
-        mute.stream.write_all(&head).unwrap();
+        mute.stream().write_all(&head).unwrap();
         let mut half = rig.client(Framing::Structured);
-        half.stream.write_all(&[0x25, 0x60, 0x95]).unwrap();
+        half.stream().write_all(&[0x25, 0x60, 0x95]).unwrap();
         let mut idle = rig.client(Framing::Extended);
         assert!(idle.is_served(), "beside them all");
-        assert!(is_closed(&mut mute.stream) && is_closed(&mut half.stream));
+        assert!(is_closed(mute.stream()) && is_closed(half.stream()));
         for client in &mut deaf {
-            wait_for("it to be cut off", || client.stream.write(&[0]).is_err());
+            wait_for("it to be cut off", || client.stream().write(&[0]).is_err());
             let mut received = 0;
             let mut bytes = vec![0; 64 << 10];
-            while let Ok(count @ 1..) = client.stream.read(&mut bytes) {
+            while let Ok(count @ 1..) = client.stream().read(&mut bytes) {
                 received += count;
             }
             assert!(received < 4 * MIB, "{received} bytes of eight MiB were kept for it");
@@ -197,14 +197,14 @@ fn a_slow_client_that_goes_on_is_not_cut_off() {
         while left > 0 {
             std::thread::sleep(Duration::from_millis(100));
             let count = left.min(bytes.len());
-            slow.stream.read_exact(&mut bytes[..count]).expect("it is still connected");
+            slow.stream().read_exact(&mut bytes[..count]).expect("it is still connected");
             left -= count;
         }
         let mut write = slow.encode(kind::WRITE, NONE, 0, 4096);
         write.extend([7; 4096]);
         for piece in write.chunks(512) {
             std::thread::sleep(Duration::from_millis(100));
-            slow.stream.write_all(piece).unwrap();
+            slow.stream().write_all(piece).unwrap();
         }
         assert_eq!(slow.receive().unwrap().outcome, Outcome::Done);
     });
@@ -221,7 +221,7 @@ fn a_client_that_takes_one_reply_for_longer_than_the_limit_is_not_cut_off() {
         while left > 0 {
             std::thread::sleep(Duration::from_millis(60));
             let count = left.min(bytes.len());
-            slow.stream.read_exact(&mut bytes[..count]).expect("it is still connected");
+            slow.stream().read_exact(&mut bytes[..count]).expect("it is still connected");
             left -= count;
         }
         assert!(slow.is_served());
@@ -238,8 +238,8 @@ fn an_idle_limit_is_for_those_who_ask_for_nothing() {
             std::thread::sleep(Duration::from_millis(60));
             assert!(busy.is_served());
         }
-        assert!(is_closed(&mut quiet.stream));
-        assert!(is_closed(&mut busy.stream), "later");
+        assert!(is_closed(quiet.stream()));
+        assert!(is_closed(busy.stream()), "later");
     });
 }
 
@@ -257,7 +257,7 @@ fn who_never_receives_delays_no_others_and_gets_no_more_than_a_share() {
             writes.extend(other.encode(kind::WRITE, NONE, block * 4096, 4096));
             writes.extend([1; 4096]);
         }
-        other.stream.write_all(&writes).unwrap();
+        other.stream().write_all(&writes).unwrap();
         // None of them can end yet: its share has room for all of them side by side.
         wait_for("all writes to run at once", || rig.storage.held_writes() == 16);
         rig.storage.hold_writes(false);

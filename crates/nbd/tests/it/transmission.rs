@@ -29,7 +29,7 @@ fn what_was_written_is_read_in_every_framing_and_size() {
     on_every_engine(40 * MIB, |rig| {
         for framing in FRAMINGS {
             let mut client = rig.client(framing);
-            assert_eq!(client.size, 40 * MIB as u64);
+            assert_eq!(client.size(), 40 * MIB as u64);
             // Around the limits: of the staging memory, of "long", of a socket's memory.
             for (salt, length) in
                 [1, 511, 4096, 4097, 32 << 10, 100_000, 128 << 10, MIB + 1, 32 * MIB]
@@ -72,7 +72,7 @@ fn offsets_beyond_the_export_have_the_errors_of_their_command() {
 fn a_read_only_export_refuses_every_change() {
     on_every_engine(MIB, |rig| {
         let mut client = Client::connect(&rig.path, Framing::Structured, "frozen");
-        assert_eq!(client.flags & 0b10, 0b10);
+        assert_eq!(client.flags() & 0b10, 0b10);
         assert_eq!(client.store(0, &[1; 512]), error(Errno::Perm));
         assert_eq!(client.ask(kind::TRIM, NONE, 0, 512), error(Errno::Perm));
         assert_eq!(client.ask(kind::WRITE_ZEROES, NONE, 0, 512), error(Errno::Perm));
@@ -114,7 +114,7 @@ fn what_was_not_offered_is_refused_and_the_payload_passed_over() {
         let mut client = rig.client(Framing::Extended);
         let mut bytes = client.encode(kind::TRIM, CommandFlags::PAYLOAD_LEN, 0, 100_000);
         bytes.extend(pattern(100_000, 2));
-        client.stream.write_all(&bytes).unwrap();
+        client.stream().write_all(&bytes).unwrap();
         assert_eq!(client.receive().unwrap().outcome, error(Errno::Inval));
         assert!(client.is_served());
     });
@@ -213,7 +213,7 @@ fn a_flush_is_one_flush_and_covers_what_was_replied_to() {
     on_every_engine(MIB, |rig| {
         let (mut writer, mut flusher) =
             (rig.client(Framing::Extended), rig.client(Framing::Simple));
-        assert_eq!(writer.flags & 0x100, 0x100, "several connections are allowed");
+        assert_eq!(writer.flags() & 0x100, 0x100, "several connections are allowed");
         let before = rig.storage.flushes();
         writer.store(0, &[1; 512]);
         assert_eq!(flusher.ask(kind::FLUSH, NONE, 0, 0), Outcome::Done);
@@ -233,7 +233,7 @@ fn disconnecting_finishes_what_is_outstanding() {
         for _ in 0..50 {
             assert_eq!(client.receive().unwrap().outcome, Outcome::Done);
         }
-        assert_eq!(client.stream.read(&mut [0]).unwrap(), 0, "then the server closes");
+        assert_eq!(client.stream().read(&mut [0]).unwrap(), 0, "then the server closes");
         assert!(rig.storage.content()[..50 * 4096].iter().all(|&byte| byte == 9));
     });
 }
@@ -246,7 +246,7 @@ fn a_client_that_closes_its_half_still_gets_its_replies() {
         for block in 0..20 {
             client.send(kind::READ, NONE, block * 4096, 4096);
         }
-        client.stream.shutdown(Shutdown::Write).unwrap();
+        client.stream().shutdown(Shutdown::Write).unwrap();
         for _ in 0..20 {
             assert_eq!(client.receive().unwrap().outcome, Outcome::Data(vec![0; 4096]));
         }
@@ -269,7 +269,7 @@ fn a_reset_with_64_requests_under_way_hurts_nobody() {
             }
             // In the middle of a request, and with replies that nobody will read.
             let cut = client.encode(kind::READ, NONE, 0, 1);
-            client.stream.write_all(&cut[..17]).unwrap();
+            client.stream().write_all(&cut[..17]).unwrap();
             drop(client);
             assert!(other.is_served());
         }
@@ -286,7 +286,7 @@ fn nonsense_ends_that_connection_only() {
         for framing in FRAMINGS {
             let mut client = rig.client(framing);
             client.send(kind::READ, NONE, 0, 512);
-            client.stream.write_all(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n").unwrap();
+            client.stream().write_all(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n").unwrap();
             while client.receive().is_ok() {}
             assert!(other.is_served());
         }
@@ -301,7 +301,7 @@ fn a_client_that_does_not_read_is_made_to_wait() {
         // Far more than may be in flight; the rest stays in the socket.
         let requests: Vec<u8> =
             (0..1000).flat_map(|_| client.encode(kind::READ, NONE, 0, 65536)).collect();
-        let mut stream = client.stream.try_clone().unwrap();
+        let mut stream = client.stream().try_clone().unwrap();
         let sender = std::thread::spawn(move || stream.write_all(&requests).unwrap());
         std::thread::sleep(Duration::from_millis(300));
         let (running, most) = rig.storage.running();
@@ -408,10 +408,8 @@ fn batch(client: &mut Client, start: usize, model: &mut [u8], random: &mut fastr
             }
             _ => {
                 part.copy_from_slice(&pattern(part.len(), random.u8(..)));
-                let payload = match client.framing {
-                    Framing::Extended => CommandFlags::PAYLOAD_LEN,
-                    Framing::Simple | Framing::Structured => NONE,
-                };
+                let extended = client.framing() == lab_nbd::Framing::Extended;
+                let payload = if extended { CommandFlags::PAYLOAD_LEN } else { NONE };
                 let cookie = push(&mut bytes, client, kind::WRITE, payload, offset, length);
                 bytes.extend_from_slice(part);
                 (cookie, Outcome::Done)
@@ -419,7 +417,7 @@ fn batch(client: &mut Client, start: usize, model: &mut [u8], random: &mut fastr
         };
         expected.insert(cookie, outcome);
     }
-    let mut stream = client.stream.try_clone().unwrap();
+    let mut stream = client.stream().try_clone().unwrap();
     let mut pieces = random.fork();
     let sender = std::thread::spawn(move || {
         let mut rest = &bytes[..];

@@ -1,0 +1,74 @@
+//! Figures of repeated measurements: the median, the extremes, and ratios within a round.
+//!
+//! What drifts in a machine drifts for all that is measured in one round. So a ratio is taken within each
+//! round, and its median and extremes are those of these ratios.
+#![forbid(unsafe_code)]
+
+use std::fmt;
+
+/// The median of some values, and the smallest and the largest of them.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Spread {
+    /// Half of the values are below. Of an even number, the mean of the two in the middle.
+    pub median: f64,
+    /// The smallest value.
+    pub min: f64,
+    /// The largest value.
+    pub max: f64,
+}
+
+impl Spread {
+    /// Of at least one value.
+    pub fn of(values: impl IntoIterator<Item = f64>) -> Option<Self> {
+        let mut sorted: Vec<f64> = values.into_iter().collect();
+        sorted.sort_by(f64::total_cmp);
+        let middle = sorted.len() / 2;
+        let upper = *sorted.get(middle)?;
+        let median = if sorted.len().is_multiple_of(2) {
+            f64::midpoint(sorted[middle - 1], upper)
+        } else {
+            upper
+        };
+        Some(Self { median, min: sorted[0], max: sorted[sorted.len() - 1] })
+    }
+
+    /// Of the ratios of `ours` to `theirs` in the same round.
+    pub fn of_ratios(ours: &[f64], theirs: &[f64]) -> Option<Self> {
+        Self::of(ours.iter().zip(theirs).map(|(ours, theirs)| ours / theirs))
+    }
+}
+
+/// `median (min..max)`, with the given precision or none.
+impl fmt::Display for Spread {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let digits = formatter.precision().unwrap_or(0);
+        let Self { median, min, max } = self;
+        let text = format!("{median:.digits$} ({min:.digits$}..{max:.digits$})");
+        formatter.pad_integral(true, "", &text)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn medians_of_odd_and_even_counts() {
+        assert_eq!(Spread::of([3.0, 1.0, 2.0]), Some(Spread { median: 2.0, min: 1.0, max: 3.0 }));
+        assert_eq!(Spread::of([4.0, 1.0]).map(|spread| spread.median), Some(2.5));
+        assert_eq!(Spread::of([]), None);
+    }
+
+    #[test]
+    fn ratios_are_paired() {
+        let spread = Spread::of_ratios(&[2.0, 6.0, 3.0], &[1.0, 2.0, 3.0]);
+        assert_eq!(spread, Some(Spread { median: 2.0, min: 1.0, max: 3.0 }));
+    }
+
+    #[test]
+    fn prints_with_the_asked_precision() {
+        let spread = Spread { median: 1.25, min: 1.0, max: 2.0 };
+        assert_eq!(format!("{spread:.1}"), "1.2 (1.0..2.0)");
+        assert_eq!(format!("[{spread:>18.2}]"), "[ 1.25 (1.00..2.00)]");
+    }
+}

@@ -1,0 +1,157 @@
+//! What to compare: the arguments of the command line, and what they come to on this machine.
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use anyhow::{Context, Result, ensure};
+use clap::Args;
+use lab_tools::build::{Profile, build_binary};
+use lab_tools::workspace::Workspace;
+use tempfile::TempDir;
+
+use crate::interrupt::Interrupt;
+use crate::rows::{Export, Row};
+use crate::servers::{self, Kind, Programs};
+use crate::storage;
+
+/// What to compare, and how long.
+#[derive(Args)]
+pub struct Options {
+    /// Format of the image that is compared
+    #[arg(long, value_enum, default_value = "raw")]
+    pub format: servers::Format,
+    /// Compare saving and loading the state of a machine of --size instead, on --dir
+    #[arg(long)]
+    pub vmstate: bool,
+    /// 3 rounds of 1 second instead of 5 rounds of 3 seconds
+    #[arg(long)]
+    pub quick: bool,
+    /// Seconds that count in each measurement
+    #[arg(long, value_name = "SECONDS")]
+    pub seconds: Option<f64>,
+    /// Measurements of each server in each row
+    #[arg(long, value_name = "COUNT")]
+    pub rounds: Option<usize>,
+    /// Where the image lives
+    #[arg(long, value_enum, num_args = 1.., default_values = ["tmpfs", "loop", "ext4"])]
+    pub storage: Vec<storage::Kind>,
+    /// Exports to compare
+    #[arg(long, value_enum, num_args = 1.., default_values = ["nbd"])]
+    pub export: Vec<Export>,
+    /// Rows whose names contain one of these
+    #[arg(long, num_args = 1.., value_name = "ROW")]
+    pub rows: Vec<String>,
+    /// Servers to start; without it, all
+    #[arg(long, value_enum, num_args = 1..)]
+    pub servers: Vec<Kind>,
+    /// Microseconds for which the vhost-user client looks for replies before it sleeps
+    #[arg(long, default_value_t = 0, value_name = "MICROSECONDS")]
+    pub look: u64,
+    /// Size of the image in MiB
+    #[arg(long, default_value_t = 1024, value_name = "MIB")]
+    pub size: u64,
+    /// Folder for the image of storage ext4; without it, the target folder
+    #[arg(long)]
+    pub dir: Option<PathBuf>,
+    /// Our binary; without it, a release build of this checkout
+    #[arg(long)]
+    pub binary: Option<PathBuf>,
+    /// Another build of our binary to compare it with, as server "baseline"; without --servers, these
+    /// two alone
+    #[arg(long, value_name = "BINARY")]
+    pub baseline: Option<PathBuf>,
+    /// Further arguments of our serve, as one string
+    #[arg(long, default_value = "", value_name = "ARGS", allow_hyphen_values = true)]
+    pub serve_args: String,
+    /// Write the report as Markdown, too
+    #[arg(long, value_name = "FILE")]
+    pub markdown: Option<PathBuf>,
+    /// Write all figures as JSON, too
+    #[arg(long, value_name = "FILE")]
+    pub json: Option<PathBuf>,
+}
+
+/// The choices of [`Options`], resolved.
+pub struct Config {
+    pub rows: Vec<Row>,
+    pub servers: Vec<Kind>,
+    pub rounds: usize,
+    pub duration: Duration,
+    pub programs: Programs,
+    pub folder: TempDir,
+    pub interrupt: Interrupt,
+    /// For how long the vhost-user client looks for replies.
+    pub look: Duration,
+    /// Marks the writes of one measurement.
+    pub generation: u64,
+}
+
+impl Config {
+    /// Resolves `options`: `all` are the servers where none are named.
+    pub fn new(
+        workspace: &Workspace,
+        options: &Options,
+        rows: Vec<Row>,
+        all: &[Kind],
+    ) -> Result<Self> {
+        let (rounds, seconds) = if options.quick { (3, 1.0) } else { (5, 3.0) };
+        let rounds = options.rounds.unwrap_or(rounds);
+        let seconds = options.seconds.unwrap_or(seconds);
+        ensure!(rounds > 0 && seconds > 0.0, "no rounds or no seconds measure nothing");
+        let servers = match (options.servers.as_slice(), &options.baseline) {
+            ([], None) => all.to_vec(),
+            ([], Some(_)) => vec![Kind::Blockhouse, Kind::Baseline],
+            (chosen, _) => chosen.to_vec(),
+        };
+        let takes_part = servers.contains(&Kind::Baseline);
+        ensure!(
+            takes_part == options.baseline.is_some(),
+            "--baseline names the binary of the server \"baseline\": give both, or --baseline alone"
+        );
+        let ours = servers.iter().any(|kind| kind.is_ours());
+        let blockhouse = match &options.binary {
+            Some(binary) => binary.clone(),
+            None if ours => build_binary(workspace, Profile::Release)?,
+            None => PathBuf::new(),
+        };
+        let serve_args = options.serve_args.split_whitespace().map(str::to_owned).collect();
+        Ok(Self {
+            rows,
+            servers,
+            rounds,
+            duration: Duration::try_from_secs_f64(seconds).context("bad --seconds")?,
+            programs: Programs {
+                blockhouse,
+                baseline: options.baseline.clone().unwrap_or_default(),
+                serve_args,
+                own: std::env::current_exe().context("cannot find this program")?,
+            },
+            folder: tempfile::Builder::new()
+                .prefix("blockhouse-compare-")
+                .tempdir()
+                .context("cannot make a temporary folder")?,
+            interrupt: Interrupt::install()?,
+            look: Duration::from_micros(options.look),
+            generation: 0,
+        })
+    }
+}
+
+/// Writes a report.
+pub fn write(file: &PathBuf, text: &str) -> Result<()> {
+    std::fs::write(file, text).with_context(|| format!("cannot write {}", file.display()))
+}
+
+/// The rows whose names contain one of the `wanted`, or all.
+pub fn chosen<R: Copy>(
+    rows: &[R],
+    name: fn(&R) -> &'static str,
+    wanted: &[String],
+) -> Result<Vec<R>> {
+    let is_wanted =
+        |row: &&R| wanted.is_empty() || wanted.iter().any(|part| name(row).contains(part));
+    let chosen: Vec<R> = rows.iter().filter(is_wanted).copied().collect();
+    let names = || rows.iter().map(name).collect::<Vec<_>>().join(" ");
+    ensure!(!chosen.is_empty(), "no row is called {}; there are: {}", wanted.join(" "), names());
+    Ok(chosen)
+}

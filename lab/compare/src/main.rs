@@ -1,0 +1,92 @@
+//! `cargo xtask compare`: Blockhouse side by side with its peers, on this machine, by anyone.
+//!
+//! In each round every server is started, loaded and stopped in turn (A B C A B C ...), so that what
+//! drifts in the machine drifts for all. Figures are medians over the rounds with their spread; ratios
+//! are taken within a round. All servers get the same image in the same place, prefilled, and a server
+//! counts against us only where it treats the page cache as we do.
+//!
+//! - [`raw`], [`rows`]: raw images, and the loads
+//! - [`qcow2`]: what is special to images that map: other loads, and tools
+//! - [`vmstate`]: saving and loading a machine's state
+//! - [`servers`], [`storage`]: what is loaded, and what is below it
+//! - [`light`], [`fio`], [`vhost_user`]: the clients
+//! - [`report`]: rates, ratios and their output
+#![forbid(unsafe_code)]
+#![allow(clippy::print_stdout, reason = "it talks to the person who started it")]
+
+mod caching;
+mod config;
+mod fio;
+mod interrupt;
+mod light;
+mod measurement;
+mod qcow2;
+mod raw;
+mod report;
+mod results;
+mod rows;
+mod servers;
+mod storage;
+mod vhost_user;
+mod vmstate;
+
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+use anyhow::Result;
+use clap::{Parser, Subcommand};
+use lab_tools::apt;
+use lab_tools::workspace::Workspace;
+
+use self::config::Options;
+use self::light::null_server;
+use self::servers::Format;
+
+/// Compare the speed of Blockhouse with its peers, or with another build of itself.
+#[derive(Parser)]
+#[command(name = "cargo xtask compare", args_conflicts_with_subcommands = true)]
+struct Cli {
+    #[command(flatten)]
+    options: Options,
+    #[command(subcommand)]
+    server: Option<Hidden>,
+}
+
+#[derive(Subcommand)]
+enum Hidden {
+    /// Serve nothing, as fast as the light client can ask: that client's own limit
+    #[command(hide = true)]
+    NullServer {
+        /// Unix socket to listen on
+        socket: PathBuf,
+        /// Bytes in the export
+        size: u64,
+    },
+}
+
+fn main() -> ExitCode {
+    let cli = Cli::parse();
+    let result = match &cli.server {
+        Some(Hidden::NullServer { socket, size }) => null_server::serve(socket, *size),
+        None => compare(&cli.options),
+    };
+    match result {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("compare: {error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn compare(options: &Options) -> Result<()> {
+    let workspace = Workspace::find()?;
+    if options.vmstate {
+        return vmstate::run(&workspace, options);
+    }
+    apt::require(apt::FOR_COMPARISON)?;
+    match options.format {
+        Format::Raw => raw::run(&workspace, options),
+        Format::Qcow2 => qcow2::run(&workspace, options),
+    }
+}

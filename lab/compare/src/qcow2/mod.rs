@@ -1,0 +1,226 @@
+//! `cargo xtask compare --format qcow2`: a mapping side by side with QEMU's, and with our own raw.
+//!
+//! As with raw images, every subject takes its turn in each round, and ratios are taken within a round.
+//! The images are QEMU's own (clusters of 64 KiB, all else as `qemu-img` has it), so nobody works on a
+//! layout that another would not have made.
+//!
+//! - [`rows`]: what is done
+//! - [`images`]: to what
+//! - [`tools`]: programs that run and end
+//! - [`report`]: what came out
+
+mod images;
+mod report;
+mod rows;
+mod tools;
+
+use std::time::Duration;
+
+use anyhow::{Context, Result, ensure};
+
+use self::images::Images;
+use self::report::{Cell, Outcome, Part, Subject, Unit};
+use self::rows::{Fill, Opening, TASKS, Task, Work};
+use self::tools::Tool;
+use super::config::{Config, Options, chosen, write};
+use super::light::{self, Content};
+use super::measurement::Measured;
+use super::report::{Environment, terminal};
+use super::rows::Export;
+use super::servers::{EXPORT, Format, Image, Kind, Server, Start};
+use super::storage::Storage;
+use lab_tools::workspace::Workspace;
+
+/// Bytes in a cluster, which is what `qemu-img create` makes.
+pub const CLUSTER: u64 = 64 * 1024;
+
+/// Compares, as `options` say.
+pub fn run(workspace: &Workspace, options: &Options) -> Result<()> {
+    let tasks = chosen(TASKS, |task| task.name, &options.rows)?;
+    let mut config = Config::new(workspace, options, Vec::new(), Kind::QCOW2)?;
+    for kind in &config.servers {
+        let known = *kind == Kind::Baseline || Kind::QCOW2.contains(kind);
+        ensure!(known, "{} does not serve qcow2 images: choose other --servers", kind.name());
+    }
+    let disk = options.dir.clone().unwrap_or_else(|| workspace.target().to_owned());
+    let size = options.size.checked_mul(1 << 20).context("--size is beyond 64 bits")?;
+    let environment = Environment::find(&config)?;
+    terminal::environment(&environment);
+    let mut results = Vec::new();
+    for &kind in &options.storage {
+        if let Some(why) = Storage::unavailable(kind) {
+            println!("storage {kind:?} skipped: {why}");
+            continue;
+        }
+        let mut images = Images::new(kind, size, &disk, &tasks, &config.interrupt)?;
+        println!("\n{}, {} MiB", images.description(), size >> 20);
+        let mut outcomes = Vec::new();
+        for task in &tasks {
+            if let Some(outcome) = config.do_task(*task, &mut images)? {
+                report::print(&outcome);
+                outcomes.push(outcome);
+            }
+        }
+        results.push((images.description(), size, outcomes));
+    }
+    if let Some(file) = &options.markdown {
+        write(file, &report::markdown(&environment, &results))?;
+    }
+    if let Some(file) = &options.json {
+        write(file, &report::json(&environment, &results)?)?;
+    }
+    Ok(())
+}
+
+impl Config {
+    /// Measures all rounds of `task`; `None` where the images cannot be had on this storage.
+    fn do_task(&mut self, task: Task, images: &mut Images) -> Result<Option<Outcome>> {
+        let one_tool = matches!(task.work, Work::Convert(_) | Work::Open(_));
+        if one_tool && !images.are_files() {
+            return Ok(None);
+        }
+        let unit = unit(task.work);
+        let mut cells: Vec<Cell> = self
+            .subjects(task.work)
+            .into_iter()
+            .map(|subject| Cell { subject, values: Vec::new(), cpu: Vec::new() })
+            .collect();
+        for _ in 0..self.rounds {
+            for cell in &mut cells {
+                let context = || format!("{}, {}", task.name, cell.subject.name());
+                let (value, cpu) =
+                    self.measure_task(task.work, cell.subject, images).with_context(context)?;
+                cell.values.push(value);
+                cell.cpu.push(cpu);
+            }
+        }
+        let any_caching = images.any_caching();
+        Ok(Some(Outcome { row: task.name, unit, any_caching, cells }))
+    }
+
+    /// Who takes part, in the order of turns.
+    fn subjects(&self, work: Work) -> Vec<Subject> {
+        if let Work::Convert(_) | Work::Open(Opening::Info) = work {
+            let tool = |part| Subject { part, kind: None };
+            let mut subjects = vec![tool(Part::Ours), tool(Part::Peer)];
+            if let Work::Open(_) = work {
+                subjects.insert(1, tool(Part::OurRaw));
+            }
+            return subjects;
+        }
+        let mut subjects = Vec::new();
+        for &kind in &self.servers {
+            let subject = |part| Subject { part, kind: Some(kind) };
+            if kind.is_ours() {
+                subjects.push(subject(Part::Ours));
+                // A raw image has nothing to allocate for a scattered write.
+                if !matches!(work, Work::Empty(_, Fill::Scattered(_))) {
+                    subjects.push(subject(Part::OurRaw));
+                }
+            } else {
+                subjects.push(subject(Part::Peer));
+            }
+        }
+        subjects
+    }
+
+    /// The figure of one turn, and the processor time that it took: microseconds a request, or
+    /// seconds in all.
+    fn measure_task(
+        &mut self,
+        work: Work,
+        subject: Subject,
+        images: &mut Images,
+    ) -> Result<(f64, f64)> {
+        let format = match subject.part {
+            Part::OurRaw => Format::Raw,
+            Part::Ours | Part::Peer => Format::Qcow2,
+        };
+        let tool = match subject.part {
+            Part::Peer => Tool::QemuImg,
+            Part::Ours | Part::OurRaw => Tool::Ours,
+        };
+        let folder = self.folder.path();
+        match (work, subject.kind) {
+            (Work::Convert(to), _) => {
+                images.convert(to, tool, &self.programs).map(|spent| spent.in_seconds())
+            }
+            (Work::Open(_), None) => {
+                images.tell(format, tool, &self.programs).map(|spent| spent.in_milliseconds())
+            }
+            (Work::Open(_), Some(kind)) => {
+                let image = Image { storage: images.huge(format)?, format };
+                let server =
+                    Server::start(over_nbd(kind), &self.programs, image, folder, &self.interrupt)?;
+                let (ready, cpu) = (server.ready(), server.cpu()?);
+                server.stop()?;
+                Ok((ready.as_secs_f64() * 1e3, cpu.as_secs_f64() * 1e3))
+            }
+            (Work::Mapped(_) | Work::Empty(..), None) => unreachable!("a load needs a server"),
+            (Work::Mapped(_) | Work::Empty(..), Some(kind)) => {
+                self.measure_load(work, kind, format, images)
+            }
+        }
+    }
+
+    fn measure_load(
+        &mut self,
+        work: Work,
+        kind: Kind,
+        format: Format,
+        images: &mut Images,
+    ) -> Result<(f64, f64)> {
+        self.generation += 1;
+        let (row, storage, requests) = match work {
+            Work::Mapped(row) => (row, images.mapped(format)?, u64::MAX),
+            Work::Empty(row, fill) => {
+                let requests = match fill {
+                    Fill::Whole => images.size() / u64::from(row.block),
+                    Fill::Scattered(part) => images.size() / CLUSTER / part,
+                };
+                (row, images.empty(format, fill)?, requests)
+            }
+            Work::Convert(_) | Work::Open(_) => unreachable!("no load"),
+        };
+        storage.settle(kind.caching())?;
+        let mut load = row.load(self.generation);
+        load.requests = requests;
+        if let Work::Mapped(_) = work {
+            load.content = Content::Image;
+            (load.warm_up, load.duration) = (self.duration / 10, self.duration);
+        } else if row.operation != light::Operation::Read {
+            load.content = Content::Image;
+        }
+        let image = Image { storage, format };
+        let folder = self.folder.path();
+        let server = Server::start(over_nbd(kind), &self.programs, image, folder, &self.interrupt)?;
+        let measured =
+            light::run(load, server.socket(), EXPORT, &|| server.cpu(), &self.interrupt)?;
+        server.stop()?;
+        ensure!(measured.requests > 0, "nothing was answered");
+        Ok(figures(unit(work), row.block, &measured))
+    }
+}
+
+fn unit(work: Work) -> Unit {
+    match work {
+        Work::Mapped(row) | Work::Empty(row, _) if row.is_bandwidth() => Unit::MebibytesASecond,
+        Work::Mapped(_) | Work::Empty(..) => Unit::ThousandsASecond,
+        Work::Convert(_) => Unit::Seconds,
+        Work::Open(_) => Unit::Milliseconds,
+    }
+}
+
+fn figures(unit: Unit, block: u32, measured: &Measured) -> (f64, f64) {
+    let requests = measured.requests as f64;
+    let per_second = requests / measured.elapsed.max(Duration::from_nanos(1)).as_secs_f64();
+    let rate = match unit {
+        Unit::MebibytesASecond => per_second * f64::from(block) / f64::from(1 << 20),
+        _ => per_second / 1e3,
+    };
+    (rate, measured.server_cpu.as_secs_f64() * 1e6 / requests)
+}
+
+fn over_nbd(kind: Kind) -> Start {
+    Start { kind, export: Export::Nbd, queues: 1 }
+}

@@ -1,0 +1,249 @@
+//! Figures of the qcow2 comparison: as text, as Markdown, as JSON.
+
+use std::fmt::Write;
+
+use anyhow::Result;
+use serde_json::{Value, json};
+
+use crate::report::{Environment, json as raw_json, markdown as raw_markdown};
+use crate::servers::Kind;
+use blockhouse_figures::Spread;
+
+/// The part that somebody plays in a row.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub enum Part {
+    /// Ours, on a qcow2 image.
+    Ours,
+    /// Ours, on a raw image of the same content.
+    OurRaw,
+    /// Somebody else, on a qcow2 image.
+    Peer,
+}
+
+/// Who is measured.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub struct Subject {
+    /// Its part.
+    pub part: Part,
+    /// The server, or `None` for a tool.
+    pub kind: Option<Kind>,
+}
+
+impl Subject {
+    /// Its name in reports.
+    pub fn name(self) -> String {
+        let program = match (self.kind, self.part) {
+            (Some(kind), _) => kind.name(),
+            (None, Part::Peer) => "qemu-img",
+            (None, Part::Ours | Part::OurRaw) => "blockhouse",
+        };
+        let raw = if self.part == Part::OurRaw { " (raw)" } else { "" };
+        format!("{program}{raw}")
+    }
+
+    fn is_like(self, other: Self) -> bool {
+        self.kind.map(Kind::caching) == other.kind.map(Kind::caching)
+    }
+}
+
+/// The unit of a row's figures.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub enum Unit {
+    /// Thousands of requests a second; more is better.
+    ThousandsASecond,
+    /// MiB a second; more is better.
+    MebibytesASecond,
+    /// Seconds; less is better.
+    Seconds,
+    /// Milliseconds; less is better.
+    Milliseconds,
+}
+
+impl Unit {
+    fn name(self) -> &'static str {
+        match self {
+            Self::ThousandsASecond => "kIOPS",
+            Self::MebibytesASecond => "MiB/s",
+            Self::Seconds => "s",
+            Self::Milliseconds => "ms",
+        }
+    }
+
+    /// The unit of the processor time beside it.
+    fn cpu_name(self) -> &'static str {
+        match self {
+            Self::ThousandsASecond | Self::MebibytesASecond => "us",
+            Self::Seconds => "s",
+            Self::Milliseconds => "ms",
+        }
+    }
+
+    fn is_time(self) -> bool {
+        matches!(self, Self::Seconds | Self::Milliseconds)
+    }
+
+    fn digits(self) -> usize {
+        if self == Self::Seconds { 3 } else { 1 }
+    }
+}
+
+/// One subject's rounds.
+pub struct Cell {
+    /// Whose.
+    pub subject: Subject,
+    /// In the unit of the row.
+    pub values: Vec<f64>,
+    /// Processor time: microseconds a request, or as long as the whole took in the unit of the row.
+    pub cpu: Vec<f64>,
+}
+
+/// One row on one storage.
+pub struct Outcome {
+    /// Its name.
+    pub row: &'static str,
+    /// Of all its values.
+    pub unit: Unit,
+    /// Whether all ways of caching do the same work here.
+    pub any_caching: bool,
+    /// In the order of turns.
+    pub cells: Vec<Cell>,
+}
+
+/// What ours is to another, round by round.
+struct Verdict {
+    ours: String,
+    other: String,
+    /// How many times as fast; above 1 is better.
+    speed: Spread,
+    /// Our processor time, divided by the other's; below 1 is better.
+    cpu: Spread,
+    /// How much longer ours takes, in the unit of the row, where that is a time.
+    longer: Option<Spread>,
+}
+
+/// Storage, bytes in the image, rows.
+pub type OnStorage = (String, u64, Vec<Outcome>);
+
+impl Outcome {
+    fn verdicts(&self) -> Vec<Verdict> {
+        let ours = self.cells.iter().filter(|cell| cell.subject.part == Part::Ours);
+        ours.flat_map(|ours| self.others(ours).map(|other| self.verdict(ours, other)))
+            .flatten()
+            .collect()
+    }
+
+    /// Our own raw and the best peer, of those that `ours` is to be compared with.
+    fn others(&self, ours: &Cell) -> impl Iterator<Item = &Cell> {
+        let raw = self.cells.iter().find(|cell| {
+            cell.subject.part == Part::OurRaw && cell.subject.kind == ours.subject.kind
+        });
+        let peers = self.cells.iter().filter(|cell| {
+            cell.subject.part == Part::Peer
+                && (self.any_caching || cell.subject.is_like(ours.subject))
+        });
+        let best = peers.max_by(|one, other| self.merit(one).total_cmp(&self.merit(other)));
+        best.into_iter().chain(raw)
+    }
+
+    fn merit(&self, cell: &Cell) -> f64 {
+        let median = Spread::of(cell.values.iter().copied()).map_or(f64::NAN, |all| all.median);
+        if self.unit.is_time() { -median } else { median }
+    }
+
+    fn verdict(&self, ours: &Cell, other: &Cell) -> Option<Verdict> {
+        let time = self.unit.is_time();
+        let (better, worse) =
+            if time { (&other.values, &ours.values) } else { (&ours.values, &other.values) };
+        let differences = ours.values.iter().zip(&other.values).map(|(ours, other)| ours - other);
+        Some(Verdict {
+            ours: ours.subject.name(),
+            other: other.subject.name(),
+            speed: Spread::of_ratios(better, worse)?,
+            cpu: Spread::of_ratios(&ours.cpu, &other.cpu)?,
+            longer: if time { Spread::of(differences) } else { None },
+        })
+    }
+}
+
+/// Prints a finished row.
+pub fn print(outcome: &Outcome) {
+    let (unit, digits) = (outcome.unit, outcome.unit.digits());
+    println!("\n  {:28}{:>26}{:>24}", outcome.row, unit.name(), format!("cpu {}", unit.cpu_name()));
+    for cell in &outcome.cells {
+        let spread = |values: &[f64]| Spread::of(values.iter().copied());
+        let (Some(value), Some(cpu)) = (spread(&cell.values), spread(&cell.cpu)) else { continue };
+        println!("  {:28}{value:>26.digits$}{cpu:>24.2}", cell.subject.name());
+    }
+    for verdict in outcome.verdicts() {
+        let Verdict { ours, other, speed, cpu, .. } = &verdict;
+        print!("  {ours}: speed {speed:.2}, CPU {cpu:.2} of {other}");
+        match &verdict.longer {
+            Some(longer) => println!("; {longer:.digits$} {} longer", unit.name()),
+            None => println!(),
+        }
+    }
+}
+
+/// The whole report as Markdown.
+pub fn markdown(environment: &Environment, results: &[OnStorage]) -> String {
+    let mut text = raw_markdown::render(environment, &[]);
+    for (storage, size, outcomes) in results {
+        // Writing to a string cannot fail.
+        let _ = tables(&mut text, storage, *size, outcomes);
+    }
+    text
+}
+
+fn tables(text: &mut String, storage: &str, size: u64, outcomes: &[Outcome]) -> std::fmt::Result {
+    writeln!(text, "\n### qcow2: {storage}, {} MiB\n", size >> 20)?;
+    writeln!(text, "| row | who | figure | CPU |\n| --- | --- | ---: | ---: |")?;
+    for outcome in outcomes {
+        let (unit, digits) = (outcome.unit, outcome.unit.digits());
+        for cell in &outcome.cells {
+            let spread = |values: &[f64]| Spread::of(values.iter().copied());
+            let (Some(value), Some(cpu)) = (spread(&cell.values), spread(&cell.cpu)) else {
+                continue;
+            };
+            let (row, name) = (outcome.row, cell.subject.name());
+            let (unit, cpu_unit) = (unit.name(), unit.cpu_name());
+            writeln!(text, "| {row} | {name} | {value:.digits$} {unit} | {cpu:.2} {cpu_unit} |")?;
+        }
+    }
+    writeln!(text, "\n| row | ours | speed | CPU | of | longer |")?;
+    writeln!(text, "| --- | --- | ---: | ---: | --- | ---: |")?;
+    for outcome in outcomes {
+        let digits = outcome.unit.digits();
+        for Verdict { ours, other, speed, cpu, longer } in outcome.verdicts() {
+            let longer = longer.map_or_else(String::new, |longer| {
+                format!("{longer:.digits$} {}", outcome.unit.name())
+            });
+            let row = outcome.row;
+            writeln!(text, "| {row} | {ours} | {speed:.2} | {cpu:.2} | {other} | {longer} |")?;
+        }
+    }
+    Ok(())
+}
+
+/// The whole report as one JSON object.
+pub fn json(environment: &Environment, results: &[OnStorage]) -> Result<String> {
+    let cell = |cell: &Cell| json!({ "who": cell.subject.name(), "figures": cell.values, "cpu": cell.cpu });
+    let row = |outcome: &Outcome| {
+        json!({
+            "row": outcome.row,
+            "unit": outcome.unit.name(),
+            "cpu-unit": outcome.unit.cpu_name(),
+            "subjects": outcome.cells.iter().map(cell).collect::<Vec<_>>(),
+        })
+    };
+    let storages: Vec<Value> = results
+        .iter()
+        .map(|(storage, size, outcomes)| {
+            json!({
+                "storage": storage,
+                "bytes": size,
+                "rows": outcomes.iter().map(row).collect::<Vec<_>>(),
+            })
+        })
+        .collect();
+    raw_json::with_storages(environment, storages)
+}

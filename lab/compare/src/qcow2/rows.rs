@@ -1,0 +1,72 @@
+//! The rows of the comparison of qcow2 images: what is done to which image.
+
+use crate::light::Operation;
+use crate::rows::{LIGHT, Row, SEQUENTIAL};
+use crate::servers::Format;
+
+/// One kind of work.
+#[derive(Clone, Copy)]
+pub struct Task {
+    /// What it is called in reports and on the command line.
+    pub name: &'static str,
+    /// What is done.
+    pub work: Work,
+}
+
+/// What is done.
+#[derive(Clone, Copy)]
+pub enum Work {
+    /// A load on an image that is mapped whole, for a time.
+    Mapped(Row),
+    /// A load on an image without data, made anew each time, until so many requests are answered.
+    Empty(Row, Fill),
+    /// A copy of a half-full image to this format, by the tools.
+    Convert(Format),
+    /// The opening of an image of 4 TiB.
+    Open(Opening),
+}
+
+/// The end of a load on an empty image.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub enum Fill {
+    /// All of the disk was written, once.
+    Whole,
+    /// Requests, each of them in a cluster of its own but for one in thirty: so many that their
+    /// clusters fill one part in this many of the room for the image, of a disk 16 times as large.
+    Scattered(u64),
+}
+
+/// Who opens.
+#[derive(Clone, Copy)]
+pub enum Opening {
+    /// The tool that tells what an image is, from its start to its end.
+    Info,
+    /// A server, from its start until it listens.
+    Serve,
+}
+
+const DURABLE: Row = Row { operation: Operation::DurableWrite, depth: 16, ..LIGHT };
+const FILLING: Row = Row { operation: Operation::Write, ..SEQUENTIAL };
+
+/// All rows, in the order of reports.
+pub const TASKS: &[Task] = &[
+    Task { name: "randread-4k-d64", work: Work::Mapped(LIGHT) },
+    Task { name: "randwrite-fua-4k-d16", work: Work::Mapped(DURABLE) },
+    Task {
+        name: "alloc-4k-d32",
+        work: Work::Empty(
+            Row { operation: Operation::Write, depth: 32, ..LIGHT },
+            Fill::Scattered(1),
+        ),
+    },
+    Task { name: "alloc-fua-4k-d16", work: Work::Empty(DURABLE, Fill::Scattered(4)) },
+    Task {
+        name: "alloc-fua-4k-d1",
+        work: Work::Empty(Row { depth: 1, ..DURABLE }, Fill::Scattered(16)),
+    },
+    Task { name: "fill-256k-d8", work: Work::Empty(FILLING, Fill::Whole) },
+    Task { name: "convert-to-qcow2", work: Work::Convert(Format::Qcow2) },
+    Task { name: "convert-to-raw", work: Work::Convert(Format::Raw) },
+    Task { name: "open-info-4t", work: Work::Open(Opening::Info) },
+    Task { name: "open-serve-4t", work: Work::Open(Opening::Serve) },
+];

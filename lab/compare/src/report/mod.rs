@@ -1,0 +1,181 @@
+//! From measurements to figures: rates, processor time per request, ratios to the best peer.
+
+pub mod json;
+pub mod markdown;
+pub mod terminal;
+
+use anyhow::{Context, Result};
+
+use super::caching::Caching;
+use super::config::Config;
+use super::fio;
+use super::measurement::Measured;
+use super::results::RowResult;
+use super::servers::Kind;
+use super::storage::Storage;
+use blockhouse_figures::Spread;
+
+/// What the figures depend on besides the programs' own doing.
+pub struct Environment {
+    /// The processor's name and how many of it the system sees.
+    pub processor: String,
+    /// The kernel's release, without what its builder appended.
+    pub kernel: String,
+    /// Names with versions of the servers and of fio.
+    pub versions: Vec<(String, String)>,
+    /// Rounds of each measurement.
+    pub rounds: usize,
+    /// Seconds of each measurement.
+    pub seconds: f64,
+    /// What our server was told besides what its name says.
+    pub serve_args: String,
+}
+
+impl Environment {
+    /// Looks at this machine and at the programs of `config`.
+    pub fn find(config: &Config) -> Result<Self> {
+        let mut versions: Vec<(String, String)> = Vec::new();
+        for &kind in &config.servers {
+            versions.push((kind.name().to_owned(), kind.version(&config.programs)?));
+        }
+        versions.push(("fio".to_owned(), fio::version()?));
+        Ok(Self {
+            processor: processor()?,
+            kernel: kernel(),
+            versions,
+            rounds: config.rounds,
+            seconds: config.duration.as_secs_f64(),
+            serve_args: config.programs.serve_args.join(" "),
+        })
+    }
+}
+
+/// The processor's name and how many of it the system sees.
+pub fn processor() -> Result<String> {
+    let cpuinfo = std::fs::read_to_string("/proc/cpuinfo").context("cannot read cpuinfo")?;
+    let model = cpuinfo
+        .lines()
+        .find_map(|line| line.strip_prefix("model name")?.split_once(": "))
+        .map_or("unnamed processor", |(_, model)| model);
+    Ok(format!("{} x {model}", std::thread::available_parallelism()?))
+}
+
+/// The kernel's release, without what its builder appended.
+pub fn kernel() -> String {
+    let uname = rustix::system::uname();
+    let release = uname.release().to_string_lossy();
+    format!("Linux {}", release.split('-').next().unwrap_or_default())
+}
+
+/// What a figure of a measurement is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Figure {
+    /// Thousands of requests, or MiB, a second.
+    Rate,
+    /// Microseconds of processor time that the server used for a request.
+    ServerCpu,
+    /// Microseconds of processor time that the client used for a request.
+    ClientCpu,
+    /// Share of one processor that the client used, in percent.
+    ClientBusy,
+    /// Median latency in microseconds.
+    MedianLatency,
+    /// 99th percentile of the latency in microseconds.
+    P99Latency,
+}
+
+impl RowResult {
+    /// The unit of [`Figure::Rate`] in this row.
+    pub fn unit(&self) -> &'static str {
+        if self.row.is_bandwidth() { "MiB/s" } else { "kIOPS" }
+    }
+
+    fn figure(&self, figure: Figure, measured: &Measured) -> f64 {
+        let requests = measured.requests as f64;
+        let per_second = requests / measured.elapsed.as_secs_f64();
+        match figure {
+            Figure::Rate if self.row.is_bandwidth() => {
+                per_second * f64::from(self.row.block) / f64::from(1 << 20)
+            }
+            Figure::Rate => per_second / 1e3,
+            Figure::ServerCpu => measured.server_cpu.as_secs_f64() * 1e6 / requests,
+            Figure::ClientCpu => measured.client_cpu.as_secs_f64() * 1e6 / requests,
+            Figure::ClientBusy => {
+                100.0 * measured.client_cpu.as_secs_f64() / measured.elapsed.as_secs_f64()
+            }
+            Figure::MedianLatency => measured.latency.median.as_secs_f64() * 1e6,
+            Figure::P99Latency => measured.latency.p99.as_secs_f64() * 1e6,
+        }
+    }
+
+    /// `figure` of each round of `server`.
+    fn rounds(&self, figure: Figure, server: Kind) -> Vec<f64> {
+        let rounds = self.servers.iter().find(|(kind, _)| *kind == server);
+        let rounds = rounds.map_or(&[][..], |(_, rounds)| rounds);
+        rounds.iter().map(|measured| self.figure(figure, measured)).collect()
+    }
+
+    /// `figure` of `server` over the rounds, if it took part.
+    pub fn spread(&self, figure: Figure, server: Kind) -> Option<Spread> {
+        Spread::of(self.rounds(figure, server))
+    }
+
+    fn median(&self, figure: Figure, server: Kind) -> f64 {
+        self.spread(figure, server).map_or(f64::NAN, |spread| spread.median)
+    }
+
+    /// The servers that were measured in this row.
+    fn took_part(&self) -> impl Iterator<Item = Kind> {
+        self.servers.iter().filter(|(_, rounds)| !rounds.is_empty()).map(|(kind, _)| *kind)
+    }
+
+    /// Ours against those it must be compared with, in this row.
+    pub fn verdicts(&self, storage: &Storage) -> Vec<Verdict> {
+        let ours = self.took_part().filter(|kind| kind.is_ours());
+        ours.filter_map(|ours| self.verdict(ours, storage)).collect()
+    }
+
+    fn verdict(&self, ours: Kind, storage: &Storage) -> Option<Verdict> {
+        let peers = || {
+            self.took_part().filter(|kind| {
+                !kind.is_ours() && storage.comparable(ours.caching(), kind.caching())
+            })
+        };
+        let ceilings = self.took_part().filter(|kind| kind.caching() == Caching::Null);
+        let by = |figure| {
+            move |one: &Kind, other: &Kind| {
+                self.median(figure, *one).total_cmp(&self.median(figure, *other))
+            }
+        };
+        let against = |figure, peer| {
+            let ratio = Spread::of_ratios(&self.rounds(figure, ours), &self.rounds(figure, peer))?;
+            Some(Against { peer, ratio })
+        };
+        Some(Verdict {
+            ours,
+            rate: against(Figure::Rate, peers().max_by(by(Figure::Rate))?)?,
+            server_cpu: against(Figure::ServerCpu, peers().min_by(by(Figure::ServerCpu))?)?,
+            ceiling: ceilings.max_by(by(Figure::Rate)).and_then(|peer| against(Figure::Rate, peer)),
+        })
+    }
+}
+
+/// A ratio to a peer.
+pub struct Against {
+    /// Whom.
+    pub peer: Kind,
+    /// Our figure divided by the peer's, round by round.
+    pub ratio: Spread,
+}
+
+/// How one of our servers did in a row.
+pub struct Verdict {
+    /// Which.
+    pub ours: Kind,
+    /// Against the fastest peer; above 1 is better.
+    pub rate: Against,
+    /// Against the peer that needs the least processor time a request; below 1 is better.
+    pub server_cpu: Against,
+    /// Against the fastest server without storage.
+    pub ceiling: Option<Against>,
+}

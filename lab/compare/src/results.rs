@@ -1,0 +1,22 @@
+//! All measurements of the rows on one storage.
+
+use crate::measurement::Measured;
+use crate::rows::Row;
+use crate::servers::Kind;
+use crate::storage::Storage;
+
+/// One row on one storage: the rounds of each server.
+pub struct RowResult {
+    /// The load.
+    pub row: Row,
+    /// A server and one measurement per round; none if it does not know the client.
+    pub servers: Vec<(Kind, Vec<Measured>)>,
+}
+
+/// All rows on one storage.
+pub struct StorageResult {
+    /// The storage.
+    pub storage: Storage,
+    /// In the order of [`ROWS`].
+    pub rows: Vec<RowResult>,
+}

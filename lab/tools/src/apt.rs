@@ -1,0 +1,137 @@
+//! The Debian packages that the tests and the comparison need, and their installation.
+//!
+//! A package counts as present when what we use of it works, so hand-built tools are as good. Nothing is
+//! installed unless we are root; everybody else gets the exact command to run.
+
+use std::path::Path;
+use std::process::{Command, Stdio};
+use std::time::Instant;
+
+use anyhow::{Result, bail};
+
+use crate::process::{find_program, run, succeeds};
+
+/// How the presence of a package shows.
+enum Probe {
+    /// All these programs are on the search path.
+    Programs(&'static [&'static str]),
+    /// The system's Python can import this module.
+    PythonModule(&'static str),
+}
+
+/// A package and how to see that it is there.
+pub struct Package {
+    name: &'static str,
+    probe: Probe,
+}
+
+const QEMU_UTILS: Package = Package {
+    name: "qemu-utils",
+    probe: Probe::Programs(&["qemu-img", "qemu-io", "qemu-nbd", "qemu-storage-daemon"]),
+};
+const QEMU_SYSTEM: Package =
+    Package { name: "qemu-system-x86", probe: Probe::Programs(&["qemu-system-x86_64"]) };
+const NBDKIT: Package = Package { name: "nbdkit", probe: Probe::Programs(&["nbdkit"]) };
+const STRACE: Package = Package { name: "strace", probe: Probe::Programs(&["strace"]) };
+const FIO: Package = Package { name: "fio", probe: Probe::Programs(&["fio"]) };
+
+/// What `cargo xtask test` needs.
+pub const FOR_TESTS: &[Package] = &[
+    QEMU_UTILS,
+    QEMU_SYSTEM,
+    Package { name: "libnbd-bin", probe: Probe::Programs(&["nbdinfo", "nbdcopy"]) },
+    Package { name: "python3-libnbd", probe: Probe::PythonModule("nbd") },
+    Package { name: "python3-jsonschema", probe: Probe::PythonModule("jsonschema") },
+    Package { name: "chromium", probe: Probe::Programs(&["chromium"]) },
+    NBDKIT,
+    FIO,
+    STRACE,
+];
+
+/// What `cargo xtask compare` needs.
+pub const FOR_COMPARISON: &[Package] = &[QEMU_UTILS, NBDKIT, FIO];
+
+/// What `cargo xtask compare --vmstate` needs.
+pub const FOR_STATES: &[Package] = &[QEMU_UTILS, QEMU_SYSTEM];
+
+/// What `cargo xtask vm` needs on the host; what is in the guest, it fetches itself.
+pub const FOR_GUESTS: &[Package] = &[QEMU_UTILS, QEMU_SYSTEM, STRACE];
+
+/// What `cargo xtask fuzz` needs: libFuzzer is compiled from C++.
+pub const FOR_FUZZING: &[Package] = &[Package { name: "g++", probe: Probe::Programs(&["c++"]) }];
+
+/// Makes sure that all `packages` are there: installs the missing ones if we are root, else fails
+/// with the command that would.
+pub fn require(packages: &[Package]) -> Result<()> {
+    let missing = missing(packages);
+    if missing.is_empty() {
+        return Ok(());
+    }
+    let names = missing.join(" ");
+    let by_hand = format!(
+        "sudo apt-get update && sudo apt-get install --yes --no-install-recommends {names}"
+    );
+    if find_program("apt-get").is_none() {
+        bail!("these Debian packages, or what your system calls them, are missing: {names}");
+    }
+    if !is_root() {
+        bail!("missing: {names}; install with: {by_hand}");
+    }
+    run(apt_get(&["update"]))?;
+    // Packages of one source must be of one version: to install one may remove another that came from
+    // elsewhere, which is then missing.
+    for _ in 0..2 {
+        let missing = self::missing(packages);
+        if missing.is_empty() {
+            return Ok(());
+        }
+        install(&missing)?;
+    }
+    match self::missing(packages) {
+        missing if missing.is_empty() => Ok(()),
+        missing => {
+            bail!("installed, yet not found: {}; look at the search path", missing.join(" "))
+        }
+    }
+}
+
+fn install(names: &[&str]) -> Result<()> {
+    println!("apt: installing {}", names.join(" "));
+    let started = Instant::now();
+    let mut install = apt_get(&["install", "--yes", "--no-install-recommends"]);
+    install.args(names);
+    run(install)?;
+    println!("apt: installed in {:.1} s", started.elapsed().as_secs_f64());
+    Ok(())
+}
+
+fn missing(packages: &[Package]) -> Vec<&'static str> {
+    packages.iter().filter(|package| !present(&package.probe)).map(|package| package.name).collect()
+}
+
+fn present(probe: &Probe) -> bool {
+    match probe {
+        Probe::Programs(programs) => programs.iter().all(|program| find_program(program).is_some()),
+        Probe::PythonModule(module) => {
+            let mut python = Command::new("/usr/bin/python3");
+            python.args(["-c", &format!("import {module}")]);
+            succeeds(python)
+        }
+    }
+}
+
+fn apt_get(args: &[&str]) -> Command {
+    let mut command = Command::new("apt-get");
+    command.args(["--quiet=2", "--option", "Dpkg::Use-Pty=0"]).args(args);
+    command.env("DEBIAN_FRONTEND", "noninteractive").stdin(Stdio::null());
+    // The list of what was unpacked helps nobody; errors come on standard error.
+    command.stdout(Stdio::null());
+    command
+}
+
+/// Whether this process runs as root.
+pub fn is_root() -> bool {
+    use std::os::unix::fs::MetadataExt;
+    // The owner of our own entry in /proc is our effective user.
+    Path::new("/proc/self").metadata().is_ok_and(|metadata| metadata.uid() == 0)
+}

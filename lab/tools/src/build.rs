@@ -1,0 +1,28 @@
+//! The binary under test.
+
+use std::path::PathBuf;
+
+use anyhow::{Context, Result};
+
+use crate::process::{cargo, executables};
+use crate::workspace::Workspace;
+
+/// How the binary is compiled.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub enum Profile {
+    /// Quickly, with debug assertions.
+    Dev,
+    /// As users get it.
+    Release,
+}
+
+/// Builds the binary `blockhouse` and returns its path.
+pub fn build_binary(workspace: &Workspace, profile: Profile) -> Result<PathBuf> {
+    let mut build = cargo(["build", "--package", "blockhouse", "--bin", "blockhouse"]);
+    if profile == Profile::Release {
+        build.arg("--release");
+    }
+    build.current_dir(workspace.root());
+    let built = executables(build)?.into_iter().find(|(name, _)| name == "blockhouse");
+    Ok(built.context("cargo built package blockhouse without naming its binary")?.1)
+}

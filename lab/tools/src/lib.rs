@@ -1,0 +1,13 @@
+//! What the programs of this workspace share: they are started by cargo, and start others.
+//!
+//! - [`process`]: other programs
+//! - [`workspace`]: where the workspace and its build products are
+//! - [`build`]: the binary under test
+//! - [`apt`]: packages of the system
+#![forbid(unsafe_code)]
+#![allow(clippy::print_stdout, reason = "a task talks to the person who started it")]
+
+pub mod apt;
+pub mod build;
+pub mod process;
+pub mod workspace;

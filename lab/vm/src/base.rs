@@ -1,0 +1,153 @@
+//! The guest before any scenario: kernel, modules, tools, ours, and the first script.
+//!
+//! Kernel and tools are made once and kept in the cache; our own binaries are packed for every run,
+//! because they are what changes.
+
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result};
+use tempfile::TempDir;
+
+use super::archive::Archive;
+use super::packages::Packages;
+use super::{kernel, userland};
+use lab_tools::build::{Profile, build_binary};
+use lab_tools::workspace::Workspace;
+
+/// Changes whenever the content of the cached archive does.
+const VERSION: &str = "3";
+
+/// Runs first in the guest: makes the usual places, runs the job, and tells its exit status to QEMU
+/// by the debug exit device. A status of 0 to 100 is told; a greater one becomes 100.
+const INIT: &str = r#"#!/bin/sh
+export PATH=/bin DM_DISABLE_UDEV=1 RUST_BACKTRACE=0
+mount -t proc proc /proc
+mount -t sysfs sys /sys
+mount -t devtmpfs dev /dev
+mount -t tracefs trace /sys/kernel/tracing
+mount -t tmpfs tmp /tmp
+ip link set lo up
+stty -F /dev/ttyS1 -opost -echo
+echo guest is up >/dev/ttyS1
+sh /job </dev/null >/dev/ttyS1 2>&1
+status=$?
+if [ $status -gt 100 ]; then status=100; fi
+printf "\\$(printf %o $((status + 1)))" | dd of=/dev/port bs=1 seek=244 2>/dev/null
+"#;
+/// The port in [`INIT`].
+pub const EXIT_PORT: &str = "0xf4";
+/// What [`INIT`] says before it runs the job.
+pub const IS_UP: &str = "guest is up";
+
+/// Which tools a guest has.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Tools {
+    /// Those for file systems and block devices.
+    Usual,
+    /// fio as well, whose libraries are three times as large as everything else.
+    WithFio,
+}
+
+/// What all guests are made of.
+pub struct Base {
+    cache: PathBuf,
+    packages: Packages,
+    blockhouse: PathBuf,
+    /// Archives, one behind the other.
+    archives: Vec<u8>,
+    fio: PathBuf,
+}
+
+impl Base {
+    /// Makes everything that is not in `cache` yet.
+    pub fn prepare(workspace: &Workspace, packages: Packages, cache: PathBuf) -> Result<Self> {
+        let blockhouse = build_binary(workspace, Profile::Dev)?;
+        let fio = cache.join("fio.cpio");
+        let mut base = Self { archives: Vec::new(), packages, blockhouse, cache, fio };
+        base.archives = base.fixed()?;
+        base.archives.extend(base.ours()?);
+        Ok(base)
+    }
+
+    /// The binary under test.
+    pub fn blockhouse(&self) -> &Path {
+        &self.blockhouse
+    }
+
+    /// What the guest is made of.
+    pub fn packages(&self) -> &Packages {
+        &self.packages
+    }
+
+    /// The kernel, as QEMU starts it.
+    pub fn kernel(&self) -> PathBuf {
+        self.cache.join("vmlinux")
+    }
+
+    /// A folder for what a run leaves, on a disk that has room.
+    pub fn cache(&self) -> &Path {
+        &self.cache
+    }
+
+    /// An initramfs that runs the shell script `job`.
+    pub fn initramfs(&self, tools: Tools, job: &str) -> Result<Vec<u8>> {
+        let more = match tools {
+            Tools::Usual => Vec::new(),
+            Tools::WithFio => read(&self.fio)?,
+        };
+        let mut archive = Archive::default();
+        archive.file("job", job.as_bytes());
+        Ok([&self.archives[..], &more, &archive.finish()].concat())
+    }
+
+    /// Kernel modules and tools.
+    fn fixed(&self) -> Result<Vec<u8>> {
+        let packages = &self.packages;
+        let scratch = scratch(&self.cache)?;
+        let file = self.cache.join("base.cpio");
+        let stamp = self.cache.join("base");
+        let wanted = format!("{VERSION} {}", packages.kernel_version());
+        if !std::fs::read_to_string(&stamp).is_ok_and(|found| found == wanted) {
+            println!("vm: preparing kernel {}", packages.kernel_version());
+            kernel::unpack_image(packages, &self.kernel())?;
+            let mut archive = Archive::default();
+            for folder in ["proc", "sys", "dev", "tmp", "mnt"] {
+                archive.folder(folder);
+            }
+            archive.file("init", INIT.as_bytes());
+            kernel::add_modules(packages, &mut archive, scratch.path())?;
+            userland::add_tools(packages, &mut archive)?;
+            write(&file, archive)?;
+            let mut archive = Archive::default();
+            userland::add_fio(packages, &mut archive)?;
+            write(&self.fio, archive)?;
+            std::fs::write(&stamp, wanted)?;
+        }
+        read(&file)
+    }
+
+    /// The binary under test, and this program, which is the other side inside the guest.
+    fn ours(&self) -> Result<Vec<u8>> {
+        let scratch = scratch(&self.cache)?;
+        let own = std::env::current_exe().context("cannot find this program")?;
+        let mut archive = Archive::default();
+        userland::add_binary(&mut archive, "blockhouse", &self.blockhouse, scratch.path())?;
+        userland::add_binary(&mut archive, "lab-vm", &own, scratch.path())?;
+        userland::add_host_libraries(&mut archive, &[&self.blockhouse, &own])?;
+        Ok(archive.finish())
+    }
+}
+
+fn read(file: &Path) -> Result<Vec<u8>> {
+    std::fs::read(file).with_context(|| format!("cannot read {}", file.display()))
+}
+
+fn write(file: &Path, archive: Archive) -> Result<()> {
+    std::fs::write(file, archive.finish())
+        .with_context(|| format!("cannot write {}", file.display()))
+}
+
+fn scratch(cache: &Path) -> Result<TempDir> {
+    let folder = tempfile::Builder::new().prefix("scratch-").tempdir_in(cache);
+    folder.context("cannot make a folder for what is being prepared")
+}

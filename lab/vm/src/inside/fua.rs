@@ -1,0 +1,256 @@
+//! What durable writes cost: requests to the disk for the same writes by the bare kernel and by our
+//! server, on every kind of disk, file system, image, engine and cache mode.
+//!
+//! [`Report`] judges each row. Its judgement is itself tested, on a server that ignores flushes.
+
+use std::path::Path;
+
+use anyhow::{Result, ensure};
+
+use super::client::{Change, Client};
+use super::direct::{self, BLOCK, Caching, STRIDE, WRITES, Way};
+use super::disk::Kind;
+use super::images::{State, TABLES, put};
+use super::report::{Chance, Report, is_durable};
+use super::serve::serve;
+use super::system::{self, FileSystem, Mount};
+use super::trace::{self, Counts};
+use crate::server::Server;
+
+/// What is written, and how the server does it.
+#[derive(Clone, Copy)]
+struct Row {
+    state: State,
+    way: Way,
+    cache: &'static str,
+    engine: &'static str,
+}
+
+const fn row(state: State, way: Way) -> Row {
+    Row { state, way, cache: "none", engine: "io_uring" }
+}
+
+const fn cached(state: State, way: Way, cache: &'static str) -> Row {
+    Row { cache, ..row(state, way) }
+}
+
+const fn by(engine: &'static str, way: Way) -> Row {
+    Row { engine, ..row(State::RawWritten, way) }
+}
+
+/// The rows for images in a file system, on every disk.
+const ROWS: &[Row] = &[
+    row(State::RawWritten, Way::Each),
+    row(State::RawWritten, Way::Together),
+    row(State::RawWritten, Way::FlushEach),
+    row(State::RawWritten, Way::FlushOnce),
+    row(State::RawUnwritten, Way::Each),
+    row(State::RawHole, Way::Each),
+    row(State::Qcow2Written, Way::Each),
+    row(State::Qcow2Written, Way::Together),
+    row(State::Qcow2Unwritten, Way::Each),
+    row(State::Qcow2New, Way::Each),
+    row(State::Qcow2New, Way::Together),
+    row(State::Qcow2New, Way::FlushOnce),
+];
+/// The same on a disk itself.
+const DEVICE_ROWS: &[Row] = &[
+    row(State::RawWritten, Way::Each),
+    by("linux-aio", Way::Each),
+    by("threads", Way::Each),
+    row(State::RawWritten, Way::Together),
+    by("linux-aio", Way::Together),
+    by("threads", Way::Together),
+    row(State::RawWritten, Way::FlushEach),
+    row(State::RawWritten, Way::FlushOnce),
+    row(State::Qcow2Written, Way::Each),
+    row(State::Qcow2New, Way::Each),
+    row(State::Qcow2New, Way::Together),
+];
+/// What depends on no more of the disk than whether it takes FUA: counted on one disk of each kind, in
+/// a file system.
+const MORE_ROWS: &[Row] = &[
+    by("linux-aio", Way::Each),
+    by("linux-aio", Way::Together),
+    by("threads", Way::Each),
+    by("threads", Way::Together),
+    cached(State::RawWritten, Way::Write, "directsync"),
+    cached(State::Qcow2Written, Way::Write, "directsync"),
+    cached(State::RawWritten, Way::Each, "writeback"),
+    cached(State::RawWritten, Way::Together, "writeback"),
+    cached(State::RawWritten, Way::FlushOnce, "writeback"),
+    cached(State::RawWritten, Way::Write, "writethrough"),
+];
+/// The same on the disk itself.
+const MORE_DEVICE_ROWS: &[Row] = &[
+    cached(State::RawWritten, Way::Write, "directsync"),
+    cached(State::RawWritten, Way::Each, "writeback"),
+    cached(State::RawWritten, Way::FlushOnce, "writeback"),
+    cached(State::RawWritten, Way::Write, "writethrough"),
+];
+
+impl Row {
+    fn name(self) -> String {
+        let mut name = format!("{}: {}", self.state.name(), self.way.name());
+        let usual = row(self.state, self.way);
+        for (word, usual) in [(self.cache, usual.cache), (self.engine, usual.engine)] {
+            if word != usual {
+                name += &format!(", {word}");
+            }
+        }
+        name
+    }
+
+    fn chance(self) -> Chance {
+        match (self.way, self.state) {
+            (Way::Together, State::Qcow2New) => Chance::Tables,
+            (Way::Together, _) => Chance::Sharing,
+            _ => Chance::Nothing,
+        }
+    }
+
+    fn format(self) -> &'static str {
+        if self.state < State::Qcow2Written { "raw" } else { "qcow2" }
+    }
+
+    /// A server of `image`.
+    fn serve(self, image: &Path) -> Result<Server> {
+        let words = ["--format", self.format(), "--cache", self.cache, "--engine", self.engine];
+        serve(image, &words)
+    }
+
+    /// The least that the kernel can be asked for, on the file or disk `path`.
+    fn do_bare(self, path: &Path) -> Result<()> {
+        let caching = match self.cache {
+            "none" | "directsync" => Caching::Direct,
+            _ => Caching::PageCache,
+        };
+        match self.state {
+            State::Qcow2New => direct::run_allocating(path, self.way, TABLES),
+            _ => direct::run(path, self.way, caching),
+        }
+    }
+}
+
+/// Measures and prints everything on disks of these kinds.
+pub fn run(kinds: &[Kind]) -> Result<()> {
+    for module in ["crc32c_generic", "ext4", "xfs"] {
+        system::load(module, "")?;
+    }
+    system::stop_background_writes()?;
+    trace::prepare()?;
+    let mut report = Report::default();
+    for kind in kinds {
+        let disk = kind.find()?;
+        let fua = if system::has_fua(&disk)? { "FUA" } else { "no FUA" };
+        let title = format!("{} ({fua})", kind.name());
+        let (more, more_of_device) = match kind {
+            Kind::Nvme | Kind::Virtio => (MORE_ROWS, MORE_DEVICE_ROWS),
+            _ => (&[][..], &[][..]),
+        };
+        for file_system in [FileSystem::Ext4, FileSystem::Xfs] {
+            report.section(&format!("{title}, {}", file_system.name()));
+            on_file_system(&disk, file_system, &[ROWS, more].concat(), &mut report)?;
+        }
+        report.section(&format!("{title}, raw device"));
+        on_device(&disk, &[DEVICE_ROWS, more_of_device].concat(), &mut report)?;
+        control(&disk)?;
+    }
+    report.finish()
+}
+
+/// All images are made first: what is behind the counted requests is then the same for all.
+fn on_file_system(
+    disk: &Path,
+    file_system: FileSystem,
+    rows: &[Row],
+    report: &mut Report,
+) -> Result<()> {
+    file_system.make(disk)?;
+    let mount = Mount::new(file_system, disk)?;
+    let mut floors = Vec::new();
+    let mut images = Vec::new();
+    for row in rows {
+        let bare = row.state.bare().make(mount.place(), &format!("bare{}", floors.len()))?;
+        settle();
+        floors.push(trace::count(disk, || row.do_bare(&bare))?);
+        std::fs::remove_file(bare)?;
+        images.push(row.state.make(mount.place(), &format!("ours{}.qcow2", images.len()))?);
+    }
+    for (index, row) in rows.iter().enumerate() {
+        let ours = count_ours(disk, *row, &images[index])?;
+        report.row(&row.name(), row.way, row.chance(), ours, floors[index]);
+    }
+    mount.unmount()
+}
+
+fn on_device(disk: &Path, rows: &[Row], report: &mut Report) -> Result<()> {
+    for row in rows {
+        let floor = trace::count(disk, || row.do_bare(disk))?;
+        if row.format() == "qcow2" {
+            put(&row.state.make(Path::new("/tmp"), "image")?, disk)?;
+        }
+        let ours = count_ours(disk, *row, disk)?;
+        report.row(&row.name(), row.way, row.chance(), ours, floor);
+    }
+    Ok(())
+}
+
+/// What a server of `image` asks the disk for.
+fn count_ours(disk: &Path, row: Row, image: &Path) -> Result<Counts> {
+    let server = row.serve(image)?;
+    if row.state == State::Qcow2New {
+        warm_up(&server)?;
+    }
+    settle();
+    let counts = trace::count(disk, || ask(&server, row.way))?;
+    server.stop()?;
+    Ok(counts)
+}
+
+/// The first cluster of an image needs tables of its own; those to be counted are others.
+fn warm_up(server: &Server) -> Result<()> {
+    let mut client = Client::connect(server.socket())?;
+    client.change(&Change::WriteFua { offset: TABLES, data: vec![0xc3; BLOCK] })?;
+    client.close()
+}
+
+/// Lets nothing of what prepared the images be counted.
+fn settle() {
+    rustix::fs::sync();
+}
+
+/// Does the writes by the server.
+fn ask(server: &Server, way: Way) -> Result<()> {
+    let mut client = Client::connect(server.socket())?;
+    let data = |_| vec![0xc3; BLOCK];
+    let plain = |index| Change::Write { offset: index * STRIDE, data: data(index) };
+    let durable = |index| Change::WriteFua { offset: index * STRIDE, data: data(index) };
+    match way {
+        Way::Each => (0..WRITES).try_for_each(|index| client.change(&durable(index)))?,
+        Way::Together => client.together(&(0..WRITES).map(durable).collect::<Vec<_>>())?,
+        Way::Write => (0..WRITES).try_for_each(|index| client.change(&plain(index)))?,
+        Way::FlushEach => (0..WRITES).try_for_each(|index| {
+            client.change(&plain(index))?;
+            client.change(&Change::Flush)
+        })?,
+        Way::FlushOnce => {
+            (0..WRITES).try_for_each(|index| client.change(&plain(index)))?;
+            client.change(&Change::Flush)?;
+        }
+    }
+    client.close()
+}
+
+/// A server that ignores flushes must be found out.
+fn control(disk: &Path) -> Result<()> {
+    FileSystem::Ext4.make(disk)?;
+    let mount = Mount::new(FileSystem::Ext4, disk)?;
+    let image = State::RawWritten.make(mount.place(), "control")?;
+    let row = cached(State::RawWritten, Way::Each, "unsafe");
+    let counts = count_ours(disk, row, &image)?;
+    mount.unmount()?;
+    ensure!(!is_durable(Way::Each, counts), "--cache unsafe passed for durable: {counts}");
+    println!("control: --cache unsafe is found out ({counts})");
+    Ok(())
+}

@@ -1,0 +1,206 @@
+//! A guest that lives on a disk of ours, as any Linux would: file system, freeze, trim, check, and
+//! work that goes on while the server behind the disk dies.
+
+use std::fs::{File, OpenOptions};
+use std::io::{BufRead, BufReader, Write};
+use std::os::unix::fs::{FileExt, OpenOptionsExt};
+use std::path::Path;
+use std::time::Duration;
+
+use anyhow::{Context, Result, bail, ensure};
+use rustix::fs::OFlags;
+
+use super::fio::{self, Fio, Work};
+use super::system::{self, FileSystem, Mount, tool};
+use lab_nbd::pattern;
+
+/// Bytes in a large file.
+pub const LARGE: u64 = 24 << 20;
+/// How many small files are written beside fio's work.
+const SMALL_FILES: u64 = 24;
+const SMALL: u64 = 256 << 10;
+const CHUNK: u64 = 64 << 10;
+const PAUSE: Duration = Duration::from_millis(5);
+
+/// What the host waits for.
+pub const FROZEN: &str = "frozen";
+/// The host's answer to [`FROZEN`].
+pub const COPIED: &str = "copied";
+/// A large file is there.
+pub const WRITTEN: &str = "large file written";
+/// The large file is gone and its space given back.
+pub const TRIMMED: &str = "trimmed";
+/// The work under which the server dies has ended.
+pub const WORKED: &str = "worked";
+
+/// Behind how many of fio's writes the server dies.
+pub const DEATHS: [u64; 2] = [fio::WRITES / 6, fio::WRITES / 2];
+
+/// So many writes have ended.
+pub fn progress(writes: u64) -> String {
+    format!("{writes} writes")
+}
+
+/// The first life: makes a file system on the disk and uses it.
+pub fn first(disk: &str, file_system: FileSystem) -> Result<()> {
+    let disk = prepare(disk)?;
+    file_system.make(&disk)?;
+    let mount = Mount::new(file_system, &disk)?;
+    let place = mount.place().to_owned();
+    for name in ["kept", "large"] {
+        write_file(&place.join(name), LARGE, 1)?.sync_all()?;
+    }
+    freeze(&place)?;
+    verify_file(&place.join("large"), LARGE, 1)?;
+    say(WRITTEN)?;
+    let free = free_space(&place)?;
+    std::fs::remove_file(place.join("large"))?;
+    wait_for_space(&place, free + LARGE * 9 / 10)?;
+    rustix::fs::sync();
+    tool("fstrim", &["/mnt"])?;
+    rustix::fs::sync();
+    say(TRIMMED)?;
+    work(&place, &disk)?;
+    verify_all(&place)?;
+    mount.unmount()?;
+    check(&disk, file_system)
+}
+
+/// Bytes of the file system that nothing uses.
+fn free_space(place: &Path) -> Result<u64> {
+    let found = rustix::fs::statvfs(place).context("cannot ask for free space")?;
+    Ok(found.f_bfree * found.f_frsize)
+}
+
+/// Waits until so many bytes are free: XFS frees what a removed file had some time later.
+fn wait_for_space(place: &Path, wanted: u64) -> Result<()> {
+    for _ in 0..1000 {
+        if free_space(place)? >= wanted {
+            return Ok(());
+        }
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    bail!("the space of a removed file does not come free")
+}
+
+/// Freezes the file system, with data that nobody has made durable, until the host has a copy of the
+/// disk.
+fn freeze(place: &Path) -> Result<()> {
+    write_file(&place.join("late"), SMALL, 2)?;
+    tool("fsfreeze", &["--freeze", "/mnt"])?;
+    say(FROZEN)?;
+    let heard = hear();
+    tool("fsfreeze", &["--unfreeze", "/mnt"])?;
+    let heard = heard?;
+    ensure!(heard == COPIED, "the host said '{heard}'");
+    Ok(())
+}
+
+/// Many writes in flight, and small files made durable one after the other.
+fn work(place: &Path, disk: &Path) -> Result<()> {
+    let before = system::writes(disk)?;
+    let mut fio = Fio::start(&place.join("fio"), Work::WriteAndVerify)?;
+    let mut deaths = DEATHS.iter().peekable();
+    let mut small = 0..SMALL_FILES;
+    while !fio.has_ended()? {
+        match small.next() {
+            Some(number) => {
+                write_file(&place.join(format!("small{number}")), SMALL, number)?.sync_all()?;
+            }
+            None => std::thread::sleep(PAUSE),
+        }
+        let done = system::writes(disk)? - before;
+        while let Some(death) = deaths.next_if(|death| done >= **death) {
+            say(&progress(*death))?;
+        }
+    }
+    ensure!(small.is_empty(), "fio ended before the small files were written");
+    say(WORKED)
+}
+
+/// The second life, after a reboot: everything is still there. So it is on `frozen`, which the host
+/// copied while the file system was frozen.
+pub fn again(disk: &str, frozen: &str, file_system: FileSystem) -> Result<()> {
+    let disk = prepare(disk)?;
+    check(&disk, file_system)?;
+    let mount = Mount::new(file_system, &disk)?;
+    verify_all(mount.place())?;
+    Fio::start(&mount.place().join("fio"), Work::Verify)?.finish()?;
+    mount.unmount()?;
+    let frozen = system::disk_of(frozen)?;
+    // XFS has its log read even then, on purpose: for files that are open and have no name.
+    if file_system == FileSystem::Ext4 {
+        check(&frozen, file_system)?;
+    }
+    let mount = Mount::new(file_system, &frozen)?;
+    for (name, size, generation) in [("kept", LARGE, 1), ("large", LARGE, 1), ("late", SMALL, 2)] {
+        verify_file(&mount.place().join(name), size, generation)?;
+    }
+    mount.unmount()?;
+    check(&frozen, file_system)
+}
+
+/// Loads what the disk needs, and waits for it.
+pub fn prepare(disk: &str) -> Result<std::path::PathBuf> {
+    let modules = ["virtio_pci", "virtio_blk", "crc32c_generic", "ext4", "xfs"];
+    modules.iter().try_for_each(|module| system::load(module, ""))?;
+    system::disk_of(disk)
+}
+
+fn check(disk: &Path, file_system: FileSystem) -> Result<()> {
+    let disk = disk.to_str().context("a disk without a name")?;
+    match file_system {
+        FileSystem::Ext4 => tool("e2fsck", &["-f", "-n", disk]),
+        FileSystem::Xfs => tool("xfs_repair", &["-n", disk]),
+    }
+    .map(drop)
+}
+
+/// Tells the host, who reads line by line.
+pub fn say(line: &str) -> Result<()> {
+    println!("{line}");
+    std::io::stdout().flush().context("the host does not listen")
+}
+
+/// Waits for a line of the host's.
+fn hear() -> Result<String> {
+    let port = File::open("/dev/ttyS1").context("cannot listen to the host")?;
+    let mut line = String::new();
+    BufReader::new(port).read_line(&mut line).context("the host says nothing")?;
+    Ok(line.trim_end().to_owned())
+}
+
+/// Writes a file that can be told from any other; nothing makes it durable yet.
+fn write_file(path: &Path, size: u64, generation: u64) -> Result<File> {
+    let file = File::create(path).with_context(|| format!("cannot make {}", path.display()))?;
+    let mut chunk = vec![0; CHUNK as usize];
+    for offset in (0..size).step_by(CHUNK as usize) {
+        pattern::fill(&mut chunk, offset, generation);
+        file.write_all_at(&chunk, offset).context("cannot write")?;
+    }
+    Ok(file)
+}
+
+/// Reads it from the disk, past the page cache.
+fn verify_file(path: &Path, size: u64, generation: u64) -> Result<()> {
+    let mut options = OpenOptions::new();
+    options.read(true).custom_flags(OFlags::DIRECT.bits() as i32);
+    let file = options.open(path).with_context(|| format!("cannot open {}", path.display()))?;
+    let page = 4096;
+    let mut space = vec![0; CHUNK as usize + page];
+    let start = space.as_ptr().align_offset(page);
+    let chunk = &mut space[start..start + CHUNK as usize];
+    for offset in (0..size).step_by(CHUNK as usize) {
+        file.read_exact_at(chunk, offset).context("cannot read")?;
+        if let Err(what) = pattern::verify(chunk, offset, Some(generation)) {
+            bail!("{}: {what}", path.display());
+        }
+    }
+    Ok(())
+}
+
+fn verify_all(place: &Path) -> Result<()> {
+    verify_file(&place.join("kept"), LARGE, 1)?;
+    (0..SMALL_FILES)
+        .try_for_each(|number| verify_file(&place.join(format!("small{number}")), SMALL, number))
+}

@@ -1,0 +1,220 @@
+//! Completions that are polled for: written and read by a server with `--io-poll on`, on disks with a queue
+//! that raises no interrupts.
+//!
+//! What shows it: the data is right and the interrupts of the disk's queues do not rise, where with `off`
+//! they rise with every request. Those of writes to files rise in any case, and those of durable writes
+//! where they need a flush. Durable writes reach the disk as without polling. A server whose client asks for
+//! nothing more sleeps.
+
+use std::fs::File;
+use std::path::Path;
+use std::process::Command;
+use std::time::Duration;
+
+use anyhow::{Context, Result, ensure};
+
+use super::client::{Change, Client};
+use super::direct::{BLOCK, STRIDE, WRITES};
+use super::images::{SIZE, State};
+use super::serve::serve;
+use super::system::{self, FileSystem, Mount};
+use super::trace::{self, Counts};
+use crate::server::{Export, Server};
+
+/// Between two looks at what a server does.
+const LOOK: Duration = Duration::from_millis(100);
+/// How a server is started, and whether it polls then.
+const WAYS: &[(&[&str], bool)] = &[
+    (&["--io-poll", "on"], true),
+    (&["--io-poll", "on", "--fixed-files", "on"], true),
+    (&["--io-poll", "off"], false),
+];
+
+/// A server in use: how often the disk's queues interrupted, and what the durable writes became.
+struct Found {
+    writes: u64,
+    reads: u64,
+    durable: u64,
+    requests: Counts,
+}
+
+/// Shows it on the disks whose serial numbers these are.
+pub fn run(nvme: &str, virtio: &str) -> Result<()> {
+    // With multipath the disk that is traced is not the one that the requests go to.
+    system::load("nvme_core", "multipath=N")?;
+    system::load("nvme", "poll_queues=1")?;
+    system::load("virtio_pci", "")?;
+    system::load("virtio_blk", "poll_queues=1")?;
+    for module in ["crc32c_generic", "ext4"] {
+        system::load(module, "")?;
+    }
+    system::stop_background_writes()?;
+    trace::prepare()?;
+    for serial in [nvme, virtio] {
+        let disk = system::disk_of(serial)?;
+        let has_fua = system::has_fua(&disk)?;
+        ensure!(has_fua == (serial == nvme), "{serial}: FUA is {has_fua}");
+        show("bare", &disk, &disk, "raw")?;
+        FileSystem::Ext4.make(&disk)?;
+        let mount = Mount::new(FileSystem::Ext4, &disk)?;
+        for (state, format) in [(State::RawWritten, "raw"), (State::Qcow2Written, "qcow2")] {
+            show(state.name(), &disk, &state.make(mount.place(), "image")?, format)?;
+        }
+        show_exception(&disk, mount.place())?;
+        mount.unmount()?;
+    }
+    Ok(())
+}
+
+/// Serves `image`, which is `disk` or lies on it, in all ways.
+fn show(name: &str, disk: &Path, image: &Path, format: &str) -> Result<()> {
+    for (way, polls) in WAYS {
+        let server = serve(image, &[&["--format", format], *way].concat())?;
+        let found = use_server(&server, disk)?;
+        server.stop()?;
+        let Found { writes, reads, durable, requests } = &found;
+        let words = way.join(" ");
+        println!(
+            "  {}, {name}, {words}: {writes} interrupts for writes, {reads} for reads, {durable} \
+             for durable writes ({requests})",
+            disk.display()
+        );
+        found.check(*polls, image == disk, system::has_fua(disk)?)?;
+    }
+    Ok(())
+}
+
+/// A backing file in memory, where nothing can be polled for, below an image in `folder` on `disk`: what is
+/// read from it is right, there is one warning, and what the image holds is polled for.
+fn show_exception(disk: &Path, folder: &Path) -> Result<()> {
+    let (backing, image) =
+        (State::RawWritten.make(Path::new("/tmp"), "backing")?, folder.join("overlay"));
+    let options = format!("backing_file={},backing_fmt=raw", backing.display());
+    let name = image.to_str().context("a folder without a name")?;
+    system::tool(
+        "blockhouse",
+        &["create", "--format", "qcow2", "-o", &options, name, &SIZE.to_string()],
+    )?;
+    let log = Path::new("/tmp/log");
+    let mut command = Command::new("blockhouse");
+    command.args(["serve", name, "--format", "qcow2", "--io-poll", "on"]);
+    command.stderr(File::create(log)?);
+    let server = Server::start(command, Export::Nbd, Path::new("/tmp/overlay.sock"))?;
+    let mut client = Client::connect(server.socket())?;
+    read_all(&mut client, Some(0xa5))?;
+    write_all(&mut client, 3)?;
+    let reads = interrupts_of(disk, || read_all(&mut client, Some(3)))?;
+    client.close()?;
+    server.stop()?;
+    let said = system::read(log)?;
+    println!(
+        "  {}, qcow2 over a file in memory: {reads} interrupts for reads; {said}",
+        disk.display()
+    );
+    let is_warning = said.contains("WARN") && said.contains(&backing.display().to_string());
+    ensure!(is_warning && said.lines().count() == 1, "one warning is expected");
+    ensure!(reads == 0, "reads that are not polled for");
+    Ok(())
+}
+
+fn use_server(server: &Server, disk: &Path) -> Result<Found> {
+    let mut client = Client::connect(server.socket())?;
+    // What is read for the first time is a qcow2 image's table.
+    read_all(&mut client, None)?;
+    rustix::fs::sync();
+    let writes = interrupts_of(disk, || write_all(&mut client, 1))?;
+    let reads = interrupts_of(disk, || read_all(&mut client, Some(1)))?;
+    let mut requests = Counts::default();
+    let durable = interrupts_of(disk, || {
+        requests = trace::count(disk, || {
+            (0..WRITES).try_for_each(|index| {
+                let data = vec![2; BLOCK];
+                client.change(&Change::WriteFua { offset: index * STRIDE, data })
+            })
+        })?;
+        Ok(())
+    })?;
+    read_all(&mut client, Some(2))?;
+    sleeps(server)?;
+    client.close()?;
+    Ok(Found { writes, reads, durable, requests })
+}
+
+/// Fills all blocks with `mark`, at the same time.
+fn write_all(client: &mut Client, mark: u8) -> Result<()> {
+    let write = |index| Change::Write { offset: index * STRIDE, data: vec![mark; BLOCK] };
+    client.together(&(0..WRITES).map(write).collect::<Vec<_>>())
+}
+
+/// Reads all blocks, one after the other; they must be full of `mark`.
+fn read_all(client: &mut Client, mark: Option<u8>) -> Result<()> {
+    for offset in (0..WRITES).map(|index| index * STRIDE) {
+        let data = client.read(offset, BLOCK as u32)?;
+        let is_right = mark.is_none_or(|mark| data == [mark; BLOCK]);
+        ensure!(is_right, "the block at {offset} is not what was written");
+    }
+    Ok(())
+}
+
+impl Found {
+    fn check(&self, polls: bool, on_device: bool, has_fua: bool) -> Result<()> {
+        let Self { writes, reads, durable, requests } = self;
+        let (count, bytes) = (WRITES as u32, WRITES * BLOCK as u64);
+        let right = match has_fua {
+            true => Counts { fua: count, bytes, ..Counts::default() },
+            false => Counts { plain: count, flushes: count, bytes, ..Counts::default() },
+        };
+        ensure!(*requests == right, "durable writes became {requests}");
+        let expect = |what: &str, polled: bool, interrupts: u64, at_least: u64| {
+            let is_right = if polled { interrupts == 0 } else { interrupts >= at_least };
+            ensure!(is_right, "{what} that are {}polled for", if polled { "" } else { "not " });
+            Ok(())
+        };
+        // Those at the same time may share an interrupt.
+        expect("writes", polls && on_device, *writes, 1)?;
+        expect("reads", polls, *reads, WRITES)?;
+        expect("durable writes", polls && on_device && has_fua, *durable, WRITES)
+    }
+}
+
+/// How often the disk's queues interrupt while `work` runs.
+fn interrupts_of(disk: &Path, work: impl FnOnce() -> Result<()>) -> Result<u64> {
+    let prefix = queue_prefix(disk)?;
+    let before = interrupts(&prefix)?;
+    work()?;
+    Ok(interrupts(&prefix)? - before)
+}
+
+/// What the names of its queues' interrupts begin with.
+fn queue_prefix(disk: &Path) -> Result<String> {
+    let name = disk.file_name().and_then(|name| name.to_str()).context("a nameless disk")?;
+    if let Some((controller, _)) = name.strip_prefix("nvme").and_then(|rest| rest.split_once('n')) {
+        return Ok(format!("nvme{controller}q"));
+    }
+    let device = std::fs::canonicalize(format!("/sys/block/{name}/device"))?;
+    let device = device.file_name().and_then(|name| name.to_str()).context("no such device")?;
+    Ok(format!("{device}-req"))
+}
+
+/// All interrupts so far whose names begin so.
+fn interrupts(prefix: &str) -> Result<u64> {
+    let table = system::read(Path::new("/proc/interrupts"))?;
+    let is_ours = |line: &&str| line.split_whitespace().any(|word| word.starts_with(prefix));
+    let lines: Vec<_> = table.lines().filter(is_ours).collect();
+    ensure!(!lines.is_empty(), "no interrupt is called {prefix}:\n{table}");
+    // A number, then a count for each processor, then words.
+    let counts = |line: &&str| {
+        line.split_whitespace().skip(1).map_while(|word| word.parse::<u64>().ok()).sum::<u64>()
+    };
+    Ok(lines.iter().map(counts).sum())
+}
+
+/// Waits until the server uses no processor any more: no two looks at a loop that polls are the same.
+fn sleeps(server: &Server) -> Result<()> {
+    let mut before = None;
+    system::wait_for("sleep of an idle server", || {
+        std::thread::sleep(LOOK);
+        let now = server.processor_time().ok()?;
+        (before.replace(now) == Some(now)).then_some(())
+    })
+}

@@ -1,0 +1,91 @@
+//! The kernel's own NBD client on our server: a file system on it, and what its durable writes become
+//! on the disk below the server.
+
+use std::path::Path;
+
+use anyhow::{Context, Result, ensure};
+
+use super::direct::{self, BLOCK, Caching, WRITES, Way};
+use super::images::State;
+use super::serve::serve;
+use super::system::{self, FileSystem, Mount, tool};
+use super::trace::{self, Counts};
+use crate::server::Server;
+
+const DEVICE: &str = "nbd0";
+const PLACE: &str = "/nbd";
+/// Bytes in the export: room for a file system.
+const SIZE: u64 = 64 << 20;
+/// Bytes that are counted.
+const BYTES: u64 = WRITES * BLOCK as u64;
+
+/// Lets the kernel use an image on the disk whose serial number is `serial`.
+pub fn run(serial: &str) -> Result<()> {
+    system::load("nvme_core", "multipath=N")?;
+    for module in ["nvme", "crc32c_generic", "ext4", "nbd"] {
+        system::load(module, "")?;
+    }
+    let disk = system::disk_of(serial)?;
+    FileSystem::Ext4.make(&disk)?;
+    let mount = Mount::new(FileSystem::Ext4, &disk)?;
+    system::stop_background_writes()?;
+    trace::prepare()?;
+    let image = mount.place().join("image");
+    tool("dd", &["if=/dev/zero", &format!("of={}", image.display()), "bs=1M", &count_of(SIZE)])?;
+    let server = serve(&image, &["--format", "raw"])?;
+    let device = attach(&server)?;
+    let outcome = use_device(&device, &disk);
+    tool("nbd-client", &["-d", &device.display().to_string()])?;
+    outcome?;
+    server.stop()?;
+    mount.unmount()
+}
+
+fn count_of(size: u64) -> String {
+    format!("count={}", size >> 20)
+}
+
+fn attach(server: &Server) -> Result<std::path::PathBuf> {
+    let device = system::disk(DEVICE)?;
+    let socket = server.socket().to_str().context("a socket without a name")?;
+    let node = device.to_str().context("a device without a name")?;
+    tool("nbd-client", &["-unix", socket, node, "-C", "2"])?;
+    let size = format!("/sys/block/{DEVICE}/size");
+    let expected = (SIZE / 512).to_string();
+    system::wait_for("the size of the NBD device", || {
+        system::read(Path::new(&size)).is_ok_and(|size| size == expected).then_some(())
+    })?;
+    ensure!(system::has_fua(&device)?, "the kernel does not see that the export takes FUA");
+    Ok(device)
+}
+
+fn use_device(device: &Path, disk: &Path) -> Result<()> {
+    // On the device itself: what the kernel's client makes of FUA arrives as FUA.
+    let counts = counted(disk, || direct::run(device, Way::Each, Caching::Direct))?;
+    expect("FUA on the device", counts, counts.fua >= WRITES as u32)?;
+    // In a file system on it.
+    FileSystem::Ext4.make(device)?;
+    let mount = Mount::at(FileSystem::Ext4, device, Path::new(PLACE))?;
+    let file = State::RawWritten.make(mount.place(), "inner")?;
+    let counts = counted(disk, || direct::run(&file, Way::Each, Caching::Direct))?;
+    let only_fua = Counts { fua: WRITES as u32, bytes: BYTES, ..Counts::default() };
+    expect("FUA in a file", counts, counts == only_fua)?;
+    let counts = counted(disk, || direct::run(&file, Way::FlushOnce, Caching::Direct))?;
+    let plain = WRITES as u32;
+    let one_flush = Counts { plain, flushes: 1, bytes: BYTES, ..Counts::default() };
+    expect("writes, one flush in a file", counts, counts == one_flush)?;
+    tool("fstrim", &[PLACE])?;
+    mount.unmount()?;
+    tool("e2fsck", &["-f", "-n", &device.display().to_string()]).map(drop)
+}
+
+fn counted(disk: &Path, work: impl FnOnce() -> Result<()>) -> Result<Counts> {
+    rustix::fs::sync();
+    trace::count(disk, work)
+}
+
+fn expect(what: &str, counts: Counts, good: bool) -> Result<()> {
+    println!("  {what:40} {counts}");
+    ensure!(good, "{what}: the disk below the server got {counts}");
+    Ok(())
+}

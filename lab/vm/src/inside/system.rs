@@ -1,0 +1,203 @@
+//! The guest's kernel: modules, devices, file systems, settings.
+
+use std::ffi::CString;
+use std::fs::File;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail};
+use rustix::io::Errno;
+use rustix::mount::{MountFlags, UnmountFlags};
+
+use crate::kernel::MODULES;
+use lab_tools::process::line;
+
+const PATIENCE: Duration = Duration::from_secs(30);
+const PAUSE: Duration = Duration::from_millis(5);
+
+/// Loads a module with its options, and before it all that it needs.
+pub fn load(module: &str, options: &str) -> Result<()> {
+    let folder = Path::new("/").join(MODULES);
+    let order = read(&folder.join(format!("{module}.order")))?;
+    for name in order.lines() {
+        let file = File::open(folder.join(format!("{name}.ko")))
+            .with_context(|| format!("no module {name}"))?;
+        let options = if name == module.replace('-', "_") { options } else { "" };
+        match rustix::system::finit_module(&file, &CString::new(options)?, 0) {
+            Ok(()) | Err(Errno::EXIST) => {}
+            Err(error) => return Err(error).with_context(|| format!("cannot load {name}")),
+        }
+    }
+    Ok(())
+}
+
+/// A file of /sys, /proc or the like, without the white space around.
+pub fn read(file: &Path) -> Result<String> {
+    let text = std::fs::read_to_string(file);
+    Ok(text.with_context(|| format!("cannot read {}", file.display()))?.trim().to_owned())
+}
+
+/// Sets a file of /sys, /proc or the like.
+pub fn write(file: impl AsRef<Path>, text: &str) -> Result<()> {
+    let file = file.as_ref();
+    std::fs::write(file, text)
+        .with_context(|| format!("cannot write \"{text}\" to {}", file.display()))
+}
+
+/// Waits until `ready` says what it found.
+pub fn wait_for<T>(what: &str, mut ready: impl FnMut() -> Option<T>) -> Result<T> {
+    let end = Instant::now() + PATIENCE;
+    loop {
+        if let Some(found) = ready() {
+            return Ok(found);
+        }
+        if Instant::now() >= end {
+            bail!("{what} did not come within {} s", PATIENCE.as_secs());
+        }
+        std::thread::sleep(PAUSE);
+    }
+}
+
+/// Runs a tool; what it prints is shown only if it fails.
+pub fn tool(program: &str, args: &[&str]) -> Result<String> {
+    let mut command = Command::new(program);
+    command.args(args).stdin(Stdio::null());
+    let output = command.output().with_context(|| format!("cannot start {}", line(&command)))?;
+    let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).trim().to_owned();
+    if !output.status.success() {
+        let (said, complaint) = (text(&output.stdout), text(&output.stderr));
+        bail!("{} failed ({}): {said} {complaint}", line(&command), output.status);
+    }
+    Ok(text(&output.stdout))
+}
+
+/// Waits for a disk by the name that its driver gives it, as in `nvme0n1`.
+pub fn disk(name: &str) -> Result<PathBuf> {
+    let node = Path::new("/dev").join(name);
+    wait_for(name, || node.exists().then(|| node.clone()))
+}
+
+/// Waits for an NVMe or virtio disk by the serial number that the host gave it: drivers number disks
+/// as they come.
+pub fn disk_of(serial: &str) -> Result<PathBuf> {
+    find_disk(serial, &["device/serial", "serial"])
+}
+
+/// Waits for a SCSI disk by its vendor.
+pub fn scsi_disk(vendor: &str) -> Result<PathBuf> {
+    find_disk(vendor, &["device/vendor"])
+}
+
+/// The disk that has this value in one of these attributes.
+fn find_disk(value: &str, attributes: &[&str]) -> Result<PathBuf> {
+    let find = || {
+        let mut disks = std::fs::read_dir("/sys/block").ok()?.flatten();
+        let found = disks.find(|disk| {
+            let is_it = |name| read(&disk.path().join(name)).is_ok_and(|found| found == value);
+            attributes.iter().any(is_it)
+        })?;
+        Some(Path::new("/dev").join(found.file_name())).filter(|node| node.exists())
+    };
+    wait_for(value, find)
+}
+
+/// Whether the disk `node` takes FUA, as its queue says.
+pub fn has_fua(node: &Path) -> Result<bool> {
+    let name = node.file_name().and_then(|name| name.to_str()).context("a nameless disk")?;
+    Ok(read(Path::new(&format!("/sys/block/{name}/queue/fua")))? == "1")
+}
+
+/// How many writes the disk `node` has completed.
+pub fn writes(node: &Path) -> Result<u64> {
+    let name = node.file_name().and_then(|name| name.to_str()).context("a nameless disk")?;
+    let statistics = read(Path::new(&format!("/sys/block/{name}/stat")))?;
+    // Documentation/block/stat.rst: four numbers on reads come first.
+    let writes = statistics.split_whitespace().nth(4).and_then(|writes| writes.parse().ok());
+    writes.with_context(|| format!("the kernel counts no writes: {statistics}"))
+}
+
+/// The file systems that images lie on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+pub enum FileSystem {
+    /// ext4 with its defaults.
+    Ext4,
+    /// XFS with its defaults.
+    Xfs,
+}
+
+impl FileSystem {
+    /// As the kernel calls it.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Ext4 => "ext4",
+            Self::Xfs => "xfs",
+        }
+    }
+
+    /// Makes one on `disk`. Nothing is left to be done later, which would be counted.
+    pub fn make(self, disk: &Path) -> Result<()> {
+        let disk = disk.to_str().context("a disk without a name")?;
+        let made = match self {
+            Self::Ext4 => {
+                let at_once = "lazy_itable_init=0,lazy_journal_init=0";
+                // Small ones would get small blocks, which large ones never have.
+                tool("mkfs.ext4", &["-q", "-F", "-b", "4096", "-E", at_once, disk])
+            }
+            Self::Xfs => tool("mkfs.xfs", &["-q", "-f", disk]),
+        };
+        made.map(drop)
+    }
+}
+
+/// A mounted file system; unmounted when it is dropped.
+pub struct Mount {
+    place: PathBuf,
+}
+
+impl Mount {
+    /// Mounts `disk` at /mnt.
+    pub fn new(kind: FileSystem, disk: &Path) -> Result<Self> {
+        Self::at(kind, disk, Path::new("/mnt"))
+    }
+
+    /// Mounts `disk` at `place`, which is made if it is not there.
+    pub fn at(kind: FileSystem, disk: &Path, place: &Path) -> Result<Self> {
+        let place = place.to_owned();
+        std::fs::create_dir_all(&place)
+            .with_context(|| format!("cannot make {}", place.display()))?;
+        rustix::mount::mount(disk, &place, kind.name(), MountFlags::NOATIME, None)
+            .with_context(|| format!("cannot mount {} on {}", kind.name(), disk.display()))?;
+        Ok(Self { place })
+    }
+
+    /// Where it is.
+    pub fn place(&self) -> &Path {
+        &self.place
+    }
+
+    /// Unmounts it; nothing may be open there.
+    pub fn unmount(self) -> Result<()> {
+        rustix::mount::unmount(&self.place, UnmountFlags::empty())
+            .with_context(|| format!("cannot unmount {}", self.place.display()))?;
+        std::mem::forget(self);
+        Ok(())
+    }
+}
+
+impl Drop for Mount {
+    fn drop(&mut self) {
+        // On the way out with another error.
+        let _ = rustix::mount::unmount(&self.place, UnmountFlags::DETACH);
+    }
+}
+
+/// Keeps the kernel from writing anything by the clock, so that what is counted was asked for.
+pub fn stop_background_writes() -> Result<()> {
+    write("/proc/sys/vm/dirty_writeback_centisecs", "0")?;
+    let xfs = Path::new("/proc/sys/fs/xfs/xfssyncd_centisecs");
+    if xfs.exists() {
+        write(xfs, "720000")?;
+    }
+    Ok(())
+}

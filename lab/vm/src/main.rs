@@ -1,0 +1,147 @@
+//! `cargo xtask vm`: what is promised about durability, shown on a real kernel.
+//!
+//! A virtual machine runs Debian's kernel with our binary beside a few tools, on disks that have what
+//! the build machine's disk has not: FUA, a write cache, a log of all that they were asked for. Each
+//! scenario prints what it found and fails when that breaks a promise, or when a server that is made
+//! wrong on purpose does not. Needs QEMU, Debian's package tools and, the first time, Debian's mirror.
+#![forbid(unsafe_code)]
+#![allow(clippy::print_stdout, reason = "it talks to the person who started it")]
+
+mod archive;
+mod base;
+mod disks;
+mod durable;
+mod guest;
+mod inside;
+mod kernel;
+mod machine;
+mod monitor;
+mod packages;
+mod power;
+mod scenarios;
+mod server;
+mod userland;
+
+use std::path::Path;
+use std::process::ExitCode;
+use std::time::Instant;
+
+use anyhow::{Context, Result, bail};
+use base::Base;
+use clap::{Parser, Subcommand, ValueEnum};
+use inside::system::FileSystem;
+use lab_tools::apt;
+use lab_tools::process::find_program;
+use lab_tools::workspace::Workspace;
+use packages::Packages;
+use server::Export;
+
+/// Show what is guaranteed about durability on a real kernel, in a virtual machine.
+#[derive(Parser)]
+#[command(name = "cargo xtask vm", args_conflicts_with_subcommands = true)]
+struct Cli {
+    /// Which scenarios to run; without any, all
+    scenarios: Vec<Scenario>,
+    #[command(subcommand)]
+    guest: Option<Hidden>,
+}
+
+#[derive(Subcommand)]
+enum Hidden {
+    /// The part that runs inside the guest
+    #[command(hide = true, subcommand)]
+    Inside(inside::Task),
+}
+
+/// What is shown.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum Scenario {
+    /// Requests to the disk for each durable write, beside the bare kernel's
+    Fua,
+    /// What is left of acknowledged writes after a loss of power
+    Power,
+    /// A guest with ext4 on a disk of ours over NBD: freeze, trim, fio, deaths of the server, reboot,
+    /// a disk that grows, a write cache that is switched
+    Guest,
+    /// The same with XFS over vhost-user-blk
+    GuestVhostUser,
+    /// The kernel's NBD client
+    Nbd,
+    /// Completions that are polled for: the disks' interrupts, with and without
+    IoPoll,
+    /// Writes that a full thin pool loses behind the page cache
+    LostWrites,
+}
+
+fn main() -> ExitCode {
+    let cli = Cli::parse();
+    let result = match cli.guest {
+        // In a guest there is no cargo to ask.
+        Some(Hidden::Inside(task)) => inside::run(task),
+        None => Workspace::find().and_then(|workspace| run(&workspace, &cli.scenarios)),
+    };
+    match result {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("vm: {error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+/// Runs the chosen scenarios; skipped, with the reason, where the machine cannot run them.
+fn run(workspace: &Workspace, scenarios: &[Scenario]) -> Result<()> {
+    let cache = workspace.target().join("vm");
+    let packages = match get_ready(&cache) {
+        Ok(packages) => packages,
+        // Machines that are meant to have everything say so, as for the black-box tests.
+        Err(reason)
+            if std::env::var_os("BLOCKHOUSE_TESTS_SKIP").is_some_and(|is| is == "never") =>
+        {
+            bail!("must not be skipped here, but: {reason}");
+        }
+        Err(reason) => {
+            println!("vm: skipped: {reason}");
+            return Ok(());
+        }
+    };
+    let all_started = Instant::now();
+    let base = Base::prepare(workspace, packages, cache)?;
+    let chosen = match scenarios {
+        [] => Scenario::value_variants(),
+        chosen => chosen,
+    };
+    for scenario in chosen {
+        let started = Instant::now();
+        println!("vm: {scenario:?} ...");
+        let result = match scenario {
+            Scenario::Fua => scenarios::fua(&base),
+            Scenario::Power => power::scenario::run(&base),
+            Scenario::Guest => guest::run(&base, Export::Nbd, FileSystem::Ext4),
+            Scenario::GuestVhostUser => guest::run(&base, Export::VhostUser, FileSystem::Xfs),
+            Scenario::Nbd => scenarios::nbd(&base),
+            Scenario::IoPoll => scenarios::io_poll(&base),
+            Scenario::LostWrites => scenarios::lost_writes(&base),
+        };
+        let verdict = if result.is_ok() { "ok" } else { "FAILED" };
+        println!("vm: {scenario:?} {verdict} after {:.1} s", started.elapsed().as_secs_f64());
+        result.with_context(|| format!("scenario {scenario:?}"))?;
+    }
+    println!("vm: all ok after {:.1} s", all_started.elapsed().as_secs_f64());
+    Ok(())
+}
+
+/// What a guest is made of, or why none can be run here.
+fn get_ready(cache: &Path) -> Result<Packages, String> {
+    if std::env::consts::ARCH != "x86_64" {
+        return Err("the guest is an x86-64 machine".into());
+    }
+    apt::require(apt::FOR_GUESTS).map_err(|error| format!("{error:#}"))?;
+    if find_program("strip").is_none() {
+        return Err("strip (binutils) is not there to prepare the guest's modules".into());
+    }
+    if let Some(reason) = Packages::unavailable() {
+        return Err(reason);
+    }
+    Packages::fetch(cache).map_err(|error| format!("cannot get the guest's packages: {error:#}"))
+}

@@ -1,0 +1,192 @@
+//! What the guest is made of: Debian packages, fetched by a private apt and unpacked into a cache.
+//!
+//! Nothing is installed, and the host's own apt configuration is neither read nor changed: the kernel
+//! comes from backports whatever the host runs. A cache that was filled for the same list of packages
+//! is used as it is, without asking the network; removing it fetches the newest ones.
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use anyhow::{Context, Result, bail};
+
+use lab_tools::process::{run, stdout_of};
+
+/// The metapackage that names the newest kernel, and where it is.
+const KERNEL: &str = "linux-image-amd64";
+const SUITE: &str = "bookworm";
+const KERNEL_SUITE: &str = "bookworm-backports";
+/// Signs both; part of every Debian, and a package of that name elsewhere.
+const KEYRING: &str = "/usr/share/keyrings/debian-archive-keyring.gpg";
+
+/// Tools of the guest; apt knows what they need.
+const TOOLS: &[&str] =
+    &["busybox-static", "dmsetup", "e2fsprogs", "fio", "nbd-client", "xfsprogs", "xz-utils"];
+
+/// Unpacked packages.
+pub struct Packages {
+    root: PathBuf,
+    /// Of the kernel, as its folder of modules is called.
+    version: String,
+}
+
+impl Packages {
+    /// What is missing on this host to fetch them, if anything.
+    pub fn unavailable() -> Option<String> {
+        let programs = ["apt-get", "apt-cache", "dpkg-deb"];
+        if let Some(program) =
+            programs.iter().find(|program| lab_tools::process::find_program(program).is_none())
+        {
+            return Some(format!("{program} is not there to fetch the guest's packages"));
+        }
+        (!Path::new(KEYRING).exists())
+            .then(|| format!("{KEYRING} is missing; install debian-archive-keyring"))
+    }
+
+    /// The packages in `cache`, fetched first where they are not there yet.
+    pub fn fetch(cache: &Path) -> Result<Self> {
+        let root = cache.join("root");
+        let stamp = cache.join("packages");
+        let wanted = TOOLS.join("\n");
+        if std::fs::read_to_string(&stamp).is_ok_and(|found| found == wanted) {
+            return Self::unpacked(root);
+        }
+        println!("vm: fetching a kernel and tools into {}", cache.display());
+        for folder in [
+            "root",
+            "apt/apt.conf.d",
+            "apt/preferences.d",
+            "apt/lists/partial",
+            "apt/cache/archives/partial",
+        ] {
+            let folder = cache.join(folder);
+            let _ = std::fs::remove_dir_all(&folder);
+            std::fs::create_dir_all(&folder)
+                .with_context(|| format!("cannot make {}", folder.display()))?;
+        }
+        let apt = Apt::configure(&cache.join("apt"))?;
+        apt.download()?;
+        unpack(&apt.archives(), &root)?;
+        std::fs::remove_dir_all(cache.join("apt")).context("cannot remove the packages")?;
+        let packages = Self::unpacked(root)?;
+        std::fs::write(&stamp, wanted)
+            .with_context(|| format!("cannot write {}", stamp.display()))?;
+        Ok(packages)
+    }
+
+    fn unpacked(root: PathBuf) -> Result<Self> {
+        let modules = root.join("lib/modules");
+        let folders = std::fs::read_dir(&modules)
+            .with_context(|| format!("no kernel modules in {}", modules.display()))?;
+        let names: Vec<_> = folders.collect::<Result<_, _>>()?;
+        let [folder] = &names[..] else {
+            bail!("{} kernels in {}", names.len(), modules.display())
+        };
+        let version = folder.file_name().to_str().context("a kernel without a name")?.to_owned();
+        Ok(Self { root, version })
+    }
+
+    /// The kernel's version.
+    pub fn kernel_version(&self) -> &str {
+        &self.version
+    }
+
+    /// A file by its path in the guest's world, without the leading slash.
+    pub fn file(&self, path: &str) -> PathBuf {
+        self.root.join(path)
+    }
+
+    /// The file of a program by its name.
+    pub fn program(&self, name: &str) -> Result<PathBuf> {
+        let folders = ["bin", "sbin", "usr/bin", "usr/sbin"];
+        let mut files = folders.iter().map(|folder| self.root.join(folder).join(name));
+        files.find(|file| file.is_file()).with_context(|| format!("no package holds {name}"))
+    }
+
+    /// The loader of these packages' programs, with their libraries.
+    pub fn loader(&self) -> Command {
+        let mut command = Command::new(self.file("lib64/ld-linux-x86-64.so.2"));
+        // The last holds what only Ceph's other libraries should find.
+        let folders =
+            ["lib/x86_64-linux-gnu", "usr/lib/x86_64-linux-gnu", "usr/lib/x86_64-linux-gnu/ceph"];
+        let folders = folders.map(|folder| self.file(folder).display().to_string());
+        command.arg("--library-path").arg(folders.join(":"));
+        command
+    }
+
+    /// A command that runs one of these programs here.
+    pub fn command(&self, program: &str) -> Result<Command> {
+        let mut command = self.loader();
+        command.arg(self.program(program)?);
+        Ok(command)
+    }
+}
+
+/// apt with a world of its own.
+struct Apt {
+    folder: PathBuf,
+    configuration: PathBuf,
+}
+
+impl Apt {
+    fn configure(folder: &Path) -> Result<Self> {
+        let sources = |suite| {
+            format!("deb [signed-by={KEYRING}] http://deb.debian.org/debian {suite} main\n")
+        };
+        let text = format!(
+            "Dir::Etc \"{0}\";\nDir::Etc::sourcelist \"{0}/sources.list\";\n\
+             Dir::Etc::sourceparts \"-\";\nDir::State \"{0}\";\nDir::State::lists \"{0}/lists\";\n\
+             Dir::State::status \"{0}/status\";\nDir::Cache \"{0}/cache\";\n\
+             APT::Architecture \"amd64\";\nAPT::Architectures {{ \"amd64\"; }};\n\
+             APT::Sandbox::User \"root\";\n",
+            folder.display()
+        );
+        let write = |name: &str, text: &str| {
+            let file = folder.join(name);
+            std::fs::write(&file, text).with_context(|| format!("cannot write {}", file.display()))
+        };
+        write("sources.list", &(sources(SUITE) + &sources(KERNEL_SUITE)))?;
+        write("status", "")?;
+        write("apt.conf", &text)?;
+        Ok(Self { folder: folder.to_owned(), configuration: folder.join("apt.conf") })
+    }
+
+    fn command(&self, program: &str, args: &[&str]) -> Command {
+        let mut command = Command::new(program);
+        command.env("APT_CONFIG", &self.configuration).args(["--quiet=2"]).args(args);
+        command
+    }
+
+    fn download(&self) -> Result<()> {
+        run(self.command("apt-get", &["update"]))?;
+        let depends = ["--target-release", KERNEL_SUITE, "depends", KERNEL];
+        let depends = stdout_of(self.command("apt-cache", &depends))?;
+        let kernel = depends.lines().find_map(|line| line.trim().strip_prefix("Depends: "));
+        let kernel = kernel.with_context(|| format!("{KERNEL} names no kernel"))?;
+        let mut download = self.command("apt-get", &["download"]);
+        download.arg(format!("{kernel}/{KERNEL_SUITE}")).current_dir(self.archives());
+        run(download)?;
+        // Installed is nothing; so what the tools need comes too, but nothing that they recommend.
+        let install = ["install", "--yes", "--download-only", "--no-install-recommends"];
+        let mut tools = self.command("apt-get", &install);
+        tools.args(TOOLS);
+        run(tools)
+    }
+
+    /// Where downloaded packages are.
+    fn archives(&self) -> PathBuf {
+        self.folder.join("cache/archives")
+    }
+}
+
+fn unpack(debs: &Path, root: &Path) -> Result<()> {
+    for entry in std::fs::read_dir(debs)? {
+        let deb = entry?.path();
+        // Beside packages there are apt's lock and the folder for what is under way.
+        if deb.extension().is_some_and(|extension| extension == "deb") {
+            let mut unpack = Command::new("dpkg-deb");
+            unpack.arg("--extract").arg(deb).arg(root);
+            run(unpack)?;
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,323 @@
+//! What a guest does to its disk, round after round, and what it may find after a loss of power.
+//!
+//! Rounds follow from a seed, so whoever checks a disk later knows what was asked for without having
+//! been there. A round that ends in something durable is acknowledged and marked in the log. Each
+//! sector says who wrote it; after a loss it must hold what was last made durable there, or something
+//! that was written later and never flushed.
+
+use std::ops::Range;
+
+use crate::inside::client::Change;
+
+/// Bytes in the image.
+pub const SIZE: u64 = 4 << 20;
+/// Bytes in the unit that is whole or lost.
+const SECTOR: u64 = 512;
+const SECTORS: u64 = SIZE / SECTOR;
+/// Sectors in what the first round writes at once.
+const STRETCH: u64 = 64;
+
+/// A round's requests: those of one step are sent together.
+pub struct Round {
+    /// One after the other.
+    pub steps: Vec<Vec<Change>>,
+    /// Whether everything of it is durable at its end.
+    pub acknowledged: Acknowledged,
+}
+
+/// What the end of a round means.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Acknowledged {
+    /// What it wrote is durable.
+    Durable,
+    /// Nothing.
+    Nothing,
+}
+
+/// What the answer to a plain write means.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Writes {
+    /// It may get lost until it is flushed.
+    Volatile,
+    /// As if it had asked for durability.
+    Durable,
+}
+
+/// The rounds of a seed, and the state of the disk behind them.
+pub struct History {
+    writes: Writes,
+    random: u64,
+    version: u32,
+    sectors: Vec<Sector>,
+}
+
+#[derive(Clone, Default)]
+struct Sector {
+    /// Who wrote last what is durable; 0 are zeros.
+    durable: u32,
+    /// Who wrote since, oldest first.
+    later: Vec<u32>,
+}
+
+impl History {
+    /// Before the first round: a disk of zeros.
+    pub fn new(seed: u64, writes: Writes) -> Self {
+        let sectors = vec![Sector::default(); SECTORS as usize];
+        Self { writes, random: seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1, version: 0, sectors }
+    }
+
+    /// The next round; the disk counts as having seen it.
+    pub fn next_round(&mut self) -> Round {
+        let steps = match self.version {
+            0 => vec![self.first_half(), vec![Change::Flush]],
+            _ => {
+                let steps = self.any_steps();
+                self.without_overtaking(steps)
+            }
+        };
+        let mut acknowledged = Acknowledged::Nothing;
+        for change in steps.iter().flatten() {
+            self.apply(change);
+            if self.writes == Writes::Durable || !matches!(change, Change::Write { .. }) {
+                acknowledged = Acknowledged::Durable;
+            }
+        }
+        Round { steps, acknowledged }
+    }
+
+    /// So that later rounds meet what was written as well as what was not.
+    fn first_half(&mut self) -> Vec<Change> {
+        let starts = (0..SECTORS / 2).step_by(STRETCH as usize);
+        starts.map(|start| self.write(start, STRETCH)).collect()
+    }
+
+    fn any_steps(&mut self) -> Vec<Vec<Change>> {
+        match self.below(6) {
+            0 | 1 => vec![self.side_by_side(Self::fua)],
+            2 => vec![self.side_by_side(Self::write), vec![Change::Flush]],
+            3 => vec![self.side_by_side(Self::write)],
+            4 => {
+                let (start, length) = (self.below(SECTORS / 8) * 8, (1 + self.below(16)) * 8);
+                let length = length.min(SECTORS - start);
+                vec![vec![Change::ZeroesFua {
+                    offset: start * SECTOR,
+                    length: (length * SECTOR) as u32,
+                }]]
+            }
+            _ => vec![self.side_by_side(Self::write), self.side_by_side(Self::fua)],
+        }
+    }
+
+    /// A flush before durable changes of what was written and not flushed. To the log an unflushed
+    /// write happens when it is flushed, behind the durable one that replaced it meanwhile; a disk
+    /// keeps their order.
+    fn without_overtaking(&self, steps: Vec<Vec<Change>>) -> Vec<Vec<Change>> {
+        let mut unflushed: Vec<bool> =
+            self.sectors.iter().map(|sector| !sector.later.is_empty()).collect();
+        let mut ordered = Vec::new();
+        for step in steps {
+            for change in &step {
+                let range = sectors_of(change);
+                match change {
+                    Change::Write { .. } => unflushed[range].fill(self.writes == Writes::Volatile),
+                    Change::Flush => unflushed.fill(false),
+                    _ if unflushed[range].contains(&true) => {
+                        ordered.push(vec![Change::Flush]);
+                        unflushed.fill(false);
+                    }
+                    _ => {}
+                }
+            }
+            ordered.push(step);
+        }
+        ordered
+    }
+
+    /// One to four changes that do not touch each other, in eighths of the disk.
+    fn side_by_side(&mut self, change: fn(&mut Self, u64, u64) -> Change) -> Vec<Change> {
+        let (count, first) = (1 + self.below(4), self.below(8));
+        let part = SECTORS / 8;
+        let place = |index| (first + index) % 8 * part;
+        (0..count)
+            .map(|index| {
+                // Half of them in whole pages, the others anywhere.
+                let unit = if self.below(2) == 0 { 8 } else { 1 };
+                let length = unit * (1 + self.below(8));
+                let start = self.below((part - length) / unit) * unit;
+                change(self, place(index) + start, length)
+            })
+            .collect()
+    }
+
+    fn fua(&mut self, start: u64, length: u64) -> Change {
+        let (offset, data) = self.data(start, length);
+        Change::WriteFua { offset, data }
+    }
+
+    fn write(&mut self, start: u64, length: u64) -> Change {
+        let (offset, data) = self.data(start, length);
+        Change::Write { offset, data }
+    }
+
+    fn data(&mut self, start: u64, length: u64) -> (u64, Vec<u8>) {
+        self.version += 1;
+        let data = (start..start + length).flat_map(|sector| content(sector, self.version));
+        (start * SECTOR, data.collect())
+    }
+
+    fn apply(&mut self, change: &Change) {
+        let writes = self.writes;
+        for sector in &mut self.sectors[sectors_of(change)] {
+            match change {
+                Change::Write { data, .. } if writes == Writes::Volatile => {
+                    sector.later.push(version_of(data));
+                }
+                Change::Write { data, .. } | Change::WriteFua { data, .. } => {
+                    *sector = Sector { durable: version_of(data), later: Vec::new() };
+                }
+                Change::ZeroesFua { .. } => *sector = Sector::default(),
+                Change::Flush => {
+                    sector.durable = sector.later.last().copied().unwrap_or(sector.durable);
+                    sector.later.clear();
+                }
+            }
+        }
+    }
+
+    /// Whether `image`, found after a loss of power, may be this disk.
+    ///
+    /// # Errors
+    /// Says how many sectors are wrong, and what is wrong with the first.
+    pub fn check(&self, image: &[u8]) -> Result<(), String> {
+        if image.len() as u64 != SIZE {
+            return Err(format!("the image has {} bytes", image.len()));
+        }
+        let found = image.chunks_exact(SECTOR as usize).zip(&self.sectors).enumerate();
+        let wrong: Vec<_> = found
+            .filter(|(index, (bytes, sector))| {
+                let mut allowed = [sector.durable].into_iter().chain(sector.later.iter().copied());
+                !allowed.any(|version| content(*index as u64, version) == **bytes)
+            })
+            .collect();
+        let Some((index, (bytes, sector))) = wrong.first() else { return Ok(()) };
+        Err(format!(
+            "{} sectors are wrong; sector {index} holds version {}, acknowledged was {}",
+            wrong.len(),
+            version_of(bytes),
+            sector.durable
+        ))
+    }
+
+    fn below(&mut self, limit: u64) -> u64 {
+        // xorshift64
+        self.random ^= self.random << 13;
+        self.random ^= self.random >> 7;
+        self.random ^= self.random << 17;
+        (self.random >> 11) % limit
+    }
+}
+
+/// What a change concerns.
+fn sectors_of(change: &Change) -> Range<usize> {
+    let (offset, length) = match change {
+        Change::Write { offset, data } | Change::WriteFua { offset, data } => {
+            (*offset, data.len() as u64)
+        }
+        Change::ZeroesFua { offset, length } => (*offset, u64::from(*length)),
+        Change::Flush => (0, SIZE),
+    };
+    (offset / SECTOR) as usize..((offset + length) / SECTOR) as usize
+}
+
+/// A sector of `version`: its number and the version over and over; of version 0, zeros.
+fn content(sector: u64, version: u32) -> [u8; SECTOR as usize] {
+    let mut bytes = [0; SECTOR as usize];
+    if version > 0 {
+        for word in bytes.chunks_exact_mut(8) {
+            word[..4].copy_from_slice(&version.to_le_bytes());
+            word[4..].copy_from_slice(&(sector as u32).to_le_bytes());
+        }
+    }
+    bytes
+}
+
+fn version_of(data: &[u8]) -> u32 {
+    let mut bytes = [0; 4];
+    bytes.copy_from_slice(&data[..4]);
+    u32::from_le_bytes(bytes)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A disk that keeps what `keep` says of each write that nothing made durable.
+    fn run(seed: u64, rounds: u32, keep: fn(u32) -> bool) -> (History, Vec<u8>) {
+        let mut history = History::new(seed, Writes::Volatile);
+        let (mut stable, mut cached) = (vec![0; SIZE as usize], vec![0; SIZE as usize]);
+        let mut count = 0;
+        for _ in 0..rounds {
+            for change in history.next_round().steps.into_iter().flatten() {
+                let (offset, data) = match change {
+                    Change::Write { offset, data } => {
+                        count += 1;
+                        cached[offset as usize..][..data.len()].copy_from_slice(&data);
+                        if keep(count) {
+                            stable[offset as usize..][..data.len()].copy_from_slice(&data);
+                        }
+                        continue;
+                    }
+                    Change::WriteFua { offset, data } => (offset, data),
+                    Change::ZeroesFua { offset, length } => (offset, vec![0; length as usize]),
+                    Change::Flush => {
+                        stable.copy_from_slice(&cached);
+                        continue;
+                    }
+                };
+                cached[offset as usize..][..data.len()].copy_from_slice(&data);
+                stable[offset as usize..][..data.len()].copy_from_slice(&data);
+            }
+        }
+        (history, stable)
+    }
+
+    #[test]
+    fn honest_disks_pass_whatever_they_keep_of_what_was_not_flushed() {
+        for seed in 0..20 {
+            for keep in [|_| false, |_| true, |count| count % 3 == 0] as [fn(u32) -> bool; 3] {
+                let (history, disk) = run(seed, 60, keep);
+                assert_eq!(history.check(&disk), Ok(()), "seed {seed}");
+            }
+        }
+    }
+
+    #[test]
+    fn where_plain_writes_are_durable_none_may_be_lost() {
+        let (mut volatile, mut durable) =
+            (History::new(3, Writes::Volatile), History::new(3, Writes::Durable));
+        let zeros = vec![0; SIZE as usize];
+        for history in [&mut volatile, &mut durable] {
+            // As if the first half had been written, and not flushed.
+            let steps = history.first_half();
+            steps.iter().for_each(|change| history.apply(change));
+        }
+        assert_eq!(volatile.check(&zeros), Ok(()));
+        assert!(durable.check(&zeros).is_err());
+    }
+
+    #[test]
+    fn a_lost_sector_is_found() {
+        let (history, mut disk) = run(3, 60, |_| true);
+        let at = disk.iter().position(|byte| *byte != 0).expect("something was written");
+        disk[at / 512 * 512..][..512].fill(0);
+        let said = history.check(&disk).expect_err("it is lost");
+        assert!(said.starts_with("1 sectors are wrong"), "{said}");
+    }
+
+    #[test]
+    fn an_older_state_is_found() {
+        let (_, old) = run(3, 40, |_| true);
+        let (history, _) = run(3, 60, |_| true);
+        assert!(history.check(&old).is_err());
+    }
+}

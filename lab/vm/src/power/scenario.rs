@@ -1,0 +1,126 @@
+//! Losing power as the host sees it: guests that record, and what is made of their logs.
+
+use std::path::Path;
+use std::thread;
+
+use anyhow::{Context, Result, ensure};
+
+use super::found::{self, Slots};
+use super::on_host::{Disk, Qcow2};
+use super::recovery::{Verdicts, verdicts};
+use super::{CONFIGURATIONS, Configuration, Fua, Layer, MARKS};
+use crate::base::Base;
+use crate::disks::Disks;
+use crate::inside::system::FileSystem;
+use crate::machine::{Bus, Machine, PATIENCE};
+
+/// Room for the log of a history, which takes no more than is written.
+const LOG: u64 = 1 << 30;
+const MEMORY: u32 = 1024;
+/// How many guests record side by side.
+const GUESTS: usize = 2;
+
+/// What is left of acknowledged writes after a loss of power, in every configuration.
+pub fn run(base: &Base) -> Result<()> {
+    let disks = Disks::new(base)?;
+    let outcomes: Vec<_> = thread::scope(|scope| {
+        let disks = &disks;
+        let guest = |first| {
+            let chosen: Vec<_> = (first..CONFIGURATIONS.len()).step_by(GUESTS).collect();
+            scope.spawn(move || {
+                record(base, disks, &chosen)?;
+                // Each keeps one processor busy with tools that start and end.
+                let judge = |index| (index, scope.spawn(move || judge(base, disks, index)));
+                anyhow::Ok(chosen.into_iter().map(judge).collect::<Vec<_>>())
+            })
+        };
+        let guests: Vec<_> = (0..GUESTS).map(guest).collect();
+        let mut outcomes = Vec::new();
+        for guest in guests {
+            for (index, judge) in guest.join().expect("guests never panic")? {
+                outcomes.push((index, judge.join().expect("judges never panic")));
+            }
+        }
+        outcomes.sort_by_key(|(index, _)| *index);
+        anyhow::Ok(outcomes)
+    })?;
+    let mut wrong = Vec::new();
+    for (index, outcome) in outcomes {
+        let configuration = CONFIGURATIONS[index];
+        let (name, verdicts) = (configuration.name(), outcome?);
+        println!("  {name:45} {}", verdicts.describe());
+        if !is_as_it_should_be(configuration, &verdicts) {
+            wrong.push(name);
+        }
+    }
+    ensure!(wrong.is_empty(), "not as it should be: {}", wrong.join("; "));
+    Ok(())
+}
+
+/// A server that ignores flushes must lose something, or nothing is shown of the others.
+fn is_as_it_should_be(configuration: Configuration, verdicts: &Verdicts) -> bool {
+    match configuration.is_control() {
+        true => verdicts.marks >= MARKS && !verdicts.bad.is_empty(),
+        false => verdicts.are_good(),
+    }
+}
+
+/// The names of a configuration's disk and of the disk for its log.
+fn names(index: usize) -> [String; 2] {
+    [format!("disk-{index}"), format!("log-{index}")]
+}
+
+/// Lets a guest go through the history in each of these configurations.
+fn record(base: &Base, disks: &Disks, chosen: &[usize]) -> Result<()> {
+    let mut machine = Machine::new(base, MEMORY)?;
+    let mut job = String::from("set -e\n");
+    for index in chosen {
+        let [disk, log] = names(*index);
+        let configuration = CONFIGURATIONS[*index];
+        let bus = if configuration.fua == Fua::Taken { Bus::Nvme } else { Bus::Virtio };
+        machine.disk(bus, &disk, &disks.empty(&disk, configuration.disk_size())?);
+        machine.disk(Bus::Virtio, &log, &disks.empty(&log, LOG)?);
+        job += &format!("lab-vm inside power-record {index} {disk} {log}\n");
+    }
+    machine.run(&job, PATIENCE)?.success().map(drop)
+}
+
+/// Replays the log of a configuration and looks at each mark.
+fn judge(base: &Base, disks: &Disks, index: usize) -> Result<Verdicts> {
+    let configuration = CONFIGURATIONS[index];
+    let [_, log] = names(index);
+    let log = disks.path(&log);
+    // Copies of several disks must not meet.
+    let folder = disks.path(&format!("copies-{index}"));
+    std::fs::create_dir(&folder).with_context(|| format!("cannot make {}", folder.display()))?;
+    let writes = configuration.writes();
+    let is_qcow2 = configuration.format == "qcow2";
+    if configuration.layer == Layer::File(FileSystem::Xfs) {
+        let mut on = recovered_xfs(base, disks, index, &log)?;
+        return match is_qcow2 {
+            true => verdicts(&log, writes, &mut Qcow2 { on, folder }),
+            false => verdicts(&log, writes, &mut on),
+        };
+    }
+    let mut on = Disk::new(configuration, base.packages(), &folder);
+    match is_qcow2 {
+        true => verdicts(&log, writes, &mut Qcow2 { on, folder }),
+        false => verdicts(&log, writes, &mut on),
+    }
+}
+
+/// The images that a guest finds on XFS.
+fn recovered_xfs(base: &Base, disks: &Disks, index: usize, log: &Path) -> Result<Slots> {
+    let mut machine = Machine::new(base, MEMORY)?;
+    machine.disk(Bus::Virtio, "log", log);
+    let empty = |name: &str, size| disks.empty(&format!("{name}-{index}"), size);
+    let size = CONFIGURATIONS[index].disk_size();
+    machine.disk(Bus::Virtio, "replayed", &empty("replayed", size)?);
+    machine.disk(Bus::Virtio, "changes", &empty("changes", 64 << 20)?);
+    let file = empty("found", found::DISK)?;
+    machine.disk(Bus::Virtio, "found", &file);
+    let job = "lab-vm inside power-recover-xfs log replayed changes found";
+    machine.run(job, PATIENCE)?.success()?;
+    let file = std::fs::File::open(&file);
+    Ok(Slots::new(file.context("cannot open what the guest found")?))
+}

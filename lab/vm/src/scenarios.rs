@@ -1,0 +1,81 @@
+//! The scenarios that need no more of the host than machines: which disks, which job.
+
+use std::thread;
+
+use anyhow::Result;
+
+use super::base::Base;
+use super::disks::Disks;
+use super::inside::disk::Kind;
+use super::machine::{Bus, Machine, Outcome, PATIENCE};
+
+/// Room for a file system of either kind.
+const DISK: u64 = 320 << 20;
+/// The disks of each of the guests that count side by side: those that take longest are in different
+/// ones.
+const SHARES: [[Kind; 3]; 2] =
+    [[Kind::Nvme, Kind::ScsiDebug, Kind::NullBlk], [Kind::Virtio, Kind::Scsi, Kind::NullBlkFua]];
+
+/// Requests to the disk for each durable write, beside the bare kernel's.
+pub fn fua(base: &Base) -> Result<()> {
+    let disks = Disks::new(base)?;
+    let outcomes = thread::scope(|scope| {
+        let count = |share: &'static [Kind; 3]| {
+            let disks = &disks;
+            scope.spawn(move || count(base, disks, share))
+        };
+        let guests: Vec<_> = SHARES.iter().map(count).collect();
+        guests.into_iter().map(|guest| guest.join().expect("guests never panic")).collect()
+    });
+    let outcomes: Vec<Result<Outcome>> = outcomes;
+    outcomes.into_iter().try_for_each(|outcome| passed(outcome?))
+}
+
+fn count(base: &Base, disks: &Disks, share: &[Kind]) -> Result<Outcome> {
+    let mut machine = Machine::new(base, 1536)?;
+    let mut job = String::from("lab-vm inside fua");
+    for kind in share {
+        let name = kind.name();
+        job += &format!(" {name}");
+        let bus = match kind {
+            Kind::Nvme => Bus::Nvme,
+            Kind::Scsi => Bus::Scsi,
+            Kind::Virtio => Bus::Virtio,
+            // Made in the guest.
+            Kind::ScsiDebug | Kind::NullBlkFua | Kind::NullBlk => continue,
+        };
+        machine.disk(bus, name, &disks.empty(name, DISK)?);
+    }
+    machine.run(&job, PATIENCE)
+}
+
+/// The kernel's NBD client on our server, and what reaches the disk below.
+pub fn nbd(base: &Base) -> Result<()> {
+    let disks = Disks::new(base)?;
+    let mut machine = Machine::new(base, 1024)?;
+    machine.disk(Bus::Nvme, "disk", &disks.empty("disk", DISK)?);
+    passed(machine.run("lab-vm inside nbd disk", PATIENCE)?)
+}
+
+/// A server that polls for completions, and the interrupts of the disks below.
+pub fn io_poll(base: &Base) -> Result<()> {
+    let disks = Disks::new(base)?;
+    let mut machine = Machine::new(base, 1024)?;
+    machine.disk(Bus::Nvme, "nvme", &disks.empty("nvme", DISK)?);
+    machine.disk(Bus::Virtio, "virtio", &disks.empty("virtio", DISK)?);
+    passed(machine.run("lab-vm inside io-poll nvme virtio", PATIENCE)?)
+}
+
+/// A server whose image lies on a thin pool that fills up behind the page cache.
+pub fn lost_writes(base: &Base) -> Result<()> {
+    let disks = Disks::new(base)?;
+    let mut machine = Machine::new(base, 1024)?;
+    machine.disk(Bus::Nvme, "disk", &disks.empty("disk", DISK)?);
+    passed(machine.run("lab-vm inside lost-writes disk", PATIENCE)?)
+}
+
+/// Prints what the job said; anything but an exit status of 0 is an error.
+fn passed(outcome: Outcome) -> Result<()> {
+    print!("{}", outcome.success()?);
+    Ok(())
+}
