@@ -32,7 +32,7 @@ fn make_memory() -> Arc<GuestMemory> {
     for half in 0..2 {
         let offset = half * SIZE as u64 / 2;
         let memory = Arc::new(SharedMemory::map(&file, offset, SIZE / 2, &domain).expect("memory"));
-        assert!(guest.add(GuestRegion { guest: GUEST + offset, user: 0, memory }));
+        assert!(guest.add(GuestRegion { guest: GUEST + offset, user_addr: 0, memory }));
     }
     Arc::new(guest)
 }

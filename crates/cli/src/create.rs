@@ -12,7 +12,7 @@ use blockhouse_disk::{
     Access, Backing, CacheMode, DetectZeroes, Discard, ImageFormat, ImageOptions, Locking,
     check_raw_backing, create as create_file, open_alone,
 };
-use blockhouse_engine::{EngineChoice, EventLoop, HostFile, OpenFor, PageCache};
+use blockhouse_engine::{EngineChoice, EventLoop, HostFile, OpenMode, PageCache};
 use blockhouse_format::{SpaceMode, preallocate, qcow2};
 use clap::error::ErrorKind;
 
@@ -83,7 +83,7 @@ async fn create_raw(image: &Path, size: u64, mode: Option<SpaceMode>) -> Result<
     create_file(image, size, ImageFormat::Raw).await?;
     let Some(mode) = mode else { return Ok(()) };
     let finish = async {
-        let file = HostFile::open(image, OpenFor::Writing, PageCache::Used)?;
+        let file = HostFile::open(image, OpenMode::ReadWrite, PageCache::Used)?;
         preallocate(&file, ByteRange::between(0, size), mode).await?;
         file.flush(SyncMode::Full).await
     };
@@ -119,13 +119,13 @@ async fn fill_qcow2(
     data: Option<&Path>,
     options: &qcow2::CreateOptions,
 ) -> blockhouse_core::Result<()> {
-    let file = HostFile::open(image, OpenFor::Writing, PageCache::Used)?;
+    let file = HostFile::open(image, OpenMode::ReadWrite, PageCache::Used)?;
     let Some(path) = data else {
         return qcow2::create(&file, options).await;
     };
     create_file(path, 0, ImageFormat::Raw).await?;
     let finish = async {
-        let data = HostFile::open(path, OpenFor::Writing, PageCache::Used)?;
+        let data = HostFile::open(path, OpenMode::ReadWrite, PageCache::Used)?;
         qcow2::create_with(&file, Some(&data), options).await
     };
     finish.await.inspect_err(|_| {

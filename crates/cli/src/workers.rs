@@ -13,7 +13,7 @@ use blockhouse_engine::{
 pub struct LoopOptions {
     /// The engine, or which ones are acceptable.
     pub engine: EngineChoice,
-    /// How long a loop looks out for events before it sleeps.
+    /// How long a loop busy-polls before it sleeps.
     pub polling: Duration,
     /// Whether open images are in the ring's table.
     pub fixed_files: FixedFiles,
@@ -66,8 +66,8 @@ impl Workers {
 
 fn start_one(index: usize, options: LoopOptions) -> Result<LoopThread> {
     let prepare = move |event_loop: &mut EventLoop| {
-        event_loop.poll_at_most(options.polling);
-        event_loop.fix_files(options.fixed_files);
+        event_loop.set_max_poll_time(options.polling);
+        event_loop.set_fixed_files(options.fixed_files);
         event_loop.io_poll(options.io_poll);
     };
     let name = format!("blockhouse-{index}");

@@ -12,7 +12,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use blockhouse_core::{Error, ErrorKind, Result, Storage};
-use blockhouse_engine::{HostFile, OpenFor};
+use blockhouse_engine::{HostFile, OpenMode};
 use blockhouse_format::probe;
 use blockhouse_format::qcow2::{Backing, DataFile};
 
@@ -137,8 +137,8 @@ pub fn open_storage(path: &Path, options: ImageOptions) -> Result<HostFile> {
 
 fn open_file(path: &Path, options: ImageOptions) -> Result<(HostFile, Identity)> {
     let access = match options.access {
-        Access::ReadOnly => OpenFor::Reading,
-        Access::ReadWrite => OpenFor::Writing,
+        Access::ReadOnly => OpenMode::ReadOnly,
+        Access::ReadWrite => OpenMode::ReadWrite,
     };
     let file = HostFile::open(path, access, options.cache.page_cache())?;
     let status = rustix::fs::fstat(file.descriptor())

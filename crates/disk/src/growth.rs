@@ -22,7 +22,7 @@ impl Disk<HostFile> {
             return Ok(None);
         }
         let file = self.format.storage().storage();
-        let size = file.find_size()?;
+        let size = file.query_size()?;
         let (old, new) = (self.size(), size.next_multiple_of(SECTOR));
         if new < old {
             let what = format!("the file has {size} bytes now, fewer than the disk's {old}");
@@ -34,14 +34,14 @@ impl Disk<HostFile> {
         // Nothing may be on its way to a last partial block, which becomes an ordinary one.
         let last = self.size() & !(u64::from(self.alignment.offset) - 1);
         let _claim = self.tracker.exclude(ByteRange::between(last, u64::MAX)).await;
-        file.grow_to(size);
+        file.set_min_size(size);
         Ok(Some(new))
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use blockhouse_engine::{EngineChoice, EventLoop, OpenFor, PageCache};
+    use blockhouse_engine::{EngineChoice, EventLoop, OpenMode, PageCache};
 
     use super::*;
     use crate::Options;
@@ -51,7 +51,8 @@ mod tests {
         let file = tempfile::NamedTempFile::new().unwrap();
         file.as_file().set_len(1 << 20).unwrap();
         EventLoop::new(EngineChoice::Auto).unwrap().block_on(async {
-            let storage = HostFile::open(file.path(), OpenFor::Writing, PageCache::Used).unwrap();
+            let storage =
+                HostFile::open(file.path(), OpenMode::ReadWrite, PageCache::Used).unwrap();
             let disk = Disk::raw(storage, Options::default()).unwrap();
             assert_eq!(disk.follow_file().await.unwrap(), None);
             file.as_file().set_len(3 << 20).unwrap();

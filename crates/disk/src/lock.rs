@@ -11,7 +11,9 @@ use std::os::fd::{AsRawFd, BorrowedFd};
 use std::path::Path;
 
 use blockhouse_core::{Error, ErrorKind, Result, Storage};
-use blockhouse_engine::{HostFile, OpenFor, PageCache, is_byte_locked, outlast, share_byte};
+use blockhouse_engine::{
+    HostFile, OpenMode, PageCache, is_byte_locked, lock_byte_shared, wait_until_released,
+};
 
 use crate::Access;
 
@@ -61,7 +63,7 @@ pub(crate) fn lock(file: &HostFile, access: Access) -> Result<()> {
     let failed = |error| Error::host("cannot lock", error).on(file.name());
     let bytes = ours.iter().map(|p| p.used()).chain(refused.map(Permission::refused));
     for byte in bytes {
-        match share_byte(descriptor, byte) {
+        match lock_byte_shared(descriptor, byte) {
             Ok(()) => {}
             Err(error) if is_without_locks(&error) => {
                 tracing::warn!("{} is not locked: its file system has no locks", file.name());
@@ -86,7 +88,7 @@ pub(crate) fn lock(file: &HostFile, access: Access) -> Result<()> {
 /// # Errors
 /// [`ErrorKind::Locked`] when somebody does; what opening it answers.
 pub fn hold(path: &Path) -> Result<HostFile> {
-    let file = HostFile::open(path, OpenFor::Writing, PageCache::Used)?;
+    let file = HostFile::open(path, OpenMode::ReadWrite, PageCache::Used)?;
     lock(&file, Access::ReadWrite)?;
     Ok(file)
 }
@@ -95,7 +97,7 @@ pub fn hold(path: &Path) -> Result<HostFile> {
 /// and is given a moment to go.
 fn wait_for_free(file: &HostFile, byte: u64, doing: &str) -> Result<()> {
     let mut ours = false;
-    let is_free = outlast(|| {
+    let is_free = wait_until_released(|| {
         let locked = is_byte_locked(file.descriptor(), byte);
         if !locked.map_err(|error| Error::host("cannot lock", error).on(file.name()))? {
             return Ok(true);

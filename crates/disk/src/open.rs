@@ -9,7 +9,7 @@ use std::path::Path;
 use std::str::FromStr;
 
 use blockhouse_core::{Durability, Error, ErrorKind, Result, Storage, SyncMode};
-use blockhouse_engine::{HostFile, OpenFor, PageCache};
+use blockhouse_engine::{HostFile, OpenMode, PageCache};
 use blockhouse_format::{probe, qcow2};
 
 use crate::publish::sync_folder;
@@ -306,7 +306,7 @@ fn advice_for(name: &str, path: &str) -> String {
 /// # Errors
 /// `InvalidInput` that names the file; what opening it answers. Needs the loop of the current thread.
 pub async fn check_raw_backing(path: &Path) -> Result<()> {
-    let file = HostFile::open(path, OpenFor::Reading, PageCache::Used)?;
+    let file = HostFile::open(path, OpenMode::ReadOnly, PageCache::Used)?;
     let Some(name) = probe::probe(&file).await? else { return Ok(()) };
     let what = format!("is to be a raw backing file but looks like {name}");
     let hint = match name {

@@ -15,7 +15,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Result, ensure};
 use blockhouse_core::{Buffer, Storage};
 use blockhouse_engine::{
-    Engine, EngineChoice, EventLoop, FixedFiles, HostFile, OpenFor, PageCache, spawn,
+    Engine, EngineChoice, EventLoop, FixedFiles, HostFile, OpenMode, PageCache, spawn,
 };
 use blockhouse_figures::Spread;
 use clap::Parser;
@@ -56,7 +56,7 @@ type Sample = (f64, f64);
 fn main() -> Result<()> {
     let options = Options::parse();
     let cache = if options.cached { PageCache::Used } else { PageCache::Bypassed };
-    let file = Arc::new(HostFile::open(&options.file, OpenFor::Reading, cache)?);
+    let file = Arc::new(HostFile::open(&options.file, OpenMode::ReadOnly, cache)?);
     ensure!(file.size() >= 1 << 20, "{}: has less than 1 MiB", options.file.display());
     let time = Duration::from_millis(options.milliseconds);
     let cases: Vec<_> = [Crowd::Alone, Crowd::BesideIdle, Crowd::Two]
@@ -115,7 +115,7 @@ fn sample(
 /// Reads for that long on a loop of its own. Gives the number of reads.
 fn read(file: &Arc<HostFile>, depth: usize, fixed: FixedFiles, time: Duration) -> Result<u64> {
     let mut event_loop = EventLoop::new(EngineChoice::Only(Engine::IoUring))?;
-    event_loop.fix_files(fixed);
+    event_loop.set_fixed_files(fixed);
     let until = Instant::now() + time;
     event_loop.block_on(async {
         let reader = |_| {

@@ -23,7 +23,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Result, ensure};
 use blockhouse_core::{Buffer, IoVector, Storage};
 use blockhouse_engine::{
-    Engine, EngineChoice, EventLoop, Handle, HostFile, LoopThread, OpenFor, PageCache, Submission,
+    Engine, EngineChoice, EventLoop, Handle, HostFile, LoopThread, OpenMode, PageCache, Submission,
 };
 use blockhouse_figures::Spread;
 use clap::Parser;
@@ -61,7 +61,7 @@ fn main() -> Result<()> {
         Some(path) => path.clone(),
         None => new_file(folder.path())?,
     };
-    let file = HostFile::open(&path, OpenFor::Reading, PageCache::Bypassed)?;
+    let file = HostFile::open(&path, OpenMode::ReadOnly, PageCache::Bypassed)?;
     ensure!(file.size() >= TOTAL, "{}: has less than 128 MiB", path.display());
     let file = Arc::new(file);
 

@@ -10,22 +10,22 @@ use std::os::fd::{AsRawFd, BorrowedFd};
 /// # Errors
 /// EAGAIN or EACCES when somebody holds it exclusively; EBADF for a file not open for reading; what
 /// a file system without locks answers.
-pub fn share_byte(file: BorrowedFd<'_>, offset: u64) -> io::Result<()> {
+pub fn lock_byte_shared(file: BorrowedFd<'_>, offset: u64) -> io::Result<()> {
     call(file, libc::F_OFD_SETLK, libc::F_RDLCK, byte(offset)).map(drop)
 }
 
 /// Gives the lock on the byte at `offset` back.
 ///
 /// # Errors
-/// As [`share_byte`].
-pub fn release_byte(file: BorrowedFd<'_>, offset: u64) -> io::Result<()> {
+/// As [`lock_byte_shared`].
+pub fn unlock_byte(file: BorrowedFd<'_>, offset: u64) -> io::Result<()> {
     call(file, libc::F_OFD_SETLK, libc::F_UNLCK, byte(offset)).map(drop)
 }
 
 /// Whether somebody else, through another open of the file, holds any lock on the byte.
 ///
 /// # Errors
-/// As [`share_byte`].
+/// As [`lock_byte_shared`].
 pub fn is_byte_locked(file: BorrowedFd<'_>, offset: u64) -> io::Result<bool> {
     let lock = call(file, libc::F_OFD_GETLK, libc::F_WRLCK, byte(offset))?;
     Ok(i32::from(lock.l_type) != libc::F_UNLCK)

@@ -11,20 +11,20 @@ use rustix::event::Timespec;
 use rustix::event::epoll::{self, CreateFlags, EventData, EventFlags};
 
 use crate::broken_wait::BrokenWait;
-use crate::driver::{Completion, Driver, Rest};
-use crate::fixed::{FixedFiles, Number};
+use crate::driver::{Completion, Driver, Wait};
+use crate::fixed_files::{FileId, FixedFiles};
 use crate::io_poll::IoPoll;
 use crate::linux_aio::LinuxAio;
+use crate::loop_shared::LoopShared;
 use crate::mapping::Mapping;
-use crate::membership::Membership;
 use crate::operation::{Operation, OperationTable, Token};
-use crate::remote::Remote;
+use crate::registrations::Registrations;
 use crate::system_call::{FileCall, run_inline, try_socket};
 use crate::thread_pool::ThreadPool;
 use crate::watches::WatchKey;
 
 /// Event data that are no socket's descriptor.
-const BELL: u64 = u64::MAX;
+const NOTIFIER: u64 = u64::MAX;
 const AIO: u64 = u64::MAX - 1;
 /// Set in those of watches, whose key follows.
 const WATCH: u64 = 1 << 32;
@@ -38,44 +38,44 @@ const AIO_RETRY: Duration = Duration::from_millis(1);
 
 pub(crate) struct Epoll {
     epoll: OwnedFd,
-    remote: Arc<Remote>,
+    shared: Arc<LoopShared>,
     pool: Arc<ThreadPool>,
     aio: Option<LinuxAio>,
-    /// By descriptor. An entry stays when nobody waits: the next one who does needs it again, and
-    /// there are no more of them than descriptors.
-    sockets: HashMap<RawFd, Waiting>,
-    /// Results that are known before the next turn.
-    early: Vec<Completion>,
+    /// By descriptor. An entry stays when no operation waits: the next one needs it again, and there are no
+    /// more of them than descriptors.
+    sockets: HashMap<RawFd, SocketWaiters>,
+    /// Results that are known before the next `poll`.
+    ready: Vec<Completion>,
     events: Vec<epoll::Event>,
     /// Events of watches that were not reported yet.
     watched: Vec<WatchKey>,
     broken_wait: BrokenWait,
 }
 
-/// Who waits for a socket, first come first served.
+/// The operations that wait for a socket, first come, first served.
 #[derive(Default)]
-struct Waiting {
+struct SocketWaiters {
     input: VecDeque<Token>,
     output: VecDeque<Token>,
 }
 
 impl Epoll {
     /// With `aio` for the files that it can serve.
-    pub(crate) fn open(remote: &Arc<Remote>, aio: Option<LinuxAio>) -> io::Result<Self> {
+    pub(crate) fn open(shared: &Arc<LoopShared>, aio: Option<LinuxAio>) -> io::Result<Self> {
         let epoll = epoll::create(CreateFlags::CLOEXEC)?;
-        // Edge-triggered: each ring is an event of its own, and the counters need no reading.
+        // Edge-triggered: each write is an event of its own, and the counters need no reading.
         let flags = EventFlags::IN | EventFlags::ET;
-        epoll::add(&epoll, remote.bell(), EventData::new_u64(BELL), flags)?;
+        epoll::add(&epoll, shared.notifier(), EventData::new_u64(NOTIFIER), flags)?;
         if let Some(aio) = &aio {
             epoll::add(&epoll, aio.event(), EventData::new_u64(AIO), flags)?;
         }
         Ok(Self {
             epoll,
-            remote: Arc::clone(remote),
+            shared: Arc::clone(shared),
             pool: ThreadPool::shared(),
             aio,
             sockets: HashMap::new(),
-            early: Vec::new(),
+            ready: Vec::new(),
             events: Vec::with_capacity(MAX_EVENTS),
             watched: Vec::new(),
             broken_wait: BrokenWait::default(),
@@ -90,8 +90,8 @@ impl Epoll {
                 return Some(-error.raw_os_error());
             }
         }
-        let waiting = self.sockets.get_mut(&socket_of(operation).as_raw_fd());
-        if waiting.is_some_and(|waiting| !waiting.queue_of(operation).is_empty()) {
+        let waiters = self.sockets.get_mut(&socket_of(operation).as_raw_fd());
+        if waiters.is_some_and(|waiters| !waiters.queue_of(operation).is_empty()) {
             return None;
         }
         let result = try_socket(operation);
@@ -100,31 +100,31 @@ impl Epoll {
 
     fn wait_for_socket(&mut self, token: Token, operation: &Operation) {
         let socket = socket_of(operation);
-        let waiting = self.sockets.entry(socket.as_raw_fd()).or_default();
-        waiting.queue_of(operation).push_back(token);
-        if let Err(error) = watch(&self.epoll, socket, waiting) {
-            self.forget(token, operation);
-            self.early.push(Completion { token, result: -error.raw_os_error() });
+        let waiters = self.sockets.entry(socket.as_raw_fd()).or_default();
+        waiters.queue_of(operation).push_back(token);
+        if let Err(error) = watch(&self.epoll, socket, waiters) {
+            self.remove_waiter(token, operation);
+            self.ready.push(Completion { token, result: -error.raw_os_error() });
         }
     }
 
     /// Takes a token out of its socket's queues. Says whether it was there.
-    fn forget(&mut self, token: Token, operation: &Operation) -> bool {
+    fn remove_waiter(&mut self, token: Token, operation: &Operation) -> bool {
         let socket = socket_of(operation).as_raw_fd();
-        let Some(waiting) = self.sockets.get_mut(&socket) else { return false };
-        let before = waiting.input.len() + waiting.output.len();
-        waiting.input.retain(|&other| other != token);
-        waiting.output.retain(|&other| other != token);
-        waiting.input.len() + waiting.output.len() < before
+        let Some(waiters) = self.sockets.get_mut(&socket) else { return false };
+        let before = waiters.input.len() + waiters.output.len();
+        waiters.input.retain(|&other| other != token);
+        waiters.output.retain(|&other| other != token);
+        waiters.input.len() + waiters.output.len() < before
     }
 
-    fn wait(&mut self, rest: Rest) {
+    fn wait(&mut self, wait: Wait) {
         let now = Timespec { tv_sec: 0, tv_nsec: 0 };
-        let timeout = match rest {
-            _ if !self.early.is_empty() => Some(now),
-            Rest::Never => Some(now),
-            Rest::UntilEvent => None,
-            Rest::UntilEventOr(until) => {
+        let timeout = match wait {
+            _ if !self.ready.is_empty() => Some(now),
+            Wait::Never => Some(now),
+            Wait::Event => None,
+            Wait::Until(until) => {
                 let left = until.saturating_duration_since(Instant::now());
                 let (tv_sec, tv_nsec) = (left.as_secs() as i64, i64::from(left.subsec_nanos()));
                 Some(Timespec { tv_sec, tv_nsec })
@@ -145,27 +145,27 @@ impl Epoll {
         operations: &OperationTable,
         done: &mut Vec<Completion>,
     ) {
-        let Some(waiting) = self.sockets.get_mut(&socket) else { return };
+        let Some(waiters) = self.sockets.get_mut(&socket) else { return };
         // An error or hang-up is for both directions to find out by trying.
         let broken = flags.intersects(EventFlags::ERR | EventFlags::HUP);
         if broken || flags.contains(EventFlags::IN) {
-            try_all(&mut waiting.input, operations, done);
+            try_all(&mut waiters.input, operations, done);
         }
         if broken || flags.contains(EventFlags::OUT) {
-            try_all(&mut waiting.output, operations, done);
+            try_all(&mut waiters.output, operations, done);
         }
-        if let Some(&token) = waiting.input.front().or(waiting.output.front()) {
-            let watched = watch(&self.epoll, socket_of(operations.operation(token)), waiting);
+        if let Some(&token) = waiters.input.front().or(waiters.output.front()) {
+            let watched = watch(&self.epoll, socket_of(operations.operation(token)), waiters);
             if let Err(error) = watched {
                 let result = -error.raw_os_error();
-                let all = waiting.input.drain(..).chain(waiting.output.drain(..));
+                let all = waiters.input.drain(..).chain(waiters.output.drain(..));
                 done.extend(all.map(|token| Completion { token, result }));
             }
         }
     }
 }
 
-impl Waiting {
+impl SocketWaiters {
     fn queue_of(&mut self, operation: &Operation) -> &mut VecDeque<Token> {
         match operation {
             Operation::Send(_) => &mut self.output,
@@ -175,7 +175,7 @@ impl Waiting {
 }
 
 impl Driver for Epoll {
-    fn attempt(&mut self, operation: &Operation) -> Option<i32> {
+    fn try_inline(&mut self, operation: &Operation) -> Option<i32> {
         if operation.is_on_socket() {
             self.attempt_on_socket(operation)
         } else {
@@ -184,9 +184,9 @@ impl Driver for Epoll {
     }
 
     /// No system call that this engine makes knows another name for a file than its descriptor.
-    fn fix_files(&mut self, _: FixedFiles) {}
+    fn set_fixed_files(&mut self, _: FixedFiles) {}
 
-    fn forget_file(&mut self, _: &Number) {}
+    fn unregister_file(&mut self, _: &FileId) {}
 
     /// The kernel has no other way to poll for completions than a ring.
     fn io_poll(&mut self, _: IoPoll) {}
@@ -196,13 +196,13 @@ impl Driver for Epoll {
     }
 
     /// No system call that this engine makes knows another name for memory than its address.
-    fn register_memory(&mut self, _: &Membership<Mapping>) -> io::Result<()> {
+    fn register_memory(&mut self, _: &Registrations<Mapping>) -> io::Result<()> {
         Ok(())
     }
 
-    fn forget_memory(&mut self, _: &Mapping) {}
+    fn unregister_memory(&mut self, _: &Mapping) {}
 
-    fn forget_all_memory(&mut self) {}
+    fn unregister_all_memory(&mut self) {}
 
     fn start(&mut self, token: Token, operation: &Operation) {
         let Some(call) = FileCall::of(operation) else {
@@ -211,13 +211,13 @@ impl Driver for Epoll {
         match &mut self.aio {
             Some(aio) if LinuxAio::serves(operation) => aio.queue(token, call),
             // SAFETY: the operation stays in the loop's table (`Driver::start`).
-            _ => unsafe { self.pool.run_file(call, token, &self.remote) },
+            _ => unsafe { self.pool.run_file(call, token, &self.shared) },
         }
     }
 
     fn cancel(&mut self, token: Token, operation: &Operation) {
-        if self.forget(token, operation) {
-            self.early.push(Completion { token, result: -libc::ECANCELED });
+        if self.remove_waiter(token, operation) {
+            self.ready.push(Completion { token, result: -libc::ECANCELED });
         }
     }
 
@@ -227,7 +227,7 @@ impl Driver for Epoll {
 
     fn watch(&mut self, key: WatchKey, descriptor: BorrowedFd<'_>) -> io::Result<()> {
         let data = EventData::new_u64(WATCH | u64::from(key.0));
-        // Edge-triggered, as the bell.
+        // Edge-triggered, as the notifier's eventfd.
         Ok(epoll::add(&self.epoll, descriptor, data, EventFlags::IN | EventFlags::ET)?)
     }
 
@@ -240,20 +240,20 @@ impl Driver for Epoll {
         self.watched.pop()
     }
 
-    fn turn(&mut self, mut rest: Rest, operations: &OperationTable, done: &mut Vec<Completion>) {
+    fn poll(&mut self, mut wait: Wait, operations: &OperationTable, done: &mut Vec<Completion>) {
         if let Some(aio) = &mut self.aio {
-            aio.submit(&mut self.early);
-            aio.reap(&mut self.early);
+            aio.submit(&mut self.ready);
+            aio.reap(&mut self.ready);
             if aio.is_stuck() {
-                rest = rest.at_most(Instant::now() + AIO_RETRY);
+                wait = wait.not_beyond(Instant::now() + AIO_RETRY);
             }
         }
-        self.wait(rest);
-        done.append(&mut self.early);
+        self.wait(wait);
+        done.append(&mut self.ready);
         let mut events = std::mem::take(&mut self.events);
         for event in events.drain(..) {
             match event.data.u64() {
-                BELL => {}
+                NOTIFIER => {}
                 AIO => self.aio.iter_mut().for_each(|aio| aio.reap(done)),
                 watch if watch & WATCH != 0 => self.watched.push(WatchKey(watch as u32)),
                 socket => self.serve_socket(socket as RawFd, event.flags, operations, done),
@@ -265,11 +265,15 @@ impl Driver for Epoll {
 }
 
 /// Has epoll tell once when a waiter of the socket may go on. The peer's end of stream is input; it
-/// is not watched apart from that, because who waits to send cannot go on by it.
-fn watch(epoll: &OwnedFd, socket: BorrowedFd<'_>, waiting: &Waiting) -> rustix::io::Result<()> {
+/// is not watched apart from that, because an operation that waits to send cannot go on by it.
+fn watch(
+    epoll: &OwnedFd,
+    socket: BorrowedFd<'_>,
+    waiters: &SocketWaiters,
+) -> rustix::io::Result<()> {
     let mut flags = EventFlags::ONESHOT;
-    flags.set(EventFlags::IN, !waiting.input.is_empty());
-    flags.set(EventFlags::OUT, !waiting.output.is_empty());
+    flags.set(EventFlags::IN, !waiters.input.is_empty());
+    flags.set(EventFlags::OUT, !waiters.output.is_empty());
     let data = EventData::new_u64(socket.as_raw_fd() as u64);
     match epoll::modify(epoll, socket, data, flags) {
         Err(rustix::io::Errno::NOENT) => epoll::add(epoll, socket, data, flags),

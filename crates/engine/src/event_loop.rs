@@ -1,8 +1,8 @@
 //! The event loop: one per thread, with an engine of its own.
 //!
-//! A turn polls the tasks that are ready, then lets the engine submit everything they asked for and
-//! reap everything that completed, with one system call where the engine can. Other threads reach a
-//! loop through its [`Handle`]; see `mailbox` for what they are promised.
+//! An iteration polls the tasks that are ready, then has the engine submit everything that they asked for and
+//! reap everything that completed, with one system call where the engine can. Other threads reach a loop
+//! through its [`Handle`]; `mailbox` says what it guarantees to them.
 
 use std::future::Future;
 use std::io;
@@ -16,16 +16,15 @@ use futures_channel::oneshot;
 
 use crate::driver::Completion;
 use crate::engine::{self, Engine, EngineChoice, EngineReport};
-use crate::fixed::FixedFiles;
+use crate::fixed_files::FixedFiles;
 use crate::io_poll::IoPoll;
-use crate::local::{Entered, Local, current, try_current};
-use crate::remote::{Note, Remote};
+use crate::local::{EnterGuard, Local, current, try_current};
+use crate::loop_shared::{LoopMessage, LoopShared};
 use crate::spawn::spawn_party;
 
-/// How often the tasks that are ready are polled between two system calls. A request goes from task
-/// to task (receiver, worker, sender), and with a turn for each hand-over it would cost that many
-/// system calls.
-const ROUNDS: usize = 3;
+/// How often the tasks that are ready are polled between two system calls. A request goes from task to task
+/// (receiver, handler, sender). With one poll for each iteration it would cost as many system calls.
+const MAX_POLLS_PER_ITERATION: usize = 3;
 
 /// A loop that runs futures on this thread. It stays on the thread that made it.
 ///
@@ -46,7 +45,7 @@ const ROUNDS: usize = 3;
 pub struct EventLoop {
     local: Rc<Local>,
     done: Vec<Completion>,
-    notes: Vec<Note>,
+    messages: Vec<LoopMessage>,
 }
 
 impl EventLoop {
@@ -56,51 +55,54 @@ impl EventLoop {
     /// When the engine that was asked for cannot be had here, with the kernel's reason; `Auto`
     /// always finds one.
     pub fn new(choice: EngineChoice) -> io::Result<Self> {
-        let remote = Remote::new()?;
-        let (driver, report) = engine::open(choice, &remote)?;
-        let local = Local::new(remote, driver, report);
-        Ok(Self { local: Rc::new(local), done: Vec::new(), notes: Vec::new() })
+        let shared = LoopShared::new()?;
+        let (driver, report) = engine::open(choice, &shared)?;
+        let local = Local::new(shared, driver, report);
+        Ok(Self { local: Rc::new(local), done: Vec::new(), messages: Vec::new() })
     }
 
-    /// Before it sleeps, the loop looks out for events for up to `time` where experience says that
-    /// one will come so soon; zero for never. A new loop does for [`DEFAULT_POLLING`].
+    /// Before it sleeps, the loop busy-polls for up to `time` if it expects an event that soon; zero means
+    /// never. A new loop does for [`DEFAULT_POLLING`].
     ///
     /// [`DEFAULT_POLLING`]: crate::DEFAULT_POLLING
-    pub fn poll_at_most(&mut self, time: Duration) {
-        self.local.poll_at_most(time);
+    pub fn set_max_poll_time(&mut self, time: Duration) {
+        self.local.set_max_poll_time(time);
     }
 
     /// Whether this loop's ring keeps open files in a table of its own, [`FixedFiles::Off`] unless set
     /// here. The other engines have no such table, and nothing changes for them. A file that is
     /// dropped on another thread, or while this loop does not run, stays open in the table until the
-    /// loop's next turn; its locks go at once.
+    /// loop's next iteration; its locks go at once.
     ///
     /// # Panics
-    /// While operations are under way.
-    pub fn fix_files(&mut self, fixed: FixedFiles) {
-        assert!(self.local.running().is_empty(), "operations under way name files by their slots");
-        self.local.fix_files(fixed);
+    /// While operations are in flight.
+    pub fn set_fixed_files(&mut self, fixed: FixedFiles) {
+        assert!(
+            self.local.in_flight().is_empty(),
+            "operations in flight name files by their slots"
+        );
+        self.local.set_fixed_files(fixed);
     }
 
     /// Whether this loop polls for completions where [`check_io_poll`] finds nothing against it;
     /// [`IoPoll::Off`] unless set here. Those are completions of direct reads, and on block devices of
     /// writes, durable ones among them where the device needs no flush for that. While any such operation
-    /// is under way the loop does not sleep; with none, it sleeps as ever. Everything else, and what the
+    /// is in flight the loop does not sleep; with none, it sleeps as usual. Everything else, and what the
     /// kernel refuses to poll for, completes as without. Only the io_uring engine can; nothing changes
     /// for the others.
     ///
     /// [`check_io_poll`]: crate::check_io_poll
     ///
     /// # Panics
-    /// While operations are under way.
+    /// While operations are in flight.
     pub fn io_poll(&mut self, io_poll: IoPoll) {
-        assert!(self.local.running().is_empty(), "operations under way complete as they began");
+        assert!(self.local.in_flight().is_empty(), "operations in flight complete as they began");
         self.local.set_io_poll(io_poll);
     }
 
-    /// What other threads reach this loop by.
+    /// A handle for other threads.
     pub fn handle(&self) -> Handle {
-        Handle(Arc::clone(&self.local.remote))
+        Handle(Arc::clone(&self.local.shared))
     }
 
     /// The engine in use.
@@ -119,7 +121,7 @@ impl EventLoop {
     /// Inside of another loop.
     pub fn block_on<F: Future>(&mut self, future: F) -> F::Output {
         assert!(try_current(|_| ()).is_none(), "an event loop cannot run inside of another");
-        let _entered = Entered::new(&self.local);
+        let _entered = EnterGuard::new(&self.local);
         let local = Rc::clone(&self.local);
         let waker = local.tasks.main_waker();
         let mut future = pin!(future);
@@ -131,11 +133,11 @@ impl EventLoop {
                     return output;
                 }
             }
-            for _ in 0..ROUNDS {
+            for _ in 0..MAX_POLLS_PER_ITERATION {
                 local.tasks.run_ready();
             }
-            local.turn(&mut self.done, &mut self.notes);
-            local.tasks.run_behind();
+            local.poll(&mut self.done, &mut self.messages);
+            local.tasks.run_deferred();
         }
     }
 }
@@ -144,19 +146,19 @@ impl Drop for EventLoop {
     /// Drops all tasks, then waits until the kernel has given back everything that it holds.
     fn drop(&mut self) {
         let local = &self.local;
-        let _entered = Entered::new(local);
+        let _entered = EnterGuard::new(local);
         local.tasks.clear();
-        // Those whose futures live on elsewhere have not been asked yet.
-        local.running().into_iter().for_each(|token| local.cancel(token));
-        while !local.running().is_empty() {
-            local.turn(&mut self.done, &mut self.notes);
-            // Nothing is run any more: neither what came in, nor what was woken.
+        // Operations whose futures live on elsewhere were not cancelled yet.
+        local.in_flight().into_iter().for_each(|token| local.cancel(token));
+        while !local.in_flight().is_empty() {
+            local.poll(&mut self.done, &mut self.messages);
+            // No task runs any more, neither a new one nor one that was woken.
             local.tasks.clear();
         }
-        drop(local.remote.mailbox.close());
-        // Nobody hears any more of what is closed or unused; the ring itself may be kept by a future.
-        local.fix_files(FixedFiles::Off);
-        local.forget_all_memory();
+        drop(local.shared.mailbox.close());
+        // Nothing tells of closed files and unused memory any more; a future may keep the ring itself.
+        local.set_fixed_files(FixedFiles::Off);
+        local.unregister_all_memory();
     }
 }
 
@@ -178,7 +180,7 @@ impl Drop for EventLoop {
 /// # Ok::<(), std::io::Error>(())
 /// ```
 #[derive(Clone)]
-pub struct Handle(Arc<Remote>);
+pub struct Handle(Arc<LoopShared>);
 
 impl Handle {
     /// The loop of the current thread.
@@ -186,7 +188,7 @@ impl Handle {
     /// # Panics
     /// Outside of an event loop.
     pub fn current() -> Self {
-        current(|local| Self(Arc::clone(&local.remote)))
+        current(|local| Self(Arc::clone(&local.shared)))
     }
 
     /// Runs the future that `make` makes on the loop's thread. With what it spawns it is a party: while
@@ -198,9 +200,9 @@ impl Handle {
         R: Send + 'static,
     {
         let (sender, receiver) = oneshot::channel();
-        self.0.post(Note::Call(Box::new(move || {
+        self.0.post(LoopMessage::Call(Box::new(move || {
             spawn_party(async move {
-                // Nobody may be waiting any more; the task has run all the same.
+                // The submission may have been dropped; the task has run all the same.
                 let _ = sender.send(make().await);
             });
         })));

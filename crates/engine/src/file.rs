@@ -8,27 +8,27 @@ use rustix::fs::{Mode, OFlags};
 use rustix::io::Errno;
 
 use crate::byte_lock;
-use crate::fixed::Number;
+use crate::detached_syncs::DetachedSyncs;
+use crate::fixed_files::FileId;
 use crate::io_poll::Pollable;
-use crate::membership::Membership;
-use crate::orphans::Orphans;
+use crate::registrations::Registrations;
 
 /// An open file and what an engine must know to choose a way for it.
 pub(crate) struct File {
     descriptor: OwnedFd,
-    pub(crate) residence: Residence,
+    pub(crate) medium: Medium,
     pub(crate) caching: Caching,
     /// Of the file, however often it is open.
-    pub(crate) orphans: Arc<Orphans>,
+    pub(crate) detached_syncs: Arc<DetachedSyncs>,
     /// In which rings it has a slot.
-    pub(crate) membership: Membership<Number>,
+    pub(crate) registrations: Registrations<FileId>,
     /// Which completions can be polled for.
     pub(crate) pollable: Pollable,
 }
 
 /// Where the bytes are.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Residence {
+pub(crate) enum Medium {
     /// In memory (tmpfs): an operation is a copy and never waits for a device, so that doing it on
     /// the spot is cheaper than any way to do it asynchronously.
     Memory,
@@ -45,13 +45,13 @@ pub(crate) enum Caching {
 }
 
 impl File {
-    pub(crate) fn new(descriptor: OwnedFd, residence: Residence, caching: Caching) -> Self {
-        let (orphans, membership) = (Arc::default(), Membership::new(Number::take()));
+    pub(crate) fn new(descriptor: OwnedFd, medium: Medium, caching: Caching) -> Self {
+        let (detached_syncs, registrations) = (Arc::default(), Registrations::new(FileId::take()));
         let pollable = match caching {
             Caching::Direct => Pollable::find(&descriptor),
-            Caching::PageCache => Pollable::nothing(),
+            Caching::PageCache => Pollable::none(),
         };
-        Self { descriptor, residence, caching, orphans, membership, pollable }
+        Self { descriptor, medium, caching, detached_syncs, registrations, pollable }
     }
 
     /// The same file opened once more, through the page cache. `path` is where it was opened.
@@ -66,10 +66,10 @@ impl File {
             Err(Errno::NOENT | Errno::NOTDIR) => self.reopen_at(path, flags)?,
             opened => opened?,
         };
-        let orphans = Arc::clone(&self.orphans);
-        let (residence, caching) = (self.residence, Caching::PageCache);
-        let (membership, pollable) = (Membership::new(Number::take()), Pollable::nothing());
-        Ok(Self { descriptor, residence, caching, orphans, membership, pollable })
+        let detached_syncs = Arc::clone(&self.detached_syncs);
+        let (medium, caching) = (self.medium, Caching::PageCache);
+        let (registrations, pollable) = (Registrations::new(FileId::take()), Pollable::none());
+        Ok(Self { descriptor, medium, caching, detached_syncs, registrations, pollable })
     }
 
     /// Opens the path and makes sure that this file is there.

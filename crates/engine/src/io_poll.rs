@@ -12,14 +12,14 @@ use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use blockhouse_core::{Error, ErrorKind, Result};
 use rustix::fs::FileType;
 
-use crate::queue::Queue;
+use crate::request_queue::RequestQueue;
 
 /// Whether a loop polls for the completions of reads and writes, on files where that is possible.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum IoPoll {
-    /// It does, and does not sleep while any such operation is under way.
+    /// It does, and does not sleep while any such operation is in flight.
     On,
-    /// Interrupts announce them.
+    /// They complete by interrupts.
     Off,
 }
 
@@ -31,7 +31,7 @@ pub fn check_io_poll(path: &Path) -> Result<()> {
     let name = path.display().to_string();
     let status = rustix::fs::stat(path)
         .map_err(|error| Error::host("cannot examine", error.into()).on(&name))?;
-    let queue = Queue::below(&status);
+    let queue = RequestQueue::of_file(&status);
     if queue.has_polled() {
         return Ok(());
     }
@@ -49,35 +49,35 @@ pub fn check_io_poll(path: &Path) -> Result<()> {
 pub(crate) struct Pollable {
     /// Anything at all, and so reads.
     reads: AtomicBool,
-    writes: Writes,
+    writes: PollableWrites,
 }
 
 /// Which writes can be polled for, where reads can.
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum Writes {
-    /// None: behind those to a file in a file system there is more to do, so Linux has interrupts
-    /// announce them (`fs/iomap/direct-io.c`), and to poll for them would be waste.
+enum PollableWrites {
+    /// None: after a write to a file in a file system there is more to do, so Linux completes it by an
+    /// interrupt (`fs/iomap/direct-io.c`), and to poll for it would be waste.
     None,
-    /// Those without `RWF_DSYNC`. Where the device has no FUA, the kernel makes a flush of its own behind
-    /// a durable one, which nobody is sure to poll for.
+    /// Those without `RWF_DSYNC`. Where the device has no FUA, the kernel makes a flush of its own after
+    /// a durable one, and may not poll for that.
     Plain,
     All,
 }
 
 impl Pollable {
     /// Nothing: the page cache completes it, or memory does.
-    pub(crate) fn nothing() -> Self {
-        Self { reads: false.into(), writes: Writes::None }
+    pub(crate) fn none() -> Self {
+        Self { reads: false.into(), writes: PollableWrites::None }
     }
 
     /// What the device says that the file, open for direct I/O, is or lies on.
     pub(crate) fn find(file: &impl AsFd) -> Self {
-        let Ok(status) = rustix::fs::fstat(file) else { return Self::nothing() };
-        let queue = Queue::below(&status);
+        let Ok(status) = rustix::fs::fstat(file) else { return Self::none() };
+        let queue = RequestQueue::of_file(&status);
         let writes = match FileType::from_raw_mode(status.st_mode) {
-            FileType::BlockDevice if queue.has_fua() || queue.has_no_cache() => Writes::All,
-            FileType::BlockDevice => Writes::Plain,
-            _ => Writes::None,
+            FileType::BlockDevice if queue.has_fua() || queue.has_no_cache() => PollableWrites::All,
+            FileType::BlockDevice => PollableWrites::Plain,
+            _ => PollableWrites::None,
         };
         Self { reads: queue.has_polled().into(), writes }
     }
@@ -89,12 +89,12 @@ impl Pollable {
 
     /// Whether plain writes can be.
     pub(crate) fn plain_writes(&self) -> bool {
-        self.writes != Writes::None && self.reads()
+        self.writes != PollableWrites::None && self.reads()
     }
 
     /// Whether durable writes can be.
     pub(crate) fn durable_writes(&self) -> bool {
-        self.writes == Writes::All && self.reads()
+        self.writes == PollableWrites::All && self.reads()
     }
 
     /// Notes that the kernel refuses. Says whether that is new.
@@ -107,6 +107,6 @@ impl Pollable {
 impl Pollable {
     /// Whatever the device says.
     pub(crate) fn everything() -> Self {
-        Self { reads: true.into(), writes: Writes::All }
+        Self { reads: true.into(), writes: PollableWrites::All }
     }
 }

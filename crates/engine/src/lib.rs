@@ -10,14 +10,14 @@
 //!
 //! ```
 //! use blockhouse_core::{Buffer, Storage};
-//! use blockhouse_engine::{EngineChoice, EventLoop, HostFile, OpenFor, PageCache};
+//! use blockhouse_engine::{EngineChoice, EventLoop, HostFile, OpenMode, PageCache};
 //!
 //! # let folder = tempfile::tempdir().unwrap();
 //! # let path = folder.path().join("disk.img");
 //! # std::fs::write(&path, [7; 8192]).unwrap();
 //! let mut event_loop = EventLoop::new(EngineChoice::Auto).unwrap();
 //! let bytes = event_loop.block_on(async {
-//!     let file = HostFile::open(&path, OpenFor::Reading, PageCache::Used)?;
+//!     let file = HostFile::open(&path, OpenMode::ReadOnly, PageCache::Used)?;
 //!     let mut buffer = Buffer::try_new(4096)?;
 //!     file.read(4096, buffer.lend()).await?;
 //!     Ok::<_, blockhouse_core::Error>(buffer.bytes().to_vec())
@@ -32,38 +32,36 @@
 #[cfg(not(target_os = "linux"))]
 compile_error!("Blockhouse serves disks on Linux only");
 
-mod afterlife;
+mod adaptive_poll;
 mod broken_wait;
 mod byte_lock;
 mod descriptors;
+mod detached_syncs;
 mod driver;
 mod engine;
 mod epoll;
 mod event_loop;
 mod event_signal;
 mod file;
-mod fixed;
+mod fixed_file_probe;
+mod fixed_files;
 mod guest_memory;
 mod host_file;
 mod io_poll;
-mod line;
 mod linux_aio;
 mod local;
+mod loop_shared;
 mod loop_thread;
 mod mailbox;
 mod mapping;
-mod membership;
-mod named_by;
 mod operation;
-mod orphans;
-mod poll;
 mod probe;
-mod queue;
-mod queued;
-mod registered;
-mod remote;
+mod queued_flag;
+mod registered_buffer_count;
+mod registered_buffers;
+mod registrations;
+mod request_queue;
 mod sleep;
-mod slots_seen;
 mod socket;
 mod socket_option;
 mod spawn;
@@ -73,32 +71,36 @@ mod task;
 mod thread_pool;
 mod timer;
 mod uring;
+mod wait_queue;
+mod wait_released;
 mod watch;
 mod watches;
 
-pub use afterlife::outlast;
-pub use byte_lock::{is_byte_locked, release_byte, share_byte};
+pub use adaptive_poll::DEFAULT_POLLING;
+pub use byte_lock::{is_byte_locked, lock_byte_shared, unlock_byte};
 pub use descriptors::{
     DESCRIPTORS_HINT, ShortageLog, is_out_of_descriptors, is_shortage, raise_descriptor_limit,
 };
 pub use engine::{Engine, EngineChoice, EngineReport};
 pub use event_loop::{EventLoop, Handle, Submission};
 pub use event_signal::{EventSignal, is_eventfd};
-pub use fixed::FixedFiles;
-pub use guest_memory::{GuestMemory, GuestRange, GuestRegion, MemoryKind, SharedMemory, View};
-pub use host_file::{HostFile, OpenFor, PageCache};
+pub use fixed_file_probe::probe_fixed_file;
+pub use fixed_files::FixedFiles;
+pub use guest_memory::{
+    GuestMemory, GuestRange, GuestRegion, MemoryKind, SharedMemory, VolatileSlice,
+};
+pub use host_file::{HostFile, OpenMode, PageCache};
 pub use io_poll::{IoPoll, check_io_poll};
 pub use loop_thread::LoopThread;
 pub use mapping::{Fault, FaultDomain};
-pub use named_by::file_named_by;
-pub use poll::DEFAULT_POLLING;
 pub use probe::FileKind;
+pub use registered_buffer_count::count_registered_buffers;
 pub use sleep::{Sleep, sleep};
-pub use slots_seen::registered_slots;
 pub use socket::{Listener, Stream};
 pub use socket_option::{peer_process, unsent_bytes};
 pub use spawn::{Task, spawn, spawn_detached};
+pub use wait_released::wait_until_released;
 // From the floor below, because it works on any executor.
 pub use blockhouse_core::yield_now;
 pub use watch::Watch;
-pub use watches::Lookout;
+pub use watches::PollSource;

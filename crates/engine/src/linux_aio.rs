@@ -7,7 +7,7 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 
 use crate::broken_wait::BrokenWait;
 use crate::driver::Completion;
-use crate::file::{Caching, Residence};
+use crate::file::{Caching, Medium};
 use crate::operation::{MAX_OPERATIONS, Operation, Token, Transfer};
 use crate::system_call::FileCall;
 
@@ -15,10 +15,10 @@ const PREAD: u16 = 0;
 const POLL: u16 = 5;
 const PREADV: u16 = 7;
 const PWRITEV: u16 = 8;
-/// `IOCB_FLAG_RESFD`: the completion rings `aio_resfd`.
+/// `IOCB_FLAG_RESFD`: the completion signals `aio_resfd`.
 const RESFD: u32 = 1;
 
-/// Completions fetched by one system call.
+/// CompletionMode fetched by one system call.
 const BATCH: usize = 128;
 
 /// `struct iocb`, little-endian layout of its flag pair.
@@ -99,7 +99,7 @@ impl LinuxAio {
     pub(crate) fn serves(operation: &Operation) -> bool {
         match operation {
             Operation::Read(Transfer { file, .. }) | Operation::Write(Transfer { file, .. }, _) => {
-                file.caching == Caching::Direct && file.residence == Residence::Device
+                file.caching == Caching::Direct && file.medium == Medium::Device
             }
             _ => false,
         }
@@ -185,7 +185,7 @@ impl LinuxAio {
             let count = match result {
                 Ok(count) => count,
                 Err(error) if error.raw_os_error() == Some(libc::EINTR) => continue,
-                // The next turn tries again.
+                // The next `poll` tries again.
                 Err(error) => return self.broken_wait.failed("io_getevents", &error),
             };
             self.broken_wait.worked();
@@ -252,7 +252,7 @@ impl Signaller {
             }
             std::thread::yield_now();
         }
-        // The completion is of no interest, but takes a place.
+        // The completion is of no interest, but takes an entry.
         let ring = self.context as *const Ring;
         // SAFETY: as in `has_completions`. The head is this side's to change.
         let (head, tail) = unsafe { (&(*ring).head, &(*ring).tail) };

@@ -8,18 +8,18 @@ use std::sync::Arc;
 use std::task::{Poll, Waker};
 use std::time::{Duration, Instant};
 
-use crate::driver::{Completion, Driver, Rest};
+use crate::adaptive_poll::{DEFAULT_POLLING, EventSource, Phase, PollGovernor, PollResult};
+use crate::driver::{Completion, Driver, Wait};
 use crate::engine::{Engine, EngineReport};
-use crate::fixed::FixedFiles;
+use crate::fixed_files::FixedFiles;
 use crate::io_poll::IoPoll;
-use crate::line::Ticket;
+use crate::loop_shared::{LoopMessage, LoopShared, Ready};
 use crate::mapping::Mapping;
-use crate::membership::Membership;
 use crate::operation::{Operation, OperationTable, Token};
-use crate::poll::{DEFAULT_POLLING, Outcome, Phase, Poller, Source};
-use crate::remote::{Note, Ready, Remote};
+use crate::registrations::Registrations;
 use crate::task::Tasks;
 use crate::timer::Timers;
+use crate::wait_queue::Ticket;
 use crate::watches::{WatchKey, Watches};
 
 thread_local! {
@@ -28,7 +28,7 @@ thread_local! {
 
 /// Everything of a loop that its own thread uses.
 pub(crate) struct Local {
-    pub(crate) remote: Arc<Remote>,
+    pub(crate) shared: Arc<LoopShared>,
     pub(crate) tasks: Tasks,
     pub(crate) timers: Timers,
     pub(crate) watches: Watches,
@@ -37,7 +37,7 @@ pub(crate) struct Local {
     pub(crate) io_poll: Cell<IoPoll>,
     driver: RefCell<Box<dyn Driver>>,
     operations: RefCell<OperationTable>,
-    poller: RefCell<Poller>,
+    governor: RefCell<PollGovernor>,
 }
 
 /// Runs `f` with the current thread's loop. `f` must not call anybody who might run a loop.
@@ -59,70 +59,74 @@ pub(crate) fn engine() -> Option<Engine> {
 }
 
 impl Local {
-    pub(crate) fn new(remote: Arc<Remote>, driver: Box<dyn Driver>, report: EngineReport) -> Self {
+    pub(crate) fn new(
+        shared: Arc<LoopShared>,
+        driver: Box<dyn Driver>,
+        report: EngineReport,
+    ) -> Self {
         Self {
-            tasks: Tasks::new(&remote),
-            remote,
+            tasks: Tasks::new(&shared),
+            shared,
             timers: Timers::default(),
             watches: Watches::default(),
             report,
             io_poll: Cell::new(IoPoll::Off),
             driver: RefCell::new(driver),
             operations: RefCell::new(OperationTable::new()),
-            poller: RefCell::new(Poller::new(DEFAULT_POLLING)),
+            governor: RefCell::new(PollGovernor::new(DEFAULT_POLLING)),
         }
     }
 
-    /// Looks out for events at most this long before it sleeps.
-    pub(crate) fn poll_at_most(&self, time: Duration) {
-        *self.poller.borrow_mut() = Poller::new(time);
+    /// Busy-polls for events at most this long before it sleeps.
+    pub(crate) fn set_max_poll_time(&self, time: Duration) {
+        *self.governor.borrow_mut() = PollGovernor::new(time);
     }
 
-    /// Whether the ring knows files by slots. No operation is under way.
-    pub(crate) fn fix_files(&self, fixed: FixedFiles) {
-        self.driver.borrow_mut().fix_files(fixed);
+    /// Whether the ring knows files by slots. No operation is in flight.
+    pub(crate) fn set_fixed_files(&self, fixed: FixedFiles) {
+        self.driver.borrow_mut().set_fixed_files(fixed);
     }
 
-    /// Whether completions on files are polled for. No operation is under way.
+    /// Whether completions on files are polled for. No operation is in flight.
     pub(crate) fn set_io_poll(&self, io_poll: IoPoll) {
         self.io_poll.set(io_poll);
         self.driver.borrow_mut().io_poll(io_poll);
     }
 
     /// Puts memory into slots of the ring.
-    pub(crate) fn register_memory(&self, memory: &Membership<Mapping>) -> io::Result<()> {
+    pub(crate) fn register_memory(&self, memory: &Registrations<Mapping>) -> io::Result<()> {
         self.driver.borrow_mut().register_memory(memory)
     }
 
-    /// Gives back all slots of memory. No operation is under way.
-    pub(crate) fn forget_all_memory(&self) {
-        self.driver.borrow_mut().forget_all_memory();
+    /// Gives back all slots of memory. No operation is in flight.
+    pub(crate) fn unregister_all_memory(&self) {
+        self.driver.borrow_mut().unregister_all_memory();
     }
 
-    /// Whether others have something for this loop, found without a system call.
-    fn look(&self) -> bool {
-        let source = self.watches.look();
-        self.happened(source);
-        source.is_some() || self.remote.mailbox.may_be_filled()
+    /// Whether a poll source or another thread has something for this loop, without a system call.
+    fn poll_sources(&self) -> bool {
+        let source = self.watches.find_ready();
+        self.note_event(source);
+        source.is_some() || self.shared.mailbox.may_have_messages()
     }
 
-    fn happened(&self, source: Option<Source>) {
+    fn note_event(&self, source: Option<EventSource>) {
         if let Some(source) = source {
-            self.poller.borrow_mut().happened(source);
+            self.governor.borrow_mut().note_event(source);
         }
     }
 
     /// The operations that the kernel has.
-    pub(crate) fn running(&self) -> Vec<Token> {
-        self.operations.borrow().running().collect()
+    pub(crate) fn in_flight(&self) -> Vec<Token> {
+        self.operations.borrow().in_flight().collect()
     }
 
-    /// Does the operation on the spot, where that needs no waiting.
-    pub(crate) fn attempt(&self, operation: &Operation) -> Option<i32> {
-        self.driver.borrow_mut().attempt(operation)
+    /// Does the operation inline, where that needs no waiting.
+    pub(crate) fn try_inline(&self, operation: &Operation) -> Option<i32> {
+        self.driver.borrow_mut().try_inline(operation)
     }
 
-    /// Takes the operation out of `operation` and starts it. When all places are taken, the waker is
+    /// Takes the operation out of `operation` and starts it. When all slots are taken, the waker is
     /// called when one is free for the ticket.
     pub(crate) fn start(
         &self,
@@ -134,13 +138,13 @@ impl Local {
         let token = operations.insert(operation, ticket, waiter)?;
         let operation = operations.operation(token);
         self.driver.borrow_mut().start(token, operation);
-        self.happened(Source::of(operation, Phase::Begun));
+        self.note_event(EventSource::of(operation, Phase::Submitted));
         Ok(token)
     }
 
-    /// Gives up waiting for a place.
-    pub(crate) fn leave_line(&self, ticket: Ticket) {
-        let next = self.operations.borrow_mut().leave_line(ticket);
+    /// Cancels a wait for a slot.
+    pub(crate) fn cancel_wait(&self, ticket: Ticket) {
+        let next = self.operations.borrow_mut().cancel_wait(ticket);
         next.into_iter().for_each(Waker::wake);
     }
 
@@ -152,16 +156,17 @@ impl Local {
         }
     }
 
-    /// Leaves an operation to itself; one that may wait without bound is asked to stop.
-    pub(crate) fn abandon(&self, token: Token) {
-        let result = self.operations.borrow_mut().abandon(token);
+    /// The future of an operation was dropped. The operation goes on; one that may wait without bound is asked
+    /// to stop.
+    pub(crate) fn detach(&self, token: Token) {
+        let result = self.operations.borrow_mut().detach(token);
         match result {
-            Some(result) => self.release(token).bury(result),
+            Some(result) => self.release(token).discard_result(result),
             None => self.cancel(token),
         }
     }
 
-    /// Asks a running operation to stop if it may wait without bound.
+    /// Asks an operation in flight to stop if it may wait without bound.
     pub(crate) fn cancel(&self, token: Token) {
         let operations = self.operations.borrow();
         let operation = operations.operation(token);
@@ -172,12 +177,12 @@ impl Local {
 
     fn complete(&self, token: Token, result: i32) {
         let mut operations = self.operations.borrow_mut();
-        self.happened(Source::of(operations.operation(token), Phase::Over));
+        self.note_event(EventSource::of(operations.operation(token), Phase::Completed));
         let waiter = operations.complete(token, result);
         drop(operations);
         match waiter {
             Some(waiter) => waiter.wake(),
-            None => self.release(token).bury(result),
+            None => self.release(token).discard_result(result),
         }
     }
 
@@ -197,63 +202,65 @@ impl Local {
         self.driver.borrow_mut().unwatch(key, descriptor);
     }
 
-    /// One turn: rest if there is nothing to do, then pass on everything that happened meanwhile.
-    pub(crate) fn turn(&self, done: &mut Vec<Completion>, notes: &mut Vec<Note>) {
-        let news = self.look();
-        let is_busy = news || !self.tasks.is_idle() || self.driver.borrow().is_polling();
+    /// One iteration: waits if there is nothing to do, then passes on everything that happened meanwhile.
+    pub(crate) fn poll(&self, done: &mut Vec<Completion>, messages: &mut Vec<LoopMessage>) {
+        let has_events = self.poll_sources();
+        let is_busy = has_events || !self.tasks.is_idle() || self.driver.borrow().is_polling();
         match is_busy {
-            true => self.drive(Rest::Never, done),
-            false => self.rest(done),
+            true => self.run_driver(Wait::Never, done),
+            false => self.wait(done),
         }
         for Completion { token, result } in done.drain(..) {
             self.complete(token, result);
         }
-        self.remote.mailbox.take(notes);
-        if !notes.is_empty() {
-            self.happened(Some(Source::NOTE));
+        self.shared.mailbox.take(messages);
+        if !messages.is_empty() {
+            self.note_event(Some(EventSource::MESSAGE));
         }
-        for note in notes.drain(..) {
-            match note {
-                Note::Ready(header) => self.tasks.ready.push(header),
-                Note::Call(call) => call(),
-                Note::Completed(token, result) => self.complete(token, result),
-                Note::Closed(number) => self.driver.borrow_mut().forget_file(&number),
-                Note::Unused(mapping) => self.driver.borrow_mut().forget_memory(&mapping),
+        for message in messages.drain(..) {
+            match message {
+                LoopMessage::Ready(header) => self.tasks.ready.push(header),
+                LoopMessage::Call(call) => call(),
+                LoopMessage::Completed(token, result) => self.complete(token, result),
+                LoopMessage::Closed(number) => self.driver.borrow_mut().unregister_file(&number),
+                LoopMessage::Unused(mapping) => {
+                    self.driver.borrow_mut().unregister_memory(&mapping)
+                }
             }
         }
         self.timers.fire();
     }
 
-    /// Waits until something happens: looks out for it if that is likely to pay, then sleeps.
-    fn rest(&self, done: &mut Vec<Completion>) {
+    /// Waits until something happens: busy-polls if that is likely to pay, then sleeps.
+    fn wait(&self, done: &mut Vec<Completion>) {
         let due = self.timers.next();
         let began = Instant::now();
-        let window = self.poller.borrow_mut().window(began);
-        let mut in_vain = Duration::ZERO;
-        if let Some(window) = window {
-            self.drive(Rest::Never, done);
+        let poll_time = self.governor.borrow_mut().poll_time(began);
+        let mut wasted = Duration::ZERO;
+        if let Some(poll_time) = poll_time {
+            self.run_driver(Wait::Never, done);
             if !done.is_empty() || !self.tasks.ready.is_empty() {
-                // Over as soon as it was submitted: that was no rest.
+                // It completed as soon as it was submitted: that was no wait.
                 return;
             }
-            let until = due.map_or(began + window, |due| due.min(began + window));
-            if self.look_out(until, done) {
-                self.poller.borrow_mut().learn(began.elapsed(), Outcome::Caught);
+            let until = due.map_or(began + poll_time, |due| due.min(began + poll_time));
+            if self.busy_poll(until, done) {
+                self.governor.borrow_mut().update(began.elapsed(), PollResult::Hit);
                 return;
             }
-            in_vain = window;
+            wasted = poll_time;
         }
         self.sleep(due, done);
-        self.poller.borrow_mut().learn(began.elapsed(), Outcome::Slept { in_vain });
+        self.governor.borrow_mut().update(began.elapsed(), PollResult::Slept { wasted });
     }
 
     /// Says whether something happened before the time came.
-    fn look_out(&self, until: Instant, done: &mut Vec<Completion>) -> bool {
+    fn busy_poll(&self, until: Instant, done: &mut Vec<Completion>) -> bool {
         while Instant::now() < until {
             if self.driver.borrow_mut().may_have_events() {
-                self.drive(Rest::Never, done);
+                self.run_driver(Wait::Never, done);
             }
-            if !done.is_empty() || !self.tasks.ready.is_empty() || self.look() {
+            if !done.is_empty() || !self.tasks.ready.is_empty() || self.poll_sources() {
                 return true;
             }
             std::hint::spin_loop();
@@ -262,38 +269,40 @@ impl Local {
     }
 
     fn sleep(&self, due: Option<Instant>, done: &mut Vec<Completion>) {
-        if let Some(source) = self.watches.arm() {
-            self.happened(Some(source));
-            return self.drive(Rest::Never, done);
+        if let Some(source) = self.watches.enable_notify() {
+            self.note_event(Some(source));
+            return self.run_driver(Wait::Never, done);
         }
-        let rest = match due {
-            _ if !self.remote.mailbox.fall_asleep() => return self.drive(Rest::Never, done),
-            None => Rest::UntilEvent,
-            Some(due) => Rest::UntilEventOr(due),
+        let wait = match due {
+            _ if !self.shared.mailbox.prepare_to_sleep() => {
+                return self.run_driver(Wait::Never, done);
+            }
+            None => Wait::Event,
+            Some(due) => Wait::Until(due),
         };
-        self.drive(rest, done);
-        self.remote.mailbox.wake_up();
+        self.run_driver(wait, done);
+        self.shared.mailbox.wake_up();
     }
 
-    fn drive(&self, rest: Rest, done: &mut Vec<Completion>) {
+    fn run_driver(&self, wait: Wait, done: &mut Vec<Completion>) {
         let mut driver = self.driver.borrow_mut();
-        driver.turn(rest, &self.operations.borrow(), done);
+        driver.poll(wait, &self.operations.borrow(), done);
         while let Some(key) = driver.next_event() {
-            self.happened(self.watches.signal(key));
+            self.note_event(self.watches.signal(key));
         }
     }
 }
 
 /// Makes a loop the current one of its thread, in place of the one that was it before.
-pub(crate) struct Entered(Option<Rc<Local>>);
+pub(crate) struct EnterGuard(Option<Rc<Local>>);
 
-impl Entered {
+impl EnterGuard {
     pub(crate) fn new(local: &Rc<Local>) -> Self {
         Self(enter(Some(Rc::clone(local))))
     }
 }
 
-impl Drop for Entered {
+impl Drop for EnterGuard {
     fn drop(&mut self) {
         let local = enter(self.0.take());
         drop(local);

@@ -1,13 +1,13 @@
 //! The protocol between a thread that submits and a loop that is about to sleep.
 //!
-//! Promise: a message posted to a mailbox is taken by its loop before the loop sleeps, or the poster
-//! is told to ring the bell (one system call) that ends the sleep; and it is told so by the first
-//! message of a batch only, and never while the loop runs. That is invariant 6 of the house: no
-//! request waits for a sleeping loop.
+//! Guarantee: a message that is posted to a mailbox is taken by its loop before the loop sleeps, or the poster
+//! is told to notify the loop, which ends the sleep by one system call. Only the first message of a batch
+//! needs that, and none does while the loop runs. This upholds invariant 6 (ARCHITECTURE.md): no request
+//! waits for a sleeping loop.
 //!
 //! How: "is the loop asleep" and "are there messages" are one state under one mutex, so that no
 //! order of events exists in which a loop falls asleep over a message. `mailbox::loom_model` checks every
-//! interleaving of the protocol, and that the check would notice if the bell were taken out.
+//! interleaving of the protocol, and that the check fails without the notification.
 
 #[cfg(loom)]
 use loom::sync::{
@@ -25,64 +25,64 @@ pub(crate) struct Mailbox<M> {
     inbox: Mutex<Inbox<M>>,
     /// Whether the inbox holds something: lets a running loop look without taking the mutex. Only a
     /// hint for it to look soon; what counts is decided under the mutex.
-    filled: AtomicBool,
+    maybe_nonempty: AtomicBool,
 }
 
 struct Inbox<M> {
     messages: Vec<M>,
     asleep: bool,
-    /// Whether the loop is gone: nobody will ever look again.
+    /// Whether the loop is gone: no message is taken any more.
     closed: bool,
 }
 
 /// What a poster has to do after posting.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[must_use]
-pub(crate) enum Bell {
-    /// The loop sleeps and nobody has rung yet: wake it.
-    Ring,
-    /// The loop runs, or somebody else has rung: leave it alone.
-    Silent,
+pub(crate) enum Wake {
+    /// The loop sleeps and no poster was told to notify it yet: do so.
+    Needed,
+    /// The loop runs, or another poster was told to notify it.
+    NotNeeded,
 }
 
 impl<M> Mailbox<M> {
     pub(crate) fn new() -> Self {
         Self {
             inbox: Mutex::new(Inbox { messages: Vec::new(), asleep: false, closed: false }),
-            filled: AtomicBool::new(false),
+            maybe_nonempty: AtomicBool::new(false),
         }
     }
 
-    /// Leaves a message, from any thread. It is dropped when the loop is gone.
-    pub(crate) fn post(&self, message: M) -> Bell {
+    /// Posts a message, from any thread. It is dropped when the loop is gone.
+    pub(crate) fn post(&self, message: M) -> Wake {
         let mut inbox = self.lock();
         if inbox.closed {
             // Before the message, whose drop may do anything.
             drop(inbox);
-            return Bell::Silent;
+            return Wake::NotNeeded;
         }
         inbox.messages.push(message);
-        self.filled.store(true, Ordering::Release);
-        if std::mem::take(&mut inbox.asleep) { Bell::Ring } else { Bell::Silent }
+        self.maybe_nonempty.store(true, Ordering::Release);
+        if std::mem::take(&mut inbox.asleep) { Wake::Needed } else { Wake::NotNeeded }
     }
 
-    /// Whether there is probably something to take. Only `fall_asleep` answers for certain.
-    pub(crate) fn may_be_filled(&self) -> bool {
-        self.filled.load(Ordering::Acquire)
+    /// Whether there is probably something to take. Only `prepare_to_sleep` answers for certain.
+    pub(crate) fn may_have_messages(&self) -> bool {
+        self.maybe_nonempty.load(Ordering::Acquire)
     }
 
     /// Moves all messages to the end of `into`. For the loop's thread.
     pub(crate) fn take(&self, into: &mut Vec<M>) {
-        if self.filled.load(Ordering::Acquire) {
+        if self.maybe_nonempty.load(Ordering::Acquire) {
             let mut inbox = self.lock();
-            self.filled.store(false, Ordering::Release);
+            self.maybe_nonempty.store(false, Ordering::Release);
             into.append(&mut inbox.messages);
         }
     }
 
     /// Declares the loop asleep, unless there are messages. For the loop's thread; after `true` it
-    /// waits for the bell (or for anything else that it waits for).
-    pub(crate) fn fall_asleep(&self) -> bool {
+    /// waits for the notification, or for anything else that it waits for.
+    pub(crate) fn prepare_to_sleep(&self) -> bool {
         let mut inbox = self.lock();
         inbox.asleep = inbox.messages.is_empty();
         inbox.asleep
@@ -112,7 +112,7 @@ mod loom_model {
     use loom::sync::{Arc, Condvar, Mutex};
     use loom::thread;
 
-    use super::{Bell, Mailbox};
+    use super::{Mailbox, Wake};
 
     /// The eventfd: a counter to wait for.
     #[derive(Default)]
@@ -122,7 +122,7 @@ mod loom_model {
     }
 
     impl EventFd {
-        fn ring(&self) {
+        fn notify(&self) {
             *self.count.lock().unwrap() += 1;
             self.risen.notify_one();
         }
@@ -139,7 +139,7 @@ mod loom_model {
     /// Whether posters do what `post` tells them.
     #[derive(Clone, Copy, PartialEq)]
     enum Posters {
-        Ring,
+        Needed,
         Forget,
     }
 
@@ -150,8 +150,8 @@ mod loom_model {
                 let shared = Arc::clone(&shared);
                 thread::spawn(move || {
                     for message in 0..messages {
-                        if shared.0.post(message) == Bell::Ring && posters == Posters::Ring {
-                            shared.1.ring();
+                        if shared.0.post(message) == Wake::Needed && posters == Posters::Obey {
+                            shared.1.notify();
                         }
                     }
                 })
@@ -161,7 +161,7 @@ mod loom_model {
         let mut taken = Vec::new();
         while taken.len() < threads * messages {
             mailbox.take(&mut taken);
-            if taken.len() < threads * messages && mailbox.fall_asleep() {
+            if taken.len() < threads * messages && mailbox.prepare_to_sleep() {
                 assert_eq!(event_fd.wait(), 1, "one ring for one sleep");
                 mailbox.wake_up();
             }
@@ -178,7 +178,7 @@ mod loom_model {
     fn check(threads: usize, messages: usize) {
         let mut builder = loom::model::Builder::new();
         builder.preemption_bound = Some(SWITCHES);
-        builder.check(move || run(Posters::Ring, threads, messages));
+        builder.check(move || run(Posters::Obey, threads, messages));
     }
 
     #[test]
@@ -193,7 +193,7 @@ mod loom_model {
 
     #[test]
     #[should_panic(expected = "deadlock")]
-    fn without_the_bell_a_message_waits_for_ever() {
+    fn without_the_notification_a_message_waits_for_ever() {
         loom::model(|| run(Posters::Forget, 1, 1));
     }
 }
@@ -205,24 +205,24 @@ mod tests {
     #[test]
     fn a_running_loop_is_not_disturbed() {
         let mailbox = Mailbox::new();
-        assert_eq!(mailbox.post(1), Bell::Silent);
+        assert_eq!(mailbox.post(1), Wake::NotNeeded);
     }
 
     #[test]
     fn a_sleeping_loop_is_woken_once_per_batch() {
         let mailbox = Mailbox::new();
-        assert!(mailbox.fall_asleep());
-        let bells: Vec<Bell> = (0..4).map(|message| mailbox.post(message)).collect();
-        assert_eq!(bells, [Bell::Ring, Bell::Silent, Bell::Silent, Bell::Silent]);
+        assert!(mailbox.prepare_to_sleep());
+        let wakes: Vec<Wake> = (0..4).map(|message| mailbox.post(message)).collect();
+        assert_eq!(wakes, [Wake::Needed, Wake::NotNeeded, Wake::NotNeeded, Wake::NotNeeded]);
         let mut taken = Vec::new();
         mailbox.take(&mut taken);
         assert_eq!(taken, [0, 1, 2, 3]);
     }
 
     #[test]
-    fn nobody_falls_asleep_over_a_message() {
+    fn no_loop_sleeps_with_a_message_in_its_mailbox() {
         let mailbox = Mailbox::new();
-        assert_eq!(mailbox.post(()), Bell::Silent);
-        assert!(!mailbox.fall_asleep());
+        assert_eq!(mailbox.post(()), Wake::NotNeeded);
+        assert!(!mailbox.prepare_to_sleep());
     }
 }

@@ -1,9 +1,9 @@
 //! What a loop asks of the kernel, and the table of what is in flight.
 //!
-//! Invariant 3 of the house is upheld here: from the moment an [`Operation`] is handed to an engine
-//! until its completion it stays in the table, unmoved, with everything the kernel touches (the
-//! memory, the list of its segments, the file descriptor), also when the future that waited for it
-//! is gone, and also when the loop is.
+//! This file upholds invariant 3 (ARCHITECTURE.md). From the moment an [`Operation`] is handed to an engine
+//! until its completion it stays in the table, unmoved, with everything that the kernel accesses: the
+//! memory, the list of its segments, the file descriptor. That holds also when its future is dropped, and
+//! when the loop is.
 
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
 use std::sync::Arc;
@@ -11,11 +11,11 @@ use std::task::Waker;
 
 use blockhouse_core::{ByteRange, IoVector, IoVectorList, SyncMode};
 
+use crate::detached_syncs::DetachedSyncs;
 use crate::file::File;
-use crate::line::{Line, Ticket};
-use crate::orphans::Orphans;
+use crate::wait_queue::{Ticket, WaitQueue};
 
-/// How many operations one loop has in flight at most; one more waits for a free place.
+/// How many operations one loop has in flight at most; one more waits for a free slot.
 pub(crate) const MAX_OPERATIONS: usize = 2048;
 
 /// One operation and all that it needs until it completes.
@@ -41,7 +41,7 @@ pub(crate) enum Operation {
 }
 
 impl Operation {
-    /// Whether it waits for a peer, so that nobody knows when it completes.
+    /// Whether it waits for a peer, so that it may take any time to complete.
     pub(crate) fn is_on_socket(&self) -> bool {
         matches!(self, Self::Receive(_) | Self::Send(_) | Self::Accept { .. })
     }
@@ -60,22 +60,22 @@ impl Operation {
         }
     }
 
-    /// Where the outcome is kept if nobody waits for it: it may be the only report of a failure.
-    fn orphanage(&self) -> Option<&Orphans> {
+    /// Where the outcome is recorded if the future is dropped: it may be the only report of a failure.
+    fn detached_syncs(&self) -> Option<&DetachedSyncs> {
         match self {
-            Self::Sync { file, .. } => Some(&file.orphans),
-            Self::Write(transfer, WriteThrough::Yes) => Some(&transfer.file.orphans),
+            Self::Sync { file, .. } => Some(&file.detached_syncs),
+            Self::Write(transfer, WriteThrough::Yes) => Some(&transfer.file.detached_syncs),
             _ => None,
         }
     }
 
-    /// Disposes of the result of an operation that was adopted, or need not be.
-    pub(crate) fn bury(self, result: i32) {
-        if let Some(orphans) = self.orphanage() {
-            orphans.bury(result);
+    /// Takes the result of a detached operation, for which no future waits.
+    pub(crate) fn discard_result(self, result: i32) {
+        if let Some(syncs) = self.detached_syncs() {
+            syncs.complete(result);
         }
         if let (Self::Accept { .. }, 0..) = (self, result) {
-            // SAFETY: the kernel has just made this descriptor for us, and nobody else knows it.
+            // SAFETY: the kernel has just made this descriptor for us, and this is its only owner.
             drop(unsafe { OwnedFd::from_raw_fd(result) });
         }
     }
@@ -127,7 +127,7 @@ impl Message {
     }
 }
 
-/// A place in the table.
+/// The index of a slot in the table.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) struct Token(u32);
 
@@ -146,7 +146,7 @@ impl Token {
     }
 }
 
-/// A place for one operation. The operation is never moved between `insert` and its completion:
+/// A slot for one operation. The operation is never moved between `insert` and its completion:
 /// the kernel may hold addresses into it.
 struct Slot {
     operation: Option<Operation>,
@@ -155,23 +155,23 @@ struct Slot {
 
 enum State {
     Free,
-    /// The kernel has it, somebody waits.
-    Running(Waker),
-    /// The kernel has it, nobody waits any more.
-    Abandoned,
+    /// The kernel has it, and a future waits.
+    InFlight(Waker),
+    /// The kernel has it, and its future was dropped.
+    Detached,
     /// The result waits to be fetched.
     Done(i32),
 }
 
 /// All operations in flight.
 ///
-/// Nothing of anybody else runs inside of its methods but the cloning and dropping of wakers: what
-/// is to be woken or dropped is handed out, for the time when the table is not borrowed any more.
+/// Its methods run no foreign code except the cloning and dropping of wakers. What is to be woken or dropped
+/// is handed out, for when the table is not borrowed any more.
 pub(crate) struct OperationTable {
     slots: Box<[Slot]>,
     free: Vec<u32>,
-    /// Who waits for a free slot. While anybody does, every free slot is kept for one who was called.
-    line: Line,
+    /// The tasks that wait for a free slot. While there are any, every free slot is reserved for a woken one.
+    waiting: WaitQueue,
 }
 
 impl OperationTable {
@@ -180,11 +180,11 @@ impl OperationTable {
         Self {
             slots: (0..MAX_OPERATIONS).map(|_| slot()).collect(),
             free: (0..MAX_OPERATIONS as u32).rev().collect(),
-            line: Line::default(),
+            waiting: WaitQueue::default(),
         }
     }
 
-    /// Takes the operation out of `operation` and in here, if there is a place. Otherwise `waiter`
+    /// Takes the operation out of `operation` and in here, if there is a free slot. Otherwise `waiter`
     /// has to come again with the ticket when it is woken.
     pub(crate) fn insert(
         &mut self,
@@ -193,21 +193,23 @@ impl OperationTable {
         waiter: &Waker,
     ) -> Result<Token, Ticket> {
         match ticket {
-            Some(ticket) if !self.line.admit(ticket, waiter) => return Err(ticket),
-            None if self.free.len() == self.line.kept() => return Err(self.line.join(waiter)),
+            Some(ticket) if !self.waiting.try_acquire(ticket, waiter) => return Err(ticket),
+            None if self.free.len() == self.waiting.reserved() => {
+                return Err(self.waiting.enqueue(waiter));
+            }
             _ => {}
         }
-        let index = self.free.pop().expect("a place that is free, or was kept for this ticket");
+        let index = self.free.pop().expect("a slot that is free, or was reserved for this ticket");
         let slot = &mut self.slots[index as usize];
         slot.operation = operation.take();
-        slot.state = State::Running(waiter.clone());
+        slot.state = State::InFlight(waiter.clone());
         Ok(Token(index))
     }
 
-    /// Gives a ticket up. Gives the waker of who has the turn instead.
+    /// Cancels a wait for a slot. Gives the waker of the task that gets it instead.
     #[must_use]
-    pub(crate) fn leave_line(&mut self, ticket: Ticket) -> Option<Waker> {
-        self.line.leave(ticket)
+    pub(crate) fn cancel_wait(&mut self, ticket: Ticket) -> Option<Waker> {
+        self.waiting.cancel(ticket)
     }
 
     /// The operation in a slot that is not free.
@@ -218,14 +220,14 @@ impl OperationTable {
             .expect("a token does not outlive its operation")
     }
 
-    /// Notes that the kernel is done. Gives the waker to call; `None` when nobody waits, so that the
-    /// operation is to be released and buried.
+    /// The kernel is done. Gives the waker to call; `None` for a detached operation, which is to be released
+    /// and its result discarded.
     #[must_use]
     pub(crate) fn complete(&mut self, token: Token, result: i32) -> Option<Waker> {
         let state = &mut self.slots[token.index()].state;
         match std::mem::replace(state, State::Done(result)) {
-            State::Running(waiter) => Some(waiter),
-            State::Abandoned => None,
+            State::InFlight(waiter) => Some(waiter),
+            State::Detached => None,
             State::Free | State::Done(_) => unreachable!("an operation completes once"),
         }
     }
@@ -234,45 +236,45 @@ impl OperationTable {
     /// is.
     pub(crate) fn result(&mut self, token: Token, waiter: &Waker) -> Option<i32> {
         match &mut self.slots[token.index()].state {
-            State::Running(old) => {
+            State::InFlight(old) => {
                 old.clone_from(waiter);
                 None
             }
             State::Done(result) => Some(*result),
-            State::Free | State::Abandoned => unreachable!("only the one who waits asks"),
+            State::Free | State::Detached => unreachable!("only a future that waits asks"),
         }
     }
 
-    /// Notes that nobody waits any more. Gives the result, if the operation is over and to be
-    /// released and buried.
-    pub(crate) fn abandon(&mut self, token: Token) -> Option<i32> {
-        if let Some(orphans) = self.operation(token).orphanage() {
-            orphans.adopt();
+    /// The future was dropped. Gives the result, if the operation is over and to be released and its result
+    /// discarded.
+    pub(crate) fn detach(&mut self, token: Token) -> Option<i32> {
+        if let Some(syncs) = self.operation(token).detached_syncs() {
+            syncs.detach();
         }
         let state = &mut self.slots[token.index()].state;
         match state {
-            State::Running(_) => {
-                *state = State::Abandoned;
+            State::InFlight(_) => {
+                *state = State::Detached;
                 None
             }
             State::Done(result) => Some(*result),
-            State::Free | State::Abandoned => unreachable!("an operation is abandoned once"),
+            State::Free | State::Detached => unreachable!("an operation is detached once"),
         }
     }
 
-    /// Takes an operation out that is over. Gives the waker of who gets its place.
+    /// Takes an operation out that is over. Gives the waker of the task that gets its slot.
     pub(crate) fn release(&mut self, token: Token) -> (Operation, Option<Waker>) {
         let slot = &mut self.slots[token.index()];
         let state = std::mem::replace(&mut slot.state, State::Free);
         debug_assert!(matches!(state, State::Done(_)), "the kernel has given it back");
         let operation = slot.operation.take().expect("a slot in use holds an operation");
         self.free.push(token.0);
-        (operation, self.line.call())
+        (operation, self.waiting.wake_next())
     }
 
     /// The operations that the kernel has.
-    pub(crate) fn running(&self) -> impl Iterator<Item = Token> {
-        let runs = |slot: &Slot| matches!(slot.state, State::Running(_) | State::Abandoned);
+    pub(crate) fn in_flight(&self) -> impl Iterator<Item = Token> {
+        let runs = |slot: &Slot| matches!(slot.state, State::InFlight(_) | State::Detached);
         (0..).zip(&self.slots).filter(move |(_, slot)| runs(slot)).map(|(index, _)| Token(index))
     }
 }
@@ -281,7 +283,7 @@ impl Drop for OperationTable {
     /// A loop waits for all its operations before it ends, so none is left here, unless it panicked
     /// over that. Then what the kernel still writes to must stay for ever.
     fn drop(&mut self) {
-        if self.running().next().is_some() {
+        if self.in_flight().next().is_some() {
             std::mem::forget(std::mem::take(&mut self.slots));
         }
     }

@@ -8,8 +8,8 @@ use std::os::fd::AsFd;
 use blockhouse_core::{Alignment, Fua, FuaCost, IoVector, Offload, WriteCache};
 use rustix::fs::{AtFlags, FileType, StatxFlags};
 
-use crate::file::{Caching, File, Residence};
-use crate::queue::Queue;
+use crate::file::{Caching, File, Medium};
+use crate::request_queue::RequestQueue;
 
 /// `STATX_DIOALIGN` (kernel 6.1), and the type of file systems that live in memory (`statfs(2)`).
 const DIOALIGN: StatxFlags = StatxFlags::from_bits_retain(0x2000);
@@ -45,14 +45,14 @@ pub(crate) fn size(file: &impl AsFd) -> io::Result<u64> {
 
 /// Whether the bytes are in memory: those of a regular file in a file system that lives there. The
 /// node of a block device mostly lies on such a file system too, which says nothing about its bytes.
-pub(crate) fn residence(descriptor: &impl AsFd) -> Residence {
+pub(crate) fn medium(descriptor: &impl AsFd) -> Medium {
     let regular = rustix::fs::fstat(descriptor)
         .is_ok_and(|status| FileType::from_raw_mode(status.st_mode) == FileType::RegularFile);
     match rustix::fs::fstatfs(descriptor) {
         Ok(status) if regular && [TMPFS_MAGIC, RAMFS_MAGIC].contains(&(status.f_type as u32)) => {
-            Residence::Memory
+            Medium::Memory
         }
-        _ => Residence::Device,
+        _ => Medium::Device,
     }
 }
 
@@ -61,7 +61,7 @@ pub(crate) fn residence(descriptor: &impl AsFd) -> Residence {
 /// # Errors
 /// When the file cannot do direct I/O at all.
 pub(crate) fn alignment(file: &File, kind: FileKind) -> io::Result<Alignment> {
-    if file.caching == Caching::PageCache || file.residence == Residence::Memory {
+    if file.caching == Caching::PageCache || file.medium == Medium::Memory {
         return Ok(Alignment::BYTE);
     }
     if kind == FileKind::BlockDevice {
@@ -95,7 +95,7 @@ pub(crate) fn fua(file: &File, vector: &IoVector) -> Fua {
     if result < 0 && refused.contains(&code) { Fua::Emulated } else { Fua::Native }
 }
 
-/// What the block device below the file says of itself.
+/// What the block device of_file the file says of itself.
 pub(crate) struct Device {
     pub(crate) fua_cost: FuaCost,
     pub(crate) write_cache: WriteCache,
@@ -107,13 +107,13 @@ pub(crate) struct Device {
 /// own ways with zeros and holes.
 ///
 /// Only what goes straight to a device without a write cache is stable when it completes: the page
-/// cache is volatile, and so are a file system's metadata, whatever is below.
+/// cache is volatile, and so are a file system's metadata, whatever is of_file.
 pub(crate) fn device(file: &File, kind: FileKind) -> io::Result<Device> {
-    let queue = Queue::below(&rustix::fs::fstat(file)?);
+    let queue = RequestQueue::of_file(&rustix::fs::fstat(file)?);
     let has_no_cache = queue.has_no_cache();
     let is_plain_device = kind == FileKind::BlockDevice && file.caching == Caching::Direct;
     let write_through = is_plain_device && has_no_cache;
-    let offload = |name| match (kind, queue.setting(name)) {
+    let offload = |name| match (kind, queue.attribute(name)) {
         (FileKind::BlockDevice, Some(limit)) if limit == "0" => Offload::Unavailable,
         _ => Offload::Available,
     };

@@ -7,9 +7,9 @@ use std::task::{Context, Poll, Waker};
 
 use rustix::io::Errno;
 
-use crate::line::Ticket;
 use crate::local::{self, Local};
 use crate::operation::{Operation, Token};
+use crate::wait_queue::Ticket;
 
 /// Starts `operation` on the current loop when first polled. Gives the kernel's answer and the
 /// operation back. From then on it belongs to that loop, wherever it is polled or dropped. Dropped
@@ -28,7 +28,7 @@ enum Stage {
     New,
     /// For a place in the loop's table.
     Waiting(Rc<Local>, Ticket),
-    Running(Rc<Local>, Token),
+    InFlight(Rc<Local>, Token),
     Over,
 }
 
@@ -43,10 +43,10 @@ impl Future for Submit {
         match std::mem::replace(&mut this.stage, Stage::Over) {
             Stage::New => local::current(|local| this.begin(local, cx.waker())),
             Stage::Waiting(local, ticket) => this.start(&local, Some(ticket), cx.waker()),
-            Stage::Running(local, token) => match local.poll_result(token, cx.waker()) {
+            Stage::InFlight(local, token) => match local.poll_result(token, cx.waker()) {
                 Poll::Ready((result, operation)) => Poll::Ready((outcome(result), operation)),
                 Poll::Pending => {
-                    this.stage = Stage::Running(local, token);
+                    this.stage = Stage::InFlight(local, token);
                     Poll::Pending
                 }
             },
@@ -64,7 +64,7 @@ impl Submit {
             return Poll::Pending;
         }
         let operation = self.operation.as_ref().expect("it goes with the stage");
-        match local.attempt(operation) {
+        match local.try_inline(operation) {
             Some(result) => {
                 local.tasks.budget.spend();
                 let operation = self.operation.take().expect("it was there the line before");
@@ -81,7 +81,7 @@ impl Submit {
         waiter: &Waker,
     ) -> Poll<<Self as Future>::Output> {
         self.stage = match local.start(&mut self.operation, ticket, waiter) {
-            Ok(token) => Stage::Running(Rc::clone(local), token),
+            Ok(token) => Stage::InFlight(Rc::clone(local), token),
             Err(ticket) => Stage::Waiting(Rc::clone(local), ticket),
         };
         Poll::Pending
@@ -91,8 +91,8 @@ impl Submit {
 impl Drop for Submit {
     fn drop(&mut self) {
         match &self.stage {
-            Stage::Waiting(local, ticket) => local.leave_line(*ticket),
-            Stage::Running(local, token) => local.abandon(*token),
+            Stage::Waiting(local, ticket) => local.cancel_wait(*ticket),
+            Stage::InFlight(local, token) => local.detach(*token),
             Stage::New | Stage::Over => {}
         }
     }

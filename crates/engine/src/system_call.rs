@@ -5,7 +5,7 @@ use std::os::fd::{AsRawFd, RawFd};
 
 use blockhouse_core::{Segment, SyncMode};
 
-use crate::file::Residence;
+use crate::file::Medium;
 use crate::operation::{Message, Operation};
 
 /// The largest transfer that is worth doing on the spot: about 50 microseconds of copying.
@@ -104,7 +104,7 @@ pub(crate) fn run_inline(operation: &Operation) -> Option<i32> {
         Operation::Sync { file, .. } => (file, 0),
         _ => return None,
     };
-    if file.residence != Residence::Memory || length > MAX_INLINE {
+    if file.medium != Medium::Memory || length > MAX_INLINE {
         return None;
     }
     // SAFETY: the operation is borrowed for as long as the call takes.

@@ -1,11 +1,11 @@
 //! Tasks of one loop: futures that stay on their thread, in fair turns.
 //!
 //! Tasks belong to parties: what was submitted through a [`Handle`](crate::Handle), a client's
-//! connection or a guest's queue, is one, with all that it spawns. A party that computes for long
-//! (a task of it yields, or many of its tasks are ready at once) goes behind the others: its tasks run
-//! in turns of [`InFlightLimits::turn`], one party a turn, and between two turns the others run, with
-//! what the kernel has for them. So a party that waits for I/O, and computes little, waits for one such
-//! turn at most, whatever the others do; and one that is behind gets at least every third turn of the loop.
+//! connection or a guest's queue, is one, with all that it spawns. A party that computes for long (a task of
+//! it yields, or many of its tasks are ready at once) is *deferred*. Its tasks run in turns of
+//! [`InFlightLimits::turn`], one party a turn, and between two turns the others run, with what the kernel has
+//! for them. So a party that waits for I/O, and computes little, waits for one such turn at most, whatever
+//! the others do. A deferred party gets a turn at least in every third iteration of the loop.
 
 use std::cell::{Cell, RefCell};
 use std::collections::VecDeque;
@@ -18,11 +18,11 @@ use std::time::Instant;
 
 use blockhouse_core::InFlightLimits;
 
-use crate::queued::Queued;
-use crate::remote::{Header, MAIN, Ready, Remote};
+use crate::loop_shared::{LoopShared, MAIN, Ready, TaskHeader};
+use crate::queued_flag::QueuedFlag;
 
-struct Entry {
-    header: Arc<Header>,
+struct TaskEntry {
+    header: Arc<TaskHeader>,
     party: Rc<Party>,
     /// Taken out while it is polled.
     work: Option<Work>,
@@ -36,25 +36,25 @@ struct Work {
 /// Tasks that share turns.
 #[derive(Default)]
 struct Party {
-    /// Whether it is behind the others.
-    is_behind: Cell<bool>,
+    /// Whether it is deferred.
+    is_deferred: Cell<bool>,
     /// While it is: its tasks that are ready.
-    ready: RefCell<VecDeque<Arc<Header>>>,
-    /// How many of its tasks were polled in the round with that number.
+    ready: RefCell<VecDeque<Arc<TaskHeader>>>,
+    /// How many of its tasks were polled in the iteration with that number.
     polls: Cell<(u64, u32)>,
 }
 
-/// How many tasks of a party are polled in a round before it goes behind the others.
-const POLLS: u32 = 32;
+/// How many tasks of a party are polled in an iteration before it is deferred.
+const MAX_POLLS: u32 = 32;
 
-/// How often in a row parties that are behind let the others go first.
-const PATIENCE: u32 = 2;
+/// How often in a row deferred parties let the others go first.
+const MAX_WAITS: u32 = 2;
 
 /// How many operations a task may do in one poll without waiting for any.
 const BUDGET: u32 = 32;
 
-/// What is left of it in the poll under way. An operation that is over on the spot never makes its
-/// task wait; without a bound a task that does many of them would keep all others from running.
+/// What is left of it in the current poll. An operation that completes inline never makes its task wait:
+/// without a bound, a task that does many of them would keep all others from running.
 #[derive(Default)]
 pub(crate) struct Budget(Cell<u32>);
 
@@ -74,32 +74,32 @@ impl Budget {
 
 /// All tasks of a loop.
 pub(crate) struct Tasks {
-    remote: Arc<Remote>,
+    shared: Arc<LoopShared>,
     pub(crate) ready: Rc<Ready>,
-    table: RefCell<slab::Slab<Entry>>,
+    table: RefCell<slab::Slab<TaskEntry>>,
     /// Of the task that is polled.
     pub(crate) budget: Budget,
     /// That of the task that is polled; outside of all tasks, one for whatever is spawned there.
     party: RefCell<Rc<Party>>,
-    /// The parties that are behind, the next one first.
-    behind: RefCell<VecDeque<Rc<Party>>>,
+    /// The deferred parties, the next one first.
+    deferred: RefCell<VecDeque<Rc<Party>>>,
     /// How often they let others go first since the last turn of theirs.
     waited: Cell<u32>,
-    round: Cell<u64>,
+    iteration: Cell<u64>,
 }
 
 impl Tasks {
-    /// The tasks of the loop that is reached by `remote`.
-    pub(crate) fn new(remote: &Arc<Remote>) -> Self {
+    /// The tasks of the loop with this `shared` part.
+    pub(crate) fn new(shared: &Arc<LoopShared>) -> Self {
         Self {
-            remote: Arc::clone(remote),
-            ready: Ready::new(remote),
+            shared: Arc::clone(shared),
+            ready: Ready::new(shared),
             table: RefCell::default(),
             budget: Budget::default(),
             party: RefCell::default(),
-            behind: RefCell::default(),
+            deferred: RefCell::default(),
             waited: Cell::new(0),
-            round: Cell::new(0),
+            iteration: Cell::new(0),
         }
     }
 
@@ -116,70 +116,70 @@ impl Tasks {
 
     fn add_to(&self, party: Rc<Party>, future: Pin<Box<dyn Future<Output = ()>>>) {
         let mut table = self.table.borrow_mut();
-        let place = table.vacant_entry();
-        let header = Header::new(place.key(), Queued::new(true), &self.remote);
+        let entry = table.vacant_entry();
+        let header = TaskHeader::new(entry.key(), QueuedFlag::new(true), &self.shared);
         let waker = Waker::from(Arc::clone(&header));
         self.ready.push(Arc::clone(&header));
-        place.insert(Entry { header, party, work: Some(Work { future, waker }) });
+        entry.insert(TaskEntry { header, party, work: Some(Work { future, waker }) });
     }
 
     /// The waker of the future that `block_on` runs, which is to be polled at once.
     pub(crate) fn main_waker(&self) -> Waker {
         self.ready.set_main();
-        Waker::from(Header::new(MAIN, Queued::new(false), &self.remote))
+        Waker::from(TaskHeader::new(MAIN, QueuedFlag::new(false), &self.shared))
     }
 
-    /// Polls every task that is ready now, but those of parties that are behind; those that become
-    /// ready meanwhile wait for the next round, so that no task keeps the loop from its completions.
+    /// Polls every task that is ready now, except those of deferred parties. Tasks that become ready
+    /// meanwhile wait for the next iteration, so that no task keeps the loop from its completions.
     pub(crate) fn run_ready(&self) {
-        self.round.update(|round| round + 1);
+        self.iteration.update(|number| number + 1);
         for _ in 0..self.ready.len() {
             let Some(header) = self.ready.pop() else { return };
             if let Some((party, work)) = self.take_work(&header) {
                 self.poll(&header, &party, work);
-                let count = party.count_poll(self.round.get());
+                let count = party.count_poll(self.iteration.get());
                 // One that is ready again has yielded.
-                if header.queued.is_set() || count >= POLLS {
-                    self.put_behind(party);
+                if header.queued.is_set() || count >= MAX_POLLS {
+                    self.defer(party);
                 }
             }
         }
     }
 
-    /// Gives the next one of the parties that are behind its turn, unless others are ready and have
-    /// not been let go first often enough.
-    pub(crate) fn run_behind(&self) {
-        if self.behind.borrow().is_empty() {
+    /// Gives the next deferred party its turn, unless others are ready and have not been let go first often
+    /// enough.
+    pub(crate) fn run_deferred(&self) {
+        if self.deferred.borrow().is_empty() {
             return;
         }
         self.sort_ready();
-        if !self.ready.is_empty() && self.waited.get() < PATIENCE {
+        if !self.ready.is_empty() && self.waited.get() < MAX_WAITS {
             self.waited.update(|count| count + 1);
             return;
         }
         self.waited.set(0);
-        let next = self.behind.borrow_mut().pop_front();
+        let next = self.deferred.borrow_mut().pop_front();
         let Some(party) = next else { return };
         let end = Instant::now() + InFlightLimits::DEFAULT.turn;
         while let Some(header) = self.next_of(&party) {
-            if let Some(work) = self.take_work_behind(&header) {
+            if let Some(work) = self.take_deferred_work(&header) {
                 self.poll(&header, &party, work);
             }
             if Instant::now() >= end {
-                self.behind.borrow_mut().push_back(party);
+                self.deferred.borrow_mut().push_back(party);
                 return;
             }
         }
-        party.is_behind.set(false);
+        party.is_deferred.set(false);
     }
 
     /// Whether there is nothing to poll.
     pub(crate) fn is_idle(&self) -> bool {
-        self.ready.is_empty() && self.behind.borrow().is_empty()
+        self.ready.is_empty() && self.deferred.borrow().is_empty()
     }
 
-    /// The next ready task of a party that is behind.
-    fn next_of(&self, party: &Party) -> Option<Arc<Header>> {
+    /// The next ready task of a deferred party.
+    fn next_of(&self, party: &Party) -> Option<Arc<TaskHeader>> {
         let next = party.ready.borrow_mut().pop_front();
         if next.is_some() {
             return next;
@@ -188,13 +188,13 @@ impl Tasks {
         party.ready.borrow_mut().pop_front()
     }
 
-    /// Moves ready tasks of parties that are behind out of the others' way.
+    /// Moves ready tasks of deferred parties to their party.
     fn sort_ready(&self) {
         let table = self.table.borrow();
         self.ready.retain(|header| {
             let entry = table.get(header.index);
             match entry
-                .filter(|entry| Arc::ptr_eq(&entry.header, header) && entry.party.is_behind.get())
+                .filter(|entry| Arc::ptr_eq(&entry.header, header) && entry.party.is_deferred.get())
             {
                 Some(entry) => {
                     entry.party.ready.borrow_mut().push_back(Arc::clone(header));
@@ -205,13 +205,13 @@ impl Tasks {
         });
     }
 
-    fn put_behind(&self, party: Rc<Party>) {
-        if !party.is_behind.replace(true) {
-            self.behind.borrow_mut().push_back(party);
+    fn defer(&self, party: Rc<Party>) {
+        if !party.is_deferred.replace(true) {
+            self.deferred.borrow_mut().push_back(party);
         }
     }
 
-    fn poll(&self, header: &Arc<Header>, party: &Rc<Party>, mut work: Work) {
+    fn poll(&self, header: &Arc<TaskHeader>, party: &Rc<Party>, mut work: Work) {
         self.budget.renew();
         let outside = self.party.replace(Rc::clone(party));
         let poll = work.future.as_mut().poll(&mut Context::from_waker(&work.waker));
@@ -220,25 +220,25 @@ impl Tasks {
             table[header.index].work = Some(work);
         } else {
             table.remove(header.index);
-            // A future's drop may wake, spawn or abandon.
+            // The drop of a future may wake, spawn or detach.
             drop(table);
             drop(work);
         }
         self.party.replace(outside);
     }
 
-    /// Takes the task out to be polled, or passes it to its party if that is behind.
-    fn take_work(&self, header: &Arc<Header>) -> Option<(Rc<Party>, Work)> {
+    /// Takes the task out to be polled, or passes it to its party if that is deferred.
+    fn take_work(&self, header: &Arc<TaskHeader>) -> Option<(Rc<Party>, Work)> {
         let mut table = self.table.borrow_mut();
-        // The place may be empty, or belong to a later task: then this was a late wake-up.
+        // The slot may be empty, or belong to a later task: then this was a late wake-up.
         let entry = table.get_mut(header.index).filter(|entry| Arc::ptr_eq(&entry.header, header));
         match entry {
-            Some(entry) if entry.party.is_behind.get() => {
+            Some(entry) if entry.party.is_deferred.get() => {
                 entry.party.ready.borrow_mut().push_back(Arc::clone(header));
                 None
             }
             Some(entry) => {
-                // Before the poll: a wake-up during it counts for the next round.
+                // Before the poll: a wake-up during it counts for the next iteration.
                 header.queued.clear();
                 Some((Rc::clone(&entry.party), entry.work.take()?))
             }
@@ -250,7 +250,7 @@ impl Tasks {
     }
 
     /// As [`take_work`](Self::take_work), of the party that has its turn.
-    fn take_work_behind(&self, header: &Arc<Header>) -> Option<Work> {
+    fn take_deferred_work(&self, header: &Arc<TaskHeader>) -> Option<Work> {
         let mut table = self.table.borrow_mut();
         header.queued.clear();
         let entry = table.get_mut(header.index).filter(|entry| Arc::ptr_eq(&entry.header, header));
@@ -264,19 +264,19 @@ impl Tasks {
             drop(table);
         }
         self.ready.clear();
-        for party in self.behind.take() {
-            party.is_behind.set(false);
+        for party in self.deferred.take() {
+            party.is_deferred.set(false);
             party.ready.take();
         }
     }
 }
 
 impl Party {
-    /// Says how many of its tasks were polled in this round.
-    fn count_poll(&self, round: u64) -> u32 {
+    /// Says how many of its tasks were polled in this iteration.
+    fn count_poll(&self, iteration: u64) -> u32 {
         let (last, polls) = self.polls.get();
-        let polls = if last == round { polls + 1 } else { 1 };
-        self.polls.set((round, polls));
+        let polls = if last == iteration { polls + 1 } else { 1 };
+        self.polls.set((iteration, polls));
         polls
     }
 }

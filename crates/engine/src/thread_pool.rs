@@ -12,8 +12,8 @@ use std::sync::{Arc, OnceLock};
 use futures_channel::oneshot;
 use parking_lot::{Condvar, Mutex};
 
+use crate::loop_shared::{LoopMessage, LoopShared};
 use crate::operation::Token;
-use crate::remote::{Note, Remote};
 use crate::system_call::FileCall;
 
 /// More than this many blocking calls at once gain nothing on the disks that we have seen.
@@ -40,7 +40,7 @@ enum Job {
     File {
         call: FileCall,
         token: Token,
-        remote: Arc<Remote>,
+        shared: Arc<LoopShared>,
     },
     Call(Box<dyn FnOnce() + Send>),
 }
@@ -52,7 +52,7 @@ impl ThreadPool {
         Arc::clone(POOL.get_or_init(|| Self::with(spawn)))
     }
 
-    /// Makes the call on a worker and reports its result to `remote` under `token`.
+    /// Makes the call on a worker and reports its result to `shared` under `token`.
     ///
     /// # Safety
     /// The operation that `call` was made of stays in the loop's table, unmoved and unused, until
@@ -61,9 +61,9 @@ impl ThreadPool {
         self: &Arc<Self>,
         call: FileCall,
         token: Token,
-        remote: &Arc<Remote>,
+        shared: &Arc<LoopShared>,
     ) {
-        self.queue(Job::File { call, token, remote: Arc::clone(remote) });
+        self.queue(Job::File { call, token, shared: Arc::clone(shared) });
     }
 
     fn queue(self: &Arc<Self>, job: Job) {
@@ -128,10 +128,10 @@ impl ThreadPool {
 impl Job {
     fn run(self) {
         match self {
-            Self::File { call, token, remote } => {
+            Self::File { call, token, shared } => {
                 // SAFETY: `run_file` was promised that the operation stays.
                 let result = unsafe { call.run() };
-                remote.post(Note::Completed(token, result));
+                shared.post(LoopMessage::Completed(token, result));
             }
             Self::Call(call) => call(),
         }

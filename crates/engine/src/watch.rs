@@ -1,11 +1,11 @@
 //! Waiting for events that others signal by an eventfd, such as a guest's kicks.
 //!
-//! Promise: an event after [`Watch::new`], or between two waits, ends the next wait. Events that come
+//! Guarantee: an event after [`Watch::new`], or between two waits, ends the next wait. Events that come
 //! together may count as one. The counter is never read, so that an event costs no system call of its
 //! own and a blocking descriptor does no harm: the engine is told of each change.
 //!
-//! Whoever signals can be spared that while the loop is awake: with a [`Lookout`] the loop looks for
-//! itself at every turn, and asks for signals only before it sleeps.
+//! With a [`PollSource`] the loop polls for events while it is awake, and enables signals only before it
+//! sleeps. So a busy source need not signal at all.
 
 use std::future::poll_fn;
 use std::io;
@@ -13,10 +13,10 @@ use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::rc::Rc;
 use std::task::{Context, Poll};
 
+use crate::adaptive_poll::EventSource;
 use crate::event_signal::is_eventfd;
 use crate::local::{self, Local};
-use crate::poll::Source;
-use crate::watches::{Events, Lookout, WatchKey};
+use crate::watches::{Events, PollSource, WatchKey};
 
 /// An eventfd that this loop watches, until it is dropped.
 pub struct Watch {
@@ -28,20 +28,20 @@ pub struct Watch {
 
 impl Watch {
     /// Watches an eventfd from the current thread's loop. If its counter is not zero, that counts as
-    /// an event. `lookout` tells of events that it is not signalled for.
+    /// an event. The loop polls `poll_source` for events that the eventfd is not signalled for.
     ///
     /// # Errors
     /// `InvalidInput` when it is something else; or the kernel's.
     ///
     /// # Panics
     /// Outside of an event loop.
-    pub fn new(descriptor: OwnedFd, lookout: Rc<dyn Lookout>) -> io::Result<Self> {
+    pub fn new(descriptor: OwnedFd, poll_source: Rc<dyn PollSource>) -> io::Result<Self> {
         if !is_eventfd(&descriptor) {
             return Err(io::Error::new(io::ErrorKind::InvalidInput, "this is no eventfd"));
         }
         let local = local::current(Rc::clone);
-        let source = Source::of_watch(descriptor.as_raw_fd());
-        let (key, events) = local.watches.add(source, lookout);
+        let event_source = EventSource::of_watch(descriptor.as_raw_fd());
+        let (key, events) = local.watches.add(event_source, poll_source);
         let watch = Self { local, key, events, descriptor };
         watch.local.watch(key, watch.descriptor.as_fd())?;
         Ok(watch)

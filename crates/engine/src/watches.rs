@@ -1,29 +1,29 @@
-//! The watches of a loop: who waits for which signal, and where to look without one.
+//! The watches of a loop: which task waits for which event, and how the loop polls for it.
 
 use std::cell::{Cell, RefCell};
 use std::rc::Rc;
 use std::task::{Context, Poll, Waker};
 
-use crate::poll::Source;
+use crate::adaptive_poll::EventSource;
 
-/// Where a loop finds out by itself that there is something to do. Neither method may make or drop
-/// watches, or run a loop.
-pub trait Lookout {
-    /// Whether there is. Asked at every turn, so it has to be quick.
-    fn look(&self) -> bool;
+/// A source of events that a loop polls by itself, such as a ring in shared memory. Neither method may
+/// make or drop watches, or run a loop.
+pub trait PollSource {
+    /// Whether there is something to do. Called in every iteration of the loop, so it must be quick.
+    fn is_ready(&self) -> bool;
 
     /// The loop is about to sleep: has the eventfd signalled from now on. Says whether there was
-    /// something to do already, seen after that took effect.
-    fn arm(&self) -> bool;
+    /// something to do already, checked after that took effect.
+    fn enable_notify(&self) -> bool;
 }
 
 /// For an eventfd that is signalled at every event.
-impl Lookout for () {
-    fn look(&self) -> bool {
+impl PollSource for () {
+    fn is_ready(&self) -> bool {
         false
     }
 
-    fn arm(&self) -> bool {
+    fn enable_notify(&self) -> bool {
         false
     }
 }
@@ -53,7 +53,7 @@ impl Events {
         Poll::Pending
     }
 
-    fn happen(&self) {
+    fn signal(&self) {
         self.happened.set(true);
         let waiter = self.waiter.borrow();
         waiter.iter().for_each(Waker::wake_by_ref);
@@ -63,22 +63,27 @@ impl Events {
 /// The watches of a loop.
 #[derive(Default)]
 pub(crate) struct Watches {
-    list: RefCell<Vec<Entry>>,
+    list: RefCell<Vec<WatchEntry>>,
     issued: Cell<u32>,
 }
 
-struct Entry {
+struct WatchEntry {
     key: WatchKey,
-    source: Source,
+    /// What the loop's estimates know its events by.
+    event_source: EventSource,
     events: Rc<Events>,
-    lookout: Rc<dyn Lookout>,
+    poll_source: Rc<dyn PollSource>,
 }
 
 impl Watches {
-    pub(crate) fn add(&self, source: Source, lookout: Rc<dyn Lookout>) -> (WatchKey, Rc<Events>) {
+    pub(crate) fn add(
+        &self,
+        event_source: EventSource,
+        poll_source: Rc<dyn PollSource>,
+    ) -> (WatchKey, Rc<Events>) {
         self.issued.update(|issued| issued + 1);
         let (key, events) = (WatchKey(self.issued.get()), Rc::<Events>::default());
-        let entry = Entry { key, source, events: Rc::clone(&events), lookout };
+        let entry = WatchEntry { key, event_source, events: Rc::clone(&events), poll_source };
         self.list.borrow_mut().push(entry);
         (key, events)
     }
@@ -86,36 +91,36 @@ impl Watches {
     pub(crate) fn remove(&self, key: WatchKey) {
         let mut list = self.list.borrow_mut();
         let entry = list.iter().position(|entry| entry.key == key).map(|at| list.swap_remove(at));
-        // A look-out's drop may do anything.
+        // The drop of a poll source may do anything.
         drop(list);
         drop(entry);
     }
 
-    /// Passes an event on. One for a watch that is gone is forgotten. Gives its source, unless it is of
-    /// something that the loop saw before: then it says nothing of what comes next.
-    pub(crate) fn signal(&self, key: WatchKey) -> Option<Source> {
+    /// Passes an event on. One for a watch that is gone is ignored. Gives its source, unless the loop has
+    /// polled the event before: then it says nothing of what comes next.
+    pub(crate) fn signal(&self, key: WatchKey) -> Option<EventSource> {
         let list = self.list.borrow();
         let entry = list.iter().find(|entry| entry.key == key)?;
-        entry.events.happen();
-        entry.lookout.look().then_some(entry.source)
+        entry.events.signal();
+        entry.poll_source.is_ready().then_some(entry.event_source)
     }
 
-    /// Looks for events. Gives the source of one of them.
-    pub(crate) fn look(&self) -> Option<Source> {
-        self.find(|lookout| lookout.look())
+    /// Polls all sources and signals those that are ready. Gives one of them.
+    pub(crate) fn find_ready(&self) -> Option<EventSource> {
+        self.signal_those(|source| source.is_ready())
     }
 
-    /// Asks for signals, as the loop is about to sleep. Gives the source of an event that is there.
-    pub(crate) fn arm(&self) -> Option<Source> {
-        self.find(|lookout| lookout.arm())
+    /// Enables the notifications of all sources, as the loop is about to sleep. Gives one that is ready.
+    pub(crate) fn enable_notify(&self) -> Option<EventSource> {
+        self.signal_those(|source| source.enable_notify())
     }
 
-    fn find(&self, is_there: impl Fn(&dyn Lookout) -> bool) -> Option<Source> {
+    fn signal_those(&self, is_ready: impl Fn(&dyn PollSource) -> bool) -> Option<EventSource> {
         let mut found = None;
         for entry in &*self.list.borrow() {
-            if is_there(&*entry.lookout) {
-                entry.events.happen();
-                found = Some(entry.source);
+            if is_ready(&*entry.poll_source) {
+                entry.events.signal();
+                found = Some(entry.event_source);
             }
         }
         found

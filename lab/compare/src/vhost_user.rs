@@ -11,7 +11,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
-use blockhouse_engine::View;
+use blockhouse_engine::VolatileSlice;
 use blockhouse_vhost_user::driver::{DescriptorSpec, Options, TestDriver};
 use blockhouse_vhost_user::ring::WRITE;
 use hdrhistogram::Histogram;
@@ -42,8 +42,8 @@ const HEAD: usize = 4096;
 
 /// A request's memory, and what is under way in it.
 struct Slot {
-    head: View,
-    data: View,
+    head: VolatileSlice,
+    data: VolatileSlice,
     offset: u64,
     posted: Instant,
 }
@@ -149,7 +149,7 @@ impl<'a> Run<'a> {
         let start = self.driver.requests() + place * room;
         let view = |offset, length| {
             let memory = Arc::clone(&self.driver.memory);
-            View::new(memory, offset, length).context("too little memory")
+            VolatileSlice::new(memory, offset, length).context("too little memory")
         };
         let (head, data) = (view(start, HEAD)?, view(start + HEAD, block as usize)?);
         let mut bytes = vec![0; block as usize];
@@ -310,7 +310,7 @@ impl<'a> Run<'a> {
 }
 
 /// Writes what says to which offset a block belongs.
-fn stamp(data: &View, offset: u64) {
+fn stamp(data: &VolatileSlice, offset: u64) {
     for start in (0..data.len()).step_by(SECTOR) {
         data.store_u64(start, offset + start as u64);
     }

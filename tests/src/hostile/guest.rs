@@ -107,7 +107,8 @@ fn post(driver: &mut TestDriver, options: Options, random: &mut Rng) {
     let head = random.u16(..entries);
     if random.bool() || !fits {
         // An indirect table, whose length may be a lie.
-        let table = blockhouse_engine::View::new(Arc::clone(&driver.memory), table_place, SLOT);
+        let table =
+            blockhouse_engine::VolatileSlice::new(Arc::clone(&driver.memory), table_place, SLOT);
         write_chain(&table.expect("inside the memory"), 0, &chain);
         let length = match random.u8(..8) {
             0 => random.u32(..),

@@ -3,7 +3,7 @@
 
 use std::path::Path;
 
-use blockhouse_engine::registered_slots;
+use blockhouse_engine::count_registered_buffers;
 use blockhouse_tests::guest::{BLOCK, Guest, LONG, content};
 use blockhouse_tests::{Engine, Scratch, Serve, Server, need, require};
 use blockhouse_vhost_user::driver::Options;
@@ -27,7 +27,7 @@ fn connect(socket: &Path) -> Guest {
 /// How many slots of the server's rings have `length` bytes.
 fn slots_of(server: &Server, length: usize) -> usize {
     let process = Path::new("/proc").join(server.pid().as_raw_nonzero().to_string());
-    registered_slots(&process, length).expect("it runs")
+    count_registered_buffers(&process, length).expect("it runs")
 }
 
 #[test]

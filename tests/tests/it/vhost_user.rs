@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::time::Duration;
 
-use blockhouse_engine::View;
+use blockhouse_engine::VolatileSlice;
 use blockhouse_tests::guest::{BLOCK, Guest, IN, LONG, OUT, content};
 use blockhouse_tests::image_tool::command;
 use blockhouse_tests::nbd::{Client, flag};
@@ -118,7 +118,7 @@ fn post_aliasing(guest: &mut Guest, heads: u16, count: usize, length: u32) {
         chain.extend(std::iter::repeat_n(data, count));
         chain.push(DescriptorSpec::at(status, 1, WRITE));
         let at = base + 4096 + usize::from(head) * (16 << 10);
-        let view = View::new(memory.clone(), at, bytes).expect("inside of the memory");
+        let view = VolatileSlice::new(memory.clone(), at, bytes).expect("inside of the memory");
         write_chain(&view, 0, &chain);
         let queue = &mut guest.driver.queues[0];
         queue.chain(head, &[DescriptorSpec::at(at, bytes as u32, INDIRECT)]);

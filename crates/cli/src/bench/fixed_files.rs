@@ -2,14 +2,14 @@
 //! descriptor.
 //!
 //! Promise: that requests go by the slot, or do not, is tried out on each loop right before it is measured
-//! (see `blockhouse_engine::file_named_by`), and the result says what was found.
+//! (see `blockhouse_engine::probe_fixed_file`), and the result says what was found.
 
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 
 use anyhow::Result;
 use blockhouse_disk::CacheMode;
-use blockhouse_engine::{Engine, EventLoop, FixedFiles, PageCache, file_named_by};
+use blockhouse_engine::{Engine, EventLoop, FixedFiles, PageCache, probe_fixed_file};
 
 use super::load::{Load, Pattern, Slice, Way, Work};
 use super::rows::{Case, Cases, Cost, Published, Unit, Variant};
@@ -78,8 +78,8 @@ fn slice(bench: &Bench, load: Load, fixed: FixedFiles) -> Result<Slice> {
     };
     let path = PathBuf::from(bench.disk().name());
     let prepare = |event_loop: &mut EventLoop| {
-        event_loop.fix_files(fixed);
-        let named = event_loop.block_on(file_named_by(&path, cache))?;
+        event_loop.set_fixed_files(fixed);
+        let named = event_loop.block_on(probe_fixed_file(&path, cache))?;
         by_slot.fetch_add(usize::from(named == FixedFiles::On), Relaxed);
         Ok(())
     };

@@ -1,10 +1,11 @@
 //! A guest's memory, as far as its front-end shares it with us.
 //!
-//! Promises: an address is what the guest says, and it is believed only inside of a region; memory
-//! that the kernel holds for an operation stays mapped until it completes, also when the front-end
-//! takes the region away meanwhile (invariant 3 of the house: the operation's `IoVector` owns the
-//! whole set of regions); memory whose file is cut short under us ends its front-end's connection and
-//! nothing else (`mapping`).
+//! Guarantees:
+//! - A guest's address is used only inside of a region.
+//! - Memory that the kernel holds for an operation stays mapped until it completes, also when the front-end
+//!   removes the region meanwhile: the operation's `IoVector` owns the whole set of regions (invariant 3,
+//!   ARCHITECTURE.md).
+//! - Memory whose file is cut short ends its front-end's connection and nothing else (`mapping`).
 
 mod shared;
 
@@ -12,17 +13,17 @@ use std::io;
 use std::sync::Arc;
 
 use blockhouse_core::{IoVector, Segment};
-pub use shared::{MemoryKind, SharedMemory, View};
+pub use shared::{MemoryKind, SharedMemory, VolatileSlice};
 
 use crate::local;
 
-/// A run of the guest's physical addresses and the memory behind it.
+/// A range of the guest's physical addresses and its memory.
 #[derive(Clone, Debug)]
 pub struct GuestRegion {
     /// The guest's address of the first byte.
     pub guest: u64,
     /// The front-end's own address of the first byte, in which it names rings.
-    pub user: u64,
+    pub user_addr: u64,
     /// The memory.
     pub memory: Arc<SharedMemory>,
 }
@@ -95,7 +96,7 @@ impl GuestMemory {
     #[must_use]
     pub fn remove(&mut self, guest: u64, user: u64, length: u64) -> bool {
         let is_it = |region: &GuestRegion| {
-            (region.guest, region.user, region.length()) == (guest, user, length)
+            (region.guest, region.user_addr, region.length()) == (guest, user, length)
         };
         let before = self.regions.len();
         self.regions.retain(|region| !is_it(region));
@@ -125,17 +126,17 @@ impl GuestMemory {
     }
 
     /// The guest's address of what the front-end has at `user`.
-    pub fn guest_of_user(&self, user: u64) -> Option<u64> {
+    pub fn guest_address_of(&self, user: u64) -> Option<u64> {
         self.regions.iter().find_map(|region| {
-            let offset = user.checked_sub(region.user)?;
+            let offset = user.checked_sub(region.user_addr)?;
             (offset < region.length()).then(|| region.guest + offset)
         })
     }
 
     /// The bytes from `address` on, all in one region; `None` where there are none.
-    pub fn view(&self, address: u64, length: usize) -> Option<View> {
+    pub fn view(&self, address: u64, length: usize) -> Option<VolatileSlice> {
         let (_, region, offset) = self.find(address)?;
-        View::new(Arc::clone(&region.memory), offset, length)
+        VolatileSlice::new(Arc::clone(&region.memory), offset, length)
     }
 
     /// Copies bytes out. Says whether all of them are there.
@@ -251,7 +252,7 @@ mod tests {
 
     fn region(guest: u64, length: usize) -> GuestRegion {
         let memory = map(file(length as u64), 0, length).unwrap();
-        GuestRegion { guest, user: guest.wrapping_add(1 << 40), memory: Arc::new(memory) }
+        GuestRegion { guest, user_addr: guest.wrapping_add(1 << 40), memory: Arc::new(memory) }
     }
 
     #[test]
@@ -406,8 +407,8 @@ mod tests {
     fn the_front_ends_addresses_are_found() {
         let mut memory = GuestMemory::new();
         assert!(memory.add(region(0x4000, 4096)));
-        assert_eq!(memory.guest_of_user((1 << 40) + 0x4010), Some(0x4010));
-        assert_eq!(memory.guest_of_user((1 << 40) + 0x5000), None);
-        assert_eq!(memory.guest_of_user(0), None);
+        assert_eq!(memory.guest_address_of((1 << 40) + 0x4010), Some(0x4010));
+        assert_eq!(memory.guest_address_of((1 << 40) + 0x5000), None);
+        assert_eq!(memory.guest_address_of(0), None);
     }
 }

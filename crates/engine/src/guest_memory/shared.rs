@@ -23,7 +23,7 @@ use blockhouse_core::{copy_from_shared, copy_to_shared};
 use rustix::fs::SealFlags;
 
 use crate::mapping::{FaultDomain, Mapping};
-use crate::membership::Membership;
+use crate::registrations::Registrations;
 
 /// `HUGETLBFS_MAGIC` from `<linux/magic.h>`: files of pages that are larger than the usual ones.
 const HUGETLBFS_MAGIC: u64 = 0x9584_58f6;
@@ -36,7 +36,7 @@ pub struct SharedMemory {
     length: usize,
     kind: MemoryKind,
     /// The whole pages around them, and in which rings they have slots.
-    pages: Membership<Mapping>,
+    pages: Registrations<Mapping>,
 }
 
 /// What a memory file is.
@@ -110,7 +110,7 @@ impl SharedMemory {
         let pages = Mapping::of(&file, start, mapped_length, kind.page, domain)?;
         // SAFETY: `lead` lies inside the first page of the mapping.
         let address = unsafe { pages.start().add(lead) };
-        Ok(Self { address, length, kind, pages: Membership::new(pages) })
+        Ok(Self { address, length, kind, pages: Registrations::new(pages) })
     }
 
     /// What its file is.
@@ -120,13 +120,13 @@ impl SharedMemory {
 
     /// What fails when it vanishes.
     pub fn domain(&self) -> &Arc<FaultDomain> {
-        self.pages.thing().domain()
+        self.pages.resource().domain()
     }
 
     /// The offset of an address of this process, as a [`Fault`](crate::Fault) has it; `None` when it is
     /// not in the memory's pages. An address before the first byte, in its page, has the offset 0.
     pub fn offset_of(&self, address: usize) -> Option<usize> {
-        let pages = self.pages.thing();
+        let pages = self.pages.resource();
         let inside = address.checked_sub(pages.start().addr().get())? < pages.length();
         inside.then(|| address.saturating_sub(self.address.addr().get()))
     }
@@ -134,11 +134,11 @@ impl SharedMemory {
     /// Has the host take all pages now (`MADV_POPULATE_WRITE`), which may take its time; best fallback. To
     /// register memory is quick then.
     pub fn populate(&self) {
-        self.pages.thing().populate();
+        self.pages.resource().populate();
     }
 
     /// The pages, for a ring's table.
-    pub(super) fn pages(&self) -> &Membership<Mapping> {
+    pub(super) fn pages(&self) -> &Registrations<Mapping> {
         &self.pages
     }
 
@@ -227,13 +227,13 @@ impl fmt::Debug for SharedMemory {
 /// offsets are in bytes from the start of the view, and each access panics when it is not inside or
 /// not a multiple of its size.
 #[derive(Clone, Debug)]
-pub struct View {
+pub struct VolatileSlice {
     memory: Arc<SharedMemory>,
     start: usize,
     length: usize,
 }
 
-impl View {
+impl VolatileSlice {
     /// The `length` bytes of `memory` from `start` on; `None` when it has fewer.
     pub fn new(memory: Arc<SharedMemory>, start: usize, length: usize) -> Option<Self> {
         let inside = start.checked_add(length).is_some_and(|end| end <= memory.len());

@@ -1,6 +1,6 @@
 //! A regular file or block device of the host as a [`Storage`].
 //!
-//! Promises: a short transfer is continued and never turned into an error of its own; a durable
+//! Guarantees: a short transfer is continued and never turned into an error of its own; a durable
 //! write is one request where kernel and file allow it (`RWF_DSYNC`), and otherwise a write and a
 //! sync; every error names the file and the offset and keeps its errno; a failure to write back is
 //! reported to a flush, also where a durable write has reported it already. All operations run on the
@@ -21,14 +21,14 @@ use rustix::fs::{Advice, FallocateFlags};
 use rustix::io::Errno;
 
 use crate::engine::Engine;
-use crate::file::{Caching, File, Residence};
+use crate::file::{Caching, File, Medium};
 use crate::local;
 use crate::operation::{Operation, Transfer, WriteThrough};
 use crate::probe::{self, FileKind};
 use crate::submit::submit;
 use crate::thread_pool::{MAX_THREADS, blocking};
 
-pub use open::{OpenFor, PageCache};
+pub use open::{OpenMode, PageCache};
 
 /// `BLKDISCARD` from `<linux/fs.h>`.
 const BLKDISCARD: libc::Ioctl = 0x1277;
@@ -50,16 +50,16 @@ pub struct HostFile {
     fua_cost: FuaCost,
     write_cache: WriteCache,
     /// What the kernel has refused so far. Support is found out per file, once.
-    refused: Refused,
+    unsupported: Unsupported,
 }
 
 #[derive(Default)]
-struct Refused {
+struct Unsupported {
     fua: AtomicBool,
     punch_hole: AtomicBool,
     zero_range: AtomicBool,
     discard: AtomicBool,
-    lengthen: AtomicBool,
+    extend: AtomicBool,
 }
 
 impl HostFile {
@@ -73,17 +73,17 @@ impl HostFile {
         std::os::fd::AsFd::as_fd(&*self.file)
     }
 
-    /// How long the file is on the host, which somebody else may have changed.
+    /// The size of the file on the host, which another process may have changed.
     ///
     /// # Errors
     /// The host's.
-    pub fn find_size(&self) -> Result<u64> {
+    pub fn query_size(&self) -> Result<u64> {
         let size = probe::size(&*self.file);
         size.map_err(|error| Error::host("cannot find the size", error).on(&self.name))
     }
 
-    /// Takes note that the file is at least this long.
-    pub fn grow_to(&self, size: u64) {
+    /// Records that the file is at least this long.
+    pub fn set_min_size(&self, size: u64) {
         self.size.fetch_max(size, Relaxed);
     }
 
@@ -127,7 +127,7 @@ impl HostFile {
     /// as well. In memory, and past the page cache, there is no such failure.
     fn reports_twice(&self) -> bool {
         !Arc::ptr_eq(&self.file, &self.flushed)
-            || self.file.residence == Residence::Memory
+            || self.file.medium == Medium::Memory
             || self.file.caching == Caching::Direct
     }
 
@@ -153,7 +153,7 @@ impl HostFile {
                     return Err(self.error_at(what, Errno::IO, transfer.offset));
                 }
                 Ok(count) if count == transfer.vector.len() => break,
-                Ok(count) => pass(&mut transfer, count),
+                Ok(count) => advance(&mut transfer, count),
             }
         }
         if end > self.size() {
@@ -162,8 +162,8 @@ impl HostFile {
         Ok(())
     }
 
-    /// Whether the file ends at `offset` or before. It is asked anew: somebody else may have made it
-    /// longer, and what is called the end here reads as zeros.
+    /// Whether the file ends at `offset` or before. It is asked anew: another process may have made it
+    /// longer, and what is taken for the end here reads as zeros.
     fn ends_at(&self, offset: u64) -> Result<bool> {
         let size = probe::size(&*self.file);
         let size =
@@ -171,24 +171,24 @@ impl HostFile {
         Ok(size <= offset)
     }
 
-    /// What is done when the kernel refuses `RWF_DSYNC`. If it takes the plain write, then it was
-    /// the flag that it did not like, and it is not asked again.
+    /// Writes without `RWF_DSYNC`, which the kernel refused, and syncs. If the write succeeds, then it was the
+    /// flag that the kernel refused, and it is not used again.
     async fn write_emulating(&self, transfer: Transfer) -> Result<()> {
         Box::pin(self.write_all(transfer.offset, transfer.vector, WriteThrough::No)).await?;
-        self.refused.fua.store(true, Relaxed);
+        self.unsupported.fua.store(true, Relaxed);
         self.flush(SyncMode::Data).await
     }
 
-    /// `fallocate(2)`, noting in `refused` that it is not supported.
+    /// `fallocate(2)`; `refused` records that it is not supported.
     async fn allocate(
         &self,
         mode: FallocateFlags,
         range: ByteRange,
         refused: &AtomicBool,
-        words: &Words,
+        texts: &ErrorText,
     ) -> Result<()> {
         if refused.load(Relaxed) {
-            return Err(self.unsupported(words.unsupported));
+            return Err(self.unsupported(texts.unsupported));
         }
         let mode = (mode | FallocateFlags::KEEP_SIZE).bits() as i32;
         loop {
@@ -198,9 +198,9 @@ impl HostFile {
                 Err(Errno::AGAIN | Errno::INTR) => {}
                 Err(Errno::OPNOTSUPP | Errno::NOSYS | Errno::NODEV) => {
                     refused.store(true, Relaxed);
-                    return Err(self.unsupported(words.unsupported));
+                    return Err(self.unsupported(texts.unsupported));
                 }
-                Err(error) => return Err(self.error_at(words.failed, error, range.offset())),
+                Err(error) => return Err(self.error_at(texts.failed, error, range.offset())),
             }
         }
     }
@@ -212,7 +212,7 @@ impl HostFile {
         let is_direct_device =
             self.kind == FileKind::BlockDevice && self.file.caching == Caching::Direct;
         let pays_twice = is_direct_device && local::engine() == Some(Engine::Threads);
-        match self.refused.fua.load(Relaxed) || pays_twice {
+        match self.unsupported.fua.load(Relaxed) || pays_twice {
             true => Fua::Emulated,
             false => Fua::Native,
         }
@@ -221,10 +221,10 @@ impl HostFile {
     /// A file in memory has nothing to flush. Out of the page cache comes a write and a flush, whatever
     /// the disk has.
     fn fua_cost(&self) -> FuaCost {
-        match (self.file.residence, self.file.caching) {
-            (Residence::Memory, _) => FuaCost::NoFlush,
-            (Residence::Device, Caching::PageCache) => FuaCost::ExtraFlush,
-            (Residence::Device, Caching::Direct) => self.fua_cost,
+        match (self.file.medium, self.file.caching) {
+            (Medium::Memory, _) => FuaCost::NoFlush,
+            (Medium::Device, Caching::PageCache) => FuaCost::ExtraFlush,
+            (Medium::Device, Caching::Direct) => self.fua_cost,
         }
     }
 
@@ -262,26 +262,27 @@ impl HostFile {
             Err(error) => Error::host(DISCARD.failed, error).on(&self.name).at(range.offset()),
         };
         if error.kind() == ErrorKind::Unsupported {
-            self.refused.discard.store(true, Relaxed);
+            self.unsupported.discard.store(true, Relaxed);
         }
         Err(error)
     }
 }
 
-/// What an error says of an operation.
-struct Words {
+/// Texts of an operation's errors.
+struct ErrorText {
     failed: &'static str,
     unsupported: &'static str,
 }
 
-const ZEROES: Words =
-    Words { failed: "cannot zero", unsupported: "zeroing a range without writing it" };
-const DISCARD: Words = Words { failed: "cannot discard", unsupported: "discarding a range" };
+const ZEROES: ErrorText =
+    ErrorText { failed: "cannot zero", unsupported: "zeroing a range without writing it" };
+const DISCARD: ErrorText =
+    ErrorText { failed: "cannot discard", unsupported: "discarding a range" };
 
 /// Why an operation of another kind cannot come back.
 const CAME_BACK: &str = "an operation comes back as it went";
 
-fn pass(transfer: &mut Transfer, count: usize) {
+fn advance(transfer: &mut Transfer, count: usize) {
     transfer.offset += count as u64;
     transfer.vector.advance(count);
 }
@@ -296,7 +297,7 @@ impl Storage for HostFile {
             true => Offload::Unavailable,
             false => Offload::Available,
         };
-        let Refused { punch_hole, zero_range, discard, .. } = &self.refused;
+        let Unsupported { punch_hole, zero_range, discard, .. } = &self.unsupported;
         Capabilities {
             fua: self.fua(),
             fua_cost: self.fua_cost(),
@@ -330,10 +331,10 @@ impl Storage for HostFile {
                 Err(Errno::AGAIN | Errno::INTR) => {}
                 Err(error) => return Err(self.error_at("cannot read", error, transfer.offset)),
                 Ok(count) if count == transfer.vector.len() => return Ok(()),
-                // It is the end, or it was cut off on the way. To ask for the rest would tell, if
-                // what an end leaves were aligned enough to be asked for.
+                // A short read is the end of the file or a partial transfer. Another read would tell,
+                // but at the end the rest is usually not aligned for O_DIRECT. So check the size.
                 Ok(count) => {
-                    pass(&mut transfer, count);
+                    advance(&mut transfer, count);
                     if count == 0 || self.ends_at(transfer.offset)? {
                         transfer.vector.fill(0);
                         return Ok(());
@@ -362,7 +363,7 @@ impl Storage for HostFile {
     }
 
     async fn write_zeroes(&self, range: ByteRange, unmap: Unmap) -> Result<()> {
-        let Refused { punch_hole, zero_range, .. } = &self.refused;
+        let Unsupported { punch_hole, zero_range, .. } = &self.unsupported;
         match unmap {
             Unmap::Allowed => {
                 self.allocate(FallocateFlags::PUNCH_HOLE, range, punch_hole, &ZEROES).await
@@ -376,10 +377,10 @@ impl Storage for HostFile {
     async fn discard(&self, range: ByteRange) -> Result<()> {
         match self.kind {
             FileKind::Regular => {
-                let refused = &self.refused.punch_hole;
+                let refused = &self.unsupported.punch_hole;
                 self.allocate(FallocateFlags::PUNCH_HOLE, range, refused, &DISCARD).await
             }
-            FileKind::BlockDevice if self.refused.discard.load(Relaxed) => {
+            FileKind::BlockDevice if self.unsupported.discard.load(Relaxed) => {
                 Err(self.unsupported(DISCARD.unsupported))
             }
             FileKind::BlockDevice => self.discard_on_device(range).await,
@@ -387,7 +388,7 @@ impl Storage for HostFile {
     }
 
     async fn flush(&self, sync: SyncMode) -> Result<()> {
-        self.file.orphans.gone().await;
+        self.file.detached_syncs.drained().await;
         let result = loop {
             let operation = Operation::Sync { file: Arc::clone(&self.flushed), sync };
             match submit(operation).await.0 {
@@ -396,7 +397,7 @@ impl Storage for HostFile {
             }
         };
         // Both in any case: each failure is reported once.
-        let earlier = self.file.orphans.take_failure();
+        let earlier = self.file.detached_syncs.take_failure();
         result.and(earlier).map_err(|error| self.error("cannot flush", error))
     }
 
@@ -416,7 +417,7 @@ impl Storage for HostFile {
     /// Allocates the last sector: unlike truncating to a larger size, that can never cut off what was
     /// written beyond it meanwhile.
     async fn extend_hint(&self, size: u64) {
-        let refused = &self.refused.lengthen;
+        let refused = &self.unsupported.extend;
         if size <= self.size() || refused.load(Relaxed) {
             return;
         }

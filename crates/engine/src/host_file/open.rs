@@ -9,20 +9,20 @@ use blockhouse_core::{Buffer, Error, ErrorKind, Fua, Offload, Result};
 use rustix::fs::{Mode, OFlags};
 use rustix::io::Errno;
 
-use super::{HostFile, Refused};
+use super::{HostFile, Unsupported};
 use crate::descriptors::DESCRIPTORS_HINT;
-use crate::file::{Caching, File, Residence};
+use crate::file::{Caching, File, Medium};
 use crate::io_poll::{IoPoll, check_io_poll};
 use crate::local;
 use crate::probe::{self, FileKind};
 
 /// Whether an open file may be changed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum OpenFor {
-    /// No write is possible.
-    Reading,
+pub enum OpenMode {
+    /// Reads only.
+    ReadOnly,
     /// Reads and writes.
-    Writing,
+    ReadWrite,
 }
 
 /// Whether the host's page cache is used.
@@ -63,7 +63,7 @@ impl HostFile {
         })?;
         let file = rustix::fs::ftruncate(&made, size)
             .map_err(|error| failed("cannot set the size of the new file", error))
-            .and_then(|()| Self::open(path, OpenFor::Writing, cache));
+            .and_then(|()| Self::open(path, OpenMode::ReadWrite, cache));
         if file.is_err() {
             // The error that counts is the first one.
             let _ = std::fs::remove_file(path);
@@ -75,7 +75,7 @@ impl HostFile {
     ///
     /// # Errors
     /// The kernel's, and [`ErrorKind::InvalidInput`] for what is neither file nor block device.
-    pub fn open(path: &Path, access: OpenFor, cache: PageCache) -> Result<Self> {
+    pub fn open(path: &Path, access: OpenMode, cache: PageCache) -> Result<Self> {
         let name = path.display().to_string();
         let failed = |error: Errno| Error::host("cannot open", error.into()).on(&name);
         let (direct, caching) = match cache {
@@ -83,8 +83,8 @@ impl HostFile {
             PageCache::Bypassed => (OFlags::DIRECT, Caching::Direct),
         };
         let mode = match access {
-            OpenFor::Reading => OFlags::RDONLY,
-            OpenFor::Writing => OFlags::RDWR,
+            OpenMode::ReadOnly => OFlags::RDONLY,
+            OpenMode::ReadWrite => OFlags::RDWR,
         };
         // Opening a pipe for reading would wait for a writer.
         let flags = mode | direct | OFlags::CLOEXEC | OFlags::NONBLOCK;
@@ -98,9 +98,9 @@ impl HostFile {
                 None => failed(error),
             }
         })?;
-        settle_flags(&descriptor, mode | direct).map_err(failed)?;
-        let residence = probe::residence(&descriptor);
-        let file = File::new(descriptor, residence, caching);
+        set_file_flags(&descriptor, mode | direct).map_err(failed)?;
+        let medium = probe::medium(&descriptor);
+        let file = File::new(descriptor, medium, caching);
         if caching == Caching::Direct {
             tell_if_not_pollable(path);
         }
@@ -132,12 +132,12 @@ impl HostFile {
             _ => None,
         };
         let sample = Buffer::new(SAMPLE).lend();
-        let refused = Refused {
+        let unsupported = Unsupported {
             fua: (probe::fua(&file, &sample) != Fua::Native).into(),
             punch_hole: (device.write_zeroes == Offload::Unavailable).into(),
             zero_range: (device.write_zeroes == Offload::Unavailable).into(),
             discard: (device.discard == Offload::Unavailable).into(),
-            lengthen: (kind == FileKind::BlockDevice).into(),
+            extend: (kind == FileKind::BlockDevice).into(),
         };
         let (file, size) = (Arc::new(file), size.into());
         let flushed = match &tail {
@@ -155,7 +155,7 @@ impl HostFile {
             alignment,
             fua_cost,
             write_cache,
-            refused,
+            unsupported,
         })
     }
 }
@@ -164,7 +164,7 @@ impl HostFile {
 /// was written. If it cannot be opened once more, then the same one serves for both.
 fn open_for_flushes(file: &Arc<File>, access: OFlags, path: &Path) -> Arc<File> {
     let may_hold_writes = file.caching == Caching::PageCache
-        && file.residence == Residence::Device
+        && file.medium == Medium::Device
         && access == OFlags::RDWR;
     let opened = may_hold_writes.then(|| file.reopen_cached(access, path));
     opened.and_then(|opened| opened.ok()).map_or_else(|| Arc::clone(file), Arc::new)
@@ -172,7 +172,7 @@ fn open_for_flushes(file: &Arc<File>, access: OFlags, path: &Path) -> Arc<File> 
 
 /// Sets the flags that reads and writes are to have. Not `O_NONBLOCK`: to io_uring that would mean "fail
 /// rather than wait".
-fn settle_flags(descriptor: &OwnedFd, flags: OFlags) -> rustix::io::Result<()> {
+fn set_file_flags(descriptor: &OwnedFd, flags: OFlags) -> rustix::io::Result<()> {
     // To note when a disk was last read is work at every read. Only the file's owner may leave it out.
     match rustix::fs::fcntl_setfl(descriptor, flags | OFlags::NOATIME) {
         Err(Errno::PERM) => rustix::fs::fcntl_setfl(descriptor, flags),

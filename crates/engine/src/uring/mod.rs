@@ -1,6 +1,6 @@
-//! The io_uring engine: files, sockets and the bell of a loop through one ring, one system call a
-//! turn. Operations that are polled for have a second ring beside it (`polled`), and while there are
-//! any, a turn does not sleep.
+//! The io_uring engine: files, sockets and the notifier of a loop through one ring, with one system call
+//! for each iteration. Operations that are polled for have a second ring beside it (`polled`); while there
+//! are any, the loop does not sleep.
 
 mod entry;
 mod polled;
@@ -16,20 +16,20 @@ use blockhouse_core::SyncMode;
 use io_uring::types::{Fd, FsyncFlags};
 use io_uring::{cqueue, opcode, squeue};
 
-use crate::driver::{Completion, Driver, Rest};
-use crate::fixed::{FixedFiles, Number};
+use crate::driver::{Completion, Driver, Wait};
+use crate::fixed_files::{FileId, FixedFiles};
 use crate::io_poll::IoPoll;
+use crate::loop_shared::LoopShared;
 use crate::mapping::Mapping;
-use crate::membership::Membership;
 use crate::operation::{MAX_OPERATIONS, Message, Operation, OperationTable, Token};
-use crate::remote::Remote;
+use crate::registrations::Registrations;
 use crate::system_call::run_inline;
 use crate::watches::WatchKey;
 use polled::PolledRing;
-use ring::{Completions, Ring};
+use ring::{CompletionMode, Ring};
 
-/// Completions that belong to no operation of the table.
-const BELL: u64 = u64::MAX;
+/// CompletionMode that belong to no operation of the table.
+const NOTIFIER: u64 = u64::MAX;
 const CANCEL: u64 = u64::MAX - 1;
 /// Set in those of watches, whose key follows.
 const WATCH: u64 = 1 << 32;
@@ -39,13 +39,13 @@ const PROBE: u64 = 1 << 33;
 pub(crate) struct Uring {
     ring: Ring,
     polled: PolledRing,
-    remote: Arc<Remote>,
-    /// Whether the ring watches the bell.
-    watching: bool,
+    shared: Arc<LoopShared>,
+    /// Whether the ring watches the notifier.
+    watches_notifier: bool,
     /// How many operations the kernel has.
     in_flight: usize,
-    /// Fetched already, to be reported by the next turn.
-    early: Vec<Completion>,
+    /// Fetched already, to be reported by the next `poll`.
+    ready: Vec<Completion>,
     /// Of the operation with that token, if it is one on a socket: the kernel reads it there.
     headers: Box<[libc::msghdr]>,
     /// What is watched.
@@ -64,19 +64,19 @@ impl Uring {
     ///
     /// # Errors
     /// The kernel's, where io_uring is missing, forbidden or too old.
-    pub(crate) fn open(remote: &Arc<Remote>) -> io::Result<Self> {
-        let ring = Ring::open(remote, Completions::Announced)?;
+    pub(crate) fn open(shared: &Arc<LoopShared>) -> io::Result<Self> {
+        let ring = Ring::open(shared, CompletionMode::Interrupt)?;
         // SAFETY: all-zero is a valid msghdr (null pointers and zero lengths).
         let no_header: libc::msghdr = unsafe { std::mem::zeroed() };
         let headers = vec![no_header; MAX_OPERATIONS].into_boxed_slice();
-        let (remote, early) = (Arc::clone(remote), Vec::new());
+        let (shared, ready) = (Arc::clone(shared), Vec::new());
         Ok(Self {
             ring,
-            polled: PolledRing::new(&remote),
-            remote,
-            watching: false,
+            polled: PolledRing::new(&shared),
+            shared,
+            watches_notifier: false,
             in_flight: 0,
-            early,
+            ready,
             headers,
             watches: HashMap::new(),
             events: Vec::new(),
@@ -89,9 +89,9 @@ impl Uring {
         while self.ring.push(entry).is_err() {
             self.ring.enter(0, None);
             // The kernel may have refused because it has no room for more completions.
-            let mut early = std::mem::take(&mut self.early);
-            self.reap(&mut early);
-            self.early = early;
+            let mut ready = std::mem::take(&mut self.ready);
+            self.reap(&mut ready);
+            self.ready = ready;
         }
     }
 
@@ -139,24 +139,24 @@ impl Uring {
     }
 
     fn header(&mut self, token: Token, message: &Message) -> *mut libc::msghdr {
-        let place = &mut self.headers[token.index()];
-        *place = message.header();
-        place
+        let header = &mut self.headers[token.index()];
+        *header = message.header();
+        header
     }
 
     /// Starts an operation by the main ring.
-    fn start_announced(&mut self, token: Token, operation: &Operation) {
+    fn start_interrupt(&mut self, token: Token, operation: &Operation) {
         let entry = self.entry_of(token, operation).user_data(token.as_u64());
         self.push(&entry);
         self.in_flight += 1;
     }
 
-    fn watch_bell(&mut self) {
-        if !self.watching {
-            let bell = Fd(self.remote.bell().as_raw_fd());
-            let entry = opcode::PollAdd::new(bell, libc::POLLIN as u32).multi(true).build();
-            self.push(&entry.user_data(BELL));
-            self.watching = true;
+    fn watch_notifier(&mut self) {
+        if !self.watches_notifier {
+            let notifier = Fd(self.shared.notifier().as_raw_fd());
+            let entry = opcode::PollAdd::new(notifier, libc::POLLIN as u32).multi(true).build();
+            self.push(&entry.user_data(NOTIFIER));
+            self.watches_notifier = true;
         }
     }
 
@@ -171,7 +171,7 @@ impl Uring {
     }
 
     /// Asks the kernel about every operation after it dropped completions. It cancels those that it still
-    /// has, and does not find those whose completion is lost: these fail. Completions keep their order, so an
+    /// has, and does not find those whose completion is lost: these fail. CompletionMode keep their order, so an
     /// operation whose completion is only late is not taken for lost.
     fn probe_lost(&mut self, operations: &OperationTable) {
         // The other ring's operations are not known to this one.
@@ -179,7 +179,7 @@ impl Uring {
             return;
         }
         self.ring.has_lost_completions = false;
-        for token in operations.running() {
+        for token in operations.in_flight() {
             self.probed.insert(token);
             let entry = opcode::AsyncCancel::new(token.as_u64()).build();
             self.push(&entry.user_data(PROBE | token.as_u64()));
@@ -189,9 +189,9 @@ impl Uring {
     fn reap(&mut self, done: &mut Vec<Completion>) {
         for entry in self.ring.completions() {
             match entry.user_data() {
-                // The bell is not read: each ring of it is an event of its own, and nothing polls it
-                // afresh but after the watch ended.
-                BELL => self.watching &= cqueue::more(entry.flags()),
+                // The eventfd is not read: each write to it is an event of its own, and it is polled
+                // anew only after the watch ended.
+                NOTIFIER => self.watches_notifier &= cqueue::more(entry.flags()),
                 CANCEL => {}
                 watch if watch & WATCH != 0 => {
                     let key = WatchKey(watch as u32);
@@ -223,24 +223,24 @@ impl Uring {
 }
 
 impl Driver for Uring {
-    fn attempt(&mut self, operation: &Operation) -> Option<i32> {
+    fn try_inline(&mut self, operation: &Operation) -> Option<i32> {
         run_inline(operation)
     }
 
     fn start(&mut self, token: Token, operation: &Operation) {
         if !self.polled.start(token, operation) {
-            self.start_announced(token, operation);
+            self.start_interrupt(token, operation);
         }
     }
 
-    fn fix_files(&mut self, fixed: FixedFiles) {
-        self.ring.fix_files(fixed);
-        self.polled.fix_files(fixed);
+    fn set_fixed_files(&mut self, fixed: FixedFiles) {
+        self.ring.set_fixed_files(fixed);
+        self.polled.set_fixed_files(fixed);
     }
 
-    fn forget_file(&mut self, number: &Number) {
-        self.ring.forget_file(number);
-        self.polled.forget_file(number);
+    fn unregister_file(&mut self, file: &FileId) {
+        self.ring.unregister_file(file);
+        self.polled.unregister_file(file);
     }
 
     fn io_poll(&mut self, io_poll: IoPoll) {
@@ -251,16 +251,16 @@ impl Driver for Uring {
         self.polled.is_busy()
     }
 
-    fn register_memory(&mut self, memory: &Membership<Mapping>) -> io::Result<()> {
+    fn register_memory(&mut self, memory: &Registrations<Mapping>) -> io::Result<()> {
         self.ring.register_memory(memory)
     }
 
-    fn forget_memory(&mut self, mapping: &Mapping) {
-        self.ring.forget_memory(mapping);
+    fn unregister_memory(&mut self, mapping: &Mapping) {
+        self.ring.unregister_memory(mapping);
     }
 
-    fn forget_all_memory(&mut self) {
-        self.ring.forget_all_memory();
+    fn unregister_all_memory(&mut self) {
+        self.ring.unregister_all_memory();
     }
 
     fn cancel(&mut self, token: Token, _operation: &Operation) {
@@ -269,7 +269,7 @@ impl Driver for Uring {
     }
 
     fn may_have_events(&mut self) -> bool {
-        !self.ring.completions().is_empty() || self.ring.has_news()
+        !self.ring.completions().is_empty() || self.ring.has_completions()
     }
 
     fn watch(&mut self, key: WatchKey, descriptor: BorrowedFd<'_>) -> io::Result<()> {
@@ -288,25 +288,25 @@ impl Driver for Uring {
         self.events.pop()
     }
 
-    fn turn(&mut self, rest: Rest, operations: &OperationTable, done: &mut Vec<Completion>) {
-        self.watch_bell();
+    fn poll(&mut self, wait: Wait, operations: &OperationTable, done: &mut Vec<Completion>) {
+        self.watch_notifier();
         self.renew_watches();
         self.probe_lost(operations);
-        let waiting = !self.early.is_empty() || !self.ring.completions().is_empty();
-        match rest {
-            // Completions of this ring show in memory, and the other one is entered anyhow.
-            _ if self.is_polling() && !self.ring.has_business() => {}
+        let waiting = !self.ready.is_empty() || !self.ring.completions().is_empty();
+        match wait {
+            // CompletionMode of this ring show in memory, and the other one is entered anyhow.
+            _ if self.is_polling() && !self.ring.needs_enter() => {}
             _ if self.is_polling() => self.ring.enter(0, None),
-            Rest::Never if self.in_flight == 0 && !self.ring.has_business() => {}
-            Rest::Never => self.ring.enter(0, None),
+            Wait::Never if self.in_flight == 0 && !self.ring.needs_enter() => {}
+            Wait::Never => self.ring.enter(0, None),
             _ if waiting => self.ring.enter(0, None),
-            Rest::UntilEvent => self.ring.enter(1, None),
-            Rest::UntilEventOr(until) => self.ring.enter(1, Some(until)),
+            Wait::Event => self.ring.enter(1, None),
+            Wait::Until(until) => self.ring.enter(1, Some(until)),
         }
-        done.append(&mut self.early);
+        done.append(&mut self.ready);
         self.reap(done);
-        for token in self.polled.turn(operations, done) {
-            self.start_announced(token, operations.operation(token));
+        for token in self.polled.poll(operations, done) {
+            self.start_interrupt(token, operations.operation(token));
         }
     }
 }

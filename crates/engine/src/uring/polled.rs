@@ -3,10 +3,10 @@
 //!
 //! Such a ring takes direct I/O on devices with queues for that and nothing else, and looks for completions
 //! only when it is entered. So a loop that has something in flight here does not sleep but enters it at
-//! every turn; with nothing in flight it is left alone. It is made for the first operation that can go
+//! every iteration; with nothing in flight it is not entered. It is made for the first operation that can go
 //! through it.
 //!
-//! Promises: an operation that the kernel refuses to poll for is handed back, to be done by the main ring,
+//! Guarantees: an operation that the kernel refuses to poll for is handed back, to be done by the main ring,
 //! with one warning for its file; so is every operation where the ring cannot be made.
 
 use std::sync::Arc;
@@ -14,63 +14,63 @@ use std::sync::Arc;
 use io_uring::squeue;
 
 use super::entry;
-use super::ring::{Completions, Ring};
+use super::ring::{CompletionMode, Ring};
 use crate::driver::Completion;
-use crate::fixed::{FixedFiles, Number};
+use crate::fixed_files::{FileId, FixedFiles};
 use crate::io_poll::IoPoll;
+use crate::loop_shared::LoopShared;
 use crate::operation::{Operation, OperationTable, Token, Transfer, WriteThrough};
-use crate::remote::Remote;
 
 pub(super) struct PolledRing {
-    remote: Arc<Remote>,
+    shared: Arc<LoopShared>,
     fixed: FixedFiles,
     state: State,
     /// How many operations the kernel has.
     in_flight: usize,
-    /// Completed, to be reported by the next turn.
-    found: Vec<Completion>,
+    /// Completed, to be reported by the next `poll`.
+    ready: Vec<Completion>,
 }
 
 enum State {
     /// Not asked for, or refused.
     Off,
-    Wanted,
+    Pending,
     Open(Box<Ring>),
 }
 
 impl PolledRing {
     /// None yet, and none asked for.
-    pub(super) fn new(remote: &Arc<Remote>) -> Self {
-        let (remote, fixed) = (Arc::clone(remote), FixedFiles::Off);
-        Self { remote, fixed, state: State::Off, in_flight: 0, found: Vec::new() }
+    pub(super) fn new(shared: &Arc<LoopShared>) -> Self {
+        let (shared, fixed) = (Arc::clone(shared), FixedFiles::Off);
+        Self { shared, fixed, state: State::Off, in_flight: 0, ready: Vec::new() }
     }
 
-    /// Whether there is to be a ring. No operation is under way.
+    /// Whether there is to be a ring. No operation is in flight.
     pub(super) fn set(&mut self, io_poll: IoPoll) {
         self.state = match io_poll {
-            IoPoll::On => State::Wanted,
+            IoPoll::On => State::Pending,
             IoPoll::Off => State::Off,
         };
     }
 
-    /// Whether files get slots here, too. No operation is under way.
-    pub(super) fn fix_files(&mut self, fixed: FixedFiles) {
+    /// Whether files get slots here, too. No operation is in flight.
+    pub(super) fn set_fixed_files(&mut self, fixed: FixedFiles) {
         self.fixed = fixed;
         if let State::Open(ring) = &mut self.state {
-            ring.fix_files(fixed);
+            ring.set_fixed_files(fixed);
         }
     }
 
-    /// A file that may have a slot is closed.
-    pub(super) fn forget_file(&mut self, number: &Number) {
+    /// A file that may have a slot was closed.
+    pub(super) fn unregister_file(&mut self, file: &FileId) {
         if let State::Open(ring) = &mut self.state {
-            ring.forget_file(number);
+            ring.unregister_file(file);
         }
     }
 
-    /// Whether a turn is needed for something to complete.
+    /// Whether the ring must be polled for something to complete.
     pub(super) fn is_busy(&self) -> bool {
-        self.in_flight > 0 || !self.found.is_empty()
+        self.in_flight > 0 || !self.ready.is_empty()
     }
 
     /// Takes the operation, as [`Driver::start`] does, if it can be polled for. Says whether it did.
@@ -91,10 +91,10 @@ impl PolledRing {
 
     /// The ring, made now if it is wanted.
     fn ring(&mut self) -> Option<&mut Ring> {
-        if let State::Wanted = self.state {
-            self.state = match Ring::open(&self.remote, Completions::Polled) {
+        if let State::Pending = self.state {
+            self.state = match Ring::open(&self.shared, CompletionMode::Polled) {
                 Ok(mut ring) => {
-                    ring.fix_files(self.fixed);
+                    ring.set_fixed_files(self.fixed);
                     State::Open(Box::new(ring))
                 }
                 Err(error) => {
@@ -105,7 +105,7 @@ impl PolledRing {
         }
         match &mut self.state {
             State::Open(ring) => Some(ring),
-            State::Off | State::Wanted => None,
+            State::Off | State::Pending => None,
         }
     }
 
@@ -117,22 +117,22 @@ impl PolledRing {
         }
     }
 
-    /// Submits everything and looks at the devices' queues once.
+    /// Submits everything and polls the devices' queues once.
     fn enter(&mut self) {
         let State::Open(ring) = &mut self.state else { return };
         ring.enter(0, None);
-        let before = self.found.len();
-        self.found.extend(ring.completions().map(|entry| Completion {
+        let before = self.ready.len();
+        self.ready.extend(ring.completions().map(|entry| Completion {
             token: Token::from_u64(entry.user_data()),
             result: entry.result(),
         }));
-        self.in_flight -= self.found.len() - before;
+        self.in_flight -= self.ready.len() - before;
     }
 
     /// Submits everything, looks for completions without waiting, and appends them to `done`. Gives
     /// the operations that the kernel does not poll for: they are to be started elsewhere.
     #[must_use]
-    pub(super) fn turn(
+    pub(super) fn poll(
         &mut self,
         operations: &OperationTable,
         done: &mut Vec<Completion>,
@@ -141,7 +141,7 @@ impl PolledRing {
         if self.in_flight > 0 {
             self.enter();
         }
-        for completion in self.found.drain(..) {
+        for completion in self.ready.drain(..) {
             if completion.result == -libc::EOPNOTSUPP {
                 note_refusal(operations.operation(completion.token));
                 refused.push(completion.token);

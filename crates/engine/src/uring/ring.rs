@@ -4,7 +4,7 @@
 //! It is made for one thread (`SINGLE_ISSUER`) where the kernel has that, and its completions run when
 //! the loop asks for them (`DEFER_TASKRUN`), not in the middle of its work; so every call that submits
 //! also gets events, or nothing would ever complete. That completions wait to be run is seen in memory
-//! (`TASKRUN_FLAG`), so that looking out for them takes no system call.
+//! (`TASKRUN_FLAG`), so that polling for them takes no system call.
 
 use std::io;
 use std::ptr;
@@ -17,14 +17,14 @@ use io_uring::{IoUring, Probe, cqueue, opcode, squeue};
 
 use crate::broken_wait::BrokenWait;
 use crate::file::File;
-use crate::fixed::{FixedFiles, FixedTable, Number, Place};
+use crate::fixed_files::{FileId, FileRef, FixedFiles, FixedTable};
+use crate::loop_shared::LoopShared;
 use crate::mapping::Mapping;
-use crate::membership::Membership;
 use crate::operation::MAX_OPERATIONS;
-use crate::registered::MemoryTable;
-use crate::remote::Remote;
+use crate::registered_buffers::BufferTable;
+use crate::registrations::Registrations;
 
-/// Places for submissions between two system calls. More cost an extra call, nothing else.
+/// Entries of the submission queue between two system calls. More cost an extra call, nothing else.
 const SUBMISSIONS: u32 = 256;
 
 /// `enter` flags, from `<linux/io_uring.h>`.
@@ -33,9 +33,9 @@ const ENTER_EXT_ARG: u32 = 8;
 
 pub(super) struct Ring {
     uring: IoUring,
-    remote: Arc<Remote>,
+    shared: Arc<LoopShared>,
     files: FixedTable,
-    memory: MemoryTable,
+    memory: BufferTable,
     broken_wait: BrokenWait,
     /// Whether the kernel has dropped completions.
     pub(super) has_lost_completions: bool,
@@ -43,10 +43,10 @@ pub(super) struct Ring {
 
 /// How a ring learns of completions.
 #[derive(Clone, Copy, PartialEq, Eq)]
-pub(super) enum Completions {
-    /// Devices and peers announce them.
-    Announced,
-    /// The ring looks at the devices' queues whenever it is entered (`IORING_SETUP_IOPOLL`).
+pub(super) enum CompletionMode {
+    /// Devices and peers interrupt.
+    Interrupt,
+    /// The kernel polls the devices' queues whenever the ring is entered (`IORING_SETUP_IOPOLL`).
     Polled,
 }
 
@@ -63,23 +63,23 @@ struct GetEvents {
 }
 
 impl Ring {
-    /// A ring for the calling thread, whose loop is `remote`.
+    /// A ring for the calling thread, whose loop is `shared`.
     ///
     /// # Errors
     /// The kernel's, where io_uring is missing, forbidden or too old.
-    pub(super) fn open(remote: &Arc<Remote>, completions: Completions) -> io::Result<Self> {
+    pub(super) fn open(shared: &Arc<LoopShared>, completions: CompletionMode) -> io::Result<Self> {
         let uring = best_ring(completions)?;
         check(&uring)?;
-        let files = FixedTable::new(remote.clone(), FixedFiles::Off);
-        let memory = MemoryTable::new(remote.clone());
-        let (remote, broken_wait) = (Arc::clone(remote), BrokenWait::default());
-        Ok(Self { uring, remote, files, memory, broken_wait, has_lost_completions: false })
+        let files = FixedTable::new(shared.clone(), FixedFiles::Off);
+        let memory = BufferTable::new(shared.clone());
+        let (shared, broken_wait) = (Arc::clone(shared), BrokenWait::default());
+        Ok(Self { uring, shared, files, memory, broken_wait, has_lost_completions: false })
     }
 
     /// Adds an entry, to be submitted by the next `enter`.
     pub(super) fn push(&mut self, entry: &squeue::Entry) -> Result<(), Full> {
         // SAFETY: what the entry points to belongs to an operation in the loop's table, which stays
-        // there unmoved until the completion (`operation`'s promise); or it is the header for that
+        // there unmoved until the completion (guaranteed by `operation`); or it is the header for that
         // operation, which stays as long; or it points to nothing.
         unsafe { self.uring.submission().push(entry) }.map_err(|_| Full)
     }
@@ -91,9 +91,9 @@ impl Ring {
         file: &File,
         build: impl FnOnce(Fd) -> squeue::Entry,
     ) -> squeue::Entry {
-        match self.files.place(&self.uring.submitter(), &file.membership, file.raw()) {
-            Place::Descriptor(descriptor) => build(Fd(descriptor)),
-            Place::Slot(slot) => build(Fd(slot as i32)).flags(squeue::Flags::FIXED_FILE),
+        match self.files.file_ref(&self.uring.submitter(), &file.registrations, file.raw()) {
+            FileRef::Fd(descriptor) => build(Fd(descriptor)),
+            FileRef::Fixed(slot) => build(Fd(slot as i32)).flags(squeue::Flags::FIXED_FILE),
         }
     }
 
@@ -143,48 +143,48 @@ impl Ring {
     }
 
     /// Whether the kernel has completions ready to be run by the next `enter`.
-    pub(super) fn has_news(&mut self) -> bool {
+    pub(super) fn has_completions(&mut self) -> bool {
         self.uring.submission().taskrun()
     }
 
     /// Whether there is something to submit, or to be run.
-    pub(super) fn has_business(&mut self) -> bool {
+    pub(super) fn needs_enter(&mut self) -> bool {
         let submission = self.uring.submission();
         !submission.is_empty() || submission.taskrun()
     }
 
-    /// Whether files get slots from now on. No operation is under way.
-    pub(super) fn fix_files(&mut self, fixed: FixedFiles) {
+    /// Whether files get slots from now on. No operation is in flight.
+    pub(super) fn set_fixed_files(&mut self, fixed: FixedFiles) {
         self.files.close(&self.uring.submitter());
-        self.files = FixedTable::new(self.remote.clone(), fixed);
+        self.files = FixedTable::new(self.shared.clone(), fixed);
     }
 
-    /// A file that may have a slot is closed.
-    pub(super) fn forget_file(&mut self, number: &Number) {
-        self.files.forget(&self.uring.submitter(), number);
+    /// A file that may have a slot was closed.
+    pub(super) fn unregister_file(&mut self, file: &FileId) {
+        self.files.unregister(&self.uring.submitter(), file);
     }
 
     /// Puts memory into slots.
-    pub(super) fn register_memory(&mut self, memory: &Membership<Mapping>) -> io::Result<()> {
+    pub(super) fn register_memory(&mut self, memory: &Registrations<Mapping>) -> io::Result<()> {
         self.memory.add(&self.uring.submitter(), memory)
     }
 
-    /// Memory that may have slots is not used any more.
-    pub(super) fn forget_memory(&mut self, mapping: &Mapping) {
-        self.memory.forget(&self.uring.submitter(), mapping);
+    /// Memory that may have slots is no longer used.
+    pub(super) fn unregister_memory(&mut self, mapping: &Mapping) {
+        self.memory.unregister(&self.uring.submitter(), mapping);
     }
 
-    /// Gives all slots of memory back. No operation is under way.
-    pub(super) fn forget_all_memory(&mut self) {
+    /// Gives all slots of memory back. No operation is in flight.
+    pub(super) fn unregister_all_memory(&mut self) {
         self.memory.close(&self.uring.submitter());
     }
 }
 
 /// The best kind of ring that this kernel has.
-fn best_ring(completions: Completions) -> io::Result<IoUring> {
+fn best_ring(completions: CompletionMode) -> io::Result<IoUring> {
     let mut builder = IoUring::builder();
     builder.setup_cqsize(2 * MAX_OPERATIONS as u32).setup_clamp().dontfork();
-    if completions == Completions::Polled {
+    if completions == CompletionMode::Polled {
         builder.setup_iopoll();
     }
     let kinds: [fn(&mut io_uring::Builder); 3] = [

@@ -9,18 +9,18 @@ use std::task::Waker;
 use blockhouse_core::Buffer;
 
 use super::Uring;
-use crate::driver::{Driver, Rest};
-use crate::file::{Caching, File, Residence};
-use crate::fixed::FixedFiles;
+use crate::driver::{Driver, Wait};
+use crate::file::{Caching, File, Medium};
+use crate::fixed_files::FixedFiles;
 use crate::io_poll::{IoPoll, Pollable};
+use crate::loop_shared::LoopShared;
 use crate::operation::{Operation, OperationTable, Token, Transfer, WriteThrough};
-use crate::remote::Remote;
 
 const BLOCK: usize = 4096;
 
 fn engine() -> Option<Uring> {
-    let remote = Remote::new().unwrap();
-    match Uring::open(&remote) {
+    let shared = LoopShared::new().unwrap();
+    match Uring::open(&shared) {
         Ok(engine) => Some(engine),
         Err(error) => {
             eprintln!("skipped: {error}");
@@ -33,7 +33,7 @@ fn engine() -> Option<Uring> {
 /// for that.
 fn wrongly_pollable(path: &Path) -> Arc<File> {
     let file = OpenOptions::new().read(true).write(true).open(path).unwrap();
-    let mut file = File::new(file.into(), Residence::Device, Caching::PageCache);
+    let mut file = File::new(file.into(), Medium::Device, Caching::PageCache);
     file.pollable = Pollable::everything();
     Arc::new(file)
 }
@@ -50,11 +50,11 @@ fn begin(engine: &mut Uring, operations: &mut OperationTable, operation: Operati
     token
 }
 
-/// The results of the next operations, which sleeping turns wait for.
+/// The results of the next operations, which a sleeping `poll` waits for.
 fn end(engine: &mut Uring, operations: &mut OperationTable, count: usize) -> Vec<i32> {
     let mut done = Vec::new();
     while done.len() < count {
-        engine.turn(Rest::UntilEvent, operations, &mut done);
+        engine.poll(Wait::Event, operations, &mut done);
     }
     for completion in &done {
         let _ = operations.complete(completion.token, completion.result);
@@ -78,7 +78,7 @@ fn slots_of(path: &Path) -> usize {
 /// `slots` is in how many rings the file then has a slot.
 fn operations_that_are_refused_go_on(fixed: FixedFiles, slots: usize) {
     let Some(mut engine) = engine() else { return };
-    engine.fix_files(fixed);
+    engine.set_fixed_files(fixed);
     engine.io_poll(IoPoll::On);
     let mut operations = OperationTable::new();
     let place = tempfile::NamedTempFile::new().unwrap();
@@ -146,7 +146,7 @@ fn an_operation_whose_completion_is_lost_fails_and_no_other() {
     begin(&mut engine, &mut operations, write(2));
     let mut done = Vec::new();
     while done.len() < 2 {
-        engine.turn(Rest::UntilEvent, &operations, &mut done);
+        engine.poll(Wait::Event, &operations, &mut done);
     }
     for completion in &done {
         let is_lost = completion.token == lost;

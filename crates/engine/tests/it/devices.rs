@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use blockhouse_core::{Allocation, Buffer, ByteRange, Durability, Fua, Storage, SyncMode};
-use blockhouse_engine::{Engine, FileKind, HostFile, OpenFor, PageCache};
+use blockhouse_engine::{Engine, FileKind, HostFile, OpenMode, PageCache};
 
 use crate::common::{on_every_engine, output};
 
@@ -43,7 +43,7 @@ impl Drop for LoopDevice {
 }
 
 fn open(path: &Path, cache: PageCache) -> HostFile {
-    HostFile::open(path, OpenFor::Writing, cache).unwrap()
+    HostFile::open(path, OpenMode::ReadWrite, cache).unwrap()
 }
 
 /// The node of a device lies on a file system in memory. That says nothing about the device.

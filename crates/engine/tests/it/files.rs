@@ -7,7 +7,7 @@ use blockhouse_core::{
     Allocation, Buffer, ByteRange, Durability, ErrorKind, Fua, FuaCost, GroupCommit,
     ReadAfterDiscard, Storage, SyncMode, Unmap, errno,
 };
-use blockhouse_engine::{Engine, HostFile, OpenFor, PageCache};
+use blockhouse_engine::{Engine, HostFile, OpenMode, PageCache};
 
 use crate::common::memory::Memory;
 use crate::common::on_every_engine;
@@ -82,7 +82,7 @@ fn durable_writes_are_grouped_where_the_engine_of_the_loop_has_fewer_under_way()
     };
     let path = folder.path().join("disk");
     let direct = HostFile::create(&path, MIB, PageCache::Bypassed).unwrap();
-    let cached = HostFile::open(&path, OpenFor::Writing, PageCache::Used).unwrap();
+    let cached = HostFile::open(&path, OpenMode::ReadWrite, PageCache::Used).unwrap();
     on_every_engine(|event_loop| {
         let expected = match event_loop.engine() {
             // There are 16 threads.
@@ -225,14 +225,14 @@ fn more_operations_than_places_all_complete() {
 }
 
 fn reopen(file: &HostFile) -> HostFile {
-    HostFile::open(Path::new(file.name()), OpenFor::Writing, PageCache::Used).unwrap()
+    HostFile::open(Path::new(file.name()), OpenMode::ReadWrite, PageCache::Used).unwrap()
 }
 
 #[test]
 fn errors_name_the_file_and_the_offset_and_keep_the_errno() {
     on_every_file(async |file| {
         let path = Path::new(file.name());
-        let read_only = HostFile::open(path, OpenFor::Reading, PageCache::Used).unwrap();
+        let read_only = HostFile::open(path, OpenMode::ReadOnly, PageCache::Used).unwrap();
         let mut buffer = Buffer::new(512);
         let error =
             read_only.write(1024, buffer.lend(), Durability::None).await.expect_err("read-only");
@@ -245,7 +245,7 @@ fn errors_name_the_file_and_the_offset_and_keep_the_errno() {
 #[test]
 fn what_is_no_disk_is_refused() {
     let folder = folder();
-    let open = |path: &Path| HostFile::open(path, OpenFor::Reading, PageCache::Used);
+    let open = |path: &Path| HostFile::open(path, OpenMode::ReadOnly, PageCache::Used);
     let error = open(folder.path()).expect_err("a directory");
     assert_eq!(error.kind(), ErrorKind::InvalidInput);
     let error = open(&folder.path().join("nothing")).expect_err("a missing file");

@@ -9,8 +9,8 @@ use std::time::Duration;
 
 use blockhouse_core::{Buffer, Durability, Storage, SyncMode};
 use blockhouse_engine::{
-    Engine, EngineChoice, EventLoop, FixedFiles, HostFile, OpenFor, PageCache, file_named_by,
-    is_byte_locked, share_byte, sleep, spawn,
+    Engine, EngineChoice, EventLoop, FixedFiles, HostFile, OpenMode, PageCache, is_byte_locked,
+    lock_byte_shared, probe_fixed_file, sleep, spawn,
 };
 use tempfile::TempDir;
 
@@ -23,7 +23,7 @@ const SLOTS: usize = 256;
 fn new_loop(fixed: FixedFiles) -> Option<EventLoop> {
     match EventLoop::new(EngineChoice::Only(Engine::IoUring)) {
         Ok(mut event_loop) => {
-            event_loop.fix_files(fixed);
+            event_loop.set_fixed_files(fixed);
             Some(event_loop)
         }
         Err(error) => {
@@ -42,7 +42,7 @@ fn folder() -> TempDir {
 fn marked(folder: &Path, name: &str, mark: u8) -> HostFile {
     let path = folder.join(name);
     std::fs::write(&path, [mark; BLOCK]).unwrap();
-    HostFile::open(&path, OpenFor::Writing, PageCache::Used).unwrap()
+    HostFile::open(&path, OpenMode::ReadWrite, PageCache::Used).unwrap()
 }
 
 async fn read_mark(file: &HostFile) -> u8 {
@@ -117,12 +117,12 @@ fn a_loop_can_be_asked_what_its_requests_name() {
     drop(marked(folder.path(), "disk", 1));
     for fixed in [FixedFiles::On, FixedFiles::Off, FixedFiles::On] {
         let Some(mut event_loop) = new_loop(fixed) else { return };
-        let answer = event_loop.block_on(file_named_by(&path, PageCache::Used)).unwrap();
+        let answer = event_loop.block_on(probe_fixed_file(&path, PageCache::Used)).unwrap();
         assert_eq!(answer, fixed);
     }
     let mut without_ring = EventLoop::new(EngineChoice::Only(Engine::Threads)).unwrap();
-    without_ring.fix_files(FixedFiles::On);
-    let answer = without_ring.block_on(file_named_by(&path, PageCache::Used)).unwrap();
+    without_ring.set_fixed_files(FixedFiles::On);
+    let answer = without_ring.block_on(probe_fixed_file(&path, PageCache::Used)).unwrap();
     assert_eq!(answer, FixedFiles::Off, "there is no table to have a slot in");
     assert_eq!(slots_below(folder.path()), 0);
     assert_eq!(std::fs::read(&path).unwrap(), [1; BLOCK]);
@@ -134,7 +134,7 @@ fn what_requests_name_cannot_be_told_by_zeros() {
     drop(marked(folder.path(), "disk", 0));
     let Some(mut event_loop) = new_loop(FixedFiles::On) else { return };
     let path = folder.path().join("disk");
-    let error = event_loop.block_on(file_named_by(&path, PageCache::Used)).unwrap_err();
+    let error = event_loop.block_on(probe_fixed_file(&path, PageCache::Used)).unwrap_err();
     assert!(error.to_string().contains("zeros"), "{error}");
 }
 
@@ -148,11 +148,11 @@ fn a_closed_file_gives_its_slot_and_its_locks_back() {
         let other = marked(folder.path(), "other", 2);
         for round in 0..3 * SLOTS {
             let file = marked(folder.path(), "disk", 1);
-            share_byte(file.descriptor(), 100).unwrap();
+            lock_byte_shared(file.descriptor(), 100).unwrap();
             assert_eq!(read_mark(&file).await, 1);
             drop(file);
             if round % SLOTS == 0 {
-                let again = HostFile::open(&path, OpenFor::Writing, PageCache::Used).unwrap();
+                let again = HostFile::open(&path, OpenMode::ReadWrite, PageCache::Used).unwrap();
                 assert!(!is_byte_locked(again.descriptor(), 100).unwrap(), "round {round}");
                 drop(again);
             }

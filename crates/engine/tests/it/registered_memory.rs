@@ -9,7 +9,7 @@ use std::time::Duration;
 use blockhouse_core::{Durability, IoVector, Storage, SyncMode};
 use blockhouse_engine::{
     Engine, EngineChoice, EventLoop, FaultDomain, GuestMemory, GuestRange, GuestRegion, HostFile,
-    OpenFor, PageCache, SharedMemory, registered_slots, sleep,
+    OpenMode, PageCache, SharedMemory, count_registered_buffers, sleep,
 };
 use rustix::fs::{FallocateFlags, MemfdFlags};
 use tempfile::TempDir;
@@ -38,7 +38,7 @@ fn folder() -> TempDir {
 /// A file of a few blocks, full of `mark`.
 fn marked(path: &Path, mark: u8) -> HostFile {
     std::fs::write(path, [mark; 4 * BLOCK]).unwrap();
-    HostFile::open(path, OpenFor::Writing, PageCache::Used).unwrap()
+    HostFile::open(path, OpenMode::ReadWrite, PageCache::Used).unwrap()
 }
 
 /// Memory of `blocks` blocks at [`GUEST`], and the file that it is in.
@@ -47,7 +47,7 @@ fn guest(blocks: usize) -> (GuestMemory, OwnedFd) {
     rustix::fs::ftruncate(&file, (blocks * BLOCK) as u64).unwrap();
     let shared = SharedMemory::map(&file, 0, blocks * BLOCK, &FaultDomain::unconnected()).unwrap();
     let mut memory = GuestMemory::new();
-    assert!(memory.add(GuestRegion { guest: GUEST, user: 0, memory: Arc::new(shared) }));
+    assert!(memory.add(GuestRegion { guest: GUEST, user_addr: 0, memory: Arc::new(shared) }));
     (memory, file)
 }
 
@@ -73,7 +73,7 @@ fn take_pages(file: &OwnedFd) {
 
 /// How many slots of this process's rings have `length` bytes.
 fn slots_of(length: usize) -> usize {
-    registered_slots(Path::new("/proc/self"), length).unwrap()
+    count_registered_buffers(Path::new("/proc/self"), length).unwrap()
 }
 
 /// Lets the loop hear of what is not used any more.

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::SeqCst};
 use std::time::Duration;
 
-use blockhouse_engine::{Lookout, Watch, sleep};
+use blockhouse_engine::{PollSource, Watch, sleep};
 use rustix::event::{EventfdFlags, eventfd};
 
 use crate::common::on_every_engine;
@@ -91,19 +91,19 @@ struct Shared {
     wanted: AtomicU64,
 }
 
-struct Looker {
+struct SharedCounter {
     shared: Arc<Shared>,
     seen: Cell<u64>,
 }
 
-impl Lookout for Looker {
-    fn look(&self) -> bool {
+impl PollSource for SharedCounter {
+    fn is_ready(&self) -> bool {
         self.shared.count.load(SeqCst) > self.seen.get()
     }
 
-    fn arm(&self) -> bool {
+    fn enable_notify(&self) -> bool {
         self.shared.wanted.store(self.seen.get() + 1, SeqCst);
-        self.look()
+        self.is_ready()
     }
 }
 
@@ -129,8 +129,8 @@ fn a_loop_that_looks_for_itself_misses_nothing() {
             signals
         });
         event_loop.block_on(async {
-            let looker = Rc::new(Looker { shared, seen: Cell::new(0) });
-            let watch = Watch::new(event, Rc::clone(&looker) as Rc<dyn Lookout>).unwrap();
+            let looker = Rc::new(SharedCounter { shared, seen: Cell::new(0) });
+            let watch = Watch::new(event, Rc::clone(&looker) as Rc<dyn PollSource>).unwrap();
             while looker.seen.get() < COUNT {
                 watch.event().await;
                 looker.seen.set(looker.shared.count.load(SeqCst));

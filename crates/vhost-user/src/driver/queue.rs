@@ -7,7 +7,7 @@ use std::sync::atomic::Ordering::{Acquire, Relaxed, SeqCst};
 use std::sync::atomic::fence;
 use std::time::Duration;
 
-use blockhouse_engine::{SharedMemory, View};
+use blockhouse_engine::{SharedMemory, VolatileSlice};
 use vmm_sys_util::epoll::{ControlOperation, Epoll, EpollEvent, EventSet};
 use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
 
@@ -37,9 +37,9 @@ pub struct DriverQueue {
     entries: u16,
     start: usize,
     /// The descriptors.
-    pub table: View,
-    available: View,
-    used: View,
+    pub table: VolatileSlice,
+    available: VolatileSlice,
+    used: VolatileSlice,
     /// Notifies the device.
     pub kick: EventFd,
     /// Notified by the device.
@@ -75,7 +75,8 @@ impl DriverQueue {
     ) -> io::Result<Self> {
         let [table, available, used] = Self::parts(start, entries);
         let view = |offset, length| {
-            View::new(Arc::clone(&memory), offset, length).ok_or(io::ErrorKind::InvalidInput)
+            VolatileSlice::new(Arc::clone(&memory), offset, length)
+                .ok_or(io::ErrorKind::InvalidInput)
         };
         let count = usize::from(entries);
         let call = EventFd::new(EFD_CLOEXEC | EFD_NONBLOCK)?;
@@ -196,7 +197,7 @@ impl DriverQueue {
 }
 
 /// Writes a chain into a table from descriptor `first` on.
-pub fn write_chain(table: &View, first: u16, buffers: &[DescriptorSpec]) {
+pub fn write_chain(table: &VolatileSlice, first: u16, buffers: &[DescriptorSpec]) {
     for (index, buffer) in (first..).zip(buffers) {
         let is_last = usize::from(index - first) + 1 == buffers.len();
         let flags = buffer.flags | if is_last { 0 } else { NEXT };
@@ -204,7 +205,7 @@ pub fn write_chain(table: &View, first: u16, buffers: &[DescriptorSpec]) {
     }
 }
 
-fn write_descriptor(table: &View, index: u16, buffer: DescriptorSpec, next: u16) {
+fn write_descriptor(table: &VolatileSlice, index: u16, buffer: DescriptorSpec, next: u16) {
     let at = DESCRIPTOR_BYTES * usize::from(index);
     let rest = u64::from(buffer.length) | u64::from(buffer.flags) << 32 | u64::from(next) << 48;
     table.store_u64(at, buffer.address);

@@ -3,7 +3,7 @@
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
-use blockhouse_engine::{SharedMemory, View};
+use blockhouse_engine::{SharedMemory, VolatileSlice};
 
 use super::eventfd::{check_eventfd, duplicate_call};
 use crate::protocol::Result;
@@ -31,7 +31,7 @@ impl DirtyLogging {
     /// Sets the log's memory.
     pub fn set_log(&mut self, memory: SharedMemory) {
         let length = memory.len();
-        self.log = View::new(Arc::new(memory), 0, length).map(DirtyLog::new);
+        self.log = VolatileSlice::new(Arc::new(memory), 0, length).map(DirtyLog::new);
     }
 
     /// Sets how the front-end is told that the log has changed.

@@ -4,7 +4,7 @@ use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
 use blockhouse_core::WriteCache;
-use blockhouse_engine::{SharedMemory, View};
+use blockhouse_engine::{SharedMemory, VolatileSlice};
 
 use super::memory::MemoryTable;
 use crate::protocol::{InflightDescription, Result, refused};
@@ -19,7 +19,7 @@ pub struct InflightArea {
     memory: Arc<SharedMemory>,
     entries: u16,
     /// The device's part; `None` in memory that another kind of server made.
-    device: Option<View>,
+    device: Option<VolatileSlice>,
 }
 
 impl InflightArea {

@@ -49,7 +49,7 @@ impl ChangedMemory {
             )));
         }
         let memory = Arc::new(map(file, offset, size, "guest memory", domain)?);
-        if !self.guest.add(GuestRegion { guest, user, memory: Arc::clone(&memory) }) {
+        if !self.guest.add(GuestRegion { guest, user_addr: user, memory: Arc::clone(&memory) }) {
             return Err(refused("regions of memory that overlap"));
         }
         self.added.push(memory);

@@ -221,7 +221,7 @@ impl Vring {
 }
 
 fn to_guest(addresses: &UserAddresses, memory: &GuestMemory) -> Result<RingAddresses, Broken> {
-    let find = |name, user| memory.guest_of_user(user).ok_or(Broken::Misplaced(name, user));
+    let find = |name, user| memory.guest_address_of(user).ok_or(Broken::Misplaced(name, user));
     Ok(RingAddresses {
         descriptors: find("descriptor table", addresses.descriptors)?,
         available: find("available ring", addresses.available)?,

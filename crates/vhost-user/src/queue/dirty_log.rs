@@ -1,18 +1,18 @@
 //! The log of changed pages that a live migration keeps: one bit for each 4096 bytes of the guest's
 //! addresses (`VHOST_LOG_PAGE` of `<linux/vhost_types.h>`).
 
-use blockhouse_engine::{GuestRange, View};
+use blockhouse_engine::{GuestRange, VolatileSlice};
 
 /// Bytes that one bit stands for.
 const PAGE: u64 = 4096;
 
 /// The log, in memory of the front-end. Clones are the same log.
 #[derive(Clone, Debug)]
-pub struct DirtyLog(View);
+pub struct DirtyLog(VolatileSlice);
 
 impl DirtyLog {
     /// A log in this memory.
-    pub fn new(view: View) -> Self {
+    pub fn new(view: VolatileSlice) -> Self {
         Self(view)
     }
 
@@ -61,12 +61,12 @@ mod tests {
 
     use super::*;
 
-    fn log(bytes: usize) -> (DirtyLog, View) {
+    fn log(bytes: usize) -> (DirtyLog, VolatileSlice) {
         let file = rustix::fs::memfd_create("log", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
         rustix::fs::ftruncate(&file, bytes as u64).unwrap();
         let memory =
             Arc::new(SharedMemory::map(&file, 0, bytes, &FaultDomain::unconnected()).unwrap());
-        let view = View::new(memory, 0, bytes).unwrap();
+        let view = VolatileSlice::new(memory, 0, bytes).unwrap();
         (DirtyLog::new(view.clone()), view)
     }
 

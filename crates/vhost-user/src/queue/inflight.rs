@@ -11,7 +11,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 
 use blockhouse_core::WriteCache;
-use blockhouse_engine::{SharedMemory, View};
+use blockhouse_engine::{SharedMemory, VolatileSlice};
 use rustix::fs::{MemfdFlags, SealFlags};
 
 /// Bytes before a queue's entries, and of an entry.
@@ -62,18 +62,18 @@ pub fn new_file(size: u64) -> rustix::io::Result<OwnedFd> {
 }
 
 /// The part of queue `index`; `None` when the memory has none.
-pub fn queue(memory: &Arc<SharedMemory>, index: u16, entries: u16) -> Option<View> {
+pub fn queue(memory: &Arc<SharedMemory>, index: u16, entries: u16) -> Option<VolatileSlice> {
     let start = part(entries) * usize::from(index);
-    View::new(Arc::clone(memory), start, part(entries)).filter(|view| view.is_aligned(8))
+    VolatileSlice::new(Arc::clone(memory), start, part(entries)).filter(|view| view.is_aligned(8))
 }
 
 /// Where the state of the write cache is kept; `None` in memory that another kind of server made.
-pub fn device(memory: &Arc<SharedMemory>, queues: u16, entries: u16) -> Option<View> {
-    View::new(Arc::clone(memory), part(entries) * usize::from(queues), DEVICE_BYTES)
+pub fn device(memory: &Arc<SharedMemory>, queues: u16, entries: u16) -> Option<VolatileSlice> {
+    VolatileSlice::new(Arc::clone(memory), part(entries) * usize::from(queues), DEVICE_BYTES)
 }
 
 /// The state of the write cache as an earlier server left it; `None` when none did.
-pub fn write_cache(device: &View) -> Option<WriteCache> {
+pub fn write_cache(device: &VolatileSlice) -> Option<WriteCache> {
     match device.load_u8(0) {
         VOLATILE => Some(WriteCache::Volatile),
         DURABLE => Some(WriteCache::None),
@@ -82,7 +82,7 @@ pub fn write_cache(device: &View) -> Option<WriteCache> {
 }
 
 /// Keeps the state of the write cache.
-pub fn keep_write_cache(device: &View, cache: WriteCache) {
+pub fn keep_write_cache(device: &VolatileSlice, cache: WriteCache) {
     let byte = match cache {
         WriteCache::Volatile => VOLATILE,
         WriteCache::None => DURABLE,
@@ -92,7 +92,7 @@ pub fn keep_write_cache(device: &View, cache: WriteCache) {
 
 /// The in-flight log of one queue.
 pub struct InflightQueue {
-    view: View,
+    view: VolatileSlice,
     entries: u16,
     counter: u64,
     /// Requests in the used ring whose entries are not cleared yet.
@@ -110,7 +110,7 @@ pub struct Recovery {
 impl InflightQueue {
     /// Takes a queue's part over. `used` is the number of the next entry in its used ring. `None` when
     /// the part is too small.
-    pub fn open(view: View, entries: u16, used: u16) -> Option<(Self, Recovery)> {
+    pub fn open(view: VolatileSlice, entries: u16, used: u16) -> Option<(Self, Recovery)> {
         if view.len() < HEAD_BYTES + ENTRY_BYTES * usize::from(entries) {
             return None;
         }

@@ -10,7 +10,7 @@ use std::rc::Rc;
 use std::task::{Context, Poll};
 use std::time::Duration;
 
-use blockhouse_engine::{Lookout, Sleep, Watch, sleep};
+use blockhouse_engine::{PollSource, Sleep, Watch, sleep};
 use rustix::event::{EventfdFlags, eventfd};
 
 /// A polled ring is read this often while requests come, and half as often after each time that it was empty,
@@ -57,7 +57,7 @@ struct Timer {
 impl Kicks {
     /// Watches the ring in the way that the front-end asks for. A descriptor that cannot be watched was
     /// refused before.
-    pub fn new(ring: Rc<dyn Lookout>, kick: Kick) -> Self {
+    pub fn new(ring: Rc<dyn PollSource>, kick: Kick) -> Self {
         let (descriptor, timer) = match kick {
             Kick::Event(descriptor) => (Some(descriptor), None),
             Kick::Polled => (eventfd(0, EventfdFlags::CLOEXEC).ok(), Some(Timer::new())),

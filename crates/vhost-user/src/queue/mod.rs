@@ -26,7 +26,7 @@ use std::rc::Rc;
 use std::task::Poll;
 
 use blockhouse_core::Storage;
-use blockhouse_engine::Lookout;
+use blockhouse_engine::PollSource;
 pub use call::Call;
 pub use command::{QueueCommand, QueueRequest, StopMode};
 pub use dirty_log::DirtyLog;
@@ -80,7 +80,7 @@ pub async fn run<S: Storage>(
 
 fn watch<S: Storage>(queue: &Rc<Queue<S>>, kick: Kick) -> Kicks {
     queue.set_polled(matches!(kick, Kick::Polled));
-    Kicks::new(Rc::clone(queue) as Rc<dyn Lookout>, kick)
+    Kicks::new(Rc::clone(queue) as Rc<dyn PollSource>, kick)
 }
 
 fn handle<S: Storage>(

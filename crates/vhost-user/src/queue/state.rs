@@ -6,7 +6,7 @@ use std::task::{Context, Waker};
 
 use blockhouse_core::{Durability, Error, ErrorKind, InFlight, Storage, WriteCache, errno};
 use blockhouse_disk::Disk;
-use blockhouse_engine::Lookout;
+use blockhouse_engine::PollSource;
 
 use super::command::StopMode;
 use super::handler::Handlers;
@@ -222,12 +222,12 @@ impl<S: Storage> Queue<S> {
     }
 }
 
-impl<S: Storage> Lookout for Queue<S> {
-    fn look(&self) -> bool {
+impl<S: Storage> PollSource for Queue<S> {
+    fn is_ready(&self) -> bool {
         self.has_work()
     }
 
-    fn arm(&self) -> bool {
+    fn enable_notify(&self) -> bool {
         match self.is_polled.get() {
             true => self.has_work(),
             false => self.has_free_handler() && self.virtqueue.borrow_mut().enable_notify(),

@@ -4,7 +4,7 @@
 //! answered with an error status; a chain without a byte for its status breaks the queue ([`Broken`]). No
 //! buffer is used beyond the guest's memory.
 
-use blockhouse_engine::{GuestMemory, GuestRange, View};
+use blockhouse_engine::{GuestMemory, GuestRange, VolatileSlice};
 
 use super::broken::Broken;
 use super::descriptor::{Buffers, DESCRIPTOR_BYTES, Descriptor, INDIRECT, MAX_CHAIN, NEXT, WRITE};
@@ -59,7 +59,12 @@ impl Chain {
     ///
     /// # Errors
     /// When there is no byte for the status, or virtio's rules for chains are broken.
-    pub fn walk(&mut self, memory: &GuestMemory, table: &View, head: u16) -> Result<(), Broken> {
+    pub fn walk(
+        &mut self,
+        memory: &GuestMemory,
+        table: &VolatileSlice,
+        head: u16,
+    ) -> Result<(), Broken> {
         self.readable.clear();
         self.writable.clear();
         self.reject_reason = None;
@@ -77,7 +82,7 @@ impl Chain {
     fn follow(
         &mut self,
         memory: &GuestMemory,
-        table: &View,
+        table: &VolatileSlice,
         mut current: Descriptor,
         may_branch: bool,
     ) -> Result<(), Broken> {
@@ -165,7 +170,7 @@ fn bytes_of(buffers: &Buffers) -> u64 {
     buffers.iter().map(|range| u64::from(range.length)).sum()
 }
 
-fn descriptor(table: &View, index: u16) -> Result<Descriptor, Broken> {
+fn descriptor(table: &VolatileSlice, index: u16) -> Result<Descriptor, Broken> {
     let count = table.len() / DESCRIPTOR_BYTES;
     if usize::from(index) >= count {
         return Err(Broken::NoSuchDescriptor(index, count));
@@ -174,7 +179,7 @@ fn descriptor(table: &View, index: u16) -> Result<Descriptor, Broken> {
 }
 
 /// The table that an indirect descriptor refers to.
-fn indirect(memory: &GuestMemory, descriptor: Descriptor) -> Result<View, Broken> {
+fn indirect(memory: &GuestMemory, descriptor: Descriptor) -> Result<VolatileSlice, Broken> {
     let Descriptor { address, length, flags, .. } = descriptor;
     let entries = length as usize / DESCRIPTOR_BYTES;
     let fits = (1..=MAX_CHAIN).contains(&entries) && length == (entries * DESCRIPTOR_BYTES) as u32;

@@ -1,6 +1,6 @@
 //! Descriptors: the entries of a queue's table, and of indirect tables.
 
-use blockhouse_engine::{GuestRange, View};
+use blockhouse_engine::{GuestRange, VolatileSlice};
 use smallvec::SmallVec;
 
 /// The most entries that a queue may have; QEMU's limit as well.
@@ -38,7 +38,7 @@ pub struct Descriptor {
 
 impl Descriptor {
     /// Reads the descriptor at `index` of a table, which has it.
-    pub fn read(table: &View, index: usize) -> Self {
+    pub fn read(table: &VolatileSlice, index: usize) -> Self {
         let at = index * DESCRIPTOR_BYTES;
         let (address, rest) = if table.is_aligned(8) {
             (table.load_u64(at), table.load_u64(at + 8))

@@ -9,7 +9,7 @@
 use std::sync::atomic::Ordering::{Acquire, Relaxed};
 use std::sync::atomic::{Ordering, fence};
 
-use blockhouse_engine::{GuestMemory, View};
+use blockhouse_engine::{GuestMemory, VolatileSlice};
 
 use super::broken::Broken;
 use super::descriptor::{DESCRIPTOR_BYTES, MAX_ENTRIES};
@@ -45,9 +45,9 @@ pub enum EventIndex {
 pub struct SplitRing {
     size: u16,
     event_index: EventIndex,
-    descriptors: View,
-    available: View,
-    used: View,
+    descriptors: VolatileSlice,
+    available: VolatileSlice,
+    used: VolatileSlice,
     /// The number of the next available entry.
     last_avail_idx: u16,
     /// The driver's index of the available ring, as it was read last.
@@ -123,7 +123,7 @@ impl SplitRing {
     }
 
     /// The table of descriptors.
-    pub fn descriptors(&self) -> &View {
+    pub fn descriptors(&self) -> &VolatileSlice {
         &self.descriptors
     }
 
@@ -272,7 +272,7 @@ fn views(
     memory: &GuestMemory,
     addresses: RingAddresses,
     size: u16,
-) -> Result<(View, View, View), Broken> {
+) -> Result<(VolatileSlice, VolatileSlice, VolatileSlice), Broken> {
     let size = usize::from(size);
     let part = |name, address, length, alignment| {
         let view = memory.view(address, length).filter(|view| view.is_aligned(alignment));

@@ -99,7 +99,7 @@ fn aliasing(guest: &mut Guest, count: usize, length: u32) -> Vec<DescriptorSpec>
     let inner = guest.base() + 64;
     let bytes = 16 * (count + 2);
     let memory = guest.driver.memory.clone();
-    let table = blockhouse_engine::View::new(memory, inner, bytes).unwrap();
+    let table = blockhouse_engine::VolatileSlice::new(memory, inner, bytes).unwrap();
     let mut chain = vec![guest.header(IN, 0)];
     chain.extend(std::iter::repeat_n(guest.data(32 << 10, length, WRITE), count));
     chain.push(guest.status());
@@ -227,7 +227,7 @@ fn indirect_tables_that_virtio_forbids_are_the_end() {
         is_dropped(what, |guest| {
             let inner = guest.base() + 64;
             let memory = guest.driver.memory.clone();
-            let table = blockhouse_engine::View::new(memory, inner, 1024).unwrap();
+            let table = blockhouse_engine::VolatileSlice::new(memory, inner, 1024).unwrap();
             let chain = [guest.header(IN, 0), guest.data(0, 512, WRITE), guest.status()];
             write_chain(&table, 0, &chain);
             refer(guest, inner)
@@ -245,18 +245,18 @@ fn indirect_tables_that_virtio_forbids_are_the_end() {
     });
     offer("a table in a table", &|guest, inner| {
         let memory = guest.driver.memory.clone();
-        let outer = blockhouse_engine::View::new(memory, inner + 1024, 16).unwrap();
+        let outer = blockhouse_engine::VolatileSlice::new(memory, inner + 1024, 16).unwrap();
         write_chain(&outer, 0, &[table(inner, 48, 0)]);
         vec![table(inner + 1024, 16, 0)]
     });
     offer("a table that goes round", &|guest, inner| {
         let memory = guest.driver.memory.clone();
-        let table = blockhouse_engine::View::new(memory, inner, 32).unwrap();
+        let table = blockhouse_engine::VolatileSlice::new(memory, inner, 32).unwrap();
         let data = guest.data(0, 512, WRITE);
         write_chain(&table, 0, &[data, data]);
         // The second one's successor is the first.
         let memory = guest.driver.memory.clone();
-        let second = blockhouse_engine::View::new(memory, inner + 16, 16).unwrap();
+        let second = blockhouse_engine::VolatileSlice::new(memory, inner + 16, 16).unwrap();
         second.store_u64(8, 512 | u64::from(WRITE | NEXT) << 32);
         vec![DescriptorSpec::at(inner, 32, INDIRECT)]
     });

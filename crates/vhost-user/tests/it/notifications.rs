@@ -10,7 +10,7 @@ use blockhouse_core::{
     Allocation, ByteRange, Capabilities, Durability, IoVector, Result, Storage, SyncMode, Unmap,
 };
 use blockhouse_disk::{Disk, Options as DiskOptions};
-use blockhouse_engine::{HostFile, OpenFor, PageCache};
+use blockhouse_engine::{HostFile, OpenMode, PageCache};
 use blockhouse_vhost_user::driver::{DescriptorSpec, DriverQueue, Options, TestDriver};
 use blockhouse_vhost_user::ring::WRITE;
 use blockhouse_vhost_user::{Device, Export, RegisteredMemory, Server};
@@ -102,7 +102,7 @@ fn what_is_done_is_told_while_others_wait() {
     let folder = tempfile::tempdir().unwrap();
     let image = folder.path().join("disk.img");
     std::fs::File::create(&image).unwrap().set_len(SIZE).unwrap();
-    let file = HostFile::open(&image, OpenFor::Writing, PageCache::Used).unwrap();
+    let file = HostFile::open(&image, OpenMode::ReadWrite, PageCache::Used).unwrap();
     let permits = Arc::new(Semaphore::new(0));
     let held = Held { file, permits: Arc::clone(&permits) };
     let disk = Arc::new(Disk::raw(held, DiskOptions::default()).unwrap());

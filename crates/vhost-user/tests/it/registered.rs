@@ -5,7 +5,7 @@ use std::os::fd::{AsRawFd, OwnedFd};
 use std::path::Path;
 
 use blockhouse_engine::{
-    Engine, EngineChoice, EventLoop, FaultDomain, SharedMemory, registered_slots,
+    Engine, EngineChoice, EventLoop, FaultDomain, SharedMemory, count_registered_buffers,
 };
 use blockhouse_vhost_user::driver::{DescriptorSpec, GUEST, Options};
 use blockhouse_vhost_user::ring::WRITE;
@@ -27,7 +27,7 @@ fn has_rings() -> bool {
 
 /// How many slots of this process's rings have `length` bytes.
 fn slots_of(length: usize) -> usize {
-    registered_slots(Path::new("/proc/self"), length).unwrap()
+    count_registered_buffers(Path::new("/proc/self"), length).unwrap()
 }
 
 /// Waits until there are so many: loops hear of memory that is gone in their own time.

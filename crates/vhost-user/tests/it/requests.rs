@@ -80,7 +80,8 @@ fn indirect_tables_are_followed() {
     let bytes = pattern(1, 4096);
     guest.put(&bytes);
     let inner = guest.base() + 64;
-    let table = blockhouse_engine::View::new(guest.driver.memory.clone(), inner, 48).unwrap();
+    let table =
+        blockhouse_engine::VolatileSlice::new(guest.driver.memory.clone(), inner, 48).unwrap();
     let chain = [guest.header(OUT, 8), guest.data(0, 4096, 0), guest.status()];
     write_chain(&table, 0, &chain);
     assert_eq!(guest.submit(0, &[DescriptorSpec::at(inner, 48, INDIRECT)], LONG), Some(OK));

@@ -1,4 +1,4 @@
-use blockhouse_engine::{GuestRange, GuestRegion, SharedMemory, View};
+use blockhouse_engine::{GuestRange, GuestRegion, SharedMemory, VolatileSlice};
 
 use super::*;
 use crate::ring::EventIndex;
@@ -17,13 +17,13 @@ fn ring_with_its_mark_at(marked: u64, event_index: EventIndex) -> (Virtqueue, Ar
     rustix::fs::ftruncate(&file, 16384).unwrap();
     let shared = Arc::new(SharedMemory::map(&file, 0, 16384, &domain).unwrap());
     let mut memory = GuestMemory::new();
-    assert!(memory.add(GuestRegion { guest: 0, user: 0, memory: Arc::clone(&shared) }));
+    assert!(memory.add(GuestRegion { guest: 0, user_addr: 0, memory: Arc::clone(&shared) }));
     let memory = Arc::new(memory);
     let addresses = RingAddresses { descriptors: 0, available: AVAILABLE, used: USED };
     let ring = SplitRing::new(&memory, addresses, ENTRIES, 0, event_index).unwrap();
     let mut queue = Virtqueue::new(ring, Arc::clone(&memory), domain, None, Vec::new());
     // The pages of these tests are the first four: they share one byte of the log.
-    let log = View::new(shared, marked as usize, 1).unwrap();
+    let log = VolatileSlice::new(shared, marked as usize, 1).unwrap();
     queue.set_log(Some(DirtyLog::new(log)), Some(USED), None);
     (queue, memory)
 }

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use blockhouse_disk::{Disk, Options as DiskOptions};
-use blockhouse_engine::{EngineChoice, EventLoop, Handle, HostFile, OpenFor, PageCache};
+use blockhouse_engine::{EngineChoice, EventLoop, Handle, HostFile, OpenMode, PageCache};
 use blockhouse_vhost_user::driver::{DescriptorSpec, DriverQueue, Options, TestDriver};
 use blockhouse_vhost_user::ring::WRITE;
 use blockhouse_vhost_user::{Device, Export, RegisteredMemory, Server};
@@ -109,7 +109,7 @@ impl Served {
         let folder = tempfile::Builder::new().tempdir_in(folder).unwrap();
         let image = folder.path().join("disk.img");
         std::fs::File::create(&image).unwrap().set_len(SIZE).unwrap();
-        let file = HostFile::open(&image, OpenFor::Writing, PageCache::Used).unwrap();
+        let file = HostFile::open(&image, OpenMode::ReadWrite, PageCache::Used).unwrap();
         let disk = Arc::new(Disk::raw(file, options).unwrap());
         let loops = Loops::start(workers);
         let export = Export {

@@ -1,8 +1,8 @@
 //! Finding out what a loop's requests name as their file: its slot in the ring's table, or its
 //! descriptor. A measurement that compares the two is worth nothing without it.
 //!
-//! How: while a file is open, the number of its descriptor is made to mean something else. A request that
-//! names the number meets that; one that names the slot still meets the file.
+//! Method: `dup3` replaces the open descriptor by one of /dev/null. A read through the descriptor then reads
+//! nothing; a read through the registered slot still reads the file.
 
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 use std::path::Path;
@@ -11,8 +11,8 @@ use blockhouse_core::{Buffer, Error, ErrorKind, Result, Storage};
 use rustix::fs::{Mode, OFlags};
 use rustix::io::Errno;
 
-use crate::fixed::FixedFiles;
-use crate::host_file::{HostFile, OpenFor, PageCache};
+use crate::fixed_files::FixedFiles;
+use crate::host_file::{HostFile, OpenMode, PageCache};
 
 const BLOCK: usize = 4096;
 
@@ -25,8 +25,8 @@ const BLOCK: usize = 4096;
 ///
 /// # Panics
 /// Outside of an event loop.
-pub async fn file_named_by(path: &Path, cache: PageCache) -> Result<FixedFiles> {
-    let file = HostFile::open(path, OpenFor::Reading, cache)?;
+pub async fn probe_fixed_file(path: &Path, cache: PageCache) -> Result<FixedFiles> {
+    let file = HostFile::open(path, OpenMode::ReadOnly, cache)?;
     let failed = |error: Errno| Error::host("cannot change the descriptor", error.into());
     if file.size() < BLOCK as u64 {
         return Err(Error::new(ErrorKind::InvalidInput, "is too short").on(file.name()));
@@ -41,16 +41,16 @@ pub async fn file_named_by(path: &Path, cache: PageCache) -> Result<FixedFiles> 
     let flags = OFlags::RDONLY | OFlags::CLOEXEC;
     let nothing = rustix::fs::open("/dev/null", flags, Mode::empty()).map_err(failed)?;
     let kept = rustix::io::fcntl_dupfd_cloexec(file.descriptor(), 0).map_err(failed)?;
-    put_in_place_of(&file, nothing.as_fd()).map_err(failed)?;
+    replace_fd(&file, nothing.as_fd()).map_err(failed)?;
     let mut found = Buffer::new(BLOCK);
     let outcome = file.read(0, found.lend()).await;
-    put_in_place_of(&file, kept.as_fd()).map_err(failed)?;
+    replace_fd(&file, kept.as_fd()).map_err(failed)?;
     let same = outcome.is_ok() && found.bytes() == wanted.bytes();
     Ok(if same { FixedFiles::On } else { FixedFiles::Off })
 }
 
-/// Makes the number of `file`'s descriptor one for `other`, behind the engine's back.
-fn put_in_place_of(file: &HostFile, other: BorrowedFd<'_>) -> rustix::io::Result<()> {
+/// Replaces `file`'s descriptor by `other`, without the engine's knowledge.
+fn replace_fd(file: &HostFile, other: BorrowedFd<'_>) -> rustix::io::Result<()> {
     let number = file.descriptor().as_raw_fd();
     // SAFETY: both descriptors are open, and the number stays that of an open descriptor, which the file
     // goes on to own.

@@ -1,7 +1,7 @@
-//! How a loop is reached: the addresses of its tasks, what is ready, and its mailbox.
+//! The part of a loop that all threads share: the headers of its tasks, the ready queue, and the mailbox.
 //!
-//! A waker knows its task's loop. On the loop's own thread it puts the task into the ready queue; on
-//! any other it leaves a note, and rings if the loop sleeps (see `mailbox` for that promise).
+//! A waker knows its task's loop. On the loop's own thread it puts the task into the ready queue. On any
+//! other thread it posts a message, and notifies the loop if it sleeps (`mailbox` says what that guarantees).
 
 use std::cell::{Cell, RefCell};
 use std::collections::VecDeque;
@@ -13,84 +13,84 @@ use std::task::Wake;
 
 use rustix::event::EventfdFlags;
 
-use crate::fixed::Number;
-use crate::mailbox::{Bell, Mailbox};
+use crate::fixed_files::FileId;
+use crate::mailbox::{self, Mailbox};
 use crate::mapping::Mapping;
-use crate::membership::Holder;
 use crate::operation::Token;
-use crate::queued::Queued;
+use crate::queued_flag::QueuedFlag;
+use crate::registrations::Unregister;
 
 thread_local! {
     static READY: RefCell<Option<Rc<Ready>>> = const { RefCell::new(None) };
 }
 
-/// What other threads tell a loop.
-pub(crate) enum Note {
+/// A message of another thread to a loop.
+pub(crate) enum LoopMessage {
     /// A task became ready.
-    Ready(Arc<Header>),
+    Ready(Arc<TaskHeader>),
     /// Run this; it does nothing but spawn a task.
     Call(Box<dyn FnOnce() + Send>),
     /// A worker thread finished an operation.
     Completed(Token, i32),
     /// A file that has a slot in the loop's ring was closed.
-    Closed(Arc<Number>),
-    /// Nobody uses this memory any more, which has slots in the loop's ring.
+    Closed(Arc<FileId>),
+    /// Memory that has slots in the loop's ring is no longer used.
     Unused(Arc<Mapping>),
 }
 
 /// The part of a loop that other threads see.
-pub(crate) struct Remote {
-    pub(crate) mailbox: Mailbox<Note>,
-    /// An eventfd: what wakes the sleeping loop.
-    bell: OwnedFd,
+pub(crate) struct LoopShared {
+    pub(crate) mailbox: Mailbox<LoopMessage>,
+    /// The eventfd that wakes the sleeping loop.
+    notifier: OwnedFd,
 }
 
-impl Remote {
+impl LoopShared {
     pub(crate) fn new() -> io::Result<Arc<Self>> {
         let flags = EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK;
-        let bell = rustix::event::eventfd(0, flags)?;
-        Ok(Arc::new(Self { mailbox: Mailbox::new(), bell }))
+        let notifier = rustix::event::eventfd(0, flags)?;
+        Ok(Arc::new(Self { mailbox: Mailbox::new(), notifier }))
     }
 
-    /// Leaves a note and wakes the loop if it must be.
-    pub(crate) fn post(&self, note: Note) {
-        if self.mailbox.post(note) == Bell::Ring {
+    /// Posts a message and wakes the loop if it sleeps.
+    pub(crate) fn post(&self, message: LoopMessage) {
+        if self.mailbox.post(message) == mailbox::Wake::Needed {
             // It can only fail when the counter is full, and then the loop is being woken already.
-            let _ = rustix::io::write(&self.bell, &1u64.to_ne_bytes());
+            let _ = rustix::io::write(&self.notifier, &1u64.to_ne_bytes());
         }
     }
 
     /// What the engine watches while the loop sleeps.
-    pub(crate) fn bell(&self) -> BorrowedFd<'_> {
-        self.bell.as_fd()
+    pub(crate) fn notifier(&self) -> BorrowedFd<'_> {
+        self.notifier.as_fd()
     }
 }
 
-impl Holder<Number> for Remote {
-    fn released(&self, number: Arc<Number>) {
-        self.post(Note::Closed(number));
+impl Unregister<FileId> for LoopShared {
+    fn unregister(&self, id: Arc<FileId>) {
+        self.post(LoopMessage::Closed(id));
     }
 }
 
-impl Holder<Mapping> for Remote {
-    fn released(&self, mapping: Arc<Mapping>) {
-        self.post(Note::Unused(mapping));
+impl Unregister<Mapping> for LoopShared {
+    fn unregister(&self, mapping: Arc<Mapping>) {
+        self.post(LoopMessage::Unused(mapping));
     }
 }
 
 /// What a waker points to. Shared with any thread; the future itself never leaves its loop.
-pub(crate) struct Header {
-    /// The place of the future in the loop's table, or `MAIN`.
+pub(crate) struct TaskHeader {
+    /// The index of the future in the loop's table, or `MAIN`.
     pub(crate) index: usize,
     /// Whether it is in the ready queue (or on its way there), so that it gets there once.
-    pub(crate) queued: Queued,
-    remote: Arc<Remote>,
+    pub(crate) queued: QueuedFlag,
+    shared: Arc<LoopShared>,
 }
 
 /// The index of the future that `block_on` runs, which lives outside the table.
 pub(crate) const MAIN: usize = usize::MAX;
 
-impl Wake for Header {
+impl Wake for TaskHeader {
     fn wake(self: Arc<Self>) {
         if self.queued.set() {
             Self::queue(self);
@@ -104,9 +104,9 @@ impl Wake for Header {
     }
 }
 
-impl Header {
-    pub(crate) fn new(index: usize, queued: Queued, remote: &Arc<Remote>) -> Arc<Self> {
-        Arc::new(Self { index, queued, remote: Arc::clone(remote) })
+impl TaskHeader {
+    pub(crate) fn new(index: usize, queued: QueuedFlag, shared: &Arc<LoopShared>) -> Arc<Self> {
+        Arc::new(Self { index, queued, shared: Arc::clone(shared) })
     }
 
     /// Puts the task into its loop's ready queue, from whatever thread.
@@ -114,29 +114,29 @@ impl Header {
         let mut header = Some(self);
         Ready::of_this_thread(|ready| {
             if let Some(header) =
-                header.take_if(|header| Arc::ptr_eq(&ready.remote, &header.remote))
+                header.take_if(|header| Arc::ptr_eq(&ready.shared, &header.shared))
             {
                 ready.push(header);
             }
         });
         if let Some(header) = header {
-            let remote = Arc::clone(&header.remote);
-            remote.post(Note::Ready(header));
+            let shared = Arc::clone(&header.shared);
+            shared.post(LoopMessage::Ready(header));
         }
     }
 }
 
 /// The tasks of a loop that are to be polled.
 pub(crate) struct Ready {
-    remote: Arc<Remote>,
-    queue: RefCell<VecDeque<Arc<Header>>>,
+    shared: Arc<LoopShared>,
+    queue: RefCell<VecDeque<Arc<TaskHeader>>>,
     main: Cell<bool>,
 }
 
 impl Ready {
-    pub(crate) fn new(remote: &Arc<Remote>) -> Rc<Self> {
-        let remote = Arc::clone(remote);
-        Rc::new(Self { remote, queue: RefCell::default(), main: Cell::new(false) })
+    pub(crate) fn new(shared: &Arc<LoopShared>) -> Rc<Self> {
+        let shared = Arc::clone(shared);
+        Rc::new(Self { shared, queue: RefCell::default(), main: Cell::new(false) })
     }
 
     /// Makes this the queue of the current thread, or leaves the thread without one.
@@ -150,8 +150,8 @@ impl Ready {
         let _ = READY.try_with(|ready| ready.borrow().as_deref().map(f));
     }
 
-    /// Queues a task for the next round.
-    pub(crate) fn push(&self, header: Arc<Header>) {
+    /// Queues a task for the next iteration.
+    pub(crate) fn push(&self, header: Arc<TaskHeader>) {
         if header.index == MAIN {
             header.queued.clear();
             self.main.set(true);
@@ -161,12 +161,12 @@ impl Ready {
     }
 
     /// The next task in line.
-    pub(crate) fn pop(&self) -> Option<Arc<Header>> {
+    pub(crate) fn pop(&self) -> Option<Arc<TaskHeader>> {
         self.queue.borrow_mut().pop_front()
     }
 
     /// Keeps those tasks of which `keep` says so.
-    pub(crate) fn retain(&self, keep: impl FnMut(&Arc<Header>) -> bool) {
+    pub(crate) fn retain(&self, keep: impl FnMut(&Arc<TaskHeader>) -> bool) {
         self.queue.borrow_mut().retain(keep);
     }
 

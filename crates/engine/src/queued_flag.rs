@@ -1,10 +1,10 @@
 //! Whether a task is in the ready queue, or on its way there.
 //!
-//! Promise: what a thread did before it woke a task is seen by a poll that begins after that. Most
+//! Guarantee: what a thread did before it woke a task is seen by a poll that begins after that. Most
 //! wake-ups find the task queued already and do nothing but look; such a one must be sure that the
 //! poll to come has not begun to look for itself. So each side changes the flag by one atomic
 //! operation that also reads it: of the two, one comes first, and the other knows it.
-//! `queued::loom_model` checks it; with a plain load or store on either side it fails.
+//! `queued_flag::loom_model` checks it; with a plain load or store on either side it fails.
 
 #[cfg(loom)]
 use loom::sync::atomic::{AtomicBool, Ordering};
@@ -12,9 +12,9 @@ use loom::sync::atomic::{AtomicBool, Ordering};
 use std::sync::atomic::{AtomicBool, Ordering};
 
 /// The flag of one task.
-pub(crate) struct Queued(AtomicBool);
+pub(crate) struct QueuedFlag(AtomicBool);
 
-impl Queued {
+impl QueuedFlag {
     pub(crate) fn new(queued: bool) -> Self {
         Self(AtomicBool::new(queued))
     }
@@ -42,13 +42,13 @@ mod loom_model {
     use loom::sync::atomic::{AtomicBool, Ordering};
     use loom::thread;
 
-    use super::Queued;
+    use super::QueuedFlag;
 
     #[test]
     fn a_wake_up_that_finds_the_task_queued_is_seen_by_the_poll() {
         loom::model(|| {
-            // Queued for another reason; the poll is about to begin.
-            let queued = Arc::new(Queued::new(true));
+            // QueuedFlag for another reason; the poll is about to begin.
+            let queued = Arc::new(QueuedFlag::new(true));
             let happened = Arc::new(AtomicBool::new(false));
             let other = {
                 let (queued, happened) = (Arc::clone(&queued), Arc::clone(&happened));

@@ -6,13 +6,13 @@ use std::path::PathBuf;
 use rustix::fs::{FileType, Stat};
 
 /// The queue of the block device that a file is or lies on.
-pub(crate) struct Queue {
+pub(crate) struct RequestQueue {
     device: PathBuf,
 }
 
-impl Queue {
-    /// The one below a file with this status.
-    pub(crate) fn below(status: &Stat) -> Self {
+impl RequestQueue {
+    /// The one of_file a file with this status.
+    pub(crate) fn of_file(status: &Stat) -> Self {
         let number = match FileType::from_raw_mode(status.st_mode) {
             FileType::BlockDevice => status.st_rdev,
             _ => status.st_dev,
@@ -21,9 +21,9 @@ impl Queue {
         Self { device: format!("/sys/dev/block/{major}:{minor}").into() }
     }
 
-    /// A setting, without white space around. `None` where the kernel has no such setting, or the file
+    /// A attribute, without white space around. `None` where the kernel has no such attribute, or the file
     /// system is on no block device that it tells of.
-    pub(crate) fn setting(&self, name: &str) -> Option<String> {
+    pub(crate) fn attribute(&self, name: &str) -> Option<String> {
         // A partition has no queue of its own: the disk that it is on stands above it.
         let read = |queue: &str| fs::read_to_string(self.device.join(queue).join(name));
         let text = read("queue").or_else(|_| read("../queue")).ok()?;
@@ -32,17 +32,17 @@ impl Queue {
 
     /// Whether what the device has completed is stable.
     pub(crate) fn has_no_cache(&self) -> bool {
-        self.setting("write_cache").is_some_and(|text| text == "write through")
+        self.attribute("write_cache").is_some_and(|text| text == "write through")
     }
 
     /// Whether a write can ask to be stable when it completes.
     pub(crate) fn has_fua(&self) -> bool {
-        self.setting("fua").is_some_and(|text| text == "1")
+        self.attribute("fua").is_some_and(|text| text == "1")
     }
 
     /// Whether it has queues that raise no interrupts.
     pub(crate) fn has_polled(&self) -> bool {
-        self.setting("io_poll").is_some_and(|text| text == "1")
+        self.attribute("io_poll").is_some_and(|text| text == "1")
     }
 
     /// What the device is called in /sys: a disk or a partition.

@@ -7,14 +7,14 @@ use std::io;
 use std::path::Path;
 
 /// How often a busy ring is asked.
-const PATIENCE: u32 = 10_000;
+const MAX_ATTEMPTS: u32 = 10_000;
 
 /// How many slots of `length` bytes the io_uring rings of a process have, which is named by its folder in
 /// `/proc`. A ring that is closed meanwhile has none.
 ///
 /// # Errors
 /// The host's, for a process that is gone or somebody else's; `TimedOut` for a ring that does not tell.
-pub fn registered_slots(process: &Path, length: usize) -> io::Result<usize> {
+pub fn count_registered_buffers(process: &Path, length: usize) -> io::Result<usize> {
     let ending = format!("/{length}");
     let mut count = 0;
     for entry in std::fs::read_dir(process.join("fd"))? {
@@ -32,7 +32,7 @@ pub fn registered_slots(process: &Path, length: usize) -> io::Result<usize> {
 /// What the kernel says of a ring; nothing if it is gone. While the ring is busy the kernel leaves its tables
 /// out, so it is asked again.
 fn about(ring: &Path) -> io::Result<String> {
-    for _ in 0..PATIENCE {
+    for _ in 0..MAX_ATTEMPTS {
         let about = match std::fs::read_to_string(ring) {
             Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(String::new()),
             about => about?,

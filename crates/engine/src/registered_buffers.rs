@@ -1,15 +1,15 @@
 //! A guest's memory in a ring's own table (`IORING_REGISTER_BUFFERS2`): the kernel finds and pins its
 //! pages once, and not for each request.
 //!
-//! Memory is registered in pieces, because the kernel takes 1 GiB at most for a slot. A request whose
-//! bytes lie in one piece, without a gap, names the slot; any other goes as if there were no table.
+//! Memory is divided into buffers, because the kernel takes 1 GiB at most for a slot. A request whose bytes
+//! lie in one buffer, without a gap, names the slot; any other is done without the table.
 //!
-//! Promises (invariant 3 of the house):
-//! - A piece is found by address, and is the memory that the request means: the request owns the mapping
+//! Guarantees (they uphold invariant 3, ARCHITECTURE.md):
+//! - A buffer is found by address, and is the memory that the request means: the request owns the mapping
 //!   that its address is in, the table owns the mapping of each of its slots, and two mappings that exist
 //!   have no address in common. So an address is not given to other memory while a slot names it.
 //! - A slot is emptied only after the last owner of the memory is gone, which is after the last request
-//!   completed, as each owns its memory. So no request ever meets an empty slot, or other memory there.
+//!   completed, as each owns its memory. So no request finds an empty slot, or other memory there.
 
 use std::io;
 use std::ptr;
@@ -19,16 +19,16 @@ use blockhouse_core::{IoVector, Segment};
 use io_uring::Submitter;
 
 use crate::mapping::Mapping;
-use crate::membership::{Holder, Membership};
+use crate::registrations::{Registrations, Unregister};
 
 /// Slots of one ring, enough for 4 TiB. They cost 8 bytes each, once there is memory to register.
 const SLOTS: u16 = 4096;
 
 /// The most that the kernel takes for one slot (`SZ_1G` in io_uring's `rsrc.c`).
-const MAX_PIECE: usize = 1 << 30;
+const MAX_SLOT_BYTES: usize = 1 << 30;
 
 /// Memory in one slot.
-struct Piece {
+struct BufferSlot {
     start: usize,
     end: usize,
     slot: u16,
@@ -36,19 +36,19 @@ struct Piece {
 }
 
 /// The table of one ring.
-pub(crate) struct MemoryTable {
-    holder: Arc<dyn Holder<Mapping>>,
+pub(crate) struct BufferTable {
+    owner: Arc<dyn Unregister<Mapping>>,
     /// Whether the kernel has a table for this ring.
     exists: bool,
     /// By ascending address. They do not overlap.
-    pieces: Vec<Piece>,
+    buffers: Vec<BufferSlot>,
     free: Vec<u16>,
 }
 
-impl MemoryTable {
-    /// The table of a ring whose loop is `holder`. It takes nothing before the first memory comes.
-    pub(crate) fn new(holder: Arc<dyn Holder<Mapping>>) -> Self {
-        Self { holder, exists: false, pieces: Vec::new(), free: Vec::new() }
+impl BufferTable {
+    /// The table of a ring that the loop `owner` has. It takes nothing before the first memory comes.
+    pub(crate) fn new(owner: Arc<dyn Unregister<Mapping>>) -> Self {
+        Self { owner, exists: false, buffers: Vec::new(), free: Vec::new() }
     }
 
     /// Puts all of the memory that is not there yet into slots. What could not be registered when this
@@ -60,16 +60,16 @@ impl MemoryTable {
     pub(crate) fn add(
         &mut self,
         ring: &Submitter<'_>,
-        memory: &Membership<Mapping>,
+        memory: &Registrations<Mapping>,
     ) -> io::Result<()> {
-        self.make(ring)?;
-        let mapping = memory.thing();
-        if !self.pieces.iter().any(|piece| Arc::ptr_eq(&piece.mapping, mapping)) {
-            memory.add(&self.holder);
+        self.create(ring)?;
+        let mapping = memory.resource();
+        if !self.buffers.iter().any(|buffer| Arc::ptr_eq(&buffer.mapping, mapping)) {
+            memory.add(&self.owner);
         }
-        for (start, length) in pieces_of(mapping.start().addr().get(), mapping.length()) {
-            let place = self.pieces.partition_point(|piece| piece.start < start);
-            if self.pieces.get(place).is_some_and(|piece| piece.start == start) {
+        for (start, length) in slots_of(mapping.start().addr().get(), mapping.length()) {
+            let index = self.buffers.partition_point(|buffer| buffer.start < start);
+            if self.buffers.get(index).is_some_and(|buffer| buffer.start == start) {
                 continue;
             }
             let full = || io::Error::from_raw_os_error(libc::ENOSPC);
@@ -79,13 +79,14 @@ impl MemoryTable {
             // the slot.
             unsafe { fill(ring, slot, address, length)? };
             self.free.pop();
-            let piece = Piece { start, end: start + length, slot, mapping: Arc::clone(mapping) };
-            self.pieces.insert(place, piece);
+            let buffer =
+                BufferSlot { start, end: start + length, slot, mapping: Arc::clone(mapping) };
+            self.buffers.insert(index, buffer);
         }
         Ok(())
     }
 
-    fn make(&mut self, ring: &Submitter<'_>) -> io::Result<()> {
+    fn create(&mut self, ring: &Submitter<'_>) -> io::Result<()> {
         if !self.exists {
             ring.register_buffers_sparse(SLOTS.into())?;
             self.exists = true;
@@ -94,47 +95,47 @@ impl MemoryTable {
         Ok(())
     }
 
-    /// The slot that a request for these bytes names, if they lie in one piece.
+    /// The slot that a request for these bytes names, if they lie in one buffer.
     pub(crate) fn slot_of(&self, vector: &IoVector) -> Option<u16> {
         let [Segment { address, length }] = vector.segments() else { return None };
         let start = address.addr().get();
-        let behind = self.pieces.partition_point(|piece| piece.start <= start);
-        let piece = self.pieces[..behind].last()?;
-        (*length <= piece.end.saturating_sub(start)).then_some(piece.slot)
+        let count = self.buffers.partition_point(|buffer| buffer.start <= start);
+        let buffer = self.buffers[..count].last()?;
+        (*length <= buffer.end.saturating_sub(start)).then_some(buffer.slot)
     }
 
-    /// Empties the slots of memory that nobody uses any more.
-    pub(crate) fn forget(&mut self, ring: &Submitter<'_>, mapping: &Mapping) {
-        let gone = |piece: &mut Piece| ptr::eq(&*piece.mapping, mapping);
-        for piece in self.pieces.extract_if(.., gone) {
+    /// Empties the slots of memory that is no longer used.
+    pub(crate) fn unregister(&mut self, ring: &Submitter<'_>, mapping: &Mapping) {
+        let is_unused = |buffer: &mut BufferSlot| ptr::eq(&*buffer.mapping, mapping);
+        for buffer in self.buffers.extract_if(.., is_unused) {
             // SAFETY: no memory at all. It cannot fail for a slot of the table; if it did, the slot would
             // be filled anew all the same, as to fill it replaces what is there.
-            let _ = unsafe { fill(ring, piece.slot, ptr::null_mut(), 0) };
-            self.free.push(piece.slot);
+            let _ = unsafe { fill(ring, buffer.slot, ptr::null_mut(), 0) };
+            self.free.push(buffer.slot);
         }
     }
 
-    /// Gives the whole table back. No request is under way.
+    /// Gives the whole table back. No request is in flight.
     pub(crate) fn close(&mut self, ring: &Submitter<'_>) {
         if std::mem::take(&mut self.exists) {
             // Only a ring without a table refuses.
             let _ = ring.unregister_buffers();
         }
-        self.pieces.clear();
+        self.buffers.clear();
         self.free.clear();
     }
 }
 
 /// How memory is divided: addresses and lengths.
-fn pieces_of(start: usize, length: usize) -> impl Iterator<Item = (usize, usize)> {
-    let offsets = (0..length).step_by(MAX_PIECE);
-    offsets.map(move |offset| (start + offset, (length - offset).min(MAX_PIECE)))
+fn slots_of(start: usize, length: usize) -> impl Iterator<Item = (usize, usize)> {
+    let offsets = (0..length).step_by(MAX_SLOT_BYTES);
+    offsets.map(move |offset| (start + offset, (length - offset).min(MAX_SLOT_BYTES)))
 }
 
 /// Makes a slot name this memory, or none.
 ///
 /// # Safety
-/// The memory stays mapped until the slot is filled again or the table is gone.
+/// The memory stays mapped until the slot is filled again or the table is closed.
 unsafe fn fill(ring: &Submitter<'_>, slot: u16, address: *mut u8, length: usize) -> io::Result<()> {
     let memory = libc::iovec { iov_base: address.cast(), iov_len: length };
     // SAFETY: as this function demands.
@@ -149,10 +150,10 @@ mod tests {
     const GIB: usize = 1 << 30;
 
     /// Hears of nothing.
-    struct Nobody;
+    struct Ignore;
 
-    impl Holder<Mapping> for Nobody {
-        fn released(&self, _: Arc<Mapping>) {}
+    impl Unregister<Mapping> for Ignore {
+        fn unregister(&self, _: Arc<Mapping>) {}
     }
 
     fn mapping(length: usize) -> Arc<Mapping> {
@@ -163,17 +164,17 @@ mod tests {
         Arc::new(Mapping::of(&file, 0, length, page, &FaultDomain::unconnected()).unwrap())
     }
 
-    /// A table with the pieces of these mappings, in slots by their order, that no kernel knows of.
-    fn table(mappings: &[Arc<Mapping>]) -> MemoryTable {
-        let mut table = MemoryTable::new(Arc::new(Nobody));
+    /// A table with the buffers of these mappings, in slots by their order, that no kernel knows of.
+    fn table(mappings: &[Arc<Mapping>]) -> BufferTable {
+        let mut table = BufferTable::new(Arc::new(Ignore));
         for mapping in mappings {
-            for (start, length) in pieces_of(mapping.start().addr().get(), mapping.length()) {
-                let (end, slot) = (start + length, table.pieces.len() as u16);
+            for (start, length) in slots_of(mapping.start().addr().get(), mapping.length()) {
+                let (end, slot) = (start + length, table.buffers.len() as u16);
                 let mapping = Arc::clone(mapping);
-                table.pieces.push(Piece { start, end, slot, mapping });
+                table.buffers.push(BufferSlot { start, end, slot, mapping });
             }
         }
-        table.pieces.sort_by_key(|piece| piece.start);
+        table.buffers.sort_by_key(|buffer| buffer.start);
         table
     }
 
@@ -192,11 +193,11 @@ mod tests {
 
     #[test]
     fn memory_is_divided_at_every_gibibyte() {
-        let pieces = |length| pieces_of(4096, length).collect::<Vec<_>>();
-        assert_eq!(pieces(4096), [(4096, 4096)]);
-        assert_eq!(pieces(GIB), [(4096, GIB)]);
+        let buffers = |length| slots_of(4096, length).collect::<Vec<_>>();
+        assert_eq!(buffers(4096), [(4096, 4096)]);
+        assert_eq!(buffers(GIB), [(4096, GIB)]);
         let (second, third) = (4096 + GIB, 4096 + 2 * GIB);
-        assert_eq!(pieces(2 * GIB + 1), [(4096, GIB), (second, GIB), (third, 1)]);
+        assert_eq!(buffers(2 * GIB + 1), [(4096, GIB), (second, GIB), (third, 1)]);
     }
 
     #[test]
@@ -210,7 +211,7 @@ mod tests {
         assert_eq!(slot(&large, &[(0, GIB)]), Some(1));
         assert_eq!(slot(&large, &[(GIB, 1)]), Some(2));
         assert_eq!(slot(&large, &[(2 * GIB, 4096)]), Some(3));
-        assert_eq!(slot(&large, &[(GIB - 1, 2)]), None, "across two pieces");
+        assert_eq!(slot(&large, &[(GIB - 1, 2)]), None, "across two buffers");
         assert_eq!(slot(&small, &[(0, 1), (4096, 1)]), None, "two segments");
         let other = mapping(4096);
         assert_eq!(slot(&other, &[(0, 4096)]), None, "memory that was not registered");

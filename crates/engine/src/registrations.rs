@@ -1,0 +1,48 @@
+//! Which loops' rings have a resource in slots of their tables: an open file, a mapping of memory.
+//!
+//! Guarantee: when the resource's last owner is gone, every loop that has it in a slot is told. The loop keeps
+//! the resource itself (its id, its address) from being given to another until the slot is empty.
+
+use std::sync::{Arc, Weak};
+
+use parking_lot::Mutex;
+
+/// A loop that has resources of this kind in slots.
+pub(crate) trait Unregister<T>: Send + Sync {
+    /// The resource is no longer used: its slots are to be emptied, on the loop's own thread.
+    fn unregister(&self, resource: Arc<T>);
+}
+
+/// A resource and the loops that have it in slots. Each user of the resource owns this. When the last one drops
+/// it, every loop is told.
+pub(crate) struct Registrations<T> {
+    resource: Arc<T>,
+    tables: Mutex<Vec<Weak<dyn Unregister<T>>>>,
+}
+
+impl<T> Registrations<T> {
+    pub(crate) fn new(resource: T) -> Self {
+        Self { resource: Arc::new(resource), tables: Mutex::default() }
+    }
+
+    pub(crate) fn resource(&self) -> &Arc<T> {
+        &self.resource
+    }
+
+    /// Records that a loop has it in a slot.
+    pub(crate) fn add(&self, table: &Arc<dyn Unregister<T>>) {
+        let mut tables = self.tables.lock();
+        tables.retain(|table| table.strong_count() > 0);
+        tables.push(Arc::downgrade(table));
+    }
+}
+
+impl<T> Drop for Registrations<T> {
+    fn drop(&mut self) {
+        for table in self.tables.get_mut().drain(..) {
+            if let Some(table) = table.upgrade() {
+                table.unregister(Arc::clone(&self.resource));
+            }
+        }
+    }
+}

@@ -1,0 +1,30 @@
+//! Waiting until the kernel has released the locks and sockets of a killed process.
+//!
+//! The kernel completes the I/O of a killed process before it closes its files and sockets. Until then image
+//! locks are held, and its sockets accept connections.
+
+use std::thread::sleep;
+use std::time::{Duration, Instant};
+
+/// How long that may take at most.
+const RELEASE_TIMEOUT: Duration = Duration::from_secs(1);
+const POLL_INTERVAL: Duration = Duration::from_millis(20);
+
+/// Asks `is_released` until it is so, or has not become so for a second; the last answer. Blocks the thread.
+///
+/// # Errors
+/// The first of `is_released`.
+pub fn wait_until_released<E>(mut is_released: impl FnMut() -> Result<bool, E>) -> Result<bool, E> {
+    let deadline = Instant::now() + RELEASE_TIMEOUT;
+    loop {
+        // Looked at before, so that it is asked once more after the last pause.
+        let is_late = Instant::now() >= deadline;
+        if is_released()? {
+            return Ok(true);
+        }
+        if is_late {
+            return Ok(false);
+        }
+        sleep(POLL_INTERVAL);
+    }
+}
