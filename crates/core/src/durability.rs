@@ -1,6 +1,6 @@
 //! What a caller may ask of a write, and what a storage can give.
 //!
-//! The two promises, datasync and full sync, are different and never stand in for one another:
+//! The two guarantees, datasync and full sync, are different and never stand in for one another:
 //! `open(2)` calls them `O_DSYNC` and `O_SYNC`, POSIX "synchronized I/O data integrity completion"
 //! and "file integrity completion".
 

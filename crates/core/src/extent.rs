@@ -97,7 +97,7 @@ pub struct Extent {
     /// The guest's bytes that this speaks of.
     pub guest: ByteRange,
     /// The guest's bytes that change together with them: `guest`, or more around it. Where the
-    /// space is `NEW`, all of this becomes visible at once, so whoever writes `guest` fills the
+    /// space is `NEW`, all of this becomes visible at once, so the writer of `guest` fills the
     /// rest with what it held before (its place lies around `guest`'s place). Where the data is
     /// `Compressed`, this is what the compressed form unpacks to.
     pub alloc_range: ByteRange,
@@ -144,11 +144,11 @@ bitflags::bitflags! {
     pub struct ExtentFlags: u8 {
         /// Prepared for this very request; takes effect when it is committed.
         const NEW = 1;
-        /// Somebody else (a snapshot) refers to the same space: copy on write.
+        /// Another reference (of a snapshot) shares the space: copy on write.
         const SHARED = 2;
         /// The mapping itself is not yet durable.
         const DIRTY = 4;
-        /// With `NEW`: all of the new space reads as zeros, and so did all of `alloc_range`. Whoever writes
+        /// With `NEW`: all of the new space reads as zeros, and so did all of `alloc_range`. The writer of
         /// `guest` may leave the rest as it is.
         const ZEROED = 8;
     }

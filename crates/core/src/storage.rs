@@ -2,7 +2,7 @@
 //!
 //! A host file, a block device and the simulator's disk are all a [`Storage`]; formats and the I/O
 //! path are generic over it, so that the simulator stands where the disk does. No method has a
-//! default body: each implementation says what it does about every promise.
+//! default body: each implementation says what it does for every guarantee.
 
 use std::future::{Future, ready};
 
@@ -18,8 +18,8 @@ use crate::{ByteRange, Durability, Fua, IoVector, Result, SyncMode, Unmap};
 /// failure once: the next flush first waits until such operations have ended, and if one of them
 /// failed it fails with that error.
 ///
-/// Nothing is promised about the order of operations in flight at the same time; whoever needs an
-/// order waits for the first before starting the second.
+/// The order of operations in flight at the same time is not defined. A caller that needs an order waits for
+/// the first before it starts the second.
 ///
 /// Ranges are aligned as [`Capabilities::alignment`] says. One more is always welcome: the last
 /// partial block, where the size is no multiple of the offset alignment. It starts at the last
@@ -72,7 +72,7 @@ pub trait Storage: 'static {
 
     /// Makes the storage at least `size` bytes long if it can do that by itself, so that writes do not
     /// lengthen it one by one. New bytes read as zeros; what is there stays, whatever happens at the same
-    /// time. Nobody relies on it: a storage that cannot leaves its length alone.
+    /// time. It is a hint: a storage that cannot leaves its length alone.
     fn extend_hint(&self, _size: u64) -> impl Future<Output = ()> {
         ready(())
     }

@@ -8,7 +8,7 @@ use std::os::fd::{AsRawFd, BorrowedFd};
 /// descriptor.
 ///
 /// # Errors
-/// EAGAIN or EACCES when somebody holds it exclusively; EBADF for a file not open for reading; what
+/// EAGAIN or EACCES when another open of the file holds it exclusively; EBADF for a file not open for reading; what
 /// a file system without locks answers.
 pub fn lock_byte_shared(file: BorrowedFd<'_>, offset: u64) -> io::Result<()> {
     call(file, libc::F_OFD_SETLK, libc::F_RDLCK, byte(offset)).map(drop)
@@ -22,7 +22,7 @@ pub fn unlock_byte(file: BorrowedFd<'_>, offset: u64) -> io::Result<()> {
     call(file, libc::F_OFD_SETLK, libc::F_UNLCK, byte(offset)).map(drop)
 }
 
-/// Whether somebody else, through another open of the file, holds any lock on the byte.
+/// Whether another open of the file holds any lock on the byte.
 ///
 /// # Errors
 /// As [`lock_byte_shared`].

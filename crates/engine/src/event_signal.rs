@@ -143,7 +143,7 @@ mod tests {
     }
 
     #[test]
-    fn a_full_counter_holds_up_nobody_whatever_its_owner_does() {
+    fn a_full_counter_never_blocks_whatever_its_owner_does() {
         let event = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).unwrap();
         for way in ways(&event) {
             // The owner takes O_NONBLOCK away, and fills the counter.

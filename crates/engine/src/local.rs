@@ -40,7 +40,7 @@ pub(crate) struct Local {
     governor: RefCell<PollGovernor>,
 }
 
-/// Runs `f` with the current thread's loop. `f` must not call anybody who might run a loop.
+/// Runs `f` with the current thread's loop. `f` must not call anything that may run a loop.
 ///
 /// # Panics
 /// Outside of an event loop.

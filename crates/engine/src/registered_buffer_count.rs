@@ -13,7 +13,7 @@ const MAX_ATTEMPTS: u32 = 10_000;
 /// `/proc`. A ring that is closed meanwhile has none.
 ///
 /// # Errors
-/// The host's, for a process that is gone or somebody else's; `TimedOut` for a ring that does not tell.
+/// The host's, for a process that is gone or another user's; `TimedOut` for a ring that does not tell.
 pub fn count_registered_buffers(process: &Path, length: usize) -> io::Result<usize> {
     let ending = format!("/{length}");
     let mut count = 0;

@@ -15,7 +15,7 @@ use crate::submit::submit;
 use crate::system_call::try_socket;
 
 /// A connected socket. Clones are the same connection. It may move to another loop as long as no
-/// operation is under way. A receive and a send may be under way at the same time, but not two of a
+/// operation is in flight. A receive and a send may be in flight at the same time, but not two of a
 /// kind: which of them gets which bytes is open.
 #[derive(Clone, Debug)]
 pub struct Stream(Arc<OwnedFd>);
@@ -76,7 +76,7 @@ impl Stream {
         self.send(from).await
     }
 
-    /// Ends the connection in both directions: operations under way on it complete.
+    /// Ends the connection in both directions: operations in flight on it complete.
     pub fn shutdown(&self) {
         // It fails only for a connection that is over already.
         let _ = rustix::net::shutdown(&*self.0, rustix::net::Shutdown::Both);
@@ -122,7 +122,7 @@ impl Listener {
             let operation = Operation::Accept { socket: Arc::clone(&self.socket) };
             match submit(operation).await.0 {
                 Ok(descriptor) => {
-                    // SAFETY: the kernel has just made this descriptor for us, and nobody else knows it.
+                    // SAFETY: the kernel has just made this descriptor for us, and this is its only owner.
                     let socket = unsafe { OwnedFd::from_raw_fd(descriptor as i32) };
                     // Blocking, as `Stream::new` makes others: accepted sockets inherit no flags on Linux.
                     return Ok(Stream(Arc::new(socket)));

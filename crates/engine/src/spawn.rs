@@ -36,7 +36,7 @@ where
     Task(outcome)
 }
 
-/// As [`spawn`], for a future whose end nobody waits for.
+/// As [`spawn`], for a future whose end no task waits for.
 pub fn spawn_detached(future: impl Future<Output = ()> + 'static) {
     local::current(|local| local.tasks.add(Box::pin(future)));
 }

@@ -8,7 +8,7 @@ use blockhouse_core::{Segment, SyncMode};
 use crate::file::Medium;
 use crate::operation::{Message, Operation};
 
-/// The largest transfer that is worth doing on the spot: about 50 microseconds of copying.
+/// The largest transfer that is worth doing inline: about 50 microseconds of copying.
 const MAX_INLINE: usize = 512 << 10;
 
 /// A file operation reduced to what a system call takes. It borrows from an [`Operation`] without
@@ -35,7 +35,7 @@ impl Segments {
 }
 
 // SAFETY: what the addresses point to is owned by an operation in a loop's table, which keeps it
-// alive and untouched until the result of `run` is reported to that loop (`operation`'s promise).
+// alive and untouched until the result of `run` is reported to that loop (guaranteed by `operation`).
 unsafe impl Send for FileCall {}
 
 impl FileCall {
@@ -69,7 +69,7 @@ impl FileCall {
     /// # Safety
     /// The operation that this was made of still exists, unmoved, and is not used otherwise.
     pub(crate) unsafe fn run(self) -> i32 {
-        // SAFETY: descriptor and segments belong to an operation that exists (the caller's promise),
+        // SAFETY: descriptor and segments belong to an operation that exists (the caller guarantees it),
         // so the descriptor is open and the segments are valid for the kernel to read and write.
         retry(|| unsafe {
             match self {

@@ -1,7 +1,7 @@
 //! Threads for what can only be done by waiting: all file operations where neither io_uring nor
 //! Linux AIO can be had, and the rare calls that neither offers.
 //!
-//! One pool serves all loops of the process. Threads are started when work waits and nobody is idle,
+//! One pool serves all loops of the process. Threads are started when work waits and none is idle,
 //! up to a bound, and stay. Where not even the first one can be had, the loop that asks makes the call itself:
 //! it is slower then, and no request fails for it.
 
@@ -129,7 +129,7 @@ impl Job {
     fn run(self) {
         match self {
             Self::File { call, token, shared } => {
-                // SAFETY: `run_file` was promised that the operation stays.
+                // SAFETY: the caller of `run_file` guarantees that the operation stays.
                 let result = unsafe { call.run() };
                 shared.post(LoopMessage::Completed(token, result));
             }
@@ -148,7 +148,7 @@ fn spawn(pool: Arc<ThreadPool>) -> io::Result<()> {
 pub(crate) async fn blocking<R: Send + 'static>(call: impl FnOnce() -> R + Send + 'static) -> R {
     let (sender, receiver) = oneshot::channel();
     ThreadPool::shared().queue(Job::Call(Box::new(move || {
-        // Nobody may be waiting any more.
+        // The future may have been dropped.
         let _ = sender.send(call());
     })));
     receiver.await.expect("a worker finishes every call that it takes")
@@ -171,7 +171,7 @@ mod tests {
     }
 
     #[test]
-    fn without_threads_calls_are_made_by_whoever_asks() {
+    fn without_threads_calls_are_made_by_the_caller() {
         let own = std::thread::current().id();
         let pool = ThreadPool::with(|_| Err(io::Error::from_raw_os_error(libc::EAGAIN)));
         for _ in 0..3 {

@@ -44,7 +44,7 @@ impl Clock {
         self.0.lock().now
     }
 
-    /// Runs `action` after `delay`, whether or not anybody waits for it.
+    /// Runs `action` after `delay`, whether or not a task waits for it.
     pub fn schedule(&self, delay: Duration, action: impl FnOnce() + Send + 'static) {
         let mut timeline = self.0.lock();
         timeline.scheduled += 1;

@@ -6,7 +6,7 @@
 //! before it began leave the set for reads; they leave the set for crashes when it was durable, or
 //! when a flush that began after it has succeeded. A change that failed or was cancelled pushes out
 //! others only where a read has seen it: what was seen and then flushed is there to stay. So nothing
-//! is demanded that the interface of a disk does not promise.
+//! is demanded that the interface of a disk does not guarantee.
 
 use blockhouse_core::ByteRange;
 

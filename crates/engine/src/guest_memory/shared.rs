@@ -75,7 +75,7 @@ impl MemoryKind {
 
 // SAFETY: the object owns its mapping, which is not tied to a thread.
 unsafe impl Send for SharedMemory {}
-// SAFETY: all accesses by reference are atomic, or copies by address of memory that nobody has a
+// SAFETY: all accesses by reference are atomic, or copies by address of memory that nothing has a
 // reference to and that its users expect to change at any time.
 unsafe impl Sync for SharedMemory {}
 

@@ -230,13 +230,13 @@ impl HostFile {
 
     /// In the page cache durable writes to one file go one after the other, each with a flush of its
     /// own, while plain ones are copies. Past it they go side by side and the kernel has them share
-    /// flushes, as many as the engine has under way: of the engine `threads` each takes a thread until
+    /// flushes, as many as the engine has in flight: of the engine `threads` each takes a thread until
     /// the disk has flushed, and those beyond wait.
     fn group_commit(&self) -> GroupCommit {
-        let has_few_under_way = || local::engine() == Some(Engine::Threads);
+        let has_few_in_flight = || local::engine() == Some(Engine::Threads);
         match (self.fua_cost(), self.file.caching) {
             (FuaCost::ExtraFlush, Caching::PageCache) => GroupCommit::From(2),
-            (FuaCost::ExtraFlush, Caching::Direct) if has_few_under_way() => {
+            (FuaCost::ExtraFlush, Caching::Direct) if has_few_in_flight() => {
                 GroupCommit::From(MAX_THREADS + 1)
             }
             (FuaCost::ExtraFlush | FuaCost::NoFlush, _) => GroupCommit::Never,

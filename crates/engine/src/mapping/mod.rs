@@ -80,7 +80,7 @@ impl Mapping {
     ) -> io::Result<Self> {
         sigbus::install()?;
         let counted = Counted::in_domain(domain)?;
-        // SAFETY: a new mapping at an address of the kernel's choice touches nobody's memory.
+        // SAFETY: a new mapping at an address of the kernel's choice replaces no other mapping.
         let mapped = unsafe {
             rustix::mm::mmap(
                 ptr::null_mut(),
@@ -114,7 +114,7 @@ impl Mapping {
         }
     }
 
-    /// Has the kernel take all pages now that nobody has touched yet. Where it cannot, they are taken when
+    /// Has the kernel take all pages now that were not touched yet. Where it cannot, they are taken when
     /// they are touched, as always.
     pub(crate) fn populate(&self) {
         // SAFETY: the mapping is this object's own. Pages come to be there, and none changes its content.

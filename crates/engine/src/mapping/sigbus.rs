@@ -8,7 +8,7 @@
 //! only so many mappings. What a transfer of the kernel's reads there from then on is zeros, of a request
 //! that is never acknowledged, as the domain has failed.
 //!
-//! A fault elsewhere, and a signal that was sent (`kill -BUS`), belong to whoever handled SIGBUS before, as
+//! A fault elsewhere, and a signal that was sent (`kill -BUS`), belong to the handler of SIGBUS that was installed before, as
 //! the standard library does for its reports of stack overflows; in the end to the default action.
 
 use std::ffi::c_int;
@@ -70,7 +70,7 @@ fn current() -> io::Result<libc::sigaction> {
 
 /// Async-signal-safe.
 fn set(action: &libc::sigaction) -> io::Result<()> {
-    // SAFETY: the action is the default one, or our handler with the signature that its flags promise.
+    // SAFETY: the action is the default one, or our handler with the signature that its flags demand.
     match unsafe { libc::sigaction(libc::SIGBUS, action, ptr::null_mut()) } {
         0 => Ok(()),
         _ => Err(io::Error::last_os_error()),

@@ -66,7 +66,7 @@ fn a_fault_shuts_the_connection_down() {
     rustix::fs::ftruncate(&cut, 0).unwrap();
     let waiting = std::thread::spawn(move || std::io::Read::read(&mut theirs, &mut [0]).unwrap());
     assert_eq!(load(&mapping, 0), 0);
-    assert_eq!(waiting.join().unwrap(), 0, "whoever waits on it is woken");
+    assert_eq!(waiting.join().unwrap(), 0, "a thread that waits on it is woken");
 }
 
 #[test]

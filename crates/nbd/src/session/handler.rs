@@ -7,8 +7,8 @@ use std::cell::{Cell, RefCell};
 use std::rc::Rc;
 
 use blockhouse_core::Buffer;
+use blockhouse_core::sync::LocalCondvar;
 
-use super::condvar::Condvar;
 use super::in_flight::Permit;
 use crate::command::Command;
 use crate::proto::reply::ReplyTo;
@@ -30,7 +30,7 @@ pub struct Job {
 pub struct Handler {
     job: Cell<Option<Job>>,
     is_ended: Cell<bool>,
-    changed: Condvar,
+    changed: LocalCondvar,
 }
 
 impl Handler {

@@ -8,12 +8,12 @@ use std::pin::pin;
 use std::rc::Rc;
 use std::sync::Arc;
 
+use blockhouse_core::sync::LocalCondvar;
 use blockhouse_core::{InFlight, InFlightLimits, InFlightPermit, ReleaseInFlight};
 use futures_util::future::{Either, select};
 
 use super::activity::Activity;
 use super::byte_limit::ByteLimit;
-use super::condvar::Condvar;
 
 /// One request in flight and the bytes that it occupies, or several. It is held from before a request's
 /// payload is received until its reply was sent, or was dropped because the client is gone.
@@ -26,7 +26,7 @@ pub struct InFlightLimit {
     reserved: u64,
     byte_limit: Arc<ByteLimit>,
     activity: Arc<Activity>,
-    released: Condvar,
+    released: LocalCondvar,
 }
 
 impl InFlightLimit {
@@ -37,7 +37,7 @@ impl InFlightLimit {
         byte_limit: Arc<ByteLimit>,
         activity: Arc<Activity>,
     ) -> Self {
-        let (in_flight, released) = (InFlight::new(limits), Condvar::default());
+        let (in_flight, released) = (InFlight::new(limits), LocalCondvar::default());
         Self { in_flight, reserved, byte_limit, activity, released }
     }
 

@@ -8,7 +8,6 @@
 mod activity;
 mod block_status;
 mod byte_limit;
-mod condvar;
 mod end;
 mod execute;
 mod failure;

@@ -15,9 +15,9 @@ use std::pin::pin;
 use std::task::Poll;
 use std::time::{Duration, Instant};
 
+use blockhouse_core::sync::LocalCondvar;
 use blockhouse_engine::{Stream, sleep, unsent_bytes};
 
-use super::condvar::Condvar;
 use super::end::{Direction, End};
 use super::shutdown::ShutdownSignal;
 
@@ -27,7 +27,7 @@ pub struct PeerWait {
     waits: [Cell<bool>; 2],
     steps: [Cell<u64>; 2],
     has_begun: Cell<bool>,
-    changed: Condvar,
+    changed: LocalCondvar,
 }
 
 impl PeerWait {

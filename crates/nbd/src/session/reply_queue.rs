@@ -8,9 +8,9 @@
 use std::cell::{Cell, RefCell};
 use std::collections::VecDeque;
 
+use blockhouse_core::sync::LocalCondvar;
 use blockhouse_core::{Buffer, BufferPool, IoVector, IoVectorList, Result};
 
-use super::condvar::Condvar;
 use super::in_flight::Permit;
 use crate::command::RequestError;
 use crate::proto::Framing;
@@ -141,7 +141,7 @@ pub struct ReplyQueue {
     framing: Framing,
     waiting: RefCell<Batch>,
     state: Cell<State>,
-    changed: Condvar,
+    changed: LocalCondvar,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -169,7 +169,7 @@ impl ReplyQueue {
     /// ENOMEM where memory runs out.
     pub fn new(pool: &BufferPool, framing: Framing, limit: usize) -> Result<Self> {
         let (waiting, state) = (RefCell::new(Batch::new(pool, limit)?), Cell::new(State::Open));
-        Ok(Self { framing, waiting, state, changed: Condvar::default() })
+        Ok(Self { framing, waiting, state, changed: LocalCondvar::default() })
     }
 
     /// Leaves a reply for the writer.
