@@ -10,7 +10,7 @@ use std::process::ExitCode;
 use anyhow::Result;
 use blockhouse_disk::{CheckReport, ImageFormat, open_storage, open_tables};
 use blockhouse_engine::{EngineChoice, EventLoop};
-use blockhouse_format::qcow2::{Repair, Repaired, repair};
+use blockhouse_format::qcow2::{Repair, RepairReport, repair};
 use serde_json::json;
 
 use crate::looked_at::{LookedAt, read_write};
@@ -48,7 +48,7 @@ enum Outcome {
     /// It was only looked at.
     Checked(CheckReport),
     /// It was repaired, as far as that was possible.
-    Repaired(Repaired),
+    RepairReport(RepairReport),
 }
 
 /// Runs the command.
@@ -68,7 +68,7 @@ pub fn run(arguments: &Arguments) -> Result<ExitCode> {
             return Ok(ExitCode::from(NOT_CHECKABLE));
         }
         Outcome::Checked(report) => (report, None),
-        Outcome::Repaired(repaired) => (repaired.left.clone(), Some(repaired)),
+        Outcome::RepairReport(repaired) => (repaired.left.clone(), Some(repaired)),
     };
     let found = repaired.as_ref().map_or(&report, |repaired| &repaired.found);
     for problem in &found.problems {
@@ -105,7 +105,7 @@ async fn mend(image: &Path, format: Option<ImageFormat>, what: What) -> Result<O
         What::Leaks => Repair::Leaks,
         What::All => Repair::All,
     };
-    Ok(Outcome::Repaired(repair(&file, what).await?))
+    Ok(Outcome::RepairReport(repair(&file, what).await?))
 }
 
 /// How much was repaired.
@@ -116,7 +116,7 @@ struct Fixed {
 }
 
 impl Fixed {
-    fn of(repaired: &Repaired) -> Self {
+    fn of(repaired: &RepairReport) -> Self {
         Self { corruptions: repaired.corruptions_fixed(), leaks: repaired.leaks_fixed() }
     }
 }
@@ -125,7 +125,7 @@ fn as_text(report: &CheckReport, fixed: Fixed) -> String {
     let mut lines = Vec::new();
     if fixed.corruptions > 0 || fixed.leaks > 0 {
         let Fixed { corruptions, leaks } = fixed;
-        lines.push(format!("Repaired: {leaks} leaked clusters, {corruptions} corruptions."));
+        lines.push(format!("RepairReport: {leaks} leaked clusters, {corruptions} corruptions."));
     }
     let &CheckReport { corruptions, leaks, total_clusters: total, .. } = report;
     if corruptions == 0 && leaks == 0 {

@@ -4,550 +4,423 @@
 //! Nothing in a file is believed before it was checked: every offset and size is bounded before it
 //! is used, tables are read into bounded memory, and what is wrong is an error that names the
 //! structure and its offset.
+//!
+//! Components, each in a folder that uses only those of lower floors. A component owns its fields; its page
+//! tells its life cycle and its locking.
+//!
+//! | floor | folder | owns |
+//! | --- | --- | --- |
+//! | 5 | `transaction` | changes of the image as a whole: snapshots, machine state, size, backing file |
+//! | 4 | `writeback` | the image's lock; running steps; the order in which changes reach the disk |
+//! | 4 | `mapping` | changes of guest clusters between prepare and link |
+//! | 3 | `allocator` | free space, the reserve, clusters on their way to be free |
+//! | 2 | `tables` | header, L1 table, refcount table, cached slices; what of them is dirty |
+//! | 2 | `check` | nothing: images that are not open are checked, repaired, created |
+//! | 1 | `layout` | nothing: header, entries, tables as bytes |
+//!
+//! [`Qcow2`] holds them together: each of its methods checks what a caller may do, and asks a component.
 
-mod alloc;
-mod backing;
-mod bitmaps;
+mod allocator;
 mod check;
-mod claims;
-mod commit;
-mod compress;
-mod counts;
-mod create;
-mod data_file;
-mod deferred_free;
-mod draft;
-mod edit;
-mod entry;
-mod extensions;
-mod features;
-mod file_end;
-mod frozen;
-mod geometry;
-mod header;
-mod kept;
-mod ledger;
-mod make_room;
-mod map;
-mod packed;
-mod pending;
-mod prepare;
-mod rebuild;
-mod recorded;
-mod recount;
-mod refcount;
-mod references;
-mod repair;
-mod repair_snapshots;
-mod resize;
-mod room;
-mod round;
-mod slice_cache;
-mod snapshot;
-mod snapshot_table;
-mod snapshots;
-mod space;
-mod sparse_reader;
-mod state;
-mod table_io;
-mod truncation;
-mod vm_state;
-mod writing;
+mod layout;
+mod mapping;
+mod open;
+mod tables;
+mod transaction;
+mod writeback;
 
-use std::collections::{BTreeSet, HashMap, HashSet};
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, OnceLock};
+use blockhouse_core::{
+    ByteRange, Durability, Error, ErrorKind, Extent, ExtentState, IoVector, Result, Storage,
+    SyncMode,
+};
 
-use async_lock::Semaphore;
-use blockhouse_core::sync::{EpochGuard, Epochs, WaitGroup};
-use blockhouse_core::{ByteRange, Durability, Error, ErrorKind, Extent, Result, Storage};
-use event_listener::Event;
-use parking_lot::Mutex;
+use crate::{Abort, Intent, MetadataSync};
 
-pub use check::{CheckReport, check};
-pub use compress::{Compression, compress, decompress};
-pub use create::{CreateOptions, Preallocation, Switch, Version, create, create_with};
-pub use data_file::DataFile;
-pub use features::Features;
-pub use repair::{Repair, Repaired, repair};
-pub use snapshot::NewSnapshot;
-pub use snapshot_table::Snapshot;
-pub use truncation::Truncation;
-pub use vm_state::{VmStateCluster, VmStateTables};
+pub use check::create::{CreateOptions, Preallocation, create, create_with};
+pub use check::repair::{Repair, RepairReport, repair};
+pub use check::report::CheckReport;
+pub use check::truncation::Truncation;
+pub use layout::compression::{Compression, compress, decompress};
+pub use layout::options::{Access, Backing, DataFile, Discard, Switch, Version};
+pub use layout::snapshot_table::Snapshot;
+pub use open::{Features, OpenOptions};
+pub use transaction::{NewSnapshot, VmStateCluster, VmStateTables};
+pub use writeback::{DataWriteGuard, ReadGuard};
 
-use crate::{Abort, Intent};
-use deferred_free::DeferredFrees;
-use geometry::Geometry;
-use header::{Header, Incompatible, Reason, Refusal};
-use pending::Pending;
-use room::Room;
-use slice_cache::{Fetch, SliceCache, SliceId};
-use space::Space;
-use state::{Blocked, HeaderWrites, State, Step};
+use layout::geometry::Geometry;
+use transaction::{ImageMetadata, Transactions, mapper, thawed_mapper};
 
 /// A qcow2 image.
 pub struct Qcow2<S: Storage> {
-    storage: S,
-    /// Where the guest's clusters are, if not in `storage`.
-    data: Option<S>,
-    data_file: Option<DataFile>,
-    /// What the file has lost.
-    truncation: Option<Truncation>,
-    geometry: Geometry,
+    metadata: ImageMetadata<S>,
+    transactions: Transactions,
+    /// What never changes while the image is open.
+    facts: Facts,
+}
+
+/// What an image says of itself, and what was found out when it was opened.
+struct Facts {
     compression: Compression,
     backing: Option<Backing>,
-    access: Access,
-    /// The guest's disk in bytes; the truth is in the header, this is for asking without the lock.
-    size: AtomicU64,
-    discard: Discard,
-    state: Mutex<State>,
-    round_ended: Event,
-    /// Why tables could not be written.
-    failure: OnceLock<Error>,
-    /// Whether the image says things that the first change makes untrue.
-    has_autoclear: AtomicBool,
-    first_change: Semaphore,
-    table_writes: WaitGroup,
-    reads: Epochs,
-    /// Data of durable writes that need a round.
-    arriving: Epochs,
-    /// Held by the one who counts clusters down, or changes the image as a whole.
-    freeing: Semaphore,
-    /// Held by the one who changes the header; and its writes.
-    header_changes: Semaphore,
-    header_writes: WaitGroup,
-    /// Held by the one who changes the image as a whole.
-    drafting: Semaphore,
-    /// Which snapshot it was opened on.
-    snapshot: OnceLock<Snapshot>,
-    /// Held by the one who gets space for tables at the end, and for L2 tables.
-    claiming: Semaphore,
-    making_tables: Semaphore,
+    data_file: Option<DataFile>,
+    truncation: Option<Truncation>,
+    /// The snapshot that it was opened on.
+    snapshot: Option<Snapshot>,
 }
 
-/// What becomes of the space of clusters that the guest discards.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Discard {
-    /// The host's file keeps it for other clusters.
-    Keep,
-    /// The host's file gets a hole.
-    Punch,
+/// Checks an image that does not change meanwhile and whose changes are all flushed. Takes about 6 bytes of
+/// memory for each cluster in use (with refcounts of 16 bits), however long the file is.
+///
+/// # Errors
+/// What the storage answers, or ENOMEM: what is wrong with the image is in the report.
+pub async fn check<S: Storage>(image: &Qcow2<S>) -> Result<CheckReport> {
+    let header = image.metadata.lock().tables.headers().disk().clone();
+    check::report::check_tables(image.storage(), &header).await
 }
 
-/// What an image is opened for.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Access {
-    /// Reading only: nothing is written to the file.
-    ReadOnly,
-    /// Reading and writing.
-    ReadWrite,
-}
-
-/// How an image is opened.
-#[derive(Clone, Copy, Debug)]
-pub struct OpenOptions {
-    /// What for.
-    pub access: Access,
-    /// How many bytes of L2 tables and refcount blocks are kept in memory. At least four tables and
-    /// what takes space for them are.
-    pub cache_size: u64,
-    /// What becomes of discarded space.
-    pub discard: Discard,
-    /// How many bytes of freed clusters may always wait for a writeback that is run for another reason,
-    /// however short the file is.
-    pub min_waiting_frees: u64,
-}
-
-/// L2 tables of 64 GiB and their refcounts, at clusters of 64 KiB.
-const DEFAULT_CACHE_SIZE: u64 = 10 << 20;
-
-impl Default for OpenOptions {
-    /// For reading and writing, with the tables of 64 GiB in memory.
-    fn default() -> Self {
-        Self {
-            access: Access::ReadWrite,
-            cache_size: DEFAULT_CACHE_SIZE,
-            discard: Discard::Punch,
-            min_waiting_frees: deferred_free::MIN_WAITING,
-        }
-    }
-}
-
-/// What an image says of the file behind it.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Backing {
-    /// Its name, as bytes of the host's file system; relative to the image's folder.
-    pub name: Vec<u8>,
-    /// Its format, if the image says it.
-    pub format: Option<String>,
-}
-
+/// What an image is.
 impl<S: Storage> Qcow2<S> {
-    /// Opens the image in `storage`.
-    ///
-    /// # Errors
-    /// `Corrupt` when a structure contradicts the format, `Unsupported` when the image needs what
-    /// is not built or clusters are smaller than the storage's blocks; both name structure and
-    /// offset. Or what the storage answers.
-    pub async fn open(storage: S, options: OpenOptions) -> Result<Self> {
-        let header = read_header(&storage).await?;
-        check_access(&storage, &header, options.access)?;
-        let l1_bytes = header.l1_entries as usize * 8;
-        let l1 = table_io::read(&storage, header.l1_offset, l1_bytes).await?;
-        let table_bytes = (header.refcount_table_clusters as usize) << header.geometry.cluster_bits;
-        let table = table_io::read(&storage, header.refcount_table_offset, table_bytes).await?;
-        let geometry = header.geometry;
-        let (l1, table) = (table_io::words_of(&l1), table_io::words_of(&table));
-        let truncation = truncation::find(&storage, &header, (&l1, &table), options.access).await?;
-        // Of a file that was cut off its last cluster is not whole.
-        let clusters = match truncation {
-            Some(_) => storage.size() >> geometry.cluster_bits,
-            None => geometry.clusters_for(storage.size()),
-        };
-        let slices = (options.cache_size / geometry.slice_size()).max(geometry.least_slices());
-        let has_backing = header.backing.is_some();
-        let mut state = State {
-            geometry,
-            data_block: 1,
-            fills: WaitGroup::new(),
-            name: storage.name().into(),
-            disk_header: header.clone(),
-            header_writes: HeaderWrites::default(),
-            l1,
-            refcount_table: table,
-            cache: SliceCache::new(slices as usize),
-            space: Space::new(clusters),
-            room: Room::default(),
-            header,
-            pending: Pending::default(),
-            new_tables: HashMap::new(),
-            l1_changed: BTreeSet::new(),
-            refcount_table_changed: BTreeSet::new(),
-            frees: DeferredFrees::new(options.min_waiting_frees),
-            backing_end: if has_backing { u64::MAX } else { 0 },
-            open_end: None,
-            metadata: HashSet::new(),
-            version: 0,
-            durable_version: 0,
-            round_is_running: false,
-            frozen: None,
-        };
-        if options.access == Access::ReadWrite {
-            state.note_metadata()?;
-        }
-        let image = Self {
-            data: None,
-            truncation,
-            data_file: state.header.data_file.clone(),
-            geometry,
-            compression: state.header.compression,
-            backing: state.header.backing.clone(),
-            access: options.access,
-            discard: options.discard,
-            size: AtomicU64::new(state.header.size),
-            has_autoclear: AtomicBool::new(
-                state.header.autoclear & !state.header.lasting_autoclear() != 0,
-            ),
-            first_change: Semaphore::new(1),
-            state: Mutex::new(state),
-            storage,
-            round_ended: Event::new(),
-            failure: OnceLock::new(),
-            table_writes: WaitGroup::new(),
-            reads: Epochs::new(),
-            arriving: Epochs::new(),
-            // Semaphores of one: the mutex of the same crate looks at the clock.
-            freeing: Semaphore::new(1),
-            header_changes: Semaphore::new(1),
-            header_writes: WaitGroup::new(),
-            drafting: Semaphore::new(1),
-            snapshot: OnceLock::new(),
-            claiming: Semaphore::new(1),
-            making_tables: Semaphore::new(1),
-        };
-        let is_dirty = image.state.lock().disk_header.incompatible.contains(Incompatible::DIRTY);
-        if options.access == Access::ReadWrite && is_dirty {
-            image.begin_changes().await?;
-            image.rebuild_refcounts().await?;
-        }
-        Ok(image)
-    }
-
-    /// Before the first change: clears the autoclear bits, durably. They stand for what writers must
-    /// know to keep it true (bitmaps of changed clusters, for example).
-    async fn begin_changes(&self) -> Result<()> {
-        if self.has_autoclear.load(Ordering::Acquire) {
-            let _alone = self.first_change.acquire().await;
-            self.rewrite_header(|header| header.autoclear &= header.lasting_autoclear()).await?;
-            self.has_autoclear.store(false, Ordering::Release);
-        }
-        Ok(())
+    fn geometry(&self) -> Geometry {
+        self.metadata.geometry()
     }
 
     /// The size of the guest's disk in bytes, a multiple of 512.
     pub fn size(&self) -> u64 {
-        self.size.load(Ordering::Acquire)
+        self.metadata.size()
     }
 
     /// Where the last cluster ends.
     pub fn end(&self) -> u64 {
-        self.size().next_multiple_of(self.geometry.cluster_size())
+        self.size().next_multiple_of(self.geometry().cluster_size())
     }
 
     /// Bytes of a cluster.
     pub fn cluster_size(&self) -> u64 {
-        self.geometry.cluster_size()
+        self.geometry().cluster_size()
     }
 
     /// Bytes of what is allocated to the guest at a time: a subcluster, or a cluster where there are
     /// none.
     pub fn subcluster_size(&self) -> u64 {
-        self.geometry.unit_size()
+        self.geometry().subcluster_size()
     }
 
-    /// How the image's compressed clusters are packed.
+    /// How the image's clusters are compressed.
     pub fn compression(&self) -> Compression {
-        self.compression
+        self.facts.compression
     }
 
-    /// The file behind this one, where unallocated clusters are read from; what lies beyond its end
-    /// reads as zeros.
+    /// The backing file, where unallocated clusters are read from; what lies past its end reads as zeros.
     pub fn backing(&self) -> Option<&Backing> {
-        self.backing.as_ref()
+        self.facts.backing.as_ref()
     }
 
-    /// Says how long the file behind this one is: what lies beyond its end there reads as zeros.
+    /// Says how long the backing file is: past its end it reads as zeros.
     pub fn set_backing_size(&self, size: u64) {
-        self.state.lock().backing_end = size;
+        self.metadata.lock().changes.set_backing_end(size);
+    }
+
+    /// The file that holds the guest's clusters, if the image does not.
+    pub fn data_file(&self) -> Option<&DataFile> {
+        self.facts.data_file.as_ref()
+    }
+
+    /// Whether the data file reads as the disk, and so has each cluster allocated.
+    pub fn is_raw_disk(&self) -> bool {
+        self.data_file().is_some_and(DataFile::is_raw_disk)
+    }
+
+    /// What the file was found to have lost when the image was opened, for reading: reads of it fail.
+    pub fn truncation(&self) -> Option<Truncation> {
+        self.facts.truncation
     }
 
     /// The image itself, where its tables are.
     pub fn storage(&self) -> &S {
-        &self.storage
+        self.metadata.storage()
     }
 
+    /// Where the host offsets of extents point to: the data file, or the image.
+    pub fn data(&self) -> &S {
+        self.metadata.writer().data_file().unwrap_or(self.storage())
+    }
+
+    fn error(&self, kind: ErrorKind, what: impl Into<String>) -> Error {
+        Error::new(kind, what.into()).on(self.storage().name())
+    }
+}
+
+/// The guest's data.
+impl<S: Storage> Qcow2<S> {
     /// As [`Format::map`](crate::Format::map).
     pub async fn map(&self, range: ByteRange, intent: Intent) -> Result<Extent> {
-        self.check_data()?;
+        self.check_data_file()?;
         if intent == Intent::Read {
-            let mapped = self.step(|state| state.map_read(range)).await;
-            return self.check_data_end(self.marking(mapped).await?);
+            let mapped =
+                self.metadata.step(|state| mapping::map_read(&mut state.tables, range)).await;
+            return self.within_data_file(self.metadata.marking(mapped).await?);
         }
-        self.check_writable()?;
-        self.check_intact()?;
-        if self.has_autoclear.load(Ordering::Acquire) {
-            Box::pin(self.begin_changes()).await?;
+        self.metadata.check_writable()?;
+        self.metadata.check_intact()?;
+        if self.metadata.needs_begin_changes() {
+            Box::pin(self.metadata.begin_changes()).await?;
         }
-        let mapped = self.step(|state| {
-            state.check_thawed()?;
-            match intent {
-                Intent::Read => state.map_read(range),
-                Intent::Write => state.map_write(range),
-                Intent::Zero(unmap) => state.map_zero(range, unmap),
-                Intent::Discard => state.map_discard(range),
-            }
+        let mapped = self.metadata.step(|state| match intent {
+            Intent::Read => mapping::map_read(&mut state.tables, range),
+            Intent::Write => thawed_mapper(state)?.map_write(range),
+            Intent::Zero(unmap) => thawed_mapper(state)?.map_zero(range, unmap),
+            Intent::Discard => thawed_mapper(state)?.map_discard(range),
         });
-        self.marking(mapped.await).await
+        self.metadata.marking(mapped.await).await
+    }
+
+    /// As [`Format::map_compressed`](crate::Format::map_compressed).
+    pub async fn map_compressed(&self, guest: ByteRange, length: u64) -> Result<Extent> {
+        self.metadata.check_writable()?;
+        if self.geometry().has_data_file {
+            let what = "an image with a data file has no compressed clusters";
+            return Err(self.error(ErrorKind::Unsupported, what));
+        }
+        self.metadata.check_intact()?;
+        self.metadata.begin_changes().await?;
+        let block = u64::from(self.storage().capabilities().alignment.offset);
+        let prepared = self
+            .metadata
+            .step(|state| thawed_mapper(state)?.map_compressed(guest, length, block))
+            .await;
+        self.metadata.marking(prepared).await
+    }
+
+    /// The host offset of the first bytes of `range` although their content does not come from there,
+    /// `None` for none; and for how many bytes that holds, contiguously. `range` is one that
+    /// [`map`](Self::map) answered for reading as zeros, a hole or the backing file's.
+    ///
+    /// # Errors
+    /// As [`map`](Self::map).
+    pub async fn preallocated_offset(&self, range: ByteRange) -> Result<(Option<u64>, u64)> {
+        self.metadata.step(|state| mapping::preallocated_offset(&mut state.tables, range)).await
     }
 
     /// As [`Format::begin_read`](crate::Format::begin_read).
     pub fn begin_read(&self) -> ReadGuard<'_> {
-        ReadGuard { _read: self.reads.enter() }
+        self.metadata.begin_read()
     }
 
     /// As [`Format::begin_data_write`](crate::Format::begin_data_write).
     pub fn begin_data_write(&self) -> DataWriteGuard<'_> {
-        DataWriteGuard { _data: self.arriving.enter() }
+        self.metadata.begin_data_write()
+    }
+
+    /// As [`Format::track_cow_write`](crate::Format::track_cow_write).
+    pub fn track_cow_write(&self, from: IoVector) -> IoVector {
+        if self.geometry().has_data_file {
+            self.metadata.lock().changes.track_cow_write(from)
+        } else {
+            from
+        }
     }
 
     /// As [`Format::link`](crate::Format::link). Dropped before its end, it is an abort.
     pub async fn link(&self, extent: Extent, data: Durability) -> Result<()> {
-        let unfinished = Committing { state: &self.state, extent };
-        let committed = self.step(|state| state.commit(extent, data)).await;
-        let dropped = self.marking(committed).await?;
+        let unfinished = LinkGuard { image: self, extent };
+        let linked = self.metadata.step(|state| mapper(state).link(extent, data)).await;
+        let dropped = self.metadata.marking(linked).await?;
         std::mem::forget(unfinished);
         if !dropped.is_empty() {
-            for free in dropped {
-                self.free_clusters(free).await;
-            }
-            self.reclaim_if_much().await;
+            self.metadata.free_clusters(dropped).await;
         }
         Ok(())
     }
 
     /// As [`Format::abort`](crate::Format::abort).
     pub fn abort(&self, extent: Extent, why: Abort) {
-        self.state.lock().abort(extent, why);
+        mapper(&mut self.metadata.lock()).abort(extent, why);
     }
 
-    fn check_writable(&self) -> Result<()> {
-        match self.access {
-            Access::ReadWrite => Ok(()),
-            Access::ReadOnly => {
-                let what = "the image is open for reading only";
-                Err(Error::new(ErrorKind::ReadOnly, what).on(self.storage.name()))
-            }
+    /// Refuses to map what lies in a file that is not open.
+    fn check_data_file(&self) -> Result<()> {
+        if self.geometry().has_data_file && self.metadata.writer().data_file().is_none() {
+            let what = "the image keeps its data in a data file, which is not open";
+            return Err(self.error(ErrorKind::Unsupported, what));
         }
-    }
-
-    /// Refuses changes of an image whose tables were found to be wrong.
-    fn check_intact(&self) -> Result<()> {
-        match self.failure.get() {
-            Some(error) if error.kind() == ErrorKind::Corrupt => {
-                let hint = "nothing is changed any more: repair the image (check --repair all)";
-                Err(error.duplicate().hint(hint))
-            }
-            _ => Ok(()),
-        }
-    }
-
-    /// The outcome of a step. Where the image contradicts itself, it is marked as corrupt on disk and
-    /// not changed again while it is open, if it is open for writing.
-    async fn marking<T>(&self, outcome: Result<T>) -> Result<T> {
-        if let Err(error) = &outcome
-            && error.kind() == ErrorKind::Corrupt
-            && self.access == Access::ReadWrite
-        {
-            self.remember(error);
-            if self.geometry.version >= 3 {
-                // The error that counts is the one that led here.
-                let _ = self.mark_as_corrupt().await;
-            }
-        }
-        outcome
-    }
-
-    /// Tries a step until nothing blocks it.
-    async fn step<T>(&self, mut step: impl FnMut(&mut State) -> Step<T>) -> Result<T> {
-        loop {
-            match self.step_if_roomy(&mut step).await? {
-                Some(value) => return Ok(value),
-                None => self.relieve().await?,
-            }
-        }
-    }
-
-    /// Tries a step until nothing blocks it but too many changes: `None` then.
-    async fn step_if_roomy<T>(
-        &self,
-        mut step: impl FnMut(&mut State) -> Step<T>,
-    ) -> Result<Option<T>> {
-        loop {
-            let outcome = {
-                let mut state = self.state.lock();
-                state.cache.begin_step();
-                step(&mut state)
-            };
-            match outcome {
-                Ok(value) => return Ok(Some(value)),
-                Err(Blocked::Failed(error)) => return Err(error),
-                Err(Blocked::Missing(slice)) => self.load(slice).await?,
-                Err(Blocked::Wait(event)) => event.await,
-                // It takes steps itself.
-                Err(Blocked::NoRoom(need)) => Box::pin(self.make_room(need)).await?,
-                Err(Blocked::Crowded) => return Ok(None),
-            }
-        }
-    }
-
-    /// Brings a slice into the cache. It is read once, whoever asks.
-    async fn load(&self, id: SliceId) -> Result<()> {
-        let fetch = self.state.lock().cache.fetch(id.offset);
-        let ticket = match fetch {
-            Fetch::Present => return Ok(()),
-            Fetch::Wait(event) => {
-                event.await;
-                return Ok(());
-            }
-            Fetch::Read(ticket) => ticket,
-        };
-        let fetching = Fetching { state: &self.state, offset: id.offset, ticket };
-        let length = self.geometry.slice_size() as usize;
-        let bytes = table_io::read(&self.storage, id.offset, length).await?;
-        self.state.lock().cache.loaded(id, &fetching.ticket, bytes.into());
         Ok(())
     }
+
+    /// What lies in a data file must begin before its end. A data file that is the raw disk may be shorter:
+    /// others change it.
+    fn within_data_file(&self, extent: Extent) -> Result<Extent> {
+        if let (Some(data), ExtentState::Mapped { host }) =
+            (self.metadata.writer().data_file(), extent.state)
+            && !self.is_raw_disk()
+            && self.geometry().cluster_of(host) >= self.geometry().clusters_for(data.size())
+        {
+            let what = "the data file ends before this cluster of the guest";
+            return Err(Error::new(ErrorKind::Corrupt, what).on(data.name()).at(host));
+        }
+        Ok(extent)
+    }
 }
 
-/// Keeps places that were looked up for reading what they are. See [`Format::begin_read`].
-///
-/// [`Format::begin_read`]: crate::Format::begin_read
-pub struct ReadGuard<'a> {
-    _read: EpochGuard<'a>,
-}
-
-/// Has the next flush wait for data. See [`Format::begin_data_write`].
-///
-/// [`Format::begin_data_write`]: crate::Format::begin_data_write
-pub struct DataWriteGuard<'a> {
-    _data: EpochGuard<'a>,
-}
-
-/// A commit under way.
-struct Committing<'a> {
-    state: &'a Mutex<State>,
+/// A link that has not ended.
+struct LinkGuard<'a, S: Storage> {
+    image: &'a Qcow2<S>,
     extent: Extent,
 }
 
-impl Drop for Committing<'_> {
+impl<S: Storage> Drop for LinkGuard<'_, S> {
     fn drop(&mut self) {
-        self.state.lock().abort(self.extent, Abort::Ended);
+        self.image.abort(self.extent, Abort::Ended);
     }
 }
 
-/// A slice that is being read. Dropped, also unfinished, it lets others go on.
-struct Fetching<'a> {
-    state: &'a Mutex<State>,
-    offset: u64,
-    ticket: Arc<Event>,
-}
+/// Durability.
+impl<S: Storage> Qcow2<S> {
+    /// As [`Format::flush`](crate::Format::flush).
+    pub async fn flush(&self, sync: SyncMode) -> Result<()> {
+        self.metadata.flush(sync).await
+    }
 
-impl Drop for Fetching<'_> {
-    fn drop(&mut self) {
-        self.state.lock().cache.fetch_ended(self.offset, &self.ticket);
+    /// As [`Format::sync_metadata`](crate::Format::sync_metadata).
+    pub async fn sync_metadata(&self) -> Result<()> {
+        self.metadata.sync_metadata().await
+    }
+
+    /// As [`Format::sync_data_and_metadata`](crate::Format::sync_data_and_metadata).
+    pub async fn sync_data_and_metadata(&self) -> Result<()> {
+        self.metadata.sync_data_and_metadata().await
+    }
+
+    /// As [`Format::metadata_sync_mode`](crate::Format::metadata_sync_mode).
+    pub fn metadata_sync_mode(&self) -> MetadataSync {
+        self.metadata.metadata_sync_mode(mapping::Mapping::pending_changes)
     }
 }
 
-/// Autoclear features that stay true when tables are repaired: bitmaps that are in step, and a data
-/// file that reads as the disk.
-const KNOWN_AUTOCLEAR: u64 = bitmaps::IN_STEP | header::RAW_DATA_FILE;
+/// The image as a whole.
+impl<S: Storage> Qcow2<S> {
+    /// As [`Format::prepare_resize`](crate::Format::prepare_resize).
+    pub async fn prepare_resize(&self, size: u64) -> Result<()> {
+        transaction::prepare_resize(&self.metadata, size).await
+    }
 
-async fn read_header<S: Storage>(storage: &S) -> Result<Header> {
-    let refuse = |refusal: Refusal| {
-        let kind = match refusal.reason {
-            Reason::Corrupt => ErrorKind::Corrupt,
-            Reason::Unsupported => ErrorKind::Unsupported,
-        };
-        Error::new(kind, refusal.what).on(storage.name()).at(refusal.offset)
-    };
-    let first = table_io::read(storage, 0, header::SECTOR).await?;
-    let bits = header::cluster_bits(&first).map_err(refuse)?;
-    let block = storage.capabilities().alignment.offset;
-    if 1 << bits < u64::from(block) {
-        let what = format!("clusters of {} bytes in a storage of blocks of {block}", 1u64 << bits);
-        return Err(Error::new(ErrorKind::Unsupported, what)
-            .on(storage.name())
-            .hint("open it through the page cache (--cache writeback)"));
+    /// As [`Format::resize`](crate::Format::resize), to a larger size only. What lies past the old
+    /// end in the last cluster or in the backing file becomes visible, unless it was made zeros before.
+    pub async fn resize(&self, size: u64) -> Result<()> {
+        transaction::grow(&self.metadata, size).await
     }
-    let bytes = table_io::read(storage, 0, 1 << bits).await?;
-    Header::parse(&bytes).map_err(refuse)
-}
 
-fn check_access<S: Storage>(storage: &S, header: &Header, access: Access) -> Result<()> {
-    if access == Access::ReadWrite && header.incompatible.contains(Incompatible::CORRUPT) {
-        let what = "the image is marked as corrupt and can only be read";
-        return Err(Error::new(ErrorKind::Corrupt, what)
-            .on(storage.name())
-            .at(72)
-            .hint("repair it first (check --repair all)"));
+    /// As [`Format::shrink`](crate::Format::shrink).
+    pub async fn shrink(&self, size: u64) -> Result<()> {
+        transaction::shrink(&self.metadata, size).await
     }
-    if access == Access::ReadWrite
-        && let Some(fault) = &header.snapshot_fault
-    {
-        return Err(Error::new(ErrorKind::Corrupt, fault.what.clone())
-            .on(storage.name())
-            .at(fault.offset)
-            .hint("check --repair all removes the snapshots that cannot be used; it can be read as it is"));
+
+    /// As [`Format::make_empty`](crate::Format::make_empty).
+    pub async fn make_empty(&self) -> Result<()> {
+        transaction::make_empty(&self.metadata).await
     }
-    Ok(())
+
+    /// Gives the image another backing file or none, durably. What [`backing`](Self::backing) answers
+    /// stays what it was when the image was opened; the image is to be closed after this. That the new
+    /// file has the content that the image relies on is the caller's business.
+    ///
+    /// # Errors
+    /// `InvalidInput` for a name that is empty, too long, or for which the header has no room; or what
+    /// the storage answers.
+    pub async fn set_backing(&self, backing: Option<Backing>) -> Result<()> {
+        transaction::set_backing(&self.metadata, backing).await
+    }
+
+    /// All snapshots, in the order in which they were taken.
+    ///
+    /// # Errors
+    /// `Corrupt` where the table contradicts the format; why it is unknown which table is active, after
+    /// a change of it failed at its last step.
+    pub async fn snapshots(&self) -> Result<Vec<Snapshot>> {
+        transaction::list_snapshots(&self.metadata).await
+    }
+
+    /// Takes a snapshot of the guest's disk, with a machine's state if one is given; durable when it
+    /// returns. No change of the guest's data may be in flight.
+    ///
+    /// # Errors
+    /// `InvalidInput` for a name that is taken, empty or too long; `Unsupported` when refcounts cannot
+    /// count so far, or when the image has a data file; `NoSpace`; or what the storage answers. Nothing
+    /// has changed then, and `vm_state` is as it was.
+    pub async fn create_snapshot(
+        &self,
+        new: &NewSnapshot,
+        vm_state: Option<&VmStateTables>,
+    ) -> Result<Snapshot> {
+        transaction::create_snapshot(&self.metadata, &self.transactions, new, vm_state).await
+    }
+
+    /// Makes the disk what it was when the snapshot was taken, its size included; durable when it
+    /// returns. No change of the guest's data may be in flight. What was written since is gone.
+    ///
+    /// # Errors
+    /// As [`create_snapshot`](Self::create_snapshot); `InvalidInput` for an unknown name.
+    pub async fn apply_snapshot(&self, name: &str) -> Result<()> {
+        transaction::apply_snapshot(&self.metadata, &self.transactions, name).await
+    }
+
+    /// Deletes a snapshot; durable when it returns. No change of the guest's data may be in flight.
+    ///
+    /// # Errors
+    /// As [`apply_snapshot`](Self::apply_snapshot).
+    pub async fn delete_snapshot(&self, name: &str) -> Result<()> {
+        transaction::delete_snapshot(&self.metadata, &self.transactions, name).await
+    }
+
+    /// Gives a snapshot another name; durable when it returns.
+    ///
+    /// # Errors
+    /// As [`create_snapshot`](Self::create_snapshot); `InvalidInput` for an unknown name.
+    pub async fn rename_snapshot(&self, name: &str, new_name: &str) -> Result<()> {
+        transaction::rename_snapshot(&self.metadata, &self.transactions, name, new_name).await
+    }
+
+    /// Refuses snapshots, whose disks share clusters: in a data file each guest cluster has one host offset.
+    ///
+    /// # Errors
+    /// `Unsupported` for an image with a data file.
+    pub fn check_sharing(&self) -> Result<()> {
+        transaction::check_no_data_file(&self.metadata)
+    }
+
+    /// Where the machine's state begins in the tables of a snapshot of this disk: after the disk, at
+    /// a whole L1 entry.
+    pub fn vm_state_offset(&self) -> u64 {
+        self.geometry().l1_entries_for(self.size()) * self.geometry().l1_entry_span()
+    }
+
+    /// Where the state is of the snapshot that the image was opened on; empty for a snapshot without one.
+    ///
+    /// # Errors
+    /// `InvalidInput` for an image that was not opened on a snapshot; `Corrupt` where the snapshot's tables
+    /// do not reach so far; `Unsupported` for an image with a data file.
+    pub fn vm_state(&self) -> Result<ByteRange> {
+        let snapshot = self.facts.snapshot.as_ref();
+        transaction::vm_state_location(&self.metadata, snapshot, self.vm_state_offset())
+    }
+
+    /// Tables for a state of which nothing is stored yet.
+    pub fn new_vm_state(&self) -> VmStateTables {
+        VmStateTables::new(self.metadata.lock().tables.header(), self.size())
+    }
+
+    /// Allocates one to `limit` clusters in a row for a machine's state. Nothing refers to them: they
+    /// are to be [reserved](VmStateTables::reserve) or given back.
+    ///
+    /// # Errors
+    /// `NoSpace`, `ReadOnly`, or why tables cannot be written; `Unsupported` for an image with a data file.
+    pub async fn take_clusters(&self, limit: u64) -> Result<ByteRange> {
+        transaction::allocate_clusters(&self.metadata, limit).await
+    }
+
+    /// Gives clusters back that nothing refers to and nothing writes to. Never waits.
+    pub fn give_clusters_back(&self, range: ByteRange) {
+        let mut state = self.metadata.lock();
+        let state = &mut *state;
+        state.allocator.free_unlinked(&mut state.tables, self.geometry().clusters_of(range));
+    }
 }

@@ -6,7 +6,7 @@ use std::rc::Rc;
 
 use blockhouse_core::ByteRange;
 use blockhouse_format::qcow2::{
-    Access, CheckReport, CreateOptions, OpenOptions, Qcow2, Repair, Repaired, Switch, Version,
+    Access, CheckReport, CreateOptions, OpenOptions, Qcow2, Repair, RepairReport, Switch, Version,
     check, create, repair,
 };
 use blockhouse_sim::{Config, Report, Rng, Sim, SimDisk, for_seeds};
@@ -166,7 +166,7 @@ fn add_corruption(image: &mut [u8], random: &mut Rng) {
 }
 
 /// Repairs, and answers the disk's content too.
-fn repaired(image: &[u8], what: Repair) -> Result<(Repaired, Vec<u8>), String> {
+fn repaired(image: &[u8], what: Repair) -> Result<(RepairReport, Vec<u8>), String> {
     let (outcome, left) = on_disk(image, |disk| async move { repair(&disk, what).await });
     Ok((outcome.map_err(|error| format!("{what:?}: {error}"))?, left))
 }

@@ -28,11 +28,6 @@ const KNOWN: &[(&str, &str)] = &[
          bench::random bench::report bench::rows bench::schedule bench::table bench::vmstate bench::wakeup",
     ),
     ("crates/disk/src/lib.rs", "disk durable generations prepared zero"),
-    (
-        "crates/format/src/lib.rs",
-        "qcow2 qcow2::bitmaps qcow2::create qcow2::data_file qcow2::deferred_free qcow2::header qcow2::map \
-         qcow2::prepare qcow2::round qcow2::snapshot_table qcow2::snapshots qcow2::state qcow2::truncation",
-    ),
     ("crates/vhost-user/src/lib.rs", "chain limits"),
     ("crates/vhost-user/src/lib.rs", "queue queue::kicks queue::lane"),
 ];

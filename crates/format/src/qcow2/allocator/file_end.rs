@@ -1,0 +1,122 @@
+//! The end of the file: the search for the last cluster in use, when the image is closed.
+//!
+//! Refcount blocks that count nothing but themselves would keep a file long whose data is gone: they leave
+//! the refcount table first. `transaction/close` says when, and what else has to hold.
+
+use crate::qcow2::tables::{LastCounted, Step, Tables};
+
+use super::Allocator;
+use super::deferred_free::DeferredFree;
+
+/// How many slices of refcounts are looked at, from the end on: 2 TiB of free space at clusters of 64 KiB.
+/// What lies before that stays.
+const MAX_SLICES: u64 = 1 << 14;
+
+/// A search for the last cluster in use, from the end of the file backwards.
+pub(crate) struct BackwardScan {
+    /// All clusters from here on are free.
+    below: u64,
+    slices_left: u64,
+    /// Refcount blocks that were dropped.
+    dropped: u64,
+    /// The refcount block that is being looked through, and up to which cluster it counts nothing but
+    /// itself. A slice that has to be read first ends a step, and the next one goes on there.
+    looked: Option<(u64, u64)>,
+}
+
+impl BackwardScan {
+    /// A search of a file in which nothing is in use from `below` on.
+    pub(crate) fn new(below: u64) -> Self {
+        Self { below, slices_left: MAX_SLICES, dropped: 0, looked: None }
+    }
+
+    /// The search begins anew, and looks at no more slices than this one left.
+    pub(crate) fn again(&self, below: u64) -> Self {
+        Self { slices_left: self.slices_left, ..Self::new(below) }
+    }
+
+    /// Whether refcount blocks were dropped, which may make another one empty.
+    pub(crate) fn has_dropped(&self) -> bool {
+        self.dropped > 0
+    }
+
+    /// Where the file ends at least: after the header and the active tables, whatever refcounts say.
+    pub(crate) fn clusters_in_use(&self, tables: &Tables) -> u64 {
+        let last = tables.active_clusters().iter().max();
+        last.map_or(self.below, |&last| self.below.max(last + 1))
+    }
+}
+
+impl Allocator {
+    /// Goes on with the search; drops refcount blocks that count nothing but themselves, each of which is
+    /// a change of its own.
+    pub(crate) fn scan_backwards(
+        &mut self,
+        tables: &mut Tables,
+        scan: &mut BackwardScan,
+    ) -> Step<()> {
+        let geometry = tables.geometry();
+        // What no refcount block can be for is not counted.
+        let countable = tables.refcount_table().len() as u64 * geometry.block_refcounts();
+        scan.below = scan.below.min(countable.max(1));
+        while scan.below > 0 && scan.slices_left > 0 {
+            match tables.last_counted(scan.below - 1)? {
+                LastCounted::NoRefcountBlock(first) => {
+                    scan.below = first;
+                    continue;
+                }
+                LastCounted::NoneFrom(first) => {
+                    scan.below = first;
+                    scan.slices_left -= 1;
+                    continue;
+                }
+                LastCounted::Cluster(last) => scan.below = last + 1,
+            }
+            if !self.drop_empty_block(tables, scan.below - 1, &mut scan.looked)? {
+                return Ok(());
+            }
+            scan.below -= 1;
+            scan.dropped += 1;
+            // All of the block's were looked at, and there may be hundreds of thousands of blocks.
+            let slices = geometry.block_refcounts() / geometry.slice_refcounts();
+            scan.slices_left = scan.slices_left.saturating_sub(slices);
+        }
+        Ok(())
+    }
+
+    /// Takes the refcount block in this cluster out of the refcount table if it counts nothing else.
+    fn drop_empty_block(
+        &mut self,
+        tables: &mut Tables,
+        cluster: u64,
+        looked: &mut Option<(u64, u64)>,
+    ) -> Step<bool> {
+        let geometry = tables.geometry();
+        let offset = geometry.offset_of(cluster);
+        if !tables.active_clusters().contains(&cluster) {
+            return Ok(false);
+        }
+        let index = tables.refcount_table().iter().rposition(|&word| word == offset);
+        let Some(index) = index else { return Ok(false) };
+        let first = index as u64 * geometry.block_refcounts();
+        let counted = first..first + geometry.block_refcounts();
+        let seen = looked.filter(|&(block, _)| block == cluster).map_or(first, |(_, seen)| seen);
+        for start in (seen..counted.end).step_by(geometry.slice_refcounts() as usize) {
+            *looked = Some((cluster, start));
+            if tables.counts_other(start, cluster)? != Some(false) {
+                return Ok(false);
+            }
+        }
+        tables.remove_refcount_block(index);
+        if !counted.contains(&cluster) {
+            self.defer_free(DeferredFree::of(cluster..cluster + 1));
+        }
+        Ok(true)
+    }
+
+    /// The file was cut off after so many clusters.
+    pub(crate) fn note_cut(&mut self, tables: &mut Tables, clusters: u64) {
+        tables.file_mut().cut(clusters);
+        self.space.cut(clusters);
+    }
+}

@@ -1,0 +1,95 @@
+//! Space on the host: the reserve for metadata (`reserve`), and how long the file is.
+
+use std::ops::Range;
+
+use crate::qcow2::layout::geometry::Geometry;
+use crate::qcow2::tables::{Blocked, ReserveRequest, Step, Tables};
+
+use super::Allocator;
+
+impl Allocator {
+    /// Clusters of the reserve that no metadata needed are free again.
+    pub(crate) fn release_reserve(&mut self, tables: &mut Tables) {
+        while let Some(cluster) = self.reserve.take_l2_table() {
+            self.free_unlinked(tables, cluster..cluster + 1);
+        }
+    }
+
+    /// The reserve at the end of the file is dropped, unused: other tables may take the space.
+    pub(crate) fn drop_end_reserve(&mut self) {
+        let _ = self.reserve.take_at_end();
+    }
+
+    /// Takes a cluster for the L2 table of an L1 entry.
+    pub(crate) fn take_l2_table(&mut self, l1_index: usize) -> Step<u64> {
+        let reserved = self.reserve.take_l2_table();
+        reserved.ok_or(Blocked::NeedsReserve(ReserveRequest::L2Table(l1_index)))
+    }
+
+    /// Whether the reserve has a cluster for an L2 table.
+    pub(crate) fn has_l2_table(&self) -> bool {
+        self.reserve.has_l2_table()
+    }
+
+    /// The host has space for this cluster, allocated for an L2 table.
+    pub(crate) fn put_l2_table(&mut self, cluster: u64) {
+        self.reserve.put_l2_table(cluster);
+    }
+
+    /// Begins to reserve `count` clusters at the end of the file; `None` where some are reserved already.
+    pub(crate) fn begin_end_reserve(
+        &mut self,
+        tables: &mut Tables,
+        count: u64,
+    ) -> Option<Range<u64>> {
+        self.reserve.at_end().is_none().then(|| tables.file_mut().reserve(count))
+    }
+
+    /// The host has space for these clusters at the end.
+    pub(crate) fn put_end_reserve(&mut self, clusters: Range<u64>) {
+        self.space.note_written(clusters.end);
+        self.reserve.put_at_end(clusters);
+    }
+
+    /// Whether the file has fewer clusters than `needed`, as far as is known.
+    pub(crate) fn is_file_short(&self, needed: u64) -> bool {
+        self.space.length() < needed
+    }
+
+    /// The file was to become `length` clusters long, of which `needed` are needed now, and has `size`
+    /// bytes.
+    pub(crate) fn note_extended(
+        &mut self,
+        geometry: Geometry,
+        length: u64,
+        needed: u64,
+        size: u64,
+    ) {
+        self.space.set_length(length);
+        let is_limited = size < geometry.offset_of(needed);
+        self.space.set_limit(is_limited.then_some(size));
+    }
+
+    /// Whether the storage, of `size` bytes, became longer than its limit: it grows with what is written
+    /// to it, and only could not be made longer ahead. There is no limit then.
+    pub(crate) fn lift_limit(&mut self, size: u64) -> bool {
+        let is_growing = self.space.limit().is_some_and(|limit| size > limit);
+        if is_growing {
+            self.space.set_limit(None);
+        }
+        is_growing
+    }
+
+    /// Whether a step that got ENOSPC at the end of the file, of `size` bytes, may find space elsewhere when
+    /// it runs again: in clusters that wait to be freed, or in those that were not scanned yet.
+    pub(crate) fn may_have_space(&mut self, tables: &Tables, size: u64) -> bool {
+        // Past the limit the next step scans all that was not scanned. Once: it fails after that.
+        let is_unknown = self.space.limit().is_none()
+            && !self.space.unscanned().is_empty()
+            && size < tables.geometry().offset_of(tables.file().end() + 1);
+        if is_unknown {
+            self.space.set_limit(Some(size));
+        }
+        is_unknown || self.frees.gain() > 0
+    }
+}

@@ -1,0 +1,298 @@
+//! Free space of the image's file: which clusters can be allocated, and when clusters are free again.
+//!
+//! The life of a cluster. Its refcount in memory is the truth (`tables`); writebacks bring it to the disk.
+//!
+//! ```text
+//!        allocate              link                 L2 entry replaced       writeback durable
+//! free ------------> allocated -------> mapped -----------------> pending free --------> freeable
+//!  ^  ^                  |              (an entry in memory        (an entry on disk       |
+//!  |  |                  | abort         refers to it)              may refer to it)       |
+//!  |  +------------------+                                                                 |
+//!  +------------------- reads that may have looked it up have ended, refcount 0 -----------+
+//! ```
+//!
+//! 1. [`Allocator::allocate`] looks in three places: runs of clusters that became free; a cursor that
+//!    passes once over the space that was there when the image was opened; the end of the file. So no
+//!    allocation looks at more than a few refcount slices.
+//! 2. What metadata needs at the end of the file ([`Allocator::allocate_at_end`]), and clusters for L2
+//!    tables, come from the *reserve*: space that the host has allocated already, so that a writeback never
+//!    fails for want of space.
+//! 3. [`Allocator::defer_free`] takes clusters that no entry in memory refers to any more. They become free
+//!    when a writeback has made that durable (`deferred_free`).
+//! 4. A cluster that a dropped write may still modify is *quarantined*: it is not reallocated while the
+//!    image is open, because the late write would corrupt the new owner.
+//!
+//! Locking: lies under the image's one lock, as [`Tables`] does; nothing here waits. A step that lacks
+//! space says so by `Blocked::NeedsReserve`, and `writeback` gets it without the lock.
+
+mod at_end;
+mod compressed;
+mod deferred_free;
+mod file_end;
+mod free_space;
+mod frees;
+mod host_space;
+mod reserve;
+
+use std::collections::HashSet;
+use std::ops::Range;
+
+use blockhouse_core::Error;
+
+use crate::qcow2::layout::entry::Entry;
+use crate::qcow2::layout::geometry::Geometry;
+use crate::qcow2::tables::{Blocked, ReserveRequest, Scan, Step, Tables};
+
+pub(crate) use deferred_free::{DeferredFree, MIN_WAITING, Punch, Users};
+pub(crate) use file_end::BackwardScan;
+
+use deferred_free::DeferredFrees;
+use free_space::FreeSpace;
+use reserve::Reserve;
+
+/// How many refcount slices one allocation looks at before it takes from the end.
+const SLICES_PER_ALLOCATION: u32 = 4;
+
+/// See the module's page.
+pub(crate) struct Allocator {
+    space: FreeSpace,
+    reserve: Reserve,
+    frees: DeferredFrees,
+    quarantined: HashSet<u64>,
+    /// Where compressed data goes next: after the last of it. Its cluster is in use.
+    free_byte_offset: Option<u64>,
+}
+
+impl Allocator {
+    /// For a file of so many clusters. So many bytes of clusters may always wait to be freed.
+    pub(crate) fn new(clusters: u64, min_waiting: u64) -> Self {
+        Self {
+            space: FreeSpace::new(clusters),
+            reserve: Reserve::default(),
+            frees: DeferredFrees::new(min_waiting),
+            quarantined: HashSet::new(),
+            free_byte_offset: None,
+        }
+    }
+
+    /// Other tables are the active ones: all that was known of free space is forgotten.
+    pub(crate) fn replace_tables(&mut self, clusters: u64) {
+        self.space = FreeSpace::new(clusters);
+        self.free_byte_offset = None;
+    }
+
+    /// Allocates one to `limit` clusters in a row, each with a refcount of one.
+    pub(crate) fn allocate(&mut self, tables: &mut Tables, limit: u64) -> Step<Range<u64>> {
+        let mut slices = SLICES_PER_ALLOCATION;
+        loop {
+            let unscanned = self.space.unscanned();
+            // Past the host's limit is only what a request could not write to: anything else comes first.
+            let host_limit = self.host_limit(tables.geometry());
+            let run = self.space.first_free_run();
+            let run = run.filter(|run| run.0 < host_limit || unscanned.is_empty());
+            if let Some((start, count)) = run {
+                if start >= host_limit && self.frees.gain() > 0 {
+                    return Err(Blocked::NeedsReserve(ReserveRequest::Frees));
+                }
+                let count = if start < host_limit { count.min(host_limit - start) } else { count };
+                match tables.scan(start, count.min(limit))? {
+                    Scan::Free(clusters) => {
+                        self.space.take_from_run(start, clusters.end - clusters.start);
+                        return mark_allocated(tables, clusters);
+                    }
+                    Scan::Allocated(_) | Scan::NoRefcountBlock => {
+                        self.space.take_from_run(start, 1);
+                    }
+                }
+            } else if !unscanned.is_empty() && (slices > 0 || self.space.limit().is_some()) {
+                slices = slices.saturating_sub(1);
+                let cursor = unscanned.start;
+                match tables.scan(cursor, limit.min(unscanned.end - cursor))? {
+                    Scan::Free(clusters) => {
+                        self.space.advance_cursor(clusters.end);
+                        return mark_allocated(tables, clusters);
+                    }
+                    Scan::Allocated(count) => self.space.advance_cursor(cursor + count),
+                    // A gap in the middle is not worth a refcount block of its own.
+                    Scan::NoRefcountBlock => self.pass_uncounted(tables, cursor),
+                }
+            } else {
+                let end = tables.file().end();
+                match tables.scan(end, limit)? {
+                    Scan::Free(clusters) if clusters.end > self.space.length() => {
+                        return Err(Blocked::NeedsReserve(ReserveRequest::Length(clusters.end)));
+                    }
+                    Scan::Free(_) if self.space.limit().is_some() && self.frees.gain() > 0 => {
+                        return Err(Blocked::NeedsReserve(ReserveRequest::Frees));
+                    }
+                    Scan::Free(clusters) => {
+                        tables.file_mut().advance(clusters.end);
+                        return mark_allocated(tables, clusters);
+                    }
+                    Scan::Allocated(count) => tables.file_mut().advance(end + count),
+                    Scan::NoRefcountBlock => {
+                        self.allocate_at_end(tables, 0)?;
+                    }
+                }
+            }
+        }
+    }
+
+    /// The first cluster that the storage has not all of by itself, if it could not be made longer.
+    fn host_limit(&self, geometry: Geometry) -> u64 {
+        self.space.limit().map_or(u64::MAX, |bytes| bytes >> geometry.cluster_bits)
+    }
+
+    /// Moves the cursor from `cluster`, which no refcount block is for, to where the next block's clusters
+    /// begin. All steps together read the refcount table once.
+    fn pass_uncounted(&mut self, tables: &mut Tables, cluster: u64) {
+        let geometry = tables.geometry();
+        let index = geometry.refcount_index(cluster).table_index;
+        let blocks = tables.refcount_table().get(index as usize..).unwrap_or_default();
+        if let Some(gap) = blocks.iter().position(|&word| word != 0) {
+            self.space.advance_cursor((index + gap as u64) * geometry.block_refcounts());
+            return;
+        }
+        // Nothing is counted from here on: a block device after its last cluster in use. A table that lies
+        // there is passed.
+        let last = tables.active_clusters().iter().filter(|&&table| table >= cluster).max();
+        let in_block = geometry.block_refcounts();
+        let start = last.map_or(cluster, |&table| (table / in_block + 1) * in_block);
+        if self.space.unscanned().contains(&start) {
+            self.space.end_scan_at(start);
+            tables.file_mut().lower(start);
+        } else {
+            self.space.advance_cursor(start);
+        }
+    }
+
+    /// One reference to a cluster is gone, durably. At none, the cluster is free.
+    pub(crate) fn decrement_refcount(&mut self, tables: &mut Tables, cluster: u64) -> Step<()> {
+        let count = tables.refcount(cluster)?;
+        if count == 0 {
+            let what = "the refcount of a cluster in use is 0";
+            return Err(tables.corrupt(what, tables.geometry().offset_of(cluster)).into());
+        }
+        tables.set_refcount(cluster, count - 1)?;
+        if count == 1 {
+            tables.remove_active(cluster);
+            self.close_compressed(tables.geometry(), cluster);
+            self.space.free(cluster);
+        }
+        Ok(())
+    }
+
+    /// Sets a refcount to what was counted, with a refcount block if there must be one.
+    pub(crate) fn correct_refcount(
+        &mut self,
+        tables: &mut Tables,
+        cluster: u64,
+        value: u64,
+    ) -> Step<()> {
+        if tables.refcount(cluster)? == value {
+            return Ok(());
+        }
+        let geometry = tables.geometry();
+        if value > geometry.max_refcount() {
+            let what = format!("{value} references to a cluster are more than can be counted");
+            return Err(tables.corrupt(what, geometry.offset_of(cluster)).into());
+        }
+        while !tables.has_refcount(cluster)? {
+            tables.file_mut().advance(cluster + 1);
+            let index = geometry.refcount_index(cluster).table_index;
+            let new = self.allocate_at_end(tables, 1)?;
+            if tables.refcount_block(index)?.is_none() {
+                tables.add_refcount_block(index, geometry.offset_of(new.start));
+            } else {
+                self.free_unlinked(tables, new);
+            }
+        }
+        tables.set_refcount(cluster, value)
+    }
+
+    /// Clusters that were allocated in vain: no table ever referred to them, and nothing writes to them.
+    /// They are free at once where their refcounts are cached.
+    pub(crate) fn free_unlinked(&mut self, tables: &mut Tables, clusters: Range<u64>) {
+        let mut rest = clusters;
+        // While the tables are frozen, refcounts do not change.
+        while tables.freeze().is_active()
+            && !rest.is_empty()
+            && self.decrement_refcount(tables, rest.start).is_ok()
+        {
+            rest.start += 1;
+        }
+        if !rest.is_empty() {
+            // An error is told to the next one that processes frees.
+            self.frees.defer_unlinked(DeferredFree::of(rest));
+        }
+    }
+
+    /// What an L2 entry refers to that is replaced by another one; `None` for nothing, and for a cluster
+    /// that is never freed.
+    pub(crate) fn dropped_clusters(
+        &self,
+        geometry: Geometry,
+        old: Entry,
+        new: Entry,
+        punch: Punch,
+    ) -> Option<DeferredFree> {
+        // In a data file each cluster has one host offset, which no other cluster can have.
+        if geometry.has_data_file {
+            return None;
+        }
+        match old {
+            // Other data may lie in the same clusters, so they are never punched.
+            Entry::Compressed(data) => Some(DeferredFree::of(data.host_clusters(geometry))),
+            Entry::Standard { host: Some(host), .. } => {
+                let kept = matches!(new, Entry::Standard { host: Some(new), .. }
+                    if new.offset == host.offset);
+                let cluster = geometry.cluster_of(host.offset);
+                if kept || self.quarantined.contains(&cluster) {
+                    return None;
+                }
+                let (punch, users) = match host.is_copied() {
+                    true => (punch, Users::None),
+                    false => (Punch::No, Users::Others),
+                };
+                Some(DeferredFree { clusters: cluster..cluster + 1, punch, users })
+            }
+            Entry::Standard { host: None, .. } => None,
+        }
+    }
+
+    /// A write to these clusters was dropped and may still be in flight.
+    pub(crate) fn quarantine(&mut self, clusters: Range<u64>) {
+        self.quarantined.extend(clusters);
+    }
+
+    pub(crate) fn is_quarantined(&self, cluster: u64) -> bool {
+        self.quarantined.contains(&cluster)
+    }
+
+    pub(crate) fn quarantined(&self) -> &HashSet<u64> {
+        &self.quarantined
+    }
+
+    /// Clusters up to `end` were written: the file is that long.
+    pub(crate) fn note_written(&mut self, end: u64) {
+        self.space.note_written(end);
+    }
+
+    /// Whether the file grows by what is being written.
+    pub(crate) fn is_growing(&self, tables: &Tables) -> bool {
+        self.space.written_end() < tables.file().end()
+    }
+}
+
+/// Raises the refcounts of free clusters, all in one slice.
+fn mark_allocated(tables: &mut Tables, clusters: Range<u64>) -> Step<Range<u64>> {
+    check_not_active(tables, clusters.clone())?;
+    for cluster in clusters.clone() {
+        tables.set_refcount(cluster, 1)?;
+    }
+    Ok(clusters)
+}
+
+fn check_not_active(tables: &Tables, mut clusters: Range<u64>) -> Result<(), Error> {
+    clusters.try_for_each(|cluster| tables.check_not_active(cluster))
+}

@@ -1,0 +1,42 @@
+//! Clusters that the host has allocated ahead of new metadata.
+//!
+//! A new table reaches the disk with a writeback, long after the request that made it. If that writeback
+//! hit ENOSPC, no writeback could complete any more, and clusters are freed only after one. So the space of
+//! each new table is filled with zeros first, and ENOSPC fails the request that needs the table.
+
+use std::ops::Range;
+
+/// Space that nothing uses yet.
+#[derive(Default)]
+pub(crate) struct Reserve {
+    /// After everything else when it was reserved. Not counted.
+    at_end: Option<Range<u64>>,
+    /// For L2 tables. Each has a refcount of one.
+    l2_tables: Vec<u64>,
+}
+
+impl Reserve {
+    pub(crate) fn at_end(&self) -> Option<Range<u64>> {
+        self.at_end.clone()
+    }
+
+    pub(crate) fn put_at_end(&mut self, clusters: Range<u64>) {
+        self.at_end = Some(clusters);
+    }
+
+    pub(crate) fn take_at_end(&mut self) -> Option<Range<u64>> {
+        self.at_end.take()
+    }
+
+    pub(crate) fn has_l2_table(&self) -> bool {
+        !self.l2_tables.is_empty()
+    }
+
+    pub(crate) fn put_l2_table(&mut self, cluster: u64) {
+        self.l2_tables.push(cluster);
+    }
+
+    pub(crate) fn take_l2_table(&mut self) -> Option<u64> {
+        self.l2_tables.pop()
+    }
+}

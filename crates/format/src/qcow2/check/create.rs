@@ -1,0 +1,369 @@
+//! New images.
+//!
+//! The header is written last, after everything else is durable: until then the file is no image.
+
+use blockhouse_core::{ByteRange, Durability, Error, ErrorKind, Result, Storage, SyncMode};
+
+use crate::qcow2::layout::compression::Compression;
+use crate::qcow2::layout::entry::{Entry, Reference, l1_word};
+use crate::qcow2::layout::extensions::{self, BACKING_FORMAT, Extension};
+use crate::qcow2::layout::geometry::Geometry;
+use crate::qcow2::layout::header::{
+    Header, Incompatible, LAZY_REFCOUNTS, LENGTH_2, LENGTH_3, RAW_DATA_FILE,
+};
+use crate::qcow2::layout::limits::{MAX_FILE_NAME, MAX_L1_BYTES, MAX_OFFSET, MAX_REFCOUNT_TABLE};
+use crate::qcow2::layout::options::{Backing, DataFile, Switch, Version};
+use crate::qcow2::layout::{refcount, table_io, words};
+use crate::{SpaceMode, preallocate};
+
+/// What a new image allocates at once.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Preallocation {
+    /// Nothing for the guest.
+    #[default]
+    Off,
+    /// All tables, with a place for every cluster; the places are holes of the file.
+    Metadata,
+    /// The same, and the host's file system sets the space aside.
+    Falloc,
+    /// The same, and the space is filled with zeros.
+    Full,
+}
+
+/// What a new image is like.
+#[derive(Clone, Debug)]
+pub struct CreateOptions {
+    /// Bytes of the guest's disk, a multiple of 512.
+    pub size: u64,
+    /// Bytes of a cluster: a power of two from 512 to 2 MiB.
+    pub cluster_size: u64,
+    /// Bits of a refcount: 1, 2, 4, 8, 16, 32 or 64.
+    pub refcount_bits: u32,
+    /// The revision of the format.
+    pub version: Version,
+    /// Whether refcounts may be written late.
+    pub lazy_refcounts: Switch,
+    /// Whether clusters have 32 subclusters each.
+    pub extended_l2: Switch,
+    /// How clusters will be compressed.
+    pub compression: Compression,
+    /// The backing file.
+    pub backing: Option<Backing>,
+    /// The file that holds the guest's clusters, if not the image. One that is the raw disk has a place
+    /// for every cluster from the first.
+    pub data_file: Option<DataFile>,
+    /// What is allocated at once.
+    pub preallocation: Preallocation,
+}
+
+impl CreateOptions {
+    /// A version 3 image of `size` bytes with clusters of 64 KiB and nothing special.
+    pub fn new(size: u64) -> Self {
+        Self {
+            size,
+            cluster_size: 64 << 10,
+            refcount_bits: 16,
+            version: Version::V3,
+            lazy_refcounts: Switch::Off,
+            extended_l2: Switch::Off,
+            compression: Compression::Zlib,
+            backing: None,
+            data_file: None,
+            preallocation: Preallocation::Off,
+        }
+    }
+
+    fn check(&self) -> Result<(), String> {
+        let is_v2 = self.version == Version::V2;
+        if !self.size.is_multiple_of(512) {
+            return Err(format!("a disk of {} bytes is no multiple of 512", self.size));
+        }
+        if !self.cluster_size.is_power_of_two() || !(512..=2 << 20).contains(&self.cluster_size) {
+            let size = self.cluster_size;
+            return Err(format!("clusters of {size} bytes: choose a power of two, 512 to 2 MiB"));
+        }
+        if !self.refcount_bits.is_power_of_two() || self.refcount_bits > 64 {
+            let bits = self.refcount_bits;
+            return Err(format!("refcounts of {bits} bits: choose a power of two up to 64"));
+        }
+        if is_v2 && self.refcount_bits != 16 {
+            return Err("version 2 (compat 0.10) has refcounts of 16 bits".into());
+        }
+        if is_v2 && (self.lazy_refcounts == Switch::On || self.extended_l2 == Switch::On) {
+            return Err("version 2 (compat 0.10) has neither lazy refcounts nor subclusters".into());
+        }
+        if is_v2 && self.compression != Compression::Zlib {
+            return Err("version 2 (compat 0.10) compresses with zlib only".into());
+        }
+        if self.extended_l2 == Switch::On && self.cluster_size < 16 << 10 {
+            return Err("subclusters need clusters of 16 KiB or more".into());
+        }
+        self.check_data_file()?;
+        match &self.backing {
+            Some(backing) if backing.name.is_empty() || backing.name.len() > MAX_FILE_NAME => {
+                Err("the name of the backing file must have 1 to 1023 bytes".into())
+            }
+            Some(_) if self.preallocation != Preallocation::Off => {
+                Err("preallocation would hide the backing file".into())
+            }
+            _ => Ok(()),
+        }
+    }
+
+    fn check_data_file(&self) -> Result<(), String> {
+        let Some(file) = &self.data_file else { return Ok(()) };
+        if self.version == Version::V2 {
+            return Err("version 2 (compat 0.10) has no data file".into());
+        }
+        if file.name.is_empty() || file.name.len() > MAX_FILE_NAME {
+            return Err("the name of the data file must have 1 to 1023 bytes".into());
+        }
+        if file.raw == Switch::On && self.backing.is_some() {
+            return Err("a data file that is the raw disk has no backing file".into());
+        }
+        Ok(())
+    }
+
+    /// Whether every cluster is allocated from the start.
+    fn is_preallocated(&self) -> bool {
+        let is_raw = self.data_file.as_ref().is_some_and(|file| file.raw == Switch::On);
+        is_raw || self.preallocation != Preallocation::Off
+    }
+
+    /// Preallocates the range of the guest's data.
+    async fn fill<S: Storage>(&self, storage: &S, place: ByteRange) -> Result<()> {
+        match self.preallocation {
+            Preallocation::Off | Preallocation::Metadata => Ok(()),
+            Preallocation::Falloc => preallocate(storage, place, SpaceMode::Falloc).await,
+            Preallocation::Full => preallocate(storage, place, SpaceMode::Full).await,
+        }
+    }
+
+    fn geometry(&self) -> Geometry {
+        Geometry {
+            version: if self.version == Version::V2 { 2 } else { 3 },
+            cluster_bits: self.cluster_size.trailing_zeros(),
+            refcount_order: self.refcount_bits.trailing_zeros(),
+            extended_l2: self.extended_l2 == Switch::On,
+            has_data_file: self.data_file.is_some(),
+        }
+    }
+}
+
+/// Where everything goes, in clusters of the file. In this order, without gaps: header, refcount
+/// table, refcount blocks, L1 table, L2 tables, guest data.
+struct Layout {
+    refcount_table: u64,
+    refcount_blocks: u64,
+    l1: u64,
+    l2: u64,
+    data: u64,
+}
+
+impl Layout {
+    fn of(options: &CreateOptions, geometry: Geometry) -> Self {
+        let l1_entries = geometry.l1_entries_for(options.size);
+        let (l2, data) = match (options.is_preallocated(), geometry.has_data_file) {
+            (false, _) => (0, 0),
+            (true, false) => (l1_entries, geometry.clusters_for(options.size)),
+            (true, true) => (l1_entries, 0),
+        };
+        let l1 = geometry.clusters_for(l1_entries * 8);
+        let mut layout = Self { refcount_table: 1, refcount_blocks: 1, l1, l2, data };
+        // More blocks need more clusters that need counting; that grows by ever less.
+        loop {
+            let blocks = layout.end().div_ceil(geometry.block_refcounts());
+            let table = geometry.clusters_for(blocks * 8);
+            if (table, blocks) == (layout.refcount_table, layout.refcount_blocks) {
+                return layout;
+            }
+            (layout.refcount_table, layout.refcount_blocks) = (table, blocks);
+        }
+    }
+
+    fn blocks_start(&self) -> u64 {
+        1 + self.refcount_table
+    }
+
+    fn l1_start(&self) -> u64 {
+        self.blocks_start() + self.refcount_blocks
+    }
+
+    fn l2_start(&self) -> u64 {
+        self.l1_start() + self.l1
+    }
+
+    fn data_start(&self) -> u64 {
+        self.l2_start() + self.l2
+    }
+
+    fn end(&self) -> u64 {
+        self.data_start() + self.data
+    }
+}
+
+/// Makes an image in `storage`, durably. What was in it is lost.
+///
+/// # Errors
+/// `InvalidInput` for options that contradict each other or the format, or that name a data file; or
+/// what the storage answers.
+pub async fn create<S: Storage>(storage: &S, options: &CreateOptions) -> Result<()> {
+    create_with(storage, None, options).await
+}
+
+/// As [`create`], with the data file that the options name: `data` is empty and becomes as long as the
+/// disk.
+///
+/// # Errors
+/// As there.
+pub async fn create_with<S: Storage>(
+    storage: &S,
+    data: Option<&S>,
+    options: &CreateOptions,
+) -> Result<()> {
+    let invalid = |what| {
+        Error::new(ErrorKind::InvalidInput, format!("cannot create the image: {what}"))
+            .on(storage.name())
+    };
+    options.check().map_err(invalid)?;
+    if data.is_some() != options.data_file.is_some() {
+        return Err(invalid("a data file goes with its name".into()));
+    }
+    let block = storage.capabilities().alignment.offset;
+    if options.cluster_size < u64::from(block) {
+        return Err(invalid(format!("clusters are smaller than the storage's blocks of {block}")));
+    }
+    let geometry = options.geometry();
+    if geometry.l1_entries_for(options.size) * 8 > MAX_L1_BYTES {
+        return Err(invalid("the disk is too large for clusters of this size".into()));
+    }
+    let layout = Layout::of(options, geometry);
+    let offset_of = |cluster| geometry.offset_of(cluster);
+    if layout.refcount_table << geometry.cluster_bits > MAX_REFCOUNT_TABLE
+        || layout.end() > MAX_OFFSET >> geometry.cluster_bits
+    {
+        return Err(invalid("the disk is too large for clusters of this size".into()));
+    }
+    let header = new_header(options, geometry, &layout);
+    let header_bytes = header
+        .to_bytes()
+        .ok_or_else(|| invalid("the names of other files do not fit into a cluster".into()))?;
+    let writer = ImageWriter { storage, geometry, layout };
+    // An image that was here before must not be found half overwritten.
+    writer.write_cluster(0, Vec::new()).await?;
+    writer.write_refcounts().await?;
+    writer.write_mappings(options).await?;
+    if storage.size() < offset_of(writer.layout.end()) {
+        storage.resize(offset_of(writer.layout.end())).await?;
+    }
+    let inside = geometry.bytes_of(writer.layout.data_start()..writer.layout.end());
+    match data {
+        None => options.fill(storage, inside).await?,
+        Some(data) => {
+            data.resize(options.size).await?;
+            options.fill(data, ByteRange::between(0, options.size)).await?;
+            data.flush(SyncMode::Full).await?;
+        }
+    }
+    storage.flush(SyncMode::Full).await?;
+    writer.write_cluster(0, header_bytes).await?;
+    storage.flush(SyncMode::Full).await
+}
+
+fn new_header(options: &CreateOptions, geometry: Geometry, layout: &Layout) -> Header {
+    let mut incompatible = Incompatible::empty();
+    incompatible.set(Incompatible::EXTENDED_L2, geometry.extended_l2);
+    incompatible.set(Incompatible::COMPRESSION, options.compression != Compression::Zlib);
+    let format = options.backing.as_ref().and_then(|backing| backing.format.as_ref());
+    incompatible.set(Incompatible::DATA_FILE, geometry.has_data_file);
+    let format = format.map(|format| (BACKING_FORMAT, format.as_bytes().to_vec()));
+    let data_file = options.data_file.as_ref();
+    let named = data_file.map(|file| (extensions::DATA_FILE, file.name.clone()));
+    let extensions = [format, named].into_iter().flatten();
+    let extensions = extensions.map(|(kind, data)| Extension { kind, data }).collect();
+    let is_raw = data_file.is_some_and(|file| file.raw == Switch::On);
+    Header {
+        geometry,
+        size: options.size,
+        excess: 0,
+        l1_offset: if layout.l1 > 0 { geometry.offset_of(layout.l1_start()) } else { 0 },
+        l1_entries: geometry.l1_entries_for(options.size) as u32,
+        refcount_table_offset: geometry.offset_of(1),
+        refcount_table_clusters: layout.refcount_table as u32,
+        snapshots: 0,
+        snapshots_offset: 0,
+        snapshot_fault: None,
+        incompatible,
+        compatible: if options.lazy_refcounts == Switch::On { LAZY_REFCOUNTS } else { 0 },
+        autoclear: if is_raw { RAW_DATA_FILE } else { 0 },
+        compression: options.compression,
+        backing: options.backing.clone(),
+        data_file: options.data_file.clone(),
+        extensions,
+        length: if geometry.version == 2 { LENGTH_2 } else { LENGTH_3 + 8 },
+    }
+}
+
+struct ImageWriter<'a, S> {
+    storage: &'a S,
+    geometry: Geometry,
+    layout: Layout,
+}
+
+impl<S: Storage> ImageWriter<'_, S> {
+    /// Writes `bytes`, filled up with zeros, as a cluster.
+    async fn write_cluster(&self, cluster: u64, mut bytes: Vec<u8>) -> Result<()> {
+        bytes.resize(self.geometry.cluster_size() as usize, 0);
+        let offset = self.geometry.offset_of(cluster);
+        table_io::write(self.storage, offset, &bytes, Durability::None).await
+    }
+
+    /// Writes a table of `clusters` clusters that starts with these words.
+    async fn write_table(&self, first: u64, clusters: u64, words: &[u64]) -> Result<()> {
+        let mut parts = words.chunks(self.geometry.cluster_size() as usize / 8);
+        for cluster in first..first + clusters {
+            let part = parts.next().unwrap_or_default();
+            self.write_cluster(cluster, words::bytes_of(part)).await?;
+        }
+        Ok(())
+    }
+
+    async fn write_refcounts(&self) -> Result<()> {
+        let (geometry, layout) = (self.geometry, &self.layout);
+        let start = layout.blocks_start();
+        let blocks: Vec<u64> = (start..start + layout.refcount_blocks)
+            .map(|cluster| geometry.offset_of(cluster))
+            .collect();
+        self.write_table(1, layout.refcount_table, &blocks).await?;
+        for block in 0..layout.refcount_blocks {
+            let counted = block * geometry.block_refcounts();
+            let used = (layout.end() - counted).min(geometry.block_refcounts());
+            let mut bytes = vec![0; geometry.cluster_size() as usize];
+            for index in 0..used as usize {
+                refcount::set(&mut bytes, geometry.refcount_order, index, 1);
+            }
+            self.write_cluster(start + block, bytes).await?;
+        }
+        Ok(())
+    }
+
+    async fn write_mappings(&self, options: &CreateOptions) -> Result<()> {
+        let (geometry, layout) = (self.geometry, &self.layout);
+        let tables: Vec<u64> = (layout.l2_start()..layout.data_start())
+            .map(|cluster| l1_word(Reference::with_copied(geometry.offset_of(cluster))))
+            .collect();
+        self.write_table(layout.l1_start(), layout.l1, &tables).await?;
+        let clusters = geometry.clusters_for(options.size);
+        for table in 0..layout.l2 {
+            let first = table * geometry.l2_entries();
+            let mut bytes = vec![0; geometry.cluster_size() as usize];
+            for index in 0..geometry.l2_entries().min(clusters - first) {
+                let start = if geometry.has_data_file { 0 } else { layout.data_start() };
+                let host = geometry.offset_of(start + first + index);
+                Entry::data(host).write(&mut bytes, index as usize, geometry);
+            }
+            self.write_cluster(layout.l2_start() + table, bytes).await?;
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,111 @@
+//! The refcounts on disk, of an image that is not open.
+//!
+//! Kept as they are on disk, and only those of slices that are not all zeros: memory goes by what the
+//! file holds. Of two entries of the refcount table that name the same block the first one counts; a
+//! check tells of the other one.
+
+use std::collections::BTreeMap;
+
+use blockhouse_core::{ByteRange, Result, Storage};
+
+use crate::qcow2::layout::geometry::Geometry;
+use crate::qcow2::layout::header::Header;
+use crate::qcow2::layout::sparse_reader::SparseReader;
+use crate::qcow2::layout::{entry, refcount, table_io, words};
+
+use super::counts::Counts;
+
+/// The refcounts on disk, as far as the file goes.
+pub(crate) struct DiskRefcounts {
+    geometry: Geometry,
+    clusters: u64,
+    /// The refcount blocks by their index.
+    blocks: BTreeMap<u64, u64>,
+    /// Slices by their offset.
+    slices: BTreeMap<u64, Vec<u8>>,
+}
+
+impl DiskRefcounts {
+    /// Reads them.
+    ///
+    /// # Errors
+    /// Only what the storage answers.
+    pub(crate) async fn read<S: Storage>(storage: &S, header: &Header) -> Result<Self> {
+        let geometry = header.geometry;
+        let bytes = (header.refcount_table_clusters as usize) << geometry.cluster_bits;
+        let table = table_io::read(storage, header.refcount_table_offset, bytes).await?;
+        let mut by_offset = BTreeMap::new();
+        for (index, word) in (0..).zip(words::words_of(&table)) {
+            if let Ok(Some(block)) = entry::refcount_block(word, geometry) {
+                by_offset.entry(block).or_insert(index);
+            }
+        }
+        let mut slices = BTreeMap::new();
+        let mut reader = SparseReader::new(storage, geometry);
+        let step = geometry.slice_size() as usize;
+        for &block in by_offset.keys() {
+            let mut rest = ByteRange::between(block, block + geometry.cluster_size());
+            while let Some((data, bytes)) = reader.read(&mut rest).await? {
+                for (offset, slice) in (data.offset()..).step_by(step).zip(bytes.chunks(step)) {
+                    if slice.iter().any(|&byte| byte != 0) {
+                        slices.insert(offset, slice.to_vec());
+                    }
+                }
+            }
+        }
+        let blocks = by_offset.into_iter().map(|(block, index)| (index, block)).collect();
+        Ok(Self { geometry, clusters: geometry.clusters_for(storage.size()), blocks, slices })
+    }
+
+    /// What a cluster counts.
+    pub(crate) fn get(&self, cluster: u64) -> u32 {
+        if cluster >= self.clusters {
+            return 0;
+        }
+        let place = self.geometry.refcount_index(cluster);
+        let block = self.blocks.get(&place.table_index);
+        let slice = block.and_then(|block| self.slices.get(&(block + place.slice_offset)));
+        slice.map_or(0, |slice| self.value(slice, place.index))
+    }
+
+    /// Whether a cluster has a refcount block.
+    pub(crate) fn has_block(&self, cluster: u64) -> bool {
+        self.blocks.contains_key(&self.geometry.refcount_index(cluster).table_index)
+    }
+
+    /// The clusters that count, in order, and what they count.
+    pub(crate) fn iter(&self) -> impl Iterator<Item = (u64, u32)> {
+        let geometry = self.geometry;
+        let (in_block, in_slice) = (geometry.block_refcounts(), geometry.slice_refcounts());
+        let present = self.blocks.iter().flat_map(move |(&index, &block)| {
+            let slices = self.slices.range(block..block + geometry.cluster_size());
+            slices.map(move |(&offset, slice)| {
+                (index * in_block + (offset - block) / geometry.slice_size() * in_slice, slice)
+            })
+        });
+        let all = present.flat_map(move |(first, slice)| {
+            (0..in_slice).map(move |index| (first + index, self.value(slice, index as usize)))
+        });
+        all.filter(|&(cluster, count)| count > 0 && cluster < self.clusters)
+    }
+
+    fn value(&self, slice: &[u8], index: usize) -> u32 {
+        let value = refcount::get(slice, self.geometry.refcount_order, index);
+        u32::try_from(value).unwrap_or(u32::MAX)
+    }
+}
+
+/// The clusters that either counts, in order: what is counted and what is recorded.
+pub(crate) fn beside<'a>(
+    counts: &'a Counts,
+    recorded: &'a DiskRefcounts,
+) -> impl Iterator<Item = (u64, u32, u32)> + use<'a> {
+    let (mut counts, mut recorded) = (counts.iter().peekable(), recorded.iter().peekable());
+    std::iter::from_fn(move || {
+        let next = [counts.peek(), recorded.peek()].into_iter().flatten();
+        let cluster = next.map(|&(cluster, _)| cluster).min()?;
+        let counted = counts.next_if(|&(next, _)| next == cluster).map_or(0, |(_, count)| count);
+        let recorded = recorded.next_if(|&(next, _)| next == cluster).map_or(0, |(_, count)| count);
+        Some((cluster, counted, recorded))
+    })
+}

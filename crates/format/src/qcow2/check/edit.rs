@@ -1,0 +1,193 @@
+//! Going through an L1 table and its L2 tables and changing entries on disk, outside of any opened
+//! image.
+//!
+//! Only what changes is written, in pieces that are whole sectors, so that each entry is the old or the
+//! new one after a crash. Nothing is durable before the storage is flushed.
+
+use std::collections::{BTreeSet, HashSet};
+
+use blockhouse_core::{ByteRange, Durability, Result, Storage};
+
+use crate::qcow2::layout::entry::{self, Entry, Reference, l1_word};
+use crate::qcow2::layout::geometry::Geometry;
+use crate::qcow2::layout::header::Header;
+use crate::qcow2::layout::sparse_reader::SparseReader;
+use crate::qcow2::layout::table_write::dirty_parts;
+use crate::qcow2::layout::{table_io, words};
+
+use super::cluster_ranges::ClusterRanges;
+use super::counts::Counts;
+use super::snapshot_survey::{L1Location, SnapshotSurvey};
+
+/// What becomes of entries.
+pub(crate) trait Editor {
+    /// The new word for an L1 entry.
+    fn l1(&self, word: u64) -> u64;
+
+    /// The new entry for the `index`-th one of an L2 table; `None` leaves it as it is.
+    fn l2(&self, table: &[u8], index: usize) -> Option<Entry>;
+}
+
+/// Changes the entries of L1 tables and of the L2 tables that they refer to afterwards, each table once and
+/// only where it holds anything.
+pub(crate) struct Edit<'a, S, E> {
+    storage: &'a S,
+    geometry: Geometry,
+    editor: &'a E,
+    reader: SparseReader<'a, S>,
+    /// L2 tables that were through, by offset.
+    edited: HashSet<u64>,
+}
+
+impl<'a, S: Storage, E: Editor> Edit<'a, S, E> {
+    pub(crate) fn new(storage: &'a S, geometry: Geometry, editor: &'a E) -> Self {
+        let reader = SparseReader::new(storage, geometry);
+        Self { storage, geometry, editor, reader, edited: HashSet::new() }
+    }
+
+    /// Changes one L1 table and its L2 tables.
+    ///
+    /// # Errors
+    /// Only what the storage answers.
+    pub(crate) async fn l1(&mut self, l1: L1Location) -> Result<()> {
+        let mut reader = SparseReader::new(self.storage, self.geometry);
+        let mut rest = ByteRange::between(l1.offset, l1.offset + l1.length());
+        while let Some((data, bytes)) = reader.read(&mut rest).await? {
+            let mut words = words::words_of(&bytes);
+            let mut changed = BTreeSet::new();
+            for (index, word) in words.iter_mut().enumerate() {
+                let old = std::mem::replace(word, self.editor.l1(*word));
+                if old != *word {
+                    changed.insert(index);
+                }
+                if let Ok(Some(table)) = entry::l1_reference(*word, self.geometry)
+                    && table.offset < self.storage.size()
+                    && self.edited.insert(table.offset)
+                {
+                    self.l2(table.offset).await?;
+                }
+            }
+            for piece in dirty_parts(&words, &changed, data.offset(), self.geometry.slice_size()) {
+                table_io::write(self.storage, piece.offset, &piece.bytes, Durability::None).await?;
+            }
+        }
+        Ok(())
+    }
+
+    async fn l2(&mut self, offset: u64) -> Result<()> {
+        let (geometry, editor) = (self.geometry, self.editor);
+        let mut rest = ByteRange::between(offset, offset + geometry.cluster_size());
+        while let Some((data, mut table)) = self.reader.read(&mut rest).await? {
+            let before = table.clone();
+            for index in 0..table.len() / geometry.l2_entry_size() as usize {
+                // An entry that says the same in other bits (ignored ones) stays as it is, but for those
+                // that a check complains of.
+                if let Some(new) = editor.l2(&table, index)
+                    && (Entry::read(&table, index, geometry) != Ok(new)
+                        || Entry::is_copied_compressed(&table, index, geometry))
+                {
+                    new.write(&mut table, index, geometry);
+                }
+            }
+            let step = geometry.slice_size() as usize;
+            let slices = before.chunks(step).zip(table.chunks(step));
+            for (offset, (old, new)) in (data.offset()..).step_by(step).zip(slices) {
+                if old != new {
+                    table_io::write(self.storage, offset, new, Durability::None).await?;
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Makes entries keep to the format and to the file: see [`Entry::sanitize`]. An L1 entry that refers to
+/// no L2 table is emptied.
+pub(crate) struct SanitizeEntries {
+    geometry: Geometry,
+    /// Of the file.
+    clusters: u64,
+    /// Where no L2 table can be: the header, L1 tables, the snapshot table.
+    taken: ClusterRanges,
+}
+
+impl SanitizeEntries {
+    pub(crate) fn new(header: &Header, snapshots: &SnapshotSurvey, clusters: u64) -> Self {
+        let geometry = header.geometry;
+        let table = (header.snapshots_offset, snapshots.length);
+        let l1_tables = snapshots.l1_tables().chain([L1Location::active(header)]);
+        let l1_tables = l1_tables.filter(|place| place.is_possible(geometry));
+        let places = l1_tables.map(|place| (place.offset, place.length())).chain([(0, 1), table]);
+        let mut taken = ClusterRanges::default();
+        for (offset, length) in places {
+            let end = geometry.clusters_for(offset.saturating_add(length)).min(clusters);
+            taken.insert(geometry.cluster_of(offset)..end);
+        }
+        Self { geometry, clusters, taken }
+    }
+}
+
+impl Editor for SanitizeEntries {
+    fn l1(&self, word: u64) -> u64 {
+        let is_table = |table: &Reference| {
+            let cluster = self.geometry.cluster_of(table.offset);
+            cluster < self.clusters && !self.taken.overlaps(&(cluster..cluster + 1))
+        };
+        let sanitized = entry::l1_without_reserved(word);
+        let table = entry::l1_reference(sanitized, self.geometry).ok().flatten();
+        table.filter(is_table).map_or(0, l1_word)
+    }
+
+    fn l2(&self, table: &[u8], index: usize) -> Option<Entry> {
+        Some(Entry::sanitize(table, index, self.geometry, self.clusters))
+    }
+}
+
+/// Which wrong copied flags are corrected.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum CopiedFix {
+    /// Those that are missing are set.
+    Set,
+    /// Those of clusters with another refcount than one are cleared.
+    Clear,
+}
+
+/// Makes the copied flag (bit 63: the refcount is one) agree with the refcounts.
+pub(crate) struct CopiedFlagEditor<'a> {
+    pub(crate) geometry: Geometry,
+    /// The refcounts, by cluster.
+    pub(crate) counts: &'a Counts,
+    /// Which entries are corrected.
+    pub(crate) fix: CopiedFix,
+}
+
+impl CopiedFlagEditor<'_> {
+    fn corrected(&self, reference: Reference) -> Reference {
+        let is_one = self.counts.get(self.geometry.cluster_of(reference.offset)) == 1;
+        let copied = match self.fix {
+            CopiedFix::Set => reference.copied || is_one,
+            CopiedFix::Clear => reference.copied && is_one,
+        };
+        Reference { copied, ..reference }
+    }
+}
+
+impl Editor for CopiedFlagEditor<'_> {
+    fn l1(&self, word: u64) -> u64 {
+        match entry::l1_reference(word, self.geometry) {
+            Ok(Some(table)) => l1_word(self.corrected(table)),
+            _ => word,
+        }
+    }
+
+    fn l2(&self, table: &[u8], index: usize) -> Option<Entry> {
+        match Entry::read(table, index, self.geometry) {
+            Ok(Entry::Standard { host: Some(host), subclusters })
+                if !self.geometry.has_data_file =>
+            {
+                Some(Entry::Standard { host: Some(self.corrected(host)), subclusters })
+            }
+            _ => None,
+        }
+    }
+}

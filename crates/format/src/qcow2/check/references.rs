@@ -1,0 +1,288 @@
+//! Counting who refers to which cluster, by reading every table of an image.
+//!
+//! What is wrong on the way is told and passed over, so that one damaged entry does not hide the
+//! rest. The tables are read as they are on disk, each once, however many refer to it, and only where the
+//! file holds anything: so time and memory go by what the file holds, not by its length.
+
+use std::collections::BTreeMap;
+
+use blockhouse_core::{ByteRange, Result, Storage};
+
+use crate::qcow2::layout::entry::{self, Entry};
+use crate::qcow2::layout::geometry::Geometry;
+use crate::qcow2::layout::header::Header;
+use crate::qcow2::layout::sparse_reader::SparseReader;
+use crate::qcow2::layout::{table_io, words};
+
+use super::bitmaps;
+use super::cluster_ranges::ClusterRanges;
+use super::counts::Counts;
+use super::snapshot_survey::{L1Location, SnapshotSurvey};
+
+/// How often each cluster of the file is referred to, and what was wrong.
+pub(crate) struct References<'a, S> {
+    storage: &'a S,
+    header: &'a Header,
+    reader: SparseReader<'a, S>,
+    geometry: Geometry,
+    /// By host cluster.
+    pub(crate) counts: Counts,
+    /// Guest clusters with a place of their own, or compressed.
+    pub(crate) allocated: u64,
+    pub(crate) compressed: u64,
+    /// Allocated guest clusters that do not follow the one before them in the file.
+    pub(crate) fragmented: u64,
+    /// What is wrong, in words.
+    pub(crate) problems: Vec<String>,
+    pub(crate) corruptions: u64,
+    /// Clusters of L1 tables.
+    l1_clusters: ClusterRanges,
+    /// L2 tables by offset, and how many L1 entries refer to each.
+    l2_tables: BTreeMap<(u64, TableOwner), u32>,
+    /// How many of the corruptions are of the refcount table, which says nothing of who refers to
+    /// what.
+    pub(crate) broken_refcounts: u64,
+    /// Clusters of the refcount table and refcount blocks.
+    pub(crate) refcount_clusters: Vec<u64>,
+}
+
+/// How many problems are told in words.
+const MAX_PROBLEMS: usize = 1000;
+
+impl<'a, S: Storage> References<'a, S> {
+    /// Counts all references.
+    ///
+    /// # Errors
+    /// Only what the storage answers.
+    pub(crate) async fn count(storage: &'a S, header: &'a Header) -> Result<Self> {
+        let geometry = header.geometry;
+        let mut references = Self {
+            storage,
+            header,
+            reader: SparseReader::new(storage, geometry),
+            geometry,
+            counts: Counts::new(geometry.clusters_for(storage.size())),
+            allocated: 0,
+            compressed: 0,
+            fragmented: 0,
+            problems: Vec::new(),
+            corruptions: 0,
+            l1_clusters: ClusterRanges::default(),
+            l2_tables: BTreeMap::new(),
+            broken_refcounts: 0,
+            refcount_clusters: Vec::new(),
+        };
+        references.add("the header", 0, geometry.cluster_size())?;
+        references.walk_l1(L1Location::active(header), TableOwner::Active).await?;
+        references.walk_snapshots().await?;
+        references.walk_l2_tables().await?;
+        references.walk_bitmaps().await?;
+        references.walk_refcounts().await?;
+        Ok(references)
+    }
+
+    /// Something is wrong.
+    pub(crate) fn problem(&mut self, what: String) {
+        self.problems_of(1, what);
+    }
+
+    /// So many things are wrong, told in one line.
+    fn problems_of(&mut self, count: u64, what: String) {
+        self.corruptions += count;
+        if self.problems.len() < MAX_PROBLEMS {
+            self.problems.push(what);
+        }
+    }
+
+    /// `what` refers to these bytes.
+    fn add(&mut self, what: &str, offset: u64, length: u64) -> Result<()> {
+        self.add_times(what, offset, length, 1)
+    }
+
+    /// So many refer to these bytes as `what`.
+    fn add_times(&mut self, what: &str, offset: u64, length: u64, times: u32) -> Result<()> {
+        if length == 0 {
+            return Ok(());
+        }
+        let first = self.geometry.cluster_of(offset);
+        let end = self.geometry.clusters_for(offset.saturating_add(length));
+        let count = self.counts.clusters();
+        if end > count {
+            self.problem(format!("{what} at offset {offset} lies beyond the end of the file"));
+        }
+        self.counts.add(first.min(count)..end.min(count), times)
+    }
+
+    async fn walk_l1(&mut self, place: L1Location, which: TableOwner) -> Result<()> {
+        let bytes = place.length();
+        if !place.is_possible(self.geometry) {
+            self.problem(format!("an L1 table cannot be at offset {}", place.offset));
+            return Ok(());
+        }
+        self.add("an L1 table", place.offset, bytes)?;
+        let clusters = place.clusters(self.geometry);
+        if clusters.end > self.counts.clusters() {
+            return Ok(());
+        }
+        if self.l1_clusters.overlaps(&clusters) {
+            let offset = place.offset;
+            self.problem(format!("the L1 table at offset {offset} shares its place"));
+            return Ok(());
+        }
+        self.l1_clusters.insert(clusters);
+        let mut rest = ByteRange::between(place.offset, place.offset + bytes);
+        while let Some((data, table)) = self.reader.read(&mut rest).await? {
+            for (at, word) in (data.offset()..).step_by(8).zip(words::words_of(&table)) {
+                match entry::l1_reference(word, self.geometry) {
+                    Ok(None) => {}
+                    Ok(Some(table)) => {
+                        self.add("an L2 table", table.offset, self.geometry.cluster_size())?;
+                        let times = self.l2_tables.entry((table.offset, which)).or_insert(0);
+                        *times = times.saturating_add(1);
+                    }
+                    Err(violation) => {
+                        self.problem(format!("the L1 entry at offset {at} {violation}"));
+                    }
+                }
+            }
+        }
+        Ok(())
+    }
+
+    async fn walk_l2_tables(&mut self) -> Result<()> {
+        for ((offset, which), times) in std::mem::take(&mut self.l2_tables) {
+            self.walk_l2(offset, which, times).await?;
+        }
+        Ok(())
+    }
+
+    async fn walk_l2(&mut self, offset: u64, which: TableOwner, times: u32) -> Result<()> {
+        let mut next = None;
+        let mut rest = ByteRange::between(offset, offset + self.geometry.cluster_size());
+        while let Some((data, table)) = self.reader.read(&mut rest).await? {
+            let size = self.geometry.l2_entry_size();
+            for index in 0..table.len() / size as usize {
+                let at = data.offset() + index as u64 * size;
+                if Entry::is_copied_compressed(&table, index, self.geometry) {
+                    let what = "is compressed, and marked as counting one";
+                    self.problem(format!("the L2 entry at offset {at} {what}"));
+                }
+                match Entry::read(&table, index, self.geometry) {
+                    Ok(entry) => self.add_entry(entry, which, times, &mut next)?,
+                    Err(violation) => {
+                        self.problem(format!("the L2 entry at offset {at} {violation}"));
+                    }
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// `next` is where the guest's next cluster lies if it is not fragmented.
+    fn add_entry(
+        &mut self,
+        entry: Entry,
+        which: TableOwner,
+        times: u32,
+        next: &mut Option<u64>,
+    ) -> Result<()> {
+        let cluster_size = self.geometry.cluster_size();
+        match entry {
+            Entry::Standard { host: None, .. } => Ok(()),
+            Entry::Standard { host: Some(place), .. } => {
+                if which == TableOwner::Active {
+                    self.allocated += 1;
+                    self.fragmented += u64::from(next.is_some_and(|next| next != place.offset));
+                    *next = Some(place.offset + cluster_size);
+                }
+                // What lies in a data file is not counted.
+                if self.geometry.has_data_file {
+                    return Ok(());
+                }
+                self.add_times("a cluster", place.offset, cluster_size, times)
+            }
+            Entry::Compressed(place) => {
+                if which == TableOwner::Active {
+                    self.allocated += 1;
+                    self.compressed += 1;
+                    // None fills its place, so each is read with a part of its neighbours.
+                    self.fragmented += 1;
+                }
+                self.add_times("a compressed cluster", place.offset, place.length, times)
+            }
+        }
+    }
+
+    async fn walk_snapshots(&mut self) -> Result<()> {
+        let survey = SnapshotSurvey::read(self.storage, self.header).await?;
+        for l1 in survey.l1_tables() {
+            self.walk_l1(l1, TableOwner::Snapshot).await?;
+        }
+        if survey.length > 0 {
+            self.add("the snapshot table", self.header.snapshots_offset, survey.length)?;
+        }
+        for fault in survey.faults {
+            self.problems_of(fault.count, fault.what);
+        }
+        Ok(())
+    }
+
+    async fn walk_bitmaps(&mut self) -> Result<()> {
+        let (storage, header) = (self.storage, self.header);
+        let add = |what: &str, offset, length| self.add(what, offset, length);
+        let problem = bitmaps::walk(storage, header, add).await?;
+        problem.into_iter().for_each(|problem| self.problem(problem));
+        Ok(())
+    }
+
+    async fn walk_refcounts(&mut self) -> Result<()> {
+        let geometry = self.geometry;
+        let before = self.corruptions;
+        let offset = self.header.refcount_table_offset;
+        let bytes = u64::from(self.header.refcount_table_clusters) << geometry.cluster_bits;
+        self.add_refcounts("the refcount table", offset, bytes)?;
+        let table = table_io::read(self.storage, offset, bytes as usize).await?;
+        for (index, word) in words::words_of(&table).into_iter().enumerate() {
+            match entry::refcount_block(word, geometry) {
+                Ok(None) => {}
+                Ok(Some(block)) => {
+                    self.add_refcounts("a refcount block", block, geometry.cluster_size())?;
+                }
+                Err(violation) => {
+                    let offset = offset + index as u64 * 8;
+                    let what = format!("the refcount table's entry at offset {offset} {violation}");
+                    self.problem(what);
+                }
+            }
+        }
+        self.find_overlaps();
+        self.broken_refcounts = self.corruptions - before;
+        Ok(())
+    }
+
+    fn add_refcounts(&mut self, what: &str, offset: u64, length: u64) -> Result<()> {
+        self.add(what, offset, length)?;
+        let clusters =
+            self.geometry.cluster_of(offset)..self.geometry.clusters_for(offset + length);
+        let inside = clusters.filter(|&cluster| cluster < self.counts.clusters());
+        self.refcount_clusters.extend(inside);
+        Ok(())
+    }
+
+    /// Refcounts must have their clusters alone, whatever these count: they are changed in place.
+    fn find_overlaps(&mut self) {
+        for cluster in self.refcount_clusters.clone() {
+            if self.counts.get(cluster) != 1 {
+                let offset = self.geometry.offset_of(cluster);
+                self.problem(format!("the refcounts at offset {offset} share their place"));
+            }
+        }
+    }
+}
+
+/// Whose tables are walked.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+enum TableOwner {
+    Active,
+    Snapshot,
+}

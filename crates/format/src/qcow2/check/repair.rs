@@ -1,0 +1,281 @@
+//! Repairing what a check found, on an image that no other program has open.
+//!
+//! The order that no crash can turn into more damage, each step durable before the next:
+//!
+//! 1. an image with corruption is marked as corrupt (version 3): until the end no program writes to it;
+//! 2. snapshots that cannot be used are removed from the snapshot table: see `repair_snapshots`;
+//! 3. entries that contradict the format or point out of the file lose what is wrong of them;
+//! 4. references are counted, and "the refcount is one" is taken from entries where it is not so;
+//! 5. refcounts become what was counted, at their places or, where the refcount table is broken, in a
+//!    new one that the header points to with one write. So none is lowered before the reference is gone;
+//! 6. entries whose refcount is one say so. An entry that says less than it might is copied once too
+//!    often, and harmless: of all states on the way this is the only one in which a repair of leaks
+//!    alone shows as an error to a check;
+//! 7. space that nothing refers to is given back to the host;
+//! 8. if a new check finds no corruption, the marks "corrupt" and "dirty" are taken away. If it does, an
+//!    image that was not marked before is not marked after, because a repair takes no access away. One
+//!    with a cluster that has more users than can be counted is: a change would lose data.
+//!
+//! Where two guest clusters share a host cluster, both keep it, counted twice: it is copied when one of
+//! them is written. (The other has it alone then and does not say so, which the next repair corrects.) Where it cannot be told who refers to what (a damaged bitmap directory), no refcount
+//! is lowered.
+
+use blockhouse_core::{Result, Storage, SyncMode};
+
+use crate::qcow2::layout::header::{self, Header, Incompatible};
+use crate::qcow2::layout::table_io::{self, read_header};
+
+use super::bitmaps;
+use super::counts::Counts;
+use super::disk_refcounts::{DiskRefcounts, beside};
+use super::edit::{CopiedFix, CopiedFlagEditor, Edit, SanitizeEntries};
+use super::refcount_rewrite::{has_blocks, rebuild_refcount_table, store_header, store_in_place};
+use super::references::References;
+use super::repair_snapshots::repair_snapshots;
+use super::report::{CheckReport, check_tables};
+use super::snapshot_survey::{L1Location, SnapshotSurvey};
+
+/// Autoclear features that stay true when tables are repaired: bitmaps that are in step, and a data
+/// file that reads as the disk.
+const KNOWN_AUTOCLEAR: u64 = bitmaps::BITMAPS_CONSISTENT | header::RAW_DATA_FILE;
+
+/// What is repaired.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Repair {
+    /// Clusters that are counted but not used. Nothing that a guest could read changes.
+    Leaks,
+    /// Everything for which there is a safe answer. Data that cannot be found reads as zeros (in
+    /// version 2: as the backing file) afterwards.
+    All,
+}
+
+/// What a repair did.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct RepairReport {
+    /// What was wrong.
+    pub found: CheckReport,
+    /// What is wrong still.
+    pub left: CheckReport,
+    /// What became of the snapshot table, in words: the snapshots that are lost, each with the reason.
+    pub snapshots: Vec<String>,
+}
+
+impl RepairReport {
+    /// How many corruptions are gone.
+    pub fn corruptions_fixed(&self) -> u64 {
+        self.found.corruptions.saturating_sub(self.left.corruptions)
+    }
+
+    /// How many leaks are gone.
+    pub fn leaks_fixed(&self) -> u64 {
+        self.found.leaks.saturating_sub(self.left.leaks)
+    }
+}
+
+/// Checks the image in `storage`, which nobody else may have open, repairs it, and checks it again. Takes
+/// as much memory as [`check`](super::report).
+///
+/// # Errors
+/// `Corrupt` or `Unsupported` when the header makes no sense, which cannot be repaired; `NoSpace`; or what
+/// the storage answers. A repair that failed can be tried again.
+pub async fn repair<S: Storage>(storage: &S, what: Repair) -> Result<RepairReport> {
+    let header = read_header(storage).await?;
+    let marks = header.incompatible & (Incompatible::CORRUPT | Incompatible::DIRTY);
+    let header_can_be_marked = header.geometry.version >= 3 && what == Repair::All;
+    let found = check_tables(storage, &header).await?;
+    let mut image = RepairRun { storage, header, snapshots: Vec::new() };
+    match what {
+        Repair::All if found.corruptions > 0 => image.repair_all().await?,
+        _ if found.leaks > 0 => image.repair_leaks(found.corruptions).await?,
+        _ => {}
+    }
+    let left = check_tables(storage, &image.header).await?;
+    let remaining = match left {
+        CheckReport { corruptions: 0, .. } => Incompatible::empty(),
+        // The first user to go would take the cluster from the others.
+        CheckReport { uncountable: 1.., .. } if header_can_be_marked => {
+            marks | Incompatible::CORRUPT
+        }
+        _ => marks,
+    };
+    let is = image.header.incompatible;
+    image.header.incompatible.remove(Incompatible::CORRUPT | Incompatible::DIRTY);
+    image.header.incompatible.insert(remaining);
+    if image.header.incompatible != is {
+        store_header(storage, &image.header).await?;
+    }
+    Ok(RepairReport { found, left, snapshots: image.snapshots })
+}
+
+/// An image under repair.
+struct RepairRun<'a, S> {
+    storage: &'a S,
+    /// As on disk.
+    header: Header,
+    /// What became of snapshots.
+    snapshots: Vec<String>,
+}
+
+/// Who refers to what, and who is said to.
+struct Counted {
+    /// What each refcount should be.
+    wanted: Counts,
+    recorded: DiskRefcounts,
+    /// Whether all references could be found.
+    is_complete: bool,
+    /// Whether the refcount table and its blocks cannot stay where they are.
+    is_broken: bool,
+    /// Their clusters.
+    refcount_clusters: Vec<u64>,
+}
+
+impl Counted {
+    /// The first cluster from which on nothing is.
+    fn end(&self) -> u64 {
+        match self.is_complete {
+            true => self.wanted.end(),
+            false => self.wanted.clusters(),
+        }
+    }
+
+    /// The refcount table and its blocks do not refer to their clusters any more.
+    fn leave_refcounts(&mut self) -> Result<()> {
+        for &cluster in &self.refcount_clusters {
+            self.wanted.set(cluster, self.wanted.get(cluster).saturating_sub(1))?;
+        }
+        Ok(())
+    }
+
+    /// No refcount is raised.
+    fn lower_only(&mut self) -> Result<()> {
+        let lower = self.wanted.iter().filter_map(|(cluster, wanted)| {
+            let recorded = self.recorded.get(cluster);
+            (recorded < wanted).then_some((cluster, recorded))
+        });
+        for (cluster, recorded) in lower.collect::<Vec<_>>() {
+            self.wanted.set(cluster, recorded)?;
+        }
+        Ok(())
+    }
+
+    /// No refcount is lowered.
+    fn raise_only(&mut self) -> Result<()> {
+        for (cluster, recorded) in self.recorded.iter() {
+            if recorded > self.wanted.get(cluster) {
+                self.wanted.set(cluster, recorded)?;
+            }
+        }
+        Ok(())
+    }
+}
+
+impl<S: Storage> RepairRun<'_, S> {
+    async fn repair_leaks(&mut self, corruptions: u64) -> Result<()> {
+        let mut counts = self.count().await?;
+        if !counts.is_complete || counts.is_broken {
+            return Ok(());
+        }
+        counts.lower_only()?;
+        self.begin(Incompatible::empty()).await?;
+        store_in_place(self.storage, &self.header, &counts.wanted).await?;
+        self.storage.flush(SyncMode::Data).await?;
+        // Where refcounts are wrong otherwise, one of them is no proof.
+        if corruptions == 0 {
+            self.fix_copied_flags(&counts.wanted, CopiedFix::Set).await?;
+        }
+        self.give_back(&counts).await;
+        Ok(())
+    }
+
+    async fn repair_all(&mut self) -> Result<()> {
+        self.begin(Incompatible::CORRUPT).await?;
+        self.snapshots = repair_snapshots(self.storage, &mut self.header).await?;
+        self.scrub().await?;
+        let mut counts = self.count().await?;
+        if !counts.is_complete {
+            counts.raise_only()?;
+        }
+        self.fix_copied_flags(&counts.wanted, CopiedFix::Clear).await?;
+        if counts.is_broken || !has_blocks(&counts.recorded, &counts.wanted) {
+            let start = counts.end();
+            counts.leave_refcounts()?;
+            rebuild_refcount_table(self.storage, &mut self.header, &mut counts.wanted, start)
+                .await?;
+        } else {
+            store_in_place(self.storage, &self.header, &counts.wanted).await?;
+            self.storage.flush(SyncMode::Data).await?;
+        }
+        if counts.is_complete {
+            self.fix_copied_flags(&counts.wanted, CopiedFix::Set).await?;
+        }
+        self.give_back(&counts).await;
+        Ok(())
+    }
+
+    /// Marks the image (a version 3 one), and clears what writing makes untrue.
+    async fn begin(&mut self, mark: Incompatible) -> Result<()> {
+        let before = self.header.clone();
+        if self.header.geometry.version >= 3 {
+            self.header.incompatible.insert(mark);
+            self.header.autoclear &= KNOWN_AUTOCLEAR;
+        }
+        if self.header != before {
+            store_header(self.storage, &self.header).await?;
+        }
+        Ok(())
+    }
+
+    /// Makes all entries keep to the format and to the file, durably.
+    async fn scrub(&self) -> Result<()> {
+        let geometry = self.header.geometry;
+        let snapshots = SnapshotSurvey::read(self.storage, &self.header).await?;
+        let clusters = geometry.clusters_for(self.storage.size());
+        let scrub = SanitizeEntries::new(&self.header, &snapshots, clusters);
+        let mut edit = Edit::new(self.storage, geometry, &scrub);
+        for l1 in snapshots.l1_tables().chain([L1Location::active(&self.header)]) {
+            if l1.is_possible(geometry) && l1.offset + l1.length() <= self.storage.size() {
+                edit.l1(l1).await?;
+            }
+        }
+        self.storage.flush(SyncMode::Data).await
+    }
+
+    async fn count(&self) -> Result<Counted> {
+        let references = References::count(self.storage, &self.header).await?;
+        Ok(Counted {
+            recorded: DiskRefcounts::read(self.storage, &self.header).await?,
+            is_complete: references.corruptions == references.broken_refcounts,
+            is_broken: references.broken_refcounts > 0,
+            refcount_clusters: references.refcount_clusters,
+            wanted: references.counts,
+        })
+    }
+
+    /// Corrects one of the two in the active tables, durably.
+    async fn fix_copied_flags(&self, counts: &Counts, fix: CopiedFix) -> Result<()> {
+        let geometry = self.header.geometry;
+        let editor = CopiedFlagEditor { geometry, counts, fix };
+        let mut edit = Edit::new(self.storage, geometry, &editor);
+        edit.l1(L1Location::active(&self.header)).await?;
+        self.storage.flush(SyncMode::Data).await
+    }
+
+    /// Gives the space of clusters that were counted and are free now back to the host. Only a hint.
+    async fn give_back(&self, counts: &Counted) {
+        let geometry = self.header.geometry;
+        let mut freed = beside(&counts.wanted, &counts.recorded)
+            .filter(|&(_, wanted, recorded)| recorded > 0 && wanted == 0)
+            .map(|(cluster, ..)| cluster)
+            .peekable();
+        while let Some(first) = freed.next() {
+            let mut end = first + 1;
+            while freed.next_if_eq(&end).is_some() {
+                end += 1;
+            }
+            if let Some(range) = table_io::whole_blocks(self.storage, geometry.bytes_of(first..end))
+            {
+                let _ = self.storage.discard(range).await;
+            }
+        }
+    }
+}

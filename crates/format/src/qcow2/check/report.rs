@@ -1,0 +1,171 @@
+//! Is an image what it says? Every table is read from the storage and compared with the refcounts.
+//!
+//! A cluster that is counted more often than it is referred to is a leak; everything else that is
+//! wrong is a corruption, counted as `qemu-img check` does.
+
+use std::collections::HashSet;
+
+use blockhouse_core::{ByteRange, Result, Storage};
+
+use crate::qcow2::layout::entry::{self, Entry};
+use crate::qcow2::layout::header::Header;
+use crate::qcow2::layout::sparse_reader::SparseReader;
+use crate::qcow2::layout::words;
+
+use super::counts::Counts;
+use super::disk_refcounts::{DiskRefcounts, beside};
+use super::references::References;
+use super::snapshot_survey::L1Location;
+
+/// What a check found.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct CheckReport {
+    /// How much is wrong and endangers data.
+    pub corruptions: u64,
+    /// Clusters that are counted but not used.
+    pub leaks: u64,
+    /// Clusters of the guest's disk.
+    pub total_clusters: u64,
+    /// Those of them that have space in the file.
+    pub allocated_clusters: u64,
+    /// Those of them that are compressed.
+    pub compressed_clusters: u64,
+    /// Those of them that do not follow the one before them in the file, or are compressed.
+    pub fragmented_clusters: u64,
+    /// Clusters with more users than refcounts of this width can count: no repair can mend those.
+    pub uncountable: u64,
+    /// Where the last cluster in use ends, in bytes.
+    pub end: u64,
+    /// What is wrong, in words; the first thousand.
+    pub problems: Vec<String>,
+}
+
+/// Checks the image that this header on disk describes, which must not change meanwhile. Takes about 6 bytes
+/// of memory for each cluster in use (with refcounts of 16 bits), however long the file is.
+///
+/// # Errors
+/// What the storage answers, or ENOMEM: what is wrong with the image is in the report.
+pub(crate) async fn check_tables<S: Storage>(storage: &S, header: &Header) -> Result<CheckReport> {
+    let mut references = References::count(storage, header).await?;
+    let recorded = DiskRefcounts::read(storage, header).await?;
+    let mut report = CheckReport {
+        total_clusters: header.geometry.clusters_for(header.size),
+        allocated_clusters: references.allocated,
+        compressed_clusters: references.compressed,
+        fragmented_clusters: references.fragmented,
+        ..CheckReport::default()
+    };
+    let counts = std::mem::replace(&mut references.counts, Counts::new(0));
+    for (cluster, counted, recorded) in beside(&counts, &recorded) {
+        let offset = header.geometry.offset_of(cluster);
+        report.end = offset + header.geometry.cluster_size();
+        let max = header.geometry.max_refcount();
+        if u64::from(counted) > max {
+            report.uncountable += 1;
+            let bits = 1 << header.geometry.refcount_order;
+            references.problem(format!(
+                "the cluster at offset {offset} has {counted} users, and refcounts of {bits} bits count \
+                 {max} at most: no repair can mend that; 'convert' copies what can be read"
+            ));
+        } else if recorded > counted {
+            report.leaks += 1;
+        } else if recorded < counted {
+            let what =
+                format!("the cluster at offset {offset} has {counted} users but counts {recorded}");
+            references.problem(what);
+        }
+    }
+    let mut flags = CopiedFlagCheck {
+        storage,
+        header,
+        recorded: &recorded,
+        reader: SparseReader::new(storage, header.geometry),
+        checked: HashSet::new(),
+    };
+    flags.check(&mut references).await?;
+    report.corruptions = references.corruptions;
+    report.problems = references.problems;
+    Ok(report)
+}
+
+/// Whether the active tables say "refcount is one" where it is, and nowhere else.
+struct CopiedFlagCheck<'a, S> {
+    storage: &'a S,
+    header: &'a Header,
+    recorded: &'a DiskRefcounts,
+    reader: SparseReader<'a, S>,
+    /// L2 tables by their offset: each is read once, however many L1 entries refer to it.
+    checked: HashSet<u64>,
+}
+
+impl<S: Storage> CopiedFlagCheck<'_, S> {
+    async fn check(&mut self, references: &mut References<'_, S>) -> Result<()> {
+        let place = L1Location::active(self.header);
+        let mut l1 = SparseReader::new(self.storage, self.header.geometry);
+        let mut rest = ByteRange::between(place.offset, place.offset + place.length());
+        while let Some((data, words)) = l1.read(&mut rest).await? {
+            let first = (data.offset() - place.offset) / 8;
+            for (index, word) in (first..).zip(words::words_of(&words)) {
+                let reference = entry::l1_reference(word, self.header.geometry);
+                let Ok(Some(table)) = reference else { continue };
+                self.compare("L2 table", table, references);
+                if self.checked.insert(table.offset) {
+                    self.check_l2(table.offset, index, references).await?;
+                } else if self.header.geometry.has_data_file {
+                    let offset = place.offset + index * 8;
+                    references.problem(format!("the L1 entry at offset {offset} shares its table"));
+                }
+            }
+        }
+        Ok(())
+    }
+
+    async fn check_l2(
+        &mut self,
+        offset: u64,
+        l1_index: u64,
+        references: &mut References<'_, S>,
+    ) -> Result<()> {
+        let geometry = self.header.geometry;
+        let mut rest = ByteRange::between(offset, offset + geometry.cluster_size());
+        while let Some((data, table)) = self.reader.read(&mut rest).await? {
+            let first = (data.offset() - offset) / geometry.l2_entry_size();
+            let first = l1_index * geometry.l2_entries() + first;
+            for index in 0..table.len() / geometry.l2_entry_size() as usize {
+                if let Ok(Entry::Standard { host: Some(place), .. }) =
+                    Entry::read(&table, index, geometry)
+                {
+                    let guest = geometry.offset_of(first + index as u64);
+                    self.check_host_offset(place, guest, references);
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn check_host_offset(
+        &self,
+        place: entry::Reference,
+        guest: u64,
+        references: &mut References<'_, S>,
+    ) {
+        if !self.header.geometry.has_data_file {
+            self.compare("cluster", place, references);
+        } else if place.offset != guest {
+            let offset = place.offset;
+            references
+                .problem(format!("the guest's offset {guest} lies at {offset} of the data file"));
+        }
+    }
+
+    fn compare(&self, what: &str, reference: entry::Reference, references: &mut References<'_, S>) {
+        let recorded = self.recorded.get(self.header.geometry.cluster_of(reference.offset));
+        if (recorded == 1) != reference.is_copied() {
+            let says = if reference.is_copied() { "" } else { "not " };
+            references.problem(format!(
+                "the {what} at offset {} counts {recorded} but is {says}marked as counting one",
+                reference.offset
+            ));
+        }
+    }
+}

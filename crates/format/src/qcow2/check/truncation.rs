@@ -1,0 +1,211 @@
+//! Files that end before their image does: a copy or download that was cut off.
+//!
+//! A cluster may begin in the file and end past its end: QEMU writes the last one so, and what is past the
+//! end reads as zeros. What begins past the end is lost, and is never read as zeros: reads of it fail
+//! with `Corrupt`. An image with such a loss is not opened for writing, because new clusters would go where
+//! the rest of the file belongs; so it can still be completed, or repaired, which makes zeros of what is
+//! lost.
+//!
+//! Opening an intact image reads at most one refcount block for that. L2 tables are read only if a cluster
+//! past the end has a refcount that is not zero (a crash leaves that, too).
+
+use std::fmt;
+
+use blockhouse_core::{ByteRange, Error, ErrorKind, Result, Storage};
+
+use crate::qcow2::layout::entry::{self, Entry};
+use crate::qcow2::layout::geometry::Geometry;
+use crate::qcow2::layout::header::Header;
+use crate::qcow2::layout::options::Access;
+use crate::qcow2::layout::sparse_reader::SparseReader;
+use crate::qcow2::layout::{refcount, table_io, words};
+
+use super::snapshot_survey::SnapshotSurvey;
+
+/// What the file of an image is known to have lost.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Truncation {
+    /// Where something lies that tables refer to, in bytes from the start of the file.
+    pub offset: u64,
+    /// The length of the file in bytes, which is not more than that.
+    pub file_size: u64,
+}
+
+impl fmt::Display for Truncation {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { offset, file_size } = self;
+        write!(
+            f,
+            "the file is cut off: what lies at offset {offset} is behind its end at {file_size}"
+        )
+    }
+}
+
+impl Truncation {
+    /// As an error that names the place.
+    fn error(self, name: &str) -> Error {
+        let what = format!(
+            "the file is cut off: tables refer to what is behind its end at {}",
+            self.file_size
+        );
+        Error::new(ErrorKind::Corrupt, what).on(name).at(self.offset).hint(
+            "get the whole file again, or read what is left (--read-only); check --repair all makes \
+             zeros of what is lost",
+        )
+    }
+}
+
+/// Whether a table on disk, active or a snapshot's, refers to anything from byte `length` of the file on.
+/// All changes are durable.
+///
+/// # Errors
+/// What the storage answers.
+pub(crate) async fn refers_past<S: Storage>(
+    storage: &S,
+    header: &Header,
+    l1: &[u64],
+    length: u64,
+) -> Result<bool> {
+    let search = Search { storage, geometry: header.geometry, file_size: length };
+    Ok(search.among_all(header, l1).await?.is_some())
+}
+
+/// Looks for what the file has lost of the active disk.
+///
+/// # Errors
+/// `Corrupt` where the active L1 table itself is lost, or the image is opened for writing and anything is;
+/// or what the storage answers.
+pub(crate) async fn find<S: Storage>(
+    storage: &S,
+    header: &Header,
+    (l1, refcount_table): (&[u64], &[u64]),
+    access: Access,
+) -> Result<Option<Truncation>> {
+    let search = Search { storage, geometry: header.geometry, file_size: storage.size() };
+    let l1_end = header.l1_offset + l1.len() as u64 * 8;
+    if !l1.is_empty() && search.is_lost(l1_end - 1) {
+        return Err(search.lost(header.l1_offset).error(storage.name()));
+    }
+    let found = match search.among_tables(l1, refcount_table) {
+        Some(lost) => Some(lost),
+        None if search.is_suspicious(refcount_table).await? => match access {
+            // New clusters would go where a snapshot's belong.
+            Access::ReadWrite => search.among_all(header, l1).await?,
+            Access::ReadOnly => search.among_clusters(l1).await?,
+        },
+        None => None,
+    };
+    match found {
+        Some(lost) if access == Access::ReadWrite => Err(lost.error(storage.name())),
+        found => Ok(found),
+    }
+}
+
+struct Search<'a, S> {
+    storage: &'a S,
+    geometry: Geometry,
+    file_size: u64,
+}
+
+impl<S: Storage> Search<'_, S> {
+    /// Whether the cluster of this byte begins past the end of the file.
+    fn is_lost(&self, offset: u64) -> bool {
+        self.geometry.cluster_of(offset) >= self.geometry.clusters_for(self.file_size)
+    }
+
+    fn lost(&self, offset: u64) -> Truncation {
+        Truncation { offset, file_size: self.file_size }
+    }
+
+    /// L2 tables and refcount blocks that are lost.
+    fn among_tables(&self, l1: &[u64], refcount_table: &[u64]) -> Option<Truncation> {
+        let l2 = l1.iter().filter_map(|&word| entry::l1_reference(word, self.geometry).ok()?);
+        let blocks = refcount_table
+            .iter()
+            .filter_map(|&word| entry::refcount_block(word, self.geometry).ok()?);
+        let mut places = l2.map(|table| table.offset).chain(blocks);
+        places.find(|&offset| self.is_lost(offset)).map(|offset| self.lost(offset))
+    }
+
+    /// Whether refcounts count anything past the end of the file.
+    async fn is_suspicious(&self, refcount_table: &[u64]) -> Result<bool> {
+        let geometry = self.geometry;
+        let end = geometry.clusters_for(self.file_size);
+        let place = geometry.refcount_index(end);
+        let index = usize::try_from(place.table_index).unwrap_or(usize::MAX);
+        let Some((&word, later)) = refcount_table.get(index..).and_then(<[u64]>::split_first)
+        else {
+            return Ok(false);
+        };
+        if later.iter().any(|&word| word != 0) {
+            return Ok(true);
+        }
+        let Ok(Some(block)) = entry::refcount_block(word, geometry) else { return Ok(false) };
+        let length = geometry.cluster_size() - place.slice_offset;
+        let bytes =
+            table_io::read(self.storage, block + place.slice_offset, length as usize).await?;
+        let count = (length * 8) >> geometry.refcount_order;
+        let order = geometry.refcount_order;
+        Ok((place.index..count as usize).any(|index| refcount::get(&bytes, order, index) != 0))
+    }
+
+    /// What the active tables or those of a snapshot refer to and is lost.
+    async fn among_all(&self, header: &Header, l1: &[u64]) -> Result<Option<Truncation>> {
+        let mut found = self.among_tables(l1, &[]);
+        if found.is_none() {
+            found = self.among_clusters(l1).await?;
+        }
+        if found.is_some() {
+            return Ok(found);
+        }
+        let snapshots = SnapshotSurvey::read(self.storage, header).await?;
+        for place in snapshots.l1_tables() {
+            let bytes = table_io::read(self.storage, place.offset, place.length() as usize).await?;
+            let l1 = words::words_of(&bytes);
+            found = self.among_tables(&l1, &[]);
+            if found.is_none() {
+                found = self.among_clusters(&l1).await?;
+            }
+            if found.is_some() {
+                break;
+            }
+        }
+        Ok(found)
+    }
+
+    /// Data that is lost.
+    async fn among_clusters(&self, l1: &[u64]) -> Result<Option<Truncation>> {
+        let geometry = self.geometry;
+        let tables = l1.iter().filter_map(|&word| entry::l1_reference(word, geometry).ok()?);
+        let mut tables: Vec<u64> = tables.map(|table| table.offset).collect();
+        tables.sort_unstable();
+        tables.dedup();
+        let mut reader = SparseReader::new(self.storage, geometry);
+        for table in tables {
+            let mut rest = ByteRange::between(table, table + geometry.cluster_size());
+            while let Some((_, bytes)) = reader.read(&mut rest).await? {
+                let entries = bytes.len() / geometry.l2_entry_size() as usize;
+                let mut places =
+                    (0..entries).filter_map(|index| data_offset(&bytes, index, geometry));
+                if let Some(offset) = places.find(|&offset| self.is_lost(offset)) {
+                    return Ok(Some(self.lost(offset)));
+                }
+            }
+        }
+        Ok(None)
+    }
+}
+
+/// Where an entry of an L2 table has data in the image's file.
+fn data_offset(table: &[u8], index: usize, geometry: Geometry) -> Option<u64> {
+    match Entry::read(table, index, geometry).ok()? {
+        // Its last sector begins before the end of a whole file.
+        Entry::Compressed(place) => Some(place.offset + place.length.saturating_sub(1)),
+        Entry::Standard { host: Some(place), subclusters }
+            if subclusters.data != 0 && !geometry.has_data_file =>
+        {
+            Some(place.offset)
+        }
+        Entry::Standard { .. } => None,
+    }
+}

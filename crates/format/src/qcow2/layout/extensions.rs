@@ -1,0 +1,110 @@
+//! Header extensions: records of a type, a length and that many bytes (padded to 8) after the header.
+//!
+//! Most are kept as they are; only what changes how the image is read is understood here.
+
+use super::words::be32;
+
+/// The end of the list.
+const END: u32 = 0;
+/// The format of the backing file, as a name.
+pub(crate) const BACKING_FORMAT: u32 = 0xe279_2aca;
+/// Persistent bitmaps of changed parts of the disk.
+pub(crate) const BITMAPS: u32 = 0x2385_2875;
+/// The name of the file that holds the guest's data.
+pub(crate) const DATA_FILE: u32 = 0x4441_5441;
+/// Names of feature bits, for messages about unknown ones.
+pub(crate) const FEATURE_NAMES: u32 = 0x6803_f857;
+
+/// One extension.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Extension {
+    pub(crate) kind: u32,
+    /// Without the padding.
+    pub(crate) data: Vec<u8>,
+}
+
+/// Reads the list that starts at `start` and must end before `end`. An error is the reason and the
+/// offset of the record.
+pub(crate) fn parse(
+    bytes: &[u8],
+    start: usize,
+    end: usize,
+) -> Result<Vec<Extension>, (String, usize)> {
+    let mut extensions = Vec::new();
+    let mut at = start;
+    // A list may also end where its room does.
+    while at + 8 <= end {
+        let (kind, length) = (be32(bytes, at), be32(bytes, at + 4) as usize);
+        if kind == END {
+            break;
+        }
+        let room = end - at - 8;
+        if length > room {
+            let what =
+                format!("the header extension {kind:#x} of {length} bytes has room for {room}");
+            return Err((what, at));
+        }
+        extensions.push(Extension { kind, data: bytes[at + 8..at + 8 + length].to_vec() });
+        at += 8 + length.next_multiple_of(8);
+    }
+    Ok(extensions)
+}
+
+/// The list as bytes, with its end.
+pub(crate) fn to_bytes(extensions: &[Extension]) -> Vec<u8> {
+    let mut bytes = Vec::new();
+    for Extension { kind, data } in extensions {
+        bytes.extend_from_slice(&kind.to_be_bytes());
+        bytes.extend_from_slice(&(data.len() as u32).to_be_bytes());
+        bytes.extend_from_slice(data);
+        bytes.resize(bytes.len().next_multiple_of(8), 0);
+    }
+    bytes.extend_from_slice(&[0; 8]);
+    bytes
+}
+
+/// The first extension of this kind.
+pub(crate) fn find(extensions: &[Extension], kind: u32) -> Option<&[u8]> {
+    extensions.iter().find(|one| one.kind == kind).map(|one| one.data.as_slice())
+}
+
+/// What the image itself calls an incompatible feature.
+pub(crate) fn incompatible_feature_name(extensions: &[Extension], bit: u32) -> Option<String> {
+    let records = find(extensions, FEATURE_NAMES)?.chunks_exact(48);
+    let wanted = |record: &&[u8]| record[0] == 0 && u32::from(record[1]) == bit;
+    let name = records.filter(wanted).map(|record| &record[2..]).next()?;
+    let end = name.iter().position(|&byte| byte == 0).unwrap_or(name.len());
+    Some(String::from_utf8_lossy(&name[..end]).escape_default().to_string())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_list_comes_back_as_it_was_stored() {
+        let list = vec![
+            Extension { kind: BACKING_FORMAT, data: b"raw".to_vec() },
+            Extension { kind: 0x1234_5678, data: vec![9; 16] },
+        ];
+        let bytes = to_bytes(&list);
+        assert_eq!(bytes.len() % 8, 0);
+        assert_eq!(parse(&bytes, 0, bytes.len()), Ok(list));
+    }
+
+    #[test]
+    fn a_record_beyond_the_room_is_refused() {
+        let bytes = to_bytes(&[Extension { kind: 7, data: vec![0; 24] }]);
+        assert_eq!(parse(&bytes, 0, 24).unwrap_err().1, 0);
+    }
+
+    #[test]
+    fn features_are_called_by_the_name_in_the_image() {
+        let mut record = vec![0, 9];
+        record.extend_from_slice(b"time travel");
+        record.resize(48, 0);
+        let list = [Extension { kind: FEATURE_NAMES, data: record }];
+        assert_eq!(incompatible_feature_name(&list, 9).as_deref(), Some("time travel"));
+        assert_eq!(incompatible_feature_name(&list, 8), None);
+    }
+}

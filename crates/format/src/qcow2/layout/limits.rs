@@ -1,0 +1,25 @@
+//! Limits on what an image may ask for, each defined once. Those of sizes are QEMU's, so that no image
+//! is made that QEMU refuses.
+
+/// Host offsets in table entries are bits 9 to 55.
+pub(crate) const MAX_OFFSET: u64 = 1 << 56;
+/// Bytes of an L1 table, the active one or a snapshot's.
+pub(crate) const MAX_L1_BYTES: u64 = 32 << 20;
+/// Bytes of the refcount table.
+pub(crate) const MAX_REFCOUNT_TABLE: u64 = 8 << 20;
+/// Bytes of the name of a backing file or a data file.
+pub(crate) const MAX_FILE_NAME: usize = 1023;
+/// Snapshots of an image.
+pub(crate) const MAX_SNAPSHOTS: u32 = 65_536;
+/// Bytes of the snapshot table.
+pub(crate) const MAX_SNAPSHOT_TABLE: usize = 64 << 20;
+/// Bytes of extra data of a snapshot.
+pub(crate) const MAX_SNAPSHOT_EXTRA: usize = 1024;
+/// Bytes of the name of a snapshot. QEMU cuts longer ones where it lists them.
+pub(crate) const MAX_SNAPSHOT_NAME: usize = 255;
+/// Persistent bitmaps of an image.
+pub(crate) const MAX_BITMAPS: u32 = 65_535;
+/// Bytes of the directory of bitmaps.
+pub(crate) const MAX_BITMAP_DIRECTORY: u64 = 64 << 20;
+/// Bytes of the table of one bitmap.
+pub(crate) const MAX_BITMAP_TABLE: u64 = 32 << 20;

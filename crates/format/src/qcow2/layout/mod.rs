@@ -1,0 +1,18 @@
+//! The bytes of an image: header, extensions, entries, tables of snapshots, and the arithmetic on them.
+//!
+//! Owns nothing and knows no opened image: types, pure functions, and reading and writing of whole
+//! tables at a storage. Nothing is believed before it is inside its bounds.
+
+pub(crate) mod compression;
+pub(crate) mod entry;
+pub(crate) mod extensions;
+pub(crate) mod geometry;
+pub(crate) mod header;
+pub(crate) mod limits;
+pub(crate) mod options;
+pub(crate) mod refcount;
+pub(crate) mod snapshot_table;
+pub(crate) mod sparse_reader;
+pub(crate) mod table_io;
+pub(crate) mod table_write;
+pub(crate) mod words;

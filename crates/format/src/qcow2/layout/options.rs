@@ -1,0 +1,63 @@
+//! Properties of an image that its creator or its user chooses.
+
+/// Which revision of the format a new image has.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Version {
+    /// Version 2, `compat=0.10`: no zero clusters, refcounts of 16 bits, no features.
+    V2,
+    /// Version 3, `compat=1.1`.
+    #[default]
+    V3,
+}
+
+/// Whether a feature is used.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Switch {
+    /// No.
+    #[default]
+    Off,
+    /// Yes.
+    On,
+}
+
+/// What an image says of its backing file.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Backing {
+    /// Its name, as bytes of the host's file system; relative to the image's folder.
+    pub name: Vec<u8>,
+    /// Its format, if the image says it.
+    pub format: Option<String>,
+}
+
+/// What an image says of its data file.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct DataFile {
+    /// Its name, as bytes of the host's file system; relative to the image's folder.
+    pub name: Vec<u8>,
+    /// Whether it reads as the guest's disk without the image.
+    pub raw: Switch,
+}
+
+impl DataFile {
+    pub(crate) fn is_raw_disk(&self) -> bool {
+        self.raw == Switch::On
+    }
+}
+
+/// What an image is opened for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Access {
+    /// Reading only: nothing is written to the file.
+    ReadOnly,
+    /// Reading and writing.
+    ReadWrite,
+}
+
+/// What becomes of the space of clusters that the guest discards.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Discard {
+    /// The host's file keeps it for other clusters.
+    Keep,
+    /// The host's file gets a hole.
+    Punch,
+}

@@ -1,0 +1,92 @@
+//! Reading tables only where the file holds anything.
+//!
+//! A file can be exabytes long and hold next to nothing. Tables in its holes are zeros, and are passed
+//! over without a read: the storage says where its data is. So going through the tables of an image costs
+//! what the file holds, not what its tables claim.
+
+use blockhouse_core::{Allocation, ByteRange, Result, Storage};
+
+use super::geometry::Geometry;
+use super::table_io;
+
+/// The most that is read at a time.
+const CHUNK_SIZE: u64 = 1 << 20;
+/// Of a file up to this length, in bytes, all is read: that costs no more than asking.
+const SMALL_FILE: u64 = 16 << 20;
+
+/// Reads tables of an image, best in the order of their offsets.
+pub(crate) struct SparseReader<'a, S> {
+    storage: &'a S,
+    /// Everything that is read starts and ends at multiples of this.
+    granularity: u64,
+    /// The last answer of the storage.
+    known: Option<(ByteRange, Allocation)>,
+}
+
+impl<'a, S: Storage> SparseReader<'a, S> {
+    pub(crate) fn new(storage: &'a S, geometry: Geometry) -> Self {
+        Self { storage, granularity: geometry.slice_size(), known: None }
+    }
+
+    /// The first part of `range` that may be anything but zeros, in whole slices and at most 1 MiB;
+    /// `None` if all of it is zeros. `range` starts at a cluster, and becomes what follows the answer.
+    /// A storage that cannot say where its holes are has none.
+    pub(crate) async fn next_data(&mut self, range: &mut ByteRange) -> Option<ByteRange> {
+        let data = self.find_data(*range).await?;
+        *range = ByteRange::between(data.end(), range.end());
+        Some(data)
+    }
+
+    async fn find_data(&mut self, range: ByteRange) -> Option<ByteRange> {
+        let mut rest = range.truncate(self.storage.size().saturating_sub(range.offset()));
+        while !rest.is_empty() {
+            let (status, end) = self.status_at(rest.offset()).await;
+            let length = end - rest.offset();
+            let is_zero =
+                status == Allocation::Hole && (length >= self.granularity || end >= rest.end());
+            if !is_zero {
+                let length =
+                    length.next_multiple_of(self.granularity).clamp(self.granularity, CHUNK_SIZE);
+                let start = rest.offset();
+                return Some(ByteRange::between(start, (start + length).min(range.end())));
+            }
+            rest = rest.skip(
+                (length / self.granularity)
+                    .max(1)
+                    .saturating_mul(self.granularity)
+                    .min(rest.length()),
+            );
+        }
+        None
+    }
+
+    /// As [`next_data`](Self::next_data), with its content.
+    ///
+    /// # Errors
+    /// What the storage answers.
+    pub(crate) async fn read(
+        &mut self,
+        range: &mut ByteRange,
+    ) -> Result<Option<(ByteRange, Vec<u8>)>> {
+        let Some(data) = self.next_data(range).await else { return Ok(None) };
+        let bytes = table_io::read(self.storage, data.offset(), data.length() as usize).await?;
+        Ok(Some((data, bytes)))
+    }
+
+    /// What the storage has at `offset`, and up to where.
+    async fn status_at(&mut self, offset: u64) -> (Allocation, u64) {
+        if let Some((range, status)) = self.known
+            && (range.offset()..range.end()).contains(&offset)
+        {
+            return (status, range.end());
+        }
+        let rest = ByteRange::between(offset, self.storage.size());
+        let all = (Allocation::Data, rest.length());
+        let (status, length) = match self.storage.size() {
+            0..=SMALL_FILE => all,
+            _ => self.storage.block_status(rest).await.unwrap_or(all),
+        };
+        self.known = Some((rest.truncate(length), status));
+        (status, offset + length)
+    }
+}

@@ -1,0 +1,69 @@
+//! Tables on their way between the storage and memory.
+
+use blockhouse_core::{Buffer, ByteRange, Durability, Error, ErrorKind, Result, Storage};
+
+use super::header::{self, Header, HeaderError, HeaderErrorKind, SECTOR};
+
+/// Reads `length` bytes at any `offset`. Bytes past the end are zeros.
+pub(crate) async fn read<S: Storage>(storage: &S, offset: u64, length: usize) -> Result<Vec<u8>> {
+    let block = u64::from(storage.capabilities().alignment.offset);
+    let mut bytes = Vec::with_capacity(length);
+    // In chunks, so that a large table does not need twice its memory.
+    const CHUNK_SIZE: usize = 1 << 20;
+    let mut at = offset;
+    while bytes.len() < length {
+        let wanted = (length - bytes.len()).min(CHUNK_SIZE);
+        let outer = ByteRange::between(at, at + wanted as u64).align_outward(block);
+        let mut buffer = Buffer::new(outer.length() as usize);
+        storage.read(outer.offset(), buffer.lend()).await?;
+        let start = (at - outer.offset()) as usize;
+        bytes.extend_from_slice(&buffer.bytes()[start..start + wanted]);
+        at += wanted as u64;
+    }
+    Ok(bytes)
+}
+
+/// Reads the header of the image in `storage`.
+///
+/// # Errors
+/// `Corrupt` or `Unsupported`, with the field's offset; or what the storage answers.
+pub(crate) async fn read_header<S: Storage>(storage: &S) -> Result<Header> {
+    let refuse = |refusal: HeaderError| {
+        let kind = match refusal.reason {
+            HeaderErrorKind::Corrupt => ErrorKind::Corrupt,
+            HeaderErrorKind::Unsupported => ErrorKind::Unsupported,
+        };
+        Error::new(kind, refusal.what).on(storage.name()).at(refusal.offset)
+    };
+    let first = read(storage, 0, SECTOR).await?;
+    let bits = header::cluster_bits(&first).map_err(refuse)?;
+    let block = storage.capabilities().alignment.offset;
+    if 1 << bits < u64::from(block) {
+        let what = format!("clusters of {} bytes in a storage of blocks of {block}", 1u64 << bits);
+        return Err(Error::new(ErrorKind::Unsupported, what)
+            .on(storage.name())
+            .hint("open it through the page cache (--cache writeback)"));
+    }
+    let bytes = read(storage, 0, 1 << bits).await?;
+    Header::parse(&bytes).map_err(refuse)
+}
+
+/// Writes `bytes` at `offset`, a multiple of the storage's alignment, with zeros up to the next
+/// multiple.
+pub(crate) async fn write<S: Storage>(
+    storage: &S,
+    offset: u64,
+    bytes: &[u8],
+    durability: Durability,
+) -> Result<()> {
+    let block = storage.capabilities().alignment.offset as usize;
+    let mut buffer = Buffer::new(bytes.len().next_multiple_of(block));
+    buffer.bytes_mut()[..bytes.len()].copy_from_slice(bytes);
+    storage.write(offset, buffer.lend(), durability).await
+}
+
+/// As much of a range of whole clusters as lies in the file, in whole blocks: for giving it back.
+pub(crate) fn whole_blocks<S: Storage>(storage: &S, range: ByteRange) -> Option<ByteRange> {
+    let inside = range.truncate(storage.size().saturating_sub(range.offset()));
+    inside.align_inward(u64::from(storage.capabilities().alignment.offset))
+}

@@ -1,0 +1,169 @@
+//! The end of a pending change: its entries in memory, or its clusters free again.
+
+use blockhouse_core::{ByteRange, Durability, Extent, ExtentFlags, ExtentState};
+
+use crate::Abort;
+use crate::qcow2::allocator::{DeferredFree, Punch};
+use crate::qcow2::layout::entry::{
+    Entry, Reference, SubclusterBitmap, SubclusterState, subclusters_in,
+};
+use crate::qcow2::layout::geometry::Geometry;
+use crate::qcow2::tables::{DataStability, SliceId, Step};
+
+use super::Mapper;
+use super::pending_changes::Change;
+
+/// What changes the entry of a cluster.
+struct EntryChange<'a> {
+    /// The first cluster of the change.
+    first: u64,
+    change: &'a Change,
+    /// The guest's bytes that become visible.
+    whole: ByteRange,
+    stability: DataStability,
+}
+
+impl Mapper<'_> {
+    /// The data of the extent arrived: all entries change, or none if something is missing. Returns the
+    /// clusters whose references left the tables, for the caller to free.
+    pub(crate) fn link(&mut self, extent: Extent, data: Durability) -> Step<Vec<DeferredFree>> {
+        let mut dropped = Vec::new();
+        if !extent.flags.contains(ExtentFlags::NEW) {
+            self.end_overwrite(extent);
+            return Ok(dropped);
+        }
+        let geometry = self.tables.geometry();
+        let first = geometry.cluster_of(extent.alloc_range.offset());
+        let Some(pending) = self.mapping.changes.get(first) else { return Ok(dropped) };
+        let (clusters, change) = (pending.clusters(), pending.change().clone());
+        let stability = match data {
+            Durability::None => DataStability::Unstable,
+            Durability::Data | Durability::Full => DataStability::Stable,
+        };
+        let slice = self.writable_l2_slice(first)?;
+        for cluster in clusters.clone() {
+            self.tables.entry(slice, geometry.l2_index(cluster).index)?;
+        }
+        let entry = EntryChange { first, change: &change, whole: extent.alloc_range, stability };
+        for cluster in clusters.clone() {
+            if let Some(old) = self.change_entry(slice, cluster, &entry)? {
+                old.join(&mut dropped);
+            }
+        }
+        if let Change::Write { host, .. } = change {
+            let end = geometry.cluster_of(host) + (clusters.end - clusters.start);
+            self.allocator.note_written(end);
+        }
+        self.tables.note_change();
+        self.mapping.changes.end(first);
+        Ok(dropped)
+    }
+
+    fn change_entry(
+        &mut self,
+        slice: SliceId,
+        cluster: u64,
+        entry: &EntryChange,
+    ) -> Step<Option<DeferredFree>> {
+        let geometry = self.tables.geometry();
+        let index = geometry.l2_index(cluster).index;
+        let old = self.tables.entry(slice, index)?;
+        let new = match *entry.change {
+            Change::Write { host, .. } => {
+                let host = host + geometry.offset_of(cluster - entry.first);
+                let host = Some(Reference::with_copied(host));
+                let subclusters = written_subclusters(geometry, old, cluster, entry.whole);
+                Entry::Standard { host, subclusters }
+            }
+            Change::Compressed(data) => Entry::Compressed(data),
+            Change::Zero { keep } => match old {
+                Entry::Standard { host: Some(host), .. } if keep && host.is_copied() => {
+                    Entry::Standard { host: Some(host), subclusters: SubclusterBitmap::ZERO }
+                }
+                _ => Entry::ZERO,
+            },
+            Change::Discard => self.discarded_entry(),
+            Change::Subclusters { mask, state, keep } => match old {
+                Entry::Standard { host, subclusters } => {
+                    let subclusters = subclusters.with(mask, state);
+                    let host = host.filter(|_| keep || subclusters.data != 0);
+                    Entry::Standard { host, subclusters }
+                }
+                Entry::Compressed(_) => old,
+            },
+        };
+        let punch = match entry.change {
+            Change::Write { .. } | Change::Compressed(_) => Punch::No,
+            Change::Zero { .. } | Change::Discard | Change::Subclusters { .. } => Punch::Yes,
+        };
+        let dropped = self.allocator.dropped_clusters(geometry, old, new, punch);
+        self.tables.set_entry(slice, index, new, entry.stability);
+        Ok(dropped)
+    }
+
+    /// The entry of a cluster that has no data any more: it must not show the backing file.
+    pub(super) fn discarded_entry(&self) -> Entry {
+        let header = self.tables.header();
+        match header.geometry.version >= 3 && header.backing.is_some() {
+            true => Entry::ZERO,
+            false => Entry::UNALLOCATED,
+        }
+    }
+
+    /// The data of the extent did not arrive.
+    pub(crate) fn abort(&mut self, extent: Extent, why: Abort) {
+        let geometry = self.tables.geometry();
+        if why == Abort::InFlight
+            && let ExtentState::Mapped { host } = extent.state
+        {
+            let hosts = ByteRange::between(host, host + extent.guest.length());
+            self.quarantine(geometry.clusters_of(hosts));
+        }
+        if !extent.flags.contains(ExtentFlags::NEW) {
+            self.end_overwrite(extent);
+            return;
+        }
+        let first = geometry.cluster_of(extent.alloc_range.offset());
+        let Some(pending) = self.mapping.changes.end(first) else { return };
+        match *pending.change() {
+            // What may still be written to is never freed.
+            _ if why == Abort::InFlight => {}
+            Change::Write { host, allocated: true } => {
+                let start = geometry.cluster_of(host);
+                let clusters = pending.clusters();
+                let end = start + (clusters.end - clusters.start);
+                self.allocator.free_unlinked(self.tables, start..end);
+            }
+            Change::Compressed(data) => {
+                self.allocator.free_unlinked(self.tables, data.host_clusters(geometry));
+            }
+            Change::Write { allocated: false, .. }
+            | Change::Zero { .. }
+            | Change::Discard
+            | Change::Subclusters { .. } => {}
+        }
+    }
+
+    fn end_overwrite(&mut self, extent: Extent) {
+        if matches!(extent.state, ExtentState::Mapped { .. }) {
+            let clusters = self.tables.geometry().clusters_of(extent.guest);
+            self.mapping.changes.end_overwrite(clusters);
+        }
+    }
+}
+
+/// The subclusters of a cluster once `whole` is written.
+fn written_subclusters(
+    geometry: Geometry,
+    old: Entry,
+    cluster: u64,
+    whole: ByteRange,
+) -> SubclusterBitmap {
+    match old {
+        Entry::Standard { subclusters, .. } if geometry.extended_l2 => {
+            let mask = subclusters_in(geometry, cluster, whole);
+            subclusters.with(mask, SubclusterState::Data)
+        }
+        _ => SubclusterBitmap::DATA,
+    }
+}

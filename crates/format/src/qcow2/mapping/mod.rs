@@ -1,0 +1,107 @@
+//! From guest clusters to host clusters: lookups, and changes that have not taken effect yet.
+//!
+//! The life of a change:
+//!
+//! 1. *Prepare* ([`Mapper::map_write`], `map_zero`, `map_discard`, `map_compressed`): the step allocates
+//!    what the change needs and locks its guest clusters (`pending_changes`). Nothing that is looked up
+//!    has changed: reads see the old mapping.
+//! 2. The I/O path moves the data, without the image's lock.
+//! 3. *Link* ([`Mapper::link`]): the L2 entries change in memory, and what they referred to is freed later.
+//!    Or *abort* ([`Mapper::abort`]): what was allocated is free again, or quarantined where a dropped
+//!    write may still modify it.
+//!
+//! The overwrite of a mapped cluster allocates nothing and changes no entry. It is counted while it is in
+//! flight, so that no change takes the cluster away meanwhile. It looks at `tables` and at these counts.
+//!
+//! Locking: [`Mapping`] lies under the image's one lock beside the tables and the allocator; a step borrows
+//! all three as a [`Mapper`]. Nothing here waits. Guest clusters are locked in ascending order by each
+//! request, so no requests wait for each other in a circle.
+
+mod data_file;
+mod data_placement;
+mod l2_tables;
+mod link;
+mod pending_changes;
+mod preallocated;
+mod read;
+mod resize;
+mod unmap;
+mod write;
+
+use blockhouse_core::{ByteRange, Extent, ExtentFlags, ExtentState, IoVector};
+
+use crate::qcow2::allocator::Allocator;
+use crate::qcow2::layout::header::Header;
+use crate::qcow2::tables::Tables;
+
+pub(crate) use preallocated::preallocated_offset;
+pub(crate) use read::map_read;
+
+use data_placement::DataPlacement;
+use pending_changes::PendingChanges;
+
+/// See the module's page.
+pub(crate) struct Mapping {
+    changes: PendingChanges,
+    data: DataPlacement,
+    /// Where the bytes of the backing file end: 0 for none, the largest number while that is not known.
+    backing_end: u64,
+}
+
+/// What a step of the mapping works on.
+pub(crate) struct Mapper<'a> {
+    tables: &'a mut Tables,
+    allocator: &'a mut Allocator,
+    mapping: &'a mut Mapping,
+}
+
+impl Mapping {
+    /// Of an image with this header.
+    pub(crate) fn new(header: &Header) -> Self {
+        Self {
+            changes: PendingChanges::default(),
+            data: DataPlacement::new(header),
+            backing_end: if header.backing.is_some() { u64::MAX } else { 0 },
+        }
+    }
+
+    /// For a step that changes entries.
+    pub(crate) fn mapper<'a>(
+        &'a mut self,
+        tables: &'a mut Tables,
+        allocator: &'a mut Allocator,
+    ) -> Mapper<'a> {
+        Mapper { tables, allocator, mapping: self }
+    }
+
+    /// Where the backing file ends: past that it reads as zeros.
+    pub(crate) fn set_backing_end(&mut self, end: u64) {
+        self.backing_end = end;
+    }
+
+    /// The data file is open, and has blocks of so many bytes.
+    pub(crate) fn set_data_block(&mut self, block: u64) {
+        self.data.set_block(block);
+    }
+
+    /// The memory of a write that carries COW padding: see
+    /// [`Format::track_cow_write`](crate::Format::track_cow_write).
+    pub(crate) fn track_cow_write(&self, from: IoVector) -> IoVector {
+        self.data.track_cow_write(from)
+    }
+
+    /// How many changes are pending.
+    pub(crate) fn pending_changes(&self) -> usize {
+        self.changes.len()
+    }
+
+    /// Whether neither changes nor overwrites are in flight.
+    pub(crate) fn is_idle(&self) -> bool {
+        self.changes.is_idle()
+    }
+}
+
+/// An extent that needs no change.
+fn noop_extent(guest: ByteRange) -> Extent {
+    Extent { guest, alloc_range: guest, state: ExtentState::Hole, flags: ExtentFlags::empty() }
+}

@@ -1,0 +1,149 @@
+//! Locks of guest clusters: who has to wait for whom.
+//!
+//! A pending change has its clusters alone: other changes of them wait until it is linked or aborted.
+//! Overwrites in place go side by side, and a change that would take their host cluster away waits for
+//! their end. Reads never wait: until the link they see the old mapping.
+
+use std::collections::{BTreeMap, HashMap};
+use std::ops::Range;
+use std::sync::Arc;
+
+use event_listener::{Event, EventListener};
+
+use crate::qcow2::layout::entry::{CompressedDescriptor, SubclusterState};
+
+/// What a link makes of the entries of the clusters.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) enum Change {
+    /// They refer to host clusters with their data; `allocated` if these are new.
+    Write { host: u64, allocated: bool },
+    /// It refers to its compressed data.
+    Compressed(CompressedDescriptor),
+    /// They read as zeros, and keep their host clusters or not.
+    Zero { keep: bool },
+    /// They have no host cluster, and read as zeros if that can be encoded.
+    Discard,
+    /// The subclusters `mask` of the one cluster get into `state`. Without any subcluster of data left the
+    /// cluster loses its host cluster, unless it is to `keep` it.
+    Subclusters { mask: u32, state: SubclusterState, keep: bool },
+}
+
+/// A change between prepare and link.
+pub(super) struct PendingChange {
+    clusters: Range<u64>,
+    change: Change,
+    ended: Arc<Event>,
+}
+
+impl PendingChange {
+    pub(super) fn clusters(&self) -> Range<u64> {
+        self.clusters.clone()
+    }
+
+    pub(super) fn change(&self) -> &Change {
+        &self.change
+    }
+}
+
+/// See the module's page.
+#[derive(Default)]
+pub(super) struct PendingChanges {
+    /// By first cluster; they do not overlap.
+    changes: BTreeMap<u64, PendingChange>,
+    /// Overwrites in place: clusters, and how many of them.
+    overwrites: HashMap<(u64, u64), u32>,
+    overwrite_ended: Event,
+}
+
+impl PendingChanges {
+    /// The end of the clusters from `first` on that no change has locked, at most `end`; or what to wait
+    /// for, if `first` itself is locked.
+    pub(super) fn unlocked_until(&self, first: u64, end: u64) -> Result<u64, EventListener> {
+        if let Some((_, before)) = self.changes.range(..=first).next_back()
+            && before.clusters.end > first
+        {
+            return Err(before.ended.listen());
+        }
+        let next = self.changes.range(first..end).next();
+        Ok(next.map_or(end, |(&start, _)| start))
+    }
+
+    /// What to wait for before these clusters can lose their host clusters.
+    pub(super) fn overwrites_of(&self, clusters: &Range<u64>) -> Option<EventListener> {
+        let overlaps = |&(start, end): &(u64, u64)| start < clusters.end && clusters.start < end;
+        self.overwrites.keys().any(overlaps).then(|| self.overwrite_ended.listen())
+    }
+
+    /// Whether neither changes nor overwrites are in flight.
+    pub(super) fn is_idle(&self) -> bool {
+        self.changes.is_empty() && self.overwrites.is_empty()
+    }
+
+    pub(super) fn begin_overwrite(&mut self, clusters: Range<u64>) {
+        *self.overwrites.entry((clusters.start, clusters.end)).or_insert(0) += 1;
+    }
+
+    pub(super) fn end_overwrite(&mut self, clusters: Range<u64>) {
+        let key = (clusters.start, clusters.end);
+        if let Some(count) = self.overwrites.get_mut(&key) {
+            *count -= 1;
+            if *count == 0 {
+                self.overwrites.remove(&key);
+                self.overwrite_ended.notify(usize::MAX);
+            }
+        }
+    }
+
+    pub(super) fn begin(&mut self, clusters: Range<u64>, change: Change) {
+        let first = clusters.start;
+        let pending = PendingChange { clusters, change, ended: Arc::new(Event::new()) };
+        let other = self.changes.insert(first, pending);
+        assert!(other.is_none(), "two changes of one cluster at a time");
+    }
+
+    /// How many changes are pending.
+    pub(super) fn len(&self) -> usize {
+        self.changes.len()
+    }
+
+    pub(super) fn get(&self, first: u64) -> Option<&PendingChange> {
+        self.changes.get(&first)
+    }
+
+    /// Ends a change, and wakes those who wait for it.
+    pub(super) fn end(&mut self, first: u64) -> Option<PendingChange> {
+        let pending = self.changes.remove(&first)?;
+        pending.ended.notify(usize::MAX);
+        Some(pending)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const CHANGE: Change = Change::Discard;
+
+    #[test]
+    fn changes_have_their_clusters_alone() {
+        let mut pending = PendingChanges::default();
+        pending.begin(4..6, CHANGE);
+        assert_eq!(pending.unlocked_until(0, 10).ok(), Some(4));
+        assert!(pending.unlocked_until(4, 10).is_err() && pending.unlocked_until(5, 6).is_err());
+        assert_eq!(pending.unlocked_until(6, 10).ok(), Some(10));
+        assert!(pending.end(4).is_some() && pending.end(4).is_none());
+        assert_eq!(pending.unlocked_until(4, 10).ok(), Some(10));
+    }
+
+    #[test]
+    fn clusters_are_in_use_until_the_last_overwrite_ended() {
+        let mut pending = PendingChanges::default();
+        pending.begin_overwrite(3..5);
+        pending.begin_overwrite(3..5);
+        assert!(pending.overwrites_of(&(5..9)).is_none());
+        pending.end_overwrite(3..5);
+        assert!(pending.overwrites_of(&(4..5)).is_some());
+        pending.end_overwrite(3..5);
+        assert!(pending.overwrites_of(&(0..9)).is_none());
+    }
+}

@@ -1,0 +1,98 @@
+//! Steps of a disk that becomes longer or shorter: entries that come and go.
+
+use crate::qcow2::allocator::{DeferredFree, Punch, Users};
+use crate::qcow2::layout::entry::Entry;
+use crate::qcow2::tables::{Blocked, DataStability, Step};
+
+use super::Mapper;
+
+impl Mapper<'_> {
+    /// Makes the L1 table reach as far as a disk of `size` bytes.
+    pub(crate) fn grow_l1(&mut self, size: u64) -> Step<()> {
+        let geometry = self.tables.geometry();
+        let entries = geometry.l1_entries_for(size);
+        if entries <= self.tables.l1().len() as u64 {
+            return Ok(());
+        }
+        let count = geometry.clusters_for(entries * 8);
+        let new = self.allocator.allocate_at_end(self.tables, count)?;
+        if let Some(old) = self.tables.move_l1(entries, new) {
+            self.allocator.defer_free(DeferredFree::of(old));
+        }
+        Ok(())
+    }
+
+    /// Empties the L2 entries from that of `cluster` to the end of its slice. Returns the cluster after
+    /// them.
+    pub(crate) fn empty_slice(&mut self, cluster: u64) -> Step<u64> {
+        let geometry = self.tables.geometry();
+        let at = geometry.l2_index(cluster);
+        let next = cluster + geometry.slice_l2_entries() - at.index as u64;
+        self.wait_for_changes(cluster, next)?;
+        if self.tables.l2_table(at.l1_index)?.is_none() {
+            return Ok(next);
+        }
+        let slice = self.writable_l2_slice(cluster)?;
+        let indexes = at.index..geometry.slice_l2_entries() as usize;
+        let entries: Vec<Entry> =
+            indexes.clone().map(|index| self.tables.entry(slice, index)).collect::<Step<_>>()?;
+        // A longer disk must not show the backing file here again.
+        let new = self.discarded_entry();
+        for (index, old) in indexes.zip(entries).filter(|&(_, old)| old != Entry::UNALLOCATED) {
+            self.defer_free_of(old, new, Punch::Yes);
+            self.tables.set_entry(slice, index, new, DataStability::Stable);
+        }
+        self.tables.note_change();
+        Ok(next)
+    }
+
+    /// Takes an L2 table and all that it refers to out of the L1 table.
+    pub(crate) fn drop_l2_table(&mut self, l1_index: usize) -> Step<()> {
+        let geometry = self.tables.geometry();
+        let first = l1_index as u64 * geometry.l2_entries();
+        self.wait_for_changes(first, first + geometry.l2_entries())?;
+        let Some(table) = self.tables.l2_table(l1_index)? else { return Ok(()) };
+        // What a snapshot refers to as well is not given to the host.
+        let punch = if table.is_copied() { Punch::Yes } else { Punch::No };
+        for entry in self.tables.entries_of(table)? {
+            self.defer_free_of(entry, Entry::UNALLOCATED, punch);
+        }
+        self.tables.remove_l2_table(l1_index);
+        let cluster = geometry.cluster_of(table.offset);
+        let users = if table.is_copied() { Users::None } else { Users::Others };
+        self.allocator.defer_free(DeferredFree { clusters: cluster..cluster + 1, punch, users });
+        Ok(())
+    }
+
+    /// The disk ends earlier, and with it the L1 table. Nothing beyond is in use any more, durably.
+    pub(crate) fn cut(&mut self, size: u64) -> Step<()> {
+        // An L1 table of no entries at all is unusual: other programs may not expect it.
+        let entries = self.tables.geometry().l1_entries_for(size).max(1);
+        let unused = self.tables.truncate_l1(entries.min(self.tables.l1().len() as u64));
+        if !unused.is_empty() {
+            let free = DeferredFree { punch: Punch::Yes, ..DeferredFree::of(unused) };
+            self.allocator.defer_free(free);
+        }
+        self.tables.set_size(size);
+        Ok(())
+    }
+
+    fn defer_free_of(&mut self, old: Entry, new: Entry, punch: Punch) {
+        let geometry = self.tables.geometry();
+        if let Some(free) = self.allocator.dropped_clusters(geometry, old, new, punch) {
+            self.allocator.defer_free(free);
+        }
+    }
+
+    fn wait_for_changes(&mut self, first: u64, end: u64) -> Step<()> {
+        self.tables.check_dirty_limit()?;
+        let unlocked = self.mapping.changes.unlocked_until(first, end).map_err(Blocked::Wait)?;
+        if unlocked < end {
+            // Only a locked cluster tells what to wait for.
+            for cluster in first..end {
+                self.wait_for_change(cluster)?;
+            }
+        }
+        self.wait_for_overwrites(&(first..end))
+    }
+}

@@ -1,0 +1,267 @@
+//! Mapping for zeros and discards: what entries can say, and what has to be written.
+
+use std::ops::Range;
+
+use blockhouse_core::{ByteRange, Extent, ExtentFlags, ExtentState, Unmap};
+
+use crate::qcow2::layout::entry::{
+    CompressedDescriptor, Entry, SubclusterBitmap, SubclusterState, subclusters_in,
+};
+use crate::qcow2::tables::{Blocked, Step};
+
+use super::pending_changes::Change;
+use super::read::map_read;
+use super::write::WriteMethod;
+use super::{Mapper, noop_extent};
+
+impl Mapper<'_> {
+    /// The extent of the first bytes of `range` for making them zeros, by entries where they can say it.
+    pub(super) fn map_zero_by_entries(&mut self, range: ByteRange, unmap: Unmap) -> Step<Extent> {
+        let Some(clusters) = self.whole_clusters(range) else {
+            let keep = unmap == Unmap::Forbidden;
+            let first = self.first_subclusters(range);
+            let prepared = self.prepare_subclusters(first, SubclusterState::Zero, keep)?;
+            if let Some(extent) = prepared {
+                return Ok(extent);
+            }
+            let read = map_read(self.tables, first)?;
+            // Subclusters can be smaller than the storage's blocks: all of the part or nothing.
+            return match read.state {
+                ExtentState::Zero | ExtentState::Hole if read.guest == first => Ok(read),
+                _ => self.map_write(first),
+            };
+        };
+        let has_zero_flag = self.tables.geometry().version >= 3;
+        let is_backed = self.is_backed(clusters.start);
+        let clusters = self.backed_alike(clusters);
+        let range = self.up_to_cluster(range, clusters.end);
+        let change = match unmap {
+            _ if has_zero_flag => Change::Zero { keep: unmap == Unmap::Forbidden },
+            Unmap::Allowed if !is_backed => Change::Discard,
+            _ => return self.map_write(range),
+        };
+        let needs = |entry: Entry| match entry {
+            Entry::Standard { host: None, subclusters } => {
+                subclusters != SubclusterBitmap::ZERO && is_backed
+            }
+            Entry::Standard { subclusters, .. } => {
+                subclusters != SubclusterBitmap::ZERO || unmap == Unmap::Allowed
+            }
+            Entry::Compressed(_) => true,
+        };
+        self.prepare_unmapping(range, clusters, change, needs)
+    }
+
+    /// The extent of the first bytes of `range` for giving their host clusters back.
+    pub(super) fn map_discard_in_image(&mut self, range: ByteRange) -> Step<Extent> {
+        let geometry = self.tables.geometry();
+        let is_backed = self.is_backed(geometry.cluster_of(range.offset()));
+        // Such an image has no zero flag: what the guest has written stays, or the backing file's bytes
+        // would come back.
+        if is_backed && geometry.version < 3 {
+            return Ok(noop_extent(range.truncate(self.rest_of_cluster(range.offset()))));
+        }
+        let Some(clusters) = self.whole_clusters(range) else {
+            let first = self.first_subclusters(range);
+            let state =
+                if is_backed { SubclusterState::Zero } else { SubclusterState::Unallocated };
+            if let Some(extent) = self.prepare_subclusters(first, state, false)? {
+                return Ok(extent);
+            }
+            return self.discard_part(first);
+        };
+        let clusters = self.backed_alike(clusters);
+        let range = self.up_to_cluster(range, clusters.end);
+        let needs = |entry: Entry| match entry {
+            Entry::Standard { host: None, subclusters } => {
+                subclusters != SubclusterBitmap::ZERO && is_backed
+            }
+            Entry::Standard { .. } | Entry::Compressed(_) => true,
+        };
+        self.prepare_unmapping(range, clusters, Change::Discard, needs)
+    }
+
+    /// The bytes of `range` before a cluster.
+    fn up_to_cluster(&self, range: ByteRange, cluster: u64) -> ByteRange {
+        range.truncate(self.tables.geometry().offset_of(cluster) - range.offset())
+    }
+
+    /// Whether a cluster would show bytes of the backing file if it had no entry. An image with a zero flag
+    /// sets it up to its end, also where the backing file is shorter now.
+    fn is_backed(&self, cluster: u64) -> bool {
+        let geometry = self.tables.geometry();
+        let is_before_end = geometry.offset_of(cluster) < self.mapping.backing_end;
+        self.tables.header().backing.is_some() && (is_before_end || geometry.version >= 3)
+    }
+
+    /// The first of `clusters` for which [`is_backed`](Self::is_backed) has the same result.
+    fn backed_alike(&self, clusters: Range<u64>) -> Range<u64> {
+        let geometry = self.tables.geometry();
+        let border = geometry.clusters_for(self.mapping.backing_end);
+        match geometry.version < 3 && clusters.contains(&border) && clusters.start < border {
+            true => clusters.start..border,
+            false => clusters,
+        }
+    }
+
+    /// The first bytes of `range` that lie in one cluster and are whole subclusters, or a part of one.
+    fn first_subclusters(&self, range: ByteRange) -> ByteRange {
+        let first = range.truncate(self.rest_of_cluster(range.offset()));
+        let size = self.tables.geometry().subcluster_size();
+        let to_border = first.offset().next_multiple_of(size) - first.offset();
+        if to_border > 0 {
+            return first.truncate(to_border);
+        }
+        // What lies beyond the disk's end counts as covered.
+        match first.length() / size * size {
+            _ if first.end() >= self.tables.header().size => first,
+            0 => first,
+            whole => first.truncate(whole),
+        }
+    }
+
+    /// Prepares a change of whole subclusters of one cluster by its entry alone; `None` where that cannot
+    /// be.
+    fn prepare_subclusters(
+        &mut self,
+        part: ByteRange,
+        state: SubclusterState,
+        keep: bool,
+    ) -> Step<Option<Extent>> {
+        let geometry = self.tables.geometry();
+        let size = geometry.subcluster_size();
+        let is_end = part.end() >= self.tables.header().size;
+        let is_whole =
+            part.offset().is_multiple_of(size) && (is_end || part.length().is_multiple_of(size));
+        if !geometry.extended_l2 || !is_whole {
+            return Ok(None);
+        }
+        self.tables.check_dirty_limit()?;
+        let cluster = geometry.cluster_of(part.offset());
+        self.wait_for_change(cluster)?;
+        let index = geometry.l2_index(cluster).index;
+        let old = match self.tables.l2_slice(cluster)? {
+            Some(slice) => self.tables.entry(slice, index)?,
+            None => Entry::UNALLOCATED,
+        };
+        let Entry::Standard { subclusters, .. } = old else { return Ok(None) };
+        let mask = subclusters_in(geometry, cluster, part);
+        let is_backed = self.tables.header().backing.is_some();
+        let shown = if is_backed { subclusters.zero } else { !subclusters.data };
+        if shown & mask == mask {
+            return Ok(Some(noop_extent(part)));
+        }
+        self.writable_l2_slice(cluster)?;
+        self.tables.check_host(cluster, old)?;
+        let clusters = cluster..cluster + 1;
+        self.wait_for_overwrites(&clusters)?;
+        self.mapping.changes.begin(clusters, Change::Subclusters { mask, state, keep });
+        let flags = ExtentFlags::NEW;
+        Ok(Some(Extent { guest: part, alloc_range: part, state: ExtentState::Zero, flags }))
+    }
+
+    /// A part of a cluster: the host's file can have a hole there where no other entry refers to it.
+    fn discard_part(&mut self, part: ByteRange) -> Step<Extent> {
+        let cluster = self.tables.geometry().cluster_of(part.offset());
+        self.wait_for_change(cluster)?;
+        if let Some(slice) = self.tables.l2_slice(cluster)?
+            && let WriteMethod::InPlace { host } =
+                super::write::write_method(self.tables, slice, cluster, part)?
+        {
+            return Ok(self.overwrite(part, cluster..cluster + 1, host));
+        }
+        Ok(noop_extent(part))
+    }
+
+    pub(super) fn rest_of_cluster(&self, offset: u64) -> u64 {
+        let cluster_size = self.tables.geometry().cluster_size();
+        cluster_size - offset % cluster_size
+    }
+
+    /// The clusters from the start of `range` on that it covers, if that is at least one. What lies
+    /// beyond the disk's end counts as covered.
+    fn whole_clusters(&self, range: ByteRange) -> Option<Range<u64>> {
+        let geometry = self.tables.geometry();
+        if !geometry.is_cluster_aligned(range.offset()) {
+            return None;
+        }
+        let end = if range.end() >= self.tables.header().size {
+            geometry.clusters_for(range.end())
+        } else {
+            geometry.cluster_of(range.end())
+        };
+        let clusters = geometry.cluster_of(range.offset())..end;
+        (!clusters.is_empty()).then_some(clusters)
+    }
+
+    /// Prepares a change that is made by entries alone, for the first of `clusters` as far as they
+    /// `need` it or do not.
+    fn prepare_unmapping(
+        &mut self,
+        range: ByteRange,
+        clusters: Range<u64>,
+        change: Change,
+        needs: impl Fn(Entry) -> bool,
+    ) -> Step<Extent> {
+        self.tables.check_dirty_limit()?;
+        let geometry = self.tables.geometry();
+        let first = clusters.start;
+        let end =
+            self.mapping.changes.unlocked_until(first, clusters.end).map_err(Blocked::Wait)?;
+        let at = geometry.l2_index(first);
+        if self.tables.l2_table(at.l1_index)?.is_none() && !needs(Entry::UNALLOCATED) {
+            let next = (at.l1_index as u64 + 1) * geometry.l2_entries();
+            return Ok(noop_extent(self.up_to_cluster(range, end.min(next))));
+        }
+        let end = end.min(first + geometry.slice_l2_entries() - at.index as u64);
+        let looked_up = self.tables.l2_slice(first)?;
+        let needed = match looked_up {
+            Some(slice) => needs(self.tables.entry(slice, at.index)?),
+            None => true,
+        };
+        let slice =
+            if needed { self.writable_l2_slice(first)? } else { looked_up.expect("an entry") };
+        let mut count = 0;
+        while first + count < end {
+            let entry = self.tables.entry(slice, at.index + count as usize)?;
+            if count > 0 && needs(entry) != needed {
+                break;
+            }
+            if needed {
+                self.tables.check_host(first + count, entry)?;
+            }
+            count += 1;
+        }
+        let clusters = first..first + count;
+        let guest = self.up_to_cluster(range, clusters.end);
+        if !needed {
+            return Ok(noop_extent(guest));
+        }
+        self.wait_for_overwrites(&clusters)?;
+        self.mapping.changes.begin(clusters, change);
+        let flags = ExtentFlags::NEW;
+        Ok(Extent { guest, alloc_range: guest, state: ExtentState::Zero, flags })
+    }
+
+    /// Space for `length` bytes that the cluster `guest` is compressed to. It starts at a multiple of
+    /// `block` and has whole blocks for itself, so that a write never touches a block of another one.
+    pub(crate) fn map_compressed(
+        &mut self,
+        guest: ByteRange,
+        length: u64,
+        block: u64,
+    ) -> Step<Extent> {
+        self.tables.check_dirty_limit()?;
+        let cluster = self.tables.geometry().cluster_of(guest.offset());
+        let clusters = cluster..cluster + 1;
+        self.wait_for_change(cluster)?;
+        self.wait_for_overwrites(&clusters)?;
+        self.writable_l2_slice(cluster)?;
+        let length = length.next_multiple_of(block);
+        let host = self.allocator.alloc_bytes(self.tables, length, block)?;
+        let data = CompressedDescriptor { offset: host, length };
+        self.mapping.changes.begin(clusters, Change::Compressed(data));
+        let state = ExtentState::Compressed { host, length };
+        Ok(Extent { guest, alloc_range: guest, state, flags: ExtentFlags::NEW })
+    }
+}

@@ -1,0 +1,298 @@
+//! Opening and closing an image.
+//!
+//! Opening: 1. the header, L1 table and refcount table are read; 2. a file that was cut off is found out;
+//! 3. where the active tables are is noted, for writing; 4. refcounts of an image that was not closed are
+//! counted anew, for writing.
+//!
+//! Closing: 1. all that is dirty is written and all frees are processed; 2. the file is cut off after the
+//! last cluster in use; 3. a flush, and the mark of an image that is open is taken away.
+//!
+//! The file is cut off only at closing, because a storage that is being made shorter must not be written
+//! past its new end: then nothing is in flight and nothing follows. A cluster is cut off when its refcount
+//! is 0 in memory and on disk and no active table lies in it. Refcounts of what was there when the image
+//! was opened may be wrong, and a repair could still mend them: such clusters are cut off only if no table,
+//! of the active disk or of a snapshot, refers to any of them. A crash before the cut leaves a longer file.
+
+use blockhouse_core::{Error, ErrorKind, Result, Storage};
+
+use super::allocator::{Allocator, BackwardScan, MIN_WAITING};
+use super::check::disk_refcounts::{DiskRefcounts, beside};
+use super::check::references::References;
+use super::check::truncation;
+use super::layout::header::{Header, Incompatible, LAZY_REFCOUNTS};
+use super::layout::{table_io, words};
+use super::mapping::Mapping;
+use super::tables::{ActiveTables, Tables};
+use super::transaction::{ImageMetadata, Transactions, show_snapshot};
+use super::writeback::Metadata;
+use super::{Access, Compression, Discard, Facts, Qcow2, Switch, Truncation, Version};
+
+/// How often refcount blocks are dropped at closing: one that is counted by another block may make that one
+/// empty.
+const MAX_PASSES: u32 = 8;
+
+/// How an image is opened.
+#[derive(Clone, Copy, Debug)]
+pub struct OpenOptions {
+    /// What for.
+    pub access: Access,
+    /// How many bytes of L2 tables and refcount blocks are kept in memory. At least four tables and
+    /// what takes space for them are.
+    pub cache_size: u64,
+    /// What becomes of discarded space.
+    pub discard: Discard,
+    /// How many bytes of freed clusters may always wait for a writeback that is run for another reason,
+    /// however short the file is.
+    pub min_waiting_frees: u64,
+}
+
+/// L2 tables of 64 GiB and their refcounts, at clusters of 64 KiB.
+const DEFAULT_CACHE_SIZE: u64 = 10 << 20;
+
+impl Default for OpenOptions {
+    /// For reading and writing, with the tables of 64 GiB in memory.
+    fn default() -> Self {
+        Self {
+            access: Access::ReadWrite,
+            cache_size: DEFAULT_CACHE_SIZE,
+            discard: Discard::Punch,
+            min_waiting_frees: MIN_WAITING,
+        }
+    }
+}
+
+/// The properties of an image, as its header on disk says them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Features {
+    /// The revision of the format.
+    pub version: Version,
+    /// How clusters are compressed.
+    pub compression: Compression,
+    /// Bits of a refcount, 1 to 64.
+    pub refcount_bits: u32,
+    /// Whether refcounts may be written late.
+    pub lazy_refcounts: Switch,
+    /// Whether there are subclusters.
+    pub extended_l2: Switch,
+    /// Bytes of the disk as the image states it. What is beyond a multiple of 512 is left out.
+    pub stated_size: u64,
+    /// What the file has lost, if it was found to be cut off.
+    pub truncation: Option<Truncation>,
+    /// Whether the image was not closed, so that refcounts may be wrong.
+    pub is_dirty: bool,
+    /// Whether the image was found to contradict itself.
+    pub is_corrupt: bool,
+}
+
+impl<S: Storage> Qcow2<S> {
+    /// Opens the image in `storage`.
+    ///
+    /// # Errors
+    /// `Corrupt` when a structure contradicts the format, `Unsupported` when the image needs what
+    /// is not built or clusters are smaller than the storage's blocks; both name structure and
+    /// offset. Or what the storage answers.
+    pub async fn open(storage: S, options: OpenOptions) -> Result<Self> {
+        let header = table_io::read_header(&storage).await?;
+        check_access(&storage, &header, options.access)?;
+        let l1_bytes = header.l1_entries as usize * 8;
+        let l1 = table_io::read(&storage, header.l1_offset, l1_bytes).await?;
+        let table_bytes = (header.refcount_table_clusters as usize) << header.geometry.cluster_bits;
+        let table = table_io::read(&storage, header.refcount_table_offset, table_bytes).await?;
+        let geometry = header.geometry;
+        let (l1, refcount_table) = (words::words_of(&l1), words::words_of(&table));
+        let truncation =
+            truncation::find(&storage, &header, (&l1, &refcount_table), options.access).await?;
+        // Of a file that was cut off its last cluster is not whole.
+        let clusters = match truncation {
+            Some(_) => storage.size() >> geometry.cluster_bits,
+            None => geometry.clusters_for(storage.size()),
+        };
+        let facts = Facts {
+            compression: header.compression,
+            backing: header.backing.clone(),
+            data_file: header.data_file.clone(),
+            truncation,
+            snapshot: None,
+        };
+        let slices = (options.cache_size / geometry.slice_size()).max(geometry.min_slices());
+        let is_dirty = header.incompatible.contains(Incompatible::DIRTY);
+        let mapping = Mapping::new(&header);
+        let active = ActiveTables { header, l1, refcount_table, clusters };
+        let mut tables = Tables::new(storage.name(), active, slices as usize);
+        if options.access == Access::ReadWrite {
+            tables.note_active()?;
+        }
+        let allocator = Allocator::new(clusters, options.min_waiting_frees);
+        let components = (tables, allocator, mapping);
+        let metadata = Metadata::new(storage, components, options.access, options.discard);
+        if options.access == Access::ReadWrite && is_dirty {
+            metadata.begin_changes().await?;
+            rebuild_refcounts(&metadata).await?;
+        }
+        Ok(Self { metadata, transactions: Transactions::new(), facts })
+    }
+
+    /// Opens an image as it was when a snapshot was taken, for reading. What lies after the disk is
+    /// the machine's state, see [`vm_state_offset`](Self::vm_state_offset).
+    ///
+    /// # Errors
+    /// As [`open`](Self::open); `InvalidInput` for an unknown name.
+    pub async fn open_snapshot(storage: S, options: OpenOptions, name: &str) -> Result<Self> {
+        let mut image =
+            Self::open(storage, OpenOptions { access: Access::ReadOnly, ..options }).await?;
+        image.facts.snapshot = Some(show_snapshot(&image.metadata, name).await?);
+        Ok(image)
+    }
+
+    /// The same image with its [`data_file`](Self::data_file), without which nothing can be mapped.
+    ///
+    /// # Errors
+    /// `InvalidInput` where the image has none; `Unsupported` when clusters are smaller than its blocks.
+    pub fn with_data(mut self, data: S) -> Result<Self> {
+        if self.facts.data_file.is_none() {
+            return Err(self.error(ErrorKind::InvalidInput, "the image has no data file"));
+        }
+        let block = u64::from(data.capabilities().alignment.offset);
+        if self.cluster_size() < block {
+            let size = self.cluster_size();
+            let what = format!("clusters of {size} bytes in a data file of blocks of {block}");
+            return Err(Error::new(ErrorKind::Unsupported, what)
+                .on(data.name())
+                .hint("open it through the page cache (--cache writeback)"));
+        }
+        self.metadata.lock().changes.set_data_block(block);
+        self.metadata.set_data_file(data);
+        Ok(self)
+    }
+
+    /// As [`Format::close`](crate::Format::close).
+    pub async fn close(&self) -> Result<()> {
+        self.metadata.write_everything().await?;
+        if self.metadata.check_writable().is_ok() {
+            truncate_file(&self.metadata).await?;
+        }
+        self.metadata.finish().await
+    }
+
+    /// What the image says of itself.
+    pub fn features(&self) -> Features {
+        let state = self.metadata.lock();
+        let header = state.tables.headers().disk();
+        let switch = |is_on| if is_on { Switch::On } else { Switch::Off };
+        Features {
+            version: if header.geometry.version < 3 { Version::V2 } else { Version::V3 },
+            compression: header.compression,
+            refcount_bits: 1 << header.geometry.refcount_order,
+            lazy_refcounts: switch(header.compatible & LAZY_REFCOUNTS != 0),
+            extended_l2: switch(header.geometry.extended_l2),
+            truncation: self.facts.truncation,
+            stated_size: header.size + header.excess,
+            is_dirty: header.incompatible.contains(Incompatible::DIRTY),
+            is_corrupt: header.incompatible.contains(Incompatible::CORRUPT),
+        }
+    }
+}
+
+fn check_access<S: Storage>(storage: &S, header: &Header, access: Access) -> Result<()> {
+    if access == Access::ReadWrite && header.incompatible.contains(Incompatible::CORRUPT) {
+        let what = "the image is marked as corrupt and can only be read";
+        return Err(Error::new(ErrorKind::Corrupt, what)
+            .on(storage.name())
+            .at(72)
+            .hint("repair it first (check --repair all)"));
+    }
+    if access == Access::ReadWrite
+        && let Some(fault) = &header.snapshot_fault
+    {
+        return Err(Error::new(ErrorKind::Corrupt, fault.what.clone())
+            .on(storage.name())
+            .at(fault.offset)
+            .hint("check --repair all removes the snapshots that cannot be used; it can be read as it is"));
+    }
+    Ok(())
+}
+
+/// Sets every refcount to what the tables say, durably, and marks the image as clean: for one that was not
+/// closed while its refcounts were written late.
+///
+/// # Errors
+/// `Corrupt` when the tables themselves are damaged: nothing is changed then.
+async fn rebuild_refcounts<S: Storage>(metadata: &ImageMetadata<S>) -> Result<()> {
+    let storage = metadata.storage();
+    let header = metadata.lock().tables.headers().disk().clone();
+    let references = References::count(storage, &header).await?;
+    if let Some(problem) = references.problems.first() {
+        let what = format!("refcounts cannot be rebuilt: {problem}");
+        return Err(Error::new(ErrorKind::Corrupt, what)
+            .on(storage.name())
+            .hint("repair the image (check --repair all)"));
+    }
+    let on_disk = DiskRefcounts::read(storage, &header).await?;
+    for (cluster, count, recorded) in beside(&references.counts, &on_disk) {
+        if count == recorded {
+            continue;
+        }
+        metadata
+            .step(|state| {
+                state.tables.check_dirty_limit()?;
+                state.allocator.correct_refcount(&mut state.tables, cluster, u64::from(count))
+            })
+            .await?;
+    }
+    metadata.write_everything().await?;
+    metadata.finish().await
+}
+
+/// Cuts off what lies after the last cluster in use. All changes are durable and nothing is in
+/// flight.
+///
+/// # Errors
+/// Only of writing tables and reading refcounts. A storage that cannot be made shorter stays as it is.
+async fn truncate_file<S: Storage>(metadata: &ImageMetadata<S>) -> Result<()> {
+    metadata.writer().check_failure()?;
+    if !metadata.lock().tables.has_counted() {
+        return Ok(());
+    }
+    let mut scan = scan_backwards(metadata, BackwardScan::new).await?;
+    for _ in 0..MAX_PASSES {
+        if !scan.has_dropped() {
+            break;
+        }
+        metadata.write_everything().await?;
+        scan = scan_backwards(metadata, |below| scan.again(below)).await?;
+    }
+    if scan.has_dropped() {
+        metadata.write_everything().await?;
+    }
+    let (clusters, is_sure, header, l1) = {
+        let state = metadata.lock();
+        let clusters = scan.clusters_in_use(&state.tables);
+        let is_sure = state.tables.file().is_unwritten(clusters);
+        (clusters, is_sure, state.tables.header().clone(), state.tables.l1().to_vec())
+    };
+    let storage = metadata.storage();
+    let length = metadata.geometry().offset_of(clusters);
+    if storage.size() <= length
+        || (!is_sure && truncation::refers_past(storage, &header, &l1, length).await?)
+    {
+        return Ok(());
+    }
+    if storage.resize(length).await.is_ok() {
+        let mut state = metadata.lock();
+        let state = &mut *state;
+        state.allocator.note_cut(&mut state.tables, clusters);
+    }
+    Ok(())
+}
+
+async fn scan_backwards<S: Storage>(
+    metadata: &ImageMetadata<S>,
+    begin: impl FnOnce(u64) -> BackwardScan,
+) -> Result<BackwardScan> {
+    let in_file = metadata.geometry().clusters_for(metadata.storage().size());
+    let mut scan = begin(metadata.lock().tables.file().bound().max(in_file));
+    let scanned =
+        metadata.step(|state| state.allocator.scan_backwards(&mut state.tables, &mut scan)).await;
+    metadata.marking(scanned).await?;
+    Ok(scan)
+}

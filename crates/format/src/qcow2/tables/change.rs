@@ -1,0 +1,162 @@
+//! Changing entries and tables in memory. What changes is dirty until a writeback is durable.
+
+use std::ops::Range;
+
+use blockhouse_core::Error;
+
+use crate::qcow2::layout::entry::{Entry, Reference, l1_word};
+use crate::qcow2::layout::header::Header;
+
+use super::slice_cache::{DataStability, SliceId, SliceKind};
+use super::{Step, Tables};
+
+impl Tables {
+    /// A change was made that a flush makes durable.
+    pub(crate) fn note_change(&mut self) {
+        self.version += 1;
+    }
+
+    /// Changes the `index`-th entry of a cached slice of an L2 table.
+    pub(crate) fn set_entry(
+        &mut self,
+        slice: SliceId,
+        index: usize,
+        entry: Entry,
+        stability: DataStability,
+    ) {
+        let bytes = self.cache.change(slice.offset, index, stability);
+        entry.write(bytes, index, self.geometry);
+    }
+
+    /// Begins an L2 table in `cluster`, which holds what `old` holds, and has an L1 entry refer to it.
+    pub(crate) fn add_l2_table(
+        &mut self,
+        l1_index: usize,
+        cluster: u64,
+        old: Option<&[Box<[u8]>]>,
+    ) -> Step<u64> {
+        let table = self.geometry.offset_of(cluster);
+        self.init_table(table, SliceKind::L2);
+        for (id, bytes) in self.slices_of(table).zip(old.unwrap_or_default()) {
+            self.ensure(id)?;
+            self.cache.change(id.offset, 0, DataStability::Stable).copy_from_slice(bytes);
+        }
+        self.l1.set(l1_index, l1_word(Reference::with_copied(table)));
+        self.version += 1;
+        Ok(table)
+    }
+
+    /// The content of an L2 table, slice by slice.
+    pub(crate) fn content_of(&mut self, table: Reference) -> Step<Vec<Box<[u8]>>> {
+        let mut content = Vec::new();
+        for slice in self.slices_of(table.offset) {
+            self.ensure(slice)?;
+            let slice = self.cache.get(slice.offset).expect("a slice that was ensured");
+            content.push(slice.bytes.clone());
+        }
+        Ok(content)
+    }
+
+    /// Takes an L2 table out of the L1 table.
+    pub(crate) fn remove_l2_table(&mut self, l1_index: usize) {
+        self.l1.set(l1_index, 0);
+        self.version += 1;
+    }
+
+    /// The L1 table has so many entries from now on, in these clusters, which nothing on disk refers to
+    /// yet. Returns its old clusters.
+    pub(crate) fn move_l1(&mut self, entries: u64, clusters: Range<u64>) -> Option<Range<u64>> {
+        let geometry = self.geometry;
+        let old = geometry.cluster_of(self.header().l1_offset);
+        let old_count = geometry.clusters_for(self.l1.len() as u64 * 8);
+        self.active.extend(clusters.clone());
+        self.l1.resize(entries as usize);
+        let header = self.headers.wanted_mut();
+        header.l1_offset = geometry.offset_of(clusters.start);
+        header.l1_entries = entries as u32;
+        self.version += 1;
+        (old_count > 0).then(|| old..old + old_count)
+    }
+
+    /// The L1 table is cut off after so many entries, at its place. Returns the clusters that it does not
+    /// need any more.
+    pub(crate) fn truncate_l1(&mut self, entries: u64) -> Range<u64> {
+        let geometry = self.geometry;
+        let start = geometry.cluster_of(self.header().l1_offset);
+        let [kept, old] =
+            [entries, self.l1.len() as u64].map(|count| start + geometry.clusters_for(count * 8));
+        self.l1.resize(entries as usize);
+        self.headers.wanted_mut().l1_entries = entries as u32;
+        kept..old
+    }
+
+    /// The guest's disk has so many bytes from now on.
+    pub(crate) fn set_size(&mut self, size: u64) {
+        self.headers.wanted_mut().size = size;
+        self.version += 1;
+    }
+
+    /// A snapshot's L1 table is the one that is looked up, in an image that is open for reading.
+    pub(crate) fn show_l1(&mut self, l1: Vec<u64>) {
+        self.l1 = super::TopTable::new(l1);
+    }
+
+    /// Begins a refcount block, which nothing on disk refers to yet.
+    pub(crate) fn add_refcount_block(&mut self, index: u64, offset: u64) {
+        self.init_table(offset, SliceKind::Refcounts);
+        self.refcount_table.set(index as usize, offset);
+    }
+
+    /// Takes a refcount block out of the refcount table.
+    pub(crate) fn remove_refcount_block(&mut self, index: usize) {
+        let geometry = self.geometry;
+        let offset = self.refcount_table.get(index);
+        self.refcount_table.set(index, 0);
+        self.cache.invalidate(offset, offset + geometry.cluster_size(), geometry.slice_size());
+        self.new_tables.remove(&offset);
+        self.active.remove(&geometry.cluster_of(offset));
+        self.version += 1;
+    }
+
+    /// The refcount table is in these clusters from now on, longer than it was. Returns the old ones.
+    pub(crate) fn move_refcount_table(&mut self, clusters: Range<u64>) -> Range<u64> {
+        let geometry = self.geometry;
+        let count = clusters.end - clusters.start;
+        let header = self.headers.wanted_mut();
+        let old = geometry.cluster_of(header.refcount_table_offset);
+        let old = old..old + u64::from(header.refcount_table_clusters);
+        header.refcount_table_offset = geometry.offset_of(clusters.start);
+        header.refcount_table_clusters = count as u32;
+        self.refcount_table.resize((count << geometry.cluster_bits) as usize / 8);
+        self.active.extend(clusters);
+        old
+    }
+
+    /// A cluster becomes a table of zeros in memory; what was cached of it before is dropped.
+    fn init_table(&mut self, offset: u64, kind: SliceKind) {
+        let geometry = self.geometry;
+        let end = offset + geometry.cluster_size();
+        self.cache.invalidate(offset, end, geometry.slice_size());
+        self.new_tables.insert(offset, kind);
+        self.active.insert(geometry.cluster_of(offset));
+    }
+
+    /// A cluster is free: it holds no table.
+    pub(crate) fn remove_active(&mut self, cluster: u64) {
+        self.active.remove(&cluster);
+    }
+
+    /// Fails for a cluster that holds a table: it would be overwritten.
+    pub(crate) fn check_not_active(&self, cluster: u64) -> Result<(), Error> {
+        if !self.active.contains(&cluster) {
+            return Ok(());
+        }
+        let what = "refcount 0 for a cluster that holds metadata";
+        Err(self.corrupt(what, self.geometry.offset_of(cluster)))
+    }
+
+    /// The image has another backing file, on disk already.
+    pub(crate) fn set_backing(&mut self, new: &Header) {
+        self.headers.set_backing(new);
+    }
+}

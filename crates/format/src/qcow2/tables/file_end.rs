@@ -1,0 +1,65 @@
+//! Where the image's file ends: what refers to something past it is damaged.
+
+use std::ops::Range;
+
+/// The end of the file, in clusters.
+pub(crate) struct FileEnd {
+    /// No cluster from here on is in use.
+    end: u64,
+    /// The length of the file when the image was opened: clusters from here on read as zeros until they
+    /// are written.
+    opened: u64,
+}
+
+impl FileEnd {
+    /// Of a file of so many clusters.
+    pub(crate) fn new(clusters: u64) -> Self {
+        Self { end: clusters, opened: clusters }
+    }
+
+    /// No cluster from here on is in use.
+    pub(crate) fn end(&self) -> u64 {
+        self.end
+    }
+
+    /// Nothing can be in clusters from here on, whatever refers to them.
+    pub(crate) fn bound(&self) -> u64 {
+        self.end.max(self.opened)
+    }
+
+    /// Whether a new cluster reads as zeros before it is written.
+    pub(crate) fn is_unwritten(&self, cluster: u64) -> bool {
+        cluster >= self.opened
+    }
+
+    /// Clusters up to `end` are in use, or cannot be used.
+    pub(crate) fn advance(&mut self, end: u64) {
+        self.end = self.end.max(end);
+    }
+
+    /// Takes `count` clusters from the end without counting them.
+    pub(crate) fn reserve(&mut self, count: u64) -> Range<u64> {
+        let start = self.end;
+        self.end += count;
+        start..self.end
+    }
+
+    /// The clusters from `start` up to the end, if that is `end`, are not in use after all.
+    pub(crate) fn unreserve(&mut self, end: u64, start: u64) {
+        if self.end == end {
+            self.end = start;
+        }
+    }
+
+    /// Nothing is counted from `cluster` on: the end is there, unless clusters were taken past the old one.
+    pub(crate) fn lower(&mut self, cluster: u64) {
+        if self.end == self.opened {
+            self.end = cluster;
+        }
+    }
+
+    /// The file was cut off here.
+    pub(crate) fn cut(&mut self, end: u64) {
+        (self.end, self.opened) = (end, end);
+    }
+}

@@ -1,0 +1,94 @@
+//! The header as it should be and as it is on disk.
+//!
+//! Only the first sector ever changes, with one write. A write whose outcome is not known (it failed, or
+//! its future was dropped) leaves the disk's header unknown until another one is durable.
+
+use crate::qcow2::layout::header::{Header, Incompatible};
+
+/// Both headers, and the writes between them.
+pub(crate) struct Headers {
+    wanted: Header,
+    disk: Header,
+    /// Writes of the header that were begun.
+    begun: u64,
+    /// The newest of them that completed.
+    ended: u64,
+    /// The newest of them that a flush has covered.
+    durable: u64,
+}
+
+impl Headers {
+    /// Of an image with this header on disk.
+    pub(crate) fn new(header: Header) -> Self {
+        Self { wanted: header.clone(), disk: header, begun: 0, ended: 0, durable: 0 }
+    }
+
+    /// As it should be.
+    pub(crate) fn wanted(&self) -> &Header {
+        &self.wanted
+    }
+
+    pub(crate) fn wanted_mut(&mut self) -> &mut Header {
+        &mut self.wanted
+    }
+
+    /// As the last write of it made it.
+    pub(crate) fn disk(&self) -> &Header {
+        &self.disk
+    }
+
+    /// Another header is the active one, on disk and in memory.
+    pub(crate) fn replace(&mut self, header: Header) {
+        self.disk = header.clone();
+        self.wanted = header;
+    }
+
+    /// The image has another backing file: the disk says so already.
+    pub(crate) fn set_backing(&mut self, new: &Header) {
+        for header in [&mut self.wanted, &mut self.disk] {
+            header.backing.clone_from(&new.backing);
+            header.extensions.clone_from(&new.extensions);
+        }
+    }
+
+    /// Begins a write that changes the header on disk: patches its first bytes. Returns the number of
+    /// the write.
+    pub(crate) fn begin_write(
+        &mut self,
+        change: impl FnOnce(&mut Header),
+        bytes: &mut [u8],
+    ) -> u64 {
+        change(&mut self.disk);
+        self.wanted.incompatible = self.disk.incompatible;
+        self.wanted.autoclear = self.disk.autoclear;
+        self.disk.patch(bytes);
+        // Whatever becomes of this write, the next writeback repeats it before it relies on it.
+        self.begun += 1;
+        self.begun
+    }
+
+    /// The write with this number completed.
+    pub(crate) fn end_write(&mut self, number: u64) {
+        self.ended = self.ended.max(number);
+    }
+
+    /// The newest write that completed: a flush that begins now covers it.
+    pub(crate) fn last_ended(&self) -> u64 {
+        self.ended
+    }
+
+    /// A flush has covered the writes that had completed up to `number`.
+    pub(crate) fn set_durable(&mut self, number: u64) {
+        self.durable = self.durable.max(number);
+    }
+
+    /// Whether a write was begun whose end is not durable.
+    pub(crate) fn is_write_unknown(&self) -> bool {
+        self.durable < self.begun
+    }
+
+    /// Whether the header on disk has this bit, durably.
+    pub(crate) fn is_marked_durably(&self, bit: Incompatible) -> bool {
+        self.disk.incompatible.contains(bit) && !self.is_write_unknown()
+    }
+}

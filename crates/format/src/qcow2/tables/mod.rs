@@ -1,0 +1,282 @@
+//! The metadata of an open image: what is true in memory, and what of it is on disk.
+//!
+//! The life of a change:
+//!
+//! 1. A step looks entries up. A slice that is not cached blocks it (`step`), and is read once.
+//! 2. The step changes entries in memory. What it changed is *dirty*.
+//! 3. A writeback takes a copy of everything that is dirty, at one moment (`dirty`). The copy is
+//!    consistent, because an L2 entry changes only after the refcounts that it depends on.
+//! 4. The writeback is durable: what was copied is clean, unless it changed again. Or it failed: it is
+//!    dirty again.
+//!
+//! Locking: [`Tables`] has no lock. It lies under the image's one lock, and nothing here waits; writes go
+//! through [`writer::TableWriter`], without the lock. The overwrite of a mapped cluster, and every read,
+//! looks at nothing but this.
+
+mod change;
+mod dirty;
+mod file_end;
+mod freeze;
+mod headers;
+mod lookup;
+mod refcounts;
+mod slice_cache;
+mod step;
+mod top_table;
+mod writer;
+
+use std::collections::{HashMap, HashSet};
+use std::ops::Range;
+use std::sync::Arc;
+
+use blockhouse_core::{Error, ErrorKind};
+
+use crate::qcow2::layout::geometry::Geometry;
+use crate::qcow2::layout::header::Header;
+
+pub(crate) use dirty::{WritebackBatch, WritebackReason, WritebackScope};
+pub(crate) use file_end::FileEnd;
+pub(crate) use freeze::{FreezeState, ThawEvent};
+pub(crate) use headers::Headers;
+pub(crate) use refcounts::{LastCounted, Scan};
+pub(crate) use slice_cache::{DataStability, Fetch, SliceId};
+pub(crate) use step::{Blocked, ReserveRequest, Step};
+pub(crate) use writer::TableWriter;
+
+use slice_cache::{SliceCache, SliceKind};
+use top_table::TopTable;
+
+/// See the module's page.
+pub(crate) struct Tables {
+    geometry: Geometry,
+    /// The image's name, for errors.
+    name: Arc<str>,
+    headers: Headers,
+    l1: TopTable,
+    refcount_table: TopTable,
+    cache: SliceCache,
+    /// L2 tables and refcount blocks that nothing on disk refers to yet, by offset.
+    new_tables: HashMap<u64, SliceKind>,
+    /// Clusters of the active tables: none is ever given to the guest because a refcount is wrong.
+    active: HashSet<u64>,
+    file: FileEnd,
+    /// Whether any refcount was changed since the image was opened.
+    has_counted: bool,
+    /// Counts changes that a flush makes durable; and those that are.
+    version: u64,
+    durable_version: u64,
+    freeze: FreezeState,
+}
+
+/// The active tables as they are on disk.
+pub(crate) struct ActiveTables {
+    pub(crate) header: Header,
+    pub(crate) l1: Vec<u64>,
+    pub(crate) refcount_table: Vec<u64>,
+    /// The length of the file in clusters.
+    pub(crate) clusters: u64,
+}
+
+impl Tables {
+    /// The tables of an image that is being opened, with a cache of so many slices.
+    pub(crate) fn new(name: &str, active: ActiveTables, slices: usize) -> Self {
+        let ActiveTables { header, l1, refcount_table, clusters } = active;
+        Self {
+            geometry: header.geometry,
+            name: name.into(),
+            headers: Headers::new(header),
+            l1: TopTable::new(l1),
+            refcount_table: TopTable::new(refcount_table),
+            cache: SliceCache::new(slices),
+            new_tables: HashMap::new(),
+            active: HashSet::new(),
+            file: FileEnd::new(clusters),
+            has_counted: false,
+            version: 0,
+            durable_version: 0,
+            freeze: FreezeState::Active,
+        }
+    }
+
+    /// Other tables, all of them on disk, are the active ones from now on.
+    pub(crate) fn replace(&mut self, active: ActiveTables) -> Result<(), Error> {
+        let ActiveTables { header, l1, refcount_table, clusters } = active;
+        self.headers.replace(header);
+        self.l1 = TopTable::new(l1);
+        self.refcount_table = TopTable::new(refcount_table);
+        self.cache = self.cache.emptied();
+        self.new_tables.clear();
+        self.file = FileEnd::new(clusters);
+        self.has_counted = true;
+        self.active.clear();
+        self.note_active()
+    }
+
+    /// A step begins: what it looks at stays cached until the next one.
+    pub(crate) fn begin_step(&mut self) {
+        self.cache.begin_step();
+    }
+
+    pub(crate) fn geometry(&self) -> Geometry {
+        self.geometry
+    }
+
+    /// The image's name, for errors.
+    pub(crate) fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// The header as it should be.
+    pub(crate) fn header(&self) -> &Header {
+        self.headers.wanted()
+    }
+
+    pub(crate) fn headers(&self) -> &Headers {
+        &self.headers
+    }
+
+    pub(crate) fn headers_mut(&mut self) -> &mut Headers {
+        &mut self.headers
+    }
+
+    pub(crate) fn file(&self) -> &FileEnd {
+        &self.file
+    }
+
+    pub(crate) fn file_mut(&mut self) -> &mut FileEnd {
+        &mut self.file
+    }
+
+    pub(crate) fn freeze(&self) -> &FreezeState {
+        &self.freeze
+    }
+
+    pub(crate) fn freeze_mut(&mut self) -> &mut FreezeState {
+        &mut self.freeze
+    }
+
+    /// The active L1 table.
+    pub(crate) fn l1(&self) -> &[u64] {
+        self.l1.words()
+    }
+
+    pub(crate) fn refcount_table(&self) -> &[u64] {
+        self.refcount_table.words()
+    }
+
+    /// The clusters of the active tables.
+    pub(crate) fn active_clusters(&self) -> &HashSet<u64> {
+        &self.active
+    }
+
+    /// The change that was made last. A writeback that begins now makes it durable.
+    pub(crate) fn version(&self) -> u64 {
+        self.version
+    }
+
+    /// Whether all changes up to this one are durable.
+    pub(crate) fn is_durable(&self, version: u64) -> bool {
+        self.durable_version >= version
+    }
+
+    /// Whether any refcount was changed since the image was opened.
+    pub(crate) fn has_counted(&self) -> bool {
+        self.has_counted
+    }
+
+    /// Blocked where so many slices are dirty that a writeback should run first.
+    pub(crate) fn check_dirty_limit(&self) -> Step<()> {
+        if self.cache.is_over_dirty_limit() { Err(Blocked::DirtyLimit) } else { Ok(()) }
+    }
+
+    /// Whether at most `limit` slices are dirty and all data that they refer to is stable.
+    pub(crate) fn has_few_dirty(&self, limit: usize) -> bool {
+        self.cache.has_few_dirty(limit)
+    }
+
+    /// Starts to read a slice that was found missing.
+    pub(crate) fn fetch(&mut self, offset: u64) -> Fetch {
+        self.cache.fetch(offset)
+    }
+
+    /// Takes the bytes that were read for [`fetch`](Self::fetch), unless the slice was made anew meanwhile.
+    pub(crate) fn loaded(
+        &mut self,
+        id: SliceId,
+        ticket: &Arc<event_listener::Event>,
+        bytes: Box<[u8]>,
+    ) {
+        self.cache.loaded(id, ticket, bytes);
+    }
+
+    /// Ends a fetch, whatever came of it.
+    pub(crate) fn fetch_ended(&mut self, offset: u64, ticket: &Arc<event_listener::Event>) {
+        self.cache.fetch_ended(offset, ticket);
+    }
+
+    /// The error of a structure that contradicts the format.
+    pub(crate) fn corrupt(&self, what: impl Into<String>, offset: u64) -> Error {
+        Error::new(ErrorKind::Corrupt, what.into())
+            .on(&self.name)
+            .at(offset)
+            .hint("check the image before using it")
+    }
+
+    /// Fails for a cluster past the largest offset.
+    pub(crate) fn check_within_limits(&self, cluster: u64) -> Result<(), Error> {
+        if cluster < crate::qcow2::layout::limits::MAX_OFFSET >> self.geometry.cluster_bits {
+            return Ok(());
+        }
+        let what = "the image is as large as its format allows";
+        Err(Error::new(ErrorKind::NoSpace, what).on(&self.name))
+    }
+
+    /// Notes where the active tables are.
+    ///
+    /// # Errors
+    /// `Corrupt` for two at one offset, or one past the end of the file.
+    pub(crate) fn note_active(&mut self) -> Result<(), Error> {
+        let geometry = self.geometry;
+        let header = self.headers.wanted();
+        let table = geometry.cluster_of(header.refcount_table_offset);
+        let table_clusters = u64::from(header.refcount_table_clusters);
+        let l1 = geometry.cluster_of(header.l1_offset);
+        self.note_table("the header", 0..1)?;
+        self.note_table("the refcount table", table..table + table_clusters)?;
+        if self.l1.len() > 0 {
+            let l1_clusters = geometry.clusters_for(self.l1.len() as u64 * 8);
+            self.note_table("the L1 table", l1..l1 + l1_clusters)?;
+        }
+        for index in 0..self.refcount_table.len() as u64 {
+            if let Some(block) = self.refcount_block(index)? {
+                let cluster = geometry.cluster_of(block);
+                self.note_table("a refcount block", cluster..cluster + 1)?;
+            }
+        }
+        // L1 entries may share a table that none of them changes in place.
+        let mut shared = HashSet::new();
+        for index in 0..self.l1.len() {
+            if let Some(table) = self.l2_table(index)? {
+                let cluster = geometry.cluster_of(table.offset);
+                if table.is_copied() || shared.insert(cluster) {
+                    self.note_table("an L2 table", cluster..cluster + 1)?;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn note_table(&mut self, what: &str, clusters: Range<u64>) -> Result<(), Error> {
+        for cluster in clusters {
+            let offset = self.geometry.offset_of(cluster);
+            if !self.active.insert(cluster) {
+                return Err(self.corrupt(format!("{what} shares its place"), offset));
+            }
+            if cluster >= self.file.bound() {
+                let what = format!("{what} lies beyond the end of the file");
+                return Err(self.corrupt(what, offset));
+            }
+        }
+        Ok(())
+    }
+}

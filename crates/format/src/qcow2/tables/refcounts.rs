@@ -1,0 +1,126 @@
+//! Refcounts in memory: they are the truth about which clusters are in use.
+
+use std::ops::Range;
+
+use blockhouse_core::Error;
+
+use crate::qcow2::layout::{entry, refcount};
+
+use super::slice_cache::{DataStability, Slice, SliceId, SliceKind};
+use super::{Step, Tables};
+
+/// Clusters from one on, as far as one slice of refcounts tells.
+pub(crate) enum Scan {
+    /// These are free.
+    Free(Range<u64>),
+    /// So many are in use.
+    Allocated(u64),
+    /// No refcount block is for the cluster: it is free, but needs one.
+    NoRefcountBlock,
+}
+
+/// The last cluster in use up to one, as far as one slice of refcounts tells.
+pub(crate) enum LastCounted {
+    /// This one.
+    Cluster(u64),
+    /// None from this one on.
+    NoneFrom(u64),
+    /// No refcount block is for the cluster; its block would begin with this one.
+    NoRefcountBlock(u64),
+}
+
+impl Tables {
+    /// The refcount block that an entry of the refcount table refers to.
+    pub(crate) fn refcount_block(&self, index: u64) -> Result<Option<u64>, Error> {
+        let word = self.refcount_table.get(index as usize);
+        entry::refcount_block(word, self.geometry).map_err(|error| {
+            let what = format!("entry {index} of the refcount table {error}");
+            self.corrupt(what, self.header().refcount_table_offset + index * 8)
+        })
+    }
+
+    /// Whether a cluster has a refcount block. The slice with its refcount is cached then.
+    pub(crate) fn has_refcount(&mut self, cluster: u64) -> Step<bool> {
+        Ok(self.refcount_slice(cluster)?.is_some())
+    }
+
+    /// The slice with a cluster's refcount, cached; `None` where no refcount block exists.
+    fn refcount_slice(&mut self, cluster: u64) -> Step<Option<(SliceId, usize)>> {
+        let at = self.geometry.refcount_index(cluster);
+        let Some(block) = self.refcount_block(at.table_index)? else { return Ok(None) };
+        let id = SliceId { offset: block + at.slice_offset, kind: SliceKind::Refcounts };
+        self.ensure(id)?;
+        Ok(Some((id, at.index)))
+    }
+
+    fn cached(&mut self, id: SliceId) -> &Slice {
+        self.cache.get(id.offset).expect("a slice that was ensured")
+    }
+
+    /// A cluster's refcount.
+    pub(crate) fn refcount(&mut self, cluster: u64) -> Step<u64> {
+        let order = self.geometry.refcount_order;
+        let Some((id, index)) = self.refcount_slice(cluster)? else { return Ok(0) };
+        Ok(refcount::get(&self.cached(id).bytes, order, index))
+    }
+
+    /// Changes the refcount of a cluster that has a refcount block.
+    pub(crate) fn set_refcount(&mut self, cluster: u64, value: u64) -> Step<()> {
+        let order = self.geometry.refcount_order;
+        let Some((id, index)) = self.refcount_slice(cluster)? else {
+            let what = "a cluster in use has no refcount block";
+            return Err(self.corrupt(what, self.geometry.offset_of(cluster)).into());
+        };
+        let bytes = self.cache.change(id.offset, index, DataStability::Stable);
+        refcount::set(bytes, order, index, value);
+        self.has_counted = true;
+        Ok(())
+    }
+
+    /// Up to `limit` free clusters from `cluster` on, or how many are in use; of one slice only.
+    pub(crate) fn scan(&mut self, cluster: u64, limit: u64) -> Step<Scan> {
+        self.check_within_limits(cluster)?;
+        let Some((id, first)) = self.refcount_slice(cluster)? else {
+            return Ok(Scan::NoRefcountBlock);
+        };
+        let order = self.geometry.refcount_order;
+        let last = self.geometry.slice_refcounts() as usize;
+        let slice = self.cached(id);
+        let is_free = |index: usize| refcount::get(&slice.bytes, order, index) == 0;
+        let wanted = is_free(first);
+        let count = (first..last).take_while(|&index| is_free(index) == wanted).count() as u64;
+        Ok(if wanted {
+            Scan::Free(cluster..cluster + count.min(limit))
+        } else {
+            Scan::Allocated(count)
+        })
+    }
+
+    /// The last cluster in use up to `cluster`; of one slice only.
+    pub(crate) fn last_counted(&mut self, cluster: u64) -> Step<LastCounted> {
+        let geometry = self.geometry;
+        let Some((id, index)) = self.refcount_slice(cluster)? else {
+            let first = cluster / geometry.block_refcounts() * geometry.block_refcounts();
+            return Ok(LastCounted::NoRefcountBlock(first));
+        };
+        let slice = self.cached(id);
+        let is_used = |&at: &usize| refcount::get(&slice.bytes, geometry.refcount_order, at) != 0;
+        Ok(match (0..=index).rev().find(is_used) {
+            Some(last) => LastCounted::Cluster(cluster - (index - last) as u64),
+            None => LastCounted::NoneFrom(cluster - index as u64),
+        })
+    }
+
+    /// Whether the slice of refcounts that begins with cluster `start` counts any cluster but `except`;
+    /// `None` where no refcount block exists.
+    pub(crate) fn counts_other(&mut self, start: u64, except: u64) -> Step<Option<bool>> {
+        let geometry = self.geometry;
+        let Some((id, _)) = self.refcount_slice(start)? else { return Ok(None) };
+        let slice = self.cached(id);
+        let has_other = (0..geometry.slice_refcounts()).any(|at| {
+            let count = refcount::get(&slice.bytes, geometry.refcount_order, at as usize);
+            count != 0 && start + at != except
+        });
+        Ok(Some(has_other))
+    }
+}

@@ -1,0 +1,174 @@
+//! Writes of tables, and flushes, of an open image. Runs without the image's lock.
+//!
+//! 1. A write owns its bytes. It is counted until the storage has completed it, also when its future was
+//!    dropped: a later write of the same table waits for that ([`TableWriter::drained`]).
+//! 2. Writes of the header go one at a time, since each replaces the whole first sector.
+//! 3. The first failure is kept: no table is written any more until the image is opened again. A write
+//!    that failed for want of space changed nothing, and is tried again.
+
+use std::future::{Future, ready};
+use std::sync::OnceLock;
+
+use async_lock::Semaphore;
+use blockhouse_core::sync::WaitGroup;
+use blockhouse_core::{Buffer, ByteRange, Durability, Error, ErrorKind, Result, Storage, SyncMode};
+use futures_util::stream::{self, StreamExt};
+
+use crate::qcow2::layout::header::SECTOR;
+use crate::qcow2::layout::table_io;
+use crate::qcow2::layout::table_write::TableWrite;
+
+/// How many writes of tables are in flight together.
+const MAX_IN_FLIGHT: usize = 16;
+/// How many bytes of zeros are written at a time.
+const CHUNK_SIZE: u64 = 1 << 20;
+
+/// See the module's page.
+pub(crate) struct TableWriter<S> {
+    storage: S,
+    /// Where the guest's clusters are, if not in `storage`.
+    data: Option<S>,
+    /// Why tables could not be written.
+    failure: OnceLock<Error>,
+    writes: WaitGroup,
+    /// Held by the task that changes the header.
+    header_lock: Semaphore,
+    header_writes: WaitGroup,
+}
+
+impl<S: Storage> TableWriter<S> {
+    pub(crate) fn new(storage: S) -> Self {
+        Self {
+            storage,
+            data: None,
+            failure: OnceLock::new(),
+            writes: WaitGroup::new(),
+            header_lock: Semaphore::new(1),
+            header_writes: WaitGroup::new(),
+        }
+    }
+
+    /// The guest's clusters are in another file.
+    pub(crate) fn set_data_file(&mut self, data: S) {
+        self.data = Some(data);
+    }
+
+    /// The image itself, where its tables are.
+    pub(crate) fn storage(&self) -> &S {
+        &self.storage
+    }
+
+    /// The data file, if the image has one that is open.
+    pub(crate) fn data_file(&self) -> Option<&S> {
+        self.data.as_ref()
+    }
+
+    /// Writes tables side by side, and waits for all of them, also when one fails.
+    pub(crate) async fn write(&self, writes: &[TableWrite], durability: Durability) -> Result<()> {
+        let both = |sum: Result<()>, one| ready(sum.and(one));
+        let writes = writes.iter().map(|write| self.write_one(write, durability));
+        stream::iter(writes).buffer_unordered(MAX_IN_FLIGHT).fold(Ok(()), both).await
+    }
+
+    fn write_one(
+        &self,
+        write: &TableWrite,
+        durability: Durability,
+    ) -> impl Future<Output = Result<()>> {
+        let block = self.storage.capabilities().alignment.offset as usize;
+        let mut buffer = Buffer::new(write.bytes.len().next_multiple_of(block));
+        buffer.bytes_mut()[..write.bytes.len()].copy_from_slice(&write.bytes);
+        let vector = buffer.lend().with_guard(self.writes.enter());
+        self.storage.write(write.offset, vector, durability)
+    }
+
+    /// Fills a range with zeros, so that the host has space for it.
+    pub(crate) async fn write_zeros(&self, range: ByteRange) -> Result<()> {
+        let mut at = range.offset();
+        while at < range.end() {
+            let length = (range.end() - at).min(CHUNK_SIZE);
+            let mut zeros = Buffer::new(length as usize);
+            let vector = zeros.lend().with_guard(self.writes.enter());
+            self.storage.write(at, vector, Durability::None).await?;
+            at += length;
+        }
+        Ok(())
+    }
+
+    /// Changes the first sector, which holds all fields of the header that ever change. Durable with the
+    /// next flush. One change at a time, so that none brings back what another has replaced.
+    pub(crate) async fn write_header<T>(&self, patch: impl FnOnce(&mut [u8]) -> T) -> Result<T> {
+        let _alone = self.header_lock.acquire().await;
+        // One whose future was dropped may still be in flight.
+        self.header_writes.wait().await;
+        let block = self.storage.capabilities().alignment.offset as usize;
+        let mut bytes = table_io::read(&self.storage, 0, SECTOR.max(block)).await?;
+        let patched = patch(&mut bytes);
+        let mut buffer = Buffer::new(bytes.len());
+        buffer.bytes_mut().copy_from_slice(&bytes);
+        let guards = (self.writes.enter(), self.header_writes.enter());
+        self.storage.write(0, buffer.lend().with_guard(guards), Durability::None).await?;
+        Ok(patched)
+    }
+
+    /// Waits until no write of tables is in flight.
+    pub(crate) async fn drained(&self) {
+        self.writes.wait().await;
+    }
+
+    /// The writes of tables, for those who wait for them in another way.
+    pub(crate) fn writes(&self) -> &WaitGroup {
+        &self.writes
+    }
+
+    /// Flushes the data file, then the image: tables that refer to data are written after this. A failure
+    /// is recorded whatever its kind, because it may have lost data that tables are about to refer to.
+    pub(crate) async fn flush(&self, sync: SyncMode) -> Result<()> {
+        let data = match &self.data {
+            Some(data) => data.flush(sync).await,
+            None => Ok(()),
+        };
+        let outcome = data.and(self.storage.flush(sync).await);
+        if let Err(error) = &outcome {
+            self.fail(error);
+        }
+        outcome
+    }
+
+    /// Gives a range of the file back to the host. Only a hint: where it fails, the host keeps the space.
+    pub(crate) async fn punch(&self, range: ByteRange) {
+        if let Some(range) = table_io::whole_blocks(&self.storage, range) {
+            let _ = self.storage.discard(range).await;
+        }
+    }
+
+    /// The first failure, if there was one.
+    pub(crate) fn failure(&self) -> Option<&Error> {
+        self.failure.get()
+    }
+
+    /// Fails if tables could not be written before.
+    ///
+    /// # Errors
+    /// Why.
+    pub(crate) fn check_failure(&self) -> Result<()> {
+        match self.failure.get() {
+            None => Ok(()),
+            Some(error) => Err(error
+                .duplicate()
+                .hint("metadata could not be written: run check, then open the image again")),
+        }
+    }
+
+    /// Records why tables could not be written, unless it was for want of space.
+    pub(crate) fn record(&self, error: &Error) {
+        if error.kind() != ErrorKind::NoSpace {
+            self.fail(error);
+        }
+    }
+
+    /// Records a failure of any kind. The first one counts.
+    pub(crate) fn fail(&self, error: &Error) {
+        let _ = self.failure.set(error.duplicate());
+    }
+}

@@ -1,0 +1,80 @@
+//! Keeping the tables frozen while a transaction runs.
+
+use blockhouse_core::{Error, ErrorKind, Result, Storage};
+
+use crate::qcow2::mapping::Mapping;
+use crate::qcow2::tables::{FreezeState, ThawEvent};
+use crate::qcow2::writeback::WritebackBlock;
+
+use super::ImageMetadata;
+
+/// The tables are frozen while this is held.
+pub(super) struct FreezeGuard<'a, S: Storage> {
+    metadata: &'a ImageMetadata<S>,
+    stage: Stage,
+    /// Ends after the freeze: fields are dropped after what `drop` does.
+    block: Option<WritebackBlock<'a, S, Mapping>>,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Stage {
+    /// The old tables are the active ones, on disk and in memory.
+    Building,
+    /// Which ones are is being decided.
+    Switching,
+}
+
+impl<'a, S: Storage> FreezeGuard<'a, S> {
+    /// Freezes the tables. All that is dirty is on disk then.
+    pub(super) async fn freeze(metadata: &'a ImageMetadata<S>) -> Result<Self> {
+        {
+            let mut state = metadata.lock();
+            let state = &mut *state;
+            if !state.changes.is_idle() {
+                let what = "snapshots cannot be changed while the guest's data is";
+                return Err(Error::new(ErrorKind::InvalidInput, what).on(metadata.storage().name()));
+            }
+            *state.tables.freeze_mut() = FreezeState::Frozen(ThawEvent::default());
+            // The new tables may take what was reserved for others.
+            state.allocator.release_reserve(&mut state.tables);
+            state.allocator.drop_end_reserve();
+        }
+        let mut freeze = Self { metadata, stage: Stage::Building, block: None };
+        freeze.block = Some(metadata.block_writeback().await?);
+        metadata.writer().drained().await;
+        Ok(freeze)
+    }
+
+    /// The write that switches the tables begins: from now on it is unknown which are active.
+    pub(super) fn begin_switch(&mut self) {
+        self.stage = Stage::Switching;
+    }
+
+    /// The tables in memory are those on disk again.
+    pub(super) fn end_switch(&mut self) {
+        self.stage = Stage::Building;
+    }
+}
+
+impl<S: Storage> Drop for FreezeGuard<'_, S> {
+    fn drop(&mut self) {
+        let writer = self.metadata.writer();
+        if self.stage == Stage::Switching {
+            let what = "a change of the snapshots was given up at its last step";
+            // The first failure is the one that led here.
+            writer.fail(&Error::new(ErrorKind::Io, what).on(writer.storage().name()));
+        }
+        let mut state = self.metadata.lock();
+        *state.tables.freeze_mut() = match writer.failure() {
+            // It is unknown which tables are active: nothing may be overwritten.
+            Some(error) if self.stage == Stage::Switching => {
+                FreezeState::Failed(error.duplicate().hint("open the image again"))
+            }
+            // Writes of a dropped transaction may still be in flight to clusters that count as free.
+            _ if writer.writes().listen().is_some() => {
+                FreezeState::Draining(writer.writes().clone())
+            }
+            _ => FreezeState::Active,
+        };
+    }
+}

@@ -1,0 +1,420 @@
+//! New tables beside the active ones, and the one write of the header that makes them active.
+
+use std::mem;
+use std::ops::Range;
+
+use async_lock::Semaphore;
+use blockhouse_core::{Durability, Error, ErrorKind, Result, Storage, SyncMode};
+use futures_util::stream::{self, StreamExt};
+
+use crate::qcow2::layout::entry::{self, Entry, Reference, l1_word};
+use crate::qcow2::layout::geometry::Geometry;
+use crate::qcow2::layout::header::Header;
+use crate::qcow2::layout::snapshot_table::{self, SnapshotEntry, Table};
+use crate::qcow2::layout::table_write::TableWrite;
+use crate::qcow2::layout::{table_io, words};
+use crate::qcow2::tables::ActiveTables;
+
+use super::ImageMetadata;
+use super::freeze::FreezeGuard;
+use super::shadow_refcounts::{NewRefcounts, ShadowRefcounts};
+
+/// How many L2 tables are read, and tables written, together.
+const MAX_IN_FLIGHT: usize = 16;
+
+/// Whether references come or go.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum RefcountDelta {
+    Increment,
+    Decrement,
+}
+
+/// Which L1 tables refer to the active L2 tables.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum L1Users {
+    /// The active one alone.
+    Active,
+    /// So does that of a snapshot that is being taken.
+    ActiveAndSnapshot,
+}
+
+/// Changes of the image as a whole: one at a time.
+pub(crate) struct Transactions {
+    lock: Semaphore,
+}
+
+/// All metadata after the change.
+pub(super) struct MetadataTransaction<'a, S: Storage> {
+    metadata: &'a ImageMetadata<S>,
+    geometry: Geometry,
+    /// The header after the transaction; offsets of tables are filled in at the end.
+    header: Header,
+    /// The active L1 table after the transaction.
+    l1: Vec<u64>,
+    old_l1: Vec<u64>,
+    refcounts: ShadowRefcounts,
+    snapshots: Vec<SnapshotEntry>,
+    old_snapshots_length: u64,
+    waiting: Vec<TableWrite>,
+}
+
+impl Transactions {
+    pub(crate) fn new() -> Self {
+        Self { lock: Semaphore::new(1) }
+    }
+
+    /// Makes a change of the whole image, durably. No change of the guest's may be in flight; those
+    /// that begin meanwhile wait.
+    pub(super) async fn run<S: Storage, T>(
+        &self,
+        metadata: &ImageMetadata<S>,
+        change: impl AsyncFnOnce(&mut MetadataTransaction<'_, S>) -> Result<T>,
+    ) -> Result<T> {
+        metadata.check_writable()?;
+        check_no_data_file(metadata)?;
+        metadata.check_intact()?;
+        metadata.begin_changes().await?;
+        let _alone = self.lock.acquire().await;
+        let mut freeze = FreezeGuard::freeze(metadata).await?;
+        let mut transaction = MetadataTransaction::begin(metadata).await?;
+        let outcome = change(&mut transaction).await?;
+        let freed = transaction.commit(&mut freeze).await?;
+        // A cluster that a read has looked up gets no new owner.
+        metadata.reads_ended().await;
+        metadata.give_to_host(&freed).await;
+        Ok(outcome)
+    }
+}
+
+/// Refuses snapshots, whose disks share clusters, of an image with a data file: there each guest cluster has
+/// one host offset.
+///
+/// # Errors
+/// `Unsupported`.
+pub(crate) fn check_no_data_file<S: Storage>(metadata: &ImageMetadata<S>) -> Result<()> {
+    if !metadata.geometry().has_data_file {
+        return Ok(());
+    }
+    let what = "an image with a data file has no snapshots and no VM states";
+    Err(Error::new(ErrorKind::Unsupported, what)
+        .on(metadata.storage().name())
+        .hint("convert it to an image without one"))
+}
+
+impl<'a, S: Storage> MetadataTransaction<'a, S> {
+    async fn begin(metadata: &'a ImageMetadata<S>) -> Result<Self> {
+        let (header, l1, table, active, quarantined) = {
+            let state = metadata.lock();
+            let tables = &state.tables;
+            let (l1, table) = (tables.l1().to_vec(), tables.refcount_table().to_vec());
+            let quarantined = state.allocator.quarantined().clone();
+            let header = tables.headers().disk().clone();
+            (header, l1, table, tables.active_clusters().clone(), quarantined)
+        };
+        let storage = metadata.storage();
+        let Table { entries, length } = snapshot_table::read(storage, &header).await?;
+        let refcounts =
+            ShadowRefcounts::read(storage, &header, &table, active, quarantined).await?;
+        Ok(Self {
+            metadata,
+            geometry: header.geometry,
+            header,
+            old_l1: l1.clone(),
+            l1,
+            refcounts,
+            snapshots: entries,
+            old_snapshots_length: length,
+            waiting: Vec::new(),
+        })
+    }
+
+    pub(super) fn geometry(&self) -> Geometry {
+        self.geometry
+    }
+
+    /// Bytes of the guest's disk.
+    pub(super) fn size(&self) -> u64 {
+        self.header.size
+    }
+
+    /// Changes the active L1 table, and the size of the disk that it maps.
+    pub(super) fn set_l1(&mut self, l1: Vec<u64>, size: u64) {
+        self.l1 = l1;
+        self.header.size = size;
+    }
+
+    /// The active L1 table.
+    pub(super) fn l1(&self) -> &[u64] {
+        &self.l1
+    }
+
+    pub(super) fn snapshots(&self) -> &[SnapshotEntry] {
+        &self.snapshots
+    }
+
+    pub(super) fn snapshots_mut(&mut self) -> &mut Vec<SnapshotEntry> {
+        &mut self.snapshots
+    }
+
+    /// The L1 table of a snapshot.
+    pub(super) async fn l1_of(&self, snapshot: &SnapshotEntry) -> Result<Vec<u64>> {
+        let bytes = snapshot.l1_entries as usize * 8;
+        let table = table_io::read(self.metadata.storage(), snapshot.l1_offset, bytes).await?;
+        Ok(words::words_of(&table))
+    }
+
+    /// Counts every reference of the tree under an L1 table once more or once less.
+    pub(super) async fn count_tree(&mut self, l1: &[u64], how: RefcountDelta) -> Result<()> {
+        let tables: Vec<Reference> = references(self.metadata, l1)?.into_iter().flatten().collect();
+        for some in tables.chunks(MAX_IN_FLIGHT) {
+            let contents = self.read_tables(some).await?;
+            for (table, bytes) in some.iter().zip(contents) {
+                self.count_one(self.geometry.cluster_of(table.offset), how)?;
+                self.count_entries(&bytes, table.offset, how)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Counts what the entries of an L2 table refer to. `offset` is for messages.
+    pub(super) fn count_entries(
+        &mut self,
+        l2: &[u8],
+        offset: u64,
+        how: RefcountDelta,
+    ) -> Result<()> {
+        for index in 0..self.geometry.l2_entries() as usize {
+            let clusters = match self.entry(l2, index, offset)? {
+                Entry::Standard { host: None, .. } => continue,
+                Entry::Standard { host: Some(place), .. } => {
+                    let cluster = self.geometry.cluster_of(place.offset);
+                    cluster..cluster + 1
+                }
+                Entry::Compressed(place) => place.host_clusters(self.geometry),
+            };
+            for cluster in clusters {
+                self.count_one(cluster, how)?;
+            }
+        }
+        Ok(())
+    }
+
+    fn count_one(&mut self, cluster: u64, how: RefcountDelta) -> Result<()> {
+        match how {
+            RefcountDelta::Increment => self.refcounts.increment(cluster),
+            RefcountDelta::Decrement => self.refcounts.decrement(cluster),
+        }
+    }
+
+    fn entry(&self, l2: &[u8], index: usize, offset: u64) -> Result<Entry> {
+        Entry::read(l2, index, self.geometry).map_err(|violation| {
+            let offset = offset + index as u64 * self.geometry.l2_entry_size();
+            self.corrupt(format!("an L2 entry {violation}"), offset)
+        })
+    }
+
+    fn corrupt(&self, what: String, offset: u64) -> Error {
+        let error =
+            Error::new(ErrorKind::Corrupt, what).on(self.metadata.storage().name()).at(offset);
+        error.hint("check the image before using it")
+    }
+
+    async fn read_tables(&self, tables: &[Reference]) -> Result<Vec<Vec<u8>>> {
+        let (storage, length) = (self.metadata.storage(), self.geometry.cluster_size());
+        let read = async |table: &Reference| {
+            if table.offset >= storage.size() {
+                let what = "an L2 table lies beyond the end of the file".to_owned();
+                return Err(self.corrupt(what, table.offset));
+            }
+            table_io::read(storage, table.offset, length as usize).await
+        };
+        let reads = stream::iter(tables.iter().map(read)).buffered(MAX_IN_FLIGHT);
+        reads.collect::<Vec<_>>().await.into_iter().collect()
+    }
+
+    /// Makes the copied flags of the active tables agree with the new refcounts. An L2 table in which any
+    /// changes is copied.
+    pub(super) async fn update_copied_flags(&mut self, users: L1Users) -> Result<()> {
+        let mut l1 = mem::take(&mut self.l1);
+        let tables = references(self.metadata, &l1)?;
+        let tables: Vec<(usize, Reference)> =
+            (0..).zip(tables).filter_map(|(index, table)| Some((index, table?))).collect();
+        for some in tables.chunks(MAX_IN_FLIGHT) {
+            let places: Vec<Reference> = some.iter().map(|&(_, table)| table).collect();
+            let contents = self.read_tables(&places).await?;
+            for (&(index, table), bytes) in some.iter().zip(contents) {
+                let offset = self.update_copied_flags_of(table.offset, bytes, users).await?;
+                l1[index] = l1_word(self.reference_to(offset));
+            }
+        }
+        self.l1 = l1;
+        Ok(())
+    }
+
+    /// The offset of the L2 table with the right flags.
+    async fn update_copied_flags_of(
+        &mut self,
+        old: u64,
+        mut l2: Vec<u8>,
+        users: L1Users,
+    ) -> Result<u64> {
+        let mut has_changed = false;
+        for index in 0..self.geometry.l2_entries() as usize {
+            if let Entry::Standard { host: Some(place), subclusters } =
+                self.entry(&l2, index, old)?
+            {
+                let marked = self.reference_to(place.offset);
+                if marked != place {
+                    has_changed = true;
+                    Entry::Standard { host: Some(marked), subclusters }.write(
+                        &mut l2,
+                        index,
+                        self.geometry,
+                    );
+                }
+            }
+        }
+        if !has_changed {
+            return Ok(old);
+        }
+        let new = self.put(l2).await?;
+        let cluster = self.geometry.cluster_of(old);
+        self.refcounts.decrement(cluster)?;
+        if users == L1Users::ActiveAndSnapshot {
+            self.refcounts.decrement(cluster)?;
+            self.refcounts.increment(self.geometry.cluster_of(new))?;
+        }
+        Ok(new)
+    }
+
+    /// The reference to a cluster, with the copied flag that its new refcount gives it.
+    fn reference_to(&self, offset: u64) -> Reference {
+        let copied = self.refcounts.new_refcount(self.geometry.cluster_of(offset)) == 1;
+        Reference { offset, copied }
+    }
+
+    /// Stores bytes in free clusters; answers their offset.
+    pub(super) async fn put(&mut self, bytes: Vec<u8>) -> Result<u64> {
+        let first = self.refcounts.allocate(self.geometry.clusters_for(bytes.len() as u64))?;
+        let offset = self.geometry.offset_of(first);
+        self.waiting.push(TableWrite { offset, bytes });
+        if self.waiting.len() >= MAX_IN_FLIGHT {
+            let writes = mem::take(&mut self.waiting);
+            write_beside(self.metadata, &writes).await?;
+        }
+        Ok(offset)
+    }
+
+    /// The reserve of these clusters, one refcount of each, is gone.
+    pub(super) fn release_clusters(&mut self, clusters: Range<u64>) -> Result<()> {
+        self.refcounts.decrement_all(clusters)
+    }
+
+    /// Bytes at `offset` are referred to no more.
+    pub(super) fn release(&mut self, offset: u64, length: u64) -> Result<()> {
+        let first = self.geometry.cluster_of(offset);
+        self.refcounts.decrement_all(first..first + self.geometry.clusters_for(length))
+    }
+
+    /// Writes what is left, durably, and switches. Returns what is free now.
+    async fn commit(mut self, freeze: &mut FreezeGuard<'_, S>) -> Result<Vec<Range<u64>>> {
+        self.put_l1().await?;
+        self.put_snapshots().await?;
+        let Self { metadata, mut header, l1, refcounts, waiting, .. } = self;
+        write_beside(metadata, &waiting).await?;
+        let NewRefcounts { writes, table, table_offset, table_clusters, freed } =
+            refcounts.finalize()?;
+        write_beside(metadata, &writes).await?;
+        drop(writes);
+        metadata.sync(SyncMode::Data).await?;
+        header.refcount_table_offset = table_offset;
+        header.refcount_table_clusters = table_clusters;
+        freeze.begin_switch();
+        let wanted = header.clone();
+        let switched = metadata.rewrite_header(|disk_header| *disk_header = wanted).await;
+        if let Err(error) = switched {
+            // Not even for want of space: it is unknown which header is on disk.
+            metadata.writer().fail(&error);
+            return Err(error);
+        }
+        activate(
+            metadata,
+            ActiveTables {
+                clusters: header.geometry.clusters_for(metadata.storage().size()),
+                header,
+                l1,
+                refcount_table: table,
+            },
+        )?;
+        freeze.end_switch();
+        Ok(freed)
+    }
+
+    async fn put_l1(&mut self) -> Result<()> {
+        if self.l1 == self.old_l1 {
+            return Ok(());
+        }
+        let old_length = self.old_l1.len() as u64 * 8;
+        if old_length > 0 {
+            self.release(self.header.l1_offset, old_length)?;
+        }
+        self.header.l1_entries = self.l1.len() as u32;
+        self.header.l1_offset = match self.l1.is_empty() {
+            true => 0,
+            false => self.put(words::bytes_of(&self.l1)).await?,
+        };
+        Ok(())
+    }
+
+    async fn put_snapshots(&mut self) -> Result<()> {
+        if self.header.snapshots > 0 {
+            self.release(self.header.snapshots_offset, self.old_snapshots_length)?;
+        }
+        self.header.snapshots = self.snapshots.len() as u32;
+        self.header.snapshots_offset = match self.snapshots.is_empty() {
+            true => 0,
+            false => self.put(snapshot_table::to_bytes(&self.snapshots)).await?,
+        };
+        Ok(())
+    }
+}
+
+/// Writes tables that are not active. Where they end up past the file's end, new clusters do not read as
+/// zeros any more: also when the transaction is dropped, and its writes are still in flight.
+async fn write_beside<S: Storage>(
+    metadata: &ImageMetadata<S>,
+    writes: &[TableWrite],
+) -> Result<()> {
+    let end = |write: &TableWrite| write.offset + write.bytes.len() as u64;
+    if let Some(end) = writes.iter().map(end).max() {
+        let end = metadata.geometry().clusters_for(end);
+        metadata.lock().tables.file_mut().advance(end);
+    }
+    metadata.writer().write(writes, Durability::None).await
+}
+
+/// The tables in memory become those that the header on disk names now.
+fn activate<S: Storage>(metadata: &ImageMetadata<S>, active: ActiveTables) -> Result<()> {
+    let (size, clusters) = (active.header.size, active.clusters);
+    let outcome = {
+        let mut state = metadata.lock();
+        state.allocator.replace_tables(clusters);
+        state.tables.replace(active)
+    };
+    metadata.publish_size(size);
+    outcome.inspect_err(|error| metadata.writer().record(error))
+}
+
+/// The L2 tables that the entries of an L1 table refer to.
+fn references<S: Storage>(
+    metadata: &ImageMetadata<S>,
+    l1: &[u64],
+) -> Result<Vec<Option<Reference>>> {
+    let reference = |(index, &word): (usize, &u64)| {
+        entry::l1_reference(word, metadata.geometry()).map_err(|violation| {
+            let what = format!("entry {index} of an L1 table {violation}");
+            Error::new(ErrorKind::Corrupt, what).on(metadata.storage().name())
+        })
+    };
+    l1.iter().enumerate().map(reference).collect()
+}

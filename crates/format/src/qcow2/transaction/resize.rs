@@ -1,0 +1,152 @@
+//! Longer and shorter disks.
+//!
+//! A longer one gets its L1 entries first and its size last, so that the caller can make what would become
+//! visible read as zeros in between. A shorter one loses the clusters beyond its new end first: what a
+//! crash leaves has the old size, and nothing can come back when the disk grows again. Its size and the
+//! number of L1 entries change with one write of the header.
+
+use std::ops::Range;
+
+use blockhouse_core::{ByteRange, Error, ErrorKind, Result, Storage, SyncMode};
+
+use crate::qcow2::layout::limits::MAX_L1_BYTES;
+use crate::qcow2::layout::table_io;
+
+use super::{ImageMetadata, thawed_mapper};
+
+/// After how many clusters they are freed, so that the list of them stays short.
+const MAX_CLUSTERS_PER_WRITEBACK: u64 = 1 << 19;
+
+/// Makes entries for a disk of `size` bytes, which keeps its size.
+pub(crate) async fn prepare_resize<S: Storage>(
+    metadata: &ImageMetadata<S>,
+    size: u64,
+) -> Result<()> {
+    check_resize(metadata, size)?;
+    metadata.begin_changes().await?;
+    extend_data_file(metadata, size).await?;
+    let grown = metadata.step(|state| thawed_mapper(state)?.grow_l1(size)).await;
+    metadata.marking(grown).await
+}
+
+/// Makes the disk longer. What lies past the old end in the last cluster or in the backing file becomes
+/// visible, unless it was made zeros before.
+pub(crate) async fn grow<S: Storage>(metadata: &ImageMetadata<S>, size: u64) -> Result<()> {
+    check_resize(metadata, size)?;
+    if size < metadata.size() {
+        let what = format!("cannot make a disk of {} bytes shorter: {size}", metadata.size());
+        return Err(invalid(metadata, what));
+    }
+    metadata.begin_changes().await?;
+    extend_data_file(metadata, size).await?;
+    let grown = metadata.step(|state| {
+        thawed_mapper(state)?.grow_l1(size)?;
+        state.tables.set_size(size);
+        Ok(())
+    });
+    metadata.marking(grown.await).await?;
+    metadata.publish_size(size);
+    Ok(())
+}
+
+/// Makes the disk shorter.
+pub(crate) async fn shrink<S: Storage>(metadata: &ImageMetadata<S>, size: u64) -> Result<()> {
+    check_resize(metadata, size)?;
+    if size > metadata.size() {
+        let what = format!("cannot shrink a disk of {} bytes to {size}", metadata.size());
+        return Err(invalid(metadata, what));
+    }
+    metadata.begin_changes().await?;
+    let emptied = empty_last_table(metadata, size).await;
+    metadata.marking(emptied).await?;
+    let kept = metadata.geometry().l1_entries_for(size) as usize;
+    let tables = metadata.lock().tables.l1().len();
+    drop_l2_tables(metadata, kept..tables).await?;
+    metadata.step(|state| thawed_mapper(state)?.cut(size)).await?;
+    if let Some(data) = metadata.writer().data_file() {
+        // The data file is not cut off before the disk is known to be shorter.
+        metadata.flush(SyncMode::Data).await?;
+        data.resize(size).await?;
+    }
+    metadata.publish_size(size);
+    Ok(())
+}
+
+/// Drops all data that the image has itself.
+pub(crate) async fn make_empty<S: Storage>(metadata: &ImageMetadata<S>) -> Result<()> {
+    metadata.check_writable()?;
+    metadata.check_intact()?;
+    metadata.begin_changes().await?;
+    let tables = metadata.geometry().l1_entries_for(metadata.size()) as usize;
+    drop_l2_tables(metadata, 0..tables).await?;
+    if let Some(data) = metadata.writer().data_file() {
+        // Nothing refers to it any more. Only a hint, as everywhere.
+        let end = metadata.size().next_multiple_of(metadata.geometry().cluster_size());
+        if let Some(range) = table_io::whole_blocks(data, ByteRange::between(0, end)) {
+            let _ = data.discard(range).await;
+        }
+    }
+    Ok(())
+}
+
+/// Takes these L2 tables out of the L1 table and frees all they refer to, durably.
+async fn drop_l2_tables<S: Storage>(
+    metadata: &ImageMetadata<S>,
+    indexes: Range<usize>,
+) -> Result<()> {
+    // Tables that are going to be free must not be written any more.
+    metadata.flush(SyncMode::Data).await?;
+    let entries = metadata.geometry().l2_entries();
+    let together = (MAX_CLUSTERS_PER_WRITEBACK / entries).max(1) as usize;
+    for (count, index) in indexes.enumerate() {
+        let dropped = metadata.step(|state| thawed_mapper(state)?.drop_l2_table(index)).await;
+        metadata.marking(dropped).await?;
+        if count % together == together - 1 {
+            metadata.lock().allocator.join_pending_frees();
+            metadata.flush(SyncMode::Data).await?;
+        }
+    }
+    metadata.lock().allocator.join_pending_frees();
+    metadata.flush(SyncMode::Data).await
+}
+
+/// Takes the clusters beyond `size` out of the L2 table that is kept in part.
+async fn empty_last_table<S: Storage>(metadata: &ImageMetadata<S>, size: u64) -> Result<()> {
+    let geometry = metadata.geometry();
+    let first = geometry.clusters_for(size);
+    let end = geometry.l1_entries_for(size) * geometry.l2_entries();
+    let mut cluster = first;
+    while cluster < end {
+        cluster = metadata.step(|state| thawed_mapper(state)?.empty_slice(cluster)).await?;
+    }
+    Ok(())
+}
+
+/// Makes the data file as long as a disk of `size` bytes, or leaves it longer: it is never shorter
+/// than the disk, whatever a crash leaves.
+async fn extend_data_file<S: Storage>(metadata: &ImageMetadata<S>, size: u64) -> Result<()> {
+    match metadata.writer().data_file() {
+        Some(data) if data.size() < size => data.resize(size).await,
+        _ => Ok(()),
+    }
+}
+
+fn check_resize<S: Storage>(metadata: &ImageMetadata<S>, size: u64) -> Result<()> {
+    metadata.check_writable()?;
+    metadata.check_intact()?;
+    let geometry = metadata.geometry();
+    let refused = if !size.is_multiple_of(512) {
+        format!("a disk of {size} bytes is no multiple of 512")
+    } else if geometry.l1_entries_for(size) * 8 > MAX_L1_BYTES {
+        format!("a disk of {size} bytes is too large for its cluster size")
+    } else if metadata.lock().tables.header().snapshots > 0 && geometry.version < 3 {
+        "version 2 snapshots do not say how large the disk was".into()
+    } else {
+        return Ok(());
+    };
+    Err(invalid(metadata, refused))
+}
+
+fn invalid<S: Storage>(metadata: &ImageMetadata<S>, what: String) -> Error {
+    Error::new(ErrorKind::InvalidInput, what).on(metadata.storage().name())
+}

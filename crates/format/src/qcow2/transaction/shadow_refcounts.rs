@@ -1,0 +1,339 @@
+//! New refcounts, built beside those that are active.
+//!
+//! A change of snapshots concerns refcounts all over the image. It is made beside the active tables:
+//! every refcount block that changes is written to a new place, and so is the refcount table,
+//! so that one write of the header switches from all of the old to all of the new. FreeSpace is taken only
+//! where both the old and the new refcount are 0: nothing of the old is overwritten, and a crash
+//! before the switch leaves the image as it was, without so much as a leak.
+//!
+//! Of refcounts only slices that are not all zeros are read and kept: memory and time go by what the file
+//! holds, not by what the refcount table claims.
+
+use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
+use std::ops::Range;
+
+use blockhouse_core::{ByteRange, Error, ErrorKind, Result, Storage};
+use futures_util::stream::{self, StreamExt};
+
+use crate::qcow2::layout::geometry::Geometry;
+use crate::qcow2::layout::header::Header;
+use crate::qcow2::layout::limits::{MAX_OFFSET, MAX_REFCOUNT_TABLE};
+use crate::qcow2::layout::sparse_reader::SparseReader;
+use crate::qcow2::layout::table_write::TableWrite;
+use crate::qcow2::layout::{entry, refcount, table_io, words};
+
+/// How many parts of blocks are read together.
+const MAX_IN_FLIGHT: usize = 16;
+
+/// See the module's page.
+pub(crate) struct ShadowRefcounts {
+    geometry: Geometry,
+    name: String,
+    /// Clusters of the old refcount table.
+    old_table: Range<u64>,
+    blocks: BTreeMap<u64, Block>,
+    /// Refcounts after the transaction, by the number of their slice: all others are 0.
+    now: HashMap<u64, Vec<u8>>,
+    /// As on disk, of slices that differ. What was all zeros is empty.
+    before: BTreeMap<u64, Vec<u8>>,
+    /// Blocks that change and have no new place yet.
+    unallocated_blocks: BTreeSet<u64>,
+    /// Clusters of active tables: one of them that counts as free is a sign of damage.
+    tables: HashSet<u64>,
+    /// Clusters that a dropped write may still modify: their refcounts never become 0.
+    quarantined: HashSet<u64>,
+    /// No cluster below it is free.
+    cursor: u64,
+}
+
+struct Block {
+    offset: Option<u64>,
+    new_cluster: Option<u64>,
+}
+
+/// What has to be written for the new refcounts, and where the header finds them.
+pub(crate) struct NewRefcounts {
+    pub(crate) writes: Vec<TableWrite>,
+    /// The refcount table.
+    pub(crate) table: Vec<u64>,
+    pub(crate) table_offset: u64,
+    pub(crate) table_clusters: u32,
+    /// What nothing refers to any more.
+    pub(crate) freed: Vec<Range<u64>>,
+}
+
+impl ShadowRefcounts {
+    /// Reads all refcounts.
+    pub(crate) async fn read<S: Storage>(
+        storage: &S,
+        header: &Header,
+        table: &[u64],
+        tables: HashSet<u64>,
+        quarantined: HashSet<u64>,
+    ) -> Result<Self> {
+        let geometry = header.geometry;
+        let corrupt = |what: String| Error::new(ErrorKind::Corrupt, what).on(storage.name());
+        let mut blocks = BTreeMap::new();
+        let mut by_offset = BTreeMap::new();
+        for (index, &word) in (0..).zip(table) {
+            let block = entry::refcount_block(word, geometry).map_err(|violation| {
+                corrupt(format!("entry {index} of the refcount table {violation}"))
+            })?;
+            let Some(offset) = block else { continue };
+            blocks.insert(index, Block { offset: Some(offset), new_cluster: None });
+            if by_offset.insert(offset, index).is_some() {
+                return Err(corrupt("a refcount block has two entries".into()).at(offset));
+            }
+        }
+        let first = geometry.cluster_of(header.refcount_table_offset);
+        Ok(Self {
+            geometry,
+            name: storage.name().to_owned(),
+            old_table: first..first + u64::from(header.refcount_table_clusters),
+            blocks,
+            now: read_slices(storage, geometry, &by_offset).await?,
+            before: BTreeMap::new(),
+            unallocated_blocks: BTreeSet::new(),
+            tables,
+            quarantined,
+            cursor: 0,
+        })
+    }
+
+    /// The number of the slice with a cluster's refcount, and which one of it that is.
+    fn index_of(&self, cluster: u64) -> (u64, usize) {
+        let in_slice = self.geometry.slice_refcounts();
+        (cluster / in_slice, (cluster % in_slice) as usize)
+    }
+
+    fn value(&self, slice: &[u8], index: usize) -> u64 {
+        match slice {
+            [] => 0,
+            slice => refcount::get(slice, self.geometry.refcount_order, index),
+        }
+    }
+
+    /// How often a cluster will be counted.
+    pub(crate) fn new_refcount(&self, cluster: u64) -> u64 {
+        let (slice, index) = self.index_of(cluster);
+        self.now.get(&slice).map_or(0, |slice| self.value(slice, index))
+    }
+
+    /// How often it is counted on disk.
+    fn old_refcount(&self, cluster: u64) -> u64 {
+        let (slice, index) = self.index_of(cluster);
+        let slice = self.before.get(&slice).or_else(|| self.now.get(&slice));
+        slice.map_or(0, |slice| self.value(slice, index))
+    }
+
+    fn set(&mut self, cluster: u64, value: u64) {
+        let (slice, index) = self.index_of(cluster);
+        if !self.before.contains_key(&slice) {
+            self.before.insert(slice, self.now.get(&slice).cloned().unwrap_or_default());
+            let block = cluster / self.geometry.block_refcounts();
+            let absent = Block { offset: None, new_cluster: None };
+            if self.blocks.entry(block).or_insert(absent).new_cluster.is_none() {
+                self.unallocated_blocks.insert(block);
+            }
+        }
+        let slice_size = self.geometry.slice_size() as usize;
+        let bytes = self.now.entry(slice).or_insert_with(|| vec![0; slice_size]);
+        refcount::set(bytes, self.geometry.refcount_order, index, value);
+    }
+
+    fn corrupt(&self, what: &str, cluster: u64) -> Error {
+        Error::new(ErrorKind::Corrupt, what.to_owned())
+            .on(&self.name)
+            .at(self.geometry.offset_of(cluster))
+            .hint("check the image before using it")
+    }
+
+    /// One more reference to a cluster that is in use.
+    ///
+    /// # Errors
+    /// `Corrupt` for a cluster that counts as free; `Unsupported` when refcounts are too narrow.
+    pub(crate) fn increment(&mut self, cluster: u64) -> Result<()> {
+        let count = self.new_refcount(cluster);
+        if count == 0 {
+            return Err(self.corrupt("the refcount of a cluster in use is 0", cluster));
+        }
+        if count == self.geometry.max_refcount() {
+            let bits = 1 << self.geometry.refcount_order;
+            let what = format!("refcounts of {bits} bits cannot count one more snapshot");
+            return Err(Error::new(ErrorKind::Unsupported, what)
+                .on(&self.name)
+                .hint("delete a snapshot, or copy the image into one with wider refcounts"));
+        }
+        self.set(cluster, count + 1);
+        Ok(())
+    }
+
+    /// One reference less.
+    ///
+    /// # Errors
+    /// `Corrupt` for a cluster that counts as free.
+    pub(crate) fn decrement(&mut self, cluster: u64) -> Result<()> {
+        match self.new_refcount(cluster) {
+            0 => Err(self.corrupt("the refcount of a cluster in use is 0", cluster)),
+            1 if self.quarantined.contains(&cluster) => Ok(()),
+            count => {
+                self.set(cluster, count - 1);
+                Ok(())
+            }
+        }
+    }
+
+    pub(crate) fn decrement_all(&mut self, clusters: Range<u64>) -> Result<()> {
+        clusters.into_iter().try_for_each(|cluster| self.decrement(cluster))
+    }
+
+    /// Allocates `count` free clusters in a row, each with one reference; returns the first.
+    pub(crate) fn allocate(&mut self, count: u64) -> Result<u64> {
+        let mut start = self.cursor;
+        let mut at = start;
+        while at - start < count {
+            if at >= MAX_OFFSET >> self.geometry.cluster_bits {
+                let what = "the image is as large as its format allows";
+                return Err(Error::new(ErrorKind::NoSpace, what).on(&self.name));
+            }
+            let is_free = self.new_refcount(at) == 0 && self.old_refcount(at) == 0;
+            if is_free && self.tables.contains(&at) {
+                return Err(self.corrupt("refcount 0 for a cluster that holds metadata", at));
+            }
+            at += 1;
+            if !is_free {
+                start = at;
+                if count == 1 {
+                    self.cursor = at;
+                }
+            }
+        }
+        (start..at).for_each(|cluster| self.set(cluster, 1));
+        Ok(start)
+    }
+
+    /// Gives every block that changes a new place, and the table.
+    pub(crate) fn finalize(mut self) -> Result<NewRefcounts> {
+        self.decrement_all(self.old_table.clone())?;
+        let mut table = 0..0;
+        loop {
+            // Taking space changes blocks, maybe one that did not change before.
+            while let Some(index) = self.unallocated_blocks.pop_first() {
+                let cluster = self.allocate(1)?;
+                let block = self.blocks.get_mut(&index).expect("the block that was found");
+                block.new_cluster = Some(cluster);
+                // Its own new place may have changed it.
+                self.unallocated_blocks.remove(&index);
+                if let Some(old) = block.offset {
+                    self.decrement(self.geometry.cluster_of(old))?;
+                }
+            }
+            let entries = self.blocks.last_key_value().map_or(0, |(&index, _)| index + 1);
+            let room = (table.end - table.start) << self.geometry.cluster_bits;
+            if room >= (entries * 8).max(1) {
+                break;
+            }
+            self.decrement_all(table.clone())?;
+            let start = self.allocate(self.table_clusters(entries)?)?;
+            table = start..start + self.table_clusters(entries)?;
+        }
+        Ok(self.into_writes(&table))
+    }
+
+    /// Of a table of so many entries: as many as before, or half as many again as needed, so that
+    /// growing stays rare.
+    fn table_clusters(&self, entries: u64) -> Result<u64> {
+        let before = self.old_table.end - self.old_table.start;
+        if entries * 8 <= before << self.geometry.cluster_bits {
+            return Ok(before);
+        }
+        if entries * 8 > MAX_REFCOUNT_TABLE {
+            let what = "the refcount table is as large as its format allows";
+            return Err(Error::new(ErrorKind::NoSpace, what).on(&self.name));
+        }
+        let wanted = self.geometry.clusters_for((entries + entries / 2) * 8);
+        Ok(wanted.min(MAX_REFCOUNT_TABLE >> self.geometry.cluster_bits))
+    }
+
+    fn into_writes(mut self, table: &Range<u64>) -> NewRefcounts {
+        let geometry = self.geometry;
+        let freed = self.freed();
+        let count = table.end - table.start;
+        let mut words = vec![0; (count << geometry.cluster_bits) as usize / 8];
+        let mut writes = Vec::new();
+        for (index, block) in std::mem::take(&mut self.blocks) {
+            let new = block.new_cluster.map(|cluster| geometry.offset_of(cluster));
+            words[index as usize] = new.or(block.offset).expect("a block with an offset");
+            writes.extend(new.map(|offset| TableWrite { offset, bytes: self.block_bytes(index) }));
+        }
+        let table_offset = geometry.offset_of(table.start);
+        writes.push(TableWrite { offset: table_offset, bytes: words::bytes_of(&words) });
+        NewRefcounts { writes, table: words, table_offset, table_clusters: count as u32, freed }
+    }
+
+    fn block_bytes(&mut self, index: u64) -> Vec<u8> {
+        let slices = self.geometry.cluster_size() / self.geometry.slice_size();
+        let mut bytes = Vec::with_capacity(self.geometry.cluster_size() as usize);
+        for number in 1..=slices {
+            if let Some(slice) = self.now.remove(&(index * slices + number - 1)) {
+                bytes.extend(slice);
+            }
+            bytes.resize((number * self.geometry.slice_size()) as usize, 0);
+        }
+        bytes
+    }
+
+    fn freed(&self) -> Vec<Range<u64>> {
+        let mut freed: Vec<Range<u64>> = Vec::new();
+        let in_slice = self.geometry.slice_refcounts();
+        for (&number, before) in self.before.iter().filter(|(_, before)| !before.is_empty()) {
+            let now = &self.now[&number];
+            for index in 0..in_slice {
+                let cluster = number * in_slice + index;
+                let index = index as usize;
+                if self.value(now, index) != 0 || self.value(before, index) == 0 {
+                    continue;
+                }
+                match freed.last_mut() {
+                    Some(last) if last.end == cluster => last.end += 1,
+                    _ => freed.push(cluster..cluster + 1),
+                }
+            }
+        }
+        freed
+    }
+}
+
+/// The slices of refcount blocks that are not all zeros, by their number. `blocks` says which block of the
+/// refcount table is at an offset.
+async fn read_slices<S: Storage>(
+    storage: &S,
+    geometry: Geometry,
+    blocks: &BTreeMap<u64, u64>,
+) -> Result<HashMap<u64, Vec<u8>>> {
+    let mut reader = SparseReader::new(storage, geometry);
+    let in_block = geometry.cluster_size() / geometry.slice_size();
+    let mut parts = Vec::new();
+    for (&block, &index) in blocks {
+        let mut rest = ByteRange::between(block, block + geometry.cluster_size());
+        while let Some(data) = reader.next_data(&mut rest).await {
+            let first = index * in_block + (data.offset() - block) / geometry.slice_size();
+            parts.push((first, data));
+        }
+    }
+    let reads = parts.into_iter().map(async |(first, data): (u64, ByteRange)| {
+        let bytes = table_io::read(storage, data.offset(), data.length() as usize).await?;
+        Ok((first, bytes))
+    });
+    let mut reads = std::pin::pin!(stream::iter(reads).buffer_unordered(MAX_IN_FLIGHT));
+    let mut slices = HashMap::new();
+    while let Some(part) = reads.next().await {
+        let (first, bytes): (u64, Vec<u8>) = Result::from(part)?;
+        for (number, slice) in (first..).zip(bytes.chunks(geometry.slice_size() as usize)) {
+            if slice.iter().any(|&byte| byte != 0) {
+                slices.insert(number, slice.to_vec());
+            }
+        }
+    }
+    Ok(slices)
+}

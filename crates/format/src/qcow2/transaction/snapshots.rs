@@ -1,0 +1,231 @@
+//! Snapshots of the disk, with or without the machine's state: taken, applied, deleted, renamed.
+//!
+//! Taking one costs reading and writing the image's tables, never its data: all clusters are counted
+//! once more, and copied when they are next written. Each of these changes happens as a whole or not at
+//! all, whatever crashes (see the folder's page). The machine's state lies in the snapshot's tables
+//! after the disk, at the size of the disk rounded up to what one L1 entry covers.
+
+use std::time::Duration;
+
+use blockhouse_core::{Error, ErrorKind, Result, Storage};
+
+use crate::qcow2::layout::limits::MAX_SNAPSHOT_NAME;
+use crate::qcow2::layout::snapshot_table::{self, EntryFacts, Snapshot, SnapshotEntry};
+use crate::qcow2::layout::{table_io, words};
+
+use super::metadata_transaction::{L1Users, MetadataTransaction, RefcountDelta, Transactions};
+use super::{ImageMetadata, VmStateTables};
+
+/// What a new snapshot is called.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct NewSnapshot {
+    /// 1 to 255 bytes, different from all others in the image.
+    pub name: String,
+    /// When it is taken, since 1970-01-01 UTC.
+    pub created: Duration,
+    /// How long the machine has run.
+    pub vm_clock: Duration,
+}
+
+/// All snapshots, in the order in which they were taken.
+///
+/// # Errors
+/// `Corrupt` where the table contradicts the format; why it is unknown which table is active, after a
+/// change of it failed at its last step.
+pub(crate) async fn list_snapshots<S: Storage>(
+    metadata: &ImageMetadata<S>,
+) -> Result<Vec<Snapshot>> {
+    let header = {
+        let state = metadata.lock();
+        state.tables.freeze().check_known()?;
+        state.tables.headers().disk().clone()
+    };
+    let table = snapshot_table::read(metadata.storage(), &header).await?;
+    Ok(table.entries.iter().map(|entry| entry.described(header.size)).collect())
+}
+
+/// Takes a snapshot of the guest's disk, with a machine's state if one is given.
+pub(crate) async fn create_snapshot<S: Storage>(
+    metadata: &ImageMetadata<S>,
+    transactions: &Transactions,
+    new: &NewSnapshot,
+    vm_state: Option<&VmStateTables>,
+) -> Result<Snapshot> {
+    let name = metadata.storage().name();
+    let change = async |transaction: &mut MetadataTransaction<'_, S>| {
+        check_new_name(name, &new.name, transaction.snapshots())?;
+        drop_old_vm_state(transaction).await?;
+        let mut l1 = transaction.l1().to_vec();
+        transaction.count_tree(&l1, RefcountDelta::Increment).await?;
+        transaction.update_copied_flags(L1Users::ActiveAndSnapshot).await?;
+        l1.clear();
+        l1.extend(transaction.l1());
+        if let Some(vm_state) = vm_state {
+            vm_state.put(transaction, &mut l1).await?;
+        }
+        let l1_offset = match l1.is_empty() {
+            true => 0,
+            false => transaction.put(words::bytes_of(&l1)).await?,
+        };
+        let facts = EntryFacts {
+            name: &new.name,
+            created: new.created,
+            vm_clock: new.vm_clock,
+            vm_state_size: vm_state.map_or(0, VmStateTables::size),
+            disk_size: transaction.size(),
+        };
+        let id = next_id(transaction.snapshots());
+        let entry = SnapshotEntry::new(id, l1_offset, l1.len() as u32, &facts);
+        let described = entry.described(transaction.size());
+        transaction.snapshots_mut().push(entry);
+        check_table(name, transaction.snapshots())?;
+        Ok(described)
+    };
+    transactions.run(metadata, change).await
+}
+
+/// Makes the disk what it was when the snapshot was taken, its size included.
+pub(crate) async fn apply_snapshot<S: Storage>(
+    metadata: &ImageMetadata<S>,
+    transactions: &Transactions,
+    name: &str,
+) -> Result<()> {
+    let image = metadata.storage().name();
+    let change = async |transaction: &mut MetadataTransaction<'_, S>| {
+        let index = index_of(image, name, transaction.snapshots())?;
+        let entry = transaction.snapshots()[index].clone();
+        let size = entry.disk_size().unwrap_or(transaction.size());
+        let entries = transaction.geometry().l1_entries_for(size);
+        let mut l1 = transaction.l1_of(&entry).await?;
+        if (l1.len() as u64) < entries {
+            let what = format!("the snapshot '{name}' has {} L1 entries", l1.len());
+            return Err(Error::new(ErrorKind::Corrupt, what).on(image));
+        }
+        // The machine's state stays the snapshot's alone.
+        l1.truncate(entries as usize);
+        transaction.count_tree(&l1, RefcountDelta::Increment).await?;
+        let old = transaction.l1().to_vec();
+        transaction.count_tree(&old, RefcountDelta::Decrement).await?;
+        transaction.set_l1(l1, size);
+        transaction.update_copied_flags(L1Users::Active).await
+    };
+    transactions.run(metadata, change).await
+}
+
+/// Deletes a snapshot.
+pub(crate) async fn delete_snapshot<S: Storage>(
+    metadata: &ImageMetadata<S>,
+    transactions: &Transactions,
+    name: &str,
+) -> Result<()> {
+    let image = metadata.storage().name();
+    let change = async |transaction: &mut MetadataTransaction<'_, S>| {
+        let index = index_of(image, name, transaction.snapshots())?;
+        let entry = transaction.snapshots_mut().remove(index);
+        let l1 = transaction.l1_of(&entry).await?;
+        transaction.count_tree(&l1, RefcountDelta::Decrement).await?;
+        if !l1.is_empty() {
+            transaction.release(entry.l1_offset, l1.len() as u64 * 8)?;
+        }
+        transaction.update_copied_flags(L1Users::Active).await
+    };
+    transactions.run(metadata, change).await
+}
+
+/// Gives a snapshot another name.
+pub(crate) async fn rename_snapshot<S: Storage>(
+    metadata: &ImageMetadata<S>,
+    transactions: &Transactions,
+    name: &str,
+    new_name: &str,
+) -> Result<()> {
+    let image = metadata.storage().name();
+    let change = async |transaction: &mut MetadataTransaction<'_, S>| {
+        let index = index_of(image, name, transaction.snapshots())?;
+        check_new_name(image, new_name, transaction.snapshots())?;
+        transaction.snapshots_mut()[index].name = new_name.as_bytes().to_vec();
+        check_table(image, transaction.snapshots())
+    };
+    transactions.run(metadata, change).await
+}
+
+/// Has an image that was opened for reading show the disk as it was when a snapshot was taken.
+pub(crate) async fn show_snapshot<S: Storage>(
+    metadata: &ImageMetadata<S>,
+    name: &str,
+) -> Result<Snapshot> {
+    let storage = metadata.storage();
+    let header = metadata.lock().tables.headers().disk().clone();
+    let table = snapshot_table::read(storage, &header).await?;
+    let entry = &table.entries[index_of(storage.name(), name, &table.entries)?];
+    let bytes = entry.l1_entries as usize * 8;
+    if entry.l1_offset.saturating_add(bytes as u64)
+        > header.geometry.bytes_of(0..header.geometry.clusters_for(storage.size())).end()
+    {
+        let what = format!("the L1 table of the snapshot '{name}' lies behind the end of the file");
+        let error = Error::new(ErrorKind::Corrupt, what).on(storage.name());
+        return Err(error.at(entry.l1_offset));
+    }
+    let l1 = table_io::read(storage, entry.l1_offset, bytes).await?;
+    let size = entry.disk_size().unwrap_or(header.size);
+    if header.geometry.l1_entries_for(size) * 8 > bytes as u64 {
+        let what = format!("the snapshot '{name}' of {size} bytes has a short L1 table");
+        return Err(Error::new(ErrorKind::Corrupt, what).on(storage.name()));
+    }
+    metadata.lock().tables.show_l1(words::words_of(&l1));
+    metadata.publish_size(size);
+    Ok(entry.described(header.size))
+}
+
+fn index_of(image: &str, name: &str, entries: &[SnapshotEntry]) -> Result<usize> {
+    let by_name = entries.iter().position(|entry| entry.name == name.as_bytes());
+    let by_id = || entries.iter().position(|entry| entry.id == name.as_bytes());
+    by_name.or_else(by_id).ok_or_else(|| {
+        let error = Error::new(ErrorKind::InvalidInput, format!("has no snapshot '{name}'"));
+        error.on(image).hint("'snapshot list' names those that it has")
+    })
+}
+
+fn check_new_name(image: &str, name: &str, entries: &[SnapshotEntry]) -> Result<()> {
+    let refuse = |what: String, hint: &'static str| {
+        Err(Error::new(ErrorKind::InvalidInput, what).on(image).hint(hint))
+    };
+    if name.is_empty() || name.len() > MAX_SNAPSHOT_NAME {
+        let what =
+            format!("a snapshot's name has 1 to {MAX_SNAPSHOT_NAME} bytes, not {}", name.len());
+        return refuse(what, "choose another name");
+    }
+    if entries.iter().any(|entry| entry.name == name.as_bytes()) {
+        let hint = "choose another name, or delete that snapshot first";
+        return refuse(format!("has a snapshot '{name}' already"), hint);
+    }
+    Ok(())
+}
+
+fn check_table(image: &str, entries: &[SnapshotEntry]) -> Result<()> {
+    if snapshot_table::fits(entries) {
+        return Ok(());
+    }
+    let what = format!("{} snapshots are more than the format allows", entries.len());
+    Err(Error::new(ErrorKind::InvalidInput, what).on(image).hint("delete some of them first"))
+}
+
+/// A state of a machine that another program left after the disk in the active tables belongs to no snapshot.
+async fn drop_old_vm_state<S: Storage>(transaction: &mut MetadataTransaction<'_, S>) -> Result<()> {
+    let size = transaction.size();
+    let entries = transaction.geometry().l1_entries_for(size) as usize;
+    if transaction.l1().len() > entries {
+        let mut l1 = transaction.l1().to_vec();
+        let past_the_end = l1.split_off(entries);
+        transaction.set_l1(l1, size);
+        transaction.count_tree(&past_the_end, RefcountDelta::Decrement).await?;
+    }
+    Ok(())
+}
+
+/// One more than the largest number that is an id.
+fn next_id(entries: &[SnapshotEntry]) -> Vec<u8> {
+    let number = |entry: &SnapshotEntry| std::str::from_utf8(&entry.id).ok()?.parse::<u64>().ok();
+    let largest = entries.iter().filter_map(number).max().unwrap_or(0);
+    largest.saturating_add(1).to_string().into_bytes()
+}

@@ -1,0 +1,230 @@
+//! The tables of a machine's state that is being stored.
+//!
+//! No table on disk refers to these clusters before the snapshot is committed; their refcount is 1. If
+//! saving stops early they leak, and nothing else is wrong. All of the tables are in memory, 8 or 16 bytes
+//! for each cluster of the state.
+
+use std::collections::BTreeMap;
+use std::ops::Range;
+
+use blockhouse_core::{ByteRange, Error, ErrorKind, Result, Storage};
+
+use crate::qcow2::layout::entry::{CompressedDescriptor, Entry, Reference, l1_word};
+use crate::qcow2::layout::geometry::Geometry;
+use crate::qcow2::layout::header::Header;
+use crate::qcow2::layout::limits::MAX_L1_BYTES;
+use crate::qcow2::layout::snapshot_table::Snapshot;
+
+use super::ImageMetadata;
+use super::metadata_transaction::{MetadataTransaction, RefcountDelta, check_no_data_file};
+
+/// See the module's page. Offsets of the state count from its own beginning.
+pub struct VmStateTables {
+    geometry: Geometry,
+    /// L1 entries before those of the state.
+    first_l1: u64,
+    zero_encoding: ZeroEncoding,
+    /// By number of the L1 entry.
+    tables: BTreeMap<u64, Vec<u8>>,
+    /// Host clusters of the state.
+    reserved: Vec<Range<u64>>,
+    size: u64,
+}
+
+/// How zeros are encoded that need no cluster.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum ZeroEncoding {
+    /// By the zero flag of an entry.
+    ZeroFlag,
+    /// By no entry: there is no backing file.
+    Unallocated,
+    /// They are not.
+    None,
+}
+
+/// Where a cluster of the state is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum VmStateCluster {
+    /// Nowhere; it reads as zeros.
+    Zero,
+    /// At this offset of the storage.
+    Data(u64),
+    /// Compressed: from this offset on, in at most so many bytes.
+    Compressed(ByteRange),
+}
+
+/// Where the state is of the snapshot that the image was opened on, from `start` on; empty for a snapshot
+/// without one.
+///
+/// # Errors
+/// `Corrupt` where the snapshot's tables do not reach so far; `Unsupported` for an image with a data file.
+pub(crate) fn location_of<S: Storage>(
+    metadata: &ImageMetadata<S>,
+    snapshot: Option<&Snapshot>,
+    start: u64,
+) -> Result<ByteRange> {
+    check_no_data_file(metadata)?;
+    let name = metadata.storage().name();
+    let Some(snapshot) = snapshot else {
+        let what = "was not opened on a snapshot";
+        return Err(Error::new(ErrorKind::InvalidInput, what).on(name));
+    };
+    let reach = metadata.lock().tables.l1().len() as u64 * metadata.geometry().l1_entry_span();
+    let range = ByteRange::new(start, snapshot.vm_state_size);
+    range.filter(|range| range.is_empty() || range.end() <= reach).ok_or_else(|| {
+        let what =
+            format!("the VM state of the snapshot '{}' is larger than its tables", snapshot.name);
+        Error::new(ErrorKind::Corrupt, what).on(name)
+    })
+}
+
+/// Allocates one to `limit` clusters in a row for a machine's state.
+///
+/// # Errors
+/// `NoSpace`, `ReadOnly`, or why tables cannot be written; `Unsupported` for an image with a data file.
+pub(crate) async fn allocate_clusters<S: Storage>(
+    metadata: &ImageMetadata<S>,
+    limit: u64,
+) -> Result<ByteRange> {
+    metadata.check_writable()?;
+    check_no_data_file(metadata)?;
+    let allocated = metadata.step(|state| {
+        state.tables.freeze_mut().wait_thawed()?;
+        state.tables.check_dirty_limit()?;
+        state.allocator.allocate(&mut state.tables, limit)
+    });
+    Ok(metadata.geometry().bytes_of(allocated.await?))
+}
+
+impl VmStateTables {
+    /// For a state of which nothing is stored yet, of a disk of `size` bytes.
+    pub(crate) fn new(header: &Header, size: u64) -> Self {
+        let geometry = header.geometry;
+        let zero_encoding = match &header.backing {
+            _ if geometry.version >= 3 => ZeroEncoding::ZeroFlag,
+            None => ZeroEncoding::Unallocated,
+            Some(_) => ZeroEncoding::None,
+        };
+        Self {
+            geometry,
+            first_l1: geometry.l1_entries_for(size),
+            zero_encoding,
+            tables: BTreeMap::new(),
+            reserved: Vec::new(),
+            size: 0,
+        }
+    }
+
+    /// Bytes of the state so far.
+    pub fn size(&self) -> u64 {
+        self.size
+    }
+
+    /// Whether zeros need no cluster.
+    pub fn has_zero_encoding(&self) -> bool {
+        self.zero_encoding != ZeroEncoding::None
+    }
+
+    /// The state reaches at least up to here.
+    ///
+    /// # Errors
+    /// `NoSpace` when it would be larger than the format allows.
+    pub fn extend(&mut self, end: u64) -> Result<()> {
+        let entries = end.div_ceil(self.geometry.l1_entry_span());
+        if self.first_l1.saturating_add(entries) > MAX_L1_BYTES / 8 {
+            let what = format!("a VM state of {end} bytes is too large for the image's clusters");
+            return Err(Error::new(ErrorKind::NoSpace, what));
+        }
+        self.size = self.size.max(end);
+        Ok(())
+    }
+
+    /// These clusters belong to the state from now on.
+    pub fn reserve(&mut self, range: ByteRange) {
+        let clusters = self.geometry.clusters_of(range);
+        match self.reserved.last_mut() {
+            Some(last) if last.end == clusters.start => last.end = clusters.end,
+            _ => self.reserved.push(clusters),
+        }
+    }
+
+    /// All clusters of the state, to be freed; the tables are empty then.
+    pub fn release_all(&mut self) -> Vec<ByteRange> {
+        self.tables.clear();
+        let reserved = std::mem::take(&mut self.reserved);
+        reserved.into_iter().map(|clusters| self.geometry.bytes_of(clusters)).collect()
+    }
+
+    /// Where a cluster of the state is; `None` where nothing was stored.
+    pub fn get(&self, cluster: u64) -> Option<VmStateCluster> {
+        let (l1, index) = self.index_of(cluster);
+        match Entry::read(self.tables.get(&l1)?, index, self.geometry).ok()? {
+            Entry::Standard { host: Some(host), .. } => Some(VmStateCluster::Data(host.offset)),
+            Entry::Standard { host: None, subclusters } if subclusters.zero != 0 => {
+                Some(VmStateCluster::Zero)
+            }
+            Entry::Standard { .. } => None,
+            Entry::Compressed(data) => {
+                let range = ByteRange::new(data.offset, data.length)?;
+                Some(VmStateCluster::Compressed(range))
+            }
+        }
+    }
+
+    /// Says where a cluster of the state is from now on.
+    pub fn set(&mut self, cluster: u64, content: VmStateCluster) {
+        let (l1, index) = self.index_of(cluster);
+        let entry = match content {
+            VmStateCluster::Zero if self.zero_encoding == ZeroEncoding::ZeroFlag => Entry::ZERO,
+            VmStateCluster::Zero => Entry::UNALLOCATED,
+            VmStateCluster::Data(offset) => Entry::data(offset),
+            VmStateCluster::Compressed(range) => Entry::Compressed(CompressedDescriptor {
+                offset: range.offset(),
+                length: range.length(),
+            }),
+        };
+        let cluster_size = self.geometry.cluster_size() as usize;
+        let table = self.tables.entry(l1).or_insert_with(|| vec![0; cluster_size]);
+        entry.write(table, index, self.geometry);
+    }
+
+    fn index_of(&self, cluster: u64) -> (u64, usize) {
+        let entries = self.geometry.l2_entries();
+        (cluster / entries, (cluster % entries) as usize)
+    }
+
+    /// A table with zero entries for what was never stored.
+    fn with_zero_entries(&self, number: u64) -> Vec<u8> {
+        let geometry = self.geometry;
+        let absent = || vec![0; geometry.cluster_size() as usize];
+        let mut table = self.tables.get(&number).cloned().unwrap_or_else(absent);
+        if self.zero_encoding == ZeroEncoding::ZeroFlag {
+            let end = geometry.clusters_for(self.size) - number * geometry.l2_entries();
+            for index in 0..end.min(geometry.l2_entries()) as usize {
+                if Entry::read(&table, index, geometry) == Ok(Entry::UNALLOCATED) {
+                    Entry::ZERO.write(&mut table, index, geometry);
+                }
+            }
+        }
+        table
+    }
+
+    /// Adds the tables to the L1 table of a snapshot.
+    pub(super) async fn put<S: Storage>(
+        &self,
+        transaction: &mut MetadataTransaction<'_, S>,
+        l1: &mut Vec<u64>,
+    ) -> Result<()> {
+        let entries = self.size.div_ceil(self.geometry.l1_entry_span());
+        l1.resize((self.first_l1 + entries) as usize, 0);
+        for number in 0..entries {
+            let table = self.with_zero_entries(number);
+            transaction.count_entries(&table, 0, RefcountDelta::Increment)?;
+            let offset = transaction.put(table).await?;
+            let reference = Reference { offset, copied: false };
+            l1[(self.first_l1 + number) as usize] = l1_word(reference);
+        }
+        // The reserve counts once; the entries count now.
+        self.reserved.iter().try_for_each(|clusters| transaction.release_clusters(clusters.clone()))
+    }
+}

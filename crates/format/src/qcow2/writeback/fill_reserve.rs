@@ -1,0 +1,110 @@
+//! Filling the reserve (`allocator/reserve`): space on the host for metadata, before anything relies on it.
+//!
+//! Where the host has no space the request that needs it fails, and nothing has changed.
+
+use blockhouse_core::{ErrorKind, Result, Storage};
+
+use crate::qcow2::tables::ReserveRequest;
+
+use super::Metadata;
+
+/// By how much the file is longer than needed: an eighth, but at least so many clusters, and at most so
+/// many bytes.
+const MIN_AHEAD: u64 = 64;
+const MAX_AHEAD: u64 = 1 << 30;
+
+impl<S: Storage, C> Metadata<S, C> {
+    /// Gets what a step lacked.
+    ///
+    /// # Errors
+    /// `NoSpace` when the host has no space; or what else the storage answers.
+    pub(super) async fn fill_reserve(&self, need: ReserveRequest) -> Result<()> {
+        match need {
+            ReserveRequest::AtEnd(count) => match self.fill_reserve_at_end(count).await {
+                Err(error) if error.kind() == ErrorKind::NoSpace && self.may_have_space() => {
+                    self.reclaim().await
+                }
+                outcome => outcome,
+            },
+            ReserveRequest::Length(clusters) => {
+                self.extend_file(clusters).await;
+                Ok(())
+            }
+            ReserveRequest::Frees => self.reclaim_at_limit().await,
+            ReserveRequest::L2Table(l1_index) => self.fill_reserve_for_l2(l1_index).await,
+        }
+    }
+
+    /// Makes the file longer than it needs to be now: file systems let writes that make a file longer
+    /// through one at a time.
+    async fn extend_file(&self, needed: u64) {
+        let _alone = self.end_lock.acquire().await;
+        if !self.state.lock().allocator.is_file_short(needed) {
+            return;
+        }
+        let limit = MAX_AHEAD >> self.geometry.cluster_bits;
+        let length = needed + (needed / 8).clamp(MIN_AHEAD, limit.max(MIN_AHEAD));
+        self.storage().extend_hint(self.geometry.offset_of(length)).await;
+        let size = self.storage().size();
+        let mut state = self.state.lock();
+        state.allocator.note_extended(self.geometry, length, needed, size);
+    }
+
+    /// Frees what waits for it, unless the storage becomes longer with what is written to it: such a
+    /// storage only could not be made longer ahead.
+    ///
+    /// # Errors
+    /// Why tables cannot be written, which keeps those clusters from being freed.
+    async fn reclaim_at_limit(&self) -> Result<()> {
+        if self.state.lock().allocator.lift_limit(self.storage().size()) {
+            return Ok(());
+        }
+        self.reclaim().await
+    }
+
+    fn may_have_space(&self) -> bool {
+        let mut state = self.state.lock();
+        let state = &mut *state;
+        state.allocator.may_have_space(&state.tables, self.storage().size())
+    }
+
+    async fn fill_reserve_at_end(&self, count: u64) -> Result<()> {
+        let _alone = self.end_lock.acquire().await;
+        let reserved = {
+            let mut state = self.state.lock();
+            let state = &mut *state;
+            match state.allocator.begin_end_reserve(&mut state.tables, count) {
+                Some(reserved) => reserved,
+                None => return Ok(()),
+            }
+        };
+        // Dropped in the middle, the clusters stay unused: the write may still be in flight. A transaction
+        // waits for it, too.
+        let outcome = self.writer.write_zeros(self.geometry.bytes_of(reserved.clone())).await;
+        let mut state = self.state.lock();
+        match outcome {
+            Ok(()) => state.allocator.put_end_reserve(reserved),
+            Err(_) => state.tables.file_mut().unreserve(reserved.end, reserved.start),
+        }
+        outcome
+    }
+
+    async fn fill_reserve_for_l2(&self, l1_index: usize) -> Result<()> {
+        let _alone = self.l2_alloc_lock.acquire().await;
+        {
+            let state = self.state.lock();
+            if state.allocator.has_l2_table() || state.tables.has_writable_l2_table(l1_index) {
+                return Ok(());
+            }
+        }
+        let allocated = self.step(|state| state.allocator.allocate(&mut state.tables, 1)).await?;
+        let outcome = self.writer.write_zeros(self.geometry.bytes_of(allocated.clone())).await;
+        let mut state = self.state.lock();
+        let state = &mut *state;
+        match outcome {
+            Ok(()) => state.allocator.put_l2_table(allocated.start),
+            Err(_) => state.allocator.free_unlinked(&mut state.tables, allocated),
+        }
+        outcome
+    }
+}

@@ -1,0 +1,136 @@
+//! Changes of the header on disk, and flushes.
+//!
+//! 1. Before the first change of an image the autoclear bits are cleared, durably: they stand for what
+//!    writers must know to keep it true (bitmaps of changed clusters, for example).
+//! 2. An image that contradicts itself is marked as corrupt, durably, and not changed again while it is
+//!    open, if it is open for writing.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use async_lock::Semaphore;
+use blockhouse_core::{Error, ErrorKind, Result, Storage, SyncMode};
+
+use crate::qcow2::layout::header::{Header, Incompatible};
+use crate::qcow2::layout::options::Access;
+
+use super::Metadata;
+
+/// Whether the image says things that the first change makes untrue.
+pub(super) struct Autoclear {
+    is_set: AtomicBool,
+    lock: Semaphore,
+}
+
+impl Autoclear {
+    pub(super) fn new(header: &Header) -> Self {
+        let is_set = header.autoclear & !header.preserved_autoclear() != 0;
+        Self { is_set: AtomicBool::new(is_set), lock: Semaphore::new(1) }
+    }
+}
+
+impl<S: Storage, C> Metadata<S, C> {
+    /// Whether [`begin_changes`](Self::begin_changes) has anything to do.
+    pub(crate) fn needs_begin_changes(&self) -> bool {
+        self.autoclear.is_set.load(Ordering::Acquire)
+    }
+
+    /// Before the first change: clears the autoclear bits, durably.
+    pub(crate) async fn begin_changes(&self) -> Result<()> {
+        if self.needs_begin_changes() {
+            let _alone = self.autoclear.lock.acquire().await;
+            self.rewrite_header(|header| header.autoclear &= header.preserved_autoclear()).await?;
+            self.autoclear.is_set.store(false, Ordering::Release);
+        }
+        Ok(())
+    }
+
+    /// Changes the header on disk, durably.
+    pub(crate) async fn rewrite_header(&self, change: impl FnOnce(&mut Header)) -> Result<()> {
+        self.change_header(change).await?;
+        self.sync(SyncMode::Data).await
+    }
+
+    /// Changes the header on disk. Durable with the next flush.
+    pub(super) async fn change_header(&self, change: impl FnOnce(&mut Header)) -> Result<()> {
+        let patch =
+            |bytes: &mut [u8]| self.state.lock().tables.headers_mut().begin_write(change, bytes);
+        let number = self.writer.write_header(patch).await?;
+        self.state.lock().tables.headers_mut().end_write(number);
+        Ok(())
+    }
+
+    /// Flushes data and image.
+    pub(crate) async fn sync(&self, sync: SyncMode) -> Result<()> {
+        self.writer.check_failure()?;
+        self.sync_despite_failure(sync).await
+    }
+
+    async fn sync_despite_failure(&self, sync: SyncMode) -> Result<()> {
+        let covered = self.state.lock().tables.headers().last_ended();
+        self.writer.flush(sync).await?;
+        self.state.lock().tables.headers_mut().set_durable(covered);
+        Ok(())
+    }
+
+    pub(super) fn is_marked_dirty(&self) -> bool {
+        let state = self.state.lock();
+        state.tables.headers().disk().incompatible.contains(Incompatible::DIRTY)
+    }
+
+    /// Flushes an image whose changes are all written, and marks it as clean.
+    pub(crate) async fn finish(&self) -> Result<()> {
+        self.sync(SyncMode::Data).await?;
+        if self.is_marked_dirty() && self.access == Access::ReadWrite {
+            self.rewrite_header(|header| header.incompatible.remove(Incompatible::DIRTY)).await?;
+        }
+        Ok(())
+    }
+
+    /// The outcome of a step. Where the image contradicts itself it is marked as corrupt on disk, and not
+    /// changed again while it is open, if it is open for writing.
+    pub(crate) async fn marking<T>(&self, outcome: Result<T>) -> Result<T> {
+        if let Err(error) = &outcome
+            && error.kind() == ErrorKind::Corrupt
+            && self.access == Access::ReadWrite
+        {
+            self.writer.record(error);
+            if self.geometry.version >= 3 {
+                // The error that counts is the one that led here.
+                let _ = self.mark_as_corrupt().await;
+            }
+        }
+        outcome
+    }
+
+    /// Marks the image as corrupt, durably, also where tables could not be written before: a storage
+    /// that takes no flush any more says so itself.
+    async fn mark_as_corrupt(&self) -> Result<()> {
+        if self.state.lock().tables.headers().is_marked_durably(Incompatible::CORRUPT) {
+            return Ok(());
+        }
+        self.change_header(|header| header.incompatible.insert(Incompatible::CORRUPT)).await?;
+        self.sync_despite_failure(SyncMode::Data).await
+    }
+
+    /// Fails for an image that is open for reading only.
+    pub(crate) fn check_writable(&self) -> Result<()> {
+        match self.access {
+            Access::ReadWrite => Ok(()),
+            Access::ReadOnly => {
+                let what = "the image is open for reading only";
+                Err(Error::new(ErrorKind::ReadOnly, what).on(self.storage().name()))
+            }
+        }
+    }
+
+    /// Refuses changes of an image whose tables were found to be wrong.
+    pub(crate) fn check_intact(&self) -> Result<()> {
+        match self.writer.failure() {
+            Some(error) if error.kind() == ErrorKind::Corrupt => {
+                let hint = "nothing is changed any more: repair the image (check --repair all)";
+                Err(error.duplicate().hint(hint))
+            }
+            _ => Ok(()),
+        }
+    }
+}

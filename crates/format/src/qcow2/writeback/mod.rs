@@ -1,0 +1,165 @@
+//! Running steps, and bringing what they changed to the disk in the order that no crash makes wrong.
+//!
+//! The life of a writeback. One runs at a time; tasks that need one share it.
+//!
+//! 1. A task needs changes to be durable (a flush, a durable write that allocated, the dirty limit, closing).
+//!    If a writeback runs, it waits for that one, and then for another one if its changes came too late.
+//! 2. A writeback that serves writes without FUA waits for the data of others like them that is in flight:
+//!    else their own writeback would follow at once. It waits for writes of tables of a dropped
+//!    writeback.
+//! 3. Under the lock it takes a copy of everything that is dirty (`tables`), and the pending frees
+//!    (`allocator`).
+//! 4. It writes the copy, without the lock (`order`).
+//! 5. Under the lock: the copy is clean, and the frees are freeable. Or, where it failed or its future was
+//!    dropped, all of it is dirty again, and the next one repeats it.
+//! 6. It processes what is freeable (`reclaim`).
+//!
+//! Locking: [`State`] is what the image's one short lock guards; it is never held over I/O. A step that is
+//! blocked gives it back (`steps`). The semaphores are taken without it. Their order is: the lock for
+//! L2 tables, the lock for the end of the file, the lock for frees, the lock for the header.
+
+mod fill_reserve;
+mod header;
+mod order;
+mod reclaim;
+mod run;
+mod steps;
+
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use async_lock::Semaphore;
+use blockhouse_core::Storage;
+use blockhouse_core::sync::{EpochGuard, Epochs};
+use event_listener::Event;
+use parking_lot::{Mutex, MutexGuard};
+
+use crate::qcow2::allocator::Allocator;
+use crate::qcow2::layout::geometry::Geometry;
+use crate::qcow2::layout::options::{Access, Discard};
+use crate::qcow2::tables::{TableWriter, Tables};
+
+pub(crate) use run::WritebackBlock;
+
+use header::Autoclear;
+
+/// What the image's one lock guards: `C` is the changes that have not taken effect.
+pub(crate) struct State<C> {
+    pub(crate) tables: Tables,
+    pub(crate) allocator: Allocator,
+    pub(crate) changes: C,
+    /// Whether a writeback runs, or is kept from running.
+    is_running: bool,
+}
+
+/// The metadata of an open image, and the I/O that its steps need. See the module's page.
+pub(crate) struct Metadata<S: Storage, C> {
+    geometry: Geometry,
+    access: Access,
+    discard: Discard,
+    writer: TableWriter<S>,
+    state: Mutex<State<C>>,
+    /// Bytes of the guest's disk: the truth is in the header, this is for asking without the lock.
+    size: AtomicU64,
+    autoclear: Autoclear,
+    /// A writeback ended, or may run again.
+    done: Event,
+    reads: Epochs,
+    /// Data of durable writes that a writeback serves.
+    data_writes: Epochs,
+    // Semaphores of one permit: the mutex of the same crate reads the clock when it is contended.
+    /// Held by the task that lowers refcounts, or changes the image as a whole.
+    free_lock: Semaphore,
+    /// Held by the task that reserves space at the end of the file.
+    end_lock: Semaphore,
+    /// Held by the task that reserves a cluster for an L2 table.
+    l2_alloc_lock: Semaphore,
+}
+
+impl<S: Storage, C> Metadata<S, C> {
+    /// The metadata of an image in `storage`.
+    pub(crate) fn new(
+        storage: S,
+        (tables, allocator, changes): (Tables, Allocator, C),
+        access: Access,
+        discard: Discard,
+    ) -> Self {
+        Self {
+            geometry: tables.geometry(),
+            access,
+            discard,
+            writer: TableWriter::new(storage),
+            size: AtomicU64::new(tables.header().size),
+            autoclear: Autoclear::new(tables.header()),
+            state: Mutex::new(State { tables, allocator, changes, is_running: false }),
+            done: Event::new(),
+            reads: Epochs::new(),
+            data_writes: Epochs::new(),
+            free_lock: Semaphore::new(1),
+            end_lock: Semaphore::new(1),
+            l2_alloc_lock: Semaphore::new(1),
+        }
+    }
+
+    /// Numbers of the image that never change.
+    pub(crate) fn geometry(&self) -> Geometry {
+        self.geometry
+    }
+
+    /// Bytes of the guest's disk.
+    pub(crate) fn size(&self) -> u64 {
+        self.size.load(Ordering::Acquire)
+    }
+
+    /// The disk has another size from now on, in the header or in a snapshot that is shown.
+    pub(crate) fn publish_size(&self, size: u64) {
+        self.size.store(size, Ordering::Release);
+    }
+
+    /// The image itself, where its tables are.
+    pub(crate) fn storage(&self) -> &S {
+        self.writer.storage()
+    }
+
+    pub(crate) fn writer(&self) -> &TableWriter<S> {
+        &self.writer
+    }
+
+    /// The guest's clusters are in another file.
+    pub(crate) fn set_data_file(&mut self, data: S) {
+        self.writer.set_data_file(data);
+    }
+
+    /// Takes the lock. Not to be held over I/O.
+    pub(crate) fn lock(&self) -> MutexGuard<'_, State<C>> {
+        self.state.lock()
+    }
+
+    /// A lookup for reading begins.
+    pub(crate) fn begin_read(&self) -> ReadGuard<'_> {
+        ReadGuard { _read: self.reads.enter() }
+    }
+
+    /// Waits for the reads that may have looked up what was freed before.
+    pub(crate) async fn reads_ended(&self) {
+        self.reads.synchronize().await;
+    }
+
+    /// Plain data is about to be written that needs metadata after it.
+    pub(crate) fn begin_data_write(&self) -> DataWriteGuard<'_> {
+        DataWriteGuard { _data: self.data_writes.enter() }
+    }
+}
+
+/// Keeps clusters that were looked up for reading from being reallocated. See [`Format::begin_read`].
+///
+/// [`Format::begin_read`]: crate::Format::begin_read
+pub struct ReadGuard<'a> {
+    _read: EpochGuard<'a>,
+}
+
+/// Has the next flush wait for data. See [`Format::begin_data_write`].
+///
+/// [`Format::begin_data_write`]: crate::Format::begin_data_write
+pub struct DataWriteGuard<'a> {
+    _data: EpochGuard<'a>,
+}

@@ -1,0 +1,92 @@
+//! The order of a writeback's writes (docs/qcow2.md, "Order"):
+//!
+//! 1. refcounts, and tables that nothing on disk refers to yet; flush: they and all data are durable;
+//! 2. if the refcount table changed: its entries, or the header with its new location; flush;
+//! 3. slices of L2 tables, L1 entries, a new size; flush. A few slices alone carry FUA instead.
+//!
+//! A failed write of a table is recorded, and nothing that depends on it is written any more. One that
+//! failed for want of space changed nothing, and the next writeback tries again.
+
+use blockhouse_core::{Capabilities, Durability, Fua, FuaCost, Result, Storage, SyncMode};
+
+use crate::qcow2::layout::header::Incompatible;
+use crate::qcow2::layout::table_write::TableWrite;
+use crate::qcow2::tables::{WritebackBatch, WritebackScope};
+
+use super::Metadata;
+
+/// Up to how many changes, and writes of a kind, are written by FUA rather than with a flush. Only one where
+/// FUA brings a flush with it.
+pub(super) const MAX_FUA_WRITES: usize = 3;
+
+/// Whether a flush was among what was done.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Flushed {
+    Yes,
+    No,
+}
+
+impl<S: Storage, C> Metadata<S, C> {
+    /// Writes a batch durably; whether that took a flush.
+    pub(super) async fn write_batch(&self, batch: &WritebackBatch) -> Result<Flushed> {
+        if batch.scope() == WritebackScope::SkipRefcounts {
+            self.set_dirty_bit().await?;
+        }
+        if self.is_small(batch) {
+            // In this order, each durable: refcounts, then what refers to the clusters.
+            self.writer.write(batch.unordered(), Durability::Data).await?;
+            batch.note_new_tables_linked();
+            self.writer.write(batch.mappings(), Durability::Data).await?;
+            return Ok(Flushed::No);
+        }
+        self.writer.write(batch.unordered(), Durability::None).await?;
+        self.sync(SyncMode::Data).await?;
+        batch.note_new_tables_linked();
+        if batch.has_header_write() {
+            let update = batch.refcount_table_update();
+            self.change_header(|header| update.iter().for_each(|update| update.apply(header)))
+                .await?;
+        }
+        self.writer.write(batch.refcount_table(), Durability::None).await?;
+        if batch.has_header_write() || !batch.refcount_table().is_empty() {
+            self.sync(SyncMode::Data).await?;
+        }
+        if let Some(update) = batch.l1_update() {
+            self.change_header(|header| update.apply(header)).await?;
+        }
+        if batch.l1_update().is_none() && self.goes_by_fua(batch.mappings()) {
+            self.writer.write(batch.mappings(), Durability::Data).await?;
+            return Ok(Flushed::Yes);
+        }
+        self.writer.write(batch.mappings(), Durability::None).await?;
+        if batch.l1_update().is_some() || !batch.mappings().is_empty() {
+            self.sync(SyncMode::Data).await?;
+        }
+        Ok(Flushed::Yes)
+    }
+
+    /// Whether these are written by FUA rather than with a flush after them.
+    fn goes_by_fua(&self, writes: &[TableWrite]) -> bool {
+        let Capabilities { fua, fua_cost, .. } = self.storage().capabilities();
+        let limit = match fua_cost {
+            FuaCost::NoFlush => MAX_FUA_WRITES,
+            FuaCost::ExtraFlush => 1,
+        };
+        fua == Fua::Native && writes.len() <= limit
+    }
+
+    /// Whether the batch is written as a few durable writes and needs no flush: no data waits for one.
+    fn is_small(&self, batch: &WritebackBatch) -> bool {
+        batch.is_stable_slices()
+            && self.goes_by_fua(batch.unordered())
+            && self.goes_by_fua(batch.mappings())
+    }
+
+    /// Marks the image as one whose refcounts may be wrong, durably.
+    async fn set_dirty_bit(&self) -> Result<()> {
+        if self.is_marked_dirty() {
+            return Ok(());
+        }
+        self.rewrite_header(|header| header.incompatible.insert(Incompatible::DIRTY)).await
+    }
+}

@@ -1,0 +1,217 @@
+//! Who runs a writeback, and who waits for one.
+
+use async_lock::SemaphoreGuard;
+use blockhouse_core::{Capabilities, Fua, FuaCost, Result, Storage, SyncMode};
+use event_listener::EventListener;
+
+use crate::MetadataSync;
+use crate::qcow2::tables::{WritebackBatch, WritebackReason};
+
+use super::Metadata;
+use super::order::{Flushed, MAX_FUA_WRITES};
+
+/// The next step of a task that needs changes to be durable.
+enum WritebackStep {
+    /// They are.
+    Durable,
+    /// A writeback runs.
+    Wait(EventListener),
+    /// To run one.
+    Run,
+}
+
+/// The one writeback that runs. Dropped, it lets others run; unfinished, what it had copied is dirty again.
+struct WritebackGuard<'a, S: Storage, C> {
+    metadata: &'a Metadata<S, C>,
+    batch: Option<WritebackBatch>,
+}
+
+impl<S: Storage, C> Drop for WritebackGuard<'_, S, C> {
+    fn drop(&mut self) {
+        let mut state = self.metadata.state.lock();
+        if let Some(batch) = self.batch.take() {
+            state.tables.abort_writeback(batch);
+            state.allocator.abort_writeback();
+        }
+        state.is_running = false;
+        drop(state);
+        self.metadata.done.notify(usize::MAX);
+    }
+}
+
+/// Keeps writebacks from running, and refcounts from being lowered. Nothing is dirty when it is made.
+pub(crate) struct WritebackBlock<'a, S: Storage, C> {
+    metadata: &'a Metadata<S, C>,
+    _no_frees: SemaphoreGuard<'a>,
+}
+
+impl<S: Storage, C> Drop for WritebackBlock<'_, S, C> {
+    fn drop(&mut self) {
+        self.metadata.state.lock().is_running = false;
+        self.metadata.done.notify(usize::MAX);
+    }
+}
+
+impl<S: Storage, C> Metadata<S, C> {
+    /// Makes everything that was linked so far durable: data first, then metadata. Waits for data writes
+    /// that are in flight.
+    pub(crate) async fn flush(&self, sync: SyncMode) -> Result<()> {
+        match (self.make_durable(WritebackReason::PendingData).await?, sync) {
+            (Flushed::Yes, SyncMode::Data) => Ok(()),
+            _ => self.sync(sync).await,
+        }
+    }
+
+    /// Makes the metadata of what was linked so far durable, with the data that it refers to.
+    pub(crate) async fn sync_metadata(&self) -> Result<()> {
+        self.make_durable(WritebackReason::StableData).await.map(drop)
+    }
+
+    /// As [`sync_metadata`](Self::sync_metadata); serves the data writes in flight, too.
+    pub(crate) async fn sync_data_and_metadata(&self) -> Result<()> {
+        self.make_durable(WritebackReason::PendingData).await.map(drop)
+    }
+
+    /// How extents become durable with the fewest operations: by FUA while few changes are pending and the
+    /// next writeback is a few writes whose data is stable. Not where FUA brings a flush with it, as it does
+    /// where the file grows: one flush for data and refcounts is cheaper than one for each. `pending` is how
+    /// many changes are.
+    pub(crate) fn metadata_sync_mode(&self, pending: impl FnOnce(&C) -> usize) -> MetadataSync {
+        let Capabilities { fua, fua_cost, .. } = self.storage().capabilities();
+        let state = self.state.lock();
+        let headers = state.tables.headers();
+        let is_crowd = pending(&state.changes) > MAX_FUA_WRITES;
+        let is_resizing = headers.wanted().size != headers.disk().size;
+        let fua_flushes =
+            fua_cost == FuaCost::ExtraFlush || state.allocator.is_growing(&state.tables);
+        let is_costly = is_crowd || is_resizing || fua_flushes;
+        if fua == Fua::Native && !is_costly && state.tables.has_few_dirty(2 * MAX_FUA_WRITES) {
+            MetadataSync::Fua
+        } else {
+            MetadataSync::Flush
+        }
+    }
+
+    /// Brings all changes to the disk: nothing waits to be freed then.
+    pub(crate) async fn write_everything(&self) -> Result<()> {
+        {
+            let mut state = self.state.lock();
+            let state = &mut *state;
+            state.allocator.release_reserve(&mut state.tables);
+        }
+        // Each writeback frees clusters, which changes refcounts, which takes a writeback.
+        while self.has_changes() {
+            self.write_back(WritebackReason::Full).await?;
+        }
+        // One that was dropped may still be in flight.
+        self.writer.drained().await;
+        Ok(())
+    }
+
+    fn has_changes(&self) -> bool {
+        let state = self.state.lock();
+        state.tables.has_dirty() || state.allocator.has_frees()
+    }
+
+    /// Waits until the changes made so far are durable, running writebacks where no other task does.
+    /// Whether a flush that began after the call was part of it.
+    async fn make_durable(&self, reason: WritebackReason) -> Result<Flushed> {
+        let target = self.state.lock().tables.version();
+        let mut flushed = Flushed::No;
+        loop {
+            self.writer.check_failure()?;
+            match self.next_step(target) {
+                WritebackStep::Durable => return Ok(flushed),
+                WritebackStep::Wait(event) => event.await,
+                WritebackStep::Run => flushed = self.write_back(reason).await?,
+            }
+        }
+    }
+
+    fn next_step(&self, target: u64) -> WritebackStep {
+        let state = self.state.lock();
+        if state.tables.is_durable(target) {
+            WritebackStep::Durable
+        } else if state.is_running {
+            WritebackStep::Wait(self.done.listen())
+        } else {
+            WritebackStep::Run
+        }
+    }
+
+    /// Writes all that is dirty now, so that the cache has clean slices.
+    pub(super) async fn write_back_all(&self) -> Result<()> {
+        self.writer.check_failure()?;
+        self.write_back(WritebackReason::Full).await.map(drop)
+    }
+
+    /// Writes everything that is dirty, and keeps writebacks from running. While the result is held no
+    /// refcount is lowered either: what a writeback makes freeable it frees after its end.
+    pub(crate) async fn block_writeback(&self) -> Result<WritebackBlock<'_, S, C>> {
+        loop {
+            self.writer.check_failure()?;
+            let no_frees = self.free_lock.acquire().await;
+            let waiting = {
+                let mut state = self.state.lock();
+                if state.is_running {
+                    Some(self.done.listen())
+                } else if state.tables.has_dirty() || state.allocator.has_frees() {
+                    None
+                } else {
+                    state.is_running = true;
+                    return Ok(WritebackBlock { metadata: self, _no_frees: no_frees });
+                }
+            };
+            drop(no_frees);
+            match waiting {
+                Some(event) => event.await,
+                None => drop(self.write_back(WritebackReason::Full).await?),
+            }
+        }
+    }
+
+    /// Runs a writeback if none runs, else waits for that one.
+    pub(super) async fn write_back(&self, reason: WritebackReason) -> Result<Flushed> {
+        let waiting = {
+            let mut state = self.state.lock();
+            let is_running = std::mem::replace(&mut state.is_running, true);
+            is_running.then(|| self.done.listen())
+        };
+        if let Some(event) = waiting {
+            event.await;
+            return Ok(Flushed::No);
+        }
+        let mut running = WritebackGuard { metadata: self, batch: None };
+        if reason == WritebackReason::PendingData {
+            self.data_writes.synchronize().await;
+        }
+        self.writer.drained().await;
+        self.writer.check_failure()?;
+        running.batch = self.begin_writeback(reason);
+        let mut flushed = Flushed::No;
+        if let Some(batch) = &running.batch {
+            let outcome = self.write_batch(batch).await;
+            flushed = outcome.inspect_err(|error| self.writer.record(error))?;
+        }
+        if let Some(batch) = running.batch.take() {
+            let mut state = self.state.lock();
+            state.tables.finish_writeback(batch);
+            state.allocator.finish_writeback();
+        }
+        drop(running);
+        let freed = self.process_frees().await;
+        self.marking(freed).await?;
+        Ok(flushed)
+    }
+
+    /// Copies what has to be written; `None` when that is nothing, and then what is pending free is freeable.
+    fn begin_writeback(&self, reason: WritebackReason) -> Option<WritebackBatch> {
+        let mut state = self.state.lock();
+        state.allocator.begin_writeback();
+        let batch = state.tables.begin_writeback(reason);
+        if batch.is_none() {
+            state.allocator.finish_writeback();
+        }
+        batch
+    }
+}

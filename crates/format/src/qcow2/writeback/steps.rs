@@ -1,0 +1,81 @@
+//! Running a step until nothing blocks it (`tables/step`): each obstacle is removed without the lock.
+
+use std::sync::Arc;
+
+use blockhouse_core::{Result, Storage};
+use event_listener::Event;
+use parking_lot::Mutex;
+
+use crate::qcow2::layout::table_io;
+use crate::qcow2::tables::{Blocked, Fetch, SliceId, Step};
+
+use super::{Metadata, State};
+
+impl<S: Storage, C> Metadata<S, C> {
+    /// Runs a step until it is made.
+    pub(crate) async fn step<T>(
+        &self,
+        mut step: impl FnMut(&mut State<C>) -> Step<T>,
+    ) -> Result<T> {
+        loop {
+            match self.try_step(&mut step).await? {
+                Some(value) => return Ok(value),
+                None => self.write_back_all().await?,
+            }
+        }
+    }
+
+    /// Runs a step until it is made, or blocked by the dirty limit: `None` then.
+    pub(crate) async fn try_step<T>(
+        &self,
+        mut step: impl FnMut(&mut State<C>) -> Step<T>,
+    ) -> Result<Option<T>> {
+        loop {
+            let outcome = {
+                let mut state = self.state.lock();
+                state.tables.begin_step();
+                step(&mut state)
+            };
+            match outcome {
+                Ok(value) => return Ok(Some(value)),
+                Err(Blocked::Failed(error)) => return Err(error),
+                Err(Blocked::CacheMiss(slice)) => self.load(slice).await?,
+                Err(Blocked::Wait(event)) => event.await,
+                // It runs steps itself.
+                Err(Blocked::NeedsReserve(need)) => Box::pin(self.fill_reserve(need)).await?,
+                Err(Blocked::DirtyLimit) => return Ok(None),
+            }
+        }
+    }
+
+    /// Brings a slice into the cache. It is read once, however many tasks need it.
+    async fn load(&self, id: SliceId) -> Result<()> {
+        let fetch = self.state.lock().tables.fetch(id.offset);
+        let ticket = match fetch {
+            Fetch::Present => return Ok(()),
+            Fetch::Wait(event) => {
+                event.await;
+                return Ok(());
+            }
+            Fetch::Read(ticket) => ticket,
+        };
+        let load = SliceLoadGuard { state: &self.state, offset: id.offset, ticket };
+        let length = self.geometry.slice_size() as usize;
+        let bytes = table_io::read(self.storage(), id.offset, length).await?;
+        self.state.lock().tables.loaded(id, &load.ticket, bytes.into());
+        Ok(())
+    }
+}
+
+/// A slice that is being read. Dropped, also unfinished, it wakes those who wait for it.
+struct SliceLoadGuard<'a, C> {
+    state: &'a Mutex<State<C>>,
+    offset: u64,
+    ticket: Arc<Event>,
+}
+
+impl<C> Drop for SliceLoadGuard<'_, C> {
+    fn drop(&mut self) {
+        self.state.lock().tables.fetch_ended(self.offset, &self.ticket);
+    }
+}
