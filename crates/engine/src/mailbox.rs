@@ -139,7 +139,7 @@ mod loom_model {
     /// Whether posters do what `post` tells them.
     #[derive(Clone, Copy, PartialEq)]
     enum Posters {
-        Needed,
+        Obey,
         Forget,
     }
 
@@ -162,7 +162,7 @@ mod loom_model {
         while taken.len() < threads * messages {
             mailbox.take(&mut taken);
             if taken.len() < threads * messages && mailbox.prepare_to_sleep() {
-                assert_eq!(event_fd.wait(), 1, "one ring for one sleep");
+                assert_eq!(event_fd.wait(), 1, "one notification for one sleep");
                 mailbox.wake_up();
             }
         }
@@ -182,12 +182,12 @@ mod loom_model {
     }
 
     #[test]
-    fn messages_of_one_poster_arrive_and_a_sleep_is_ended_by_one_ring() {
+    fn messages_of_one_poster_arrive_and_a_sleep_is_ended_by_one_notification() {
         check(1, 3);
     }
 
     #[test]
-    fn messages_of_two_posters_arrive_and_a_sleep_is_ended_by_one_ring() {
+    fn messages_of_two_posters_arrive_and_a_sleep_is_ended_by_one_notification() {
         check(2, 2);
     }
 

@@ -1,12 +1,11 @@
 //! Under `--cfg loom`: models of what the primitives are made of, and an executor for their futures.
 
 use std::future::Future;
-use std::pin::{Pin, pin};
+use std::pin::Pin;
 use std::sync::Arc;
-use std::task::{Context, Poll, Wake, Waker};
+use std::task::{Context, Poll, Waker};
 
 use loom::sync::MutexGuard;
-use loom::thread::{self, Thread};
 
 /// A mutex that is never poisoned, as `parking_lot` has it.
 #[derive(Debug)]
@@ -79,24 +78,37 @@ impl Future for EventListener {
     }
 }
 
-/// Wakes a thread of the model.
-struct Unpark(Thread);
+#[cfg(test)]
+pub(in crate::sync) use executor::block_on;
 
-impl Wake for Unpark {
-    fn wake(self: Arc<Self>) {
-        self.0.unpark();
+#[cfg(test)]
+mod executor {
+    use std::future::Future;
+    use std::pin::pin;
+    use std::sync::Arc;
+    use std::task::{Context, Poll, Wake, Waker};
+
+    use loom::thread::{self, Thread};
+
+    /// Wakes a thread of the model.
+    struct Unpark(Thread);
+
+    impl Wake for Unpark {
+        fn wake(self: Arc<Self>) {
+            self.0.unpark();
+        }
     }
-}
 
-/// Runs a future to its end on the current thread of a model.
-pub(super) fn block_on<F: Future>(future: F) -> F::Output {
-    let waker = Waker::from(Arc::new(Unpark(thread::current())));
-    let mut context = Context::from_waker(&waker);
-    let mut future = pin!(future);
-    loop {
-        match future.as_mut().poll(&mut context) {
-            Poll::Ready(output) => return output,
-            Poll::Pending => thread::park(),
+    /// Runs a future to its end on the current thread of a model.
+    pub fn block_on<F: Future>(future: F) -> F::Output {
+        let waker = Waker::from(Arc::new(Unpark(thread::current())));
+        let mut context = Context::from_waker(&waker);
+        let mut future = pin!(future);
+        loop {
+            match future.as_mut().poll(&mut context) {
+                Poll::Ready(output) => return output,
+                Poll::Pending => thread::park(),
+            }
         }
     }
 }
