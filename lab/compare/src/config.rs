@@ -53,7 +53,7 @@ pub struct Options {
     /// Folder for the image of storage ext4; without it, the target folder
     #[arg(long)]
     pub dir: Option<PathBuf>,
-    /// Our binary; without it, a release build of this checkout
+    /// Our binary; without it, a build of this checkout as packages have it
     #[arg(long)]
     pub binary: Option<PathBuf>,
     /// Another build of our binary to compare it with, as server "baseline"; without --servers, these
@@ -111,7 +111,7 @@ impl Config {
         let ours = servers.iter().any(|kind| kind.is_ours());
         let blockhouse = match &options.binary {
             Some(binary) => binary.clone(),
-            None if ours => build_binary(workspace, Profile::Release)?,
+            None if ours => build_binary(workspace, Profile::Dist)?,
             None => PathBuf::new(),
         };
         let serve_args = options.serve_args.split_whitespace().map(str::to_owned).collect();

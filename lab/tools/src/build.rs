@@ -12,15 +12,19 @@ use crate::workspace::Workspace;
 pub enum Profile {
     /// Quickly, with debug assertions.
     Dev,
-    /// As users get it.
+    /// Optimized, and built soon.
     Release,
+    /// As packages have it.
+    Dist,
 }
 
 /// Builds the binary `blockhouse` and returns its path.
 pub fn build_binary(workspace: &Workspace, profile: Profile) -> Result<PathBuf> {
     let mut build = cargo(["build", "--package", "blockhouse", "--bin", "blockhouse"]);
-    if profile == Profile::Release {
-        build.arg("--release");
+    match profile {
+        Profile::Dev => {}
+        Profile::Release => _ = build.arg("--release"),
+        Profile::Dist => _ = build.args(["--profile", "dist"]),
     }
     build.current_dir(workspace.root());
     let built = executables(build)?.into_iter().find(|(name, _)| name == "blockhouse");

@@ -12,17 +12,13 @@ use blockhouse_nbd::uri::Address;
 use blockhouse_nbd::{Limits, bind};
 
 use crate::common::client::haggle;
-use crate::common::{Client, ENGINES, NONE, Outcome, Rig, on_every_engine, wait_for};
+use crate::common::{self, Client, ENGINES, NONE, Outcome, Rig, on_every_engine, wait_for};
 
 const MIB: usize = 1 << 20;
 
 /// Runs `test` on every engine with these limits.
-fn with_limits(limits: Limits, test: impl Fn(Rig)) {
-    for engine in ENGINES {
-        if let Some(rig) = Rig::start(engine, limits, MIB) {
-            test(rig);
-        }
-    }
+fn with_limits(limits: Limits, test: impl Fn(Rig) + Sync) {
+    common::with_limits(limits, MIB, test);
 }
 
 /// Whether the server has closed a connection on which it owes nothing.

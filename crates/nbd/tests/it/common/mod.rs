@@ -119,12 +119,23 @@ impl Drop for Rig {
 }
 
 /// Runs `test` on every engine, over a disk of `size` bytes.
-pub fn on_every_engine(size: usize, test: impl Fn(&Rig)) {
-    for engine in ENGINES {
-        if let Some(rig) = Rig::start(engine, Limits::default(), size) {
-            test(&rig);
+pub fn on_every_engine(size: usize, test: impl Fn(&Rig) + Sync) {
+    with_limits(Limits::default(), size, |rig| test(&rig));
+}
+
+/// Runs `test` on every engine with these limits, at the same time: most of these tests wait for a limit of
+/// time.
+pub fn with_limits(limits: Limits, size: usize, test: impl Fn(Rig) + Sync) {
+    let on = &|engine| {
+        if let Some(rig) = Rig::start(engine, limits, size) {
+            test(rig);
         }
-    }
+    };
+    thread::scope(|scope| {
+        for engine in ENGINES {
+            scope.spawn(move || on(engine));
+        }
+    });
 }
 
 /// Waits until something is so.
