@@ -10,7 +10,7 @@
 use std::sync::Arc;
 
 use blockhouse_core::{Buffer, ByteRange, Fua, Request};
-use blockhouse_disk::{Access, BlockStatusCache, Disk, Options};
+use blockhouse_disk::{Access, BlockStatusCache, Disk, ImageFormat, Options};
 use blockhouse_format::qcow2::{self, Qcow2};
 use blockhouse_fuzz::memory::Memory;
 use blockhouse_fuzz::{assert_tells_the_place, in_bounded_memory};
@@ -34,14 +34,14 @@ fuzz_target!(|data: &[u8]| {
 });
 
 async fn look_at(storage: Memory, behind: Memory, access: Access) {
-    let disk = match Disk::qcow2(storage, Options { access, ..Options::default() }).await {
+    let disk = match Disk::open(storage, ImageFormat::Qcow2, Options { access, ..Options::default() }).await {
         Ok(disk) => disk,
         Err(error) => return assert_tells_the_place(&error),
     };
     let is_backed = disk.backing_file().is_some();
     let disk = if is_backed {
         let options = Options { access: Access::ReadOnly, ..Options::default() };
-        disk.over(Arc::new(Disk::raw(behind, options).expect("a size of whole sectors")))
+        disk.with_backing(Arc::new(Disk::raw(behind, options).expect("a size of whole sectors")))
     } else {
         disk
     };

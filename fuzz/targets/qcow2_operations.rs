@@ -13,7 +13,7 @@ use std::sync::Arc;
 use blockhouse_core::{
     Buffer, ByteRange, Durability, Error, ErrorKind, Fallback, Fua, Request, Result, Unmap,
 };
-use blockhouse_disk::{Access, BlockStatusCache, Discard, Disk, Options};
+use blockhouse_disk::{Access, BlockStatusCache, Discard, Disk, ImageFormat, Options};
 use blockhouse_format::qcow2::{self, Qcow2};
 use blockhouse_fuzz::case::{Case, Step};
 use blockhouse_fuzz::memory::Memory;
@@ -87,12 +87,12 @@ struct Host {
 
 impl Host {
     async fn open(&self) -> Result<Arc<Disk<Memory>>> {
-        let disk = Disk::qcow2(self.storage.clone(), self.options).await?;
+        let disk = Disk::open(self.storage.clone(), ImageFormat::Qcow2, self.options).await?;
         if disk.backing_file().is_none() {
             return Ok(Arc::new(disk));
         }
         let behind = Options { access: Access::ReadOnly, ..Options::default() };
-        Ok(Arc::new(disk.over(Arc::new(Disk::raw(self.base.clone(), behind)?))))
+        Ok(Arc::new(disk.with_backing(Arc::new(Disk::raw(self.base.clone(), behind)?))))
     }
 
     async fn work(&self, case: &Case) -> Found {

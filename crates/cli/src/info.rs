@@ -57,7 +57,7 @@ pub fn run(arguments: &Arguments) -> Result<()> {
     let metadata =
         std::fs::metadata(image).with_context(|| format!("{}: cannot examine", image.display()))?;
     let facts = Facts {
-        qcow2: disk.qcow2_features(),
+        qcow2: disk.features(),
         format: disk.format_name(),
         cluster_size: disk.cluster_size(),
         backing: disk.backing_file().cloned(),

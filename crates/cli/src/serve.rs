@@ -338,7 +338,7 @@ fn open_image(workers: &Workers, image: &Path, arguments: &Arguments) -> Result<
         opened.map_err(|error| with_hint(error, &path, options.access))
     })?;
     for layer in (0..).map_while(|depth| disk.layer(depth)) {
-        if let Some(truncation) = layer.qcow2_features().and_then(|qcow2| qcow2.truncation) {
+        if let Some(truncation) = layer.features().and_then(|qcow2| qcow2.truncation) {
             tracing::warn!("{}: {truncation}: reads of what is lost fail", layer.name());
         }
     }

@@ -9,7 +9,7 @@
 use std::collections::BTreeMap;
 
 use blockhouse_core::{Allocation, ByteRange, Error, ErrorKind, ExtentState, Result, Storage};
-use blockhouse_format::{Format, Intent};
+use blockhouse_format::Intent;
 use futures_util::future::LocalBoxFuture;
 
 use crate::Disk;
@@ -160,13 +160,13 @@ impl<S: Storage> Disk<S> {
                 let place = ByteRange::between(host, host + length);
                 let (status, asked) =
                     cache.layer(depth).block_status(self.storage(), place).await?;
-                let is_raw = matches!(self.format, Format::Raw(_));
-                // The last sector of a raw disk is whole, also where the file ends inside it.
-                let is_end = is_raw && host + asked >= self.storage().size();
+                let is_identity = self.format.is_identity();
+                // The last sector of such a disk is whole, also where the file ends inside it.
+                let is_end = is_identity && host + asked >= self.storage().size();
                 let length = if is_end { length } else { asked };
                 let status = match status {
                     Allocation::Data => BlockStatus::Data,
-                    Allocation::Hole if is_raw => BlockStatus::Hole,
+                    Allocation::Hole if is_identity => BlockStatus::Hole,
                     Allocation::Hole => BlockStatus::Zero,
                 };
                 return Ok((status, length));

@@ -6,11 +6,11 @@
 //! A request that is only badly placed in memory is copied and nothing more. Long requests go piece
 //! by piece with one buffer, so that memory stays bounded, and yield between the pieces.
 
-use blockhouse_core::{ByteRange, Durability, IoVector, Result, Storage, WorkBudget};
+use blockhouse_core::{ByteRange, IoVector, Result, Storage, WorkBudget};
 use futures_util::future::join;
 
 use crate::Disk;
-use crate::durable::{Debt, Plan};
+use crate::durability::RequestSync;
 use crate::limits::PIECE;
 use crate::tracker::Claim;
 
@@ -51,16 +51,18 @@ impl<S: Storage> Disk<S> {
         &self,
         range: ByteRange,
         mut from: IoVector,
-        durability: Durability,
+        sync: &RequestSync<'_, S>,
         claim: &Claim<'_>,
-    ) -> Result<Debt> {
+    ) -> Result<()> {
         let budget = WorkBudget::new();
         let mut rest = self.blocks_of(range);
         // Several pieces are cheaper with one flush for all than with FUA each.
-        let (each, mut debt) = if rest.length() <= PIECE as u64 {
-            (durability, Debt::Nothing)
+        let of_each_piece = RequestSync::not_required(&self.format);
+        let sync = if rest.length() <= PIECE as u64 {
+            sync
         } else {
-            (Durability::None, Plan::without_fua(durability, self.fua()).debt())
+            sync.note_plain_operation();
+            &of_each_piece
         };
         let mut buffer = self.bounce_buffers.get(rest.length().min(PIECE as u64) as usize).await?;
         while !rest.is_empty() {
@@ -76,13 +78,13 @@ impl<S: Storage> Disk<S> {
             from.check_intact()?;
             from.advance(length);
             let vector = claim.protect(buffer.lend());
-            debt = debt.and(self.write(piece, vector, each).await?);
+            self.write(piece, vector, sync).await?;
             rest = rest.skip(piece.length());
             if !rest.is_empty() {
                 budget.spend(piece.length()).await;
             }
         }
-        Ok(debt)
+        Ok(())
     }
 
     /// Reads those blocks at the ends of `piece` that `guest` covers only in part to where they

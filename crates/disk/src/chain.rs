@@ -13,11 +13,10 @@ use std::sync::Arc;
 
 use blockhouse_core::{Error, ErrorKind, Result, Storage};
 use blockhouse_engine::{HostFile, OpenMode};
-use blockhouse_format::probe;
-use blockhouse_format::qcow2::{Backing, DataFile};
+use blockhouse_format::{Backing, DataFile, probe};
 
 use crate::lock::lock;
-use crate::open::{refuse_disguise, refuse_missing_magic};
+use crate::open::check_not_misnamed;
 use crate::{Access, Disk, ImageFormat, ImageOptions, Locking, Options};
 
 /// How many files a chain may have.
@@ -73,7 +72,7 @@ async fn open_with(
         warn_of_disguise(&next).await?;
         above.push(std::mem::replace(&mut disk, next));
     }
-    Ok(above.into_iter().rfold(disk, |behind, disk| disk.over(Arc::new(behind))))
+    Ok(above.into_iter().rfold(disk, |behind, disk| disk.with_backing(Arc::new(behind))))
 }
 
 /// Opens an image with its data file, but without what stands behind it. What it leaves to a backing
@@ -119,7 +118,7 @@ pub async fn open_with_base(
     let base = open(&base, behind).await.map_err(|error| chain.failed(&error))?;
     warn_of_disguise(&base).await?;
     let base = Arc::new(base);
-    Ok((disk.over(Arc::clone(&base)), base))
+    Ok((disk.with_backing(Arc::clone(&base)), base))
 }
 
 /// Opens the file of an image for work on the file itself, whatever is in it, and locks it if that is
@@ -162,33 +161,20 @@ async fn disk_over(
         discard: options.discard,
         detect_zeroes: options.detect_zeroes,
     };
-    match options.format.unwrap_or_else(|| ImageFormat::by_name(path)) {
-        ImageFormat::Raw => {
-            // Whoever names the format means it.
-            if options.format.is_none() {
-                refuse_disguise(&file, path).await?;
-            }
-            match snapshot {
-                None => Disk::raw(file, disk_options),
-                Some(_) => Err(Error::new(ErrorKind::Unsupported, "a raw image has no snapshots")
-                    .on(file.name())),
-            }
-        }
-        ImageFormat::Qcow2 => {
-            if options.format.is_none() {
-                refuse_missing_magic(&file).await?;
-            }
-            match snapshot {
-                None => Disk::qcow2(file, disk_options).await,
-                Some(name) => Disk::qcow2_snapshot(file, disk_options, name).await,
-            }
-        }
+    let format = options.format.unwrap_or_else(|| ImageFormat::by_name(path));
+    // A caller that names the format means it.
+    if options.format.is_none() {
+        check_not_misnamed(&file, path, format).await?;
+    }
+    match snapshot {
+        None => Disk::open(file, format, disk_options).await,
+        Some(name) => Disk::open_snapshot(file, format, disk_options, name).await,
     }
 }
 
 /// Tells of a raw backing file that looks like another format: the image that names its format may be wrong.
 async fn warn_of_disguise(backing: &Disk<HostFile>) -> Result<()> {
-    if backing.format_name() == ImageFormat::Raw.as_str()
+    if backing.format.is_identity()
         && let Some(name) = probe::probe(backing.format.storage()).await?
     {
         tracing::warn!(

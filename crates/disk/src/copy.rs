@@ -9,7 +9,7 @@ use futures_util::future::join;
 
 use crate::Disk;
 use crate::clusters::ClusterBuffer;
-use crate::durable::Plan;
+use crate::durability::DurabilityPlan;
 use crate::prepared::Prepared;
 
 /// What lies around an extent's own bytes.
@@ -47,12 +47,12 @@ impl<S: Storage> Disk<S> {
         extent: Prepared<'_, S>,
         host: u64,
         from: IoVector,
-        plan: Plan,
+        plan: DurabilityPlan,
     ) -> Result<()> {
         let around = Around::of(&extent);
         let mut buffer = self.clusters.for_copy(around.length()).await?;
         if let Err(error) = self.read_around(&around, &mut buffer).await {
-            return extent.settle(Err(error), plan.of_each_write()).await;
+            return extent.settle(Err(error), plan.write_durability()).await;
         }
         let (head, tail) = around.lend(&mut buffer);
         let all = self.format.track_cow_write(head.chain(from).chain(tail));

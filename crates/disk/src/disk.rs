@@ -9,90 +9,21 @@ use blockhouse_core::{
     Alignment, ByteRange, Capabilities, Durability, Error, ErrorKind, Fallback, IoVector, Offload,
     Request, Result, Storage, SyncMode, Unmap, WorkBudget, WriteCache,
 };
-use blockhouse_format::qcow2::{self, Backing, CheckReport, DataFile, Features, Qcow2};
-use blockhouse_format::{Format, Raw};
+use blockhouse_format::{Backing, CheckReport, DataFile, Features, Format, ImageFormat};
 
 use crate::clusters::ClusterBuffers;
-use crate::durable::Debt;
+use crate::durability::{FlushTracker, RequestSync};
 use crate::gate::Gate;
-use crate::generations::Generations;
 use crate::limits::BounceBuffers;
+use crate::options::{Access, DetectZeroes, Discard, Options};
 use crate::stats::{Counters, Stats};
 use crate::tracker::{Claim, Tracker};
 use crate::unpacked::UnpackedClusters;
-use crate::zero::Zeroing;
-
-/// Whether a disk may be changed.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Access {
-    /// Reads only; everything else is refused with EPERM.
-    ReadOnly,
-    /// Reads and writes.
-    ReadWrite,
-}
-
-/// What becomes of a guest's discards.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Discard {
-    /// The host gets the space back.
-    Unmap,
-    /// They are acknowledged and nothing happens, and zero writes keep their space.
-    Ignore,
-}
-
-/// What becomes of writes whose bytes are all zero, as QEMU's `detect-zeroes`.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum DetectZeroes {
-    /// They are written.
-    #[default]
-    Off,
-    /// They become zero writes that keep their space.
-    On,
-    /// They become zero writes that may give their space back, as far as discards do.
-    Unmap,
-}
-
-/// What becomes of flushes and durable writes.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum FlushPolicy {
-    /// They are kept.
-    Obey,
-    /// They are acknowledged and nothing is flushed: a crash of the host loses data. For disks that
-    /// nobody needs afterwards (`--cache unsafe`).
-    Ignore,
-}
-
-/// How a disk is opened.
-#[derive(Clone, Copy, Debug)]
-pub struct Options {
-    /// Whether it may be changed.
-    pub access: Access,
-    /// The least durability of each write; `Data` is what cache modes call writethrough.
-    pub durability: Durability,
-    /// Whether flushes are kept.
-    pub flush: FlushPolicy,
-    /// Whether discards are passed on.
-    pub discard: Discard,
-    /// Whether writes of zeros are made zero writes.
-    pub detect_zeroes: DetectZeroes,
-}
-
-impl Default for Options {
-    /// Read and write, a volatile write cache, flushes kept, discards passed on, zeros written.
-    fn default() -> Self {
-        Self {
-            access: Access::ReadWrite,
-            durability: Durability::None,
-            flush: FlushPolicy::Obey,
-            discard: Discard::Unmap,
-            detect_zeroes: DetectZeroes::Off,
-        }
-    }
-}
+use crate::zero::ZeroOptions;
 
 /// A guest's disk. Shared by reference among all exports and threads.
 pub struct Disk<S: Storage> {
-    pub(crate) format: Format<Generations<S>>,
+    pub(crate) format: Format<FlushTracker<S>>,
     pub(crate) alignment: Alignment,
     pub(crate) bounce_buffers: BounceBuffers,
     pub(crate) clusters: ClusterBuffers,
@@ -112,53 +43,41 @@ impl<S: Storage> Disk<S> {
     /// # Errors
     /// `InvalidInput` when the storage is too long for a file.
     pub fn raw(storage: S, options: Options) -> Result<Self> {
-        let storage = Generations::new(storage, options.flush);
-        Ok(Self::new(Format::Raw(Raw::open(storage)?), options))
+        let storage = FlushTracker::new(storage, options.flush);
+        Ok(Self::new(Format::raw(storage)?, options))
     }
 
-    /// A disk over a qcow2 image. One that names a [`backing_file`](Self::backing_file) is not
-    /// complete before [`over`](Self::over), one with a [`data_file`](Self::data_file) before
-    /// [`with_data`](Self::with_data).
+    /// A disk over an image of the format. One that names a [`backing_file`](Self::backing_file) is
+    /// not complete before [`with_backing`](Self::with_backing), one with a
+    /// [`data_file`](Self::data_file) before [`with_data`](Self::with_data).
     ///
     /// # Errors
-    /// What [`Qcow2::open`] answers.
-    pub async fn qcow2(storage: S, options: Options) -> Result<Self> {
-        let storage = Generations::new(storage, options.flush);
-        let image = Qcow2::open(storage, Self::tables_options(options)).await?;
-        Ok(Self::new(Format::Qcow2(Box::new(image)), options))
+    /// What [`Format::open`] answers.
+    pub async fn open(storage: S, format: ImageFormat, options: Options) -> Result<Self> {
+        let storage = FlushTracker::new(storage, options.flush);
+        Ok(Self::new(Format::open(storage, format, options.of_format()).await?, options))
     }
 
-    /// As [`qcow2`](Self::qcow2), as the disk was when a snapshot was taken; for reading only.
+    /// As [`open`](Self::open), as the disk was when the snapshot of this name (or id) was taken; for
+    /// reading only.
     ///
     /// # Errors
-    /// What [`Qcow2::open_snapshot`] answers.
-    pub async fn qcow2_snapshot(storage: S, options: Options, name: &str) -> Result<Self> {
+    /// What [`Format::open_snapshot`] answers.
+    pub async fn open_snapshot(
+        storage: S,
+        format: ImageFormat,
+        options: Options,
+        name: &str,
+    ) -> Result<Self> {
         let options = Options { access: Access::ReadOnly, ..options };
-        let storage = Generations::new(storage, options.flush);
-        let image = Qcow2::open_snapshot(storage, Self::tables_options(options), name).await?;
-        Ok(Self::new(Format::Qcow2(Box::new(image)), options))
+        let storage = FlushTracker::new(storage, options.flush);
+        let image = Format::open_snapshot(storage, format, options.of_format(), name).await?;
+        Ok(Self::new(image, options))
     }
 
-    fn tables_options(options: Options) -> qcow2::OpenOptions {
-        qcow2::OpenOptions {
-            access: match options.access {
-                Access::ReadOnly => qcow2::Access::ReadOnly,
-                Access::ReadWrite => qcow2::Access::ReadWrite,
-            },
-            discard: match options.discard {
-                Discard::Unmap => qcow2::Discard::Punch,
-                Discard::Ignore => qcow2::Discard::Keep,
-            },
-            ..Default::default()
-        }
-    }
-
-    fn new(format: Format<Generations<S>>, options: Options) -> Self {
+    fn new(format: Format<FlushTracker<S>>, options: Options) -> Self {
         let alignment = format.data().capabilities().alignment;
-        let cluster_size = match &format {
-            Format::Raw(_) => u64::from(alignment.offset),
-            Format::Qcow2(image) => image.cluster_size(),
-        };
+        let cluster_size = format.cluster_size().unwrap_or(u64::from(alignment.offset));
         Self {
             format,
             alignment,
@@ -180,44 +99,26 @@ impl<S: Storage> Disk<S> {
     /// `data`.
     pub fn with_data(self, data: S) -> Result<Self> {
         let options = self.options;
-        let format = match self.format {
-            Format::Qcow2(image) => {
-                let data = Generations::new(data, options.flush);
-                Format::Qcow2(Box::new(image.with_data(data)?))
-            }
-            Format::Raw(raw) => {
-                let what = "raw images have no data file";
-                let name = raw.storage().name();
-                return Err(Error::new(ErrorKind::InvalidInput, what).on(name));
-            }
-        };
-        Ok(Self::new(format, options))
+        let data = FlushTracker::new(data, options.flush);
+        Ok(Self::new(self.format.with_data(data)?, options))
     }
 
-    /// The same disk with `backing` behind it: what the image does not have is read from there, and
-    /// past its end as zeros.
+    /// The same disk over `backing`, the disk of its backing file: what the image does not have is read
+    /// from there, and past its end as zeros.
     #[must_use]
-    pub fn over(self, backing: Arc<Self>) -> Self {
-        if let Format::Qcow2(image) = &self.format {
-            image.set_backing_size(backing.size());
-        }
+    pub fn with_backing(self, backing: Arc<Self>) -> Self {
+        self.format.set_backing_size(backing.size());
         Self { backing: Some(backing), ..self }
     }
 
-    /// What the image says of the file behind it.
+    /// The backing file that the image names.
     pub fn backing_file(&self) -> Option<&Backing> {
-        match &self.format {
-            Format::Raw(_) => None,
-            Format::Qcow2(image) => image.backing(),
-        }
+        self.format.backing_file()
     }
 
-    /// What the image says of the file that holds the guest's data, if that is another one.
+    /// The file that the image names as the one with the guest's data, if that is another one.
     pub fn data_file(&self) -> Option<&DataFile> {
-        match &self.format {
-            Format::Raw(_) => None,
-            Format::Qcow2(image) => image.data_file(),
-        }
+        self.format.data_file()
     }
 
     /// The name of the image's format, as on the command line.
@@ -227,31 +128,17 @@ impl<S: Storage> Disk<S> {
 
     /// Bytes of a cluster; `None` where the format has none.
     pub fn cluster_size(&self) -> Option<u64> {
-        match &self.format {
-            Format::Raw(_) => None,
-            Format::Qcow2(image) => Some(image.cluster_size()),
-        }
+        self.format.cluster_size()
     }
 
-    /// What a qcow2 image says of itself.
-    pub fn qcow2_features(&self) -> Option<Features> {
-        match &self.format {
-            Format::Raw(_) => None,
-            Format::Qcow2(image) => Some(image.features()),
-        }
+    /// The properties that the image's header states; `None` where the format has no header.
+    pub fn features(&self) -> Option<Features> {
+        self.format.features()
     }
 
-    /// The bytes that space is given out in: a write of fewer takes as many. A power of two.
+    /// Bytes of the unit in which space is allocated, a power of two: a write of fewer takes as many.
     pub fn allocation_unit(&self) -> u64 {
-        match &self.format {
-            Format::Raw(_) => u64::from(self.alignment.offset),
-            Format::Qcow2(image) => image.subcluster_size(),
-        }
-    }
-
-    /// The least durability of each write.
-    pub(crate) fn least_durability(&self) -> Durability {
-        self.options.durability
+        self.format.allocation_unit()
     }
 
     /// How people call it: the path of the image, mostly.
@@ -283,8 +170,8 @@ impl<S: Storage> Disk<S> {
     /// writes always work; the capability says whether they are quick.
     pub fn capabilities(&self) -> Capabilities {
         let mut capabilities = self.storage().capabilities();
-        if let Format::Qcow2(_) = self.format {
-            // Tables are written when a flush asks for it, and clusters can always be given back.
+        if self.format.has_metadata() {
+            // Metadata is written when a flush asks for it, and clusters can always be given back.
             capabilities.write_cache = WriteCache::Volatile;
             capabilities.discard = Offload::Available;
         }
@@ -301,9 +188,9 @@ impl<S: Storage> Disk<S> {
     pub fn stats(&self) -> Counters {
         let (image, data) = (self.format.storage(), self.format.data());
         if std::ptr::eq(image, data) {
-            return self.stats.read(&[&image.stats]);
+            return self.stats.read(&[image.stats()]);
         }
-        self.stats.read(&[&image.stats, &data.stats])
+        self.stats.read(&[image.stats(), data.stats()])
     }
 
     /// Carries out one request.
@@ -321,90 +208,100 @@ impl<S: Storage> Disk<S> {
     /// After a failed flush every flush and durable write fails until the disk is opened anew.
     pub async fn submit(&self, request: Request) -> Result<()> {
         let _counted = self.stats.begin(&request);
-        let debt = match request {
-            Request::Read { offset, into } => self.submit_read(offset, into).await?,
+        let sync = match request {
+            Request::Read { offset, into } => return self.submit_read(offset, into).await,
             Request::Write { offset, from, durability } => {
-                let _pass = self.gate.enter().await;
-                self.submit_write(offset, from, durability).await?
+                let (_pass, sync) = (self.gate.enter().await, self.begin_sync(durability));
+                self.submit_write(offset, from, &sync).await?;
+                sync
             }
             Request::WriteZeroes { range, unmap, fallback, durability } => {
-                let _pass = self.gate.enter().await;
-                self.submit_zeroes(range, Zeroing { unmap, fallback, durability }).await?
+                let (_pass, sync) = (self.gate.enter().await, self.begin_sync(durability));
+                self.submit_zeroes(range, ZeroOptions { unmap, fallback }, &sync).await?;
+                sync
             }
             Request::Discard { range, durability } => {
-                let _pass = self.gate.enter().await;
-                self.submit_discard(range, durability).await?
+                let (_pass, sync) = (self.gate.enter().await, self.begin_sync(durability));
+                self.submit_discard(range, &sync).await?;
+                sync
             }
             Request::Flush => return self.format.flush(SyncMode::Data).await,
             Request::Prefetch { range } => {
                 self.check_inside(range)?;
-                self.prefetch(range).await?;
-                Debt::Nothing
+                return self.prefetch(range).await;
             }
         };
-        self.pay(debt).await
+        sync.complete().await
+    }
+
+    /// What a request's writes and its end need to make it as durable as it asks, and at least as durable
+    /// as the disk's options ask.
+    pub(crate) fn begin_sync(&self, asked: Durability) -> RequestSync<'_, S> {
+        RequestSync::new(&self.format, asked.max(self.options.durability))
     }
 
     // What is not aligned, zero writes and discards are boxed below, so that the future of the common
     // way stays small.
 
-    pub(crate) async fn submit_read(&self, offset: u64, into: IoVector) -> Result<Debt> {
+    pub(crate) async fn submit_read(&self, offset: u64, into: IoVector) -> Result<()> {
         let range = self.check_end(offset, into.len() as u64, ErrorKind::InvalidInput)?;
         if range.is_empty() {
-            return Ok(Debt::Nothing);
+            return Ok(());
         }
         if self.alignment.admits(offset, &into) {
-            self.read(range, into).await?;
-        } else {
-            let _claim = self.hold_end(range).await;
-            Box::pin(self.read_bounced(range, into)).await?;
+            return self.read(range, into).await;
         }
-        Ok(Debt::Nothing)
+        let _claim = self.hold_end(range).await;
+        Box::pin(self.read_bounced(range, into)).await
     }
 
     async fn submit_write(
         &self,
         offset: u64,
         from: IoVector,
-        durability: Durability,
-    ) -> Result<Debt> {
+        sync: &RequestSync<'_, S>,
+    ) -> Result<()> {
         self.check_access(offset)?;
         let range = self.check_end(offset, from.len() as u64, ErrorKind::PastEnd)?;
         if range.is_empty() {
-            return Ok(Debt::Nothing);
+            return Ok(());
         }
-        if let Some(how) = self.zeroing(durability) {
+        if let Some(how) = self.zero_options() {
             let is_zero = is_zero(&from).await;
             // Zeros in the place of a guest's lost memory are not to be stored.
             from.check_intact()?;
             if is_zero {
-                return Box::pin(self.submit_zeroes(range, how)).await;
+                return Box::pin(self.submit_zeroes(range, how, sync)).await;
             }
         }
-        let durability = durability.max(self.options.durability);
         let claim = self.claim(range).await;
         if self.alignment.admits(offset, &from) {
-            self.write(range, from, durability).await
+            self.write(range, from, sync).await
         } else {
-            Box::pin(self.write_bounced(range, from, durability, &claim)).await
+            Box::pin(self.write_bounced(range, from, sync, &claim)).await
         }
     }
 
     /// How a write of zeros is made a zero write, if it is to be one.
-    fn zeroing(&self, durability: Durability) -> Option<Zeroing> {
+    fn zero_options(&self) -> Option<ZeroOptions> {
         let unmap = match self.options.detect_zeroes {
             DetectZeroes::Off => return None,
             DetectZeroes::On => Unmap::Forbidden,
             DetectZeroes::Unmap => Unmap::Allowed,
         };
-        Some(Zeroing { unmap, fallback: Fallback::Allowed, durability })
+        Some(ZeroOptions { unmap, fallback: Fallback::Allowed })
     }
 
-    async fn submit_zeroes(&self, range: ByteRange, mut how: Zeroing) -> Result<Debt> {
+    async fn submit_zeroes(
+        &self,
+        range: ByteRange,
+        mut how: ZeroOptions,
+        sync: &RequestSync<'_, S>,
+    ) -> Result<()> {
         self.check_access(range.offset())?;
         self.check_end(range.offset(), range.length(), ErrorKind::PastEnd)?;
         if range.is_empty() {
-            return Ok(Debt::Nothing);
+            return Ok(());
         }
         let quick = self.capabilities().write_zeroes;
         if how.fallback == Fallback::Forbidden && quick == Offload::Unavailable {
@@ -413,12 +310,11 @@ impl<S: Storage> Disk<S> {
         if self.options.discard == Discard::Ignore {
             how.unmap = Unmap::Forbidden;
         }
-        how.durability = how.durability.max(self.options.durability);
         let claim = self.claim(range).await;
-        Box::pin(self.write_zeroes(range, how, &claim)).await
+        Box::pin(self.write_zeroes(range, how, sync, &claim)).await
     }
 
-    async fn submit_discard(&self, range: ByteRange, durability: Durability) -> Result<Debt> {
+    async fn submit_discard(&self, range: ByteRange, sync: &RequestSync<'_, S>) -> Result<()> {
         self.check_access(range.offset())?;
         self.check_inside(range)?;
         // Blocks that the range covers only in part stay as they are, but for the disk's last one.
@@ -427,11 +323,11 @@ impl<S: Storage> Disk<S> {
         let is_to_end = range.end() == self.size();
         let end = if is_to_end { range.end() } else { range.end() & !(block - 1) };
         if start >= end || self.capabilities().discard != Offload::Available {
-            return Ok(Debt::Nothing);
+            return Ok(());
         }
         let whole = ByteRange::between(start, end);
         let _claim = self.claim(whole).await;
-        Box::pin(self.discard(whole, durability.max(self.options.durability))).await
+        Box::pin(self.discard(whole, sync)).await
     }
 
     /// All writes completed so far become durable. As [`Request::Flush`].
@@ -439,16 +335,13 @@ impl<S: Storage> Disk<S> {
         self.submit(Request::Flush).await
     }
 
-    /// Looks for errors in the image, which nobody changes meanwhile and whose changes are flushed;
-    /// `None` where the format has nothing to check.
+    /// Looks for errors in the image, whose changes are flushed and which must not change meanwhile; `None`
+    /// where the format has nothing to check.
     ///
     /// # Errors
     /// Only what the storage answers: what is wrong with the image is in the report.
     pub async fn check(&self) -> Result<Option<CheckReport>> {
-        match &self.format {
-            Format::Raw(_) => Ok(None),
-            Format::Qcow2(image) => qcow2::check(image).await.map(Some),
-        }
+        self.format.check().await
     }
 
     /// Makes everything durable, before the disk is dropped.

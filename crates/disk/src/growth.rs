@@ -3,7 +3,6 @@
 
 use blockhouse_core::{ByteRange, Error, ErrorKind, Result};
 use blockhouse_engine::HostFile;
-use blockhouse_format::Format;
 
 use crate::Disk;
 
@@ -18,7 +17,7 @@ impl Disk<HostFile> {
     /// The host's, or `InvalidInput` when the file became shorter, because what is missing can be neither
     /// read nor kept; the disk stays as it is.
     pub async fn follow_file(&self) -> Result<Option<u64>> {
-        if !matches!(self.format, Format::Raw(_)) {
+        if !self.format.is_identity() {
             return Ok(None);
         }
         let file = self.format.storage().storage();

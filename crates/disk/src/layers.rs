@@ -4,8 +4,6 @@
 use std::sync::Arc;
 
 use blockhouse_core::{Buffer, ByteRange, Error, ErrorKind, Extent, IoVector, Result, Storage};
-use blockhouse_format::Format;
-use blockhouse_format::qcow2::{Compression, decompress};
 use futures_util::future::LocalBoxFuture;
 
 use crate::Disk;
@@ -19,8 +17,8 @@ impl<S: Storage> Disk<S> {
     pub(crate) async fn read_place(&self, host: u64, into: IoVector) -> Result<()> {
         let block = u64::from(self.alignment.offset);
         let is_aligned = (host | into.len() as u64) & (block - 1) == 0;
-        // A raw image has one place that is not aligned, and the storage takes that one as it is.
-        if is_aligned || matches!(self.format, Format::Raw(_)) {
+        // Where the disk is the storage only its end is not aligned, and the storage takes that as it is.
+        if is_aligned || self.format.is_identity() {
             return self.storage().read(host, into).await;
         }
         Box::pin(self.read_misaligned(host, into)).await
@@ -51,8 +49,7 @@ impl<S: Storage> Disk<S> {
         length: u64,
         mut into: IoVector,
     ) -> Result<()> {
-        let (Format::Qcow2(image), Some(place)) = (&self.format, ByteRange::new(host, length))
-        else {
+        let Some(place) = ByteRange::new(host, length) else {
             return Err(self.misplaced(extent));
         };
         let packed = PackedPlace { guest: extent.alloc_range, host: place };
@@ -61,14 +58,14 @@ impl<S: Storage> Disk<S> {
             true => self.unpacked.find(packed).unwrap_or_default(),
             false => self.unpacked.find_or_add(packed),
         };
-        let cluster = cell.get_or_try_init(|| self.unpack(image.compression(), packed)).await?;
+        let cluster = cell.get_or_try_init(|| self.unpack(packed)).await?;
         let skipped = (extent.guest.offset() - extent.alloc_range.offset()) as usize;
         into.copy_from(&cluster.bytes()[skipped..skipped + into.len()]);
         Ok(())
     }
 
     /// The bytes of a compressed cluster.
-    async fn unpack(&self, kind: Compression, place: PackedPlace) -> Result<Buffer> {
+    async fn unpack(&self, place: PackedPlace) -> Result<Buffer> {
         let PackedPlace { guest, host } = place;
         let outer = host.align_outward(u64::from(self.alignment.offset));
         let whole = guest.length() as usize;
@@ -79,7 +76,7 @@ impl<S: Storage> Disk<S> {
         let length = self.storage().size().saturating_sub(host.offset()).min(host.length());
         let packed = &memory.packed.bytes()[start..start + length as usize];
         self.stats.unpacked();
-        decompress(kind, packed, memory.cluster.bytes_mut()).map_err(|why| {
+        self.format.decompress(packed, memory.cluster.bytes_mut()).map_err(|why| {
             let guest = guest.offset();
             let what = format!("cannot unpack the cluster of the guest's offset {guest} ({why})");
             Error::new(ErrorKind::Corrupt, what)
@@ -103,7 +100,7 @@ impl<S: Storage> Disk<S> {
             if inside.is_empty() {
                 return Ok(());
             }
-            backing.submit_read(inside.offset(), into).await.map(|_| ())
+            backing.submit_read(inside.offset(), into).await
         })
     }
 

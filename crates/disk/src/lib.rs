@@ -31,7 +31,7 @@
 //! # Ok::<(), blockhouse_core::Error>(())
 //! ```
 //!
-//! A storage of your own becomes a disk by [`Disk::raw`] or [`Disk::qcow2`]. Tools of `qemu-img` are here as well:
+//! A storage of your own becomes a disk by [`Disk::raw`] or [`Disk::open`]. Tools of `qemu-img` are here as well:
 //! [`Copying`], [`Comparing`], snapshots, resize, commit, rebase and VM state.
 #![forbid(unsafe_code)]
 
@@ -44,14 +44,14 @@ mod compare;
 mod convert;
 mod copy;
 mod disk;
-mod durable;
+mod durability;
 mod gate;
-mod generations;
 mod growth;
 mod layers;
 mod limits;
 mod lock;
 mod open;
+mod options;
 mod packed;
 mod path;
 mod placement;
@@ -68,19 +68,18 @@ mod vmstate;
 mod zero;
 
 pub use block_status::{BlockStatus, BlockStatusCache};
-pub use blockhouse_format::qcow2::{
-    Backing, CheckReport, Compression, DataFile, Features, Snapshot,
+pub use blockhouse_format::{
+    Backing, CheckReport, Compression, DataFile, Features, ImageFormat, Snapshot,
 };
 pub use chain::{
     is_address, open, open_alone, open_snapshot, open_storage, open_tables, open_with_base,
 };
 pub use compare::{Comparing, first_status_difference};
 pub use convert::{Before, CopyOptions, CopyProgress, Copying, Packing};
-pub use disk::{Access, DetectZeroes, Discard, Disk, FlushPolicy, Options};
+pub use disk::Disk;
 pub use lock::hold;
-pub use open::{
-    CacheMode, ImageFormat, ImageOptions, Locking, check_new_name, check_raw_backing, create,
-};
+pub use open::{CacheMode, ImageOptions, Locking, check_new_name, check_raw_backing, create};
+pub use options::{Access, DetectZeroes, Discard, FlushPolicy, Options};
 pub use packed::Packed;
 pub use placement::{Content, Placement};
 pub use publish::{Existing, publish};

@@ -8,91 +8,12 @@ use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 use std::str::FromStr;
 
-use blockhouse_core::{Durability, Error, ErrorKind, Result, Storage, SyncMode};
+use blockhouse_core::{Durability, Error, ErrorKind, Result, Storage};
 use blockhouse_engine::{HostFile, OpenMode, PageCache};
-use blockhouse_format::{probe, qcow2};
+use blockhouse_format::{ImageFormat, initial_file_size, probe};
 
 use crate::publish::sync_folder;
-use crate::{Access, DetectZeroes, Discard, Disk, FlushPolicy, Options};
-
-/// The image formats that can be opened.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum ImageFormat {
-    /// The disk byte for byte.
-    Raw,
-    /// QEMU's format: clusters that tables say the place of.
-    Qcow2,
-}
-
-impl FromStr for ImageFormat {
-    type Err = String;
-
-    fn from_str(name: &str) -> Result<Self, String> {
-        match name {
-            "raw" => Ok(Self::Raw),
-            "qcow2" => Ok(Self::Qcow2),
-            _ => Err(format!(
-                "there is no format '{name}': images are raw or qcow2 (qemu-img convert makes qcow2 \
-                 of many others)"
-            )),
-        }
-    }
-}
-
-impl ImageFormat {
-    /// The name on the command line and in images.
-    pub fn as_str(self) -> &'static str {
-        match self {
-            Self::Raw => "raw",
-            Self::Qcow2 => "qcow2",
-        }
-    }
-
-    /// The format that a file's name stands for: `.qcow2`, otherwise raw.
-    pub fn by_name(path: &Path) -> Self {
-        match suffix(path).as_deref() {
-            Some("qcow2") => Self::Qcow2,
-            _ => Self::Raw,
-        }
-    }
-
-    /// The format that the name of a new file stands for: as [`by_name`](Self::by_name), but a name of
-    /// another format is refused, because its owner does not expect a raw image.
-    ///
-    /// # Errors
-    /// What is wrong with the name, and how to say what is meant.
-    pub fn for_new(path: &Path) -> Result<Self, String> {
-        match suffix(path) {
-            Some(suffix) if FOREIGN_SUFFIXES.contains(&&*suffix) => Err(format!(
-                "{}: images of the format '.{suffix}' cannot be made; say --format qcow2 or \
-                 --format raw if the file is to have this name nevertheless",
-                path.display()
-            )),
-            _ => Ok(Self::by_name(path)),
-        }
-    }
-}
-
-/// Names of files in formats that are neither read nor written here.
-const FOREIGN_SUFFIXES: [&str; 12] = [
-    "bochs",
-    "cloop",
-    "dmg",
-    "luks",
-    "parallels",
-    "qcow",
-    "qed",
-    "vdi",
-    "vhd",
-    "vhdx",
-    "vmdk",
-    "vpc",
-];
-
-/// What follows the last dot of a file's name, in small letters.
-fn suffix(path: &Path) -> Option<String> {
-    path.extension()?.to_str().map(str::to_ascii_lowercase)
-}
+use crate::{Access, DetectZeroes, Discard, FlushPolicy};
 
 /// QEMU's cache modes: presets of page cache, default durability and flushes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -143,7 +64,7 @@ impl CacheMode {
     pub(crate) fn flush(self) -> FlushPolicy {
         match self {
             Self::Unsafe => FlushPolicy::Ignore,
-            _ => FlushPolicy::Obey,
+            _ => FlushPolicy::Honor,
         }
     }
 }
@@ -211,19 +132,9 @@ pub async fn create(path: &Path, size: u64, format: ImageFormat) -> Result<()> {
         let what = format!("a disk of {size} bytes is no multiple of 512");
         return Err(Error::new(ErrorKind::InvalidInput, what).on(&path.display().to_string()));
     }
-    let file_size = match format {
-        ImageFormat::Raw => size,
-        ImageFormat::Qcow2 => 0,
-    };
-    let file = HostFile::create(path, file_size, PageCache::Used)?;
+    let file = HostFile::create(path, initial_file_size(format, size), PageCache::Used)?;
     let finish = async {
-        match format {
-            ImageFormat::Raw => Disk::raw(file, Options::default())?.resize(size).await?,
-            ImageFormat::Qcow2 => {
-                qcow2::create(&file, &qcow2::CreateOptions::new(size)).await?;
-                file.flush(SyncMode::Full).await?;
-            }
-        }
+        blockhouse_format::create(&file, format, size).await?;
         sync_folder(path)
     };
     finish.await.inspect_err(|_| {
@@ -254,35 +165,35 @@ pub fn check_new_name(path: &Path) -> Result<()> {
         .hint("check the name of the device, or choose a path outside /dev"))
 }
 
-/// Refuses a file that would be qcow2 by its name only.
-pub(crate) async fn refuse_missing_magic(file: &HostFile) -> Result<()> {
-    let found = match probe::probe(file).await? {
-        Some("qcow2") => return Ok(()),
-        found => found,
-    };
-    let (what, hint) = match found {
-        Some(name) => ("is no qcow2 image in spite of its name", advice_for(name, file.name())),
-        None => (
-            "is no qcow2 image in spite of its name",
-            "if it was made as a raw image, say --format raw; if it was made as a qcow2 image, its \
-             header is damaged: restore it from a copy"
-                .to_owned(),
+/// Refuses a file that has the format `format` only by its name: it does not begin as one, or looks like
+/// another one.
+pub(crate) async fn check_not_misnamed(
+    file: &HostFile,
+    path: &Path,
+    format: ImageFormat,
+) -> Result<()> {
+    let found = probe::probe_file(file, path).await?;
+    let (what, hint) = match (format.has_signature(), found) {
+        (true, Some(name)) if name == format.as_str() => return Ok(()),
+        (false, None) => return Ok(()),
+        (false, Some(name)) => (
+            format!("would be opened as a {} image but looks like {name}", format.as_str()),
+            advice_for(name, file.name()),
+        ),
+        (true, Some(name)) => (
+            format!("is no {} image in spite of its name", format.as_str()),
+            advice_for(name, file.name()),
+        ),
+        (true, None) => (
+            format!("is no {} image in spite of its name", format.as_str()),
+            format!(
+                "if it was made as a raw image, say --format raw; if it was made as a {} image, its \
+                 header is damaged: restore it from a copy",
+                format.as_str()
+            ),
         ),
     };
     Err(Error::new(ErrorKind::InvalidInput, what).on(file.name()).hint(hint))
-}
-
-/// Refuses a file that would be raw by its name but looks like something else.
-pub(crate) async fn refuse_disguise(file: &HostFile, path: &Path) -> Result<()> {
-    let mut found = probe::probe(file).await?;
-    if found.is_none() && matches!(suffix(path).as_deref(), Some("dmg" | "vhd" | "vpc")) {
-        found = probe::probe_end(file).await?;
-    }
-    let Some(name) = found else { return Ok(()) };
-    let what = format!("would be opened as a raw image but looks like {name}");
-    Err(Error::new(ErrorKind::InvalidInput, what)
-        .on(file.name())
-        .hint(advice_for(name, file.name())))
 }
 
 /// What to do about an image that looks like the format `name`. A guest can write any bytes to its raw

@@ -1,11 +1,9 @@
 //! Writing clusters in compressed form.
 
 use blockhouse_core::{ByteRange, Durability, Error, ErrorKind, ExtentState, Result, Storage};
-use blockhouse_format::Format;
-use blockhouse_format::qcow2::{Compression, compress};
+use blockhouse_format::Compression;
 
 use crate::Disk;
-use crate::durable::{Debt, Plan};
 use crate::prepared::Prepared;
 
 /// What became of a cluster that was to be compressed.
@@ -20,10 +18,7 @@ pub enum Packed {
 impl<S: Storage> Disk<S> {
     /// How clusters are compressed; `None` where the format has no compressed clusters.
     pub fn compression(&self) -> Option<Compression> {
-        match &self.format {
-            Format::Raw(_) => None,
-            Format::Qcow2(image) => Some(image.compression()),
-        }
+        self.format.compression()
     }
 
     /// Stores `bytes`, which are those of the one cluster at `offset` (fewer where the disk ends
@@ -41,8 +36,10 @@ impl<S: Storage> Disk<S> {
         let Some(packed) = self.pack(bytes, cluster_size) else {
             return Ok(Packed::NotWorthwhile);
         };
-        let debt = self.write_packed(range, &packed).await?;
-        self.pay(debt).await?;
+        let sync = self.begin_sync(Durability::None);
+        self.write_packed(range, &packed).await?;
+        sync.note_plain_operation();
+        sync.complete().await?;
         Ok(Packed::Stored)
     }
 
@@ -63,28 +60,26 @@ impl<S: Storage> Disk<S> {
 
     /// The compressed form, if with its padding to whole blocks it is shorter than a cluster.
     fn pack(&self, bytes: &[u8], cluster_size: u64) -> Option<Vec<u8>> {
-        let kind = self.compression()?;
         let packed = if bytes.len() as u64 == cluster_size {
-            compress(kind, bytes)?
+            self.format.compress(bytes)?
         } else {
             // What lies past the disk's end reads as zeros, should it grow.
             let mut whole = bytes.to_vec();
             whole.resize(cluster_size as usize, 0);
-            compress(kind, &whole)?
+            self.format.compress(&whole)?
         };
         let block = u64::from(self.alignment.offset);
         let length = (packed.len() as u64).next_multiple_of(block);
         (length < cluster_size).then_some(packed)
     }
 
-    async fn write_packed(&self, range: ByteRange, packed: &[u8]) -> Result<Debt> {
+    async fn write_packed(&self, range: ByteRange, packed: &[u8]) -> Result<()> {
         let claim = self.claim(range).await;
         let extent = self.format.map_compressed(range, packed.len() as u64).await?;
         let mut extent = Prepared::new(&self.format, extent);
         let ExtentState::Compressed { host, length } = extent.state else {
             return Err(self.misplaced(&extent));
         };
-        let plan = Plan::without_fua(self.least_durability(), self.fua());
         // After the place, as for copies: who waits for this memory holds none of it.
         self.unpacked.forget(extent.alloc_range);
         let mut memory = self.clusters.for_copy(length as usize).await?;
@@ -95,6 +90,6 @@ impl<S: Storage> Disk<S> {
         let outcome = self.storage().write(host, memory.lend(), Durability::None).await;
         extent.settle(outcome, Durability::None).await?;
         drop(claim);
-        Ok(plan.debt())
+        Ok(())
     }
 }

@@ -6,9 +6,9 @@
 //! at most [`MAX_PART`] bytes each. Between them it yields, see [`WorkBudget`]: what needs no
 //! waiting (holes, look-ups, decompression) keeps no other task of the thread waiting.
 //!
-//! The durability decision of a write is made once, before its first byte goes down: for a request
-//! of a few extents with all of them known, else for any extents that may come. Each prepared extent is
-//! committed as soon as its data arrived. All operations of a request are waited for, also when one
+//! The durability of a write is decided before its data is written ([`RequestSync`]): for all extents
+//! together where all are known, else for each part. Each prepared extent is linked as soon as its data
+//! is written. All operations of a request are waited for, also when one
 //! fails, since a request that was answered must not touch the disk or its memory any more.
 
 use std::cell::Cell;
@@ -16,15 +16,14 @@ use std::ops::Deref;
 
 use blockhouse_core::sync::run_bounded;
 use blockhouse_core::{
-    ByteRange, Durability, Error, ErrorKind, Extent, ExtentFlags, ExtentState, Fua, IoVector,
-    Result, Storage, WorkBudget,
+    ByteRange, Error, ErrorKind, Extent, ExtentFlags, ExtentState, IoVector, Result, Storage,
+    WorkBudget,
 };
 use blockhouse_format::Intent;
 use futures_util::stream::{self, Stream, StreamExt};
 
 use crate::Disk;
-use crate::durable::{Debt, Plan};
-use crate::generations::Generations;
+use crate::durability::{DurabilityPlan, FlushTracker, RequestSync, Writes};
 use crate::prepared::Prepared;
 
 /// How many operations of one request are in flight together, and how many extents of a write are
@@ -35,8 +34,6 @@ const TOGETHER: usize = 16;
 const MAX_PART: u64 = 4 << 20;
 /// Where longer requests are cut: no cluster of any format lies on both sides.
 const CUT_ALIGNMENT: u64 = 2 << 20;
-/// The most bytes of a guest that a round of tables waits for: more take as long as a round of their own.
-const MAX_AWAITED: u64 = 256 * 1024;
 
 impl<S: Storage> Disk<S> {
     /// Fills `into` with the bytes of `range`.
@@ -51,21 +48,19 @@ impl<S: Storage> Disk<S> {
         Box::pin(self.read_parts(first, range, into)).await
     }
 
-    /// Stores `from` in `range`; the answer says what is left to do for its durability.
+    /// Stores `from` in `range`, as durable as `sync` says once it is completed.
     pub(crate) async fn write(
         &self,
         range: ByteRange,
         from: IoVector,
-        durability: Durability,
-    ) -> Result<Debt> {
+        sync: &RequestSync<'_, S>,
+    ) -> Result<()> {
         let first = self.prepare(first_part(range), Intent::Write).await?;
         if first.guest == range {
-            let plan = self.plan([&*first].into_iter(), durability);
-            let debt = plan.debt_for([&*first].into_iter());
-            self.write_extent(first, from, plan).await?;
-            return Ok(debt);
+            let plan = sync.plan_data([&*first].into_iter(), Writes::Counted(1));
+            return self.write_extent(first, from, plan).await;
         }
-        Box::pin(self.write_parts(first, range, from, durability)).await
+        Box::pin(self.write_parts(first, range, from, sync)).await
     }
 
     /// Tells the storage that `range` will be read.
@@ -144,8 +139,8 @@ impl<S: Storage> Disk<S> {
         first: Prepared<'_, S>,
         range: ByteRange,
         from: IoVector,
-        durability: Durability,
-    ) -> Result<Debt> {
+        sync: &RequestSync<'_, S>,
+    ) -> Result<()> {
         let mut rest = range.skip(first.guest.length());
         let mut known = vec![first];
         while !rest.is_empty() && known.len() < TOGETHER {
@@ -153,7 +148,7 @@ impl<S: Storage> Disk<S> {
             rest = rest.skip(extent.guest.length());
             known.push(extent);
         }
-        self.write_extents(known, rest, from, durability).await
+        self.write_extents(known, rest, from, sync).await
     }
 
     /// Writes to prepared extents and to `rest`, which follows them.
@@ -162,13 +157,11 @@ impl<S: Storage> Disk<S> {
         known: Vec<Prepared<'_, S>>,
         rest: ByteRange,
         mut from: IoVector,
-        durability: Durability,
-    ) -> Result<Debt> {
-        let plan = match rest.is_empty() && from.len() as u64 <= MAX_PART {
-            true => self.plan(known.iter().map(Deref::deref), durability),
-            // Many parts are cheaper with one flush for all than with FUA each.
-            false => Plan::without_fua(durability, self.fua()),
-        };
+        sync: &RequestSync<'_, S>,
+    ) -> Result<()> {
+        let is_all_known = rest.is_empty() && from.len() as u64 <= MAX_PART;
+        let common_plan = is_all_known
+            .then(|| sync.plan_data(known.iter().map(Deref::deref), Writes::Counted(known.len())));
         let stopped = Cell::new(false);
         let others = stream::unfold(rest, |rest| {
             let is_over = rest.is_empty() || stopped.get();
@@ -181,7 +174,7 @@ impl<S: Storage> Disk<S> {
                 Some((extent, rest.skip(length)))
             }
         });
-        let (budget, debt) = (&WorkBudget::new(), &Cell::new(Debt::Nothing));
+        let budget = &WorkBudget::new();
         let parts = stream::iter(known).map(Ok).chain(others).map(|extent: Result<_>| {
             let part = extent.map(|extent| {
                 let part = take(&mut from, &extent);
@@ -189,35 +182,25 @@ impl<S: Storage> Disk<S> {
             });
             async move {
                 let (extent, from) = part?;
-                debt.set(debt.get().and(plan.debt_for([&*extent].into_iter())));
+                let plan = common_plan
+                    .unwrap_or_else(|| sync.plan_data([&*extent].into_iter(), Writes::Unbounded));
                 budget.charge(WorkBudget::LOOK_UP);
                 self.write_extent(extent, from, plan).await
             }
         });
-        run_bounded(TOGETHER, budget, &stopped, parts).await?;
-        Ok(debt.get())
-    }
-
-    /// How writes of data to prepared extents become durable.
-    fn plan<'a>(
-        &self,
-        extents: impl ExactSizeIterator<Item = &'a Extent> + Clone,
-        durability: Durability,
-    ) -> Plan {
-        Plan::for_writes(durability, self.fua(), extents, || self.format.metadata_sync_mode())
+        run_bounded(TOGETHER, budget, &stopped, parts).await
     }
 
     async fn write_extent(
         &self,
         extent: Prepared<'_, S>,
         from: IoVector,
-        plan: Plan,
+        plan: DurabilityPlan,
     ) -> Result<()> {
         let ExtentState::Mapped { host } = extent.state else {
             return Err(self.misplaced(&extent));
         };
-        // Durable writes leave no holes: to fill one later by FUA costs the host file system's journal.
-        let can_leave_holes = plan == Plan::Plain && extent.flags.contains(ExtentFlags::ZEROED);
+        let can_leave_holes = plan.may_leave_holes() && extent.flags.contains(ExtentFlags::ZEROED);
         if extent.alloc_range != extent.guest && !can_leave_holes {
             return Box::pin(self.write_whole(extent, host, from, plan)).await;
         }
@@ -230,17 +213,17 @@ impl<S: Storage> Disk<S> {
         mut extent: Prepared<'_, S>,
         host: u64,
         from: IoVector,
-        plan: Plan,
+        plan: DurabilityPlan,
     ) -> Result<()> {
-        let durability = plan.of_each_write();
-        let needs_round = matches!(plan, Plan::ThenFlush(_)) && !extent.is_pure_overwrite();
-        let is_short = extent.guest.length() <= MAX_AWAITED;
-        let data_write =
-            if needs_round && is_short { self.format.begin_data_write() } else { None };
+        let durability = plan.write_durability();
+        let data_write = match plan.joins_writeback(&extent) {
+            true => self.format.begin_data_write(),
+            false => None,
+        };
         extent.set_moving();
         let outcome = self.storage().write(host, from, durability).await;
-        // Before the commit, which may itself wait for a round. On another loop's thread the round may
-        // begin between the two: then there is another one.
+        // Before the link, which may itself wait for a writeback. On another loop's thread the writeback
+        // may begin between the two: then one more follows.
         drop(data_write);
         extent.settle(outcome, durability).await
     }
@@ -264,12 +247,8 @@ impl<S: Storage> Disk<S> {
     }
 
     /// Where the guest's data is.
-    pub(crate) fn storage(&self) -> &Generations<S> {
+    pub(crate) fn storage(&self) -> &FlushTracker<S> {
         self.format.data()
-    }
-
-    pub(crate) fn fua(&self) -> Fua {
-        self.storage().capabilities().fua
     }
 }
 

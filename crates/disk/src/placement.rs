@@ -1,8 +1,7 @@
 //! Where each part of a disk is stored, through all layers: for people who ask, not for the I/O path.
 
 use blockhouse_core::{Allocation, ByteRange, ExtentState, Result, Storage};
-use blockhouse_format::qcow2::Qcow2;
-use blockhouse_format::{Format, Intent};
+use blockhouse_format::Intent;
 
 use crate::block_status::HostRuns;
 use crate::layers::within;
@@ -60,11 +59,11 @@ impl<S: Storage> Disk<S> {
         self.check_inside(range)?;
         let (mut layer, mut rest, mut depth) = (self, range, 0);
         loop {
-            let Format::Qcow2(image) = &layer.format else {
-                let (guest, content) = layer.raw_content(rest, cache, depth).await?;
+            if layer.format.is_identity() {
+                let (guest, content) = layer.identity_content(rest, cache, depth).await?;
                 return Ok(Placement { guest, depth, content });
-            };
-            let extent = image.map(rest, Intent::Read).await?;
+            }
+            let extent = layer.format.map(rest, Intent::Read).await?;
             if extent.state == ExtentState::Backing {
                 let behind = layer.backing()?;
                 let inside = within(extent.guest, behind.size());
@@ -74,7 +73,7 @@ impl<S: Storage> Disk<S> {
                 }
             }
             let runs = cache.layer(depth);
-            let (guest, content) = qcow2_content(image, extent.guest, extent.state, runs).await?;
+            let (guest, content) = layer.mapped_content(extent.guest, extent.state, runs).await?;
             return Ok(Placement { guest, depth, content });
         }
     }
@@ -88,8 +87,8 @@ impl<S: Storage> Disk<S> {
         Some(layer)
     }
 
-    /// In a raw image everything has its place, holes of the file as well.
-    async fn raw_content(
+    /// Where the disk is the storage everything has its place, holes of the file as well.
+    async fn identity_content(
         &self,
         range: ByteRange,
         cache: &mut BlockStatusCache,
@@ -103,26 +102,26 @@ impl<S: Storage> Disk<S> {
         };
         Ok((range.truncate(length), content))
     }
-}
 
-async fn qcow2_content<S: Storage>(
-    image: &Qcow2<S>,
-    guest: ByteRange,
-    state: ExtentState,
-    runs: &mut HostRuns,
-) -> Result<(ByteRange, Content)> {
-    Ok(match state {
-        ExtentState::Mapped { host } => written(image.data(), guest, host, runs).await?,
-        ExtentState::Compressed { .. } => (guest, Content::Compressed),
-        ExtentState::Zero => {
-            let (host, length) = image.preallocated_offset(guest).await?;
-            (guest.truncate(length), Content::Zero { host })
-        }
-        ExtentState::Hole | ExtentState::Backing => {
-            let (host, length) = image.preallocated_offset(guest).await?;
-            (guest.truncate(length), Content::Hole { host })
-        }
-    })
+    async fn mapped_content(
+        &self,
+        guest: ByteRange,
+        state: ExtentState,
+        runs: &mut HostRuns,
+    ) -> Result<(ByteRange, Content)> {
+        Ok(match state {
+            ExtentState::Mapped { host } => written(self.storage(), guest, host, runs).await?,
+            ExtentState::Compressed { .. } => (guest, Content::Compressed),
+            ExtentState::Zero => {
+                let (host, length) = self.format.preallocated_offset(guest).await?;
+                (guest.truncate(length), Content::Zero { host })
+            }
+            ExtentState::Hole | ExtentState::Backing => {
+                let (host, length) = self.format.preallocated_offset(guest).await?;
+                (guest.truncate(length), Content::Hole { host })
+            }
+        })
+    }
 }
 
 /// The first bytes of `guest`, which are mapped to `host`: clusters that were allocated ahead of

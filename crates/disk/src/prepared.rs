@@ -5,12 +5,12 @@ use std::ops::Deref;
 use blockhouse_core::{Durability, Extent, Result, Storage};
 use blockhouse_format::{Abort, Format};
 
-use crate::generations::Generations;
+use crate::durability::FlushTracker;
 
 /// An extent that the format has prepared: committed when its data arrived, else given back, also
 /// when the request is dropped.
 pub(crate) struct Prepared<'a, S: Storage> {
-    format: &'a Format<Generations<S>>,
+    format: &'a Format<FlushTracker<S>>,
     extent: Extent,
     stage: Stage,
 }
@@ -26,7 +26,7 @@ enum Stage {
 }
 
 impl<'a, S: Storage> Prepared<'a, S> {
-    pub(crate) fn new(format: &'a Format<Generations<S>>, extent: Extent) -> Self {
+    pub(crate) fn new(format: &'a Format<FlushTracker<S>>, extent: Extent) -> Self {
         Self { format, extent, stage: Stage::Idle }
     }
 

@@ -6,8 +6,7 @@
 //! behind the overlay, before and after, is not read.
 
 use blockhouse_core::{Buffer, Durability, ExtentState, Request, Result, Storage};
-use blockhouse_format::qcow2::Backing;
-use blockhouse_format::{Format, Intent};
+use blockhouse_format::{Backing, Intent};
 use futures_util::stream;
 
 use crate::Disk;
@@ -28,9 +27,7 @@ impl<S: Storage> Disk<S> {
     pub async fn prepare_rebase(&self, new: Option<&Self>) -> Result<()> {
         self.check_access(0)?;
         // Zeros behind the end of the file behind have to be stored as well: the new one may be longer.
-        if let Format::Qcow2(image) = &self.format {
-            image.set_backing_size(u64::MAX);
-        }
+        self.format.set_backing_size(u64::MAX);
         let piece = self.cluster_size().unwrap_or(PIECE).max(PIECE);
         let walk = Walk::new([self].into_iter().chain(new), piece, self.size());
         let pieces = stream::unfold(Some(walk), |walk| async move {

@@ -4,15 +4,13 @@
 //! made zeros, durably, before the size changes: no crash shows it. A shorter disk loses what lies
 //! beyond, also the rest of its last cluster.
 
-use blockhouse_core::{
-    ByteRange, Durability, Error, ErrorKind, Fallback, Result, Storage, SyncMode, Unmap,
-};
+use blockhouse_core::{ByteRange, Error, ErrorKind, Fallback, Result, Storage, SyncMode, Unmap};
 
 use crate::Disk;
-use crate::zero::Zeroing;
+use crate::durability::RequestSync;
+use crate::zero::ZeroOptions;
 
-const ZEROING: Zeroing =
-    Zeroing { unmap: Unmap::Allowed, fallback: Fallback::Allowed, durability: Durability::None };
+const ZERO: ZeroOptions = ZeroOptions { unmap: Unmap::Allowed, fallback: Fallback::Allowed };
 
 impl<S: Storage> Disk<S> {
     /// Makes the disk longer; new bytes read as zeros. Durable when it returns.
@@ -32,7 +30,8 @@ impl<S: Storage> Disk<S> {
         if let Some(uncovered) = self.uncovered(old, size) {
             self.format.prepare_resize(size).await?;
             // Durable with the flush below.
-            let _ = self.write_zeroes(uncovered, ZEROING, &claim).await?;
+            let sync = RequestSync::not_required(&self.format);
+            self.write_zeroes(uncovered, ZERO, &sync, &claim).await?;
             self.format.flush(SyncMode::Data).await?;
         }
         self.format.resize(size).await?;
@@ -58,7 +57,8 @@ impl<S: Storage> Disk<S> {
         if self.data_file().is_none()
             && let Some(rest) = self.uncovered(size, self.format.end())
         {
-            let _ = self.write_zeroes(rest, ZEROING, &claim).await?;
+            let sync = RequestSync::not_required(&self.format);
+            self.write_zeroes(rest, ZERO, &sync, &claim).await?;
         }
         self.format.flush(SyncMode::Full).await
     }

@@ -7,12 +7,11 @@
 
 use std::time::{Duration, Instant, SystemTime};
 
-use blockhouse_core::{Error, ErrorKind, Result, Storage, SyncMode};
-use blockhouse_format::Format;
-use blockhouse_format::qcow2::{NewSnapshot, Qcow2, Snapshot, VmStateTables};
+use blockhouse_core::{Result, Storage, SyncMode};
+use blockhouse_format::{NewSnapshot, Snapshot, Snapshots, VmStateTables};
 
 use crate::Disk;
-use crate::generations::Generations;
+use crate::durability::FlushTracker;
 
 /// What a change of the snapshots did to the guest.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -27,7 +26,7 @@ impl<S: Storage> Disk<S> {
     /// # Errors
     /// `Unsupported` for a format without snapshots; `Corrupt` where the table contradicts the format.
     pub async fn snapshots(&self) -> Result<Vec<Snapshot>> {
-        self.tables()?.snapshots().await
+        self.format.snapshots()?.list().await
     }
 
     /// Takes a snapshot of the disk; durable when it returns.
@@ -38,7 +37,7 @@ impl<S: Storage> Disk<S> {
     /// `NoSpace`. Nothing has changed then.
     pub async fn create_snapshot(&self, name: &str) -> Result<(Snapshot, Pause)> {
         let new = named(name);
-        self.alone(async |tables| tables.create_snapshot(&new, None).await).await
+        self.alone(async |snapshots| snapshots.create(&new, None).await).await
     }
 
     /// Makes the disk what it was when the snapshot was taken, its size included; durable when it
@@ -47,7 +46,7 @@ impl<S: Storage> Disk<S> {
     /// # Errors
     /// As [`create_snapshot`](Self::create_snapshot); `InvalidInput` when there is no such snapshot.
     pub async fn apply_snapshot(&self, name: &str) -> Result<Pause> {
-        let applied = self.alone(async |tables| tables.apply_snapshot(name).await).await?;
+        let applied = self.alone(async |snapshots| snapshots.apply(name).await).await?;
         Ok(applied.1)
     }
 
@@ -56,7 +55,7 @@ impl<S: Storage> Disk<S> {
     /// # Errors
     /// As [`apply_snapshot`](Self::apply_snapshot).
     pub async fn delete_snapshot(&self, name: &str) -> Result<Pause> {
-        let deleted = self.alone(async |tables| tables.delete_snapshot(name).await).await?;
+        let deleted = self.alone(async |snapshots| snapshots.delete(name).await).await?;
         Ok(deleted.1)
     }
 
@@ -65,8 +64,7 @@ impl<S: Storage> Disk<S> {
     /// # Errors
     /// As [`create_snapshot`](Self::create_snapshot); `InvalidInput` when there is no such snapshot.
     pub async fn rename_snapshot(&self, name: &str, new_name: &str) -> Result<Pause> {
-        let renamed =
-            self.alone(async |tables| tables.rename_snapshot(name, new_name).await).await?;
+        let renamed = self.alone(async |snapshots| snapshots.rename(name, new_name).await).await?;
         Ok(renamed.1)
     }
 
@@ -77,37 +75,25 @@ impl<S: Storage> Disk<S> {
         state: &VmStateTables,
     ) -> Result<Snapshot> {
         let new = named(name);
-        let made = self.alone(async |tables| tables.create_snapshot(&new, Some(state)).await);
+        let made = self.alone(async |snapshots| snapshots.create(&new, Some(state)).await);
         Ok(made.await?.0)
     }
 
     /// Runs a change of the whole image while the guest's changes are held off.
     async fn alone<T>(
         &self,
-        change: impl AsyncFnOnce(&Qcow2<Generations<S>>) -> Result<T>,
+        change: impl AsyncFnOnce(&Snapshots<'_, FlushTracker<S>>) -> Result<T>,
     ) -> Result<(T, Pause)> {
         self.check_access(0)?;
-        let tables = self.tables()?;
-        tables.check_sharing()?;
+        let snapshots = self.format.snapshots()?;
+        snapshots.check_possible()?;
         self.format.flush(SyncMode::Data).await?;
         let began = Instant::now();
         let _alone = self.gate.shut().await;
-        let outcome = change(tables).await?;
+        let outcome = change(&snapshots).await?;
         let length = began.elapsed();
         tracing::debug!("{}: changes were held off for {length:?}", self.name());
         Ok((outcome, Pause { length }))
-    }
-
-    pub(crate) fn tables(&self) -> Result<&Qcow2<Generations<S>>> {
-        match &self.format {
-            Format::Qcow2(tables) => Ok(tables),
-            Format::Raw(_) => {
-                let what = "a raw image has no snapshots";
-                Err(Error::new(ErrorKind::Unsupported, what)
-                    .on(self.name())
-                    .hint("snapshots need a qcow2 image"))
-            }
-        }
     }
 }
 

@@ -7,23 +7,22 @@
 //! requests yield between them (see [`WorkBudget`]).
 
 use blockhouse_core::{
-    Buffer, ByteRange, Capabilities, Durability, Error, ErrorKind, ExtentState, Fallback, Offload,
-    Result, Storage, Unmap, WorkBudget,
+    Buffer, ByteRange, Durability, Error, ErrorKind, ExtentState, Fallback, Offload, Result,
+    Storage, Unmap, WorkBudget,
 };
-use blockhouse_format::{Intent, MetadataSync};
+use blockhouse_format::Intent;
 
 use crate::Disk;
-use crate::durable::{Debt, Plan};
+use crate::durability::{RequestSync, Writes};
 use crate::limits::PIECE;
 use crate::prepared::Prepared;
 use crate::tracker::Claim;
 
-/// How a zero write may go.
+/// The options of a zero write.
 #[derive(Clone, Copy)]
-pub(crate) struct Zeroing {
+pub(crate) struct ZeroOptions {
     pub(crate) unmap: Unmap,
     pub(crate) fallback: Fallback,
-    pub(crate) durability: Durability,
 }
 
 impl<S: Storage> Disk<S> {
@@ -32,108 +31,119 @@ impl<S: Storage> Disk<S> {
     pub(crate) async fn write_zeroes(
         &self,
         range: ByteRange,
-        how: Zeroing,
+        how: ZeroOptions,
+        sync: &RequestSync<'_, S>,
         claim: &Claim<'_>,
-    ) -> Result<Debt> {
+    ) -> Result<()> {
         let Some(middle) = range.align_inward(u64::from(self.alignment.offset)) else {
             if how.fallback == Fallback::Forbidden {
                 return Err(self.no_fast_zeroes(range.offset()));
             }
-            return self.write_few_zeroes(range, how.durability, claim).await;
+            return self.write_few_zeroes(range, sync, claim).await;
         };
         let head = ByteRange::between(range.offset(), middle.offset());
         let tail = ByteRange::between(middle.end(), range.end());
-        let mut debt = self.zero_blocks(middle, how).await?;
+        self.zero_blocks(middle, how, sync).await?;
         for edge in [head, tail] {
-            debt = debt.and(self.write_few_zeroes(edge, how.durability, claim).await?);
+            self.write_few_zeroes(edge, sync, claim).await?;
         }
-        Ok(debt)
+        Ok(())
     }
 
-    async fn zero_blocks(&self, range: ByteRange, mut how: Zeroing) -> Result<Debt> {
+    async fn zero_blocks(
+        &self,
+        range: ByteRange,
+        mut how: ZeroOptions,
+        sync: &RequestSync<'_, S>,
+    ) -> Result<()> {
         let budget = WorkBudget::new();
-        let mut debt = Debt::Nothing;
         let mut rest = range;
         while !rest.is_empty() {
             let extent = self.prepare(rest, Intent::Zero(how.unmap)).await?;
             rest = rest.skip(extent.guest.length());
-            debt = debt.and(self.zero_extent(extent, how).await?);
+            self.zero_extent(extent, how, sync).await?;
             // Something has changed: it is too late to refuse.
             how.fallback = Fallback::Allowed;
             budget.spend(WorkBudget::LOOK_UP).await;
         }
-        Ok(debt)
+        Ok(())
     }
 
     pub(crate) async fn zero_extent(
         &self,
         mut extent: Prepared<'_, S>,
-        how: Zeroing,
-    ) -> Result<Debt> {
+        how: ZeroOptions,
+        sync: &RequestSync<'_, S>,
+    ) -> Result<()> {
         match extent.state {
             ExtentState::Mapped { host } => {
+                let is_pure_overwrite = extent.is_pure_overwrite();
                 let place = ByteRange::between(host, host + extent.guest.length());
-                // What is copied around it goes down plainly.
-                let by_flush = || MetadataSync::Flush;
-                let extents = [&*extent].into_iter();
-                let plan = Plan::for_writes(how.durability, self.fua(), extents, by_flush);
                 let copied = self.copy_around(&mut extent, host).await;
                 extent.set_moving();
                 let outcome = match copied {
-                    Ok(()) => self.zero_place(place, how, plan).await,
+                    Ok(()) => self.zero_place(place, is_pure_overwrite, how, sync).await,
                     Err(error) => Err(error),
                 };
                 extent.settle(outcome, Durability::None).await
             }
             ExtentState::Zero | ExtentState::Hole => {
-                let debt = Debt::of_tables(how.durability, self.fua());
-                extent.settle(Ok(debt), Durability::Data).await
+                sync.note_metadata_change();
+                extent.settle(Ok(()), Durability::Data).await
             }
             ExtentState::Compressed { .. } | ExtentState::Backing => Err(self.misplaced(&extent)),
         }
     }
 
-    /// Makes a place of the storage read as zeros. `plan` is for zeros written by hand.
-    async fn zero_place(&self, host: ByteRange, how: Zeroing, plan: Plan) -> Result<Debt> {
-        let Capabilities { write_zeroes, fua, .. } = self.storage().capabilities();
-        let afterwards = Plan::without_fua(how.durability, fua);
+    /// Makes a host range read as zeros: by the storage's own operation, else with written zeros.
+    async fn zero_place(
+        &self,
+        host: ByteRange,
+        is_pure_overwrite: bool,
+        how: ZeroOptions,
+        sync: &RequestSync<'_, S>,
+    ) -> Result<()> {
         // New space may lie past the end, where a zero write would be no write at all.
         let is_inside = host.end() <= self.storage().size();
-        if write_zeroes == Offload::Available && is_inside {
+        if self.storage().capabilities().write_zeroes == Offload::Available && is_inside {
             match self.storage().write_zeroes(host, how.unmap).await {
                 Err(error) if error.kind() == ErrorKind::Unsupported => {}
-                outcome => return outcome.map(|()| afterwards.debt()),
+                outcome => {
+                    sync.note_plain_operation();
+                    return outcome;
+                }
             }
         }
         if how.fallback == Fallback::Forbidden {
             return Err(self.no_fast_zeroes(host.offset()));
         }
-        // Several pieces are cheaper with one flush for all than with FUA each.
-        let plan = if host.length() <= PIECE as u64 { plan } else { afterwards };
+        let is_one_write = host.length() <= PIECE as u64;
+        let writes = if is_one_write { Writes::Counted(1) } else { Writes::Unbounded };
+        let durability = sync.plan_zeros(is_pure_overwrite, writes).write_durability();
         let mut zeros = self.bounce_buffers.get(host.length().min(PIECE as u64) as usize).await?;
         zeros.bytes_mut().fill(0);
         let mut rest = host;
         while !rest.is_empty() {
             let piece = rest.truncate(PIECE as u64);
             let vector = zeros.lend_range(0, piece.length() as usize);
-            self.storage().write(piece.offset(), vector, plan.of_each_write()).await?;
+            self.storage().write(piece.offset(), vector, durability).await?;
             rest = rest.skip(piece.length());
         }
-        Ok(plan.debt())
+        Ok(())
     }
 
     /// Writes zeros to a range of less than two blocks.
     async fn write_few_zeroes(
         &self,
         range: ByteRange,
-        durability: Durability,
+        sync: &RequestSync<'_, S>,
         claim: &Claim<'_>,
-    ) -> Result<Debt> {
+    ) -> Result<()> {
         if range.is_empty() {
-            return Ok(Debt::Nothing);
+            return Ok(());
         }
         let zeros = Buffer::try_new(range.length() as usize)?.lend();
-        self.write_bounced(range, zeros, durability, claim).await
+        self.write_bounced(range, zeros, sync, claim).await
     }
 
     /// The refusal of a zero write for which only a quick way was welcome.
@@ -143,9 +153,9 @@ impl<S: Storage> Disk<S> {
     }
 
     /// Gives the space of `range` back, as far as the storage can.
-    pub(crate) async fn discard(&self, range: ByteRange, durability: Durability) -> Result<Debt> {
+    pub(crate) async fn discard(&self, range: ByteRange, sync: &RequestSync<'_, S>) -> Result<()> {
         let budget = WorkBudget::new();
-        let mut debt = Debt::of_tables(durability, self.fua());
+        sync.note_metadata_change();
         let mut rest = range;
         while !rest.is_empty() {
             let mut extent = self.prepare(rest, Intent::Discard).await?;
@@ -156,13 +166,13 @@ impl<S: Storage> Disk<S> {
                     extent.set_moving();
                     let outcome = self.discard_place(place).await;
                     extent.settle(outcome, Durability::None).await?;
-                    debt = debt.and(Plan::without_fua(durability, self.fua()).debt());
+                    sync.note_plain_operation();
                 }
                 _ => extent.settle(Ok(()), Durability::Data).await?,
             }
             budget.spend(WorkBudget::LOOK_UP).await;
         }
-        Ok(debt)
+        Ok(())
     }
 
     async fn discard_place(&self, host: ByteRange) -> Result<()> {

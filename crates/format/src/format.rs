@@ -1,4 +1,7 @@
-//! What the I/O path may ask of an image format.
+//! What the I/O path asks of an image format.
+//!
+//! [`Format`] is the one place that knows the formats by name; the layers above only ask it. What they ask
+//! about an image (has it clusters, a backing file, snapshots) is in `describe` and `snapshots`.
 //!
 //! Writing goes in three steps, so that no crash shows a mapping without its data: `map` prepares
 //! an extent, the path moves the data, `link` makes the extent visible (or `abort` gives it back).
@@ -9,8 +12,8 @@ use blockhouse_core::{
     ByteRange, Durability, Error, ErrorKind, Extent, IoVector, Result, Storage, SyncMode,
 };
 
-use crate::qcow2::{Backing, DataWriteGuard, ReadGuard};
-use crate::{Abort, Intent, MetadataSync, Qcow2, Raw};
+use crate::qcow2::{self, DataWriteGuard, ReadGuard};
+use crate::{Abort, Backing, Intent, MetadataSync, Qcow2, Raw};
 
 /// An image format over the storage that holds the image. Closed: the path has one arm for each
 /// state of an extent, not one for each format.
@@ -22,14 +25,6 @@ pub enum Format<S: Storage> {
 }
 
 impl<S: Storage> Format<S> {
-    /// The format's name, as on the command line.
-    pub fn name(&self) -> &'static str {
-        match self {
-            Self::Raw(_) => "raw",
-            Self::Qcow2(_) => "qcow2",
-        }
-    }
-
     /// The size of the guest's disk in bytes, a multiple of 512.
     pub fn size(&self) -> u64 {
         match self {
@@ -60,15 +55,6 @@ impl<S: Storage> Format<S> {
         match self {
             Self::Raw(raw) => raw.storage(),
             Self::Qcow2(qcow2) => qcow2.data(),
-        }
-    }
-
-    /// Whether every part of the disk has its own host range from the beginning, so that what other
-    /// programs write to the storage is read here.
-    pub fn is_fully_allocated(&self) -> bool {
-        match self {
-            Self::Raw(_) => true,
-            Self::Qcow2(qcow2) => qcow2.is_raw_disk(),
         }
     }
 
@@ -116,6 +102,23 @@ impl<S: Storage> Format<S> {
                 Err(Error::new(ErrorKind::Unsupported, what).on(raw.storage().name()))
             }
             Self::Qcow2(qcow2) => qcow2.map_compressed(guest, length).await,
+        }
+    }
+
+    /// The compressed form of a whole cluster; `None` where it would not be shorter, or where the format
+    /// has no compressed clusters.
+    pub fn compress(&self, cluster: &[u8]) -> Option<Vec<u8>> {
+        qcow2::compress(self.compression()?, cluster)
+    }
+
+    /// Fills `into`, as long as a cluster, from the compressed form of one.
+    ///
+    /// # Errors
+    /// Why the bytes are no compressed cluster of this image.
+    pub fn decompress(&self, compressed: &[u8], into: &mut [u8]) -> Result<(), String> {
+        match self.compression() {
+            Some(kind) => qcow2::decompress(kind, compressed, into),
+            None => Err("the format has no compressed clusters".to_owned()),
         }
     }
 

@@ -40,3 +40,21 @@ pub enum MetadataSync {
     /// Plain writes and one flush, because one is needed anyway or because many requests share it.
     Flush,
 }
+
+/// What an image is opened for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Access {
+    /// Reads only: nothing is written to the image, and every change is refused with EPERM.
+    ReadOnly,
+    /// Reads and writes.
+    ReadWrite,
+}
+
+/// What becomes of a guest's discards.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Discard {
+    /// The host gets the space back.
+    Unmap,
+    /// They are acknowledged and nothing happens, and zero writes keep their space.
+    Ignore,
+}

@@ -26,15 +26,25 @@
 //! ```
 #![forbid(unsafe_code)]
 
+mod describe;
 mod format;
+mod image_format;
 mod interface;
+mod open;
 mod preallocate;
 pub mod probe;
 pub mod qcow2;
 mod raw;
+mod snapshots;
 
 pub use format::Format;
-pub use interface::{Abort, Intent, MetadataSync};
+pub use image_format::ImageFormat;
+pub use interface::{Abort, Access, Discard, Intent, MetadataSync};
+pub use open::{OpenOptions, create, initial_file_size};
 pub use preallocate::{SpaceMode, preallocate};
-pub use qcow2::Qcow2;
+pub use qcow2::{
+    Backing, CheckReport, Compression, DataFile, Features, NewSnapshot, Qcow2, ReadGuard, Snapshot,
+    VmStateCluster, VmStateTables,
+};
 pub use raw::Raw;
+pub use snapshots::Snapshots;

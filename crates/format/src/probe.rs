@@ -3,7 +3,11 @@
 //! A guest can write any bytes to the start of its raw disk, so the answer never chooses a format:
 //! it is for refusing to treat a qcow2 file as a raw one by mistake, and for saying so by name.
 
+use std::path::Path;
+
 use blockhouse_core::{Buffer, Result, Storage};
+
+use crate::image_format::suffix;
 
 /// How many first bytes [`name_of`] looks at, and how many last ones [`name_of_end`].
 pub const LENGTH: usize = 512;
@@ -46,16 +50,26 @@ pub fn name_of_end(last: &[u8]) -> Option<&'static str> {
 }
 
 /// Reads the last bytes of `storage` and answers as [`name_of_end`].
-///
-/// # Errors
-/// What the storage answers.
-pub async fn probe_end<S: Storage>(storage: &S) -> Result<Option<&'static str>> {
+async fn probe_end<S: Storage>(storage: &S) -> Result<Option<&'static str>> {
     let size = storage.size();
     let Some(last) = size.checked_sub(LENGTH as u64) else { return Ok(None) };
     let start = last & !(u64::from(storage.capabilities().alignment.offset) - 1);
     let mut buffer = Buffer::new((size - start) as usize);
     storage.read(start, buffer.lend()).await?;
     Ok(name_of_end(&buffer.bytes()[(last - start) as usize..]))
+}
+
+/// As [`probe`], of a file with this name: where the name says a format that is told by its end, the last
+/// bytes are read, too.
+///
+/// # Errors
+/// What the storage answers.
+pub async fn probe_file<S: Storage>(storage: &S, path: &Path) -> Result<Option<&'static str>> {
+    let found = probe(storage).await?;
+    if found.is_none() && matches!(suffix(path).as_deref(), Some("dmg" | "vhd" | "vpc")) {
+        return probe_end(storage).await;
+    }
+    Ok(found)
 }
 
 /// Reads the first bytes of `storage` and answers as [`name_of`].

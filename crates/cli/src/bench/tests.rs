@@ -10,7 +10,7 @@ use blockhouse_core::{
     Alignment, Allocation, ByteRange, Capabilities, Durability, Fua, FuaCost, GroupCommit,
     IoVector, Offload, ReadAfterDiscard, Storage, SyncMode, Unmap, WriteCache,
 };
-use blockhouse_disk::{Disk, Options};
+use blockhouse_disk::{Disk, ImageFormat, Options};
 use blockhouse_engine::{Engine, EngineChoice, EventLoop, sleep};
 use blockhouse_format::qcow2;
 
@@ -200,7 +200,7 @@ fn time_of_state(storing: Storing) -> Result<Duration> {
     storage.alignment = Alignment { offset: 4096, memory: 1 };
     EventLoop::new(EngineChoice::Auto)?.block_on(async {
         qcow2::create(&storage, &qcow2::CreateOptions::new(1 << 20)).await?;
-        let disk = Disk::qcow2(storage, Options::default()).await?;
+        let disk = Disk::open(storage, ImageFormat::Qcow2, Options::default()).await?;
         let limits = vmstate::Limits { piece: 64, pieces: 64 };
         let begin = Instant::now();
         let until = (Duration::from_secs(10), &Stop::default());

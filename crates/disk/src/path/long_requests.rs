@@ -2,12 +2,12 @@
 
 use std::rc::Rc;
 
-use blockhouse_core::{Buffer, Request, SyncMode, errno, yield_now};
+use blockhouse_core::{Buffer, Durability, Request, SyncMode, errno, yield_now};
 use blockhouse_format::qcow2::{self, CreateOptions};
 use blockhouse_sim::{Config, Fault, Latency, Operation, OperationKind, Sim, SimDisk};
 
 use super::*;
-use crate::{DetectZeroes, Options};
+use crate::{DetectZeroes, ImageFormat, Options};
 
 const MIB: u64 = 1 << 20;
 
@@ -21,7 +21,7 @@ fn holes(options: Options) -> (Sim, Rc<Disk<SimDisk>>) {
     let storage = SimDisk::new(&sim, config(), Vec::new());
     let disk = sim.block_on(async move {
         qcow2::create(&storage, &CreateOptions::new(2 << 40)).await.unwrap();
-        Disk::qcow2(storage, options).await.unwrap()
+        Disk::open(storage, ImageFormat::Qcow2, options).await.unwrap()
     });
     (sim, Rc::new(disk))
 }

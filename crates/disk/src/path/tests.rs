@@ -2,12 +2,14 @@
 
 use std::rc::Rc;
 
-use blockhouse_core::{Buffer, ExtentFlags, Fallback, Unmap, errno};
+use blockhouse_core::{Buffer, Durability, ExtentFlags, Fallback, Unmap, errno};
 use blockhouse_sim::{Config, Fault, Latency, Operation, OperationKind, Sim, SimDisk};
 
 use super::*;
 use crate::Options;
-use crate::zero::Zeroing;
+use crate::durability::RequiredSync;
+use crate::prepared::Prepared;
+use crate::zero::ZeroOptions;
 
 const SECTOR: u64 = 512;
 
@@ -50,8 +52,8 @@ fn read(rig: &Rig, extents: Vec<Extent>) -> Result<Vec<u8>> {
     Ok(buffer.bytes().chunks(SECTOR as usize).map(|sector| sector[0]).collect())
 }
 
-/// Writes 101, 102, ... to the extents.
-fn write(rig: &Rig, extents: Vec<Extent>, durability: Durability) -> Result<Debt> {
+/// Writes 101, 102, ... to the extents; the sync that is required afterwards.
+fn write(rig: &Rig, extents: Vec<Extent>, durability: Durability) -> Result<RequiredSync> {
     let disk = Rc::clone(&rig.disk);
     let mut buffer = Buffer::new(extents.len() * SECTOR as usize);
     for (index, sector) in buffer.bytes_mut().chunks_mut(SECTOR as usize).enumerate() {
@@ -62,7 +64,9 @@ fn write(rig: &Rig, extents: Vec<Extent>, durability: Durability) -> Result<Debt
         let prepare = |extent| Prepared::new(&disk.format, extent);
         let prepared = extents.into_iter().map(prepare).collect();
         let nothing = ByteRange::between(0, 0);
-        disk.write_extents(prepared, nothing, from, durability).await
+        let sync = disk.begin_sync(durability);
+        disk.write_extents(prepared, nothing, from, &sync).await?;
+        Ok(sync.required())
     })
 }
 
@@ -84,8 +88,8 @@ fn a_read_puts_each_extent_in_its_place_and_waits_once() {
 #[test]
 fn a_write_goes_where_each_extent_is() {
     let rig = rig();
-    let debt = write(&rig, sectors(&[mapped(7), mapped(2), mapped(40)]), Durability::Data);
-    assert_eq!(debt.unwrap(), Debt::Nothing);
+    let required = write(&rig, sectors(&[mapped(7), mapped(2), mapped(40)]), Durability::Data);
+    assert_eq!(required.unwrap(), RequiredSync::None);
     let content = rig.storage.content();
     let first_of = |sector: usize| content[sector * SECTOR as usize];
     assert_eq!([first_of(7), first_of(2), first_of(40)], [101, 102, 103]);
@@ -95,12 +99,12 @@ fn a_write_goes_where_each_extent_is() {
 }
 
 #[test]
-fn one_extent_that_is_no_pure_overwrite_makes_all_writes_plain_and_owes_a_flush() {
+fn one_extent_that_is_no_pure_overwrite_makes_all_writes_plain_and_requires_a_flush() {
     for flags in [ExtentFlags::NEW, ExtentFlags::SHARED, ExtentFlags::DIRTY] {
         let rig = rig();
         let extents = sectors(&[mapped(1), (ExtentState::Mapped { host: 0 }, flags)]);
-        let debt = write(&rig, extents, Durability::Data).unwrap();
-        assert_eq!(debt, Debt::Flush(blockhouse_core::SyncMode::Data));
+        let required = write(&rig, extents, Durability::Data).unwrap();
+        assert_eq!(required, RequiredSync::Flush(blockhouse_core::SyncMode::Data));
         let log = rig.storage.take_log();
         assert!(log.iter().all(|one| one.kind() == OperationKind::Write), "{log:?}");
     }
@@ -144,17 +148,19 @@ fn zeros_are_written_only_where_something_is_mapped() {
     let rig = rig();
     let states = [mapped(5), (ExtentState::Zero, ExtentFlags::NEW), mapped(6)];
     let disk = Rc::clone(&rig.disk);
-    let (unmap, fallback, durability) = (Unmap::Allowed, Fallback::Allowed, Durability::Data);
+    let how = ZeroOptions { unmap: Unmap::Allowed, fallback: Fallback::Allowed };
     rig.sim.block_on(async move {
         for extent in sectors(&states) {
             let prepared = Prepared::new(&disk.format, extent);
-            let how = Zeroing { unmap, fallback, durability };
-            let debt = disk.zero_extent(prepared, how).await.unwrap();
+            let sync = disk.begin_sync(Durability::Data);
+            disk.zero_extent(prepared, how, &sync).await.unwrap();
             assert_eq!(
-                debt,
+                sync.required(),
                 match extent.state {
-                    ExtentState::Mapped { .. } => Debt::Flush(blockhouse_core::SyncMode::Data),
-                    _ => Debt::Tables,
+                    ExtentState::Mapped { .. } => {
+                        RequiredSync::Flush(blockhouse_core::SyncMode::Data)
+                    }
+                    _ => RequiredSync::Metadata,
                 }
             );
         }
@@ -174,8 +180,8 @@ fn new_space_gets_its_old_surroundings_in_the_same_write() {
     let whole = ByteRange::between(SECTOR, 5 * SECTOR);
     let state = ExtentState::Mapped { host: 41 * SECTOR };
     let extent = Extent { guest, alloc_range: whole, state, flags: ExtentFlags::NEW };
-    let debt = write(&rig, vec![extent], Durability::Data).unwrap();
-    assert_eq!(debt, Debt::TablesAndData);
+    let required = write(&rig, vec![extent], Durability::Data).unwrap();
+    assert_eq!(required, RequiredSync::DataAndMetadata);
     let content = rig.storage.content();
     let first_of = |sector: usize| content[sector * SECTOR as usize];
     assert_eq!([39, 40, 41, 42, 43, 44].map(first_of), [39, 1, 101, 3, 4, 44]);
@@ -191,11 +197,12 @@ fn zeros_in_new_space_leave_what_is_around_them() {
     let state = ExtentState::Mapped { host: 41 * SECTOR };
     let extent = Extent { guest, alloc_range: whole, state, flags: ExtentFlags::NEW };
     let disk = Rc::clone(&rig.disk);
-    let (unmap, fallback, durability) = (Unmap::Forbidden, Fallback::Allowed, Durability::None);
+    let how = ZeroOptions { unmap: Unmap::Forbidden, fallback: Fallback::Allowed };
     rig.sim.block_on(async move {
         let prepared = Prepared::new(&disk.format, extent);
-        let how = Zeroing { unmap, fallback, durability };
-        assert_eq!(disk.zero_extent(prepared, how).await.unwrap(), Debt::Nothing);
+        let sync = disk.begin_sync(Durability::None);
+        disk.zero_extent(prepared, how, &sync).await.unwrap();
+        assert_eq!(sync.required(), RequiredSync::None);
     });
     let content = rig.storage.content();
     let first_of = |sector: usize| content[sector * SECTOR as usize];

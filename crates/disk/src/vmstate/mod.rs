@@ -18,7 +18,7 @@ mod window;
 use std::collections::VecDeque;
 
 use blockhouse_core::{Buffer, ByteRange, Error, ErrorKind, Result, Storage};
-use blockhouse_format::qcow2::{Compression, Snapshot, VmStateCluster, VmStateTables};
+use blockhouse_format::{Compression, Snapshot, VmStateCluster, VmStateTables};
 use futures_util::FutureExt;
 use futures_util::future::LocalBoxFuture;
 use futures_util::stream::{FuturesUnordered, StreamExt};
@@ -75,22 +75,22 @@ impl<S: Storage> Disk<S> {
     /// that is not the image's.
     pub fn save_vm_state(&self, packing: StatePacking) -> Result<VmStateWriter<'_, S>> {
         self.check_access(self.size())?;
-        let image = self.tables()?;
-        image.check_sharing()?;
+        let snapshots = self.format.snapshots()?;
+        snapshots.check_possible()?;
         if let StatePacking::Compressed(kind) = packing
-            && kind != image.compression()
+            && let Some(own) = self.compression()
+            && kind != own
         {
-            let what =
-                format!("its compressed clusters are {:?}, not {kind:?}", image.compression());
+            let what = format!("its compressed clusters are {own:?}, not {kind:?}");
             return Err(Error::new(ErrorKind::Unsupported, what)
                 .on(self.name())
                 .hint("make the image with -o compression_type=..., or leave the state unpacked"));
         }
         Ok(VmStateWriter {
             disk: self,
-            window_size: MIN_WINDOW.max(image.cluster_size()),
+            window_size: MIN_WINDOW.max(snapshots.cluster_size()),
             packing,
-            tables: image.new_vm_state(),
+            tables: snapshots.new_vm_state(),
             open: VecDeque::new(),
             pack: Pack::default(),
             in_flight: FuturesUnordered::new(),
@@ -250,7 +250,7 @@ impl<'a, S: Storage> VmStateWriter<'a, S> {
                 self.tables.set(cluster, VmStateCluster::Zero);
                 continue;
             }
-            match self.pack.add(self.packing, window.index(), cluster, bytes) {
+            match self.pack.add(window.index(), cluster, self.compress(bytes)) {
                 pack::Added::Packed => {}
                 pack::Added::Plain => plain.push((number, self.place_of(cluster))),
             }
@@ -266,6 +266,14 @@ impl<'a, S: Storage> VmStateWriter<'a, S> {
             self.send_pack().await?;
         }
         Ok(())
+    }
+
+    /// The compressed form of a cluster, where that is wanted and saves anything.
+    fn compress(&self, bytes: &[u8]) -> Option<Vec<u8>> {
+        match self.packing {
+            StatePacking::None => None,
+            StatePacking::Compressed(_) => self.disk.format.compress(bytes),
+        }
     }
 
     /// Where a cluster is that can be written over.
@@ -372,9 +380,9 @@ impl<'a, S: Storage> VmStateWriter<'a, S> {
     }
 
     fn give_all_back(&mut self) {
-        if let Ok(image) = self.disk.tables() {
-            for place in self.tables.release_all() {
-                image.give_clusters_back(place);
+        if let Ok(snapshots) = self.disk.format.snapshots() {
+            for range in self.tables.release_all() {
+                snapshots.free_clusters(range);
             }
         }
     }

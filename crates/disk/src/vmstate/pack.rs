@@ -1,9 +1,5 @@
 //! Clusters of a state that are compressed, waiting until they are worth a write.
 
-use blockhouse_format::qcow2::compress;
-
-use super::StatePacking;
-
 /// Packed clusters that wait together.
 #[derive(Default)]
 pub(super) struct Pack {
@@ -23,16 +19,9 @@ pub(super) enum Added {
 }
 
 impl Pack {
-    /// Packs a cluster, where that is wanted and saves anything.
-    pub(super) fn add(
-        &mut self,
-        packing: StatePacking,
-        window: u64,
-        cluster: u64,
-        bytes: &[u8],
-    ) -> Added {
-        let StatePacking::Compressed(kind) = packing else { return Added::Plain };
-        let Some(packed) = compress(kind, bytes) else { return Added::Plain };
+    /// Takes the compressed form of a cluster, if there is one.
+    pub(super) fn add(&mut self, window: u64, cluster: u64, packed: Option<Vec<u8>>) -> Added {
+        let Some(packed) = packed else { return Added::Plain };
         self.length += packed.len() as u64;
         self.blobs.push((cluster, packed));
         if self.windows.last() != Some(&window) {

@@ -27,15 +27,15 @@ impl<S: Storage> Disk<S> {
     /// `InvalidInput` for a snapshot without a state or a disk that was not opened on one; `Corrupt` where the
     /// snapshot's tables are too short for it.
     pub fn load_vm_state(&self) -> Result<VmStateReader<'_, S>> {
-        let image = self.tables()?;
-        let state = image.vm_state()?;
+        let snapshots = self.format.snapshots()?;
+        let state = snapshots.vm_state()?;
         if state.is_empty() {
             let what = "the snapshot has no machine's state: it is one of the disk alone";
             return Err(Error::new(ErrorKind::InvalidInput, what).on(self.name()));
         }
         Ok(VmStateReader {
             disk: self,
-            piece: MIN_WINDOW.max(image.cluster_size()),
+            piece: MIN_WINDOW.max(snapshots.cluster_size()),
             start: state.offset(),
             size: state.length(),
             asked: 0,

@@ -3,7 +3,7 @@
 use std::ops::Range;
 
 use blockhouse_core::{Buffer, ByteRange, Durability, Error, ErrorKind, Result, Storage};
-use blockhouse_format::qcow2::{VmStateCluster, decompress};
+use blockhouse_format::VmStateCluster;
 use futures_util::future::join_all;
 
 use crate::Disk;
@@ -59,8 +59,8 @@ async fn place_all<S: Storage>(
     plain: &[(u64, Option<u64>)],
     taken: &mut Vec<ByteRange>,
 ) -> Result<Vec<Part>> {
-    let image = disk.tables()?;
-    let cluster_size = image.cluster_size();
+    let snapshots = disk.format.snapshots()?;
+    let cluster_size = snapshots.cluster_size();
     let mut parts: Vec<Part> = Vec::new();
     let mut rest = plain;
     while let Some(&(number, place)) = rest.first() {
@@ -68,7 +68,7 @@ async fn place_all<S: Storage>(
             Some(host) => (1, host),
             None => {
                 let run = (number..).zip(rest).take_while(|(number, one)| **one == (*number, None));
-                let place = image.take_clusters(run.count() as u64).await?;
+                let place = snapshots.allocate_clusters(run.count() as u64).await?;
                 taken.push(place);
                 (place.length() / cluster_size, place.offset())
             }
@@ -126,13 +126,13 @@ async fn write_blobs<S: Storage>(
     buffer: &mut Buffer,
     taken: &mut Vec<ByteRange>,
 ) -> Result<Vec<(u64, VmStateCluster)>> {
-    let image = disk.tables()?;
+    let snapshots = disk.format.snapshots()?;
     let mut placed = Vec::with_capacity(blobs.len());
     let mut rest = blobs;
     while !rest.is_empty() {
         let wanted: u64 = rest.iter().map(|(_, blob)| blob.len() as u64).sum();
-        let most = wanted.min(buffer.len() as u64).div_ceil(image.cluster_size());
-        let place = image.take_clusters(most).await?;
+        let most = wanted.min(buffer.len() as u64).div_ceil(snapshots.cluster_size());
+        let place = snapshots.allocate_clusters(most).await?;
         taken.push(place);
         let length = place.length() as usize;
         let memory = &mut buffer.bytes_mut()[..length];
@@ -180,7 +180,7 @@ pub(super) async fn read_back<S: Storage>(
                 let skipped = (place.offset() - outer.offset()) as usize;
                 let packed = &packed.bytes()[skipped..skipped + place.length() as usize];
                 let into = &mut buffer.bytes_mut()[start..start + cluster_size];
-                decompress(disk.tables()?.compression(), packed, into).map_err(|why| {
+                disk.format.decompress(packed, into).map_err(|why| {
                     let what = format!("cannot unpack what was just stored ({why})");
                     Error::new(ErrorKind::Corrupt, what).on(disk.name()).at(place.offset())
                 })?;

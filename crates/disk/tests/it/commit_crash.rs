@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use blockhouse_core::ByteRange;
 use blockhouse_core::{Alignment, Buffer, Durability, Fallback, Fua, Request, Result, Unmap};
-use blockhouse_disk::{Access, Backing, Disk, Options};
+use blockhouse_disk::{Access, Backing, Disk, ImageFormat, Options};
 use blockhouse_format::qcow2::{self, CreateOptions, Qcow2, Switch, Version};
 use blockhouse_sim::{Config, Report, Rng, Sim, SimDisk, for_seeds};
 
@@ -16,7 +16,7 @@ fn plain() -> Config {
 const READ_ONLY: Options = Options {
     access: Access::ReadOnly,
     durability: Durability::None,
-    flush: blockhouse_disk::FlushPolicy::Obey,
+    flush: blockhouse_disk::FlushPolicy::Honor,
     discard: blockhouse_disk::Discard::Unmap,
     detect_zeroes: blockhouse_disk::DetectZeroes::Off,
 };
@@ -83,8 +83,8 @@ fn case(block: u32, random: &mut Rng) -> Result<Case> {
     let mut random = random.fork();
     let content = sim.block_on(async move {
         qcow2::create(&target, &options).await?;
-        let disk = Disk::qcow2(target, Options::default()).await?;
-        let disk = disk.over(Arc::new(Disk::raw(behind, READ_ONLY)?));
+        let disk = Disk::open(target, ImageFormat::Qcow2, Options::default()).await?;
+        let disk = disk.with_backing(Arc::new(Disk::raw(behind, READ_ONLY)?));
         fill(&disk, &mut random).await?;
         let content = read(&disk).await?;
         disk.close().await?;
@@ -101,10 +101,10 @@ fn recover(overlay: Vec<u8>, old: &[u8], new: &[u8]) -> Result<Vec<u8>, String> 
     let recovered = sim.block_on(async move {
         let image = Qcow2::open(storage.clone(), qcow2::OpenOptions::default()).await?;
         let report = qcow2::check(&image).await?;
-        let disk = Disk::qcow2(storage, Options::default()).await?;
+        let disk = Disk::open(storage, ImageFormat::Qcow2, Options::default()).await?;
         let disk = match disk.backing_file().map(|backing| backing.name[0]) {
-            Some(b'a') => disk.over(Arc::new(Disk::raw(old, READ_ONLY)?)),
-            Some(_) => disk.over(Arc::new(Disk::raw(new, READ_ONLY)?)),
+            Some(b'a') => disk.with_backing(Arc::new(Disk::raw(old, READ_ONLY)?)),
+            Some(_) => disk.with_backing(Arc::new(Disk::raw(new, READ_ONLY)?)),
             None => disk,
         };
         Ok::<_, blockhouse_core::Error>((report, read(&disk).await?))
@@ -154,7 +154,9 @@ fn commit(seed: u64) -> Result<Report, String> {
     let (target, behind) = (overlay.clone(), base.clone());
     let work = async move {
         let base = Arc::new(Disk::raw(behind, Options::default())?);
-        let disk = Disk::qcow2(target, Options::default()).await?.over(Arc::clone(&base));
+        let disk = Disk::open(target, ImageFormat::Qcow2, Options::default())
+            .await?
+            .with_backing(Arc::clone(&base));
         disk.commit_into(&base).await?;
         disk.close().await
     };
@@ -194,8 +196,8 @@ fn rebase(seed: u64) -> Result<Report, String> {
     let backing = (random.u8(..4) > 0).then(|| named(b'b', random.usize(1..300)));
     let idle = old.clone();
     let work = async move {
-        let disk = Disk::qcow2(target, Options::default()).await?;
-        let disk = disk.over(Arc::new(Disk::raw(old, READ_ONLY)?));
+        let disk = Disk::open(target, ImageFormat::Qcow2, Options::default()).await?;
+        let disk = disk.with_backing(Arc::new(Disk::raw(old, READ_ONLY)?));
         let new = Disk::raw(new, READ_ONLY)?;
         disk.prepare_rebase(backing.as_ref().map(|_| &new)).await?;
         disk.set_backing_file(backing).await?;

@@ -4,7 +4,9 @@
 use std::sync::Arc;
 
 use blockhouse_core::{Alignment, Buffer, Durability, Request, Result};
-use blockhouse_disk::{Before, Comparing, CopyOptions, Copying, Disk, Options, Packing};
+use blockhouse_disk::{
+    Before, Comparing, CopyOptions, Copying, Disk, ImageFormat, Options, Packing,
+};
 use blockhouse_format::qcow2::{
     self, Backing, Compression, CreateOptions, Preallocation, Switch, Version,
 };
@@ -64,7 +66,7 @@ fn any_blocks(random: &mut Rng) -> Config {
 async fn open(storage: SimDisk, kind: Option<&CreateOptions>) -> Result<Disk<SimDisk>> {
     match kind {
         None => Disk::raw(storage, Options::default()),
-        Some(_) => Disk::qcow2(storage, Options::default()).await,
+        Some(_) => Disk::open(storage, ImageFormat::Qcow2, Options::default()).await,
     }
 }
 
@@ -102,7 +104,9 @@ async fn source(sim: &Sim, bytes: &[u8], random: &mut Rng) -> Image {
             let backing = Backing { name: b"base".to_vec(), format: Some("raw".into()) };
             let options = CreateOptions { backing: Some(backing), ..CreateOptions::new(size) };
             let top = storage(sim, Config::default(), Some(&options), 0);
-            Arc::new(create(&top, Some(&options)).await.over(Arc::new(raw().expect("a disk"))))
+            Arc::new(
+                create(&top, Some(&options)).await.with_backing(Arc::new(raw().expect("a disk"))),
+            )
         }
     }
 }
@@ -304,7 +308,7 @@ async fn overlay(sim: &Sim, base: &Image) -> Disk<SimDisk> {
     let backing = Backing { name: b"base".to_vec(), format: Some("qcow2".into()) };
     let options = CreateOptions { backing: Some(backing), ..CreateOptions::new(PREALLOCATED) };
     let file = SimDisk::new(sim, Config::default(), Vec::new());
-    create(&file, Some(&options)).await.over(Arc::clone(base))
+    create(&file, Some(&options)).await.with_backing(Arc::clone(base))
 }
 
 /// The bytes of data that were read, without tables, and how often the host was asked for holes.

@@ -1,7 +1,7 @@
 //! Zero detection: writes of zeros become zero writes where that is asked for, for raw and qcow2 alike.
 
 use blockhouse_core::{Buffer, Durability, Request, Unmap};
-use blockhouse_disk::{DetectZeroes, Discard, Disk, Options};
+use blockhouse_disk::{DetectZeroes, Discard, Disk, ImageFormat, Options};
 use blockhouse_format::qcow2::{self, CreateOptions};
 use blockhouse_sim::{Config, Operation, OperationKind, Sim, SimDisk};
 
@@ -65,7 +65,9 @@ fn zeros_take_no_space_of_a_qcow2_image() {
     let grown = sim.block_on(async move {
         qcow2::create(&file, &CreateOptions::new(1 << 20)).await.unwrap();
         let before = file.content().len();
-        let disk = Disk::qcow2(file.clone(), detecting(DetectZeroes::On)).await.unwrap();
+        let disk = Disk::open(file.clone(), ImageFormat::Qcow2, detecting(DetectZeroes::On))
+            .await
+            .unwrap();
         for offset in (0..1 << 20).step_by(1 << 16) {
             let (from, durability) = (Buffer::new(1 << 16).lend(), Durability::None);
             disk.submit(Request::Write { offset, from, durability }).await.unwrap();

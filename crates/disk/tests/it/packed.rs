@@ -8,7 +8,7 @@ use blockhouse_core::{
     Alignment, Buffer, ByteRange, Durability, Fallback, Request, Result, Storage, Unmap,
 };
 use blockhouse_disk::{
-    Access, BlockStatusCache, CacheMode, Content, Disk, ImageOptions, Options, Packed,
+    Access, BlockStatusCache, CacheMode, Content, Disk, ImageFormat, ImageOptions, Options, Packed,
 };
 use blockhouse_format::qcow2::{self, Compression, CreateOptions};
 use blockhouse_sim::{Config, Fault, OperationKind, Report, Rng, Sim, SimDisk, for_seeds};
@@ -174,7 +174,9 @@ fn no_crash_and_no_failure_corrupts_what_was_packed() {
         let inner = sim.clone();
         sim.block_on(async move {
             qcow2::create(&file, &new_image(&mut random)).await.expect("a new image");
-            let disk = Disk::qcow2(file.clone(), Options::default()).await.expect("the image");
+            let disk = Disk::open(file.clone(), ImageFormat::Qcow2, Options::default())
+                .await
+                .expect("the image");
             let mut model = vec![0; SIZE as usize];
             for round in 0..12 {
                 if random.u8(..4) == 0 {
@@ -188,7 +190,9 @@ fn no_crash_and_no_failure_corrupts_what_was_packed() {
                     disk.flush().await.expect("there is room again");
                 }
                 let left = SimDisk::new(&inner, Config::default(), file.crash(&mut random));
-                let again = Disk::qcow2(left, Options::default()).await.expect("an image");
+                let again = Disk::open(left, ImageFormat::Qcow2, Options::default())
+                    .await
+                    .expect("an image");
                 let report = again.check().await.expect("a check").expect("a qcow2 image");
                 assert_eq!(report.corruptions, 0, "round {round}: {report:?}");
                 if !is_known {
@@ -218,7 +222,8 @@ fn only_whole_clusters_of_a_format_that_can_are_compressed() {
     let raw = SimDisk::new(&sim, Config::default(), vec![0; SIZE as usize]);
     sim.block_on(async move {
         qcow2::create(&file, &CreateOptions::new(SIZE)).await.expect("a new image");
-        let disk = Disk::qcow2(file, Options::default()).await.expect("the image");
+        let disk =
+            Disk::open(file, ImageFormat::Qcow2, Options::default()).await.expect("the image");
         let bytes = vec![1; 1 << 20];
         for (offset, length) in [(0, 4096), (512, 65_536), (0, 131_072), (1 << 20, 512), (0, 0)] {
             let outcome = disk.write_compressed(offset, &bytes[..length]).await;
@@ -239,7 +244,8 @@ fn nothing_is_packed_into_a_cluster_that_has_another_owner() {
     sim.block_on(async move {
         let options = CreateOptions { cluster_size: 4096, ..CreateOptions::new(SIZE) };
         qcow2::create(&file, &options).await.expect("a new image");
-        let disk = Disk::qcow2(file, Options::default()).await.expect("the image");
+        let disk =
+            Disk::open(file, ImageFormat::Qcow2, Options::default()).await.expect("the image");
         let place = |offset| {
             let range = ByteRange::between(offset, offset + 4096);
             let disk = &disk;

@@ -6,7 +6,7 @@ use std::rc::Rc;
 use blockhouse_core::{
     Buffer, Durability, ErrorKind, ReadAfterDiscard, Request, Storage, Unmap, errno,
 };
-use blockhouse_disk::{Access, BlockStatusCache, Content, Disk, Options};
+use blockhouse_disk::{Access, BlockStatusCache, Content, Disk, ImageFormat, Options};
 use blockhouse_format::qcow2::{self, Backing, CheckReport, CreateOptions, Qcow2, Version};
 use blockhouse_sim::{Config, Fault, Latency, Operation, OperationKind, Sim, SimDisk, Size};
 
@@ -145,7 +145,8 @@ fn on_device_like(config: Config, image: CreateOptions, length: u64) -> Rig {
     content.resize(length as usize, 0xee);
     let storage = SimDisk::new(&sim, Config { size: Size::Fixed, ..config }, content);
     let opened = storage.clone();
-    let disk = sim.block_on(async move { Disk::qcow2(opened, Options::default()).await });
+    let disk = sim
+        .block_on(async move { Disk::open(opened, ImageFormat::Qcow2, Options::default()).await });
     Rig { sim, storage, disk: Rc::new(disk.expect("the new image")) }
 }
 
@@ -272,7 +273,8 @@ fn a_gap_in_the_refcount_table_is_passed_in_one_step() {
     content[entry..entry + 8].copy_from_slice(&block.to_be_bytes());
     let storage = SimDisk::new(&sim, steady(), content);
     let opened = storage.clone();
-    let disk = sim.block_on(async move { Disk::qcow2(opened, Options::default()).await });
+    let disk = sim
+        .block_on(async move { Disk::open(opened, ImageFormat::Qcow2, Options::default()).await });
     let rig = Rig { sim, storage, disk: Rc::new(disk.expect("the new image")) };
     rig.submit(write(0, 16 * SMALL as usize, 1, PLAIN)).unwrap();
     rig.submit(Request::Flush).unwrap();
@@ -359,7 +361,10 @@ fn old_over(behind: u64, read_after_discard: ReadAfterDiscard) -> Rig {
     let disk = sim.block_on(async move {
         let reading = Options { access: Access::ReadOnly, ..Options::default() };
         let base = Disk::raw(base, reading).expect("whole sectors");
-        Disk::qcow2(opened, Options::default()).await.expect("an image").over(base.into())
+        Disk::open(opened, ImageFormat::Qcow2, Options::default())
+            .await
+            .expect("an image")
+            .with_backing(base.into())
     });
     Rig { sim, storage, disk: Rc::new(disk) }
 }

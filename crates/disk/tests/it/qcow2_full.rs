@@ -4,7 +4,7 @@
 use blockhouse_core::{
     Alignment, Buffer, ByteRange, Durability, ErrorKind, Fallback, Request, Unmap, errno,
 };
-use blockhouse_disk::{Disk, Options};
+use blockhouse_disk::{Disk, ImageFormat, Options};
 use blockhouse_format::qcow2::{self, CreateOptions, Qcow2, Switch};
 use blockhouse_sim::{Config, Fault, Latency, OperationKind, Report, Rng, Sim, SimDisk, for_seeds};
 
@@ -108,7 +108,9 @@ fn endure(options: &CreateOptions, seed: u64, full: Full) -> bool {
     let (options, file) = (options.clone(), storage.clone());
     let struck = sim.block_on(async move {
         qcow2::create(&file, &options).await.expect("a new image");
-        let disk = Disk::qcow2(file.clone(), Options::default()).await.expect("the new image");
+        let disk = Disk::open(file.clone(), ImageFormat::Qcow2, Options::default())
+            .await
+            .expect("the new image");
         let mut model = Model(vec![Some(0); SIZE as usize]);
         let no_room = |fault: Fault| file.fail(fault.of(OperationKind::Write));
         if let Full::AtWrite(n) = full {
@@ -136,7 +138,8 @@ fn endure(options: &CreateOptions, seed: u64, full: Full) -> bool {
         }
         model.compare(&disk).await;
         disk.close().await.expect("room");
-        let disk = Disk::qcow2(file, Options::default()).await.expect("a closed image");
+        let disk =
+            Disk::open(file, ImageFormat::Qcow2, Options::default()).await.expect("a closed image");
         assert_eq!(disk.size(), LARGER);
         model.compare(&disk).await;
         struck

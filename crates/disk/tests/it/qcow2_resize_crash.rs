@@ -5,7 +5,7 @@ use std::rc::Rc;
 use std::sync::Arc;
 
 use blockhouse_core::{Alignment, Buffer, Durability, Fua, Request, Result};
-use blockhouse_disk::{Access, Disk, Options};
+use blockhouse_disk::{Access, Disk, ImageFormat, Options};
 use blockhouse_format::qcow2::{self, Backing, CreateOptions, DataFile, Qcow2, Switch, Version};
 use blockhouse_sim::{Config, Report, Rng, Sim, SimDisk, for_seeds};
 
@@ -54,14 +54,14 @@ impl Files<SimDisk> {
 
 async fn open(files: Files<SimDisk>) -> Result<Disk<SimDisk>> {
     let Files { image, data, base } = files;
-    let disk = Disk::qcow2(image, Options::default()).await?;
+    let disk = Disk::open(image, ImageFormat::Qcow2, Options::default()).await?;
     let disk = match data {
         Some(data) => disk.with_data(data)?,
         None => disk,
     };
     let behind = Options { access: Access::ReadOnly, ..Options::default() };
     Ok(match base {
-        Some(base) => disk.over(Arc::new(Disk::raw(base, behind)?)),
+        Some(base) => disk.with_backing(Arc::new(Disk::raw(base, behind)?)),
         None => disk,
     })
 }

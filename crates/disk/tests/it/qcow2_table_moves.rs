@@ -5,7 +5,7 @@ use std::cell::{Cell, RefCell};
 use std::rc::Rc;
 
 use blockhouse_core::{Buffer, Durability, Error, Fua, Request};
-use blockhouse_disk::{Disk, Options};
+use blockhouse_disk::{Disk, ImageFormat, Options};
 use blockhouse_format::qcow2::{self, CreateOptions, Qcow2, Switch};
 use blockhouse_sim::{Config, Latency, Report, Rng, Sim, SimDisk, for_seeds};
 
@@ -62,7 +62,8 @@ fn judge(image: Vec<u8>, acknowledged: &[u64]) -> Result<(), String> {
         if report.corruptions > 0 {
             return Err(format!("{:?}", report.problems));
         }
-        let disk = Disk::qcow2(storage, Options::default()).await.map_err(words)?;
+        let disk =
+            Disk::open(storage, ImageFormat::Qcow2, Options::default()).await.map_err(words)?;
         for offset in acknowledged {
             let mut buffer = Buffer::new(PIECE as usize);
             let into = buffer.lend();

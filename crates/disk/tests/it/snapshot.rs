@@ -6,7 +6,7 @@ use std::rc::Rc;
 use std::time::Duration;
 
 use blockhouse_core::{Alignment, Buffer, ByteRange, Durability, Fua, Request, errno};
-use blockhouse_disk::{BlockStatus, BlockStatusCache, Disk, Options};
+use blockhouse_disk::{BlockStatus, BlockStatusCache, Disk, ImageFormat, Options};
 use blockhouse_format::qcow2::{self, CreateOptions, Qcow2};
 use blockhouse_sim::{Config, Fault, OperationKind, Report, Rng, Sim, SimDisk, for_seeds};
 
@@ -111,7 +111,8 @@ fn snapshots_beside_writes(seed: u64) -> Result<Report, String> {
     let content = new_image(&mut random, config.alignment.offset.into());
     let storage = SimDisk::new(&sim, config, content);
     let opened = storage.clone();
-    let disk = sim.block_on(async move { Disk::qcow2(opened, Options::default()).await });
+    let disk = sim
+        .block_on(async move { Disk::open(opened, ImageFormat::Qcow2, Options::default()).await });
     let disk = Rc::new(disk.map_err(|error| error.to_string())?);
     let log = Rc::new(RefCell::new(Vec::new()));
     let writers: Vec<_> = (0..random.usize(1..4))
@@ -145,7 +146,13 @@ fn snapshots_beside_writes(seed: u64) -> Result<Report, String> {
             return Err(format!("{report:?}"));
         }
         for one in taken {
-            let view = Disk::qcow2_snapshot(left.clone(), Options::default(), &one.name).await;
+            let view = Disk::open_snapshot(
+                left.clone(),
+                ImageFormat::Qcow2,
+                Options::default(),
+                &one.name,
+            )
+            .await;
             judge(&one, &numbers(&view.expect("it is there")).await, &log)?;
         }
         Ok(Report::default())
@@ -188,7 +195,9 @@ fn what_a_failed_snapshot_wrote_comes_to_light_nowhere() {
             let cluster_size = 16_384;
             let how = CreateOptions { cluster_size, ..CreateOptions::new(1 << 20) };
             qcow2::create(&inner, &how).await.expect("room");
-            let disk = Disk::qcow2(inner.clone(), Options::default()).await.expect("a good image");
+            let disk = Disk::open(inner.clone(), ImageFormat::Qcow2, Options::default())
+                .await
+                .expect("a good image");
             fill_some(&disk, 0..8, cluster_size).await;
             disk.flush().await.expect("no faults yet");
             inner.fail(Fault::nth(nth, errno::ENOSPC).of(OperationKind::Write));
@@ -215,7 +224,7 @@ fn status_beside_changes(seed: u64) -> Result<Report, String> {
     let mut random = sim.fork_prng();
     let storage = SimDisk::new(&sim, plain(), new_image(&mut random, 1));
     let opened = storage.clone();
-    let opening = async move { Disk::qcow2(opened, Options::default()).await };
+    let opening = async move { Disk::open(opened, ImageFormat::Qcow2, Options::default()).await };
     let disk = Rc::new(sim.block_on(opening).expect("a good image"));
     let fill = |disk: Rc<Disk<SimDisk>>| async move {
         for cluster in 0..SIZE / 16_384 {

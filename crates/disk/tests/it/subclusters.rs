@@ -4,7 +4,7 @@
 use std::sync::Arc;
 
 use blockhouse_core::{Buffer, ByteRange, Durability, Fallback, Request, Unmap};
-use blockhouse_disk::{BlockStatus, BlockStatusCache, Disk, Options};
+use blockhouse_disk::{BlockStatus, BlockStatusCache, Disk, ImageFormat, Options};
 use blockhouse_format::qcow2::{self, Backing, CheckReport, CreateOptions, Qcow2, Switch};
 use blockhouse_sim::{Config, OperationKind, Sim, SimDisk};
 
@@ -48,9 +48,9 @@ fn emptied(how: How, is_backed: bool) -> CheckReport {
     let file = storage.clone();
     sim.block_on(async move {
         qcow2::create(&file, &options).await.unwrap();
-        let disk = Disk::qcow2(file.clone(), Options::default()).await.unwrap();
+        let disk = Disk::open(file.clone(), ImageFormat::Qcow2, Options::default()).await.unwrap();
         let disk = match is_backed {
-            true => disk.over(Arc::new(Disk::raw(base, Options::default()).unwrap())),
+            true => disk.with_backing(Arc::new(Disk::raw(base, Options::default()).unwrap())),
             false => disk,
         };
         let mut buffer = Buffer::new(2 * CLUSTER as usize);

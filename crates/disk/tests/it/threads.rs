@@ -12,7 +12,7 @@ use blockhouse_core::{
     IoVector, Offload, ReadAfterDiscard, Request, Result, Storage, SyncMode as FlushDepth, Unmap,
     WriteCache,
 };
-use blockhouse_disk::{Disk, Options};
+use blockhouse_disk::{Disk, ImageFormat, Options};
 use blockhouse_format::qcow2::{self, CreateOptions};
 
 /// Bytes in memory, and the bytes that flushes made stable. Clones are the same memory.
@@ -179,7 +179,7 @@ fn threads_share_rounds_of_tables() {
         let size = THREADS as u64 * EACH * CLUSTER;
         let image = CreateOptions { cluster_size: CLUSTER, ..CreateOptions::new(size) };
         qcow2::create(&memory, &image).await.unwrap();
-        Disk::qcow2(memory.clone(), Options::default()).await.unwrap()
+        Disk::open(memory.clone(), ImageFormat::Qcow2, Options::default()).await.unwrap()
     });
     thread::scope(|scope| {
         for number in 0..THREADS as u64 {
@@ -211,7 +211,7 @@ fn bytes(byte: u8) -> Buffer {
 /// 512 bytes at `offset` of the disk, from what is stable of its image.
 fn left_at(memory: &Memory, offset: u64) -> Vec<u8> {
     let left = Memory::new(memory.0.stable.lock().unwrap().clone(), 1);
-    let disk = block_on(Disk::qcow2(left, Options::default())).unwrap();
+    let disk = block_on(Disk::open(left, ImageFormat::Qcow2, Options::default())).unwrap();
     let mut buffer = Buffer::new(512);
     block_on(disk.submit(Request::Read { offset, into: buffer.lend() })).unwrap();
     buffer.bytes().to_vec()

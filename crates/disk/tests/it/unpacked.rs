@@ -4,7 +4,7 @@
 use std::rc::Rc;
 
 use blockhouse_core::{Buffer, ByteRange, Durability, Fallback, Request, Unmap};
-use blockhouse_disk::{Disk, Options};
+use blockhouse_disk::{Disk, ImageFormat, Options};
 use blockhouse_sim::{Config, Sim, SimDisk};
 
 const CLUSTER: u64 = 4096;
@@ -23,7 +23,9 @@ fn byte_at(at: u64) -> u8 {
 
 fn open(sim: &Sim, image: &[u8]) -> Rc<Disk<SimDisk>> {
     let storage = SimDisk::new(sim, Config::default(), image.to_vec());
-    Rc::new(sim.block_on(async { Disk::qcow2(storage, Options::default()).await.unwrap() }))
+    Rc::new(sim.block_on(async {
+        Disk::open(storage, ImageFormat::Qcow2, Options::default()).await.unwrap()
+    }))
 }
 
 async fn read(disk: &Disk<SimDisk>, offset: u64, length: u64) -> Vec<u8> {

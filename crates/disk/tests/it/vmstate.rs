@@ -6,7 +6,7 @@ use std::path::Path;
 use std::process::Command;
 
 use blockhouse_core::{Alignment, Buffer, Durability, Fua, Request, Result, errno};
-use blockhouse_disk::{Compression, Disk, Options, StatePacking};
+use blockhouse_disk::{Compression, Disk, ImageFormat, Options, StatePacking};
 use blockhouse_format::qcow2::{self, Backing, CheckReport, CreateOptions, Qcow2, Switch, Version};
 use blockhouse_sim::{Config, Fault, OperationKind, Report, Rng, Sim, SimDisk, for_seeds};
 
@@ -46,7 +46,7 @@ fn new_image(random: &mut Rng, packing: StatePacking) -> (Vec<u8>, CreateOptions
 }
 
 async fn open(storage: SimDisk) -> Disk<SimDisk> {
-    Disk::qcow2(storage, Options::default()).await.expect("a good image")
+    Disk::open(storage, ImageFormat::Qcow2, Options::default()).await.expect("a good image")
 }
 
 /// Bytes for the stream: noise, something that can be packed, or zeros.
@@ -100,7 +100,8 @@ async fn store_some(
 
 /// What is there of the state.
 async fn load(storage: SimDisk) -> Result<Vec<u8>> {
-    let disk = Disk::qcow2_snapshot(storage, Options::default(), "state").await?;
+    let disk =
+        Disk::open_snapshot(storage, ImageFormat::Qcow2, Options::default(), "state").await?;
     let disk = if disk.backing_file().is_some() { with_base(disk) } else { disk };
     all_of_state(&disk).await
 }
@@ -120,7 +121,7 @@ fn with_base(disk: Disk<SimDisk>) -> Disk<SimDisk> {
     let sim = Sim::new(0);
     // Far enough for the state of an image of small clusters.
     let base = SimDisk::new(&sim, plain(), vec![0xbb; 16 << 20]);
-    disk.over(std::sync::Arc::new(Disk::raw(base, Options::default()).expect("a disk")))
+    disk.with_backing(std::sync::Arc::new(Disk::raw(base, Options::default()).expect("a disk")))
 }
 
 fn check(content: Vec<u8>) -> (CheckReport, Vec<String>) {
@@ -551,7 +552,9 @@ fn grow_a_tree(seed: u64) -> Result<Report, String> {
     }
     let reading = sim.block_on(async move {
         for (name, Kept { disk: wanted, state }) in kept {
-            let view = Disk::qcow2_snapshot(storage.clone(), Options::default(), &name).await;
+            let view =
+                Disk::open_snapshot(storage.clone(), ImageFormat::Qcow2, Options::default(), &name)
+                    .await;
             let view = view.expect("it is there");
             same(&all_of(&view).await, &wanted)?;
             match state.is_empty() {

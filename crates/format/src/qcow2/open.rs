@@ -55,7 +55,7 @@ impl Default for OpenOptions {
         Self {
             access: Access::ReadWrite,
             cache_size: DEFAULT_CACHE_SIZE,
-            discard: Discard::Punch,
+            discard: Discard::Unmap,
             min_waiting_frees: MIN_WAITING,
         }
     }

@@ -7,7 +7,7 @@ use blockhouse_core::{
     Alignment, Buffer, ByteRange, Durability, Fallback, IoVector, Request, Result, Storage,
     SyncMode, Unmap,
 };
-use blockhouse_disk::{Disk, Options};
+use blockhouse_disk::{Disk, ImageFormat, Options};
 use blockhouse_format::qcow2::{self, CreateOptions};
 use blockhouse_sim::{Config, Latency, Operation, Sim, SimDisk, Task};
 
@@ -63,7 +63,7 @@ impl Rig {
             qcow2::create(&opened, &image).await.expect("a new image");
             opened.resize(opened.size() + room).await.expect("no failure");
             opened.flush(SyncMode::Full).await.expect("no failure");
-            Disk::qcow2(opened, Options::default()).await.expect("the new image")
+            Disk::open(opened, ImageFormat::Qcow2, Options::default()).await.expect("the new image")
         });
         storage.take_log();
         Self { sim, storage, disk: Rc::new(disk) }

@@ -10,7 +10,7 @@ use std::future::Future;
 use std::sync::Arc;
 
 use blockhouse_core::{Alignment, Buffer, Durability, Fua, Request, Result, Storage};
-use blockhouse_disk::{Access, Disk, Options};
+use blockhouse_disk::{Access, Disk, ImageFormat, Options};
 use blockhouse_format::qcow2::{self, Backing, CreateOptions, DataFile, Qcow2, Switch, Version};
 use blockhouse_sim::{
     Config, Devices, ImageState, Report, Rng, Sim, SimDisk, SystemUnderTest, Workload,
@@ -70,14 +70,14 @@ async fn open<S: Storage>(
     data: Option<S>,
     options: Options,
 ) -> Result<Disk<S>> {
-    let disk = Disk::qcow2(storage, options).await?;
+    let disk = Disk::open(storage, ImageFormat::Qcow2, options).await?;
     let disk = match data {
         Some(data) => disk.with_data(data)?,
         None => disk,
     };
     let behind = Options { access: Access::ReadOnly, ..Options::default() };
     Ok(match base {
-        Some(base) => disk.over(Arc::new(Disk::raw(base, behind)?)),
+        Some(base) => disk.with_backing(Arc::new(Disk::raw(base, behind)?)),
         None => disk,
     })
 }

@@ -1,5 +1,7 @@
 //! Properties of an image that its creator or its user chooses.
 
+pub use crate::{Access, Discard};
+
 /// Which revision of the format a new image has.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Version {
@@ -42,22 +44,4 @@ impl DataFile {
     pub(crate) fn is_raw_disk(&self) -> bool {
         self.raw == Switch::On
     }
-}
-
-/// What an image is opened for.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Access {
-    /// Reading only: nothing is written to the file.
-    ReadOnly,
-    /// Reading and writing.
-    ReadWrite,
-}
-
-/// What becomes of the space of clusters that the guest discards.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Discard {
-    /// The host's file keeps it for other clusters.
-    Keep,
-    /// The host's file gets a hole.
-    Punch,
 }

@@ -36,7 +36,7 @@ impl<S: Storage, C> Metadata<S, C> {
         }
         let is_zeroed = self.storage().capabilities().read_after_discard == ReadAfterDiscard::Zeros;
         for mut free in dropped {
-            if free.punch == Punch::Yes && self.discard == Discard::Punch && is_zeroed {
+            if free.punch == Punch::Yes && self.discard == Discard::Unmap && is_zeroed {
                 // They have no other owner before. One that is dropped here stays allocated: a leak, since
                 // its hole may come at any time.
                 self.writer.punch(self.geometry.bytes_of(free.clusters.clone())).await;
@@ -98,7 +98,7 @@ impl<S: Storage, C> Metadata<S, C> {
             let Some(free) = self.state.lock().allocator.begin_freeing() else { break };
             let mut freeing = FreeingGuard { state: &self.state, free };
             let free = &mut freeing.free;
-            if free.punch == Punch::Yes && self.discard == Discard::Punch {
+            if free.punch == Punch::Yes && self.discard == Discard::Unmap {
                 self.writer.punch(self.geometry.bytes_of(free.clusters.clone())).await;
             }
             free.punch = Punch::No;
@@ -115,7 +115,7 @@ impl<S: Storage, C> Metadata<S, C> {
 
     /// Gives ranges of clusters that are free back to the host.
     pub(crate) async fn give_to_host(&self, freed: &[std::ops::Range<u64>]) {
-        if self.discard == Discard::Punch {
+        if self.discard == Discard::Unmap {
             for clusters in freed {
                 self.writer.punch(self.geometry.bytes_of(clusters.clone())).await;
             }

@@ -1,0 +1,215 @@
+//! The durability decision: from facts to a plan, without any effect.
+//!
+//! [`DurabilityPlan::decide`] is asked once for the writes of a request:
+//!
+//! - Data that goes only to plain overwrites travels by FUA where the storage has that: one operation
+//!   for each extent, and no sync after it.
+//! - Where metadata has to follow (new space, or an overwrite whose own mapping is not durable yet), the
+//!   format says which way is cheaper. FUA for the data, then for the metadata, suits a lone write; plain
+//!   writes and one flush suit many that share it.
+//! - Zero writes and discards that change only metadata need only a metadata sync. So do plain writes
+//!   into new space: the format flushes data before it writes an entry that refers to it.
+//! - In every other case the data is written plainly and one flush follows. `Full` always ends in a full
+//!   sync: FUA does not cover all that it promises.
+//! - Where durability is ignored (`--cache unsafe`) nothing follows.
+//!
+//! [`WriteMethod::decide`] is asked for each write that reaches a storage: many durable writes in flight
+//! can be cheaper with one flush for all than with FUA each (group commit).
+
+use blockhouse_core::{Durability, Extent, ExtentFlags, Fua, GroupCommit, SyncMode};
+use blockhouse_format::MetadataSync;
+
+/// Up to how many extents are written by FUA each where one flush would do for all of them.
+const MAX_FUA_WRITES: usize = 3;
+
+/// The most bytes of a write that a metadata writeback waits for. A longer write takes as long as a
+/// writeback of its own.
+const MAX_AWAITED: u64 = 256 << 10;
+
+/// What the decision for a request depends on.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Facts {
+    /// What the request asks for, or the disk's options.
+    pub(super) asked: Durability,
+    /// What the storage of the data can.
+    pub(super) fua: Fua,
+    pub(super) change: Change,
+}
+
+/// What a request, or a part of it, does to the image.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Change {
+    /// Only the format's metadata changes.
+    Metadata,
+    /// Operations that cannot carry durability (the storage's zero writes and discards), or of which many
+    /// share one flush.
+    SharedFlush,
+    /// Data is written.
+    Data { extents: Extents, writes: Writes },
+}
+
+/// Extents that data is written to, taken together.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Extents {
+    /// All are [pure overwrites](Extent::is_pure_overwrite).
+    Overwrites,
+    /// All are `NEW`: no durable mapping refers to them.
+    New,
+    /// Anything else.
+    Mixed,
+}
+
+impl Extents {
+    pub(super) fn of<'a>(extents: impl Iterator<Item = &'a Extent> + Clone) -> Self {
+        if extents.clone().all(Extent::is_pure_overwrite) {
+            Self::Overwrites
+        } else if extents.clone().all(|extent| extent.flags.contains(ExtentFlags::NEW)) {
+            Self::New
+        } else {
+            Self::Mixed
+        }
+    }
+}
+
+/// How many writes a request takes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Writes {
+    /// This many: all extents are known.
+    Counted(usize),
+    /// Many: a request that is written part by part.
+    Unbounded,
+}
+
+/// How the writes of a request become durable.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum DurabilityPlan {
+    /// They need not.
+    NoSync,
+    /// Each by FUA.
+    Fua,
+    /// Each by FUA, and a metadata sync follows.
+    FuaThenMetadata,
+    /// No data is written; a metadata sync follows.
+    ThenMetadata,
+    /// Plain writes into new space, and a sync follows of the metadata and of the data it refers to.
+    ThenDataAndMetadata,
+    /// Plain writes, and a flush follows.
+    ThenFlush(SyncMode),
+}
+
+impl DurabilityPlan {
+    /// The plan. `metadata_sync` is the format's advice for metadata that follows data. It is asked at
+    /// most once, and only where the answer matters, because it takes the format's lock.
+    pub(super) fn decide(facts: Facts, metadata_sync: impl FnOnce() -> MetadataSync) -> Self {
+        match facts {
+            Facts { asked: Durability::None, .. } | Facts { fua: Fua::Ignored, .. } => Self::NoSync,
+            Facts { asked: Durability::Full, .. } => Self::ThenFlush(SyncMode::Full),
+            Facts { change: Change::Metadata, .. } => Self::ThenMetadata,
+            Facts { change: Change::SharedFlush, .. } => Self::ThenFlush(SyncMode::Data),
+            Facts { fua, change: Change::Data { extents, writes }, .. } => {
+                Self::of_data(fua, extents, writes, metadata_sync)
+            }
+        }
+    }
+
+    fn of_data(
+        fua: Fua,
+        extents: Extents,
+        writes: Writes,
+        metadata_sync: impl FnOnce() -> MetadataSync,
+    ) -> Self {
+        match (fua, extents, writes) {
+            (Fua::Native, Extents::Overwrites, Writes::Counted(_)) => Self::Fua,
+            (Fua::Native, _, Writes::Counted(count))
+                if count <= MAX_FUA_WRITES && metadata_sync() == MetadataSync::Fua =>
+            {
+                Self::FuaThenMetadata
+            }
+            (_, Extents::New, _) => Self::ThenDataAndMetadata,
+            _ => Self::ThenFlush(SyncMode::Data),
+        }
+    }
+
+    /// What each write of data carries.
+    pub(crate) fn write_durability(self) -> Durability {
+        match self {
+            Self::Fua | Self::FuaThenMetadata => Durability::Data,
+            Self::NoSync | Self::ThenMetadata | Self::ThenDataAndMetadata | Self::ThenFlush(_) => {
+                Durability::None
+            }
+        }
+    }
+
+    /// What is left to do after the writes.
+    pub(super) fn required_sync(self) -> RequiredSync {
+        match self {
+            Self::NoSync | Self::Fua => RequiredSync::None,
+            Self::FuaThenMetadata | Self::ThenMetadata => RequiredSync::Metadata,
+            Self::ThenDataAndMetadata => RequiredSync::DataAndMetadata,
+            Self::ThenFlush(sync) => RequiredSync::Flush(sync),
+        }
+    }
+
+    /// Whether a write to `extent` is one that a metadata writeback of another request should wait for,
+    /// because it needs a writeback right after.
+    pub(crate) fn joins_writeback(self, extent: &Extent) -> bool {
+        let is_plain = matches!(self, Self::ThenDataAndMetadata | Self::ThenFlush(_));
+        is_plain && !extent.is_pure_overwrite() && extent.guest.length() <= MAX_AWAITED
+    }
+
+    /// Whether new space that reads as zeros may stay a hole of the host's file around the written bytes.
+    /// Not for durable writes: each later FUA write to a hole costs the host file system's journal.
+    pub(crate) fn may_leave_holes(self) -> bool {
+        self == Self::NoSync
+    }
+}
+
+/// The sync that a request still requires after its writes. Ordered: the greater one includes the lesser.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
+#[must_use]
+pub(crate) enum RequiredSync {
+    #[default]
+    None,
+    /// Of the format's metadata alone: the data is durable.
+    Metadata,
+    /// Of the format's metadata and, before it, the data that only this metadata refers to.
+    DataAndMetadata,
+    /// A flush.
+    Flush(SyncMode),
+}
+
+/// How one write reaches the storage.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum WriteMethod {
+    /// Without FUA.
+    Plain,
+    /// With FUA.
+    Fua,
+    /// Without FUA, then a flush that many can share.
+    PlainThenFlush(SyncMode),
+}
+
+impl WriteMethod {
+    /// The method of a write that carries `asked`. `in_flight` counts the durable writes to this storage
+    /// that have not ended, this one included.
+    pub(super) fn decide(
+        asked: Durability,
+        fua: Fua,
+        group_commit: GroupCommit,
+        in_flight: usize,
+    ) -> Self {
+        let is_cheaper_in_group = match group_commit {
+            GroupCommit::Never => false,
+            GroupCommit::From(count) => in_flight >= count,
+        };
+        match (asked, fua) {
+            (Durability::None, _) | (_, Fua::Ignored) => Self::Plain,
+            (Durability::Data, Fua::Native) if !is_cheaper_in_group => Self::Fua,
+            (Durability::Data, _) => Self::PlainThenFlush(SyncMode::Data),
+            (Durability::Full, _) => Self::PlainThenFlush(SyncMode::Full),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,323 @@
+//! What is written but not yet stable: a storage that flushes only where that changes something.
+//!
+//! Completed writes are counted. A flush notes the count, its generation, when it begins. So:
+//!
+//! - A flush that finds its generation stable already issues nothing.
+//! - One flush runs at a time; others wait. When it ends, all whose generation it covered are done, and
+//!   the next one covers all the others.
+//! - A write that completes while a flush runs is not covered by it.
+//! - A native durable write is stable when it completes and is not counted.
+//! - A failed flush is remembered: the host has forgotten which bytes are lost and would call the next
+//!   flush a success. From then on every flush and durable write fails with the first errno, until the
+//!   storage is opened again. A failed durable write counts as a failed flush, whatever its errno: it may
+//!   report the loss of an older write, and the host reports that once. The exception is an error of
+//!   which the storage knows that nothing else is concerned ([`Error::is_confined`]), as on a full host.
+//! - A durable write that fails during a flush may have lost data that the flush reports as stable. So a
+//!   flush waits for the durable writes in flight at its end, and fails if one failed.
+//! - Where a shared flush is cheaper than FUA on each of several writes in flight, the later ones are
+//!   written plainly and share one ([`WriteMethod`]: group commit).
+//! - An operation whose future is dropped may end at any time, so afterwards every flush is issued. The
+//!   storage reports the outcome of a detached flush or durable write to the next flush, as its contract
+//!   says.
+//!
+//! Generations are counted with atomic operations: a plain write costs one addition. Only flushes take the
+//! lock, and they never hold it across a wait.
+
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+
+use blockhouse_core::sync::{Coalescer, Epochs, ErrorLatch, RunGuard, Turn};
+use blockhouse_core::{
+    Allocation, ByteRange, Capabilities, Durability, Fua, IoVector, Result, Storage, SyncMode,
+    Unmap, WriteCache,
+};
+
+use super::decide::WriteMethod;
+use crate::options::FlushPolicy;
+use crate::stats::FlushStats;
+
+/// What to do about a failed flush.
+const FAILED_HINT: &str = "written data may be lost: check the guest's file systems and reopen";
+
+/// A storage, and what of it is not stable.
+pub(crate) struct FlushTracker<S> {
+    storage: S,
+    policy: FlushPolicy,
+    /// How many writes have completed that only a flush makes stable.
+    write_generation: AtomicU64,
+    /// How many operations were detached: their futures were dropped in flight.
+    detached_operations: AtomicU64,
+    /// The first failure, which all later flushes repeat.
+    failure: ErrorLatch,
+    flushes: Coalescer<StableGenerations>,
+    fua_writes: Epochs,
+    /// How many durable writes are in flight, by whatever method.
+    durable_in_flight: AtomicUsize,
+    stats: FlushStats,
+}
+
+/// The generations up to which data, and data with all metadata, is stable.
+#[derive(Default)]
+struct StableGenerations {
+    data: u64,
+    full: u64,
+}
+
+/// An operation in flight. Dropped before it has completed, it counts as detached.
+struct OperationGuard<'a> {
+    detached_operations: &'a AtomicU64,
+}
+
+impl<S: Storage> FlushTracker<S> {
+    pub(crate) fn new(storage: S, policy: FlushPolicy) -> Self {
+        Self {
+            storage,
+            policy,
+            write_generation: AtomicU64::new(0),
+            detached_operations: AtomicU64::new(0),
+            failure: ErrorLatch::new(FAILED_HINT),
+            flushes: Coalescer::default(),
+            fua_writes: Epochs::new(),
+            durable_in_flight: AtomicUsize::new(0),
+            stats: FlushStats::default(),
+        }
+    }
+
+    /// The storage itself.
+    pub(crate) fn storage(&self) -> &S {
+        &self.storage
+    }
+
+    pub(crate) fn stats(&self) -> &FlushStats {
+        &self.stats
+    }
+
+    fn begin_operation(&self) -> OperationGuard<'_> {
+        OperationGuard { detached_operations: &self.detached_operations }
+    }
+
+    /// The operation has ended and left something to flush, whether it failed or not.
+    fn complete_unstable(&self, operation: OperationGuard<'_>) {
+        self.write_generation.fetch_add(1, Ordering::SeqCst);
+        operation.complete();
+    }
+
+    /// A write that is stable when it succeeds.
+    async fn write_fua(&self, offset: u64, from: IoVector) -> Result<()> {
+        self.check_failure()?;
+        // Declared first, dropped last: a running flush sees the failure or the detached operation.
+        let _in_flight = self.fua_writes.enter();
+        let operation = self.begin_operation();
+        let outcome = self.storage.write(offset, from, Durability::Data).await;
+        if let Err(error) = &outcome
+            && !error.is_confined()
+        {
+            self.failure.set(error);
+        }
+        operation.complete();
+        self.stats.durable_writes.add(1);
+        outcome
+    }
+
+    /// A write that only a flush makes stable.
+    async fn write_plain(
+        &self,
+        offset: u64,
+        from: IoVector,
+        write_cache: WriteCache,
+    ) -> Result<()> {
+        let operation = self.begin_operation();
+        let outcome = self.storage.write(offset, from, Durability::None).await;
+        match write_cache {
+            WriteCache::Volatile => self.complete_unstable(operation),
+            WriteCache::None => operation.complete(),
+        }
+        outcome
+    }
+
+    /// The first failure, for every later flush and durable write.
+    pub(crate) fn check_failure(&self) -> Result<()> {
+        self.failure.check()
+    }
+
+    /// The generation that a flush called now must cover.
+    fn target(&self, sync: SyncMode) -> u64 {
+        // A detached write may have completed just now. And a full flush is never skipped, because durable
+        // writes change metadata without being counted.
+        if sync == SyncMode::Full || self.detached_operations.load(Ordering::SeqCst) > 0 {
+            self.write_generation.fetch_add(1, Ordering::SeqCst) + 1
+        } else {
+            self.write_generation.load(Ordering::SeqCst)
+        }
+    }
+
+    fn turn(&self, target: u64, sync: SyncMode) -> Result<Turn<'_, StableGenerations>> {
+        let turn = self.flushes.turn(|stable| stable.of(sync) >= target);
+        // Afterwards: a flush that failed has set the latch before it let this one have its turn.
+        self.check_failure()?;
+        Ok(turn)
+    }
+
+    async fn run(&self, run: RunGuard<'_, StableGenerations>, sync: SyncMode) -> Result<()> {
+        let generation = self.write_generation.load(Ordering::SeqCst);
+        loop {
+            let detached = self.detached_operations.load(Ordering::SeqCst);
+            self.stats.issued.add(1);
+            let outcome = self.storage.flush(sync).await;
+            if let Err(error) = &outcome {
+                self.failure.set(error);
+                return outcome;
+            }
+            self.fua_writes.synchronize().await;
+            // The storage reports the outcome of what was detached meanwhile to its next flush.
+            if self.detached_operations.load(Ordering::SeqCst) == detached {
+                break;
+            }
+        }
+        self.check_failure()?;
+        run.complete(|stable| stable.advance(generation, sync));
+        Ok(())
+    }
+}
+
+/// A durable write in flight, counted until it is dropped.
+struct InFlightCount<'a> {
+    in_flight: Option<&'a AtomicUsize>,
+    /// How many there were at its begin, itself included.
+    count: usize,
+}
+
+impl<'a> InFlightCount<'a> {
+    fn begin(in_flight: &'a AtomicUsize, durability: Durability) -> Self {
+        if durability == Durability::None {
+            return Self { in_flight: None, count: 0 };
+        }
+        let count = in_flight.fetch_add(1, Ordering::Relaxed) + 1;
+        Self { in_flight: Some(in_flight), count }
+    }
+}
+
+impl Drop for InFlightCount<'_> {
+    fn drop(&mut self) {
+        if let Some(in_flight) = self.in_flight {
+            in_flight.fetch_sub(1, Ordering::Relaxed);
+        }
+    }
+}
+
+impl StableGenerations {
+    fn of(&self, sync: SyncMode) -> u64 {
+        match sync {
+            SyncMode::Data => self.data,
+            SyncMode::Full => self.full,
+        }
+    }
+
+    fn advance(&mut self, generation: u64, sync: SyncMode) {
+        self.data = self.data.max(generation);
+        if sync == SyncMode::Full {
+            self.full = self.full.max(generation);
+        }
+    }
+}
+
+impl OperationGuard<'_> {
+    fn complete(self) {
+        std::mem::forget(self);
+    }
+}
+
+impl Drop for OperationGuard<'_> {
+    fn drop(&mut self) {
+        self.detached_operations.fetch_add(1, Ordering::SeqCst);
+    }
+}
+
+impl<S: Storage> Storage for FlushTracker<S> {
+    fn name(&self) -> &str {
+        self.storage.name()
+    }
+
+    fn capabilities(&self) -> Capabilities {
+        let capabilities = self.storage.capabilities();
+        match self.policy {
+            FlushPolicy::Honor => capabilities,
+            FlushPolicy::Ignore => Capabilities { fua: Fua::Ignored, ..capabilities },
+        }
+    }
+
+    fn size(&self) -> u64 {
+        self.storage.size()
+    }
+
+    async fn read(&self, offset: u64, into: IoVector) -> Result<()> {
+        self.storage.read(offset, into).await
+    }
+
+    async fn write(&self, offset: u64, from: IoVector, durability: Durability) -> Result<()> {
+        let Capabilities { fua, group_commit, write_cache, .. } = self.capabilities();
+        let in_flight = InFlightCount::begin(&self.durable_in_flight, durability);
+        match WriteMethod::decide(durability, fua, group_commit, in_flight.count) {
+            WriteMethod::Plain => self.write_plain(offset, from, write_cache).await,
+            WriteMethod::Fua => self.write_fua(offset, from).await,
+            WriteMethod::PlainThenFlush(sync) => {
+                self.check_failure()?;
+                self.write_plain(offset, from, write_cache).await?;
+                self.flush(sync).await
+            }
+        }
+    }
+
+    async fn write_zeroes(&self, range: ByteRange, unmap: Unmap) -> Result<()> {
+        let operation = self.begin_operation();
+        let outcome = self.storage.write_zeroes(range, unmap).await;
+        self.complete_unstable(operation);
+        outcome
+    }
+
+    async fn discard(&self, range: ByteRange) -> Result<()> {
+        let operation = self.begin_operation();
+        let outcome = self.storage.discard(range).await;
+        self.complete_unstable(operation);
+        outcome
+    }
+
+    async fn flush(&self, sync: SyncMode) -> Result<()> {
+        if self.capabilities().fua == Fua::Ignored {
+            return Ok(());
+        }
+        let target = self.target(sync);
+        let mut has_waited = false;
+        loop {
+            match self.turn(target, sync)? {
+                Turn::Covered => {
+                    let counter = if has_waited { &self.stats.shared } else { &self.stats.skipped };
+                    counter.add(1);
+                    return Ok(());
+                }
+                Turn::Wait(ended) => ended.await,
+                Turn::Run(run) => return self.run(run, sync).await,
+            }
+            has_waited = true;
+        }
+    }
+
+    async fn resize(&self, size: u64) -> Result<()> {
+        let operation = self.begin_operation();
+        let outcome = self.storage.resize(size).await;
+        self.complete_unstable(operation);
+        outcome
+    }
+
+    async fn extend_hint(&self, size: u64) {
+        // Changes nothing that was acknowledged.
+        self.storage.extend_hint(size).await;
+    }
+
+    async fn block_status(&self, range: ByteRange) -> Result<(Allocation, u64)> {
+        self.storage.block_status(range).await
+    }
+
+    async fn prefetch(&self, range: ByteRange) -> Result<()> {
+        self.storage.prefetch(range).await
+    }
+}

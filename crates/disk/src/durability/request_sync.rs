@@ -1,0 +1,88 @@
+//! The durability of one request, from its first write to its end.
+//!
+//! Made once per request with what was asked for. Each write asks it for a plan, which also notes the sync
+//! that the plan requires afterwards, so no write can forget it. [`RequestSync::complete`] carries out
+//! the deepest of these syncs, once.
+
+use std::cell::Cell;
+
+use blockhouse_core::{Durability, Extent, Result, Storage};
+use blockhouse_format::{Format, MetadataSync};
+
+use super::decide::{Change, DurabilityPlan, Extents, Facts, RequiredSync, Writes};
+use super::flush_tracker::FlushTracker;
+
+/// See the module's page.
+pub(crate) struct RequestSync<'a, S: Storage> {
+    format: &'a Format<FlushTracker<S>>,
+    asked: Durability,
+    required: Cell<RequiredSync>,
+}
+
+impl<'a, S: Storage> RequestSync<'a, S> {
+    /// For a request that asks for `asked`, the disk's options included.
+    pub(crate) fn new(format: &'a Format<FlushTracker<S>>, asked: Durability) -> Self {
+        Self { format, asked, required: Cell::default() }
+    }
+
+    /// For writes whose durability somebody else sees to.
+    pub(crate) fn not_required(format: &'a Format<FlushTracker<S>>) -> Self {
+        Self::new(format, Durability::None)
+    }
+
+    /// The plan for writes of data to prepared extents.
+    pub(crate) fn plan_data<'e>(
+        &self,
+        extents: impl Iterator<Item = &'e Extent> + Clone,
+        writes: Writes,
+    ) -> DurabilityPlan {
+        let extents = Extents::of(extents);
+        self.plan(Change::Data { extents, writes }, || self.format.metadata_sync_mode())
+    }
+
+    /// The plan for zeros that are written to a prepared extent as data. FUA only for an overwrite: what is
+    /// copied around new space is written without it.
+    pub(crate) fn plan_zeros(&self, is_pure_overwrite: bool, writes: Writes) -> DurabilityPlan {
+        let extents = if is_pure_overwrite { Extents::Overwrites } else { Extents::Mixed };
+        self.plan(Change::Data { extents, writes }, || MetadataSync::Flush)
+    }
+
+    /// Notes operations that carry no durability of their own.
+    pub(crate) fn note_plain_operation(&self) {
+        self.plan(Change::SharedFlush, || MetadataSync::Flush);
+    }
+
+    /// Notes a change of metadata alone.
+    pub(crate) fn note_metadata_change(&self) {
+        self.plan(Change::Metadata, || MetadataSync::Flush);
+    }
+
+    fn plan(&self, change: Change, metadata_sync: impl FnOnce() -> MetadataSync) -> DurabilityPlan {
+        let fua = self.format.data().capabilities().fua;
+        let plan = DurabilityPlan::decide(Facts { asked: self.asked, fua, change }, metadata_sync);
+        self.required.set(self.required.get().max(plan.required_sync()));
+        plan
+    }
+
+    /// The deepest sync that was noted so far.
+    #[cfg(test)]
+    pub(crate) fn required(&self) -> RequiredSync {
+        self.required.get()
+    }
+
+    /// Makes the request as durable as it was asked for, once its writes have ended.
+    ///
+    /// # Errors
+    /// What the storage answers, or the first failure of an earlier flush or durable write.
+    pub(crate) async fn complete(self) -> Result<()> {
+        match self.required.get() {
+            RequiredSync::None => return Ok(()),
+            RequiredSync::Metadata => self.format.sync_metadata().await?,
+            RequiredSync::DataAndMetadata => self.format.sync_data_and_metadata().await?,
+            RequiredSync::Flush(sync) => return self.format.flush(sync).await,
+        }
+        // A metadata sync that found nothing to write has not met an earlier failure yet.
+        self.format.data().check_failure()?;
+        self.format.storage().check_failure()
+    }
+}

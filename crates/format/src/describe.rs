@@ -1,0 +1,116 @@
+//! What the layers above ask about an image, so that none of them looks at which format it is.
+
+use blockhouse_core::{ByteRange, Result, Storage};
+
+use crate::qcow2;
+use crate::{Backing, CheckReport, Compression, DataFile, Features, Format};
+
+impl<S: Storage> Format<S> {
+    /// The format's name, as on the command line.
+    pub fn name(&self) -> &'static str {
+        match self {
+            Self::Raw(_) => "raw",
+            Self::Qcow2(_) => "qcow2",
+        }
+    }
+
+    /// Whether the disk is the storage, byte for byte: each extent is mapped at its own offset, also
+    /// a last sector that the storage has only in part, and holes of the host's file are holes of the disk.
+    pub fn is_identity(&self) -> bool {
+        matches!(self, Self::Raw(_))
+    }
+
+    /// Whether mappings are stored in metadata of the image, which writes and discards change.
+    pub fn has_metadata(&self) -> bool {
+        matches!(self, Self::Qcow2(_))
+    }
+
+    /// Whether every part of the disk has its own host range from the beginning, so that what other
+    /// programs write to the storage is read here.
+    pub fn is_fully_allocated(&self) -> bool {
+        match self {
+            Self::Raw(_) => true,
+            Self::Qcow2(qcow2) => qcow2.is_raw_disk(),
+        }
+    }
+
+    /// Bytes of a cluster, a power of two; `None` where the format has none.
+    pub fn cluster_size(&self) -> Option<u64> {
+        match self {
+            Self::Raw(_) => None,
+            Self::Qcow2(qcow2) => Some(qcow2.cluster_size()),
+        }
+    }
+
+    /// Bytes of the unit in which space is allocated, a power of two: a write of fewer takes as many.
+    pub fn allocation_unit(&self) -> u64 {
+        match self {
+            Self::Raw(raw) => u64::from(raw.storage().capabilities().alignment.offset),
+            Self::Qcow2(qcow2) => qcow2.subcluster_size(),
+        }
+    }
+
+    /// How clusters are compressed; `None` where the format has no compressed clusters.
+    pub fn compression(&self) -> Option<Compression> {
+        match self {
+            Self::Raw(_) => None,
+            Self::Qcow2(qcow2) => Some(qcow2.compression()),
+        }
+    }
+
+    /// The backing file that the image names.
+    pub fn backing_file(&self) -> Option<&Backing> {
+        match self {
+            Self::Raw(_) => None,
+            Self::Qcow2(qcow2) => qcow2.backing(),
+        }
+    }
+
+    /// Says how long the backing file's disk is, in bytes: past its end, unallocated clusters read as
+    /// zeros. Before, none is taken to end.
+    pub fn set_backing_size(&self, size: u64) {
+        if let Self::Qcow2(qcow2) = self {
+            qcow2.set_backing_size(size);
+        }
+    }
+
+    /// The file that the image names as the one with the guest's data, if that is another one.
+    pub fn data_file(&self) -> Option<&DataFile> {
+        match self {
+            Self::Raw(_) => None,
+            Self::Qcow2(qcow2) => qcow2.data_file(),
+        }
+    }
+
+    /// The properties that the image's header states; `None` where the format has no header.
+    pub fn features(&self) -> Option<Features> {
+        match self {
+            Self::Raw(_) => None,
+            Self::Qcow2(qcow2) => Some(qcow2.features()),
+        }
+    }
+
+    /// The host offset that is allocated for the first bytes of `range` although they are not read from
+    /// there, and for how many bytes that answer holds. `range` was just mapped as zeros, a hole or backing.
+    ///
+    /// # Errors
+    /// As [`map`](Self::map).
+    pub async fn preallocated_offset(&self, range: ByteRange) -> Result<(Option<u64>, u64)> {
+        match self {
+            Self::Raw(_) => Ok((None, range.length())),
+            Self::Qcow2(qcow2) => qcow2.preallocated_offset(range).await,
+        }
+    }
+
+    /// Looks for errors in the image, whose changes are flushed and which must not change meanwhile; `None`
+    /// where the format has nothing to check.
+    ///
+    /// # Errors
+    /// Only what the storage answers: what is wrong with the image is in the report.
+    pub async fn check(&self) -> Result<Option<CheckReport>> {
+        match self {
+            Self::Raw(_) => Ok(None),
+            Self::Qcow2(qcow2) => qcow2::check(qcow2).await.map(Some),
+        }
+    }
+}

@@ -1,0 +1,93 @@
+//! The image formats by name: on the command line, in file names, and in images that name their backing
+//! file's format.
+
+use std::path::Path;
+use std::str::FromStr;
+
+/// The image formats that can be opened.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ImageFormat {
+    /// The disk byte for byte.
+    Raw,
+    /// QEMU's format: metadata says where each cluster of the disk is.
+    Qcow2,
+}
+
+impl FromStr for ImageFormat {
+    type Err = String;
+
+    fn from_str(name: &str) -> Result<Self, String> {
+        match name {
+            "raw" => Ok(Self::Raw),
+            "qcow2" => Ok(Self::Qcow2),
+            _ => Err(format!(
+                "there is no format '{name}': images are raw or qcow2 (qemu-img convert makes qcow2 \
+                 of many others)"
+            )),
+        }
+    }
+}
+
+impl ImageFormat {
+    /// The name on the command line and in images.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::Raw => "raw",
+            Self::Qcow2 => "qcow2",
+        }
+    }
+
+    /// Whether an image of this format can be told by its first bytes, see
+    /// [`probe`](crate::probe::probe).
+    pub fn has_signature(self) -> bool {
+        match self {
+            Self::Raw => false,
+            Self::Qcow2 => true,
+        }
+    }
+
+    /// The format that a file's name stands for: `.qcow2`, otherwise raw.
+    pub fn by_name(path: &Path) -> Self {
+        match suffix(path).as_deref() {
+            Some("qcow2") => Self::Qcow2,
+            _ => Self::Raw,
+        }
+    }
+
+    /// The format that the name of a new file stands for: as [`by_name`](Self::by_name), but a name of
+    /// another format is refused, because its owner does not expect a raw image.
+    ///
+    /// # Errors
+    /// What is wrong with the name, and how to say what is meant.
+    pub fn for_new(path: &Path) -> Result<Self, String> {
+        match suffix(path) {
+            Some(suffix) if FOREIGN_SUFFIXES.contains(&&*suffix) => Err(format!(
+                "{}: images of the format '.{suffix}' cannot be made; say --format qcow2 or \
+                 --format raw if the file is to have this name nevertheless",
+                path.display()
+            )),
+            _ => Ok(Self::by_name(path)),
+        }
+    }
+}
+
+/// Names of files in formats that are neither read nor written here.
+const FOREIGN_SUFFIXES: [&str; 12] = [
+    "bochs",
+    "cloop",
+    "dmg",
+    "luks",
+    "parallels",
+    "qcow",
+    "qed",
+    "vdi",
+    "vhd",
+    "vhdx",
+    "vmdk",
+    "vpc",
+];
+
+/// The part of a file's name after its last dot, in small letters.
+pub(crate) fn suffix(path: &Path) -> Option<String> {
+    path.extension()?.to_str().map(str::to_ascii_lowercase)
+}

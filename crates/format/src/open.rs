@@ -1,0 +1,108 @@
+//! Opening and creating images by the name of their format.
+
+use blockhouse_core::{Error, ErrorKind, Result, Storage, SyncMode};
+
+use crate::{Access, Discard, Format, ImageFormat, Qcow2, Raw, qcow2};
+
+/// How an image is opened.
+#[derive(Clone, Copy, Debug)]
+pub struct OpenOptions {
+    /// What for.
+    pub access: Access,
+    /// What becomes of the space that the guest discards.
+    pub discard: Discard,
+}
+
+impl From<OpenOptions> for qcow2::OpenOptions {
+    fn from(options: OpenOptions) -> Self {
+        let OpenOptions { access, discard } = options;
+        Self { access, discard, ..Self::default() }
+    }
+}
+
+impl<S: Storage> Format<S> {
+    /// Opens the image in `storage`. One that names a [`backing_file`](Self::backing_file) reads it
+    /// through the caller; one that names a [`data_file`](Self::data_file) is not complete before
+    /// [`with_data`](Self::with_data).
+    ///
+    /// # Errors
+    /// What [`Raw::open`] or [`Qcow2::open`] answers.
+    pub async fn open(storage: S, format: ImageFormat, options: OpenOptions) -> Result<Self> {
+        Ok(match format {
+            ImageFormat::Raw => Self::raw(storage)?,
+            ImageFormat::Qcow2 => {
+                Self::Qcow2(Box::new(Qcow2::open(storage, options.into()).await?))
+            }
+        })
+    }
+
+    /// As [`open`](Self::open), as the disk was when the snapshot of this name (or id) was taken; for
+    /// reading only.
+    ///
+    /// # Errors
+    /// As [`open`](Self::open); `InvalidInput` when there is no such snapshot, `Unsupported` for a format
+    /// without snapshots.
+    pub async fn open_snapshot(
+        storage: S,
+        format: ImageFormat,
+        options: OpenOptions,
+        name: &str,
+    ) -> Result<Self> {
+        match format {
+            ImageFormat::Raw => {
+                let what = "a raw image has no snapshots";
+                Err(Error::new(ErrorKind::Unsupported, what).on(storage.name()))
+            }
+            ImageFormat::Qcow2 => {
+                let image = Qcow2::open_snapshot(storage, options.into(), name).await?;
+                Ok(Self::Qcow2(Box::new(image)))
+            }
+        }
+    }
+
+    /// A raw image, which has nothing to read when it is opened.
+    ///
+    /// # Errors
+    /// What [`Raw::open`] answers.
+    pub fn raw(storage: S) -> Result<Self> {
+        Ok(Self::Raw(Raw::open(storage)?))
+    }
+
+    /// The same image with its data file, before anything is read or written.
+    ///
+    /// # Errors
+    /// `InvalidInput` where it has none; `Unsupported` when its clusters are smaller than the blocks of
+    /// `data`.
+    pub fn with_data(self, data: S) -> Result<Self> {
+        match self {
+            Self::Qcow2(image) => Ok(Self::Qcow2(Box::new(image.with_data(data)?))),
+            Self::Raw(raw) => {
+                let what = "raw images have no data file";
+                Err(Error::new(ErrorKind::InvalidInput, what).on(raw.storage().name()))
+            }
+        }
+    }
+}
+
+/// Bytes of the file that [`create`] is given for a disk of `size` bytes.
+pub fn initial_file_size(format: ImageFormat, size: u64) -> u64 {
+    match format {
+        ImageFormat::Raw => size,
+        ImageFormat::Qcow2 => 0,
+    }
+}
+
+/// Makes an image of `size` bytes, a multiple of 512, all holes, in a new file of
+/// [`initial_file_size`] bytes. Durable when it returns.
+///
+/// # Errors
+/// What the format or the storage answers.
+pub async fn create<S: Storage>(storage: &S, format: ImageFormat, size: u64) -> Result<()> {
+    match format {
+        ImageFormat::Raw => storage.resize(size).await?,
+        ImageFormat::Qcow2 => {
+            qcow2::create(storage, &qcow2::CreateOptions::new(size)).await?;
+        }
+    }
+    storage.flush(SyncMode::Full).await
+}
