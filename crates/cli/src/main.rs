@@ -1,5 +1,8 @@
 //! `blockhouse`: disk images for virtual machines.
 //!
+//! This crate is the binary. Programs that want disks as a library use the crates beneath it: `docs/library.md` in the
+//! repository says which one, and `examples/` has whole programs.
+//!
 //! Exit status: 0 done, 1 the operation failed (one line on standard error says what, where, why and
 //! what to do), 2 wrong usage; `check` has those of `qemu-img check`.
 #![forbid(unsafe_code)]

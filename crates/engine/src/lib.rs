@@ -100,7 +100,7 @@ pub use socket::{Listener, Stream};
 pub use socket_option::{peer_process, unsent_bytes};
 pub use spawn::{Task, spawn, spawn_detached};
 pub use wait_released::wait_until_released;
-// From the floor below, because it works on any executor.
+// From core, because it works on any executor.
 pub use blockhouse_core::yield_now;
 pub use watch::Watch;
 pub use watches::PollSource;

@@ -5,11 +5,13 @@
 //! - Unsafe code lives where [`unsafety`] says, and every other crate forbids it.
 //! - A crate depends on lower layers only ([`layers`]).
 //! - The modules of a crate depend on each other without circles ([`circles`]).
+//! - The files and types that the documentation names exist ([`doc_paths`]).
 //!
 //! Every violation is printed with its place; one is enough to fail.
 
 mod banned_words;
 mod circles;
+mod doc_paths;
 mod layers;
 mod source_file;
 mod unsafety;
@@ -46,6 +48,7 @@ pub fn run(workspace: &Workspace) -> Result<()> {
     violations.extend(unsafety::check_roots(workspace.root(), &packages, &files)?);
     violations.extend(layers::check(&packages));
     violations.extend(circles::check(workspace.root(), &packages, &files)?);
+    violations.extend(doc_paths::check(workspace.root(), &files));
 
     for violation in &violations {
         eprintln!("{violation}");
