@@ -28,8 +28,6 @@ const KNOWN: &[(&str, &str)] = &[
          bench::random bench::report bench::rows bench::schedule bench::table bench::vmstate bench::wakeup",
     ),
     ("crates/disk/src/lib.rs", "disk durable generations prepared zero"),
-    ("crates/vhost-user/src/lib.rs", "chain limits"),
-    ("crates/vhost-user/src/lib.rs", "queue queue::kicks queue::lane"),
 ];
 
 /// One line for each circle in each crate of the workspace.

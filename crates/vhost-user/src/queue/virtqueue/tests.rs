@@ -1,3 +1,5 @@
+//! Which pages of a virtqueue are marked in the dirty log, and when.
+
 use blockhouse_engine::{GuestRange, GuestRegion, SharedMemory, VolatileSlice};
 
 use super::*;
