@@ -6,13 +6,11 @@
 //! 3. The first failure is kept: no table is written any more until the image is opened again. A write
 //!    that failed for want of space changed nothing, and is tried again.
 
-use std::future::{Future, ready};
-use std::sync::OnceLock;
+use std::future::Future;
 
 use async_lock::Semaphore;
-use blockhouse_core::sync::WaitGroup;
+use blockhouse_core::sync::{ErrorLatch, WaitGroup, run_all};
 use blockhouse_core::{Buffer, ByteRange, Durability, Error, ErrorKind, Result, Storage, SyncMode};
-use futures_util::stream::{self, StreamExt};
 
 use crate::qcow2::layout::header::SECTOR;
 use crate::qcow2::layout::table_io;
@@ -23,13 +21,16 @@ const MAX_IN_FLIGHT: usize = 16;
 /// How many bytes of zeros are written at a time.
 const CHUNK_SIZE: u64 = 1 << 20;
 
+/// What to do about tables that could not be written.
+const FAILED_HINT: &str = "metadata could not be written: run check, then open the image again";
+
 /// See the module's page.
 pub(crate) struct TableWriter<S> {
     storage: S,
     /// Where the guest's clusters are, if not in `storage`.
     data: Option<S>,
     /// Why tables could not be written.
-    failure: OnceLock<Error>,
+    failure: ErrorLatch,
     writes: WaitGroup,
     /// Held by the task that changes the header.
     header_lock: Semaphore,
@@ -41,7 +42,7 @@ impl<S: Storage> TableWriter<S> {
         Self {
             storage,
             data: None,
-            failure: OnceLock::new(),
+            failure: ErrorLatch::new(FAILED_HINT),
             writes: WaitGroup::new(),
             header_lock: Semaphore::new(1),
             header_writes: WaitGroup::new(),
@@ -63,11 +64,10 @@ impl<S: Storage> TableWriter<S> {
         self.data.as_ref()
     }
 
-    /// Writes tables side by side, and waits for all of them, also when one fails.
+    /// Writes tables concurrently, and waits for all writes that were begun, also when one fails.
     pub(crate) async fn write(&self, writes: &[TableWrite], durability: Durability) -> Result<()> {
-        let both = |sum: Result<()>, one| ready(sum.and(one));
         let writes = writes.iter().map(|write| self.write_one(write, durability));
-        stream::iter(writes).buffer_unordered(MAX_IN_FLIGHT).fold(Ok(()), both).await
+        run_all(MAX_IN_FLIGHT, writes).await
     }
 
     fn write_one(
@@ -152,12 +152,7 @@ impl<S: Storage> TableWriter<S> {
     /// # Errors
     /// Why.
     pub(crate) fn check_failure(&self) -> Result<()> {
-        match self.failure.get() {
-            None => Ok(()),
-            Some(error) => Err(error
-                .duplicate()
-                .hint("metadata could not be written: run check, then open the image again")),
-        }
+        self.failure.check()
     }
 
     /// Records why tables could not be written, unless it was for want of space.
@@ -169,6 +164,6 @@ impl<S: Storage> TableWriter<S> {
 
     /// Records a failure of any kind. The first one counts.
     pub(crate) fn fail(&self, error: &Error) {
-        let _ = self.failure.set(error.duplicate());
+        self.failure.set(error);
     }
 }
