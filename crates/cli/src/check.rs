@@ -1,8 +1,8 @@
-//! `blockhouse check`: is an image what it says, and can it be made so?
+//! `blockhouse check`: checks the metadata of an image, and repairs it.
 //!
 //! Exit status, as that of `qemu-img check`: 0 nothing is wrong, 1 the check could not be made, 2 the
-//! image is corrupt, 3 it has leaks only, 63 the format has nothing to check. What is wrong is told
-//! on standard error, the sums on standard output.
+//! image is corrupt, 3 it has leaks only, 63 the format has nothing to check. Problems are printed on
+//! standard error, sums on standard output.
 
 use std::path::Path;
 use std::process::ExitCode;
@@ -13,7 +13,7 @@ use blockhouse_engine::{EngineChoice, EventLoop};
 use blockhouse_format::qcow2::{Repair, RepairReport, repair};
 use serde_json::json;
 
-use crate::looked_at::{LookedAt, read_write};
+use crate::image_args::{ImageArgs, read_write};
 use crate::output;
 
 const CORRUPT: u8 = 2;
@@ -24,43 +24,43 @@ const NOT_CHECKABLE: u8 = 63;
 #[derive(clap::Args)]
 pub struct Arguments {
     #[command(flatten)]
-    looked_at: LookedAt,
+    image: ImageArgs,
     /// Repair what was found: leaks only, or all that there is a safe answer for. Nobody may have the
     /// image open meanwhile. Data that cannot be found any more reads as zeros after that, and snapshots
     /// that cannot be used are removed: a check without --repair names both before.
     #[arg(long, short, value_name = "WHAT")]
-    repair: Option<What>,
+    repair: Option<RepairScope>,
 }
 
-/// What is repaired.
+/// What to repair.
 #[derive(Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
-enum What {
+enum RepairScope {
     /// Clusters that waste space.
     Leaks,
     /// Everything.
     All,
 }
 
-/// What a check came to.
+/// The outcome of the command.
 enum Outcome {
     /// There is nothing to check in this format.
     NotCheckable(&'static str),
-    /// It was only looked at.
+    /// It was only checked.
     Checked(CheckReport),
     /// It was repaired, as far as that was possible.
-    RepairReport(RepairReport),
+    Repaired(RepairReport),
 }
 
 /// Runs the command.
 pub fn run(arguments: &Arguments) -> Result<ExitCode> {
-    let looked_at = &arguments.looked_at;
+    let image = &arguments.image;
     let outcome = EventLoop::new(EngineChoice::Auto)?.block_on(async {
         match arguments.repair {
-            None => look(looked_at).await,
-            Some(what) => mend(&looked_at.image, looked_at.format, what).await,
+            None => check(image).await,
+            Some(what) => repair_image(&image.image, image.format, what).await,
         }
     })?;
-    let name = looked_at.image.display().to_string();
+    let name = image.image.display().to_string();
     let (report, repaired) = match outcome {
         Outcome::NotCheckable(format) => {
             let why = format!("the format {format} does not support checks");
@@ -68,7 +68,7 @@ pub fn run(arguments: &Arguments) -> Result<ExitCode> {
             return Ok(ExitCode::from(NOT_CHECKABLE));
         }
         Outcome::Checked(report) => (report, None),
-        Outcome::RepairReport(repaired) => (repaired.left.clone(), Some(repaired)),
+        Outcome::Repaired(repaired) => (repaired.left.clone(), Some(repaired)),
     };
     let found = repaired.as_ref().map_or(&report, |repaired| &repaired.found);
     for problem in &found.problems {
@@ -77,8 +77,8 @@ pub fn run(arguments: &Arguments) -> Result<ExitCode> {
     for fault in repaired.iter().flat_map(|repaired| &repaired.snapshots) {
         output::tell(&format!("blockhouse: {name}: SNAPSHOT TABLE REPAIRED: {fault}"));
     }
-    let fixed = repaired.as_ref().map_or(Fixed::default(), Fixed::of);
-    let json = looked_at.json;
+    let fixed = repaired.as_ref().map_or(FixCounts::default(), FixCounts::of);
+    let json = image.json;
     let text = if json { as_json(&name, &report, fixed) } else { as_text(&report, fixed) };
     output::print(&text)?;
     Ok(match report {
@@ -88,44 +88,48 @@ pub fn run(arguments: &Arguments) -> Result<ExitCode> {
     })
 }
 
-async fn look(looked_at: &LookedAt) -> Result<Outcome> {
-    // Locked, so that nobody writes until the report is there.
-    let disk = open_tables(&looked_at.image, looked_at.options()).await?;
+async fn check(image: &ImageArgs) -> Result<Outcome> {
+    // Locked, so that no program writes until the report is there.
+    let disk = open_tables(&image.image, image.options()).await?;
     let report = disk.check().await?;
     Ok(report.map_or(Outcome::NotCheckable(disk.format_name()), Outcome::Checked))
 }
 
-async fn mend(image: &Path, format: Option<ImageFormat>, what: What) -> Result<Outcome> {
+async fn repair_image(
+    image: &Path,
+    format: Option<ImageFormat>,
+    what: RepairScope,
+) -> Result<Outcome> {
     let format = format.unwrap_or_else(|| ImageFormat::by_name(image));
     if format == ImageFormat::Raw {
         return Ok(Outcome::NotCheckable("raw"));
     }
     let file = open_storage(image, read_write(Some(format)))?;
     let what = match what {
-        What::Leaks => Repair::Leaks,
-        What::All => Repair::All,
+        RepairScope::Leaks => Repair::Leaks,
+        RepairScope::All => Repair::All,
     };
-    Ok(Outcome::RepairReport(repair(&file, what).await?))
+    Ok(Outcome::Repaired(repair(&file, what).await?))
 }
 
-/// How much was repaired.
+/// Counts of what was repaired.
 #[derive(Clone, Copy, Default)]
-struct Fixed {
+struct FixCounts {
     corruptions: u64,
     leaks: u64,
 }
 
-impl Fixed {
+impl FixCounts {
     fn of(repaired: &RepairReport) -> Self {
         Self { corruptions: repaired.corruptions_fixed(), leaks: repaired.leaks_fixed() }
     }
 }
 
-fn as_text(report: &CheckReport, fixed: Fixed) -> String {
+fn as_text(report: &CheckReport, fixed: FixCounts) -> String {
     let mut lines = Vec::new();
     if fixed.corruptions > 0 || fixed.leaks > 0 {
-        let Fixed { corruptions, leaks } = fixed;
-        lines.push(format!("RepairReport: {leaks} leaked clusters, {corruptions} corruptions."));
+        let FixCounts { corruptions, leaks } = fixed;
+        lines.push(format!("Repaired: {leaks} leaked clusters, {corruptions} corruptions."));
     }
     let &CheckReport { corruptions, leaks, total_clusters: total, .. } = report;
     if corruptions == 0 && leaks == 0 {
@@ -152,7 +156,7 @@ fn as_text(report: &CheckReport, fixed: Fixed) -> String {
 }
 
 /// As `qemu-img` does, counts of zero are left out.
-fn as_json(name: &str, report: &CheckReport, fixed: Fixed) -> String {
+fn as_json(name: &str, report: &CheckReport, fixed: FixCounts) -> String {
     let mut value = json!({ "filename": name, "format": "qcow2", "check-errors": 0 });
     for (key, count) in [
         ("image-end-offset", report.end),

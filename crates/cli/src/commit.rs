@@ -6,7 +6,7 @@ use anyhow::Result;
 use blockhouse_disk::{ImageFormat, open_with_base};
 use blockhouse_engine::{EngineChoice, EventLoop};
 
-use crate::looked_at::read_write;
+use crate::image_args::read_write;
 
 /// Arguments of `commit`.
 #[derive(clap::Args)]

@@ -12,12 +12,12 @@ use blockhouse_disk::{Comparing, Disk, ImageFormat, first_status_difference, ope
 use blockhouse_engine::{EngineChoice, EventLoop, HostFile};
 use serde_json::{Value, json};
 
-use crate::crew::{default_threads, work_together};
-use crate::looked_at::read_only;
+use crate::image_args::read_only;
 use crate::output::{self, ReaderGone};
+use crate::parallel::{default_threads, run_parallel};
 
-/// Pieces under way in all.
-const TOGETHER: usize = 16;
+/// Chunks in flight in all.
+const MAX_IN_FLIGHT: usize = 16;
 
 const DIFFERENT: u8 = 1;
 const NO_ANSWER: u8 = 2;
@@ -51,7 +51,7 @@ pub struct Arguments {
 
 /// What was found.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Verdict {
+enum Difference {
     Same,
     /// The first byte that differs.
     Content(u64),
@@ -64,7 +64,7 @@ enum Verdict {
 pub fn run(arguments: &Arguments) -> Result<ExitCode> {
     let mut event_loop = match EventLoop::new(EngineChoice::Auto) {
         Ok(event_loop) => event_loop,
-        Err(error) => return Ok(failed(&error.into(), NO_ANSWER)),
+        Err(error) => return Ok(report_error(&error.into(), NO_ANSWER)),
     };
     let opened = event_loop.block_on(async {
         let one = open(&arguments.one, read_only(arguments.format)).await?;
@@ -72,20 +72,20 @@ pub fn run(arguments: &Arguments) -> Result<ExitCode> {
     });
     let (one, other) = match opened {
         Ok((one, other)) => (Arc::new(one), Arc::new(other)),
-        Err(error) => return Ok(failed(&error, NO_ANSWER)),
+        Err(error) => return Ok(report_error(&error, NO_ANSWER)),
     };
-    let verdict = match verdict(&mut event_loop, arguments, &one, &other) {
-        Ok(verdict) => verdict,
-        Err((error, status)) => return Ok(failed(&error, status)),
+    let difference = match difference(&mut event_loop, arguments, &one, &other) {
+        Ok(difference) => difference,
+        Err((error, status)) => return Ok(report_error(&error, status)),
     };
     let sizes = [one.size(), other.size()];
-    let text = if arguments.json { as_json(verdict, sizes) } else { as_text(verdict, sizes) };
+    let text = if arguments.json { as_json(difference, sizes) } else { as_text(difference, sizes) };
     match output::print(&text) {
         Err(error) if error.is::<ReaderGone>() => Err(error),
         // A status of 1 would say that the images are different.
-        Err(error) => Ok(failed(&error, NO_ANSWER)),
-        Ok(()) => Ok(match verdict {
-            Verdict::Same => ExitCode::SUCCESS,
+        Err(error) => Ok(report_error(&error, NO_ANSWER)),
+        Ok(()) => Ok(match difference {
+            Difference::Same => ExitCode::SUCCESS,
             _ => ExitCode::from(DIFFERENT),
         }),
     }
@@ -93,61 +93,62 @@ pub fn run(arguments: &Arguments) -> Result<ExitCode> {
 
 type Image = Arc<Disk<HostFile>>;
 
-fn verdict(
+fn difference(
     event_loop: &mut EventLoop,
     arguments: &Arguments,
     one: &Image,
     other: &Image,
-) -> Result<Verdict, (anyhow::Error, u8)> {
+) -> Result<Difference, (anyhow::Error, u8)> {
     if arguments.strict {
         if one.size() != other.size() {
-            return Ok(Verdict::Size);
+            return Ok(Difference::Size);
         }
         let found = event_loop.block_on(first_status_difference(one, other));
         if let Some(offset) = found.map_err(|error| (error.into(), MAP_NOT_READ))? {
-            return Ok(Verdict::Status(offset));
+            return Ok(Difference::Status(offset));
         }
     }
     let threads = default_threads();
-    let comparing = Comparing::new(Arc::clone(one), Arc::clone(other), TOGETHER.div_ceil(threads));
-    work_together(threads, || async { Ok(comparing.work().await?) }, || comparing.progress())
+    let comparing =
+        Comparing::new(Arc::clone(one), Arc::clone(other), MAX_IN_FLIGHT.div_ceil(threads));
+    run_parallel(threads, || async { Ok(comparing.work().await?) }, || comparing.progress())
         .map_err(|error| (error, DATA_NOT_READ))?;
-    Ok(comparing.difference().map_or(Verdict::Same, Verdict::Content))
+    Ok(comparing.difference().map_or(Difference::Same, Difference::Content))
 }
 
-fn failed(error: &anyhow::Error, status: u8) -> ExitCode {
+fn report_error(error: &anyhow::Error, status: u8) -> ExitCode {
     output::tell(&format!("blockhouse: {error:#}"));
     ExitCode::from(status)
 }
 
-fn as_text(verdict: Verdict, [one, other]: [u64; 2]) -> String {
-    match verdict {
-        Verdict::Same if one == other => "The images are the same.".to_owned(),
-        Verdict::Same => {
+fn as_text(difference: Difference, [one, other]: [u64; 2]) -> String {
+    match difference {
+        Difference::Same if one == other => "The images are the same.".to_owned(),
+        Difference::Same => {
             format!("The images are the same but for zeros at the end ({one} and {other} bytes).")
         }
-        Verdict::Content(offset) => {
+        Difference::Content(offset) => {
             format!("The images are different, from offset {offset} ({offset:#x}) on.")
         }
-        Verdict::Status(offset) => {
+        Difference::Status(offset) => {
             format!("The images are stored differently, from offset {offset} ({offset:#x}) on.")
         }
-        Verdict::Size => format!("The images have different sizes: {one} and {other} bytes."),
+        Difference::Size => format!("The images have different sizes: {one} and {other} bytes."),
     }
 }
 
-fn as_json(verdict: Verdict, sizes: [u64; 2]) -> String {
-    let (result, offset) = match verdict {
-        Verdict::Same => ("same", None),
-        Verdict::Content(offset) => ("content", Some(offset)),
-        Verdict::Status(offset) => ("status", Some(offset)),
-        Verdict::Size => ("size", None),
+fn as_json(difference: Difference, sizes: [u64; 2]) -> String {
+    let (result, offset) = match difference {
+        Difference::Same => ("same", None),
+        Difference::Content(offset) => ("content", Some(offset)),
+        Difference::Status(offset) => ("status", Some(offset)),
+        Difference::Size => ("size", None),
     };
     let mut value = json!({
-        "same": verdict == Verdict::Same,
+        "same": difference == Difference::Same,
         "virtual-sizes": sizes,
     });
-    if verdict != Verdict::Same {
+    if difference != Difference::Same {
         value["difference"] = result.into();
     }
     if let Some(offset) = offset {

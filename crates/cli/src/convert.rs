@@ -1,6 +1,6 @@
 //! `blockhouse convert`: a copy of an image in another format.
 //!
-//! Promises: the target gets its name when it is complete and durable, never before; until then the
+//! Guarantees: the target gets its name when it is complete and durable, never before; until then the
 //! copy is in `TARGET.part` beside it. A file that has the name already is left alone unless
 //! `--force` says otherwise, and then it is replaced at one moment, at the very end. A copy that
 //! fails stays in `TARGET.part`, and `--resume` goes on with it: what is there is compared with the
@@ -21,11 +21,11 @@ use blockhouse_engine::{EngineChoice, EventLoop, HostFile};
 
 use crate::create::{create_qcow2, format_of_new, wrong_usage};
 use crate::create_options::{self, Setting};
-use crate::crew::{default_threads, work_together};
-use crate::looked_at::read_only;
+use crate::image_args::read_only;
+use crate::parallel::{default_threads, run_parallel};
 
-/// Pieces under way in all.
-const TOGETHER: usize = 16;
+/// Chunks in flight in all.
+const MAX_IN_FLIGHT: usize = 16;
 
 /// Arguments of `convert`.
 #[derive(clap::Args)]
@@ -71,14 +71,14 @@ fn parse_cache(name: &str) -> Result<CacheMode, String> {
     }
 }
 
-/// What is copied to.
+/// The target of the copy.
 struct Target {
     disk: Disk<HostFile>,
-    before: Before,
+    target_content: Before,
     /// The file that becomes the target; `None` if the target is a device.
     part: Option<PathBuf>,
     /// The file that is going to be replaced, locked.
-    displaced: Option<HostFile>,
+    replaced_file: Option<HostFile>,
 }
 
 /// Runs the command.
@@ -87,16 +87,16 @@ pub fn run(arguments: Arguments) -> Result<()> {
     let settings = settings(&arguments, format);
     let mut event_loop = EventLoop::new(EngineChoice::Auto)?;
     let source = event_loop.block_on(open_source(&arguments))?;
-    let making = Making { arguments: &arguments, format, settings, size: source.size() };
-    let target = event_loop.block_on(making.target())?;
-    let Target { disk, before, part, displaced } = target;
+    let builder = TargetBuilder { arguments: &arguments, format, settings, size: source.size() };
+    let target = event_loop.block_on(builder.target())?;
+    let Target { disk, target_content: before, part, replaced_file } = target;
     let (source, disk) = (Arc::new(source), Arc::new(disk));
     let threads = default_threads();
     let packing = if arguments.compress { Packing::Compressed } else { Packing::Plain };
-    let together = TOGETHER.div_ceil(threads);
+    let together = MAX_IN_FLIGHT.div_ceil(threads);
     let options = CopyOptions { before, packing, together };
     let copying = Copying::new(source, Arc::clone(&disk), options)?;
-    let copied = work_together(
+    let copied = run_parallel(
         threads,
         || async { Ok(copying.work().await?) },
         || (copying.progress().done, copying.progress().total),
@@ -107,7 +107,7 @@ pub fn run(arguments: Arguments) -> Result<()> {
         Some(part) => Ok(publish(part, &arguments.target, existing(&arguments))?),
         None => Ok(()),
     });
-    drop(displaced);
+    drop(replaced_file);
     finish.map_err(|error| with_advice(error, part.as_deref(), &arguments.target))
 }
 
@@ -158,15 +158,15 @@ async fn open_source(arguments: &Arguments) -> Result<Disk<HostFile>> {
     })
 }
 
-/// The making of a target.
-struct Making<'a> {
+/// Builds the target.
+struct TargetBuilder<'a> {
     arguments: &'a Arguments,
     format: ImageFormat,
     settings: Vec<Setting>,
     size: u64,
 }
 
-impl Making<'_> {
+impl TargetBuilder<'_> {
     async fn target(self) -> Result<Target> {
         let path = &self.arguments.target;
         let found = std::fs::metadata(path).ok();
@@ -180,22 +180,22 @@ impl Making<'_> {
             );
         }
         check_new_name(path)?;
-        // Somebody who uses it would go on with a file that has no name any more.
-        let displaced = match found {
+        // A program that uses it would go on with a file that has no name any more.
+        let replaced_file = match found {
             Some(_) => Some(hold(path)?),
             None => None,
         };
         let part = part_of(path);
         let (disk, before) = if self.arguments.resume {
-            (self.partial(&part).await?, Before::Anything)
+            (self.open_partial(&part).await?, Before::Anything)
         } else {
-            (self.fresh(&part).await?, Before::Zeros)
+            (self.create_new(&part).await?, Before::Zeros)
         };
-        Ok(Target { disk, before, part: Some(part), displaced })
+        Ok(Target { disk, target_content: before, part: Some(part), replaced_file })
     }
 
     /// An empty image.
-    async fn fresh(&self, part: &Path) -> Result<Disk<HostFile>> {
+    async fn create_new(&self, part: &Path) -> Result<Disk<HostFile>> {
         if std::fs::symlink_metadata(part).is_ok() {
             bail!(
                 "{}: is what an earlier conversion left behind; go on with it (--resume), or remove \
@@ -217,8 +217,8 @@ impl Making<'_> {
         })
     }
 
-    /// What an earlier conversion left behind.
-    async fn partial(&self, part: &Path) -> Result<Disk<HostFile>> {
+    /// The partial copy of an earlier conversion.
+    async fn open_partial(&self, part: &Path) -> Result<Disk<HostFile>> {
         let advice = || format!("{}: cannot go on with it; remove it", part.display());
         let disk = self.open_target(part).await.with_context(advice)?;
         if disk.size() != self.size {
@@ -272,7 +272,7 @@ impl Making<'_> {
             disk.submit(Request::WriteZeroes { range, unmap, fallback, durability }).await?;
             Before::Zeros
         };
-        Ok(Target { disk, before, part: None, displaced: None })
+        Ok(Target { disk, target_content: before, part: None, replaced_file: None })
     }
 
     async fn open_target(&self, path: &Path) -> Result<Disk<HostFile>> {

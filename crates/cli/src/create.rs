@@ -17,7 +17,7 @@ use blockhouse_format::{SpaceMode, preallocate, qcow2};
 use clap::error::ErrorKind;
 
 use crate::create_options::{self, Setting};
-use crate::looked_at::beside;
+use crate::image_args::resolve_relative;
 use crate::{output, size};
 
 /// Arguments of `create`.
@@ -104,7 +104,7 @@ pub async fn create_qcow2(image: &Path, options: &qcow2::CreateOptions) -> Resul
     // The name is durable from here on. Until its header is written, the file is empty or starts
     // with zeros, and nobody takes it for an image.
     create_file(image, 0, ImageFormat::Raw).await?;
-    let data_path = options.data_file.as_ref().map(|file| beside(image, &file.name));
+    let data_path = options.data_file.as_ref().map(|file| resolve_relative(image, &file.name));
     let outcome = fill_qcow2(image, data_path.as_deref(), options).await;
     Ok(outcome.inspect_err(|_| {
         // The error that counts is the first one.
@@ -136,7 +136,7 @@ async fn fill_qcow2(
 
 /// An image over a file that cannot be opened as what it is said to be would be of no use.
 async fn check_backing(image: &Path, backing: &Backing) -> Result<()> {
-    let path = beside(image, &backing.name);
+    let path = resolve_relative(image, &backing.name);
     let format = backing.format.as_deref().map(str::parse).transpose();
     let options = ImageOptions {
         format: format.map_err(anyhow::Error::msg)?,

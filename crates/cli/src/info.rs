@@ -10,7 +10,7 @@ use blockhouse_engine::{EngineChoice, EngineReport, EventLoop};
 use blockhouse_format::qcow2::{Compression, Switch, Version};
 use serde_json::{Map, Value, json};
 
-use crate::looked_at::{LookedAt, read_only};
+use crate::image_args::{ImageArgs, read_only};
 use crate::output;
 use crate::size;
 
@@ -18,7 +18,7 @@ use crate::size;
 #[derive(clap::Args)]
 pub struct Arguments {
     #[command(flatten)]
-    looked_at: LookedAt,
+    image: ImageArgs,
 }
 
 /// What there is to say.
@@ -37,7 +37,7 @@ struct Facts {
 
 /// Runs the command.
 pub fn run(arguments: &Arguments) -> Result<()> {
-    let LookedAt { format, json, image } = &arguments.looked_at;
+    let ImageArgs { format, json, image } = &arguments.image;
     // Not locked: it may be in use. Around the page cache, as it would be served.
     let options =
         ImageOptions { cache: CacheMode::None, locking: Locking::None, ..read_only(*format) };

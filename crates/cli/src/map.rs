@@ -6,23 +6,23 @@ use blockhouse_disk::{BlockStatusCache, Content, Disk, Placement, open};
 use blockhouse_engine::{EngineChoice, EventLoop, HostFile};
 use serde_json::json;
 
-use crate::looked_at::LookedAt;
+use crate::image_args::ImageArgs;
 use crate::output;
 
 /// Arguments of `map`.
 #[derive(clap::Args)]
 pub struct Arguments {
     #[command(flatten)]
-    looked_at: LookedAt,
+    image: ImageArgs,
 }
 
 /// Runs the command.
 pub fn run(arguments: &Arguments) -> Result<()> {
-    let looked_at = &arguments.looked_at;
+    let image = &arguments.image;
     let text = EventLoop::new(EngineChoice::Auto)?.block_on(async {
-        let disk = open(&looked_at.image, looked_at.options()).await?;
+        let disk = open(&image.image, image.options()).await?;
         let parts = parts_of(&disk).await?;
-        anyhow::Ok(if looked_at.json { as_json(&parts) } else { as_text(&parts, &disk) })
+        anyhow::Ok(if image.json { as_json(&parts) } else { as_text(&parts, &disk) })
     })?;
     output::print(&text)
 }

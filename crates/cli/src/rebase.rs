@@ -13,7 +13,7 @@ use blockhouse_disk::{
 use blockhouse_engine::{EngineChoice, EventLoop, HostFile};
 
 use crate::create::wrong_usage;
-use crate::looked_at::{beside, read_write};
+use crate::image_args::{read_write, resolve_relative};
 
 /// Arguments of `rebase`.
 #[derive(clap::Args)]
@@ -92,7 +92,7 @@ async fn open_new(
     options: ImageOptions,
 ) -> Result<Option<Disk<HostFile>>> {
     let Some((name, format)) = new else { return Ok(None) };
-    let path = beside(image, name.as_encoded_bytes());
+    let path = resolve_relative(image, name.as_encoded_bytes());
     let failed = || format!("{}: no backing file", image.display());
     if *format == ImageFormat::Raw {
         check_raw_backing(&path).await.with_context(failed)?;
@@ -105,7 +105,7 @@ async fn open_new(
 /// Says what looks wrong about a name that is stored all the same. The file may not be there yet.
 async fn warn_of_new(image: &Path, new: Option<&(OsString, ImageFormat)>) {
     let Some((name, ImageFormat::Raw)) = new else { return };
-    let path = beside(image, name.as_encoded_bytes());
+    let path = resolve_relative(image, name.as_encoded_bytes());
     if let Err(error) = check_raw_backing(&path).await
         && error.kind() == ErrorKind::InvalidInput
     {

@@ -6,7 +6,7 @@ use anyhow::{Result, bail};
 use blockhouse_disk::{ImageFormat, open};
 use blockhouse_engine::{EngineChoice, EventLoop};
 
-use crate::looked_at::read_write;
+use crate::image_args::read_write;
 use crate::size;
 
 /// Arguments of `resize`.

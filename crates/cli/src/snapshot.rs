@@ -7,8 +7,8 @@ use blockhouse_core::ErrorKind;
 use blockhouse_disk::{Access, Disk, ImageFormat, ImageOptions, Locking, open_alone};
 use blockhouse_engine::{EngineChoice, EventLoop, HostFile};
 
-use crate::control::{Changed, Created, Named, Renamed, Request, Which, ask};
-use crate::looked_at::read_only;
+use crate::control::{CreateReply, ListArgs, PauseReply, RenameArgs, Request, SnapshotArgs, ask};
+use crate::image_args::read_only;
 use crate::output;
 use crate::snapshot_list::{Listed, as_json, as_text};
 
@@ -123,25 +123,25 @@ async fn run_closed(action: Action) -> Result<()> {
 fn run_served(socket: &std::path::Path, action: Action) -> Result<()> {
     match action {
         Action::List { image, json } => {
-            let request = Request::List(Which { image: Some(image.canonical()?) });
+            let request = Request::List(ListArgs { image: Some(image.canonical()?) });
             print_list(&ask::<Vec<Listed>>(socket, &request)?, json)
         }
         Action::Create { image, name } => {
             let request = Request::Create(image.named(name)?);
-            print_pause(ask::<Created>(socket, &request)?.pause_us)
+            print_pause(ask::<CreateReply>(socket, &request)?.pause_us)
         }
         Action::Apply { image, name } => {
             let request = Request::Apply(image.named(name)?);
-            print_pause(ask::<Changed>(socket, &request)?.pause_us)
+            print_pause(ask::<PauseReply>(socket, &request)?.pause_us)
         }
         Action::Delete { image, name } => {
             let request = Request::Delete(image.named(name)?);
-            print_pause(ask::<Changed>(socket, &request)?.pause_us)
+            print_pause(ask::<PauseReply>(socket, &request)?.pause_us)
         }
         Action::Rename { image, name, new_name } => {
             let image = Some(image.canonical()?);
-            let request = Request::Rename(Renamed { image, name, new_name });
-            print_pause(ask::<Changed>(socket, &request)?.pause_us)
+            let request = Request::Rename(RenameArgs { image, name, new_name });
+            print_pause(ask::<PauseReply>(socket, &request)?.pause_us)
         }
     }
 }
@@ -152,8 +152,8 @@ impl Image {
         self.image.canonicalize().with_context(|| format!("{}", self.image.display()))
     }
 
-    fn named(&self, name: String) -> Result<Named> {
-        Ok(Named { image: Some(self.canonical()?), name })
+    fn named(&self, name: String) -> Result<SnapshotArgs> {
+        Ok(SnapshotArgs { image: Some(self.canonical()?), name })
     }
 }
 

@@ -1,4 +1,4 @@
-//! Where a server listens: URIs from the command line, sockets from systemd, or a sensible place.
+//! Where a server listens: URIs from the command line, sockets from systemd, or a socket named after the image.
 
 use std::fs;
 use std::net::{IpAddr, ToSocketAddrs};
@@ -13,8 +13,8 @@ use listenfd::ListenFd;
 
 use crate::offers::Offer;
 
-/// A listening socket and what its clients find there.
-pub struct Place {
+/// A listening socket and its exports.
+pub struct ListenSocket {
     /// The socket.
     pub bound: BoundSocket,
     /// Never empty.
@@ -22,8 +22,8 @@ pub struct Place {
 }
 
 /// Listens at every address.
-pub fn at_uris(plan: Vec<(Address, Vec<Offer>)>) -> Result<Vec<Place>> {
-    let listen = |(address, offers)| Ok(Place { bound: bind(&address)?, offers });
+pub fn bind_uris(plan: Vec<(Address, Vec<Offer>)>) -> Result<Vec<ListenSocket>> {
+    let listen = |(address, offers)| Ok(ListenSocket { bound: bind(&address)?, offers });
     plan.into_iter().map(listen).collect()
 }
 
@@ -34,9 +34,12 @@ pub fn from_systemd() -> Result<Vec<BoundSocket>> {
 }
 
 /// All images at every socket that was passed.
-pub fn passed_for_all(passed: Vec<BoundSocket>, offers: &[Offer]) -> Result<Vec<Place>, String> {
-    let place = |bound| Ok(Place { bound, offers: offers.to_vec() });
-    passed.into_iter().map(place).collect()
+pub fn passed_for_all(
+    passed: Vec<BoundSocket>,
+    offers: &[Offer],
+) -> Result<Vec<ListenSocket>, String> {
+    let socket = |bound| Ok(ListenSocket { bound, offers: offers.to_vec() });
+    passed.into_iter().map(socket).collect()
 }
 
 /// What is planned for each address at the socket that was passed with it.
@@ -46,10 +49,10 @@ pub fn passed_for_all(passed: Vec<BoundSocket>, offers: &[Offer]) -> Result<Vec<
 pub fn passed_for(
     mut passed: Vec<BoundSocket>,
     plan: Vec<(Address, Vec<Offer>)>,
-) -> Result<Vec<Place>, String> {
+) -> Result<Vec<ListenSocket>, String> {
     let shown =
         |address: &Address| NbdUri { address: address.clone(), export: String::new() }.to_string();
-    let mut places = Vec::new();
+    let mut sockets = Vec::new();
     for (address, offers) in plan {
         let Some(index) = passed.iter().position(|bound| is_same(&bound.address, &address)) else {
             return Err(format!(
@@ -58,10 +61,10 @@ pub fn passed_for(
                 shown(&address)
             ));
         };
-        places.push(Place { bound: passed.remove(index), offers });
+        sockets.push(ListenSocket { bound: passed.remove(index), offers });
     }
     match passed.first() {
-        None => Ok(places),
+        None => Ok(sockets),
         Some(bound) => Err(format!(
             "{}: the service manager passed this socket, and no --nbd says what to serve there; add one, \
              or leave all --nbd out to serve every image at every passed socket",
@@ -104,11 +107,11 @@ fn take(passed: &mut ListenFd, index: usize) -> Result<BoundSocket> {
 }
 
 /// Listens at a Unix socket named after the image, in a folder that only this user can enter.
-pub fn at_default(image: &Path, offers: Vec<Offer>) -> Result<Place> {
+pub fn at_default(image: &Path, offers: Vec<Offer>) -> Result<ListenSocket> {
     let folder = runtime_folder()?;
     let name = image.file_name().context("the image's path has no file name")?;
     let path = folder.join(name).with_added_extension("sock");
-    Ok(Place { bound: bind(&Address::Unix(path))?, offers })
+    Ok(ListenSocket { bound: bind(&Address::Unix(path))?, offers })
 }
 
 /// `$XDG_RUNTIME_DIR/blockhouse`, or `blockhouse-UID` among the temporary files.
@@ -125,7 +128,7 @@ fn runtime_folder() -> Result<PathBuf> {
         }
         _ => {}
     }
-    // Somebody else may have made it first, to be asked for our disks' data.
+    // Another user may have made it first, to receive the data of our disks.
     let found = fs::symlink_metadata(&folder).with_context(cannot)?;
     if !found.is_dir() || found.uid() != user || found.mode() & 0o077 != 0 {
         bail!(

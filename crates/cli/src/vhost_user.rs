@@ -11,7 +11,7 @@ use blockhouse_nbd::{BoundSocket, SocketFile, bind};
 use blockhouse_vhost_user::{Device, Export, RegisteredMemory, Server};
 
 /// A device that is served at a socket.
-pub struct Served {
+pub struct ServedDevice {
     server: Server<HostFile>,
     /// Removed at the end.
     file: Option<SocketFile>,
@@ -30,20 +30,20 @@ pub fn serve(
     queues: u16,
     loops: Vec<Handle>,
     memory: RegisteredMemory,
-) -> Result<Served> {
+) -> Result<ServedDevice> {
     let disk = Arc::clone(disk);
     let device = Device::new(Export { disk, name, queues, loops, memory });
     let server = Server::start(device, bound.socket).context("cannot serve the socket")?;
-    Ok(Served { server, file: bound.file })
+    Ok(ServedDevice { server, file: bound.file })
 }
 
-impl Served {
+impl ServedDevice {
     /// The disk has another size.
     pub fn resized(&self) {
         self.server.device().resized();
     }
 
-    /// Finishes what is in flight and ends.
+    /// Completes what is in flight and ends.
     pub fn stop(self) {
         let Self { server, file } = self;
         // While it still listens: see `SocketFile`.

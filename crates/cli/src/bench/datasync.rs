@@ -4,7 +4,7 @@
 //! What counts beside the rate is how many requests the device gets for each write.
 
 use super::Bench;
-use super::load::{Load, Pattern, Way, Work};
+use super::load::{Load, LoopSetup, Pattern, Work};
 use super::rows::{Case, Cases, Cost, Published, Unit, Variant};
 
 const BLOCK: usize = 4096;
@@ -37,7 +37,7 @@ pub fn cases(bench: &Bench) -> Cases<'_> {
         };
         Variant {
             name: name.into(),
-            run: Box::new(move || bench.slice(Way::plain(engine), load)),
+            run: Box::new(move || bench.slice(LoopSetup::plain(engine), load)),
             published: Some(Published { value, unit: Unit::RequestsPerSecond, detail }),
             cost: Cost::of(load),
         }

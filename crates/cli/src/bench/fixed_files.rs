@@ -11,7 +11,7 @@ use anyhow::Result;
 use blockhouse_disk::CacheMode;
 use blockhouse_engine::{Engine, EventLoop, FixedFiles, PageCache, probe_fixed_file};
 
-use super::load::{Load, Pattern, Slice, Way, Work};
+use super::load::{Load, LoopSetup, Pattern, Sample, Work};
 use super::rows::{Case, Cases, Cost, Published, Unit, Variant};
 use super::{Bench, DISK_SIZE};
 
@@ -40,7 +40,7 @@ pub fn cases(bench: &Bench) -> Cases<'_> {
 /// Of which `slice` measures each variant.
 pub fn case<'a>(
     jobs: usize,
-    slice: impl Fn(Load, FixedFiles) -> Result<Slice> + Copy + 'a,
+    slice: impl Fn(Load, FixedFiles) -> Result<Sample> + Copy + 'a,
 ) -> Case<'a> {
     let variant = |name: &str, fixed| {
         let load = Load {
@@ -70,7 +70,7 @@ pub fn case<'a>(
     }
 }
 
-fn slice(bench: &Bench, load: Load, fixed: FixedFiles) -> Result<Slice> {
+fn slice(bench: &Bench, load: Load, fixed: FixedFiles) -> Result<Sample> {
     let by_slot = AtomicUsize::new(0);
     let cache = match bench.cache() {
         CacheMode::None | CacheMode::Directsync => PageCache::Bypassed,
@@ -83,7 +83,8 @@ fn slice(bench: &Bench, load: Load, fixed: FixedFiles) -> Result<Slice> {
         by_slot.fetch_add(usize::from(named == FixedFiles::On), Relaxed);
         Ok(())
     };
-    let mut slice = bench.slice(Way { engine: Engine::IoUring, prepare: Some(&prepare) }, load)?;
+    let mut slice =
+        bench.slice(LoopSetup { engine: Engine::IoUring, prepare: Some(&prepare) }, load)?;
     slice.note = Some(note(fixed, by_slot.into_inner(), load.jobs));
     Ok(slice)
 }

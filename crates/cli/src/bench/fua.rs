@@ -2,7 +2,7 @@
 
 use blockhouse_engine::Engine;
 
-use super::load::{Load, Pattern, Way, Work};
+use super::load::{Load, LoopSetup, Pattern, Work};
 use super::rows::{Case, Cases, Cost, Published, Unit, Variant};
 use super::{Bench, DISK_SIZE};
 
@@ -16,18 +16,18 @@ pub const ABOUT: &str = "A guest whose write cache is off, or that sets FUA on a
     write all the same; what is left to gain there is one way to the kernel instead of two.";
 
 /// How many at a time.
-struct Shape {
+struct LoadShape {
     depth: usize,
     jobs: usize,
     /// Of write + flush and of FUA, in IOPS.
     published: Option<[f64; 2]>,
 }
 
-const SHAPES: [Shape; 4] = [
-    Shape { depth: 1, jobs: 1, published: Some([45_600.0, 56_100.0]) },
-    Shape { depth: 1, jobs: 16, published: Some([183_300.0, 236_000.0]) },
-    Shape { depth: 16, jobs: 1, published: Some([258_400.0, 311_100.0]) },
-    Shape { depth: 64, jobs: 1, published: None },
+const SHAPES: [LoadShape; 4] = [
+    LoadShape { depth: 1, jobs: 1, published: Some([45_600.0, 56_100.0]) },
+    LoadShape { depth: 1, jobs: 16, published: Some([183_300.0, 236_000.0]) },
+    LoadShape { depth: 16, jobs: 1, published: Some([258_400.0, 311_100.0]) },
+    LoadShape { depth: 64, jobs: 1, published: None },
 ];
 const PUBLISHED: &str = "virtio-blk, write-through, NVMe";
 
@@ -39,15 +39,15 @@ pub fn cases(bench: &Bench) -> Cases<'_> {
     )
 }
 
-fn case<'a>(bench: &'a Bench, engine: Engine, shape: &Shape) -> Case<'a> {
-    let Shape { depth, jobs, published } = *shape;
+fn case<'a>(bench: &'a Bench, engine: Engine, shape: &LoadShape) -> Case<'a> {
+    let LoadShape { depth, jobs, published } = *shape;
     let variant = |name: &str, work, published: Option<f64>| {
         let load =
             Load { work, pattern: Pattern::Random, block: BLOCK, depth, jobs, span: DISK_SIZE };
         let (unit, detail) = (Unit::RequestsPerSecond, PUBLISHED);
         Variant {
             name: name.into(),
-            run: Box::new(move || bench.slice(Way::plain(engine), load)),
+            run: Box::new(move || bench.slice(LoopSetup::plain(engine), load)),
             published: published.map(|value| Published { value, unit, detail }),
             cost: Cost::of(load),
         }

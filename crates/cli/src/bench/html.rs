@@ -25,7 +25,7 @@ pub fn page(report: &Report) -> String {
     let _ = write!(
         page,
         "<h1>What the fast ways bring here</h1><p>{}</p>",
-        escape(&report.circumstances())
+        escape(&report.environment())
     );
     let _ = write!(
         page,

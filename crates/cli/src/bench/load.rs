@@ -33,14 +33,14 @@ pub type Prepare<'a> = dyn Fn(&mut EventLoop) -> Result<()> + Sync + 'a;
 
 /// How requests get to the disk.
 #[derive(Clone, Copy)]
-pub struct Way<'a> {
+pub struct LoopSetup<'a> {
     /// The engine of each job's event loop.
     pub engine: Engine,
     /// What is done to each job's event loop before the slice begins.
     pub prepare: Option<&'a Prepare<'a>>,
 }
 
-impl Way<'_> {
+impl LoopSetup<'_> {
     /// An engine as it is.
     pub fn plain(engine: Engine) -> Self {
         Self { engine, prepare: None }
@@ -118,7 +118,7 @@ pub struct Limits {
 
 /// What one slice measured.
 #[derive(Clone, Debug)]
-pub struct Slice {
+pub struct Sample {
     /// Requests that were completed.
     pub requests: u64,
     /// Bytes that they moved.
@@ -135,7 +135,7 @@ pub struct Slice {
     pub note: Option<String>,
 }
 
-impl Slice {
+impl Sample {
     /// Requests per second.
     pub fn rate(&self) -> f64 {
         self.requests as f64 / self.elapsed.as_secs_f64()
@@ -163,11 +163,11 @@ impl<'a> Clocks<'a> {
 
     /// What went by until then. To give an engine back to the kernel, which takes longer than many
     /// requests, is not a part of it.
-    pub fn end(self, end: End, bytes: u64, latency: Histogram<u64>) -> Slice {
+    pub fn end(self, end: End, bytes: u64, latency: Histogram<u64>) -> Sample {
         let elapsed = end.at.saturating_sub(self.begin);
         let processor = end.processor.saturating_sub(self.processor);
         let device = self.device.and_then(|(device, before)| Some(device.read()?.since(before)));
-        Slice { requests: latency.len(), bytes, elapsed, processor, latency, device, note: None }
+        Sample { requests: latency.len(), bytes, elapsed, processor, latency, device, note: None }
     }
 }
 
@@ -216,10 +216,10 @@ pub struct Shared<'a, S: Storage> {
 /// The first that the disk answers, or that an engine cannot be used.
 pub fn measure<S: Storage + Send + Sync>(
     disk: &Disk<S>,
-    way: Way<'_>,
+    way: LoopSetup<'_>,
     (load, limits): (Load, Limits),
     (device, stop): (Option<&Device>, &Stop),
-) -> Result<Slice> {
+) -> Result<Sample> {
     let clock: &Clock<'_> = &machine_clock;
     let shared = Shared { disk, load, limits, begun: AtomicU64::new(0), clock, stop };
     let (ready, go) = (Barrier::new(load.jobs + 1), Barrier::new(load.jobs + 1));
@@ -258,7 +258,7 @@ pub fn measure<S: Storage + Send + Sync>(
     })
 }
 
-fn new_loop(way: Way<'_>) -> Result<EventLoop> {
+fn new_loop(way: LoopSetup<'_>) -> Result<EventLoop> {
     let mut event_loop = EventLoop::new(EngineChoice::Only(way.engine))
         .with_context(|| format!("no {} here", way.engine))?;
     if let Some(prepare) = way.prepare {
@@ -276,12 +276,12 @@ pub async fn one_job<S: Storage>(shared: &Shared<'_, S>, job: usize) -> Result<H
     let begin = (shared.clock)();
     let first = job * shared.load.depth;
     let lanes =
-        (first..first + shared.load.depth).map(|lane| one_lane(shared, lane, begin, &latency));
+        (first..first + shared.load.depth).map(|lane| request_loop(shared, lane, begin, &latency));
     try_join_all(lanes).await?;
     Ok(latency.into_inner())
 }
 
-async fn one_lane<S: Storage>(
+async fn request_loop<S: Storage>(
     shared: &Shared<'_, S>,
     lane: usize,
     begin: Duration,

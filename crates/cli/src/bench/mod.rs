@@ -9,7 +9,6 @@ mod fixed_files;
 mod fua;
 mod html;
 mod load;
-mod place;
 mod plot;
 mod random;
 mod report;
@@ -17,6 +16,7 @@ mod rows;
 mod schedule;
 mod stop;
 mod table;
+mod target;
 #[cfg(test)]
 mod tests;
 mod vmstate;
@@ -35,12 +35,12 @@ use indicatif::{ProgressBar, ProgressStyle};
 
 use crate::{output, size};
 use device::Device;
-use load::{Limits, Load, Slice, Way};
-use place::{ExistingData, Place};
-use report::{Expense, LeftOut, Report};
+use load::{Limits, Load, LoopSetup, Sample};
+use report::{Report, ResourceUse, Skipped};
 use rows::{Case, Cases, Row};
 use schedule::Schedule;
 use stop::Stop;
+use target::{ExistingData, Target};
 
 /// Bytes of the file that is read and written.
 const DISK_SIZE: u64 = 256 << 20;
@@ -157,22 +157,22 @@ struct Bench {
     slice: Cell<Duration>,
     stop: Stop,
     /// The last, so that its files go when nobody uses them any more.
-    place: Place,
+    target: Target,
 }
 
 impl Bench {
-    fn new(place: Place, stop: Stop) -> Result<Self> {
+    fn new(target: Target, stop: Stop) -> Result<Self> {
         let usable = |engine: &Engine| EventLoop::new(EngineChoice::Only(*engine)).is_ok();
         let engines: Vec<_> = Engine::ALL.into_iter().filter(usable).collect();
         ensure!(!engines.is_empty(), "no engine can be used here");
-        let device = Device::under(place.path());
+        let device = Device::under(target.path());
         let (disk, slice) = (OnceCell::new(), Cell::new(Duration::ZERO));
-        Ok(Self { disk, engines, device, slice, stop, place })
+        Ok(Self { disk, engines, device, slice, stop, target })
     }
 
     /// Makes and fills the disk.
     fn fill(&self) -> Result<()> {
-        let disk = self.place.new_disk(DISK_SIZE, &self.stop)?;
+        let disk = self.target.new_disk(DISK_SIZE, &self.stop)?;
         assert!(self.disk.set(disk).is_ok(), "it is filled once");
         Ok(())
     }
@@ -186,7 +186,7 @@ impl Bench {
     }
 
     /// One slice of a load on the disk.
-    fn slice(&self, way: Way<'_>, load: Load) -> Result<Slice> {
+    fn slice(&self, way: LoopSetup<'_>, load: Load) -> Result<Sample> {
         let limits = Limits { time: self.slice.get(), requests: load.most_requests() };
         load::measure(self.disk(), way, (load, limits), (self.device.as_ref(), &self.stop))
     }
@@ -201,19 +201,19 @@ pub fn run(arguments: &Arguments) -> Result<()> {
         false => ExistingData::Kept,
     };
     let stop = Stop::on_signals()?;
-    let place = Place::at(&arguments.file, data, 2 * DISK_SIZE)?;
-    place.folder().into_iter().for_each(|folder| stop.removes(folder));
-    let bench = Bench::new(place, stop)?;
+    let target = Target::at(&arguments.file, data, 2 * DISK_SIZE)?;
+    target.folder().into_iter().for_each(|folder| stop.removes(folder));
+    let bench = Bench::new(target, stop)?;
     let (cases, mut left_out) = all_cases(&bench, arguments.question);
     let time = arguments.seconds.map_or(arguments.question.usual_time(), Duration::from_secs);
     let mut schedule = Schedule::new(time, cases.iter().map(|(_, case)| case), ROUNDS);
     schedule.written += DISK_SIZE;
     bench.slice.set(schedule.slice);
-    announce(&schedule, &bench.place);
+    announce(&schedule, &bench.target);
     bench.fill()?;
     let rows = measure(cases, &mut schedule, &mut left_out)?;
-    let announced = Expense { time: schedule.most, written: Some(schedule.written) };
-    let took = Expense::since(schedule.begin);
+    let announced = ResourceUse { time: schedule.most, written: Some(schedule.written) };
+    let took = ResourceUse::since(schedule.begin);
     let report = Report::new(&bench, rows, left_out, (announced, took));
     show(arguments, &report)
 }
@@ -227,26 +227,26 @@ fn can_be_written(path: &Path) -> Result<()> {
     Ok(())
 }
 
-fn all_cases(bench: &Bench, question: Question) -> (Vec<(&'static str, Case<'_>)>, Vec<LeftOut>) {
+fn all_cases(bench: &Bench, question: Question) -> (Vec<(&'static str, Case<'_>)>, Vec<Skipped>) {
     let (mut cases, mut left_out) = (Vec::new(), Vec::new());
     for part in question.parts() {
         let found = part.cases(bench);
         cases.extend(found.cases.into_iter().map(|case| (part.name(), case)));
         if let Some(why) = found.missing {
-            left_out.push(LeftOut { question: part.name(), case: None, why });
+            left_out.push(Skipped { question: part.name(), case: None, why });
         }
     }
     (cases, left_out)
 }
 
-fn announce(schedule: &Schedule, place: &Place) {
+fn announce(schedule: &Schedule, target: &Target) {
     output::tell(&format!(
         "blockhouse: takes about {:.0} s, {:.0} s at most, and writes {} at most, in {}; {}",
         schedule.expected.as_secs_f64(),
         schedule.most.as_secs_f64(),
         size::show(schedule.written),
-        place.path().display(),
-        match place.folder() {
+        target.path().display(),
+        match target.folder() {
             Some(_) => "what it made is removed at the end",
             None => "WHAT IS THERE IS WRITTEN OVER",
         }
@@ -256,7 +256,7 @@ fn announce(schedule: &Schedule, place: &Place) {
 fn measure(
     cases: Vec<(&'static str, Case<'_>)>,
     schedule: &mut Schedule,
-    left_out: &mut Vec<LeftOut>,
+    left_out: &mut Vec<Skipped>,
 ) -> Result<Vec<Row>> {
     let variants: usize = cases.iter().map(|(_, case)| case.variants.len()).sum();
     let bar = ProgressBar::new((variants * ROUNDS) as u64);
@@ -272,7 +272,7 @@ fn measure(
             }
             None => {
                 let why = "there was no time left; give more with --seconds".to_owned();
-                left_out.push(LeftOut { question, case: Some(case.name), why });
+                left_out.push(Skipped { question, case: Some(case.name), why });
             }
         }
         bar.set_position(done as u64);

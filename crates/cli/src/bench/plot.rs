@@ -67,7 +67,7 @@ impl Scale {
         Self { values: (low / 1.15, high * 1.15), places }
     }
 
-    fn place(&self, value: f64) -> f64 {
+    fn position(&self, value: f64) -> f64 {
         let ((low, high), (start, end)) = (self.values, self.places);
         start + (value.clamp(low, high) / low).ln() / (high / low).ln() * (end - start)
     }
@@ -112,11 +112,11 @@ pub fn ratios(rows: &[Labelled<'_>], title: &str) -> String {
     let bottom = 8.0 + 38.0 * rows.len() as f64;
     let mut svg = begin(bottom + 24.0, title);
     for tick in scale.ticks() {
-        let x = scale.place(tick);
+        let x = scale.position(tick);
         line(&mut svg, "grid", (x, 4.0), (x, bottom));
         text(&mut svg, "muted middle", (x, bottom + 16.0), &digits(tick));
     }
-    let one = scale.place(1.0);
+    let one = scale.position(1.0);
     line(&mut svg, "one", (one, 4.0), (one, bottom));
     for (index, Labelled { label, ratio, published, .. }) in rows.iter().enumerate() {
         let y = 20.0 + 38.0 * index as f64;
@@ -125,14 +125,14 @@ pub fn ratios(rows: &[Labelled<'_>], title: &str) -> String {
         line(
             &mut svg,
             &format!("spread {noise}"),
-            (scale.place(ratio.low), y),
-            (scale.place(ratio.high), y),
+            (scale.position(ratio.low), y),
+            (scale.position(ratio.high), y),
         );
-        let x = scale.place(ratio.median);
+        let x = scale.position(ratio.median);
         // Writing to a string cannot fail.
         let _ = write!(svg, r#"<circle class="dot {noise}" cx="{x:.1}" cy="{y:.1}" r="5"/>"#);
         if let Some(published) = *published {
-            let x = scale.place(published);
+            let x = scale.position(published);
             let _ =
                 write!(svg, r#"<path class="published" d="M{x:.1} {:.1}l6 6-6 6-6-6z"/>"#, y - 6.0);
         }
@@ -154,7 +154,7 @@ pub fn latencies(rows: &[&Row], title: &str) -> String {
     let scale = Scale::over(ends, (bottom, top));
     let mut svg = begin(height, title);
     for tick in scale.ticks() {
-        let y = scale.place(tick);
+        let y = scale.position(tick);
         line(&mut svg, "grid", (left, y), (right, y));
         text(&mut svg, "muted end", (left - 6.0, y + 4.0), &time(tick));
     }
@@ -167,7 +167,7 @@ pub fn latencies(rows: &[&Row], title: &str) -> String {
         let _ = write!(svg, r#"<polyline class="line {class}" points=""#);
         for step in 0..=60 {
             let quantile = 1.0 - 10f64.powf(-3.0 * f64::from(step) / 60.0);
-            let (x, y) = (x(quantile), scale.place(at(row, quantile)));
+            let (x, y) = (x(quantile), scale.position(at(row, quantile)));
             let _ = write!(svg, "{x:.1},{y:.1} ");
         }
         svg.push_str(r#""/>"#);
@@ -207,7 +207,7 @@ mod tests {
     #[test]
     fn a_scale_is_logarithmic_and_its_ticks_are_on_it() {
         let scale = Scale::over([1.0, 100.0].into_iter(), (0.0, 200.0));
-        assert!((scale.place(10.0) - 100.0).abs() < 1e-9);
+        assert!((scale.position(10.0) - 100.0).abs() < 1e-9);
         assert_eq!(scale.ticks(), [1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0]);
         let wide = Scale::over([0.5, 40_000.0].into_iter(), (0.0, 1.0));
         assert_eq!(wide.ticks(), [1.0, 10.0, 100.0, 1000.0, 10_000.0]);
@@ -219,7 +219,7 @@ mod tests {
     fn nothing_and_one_value_have_a_scale_too() {
         for values in [vec![], vec![0.0], vec![7.0]] {
             let scale = Scale::over(values.into_iter(), (0.0, 10.0));
-            assert!(scale.place(7.0).is_finite());
+            assert!(scale.position(7.0).is_finite());
         }
     }
 

@@ -2,7 +2,7 @@
 //!
 //! The engines are compared with the first that this machine has.
 
-use super::load::{Load, Pattern, Way, Work};
+use super::load::{Load, LoopSetup, Pattern, Work};
 use super::rows::{Case, Cases, Cost, Variant};
 use super::{Bench, DISK_SIZE};
 
@@ -30,7 +30,7 @@ fn case<'a>(bench: &'a Bench, name: &str, work: Work, depth: usize) -> Case<'a> 
         Load { work, pattern: Pattern::Random, block: BLOCK, depth, jobs: 1, span: DISK_SIZE };
     let variants = bench.engines.iter().map(|&engine| Variant {
         name: engine.to_string(),
-        run: Box::new(move || bench.slice(Way::plain(engine), load)),
+        run: Box::new(move || bench.slice(LoopSetup::plain(engine), load)),
         published: None,
         cost: Cost::of(load),
     });

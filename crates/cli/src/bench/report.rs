@@ -1,4 +1,4 @@
-//! The results and under what circumstances they came about, and their form as JSON.
+//! The results and under what environment they came about, and their form as JSON.
 //!
 //! docs/bench.schema.json describes the JSON; a test holds them together.
 
@@ -21,25 +21,25 @@ pub struct Report {
     /// What the disk is.
     pub storage: Storage,
     /// What was announced, each at most.
-    pub announced: Expense,
+    pub announced: ResourceUse,
     /// What it came to.
-    pub took: Expense,
+    pub took: ResourceUse,
     /// The results.
     pub rows: Vec<Row>,
     /// What was not measured.
-    pub left_out: Vec<LeftOut>,
+    pub left_out: Vec<Skipped>,
 }
 
 /// What a measurement costs.
 #[derive(Clone, Copy, Debug)]
-pub struct Expense {
+pub struct ResourceUse {
     /// How long it takes.
     pub time: Duration,
     /// Bytes that are written to devices; `None` where the kernel does not tell.
     pub written: Option<u64>,
 }
 
-impl Expense {
+impl ResourceUse {
     /// Of this process so far, since `begin`.
     pub fn since(begin: Instant) -> Self {
         let counts = fs::read_to_string("/proc/self/io").unwrap_or_default();
@@ -54,7 +54,7 @@ impl Expense {
 }
 
 /// A question or case without results.
-pub struct LeftOut {
+pub struct Skipped {
     /// The question.
     pub question: &'static str,
     /// The case, if it is only one.
@@ -108,11 +108,11 @@ impl Report {
     pub fn new(
         bench: &Bench,
         rows: Vec<Row>,
-        left_out: Vec<LeftOut>,
-        (announced, took): (Expense, Expense),
+        left_out: Vec<Skipped>,
+        (announced, took): (ResourceUse, ResourceUse),
     ) -> Self {
         let storage = Storage {
-            file_system: file_system(bench.place.path()),
+            file_system: file_system(bench.target.path()),
             cache: bench.cache().as_str(),
             fua: bench.disk().capabilities().fua.as_str(),
             device: bench.device.as_ref().map(|device| (device.name(), device.fua())),
@@ -121,7 +121,7 @@ impl Report {
     }
 
     /// The machine and the disk, in a sentence.
-    pub fn circumstances(&self) -> String {
+    pub fn environment(&self) -> String {
         let Machine { processor, processors, kernel } = &self.machine;
         let Storage { file_system, cache, fua, device } = &self.storage;
         let device = match device {

@@ -10,7 +10,7 @@ use blockhouse_figures::Spread;
 use hdrhistogram::Histogram;
 
 use super::device::DeviceCounts;
-use super::load::{Load, Slice, new_histogram};
+use super::load::{Load, Sample, new_histogram};
 
 /// A difference smaller than this says nothing about any machine.
 const MIN_DIFFERENCE: f64 = 0.03;
@@ -50,7 +50,7 @@ pub struct Variant<'a> {
     /// How it is done: "write + flush".
     pub name: String,
     /// Measures one slice.
-    pub run: Box<dyn FnMut() -> Result<Slice> + 'a>,
+    pub run: Box<dyn FnMut() -> Result<Sample> + 'a>,
     /// What others measured.
     pub published: Option<Published>,
     /// What each round of it takes.
@@ -186,7 +186,7 @@ pub fn run_case(
     mut tick: impl FnMut(),
 ) -> Result<Vec<Row>> {
     let Case { name, mut variants } = case;
-    let mut slices: Vec<Vec<Slice>> = variants.iter().map(|_| Vec::new()).collect();
+    let mut slices: Vec<Vec<Sample>> = variants.iter().map(|_| Vec::new()).collect();
     let mut longest = Duration::ZERO;
     for round in 0..rounds {
         let begin = Instant::now();
@@ -210,15 +210,15 @@ fn rows_of(
     question: &'static str,
     case: &str,
     variants: Vec<Variant<'_>>,
-    slices: &[Vec<Slice>],
+    slices: &[Vec<Sample>],
 ) -> Vec<Row> {
-    let baseline: Vec<f64> = slices[0].iter().map(Slice::rate).collect();
+    let baseline: Vec<f64> = slices[0].iter().map(Sample::rate).collect();
     let published = variants[0].published;
     let rows = variants.into_iter().zip(slices).enumerate().map(|(index, (variant, slices))| {
-        let rates: Vec<f64> = slices.iter().map(Slice::rate).collect();
+        let rates: Vec<f64> = slices.iter().map(Sample::rate).collect();
         let (latency, device) = together(slices);
         let processor: f64 = slices.iter().map(|slice| slice.processor.as_secs_f64()).sum();
-        let throughput = |slice: &Slice| slice.bytes as f64 / slice.elapsed.as_secs_f64();
+        let throughput = |slice: &Sample| slice.bytes as f64 / slice.elapsed.as_secs_f64();
         let is_baseline = index == 0;
         Row {
             question,
@@ -243,13 +243,13 @@ fn rows_of(
 }
 
 /// What was found out, each once: rounds may differ.
-fn notes(slices: &[Slice]) -> Option<String> {
+fn notes(slices: &[Sample]) -> Option<String> {
     let mut notes: Vec<&str> = slices.iter().filter_map(|slice| slice.note.as_deref()).collect();
     notes.dedup();
     (!notes.is_empty()).then(|| notes.join("; then "))
 }
 
-fn together(slices: &[Slice]) -> (Histogram<u64>, Option<DeviceCounts>) {
+fn together(slices: &[Sample]) -> (Histogram<u64>, Option<DeviceCounts>) {
     let mut latency = new_histogram();
     for slice in slices {
         latency.add(&slice.latency).expect("both are of the same kind");

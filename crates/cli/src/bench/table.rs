@@ -11,7 +11,7 @@ use crate::output;
 /// Prints the table to standard output.
 pub fn print(report: &Report) -> Result<()> {
     let mut out = String::new();
-    writeln!(out, "{}", report.circumstances())?;
+    writeln!(out, "{}", report.environment())?;
     writeln!(
         out,
         "Medians of rounds that took turns; the ratio is to the first line of each case, with the lowest \

@@ -14,7 +14,7 @@ use blockhouse_disk::{Disk, ImageFormat, Options};
 use blockhouse_engine::{Engine, EngineChoice, EventLoop, sleep};
 use blockhouse_format::qcow2;
 
-use super::load::{Limits, Load, Pattern, Way, Work, measure};
+use super::load::{Limits, Load, LoopSetup, Pattern, Work, measure};
 use super::rows::{Case, Cost, Row, Variant, run_case};
 use super::stop::Stop;
 use super::vmstate::{self, Storing};
@@ -126,7 +126,8 @@ fn rows_of(storage: Slow, other: Work) -> Result<Vec<Row>> {
         let (disk, stop) = (&disk, &stop);
         let pattern = Pattern::Random;
         let load = Load { work, pattern, block: 4096, depth: 1, jobs: 1, span: 1 << 20 };
-        let run = move || measure(disk, Way::plain(Engine::Threads), (load, limits), (None, stop));
+        let run =
+            move || measure(disk, LoopSetup::plain(Engine::Threads), (load, limits), (None, stop));
         Variant {
             name: format!("{work:?}"),
             run: Box::new(run),
@@ -186,8 +187,12 @@ fn requests_in_flight_together_share_the_time() -> Result<()> {
         span: 1 << 20,
     };
     let limits = Limits { time: Duration::from_secs(10), requests: 160 };
-    let slice =
-        measure(&disk, Way::plain(Engine::Threads), (load, limits), (None, &Stop::default()))?;
+    let slice = measure(
+        &disk,
+        LoopSetup::plain(Engine::Threads),
+        (load, limits),
+        (None, &Stop::default()),
+    )?;
     assert_eq!((slice.requests, slice.bytes), (160, 160 * 4096));
     // 16 at a time: ten times 10 ms, and not 160 times.
     assert!((milliseconds(100)..milliseconds(250)).contains(&slice.elapsed), "{:?}", slice.elapsed);

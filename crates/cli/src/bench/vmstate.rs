@@ -15,11 +15,11 @@ use blockhouse_disk::{
 use blockhouse_engine::{EngineChoice, EventLoop};
 use hdrhistogram::Histogram;
 
-use super::load::{Clocks, End, Slice, machine_clock, new_histogram};
+use super::load::{Clocks, End, Sample, machine_clock, new_histogram};
 use super::rows::{Case, Cases, Cost, Published, Unit, Variant};
 use super::stop::Stop;
 use super::{Bench, MAX_BYTES};
-use crate::looked_at::read_only;
+use crate::image_args::read_only;
 
 /// The virtual size of the images, and no less than what is written.
 const IMAGE_SIZE: u64 = MAX_BYTES;
@@ -60,12 +60,12 @@ pub const ABOUT: &str = "A snapshot with memory streams a machine's state into t
 
 /// Every size of a piece, through the page cache and past it.
 pub fn cases(bench: &Bench) -> Cases<'_> {
-    let Some(folder) = bench.place.folder() else {
+    let Some(folder) = bench.target.folder() else {
         return Cases::none("its images are files in a folder; leave --destroy-data out for it");
     };
     let each = |kind| PIECES.map(|piece| case(bench, folder, kind, piece));
     let cached = each(("page cache", CacheMode::Writeback));
-    if !bench.place.takes_direct_io() {
+    if !bench.target.takes_direct_io() {
         let mut cases = Cases::all(cached);
         cases.missing = Some("the file system has no direct I/O".into());
         return cases;
@@ -122,7 +122,7 @@ fn slice(
     folder: &Path,
     cache: CacheMode,
     (storing, limits): (Storing, Limits),
-) -> Result<Slice> {
+) -> Result<Sample> {
     let path = folder.join("state.qcow2");
     let mut event_loop = EventLoop::new(EngineChoice::Only(bench.engines[0]))?;
     let outcome = event_loop.block_on(async {
@@ -163,7 +163,7 @@ async fn unbuffered<S: Storage>(
     limits: Limits,
     until: (Duration, &Stop),
 ) -> blockhouse_core::Result<Histogram<u64>> {
-    let mut pieces = Pieces::new(limits, until);
+    let mut pieces = WriteSequence::new(limits, until);
     let mut buffer = Buffer::new(limits.piece);
     buffer.bytes_mut().copy_from_slice(&pieces.content);
     while let Some(offset) = pieces.next() {
@@ -180,7 +180,7 @@ async fn buffered<S: Storage>(
     until: (Duration, &Stop),
 ) -> blockhouse_core::Result<Histogram<u64>> {
     let mut writer = disk.save_vm_state(StatePacking::None)?;
-    let mut pieces = Pieces::new(limits, until);
+    let mut pieces = WriteSequence::new(limits, until);
     let content = pieces.content.clone();
     while let Some(offset) = pieces.next() {
         writer.write(offset, &content).await?;
@@ -191,7 +191,7 @@ async fn buffered<S: Storage>(
 }
 
 /// Offsets of one piece after the other, and how long each took until the next was asked for.
-struct Pieces<'a> {
+struct WriteSequence<'a> {
     limits: Limits,
     until: (Duration, &'a Stop),
     content: Vec<u8>,
@@ -201,7 +201,7 @@ struct Pieces<'a> {
     latency: Histogram<u64>,
 }
 
-impl<'a> Pieces<'a> {
+impl<'a> WriteSequence<'a> {
     fn new(limits: Limits, until: (Duration, &'a Stop)) -> Self {
         // Not zeros, which take no space in an image.
         let content = (0..limits.piece).map(|_| fastrand::u8(1..)).collect();

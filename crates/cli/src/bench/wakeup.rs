@@ -19,7 +19,7 @@ use blockhouse_engine::{Engine, EngineChoice, Handle, LoopThread, sleep, spawn_d
 
 use super::Bench;
 use super::device::Device;
-use super::load::{Clocks, End, Slice, machine_clock, new_histogram};
+use super::load::{Clocks, End, Sample, machine_clock, new_histogram};
 use super::rows::{Case, Cases, Cost, Published, Unit, Variant};
 use super::stop::Stop;
 
@@ -79,15 +79,15 @@ pub fn measure<S: Storage + Send + Sync + 'static>(
     engine: Engine,
     wake_up: WakeUp,
     (time, device, stop): (Duration, Option<&Device>, &Stop),
-) -> Result<Slice> {
+) -> Result<Sample> {
     let started = LoopThread::start("wakeup".into(), EngineChoice::Only(engine), |_| ());
     let event_loop = started.with_context(|| format!("no {engine} here"))?;
     let way = match wake_up {
-        WakeUp::InForce => Way::Handle(event_loop.handle().clone()),
+        WakeUp::InForce => SubmitMethod::Handle(event_loop.handle().clone()),
         WakeUp::Withheld => {
             let (sender, inbox) = mpsc::channel();
             drop(event_loop.handle().spawn(|| look_now_and_then(inbox)));
-            Way::Unannounced(sender)
+            SubmitMethod::Unannounced(sender)
         }
     };
     let clocks = Clocks::start(device, &machine_clock);
@@ -101,7 +101,7 @@ pub fn measure<S: Storage + Send + Sync + 'static>(
 }
 
 /// How a request gets from one thread to the other.
-enum Way<S: Storage> {
+enum SubmitMethod<S: Storage> {
     Handle(Handle),
     Unannounced(mpsc::Sender<Piece<S>>),
 }
@@ -139,7 +139,7 @@ async fn look_now_and_then<S: Storage + 'static>(inbox: mpsc::Receiver<Piece<S>>
 /// The published case. Gives the nanoseconds from each submission to its completion.
 fn run<S: Storage + Send + Sync + 'static>(
     disk: &Arc<Disk<S>>,
-    way: &Way<S>,
+    way: &SubmitMethod<S>,
     (time, stop): (Duration, &Stop),
 ) -> Result<hdrhistogram::Histogram<u64>> {
     let mut buffers: Vec<Buffer> = (0..BATCH).map(|_| Buffer::new(PIECE)).collect();
@@ -165,11 +165,14 @@ fn run<S: Storage + Send + Sync + 'static>(
     Ok(latency)
 }
 
-fn submit<S: Storage + Send + Sync + 'static>(way: &Way<S>, piece: Piece<S>) -> Result<()> {
+fn submit<S: Storage + Send + Sync + 'static>(
+    way: &SubmitMethod<S>,
+    piece: Piece<S>,
+) -> Result<()> {
     match way {
         // The answer comes by the piece's own channel.
-        Way::Handle(handle) => drop(handle.spawn(move || read(piece))),
-        Way::Unannounced(requests) => {
+        SubmitMethod::Handle(handle) => drop(handle.spawn(move || read(piece))),
+        SubmitMethod::Unannounced(requests) => {
             requests.send(piece).ok().context("the loop ended before its requests")?;
         }
     }

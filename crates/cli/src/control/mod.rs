@@ -14,7 +14,7 @@
 //! understood is answered with an error; only a line that is too long ends the connection.
 
 mod client;
-mod lines;
+mod line_stream;
 mod server;
 
 use std::path::{Path, PathBuf};
@@ -32,25 +32,25 @@ const MAX_LINE: usize = 64 << 10;
 pub enum Request {
     /// Answers a list of [`Listed`](crate::snapshot_list::Listed).
     #[serde(rename = "snapshot-list")]
-    List(Which),
-    /// Answers [`Created`].
+    List(ListArgs),
+    /// Answers [`CreateReply`].
     #[serde(rename = "snapshot-create")]
-    Create(Named),
+    Create(SnapshotArgs),
     /// Is refused: it would change the disk under whoever uses it.
     #[serde(rename = "snapshot-apply")]
-    Apply(Named),
-    /// Answers [`Changed`].
+    Apply(SnapshotArgs),
+    /// Answers [`PauseReply`].
     #[serde(rename = "snapshot-delete")]
-    Delete(Named),
-    /// Answers [`Changed`].
+    Delete(SnapshotArgs),
+    /// Answers [`PauseReply`].
     #[serde(rename = "snapshot-rename")]
-    Rename(Renamed),
+    Rename(RenameArgs),
 }
 
 /// An image.
 #[derive(Debug, Deserialize, Serialize)]
 #[serde(deny_unknown_fields)]
-pub struct Which {
+pub struct ListArgs {
     /// Its canonical path, or nothing for the only one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub image: Option<PathBuf>,
@@ -59,8 +59,8 @@ pub struct Which {
 /// A snapshot of an image.
 #[derive(Debug, Deserialize, Serialize)]
 #[serde(deny_unknown_fields)]
-pub struct Named {
-    /// As of [`Which`].
+pub struct SnapshotArgs {
+    /// As of [`ListArgs`].
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub image: Option<PathBuf>,
     /// Its name, or its id where there is one already.
@@ -70,8 +70,8 @@ pub struct Named {
 /// A snapshot and its new name.
 #[derive(Debug, Deserialize, Serialize)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
-pub struct Renamed {
-    /// As of [`Which`].
+pub struct RenameArgs {
+    /// As of [`ListArgs`].
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub image: Option<PathBuf>,
     /// Its name or id.
@@ -83,11 +83,11 @@ pub struct Renamed {
 impl Request {
     fn image(&self) -> Option<&Path> {
         match self {
-            Self::List(Which { image })
-            | Self::Create(Named { image, .. })
-            | Self::Apply(Named { image, .. })
-            | Self::Delete(Named { image, .. })
-            | Self::Rename(Renamed { image, .. }) => image.as_deref(),
+            Self::List(ListArgs { image })
+            | Self::Create(SnapshotArgs { image, .. })
+            | Self::Apply(SnapshotArgs { image, .. })
+            | Self::Delete(SnapshotArgs { image, .. })
+            | Self::Rename(RenameArgs { image, .. }) => image.as_deref(),
         }
     }
 }
@@ -95,7 +95,7 @@ impl Request {
 /// A change that was made.
 #[derive(Debug, Deserialize, Serialize)]
 #[serde(rename_all = "kebab-case")]
-pub struct Changed {
+pub struct PauseReply {
     /// For how long the guests' changes were held off, in microseconds.
     pub pause_us: u64,
 }
@@ -103,10 +103,10 @@ pub struct Changed {
 /// A snapshot that was taken.
 #[derive(Debug, Deserialize, Serialize)]
 #[serde(rename_all = "kebab-case")]
-pub struct Created {
+pub struct CreateReply {
     /// The snapshot's id.
     pub id: String,
-    /// As of [`Changed`].
+    /// As of [`PauseReply`].
     pub pause_us: u64,
 }
 
@@ -130,7 +130,7 @@ mod tests {
     #[test]
     fn requests_read_as_they_are_written() {
         let written = |request: &Request| serde_json::to_string(request).expect("plain names");
-        let request = Request::Rename(Renamed {
+        let request = Request::Rename(RenameArgs {
             image: Some("/vm/disk.qcow2".into()),
             name: "one".into(),
             new_name: "a\nb".into(),
@@ -142,7 +142,7 @@ mod tests {
         let read: Request = serde_json::from_str(&line).expect("what was just written");
         assert_eq!(written(&read), line);
         assert_eq!(
-            written(&Request::List(Which { image: None })),
+            written(&Request::List(ListArgs { image: None })),
             r#"{"execute":"snapshot-list","arguments":{}}"#
         );
     }

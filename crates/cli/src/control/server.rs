@@ -20,15 +20,15 @@ use futures_util::future::{Either, FutureExt, LocalBoxFuture, Shared, select};
 use futures_util::stream::{FuturesUnordered, StreamExt, unfold};
 use serde_json::Value;
 
-use super::lines::{Line, Lines};
-use super::{Changed, Created, MAX_LINE, Named, Renamed, Reply, Request};
+use super::line_stream::{Frame, LineStream};
+use super::{CreateReply, MAX_LINE, PauseReply, RenameArgs, Reply, Request, SnapshotArgs};
 use crate::snapshot_list::Listed;
 use crate::workers::{LoopOptions, Workers};
 
 /// Connections at the same time; further ones are refused.
 const MAX_CLIENTS: usize = 16;
-/// A pause after a connection could not be accepted.
-const PAUSE: Duration = Duration::from_millis(100);
+/// The delay after a connection could not be accepted.
+const RETRY_DELAY: Duration = Duration::from_millis(100);
 
 /// A control socket that is served.
 pub struct Control {
@@ -40,7 +40,7 @@ pub struct Control {
 }
 
 /// An image and its canonical path.
-struct Served {
+struct ServedImage {
     path: PathBuf,
     disk: Arc<Disk<HostFile>>,
 }
@@ -53,13 +53,14 @@ impl Control {
     pub fn start(
         bound: BoundSocket,
         engine: EngineChoice,
-        images: &[PathBuf],
+        images: &[impl AsRef<Path>],
         disks: &[Arc<Disk<HostFile>>],
     ) -> Result<Self> {
         let listener = Listener::new(bound.socket).context("cannot use the control socket")?;
-        let served = |(path, disk): (&PathBuf, &Arc<_>)| {
+        let served = |(path, disk): (&_, &Arc<_>)| {
+            let path = AsRef::<Path>::as_ref(path);
             let path = path.canonicalize().with_context(|| format!("{}", path.display()))?;
-            Ok(Served { path, disk: Arc::clone(disk) })
+            Ok(ServedImage { path, disk: Arc::clone(disk) })
         };
         let images = images.iter().zip(disks).map(served).collect::<Result<Vec<_>>>()?;
         let (polling, fixed_files, io_poll) = (Duration::ZERO, FixedFiles::Off, IoPoll::Off);
@@ -73,7 +74,7 @@ impl Control {
     pub fn stop(mut self) {
         // While it still listens: see `SocketFile`.
         self.file = None;
-        // Whoever is through already needs no telling.
+        // It may have ended already.
         let _ = self.stop.send(());
         let _ = self.over.wait();
         self.workers.stop();
@@ -83,11 +84,11 @@ impl Control {
 type Stopped = Shared<oneshot::Receiver<()>>;
 
 /// Accepts and answers until the server ends.
-async fn serve(listener: Listener, images: Vec<Served>, stopped: Stopped) {
+async fn serve(listener: Listener, images: Vec<ServedImage>, stopped: Stopped) {
     let accepted = unfold(listener, |listener| async move {
         let accepted = listener.accept().await;
         if accepted.is_err() {
-            sleep(PAUSE).await;
+            sleep(RETRY_DELAY).await;
         }
         Some((accepted, listener))
     });
@@ -100,7 +101,7 @@ async fn serve(listener: Listener, images: Vec<Served>, stopped: Stopped) {
             () = clients.select_next_some() => {}
             connection = accepted.select_next_some() => match connection {
                 Ok(stream) if clients.len() < MAX_CLIENTS => {
-                    clients.push(converse(&images, stream, stopped.clone()).boxed_local());
+                    clients.push(serve_client(&images, stream, stopped.clone()).boxed_local());
                 }
                 Ok(stream) => drop(stream),
                 Err(error) => tracing::warn!("cannot accept a control connection: {error}"),
@@ -110,9 +111,9 @@ async fn serve(listener: Listener, images: Vec<Served>, stopped: Stopped) {
     while clients.next().await.is_some() {}
 }
 
-/// Answers one client until it or the server is through.
-async fn converse(images: &[Served], stream: Stream, mut stopped: Stopped) {
-    let mut lines = Lines::new(stream);
+/// Answers one client until it or the server ends.
+async fn serve_client(images: &[ServedImage], stream: Stream, mut stopped: Stopped) {
+    let mut lines = LineStream::new(stream);
     loop {
         let line = match select(&mut stopped, pin!(lines.next())).await {
             Either::Left(_) => return,
@@ -121,10 +122,10 @@ async fn converse(images: &[Served], stream: Stream, mut stopped: Stopped) {
         let (reply, is_last) = match line {
             // A client that is gone needs no answer.
             Err(_) | Ok(None) => return,
-            Ok(Some(Line::TooLong)) => {
+            Ok(Some(Frame::TooLong)) => {
                 (error(format!("a request has more than {MAX_LINE} bytes")), true)
             }
-            Ok(Some(Line::Whole(line))) => (answer(images, &line).await, false),
+            Ok(Some(Frame::Whole(line))) => (answer(images, &line).await, false),
         };
         let text = serde_json::to_vec(&reply).expect("values are JSON");
         if lines.send(&text).await.is_err() || is_last {
@@ -137,19 +138,19 @@ fn error(desc: String) -> Reply {
     Reply::Error { desc }
 }
 
-async fn answer(images: &[Served], line: &[u8]) -> Reply {
-    let carried_out = match serde_json::from_slice(line) {
-        Ok(request) => carry_out(images, request).await,
+async fn answer(images: &[ServedImage], line: &[u8]) -> Reply {
+    let outcome = match serde_json::from_slice(line) {
+        Ok(request) => execute(images, request).await,
         Err(why) => Err(anyhow::anyhow!("cannot understand the request: {why}")),
     };
-    match carried_out {
+    match outcome {
         Ok(value) => Reply::Return(value),
         Err(why) => error(format!("{why:#}")),
     }
 }
 
-async fn carry_out(images: &[Served], request: Request) -> Result<Value> {
-    let Served { path, disk } = find(images, request.image())?;
+async fn execute(images: &[ServedImage], request: Request) -> Result<Value> {
+    let ServedImage { path, disk } = find(images, request.image())?;
     let image = path.display();
     let done = |pause: Pause, what: String| {
         tracing::info!("{image}: {what}; changes were held off for {:?}", pause.length);
@@ -160,30 +161,30 @@ async fn carry_out(images: &[Served], request: Request) -> Result<Value> {
             let snapshots = disk.snapshots().await?;
             serde_json::to_value(snapshots.iter().map(Listed::from).collect::<Vec<_>>())?
         }
-        Request::Create(Named { name, .. }) => {
+        Request::Create(SnapshotArgs { name, .. }) => {
             let (snapshot, pause) = disk.create_snapshot(&name).await?;
             let pause_us = done(pause, format!("took the snapshot {name:?}"));
-            serde_json::to_value(Created { id: snapshot.id, pause_us })?
+            serde_json::to_value(CreateReply { id: snapshot.id, pause_us })?
         }
-        Request::Apply(Named { name, .. }) => bail!(
+        Request::Apply(SnapshotArgs { name, .. }) => bail!(
             "{image}: is being served, and its bytes must not change under whoever uses it; stop the \
              server, then apply {name:?}"
         ),
-        Request::Delete(Named { name, .. }) => {
+        Request::Delete(SnapshotArgs { name, .. }) => {
             let pause = disk.delete_snapshot(&name).await?;
             let pause_us = done(pause, format!("deleted the snapshot {name:?}"));
-            serde_json::to_value(Changed { pause_us })?
+            serde_json::to_value(PauseReply { pause_us })?
         }
-        Request::Rename(Renamed { name, new_name, .. }) => {
+        Request::Rename(RenameArgs { name, new_name, .. }) => {
             let pause = disk.rename_snapshot(&name, &new_name).await?;
             let pause_us = done(pause, format!("the snapshot {name:?} is {new_name:?} now"));
-            serde_json::to_value(Changed { pause_us })?
+            serde_json::to_value(PauseReply { pause_us })?
         }
     })
 }
 
 /// The image that is meant.
-fn find<'a>(images: &'a [Served], wanted: Option<&Path>) -> Result<&'a Served> {
+fn find<'a>(images: &'a [ServedImage], wanted: Option<&Path>) -> Result<&'a ServedImage> {
     let names = || {
         let paths = images.iter().map(|image| image.path.display().to_string());
         paths.collect::<Vec<_>>().join(", ")

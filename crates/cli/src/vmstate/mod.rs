@@ -6,7 +6,7 @@ mod stream_end;
 
 use std::path::PathBuf;
 
-use crate::looked_at::read_only;
+use crate::image_args::read_only;
 use anyhow::{Context, Result, bail};
 use blockhouse_disk::{
     Access, CacheMode, Compression, ImageFormat, ImageOptions, StatePacking, open, open_snapshot,

@@ -14,7 +14,7 @@ use futures_util::future::try_join_all;
 
 use super::super::fixed_files;
 use super::super::load::{
-    Clocks, End, Limits, Load, Pattern, Shared, Slice, Work, new_histogram, one_job,
+    Clocks, End, Limits, Load, Pattern, Sample, Shared, Work, new_histogram, one_job,
 };
 use super::super::rows::{Case, Cost, Ratio, Row, Variant, run_case};
 use super::super::stop::Stop;
@@ -23,7 +23,7 @@ const SPAN: u64 = 1 << 20;
 const ROUNDS: usize = 5;
 
 /// One slice of a load, on a simulated disk.
-fn slice(load: Load, latency: Latency, requests: u64) -> Result<Slice> {
+fn slice(load: Load, latency: Latency, requests: u64) -> Result<Sample> {
     let sim = Sim::new(1);
     let config = Config { latency, write_cache: WriteCache::Volatile, ..Config::default() };
     let storage = SimDisk::new(&sim, config, vec![0; SPAN as usize]);

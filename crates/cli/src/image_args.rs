@@ -1,4 +1,4 @@
-//! What all commands that look at one image have in common.
+//! The arguments that all commands have in common that read one image, and how images are opened by tools.
 
 use std::ffi::OsStr;
 use std::os::unix::ffi::OsStrExt;
@@ -8,9 +8,9 @@ use blockhouse_disk::{
     Access, CacheMode, DetectZeroes, Discard, ImageFormat, ImageOptions, Locking,
 };
 
-/// The image that is looked at, and how it is told.
+/// The image that is read, and how the result is printed.
 #[derive(clap::Args)]
-pub struct LookedAt {
+pub struct ImageArgs {
     /// The image's format; left out, the file's name decides (.qcow2, otherwise raw).
     #[arg(long, short, value_parser = clap::builder::ValueParser::new(str::parse::<ImageFormat>))]
     pub format: Option<ImageFormat>,
@@ -21,7 +21,7 @@ pub struct LookedAt {
     pub image: PathBuf,
 }
 
-impl LookedAt {
+impl ImageArgs {
     /// How it is opened: through the page cache, where clusters may be smaller than the host's
     /// blocks, and locked against writers until it has been looked at.
     pub fn options(&self) -> ImageOptions {
@@ -46,7 +46,7 @@ pub fn read_write(format: Option<ImageFormat>) -> ImageOptions {
     ImageOptions { access: Access::ReadWrite, ..read_only(format) }
 }
 
-/// Where a file is that an image names.
-pub fn beside(image: &Path, name: &[u8]) -> PathBuf {
+/// The path of a file that an image names, relative to the image.
+pub fn resolve_relative(image: &Path, name: &[u8]) -> PathBuf {
     image.parent().unwrap_or(Path::new("")).join(OsStr::from_bytes(name))
 }

@@ -1,4 +1,4 @@
-//! Lines on a connection, with a bound on their length and on how long a peer may take to read one.
+//! A connection as a stream of lines, with a limit on their length and on how long a peer may take to read one.
 
 use std::io;
 use std::pin::pin;
@@ -10,64 +10,64 @@ use futures_util::future::{Either, select};
 
 use super::MAX_LINE;
 
-/// How many bytes are received at a time.
-const HEARING: usize = 4096;
+/// Bytes that one system call receives.
+const RECEIVE_SIZE: usize = 4096;
 /// How long a peer may take to receive an answer.
-const PATIENCE: Duration = Duration::from_secs(10);
+const SEND_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// A connection.
-pub struct Lines {
+pub struct LineStream {
     stream: Stream,
-    heard: Buffer,
+    received: Buffer,
     /// What was received and not yet handed out.
     waiting: Vec<u8>,
 }
 
-/// What a peer said.
-pub enum Line {
+/// A line of a peer.
+pub enum Frame {
     /// A line without its end.
     Whole(Vec<u8>),
     /// More than [`MAX_LINE`] bytes without an end; nothing more is to be read.
     TooLong,
 }
 
-impl Lines {
-    /// Takes a connection over.
+impl LineStream {
+    /// A stream of lines on this connection.
     pub fn new(stream: Stream) -> Self {
-        Self { stream, heard: Buffer::new(HEARING), waiting: Vec::new() }
+        Self { stream, received: Buffer::new(RECEIVE_SIZE), waiting: Vec::new() }
     }
 
-    /// The next line; `None` when the peer is through.
-    pub async fn next(&mut self) -> io::Result<Option<Line>> {
+    /// The next line; `None` when the peer has closed the connection.
+    pub async fn next(&mut self) -> io::Result<Option<Frame>> {
         let mut searched = 0;
         loop {
             if let Some(end) = self.waiting[searched..].iter().position(|byte| *byte == b'\n') {
                 let end = searched + end;
                 if end > MAX_LINE {
-                    return Ok(Some(Line::TooLong));
+                    return Ok(Some(Frame::TooLong));
                 }
                 let mut line: Vec<u8> = self.waiting.drain(..=end).collect();
                 line.truncate(end);
-                return Ok(Some(Line::Whole(line)));
+                return Ok(Some(Frame::Whole(line)));
             }
             if self.waiting.len() > MAX_LINE {
-                return Ok(Some(Line::TooLong));
+                return Ok(Some(Frame::TooLong));
             }
             searched = self.waiting.len();
             match self.receive().await? {
                 0 => return Ok(None),
-                count => self.waiting.extend_from_slice(&self.heard.bytes()[..count]),
+                count => self.waiting.extend_from_slice(&self.received.bytes()[..count]),
             }
         }
     }
 
     async fn receive(&mut self) -> io::Result<usize> {
         let mut list = IoVectorList::new();
-        list.push(self.heard.lend());
-        let (received, list) = self.stream.receive(list).await;
-        // The memory is ours again.
+        list.push(self.received.lend());
+        let (result, list) = self.stream.receive(list).await;
+        // The loan of the memory ends.
         drop(list);
-        received
+        result
     }
 
     /// Sends a line.
@@ -81,7 +81,7 @@ impl Lines {
         end.fill(b'\n');
         let mut list = IoVectorList::new();
         list.push(buffer.lend());
-        match select(pin!(self.stream.send(list)), pin!(sleep(PATIENCE))).await {
+        match select(pin!(self.stream.send(list)), pin!(sleep(SEND_TIMEOUT))).await {
             Either::Left(((sent, _), _)) => sent,
             Either::Right(_) => Err(io::ErrorKind::TimedOut.into()),
         }

@@ -19,11 +19,11 @@ use rustix::fs::{Mode, OFlags};
 use tempfile::TempDir;
 
 use super::stop::Stop;
-use crate::looked_at::read_only;
+use crate::image_args::read_only;
 use crate::size;
 
 /// How much is written at once while the file is filled.
-const PIECE: usize = 1 << 20;
+const CHUNK_SIZE: usize = 1 << 20;
 
 /// What becomes of data that is there already.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -36,12 +36,12 @@ pub enum ExistingData {
 
 /// Where the measurement writes.
 #[derive(Debug)]
-pub struct Place {
-    target: Target,
+pub struct Target {
+    kind: TargetKind,
 }
 
 #[derive(Debug)]
-enum Target {
+enum TargetKind {
     Folder(TempDir),
     /// And what keeps a block device from being mounted meanwhile.
     Existing {
@@ -50,7 +50,7 @@ enum Target {
     },
 }
 
-impl Place {
+impl Target {
     /// Looks at the path; makes no file but the folder, and that only if `space` bytes are free.
     ///
     /// # Errors
@@ -64,8 +64,8 @@ impl Place {
         if data == ExistingData::Destroyed {
             ensure!(!is_folder, "{}: is a folder; --destroy-data wants a file", path.display());
             kind.with_context(|| format!("{}: cannot be written over", path.display()))?;
-            let held = if is_device { Some(hold_device(path)?) } else { None };
-            return Ok(Self { target: Target::Existing { path: path.to_owned(), _held: held } });
+            let held = if is_device { Some(claim_device(path)?) } else { None };
+            return Ok(Self { kind: TargetKind::Existing { path: path.to_owned(), _held: held } });
         }
         if is_device {
             bail!(
@@ -93,22 +93,22 @@ impl Place {
             .prefix(".blockhouse-bench-")
             .tempdir_in(folder)
             .with_context(|| format!("{}: cannot make a folder in it", folder.display()))?;
-        Ok(Self { target: Target::Folder(folder) })
+        Ok(Self { kind: TargetKind::Folder(folder) })
     }
 
     /// The folder for new files; `None` where an existing file is written over.
     pub fn folder(&self) -> Option<&Path> {
-        match &self.target {
-            Target::Folder(folder) => Some(folder.path()),
-            Target::Existing { .. } => None,
+        match &self.kind {
+            TargetKind::Folder(folder) => Some(folder.path()),
+            TargetKind::Existing { .. } => None,
         }
     }
 
     /// Whether files there can be opened for direct I/O.
     pub fn takes_direct_io(&self) -> bool {
         let flags = OFlags::RDWR | OFlags::DIRECT | OFlags::CLOEXEC;
-        match &self.target {
-            Target::Folder(folder) => {
+        match &self.kind {
+            TargetKind::Folder(folder) => {
                 let probe = folder.path().join("probe");
                 let mode = Mode::RUSR | Mode::WUSR;
                 let opened = rustix::fs::open(&probe, flags | OFlags::CREATE, mode);
@@ -116,15 +116,17 @@ impl Place {
                 let _ = std::fs::remove_file(&probe);
                 opened.is_ok()
             }
-            Target::Existing { path, .. } => rustix::fs::open(path, flags, Mode::empty()).is_ok(),
+            TargetKind::Existing { path, .. } => {
+                rustix::fs::open(path, flags, Mode::empty()).is_ok()
+            }
         }
     }
 
     /// What device statistics and messages are about.
     pub fn path(&self) -> &Path {
-        match &self.target {
-            Target::Folder(folder) => folder.path(),
-            Target::Existing { path, .. } => path,
+        match &self.kind {
+            TargetKind::Folder(folder) => folder.path(),
+            TargetKind::Existing { path, .. } => path,
         }
     }
 
@@ -136,13 +138,13 @@ impl Place {
     pub fn new_disk(&self, size: u64, stop: &Stop) -> Result<(Arc<Disk<HostFile>>, CacheMode)> {
         let mut event_loop = EventLoop::new(EngineChoice::Auto)?;
         event_loop.block_on(async {
-            let path = match &self.target {
-                Target::Folder(folder) => {
+            let path = match &self.kind {
+                TargetKind::Folder(folder) => {
                     let path = folder.path().join("disk.raw");
                     create(&path, size, ImageFormat::Raw).await?;
                     path
                 }
-                Target::Existing { path, .. } => path.clone(),
+                TargetKind::Existing { path, .. } => path.clone(),
             };
             let (file, cache) = open_direct(&path)?;
             let disk = Disk::raw(file, Options::default())?;
@@ -153,7 +155,7 @@ impl Place {
 }
 
 /// The kernel refuses this while the device is mounted or used by another exclusive owner.
-fn hold_device(path: &Path) -> Result<File> {
+fn claim_device(path: &Path) -> Result<File> {
     let flags = OFlags::RDWR | OFlags::EXCL | OFlags::CLOEXEC;
     let device = rustix::fs::open(path, flags, Mode::empty()).with_context(|| {
         format!("{}: cannot be had alone; is it mounted or in use?", path.display())
@@ -182,9 +184,9 @@ async fn fill(disk: &Disk<HostFile>, size: u64, stop: &Stop) -> Result<()> {
         size::show(disk.size()),
         size::show(size)
     );
-    let mut buffer = Buffer::new(PIECE);
+    let mut buffer = Buffer::new(CHUNK_SIZE);
     fastrand::Rng::with_seed(0).fill(buffer.bytes_mut());
-    for offset in (0..size).step_by(PIECE) {
+    for offset in (0..size).step_by(CHUNK_SIZE) {
         stop.check()?;
         let from = buffer.lend();
         disk.submit(Request::Write { offset, from, durability: Durability::None }).await?;
@@ -201,11 +203,11 @@ mod tests {
         let folder = tempfile::tempdir()?;
         let precious = folder.path().join("precious");
         std::fs::write(&precious, "data")?;
-        let place = Place::at(&precious, ExistingData::Kept, 1 << 20)?;
-        let _disk = place.new_disk(1 << 20, &Stop::default())?;
+        let target = Target::at(&precious, ExistingData::Kept, 1 << 20)?;
+        let _disk = target.new_disk(1 << 20, &Stop::default())?;
         assert_eq!(std::fs::read(&precious)?, b"data");
         assert_eq!(std::fs::read_dir(folder.path())?.count(), 2);
-        drop(place);
+        drop(target);
         assert_eq!(std::fs::read_dir(folder.path())?.count(), 1);
         Ok(())
     }
@@ -213,7 +215,7 @@ mod tests {
     #[test]
     fn too_little_room_is_told_before_anything_is_made() -> Result<()> {
         let folder = tempfile::tempdir()?;
-        let error = Place::at(folder.path(), ExistingData::Kept, u64::MAX).unwrap_err();
+        let error = Target::at(folder.path(), ExistingData::Kept, u64::MAX).unwrap_err();
         assert!(error.to_string().contains("are needed"), "{error}");
         assert_eq!(std::fs::read_dir(folder.path())?.count(), 0);
         Ok(())
@@ -224,10 +226,10 @@ mod tests {
         let folder = tempfile::tempdir()?;
         let file = folder.path().join("file");
         std::fs::write(&file, vec![0; 1 << 20])?;
-        let place = Place::at(&file, ExistingData::Destroyed, 0)?;
-        let _disk = place.new_disk(1 << 20, &Stop::default())?;
+        let target = Target::at(&file, ExistingData::Destroyed, 0)?;
+        let _disk = target.new_disk(1 << 20, &Stop::default())?;
         assert!(std::fs::read(&file)?.iter().any(|&byte| byte != 0));
-        assert!(Place::at(folder.path(), ExistingData::Destroyed, 0).is_err());
+        assert!(Target::at(folder.path(), ExistingData::Destroyed, 0).is_err());
         Ok(())
     }
 }

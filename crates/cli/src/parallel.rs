@@ -1,5 +1,4 @@
-//! Work that several threads share, each on an event loop of its own, while this one shows how far
-//! it has come.
+//! Work that several threads share, each on an event loop of its own, while this one shows the progress.
 
 use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::time::Duration;
@@ -11,7 +10,7 @@ use indicatif::{ProgressBar, ProgressStyle};
 /// More threads than this only fight over the disk.
 const MAX_THREADS: usize = 4;
 /// How often the bar is drawn.
-const PAUSE: Duration = Duration::from_millis(100);
+const BAR_INTERVAL: Duration = Duration::from_millis(100);
 
 /// How many threads are worth while on this host.
 pub fn default_threads() -> usize {
@@ -23,7 +22,7 @@ pub fn default_threads() -> usize {
 ///
 /// # Errors
 /// The first that any of them answers.
-pub fn work_together<F: Future<Output = Result<()>>>(
+pub fn run_parallel<F: Future<Output = Result<()>>>(
     threads: usize,
     work: impl Fn() -> F + Sync,
     progress: impl Fn() -> (u64, u64),
@@ -38,7 +37,7 @@ pub fn work_together<F: Future<Output = Result<()>>>(
                 let outcome = EventLoop::new(EngineChoice::Auto)
                     .context("no engine can be used here")
                     .and_then(|mut event_loop| event_loop.block_on(work()));
-                // The receiver outlives all of us.
+                // The receiver outlives all threads.
                 let _ = ended.send(());
                 outcome
             };
@@ -48,12 +47,12 @@ pub fn work_together<F: Future<Output = Result<()>>>(
                 Err(error) if running.is_empty() => {
                     return Err(error).context("cannot start a thread");
                 }
-                // Fewer do it as well.
+                // Fewer threads do the same work.
                 Err(_) => break,
             }
         }
         for _ in 0..running.len() {
-            while let Err(RecvTimeoutError::Timeout) = all_ended.recv_timeout(PAUSE) {
+            while let Err(RecvTimeoutError::Timeout) = all_ended.recv_timeout(BAR_INTERVAL) {
                 bar.set_position(progress().0);
             }
         }

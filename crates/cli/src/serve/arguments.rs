@@ -1,0 +1,231 @@
+//! The arguments of `blockhouse serve`, and what of them contradicts itself.
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use blockhouse_disk::{
+    Access, CacheMode, DetectZeroes, Discard, ImageFormat, ImageOptions, Locking,
+};
+use blockhouse_engine::{DEFAULT_POLLING, EngineChoice, FixedFiles, IoPoll};
+use blockhouse_nbd::uri::{Address, NbdUri};
+use blockhouse_vhost_user::RegisteredMemory;
+use clap::builder::ValueParser;
+
+use crate::limits::{self, Limit};
+use crate::offers::{Offer, Offers};
+use crate::size;
+use crate::workers::LoopOptions;
+
+/// Arguments of `serve`.
+#[derive(clap::Args)]
+pub struct Arguments {
+    /// The image: a raw or qcow2 disk image, or a block device. Several are served side by side, each named
+    /// after its file unless --name says otherwise.
+    #[arg(required = true, value_name = "IMAGE")]
+    pub(super) images: Vec<PathBuf>,
+    /// The image's format; left out, the file's name decides (.qcow2, otherwise raw).
+    #[arg(long, value_parser = ValueParser::new(str::parse::<ImageFormat>))]
+    format: Option<ImageFormat>,
+    /// Make the image with this size if it is missing (512, 64K, 20G, 1T).
+    #[arg(long, value_name = "SIZE", value_parser = size::parse)]
+    pub(super) create: Option<u64>,
+    /// The export's name, where the URI has none. Left out, clients need none. For several images, give
+    /// one for each, in their order.
+    #[arg(long)]
+    name: Vec<String>,
+    /// Listen here: nbd://HOST:PORT/NAME or nbd+unix:///NAME?socket=PATH. May be repeated. Left out,
+    /// a Unix socket named after the image, in a folder of this user.
+    ///
+    /// Clients of a socket find the exports that its URIs name and no others. Of several images NAME says
+    /// which one is served: the file's name, with or without its extension, or the image's --name. A URI
+    /// without NAME serves all images under their names. Under socket activation each URI stands for the
+    /// passed socket with its address; without any URI all passed sockets serve all images.
+    #[arg(long, value_name = "URI", value_parser = ValueParser::new(str::parse::<NbdUri>))]
+    pub(super) nbd: Vec<NbdUri>,
+    /// Serve the image to a virtual machine's vhost-user-blk device at this Unix socket. May be
+    /// repeated; several images need one socket each, in their order, whatever their names.
+    ///
+    /// The machine's memory must be shared, and be a memfd or on tmpfs or hugetlbfs (QEMU: -object
+    /// memory-backend-memfd,share=on). A raw image or block device that became longer is served with its
+    /// new size after SIGHUP, and the guest is told.
+    #[arg(long, value_name = "SOCKET")]
+    pub(super) vhost_user_blk: Vec<PathBuf>,
+    /// What NBD clients may take, as KEY=VALUE,... Times are in seconds or have a unit (500ms, 5m, 2h).
+    ///
+    /// clients=256: connections at once; when all are taken, clients that hold many make room for those that
+    /// hold few. memory=512M: bytes of data in flight, for all together. handshake=30: the time to choose an
+    /// export. stall=30: how long a client may stand still while it receives replies or sends a request; off
+    /// for ever. idle=off: how long it may ask for nothing. keepalive=60: over TCP, after how much silence the
+    /// kernel asks whether the client is still there. stop=5: how long clients may go on receiving replies
+    /// when the server stops; those that stand still are cut off after two seconds.
+    #[arg(long = "limit", value_name = "KEY=VALUE,...", value_delimiter = ',', value_parser = ValueParser::new(limits::parse))]
+    pub(super) limits: Vec<Limit>,
+    /// Take requests of this user at this Unix socket while the images are served: blockhouse snapshot
+    /// --control SOCKET.
+    #[arg(long, value_name = "SOCKET")]
+    pub(super) control: Option<PathBuf>,
+    /// How many queues a guest may use on a vhost-user-blk device; they are spread over the workers.
+    /// Left out, one for each processor.
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=256))]
+    queues: Option<u16>,
+    /// How file operations are done: auto, io_uring, linux-aio or threads.
+    #[arg(long, default_value = "auto", value_parser = ValueParser::new(str::parse::<EngineChoice>))]
+    pub(super) engine: EngineChoice,
+    /// The host's cache: none, writeback, writethrough, directsync or unsafe.
+    #[arg(long, default_value = "none", value_parser = ValueParser::new(str::parse::<CacheMode>))]
+    cache: CacheMode,
+    /// How many threads serve; each connection, and each queue of a guest, stays on one.
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..=256))]
+    pub(super) workers: u16,
+    /// Busy-poll for up to N microseconds before sleeping, if a request is expected that soon; 0 = never.
+    #[arg(long, value_name = "N", default_value_t = DEFAULT_POLLING.as_micros() as u32, value_parser = clap::value_parser!(u32).range(..=1_000_000))]
+    poll_max_us: u32,
+    /// Whether io_uring keeps open images in a table of its own, which spares the kernel a look-up for
+    /// each request: on or off. Other engines have no such table.
+    #[arg(long, default_value = "off", value_parser = parse_fixed_files)]
+    fixed_files: FixedFiles,
+    /// Whether to poll for completions instead of waiting for the disk's interrupts, at the price of a
+    /// busy processor while requests are under way: on or off.
+    ///
+    /// Needs io_uring, --cache none or directsync, and images on disks with queues for it (nvme or
+    /// virtio_blk loaded with poll_queues=N), and is refused elsewhere. Reads are polled for; writes only
+    /// where the image is a block device itself, durable ones only if that has FUA or no write cache.
+    #[arg(long, default_value = "off", value_parser = parse_io_poll)]
+    pub(super) io_poll: IoPoll,
+    /// Whether the memory of vhost-user-blk guests is registered with io_uring, which spares the kernel
+    /// to look its pages up for each request: on or off. Other engines know of no such thing.
+    ///
+    /// Registered memory is pinned: what a balloon, free page reporting or virtio-mem takes from the guest
+    /// does not go back to the host, and is not used rightly if the guest gets it again. It counts against
+    /// RLIMIT_MEMLOCK once for each worker; beyond that the guest is served without, and so are requests
+    /// that --io-poll polls for.
+    #[arg(long, default_value = "off", value_parser = parse_register_memory)]
+    pub(super) register_memory: RegisteredMemory,
+    /// Refuse all writes.
+    #[arg(long)]
+    read_only: bool,
+    /// Serve the disk as it was when this snapshot was taken (its name or id), for reading only.
+    #[arg(long, value_name = "NAME")]
+    pub(super) snapshot: Option<String>,
+    /// What a guest's discards do: unmap gives the space back to the host, ignore does nothing.
+    #[arg(long, default_value = "unmap", value_parser = parse_discard)]
+    discard: Discard,
+    /// What becomes of writes of nothing but zeros: off writes them, on stores that the range is zero,
+    /// unmap also gives its space back to the host.
+    #[arg(long, default_value = "off", value_parser = parse_detect_zeroes)]
+    detect_zeroes: DetectZeroes,
+}
+
+fn parse_detect_zeroes(name: &str) -> Result<DetectZeroes, String> {
+    match name {
+        "off" => Ok(DetectZeroes::Off),
+        "on" => Ok(DetectZeroes::On),
+        "unmap" => Ok(DetectZeroes::Unmap),
+        _ => Err("use off, on or unmap".into()),
+    }
+}
+
+fn parse_fixed_files(name: &str) -> Result<FixedFiles, String> {
+    match name {
+        "on" => Ok(FixedFiles::On),
+        "off" => Ok(FixedFiles::Off),
+        _ => Err("use on or off".into()),
+    }
+}
+
+fn parse_io_poll(name: &str) -> Result<IoPoll, String> {
+    match name {
+        "on" => Ok(IoPoll::On),
+        "off" => Ok(IoPoll::Off),
+        _ => Err("use on or off".into()),
+    }
+}
+
+fn parse_register_memory(name: &str) -> Result<RegisteredMemory, String> {
+    match name {
+        "on" => Ok(RegisteredMemory::On),
+        "off" => Ok(RegisteredMemory::Off),
+        _ => Err("use on or off".into()),
+    }
+}
+
+fn parse_discard(name: &str) -> Result<Discard, String> {
+    match name {
+        "unmap" => Ok(Discard::Unmap),
+        "ignore" => Ok(Discard::Ignore),
+        _ => Err("use unmap or ignore".into()),
+    }
+}
+
+impl Arguments {
+    /// Ends the program where something makes no sense together: wrong usage.
+    pub(super) fn check(&self) {
+        if self.detect_zeroes == DetectZeroes::Unmap && self.discard == Discard::Ignore {
+            refuse("--detect-zeroes unmap needs --discard unmap; --detect-zeroes on does without");
+        }
+        let is_direct = matches!(self.cache, CacheMode::None | CacheMode::Directsync);
+        if self.io_poll == IoPoll::On && !is_direct {
+            refuse(
+                "--io-poll on needs direct I/O; use --cache none or directsync, or leave it out",
+            );
+        }
+        if let [_, _, ..] = self.images[..] {
+            if self.create.is_some() {
+                refuse("--create makes one image; name just that one");
+            }
+            let sockets = self.vhost_user_blk.len();
+            if sockets != 0 && sockets != self.images.len() {
+                refuse("several images need one --vhost-user-blk socket each");
+            }
+        }
+        if self.create.is_some() && self.snapshot.is_some() {
+            refuse("a new image has no snapshots; leave out --create or --snapshot");
+        }
+    }
+
+    /// How images are opened.
+    pub(super) fn image_options(&self) -> ImageOptions {
+        ImageOptions {
+            format: self.format,
+            access: if self.read_only { Access::ReadOnly } else { Access::ReadWrite },
+            cache: self.cache,
+            discard: self.discard,
+            detect_zeroes: self.detect_zeroes,
+            locking: Locking::Held,
+        }
+    }
+
+    /// How the loops of workers are set up.
+    pub(super) fn loop_options(&self) -> LoopOptions {
+        LoopOptions {
+            engine: self.engine,
+            polling: Duration::from_micros(self.poll_max_us.into()),
+            fixed_files: self.fixed_files,
+            io_poll: self.io_poll,
+        }
+    }
+
+    /// How many queues a guest may use.
+    pub(super) fn queues(&self) -> u16 {
+        let processors = || std::thread::available_parallelism().map_or(1, |count| count.get());
+        self.queues.unwrap_or_else(|| processors().min(256) as u16)
+    }
+
+    /// The exports of each address. Wrong usage ends the program.
+    pub(super) fn plan(&self) -> (Offers, Vec<(Address, Vec<Offer>)>) {
+        let plan = Offers::new(&self.images, &self.name).and_then(|offers| {
+            let plan = offers.plan(&self.nbd)?;
+            // Each image has a vhost-user socket, or none has.
+            if !self.nbd.is_empty() && self.vhost_user_blk.is_empty() {
+                offers.check_all_offered(plan.iter().flat_map(|(_, offers)| offers))?;
+            }
+            Ok((offers, plan))
+        });
+        plan.unwrap_or_else(|why| refuse(&why))
+    }
+}
+
+/// Ends the program: wrong usage.
+pub(super) fn refuse(why: &str) -> ! {
+    clap::Error::raw(clap::error::ErrorKind::ArgumentConflict, format!("{why}\n")).exit()
+}

@@ -1,0 +1,191 @@
+//! What runs while images are served: workers, disks, exports, and their orderly end.
+
+use std::fmt;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use anyhow::{Context, Result};
+use blockhouse_disk::Disk;
+use blockhouse_engine::{Engine, EngineChoice, HostFile, Listener};
+use blockhouse_nbd::uri::{Address, NbdUri};
+use blockhouse_nbd::{BoundSocket, Export, Exports, Limits, Server, SocketFile};
+use blockhouse_vhost_user::RegisteredMemory;
+
+use crate::control::Control;
+use crate::offers::{Offer, Offers};
+use crate::output;
+use crate::sockets::ListenSocket;
+use crate::vhost_user::{self, ServedDevice};
+use crate::workers::Workers;
+
+type HostDisk = Arc<Disk<HostFile>>;
+
+/// Everything that serves.
+pub struct Service {
+    workers: Workers,
+    disks: Vec<HostDisk>,
+    server: Server,
+    /// Removed at the end.
+    files: Vec<SocketFile>,
+    devices: Vec<ServedDevice>,
+    control: Option<Control>,
+    /// The addresses of the exports.
+    ready: Vec<ReadyLine>,
+}
+
+/// The address of an export, as the line that announces it has it.
+enum ReadyLine {
+    Nbd(NbdUri),
+    VhostUser(PathBuf),
+}
+
+impl fmt::Display for ReadyLine {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Nbd(uri) => uri.fmt(f),
+            Self::VhostUser(path) => path.display().fmt(f),
+        }
+    }
+}
+
+/// A disk under a name. It has no description: clients need not know where the image lies on the host.
+fn export(name: String, disk: &HostDisk) -> Export<HostFile> {
+    Export { name, description: String::new(), disk: Arc::clone(disk) }
+}
+
+impl Service {
+    /// Serves disks at NBD sockets.
+    pub fn start(
+        workers: Workers,
+        disks: Vec<HostDisk>,
+        sockets: Vec<ListenSocket>,
+        limits: Limits,
+    ) -> Result<Self> {
+        let server = Server::new(limits);
+        let mut files = Vec::new();
+        let mut ready = Vec::new();
+        for ListenSocket { bound, offers } in sockets {
+            // Of this socket alone: clients of others do not find them.
+            let exports = Exports::new();
+            for Offer { name, image } in &offers {
+                exports.add(export(name.clone(), &disks[*image]))?;
+            }
+            let listener = Listener::new(bound.socket).context("cannot use the socket")?;
+            let (serving, loops) = (server.clone(), workers.handles());
+            drop(workers.first().spawn(move || async move {
+                if let Err(error) = serving.serve(&listener, &exports, &loops).await {
+                    tracing::error!("cannot accept connections any more: {error}");
+                }
+            }));
+            files.extend(bound.file);
+            let address = bound.address;
+            let uri = |offer: Offer| NbdUri { address: address.clone(), export: offer.name };
+            ready.extend(offers.into_iter().map(uri).map(ReadyLine::Nbd));
+        }
+        Ok(Self { workers, disks, server, files, devices: Vec::new(), control: None, ready })
+    }
+
+    /// Serves vhost-user-blk devices with so many queues: the first socket has the first image and so on, or
+    /// all have the only one.
+    pub fn add_devices(
+        &mut self,
+        sockets: Vec<BoundSocket>,
+        queues: u16,
+        memory: RegisteredMemory,
+        offers: &Offers,
+    ) -> Result<()> {
+        for (index, socket) in sockets.into_iter().enumerate() {
+            let index = index.min(self.disks.len() - 1);
+            let name = offers.label(index);
+            if let Address::Unix(path) = &socket.address {
+                self.ready.push(ReadyLine::VhostUser(path.clone()));
+            }
+            let loops = self.workers.handles();
+            let disk = &self.disks[index];
+            let memory = match self.workers.report().engine {
+                Engine::IoUring => memory,
+                Engine::LinuxAio | Engine::Threads => RegisteredMemory::Off,
+            };
+            self.devices.push(vhost_user::serve(socket, disk, name, queues, loops, memory)?);
+        }
+        Ok(())
+    }
+
+    /// Serves requests of this user at a control socket.
+    pub fn add_control(
+        &mut self,
+        socket: BoundSocket,
+        engine: EngineChoice,
+        images: &[impl AsRef<Path>],
+    ) -> Result<()> {
+        self.control = Some(Control::start(socket, engine, images, &self.disks)?);
+        Ok(())
+    }
+
+    /// Takes over the sizes of images that became longer, and has guests told.
+    pub fn refresh_sizes(&self) {
+        for disk in &self.disks {
+            let following = Arc::clone(disk);
+            match self.workers.run(move || async move { following.follow_file().await }) {
+                Ok(Some(size)) => tracing::info!("{}: has {size} bytes now", disk.name()),
+                Ok(None) => {}
+                Err(error) => tracing::error!("{error}"),
+            }
+        }
+        self.devices.iter().for_each(ServedDevice::resized);
+    }
+
+    /// Prints that everything listens, and tells the service manager. It serves also where these lines cannot
+    /// be printed.
+    pub fn report_ready(&self, is_verbose: bool) {
+        let report = self.workers.report();
+        if report.refused.is_empty() {
+            tracing::debug!("engine {report}");
+        } else {
+            tracing::info!("engine {report}");
+        }
+        let line = |address: &ReadyLine| match is_verbose {
+            false => format!("ready {address}"),
+            true => {
+                let disk = Arc::clone(&self.disks[0]);
+                let fua = self.workers.run(move || async move { disk.capabilities().fua });
+                format!("ready {address} engine={} fua={}", report.engine, fua.as_str())
+            }
+        };
+        let lines: Vec<_> = self.ready.iter().map(line).collect();
+        // Clients may find the sockets without these lines.
+        let _ = output::write(&lines.join("\n"));
+        // It fails where no service manager asked for it.
+        let _ = sd_notify::notify(&[sd_notify::NotifyState::Ready]);
+    }
+
+    /// Prints what a person who gave no address may want to do next.
+    pub fn print_hint(&self) {
+        if let [ReadyLine::Nbd(uri), ..] = &self.ready[..] {
+            output::tell(&format!(
+                "Try: nbdinfo '{uri}'\n     \
+                 qemu-img info '{uri}'\n     \
+                 qemu-system-x86_64 -drive file='{uri}',format=raw,if=virtio ...\n\
+                 Stop with Ctrl-C."
+            ));
+        }
+    }
+
+    /// Stops accepting, completes what is in flight, and flushes.
+    pub fn end(self) -> Result<()> {
+        let Self { workers, disks, server, files, devices, control, .. } = self;
+        // While the workers still execute what it may wait for.
+        control.into_iter().for_each(Control::stop);
+        devices.into_iter().for_each(ServedDevice::stop);
+        let draining = server.clone();
+        // While the sockets still listen: see `SocketFile`.
+        drop(files);
+        workers.run(move || async move { draining.drain().await });
+        // All of them, also when one fails.
+        let close = |disk: HostDisk| workers.run(move || async move { disk.close().await });
+        let outcomes: Vec<_> = disks.into_iter().map(close).collect();
+        drop(server);
+        workers.stop();
+        Ok(outcomes.into_iter().collect::<Result<(), _>>()?)
+    }
+}
