@@ -104,13 +104,13 @@ impl<'a, S: Storage> Snapshots<'a, S> {
     /// are to be [reserved](VmStateTables::reserve) or [freed](Self::free_clusters).
     ///
     /// # Errors
-    /// As [`Qcow2::take_clusters`].
+    /// As [`Qcow2::allocate_clusters`].
     pub async fn allocate_clusters(&self, limit: u64) -> Result<ByteRange> {
-        self.image.take_clusters(limit).await
+        self.image.allocate_clusters(limit).await
     }
 
     /// Frees clusters that no table refers to and that no operation writes to. Never waits.
     pub fn free_clusters(&self, range: ByteRange) {
-        self.image.give_clusters_back(range);
+        self.image.free_clusters(range);
     }
 }

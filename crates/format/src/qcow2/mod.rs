@@ -413,12 +413,12 @@ impl<S: Storage> Qcow2<S> {
     ///
     /// # Errors
     /// `NoSpace`, `ReadOnly`, or why tables cannot be written; `Unsupported` for an image with a data file.
-    pub async fn take_clusters(&self, limit: u64) -> Result<ByteRange> {
+    pub async fn allocate_clusters(&self, limit: u64) -> Result<ByteRange> {
         transaction::allocate_clusters(&self.metadata, limit).await
     }
 
     /// Gives clusters back that nothing refers to and nothing writes to. Never waits.
-    pub fn give_clusters_back(&self, range: ByteRange) {
+    pub fn free_clusters(&self, range: ByteRange) {
         let mut state = self.metadata.lock();
         let state = &mut *state;
         state.allocator.free_unlinked(&mut state.tables, self.geometry().clusters_of(range));

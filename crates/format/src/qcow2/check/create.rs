@@ -22,7 +22,7 @@ pub enum Preallocation {
     /// Nothing for the guest.
     #[default]
     Off,
-    /// All tables, with a place for every cluster; the places are holes of the file.
+    /// All tables, with a host cluster for every guest cluster; these are holes of the file.
     Metadata,
     /// The same, and the host's file system sets the space aside.
     Falloc,
@@ -49,8 +49,8 @@ pub struct CreateOptions {
     pub compression: Compression,
     /// The backing file.
     pub backing: Option<Backing>,
-    /// The file that holds the guest's clusters, if not the image. One that is the raw disk has a place
-    /// for every cluster from the first.
+    /// The file that holds the guest's clusters, if not the image. One that is the raw disk has
+    /// every cluster allocated from the start.
     pub data_file: Option<DataFile>,
     /// What is allocated at once.
     pub preallocation: Preallocation,
@@ -131,11 +131,11 @@ impl CreateOptions {
     }
 
     /// Preallocates the range of the guest's data.
-    async fn fill<S: Storage>(&self, storage: &S, place: ByteRange) -> Result<()> {
+    async fn fill<S: Storage>(&self, storage: &S, range: ByteRange) -> Result<()> {
         match self.preallocation {
             Preallocation::Off | Preallocation::Metadata => Ok(()),
-            Preallocation::Falloc => preallocate(storage, place, SpaceMode::Falloc).await,
-            Preallocation::Full => preallocate(storage, place, SpaceMode::Full).await,
+            Preallocation::Falloc => preallocate(storage, range, SpaceMode::Falloc).await,
+            Preallocation::Full => preallocate(storage, range, SpaceMode::Full).await,
         }
     }
 

@@ -116,10 +116,10 @@ impl SanitizeEntries {
         let geometry = header.geometry;
         let table = (header.snapshots_offset, snapshots.length);
         let l1_tables = snapshots.l1_tables().chain([L1Location::active(header)]);
-        let l1_tables = l1_tables.filter(|place| place.is_possible(geometry));
-        let places = l1_tables.map(|place| (place.offset, place.length())).chain([(0, 1), table]);
+        let l1_tables = l1_tables.filter(|l1| l1.is_possible(geometry));
+        let tables = l1_tables.map(|l1| (l1.offset, l1.length())).chain([(0, 1), table]);
         let mut taken = ClusterRanges::default();
-        for (offset, length) in places {
+        for (offset, length) in tables {
             let end = geometry.clusters_for(offset.saturating_add(length)).min(clusters);
             taken.insert(geometry.cluster_of(offset)..end);
         }

@@ -1,4 +1,4 @@
-//! Refcounts on disk set to given values, outside of any opened image: at their places, or in a new
+//! Refcounts on disk set to given values, outside of any opened image: at their offsets, or in a new
 //! refcount table with new blocks where the old ones cannot be relied on.
 //!
 //! The new structures go after everything that is in use; they are durable before the header

@@ -27,7 +27,7 @@ pub(crate) struct References<'a, S> {
     geometry: Geometry,
     /// By host cluster.
     pub(crate) counts: Counts,
-    /// Guest clusters with a place of their own, or compressed.
+    /// Guest clusters with a host cluster of their own, or compressed.
     pub(crate) allocated: u64,
     pub(crate) compressed: u64,
     /// Allocated guest clusters that do not follow the one before them in the file.
@@ -113,24 +113,24 @@ impl<'a, S: Storage> References<'a, S> {
         self.counts.add(first.min(count)..end.min(count), times)
     }
 
-    async fn walk_l1(&mut self, place: L1Location, which: TableOwner) -> Result<()> {
-        let bytes = place.length();
-        if !place.is_possible(self.geometry) {
-            self.problem(format!("an L1 table cannot be at offset {}", place.offset));
+    async fn walk_l1(&mut self, location: L1Location, which: TableOwner) -> Result<()> {
+        let bytes = location.length();
+        if !location.is_possible(self.geometry) {
+            self.problem(format!("an L1 table cannot be at offset {}", location.offset));
             return Ok(());
         }
-        self.add("an L1 table", place.offset, bytes)?;
-        let clusters = place.clusters(self.geometry);
+        self.add("an L1 table", location.offset, bytes)?;
+        let clusters = location.clusters(self.geometry);
         if clusters.end > self.counts.clusters() {
             return Ok(());
         }
         if self.l1_clusters.overlaps(&clusters) {
-            let offset = place.offset;
+            let offset = location.offset;
             self.problem(format!("the L1 table at offset {offset} shares its place"));
             return Ok(());
         }
         self.l1_clusters.insert(clusters);
-        let mut rest = ByteRange::between(place.offset, place.offset + bytes);
+        let mut rest = ByteRange::between(location.offset, location.offset + bytes);
         while let Some((data, table)) = self.reader.read(&mut rest).await? {
             for (at, word) in (data.offset()..).step_by(8).zip(words::words_of(&table)) {
                 match entry::l1_reference(word, self.geometry) {
@@ -189,26 +189,26 @@ impl<'a, S: Storage> References<'a, S> {
         let cluster_size = self.geometry.cluster_size();
         match entry {
             Entry::Standard { host: None, .. } => Ok(()),
-            Entry::Standard { host: Some(place), .. } => {
+            Entry::Standard { host: Some(host), .. } => {
                 if which == TableOwner::Active {
                     self.allocated += 1;
-                    self.fragmented += u64::from(next.is_some_and(|next| next != place.offset));
-                    *next = Some(place.offset + cluster_size);
+                    self.fragmented += u64::from(next.is_some_and(|next| next != host.offset));
+                    *next = Some(host.offset + cluster_size);
                 }
                 // What lies in a data file is not counted.
                 if self.geometry.has_data_file {
                     return Ok(());
                 }
-                self.add_times("a cluster", place.offset, cluster_size, times)
+                self.add_times("a cluster", host.offset, cluster_size, times)
             }
-            Entry::Compressed(place) => {
+            Entry::Compressed(data) => {
                 if which == TableOwner::Active {
                     self.allocated += 1;
                     self.compressed += 1;
-                    // None fills its place, so each is read with a part of its neighbours.
+                    // None fills its cluster, so each is read with a part of its neighbours.
                     self.fragmented += 1;
                 }
-                self.add_times("a compressed cluster", place.offset, place.length, times)
+                self.add_times("a compressed cluster", data.offset, data.length, times)
             }
         }
     }

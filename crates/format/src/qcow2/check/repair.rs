@@ -6,7 +6,7 @@
 //! 2. snapshots that cannot be used are removed from the snapshot table: see `repair_snapshots`;
 //! 3. entries that contradict the format or point out of the file lose what is wrong of them;
 //! 4. references are counted, and "the refcount is one" is taken from entries where it is not so;
-//! 5. refcounts become what was counted, at their places or, where the refcount table is broken, in a
+//! 5. refcounts become what was counted, at their offsets or, where the refcount table is broken, in a
 //!    new one that the header points to with one write. So none is lowered before the reference is gone;
 //! 6. entries whose refcount is one say so. An entry that says less than it might is copied once too
 //!    often, and harmless: of all states on the way this is the only one in which a repair of leaks

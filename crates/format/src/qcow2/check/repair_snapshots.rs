@@ -1,7 +1,7 @@
 //! Removing snapshots that cannot be used from an image, so that the rest of it can be used again.
 //!
-//! A snapshot goes only if its L1 table cannot be read: its entry is out of bounds, or what is at the
-//! place has another owner and is no L1 table. The others stay as they are. The new table is durable
+//! A snapshot goes only if its L1 table cannot be read: its entry is out of bounds, or what is at that
+//! offset has another user and is no L1 table. The others stay as they are. The new table is durable
 //! before one write of the header switches to it; a table that only ends earlier needs no new one. So a
 //! crash leaves the old snapshots or the new ones.
 
@@ -21,7 +21,7 @@ use super::snapshot_survey::{L1Location, SnapshotSurvey};
 /// Brings the snapshot table in order, durably. Answers what was wrong and what became of it, in words.
 ///
 /// # Errors
-/// `NoSpace` when there is no place for a new table; or what the storage answers.
+/// `NoSpace` when there is no space for a new table; or what the storage answers.
 pub(crate) async fn repair_snapshots<S: Storage>(
     storage: &S,
     header: &mut Header,
@@ -57,9 +57,9 @@ async fn remove_misplaced<S: Storage>(
     let counts = References::count(storage, header).await?.counts;
     let mut left = Vec::new();
     for snapshot in std::mem::take(&mut survey.usable) {
-        let place = L1Location::of(&snapshot);
-        if is_shared(place, header, &counts) && !is_l1_table(storage, header, place).await? {
-            let (called, offset) = (snapshot.called(), place.offset);
+        let location = L1Location::of(&snapshot);
+        if is_shared(location, header, &counts) && !is_l1_table(storage, header, location).await? {
+            let (called, offset) = (snapshot.called(), location.offset);
             said.push(format!("{called} cannot be used: there is no L1 table at offset {offset}"));
             survey.is_prefix = false;
         } else {
@@ -70,15 +70,19 @@ async fn remove_misplaced<S: Storage>(
     Ok(())
 }
 
-fn is_shared(place: L1Location, header: &Header, counts: &Counts) -> bool {
-    counts.range(place.clusters(header.geometry)).any(|(_, count)| count > 1)
+fn is_shared(location: L1Location, header: &Header, counts: &Counts) -> bool {
+    counts.range(location.clusters(header.geometry)).any(|(_, count)| count > 1)
 }
 
 /// Whether all entries are such as an L1 table can have.
-async fn is_l1_table<S: Storage>(storage: &S, header: &Header, place: L1Location) -> Result<bool> {
+async fn is_l1_table<S: Storage>(
+    storage: &S,
+    header: &Header,
+    location: L1Location,
+) -> Result<bool> {
     let size = storage.size();
     let mut reader = SparseReader::new(storage, header.geometry);
-    let mut rest = ByteRange::between(place.offset, place.offset + place.length());
+    let mut rest = ByteRange::between(location.offset, location.offset + location.length());
     while let Some((_, bytes)) = reader.read(&mut rest).await? {
         let is_entry = |word: u64| match entry::l1_reference(word, header.geometry) {
             Ok(table) => table.is_none_or(|table| table.offset < size),

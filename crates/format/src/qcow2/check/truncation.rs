@@ -36,16 +36,16 @@ impl fmt::Display for Truncation {
         let Self { offset, file_size } = self;
         write!(
             f,
-            "the file is cut off: what lies at offset {offset} is behind its end at {file_size}"
+            "the file is cut off: what lies at offset {offset} is past its end at {file_size}"
         )
     }
 }
 
 impl Truncation {
-    /// As an error that names the place.
+    /// As an error that names the offset.
     fn error(self, name: &str) -> Error {
         let what = format!(
-            "the file is cut off: tables refer to what is behind its end at {}",
+            "the file is cut off: tables refer to what is past its end at {}",
             self.file_size
         );
         Error::new(ErrorKind::Corrupt, what).on(name).at(self.offset).hint(
@@ -123,16 +123,16 @@ impl<S: Storage> Search<'_, S> {
         let blocks = refcount_table
             .iter()
             .filter_map(|&word| entry::refcount_block(word, self.geometry).ok()?);
-        let mut places = l2.map(|table| table.offset).chain(blocks);
-        places.find(|&offset| self.is_lost(offset)).map(|offset| self.lost(offset))
+        let mut offsets = l2.map(|table| table.offset).chain(blocks);
+        offsets.find(|&offset| self.is_lost(offset)).map(|offset| self.lost(offset))
     }
 
     /// Whether refcounts count anything past the end of the file.
     async fn is_suspicious(&self, refcount_table: &[u64]) -> Result<bool> {
         let geometry = self.geometry;
         let end = geometry.clusters_for(self.file_size);
-        let place = geometry.refcount_index(end);
-        let index = usize::try_from(place.table_index).unwrap_or(usize::MAX);
+        let at = geometry.refcount_index(end);
+        let index = usize::try_from(at.table_index).unwrap_or(usize::MAX);
         let Some((&word, later)) = refcount_table.get(index..).and_then(<[u64]>::split_first)
         else {
             return Ok(false);
@@ -141,12 +141,11 @@ impl<S: Storage> Search<'_, S> {
             return Ok(true);
         }
         let Ok(Some(block)) = entry::refcount_block(word, geometry) else { return Ok(false) };
-        let length = geometry.cluster_size() - place.slice_offset;
-        let bytes =
-            table_io::read(self.storage, block + place.slice_offset, length as usize).await?;
+        let length = geometry.cluster_size() - at.slice_offset;
+        let bytes = table_io::read(self.storage, block + at.slice_offset, length as usize).await?;
         let count = (length * 8) >> geometry.refcount_order;
         let order = geometry.refcount_order;
-        Ok((place.index..count as usize).any(|index| refcount::get(&bytes, order, index) != 0))
+        Ok((at.index..count as usize).any(|index| refcount::get(&bytes, order, index) != 0))
     }
 
     /// What the active tables or those of a snapshot refer to and is lost.
@@ -159,8 +158,8 @@ impl<S: Storage> Search<'_, S> {
             return Ok(found);
         }
         let snapshots = SnapshotSurvey::read(self.storage, header).await?;
-        for place in snapshots.l1_tables() {
-            let bytes = table_io::read(self.storage, place.offset, place.length() as usize).await?;
+        for l1 in snapshots.l1_tables() {
+            let bytes = table_io::read(self.storage, l1.offset, l1.length() as usize).await?;
             let l1 = words::words_of(&bytes);
             found = self.among_tables(&l1, &[]);
             if found.is_none() {
@@ -185,9 +184,9 @@ impl<S: Storage> Search<'_, S> {
             let mut rest = ByteRange::between(table, table + geometry.cluster_size());
             while let Some((_, bytes)) = reader.read(&mut rest).await? {
                 let entries = bytes.len() / geometry.l2_entry_size() as usize;
-                let mut places =
+                let mut offsets =
                     (0..entries).filter_map(|index| data_offset(&bytes, index, geometry));
-                if let Some(offset) = places.find(|&offset| self.is_lost(offset)) {
+                if let Some(offset) = offsets.find(|&offset| self.is_lost(offset)) {
                     return Ok(Some(self.lost(offset)));
                 }
             }
@@ -200,11 +199,11 @@ impl<S: Storage> Search<'_, S> {
 fn data_offset(table: &[u8], index: usize, geometry: Geometry) -> Option<u64> {
     match Entry::read(table, index, geometry).ok()? {
         // Its last sector begins before the end of a whole file.
-        Entry::Compressed(place) => Some(place.offset + place.length.saturating_sub(1)),
-        Entry::Standard { host: Some(place), subclusters }
+        Entry::Compressed(data) => Some(data.offset + data.length.saturating_sub(1)),
+        Entry::Standard { host: Some(host), subclusters }
             if subclusters.data != 0 && !geometry.has_data_file =>
         {
-            Some(place.offset)
+            Some(host.offset)
         }
         Entry::Standard { .. } => None,
     }

@@ -21,7 +21,7 @@ const ZLIB_LEVEL: u32 = 6;
 const ZSTD_LEVEL: i32 = 3;
 
 /// Unpacks `bytes` until `into` is full; what follows in `bytes` is padding and not looked at.
-/// Answers what is wrong with them when they do not fill it. Takes no more memory than the two
+/// Returns what is wrong with them when they do not fill it. Takes no more memory than the two
 /// slices and the decoder's fixed window.
 pub fn decompress(kind: Compression, bytes: &[u8], into: &mut [u8]) -> Result<(), String> {
     match kind {

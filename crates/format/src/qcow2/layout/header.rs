@@ -171,7 +171,10 @@ impl Header {
             return Err(unsupported(60, "snapshots of an image with a data file"));
         }
         if *raw == Switch::On && self.backing.is_some() {
-            return Err(unsupported(8, "a backing file behind a data file that is the raw disk"));
+            return Err(unsupported(
+                8,
+                "a backing file of an image whose data file is the raw disk",
+            ));
         }
         Ok(())
     }

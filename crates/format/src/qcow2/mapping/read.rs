@@ -108,8 +108,7 @@ fn within_file(tables: &Tables, extent: Extent) -> Step<Extent> {
     let end = geometry.offset_of(tables.file().end());
     if host >= end {
         let guest = extent.guest.offset();
-        let what =
-            format!("the data of the guest's offset {guest} lies behind the end of the file");
+        let what = format!("the data of the guest's offset {guest} lies past the end of the file");
         return Err(tables.corrupt(what, host).into());
     }
     if let ExtentState::Compressed { .. } = extent.state {

@@ -78,7 +78,7 @@ impl Tables {
         (old_count > 0).then(|| old..old + old_count)
     }
 
-    /// The L1 table is cut off after so many entries, at its place. Returns the clusters that it does not
+    /// The L1 table is cut off after so many entries, at its offset. Returns the clusters that it does not
     /// need any more.
     pub(crate) fn truncate_l1(&mut self, entries: u64) -> Range<u64> {
         let geometry = self.geometry;

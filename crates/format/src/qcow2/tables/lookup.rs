@@ -28,7 +28,7 @@ impl Tables {
         if let Some(table) = table
             && self.geometry.cluster_of(table.offset) >= self.file.end()
         {
-            return Err(self.corrupt("an L2 table lies behind the end of the file", table.offset));
+            return Err(self.corrupt("an L2 table lies past the end of the file", table.offset));
         }
         Ok(table.map(|table| SliceId::l2(table.offset + at.slice_offset)))
     }
@@ -103,7 +103,7 @@ impl Tables {
             if slice.kind == id.kind {
                 return Ok(());
             }
-            let what = "an L2 table and a refcount block share a place";
+            let what = "an L2 table and a refcount block share a cluster";
             return Err(self.corrupt(what, id.offset).into());
         }
         let table = id.offset & !(self.geometry.cluster_size() - 1);

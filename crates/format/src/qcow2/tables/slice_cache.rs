@@ -172,7 +172,7 @@ impl SliceCache {
         let index = if slice.kind == SliceKind::Refcounts { 0 } else { index };
         (slice.used, slice.step) = (true, self.step);
         slice.dirty.insert(index);
-        // An entry that was unstable before stays so: even a place that reads as zeros must exist.
+        // An entry that was unstable before stays so: even a host cluster that reads as zeros must exist.
         if stability == DataStability::Unstable {
             slice.unstable.insert(index);
         }

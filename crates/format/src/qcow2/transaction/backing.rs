@@ -42,7 +42,7 @@ pub(crate) async fn set_backing<S: Storage>(
     }
     let old = metadata.lock().tables.headers().disk().clone();
     if backing.is_some() && old.data_file.as_ref().is_some_and(DataFile::is_raw_disk) {
-        return Err(invalid("its data file is the raw disk, which has nothing behind it"));
+        return Err(invalid("its data file is the raw disk, which has no backing file"));
     }
     let length = metadata.geometry().cluster_size() as usize;
     let mut bytes = table_io::read(storage, 0, length).await?;

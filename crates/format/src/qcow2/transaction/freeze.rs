@@ -60,7 +60,7 @@ impl<S: Storage> Drop for FreezeGuard<'_, S> {
     fn drop(&mut self) {
         let writer = self.metadata.writer();
         if self.stage == Stage::Switching {
-            let what = "a change of the snapshots was given up at its last step";
+            let what = "a change of the snapshots was dropped at its last step";
             // The first failure is the one that led here.
             writer.fail(&Error::new(ErrorKind::Io, what).on(writer.storage().name()));
         }

@@ -186,11 +186,11 @@ impl<'a, S: Storage> MetadataTransaction<'a, S> {
         for index in 0..self.geometry.l2_entries() as usize {
             let clusters = match self.entry(l2, index, offset)? {
                 Entry::Standard { host: None, .. } => continue,
-                Entry::Standard { host: Some(place), .. } => {
-                    let cluster = self.geometry.cluster_of(place.offset);
+                Entry::Standard { host: Some(host), .. } => {
+                    let cluster = self.geometry.cluster_of(host.offset);
                     cluster..cluster + 1
                 }
-                Entry::Compressed(place) => place.host_clusters(self.geometry),
+                Entry::Compressed(data) => data.host_clusters(self.geometry),
             };
             for cluster in clusters {
                 self.count_one(cluster, how)?;
@@ -240,8 +240,8 @@ impl<'a, S: Storage> MetadataTransaction<'a, S> {
         let tables: Vec<(usize, Reference)> =
             (0..).zip(tables).filter_map(|(index, table)| Some((index, table?))).collect();
         for some in tables.chunks(MAX_IN_FLIGHT) {
-            let places: Vec<Reference> = some.iter().map(|&(_, table)| table).collect();
-            let contents = self.read_tables(&places).await?;
+            let references: Vec<Reference> = some.iter().map(|&(_, table)| table).collect();
+            let contents = self.read_tables(&references).await?;
             for (&(index, table), bytes) in some.iter().zip(contents) {
                 let offset = self.update_copied_flags_of(table.offset, bytes, users).await?;
                 l1[index] = l1_word(self.reference_to(offset));
@@ -260,11 +260,11 @@ impl<'a, S: Storage> MetadataTransaction<'a, S> {
     ) -> Result<u64> {
         let mut has_changed = false;
         for index in 0..self.geometry.l2_entries() as usize {
-            if let Entry::Standard { host: Some(place), subclusters } =
+            if let Entry::Standard { host: Some(host), subclusters } =
                 self.entry(&l2, index, old)?
             {
-                let marked = self.reference_to(place.offset);
-                if marked != place {
+                let marked = self.reference_to(host.offset);
+                if marked != host {
                     has_changed = true;
                     Entry::Standard { host: Some(marked), subclusters }.write(
                         &mut l2,

@@ -1,7 +1,7 @@
 //! New refcounts, built beside those that are active.
 //!
 //! A change of snapshots concerns refcounts all over the image. It is made beside the active tables:
-//! every refcount block that changes is written to a new place, and so is the refcount table,
+//! every refcount block that changes is written to a new cluster, and so is the refcount table,
 //! so that one write of the header switches from all of the old to all of the new. FreeSpace is taken only
 //! where both the old and the new refcount are 0: nothing of the old is overwritten, and a crash
 //! before the switch leaves the image as it was, without so much as a leak.
@@ -36,7 +36,7 @@ pub(crate) struct ShadowRefcounts {
     now: HashMap<u64, Vec<u8>>,
     /// As on disk, of slices that differ. What was all zeros is empty.
     before: BTreeMap<u64, Vec<u8>>,
-    /// Blocks that change and have no new place yet.
+    /// Blocks that change and have no new cluster yet.
     unallocated_blocks: BTreeSet<u64>,
     /// Clusters of active tables: one of them that counts as free is a sign of damage.
     tables: HashSet<u64>,
@@ -212,7 +212,7 @@ impl ShadowRefcounts {
         Ok(start)
     }
 
-    /// Gives every block that changes a new place, and the table.
+    /// Gives every block that changes a new cluster, and the table new ones.
     pub(crate) fn finalize(mut self) -> Result<NewRefcounts> {
         self.decrement_all(self.old_table.clone())?;
         let mut table = 0..0;
@@ -222,7 +222,7 @@ impl ShadowRefcounts {
                 let cluster = self.allocate(1)?;
                 let block = self.blocks.get_mut(&index).expect("the block that was found");
                 block.new_cluster = Some(cluster);
-                // Its own new place may have changed it.
+                // The allocation of its own new cluster may have changed it.
                 self.unallocated_blocks.remove(&index);
                 if let Some(old) = block.offset {
                     self.decrement(self.geometry.cluster_of(old))?;

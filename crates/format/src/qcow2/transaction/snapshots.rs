@@ -162,7 +162,7 @@ pub(crate) async fn show_snapshot<S: Storage>(
     if entry.l1_offset.saturating_add(bytes as u64)
         > header.geometry.bytes_of(0..header.geometry.clusters_for(storage.size())).end()
     {
-        let what = format!("the L1 table of the snapshot '{name}' lies behind the end of the file");
+        let what = format!("the L1 table of the snapshot '{name}' lies past the end of the file");
         let error = Error::new(ErrorKind::Corrupt, what).on(storage.name());
         return Err(error.at(entry.l1_offset));
     }
