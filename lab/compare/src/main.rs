@@ -44,7 +44,7 @@ use self::servers::Format;
 
 /// Compare the speed of Blockhouse with its peers, or with another build of itself.
 #[derive(Parser)]
-#[command(name = "cargo xtask compare", args_conflicts_with_subcommands = true)]
+#[command(bin_name = "cargo xtask compare", args_conflicts_with_subcommands = true)]
 struct Cli {
     #[command(flatten)]
     options: Options,

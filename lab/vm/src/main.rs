@@ -38,7 +38,7 @@ use server::Export;
 
 /// Show what is guaranteed about durability on a real kernel, in a virtual machine.
 #[derive(Parser)]
-#[command(name = "cargo xtask vm", args_conflicts_with_subcommands = true)]
+#[command(bin_name = "cargo xtask vm", args_conflicts_with_subcommands = true)]
 struct Cli {
     /// Which scenarios to run; without any, all
     scenarios: Vec<Scenario>,
