@@ -21,7 +21,7 @@ use crate::tracker::{Claim, Tracker};
 use crate::unpacked::UnpackedClusters;
 use crate::zero::ZeroOptions;
 
-/// A guest's disk. Shared by reference among all exports and threads.
+/// A guest's disk. Shared by reference among all exports and threads. The [crate's page](crate) has an example.
 pub struct Disk<S: Storage> {
     pub(crate) format: Format<FlushTracker<S>>,
     pub(crate) alignment: Alignment,

@@ -16,7 +16,7 @@ use crate::qcow2::{self, DataWriteGuard, ReadGuard};
 use crate::{Abort, Backing, Intent, MetadataSync, Qcow2, Raw};
 
 /// An image format over the storage that holds the image. Closed: the path has one arm for each
-/// state of an extent, not one for each format.
+/// state of an extent, not one for each format. The [crate's page](crate) has an example.
 pub enum Format<S: Storage> {
     /// The image is the disk, byte for byte.
     Raw(Raw<S>),

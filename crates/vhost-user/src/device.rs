@@ -32,7 +32,7 @@ impl<S: Storage> Export<S> {
     }
 }
 
-/// A device for one disk.
+/// A device for one disk. The [crate's page](crate) has a whole program.
 pub struct Device<S: Storage> {
     pub(crate) export: Export<S>,
     /// How the front-end is told of changes, if it asked to be.

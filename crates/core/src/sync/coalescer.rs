@@ -12,7 +12,7 @@
 use super::Condvar;
 use super::parts::{EventListener, Mutex};
 
-/// Decides who runs a flush and who waits. See the [module](self).
+/// Decides which caller runs a flush and which ones wait for it.
 #[derive(Debug, Default)]
 pub struct Coalescer<P> {
     state: Mutex<State<P>>,

@@ -22,7 +22,7 @@ use super::parts::{AtomicBool, AtomicI64, AtomicU64, Ordering};
 /// The bit of `entered` that says which epoch is current; the bits below count its guards.
 const EPOCH_SHIFT: u32 = 63;
 
-/// Counts operations in flight in two epochs. See the [module](self) for what it is for.
+/// Waits for the operations in flight now, not for later ones: counts them in two epochs (as Linux SRCU).
 ///
 /// A guard costs two atomic additions and no lock, and keeps no memory.
 #[derive(Debug, Default)]

@@ -42,7 +42,8 @@ const RETRY_DELAY: Duration = Duration::from_millis(100);
 /// time that a client waits, where that is shorter.
 const MAX_END_TIME: Duration = Duration::from_secs(5);
 
-/// An NBD server: what the clients of all its sockets share. Clones are the same server.
+/// An NBD server: what the clients of all its sockets share. Clones are the same server. The [crate's page](crate)
+/// has a whole program.
 #[derive(Clone)]
 pub struct Server(Arc<Shared>);
 
