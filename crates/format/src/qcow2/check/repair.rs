@@ -73,7 +73,7 @@ impl RepairReport {
 }
 
 /// Checks the image in `storage`, which nobody else may have open, repairs it, and checks it again. Takes
-/// as much memory as [`check`](super::report).
+/// as much memory as a check without repair.
 ///
 /// # Errors
 /// `Corrupt` or `Unsupported` when the header makes no sense, which cannot be repaired; `NoSpace`; or what
