@@ -66,9 +66,9 @@ impl Found {
     /// What the error of a change means. Data that cannot be unpacked is no damage of tables.
     fn by(error: &Error) -> Self {
         assert_tells_the_place(error);
-        let is_unpacking = error.to_string().contains("cannot unpack");
+        let is_decompressing = error.to_string().contains("cannot decompress");
         match error.kind() {
-            ErrorKind::Corrupt if !is_unpacking => Self::Damage(error.to_string()),
+            ErrorKind::Corrupt if !is_decompressing => Self::Damage(error.to_string()),
             _ => Self::Nothing,
         }
     }

@@ -8,7 +8,7 @@ use std::path::Path;
 use std::process::ExitCode;
 
 use anyhow::Result;
-use blockhouse_disk::{CheckReport, ImageFormat, open_storage, open_tables};
+use blockhouse_disk::{CheckReport, ImageFormat, open_metadata, open_storage};
 use blockhouse_engine::{EngineChoice, EventLoop};
 use blockhouse_format::qcow2::{Repair, RepairReport, repair};
 use serde_json::json;
@@ -90,7 +90,7 @@ pub fn run(arguments: &Arguments) -> Result<ExitCode> {
 
 async fn check(image: &ImageArgs) -> Result<Outcome> {
     // Locked, so that no program writes until the report is there.
-    let disk = open_tables(&image.image, image.options()).await?;
+    let disk = open_metadata(&image.image, image.options()).await?;
     let report = disk.check().await?;
     Ok(report.map_or(Outcome::NotCheckable(disk.format_name()), Outcome::Checked))
 }

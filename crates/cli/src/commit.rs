@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 
 use anyhow::Result;
-use blockhouse_disk::{ImageFormat, open_with_base};
+use blockhouse_disk::{ImageFormat, commit_overlay, open_for_commit};
 use blockhouse_engine::{EngineChoice, EventLoop};
 
 use crate::image_args::read_write;
@@ -23,8 +23,8 @@ pub fn run(arguments: Arguments) -> Result<()> {
     let Arguments { format, image } = arguments;
     let options = read_write(format);
     EventLoop::new(EngineChoice::Auto)?.block_on(async {
-        let (disk, base) = open_with_base(&image, options).await?;
-        disk.commit_into(&base).await?;
+        let (disk, base) = open_for_commit(&image, options).await?;
+        commit_overlay(&disk, &base).await?;
         base.close().await?;
         Ok(disk.close().await?)
     })

@@ -8,7 +8,7 @@ use std::process::ExitCode;
 use std::sync::Arc;
 
 use anyhow::Result;
-use blockhouse_disk::{Comparing, Disk, ImageFormat, first_status_difference, open};
+use blockhouse_disk::{CompareJob, Disk, ImageFormat, first_status_difference, open};
 use blockhouse_engine::{EngineChoice, EventLoop, HostFile};
 use serde_json::{Value, json};
 
@@ -110,7 +110,7 @@ fn difference(
     }
     let threads = default_threads();
     let comparing =
-        Comparing::new(Arc::clone(one), Arc::clone(other), MAX_IN_FLIGHT.div_ceil(threads));
+        CompareJob::new(Arc::clone(one), Arc::clone(other), MAX_IN_FLIGHT.div_ceil(threads));
     run_parallel(threads, || async { Ok(comparing.work().await?) }, || comparing.progress())
         .map_err(|error| (error, DATA_NOT_READ))?;
     Ok(comparing.difference().map_or(Difference::Same, Difference::Content))

@@ -13,9 +13,9 @@ use std::sync::Arc;
 use anyhow::{Context, Result, anyhow, bail};
 use blockhouse_core::{ByteRange, Durability, ErrorKind, Fallback, Request, Unmap};
 use blockhouse_disk::{
-    Access, Before, CacheMode, CopyOptions, Copying, DetectZeroes, Discard, Disk, Existing,
-    ImageFormat, ImageOptions, Locking, Packing, check_new_name, create as create_file, hold, open,
-    open_alone, open_snapshot, publish,
+    Access, CacheMode, CopyJob, CopyOptions, DetectZeroes, Discard, Disk, IfExists, ImageFormat,
+    ImageOptions, Locking, TargetContent, check_new_name, create as create_file, open, open_locked,
+    open_snapshot, open_without_backing, rename_durable,
 };
 use blockhouse_engine::{EngineChoice, EventLoop, HostFile};
 
@@ -74,7 +74,7 @@ fn parse_cache(name: &str) -> Result<CacheMode, String> {
 /// The target of the copy.
 struct Target {
     disk: Disk<HostFile>,
-    target_content: Before,
+    target_content: TargetContent,
     /// The file that becomes the target; `None` if the target is a device.
     part: Option<PathBuf>,
     /// The file that is going to be replaced, locked.
@@ -92,10 +92,13 @@ pub fn run(arguments: Arguments) -> Result<()> {
     let Target { disk, target_content: before, part, replaced_file } = target;
     let (source, disk) = (Arc::new(source), Arc::new(disk));
     let threads = default_threads();
-    let packing = if arguments.compress { Packing::Compressed } else { Packing::Plain };
     let together = MAX_IN_FLIGHT.div_ceil(threads);
-    let options = CopyOptions { before, packing, together };
-    let copying = Copying::new(source, Arc::clone(&disk), options)?;
+    let options = CopyOptions {
+        target_content: before,
+        compress: arguments.compress,
+        max_in_flight: together,
+    };
+    let copying = CopyJob::new(source, Arc::clone(&disk), options)?;
     let copied = run_parallel(
         threads,
         || async { Ok(copying.work().await?) },
@@ -104,15 +107,15 @@ pub fn run(arguments: Arguments) -> Result<()> {
     // After a failure too, so that what was copied can be found again.
     let closed = event_loop.block_on(disk.close());
     let finish = copied.and_then(|()| Ok(closed?)).and_then(|()| match &part {
-        Some(part) => Ok(publish(part, &arguments.target, existing(&arguments))?),
+        Some(part) => Ok(rename_durable(part, &arguments.target, existing(&arguments))?),
         None => Ok(()),
     });
     drop(replaced_file);
     finish.map_err(|error| with_advice(error, part.as_deref(), &arguments.target))
 }
 
-fn existing(arguments: &Arguments) -> Existing {
-    if arguments.force { Existing::Replaced } else { Existing::Kept }
+fn existing(arguments: &Arguments) -> IfExists {
+    if arguments.force { IfExists::Replace } else { IfExists::Fail }
 }
 
 fn with_advice(error: anyhow::Error, part: Option<&Path>, target: &Path) -> anyhow::Error {
@@ -182,14 +185,14 @@ impl TargetBuilder<'_> {
         check_new_name(path)?;
         // A program that uses it would go on with a file that has no name any more.
         let replaced_file = match found {
-            Some(_) => Some(hold(path)?),
+            Some(_) => Some(open_locked(path)?),
             None => None,
         };
         let part = part_of(path);
         let (disk, before) = if self.arguments.resume {
-            (self.open_partial(&part).await?, Before::Anything)
+            (self.open_partial(&part).await?, TargetContent::Unknown)
         } else {
-            (self.create_new(&part).await?, Before::Zeros)
+            (self.create_new(&part).await?, TargetContent::Zero)
         };
         Ok(Target { disk, target_content: before, part: Some(part), replaced_file })
     }
@@ -264,13 +267,13 @@ impl TargetBuilder<'_> {
             );
         }
         let before = if self.arguments.resume {
-            Before::Anything
+            TargetContent::Unknown
         } else {
             let range = ByteRange::between(0, self.size);
             let (unmap, fallback, durability) =
                 (Unmap::Allowed, Fallback::Allowed, Durability::None);
             disk.submit(Request::WriteZeroes { range, unmap, fallback, durability }).await?;
-            Before::Zeros
+            TargetContent::Zero
         };
         Ok(Target { disk, target_content: before, part: None, replaced_file: None })
     }
@@ -280,13 +283,14 @@ impl TargetBuilder<'_> {
         let usual = if self.arguments.compress { CacheMode::Writeback } else { CacheMode::None };
         let cache = self.arguments.cache.unwrap_or(usual);
         let is_free = self.arguments.cache.is_none();
-        match open_alone(path, self.options(self.format, cache)).await {
+        match open_without_backing(path, self.options(self.format, cache)).await {
             // No direct I/O here, or clusters smaller than the host's blocks.
             Err(error)
                 if is_free
                     && matches!(error.kind(), ErrorKind::Unsupported | ErrorKind::InvalidInput) =>
             {
-                Ok(open_alone(path, self.options(self.format, CacheMode::Writeback)).await?)
+                Ok(open_without_backing(path, self.options(self.format, CacheMode::Writeback))
+                    .await?)
             }
             opened => Ok(opened?),
         }

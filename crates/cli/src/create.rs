@@ -10,7 +10,7 @@ use anyhow::{Context, Result};
 use blockhouse_core::{ByteRange, Storage, SyncMode};
 use blockhouse_disk::{
     Access, Backing, CacheMode, DetectZeroes, Discard, ImageFormat, ImageOptions, Locking,
-    check_raw_backing, create as create_file, open_alone,
+    check_raw_backing, create as create_file, open_without_backing,
 };
 use blockhouse_engine::{EngineChoice, EventLoop, HostFile, OpenMode, PageCache};
 use blockhouse_format::{SpaceMode, preallocate, qcow2};
@@ -150,5 +150,5 @@ async fn check_backing(image: &Path, backing: &Backing) -> Result<()> {
     if options.format == Some(ImageFormat::Raw) {
         check_raw_backing(&path).await.with_context(failed)?;
     }
-    open_alone(&path, options).await.map(drop).with_context(failed)
+    open_without_backing(&path, options).await.map(drop).with_context(failed)
 }

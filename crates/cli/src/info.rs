@@ -5,7 +5,9 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result};
 use blockhouse_core::{Capabilities, ErrorKind, Offload, WriteCache};
-use blockhouse_disk::{Backing, CacheMode, DataFile, Features, ImageOptions, Locking, open_tables};
+use blockhouse_disk::{
+    Backing, CacheMode, DataFile, Features, ImageOptions, Locking, open_metadata,
+};
 use blockhouse_engine::{EngineChoice, EngineReport, EventLoop};
 use blockhouse_format::qcow2::{Compression, Switch, Version};
 use serde_json::{Map, Value, json};
@@ -43,13 +45,13 @@ pub fn run(arguments: &Arguments) -> Result<()> {
         ImageOptions { cache: CacheMode::None, locking: Locking::None, ..read_only(*format) };
     let mut event_loop = EventLoop::new(EngineChoice::Auto)?;
     let disk = event_loop.block_on(async {
-        match open_tables(image, options).await {
+        match open_metadata(image, options).await {
             // Clusters smaller than the host's blocks are served through the page cache only, and some
             // file systems have no direct I/O.
             Err(error)
                 if matches!(error.kind(), ErrorKind::Unsupported | ErrorKind::InvalidInput) =>
             {
-                open_tables(image, ImageOptions { cache: CacheMode::Writeback, ..options }).await
+                open_metadata(image, ImageOptions { cache: CacheMode::Writeback, ..options }).await
             }
             opened => opened,
         }

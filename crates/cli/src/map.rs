@@ -2,7 +2,7 @@
 
 use anyhow::Result;
 use blockhouse_core::ByteRange;
-use blockhouse_disk::{BlockStatusCache, Content, Disk, Placement, open};
+use blockhouse_disk::{BlockStatusCache, Disk, MapEntry, MapEntryKind, open};
 use blockhouse_engine::{EngineChoice, EventLoop, HostFile};
 use serde_json::json;
 
@@ -28,12 +28,12 @@ pub fn run(arguments: &Arguments) -> Result<()> {
 }
 
 /// The whole disk from its start to its end, each part as long as it can be.
-async fn parts_of(disk: &Disk<HostFile>) -> Result<Vec<Placement>> {
-    let mut parts: Vec<Placement> = Vec::new();
+async fn parts_of(disk: &Disk<HostFile>) -> Result<Vec<MapEntry>> {
+    let mut parts: Vec<MapEntry> = Vec::new();
     let mut cache = BlockStatusCache::default();
     let mut rest = ByteRange::between(0, disk.size());
     while !rest.is_empty() {
-        let part = disk.placement(rest, &mut cache).await?;
+        let part = disk.map_entry(rest, &mut cache).await?;
         rest = rest.skip(part.guest.length());
         match parts.last_mut() {
             Some(last) if goes_on(last, &part) => {
@@ -46,42 +46,45 @@ async fn parts_of(disk: &Disk<HostFile>) -> Result<Vec<Placement>> {
 }
 
 /// Whether `next` is more of the same.
-fn goes_on(last: &Placement, next: &Placement) -> bool {
+fn goes_on(last: &MapEntry, next: &MapEntry) -> bool {
     let distance = last.guest.length();
     last.depth == next.depth
-        && std::mem::discriminant(&last.content) == std::mem::discriminant(&next.content)
-        && host(last.content).map(|host| host + distance) == host(next.content)
+        && std::mem::discriminant(&last.kind) == std::mem::discriminant(&next.kind)
+        && host(last.kind).map(|host| host + distance) == host(next.kind)
 }
 
-fn host(content: Content) -> Option<u64> {
-    match content {
-        Content::Data { host } | Content::Unwritten { host } => Some(host),
-        Content::Zero { host } | Content::Hole { host } => host,
-        Content::Compressed => None,
+fn host(kind: MapEntryKind) -> Option<u64> {
+    match kind {
+        MapEntryKind::Data { host } | MapEntryKind::Unwritten { host } => Some(host),
+        MapEntryKind::Zero { host } | MapEntryKind::Hole { host } => host,
+        MapEntryKind::Compressed => None,
     }
 }
 
-fn has_data(content: Content) -> bool {
-    matches!(content, Content::Data { .. } | Content::Unwritten { .. } | Content::Compressed)
+fn has_data(kind: MapEntryKind) -> bool {
+    matches!(
+        kind,
+        MapEntryKind::Data { .. } | MapEntryKind::Unwritten { .. } | MapEntryKind::Compressed
+    )
 }
 
-fn is_zero(content: Content) -> bool {
-    !matches!(content, Content::Data { .. } | Content::Compressed)
+fn is_zero(kind: MapEntryKind) -> bool {
+    !matches!(kind, MapEntryKind::Data { .. } | MapEntryKind::Compressed)
 }
 
 /// As `qemu-img` does: one line for each part.
-fn as_json(parts: &[Placement]) -> String {
-    let lines = parts.iter().map(|&Placement { guest, depth, content }| {
+fn as_json(parts: &[MapEntry]) -> String {
+    let lines = parts.iter().map(|&MapEntry { guest, depth, kind }| {
         let mut value = json!({
             "start": guest.offset(),
             "length": guest.length(),
             "depth": depth,
-            "present": !matches!(content, Content::Hole { .. }),
-            "zero": is_zero(content),
-            "data": has_data(content),
-            "compressed": content == Content::Compressed,
+            "present": !matches!(kind, MapEntryKind::Hole { .. }),
+            "zero": is_zero(kind),
+            "data": has_data(kind),
+            "compressed": kind == MapEntryKind::Compressed,
         });
-        if let Some(host) = host(content) {
+        if let Some(host) = host(kind) {
             value["offset"] = host.into();
         }
         value.to_string()
@@ -90,15 +93,20 @@ fn as_json(parts: &[Placement]) -> String {
 }
 
 /// The parts with data, and the files that have it.
-fn as_text(parts: &[Placement], disk: &Disk<HostFile>) -> String {
+fn as_text(parts: &[MapEntry], disk: &Disk<HostFile>) -> String {
     let line = |offset: &str, length: &str, place: &str, file: &str| {
         format!("{offset:<16}{length:<16}{place:<16}{file}")
     };
-    let with_data = parts.iter().filter(|part| !is_zero(part.content)).map(|part| {
+    let with_data = parts.iter().filter(|part| !is_zero(part.kind)).map(|part| {
         let [offset, length] =
             [part.guest.offset(), part.guest.length()].map(|bytes| format!("{bytes:#x}"));
-        let place = host(part.content).map_or("compressed".into(), |host| format!("{host:#x}"));
-        line(&offset, &length, &place, disk.layer(part.depth).map_or("", Disk::data_name))
+        let place = host(part.kind).map_or("compressed".into(), |host| format!("{host:#x}"));
+        line(
+            &offset,
+            &length,
+            &place,
+            disk.layer_at(part.depth).map_or("", |layer| layer.data_name),
+        )
     });
     let heading = line("Offset", "Length", "Mapped to", "File");
     [heading].into_iter().chain(with_data).collect::<Vec<_>>().join("\n")

@@ -8,7 +8,7 @@ use anyhow::{Context, Result, bail};
 use blockhouse_core::ErrorKind;
 use blockhouse_disk::{
     Access, Backing, Disk, ImageFormat, ImageOptions, check_raw_backing, is_address, open,
-    open_alone,
+    open_without_backing, prepare_rebase, set_backing_file,
 };
 use blockhouse_engine::{EngineChoice, EventLoop, HostFile};
 
@@ -70,18 +70,18 @@ pub fn run(arguments: Arguments) -> Result<()> {
     EventLoop::new(EngineChoice::Auto)?.block_on(async {
         let disk = if only_name {
             warn_of_new(&image, new.as_ref()).await;
-            open_alone(&image, options).await?
+            open_without_backing(&image, options).await?
         } else {
             let disk = open(&image, options).await?;
             let behind = open_new(&image, new.as_ref(), options).await?;
-            disk.prepare_rebase(behind.as_ref()).await?;
+            prepare_rebase(&disk, behind.as_ref()).await?;
             disk
         };
         let named = new.map(|(name, format)| Backing {
             name: name.into_vec(),
             format: Some(format.as_str().to_owned()),
         });
-        disk.set_backing_file(named).await?;
+        set_backing_file(&disk, named).await?;
         Ok(disk.close().await?)
     })
 }

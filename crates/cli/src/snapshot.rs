@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use anyhow::{Context, Result};
 use blockhouse_core::ErrorKind;
-use blockhouse_disk::{Access, Disk, ImageFormat, ImageOptions, Locking, open_alone};
+use blockhouse_disk::{Access, Disk, ImageFormat, ImageOptions, Locking, open_without_backing};
 use blockhouse_engine::{EngineChoice, EventLoop, HostFile};
 
 use crate::control::{CreateReply, ListArgs, PauseReply, RenameArgs, Request, SnapshotArgs, ask};
@@ -93,27 +93,27 @@ async fn run_closed(action: Action) -> Result<()> {
     match action {
         Action::List { image, json } => {
             let disk = open(&image, Access::ReadOnly, Locking::None).await?;
-            let snapshots = disk.snapshots().await?;
+            let snapshots = disk.snapshots().list().await?;
             print_list(&snapshots.iter().map(Listed::from).collect::<Vec<_>>(), json)
         }
         Action::Create { image, name } => {
             let disk = open_to_change(&image).await?;
-            disk.create_snapshot(&name).await?;
+            disk.snapshots().create(&name).await?;
             Ok(disk.close().await?)
         }
         Action::Apply { image, name } => {
             let disk = open_to_change(&image).await?;
-            disk.apply_snapshot(&name).await?;
+            disk.snapshots().apply(&name).await?;
             Ok(disk.close().await?)
         }
         Action::Delete { image, name } => {
             let disk = open_to_change(&image).await?;
-            disk.delete_snapshot(&name).await?;
+            disk.snapshots().delete(&name).await?;
             Ok(disk.close().await?)
         }
         Action::Rename { image, name, new_name } => {
             let disk = open_to_change(&image).await?;
-            disk.rename_snapshot(&name, &new_name).await?;
+            disk.snapshots().rename(&name, &new_name).await?;
             Ok(disk.close().await?)
         }
     }
@@ -164,7 +164,7 @@ async fn open_to_change(image: &Image) -> Result<Disk<HostFile>> {
 async fn open(image: &Image, access: Access, locking: Locking) -> Result<Disk<HostFile>> {
     let options = ImageOptions { access, locking, ..read_only(image.format) };
     // The tables are all that is needed.
-    let opened = open_alone(&image.image, options).await;
+    let opened = open_without_backing(&image.image, options).await;
     Ok(opened.map_err(|error| match error.kind() {
         ErrorKind::Locked => error.hint(
             "if that is 'blockhouse serve --control SOCKET', name its socket here with --control \

@@ -32,57 +32,49 @@
 //! ```
 //!
 //! A storage of your own becomes a disk by [`Disk::raw`] or [`Disk::open`]. Tools of `qemu-img` are here as well:
-//! [`Copying`], [`Comparing`], snapshots, resize, commit, rebase and VM state.
+//! [`CopyJob`], [`CompareJob`], snapshots, resize, commit, rebase and VM state.
+//!
+//! From the bottom up, each uses only what is above it in this list:
+//!
+//! - `options`, `stats`, `buffers`, `claims`, `parts`: options, counters, bounded memory, the order of
+//!   overlapping changes, requests in parts
+//! - `durability`: the decision, and the tracker of flushes around each storage
+//! - `layer`: one image of a chain, and reading it
+//! - `write`: changing it
+//! - `disk`: the choke point of all requests
+//! - `snapshots`, `vm_state`, `tools`, `open`: what is done with whole disks
 #![forbid(unsafe_code)]
 
-mod block_status;
-mod bounce;
-mod chain;
-mod clusters;
-mod commit;
-mod compare;
-mod convert;
-mod copy;
+mod buffers;
+mod claims;
 mod disk;
 mod durability;
-mod gate;
-mod growth;
-mod layers;
-mod limits;
-mod lock;
+mod layer;
 mod open;
 mod options;
-mod packed;
-mod path;
-mod placement;
-mod prepared;
-mod publish;
-mod rebase;
-mod resize;
-mod snapshot;
+mod parts;
+mod snapshots;
 mod stats;
-mod tracker;
-mod transfer;
-mod unpacked;
-mod vmstate;
-mod zero;
+mod tools;
+mod vm_state;
+mod write;
 
-pub use block_status::{BlockStatus, BlockStatusCache};
 pub use blockhouse_format::{
     Backing, CheckReport, Compression, DataFile, Features, ImageFormat, Snapshot,
 };
-pub use chain::{
-    is_address, open, open_alone, open_snapshot, open_storage, open_tables, open_with_base,
+pub use disk::{Disk, LayerInfo};
+pub use layer::{BlockStatus, BlockStatusCache, MapEntry, MapEntryKind};
+pub use open::{
+    CacheMode, IfExists, ImageOptions, Locking, check_new_name, check_raw_backing, create,
+    is_address, open, open_for_commit, open_locked, open_metadata, open_snapshot, open_storage,
+    open_without_backing, rename_durable,
 };
-pub use compare::{Comparing, first_status_difference};
-pub use convert::{Before, CopyOptions, CopyProgress, Copying, Packing};
-pub use disk::Disk;
-pub use lock::hold;
-pub use open::{CacheMode, ImageOptions, Locking, check_new_name, check_raw_backing, create};
 pub use options::{Access, DetectZeroes, Discard, FlushPolicy, Options};
-pub use packed::Packed;
-pub use placement::{Content, Placement};
-pub use publish::{Existing, publish};
-pub use snapshot::Pause;
+pub use snapshots::{DiskSnapshots, Pause};
 pub use stats::Counters;
-pub use vmstate::{StatePacking, VmStateReader, VmStateWriter};
+pub use tools::{
+    CompareJob, CopyJob, CopyOptions, CopyProgress, TargetContent, commit_overlay,
+    first_status_difference, prepare_rebase, set_backing_file,
+};
+pub use vm_state::{VmStateReader, VmStateWriter};
+pub use write::CompressResult;

@@ -32,8 +32,8 @@ pub struct Counters {
     pub in_flight: u64,
     /// Pieces of requests that were copied because they were not aligned.
     pub bounced: u64,
-    /// Compressed clusters that were unpacked.
-    pub unpacked: u64,
+    /// Compressed clusters that were decompressed.
+    pub decompressed: u64,
     /// Writes that went down with native FUA.
     pub durable_writes: u64,
     /// Flushes that went to the storage.
@@ -87,15 +87,15 @@ struct Shard {
     started: Counter,
     ended: Counter,
     bounced: Counter,
-    unpacked: Counter,
+    decompressed: Counter,
 }
 
 /// A request in flight, until it is dropped.
-pub(crate) struct Counted<'a>(&'a Stats);
+pub(crate) struct RequestGuard<'a>(&'a Stats);
 
 impl Stats {
     /// Counts a request in.
-    pub(crate) fn begin(&self, request: &Request) -> Counted<'_> {
+    pub(crate) fn begin(&self, request: &Request) -> RequestGuard<'_> {
         let shard = self.shard();
         shard.started.add(1);
         match request {
@@ -112,24 +112,24 @@ impl Stats {
             Request::Flush => shard.flushes.add(1),
             Request::Prefetch { .. } => {}
         }
-        Counted(self)
+        RequestGuard(self)
     }
 
     /// Counts a write in that will be compressed.
-    pub(crate) fn begin_compressed(&self, length: usize) -> Counted<'_> {
+    pub(crate) fn begin_compressed(&self, length: usize) -> RequestGuard<'_> {
         let shard = self.shard();
         shard.started.add(1);
         shard.writes.add(1);
         shard.written_bytes.add(length as u64);
-        Counted(self)
+        RequestGuard(self)
     }
 
     pub(crate) fn bounced(&self) {
         self.shard().bounced.add(1);
     }
 
-    pub(crate) fn unpacked(&self) {
-        self.shard().unpacked.add(1);
+    pub(crate) fn decompressed(&self) {
+        self.shard().decompressed.add(1);
     }
 
     /// With the flushes of all storages.
@@ -152,7 +152,7 @@ impl Stats {
             flushes: sum(|shard| &shard.flushes),
             in_flight: sum(|shard| &shard.started).saturating_sub(ended),
             bounced: sum(|shard| &shard.bounced),
-            unpacked: sum(|shard| &shard.unpacked),
+            decompressed: sum(|shard| &shard.decompressed),
             durable_writes: flushes(|one| &one.durable_writes),
             flushes_issued: flushes(|one| &one.issued),
             flushes_skipped: flushes(|one| &one.skipped),
@@ -174,7 +174,7 @@ impl Stats {
     }
 }
 
-impl Drop for Counted<'_> {
+impl Drop for RequestGuard<'_> {
     fn drop(&mut self) {
         self.0.shard().ended.add(1);
     }

@@ -467,7 +467,7 @@ fn compressed_data_that_is_cut_off_is_not_unpacked() {
     let file = OpenOptions::new().write(true).open(&patient.path).expect("an image");
     file.set_len(packed + (end - packed) / 2).expect("it can be cut");
     command(&["convert", str(&patient.path), str(&scratch.path("copy.img"))])
-        .failure("cannot unpack");
+        .failure("cannot decompress");
 }
 
 /// Two snapshots, and data that differs from both.

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use anyhow::Result;
 use blockhouse_core::{Buffer, Durability, Request, Storage};
 use blockhouse_disk::{
-    Access, CacheMode, Disk, ImageFormat, ImageOptions, StatePacking, create, open,
+    Access, CacheMode, Disk, ImageFormat, ImageOptions, VmStateWriter, create, open,
 };
 use blockhouse_engine::{EngineChoice, EventLoop};
 use hdrhistogram::Histogram;
@@ -179,7 +179,7 @@ async fn buffered<S: Storage>(
     limits: Limits,
     until: (Duration, &Stop),
 ) -> blockhouse_core::Result<Histogram<u64>> {
-    let mut writer = disk.save_vm_state(StatePacking::None)?;
+    let mut writer = VmStateWriter::new(disk, None)?;
     let mut pieces = WriteSequence::new(limits, until);
     let content = pieces.content.clone();
     while let Some(offset) = pieces.next() {

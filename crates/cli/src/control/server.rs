@@ -158,11 +158,11 @@ async fn execute(images: &[ServedImage], request: Request) -> Result<Value> {
     };
     Ok(match request {
         Request::List(_) => {
-            let snapshots = disk.snapshots().await?;
+            let snapshots = disk.snapshots().list().await?;
             serde_json::to_value(snapshots.iter().map(Listed::from).collect::<Vec<_>>())?
         }
         Request::Create(SnapshotArgs { name, .. }) => {
-            let (snapshot, pause) = disk.create_snapshot(&name).await?;
+            let (snapshot, pause) = disk.snapshots().create(&name).await?;
             let pause_us = done(pause, format!("took the snapshot {name:?}"));
             serde_json::to_value(CreateReply { id: snapshot.id, pause_us })?
         }
@@ -171,12 +171,12 @@ async fn execute(images: &[ServedImage], request: Request) -> Result<Value> {
              server, then apply {name:?}"
         ),
         Request::Delete(SnapshotArgs { name, .. }) => {
-            let pause = disk.delete_snapshot(&name).await?;
+            let pause = disk.snapshots().delete(&name).await?;
             let pause_us = done(pause, format!("deleted the snapshot {name:?}"));
             serde_json::to_value(PauseReply { pause_us })?
         }
         Request::Rename(RenameArgs { name, new_name, .. }) => {
-            let pause = disk.rename_snapshot(&name, &new_name).await?;
+            let pause = disk.snapshots().rename(&name, &new_name).await?;
             let pause_us = done(pause, format!("the snapshot {name:?} is {new_name:?} now"));
             serde_json::to_value(PauseReply { pause_us })?
         }

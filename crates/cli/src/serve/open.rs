@@ -36,9 +36,9 @@ pub(super) fn open_image(
         };
         opened.map_err(|error| with_hint(error, &path, options.access))
     })?;
-    for layer in (0..).map_while(|depth| disk.layer(depth)) {
-        if let Some(truncation) = layer.features().and_then(|qcow2| qcow2.truncation) {
-            tracing::warn!("{}: {truncation}: reads of what is lost fail", layer.name());
+    for layer in (0..).map_while(|depth| disk.layer_at(depth)) {
+        if let Some(truncation) = layer.features.and_then(|qcow2| qcow2.truncation) {
+            tracing::warn!("{}: {truncation}: reads of what is lost fail", layer.name);
         }
     }
     match wanted {

@@ -126,7 +126,7 @@ impl Service {
     pub fn refresh_sizes(&self) {
         for disk in &self.disks {
             let following = Arc::clone(disk);
-            match self.workers.run(move || async move { following.follow_file().await }) {
+            match self.workers.run(move || async move { following.refresh_size().await }) {
                 Ok(Some(size)) => tracing::info!("{}: has {size} bytes now", disk.name()),
                 Ok(None) => {}
                 Err(error) => tracing::error!("{error}"),

@@ -9,7 +9,8 @@ use std::path::PathBuf;
 use crate::image_args::read_only;
 use anyhow::{Context, Result, bail};
 use blockhouse_disk::{
-    Access, CacheMode, Compression, ImageFormat, ImageOptions, StatePacking, open, open_snapshot,
+    Access, CacheMode, Compression, ImageFormat, ImageOptions, VmStateReader, VmStateWriter, open,
+    open_snapshot,
 };
 use blockhouse_engine::{EngineChoice, EventLoop};
 use clap::builder::ValueParser;
@@ -80,16 +81,15 @@ fn parse_compression(name: &str) -> Result<Compression, String> {
 pub fn run(arguments: Arguments) -> Result<()> {
     match arguments.action {
         Action::Save { image, compress } => {
-            let packing = compress.map_or(StatePacking::None, StatePacking::Compressed);
-            EventLoop::new(image.engine)?.block_on(save(&image, packing))
+            EventLoop::new(image.engine)?.block_on(save(&image, compress))
         }
         Action::Load { image } => EventLoop::new(image.engine)?.block_on(load(&image)),
     }
 }
 
-async fn save(image: &Image, packing: StatePacking) -> Result<()> {
+async fn save(image: &Image, compression: Option<Compression>) -> Result<()> {
     let disk = open(&image.image, image.options(Access::ReadWrite)).await?;
-    let existing = disk.snapshots().await?;
+    let existing = disk.snapshots().list().await?;
     if existing.iter().any(|one| one.name == image.name) {
         bail!(
             "{}: has a snapshot '{}' already; choose another name, or delete that snapshot first",
@@ -97,7 +97,7 @@ async fn save(image: &Image, packing: StatePacking) -> Result<()> {
             image.name
         );
     }
-    let mut writer = disk.save_vm_state(packing)?;
+    let mut writer = VmStateWriter::new(&disk, compression)?;
     let mut chunks = pipe::read_standard_input()?;
     let mut progress = Progress::new(None);
     let mut end = StreamEnd::default();
@@ -130,7 +130,7 @@ async fn save(image: &Image, packing: StatePacking) -> Result<()> {
 async fn load(image: &Image) -> Result<()> {
     let options = image.options(Access::ReadOnly);
     let disk = open_snapshot(&image.image, options, &image.name).await?;
-    let mut reader = disk.load_vm_state()?;
+    let mut reader = VmStateReader::new(&disk)?;
     let mut output = pipe::write_standard_output()?;
     let mut progress = Progress::new(Some(reader.size()));
     while let Some(buffer) = reader.next().await? {

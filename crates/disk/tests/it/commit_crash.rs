@@ -5,7 +5,9 @@ use std::sync::Arc;
 
 use blockhouse_core::ByteRange;
 use blockhouse_core::{Alignment, Buffer, Durability, Fallback, Fua, Request, Result, Unmap};
-use blockhouse_disk::{Access, Backing, Disk, ImageFormat, Options};
+use blockhouse_disk::{
+    Access, Backing, Disk, ImageFormat, Options, commit_overlay, prepare_rebase, set_backing_file,
+};
 use blockhouse_format::qcow2::{self, CreateOptions, Qcow2, Switch, Version};
 use blockhouse_sim::{Config, Report, Rng, Sim, SimDisk, for_seeds};
 
@@ -157,7 +159,7 @@ fn commit(seed: u64) -> Result<Report, String> {
         let disk = Disk::open(target, ImageFormat::Qcow2, Options::default())
             .await?
             .with_backing(Arc::clone(&base));
-        disk.commit_into(&base).await?;
+        commit_overlay(&disk, &base).await?;
         disk.close().await
     };
     let content = case.content.clone();
@@ -199,8 +201,8 @@ fn rebase(seed: u64) -> Result<Report, String> {
         let disk = Disk::open(target, ImageFormat::Qcow2, Options::default()).await?;
         let disk = disk.with_backing(Arc::new(Disk::raw(old, READ_ONLY)?));
         let new = Disk::raw(new, READ_ONLY)?;
-        disk.prepare_rebase(backing.as_ref().map(|_| &new)).await?;
-        disk.set_backing_file(backing).await?;
+        prepare_rebase(&disk, backing.as_ref().map(|_| &new)).await?;
+        set_backing_file(&disk, backing).await?;
         disk.close().await
     };
     with_crashes(&sim, [&overlay, &idle], work, &mut random, |overlay, _| {

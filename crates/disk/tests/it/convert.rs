@@ -5,7 +5,8 @@ use std::sync::Arc;
 
 use blockhouse_core::{Alignment, Buffer, Durability, Request, Result};
 use blockhouse_disk::{
-    Before, Comparing, CopyOptions, Copying, Disk, ImageFormat, Options, Packing,
+    CompareJob, CopyJob, CopyOptions, Disk, ImageFormat, Options, TargetContent, commit_overlay,
+    prepare_rebase,
 };
 use blockhouse_format::qcow2::{
     self, Backing, Compression, CreateOptions, Preallocation, Switch, Version,
@@ -111,12 +112,13 @@ async fn source(sim: &Sim, bytes: &[u8], random: &mut Rng) -> Image {
     }
 }
 
-fn options(before: Before, kind: Option<&CreateOptions>, random: &mut Rng) -> CopyOptions {
-    let packing = match kind {
-        Some(_) if random.bool() => Packing::Compressed,
-        _ => Packing::Plain,
-    };
-    CopyOptions { before, packing, together: random.usize(1..=4) }
+fn options(
+    target_content: TargetContent,
+    kind: Option<&CreateOptions>,
+    random: &mut Rng,
+) -> CopyOptions {
+    let compress = kind.is_some() && random.bool();
+    CopyOptions { target_content, compress, max_in_flight: random.usize(1..=4) }
 }
 
 /// Copies with as many workers as there may be threads.
@@ -127,7 +129,7 @@ async fn copy(
     how: CopyOptions,
     workers: usize,
 ) -> Result<u64> {
-    let copying = Arc::new(Copying::new(Arc::clone(from), Arc::clone(to), how)?);
+    let copying = Arc::new(CopyJob::new(Arc::clone(from), Arc::clone(to), how)?);
     let begin = |_| {
         let copying = Arc::clone(&copying);
         sim.spawn(async move { copying.work().await })
@@ -143,7 +145,7 @@ async fn copy(
 }
 
 async fn difference(one: &Image, other: &Image) -> Option<u64> {
-    let comparing = Comparing::new(Arc::clone(one), Arc::clone(other), 3);
+    let comparing = CompareJob::new(Arc::clone(one), Arc::clone(other), 3);
     comparing.work().await.expect("nothing fails here");
     comparing.difference()
 }
@@ -171,7 +173,7 @@ fn a_copy_is_durable_and_equal_and_a_changed_byte_is_found() {
         let kind = kind(from.size(), &mut random);
         let file = storage(&sim, any_blocks(&mut random), kind.as_ref(), from.size());
         let to = Arc::new(create(&file, kind.as_ref()).await);
-        let how = options(Before::Zeros, kind.as_ref(), &mut random);
+        let how = options(TargetContent::Zero, kind.as_ref(), &mut random);
         copy(&sim, &from, &to, how, random.usize(1..=2)).await.expect("nothing fails here");
         to.close().await.expect("nothing fails here");
         drop(to);
@@ -201,7 +203,7 @@ fn a_copy_that_failed_is_gone_on_with() {
         let config = any_blocks(&mut random);
         let file = storage(&sim, config.clone(), kind.as_ref(), from.size());
         let to = Arc::new(create(&file, kind.as_ref()).await);
-        let how = options(Before::Zeros, kind.as_ref(), &mut random);
+        let how = options(TargetContent::Zero, kind.as_ref(), &mut random);
         let errno = [ENOSPC, EIO][random.usize(..2)];
         file.fail(Fault::nth(random.u64(..12), errno).of(OperationKind::Write));
         let outcome = copy(&sim, &from, &to, how, random.usize(1..=2)).await;
@@ -216,7 +218,7 @@ fn a_copy_that_failed_is_gone_on_with() {
         let again = Arc::new(open(left, kind.as_ref()).await.expect("a part of a copy"));
         let report = again.check().await.expect("a check");
         assert!(report.is_none_or(|report| report.corruptions == 0), "{kind:?} {how:?}");
-        let how = CopyOptions { before: Before::Anything, ..how };
+        let how = CopyOptions { target_content: TargetContent::Unknown, ..how };
         let written = copy(&sim, &from, &again, how, 2).await.expect("nothing fails any more");
         assert!(written == 0 || !is_complete, "what was right was written again");
         assert_eq!(difference(&from, &again).await, None, "{kind:?} {how:?}");
@@ -233,8 +235,8 @@ fn a_crash_in_the_middle_corrupts_nothing() {
         let file = storage(&sim, any_blocks(&mut random), kind.as_ref(), 0);
         let to = Arc::new(create(&file, kind.as_ref()).await);
         to.flush().await.expect("nothing fails here");
-        let how = options(Before::Zeros, kind.as_ref(), &mut random);
-        let copying = Arc::new(Copying::new(Arc::clone(&from), Arc::clone(&to), how).unwrap());
+        let how = options(TargetContent::Zero, kind.as_ref(), &mut random);
+        let copying = Arc::new(CopyJob::new(Arc::clone(&from), Arc::clone(&to), how).unwrap());
         let copying = sim.spawn(async move { copying.work().await });
         while copying.output().is_none() {
             sim.sleep(std::time::Duration::from_micros(random.u64(1..2000))).await;
@@ -246,7 +248,7 @@ fn a_crash_in_the_middle_corrupts_nothing() {
             let report = again.check().await.expect("a check").expect("a qcow2 image");
             assert_eq!(report.corruptions, 0, "{report:?} {kind:?} {how:?}");
             if random.u8(..4) == 0 {
-                let how = CopyOptions { before: Before::Anything, ..how };
+                let how = CopyOptions { target_content: TargetContent::Unknown, ..how };
                 copy(&sim, &from, &again, how, 1).await.expect("nothing fails here");
                 assert_eq!(difference(&from, &again).await, None, "{kind:?} {how:?}");
             }
@@ -273,7 +275,8 @@ fn what_maps_show_as_zeros_is_neither_read_nor_written() {
         let to = Arc::new(create(&two, Some(&options)).await);
         one.take_log();
         two.take_log();
-        let how = CopyOptions { before: Before::Zeros, packing: Packing::Plain, together: 4 };
+        let how =
+            CopyOptions { target_content: TargetContent::Zero, compress: false, max_in_flight: 4 };
         copy(&inner, &from, &to, how, 2).await.expect("nothing fails here");
     });
     let bytes = |log: Vec<Operation>, kind| -> u64 {
@@ -329,7 +332,8 @@ fn holes_of_the_host_file_below_mapped_clusters_are_not_read() {
         let target = CreateOptions::new(PREALLOCATED);
         let target_file = SimDisk::new(&inner, Config::default(), Vec::new());
         let to = Arc::new(create(&target_file, Some(&target)).await);
-        let how = CopyOptions { before: Before::Zeros, packing: Packing::Plain, together: 4 };
+        let how =
+            CopyOptions { target_content: TargetContent::Zero, compress: false, max_in_flight: 4 };
         copy(&inner, &one, &to, how, 2).await.expect("nothing fails here");
         // One question for each run: hole, data, hole.
         assert_eq!(reads_and_questions(&one_file), (64 << 10, 3), "convert");
@@ -339,13 +343,13 @@ fn holes_of_the_host_file_below_mapped_clusters_are_not_read() {
         assert_eq!(reads_and_questions(&other_file), (64 << 10, 3), "compare");
 
         let top = overlay(&inner, &one).await;
-        top.prepare_rebase(Some(&other)).await.expect("nothing fails here");
+        prepare_rebase(&top, Some(&other)).await.expect("nothing fails here");
         assert_eq!(reads_and_questions(&one_file), (64 << 10, 3), "rebase");
         assert_eq!(reads_and_questions(&other_file), (64 << 10, 3), "rebase");
 
         let raw = SimDisk::new(&inner, Config::default(), vec![1; PREALLOCATED as usize]);
         let base = Disk::raw(raw.clone(), Options::default()).expect("a disk");
-        one.commit_into(&base).await.expect("nothing fails here");
+        commit_overlay(&one, &base).await.expect("nothing fails here");
         assert_eq!(reads_and_questions(&one_file), (64 << 10, 3), "commit");
         let content = raw.content();
         let wanted = |at: usize| if at >> 16 == (9 << 20) >> 16 { 7 } else { 0 };
@@ -361,10 +365,11 @@ fn copies_that_cannot_be_are_refused() {
         let file = SimDisk::new(&sim, Config::default(), vec![0; size]);
         Arc::new(Disk::raw(file, Options::default()).unwrap())
     };
-    let how = CopyOptions { before: Before::Zeros, packing: Packing::Plain, together: 1 };
-    let error = Copying::new(raw(1024), raw(512), how).err().unwrap().to_string();
+    let how =
+        CopyOptions { target_content: TargetContent::Zero, compress: false, max_in_flight: 1 };
+    let error = CopyJob::new(raw(1024), raw(512), how).err().unwrap().to_string();
     assert!(error.contains("512") && error.contains("1024"), "{error}");
-    let how = CopyOptions { packing: Packing::Compressed, ..how };
-    let error = Copying::new(raw(512), raw(512), how).err().unwrap().to_string();
+    let how = CopyOptions { compress: true, ..how };
+    let error = CopyJob::new(raw(512), raw(512), how).err().unwrap().to_string();
     assert!(error.contains("raw"), "{error}");
 }

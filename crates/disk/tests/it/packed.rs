@@ -8,7 +8,8 @@ use blockhouse_core::{
     Alignment, Buffer, ByteRange, Durability, Fallback, Request, Result, Storage, Unmap,
 };
 use blockhouse_disk::{
-    Access, BlockStatusCache, CacheMode, Content, Disk, ImageFormat, ImageOptions, Options, Packed,
+    Access, BlockStatusCache, CacheMode, CompressResult, Disk, ImageFormat, ImageOptions,
+    MapEntryKind, Options,
 };
 use blockhouse_format::qcow2::{self, Compression, CreateOptions};
 use blockhouse_sim::{Config, Fault, OperationKind, Report, Rng, Sim, SimDisk, for_seeds};
@@ -76,8 +77,8 @@ async fn carry_out<S: Storage>(
     let durability = Durability::None;
     let request = match verb {
         Verb::Compress => match disk.write_compressed(range.offset(), bytes).await? {
-            Packed::Stored => return Ok(()),
-            Packed::NotWorthwhile => return write(disk, range.offset(), bytes).await,
+            CompressResult::Compressed => return Ok(()),
+            CompressResult::Incompressible => return write(disk, range.offset(), bytes).await,
         },
         Verb::Write => return write(disk, range.offset(), bytes).await,
         Verb::Zero(unmap) => {
@@ -230,7 +231,10 @@ fn only_whole_clusters_of_a_format_that_can_are_compressed() {
             let error = outcome.expect_err("no whole cluster").to_string();
             assert!(error.contains("whole clusters"), "{error}");
         }
-        assert_eq!(disk.write_compressed(1 << 20, &bytes[..2560]).await.unwrap(), Packed::Stored);
+        assert_eq!(
+            disk.write_compressed(1 << 20, &bytes[..2560]).await.unwrap(),
+            CompressResult::Compressed
+        );
         let raw = Disk::raw(raw, Options::default()).expect("a disk");
         let error = raw.write_compressed(0, &bytes[..65_536]).await.expect_err("raw").to_string();
         assert!(error.contains("no compressed clusters"), "{error}");
@@ -250,15 +254,15 @@ fn nothing_is_packed_into_a_cluster_that_has_another_owner() {
             let range = ByteRange::between(offset, offset + 4096);
             let disk = &disk;
             async move {
-                disk.placement(range, &mut BlockStatusCache::default())
-                    .await
-                    .expect("a place")
-                    .content
+                disk.map_entry(range, &mut BlockStatusCache::default()).await.expect("a place").kind
             }
         };
         // A table for the clusters below, and the first of them is packed.
         write(&disk, 0, &[1; 4096]).await.expect("room");
-        assert_eq!(disk.write_compressed(4096, &[2; 4096]).await.unwrap(), Packed::Stored);
+        assert_eq!(
+            disk.write_compressed(4096, &[2; 4096]).await.unwrap(),
+            CompressResult::Compressed
+        );
         // It goes, and with it the last user of its host cluster, which is taken by data.
         let (range, durability) = (ByteRange::between(4096, 8192), Durability::None);
         disk.submit(Request::Discard { range, durability }).await.expect("no failure");
@@ -269,8 +273,11 @@ fn nothing_is_packed_into_a_cluster_that_has_another_owner() {
         disk.flush().await.expect("no failure");
         let after = disk.check().await.expect("a check").expect("qcow2").end;
         assert_eq!(before, after, "the test is about a cluster that is used again");
-        assert_eq!(disk.write_compressed(12_288, &[4; 4096]).await.unwrap(), Packed::Stored);
-        assert_eq!(place(12_288).await, Content::Compressed);
+        assert_eq!(
+            disk.write_compressed(12_288, &[4; 4096]).await.unwrap(),
+            CompressResult::Compressed
+        );
+        assert_eq!(place(12_288).await, MapEntryKind::Compressed);
         let mut buffer = Buffer::new(4096);
         let into = buffer.lend();
         disk.submit(Request::Read { offset: 8192, into }).await.expect("no failure");

@@ -6,7 +6,7 @@ use std::rc::Rc;
 use blockhouse_core::{
     Buffer, Durability, ErrorKind, ReadAfterDiscard, Request, Storage, Unmap, errno,
 };
-use blockhouse_disk::{Access, BlockStatusCache, Content, Disk, ImageFormat, Options};
+use blockhouse_disk::{Access, BlockStatusCache, Disk, ImageFormat, MapEntryKind, Options};
 use blockhouse_format::qcow2::{self, Backing, CheckReport, CreateOptions, Qcow2, Version};
 use blockhouse_sim::{Config, Fault, Latency, Operation, OperationKind, Sim, SimDisk, Size};
 
@@ -34,10 +34,10 @@ fn place_of(rig: &Rig, index: u64) -> u64 {
     let disk = Rc::clone(&rig.disk);
     let placed = rig.sim.block_on(async move {
         let range = span(index * CLUSTER, CLUSTER);
-        disk.placement(range, &mut BlockStatusCache::default()).await
+        disk.map_entry(range, &mut BlockStatusCache::default()).await
     });
-    match placed.unwrap().content {
-        Content::Data { host } => host,
+    match placed.unwrap().kind {
+        MapEntryKind::Data { host } => host,
         other => panic!("{other:?}"),
     }
 }
@@ -337,7 +337,7 @@ fn a_snapshot_beside_clusters_that_are_being_freed_leaks_none() {
         let sim = rig.sim.clone();
         let snapshot = rig.sim.spawn(async move {
             sim.sleep(std::time::Duration::from_micros(450)).await;
-            disk.create_snapshot("one").await.map(|_| ()).map_err(|error| error.to_string())
+            disk.snapshots().create("one").await.map(|_| ()).map_err(|error| error.to_string())
         });
         rig.sim.run();
         flush.output().expect("an end").unwrap();

@@ -125,7 +125,7 @@ fn snapshots_beside_writes(seed: u64) -> Result<Report, String> {
         for index in 0..when.usize(1..4) {
             clock.sleep(Duration::from_micros(when.u64(..2000))).await;
             let (name, began) = (format!("s{index}"), clock.clock().now());
-            taker.create_snapshot(&name).await.expect("no faults");
+            taker.snapshots().create(&name).await.expect("no faults");
             all.push(Taken { name, began, ended: clock.clock().now() });
         }
         all
@@ -201,7 +201,7 @@ fn what_a_failed_snapshot_wrote_comes_to_light_nowhere() {
             fill_some(&disk, 0..8, cluster_size).await;
             disk.flush().await.expect("no faults yet");
             inner.fail(Fault::nth(nth, errno::ENOSPC).of(OperationKind::Write));
-            let taken = disk.create_snapshot("one").await.is_ok();
+            let taken = disk.snapshots().create("one").await.is_ok();
             inner.clear_faults();
             // The last write of all decides which tables are in force: after it failed, nothing goes on.
             if !taken && disk.flush().await.is_ok() {
@@ -240,9 +240,9 @@ fn status_beside_changes(seed: u64) -> Result<Report, String> {
     let changed = disk.clone();
     let changing = sim.spawn(async move {
         for _ in 0..4 {
-            changed.create_snapshot("one").await.expect("no faults");
+            changed.snapshots().create("one").await.expect("no faults");
             fill(changed.clone()).await;
-            changed.delete_snapshot("one").await.expect("no faults");
+            changed.snapshots().delete("one").await.expect("no faults");
             changed.flush().await.expect("no faults");
         }
     });
@@ -276,7 +276,7 @@ fn block_status_never_says_zero_for_data_that_was_there_before_the_question() {
 fn a_raw_disk_says_that_it_has_no_snapshots() {
     let sim = Sim::new(0);
     let disk = Disk::raw(SimDisk::new(&sim, plain(), vec![0; 4096]), Options::default()).unwrap();
-    let error = sim.block_on(async move { disk.create_snapshot("one").await.unwrap_err() });
+    let error = sim.block_on(async move { disk.snapshots().create("one").await.unwrap_err() });
     assert_eq!(error.kind(), blockhouse_core::ErrorKind::Unsupported);
     assert!(error.to_string().contains("no snapshots"), "{error}");
 }

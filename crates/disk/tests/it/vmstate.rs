@@ -6,7 +6,7 @@ use std::path::Path;
 use std::process::Command;
 
 use blockhouse_core::{Alignment, Buffer, Durability, Fua, Request, Result, errno};
-use blockhouse_disk::{Compression, Disk, ImageFormat, Options, StatePacking};
+use blockhouse_disk::{Compression, Disk, ImageFormat, Options, VmStateReader, VmStateWriter};
 use blockhouse_format::qcow2::{self, Backing, CheckReport, CreateOptions, Qcow2, Switch, Version};
 use blockhouse_sim::{Config, Fault, OperationKind, Report, Rng, Sim, SimDisk, for_seeds};
 
@@ -20,9 +20,9 @@ fn plain() -> Config {
 }
 
 /// An image over nothing, or over a backing file that is longer than the state's place.
-fn new_image(random: &mut Rng, packing: StatePacking) -> (Vec<u8>, CreateOptions) {
+fn new_image(random: &mut Rng, compression: Option<Compression>) -> (Vec<u8>, CreateOptions) {
     let cluster_size = [4096, 65_536, 2 << 20][random.usize(..3)];
-    let is_v2 = packing == StatePacking::None && random.u8(..4) == 0;
+    let is_v2 = compression.is_none() && random.u8(..4) == 0;
     let options = CreateOptions {
         cluster_size,
         version: if is_v2 { Version::V2 } else { Version::V3 },
@@ -30,10 +30,7 @@ fn new_image(random: &mut Rng, packing: StatePacking) -> (Vec<u8>, CreateOptions
             65_536 if !is_v2 && random.u8(..3) == 0 => Switch::On,
             _ => Switch::Off,
         },
-        compression: match packing {
-            StatePacking::Compressed(kind) => kind,
-            StatePacking::None => Compression::Zlib,
-        },
+        compression: compression.unwrap_or(Compression::Zlib),
         backing: (random.u8(..4) == 0)
             .then(|| Backing { name: b"base".to_vec(), format: Some("raw".into()) }),
         ..CreateOptions::new(DISK)
@@ -65,11 +62,11 @@ fn some_bytes(random: &mut Rng, length: usize) -> Vec<u8> {
 /// Writes a random stream; the model is what it must become.
 async fn store_some(
     disk: &Disk<SimDisk>,
-    packing: StatePacking,
+    compression: Option<Compression>,
     model: &mut Vec<u8>,
     random: &mut Rng,
 ) -> Result<()> {
-    let mut writer = disk.save_vm_state(packing)?;
+    let mut writer = VmStateWriter::new(disk, compression)?;
     for _ in 0..random.usize(1..15) {
         let length = match random.u8(..6) {
             0 => random.usize(1..200),
@@ -107,7 +104,7 @@ async fn load(storage: SimDisk) -> Result<Vec<u8>> {
 }
 
 async fn all_of_state(disk: &Disk<SimDisk>) -> Result<Vec<u8>> {
-    let mut reader = disk.load_vm_state()?;
+    let mut reader = VmStateReader::new(disk)?;
     let mut state = Vec::new();
     while let Some(buffer) = reader.next().await? {
         state.extend_from_slice(buffer.bytes());
@@ -135,9 +132,9 @@ fn check(content: Vec<u8>) -> (CheckReport, Vec<String>) {
     })
 }
 
-fn packing_of(random: &mut Rng) -> StatePacking {
+fn compression_of(random: &mut Rng) -> Option<Compression> {
     let kinds = [Compression::Zstd, Compression::Zlib];
-    [StatePacking::None, StatePacking::Compressed(kinds[random.usize(..2)])][random.usize(..2)]
+    [None, Some(kinds[random.usize(..2)])][random.usize(..2)]
 }
 
 fn same(found: &[u8], wanted: &[u8]) -> Result<(), String> {
@@ -154,8 +151,8 @@ fn any_offset_in_any_order_is_what_was_written_last() {
     for_seeds(env!("CARGO_PKG_NAME"), test, 12, |seed| {
         let sim = Sim::new(seed);
         let mut random = sim.fork_prng();
-        let packing = packing_of(&mut random);
-        let (content, options) = new_image(&mut random, packing);
+        let compression = compression_of(&mut random);
+        let (content, options) = new_image(&mut random, compression);
         let mut config = Config::random(&mut random);
         config.alignment.offset = config.alignment.offset.min(4096);
         let storage = SimDisk::new(&sim, config, content);
@@ -163,15 +160,15 @@ fn any_offset_in_any_order_is_what_was_written_last() {
         let (wanted, found) = sim.block_on(async move {
             let disk = open(opened.clone()).await;
             let mut model = Vec::new();
-            store_some(&disk, packing, &mut model, &mut random).await.expect("no faults");
+            store_some(&disk, compression, &mut model, &mut random).await.expect("no faults");
             disk.close().await.expect("no faults");
             (model, load(opened).await)
         });
         same(&found.map_err(|error| error.to_string())?, &wanted)
-            .map_err(|what| format!("{what}; {packing:?} {options:?}"))?;
+            .map_err(|what| format!("{what}; {compression:?} {options:?}"))?;
         let (report, names) = check(storage.content());
         if report.corruptions + report.leaks > 0 || names != ["state"] {
-            return Err(format!("{report:?} {names:?}; {packing:?} {options:?}"));
+            return Err(format!("{report:?} {names:?}; {compression:?} {options:?}"));
         }
         Ok(Report::default())
     });
@@ -198,7 +195,7 @@ fn cost_of(cluster_size: u64, size: u64, mut next_length: impl FnMut() -> u64 + 
         qcow2::create(&inner, &how).await.unwrap();
         let disk = open(inner.clone()).await;
         inner.take_log();
-        let mut writer = disk.save_vm_state(StatePacking::None).unwrap();
+        let mut writer = VmStateWriter::new(&disk, None).unwrap();
         let bytes = vec![7; 32 << 10];
         while writer.size() < size {
             let length = next_length().min(size - writer.size()) as usize;
@@ -247,8 +244,8 @@ fn a_crash_leaves_the_whole_state_or_no_snapshot() {
     for_seeds(env!("CARGO_PKG_NAME"), test, 4, |seed| {
         let sim = Sim::new(seed);
         let mut random = sim.fork_prng();
-        let packing = packing_of(&mut random);
-        let (content, _) = new_image(&mut random, packing);
+        let compression = compression_of(&mut random);
+        let (content, _) = new_image(&mut random, compression);
         let storage = SimDisk::new(&sim, plain(), content);
         let (inner, mut run) = (storage.clone(), random.fork());
         let storing = sim.spawn(async move {
@@ -259,7 +256,7 @@ fn a_crash_leaves_the_whole_state_or_no_snapshot() {
                 disk.submit(write).await.expect("no faults");
             }
             let mut model = Vec::new();
-            store_some(&disk, packing, &mut model, &mut run).await.expect("no faults");
+            store_some(&disk, compression, &mut model, &mut run).await.expect("no faults");
             model
         });
         let mut last = None;
@@ -295,8 +292,8 @@ fn the_first_error_is_the_answer_to_every_call_that_follows() {
     let report = for_seeds(env!("CARGO_PKG_NAME"), test, 12, |seed| {
         let sim = Sim::new(seed);
         let mut random = sim.fork_prng();
-        let packing = packing_of(&mut random);
-        let (content, _) = new_image(&mut random, packing);
+        let compression = compression_of(&mut random);
+        let (content, _) = new_image(&mut random, compression);
         let storage = SimDisk::new(&sim, plain(), content);
         let inner = storage.clone();
         let outcome = sim.block_on(async move {
@@ -304,7 +301,7 @@ fn the_first_error_is_the_answer_to_every_call_that_follows() {
             let wanted = [errno::ENOSPC, errno::EIO][random.usize(..2)];
             let nth = random.u64(..25);
             inner.fail(Fault::nth(nth, wanted).of(OperationKind::Write));
-            let mut writer = disk.save_vm_state(packing)?;
+            let mut writer = VmStateWriter::new(&disk, compression)?;
             let mut failed = false;
             for _ in 0..12 {
                 let bytes = some_bytes(&mut random, 1_000_000);
@@ -340,15 +337,15 @@ fn the_first_error_is_the_answer_to_every_call_that_follows() {
 }
 
 /// Stores 5 MiB while the `nth` write fails; whether it was stored all the same.
-fn store_with_failure(nth: u64, packing: StatePacking, wanted: i32) -> bool {
+fn store_with_failure(nth: u64, compression: Option<Compression>, wanted: i32) -> bool {
     let sim = Sim::new(nth);
-    let (content, _) = new_image(&mut Rng::with_seed(3), packing);
+    let (content, _) = new_image(&mut Rng::with_seed(3), compression);
     let storage = SimDisk::new(&sim, plain(), content);
     let inner = storage.clone();
     let (stored, is_known, closed) = sim.block_on(async move {
         let disk = open(inner.clone()).await;
         inner.fail(Fault::nth(nth, wanted).of(OperationKind::Write));
-        let mut writer = disk.save_vm_state(packing).expect("it may be written");
+        let mut writer = VmStateWriter::new(&disk, compression).expect("it may be written");
         let mut random = Rng::with_seed(nth);
         let mut bytes = vec![0; 300_000];
         random.fill(&mut bytes[..200_000]);
@@ -371,7 +368,7 @@ fn store_with_failure(nth: u64, packing: StatePacking, wanted: i32) -> bool {
             assert_eq!(finished.err(), Some(wanted));
             let again = writer.write(0, &[1]).await.map_err(|error| error.errno());
             assert_eq!(again, Err(wanted), "told to each call, once");
-            let listed = disk.snapshots().await;
+            let listed = disk.snapshots().list().await;
             // Whether a last write that failed took effect, nobody knows, and so it is told.
             is_known = listed.is_ok();
             assert!(listed.is_ok_and(|all| all.is_empty()) || !is_known, "write {nth}");
@@ -391,9 +388,9 @@ fn store_with_failure(nth: u64, packing: StatePacking, wanted: i32) -> bool {
 
 #[test]
 fn each_write_of_a_save_may_fail() {
-    for packing in [StatePacking::None, StatePacking::Compressed(Compression::Zstd)] {
+    for compression in [None, Some(Compression::Zstd)] {
         for wanted in [errno::ENOSPC, errno::EIO] {
-            let failures = (0..).take_while(|&nth| !store_with_failure(nth, packing, wanted));
+            let failures = (0..).take_while(|&nth| !store_with_failure(nth, compression, wanted));
             let failures = failures.count();
             assert!(failures > 8, "only {failures} writes for 5 MiB and their tables");
         }
@@ -403,7 +400,7 @@ fn each_write_of_a_save_may_fail() {
 #[test]
 fn a_save_that_fails_keeps_no_memory() {
     let fail = |nth| {
-        assert!(!store_with_failure(nth, StatePacking::None, errno::EIO));
+        assert!(!store_with_failure(nth, None, errno::EIO));
     };
     // What is made once for all is made now.
     (0..8).for_each(fail);
@@ -415,12 +412,12 @@ fn a_save_that_fails_keeps_no_memory() {
 fn a_state_that_is_given_up_leaves_nothing() {
     let sim = Sim::new(1);
     let mut random = sim.fork_prng();
-    let (content, _) = new_image(&mut random, StatePacking::None);
+    let (content, _) = new_image(&mut random, None);
     let storage = SimDisk::new(&sim, plain(), content);
     let inner = storage.clone();
     sim.block_on(async move {
         let disk = open(inner).await;
-        let mut writer = disk.save_vm_state(StatePacking::None).unwrap();
+        let mut writer = VmStateWriter::new(&disk, None).unwrap();
         writer.write(0, &vec![7; 5 << 20]).await.unwrap();
         writer.abandon().await;
         disk.close().await.unwrap();
@@ -447,7 +444,7 @@ async fn all_of(disk: &Disk<SimDisk>) -> Vec<u8> {
 /// One random change: of the guest's data, of the snapshots, or a state that is stored or given up.
 async fn change(
     disk: &Disk<SimDisk>,
-    packing: StatePacking,
+    compression: Option<Compression>,
     active: &mut Vec<u8>,
     kept: &mut BTreeMap<String, Kept>,
     random: &mut Rng,
@@ -456,11 +453,11 @@ async fn change(
     let any = |random: &mut Rng| kept.keys().nth(random.usize(..kept.len())).cloned();
     match random.u8(..8) {
         0 => {
-            disk.create_snapshot(&name).await?;
+            disk.snapshots().create(&name).await?;
             kept.insert(name, Kept { disk: active.clone(), state: Vec::new() });
         }
         1 | 2 => {
-            let mut writer = disk.save_vm_state(packing)?;
+            let mut writer = VmStateWriter::new(disk, compression)?;
             let mut state = Vec::new();
             for _ in 0..random.usize(1..5) {
                 let length = random.usize(1..600_000);
@@ -477,12 +474,12 @@ async fn change(
         }
         3 if !kept.is_empty() => {
             let name = any(random).expect("there are some");
-            disk.apply_snapshot(&name).await?;
+            disk.snapshots().apply(&name).await?;
             active.clone_from(&kept[&name].disk);
         }
         4 if !kept.is_empty() => {
             let name = any(random).expect("there are some");
-            disk.delete_snapshot(&name).await?;
+            disk.snapshots().delete(&name).await?;
             kept.remove(&name);
         }
         _ => {
@@ -522,13 +519,10 @@ fn ask_qemu(content: &[u8], kept: &BTreeMap<String, Kept>) {
 fn grow_a_tree(seed: u64) -> Result<Report, String> {
     let sim = Sim::new(seed);
     let mut random = sim.fork_prng();
-    let packing = packing_of(&mut random);
+    let compression = compression_of(&mut random);
     let cluster_size = [4096, 65_536][random.usize(..2)];
-    let compression = match packing {
-        StatePacking::Compressed(kind) => kind,
-        StatePacking::None => Compression::Zlib,
-    };
-    let how = CreateOptions { cluster_size, compression, ..CreateOptions::new(DISK) };
+    let of_image = compression.unwrap_or(Compression::Zlib);
+    let how = CreateOptions { cluster_size, compression: of_image, ..CreateOptions::new(DISK) };
     let storage = SimDisk::new(&sim, plain(), Vec::new());
     let inner = storage.clone();
     let kept = sim.block_on(async move {
@@ -536,7 +530,7 @@ fn grow_a_tree(seed: u64) -> Result<Report, String> {
         let disk = open(inner).await;
         let (mut active, mut kept) = (vec![0; DISK as usize], BTreeMap::new());
         for _ in 0..random.usize(1..25) {
-            change(&disk, packing, &mut active, &mut kept, &mut random).await?;
+            change(&disk, compression, &mut active, &mut kept, &mut random).await?;
         }
         assert!(all_of(&disk).await == active, "the disk itself");
         disk.close().await?;
@@ -558,7 +552,7 @@ fn grow_a_tree(seed: u64) -> Result<Report, String> {
             let view = view.expect("it is there");
             same(&all_of(&view).await, &wanted)?;
             match state.is_empty() {
-                true => assert!(view.load_vm_state().is_err(), "there is none"),
+                true => assert!(VmStateReader::new(&view).is_err(), "there is none"),
                 false => same(&all_of_state(&view).await.expect("a state"), &state)?,
             }
         }

@@ -1,0 +1,89 @@
+//! Memory for whole clusters: for decompression, and for what copy on write adds to a write.
+//!
+//! Both are bounded. Decompression waits for I/O only. Copy on write may wait for decompression and for
+//! the backing file, never the other way round. So there is no circle of waits.
+
+use std::ops::{Deref, DerefMut};
+
+use async_lock::{Semaphore, SemaphoreGuard};
+use blockhouse_core::{Buffer, BufferPool, Result};
+
+/// The memory of each of the two uses in bytes, where clusters are not larger than that allows.
+const MAX_BYTES: u64 = 64 << 20;
+
+/// How many of each are possible at once whatever the cluster size, and how many at most.
+const MIN_BUFFERS: u64 = 8;
+const MAX_BUFFERS: u64 = 256;
+
+/// How much memory is kept for the next ones, in bytes.
+const POOL_BYTES: usize = 8 << 20;
+
+/// The cluster buffers of a disk.
+pub(crate) struct ClusterBuffers {
+    pool: BufferPool,
+    cow_permits: Semaphore,
+    decompress_permits: Semaphore,
+}
+
+/// Memory for a cluster's bytes, returned when dropped.
+pub(crate) struct ClusterBuffer<'a> {
+    buffer: Buffer,
+    _permit: SemaphoreGuard<'a>,
+}
+
+/// Memory for a cluster's compressed bytes and for the cluster.
+pub(crate) struct DecompressBuffers<'a> {
+    pub(crate) compressed: Buffer,
+    pub(crate) cluster: Buffer,
+    _permit: SemaphoreGuard<'a>,
+}
+
+impl ClusterBuffers {
+    /// For clusters of so many bytes. A copy takes less than two of them (head and tail), a compressed
+    /// cluster and what it decompresses to about three.
+    pub(crate) fn new(cluster_size: u64) -> Self {
+        let permits = |each: u64| (MAX_BYTES / each).clamp(MIN_BUFFERS, MAX_BUFFERS) as usize;
+        Self {
+            pool: BufferPool::new(POOL_BYTES),
+            cow_permits: Semaphore::new(permits(2 * cluster_size)),
+            decompress_permits: Semaphore::new(permits(3 * cluster_size)),
+        }
+    }
+
+    /// `length` bytes with any content, for a copy.
+    ///
+    /// # Errors
+    /// ENOMEM where memory runs out.
+    pub(crate) async fn for_cow(&self, length: usize) -> Result<ClusterBuffer<'_>> {
+        let permit = self.cow_permits.acquire().await;
+        Ok(ClusterBuffer { buffer: self.pool.get(length)?, _permit: permit })
+    }
+
+    /// Memory to decompress `compressed` bytes to `cluster` bytes, with any content.
+    ///
+    /// # Errors
+    /// ENOMEM where memory runs out.
+    pub(crate) async fn for_decompression(
+        &self,
+        compressed: usize,
+        cluster: usize,
+    ) -> Result<DecompressBuffers<'_>> {
+        let permit = self.decompress_permits.acquire().await;
+        let (compressed, cluster) = (self.pool.get(compressed)?, self.pool.get(cluster)?);
+        Ok(DecompressBuffers { compressed, cluster, _permit: permit })
+    }
+}
+
+impl Deref for ClusterBuffer<'_> {
+    type Target = Buffer;
+
+    fn deref(&self) -> &Buffer {
+        &self.buffer
+    }
+}
+
+impl DerefMut for ClusterBuffer<'_> {
+    fn deref_mut(&mut self) -> &mut Buffer {
+        &mut self.buffer
+    }
+}

@@ -1,0 +1,203 @@
+//! The request tracker: overlaps that must be ordered are ordered, nothing else waits.
+//!
+//! An unaligned write reads the blocks at its edges, changes some of their bytes and writes them
+//! back. Whatever else is written to those blocks meanwhile would be undone. So it excludes every
+//! other write from the blocks it touches: it starts after those in flight there and holds off those
+//! that come later. Aligned writes share: two of them never wait for one another, not even where
+//! they overlap (their order is for the guest to make). Reads are not tracked.
+//!
+//! A claim starts after all earlier ones that conflict with it, so none waits for ever. It is dropped
+//! when the operation has ended. For an exclusive one that may be later than its request's future is
+//! dropped: the operation itself carries it, see [`Claim::attach_to`].
+//!
+//! The cost is bounded, because a client decides how many claims there are: a claim counts what it
+//! waits for, and is named by what waits for it. Of exclusive claims only the last one of each range is
+//! looked up, since it waits for those before. So n unaligned writes to one block take n log n steps.
+
+use std::future::poll_fn;
+use std::ops::Deref;
+use std::sync::Arc;
+use std::task::{Context, Poll, Waker};
+
+use blockhouse_core::{ByteRange, IoVector};
+use parking_lot::Mutex;
+
+use self::conflicts::{ClaimId, Claims};
+
+mod conflicts;
+
+/// All claims of a disk.
+#[derive(Default)]
+pub(crate) struct Tracker(Mutex<Claims>);
+
+/// The right to write to a range, until it is dropped.
+pub(crate) enum Claim<'a> {
+    /// Nothing is ever exclusive on this disk.
+    Untracked,
+    /// Together with other writes.
+    Shared { _guard: ClaimGuard<&'a Tracker> },
+    /// Alone.
+    Exclusive(Arc<ClaimGuard<Arc<Tracker>>>),
+}
+
+/// An entry in the tracker; leaves it when dropped.
+pub(crate) struct ClaimGuard<T: Deref<Target = Tracker>> {
+    tracker: T,
+    id: ClaimId,
+}
+
+impl Claim<'_> {
+    /// Makes an exclusive claim last until the operation that gets `vector` has ended, even when
+    /// the request is dropped before: it may yet write stale bytes of its neighbours.
+    pub(crate) fn attach_to(&self, vector: IoVector) -> IoVector {
+        match self {
+            Self::Untracked | Self::Shared { .. } => vector,
+            Self::Exclusive(guard) => vector.with_guard(Arc::clone(guard)),
+        }
+    }
+}
+
+impl Tracker {
+    /// A claim beside others, for aligned writes. Waits only for exclusive ones.
+    pub(crate) async fn claim_shared(&self, range: ByteRange) -> Claim<'_> {
+        let guard = ClaimGuard { tracker: self, id: self.0.lock().add_shared(range) };
+        guard.granted().await;
+        Claim::Shared { _guard: guard }
+    }
+
+    /// A claim that overlaps no other.
+    pub(crate) async fn claim_exclusive(self: &Arc<Self>, range: ByteRange) -> Claim<'static> {
+        let id = self.0.lock().add_exclusive(range);
+        let guard = ClaimGuard { tracker: Arc::clone(self), id };
+        guard.granted().await;
+        Claim::Exclusive(Arc::new(guard))
+    }
+}
+
+impl<T: Deref<Target = Tracker>> ClaimGuard<T> {
+    async fn granted(&self) {
+        poll_fn(|context| self.poll_granted(context)).await;
+    }
+
+    fn poll_granted(&self, context: &Context<'_>) -> Poll<()> {
+        self.tracker.0.lock().poll(self.id, context)
+    }
+}
+
+impl<T: Deref<Target = Tracker>> Drop for ClaimGuard<T> {
+    fn drop(&mut self) {
+        let granted = self.tracker.0.lock().release(self.id);
+        // Not under the lock: a waker may run a task, which may take it.
+        granted.into_iter().for_each(Waker::wake);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::pin::{Pin, pin};
+
+    use super::*;
+
+    fn range(start: u64, end: u64) -> ByteRange {
+        ByteRange::between(start, end)
+    }
+
+    fn poll<'a>(future: &mut Pin<&mut impl Future<Output = Claim<'a>>>) -> Option<Claim<'a>> {
+        match future.as_mut().poll(&mut Context::from_waker(Waker::noop())) {
+            Poll::Ready(claim) => Some(claim),
+            Poll::Pending => None,
+        }
+    }
+
+    #[test]
+    fn shared_claims_never_wait_for_one_another() {
+        let tracker = Arc::new(Tracker::default());
+        let (mut one, mut two) =
+            (pin!(tracker.claim_shared(range(0, 8))), pin!(tracker.claim_shared(range(4, 9))));
+        let _first = poll(&mut one).expect("granted");
+        assert!(poll(&mut two).is_some());
+    }
+
+    #[test]
+    fn an_exclusive_claim_waits_for_what_is_in_flight_and_holds_off_what_comes() {
+        let tracker = Arc::new(Tracker::default());
+        let mut earlier = pin!(tracker.claim_shared(range(0, 4096)));
+        let earlier = poll(&mut earlier).expect("granted");
+        let mut exclusive = pin!(tracker.claim_exclusive(range(0, 8192)));
+        assert!(poll(&mut exclusive).is_none());
+        let mut later = pin!(tracker.claim_shared(range(4096, 8192)));
+        assert!(poll(&mut later).is_none(), "the exclusive one came first");
+        let mut beside = pin!(tracker.claim_shared(range(8192, 12288)));
+        assert!(poll(&mut beside).is_some(), "no overlap");
+        drop(earlier);
+        let exclusive = poll(&mut exclusive).expect("its turn");
+        assert!(poll(&mut later).is_none());
+        drop(exclusive);
+        assert!(poll(&mut later).is_some());
+    }
+
+    #[test]
+    fn a_waiting_claim_that_is_dropped_delays_others_no_longer_than_itself() {
+        let tracker = Arc::new(Tracker::default());
+        let mut earlier = pin!(tracker.claim_shared(range(0, 1)));
+        let earlier = poll(&mut earlier).expect("granted");
+        let mut later = pin!(tracker.claim_shared(range(0, 1)));
+        {
+            let mut dropped = pin!(tracker.claim_exclusive(range(0, 1)));
+            assert!(poll(&mut dropped).is_none());
+            assert!(poll(&mut later).is_none());
+        }
+        drop(earlier);
+        let later = poll(&mut later).expect("nothing is left that it waited for");
+        let mut alone = pin!(tracker.claim_exclusive(range(0, 1)));
+        assert!(poll(&mut alone).is_none());
+        drop(later);
+        assert!(poll(&mut alone).is_some());
+    }
+
+    #[test]
+    fn the_end_of_a_dropped_claim_does_not_let_others_pass_what_it_waited_for() {
+        let tracker = Arc::new(Tracker::default());
+        let mut first = pin!(tracker.claim_exclusive(range(0, 1)));
+        let first = poll(&mut first).expect("granted");
+        let mut third = pin!(tracker.claim_exclusive(range(0, 1)));
+        {
+            let mut second = pin!(tracker.claim_exclusive(range(0, 1)));
+            assert!(poll(&mut second).is_none() && poll(&mut third).is_none());
+        }
+        assert!(poll(&mut third).is_none(), "the first one is still there");
+        drop(first);
+        assert!(poll(&mut third).is_some());
+    }
+
+    #[test]
+    fn many_exclusive_claims_of_one_block_take_few_steps_each() {
+        const COUNT: u64 = 32 << 10;
+        let tracker = Arc::new(Tracker::default());
+        let mut claims: std::collections::VecDeque<_> =
+            (0..COUNT).map(|_| Box::pin(tracker.claim_exclusive(range(0, 4096)))).collect();
+        let granted = claims[0].as_mut().poll(&mut Context::from_waker(Waker::noop()));
+        for claim in claims.iter_mut().skip(1) {
+            assert!(poll(&mut claim.as_mut()).is_none(), "another one came first");
+        }
+        drop((claims.pop_front(), granted));
+        while let Some(mut claim) = claims.pop_front() {
+            drop(poll(&mut claim.as_mut()).expect("its turn"));
+        }
+        let steps = tracker.0.lock().steps();
+        assert!(steps <= 8 * COUNT, "{steps} steps for {COUNT} claims");
+    }
+
+    #[test]
+    fn a_protected_vector_keeps_the_claim() {
+        let tracker = Arc::new(Tracker::default());
+        let mut exclusive = pin!(tracker.claim_exclusive(range(0, 1)));
+        let claim = poll(&mut exclusive).expect("granted");
+        let vector = claim.attach_to(blockhouse_core::Buffer::new(1).lend());
+        drop(claim);
+        let mut next = pin!(tracker.claim_exclusive(range(0, 1)));
+        assert!(poll(&mut next).is_none(), "the operation is not through");
+        drop(vector);
+        assert!(poll(&mut next).is_some());
+    }
+}

@@ -1,0 +1,279 @@
+//! The disk as exports and tools see it.
+//!
+//! - [`Disk`]: what it is made of, and what it says of itself.
+//! - `requests`: the one choke point of all requests.
+//! - `resize`: longer and shorter disks.
+//! - [`Quiesce`]: holds the guest's changes off while the image is changed as a whole.
+//!
+//! What reads and changes the image is below, in `layer` and `write`; what uses disks (snapshots, tools,
+//! opening files) is above.
+
+#[cfg(test)]
+mod long_requests;
+mod quiesce;
+mod requests;
+mod resize;
+
+use std::sync::Arc;
+
+use blockhouse_core::{
+    Alignment, ByteRange, Capabilities, Durability, Error, ErrorKind, Offload, Result, Storage,
+    WriteCache,
+};
+use blockhouse_format::{
+    Backing, CheckReport, Compression, DataFile, Features, Format, ImageFormat,
+};
+
+use crate::durability::FlushTracker;
+use crate::layer::{BlockStatus, BlockStatusCache, Layer, MapEntry};
+use crate::options::{Access, Discard, Options};
+use crate::stats::Counters;
+use crate::write::Writer;
+use quiesce::Quiesce;
+pub(crate) use quiesce::QuiescedGuard;
+
+/// A guest's disk: an image format over a storage. Shared by reference among all exports and threads. The
+/// [crate's page](crate) has an example.
+pub struct Disk<S: Storage> {
+    writer: Writer<S>,
+    quiesce: Quiesce,
+    options: Options,
+}
+
+impl<S: Storage> Disk<S> {
+    /// A disk over a raw image.
+    ///
+    /// # Errors
+    /// `InvalidInput` when the storage is too long for a file.
+    pub fn raw(storage: S, options: Options) -> Result<Self> {
+        let storage = FlushTracker::new(storage, options.flush);
+        Ok(Self::new(Layer::new(Format::raw(storage)?), options))
+    }
+
+    /// A disk over an image of the format. One that names a [`backing_file`](Self::backing_file) is
+    /// not complete before [`with_backing`](Self::with_backing), one with a
+    /// [`data_file`](Self::data_file) before [`with_data`](Self::with_data).
+    ///
+    /// # Errors
+    /// What [`Format::open`] answers.
+    pub async fn open(storage: S, format: ImageFormat, options: Options) -> Result<Self> {
+        let storage = FlushTracker::new(storage, options.flush);
+        let image = Format::open(storage, format, options.of_format()).await?;
+        Ok(Self::new(Layer::new(image), options))
+    }
+
+    /// As [`open`](Self::open), as the disk was when the snapshot of this name (or id) was taken; for
+    /// reading only.
+    ///
+    /// # Errors
+    /// What [`Format::open_snapshot`] answers.
+    pub async fn open_snapshot(
+        storage: S,
+        format: ImageFormat,
+        options: Options,
+        name: &str,
+    ) -> Result<Self> {
+        let options = Options { access: Access::ReadOnly, ..options };
+        let storage = FlushTracker::new(storage, options.flush);
+        let image = Format::open_snapshot(storage, format, options.of_format(), name).await?;
+        Ok(Self::new(Layer::new(image), options))
+    }
+
+    fn new(layer: Layer<S>, options: Options) -> Self {
+        Self { writer: Writer::new(Arc::new(layer)), quiesce: Quiesce::default(), options }
+    }
+
+    /// The same disk with its data file, before anything is read or written.
+    ///
+    /// # Errors
+    /// `InvalidInput` where it has none, or where the disk is the backing of another already;
+    /// `Unsupported` when its clusters are smaller than the blocks of `data`.
+    pub fn with_data(self, data: S) -> Result<Self> {
+        let options = self.options;
+        let data = FlushTracker::new(data, options.flush);
+        let Some(layer) = Arc::into_inner(self.writer.into_layer()) else {
+            let what = "a data file cannot be given to a disk that backs another one";
+            return Err(Error::new(ErrorKind::InvalidInput, what).on(data.name()));
+        };
+        Ok(Self::new(layer.with_data(data)?, options))
+    }
+
+    /// The same disk over `backing`, the disk of its backing file: what the image does not have is read
+    /// from there, and past its end as zeros.
+    #[must_use]
+    pub fn with_backing(self, backing: Arc<Self>) -> Self {
+        self.layer().set_backing(Arc::clone(backing.writer.layer()));
+        self
+    }
+
+    /// The image and what reading it takes.
+    pub(crate) fn layer(&self) -> &Layer<S> {
+        self.writer.layer()
+    }
+
+    pub(crate) fn format(&self) -> &Format<FlushTracker<S>> {
+        self.layer().format()
+    }
+
+    /// The backing file that the image names.
+    pub fn backing_file(&self) -> Option<&Backing> {
+        self.format().backing_file()
+    }
+
+    /// The file that the image names as the one with the guest's data, if that is another one.
+    pub fn data_file(&self) -> Option<&DataFile> {
+        self.format().data_file()
+    }
+
+    /// The name of the image's format, as on the command line.
+    pub fn format_name(&self) -> &'static str {
+        self.format().name()
+    }
+
+    /// Bytes of a cluster; `None` where the format has none.
+    pub fn cluster_size(&self) -> Option<u64> {
+        self.format().cluster_size()
+    }
+
+    /// The properties that the image's header states; `None` where the format has no header.
+    pub fn features(&self) -> Option<Features> {
+        self.format().features()
+    }
+
+    /// How clusters are compressed; `None` where the format has no compressed clusters.
+    pub fn compression(&self) -> Option<Compression> {
+        self.format().compression()
+    }
+
+    /// Bytes of the unit in which space is allocated, a power of two: a write of fewer takes as many.
+    pub fn allocation_unit(&self) -> u64 {
+        self.format().allocation_unit()
+    }
+
+    /// How people call it: the path of the image, mostly.
+    pub fn name(&self) -> &str {
+        self.layer().name()
+    }
+
+    /// The size in bytes, a multiple of 512.
+    pub fn size(&self) -> u64 {
+        self.layer().size()
+    }
+
+    /// Whether it may be changed.
+    pub fn access(&self) -> Access {
+        self.options.access
+    }
+
+    /// What requests should be aligned to in order to go down as they are. Others are served too.
+    pub fn alignment(&self) -> Alignment {
+        self.layer().alignment()
+    }
+
+    /// What an export may advertise: the storage's capabilities as changed by the options. Zero
+    /// writes always work; the capability says whether they are quick.
+    pub fn capabilities(&self) -> Capabilities {
+        let mut capabilities = self.layer().data().capabilities();
+        if self.format().has_metadata() {
+            // Metadata is written when a flush asks for it, and clusters can always be given back.
+            capabilities.write_cache = WriteCache::Volatile;
+            capabilities.discard = Offload::Available;
+        }
+        if self.options.durability >= Durability::Data {
+            capabilities.write_cache = WriteCache::None;
+        }
+        if self.options.discard == Discard::Ignore {
+            capabilities.discard = Offload::Unavailable;
+        }
+        capabilities
+    }
+
+    /// The counters.
+    pub fn stats(&self) -> Counters {
+        let (image, data) = (self.format().storage(), self.format().data());
+        let stats = self.layer().stats();
+        if std::ptr::eq(image, data) {
+            return stats.read(&[image.stats()]);
+        }
+        stats.read(&[image.stats(), data.stats()])
+    }
+
+    /// What the first bytes of `range` are, through all layers, and for how many bytes that holds (at
+    /// least one, at most the length of `range`). `cache` belongs to this disk alone.
+    ///
+    /// # Errors
+    /// `InvalidInput` when the range is empty or reaches past the end; or what a storage answers.
+    pub async fn block_status(
+        &self,
+        range: ByteRange,
+        cache: &mut BlockStatusCache,
+    ) -> Result<(BlockStatus, u64)> {
+        self.check_inside(range)?;
+        if range.is_empty() {
+            let what = "no block status of an empty range";
+            let error = Error::new(ErrorKind::InvalidInput, what);
+            return Err(error.on(self.name()).at(range.offset()));
+        }
+        self.layer().block_status(range, cache, 0).await
+    }
+
+    /// Where the first bytes of `range` are stored. `range` must not be empty; `cache` belongs to this
+    /// disk alone.
+    ///
+    /// # Errors
+    /// `InvalidInput` when `range` reaches past the end; what the storages answer.
+    pub async fn map_entry(
+        &self,
+        range: ByteRange,
+        cache: &mut BlockStatusCache,
+    ) -> Result<MapEntry> {
+        self.check_inside(range)?;
+        self.layer().map_entry(range, cache).await
+    }
+
+    /// The image at a [`depth`](MapEntry::depth) of the chain: its data file's name, and its properties.
+    pub fn layer_at(&self, depth: usize) -> Option<LayerInfo<'_>> {
+        let layer = self.layer().at_depth(depth)?;
+        Some(LayerInfo {
+            name: layer.name(),
+            data_name: layer.data().name(),
+            format_name: layer.format().name(),
+            size: layer.size(),
+            features: layer.format().features(),
+        })
+    }
+
+    /// Looks for errors in the image, whose changes are flushed and which must not change meanwhile; `None`
+    /// where the format has nothing to check.
+    ///
+    /// # Errors
+    /// Only what the storage answers: what is wrong with the image is in the report.
+    pub async fn check(&self) -> Result<Option<CheckReport>> {
+        self.format().check().await
+    }
+
+    /// Makes everything durable, before the disk is dropped.
+    pub async fn close(&self) -> Result<()> {
+        self.format().close().await
+    }
+
+    /// Holds the guest's changes off until the guard is dropped; waits for those in flight.
+    pub(crate) async fn quiesce(&self) -> QuiescedGuard<'_> {
+        self.quiesce.quiesce().await
+    }
+}
+
+/// What people are told of one image of a chain.
+#[derive(Clone, Copy, Debug)]
+pub struct LayerInfo<'a> {
+    /// The path of the image, mostly.
+    pub name: &'a str,
+    /// The path of the file with the guest's data, which may be the image.
+    pub data_name: &'a str,
+    /// The name of the image's format, as `--format` takes it.
+    pub format_name: &'static str,
+    /// Bytes of the guest's disk that the image describes.
+    pub size: u64,
+    /// The properties that the image's header states, where the format has one.
+    pub features: Option<Features>,
+}

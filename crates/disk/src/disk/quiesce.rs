@@ -1,0 +1,126 @@
+//! Holds the guest's changes off while the image is changed as a whole (quiesce).
+//!
+//! A change costs two atomic additions. Quiescing waits for the changes in flight; those that come later
+//! wait until it ends.
+
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use async_lock::{Semaphore, SemaphoreGuard};
+use blockhouse_core::sync::Condvar;
+
+/// The bit that says "quiesced"; below it, how many changes are in flight.
+const QUIESCED: usize = 1 << (usize::BITS - 1);
+
+/// See the module's page.
+pub(crate) struct Quiesce {
+    state: AtomicUsize,
+    resumed: Condvar,
+    drained: Condvar,
+    /// A semaphore with one permit, because `async_lock::Mutex` reads the clock when it is contended.
+    one_at_a_time: Semaphore,
+}
+
+impl Default for Quiesce {
+    fn default() -> Self {
+        Self {
+            state: AtomicUsize::new(0),
+            resumed: Condvar::new(),
+            drained: Condvar::new(),
+            one_at_a_time: Semaphore::new(1),
+        }
+    }
+}
+
+/// A change in flight, until it is dropped.
+pub(crate) struct WriteGuard<'a>(&'a Quiesce);
+
+/// No change is in flight and none begins, until this is dropped.
+pub(crate) struct QuiescedGuard<'a> {
+    quiesce: &'a Quiesce,
+    _permit: SemaphoreGuard<'a>,
+}
+
+impl Quiesce {
+    /// Begins a change, once none of the whole image is made.
+    pub(crate) async fn begin_write(&self) -> WriteGuard<'_> {
+        self.resumed.wait_until(|| self.try_begin_write()).await
+    }
+
+    fn try_begin_write(&self) -> Option<WriteGuard<'_>> {
+        if self.state.fetch_add(1, Ordering::SeqCst) & QUIESCED == 0 {
+            return Some(WriteGuard(self));
+        }
+        self.end_write();
+        None
+    }
+
+    fn end_write(&self) {
+        if self.state.fetch_sub(1, Ordering::SeqCst) == QUIESCED + 1 {
+            self.drained.notify_all();
+        }
+    }
+
+    /// Holds new changes off and waits until none is in flight.
+    pub(crate) async fn quiesce(&self) -> QuiescedGuard<'_> {
+        let permit = self.one_at_a_time.acquire().await;
+        let guard = QuiescedGuard { quiesce: self, _permit: permit };
+        self.state.fetch_or(QUIESCED, Ordering::SeqCst);
+        let is_drained = || (self.state.load(Ordering::SeqCst) == QUIESCED).then_some(());
+        self.drained.wait_until(is_drained).await;
+        guard
+    }
+}
+
+impl Drop for WriteGuard<'_> {
+    fn drop(&mut self) {
+        self.0.end_write();
+    }
+}
+
+impl Drop for QuiescedGuard<'_> {
+    fn drop(&mut self) {
+        self.quiesce.state.fetch_and(!QUIESCED, Ordering::SeqCst);
+        self.quiesce.resumed.notify_all();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::pin::pin;
+    use std::task::{Context, Poll, Waker};
+
+    use super::*;
+
+    fn poll<F: Future>(future: &mut std::pin::Pin<&mut F>) -> Option<F::Output> {
+        match future.as_mut().poll(&mut Context::from_waker(Waker::noop())) {
+            Poll::Ready(value) => Some(value),
+            Poll::Pending => None,
+        }
+    }
+
+    #[test]
+    fn quiescing_waits_for_changes_in_flight_and_holds_off_new_ones() {
+        let quiesce = Quiesce::default();
+        let first = poll(&mut pin!(quiesce.begin_write())).expect("not quiesced");
+        let mut quiescing = pin!(quiesce.quiesce());
+        assert!(poll(&mut quiescing).is_none(), "a change is in flight");
+        let mut later = pin!(quiesce.begin_write());
+        assert!(poll(&mut later).is_none(), "quiescing");
+        drop(first);
+        let guard = poll(&mut quiescing).expect("no change is in flight");
+        assert!(poll(&mut later).is_none());
+        drop(guard);
+        assert!(poll(&mut later).is_some());
+    }
+
+    #[test]
+    fn a_dropped_quiesce_lets_changes_go_on() {
+        let quiesce = Quiesce::default();
+        let _inside = poll(&mut pin!(quiesce.begin_write())).expect("not quiesced");
+        {
+            let mut dropped = pin!(quiesce.quiesce());
+            assert!(poll(&mut dropped).is_none());
+        }
+        assert!(poll(&mut pin!(quiesce.begin_write())).is_some());
+    }
+}

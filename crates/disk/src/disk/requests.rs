@@ -1,0 +1,236 @@
+//! The one choke point of all requests.
+//!
+//! 1. Every request is counted and checked against the size and the access of the disk, whatever the
+//!    export checked before.
+//! 2. A change waits while the image is changed as a whole ([`super::Quiesce`]), and claims its range
+//!    ([`Writer::claim`](crate::write::Writer::claim)).
+//! 3. `layer` reads, `write` changes.
+//! 4. What the writes left to be made durable is completed, once ([`RequestSync`]).
+
+use blockhouse_core::{
+    ByteRange, Durability, Error, ErrorKind, Fallback, IoVector, Offload, Request, Result, Storage,
+    SyncMode, Unmap, WorkBudget,
+};
+
+use super::Disk;
+use crate::durability::RequestSync;
+use crate::options::{Access, DetectZeroes, Discard};
+use crate::write::{CompressResult, ZeroOptions};
+
+impl<S: Storage> Disk<S> {
+    /// Carries out one request.
+    ///
+    /// The future is to be polled until it is ready: requests wait for each other where they
+    /// overlap, and where they need the same tables written. One that is dropped loses nothing that
+    /// was acknowledged, but what it began may take effect at any later time, also after newer writes
+    /// to the same bytes, or be undone; so an export that loses its client lets the requests in
+    /// flight come to their end.
+    ///
+    /// # Errors
+    /// `ReadOnly` for a change of a read-only disk, `PastEnd` for a write or zero write past the
+    /// end, `InvalidInput` for anything else past the end, `Unsupported` for a
+    /// [`FastOnly`](Fallback::Forbidden) zero write that would be slow; or what the storage answered.
+    /// After a failed flush every flush and durable write fails until the disk is opened anew.
+    pub async fn submit(&self, request: Request) -> Result<()> {
+        let _counted = self.layer().stats().begin(&request);
+        let sync = match request {
+            Request::Read { offset, into } => return self.submit_read(offset, into).await,
+            Request::Write { offset, from, durability } => {
+                let (_guard, sync) =
+                    (self.quiesce.begin_write().await, self.begin_sync(durability));
+                self.submit_write(offset, from, &sync).await?;
+                sync
+            }
+            Request::WriteZeroes { range, unmap, fallback, durability } => {
+                let (_guard, sync) =
+                    (self.quiesce.begin_write().await, self.begin_sync(durability));
+                self.submit_zeroes(range, ZeroOptions { unmap, fallback }, &sync).await?;
+                sync
+            }
+            Request::Discard { range, durability } => {
+                let (_guard, sync) =
+                    (self.quiesce.begin_write().await, self.begin_sync(durability));
+                self.submit_discard(range, &sync).await?;
+                sync
+            }
+            Request::Flush => return self.format().flush(SyncMode::Data).await,
+            Request::Prefetch { range } => {
+                self.check_inside(range)?;
+                return self.layer().prefetch(range).await;
+            }
+        };
+        sync.complete().await
+    }
+
+    /// All writes completed so far become durable. As [`Request::Flush`].
+    pub async fn flush(&self) -> Result<()> {
+        self.submit(Request::Flush).await
+    }
+
+    /// Stores `bytes`, which are those of the one cluster at `offset` (fewer where the disk ends
+    /// before the cluster does), in compressed form. Compresses on the thread that polls. Two writes
+    /// of the same cluster wait for each other.
+    ///
+    /// # Errors
+    /// As a write; `Unsupported` where the format has no compressed clusters, `InvalidInput` for
+    /// anything but one cluster.
+    pub async fn write_compressed(&self, offset: u64, bytes: &[u8]) -> Result<CompressResult> {
+        let _counted = self.layer().stats().begin_compressed(bytes.len());
+        self.check_access(offset)?;
+        let range = self.check_end(offset, bytes.len() as u64, ErrorKind::PastEnd)?;
+        let cluster_size = self.check_one_cluster(range)?;
+        let sync = self.begin_sync(Durability::None);
+        let result = self.writer.write_compressed(range, cluster_size, bytes, &sync).await?;
+        sync.complete().await?;
+        Ok(result)
+    }
+
+    /// What a request's writes and its end need to make it as durable as it asks, and at least as durable
+    /// as the disk's options ask.
+    fn begin_sync(&self, asked: Durability) -> RequestSync<'_, S> {
+        RequestSync::new(self.format(), asked.max(self.options.durability))
+    }
+
+    async fn submit_read(&self, offset: u64, into: IoVector) -> Result<()> {
+        let range = self.check_end(offset, into.len() as u64, ErrorKind::InvalidInput)?;
+        if range.is_empty() {
+            return Ok(());
+        }
+        self.layer().read(range, into).await
+    }
+
+    // Zero writes and discards are boxed below, so that the future of the common way stays small.
+
+    async fn submit_write(
+        &self,
+        offset: u64,
+        from: IoVector,
+        sync: &RequestSync<'_, S>,
+    ) -> Result<()> {
+        self.check_access(offset)?;
+        let range = self.check_end(offset, from.len() as u64, ErrorKind::PastEnd)?;
+        if range.is_empty() {
+            return Ok(());
+        }
+        if let Some(how) = self.zero_options() {
+            let is_zero = is_zero(&from).await;
+            // Zeros in the place of a guest's lost memory are not to be stored.
+            from.check_intact()?;
+            if is_zero {
+                return Box::pin(self.submit_zeroes(range, how, sync)).await;
+            }
+        }
+        let claim = self.writer.claim(range).await;
+        self.writer.write(range, from, sync, &claim).await
+    }
+
+    /// How a write of zeros is made a zero write, if it is to be one.
+    fn zero_options(&self) -> Option<ZeroOptions> {
+        let unmap = match self.options.detect_zeroes {
+            DetectZeroes::Off => return None,
+            DetectZeroes::On => Unmap::Forbidden,
+            DetectZeroes::Unmap => Unmap::Allowed,
+        };
+        Some(ZeroOptions { unmap, fallback: Fallback::Allowed })
+    }
+
+    async fn submit_zeroes(
+        &self,
+        range: ByteRange,
+        mut how: ZeroOptions,
+        sync: &RequestSync<'_, S>,
+    ) -> Result<()> {
+        self.check_access(range.offset())?;
+        self.check_end(range.offset(), range.length(), ErrorKind::PastEnd)?;
+        if range.is_empty() {
+            return Ok(());
+        }
+        let quick = self.capabilities().write_zeroes;
+        if how.fallback == Fallback::Forbidden && quick == Offload::Unavailable {
+            return Err(self.writer.fast_zero_error(range.offset()));
+        }
+        if self.options.discard == Discard::Ignore {
+            how.unmap = Unmap::Forbidden;
+        }
+        let claim = self.writer.claim(range).await;
+        Box::pin(self.writer.write_zeroes(range, how, sync, &claim)).await
+    }
+
+    async fn submit_discard(&self, range: ByteRange, sync: &RequestSync<'_, S>) -> Result<()> {
+        self.check_access(range.offset())?;
+        self.check_inside(range)?;
+        // Blocks that the range covers only in part stay as they are, but for the disk's last one.
+        let block = self.layer().block_size();
+        let start = range.offset().next_multiple_of(block);
+        let is_to_end = range.end() == self.size();
+        let end = if is_to_end { range.end() } else { range.end() & !(block - 1) };
+        if start >= end || self.capabilities().discard != Offload::Available {
+            return Ok(());
+        }
+        let whole = ByteRange::between(start, end);
+        let _claim = self.writer.claim(whole).await;
+        Box::pin(self.writer.discard(whole, sync)).await
+    }
+
+    pub(super) fn check_inside(&self, range: ByteRange) -> Result<()> {
+        self.check_end(range.offset(), range.length(), ErrorKind::InvalidInput).map(|_| ())
+    }
+
+    /// Refuses changes of a disk that is open for reading only.
+    pub(crate) fn check_access(&self, offset: u64) -> Result<()> {
+        match self.options.access {
+            Access::ReadWrite => Ok(()),
+            Access::ReadOnly => {
+                let error = Error::new(ErrorKind::ReadOnly, "the disk is open for reading only");
+                Err(error.on(self.name()).at(offset))
+            }
+        }
+    }
+
+    /// The range, if all of it is on the disk; otherwise an error of this kind.
+    fn check_end(&self, offset: u64, length: u64, kind: ErrorKind) -> Result<ByteRange> {
+        let size = self.size();
+        match ByteRange::new(offset, length) {
+            Some(range) if range.end() <= size => Ok(range),
+            _ => {
+                let what = format!("{length} bytes reach past the end of {size} bytes");
+                Err(Error::new(kind, what).on(self.name()).at(offset))
+            }
+        }
+    }
+
+    /// The size of a cluster, if `range` is exactly one.
+    fn check_one_cluster(&self, range: ByteRange) -> Result<u64> {
+        let refuse = |kind, what: &str| {
+            let error = Error::new(kind, what.to_owned());
+            Err(error.on(self.name()).at(range.offset()))
+        };
+        let (Some(size), Some(_)) = (self.cluster_size(), self.compression()) else {
+            return refuse(ErrorKind::Unsupported, "the format has no compressed clusters");
+        };
+        let wanted = size.min(self.size().saturating_sub(range.offset()));
+        if !range.offset().is_multiple_of(size) || range.length() != wanted || range.is_empty() {
+            return refuse(ErrorKind::InvalidInput, "only whole clusters are compressed");
+        }
+        Ok(size)
+    }
+}
+
+/// Whether every byte is zero. Long memory that is, is looked at in steps.
+async fn is_zero(memory: &IoVector) -> bool {
+    const STEP: usize = WorkBudget::QUANTUM as usize;
+    if memory.len() <= STEP {
+        return memory.is_zero();
+    }
+    Box::pin(async {
+        let budget = WorkBudget::new();
+        for start in (0..memory.len()).step_by(STEP) {
+            if !memory.is_zero_at(start, STEP) {
+                return false;
+            }
+            budget.spend(WorkBudget::QUANTUM).await;
+        }
+        true
+    })
+    .await
+}

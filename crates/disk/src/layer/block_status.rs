@@ -1,0 +1,245 @@
+//! Block status through all layers: which parts of a disk have data, and which read as zeros.
+//!
+//! A mapped cluster whose bytes are a hole of the host file reads as zeros. So status asks the host
+//! (`SEEK_DATA` and `SEEK_HOLE`, see [`Storage::block_status`]) below every mapping, and the answer never says
+//! zero for data whose write was acknowledged before the [`BlockStatusCache`] of the question was made:
+//! the host is asked after the lookup, and the place keeps its owner meanwhile. Changes made later may
+//! be missing. A place past the end of the file counts as data: only a read tells what is there.
+
+use std::collections::BTreeMap;
+
+use blockhouse_core::{Allocation, ByteRange, ExtentState, Result, Storage};
+use blockhouse_format::Intent;
+use futures_util::future::LocalBoxFuture;
+
+use super::{Layer, within};
+
+/// Runs that are remembered for one file, at most.
+const MAX_RUNS: usize = 4096;
+
+/// What stands behind a range of a guest's disk.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum BlockStatus {
+    /// Space is allocated and holds data.
+    Data,
+    /// No space is allocated; reads as zeros.
+    Hole,
+    /// Space is allocated; reads as zeros.
+    Zero,
+}
+
+/// What the host has said of the files of a disk and of those behind it, so that each run of data and
+/// each hole is asked for once. For one walk, or one question of a client: what the disk's users change
+/// after it was made may be missing from later answers.
+#[derive(Debug, Default)]
+pub struct BlockStatusCache {
+    /// By depth: the disk itself is the first.
+    layers: Vec<HostRuns>,
+}
+
+impl BlockStatusCache {
+    /// The runs of the layer at a depth.
+    pub(crate) fn layer(&mut self, depth: usize) -> &mut HostRuns {
+        if self.layers.len() <= depth {
+            self.layers.resize_with(depth + 1, HostRuns::default);
+        }
+        &mut self.layers[depth]
+    }
+}
+
+/// Runs of data and holes of one host file.
+#[derive(Debug, Default)]
+pub(crate) struct HostRuns {
+    /// By their first byte. They do not overlap.
+    runs: BTreeMap<u64, Run>,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Run {
+    end: u64,
+    status: Allocation,
+}
+
+impl HostRuns {
+    /// What `file` has at the start of `range`, which must not be empty, and for how many bytes that
+    /// holds: at least one, at most the length of the range.
+    pub(crate) async fn block_status<S: Storage>(
+        &mut self,
+        file: &S,
+        range: ByteRange,
+    ) -> Result<(Allocation, u64)> {
+        let start = range.offset();
+        let size = file.size();
+        if start >= size {
+            return Ok((Allocation::Data, range.length()));
+        }
+        let run = match self.find(start) {
+            Some(run) => run,
+            None => self.ask(file, start, size).await?,
+        };
+        Ok((run.status, run.end.min(range.end()) - start))
+    }
+
+    fn find(&self, at: u64) -> Option<Run> {
+        let (_, &run) = self.runs.range(..=at).next_back()?;
+        (run.end > at).then_some(run)
+    }
+
+    /// Asks for the run at `at`, all of it up to `size`, the end of the file. Runs that were remembered
+    /// behind `at` show a file that is gone through backwards: then as many bytes before `at` are asked
+    /// for too, so that the number of questions grows with the logarithm of the run's length.
+    async fn ask<S: Storage>(&mut self, file: &S, at: u64, size: u64) -> Result<Run> {
+        let from = self.look_back(at);
+        if from < at {
+            let run = self.ask_from(file, from, size).await?;
+            if run.end > at {
+                return Ok(run);
+            }
+        }
+        self.ask_from(file, at, size).await
+    }
+
+    async fn ask_from<S: Storage>(&mut self, file: &S, from: u64, size: u64) -> Result<Run> {
+        let (status, length) = file.block_status(ByteRange::between(from, size)).await?;
+        let run = Run { end: from + length, status };
+        if self.runs.len() >= MAX_RUNS {
+            self.runs.clear();
+        }
+        // The new run replaces the runs that begin inside it. One that reaches beyond it is asked for again.
+        let covered: Vec<u64> = self.runs.range(from..run.end).map(|(&start, _)| start).collect();
+        for start in covered {
+            self.runs.remove(&start);
+        }
+        self.runs.insert(from, run);
+        Ok(run)
+    }
+
+    fn look_back(&self, at: u64) -> u64 {
+        let before = self.runs.range(..at).next_back().map_or(0, |(_, run)| run.end);
+        let Some((&start, next)) = self.runs.range(at..).next() else { return at };
+        let known = next.end - start;
+        let is_near = start - at <= known;
+        if is_near { at.saturating_sub(known).max(before.min(at)) } else { at }
+    }
+}
+
+impl<S: Storage> Layer<S> {
+    /// What the first bytes of `range` are, through all layers from this one on, and for how many bytes that
+    /// holds (at least one, at most the length of `range`, which is not empty). This layer is at `depth` of
+    /// the disk that `cache` belongs to.
+    pub(crate) async fn block_status(
+        &self,
+        range: ByteRange,
+        cache: &mut BlockStatusCache,
+        depth: usize,
+    ) -> Result<(BlockStatus, u64)> {
+        // The place that is looked up keeps its owner until the host has been asked.
+        let guard = self.format.begin_read();
+        let extent = self.format.map(range, Intent::Read).await?;
+        let length = extent.guest.length();
+        let status = match extent.state {
+            ExtentState::Mapped { host } => {
+                let place = ByteRange::between(host, host + length);
+                let (status, asked) = cache.layer(depth).block_status(self.data(), place).await?;
+                let is_identity = self.format.is_identity();
+                // The last sector of such a disk is whole, also where the file ends inside it.
+                let is_end = is_identity && host + asked >= self.data().size();
+                let length = if is_end { length } else { asked };
+                let status = match status {
+                    Allocation::Data => BlockStatus::Data,
+                    Allocation::Hole if is_identity => BlockStatus::Hole,
+                    Allocation::Hole => BlockStatus::Zero,
+                };
+                return Ok((status, length));
+            }
+            ExtentState::Compressed { .. } => BlockStatus::Data,
+            ExtentState::Zero => BlockStatus::Zero,
+            ExtentState::Hole => BlockStatus::Hole,
+            ExtentState::Backing => {
+                drop(guard);
+                let backing = self.backing()?;
+                let inside = within(extent.guest, backing.size());
+                if inside.is_empty() {
+                    return Ok((BlockStatus::Hole, length));
+                }
+                let behind: LocalBoxFuture<'_, _> =
+                    Box::pin(backing.block_status(inside, cache, depth + 1));
+                return behind.await;
+            }
+        };
+        Ok((status, length))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use blockhouse_sim::{Config, OperationKind, Sim, SimDisk};
+
+    use super::*;
+
+    const MIB: u64 = 1 << 20;
+
+    /// Asks for `ranges` of a file with these bytes; the answers, and how often the file was asked.
+    fn ask(bytes: Vec<u8>, ranges: Vec<ByteRange>) -> (Vec<(Allocation, u64)>, usize) {
+        let sim = Sim::new(1);
+        let file = SimDisk::new(&sim, Config::default(), bytes);
+        let inner = file.clone();
+        let answers = sim.block_on(async move {
+            let (mut runs, mut answers) = (HostRuns::default(), Vec::new());
+            for range in ranges {
+                answers.push(runs.block_status(&inner, range).await.expect("no failure"));
+            }
+            answers
+        });
+        let log = file.take_log();
+        (answers, log.iter().filter(|one| one.kind() == OperationKind::Status).count())
+    }
+
+    fn clusters(offsets: impl IntoIterator<Item = u64>) -> Vec<ByteRange> {
+        offsets.into_iter().map(|at| ByteRange::between(at, at + 4096)).collect()
+    }
+
+    #[test]
+    fn each_run_is_asked_for_once_whatever_the_order() {
+        let mut bytes = vec![0; 4 << 20];
+        bytes[1 << 20..3 << 20].fill(1);
+        let offsets: Vec<u64> = (0..MIB / 4096).map(|index| (index * 37 % 256) * 16384).collect();
+        let (answers, asked) = ask(bytes, clusters(offsets.iter().copied()));
+        for (at, (status, length)) in offsets.into_iter().zip(answers) {
+            let expected =
+                if (MIB..3 * MIB).contains(&at) { Allocation::Data } else { Allocation::Hole };
+            assert_eq!((status, length), (expected, 4096), "at {at}");
+        }
+        assert!(asked < 40, "{asked} questions for 256 clusters in three runs");
+    }
+
+    #[test]
+    fn a_run_that_is_gone_through_backwards_is_asked_for_few_times() {
+        let offsets = (0..1024).rev().map(|index| index * 4096);
+        let (answers, asked) = ask(vec![1; 4 << 20], clusters(offsets));
+        assert!(answers.iter().all(|&answer| answer == (Allocation::Data, 4096)));
+        assert!(asked <= 24, "{asked} questions for one run");
+    }
+
+    #[test]
+    fn runs_end_where_they_do_and_past_the_file_is_data() {
+        let mut bytes = vec![0; 12288];
+        bytes[4096..8192].fill(1);
+        let all = ByteRange::between(0, 12288);
+        let (answers, _) = ask(
+            bytes,
+            vec![
+                all,
+                all.skip(4096),
+                all.skip(8192),
+                all.skip(4096).truncate(512),
+                ByteRange::between(12288, 20480),
+                all,
+            ],
+        );
+        use Allocation::{Data, Hole};
+        let expected =
+            [(Hole, 4096), (Data, 4096), (Hole, 4096), (Data, 512), (Data, 8192), (Hole, 4096)];
+        assert_eq!(answers, expected);
+    }
+}

@@ -1,0 +1,131 @@
+//! Where each part of a disk is stored, through all layers: for people who ask, not for the I/O path.
+
+use blockhouse_core::{Allocation, ByteRange, ExtentState, Result, Storage};
+use blockhouse_format::Intent;
+
+use super::block_status::HostRuns;
+use super::{BlockStatus, BlockStatusCache, Layer, within};
+
+/// What a part of a disk is, and where.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct MapEntry {
+    /// The part.
+    pub guest: ByteRange,
+    /// Which layer it comes from: 0 is the image itself, 1 the file behind it.
+    pub depth: usize,
+    /// What it is there.
+    pub kind: MapEntryKind,
+}
+
+/// What a part of a layer is. Places are offsets in the layer's file.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum MapEntryKind {
+    /// Data, from `host` on.
+    Data {
+        /// The place.
+        host: u64,
+    },
+    /// A place for data, from `host` on, that nothing was written to yet: reads as zeros.
+    Unwritten {
+        /// The place.
+        host: u64,
+    },
+    /// Compressed data.
+    Compressed,
+    /// Zeros that the layer names.
+    Zero {
+        /// The place that is kept for data.
+        host: Option<u64>,
+    },
+    /// The layer has nothing, nor does any behind it: reads as zeros.
+    Hole {
+        /// The place that is kept for data.
+        host: Option<u64>,
+    },
+}
+
+impl<S: Storage> Layer<S> {
+    /// Where the first bytes of `range`, which is not empty and lies inside the disk, are stored. `cache`
+    /// belongs to this layer alone.
+    pub(crate) async fn map_entry(
+        &self,
+        range: ByteRange,
+        cache: &mut BlockStatusCache,
+    ) -> Result<MapEntry> {
+        let (mut layer, mut rest, mut depth) = (self, range, 0);
+        loop {
+            if layer.format.is_identity() {
+                let (guest, content) = layer.identity_content(rest, cache, depth).await?;
+                return Ok(MapEntry { guest, depth, kind: content });
+            }
+            let extent = layer.format.map(rest, Intent::Read).await?;
+            if extent.state == ExtentState::Backing {
+                let backing = layer.backing()?;
+                let inside = within(extent.guest, backing.size());
+                if !inside.is_empty() {
+                    (layer, rest, depth) = (backing, inside, depth + 1);
+                    continue;
+                }
+            }
+            let runs = cache.layer(depth);
+            let (guest, content) = layer.mapped_content(extent.guest, extent.state, runs).await?;
+            return Ok(MapEntry { guest, depth, kind: content });
+        }
+    }
+
+    /// Where the disk is the storage everything has its place, holes of the file as well.
+    async fn identity_content(
+        &self,
+        range: ByteRange,
+        cache: &mut BlockStatusCache,
+        depth: usize,
+    ) -> Result<(ByteRange, MapEntryKind)> {
+        let (status, length) = self.block_status(range, cache, depth).await?;
+        let host = range.offset();
+        let content = match status {
+            BlockStatus::Data => MapEntryKind::Data { host },
+            BlockStatus::Hole | BlockStatus::Zero => MapEntryKind::Zero { host: Some(host) },
+        };
+        Ok((range.truncate(length), content))
+    }
+
+    async fn mapped_content(
+        &self,
+        guest: ByteRange,
+        state: ExtentState,
+        runs: &mut HostRuns,
+    ) -> Result<(ByteRange, MapEntryKind)> {
+        Ok(match state {
+            ExtentState::Mapped { host } => written(self.data(), guest, host, runs).await?,
+            ExtentState::Compressed { .. } => (guest, MapEntryKind::Compressed),
+            ExtentState::Zero => {
+                let (host, length) = self.format.preallocated_offset(guest).await?;
+                (guest.truncate(length), MapEntryKind::Zero { host })
+            }
+            ExtentState::Hole | ExtentState::Backing => {
+                let (host, length) = self.format.preallocated_offset(guest).await?;
+                (guest.truncate(length), MapEntryKind::Hole { host })
+            }
+        })
+    }
+}
+
+/// The first bytes of `guest`, which are mapped to `host`: clusters that were allocated ahead of
+/// their data are holes of the file, or lie past its end.
+async fn written<S: Storage>(
+    file: &S,
+    guest: ByteRange,
+    host: u64,
+    runs: &mut HostRuns,
+) -> Result<(ByteRange, MapEntryKind)> {
+    let inside = file.size().saturating_sub(host).min(guest.length());
+    let Some(range) = ByteRange::new(host, inside).filter(|range| !range.is_empty()) else {
+        return Ok((guest, MapEntryKind::Unwritten { host }));
+    };
+    let (status, length) = runs.block_status(file, range).await?;
+    let content = match status {
+        Allocation::Data => MapEntryKind::Data { host },
+        Allocation::Hole => MapEntryKind::Unwritten { host },
+    };
+    Ok((guest.truncate(length), content))
+}

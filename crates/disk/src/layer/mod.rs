@@ -1,0 +1,166 @@
+//! One image of a chain, with what reading it takes.
+//!
+//! - [`Layer`] owns the format, the backing layer and the buffers that reads need. It never changes a
+//!   guest's bytes: `write` does.
+//! - [`read`]: a read, extent by extent; through an aligned buffer where it is not aligned (`unaligned`);
+//!   compressed clusters by way of a cache (`compressed`).
+//! - [`block_status`] and [`map_entry`]: what and where the parts of a disk are, through all layers.
+
+mod block_status;
+mod compressed;
+mod map_entry;
+mod read;
+mod unaligned;
+
+use std::sync::{Arc, OnceLock};
+
+use blockhouse_core::{Alignment, ByteRange, Error, ErrorKind, Extent, Result, Storage};
+use blockhouse_format::Format;
+
+use crate::buffers::{BounceBuffers, ClusterBuffers, DecompressedCache};
+use crate::claims::{Claim, Tracker};
+use crate::durability::FlushTracker;
+use crate::stats::Stats;
+
+pub(crate) use block_status::HostRuns;
+pub use block_status::{BlockStatus, BlockStatusCache};
+pub use map_entry::{MapEntry, MapEntryKind};
+pub(crate) use unaligned::common;
+
+/// See the module's page.
+pub(crate) struct Layer<S: Storage> {
+    format: Format<FlushTracker<S>>,
+    /// What the storage of the data demands.
+    alignment: Alignment,
+    /// Where the image's unallocated clusters are read from.
+    backing: OnceLock<Arc<Layer<S>>>,
+    claims: Arc<Tracker>,
+    bounce_buffers: BounceBuffers,
+    cluster_buffers: ClusterBuffers,
+    decompressed: DecompressedCache,
+    stats: Stats,
+}
+
+impl<S: Storage> Layer<S> {
+    pub(crate) fn new(format: Format<FlushTracker<S>>) -> Self {
+        let alignment = format.data().capabilities().alignment;
+        let cluster_size = format.cluster_size().unwrap_or(u64::from(alignment.offset));
+        Self {
+            format,
+            alignment,
+            backing: OnceLock::new(),
+            claims: Arc::default(),
+            bounce_buffers: BounceBuffers::new(),
+            cluster_buffers: ClusterBuffers::new(cluster_size),
+            decompressed: DecompressedCache::new(cluster_size),
+            stats: Stats::default(),
+        }
+    }
+
+    /// The same layer with its data file: see [`Format::with_data`].
+    pub(crate) fn with_data(self, data: FlushTracker<S>) -> Result<Self> {
+        Ok(Self::new(self.format.with_data(data)?))
+    }
+
+    /// Reads from `backing` what the image leaves to its backing file, from now on. Once only.
+    pub(crate) fn set_backing(&self, backing: Arc<Self>) {
+        self.format.set_backing_size(backing.size());
+        // A second one would change what was read already.
+        let _ = self.backing.set(backing);
+    }
+
+    pub(crate) fn format(&self) -> &Format<FlushTracker<S>> {
+        &self.format
+    }
+
+    /// The file that the host offsets of extents point to.
+    pub(crate) fn data(&self) -> &FlushTracker<S> {
+        self.format.data()
+    }
+
+    /// How people call the image: its path, mostly.
+    pub(crate) fn name(&self) -> &str {
+        self.format.storage().name()
+    }
+
+    /// The size in bytes, a multiple of 512.
+    pub(crate) fn size(&self) -> u64 {
+        self.format.size()
+    }
+
+    pub(crate) fn alignment(&self) -> Alignment {
+        self.alignment
+    }
+
+    /// Bytes of a block, the unit in which the storage of the data is read and written.
+    pub(crate) fn block_size(&self) -> u64 {
+        u64::from(self.alignment.offset)
+    }
+
+    /// The whole blocks that `range` touches, up to the end of the disk.
+    pub(crate) fn blocks_of(&self, range: ByteRange) -> ByteRange {
+        let blocks = range.align_outward(self.block_size());
+        ByteRange::between(blocks.offset(), blocks.end().min(self.format.end()))
+    }
+
+    pub(crate) fn claims(&self) -> &Arc<Tracker> {
+        &self.claims
+    }
+
+    /// Keeps requests away from the end of the disk from `offset` on, the block that it lies in included.
+    pub(crate) async fn claim_end(&self, offset: u64) -> Claim<'static> {
+        let block = offset & !(self.block_size() - 1);
+        self.claims.claim_exclusive(ByteRange::between(block, u64::MAX)).await
+    }
+
+    pub(crate) fn bounce_buffers(&self) -> &BounceBuffers {
+        &self.bounce_buffers
+    }
+
+    pub(crate) fn cluster_buffers(&self) -> &ClusterBuffers {
+        &self.cluster_buffers
+    }
+
+    pub(crate) fn stats(&self) -> &Stats {
+        &self.stats
+    }
+
+    /// Forgets what was decompressed of a range that is about to change.
+    pub(crate) fn invalidate(&self, range: ByteRange) {
+        self.decompressed.invalidate(range);
+    }
+
+    /// The layer that stands in for unallocated clusters, which the image has.
+    fn backing(&self) -> Result<&Arc<Self>> {
+        self.backing.get().ok_or_else(|| {
+            let what = "the image needs its backing file, which was not opened with it";
+            Error::new(ErrorKind::Unsupported, what).on(self.name())
+        })
+    }
+
+    /// The layer `depth` steps down the chain: 0 is this one.
+    pub(crate) fn at_depth(&self, depth: usize) -> Option<&Self> {
+        let mut layer = self;
+        for _ in 0..depth {
+            layer = layer.backing.get()?;
+        }
+        Some(layer)
+    }
+
+    /// Bytes of the backing disk; 0 without one.
+    pub(crate) fn backing_size(&self) -> u64 {
+        self.backing.get().map_or(0, |backing| backing.size())
+    }
+
+    /// The error for an extent whose state makes no sense for what is to be done.
+    pub(crate) fn misplaced(&self, extent: &Extent) -> Error {
+        let what =
+            format!("the {} mapping has no place for this: {:?}", self.format.name(), extent);
+        Error::new(ErrorKind::Corrupt, what).on(self.name()).at(extent.guest.offset())
+    }
+}
+
+/// The first bytes of `range` that lie before `end`.
+fn within(range: ByteRange, end: u64) -> ByteRange {
+    range.truncate(end.saturating_sub(range.offset()))
+}

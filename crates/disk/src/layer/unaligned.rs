@@ -1,0 +1,86 @@
+//! Reads that are not aligned as the storage demands: their bytes travel through aligned buffers.
+//!
+//! Long reads go chunk by chunk with one buffer, so that memory stays bounded, and yield between the
+//! chunks.
+
+use blockhouse_core::{ByteRange, IoVector, Result, Storage, WorkBudget};
+use futures_util::future::join;
+
+use super::Layer;
+use crate::buffers::CHUNK_SIZE;
+use crate::claims::Claim;
+
+impl<S: Storage> Layer<S> {
+    /// Fills `into` with the bytes of `range`, by way of a buffer.
+    pub(super) async fn read_unaligned(&self, range: ByteRange, mut into: IoVector) -> Result<()> {
+        let _claim = self.claim_partial_end(range).await;
+        let budget = WorkBudget::new();
+        let mut rest = self.blocks_of(range);
+        let mut buffer =
+            self.bounce_buffers.get(rest.length().min(CHUNK_SIZE as u64) as usize).await?;
+        while !rest.is_empty() {
+            let chunk = rest.truncate(CHUNK_SIZE as u64);
+            let guest = common(chunk, range);
+            self.stats.bounced();
+            self.read_aligned(chunk, buffer.lend_range(0, chunk.length() as usize)).await?;
+            let start = (guest.offset() - chunk.offset()) as usize;
+            let length = guest.length() as usize;
+            into.copy_from(&buffer.bytes()[start..start + length]);
+            // For memory that is lost the rest need not be read.
+            into.check_intact()?;
+            into.advance(length);
+            rest = rest.skip(chunk.length());
+            // Where nothing was read, because there is only a hole, nothing has waited.
+            if !rest.is_empty() {
+                budget.spend(chunk.length()).await;
+            }
+        }
+        Ok(())
+    }
+
+    /// Keeps a disk that ends inside a block from growing while `range` is read.
+    async fn claim_partial_end(&self, range: ByteRange) -> Option<Claim<'_>> {
+        if self.format.end().is_multiple_of(self.block_size()) {
+            return None;
+        }
+        Some(self.claims.claim_shared(range).await)
+    }
+
+    /// Reads those blocks at the ends of `chunk` that `guest` covers only in part to where they
+    /// belong in `memory`, which is as long as `chunk`.
+    pub(crate) async fn read_edges(
+        &self,
+        chunk: ByteRange,
+        guest: ByteRange,
+        mut memory: IoVector,
+    ) -> Result<()> {
+        let block = self.block_size();
+        let head = chunk.truncate(block);
+        let tail = chunk.skip((chunk.length() - 1) & !(block - 1));
+        let is_cut = |edge: ByteRange| common(edge, guest) != edge;
+        match (is_cut(head), is_cut(tail) && tail != head) {
+            (false, false) => Ok(()),
+            (true, false) => {
+                drop(memory.split_off(head.length() as usize));
+                self.read_aligned(head, memory).await
+            }
+            (false, true) => {
+                memory.advance((tail.offset() - chunk.offset()) as usize);
+                self.read_aligned(tail, memory).await
+            }
+            (true, true) => {
+                let mut rest = memory.split_off(head.length() as usize);
+                rest.advance((tail.offset() - head.end()) as usize);
+                let (head, tail) =
+                    join(self.read_aligned(head, memory), self.read_aligned(tail, rest)).await;
+                head.and(tail)
+            }
+        }
+    }
+}
+
+/// The bytes that both have; both touch.
+pub(crate) fn common(one: ByteRange, other: ByteRange) -> ByteRange {
+    let start = one.offset().max(other.offset());
+    ByteRange::between(start, one.end().min(other.end()).max(start))
+}

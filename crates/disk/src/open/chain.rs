@@ -1,0 +1,373 @@
+//! Opening an image with its backing files.
+//!
+//! A backing file is opened only as the format that the image names, never as what it looks like: a
+//! guest could make its raw disk look like an image whose backing file is any file of the host. It is
+//! a file (no address of a server), found from the folder of the image that names it, only read, and
+//! locked against writers. Chains end: a file that comes twice and a chain that is too long are
+//! refused. A data file goes through the same gate, as raw, and is opened and locked as its image is.
+
+use std::ffi::OsStr;
+use std::os::unix::ffi::OsStrExt;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use blockhouse_core::{Error, ErrorKind, Result, Storage};
+use blockhouse_engine::{HostFile, OpenMode};
+use blockhouse_format::{Backing, DataFile, ImageFormat, probe};
+
+use super::image_options::{ImageOptions, Locking};
+use super::lock::lock;
+use super::probe_check::check_not_probed;
+use crate::disk::Disk;
+use crate::options::{Access, Options};
+
+/// How many files a chain may have.
+const MAX_FILES: usize = 200;
+
+/// How many names of a chain a message has room for at either end.
+const NAMED: usize = 2;
+
+/// `ENOENT` of Linux: a file is missing.
+const ENOENT: i32 = 2;
+
+/// Device and inode: what a file is, whatever its name.
+type Identity = (u64, u64);
+
+/// Opens an image with all backing files and locks them. Needs the loop of the current thread.
+///
+/// # Errors
+/// One that names the file: it is missing, no disk image, of a wrong size, locked, looks like
+/// another format, or the host refuses; for a backing file also the chain that leads to it.
+pub async fn open(path: &Path, options: ImageOptions) -> Result<Disk<HostFile>> {
+    open_chain(path, options, None).await
+}
+
+/// As [`open`], as the disk was when the snapshot of this name (or id) was taken; for reading only.
+///
+/// # Errors
+/// As [`open`]; `InvalidInput` when there is no such snapshot, `Unsupported` for a raw image.
+pub async fn open_snapshot(
+    path: &Path,
+    options: ImageOptions,
+    snapshot: &str,
+) -> Result<Disk<HostFile>> {
+    open_chain(path, ImageOptions { access: Access::ReadOnly, ..options }, Some(snapshot)).await
+}
+
+async fn open_chain(
+    path: &Path,
+    options: ImageOptions,
+    snapshot: Option<&str>,
+) -> Result<Disk<HostFile>> {
+    let (file, identity) = open_file(path, options)?;
+    let mut chain = Chain::from_image(path, identity);
+    let mut disk = chain.with_data(disk_over(file, path, options, snapshot).await?, options)?;
+    let mut above = Vec::new();
+    while let Some(backing) = disk.backing_file() {
+        let (path, format) = chain.next(backing)?;
+        let behind = ImageOptions { format: Some(format), access: Access::ReadOnly, ..options };
+        let (file, identity) = open_file(&path, behind).map_err(|error| chain.failed(&error))?;
+        // Before it is locked: in a loop the lock would be held by ourselves.
+        chain.enter(path.clone(), identity)?;
+        let next = disk_over(file, &path, behind, None).await;
+        let next = chain.with_data(next.map_err(|error| chain.failed(&error))?, behind)?;
+        warn_of_disguise(&next).await?;
+        above.push(std::mem::replace(&mut disk, next));
+    }
+    Ok(above.into_iter().rfold(disk, |behind, disk| disk.with_backing(Arc::new(behind))))
+}
+
+/// Opens an image with its data file, but without its backing files. What it leaves to a backing
+/// file cannot be read. Needs the loop of the current thread.
+///
+/// # Errors
+/// As [`open`].
+pub async fn open_without_backing(path: &Path, options: ImageOptions) -> Result<Disk<HostFile>> {
+    let (file, identity) = open_file(path, options)?;
+    let mut chain = Chain::from_image(path, identity);
+    chain.with_data(disk_over(file, path, options, None).await?, options)
+}
+
+/// Opens only the file that holds the image's metadata, to ask what it is: no guest data of an image with
+/// a data file can be read. Needs the loop of the current thread.
+///
+/// # Errors
+/// As [`open`].
+pub async fn open_metadata(path: &Path, options: ImageOptions) -> Result<Disk<HostFile>> {
+    let (file, _) = open_file(path, options)?;
+    disk_over(file, path, options, None).await
+}
+
+/// Opens an image and its backing file, both for writing, with all further backing files. Needs the loop
+/// of the current thread.
+///
+/// # Errors
+/// As [`open`]; `InvalidInput` when the image has no backing file.
+pub async fn open_for_commit(
+    path: &Path,
+    options: ImageOptions,
+) -> Result<(Disk<HostFile>, Arc<Disk<HostFile>>)> {
+    let options = ImageOptions { access: Access::ReadWrite, ..options };
+    let (file, identity) = open_file(path, options)?;
+    let mut chain = Chain::from_image(path, identity);
+    let disk = chain.with_data(disk_over(file, path, options, None).await?, options)?;
+    let Some(backing) = disk.backing_file() else {
+        let what = "has no backing file";
+        return Err(Error::new(ErrorKind::InvalidInput, what).on(disk.name()));
+    };
+    let (base, format) = chain.next(backing)?;
+    let behind = ImageOptions { format: Some(format), ..options };
+    let base = open(&base, behind).await.map_err(|error| chain.failed(&error))?;
+    warn_of_disguise(&base).await?;
+    let base = Arc::new(base);
+    Ok((disk.with_backing(Arc::clone(&base)), base))
+}
+
+/// Opens the file of an image for work on the file itself, whatever is in it, and locks it if that is
+/// asked for. Needs the loop of the current thread.
+///
+/// # Errors
+/// One that names the file: it is missing or locked, or the host refuses.
+pub fn open_storage(path: &Path, options: ImageOptions) -> Result<HostFile> {
+    let (file, _) = open_file(path, options)?;
+    if options.locking == Locking::Held {
+        lock(&file, options.access)?;
+    }
+    Ok(file)
+}
+
+fn open_file(path: &Path, options: ImageOptions) -> Result<(HostFile, Identity)> {
+    let access = match options.access {
+        Access::ReadOnly => OpenMode::ReadOnly,
+        Access::ReadWrite => OpenMode::ReadWrite,
+    };
+    let file = HostFile::open(path, access, options.cache.page_cache())?;
+    let status = rustix::fs::fstat(file.descriptor())
+        .map_err(|error| Error::host("cannot examine", error.into()).on(file.name()))?;
+    Ok((file, (status.st_dev, status.st_ino)))
+}
+
+async fn disk_over(
+    file: HostFile,
+    path: &Path,
+    options: ImageOptions,
+    snapshot: Option<&str>,
+) -> Result<Disk<HostFile>> {
+    if options.locking == Locking::Held {
+        lock(&file, options.access)?;
+    }
+    let disk_options = Options {
+        access: options.access,
+        durability: options.cache.durability(),
+        flush: options.cache.flush(),
+        discard: options.discard,
+        detect_zeroes: options.detect_zeroes,
+    };
+    let format = options.format.unwrap_or_else(|| ImageFormat::by_name(path));
+    // A caller that names the format means it.
+    if options.format.is_none() {
+        check_not_probed(&file, path, format).await?;
+    }
+    match snapshot {
+        None => Disk::open(file, format, disk_options).await,
+        Some(name) => Disk::open_snapshot(file, format, disk_options, name).await,
+    }
+}
+
+/// Tells of a raw backing file that looks like another format: the image that names its format may be wrong.
+async fn warn_of_disguise(backing: &Disk<HostFile>) -> Result<()> {
+    if backing.format().is_identity()
+        && let Some(name) = probe::probe(backing.format().storage()).await?
+    {
+        tracing::warn!(
+            "{} is opened as a raw backing file, as the image above says, but looks like {name}; if that \
+             is what it is, the guest sees its tables instead of a disk",
+            backing.name()
+        );
+    }
+    Ok(())
+}
+
+/// The files that are open so far, from the image down.
+struct Chain {
+    files: Vec<(PathBuf, Identity)>,
+    /// Those that hold the images' data.
+    data_files: Vec<Identity>,
+}
+
+impl Chain {
+    fn from_image(path: &Path, identity: Identity) -> Self {
+        Self { files: vec![(path.to_owned(), identity)], data_files: Vec::new() }
+    }
+
+    /// Where the next file is and what it is to be opened as.
+    fn next(&self, backing: &Backing) -> Result<(PathBuf, ImageFormat)> {
+        let name = String::from_utf8_lossy(&backing.name);
+        let last = self.last();
+        if self.files.len() == MAX_FILES {
+            let what = format!("the chain {self} has more than {MAX_FILES} files");
+            return Err(
+                Error::new(ErrorKind::InvalidInput, what).hint("shorten it (commit or rebase)")
+            );
+        }
+        if is_address(&backing.name) {
+            let what = format!("its backing file '{name}' is no file but a server's address");
+            return Err(Error::new(ErrorKind::Unsupported, what)
+                .on(last)
+                .hint("only files can stand behind an image; if it is one, rebase to './NAME'"));
+        }
+        let Some(format) = &backing.format else {
+            let what = format!("does not say which format its backing file '{name}' has");
+            return Err(Error::new(ErrorKind::InvalidInput, what).on(last).hint(format!(
+                "it is not guessed; store it: rebase -u -F FORMAT -b '{name}' '{last}'"
+            )));
+        };
+        let format = format.parse().map_err(|why: String| {
+            let what = format!("cannot open its backing file '{name}': {why}");
+            Error::new(ErrorKind::Unsupported, what).on(last)
+        })?;
+        Ok((self.beside(&backing.name), format))
+    }
+
+    /// Where a file is that the last image names.
+    fn beside(&self, name: &[u8]) -> PathBuf {
+        let folder = self.files.last().and_then(|(path, _)| path.parent());
+        folder.unwrap_or(Path::new("")).join(OsStr::from_bytes(name))
+    }
+
+    /// The last image with its data file, if it has one: opened and locked as the image is, as raw.
+    fn with_data(&mut self, disk: Disk<HostFile>, options: ImageOptions) -> Result<Disk<HostFile>> {
+        let Some(DataFile { name, .. }) = disk.data_file() else { return Ok(disk) };
+        let last = self.last();
+        if is_address(name) {
+            let name = String::from_utf8_lossy(name);
+            let what = format!("its data file '{name}' is no file but a server's address");
+            return Err(Error::new(ErrorKind::Unsupported, what)
+                .on(last)
+                .hint("only files can hold an image's data"));
+        }
+        let path = self.beside(name);
+        let failed = |error: Error| {
+            let what = format!("cannot open the data file of {last}: {error}");
+            let failed = Error::new(error.kind(), what);
+            match error.errno() {
+                ENOENT => failed.hint("put the file back: the guest's data is in it"),
+                _ => failed,
+            }
+        };
+        let (file, identity) = open_file(&path, options).map_err(failed)?;
+        // Before it is locked: the lock of an image that is its own data file would be ours.
+        if self.files.iter().any(|(_, one)| *one == identity) || self.data_files.contains(&identity)
+        {
+            let what = format!("its data file {} is a file of its own chain", path.display());
+            return Err(Error::new(ErrorKind::Corrupt, what)
+                .on(last)
+                .hint("restore the image: tables and data are different files"));
+        }
+        if options.locking == Locking::Held {
+            lock(&file, options.access).map_err(failed)?;
+        }
+        // Known to those that follow, without being one of the images.
+        self.data_files.push(identity);
+        disk.with_data(file)
+    }
+
+    /// Adds a file that was just opened.
+    fn enter(&mut self, path: PathBuf, identity: Identity) -> Result<()> {
+        let is_there = self.files.iter().any(|(_, one)| *one == identity)
+            || self.data_files.contains(&identity);
+        self.files.push((path, identity));
+        if !is_there {
+            return Ok(());
+        }
+        let what = format!("the backing files form a loop: {self}");
+        Err(Error::new(ErrorKind::Corrupt, what)
+            .hint("restore the image, or give it the right file: rebase -u"))
+    }
+
+    /// What went wrong with a file behind the first one.
+    fn failed(&self, error: &Error) -> Error {
+        let failed =
+            Error::new(error.kind(), format!("cannot open what is behind {self}: {error}"));
+        match error.errno() {
+            ENOENT => failed.hint(format!(
+                "put the file back; if it has another name now, store that: rebase -u -b NAME -F FORMAT \
+                 '{}' (a new file in its place would change the disk)",
+                self.last()
+            )),
+            _ => failed,
+        }
+    }
+
+    fn last(&self) -> &str {
+        self.files.last().and_then(|(path, _)| path.to_str()).unwrap_or("the image")
+    }
+}
+
+impl std::fmt::Display for Chain {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let count = self.files.len();
+        for (index, (path, _)) in self.files.iter().enumerate() {
+            if index > 0 && (index < NAMED || index + NAMED >= count) {
+                f.write_str(" -> ")?;
+            }
+            if index < NAMED || index + NAMED >= count {
+                write!(f, "{}", path.display())?;
+            } else if index == NAMED {
+                write!(f, " -> ({} more)", count - 2 * NAMED)?;
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Whether QEMU takes the name of a backing file for something else than a path: "nbd://...",
+/// "json:{...}". Such a name is never opened here.
+pub fn is_address(name: &[u8]) -> bool {
+    name.iter().find(|byte| matches!(byte, b':' | b'/')) == Some(&b':')
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn chain(count: u64) -> Chain {
+        let file = |index| (PathBuf::from(format!("folder/{index}.qcow2")), (1, index));
+        Chain { files: (0..count).map(file).collect(), data_files: Vec::new() }
+    }
+
+    fn backing(name: &str, format: Option<&str>) -> Backing {
+        Backing { name: name.into(), format: format.map(str::to_owned) }
+    }
+
+    #[test]
+    fn backing_files_are_found_from_the_folder_of_the_image_that_names_them() {
+        let next = |name: &str| chain(1).next(&backing(name, Some("raw"))).unwrap().0;
+        assert_eq!(next("base.raw"), Path::new("folder/base.raw"));
+        assert_eq!(next("../a:b"), Path::new("folder/../a:b"));
+        assert_eq!(next("/else/base.raw"), Path::new("/else/base.raw"));
+    }
+
+    #[test]
+    fn what_is_no_file_of_a_named_format_is_refused() {
+        let refused =
+            |name: &str, format| chain(1).next(&backing(name, format)).unwrap_err().to_string();
+        for name in ["nbd://host/disk", "json:{\"driver\":\"raw\"}", "nbd:host:10809", "file:x"] {
+            assert!(refused(name, Some("raw")).contains("address"), "{name}");
+        }
+        let guessed = refused("base", None);
+        assert!(guessed.contains("rebase -u -F FORMAT -b 'base' 'folder/0.qcow2'"), "{guessed}");
+        assert!(refused("base", Some("vmdk")).contains("vmdk"));
+    }
+
+    #[test]
+    fn chains_end() {
+        assert!(chain(199).next(&backing("base", Some("raw"))).is_ok());
+        let error = chain(200).next(&backing("base", Some("raw"))).unwrap_err().to_string();
+        assert!(error.contains("1.qcow2 -> (196 more) -> folder/198.qcow2"), "{error}");
+        let mut looped = chain(3);
+        assert!(looped.enter("other".into(), (2, 1)).is_ok());
+        let error = looped.enter("again".into(), (1, 0)).unwrap_err().to_string();
+        assert!(error.contains("loop") && error.contains("-> other -> again"), "{error}");
+    }
+}

@@ -1,0 +1,89 @@
+//! Renaming a finished file, durably.
+
+use std::fs::{File, Permissions};
+use std::os::unix::fs::{MetadataExt, PermissionsExt, fchown};
+use std::path::Path;
+
+use blockhouse_core::{Error, Result};
+use rustix::fs::{CWD, RenameFlags};
+use rustix::io::Errno;
+
+/// What becomes of a file that has the name already.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum IfExists {
+    /// It stays, and the new one does not get the name.
+    Fail,
+    /// The new one takes its place, at one moment, and its mode; its owner and group as far as the kernel
+    /// lets this process set them.
+    Replace,
+}
+
+/// Renames the file `from`, whose content is durable, to `to` in the same folder, and makes the name
+/// durable.
+///
+/// # Errors
+/// One that names the file: `to` exists and is to be kept, or the host refuses.
+pub fn rename_durable(from: &Path, to: &Path, if_exists: IfExists) -> Result<()> {
+    let renamed = match if_exists {
+        IfExists::Replace => {
+            keep_rights(from, to)
+                .map_err(|error| Error::host("cannot set its mode", error).on(&name(from)))?;
+            rustix::fs::rename(from, to)
+        }
+        IfExists::Fail => rename_noreplace(from, to),
+    };
+    renamed.map_err(|error| {
+        let failed = Error::host("cannot take this name", error.into());
+        let failed = failed.on(&name(to));
+        match error {
+            Errno::EXIST => {
+                failed.hint(format!("somebody else took it; the image is {}", from.display()))
+            }
+            _ => failed.hint(format!("the image is complete: {}", from.display())),
+        }
+    })?;
+    sync_folder(to)
+}
+
+fn name(path: &Path) -> String {
+    path.display().to_string()
+}
+
+/// Gives the file `from` the mode of the file `to`, if there is one, and its owner and group if this process
+/// may set them.
+fn keep_rights(from: &Path, to: &Path) -> std::io::Result<()> {
+    let (Ok(old), file) = (std::fs::metadata(to), File::open(from)?) else { return Ok(()) };
+    let new = file.metadata()?;
+    // Only root may give files away; a group may be set by its members.
+    let is_owned = new.uid() == old.uid() || fchown(&file, Some(old.uid()), None).is_ok();
+    let has_group = new.gid() == old.gid() || fchown(&file, None, Some(old.gid())).is_ok();
+    let mut mode = old.mode() & 0o777;
+    if !has_group {
+        // They were for the members of another group.
+        mode &= !0o070;
+    }
+    // The owner of the new file may not be locked out of it.
+    if !is_owned {
+        mode |= 0o600;
+    }
+    file.set_permissions(Permissions::from_mode(mode))
+}
+
+fn rename_noreplace(from: &Path, to: &Path) -> Result<(), Errno> {
+    match rustix::fs::renameat_with(CWD, from, CWD, to, RenameFlags::NOREPLACE) {
+        // A file system that does not know the flag.
+        Err(Errno::INVAL) => match std::fs::symlink_metadata(to) {
+            Ok(_) => Err(Errno::EXIST),
+            Err(_) => rustix::fs::rename(from, to),
+        },
+        outcome => outcome,
+    }
+}
+
+/// Makes a new name durable.
+pub(crate) fn sync_folder(path: &Path) -> Result<()> {
+    let folder = path.parent().filter(|parent| !parent.as_os_str().is_empty());
+    let folder = folder.unwrap_or(Path::new("."));
+    let synced = std::fs::File::open(folder).and_then(|folder| folder.sync_all());
+    synced.map_err(|error| Error::host("cannot sync", error).on(&folder.display().to_string()))
+}

@@ -1,0 +1,115 @@
+//! How an image on the host is opened: format, access, cache mode, lock.
+
+use std::str::FromStr;
+
+use blockhouse_core::Durability;
+use blockhouse_engine::PageCache;
+use blockhouse_format::ImageFormat;
+
+use crate::options::{Access, DetectZeroes, Discard, FlushPolicy};
+
+/// QEMU's cache modes: presets of page cache, default durability and flushes.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum CacheMode {
+    /// Direct I/O; the guest flushes.
+    #[default]
+    None,
+    /// Through the page cache; the guest flushes.
+    Writeback,
+    /// Through the page cache; every write is durable.
+    Writethrough,
+    /// Direct I/O; every write is durable.
+    Directsync,
+    /// Through the page cache; nothing is ever flushed.
+    Unsafe,
+}
+
+impl CacheMode {
+    /// All of them, as listed to users.
+    pub const ALL: [Self; 5] =
+        [Self::None, Self::Writeback, Self::Writethrough, Self::Directsync, Self::Unsafe];
+
+    /// The name on the command line.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::None => "none",
+            Self::Writeback => "writeback",
+            Self::Writethrough => "writethrough",
+            Self::Directsync => "directsync",
+            Self::Unsafe => "unsafe",
+        }
+    }
+
+    pub(super) fn page_cache(self) -> PageCache {
+        match self {
+            Self::None | Self::Directsync => PageCache::Bypassed,
+            Self::Writeback | Self::Writethrough | Self::Unsafe => PageCache::Used,
+        }
+    }
+
+    pub(super) fn durability(self) -> Durability {
+        match self {
+            Self::Writethrough | Self::Directsync => Durability::Data,
+            Self::None | Self::Writeback | Self::Unsafe => Durability::None,
+        }
+    }
+
+    pub(super) fn flush(self) -> FlushPolicy {
+        match self {
+            Self::Unsafe => FlushPolicy::Ignore,
+            _ => FlushPolicy::Honor,
+        }
+    }
+}
+
+impl FromStr for CacheMode {
+    type Err = String;
+
+    fn from_str(name: &str) -> Result<Self, String> {
+        let found = Self::ALL.into_iter().find(|mode| mode.as_str() == name);
+        found.ok_or_else(|| {
+            let names = Self::ALL.map(Self::as_str).join(", ");
+            format!("there is no cache mode '{name}'; use one of {names}")
+        })
+    }
+}
+
+/// How an image is opened.
+#[derive(Clone, Copy, Debug)]
+pub struct ImageOptions {
+    /// Its format; `None` goes by the name.
+    pub format: Option<ImageFormat>,
+    /// Whether it may be changed.
+    pub access: Access,
+    /// How the host's page cache is used.
+    pub cache: CacheMode,
+    /// What becomes of discards.
+    pub discard: Discard,
+    /// What becomes of writes of zeros.
+    pub detect_zeroes: DetectZeroes,
+    /// Whether other programs are kept away.
+    pub locking: Locking,
+}
+
+impl Default for ImageOptions {
+    /// The format by the name, read and write, direct I/O, discards passed on, zeros written, locked.
+    fn default() -> Self {
+        Self {
+            format: None,
+            access: Access::ReadWrite,
+            cache: CacheMode::None,
+            discard: Discard::Unmap,
+            detect_zeroes: DetectZeroes::Off,
+            locking: Locking::Held,
+        }
+    }
+}
+
+/// Whether an image is locked while it is open.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Locking {
+    /// As long as it is open.
+    Held,
+    /// Not at all: for a quick look at an image that others may be using.
+    None,
+}

@@ -1,0 +1,204 @@
+//! Image locks, the same bytes that QEMU locks, so that the two exclude each other.
+//!
+//! Byte 100 + n is held by whoever uses permission n, byte 200 + n by whoever will not share it with
+//! others (QEMU, `block/file-posix.c`; the locks are open-file-description locks and go with the
+//! descriptor). Both kinds are taken first and the others looked for second, so that of two programs
+//! that start at the same moment at least one notices.
+
+use std::fs;
+use std::io;
+use std::os::fd::{AsRawFd, BorrowedFd};
+use std::path::Path;
+
+use blockhouse_core::{Error, ErrorKind, Result, Storage};
+use blockhouse_engine::{
+    HostFile, OpenMode, PageCache, is_byte_locked, lock_byte_shared, wait_until_released,
+};
+
+use crate::options::Access;
+
+const USED: u64 = 100;
+const REFUSED: u64 = 200;
+
+/// What a program does with an image, numbered as QEMU numbers it.
+#[derive(Clone, Copy)]
+enum Permission {
+    Read = 0,
+    Write = 1,
+    Resize = 3,
+}
+
+impl Permission {
+    fn used(self) -> u64 {
+        USED + self as u64
+    }
+
+    fn refused(self) -> u64 {
+        REFUSED + self as u64
+    }
+
+    fn verb(self) -> &'static str {
+        match self {
+            Self::Read => "reading it",
+            Self::Write => "writing to it",
+            Self::Resize => "resizing it",
+        }
+    }
+}
+
+/// Locks `file` for as long as it is open: a writer is alone, readers keep writers away.
+///
+/// A file system without such locks leaves the image unlocked, with a warning in the log.
+///
+/// # Errors
+/// [`ErrorKind::Locked`] with the holder's process where it can be found out.
+pub(crate) fn lock(file: &HostFile, access: Access) -> Result<()> {
+    let ours: &[Permission] = match access {
+        Access::ReadOnly => &[Permission::Read],
+        Access::ReadWrite => &[Permission::Read, Permission::Write, Permission::Resize],
+    };
+    // Nobody else may change the image while it is served, not even for a reader.
+    let refused = [Permission::Write, Permission::Resize];
+    let descriptor = file.descriptor();
+    let failed = |error| Error::host("cannot lock", error).on(file.name());
+    let bytes = ours.iter().map(|p| p.used()).chain(refused.map(Permission::refused));
+    for byte in bytes {
+        match lock_byte_shared(descriptor, byte) {
+            Ok(()) => {}
+            Err(error) if is_without_locks(&error) => {
+                tracing::warn!("{} is not locked: its file system has no locks", file.name());
+                return Ok(());
+            }
+            Err(error) => return Err(failed(error)),
+        }
+    }
+    for permission in refused {
+        wait_for_free(file, permission.used(), permission.verb())?;
+    }
+    for permission in ours {
+        let refuses = format!("not letting others go on {}", permission.verb());
+        wait_for_free(file, permission.refused(), &refuses)?;
+    }
+    Ok(())
+}
+
+/// Opens a file for writing, whatever it holds, and locks it as long as the answer lives: nobody uses
+/// it as an image meanwhile.
+///
+/// # Errors
+/// [`ErrorKind::Locked`] when somebody does; what opening it answers.
+pub fn open_locked(path: &Path) -> Result<HostFile> {
+    let file = HostFile::open(path, OpenMode::ReadWrite, PageCache::Used)?;
+    lock(&file, Access::ReadWrite)?;
+    Ok(file)
+}
+
+/// Succeeds when nobody holds the byte. A holder that cannot be seen may be a process that is gone,
+/// and is given a moment to go.
+fn wait_for_free(file: &HostFile, byte: u64, doing: &str) -> Result<()> {
+    let mut ours = false;
+    let is_free = wait_until_released(|| {
+        let locked = is_byte_locked(file.descriptor(), byte);
+        if !locked.map_err(|error| Error::host("cannot lock", error).on(file.name()))? {
+            return Ok(true);
+        }
+        ours = match lock_owner(file.descriptor(), byte) {
+            Some(LockOwner::Other(name)) => return Err(held(file, &name, doing)),
+            Some(LockOwner::Ourselves) => true,
+            None => false,
+        };
+        Ok(false)
+    })?;
+    match (is_free, ours) {
+        (true, _) => Ok(()),
+        (false, true) => Err(held_by_ourselves(file)),
+        (false, false) => Err(held(file, "another program", doing)),
+    }
+}
+
+fn is_without_locks(error: &io::Error) -> bool {
+    // EINVAL, ENOSYS, ENOLCK, EOPNOTSUPP.
+    error.raw_os_error().is_some_and(|code| [22, 38, 37, 95].contains(&code))
+}
+
+fn held(file: &HostFile, who: &str, doing: &str) -> Error {
+    Error::new(ErrorKind::Locked, format!("the image is locked: {who} is {doing}"))
+        .on(file.name())
+        .hint("stop that program first; a copy made while it runs may be damaged")
+}
+
+fn held_by_ourselves(file: &HostFile) -> Error {
+    let what =
+        "the image is locked: this command has it open already, as another image or behind one";
+    Error::new(ErrorKind::Locked, what)
+        .on(file.name())
+        .hint("name each image once, and nothing as a target that another image needs")
+}
+
+/// Who holds a lock on a byte.
+enum LockOwner {
+    /// Another process, in words.
+    Other(String),
+    /// This process, by another descriptor than the one that asks.
+    Ourselves,
+}
+
+/// Who holds a lock on a byte, as far as the kernel lets us see it.
+fn lock_owner(file: BorrowedFd<'_>, byte: u64) -> Option<LockOwner> {
+    let status = rustix::fs::fstat(file).ok()?;
+    let (major, minor) = (rustix::fs::major(status.st_dev), rustix::fs::minor(status.st_dev));
+    let inode = format!("{major:02x}:{minor:02x}:{}", status.st_ino);
+    let own = std::process::id().to_string();
+    let processes = fs::read_dir("/proc").ok()?.flatten();
+    let mut ids = processes.filter_map(|entry| entry.file_name().into_string().ok());
+    let foreign = |id: &String| {
+        id.bytes().all(|c| c.is_ascii_digit()) && *id != own && holds(id, None, &inode, byte)
+    };
+    let describe = |id: &str| {
+        let name = fs::read_to_string(Path::new("/proc").join(id).join("comm")).ok();
+        format!("{} (process {id})", name.as_deref().map_or("a program", str::trim))
+    };
+    match ids.find(foreign) {
+        Some(id) => Some(LockOwner::Other(describe(&id))),
+        None => holds(&own, Some(file), &inode, byte).then_some(LockOwner::Ourselves),
+    }
+}
+
+/// Whether a process holds a lock on the byte, by another descriptor than `except`. See `proc(5)`, `/proc/PID/fdinfo`:
+/// `lock: 1: OFDLCK ADVISORY READ -1 fe:00:1234 100 101`.
+fn holds(process: &str, except: Option<BorrowedFd<'_>>, inode: &str, byte: u64) -> bool {
+    let Ok(descriptors) = fs::read_dir(format!("/proc/{process}/fdinfo")) else {
+        return false;
+    };
+    let except = except.map(|file| file.as_raw_fd().to_string());
+    let others = descriptors
+        .flatten()
+        .filter(|entry| except.as_deref().is_none_or(|number| entry.file_name() != number));
+    let mut lines = others.filter_map(|entry| fs::read_to_string(entry.path()).ok());
+    lines.any(|text| text.lines().any(|line| covers(line, inode, byte)))
+}
+
+fn covers(line: &str, inode: &str, byte: u64) -> bool {
+    let Some(lock) = line.strip_prefix("lock:") else { return false };
+    let words: Vec<&str> = lock.split_whitespace().collect();
+    let [.., place, start, end] = words[..] else { return false };
+    let start = start.parse().unwrap_or(u64::MAX);
+    // "EOF" for a lock without an end.
+    let end = end.parse().unwrap_or(u64::MAX);
+    place == inode && (start..=end).contains(&byte)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_lock_line_covers_its_bytes() {
+        let line = "lock:\t1: OFDLCK ADVISORY  READ -1 fe:00:10010748 100 101";
+        assert!(covers(line, "fe:00:10010748", 101));
+        assert!(!covers(line, "fe:00:10010748", 102));
+        assert!(!covers(line, "fe:00:1001074", 101));
+        assert!(covers("lock:\t1: POSIX  ADVISORY  WRITE 77 00:1d:9 0 EOF", "00:1d:9", 203));
+        assert!(!covers("pos:\t0", "00:1d:9", 0));
+    }
+}

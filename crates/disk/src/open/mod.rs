@@ -1,0 +1,23 @@
+//! Images on the host: opening one with its backing files and locks, and new ones.
+//!
+//! A format is never guessed from an image's content: a guest writes what it likes to the start of a
+//! raw disk. The file's name decides unless the caller does, and an image that is opened as raw but
+//! looks like something else is refused.
+
+mod chain;
+mod create;
+mod durable_rename;
+mod image_options;
+mod lock;
+mod probe_check;
+mod refresh_size;
+
+pub use chain::{
+    is_address, open, open_for_commit, open_metadata, open_snapshot, open_storage,
+    open_without_backing,
+};
+pub use create::{check_new_name, create};
+pub use durable_rename::{IfExists, rename_durable};
+pub use image_options::{CacheMode, ImageOptions, Locking};
+pub use lock::open_locked;
+pub use probe_check::check_raw_backing;

@@ -1,0 +1,75 @@
+//! Refuses files whose content contradicts the format that they are opened as.
+
+use std::path::Path;
+
+use blockhouse_core::{Error, ErrorKind, Result, Storage};
+use blockhouse_engine::{HostFile, OpenMode, PageCache};
+use blockhouse_format::{ImageFormat, probe};
+
+/// Refuses a file that has the format `format` only by its name: it does not begin as one, or looks like
+/// another one.
+pub(super) async fn check_not_probed(
+    file: &HostFile,
+    path: &Path,
+    format: ImageFormat,
+) -> Result<()> {
+    let found = probe::probe_file(file, path).await?;
+    let (what, hint) = match (format.has_signature(), found) {
+        (true, Some(name)) if name == format.as_str() => return Ok(()),
+        (false, None) => return Ok(()),
+        (false, Some(name)) => (
+            format!("would be opened as a {} image but looks like {name}", format.as_str()),
+            advice_for(name, file.name()),
+        ),
+        (true, Some(name)) => (
+            format!("is no {} image in spite of its name", format.as_str()),
+            advice_for(name, file.name()),
+        ),
+        (true, None) => (
+            format!("is no {} image in spite of its name", format.as_str()),
+            format!(
+                "if it was made as a raw image, say --format raw; if it was made as a {} image, its \
+                 header is damaged: restore it from a copy",
+                format.as_str()
+            ),
+        ),
+    };
+    Err(Error::new(ErrorKind::InvalidInput, what).on(file.name()).hint(hint))
+}
+
+/// What to do about an image that looks like the format `name`. A guest can write any bytes to its raw
+/// disk, and an image of another format can name files of the host. So the advice is for those who know
+/// how the image was made.
+fn advice_for(name: &str, path: &str) -> String {
+    let known = match name {
+        "qcow2" => "if it was made as a qcow2 image, say --format qcow2".to_owned(),
+        _ => format!(
+            "the format {name} is not supported: if the image was made as one and is from a source \
+             that you trust, 'qemu-img convert -f {name} -O qcow2 {path} NEW.qcow2' makes a qcow2 image \
+             of it"
+        ),
+    };
+    format!("{known}; if it is a raw disk whose guest wrote these bytes, say --format raw")
+}
+
+/// Refuses a file that is to stand behind an image as a raw one but looks like something else: the guest
+/// would see the tables of that image instead of its disk.
+///
+/// # Errors
+/// `InvalidInput` that names the file; what opening it answers. Needs the loop of the current thread.
+pub async fn check_raw_backing(path: &Path) -> Result<()> {
+    let file = HostFile::open(path, OpenMode::ReadOnly, PageCache::Used)?;
+    let Some(name) = probe::probe(&file).await? else { return Ok(()) };
+    let what = format!("is to be a raw backing file but looks like {name}");
+    let hint = match name {
+        "qcow2" => "the guest would see the tables of that image instead of its disk: name the format \
+                    qcow2; if it is a raw disk whose guest wrote these bytes, 'rebase -u -F raw' stores \
+                    that"
+            .to_owned(),
+        _ => format!(
+            "the format {name} is not supported behind an image; if it is a raw disk whose guest wrote \
+             these bytes, 'rebase -u -F raw' stores that"
+        ),
+    };
+    Err(Error::new(ErrorKind::InvalidInput, what).on(file.name()).hint(hint))
+}

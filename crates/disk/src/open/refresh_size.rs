@@ -1,0 +1,67 @@
+//! Images that another program has made longer while they are open: a raw file by `truncate`, a block
+//! device by its volume manager.
+
+use blockhouse_core::{Error, ErrorKind, Result};
+use blockhouse_engine::HostFile;
+
+use crate::disk::Disk;
+
+/// Guests' disks are whole sectors, in bytes.
+const SECTOR: u64 = 512;
+
+impl Disk<HostFile> {
+    /// Reads how long the image's file is, and if it became longer, so does the disk. Answers the new
+    /// size. A qcow2 disk has the size that its header says, whatever the file has.
+    ///
+    /// # Errors
+    /// The host's, or `InvalidInput` when the file became shorter, because what is missing can be neither
+    /// read nor kept; the disk stays as it is.
+    pub async fn refresh_size(&self) -> Result<Option<u64>> {
+        if !self.layer().format().is_identity() {
+            return Ok(None);
+        }
+        let file = self.layer().format().storage().storage();
+        let size = file.query_size()?;
+        let (old, new) = (self.size(), size.next_multiple_of(SECTOR));
+        if new < old {
+            let what = format!("the file has {size} bytes now, fewer than the disk's {old}");
+            return Err(Error::new(ErrorKind::InvalidInput, what).on(self.name()));
+        }
+        if new == old {
+            return Ok(None);
+        }
+        // Nothing may be on its way to a last partial block, which becomes an ordinary one.
+        let _claim = self.layer().claim_end(self.size()).await;
+        file.set_min_size(size);
+        Ok(Some(new))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use blockhouse_engine::{EngineChoice, EventLoop, OpenMode, PageCache};
+
+    use super::*;
+    use crate::Options;
+
+    #[test]
+    fn a_disk_follows_its_file() {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        file.as_file().set_len(1 << 20).unwrap();
+        EventLoop::new(EngineChoice::Auto).unwrap().block_on(async {
+            let storage =
+                HostFile::open(file.path(), OpenMode::ReadWrite, PageCache::Used).unwrap();
+            let disk = Disk::raw(storage, Options::default()).unwrap();
+            assert_eq!(disk.refresh_size().await.unwrap(), None);
+            file.as_file().set_len(3 << 20).unwrap();
+            assert_eq!(disk.refresh_size().await.unwrap(), Some(3 << 20));
+            assert_eq!(disk.size(), 3 << 20);
+            file.as_file().set_len(1 << 20).unwrap();
+            assert!(disk.refresh_size().await.is_err());
+            assert_eq!(disk.size(), 3 << 20);
+            file.as_file().set_len((3 << 20) + 1).unwrap();
+            assert_eq!(disk.refresh_size().await.unwrap(), Some((3 << 20) + 512));
+            assert_eq!(disk.refresh_size().await.unwrap(), None);
+        });
+    }
+}

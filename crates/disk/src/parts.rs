@@ -1,0 +1,47 @@
+//! Requests that consist of several parts: how they are cut, and how the parts run together.
+//!
+//! Several storage operations of one request are in flight at once, and the next ones are looked up as those
+//! complete. So a request of any length holds at most 2 x [`MAX_IN_FLIGHT`] extents of at most
+//! [`MAX_PART`] bytes each.
+
+use blockhouse_core::{ByteRange, Extent, IoVector};
+
+/// How many operations of one request are in flight together, and how many extents of a write are
+/// prepared before the first one is written.
+pub(crate) const MAX_IN_FLIGHT: usize = 16;
+/// The most bytes of one storage operation. More is no faster on any device, and takes a kernel that
+/// copies from its page cache inside of the system call too long.
+pub(crate) const MAX_PART: u64 = 4 << 20;
+/// Where longer requests are cut: no cluster of any format lies on both sides.
+const CUT_ALIGNMENT: u64 = 2 << 20;
+
+/// The part of a request's memory that belongs to the next extent.
+pub(crate) fn take_part(vector: &mut IoVector, extent: &Extent) -> IoVector {
+    let rest = vector.split_off(extent.guest.length() as usize);
+    std::mem::replace(vector, rest)
+}
+
+/// The first bytes of a range that one extent may have.
+pub(crate) fn first_part(range: ByteRange) -> ByteRange {
+    if range.length() <= MAX_PART {
+        return range;
+    }
+    let end = (range.offset() + MAX_PART) & !(CUT_ALIGNMENT - 1);
+    range.truncate(end - range.offset())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn cuts_lie_between_clusters() {
+        const MIB: u64 = 1 << 20;
+        assert_eq!(first_part(ByteRange::between(512, 512 + MAX_PART)).length(), MAX_PART);
+        for start in [0, 512, 2 * MIB - 512, 2 * MIB, 3 * MIB + 4096] {
+            let part = first_part(ByteRange::between(start, start + MAX_PART + 512));
+            assert!(part.end().is_multiple_of(CUT_ALIGNMENT), "{part}");
+            assert!(part.length() > MAX_PART - CUT_ALIGNMENT && part.length() <= MAX_PART);
+        }
+    }
+}

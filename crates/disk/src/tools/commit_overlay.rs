@@ -1,0 +1,45 @@
+//! An overlay's data into its backing file.
+//!
+//! Until the backing file has everything, durably, the overlay keeps all it has; and while the overlay is
+//! emptied, what it drops reads the same from the backing file. So a crash at any point leaves a disk that
+//! reads as before, and the commit can be made again.
+
+use blockhouse_core::{Buffer, ByteRange, Durability, Request, Result, Storage};
+
+use super::chunks::{Source, for_each_chunk, make_zeros, read_or_zeros};
+use crate::disk::Disk;
+
+/// Writes what `overlay` has itself into `base`, the disk of its backing file, then empties the overlay.
+/// A base that is shorter is made as long. Durable when it returns. No other request may be in flight
+/// on either.
+///
+/// # Errors
+/// `ReadOnly` for either disk, `Unsupported` for a format without backing files; or what a storage
+/// answered: nothing is lost then.
+pub async fn commit_overlay<S: Storage>(overlay: &Disk<S>, base: &Disk<S>) -> Result<()> {
+    overlay.check_access(0)?;
+    if base.size() < overlay.size() {
+        base.resize(overlay.size()).await?;
+    }
+    for_each_chunk(overlay, |chunk, source| commit_chunk(overlay, base, chunk, source)).await?;
+    base.flush().await?;
+    overlay.format().make_empty().await
+}
+
+async fn commit_chunk<S: Storage>(
+    overlay: &Disk<S>,
+    base: &Disk<S>,
+    chunk: ByteRange,
+    source: Source,
+) -> Result<()> {
+    match source {
+        Source::Backing => Ok(()),
+        Source::Zero => make_zeros(base, chunk).await,
+        Source::Image => {
+            let mut buffer = Buffer::new(chunk.length() as usize);
+            read_or_zeros(overlay, chunk, &mut buffer).await?;
+            let (offset, from) = (chunk.offset(), buffer.lend());
+            base.submit(Request::Write { offset, from, durability: Durability::None }).await
+        }
+    }
+}

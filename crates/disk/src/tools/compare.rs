@@ -1,0 +1,136 @@
+//! CompareJob two disks, whatever their formats: is every byte the same, and if not, which is the
+//! first that is not?
+//!
+//! What lies past the end of the shorter one counts as zeros. What both maps show as zeros is not
+//! read. Several chunks are in flight at the same time, on any number of threads; they begin in
+//! ascending order, so the first difference is found although they end in any order.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+
+use blockhouse_core::{Buffer, ByteRange, Result, Storage};
+use futures_util::future::{join, join_all};
+use futures_util::lock::Mutex;
+
+use super::convert::read;
+use super::scan::{Chunk, StatusScan};
+use crate::disk::Disk;
+use crate::layer::{BlockStatus, BlockStatusCache};
+
+/// Bytes that are compared at a time.
+const CHUNK_SIZE: u64 = 1 << 20;
+/// No difference yet.
+const NONE: u64 = u64::MAX;
+
+/// A comparison that is being made. See the module's page.
+pub struct CompareJob<S: Storage> {
+    disks: [Arc<Disk<S>>; 2],
+    max_in_flight: usize,
+    size: u64,
+    /// Behind a lock that does not look at the clock, as that of `async_lock` does.
+    scan: Mutex<StatusScan<Arc<Disk<S>>>>,
+    /// The offset of the first byte found so far that differs.
+    difference: AtomicU64,
+    has_failed: AtomicBool,
+    passed: AtomicU64,
+}
+
+impl<S: Storage> CompareJob<S> {
+    /// The comparison of two disks that nobody changes meanwhile. Each thread that works has
+    /// `max_in_flight` chunks of 1 MiB in flight and takes twice their memory.
+    pub fn new(one: Arc<Disk<S>>, other: Arc<Disk<S>>, max_in_flight: usize) -> Self {
+        let size = one.size().max(other.size());
+        let disks = [one, other];
+        let scan = Mutex::new(StatusScan::new(disks.iter().cloned(), CHUNK_SIZE, size));
+        Self {
+            disks,
+            max_in_flight,
+            size,
+            scan,
+            difference: AtomicU64::new(NONE),
+            has_failed: AtomicBool::new(false),
+            passed: AtomicU64::new(0),
+        }
+    }
+
+    /// How many bytes are compared or being compared, and of how many.
+    pub fn progress(&self) -> (u64, u64) {
+        (self.passed.load(Ordering::Relaxed), self.size)
+    }
+
+    /// Works until a difference is found or nothing is left to begin, and all that this call began
+    /// has ended. To be called once by each thread that is to work.
+    ///
+    /// # Errors
+    /// The first error of this thread. The others stop soon after, without an error.
+    pub async fn work(&self) -> Result<()> {
+        let loops = (0..self.max_in_flight.max(1)).map(|_| self.run_loop());
+        join_all(loops).await.into_iter().collect()
+    }
+
+    /// The offset of the first byte that differs, once all that worked have ended without an error.
+    pub fn difference(&self) -> Option<u64> {
+        Some(self.difference.load(Ordering::Acquire)).filter(|&offset| offset != NONE)
+    }
+
+    async fn run_loop(&self) -> Result<()> {
+        let outcome = self.compare_loop().await;
+        if outcome.is_err() {
+            self.has_failed.store(true, Ordering::Relaxed);
+        }
+        outcome
+    }
+
+    async fn compare_loop(&self) -> Result<()> {
+        let mut buffers = [Buffer::new(CHUNK_SIZE as usize), Buffer::new(CHUNK_SIZE as usize)];
+        while let Some(chunk) = self.next().await? {
+            let [one, other] = &mut buffers;
+            let (first, second) =
+                join(read(&self.disks[0], &chunk, one), read(&self.disks[1], &chunk, other)).await;
+            first.and(second)?;
+            let length = chunk.range.length() as usize;
+            let (one, other) = (&one.bytes()[..length], &other.bytes()[..length]);
+            if one != other
+                && let Some(at) = one.iter().zip(other).position(|(one, other)| one != other)
+            {
+                self.difference.fetch_min(chunk.range.offset() + at as u64, Ordering::AcqRel);
+            }
+        }
+        Ok(())
+    }
+
+    async fn next(&self) -> Result<Option<Chunk>> {
+        let mut scan = self.scan.lock().await;
+        let is_over = self.has_failed.load(Ordering::Relaxed)
+            || self.difference.load(Ordering::Relaxed) != NONE;
+        if is_over {
+            return Ok(None);
+        }
+        let chunk = scan.next().await?;
+        self.passed.store(scan.offset(), Ordering::Relaxed);
+        Ok(chunk)
+    }
+}
+
+/// The offset of the first byte that is data in one of two disks and a hole or zeros in the other, or
+/// a hole in one and zeros in the other; past the end of the shorter one nothing is compared.
+///
+/// # Errors
+/// What looking at the maps answers.
+pub async fn first_status_difference<S: Storage>(
+    one: &Disk<S>,
+    other: &Disk<S>,
+) -> Result<Option<u64>> {
+    let mut rest = ByteRange::between(0, one.size().min(other.size()));
+    let (mut cache, mut other_cache) = (BlockStatusCache::default(), BlockStatusCache::default());
+    while !rest.is_empty() {
+        let (first, length) = one.block_status(rest, &mut cache).await?;
+        let (second, other_length): (BlockStatus, u64) =
+            other.block_status(rest, &mut other_cache).await?;
+        if first != second {
+            return Ok(Some(rest.offset()));
+        }
+        rest = rest.skip(length.min(other_length));
+    }
+    Ok(None)
+}

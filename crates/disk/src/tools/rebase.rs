@@ -1,0 +1,98 @@
+//! An overlay over another backing file than before, with the same content.
+//!
+//! What the new backing file would change is first written into the overlay, durably; only then is the
+//! overlay told its new backing file, with one write of its header. A crash before that leaves an overlay
+//! of the old file that has more clusters of its own than it needs. What block status shows as zeros
+//! in the backing files, before and after, is not read.
+
+use blockhouse_core::{Buffer, Durability, ExtentState, Request, Result, Storage};
+use blockhouse_format::{Backing, Intent};
+use futures_util::stream;
+
+use super::chunks::{for_each_in_flight, make_zeros};
+use super::convert::read;
+use super::scan::{Chunk, StatusScan};
+use crate::disk::Disk;
+
+/// Bytes that are compared and copied as a whole where clusters are smaller.
+const MIN_UNIT: u64 = 64 << 10;
+/// Bytes of a chunk of the scan where clusters are smaller.
+const MIN_CHUNK: u64 = 1 << 20;
+
+/// Copies into `disk` what it would read otherwise if `new` were its backing file; with `None`, what it
+/// would lose if it had none. Durable when it returns. No other request may be in flight.
+///
+/// # Errors
+/// `ReadOnly`, or what a storage answered; the content is the same as before in any case.
+pub async fn prepare_rebase<S: Storage>(disk: &Disk<S>, new: Option<&Disk<S>>) -> Result<()> {
+    disk.check_access(0)?;
+    // Zeros past the end of the backing file have to be stored as well: the new one may be longer.
+    disk.format().set_backing_size(u64::MAX);
+    let chunk_size = disk.cluster_size().unwrap_or(MIN_CHUNK).max(MIN_CHUNK);
+    let scan = StatusScan::new([disk].into_iter().chain(new), chunk_size, disk.size());
+    let chunks = stream::unfold(Some(scan), |scan| async move {
+        let mut scan = scan?;
+        match scan.next().await {
+            Ok(chunk) => Some((Ok(chunk?), Some(scan))),
+            Err(error) => Some((Err(error), None)),
+        }
+    });
+    for_each_in_flight(chunks, |chunk| keep_chunk(disk, new, chunk)).await?;
+    disk.flush().await
+}
+
+/// Tells the image its new backing file, or that it has none, durably: see
+/// [`Format::set_backing`](blockhouse_format::Format::set_backing). Without [`prepare_rebase`] the
+/// content may change. The disk is to be closed and opened anew after this.
+///
+/// # Errors
+/// As there; `ReadOnly`; `Unsupported` for a format without backing files.
+pub async fn set_backing_file<S: Storage>(disk: &Disk<S>, backing: Option<Backing>) -> Result<()> {
+    disk.check_access(0)?;
+    disk.format().set_backing(backing).await
+}
+
+/// Copies of a chunk what the disk leaves to its backing file.
+async fn keep_chunk<S: Storage>(disk: &Disk<S>, new: Option<&Disk<S>>, chunk: Chunk) -> Result<()> {
+    let mut rest = chunk.range;
+    while !rest.is_empty() {
+        let extent = disk.format().map(rest, Intent::Read).await?;
+        rest = rest.skip(extent.guest.length());
+        let part = chunk.part(extent.guest);
+        let is_of_backing = matches!(extent.state, ExtentState::Hole | ExtentState::Backing);
+        if is_of_backing && !part.data.is_empty() {
+            keep_part(disk, new, &part).await?;
+        }
+    }
+    Ok(())
+}
+
+async fn keep_part<S: Storage>(disk: &Disk<S>, new: Option<&Disk<S>>, part: &Chunk) -> Result<()> {
+    let [mut old, mut other] = [(); 2].map(|()| Buffer::new(part.range.length() as usize));
+    read(disk, part, &mut old).await?;
+    match new {
+        Some(new) => read(new, part, &mut other).await?,
+        None => other.bytes_mut().fill(0),
+    }
+    let unit = disk.cluster_size().unwrap_or(MIN_UNIT).max(MIN_UNIT);
+    let mut rest = part.range;
+    while !rest.is_empty() {
+        let range = rest.truncate(unit - rest.offset() % unit);
+        rest = rest.skip(range.length());
+        let start = (range.offset() - part.range.offset()) as usize;
+        let bytes = start..start + range.length() as usize;
+        let wanted = &old.bytes()[bytes.clone()];
+        if *wanted == other.bytes()[bytes] {
+            continue;
+        }
+        if wanted.iter().all(|&byte| byte == 0) {
+            make_zeros(disk, range).await?;
+            continue;
+        }
+        let mut copy = Buffer::new(wanted.len());
+        copy.bytes_mut().copy_from_slice(wanted);
+        let (offset, from) = (range.offset(), copy.lend());
+        disk.submit(Request::Write { offset, from, durability: Durability::None }).await?;
+    }
+    Ok(())
+}

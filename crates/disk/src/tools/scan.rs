@@ -1,0 +1,130 @@
+//! Which parts of disks have to be read at all: a scan of their block status, from the start to the end.
+//!
+//! Cut into chunks at multiples of one size, so that no two of them touch the same cluster of a copy.
+//! Long runs that all disks read as zeros are passed over at the pace of their maps.
+
+use std::ops::Deref;
+
+use blockhouse_core::{ByteRange, Result, Storage};
+use smallvec::SmallVec;
+
+use crate::disk::Disk;
+use crate::layer::{BlockStatus, BlockStatusCache};
+
+/// A part of the disks and where in it any of them may have data. At least somewhere it has.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) struct Chunk {
+    pub(super) range: ByteRange,
+    /// In ascending order, inside `range`; they neither touch nor overlap.
+    pub(super) data: SmallVec<[ByteRange; 4]>,
+}
+
+impl Chunk {
+    /// What of the chunk lies in `range`, a part of it.
+    pub(super) fn part(&self, range: ByteRange) -> Self {
+        let clip = |data: &ByteRange| {
+            let (start, end) = (data.offset().max(range.offset()), data.end().min(range.end()));
+            (start < end).then(|| ByteRange::between(start, end))
+        };
+        Self { range, data: self.data.iter().filter_map(clip).collect() }
+    }
+}
+
+/// A scan of the first bytes of one or more disks; what a disk does not have reads as zeros.
+pub(super) struct StatusScan<D> {
+    disks: SmallVec<[CachedStatus<D>; 2]>,
+    size: u64,
+    chunk_size: u64,
+    offset: u64,
+}
+
+/// A disk and the run of it that was asked for last.
+struct CachedStatus<D> {
+    disk: D,
+    cache: BlockStatusCache,
+    status: BlockStatus,
+    /// Where the run ends.
+    end: u64,
+}
+
+/// What all disks say of a run.
+#[derive(Clone, Debug)]
+struct StatusRun {
+    reads_as_zeros: bool,
+    end: u64,
+}
+
+impl<S: Storage, D: Deref<Target = Disk<S>>> StatusScan<D> {
+    /// A scan of `size` bytes in chunks of `chunk_size` bytes.
+    pub(super) fn new(disks: impl IntoIterator<Item = D>, chunk_size: u64, size: u64) -> Self {
+        let cache = BlockStatusCache::default;
+        let cached =
+            |disk| CachedStatus { disk, cache: cache(), status: BlockStatus::Hole, end: 0 };
+        Self { disks: disks.into_iter().map(cached).collect(), size, chunk_size, offset: 0 }
+    }
+
+    /// How far the scan has come.
+    pub(super) fn offset(&self) -> u64 {
+        self.offset
+    }
+
+    /// The next chunk with data; `None` after the last.
+    pub(super) async fn next(&mut self) -> Result<Option<Chunk>> {
+        while self.offset < self.size {
+            let start = self.offset;
+            let chunk_end = self.end_of_chunk(start);
+            let run = self.query().await?;
+            if run.reads_as_zeros && run.end >= chunk_end {
+                self.offset = match run.end {
+                    end if end >= self.size => self.size,
+                    end => end - end % self.chunk_size,
+                };
+                continue;
+            }
+            let mut data = SmallVec::new();
+            while self.offset < chunk_end {
+                let run = self.query().await?;
+                let end = run.end.min(chunk_end);
+                if !run.reads_as_zeros {
+                    add(&mut data, ByteRange::between(self.offset, end));
+                }
+                self.offset = end;
+            }
+            if !data.is_empty() {
+                return Ok(Some(Chunk { range: ByteRange::between(start, chunk_end), data }));
+            }
+        }
+        Ok(None)
+    }
+
+    fn end_of_chunk(&self, offset: u64) -> u64 {
+        (offset + self.chunk_size - offset % self.chunk_size).min(self.size)
+    }
+
+    /// What is at the place that the scan has come to.
+    async fn query(&mut self) -> Result<StatusRun> {
+        let mut all = StatusRun { reads_as_zeros: true, end: self.size };
+        for cached in &mut self.disks {
+            let rest = ByteRange::between(self.offset, cached.disk.size().max(self.offset));
+            if rest.is_empty() {
+                continue;
+            }
+            if cached.end <= self.offset {
+                let (status, length) = cached.disk.block_status(rest, &mut cached.cache).await?;
+                (cached.status, cached.end) = (status, self.offset + length);
+            }
+            all.reads_as_zeros &= cached.status != BlockStatus::Data;
+            all.end = all.end.min(cached.end);
+        }
+        Ok(all)
+    }
+}
+
+fn add(data: &mut SmallVec<[ByteRange; 4]>, next: ByteRange) {
+    match data.last_mut() {
+        Some(last) if last.end() == next.offset() => {
+            *last = ByteRange::between(last.offset(), next.end());
+        }
+        _ => data.push(next),
+    }
+}

@@ -1,0 +1,56 @@
+//! Finding out which parts of what was read are worth writing.
+
+use std::ops::Range;
+
+/// What is compared at a time: cheap to stop at, long enough to be compared quickly.
+const STEP: usize = 4096;
+static ZEROS: [u8; STEP] = [0; STEP];
+
+/// Whether all bytes are zero.
+pub(super) fn is_zero(bytes: &[u8]) -> bool {
+    bytes.chunks(STEP).all(|chunk| *chunk == ZEROS[..chunk.len()])
+}
+
+/// The parts of `length` bytes whose units of `unit` bytes are `wanted` (asked by their place), the
+/// units that follow each other in one.
+pub(super) fn runs(
+    length: usize,
+    unit: usize,
+    wanted: impl Fn(Range<usize>) -> bool,
+) -> Vec<Range<usize>> {
+    let mut runs: Vec<Range<usize>> = Vec::new();
+    for start in (0..length).step_by(unit) {
+        let range = start..(start + unit).min(length);
+        if !wanted(range.clone()) {
+            continue;
+        }
+        match runs.last_mut() {
+            Some(last) if last.end == range.start => last.end = range.end,
+            _ => runs.push(range),
+        }
+    }
+    runs
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn one_byte_makes_a_difference_wherever_it_is() {
+        let mut bytes = vec![0; 3 * STEP + 5];
+        assert!(is_zero(&bytes) && is_zero(&[]));
+        for at in [0, STEP - 1, STEP, 3 * STEP, 3 * STEP + 4] {
+            bytes[at] = 1;
+            assert!(!is_zero(&bytes), "byte {at}");
+            bytes[at] = 0;
+        }
+    }
+
+    #[test]
+    fn neighbours_become_one_run_and_the_last_unit_may_be_short() {
+        let wanted = |range: Range<usize>| [0, 4, 8, 16].contains(&range.start);
+        assert_eq!(runs(18, 4, wanted), [0..12, 16..18]);
+        assert_eq!(runs(0, 4, |_| true), []);
+    }
+}

@@ -1,0 +1,47 @@
+//! Compressed clusters of a state, collected until they are worth a write.
+
+/// Compressed clusters that are written together.
+#[derive(Default)]
+pub(super) struct CompressedBatch {
+    /// Cluster of the state and its compressed bytes.
+    pub(super) clusters: Vec<(u64, Vec<u8>)>,
+    /// Of which windows they are, each once.
+    pub(super) windows: Vec<u64>,
+    length: u64,
+}
+
+/// What became of a cluster.
+pub(super) enum AddResult {
+    /// It is in the batch.
+    Added,
+    /// It is to be stored as it is.
+    Incompressible,
+}
+
+impl CompressedBatch {
+    /// Takes the compressed form of a cluster, if there is one.
+    pub(super) fn add(
+        &mut self,
+        window: u64,
+        cluster: u64,
+        compressed: Option<Vec<u8>>,
+    ) -> AddResult {
+        let Some(compressed) = compressed else { return AddResult::Incompressible };
+        self.length += compressed.len() as u64;
+        self.clusters.push((cluster, compressed));
+        if self.windows.last() != Some(&window) {
+            self.windows.push(window);
+        }
+        AddResult::Added
+    }
+
+    /// Whether the batch has a cluster of a window.
+    pub(super) fn holds(&self, window: u64) -> bool {
+        self.windows.contains(&window)
+    }
+
+    /// Compressed bytes of all clusters.
+    pub(super) fn length(&self) -> u64 {
+        self.length
+    }
+}

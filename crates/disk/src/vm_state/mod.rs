@@ -1,0 +1,407 @@
+//! The state of a machine as a stream into an image, and back.
+//!
+//! Producers send small writes, many below 100 bytes. They are collected in aligned *windows* of the larger of a
+//! cluster and 1 MiB; a full window is written while the next one fills, 8 at most are in flight. Clusters are
+//! taken in runs; those of zeros take no space. Any offset may be written in any order: a window
+//! that comes back is waited for and read again, so that overlapping writes take effect in order. Nothing refers
+//! to what was stored until [`VmStateWriter::finish`] takes the snapshot, in one step.
+//!
+//! The first error ends everything: what is in flight is waited for, all space is given back, and each later
+//! call fails with the same error. Memory is bounded: the windows, and 8 or 16 bytes for each cluster of
+//! the state.
+
+mod compressed_batch;
+mod reader;
+mod store;
+mod window;
+
+use std::collections::VecDeque;
+
+use blockhouse_core::{Buffer, ByteRange, Error, ErrorKind, Result, Storage};
+use blockhouse_format::{Compression, Snapshot, VmStateCluster, VmStateTables};
+use futures_util::FutureExt;
+use futures_util::future::LocalBoxFuture;
+use futures_util::stream::{FuturesUnordered, StreamExt};
+
+use crate::disk::Disk;
+use compressed_batch::CompressedBatch;
+pub use reader::VmStateReader;
+use store::WriteResult;
+use window::Window;
+
+/// The least size of a window in bytes, a multiple of every alignment.
+const MIN_WINDOW: u64 = 1 << 20;
+/// How many writes are in flight together.
+const MAX_IN_FLIGHT: usize = 8;
+/// How many windows are being filled: more than one only where the stream jumps.
+const MAX_OPEN: usize = 4;
+
+/// A machine's state on its way into an image. See the module's page.
+pub struct VmStateWriter<'a, S: Storage> {
+    disk: &'a Disk<S>,
+    window_size: u64,
+    /// How clusters are compressed, if they are.
+    compression: Option<Compression>,
+    tables: VmStateTables,
+    /// The one used last is the last.
+    open: VecDeque<Window>,
+    compressed: CompressedBatch,
+    in_flight: FuturesUnordered<LocalBoxFuture<'a, WriteResult>>,
+    /// Windows of which something is in flight; one may come several times.
+    in_flight_windows: Vec<u64>,
+    spare: Vec<Buffer>,
+    stage: Stage,
+}
+
+enum Stage {
+    Storing,
+    Failed(Error),
+    Finished,
+}
+
+impl<'a, S: Storage> VmStateWriter<'a, S> {
+    /// Begins to store a machine's state, of which a snapshot is taken at the end: as it is, which is as
+    /// fast as the disk, or in compressed clusters of a kind that must be the image's own.
+    ///
+    /// # Errors
+    /// `ReadOnly`; `Unsupported` for a format without snapshots, an image with a data file, or a
+    /// compression that is not the image's.
+    pub fn new(disk: &'a Disk<S>, compression: Option<Compression>) -> Result<Self> {
+        disk.check_access(disk.size())?;
+        let snapshots = disk.format().snapshots()?;
+        snapshots.check_possible()?;
+        if let Some(kind) = compression
+            && let Some(own) = disk.compression()
+            && kind != own
+        {
+            let what = format!("its compressed clusters are {own:?}, not {kind:?}");
+            return Err(Error::new(ErrorKind::Unsupported, what).on(disk.name()).hint(
+                "make the image with -o compression_type=..., or leave the state uncompressed",
+            ));
+        }
+        Ok(Self {
+            disk,
+            window_size: MIN_WINDOW.max(snapshots.cluster_size()),
+            compression,
+            tables: snapshots.new_vm_state(),
+            open: VecDeque::new(),
+            compressed: CompressedBatch::default(),
+            in_flight: FuturesUnordered::new(),
+            in_flight_windows: Vec::new(),
+            spare: Vec::new(),
+            stage: Stage::Storing,
+        })
+    }
+
+    /// How long the state is so far, in bytes.
+    pub fn size(&self) -> u64 {
+        self.tables.size()
+    }
+
+    /// Stores `bytes` at `offset` of the state, over what was stored there before. The answer means that
+    /// they were taken, not that they are on the disk.
+    ///
+    /// # Errors
+    /// `NoSpace`, or what the storage answered, to this or an earlier write; every later call fails with
+    /// the same.
+    pub async fn write(&mut self, offset: u64, bytes: &[u8]) -> Result<()> {
+        self.check()?;
+        match self.try_write(offset, bytes).await {
+            Ok(()) => Ok(()),
+            Err(error) => Err(self.fail(error).await),
+        }
+    }
+
+    /// Waits until everything so far is stored. It is not durable before [`finish`](Self::finish).
+    ///
+    /// # Errors
+    /// As [`write`](Self::write).
+    pub async fn flush(&mut self) -> Result<()> {
+        self.check()?;
+        match self.try_flush().await {
+            Ok(()) => Ok(()),
+            Err(error) => Err(self.fail(error).await),
+        }
+    }
+
+    /// Stores what is left and takes a snapshot of the disk with the state, both durable when it returns.
+    ///
+    /// # Errors
+    /// As [`write`](Self::write) and [`Disk::create_snapshot`]. There is no such snapshot then, and the space
+    /// is given back.
+    pub async fn finish(&mut self, name: &str) -> Result<Snapshot> {
+        self.flush().await?;
+        match self.try_finish(name).await {
+            Ok(snapshot) => {
+                self.stage = Stage::Finished;
+                Ok(snapshot)
+            }
+            Err(error) => Err(self.fail(error).await),
+        }
+    }
+
+    /// Ends without a snapshot: nothing is left of the state.
+    pub async fn abandon(mut self) {
+        if let Stage::Storing = self.stage {
+            let what = "storing the state was abandoned";
+            self.fail(Error::new(ErrorKind::Io, what)).await;
+        }
+    }
+
+    fn check(&self) -> Result<()> {
+        match &self.stage {
+            Stage::Storing => Ok(()),
+            Stage::Failed(error) => Err(error.duplicate()),
+            Stage::Finished => {
+                let what = "the state is stored: nothing can be added to it";
+                Err(Error::new(ErrorKind::InvalidInput, what).on(self.disk.name()))
+            }
+        }
+    }
+
+    async fn try_write(&mut self, offset: u64, mut bytes: &[u8]) -> Result<()> {
+        let Some(range) = ByteRange::new(offset, bytes.len() as u64) else {
+            let what = "a state cannot reach beyond 64 bits";
+            return Err(Error::new(ErrorKind::InvalidInput, what).on(self.disk.name()).at(offset));
+        };
+        self.tables.extend(range.end())?;
+        let mut at = offset;
+        while !bytes.is_empty() {
+            let (index, start) = (at / self.window_size, (at % self.window_size) as usize);
+            let room = self.window_size as usize - start;
+            let (now, later) = bytes.split_at(room.min(bytes.len()));
+            self.window(index).await?.put(start, now);
+            if start + now.len() == self.window_size as usize {
+                let full = self.open.pop_back().expect("the window that was just filled");
+                self.send(full).await?;
+            }
+            at += now.len() as u64;
+            bytes = later;
+        }
+        Ok(())
+    }
+
+    /// The window with this number, to be filled: the last of the open ones.
+    async fn window(&mut self, index: u64) -> Result<&mut Window> {
+        if self.open.back().is_none_or(|window| window.index() != index) {
+            let place = self.open.iter().position(|window| window.index() == index);
+            let window = match place {
+                Some(place) => self.open.remove(place).expect("it is there"),
+                None => self.open_window(index).await?,
+            };
+            self.open.push_back(window);
+        }
+        Ok(self.open.back_mut().expect("it was just put there"))
+    }
+
+    /// A window that is not open, with what was stored of it.
+    async fn open_window(&mut self, index: u64) -> Result<Window> {
+        if self.open.len() == MAX_OPEN {
+            let oldest = self.open.pop_front().expect("there are several");
+            self.send(oldest).await?;
+        }
+        if self.compressed.holds(index) {
+            self.submit_batch().await?;
+        }
+        while self.in_flight_windows.contains(&index) {
+            self.reap_one().await?;
+        }
+        let buffer = self.buffer();
+        let clusters = self.clusters_of(index);
+        let stored: Vec<_> = clusters.map(|cluster| self.tables.get(cluster)).collect();
+        if stored.iter().all(Option::is_none) {
+            return Ok(Window::new(index, buffer));
+        }
+        let buffer = store::read_back(self.disk, &stored, buffer).await?;
+        Ok(Window::filled(index, buffer))
+    }
+
+    fn clusters_of(&self, index: u64) -> std::ops::Range<u64> {
+        let in_window = self.window_size / self.cluster_size();
+        index * in_window..(index + 1) * in_window
+    }
+
+    fn cluster_size(&self) -> u64 {
+        self.disk.cluster_size().expect("a format with clusters")
+    }
+
+    fn buffer(&mut self) -> Buffer {
+        self.spare.pop().unwrap_or_else(|| Buffer::new(self.window_size as usize))
+    }
+
+    /// Starts to write a window.
+    async fn send(&mut self, mut window: Window) -> Result<()> {
+        let cluster_size = self.cluster_size();
+        let first = self.clusters_of(window.index()).start;
+        let mut plain = Vec::new();
+        let count = window.close(cluster_size as usize);
+        for number in 0..count as u64 {
+            let (cluster, bytes) = (first + number, window.cluster(number, cluster_size));
+            if self.tables.has_zero_encoding() && window::is_zero(bytes) {
+                self.tables.set(cluster, VmStateCluster::Zero);
+                continue;
+            }
+            match self.compressed.add(window.index(), cluster, self.compress(bytes)) {
+                compressed_batch::AddResult::Added => {}
+                compressed_batch::AddResult::Incompressible => {
+                    plain.push((number, self.place_of(cluster)))
+                }
+            }
+        }
+        let index = window.index();
+        if plain.is_empty() {
+            self.recycle(window.into_buffer());
+        } else {
+            let storing = store::store_plain(self.disk, index, first, plain, window.into_buffer());
+            self.submit(storing.boxed_local(), &[index]).await?;
+        }
+        if self.compressed.length() >= self.window_size {
+            self.submit_batch().await?;
+        }
+        Ok(())
+    }
+
+    /// The compressed form of a cluster, where that is wanted and saves anything.
+    fn compress(&self, bytes: &[u8]) -> Option<Vec<u8>> {
+        self.compression.and_then(|_| self.disk.format().compress(bytes))
+    }
+
+    /// Where a cluster is that can be written over.
+    fn place_of(&self, cluster: u64) -> Option<u64> {
+        match self.tables.get(cluster)? {
+            VmStateCluster::Data(host) => Some(host),
+            VmStateCluster::Zero | VmStateCluster::Compressed(_) => None,
+        }
+    }
+
+    async fn submit_batch(&mut self) -> Result<()> {
+        let CompressedBatch { clusters, windows, .. } = std::mem::take(&mut self.compressed);
+        if clusters.is_empty() {
+            return Ok(());
+        }
+        let storing = store::store_compressed(self.disk, clusters, windows.clone(), self.buffer());
+        self.submit(storing.boxed_local(), &windows).await
+    }
+
+    async fn submit(
+        &mut self,
+        storing: LocalBoxFuture<'a, WriteResult>,
+        windows: &[u64],
+    ) -> Result<()> {
+        while self.in_flight.len() >= MAX_IN_FLIGHT {
+            self.reap_one().await?;
+        }
+        self.in_flight_windows.extend(windows);
+        self.in_flight.push(storing);
+        // Lets it begin, and the loop hand it to the kernel.
+        if let Some(Some(written)) = self.in_flight.next().now_or_never() {
+            self.record(written)?;
+        }
+        yield_once().await;
+        Ok(())
+    }
+
+    /// Waits for one of the writes in flight.
+    async fn reap_one(&mut self) -> Result<()> {
+        match self.in_flight.next().await {
+            Some(written) => self.record(written),
+            None => Ok(()),
+        }
+    }
+
+    fn record(&mut self, written: WriteResult) -> Result<()> {
+        for window in &written.windows {
+            if let Some(place) =
+                self.in_flight_windows.iter().position(|in_flight| in_flight == window)
+            {
+                self.in_flight_windows.swap_remove(place);
+            }
+        }
+        written.taken.iter().for_each(|&place| self.tables.reserve(place));
+        self.recycle(written.buffer);
+        for (cluster, place) in written.outcome? {
+            self.tables.set(cluster, place);
+        }
+        Ok(())
+    }
+
+    fn recycle(&mut self, buffer: Buffer) {
+        if self.spare.len() < MAX_OPEN {
+            self.spare.push(buffer);
+        }
+    }
+
+    async fn try_flush(&mut self) -> Result<()> {
+        while let Some(window) = self.open.pop_front() {
+            self.send(window).await?;
+        }
+        self.submit_batch().await?;
+        while !self.in_flight.is_empty() {
+            self.reap_one().await?;
+        }
+        Ok(())
+    }
+
+    async fn try_finish(&mut self, name: &str) -> Result<Snapshot> {
+        if !self.tables.has_zero_encoding() {
+            self.fill_gaps().await?;
+        }
+        self.disk.snapshots().create_with_state(name, &self.tables).await
+    }
+
+    /// Stores zeros where nothing was stored.
+    async fn fill_gaps(&mut self) -> Result<()> {
+        for index in 0..self.tables.size().div_ceil(self.window_size) {
+            if self.clusters_of(index).any(|cluster| self.tables.get(cluster).is_none()) {
+                let mut window = self.open_window(index).await?;
+                window.fill();
+                self.send(window).await?;
+            }
+        }
+        self.try_flush().await
+    }
+
+    /// Ends everything: what is in flight is waited for, so that its space can be given back.
+    async fn fail(&mut self, error: Error) -> Error {
+        self.stage = Stage::Failed(error.duplicate());
+        self.open.clear();
+        self.compressed = CompressedBatch::default();
+        while let Some(written) = self.in_flight.next().await {
+            // The first error counts.
+            let _ = self.record(written);
+        }
+        self.spare.clear();
+        self.give_all_back();
+        error
+    }
+
+    fn give_all_back(&mut self) {
+        if let Ok(snapshots) = self.disk.format().snapshots() {
+            for range in self.tables.release_all() {
+                snapshots.free_clusters(range);
+            }
+        }
+    }
+}
+
+impl<S: Storage> Drop for VmStateWriter<'_, S> {
+    /// What is in flight may still write to its clusters: they leak until the image is repaired.
+    fn drop(&mut self) {
+        if let (Stage::Storing, true) = (&self.stage, self.in_flight.is_empty()) {
+            self.give_all_back();
+        }
+    }
+}
+
+/// Lets others run once.
+async fn yield_once() {
+    let mut has_yielded = false;
+    std::future::poll_fn(|context| {
+        if std::mem::replace(&mut has_yielded, true) {
+            return std::task::Poll::Ready(());
+        }
+        context.waker().wake_by_ref();
+        std::task::Poll::Pending
+    })
+    .await;
+}

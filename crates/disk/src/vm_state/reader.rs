@@ -1,0 +1,89 @@
+//! A machine's state out of a snapshot: read ahead in parallel, handed out in order.
+
+use blockhouse_core::{Buffer, ByteRange, Error, ErrorKind, Result, Storage};
+use futures_util::future::LocalBoxFuture;
+use futures_util::stream::{FuturesOrdered, StreamExt};
+
+use super::{MAX_IN_FLIGHT, MIN_WINDOW};
+use crate::disk::Disk;
+
+/// The state of the machine in the snapshot that a disk was opened on.
+pub struct VmStateReader<'a, S: Storage> {
+    disk: &'a Disk<S>,
+    chunk_size: u64,
+    /// Where the state lies, past the end of the disk.
+    start: u64,
+    size: u64,
+    /// Bytes that have been requested.
+    requested: u64,
+    read_ahead: FuturesOrdered<LocalBoxFuture<'a, Result<Buffer>>>,
+    spare: Vec<Buffer>,
+}
+
+impl<'a, S: Storage> VmStateReader<'a, S> {
+    /// The machine's state, of a disk that was opened on a snapshot.
+    ///
+    /// # Errors
+    /// `InvalidInput` for a snapshot without a state or a disk that was not opened on one; `Corrupt` where the
+    /// snapshot's tables are too short for it.
+    pub fn new(disk: &'a Disk<S>) -> Result<Self> {
+        let snapshots = disk.format().snapshots()?;
+        let state = snapshots.vm_state()?;
+        if state.is_empty() {
+            let what = "the snapshot has no machine's state: it is one of the disk alone";
+            return Err(Error::new(ErrorKind::InvalidInput, what).on(disk.name()));
+        }
+        Ok(Self {
+            disk,
+            chunk_size: MIN_WINDOW.max(snapshots.cluster_size()),
+            start: state.offset(),
+            size: state.length(),
+            requested: 0,
+            read_ahead: FuturesOrdered::new(),
+            spare: Vec::new(),
+        })
+    }
+
+    /// Bytes of the whole state.
+    pub fn size(&self) -> u64 {
+        self.size
+    }
+
+    /// The next bytes of the state, as many as the buffer is long; `None` at the end.
+    ///
+    /// # Errors
+    /// What reading answers.
+    pub async fn next(&mut self) -> Result<Option<Buffer>> {
+        while self.read_ahead.len() < MAX_IN_FLIGHT && self.requested < self.size {
+            let length = self.chunk_size.min(self.size - self.requested);
+            let range = ByteRange::between(
+                self.start + self.requested,
+                self.start + self.requested + length,
+            );
+            let buffer = self.spare.pop().unwrap_or_else(|| Buffer::new(self.chunk_size as usize));
+            self.read_ahead.push_back(Box::pin(read_chunk(self.disk, range, buffer)));
+            self.requested += length;
+        }
+        self.read_ahead.next().await.transpose()
+    }
+
+    /// Takes a buffer back whose bytes are used.
+    pub fn recycle(&mut self, buffer: Buffer) {
+        if self.spare.len() < MAX_IN_FLIGHT {
+            self.spare.push(buffer);
+        }
+    }
+}
+
+async fn read_chunk<S: Storage>(
+    disk: &Disk<S>,
+    range: ByteRange,
+    mut buffer: Buffer,
+) -> Result<Buffer> {
+    // Whole clusters, which suit every storage.
+    let whole = range.align_outward(disk.cluster_size().unwrap_or(1));
+    buffer.set_len(whole.length() as usize);
+    disk.layer().read_aligned(whole, buffer.lend()).await?;
+    buffer.set_len(range.length() as usize);
+    Ok(buffer)
+}

@@ -1,0 +1,65 @@
+//! Writing clusters in compressed form.
+
+use blockhouse_core::{ByteRange, Durability, ExtentState, Result, Storage};
+
+use super::Writer;
+use super::prepared_extent::PreparedExtent;
+use crate::durability::RequestSync;
+
+/// What became of a cluster that was to be compressed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum CompressResult {
+    /// It is stored in compressed form.
+    Compressed,
+    /// Compression would save nothing: nothing was changed, and the cluster is to be written like any data.
+    Incompressible,
+}
+
+impl<S: Storage> Writer<S> {
+    /// Stores the one cluster at `range` in compressed form; `bytes` are its bytes, fewer than a cluster where
+    /// the disk ends.
+    pub(crate) async fn write_compressed(
+        &self,
+        range: ByteRange,
+        cluster_size: u64,
+        bytes: &[u8],
+        sync: &RequestSync<'_, S>,
+    ) -> Result<CompressResult> {
+        let Some(compressed) = self.compress(bytes, cluster_size) else {
+            return Ok(CompressResult::Incompressible);
+        };
+        let _claim = self.claim(range).await;
+        let format = self.layer.format();
+        let extent = format.map_compressed(range, compressed.len() as u64).await?;
+        let mut extent = PreparedExtent::new(format, extent);
+        let ExtentState::Compressed { host, length } = extent.state else {
+            return Err(self.layer.misplaced(&extent));
+        };
+        // After the host range, as for copy on write: a write that waits for this memory holds none of it.
+        self.layer.invalidate(extent.alloc_range);
+        let mut memory = self.layer.cluster_buffers().for_cow(length as usize).await?;
+        let (content, padding) = memory.bytes_mut().split_at_mut(compressed.len());
+        content.copy_from_slice(&compressed);
+        padding.fill(0);
+        extent.begin_io();
+        let outcome = self.layer.data().write(host, memory.lend(), Durability::None).await;
+        extent.complete(outcome, Durability::None).await?;
+        sync.note_plain_operation();
+        Ok(CompressResult::Compressed)
+    }
+
+    /// The compressed form, if with its padding to whole blocks it is shorter than a cluster.
+    fn compress(&self, bytes: &[u8], cluster_size: u64) -> Option<Vec<u8>> {
+        let format = self.layer.format();
+        let compressed = if bytes.len() as u64 == cluster_size {
+            format.compress(bytes)?
+        } else {
+            // What lies past the disk's end reads as zeros, should it grow.
+            let mut whole = bytes.to_vec();
+            whole.resize(cluster_size as usize, 0);
+            format.compress(&whole)?
+        };
+        let length = (compressed.len() as u64).next_multiple_of(self.layer.block_size());
+        (length < cluster_size).then_some(compressed)
+    }
+}

@@ -1,0 +1,112 @@
+//! Copy on write: new space gets what a write leaves out of it.
+//!
+//! New space becomes visible as a whole, so the bytes around the guest's own are filled with what the
+//! guest would have read there. They are read while the old mapping still holds, and written together
+//! with the guest's data.
+
+use blockhouse_core::{ByteRange, Durability, Extent, IoVector, Result, Storage};
+use futures_util::future::join;
+
+use super::Writer;
+use super::prepared_extent::PreparedExtent;
+use crate::buffers::ClusterBuffer;
+use crate::durability::DurabilityPlan;
+use crate::layer::Layer;
+
+/// The bytes around an extent's own that become visible with it.
+struct CowRegions {
+    head: ByteRange,
+    tail: ByteRange,
+}
+
+impl CowRegions {
+    fn of(extent: &Extent) -> Self {
+        let Extent { guest, alloc_range, .. } = *extent;
+        Self {
+            head: ByteRange::between(alloc_range.offset(), guest.offset()),
+            tail: ByteRange::between(guest.end(), alloc_range.end()),
+        }
+    }
+
+    fn length(&self) -> usize {
+        (self.head.length() + self.tail.length()) as usize
+    }
+
+    /// The memory of both in one buffer.
+    fn lend(&self, buffer: &mut ClusterBuffer<'_>) -> (IoVector, IoVector) {
+        let mut head = buffer.lend_range(0, self.length());
+        let tail = head.split_off(self.head.length() as usize);
+        (head, tail)
+    }
+
+    /// Reads both as the guest would.
+    async fn read<S: Storage>(
+        &self,
+        layer: &Layer<S>,
+        buffer: &mut ClusterBuffer<'_>,
+    ) -> Result<()> {
+        let (head, tail) = self.lend(buffer);
+        let (head, tail) =
+            join(read_region(layer, self.head, head), read_region(layer, self.tail, tail)).await;
+        head.and(tail)
+    }
+}
+
+impl<S: Storage> Writer<S> {
+    /// Writes `from` to the extent's bytes and the old bytes around them, as one write. `host` is the host
+    /// offset of the extent's first byte.
+    pub(super) async fn write_with_cow(
+        &self,
+        extent: PreparedExtent<'_, S>,
+        host: u64,
+        from: IoVector,
+        plan: DurabilityPlan,
+    ) -> Result<()> {
+        let regions = CowRegions::of(&extent);
+        let mut buffer = self.layer.cluster_buffers().for_cow(regions.length()).await?;
+        if let Err(error) = regions.read(&self.layer, &mut buffer).await {
+            return extent.complete(Err(error), plan.write_durability()).await;
+        }
+        let (head, tail) = regions.lend(&mut buffer);
+        let all = head.chain(from).chain(tail);
+        let all = self.layer.format().track_cow_write(all);
+        self.store(extent, host - regions.head.length(), all, plan).await
+    }
+
+    /// Writes only the old bytes around the extent's own, without FUA.
+    pub(super) async fn copy_cow_regions(
+        &self,
+        extent: &mut PreparedExtent<'_, S>,
+        host: u64,
+    ) -> Result<()> {
+        let regions = CowRegions::of(extent);
+        if regions.length() == 0 {
+            return Ok(());
+        }
+        let mut buffer = self.layer.cluster_buffers().for_cow(regions.length()).await?;
+        regions.read(&self.layer, &mut buffer).await?;
+        let (head, tail) = regions.lend(&mut buffer);
+        extent.begin_io();
+        let (head, tail) = join(
+            write_region(&self.layer, host - regions.head.length(), head),
+            write_region(&self.layer, host + extent.guest.length(), tail),
+        )
+        .await;
+        extent.end_io();
+        head.and(tail)
+    }
+}
+
+async fn read_region<S: Storage>(layer: &Layer<S>, range: ByteRange, into: IoVector) -> Result<()> {
+    if range.is_empty() {
+        return Ok(());
+    }
+    layer.read_aligned(range, into).await
+}
+
+async fn write_region<S: Storage>(layer: &Layer<S>, host: u64, from: IoVector) -> Result<()> {
+    if from.is_empty() {
+        return Ok(());
+    }
+    layer.data().write(host, layer.format().track_cow_write(from), Durability::None).await
+}

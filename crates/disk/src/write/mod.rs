@@ -1,0 +1,210 @@
+//! Changes of one image: writes, zero writes, discards, compressed writes.
+//!
+//! 1. The caller has checked the request and holds a claim to its range ([`Writer::claim`]).
+//! 2. The format prepares an extent for the first part of the range ([`PreparedExtent`]).
+//! 3. The durability of the write is decided ([`RequestSync`]): for all extents together where all are
+//!    known, else for each part.
+//! 4. The data is written, with what copy on write adds (`cow`); through an aligned buffer where it is not
+//!    aligned (`unaligned`).
+//! 5. The extent is linked, or given back where the write failed or its future was dropped.
+//!
+//! A request of several extents has several of them in flight (see [`crate::parts`]). All operations of a
+//! request are waited for, also when one fails, since a request that was answered must not touch the disk
+//! or its memory any more.
+
+mod compressed;
+mod cow;
+mod prepared_extent;
+#[cfg(test)]
+mod tests;
+mod unaligned;
+mod zero;
+
+use std::cell::Cell;
+use std::ops::Deref;
+use std::sync::Arc;
+
+use blockhouse_core::sync::run_bounded;
+use blockhouse_core::{ByteRange, ExtentFlags, ExtentState, IoVector, Result, Storage, WorkBudget};
+use blockhouse_format::Intent;
+use futures_util::stream::{self, StreamExt};
+
+use crate::claims::Claim;
+use crate::durability::{DurabilityPlan, RequestSync, Writes};
+use crate::layer::Layer;
+use crate::parts::{MAX_IN_FLIGHT, MAX_PART, first_part, take_part};
+use prepared_extent::PreparedExtent;
+
+pub use compressed::CompressResult;
+pub(crate) use zero::ZeroOptions;
+
+/// Changes the image of a layer. See the module's page.
+pub(crate) struct Writer<S: Storage> {
+    layer: Arc<Layer<S>>,
+}
+
+impl<S: Storage> Writer<S> {
+    pub(crate) fn new(layer: Arc<Layer<S>>) -> Self {
+        Self { layer }
+    }
+
+    pub(crate) fn layer(&self) -> &Arc<Layer<S>> {
+        &self.layer
+    }
+
+    pub(crate) fn into_layer(self) -> Arc<Layer<S>> {
+        self.layer
+    }
+
+    /// The right to write to `range`: alone where blocks are changed in part, else with others.
+    pub(crate) async fn claim(&self, range: ByteRange) -> Claim<'_> {
+        if self.layer.block_size() == 1 {
+            return Claim::Untracked;
+        }
+        loop {
+            let blocks = self.layer.blocks_of(range);
+            let claim = if blocks == range {
+                self.layer.claims().claim_shared(range).await
+            } else {
+                self.layer.claims().claim_exclusive(blocks).await
+            };
+            // The disk may have grown meanwhile, and with it its last block.
+            if self.layer.blocks_of(range) == blocks {
+                return claim;
+            }
+        }
+    }
+
+    /// Stores `from` in `range`, as durable as `sync` makes it once it is completed. `claim` is the
+    /// [`claim`](Self::claim) to the range.
+    pub(crate) async fn write(
+        &self,
+        range: ByteRange,
+        from: IoVector,
+        sync: &RequestSync<'_, S>,
+        claim: &Claim<'_>,
+    ) -> Result<()> {
+        if self.layer.alignment().admits(range.offset(), &from) {
+            return self.write_aligned(range, from, sync).await;
+        }
+        // Boxed, so that the future of the common way stays small.
+        Box::pin(self.write_unaligned(range, from, sync, claim)).await
+    }
+
+    /// As [`write`](Self::write), of whole blocks in memory that suits the storage.
+    async fn write_aligned(
+        &self,
+        range: ByteRange,
+        from: IoVector,
+        sync: &RequestSync<'_, S>,
+    ) -> Result<()> {
+        let first = self.prepare(first_part(range), Intent::Write).await?;
+        if first.guest == range {
+            let plan = sync.plan_data([&*first].into_iter(), Writes::Counted(1));
+            return self.write_extent(first, from, plan).await;
+        }
+        Box::pin(self.write_parts(first, range, from, sync)).await
+    }
+
+    /// Writes a range of several extents, the first of which is prepared.
+    async fn write_parts(
+        &self,
+        first: PreparedExtent<'_, S>,
+        range: ByteRange,
+        from: IoVector,
+        sync: &RequestSync<'_, S>,
+    ) -> Result<()> {
+        let mut rest = range.skip(first.guest.length());
+        let mut known = vec![first];
+        while !rest.is_empty() && known.len() < MAX_IN_FLIGHT {
+            let extent = self.prepare(first_part(rest), Intent::Write).await?;
+            rest = rest.skip(extent.guest.length());
+            known.push(extent);
+        }
+        self.write_extents(known, rest, from, sync).await
+    }
+
+    /// Writes to prepared extents and to `rest`, which follows them.
+    async fn write_extents(
+        &self,
+        known: Vec<PreparedExtent<'_, S>>,
+        rest: ByteRange,
+        mut from: IoVector,
+        sync: &RequestSync<'_, S>,
+    ) -> Result<()> {
+        let is_all_known = rest.is_empty() && from.len() as u64 <= MAX_PART;
+        let common_plan = is_all_known
+            .then(|| sync.plan_data(known.iter().map(Deref::deref), Writes::Counted(known.len())));
+        let stopped = Cell::new(false);
+        let others = stream::unfold(rest, |rest| {
+            let is_over = rest.is_empty() || stopped.get();
+            async move {
+                if is_over {
+                    return None;
+                }
+                let extent = self.prepare(first_part(rest), Intent::Write).await;
+                let length = extent.as_ref().map_or(rest.length(), |one| one.guest.length());
+                Some((extent, rest.skip(length)))
+            }
+        });
+        let budget = &WorkBudget::new();
+        let parts = stream::iter(known).map(Ok).chain(others).map(|extent: Result<_>| {
+            let part = extent.map(|extent| {
+                let part = take_part(&mut from, &extent);
+                (extent, part)
+            });
+            async move {
+                let (extent, from) = part?;
+                let plan = common_plan
+                    .unwrap_or_else(|| sync.plan_data([&*extent].into_iter(), Writes::Unbounded));
+                budget.charge(WorkBudget::LOOK_UP);
+                self.write_extent(extent, from, plan).await
+            }
+        });
+        run_bounded(MAX_IN_FLIGHT, budget, &stopped, parts).await
+    }
+
+    async fn write_extent(
+        &self,
+        extent: PreparedExtent<'_, S>,
+        from: IoVector,
+        plan: DurabilityPlan,
+    ) -> Result<()> {
+        let ExtentState::Mapped { host } = extent.state else {
+            return Err(self.layer.misplaced(&extent));
+        };
+        let can_leave_holes = plan.may_leave_holes() && extent.flags.contains(ExtentFlags::ZEROED);
+        if extent.alloc_range != extent.guest && !can_leave_holes {
+            return Box::pin(self.write_with_cow(extent, host, from, plan)).await;
+        }
+        self.store(extent, host, from, plan).await
+    }
+
+    /// Writes to the host range of a prepared extent, all of it, from `host` on; and links it.
+    async fn store(
+        &self,
+        mut extent: PreparedExtent<'_, S>,
+        host: u64,
+        from: IoVector,
+        plan: DurabilityPlan,
+    ) -> Result<()> {
+        let durability = plan.write_durability();
+        let data_write = match plan.joins_writeback(&extent) {
+            true => self.layer.format().begin_data_write(),
+            false => None,
+        };
+        extent.begin_io();
+        let outcome = self.layer.data().write(host, from, durability).await;
+        // Before the link, which may itself wait for a writeback. On another loop's thread the writeback
+        // may begin between the two: then one more follows.
+        drop(data_write);
+        extent.complete(outcome, durability).await
+    }
+
+    /// Prepares the first bytes of `range` for a change.
+    async fn prepare(&self, range: ByteRange, intent: Intent) -> Result<PreparedExtent<'_, S>> {
+        let extent = self.layer.format().map(range, intent).await?;
+        self.layer.invalidate(extent.alloc_range);
+        Ok(PreparedExtent::new(self.layer.format(), extent))
+    }
+}

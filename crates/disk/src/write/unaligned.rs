@@ -1,0 +1,59 @@
+//! Writes that are not aligned as the storage demands: their bytes travel through aligned buffers.
+//!
+//! A write that covers its first or last block only in part reads that block first and writes it
+//! back whole, as one write with the guest's bytes. The caller holds an exclusive claim on all
+//! blocks of the request, so nothing else is written there from the read to the end of the write.
+//! A request that is only badly placed in memory is copied and nothing more. Long requests go chunk
+//! by chunk with one buffer, so that memory stays bounded, and yield between the chunks.
+
+use blockhouse_core::{ByteRange, IoVector, Result, Storage, WorkBudget};
+
+use super::Writer;
+use crate::buffers::CHUNK_SIZE;
+use crate::claims::Claim;
+use crate::durability::RequestSync;
+use crate::layer::common;
+
+impl<S: Storage> Writer<S> {
+    /// Stores `from` in `range`, by way of a buffer. `claim` covers all blocks of the range.
+    pub(super) async fn write_unaligned(
+        &self,
+        range: ByteRange,
+        mut from: IoVector,
+        sync: &RequestSync<'_, S>,
+        claim: &Claim<'_>,
+    ) -> Result<()> {
+        let budget = WorkBudget::new();
+        let mut rest = self.layer.blocks_of(range);
+        // Several chunks are cheaper with one flush for all than with FUA each.
+        let of_each_chunk = RequestSync::not_required(self.layer.format());
+        let sync = if rest.length() <= CHUNK_SIZE as u64 {
+            sync
+        } else {
+            sync.note_plain_operation();
+            &of_each_chunk
+        };
+        let mut buffer =
+            self.layer.bounce_buffers().get(rest.length().min(CHUNK_SIZE as u64) as usize).await?;
+        while !rest.is_empty() {
+            let chunk = rest.truncate(CHUNK_SIZE as u64);
+            let guest = common(chunk, range);
+            self.layer.stats().bounced();
+            buffer.set_len(chunk.length() as usize);
+            self.layer.read_edges(chunk, guest, buffer.lend()).await?;
+            let start = (guest.offset() - chunk.offset()) as usize;
+            let length = guest.length() as usize;
+            from.copy_to(&mut buffer.bytes_mut()[start..start + length]);
+            // Zeros in the place of a guest's lost memory are not to be stored.
+            from.check_intact()?;
+            from.advance(length);
+            let vector = claim.attach_to(buffer.lend());
+            self.write_aligned(chunk, vector, sync).await?;
+            rest = rest.skip(chunk.length());
+            if !rest.is_empty() {
+                budget.spend(chunk.length()).await;
+            }
+        }
+        Ok(())
+    }
+}
