@@ -4,7 +4,9 @@
 #![forbid(unsafe_code)]
 
 use blockhouse_disk::Access;
-use blockhouse_nbd::handshake::{ExportInfo, ExportLookup, Handshake, MAX_OPTION, OUTPUT_PAUSE, Progress};
+use blockhouse_nbd::handshake::{
+    ExportInfo, ExportLookup, Handshake, MAX_OPTION, OUTPUT_PAUSE, Progress,
+};
 use libfuzzer_sys::fuzz_target;
 
 /// No single answer is longer: the list of our two exports, or a name sent back.

@@ -34,10 +34,13 @@ fuzz_target!(|data: &[u8]| {
 });
 
 async fn look_at(storage: Memory, behind: Memory, access: Access) {
-    let disk = match Disk::open(storage, ImageFormat::Qcow2, Options { access, ..Options::default() }).await {
-        Ok(disk) => disk,
-        Err(error) => return assert_tells_the_place(&error),
-    };
+    let disk =
+        match Disk::open(storage, ImageFormat::Qcow2, Options { access, ..Options::default() })
+            .await
+        {
+            Ok(disk) => disk,
+            Err(error) => return assert_tells_the_place(&error),
+        };
     let is_backed = disk.backing_file().is_some();
     let disk = if is_backed {
         let options = Options { access: Access::ReadOnly, ..Options::default() };
