@@ -17,6 +17,6 @@ pub struct RowResult {
 pub struct StorageResult {
     /// The storage.
     pub storage: Storage,
-    /// In the order of [`ROWS`].
+    /// In the order of [`ROWS`](crate::rows::ROWS).
     pub rows: Vec<RowResult>,
 }

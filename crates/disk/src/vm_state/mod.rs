@@ -127,7 +127,8 @@ impl<'a, S: Storage> VmStateWriter<'a, S> {
     /// Stores what is left and takes a snapshot of the disk with the state, both durable when it returns.
     ///
     /// # Errors
-    /// As [`write`](Self::write) and [`Disk::create_snapshot`]. There is no such snapshot then, and the space
+    /// As [`write`](Self::write) and [`DiskSnapshots::create`](crate::DiskSnapshots::create).
+    /// There is no such snapshot then, and the space
     /// is given back.
     pub async fn finish(&mut self, name: &str) -> Result<Snapshot> {
         self.flush().await?;
