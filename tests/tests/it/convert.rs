@@ -226,7 +226,7 @@ fn compare_tells_what_cannot_be_read() {
     file.write_all_at(&[0xff; 4096], end - (64 << 10)).expect("the damage is done");
     let outcome = command(&["compare", str(&image), raw.str()]);
     assert_eq!(outcome.status.code(), Some(4), "{}", outcome.describe("data that is damaged"));
-    assert!(outcome.stderr.contains("unpack") && outcome.stderr.contains("offset"));
+    assert!(outcome.stderr.contains("decompress") && outcome.stderr.contains("offset"));
 }
 
 #[test]
