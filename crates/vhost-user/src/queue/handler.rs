@@ -1,40 +1,27 @@
 //! Handlers: long-lived tasks of a queue, each of which executes one request at a time.
 
 use std::cell::{Cell, RefCell};
-use std::future::poll_fn;
 use std::rc::Rc;
-use std::task::{Poll, Waker};
+
+use blockhouse_core::sync::LocalCondvar;
 
 /// What the task of a handler waits at.
 #[derive(Default)]
 pub struct Handler {
     is_notified: Cell<bool>,
-    waker: RefCell<Option<Waker>>,
+    notification: LocalCondvar,
 }
 
 impl Handler {
     /// Has the handler try to pop a request.
     pub fn notify(&self) {
         self.is_notified.set(true);
-        if let Some(waker) = &*self.waker.borrow() {
-            waker.wake_by_ref();
-        }
+        self.notification.notify();
     }
 
     /// Waits for the next notification.
     pub async fn notified(&self) {
-        poll_fn(|context| {
-            if self.is_notified.take() {
-                return Poll::Ready(());
-            }
-            let mut waker = self.waker.borrow_mut();
-            match &mut *waker {
-                Some(waker) => waker.clone_from(context.waker()),
-                None => *waker = Some(context.waker().clone()),
-            }
-            Poll::Pending
-        })
-        .await;
+        self.notification.wait_until(|| self.is_notified.take().then_some(())).await;
     }
 }
 
