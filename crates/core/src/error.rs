@@ -56,6 +56,15 @@ pub enum ErrorKind {
 }
 
 impl ErrorKind {
+    /// Whether the host or the image is at fault, so that its operator should hear of it: the other kinds say
+    /// what is wrong with the request.
+    pub fn is_host_failure(self) -> bool {
+        match self {
+            Self::InvalidInput | Self::PastEnd | Self::ReadOnly | Self::Unsupported => false,
+            Self::NoSpace | Self::Locked | Self::Corrupt | Self::Io => true,
+        }
+    }
+
     fn errno(self) -> i32 {
         match self {
             Self::InvalidInput => errno::EINVAL,

@@ -16,16 +16,8 @@ pub struct FailureLog {
 impl FailureLog {
     /// Logs the error of a request to `export`, unless the client caused it.
     pub fn note(&self, export: &str, error: &Error) {
-        match error.kind() {
-            ErrorKind::InvalidInput
-            | ErrorKind::PastEnd
-            | ErrorKind::ReadOnly
-            | ErrorKind::Unsupported => {}
-            ErrorKind::NoSpace | ErrorKind::Locked | ErrorKind::Corrupt | ErrorKind::Io => {
-                if !self.has_logged.replace(true) {
-                    tracing::warn!(export, "a request failed: {error}");
-                }
-            }
+        if error.kind().is_host_failure() && !self.has_logged.replace(true) {
+            tracing::warn!(export, "a request failed: {error}");
         }
     }
 }

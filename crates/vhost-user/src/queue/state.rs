@@ -4,7 +4,7 @@ use std::cell::{Cell, RefCell};
 use std::sync::Arc;
 use std::task::{Context, Waker};
 
-use blockhouse_core::{Durability, Error, ErrorKind, InFlight, Storage, WriteCache, errno};
+use blockhouse_core::{Durability, Error, InFlight, Storage, WriteCache, errno};
 use blockhouse_disk::Disk;
 use blockhouse_engine::PollSource;
 
@@ -208,16 +208,8 @@ impl<S: Storage> Queue<S> {
             tracing::debug!(disk, "no memory is at the addresses of a guest's request: {error}");
             return;
         }
-        match error.kind() {
-            ErrorKind::InvalidInput
-            | ErrorKind::PastEnd
-            | ErrorKind::ReadOnly
-            | ErrorKind::Unsupported => {}
-            ErrorKind::NoSpace | ErrorKind::Locked | ErrorKind::Corrupt | ErrorKind::Io => {
-                if !self.has_logged_failure.replace(true) {
-                    tracing::warn!(disk, "a guest's request failed: {error}");
-                }
-            }
+        if error.kind().is_host_failure() && !self.has_logged_failure.replace(true) {
+            tracing::warn!(disk, "a guest's request failed: {error}");
         }
     }
 }
