@@ -94,7 +94,7 @@ async fn run<S: Storage>(queue: Rc<Queue<S>>) {
             }
         };
         let length = chain.length();
-        kind = serve(&queue, element, &mut chain).await;
+        kind = serve(&queue, element, &mut chain, length).await;
         match kind {
             CompletionKind::Inline => budget.spend(REQUEST_COST + length).await,
             CompletionKind::Async => budget = WorkBudget::new(),
@@ -115,13 +115,14 @@ async fn park<S: Storage>(queue: &Rc<Queue<S>>, handler: &Rc<Handler>, kind: Com
     handler.notified().await;
 }
 
-/// Executes a request and completes it.
+/// Executes a request, whose chain is `length` bytes long, and completes it.
 async fn serve<S: Storage>(
     queue: &Rc<Queue<S>>,
     element: Element,
     chain: &mut Chain,
+    length: u64,
 ) -> CompletionKind {
-    let permit = queue.in_flight.acquire(chain.length());
+    let permit = queue.in_flight.acquire(length);
     let failed = |status| (Outcome { status, written: 0 }, CompletionKind::Inline);
     let (outcome, kind) = match decode(&queue.request_context(), &element.memory, chain) {
         // It was read from memory that has vanished: nothing is executed.

@@ -182,7 +182,7 @@ impl<S: Storage> Queue<S> {
 
     /// Whether the ring, or a request's memory, is not what the driver has stored there.
     pub fn has_lost_memory(&self) -> bool {
-        self.virtqueue.borrow().check_memory().is_err()
+        self.virtqueue.borrow().has_lost_memory()
     }
 
     /// The driver has broken its queue: no more requests are popped.

@@ -101,12 +101,17 @@ impl Virtqueue {
         }
     }
 
+    /// Whether some of the memory that was read so far has vanished.
+    pub fn has_lost_memory(&self) -> bool {
+        self.domain.has_failed()
+    }
+
     /// Checks that all memory that was read so far was there.
     ///
     /// # Errors
     /// When some of it has vanished.
-    pub fn check_memory(&self) -> Result<(), Broken> {
-        if self.domain.has_failed() { Err(Broken::MemoryLost) } else { Ok(()) }
+    fn check_memory(&self) -> Result<(), Broken> {
+        if self.has_lost_memory() { Err(Broken::MemoryLost) } else { Ok(()) }
     }
 
     /// Sets how the driver is notified, and notifies it: the change may have lost a notification.
