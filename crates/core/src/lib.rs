@@ -38,6 +38,7 @@ mod in_flight;
 mod iovector;
 mod request;
 mod shared_copy;
+mod state_memory;
 mod storage;
 pub mod sync;
 mod work_budget;
@@ -50,6 +51,7 @@ pub use in_flight::{InFlight, InFlightLimits, InFlightPermit, ReleaseInFlight};
 pub use iovector::{IoVector, IoVectorList, Segment};
 pub use request::{Fallback, Request, Unmap};
 pub use shared_copy::{copy_from_shared, copy_to_shared, fill_shared};
+pub use state_memory::StateMemory;
 pub use storage::{
     Alignment, Allocation, Capabilities, FuaCost, GroupCommit, Offload, ReadAfterDiscard, Storage,
     WriteCache,

@@ -1,0 +1,68 @@
+//! Memory that outlives the process: where a format keeps its redo log.
+//!
+//! A process that is killed loses no store that it made, because the memory belongs to the host and not to the
+//! process: a file on tmpfs that is mapped shared, for instance. A loss of power, or a restart of the host, voids
+//! it.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+
+/// Memory of 64-bit words that outlives the process which stores them.
+///
+/// Who implements it guarantees:
+///
+/// - A word that [`store`](Self::store) has written is there for the next process, whatever ends this one: SIGKILL,
+///   an abort, no memory left. Nothing needs to be flushed or closed for that.
+/// - Stores of one thread become visible in their order, to other threads and to the next process.
+/// - A word is never torn: a load sees zero, or a value that was stored.
+/// - Neither call blocks, allocates or makes a system call, but for a page that is touched the first time.
+/// - New memory is all zeros, and only one user stores into it at a time. The lock of the image that it belongs to
+///   sees to that.
+///
+/// The memory may be damaged or not what the reader expects: another program had access to the file. So a reader
+/// takes its words for foreign bytes, and checks them.
+pub trait StateMemory: Send + Sync {
+    /// How many words there are. Constant.
+    fn words(&self) -> usize;
+
+    /// Loads a word, before everything that the caller loads later (acquire).
+    ///
+    /// # Panics
+    /// When `index` is not less than [`words`](Self::words).
+    fn load(&self, index: usize) -> u64;
+
+    /// Stores a word, after everything that the caller stored before (release).
+    ///
+    /// # Panics
+    /// When `index` is not less than [`words`](Self::words).
+    fn store(&self, index: usize, value: u64);
+}
+
+/// Words of this process alone. They outlive a disk that is dropped without being closed, which is what tests and
+/// the simulator call a killed process.
+impl StateMemory for Vec<AtomicU64> {
+    fn words(&self) -> usize {
+        self.len()
+    }
+
+    fn load(&self, index: usize) -> u64 {
+        self[index].load(Ordering::Acquire)
+    }
+
+    fn store(&self, index: usize, value: u64) {
+        self[index].store(value, Ordering::Release);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn words_on_the_heap_are_zeros_at_first_and_keep_what_is_stored() {
+        let memory: Vec<AtomicU64> = std::iter::repeat_with(AtomicU64::default).take(3).collect();
+        let memory: &dyn StateMemory = &memory;
+        assert_eq!((memory.words(), memory.load(2)), (3, 0));
+        memory.store(2, u64::MAX);
+        assert_eq!((memory.load(1), memory.load(2)), (0, u64::MAX));
+    }
+}
