@@ -8,17 +8,21 @@ use std::os::unix::process::ExitStatusExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdout, Command, ExitStatus, Stdio};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use rustix::process::{Pid, Resource, Rlimit, Signal, getrlimit, prlimit};
 
-use crate::nbd::Address;
+use crate::nbd::{Address, Client, Framing};
 use crate::{Cache, Engine, Scratch, blockhouse, wait_for_exit};
 
 /// A debug build under strace on a busy machine needs a while.
 const START_LIMIT: Duration = Duration::from_secs(20);
 /// More than the server gives clients for their last replies.
 const STOP_LIMIT: Duration = Duration::from_secs(40);
+/// A good client is served within this time, whatever others do.
+const SERVE_LIMIT: Duration = Duration::from_secs(5);
+/// Bytes: more than a server with a few clients has any reason to hold.
+const MEMORY_LIMIT: u64 = 256 << 20;
 
 /// A command line of `blockhouse serve`.
 pub struct Serve {
@@ -273,6 +277,19 @@ impl Server {
         let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:"));
         let kilobytes = line.and_then(|line| line.trim().strip_suffix(" kB"));
         kilobytes.and_then(|number| number.parse::<u64>().ok()).expect("a size in kB") * 1024
+    }
+
+    /// Asserts that a good client is served, within seconds, and that the server has not grown.
+    #[track_caller]
+    pub fn assert_serves(&self) {
+        let start = Instant::now();
+        let mut client = Client::open_with(&self.address(), Framing::Structured);
+        assert_eq!(client.write(512, &[9; 1024], 0), 0);
+        assert_eq!(client.read(512, 1024), Ok(vec![9; 1024]));
+        client.disconnect();
+        assert!(start.elapsed() < SERVE_LIMIT, "{:?}", start.elapsed());
+        let memory = self.resident_memory();
+        assert!(memory < MEMORY_LIMIT, "{memory} bytes in use");
     }
 
     /// Leaves it with so many descriptors that it may still open.

@@ -11,7 +11,7 @@ pub(crate) struct RequestQueue {
 }
 
 impl RequestQueue {
-    /// The one of_file a file with this status.
+    /// The queue of the device of a file with this status.
     pub(crate) fn of_file(status: &Stat) -> Self {
         let number = match FileType::from_raw_mode(status.st_mode) {
             FileType::BlockDevice => status.st_rdev,
@@ -21,7 +21,7 @@ impl RequestQueue {
         Self { device: format!("/sys/dev/block/{major}:{minor}").into() }
     }
 
-    /// A attribute, without white space around. `None` where the kernel has no such attribute, or the file
+    /// An attribute, without white space around. `None` where the kernel has no such attribute, or the file
     /// system is on no block device that it tells of.
     pub(crate) fn attribute(&self, name: &str) -> Option<String> {
         // A partition has no queue of its own: the disk that it is on stands above it.

@@ -29,7 +29,7 @@ pub enum Operation {
     Read,
     /// Write with no durability asked for.
     Write,
-    /// Write with `NBD_CMD_flag::FUA`.
+    /// Write with `NBD_CMD_FLAG_FUA`.
     DurableWrite,
 }
 
@@ -78,23 +78,29 @@ pub fn disconnect() -> Vec<u8> {
 
 /// The header of a request.
 pub fn header(command: u16, flags: u16, cookie: u64, offset: u64, length: u32) -> Vec<u8> {
-    let mut bytes = REQUEST_MAGIC.to_be_bytes().to_vec();
-    bytes.extend(flags.to_be_bytes());
-    bytes.extend(command.to_be_bytes());
-    bytes.extend(cookie.to_be_bytes());
-    bytes.extend(offset.to_be_bytes());
-    bytes.extend(length.to_be_bytes());
-    bytes
+    header_with(REQUEST_MAGIC, command, flags, cookie, offset, &length.to_be_bytes())
 }
 
 /// The header of a request with extended headers.
 pub fn extended_header(command: u16, flags: u16, cookie: u64, offset: u64, length: u64) -> Vec<u8> {
-    let mut bytes = EXTENDED_REQUEST_MAGIC.to_be_bytes().to_vec();
+    header_with(EXTENDED_REQUEST_MAGIC, command, flags, cookie, offset, &length.to_be_bytes())
+}
+
+/// Both headers: they differ in the magic number and in the size of the length.
+fn header_with(
+    magic: u32,
+    command: u16,
+    flags: u16,
+    cookie: u64,
+    offset: u64,
+    length: &[u8],
+) -> Vec<u8> {
+    let mut bytes = magic.to_be_bytes().to_vec();
     bytes.extend(flags.to_be_bytes());
     bytes.extend(command.to_be_bytes());
     bytes.extend(cookie.to_be_bytes());
     bytes.extend(offset.to_be_bytes());
-    bytes.extend(length.to_be_bytes());
+    bytes.extend(length);
     bytes
 }
 

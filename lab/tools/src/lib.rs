@@ -4,10 +4,12 @@
 //! - [`workspace`]: where the workspace and its build products are
 //! - [`build`]: the binary under test
 //! - [`apt`]: packages of the system
+//! - [`block_device`]: the disk below a folder
 #![forbid(unsafe_code)]
 #![allow(clippy::print_stdout, reason = "a task talks to the person who started it")]
 
 pub mod apt;
+pub mod block_device;
 pub mod build;
 pub mod process;
 pub mod workspace;

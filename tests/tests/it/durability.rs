@@ -1,13 +1,13 @@
 //! What durability costs and what it is worth, seen from outside by strace: FUA is part of the
 //! write, a flush with nothing to flush is free, and a failure is not forgotten.
 
-use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 
 use blockhouse_tests::nbd::{Client, Request, command, errno, flag};
 use blockhouse_tests::{
     Cache, Call, Engine, Scratch, Serve, Server, Trace, need, on_every_engine_and_cache, require,
 };
+use lab_tools::block_device::has_flushes_to_share;
 
 const BLOCK: &[u8] = &[0x5a; 4096];
 /// Everything that changes a file or makes it durable.
@@ -138,19 +138,6 @@ fn flushes_at_the_same_time_share_one_fdatasync() {
     server.stop();
 }
 
-/// Whether the disk below `folder` is not known to make a write durable without a flush.
-fn has_flushes_to_share(folder: &Path) -> bool {
-    let number = std::fs::metadata(folder).expect("it is there").dev();
-    let (major, minor) = (rustix::fs::major(number), rustix::fs::minor(number));
-    let says = |name: &str, value: &str| {
-        // A partition has no queue of its own: the disk that it is on stands above it.
-        let of = |place: &str| format!("/sys/dev/block/{major}:{minor}/{place}/{name}");
-        let found = ["queue", "../queue"].map(|place| std::fs::read_to_string(of(place)));
-        found.into_iter().flatten().any(|text| text.trim() == value)
-    };
-    !says("fua", "1") && !says("write_cache", "write through")
-}
-
 #[test]
 fn durable_writes_without_a_thread_for_each_share_flushes() {
     require!(need::strace());
@@ -173,7 +160,7 @@ fn durable_writes_without_a_thread_for_each_share_flushes() {
     let durable = count(&|call| call.arguments.contains("RWF_DSYNC"));
     let syncs = count(&is_sync);
     assert_eq!(count(&is_write), 64, "{calls:#?}");
-    if has_flushes_to_share(&scratch.path("")) {
+    if has_flushes_to_share(&scratch.path("")).expect("it is there") {
         assert_eq!(durable, 16, "{calls:#?}");
         assert!((1..=16).contains(&syncs), "48 writes share {syncs} flushes: {calls:#?}");
     } else {

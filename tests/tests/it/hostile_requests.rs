@@ -12,8 +12,6 @@ use blockhouse_tests::{
 };
 
 const SIZE: u64 = 64 << 20;
-/// More than a server with a few clients has any reason to hold.
-const MEMORY: u64 = 256 << 20;
 /// The largest payload that is announced.
 const MAX_LENGTH: u64 = 32 << 20;
 
@@ -160,19 +158,6 @@ fn a_silent_tcp_client_is_asked_within_minutes_whether_it_is_there() {
     server.stop();
 }
 
-/// A good client is served, quickly, and the server has not grown.
-#[track_caller]
-fn assert_serves(server: &Server) {
-    let start = Instant::now();
-    let mut client = Client::open(&server.address());
-    assert_eq!(client.write(512, &[9; 1024], 0), 0);
-    assert_eq!(client.read(512, 1024), Ok(vec![9; 1024]));
-    client.disconnect();
-    assert!(start.elapsed() < Duration::from_secs(5), "{:?}", start.elapsed());
-    let memory = server.resident_memory();
-    assert!(memory < MEMORY, "{memory} bytes in use");
-}
-
 fn read(offset: u64, length: u64) -> Request {
     Request { command: command::READ, flags: 0, offset, length }
 }
@@ -189,7 +174,7 @@ fn a_bad_magic_number_ends_the_connection() {
         let mut client = Client::open_with(&server.address(), framing);
         client.socket.write_all(&[0x42; 64]).expect("the server listens");
         assert!(client.is_closed());
-        assert_serves(&server);
+        server.assert_serves();
     }
     server.stop();
 }
@@ -281,7 +266,7 @@ fn a_read_of_4_gib_is_refused_and_the_connection_lives() {
         assert_eq!(client.read(0, MAX_LENGTH).map(|bytes| bytes.len() as u64), Ok(MAX_LENGTH));
         client.disconnect();
     }
-    assert_serves(&server);
+    server.assert_serves();
     server.stop();
 }
 
@@ -304,7 +289,7 @@ fn effects_of_almost_4_gib_need_no_memory() {
     assert_eq!(client.simple(command::WRITE_ZEROES, 0, 8 << 30, 0), 0);
     assert_eq!(client.simple(command::TRIM, 0, 8 << 30, 0), 0);
     client.disconnect();
-    assert_serves(&server);
+    server.assert_serves();
     server.stop();
 }
 
@@ -323,7 +308,7 @@ fn a_write_longer_than_announced_ends_that_connection_only() {
                 break;
             }
         }
-        assert_serves(&server);
+        server.assert_serves();
     }
     server.stop();
     assert_eq!(image.bytes(0, 512), [0; 512], "a part of it was written");
@@ -372,7 +357,7 @@ fn sixty_four_requests_and_a_reset(engine: Engine) {
         }
         reset(client.socket);
     }
-    assert_serves(&server);
+    server.assert_serves();
     server.stop();
 }
 
@@ -384,10 +369,10 @@ fn a_write_whose_payload_never_comes_changes_nothing() {
     for client in &mut clients {
         client.send_with(write(1 << 20, MAX_LENGTH), &[7; 3000]).expect("the head is taken");
     }
-    assert_serves(&server);
+    server.assert_serves();
     // Half of them leave, half are still there when the server stops.
     clients.truncate(20);
-    assert_serves(&server);
+    server.assert_serves();
     let start = Instant::now();
     server.stop();
     assert!(start.elapsed() < Duration::from_secs(30), "{:?}", start.elapsed());
@@ -410,14 +395,14 @@ fn a_client_that_never_reads_is_slowed_down_and_nobody_else(engine: Engine) {
         }
     };
     assert!(slowed, "{sent} requests were taken without an answer being read");
-    assert_serves(&server);
+    server.assert_serves();
     let mut good = Client::open(&server.address());
     for _ in 0..100 {
         assert_eq!(good.read(0, 4096).map(|bytes| bytes.len()), Ok(4096));
     }
     good.disconnect();
     drop(greedy);
-    assert_serves(&server);
+    server.assert_serves();
     server.stop();
 }
 

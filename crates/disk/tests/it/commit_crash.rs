@@ -11,6 +11,8 @@ use blockhouse_disk::{
 use blockhouse_format::qcow2::{self, CreateOptions, Qcow2, Switch, Version};
 use blockhouse_sim::{Config, Report, Rng, Sim, SimDisk, for_seeds};
 
+use crate::common::crash_points::at_every_operation;
+
 fn plain() -> Config {
     Config { alignment: Alignment::BYTE, fua: Fua::Emulated, ..Config::default() }
 }
@@ -126,24 +128,11 @@ fn with_crashes(
     judge: impl Fn(Vec<u8>, Vec<u8>) -> Result<(), String>,
 ) -> Result<Report, String> {
     let task = sim.spawn(work);
-    let mut report = Report::default();
-    let mut last = None;
-    let outcome = loop {
-        if let Some(outcome) = task.output() {
-            break outcome;
-        }
-        if !sim.step() {
-            return Err("it waits for ever".into());
-        }
-        let moment = disks.map(SimDisk::counts);
-        if last.replace(moment) != Some(moment) {
-            report.crashes += 1;
-            judge(disks[0].crash(random), disks[1].crash(random))?;
-        }
-    };
+    let mut crash = || judge(disks[0].crash(random), disks[1].crash(random));
+    let (outcome, crashes) = at_every_operation(sim, &disks, &task, &mut crash)?;
     outcome.map_err(|error| error.to_string())?;
-    judge(disks[0].crash(random), disks[1].crash(random))?;
-    Ok(report)
+    crash()?;
+    Ok(Report { crashes, ..Report::default() })
 }
 
 fn commit(seed: u64) -> Result<Report, String> {

@@ -1,13 +1,16 @@
 //! Crashes at every storage operation of growing and shrinking: the disk has the old or the new size,
 //! what it keeps is unchanged, what it gains reads as zeros, and no image is corrupt.
 
+use std::iter;
 use std::rc::Rc;
-use std::sync::Arc;
 
 use blockhouse_core::{Alignment, Buffer, Durability, Fua, Request, Result};
-use blockhouse_disk::{Access, Disk, ImageFormat, Options};
+use blockhouse_disk::{Disk, Options};
 use blockhouse_format::qcow2::{self, Backing, CreateOptions, DataFile, Qcow2, Switch, Version};
 use blockhouse_sim::{Config, Report, Rng, Sim, SimDisk, for_seeds};
+
+use crate::common::crash_points::at_every_operation;
+use crate::crashed::open;
 
 const BASE: usize = 192 << 10;
 
@@ -43,6 +46,10 @@ impl Files<SimDisk> {
         self.each(|disk| disk.crash(random))
     }
 
+    fn that_crash(&self) -> Vec<&SimDisk> {
+        iter::once(&self.image).chain(&self.data).collect()
+    }
+
     fn each<T>(&self, mut of: impl FnMut(&SimDisk) -> T) -> Files<T> {
         Files {
             image: of(&self.image),
@@ -52,18 +59,8 @@ impl Files<SimDisk> {
     }
 }
 
-async fn open(files: Files<SimDisk>) -> Result<Disk<SimDisk>> {
-    let Files { image, data, base } = files;
-    let disk = Disk::open(image, ImageFormat::Qcow2, Options::default()).await?;
-    let disk = match data {
-        Some(data) => disk.with_data(data)?,
-        None => disk,
-    };
-    let behind = Options { access: Access::ReadOnly, ..Options::default() };
-    Ok(match base {
-        Some(base) => disk.with_backing(Arc::new(Disk::raw(base, behind)?)),
-        None => disk,
-    })
+async fn open_files(files: Files<SimDisk>) -> Result<Disk<SimDisk>> {
+    open(files.image, files.base, files.data, Options::default()).await
 }
 
 async fn write(disk: &Disk<SimDisk>, offset: u64, bytes: &[u8]) -> Result<()> {
@@ -114,7 +111,7 @@ fn recover(files: Files<Vec<u8>>) -> Result<Vec<u8>, String> {
         if report.corruptions > 0 {
             return Err(format!("corrupt: {:?}", report.problems));
         }
-        let disk = open(files).await.map_err(|error| error.to_string())?;
+        let disk = open_files(files).await.map_err(|error| error.to_string())?;
         read(&disk).await.map_err(|error| format!("cannot be read: {error}"))
     })
 }
@@ -148,7 +145,7 @@ fn explore(seed: u64) -> Result<Report, String> {
         .collect();
     let old = sim.block_on(async move {
         qcow2::create_with(&target.image, target.data.as_ref(), &options).await?;
-        let disk = open(target).await?;
+        let disk = open_files(target).await?;
         for (offset, length, byte) in parts {
             let length = length.min((disk.size() - offset) as usize);
             write(&disk, offset, &vec![byte; length]).await?;
@@ -160,7 +157,7 @@ fn explore(seed: u64) -> Result<Report, String> {
     let mut old = old.map_err(|error| error.to_string())?;
     let files = Files::with(&sim, &config, fresh.content());
     let opened = files.clone();
-    let disk = sim.block_on(open(opened));
+    let disk = sim.block_on(open_files(opened));
     let disk = Rc::new(disk.map_err(|error| error.to_string())?);
     let mut report = Report::default();
     for _ in 0..random.usize(1..=3) {
@@ -176,26 +173,16 @@ fn explore(seed: u64) -> Result<Report, String> {
             };
             outcome.map_err(|error| error.to_string())
         });
-        let mut last = None;
-        let outcome = loop {
-            if let Some(outcome) = task.output() {
-                break outcome;
-            }
-            if !sim.step() {
-                return Err("it waits for ever".into());
-            }
-            let moment = files.each(SimDisk::counts);
-            let moment = (moment.image, moment.data);
-            if last.replace(moment) == Some(moment) {
-                continue;
-            }
-            report.crashes += 1;
+        let judge = || {
             let found = recover(files.crash(&mut random))?;
-            if !is_between(&found, &old, &new) {
-                let (old, new, found) = (old.len(), new.len(), found.len());
-                return Err(format!("from {old} to {new} bytes, a crash left {found} other ones"));
+            if is_between(&found, &old, &new) {
+                return Ok(());
             }
+            let (old, new, found) = (old.len(), new.len(), found.len());
+            Err(format!("from {old} to {new} bytes, a crash left {found} other ones"))
         };
+        let (outcome, crashes) = at_every_operation(&sim, &files.that_crash(), &task, judge)?;
+        report.crashes += crashes;
         outcome?;
         let found = recover(files.crash(&mut random))?;
         if found != new {
@@ -208,18 +195,16 @@ fn explore(seed: u64) -> Result<Report, String> {
     }
     let closed = Rc::clone(&disk);
     let closed = sim.spawn(async move { closed.close().await.map_err(|error| error.to_string()) });
-    let mut last = None;
-    while sim.step() {
-        let moment = files.each(SimDisk::counts);
-        let moment = (moment.image, moment.data);
-        if last.replace(moment) != Some(moment) {
-            report.crashes += 1;
-            if recover(files.crash(&mut random))? != old {
-                return Err("a crash while it was closed left another disk".into());
-            }
-        }
+    let judge = || match recover(files.crash(&mut random))? {
+        found if found == old => Ok(()),
+        _ => Err("a crash while it was closed left another disk".to_owned()),
+    };
+    let (outcome, crashes) = at_every_operation(&sim, &files.that_crash(), &closed, judge)?;
+    outcome?;
+    report.crashes += crashes;
+    if sim.step() {
+        return Err("closing has left something to do".into());
     }
-    closed.output().ok_or("closing waits for ever")??;
     let checked = files.image.clone();
     let left = sim.block_on(async move {
         let image = Qcow2::open(checked, qcow2::OpenOptions::default()).await?;

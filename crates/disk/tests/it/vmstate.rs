@@ -10,6 +10,7 @@ use blockhouse_disk::{Compression, Disk, ImageFormat, Options, VmStateReader, Vm
 use blockhouse_format::qcow2::{self, Backing, CheckReport, CreateOptions, Qcow2, Switch, Version};
 use blockhouse_sim::{Config, Fault, OperationKind, Report, Rng, Sim, SimDisk, for_seeds};
 
+use crate::common::crash_points::at_every_operation;
 use crate::qemu;
 
 const MIB: u64 = 1 << 20;
@@ -259,13 +260,8 @@ fn a_crash_leaves_the_whole_state_or_no_snapshot() {
             store_some(&disk, compression, &mut model, &mut run).await.expect("no faults");
             model
         });
-        let mut last = None;
         let mut images = Vec::new();
-        while sim.step() {
-            let moment = storage.counts();
-            if last.replace(moment) == Some(moment) {
-                continue;
-            }
+        let (model, _) = at_every_operation(&sim, &[&storage], &storing, || {
             let left = storage.crash(&mut random);
             let (report, names) = check(left.clone());
             if report.corruptions > 0 {
@@ -274,8 +270,8 @@ fn a_crash_leaves_the_whole_state_or_no_snapshot() {
             if !names.is_empty() {
                 images.push(left);
             }
-        }
-        let model = storing.output().ok_or("it waits for ever")?;
+            Ok(())
+        })?;
         for left in images {
             let sim = Sim::new(0);
             let disk = SimDisk::new(&sim, plain(), left);

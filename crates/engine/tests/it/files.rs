@@ -1,6 +1,5 @@
 //! Host files behave the same on every engine, with and without the page cache.
 
-use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 
 use blockhouse_core::{
@@ -8,6 +7,7 @@ use blockhouse_core::{
     ReadAfterDiscard, Storage, SyncMode, Unmap, errno,
 };
 use blockhouse_engine::{Engine, HostFile, OpenMode, PageCache};
+use lab_tools::block_device::has_flushes_to_share;
 
 use crate::common::memory::Memory;
 use crate::common::on_every_engine;
@@ -59,24 +59,11 @@ fn what_was_written_is_read() {
     });
 }
 
-/// Whether the disk below `folder` is not known to make a write durable without a flush.
-fn has_flushes_to_share(folder: &Path) -> bool {
-    let number = std::fs::metadata(folder).unwrap().dev();
-    let (major, minor) = (rustix::fs::major(number), rustix::fs::minor(number));
-    let says = |name: &str, value: &str| {
-        // A partition has no queue of its own: the disk that it is on stands above it.
-        let of = |place: &str| format!("/sys/dev/block/{major}:{minor}/{place}/{name}");
-        let found = ["queue", "../queue"].map(|place| std::fs::read_to_string(of(place)));
-        found.into_iter().flatten().any(|text| text.trim() == value)
-    };
-    !says("fua", "1") && !says("write_cache", "write through")
-}
-
 /// One file for all loops, whoever opened it: what is cheap is a matter of the loop that asks.
 #[test]
 fn durable_writes_are_grouped_where_the_engine_of_the_loop_has_fewer_under_way() {
     let folder = folder();
-    let own_disk = match has_flushes_to_share(folder.path()) {
+    let own_disk = match has_flushes_to_share(folder.path()).unwrap() {
         true => FuaCost::ExtraFlush,
         false => FuaCost::NoFlush,
     };

@@ -1,5 +1,7 @@
 //! A disk over a simulated storage, for tests that say what happens when.
 
+pub mod crash_points;
+
 use std::rc::Rc;
 use std::time::Duration;
 

@@ -1,4 +1,4 @@
-//! qcow2 images that crash: what is explored, and how what a crash = ImageState=state == ImageStatebehind is judged.
+//! qcow2 images that crash: what is explored, and how the image that a crash leaves is judged.
 //!
 //! Every image is opened again, checked by our own check and read. Of some, `qemu-img` has to find the
 //! same: no error (no leak either after an orderly close), and the same bytes.
@@ -26,7 +26,7 @@ pub enum Kind {
     Old,
     /// Refcounts are written late.
     Lazy,
-    /// What the guest had at the beginning is in another image behind.
+    /// What the guest had at the beginning is in a backing file.
     Backed,
     /// The same in an old image, which cannot say zero.
     OldBacked,
@@ -64,7 +64,8 @@ fn plain_config() -> Config {
     Config { alignment: Alignment::BYTE, fua: Fua::Emulated, ..Config::default() }
 }
 
-async fn open<S: Storage>(
+/// Opens a qcow2 image, with its backing file and its data file where it has them.
+pub async fn open<S: Storage>(
     storage: S,
     base: Option<S>,
     data: Option<S>,
@@ -75,9 +76,9 @@ async fn open<S: Storage>(
         Some(data) => disk.with_data(data)?,
         None => disk,
     };
-    let behind = Options { access: Access::ReadOnly, ..Options::default() };
+    let read_only = Options { access: Access::ReadOnly, ..Options::default() };
     Ok(match base {
-        Some(base) => disk.with_backing(Arc::new(Disk::raw(base, behind)?)),
+        Some(base) => disk.with_backing(Arc::new(Disk::raw(base, read_only)?)),
         None => disk,
     })
 }
@@ -209,7 +210,7 @@ async fn read_all(disk: &Disk<SimDisk>) -> std::result::Result<Vec<u8>, String> 
     Ok(buffer.bytes().to_vec())
 }
 
-/// Writes to what was = ImageState=state == ImageStatebehind: it has to be as good as any other image.
+/// Writes to the image that was left: it has to be as good as any other image.
 async fn go_on(disk: Disk<SimDisk>, number: u64) -> std::result::Result<(), String> {
     let mut expected = read_all(&disk).await?;
     let offset = number % disk.size();
