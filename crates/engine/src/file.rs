@@ -3,6 +3,7 @@
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
 use std::path::Path;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use rustix::fs::{Mode, OFlags};
 use rustix::io::Errno;
@@ -24,6 +25,8 @@ pub(crate) struct File {
     pub(crate) registrations: Registrations<FileId>,
     /// Which completions can be polled for.
     pub(crate) pollable: Pollable,
+    /// Whether its locks are given back when it is dropped, or belong to another process as well.
+    releases_locks: AtomicBool,
 }
 
 /// Where the bytes are.
@@ -51,7 +54,22 @@ impl File {
             Caching::Direct => Pollable::find(&descriptor),
             Caching::PageCache => Pollable::none(),
         };
-        Self { descriptor, medium, caching, detached_syncs, registrations, pollable }
+        let releases_locks = AtomicBool::new(true);
+        Self {
+            descriptor,
+            medium,
+            caching,
+            detached_syncs,
+            registrations,
+            pollable,
+            releases_locks,
+        }
+    }
+
+    /// Says whether the file's locks are given back when it is dropped. They belong to the open file
+    /// description, which another process may have, too.
+    pub(crate) fn set_releases_locks(&self, releases: bool) {
+        self.releases_locks.store(releases, Ordering::Release);
     }
 
     /// The same file opened once more, through the page cache. `path` is where it was opened.
@@ -66,10 +84,21 @@ impl File {
             Err(Errno::NOENT | Errno::NOTDIR) => self.reopen_at(path, flags)?,
             opened => opened?,
         };
-        let detached_syncs = Arc::clone(&self.detached_syncs);
-        let (medium, caching) = (self.medium, Caching::PageCache);
-        let (registrations, pollable) = (Registrations::new(FileId::take()), Pollable::none());
-        Ok(Self { descriptor, medium, caching, detached_syncs, registrations, pollable })
+        Ok(self.through_page_cache(descriptor))
+    }
+
+    /// The same file, which is open a second time by `descriptor`, through the page cache.
+    pub(crate) fn through_page_cache(&self, descriptor: OwnedFd) -> Self {
+        Self {
+            descriptor,
+            medium: self.medium,
+            caching: Caching::PageCache,
+            detached_syncs: Arc::clone(&self.detached_syncs),
+            registrations: Registrations::new(FileId::take()),
+            pollable: Pollable::none(),
+            // Locks are taken by the first one.
+            releases_locks: AtomicBool::new(false),
+        }
     }
 
     /// Opens the path and makes sure that this file is there.
@@ -101,8 +130,10 @@ impl Drop for File {
     /// A ring may keep the file open for a moment more, in a slot or for an operation that is over, and its
     /// locks with it.
     fn drop(&mut self) {
-        // A file system without locks refuses, and then there is none.
-        let _ = byte_lock::release_all(self.descriptor.as_fd());
+        if *self.releases_locks.get_mut() {
+            // A file system without locks refuses, and then there is none.
+            let _ = byte_lock::release_all(self.descriptor.as_fd());
+        }
     }
 }
 

@@ -89,14 +89,14 @@ pub use fixed_files::FixedFiles;
 pub use guest_memory::{
     GuestMemory, GuestRange, GuestRegion, MemoryKind, SharedMemory, VolatileSlice,
 };
-pub use host_file::{HostFile, OpenMode, PageCache};
+pub use host_file::{HostFile, OpenFiles, OpenMode, PageCache};
 pub use io_poll::{IoPoll, check_io_poll};
 pub use loop_thread::LoopThread;
 pub use mapping::{Fault, FaultDomain};
 pub use probe::FileKind;
 pub use registered_buffer_count::count_registered_buffers;
 pub use sleep::{Sleep, sleep};
-pub use socket::{Listener, Stream};
+pub use socket::{Listener, Stream, is_stopped};
 pub use socket_option::{peer_process, unsent_bytes};
 pub use spawn::{Task, spawn, spawn_detached};
 pub use wait_released::wait_until_released;

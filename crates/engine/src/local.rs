@@ -175,6 +175,13 @@ impl Local {
         }
     }
 
+    /// Asks the operation of a future that waits for it to stop if it may wait without bound. It may have completed.
+    pub(crate) fn stop(&self, token: Token) {
+        if self.operations.borrow().is_in_flight(token) {
+            self.cancel(token);
+        }
+    }
+
     fn complete(&self, token: Token, result: i32) {
         let mut operations = self.operations.borrow_mut();
         self.note_event(EventSource::of(operations.operation(token), Phase::Completed));

@@ -272,6 +272,11 @@ impl OperationTable {
         (operation, self.waiting.wake_next())
     }
 
+    /// Whether the kernel has the operation in this slot.
+    pub(crate) fn is_in_flight(&self, token: Token) -> bool {
+        matches!(self.slots[token.index()].state, State::InFlight(_) | State::Detached)
+    }
+
     /// The operations that the kernel has.
     pub(crate) fn in_flight(&self) -> impl Iterator<Item = Token> {
         let runs = |slot: &Slot| matches!(slot.state, State::InFlight(_) | State::Detached);

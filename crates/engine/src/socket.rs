@@ -3,15 +3,17 @@
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, FromRawFd, OwnedFd};
 use std::sync::Arc;
+use std::task::Context;
 use std::time::Duration;
 
 use blockhouse_core::IoVectorList;
 use rustix::event::{PollFd, PollFlags, Timespec};
+use rustix::io::Errno;
 
 use crate::descriptors::{ShortageLog, is_shortage};
 use crate::operation::{Message, Operation};
 use crate::sleep::sleep;
-use crate::submit::submit;
+use crate::submit::{submit, submit_until};
 use crate::system_call::try_socket;
 
 /// A connected socket. Clones are the same connection. It may move to another loop as long as no
@@ -36,6 +38,19 @@ impl Stream {
     pub async fn receive(&self, into: IoVectorList) -> (io::Result<usize>, IoVectorList) {
         let message = Message { socket: Arc::clone(&self.0), list: into };
         let (result, operation) = submit(Operation::Receive(message)).await;
+        (result.map_err(Into::into), list_of(operation))
+    }
+
+    /// As [`receive`](Self::receive), until `is_stopped` says so, which registers the task to be woken otherwise.
+    /// Stopped, the receive ends soon: with the bytes that the kernel has taken out of the socket, or with an error
+    /// that [`is_stopped`] tells if there are none. No byte is lost.
+    pub async fn receive_until(
+        &self,
+        into: IoVectorList,
+        is_stopped: impl FnMut(&Context<'_>) -> bool,
+    ) -> (io::Result<usize>, IoVectorList) {
+        let message = Message { socket: Arc::clone(&self.0), list: into };
+        let (result, operation) = submit_until(Operation::Receive(message), is_stopped).await;
         (result.map_err(Into::into), list_of(operation))
     }
 
@@ -89,6 +104,11 @@ impl AsFd for Stream {
     }
 }
 
+/// Whether an operation that was to stop has ended without having done anything.
+pub fn is_stopped(error: &io::Error) -> bool {
+    Errno::from_io_error(error) == Some(Errno::CANCELED)
+}
+
 /// How long a listener leaves the kernel alone after descriptors or memory ran out.
 const SHORTAGE_PAUSE: Duration = Duration::from_millis(100);
 
@@ -118,9 +138,22 @@ impl Listener {
     /// The kernel's (`accept4(2)`): some, like ECONNABORTED, are about one connection only, and the next
     /// call may succeed.
     pub async fn accept(&self) -> io::Result<Stream> {
+        self.accept_until(|_| false).await
+    }
+
+    /// As [`accept`](Self::accept), until `is_stopped` says so, which registers the task to be woken otherwise.
+    /// Stopped, it ends soon: with a connection that was accepted in that moment, or with an error that
+    /// [`is_stopped`] tells. No connection is lost.
+    ///
+    /// # Errors
+    /// As [`accept`](Self::accept).
+    pub async fn accept_until(
+        &self,
+        mut is_stopped: impl FnMut(&Context<'_>) -> bool,
+    ) -> io::Result<Stream> {
         loop {
             let operation = Operation::Accept { socket: Arc::clone(&self.socket) };
-            match submit(operation).await.0 {
+            match submit_until(operation, &mut is_stopped).await.0 {
                 Ok(descriptor) => {
                     // SAFETY: the kernel has just made this descriptor for us, and this is its only owner.
                     let socket = unsafe { OwnedFd::from_raw_fd(descriptor as i32) };

@@ -1,6 +1,6 @@
 //! The future of one operation.
 
-use std::future::Future;
+use std::future::{Future, poll_fn};
 use std::pin::Pin;
 use std::rc::Rc;
 use std::task::{Context, Poll, Waker};
@@ -74,6 +74,17 @@ impl Submit {
         }
     }
 
+    /// Asks the operation to stop, if it was started.
+    fn stop(&self) -> bool {
+        match &self.stage {
+            Stage::InFlight(local, token) => {
+                local.stop(*token);
+                true
+            }
+            Stage::New | Stage::Waiting(..) | Stage::Over => false,
+        }
+    }
+
     fn start(
         &mut self,
         local: &Rc<Local>,
@@ -96,6 +107,27 @@ impl Drop for Submit {
             Stage::New | Stage::Over => {}
         }
     }
+}
+
+/// As [`submit`], for an operation that may wait without bound; it is asked to stop when `is_stopped` says so, which
+/// registers the task to be woken otherwise. It completes all the same: with what it has done by then, or with
+/// ECANCELED if that is nothing. So nothing that the kernel has taken in is lost.
+pub(crate) async fn submit_until(
+    operation: Operation,
+    mut is_stopped: impl FnMut(&Context<'_>) -> bool,
+) -> (Result<usize, Errno>, Operation) {
+    let mut submit = submit(operation);
+    let mut was_asked = false;
+    poll_fn(move |context| {
+        let is_stopped = !was_asked && is_stopped(context);
+        let poll = Pin::new(&mut submit).poll(context);
+        if is_stopped && poll.is_pending() {
+            // One that waits for its start is polled again, and asked then.
+            was_asked = submit.stop();
+        }
+        poll
+    })
+    .await
 }
 
 /// The kernel's way to say a count or an errno in one number.

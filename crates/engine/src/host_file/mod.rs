@@ -8,6 +8,7 @@
 //! (`capabilities`) is told for the engine of the loop that asks.
 
 mod open;
+mod open_files;
 
 use std::fmt;
 use std::sync::Arc;
@@ -29,6 +30,7 @@ use crate::submit::submit;
 use crate::thread_pool::{MAX_THREADS, blocking};
 
 pub use open::{OpenMode, PageCache};
+pub use open_files::OpenFiles;
 
 /// `BLKDISCARD` from `<linux/fs.h>`.
 const BLKDISCARD: libc::Ioctl = 0x1277;

@@ -9,7 +9,7 @@ use blockhouse_core::{Buffer, Error, ErrorKind, Fua, Offload, Result};
 use rustix::fs::{Mode, OFlags};
 use rustix::io::Errno;
 
-use super::{HostFile, Unsupported};
+use super::{HostFile, OpenFiles, Unsupported};
 use crate::descriptors::DESCRIPTORS_HINT;
 use crate::file::{Caching, File, Medium};
 use crate::io_poll::{IoPoll, check_io_poll};
@@ -25,6 +25,15 @@ pub enum OpenMode {
     ReadWrite,
 }
 
+impl OpenMode {
+    fn flags(self) -> OFlags {
+        match self {
+            Self::ReadOnly => OFlags::RDONLY,
+            Self::ReadWrite => OFlags::RDWR,
+        }
+    }
+}
+
 /// Whether the host's page cache is used.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum PageCache {
@@ -32,6 +41,22 @@ pub enum PageCache {
     Used,
     /// `O_DIRECT`: around it.
     Bypassed,
+}
+
+impl PageCache {
+    fn caching(self) -> Caching {
+        match self {
+            Self::Used => Caching::PageCache,
+            Self::Bypassed => Caching::Direct,
+        }
+    }
+}
+
+/// What of a file is open a second time already.
+#[derive(Default)]
+struct Reopened {
+    tail: Option<OwnedFd>,
+    flushed: Option<OwnedFd>,
 }
 
 /// How much is read to find out what the kernel takes: one block of any device.
@@ -78,14 +103,12 @@ impl HostFile {
     pub fn open(path: &Path, access: OpenMode, cache: PageCache) -> Result<Self> {
         let name = path.display().to_string();
         let failed = |error: Errno| Error::host("cannot open", error.into()).on(&name);
-        let (direct, caching) = match cache {
-            PageCache::Used => (OFlags::empty(), Caching::PageCache),
-            PageCache::Bypassed => (OFlags::DIRECT, Caching::Direct),
+        let caching = cache.caching();
+        let direct = match caching {
+            Caching::PageCache => OFlags::empty(),
+            Caching::Direct => OFlags::DIRECT,
         };
-        let mode = match access {
-            OpenMode::ReadOnly => OFlags::RDONLY,
-            OpenMode::ReadWrite => OFlags::RDWR,
-        };
+        let mode = access.flags();
         // Opening a pipe for reading would wait for a writer.
         let flags = mode | direct | OFlags::CLOEXEC | OFlags::NONBLOCK;
         let descriptor = rustix::fs::open(path, flags, Mode::empty()).map_err(|error| {
@@ -104,10 +127,30 @@ impl HostFile {
         if caching == Caching::Direct {
             tell_if_not_pollable(path);
         }
-        Self::examine(file, path, mode)
+        Self::examine(file, path, mode, Reopened::default())
     }
 
-    fn examine(file: File, path: &Path, access: OFlags) -> Result<Self> {
+    /// As [`open`](Self::open), for a file that another process has opened so, and for the same ways to it.
+    ///
+    /// The locks that it holds belong to both processes. They stay when the value is dropped, until
+    /// [`own_locks`](Self::own_locks).
+    ///
+    /// # Errors
+    /// The kernel's; ENOMEM where descriptors run out.
+    pub fn adopt(
+        path: &Path,
+        files: OpenFiles<OwnedFd>,
+        access: OpenMode,
+        cache: PageCache,
+    ) -> Result<Self> {
+        let OpenFiles { file, tail, flushed } = files;
+        let medium = probe::medium(&file);
+        let file = File::new(file, medium, cache.caching());
+        file.set_releases_locks(false);
+        Self::examine(file, path, access.flags(), Reopened { tail, flushed })
+    }
+
+    fn examine(file: File, path: &Path, access: OFlags, reopened: Reopened) -> Result<Self> {
         let name = path.display().to_string();
         let failed = |error: std::io::Error| Error::host("cannot examine", error).on(&name);
         let kind = probe::kind(&file).map_err(failed)?.ok_or_else(|| no_disk(&name))?;
@@ -123,7 +166,10 @@ impl HostFile {
         let device = probe::device(&file, kind).map_err(failed)?;
         let tail = match kind {
             FileKind::Regular if alignment.offset > 1 => {
-                let tail = file.reopen_cached(access, path);
+                let tail = match reopened.tail {
+                    Some(descriptor) => Ok(file.through_page_cache(descriptor)),
+                    None => file.reopen_cached(access, path),
+                };
                 let tail = tail.map_err(|error| {
                     Error::host("cannot open it a second time", error.into()).on(&name)
                 })?;
@@ -142,7 +188,7 @@ impl HostFile {
         let (file, size) = (Arc::new(file), size.into());
         let flushed = match &tail {
             Some(tail) => Arc::clone(tail),
-            None => open_for_flushes(&file, access, path),
+            None => open_for_flushes(&file, access, path, reopened.flushed),
         };
         let probe::Device { fua_cost, write_cache, .. } = device;
         Ok(Self {
@@ -162,7 +208,15 @@ impl HostFile {
 
 /// The open file that is flushed: one that no durable write goes by, where the page cache may hold what
 /// was written. If it cannot be opened once more, then the same one serves for both.
-fn open_for_flushes(file: &Arc<File>, access: OFlags, path: &Path) -> Arc<File> {
+fn open_for_flushes(
+    file: &Arc<File>,
+    access: OFlags,
+    path: &Path,
+    reopened: Option<OwnedFd>,
+) -> Arc<File> {
+    if let Some(descriptor) = reopened {
+        return Arc::new(file.through_page_cache(descriptor));
+    }
     let may_hold_writes = file.caching == Caching::PageCache
         && file.medium == Medium::Device
         && access == OFlags::RDWR;

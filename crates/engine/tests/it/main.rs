@@ -10,4 +10,5 @@ mod loops;
 mod registered_memory;
 mod shared_file;
 mod sockets;
+mod stopping;
 mod watches;

@@ -1,0 +1,43 @@
+//! The open files of a [`HostFile`], on their way to another process.
+//!
+//! Guarantee: the process that adopts them has the same open file descriptions. Byte locks are not released for a
+//! moment, and a failure to write back that no flush has reported yet is reported to the next one
+//! (`errseq_t`), whichever of the two processes issues it.
+
+use std::os::fd::{AsFd, BorrowedFd};
+use std::sync::Arc;
+
+use super::HostFile;
+
+/// What a [`HostFile`] has open: one to three open files.
+#[derive(Debug)]
+pub struct OpenFiles<F> {
+    /// The file, which holds the locks.
+    pub file: F,
+    /// The same file through the page cache, for the last partial block, if it has one.
+    pub tail: Option<F>,
+    /// The open file that is flushed, where that is neither of the two.
+    pub flushed: Option<F>,
+}
+
+impl HostFile {
+    /// The open files, for [`adopt`](Self::adopt) in another process.
+    pub fn open_files(&self) -> OpenFiles<BorrowedFd<'_>> {
+        let is_other = |file: &&_| !Arc::ptr_eq(file, &self.flushed);
+        let flushed = [Some(&self.file), self.tail.as_ref()]
+            .into_iter()
+            .flatten()
+            .all(|file| is_other(&file))
+            .then(|| self.flushed.as_fd());
+        OpenFiles {
+            file: self.file.as_fd(),
+            tail: self.tail.as_ref().map(|tail| tail.as_fd()),
+            flushed,
+        }
+    }
+
+    /// The locks are this process's alone from now on: they are given back when the value is dropped.
+    pub fn own_locks(&self) {
+        self.file.set_releases_locks(true);
+    }
+}
