@@ -1,9 +1,10 @@
 //! A disk that lives in memory and virtual time.
 //!
 //! Guarantees: those of [`Storage`] and no more. Operations end in any order. A crash keeps any part of
-//! what is not stable. A discarded range holds anything, unless the configuration says zeros. What a
+//! what is not stable. The death of the process keeps all that has ended, and any part of what is in flight. A discarded range holds anything, unless the configuration says zeros. What a
 //! failed flush covered counts as clean. A misaligned operation, which a caller must not start, panics.
 
+use std::future;
 use std::io;
 use std::sync::Arc;
 
@@ -16,7 +17,8 @@ use parking_lot::Mutex;
 
 use crate::clock::Oneshot;
 use crate::faults::Failure;
-use crate::media::SECTOR;
+use crate::media::{Media, SECTOR};
+use crate::process::Process;
 use crate::state::State;
 use crate::{Clock, Config, Fault, Operation, Sim, Support};
 
@@ -26,6 +28,7 @@ pub struct SimDisk(Arc<Shared>);
 
 struct Shared {
     clock: Clock,
+    process: Process,
     alignment: Alignment,
     fua: Fua,
     state: Mutex<State>,
@@ -34,11 +37,16 @@ struct Shared {
 impl SimDisk {
     /// A disk with `content`, all of it stable, in the simulation `sim`.
     pub fn new(sim: &Sim, config: Config, content: Vec<u8>) -> Self {
+        Self::with(sim, State::new(config, Media::new(content), sim.fork_prng()))
+    }
+
+    fn with(sim: &Sim, state: State) -> Self {
         Self(Arc::new(Shared {
             clock: sim.clock().clone(),
-            alignment: config.alignment,
-            fua: config.fua,
-            state: Mutex::new(State::new(config, content, sim.fork_prng())),
+            process: sim.process().clone(),
+            alignment: state.config.alignment,
+            fua: state.config.fua,
+            state: Mutex::new(state),
         }))
     }
 
@@ -68,6 +76,22 @@ impl SimDisk {
         self.0.state.lock().crash(random)
     }
 
+    /// The disk as the process of the simulation `next` finds it after a loss of power at this moment, by
+    /// `random`; without reasons to fail. This one goes on.
+    #[must_use]
+    pub fn after_power_loss(&self, next: &Sim, random: &mut Rng) -> Self {
+        let image = self.crash(random);
+        Self::new(next, self.0.state.lock().config.clone(), image)
+    }
+
+    /// The disk as the process of the simulation `next` finds it when this one dies at this moment: all that has
+    /// ended is there, though not stable, and of what is in flight any part, by `random`; without reasons
+    /// to fail. This one goes on.
+    #[must_use]
+    pub fn after_death(&self, next: &Sim, random: &mut Rng) -> Self {
+        Self::with(next, self.0.state.lock().after_death(random))
+    }
+
     /// What a read of everything would see now.
     pub fn content(&self) -> Vec<u8> {
         let state = self.0.state.lock();
@@ -78,6 +102,9 @@ impl SimDisk {
 
     /// Starts an operation and waits for its end.
     async fn operate(&self, operation: Operation, vector: Option<IoVector>) -> Result<()> {
+        if !self.0.process.step() {
+            return future::pending().await;
+        }
         let (id, outcome) = self.start(operation, vector);
         let guard = OperationGuard { disk: self, id };
         let failure = outcome.wait().await;
@@ -106,6 +133,9 @@ impl SimDisk {
         let (id, outcome, delay) = self.0.state.lock().start(operation, vector);
         let disk = self.clone();
         self.0.clock.schedule(delay, move || {
+            if !disk.0.process.step() {
+                return;
+            }
             let completion = disk.0.state.lock().end(id);
             completion.notify();
         });

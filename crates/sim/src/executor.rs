@@ -18,13 +18,16 @@ use parking_lot::Mutex;
 use slab::Slab;
 
 use crate::clock::{Clock, Oneshot};
+use crate::process::Process;
 
-/// One simulation: its tasks, its clock, its PRNG. Clones are the same simulation.
+/// One simulation: its tasks, its clock, its PRNG. It stands for one process, which may die. Clones are the same
+/// simulation.
 #[derive(Clone)]
 pub struct Sim(Rc<Inner>);
 
 struct Inner {
     clock: Clock,
+    process: Process,
     random: RefCell<Rng>,
     tasks: RefCell<Slab<TaskState>>,
     ready: ReadyList,
@@ -60,6 +63,7 @@ impl Sim {
         let mut random = Rng::with_seed(seed);
         Self(Rc::new(Inner {
             clock: Clock::new(random.fork()),
+            process: Process::new(),
             random: RefCell::new(random),
             tasks: RefCell::default(),
             ready: ReadyList::default(),
@@ -69,6 +73,40 @@ impl Sim {
     /// The simulation's clock.
     pub fn clock(&self) -> &Clock {
         &self.0.clock
+    }
+
+    pub(crate) fn process(&self) -> &Process {
+        &self.0.process
+    }
+
+    /// The process dies instead of making its step of this number, counted from 0: starting or ending a
+    /// storage operation, or storing a word into [`SimMemory`](crate::SimMemory). Nothing happens in the
+    /// simulation from then on.
+    pub fn kill_at(&self, step: u64) {
+        self.0.process.kill_at(step);
+    }
+
+    /// The process dies now.
+    pub fn kill(&self) {
+        self.0.process.kill_at(0);
+    }
+
+    /// Whether the process is dead. What its tasks answered in the turn in which it died was not answered.
+    pub fn is_dead(&self) -> bool {
+        self.0.process.is_dead()
+    }
+
+    /// How many steps the process has made.
+    pub fn steps(&self) -> u64 {
+        self.0.process.steps()
+    }
+
+    /// Drops the futures of all tasks: the memory of a process that has ended. They may hold the simulation
+    /// itself, which would never be freed otherwise.
+    pub fn drop_tasks(&self) {
+        let tasks = self.0.tasks.take();
+        // Dropping a future runs code that may spawn or wake: not while the tasks are borrowed.
+        drop(tasks);
     }
 
     /// A PRNG for a part of the simulation, so that its choices do not change those of other parts.
@@ -96,8 +134,11 @@ impl Sim {
         Task { sim: self.clone(), waker, output }
     }
 
-    /// Polls one ready task or lets the next event happen; `false` when there is neither.
+    /// Polls one ready task or lets the next event happen; `false` when there is neither, or the process is dead.
     pub fn step(&self) -> bool {
+        if self.is_dead() {
+            return false;
+        }
         let waker = {
             let mut ready = self.0.ready.lock();
             let mut random = self.0.random.borrow_mut();

@@ -9,7 +9,13 @@ use blockhouse_core::{ByteRange, Durability, ErrorKind, Request, Result};
 #[derive(Default)]
 pub(crate) struct History(Vec<Entry>);
 
-struct Entry {
+enum Entry {
+    Request(RequestEntry),
+    /// Another thing that happened to all of them.
+    Event(Duration, String),
+}
+
+struct RequestEntry {
     verb: &'static str,
     range: Option<ByteRange>,
     durability: Durability,
@@ -35,6 +41,16 @@ impl History {
         self.begun(now, "grow to", ByteRange::new(0, size), Durability::Full)
     }
 
+    /// Maintenance of the image begins; the answer is its number.
+    pub(crate) fn asked_to_maintain(&mut self, now: Duration) -> usize {
+        self.begun(now, "maintain", None, Durability::None)
+    }
+
+    /// Something happened to all requests.
+    pub(crate) fn note(&mut self, now: Duration, event: impl Into<String>) {
+        self.0.push(Entry::Event(now, event.into()));
+    }
+
     fn begun(
         &mut self,
         now: Duration,
@@ -42,7 +58,8 @@ impl History {
         range: Option<ByteRange>,
         durability: Durability,
     ) -> usize {
-        self.0.push(Entry { verb, range, durability, begun: now, ended: None });
+        let entry = RequestEntry { verb, range, durability, begun: now, ended: None };
+        self.0.push(Entry::Request(entry));
         self.0.len() - 1
     }
 
@@ -53,13 +70,22 @@ impl History {
             Some(Err(error)) => Outcome::Failed(error.kind()),
             None => Outcome::Cancelled,
         };
-        self.0[number].ended = Some((now, outcome));
+        if let Entry::Request(entry) = &mut self.0[number] {
+            entry.ended = Some((now, outcome));
+        }
     }
 }
 
 impl fmt::Display for History {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         for entry in &self.0 {
+            let entry = match entry {
+                Entry::Request(entry) => entry,
+                Entry::Event(at, event) => {
+                    writeln!(f, "  {at:?}: {event}")?;
+                    continue;
+                }
+            };
             write!(f, "  {:?}: {}", entry.begun, entry.verb)?;
             if let Some(range) = entry.range {
                 write!(f, " {range}")?;

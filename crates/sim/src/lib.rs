@@ -26,22 +26,31 @@ mod disk;
 mod executor;
 mod explore;
 mod faults;
+mod guests;
 mod history;
 mod media;
+mod memory;
 mod model;
 mod operation;
+mod process;
+mod report;
+mod restarts;
 mod seeds;
 mod state;
+mod system;
+mod workload;
 
 pub use clock::Clock;
 pub use config::{Config, Latency, Size, Support};
 pub use disk::SimDisk;
 pub use executor::{Sim, Task};
-pub use explore::{
-    Cancellation, Devices, Faults, Growth, ImageState, Report, SystemUnderTest, Workload, explore,
-    explore_image,
-};
+pub use explore::{explore, explore_image};
 pub use fastrand::Rng;
 pub use faults::Fault;
+pub use memory::SimMemory;
 pub use operation::{Operation, OperationKind};
+pub use report::Report;
+pub use restarts::{Host, Service, explore_restarts};
 pub use seeds::{SeedSelection, for_seeds};
+pub use system::{ImageState, SystemUnderTest};
+pub use workload::{Cancellation, Devices, Faults, Growth, Workload};

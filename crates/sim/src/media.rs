@@ -11,6 +11,7 @@ use fastrand::Rng;
 /// What a crash does not tear, in bytes.
 pub(crate) const SECTOR: usize = 512;
 
+#[derive(Clone)]
 pub(crate) struct Media {
     size: u64,
     stable_size: u64,

@@ -7,11 +7,26 @@
 //! when a flush that began after it has succeeded. A change that failed or was cancelled pushes out
 //! others only where a read has seen it: what was seen and then flushed is there to stay. So nothing
 //! is demanded that the interface of a disk does not guarantee.
+//!
+//! A process that ends leaves its set for reads to the next one, and nothing in flight: every answered change is
+//! in force. A loss of power leaves the set for crashes. What the next process finds decides which of the
+//! permitted changes it is; what was once found is found again.
 
 use blockhouse_core::ByteRange;
 
-/// How many changes a model can tell apart.
+/// How many changes a model can tell apart. A process that begins finds those free that left no trace.
 pub(crate) const MAX_CHANGES: u32 = 63;
+
+/// What the end of a process leaves to the next one.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Remains {
+    /// Every answered change.
+    Answered,
+    /// What was answered as durable, in a state that may still be lost.
+    Durable,
+    /// What was answered as durable, on stable storage: the power was lost.
+    Stable,
+}
 
 /// What a change leaves in its range.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -44,6 +59,7 @@ pub(crate) struct Flushing {
     begun: u64,
 }
 
+#[derive(Clone)]
 pub(crate) struct Model {
     visible: Vec<u64>,
     stable: Vec<u64>,
@@ -54,10 +70,16 @@ pub(crate) struct Model {
     zeros: u64,
     undefined: u64,
     /// By the change's number: the changes that had ended when it began.
-    before: Vec<u64>,
+    before: [u64; u64::BITS as usize],
     /// How short the disk may be after a crash. Writes after a growth that failed may leave any size
     /// from here to the largest.
     min_size: usize,
+    /// The same for the next process, when this one dies.
+    min_visible_size: usize,
+    /// What a read has seen while no change of the byte was in flight: the next read sees it, too.
+    seen: Vec<Option<u8>>,
+    /// Whether all that there is is stable: the power was lost, and nobody has read or changed anything since.
+    is_all_stable: bool,
 }
 
 impl Change {
@@ -91,8 +113,11 @@ impl Model {
             unsuccessful: 0,
             zeros: 0,
             undefined: 0,
-            before: vec![0],
+            before: [0; u64::BITS as usize],
             min_size: size,
+            min_visible_size: size,
+            seen: vec![None; size],
+            is_all_stable: false,
         };
         (model, vec![value_of(0); size])
     }
@@ -113,28 +138,34 @@ impl Model {
         for index in indices(range) {
             self.visible[index] |= bit;
             self.stable[index] |= bit;
+            self.seen[index] = None;
         }
-        self.before.push(self.ended);
+        self.before[number as usize] = self.ended;
         Some(Change { number, range })
     }
 
     /// The disk begins to grow: its new bytes are zeros. `None` when there were too many changes.
     pub(crate) fn begin_growth(&mut self, size: usize) -> Option<Change> {
         let old = self.stable.len();
-        self.visible.resize(size, 0);
-        self.stable.resize(size, 0);
+        self.set_length(size);
         let new = ByteRange::between(old as u64, size as u64);
         let Some(change) = self.begin(new, WriteKind::Zeros) else {
-            self.visible.truncate(old);
-            self.stable.truncate(old);
+            self.set_length(old);
             return None;
         };
         Some(change)
     }
 
+    fn set_length(&mut self, size: usize) {
+        self.visible.resize(size, 0);
+        self.stable.resize(size, 0);
+        self.seen.resize(size, None);
+    }
+
     /// The disk has its new size, durably.
     pub(crate) fn complete_growth(&mut self, change: Change) {
         self.min_size = change.range.end() as usize;
+        self.min_visible_size = self.min_size;
         self.succeed(change, true);
     }
 
@@ -184,13 +215,75 @@ impl Model {
         let sets = reading.permitted.iter().map(|set| set | since);
         self.check("a read saw", reading.range.offset(), bytes, sets)?;
         for ((index, &byte), set) in indices(reading.range).zip(bytes).zip(&reading.permitted) {
+            let has_rested = *set == self.visible[index] && set & !self.ended == 0;
             let set = set | since;
             let seen = own_bit(byte) & set & self.unsuccessful;
             if seen != 0 && set & self.undefined == 0 {
                 self.visible[index] &= !self.before[seen.trailing_zeros() as usize];
             }
+            if has_rested {
+                self.seen[index] = Some(byte);
+            }
         }
         Ok(())
+    }
+
+    /// The process has ended: nothing is in flight any more.
+    pub(crate) fn end_process(&mut self, remains: Remains) {
+        self.ended = self.begun;
+        self.unsuccessful = 0;
+        if remains != Remains::Answered {
+            self.visible.clone_from(&self.stable);
+            self.min_visible_size = self.min_size;
+            self.seen.fill(None);
+        }
+        self.is_all_stable |= remains == Remains::Stable;
+    }
+
+    /// The next process has read all of the disk before it changed anything.
+    pub(crate) fn begin_process(&mut self, found: &[u8]) -> Result<(), String> {
+        let sizes = self.min_visible_size..=self.visible.len();
+        if !sizes.contains(&found.len()) {
+            return Err(format!(
+                "a disk of {sizes:?} bytes, the next process found {}",
+                found.len()
+            ));
+        }
+        self.check("the next process found", 0, found, self.visible.iter().copied())?;
+        let again = self
+            .seen
+            .iter()
+            .zip(found)
+            .position(|(seen, byte)| seen.is_some_and(|seen| seen != *byte));
+        if let Some(index) = again {
+            let (seen, byte) = (self.seen[index], found[index]);
+            return Err(format!(
+                "the next process found {byte} at offset {index}, where a read saw {seen:?}"
+            ));
+        }
+        self.set_length(found.len());
+        for (index, &byte) in found.iter().enumerate() {
+            let set = self.visible[index];
+            let own = set & self.own(byte);
+            self.visible[index] = if own != 0 { own } else { set & self.undefined };
+            self.seen[index] = Some(byte);
+        }
+        self.min_visible_size = found.len();
+        if std::mem::take(&mut self.is_all_stable) {
+            self.stable.clone_from(&self.visible);
+            self.min_size = found.len();
+        }
+        self.recycle();
+        Ok(())
+    }
+
+    /// Changes that no byte can show any more are forgotten: their numbers are free.
+    fn recycle(&mut self) {
+        let used = self.visible.iter().chain(&self.stable).fold(0, |used, set| used | set);
+        self.begun = used;
+        self.ended = used;
+        self.zeros &= used;
+        self.undefined &= used;
     }
 
     /// Whether a crash may have left `image` behind.
@@ -225,8 +318,12 @@ impl Model {
     }
 
     fn permits(&self, set: u64, byte: u8) -> bool {
-        let own = if byte == 0 { self.zeros } else { own_bit(byte) & !self.zeros };
-        set & (own | self.undefined) != 0
+        set & (self.own(byte) | self.undefined) != 0
+    }
+
+    /// The changes that store `byte`.
+    fn own(&self, byte: u8) -> u64 {
+        if byte == 0 { self.zeros } else { own_bit(byte) & !self.zeros }
     }
 }
 
@@ -315,5 +412,76 @@ mod tests {
             assert!(model.begin(range, WriteKind::Data).is_some());
         }
         assert!(model.begin(range, WriteKind::Data).is_none());
+    }
+
+    #[test]
+    fn a_dead_process_leaves_what_it_answered() {
+        let (mut model, first) = Model::new(4);
+        let answered = model.begin(ByteRange::between(0, 2), WriteKind::Data).unwrap();
+        model.succeed(answered, false);
+        let in_flight = model.begin(ByteRange::between(1, 3), WriteKind::Data).unwrap();
+        model.end_process(Remains::Answered);
+        let found = |bytes: [u8; 4]| model.clone().begin_process(&bytes);
+        let (one, two, old) = (answered.value(), in_flight.value(), first[3]);
+        assert!(found([one, one, old, old]).is_ok() && found([one, two, two, old]).is_ok());
+        assert!(found([old, one, old, old]).is_err() && found([two, one, old, old]).is_err());
+    }
+
+    #[test]
+    fn what_a_process_found_is_found_again_until_the_power_is_lost() {
+        let (mut model, first) = Model::new(4);
+        let change = model.begin(ALL(), WriteKind::Data).unwrap();
+        model.end_process(Remains::Answered);
+        let written = [change.value(); 4];
+        model.begin_process(&written).unwrap();
+        model.end_process(Remains::Answered);
+        assert!(model.clone().begin_process(&first).is_err());
+        assert!(model.clone().begin_process(&written).is_ok());
+        // Nothing of it was flushed.
+        model.end_process(Remains::Stable);
+        model.begin_process(&first).unwrap();
+        assert!(model.check_crash(&first).is_ok() && model.check_crash(&written).is_err());
+    }
+
+    #[test]
+    fn what_is_durable_stays_whatever_dies() {
+        let (mut model, first) = Model::new(4);
+        let change = model.begin(ALL(), WriteKind::Data).unwrap();
+        model.succeed(change, true);
+        let other = model.begin(ALL(), WriteKind::Data).unwrap();
+        model.succeed(other, false);
+        model.end_process(Remains::Durable);
+        assert!(model.clone().begin_process(&first).is_err());
+        model.begin_process(&[change.value(); 4]).unwrap();
+        model.end_process(Remains::Stable);
+        assert!(model.clone().begin_process(&[other.value(); 4]).is_ok());
+        assert!(model.begin_process(&first).is_err());
+    }
+
+    #[test]
+    fn what_a_read_saw_at_rest_outlives_the_process() {
+        let (mut model, _) = Model::new(4);
+        let discard = model.begin(ALL(), WriteKind::Undefined).unwrap();
+        model.succeed(discard, false);
+        let reading = model.begin_read(ALL());
+        model.end_read(&reading, &[9; 4]).unwrap();
+        model.end_process(Remains::Answered);
+        assert!(model.clone().begin_process(&[8; 4]).is_err());
+        assert!(model.begin_process(&[9; 4]).is_ok());
+    }
+
+    #[test]
+    fn processes_that_follow_each_other_never_run_out_of_changes() {
+        let (mut model, _) = Model::new(4);
+        for _ in 0..10 {
+            let mut last = 0;
+            for _ in 0..20 {
+                let change = model.begin(ALL(), WriteKind::Data).unwrap();
+                model.succeed(change, true);
+                last = change.value();
+            }
+            model.end_process(Remains::Answered);
+            model.begin_process(&[last; 4]).unwrap();
+        }
     }
 }

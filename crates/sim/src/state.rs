@@ -48,9 +48,9 @@ pub(crate) struct Completion {
 }
 
 impl State {
-    pub(crate) fn new(config: Config, content: Vec<u8>, random: Rng) -> Self {
+    pub(crate) fn new(config: Config, media: Media, random: Rng) -> Self {
         Self {
-            media: Media::new(content),
+            media,
             faults: FaultPlan::default(),
             config,
             log: Vec::new(),
@@ -140,6 +140,30 @@ impl State {
         self.media.crash(&writes, random)
     }
 
+    /// What the next process finds when this one dies now: everything that has ended, and of each operation in
+    /// flight all, a part or nothing, in any order.
+    pub(crate) fn after_death(&self, random: &mut Rng) -> Self {
+        let mut next = Self::new(self.config.clone(), self.media.clone(), random.fork());
+        // The host reports an error that no process has seen to the next one.
+        next.unreported_errno = self.unreported_errno;
+        let mut in_flight: Vec<_> = self.in_flight.iter().collect();
+        random.shuffle(&mut in_flight);
+        for (&id, operation) in in_flight {
+            match (random.u8(..3), operation.failure) {
+                (0, _) => {}
+                (1, None) => next.apply(id, operation),
+                (1, Some(failure)) if failure.errno != errno::EOPNOTSUPP => {
+                    next.fail(id, operation, failure);
+                    if operation.operation.is_durable() {
+                        next.unreported_errno = next.unreported_errno.or(Some(failure.errno));
+                    }
+                }
+                _ => next.apply_part(id, operation),
+            }
+        }
+        next
+    }
+
     /// What the operation stores, as far as that is decided when it starts; for reads that see the
     /// content of the start rather than that of the end, what they see.
     fn bytes_of(&mut self, operation: Operation, vector: Option<&IoVector>) -> Option<Vec<u8>> {
@@ -198,15 +222,20 @@ impl State {
     }
 
     fn succeed(&mut self, id: u64, done: &mut InFlight) {
+        let Operation::Read(range) = done.operation else {
+            return self.apply(id, done);
+        };
+        let bytes = done.bytes.take().unwrap_or_else(|| {
+            let mut bytes = vec![0; range.length() as usize];
+            self.media.read(range.offset(), &mut bytes);
+            bytes
+        });
+        done.vector.as_mut().expect("a read has memory").copy_from(&bytes);
+    }
+
+    /// What an operation changes when it succeeds.
+    fn apply(&mut self, id: u64, done: &InFlight) {
         match done.operation {
-            Operation::Read(range) => {
-                let bytes = done.bytes.take().unwrap_or_else(|| {
-                    let mut bytes = vec![0; range.length() as usize];
-                    self.media.read(range.offset(), &mut bytes);
-                    bytes
-                });
-                done.vector.as_mut().expect("a read has memory").copy_from(&bytes);
-            }
             Operation::Write(range, durability) => {
                 let bytes = done.bytes.as_ref().expect("a write has bytes");
                 self.media.write(id, range.offset(), bytes);
@@ -228,7 +257,20 @@ impl State {
             }
             Operation::Resize(size) => self.media.set_size(size),
             Operation::Lengthen(size) => self.media.set_size(size.max(self.media.size())),
-            Operation::Status(_) | Operation::Prefetch(_) => {}
+            Operation::Read(_) | Operation::Status(_) | Operation::Prefetch(_) => {}
+        }
+    }
+
+    /// What an operation that was interrupted may have changed: some of the sectors of what it writes.
+    fn apply_part(&mut self, id: u64, operation: &InFlight) {
+        if let Some(write) = InFlight::as_write((&id, operation)) {
+            let random = &mut self.random;
+            self.media.write_torn(write.write, write.offset, write.bytes, random);
+            if let Operation::Write(range, _) = operation.operation
+                && self.config.write_cache == WriteCache::None
+            {
+                self.media.make_stable(range);
+            }
         }
     }
 

@@ -37,6 +37,10 @@ impl<S: Storage> SystemUnderTest for Served<S> {
         self.disk.submit(request)
     }
 
+    fn size(&self) -> u64 {
+        self.disk.size()
+    }
+
     fn min_durability(&self) -> Durability {
         self.options.durability
     }

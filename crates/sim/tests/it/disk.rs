@@ -6,12 +6,21 @@ use std::rc::Rc;
 use std::time::Duration;
 
 use blockhouse_core::{
-    Alignment, Buffer, ByteRange, Durability, ErrorKind, Offload, Storage, SyncMode, Unmap, errno,
+    Alignment, Buffer, ByteRange, Durability, ErrorKind, IoVector, Offload, Storage, SyncMode,
+    Unmap, errno,
 };
-use blockhouse_sim::{Config, Fault, Latency, Operation, OperationKind, Sim, SimDisk, Support};
+use blockhouse_sim::{
+    Config, Fault, Latency, Operation, OperationKind, Rng, Sim, SimDisk, Support,
+};
 
 fn disk(sim: &Sim, config: Config) -> SimDisk {
     SimDisk::new(sim, config, vec![0; 8192])
+}
+
+fn bytes(length: usize, byte: u8) -> IoVector {
+    let mut vector = Buffer::new(length).lend();
+    vector.fill(byte);
+    vector
 }
 
 /// The order in which five writes end that started one after the other.
@@ -102,4 +111,51 @@ fn a_dropped_write_happens_all_the_same() {
     assert_eq!(disk.content()[0], 0);
     sim.run();
     assert_eq!(disk.content()[..512], [7; 512]);
+}
+
+/// What the next process finds of two sectors: one that is written, and one whose write is in flight.
+fn found_after_death(seed: u64) -> ([u8; 2], [u8; 2]) {
+    let sim = Sim::new(seed);
+    let disk = SimDisk::new(&sim, Config::default(), vec![0; 1024]);
+    let writing = disk.clone();
+    sim.block_on(async move { writing.write(0, bytes(512, 1), Durability::None).await }).unwrap();
+    let writing = disk.clone();
+    let written =
+        sim.spawn(async move { writing.write(512, bytes(512, 2), Durability::None).await });
+    while disk.counts().0 < 2 {
+        assert!(sim.step());
+    }
+    sim.kill();
+    assert!(!sim.step() && written.output().is_none(), "a dead process answers nothing");
+    let (next, mut random) = (Sim::new(seed), Rng::with_seed(seed));
+    let found = disk.after_death(&next, &mut random);
+    let content = found.content();
+    let image = found.crash(&mut random);
+    ([content[0], content[512]], [image[0], image[512]])
+}
+
+#[test]
+fn a_death_keeps_what_has_ended_and_a_loss_of_power_may_still_take_it() {
+    let found: Vec<_> = (0..100).map(found_after_death).collect();
+    assert!(found.iter().all(|(content, _)| content[0] == 1));
+    assert!([0, 2].iter().all(|byte| found.iter().any(|(content, _)| content[1] == *byte)));
+    assert!([0, 1].iter().all(|byte| found.iter().any(|(_, image)| image[0] == *byte)));
+    // What the death did not leave does not come back.
+    assert!(found.iter().all(|(content, image)| image[1] == 0 || image[1] == content[1]));
+}
+
+#[test]
+fn the_process_dies_between_two_operations() {
+    let sim = Sim::new(3);
+    let disk = SimDisk::new(&sim, Config::default(), vec![0; 1024]);
+    let writing = disk.clone();
+    // The first operation starts and ends; the second one does not start.
+    sim.kill_at(2);
+    let task = sim.spawn(async move {
+        writing.write(0, bytes(512, 1), Durability::None).await?;
+        writing.write(512, bytes(512, 2), Durability::None).await
+    });
+    sim.run();
+    assert!(sim.is_dead() && task.output().is_none());
+    assert_eq!(disk.counts(), (1, 1));
 }

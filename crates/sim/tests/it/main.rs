@@ -2,4 +2,5 @@
 #![forbid(unsafe_code)]
 
 mod disk;
+mod restarts;
 mod self_check;

@@ -149,6 +149,10 @@ impl SystemUnderTest for Plain {
         Vec::new()
     }
 
+    fn size(&self) -> u64 {
+        self.disk.size()
+    }
+
     async fn submit(&self, request: Request) -> Result<()> {
         if self.flaw == Flaw::Stuck && matches!(request, Request::Flush) {
             return std::future::pending().await;

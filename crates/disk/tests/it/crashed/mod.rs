@@ -140,6 +140,10 @@ impl<S: Storage + 'static> SystemUnderTest for Served<'static, S> {
         self.disk.submit(request)
     }
 
+    fn size(&self) -> u64 {
+        self.disk.size()
+    }
+
     fn min_durability(&self) -> Durability {
         self.least
     }

@@ -1,0 +1,92 @@
+//! Memory that outlives the process, as a file on tmpfs would be.
+//!
+//! Guarantees: those of [`StateMemory`]. Each store is a step of the process, so it may die between any two of
+//! them. What a dead process goes on to store, the next one does not find.
+
+use std::sync::OnceLock;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use blockhouse_core::StateMemory;
+
+use crate::Sim;
+use crate::process::Process;
+
+/// Words that outlive the process of a simulation.
+pub struct SimMemory {
+    words: Vec<AtomicU64>,
+    process: Process,
+    /// What the process had stored when it died.
+    survivors: OnceLock<Vec<u64>>,
+}
+
+impl SimMemory {
+    /// New memory: so many zeros. As it is after a loss of power, too.
+    pub fn new(sim: &Sim, words: usize) -> Self {
+        Self::with(sim, vec![0; words])
+    }
+
+    fn with(sim: &Sim, words: Vec<u64>) -> Self {
+        Self {
+            words: words.into_iter().map(AtomicU64::new).collect(),
+            process: sim.process().clone(),
+            survivors: OnceLock::new(),
+        }
+    }
+
+    /// What the next process finds when this one dies now, or has died before.
+    #[must_use]
+    pub fn after_death(&self, next: &Sim) -> Self {
+        Self::with(next, self.survivors.get().cloned().unwrap_or_else(|| self.content()))
+    }
+
+    fn content(&self) -> Vec<u64> {
+        self.words.iter().map(|word| word.load(Ordering::Acquire)).collect()
+    }
+}
+
+impl StateMemory for SimMemory {
+    fn words(&self) -> usize {
+        self.words.len()
+    }
+
+    fn load(&self, index: usize) -> u64 {
+        self.words[index].load(Ordering::Acquire)
+    }
+
+    fn store(&self, index: usize, value: u64) {
+        if !self.process.step() {
+            // The dead process goes on to see its own stores: it does not notice that it is dead.
+            self.survivors.get_or_init(|| self.content());
+        }
+        self.words[index].store(value, Ordering::Release);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn stores_of_a_dead_process_are_not_found() {
+        let sim = Sim::new(0);
+        let memory = SimMemory::new(&sim, 3);
+        sim.kill_at(2);
+        for index in 0..3 {
+            memory.store(index, 7);
+        }
+        assert_eq!(memory.load(2), 7, "it sees them itself");
+        let next = memory.after_death(&Sim::new(1));
+        assert_eq!([0, 1, 2].map(|index| next.load(index)), [7, 7, 0]);
+        next.store(2, 8);
+        assert_eq!(next.load(2), 8, "the next process is alive");
+    }
+
+    #[test]
+    fn a_process_may_die_when_all_is_stored() {
+        let sim = Sim::new(0);
+        let memory = SimMemory::new(&sim, 1);
+        memory.store(0, 5);
+        sim.kill();
+        assert_eq!(memory.after_death(&Sim::new(1)).load(0), 5);
+    }
+}

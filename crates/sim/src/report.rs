@@ -1,0 +1,30 @@
+//! What explorations count.
+
+/// What an exploration has seen.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Report {
+    /// Requests that came to their end.
+    pub requests: u64,
+    /// Requests that failed.
+    pub failed: u64,
+    /// Requests whose future was dropped.
+    pub cancelled: u64,
+    /// Crashes that were checked.
+    pub crashes: u64,
+    /// Processes that died and left what the next one found.
+    pub deaths: u64,
+}
+
+impl Report {
+    /// The sum of two.
+    #[must_use]
+    pub fn and(self, other: Self) -> Self {
+        Self {
+            requests: self.requests + other.requests,
+            failed: self.failed + other.failed,
+            cancelled: self.cancelled + other.cancelled,
+            crashes: self.crashes + other.crashes,
+            deaths: self.deaths + other.deaths,
+        }
+    }
+}

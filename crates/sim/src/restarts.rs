@@ -1,0 +1,299 @@
+//! Processes that serve the same disks one after the other, and end in any way at any moment.
+//!
+//! A process dies, or the power is lost, at a chosen step: a storage operation that starts or ends, or a store into
+//! the memory that outlives processes, also while it only begins or closes. The next one begins with what is
+//! there. It has to find every answered change after a death, and every durable one after a loss of power, whatever
+//! died before. Then its guests go on.
+
+use std::cell::RefCell;
+use std::future::Future;
+use std::rc::Rc;
+use std::sync::Arc;
+
+use blockhouse_core::Result;
+use fastrand::Rng;
+
+use crate::guests::{Guests, Limits, Record};
+use crate::model::{Model, Remains};
+use crate::workload::{PLAIN_FAULTS, add_faults};
+use crate::{
+    Config, Faults, ImageState, Report, Sim, SimDisk, SimMemory, SystemUnderTest, Workload,
+};
+
+/// What is started again when its process has ended.
+pub trait Service: 'static {
+    /// What a started process serves.
+    type System: SystemUnderTest;
+
+    /// How many words of memory outlive a process.
+    fn memory_words(&self) -> usize;
+
+    /// Whether every answered change outlives the process, and not only the durable ones.
+    fn keeps_answered(&self) -> bool;
+
+    /// Starts a process. It gets the disks and the memory as the last one left them.
+    fn start(&self, host: Host) -> impl Future<Output = Result<Self::System>> + 'static;
+
+    /// Whether the images, those of the [`Host`]'s disks in their order, are sound. A
+    /// [closed](ImageState::Closed) one has lost no space either.
+    ///
+    /// # Errors
+    /// What is wrong, in words.
+    fn check(&self, images: &[Vec<u8>], state: ImageState) -> std::result::Result<(), String>;
+}
+
+/// What a process runs on: the simulation is the process, the rest outlives it.
+#[derive(Clone)]
+pub struct Host {
+    /// The process.
+    pub sim: Sim,
+    /// The disk with the image.
+    pub disk: SimDisk,
+    /// Other disks that belong to it, such as a data file.
+    pub others: Vec<SimDisk>,
+    /// Memory of [`Service::memory_words`] words. A loss of power and an orderly end make zeros of it.
+    pub memory: Arc<SimMemory>,
+}
+
+/// How a process ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum End {
+    Died,
+    LostPower,
+    Closed,
+}
+
+/// Explores processes that serve what `prepare` makes of a random disk, as `seed` decides. `prepare` gets the
+/// disk's properties and the guest's bytes, and answers what serves them and the images: the one with these bytes
+/// first.
+///
+/// # Errors
+/// In words, the first violation of the model.
+pub fn explore_restarts<T: Service>(
+    seed: u64,
+    workload: &Workload,
+    prepare: impl FnOnce(&Config, Vec<u8>, &mut Rng) -> (T, Vec<Vec<u8>>),
+) -> std::result::Result<Report, String> {
+    let mut random = Rng::with_seed(seed);
+    let mut config = Config::random(&mut random);
+    let size = workload.any_size(&mut random);
+    let (model, content) = Model::new(size);
+    let (service, mut images) = prepare(&config, content, &mut random);
+    let data = images.split_off(1);
+    let mut image = images.remove(0);
+    let others_config = config.clone();
+    let is_device = workload.any_device(&mut config, &mut image, size, &mut random);
+    let sim = Sim::new(random.u64(..));
+    let host = Host {
+        disk: SimDisk::new(&sim, config.clone(), image),
+        others: data
+            .into_iter()
+            .map(|data| SimDisk::new(&sim, others_config.clone(), data))
+            .collect(),
+        memory: Arc::new(SimMemory::new(&sim, service.memory_words())),
+        sim,
+    };
+    let record = Rc::new(RefCell::new(Record::new(model)));
+    let block = u64::from(config.alignment.offset);
+    let mut run = Run { service, workload, is_device, block, random, record };
+    match run.live_all(host) {
+        Ok(()) => Ok(run.record.borrow().report),
+        Err(violation) => Err(format!(
+            "{violation}\non {size} bytes of {config:?}\n{}",
+            run.record.borrow().history
+        )),
+    }
+}
+
+struct Run<'a, T> {
+    service: T,
+    workload: &'a Workload,
+    is_device: bool,
+    block: u64,
+    random: Rng,
+    record: Rc<RefCell<Record>>,
+}
+
+impl<T: Service> Run<'_, T> {
+    /// Lets one process follow the other. Nothing happens to the last.
+    fn live_all(&mut self, mut host: Host) -> std::result::Result<(), String> {
+        let count = self.random.usize(1..self.workload.processes.max(2));
+        for left in (0..=count).rev() {
+            let outcome = self.live(&host, left == 0);
+            let now = host.sim.clock().now();
+            let end = match outcome {
+                Ok(end) => end,
+                Err(violation) => {
+                    self.record.borrow_mut().history.note(now, "the violation");
+                    host.sim.drop_tasks();
+                    let log = host.disk.take_log();
+                    return Err(format!("{violation}\nthe last operations: {log:?}"));
+                }
+            };
+            let step = host.sim.steps();
+            self.record.borrow_mut().history.note(now, format!("process {end:?} at step {step}"));
+            host = self.end(host, end);
+        }
+        Ok(())
+    }
+
+    /// The host as the next process finds it.
+    fn end(&mut self, host: Host, end: End) -> Host {
+        host.sim.kill();
+        let sim = Sim::new(self.random.u64(..));
+        let random = &mut self.random;
+        let mut next = |disk: &SimDisk| match end {
+            End::LostPower => disk.after_power_loss(&sim, random),
+            End::Died | End::Closed => disk.after_death(&sim, random),
+        };
+        let (disk, others) = (next(&host.disk), host.others.iter().map(&mut next).collect());
+        let memory = match end {
+            End::Died => host.memory.after_death(&sim),
+            End::LostPower | End::Closed => SimMemory::new(&sim, self.service.memory_words()),
+        };
+        host.sim.drop_tasks();
+        let mut record = self.record.borrow_mut();
+        match end {
+            End::Died => record.report.deaths += 1,
+            End::LostPower => record.report.crashes += 1,
+            End::Closed => {}
+        }
+        record.model.end_process(match end {
+            End::LostPower => Remains::Stable,
+            End::Died if !self.service.keeps_answered() => Remains::Durable,
+            End::Died | End::Closed => Remains::Answered,
+        });
+        Host { sim, disk, others, memory: Arc::new(memory) }
+    }
+
+    /// The life of one process. `Err` is a violation.
+    fn live(&mut self, host: &Host, is_last: bool) -> std::result::Result<End, String> {
+        if !is_last {
+            let limit = 1 << self.random.u32(..=10);
+            host.sim.kill_at(self.random.u64(..limit));
+        }
+        let has_faults =
+            self.workload.faults == Faults::Sometimes && !is_last && self.random.u8(..4) == 0;
+        if has_faults {
+            for disk in [&host.disk].into_iter().chain(&host.others) {
+                add_faults(disk, &PLAIN_FAULTS, &mut self.random);
+            }
+        }
+        let limits = Limits {
+            block: self.block,
+            may_fail: has_faults || self.is_device,
+            cancel_probability: self.workload.any_cancellation(&mut self.random),
+        };
+        let Some(guests) = self.start(host, limits)? else { return Ok(self.any_violent_end()) };
+        let mut tasks = guests.spawn(self.workload, &mut self.random);
+        if self.random.u8(..4) == 0 {
+            tasks.push(host.sim.spawn(Rc::clone(&guests).maintain_task(self.random.fork())));
+        }
+        self.crash_sometimes(host, &guests)?;
+        if host.sim.is_dead() {
+            return Ok(self.any_violent_end());
+        }
+        let stuck = tasks.iter().filter(|task| task.output().is_none()).count();
+        if stuck > 0 {
+            return Err(format!("{stuck} tasks wait for ever"));
+        }
+        if !is_last && self.random.bool() {
+            return Ok(self.any_violent_end());
+        }
+        self.close(host, &guests, limits)
+    }
+
+    /// Starts a process; `None` when it died over it, or could not begin for a reason that it was given.
+    fn start(
+        &mut self,
+        host: &Host,
+        limits: Limits,
+    ) -> std::result::Result<Option<Rc<Guests<T::System>>>, String> {
+        self.service.check(&host.contents(), ImageState::Crashed)?;
+        let starting = host.sim.spawn(self.service.start(host.clone()));
+        host.sim.run();
+        let system = match (starting.output(), host.sim.is_dead()) {
+            (_, true) => return Ok(None),
+            (None, false) => return Err("a start waits for ever".into()),
+            (Some(Err(_)), false) if limits.may_fail => return Ok(None),
+            (Some(Err(error)), false) => return Err(format!("cannot start: {error}")),
+            (Some(Ok(system)), false) => system,
+        };
+        let guests = Rc::new(Guests::new(system, &host.sim, limits, &self.record));
+        let reader = Rc::clone(&guests);
+        let reading = host.sim.spawn(async move { reader.read_all().await });
+        host.sim.run();
+        let found = match (reading.output(), host.sim.is_dead()) {
+            (_, true) => return Ok(None),
+            (None, false) => return Err("a read waits for ever".into()),
+            (Some(Err(_)), false) if limits.may_fail => return Ok(None),
+            (Some(found), false) => found.map_err(|error| format!("cannot be read: {error}"))?,
+        };
+        self.record.borrow_mut().model.begin_process(&found)?;
+        self.service.check(&host.contents(), ImageState::Crashed)?;
+        Ok(Some(guests))
+    }
+
+    /// Runs until nothing happens any more, or the process dies. Looks at what a loss of power would
+    /// leave of some moments.
+    fn crash_sometimes(
+        &mut self,
+        host: &Host,
+        guests: &Guests<T::System>,
+    ) -> std::result::Result<(), String> {
+        while host.sim.step() {
+            let mut record = self.record.borrow_mut();
+            if let Some(violation) = record.violation.take() {
+                return Err(violation);
+            }
+            if self.random.u8(..64) == 0 && !host.sim.is_dead() {
+                let image = host.disk.crash(&mut self.random);
+                let found = guests.system.recover(image, ImageState::Crashed)?;
+                record.model.check_crash(&found)?;
+                record.report.crashes += 1;
+            }
+        }
+        match self.record.borrow_mut().violation.take() {
+            Some(violation) => Err(violation),
+            None => Ok(()),
+        }
+    }
+
+    /// An orderly end, unless the process dies meanwhile.
+    fn close(
+        &mut self,
+        host: &Host,
+        guests: &Rc<Guests<T::System>>,
+        limits: Limits,
+    ) -> std::result::Result<End, String> {
+        let closing = Rc::clone(guests);
+        let closed = host.sim.spawn(async move { closing.system.close().await });
+        self.crash_sometimes(host, guests)?;
+        match (closed.output(), host.sim.is_dead()) {
+            (_, true) => return Ok(self.any_violent_end()),
+            (None, false) => return Err("closing waits for ever".into()),
+            // Its process ends all the same.
+            (Some(Err(_)), false) if limits.may_fail => return Ok(self.any_violent_end()),
+            (Some(outcome), false) => {
+                outcome.map_err(|error| format!("closing failed: {error}"))?
+            }
+        }
+        let mut record = self.record.borrow_mut();
+        let flushing = record.model.begin_flush();
+        record.model.flushed(&flushing);
+        // Those that died before may have left leaks.
+        self.service.check(&host.contents(), ImageState::Crashed)?;
+        Ok(End::Closed)
+    }
+
+    fn any_violent_end(&mut self) -> End {
+        if self.random.u8(..3) == 0 { End::LostPower } else { End::Died }
+    }
+}
+
+impl Host {
+    /// What reads of the disks see.
+    fn contents(&self) -> Vec<Vec<u8>> {
+        [&self.disk].into_iter().chain(&self.others).map(SimDisk::content).collect()
+    }
+}
