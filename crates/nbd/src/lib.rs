@@ -57,5 +57,6 @@ mod session;
 pub mod uri;
 
 pub use server::{
-    BoundSocket, Export, ExportError, Exports, Limits, Server, SocketFile, bind, bind_private,
+    BoundSocket, Export, ExportError, Exports, Limits, PausedConnection, PausedSession, Server,
+    SocketFile, bind, bind_private,
 };

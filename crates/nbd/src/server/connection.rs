@@ -14,13 +14,14 @@ use blockhouse_engine::Stream;
 
 use super::exports::Exports;
 use super::limits::Limits;
+use super::paused::PausedSession;
 use super::peer::Peer;
 use super::registry::ConnectionGuard;
 use super::timeout::timeout;
 use crate::handshake::{
     ExportInfo, ExportLookup, Handshake, HandshakeError, NegotiatedOptions, Progress,
 };
-use crate::session::{Activity, ByteLimit, End, Session};
+use crate::session::{Activity, ByteLimit, End, Outcome, Session};
 
 /// Bytes that one system call receives in the handshake; longer options come in pieces.
 const RECEIVE_SIZE: usize = 4096;
@@ -68,21 +69,50 @@ pub struct Connection<S: Storage> {
 impl<S: Storage> Connection<S> {
     /// Serves the client to its end.
     pub async fn serve(self) {
-        let Self { stream, peer, guard, exports, limits, byte_limit, pool } = self;
         let outcome = async {
-            let lookup = LoggedLookup { exports: &exports, peer, has_logged: Cell::new(false) };
-            let (options, first) = set_up(&stream, &guard, &lookup, &limits, &pool).await?;
-            let Some(export) = exports.get(&options.export) else {
-                return Err(SetupError::Removed(options.export));
-            };
-            let activity = Arc::new(Activity::new());
-            let shutdown = guard.start_transmission(&activity);
-            let (disk, limits) = (export.disk, limits.of_connection());
-            let session = Session { stream, disk, options, pool, limits, byte_limit, activity };
-            Ok(session.run(&first, shutdown).await)
+            let Self { stream, peer, guard, exports, limits, pool, .. } = &self;
+            let lookup = LoggedLookup { exports, peer: *peer, has_logged: Cell::new(false) };
+            let (options, received) = set_up(stream, guard, &lookup, limits, pool).await?;
+            self.transmit(PausedSession { options, received, is_used: false }).await
         };
-        log_end(peer, outcome.await);
-        drop(guard);
+        log_end(self.peer, outcome.await);
+    }
+
+    /// Serves a client, which has done its handshake with another process, to its end.
+    pub async fn go_on(self, session: PausedSession) {
+        log_end(self.peer, self.transmit(session).await);
+    }
+
+    /// The transmission phase: a session from pause to pause.
+    async fn transmit(&self, mut paused: PausedSession) -> Result<End, SetupError> {
+        let Some(export) = self.exports.get(&paused.options.export) else {
+            return Err(SetupError::Removed(paused.options.export));
+        };
+        let activity = Arc::new(match paused.is_used {
+            true => Activity::of_used(),
+            false => Activity::new(),
+        });
+        let shutdown = self.guard.start_transmission(&activity);
+        loop {
+            let session = Session {
+                stream: self.stream.clone(),
+                disk: Arc::clone(&export.disk),
+                options: paused.options.clone(),
+                pool: self.pool.clone(),
+                limits: self.limits.of_connection(),
+                byte_limit: Arc::clone(&self.byte_limit),
+                activity: Arc::clone(&activity),
+            };
+            paused.received = match session.run(&paused.received, Arc::clone(&shutdown)).await {
+                Outcome::Ended(end) => return Ok(end),
+                Outcome::Paused(received) => received,
+            };
+            paused.is_used = !activity.is_unused();
+            match self.guard.paused(paused).await {
+                Some(resumed) => paused = resumed,
+                None => return Ok(End::Drained),
+            }
+        }
     }
 }
 

@@ -9,25 +9,26 @@ mod connection;
 mod exports;
 mod limits;
 mod listen;
+mod paused;
 mod peer;
 mod registry;
 mod timeout;
 
 use std::io;
-use std::pin::pin;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::task::Context;
 use std::time::Duration;
 
 use blockhouse_core::{BufferPool, Storage};
-use blockhouse_engine::{Handle, Listener, sleep};
+use blockhouse_engine::{Handle, Listener, Stream, is_stopped, sleep};
 use connection::Connection;
 pub use exports::{Export, ExportError, Exports};
-use futures_util::future::{Either, select};
 pub use limits::Limits;
 pub use listen::{BoundSocket, SocketFile, bind, bind_private};
-use peer::Transport;
-use registry::{Origin, Registry};
+pub use paused::{PausedConnection, PausedSession};
+use peer::{Peer, Transport};
+use registry::{ConnectionGuard, Origin, Registry};
 use timeout::timeout;
 
 use crate::session::ByteLimit;
@@ -84,45 +85,102 @@ impl Server {
         exports: &Exports<S>,
         loops: &[Handle],
     ) -> io::Result<()> {
+        self.serve_with(listener, exports, loops, Vec::new()).await
+    }
+
+    /// As [`serve`](Self::serve), and goes on with connections of this socket that have paused in another process.
+    ///
+    /// # Errors
+    /// As [`serve`](Self::serve).
+    ///
+    /// # Panics
+    /// Without loops.
+    pub async fn serve_with<S: Storage + Send + Sync>(
+        &self,
+        listener: &Listener,
+        exports: &Exports<S>,
+        loops: &[Handle],
+        connections: Vec<(Stream, PausedSession)>,
+    ) -> io::Result<()> {
         let Shared { registry, limits, sockets, .. } = &*self.0;
         let transport = Transport::of(listener);
         let socket = sockets.fetch_add(1, Ordering::Relaxed);
         let mut loops = loops.iter().cycle();
-        let mut draining = pin!(registry.wait_draining());
-        loop {
-            let accepted = match select(&mut draining, pin!(listener.accept())).await {
-                Either::Left(_) => break,
-                Either::Right((accepted, _)) => accepted,
-            };
-            match accepted {
-                Ok(stream) => {
-                    let peer = transport.peer(&stream);
-                    transport.configure(&stream, limits.keepalive);
-                    let Some(guard) = registry.enter(&stream, Origin { socket, peer }) else {
-                        tracing::debug!(%peer, "client refused: too many wait already");
-                        continue;
-                    };
-                    let connection = Connection {
-                        stream,
-                        peer,
-                        guard,
-                        exports: exports.clone(),
-                        limits: *limits,
-                        byte_limit: Arc::clone(&self.0.byte_limit),
-                        pool: self.0.pool.clone(),
-                    };
-                    let event_loop = loops.next().expect("a server needs at least one loop");
-                    // A party of its own on its loop. The guard tells of its end.
-                    drop(event_loop.spawn(move || connection.serve()));
-                }
-                Err(error) if is_fatal(&error) => return Err(error),
-                Err(error) => {
-                    tracing::warn!("cannot accept a connection: {error}");
-                    sleep(RETRY_DELAY).await;
+        let mut next_loop = || loops.next().expect("a server needs at least one loop");
+        for (stream, session) in connections {
+            let peer = transport.peer(&stream);
+            if let Some(guard) = registry.enter_served(&stream, Origin { socket, peer }) {
+                let connection = self.connection(stream, peer, guard, exports);
+                drop(next_loop().spawn(move || connection.go_on(session)));
+            }
+        }
+        while registry.wait_may_accept().await {
+            let _accepting = registry.begin_accepting();
+            // Asked each time: clients that never stop coming must not keep it from ending.
+            while registry.may_accept() {
+                let is_stopped_now = |context: &Context<'_>| registry.poll_accept_stopped(context);
+                match listener.accept_until(is_stopped_now).await {
+                    Ok(stream) => {
+                        let peer = transport.peer(&stream);
+                        transport.configure(&stream, limits.keepalive);
+                        let Some(guard) = registry.enter(&stream, Origin { socket, peer }) else {
+                            tracing::debug!(%peer, "client refused: too many wait already");
+                            continue;
+                        };
+                        let connection = self.connection(stream, peer, guard, exports);
+                        // A party of its own on its loop. The guard tells of its end.
+                        drop(next_loop().spawn(move || connection.serve()));
+                    }
+                    Err(error) if is_stopped(&error) => break,
+                    Err(error) if is_fatal(&error) => return Err(error),
+                    Err(error) => {
+                        tracing::warn!("cannot accept a connection: {error}");
+                        sleep(RETRY_DELAY).await;
+                    }
                 }
             }
         }
         Ok(())
+    }
+
+    fn connection<S: Storage>(
+        &self,
+        stream: Stream,
+        peer: Peer,
+        guard: ConnectionGuard,
+        exports: &Exports<S>,
+    ) -> Connection<S> {
+        Connection {
+            stream,
+            peer,
+            guard,
+            exports: exports.clone(),
+            limits: self.0.limits,
+            byte_limit: Arc::clone(&self.0.byte_limit),
+            pool: self.0.pool.clone(),
+        }
+    }
+
+    /// Accepts nothing more until [`resume`](Self::resume): new clients wait in the backlog of their socket. Waits until
+    /// all that were accepted have done their handshakes. Those that have not in `time` are disconnected, as are
+    /// those that wait for their turn. All others go on.
+    pub async fn pause_accepting(&self, time: Duration) {
+        self.0.registry.pause_accepting(time).await;
+    }
+
+    /// Pauses all connections, after [`pause_accepting`](Self::pause_accepting): no further request is read, those that
+    /// were read complete, and their replies are sent. What each connection goes on from, here after
+    /// [`resume`](Self::resume), or in another process by [`serve_with`](Self::serve_with).
+    ///
+    /// # Errors
+    /// The peers that have not taken their replies in `time`, or whose requests have not completed.
+    pub async fn pause(&self, time: Duration) -> Result<Vec<PausedConnection>, Vec<String>> {
+        self.0.registry.pause(time).await
+    }
+
+    /// Goes on after [`pause_accepting`](Self::pause_accepting) and [`pause`](Self::pause), as if nothing had been.
+    pub fn resume(&self) {
+        self.0.registry.resume();
     }
 
     /// Ends the server: accepts nothing more, has every connection complete what it has in flight and

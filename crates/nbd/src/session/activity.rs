@@ -23,6 +23,13 @@ impl Activity {
         Self { in_flight: AtomicUsize::new(0), idle_since: AtomicU64::new(began), began }
     }
 
+    /// A connection that has none in flight, and has sent some to another process.
+    pub fn of_used() -> Self {
+        let activity = Self::new();
+        activity.set_in_flight(0);
+        activity
+    }
+
     /// Sets how many requests are in flight.
     pub fn set_in_flight(&self, count: usize) {
         if count == 0 {

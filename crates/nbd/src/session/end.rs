@@ -37,6 +37,9 @@ pub enum End {
     /// The server requested shutdown: it ends itself, or makes room for another client.
     #[error("the server ended it")]
     Drained,
+    /// The server requested a pause.
+    #[error("the server has paused it")]
+    Paused,
     /// The client did not receive its replies, or did not send the rest of a request.
     #[error("the client {} for {limit:?}", match direction {
         Direction::Send => "did not take its replies",

@@ -76,34 +76,45 @@ pub struct Session<S: Storage> {
     pub activity: Arc<Activity>,
 }
 
+/// Why a session is over.
+pub enum Outcome {
+    /// The connection has ended.
+    Ended(End),
+    /// It goes on in another session, which is to be given these bytes: what was received, and belongs to no request that
+    /// was executed. All replies were sent.
+    Paused(Vec<u8>),
+}
+
 impl<S: Storage> Session<S> {
-    /// Serves the connection to its end. `first` was received already; `shutdown` ends it early.
-    pub async fn run(self, first: &[u8], shutdown: Arc<ShutdownSignal>) -> End {
+    /// Serves the connection to its end, or to a pause. `first` was received already; `shutdown` ends or pauses it.
+    pub async fn run(self, first: &[u8], shutdown: Arc<ShutdownSignal>) -> Outcome {
         let limits = self.limits;
         let activity = Arc::clone(&self.activity);
         let (state, batch, staging) = match self.into_state(first) {
             Ok(parts) => parts,
-            Err(error) => return End::NoMemory(error),
+            Err(error) => return Outcome::Ended(End::NoMemory(error)),
         };
         let writer = spawn(writer::run(Rc::clone(&state), batch));
         let served = pin!(serve(&state, Arc::clone(&shutdown), staging));
         let too_slow = pin!(too_slow(&state, limits, &activity, &shutdown));
-        let end = match select(served, too_slow).await {
-            Either::Left((end, _)) => end,
+        let (end, unparsed) = match select(served, too_slow).await {
+            Either::Left((ended, _)) => ended,
             Either::Right((end, served)) => {
                 state.abort();
-                served.await;
-                end
+                (end, served.await.1)
             }
         };
         state.replies.close();
         state.idle_handlers.end();
         writer.await;
+        if let End::Paused = end {
+            return Outcome::Paused(unparsed);
+        }
         // Where the client has ended it, no operation on the socket is in flight, and closing it is enough.
         if !matches!(end, End::Disconnected | End::Closed) {
             state.stream.shutdown();
         }
-        end
+        Outcome::Ended(end)
     }
 
     /// What the tasks share, a batch for the writer, and the staging buffer with what was received.
@@ -133,18 +144,19 @@ impl<S: Storage> Session<S> {
     }
 }
 
-/// Reads requests until there are no more, and waits for what is in flight.
+/// Reads requests until there are no more, and waits for what is in flight. Also what was received and not parsed.
 async fn serve<S: Storage>(
     state: &Rc<SessionState<S>>,
     shutdown: Arc<ShutdownSignal>,
     staging: Staging,
-) -> End {
-    let end = Reader::new(Rc::clone(state), shutdown, staging).run().await;
+) -> (End, Vec<u8>) {
+    let mut reader = Reader::new(Rc::clone(state), shutdown, staging);
+    let end = reader.run().await;
     if let End::Failed(_) | End::BadMagic(_) | End::PayloadTooLong(_) = end {
         state.abort();
     }
     state.in_flight.drained().await;
-    end
+    (end, reader.into_unparsed())
 }
 
 /// Resolves when the client takes longer than it may.

@@ -3,22 +3,23 @@
 //! Small requests come in bulk in the staging buffer. The payload of a large write is received straight
 //! into the memory that the disk takes as it is; only those bytes of it are copied that were staged before
 //! its header was decoded.
+//!
+//! A pause loses nothing: the receive in flight is stopped and awaited. What was received and not given to a handler is
+//! what [`Reader::into_unparsed`] answers: the bytes as they came.
 
-use std::future::{Future, poll_fn};
-use std::pin::pin;
 use std::rc::Rc;
 use std::sync::Arc;
-use std::task::Poll;
+use std::task::Context;
 
 use blockhouse_core::{Buffer, IoVectorList, Storage};
-use blockhouse_engine::yield_now;
+use blockhouse_engine::{is_stopped, yield_now};
 
 use super::end::{Direction, End};
 use super::execute::{dispatch, footprint};
 use super::failure::request_error;
 use super::handler::Job;
 use super::reply_queue::Reply;
-use super::shutdown::ShutdownSignal;
+use super::shutdown::{ShutdownSignal, Stop};
 use super::staging::Staging;
 use super::state::SessionState;
 use crate::command::{Command, DecodedRequest, EmptyKind, RequestError, decode};
@@ -45,6 +46,8 @@ pub struct Reader<S: Storage> {
     window: usize,
     /// Requests since the reader yielded last.
     since_yield: u32,
+    /// At a pause, the request whose payload was being received: its header, and as much of its payload.
+    incomplete: Vec<u8>,
 }
 
 impl<S: Storage> Reader<S> {
@@ -54,8 +57,21 @@ impl<S: Storage> Reader<S> {
         shutdown: Arc<ShutdownSignal>,
         staging: Staging,
     ) -> Self {
-        let list = IoVectorList::new();
-        Self { state, shutdown, staging, list, window: STAGING_BYTES, since_yield: 0 }
+        Self {
+            state,
+            shutdown,
+            staging,
+            list: IoVectorList::new(),
+            window: STAGING_BYTES,
+            since_yield: 0,
+            incomplete: Vec::new(),
+        }
+    }
+
+    /// The bytes that were received, and belong to no request that a handler has.
+    pub fn into_unparsed(mut self) -> Vec<u8> {
+        self.incomplete.extend_from_slice(self.staging.bytes());
+        self.incomplete
     }
 
     /// Reads requests until the connection ends.
@@ -69,6 +85,9 @@ impl<S: Storage> Reader<S> {
 
     /// Handles one request, or receives more bytes where none is complete.
     async fn next(&mut self) -> Result<(), End> {
+        if self.shutdown.get() == Some(Stop::Pause) {
+            return Err(End::Paused);
+        }
         let framing = self.state.options.framing;
         let Some(header) = RequestHeader::parse(framing, self.staging.bytes())? else {
             return match self.staging.bytes().is_empty() {
@@ -89,7 +108,7 @@ impl<S: Storage> Reader<S> {
                 };
                 self.reply(to, Reply::Success(form)).await;
             }
-            Ok(command) => self.accept(to, command).await?,
+            Ok(command) => self.accept(&header, command).await?,
             Err(error) => self.refuse(to, error, payload).await?,
         }
         self.since_yield += 1;
@@ -101,11 +120,12 @@ impl<S: Storage> Reader<S> {
     }
 
     /// Gives a request to a handler, with its payload.
-    async fn accept(&mut self, to: ReplyTo, command: Command) -> Result<(), End> {
+    async fn accept(&mut self, header: &RequestHeader, command: Command) -> Result<(), End> {
+        let to = ReplyTo { cookie: header.cookie, offset: header.offset };
         let permit = self.state.in_flight.acquire(footprint(&command)).await;
         let payload = match command {
             Command::Write { length, .. } => match self.state.pool.get(length as usize) {
-                Ok(buffer) => Some(self.receive_payload(buffer).await?),
+                Ok(buffer) => Some(self.receive_payload(header, buffer).await?),
                 Err(error) => {
                     // Nothing of it is in flight while its payload is skipped.
                     drop(permit);
@@ -127,7 +147,8 @@ impl<S: Storage> Reader<S> {
             if left == 0 {
                 break;
             }
-            self.fill_inside_request().await?;
+            // To its end also at a pause: the bytes that were skipped are gone.
+            self.fill_refused().await?;
         }
         self.reply(to, Reply::Error(error)).await;
         Ok(())
@@ -140,7 +161,11 @@ impl<S: Storage> Reader<S> {
     }
 
     /// Receives the payload of a write: the staged part of it, and the rest from the socket.
-    async fn receive_payload(&mut self, mut buffer: Buffer) -> Result<Buffer, End> {
+    async fn receive_payload(
+        &mut self,
+        header: &RequestHeader,
+        mut buffer: Buffer,
+    ) -> Result<Buffer, End> {
         let length = buffer.len();
         if length >= LARGE_WRITE {
             self.window = self.state.options.framing.request_length();
@@ -149,7 +174,14 @@ impl<S: Storage> Reader<S> {
         while filled < length {
             self.list.push(buffer.lend_range(filled, length - filled));
             self.list.push(self.staging.lend(self.window));
-            let count = self.receive_inside_request().await?;
+            let count = match self.receive_inside_request(PAUSE_OR_SHUTDOWN).await {
+                Err(End::Paused) => {
+                    header.encode(self.state.options.framing, &mut self.incomplete);
+                    self.incomplete.extend_from_slice(&buffer.bytes()[..filled]);
+                    return Err(End::Paused);
+                }
+                received => received?,
+            };
             let here = count.min(length - filled);
             filled += here;
             self.staging.add_received(count - here);
@@ -161,42 +193,69 @@ impl<S: Storage> Reader<S> {
     async fn fill(&mut self) -> Result<(), End> {
         self.list.push(self.staging.lend(self.window));
         self.since_yield = 0;
-        let count = self.receive().await?;
+        let count = self.receive(PAUSE_OR_SHUTDOWN).await?;
         self.staging.add_received(count);
         Ok(())
     }
 
     /// As [`fill`](Self::fill), for the rest of a request.
     async fn fill_inside_request(&mut self) -> Result<(), End> {
+        self.fill_rest(PAUSE_OR_SHUTDOWN).await
+    }
+
+    /// As [`fill_inside_request`](Self::fill_inside_request), at a pause as well.
+    async fn fill_refused(&mut self) -> Result<(), End> {
+        self.fill_rest(&[Stop::Shutdown]).await
+    }
+
+    async fn fill_rest(&mut self, stops: &[Stop]) -> Result<(), End> {
         self.list.push(self.staging.lend(self.window));
         self.since_yield = 0;
-        let count = self.receive_inside_request().await?;
+        let count = self.receive_inside_request(stops).await?;
         self.staging.add_received(count);
         Ok(())
     }
 
     /// As [`receive`](Self::receive), for the rest of a request, which the client has to send.
-    async fn receive_inside_request(&mut self) -> Result<usize, End> {
+    async fn receive_inside_request(&mut self, stops: &[Stop]) -> Result<usize, End> {
         self.state.peer_wait.begin(Direction::Receive);
-        let count = self.receive().await.map_err(End::inside_request);
+        let count = self.receive(stops).await.map_err(End::inside_request);
         self.state.peer_wait.end(Direction::Receive);
         count
     }
 
-    /// Receives at least one byte into the list, which is empty afterwards.
-    async fn receive(&mut self) -> Result<usize, End> {
+    /// Receives at least one byte into the list, which is empty afterwards. Ends early at one of `stops`.
+    async fn receive(&mut self, stops: &[Stop]) -> Result<usize, End> {
         let list = std::mem::take(&mut self.list);
-        let mut receive = pin!(self.state.stream.receive(list));
-        let received = poll_fn(|context| match self.shutdown.poll_requested(context) {
-            true => Poll::Ready(None),
-            false => receive.as_mut().poll(context).map(Some),
-        });
-        let (result, list) = received.await.ok_or(End::Drained)?;
+        let shutdown = &self.shutdown;
+        let wanted = |stop: Option<Stop>| stop.filter(|stop| stops.contains(stop));
+        // A client that never stops sending must not keep the receive from ending.
+        if let Some(stop) = wanted(shutdown.get()) {
+            return Err(ended_by(stop));
+        }
+        let is_wanted = |context: &Context<'_>| wanted(shutdown.poll(context)).is_some();
+        let (result, list) = self.state.stream.receive_until(list, is_wanted).await;
         self.list = list;
         self.list.clear();
-        match result? {
-            0 => Err(End::Closed),
-            count => Ok(count),
+        match result {
+            Ok(0) => Err(End::Closed),
+            Ok(count) => Ok(count),
+            Err(error) if is_stopped(&error) => match wanted(self.shutdown.get()) {
+                Some(stop) => Err(ended_by(stop)),
+                // The pause is over already.
+                None => Err(End::Paused),
+            },
+            Err(error) => Err(error.into()),
         }
+    }
+}
+
+/// What ends a receive for which nothing else is said.
+const PAUSE_OR_SHUTDOWN: &[Stop] = &[Stop::Pause, Stop::Shutdown];
+
+fn ended_by(stop: Stop) -> End {
+    match stop {
+        Stop::Pause => End::Paused,
+        Stop::Shutdown => End::Drained,
     }
 }

@@ -2,5 +2,6 @@
 #![forbid(unsafe_code)]
 
 mod common;
+mod pausing;
 mod server;
 mod transmission;

@@ -9,6 +9,7 @@ use std::time::{Duration, Instant};
 use blockhouse_engine::Stream;
 
 use super::entry::{Entry, Origin};
+use crate::server::paused::{PausedConnection, PausedSession};
 use crate::session::{Activity, ShutdownSignal};
 
 /// A connection that has sent no request for this long may be ended to make room for another client.
@@ -35,8 +36,23 @@ pub struct AdmissionState {
     entries: Vec<Entry>,
     next_id: u64,
     is_draining: bool,
+    pause: Pause,
+    /// How many tasks accept connections.
+    accepting: usize,
     /// Tasks that wait for a change.
     waiters: Vec<Waker>,
+}
+
+/// Whether connections are accepted and served.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+enum Pause {
+    /// Both.
+    #[default]
+    None,
+    /// None is accepted; those in the transmission phase go on.
+    Accepting,
+    /// None is accepted, and none reads requests.
+    All,
 }
 
 /// How many connections each socket, and each peer at its socket, has.
@@ -97,6 +113,103 @@ impl AdmissionState {
         Some(id)
     }
 
+    /// Takes a connection in that has done its handshake with another process, also beyond the limit. Its number; `None`
+    /// when the server ends.
+    pub fn enter_served(&mut self, stream: &Stream, origin: Origin) -> Option<u64> {
+        if self.is_draining {
+            return None;
+        }
+        let id = self.next_id;
+        self.next_id += 1;
+        let mut entry = Entry::new(id, stream.clone(), origin);
+        entry.admit();
+        self.entries.push(entry);
+        Some(id)
+    }
+
+    /// A task begins to accept connections, or ends it.
+    pub fn set_accepting(&mut self, accepts: bool) {
+        match accepts {
+            true => self.accepting += 1,
+            false => self.accepting -= 1,
+        }
+        self.wake();
+    }
+
+    /// Whether connections may be accepted.
+    pub fn may_accept(&self) -> bool {
+        self.pause == Pause::None && !self.is_draining
+    }
+
+    /// Has all tasks stop accepting connections.
+    pub fn pause_accepting(&mut self) {
+        self.pause = Pause::Accepting;
+        self.wake();
+    }
+
+    /// Whether no task accepts connections, and all that there are have done their handshakes.
+    pub fn is_settled(&self) -> bool {
+        self.accepting == 0 && self.entries.iter().all(Entry::is_in_transmission)
+    }
+
+    /// Disconnects all that have not done their handshake.
+    pub fn end_handshakes(&mut self) {
+        let early = self.entries.iter_mut().filter(|entry| !entry.is_in_transmission());
+        early.for_each(Entry::disconnect);
+        self.wake();
+    }
+
+    /// Has all connections pause.
+    pub fn pause(&mut self) {
+        self.pause = Pause::All;
+        self.entries.iter().for_each(Entry::pause);
+    }
+
+    /// Whether all connections have paused.
+    pub fn is_paused(&self) -> bool {
+        self.entries.iter().all(|entry| entry.paused().is_some())
+    }
+
+    /// The connections that have paused.
+    pub fn paused(&self) -> Vec<PausedConnection> {
+        let paused = |entry: &Entry| {
+            let session = entry.paused()?.clone();
+            let (socket, stream) = (entry.origin().socket, entry.stream().clone());
+            Some(PausedConnection { socket, stream, session })
+        };
+        self.entries.iter().filter_map(paused).collect()
+    }
+
+    /// Those that have not paused, in words.
+    pub fn busy(&self) -> Vec<String> {
+        let busy = self.entries.iter().filter(|entry| entry.paused().is_none());
+        busy.map(|entry| entry.origin().peer.to_string()).collect()
+    }
+
+    /// Has connections accepted again, and all that have paused go on.
+    pub fn resume(&mut self) {
+        self.pause = Pause::None;
+        self.entries.iter().for_each(Entry::resume);
+        self.wake();
+    }
+
+    /// A connection has paused.
+    pub fn set_paused(&mut self, id: u64, session: PausedSession) {
+        let entry = self.entries.iter_mut().find(|entry| entry.id() == id);
+        entry.map(|entry| entry.set_paused(session));
+        self.wake();
+    }
+
+    /// What a connection goes on from: outside `None` while it is paused, inside where it is to end.
+    pub fn take_resumed(&mut self, id: u64) -> Option<Option<PausedSession>> {
+        let is_over = self.pause != Pause::All;
+        let entry = self.entries.iter_mut().find(|entry| entry.id() == id)?;
+        match entry.is_ending() {
+            true => Some(None),
+            false => is_over.then(|| entry.take_paused()),
+        }
+    }
+
     /// How far the connection is with its admission.
     pub fn admission(&self, id: u64) -> Admission {
         match self.entries.iter().find(|entry| entry.id() == id) {
@@ -108,8 +221,17 @@ impl AdmissionState {
 
     /// Begins the transmission phase of a connection, which has not been removed.
     pub fn start_transmission(&mut self, id: u64, activity: &Arc<Activity>) -> Arc<ShutdownSignal> {
+        let is_paused = self.pause == Pause::All;
         let entry = self.entries.iter_mut().find(|entry| entry.id() == id);
-        entry.map(|entry| entry.start_transmission(activity)).unwrap_or_default()
+        let signal = entry.map(|entry| {
+            let signal = entry.start_transmission(activity);
+            if is_paused {
+                entry.pause();
+            }
+            signal
+        });
+        self.wake();
+        signal.unwrap_or_default()
     }
 
     /// Removes a connection that has ended. One that waits may be admitted.

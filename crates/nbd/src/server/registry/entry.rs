@@ -5,6 +5,7 @@ use std::time::{Duration, Instant};
 
 use blockhouse_engine::Stream;
 
+use crate::server::paused::PausedSession;
 use crate::server::peer::Peer;
 use crate::session::{Activity, ShutdownSignal};
 
@@ -24,7 +25,13 @@ enum Phase {
     /// In the handshake since then.
     Handshake(Instant),
     /// In the transmission phase since then.
-    Transmission { since: Instant, shutdown: Arc<ShutdownSignal>, activity: Arc<Activity> },
+    Transmission {
+        since: Instant,
+        shutdown: Arc<ShutdownSignal>,
+        activity: Arc<Activity>,
+        /// What it goes on from, while it is paused.
+        paused: Option<PausedSession>,
+    },
     /// Shutdown was requested then; `None` where its stream is shut down.
     Ending(Option<Instant>),
 }
@@ -116,9 +123,53 @@ impl Entry {
                 since: Instant::now(),
                 shutdown: Arc::clone(&shutdown),
                 activity: Arc::clone(activity),
+                paused: None,
             };
         }
         shutdown
+    }
+
+    /// Has it pause.
+    pub fn pause(&self) {
+        if let Phase::Transmission { shutdown, .. } = &self.phase {
+            shutdown.pause();
+        }
+    }
+
+    /// Has it go on, or not pause.
+    pub fn resume(&self) {
+        if let Phase::Transmission { shutdown, .. } = &self.phase {
+            shutdown.resume();
+        }
+    }
+
+    /// It has paused. Gives the session back where it was told to end.
+    pub fn set_paused(&mut self, session: PausedSession) -> Option<PausedSession> {
+        match &mut self.phase {
+            Phase::Transmission { paused, .. } => paused.replace(session),
+            _ => Some(session),
+        }
+    }
+
+    /// What it goes on from, while it is paused.
+    pub fn paused(&self) -> Option<&PausedSession> {
+        match &self.phase {
+            Phase::Transmission { paused, .. } => paused.as_ref(),
+            _ => None,
+        }
+    }
+
+    /// It goes on.
+    pub fn take_paused(&mut self) -> Option<PausedSession> {
+        match &mut self.phase {
+            Phase::Transmission { paused, .. } => paused.take(),
+            _ => None,
+        }
+    }
+
+    /// The connection.
+    pub fn stream(&self) -> &Stream {
+        &self.stream
     }
 
     /// Begins its end. Requests that were received already complete and get their replies.

@@ -41,6 +41,8 @@ use blockhouse_engine::{Stream, sleep};
 pub use entry::Origin;
 use parking_lot::Mutex;
 
+use crate::server::paused::{PausedConnection, PausedSession};
+use crate::server::timeout::timeout;
 use crate::session::{Activity, ShutdownSignal};
 
 /// All connections of a server. Used when one comes or goes, never while it works.
@@ -64,6 +66,68 @@ impl Registry {
         Some(ConnectionGuard { registry: Arc::clone(self), id })
     }
 
+    /// Takes a connection in that has done its handshake with another process. `None` when the server ends.
+    pub fn enter_served(
+        self: &Arc<Self>,
+        stream: &Stream,
+        origin: Origin,
+    ) -> Option<ConnectionGuard> {
+        let id = self.state.lock().enter_served(stream, origin)?;
+        Some(ConnectionGuard { registry: Arc::clone(self), id })
+    }
+
+    /// A task accepts connections until the guard is dropped.
+    pub fn begin_accepting(&self) -> AcceptGuard<'_> {
+        self.state.lock().set_accepting(true);
+        AcceptGuard(self)
+    }
+
+    /// Whether connections may be accepted.
+    pub fn may_accept(&self) -> bool {
+        self.state.lock().may_accept()
+    }
+
+    /// Whether no connection is to be accepted; otherwise the task is woken when that changes.
+    pub fn poll_accept_stopped(&self, context: &Context<'_>) -> bool {
+        self.poll(context, |state| !state.may_accept()).is_ready()
+    }
+
+    /// Waits until connections may be accepted. False when the server ends.
+    pub async fn wait_may_accept(&self) -> bool {
+        poll_fn(|context| self.poll(context, |state| state.may_accept() || state.is_draining()))
+            .await;
+        !self.state.lock().is_draining()
+    }
+
+    /// Has no connection accepted until [`resume`](Self::resume), and waits until all have done their handshakes; those
+    /// that have not in `time` are disconnected.
+    pub async fn pause_accepting(&self, time: Duration) {
+        self.state.lock().pause_accepting();
+        let settled = || poll_fn(|context| self.poll(context, AdmissionState::is_settled));
+        if timeout(time, settled()).await.is_none() {
+            self.state.lock().end_handshakes();
+            settled().await;
+        }
+    }
+
+    /// Has all connections pause, and waits until they have: what each goes on from.
+    ///
+    /// # Errors
+    /// The peers that have not paused in `time`. They go on to do so.
+    pub async fn pause(&self, time: Duration) -> Result<Vec<PausedConnection>, Vec<String>> {
+        self.state.lock().pause();
+        let paused = poll_fn(|context| self.poll(context, AdmissionState::is_paused));
+        match timeout(time, paused).await {
+            Some(()) => Ok(self.state.lock().paused()),
+            None => Err(self.state.lock().busy()),
+        }
+    }
+
+    /// Has connections accepted again, and all that have paused go on.
+    pub fn resume(&self) {
+        self.state.lock().resume();
+    }
+
     /// Ends all connections: those in the handshake at once, the others when they have completed what they
     /// have in flight. No more are taken in.
     pub fn drain(&self) {
@@ -80,11 +144,6 @@ impl Registry {
         poll_fn(|context| self.poll(context, AdmissionState::is_empty)).await;
     }
 
-    /// Waits for the start of the drain.
-    pub async fn wait_draining(&self) {
-        poll_fn(|context| self.poll(context, AdmissionState::is_draining)).await;
-    }
-
     fn poll(&self, context: &Context<'_>, is_over: impl Fn(&AdmissionState) -> bool) -> Poll<()> {
         let mut state = self.state.lock();
         if is_over(&state) {
@@ -92,6 +151,15 @@ impl Registry {
         }
         state.register(context);
         Poll::Pending
+    }
+}
+
+/// A task that accepts connections, until it is dropped.
+pub struct AcceptGuard<'a>(&'a Registry);
+
+impl Drop for AcceptGuard<'_> {
+    fn drop(&mut self) {
+        self.0.state.lock().set_accepting(false);
     }
 }
 
@@ -128,6 +196,22 @@ impl ConnectionGuard {
     /// The handshake is over. The signal that ends the transmission phase.
     pub fn start_transmission(&self, activity: &Arc<Activity>) -> Arc<ShutdownSignal> {
         self.registry.state.lock().start_transmission(self.id, activity)
+    }
+}
+
+impl ConnectionGuard {
+    /// The connection has paused. Waits until it goes on, and gives back what it goes on from; `None` where it is to end.
+    pub async fn paused(&self, session: PausedSession) -> Option<PausedSession> {
+        self.registry.state.lock().set_paused(self.id, session);
+        poll_fn(|context| {
+            let mut state = self.registry.state.lock();
+            let resumed = state.take_resumed(self.id);
+            if resumed.is_none() {
+                state.register(context);
+            }
+            resumed.map_or(Poll::Pending, Poll::Ready)
+        })
+        .await
     }
 }
 

@@ -90,6 +90,14 @@ impl Rig {
         self.server.clone()
     }
 
+    /// Runs a future on the server's loop.
+    pub fn run<F: Future<Output = T> + 'static, T: Send + 'static>(
+        &self,
+        make: impl FnOnce() -> F + Send + 'static,
+    ) -> T {
+        self.remote.spawn(make).wait().expect("the loop runs")
+    }
+
     /// Starts the drain.
     pub fn drain(&self) {
         let server = self.server.clone();
