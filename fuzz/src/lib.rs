@@ -1,10 +1,12 @@
-//! What the targets for images have in common: a storage in memory, the images that get damaged, and
-//! what every one of them must keep to.
+//! What targets have in common: storages in memory, the images that get damaged, the messages of front-ends,
+//! and what every one of them must keep to.
 #![forbid(unsafe_code)]
 
 pub mod case;
+pub mod front_end;
 pub mod images;
 pub mod memory;
+pub mod null;
 
 use blockhouse_core::{Error, ErrorKind};
 
