@@ -4,8 +4,8 @@
 //! cargo run -p blockhouse-examples --bin custom_storage -- SOCKET
 //! ```
 //!
-//! Whoever implements [`Storage`] gets the rest from the library: request checks, alignment, ordering,
-//! durability, the NBD protocol. Each 8 bytes of a block that was never written hold their own offset,
+//! It implements [`Storage`]; the rest comes from the library: request checks, alignment, ordering, durability,
+//! the NBD protocol. Each 8 bytes of a block that was never written hold their own offset,
 //! little-endian. It serves until its standard input ends.
 #![allow(clippy::print_stdout, reason = "a program's result")]
 #![forbid(unsafe_code)]

@@ -82,7 +82,7 @@ fn reach(host: &'static str) -> Result<(), String> {
             let address = addresses.next().ok_or(std::io::ErrorKind::AddrNotAvailable)?;
             TcpStream::connect_timeout(&address, PATIENCE)
         });
-        // Nobody listens any more when we were too slow.
+        // The receiver is gone after its timeout.
         let _ = sender.send(attempt.map(drop));
     });
     match receiver.recv_timeout(PATIENCE) {

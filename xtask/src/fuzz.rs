@@ -101,7 +101,7 @@ fn instrumented(command: &str, workspace: &Workspace) -> Result<Command> {
     rustc.arg("-vV");
     let version = stdout_of(rustc)?;
     let host = version.lines().find_map(|line| line.strip_prefix("host: "));
-    // Not --locked: this lock file follows the dependencies of our crates, whoever changes them.
+    // Not --locked: a change of our crates' dependencies changes this lock file, too.
     let mut cargo = cargo([command, "--release", "--manifest-path"]);
     cargo.arg(workspace.root().join("fuzz/Cargo.toml"));
     cargo.arg("--target-dir").arg(workspace.target().join("fuzz"));

@@ -25,9 +25,9 @@ const NOT_CHECKABLE: u8 = 63;
 pub struct Arguments {
     #[command(flatten)]
     image: ImageArgs,
-    /// Repair what was found: leaks only, or all that there is a safe answer for. Nobody may have the
-    /// image open meanwhile. Data that cannot be found any more reads as zeros after that, and snapshots
-    /// that cannot be used are removed: a check without --repair names both before.
+    /// Repair leaks only, or every error that can be repaired safely. No other program may have the image
+    /// open meanwhile. Data that is lost reads as zeros afterwards, and unusable snapshots are removed;
+    /// a check without --repair lists both first.
     #[arg(long, short, value_name = "WHAT")]
     repair: Option<RepairScope>,
 }

@@ -102,7 +102,7 @@ pub async fn create_qcow2(image: &Path, options: &qcow2::CreateOptions) -> Resul
         check_backing(image, backing).await?;
     }
     // The name is durable from here on. Until its header is written, the file is empty or starts
-    // with zeros, and nobody takes it for an image.
+    // with zeros, which no program takes for an image.
     create_file(image, 0, ImageFormat::Raw).await?;
     let data_path = options.data_file.as_ref().map(|file| resolve_relative(image, &file.name));
     let outcome = fill_qcow2(image, data_path.as_deref(), options).await;

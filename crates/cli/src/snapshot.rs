@@ -71,7 +71,7 @@ struct Image {
     /// long their writes were held off is printed.
     #[arg(long, value_name = "SOCKET", conflicts_with = "format")]
     control: Option<PathBuf>,
-    /// The image. Without --control nobody else may be using it, except for `list`.
+    /// The image. Without --control no other program may use it, except for `list`.
     image: PathBuf,
 }
 
@@ -88,7 +88,7 @@ pub fn run(arguments: Arguments) -> Result<()> {
     }
 }
 
-/// On an image that nobody else has.
+/// On an image that no other program has open.
 async fn run_closed(action: Action) -> Result<()> {
     match action {
         Action::List { image, json } => {

@@ -53,7 +53,7 @@ pub fn as_text(snapshots: &[Listed]) -> String {
     let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
     let lines = snapshots.iter().map(|one| {
         let age = age(now.as_secs().saturating_sub(one.date_sec));
-        // Ids and names are anybody's: nothing of them reaches the terminal but text.
+        // Ids and names come from the image: escaped, they cannot control the terminal.
         let [id, name] = [&one.id, &one.name].map(|text| text.escape_debug().to_string());
         let clock = clock(Duration::new(one.vm_clock_sec, one.vm_clock_nsec));
         line(&id, &name, &one.vm_state_size.to_string(), &age, &clock)

@@ -19,7 +19,7 @@ const MORE: Duration = Duration::from_secs(20);
 /// A stop that is under way.
 pub struct StoppingNotice {
     ended: Sender<()>,
-    /// `None` where nobody is to be told, or no thread can be had for it.
+    /// `None` without a service manager, or where the host has no thread left.
     thread: Option<JoinHandle<()>>,
 }
 

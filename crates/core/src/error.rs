@@ -172,8 +172,8 @@ impl Error {
         self.0.errno
     }
 
-    /// The same failure again, for everybody else who waited for its outcome. The source is
-    /// reduced to its words.
+    /// The same failure again, for each of several callers that wait for one outcome. The source is
+    /// reduced to its text.
     pub fn duplicate(&self) -> Self {
         let detail = &self.0;
         Self(Box::new(Detail {

@@ -1,8 +1,8 @@
 //! Signalling an eventfd of another process without ever waiting for it.
 //!
 //! A write to an eventfd waits while its counter is full, unless its `O_NONBLOCK` is set. The other process
-//! changes both as it likes, also between a look and the write, and a loop that waits holds up everybody
-//! whom it serves. The kernel's own signals never wait: a full counter stays full. So what signals here is
+//! changes both as it likes, also between a check and the write, and a loop that waits delays all requests
+//! that it serves. The kernel's own signals never wait: a full counter stays full. So what signals here is
 //! the completion of an operation that does nothing, by a ring of its own or, where that is forbidden, by
 //! Linux AIO. The kernel takes nothing but an eventfd for that, which tells eventfds from other
 //! descriptors, too.

@@ -58,7 +58,7 @@ impl Future for Submit {
 impl Submit {
     fn begin(&mut self, local: &Rc<Local>, waiter: &Waker) -> Poll<<Self as Future>::Output> {
         if local.tasks.budget.is_spent() {
-            // To be polled again in the next round, after everybody else.
+            // To be polled again in the next iteration, after all other tasks.
             self.stage = Stage::New;
             waiter.wake_by_ref();
             return Poll::Pending;

@@ -1,4 +1,4 @@
-//! fio with its NBD engine as the client: known to everybody, and on few processors the limit itself.
+//! fio with its NBD engine as the client. It is widely known; on few processors it is the limit itself.
 
 use std::os::unix::process::CommandExt;
 use std::path::Path;

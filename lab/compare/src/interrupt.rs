@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use anyhow::{Context, Result, bail};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 
-/// Remembers that somebody asked for the end; the default listens to nobody.
+/// Remembers that a signal asked for the end; the default handles no signal.
 #[derive(Default)]
 pub struct Interrupt {
     asked: Arc<AtomicBool>,

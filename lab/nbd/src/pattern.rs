@@ -1,6 +1,6 @@
 //! What the image holds, so that any sector read back tells whether it is the right one.
 //!
-//! A sector begins with its own byte offset and the generation of whoever wrote it (little-endian
+//! A sector begins with its own byte offset and the generation of its writer (little-endian
 //! words); the rest depends on the place within the sector. So a whole block of writes is kept up to
 //! date by stamping two words a sector, which costs the light client next to nothing.
 

@@ -22,7 +22,7 @@ pub enum Address {
 /// Connects, and gives every later read and write a deadline.
 ///
 /// # Panics
-/// When nobody listens there.
+/// When no server listens there.
 pub fn connect(address: &Address) -> Socket {
     let (domain, target) = match address {
         Address::Unix(path) => (Domain::UNIX, SockAddr::unix(path).expect("a short path")),

@@ -1,7 +1,7 @@
 //! The Debian packages that the tests and the comparison need, and their installation.
 //!
 //! A package counts as present when what we use of it works, so hand-built tools are as good. Nothing is
-//! installed unless we are root; everybody else gets the exact command to run.
+//! installed unless the user is root; other users get the exact command to run.
 
 use std::path::Path;
 use std::process::{Command, Stdio};
@@ -124,7 +124,7 @@ fn apt_get(args: &[&str]) -> Command {
     let mut command = Command::new("apt-get");
     command.args(["--quiet=2", "--option", "Dpkg::Use-Pty=0"]).args(args);
     command.env("DEBIAN_FRONTEND", "noninteractive").stdin(Stdio::null());
-    // The list of what was unpacked helps nobody; errors come on standard error.
+    // The list of unpacked packages is of no use; errors come on standard error.
     command.stdout(Stdio::null());
     command
 }

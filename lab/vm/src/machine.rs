@@ -194,7 +194,7 @@ fn spawn(command: &mut Command) -> Result<(Child, Receiver<String>)> {
     let (sender, lines) = channel();
     std::thread::spawn(move || {
         for line in BufReader::new(stdout).lines().map_while(Result::ok) {
-            // Nobody may want to know any more.
+            // The receiver may be gone: the scenario has ended.
             let _ = sender.send(line);
         }
     });

@@ -1,4 +1,4 @@
-//! QEMU's monitor (QMP): what only whoever runs a virtual machine can tell it.
+//! QEMU's monitor (QMP), through which a virtual machine is managed.
 
 use std::io::{BufRead, BufReader, Write};
 use std::os::unix::net::UnixStream;

@@ -1,7 +1,7 @@
 //! The kernel's block statistics of the device that a file lies on.
 //!
-//! They count what everybody does to the device. Flushes are counted by the whole disk only, never by
-//! a partition, and durable writes (FUA) nowhere: that the device takes them is all the kernel tells.
+//! They count the requests of all programs. Flushes are counted for the whole disk only, never for a partition.
+//! Durable writes (FUA) are not counted: the kernel tells only whether the device takes them.
 
 use std::fs;
 use std::os::unix::fs::{FileTypeExt, MetadataExt};

@@ -58,8 +58,8 @@ pub fn page(report: &Report) -> String {
 const LEGEND: &str = "Ratios are taken within rounds in which all variants take turns: the dot is the \
     median, the line reaches from the lowest round to the highest. Where rounds do not agree on who is \
     faster, or are fewer than five, or the difference is less than 3 %, the dot is hollow: that is noise. Diamonds are published \
-    figures, <em>measured elsewhere</em>, on other machines. The device's requests count what everybody \
-    does to it; a write that only asks for a flush is counted as a write and as a flush.";
+    figures, <em>measured elsewhere</em>, on other machines. The device's requests are those of all \
+    programs; a write that only asks for a flush is counted as a write and as a flush.";
 
 fn section(page: &mut String, question: Question, rows: &[&Row]) {
     let name = question.name();

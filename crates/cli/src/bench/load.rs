@@ -23,7 +23,7 @@ use super::stop::Stop;
 /// Time as a measurement sees it, since any moment.
 pub type Clock<'a> = dyn Fn() -> Duration + Sync + 'a;
 
-/// The clock of the machine, which nobody sets.
+/// The monotonic clock of the machine.
 pub fn machine_clock() -> Duration {
     time_of(ClockId::Monotonic)
 }

@@ -156,7 +156,7 @@ struct Bench {
     /// How long one measurement lasts.
     slice: Cell<Duration>,
     stop: Stop,
-    /// The last, so that its files go when nobody uses them any more.
+    /// The last field, so that its files are removed after everything that uses them.
     target: Target,
 }
 

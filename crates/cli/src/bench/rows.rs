@@ -194,7 +194,7 @@ pub fn run_case(
             break;
         }
         for turn in 0..variants.len() {
-            // Nobody always comes right after the same one.
+            // No variant always runs right after the same other one.
             let which = if round % 2 == 0 { turn } else { variants.len() - 1 - turn };
             let variant = &mut variants[which];
             let slice = (variant.run)().with_context(|| format!("{name}, {}", variant.name))?;

@@ -12,10 +12,10 @@ use signal_hook::iterator::Signals;
 
 use crate::stop_request::StopRequest;
 
-/// How often a folder is removed to which somebody may be adding files.
+/// How often a folder is removed to which other threads may still add files.
 const ATTEMPTS: usize = 5;
 
-/// Whether somebody asked to stop.
+/// Whether a signal has asked the measurement to stop.
 #[derive(Clone, Default)]
 pub struct Stop(Arc<State>);
 
@@ -96,7 +96,7 @@ fn say(what: &str) {
     let mut room = [PollFd::new(&output, PollFlags::OUT)];
     let now = Timespec { tv_sec: 0, tv_nsec: 0 };
     if rustix::event::poll(&mut room, Some(&now)) == Ok(1) {
-        // There is nobody to tell that it failed.
+        // Standard error is the only place to report a failure to.
         let _ = rustix::io::write(output, format!("blockhouse: {what}\n").as_bytes());
     }
 }

@@ -15,7 +15,7 @@ pub fn print(report: &Report) -> Result<()> {
     writeln!(
         out,
         "Medians of rounds that took turns; the ratio is to the first line of each case, with the lowest \
-         and highest round.\nThe device's requests count what everybody does to it. 'elsewhere': \
+         and highest round.\nThe device's requests are those of all programs. 'elsewhere': \
          published by others, measured on other machines."
     )?;
     let mut last = None;

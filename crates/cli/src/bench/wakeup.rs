@@ -1,12 +1,12 @@
-//! `bench wakeup`: what it costs when nobody wakes the loop that a request waits for.
+//! `bench wakeup`: what it costs when a request does not wake the sleeping loop that is to execute it.
 //!
 //! The published case: pieces of 128 KiB are read with direct I/O in batches of 16, with a pause of 1 ms
 //! before each batch is submitted and 1 ms after each completion is handled, the process idle otherwise.
 //! A thread submits, a loop on another thread has the engine, and sleeps whenever a batch comes.
 //!
-//! In force, the thread submits through the loop's handle, as everybody does. To withhold the wake-up, it
-//! leaves its requests in a channel that the loop looks into whenever an unrelated timer fires. The channel
-//! is this file's: nothing in the engine can withhold a wake-up.
+//! In force, the thread submits through the loop's handle, as every user of the engine does. To withhold the
+//! wake-up, it leaves its requests in a channel that the loop reads whenever an unrelated timer fires. The
+//! channel is this file's: nothing in the engine can withhold a wake-up.
 
 use std::sync::{Arc, mpsc};
 use std::thread;
@@ -29,11 +29,11 @@ const PAUSE: Duration = Duration::from_millis(1);
 /// The part of the disk that is read.
 const SPAN: u64 = 128 << 20;
 
-/// How soon some unrelated timer wakes a loop that nobody wakes.
+/// The interval of the unrelated timer that wakes the loop in the end.
 pub const UNRELATED_TIMER: Duration = Duration::from_millis(499);
 
 /// For the page of results.
-pub const ABOUT: &str = "A request that another thread leaves to a sleeping loop waits until somebody wakes the loop. Pieces of \
+pub const ABOUT: &str = "A request that another thread leaves to a sleeping loop waits until something wakes the loop. Pieces of \
     128 KiB in batches of 16, with pauses of 1 ms, so that the loop sleeps whenever a batch comes. “Withheld” \
     is the bench's own way around the wake-up: the loop finds its requests when a timer of 499 ms fires.";
 
@@ -121,7 +121,7 @@ type Done = (Buffer, Duration, blockhouse_core::Result<()>);
 async fn read<S: Storage>(piece: Piece<S>) {
     let Piece { disk, offset, mut buffer, submitted, done } = piece;
     let outcome = disk.submit(Request::Read { offset, into: buffer.lend() }).await;
-    // Nobody listens any more after an error of another piece.
+    // The receiver is gone after an error of another piece.
     let _ = done.send((buffer, submitted.elapsed(), outcome));
 }
 

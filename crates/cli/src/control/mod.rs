@@ -36,7 +36,7 @@ pub enum Request {
     /// Answers [`CreateReply`].
     #[serde(rename = "snapshot-create")]
     Create(SnapshotArgs),
-    /// Is refused: it would change the disk under whoever uses it.
+    /// Is refused: it would change the disk while guests use it.
     #[serde(rename = "snapshot-apply")]
     Apply(SnapshotArgs),
     /// Answers [`PauseReply`].

@@ -167,7 +167,7 @@ async fn execute(images: &[ServedImage], request: Request) -> Result<Value> {
             serde_json::to_value(CreateReply { id: snapshot.id, pause_us })?
         }
         Request::Apply(SnapshotArgs { name, .. }) => bail!(
-            "{image}: is being served, and its bytes must not change under whoever uses it; stop the \
+            "{image}: is being served, and its bytes must not change while guests use them; stop the \
              server, then apply {name:?}"
         ),
         Request::Delete(SnapshotArgs { name, .. }) => {

@@ -67,7 +67,7 @@ impl Chunks {
     }
 }
 
-/// Whether somebody takes what is sent.
+/// Whether the other end of a channel or pipe is still open.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Reader {
     There,
@@ -90,7 +90,7 @@ pub fn write_standard_output() -> Result<Output> {
         let mut output = output;
         while let Some(buffer) = futures_executor::block_on(coming.next()) {
             output.write_all(buffer.bytes())?;
-            // Nobody taking it back is no reason to stop.
+            // The caller need not take buffers back.
             let _ = give_back.send(buffer);
         }
         Ok(())
@@ -100,8 +100,8 @@ pub fn write_standard_output() -> Result<Output> {
 }
 
 impl Output {
-    /// Writes all bytes of the buffer, some time; says whether there is anybody to write more to. Why
-    /// there is nobody is told by [`finish`](Self::finish).
+    /// Queues all bytes of the buffer to be written; says whether more can be written. If not,
+    /// [`finish`](Self::finish) has the reason.
     pub async fn write(&mut self, buffer: Buffer) -> Reader {
         send(&mut self.give, buffer).await
     }
@@ -114,7 +114,7 @@ impl Output {
     /// Waits until everything is written.
     ///
     /// # Errors
-    /// When nobody reads any more, or the host refuses.
+    /// When the reader has closed the pipe, or the host fails a write.
     pub fn finish(self) -> Result<()> {
         drop(self.give);
         // Nothing else is left to do meanwhile.

@@ -43,7 +43,7 @@ impl Progress {
         let mebibytes = |bytes: u64| bytes >> 20;
         let rate = self.done as f64 / self.began.elapsed().as_secs_f64() / f64::from(1 << 20);
         let of = self.total.map_or_else(String::new, |total| format!(" of {}", mebibytes(total)));
-        // Nobody reading is no failure of ours.
+        // A terminal that is gone is no failure of the command.
         let _ =
             write!(std::io::stderr(), "\r{}{of} MiB, {rate:.0} MiB/s {end}", mebibytes(self.done));
     }

@@ -4,7 +4,7 @@ use super::parts::{Event, EventListener};
 
 /// Lets tasks wait until a predicate holds that other tasks, on any thread, make true.
 ///
-/// The predicate reads state that the caller keeps: an atomic, or something under a lock. Whoever changes it calls
+/// The predicate reads state that the caller keeps: an atomic, or something under a lock. A task that changes it calls
 /// [`notify_all`](Self::notify_all) afterwards. To notify costs one fence and one load while no task waits.
 #[derive(Debug)]
 pub struct Condvar {
@@ -26,7 +26,7 @@ impl Condvar {
                 return value;
             }
             let changed = self.listen();
-            // Again: a notification before `listen` woke nobody.
+            // Again: a notification before `listen` did not reach this task.
             if let Some(value) = check() {
                 return value;
             }

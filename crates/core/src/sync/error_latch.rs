@@ -6,8 +6,8 @@ use crate::{Error, Result};
 
 /// Remembers the first of the failures that it is told of, and repeats it from then on.
 ///
-/// For failures that leave a state nobody can vouch for, such as a flush that the host refused: the next one would
-/// succeed, although data is lost. Later failures follow from the first, so they are not kept.
+/// For failures after which the state is unknown, such as a failed flush: the host may have dropped data, and its
+/// next flush would succeed all the same. Later failures follow from the first, so they are not kept.
 #[derive(Debug)]
 pub struct ErrorLatch {
     first: OnceLock<Error>,

@@ -7,8 +7,8 @@ use super::parts::{AtomicUsize, EventListener, Ordering};
 
 /// Counts operations in flight, and lets tasks wait until there is none. Clones count together.
 ///
-/// Use it where whoever waits also keeps new operations from beginning. Where they go on,
-/// [`Epochs`](super::Epochs) waits for the older ones only.
+/// Use it where the task that waits also keeps new operations from beginning. Where they go on, use
+/// [`Epochs`](super::Epochs), which waits for the older ones only.
 #[derive(Clone, Debug, Default)]
 pub struct WaitGroup(Arc<Count>);
 

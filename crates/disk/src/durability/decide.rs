@@ -9,7 +9,7 @@
 //!   writes and one flush suit many that share it.
 //! - Zero writes and discards that change only metadata need only a metadata sync. So do plain writes
 //!   into new space: the format flushes data before it writes an entry that refers to it.
-//! - In every other case the data is written plainly and one flush follows. `Full` always ends in a full
+//! - In every other case the data is written without FUA and one flush follows. `Full` always ends in a full
 //!   sync: FUA does not cover all that it promises.
 //! - Where durability is ignored (`--cache unsafe`) nothing follows.
 //!

@@ -15,7 +15,7 @@
 //! - A durable write that fails during a flush may have lost data that the flush reports as stable. So a
 //!   flush waits for the durable writes in flight at its end, and fails if one failed.
 //! - Where a shared flush is cheaper than FUA on each of several writes in flight, the later ones are
-//!   written plainly and share one ([`WriteMethod`]: group commit).
+//!   written without FUA and share one ([`WriteMethod`]: group commit).
 //! - An operation whose future is dropped may end at any time, so afterwards every flush is issued. The
 //!   storage reports the outcome of a detached flush or durable write to the next flush, as its contract
 //!   says.

@@ -25,7 +25,7 @@ impl<'a, S: Storage> RequestSync<'a, S> {
         Self { format, asked, required: Cell::default() }
     }
 
-    /// For writes whose durability somebody else sees to.
+    /// For writes that the caller makes durable by other means.
     pub(crate) fn not_required(format: &'a Format<FlushTracker<S>>) -> Self {
         Self::new(format, Durability::None)
     }

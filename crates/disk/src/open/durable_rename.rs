@@ -36,9 +36,10 @@ pub fn rename_durable(from: &Path, to: &Path, if_exists: IfExists) -> Result<()>
         let failed = Error::host("cannot take this name", error.into());
         let failed = failed.on(&name(to));
         match error {
-            Errno::EXIST => {
-                failed.hint(format!("somebody else took it; the image is {}", from.display()))
-            }
+            Errno::EXIST => failed.hint(format!(
+                "another program took it meanwhile; the image is {}",
+                from.display()
+            )),
             _ => failed.hint(format!("the image is complete: {}", from.display())),
         }
     })?;

@@ -1,9 +1,9 @@
 //! Image locks, the same bytes that QEMU locks, so that the two exclude each other.
 //!
-//! Byte 100 + n is held by whoever uses permission n, byte 200 + n by whoever will not share it with
-//! others (QEMU, `block/file-posix.c`; the locks are open-file-description locks and go with the
-//! descriptor). Both kinds are taken first and the others looked for second, so that of two programs
-//! that start at the same moment at least one notices.
+//! A program that uses permission n holds byte 100 + n; one that does not share it holds byte 200 + n
+//! (QEMU, `block/file-posix.c`; the locks are open-file-description locks and go with the descriptor).
+//! A program first takes its own bytes, then looks for those of others. So of two programs that start at
+//! the same moment at least one notices.
 
 use std::fs;
 use std::io;
@@ -57,7 +57,7 @@ pub(crate) fn lock(file: &HostFile, access: Access) -> Result<()> {
         Access::ReadOnly => &[Permission::Read],
         Access::ReadWrite => &[Permission::Read, Permission::Write, Permission::Resize],
     };
-    // Nobody else may change the image while it is served, not even for a reader.
+    // No other program may change the image while it is served, not even when it is only read.
     let refused = [Permission::Write, Permission::Resize];
     let descriptor = file.descriptor();
     let failed = |error| Error::host("cannot lock", error).on(file.name());
@@ -82,19 +82,19 @@ pub(crate) fn lock(file: &HostFile, access: Access) -> Result<()> {
     Ok(())
 }
 
-/// Opens a file for writing, whatever it holds, and locks it as long as the answer lives: nobody uses
-/// it as an image meanwhile.
+/// Opens a file for writing, whatever it holds, and locks it until the returned file is dropped: no other
+/// program uses it as an image meanwhile.
 ///
 /// # Errors
-/// [`ErrorKind::Locked`] when somebody does; what opening it answers.
+/// [`ErrorKind::Locked`] when another program does; and those of opening a file.
 pub fn open_locked(path: &Path) -> Result<HostFile> {
     let file = HostFile::open(path, OpenMode::ReadWrite, PageCache::Used)?;
     lock(&file, Access::ReadWrite)?;
     Ok(file)
 }
 
-/// Succeeds when nobody holds the byte. A holder that cannot be seen may be a process that is gone,
-/// and is given a moment to go.
+/// Succeeds when no program holds the byte. A holder that cannot be seen may be a process that has ended,
+/// whose locks the kernel has not released yet: this waits a moment for that.
 fn wait_for_free(file: &HostFile, byte: u64, doing: &str) -> Result<()> {
     let mut ours = false;
     let is_free = wait_until_released(|| {

@@ -36,7 +36,7 @@ pub struct CompareJob<S: Storage> {
 }
 
 impl<S: Storage> CompareJob<S> {
-    /// The comparison of two disks that nobody changes meanwhile. Each thread that works has
+    /// The comparison of two disks, which must not change meanwhile. Each thread that works has
     /// `max_in_flight` chunks of 1 MiB in flight and takes twice their memory.
     pub fn new(one: Arc<Disk<S>>, other: Arc<Disk<S>>, max_in_flight: usize) -> Self {
         let size = one.size().max(other.size());

@@ -82,7 +82,7 @@ pub struct CopyJob<S: Storage> {
 }
 
 impl<S: Storage> CopyJob<S> {
-    /// The copy of all of `source` to the start of `target`, which nobody else changes meanwhile.
+    /// The copy of all of `source` to the start of `target`, which nothing else may change meanwhile.
     /// What the target has beyond that stays as it is.
     ///
     /// # Errors

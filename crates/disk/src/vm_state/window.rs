@@ -82,7 +82,7 @@ mod tests {
         let mut wanted = vec![0; 1024];
         (wanted[5], wanted[10], wanted[11], wanted[600]) = (3, 1, 2, 4);
         assert_eq!(bytes[..1024], wanted);
-        assert_eq!(bytes[1024..], [0xee; 3072], "nobody asked for it");
+        assert_eq!(bytes[1024..], [0xee; 3072], "not asked for");
     }
 
     #[test]

@@ -30,7 +30,7 @@ pub fn request_error(error: &Error, command: &Command) -> RequestError {
         ErrorKind::NoSpace => "the host has no space left",
         ErrorKind::ReadOnly => "the export is read-only",
         ErrorKind::Unsupported => "the disk cannot do this",
-        ErrorKind::Locked => "somebody else uses the disk",
+        ErrorKind::Locked => "another program uses the disk",
         ErrorKind::Corrupt => "the disk image is damaged",
         ErrorKind::Io => "the host failed the operation",
     };

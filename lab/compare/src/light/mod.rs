@@ -339,7 +339,7 @@ mod tests {
         let socket = folder.path().join("nbd.sock");
         let listening = socket.clone();
         std::thread::spawn(move || null_server::serve(&listening, 1 << 24));
-        // The socket is there a moment before anybody listens at it.
+        // The socket is there a moment before the server listens at it.
         while std::os::unix::net::UnixStream::connect(&socket).is_err() {
             std::thread::yield_now();
         }

@@ -1,8 +1,8 @@
 //! `cargo xtask compare --format qcow2`: a mapping side by side with QEMU's, and with our own raw.
 //!
 //! As with raw images, every subject takes its turn in each round, and ratios are taken within a round.
-//! The images are QEMU's own (clusters of 64 KiB, all else as `qemu-img` has it), so nobody works on a
-//! layout that another would not have made.
+//! The images are made by `qemu-img` (clusters of 64 KiB, everything else its default), so all programs
+//! work on the same layout.
 //!
 //! - [`rows`]: what is done
 //! - [`images`]: to what

@@ -9,14 +9,14 @@ use crate::report::{Environment, json as raw_json, markdown as raw_markdown};
 use crate::servers::Kind;
 use blockhouse_figures::Spread;
 
-/// The part that somebody plays in a row.
+/// The role of a program in a row.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub enum Part {
     /// Ours, on a qcow2 image.
     Ours,
     /// Ours, on a raw image of the same content.
     OurRaw,
-    /// Somebody else, on a qcow2 image.
+    /// Another program, on a qcow2 image.
     Peer,
 }
 

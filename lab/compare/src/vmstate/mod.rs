@@ -1,7 +1,7 @@
 //! `cargo xtask compare --vmstate`: saving and loading a machine's state, beside QEMU and `dd`.
 //!
-//! In each round everybody saves as many bytes of noise to the same disk and gets them back, in turn:
-//! past the page cache and through it. A save counts until it is durable.
+//! In each round all programs in turn save as many bytes of random data to the same disk, and load them again:
+//! past the page cache and through it. The time of a save ends when it is durable.
 //!
 //! - [`stream`]: a producer of crumbs for ours, a consumer, and crumbs without a buffer between
 //! - [`machine`]: QEMU's `savevm` and `loadvm` of a paused machine of that much memory
@@ -133,7 +133,7 @@ impl Place {
             Subject::Ours => self.ours(&file, caching, interrupt),
         }?;
         std::fs::remove_file(&file)?;
-        // What was dropped with it is given back in the background, at the cost of whoever is next.
+        // The file system frees its blocks in the background: not in the next program's time.
         rustix::fs::syncfs(&File::open(self.disk.path())?)?;
         Ok(turn)
     }

@@ -22,7 +22,7 @@ const BLOCK: u64 = 4096;
 /// How long a process gets to come to rest.
 const REST: Duration = Duration::from_millis(300);
 
-/// Bytes that nobody can pack, always the same (xorshift, Marsaglia 2003).
+/// Bytes that cannot be compressed, always the same (xorshift, Marsaglia 2003).
 pub struct Noise {
     state: u64,
     chunk: Vec<u8>,
@@ -107,7 +107,7 @@ pub fn save(
     let (mut sent, mut at) = (0, 0);
     while sent < size {
         let length = crumbs.next().min((size - sent) as usize).min(lap.len() - at);
-        pipe.write_all(&lap[at..at + length]).context("nobody takes the state")?;
+        pipe.write_all(&lap[at..at + length]).context("the command does not take the state")?;
         sent += length as u64;
         at = (at + length) % lap.len();
         if at < length {

@@ -43,7 +43,7 @@ pub fn run(disk: &str, from: u64, to: u64) -> Result<()> {
     let block = &mut space[aligned..aligned + BLOCK];
     say(SMALL)?;
     system::wait_for("the new size", || {
-        // Whoever is behind the disk notices by requests alone that there is another server.
+        // QEMU notices only by a request that there is another server.
         let is_read = file.read_exact_at(block, 0).is_ok();
         (is_read && has_size(to).is_ok_and(|is| is)).then_some(())
     })?;

@@ -83,7 +83,7 @@ fn wait_for_space(place: &Path, wanted: u64) -> Result<()> {
     bail!("the space of a removed file does not come free")
 }
 
-/// Freezes the file system, with data that nobody has made durable, until the host has a copy of the
+/// Freezes the file system, with data that no sync has made durable, until the host has a copy of the
 /// disk.
 fn freeze(place: &Path) -> Result<()> {
     write_file(&place.join("late"), SMALL, 2)?;

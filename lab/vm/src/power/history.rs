@@ -1,7 +1,6 @@
 //! What a guest does to its disk, round after round, and what it may find after a loss of power.
 //!
-//! Rounds follow from a seed, so whoever checks a disk later knows what was asked for without having
-//! been there. A round that ends in something durable is acknowledged and marked in the log. Each
+//! Rounds follow from a seed, so a check of the disk later knows every request. A round that ends in something durable is acknowledged and marked in the log. Each
 //! sector says who wrote it; after a loss it must hold what was last made durable there, or something
 //! that was written later and never flushed.
 

@@ -1,8 +1,8 @@
 //! The log of dm-log-writes: every write that a disk completed, in the order in which it became stable.
 //!
-//! The kernel holds a write back until a flush behind it has completed, and notes a write with FUA when
-//! that completes. So whoever replays a log up to a mark has the disk as a loss of power at that moment
-//! leaves it at the worst: with everything that was not flushed dropped. Layout: the kernel's
+//! The kernel logs a write when the next flush has completed, and a write with FUA when the write completes.
+//! So a log that is replayed up to a mark gives the worst disk that a loss of power at that moment can
+//! leave: everything that was not flushed is dropped. Layout: the kernel's
 //! Documentation/admin-guide/device-mapper/log-writes.rst and drivers/md/dm-log-writes.c.
 
 use std::fs::File;
@@ -24,7 +24,7 @@ pub enum Event {
     Write { offset: u64, data: Vec<u8> },
     /// A range was discarded: zeros are as good as anything.
     Discard { offset: u64, length: u64 },
-    /// Somebody said something.
+    /// A mark, written by a message to the device.
     Mark(String),
 }
 

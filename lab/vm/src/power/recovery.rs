@@ -15,8 +15,8 @@ pub trait Replayed {
     /// Stores what became stable.
     fn write(&mut self, offset: u64, data: &[u8]) -> Result<()>;
 
-    /// The image, as whoever starts after the loss of power finds it. An inner error is a verdict
-    /// on the disk: it does not recover, or is not clean.
+    /// The image after the loss of power. An inner error is a verdict on the disk: it does not recover, or
+    /// is not clean.
     fn image(&mut self) -> Result<Result<Vec<u8>, String>>;
 }
 

@@ -141,7 +141,7 @@ fn the_time_of_a_slice_is_kept_by_its_own_clock() -> Result<()> {
         span: SPAN,
     };
     let hour = Duration::from_secs(3600);
-    // Reads of a second each: nobody waits for them, and the hour ends the slice all the same.
+    // Reads of a second each, in virtual time: the hour passes at once.
     let slice = slice(load, Latency::fixed(1_000_000, 1), u64::MAX)?;
     assert_eq!((slice.requests, slice.elapsed), (3600, hour));
     Ok(())
