@@ -8,12 +8,15 @@
 //! A format relies on its caller for order: two writes of the same guest bytes may be in flight
 //! together only where they need no space of their own.
 
+use std::sync::Arc;
+
 use blockhouse_core::{
-    ByteRange, Durability, Error, ErrorKind, Extent, IoVector, Result, Storage, SyncMode,
+    ByteRange, Durability, Error, ErrorKind, Extent, IoVector, Result, StateMemory, Storage,
+    SyncMode,
 };
 
 use crate::qcow2::{self, DataWriteGuard, ReadGuard};
-use crate::{Abort, Backing, Intent, MetadataSync, Qcow2, Raw};
+use crate::{Abort, Backing, Intent, MetadataSync, Qcow2, Raw, Replay};
 
 /// An image format over the storage that holds the image. Closed: the path has one arm for each
 /// state of an extent, not one for each format. The [crate's page](crate) has an example.
@@ -199,6 +202,48 @@ impl<S: Storage> Format<S> {
         match self {
             Self::Raw(_) => MetadataSync::Flush,
             Self::Qcow2(qcow2) => qcow2.metadata_sync_mode(),
+        }
+    }
+
+    /// Words of [`StateMemory`] for a redo log of this image; 0 where none is needed, because nothing that a
+    /// request has changed is in this process alone.
+    pub fn redo_log_words(&self) -> usize {
+        match self {
+            Self::Raw(_) => 0,
+            Self::Qcow2(_) => qcow2::REDO_LOG_WORDS,
+        }
+    }
+
+    /// Brings to the image what a process had linked that died with it open: `log` is the memory that it
+    /// had attached. Durable when it returns; the log stays as it is, so that a death meanwhile loses
+    /// nothing. To be called before anything is changed, and before [`attach_redo_log`](Self::attach_redo_log).
+    ///
+    /// That the log belongs to this file, and that the host has not started since, is the caller's business.
+    /// Whether other programs have changed the image since is found out, but for qcow2 of version 2.
+    ///
+    /// # Errors
+    /// What the storage answers, or `Corrupt`: the log is still good.
+    pub async fn replay(&self, log: &dyn StateMemory) -> Result<Replay> {
+        match self {
+            Self::Raw(_) => Ok(Replay::Nothing),
+            Self::Qcow2(qcow2) => qcow2.replay(log).await,
+        }
+    }
+
+    /// Empties `log` and notes there from now on what is linked and not yet on disk, so that the next
+    /// process can [`replay`](Self::replay) it if this one dies. To be called before anything is changed.
+    pub fn attach_redo_log(&self, log: Arc<dyn StateMemory>) {
+        match self {
+            Self::Raw(_) => {}
+            Self::Qcow2(qcow2) => qcow2.attach_redo_log(log),
+        }
+    }
+
+    /// Whether the image has the mark of a process that keeps a redo log: one that has it open, or died.
+    pub fn has_session_bit(&self) -> bool {
+        match self {
+            Self::Raw(_) => false,
+            Self::Qcow2(qcow2) => qcow2.has_session_bit(),
         }
     }
 

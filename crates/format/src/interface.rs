@@ -41,6 +41,23 @@ pub enum MetadataSync {
     Flush,
 }
 
+/// What became of a redo log.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Replay {
+    /// It was empty.
+    Nothing,
+    /// What it says is in the image and durable. So many entries were not.
+    Applied {
+        /// How many entries of guest clusters differed.
+        changes: u64,
+    },
+    /// It does not fit the image as it is now. Nothing was changed.
+    Refused {
+        /// Why, in words that follow "the log is refused: ".
+        why: String,
+    },
+}
+
 /// What an image is opened for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Access {

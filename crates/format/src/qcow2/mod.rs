@@ -29,12 +29,14 @@ mod tables;
 mod transaction;
 mod writeback;
 
+use std::sync::Arc;
+
 use blockhouse_core::{
-    ByteRange, Durability, Error, ErrorKind, Extent, ExtentState, IoVector, Result, Storage,
-    SyncMode,
+    ByteRange, Durability, Error, ErrorKind, Extent, ExtentState, IoVector, Result, StateMemory,
+    Storage, SyncMode,
 };
 
-use crate::{Abort, Intent, MetadataSync};
+use crate::{Abort, Intent, MetadataSync, Replay};
 
 pub use check::create::{CreateOptions, Preallocation, create, create_with};
 pub use check::repair::{Repair, RepairReport, repair};
@@ -44,10 +46,12 @@ pub use layout::compression::{Compression, compress, decompress};
 pub use layout::options::{Access, Backing, DataFile, Discard, Switch, Version};
 pub use layout::snapshot_table::Snapshot;
 pub use open::{Features, OpenOptions};
+pub(crate) use tables::REDO_LOG_WORDS;
 pub use transaction::{NewSnapshot, VmStateCluster, VmStateTables};
 pub use writeback::{DataWriteGuard, ReadGuard};
 
 use layout::geometry::Geometry;
+use layout::header::SESSION;
 use transaction::{ImageMetadata, Transactions, mapper, thawed_mapper};
 
 /// A qcow2 image.
@@ -293,6 +297,25 @@ impl<S: Storage> Qcow2<S> {
     /// As [`Format::metadata_sync_mode`](crate::Format::metadata_sync_mode).
     pub fn metadata_sync_mode(&self) -> MetadataSync {
         self.metadata.metadata_sync_mode(mapping::Mapping::pending_changes)
+    }
+}
+
+/// What outlives the process.
+impl<S: Storage> Qcow2<S> {
+    /// As [`Format::replay`](crate::Format::replay).
+    pub async fn replay(&self, log: &dyn StateMemory) -> Result<Replay> {
+        self.check_data_file()?;
+        transaction::replay(&self.metadata, log).await
+    }
+
+    /// As [`Format::attach_redo_log`](crate::Format::attach_redo_log).
+    pub fn attach_redo_log(&self, log: Arc<dyn StateMemory>) {
+        self.metadata.attach_redo_log(log);
+    }
+
+    /// Whether the header has the mark of a process that keeps a redo log, or died.
+    pub fn has_session_bit(&self) -> bool {
+        self.metadata.lock().tables.headers().disk().autoclear & SESSION != 0
     }
 }
 

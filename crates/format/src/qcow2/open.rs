@@ -1,8 +1,9 @@
 //! Opening and closing an image.
 //!
 //! Opening: 1. the header, L1 table and refcount table are read; 2. a file that was cut off is found out;
-//! 3. where the active tables are is noted, for writing; 4. refcounts of an image that was not closed are
-//! counted anew, for writing.
+//! 3. where the active tables are is noted, for writing; 4. a flush, for writing: what a process that died has
+//! left in the host's cache is durable then; 5. refcounts of an image that was not closed are counted anew, for
+//! writing. A redo log is replayed after that, if there is one.
 //!
 //! Closing: 1. all that is dirty is written and all frees are processed; 2. the file is cut off after the
 //! last cluster in use; 3. a flush, and the mark of an image that is open is taken away.
@@ -13,7 +14,7 @@
 //! was opened may be wrong, and a repair could still mend them: such clusters are cut off only if no table,
 //! of the active disk or of a snapshot, refers to any of them. A crash before the cut leaves a longer file.
 
-use blockhouse_core::{Error, ErrorKind, Result, Storage};
+use blockhouse_core::{Error, ErrorKind, Result, Storage, SyncMode};
 
 use super::allocator::{Allocator, BackwardScan, MIN_WAITING};
 use super::check::disk_refcounts::{DiskRefcounts, beside};
@@ -125,9 +126,14 @@ impl<S: Storage> Qcow2<S> {
         let allocator = Allocator::new(clusters, options.min_waiting_frees);
         let components = (tables, allocator, mapping);
         let metadata = Metadata::new(storage, components, options.access, options.discard);
-        if options.access == Access::ReadWrite && is_dirty {
-            metadata.begin_changes().await?;
-            rebuild_refcounts(&metadata).await?;
+        if options.access == Access::ReadWrite {
+            // A process that died may have left tables that no flush has covered: from now on what is read
+            // counts as durable.
+            metadata.sync(SyncMode::Data).await?;
+            if is_dirty {
+                metadata.begin_changes_before_replay().await?;
+                rebuild_refcounts(&metadata).await?;
+            }
         }
         Ok(Self { metadata, transactions: Transactions::new(), facts })
     }

@@ -1,22 +1,28 @@
 //! Crashes after every storage operation of random workloads on images: what is left behind has no
 //! corruption, every sector shows only what was written to it, and nothing that was flushed is lost.
+//!
+//! At the same moments the process dies instead, while the storage's cache and the redo log stay: then nothing
+//! that ended is lost.
 
 use std::cell::{Cell, RefCell};
 use std::future::{Future, poll_fn};
 use std::pin::pin;
 use std::process::Command;
 use std::rc::Rc;
+use std::sync::Arc;
+use std::sync::atomic::AtomicU64;
+use std::sync::atomic::Ordering::Relaxed;
 use std::task::Poll;
 use std::time::Duration;
 
 use blockhouse_core::{
-    Buffer, ByteRange, Durability, ErrorKind, Extent, ExtentState, Fua, Result, Storage, SyncMode,
-    Unmap, errno,
+    Buffer, ByteRange, Durability, Error, ErrorKind, Extent, ExtentState, Fua, Result, Storage,
+    SyncMode, Unmap, errno,
 };
 use blockhouse_format::qcow2::{
     Access, Backing, CheckReport, CreateOptions, OpenOptions, Qcow2, Switch, Version, check, create,
 };
-use blockhouse_format::{Abort, Intent};
+use blockhouse_format::{Abort, Intent, Replay};
 use blockhouse_sim::{Config, Fault, OperationKind, Report, Rng, Sim, SimDisk, for_seeds};
 
 use crate::common::{has_qemu, read, read_host};
@@ -45,10 +51,23 @@ struct Sector {
     floating: Vec<Value>,
 }
 
+/// What is lost.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum End {
+    /// What is not durable.
+    PowerLoss,
+    /// The memory of the process.
+    ProcessDeath,
+}
+
 impl Sector {
-    fn permits(&self, found: Value) -> bool {
+    fn permits(&self, found: Value, end: End) -> bool {
         // What a discard leaves may be what it found.
-        let stable = &self.history[..self.stable];
+        let kept = match end {
+            End::PowerLoss => self.stable,
+            End::ProcessDeath => self.ended,
+        };
+        let stable = &self.history[..kept];
         let oldest = stable.iter().rposition(|&value| value != Value::Discarded);
         let mut recent = self.history[oldest.unwrap_or(0)..].iter().chain(&self.floating);
         let is_first = oldest.is_none() && found == Value::Zeros;
@@ -64,6 +83,7 @@ struct World {
     sim: Sim,
     disk: SimDisk,
     image: Qcow2<SimDisk>,
+    redo_log: Option<Arc<Vec<AtomicU64>>>,
     sectors: RefCell<Vec<Sector>>,
     writes: Cell<u64>,
     unit: u64,
@@ -246,8 +266,16 @@ impl World {
 
     /// Checks what a crash now may leave behind.
     fn crash(&self, random: &mut Rng) -> Result<(), String> {
+        self.lose_power(random)?;
+        match &self.redo_log {
+            Some(log) => self.die(log),
+            None => Ok(()),
+        }
+    }
+
+    fn lose_power(&self, random: &mut Rng) -> Result<(), String> {
         let left = self.disk.crash(random);
-        let (report, bytes) = recover(left.clone())?;
+        let (report, bytes) = recover(left.clone(), None)?;
         if report.corruptions > 0 {
             return Err(format!("the image is corrupt: {:?}", report.problems));
         }
@@ -255,16 +283,30 @@ impl World {
         if self.asks_qemu && random.u8(..20) == 0 {
             ask_qemu(&left)?;
         }
+        self.compare(&bytes, End::PowerLoss)
+    }
+
+    /// The process dies, and the next one replays its log.
+    fn die(&self, log: &[AtomicU64]) -> Result<(), String> {
+        let log: Vec<_> = log.iter().map(|word| AtomicU64::new(word.load(Relaxed))).collect();
+        let (report, bytes) = recover(self.disk.content(), Some(log))?;
+        if report.corruptions > 0 {
+            return Err(format!("the image is corrupt after a replay: {:?}", report.problems));
+        }
+        self.compare(&bytes, End::ProcessDeath)
+    }
+
+    fn compare(&self, bytes: &[u8], end: End) -> Result<(), String> {
         let sectors = self.sectors.borrow();
         for (index, bytes) in bytes.chunks_exact(SECTOR as usize).enumerate() {
             let Some(value) = value_of(index as u64, bytes) else {
                 return Err(format!("sector {index} shows what was never written to it"));
             };
             let sector = &sectors[index];
-            if self.has_one_client && !sector.permits(value) {
+            if self.has_one_client && !sector.permits(value, end) {
                 return Err(format!(
-                    "sector {index} shows {value:?} of {:?}, stable {}, floating {:?}",
-                    sector.history, sector.stable, sector.floating
+                    "{end:?}: sector {index} shows {value:?} of {:?}, ended {}, stable {}, floating {:?}",
+                    sector.history, sector.ended, sector.stable, sector.floating
                 ));
             }
         }
@@ -287,16 +329,27 @@ impl Drop for Prepared<'_> {
     }
 }
 
-/// Opens what a crash left behind: what a check finds, and the guest's bytes.
-fn recover(left: Vec<u8>) -> Result<(CheckReport, Vec<u8>), String> {
+/// Opens what a crash left behind, with the redo log if that is left, too: what a check finds, and the guest's
+/// bytes.
+fn recover(
+    left: Vec<u8>,
+    redo_log: Option<Vec<AtomicU64>>,
+) -> Result<(CheckReport, Vec<u8>), String> {
     let sim = Sim::new(0);
     let disk = SimDisk::new(&sim, Config::default(), left);
     let opened = sim.block_on(async move {
         let header = read_host(&disk, 72, 8).await?;
         // A dirty image gets its refcounts when it is opened for writing.
-        let access = if header[7] & 1 == 1 { Access::ReadWrite } else { Access::ReadOnly };
+        let is_dirty = header[7] & 1 == 1;
+        let access =
+            if is_dirty || redo_log.is_some() { Access::ReadWrite } else { Access::ReadOnly };
         let options = OpenOptions { access, ..OpenOptions::default() };
         let image = Qcow2::open(disk, options).await?;
+        if let Some(log) = redo_log
+            && let Replay::Refused { why } = image.replay(&log).await?
+        {
+            return Err(Error::new(ErrorKind::InvalidInput, format!("the log is refused: {why}")));
+        }
         let report = check(&image).await?;
         let all = ByteRange::between(0, image.size());
         let bytes = read(&image, all, 0).await?;
@@ -382,12 +435,22 @@ fn explore(seed: u64) -> Result<Report, String> {
     }
     let image = sim.block_on(async move { Qcow2::open(opened, options).await });
     let image = image.map_err(|error| error.to_string())?;
+    let redo_log = random.bool().then(|| {
+        // Some so short that changes wait for room.
+        let records = [120, 1000][random.usize(..2)];
+        let words = std::iter::repeat_with(AtomicU64::default).take(8 + 4 * records);
+        Arc::new(words.collect::<Vec<_>>())
+    });
+    if let Some(log) = redo_log.clone() {
+        image.attach_redo_log(log);
+    }
     let clients = random.usize(1..=4);
     let world = Rc::new(World {
         sim: sim.clone(),
         disk: disk.clone(),
         sectors: RefCell::new((0..image.size() / SECTOR).map(|_| Sector::default()).collect()),
         image,
+        redo_log,
         writes: Cell::new(0),
         unit: u64::from(config.alignment.offset).max(SECTOR),
         impatience: [0.0, 0.0, 0.2][random.usize(..3)],
@@ -434,7 +497,7 @@ fn finish(world: &Rc<World>, disk: &SimDisk, random: &mut Rng) -> Result<(), Str
     let was_smooth = world.report.borrow().cancelled == 0;
     match closed {
         Ok(()) => {
-            let (report, _) = recover(disk.content())?;
+            let (report, _) = recover(disk.content(), None)?;
             if report.corruptions > 0 || (was_smooth && report.leaks > 0) {
                 return Err(format!("after closing: {report:?}"));
             }

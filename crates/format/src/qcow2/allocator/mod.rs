@@ -210,6 +210,21 @@ impl Allocator {
         tables.set_refcount(cluster, value)
     }
 
+    /// Counts a reference of a process that has died to a cluster. It may be counted already; one that is
+    /// `shared` with other references is counted again.
+    pub(crate) fn count_reference(
+        &mut self,
+        tables: &mut Tables,
+        cluster: u64,
+        shared: bool,
+    ) -> Step<()> {
+        match tables.refcount(cluster)? {
+            0 => self.correct_refcount(tables, cluster, 1),
+            count if shared => self.correct_refcount(tables, cluster, count + 1),
+            _ => Ok(()),
+        }
+    }
+
     /// Clusters that were allocated in vain: no table ever referred to them, and nothing writes to them.
     /// They are free at once where their refcounts are cached.
     pub(crate) fn free_unlinked(&mut self, tables: &mut Tables, clusters: Range<u64>) {

@@ -196,6 +196,32 @@ impl Entry {
     pub(crate) const ZERO: Self =
         Self::Standard { host: None, subclusters: SubclusterBitmap::ZERO };
 
+    /// The entry once the cluster reads as zeros and keeps a host cluster that is its own.
+    pub(crate) fn zeroed_keeping_host(self) -> Self {
+        match self {
+            Self::Standard { host: Some(host), .. } if host.is_copied() => {
+                Self::Standard { host: Some(host), subclusters: SubclusterBitmap::ZERO }
+            }
+            _ => Self::ZERO,
+        }
+    }
+
+    /// The entry as numbers; the second is 0 where entries have one word.
+    pub(crate) fn words(self, geometry: Geometry) -> [u64; 2] {
+        let mut bytes = [0; 16];
+        self.write(&mut bytes, 0, geometry);
+        [be64(&bytes, 0), be64(&bytes, 8)]
+    }
+
+    /// From the numbers of [`words`](Self::words).
+    pub(crate) fn from_words(words: [u64; 2], geometry: Geometry) -> Result<Self, EntryError> {
+        let mut bytes = [0; 16];
+        for (bytes, word) in bytes.chunks_exact_mut(8).zip(words) {
+            bytes.copy_from_slice(&word.to_be_bytes());
+        }
+        Self::read(&bytes, 0, geometry)
+    }
+
     /// A cluster of data that is only this entry's.
     pub(crate) fn data(offset: u64) -> Self {
         Self::Standard {

@@ -41,6 +41,9 @@ bitflags::bitflags! {
 pub(crate) const LAZY_REFCOUNTS: u64 = 1;
 /// Autoclear feature bit: the data file reads as the guest's disk.
 pub(crate) const RAW_DATA_FILE: u64 = 1 << 1;
+/// Autoclear bit, of those that the format reserves: a process that keeps a redo log has the image open for
+/// writing, or died so. Other programs clear bits that they do not know before they change the image.
+pub(crate) const SESSION: u64 = 1 << 62;
 
 /// A header that was found to make sense.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -179,7 +182,7 @@ impl Header {
         Ok(())
     }
 
-    /// The autoclear bits that stay true whatever is written.
+    /// The autoclear bits that stay true whatever is written, but for [`SESSION`].
     pub(crate) fn preserved_autoclear(&self) -> u64 {
         if self.geometry.has_data_file { RAW_DATA_FILE } else { 0 }
     }

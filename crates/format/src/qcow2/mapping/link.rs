@@ -1,5 +1,7 @@
 //! The end of a pending change: its entries in memory, or its clusters free again.
 
+use std::ops::Range;
+
 use blockhouse_core::{ByteRange, Durability, Extent, ExtentFlags, ExtentState};
 
 use crate::Abort;
@@ -8,7 +10,7 @@ use crate::qcow2::layout::entry::{
     Entry, Reference, SubclusterBitmap, SubclusterState, subclusters_in,
 };
 use crate::qcow2::layout::geometry::Geometry;
-use crate::qcow2::tables::{DataStability, SliceId, Step};
+use crate::qcow2::tables::{DataStability, EntryRun, RedoChange, RedoRecord, SliceId, Step};
 
 use super::Mapper;
 use super::pending_changes::Change;
@@ -50,6 +52,7 @@ impl Mapper<'_> {
                 old.join(&mut dropped);
             }
         }
+        self.append_redo(slice, clusters.clone(), &change)?;
         if let Change::Write { host, .. } = change {
             let end = geometry.cluster_of(host) + (clusters.end - clusters.start);
             self.allocator.note_written(end);
@@ -76,12 +79,8 @@ impl Mapper<'_> {
                 Entry::Standard { host, subclusters }
             }
             Change::Compressed(data) => Entry::Compressed(data),
-            Change::Zero { keep } => match old {
-                Entry::Standard { host: Some(host), .. } if keep && host.is_copied() => {
-                    Entry::Standard { host: Some(host), subclusters: SubclusterBitmap::ZERO }
-                }
-                _ => Entry::ZERO,
-            },
+            Change::Zero { keep: true } => old.zeroed_keeping_host(),
+            Change::Zero { keep: false } => Entry::ZERO,
             Change::Discard => self.discarded_entry(),
             Change::Subclusters { mask, state, keep } => match old {
                 Entry::Standard { host, subclusters } => {
@@ -99,6 +98,30 @@ impl Mapper<'_> {
         let dropped = self.allocator.dropped_clusters(geometry, old, new, punch);
         self.tables.set_entry(slice, index, new, entry.stability);
         Ok(dropped)
+    }
+
+    /// Notes in the redo log what the entries of these clusters became, all in one slice.
+    fn append_redo(&mut self, slice: SliceId, clusters: Range<u64>, change: &Change) -> Step<()> {
+        if !self.tables.redo().is_attached() {
+            return Ok(());
+        }
+        if let Change::Zero { keep: true } = change {
+            let change = RedoChange::ZeroKeepingHost;
+            self.tables.append_redo(&RedoRecord { clusters, change });
+            return Ok(());
+        }
+        let geometry = self.tables.geometry();
+        let mut run = EntryRun::default();
+        for cluster in clusters {
+            let entry = self.tables.entry(slice, geometry.l2_index(cluster).index)?;
+            if let Some(record) = run.push(cluster, entry, geometry) {
+                self.tables.append_redo(&record);
+            }
+        }
+        if let Some(record) = run.finish() {
+            self.tables.append_redo(&record);
+        }
+        Ok(())
     }
 
     /// The entry of a cluster that has no data any more: it must not show the backing file.

@@ -24,6 +24,7 @@ mod link;
 mod pending_changes;
 mod preallocated;
 mod read;
+mod redo;
 mod resize;
 mod unmap;
 mod write;
@@ -32,7 +33,7 @@ use blockhouse_core::{ByteRange, Extent, ExtentFlags, ExtentState, IoVector};
 
 use crate::qcow2::allocator::Allocator;
 use crate::qcow2::layout::header::Header;
-use crate::qcow2::tables::Tables;
+use crate::qcow2::tables::{Step, Tables};
 
 pub(crate) use preallocated::preallocated_offset;
 pub(crate) use read::map_read;
@@ -98,6 +99,14 @@ impl Mapping {
     /// Whether neither changes nor overwrites are in flight.
     pub(crate) fn is_idle(&self) -> bool {
         self.changes.is_idle()
+    }
+}
+
+impl Mapper<'_> {
+    /// Blocked where a writeback has to run before another change is prepared.
+    fn check_room(&self) -> Step<()> {
+        self.tables.check_dirty_limit()?;
+        self.tables.redo().check_room(self.mapping.changes.len())
     }
 }
 

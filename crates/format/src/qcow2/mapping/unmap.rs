@@ -136,7 +136,7 @@ impl Mapper<'_> {
         if !geometry.extended_l2 || !is_whole {
             return Ok(None);
         }
-        self.tables.check_dirty_limit()?;
+        self.check_room()?;
         let cluster = geometry.cluster_of(part.offset());
         self.wait_for_change(cluster)?;
         let index = geometry.l2_index(cluster).index;
@@ -203,7 +203,7 @@ impl Mapper<'_> {
         change: Change,
         needs: impl Fn(Entry) -> bool,
     ) -> Step<Extent> {
-        self.tables.check_dirty_limit()?;
+        self.check_room()?;
         let geometry = self.tables.geometry();
         let first = clusters.start;
         let end =
@@ -251,7 +251,7 @@ impl Mapper<'_> {
         length: u64,
         block: u64,
     ) -> Step<Extent> {
-        self.tables.check_dirty_limit()?;
+        self.check_room()?;
         let cluster = self.tables.geometry().cluster_of(guest.offset());
         let clusters = cluster..cluster + 1;
         self.wait_for_change(cluster)?;

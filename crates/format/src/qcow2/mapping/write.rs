@@ -98,12 +98,14 @@ impl Mapper<'_> {
         match method {
             WriteMethod::InPlace { host } => Ok(self.overwrite(range, clusters, host)),
             WriteMethod::Preallocated { host } => {
+                self.check_room()?;
                 self.wait_for_overwrites(&clusters)?;
                 self.mapping.data.wait_for_cow_writes(&clusters)?;
                 let target = Target { host, allocated: false, zeroed: false };
                 self.prepare_write(slice, range, clusters, target, method)
             }
             WriteMethod::Allocate | WriteMethod::Cow(_) => {
+                self.check_room()?;
                 if method == WriteMethod::Cow(CowReason::Quarantined) {
                     // What is written in place now has to be copied, too.
                     self.wait_for_overwrites(&(first..first + 1))?;

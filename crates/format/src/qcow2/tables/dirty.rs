@@ -87,6 +87,8 @@ pub(crate) struct WritebackBatch {
     new_tables: Vec<u64>,
     l1_dirty: BTreeSet<usize>,
     refcount_table_dirty: BTreeSet<usize>,
+    /// The end of the redo log when the copy was made: what comes before it is in the copy.
+    redo_head: u64,
 }
 
 impl WritebackBatch {
@@ -162,6 +164,7 @@ impl Tables {
             new_tables: Vec::new(),
             l1_dirty: self.l1.take_dirty(),
             refcount_table_dirty: BTreeSet::new(),
+            redo_head: self.redo.head(),
         };
         if batch.scope == WritebackScope::All {
             self.copy_refcounts(&mut batch);
@@ -262,6 +265,7 @@ impl Tables {
             self.new_tables.remove(&table);
         }
         self.durable_version = self.durable_version.max(batch.version);
+        self.redo.trim(batch.redo_head);
     }
 
     /// The writeback failed, or was dropped: all of it has still to be written.

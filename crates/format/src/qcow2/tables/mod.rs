@@ -19,6 +19,7 @@ mod file_end;
 mod freeze;
 mod headers;
 mod lookup;
+mod redo;
 mod refcounts;
 mod slice_cache;
 mod step;
@@ -38,6 +39,7 @@ pub(crate) use dirty::{WritebackBatch, WritebackReason, WritebackScope};
 pub(crate) use file_end::FileEnd;
 pub(crate) use freeze::{FreezeState, ThawEvent};
 pub(crate) use headers::Headers;
+pub(crate) use redo::{EntryRun, LatestChanges, REDO_LOG_WORDS, RedoChange, RedoLog, RedoRecord};
 pub(crate) use refcounts::{LastCounted, Scan};
 pub(crate) use slice_cache::{DataStability, Fetch, SliceId};
 pub(crate) use step::{Blocked, ReserveRequest, Step};
@@ -65,6 +67,7 @@ pub(crate) struct Tables {
     /// Counts changes that a flush makes durable; and those that are.
     version: u64,
     durable_version: u64,
+    redo: RedoLog,
     freeze: FreezeState,
 }
 
@@ -94,6 +97,7 @@ impl Tables {
             has_counted: false,
             version: 0,
             durable_version: 0,
+            redo: RedoLog::default(),
             freeze: FreezeState::Active,
         }
     }
@@ -182,6 +186,21 @@ impl Tables {
     /// Whether any refcount was changed since the image was opened.
     pub(crate) fn has_counted(&self) -> bool {
         self.has_counted
+    }
+
+    /// Where changes of entries are noted for a process that comes after this one.
+    pub(crate) fn redo(&self) -> &RedoLog {
+        &self.redo
+    }
+
+    /// Changes are noted in this log from now on.
+    pub(crate) fn set_redo(&mut self, log: RedoLog) {
+        self.redo = log;
+    }
+
+    /// Notes a change of entries that was made just now.
+    pub(crate) fn append_redo(&mut self, record: &RedoRecord) {
+        self.redo.append(record, self.geometry);
     }
 
     /// Blocked where so many slices are dirty that a writeback should run first.

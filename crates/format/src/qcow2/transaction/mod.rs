@@ -13,11 +13,13 @@
 //! 5. Thaw; what is free now is given back to the host when the reads that may have looked it up have ended.
 //!
 //! A change of the size goes by ordinary steps, in an order that no crash makes wrong (`resize`); the
-//! backing file changes with two writes of the header (`backing`).
+//! backing file changes with two writes of the header (`backing`). What a process that has died had answered is
+//! brought to the disk before anything else (`replay`).
 
 mod backing;
 mod freeze;
 mod metadata_transaction;
+mod replay;
 mod resize;
 mod shadow_refcounts;
 mod snapshots;
@@ -28,6 +30,7 @@ use crate::qcow2::writeback::{Metadata, State};
 
 pub(crate) use backing::set_backing;
 pub(crate) use metadata_transaction::{Transactions, check_no_data_file};
+pub(crate) use replay::replay;
 pub(crate) use resize::{grow, make_empty, prepare_resize, shrink};
 pub use snapshots::NewSnapshot;
 pub(crate) use snapshots::{

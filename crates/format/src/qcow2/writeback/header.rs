@@ -1,47 +1,78 @@
 //! Changes of the header on disk, and flushes.
 //!
 //! 1. Before the first change of an image the autoclear bits are cleared, durably: they stand for what
-//!    writers must know to keep it true (bitmaps of changed clusters, for example).
+//!    writers must know to keep it true (bitmaps of changed clusters, for example). Where a redo log is
+//!    attached, the session bit is set with the same write: any other program clears it before it changes
+//!    the image, so a replay finds out.
 //! 2. An image that contradicts itself is marked as corrupt, durably, and not changed again while it is
 //!    open, if it is open for writing.
 
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use async_lock::Semaphore;
-use blockhouse_core::{Error, ErrorKind, Result, Storage, SyncMode};
+use blockhouse_core::{Error, ErrorKind, Result, StateMemory, Storage, SyncMode};
 
-use crate::qcow2::layout::header::{Header, Incompatible};
+use crate::qcow2::layout::header::{Header, Incompatible, SESSION};
 use crate::qcow2::layout::options::Access;
+use crate::qcow2::tables::RedoLog;
 
 use super::Metadata;
 
-/// Whether the image says things that the first change makes untrue.
+/// The autoclear bits before the first change.
 pub(super) struct Autoclear {
-    is_set: AtomicBool,
+    /// Whether they have to be changed.
+    is_due: AtomicBool,
     lock: Semaphore,
 }
 
 impl Autoclear {
     pub(super) fn new(header: &Header) -> Self {
-        let is_set = header.autoclear & !header.preserved_autoclear() != 0;
-        Self { is_set: AtomicBool::new(is_set), lock: Semaphore::new(1) }
+        let is_due = header.autoclear != header.preserved_autoclear() & header.autoclear;
+        Self { is_due: AtomicBool::new(is_due), lock: Semaphore::new(1) }
     }
+}
+
+/// The autoclear bits of an image that is being changed, with or without a redo log.
+fn autoclear_bits(header: &Header, has_redo_log: bool) -> u64 {
+    let session = if has_redo_log && header.geometry.version >= 3 { SESSION } else { 0 };
+    header.autoclear & header.preserved_autoclear() | session
 }
 
 impl<S: Storage, C> Metadata<S, C> {
     /// Whether [`begin_changes`](Self::begin_changes) has anything to do.
     pub(crate) fn needs_begin_changes(&self) -> bool {
-        self.autoclear.is_set.load(Ordering::Acquire)
+        self.autoclear.is_due.load(Ordering::Acquire)
     }
 
-    /// Before the first change: clears the autoclear bits, durably.
+    /// Before the first change: makes the autoclear bits true, durably.
     pub(crate) async fn begin_changes(&self) -> Result<()> {
         if self.needs_begin_changes() {
             let _alone = self.autoclear.lock.acquire().await;
-            self.rewrite_header(|header| header.autoclear &= header.preserved_autoclear()).await?;
-            self.autoclear.is_set.store(false, Ordering::Release);
+            let has_redo_log = self.state.lock().tables.redo().is_attached();
+            self.rewrite_header(|header| header.autoclear = autoclear_bits(header, has_redo_log))
+                .await?;
+            self.autoclear.is_due.store(false, Ordering::Release);
         }
         Ok(())
+    }
+
+    /// Before a change that is made before it is known whether a redo log will be replayed: the session
+    /// bit stays as it is.
+    pub(crate) async fn begin_changes_before_replay(&self) -> Result<()> {
+        self.rewrite_header(|header| {
+            header.autoclear &= header.preserved_autoclear() | SESSION;
+        })
+        .await
+    }
+
+    /// Changes are noted in `memory` from now on, which is emptied.
+    pub(crate) fn attach_redo_log(&self, memory: Arc<dyn StateMemory>) {
+        let mut state = self.state.lock();
+        state.tables.set_redo(RedoLog::new(memory, self.geometry));
+        let header = state.tables.headers().disk();
+        let is_due = header.autoclear != autoclear_bits(header, true);
+        self.autoclear.is_due.store(is_due, Ordering::Release);
     }
 
     /// Changes the header on disk, durably.
@@ -73,15 +104,26 @@ impl<S: Storage, C> Metadata<S, C> {
     }
 
     pub(super) fn is_marked_dirty(&self) -> bool {
-        let state = self.state.lock();
-        state.tables.headers().disk().incompatible.contains(Incompatible::DIRTY)
+        self.state.lock().tables.headers().disk().incompatible.contains(Incompatible::DIRTY)
     }
 
     /// Flushes an image whose changes are all written, and marks it as clean.
     pub(crate) async fn finish(&self) -> Result<()> {
         self.sync(SyncMode::Data).await?;
-        if self.is_marked_dirty() && self.access == Access::ReadWrite {
-            self.rewrite_header(|header| header.incompatible.remove(Incompatible::DIRTY)).await?;
+        let (is_dirty, is_session) = {
+            let state = self.state.lock();
+            let is_session = state.tables.redo().is_attached()
+                && state.tables.headers().disk().autoclear & SESSION != 0;
+            (state.tables.headers().disk().incompatible.contains(Incompatible::DIRTY), is_session)
+        };
+        if (is_dirty || is_session) && self.access == Access::ReadWrite {
+            self.rewrite_header(|header| {
+                header.incompatible.remove(Incompatible::DIRTY);
+                if is_session {
+                    header.autoclear &= !SESSION;
+                }
+            })
+            .await?;
         }
         Ok(())
     }

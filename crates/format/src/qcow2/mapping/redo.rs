@@ -1,0 +1,65 @@
+//! Changes of a process that has died, made again.
+
+use std::ops::Range;
+
+use crate::qcow2::allocator::{DeferredFree, Punch};
+use crate::qcow2::layout::entry::Entry;
+use crate::qcow2::tables::{DataStability, RedoRecord, SliceId, Step};
+
+use super::Mapper;
+
+impl Mapper<'_> {
+    /// The first part of `clusters` that lies in one slice: which clusters of it have other entries than
+    /// after `record`, and what these become. Changes nothing.
+    pub(crate) fn differing_entries(
+        &mut self,
+        record: &RedoRecord,
+        clusters: Range<u64>,
+    ) -> Step<(u64, Vec<(u64, Entry)>)> {
+        let geometry = self.tables.geometry();
+        let at = geometry.l2_index(clusters.start);
+        let end = clusters.start + geometry.slice_l2_entries() - at.index as u64;
+        let end = end.min(clusters.end);
+        let slice = self.tables.l2_slice(clusters.start)?;
+        let mut differing = Vec::new();
+        for cluster in clusters.start..end {
+            let old = self.old_entry(slice, cluster)?;
+            let new = record.change.entry(cluster - record.clusters.start, old, geometry);
+            if new != old {
+                differing.push((cluster, new));
+            }
+        }
+        Ok((end, differing))
+    }
+
+    /// Sets these entries, all in one slice. Their data is where they say, and counted. Returns the clusters
+    /// whose references left the tables, for the caller to free.
+    pub(crate) fn set_entries(&mut self, entries: &[(u64, Entry)]) -> Step<Vec<DeferredFree>> {
+        let mut dropped = Vec::new();
+        let Some(&(first, _)) = entries.first() else { return Ok(dropped) };
+        self.tables.check_dirty_limit()?;
+        let geometry = self.tables.geometry();
+        let slice = self.writable_l2_slice(first)?;
+        for &(cluster, new) in entries {
+            self.tables.entry(slice, geometry.l2_index(cluster).index)?;
+            self.tables.check_host(cluster, new)?;
+        }
+        for &(cluster, new) in entries {
+            let index = geometry.l2_index(cluster).index;
+            let old = self.tables.entry(slice, index)?;
+            if let Some(old) = self.allocator.dropped_clusters(geometry, old, new, Punch::No) {
+                old.join(&mut dropped);
+            }
+            self.tables.set_entry(slice, index, new, DataStability::Unstable);
+        }
+        self.tables.note_change();
+        Ok(dropped)
+    }
+
+    fn old_entry(&mut self, slice: Option<SliceId>, cluster: u64) -> Step<Entry> {
+        match slice {
+            Some(slice) => self.tables.entry(slice, self.tables.geometry().l2_index(cluster).index),
+            None => Ok(Entry::UNALLOCATED),
+        }
+    }
+}

@@ -1,0 +1,166 @@
+//! The redo log: changes of L2 entries that no finished writeback has brought to the disk, kept in memory
+//! that outlives the process.
+//!
+//! A server answers a guest's write into new space when its entry is linked in memory. If the server's process
+//! dies before a writeback, the host runs on and holds the data, but the entry is gone. So:
+//!
+//! 1. A step that links appends what it changed, before the request is answered. Both happen under the image's
+//!    lock, so the log has the order of the changes.
+//! 2. A writeback that begins notes the log's head ([`RedoLog::head`]): it copies what is dirty under the same
+//!    lock, so the copy has every change before that point. When it has ended, the log's tail moves there
+//!    ([`RedoLog::trim`]). One that failed or was dropped moves nothing.
+//! 3. After a death the records between tail and head are replayed before anything else
+//!    (`transaction/replay`). They say what entries became, not how, so they may be replayed again, onto tables
+//!    that hold some of the changes already.
+//!
+//! The memory is a ring of records of a fixed length. A record is valid from the store of the head on. A
+//! process that is killed loses no store that it has made, so each store leaves a log that is right.
+//! Where the ring is full, a step that prepares a change is blocked like one at the dirty limit.
+
+mod latest;
+mod record;
+
+use std::sync::Arc;
+
+use blockhouse_core::StateMemory;
+
+use crate::qcow2::layout::geometry::Geometry;
+
+pub(crate) use latest::LatestChanges;
+pub(crate) use record::{EntryRun, RedoChange, RedoRecord};
+
+use super::{Blocked, Step};
+use record::WORDS_PER_RECORD;
+
+/// How many changes may wait for a writeback. Random writes of 4 KiB at 60,000 a second fill it in a second.
+const MAX_RECORDS: usize = 1 << 16;
+
+/// How many records one change may need: the first and the last cluster of a write may differ from the rest.
+const MAX_RECORDS_PER_CHANGE: u64 = 3;
+
+/// "BHRedo", and the version of this layout.
+const MAGIC: u64 = 0x4248_5265_646f_0001;
+
+/// The words before the records: what this is, the geometry that it is for, head and tail.
+const MAGIC_WORD: usize = 0;
+const GEOMETRY_WORD: usize = 1;
+const HEAD_WORD: usize = 2;
+const TAIL_WORD: usize = 3;
+const FIRST_RECORD: usize = 8;
+
+/// How many words of memory a log takes: 2 MiB, of which an idle image touches one page.
+pub(crate) const REDO_LOG_WORDS: usize = FIRST_RECORD + MAX_RECORDS * WORDS_PER_RECORD;
+
+/// See the module's page. Without memory it keeps nothing.
+#[derive(Default)]
+pub(crate) struct RedoLog {
+    memory: Option<Arc<dyn StateMemory>>,
+    /// How many records were ever appended, and how many of these are not needed any more.
+    head: u64,
+    tail: u64,
+}
+
+impl RedoLog {
+    /// An empty log in `memory`, whatever that holds.
+    pub(crate) fn new(memory: Arc<dyn StateMemory>, geometry: Geometry) -> Self {
+        // Without the magic number it is empty, whatever the other words are meanwhile.
+        memory.store(MAGIC_WORD, 0);
+        memory.store(HEAD_WORD, 0);
+        memory.store(TAIL_WORD, 0);
+        memory.store(GEOMETRY_WORD, geometry_word(geometry));
+        memory.store(MAGIC_WORD, MAGIC);
+        Self { memory: Some(memory), head: 0, tail: 0 }
+    }
+
+    pub(crate) fn is_attached(&self) -> bool {
+        self.memory.is_some()
+    }
+
+    /// Blocked where there is no room for the records of one more change beside `pending` others.
+    pub(crate) fn check_room(&self, pending: usize) -> Step<()> {
+        let Some(memory) = &self.memory else { return Ok(()) };
+        let needed = (pending as u64 + 1) * MAX_RECORDS_PER_CHANGE;
+        match self.head - self.tail + needed <= capacity(&**memory) {
+            true => Ok(()),
+            false => Err(Blocked::DirtyLimit),
+        }
+    }
+
+    /// Appends a change that was made just now. There is room: the step that prepared it has checked.
+    pub(crate) fn append(&mut self, record: &RedoRecord, geometry: Geometry) {
+        let Some(memory) = &self.memory else { return };
+        let capacity = capacity(&**memory);
+        assert!(self.head - self.tail < capacity, "room for a change that was prepared");
+        let first = FIRST_RECORD + (self.head % capacity) as usize * WORDS_PER_RECORD;
+        for (index, word) in (first..).zip(record.words(geometry)) {
+            memory.store(index, word);
+        }
+        self.head += 1;
+        memory.store(HEAD_WORD, self.head);
+    }
+
+    /// The end of the log now.
+    pub(crate) fn head(&self) -> u64 {
+        self.head
+    }
+
+    /// All changes before `head` are on disk.
+    pub(crate) fn trim(&mut self, head: u64) {
+        if let Some(memory) = &self.memory
+            && self.tail < head
+        {
+            self.tail = head;
+            memory.store(TAIL_WORD, head);
+        }
+    }
+
+    /// The records that a log has, the oldest first.
+    ///
+    /// # Errors
+    /// Why the memory is no log of an image of this geometry, in words.
+    pub(crate) fn read(
+        memory: &dyn StateMemory,
+        geometry: Geometry,
+    ) -> Result<Vec<RedoRecord>, String> {
+        if memory.words() < FIRST_RECORD || memory.load(MAGIC_WORD) == 0 {
+            return Ok(Vec::new());
+        }
+        if memory.load(MAGIC_WORD) != MAGIC {
+            return Err("its redo log was written by another version of this program".into());
+        }
+        let (head, tail, capacity) =
+            (memory.load(HEAD_WORD), memory.load(TAIL_WORD), capacity(memory));
+        if head == tail {
+            return Ok(Vec::new());
+        }
+        if memory.load(GEOMETRY_WORD) != geometry_word(geometry) {
+            return Err("its redo log is that of an image with another geometry".into());
+        }
+        if tail > head || head - tail > capacity {
+            return Err(format!("its redo log has records {tail} to {head} of {capacity}"));
+        }
+        (tail..head)
+            .map(|number| {
+                let first = FIRST_RECORD + (number % capacity) as usize * WORDS_PER_RECORD;
+                let words = std::array::from_fn(|index| memory.load(first + index));
+                RedoRecord::from_words(words, geometry)
+                    .map_err(|why| format!("record {number} of its redo log {why}"))
+            })
+            .collect()
+    }
+}
+
+/// How many records the memory has room for.
+fn capacity(memory: &dyn StateMemory) -> u64 {
+    (memory.words().saturating_sub(FIRST_RECORD) / WORDS_PER_RECORD) as u64
+}
+
+fn geometry_word(geometry: Geometry) -> u64 {
+    u64::from(geometry.cluster_bits)
+        | u64::from(geometry.extended_l2) << 8
+        | u64::from(geometry.has_data_file) << 9
+        | u64::from(geometry.version) << 16
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,127 @@
+//! What one record of the redo log says, and its words.
+
+use std::ops::Range;
+
+use crate::qcow2::layout::entry::{Entry, Reference};
+use crate::qcow2::layout::geometry::Geometry;
+
+/// First cluster; kind and count; the L2 entry's two words.
+pub(super) const WORDS_PER_RECORD: usize = 4;
+
+/// Kinds of records, in the upper half of the second word. The lower half counts clusters.
+const SET: u64 = 1;
+const ZERO_KEEPING_HOST: u64 = 2;
+
+/// What became of the entries of consecutive guest clusters. Applied again, it changes nothing.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum RedoChange {
+    /// The first cluster has this entry. Each further one has the same, with the next host cluster.
+    Set(Entry),
+    /// Each reads as zeros, and keeps its host cluster if that is its own.
+    ZeroKeepingHost,
+}
+
+/// A change of the entries of `clusters`, which are not empty.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct RedoRecord {
+    pub(crate) clusters: Range<u64>,
+    pub(crate) change: RedoChange,
+}
+
+impl RedoChange {
+    /// The same for the clusters from the `count`-th on.
+    pub(super) fn skip(self, count: u64, geometry: Geometry) -> Self {
+        match self {
+            Self::Set(entry) => Self::Set(nth_entry(entry, count, geometry)),
+            Self::ZeroKeepingHost => self,
+        }
+    }
+
+    /// The entry of the `index`-th cluster, which has been `old`.
+    pub(crate) fn entry(self, index: u64, old: Entry, geometry: Geometry) -> Entry {
+        match self {
+            Self::Set(entry) => nth_entry(entry, index, geometry),
+            Self::ZeroKeepingHost => old.zeroed_keeping_host(),
+        }
+    }
+}
+
+/// The entry of the `index`-th of clusters that have the same entries with consecutive host clusters.
+fn nth_entry(first: Entry, index: u64, geometry: Geometry) -> Entry {
+    match first {
+        Entry::Standard { host: Some(host), subclusters } => {
+            let offset = host.offset + geometry.offset_of(index);
+            Entry::Standard { host: Some(Reference { offset, ..host }), subclusters }
+        }
+        Entry::Standard { host: None, .. } | Entry::Compressed(_) => first,
+    }
+}
+
+impl RedoRecord {
+    /// As stored.
+    pub(super) fn words(&self, geometry: Geometry) -> [u64; WORDS_PER_RECORD] {
+        let count = self.clusters.end - self.clusters.start;
+        let (kind, entry) = match self.change {
+            RedoChange::Set(entry) => (SET, entry.words(geometry)),
+            RedoChange::ZeroKeepingHost => (ZERO_KEEPING_HOST, [0; 2]),
+        };
+        [self.clusters.start, kind << 32 | count, entry[0], entry[1]]
+    }
+
+    /// From stored words.
+    ///
+    /// # Errors
+    /// What is wrong with them, in words.
+    pub(super) fn from_words(
+        words: [u64; WORDS_PER_RECORD],
+        geometry: Geometry,
+    ) -> Result<Self, String> {
+        let [start, kind, first, second] = words;
+        let (kind, count) = (kind >> 32, kind & u64::from(u32::MAX));
+        let end = start.checked_add(count).filter(|&end| end <= geometry.cluster_of(u64::MAX));
+        let Some(end) = end.filter(|_| count > 0) else {
+            return Err(format!("is about {count} clusters from cluster {start} on"));
+        };
+        let change = match kind {
+            SET => RedoChange::Set(
+                Entry::from_words([first, second], geometry)
+                    .map_err(|why| format!("has an entry that {why}"))?,
+            ),
+            ZERO_KEEPING_HOST => RedoChange::ZeroKeepingHost,
+            _ => return Err(format!("is of the unknown kind {kind}")),
+        };
+        Ok(Self { clusters: start..end, change })
+    }
+}
+
+/// Collects the new entries of consecutive clusters into as few records as say them.
+#[derive(Default)]
+pub(crate) struct EntryRun {
+    record: Option<RedoRecord>,
+}
+
+impl EntryRun {
+    /// Adds the entry of the next cluster. Returns the record before, where this one does not continue it.
+    pub(crate) fn push(
+        &mut self,
+        cluster: u64,
+        entry: Entry,
+        geometry: Geometry,
+    ) -> Option<RedoRecord> {
+        if let Some(record) = &mut self.record
+            && let RedoChange::Set(first) = record.change
+            && !matches!(first, Entry::Compressed(_))
+            && nth_entry(first, cluster - record.clusters.start, geometry) == entry
+        {
+            record.clusters.end = cluster + 1;
+            return None;
+        }
+        let change = RedoChange::Set(entry);
+        self.record.replace(RedoRecord { clusters: cluster..cluster + 1, change })
+    }
+
+    /// The last record.
+    pub(crate) fn finish(self) -> Option<RedoRecord> {
+        self.record
+    }
+}

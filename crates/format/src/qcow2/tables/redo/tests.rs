@@ -1,0 +1,156 @@
+use std::sync::atomic::AtomicU64;
+
+use super::*;
+use crate::qcow2::layout::entry::{Entry, SubclusterBitmap};
+
+const GEOMETRY: Geometry = Geometry {
+    version: 3,
+    cluster_bits: 16,
+    refcount_order: 4,
+    extended_l2: false,
+    has_data_file: false,
+};
+
+fn memory(records: usize) -> Arc<Vec<AtomicU64>> {
+    let words = FIRST_RECORD + records * WORDS_PER_RECORD;
+    Arc::new((0..words).map(|_| AtomicU64::new(0)).collect())
+}
+
+fn set(clusters: std::ops::Range<u64>, host: u64) -> RedoRecord {
+    let change = RedoChange::Set(Entry::data(GEOMETRY.offset_of(host)));
+    RedoRecord { clusters, change }
+}
+
+fn zero(clusters: std::ops::Range<u64>) -> RedoRecord {
+    RedoRecord { clusters, change: RedoChange::ZeroKeepingHost }
+}
+
+fn zeroed(host: u64) -> RedoChange {
+    RedoChange::Set(Entry::data(GEOMETRY.offset_of(host)).zeroed_keeping_host())
+}
+
+#[test]
+fn a_log_has_what_was_appended_and_not_trimmed() {
+    let memory = memory(4);
+    let mut log = RedoLog::new(memory.clone(), GEOMETRY);
+    let records: Vec<_> = (0..7).map(|n| set(n..n + 2, 100 + n)).collect();
+    for (number, record) in records.iter().enumerate() {
+        assert_eq!(log.head(), number as u64);
+        log.append(record, GEOMETRY);
+        let kept = (number as u64).saturating_sub(1);
+        log.trim(kept);
+        assert_eq!(RedoLog::read(&*memory, GEOMETRY).unwrap(), records[kept as usize..=number]);
+    }
+    log.trim(7);
+    assert_eq!(RedoLog::read(&*memory, GEOMETRY).unwrap(), []);
+    // An older writeback that ends late takes nothing back.
+    log.append(&records[0], GEOMETRY);
+    log.trim(3);
+    assert_eq!(RedoLog::read(&*memory, GEOMETRY).unwrap(), records[..1]);
+}
+
+#[test]
+fn a_change_is_prepared_only_where_its_records_have_room() {
+    let mut log = RedoLog::new(memory(7), GEOMETRY);
+    assert!(log.check_room(0).is_ok() && log.check_room(1).is_ok());
+    assert!(matches!(log.check_room(2), Err(Blocked::DirtyLimit)));
+    log.append(&set(0..1, 9), GEOMETRY);
+    log.append(&set(0..1, 9), GEOMETRY);
+    assert!(log.check_room(0).is_ok());
+    assert!(matches!(log.check_room(1), Err(Blocked::DirtyLimit)));
+    log.trim(1);
+    assert!(log.check_room(1).is_ok());
+    assert!(RedoLog::default().check_room(usize::MAX - 1).is_ok());
+}
+
+#[test]
+fn a_new_log_is_empty_whatever_the_memory_held() {
+    let memory = memory(4);
+    let mut log = RedoLog::new(memory.clone(), GEOMETRY);
+    log.append(&set(0..1, 9), GEOMETRY);
+    drop(RedoLog::new(memory.clone(), GEOMETRY));
+    assert_eq!(RedoLog::read(&*memory, GEOMETRY).unwrap(), []);
+}
+
+#[test]
+fn nonsense_is_refused() {
+    let memory = memory(4);
+    let refused = |index: usize, value: u64| {
+        let mut log = RedoLog::new(memory.clone(), GEOMETRY);
+        log.append(&set(3..5, 9), GEOMETRY);
+        assert_eq!(RedoLog::read(&*memory, GEOMETRY).unwrap().len(), 1);
+        memory.store(index, value);
+        RedoLog::read(&*memory, GEOMETRY).unwrap_err()
+    };
+    assert!(refused(MAGIC_WORD, MAGIC + 1).contains("another version"));
+    assert!(refused(GEOMETRY_WORD, 12).contains("another geometry"));
+    assert!(refused(HEAD_WORD, 5).contains("0 to 5 of 4"));
+    assert!(refused(TAIL_WORD, 2).contains("2 to 1"));
+    assert!(refused(FIRST_RECORD, u64::MAX).contains("clusters from cluster"));
+    assert!(refused(FIRST_RECORD + 1, 0).contains("about 0 clusters"));
+    assert!(refused(FIRST_RECORD + 1, 7 << 32 | 1).contains("kind 7"));
+    assert!(refused(FIRST_RECORD + 2, 2).contains("an entry that has reserved bits"));
+}
+
+#[test]
+fn records_survive_being_stored() {
+    let bitmap = SubclusterBitmap { data: 0xff00, zero: 0x1 };
+    let host = Entry::data(1 << 30);
+    let Entry::Standard { host, .. } = host else { unreachable!() };
+    let extended = Geometry { extended_l2: true, ..GEOMETRY };
+    let mixed = RedoChange::Set(Entry::Standard { host, subclusters: bitmap });
+    for (change, geometry) in [
+        (mixed, extended),
+        (RedoChange::Set(Entry::ZERO), GEOMETRY),
+        (RedoChange::Set(Entry::UNALLOCATED), GEOMETRY),
+        (RedoChange::ZeroKeepingHost, GEOMETRY),
+    ] {
+        let record = RedoRecord { clusters: 1 << 40..(1 << 40) + 512, change };
+        let stored = RedoRecord::from_words(record.words(geometry), geometry);
+        assert_eq!(stored, Ok(record));
+    }
+}
+
+#[test]
+fn entries_in_a_row_are_one_record() {
+    let mut run = EntryRun::default();
+    let entries = [(7, 40), (8, 41), (9, 42), (10, 50), (11, 51)];
+    let mut records = Vec::new();
+    for (cluster, host) in entries {
+        let entry = Entry::data(GEOMETRY.offset_of(host));
+        records.extend(run.push(cluster, entry, GEOMETRY));
+    }
+    records.extend(run.push(12, Entry::ZERO, GEOMETRY));
+    records.extend(run.push(13, Entry::ZERO, GEOMETRY));
+    records.extend(run.finish());
+    let zeros = RedoRecord { clusters: 12..14, change: RedoChange::Set(Entry::ZERO) };
+    assert_eq!(records, [set(7..10, 40), set(10..12, 50), zeros]);
+}
+
+#[test]
+fn the_latest_change_of_a_cluster_counts() {
+    let latest = |records: &[RedoRecord]| -> Vec<RedoRecord> {
+        LatestChanges::of(records, GEOMETRY).iter().collect()
+    };
+    let changed = |clusters, change| RedoRecord { clusters, change };
+    // In the middle, over both ends, all of it.
+    assert_eq!(
+        latest(&[set(0..10, 100), set(3..5, 7)]),
+        [set(0..3, 100), set(3..5, 7), set(5..10, 105)]
+    );
+    assert_eq!(
+        latest(&[set(0..4, 100), set(6..9, 200), set(2..8, 50)]),
+        [set(0..2, 100), set(2..8, 50), set(8..9, 202)]
+    );
+    assert_eq!(latest(&[set(2..3, 100), set(5..6, 1), set(0..9, 50)]), [set(0..9, 50)]);
+    // Zeros keep the host clusters that an older change gave, and those of the tables.
+    assert_eq!(
+        latest(&[set(2..6, 100), zero(0..4)]),
+        [zero(0..2), changed(2..4, zeroed(100)), set(4..6, 102)]
+    );
+    assert_eq!(
+        latest(&[set(2..3, 100), zero(0..5), zero(1..7)]),
+        [zero(0..1), zero(1..2), changed(2..3, zeroed(100)), zero(3..5), zero(5..7)]
+    );
+    assert_eq!(latest(&[zero(0..5), set(1..3, 8)]), [zero(0..1), set(1..3, 8), zero(3..5)]);
+}
