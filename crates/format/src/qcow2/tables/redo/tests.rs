@@ -1,3 +1,5 @@
+//! The ring, its records, and what they come to.
+
 use std::sync::atomic::AtomicU64;
 
 use super::*;
