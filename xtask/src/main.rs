@@ -51,6 +51,9 @@ enum Task {
     /// Prove durability on a real kernel, in a virtual machine (`lab/vm`)
     #[command(disable_help_flag = true)]
     Vm(lab::Args),
+    /// Kill servers under load, and look whether what they answered is there (`lab/kill`)
+    #[command(disable_help_flag = true)]
+    Kill(lab::Args),
     /// Everything that must be clean before a change lands
     Ci,
 }
@@ -76,6 +79,7 @@ fn run(task: Task, workspace: &Workspace) -> anyhow::Result<()> {
         Task::Deny => deny::run(workspace),
         Task::Compare(args) => lab::exec("lab-compare", &args),
         Task::Vm(args) => lab::exec("lab-vm", &args),
+        Task::Kill(args) => lab::exec("lab-kill", &args),
         Task::Ci => ci::run(workspace),
     }
 }

@@ -33,6 +33,8 @@ const QEMU_SYSTEM: Package =
     Package { name: "qemu-system-x86", probe: Probe::Programs(&["qemu-system-x86_64"]) };
 const NBDKIT: Package = Package { name: "nbdkit", probe: Probe::Programs(&["nbdkit"]) };
 const STRACE: Package = Package { name: "strace", probe: Probe::Programs(&["strace"]) };
+const PYTHON_LIBNBD: Package =
+    Package { name: "python3-libnbd", probe: Probe::PythonModule("nbd") };
 const FIO: Package = Package { name: "fio", probe: Probe::Programs(&["fio"]) };
 
 /// What `cargo xtask test` needs.
@@ -40,7 +42,7 @@ pub const FOR_TESTS: &[Package] = &[
     QEMU_UTILS,
     QEMU_SYSTEM,
     Package { name: "libnbd-bin", probe: Probe::Programs(&["nbdinfo", "nbdcopy"]) },
-    Package { name: "python3-libnbd", probe: Probe::PythonModule("nbd") },
+    PYTHON_LIBNBD,
     Package { name: "python3-jsonschema", probe: Probe::PythonModule("jsonschema") },
     Package { name: "chromium", probe: Probe::Programs(&["chromium"]) },
     NBDKIT,
@@ -56,6 +58,9 @@ pub const FOR_STATES: &[Package] = &[QEMU_UTILS, QEMU_SYSTEM];
 
 /// What `cargo xtask vm` needs on the host; what is in the guest, it fetches itself.
 pub const FOR_GUESTS: &[Package] = &[QEMU_UTILS, QEMU_SYSTEM, STRACE];
+
+/// What `cargo xtask kill` needs.
+pub const FOR_KILLS: &[Package] = &[QEMU_UTILS, PYTHON_LIBNBD];
 
 /// What `cargo xtask fuzz` needs: libFuzzer is compiled from C++.
 pub const FOR_FUZZING: &[Package] = &[Package { name: "g++", probe: Probe::Programs(&["c++"]) }];

@@ -10,76 +10,13 @@ use blockhouse_tests::{
     Cache, Engine, Scratch, Serve, blockhouse, need, random_bytes, require, run, seeded, tool,
 };
 use fastrand::Rng;
+use lab_images::{Backing, LAYOUTS, Layout};
 
 /// No multiple of the larger clusters.
 const SIZE: u64 = (3 << 20) + 512 * 7;
 /// The backing file ends before the disk does.
 const BACKING_SIZE: u64 = 2 << 20;
 const REQUESTS: usize = 40;
-
-/// What lies behind an image.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Behind {
-    Nothing,
-    Raw,
-    /// A qcow2 image over a raw one.
-    Chain,
-}
-
-/// Whether the image gets compressed clusters first.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Packed {
-    No,
-    Yes,
-}
-
-use Behind::{Chain, Nothing, Raw};
-
-/// Options of `qemu-img create` and `blockhouse create`; PATH is the scratch folder.
-const MATRIX: &[(&str, Behind, Packed)] = &[
-    ("compat=0.10", Nothing, Packed::No),
-    ("compat=0.10,cluster_size=4K", Raw, Packed::Yes),
-    ("compat=0.10,cluster_size=2M", Chain, Packed::No),
-    ("cluster_size=512", Nothing, Packed::Yes),
-    ("cluster_size=1K", Raw, Packed::No),
-    ("cluster_size=2K", Nothing, Packed::No),
-    ("cluster_size=4K", Chain, Packed::Yes),
-    ("cluster_size=8K", Raw, Packed::Yes),
-    ("cluster_size=16K", Nothing, Packed::No),
-    ("cluster_size=32K", Raw, Packed::No),
-    ("cluster_size=64K", Chain, Packed::Yes),
-    ("cluster_size=128K", Nothing, Packed::Yes),
-    ("cluster_size=256K", Raw, Packed::No),
-    ("cluster_size=512K", Chain, Packed::No),
-    ("cluster_size=1M", Nothing, Packed::No),
-    ("cluster_size=2M", Raw, Packed::Yes),
-    ("refcount_bits=1,cluster_size=4K", Raw, Packed::Yes),
-    ("refcount_bits=2,cluster_size=512", Nothing, Packed::Yes),
-    ("refcount_bits=4", Chain, Packed::Yes),
-    ("refcount_bits=8,cluster_size=1K", Nothing, Packed::No),
-    ("refcount_bits=16", Raw, Packed::No),
-    ("refcount_bits=32,cluster_size=2K", Nothing, Packed::Yes),
-    ("refcount_bits=64,cluster_size=512", Raw, Packed::No),
-    ("lazy_refcounts=on", Nothing, Packed::Yes),
-    ("lazy_refcounts=on,cluster_size=512", Chain, Packed::No),
-    ("extended_l2=on", Nothing, Packed::Yes),
-    ("extended_l2=on,cluster_size=16K,refcount_bits=1", Raw, Packed::No),
-    ("extended_l2=on,cluster_size=2M,lazy_refcounts=on", Chain, Packed::No),
-    ("compression_type=zstd", Raw, Packed::Yes),
-    ("compression_type=zstd,cluster_size=4K,extended_l2=off", Nothing, Packed::Yes),
-    ("compression_type=zstd,extended_l2=on,refcount_bits=64", Chain, Packed::Yes),
-    ("preallocation=metadata", Nothing, Packed::No),
-    ("preallocation=metadata,cluster_size=512", Nothing, Packed::No),
-    ("preallocation=falloc,cluster_size=4K", Nothing, Packed::No),
-    ("preallocation=falloc,extended_l2=on", Nothing, Packed::No),
-    ("preallocation=full,compat=0.10", Nothing, Packed::No),
-    ("preallocation=full,lazy_refcounts=on", Nothing, Packed::No),
-    ("data_file=PATH/disk.data", Chain, Packed::No),
-    ("data_file=PATH/disk.data,cluster_size=512,lazy_refcounts=on", Raw, Packed::No),
-    ("data_file=PATH/disk.data,extended_l2=on", Raw, Packed::No),
-    ("data_file=PATH/disk.data,data_file_raw=on", Nothing, Packed::No),
-    ("data_file=PATH/disk.data,data_file_raw=on,preallocation=full", Nothing, Packed::No),
-];
 
 /// Who makes the image.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -105,29 +42,23 @@ struct Case<'a> {
 }
 
 impl<'a> Case<'a> {
-    /// Makes the image and what is behind it.
-    fn new(
-        scratch: &'a Scratch,
-        maker: Maker,
-        options: &str,
-        behind: Behind,
-        random: &mut Rng,
-    ) -> Self {
+    /// Makes the image and its backing files.
+    fn new(scratch: &'a Scratch, maker: Maker, layout: &Layout, random: &mut Rng) -> Self {
         let image = scratch.path("disk.qcow2");
         let mut model = vec![0; SIZE as usize];
         let (raw, middle) = (scratch.path("raw.img"), scratch.path("middle.qcow2"));
         // QEMU finds other names from its working folder.
         let folder = image.parent().expect("a folder");
-        let options = options.replace("PATH", text(folder));
+        let options = layout.options.replace("PATH", text(folder));
         let mut all = options.clone();
-        if behind != Nothing {
+        if layout.backing != Backing::Nothing {
             let content = random_bytes(random, BACKING_SIZE as usize);
             std::fs::write(&raw, &content).expect("a raw image");
             model[..content.len()].copy_from_slice(&content);
             all += ",backing_file=raw.img,backing_fmt=raw";
         }
         let mut case = Self { scratch, name: format!("{options} by {maker:?}"), image, model };
-        if behind == Chain {
+        if layout.backing == Backing::Chain {
             let over_raw = "cluster_size=4K,backing_file=raw.img,backing_fmt=raw";
             let size = SIZE.to_string();
             qemu_img(&["create", "-q", "-f", "qcow2", "-o", over_raw, text(&middle), &size]);
@@ -243,14 +174,14 @@ fn qemu_io(options: &[&str], image: &str, format: &str, commands: &[String]) {
 fn go_through(maker: Maker, quarter: usize) {
     require!(need::tools(&["qemu-img", "qemu-io"]));
     let mut random = seeded();
-    for &(options, behind, packed) in MATRIX.iter().skip(quarter).step_by(4) {
-        eprintln!("{options}, {behind:?} behind, by {maker:?}");
+    for layout in LAYOUTS.iter().skip(quarter).step_by(4) {
+        eprintln!("{layout:?}, by {maker:?}");
         // Space that is set aside and reads as zeros is nothing that tmpfs has.
-        let is_reserved = options.contains("falloc");
+        let is_reserved = layout.option("preallocation") == Some("falloc");
         let scratch = if is_reserved { Scratch::new() } else { Scratch::in_memory() };
-        let mut case = Case::new(&scratch, maker, options, behind, &mut random);
+        let mut case = Case::new(&scratch, maker, layout, &mut random);
         case.verify();
-        if packed == Packed::Yes {
+        if layout.compressed {
             case.pack(&mut random);
         }
         if maker == Maker::Qemu {

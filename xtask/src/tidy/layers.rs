@@ -22,6 +22,8 @@ const OUTSIDE: &[&str] = &[
     "blockhouse-fuzz",
     "blockhouse-tests",
     "lab-compare",
+    "lab-images",
+    "lab-kill",
     "lab-nbd",
     "lab-tools",
     "lab-vm",

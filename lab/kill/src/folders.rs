@@ -1,0 +1,84 @@
+//! Where a run keeps its image, state, sockets and log, and what is left of them when it finds something.
+
+use std::path::{Path, PathBuf};
+
+use anyhow::Result;
+use tempfile::TempDir;
+
+/// Lines of the servers' log in the report of a find.
+const LOG_LINES: usize = 6;
+
+/// What all runs have in common.
+pub struct Setting {
+    /// The binary.
+    pub binary: PathBuf,
+    /// Whether servers keep state.
+    pub state: State,
+    /// A folder on a disk.
+    pub disk: PathBuf,
+    /// How many servers of each run are killed.
+    pub kills: u32,
+}
+
+/// Whether servers keep their state in memory that outlives them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum State {
+    /// In a folder of the run.
+    On,
+    /// Not.
+    Off,
+    /// The binary has no such option.
+    Absent,
+}
+
+/// Something that must not be.
+pub struct Find {
+    /// What, with what the servers said last.
+    pub what: String,
+    /// The folders with image, state and log.
+    pub kept: Vec<PathBuf>,
+}
+
+/// The folders of a run, gone with it.
+pub struct Folders {
+    images: TempDir,
+    memory: TempDir,
+}
+
+impl Folders {
+    /// New ones; the image in memory or on a disk.
+    pub fn new(setting: &Setting, is_on_disk: bool) -> Result<Self> {
+        let memory = Path::new("/dev/shm");
+        let images = if is_on_disk { &setting.disk } else { memory };
+        let folder = |place: &Path| tempfile::Builder::new().prefix("kill-").tempdir_in(place);
+        Ok(Self { images: folder(images)?, memory: folder(memory)? })
+    }
+
+    /// The folder of the image.
+    pub fn images(&self) -> &Path {
+        self.images.path()
+    }
+
+    /// A file in memory.
+    pub fn in_memory(&self, name: &str) -> PathBuf {
+        self.memory.path().join(name)
+    }
+
+    /// The options that say where state is kept.
+    pub fn state_options(&self, setting: &Setting) -> Vec<String> {
+        match setting.state {
+            State::On => vec!["--state".into(), self.in_memory("state").display().to_string()],
+            State::Off => vec!["--state".into(), "off".into()],
+            State::Absent => Vec::new(),
+        }
+    }
+
+    /// Keeps everything for whoever looks at the find.
+    pub fn find(self, what: &str, log: &Path) -> Find {
+        let said = std::fs::read_to_string(log).unwrap_or_default();
+        let lines: Vec<&str> = said.lines().collect();
+        let last = lines[lines.len().saturating_sub(LOG_LINES)..].join("\n    ");
+        let what = format!("{what}\n  the servers said:\n    {last}");
+        Find { what, kept: vec![self.images.keep(), self.memory.keep()] }
+    }
+}

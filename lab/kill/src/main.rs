@@ -1,0 +1,274 @@
+//! `cargo xtask kill`: what a server has answered is there after it is killed.
+//!
+//! Each run makes an image, puts a server's disk under load over NBD, vhost-user-blk or both, kills the
+//! server at a random moment, starts it again with the same options, and reads everything back. A model of
+//! the disk knows what was answered. Nothing is flushed in most runs, so only what outlives the process can
+//! tell the next server.
+//!
+//! A run that finds a loss prints the line that replays it, and keeps image, state and log.
+#![forbid(unsafe_code)]
+#![allow(clippy::print_stdout, reason = "it talks to the person who started it")]
+
+mod changed;
+mod combination;
+mod folders;
+mod guest;
+mod load;
+mod model;
+mod nbd_client;
+mod reconnect;
+mod report;
+mod run;
+mod server;
+mod template;
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::path::PathBuf;
+use std::process::ExitCode;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail, ensure};
+use clap::{Parser, ValueEnum};
+use combination::{Combination, Image, Only, combinations};
+use fastrand::Rng;
+use folders::{Find, Setting, State};
+use lab_tools::apt;
+use lab_tools::build::{Profile, build_binary};
+use lab_tools::workspace::Workspace;
+use parking_lot::Mutex;
+use report::{Counts, Report};
+use template::Template;
+
+/// The folders of so many finds are kept.
+const MAX_KEPT: u32 = 20;
+
+/// Kill servers under load, and look whether what they answered is there.
+#[derive(Parser)]
+#[command(bin_name = "cargo xtask kill")]
+struct Cli {
+    /// What is shown; left out, all of it
+    scenarios: Vec<Scenario>,
+    /// How many runs, each with an image of its own; left out, one for each combination
+    #[arg(long)]
+    runs: Option<u64>,
+    /// How many servers of each run are killed
+    #[arg(long, default_value_t = 3)]
+    kills: u32,
+    /// Begin no more runs after so many seconds
+    #[arg(long)]
+    seconds: Option<u64>,
+    /// The random numbers of the first run; the others count up from it
+    #[arg(long)]
+    seed: Option<u64>,
+    /// Only these combinations: IMAGE/CACHE/ENGINE, where an empty part means any
+    #[arg(long)]
+    only: Option<Only>,
+    /// How many runs at a time; left out, one for each processor
+    #[arg(long)]
+    jobs: Option<usize>,
+    /// Test this binary instead of the workspace's
+    #[arg(long)]
+    binary: Option<PathBuf>,
+    /// Serve without state that outlives the server: qcow2 images must lose something, or the test itself
+    /// is broken. Succeeds when it finds losses
+    #[arg(long)]
+    without_state: bool,
+}
+
+/// What is shown.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+enum Scenario {
+    /// What was answered reads back after each kill, under load from NBD clients and guests
+    Load,
+    /// A redo log is refused where QEMU changed the image after the kill
+    Changed,
+    /// Clients of QEMU and libnbd that reconnect see no error
+    Reconnect,
+}
+
+/// One thing to do.
+#[derive(Clone, Copy, Debug)]
+enum Task {
+    Load(Combination),
+    Changed(Image),
+    Reconnect { is_held: bool },
+}
+
+fn main() -> ExitCode {
+    match run_all(&Cli::parse()) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("kill: {error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+/// The runs that are still to be done, and what was found.
+struct Runs<'a> {
+    cli: &'a Cli,
+    setting: Setting,
+    /// Each with its seed.
+    tasks: Vec<(Task, u64)>,
+    next: AtomicUsize,
+    end: Option<Instant>,
+    templates: Mutex<Vec<(Image, Arc<Template>)>>,
+    report: Mutex<Report>,
+}
+
+fn run_all(cli: &Cli) -> Result<()> {
+    let workspace = Workspace::find()?;
+    apt::require(apt::FOR_KILLS)?;
+    let given = cli.binary.clone().or_else(|| std::env::var_os("BLOCKHOUSE_BIN").map(Into::into));
+    let binary = match given {
+        Some(binary) => std::path::absolute(binary)?,
+        None => build_binary(&workspace, Profile::Dev)?,
+    };
+    let disk = workspace.target().join("kill");
+    std::fs::create_dir_all(&disk)?;
+    let state = match (server::has_state(&binary)?, cli.without_state) {
+        (true, false) => State::On,
+        (true, true) => State::Off,
+        (false, _) => State::Absent,
+    };
+    let seed = cli.seed.unwrap_or_else(|| fastrand::u64(..1 << 40));
+    let runs = Runs {
+        setting: Setting { binary, state, disk, kills: cli.kills },
+        tasks: tasks(cli, seed),
+        next: AtomicUsize::new(0),
+        end: cli.seconds.map(|seconds| Instant::now() + Duration::from_secs(seconds)),
+        templates: Mutex::default(),
+        report: Mutex::default(),
+        cli,
+    };
+    println!("kill: {} runs, seed {seed}, state {state:?}", runs.tasks.len());
+    let jobs = cli.jobs.or_else(|| std::thread::available_parallelism().ok().map(usize::from));
+    let started = Instant::now();
+    std::thread::scope(|scope| {
+        let jobs: Vec<_> = (0..jobs.unwrap_or(1)).map(|_| scope.spawn(|| runs.work())).collect();
+        jobs.into_iter().try_for_each(|job| job.join().expect("runs catch panics"))
+    })?;
+    runs.finish(started.elapsed())
+}
+
+/// What is to be done: the short scenarios first.
+fn tasks(cli: &Cli, seed: u64) -> Vec<(Task, u64)> {
+    let only = cli.only.clone().unwrap_or_default();
+    let has = |scenario| cli.scenarios.is_empty() || cli.scenarios.contains(&scenario);
+    let mut random = Rng::with_seed(seed);
+    let mut tasks = Vec::new();
+    if has(Scenario::Reconnect) {
+        tasks.extend([true, false].map(|is_held| Task::Reconnect { is_held }));
+    }
+    if has(Scenario::Changed) {
+        let mut images = Image::all();
+        images.retain(|image| changed::has_log(image) && only.has_image(image));
+        random.shuffle(&mut images);
+        tasks.extend(images.into_iter().map(Task::Changed));
+    }
+    if has(Scenario::Load) {
+        let mut combinations = combinations(&only);
+        random.shuffle(&mut combinations);
+        let count = cli.runs.unwrap_or(combinations.len() as u64);
+        let combinations = combinations.iter().cycle().take(count as usize);
+        tasks.extend(combinations.map(|combination| Task::Load(*combination)));
+    }
+    // Only of loads there are so many that they need seeds of their own; the first has the given one, so that
+    // a run can be done again alone.
+    let mut loads = seed..;
+    let seed_of = |task: &Task| match task {
+        Task::Load(_) => loads.next().unwrap_or(seed),
+        Task::Changed(_) | Task::Reconnect { .. } => seed,
+    };
+    let seeds: Vec<u64> = tasks.iter().map(seed_of).collect();
+    tasks.into_iter().zip(seeds).collect()
+}
+
+impl Runs<'_> {
+    /// Does runs until none is left.
+    fn work(&self) -> Result<()> {
+        while self.end.is_none_or(|end| Instant::now() < end) {
+            let Some((task, seed)) = self.tasks.get(self.next.fetch_add(1, Relaxed)) else { break };
+            let run = || self.run(*task, *seed);
+            let Ok(outcome) = catch_unwind(AssertUnwindSafe(run)) else {
+                bail!("a run panicked; replay: {}", self.replay(*task, *seed));
+            };
+            if let Some(find) = outcome.with_context(|| self.replay(*task, *seed))? {
+                self.tell(*task, *seed, &find)?;
+            }
+        }
+        Ok(())
+    }
+
+    fn run(&self, task: Task, seed: u64) -> Result<Option<Find>> {
+        let setting = &self.setting;
+        let (counts, find) = match task {
+            Task::Load(combination) => {
+                let template = self.template(combination.image)?;
+                run::run(setting, &template, combination, seed)?
+            }
+            Task::Changed(image) => {
+                let find = changed::run(setting, &self.template(image)?, image, seed)?;
+                (Counts::of_scenario(image.to_string(), "changed by QEMU", 1), find)
+            }
+            Task::Reconnect { is_held } => {
+                let (kills, find) = reconnect::run(setting, is_held, seed)?;
+                (Counts::of_scenario("qcow2".into(), "reconnect", kills), find)
+            }
+        };
+        self.report.lock().add(&counts, find.is_some());
+        Ok(find)
+    }
+
+    fn tell(&self, task: Task, seed: u64, find: &Find) -> Result<()> {
+        if !self.cli.without_state {
+            println!("FOUND: {}\n  replay: {}", find.what, self.replay(task, seed));
+        }
+        let is_kept = !self.cli.without_state && self.report.lock().finds() <= MAX_KEPT;
+        for folder in &find.kept {
+            match is_kept {
+                true => println!("  kept: {}", folder.display()),
+                false => std::fs::remove_dir_all(folder)?,
+            }
+        }
+        Ok(())
+    }
+
+    /// The line that does a run again. Only the moment of the kills differs.
+    fn replay(&self, task: Task, seed: u64) -> String {
+        let kills = self.setting.kills;
+        let (scenario, only) = match task {
+            Task::Load(combination) => {
+                ("load", format!("--only '{combination}' --runs 1 --kills {kills}"))
+            }
+            Task::Changed(image) => ("changed", format!("--only '{image}'")),
+            Task::Reconnect { .. } => ("reconnect", String::new()),
+        };
+        format!("cargo xtask kill {scenario} --seed {seed} {only}").trim_end().to_owned()
+    }
+
+    fn template(&self, image: Image) -> Result<Arc<Template>> {
+        let mut templates = self.templates.lock();
+        if let Some((_, template)) = templates.iter().find(|(known, _)| *known == image) {
+            return Ok(Arc::clone(template));
+        }
+        let template = Arc::new(Template::make(&image)?);
+        templates.push((image, Arc::clone(&template)));
+        Ok(template)
+    }
+
+    fn finish(&self, time: Duration) -> Result<()> {
+        let report = self.report.lock();
+        report.print();
+        let (kills, finds) = (report.kills(), report.finds());
+        println!("kill: {kills} kills in {:.1} s, {finds} runs found a loss", time.as_secs_f64());
+        if self.cli.without_state {
+            ensure!(finds > 0, "no loss was found without state: the test finds nothing");
+            return Ok(());
+        }
+        ensure!(finds == 0, "{finds} runs found something; the first line of each says what");
+        Ok(())
+    }
+}

@@ -1,0 +1,181 @@
+//! An NBD client with many requests in flight until its server ends.
+
+use std::collections::HashMap;
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, ensure};
+use fastrand::Rng;
+use lab_nbd::{Address, Client, Framing, Request, command, errno, flag, handshake};
+
+use crate::load::{Load, Phase, Planned};
+use crate::model::Action;
+
+/// Bytes of one read when everything is read back.
+const PART: u64 = 1 << 20;
+/// How long a connection is tried for.
+const CONNECT_LIMIT: Duration = Duration::from_secs(10);
+
+/// Connects, and agrees on some framing.
+///
+/// # Panics
+/// When the server refuses the export or breaks the protocol.
+pub fn connect(socket: &Path, random: &mut Rng) -> Client {
+    let framing = Framing::ALL[random.usize(..Framing::ALL.len())];
+    Client::open_with(&Address::Unix(socket.to_owned()), framing)
+}
+
+/// Connects while the server is being started: whoever finds a listening socket waits in its backlog.
+///
+/// # Errors
+/// There is no server after a long time.
+pub fn connect_early(socket: &Path) -> Result<Client<std::os::unix::net::UnixStream>> {
+    let end = Instant::now() + CONNECT_LIMIT;
+    loop {
+        match handshake::open(socket, "") {
+            Ok((stream, export)) => return Ok(Client::new(stream, Framing::Simple, export)),
+            Err(error) if Instant::now() > end => return Err(error),
+            Err(_) => std::thread::sleep(Duration::from_millis(1)),
+        }
+    }
+}
+
+/// Reads the whole disk and compares it with the model.
+///
+/// # Errors
+/// It is not what it must be.
+pub fn read_back(client: &mut Client, load: &Load) -> Result<()> {
+    ensure!(client.size() == load.size(), "the disk has {} bytes", client.size());
+    for start in (0..load.size()).step_by(PART as usize) {
+        let length = PART.min(load.size() - start);
+        let bytes = client.read(start, length);
+        let bytes = bytes.map_err(|error| anyhow::anyhow!("reading at {start} failed: {error}"))?;
+        load.model().verify(start, &bytes).context("read back over NBD")?;
+    }
+    Ok(())
+}
+
+/// What is in flight on a connection.
+enum InFlight {
+    Range(Planned),
+    /// Nothing that changes the disk.
+    Other,
+}
+
+/// Sends requests, up to `depth` at a time, until the server ends or the load does.
+///
+/// # Errors
+/// A request failed, a read showed wrong bytes, or the connection ended although the server did not.
+pub fn run(mut client: Client, load: &Load, depth: usize, mut random: Rng) -> Result<()> {
+    let mut in_flight = HashMap::new();
+    let outcome = exchange(&mut client, load, depth, &mut random, &mut in_flight);
+    for request in in_flight.into_values() {
+        if let InFlight::Range(planned) = request {
+            load.model().lost(planned.token);
+        }
+    }
+    outcome
+}
+
+fn exchange(
+    client: &mut Client,
+    load: &Load,
+    depth: usize,
+    random: &mut Rng,
+    in_flight: &mut HashMap<u64, InFlight>,
+) -> Result<()> {
+    let mut is_sending = true;
+    loop {
+        while is_sending && in_flight.len() < depth && load.phase() != Phase::Draining {
+            let Some((request, data, what)) = next(client, load, random) else { break };
+            let sent = client.send_with(request, &data);
+            in_flight.insert(client.last_cookie(), what);
+            if let Err(error) = sent {
+                // Replies that were sent before may still be there.
+                load.check(error).context("sending a request")?;
+                is_sending = false;
+            }
+        }
+        if in_flight.is_empty() {
+            if load.phase() != Phase::Running {
+                return Ok(());
+            }
+            std::thread::yield_now();
+            continue;
+        }
+        let (cookie, reply) = match client.receive() {
+            Ok(received) => received,
+            Err(error) => return load.check(error).context("receiving a reply"),
+        };
+        let request = in_flight.remove(&cookie).context("a reply to no request")?;
+        let InFlight::Range(planned) = request else {
+            // A server that ends may refuse it.
+            ensure!(reply.error == 0 || load.phase() != Phase::Running, "error {}", reply.error);
+            continue;
+        };
+        end(load, planned, reply.error, &reply.data)?;
+    }
+}
+
+/// A request was answered.
+fn end(load: &Load, planned: Planned, error: u32, data: &[u8]) -> Result<()> {
+    let Planned { action, range, token, .. } = planned;
+    let mut model = load.model();
+    match (error, action) {
+        (0, Action::Read) => model.has_read(token, data).context("read under load"),
+        (0, _) => {
+            model.answered(token);
+            Ok(())
+        }
+        (errno::ENOTSUP, Action::WriteZeroes) if is_fast(planned.variant) => {
+            model.refused(token);
+            Ok(())
+        }
+        // Told before anything is done.
+        (errno::ESHUTDOWN, _) if load.phase() != Phase::Running => {
+            model.refused(token);
+            Ok(())
+        }
+        _ => {
+            model.lost(token);
+            anyhow::bail!("{action:?} of {}..{} failed with error {error}", range.start, range.end)
+        }
+    }
+}
+
+fn is_fast(variant: u8) -> bool {
+    variant.is_multiple_of(8)
+}
+
+/// The next request, with its data.
+fn next(client: &Client, load: &Load, random: &mut Rng) -> Option<(Request, Vec<u8>, InFlight)> {
+    if random.u8(..16) == 0 {
+        let (offset, length) = (random.u64(..load.size()), 1);
+        let command = match random.u8(..4) {
+            0 if load.has_flushes() => command::FLUSH,
+            1 => command::CACHE,
+            _ if client.framing() != Framing::Simple => command::BLOCK_STATUS,
+            _ => command::CACHE,
+        };
+        let request = match command {
+            command::FLUSH => Request { command, ..Request::default() },
+            _ => Request { command, flags: 0, offset, length },
+        };
+        return Some((request, Vec::new(), InFlight::Other));
+    }
+    let planned = load.plan(random, true)?;
+    let fua = if planned.is_durable { flag::FUA } else { 0 };
+    let (command, flags) = match planned.action {
+        Action::Read => (command::READ, 0),
+        Action::Write(_) => (command::WRITE, fua),
+        Action::WriteZeroes => {
+            let keep = if planned.variant & 1 == 1 { flag::NO_HOLE } else { 0 };
+            let fast = if is_fast(planned.variant) { flag::FAST_ZERO } else { 0 };
+            (command::WRITE_ZEROES, fua | keep | fast)
+        }
+        Action::Discard => (command::TRIM, fua),
+    };
+    let (offset, length) = (planned.range.start, planned.range.end - planned.range.start);
+    let data = planned.data();
+    Some((Request { command, flags, offset, length }, data, InFlight::Range(planned)))
+}

@@ -1,0 +1,82 @@
+//! What all runs found, as a table.
+
+use std::collections::BTreeMap;
+
+/// What a run did.
+#[derive(Clone, Debug)]
+pub struct Counts {
+    /// In which rows of the table it counts: the kind of row and its name.
+    pub rows: Vec<(&'static str, String)>,
+    /// Servers that were killed.
+    pub kills: u32,
+    /// Servers that said that they replayed a redo log.
+    pub replays: u32,
+    /// Requests that were sent.
+    pub requests: u64,
+}
+
+impl Counts {
+    /// Of a scenario other than the load.
+    pub fn of_scenario(image: String, scenario: &str, kills: u32) -> Self {
+        let rows = vec![("image", image), ("scenario", scenario.into())];
+        Self { rows, kills, replays: 0, requests: 0 }
+    }
+}
+
+/// Sums of one row.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+struct Sums {
+    runs: u32,
+    kills: u32,
+    finds: u32,
+    requests: u64,
+    replays: u32,
+}
+
+impl Sums {
+    fn add(&mut self, counts: &Counts, has_find: bool) {
+        self.runs += 1;
+        self.kills += counts.kills;
+        self.finds += u32::from(has_find);
+        self.requests += counts.requests;
+        self.replays += counts.replays;
+    }
+}
+
+/// The sums of all rows.
+#[derive(Default)]
+pub struct Report {
+    rows: BTreeMap<(&'static str, String), Sums>,
+    all: Sums,
+}
+
+impl Report {
+    /// Adds a run.
+    pub fn add(&mut self, counts: &Counts, has_find: bool) {
+        for row in &counts.rows {
+            self.rows.entry(row.clone()).or_default().add(counts, has_find);
+        }
+        self.all.add(counts, has_find);
+    }
+
+    /// Servers that were killed in all runs.
+    pub fn kills(&self) -> u32 {
+        self.all.kills
+    }
+
+    /// Runs that found something.
+    pub fn finds(&self) -> u32 {
+        self.all.finds
+    }
+
+    /// Prints all rows.
+    pub fn print(&self) {
+        println!("| | | runs | kills | replays | requests | finds |");
+        println!("| --- | --- | --- | --- | --- | --- | --- |");
+        let all = ("all", String::new());
+        for ((kind, name), sums) in self.rows.iter().chain([(&all, &self.all)]) {
+            let Sums { runs, kills, finds, requests, replays } = sums;
+            println!("| {kind} | {name} | {runs} | {kills} | {replays} | {requests} | {finds} |");
+        }
+    }
+}
