@@ -10,7 +10,7 @@ use std::process::Command;
 use blockhouse_core::{Buffer, ByteRange, Durability, Fallback, Fua, Request, Unmap};
 use blockhouse_disk::{Disk, ImageFormat, Options};
 use blockhouse_format::qcow2::{self, Backing, CreateOptions, Preallocation, Switch, Version};
-use blockhouse_fuzz::case::{Case, Damage, Step};
+use blockhouse_fuzz::case::{Case, Corruption, Step};
 use blockhouse_fuzz::images::{NAMES, corpus};
 use blockhouse_fuzz::memory::Memory;
 use blockhouse_sim::{Rng, Sim};
@@ -42,23 +42,23 @@ fn main() {
     }
 }
 
-/// Some damages at all kinds of places, and some of all steps.
+/// Some corruptions at all kinds of places, and some of all steps.
 fn case(image: u8, is_damaged: bool) -> Case {
     let mut random = Rng::with_seed(image.into());
-    let damage = |place| Damage {
+    let corruption = |place| Corruption {
         place,
         how: random.u8(..),
         index: random.u16(..128),
         value: random.u64(..),
     };
-    let chosen = image % Damage::PLACES..image % Damage::PLACES + 3;
-    let damages = if is_damaged { chosen.map(damage).collect() } else { Vec::new() };
+    let chosen = image % Corruption::PLACES..image % Corruption::PLACES + 3;
+    let corruptions = if is_damaged { chosen.map(corruption).collect() } else { Vec::new() };
     let step = |kind| {
         let (offset, length) = (random.u16(..), random.u16(..8192));
         Step { kind, flags: random.u8(..), offset, length }
     };
     let steps = (0..32).map(step).collect();
-    Case { image, storage: image, seed: image, damages, steps }
+    Case { image, storage: image, seed: image, corruptions, steps }
 }
 
 /// An image by QEMU's tools.

@@ -4,17 +4,17 @@
 //!
 //! | bytes | meaning |
 //! | --- | --- |
-//! | 4 | image, kind of storage, seed of the order in which operations end, count of damages |
-//! | 12 each | damages |
+//! | 4 | image, kind of storage, seed of the order in which operations end, count of corruptions |
+//! | 12 each | corruptions |
 //! | 6 each | requests |
 
 use crate::images;
 
-/// Bytes of a damage.
-const DAMAGE: usize = 12;
+/// Bytes of a corruption.
+const CORRUPTION: usize = 12;
 /// Bytes of a request.
 const STEP: usize = 6;
-/// How many damages and steps an input has at most.
+/// How many corruptions and steps an input has at most.
 const MAX_DAMAGES: u8 = 16;
 const MAX_STEPS: usize = 64;
 
@@ -24,13 +24,13 @@ pub struct Case {
     pub image: u8,
     pub storage: u8,
     pub seed: u8,
-    pub damages: Vec<Damage>,
+    pub corruptions: Vec<Corruption>,
     pub steps: Vec<Step>,
 }
 
 /// One change of an image's file.
 #[derive(Clone, Copy, Debug)]
-pub struct Damage {
+pub struct Corruption {
     pub place: u8,
     pub how: u8,
     pub index: u16,
@@ -50,24 +50,24 @@ impl Case {
     /// Decodes an input; `None` if it is too short.
     pub fn of(data: &[u8]) -> Option<Self> {
         let (&[image, storage, seed, count], rest) = data.split_first_chunk()?;
-        let count = usize::from(count % (MAX_DAMAGES + 1)).min(rest.len() / DAMAGE);
-        let (damages, steps) = rest.split_at(count * DAMAGE);
+        let count = usize::from(count % (MAX_DAMAGES + 1)).min(rest.len() / CORRUPTION);
+        let (corruptions, steps) = rest.split_at(count * CORRUPTION);
         Some(Self {
             image,
             storage,
             seed,
-            damages: damages.as_chunks().0.iter().map(Damage::of).collect(),
+            corruptions: corruptions.as_chunks().0.iter().map(Corruption::of).collect(),
             steps: steps.as_chunks().0.iter().take(MAX_STEPS).map(Step::of).collect(),
         })
     }
 
     /// The input that means this.
     pub fn to_bytes(&self) -> Vec<u8> {
-        let mut bytes = vec![self.image, self.storage, self.seed, self.damages.len() as u8];
-        for damage in &self.damages {
-            bytes.extend([damage.place, damage.how]);
-            bytes.extend(damage.index.to_be_bytes());
-            bytes.extend(damage.value.to_be_bytes());
+        let mut bytes = vec![self.image, self.storage, self.seed, self.corruptions.len() as u8];
+        for corruption in &self.corruptions {
+            bytes.extend([corruption.place, corruption.how]);
+            bytes.extend(corruption.index.to_be_bytes());
+            bytes.extend(corruption.value.to_be_bytes());
         }
         for step in &self.steps {
             bytes.extend([step.kind, step.flags]);
@@ -77,19 +77,19 @@ impl Case {
         bytes
     }
 
-    /// The image with its damages.
+    /// The image with its corruptions.
     pub fn damaged_image(&self) -> Vec<u8> {
         let whole = images::base(self.image);
         let mut bytes = whole.to_vec();
-        for damage in &self.damages {
-            damage.apply(whole, &mut bytes);
+        for corruption in &self.corruptions {
+            corruption.apply(whole, &mut bytes);
         }
         bytes
     }
 }
 
-impl Damage {
-    fn of(bytes: &[u8; DAMAGE]) -> Self {
+impl Corruption {
+    fn of(bytes: &[u8; CORRUPTION]) -> Self {
         let [place, how, index @ .., _, _, _, _, _, _, _, _] = *bytes;
         let value = u64::from_be_bytes(bytes[4..].try_into().expect("eight bytes"));
         Self { place, how, index: u16::from_be_bytes(index), value }

@@ -58,7 +58,7 @@ impl Memory {
     ///
     /// # Panics
     /// When there have been more operations than anything needs that ends.
-    async fn pass(&self) {
+    async fn delay(&self) {
         let count = self.0.operations.get() + 1;
         self.0.operations.set(count);
         assert!(count < MAX_OPERATIONS, "{count} operations: it does not end");
@@ -115,7 +115,7 @@ impl Storage for Memory {
     async fn read(&self, offset: u64, mut into: IoVector) -> Result<()> {
         let range = ByteRange::new(offset, into.len() as u64).expect("the end of a read");
         self.assert_aligned(range);
-        self.pass().await;
+        self.delay().await;
         let bytes = self.0.bytes.borrow();
         let start = offset.min(bytes.len() as u64) as usize;
         let stored = &bytes[start..range.end().min(bytes.len() as u64) as usize];
@@ -127,7 +127,7 @@ impl Storage for Memory {
     async fn write(&self, offset: u64, from: IoVector, _durability: Durability) -> Result<()> {
         let range = ByteRange::new(offset, from.len() as u64).expect("the end of a write");
         self.assert_aligned(range);
-        self.pass().await;
+        self.delay().await;
         self.make_room(range.end())?;
         let mut bytes = self.0.bytes.borrow_mut();
         from.copy_to(&mut bytes[offset as usize..range.end() as usize]);
@@ -137,7 +137,7 @@ impl Storage for Memory {
     async fn write_zeroes(&self, range: ByteRange, _unmap: Unmap) -> Result<()> {
         self.assert_aligned(range);
         assert!(range.end() <= self.size(), "zeros past the end: {range}");
-        self.pass().await;
+        self.delay().await;
         self.clear(range);
         Ok(())
     }
@@ -145,30 +145,30 @@ impl Storage for Memory {
     async fn discard(&self, range: ByteRange) -> Result<()> {
         self.assert_aligned(range);
         assert!(range.end() <= self.size(), "a discard past the end: {range}");
-        self.pass().await;
+        self.delay().await;
         self.clear(range);
         Ok(())
     }
 
     async fn flush(&self, _sync: SyncMode) -> Result<()> {
-        self.pass().await;
+        self.delay().await;
         Ok(())
     }
 
     async fn resize(&self, size: u64) -> Result<()> {
-        self.pass().await;
+        self.delay().await;
         self.make_room(size)?;
         self.0.bytes.borrow_mut().truncate(size as usize);
         Ok(())
     }
 
     async fn block_status(&self, range: ByteRange) -> Result<(Allocation, u64)> {
-        self.pass().await;
+        self.delay().await;
         Ok((Allocation::Data, range.length()))
     }
 
     async fn prefetch(&self, _range: ByteRange) -> Result<()> {
-        self.pass().await;
+        self.delay().await;
         Ok(())
     }
 }

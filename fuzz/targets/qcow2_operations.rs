@@ -37,17 +37,17 @@ fn run(case: Case) {
     let storage = Memory::new(&sim, block, fua, case.damaged_image());
     let base = Memory::new(&sim, 1, fua, vec![7; 70 << 10]);
     let options = Options { discard, ..Options::default() };
-    let host = Host { sim: sim.clone(), storage: storage.clone(), base, options };
-    let (is_whole, name) = (case.damages.is_empty(), images::name(case.image));
-    let found = sim.block_on(async move { host.work(&case).await });
+    let harness = Harness { sim: sim.clone(), storage: storage.clone(), base, options };
+    let (is_whole, name) = (case.corruptions.is_empty(), images::name(case.image));
+    let found = sim.block_on(async move { harness.work(&case).await });
     let content = storage.content();
-    if let Found::Damage(error) = &found {
+    if let Detected::Corruption(error) = &found {
         let is_version_2 = content[4..8] == 2_u32.to_be_bytes();
         let is_marked = content[79] & 2 != 0;
         assert!(is_version_2 || is_marked, "damage is not marked: {error}");
     }
     if is_whole {
-        assert_eq!(found, Found::Nothing, "nothing is damaged");
+        assert_eq!(found, Detected::Nothing, "nothing is damaged");
         // Who does not know bitmaps leaves them as leaks.
         let most_leaks = if name == "qemu-bitmaps" { u64::MAX } else { 0 };
         sim.block_on(assert_clean(storage, most_leaks));
@@ -56,19 +56,19 @@ fn run(case: Case) {
 
 /// Whether a change has come upon damage of the image.
 #[derive(Debug, PartialEq, Eq)]
-enum Found {
+enum Detected {
     Nothing,
     /// With the error that told it.
-    Damage(String),
+    Corruption(String),
 }
 
-impl Found {
+impl Detected {
     /// What the error of a change means. Data that cannot be unpacked is no damage of tables.
     fn by(error: &Error) -> Self {
         assert_tells_the_place(error);
         let is_decompressing = error.to_string().contains("cannot decompress");
         match error.kind() {
-            ErrorKind::Corrupt if !is_decompressing => Self::Damage(error.to_string()),
+            ErrorKind::Corrupt if !is_decompressing => Self::Corruption(error.to_string()),
             _ => Self::Nothing,
         }
     }
@@ -78,14 +78,14 @@ impl Found {
     }
 }
 
-struct Host {
+struct Harness {
     sim: Sim,
     storage: Memory,
     base: Memory,
     options: Options,
 }
 
-impl Host {
+impl Harness {
     async fn open(&self) -> Result<Arc<Disk<Memory>>> {
         let disk = Disk::open(self.storage.clone(), ImageFormat::Qcow2, self.options).await?;
         if disk.backing_file().is_none() {
@@ -95,16 +95,16 @@ impl Host {
         Ok(Arc::new(disk.with_backing(Arc::new(Disk::raw(self.base.clone(), behind)?))))
     }
 
-    async fn work(&self, case: &Case) -> Found {
+    async fn work(&self, case: &Case) -> Detected {
         let mut disk = match self.open().await {
             Ok(disk) => disk,
             Err(error) => {
                 assert_tells_the_place(&error);
-                assert!(!case.damages.is_empty(), "a whole image is refused: {error}");
-                return Found::Nothing;
+                assert!(!case.corruptions.is_empty(), "a whole image is refused: {error}");
+                return Detected::Nothing;
             }
         };
-        let mut found = Found::Nothing;
+        let mut found = Detected::Nothing;
         let mut running = Vec::new();
         for (number, &step) in case.steps.iter().enumerate() {
             let together = step.flags & 1 == 1 && running.len() < 8;
@@ -118,24 +118,24 @@ impl Host {
                     Ok(disk) => disk,
                     Err(error) => {
                         assert_tells_the_place(&error);
-                        assert!(!case.damages.is_empty(), "refused when opened again: {error}");
+                        assert!(!case.corruptions.is_empty(), "refused when opened again: {error}");
                         return found;
                     }
                 };
                 continue;
             }
             let (disk, number) = (Arc::clone(&disk), number as u8);
-            let is_whole = case.damages.is_empty();
+            let is_whole = case.corruptions.is_empty();
             running.push(self.sim.spawn(async move {
                 match step_on(&disk, step, number, !together && is_whole).await {
-                    Ok(()) => Found::Nothing,
+                    Ok(()) => Detected::Nothing,
                     Err(error) => {
                         let is_expected = matches!(
                             error.kind(),
                             ErrorKind::NoSpace | ErrorKind::InvalidInput | ErrorKind::PastEnd
                         );
                         assert!(!is_whole || is_expected, "{step:?} of a whole image: {error}");
-                        Found::by(&error)
+                        Detected::by(&error)
                     }
                 }
             }));
@@ -148,18 +148,18 @@ impl Host {
     }
 }
 
-async fn join(running: &mut Vec<Task<Found>>) -> Found {
-    let mut found = Found::Nothing;
+async fn join(running: &mut Vec<Task<Detected>>) -> Detected {
+    let mut found = Detected::Nothing;
     for task in running.drain(..) {
         found = found.or(task.join().await);
     }
     found
 }
 
-async fn close(disk: &Disk<Memory>) -> Found {
+async fn close(disk: &Disk<Memory>) -> Detected {
     match disk.close().await {
-        Ok(()) => Found::Nothing,
-        Err(error) => Found::by(&error),
+        Ok(()) => Detected::Nothing,
+        Err(error) => Detected::by(&error),
     }
 }
 

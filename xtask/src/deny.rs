@@ -16,7 +16,7 @@ use lab_tools::workspace::Workspace;
 
 const VERSION: &str = "0.20.2";
 const DATABASE_HOST: &str = "github.com:443";
-const PATIENCE: Duration = Duration::from_secs(4);
+const TIMEOUT: Duration = Duration::from_secs(4);
 
 /// Runs the checks.
 pub fn run(workspace: &Workspace) -> Result<()> {
@@ -73,21 +73,21 @@ fn installed(workspace: &Workspace) -> Result<PathBuf> {
     Ok(ours)
 }
 
-/// Whether a TCP connection to `host` opens within [`PATIENCE`]; the error says why not.
+/// Whether a TCP connection to `host` opens within [`TIMEOUT`]; the error says why not.
 fn reach(host: &'static str) -> Result<(), String> {
     let (sender, receiver) = mpsc::channel();
     // Resolving a name has no time limit of its own, so it gets a thread that we do not wait for.
     std::thread::spawn(move || {
         let attempt = host.to_socket_addrs().and_then(|mut addresses| {
             let address = addresses.next().ok_or(std::io::ErrorKind::AddrNotAvailable)?;
-            TcpStream::connect_timeout(&address, PATIENCE)
+            TcpStream::connect_timeout(&address, TIMEOUT)
         });
         // The receiver is gone after its timeout.
         let _ = sender.send(attempt.map(drop));
     });
-    match receiver.recv_timeout(PATIENCE) {
+    match receiver.recv_timeout(TIMEOUT) {
         Ok(Ok(())) => Ok(()),
         Ok(Err(error)) => Err(format!("cannot reach {host}: {error}")),
-        Err(_) => Err(format!("cannot reach {host} within {} s", PATIENCE.as_secs())),
+        Err(_) => Err(format!("cannot reach {host} within {} s", TIMEOUT.as_secs())),
     }
 }

@@ -44,9 +44,9 @@ pub struct Options {
     /// Servers to start; without it, all
     #[arg(long, value_enum, num_args = 1..)]
     pub servers: Vec<Kind>,
-    /// Microseconds for which the vhost-user client looks for replies before it sleeps
+    /// Microseconds for which the vhost-user client polls for replies before it sleeps
     #[arg(long, default_value_t = 0, value_name = "MICROSECONDS")]
-    pub look: u64,
+    pub poll_time: u64,
     /// Size of the image in MiB
     #[arg(long, default_value_t = 1024, value_name = "MIB")]
     pub size: u64,
@@ -80,8 +80,8 @@ pub struct Config {
     pub programs: Programs,
     pub folder: TempDir,
     pub interrupt: Interrupt,
-    /// For how long the vhost-user client looks for replies.
-    pub look: Duration,
+    /// For how long the vhost-user client polls for replies before it sleeps.
+    pub poll_time: Duration,
     /// Marks the writes of one measurement.
     pub generation: u64,
 }
@@ -131,7 +131,7 @@ impl Config {
                 .tempdir()
                 .context("cannot make a temporary folder")?,
             interrupt: Interrupt::install()?,
-            look: Duration::from_micros(options.look),
+            poll_time: Duration::from_micros(options.poll_time),
             generation: 0,
         })
     }

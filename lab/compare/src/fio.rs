@@ -10,12 +10,12 @@ use serde_json::Value;
 
 use super::interrupt::Interrupt;
 use super::light::{Operation, Order};
-use super::measurement::{Latency, Measured};
+use super::measurement::{Latency, Measurement};
 use super::rows::Row;
 use super::servers::{EXPORT, Server};
 use lab_tools::process::stdout_of;
 
-const PAUSE: Duration = Duration::from_millis(20);
+const POLL_INTERVAL: Duration = Duration::from_millis(20);
 
 /// fio's own name and version.
 pub fn version() -> Result<String> {
@@ -31,7 +31,7 @@ pub fn run(
     duration: Duration,
     folder: &Path,
     interrupt: &Interrupt,
-) -> Result<Measured> {
+) -> Result<Measurement> {
     let report = folder.join("fio.json");
     let before = server.cpu()?;
     let mut fio =
@@ -41,7 +41,7 @@ pub fn run(
         if let Some(status) = fio.0.try_wait()? {
             break status;
         }
-        std::thread::sleep(PAUSE);
+        std::thread::sleep(POLL_INTERVAL);
     };
     let server_cpu = server.cpu()?.saturating_sub(before);
     let text = std::fs::read_to_string(&report).context("fio left no report")?;
@@ -71,7 +71,7 @@ fn command(row: &Row, server: &Server, duration: Duration, report: &Path) -> Res
     Ok(fio)
 }
 
-fn parse(report: &Value, server_cpu: Duration) -> Option<Measured> {
+fn parse(report: &Value, server_cpu: Duration) -> Option<Measurement> {
     let job = &report["jobs"][0];
     let read = &job["read"];
     let runtime = job["job_runtime"].as_f64()? / 1e3;
@@ -79,7 +79,7 @@ fn parse(report: &Value, server_cpu: Duration) -> Option<Measured> {
     let latency = |percentile: &str| {
         read["clat_ns"]["percentile"][percentile].as_u64().map(Duration::from_nanos)
     };
-    Some(Measured {
+    Some(Measurement {
         requests: read["total_ios"].as_u64()?,
         elapsed: Duration::from_millis(read["runtime"].as_u64()?),
         server_cpu,

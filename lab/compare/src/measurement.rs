@@ -13,7 +13,7 @@ pub struct Latency {
 
 /// What one measurement found.
 #[derive(Clone, Copy, Debug)]
-pub struct Measured {
+pub struct Measurement {
     /// Requests answered.
     pub requests: u64,
     /// Wall time.

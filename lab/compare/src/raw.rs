@@ -5,7 +5,7 @@ use lab_tools::workspace::Workspace;
 
 use crate::config::{Config, Options, chosen, write};
 use crate::light::{self, Load};
-use crate::measurement::Measured;
+use crate::measurement::Measurement;
 use crate::report::{self, Environment};
 use crate::results::{RowResult, StorageResult};
 use crate::rows::{Client, ROWS, Row};
@@ -54,7 +54,7 @@ impl Config {
     }
 
     fn measure_row(&mut self, row: Row, storage: &Storage) -> Result<RowResult> {
-        let mut servers: Vec<(Kind, Vec<Measured>)> =
+        let mut servers: Vec<(Kind, Vec<Measurement>)> =
             self.servers.iter().map(|&kind| (kind, Vec::new())).collect();
         for _ in 0..self.rounds {
             for (kind, rounds) in servers.iter_mut().filter(|(kind, _)| kind.takes(row.client)) {
@@ -67,8 +67,8 @@ impl Config {
         Ok(RowResult { row, servers })
     }
 
-    fn measure(&mut self, row: Row, kind: Kind, storage: &Storage) -> Result<Measured> {
-        storage.settle(kind.caching())?;
+    fn measure(&mut self, row: Row, kind: Kind, storage: &Storage) -> Result<Measurement> {
+        storage.prepare_cache(kind.caching())?;
         let folder = self.folder.path();
         let start = Start { kind, export: row.client.export(), queues: row.connections };
         let image = Image { storage, format: Format::Raw };
@@ -85,7 +85,7 @@ impl Config {
             Client::Fio => fio::run(&row, &server, self.duration, folder, &self.interrupt)?,
             Client::Light => light::run(load, server.socket(), EXPORT, &cpu, &self.interrupt)?,
             Client::VhostUser => {
-                vhost_user::run(load, self.look, server.socket(), &cpu, &self.interrupt)?
+                vhost_user::run(load, self.poll_time, server.socket(), &cpu, &self.interrupt)?
             }
         };
         server.stop()?;

@@ -1,6 +1,6 @@
 //! All measurements of the rows on one storage.
 
-use crate::measurement::Measured;
+use crate::measurement::Measurement;
 use crate::rows::Row;
 use crate::servers::Kind;
 use crate::storage::Storage;
@@ -10,7 +10,7 @@ pub struct RowResult {
     /// The load.
     pub row: Row,
     /// A server and one measurement per round; none if it does not know the client.
-    pub servers: Vec<(Kind, Vec<Measured>)>,
+    pub servers: Vec<(Kind, Vec<Measurement>)>,
 }
 
 /// All rows on one storage.

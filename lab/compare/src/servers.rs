@@ -29,7 +29,7 @@ pub const EXPORT: &str = "disk";
 const START_PATIENCE: Duration = Duration::from_secs(10);
 const STOP_PATIENCE: Duration = Duration::from_secs(10);
 const LISTEN_PAUSE: Duration = Duration::from_micros(200);
-const PAUSE: Duration = Duration::from_millis(2);
+const RETRY_DELAY: Duration = Duration::from_millis(2);
 
 /// The format of an image.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
@@ -370,7 +370,7 @@ impl Server {
             if asked.elapsed() > STOP_PATIENCE {
                 bail!("{} runs on {} s after SIGTERM", self.what, STOP_PATIENCE.as_secs());
             }
-            std::thread::sleep(PAUSE);
+            std::thread::sleep(RETRY_DELAY);
         }
         Ok(())
     }

@@ -137,11 +137,11 @@ impl Storage {
 
     /// Brings the image into the state in which a server of this way of caching finds it: nothing dirty,
     /// and the page cache empty or full.
-    pub fn settle(&self, caching: Caching) -> Result<()> {
+    pub fn prepare_cache(&self, caching: Caching) -> Result<()> {
         if self.kind == Kind::Tmpfs {
             return Ok(());
         }
-        let context = || format!("cannot settle {}", self.path.display());
+        let context = || format!("cannot prepare the cache of {}", self.path.display());
         let mut file = File::open(&self.path).with_context(context)?;
         file.sync_all().with_context(context)?;
         match caching {

@@ -19,11 +19,11 @@ use rustix::time::{ClockId, clock_gettime};
 
 use super::interrupt::Interrupt;
 use super::light::{Load, Offsets, Operation};
-use crate::measurement::{Latency, Measured};
+use crate::measurement::{Latency, Measurement};
 use lab_nbd::pattern::{self, SECTOR};
 
 /// No server takes longer for anything.
-const PATIENCE: Duration = Duration::from_secs(10);
+const TIMEOUT: Duration = Duration::from_secs(10);
 /// One reply in so many is checked.
 const SAMPLE_EVERY: u64 = 64;
 /// So many of the last writes are read back.
@@ -57,7 +57,7 @@ struct Queue {
 /// One run over its queues.
 struct Run<'a> {
     load: Load,
-    look: Duration,
+    poll_time: Duration,
     server_cpu: &'a dyn Fn() -> Result<Duration>,
     driver: TestDriver,
     queues: Vec<Queue>,
@@ -75,19 +75,19 @@ struct Run<'a> {
 /// Any wrong or missing answer of the server, and an interrupt.
 pub fn run(
     load: Load,
-    look: Duration,
+    poll_time: Duration,
     socket: &Path,
     server_cpu: &dyn Fn() -> Result<Duration>,
     interrupt: &Interrupt,
-) -> Result<Measured> {
-    let mut run = Run::open(load, look, socket, server_cpu)?;
+) -> Result<Measurement> {
+    let mut run = Run::open(load, poll_time, socket, server_cpu)?;
     run.run_until(Instant::now() + load.warm_up, interrupt)?;
     run.latency.reset();
     let (time, server, client) = run.clocks()?;
     let requests = run.run_until(time + load.duration, interrupt)?;
     let (end, server_end, client_end) = run.clocks()?;
     let at = |quantile| Duration::from_nanos(run.latency.value_at_quantile(quantile));
-    let mut measured = Measured {
+    let mut measured = Measurement {
         requests,
         elapsed: end - time,
         server_cpu: server_end.saturating_sub(server),
@@ -106,7 +106,7 @@ pub fn run(
 impl<'a> Run<'a> {
     fn open(
         load: Load,
-        look: Duration,
+        poll_time: Duration,
         socket: &Path,
         server_cpu: &'a dyn Fn() -> Result<Duration>,
     ) -> Result<Self> {
@@ -123,7 +123,7 @@ impl<'a> Run<'a> {
         ensure!(blocks > 0, "the device is smaller than one request");
         let mut run = Self {
             load,
-            look,
+            poll_time,
             server_cpu,
             queues: Vec::new(),
             offsets: Offsets::new(load.order, load.block.into(), blocks, load.generation),
@@ -223,7 +223,8 @@ impl<'a> Run<'a> {
             if taken > 0 {
                 return Ok(taken);
             }
-            if started.elapsed() > self.look && !self.driver.queues.iter().any(|queue| queue.arm())
+            if started.elapsed() > self.poll_time
+                && !self.driver.queues.iter().any(|queue| queue.arm())
             {
                 self.sleep()?;
             }
@@ -234,7 +235,7 @@ impl<'a> Run<'a> {
     /// Sleeps until a queue is notified. With several, a moment at most: each has its own descriptor.
     fn sleep(&self) -> Result<()> {
         match &self.driver.queues[..] {
-            [queue] => ensure!(queue.sleep(PATIENCE), "no answer within {PATIENCE:?}"),
+            [queue] => ensure!(queue.sleep(TIMEOUT), "no answer within {TIMEOUT:?}"),
             [first, ..] => drop(first.sleep(Duration::from_millis(1))),
             [] => bail!("no queues"),
         }

@@ -8,7 +8,7 @@ use std::time::Duration;
 use socket2::{Domain, SockAddr, Socket, Type};
 
 /// A server that says nothing for so long has forgotten us.
-const PATIENCE: Duration = Duration::from_secs(20);
+const TIMEOUT: Duration = Duration::from_secs(20);
 
 /// Where a server listens.
 #[derive(Clone, Debug)]
@@ -30,8 +30,8 @@ pub fn connect(address: &Address) -> Socket {
     };
     let socket = Socket::new(domain, Type::STREAM, None).expect("a socket");
     socket.connect(&target).unwrap_or_else(|error| panic!("connect to {address:?}: {error}"));
-    socket.set_read_timeout(Some(PATIENCE)).expect("a deadline");
-    socket.set_write_timeout(Some(PATIENCE)).expect("a deadline");
+    socket.set_read_timeout(Some(TIMEOUT)).expect("a deadline");
+    socket.set_write_timeout(Some(TIMEOUT)).expect("a deadline");
     socket
 }
 

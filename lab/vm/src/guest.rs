@@ -11,13 +11,15 @@ use serde_json::json;
 
 use super::base::{Base, Tools};
 use super::disks::Disks;
-use super::durable::Watch;
-use super::inside::cache::{self, PARTS};
-use super::inside::direct::WRITES;
-use super::inside::guest::{COPIED, DEATHS, FROZEN, LARGE, TRIMMED, WORKED, WRITTEN, progress};
-use super::inside::system::FileSystem;
-use super::machine::{Bus, Machine, PATIENCE, Running};
+use super::in_guest::cache::{self, PARTS};
+use super::in_guest::direct::WRITES;
+use super::in_guest::guest::{
+    COPIED, FROZEN, LARGE, SERVER_KILLS, TRIMMED, WORKED, WRITTEN, progress,
+};
+use super::in_guest::system::FileSystem;
+use super::machine::{Bus, Machine, Running, TIMEOUT};
 use super::server::{Export, Server};
+use super::strace::Strace;
 use lab_tools::process::run as run_tool;
 
 /// Room for the guest's file system.
@@ -30,10 +32,10 @@ const BLOCK: u64 = 512;
 const MEMORY: u32 = 1024;
 /// By when QEMU must have found a server that was started again.
 const RECONNECT: Duration = Duration::from_secs(60);
-const PAUSE: Duration = Duration::from_millis(50);
+const RETRY_DELAY: Duration = Duration::from_millis(50);
 
 /// A guest, its disk, and how it gets it.
-struct Scene<'a> {
+struct GuestScenario<'a> {
     base: &'a Base,
     disks: Disks,
     image: PathBuf,
@@ -42,59 +44,60 @@ struct Scene<'a> {
     file_system: FileSystem,
 }
 
-/// Lives through everything once, and looks again after a reboot.
+/// Runs the whole scenario: the first boot, and a second one that finds everything as it was.
 pub fn run(base: &Base, export: Export, file_system: FileSystem) -> Result<()> {
     let disks = Disks::new(base)?;
     let (image, socket) = (disks.empty("image", DISK)?, disks.path("socket"));
-    let scene = Scene { base, disks, image, socket, export, file_system };
-    scene.first_life()?;
-    scene.second_life()
+    let scenario = GuestScenario { base, disks, image, socket, export, file_system };
+    scenario.first_boot()?;
+    scenario.second_boot()
 }
 
-impl Scene<'_> {
-    /// A file system, frozen, trimmed, and in use while the server dies.
-    fn first_life(&self) -> Result<()> {
+impl GuestScenario<'_> {
+    /// A file system, frozen, trimmed, and in use while the server is killed.
+    fn first_boot(&self) -> Result<()> {
         let start = || self.serve(Command::new(self.base.blockhouse()), &[]);
         let mut server = start()?;
-        let job = format!("lab-vm inside guest-first {} {}", self.disk(), self.file_system.name());
-        let mut running = self.machine()?.start(&job, PATIENCE)?;
+        let job =
+            format!("lab-vm in-guest guest-first {} {}", self.disk(), self.file_system.name());
+        let mut running = self.machine()?.start(&job, TIMEOUT)?;
         running.wait_for(FROZEN)?;
         let mut copy = Command::new("cp");
         copy.arg("--sparse=always").arg(&self.image).arg(self.frozen());
         run_tool(copy)?;
-        running.say(COPIED)?;
+        running.send_line(COPIED)?;
         running.wait_for(WRITTEN)?;
         let full = allocated(&self.image)?;
         running.wait_for(TRIMMED)?;
         let trimmed = allocated(&self.image)?;
         self.report(&format!("the file took {} KiB, trimmed {} KiB", full >> 10, trimmed >> 10));
         ensure!(trimmed + LARGE * 9 / 10 <= full, "the guest's trim gave no space back");
-        for death in DEATHS {
-            running.wait_for(&progress(death))?;
+        for kill in SERVER_KILLS {
+            running.wait_for(&progress(kill))?;
             server.kill()?;
-            ensure!(!running.has_said(WORKED), "the server died too late to be missed");
+            ensure!(!running.has_printed(WORKED), "the server died too late to be missed");
             server = start()?;
         }
         running.finish()?.success()?;
         server.stop()?;
-        self.report(&format!("fio and fsck are content after {} deaths", DEATHS.len()));
+        self.report(&format!("fio and fsck are content after {} kills", SERVER_KILLS.len()));
         Ok(())
     }
 
     /// The same disk after a reboot. Then it grows under the guest, which switches the write cache off
     /// and on; what the server makes durable meanwhile is counted.
-    fn second_life(&self) -> Result<()> {
-        let watch = Watch::new(self.disks.path("calls"));
-        let start = || self.serve(watch.command(self.base.blockhouse()), &["--engine", "threads"]);
+    fn second_boot(&self) -> Result<()> {
+        let strace = Strace::new(self.disks.path("calls"));
+        let start = || self.serve(strace.command(self.base.blockhouse()), &["--engine", "threads"]);
         let mut server = start()?;
         let (disk, file_system) = (self.disk(), self.file_system.name());
         let job = format!(
-            "set -e\nlab-vm inside guest-again {disk} frozen {file_system}\n\
-             lab-vm inside guest-cache {disk} {DISK} {GROWN}"
+            "set -e\nlab-vm in-guest guest-again {disk} frozen {file_system}\n\
+             lab-vm in-guest guest-cache {disk} {DISK} {GROWN}"
         );
         let mut machine = self.machine()?;
         machine.disk(Bus::Virtio, "frozen", &self.frozen());
-        let mut running = machine.start(&job, PATIENCE)?;
+        let mut running = machine.start(&job, TIMEOUT)?;
         running.wait_for(cache::SMALL)?;
         self.report("everything is there after a reboot, and was when it was frozen");
         let grow = || File::options().write(true).open(&self.image)?.set_len(GROWN);
@@ -114,14 +117,14 @@ impl Scene<'_> {
         running.finish()?.success()?;
         server.stop()?;
         self.report(&format!("grew from {} to {} MiB under the guest", DISK >> 20, GROWN >> 20));
-        self.judge(&watch)
+        self.check_durability(&strace)
     }
 
     /// Whether the server was as durable as the guest was told.
-    fn judge(&self, watch: &Watch) -> Result<()> {
+    fn check_durability(&self, strace: &Strace) -> Result<()> {
         let starts = [0, 1, 2].map(|part| cache::place(DISK, part));
         let mut is_good = true;
-        for (kind, calls) in PARTS.iter().zip(watch.calls(&starts)?) {
+        for (kind, calls) in PARTS.iter().zip(strace.calls(&starts)?) {
             self.report(&format!(
                 "{WRITES} direct writes, {kind}: {} plain, {} with RWF_DSYNC, {} flushes",
                 calls.plain, calls.durable, calls.flushes
@@ -194,7 +197,7 @@ fn resize(running: &Running) -> Result<()> {
                 Err(refusal) => refusal,
             };
         ensure!(Instant::now() < end, "{refusal:#}");
-        std::thread::sleep(PAUSE);
+        std::thread::sleep(RETRY_DELAY);
     }
 }
 

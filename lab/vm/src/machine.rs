@@ -22,8 +22,8 @@ use super::monitor::Monitor;
 /// The emulator.
 pub const QEMU: &str = "qemu-system-x86_64";
 /// Many times what a job takes on a busy host: beyond it hangs.
-pub const PATIENCE: Duration = Duration::from_secs(600);
-const PAUSE: Duration = Duration::from_millis(20);
+pub const TIMEOUT: Duration = Duration::from_secs(600);
+const POLL_INTERVAL: Duration = Duration::from_millis(20);
 /// How often a guest is started whose kernel does not come up.
 const STARTS: usize = 3;
 /// Quick to boot, dead at the first oops, and silent: what makes each word worth its place is in
@@ -216,13 +216,13 @@ impl Running {
     }
 
     /// Says a line to the job.
-    pub fn say(&mut self, line: &str) -> Result<()> {
+    pub fn send_line(&mut self, line: &str) -> Result<()> {
         let input = self.child.stdin.as_mut().context("the guest has no input")?;
         writeln!(input, "{line}").context("the guest does not listen")
     }
 
     /// Whether the job has printed `line` by now.
-    pub fn has_said(&mut self, line: &str) -> bool {
+    pub fn has_printed(&mut self, line: &str) -> bool {
         self.take_all();
         self.output.lines().any(|said| said == line)
     }
@@ -292,7 +292,7 @@ impl Running {
             if Instant::now() >= self.end {
                 bail!("the guest is busy beyond its time\n{}", self.last_words());
             }
-            std::thread::sleep(PAUSE);
+            std::thread::sleep(POLL_INTERVAL);
         }
     }
 

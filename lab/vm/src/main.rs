@@ -10,9 +10,8 @@
 mod archive;
 mod base;
 mod disks;
-mod durable;
 mod guest;
-mod inside;
+mod in_guest;
 mod kernel;
 mod machine;
 mod monitor;
@@ -20,6 +19,7 @@ mod packages;
 mod power;
 mod scenarios;
 mod server;
+mod strace;
 mod userland;
 
 use std::path::Path;
@@ -29,7 +29,7 @@ use std::time::Instant;
 use anyhow::{Context, Result, bail};
 use base::Base;
 use clap::{Parser, Subcommand, ValueEnum};
-use inside::system::FileSystem;
+use in_guest::system::FileSystem;
 use lab_tools::apt;
 use lab_tools::process::find_program;
 use lab_tools::workspace::Workspace;
@@ -50,7 +50,7 @@ struct Cli {
 enum Hidden {
     /// The part that runs inside the guest
     #[command(hide = true, subcommand)]
-    Inside(inside::Task),
+    InGuest(in_guest::Task),
 }
 
 /// What is shown.
@@ -60,7 +60,7 @@ pub enum Scenario {
     Fua,
     /// What is left of acknowledged writes after a loss of power
     Power,
-    /// A guest with ext4 on a disk of ours over NBD: freeze, trim, fio, deaths of the server, reboot,
+    /// A guest with ext4 on a disk of ours over NBD: freeze, trim, fio, kills of the server, reboot,
     /// a disk that grows, a write cache that is switched
     Guest,
     /// The same with XFS over vhost-user-blk
@@ -77,7 +77,7 @@ fn main() -> ExitCode {
     let cli = Cli::parse();
     let result = match cli.guest {
         // In a guest there is no cargo to ask.
-        Some(Hidden::Inside(task)) => inside::run(task),
+        Some(Hidden::InGuest(task)) => in_guest::run(task),
         None => Workspace::find().and_then(|workspace| run(&workspace, &cli.scenarios)),
     };
     match result {

@@ -9,7 +9,7 @@ use anyhow::{Context, Result, bail};
 use serde_json::{Value, json};
 
 /// Longer than any command used here takes on a busy host.
-const PATIENCE: Duration = Duration::from_secs(30);
+const TIMEOUT: Duration = Duration::from_secs(30);
 
 /// A connection to the monitor of a running machine.
 pub struct Monitor {
@@ -20,7 +20,7 @@ impl Monitor {
     /// Connects to the monitor that listens at `socket`.
     pub fn connect(socket: &Path) -> Result<Self> {
         let stream = UnixStream::connect(socket).context("cannot connect to QEMU's monitor")?;
-        stream.set_read_timeout(Some(PATIENCE))?;
+        stream.set_read_timeout(Some(TIMEOUT))?;
         let mut monitor = Self { stream: BufReader::new(stream) };
         monitor.message().context("QEMU's monitor does not greet")?;
         monitor.command("qmp_capabilities", &json!({}))?;

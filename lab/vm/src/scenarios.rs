@@ -6,8 +6,8 @@ use anyhow::Result;
 
 use super::base::Base;
 use super::disks::Disks;
-use super::inside::disk::Kind;
-use super::machine::{Bus, Machine, Outcome, PATIENCE};
+use super::in_guest::disk::Kind;
+use super::machine::{Bus, Machine, Outcome, TIMEOUT};
 
 /// Room for a file system of either kind.
 const DISK: u64 = 320 << 20;
@@ -33,7 +33,7 @@ pub fn fua(base: &Base) -> Result<()> {
 
 fn count(base: &Base, disks: &Disks, share: &[Kind]) -> Result<Outcome> {
     let mut machine = Machine::new(base, 1536)?;
-    let mut job = String::from("lab-vm inside fua");
+    let mut job = String::from("lab-vm in-guest fua");
     for kind in share {
         let name = kind.name();
         job += &format!(" {name}");
@@ -46,7 +46,7 @@ fn count(base: &Base, disks: &Disks, share: &[Kind]) -> Result<Outcome> {
         };
         machine.disk(bus, name, &disks.empty(name, DISK)?);
     }
-    machine.run(&job, PATIENCE)
+    machine.run(&job, TIMEOUT)
 }
 
 /// The kernel's NBD client on our server, and what reaches the disk below.
@@ -54,7 +54,7 @@ pub fn nbd(base: &Base) -> Result<()> {
     let disks = Disks::new(base)?;
     let mut machine = Machine::new(base, 1024)?;
     machine.disk(Bus::Nvme, "disk", &disks.empty("disk", DISK)?);
-    passed(machine.run("lab-vm inside nbd disk", PATIENCE)?)
+    passed(machine.run("lab-vm in-guest nbd disk", TIMEOUT)?)
 }
 
 /// A server that polls for completions, and the interrupts of the disks below.
@@ -63,7 +63,7 @@ pub fn io_poll(base: &Base) -> Result<()> {
     let mut machine = Machine::new(base, 1024)?;
     machine.disk(Bus::Nvme, "nvme", &disks.empty("nvme", DISK)?);
     machine.disk(Bus::Virtio, "virtio", &disks.empty("virtio", DISK)?);
-    passed(machine.run("lab-vm inside io-poll nvme virtio", PATIENCE)?)
+    passed(machine.run("lab-vm in-guest io-poll nvme virtio", TIMEOUT)?)
 }
 
 /// A server whose image lies on a thin pool that fills up behind the page cache.
@@ -71,7 +71,7 @@ pub fn lost_writes(base: &Base) -> Result<()> {
     let disks = Disks::new(base)?;
     let mut machine = Machine::new(base, 1024)?;
     machine.disk(Bus::Nvme, "disk", &disks.empty("disk", DISK)?);
-    passed(machine.run("lab-vm inside lost-writes disk", PATIENCE)?)
+    passed(machine.run("lab-vm in-guest lost-writes disk", TIMEOUT)?)
 }
 
 /// Prints what the job said; anything but an exit status of 0 is an error.

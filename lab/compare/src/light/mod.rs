@@ -21,7 +21,7 @@ use rustix::time::{ClockId, clock_gettime};
 
 use self::connection::{Check, Completion, Connection, Job, Wait};
 use crate::interrupt::Interrupt;
-use crate::measurement::{Latency, Measured};
+use crate::measurement::{Latency, Measurement};
 pub use lab_nbd::wire::Operation;
 
 /// So many of the last writes are read back.
@@ -138,7 +138,7 @@ pub fn run(
     name: &str,
     server_cpu: &dyn Fn() -> Result<Duration>,
     interrupt: &Interrupt,
-) -> Result<Measured> {
+) -> Result<Measurement> {
     let job = Job {
         operation: load.operation,
         length: load.block,
@@ -180,13 +180,13 @@ pub fn run(
 }
 
 impl Run<'_> {
-    fn measure(&mut self, interrupt: &Interrupt) -> Result<Measured> {
+    fn measure(&mut self, interrupt: &Interrupt) -> Result<Measurement> {
         self.run_for(self.load.warm_up, u64::MAX, interrupt)?;
         self.latency.reset();
         let start = self.read_clocks()?;
         let requests = self.run_for(self.load.duration, self.load.requests, interrupt)?;
         let end = self.read_clocks()?;
-        let measured = Measured {
+        let measured = Measurement {
             requests,
             elapsed: end.time - start.time,
             server_cpu: end.server_cpu.saturating_sub(start.server_cpu),
@@ -346,7 +346,7 @@ mod tests {
         (folder, socket)
     }
 
-    fn run_against_null_server(load: Load) -> Result<Measured> {
+    fn run_against_null_server(load: Load) -> Result<Measurement> {
         let (_folder, socket) = null_server();
         run(load, &socket, "disk", &|| Ok(Duration::ZERO), &Interrupt::default())
     }

@@ -8,7 +8,7 @@ use tempfile::TempDir;
 
 use super::CLUSTER;
 use super::rows::{Fill, Task, Work};
-use super::tools::{self, Spent, Tool};
+use super::tools::{self, Times, Tool};
 use crate::interrupt::Interrupt;
 use crate::servers::{Format, Programs};
 use crate::storage::{Kind, Storage};
@@ -135,14 +135,14 @@ impl Images {
     }
 
     /// How long `tool` takes to say what the image of 4 TiB is.
-    pub fn tell(&mut self, format: Format, tool: Tool, programs: &Programs) -> Result<Spent> {
+    pub fn tell(&mut self, format: Format, tool: Tool, programs: &Programs) -> Result<Times> {
         let image = self.huge(format)?.path().to_owned();
         tools::info(tool, programs, format, &image)
     }
 
     /// How long `tool` takes to copy the half-full image to the format `to`. The source is in the page
     /// cache; the target is durable in the end.
-    pub fn convert(&mut self, to: Format, tool: Tool, programs: &Programs) -> Result<Spent> {
+    pub fn convert(&mut self, to: Format, tool: Tool, programs: &Programs) -> Result<Times> {
         if self.halves.is_none() {
             self.halves = Some(self.make_halves()?);
         }

@@ -1,6 +1,6 @@
 //! `cargo xtask compare --format qcow2`: a mapping side by side with QEMU's, and with our own raw.
 //!
-//! As with raw images, every subject takes its turn in each round, and ratios are taken within a round.
+//! As with raw images, every contender takes its turn in each round, and ratios are taken within a round.
 //! The images are made by `qemu-img` (clusters of 64 KiB, everything else its default), so all programs
 //! work on the same layout.
 //!
@@ -19,12 +19,12 @@ use std::time::Duration;
 use anyhow::{Context, Result, ensure};
 
 use self::images::Images;
-use self::report::{Cell, Outcome, Part, Subject, Unit};
+use self::report::{Cell, Contender, Outcome, Part, Unit};
 use self::rows::{Fill, Opening, TASKS, Task, Work};
 use self::tools::Tool;
 use super::config::{Config, Options, chosen, write};
 use super::light::{self, Content};
-use super::measurement::Measured;
+use super::measurement::Measurement;
 use super::report::{Environment, terminal};
 use super::rows::Export;
 use super::servers::{EXPORT, Format, Image, Kind, Server, Start};
@@ -81,15 +81,15 @@ impl Config {
         }
         let unit = unit(task.work);
         let mut cells: Vec<Cell> = self
-            .subjects(task.work)
+            .contenders(task.work)
             .into_iter()
-            .map(|subject| Cell { subject, values: Vec::new(), cpu: Vec::new() })
+            .map(|contender| Cell { contender, values: Vec::new(), cpu: Vec::new() })
             .collect();
         for _ in 0..self.rounds {
             for cell in &mut cells {
-                let context = || format!("{}, {}", task.name, cell.subject.name());
+                let context = || format!("{}, {}", task.name, cell.contender.name());
                 let (value, cpu) =
-                    self.measure_task(task.work, cell.subject, images).with_context(context)?;
+                    self.measure_task(task.work, cell.contender, images).with_context(context)?;
                 cell.values.push(value);
                 cell.cpu.push(cpu);
             }
@@ -99,29 +99,29 @@ impl Config {
     }
 
     /// Who takes part, in the order of turns.
-    fn subjects(&self, work: Work) -> Vec<Subject> {
+    fn contenders(&self, work: Work) -> Vec<Contender> {
         if let Work::Convert(_) | Work::Open(Opening::Info) = work {
-            let tool = |part| Subject { part, kind: None };
-            let mut subjects = vec![tool(Part::Ours), tool(Part::Peer)];
+            let tool = |part| Contender { part, kind: None };
+            let mut contenders = vec![tool(Part::Ours), tool(Part::Peer)];
             if let Work::Open(_) = work {
-                subjects.insert(1, tool(Part::OurRaw));
+                contenders.insert(1, tool(Part::OurRaw));
             }
-            return subjects;
+            return contenders;
         }
-        let mut subjects = Vec::new();
+        let mut contenders = Vec::new();
         for &kind in &self.servers {
-            let subject = |part| Subject { part, kind: Some(kind) };
+            let contender = |part| Contender { part, kind: Some(kind) };
             if kind.is_ours() {
-                subjects.push(subject(Part::Ours));
+                contenders.push(contender(Part::Ours));
                 // A raw image has nothing to allocate for a scattered write.
                 if !matches!(work, Work::Empty(_, Fill::Scattered(_))) {
-                    subjects.push(subject(Part::OurRaw));
+                    contenders.push(contender(Part::OurRaw));
                 }
             } else {
-                subjects.push(subject(Part::Peer));
+                contenders.push(contender(Part::Peer));
             }
         }
-        subjects
+        contenders
     }
 
     /// The figure of one turn, and the processor time that it took: microseconds a request, or
@@ -129,19 +129,19 @@ impl Config {
     fn measure_task(
         &mut self,
         work: Work,
-        subject: Subject,
+        contender: Contender,
         images: &mut Images,
     ) -> Result<(f64, f64)> {
-        let format = match subject.part {
+        let format = match contender.part {
             Part::OurRaw => Format::Raw,
             Part::Ours | Part::Peer => Format::Qcow2,
         };
-        let tool = match subject.part {
+        let tool = match contender.part {
             Part::Peer => Tool::QemuImg,
             Part::Ours | Part::OurRaw => Tool::Ours,
         };
         let folder = self.folder.path();
-        match (work, subject.kind) {
+        match (work, contender.kind) {
             (Work::Convert(to), _) => {
                 images.convert(to, tool, &self.programs).map(|spent| spent.in_seconds())
             }
@@ -182,7 +182,7 @@ impl Config {
             }
             Work::Convert(_) | Work::Open(_) => unreachable!("no load"),
         };
-        storage.settle(kind.caching())?;
+        storage.prepare_cache(kind.caching())?;
         let mut load = row.load(self.generation);
         load.requests = requests;
         if let Work::Mapped(_) = work {
@@ -211,7 +211,7 @@ fn unit(work: Work) -> Unit {
     }
 }
 
-fn figures(unit: Unit, block: u32, measured: &Measured) -> (f64, f64) {
+fn figures(unit: Unit, block: u32, measured: &Measurement) -> (f64, f64) {
     let requests = measured.requests as f64;
     let per_second = requests / measured.elapsed.max(Duration::from_nanos(1)).as_secs_f64();
     let rate = match unit {

@@ -22,14 +22,14 @@ pub enum Part {
 
 /// Who is measured.
 #[derive(Clone, Copy, PartialEq, Eq)]
-pub struct Subject {
+pub struct Contender {
     /// Its part.
     pub part: Part,
     /// The server, or `None` for a tool.
     pub kind: Option<Kind>,
 }
 
-impl Subject {
+impl Contender {
     /// Its name in reports.
     pub fn name(self) -> String {
         let program = match (self.kind, self.part) {
@@ -87,10 +87,10 @@ impl Unit {
     }
 }
 
-/// One subject's rounds.
+/// One contender's rounds.
 pub struct Cell {
     /// Whose.
-    pub subject: Subject,
+    pub contender: Contender,
     /// In the unit of the row.
     pub values: Vec<f64>,
     /// Processor time: microseconds a request, or as long as the whole took in the unit of the row.
@@ -110,7 +110,7 @@ pub struct Outcome {
 }
 
 /// What ours is to another, round by round.
-struct Verdict {
+struct Comparison {
     ours: String,
     other: String,
     /// How many times as fast; above 1 is better.
@@ -125,9 +125,9 @@ struct Verdict {
 pub type OnStorage = (String, u64, Vec<Outcome>);
 
 impl Outcome {
-    fn verdicts(&self) -> Vec<Verdict> {
-        let ours = self.cells.iter().filter(|cell| cell.subject.part == Part::Ours);
-        ours.flat_map(|ours| self.others(ours).map(|other| self.verdict(ours, other)))
+    fn comparisons(&self) -> Vec<Comparison> {
+        let ours = self.cells.iter().filter(|cell| cell.contender.part == Part::Ours);
+        ours.flat_map(|ours| self.others(ours).map(|other| self.comparison(ours, other)))
             .flatten()
             .collect()
     }
@@ -135,11 +135,11 @@ impl Outcome {
     /// Our own raw and the best peer, of those that `ours` is to be compared with.
     fn others(&self, ours: &Cell) -> impl Iterator<Item = &Cell> {
         let raw = self.cells.iter().find(|cell| {
-            cell.subject.part == Part::OurRaw && cell.subject.kind == ours.subject.kind
+            cell.contender.part == Part::OurRaw && cell.contender.kind == ours.contender.kind
         });
         let peers = self.cells.iter().filter(|cell| {
-            cell.subject.part == Part::Peer
-                && (self.any_caching || cell.subject.is_like(ours.subject))
+            cell.contender.part == Part::Peer
+                && (self.any_caching || cell.contender.is_like(ours.contender))
         });
         let best = peers.max_by(|one, other| self.merit(one).total_cmp(&self.merit(other)));
         best.into_iter().chain(raw)
@@ -150,14 +150,14 @@ impl Outcome {
         if self.unit.is_time() { -median } else { median }
     }
 
-    fn verdict(&self, ours: &Cell, other: &Cell) -> Option<Verdict> {
+    fn comparison(&self, ours: &Cell, other: &Cell) -> Option<Comparison> {
         let time = self.unit.is_time();
         let (better, worse) =
             if time { (&other.values, &ours.values) } else { (&ours.values, &other.values) };
         let differences = ours.values.iter().zip(&other.values).map(|(ours, other)| ours - other);
-        Some(Verdict {
-            ours: ours.subject.name(),
-            other: other.subject.name(),
+        Some(Comparison {
+            ours: ours.contender.name(),
+            other: other.contender.name(),
             speed: Spread::of_ratios(better, worse)?,
             cpu: Spread::of_ratios(&ours.cpu, &other.cpu)?,
             longer: if time { Spread::of(differences) } else { None },
@@ -172,12 +172,12 @@ pub fn print(outcome: &Outcome) {
     for cell in &outcome.cells {
         let spread = |values: &[f64]| Spread::of(values.iter().copied());
         let (Some(value), Some(cpu)) = (spread(&cell.values), spread(&cell.cpu)) else { continue };
-        println!("  {:28}{value:>26.digits$}{cpu:>24.2}", cell.subject.name());
+        println!("  {:28}{value:>26.digits$}{cpu:>24.2}", cell.contender.name());
     }
-    for verdict in outcome.verdicts() {
-        let Verdict { ours, other, speed, cpu, .. } = &verdict;
+    for comparison in outcome.comparisons() {
+        let Comparison { ours, other, speed, cpu, .. } = &comparison;
         print!("  {ours}: speed {speed:.2}, CPU {cpu:.2} of {other}");
-        match &verdict.longer {
+        match &comparison.longer {
             Some(longer) => println!("; {longer:.digits$} {} longer", unit.name()),
             None => println!(),
         }
@@ -204,7 +204,7 @@ fn tables(text: &mut String, storage: &str, size: u64, outcomes: &[Outcome]) -> 
             let (Some(value), Some(cpu)) = (spread(&cell.values), spread(&cell.cpu)) else {
                 continue;
             };
-            let (row, name) = (outcome.row, cell.subject.name());
+            let (row, name) = (outcome.row, cell.contender.name());
             let (unit, cpu_unit) = (unit.name(), unit.cpu_name());
             writeln!(text, "| {row} | {name} | {value:.digits$} {unit} | {cpu:.2} {cpu_unit} |")?;
         }
@@ -213,7 +213,7 @@ fn tables(text: &mut String, storage: &str, size: u64, outcomes: &[Outcome]) -> 
     writeln!(text, "| --- | --- | ---: | ---: | --- | ---: |")?;
     for outcome in outcomes {
         let digits = outcome.unit.digits();
-        for Verdict { ours, other, speed, cpu, longer } in outcome.verdicts() {
+        for Comparison { ours, other, speed, cpu, longer } in outcome.comparisons() {
             let longer = longer.map_or_else(String::new, |longer| {
                 format!("{longer:.digits$} {}", outcome.unit.name())
             });
@@ -226,7 +226,7 @@ fn tables(text: &mut String, storage: &str, size: u64, outcomes: &[Outcome]) -> 
 
 /// The whole report as one JSON object.
 pub fn json(environment: &Environment, results: &[OnStorage]) -> Result<String> {
-    let cell = |cell: &Cell| json!({ "who": cell.subject.name(), "figures": cell.values, "cpu": cell.cpu });
+    let cell = |cell: &Cell| json!({ "who": cell.contender.name(), "figures": cell.values, "cpu": cell.cpu });
     let row = |outcome: &Outcome| {
         json!({
             "row": outcome.row,

@@ -22,12 +22,12 @@ pub enum Tool {
 
 /// What a run cost.
 #[derive(Clone, Copy)]
-pub struct Spent {
+pub struct Times {
     wall: Duration,
     cpu: Duration,
 }
 
-impl Spent {
+impl Times {
     /// Wall time and processor time.
     pub fn in_seconds(self) -> (f64, f64) {
         (self.wall.as_secs_f64(), self.cpu.as_secs_f64())
@@ -40,7 +40,7 @@ impl Spent {
 }
 
 /// Says what `image` is.
-pub fn info(tool: Tool, programs: &Programs, format: Format, image: &Path) -> Result<Spent> {
+pub fn info(tool: Tool, programs: &Programs, format: Format, image: &Path) -> Result<Times> {
     let mut command = program(tool, programs);
     command.arg("info");
     match tool {
@@ -58,7 +58,7 @@ pub fn convert(
     programs: &Programs,
     source: (Format, &Path),
     target: (Format, &Path),
-) -> Result<Spent> {
+) -> Result<Times> {
     let mut command = program(tool, programs);
     command.arg("convert");
     if tool == Tool::QemuImg {
@@ -79,7 +79,7 @@ fn program(tool: Tool, programs: &Programs) -> Command {
 }
 
 /// Runs `command` and then `finish`.
-fn timed(mut command: Command, finish: impl FnOnce() -> Result<()>) -> Result<Spent> {
+fn timed(mut command: Command, finish: impl FnOnce() -> Result<()>) -> Result<Times> {
     command.stdin(Stdio::null()).stdout(Stdio::null());
     let before = children()?;
     let started = Instant::now();
@@ -87,7 +87,7 @@ fn timed(mut command: Command, finish: impl FnOnce() -> Result<()>) -> Result<Sp
     ensure!(status.success(), "{} failed: {status}", line(&command));
     finish()?;
     let wall = started.elapsed();
-    Ok(Spent { wall, cpu: children()?.saturating_sub(before) })
+    Ok(Times { wall, cpu: children()?.saturating_sub(before) })
 }
 
 /// Processor time of all children that have ended.

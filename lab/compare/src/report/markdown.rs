@@ -51,20 +51,20 @@ fn storage(text: &mut String, result: &StorageResult) -> std::fmt::Result {
         }
         writeln!(text)?;
     }
-    verdicts(text, result)
+    comparisons(text, result)
 }
 
-fn verdicts(text: &mut String, result: &StorageResult) -> std::fmt::Result {
-    if result.rows.iter().all(|row| row.verdicts(&result.storage).is_empty()) {
+fn comparisons(text: &mut String, result: &StorageResult) -> std::fmt::Result {
+    if result.rows.iter().all(|row| row.comparisons(&result.storage).is_empty()) {
         return Ok(());
     }
     writeln!(text, "\nAgainst the best peer of the same way of caching, round by round:\n")?;
     writeln!(text, "| row | ours | rate | of peer | server CPU | of peer | rate | of ceiling |")?;
     writeln!(text, "| --- | --- | ---: | --- | ---: | --- | ---: | --- |")?;
     for row in &result.rows {
-        for verdict in row.verdicts(&result.storage) {
-            let (rate, cpu) = (&verdict.rate, &verdict.server_cpu);
-            let ceiling = verdict.ceiling.as_ref().map_or_else(
+        for comparison in row.comparisons(&result.storage) {
+            let (rate, cpu) = (&comparison.rate, &comparison.server_cpu);
+            let ceiling = comparison.ceiling.as_ref().map_or_else(
                 || " | ".to_owned(),
                 |ceiling| format!("{:.2} | {}", ceiling.ratio, ceiling.peer.name()),
             );
@@ -72,7 +72,7 @@ fn verdicts(text: &mut String, result: &StorageResult) -> std::fmt::Result {
                 text,
                 "| {} | {} | {:.2} | {} | {:.2} | {} | {ceiling} |",
                 row.row.name,
-                verdict.ours.name(),
+                comparison.ours.name(),
                 rate.ratio,
                 rate.peer.name(),
                 cpu.ratio,

@@ -9,7 +9,7 @@ use anyhow::{Context, Result};
 use super::caching::Caching;
 use super::config::Config;
 use super::fio;
-use super::measurement::Measured;
+use super::measurement::Measurement;
 use super::results::RowResult;
 use super::servers::Kind;
 use super::storage::Storage;
@@ -90,7 +90,7 @@ impl RowResult {
         if self.row.is_bandwidth() { "MiB/s" } else { "kIOPS" }
     }
 
-    fn figure(&self, figure: Figure, measured: &Measured) -> f64 {
+    fn figure(&self, figure: Figure, measured: &Measurement) -> f64 {
         let requests = measured.requests as f64;
         let per_second = requests / measured.elapsed.as_secs_f64();
         match figure {
@@ -130,12 +130,12 @@ impl RowResult {
     }
 
     /// Ours against those it must be compared with, in this row.
-    pub fn verdicts(&self, storage: &Storage) -> Vec<Verdict> {
+    pub fn comparisons(&self, storage: &Storage) -> Vec<Comparison> {
         let ours = self.took_part().filter(|kind| kind.is_ours());
-        ours.filter_map(|ours| self.verdict(ours, storage)).collect()
+        ours.filter_map(|ours| self.comparison(ours, storage)).collect()
     }
 
-    fn verdict(&self, ours: Kind, storage: &Storage) -> Option<Verdict> {
+    fn comparison(&self, ours: Kind, storage: &Storage) -> Option<Comparison> {
         let peers = || {
             self.took_part().filter(|kind| {
                 !kind.is_ours() && storage.comparable(ours.caching(), kind.caching())
@@ -151,7 +151,7 @@ impl RowResult {
             let ratio = Spread::of_ratios(&self.rounds(figure, ours), &self.rounds(figure, peer))?;
             Some(Against { peer, ratio })
         };
-        Some(Verdict {
+        Some(Comparison {
             ours,
             rate: against(Figure::Rate, peers().max_by(by(Figure::Rate))?)?,
             server_cpu: against(Figure::ServerCpu, peers().min_by(by(Figure::ServerCpu))?)?,
@@ -169,7 +169,7 @@ pub struct Against {
 }
 
 /// How one of our servers did in a row.
-pub struct Verdict {
+pub struct Comparison {
     /// Which.
     pub ours: Kind,
     /// Against the fastest peer; above 1 is better.

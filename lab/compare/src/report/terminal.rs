@@ -49,17 +49,17 @@ pub fn row(storage: &Storage, result: &RowResult) {
             rounds.iter().map(|measured| measured.verified).sum::<u64>(),
         );
     }
-    for verdict in result.verdicts(storage) {
-        let (rate, cpu) = (&verdict.rate, &verdict.server_cpu);
+    for comparison in result.comparisons(storage) {
+        let (rate, cpu) = (&comparison.rate, &comparison.server_cpu);
         println!(
             "  {}: rate {:.2} of {}; server CPU {:.2} of {}",
-            verdict.ours.name(),
+            comparison.ours.name(),
             rate.ratio,
             rate.peer.name(),
             cpu.ratio,
             cpu.peer.name(),
         );
-        if let Some(ceiling) = &verdict.ceiling {
+        if let Some(ceiling) = &comparison.ceiling {
             println!("    rate {:.2} of {}", ceiling.ratio, ceiling.peer.name());
         }
     }

@@ -12,7 +12,7 @@ use serde_json::{Value, json};
 use crate::caching::Caching;
 
 const START: Duration = Duration::from_secs(20);
-const PAUSE: Duration = Duration::from_millis(10);
+const RETRY_DELAY: Duration = Duration::from_millis(10);
 
 /// Ended when dropped.
 pub struct Machine {
@@ -49,7 +49,7 @@ impl Machine {
         let stream = loop {
             match UnixStream::connect(&socket) {
                 Ok(stream) => break stream,
-                Err(_) if Instant::now() < deadline => std::thread::sleep(PAUSE),
+                Err(_) if Instant::now() < deadline => std::thread::sleep(RETRY_DELAY),
                 Err(error) => {
                     let _ = child.kill();
                     let _ = child.wait();

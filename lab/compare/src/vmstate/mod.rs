@@ -3,7 +3,7 @@
 //! In each round all programs in turn save as many bytes of random data to the same disk, and load them again:
 //! past the page cache and through it. The time of a save ends when it is durable.
 //!
-//! - [`stream`]: a producer of crumbs for ours, a consumer, and crumbs without a buffer between
+//! - [`stream`]: a producer of small writes for ours, a consumer, and small writes without a buffer
 //! - [`machine`]: QEMU's `savevm` and `loadvm` of a paused machine of that much memory
 //! - [`report`]: what came out
 
@@ -22,7 +22,7 @@ use tempfile::TempDir;
 
 use self::machine::Machine;
 use self::report::Row;
-use self::stream::{Saved, Saving};
+use self::stream::{SaveFigure, SaveResult};
 use super::caching::Caching;
 use super::config::{Config, Options, write};
 use super::interrupt::Interrupt;
@@ -32,16 +32,16 @@ use lab_tools::apt;
 use lab_tools::process::run as run_program;
 use lab_tools::workspace::Workspace;
 
-/// Crumbs without a buffer are so slow that this part of the stream must do.
+/// Small writes without a buffer are slow, so only this part of the stream is written: one in 32.
 const UNBUFFERED_PART: u64 = 32;
 const NAME: &str = "state";
 
 /// Who saves and loads.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Subject {
+pub enum Contender {
     /// Pieces of 1 MiB, one after the other, into a file: the limit that is asked of us.
     Dd,
-    /// Each crumb on its own into a file.
+    /// Each small write on its own into a file.
     Unbuffered,
     /// A paused machine, by its monitor.
     Qemu,
@@ -50,11 +50,12 @@ pub enum Subject {
 }
 
 /// In the order of turns.
-pub const SUBJECTS: [Subject; 4] = [Subject::Dd, Subject::Unbuffered, Subject::Qemu, Subject::Ours];
+pub const CONTENDERS: [Contender; 4] =
+    [Contender::Dd, Contender::Unbuffered, Contender::Qemu, Contender::Ours];
 
 /// What one turn found.
 #[derive(Clone, Copy, Default)]
-pub struct Turn {
+pub struct StateFigures {
     /// MiB a second.
     save: Option<f64>,
     /// MiB a second.
@@ -65,8 +66,8 @@ pub struct Turn {
 
 /// Where everything lies.
 struct Place {
-    /// Noise as large as the state, in memory.
-    noise: PathBuf,
+    /// Random data as large as the state, in memory.
+    data: PathBuf,
     _memory: TempDir,
     disk: TempDir,
     size: u64,
@@ -86,12 +87,12 @@ pub fn run(workspace: &Workspace, options: &Options) -> Result<()> {
     for caching in [Caching::Direct, Caching::Cached] {
         let mut row = Row::new(caching);
         for _ in 0..config.rounds {
-            let turn = |subject| {
+            let turn = |contender| {
                 config.interrupt.check()?;
-                let context = || format!("{subject:?}, {caching:?}");
-                place.turn(subject, caching, &config.interrupt).with_context(context)
+                let context = || format!("{contender:?}, {caching:?}");
+                place.turn(contender, caching, &config.interrupt).with_context(context)
             };
-            row.add(SUBJECTS.iter().map(|&subject| turn(subject)).collect::<Result<_>>()?);
+            row.add(CONTENDERS.iter().map(|&contender| turn(contender)).collect::<Result<_>>()?);
         }
         print!("{}", row.text());
         rows.push(row);
@@ -110,27 +111,32 @@ impl Place {
         };
         let memory = folder(Path::new("/dev/shm")).context("no place in memory")?;
         let disk = folder(disk).with_context(|| format!("no place in {}", disk.display()))?;
-        let noise = memory.path().join("noise");
-        let mut file = File::create(&noise)?;
-        let mut random = stream::Noise::new();
+        let data = memory.path().join("data");
+        let mut file = File::create(&data)?;
+        let mut random = stream::RandomData::new();
         for _ in 0..size >> 20 {
             interrupt.check()?;
             file.write_all(random.chunk()).context("no room in memory for the state")?;
         }
-        Ok(Self { noise, _memory: memory, disk, size, blockhouse })
+        Ok(Self { data, _memory: memory, disk, size, blockhouse })
     }
 
-    fn turn(&self, subject: Subject, caching: Caching, interrupt: &Interrupt) -> Result<Turn> {
+    fn turn(
+        &self,
+        contender: Contender,
+        caching: Caching,
+        interrupt: &Interrupt,
+    ) -> Result<StateFigures> {
         let file = self.disk.path().join("state.qcow2");
-        let turn = match subject {
-            Subject::Dd => self.dd(&file, caching),
-            Subject::Unbuffered => {
+        let turn = match contender {
+            Contender::Dd => self.dd(&file, caching),
+            Contender::Unbuffered => {
                 let part = self.size / UNBUFFERED_PART;
                 let spent = stream::save_unbuffered(&file, part, caching, interrupt)?;
-                Ok(Turn { save: Some(rate(part, spent)), ..Turn::default() })
+                Ok(StateFigures { save: Some(rate(part, spent)), ..StateFigures::default() })
             }
-            Subject::Qemu => self.qemu(&file, caching),
-            Subject::Ours => self.ours(&file, caching, interrupt),
+            Contender::Qemu => self.qemu(&file, caching),
+            Contender::Ours => self.ours(&file, caching, interrupt),
         }?;
         std::fs::remove_file(&file)?;
         // The file system frees its blocks in the background: not in the next program's time.
@@ -138,7 +144,7 @@ impl Place {
         Ok(turn)
     }
 
-    fn dd(&self, file: &Path, caching: Caching) -> Result<Turn> {
+    fn dd(&self, file: &Path, caching: Caching) -> Result<StateFigures> {
         let dd = |from: &Path, to: &Path, options: &[&str]| {
             let mut dd = Command::new("dd");
             dd.args(["bs=1M", "status=none"]).args(options);
@@ -152,22 +158,22 @@ impl Place {
             true => [&["oflag=direct", "conv=fdatasync"], &["iflag=direct"]],
             false => [&["conv=fdatasync"], &[]],
         };
-        let save = dd(&self.noise, file, save)?;
+        let save = dd(&self.data, file, save)?;
         let load = dd(file, Path::new("/dev/null"), load)?;
-        Ok(Turn { save: Some(save), load: Some(load), memory: None })
+        Ok(StateFigures { save: Some(save), load: Some(load), memory: None })
     }
 
-    fn qemu(&self, file: &Path, caching: Caching) -> Result<Turn> {
+    fn qemu(&self, file: &Path, caching: Caching) -> Result<StateFigures> {
         self.new_image(file)?;
-        let mut machine = Machine::start(self.disk.path(), &self.noise, self.size, file, caching)?;
+        let mut machine = Machine::start(self.disk.path(), &self.data, self.size, file, caching)?;
         let save = machine.timed(&format!("savevm {NAME}"))?;
         let load = machine.timed(&format!("loadvm {NAME}"))?;
         machine.quit()?;
         let (save, load) = (rate(self.size, save), rate(self.size, load));
-        Ok(Turn { save: Some(save), load: Some(load), memory: None })
+        Ok(StateFigures { save: Some(save), load: Some(load), memory: None })
     }
 
-    fn ours(&self, file: &Path, caching: Caching, interrupt: &Interrupt) -> Result<Turn> {
+    fn ours(&self, file: &Path, caching: Caching, interrupt: &Interrupt) -> Result<StateFigures> {
         self.new_image(file)?;
         let vmstate = |action| {
             let cache = if caching == Caching::Direct { "none" } else { "writeback" };
@@ -175,15 +181,15 @@ impl Place {
             command.args(["vmstate", action, "--cache", cache]).arg(file).arg(NAME);
             command
         };
-        let Saved { spent, memory } =
-            stream::save(vmstate("save"), &self.noise, self.size, Saving::Timed, interrupt)?;
+        let SaveResult { spent, memory } =
+            stream::save(vmstate("save"), &self.data, self.size, SaveFigure::Time, interrupt)?;
         ensure!(memory.is_none(), "a timed save is not looked at");
         let load = stream::load(vmstate("load"), self.size, interrupt)?;
         std::fs::remove_file(file)?;
         self.new_image(file)?;
         let watched =
-            stream::save(vmstate("save"), &self.noise, self.size, Saving::Watched, interrupt)?;
-        Ok(Turn {
+            stream::save(vmstate("save"), &self.data, self.size, SaveFigure::Memory, interrupt)?;
+        Ok(StateFigures {
             save: Some(rate(self.size, spent)),
             load: Some(rate(self.size, load)),
             memory: watched.memory.map(|bytes| bytes as f64 / f64::from(1 << 20)),

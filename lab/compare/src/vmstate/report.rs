@@ -6,7 +6,7 @@ use std::process::Command;
 
 use anyhow::Result;
 
-use super::{SUBJECTS, Subject, Turn, host};
+use super::{CONTENDERS, Contender, StateFigures, host};
 use crate::caching::Caching;
 use blockhouse_figures::Spread;
 use lab_tools::process::stdout_of;
@@ -14,8 +14,8 @@ use lab_tools::process::stdout_of;
 /// All rounds of one way of caching.
 pub struct Row {
     caching: Caching,
-    /// Each in the order of [`SUBJECTS`].
-    rounds: Vec<Vec<Turn>>,
+    /// Each in the order of [`CONTENDERS`].
+    rounds: Vec<Vec<StateFigures>>,
 }
 
 /// One line of a table: a name, the rates, ours of others.
@@ -48,33 +48,33 @@ impl Row {
         Self { caching, rounds: Vec::new() }
     }
 
-    /// A round, in the order of [`SUBJECTS`].
-    pub fn add(&mut self, round: Vec<Turn>) {
+    /// A round, in the order of [`CONTENDERS`].
+    pub fn add(&mut self, round: Vec<StateFigures>) {
         self.rounds.push(round);
     }
 
-    fn values(&self, subject: Subject, figure: fn(&Turn) -> Option<f64>) -> Vec<f64> {
-        let place = SUBJECTS.iter().position(|one| *one == subject);
+    fn values(&self, contender: Contender, figure: fn(&StateFigures) -> Option<f64>) -> Vec<f64> {
+        let place = CONTENDERS.iter().position(|one| *one == contender);
         let turns = self.rounds.iter().filter_map(|round| round.get(place?));
         turns.filter_map(figure).collect()
     }
 
-    fn line(&self, name: &str, figure: fn(&Turn) -> Option<f64>) -> Line {
+    fn line(&self, name: &str, figure: fn(&StateFigures) -> Option<f64>) -> Line {
         let caching = if self.caching == Caching::Direct { "direct" } else { "page cache" };
-        let ours = self.values(Subject::Ours, figure);
-        let of = |subject| Spread::of_ratios(&ours, &self.values(subject, figure));
-        let rates = SUBJECTS.map(|subject| Spread::of(self.values(subject, figure)));
+        let ours = self.values(Contender::Ours, figure);
+        let of = |contender| Spread::of_ratios(&ours, &self.values(contender, figure));
+        let rates = CONTENDERS.map(|contender| Spread::of(self.values(contender, figure)));
         Line {
             name: format!("{name}, {caching}"),
             rates: rates.to_vec(),
-            of_dd: of(Subject::Dd),
-            of_qemu: of(Subject::Qemu),
+            of_dd: of(Contender::Dd),
+            of_qemu: of(Contender::Qemu),
             memory: None,
         }
     }
 
     fn lines(&self) -> [Line; 2] {
-        let memory = Spread::of(self.values(Subject::Ours, |turn| turn.memory));
+        let memory = Spread::of(self.values(Contender::Ours, |turn| turn.memory));
         let save = Line { memory, ..self.line("save", |turn| turn.save) };
         [save, self.line("load", |turn| turn.load)]
     }
@@ -85,8 +85,8 @@ impl Row {
         for line in self.lines() {
             // Writing to a string cannot fail.
             let _ = writeln!(text, "\n  {}", line.name);
-            for (subject, rate) in SUBJECTS.iter().zip(&line.rates) {
-                let _ = rate.map(|rate| writeln!(text, "  {:24}{rate:>28.0}", name(*subject)));
+            for (contender, rate) in CONTENDERS.iter().zip(&line.rates) {
+                let _ = rate.map(|rate| writeln!(text, "  {:24}{rate:>28.0}", name(*contender)));
             }
             for (other, ratio) in [("dd", line.of_dd), ("QEMU", line.of_qemu)] {
                 let _ = ratio.map(|ratio| writeln!(text, "  ours, of {other:14}{ratio:>28.2}"));
@@ -97,18 +97,18 @@ impl Row {
     }
 }
 
-fn name(subject: Subject) -> &'static str {
-    match subject {
-        Subject::Dd => "dd bs=1M",
-        Subject::Unbuffered => "each piece written",
-        Subject::Qemu => "QEMU",
-        Subject::Ours => "blockhouse",
+fn name(contender: Contender) -> &'static str {
+    match contender {
+        Contender::Dd => "dd bs=1M",
+        Contender::Unbuffered => "each piece written",
+        Contender::Qemu => "QEMU",
+        Contender::Ours => "blockhouse",
     }
 }
 
 /// The whole report as Markdown.
 pub fn markdown(heading: &str, rows: &[Row]) -> String {
-    let names = SUBJECTS.map(name).join(" | ");
+    let names = CONTENDERS.map(name).join(" | ");
     let mut text = format!("{heading}\n| | {names} | of dd | of QEMU | MiB above idle |\n");
     text.push_str("| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |\n");
     let cell = |value: Option<Spread>, digits: usize| {

@@ -1,4 +1,4 @@
-//! A machine's state as a producer sends it: crumbs of 64 bytes to 32 KiB, small ones as often as large ones.
+//! A machine's state as a producer sends it: writes of 64 bytes to 32 KiB, small ones as often as large ones.
 
 use std::fs::{File, OpenOptions};
 use std::io::{Read, Write};
@@ -15,20 +15,20 @@ use crate::interrupt::Interrupt;
 use lab_tools::process::line;
 
 const MIB: usize = 1 << 20;
-/// How much of the noise is sent again and again.
-const LAP: usize = 64 * MIB;
+/// How much of the data is sent again and again.
+const REPEAT: usize = 64 * MIB;
 /// The blocks of direct I/O.
 const BLOCK: u64 = 4096;
 /// How long a process gets to come to rest.
 const REST: Duration = Duration::from_millis(300);
 
 /// Bytes that cannot be compressed, always the same (xorshift, Marsaglia 2003).
-pub struct Noise {
+pub struct RandomData {
     state: u64,
     chunk: Vec<u8>,
 }
 
-impl Noise {
+impl RandomData {
     pub fn new() -> Self {
         Self { state: 0x9e37_79b9_7f4a_7c15, chunk: vec![0; MIB] }
     }
@@ -50,12 +50,12 @@ impl Noise {
     }
 }
 
-/// Lengths of crumbs: each of the nine doublings from 64 bytes on as often as the others.
-struct Crumbs(Noise);
+/// Sizes of writes: each of the nine doublings from 64 bytes on as often as the others.
+struct WriteSizes(RandomData);
 
-impl Crumbs {
+impl WriteSizes {
     fn new() -> Self {
-        Self(Noise::new())
+        Self(RandomData::new())
     }
 
     fn next(&mut self) -> usize {
@@ -66,50 +66,51 @@ impl Crumbs {
     }
 }
 
-/// What a save is for.
+/// What of a save is measured.
 #[derive(Clone, Copy, PartialEq, Eq)]
-pub enum Saving {
+pub enum SaveFigure {
     /// Its time.
-    Timed,
+    Time,
     /// Its memory.
-    Watched,
+    Memory,
 }
 
 /// What a save took.
-pub struct Saved {
+pub struct SaveResult {
     /// Until the command has ended.
     pub spent: Duration,
-    /// Bytes above those of the process before the first crumb, where they were looked at.
+    /// Bytes above those of the process before the first write, where they were measured.
     pub memory: Option<u64>,
 }
 
 /// Sends a state of `size` bytes to `command`.
 pub fn save(
     mut command: Command,
-    noise: &Path,
+    data: &Path,
     size: u64,
-    saving: Saving,
+    figure: SaveFigure,
     interrupt: &Interrupt,
-) -> Result<Saved> {
-    let mut lap = vec![0; LAP.min(size as usize)];
-    File::open(noise)?.read_exact(&mut lap)?;
+) -> Result<SaveResult> {
+    let mut repeated = vec![0; REPEAT.min(size as usize)];
+    File::open(data)?.read_exact(&mut repeated)?;
     let began = Instant::now();
     let mut child = command.stdin(Stdio::piped()).stdout(Stdio::null()).spawn()?;
     let mut pipe = child.stdin.take().context("a pipe was asked for")?;
-    let idle = match saving {
-        Saving::Timed => None,
-        Saving::Watched => {
+    let idle = match figure {
+        SaveFigure::Time => None,
+        SaveFigure::Memory => {
             std::thread::sleep(REST);
             Some(most_memory(&child)?)
         }
     };
-    let mut crumbs = Crumbs::new();
+    let mut sizes = WriteSizes::new();
     let (mut sent, mut at) = (0, 0);
     while sent < size {
-        let length = crumbs.next().min((size - sent) as usize).min(lap.len() - at);
-        pipe.write_all(&lap[at..at + length]).context("the command does not take the state")?;
+        let length = sizes.next().min((size - sent) as usize).min(repeated.len() - at);
+        pipe.write_all(&repeated[at..at + length])
+            .context("the command does not take the state")?;
         sent += length as u64;
-        at = (at + length) % lap.len();
+        at = (at + length) % repeated.len();
         if at < length {
             interrupt.check()?;
         }
@@ -120,7 +121,7 @@ pub fn save(
     });
     drop(pipe);
     wait(child, &command)?;
-    Ok(Saved { spent: began.elapsed(), memory: memory.transpose()? })
+    Ok(SaveResult { spent: began.elapsed(), memory: memory.transpose()? })
 }
 
 /// The most memory that a process has had, in bytes.
@@ -158,7 +159,7 @@ fn wait(mut child: Child, command: &Command) -> Result<()> {
     Ok(())
 }
 
-/// Writes each crumb to `file` as it comes, durable at the end: past the page cache with what else is in the
+/// Writes each small write to `file` as it comes, durable at the end: past the page cache with what else is in the
 /// blocks that it touches.
 pub fn save_unbuffered(
     file: &Path,
@@ -172,16 +173,16 @@ pub fn save_unbuffered(
         options.custom_flags(rustix::fs::OFlags::DIRECT.bits().cast_signed());
     }
     let file = options.open(file)?;
-    let mut noise = Noise::new();
-    let noise = noise.chunk();
+    let mut data = RandomData::new();
+    let data = data.chunk();
     let mut blocks = Buffer::new(64 << 10);
-    let mut crumbs = Crumbs::new();
+    let mut sizes = WriteSizes::new();
     let mut at = 0;
     let began = Instant::now();
     while at < size {
         interrupt.check()?;
-        let length = crumbs.next().min((size - at) as usize);
-        let bytes = &noise[(at as usize % (MIB / 2))..][..length];
+        let length = sizes.next().min((size - at) as usize);
+        let bytes = &data[(at as usize % (MIB / 2))..][..length];
         match caching {
             Caching::Direct => write_blocks(&file, at, bytes, blocks.bytes_mut())?,
             Caching::Cached | Caching::Null => file.write_all_at(bytes, at)?,
@@ -211,9 +212,9 @@ mod tests {
     use super::*;
 
     #[test]
-    fn crumbs_are_of_all_sizes() {
-        let mut crumbs = Crumbs::new();
-        let lengths: Vec<usize> = (0..10_000).map(|_| crumbs.next()).collect();
+    fn writes_are_of_all_sizes() {
+        let mut sizes = WriteSizes::new();
+        let lengths: Vec<usize> = (0..10_000).map(|_| sizes.next()).collect();
         assert!(lengths.iter().all(|length| (64..=32 << 10).contains(length)));
         for doubling in 6..15 {
             let within = lengths.iter().filter(|length| length.ilog2() == doubling);
@@ -222,7 +223,7 @@ mod tests {
     }
 
     #[test]
-    fn whole_blocks_hold_what_crumbs_held() {
+    fn whole_blocks_hold_what_small_writes_held() {
         let folder = tempfile::tempdir().expect("a folder");
         let files = ["direct", "cached"].map(|name| folder.path().join(name));
         for (file, caching) in files.iter().zip([Caching::Direct, Caching::Cached]) {

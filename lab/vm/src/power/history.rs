@@ -6,7 +6,7 @@
 
 use std::ops::Range;
 
-use crate::inside::client::Change;
+use crate::in_guest::client::Change;
 
 /// Bytes in the image.
 pub const SIZE: u64 = 4 << 20;
@@ -21,12 +21,12 @@ pub struct Round {
     /// One after the other.
     pub steps: Vec<Vec<Change>>,
     /// Whether everything of it is durable at its end.
-    pub acknowledged: Acknowledged,
+    pub acknowledged: AckMeaning,
 }
 
 /// What the end of a round means.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Acknowledged {
+pub enum AckMeaning {
     /// What it wrote is durable.
     Durable,
     /// Nothing.
@@ -71,14 +71,14 @@ impl History {
             0 => vec![self.first_half(), vec![Change::Flush]],
             _ => {
                 let steps = self.any_steps();
-                self.without_overtaking(steps)
+                self.with_flush_before_overwrite(steps)
             }
         };
-        let mut acknowledged = Acknowledged::Nothing;
+        let mut acknowledged = AckMeaning::Nothing;
         for change in steps.iter().flatten() {
             self.apply(change);
             if self.writes == Writes::Durable || !matches!(change, Change::Write { .. }) {
-                acknowledged = Acknowledged::Durable;
+                acknowledged = AckMeaning::Durable;
             }
         }
         Round { steps, acknowledged }
@@ -107,10 +107,10 @@ impl History {
         }
     }
 
-    /// A flush before durable changes of what was written and not flushed. To the log an unflushed
-    /// write happens when it is flushed, behind the durable one that replaced it meanwhile; a disk
-    /// keeps their order.
-    fn without_overtaking(&self, steps: Vec<Vec<Change>>) -> Vec<Vec<Change>> {
+    /// Adds a flush before durable changes of what was written and not flushed. dm-log-writes logs a write
+    /// without FUA at the next flush. If FUA has overwritten it before, the log has the two in the wrong
+    /// order, which a real disk would not do.
+    fn with_flush_before_overwrite(&self, steps: Vec<Vec<Change>>) -> Vec<Vec<Change>> {
         let mut unflushed: Vec<bool> =
             self.sectors.iter().map(|sector| !sector.later.is_empty()).collect();
         let mut ordered = Vec::new();

@@ -5,16 +5,16 @@
 //! system recovers, and the image must hold what was acknowledged ([`history`]). A server that ignores
 //! flushes goes through the same and must fail.
 
-pub mod found;
 pub mod history;
 pub mod log;
+pub mod mark_images;
 pub mod on_host;
 pub mod recovery;
 pub mod scenario;
 
 use history::Writes;
 
-use super::inside::system::FileSystem;
+use super::in_guest::system::FileSystem;
 
 /// How many acknowledgements are marked, and replayed to.
 pub const MARKS: usize = 64;

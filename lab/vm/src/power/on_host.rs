@@ -7,7 +7,7 @@ use std::process::Command;
 
 use anyhow::{Context, Result};
 
-use super::recovery::Replayed;
+use super::recovery::ReplayTarget;
 use super::{Configuration, Layer};
 use crate::packages::Packages;
 use lab_tools::process::line;
@@ -95,7 +95,7 @@ pub struct Qcow2<R> {
     pub folder: PathBuf,
 }
 
-impl<R: Replayed> Replayed for Qcow2<R> {
+impl<R: ReplayTarget> ReplayTarget for Qcow2<R> {
     fn write(&mut self, offset: u64, data: &[u8]) -> Result<()> {
         self.on.write(offset, data)
     }
@@ -112,7 +112,7 @@ impl<R: Replayed> Replayed for Qcow2<R> {
     }
 }
 
-impl Replayed for Disk<'_> {
+impl ReplayTarget for Disk<'_> {
     fn write(&mut self, offset: u64, data: &[u8]) -> Result<()> {
         let range =
             self.bytes.get_mut(offset as usize..).and_then(|rest| rest.get_mut(..data.len()));

@@ -6,12 +6,12 @@ use std::path::Path;
 
 use anyhow::{Result, ensure};
 
-use super::history::{Acknowledged, History, Writes};
+use super::history::{AckMeaning, History, Writes};
 use super::log::{Event, Log};
 use super::{MARKS, SEED, round_of};
 
 /// The disk that is built again.
-pub trait Replayed {
+pub trait ReplayTarget {
     /// Stores what became stable.
     fn write(&mut self, offset: u64, data: &[u8]) -> Result<()>;
 
@@ -44,7 +44,7 @@ impl Verdicts {
 
 /// Replays the log at `path` on `disk`, which is all zeros, and looks at it at each mark. `writes` is
 /// what the server promised.
-pub fn verdicts(path: &Path, writes: Writes, disk: &mut impl Replayed) -> Result<Verdicts> {
+pub fn verdicts(path: &Path, writes: Writes, disk: &mut impl ReplayTarget) -> Result<Verdicts> {
     let mut history = History::new(SEED, writes);
     let mut rounds = 0;
     let mut verdicts = Verdicts::default();
@@ -52,7 +52,7 @@ pub fn verdicts(path: &Path, writes: Writes, disk: &mut impl Replayed) -> Result
         while rounds <= marked {
             let round = history.next_round();
             ensure!(
-                rounds < marked || round.acknowledged == Acknowledged::Durable,
+                rounds < marked || round.acknowledged == AckMeaning::Durable,
                 "round {rounds} was marked, but acknowledges nothing"
             );
             rounds += 1;
@@ -70,7 +70,7 @@ pub fn verdicts(path: &Path, writes: Writes, disk: &mut impl Replayed) -> Result
 /// with the round that it stands behind.
 pub fn replay(
     path: &Path,
-    disk: &mut impl Replayed,
+    disk: &mut impl ReplayTarget,
     mut found: impl FnMut(usize, Result<Vec<u8>, String>) -> Result<()>,
 ) -> Result<()> {
     for event in Log::open(path)? {

@@ -5,14 +5,14 @@ use std::thread;
 
 use anyhow::{Context, Result, ensure};
 
-use super::found::{self, Slots};
+use super::mark_images::{self, ImageSlots};
 use super::on_host::{Disk, Qcow2};
 use super::recovery::{Verdicts, verdicts};
 use super::{CONFIGURATIONS, Configuration, Fua, Layer, MARKS};
 use crate::base::Base;
 use crate::disks::Disks;
-use crate::inside::system::FileSystem;
-use crate::machine::{Bus, Machine, PATIENCE};
+use crate::in_guest::system::FileSystem;
+use crate::machine::{Bus, Machine, TIMEOUT};
 
 /// Room for the log of a history, which takes no more than is written.
 const LOG: u64 = 1 << 30;
@@ -30,15 +30,15 @@ pub fn run(base: &Base) -> Result<()> {
             scope.spawn(move || {
                 record(base, disks, &chosen)?;
                 // Each keeps one processor busy with tools that start and end.
-                let judge = |index| (index, scope.spawn(move || judge(base, disks, index)));
-                anyhow::Ok(chosen.into_iter().map(judge).collect::<Vec<_>>())
+                let start = |index| (index, scope.spawn(move || check_log(base, disks, index)));
+                anyhow::Ok(chosen.into_iter().map(start).collect::<Vec<_>>())
             })
         };
         let guests: Vec<_> = (0..GUESTS).map(guest).collect();
         let mut outcomes = Vec::new();
         for guest in guests {
-            for (index, judge) in guest.join().expect("guests never panic")? {
-                outcomes.push((index, judge.join().expect("judges never panic")));
+            for (index, outcome) in guest.join().expect("guests never panic")? {
+                outcomes.push((index, outcome.join().expect("checks never panic")));
             }
         }
         outcomes.sort_by_key(|(index, _)| *index);
@@ -49,7 +49,7 @@ pub fn run(base: &Base) -> Result<()> {
         let configuration = CONFIGURATIONS[index];
         let (name, verdicts) = (configuration.name(), outcome?);
         println!("  {name:45} {}", verdicts.describe());
-        if !is_as_it_should_be(configuration, &verdicts) {
+        if !matches_expectation(configuration, &verdicts) {
             wrong.push(name);
         }
     }
@@ -58,7 +58,7 @@ pub fn run(base: &Base) -> Result<()> {
 }
 
 /// A server that ignores flushes must lose something, or nothing is shown of the others.
-fn is_as_it_should_be(configuration: Configuration, verdicts: &Verdicts) -> bool {
+fn matches_expectation(configuration: Configuration, verdicts: &Verdicts) -> bool {
     match configuration.is_control() {
         true => verdicts.marks >= MARKS && !verdicts.bad.is_empty(),
         false => verdicts.are_good(),
@@ -80,13 +80,13 @@ fn record(base: &Base, disks: &Disks, chosen: &[usize]) -> Result<()> {
         let bus = if configuration.fua == Fua::Taken { Bus::Nvme } else { Bus::Virtio };
         machine.disk(bus, &disk, &disks.empty(&disk, configuration.disk_size())?);
         machine.disk(Bus::Virtio, &log, &disks.empty(&log, LOG)?);
-        job += &format!("lab-vm inside power-record {index} {disk} {log}\n");
+        job += &format!("lab-vm in-guest power-record {index} {disk} {log}\n");
     }
-    machine.run(&job, PATIENCE)?.success().map(drop)
+    machine.run(&job, TIMEOUT)?.success().map(drop)
 }
 
 /// Replays the log of a configuration and looks at each mark.
-fn judge(base: &Base, disks: &Disks, index: usize) -> Result<Verdicts> {
+fn check_log(base: &Base, disks: &Disks, index: usize) -> Result<Verdicts> {
     let configuration = CONFIGURATIONS[index];
     let [_, log] = names(index);
     let log = disks.path(&log);
@@ -110,17 +110,17 @@ fn judge(base: &Base, disks: &Disks, index: usize) -> Result<Verdicts> {
 }
 
 /// The images that a guest finds on XFS.
-fn recovered_xfs(base: &Base, disks: &Disks, index: usize, log: &Path) -> Result<Slots> {
+fn recovered_xfs(base: &Base, disks: &Disks, index: usize, log: &Path) -> Result<ImageSlots> {
     let mut machine = Machine::new(base, MEMORY)?;
     machine.disk(Bus::Virtio, "log", log);
     let empty = |name: &str, size| disks.empty(&format!("{name}-{index}"), size);
     let size = CONFIGURATIONS[index].disk_size();
     machine.disk(Bus::Virtio, "replayed", &empty("replayed", size)?);
     machine.disk(Bus::Virtio, "changes", &empty("changes", 64 << 20)?);
-    let file = empty("found", found::DISK)?;
+    let file = empty("found", mark_images::DISK)?;
     machine.disk(Bus::Virtio, "found", &file);
-    let job = "lab-vm inside power-recover-xfs log replayed changes found";
-    machine.run(job, PATIENCE)?.success()?;
+    let job = "lab-vm in-guest power-recover-xfs log replayed changes found";
+    machine.run(job, TIMEOUT)?.success()?;
     let file = std::fs::File::open(&file);
-    Ok(Slots::new(file.context("cannot open what the guest found")?))
+    Ok(ImageSlots::new(file.context("cannot open what the guest found")?))
 }

@@ -9,7 +9,7 @@ use std::os::unix::fs::FileExt;
 
 use anyhow::{Context, Result, ensure};
 
-use super::recovery::Replayed;
+use super::recovery::ReplayTarget;
 use super::{MARKS, history};
 
 /// Bytes in front of an image.
@@ -19,17 +19,17 @@ const ROOM: u64 = 2 * history::SIZE;
 const SLOT: u64 = HEAD as u64 + ROOM;
 /// Bytes of the disk.
 pub const DISK: u64 = MARKS as u64 * SLOT;
-/// In the place of the length: a complaint follows.
-const COMPLAINT: u64 = u64::MAX;
+/// Instead of a length: the text of an error follows.
+const ERROR: u64 = u64::MAX;
 const WORD: usize = 8;
 
 /// The slots, filled or read one after the other.
-pub struct Slots {
+pub struct ImageSlots {
     file: File,
     next: u64,
 }
 
-impl Slots {
+impl ImageSlots {
     /// Begins with the first slot of a disk, which is all zeros where nothing was stored.
     pub fn new(file: File) -> Self {
         Self { file, next: 0 }
@@ -43,7 +43,7 @@ impl Slots {
                 ensure!(image.len() as u64 <= ROOM, "an image of {} bytes", image.len());
                 (image.len() as u64, "")
             }
-            Err(complaint) => (COMPLAINT, complaint.as_str()),
+            Err(error) => (ERROR, error.as_str()),
         };
         let mut head = vec![0; HEAD];
         head[..WORD].copy_from_slice(&length.to_le_bytes());
@@ -64,7 +64,7 @@ impl Slots {
         self.file.read_exact_at(&mut head, start).context("what was found is cut short")?;
         let (length, text) = head.split_at(WORD);
         let length = u64::from_le_bytes(length.try_into().expect("a word"));
-        if length == COMPLAINT {
+        if length == ERROR {
             let text = String::from_utf8_lossy(text);
             return Ok(Err(text.trim_end_matches('\0').to_owned()));
         }
@@ -83,7 +83,7 @@ impl Slots {
     }
 }
 
-impl Replayed for Slots {
+impl ReplayTarget for ImageSlots {
     fn write(&mut self, _: u64, _: &[u8]) -> Result<()> {
         // The guest has done that.
         Ok(())
@@ -107,9 +107,9 @@ mod tests {
             Err("lost".to_owned()),
             Ok([vec![0; HEAD], vec![1]].concat()),
         ];
-        let mut slots = Slots::new(file.try_clone().expect("another handle"));
+        let mut slots = ImageSlots::new(file.try_clone().expect("another handle"));
         found.iter().for_each(|found| slots.store(found).expect("there is room"));
-        let mut slots = Slots::new(file);
+        let mut slots = ImageSlots::new(file);
         for expected in found {
             assert_eq!(slots.image().expect("it is there"), expected);
         }

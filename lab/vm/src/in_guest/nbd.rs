@@ -5,7 +5,7 @@ use std::path::Path;
 
 use anyhow::{Context, Result, ensure};
 
-use super::direct::{self, BLOCK, Caching, WRITES, Way};
+use super::direct::{self, BLOCK, Caching, WRITES, WriteMethod};
 use super::images::State;
 use super::serve::serve;
 use super::system::{self, FileSystem, Mount, tool};
@@ -61,16 +61,16 @@ fn attach(server: &Server) -> Result<std::path::PathBuf> {
 
 fn use_device(device: &Path, disk: &Path) -> Result<()> {
     // On the device itself: what the kernel's client makes of FUA arrives as FUA.
-    let counts = counted(disk, || direct::run(device, Way::Each, Caching::Direct))?;
+    let counts = counted(disk, || direct::run(device, WriteMethod::Each, Caching::Direct))?;
     expect("FUA on the device", counts, counts.fua >= WRITES as u32)?;
     // In a file system on it.
     FileSystem::Ext4.make(device)?;
     let mount = Mount::at(FileSystem::Ext4, device, Path::new(PLACE))?;
     let file = State::RawWritten.make(mount.place(), "inner")?;
-    let counts = counted(disk, || direct::run(&file, Way::Each, Caching::Direct))?;
+    let counts = counted(disk, || direct::run(&file, WriteMethod::Each, Caching::Direct))?;
     let only_fua = Counts { fua: WRITES as u32, bytes: BYTES, ..Counts::default() };
     expect("FUA in a file", counts, counts == only_fua)?;
-    let counts = counted(disk, || direct::run(&file, Way::FlushOnce, Caching::Direct))?;
+    let counts = counted(disk, || direct::run(&file, WriteMethod::FlushOnce, Caching::Direct))?;
     let plain = WRITES as u32;
     let one_flush = Counts { plain, flushes: 1, bytes: BYTES, ..Counts::default() };
     expect("writes, one flush in a file", counts, counts == one_flush)?;

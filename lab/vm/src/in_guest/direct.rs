@@ -26,7 +26,7 @@ pub enum Caching {
 
 /// How writes are made durable.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Way {
+pub enum WriteMethod {
     /// Each by itself, one after the other.
     Each,
     /// Each by itself, all at the same time.
@@ -40,7 +40,7 @@ pub enum Way {
     Write,
 }
 
-impl Way {
+impl WriteMethod {
     /// As reports call it.
     pub fn name(self) -> &'static str {
         match self {
@@ -54,24 +54,24 @@ impl Way {
 }
 
 /// Does the writes on `path`.
-pub fn run(path: &Path, way: Way, caching: Caching) -> Result<()> {
+pub fn run(path: &Path, method: WriteMethod, caching: Caching) -> Result<()> {
     let target = Target::open(path, caching)?;
     let data = |index| index * STRIDE;
     let durably = |index| target.write(data(index), ReadWriteFlags::DSYNC);
-    match way {
-        Way::Each | Way::Write => (0..WRITES).try_for_each(durably),
-        Way::Together => std::thread::scope(|scope| {
+    match method {
+        WriteMethod::Each | WriteMethod::Write => (0..WRITES).try_for_each(durably),
+        WriteMethod::Together => std::thread::scope(|scope| {
             let durably = &durably;
             let start = |index| scope.spawn(move || durably(index));
             let threads: Vec<_> = (0..WRITES).map(start).collect();
             let results = threads.into_iter().map(|thread| thread.join().expect("it never panics"));
             results.collect()
         }),
-        Way::FlushEach => (0..WRITES).try_for_each(|index| {
+        WriteMethod::FlushEach => (0..WRITES).try_for_each(|index| {
             target.write(data(index), PLAIN)?;
             target.flush()
         }),
-        Way::FlushOnce => {
+        WriteMethod::FlushOnce => {
             (0..WRITES).try_for_each(|index| target.write(data(index), PLAIN))?;
             target.flush()
         }
@@ -81,7 +81,7 @@ pub fn run(path: &Path, way: Way, caching: Caching) -> Result<()> {
 /// Does on `path`, past the page cache, what a format with tables cannot do without when it gives data a new place: data and
 /// the count of its cluster, and only behind a flush the entry that refers to both. The tables lie at
 /// `tables`, in space that was written before.
-pub fn run_allocating(path: &Path, way: Way, tables: u64) -> Result<()> {
+pub fn run_allocating(path: &Path, method: WriteMethod, tables: u64) -> Result<()> {
     let target = Target::open(path, Caching::Direct)?;
     let publish = |data: Range<u64>| {
         data.map(|index| index * STRIDE).try_for_each(|offset| target.write(offset, PLAIN))?;
@@ -89,11 +89,11 @@ pub fn run_allocating(path: &Path, way: Way, tables: u64) -> Result<()> {
         target.flush()?;
         target.write(tables + STRIDE, ReadWriteFlags::DSYNC)
     };
-    match way {
-        Way::Each | Way::FlushEach | Way::Write => {
+    match method {
+        WriteMethod::Each | WriteMethod::FlushEach | WriteMethod::Write => {
             (0..WRITES).try_for_each(|index| publish(index..index + 1))
         }
-        Way::Together | Way::FlushOnce => publish(0..WRITES),
+        WriteMethod::Together | WriteMethod::FlushOnce => publish(0..WRITES),
     }
 }
 

@@ -31,7 +31,7 @@ const WAYS: &[(&[&str], bool)] = &[
 ];
 
 /// A server in use: how often the disk's queues interrupted, and what the durable writes became.
-struct Found {
+struct ServerUse {
     writes: u64,
     reads: u64,
     durable: u64,
@@ -72,7 +72,7 @@ fn show(name: &str, disk: &Path, image: &Path, format: &str) -> Result<()> {
         let server = serve(image, &[&["--format", format], *way].concat())?;
         let found = use_server(&server, disk)?;
         server.stop()?;
-        let Found { writes, reads, durable, requests } = &found;
+        let ServerUse { writes, reads, durable, requests } = &found;
         let words = way.join(" ");
         println!(
             "  {}, {name}, {words}: {writes} interrupts for writes, {reads} for reads, {durable} \
@@ -117,7 +117,7 @@ fn show_exception(disk: &Path, folder: &Path) -> Result<()> {
     Ok(())
 }
 
-fn use_server(server: &Server, disk: &Path) -> Result<Found> {
+fn use_server(server: &Server, disk: &Path) -> Result<ServerUse> {
     let mut client = Client::connect(server.socket())?;
     // What is read for the first time is a qcow2 image's table.
     read_all(&mut client, None)?;
@@ -137,7 +137,7 @@ fn use_server(server: &Server, disk: &Path) -> Result<Found> {
     read_all(&mut client, Some(2))?;
     sleeps(server)?;
     client.close()?;
-    Ok(Found { writes, reads, durable, requests })
+    Ok(ServerUse { writes, reads, durable, requests })
 }
 
 /// Fills all blocks with `mark`, at the same time.
@@ -156,7 +156,7 @@ fn read_all(client: &mut Client, mark: Option<u8>) -> Result<()> {
     Ok(())
 }
 
-impl Found {
+impl ServerUse {
     fn check(&self, polls: bool, on_device: bool, has_fua: bool) -> Result<()> {
         let Self { writes, reads, durable, requests } = self;
         let (count, bytes) = (WRITES as u32, WRITES * BLOCK as u64);

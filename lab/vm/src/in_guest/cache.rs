@@ -11,7 +11,7 @@ use anyhow::{Context, Result, ensure};
 use rustix::fs::OFlags;
 
 use super::direct::{BLOCK, WRITES};
-use super::guest::{prepare, say};
+use super::guest::{prepare, print_line};
 use super::system;
 use lab_nbd::pattern;
 
@@ -41,7 +41,7 @@ pub fn run(disk: &str, from: u64, to: u64) -> Result<()> {
     let mut space = vec![0; 2 * BLOCK];
     let aligned = space.as_ptr().align_offset(BLOCK);
     let block = &mut space[aligned..aligned + BLOCK];
-    say(SMALL)?;
+    print_line(SMALL)?;
     system::wait_for("the new size", || {
         // QEMU notices only by a request that there is another server.
         let is_read = file.read_exact_at(block, 0).is_ok();

@@ -1,4 +1,4 @@
-//! The other side of `cargo xtask vm`: this program again, inside the guest, with its own kernel.
+//! The part of `cargo xtask vm` in the guest: the same program, started there by the host's jobs.
 //!
 //! Here nothing asks cargo or the host; what there is was packed by [`super::base`]. A task prints its
 //! findings on standard output, one line each, and judges only what cannot be judged from outside.

@@ -13,7 +13,7 @@ use anyhow::{Context, Result, ensure};
 use lab_nbd::{command, flag, handshake, wire};
 
 /// Emulation is slow; still, this long a silence is a hang.
-const PATIENCE: Duration = Duration::from_secs(60);
+const TIMEOUT: Duration = Duration::from_secs(60);
 
 /// A change, as the protocol has it. Offsets and lengths in bytes.
 #[derive(Clone, Debug)]
@@ -38,8 +38,8 @@ impl Client {
     pub fn connect(socket: &Path) -> Result<Self> {
         let (stream, export) = handshake::open(socket, "")?;
         ensure!(export.has_fua(), "the export offers no FUA");
-        stream.set_read_timeout(Some(PATIENCE))?;
-        stream.set_write_timeout(Some(PATIENCE))?;
+        stream.set_read_timeout(Some(TIMEOUT))?;
+        stream.set_write_timeout(Some(TIMEOUT))?;
         Ok(Self { stream })
     }
 

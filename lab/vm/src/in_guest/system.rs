@@ -13,8 +13,8 @@ use rustix::mount::{MountFlags, UnmountFlags};
 use crate::kernel::MODULES;
 use lab_tools::process::line;
 
-const PATIENCE: Duration = Duration::from_secs(30);
-const PAUSE: Duration = Duration::from_millis(5);
+const TIMEOUT: Duration = Duration::from_secs(30);
+const RETRY_DELAY: Duration = Duration::from_millis(5);
 
 /// Loads a module with its options, and before it all that it needs.
 pub fn load(module: &str, options: &str) -> Result<()> {
@@ -47,15 +47,15 @@ pub fn write(file: impl AsRef<Path>, text: &str) -> Result<()> {
 
 /// Waits until `ready` says what it found.
 pub fn wait_for<T>(what: &str, mut ready: impl FnMut() -> Option<T>) -> Result<T> {
-    let end = Instant::now() + PATIENCE;
+    let end = Instant::now() + TIMEOUT;
     loop {
         if let Some(found) = ready() {
             return Ok(found);
         }
         if Instant::now() >= end {
-            bail!("{what} did not come within {} s", PATIENCE.as_secs());
+            bail!("{what} did not come within {} s", TIMEOUT.as_secs());
         }
-        std::thread::sleep(PAUSE);
+        std::thread::sleep(RETRY_DELAY);
     }
 }
 

@@ -13,9 +13,9 @@ use super::client::Client;
 use super::images::put;
 use super::serve::serve;
 use super::system::{self, FileSystem, Mount, tool};
-use crate::power::found::Slots;
-use crate::power::history::{Acknowledged, History, SIZE};
-use crate::power::recovery::{self, Replayed};
+use crate::power::history::{AckMeaning, History, SIZE};
+use crate::power::mark_images::ImageSlots;
+use crate::power::recovery::{self, ReplayTarget};
 use crate::power::{Configuration, Fua, Layer, MARKS, SEED, mark};
 
 const LOGGED: &str = "logged";
@@ -96,7 +96,7 @@ fn live(configuration: Configuration, image: &Path) -> Result<()> {
         for step in &round.steps {
             client.together(step)?;
         }
-        if round.acknowledged == Acknowledged::Durable {
+        if round.acknowledged == AckMeaning::Durable {
             tool("dmsetup", &["message", LOGGED, "0", "mark", &mark(index)])?;
             marks += 1;
         }
@@ -114,7 +114,7 @@ pub fn recover_xfs(log: &str, disk: &str, changes: &str, found: &str) -> Result<
     let (log, changes) = (system::disk_of(log)?, system::disk_of(changes)?);
     let open = |path: &Path| File::options().write(true).open(path);
     let path = system::disk_of(disk)?;
-    let mut slots = Slots::new(open(&system::disk_of(found)?)?);
+    let mut slots = ImageSlots::new(open(&system::disk_of(found)?)?);
     let mut disk = Xfs { file: open(&path)?, path, changes };
     recovery::replay(&log, &mut disk, |_, image| slots.store(&image))?;
     rustix::fs::sync();
@@ -128,7 +128,7 @@ struct Xfs {
     changes: PathBuf,
 }
 
-impl Replayed for Xfs {
+impl ReplayTarget for Xfs {
     fn write(&mut self, offset: u64, data: &[u8]) -> Result<()> {
         self.file.write_all_at(data, offset).context("cannot write to the disk")
     }

@@ -1,23 +1,23 @@
-//! What a server on the host makes durable, seen by strace.
+//! What a server on the host makes durable, counted by strace.
 //!
-//! The engine of the server that is watched must be `threads`: what io_uring does is no system call.
+//! The engine of the traced server must be `threads`: what io_uring does is no system call.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use anyhow::{Context, Result};
 
-/// Calls that write or make durable.
+/// The calls that write or make durable.
 const CALLS: &str = "trace=pwritev2,pwritev,pwrite64,fdatasync,fsync";
 
-/// The calls of a server, written down before it goes on.
-pub struct Watch {
+/// The system calls of a server, logged before each returns.
+pub struct Strace {
     log: PathBuf,
 }
 
-/// What happened in a part of the disk, and behind its writes until the next part's.
+/// The calls in a part of the disk, and the flushes after its writes until the next part's.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Calls {
+pub struct SyscallCounts {
     /// Writes that were not made durable by themselves.
     pub plain: u64,
     /// Durable writes.
@@ -26,13 +26,13 @@ pub struct Calls {
     pub flushes: u64,
 }
 
-impl Watch {
+impl Strace {
     /// Writes to `log`.
     pub fn new(log: PathBuf) -> Self {
         Self { log }
     }
 
-    /// A command that starts `program` and watches it. The process that is started is the program.
+    /// A command that starts `program` and traces it. The process that is started is the program.
     pub fn command(&self, program: &Path) -> Command {
         let mut command = Command::new("strace");
         command.args(["-D", "-f", "-qq", "-s", "0", "-e", "signal=none", "-e", CALLS, "-o"]);
@@ -41,21 +41,21 @@ impl Watch {
     }
 
     /// What happened in each of these parts, which begin at these offsets; the last has no end.
-    pub fn calls(&self, parts: &[u64]) -> Result<Vec<Calls>> {
+    pub fn calls(&self, parts: &[u64]) -> Result<Vec<SyscallCounts>> {
         let log = std::fs::read_to_string(&self.log)
             .with_context(|| format!("cannot read {}", self.log.display()))?;
         sort(&log, parts)
     }
 }
 
-fn sort(log: &str, parts: &[u64]) -> Result<Vec<Calls>> {
-    let mut calls = vec![Calls::default(); parts.len()];
+fn sort(log: &str, parts: &[u64]) -> Result<Vec<SyscallCounts>> {
+    let mut calls = vec![SyscallCounts::default(); parts.len()];
     let mut current = None;
     for line in log.lines() {
         let Some((name, arguments)) = beginning(line) else { continue };
         if matches!(name, "fdatasync" | "fsync") {
             if let Some(part) = current {
-                let part: &mut Calls = &mut calls[part];
+                let part: &mut SyscallCounts = &mut calls[part];
                 part.flushes += 1;
             }
             continue;
@@ -101,8 +101,8 @@ mod tests {
             7  pwritev2(9, [{iov_base=\"\"..., iov_len=4096}], 1, 2097152, RWF_DSYNC) = 4096\n\
             7  pwrite64(9, \"\"..., 4096, 2101248) = 4096\n";
         let calls = sort(log, &[1 << 20, 2 << 20]).expect("lines of strace");
-        assert_eq!(calls[0], Calls { plain: 1, durable: 0, flushes: 1 });
-        assert_eq!(calls[1], Calls { plain: 1, durable: 1, flushes: 0 });
+        assert_eq!(calls[0], SyscallCounts { plain: 1, durable: 0, flushes: 1 });
+        assert_eq!(calls[1], SyscallCounts { plain: 1, durable: 1, flushes: 0 });
         assert!(sort("7 pwritev2(9, what, 0) = 1", &[0]).is_err());
     }
 }

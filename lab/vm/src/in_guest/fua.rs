@@ -8,10 +8,10 @@ use std::path::Path;
 use anyhow::{Result, ensure};
 
 use super::client::{Change, Client};
-use super::direct::{self, BLOCK, Caching, STRIDE, WRITES, Way};
+use super::direct::{self, BLOCK, Caching, STRIDE, WRITES, WriteMethod};
 use super::disk::Kind;
 use super::images::{State, TABLES, put};
-use super::report::{Chance, Report, is_durable};
+use super::report::{Report, Tolerance, is_durable};
 use super::serve::serve;
 use super::system::{self, FileSystem, Mount};
 use super::trace::{self, Counts};
@@ -21,78 +21,78 @@ use crate::server::Server;
 #[derive(Clone, Copy)]
 struct Row {
     state: State,
-    way: Way,
+    method: WriteMethod,
     cache: &'static str,
     engine: &'static str,
 }
 
-const fn row(state: State, way: Way) -> Row {
-    Row { state, way, cache: "none", engine: "io_uring" }
+const fn row(state: State, method: WriteMethod) -> Row {
+    Row { state, method, cache: "none", engine: "io_uring" }
 }
 
-const fn cached(state: State, way: Way, cache: &'static str) -> Row {
-    Row { cache, ..row(state, way) }
+const fn cached(state: State, method: WriteMethod, cache: &'static str) -> Row {
+    Row { cache, ..row(state, method) }
 }
 
-const fn by(engine: &'static str, way: Way) -> Row {
-    Row { engine, ..row(State::RawWritten, way) }
+const fn by(engine: &'static str, method: WriteMethod) -> Row {
+    Row { engine, ..row(State::RawWritten, method) }
 }
 
 /// The rows for images in a file system, on every disk.
 const ROWS: &[Row] = &[
-    row(State::RawWritten, Way::Each),
-    row(State::RawWritten, Way::Together),
-    row(State::RawWritten, Way::FlushEach),
-    row(State::RawWritten, Way::FlushOnce),
-    row(State::RawUnwritten, Way::Each),
-    row(State::RawHole, Way::Each),
-    row(State::Qcow2Written, Way::Each),
-    row(State::Qcow2Written, Way::Together),
-    row(State::Qcow2Unwritten, Way::Each),
-    row(State::Qcow2New, Way::Each),
-    row(State::Qcow2New, Way::Together),
-    row(State::Qcow2New, Way::FlushOnce),
+    row(State::RawWritten, WriteMethod::Each),
+    row(State::RawWritten, WriteMethod::Together),
+    row(State::RawWritten, WriteMethod::FlushEach),
+    row(State::RawWritten, WriteMethod::FlushOnce),
+    row(State::RawUnwritten, WriteMethod::Each),
+    row(State::RawHole, WriteMethod::Each),
+    row(State::Qcow2Written, WriteMethod::Each),
+    row(State::Qcow2Written, WriteMethod::Together),
+    row(State::Qcow2Unwritten, WriteMethod::Each),
+    row(State::Qcow2New, WriteMethod::Each),
+    row(State::Qcow2New, WriteMethod::Together),
+    row(State::Qcow2New, WriteMethod::FlushOnce),
 ];
 /// The same on a disk itself.
 const DEVICE_ROWS: &[Row] = &[
-    row(State::RawWritten, Way::Each),
-    by("linux-aio", Way::Each),
-    by("threads", Way::Each),
-    row(State::RawWritten, Way::Together),
-    by("linux-aio", Way::Together),
-    by("threads", Way::Together),
-    row(State::RawWritten, Way::FlushEach),
-    row(State::RawWritten, Way::FlushOnce),
-    row(State::Qcow2Written, Way::Each),
-    row(State::Qcow2New, Way::Each),
-    row(State::Qcow2New, Way::Together),
+    row(State::RawWritten, WriteMethod::Each),
+    by("linux-aio", WriteMethod::Each),
+    by("threads", WriteMethod::Each),
+    row(State::RawWritten, WriteMethod::Together),
+    by("linux-aio", WriteMethod::Together),
+    by("threads", WriteMethod::Together),
+    row(State::RawWritten, WriteMethod::FlushEach),
+    row(State::RawWritten, WriteMethod::FlushOnce),
+    row(State::Qcow2Written, WriteMethod::Each),
+    row(State::Qcow2New, WriteMethod::Each),
+    row(State::Qcow2New, WriteMethod::Together),
 ];
 /// What depends on no more of the disk than whether it takes FUA: counted on one disk of each kind, in
 /// a file system.
 const MORE_ROWS: &[Row] = &[
-    by("linux-aio", Way::Each),
-    by("linux-aio", Way::Together),
-    by("threads", Way::Each),
-    by("threads", Way::Together),
-    cached(State::RawWritten, Way::Write, "directsync"),
-    cached(State::Qcow2Written, Way::Write, "directsync"),
-    cached(State::RawWritten, Way::Each, "writeback"),
-    cached(State::RawWritten, Way::Together, "writeback"),
-    cached(State::RawWritten, Way::FlushOnce, "writeback"),
-    cached(State::RawWritten, Way::Write, "writethrough"),
+    by("linux-aio", WriteMethod::Each),
+    by("linux-aio", WriteMethod::Together),
+    by("threads", WriteMethod::Each),
+    by("threads", WriteMethod::Together),
+    cached(State::RawWritten, WriteMethod::Write, "directsync"),
+    cached(State::Qcow2Written, WriteMethod::Write, "directsync"),
+    cached(State::RawWritten, WriteMethod::Each, "writeback"),
+    cached(State::RawWritten, WriteMethod::Together, "writeback"),
+    cached(State::RawWritten, WriteMethod::FlushOnce, "writeback"),
+    cached(State::RawWritten, WriteMethod::Write, "writethrough"),
 ];
 /// The same on the disk itself.
 const MORE_DEVICE_ROWS: &[Row] = &[
-    cached(State::RawWritten, Way::Write, "directsync"),
-    cached(State::RawWritten, Way::Each, "writeback"),
-    cached(State::RawWritten, Way::FlushOnce, "writeback"),
-    cached(State::RawWritten, Way::Write, "writethrough"),
+    cached(State::RawWritten, WriteMethod::Write, "directsync"),
+    cached(State::RawWritten, WriteMethod::Each, "writeback"),
+    cached(State::RawWritten, WriteMethod::FlushOnce, "writeback"),
+    cached(State::RawWritten, WriteMethod::Write, "writethrough"),
 ];
 
 impl Row {
     fn name(self) -> String {
-        let mut name = format!("{}: {}", self.state.name(), self.way.name());
-        let usual = row(self.state, self.way);
+        let mut name = format!("{}: {}", self.state.name(), self.method.name());
+        let usual = row(self.state, self.method);
         for (word, usual) in [(self.cache, usual.cache), (self.engine, usual.engine)] {
             if word != usual {
                 name += &format!(", {word}");
@@ -101,11 +101,11 @@ impl Row {
         name
     }
 
-    fn chance(self) -> Chance {
-        match (self.way, self.state) {
-            (Way::Together, State::Qcow2New) => Chance::Tables,
-            (Way::Together, _) => Chance::Sharing,
-            _ => Chance::Nothing,
+    fn tolerance(self) -> Tolerance {
+        match (self.method, self.state) {
+            (WriteMethod::Together, State::Qcow2New) => Tolerance::Metadata,
+            (WriteMethod::Together, _) => Tolerance::FlushSharing,
+            _ => Tolerance::None,
         }
     }
 
@@ -120,14 +120,14 @@ impl Row {
     }
 
     /// The least that the kernel can be asked for, on the file or disk `path`.
-    fn do_bare(self, path: &Path) -> Result<()> {
+    fn run_baseline(self, path: &Path) -> Result<()> {
         let caching = match self.cache {
             "none" | "directsync" => Caching::Direct,
             _ => Caching::PageCache,
         };
         match self.state {
-            State::Qcow2New => direct::run_allocating(path, self.way, TABLES),
-            _ => direct::run(path, self.way, caching),
+            State::Qcow2New => direct::run_allocating(path, self.method, TABLES),
+            _ => direct::run(path, self.method, caching),
         }
     }
 }
@@ -168,30 +168,30 @@ fn on_file_system(
 ) -> Result<()> {
     file_system.make(disk)?;
     let mount = Mount::new(file_system, disk)?;
-    let mut floors = Vec::new();
+    let mut baselines = Vec::new();
     let mut images = Vec::new();
     for row in rows {
-        let bare = row.state.bare().make(mount.place(), &format!("bare{}", floors.len()))?;
+        let bare = row.state.bare().make(mount.place(), &format!("bare{}", baselines.len()))?;
         settle();
-        floors.push(trace::count(disk, || row.do_bare(&bare))?);
+        baselines.push(trace::count(disk, || row.run_baseline(&bare))?);
         std::fs::remove_file(bare)?;
         images.push(row.state.make(mount.place(), &format!("ours{}.qcow2", images.len()))?);
     }
     for (index, row) in rows.iter().enumerate() {
         let ours = count_ours(disk, *row, &images[index])?;
-        report.row(&row.name(), row.way, row.chance(), ours, floors[index]);
+        report.row(&row.name(), row.method, row.tolerance(), ours, baselines[index]);
     }
     mount.unmount()
 }
 
 fn on_device(disk: &Path, rows: &[Row], report: &mut Report) -> Result<()> {
     for row in rows {
-        let floor = trace::count(disk, || row.do_bare(disk))?;
+        let baseline = trace::count(disk, || row.run_baseline(disk))?;
         if row.format() == "qcow2" {
             put(&row.state.make(Path::new("/tmp"), "image")?, disk)?;
         }
         let ours = count_ours(disk, *row, disk)?;
-        report.row(&row.name(), row.way, row.chance(), ours, floor);
+        report.row(&row.name(), row.method, row.tolerance(), ours, baseline);
     }
     Ok(())
 }
@@ -203,7 +203,7 @@ fn count_ours(disk: &Path, row: Row, image: &Path) -> Result<Counts> {
         warm_up(&server)?;
     }
     settle();
-    let counts = trace::count(disk, || ask(&server, row.way))?;
+    let counts = trace::count(disk, || ask(&server, row.method))?;
     server.stop()?;
     Ok(counts)
 }
@@ -221,20 +221,20 @@ fn settle() {
 }
 
 /// Does the writes by the server.
-fn ask(server: &Server, way: Way) -> Result<()> {
+fn ask(server: &Server, method: WriteMethod) -> Result<()> {
     let mut client = Client::connect(server.socket())?;
     let data = |_| vec![0xc3; BLOCK];
     let plain = |index| Change::Write { offset: index * STRIDE, data: data(index) };
     let durable = |index| Change::WriteFua { offset: index * STRIDE, data: data(index) };
-    match way {
-        Way::Each => (0..WRITES).try_for_each(|index| client.change(&durable(index)))?,
-        Way::Together => client.together(&(0..WRITES).map(durable).collect::<Vec<_>>())?,
-        Way::Write => (0..WRITES).try_for_each(|index| client.change(&plain(index)))?,
-        Way::FlushEach => (0..WRITES).try_for_each(|index| {
+    match method {
+        WriteMethod::Each => (0..WRITES).try_for_each(|index| client.change(&durable(index)))?,
+        WriteMethod::Together => client.together(&(0..WRITES).map(durable).collect::<Vec<_>>())?,
+        WriteMethod::Write => (0..WRITES).try_for_each(|index| client.change(&plain(index)))?,
+        WriteMethod::FlushEach => (0..WRITES).try_for_each(|index| {
             client.change(&plain(index))?;
             client.change(&Change::Flush)
         })?,
-        Way::FlushOnce => {
+        WriteMethod::FlushOnce => {
             (0..WRITES).try_for_each(|index| client.change(&plain(index)))?;
             client.change(&Change::Flush)?;
         }
@@ -247,10 +247,10 @@ fn control(disk: &Path) -> Result<()> {
     FileSystem::Ext4.make(disk)?;
     let mount = Mount::new(FileSystem::Ext4, disk)?;
     let image = State::RawWritten.make(mount.place(), "control")?;
-    let row = cached(State::RawWritten, Way::Each, "unsafe");
+    let row = cached(State::RawWritten, WriteMethod::Each, "unsafe");
     let counts = count_ours(disk, row, &image)?;
     mount.unmount()?;
-    ensure!(!is_durable(Way::Each, counts), "--cache unsafe passed for durable: {counts}");
+    ensure!(!is_durable(WriteMethod::Each, counts), "--cache unsafe passed for durable: {counts}");
     println!("control: --cache unsafe is found out ({counts})");
     Ok(())
 }

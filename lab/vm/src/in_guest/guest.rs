@@ -1,5 +1,5 @@
-//! A guest that lives on a disk of ours, as any Linux would: file system, freeze, trim, check, and
-//! work that goes on while the server behind the disk dies.
+//! A guest that uses a disk of ours, as any Linux would: file system, freeze, trim, check, and work that
+//! goes on while the disk's server is killed.
 
 use std::fs::{File, OpenOptions};
 use std::io::{BufRead, BufReader, Write};
@@ -20,7 +20,7 @@ pub const LARGE: u64 = 24 << 20;
 const SMALL_FILES: u64 = 24;
 const SMALL: u64 = 256 << 10;
 const CHUNK: u64 = 64 << 10;
-const PAUSE: Duration = Duration::from_millis(5);
+const POLL_INTERVAL: Duration = Duration::from_millis(5);
 
 /// What the host waits for.
 pub const FROZEN: &str = "frozen";
@@ -30,18 +30,18 @@ pub const COPIED: &str = "copied";
 pub const WRITTEN: &str = "large file written";
 /// The large file is gone and its space given back.
 pub const TRIMMED: &str = "trimmed";
-/// The work under which the server dies has ended.
+/// The work during which the server is killed has ended.
 pub const WORKED: &str = "worked";
 
-/// Behind how many of fio's writes the server dies.
-pub const DEATHS: [u64; 2] = [fio::WRITES / 6, fio::WRITES / 2];
+/// After how many of fio's writes the server is killed.
+pub const SERVER_KILLS: [u64; 2] = [fio::WRITES / 6, fio::WRITES / 2];
 
 /// So many writes have ended.
 pub fn progress(writes: u64) -> String {
     format!("{writes} writes")
 }
 
-/// The first life: makes a file system on the disk and uses it.
+/// The first boot: makes a file system on the disk and uses it.
 pub fn first(disk: &str, file_system: FileSystem) -> Result<()> {
     let disk = prepare(disk)?;
     file_system.make(&disk)?;
@@ -52,14 +52,14 @@ pub fn first(disk: &str, file_system: FileSystem) -> Result<()> {
     }
     freeze(&place)?;
     verify_file(&place.join("large"), LARGE, 1)?;
-    say(WRITTEN)?;
+    print_line(WRITTEN)?;
     let free = free_space(&place)?;
     std::fs::remove_file(place.join("large"))?;
     wait_for_space(&place, free + LARGE * 9 / 10)?;
     rustix::fs::sync();
     tool("fstrim", &["/mnt"])?;
     rustix::fs::sync();
-    say(TRIMMED)?;
+    print_line(TRIMMED)?;
     work(&place, &disk)?;
     verify_all(&place)?;
     mount.unmount()?;
@@ -88,11 +88,11 @@ fn wait_for_space(place: &Path, wanted: u64) -> Result<()> {
 fn freeze(place: &Path) -> Result<()> {
     write_file(&place.join("late"), SMALL, 2)?;
     tool("fsfreeze", &["--freeze", "/mnt"])?;
-    say(FROZEN)?;
-    let heard = hear();
+    print_line(FROZEN)?;
+    let reply = read_line();
     tool("fsfreeze", &["--unfreeze", "/mnt"])?;
-    let heard = heard?;
-    ensure!(heard == COPIED, "the host said '{heard}'");
+    let reply = reply?;
+    ensure!(reply == COPIED, "the host said '{reply}'");
     Ok(())
 }
 
@@ -100,26 +100,26 @@ fn freeze(place: &Path) -> Result<()> {
 fn work(place: &Path, disk: &Path) -> Result<()> {
     let before = system::writes(disk)?;
     let mut fio = Fio::start(&place.join("fio"), Work::WriteAndVerify)?;
-    let mut deaths = DEATHS.iter().peekable();
+    let mut kills = SERVER_KILLS.iter().peekable();
     let mut small = 0..SMALL_FILES;
     while !fio.has_ended()? {
         match small.next() {
             Some(number) => {
                 write_file(&place.join(format!("small{number}")), SMALL, number)?.sync_all()?;
             }
-            None => std::thread::sleep(PAUSE),
+            None => std::thread::sleep(POLL_INTERVAL),
         }
         let done = system::writes(disk)? - before;
-        while let Some(death) = deaths.next_if(|death| done >= **death) {
-            say(&progress(*death))?;
+        while let Some(kill) = kills.next_if(|kill| done >= **kill) {
+            print_line(&progress(*kill))?;
         }
     }
     ensure!(small.is_empty(), "fio ended before the small files were written");
-    say(WORKED)
+    print_line(WORKED)
 }
 
-/// The second life, after a reboot: everything is still there. So it is on `frozen`, which the host
-/// copied while the file system was frozen.
+/// The second boot: everything is still there. So it is on `frozen`, which the host copied while the file
+/// system was frozen.
 pub fn again(disk: &str, frozen: &str, file_system: FileSystem) -> Result<()> {
     let disk = prepare(disk)?;
     check(&disk, file_system)?;
@@ -156,14 +156,14 @@ fn check(disk: &Path, file_system: FileSystem) -> Result<()> {
     .map(drop)
 }
 
-/// Tells the host, who reads line by line.
-pub fn say(line: &str) -> Result<()> {
+/// Prints a line to the console, which the host reads line by line.
+pub fn print_line(line: &str) -> Result<()> {
     println!("{line}");
     std::io::stdout().flush().context("the host does not listen")
 }
 
 /// Waits for a line of the host's.
-fn hear() -> Result<String> {
+fn read_line() -> Result<String> {
     let port = File::open("/dev/ttyS1").context("cannot listen to the host")?;
     let mut line = String::new();
     BufReader::new(port).read_line(&mut line).context("the host says nothing")?;
