@@ -28,7 +28,7 @@ pub struct Arguments {
     /// Repair leaks only, or every error that can be repaired safely. No other program may have the image
     /// open meanwhile. Data that is lost reads as zeros afterwards, and unusable snapshots are removed;
     /// a check without --repair lists both first.
-    #[arg(long, short, value_name = "WHAT")]
+    #[arg(long, short, value_name = "WHAT", conflicts_with = "force_share")]
     repair: Option<RepairScope>,
 }
 
@@ -78,8 +78,8 @@ pub fn run(arguments: &Arguments) -> Result<ExitCode> {
         output::tell(&format!("blockhouse: {name}: SNAPSHOT TABLE REPAIRED: {fault}"));
     }
     let fixed = repaired.as_ref().map_or(FixCounts::default(), FixCounts::of);
-    let json = image.json;
-    let text = if json { as_json(&name, &report, fixed) } else { as_text(&report, fixed) };
+    let text =
+        if image.is_json() { as_json(&name, &report, fixed) } else { as_text(&report, fixed) };
     output::print(&text)?;
     Ok(match report {
         CheckReport { corruptions: 1.., .. } => ExitCode::from(CORRUPT),

@@ -12,7 +12,7 @@ use blockhouse_disk::{CompareJob, Disk, ImageFormat, first_status_difference, op
 use blockhouse_engine::{EngineChoice, EventLoop, HostFile};
 use serde_json::{Value, json};
 
-use crate::image_args::read_only;
+use crate::image_args::{OutputArgs, read_only};
 use crate::output::{self, ReaderGone};
 use crate::parallel::{default_threads, run_parallel};
 
@@ -40,9 +40,8 @@ pub struct Arguments {
     /// that is zeros. Without it a longer image is the same if all it has more is zeros.
     #[arg(long, short)]
     strict: bool,
-    /// Print JSON.
-    #[arg(long)]
-    json: bool,
+    #[command(flatten)]
+    output: OutputArgs,
     /// An image. It is only read, with all files behind it.
     one: PathBuf,
     /// Another image.
@@ -79,7 +78,11 @@ pub fn run(arguments: &Arguments) -> Result<ExitCode> {
         Err((error, status)) => return Ok(report_error(&error, status)),
     };
     let sizes = [one.size(), other.size()];
-    let text = if arguments.json { as_json(difference, sizes) } else { as_text(difference, sizes) };
+    let text = if arguments.output.is_json() {
+        as_json(difference, sizes)
+    } else {
+        as_text(difference, sizes)
+    };
     match output::print(&text) {
         Err(error) if error.is::<ReaderGone>() => Err(error),
         // A status of 1 would say that the images are different.

@@ -20,8 +20,9 @@ use blockhouse_disk::{
 use blockhouse_engine::{EngineChoice, EventLoop, HostFile};
 
 use crate::create::{create_qcow2, format_of_new, wrong_usage};
-use crate::create_options::{self, Setting};
+use crate::create_options::{self, Setting, Settings};
 use crate::image_args::read_only;
+use crate::output;
 use crate::parallel::{default_threads, run_parallel};
 
 /// Chunks in flight in all.
@@ -83,6 +84,9 @@ struct Target {
 
 /// Runs the command.
 pub fn run(arguments: Arguments) -> Result<()> {
+    if Settings::join(arguments.options.clone()).is_none() {
+        return output::print(create_options::HELP);
+    }
     let format = arguments.format.unwrap_or_else(|| format_of_new(&arguments.target));
     let settings = settings(&arguments, format);
     let mut event_loop = EventLoop::new(EngineChoice::Auto)?;
@@ -127,8 +131,7 @@ fn with_advice(error: anyhow::Error, part: Option<&Path>, target: &Path) -> anyh
 
 /// The options of the target, after everything that contradicts itself is refused.
 fn settings(arguments: &Arguments, format: ImageFormat) -> Vec<Setting> {
-    let settings: Vec<Setting> =
-        arguments.options.iter().flat_map(|settings| settings.0.clone()).collect();
+    let settings = Settings::join(arguments.options.clone()).unwrap_or_default();
     if format == ImageFormat::Raw && arguments.compress {
         wrong_usage("raw images have no compressed clusters (-c); say --format qcow2");
     }

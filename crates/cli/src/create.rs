@@ -9,15 +9,14 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, Result};
 use blockhouse_core::{ByteRange, Storage, SyncMode};
 use blockhouse_disk::{
-    Access, Backing, CacheMode, DetectZeroes, Discard, ImageFormat, ImageOptions, Locking,
-    check_raw_backing, create as create_file, open_without_backing,
+    Backing, Disk, ImageFormat, ImageOptions, Locking, check_raw_backing, create as create_file,
+    open_without_backing,
 };
 use blockhouse_engine::{EngineChoice, EventLoop, HostFile, OpenMode, PageCache};
 use blockhouse_format::{SpaceMode, preallocate, qcow2};
-use clap::error::ErrorKind;
 
-use crate::create_options::{self, Setting};
-use crate::image_args::resolve_relative;
+use crate::create_options::{self, Setting, Settings};
+use crate::image_args::{read_only, resolve_relative};
 use crate::{output, size};
 
 /// Arguments of `create`.
@@ -26,35 +25,57 @@ pub struct Arguments {
     /// The image's format; left out, the file's name decides (.qcow2, otherwise raw).
     #[arg(long, short, value_parser = clap::builder::ValueParser::new(str::parse::<ImageFormat>))]
     format: Option<ImageFormat>,
-    /// Options as NAME=VALUE,...; a comma in a value is written twice. Of raw: preallocation. Of
+    /// Options as NAME=VALUE,...; a comma in a value is written twice. 'help' explains them. Of raw: preallocation. Of
     /// qcow2: cluster_size, compat, refcount_bits, lazy_refcounts, extended_l2, compression_type,
     /// preallocation, backing_file, backing_fmt, data_file, data_file_raw.
     #[arg(short, long = "options", value_name = "OPTION=VALUE,...")]
     #[arg(value_parser = create_options::parse)]
     options: Vec<create_options::Settings>,
+    /// The image's backing file (qcow2), found from the image's folder: the same as -o backing_file=FILE.
+    #[arg(long, short, value_name = "FILE", value_parser = create_options::parse_backing_file)]
+    backing: Option<Setting>,
+    /// The format of the backing file, which is never guessed: the same as -o backing_fmt=FORMAT.
+    #[arg(long, short = 'F', value_name = "FORMAT", value_parser = create_options::parse_backing_format)]
+    backing_format: Option<Setting>,
     /// The new file. One that exists is left alone.
-    image: PathBuf,
-    /// The size of the disk: 512, 64K, 20G, 1T. Rounded up to a multiple of 512.
+    image: Option<PathBuf>,
+    /// The size of the disk: 512, 64K, 1.5G, 1T. Rounded up to a multiple of 512. Left out, that of the
+    /// backing file.
     #[arg(value_parser = size::parse)]
-    size: u64,
+    size: Option<u64>,
 }
 
 /// Runs the command.
 pub fn run(arguments: Arguments) -> Result<()> {
-    let Arguments { format, options, image, size } = arguments;
-    let size = whole_sectors(&image, size);
-    let settings: Vec<Setting> = options.into_iter().flat_map(|settings| settings.0).collect();
+    let Arguments { format, options, backing, backing_format, image, size } = arguments;
+    let Some(mut settings) = Settings::join(options) else {
+        return output::print(create_options::HELP);
+    };
+    settings.extend(backing);
+    settings.extend(backing_format);
+    let Some(image) = image else { wrong_usage("which image to make is missing") };
+    let size = size.map(|size| whole_sectors(&image, size));
     let mut event_loop = EventLoop::new(EngineChoice::Auto)?;
     match format.unwrap_or_else(|| format_of_new(&image)) {
         ImageFormat::Raw => {
             let mode = create_options::raw(settings).unwrap_or_else(|why| wrong_usage(&why));
+            let Some(size) = size else { wrong_usage("the size is missing: 512, 64K, 20G") };
             event_loop.block_on(create_raw(&image, size, mode))
         }
         ImageFormat::Qcow2 => {
-            let options = create_options::qcow2(size, settings).unwrap_or_else(|why| {
-                wrong_usage(&why);
-            });
-            event_loop.block_on(create_qcow2(&image, &options))
+            let options = create_options::qcow2(size.unwrap_or(0), settings);
+            let mut options = options.unwrap_or_else(|why| wrong_usage(&why));
+            if size.is_none() && options.backing.is_none() {
+                wrong_usage("the size is missing: 512, 64K, 20G, or a backing file that has one");
+            }
+            event_loop.block_on(async {
+                if size.is_none()
+                    && let Some(backing) = &options.backing
+                {
+                    options.size = open_backing(&image, backing).await?.size();
+                }
+                create_qcow2(&image, &options).await
+            })
         }
     }
 }
@@ -76,7 +97,9 @@ pub fn format_of_new(image: &Path) -> ImageFormat {
 
 /// Ends the program as for any other wrong usage.
 pub fn wrong_usage(why: &str) -> ! {
-    clap::Command::new("blockhouse").error(ErrorKind::ValueValidation, why).exit()
+    const WRONG_USAGE: i32 = 2;
+    output::tell(&format!("error: {why}\n\nFor more information, try '--help'."));
+    std::process::exit(WRONG_USAGE)
 }
 
 async fn create_raw(image: &Path, size: u64, mode: Option<SpaceMode>) -> Result<()> {
@@ -99,7 +122,7 @@ async fn create_raw(image: &Path, size: u64, mode: Option<SpaceMode>) -> Result<
 /// One that names the file; no file is left then.
 pub async fn create_qcow2(image: &Path, options: &qcow2::CreateOptions) -> Result<()> {
     if let Some(backing) = &options.backing {
-        check_backing(image, backing).await?;
+        open_backing(image, backing).await?;
     }
     // The name is durable from here on. Until its header is written, the file is empty or starts
     // with zeros, which no program takes for an image.
@@ -134,21 +157,15 @@ async fn fill_qcow2(
     })
 }
 
-/// An image over a file that cannot be opened as what it is said to be would be of no use.
-async fn check_backing(image: &Path, backing: &Backing) -> Result<()> {
+/// Opens the backing file of a new image: one that cannot be opened as what it is said to be would be of no use.
+async fn open_backing(image: &Path, backing: &Backing) -> Result<Disk<HostFile>> {
     let path = resolve_relative(image, &backing.name);
     let format = backing.format.as_deref().map(str::parse).transpose();
-    let options = ImageOptions {
-        format: format.map_err(anyhow::Error::msg)?,
-        access: Access::ReadOnly,
-        cache: CacheMode::Writeback,
-        discard: Discard::Unmap,
-        detect_zeroes: DetectZeroes::Off,
-        locking: Locking::None,
-    };
+    let format = format.map_err(anyhow::Error::msg)?;
+    let options = ImageOptions { locking: Locking::None, ..read_only(format) };
     let failed = || format!("{}: no backing file", image.display());
     if options.format == Some(ImageFormat::Raw) {
         check_raw_backing(&path).await.with_context(failed)?;
     }
-    open_without_backing(&path, options).await.map(drop).with_context(failed)
+    open_without_backing(&path, options).await.with_context(failed)
 }

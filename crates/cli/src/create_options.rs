@@ -35,7 +35,41 @@ pub enum Setting {
 
 /// What one `-o` says.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Settings(pub Vec<Setting>);
+pub enum Settings {
+    /// These options.
+    Given(Vec<Setting>),
+    /// `-o help`: which options there are.
+    Help,
+}
+
+impl Settings {
+    /// The options of several `-o`; `None` where one of them asks which there are.
+    pub fn join(all: Vec<Self>) -> Option<Vec<Setting>> {
+        let settings = all.into_iter().map(|settings| match settings {
+            Self::Given(settings) => Some(settings),
+            Self::Help => None,
+        });
+        settings.collect::<Option<Vec<_>>>().map(|settings| settings.concat())
+    }
+}
+
+/// The options, as `-o help` lists them.
+pub const HELP: &str = "\
+Options of raw images:
+  preallocation=off|falloc|full       reserve space, or write zeros
+Options of qcow2 images:
+  backing_file=FILE                   the image's backing file, found from the image's folder
+  backing_fmt=raw|qcow2               its format, which is never guessed
+  cluster_size=SIZE                   512 to 2M, a power of two (64K)
+  compat=0.10|1.1                     version 2 or 3 of the format (1.1)
+  compression_type=zlib|zstd          how clusters are compressed (zlib)
+  data_file=FILE                      a new file that holds the guest's data
+  data_file_raw=on|off                keep it readable as the guest's disk (off)
+  extended_l2=on|off                  allocate in 32nds of a cluster (off)
+  lazy_refcounts=on|off               write refcounts late; after a crash they are counted anew (off)
+  preallocation=off|metadata|falloc|full
+                                      give each cluster its place; reserve space, or write zeros (off)
+  refcount_bits=1|2|4|8|16|32|64      width of a refcount (16)";
 
 /// All names, as listed to users.
 const NAMES: &str = "cluster_size, compat, refcount_bits, lazy_refcounts, extended_l2, \
@@ -47,7 +81,27 @@ const NAMES: &str = "cluster_size, compat, refcount_bits, lazy_refcounts, extend
 /// # Errors
 /// What is wrong and which names or values there are.
 pub fn parse(text: &str) -> Result<Settings, String> {
-    split(text).into_iter().map(|part| parse_one(&part)).collect::<Result<_, _>>().map(Settings)
+    if matches!(text, "help" | "?") {
+        return Ok(Settings::Help);
+    }
+    let settings = split(text).into_iter().map(|part| parse_one(&part));
+    settings.collect::<Result<_, _>>().map(Settings::Given)
+}
+
+/// As `-o backing_file=NAME`.
+///
+/// # Errors
+/// Why it cannot be the name of a backing file.
+pub fn parse_backing_file(name: &str) -> Result<Setting, String> {
+    parse_one(&format!("backing_file={name}"))
+}
+
+/// As `-o backing_fmt=NAME`.
+///
+/// # Errors
+/// Which formats there are.
+pub fn parse_backing_format(name: &str) -> Result<Setting, String> {
+    parse_one(&format!("backing_fmt={name}"))
 }
 
 /// Cuts at single commas.
@@ -193,17 +247,27 @@ pub fn raw(settings: Vec<Setting>) -> Result<Option<SpaceMode>, String> {
 mod tests {
     use super::*;
 
+    fn settings(text: &str) -> Vec<Setting> {
+        Settings::join(vec![parse(text).unwrap()]).unwrap()
+    }
+
+    #[test]
+    fn help_names_every_option() {
+        assert_eq!(Settings::join(vec![parse("help").unwrap()]), None);
+        for name in NAMES.split(", ") {
+            assert!(HELP.contains(&format!("\n  {name}=")), "{name}");
+        }
+    }
+
     #[test]
     fn commas_in_names_are_doubled() {
-        let settings = parse("backing_file=a,,b,,,backing_fmt=raw").unwrap();
         let expected = [Setting::BackingFile("a,b,".into()), Setting::BackingFormat("raw".into())];
-        assert_eq!(settings.0, expected);
+        assert_eq!(settings("backing_file=a,,b,,,backing_fmt=raw"), expected);
     }
 
     #[test]
     fn the_last_of_several_counts() {
-        let settings = parse("cluster_size=4K,compat=0.10,cluster_size=2M").unwrap();
-        let options = qcow2(512, settings.0).unwrap();
+        let options = qcow2(512, settings("cluster_size=4K,compat=0.10,cluster_size=2M")).unwrap();
         assert_eq!((options.cluster_size, options.version), (2 << 20, Version::V2));
     }
 
@@ -231,7 +295,7 @@ mod tests {
     #[test]
     fn a_backing_file_needs_its_format() {
         for text in ["backing_file=base", "backing_fmt=raw"] {
-            let error = qcow2(512, parse(text).unwrap().0).unwrap_err();
+            let error = qcow2(512, settings(text)).unwrap_err();
             assert!(error.contains("backing_fmt"), "{error}");
         }
     }

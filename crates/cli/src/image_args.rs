@@ -14,18 +14,52 @@ pub struct ImageArgs {
     /// The image's format; left out, the file's name decides (.qcow2, otherwise raw).
     #[arg(long, short, value_parser = clap::builder::ValueParser::new(str::parse::<ImageFormat>))]
     pub format: Option<ImageFormat>,
-    /// Print JSON with the keys that qemu-img has for the same.
-    #[arg(long)]
-    pub json: bool,
+    #[command(flatten)]
+    output: OutputArgs,
+    /// Do not lock the image: also look at it while another program writes to it. What is told may be
+    /// neither what it was nor what it becomes.
+    #[arg(long, short = 'U')]
+    pub force_share: bool,
     /// The image.
     pub image: PathBuf,
 }
 
+/// How a result is printed.
+#[derive(clap::Args)]
+pub struct OutputArgs {
+    /// Print JSON with the keys that qemu-img has for the same.
+    #[arg(long)]
+    json: bool,
+    /// The same as --json, as qemu-img spells it.
+    #[arg(long, value_name = "FORMAT", hide = true)]
+    output: Option<OutputFormat>,
+}
+
+/// The names of qemu-img.
+#[derive(Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+enum OutputFormat {
+    Human,
+    Json,
+}
+
+impl OutputArgs {
+    /// Whether it is JSON.
+    pub fn is_json(&self) -> bool {
+        self.json || self.output == Some(OutputFormat::Json)
+    }
+}
+
 impl ImageArgs {
+    /// Whether the result is printed as JSON.
+    pub fn is_json(&self) -> bool {
+        self.output.is_json()
+    }
+
     /// How it is opened: through the page cache, where clusters may be smaller than the host's
     /// blocks, and locked against writers until it has been looked at.
     pub fn options(&self) -> ImageOptions {
-        read_only(self.format)
+        let locking = if self.force_share { Locking::None } else { Locking::Held };
+        ImageOptions { locking, ..read_only(self.format) }
     }
 }
 

@@ -39,7 +39,7 @@ struct Facts {
 
 /// Runs the command.
 pub fn run(arguments: &Arguments) -> Result<()> {
-    let ImageArgs { format, json, image } = &arguments.image;
+    let ImageArgs { format, image, .. } = &arguments.image;
     // Not locked: it may be in use. Around the page cache, as it would be served.
     let options =
         ImageOptions { cache: CacheMode::None, locking: Locking::None, ..read_only(*format) };
@@ -70,7 +70,7 @@ pub fn run(arguments: &Arguments) -> Result<()> {
         engine: event_loop.report().clone(),
         image: image.clone(),
     };
-    let text = if *json { as_json(&facts) } else { as_text(&facts) };
+    let text = if arguments.image.is_json() { as_json(&facts) } else { as_text(&facts) };
     output::print(&text)
 }
 

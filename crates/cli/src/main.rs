@@ -50,8 +50,8 @@ use logging::Delivery;
 #[command(name = "blockhouse", version, about, max_term_width = 100)]
 struct Arguments {
     /// Say more on standard error and in the ready lines.
-    #[arg(short, long, global = true)]
-    verbose: bool,
+    #[arg(short, long, global = true, action = clap::ArgAction::Count)]
+    verbose: u8,
 
     #[command(subcommand)]
     command: Command,
@@ -100,10 +100,11 @@ fn main() -> ExitCode {
         Command::Serve(_) => Delivery::Queued,
         _ => Delivery::Direct,
     };
-    logging::start(arguments.verbose, delivery);
+    let is_verbose = arguments.verbose > 0;
+    logging::start(is_verbose, delivery);
     let done = |()| ExitCode::SUCCESS;
     let result = match arguments.command {
-        Command::Serve(serve) => serve::run(serve, arguments.verbose).map(done),
+        Command::Serve(serve) => serve::run(serve, is_verbose).map(done),
         Command::Bench(bench) => bench::run(&bench).map(done),
         Command::Check(check) => check::run(&check),
         Command::Compare(compare) => compare::run(&compare),

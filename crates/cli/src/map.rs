@@ -22,7 +22,7 @@ pub fn run(arguments: &Arguments) -> Result<()> {
     let text = EventLoop::new(EngineChoice::Auto)?.block_on(async {
         let disk = open(&image.image, image.options()).await?;
         let parts = parts_of(&disk).await?;
-        anyhow::Ok(if image.json { as_json(&parts) } else { as_text(&parts, &disk) })
+        anyhow::Ok(if image.is_json() { as_json(&parts) } else { as_text(&parts, &disk) })
     })?;
     output::print(&text)
 }

@@ -2,12 +2,12 @@
 
 use std::path::PathBuf;
 
-use anyhow::{Result, bail};
+use anyhow::{Result, anyhow, bail};
 use blockhouse_disk::{ImageFormat, open};
 use blockhouse_engine::{EngineChoice, EventLoop};
 
 use crate::image_args::read_write;
-use crate::size;
+use crate::size::{self, NewSize};
 
 /// Arguments of `resize`.
 #[derive(clap::Args)]
@@ -20,9 +20,9 @@ pub struct Arguments {
     shrink: bool,
     /// The image.
     image: PathBuf,
-    /// The new size of the disk: 512, 64K, 20G, 1T.
-    #[arg(value_parser = size::parse)]
-    size: u64,
+    /// The new size of the disk: 512, 64K, 20G, 1T; or by how much it changes: +10G, -10G.
+    #[arg(value_parser = size::parse_new, allow_hyphen_values = true)]
+    size: NewSize,
 }
 
 /// Runs the command.
@@ -31,6 +31,7 @@ pub fn run(arguments: Arguments) -> Result<()> {
     let options = read_write(format);
     EventLoop::new(EngineChoice::Auto)?.block_on(async {
         let disk = open(&image, options).await?;
+        let size = size.of(disk.size()).map_err(|why| anyhow!("{}: {why}", disk.name()))?;
         if size >= disk.size() {
             disk.resize(size).await?;
         } else if shrink {

@@ -1,25 +1,87 @@
 //! Sizes as people write them: 512, 64K, 20G, 1T.
 
-/// Parses a count of bytes with an optional unit (K, M, G, T, P, E: powers of 1024).
-pub fn parse(text: &str) -> Result<u64, String> {
-    let digits = text.trim_end_matches(|c: char| !c.is_ascii_digit());
-    let exponent = match &text[digits.len()..] {
-        "" | "b" | "B" => 0,
-        "K" | "k" => 1,
-        "M" | "m" => 2,
-        "G" | "g" => 3,
-        "T" | "t" => 4,
-        "P" | "p" => 5,
-        "E" | "e" => 6,
-        unit => return Err(format!("'{unit}' is no unit; use K, M, G, T, P or E (512, 64K, 20G)")),
-    };
-    if digits.is_empty() || !digits.bytes().all(|c| c.is_ascii_digit()) {
-        return Err("not a size; write it as 512, 64K, 20G".into());
+/// A size, or how much a disk is to change.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum NewSize {
+    /// So many bytes.
+    Absolute(u64),
+    /// So many more.
+    Grow(u64),
+    /// So many fewer.
+    Shrink(u64),
+}
+
+impl NewSize {
+    /// The size of a disk that has `size` bytes now.
+    ///
+    /// # Errors
+    /// Why there is no such size, in words.
+    pub fn of(self, size: u64) -> Result<u64, String> {
+        let new = match self {
+            Self::Absolute(new) => Some(new),
+            Self::Grow(by) => size.checked_add(by).filter(|&new| i64::try_from(new).is_ok()),
+            Self::Shrink(by) => size.checked_sub(by),
+        };
+        new.ok_or_else(|| match self {
+            Self::Shrink(by) => format!("has {size} bytes and cannot lose {by}"),
+            _ => "would be too large".into(),
+        })
     }
-    let number: Option<u64> = digits.parse().ok();
-    let bytes = number.and_then(|number| number.checked_mul(1 << (10 * exponent)));
+}
+
+/// Parses a size as [`parse`] does, or a change of it: +10G, -512M.
+///
+/// # Errors
+/// Why it is none.
+pub fn parse_new(text: &str) -> Result<NewSize, String> {
+    match (text.strip_prefix('+'), text.strip_prefix('-')) {
+        (Some(more), _) => parse(more).map(NewSize::Grow),
+        (_, Some(less)) => parse(less).map(NewSize::Shrink),
+        _ => parse(text).map(NewSize::Absolute),
+    }
+}
+
+/// Parses a count of bytes with an optional unit (K, M, G, T, P, E: powers of 1024; KiB and so on mean the
+/// same). With a unit it may have a fraction (1.5G), of which what is less than a byte is left out.
+///
+/// # Errors
+/// Why it is none.
+pub fn parse(text: &str) -> Result<u64, String> {
+    const HOW: &str = "not a size; write it as 512, 64K, 1.5G";
+    let number = text.trim_end_matches(|c: char| !c.is_ascii_digit());
+    let exponent = exponent_of(&text[number.len()..])?;
+    let (whole, fraction) = match number.split_once('.') {
+        Some((whole, fraction)) if exponent > 0 && fraction.len() <= 18 => (whole, fraction),
+        Some(_) => return Err(HOW.into()),
+        None => (number, ""),
+    };
+    let is_number = |digits: &str| digits.bytes().all(|c| c.is_ascii_digit());
+    if whole.is_empty() || !is_number(whole) || !is_number(fraction) {
+        return Err(HOW.into());
+    }
+    let unit = 1u128 << (10 * exponent);
+    let part = fraction.parse::<u128>().unwrap_or(0) * unit / 10u128.pow(fraction.len() as u32);
+    let bytes = whole.parse::<u64>().ok().map(|whole| u128::from(whole) * unit + part);
     // File offsets are signed.
-    bytes.filter(|&bytes| i64::try_from(bytes).is_ok()).ok_or_else(|| "too large".into())
+    let bytes = bytes.and_then(|bytes| i64::try_from(bytes).ok());
+    bytes.map(i64::cast_unsigned).ok_or_else(|| "too large".into())
+}
+
+/// Which power of 1024 a unit stands for.
+fn exponent_of(unit: &str) -> Result<u32, String> {
+    let letter = match unit {
+        "" | "b" | "B" => return Ok(0),
+        _ => unit.strip_suffix("iB").unwrap_or(unit),
+    };
+    match letter {
+        "K" | "k" => Ok(1),
+        "M" | "m" => Ok(2),
+        "G" | "g" => Ok(3),
+        "T" | "t" => Ok(4),
+        "P" | "p" => Ok(5),
+        "E" | "e" => Ok(6),
+        _ => Err(format!("'{unit}' is no unit; use K, M, G, T, P or E (512, 64K, 1.5G)")),
+    }
 }
 
 /// The way `qemu-img` shows sizes: "1.5 GiB".
@@ -44,11 +106,47 @@ mod tests {
         assert_eq!(parse("64K"), Ok(65536));
         assert_eq!(parse("1T"), Ok(1 << 40));
         assert_eq!(parse("7E"), Ok(7 << 60));
+        assert_eq!(parse("10GiB"), Ok(10 << 30));
+    }
+
+    #[test]
+    fn fractions_of_a_unit_are_whole_bytes() {
+        assert_eq!(parse("1.5G"), Ok(3 << 29));
+        assert_eq!(parse("0.25K"), Ok(256));
+        assert_eq!(parse("0.0001K"), Ok(0));
+        assert_eq!(parse("7.999999999999999999E").map(|size| size >> 43), Ok((1 << 20) - 1));
+    }
+
+    #[test]
+    fn a_size_may_be_a_change() {
+        let new = |text: &str, size| parse_new(text).unwrap().of(size);
+        assert_eq!(new("3G", 1 << 30), Ok(3 << 30));
+        assert_eq!(new("+1.5K", 512), Ok(2048));
+        assert_eq!(new("-1K", 2048), Ok(1024));
+        assert_eq!(new("-1K", 512), Err("has 512 bytes and cannot lose 1024".into()));
+        assert!(new("+1", i64::MAX as u64).is_err());
+        assert!(parse_new("+-1").is_err() && parse_new("+").is_err());
     }
 
     #[test]
     fn nonsense_is_refused() {
-        for text in ["", "K", "1.5G", "-1", "8E", "1X", "99999999999999999999", "G1", "1 G"] {
+        for text in [
+            "",
+            "K",
+            "1.5",
+            ".5G",
+            "1.G",
+            "1.5.5G",
+            "-1",
+            "8E",
+            "1X",
+            "1GB",
+            "1iB",
+            "1.0000000000000000000G",
+            "99999999999999999999",
+            "G1",
+            "1 G",
+        ] {
             assert!(parse(text).is_err(), "{text}");
         }
     }

@@ -8,7 +8,7 @@ use blockhouse_disk::{Access, Disk, ImageFormat, ImageOptions, Locking, open_wit
 use blockhouse_engine::{EngineChoice, EventLoop, HostFile};
 
 use crate::control::{CreateReply, ListArgs, PauseReply, RenameArgs, Request, SnapshotArgs, ask};
-use crate::image_args::read_only;
+use crate::image_args::{OutputArgs, read_only};
 use crate::output;
 use crate::snapshot_list::{Listed, as_json, as_text};
 
@@ -25,9 +25,8 @@ enum Action {
     List {
         #[command(flatten)]
         image: Image,
-        /// Print JSON with the keys of `qemu-img info --output=json`.
-        #[arg(long)]
-        json: bool,
+        #[command(flatten)]
+        output: OutputArgs,
     },
     /// Take a snapshot of the disk.
     Create {
@@ -91,10 +90,10 @@ pub fn run(arguments: Arguments) -> Result<()> {
 /// On an image that no other program has open.
 async fn run_closed(action: Action) -> Result<()> {
     match action {
-        Action::List { image, json } => {
+        Action::List { image, output } => {
             let disk = open(&image, Access::ReadOnly, Locking::None).await?;
             let snapshots = disk.snapshots().list().await?;
-            print_list(&snapshots.iter().map(Listed::from).collect::<Vec<_>>(), json)
+            print_list(&snapshots.iter().map(Listed::from).collect::<Vec<_>>(), output.is_json())
         }
         Action::Create { image, name } => {
             let disk = open_to_change(&image).await?;
@@ -122,9 +121,9 @@ async fn run_closed(action: Action) -> Result<()> {
 /// By the server that has the image.
 fn run_served(socket: &std::path::Path, action: Action) -> Result<()> {
     match action {
-        Action::List { image, json } => {
+        Action::List { image, output } => {
             let request = Request::List(ListArgs { image: Some(image.canonical()?) });
-            print_list(&ask::<Vec<Listed>>(socket, &request)?, json)
+            print_list(&ask::<Vec<Listed>>(socket, &request)?, output.is_json())
         }
         Action::Create { image, name } => {
             let request = Request::Create(image.named(name)?);

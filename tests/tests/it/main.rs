@@ -13,6 +13,7 @@ mod engine_choice;
 mod foreign_tools;
 mod full_host;
 mod full_host_qcow2;
+mod habits;
 mod hostile_handshakes;
 mod hostile_parties;
 mod hostile_requests;

@@ -24,7 +24,7 @@ pub struct Arguments {
     #[arg(required = true, value_name = "IMAGE")]
     pub(super) images: Vec<PathBuf>,
     /// The image's format; left out, the file's name decides (.qcow2, otherwise raw).
-    #[arg(long, value_parser = ValueParser::new(str::parse::<ImageFormat>))]
+    #[arg(long, short, value_parser = ValueParser::new(str::parse::<ImageFormat>))]
     format: Option<ImageFormat>,
     /// Make the image with this size if it is missing (512, 64K, 20G, 1T).
     #[arg(long, value_name = "SIZE", value_parser = size::parse)]
@@ -102,7 +102,7 @@ pub struct Arguments {
     #[arg(long, default_value = "off", value_parser = parse_register_memory)]
     pub(super) register_memory: RegisteredMemory,
     /// Refuse all writes.
-    #[arg(long)]
+    #[arg(long, short)]
     read_only: bool,
     /// Serve the disk as it was when this snapshot was taken (its name or id), for reading only.
     #[arg(long, value_name = "NAME")]
