@@ -1,6 +1,6 @@
 //! Requests to a disk, as many at a time as a load says, and what they cost.
 //!
-//! A slice is one uninterrupted measurement. It ends when its time or its requests are used up,
+//! A sample is one uninterrupted measurement. It ends when its time or its requests are used up,
 //! whichever comes first, and every request that was begun is waited for and counted.
 
 use std::cell::RefCell;
@@ -16,9 +16,11 @@ use futures_util::future::try_join_all;
 use hdrhistogram::Histogram;
 use rustix::time::ClockId;
 
-use super::MAX_BYTES;
 use super::device::{Device, DeviceCounts};
 use super::stop::Stop;
+
+/// No sample writes more bytes than this.
+pub const MAX_BYTES: u64 = 64 << 20;
 
 /// Time as a measurement sees it, since any moment.
 pub type Clock<'a> = dyn Fn() -> Duration + Sync + 'a;
@@ -36,7 +38,7 @@ pub type Prepare<'a> = dyn Fn(&mut EventLoop) -> Result<()> + Sync + 'a;
 pub struct LoopSetup<'a> {
     /// The engine of each job's event loop.
     pub engine: Engine,
-    /// What is done to each job's event loop before the slice begins.
+    /// What is done to each job's event loop before the sample begins.
     pub prepare: Option<&'a Prepare<'a>>,
 }
 
@@ -65,7 +67,7 @@ pub struct Load {
 }
 
 impl Load {
-    /// How many requests a slice has at most: as many as may be written, and one pass where blocks are
+    /// How many requests a sample has at most: as many as may be written, and one pass where blocks are
     /// visited one after the other.
     pub fn most_requests(&self) -> u64 {
         let bytes = match (self.work, self.pattern) {
@@ -76,7 +78,7 @@ impl Load {
         bytes / self.block as u64
     }
 
-    /// How many bytes a slice writes at most.
+    /// How many bytes a sample writes at most.
     pub fn most_written(&self) -> u64 {
         match self.work {
             Work::Read => 0,
@@ -103,11 +105,11 @@ pub enum Work {
 pub enum Pattern {
     /// One after the other, from the start again after the last.
     Sequential,
-    /// Evenly distributed; the same blocks in every slice of the same load.
+    /// Evenly distributed; the same blocks in every sample of the same load.
     Random,
 }
 
-/// When a slice ends.
+/// When a sample ends.
 #[derive(Clone, Copy, Debug)]
 pub struct Limits {
     /// No request begins later than this after the start.
@@ -116,7 +118,7 @@ pub struct Limits {
     pub requests: u64,
 }
 
-/// What one slice measured.
+/// What one sample measured.
 #[derive(Clone, Debug)]
 pub struct Sample {
     /// Requests that were completed.
@@ -147,7 +149,7 @@ pub fn new_histogram() -> Histogram<u64> {
     Histogram::new(3).expect("three digits are possible")
 }
 
-/// What is read before and after a slice.
+/// What is read before and after a sample.
 pub struct Clocks<'a> {
     device: Option<(&'a Device, DeviceCounts)>,
     processor: Duration,
@@ -155,7 +157,7 @@ pub struct Clocks<'a> {
 }
 
 impl<'a> Clocks<'a> {
-    /// Begins a slice.
+    /// Begins a sample.
     pub fn start(device: Option<&'a Device>, clock: &Clock<'_>) -> Self {
         let device = device.and_then(|device| Some((device, device.read()?)));
         Self { device, processor: processor_time(), begin: clock() }
@@ -179,7 +181,7 @@ pub struct End {
 }
 
 impl End {
-    /// Just now, by the clock that the slice began with.
+    /// Just now, by the clock that the sample began with.
     pub fn now(clock: &Clock<'_>) -> Self {
         Self { at: clock(), processor: processor_time() }
     }
@@ -194,7 +196,7 @@ fn time_of(clock: ClockId) -> Duration {
     Duration::new(time.tv_sec as u64, time.tv_nsec as u32)
 }
 
-/// What all jobs of a slice share.
+/// What all jobs of a sample share.
 pub struct Shared<'a, S: Storage> {
     /// Where the requests go.
     pub disk: &'a Disk<S>,
@@ -210,13 +212,13 @@ pub struct Shared<'a, S: Storage> {
     pub stop: &'a Stop,
 }
 
-/// Measures one slice.
+/// Measures one sample.
 ///
 /// # Errors
 /// The first that the disk answers, or that an engine cannot be used.
 pub fn measure<S: Storage + Send + Sync>(
     disk: &Disk<S>,
-    way: LoopSetup<'_>,
+    setup: LoopSetup<'_>,
     (load, limits): (Load, Limits),
     (device, stop): (Option<&Device>, &Stop),
 ) -> Result<Sample> {
@@ -228,7 +230,7 @@ pub fn measure<S: Storage + Send + Sync>(
             .map(|job| {
                 let (shared, ready, go) = (&shared, &ready, &go);
                 scope.spawn(move || {
-                    let event_loop = new_loop(way);
+                    let event_loop = new_loop(setup);
                     ready.wait();
                     go.wait();
                     let mut event_loop = event_loop?;
@@ -251,23 +253,23 @@ pub fn measure<S: Storage + Send + Sync>(
             }
         }
         let bytes = all.len() * load.block as u64;
-        let slice = clocks.end(end, bytes, all);
+        let sample = clocks.end(end, bytes, all);
         outcome?;
         stop.check()?;
-        Ok(slice)
+        Ok(sample)
     })
 }
 
-fn new_loop(way: LoopSetup<'_>) -> Result<EventLoop> {
-    let mut event_loop = EventLoop::new(EngineChoice::Only(way.engine))
-        .with_context(|| format!("no {} here", way.engine))?;
-    if let Some(prepare) = way.prepare {
+fn new_loop(setup: LoopSetup<'_>) -> Result<EventLoop> {
+    let mut event_loop = EventLoop::new(EngineChoice::Only(setup.engine))
+        .with_context(|| format!("no {} here", setup.engine))?;
+    if let Some(prepare) = setup.prepare {
         prepare(&mut event_loop)?;
     }
     Ok(event_loop)
 }
 
-/// The requests of one job of a slice; the answer is how long each took.
+/// The requests of one job of a sample; the answer is how long each took.
 ///
 /// # Errors
 /// The first that the disk answers.
@@ -275,20 +277,20 @@ pub async fn one_job<S: Storage>(shared: &Shared<'_, S>, job: usize) -> Result<H
     let latency = RefCell::new(new_histogram());
     let begin = (shared.clock)();
     let first = job * shared.load.depth;
-    let lanes =
-        (first..first + shared.load.depth).map(|lane| request_loop(shared, lane, begin, &latency));
-    try_join_all(lanes).await?;
+    let loops = (first..first + shared.load.depth)
+        .map(|index| request_loop(shared, index, begin, &latency));
+    try_join_all(loops).await?;
     Ok(latency.into_inner())
 }
 
 async fn request_loop<S: Storage>(
     shared: &Shared<'_, S>,
-    lane: usize,
+    index: usize,
     begin: Duration,
     latency: &RefCell<Histogram<u64>>,
 ) -> Result<()> {
     let load = shared.load;
-    let mut random = fastrand::Rng::with_seed(lane as u64);
+    let mut random = fastrand::Rng::with_seed(index as u64);
     let mut buffer = Buffer::new(load.block);
     random.fill(buffer.bytes_mut());
     let blocks = load.span / load.block as u64;

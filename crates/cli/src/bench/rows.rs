@@ -1,4 +1,4 @@
-//! Cases, their variants taking turns, and what is made of the slices.
+//! Cases, their variants taking turns, and what is made of the samples.
 //!
 //! The first variant of a case is its baseline. A ratio is taken within each round, where both ran one
 //! right after the other, and is told with its spread; where that is not clear of 1, so is that.
@@ -12,6 +12,9 @@ use hdrhistogram::Histogram;
 use super::device::DeviceCounts;
 use super::load::{Load, Sample, new_histogram};
 
+/// How often each variant is measured, if there is time. That seven rounds agree by chance on which is
+/// faster happens once in 64 cases.
+pub const ROUNDS: usize = 7;
 /// A difference smaller than this says nothing about any machine.
 const MIN_DIFFERENCE: f64 = 0.03;
 /// Fewer rounds agree by chance too often.
@@ -49,7 +52,7 @@ impl<'a> Cases<'a> {
 pub struct Variant<'a> {
     /// How it is done: "write + flush".
     pub name: String,
-    /// Measures one slice.
+    /// Measures one sample.
     pub run: Box<dyn FnMut() -> Result<Sample> + 'a>,
     /// What others measured.
     pub published: Option<Published>,
@@ -57,7 +60,7 @@ pub struct Variant<'a> {
     pub cost: Cost,
 }
 
-/// What a slice takes beside a slice's time.
+/// What a sample takes in addition to the sample time.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Cost {
     /// How much longer it takes.
@@ -178,7 +181,7 @@ impl Ratio {
 /// round should be over by `end`.
 ///
 /// # Errors
-/// The first that a slice answers.
+/// The first that a sample answers.
 pub fn run_case(
     question: &'static str,
     case: Case<'_>,
@@ -186,7 +189,7 @@ pub fn run_case(
     mut tick: impl FnMut(),
 ) -> Result<Vec<Row>> {
     let Case { name, mut variants } = case;
-    let mut slices: Vec<Vec<Sample>> = variants.iter().map(|_| Vec::new()).collect();
+    let mut samples: Vec<Vec<Sample>> = variants.iter().map(|_| Vec::new()).collect();
     let mut longest = Duration::ZERO;
     for round in 0..rounds {
         let begin = Instant::now();
@@ -197,35 +200,35 @@ pub fn run_case(
             // No variant always runs right after the same other one.
             let which = if round % 2 == 0 { turn } else { variants.len() - 1 - turn };
             let variant = &mut variants[which];
-            let slice = (variant.run)().with_context(|| format!("{name}, {}", variant.name))?;
-            slices[which].push(slice);
+            let sample = (variant.run)().with_context(|| format!("{name}, {}", variant.name))?;
+            samples[which].push(sample);
             tick();
         }
         longest = longest.max(begin.elapsed());
     }
-    Ok(rows_of(question, &name, variants, &slices))
+    Ok(rows_of(question, &name, variants, &samples))
 }
 
 fn rows_of(
     question: &'static str,
     case: &str,
     variants: Vec<Variant<'_>>,
-    slices: &[Vec<Sample>],
+    samples: &[Vec<Sample>],
 ) -> Vec<Row> {
-    let baseline: Vec<f64> = slices[0].iter().map(Sample::rate).collect();
+    let baseline: Vec<f64> = samples[0].iter().map(Sample::rate).collect();
     let published = variants[0].published;
-    let rows = variants.into_iter().zip(slices).enumerate().map(|(index, (variant, slices))| {
-        let rates: Vec<f64> = slices.iter().map(Sample::rate).collect();
-        let (latency, device) = together(slices);
-        let processor: f64 = slices.iter().map(|slice| slice.processor.as_secs_f64()).sum();
-        let throughput = |slice: &Sample| slice.bytes as f64 / slice.elapsed.as_secs_f64();
+    let rows = variants.into_iter().zip(samples).enumerate().map(|(index, (variant, samples))| {
+        let rates: Vec<f64> = samples.iter().map(Sample::rate).collect();
+        let (latency, device) = together(samples);
+        let processor: f64 = samples.iter().map(|sample| sample.processor.as_secs_f64()).sum();
+        let throughput = |sample: &Sample| sample.bytes as f64 / sample.elapsed.as_secs_f64();
         let is_baseline = index == 0;
         Row {
             question,
             case: case.to_owned(),
             variant: variant.name,
-            rounds: slices.len(),
-            throughput: median(slices.iter().map(throughput)),
+            rounds: samples.len(),
+            throughput: median(samples.iter().map(throughput)),
             processor: processor * 1e9 / latency.len() as f64,
             latency,
             device,
@@ -236,25 +239,25 @@ fn rows_of(
                 (Some(ours), Some(baseline)) if !is_baseline => Some(ours.ratio(baseline)),
                 _ => None,
             },
-            note: notes(slices),
+            note: notes(samples),
         }
     });
     rows.collect()
 }
 
 /// What was found out, each once: rounds may differ.
-fn notes(slices: &[Sample]) -> Option<String> {
-    let mut notes: Vec<&str> = slices.iter().filter_map(|slice| slice.note.as_deref()).collect();
+fn notes(samples: &[Sample]) -> Option<String> {
+    let mut notes: Vec<&str> = samples.iter().filter_map(|sample| sample.note.as_deref()).collect();
     notes.dedup();
     (!notes.is_empty()).then(|| notes.join("; then "))
 }
 
-fn together(slices: &[Sample]) -> (Histogram<u64>, Option<DeviceCounts>) {
+fn together(samples: &[Sample]) -> (Histogram<u64>, Option<DeviceCounts>) {
     let mut latency = new_histogram();
-    for slice in slices {
-        latency.add(&slice.latency).expect("both are of the same kind");
+    for sample in samples {
+        latency.add(&sample.latency).expect("both are of the same kind");
     }
-    let devices = slices.iter().map(|slice| slice.device);
+    let devices = samples.iter().map(|sample| sample.device);
     let device = devices.reduce(|sum, next| Some(sum?.plus(next?))).flatten();
     (latency, device)
 }

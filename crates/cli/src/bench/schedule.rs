@@ -1,6 +1,6 @@
 //! How the time is shared out, and how much is written at most.
 //!
-//! Promise: no case begins after the time is up, and none begins a round that would, as far as its
+//! Guarantees: no case begins after the time is up, and none begins a round that would, as far as its
 //! rounds so far tell, not end within the case's share. So only a single round can run over.
 
 use std::time::{Duration, Instant};
@@ -9,19 +9,19 @@ use super::rows::{Case, Cost};
 
 /// For filling the disk.
 const FILLING: Duration = Duration::from_secs(4);
-/// A shorter slice measures how a slice begins and ends.
-const MIN_SLICE: Duration = Duration::from_millis(20);
+/// A shorter sample measures mostly its own beginning and end.
+const MIN_SAMPLE_TIME: Duration = Duration::from_millis(20);
 /// A longer one tells nothing more than another round does.
-const MAX_SLICE: Duration = Duration::from_millis(1500);
-/// What goes by between slices and after their ends, as a part of their time.
+const MAX_SAMPLE_TIME: Duration = Duration::from_millis(1500);
+/// What goes by between samples and after their ends, as a part of their time.
 const BETWEEN: f64 = 0.2;
 
 /// The plan of all cases.
 pub struct Schedule {
     /// When it began.
     pub begin: Instant,
-    /// How long one slice lasts.
-    pub slice: Duration,
+    /// How long one sample lasts.
+    pub sample_time: Duration,
     /// What it should come to.
     pub expected: Duration,
     /// What it must not exceed.
@@ -42,29 +42,29 @@ impl Schedule {
         let all: Vec<Cost> =
             cases.flat_map(|case| case.variants.iter().map(|one| one.cost)).collect();
         let extra = all.iter().map(|cost| cost.extra).sum::<Duration>() * rounds as u32;
-        let slices = (all.len() * rounds).max(1) as u32;
+        let samples = (all.len() * rounds).max(1) as u32;
         let left = most.saturating_sub(FILLING.min(most / 3)).saturating_sub(extra);
-        let slice = left.div_f64(1.0 + BETWEEN) / slices;
-        let slice = slice.clamp(MIN_SLICE, MAX_SLICE);
-        let expected = FILLING + extra + (slice * slices).mul_f64(1.0 + BETWEEN);
+        let sample_time = left.div_f64(1.0 + BETWEEN) / samples;
+        let sample_time = sample_time.clamp(MIN_SAMPLE_TIME, MAX_SAMPLE_TIME);
+        let expected = FILLING + extra + (sample_time * samples).mul_f64(1.0 + BETWEEN);
         let written = all.iter().map(|cost| cost.written).sum::<u64>() * rounds as u64;
-        let outstanding = all.iter().map(|&cost| time(cost, slice)).sum();
+        let outstanding = all.iter().map(|&cost| time(cost, sample_time)).sum();
         let expected = expected.min(most);
-        Self { begin: Instant::now(), slice, expected, most, written, outstanding }
+        Self { begin: Instant::now(), sample_time, expected, most, written, outstanding }
     }
 
     /// Until when the next case may go on; `None` when there is no time left for it.
     pub fn next(&mut self, case: &Case<'_>, now: Instant) -> Option<Instant> {
         let left = (self.begin + self.most).checked_duration_since(now)?;
-        let cost: f64 = case.variants.iter().map(|one| time(one.cost, self.slice)).sum();
+        let cost: f64 = case.variants.iter().map(|one| time(one.cost, self.sample_time)).sum();
         let share = (cost / self.outstanding).min(1.0);
         self.outstanding -= cost;
         (!left.is_zero()).then(|| now + left.mul_f64(share))
     }
 }
 
-fn time(cost: Cost, slice: Duration) -> f64 {
-    (cost.extra + slice.mul_f64(1.0 + BETWEEN)).as_secs_f64()
+fn time(cost: Cost, sample_time: Duration) -> f64 {
+    (cost.extra + sample_time.mul_f64(1.0 + BETWEEN)).as_secs_f64()
 }
 
 #[cfg(test)]
@@ -89,7 +89,7 @@ mod tests {
         let mut schedule = Schedule::new(Duration::from_secs(100), cases.iter(), 7);
         assert_eq!(schedule.written, 3 * 2 * 7 * 5);
         assert!(schedule.expected <= schedule.most);
-        let planned = 7 * 2 * (3 * schedule.slice + Duration::from_secs(1));
+        let planned = 7 * 2 * (3 * schedule.sample_time + Duration::from_secs(1));
         assert!(planned < schedule.most, "{planned:?}");
         let (mut now, end) = (schedule.begin, schedule.begin + schedule.most);
         for case in &cases {

@@ -15,10 +15,10 @@ use blockhouse_engine::{Engine, EngineChoice, EventLoop, sleep};
 use blockhouse_format::qcow2;
 
 use super::load::{Limits, Load, LoopSetup, Pattern, Work, measure};
+use super::questions::vmstate::{self, Storing};
+use super::questions::wakeup::{self, UNRELATED_TIMER, WakeUp};
 use super::rows::{Case, Cost, Row, Variant, run_case};
 use super::stop::Stop;
-use super::vmstate::{self, Storing};
-use super::wakeup::{self, UNRELATED_TIMER, WakeUp};
 
 /// Keeps its content in memory, and takes its time.
 struct Slow {
@@ -187,15 +187,19 @@ fn requests_in_flight_together_share_the_time() -> Result<()> {
         span: 1 << 20,
     };
     let limits = Limits { time: Duration::from_secs(10), requests: 160 };
-    let slice = measure(
+    let sample = measure(
         &disk,
         LoopSetup::plain(Engine::Threads),
         (load, limits),
         (None, &Stop::default()),
     )?;
-    assert_eq!((slice.requests, slice.bytes), (160, 160 * 4096));
+    assert_eq!((sample.requests, sample.bytes), (160, 160 * 4096));
     // 16 at a time: ten times 10 ms, and not 160 times.
-    assert!((milliseconds(100)..milliseconds(250)).contains(&slice.elapsed), "{:?}", slice.elapsed);
+    assert!(
+        (milliseconds(100)..milliseconds(250)).contains(&sample.elapsed),
+        "{:?}",
+        sample.elapsed
+    );
     Ok(())
 }
 

@@ -19,14 +19,6 @@ use self::graph::Graph;
 use self::source::Crate;
 use super::source_file::SourceFile;
 
-/// Circles that are still to be removed: a crate's root, and modules among which a circle may be. An entry
-/// without a circle is a violation, too.
-const KNOWN: &[(&str, &str)] = &[(
-    "crates/cli/src/main.rs",
-    "bench bench::datasync bench::fixed_files bench::fua bench::html bench::load bench::plot \
-     bench::random bench::report bench::rows bench::schedule bench::table bench::vmstate bench::wakeup",
-)];
-
 /// One line for each circle in each crate of the workspace.
 pub(super) fn check(
     workspace: &Path,
@@ -41,30 +33,16 @@ pub(super) fn check(
         }
     }
     let mut violations = Vec::new();
-    let mut stale: Vec<_> = KNOWN.iter().collect();
     for root in roots {
         // The root of a folder; any other root is a program in one file.
         if !matches!(root.file_name().and_then(|name| name.to_str()), Some("lib.rs" | "main.rs")) {
             continue;
         }
         let source = Crate::parse(root, files)?;
-        let graph = Graph::of(&source);
-        for circle in graph.circles() {
-            match KNOWN.iter().find(|known| is_known(root, &circle, known)) {
-                Some(known) => stale.retain(|other| *other != known),
-                None => violations.push(describe(root, &circle)),
-            }
-        }
+        let circles = Graph::of(&source).circles();
+        violations.extend(circles.iter().map(|circle| describe(root, circle)));
     }
-    violations.extend(stale.iter().map(|(root, modules)| {
-        format!("{root}: no circle among {modules} any more: remove it from KNOWN in {}", file!())
-    }));
     Ok(violations)
-}
-
-fn is_known(root: &Path, circle: &graph::Circle, (known, among): &(&str, &str)) -> bool {
-    let among: BTreeSet<&str> = among.split_whitespace().collect();
-    root == Path::new(known) && circle.modules.iter().all(|module| among.contains(module.as_str()))
 }
 
 /// The shortest way round, with the place where each module names the next.

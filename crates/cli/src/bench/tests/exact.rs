@@ -12,18 +12,18 @@ use blockhouse_engine::FixedFiles;
 use blockhouse_sim::{Config, Latency, Sim, SimDisk};
 use futures_util::future::try_join_all;
 
-use super::super::fixed_files;
 use super::super::load::{
     Clocks, End, Limits, Load, Pattern, Sample, Shared, Work, new_histogram, one_job,
 };
+use super::super::questions::fixed_files;
 use super::super::rows::{Case, Cost, Ratio, Row, Variant, run_case};
 use super::super::stop::Stop;
 
 const SPAN: u64 = 1 << 20;
 const ROUNDS: usize = 5;
 
-/// One slice of a load, on a simulated disk.
-fn slice(load: Load, latency: Latency, requests: u64) -> Result<Sample> {
+/// One sample of a load, on a simulated disk.
+fn sample(load: Load, latency: Latency, requests: u64) -> Result<Sample> {
     let sim = Sim::new(1);
     let config = Config { latency, write_cache: WriteCache::Volatile, ..Config::default() };
     let storage = SimDisk::new(&sim, config, vec![0; SPAN as usize]);
@@ -54,7 +54,7 @@ fn rows_against(other: Work) -> Result<Vec<Row>> {
             Load { work, pattern: Pattern::Random, block: 4096, depth: 1, jobs: 1, span: SPAN };
         let run = move || {
             let slower = [1, 3, 2, 7, 4][round.replace(round.get() + 1)];
-            slice(load, Latency::fixed(20 * slower, 60 * slower), 10)
+            sample(load, Latency::fixed(20 * slower, 60 * slower), 10)
         };
         let (name, cost) = (format!("{work:?}"), Cost::default());
         Variant { name, run: Box::new(run), published: None, cost }
@@ -100,7 +100,7 @@ fn fua_that_costs_what_write_and_flush_cost_is_noise() -> Result<()> {
 fn fixed_files(jobs: usize, by_descriptor: u64, by_slot: u64) -> Result<Vec<Row>> {
     let measured = |load, fixed| {
         let latency = if fixed == FixedFiles::On { by_slot } else { by_descriptor };
-        slice(load, Latency::fixed(latency, 1), 640)
+        sample(load, Latency::fixed(latency, 1), 640)
     };
     let end = Instant::now() + Duration::from_secs(3600);
     run_case("fixed-files", fixed_files::case(jobs, measured), (ROUNDS, end), || {})
@@ -131,7 +131,7 @@ fn fixed_files_that_save_a_fifth_are_a_quarter_faster() -> Result<()> {
 }
 
 #[test]
-fn the_time_of_a_slice_is_kept_by_its_own_clock() -> Result<()> {
+fn the_time_of_a_sample_is_kept_by_its_own_clock() -> Result<()> {
     let load = Load {
         work: Work::Read,
         pattern: Pattern::Sequential,
@@ -142,7 +142,7 @@ fn the_time_of_a_slice_is_kept_by_its_own_clock() -> Result<()> {
     };
     let hour = Duration::from_secs(3600);
     // Reads of a second each, in virtual time: the hour passes at once.
-    let slice = slice(load, Latency::fixed(1_000_000, 1), u64::MAX)?;
-    assert_eq!((slice.requests, slice.elapsed), (3600, hour));
+    let sample = sample(load, Latency::fixed(1_000_000, 1), u64::MAX)?;
+    assert_eq!((sample.requests, sample.elapsed), (3600, hour));
     Ok(())
 }

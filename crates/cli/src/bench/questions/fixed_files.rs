@@ -1,8 +1,8 @@
 //! `bench fixed-files`: small reads, 64 at a time, with the file in the ring's own table and by its
 //! descriptor.
 //!
-//! Promise: that requests go by the slot, or do not, is tried out on each loop right before it is measured
-//! (see `blockhouse_engine::probe_fixed_file`), and the result says what was found.
+//! Guarantees: whether requests go by the slot is probed on each loop right before it is measured
+//! (`blockhouse_engine::probe_fixed_file`), and the result says what was found.
 
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
@@ -11,9 +11,9 @@ use anyhow::Result;
 use blockhouse_disk::CacheMode;
 use blockhouse_engine::{Engine, EventLoop, FixedFiles, PageCache, probe_fixed_file};
 
-use super::load::{Load, LoopSetup, Pattern, Sample, Work};
-use super::rows::{Case, Cases, Cost, Published, Unit, Variant};
-use super::{Bench, DISK_SIZE};
+use crate::bench::load::{Load, LoopSetup, Pattern, Sample, Work};
+use crate::bench::rows::{Case, Cases, Cost, Published, Unit, Variant};
+use crate::bench::testbed::{DISK_SIZE, Testbed};
 
 const BLOCK: usize = 4096;
 const DEPTH: usize = 64;
@@ -24,23 +24,23 @@ const PUBLISHED: &str = "in a guest; the flag was probably not in force";
 /// For the page of results.
 pub const ABOUT: &str = "io_uring takes a reference to the file for every request, unless the file is in the ring's \
     own table. Reads of 4 KiB at random, 64 at a time on each thread, by the descriptor and by the slot. \
-    Before each slice it is tried out on the very loops that are measured whether slots are in force: while \
+    Before each sample it is tried out on the very loops that are measured whether slots are in force: while \
     the descriptor's number means another file, a read by the slot still meets the right one.";
 
 /// On one thread and on several.
-pub fn cases(bench: &Bench) -> Cases<'_> {
-    if !bench.engines.contains(&Engine::IoUring) {
+pub fn cases(testbed: &Testbed) -> Cases<'_> {
+    if !testbed.engines().contains(&Engine::IoUring) {
         return Cases::none("only rings have such a table, and io_uring cannot be used here");
     }
     let several = std::thread::available_parallelism().map_or(2, usize::from);
-    let slice = |load, fixed| slice(bench, load, fixed);
-    Cases::all([1, several.clamp(2, MAX_THREADS)].map(|jobs| case(jobs, slice)))
+    let sample = |load, fixed| sample(testbed, load, fixed);
+    Cases::all([1, several.clamp(2, MAX_THREADS)].map(|jobs| case(jobs, sample)))
 }
 
-/// Of which `slice` measures each variant.
+/// Of which `sample` measures each variant.
 pub fn case<'a>(
     jobs: usize,
-    slice: impl Fn(Load, FixedFiles) -> Result<Sample> + Copy + 'a,
+    sample: impl Fn(Load, FixedFiles) -> Result<Sample> + Copy + 'a,
 ) -> Case<'a> {
     let variant = |name: &str, fixed| {
         let load = Load {
@@ -55,7 +55,7 @@ pub fn case<'a>(
             Published { value: 127e3, unit: Unit::RequestsPerSecond, detail: PUBLISHED };
         Variant {
             name: name.into(),
-            run: Box::new(move || slice(load, fixed)),
+            run: Box::new(move || sample(load, fixed)),
             published: Some(published),
             cost: Cost::of(load),
         }
@@ -70,23 +70,23 @@ pub fn case<'a>(
     }
 }
 
-fn slice(bench: &Bench, load: Load, fixed: FixedFiles) -> Result<Sample> {
+fn sample(testbed: &Testbed, load: Load, fixed: FixedFiles) -> Result<Sample> {
     let by_slot = AtomicUsize::new(0);
-    let cache = match bench.cache() {
+    let cache = match testbed.cache() {
         CacheMode::None | CacheMode::Directsync => PageCache::Bypassed,
         _ => PageCache::Used,
     };
-    let path = PathBuf::from(bench.disk().name());
+    let path = PathBuf::from(testbed.disk().name());
     let prepare = |event_loop: &mut EventLoop| {
         event_loop.set_fixed_files(fixed);
         let named = event_loop.block_on(probe_fixed_file(&path, cache))?;
         by_slot.fetch_add(usize::from(named == FixedFiles::On), Relaxed);
         Ok(())
     };
-    let mut slice =
-        bench.slice(LoopSetup { engine: Engine::IoUring, prepare: Some(&prepare) }, load)?;
-    slice.note = Some(note(fixed, by_slot.into_inner(), load.jobs));
-    Ok(slice)
+    let mut sample =
+        testbed.sample(LoopSetup { engine: Engine::IoUring, prepare: Some(&prepare) }, load)?;
+    sample.note = Some(note(fixed, by_slot.into_inner(), load.jobs));
+    Ok(sample)
 }
 
 /// What was found out on `by_slot` of `jobs` loops.

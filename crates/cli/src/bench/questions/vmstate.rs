@@ -15,10 +15,10 @@ use blockhouse_disk::{
 use blockhouse_engine::{EngineChoice, EventLoop};
 use hdrhistogram::Histogram;
 
-use super::load::{Clocks, End, Sample, machine_clock, new_histogram};
-use super::rows::{Case, Cases, Cost, Published, Unit, Variant};
-use super::stop::Stop;
-use super::{Bench, MAX_BYTES};
+use crate::bench::load::{Clocks, End, MAX_BYTES, Sample, machine_clock, new_histogram};
+use crate::bench::rows::{Case, Cases, Cost, Published, Unit, Variant};
+use crate::bench::stop::Stop;
+use crate::bench::testbed::Testbed;
 use crate::image_args::read_only;
 
 /// The virtual size of the images, and no less than what is written.
@@ -59,13 +59,13 @@ pub const ABOUT: &str = "A snapshot with memory streams a machine's state into t
     storage at the end.";
 
 /// Every size of a piece, through the page cache and past it.
-pub fn cases(bench: &Bench) -> Cases<'_> {
-    let Some(folder) = bench.target.folder() else {
+pub fn cases(testbed: &Testbed) -> Cases<'_> {
+    let Some(folder) = testbed.target().folder() else {
         return Cases::none("its images are files in a folder; leave --destroy-data out for it");
     };
-    let each = |kind| PIECES.map(|piece| case(bench, folder, kind, piece));
+    let each = |kind| PIECES.map(|piece| case(testbed, folder, kind, piece));
     let cached = each(("page cache", CacheMode::Writeback));
-    if !bench.target.takes_direct_io() {
+    if !testbed.target().takes_direct_io() {
         let mut cases = Cases::all(cached);
         cases.missing = Some("the file system has no direct I/O".into());
         return cases;
@@ -74,7 +74,7 @@ pub fn cases(bench: &Bench) -> Cases<'_> {
 }
 
 fn case<'a>(
-    bench: &'a Bench,
+    testbed: &'a Testbed,
     folder: &'a Path,
     (kind, cache): (&str, CacheMode),
     piece: usize,
@@ -83,7 +83,7 @@ fn case<'a>(
         let limits = Limits { piece, pieces: most_pieces(piece, storing) };
         Variant {
             name: name.into(),
-            run: Box::new(move || slice(bench, folder, cache, (storing, limits))),
+            run: Box::new(move || sample(testbed, folder, cache, (storing, limits))),
             // Most pieces of a machine's state are that small.
             published: (piece == PIECES[0]).then(|| published(cache, storing)),
             cost: Cost { extra: IMAGE_TIME, written: MAX_BYTES },
@@ -117,28 +117,29 @@ fn most_pieces(piece: usize, storing: Storing) -> u64 {
     }
 }
 
-fn slice(
-    bench: &Bench,
+fn sample(
+    testbed: &Testbed,
     folder: &Path,
     cache: CacheMode,
     (storing, limits): (Storing, Limits),
 ) -> Result<Sample> {
     let path = folder.join("state.qcow2");
-    let mut event_loop = EventLoop::new(EngineChoice::Only(bench.engines[0]))?;
+    let mut event_loop = EventLoop::new(EngineChoice::Only(testbed.engines()[0]))?;
     let outcome = event_loop.block_on(async {
         create(&path, IMAGE_SIZE, ImageFormat::Qcow2).await?;
         let options = read_only(Some(ImageFormat::Qcow2));
         let options = ImageOptions { access: Access::ReadWrite, cache, ..options };
         let disk = open(&path, options).await?;
-        let clocks = Clocks::start(bench.device.as_ref(), &machine_clock);
-        let latency = store(&disk, storing, limits, (bench.slice.get(), &bench.stop)).await?;
-        let slice =
+        let clocks = Clocks::start(testbed.device(), &machine_clock);
+        let latency =
+            store(&disk, storing, limits, (testbed.sample_time(), testbed.stop())).await?;
+        let sample =
             clocks.end(End::now(&machine_clock), latency.len() * limits.piece as u64, latency);
         disk.close().await?;
-        bench.stop.check()?;
-        Ok(slice)
+        testbed.stop().check()?;
+        Ok(sample)
     });
-    // The next slice makes its own; after an error the whole folder goes.
+    // The next sample makes its own; after an error the whole folder goes.
     std::fs::remove_file(&path).ok();
     outcome
 }

@@ -17,11 +17,11 @@ use blockhouse_core::{Buffer, Request, Storage};
 use blockhouse_disk::Disk;
 use blockhouse_engine::{Engine, EngineChoice, Handle, LoopThread, sleep, spawn_detached};
 
-use super::Bench;
-use super::device::Device;
-use super::load::{Clocks, End, Sample, machine_clock, new_histogram};
-use super::rows::{Case, Cases, Cost, Published, Unit, Variant};
-use super::stop::Stop;
+use crate::bench::device::Device;
+use crate::bench::load::{Clocks, End, Sample, machine_clock, new_histogram};
+use crate::bench::rows::{Case, Cases, Cost, Published, Unit, Variant};
+use crate::bench::stop::Stop;
+use crate::bench::testbed::Testbed;
 
 const PIECE: usize = 128 << 10;
 const BATCH: usize = 16;
@@ -53,12 +53,12 @@ pub enum WakeUp {
 }
 
 /// The one case: withheld, and in force on each engine.
-pub fn cases(bench: &Bench) -> Cases<'_> {
+pub fn cases(testbed: &Testbed) -> Cases<'_> {
     let variant = |name: String, engine, wake_up| Variant {
         name,
         run: Box::new(move || {
-            let end = (bench.slice.get(), bench.device.as_ref(), &bench.stop);
-            measure(bench.disk(), engine, wake_up, end)
+            let end = (testbed.sample_time(), testbed.device(), testbed.stop());
+            measure(testbed.disk(), engine, wake_up, end)
         }),
         published: Some(if wake_up == WakeUp::InForce { IN_FORCE } else { WITHHELD }),
         cost: Cost {
@@ -66,8 +66,8 @@ pub fn cases(bench: &Bench) -> Cases<'_> {
             written: 0,
         },
     };
-    let withheld = variant("withheld".into(), bench.engines[0], WakeUp::Withheld);
-    let in_force = bench.engines.iter();
+    let withheld = variant("withheld".into(), testbed.engines()[0], WakeUp::Withheld);
+    let in_force = testbed.engines().iter();
     let in_force = in_force.map(|&one| variant(format!("in force, {one}"), one, WakeUp::InForce));
     let name = "batches of 16 x 128K from another thread".into();
     Cases::all([Case { name, variants: std::iter::once(withheld).chain(in_force).collect() }])
@@ -82,7 +82,7 @@ pub fn measure<S: Storage + Send + Sync + 'static>(
 ) -> Result<Sample> {
     let started = LoopThread::start("wakeup".into(), EngineChoice::Only(engine), |_| ());
     let event_loop = started.with_context(|| format!("no {engine} here"))?;
-    let way = match wake_up {
+    let method = match wake_up {
         WakeUp::InForce => SubmitMethod::Handle(event_loop.handle().clone()),
         WakeUp::Withheld => {
             let (sender, inbox) = mpsc::channel();
@@ -91,13 +91,13 @@ pub fn measure<S: Storage + Send + Sync + 'static>(
         }
     };
     let clocks = Clocks::start(device, &machine_clock);
-    let outcome = run(disk, &way, (time, stop));
-    drop(way);
-    let slice = outcome
+    let outcome = run(disk, &method, (time, stop));
+    drop(method);
+    let sample = outcome
         .map(|latency| clocks.end(End::now(&machine_clock), latency.len() * PIECE as u64, latency));
     event_loop.stop();
     stop.check()?;
-    slice
+    sample
 }
 
 /// How a request gets from one thread to the other.
@@ -139,7 +139,7 @@ async fn look_now_and_then<S: Storage + 'static>(inbox: mpsc::Receiver<Piece<S>>
 /// The published case. Gives the nanoseconds from each submission to its completion.
 fn run<S: Storage + Send + Sync + 'static>(
     disk: &Arc<Disk<S>>,
-    way: &SubmitMethod<S>,
+    method: &SubmitMethod<S>,
     (time, stop): (Duration, &Stop),
 ) -> Result<hdrhistogram::Histogram<u64>> {
     let mut buffers: Vec<Buffer> = (0..BATCH).map(|_| Buffer::new(PIECE)).collect();
@@ -151,7 +151,7 @@ fn run<S: Storage + Send + Sync + 'static>(
         thread::sleep(PAUSE);
         for (buffer, offset) in buffers.drain(..).zip(&mut offsets) {
             let (disk, done) = (Arc::clone(disk), done.clone());
-            submit(way, Piece { disk, offset, buffer, submitted: Instant::now(), done })?;
+            submit(method, Piece { disk, offset, buffer, submitted: Instant::now(), done })?;
         }
         for _ in 0..BATCH {
             let (buffer, time, outcome) = all_done.recv().context("this end has a sender, too")?;
@@ -166,10 +166,10 @@ fn run<S: Storage + Send + Sync + 'static>(
 }
 
 fn submit<S: Storage + Send + Sync + 'static>(
-    way: &SubmitMethod<S>,
+    method: &SubmitMethod<S>,
     piece: Piece<S>,
 ) -> Result<()> {
-    match way {
+    match method {
         // The answer comes by the piece's own channel.
         SubmitMethod::Handle(handle) => drop(handle.spawn(move || read(piece))),
         SubmitMethod::Unannounced(requests) => {

@@ -2,9 +2,9 @@
 
 use blockhouse_engine::Engine;
 
-use super::load::{Load, LoopSetup, Pattern, Work};
-use super::rows::{Case, Cases, Cost, Published, Unit, Variant};
-use super::{Bench, DISK_SIZE};
+use crate::bench::load::{Load, LoopSetup, Pattern, Work};
+use crate::bench::rows::{Case, Cases, Cost, Published, Unit, Variant};
+use crate::bench::testbed::{DISK_SIZE, Testbed};
 
 const BLOCK: usize = 4096;
 
@@ -32,14 +32,15 @@ const SHAPES: [LoadShape; 4] = [
 const PUBLISHED: &str = "virtio-blk, write-through, NVMe";
 
 /// The cases.
-pub fn cases(bench: &Bench) -> Cases<'_> {
+pub fn cases(testbed: &Testbed) -> Cases<'_> {
     let shapes = SHAPES.iter();
     Cases::all(
-        shapes.flat_map(|shape| bench.engines.iter().map(move |&one| case(bench, one, shape))),
+        shapes
+            .flat_map(|shape| testbed.engines().iter().map(move |&one| case(testbed, one, shape))),
     )
 }
 
-fn case<'a>(bench: &'a Bench, engine: Engine, shape: &LoadShape) -> Case<'a> {
+fn case<'a>(testbed: &'a Testbed, engine: Engine, shape: &LoadShape) -> Case<'a> {
     let LoadShape { depth, jobs, published } = *shape;
     let variant = |name: &str, work, published: Option<f64>| {
         let load =
@@ -47,7 +48,7 @@ fn case<'a>(bench: &'a Bench, engine: Engine, shape: &LoadShape) -> Case<'a> {
         let (unit, detail) = (Unit::RequestsPerSecond, PUBLISHED);
         Variant {
             name: name.into(),
-            run: Box::new(move || bench.slice(LoopSetup::plain(engine), load)),
+            run: Box::new(move || testbed.sample(LoopSetup::plain(engine), load)),
             published: published.map(|value| Published { value, unit, detail }),
             cost: Cost::of(load),
         }

@@ -2,6 +2,10 @@
 //!
 //! docs/bench.schema.json describes the JSON; a test holds them together.
 
+pub mod html;
+mod plot;
+pub mod table;
+
 use std::fs;
 use std::os::unix::fs::FileTypeExt;
 use std::path::Path;
@@ -10,8 +14,8 @@ use std::time::{Duration, Instant};
 use anyhow::Result;
 use serde_json::{Value, json};
 
-use super::rows::{Published, Row};
-use super::{Bench, ROUNDS};
+use super::rows::{Published, ROUNDS, Row};
+use super::testbed::Testbed;
 use crate::output;
 
 /// Everything that was found out.
@@ -106,16 +110,16 @@ pub struct Storage {
 impl Report {
     /// Of the rows.
     pub fn new(
-        bench: &Bench,
+        testbed: &Testbed,
         rows: Vec<Row>,
         left_out: Vec<Skipped>,
         (announced, took): (ResourceUse, ResourceUse),
     ) -> Self {
         let storage = Storage {
-            file_system: file_system(bench.target.path()),
-            cache: bench.cache().as_str(),
-            fua: bench.disk().capabilities().fua.as_str(),
-            device: bench.device.as_ref().map(|device| (device.name(), device.fua())),
+            file_system: file_system(testbed.target().path()),
+            cache: testbed.cache().as_str(),
+            fua: testbed.disk().capabilities().fua.as_str(),
+            device: testbed.device().map(|device| (device.name(), device.fua())),
         };
         Self { machine: Machine::here(), storage, announced, took, rows, left_out }
     }

@@ -2,9 +2,9 @@
 //!
 //! The engines are compared with the first that this machine has.
 
-use super::load::{Load, LoopSetup, Pattern, Work};
-use super::rows::{Case, Cases, Cost, Variant};
-use super::{Bench, DISK_SIZE};
+use crate::bench::load::{Load, LoopSetup, Pattern, Work};
+use crate::bench::rows::{Case, Cases, Cost, Variant};
+use crate::bench::testbed::{DISK_SIZE, Testbed};
 
 const BLOCK: usize = 4096;
 
@@ -21,16 +21,16 @@ const SHAPES: [(&str, Work, usize); 4] = [
 ];
 
 /// The cases.
-pub fn cases(bench: &Bench) -> Cases<'_> {
-    Cases::all(SHAPES.map(|(name, work, depth)| case(bench, name, work, depth)))
+pub fn cases(testbed: &Testbed) -> Cases<'_> {
+    Cases::all(SHAPES.map(|(name, work, depth)| case(testbed, name, work, depth)))
 }
 
-fn case<'a>(bench: &'a Bench, name: &str, work: Work, depth: usize) -> Case<'a> {
+fn case<'a>(testbed: &'a Testbed, name: &str, work: Work, depth: usize) -> Case<'a> {
     let load =
         Load { work, pattern: Pattern::Random, block: BLOCK, depth, jobs: 1, span: DISK_SIZE };
-    let variants = bench.engines.iter().map(|&engine| Variant {
+    let variants = testbed.engines().iter().map(|&engine| Variant {
         name: engine.to_string(),
-        run: Box::new(move || bench.slice(LoopSetup::plain(engine), load)),
+        run: Box::new(move || testbed.sample(LoopSetup::plain(engine), load)),
         published: None,
         cost: Cost::of(load),
     });

@@ -4,8 +4,8 @@ use std::fmt::Write;
 
 use anyhow::Result;
 
-use super::report::Report;
-use super::rows::{Published, Ratio, Row};
+use super::Report;
+use crate::bench::rows::{Published, Ratio, Row};
 use crate::output;
 
 /// Prints the table to standard output.

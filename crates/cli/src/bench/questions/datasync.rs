@@ -3,9 +3,9 @@
 //!
 //! What counts beside the rate is how many requests the device gets for each write.
 
-use super::Bench;
-use super::load::{Load, LoopSetup, Pattern, Work};
-use super::rows::{Case, Cases, Cost, Published, Unit, Variant};
+use crate::bench::load::{Load, LoopSetup, Pattern, Work};
+use crate::bench::rows::{Case, Cases, Cost, Published, Unit, Variant};
+use crate::bench::testbed::Testbed;
 
 const BLOCK: usize = 4096;
 const SPAN: u64 = 32 << 20;
@@ -17,16 +17,16 @@ pub const ABOUT: &str = "Overwrites of 4 KiB from one end of 32 MiB to the other
     flush.";
 
 /// How it is done, and what was published of it: writes a second, and with what the device got.
-const WAYS: [(&str, Work, f64, &str); 3] = [
+const METHODS: [(&str, Work, f64, &str); 3] = [
     ("write + flush", Work::WriteThenFlush, 370.0, "22 s in all, 750 device requests/s"),
     ("FUA", Work::DurableWrite, 420.0, "19 s in all, 420 device requests/s"),
     ("not durable", Work::Write, 2173.0, "4 s in all"),
 ];
 
 /// The one case, on the best engine.
-pub fn cases(bench: &Bench) -> Cases<'_> {
-    let engine = bench.engines[0];
-    let variants = WAYS.map(|(name, work, value, detail)| {
+pub fn cases(testbed: &Testbed) -> Cases<'_> {
+    let engine = testbed.engines()[0];
+    let variants = METHODS.map(|(name, work, value, detail)| {
         let load = Load {
             work,
             pattern: Pattern::Sequential,
@@ -37,7 +37,7 @@ pub fn cases(bench: &Bench) -> Cases<'_> {
         };
         Variant {
             name: name.into(),
-            run: Box::new(move || bench.slice(LoopSetup::plain(engine), load)),
+            run: Box::new(move || testbed.sample(LoopSetup::plain(engine), load)),
             published: Some(Published { value, unit: Unit::RequestsPerSecond, detail }),
             cost: Cost::of(load),
         }

@@ -5,7 +5,7 @@
 
 use std::fmt::Write;
 
-use super::rows::{Ratio, Row};
+use crate::bench::rows::{Ratio, Row};
 
 /// Wide enough for labels at the size of text on a phone.
 const WIDTH: f64 = 360.0;

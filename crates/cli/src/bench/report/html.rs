@@ -6,11 +6,11 @@
 
 use std::fmt::Write;
 
-use super::Question;
+use super::Report;
 use super::plot::{self, Labelled, SERIES, digits, escape, time};
-use super::report::Report;
-use super::rows::{Published, Row};
 use super::table;
+use crate::bench::questions::Question;
+use crate::bench::rows::{Published, Row};
 
 const STYLE: &str = include_str!("page.css");
 

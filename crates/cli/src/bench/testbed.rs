@@ -1,0 +1,109 @@
+//! What every question works with: the disk that is measured, the engines, and how long a sample lasts.
+
+use std::cell::{Cell, OnceCell};
+use std::sync::Arc;
+use std::time::Duration;
+
+use anyhow::{Result, ensure};
+use blockhouse_disk::{CacheMode, Disk};
+use blockhouse_engine::{Engine, EngineChoice, EventLoop, HostFile};
+
+use super::device::Device;
+use super::load::{self, Limits, Load, LoopSetup, Sample};
+use super::stop::Stop;
+use super::target::Target;
+
+/// Bytes of the file that is read and written.
+pub const DISK_SIZE: u64 = 256 << 20;
+
+/// The disk that is measured, and what its measurements have in common.
+pub struct Testbed {
+    /// Made by [`fill`](Self::fill).
+    disk: OnceCell<(Arc<Disk<HostFile>>, CacheMode)>,
+    engines: Vec<Engine>,
+    device: Option<Device>,
+    sample_time: Cell<Duration>,
+    stop: Stop,
+    /// The last field, so that its files are removed after everything that uses them.
+    target: Target,
+}
+
+impl Testbed {
+    /// On a target that nothing is written to yet.
+    ///
+    /// # Errors
+    /// The host allows no engine.
+    pub fn new(target: Target, stop: Stop) -> Result<Self> {
+        let usable = |engine: &Engine| EventLoop::new(EngineChoice::Only(*engine)).is_ok();
+        let engines: Vec<_> = Engine::ALL.into_iter().filter(usable).collect();
+        ensure!(!engines.is_empty(), "no engine can be used here");
+        let device = Device::under(target.path());
+        let (disk, sample_time) = (OnceCell::new(), Cell::new(Duration::ZERO));
+        Ok(Self { disk, engines, device, sample_time, stop, target })
+    }
+
+    /// Makes and fills the disk. To be called once, before anything is measured.
+    ///
+    /// # Errors
+    /// Those of [`Target::new_disk`].
+    pub fn fill(&self) -> Result<()> {
+        let disk = self.target.new_disk(DISK_SIZE, &self.stop)?;
+        assert!(self.disk.set(disk).is_ok(), "it is filled once");
+        Ok(())
+    }
+
+    /// The disk.
+    ///
+    /// # Panics
+    /// Before it is filled.
+    pub fn disk(&self) -> &Arc<Disk<HostFile>> {
+        &self.disk.get().expect("measuring begins after the disk is filled").0
+    }
+
+    /// How the disk's file uses the page cache.
+    ///
+    /// # Panics
+    /// Before the disk is filled.
+    pub fn cache(&self) -> CacheMode {
+        self.disk.get().expect("measuring begins after the disk is filled").1
+    }
+
+    /// The engines that this machine has, best first; one at least.
+    pub fn engines(&self) -> &[Engine] {
+        &self.engines
+    }
+
+    /// The device below the target, where the kernel has statistics of it.
+    pub fn device(&self) -> Option<&Device> {
+        self.device.as_ref()
+    }
+
+    /// Where the files are.
+    pub fn target(&self) -> &Target {
+        &self.target
+    }
+
+    /// Whether the user has asked to stop.
+    pub fn stop(&self) -> &Stop {
+        &self.stop
+    }
+
+    /// How long one sample lasts.
+    pub fn sample_time(&self) -> Duration {
+        self.sample_time.get()
+    }
+
+    /// Sets how long one sample lasts.
+    pub fn set_sample_time(&self, time: Duration) {
+        self.sample_time.set(time);
+    }
+
+    /// One sample of a load on the disk.
+    ///
+    /// # Errors
+    /// Those of [`load::measure`].
+    pub fn sample(&self, setup: LoopSetup<'_>, load: Load) -> Result<Sample> {
+        let limits = Limits { time: self.sample_time(), requests: load.most_requests() };
+        load::measure(self.disk(), setup, (load, limits), (self.device(), &self.stop))
+    }
+}
