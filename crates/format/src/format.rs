@@ -301,6 +301,19 @@ impl<S: Storage> Format<S> {
         }
     }
 
+    /// Brings the image to a state in which another process can open it, with all that was linked: metadata is
+    /// written and durable, and no mark says that the image is open. No request may be in flight. The image
+    /// stays open, and what it has in memory stays true as long as the other process changes nothing.
+    ///
+    /// # Errors
+    /// What the storage answers; a failure to write metadata that is remembered.
+    pub async fn settle(&self) -> Result<()> {
+        match self {
+            Self::Raw(_) => Ok(()),
+            Self::Qcow2(qcow2) => qcow2.settle().await,
+        }
+    }
+
     /// Makes everything durable and ends the use of the image. No request may be in flight, and none
     /// may follow.
     pub async fn close(&self) -> Result<()> {

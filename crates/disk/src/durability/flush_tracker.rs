@@ -27,8 +27,8 @@ use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 
 use blockhouse_core::sync::{Coalescer, Epochs, ErrorLatch, RunGuard, Turn};
 use blockhouse_core::{
-    Allocation, ByteRange, Capabilities, Durability, Fua, IoVector, Result, Storage, SyncMode,
-    Unmap, WriteCache,
+    Allocation, ByteRange, Capabilities, Durability, Error, Fua, IoVector, Result, Storage,
+    SyncMode, Unmap, WriteCache,
 };
 
 use super::decide::WriteMethod;
@@ -89,6 +89,21 @@ impl<S: Storage> FlushTracker<S> {
 
     pub(crate) fn stats(&self) -> &FlushStats {
         &self.stats
+    }
+
+    /// The first failure, if there was one.
+    pub(crate) fn failure(&self) -> Option<&Error> {
+        self.failure.get()
+    }
+
+    /// Another process may have written what is not stable.
+    pub(crate) fn note_earlier_writes(&self) {
+        self.write_generation.fetch_add(1, Ordering::SeqCst);
+    }
+
+    /// Puts a failure in force that another process has met.
+    pub(crate) fn remember_failure(&self, error: &Error) {
+        self.failure.set(error);
     }
 
     fn begin_operation(&self) -> OperationGuard<'_> {

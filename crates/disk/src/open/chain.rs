@@ -12,9 +12,10 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use blockhouse_core::{Error, ErrorKind, Result, Storage};
-use blockhouse_engine::{HostFile, OpenMode};
+use blockhouse_engine::HostFile;
 use blockhouse_format::{Backing, DataFile, ImageFormat, probe};
 
+use super::handed_over::{Files, HandedFile};
 use super::image_options::{ImageOptions, Locking};
 use super::lock::lock;
 use super::probe_check::check_not_probed;
@@ -39,7 +40,7 @@ type Identity = (u64, u64);
 /// One that names the file: it is missing, no disk image, of a wrong size, locked, looks like
 /// another format, or the host refuses; for a backing file also the chain that leads to it.
 pub async fn open(path: &Path, options: ImageOptions) -> Result<Disk<HostFile>> {
-    open_chain(path, options, None).await
+    open_chain(path, options, None, Files::Host).await
 }
 
 /// As [`open`], as the disk was when the snapshot of this name (or id) was taken; for reading only.
@@ -51,22 +52,43 @@ pub async fn open_snapshot(
     options: ImageOptions,
     snapshot: &str,
 ) -> Result<Disk<HostFile>> {
-    open_chain(path, ImageOptions { access: Access::ReadOnly, ..options }, Some(snapshot)).await
+    let options = ImageOptions { access: Access::ReadOnly, ..options };
+    open_chain(path, options, Some(snapshot), Files::Host).await
+}
+
+/// As [`open`] or [`open_snapshot`], by the files that another process has open ([`Disk::chain_files`]). Changes
+/// nothing; see [`Disk::take_over`].
+///
+/// # Errors
+/// As [`open`]; `InvalidInput` where the chain consists of other files.
+pub async fn open_handed_over(
+    path: &Path,
+    options: ImageOptions,
+    snapshot: Option<&str>,
+    files: Vec<HandedFile>,
+) -> Result<Disk<HostFile>> {
+    let options = match snapshot {
+        Some(_) => ImageOptions { access: Access::ReadOnly, ..options },
+        None => options,
+    };
+    open_chain(path, options, snapshot, Files::HandedOver(files.into())).await
 }
 
 async fn open_chain(
     path: &Path,
     options: ImageOptions,
     snapshot: Option<&str>,
+    mut files: Files,
 ) -> Result<Disk<HostFile>> {
-    let (file, identity) = open_file(path, options)?;
-    let mut chain = Chain::from_image(path, identity);
+    let (file, identity) = open_file(&mut files, path, options)?;
+    let mut chain = Chain::from_image(path, identity, files);
     let mut disk = chain.with_data(disk_over(file, path, options, snapshot).await?, options)?;
     let mut above = Vec::new();
     while let Some(backing) = disk.backing_file() {
         let (path, format) = chain.next(backing)?;
         let behind = ImageOptions { format: Some(format), access: Access::ReadOnly, ..options };
-        let (file, identity) = open_file(&path, behind).map_err(|error| chain.failed(&error))?;
+        let opened = open_file(&mut chain.source, &path, behind);
+        let (file, identity) = opened.map_err(|error| chain.failed(&error))?;
         // Before it is locked: in a loop the lock would be held by ourselves.
         chain.enter(path.clone(), identity)?;
         let next = disk_over(file, &path, behind, None).await;
@@ -83,8 +105,8 @@ async fn open_chain(
 /// # Errors
 /// As [`open`].
 pub async fn open_without_backing(path: &Path, options: ImageOptions) -> Result<Disk<HostFile>> {
-    let (file, identity) = open_file(path, options)?;
-    let mut chain = Chain::from_image(path, identity);
+    let (file, identity) = open_file(&mut Files::Host, path, options)?;
+    let mut chain = Chain::from_image(path, identity, Files::Host);
     chain.with_data(disk_over(file, path, options, None).await?, options)
 }
 
@@ -94,7 +116,7 @@ pub async fn open_without_backing(path: &Path, options: ImageOptions) -> Result<
 /// # Errors
 /// As [`open`].
 pub async fn open_metadata(path: &Path, options: ImageOptions) -> Result<Disk<HostFile>> {
-    let (file, _) = open_file(path, options)?;
+    let (file, _) = open_file(&mut Files::Host, path, options)?;
     disk_over(file, path, options, None).await
 }
 
@@ -108,8 +130,8 @@ pub async fn open_for_commit(
     options: ImageOptions,
 ) -> Result<(Disk<HostFile>, Arc<Disk<HostFile>>)> {
     let options = ImageOptions { access: Access::ReadWrite, ..options };
-    let (file, identity) = open_file(path, options)?;
-    let mut chain = Chain::from_image(path, identity);
+    let (file, identity) = open_file(&mut Files::Host, path, options)?;
+    let mut chain = Chain::from_image(path, identity, Files::Host);
     let disk = chain.with_data(disk_over(file, path, options, None).await?, options)?;
     let Some(backing) = disk.backing_file() else {
         let what = "has no backing file";
@@ -129,19 +151,19 @@ pub async fn open_for_commit(
 /// # Errors
 /// One that names the file: it is missing or locked, or the host refuses.
 pub fn open_storage(path: &Path, options: ImageOptions) -> Result<HostFile> {
-    let (file, _) = open_file(path, options)?;
+    let (file, _) = open_file(&mut Files::Host, path, options)?;
     if options.locking == Locking::Held {
         lock(&file, options.access)?;
     }
     Ok(file)
 }
 
-fn open_file(path: &Path, options: ImageOptions) -> Result<(HostFile, Identity)> {
-    let access = match options.access {
-        Access::ReadOnly => OpenMode::ReadOnly,
-        Access::ReadWrite => OpenMode::ReadWrite,
-    };
-    let file = HostFile::open(path, access, options.cache.page_cache())?;
+fn open_file(
+    files: &mut Files,
+    path: &Path,
+    options: ImageOptions,
+) -> Result<(HostFile, Identity)> {
+    let file = files.open(path, options)?;
     let status = rustix::fs::fstat(file.descriptor())
         .map_err(|error| Error::host("cannot examine", error.into()).on(file.name()))?;
     Ok((file, (status.st_dev, status.st_ino)))
@@ -193,11 +215,13 @@ struct Chain {
     files: Vec<(PathBuf, Identity)>,
     /// Those that hold the images' data.
     data_files: Vec<Identity>,
+    /// Where they come from.
+    source: Files,
 }
 
 impl Chain {
-    fn from_image(path: &Path, identity: Identity) -> Self {
-        Self { files: vec![(path.to_owned(), identity)], data_files: Vec::new() }
+    fn from_image(path: &Path, identity: Identity, source: Files) -> Self {
+        Self { files: vec![(path.to_owned(), identity)], data_files: Vec::new(), source }
     }
 
     /// Where the next file is and what it is to be opened as.
@@ -247,6 +271,8 @@ impl Chain {
                 .hint("only files can hold an image's data"));
         }
         let path = self.beside(name);
+        let opened = open_file(&mut self.source, &path, options);
+        let last = self.last();
         let failed = |error: Error| {
             let what = format!("cannot open the data file of {last}: {error}");
             let failed = Error::new(error.kind(), what);
@@ -255,7 +281,7 @@ impl Chain {
                 _ => failed,
             }
         };
-        let (file, identity) = open_file(&path, options).map_err(failed)?;
+        let (file, identity) = opened.map_err(failed)?;
         // Before it is locked: the lock of an image that is its own data file would be ours.
         if self.files.iter().any(|(_, one)| *one == identity) || self.data_files.contains(&identity)
         {
@@ -333,7 +359,8 @@ mod tests {
 
     fn chain(count: u64) -> Chain {
         let file = |index| (PathBuf::from(format!("folder/{index}.qcow2")), (1, index));
-        Chain { files: (0..count).map(file).collect(), data_files: Vec::new() }
+        let (files, data_files) = ((0..count).map(file).collect(), Vec::new());
+        Chain { files, data_files, source: Files::Host }
     }
 
     fn backing(name: &str, format: Option<&str>) -> Backing {

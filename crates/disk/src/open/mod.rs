@@ -7,17 +7,19 @@
 mod chain;
 mod create;
 mod durable_rename;
+mod handed_over;
 mod image_options;
 mod lock;
 mod probe_check;
 mod refresh_size;
 
 pub use chain::{
-    is_address, open, open_for_commit, open_metadata, open_snapshot, open_storage,
-    open_without_backing,
+    is_address, open, open_for_commit, open_handed_over, open_metadata, open_snapshot,
+    open_storage, open_without_backing,
 };
 pub use create::{check_new_name, create};
 pub use durable_rename::{IfExists, rename_durable};
+pub use handed_over::HandedFile;
 pub use image_options::{CacheMode, ImageOptions, Locking};
 pub use lock::open_locked;
 pub use probe_check::check_raw_backing;

@@ -8,6 +8,9 @@
 //! Closing: 1. all that is dirty is written and all frees are processed; 2. the file is cut off after the
 //! last cluster in use; 3. a flush, and the mark of an image that is open is taken away.
 //!
+//! Settling, for another process that opens the image: as closing, but the file is not cut off, and the image stays
+//! open.
+//!
 //! The file is cut off only at closing, because a storage that is being made shorter must not be written
 //! past its new end: then nothing is in flight and nothing follows. A cluster is cut off when its refcount
 //! is 0 in memory and on disk and no active table lies in it. Refcounts of what was there when the image
@@ -169,6 +172,12 @@ impl<S: Storage> Qcow2<S> {
         self.metadata.lock().changes.set_data_block(block);
         self.metadata.set_data_file(data);
         Ok(self)
+    }
+
+    /// As [`Format::settle`](crate::Format::settle).
+    pub async fn settle(&self) -> Result<()> {
+        self.metadata.write_everything().await?;
+        self.metadata.finish().await
     }
 
     /// As [`Format::close`](crate::Format::close).

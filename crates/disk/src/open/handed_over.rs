@@ -1,0 +1,194 @@
+//! Images that another process hands over: opened again by the files that it has open, with its locks.
+//!
+//! Guarantees: until [`Disk::take_over`] nothing of the image is changed, and its locks stay with the other process,
+//! whatever becomes of this one. The other process must execute no request from [`Disk::settle`] on, until it
+//! goes on itself or is over.
+
+use std::collections::VecDeque;
+use std::os::fd::OwnedFd;
+use std::path::Path;
+
+use blockhouse_core::{Error, ErrorKind, Result, Storage};
+use blockhouse_engine::{HostFile, OpenFiles, OpenMode};
+
+use super::image_options::ImageOptions;
+use crate::disk::Disk;
+use crate::layer::Layer;
+use crate::options::Access;
+
+/// A file of an image or its chain that another process has open.
+#[derive(Debug)]
+pub struct HandedFile {
+    /// The path by which that process opened it.
+    pub path: String,
+    /// Its open files.
+    pub files: OpenFiles<OwnedFd>,
+}
+
+/// Where the files of a chain come from.
+pub(super) enum Files {
+    /// They are opened by their paths.
+    Host,
+    /// Another process has opened them, in this order.
+    HandedOver(VecDeque<HandedFile>),
+}
+
+impl Files {
+    /// Opens the file at a path.
+    pub(super) fn open(&mut self, path: &Path, options: ImageOptions) -> Result<HostFile> {
+        let access = match options.access {
+            Access::ReadOnly => OpenMode::ReadOnly,
+            Access::ReadWrite => OpenMode::ReadWrite,
+        };
+        let cache = options.cache.page_cache();
+        let Self::HandedOver(files) = self else { return HostFile::open(path, access, cache) };
+        let name = path.display().to_string();
+        match files.pop_front() {
+            Some(file) if file.path == name => HostFile::adopt(path, file.files, access, cache),
+            other => {
+                let what = match other {
+                    Some(HandedFile { path, .. }) => {
+                        format!("is wanted next, but the process that hands over has {path} open")
+                    }
+                    None => {
+                        "is wanted, but the process that hands over does not have it open".into()
+                    }
+                };
+                Err(Error::new(ErrorKind::InvalidInput, what).on(&name))
+            }
+        }
+    }
+}
+
+impl Disk<HostFile> {
+    /// The files that it has open, in the order in which [`open_handed_over`](super::open_handed_over) wants them: of
+    /// each image of the chain, from the top, the image and its data file.
+    pub fn chain_files(&self) -> Vec<&HostFile> {
+        let mut files = Vec::new();
+        for layer in self.layers() {
+            let (image, data) = (layer.format().storage(), layer.format().data());
+            files.push(image.storage());
+            if !std::ptr::eq(image, data) {
+                files.push(data.storage());
+            }
+        }
+        files
+    }
+
+    /// Brings the image to a state in which another process can open it, with everything that was answered: metadata
+    /// is written, and the mark of an image that is open is taken away. No request may be in flight. The disk stays
+    /// open, and may go on.
+    ///
+    /// # Errors
+    /// What the storage answers; a failure to write metadata that is remembered.
+    pub async fn settle(&self) -> Result<()> {
+        match self.access() {
+            Access::ReadWrite => self.format().settle().await,
+            Access::ReadOnly => Ok(()),
+        }
+    }
+
+    /// The failed flush that is remembered, of the image and of its data file: the errno.
+    pub fn flush_failures(&self) -> [Option<i32>; 2] {
+        let format = self.format();
+        [format.storage(), format.data()].map(|storage| storage.failure().map(Error::errno))
+    }
+
+    /// The image is this process's alone from now on: its locks go when it is dropped, and it may be changed. The next flush
+    /// covers what the other process has written.
+    /// `failures` are those that the other process remembers: they stay in force.
+    pub fn take_over(&self, failures: [Option<i32>; 2]) {
+        self.chain_files().into_iter().for_each(HostFile::own_locks);
+        let format = self.format();
+        for (storage, errno) in [format.storage(), format.data()].into_iter().zip(failures) {
+            storage.note_earlier_writes();
+            if let Some(errno) = errno {
+                let error = std::io::Error::from_raw_os_error(errno);
+                let error = Error::host("cannot flush", error).on(storage.name());
+                storage.remember_failure(&error);
+                tracing::error!(
+                    "{error}; this was before the server was upgraded, and stays in force"
+                );
+            }
+        }
+    }
+
+    fn layers(&self) -> impl Iterator<Item = &Layer<HostFile>> {
+        (0..).map_while(|depth| self.layer().at_depth(depth))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::fd::BorrowedFd;
+
+    use blockhouse_core::{Buffer, Durability, Request};
+    use blockhouse_engine::{EngineChoice, EventLoop};
+
+    use super::*;
+    use crate::open::{create, open, open_handed_over};
+    use crate::{ImageFormat, ImageOptions};
+
+    fn files_of(disk: &Disk<HostFile>) -> Vec<HandedFile> {
+        let copy = |file: BorrowedFd<'_>| file.try_clone_to_owned().unwrap();
+        let hand = |file: &HostFile| {
+            let OpenFiles { file: open, tail, flushed } = file.open_files();
+            let files =
+                OpenFiles { file: copy(open), tail: tail.map(copy), flushed: flushed.map(copy) };
+            HandedFile { path: file.name().to_owned(), files }
+        };
+        disk.chain_files().into_iter().map(hand).collect()
+    }
+
+    #[test]
+    fn a_settled_image_is_another_process_s_to_flush_and_remembers_failures() {
+        let folder = tempfile::tempdir().unwrap();
+        EventLoop::new(EngineChoice::Auto).unwrap().block_on(async {
+            for format in [ImageFormat::Raw, ImageFormat::Qcow2] {
+                let path = folder.path().join(format.as_str());
+                let options = ImageOptions { format: Some(format), ..ImageOptions::default() };
+                create(&path, 1 << 20, format).await.unwrap();
+                let disk = open(&path, options).await.unwrap();
+                let mut buffer = Buffer::new(4096);
+                buffer.bytes_mut().fill(7);
+                let (offset, durability) = (8192, Durability::None);
+                let write = Request::Write { offset, from: buffer.lend(), durability };
+                disk.submit(write).await.unwrap();
+                disk.settle().await.unwrap();
+                // It never owned the locks, so it can be dropped.
+                drop(open_handed_over(&path, options, None, files_of(&disk)).await.unwrap());
+                let other = open_handed_over(&path, options, None, files_of(&disk)).await.unwrap();
+                other.take_over([None, None]);
+                let before = other.stats().flushes_issued;
+                other.flush().await.unwrap();
+                assert_eq!(other.stats().flushes_issued, before + 1, "{}", format.as_str());
+                buffer.bytes_mut().fill(0);
+                other.submit(Request::Read { offset, into: buffer.lend() }).await.unwrap();
+                assert_eq!(buffer.bytes(), [7; 4096]);
+                let third = open_handed_over(&path, options, None, files_of(&other)).await.unwrap();
+                third.take_over([Some(5), None]);
+                assert_eq!(third.flush_failures()[0], Some(5));
+                assert_eq!(third.flush().await.unwrap_err().errno(), 5);
+            }
+        });
+    }
+
+    #[test]
+    fn another_chain_is_refused() {
+        let folder = tempfile::tempdir().unwrap();
+        let (one, two) = (folder.path().join("one"), folder.path().join("two"));
+        EventLoop::new(EngineChoice::Auto).unwrap().block_on(async {
+            for path in [&one, &two] {
+                create(path, 1 << 20, ImageFormat::Raw).await.unwrap();
+            }
+            let disk = open(&one, ImageOptions::default()).await.unwrap();
+            let refused = async |path: &Path, files| {
+                let opened = open_handed_over(path, ImageOptions::default(), None, files).await;
+                opened.err().expect("another file").to_string()
+            };
+            let other = refused(&two, files_of(&disk)).await;
+            assert!(other.contains("two") && other.contains("one open"), "{other}");
+            assert!(refused(&one, Vec::new()).await.contains("does not have it open"));
+        });
+    }
+}
