@@ -20,6 +20,7 @@ mod server;
 mod small_host;
 mod tool;
 mod trace;
+pub mod upgrade;
 
 pub use binary::blockhouse;
 pub use data::{model_of_zeros, random_bytes, seeded};

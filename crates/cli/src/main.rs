@@ -17,6 +17,7 @@ mod control;
 mod convert;
 mod create;
 mod create_options;
+mod hand_over;
 mod image_args;
 mod info;
 mod io_poll;
@@ -35,6 +36,7 @@ mod snapshot_list;
 mod sockets;
 mod stop_request;
 mod stopping_notice;
+mod upgrade;
 mod vhost_user;
 mod vmstate;
 mod workers;
@@ -83,6 +85,8 @@ enum Command {
     Rebase(rebase::Arguments),
     /// List, take, apply, delete and rename the snapshots inside an image.
     Snapshot(snapshot::Arguments),
+    /// Have another process, of a newer version for example, go on with what a server serves.
+    Upgrade(upgrade::Arguments),
     /// Store a machine's state in a snapshot, or get it out again.
     Vmstate(vmstate::Arguments),
 }
@@ -116,6 +120,7 @@ fn main() -> ExitCode {
         Command::Commit(commit) => commit::run(commit).map(done),
         Command::Rebase(rebase) => rebase::run(rebase).map(done),
         Command::Snapshot(snapshot) => snapshot::run(snapshot).map(done),
+        Command::Upgrade(upgrade) => upgrade::run(upgrade).map(done),
         Command::Vmstate(vmstate) => vmstate::run(vmstate).map(done),
     };
     finish(result)

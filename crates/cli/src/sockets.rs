@@ -7,8 +7,9 @@ use std::os::unix::fs::{DirBuilderExt, MetadataExt};
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, bail};
+use blockhouse_engine::Stream;
 use blockhouse_nbd::uri::{Address, NbdUri};
-use blockhouse_nbd::{BoundSocket, bind};
+use blockhouse_nbd::{BoundSocket, PausedSession, bind};
 use listenfd::ListenFd;
 
 use crate::offers::Offer;
@@ -19,11 +20,19 @@ pub struct ListenSocket {
     pub bound: BoundSocket,
     /// Never empty.
     pub offers: Vec<Offer>,
+    /// The connections that another process has paused.
+    pub connections: Vec<(Stream, PausedSession)>,
+}
+
+impl ListenSocket {
+    fn new(bound: BoundSocket, offers: Vec<Offer>) -> Self {
+        Self { bound, offers, connections: Vec::new() }
+    }
 }
 
 /// Listens at every address.
 pub fn bind_uris(plan: Vec<(Address, Vec<Offer>)>) -> Result<Vec<ListenSocket>> {
-    let listen = |(address, offers)| Ok(ListenSocket { bound: bind(&address)?, offers });
+    let listen = |(address, offers)| Ok(ListenSocket::new(bind(&address)?, offers));
     plan.into_iter().map(listen).collect()
 }
 
@@ -38,7 +47,7 @@ pub fn passed_for_all(
     passed: Vec<BoundSocket>,
     offers: &[Offer],
 ) -> Result<Vec<ListenSocket>, String> {
-    let socket = |bound| Ok(ListenSocket { bound, offers: offers.to_vec() });
+    let socket = |bound| Ok(ListenSocket::new(bound, offers.to_vec()));
     passed.into_iter().map(socket).collect()
 }
 
@@ -61,7 +70,7 @@ pub fn passed_for(
                 shown(&address)
             ));
         };
-        sockets.push(ListenSocket { bound: passed.remove(index), offers });
+        sockets.push(ListenSocket::new(passed.remove(index), offers));
     }
     match passed.first() {
         None => Ok(sockets),
@@ -111,7 +120,7 @@ pub fn at_default(image: &Path, offers: Vec<Offer>) -> Result<ListenSocket> {
     let folder = runtime_folder()?;
     let name = image.file_name().context("the image's path has no file name")?;
     let path = folder.join(name).with_added_extension("sock");
-    Ok(ListenSocket { bound: bind(&Address::Unix(path))?, offers })
+    Ok(ListenSocket::new(bind(&Address::Unix(path))?, offers))
 }
 
 /// `$XDG_RUNTIME_DIR/blockhouse`, or `blockhouse-UID` among the temporary files.

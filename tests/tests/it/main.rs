@@ -33,5 +33,6 @@ mod served_snapshots;
 mod shutdown;
 mod sigkill;
 mod snapshots;
+mod upgrades;
 mod vhost_user;
 mod vmstate;

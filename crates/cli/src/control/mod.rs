@@ -14,19 +14,21 @@
 //! understood is answered with an error; only a line that is too long ends the connection.
 
 mod client;
+mod gate;
 mod line_stream;
 mod server;
 
 use std::path::{Path, PathBuf};
 
 pub use client::ask;
+pub use gate::Closed;
 use serde::{Deserialize, Serialize};
 pub use server::Control;
 
 /// The most bytes of a request, its end of line not counted.
 const MAX_LINE: usize = 64 << 10;
 
-/// What can be asked for: of snapshots.
+/// What can be asked for: of snapshots, and of the server.
 #[derive(Debug, Deserialize, Serialize)]
 #[serde(tag = "execute", content = "arguments", deny_unknown_fields)]
 pub enum Request {
@@ -45,6 +47,28 @@ pub enum Request {
     /// Answers [`PauseReply`].
     #[serde(rename = "snapshot-rename")]
     Rename(RenameArgs),
+    /// Has another process go on. Answers [`UpgradeReply`], after which the connection ends.
+    #[serde(rename = "upgrade")]
+    Upgrade(UpgradeArgs),
+}
+
+/// The process that goes on.
+#[derive(Debug, Deserialize, Serialize)]
+#[serde(deny_unknown_fields)]
+pub struct UpgradeArgs {
+    /// The program; left out, the one that the server was started from, as it is at its path by now.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub binary: Option<PathBuf>,
+}
+
+/// An upgrade that succeeded.
+#[derive(Debug, Deserialize, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub struct UpgradeReply {
+    /// The id of the process that serves now.
+    pub process: u32,
+    /// For how long nothing was served, in microseconds.
+    pub gap_us: u64,
 }
 
 /// An image.
@@ -88,6 +112,7 @@ impl Request {
             | Self::Apply(SnapshotArgs { image, .. })
             | Self::Delete(SnapshotArgs { image, .. })
             | Self::Rename(RenameArgs { image, .. }) => image.as_deref(),
+            Self::Upgrade(_) => None,
         }
     }
 }

@@ -2,7 +2,7 @@
 //!
 //! It has a loop of its own, so that counting an image's clusters keeps no guest's read waiting. No client can
 //! take more than [`MAX_CLIENTS`] times [`MAX_LINE`] bytes and an answer each. What was begun is
-//! finished before the server ends.
+//! finished before the server ends, or is handed over.
 
 use std::path::{Path, PathBuf};
 use std::pin::pin;
@@ -14,14 +14,19 @@ use blockhouse_disk::{Disk, Pause};
 use blockhouse_engine::{
     EngineChoice, FixedFiles, HostFile, IoPoll, Listener, Stream, Submission, sleep,
 };
+use blockhouse_nbd::uri::Address;
 use blockhouse_nbd::{BoundSocket, SocketFile};
 use futures_channel::oneshot;
 use futures_util::future::{Either, FutureExt, LocalBoxFuture, Shared, select};
 use futures_util::stream::{FuturesUnordered, StreamExt, unfold};
 use serde_json::Value;
 
+use super::gate::{Closed, Gate};
 use super::line_stream::{Frame, LineStream};
-use super::{CreateReply, MAX_LINE, PauseReply, RenameArgs, Reply, Request, SnapshotArgs};
+use super::{
+    CreateReply, MAX_LINE, PauseReply, RenameArgs, Reply, Request, SnapshotArgs, UpgradeArgs,
+};
+use crate::hand_over::requests::UpgradeRequests;
 use crate::snapshot_list::Listed;
 use crate::workers::{LoopOptions, Workers};
 
@@ -35,8 +40,18 @@ pub struct Control {
     workers: Workers,
     stop: oneshot::Sender<()>,
     over: Submission<()>,
+    listener: Listener,
+    address: Address,
     /// Removed at the end.
     file: Option<SocketFile>,
+    gate: Arc<Gate>,
+}
+
+/// What requests are about.
+struct Served {
+    images: Vec<ServedImage>,
+    upgrades: UpgradeRequests,
+    gate: Arc<Gate>,
 }
 
 /// An image and its canonical path.
@@ -55,6 +70,7 @@ impl Control {
         engine: EngineChoice,
         images: &[impl AsRef<Path>],
         disks: &[Arc<Disk<HostFile>>],
+        upgrades: UpgradeRequests,
     ) -> Result<Self> {
         let listener = Listener::new(bound.socket).context("cannot use the control socket")?;
         let served = |(path, disk): (&_, &Arc<_>)| {
@@ -66,14 +82,48 @@ impl Control {
         let (polling, fixed_files, io_poll) = (Duration::ZERO, FixedFiles::Off, IoPoll::Off);
         let workers = Workers::start(1, LoopOptions { engine, polling, fixed_files, io_poll })?;
         let (stop, stopped) = oneshot::channel();
-        let over = workers.first().spawn(move || serve(listener, images, stopped.shared()));
-        Ok(Self { workers, stop, over, file: bound.file })
+        let gate = Arc::new(Gate::default());
+        let served = Served { images, upgrades, gate: Arc::clone(&gate) };
+        let accepting = listener.clone();
+        let over = workers.first().spawn(move || serve(accepting, served, stopped.shared()));
+        let BoundSocket { address, file, .. } = bound;
+        Ok(Self { workers, stop, over, listener, address, file, gate })
+    }
+
+    /// The socket.
+    pub fn listener(&self) -> &Listener {
+        &self.listener
+    }
+
+    /// Where it listens.
+    pub fn address(&self) -> &Address {
+        &self.address
+    }
+
+    /// Its file, if this process is to remove that.
+    pub fn file(&self) -> Option<&SocketFile> {
+        self.file.as_ref()
+    }
+
+    /// Holds requests off, but for upgrades, if none is carried out now.
+    pub fn try_pause(&self) -> Option<Closed<'_>> {
+        self.gate.try_close()
     }
 
     /// Takes no more requests, finishes those that were begun, and ends.
     pub fn stop(mut self) {
         // While it still listens: see `SocketFile`.
         self.file = None;
+        self.finish();
+    }
+
+    /// As [`stop`](Self::stop), where another process goes on with the socket and its file.
+    pub fn leave(mut self) {
+        std::mem::forget(self.file.take());
+        self.finish();
+    }
+
+    fn finish(self) {
         // It may have ended already.
         let _ = self.stop.send(());
         let _ = self.over.wait();
@@ -84,7 +134,7 @@ impl Control {
 type Stopped = Shared<oneshot::Receiver<()>>;
 
 /// Accepts and answers until the server ends.
-async fn serve(listener: Listener, images: Vec<ServedImage>, stopped: Stopped) {
+async fn serve(listener: Listener, served: Served, stopped: Stopped) {
     let accepted = unfold(listener, |listener| async move {
         let accepted = listener.accept().await;
         if accepted.is_err() {
@@ -101,7 +151,7 @@ async fn serve(listener: Listener, images: Vec<ServedImage>, stopped: Stopped) {
             () = clients.select_next_some() => {}
             connection = accepted.select_next_some() => match connection {
                 Ok(stream) if clients.len() < MAX_CLIENTS => {
-                    clients.push(serve_client(&images, stream, stopped.clone()).boxed_local());
+                    clients.push(serve_client(&served, stream, stopped.clone()).boxed_local());
                 }
                 Ok(stream) => drop(stream),
                 Err(error) => tracing::warn!("cannot accept a control connection: {error}"),
@@ -112,7 +162,7 @@ async fn serve(listener: Listener, images: Vec<ServedImage>, stopped: Stopped) {
 }
 
 /// Answers one client until it or the server ends.
-async fn serve_client(images: &[ServedImage], stream: Stream, mut stopped: Stopped) {
+async fn serve_client(served: &Served, stream: Stream, mut stopped: Stopped) {
     let mut lines = LineStream::new(stream);
     loop {
         let line = match select(&mut stopped, pin!(lines.next())).await {
@@ -125,7 +175,7 @@ async fn serve_client(images: &[ServedImage], stream: Stream, mut stopped: Stopp
             Ok(Some(Frame::TooLong)) => {
                 (error(format!("a request has more than {MAX_LINE} bytes")), true)
             }
-            Ok(Some(Frame::Whole(line))) => (answer(images, &line).await, false),
+            Ok(Some(Frame::Whole(line))) => (answer(served, &line).await, false),
         };
         let text = serde_json::to_vec(&reply).expect("values are JSON");
         if lines.send(&text).await.is_err() || is_last {
@@ -138,14 +188,27 @@ fn error(desc: String) -> Reply {
     Reply::Error { desc }
 }
 
-async fn answer(images: &[ServedImage], line: &[u8]) -> Reply {
+async fn answer(served: &Served, line: &[u8]) -> Reply {
     let outcome = match serde_json::from_slice(line) {
-        Ok(request) => execute(images, request).await,
+        Ok(Request::Upgrade(UpgradeArgs { binary })) => upgrade(served, binary).await,
+        Ok(request) => {
+            let _inside = served.gate.enter().await;
+            execute(&served.images, request).await
+        }
         Err(why) => Err(anyhow::anyhow!("cannot understand the request: {why}")),
     };
     match outcome {
         Ok(value) => Reply::Return(value),
         Err(why) => error(format!("{why:#}")),
+    }
+}
+
+/// Waits until another process goes on, or cannot.
+async fn upgrade(served: &Served, binary: Option<PathBuf>) -> Result<Value> {
+    match served.upgrades.ask(binary).await {
+        Ok(Ok(reply)) => Ok(serde_json::to_value(reply)?),
+        Ok(Err(why)) => bail!(why),
+        Err(_) => bail!("the server ends"),
     }
 }
 
@@ -157,6 +220,7 @@ async fn execute(images: &[ServedImage], request: Request) -> Result<Value> {
         pause.length.as_micros().try_into().unwrap_or(u64::MAX)
     };
     Ok(match request {
+        Request::Upgrade(_) => bail!("an upgrade is of the server as a whole"),
         Request::List(_) => {
             let snapshots = disk.snapshots().list().await?;
             serde_json::to_value(snapshots.iter().map(Listed::from).collect::<Vec<_>>())?

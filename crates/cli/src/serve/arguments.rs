@@ -22,7 +22,7 @@ pub struct Arguments {
     /// The image: a raw or qcow2 disk image, or a block device. Several are served side by side, each named
     /// after its file unless --name says otherwise.
     #[arg(required = true, value_name = "IMAGE")]
-    pub(super) images: Vec<PathBuf>,
+    pub(crate) images: Vec<PathBuf>,
     /// The image's format; left out, the file's name decides (.qcow2, otherwise raw).
     #[arg(long, short, value_parser = ValueParser::new(str::parse::<ImageFormat>))]
     format: Option<ImageFormat>,
@@ -61,7 +61,7 @@ pub struct Arguments {
     #[arg(long = "limit", value_name = "KEY=VALUE,...", value_delimiter = ',', value_parser = ValueParser::new(limits::parse))]
     pub(super) limits: Vec<Limit>,
     /// Take requests of this user at this Unix socket while the images are served: blockhouse snapshot
-    /// --control SOCKET.
+    /// --control SOCKET, blockhouse upgrade --control SOCKET.
     #[arg(long, value_name = "SOCKET")]
     pub(super) control: Option<PathBuf>,
     /// How many queues a guest may use on a vhost-user-blk device; they are spread over the workers.
@@ -76,7 +76,7 @@ pub struct Arguments {
     cache: CacheMode,
     /// How many threads serve; each connection, and each queue of a guest, stays on one.
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..=256))]
-    pub(super) workers: u16,
+    pub(crate) workers: u16,
     /// Busy-poll for up to N microseconds before sleeping, if a request is expected that soon; 0 = never.
     #[arg(long, value_name = "N", default_value_t = DEFAULT_POLLING.as_micros() as u32, value_parser = clap::value_parser!(u32).range(..=1_000_000))]
     poll_max_us: u32,
@@ -106,7 +106,7 @@ pub struct Arguments {
     read_only: bool,
     /// Serve the disk as it was when this snapshot was taken (its name or id), for reading only.
     #[arg(long, value_name = "NAME")]
-    pub(super) snapshot: Option<String>,
+    pub(crate) snapshot: Option<String>,
     /// What a guest's discards do: unmap gives the space back to the host, ignore does nothing.
     #[arg(long, default_value = "unmap", value_parser = parse_discard)]
     discard: Discard,
@@ -114,6 +114,9 @@ pub struct Arguments {
     /// unmap also gives its space back to the host.
     #[arg(long, default_value = "off", value_parser = parse_detect_zeroes)]
     detect_zeroes: DetectZeroes,
+    /// Go on with what the process serves that has started this one ('blockhouse upgrade').
+    #[arg(long, hide = true)]
+    pub(super) hand_over: bool,
 }
 
 fn parse_detect_zeroes(name: &str) -> Result<DetectZeroes, String> {
@@ -184,7 +187,7 @@ impl Arguments {
     }
 
     /// How images are opened.
-    pub(super) fn image_options(&self) -> ImageOptions {
+    pub(crate) fn image_options(&self) -> ImageOptions {
         ImageOptions {
             format: self.format,
             access: if self.read_only { Access::ReadOnly } else { Access::ReadWrite },
@@ -196,7 +199,7 @@ impl Arguments {
     }
 
     /// How the loops of workers are set up.
-    pub(super) fn loop_options(&self) -> LoopOptions {
+    pub(crate) fn loop_options(&self) -> LoopOptions {
         LoopOptions {
             engine: self.engine,
             polling: Duration::from_micros(self.poll_max_us.into()),

@@ -3,6 +3,8 @@
 use std::fmt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::thread::sleep;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
 use blockhouse_disk::Disk;
@@ -11,7 +13,8 @@ use blockhouse_nbd::uri::{Address, NbdUri};
 use blockhouse_nbd::{BoundSocket, Export, Exports, Limits, Server, SocketFile};
 use blockhouse_vhost_user::RegisteredMemory;
 
-use crate::control::Control;
+use crate::control::{Closed, Control};
+use crate::hand_over::requests::UpgradeRequests;
 use crate::offers::{Offer, Offers};
 use crate::output;
 use crate::sockets::ListenSocket;
@@ -20,17 +23,50 @@ use crate::workers::Workers;
 
 type HostDisk = Arc<Disk<HostFile>>;
 
+/// How often what the control socket does is asked for.
+const CONTROL_RETRY: Duration = Duration::from_millis(5);
+
 /// Everything that serves.
 pub struct Service {
     workers: Workers,
     disks: Vec<HostDisk>,
     server: Server,
-    /// Removed at the end.
-    files: Vec<SocketFile>,
+    sockets: Vec<ServedSocket>,
     devices: Vec<ServedDevice>,
     control: Option<Control>,
     /// The addresses of the exports.
     ready: Vec<ReadyLine>,
+}
+
+/// A listening socket of NBD clients.
+pub struct ServedSocket {
+    listener: Listener,
+    address: Address,
+    offers: Vec<Offer>,
+    /// Removed at the end.
+    file: Option<SocketFile>,
+}
+
+impl ServedSocket {
+    /// The socket.
+    pub fn listener(&self) -> &Listener {
+        &self.listener
+    }
+
+    /// Where it listens.
+    pub fn address(&self) -> &Address {
+        &self.address
+    }
+
+    /// What its clients find.
+    pub fn offers(&self) -> &[Offer] {
+        &self.offers
+    }
+
+    /// Its file, if this process is to remove that.
+    pub fn file(&self) -> Option<&SocketFile> {
+        self.file.as_ref()
+    }
 }
 
 /// The address of an export, as the line that announces it has it.
@@ -62,27 +98,30 @@ impl Service {
         limits: Limits,
     ) -> Result<Self> {
         let server = Server::new(limits);
-        let mut files = Vec::new();
+        let mut served = Vec::new();
         let mut ready = Vec::new();
-        for ListenSocket { bound, offers } in sockets {
+        for ListenSocket { bound, offers, connections } in sockets {
             // Of this socket alone: clients of others do not find them.
             let exports = Exports::new();
             for Offer { name, image } in &offers {
                 exports.add(export(name.clone(), &disks[*image]))?;
             }
             let listener = Listener::new(bound.socket).context("cannot use the socket")?;
-            let (serving, loops) = (server.clone(), workers.handles());
+            let (serving, loops, accepting) = (server.clone(), workers.handles(), listener.clone());
             drop(workers.first().spawn(move || async move {
-                if let Err(error) = serving.serve(&listener, &exports, &loops).await {
+                let serving = serving.serve_with(&accepting, &exports, &loops, connections);
+                if let Err(error) = serving.await {
                     tracing::error!("cannot accept connections any more: {error}");
                 }
             }));
-            files.extend(bound.file);
-            let address = bound.address;
-            let uri = |offer: Offer| NbdUri { address: address.clone(), export: offer.name };
-            ready.extend(offers.into_iter().map(uri).map(ReadyLine::Nbd));
+            let BoundSocket { address, file, .. } = bound;
+            let uri =
+                |offer: &Offer| NbdUri { address: address.clone(), export: offer.name.clone() };
+            ready.extend(offers.iter().map(uri).map(ReadyLine::Nbd));
+            served.push(ServedSocket { listener, address, offers, file });
         }
-        Ok(Self { workers, disks, server, files, devices: Vec::new(), control: None, ready })
+        let (devices, control) = (Vec::new(), None);
+        Ok(Self { workers, disks, server, sockets: served, devices, control, ready })
     }
 
     /// Serves vhost-user-blk devices with so many queues: the first socket has the first image and so on, or
@@ -117,9 +156,64 @@ impl Service {
         socket: BoundSocket,
         engine: EngineChoice,
         images: &[impl AsRef<Path>],
+        upgrades: UpgradeRequests,
     ) -> Result<()> {
-        self.control = Some(Control::start(socket, engine, images, &self.disks)?);
+        self.control = Some(Control::start(socket, engine, images, &self.disks, upgrades)?);
         Ok(())
+    }
+
+    /// The loops.
+    pub fn workers(&self) -> &Workers {
+        &self.workers
+    }
+
+    /// The images, in the order of the command line.
+    pub fn disks(&self) -> &[HostDisk] {
+        &self.disks
+    }
+
+    /// The server of NBD clients.
+    pub fn server(&self) -> &Server {
+        &self.server
+    }
+
+    /// The listening sockets of NBD clients, in the order in which they are served.
+    pub fn sockets(&self) -> &[ServedSocket] {
+        &self.sockets
+    }
+
+    /// The control socket.
+    pub fn control(&self) -> Option<&Control> {
+        self.control.as_ref()
+    }
+
+    /// Whether there are vhost-user-blk sockets.
+    pub fn has_devices(&self) -> bool {
+        !self.devices.is_empty()
+    }
+
+    /// Holds off what is asked at the control socket, once what is carried out now has ended. `None` if that takes
+    /// longer than `time`; `Some(None)` without a control socket.
+    pub fn pause_control(&self, time: Duration) -> Option<Option<Closed<'_>>> {
+        let Some(control) = &self.control else { return Some(None) };
+        let deadline = Instant::now() + time;
+        loop {
+            if let Some(closed) = control.try_pause() {
+                return Some(Some(closed));
+            }
+            if Instant::now() >= deadline {
+                return None;
+            }
+            sleep(CONTROL_RETRY);
+        }
+    }
+
+    /// Ends without touching what another process goes on with: no file of a socket is removed, no lock given back, no
+    /// connection closed. All of that is left to the end of this process.
+    pub fn leave(mut self) {
+        // So that the client that asked for it gets its answer.
+        self.control.take().into_iter().for_each(Control::leave);
+        std::mem::forget(self);
     }
 
     /// Takes over the sizes of images that became longer, and has guests told.
@@ -173,13 +267,13 @@ impl Service {
 
     /// Stops accepting, completes what is in flight, and flushes.
     pub fn end(self) -> Result<()> {
-        let Self { workers, disks, server, files, devices, control, .. } = self;
+        let Self { workers, disks, server, sockets, devices, control, .. } = self;
         // While the workers still execute what it may wait for.
         control.into_iter().for_each(Control::stop);
         devices.into_iter().for_each(ServedDevice::stop);
         let draining = server.clone();
         // While the sockets still listen: see `SocketFile`.
-        drop(files);
+        drop(sockets);
         workers.run(move || async move { draining.drain().await });
         // All of them, also when one fails.
         let close = |disk: HostDisk| workers.run(move || async move { disk.close().await });

@@ -50,6 +50,13 @@ pub enum BlockStatusState {
     NotNegotiated,
 }
 
+impl BlockStatusState {
+    /// Whether BLOCK_STATUS is answered.
+    pub fn is_negotiated(self) -> bool {
+        self == Self::Negotiated
+    }
+}
+
 /// Why a handshake ended without an export.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum HandshakeError {

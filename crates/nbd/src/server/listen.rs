@@ -3,7 +3,7 @@
 use std::fs;
 use std::io::{Error as IoError, ErrorKind as IoErrorKind};
 use std::net::TcpListener;
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::FileTypeExt;
 use std::path::{Path, PathBuf};
@@ -56,9 +56,20 @@ impl SocketFile {
         Ok(Self { path: path.into(), file })
     }
 
+    /// A file that another process has bound, and has open as `file` (`O_PATH`). From now on this process removes it.
+    pub fn adopt(path: PathBuf, file: OwnedFd) -> Self {
+        Self { path, file }
+    }
+
     fn is_at_its_path(&self) -> bool {
         let (Ok(own), Ok(found)) = (fstat(&self.file), lstat(&self.path)) else { return false };
         (own.st_dev, own.st_ino) == (found.st_dev, found.st_ino)
+    }
+}
+
+impl AsFd for SocketFile {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.file.as_fd()
     }
 }
 

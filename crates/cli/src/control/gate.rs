@@ -1,0 +1,84 @@
+//! Whether requests are carried out: a hand-over holds new ones off, and begins only where none is in progress.
+
+use blockhouse_core::sync::Condvar;
+use parking_lot::Mutex;
+
+/// A gate that requests pass.
+#[derive(Default)]
+pub struct Gate {
+    state: Mutex<State>,
+    opened: Condvar,
+}
+
+#[derive(Default)]
+struct State {
+    inside: usize,
+    is_closed: bool,
+}
+
+/// A request that is carried out.
+pub struct Inside<'a>(&'a Gate);
+
+/// No request is carried out until this is dropped.
+pub struct Closed<'a>(&'a Gate);
+
+impl Gate {
+    /// Waits until requests may be carried out.
+    pub async fn enter(&self) -> Inside<'_> {
+        self.opened
+            .wait_until(|| {
+                let mut state = self.state.lock();
+                if state.is_closed {
+                    return None;
+                }
+                state.inside += 1;
+                Some(Inside(self))
+            })
+            .await
+    }
+
+    /// Holds requests off, if none is carried out now.
+    pub fn try_close(&self) -> Option<Closed<'_>> {
+        let mut state = self.state.lock();
+        if state.inside > 0 || state.is_closed {
+            return None;
+        }
+        state.is_closed = true;
+        Some(Closed(self))
+    }
+}
+
+impl Drop for Inside<'_> {
+    fn drop(&mut self) {
+        self.0.state.lock().inside -= 1;
+    }
+}
+
+impl Drop for Closed<'_> {
+    fn drop(&mut self) {
+        self.0.state.lock().is_closed = false;
+        self.0.opened.notify_all();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::pin::pin;
+
+    use futures_util::FutureExt;
+
+    use super::*;
+
+    #[test]
+    fn a_closed_gate_holds_requests_off_and_closes_only_between_them() {
+        let gate = Gate::default();
+        let inside = gate.enter().now_or_never().expect("it is open");
+        assert!(gate.try_close().is_none());
+        drop(inside);
+        let closed = gate.try_close().expect("none is inside");
+        let mut later = pin!(gate.enter());
+        assert!(later.as_mut().now_or_never().is_none());
+        drop(closed);
+        assert!(later.now_or_never().is_some());
+    }
+}

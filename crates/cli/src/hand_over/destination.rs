@@ -1,0 +1,208 @@
+//! The process that takes over.
+//!
+//! Guarantees: before it has said that it took over, it changes nothing: no image, no lock, no flag of a socket, no file of
+//! a socket. From that moment on it is the owner, whether the source hears of it or is over. Where it ends before, the
+//! source goes on.
+
+use std::collections::VecDeque;
+use std::ffi::OsString;
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::ffi::OsStringExt;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail};
+use blockhouse_disk::{Disk, HandedFile, open_handed_over};
+use blockhouse_engine::{HostFile, OpenFiles, Stream};
+use blockhouse_nbd::{BoundSocket, PausedSession, SocketFile};
+use rustix::fs::{Mode, OFlags};
+
+use super::channel::{Channel, Frame, version};
+use super::fault::{Step, reach};
+use super::format::{Address, Connection, Control, File, Message, Offer, Socket, Yours};
+use crate::offers::Offer as ExportOffer;
+use crate::serve::Arguments;
+use crate::sockets::ListenSocket;
+use crate::workers::Workers;
+
+/// How long the source may take to make its offer.
+const OFFER_TIME: Duration = Duration::from_secs(10);
+
+/// What was taken over.
+pub struct TakenOver {
+    /// The loops.
+    pub workers: Workers,
+    /// The images.
+    pub disks: Vec<Arc<Disk<HostFile>>>,
+    /// The listening sockets, with their connections.
+    pub sockets: Vec<ListenSocket>,
+    /// The control socket.
+    pub control: Option<BoundSocket>,
+}
+
+/// What the source offers, with its descriptors.
+struct Offered {
+    images: Vec<Vec<HandedFile>>,
+    sockets: Vec<(Socket, OwnedFd, Option<OwnedFd>)>,
+    control: Option<(Control, OwnedFd, Option<OwnedFd>)>,
+}
+
+/// Takes over what the server that has started this process serves.
+///
+/// # Errors
+/// Why not, in one line, which the source has been told: nothing was changed.
+pub fn take_over(arguments: &Arguments) -> Result<TakenOver> {
+    let channel = channel_at_stdin().context("--hand-over is for 'blockhouse upgrade' alone")?;
+    prepare(&channel, arguments).inspect_err(|error| {
+        // It may be over.
+        let _ = channel.send(&Message::Refused { why: format!("{error:#}") }, &[], &[]);
+    })
+}
+
+fn prepare(channel: &Channel, arguments: &Arguments) -> Result<TakenOver> {
+    let frame = next(channel, Some(Instant::now() + OFFER_TIME))?;
+    let Message::Offer(offer) = frame.message else { bail!("no offer came") };
+    reach(Step::DestinationOffered);
+    let offered = Offered::new(offer, frame.descriptors.into())?;
+    if offered.images.len() != arguments.images.len() {
+        bail!("other images are served than the command line names");
+    }
+    let workers = Workers::start(arguments.workers.into(), arguments.loop_options())?;
+    channel.send(&Message::Ready, &[], &[]).context("cannot answer the source")?;
+    reach(Step::DestinationReady);
+    // For as long as it takes: the source drains its requests, and flushes.
+    let Frame { message, descriptors, bytes } = next(channel, None)?;
+    let Message::Yours(yours) = message else { bail!("the source does not hand over") };
+    reach(Step::DestinationMay);
+    let Offered { images, sockets, control } = offered;
+    let disks = open_all(&workers, arguments, images)?;
+    let connections = connections(&yours, descriptors, &bytes, sockets.len())?;
+    reach(Step::DestinationOpened);
+    // It may be over by now: then there is no other owner.
+    let _ = channel.send(&Message::Mine, &[], &[]);
+    reach(Step::DestinationTook);
+    for (disk, failures) in disks.iter().zip(yours.flush_failures) {
+        disk.take_over(failures);
+    }
+    let sockets =
+        sockets.into_iter().zip(connections).map(|((socket, descriptor, file), paused)| {
+            let offers = socket.exports.into_iter();
+            ListenSocket {
+                bound: bound(socket.address, descriptor, file),
+                offers: offers.map(|(name, image)| ExportOffer { name, image }).collect(),
+                connections: paused,
+            }
+        });
+    Ok(TakenOver {
+        sockets: sockets.collect(),
+        control: control.map(|(control, socket, file)| bound(control.address, socket, file)),
+        workers,
+        disks,
+    })
+}
+
+/// The socket pair, which is standard input. What takes its place there reads as empty.
+fn channel_at_stdin() -> Result<Channel> {
+    let stdin = std::io::stdin();
+    let socket = stdin.as_fd().try_clone_to_owned()?;
+    let null = rustix::fs::open("/dev/null", OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty())?;
+    rustix::stdio::dup2_stdin(null)?;
+    Ok(Channel::new(socket, version())?)
+}
+
+/// The next frame.
+fn next(channel: &Channel, deadline: Option<Instant>) -> Result<Frame> {
+    channel.receive(deadline)?.context("the server that has started this process has ended")
+}
+
+impl Offered {
+    fn new(offer: Offer, mut descriptors: VecDeque<OwnedFd>) -> Result<Self> {
+        let mut take = |is_there: bool| match is_there {
+            true => descriptors.pop_front().map(Some).context("a descriptor is missing"),
+            false => Ok(None),
+        };
+        let mut images = Vec::new();
+        for image in offer.images {
+            let mut files = Vec::new();
+            for File { path, has_tail, has_flushed } in image.files {
+                let file = take(true)?.context("a descriptor is missing")?;
+                let (tail, flushed) = (take(has_tail)?, take(has_flushed)?);
+                files.push(HandedFile { path, files: OpenFiles { file, tail, flushed } });
+            }
+            images.push(files);
+        }
+        let mut sockets = Vec::new();
+        for socket in offer.sockets {
+            if socket.exports.iter().any(|(_, image)| *image >= images.len()) {
+                bail!("an export of an image that is not offered");
+            }
+            let descriptor = take(true)?.context("a descriptor is missing")?;
+            let file = take(socket.has_file)?;
+            sockets.push((socket, descriptor, file));
+        }
+        let control = match offer.control {
+            None => None,
+            Some(control) => {
+                let descriptor = take(true)?.context("a descriptor is missing")?;
+                let file = take(control.has_file)?;
+                Some((control, descriptor, file))
+            }
+        };
+        Ok(Self { images, sockets, control })
+    }
+}
+
+fn open_all(
+    workers: &Workers,
+    arguments: &Arguments,
+    images: Vec<Vec<HandedFile>>,
+) -> Result<Vec<Arc<Disk<HostFile>>>> {
+    let mut disks = Vec::new();
+    for (path, files) in arguments.images.iter().zip(images) {
+        let (path, options) = (path.clone(), arguments.image_options());
+        let snapshot = arguments.snapshot.clone();
+        let disk = workers.run(move || async move {
+            open_handed_over(&path, options, snapshot.as_deref(), files).await
+        })?;
+        disks.push(Arc::new(disk));
+    }
+    Ok(disks)
+}
+
+/// The connections of each socket.
+fn connections(
+    yours: &Yours,
+    descriptors: Vec<OwnedFd>,
+    mut bytes: &[u8],
+    sockets: usize,
+) -> Result<Vec<Vec<(Stream, PausedSession)>>> {
+    let mut connections: Vec<Vec<_>> = (0..sockets).map(|_| Vec::new()).collect();
+    if descriptors.len() != yours.connections.len() {
+        bail!("a connection's descriptor is missing");
+    }
+    for (record, descriptor) in yours.connections.iter().zip(descriptors) {
+        let Connection { socket, is_used, received, .. } = *record;
+        let received = bytes.split_off(..received as usize).context("bytes are missing")?.to_vec();
+        let session = PausedSession { options: record.options(), received, is_used };
+        let of_socket = connections.get_mut(socket).context("a connection of no socket")?;
+        of_socket.push((Stream::new(descriptor)?, session));
+    }
+    Ok(connections)
+}
+
+fn bound(address: Address, socket: OwnedFd, file: Option<OwnedFd>) -> BoundSocket {
+    let address = match address {
+        Address::Tcp { host, port } => blockhouse_nbd::uri::Address::Tcp { host, port },
+        Address::Unix(path) => {
+            blockhouse_nbd::uri::Address::Unix(PathBuf::from(OsString::from_vec(path)))
+        }
+    };
+    let file = match (&address, file) {
+        (blockhouse_nbd::uri::Address::Unix(path), Some(file)) => {
+            Some(SocketFile::adopt(path.clone(), file))
+        }
+        _ => None,
+    };
+    BoundSocket { socket, address, file }
+}

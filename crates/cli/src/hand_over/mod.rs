@@ -1,0 +1,17 @@
+//! The hand-over of a running server to another process: `blockhouse upgrade`, and SIGUSR2.
+//!
+//! ARCHITECTURE.md, section *Upgrade*, has the steps, who owns what at each, and what a death at each leaves.
+//!
+//! - [`format`]: all that crosses the socket pair
+//! - [`channel`]: frames with descriptors
+//! - [`source`]: the server that hands over
+//! - [`destination`]: the process that takes over
+//! - [`requests`]: from the control socket to the main thread
+//! - [`fault`]: deaths at chosen steps, for tests
+
+pub mod channel;
+pub mod destination;
+mod fault;
+pub mod format;
+pub mod requests;
+pub mod source;

@@ -1,0 +1,40 @@
+//! Upgrades that were asked for at the control socket, until the main thread carries them out.
+
+use std::collections::VecDeque;
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use futures_channel::oneshot;
+use parking_lot::Mutex;
+use signal_hook::consts::SIGUSR2;
+use signal_hook::low_level::raise;
+
+use crate::control::UpgradeReply;
+
+/// An upgrade that was asked for.
+pub struct UpgradeRequest {
+    /// The program to go on with; left out, the one that this process was started from, as it is on disk now.
+    pub binary: Option<PathBuf>,
+    /// Where the outcome goes: why not, in one line.
+    pub reply: oneshot::Sender<Result<UpgradeReply, String>>,
+}
+
+/// The upgrades that were asked for.
+#[derive(Clone, Default)]
+pub struct UpgradeRequests(Arc<Mutex<VecDeque<UpgradeRequest>>>);
+
+impl UpgradeRequests {
+    /// Asks the main thread for an upgrade, and wakes it.
+    pub fn ask(&self, binary: Option<PathBuf>) -> oneshot::Receiver<Result<UpgradeReply, String>> {
+        let (reply, outcome) = oneshot::channel();
+        self.0.lock().push_back(UpgradeRequest { binary, reply });
+        // As a person would: the main thread waits for signals. It fails for no signal that exists.
+        let _ = raise(SIGUSR2);
+        outcome
+    }
+
+    /// The next one.
+    pub fn take(&self) -> Option<UpgradeRequest> {
+        self.0.lock().pop_front()
+    }
+}

@@ -1,0 +1,326 @@
+//! The server that hands over.
+//!
+//! Guarantee: it returns an error only if it owns images and connections, and goes on with both. The destination
+//! is over then: it can do nothing late. Where it returns without an error, it owns nothing any more.
+
+use std::ffi::OsString;
+use std::os::fd::{AsFd, BorrowedFd};
+use std::os::unix::ffi::{OsStrExt, OsStringExt};
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail};
+use blockhouse_nbd::PausedConnection;
+
+use super::channel::Channel;
+use super::fault::{Step, reach};
+use super::format::{
+    Address, Connection, Control, File, Image, Message, Offer, Socket, VERSION, Yours,
+};
+use crate::serve::Service;
+
+/// How long the destination may take to be ready, and to take over.
+const ANSWER_TIME: Duration = Duration::from_secs(10);
+/// How long clients may take for their handshakes. Nobody else waits meanwhile.
+const HANDSHAKE_TIME: Duration = Duration::from_secs(1);
+/// How long clients may take to receive their last replies, and requests to complete.
+const DRAIN_TIME: Duration = Duration::from_secs(2);
+/// How long what was asked at the control socket may take.
+const CONTROL_TIME: Duration = Duration::from_secs(5);
+
+/// An upgrade that succeeded.
+pub struct HandedOver {
+    /// The process that serves now.
+    pub process: u32,
+    /// How long nothing was served.
+    pub gap: Duration,
+}
+
+/// The destination and the channel to it. Dropped, the process is killed and its end awaited.
+struct Destination {
+    child: Child,
+    channel: Channel,
+    binary: PathBuf,
+}
+
+/// Hands everything that is served to a process that is started for it.
+///
+/// # Errors
+/// Why not, in one line: then this server goes on.
+pub fn hand_over(service: &Service, binary: Option<PathBuf>) -> Result<HandedOver> {
+    if service.has_devices() {
+        bail!(
+            "this server has vhost-user-blk sockets, and only NBD connections can be handed over; stop it \
+             and start the new one, the guests' front-ends reconnect"
+        );
+    }
+    let mut destination = Destination::start(binary)?;
+    let Some(_control) = service.pause_control(CONTROL_TIME) else {
+        bail!(
+            "a request at the control socket is still being carried out; try again when it is done"
+        );
+    };
+    let (offer, descriptors) = offer_of(service);
+    destination.send(&Message::Offer(offer), &descriptors, &[])?;
+    reach(Step::SourceOffered);
+    destination.expect(Message::Ready, "get ready")?;
+    let outcome = give(service, &mut destination);
+    match outcome {
+        Ok(gap) => {
+            reach(Step::SourceGaveUp);
+            let process = destination.child.id();
+            // It fails where no service manager asked for it.
+            let _ = sd_notify::notify(&[sd_notify::NotifyState::MainPid(process)]);
+            destination.leave();
+            Ok(HandedOver { process, gap })
+        }
+        Err(error) => {
+            if destination.end() {
+                // It took over in the last moment, and may have changed the images: they are not ours any more.
+                tracing::error!(
+                    "the new server was ended after it took over: {error:#}; this one ends, too, because it \
+                     does not know what was changed: start it again"
+                );
+                crate::logging::finish();
+                std::process::exit(1);
+            }
+            service.server().resume();
+            Err(error)
+        }
+    }
+}
+
+/// Stops serving, and has the destination take over. How long nothing was served until then.
+fn give(service: &Service, destination: &mut Destination) -> Result<Duration> {
+    let (workers, server) = (service.workers(), service.server().clone());
+    for disk in service.disks() {
+        let disk = Arc::clone(disk);
+        // Only to leave less for later: the outcome is that of the next one.
+        let _ = workers.run(move || async move { disk.flush().await });
+    }
+    let accepting = server.clone();
+    workers.run(move || async move { accepting.pause_accepting(HANDSHAKE_TIME).await });
+    let begin = Instant::now();
+    let paused = workers.run(move || async move { server.pause(DRAIN_TIME).await });
+    let connections = paused.map_err(|busy| {
+        anyhow::anyhow!(
+            "{} clients did not take their replies, or their requests did not complete, within \
+             {DRAIN_TIME:?}: {}",
+            busy.len(),
+            busy.join(", ")
+        )
+    })?;
+    for disk in service.disks() {
+        let settling = Arc::clone(disk);
+        let settled = workers.run(move || async move { settling.settle().await });
+        settled.with_context(|| format!("{}: cannot be handed over", disk.name()))?;
+    }
+    reach(Step::SourceSettled);
+    let flush_failures = service.disks().iter().map(|disk| disk.flush_failures()).collect();
+    let streams: Vec<_> = connections.iter().map(|paused| paused.stream.as_fd()).collect();
+    let bytes: Vec<&[u8]> = connections.iter().map(|paused| &paused.session.received[..]).collect();
+    let yours = Yours { flush_failures, connections: connections.iter().map(record).collect() };
+    destination.send(&Message::Yours(yours), &streams, &bytes.concat())?;
+    reach(Step::SourceGave);
+    destination.expect(Message::Mine, "take over")?;
+    Ok(begin.elapsed())
+}
+
+fn record(paused: &PausedConnection) -> Connection {
+    let PausedConnection { socket, session, .. } = paused;
+    Connection {
+        socket: *socket,
+        export: session.options.export.clone(),
+        framing: session.options.framing.into(),
+        block_status: session.options.block_status.is_negotiated(),
+        is_used: session.is_used,
+        received: session.received.len() as u64,
+    }
+}
+
+/// What is served, and its descriptors in the order of `format`.
+fn offer_of(service: &Service) -> (Offer, Vec<BorrowedFd<'_>>) {
+    let mut descriptors = Vec::new();
+    let mut images = Vec::new();
+    for disk in service.disks() {
+        let mut files = Vec::new();
+        for file in disk.chain_files() {
+            let open = file.open_files();
+            files.push(File {
+                path: blockhouse_core::Storage::name(file).to_owned(),
+                has_tail: open.tail.is_some(),
+                has_flushed: open.flushed.is_some(),
+            });
+            descriptors.push(open.file);
+            descriptors.extend(open.tail);
+            descriptors.extend(open.flushed);
+        }
+        images.push(Image { files });
+    }
+    let mut sockets = Vec::new();
+    for socket in service.sockets() {
+        descriptors.push(socket.listener().as_fd());
+        descriptors.extend(socket.file().map(AsFd::as_fd));
+        let exports = socket.offers().iter().map(|offer| (offer.name.clone(), offer.image));
+        sockets.push(Socket {
+            address: socket.address().into(),
+            has_file: socket.file().is_some(),
+            exports: exports.collect(),
+        });
+    }
+    let control = service.control().map(|control| {
+        descriptors.push(control.listener().as_fd());
+        descriptors.extend(control.file().map(AsFd::as_fd));
+        Control { address: control.address().into(), has_file: control.file().is_some() }
+    });
+    (Offer { images, sockets, control }, descriptors)
+}
+
+impl From<&blockhouse_nbd::uri::Address> for Address {
+    fn from(address: &blockhouse_nbd::uri::Address) -> Self {
+        match address {
+            blockhouse_nbd::uri::Address::Unix(path) => {
+                Self::Unix(path.as_os_str().as_bytes().to_vec())
+            }
+            blockhouse_nbd::uri::Address::Tcp { host, port } => {
+                Self::Tcp { host: host.clone(), port: *port }
+            }
+        }
+    }
+}
+
+impl Destination {
+    /// Starts the program with this process's command line.
+    fn start(binary: Option<PathBuf>) -> Result<Self> {
+        let binary = binary.map_or_else(own_binary, Ok)?;
+        let (ours, theirs) = UnixStream::pair().context("cannot make a socket pair")?;
+        let child = Command::new(&binary)
+            .args(arguments_of(std::env::args_os().skip(1)))
+            .stdin(Stdio::from(std::os::fd::OwnedFd::from(theirs)))
+            .spawn()
+            .with_context(|| format!("{}: cannot be started", binary.display()))?;
+        let channel = Channel::new(ours.into(), VERSION).context("cannot use a socket pair")?;
+        Ok(Self { child, channel, binary })
+    }
+
+    fn send(
+        &mut self,
+        message: &Message,
+        descriptors: &[BorrowedFd<'_>],
+        bytes: &[u8],
+    ) -> Result<()> {
+        match self.channel.send(message, descriptors, bytes) {
+            Ok(()) => Ok(()),
+            // What it has said before it ended tells more.
+            Err(_) => self.expect(Message::Mine, "receive what it was sent"),
+        }
+    }
+
+    /// Waits for this message.
+    fn expect(&mut self, wanted: Message, what: &str) -> Result<()> {
+        let received = self.channel.receive(Some(Instant::now() + ANSWER_TIME));
+        let binary = self.binary.display();
+        match received {
+            Ok(Some(frame)) if frame.message == wanted => Ok(()),
+            Ok(Some(frame)) => match frame.message {
+                Message::Refused { why } => bail!("{binary}: the new server refuses: {why}"),
+                other => {
+                    bail!("{binary}: the new server answered {other:?} where it was to {what}")
+                }
+            },
+            Ok(None) => match self.child.wait() {
+                Ok(status) => {
+                    bail!("{binary}: the new server ended before it could {what}: {status}")
+                }
+                Err(error) => bail!("{binary}: the new server ended: {error}"),
+            },
+            Err(error) if is_timeout(&error) => {
+                bail!("{binary}: the new server did not {what} within {ANSWER_TIME:?}")
+            }
+            Err(error) => Err(error).with_context(|| format!("{binary}: the new server's answer")),
+        }
+    }
+
+    /// Ends the process. Whether it had taken over before.
+    fn end(&mut self) -> bool {
+        // It fails for a process that has ended already.
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+        loop {
+            match self.channel.receive(Some(Instant::now())) {
+                Ok(Some(frame)) if frame.message == Message::Mine => return true,
+                Ok(Some(_)) => {}
+                Ok(None) | Err(_) => return false,
+            }
+        }
+    }
+
+    /// Leaves the process alone: it goes on.
+    fn leave(self) {
+        std::mem::forget(self);
+    }
+}
+
+impl Drop for Destination {
+    fn drop(&mut self) {
+        self.end();
+    }
+}
+
+fn is_timeout(error: &anyhow::Error) -> bool {
+    let error = error.downcast_ref::<std::io::Error>();
+    error.is_some_and(|error| error.kind() == std::io::ErrorKind::TimedOut)
+}
+
+/// The program at the path from which this process was started: another one by now, if it was replaced.
+fn own_binary() -> Result<PathBuf> {
+    let path = std::fs::read_link("/proc/self/exe").context("cannot find this program's path")?;
+    Ok(without_deleted(&path))
+}
+
+/// The path without what the kernel adds to that of a file which was replaced.
+fn without_deleted(path: &Path) -> PathBuf {
+    let bytes = path.as_os_str().as_bytes();
+    let bytes = bytes.strip_suffix(b" (deleted)").unwrap_or(bytes);
+    PathBuf::from(OsString::from_vec(bytes.to_vec()))
+}
+
+/// The command line for the destination.
+fn arguments_of(own: impl Iterator<Item = OsString>) -> Vec<OsString> {
+    let mut arguments: Vec<_> = own.filter(|argument| argument != HAND_OVER).collect();
+    // Before what may stand behind a "--".
+    let command = arguments.iter().position(|argument| argument == "serve");
+    arguments.insert(command.map_or(0, |command| command + 1), HAND_OVER.into());
+    arguments
+}
+
+/// The hidden option of `serve`.
+const HAND_OVER: &str = "--hand-over";
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_command_line_is_handed_over_with_one_option_more() {
+        let arguments = |text: &str| {
+            let own = text.split(' ').map(OsString::from);
+            arguments_of(own).join(" ".as_ref()).into_string().expect("ASCII")
+        };
+        assert_eq!(arguments("-v serve -- -x"), "-v serve --hand-over -- -x");
+        assert_eq!(
+            arguments("serve --hand-over a --name serve"),
+            "serve --hand-over a --name serve"
+        );
+    }
+
+    #[test]
+    fn a_program_that_was_replaced_is_found_at_its_path() {
+        let found = |path: &str| without_deleted(Path::new(path));
+        assert_eq!(found("/usr/bin/blockhouse (deleted)"), Path::new("/usr/bin/blockhouse"));
+        assert_eq!(found("/usr/bin/blockhouse"), Path::new("/usr/bin/blockhouse"));
+    }
+}

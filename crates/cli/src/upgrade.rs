@@ -1,0 +1,33 @@
+//! `blockhouse upgrade`: another process goes on with what a server serves.
+
+use std::path::PathBuf;
+
+use anyhow::{Context, Result};
+
+use crate::control::{Request, UpgradeArgs, UpgradeReply, ask};
+use crate::output;
+
+/// Arguments of `upgrade`.
+#[derive(clap::Args)]
+pub struct Arguments {
+    /// The control socket of the server: that of its --control.
+    #[arg(long, value_name = "SOCKET")]
+    control: PathBuf,
+    /// The program that goes on, with the server's own command line. Left out, the one that the server was started
+    /// from, as it is at its path by now.
+    #[arg(long, value_name = "PATH")]
+    binary: Option<PathBuf>,
+}
+
+/// Runs the command.
+pub fn run(arguments: Arguments) -> Result<()> {
+    // The server may have another working directory.
+    let binary = arguments.binary.map(std::path::absolute).transpose();
+    let binary = binary.context("cannot find the program")?;
+    let request = Request::Upgrade(UpgradeArgs { binary });
+    let UpgradeReply { process, gap_us } = ask(&arguments.control, &request)?;
+    output::print(&format!(
+        "process {process} serves now; requests waited for {:.1} ms",
+        gap_us as f64 / 1000.0
+    ))
+}

@@ -1,0 +1,183 @@
+//! A server that is upgraded while clients verify what it holds, for tests and for `upgrade_gaps`.
+
+use std::path::Path;
+use std::process::Command;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use fastrand::Rng;
+use rustix::process::{Pid, Signal, kill_process};
+
+use crate::nbd::{Address, Client, Framing, Request, command, pattern};
+use crate::{Outcome, Scratch, blockhouse, eventually, run_within};
+
+/// Requests that a verifier has in flight.
+const DEPTH: usize = 64;
+const BLOCK: u64 = 4096;
+/// Blocks that each of those requests has for itself.
+const BLOCKS: u64 = 16;
+/// Bytes of the disk that a verifier needs.
+pub const REGION: u64 = DEPTH as u64 * BLOCKS * BLOCK;
+
+/// More than an upgrade takes, whatever goes wrong.
+const UPGRADE_LIMIT: Duration = Duration::from_secs(60);
+
+/// What a verifier has seen.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Seen {
+    /// Replies.
+    pub replies: u64,
+    /// The longest time between two replies, with all requests in flight.
+    pub longest_gap: Duration,
+}
+
+/// One of the requests in flight: what its blocks hold, and what it does.
+struct Slot {
+    start: u64,
+    /// By block, the generation that was written last; 0 for none.
+    generations: [u64; BLOCKS as usize],
+    block: usize,
+    is_read: bool,
+    cookie: u64,
+}
+
+/// Writes and reads blocks at depth 64, from byte `start` of the disk, until told to stop. Every block that is read must
+/// hold what was written last.
+///
+/// # Panics
+/// At the first error, end of file, or wrong byte.
+pub fn verify(
+    address: &Address,
+    framing: Framing,
+    start: u64,
+    mut random: Rng,
+    stop: &AtomicBool,
+) -> Seen {
+    let mut client = Client::open_with(address, framing);
+    let slot = |index| Slot {
+        start: start + index * BLOCKS * BLOCK,
+        generations: [0; BLOCKS as usize],
+        block: 0,
+        is_read: false,
+        cookie: 0,
+    };
+    let mut slots: Vec<_> = (0..DEPTH as u64).map(slot).collect();
+    let mut generation = 0;
+    for slot in &mut slots {
+        slot.send(&mut client, &mut random, &mut generation);
+    }
+    let (mut seen, mut last, mut in_flight) = (Seen::default(), Instant::now(), DEPTH);
+    while in_flight > 0 {
+        let (cookie, reply) = client.receive().expect("no end of file is seen");
+        let now = Instant::now();
+        seen.replies += 1;
+        seen.longest_gap = seen.longest_gap.max(now - last);
+        last = now;
+        assert_eq!(reply.error, 0, "a request failed");
+        let slot = slots.iter_mut().find(|slot| slot.cookie == cookie).expect("a known cookie");
+        if slot.is_read {
+            let expected = slot.generations[slot.block];
+            let offset = slot.offset();
+            match expected {
+                0 => assert!(reply.data.iter().all(|byte| *byte == 0), "zeros are at {offset}"),
+                written => {
+                    pattern::verify(&reply.data, offset, Some(written)).expect("what was written")
+                }
+            }
+        }
+        match stop.load(Ordering::Relaxed) {
+            true => in_flight -= 1,
+            false => slot.send(&mut client, &mut random, &mut generation),
+        }
+    }
+    client.disconnect();
+    seen
+}
+
+impl Slot {
+    fn offset(&self) -> u64 {
+        self.start + self.block as u64 * BLOCK
+    }
+
+    fn send(&mut self, client: &mut Client, random: &mut Rng, generation: &mut u64) {
+        self.block = random.usize(..BLOCKS as usize);
+        self.is_read = random.bool();
+        let (offset, length) = (self.offset(), BLOCK);
+        let request = |command| Request { command, flags: 0, offset, length };
+        let sent = match self.is_read {
+            true => client.send(request(command::READ)),
+            false => {
+                *generation += 1;
+                self.generations[self.block] = *generation;
+                let mut block = vec![0; BLOCK as usize];
+                pattern::fill(&mut block, offset, *generation);
+                client.send_with(request(command::WRITE), &block)
+            }
+        };
+        self.cookie = sent.expect("no end of file is seen");
+    }
+}
+
+/// Runs `blockhouse upgrade` at this control socket, with more words.
+pub fn upgrade(control: &Path, words: &[&str]) -> Outcome {
+    let mut command = Command::new(blockhouse());
+    command.arg("upgrade").arg("--control").arg(control).args(words);
+    run_within(UPGRADE_LIMIT, &mut command)
+}
+
+/// The gap that an upgrade tells of, in milliseconds.
+///
+/// # Panics
+/// When it tells of none.
+pub fn told_gap(outcome: &Outcome) -> f64 {
+    let words: Vec<_> = outcome.stdout.split_whitespace().collect();
+    let gap = words.iter().rev().nth(1).and_then(|word| word.parse().ok());
+    gap.unwrap_or_else(|| panic!("{}", outcome.describe("must tell the gap")))
+}
+
+/// The servers that upgrades have started in a scratch folder; they are killed when this is dropped.
+pub struct Servers<'a>(pub &'a Scratch);
+
+impl Servers<'_> {
+    /// Those that run: the processes whose command line names a socket of the folder.
+    pub fn running(&self) -> Vec<Pid> {
+        let folder = self.0.short().to_str().expect("a plain name").to_owned();
+        let ids = std::fs::read_dir("/proc").expect("/proc is there").flatten();
+        let ids = ids.filter_map(|entry| entry.file_name().to_str()?.parse::<i32>().ok());
+        let serves = |id: &i32| {
+            let line = std::fs::read(format!("/proc/{id}/cmdline")).unwrap_or_default();
+            let line = String::from_utf8_lossy(&line).replace('\0', " ");
+            let is_dead = std::fs::read_to_string(format!("/proc/{id}/stat"))
+                .map_or(true, |stat| {
+                    stat.rsplit(')').next().is_some_and(|rest| rest.starts_with(" Z"))
+                });
+            line.contains(" serve ") && line.contains(&folder) && !is_dead
+        };
+        ids.filter(serves).filter_map(Pid::from_raw).collect()
+    }
+
+    /// Waits until so many run.
+    #[track_caller]
+    pub fn wait_for(&self, count: usize) {
+        let is_so = eventually(Duration::from_secs(20), || self.running().len() == count);
+        assert!(is_so, "{count} servers are expected, there are {:?}", self.running());
+    }
+
+    /// Ends all by SIGTERM, and waits.
+    #[track_caller]
+    pub fn stop(&self) {
+        for id in self.running() {
+            let _ = kill_process(id, Signal::TERM);
+        }
+        self.wait_for(0);
+    }
+}
+
+impl Drop for Servers<'_> {
+    fn drop(&mut self) {
+        for id in self.running() {
+            // It may have ended meanwhile.
+            let _ = kill_process(id, Signal::KILL);
+        }
+    }
+}

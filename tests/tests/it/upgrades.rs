@@ -1,0 +1,301 @@
+//! Servers that hand over to another process under load: no client sees an end of file or a wrong byte, no other program
+//! gets the image's lock, and a death at any step leaves one owner or none.
+
+use std::io::{Read, Write};
+use std::os::fd::AsFd;
+use std::os::unix::net::UnixDatagram;
+use std::path::Path;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use blockhouse_engine::is_byte_locked;
+use blockhouse_tests::nbd::{Address, Client, Framing, Greeted};
+use blockhouse_tests::upgrade::{REGION, Servers, told_gap, upgrade, verify};
+use blockhouse_tests::{
+    Engine, Scratch, Serve, Server, image_tool, on_every_engine, run, seeded, tool,
+};
+use rustix::process::Signal;
+
+const FORMATS: [&str; 2] = ["raw", "qcow2"];
+const SIZE: u64 = 64 << 20;
+/// The bytes on which QEMU's writers hold locks: they write and resize, and let no other do so.
+const LOCKED_BYTES: [u64; 4] = [101, 103, 201, 203];
+
+/// A server with a control socket and an image of this format, and where its image is.
+fn serve(scratch: &Scratch, format: &str) -> (Serve, std::path::PathBuf) {
+    let image = scratch.path(&format!("disk.{format}"));
+    let size = SIZE.to_string();
+    let words = ["create", "--format", format, image_tool::str(&image), &size];
+    image_tool::command(&words).success();
+    let serve = Serve::new(scratch, &image).option("--format", format);
+    (serve.option("--control", scratch.socket("control")), image)
+}
+
+/// Watches the image's locks without a pause: how often they were looked at, all of them held.
+fn watch_locks(image: &Path, stop: &AtomicBool) -> u64 {
+    let file = std::fs::File::open(image).expect("the image is there");
+    let mut looks = 0;
+    while !stop.load(Ordering::Relaxed) {
+        for byte in LOCKED_BYTES {
+            assert!(is_byte_locked(file.as_fd(), byte).expect("locks"), "byte {byte} is free");
+        }
+        looks += 1;
+        std::thread::sleep(Duration::from_micros(50));
+    }
+    looks
+}
+
+/// QEMU does not get the lock. To read a raw image beside a writer it needs none.
+fn refuses_qemu(image: &Path, format: &str) {
+    let mut qemu_io = tool("qemu-io");
+    qemu_io.args((format == "qcow2").then_some("-r"));
+    qemu_io.args(["-f", format, "-c", "read 0 512"]).arg(image);
+    run(&mut qemu_io).failure("lock");
+}
+
+on_every_engine! { clients_at_depth_64_notice_nothing }
+
+fn clients_at_depth_64_notice_nothing(engine: Engine) {
+    for format in FORMATS {
+        let scratch = Scratch::new();
+        let servers = Servers(&scratch);
+        let (serve, image) = serve(&scratch, format);
+        let server = serve.engine(engine).export("nbd://127.0.0.1:0").start();
+        let port = server.uris()[1].rsplit([':', '/']).find_map(|word| word.parse::<u16>().ok());
+        let tcp = Address::Tcp(([127, 0, 0, 1], port.expect("a port")).into());
+        let addresses = [server.address(), tcp.clone(), tcp];
+        let stop = AtomicBool::new(false);
+        let random = seeded();
+        std::thread::scope(|scope| {
+            let (stop, image) = (&stop, &image);
+            let verifiers: Vec<_> = (0..)
+                .zip([Framing::Simple, Framing::Structured, Framing::Extended])
+                .map(|(index, framing)| {
+                    let address = addresses[index as usize].clone();
+                    let mut random = random.clone();
+                    random.seed(random.get_seed() ^ index);
+                    scope.spawn(move || verify(&address, framing, index * REGION, random, stop))
+                })
+                .collect();
+            let locks = scope.spawn(move || watch_locks(image, stop));
+            let qemu = scope.spawn(|| {
+                while !stop.load(Ordering::Relaxed) {
+                    refuses_qemu(image, format);
+                }
+            });
+            let mut gaps = Vec::new();
+            for _ in 0..4 {
+                std::thread::sleep(Duration::from_millis(100));
+                let outcome = upgrade(&scratch.socket("control"), &[]).success();
+                gaps.push(told_gap(&outcome));
+                servers.wait_for(1);
+            }
+            std::thread::sleep(Duration::from_millis(100));
+            stop.store(true, Ordering::Relaxed);
+            let seen: Vec<_> = verifiers.into_iter().map(|one| one.join().unwrap()).collect();
+            assert!(seen.iter().all(|seen| seen.replies > 300), "{seen:?}");
+            qemu.join().unwrap();
+            let looks = locks.join().unwrap();
+            assert!(looks > 100, "{looks} looks at the locks");
+            eprintln!("{format} on {}: gaps {gaps:?} ms; {seen:?}; {looks} looks", engine.as_str());
+        });
+        servers.stop();
+        assert!(!scratch.socket("nbd").exists() && !scratch.socket("control").exists());
+        if format == "qcow2" {
+            image_tool::qemu_img(&["check", image_tool::str(&image)]).success();
+        }
+        drop(server);
+    }
+}
+
+/// What remains of the two processes when one dies at a step.
+#[derive(Clone, Copy, PartialEq)]
+enum Remains {
+    Source,
+    Destination,
+    None,
+}
+
+#[test]
+fn a_death_at_each_step_leaves_one_owner_or_none() {
+    use Remains::{Destination, None, Source};
+    for (step, remains) in [
+        ("source-offered", None),
+        ("source-settled", None),
+        ("source-gave", Destination),
+        ("source-gave-up", Destination),
+        ("destination-offered", Source),
+        ("destination-ready", Source),
+        ("destination-may", Source),
+        ("destination-opened", Source),
+        ("destination-took", None),
+    ] {
+        for format in FORMATS {
+            dies_at(step, format, remains);
+        }
+    }
+}
+
+fn dies_at(step: &str, format: &str, remains: Remains) {
+    let scratch = Scratch::new();
+    let servers = Servers(&scratch);
+    let (line, image) = serve(&scratch, format);
+    let server = line.environment("BLOCKHOUSE_HAND_OVER_FAULT", step).start();
+    let mut client = Client::open(&server.address());
+    let text = |round: u8| vec![round; 100_000];
+    assert_eq!(client.write(12345, &text(1), 0), 0);
+    assert_eq!(client.flush(), 0);
+    let outcome = upgrade(&scratch.socket("control"), &[]);
+    match remains {
+        Remains::Source => {
+            let outcome = outcome.failure("not upgraded, the server goes on");
+            assert_eq!(outcome.stderr.lines().count(), 1, "{}", outcome.stderr);
+        }
+        Remains::Destination | Remains::None => {}
+    }
+    servers.wait_for(usize::from(remains != Remains::None));
+    if remains == Remains::None {
+        assert!(client.is_closed(), "{step}: the connection is served by no process");
+        drop(server);
+        // As the service manager does it.
+        let socket = scratch.socket("nbd");
+        let again = Serve::bare(&scratch, &image)
+            .option("--format", format)
+            .export(&format!("nbd+unix:///?socket={}", socket.display()))
+            .start();
+        let mut client = Client::open(&again.address());
+        assert!(client.read(12345, 100_000) == Ok(text(1)), "{step}, {format}");
+        again.stop();
+    } else {
+        let is_source = servers.running()[0] == server.pid();
+        assert_eq!(is_source, remains == Remains::Source, "{step}");
+        refuses_qemu(&image, format);
+        assert!(client.read(12345, 100_000) == Ok(text(1)), "{step}, {format}");
+        assert_eq!(client.write(12345, &text(2), 0), 0, "{step}, {format}");
+        let mut other = Client::open(&server.address());
+        assert!(other.read(12345, 100_000) == Ok(text(2)), "{step}, {format}");
+        servers.stop();
+    }
+    if format == "qcow2" {
+        image_tool::qemu_img(&["check", image_tool::str(&image)]).success();
+    }
+}
+
+#[test]
+fn a_new_server_that_cannot_take_over_leaves_the_old_one_in_service() {
+    let scratch = Scratch::new();
+    let servers = Servers(&scratch);
+    let (line, _) = serve(&scratch, "qcow2");
+    let server = line.environment("BLOCKHOUSE_HAND_OVER_FAULT", "version").start();
+    let mut client = Client::open(&server.address());
+    let silent = scratch.path("silent");
+    std::fs::write(&silent, "#!/bin/sh\nexec sleep 100\n").expect("a script");
+    let other_options = scratch.path("other");
+    let script =
+        format!("#!/bin/sh\nexec {} \"$@\" --bad\n", blockhouse_tests::blockhouse().display());
+    std::fs::write(&other_options, script).expect("a script");
+    for script in [&silent, &other_options] {
+        let mode = std::os::unix::fs::PermissionsExt::from_mode(0o755);
+        std::fs::set_permissions(script, mode).expect("our own file");
+    }
+    for (binary, why) in [
+        ("/bin/false", "exit status: 1"),
+        ("/nowhere/blockhouse", "cannot be started: No such file"),
+        (image_tool::str(&silent), "did not get ready within 10s"),
+        (image_tool::str(&other_options), "exit status: 2"),
+        (image_tool::str(blockhouse_tests::blockhouse()), "version 2 of the hand-over's format"),
+    ] {
+        let outcome = upgrade(&scratch.socket("control"), &["--binary", binary]);
+        let outcome = outcome.failure(why);
+        assert_eq!(outcome.stderr.lines().count(), 1, "{}", outcome.stderr);
+        assert_eq!(client.write(0, &[7; 4096], 0), 0);
+        assert_eq!(servers.running(), [server.pid()]);
+    }
+    assert!(server.log().contains("not upgraded, this server goes on"), "{}", server.log());
+    server.stop();
+}
+
+#[test]
+fn a_server_with_vhost_user_sockets_is_not_handed_over() {
+    let scratch = Scratch::new();
+    let (line, _) = serve(&scratch, "raw");
+    let server = line.option("--vhost-user-blk", scratch.socket("vhost")).ready_lines(2).start();
+    upgrade(&scratch.socket("control"), &[]).failure("vhost-user-blk");
+    server.assert_serves();
+    server.stop();
+}
+
+/// What remains of a half-open handshake, a half-sent request, and a client that does not read.
+#[test]
+fn who_is_in_the_middle_of_something_is_served_or_told() {
+    let scratch = Scratch::new();
+    let servers = Servers(&scratch);
+    let (line, _) = serve(&scratch, "qcow2");
+    let server = line.start();
+    let mut half_open = Greeted::new(&server.address());
+    let mut writer = Client::open(&server.address());
+    let data = vec![3; 50_000];
+    let request = blockhouse_tests::nbd::Request {
+        command: blockhouse_tests::nbd::command::WRITE,
+        flags: 0,
+        offset: 777,
+        length: data.len() as u64,
+    };
+    let mut bytes = writer.encode(request);
+    bytes.extend_from_slice(&data);
+    writer.socket.write_all(&bytes[..20_000]).expect("room");
+    upgrade(&scratch.socket("control"), &[]).success();
+    servers.wait_for(1);
+    writer.socket.write_all(&bytes[20_000..]).expect("room");
+    assert_eq!(writer.receive().expect("a reply").1.error, 0);
+    assert!(writer.read(777, 50_000) == Ok(data));
+    assert!(matches!(half_open.0.read(&mut [0; 16]), Ok(0)), "a handshake ends after a second");
+    // Replies that are not taken: the server goes on, and so does the client.
+    for _ in 0..8 {
+        let read = blockhouse_tests::nbd::Request {
+            command: blockhouse_tests::nbd::command::READ,
+            flags: 0,
+            offset: 0,
+            length: 8 << 20,
+        };
+        writer.send(read).expect("room");
+    }
+    upgrade(&scratch.socket("control"), &[]).failure("did not take their replies");
+    for _ in 0..8 {
+        assert_eq!(writer.receive().expect("a reply").1.error, 0);
+    }
+    upgrade(&scratch.socket("control"), &[]).success();
+    assert_eq!(writer.flush(), 0);
+    servers.stop();
+    drop(server);
+}
+
+#[test]
+fn a_signal_upgrades_and_the_service_manager_is_told() {
+    let scratch = Scratch::new();
+    let servers = Servers(&scratch);
+    let socket = scratch.socket("notify");
+    let manager = UnixDatagram::bind(&socket).expect("a socket");
+    manager.set_read_timeout(Some(Duration::from_secs(20))).expect("a limit");
+    let (line, _) = serve(&scratch, "raw");
+    let server: Server = line.environment("NOTIFY_SOCKET", &socket).start();
+    let hear = || {
+        let mut bytes = [0; 1000];
+        let count = manager.recv(&mut bytes).expect("a message in time");
+        String::from_utf8_lossy(&bytes[..count]).into_owned()
+    };
+    assert!(hear().contains("READY=1"));
+    let mut client = Client::open(&server.address());
+    assert_eq!(client.write(0, &[1; 4096], 0), 0);
+    let first = server.pid();
+    server.signal(Signal::USR2);
+    let main = hear();
+    servers.wait_for(1);
+    let running = servers.running()[0];
+    assert_ne!(running, first);
+    assert_eq!(main.trim(), format!("MAINPID={}", running.as_raw_nonzero()));
+    assert_eq!(client.read(0, 4096), Ok(vec![1; 4096]));
+    servers.stop();
+    assert!(hear().contains("STOPPING=1"));
+    drop(server);
+}
