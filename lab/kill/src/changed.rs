@@ -9,7 +9,7 @@ use fastrand::Rng;
 use lab_nbd::{Client, Request, command};
 
 use crate::combination::{ENGINES, Image};
-use crate::folders::{Find, Folders, Setting};
+use crate::folders::{Finding, Folders, Setting};
 use crate::nbd_client;
 use crate::server::Serve;
 use crate::template::{self, IMAGE, Template, qemu_io, quiet};
@@ -21,6 +21,8 @@ const LATER: Duration = Duration::from_secs(3);
 const CACHES: &[&str] = &["none", "writeback", "unsafe"];
 /// How many clusters each kind of request changes before the kill.
 const CLUSTERS: u64 = 4;
+/// What the server says.
+const REFUSED: &str = "the redo log is refused";
 /// Bytes of one read.
 const PART: u64 = 1 << 20;
 
@@ -38,7 +40,7 @@ pub fn run(
     template: &Arc<Template>,
     image: Image,
     seed: u64,
-) -> Result<Option<Find>> {
+) -> Result<Option<Finding>> {
     let mut random = Rng::with_seed(seed);
     let folders = Folders::new(setting, random.u8(..3) == 0)?;
     let path = template.copy(folders.images())?;
@@ -58,7 +60,7 @@ pub fn run(
     };
     match die_and_change(&folders, &serve, image, &mut random) {
         Ok(()) => Ok(None),
-        Err(error) => Ok(Some(folders.find(&format!("{image}: {error:#}"), &serve.log))),
+        Err(error) => Ok(Some(folders.finding(&format!("{image}: {error:#}"), &serve.log))),
     }
 }
 
@@ -75,7 +77,7 @@ fn die_and_change(folders: &Folders, serve: &Serve, image: Image, random: &mut R
     let expected = template::content(folders.images(), &image)?;
     let server = serve.start().with_context(|| format!("after {how}"))?;
     let said = server.said();
-    ensure!(said.contains("refused"), "after {how} nothing tells that the log is refused: {said}");
+    ensure!(said.contains(REFUSED), "after {how} nothing tells that the log is refused: {said}");
     let kept = std::fs::read_dir(folders.in_memory("state"))?.filter_map(Result::ok);
     let is_refused = |name: std::ffi::OsString| name.to_string_lossy().ends_with(".refused");
     ensure!(kept.map(|file| file.file_name()).any(is_refused), "the refused log is not kept");

@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use anyhow::Result;
 use tempfile::TempDir;
 
-/// Lines of the servers' log in the report of a find.
+/// Lines of the servers' log in the report of a finding.
 const LOG_LINES: usize = 6;
 
 /// What all runs have in common.
@@ -32,7 +32,7 @@ pub enum State {
 }
 
 /// Something that must not be.
-pub struct Find {
+pub struct Finding {
     /// What, with what the servers said last.
     pub what: String,
     /// The folders with image, state and log.
@@ -73,12 +73,12 @@ impl Folders {
         }
     }
 
-    /// Keeps everything for whoever looks at the find.
-    pub fn find(self, what: &str, log: &Path) -> Find {
+    /// Keeps everything for the report of a finding.
+    pub fn finding(self, what: &str, log: &Path) -> Finding {
         let said = std::fs::read_to_string(log).unwrap_or_default();
         let lines: Vec<&str> = said.lines().collect();
         let last = lines[lines.len().saturating_sub(LOG_LINES)..].join("\n    ");
         let what = format!("{what}\n  the servers said:\n    {last}");
-        Find { what, kept: vec![self.images.keep(), self.memory.keep()] }
+        Finding { what, kept: vec![self.images.keep(), self.memory.keep()] }
     }
 }

@@ -83,6 +83,16 @@ impl Guest {
         Ok(())
     }
 
+    /// Connects to a server that is killed meanwhile, which may have answered some requests.
+    ///
+    /// # Errors
+    /// A request failed, or a read showed wrong bytes.
+    pub fn reconnect_in_vain(&mut self, socket: &Path, load: &Load, random: Rng) -> Result<()> {
+        // It fails where the server is gone already.
+        let _ = self.driver.reconnect(socket);
+        self.run(load, 0, random)
+    }
+
     fn is_busy(&self) -> bool {
         self.slots.iter().flatten().any(Option::is_some)
     }

@@ -33,7 +33,7 @@ use anyhow::{Context, Result, bail, ensure};
 use clap::{Parser, ValueEnum};
 use combination::{Combination, Image, Only, combinations};
 use fastrand::Rng;
-use folders::{Find, Setting, State};
+use folders::{Finding, Setting, State};
 use lab_tools::apt;
 use lab_tools::build::{Profile, build_binary};
 use lab_tools::workspace::Workspace;
@@ -41,7 +41,7 @@ use parking_lot::Mutex;
 use report::{Counts, Report};
 use template::Template;
 
-/// The folders of so many finds are kept.
+/// The folders of so many findings are kept.
 const MAX_KEPT: u32 = 20;
 
 /// Kill servers under load, and look whether what they answered is there.
@@ -153,28 +153,32 @@ fn run_all(cli: &Cli) -> Result<()> {
     runs.finish(started.elapsed())
 }
 
-/// What is to be done: the short scenarios first.
+/// What is to be done: reconnects first, then loads and changes evenly mixed, so that a short time has some of
+/// each.
 fn tasks(cli: &Cli, seed: u64) -> Vec<(Task, u64)> {
     let only = cli.only.clone().unwrap_or_default();
     let has = |scenario| cli.scenarios.is_empty() || cli.scenarios.contains(&scenario);
     let mut random = Rng::with_seed(seed);
     let mut tasks = Vec::new();
-    if has(Scenario::Reconnect) {
+    // It has an image of its own.
+    if has(Scenario::Reconnect) && (cli.only.is_none() || !cli.scenarios.is_empty()) {
         tasks.extend([true, false].map(|is_held| Task::Reconnect { is_held }));
     }
-    if has(Scenario::Changed) {
-        let mut images = Image::all();
-        images.retain(|image| changed::has_log(image) && only.has_image(image));
-        random.shuffle(&mut images);
-        tasks.extend(images.into_iter().map(Task::Changed));
+    let mut images = Image::all();
+    images
+        .retain(|image| has(Scenario::Changed) && changed::has_log(image) && only.has_image(image));
+    random.shuffle(&mut images);
+    let mut combinations = combinations(&only);
+    random.shuffle(&mut combinations);
+    let count = cli.runs.map_or(combinations.len(), |runs| runs as usize);
+    let count = if has(Scenario::Load) { count } else { 0 };
+    let between = count / images.len().max(1);
+    let mut loads = combinations.into_iter().cycle().take(count).map(Task::Load);
+    for image in images {
+        tasks.push(Task::Changed(image));
+        tasks.extend(loads.by_ref().take(between));
     }
-    if has(Scenario::Load) {
-        let mut combinations = combinations(&only);
-        random.shuffle(&mut combinations);
-        let count = cli.runs.unwrap_or(combinations.len() as u64);
-        let combinations = combinations.iter().cycle().take(count as usize);
-        tasks.extend(combinations.map(|combination| Task::Load(*combination)));
-    }
+    tasks.extend(loads);
     // Only of loads there are so many that they need seeds of their own; the first has the given one, so that
     // a run can be done again alone.
     let mut loads = seed..;
@@ -195,39 +199,39 @@ impl Runs<'_> {
             let Ok(outcome) = catch_unwind(AssertUnwindSafe(run)) else {
                 bail!("a run panicked; replay: {}", self.replay(*task, *seed));
             };
-            if let Some(find) = outcome.with_context(|| self.replay(*task, *seed))? {
-                self.tell(*task, *seed, &find)?;
+            if let Some(finding) = outcome.with_context(|| self.replay(*task, *seed))? {
+                self.tell(*task, *seed, &finding)?;
             }
         }
         Ok(())
     }
 
-    fn run(&self, task: Task, seed: u64) -> Result<Option<Find>> {
+    fn run(&self, task: Task, seed: u64) -> Result<Option<Finding>> {
         let setting = &self.setting;
-        let (counts, find) = match task {
+        let (counts, finding) = match task {
             Task::Load(combination) => {
                 let template = self.template(combination.image)?;
                 run::run(setting, &template, combination, seed)?
             }
             Task::Changed(image) => {
-                let find = changed::run(setting, &self.template(image)?, image, seed)?;
-                (Counts::of_scenario(image.to_string(), "changed by QEMU", 1), find)
+                let finding = changed::run(setting, &self.template(image)?, image, seed)?;
+                (Counts::of_scenario(image.to_string(), "changed by QEMU", 1), finding)
             }
             Task::Reconnect { is_held } => {
-                let (kills, find) = reconnect::run(setting, is_held, seed)?;
-                (Counts::of_scenario("qcow2".into(), "reconnect", kills), find)
+                let (kills, finding) = reconnect::run(setting, is_held, seed)?;
+                (Counts::of_scenario("qcow2".into(), "reconnect", kills), finding)
             }
         };
-        self.report.lock().add(&counts, find.is_some());
-        Ok(find)
+        self.report.lock().add(&counts, finding.is_some());
+        Ok(finding)
     }
 
-    fn tell(&self, task: Task, seed: u64, find: &Find) -> Result<()> {
+    fn tell(&self, task: Task, seed: u64, finding: &Finding) -> Result<()> {
         if !self.cli.without_state {
-            println!("FOUND: {}\n  replay: {}", find.what, self.replay(task, seed));
+            println!("FOUND: {}\n  replay: {}", finding.what, self.replay(task, seed));
         }
-        let is_kept = !self.cli.without_state && self.report.lock().finds() <= MAX_KEPT;
-        for folder in &find.kept {
+        let is_kept = !self.cli.without_state && self.report.lock().findings() <= MAX_KEPT;
+        for folder in &finding.kept {
             match is_kept {
                 true => println!("  kept: {}", folder.display()),
                 false => std::fs::remove_dir_all(folder)?,
@@ -262,13 +266,16 @@ impl Runs<'_> {
     fn finish(&self, time: Duration) -> Result<()> {
         let report = self.report.lock();
         report.print();
-        let (kills, finds) = (report.kills(), report.finds());
-        println!("kill: {kills} kills in {:.1} s, {finds} runs found a loss", time.as_secs_f64());
+        let (kills, findings) = (report.kills(), report.findings());
+        println!(
+            "kill: {kills} kills in {:.1} s, {findings} runs found a loss",
+            time.as_secs_f64()
+        );
         if self.cli.without_state {
-            ensure!(finds > 0, "no loss was found without state: the test finds nothing");
+            ensure!(findings > 0, "no loss was found without state: the test finds nothing");
             return Ok(());
         }
-        ensure!(finds == 0, "{finds} runs found something; the first line of each says what");
+        ensure!(findings == 0, "{findings} runs found something; the first line of each says what");
         Ok(())
     }
 }

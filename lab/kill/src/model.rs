@@ -56,7 +56,7 @@ struct Alternative {
 struct Record {
     action: Action,
     range: Range<u64>,
-    life: u32,
+    server: u32,
     outcome: &'static str,
 }
 
@@ -68,7 +68,7 @@ pub struct Model {
     /// A discard zeroes whole multiples of this; `None` where none does.
     discard_unit: Option<u64>,
     records: Vec<Record>,
-    life: u32,
+    server: u32,
 }
 
 /// The byte at `offset` in the data of a change.
@@ -113,7 +113,7 @@ impl Model {
             in_flight: BTreeMap::new(),
             discard_unit,
             records: Vec::new(),
-            life: 0,
+            server: 0,
         }
     }
 
@@ -128,8 +128,8 @@ impl Model {
     }
 
     /// Another server serves the disk from here on.
-    pub fn next_life(&mut self) {
-        self.life += 1;
+    pub fn next_server(&mut self) {
+        self.server += 1;
     }
 
     /// Begins a request; `None` while another one in flight overlaps it, unless both are reads.
@@ -142,7 +142,8 @@ impl Model {
             return None;
         }
         let number = self.records.len() as u64;
-        let record = Record { action, range: range.clone(), life: self.life, outcome: "in flight" };
+        let record =
+            Record { action, range: range.clone(), server: self.server, outcome: "in flight" };
         self.records.push(record);
         self.in_flight.insert(number, (action, range));
         Some(Token(number))
@@ -296,13 +297,13 @@ impl Model {
         for number in kept {
             let _ = write!(text, "{}, ", self.name(number));
         }
-        let _ = write!(text, "now is life {}", self.life);
+        let _ = write!(text, "this is server {}", self.server);
         text
     }
 
     fn name(&self, number: u64) -> String {
-        let Record { action, range, life, outcome } = &self.records[number as usize];
-        format!("#{number} {action:?} {}..{} in life {life}, {outcome}", range.start, range.end)
+        let Record { action, range, server, outcome } = &self.records[number as usize];
+        format!("#{number} {action:?} {}..{} to server {server}, {outcome}", range.start, range.end)
     }
 }
 

@@ -25,7 +25,7 @@ pub fn connect(socket: &Path, random: &mut Rng) -> Client {
     Client::open_with(&Address::Unix(socket.to_owned()), framing)
 }
 
-/// Connects while the server is being started: whoever finds a listening socket waits in its backlog.
+/// Connects while the server is being started: a client that finds a listening socket waits in its backlog.
 ///
 /// # Errors
 /// There is no server after a long time.

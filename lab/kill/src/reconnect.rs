@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, ensure};
 use fastrand::Rng;
 
-use crate::folders::{Find, Folders, Setting};
+use crate::folders::{Finding, Folders, Setting};
 use crate::server::{Serve, Server};
 use crate::template::quiet;
 
@@ -37,7 +37,7 @@ const LIBNBD_CLIENT: &str = include_str!("libnbd_client.py");
 
 /// Runs both clients through some kills. The listening socket is held from one server to the next, or is each
 /// server's own. Returns how many kills that were.
-pub fn run(setting: &Setting, is_held: bool, seed: u64) -> Result<(u32, Option<Find>)> {
+pub fn run(setting: &Setting, is_held: bool, seed: u64) -> Result<(u32, Option<Finding>)> {
     let mut random = Rng::with_seed(seed);
     let folders = Folders::new(setting, false)?;
     let size = SIZE.to_string();
@@ -55,15 +55,15 @@ pub fn run(setting: &Setting, is_held: bool, seed: u64) -> Result<(u32, Option<F
         log: folders.in_memory("log"),
     };
     let kills = if is_held { KILLS } else { KILLS_WITHOUT_SOCKET };
-    let outcome = live(&folders, &serve, &socket, kills, &mut random);
-    let find = outcome.err().map(|error| {
+    let outcome = run_clients(&folders, &serve, &socket, kills, &mut random);
+    let finding = outcome.err().map(|error| {
         let what = format!("listening socket held: {is_held}: {error:#}");
-        folders.find(&what, &serve.log)
+        folders.finding(&what, &serve.log)
     });
-    Ok((kills, find))
+    Ok((kills, finding))
 }
 
-fn live(
+fn run_clients(
     folders: &Folders,
     serve: &Serve,
     socket: &Path,

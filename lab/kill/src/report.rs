@@ -28,16 +28,16 @@ impl Counts {
 struct Sums {
     runs: u32,
     kills: u32,
-    finds: u32,
+    findings: u32,
     requests: u64,
     replays: u32,
 }
 
 impl Sums {
-    fn add(&mut self, counts: &Counts, has_find: bool) {
+    fn add(&mut self, counts: &Counts, has_finding: bool) {
         self.runs += 1;
         self.kills += counts.kills;
-        self.finds += u32::from(has_find);
+        self.findings += u32::from(has_finding);
         self.requests += counts.requests;
         self.replays += counts.replays;
     }
@@ -52,11 +52,11 @@ pub struct Report {
 
 impl Report {
     /// Adds a run.
-    pub fn add(&mut self, counts: &Counts, has_find: bool) {
+    pub fn add(&mut self, counts: &Counts, has_finding: bool) {
         for row in &counts.rows {
-            self.rows.entry(row.clone()).or_default().add(counts, has_find);
+            self.rows.entry(row.clone()).or_default().add(counts, has_finding);
         }
-        self.all.add(counts, has_find);
+        self.all.add(counts, has_finding);
     }
 
     /// Servers that were killed in all runs.
@@ -65,18 +65,20 @@ impl Report {
     }
 
     /// Runs that found something.
-    pub fn finds(&self) -> u32 {
-        self.all.finds
+    pub fn findings(&self) -> u32 {
+        self.all.findings
     }
 
     /// Prints all rows.
     pub fn print(&self) {
-        println!("| | | runs | kills | replays | requests | finds |");
+        println!("| | | runs | kills | replays | requests | findings |");
         println!("| --- | --- | --- | --- | --- | --- | --- |");
         let all = ("all", String::new());
         for ((kind, name), sums) in self.rows.iter().chain([(&all, &self.all)]) {
-            let Sums { runs, kills, finds, requests, replays } = sums;
-            println!("| {kind} | {name} | {runs} | {kills} | {replays} | {requests} | {finds} |");
+            let Sums { runs, kills, findings, requests, replays } = sums;
+            println!(
+                "| {kind} | {name} | {runs} | {kills} | {replays} | {requests} | {findings} |"
+            );
         }
     }
 }

@@ -1,4 +1,4 @@
-//! One run: an image lives through several servers, of which most are killed under load.
+//! One run: an image is served by several servers, one after the other, of which most are killed under load.
 
 use std::path::Path;
 use std::process::Command;
@@ -11,7 +11,7 @@ use fastrand::Rng;
 use lab_tools::process::line;
 
 use crate::combination::Combination;
-use crate::folders::{Find, Folders, Setting};
+use crate::folders::{Finding, Folders, Setting};
 use crate::guest::Guest;
 use crate::load::{Flushes, Load, Phase};
 use crate::model::Model;
@@ -34,6 +34,9 @@ pub enum Export {
     /// To both at once.
     Both,
 }
+
+/// What a server says that has replayed a redo log.
+const REPLAYED: &str = "changes are in the image now";
 
 /// How a server's time ends.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -66,7 +69,7 @@ pub fn run(
     template: &Arc<Template>,
     combination: Combination,
     seed: u64,
-) -> Result<(Counts, Option<Find>)> {
+) -> Result<(Counts, Option<Finding>)> {
     let mut random = Rng::with_seed(seed);
     let is_on_disk = random.u8(..3) == 0;
     let folders = Folders::new(setting, is_on_disk)?;
@@ -89,14 +92,14 @@ pub fn run(
     let counts = Counts { rows: rows.into(), kills: 0, requests: 0, replays: 0 };
     let folder = folders.images();
     let mut run = Run { setting, combination, random, serve, folder, load, guest: None, counts };
-    let outcome = run.live();
+    let outcome = run.run_servers();
     let requests = run.load.model().requests();
     let Run { counts, serve: Serve { log, .. }, .. } = run;
     let counts = Counts { requests, ..counts };
     let Err(error) = outcome else { return Ok((counts, None)) };
     let what =
         format!("{combination}, {export:?}, file in {medium}, flushes {flushes:?}: {error:#}");
-    Ok((counts, Some(folders.find(&what, &log))))
+    Ok((counts, Some(folders.finding(&what, &log))))
 }
 
 /// The command line of the run's servers.
@@ -137,7 +140,7 @@ fn serve(
 }
 
 impl Run<'_> {
-    fn live(&mut self) -> Result<()> {
+    fn run_servers(&mut self) -> Result<()> {
         while self.counts.kills < self.setting.kills {
             let server = self.start()?;
             let clients = self.connect(&server)?;
@@ -167,7 +170,7 @@ impl Run<'_> {
 
     /// Starts a server, perhaps after some that are killed before they are of use.
     fn start(&mut self) -> Result<Server> {
-        self.load.model().next_life();
+        self.load.model().next_server();
         self.load.set_phase(Phase::Running);
         while self.random.u8(..6) == 0 {
             let server = self.serve.spawn()?;
@@ -175,6 +178,9 @@ impl Run<'_> {
             self.note(&server);
             server.kill().context("killed while it started")?;
             self.counts.kills += 1;
+        }
+        while self.guest.is_some() && self.random.u8(..8) == 0 {
+            self.kill_while_resuming().context("killed while it resumed the guest")?;
         }
         let mut server = self.serve.spawn()?;
         if let Some(socket) = &self.serve.nbd
@@ -191,9 +197,30 @@ impl Run<'_> {
         Ok(server)
     }
 
+    /// Starts a server, and kills it while the guest hands it the requests in flight.
+    fn kill_while_resuming(&mut self) -> Result<()> {
+        let Self { serve, load, random, guest, .. } = self;
+        let (Some(guest), Some(socket)) = (guest, &serve.vhost_user) else { return Ok(()) };
+        let server = serve.start()?;
+        load.set_phase(Phase::Ending);
+        let (time, numbers) = (random.u64(..6_000), random.fork());
+        std::thread::scope(|scope| {
+            let resumed = scope.spawn(|| guest.reconnect_in_vain(socket, load, numbers));
+            std::thread::sleep(Duration::from_micros(time));
+            let killed = server.kill();
+            load.set_phase(Phase::Gone);
+            outcome_of(resumed)?;
+            killed
+        })?;
+        self.counts.kills += 1;
+        self.load.set_phase(Phase::Running);
+        self.load.model().next_server();
+        Ok(())
+    }
+
     /// Counts what servers say.
     fn note(&mut self, server: &Server) {
-        self.counts.replays += u32::from(server.said().contains("redo log"));
+        self.counts.replays += u32::from(server.said().contains(REPLAYED));
     }
 
     /// Connects all clients, has the guest's requests in flight done again, and reads everything back.
