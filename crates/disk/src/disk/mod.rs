@@ -257,6 +257,11 @@ impl<S: Storage> Disk<S> {
         self.format().close().await
     }
 
+    /// Begins a change of the image, once none of the whole image is made.
+    async fn begin_change(&self) -> quiesce::WriteGuard<'_> {
+        self.quiesce.begin_write().await
+    }
+
     /// Holds the guest's changes off until the guard is dropped; waits for those in flight.
     pub(crate) async fn quiesce(&self) -> QuiescedGuard<'_> {
         self.quiesce.quiesce().await

@@ -19,6 +19,8 @@ impl<S: Storage> Disk<S> {
     /// `ReadOnly`; `InvalidInput` for a smaller size or one that is no multiple of 512.
     pub async fn resize(&self, size: u64) -> Result<()> {
         self.check_access(size)?;
+        // A snapshot is taken before or after this, never beside it: tables change here.
+        let _change = self.begin_change().await;
         // Nothing may be on its way to a last partial block, which becomes an ordinary one.
         let claim = self.layer().claim_end(self.size()).await;
         let old = self.size();
@@ -45,6 +47,7 @@ impl<S: Storage> Disk<S> {
     /// qcow2 version 2 with snapshots; or what the storage answers.
     pub async fn shrink(&self, size: u64) -> Result<()> {
         self.check_access(size)?;
+        let _change = self.begin_change().await;
         let claim = self.layer().claim_end(size).await;
         if size > self.size() {
             let what = format!("cannot shrink a disk of {} bytes to {size}", self.size());
