@@ -65,9 +65,9 @@ pub use blockhouse_format::{
 pub use disk::{Disk, LayerInfo};
 pub use layer::{BlockStatus, BlockStatusCache, MapEntry, MapEntryKind};
 pub use open::{
-    CacheMode, HandedFile, IfExists, ImageOptions, Locking, check_new_name, check_raw_backing,
-    create, is_address, open, open_for_commit, open_handed_over, open_locked, open_metadata,
-    open_snapshot, open_storage, open_without_backing, rename_durable,
+    CacheMode, HandedFile, HandedOverDisk, IfExists, ImageOptions, Locking, check_new_name,
+    check_raw_backing, create, is_address, open, open_for_commit, open_handed_over, open_locked,
+    open_metadata, open_snapshot, open_storage, open_without_backing, rename_durable,
 };
 pub use options::{Access, DetectZeroes, Discard, FlushPolicy, Options};
 pub use snapshots::{DiskSnapshots, Pause};

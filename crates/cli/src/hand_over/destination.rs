@@ -13,7 +13,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
-use blockhouse_disk::{Disk, HandedFile, open_handed_over};
+use blockhouse_disk::{Disk, HandedFile, HandedOverDisk, open_handed_over};
 use blockhouse_engine::{HostFile, OpenFiles, Stream};
 use blockhouse_nbd::{BoundSocket, PausedSession, SocketFile};
 use rustix::fs::{Mode, OFlags};
@@ -76,15 +76,19 @@ fn prepare(channel: &Channel, arguments: &Arguments) -> Result<TakenOver> {
     let Message::Yours(yours) = message else { bail!("the source does not hand over") };
     reach(Step::DestinationMay);
     let Offered { images, sockets, control } = offered;
-    let disks = open_all(&workers, arguments, images)?;
+    if yours.flush_failures.len() != images.len() {
+        bail!("the source hands over other images than it offered");
+    }
+    let opened = open_all(&workers, arguments, images)?;
     let connections = connections(&yours, descriptors, &bytes, sockets.len())?;
     reach(Step::DestinationOpened);
     // It may be over by now: then there is no other owner.
     let _ = channel.send(&Message::Mine, &[], &[]);
     reach(Step::DestinationTook);
-    for (disk, failures) in disks.iter().zip(yours.flush_failures) {
-        disk.take_over(failures);
-    }
+    let take_over = |(disk, failures): (HandedOverDisk, _)| {
+        Arc::new(workers.run(move || async move { disk.take_over(failures).await }))
+    };
+    let disks = opened.into_iter().zip(yours.flush_failures).map(take_over).collect();
     let sockets =
         sockets.into_iter().zip(connections).map(|((socket, descriptor, file), paused)| {
             let offers = socket.exports.into_iter();
@@ -157,7 +161,7 @@ fn open_all(
     workers: &Workers,
     arguments: &Arguments,
     images: Vec<Vec<HandedFile>>,
-) -> Result<Vec<Arc<Disk<HostFile>>>> {
+) -> Result<Vec<HandedOverDisk>> {
     let mut disks = Vec::new();
     for (path, files) in arguments.images.iter().zip(images) {
         let (path, options) = (path.clone(), arguments.image_options());
@@ -165,7 +169,7 @@ fn open_all(
         let disk = workers.run(move || async move {
             open_handed_over(&path, options, snapshot.as_deref(), files).await
         })?;
-        disks.push(Arc::new(disk));
+        disks.push(disk);
     }
     Ok(disks)
 }

@@ -15,7 +15,7 @@ use blockhouse_core::{Error, ErrorKind, Result, Storage};
 use blockhouse_engine::HostFile;
 use blockhouse_format::{Backing, DataFile, ImageFormat, probe};
 
-use super::handed_over::{Files, HandedFile};
+use super::handed_over::{Files, HandedFile, HandedOverDisk};
 use super::image_options::{ImageOptions, Locking};
 use super::lock::lock;
 use super::probe_check::check_not_probed;
@@ -57,7 +57,7 @@ pub async fn open_snapshot(
 }
 
 /// As [`open`] or [`open_snapshot`], by the files that another process has open ([`Disk::chain_files`]). Changes
-/// nothing; see [`Disk::take_over`].
+/// nothing before [`HandedOverDisk::take_over`].
 ///
 /// # Errors
 /// As [`open`]; `InvalidInput` where the chain consists of other files.
@@ -66,12 +66,13 @@ pub async fn open_handed_over(
     options: ImageOptions,
     snapshot: Option<&str>,
     files: Vec<HandedFile>,
-) -> Result<Disk<HostFile>> {
+) -> Result<HandedOverDisk> {
     let options = match snapshot {
         Some(_) => ImageOptions { access: Access::ReadOnly, ..options },
         None => options,
     };
-    open_chain(path, options, snapshot, Files::HandedOver(files.into())).await
+    let disk = open_chain(path, options, snapshot, Files::HandedOver(files.into())).await?;
+    Ok(HandedOverDisk::new(disk))
 }
 
 async fn open_chain(

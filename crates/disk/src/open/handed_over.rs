@@ -1,6 +1,6 @@
 //! Images that another process hands over: opened again by the files that it has open, with its locks.
 //!
-//! Guarantees: until [`Disk::take_over`] nothing of the image is changed, and its locks stay with the other process,
+//! Guarantees: until [`HandedOverDisk::take_over`] nothing of the image is changed, nor of what outlives its process, and its locks stay with the other process,
 //! whatever becomes of this one. The other process must execute no request from [`Disk::settle`] on, until it
 //! goes on itself or is over.
 
@@ -94,12 +94,26 @@ impl Disk<HostFile> {
         [format.storage(), format.data()].map(|storage| storage.failure().map(Error::errno))
     }
 
+    fn layers(&self) -> impl Iterator<Item = &Layer<HostFile>> {
+        (0..).map_while(|depth| self.layer().at_depth(depth))
+    }
+}
+
+/// An image that another process still owns.
+pub struct HandedOverDisk(Disk<HostFile>);
+
+impl HandedOverDisk {
+    pub(super) fn new(disk: Disk<HostFile>) -> Self {
+        Self(disk)
+    }
+
     /// The image is this process's alone from now on: its locks go when it is dropped, and it may be changed. The next flush
-    /// covers what the other process has written.
-    /// `failures` are those that the other process remembers: they stay in force.
-    pub fn take_over(&self, failures: [Option<i32>; 2]) {
-        self.chain_files().into_iter().for_each(HostFile::own_locks);
-        let format = self.format();
+    /// covers what the other process has written. `failures` are those that the other process remembers: they stay
+    /// in force. There is no way back: what goes wrong is logged.
+    pub async fn take_over(self, failures: [Option<i32>; 2]) -> Disk<HostFile> {
+        let Self(disk) = self;
+        disk.chain_files().into_iter().for_each(HostFile::own_locks);
+        let format = disk.format();
         for (storage, errno) in [format.storage(), format.data()].into_iter().zip(failures) {
             storage.note_earlier_writes();
             if let Some(errno) = errno {
@@ -111,18 +125,17 @@ impl Disk<HostFile> {
                 );
             }
         }
-    }
-
-    fn layers(&self) -> impl Iterator<Item = &Layer<HostFile>> {
-        (0..).map_while(|depth| self.layer().at_depth(depth))
+        disk
     }
 }
 
 #[cfg(test)]
 mod tests {
     use std::os::fd::BorrowedFd;
+    use std::sync::Arc;
+    use std::sync::atomic::AtomicU64;
 
-    use blockhouse_core::{Buffer, Durability, Request};
+    use blockhouse_core::{Buffer, Durability, Request, StateMemory};
     use blockhouse_engine::{EngineChoice, EventLoop};
 
     use super::*;
@@ -158,7 +171,7 @@ mod tests {
                 // It never owned the locks, so it can be dropped.
                 drop(open_handed_over(&path, options, None, files_of(&disk)).await.unwrap());
                 let other = open_handed_over(&path, options, None, files_of(&disk)).await.unwrap();
-                other.take_over([None, None]);
+                let other = other.take_over([None, None]).await;
                 let before = other.stats().flushes_issued;
                 other.flush().await.unwrap();
                 assert_eq!(other.stats().flushes_issued, before + 1, "{}", format.as_str());
@@ -166,10 +179,38 @@ mod tests {
                 other.submit(Request::Read { offset, into: buffer.lend() }).await.unwrap();
                 assert_eq!(buffer.bytes(), [7; 4096]);
                 let third = open_handed_over(&path, options, None, files_of(&other)).await.unwrap();
-                third.take_over([Some(5), None]);
+                let third = third.take_over([Some(5), None]).await;
                 assert_eq!(third.flush_failures()[0], Some(5));
                 assert_eq!(third.flush().await.unwrap_err().errno(), 5);
             }
+        });
+    }
+
+    /// A hand-over that fails: the redo log is as good as before, and no other opening finds a reason to refuse it.
+    #[test]
+    fn a_process_that_goes_on_still_keeps_its_redo_log() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("disk.qcow2");
+        EventLoop::new(EngineChoice::Auto).unwrap().block_on(async {
+            create(&path, 1 << 20, ImageFormat::Qcow2).await.unwrap();
+            let options = ImageOptions::default();
+            let disk = open(&path, options).await.unwrap();
+            let words = disk.format().redo_log_words();
+            let log: Vec<AtomicU64> = (0..words).map(|_| AtomicU64::new(0)).collect();
+            disk.format().attach_redo_log(Arc::new(log) as Arc<dyn StateMemory>);
+            let write = async |offset| {
+                let from = Buffer::new(4096).lend();
+                let durability = Durability::None;
+                disk.submit(Request::Write { offset, from, durability }).await.unwrap();
+            };
+            write(0).await;
+            disk.settle().await.unwrap();
+            let other = open_handed_over(&path, options, None, files_of(&disk)).await.unwrap();
+            assert!(other.0.format().has_session_bit(), "a replay would refuse what follows");
+            drop(other);
+            write(1 << 19).await;
+            assert!(disk.format().has_session_bit());
+            disk.close().await.unwrap();
         });
     }
 

@@ -19,7 +19,7 @@ pub use chain::{
 };
 pub use create::{check_new_name, create};
 pub use durable_rename::{IfExists, rename_durable};
-pub use handed_over::HandedFile;
+pub use handed_over::{HandedFile, HandedOverDisk};
 pub use image_options::{CacheMode, ImageOptions, Locking};
 pub use lock::open_locked;
 pub use probe_check::check_raw_backing;

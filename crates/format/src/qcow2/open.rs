@@ -177,7 +177,7 @@ impl<S: Storage> Qcow2<S> {
     /// As [`Format::settle`](crate::Format::settle).
     pub async fn settle(&self) -> Result<()> {
         self.metadata.write_everything().await?;
-        self.metadata.finish().await
+        self.metadata.settle().await
     }
 
     /// As [`Format::close`](crate::Format::close).

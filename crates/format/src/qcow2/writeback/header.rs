@@ -107,6 +107,16 @@ impl<S: Storage, C> Metadata<S, C> {
         self.state.lock().tables.headers().disk().incompatible.contains(Incompatible::DIRTY)
     }
 
+    /// Flushes an image whose changes are all written, for another process that opens it. The session bit stays: this
+    /// process may go on, and the other one keeps a redo log, too.
+    pub(crate) async fn settle(&self) -> Result<()> {
+        self.sync(SyncMode::Data).await?;
+        if self.is_marked_dirty() {
+            self.rewrite_header(|header| header.incompatible.remove(Incompatible::DIRTY)).await?;
+        }
+        Ok(())
+    }
+
     /// Flushes an image whose changes are all written, and marks it as clean.
     pub(crate) async fn finish(&self) -> Result<()> {
         self.sync(SyncMode::Data).await?;
