@@ -46,7 +46,7 @@ impl<S: Storage> Disk<S> {
     /// # Errors
     /// `InvalidInput` when the storage is too long for a file.
     pub fn raw(storage: S, options: Options) -> Result<Self> {
-        let storage = FlushTracker::new(storage, options.flush);
+        let storage = FlushTracker::new(storage, options.flush, options.access);
         Ok(Self::new(Layer::new(Format::raw(storage)?), options))
     }
 
@@ -57,7 +57,7 @@ impl<S: Storage> Disk<S> {
     /// # Errors
     /// What [`Format::open`] answers.
     pub async fn open(storage: S, format: ImageFormat, options: Options) -> Result<Self> {
-        let storage = FlushTracker::new(storage, options.flush);
+        let storage = FlushTracker::new(storage, options.flush, options.access);
         let image = Format::open(storage, format, options.of_format()).await?;
         Ok(Self::new(Layer::new(image), options))
     }
@@ -74,7 +74,7 @@ impl<S: Storage> Disk<S> {
         name: &str,
     ) -> Result<Self> {
         let options = Options { access: Access::ReadOnly, ..options };
-        let storage = FlushTracker::new(storage, options.flush);
+        let storage = FlushTracker::new(storage, options.flush, options.access);
         let image = Format::open_snapshot(storage, format, options.of_format(), name).await?;
         Ok(Self::new(Layer::new(image), options))
     }
@@ -90,7 +90,7 @@ impl<S: Storage> Disk<S> {
     /// `Unsupported` when its clusters are smaller than the blocks of `data`.
     pub fn with_data(self, data: S) -> Result<Self> {
         let options = self.options;
-        let data = FlushTracker::new(data, options.flush);
+        let data = FlushTracker::new(data, options.flush, options.access);
         let Some(layer) = Arc::into_inner(self.writer.into_layer()) else {
             let what = "a data file cannot be given to a disk that backs another one";
             return Err(Error::new(ErrorKind::InvalidInput, what).on(data.name()));

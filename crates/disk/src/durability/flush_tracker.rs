@@ -7,6 +7,8 @@
 //!   the next one covers all the others.
 //! - A write that completes while a flush runs is not covered by it.
 //! - A native durable write is stable when it completes and is not counted.
+//! - The past of a storage that is open for writing counts as unstable, so its first flush is never skipped.
+//!   Another process may have written before, and died: what it was told is done may still be in a cache.
 //! - A failed flush is remembered: the host has forgotten which bytes are lost and would call the next
 //!   flush a success. From then on every flush and durable write fails with the first errno, until the
 //!   storage is opened again. A failed durable write counts as a failed flush, whatever its errno: it may
@@ -32,7 +34,7 @@ use blockhouse_core::{
 };
 
 use super::decide::WriteMethod;
-use crate::options::FlushPolicy;
+use crate::options::{Access, FlushPolicy};
 use crate::stats::FlushStats;
 
 /// What to do about a failed flush.
@@ -42,7 +44,7 @@ const FAILED_HINT: &str = "written data may be lost: check the guest's file syst
 pub(crate) struct FlushTracker<S> {
     storage: S,
     policy: FlushPolicy,
-    /// How many writes have completed that only a flush makes stable.
+    /// How many writes have completed that only a flush makes stable; the past counts as one.
     write_generation: AtomicU64,
     /// How many operations were detached: their futures were dropped in flight.
     detached_operations: AtomicU64,
@@ -68,11 +70,16 @@ struct OperationGuard<'a> {
 }
 
 impl<S: Storage> FlushTracker<S> {
-    pub(crate) fn new(storage: S, policy: FlushPolicy) -> Self {
+    pub(crate) fn new(storage: S, policy: FlushPolicy, access: Access) -> Self {
+        let past = match access {
+            Access::ReadWrite => 1,
+            // Nothing that is written through it has to become stable.
+            Access::ReadOnly => 0,
+        };
         Self {
             storage,
             policy,
-            write_generation: AtomicU64::new(0),
+            write_generation: AtomicU64::new(past),
             detached_operations: AtomicU64::new(0),
             failure: ErrorLatch::new(FAILED_HINT),
             flushes: Coalescer::default(),

@@ -8,7 +8,7 @@ use blockhouse_sim::{Config, Fault, Latency, Operation, OperationKind, Sim, SimD
 
 use super::*;
 use crate::durability::{FlushTracker, RequiredSync};
-use crate::options::FlushPolicy;
+use crate::options::{Access, FlushPolicy};
 
 const SECTOR: u64 = 512;
 
@@ -24,7 +24,9 @@ fn rig() -> Rig {
     let content = (0..64_u8).flat_map(|sector| [sector; SECTOR as usize]).collect();
     let config = Config { latency: Latency::fixed(10, 100), ..Config::default() };
     let storage = SimDisk::new(&sim, config, content);
-    let image = Format::raw(FlushTracker::new(storage.clone(), FlushPolicy::Honor)).unwrap();
+    let image =
+        Format::raw(FlushTracker::new(storage.clone(), FlushPolicy::Honor, Access::ReadWrite))
+            .unwrap();
     let writer = Rc::new(Writer::new(Arc::new(Layer::new(image))));
     Rig { sim, storage, writer }
 }

@@ -1,10 +1,12 @@
 //! Who flushes, who waits, who is spared, and what a failure means for those who come later.
 
+use std::rc::Rc;
+
 use blockhouse_core::SyncMode::{Data as DataSync, Full as FullSync};
 use blockhouse_core::{Durability, ErrorKind, Fua, GroupCommit, Request, errno};
-use blockhouse_disk::Options;
+use blockhouse_disk::{Access, Disk, FlushPolicy, Options};
 use blockhouse_sim::Operation::{Flush, Resize, Write};
-use blockhouse_sim::{Config, Fault, Operation, OperationKind};
+use blockhouse_sim::{Config, Fault, Operation, OperationKind, Rng};
 
 use crate::common::{DATA, FLUSH, Rig, span, steady, write};
 
@@ -227,4 +229,36 @@ fn a_new_size_is_fully_synced() {
     rig.sim.block_on(resize).unwrap();
     assert_eq!(rig.disk.size(), 2 << 20);
     assert_eq!(rig.log(), [Resize(2 << 20), Flush(FullSync)]);
+}
+
+/// A process that wrote and was killed leaves its data in the disk's cache. The next one has written nothing, but
+/// its client may have been told by the first that the write is done, and asks for the flush now.
+#[test]
+fn a_flush_covers_what_a_killed_process_wrote_before() {
+    for seed in 0..20 {
+        let rig = rig();
+        rig.submit(write(0, 4096, 1, Durability::None)).unwrap();
+        let Rig { sim, storage, disk } = rig;
+        drop(disk);
+        let disk = Rc::new(Disk::raw(storage.clone(), Options::default()).expect("a disk"));
+        let rig = Rig { sim, storage, disk };
+        rig.log();
+        rig.submit(Request::Flush).unwrap();
+        assert_eq!(rig.log(), [Flush(DataSync)]);
+        assert_eq!(rig.storage.crash(&mut Rng::with_seed(seed))[..4096], [1; 4096]);
+        rig.submit(Request::Flush).unwrap();
+        assert_eq!(rig.log(), [], "once is enough");
+    }
+}
+
+#[test]
+fn the_first_flush_is_skipped_where_nothing_can_be_flushed() {
+    for options in [
+        Options { access: Access::ReadOnly, ..Options::default() },
+        Options { flush: FlushPolicy::Ignore, ..Options::default() },
+    ] {
+        let rig = Rig::with_past(steady(), SIZE, options);
+        rig.submit(Request::Flush).unwrap();
+        assert_eq!(rig.log(), []);
+    }
 }

@@ -35,8 +35,17 @@ pub fn blocks_of(block: u32) -> Config {
 }
 
 impl Rig {
-    /// A disk of `size` bytes of 0xee.
+    /// A disk of `size` bytes of 0xee, whose first flush is done: it is never skipped, because of what another
+    /// process may have written.
     pub fn new(config: Config, size: usize, options: Options) -> Self {
+        let rig = Self::with_past(config, size, options);
+        rig.submit(Request::Flush).expect("no failure");
+        rig.log();
+        rig
+    }
+
+    /// As [`new`](Self::new), where nothing was flushed yet.
+    pub fn with_past(config: Config, size: usize, options: Options) -> Self {
         let sim = Sim::new(1);
         let storage = SimDisk::new(&sim, config, vec![0xee; size]);
         let disk = Rc::new(Disk::raw(storage.clone(), options).expect("a disk"));
