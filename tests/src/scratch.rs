@@ -67,6 +67,22 @@ impl Scratch {
     }
 }
 
+/// Removes the state files of its images, which servers leave that were killed.
+impl Drop for Scratch {
+    fn drop(&mut self) {
+        let user = rustix::process::geteuid().as_raw();
+        let folders = ["/run/blockhouse".to_owned(), format!("/dev/shm/blockhouse-{user}")];
+        let images = std::fs::read_dir(self.images.path()).into_iter().flatten().flatten();
+        for image in images.filter_map(|image| image.metadata().ok()) {
+            let name = format!("{:x}-{:x}", image.dev(), image.ino());
+            for folder in &folders {
+                // There is none, mostly.
+                let _ = std::fs::remove_file(Path::new(folder).join(&name));
+            }
+        }
+    }
+}
+
 impl Default for Scratch {
     fn default() -> Self {
         Self::new()

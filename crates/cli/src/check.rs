@@ -8,7 +8,7 @@ use std::path::Path;
 use std::process::ExitCode;
 
 use anyhow::Result;
-use blockhouse_disk::{CheckReport, ImageFormat, open_metadata, open_storage};
+use blockhouse_disk::{CheckReport, ImageFormat, open_metadata, open_storage, replay_state};
 use blockhouse_engine::{EngineChoice, EventLoop};
 use blockhouse_format::qcow2::{Repair, RepairReport, repair};
 use serde_json::json;
@@ -104,6 +104,8 @@ async fn repair_image(
     if format == ImageFormat::Raw {
         return Ok(Outcome::NotCheckable("raw"));
     }
+    // What a server answered before it died would be leaks, and would be gone.
+    replay_state(image, read_write(Some(format))).await?;
     let file = open_storage(image, read_write(Some(format)))?;
     let what = match what {
         RepairScope::Leaks => Repair::Leaks,

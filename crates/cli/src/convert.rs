@@ -14,8 +14,8 @@ use anyhow::{Context, Result, anyhow, bail};
 use blockhouse_core::{ByteRange, Durability, ErrorKind, Fallback, Request, Unmap};
 use blockhouse_disk::{
     Access, CacheMode, CopyJob, CopyOptions, DetectZeroes, Discard, Disk, IfExists, ImageFormat,
-    ImageOptions, Locking, TargetContent, check_new_name, create as create_file, open, open_locked,
-    open_snapshot, open_without_backing, rename_durable,
+    ImageOptions, Locking, StateUse, TargetContent, check_new_name, create as create_file, open,
+    open_locked, open_snapshot, open_without_backing, rename_durable,
 };
 use blockhouse_engine::{EngineChoice, EventLoop, HostFile};
 
@@ -307,6 +307,8 @@ impl TargetBuilder<'_> {
             discard: Discard::Unmap,
             detect_zeroes: DetectZeroes::Off,
             locking: Locking::Held,
+            // A new file, or a raw device.
+            state: StateUse::Off,
         }
     }
 }

@@ -9,8 +9,8 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, Result};
 use blockhouse_core::{ByteRange, Storage, SyncMode};
 use blockhouse_disk::{
-    Backing, Disk, ImageFormat, ImageOptions, Locking, check_raw_backing, create as create_file,
-    open_without_backing,
+    Backing, Disk, ImageFormat, ImageOptions, Locking, StateUse, check_raw_backing,
+    create as create_file, open_without_backing,
 };
 use blockhouse_engine::{EngineChoice, EventLoop, HostFile, OpenMode, PageCache};
 use blockhouse_format::{SpaceMode, preallocate, qcow2};
@@ -162,7 +162,9 @@ async fn open_backing(image: &Path, backing: &Backing) -> Result<Disk<HostFile>>
     let path = resolve_relative(image, &backing.name);
     let format = backing.format.as_deref().map(str::parse).transpose();
     let format = format.map_err(anyhow::Error::msg)?;
-    let options = ImageOptions { locking: Locking::None, ..read_only(format) };
+    // What is missing there is told when the new image is used.
+    let options =
+        ImageOptions { locking: Locking::None, state: StateUse::Off, ..read_only(format) };
     let failed = || format!("{}: no backing file", image.display());
     if options.format == Some(ImageFormat::Raw) {
         check_raw_backing(&path).await.with_context(failed)?;

@@ -5,7 +5,8 @@ use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 
 use blockhouse_disk::{
-    Access, CacheMode, DetectZeroes, Discard, ImageFormat, ImageOptions, Locking,
+    Access, CacheMode, DetectZeroes, Discard, ImageFormat, ImageOptions, Locking, StateDir,
+    StateUse,
 };
 
 /// The image that is read, and how the result is printed.
@@ -63,7 +64,8 @@ impl ImageArgs {
     }
 }
 
-/// How an image is opened that a tool only reads.
+/// How an image is opened that a tool only reads: it warns where changes are missing that a server answered before it
+/// died.
 pub fn read_only(format: Option<ImageFormat>) -> ImageOptions {
     ImageOptions {
         format,
@@ -72,10 +74,11 @@ pub fn read_only(format: Option<ImageFormat>) -> ImageOptions {
         discard: Discard::Unmap,
         detect_zeroes: DetectZeroes::Off,
         locking: Locking::Held,
+        state: StateDir::find_default().map_or(StateUse::Off, StateUse::Replay),
     }
 }
 
-/// How an image is opened that a tool changes.
+/// How an image is opened that a tool changes: it begins with the changes that a server answered before it died.
 pub fn read_write(format: Option<ImageFormat>) -> ImageOptions {
     ImageOptions { access: Access::ReadWrite, ..read_only(format) }
 }

@@ -6,7 +6,8 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, Result};
 use blockhouse_core::{Capabilities, ErrorKind, Offload, WriteCache};
 use blockhouse_disk::{
-    Backing, CacheMode, DataFile, Features, ImageOptions, Locking, open_metadata,
+    Backing, CacheMode, DataFile, Features, ImageOptions, Locking, PendingChanges, StateDir,
+    StateUse, open_metadata,
 };
 use blockhouse_engine::{EngineChoice, EngineReport, EventLoop};
 use blockhouse_format::qcow2::{Compression, Switch, Version};
@@ -35,17 +36,23 @@ struct Facts {
     actual_size: u64,
     capabilities: Capabilities,
     engine: EngineReport,
+    pending: Option<PendingChanges>,
 }
 
 /// Runs the command.
 pub fn run(arguments: &Arguments) -> Result<()> {
     let ImageArgs { format, image, .. } = &arguments.image;
     // Not locked: it may be in use. Around the page cache, as it would be served.
-    let options =
-        ImageOptions { cache: CacheMode::None, locking: Locking::None, ..read_only(*format) };
+    let options = ImageOptions {
+        cache: CacheMode::None,
+        locking: Locking::None,
+        // Told as a fact, not as a warning.
+        state: StateUse::Off,
+        ..read_only(*format)
+    };
     let mut event_loop = EventLoop::new(EngineChoice::Auto)?;
     let disk = event_loop.block_on(async {
-        match open_metadata(image, options).await {
+        match open_metadata(image, options.clone()).await {
             // Clusters smaller than the host's blocks are served through the page cache only, and some
             // file systems have no direct I/O.
             Err(error)
@@ -68,6 +75,7 @@ pub fn run(arguments: &Arguments) -> Result<()> {
         actual_size: metadata.blocks() * 512,
         capabilities: event_loop.block_on(async { disk.capabilities() }),
         engine: event_loop.report().clone(),
+        pending: StateDir::find_default().map_or(Ok(None), |dir| disk.pending_changes(&dir))?,
         image: image.clone(),
     };
     let text = if arguments.image.is_json() { as_json(&facts) } else { as_text(&facts) };
@@ -82,6 +90,12 @@ fn as_text(facts: &Facts) -> String {
         format!("virtual size: {} ({virtual_size} bytes)", size::show(*virtual_size)),
         format!("disk size: {}", size::show(*actual_size)),
     ];
+    if let Some(PendingChanges { changes, process, state_file }) = &facts.pending {
+        lines.push(format!(
+            "missing changes: {changes} that process {process} answered before it died; they are in \
+             {state_file}, and come into the image when it is served or changed"
+        ));
+    }
     if let Some(truncation) = facts.qcow2.and_then(|qcow2| qcow2.truncation) {
         lines.push(format!("incomplete: {truncation}"));
     }
@@ -145,6 +159,10 @@ fn as_json(facts: &Facts) -> String {
     if let Some(truncation) = facts.qcow2.and_then(|qcow2| qcow2.truncation) {
         value["blockhouse"]["cut-off"] =
             json!({ "offset": truncation.offset, "file-size": truncation.file_size });
+    }
+    if let Some(PendingChanges { changes, process, state_file }) = &facts.pending {
+        value["blockhouse"]["missing-changes"] =
+            json!({ "changes": changes, "process": process, "state-file": state_file });
     }
     if let Some(size) = facts.cluster_size {
         value["cluster-size"] = size.into();

@@ -72,7 +72,7 @@ pub fn run(arguments: Arguments) -> Result<()> {
             warn_of_new(&image, new.as_ref()).await;
             open_without_backing(&image, options).await?
         } else {
-            let disk = open(&image, options).await?;
+            let disk = open(&image, options.clone()).await?;
             let behind = open_new(&image, new.as_ref(), options).await?;
             prepare_rebase(&disk, behind.as_ref()).await?;
             disk

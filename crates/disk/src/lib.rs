@@ -38,6 +38,7 @@
 //!
 //! - `options`, `stats`, `buffers`, `claims`, `parts`: options, counters, bounded memory, the order of
 //!   overlapping changes, requests in parts
+//! - `state`: what outlives the process
 //! - `durability`: the decision, and the tracker of flushes around each storage
 //! - `layer`: one image of a chain, and reading it
 //! - `write`: changing it
@@ -54,6 +55,7 @@ mod open;
 mod options;
 mod parts;
 mod snapshots;
+mod state;
 mod stats;
 mod tools;
 mod vm_state;
@@ -65,12 +67,14 @@ pub use blockhouse_format::{
 pub use disk::{Disk, LayerInfo};
 pub use layer::{BlockStatus, BlockStatusCache, MapEntry, MapEntryKind};
 pub use open::{
-    CacheMode, HandedFile, HandedOverDisk, IfExists, ImageOptions, Locking, check_new_name,
-    check_raw_backing, create, is_address, open, open_for_commit, open_handed_over, open_locked,
-    open_metadata, open_snapshot, open_storage, open_without_backing, rename_durable,
+    CacheMode, HandedFile, HandedOverDisk, IfExists, ImageOptions, Locking, NOT_KEPT,
+    PendingChanges, StateUse, check_new_name, check_raw_backing, create, is_address, open,
+    open_for_commit, open_handed_over, open_locked, open_metadata, open_snapshot, open_storage,
+    open_without_backing, rename_durable, replay_state,
 };
 pub use options::{Access, DetectZeroes, Discard, FlushPolicy, Options};
 pub use snapshots::{DiskSnapshots, Pause};
+pub use state::StateDir;
 pub use stats::Counters;
 pub use tools::{
     CompareJob, CopyJob, CopyOptions, CopyProgress, TargetContent, commit_overlay,

@@ -5,7 +5,8 @@ use std::path::Path;
 
 use blockhouse_tests::nbd::{Client, Request, command, errno, flag};
 use blockhouse_tests::{
-    Cache, Call, Engine, Scratch, Serve, Server, Trace, need, on_every_engine_and_cache, require,
+    Cache, Call, Engine, Scratch, Serve, Server, Trace, eventually, need,
+    on_every_engine_and_cache, require,
 };
 use lab_tools::block_device::has_flushes_to_share;
 
@@ -57,6 +58,8 @@ fn a_flush_after_nothing_but_fua_writes_makes_no_system_call() {
     let scratch = Scratch::new();
     let (server, trace) = traced(&scratch, Cache::None, &[]);
     let mut client = Client::open(&server.address());
+    // The first one is of what another process may have written.
+    assert_eq!(client.flush(), 0);
     for block in 0..4 {
         assert_eq!(client.write(block * 4096, BLOCK, flag::FUA), 0);
     }
@@ -66,17 +69,21 @@ fn a_flush_after_nothing_but_fua_writes_makes_no_system_call() {
     server.stop();
 }
 
+/// A client that comes back after its server was killed asks the next one to flush what the first one answered.
 #[test]
-fn a_flush_before_the_first_write_makes_no_system_call() {
+fn a_flush_before_the_first_write_is_one_fdatasync_and_the_next_is_nothing() {
     require!(need::strace());
     let scratch = Scratch::new();
     let (server, trace) = traced(&scratch, Cache::None, &[]);
     let mut client = Client::open(&server.address());
-    let calls = trace.during(|| {
+    let first = trace.during(|| {
         client.read(0, 4096).expect("a read");
         assert_eq!(client.flush(), 0);
     });
-    assert_eq!(calls, []);
+    let [sync] = &first[..] else { panic!("one call is expected: {first:#?}") };
+    assert_eq!((&*sync.name, &*sync.result), ("fdatasync", "0"));
+    let second = trace.during(|| assert_eq!(client.flush(), 0));
+    assert_eq!(second, []);
     client.disconnect();
     server.stop();
 }
@@ -200,6 +207,7 @@ fn linux_aio_carries_dsync_with_the_write() {
     let serve = Serve::new(&scratch, image.path()).engine(Engine::LinuxAio).cache(Cache::None);
     let server = serve.under(&trace.wrapper).start();
     let mut client = Client::open(&server.address());
+    assert_eq!(client.flush(), 0, "of what another process may have written");
     let calls = trace.during(|| assert_eq!(client.write(8192, BLOCK, flag::FUA), 0));
     let submitted: Vec<_> = calls.iter().filter(|call| call.name == "io_submit").collect();
     let [write] = &submitted[..] else { panic!("one write is expected: {calls:#?}") };
@@ -242,6 +250,7 @@ fn writethrough_makes_every_write_durable() {
         let serve = serve(&scratch, image.path()).option("--cache", mode);
         let server = serve.under(&trace.wrapper).start();
         let mut client = Client::open(&server.address());
+        assert_eq!(client.flush(), 0, "of what another process may have written");
         let calls = trace.during(|| assert_eq!(client.write(0, BLOCK, 0), 0));
         let [write] = &calls[..] else { panic!("one call is expected: {calls:#?}") };
         assert!(write.arguments.ends_with("RWF_DSYNC"), "{mode}: {write:?}");
@@ -304,8 +313,15 @@ fn a_failed_flush_is_not_forgotten() {
     assert!(log.contains("disk.img") && log.contains("flush"), "{log}");
 }
 
+/// Ends a server whose flush has failed, in order.
+fn stop_failed(mut server: Server) {
+    server.signal(rustix::process::Signal::TERM);
+    let status = server.wait(std::time::Duration::from_secs(20));
+    assert_eq!(status.code(), Some(1), "{}", server.log());
+}
+
 #[test]
-fn a_failed_flush_is_over_when_the_image_is_opened_again() {
+fn a_failed_flush_outlives_a_killed_server_and_is_over_after_an_orderly_end() {
     require!(need::strace());
     let scratch = Scratch::new();
     let (server, _trace) =
@@ -313,8 +329,26 @@ fn a_failed_flush_is_over_when_the_image_is_opened_again() {
     let mut client = Client::open(&server.address());
     assert_eq!(client.write(0, BLOCK, 0), 0);
     assert_eq!(client.flush(), errno::EIO);
+    // Killed.
     drop(server);
-    let server = serve(&scratch, &scratch.path("disk.img")).start();
+    let serve = || serve(&scratch, &scratch.path("disk.img")).start();
+    for _ in 0..2 {
+        let server = serve();
+        let words = "a flush failed before its last server's process ended";
+        assert!(
+            eventually(std::time::Duration::from_secs(10), || server.log().contains(words)),
+            "{}",
+            server.log()
+        );
+        let mut client = Client::open(&server.address());
+        assert_eq!(client.write(0, BLOCK, 0), 0);
+        assert_eq!(client.flush(), errno::EIO);
+        assert_eq!(client.write(0, BLOCK, flag::FUA), errno::EIO);
+        // Killed once more, then stopped.
+        drop(server);
+    }
+    stop_failed(serve());
+    let server = serve();
     let mut client = Client::open(&server.address());
     assert_eq!(client.write(0, BLOCK, 0), 0);
     assert_eq!(client.flush(), 0);

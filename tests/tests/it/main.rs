@@ -33,6 +33,7 @@ mod served_snapshots;
 mod shutdown;
 mod sigkill;
 mod snapshots;
+mod state;
 mod upgrades;
 mod vhost_user;
 mod vmstate;

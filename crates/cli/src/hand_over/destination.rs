@@ -163,8 +163,9 @@ fn open_all(
     images: Vec<Vec<HandedFile>>,
 ) -> Result<Vec<HandedOverDisk>> {
     let mut disks = Vec::new();
+    let options = arguments.image_options()?;
     for (path, files) in arguments.images.iter().zip(images) {
-        let (path, options) = (path.clone(), arguments.image_options());
+        let (path, options) = (path.clone(), options.clone());
         let snapshot = arguments.snapshot.clone();
         let disk = workers.run(move || async move {
             open_handed_over(&path, options, snapshot.as_deref(), files).await

@@ -1,10 +1,12 @@
 //! The arguments of `blockhouse serve`, and what of them contradicts itself.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use anyhow::Result;
 use blockhouse_disk::{
-    Access, CacheMode, DetectZeroes, Discard, ImageFormat, ImageOptions, Locking,
+    Access, CacheMode, DetectZeroes, Discard, ImageFormat, ImageOptions, Locking, NOT_KEPT,
+    StateDir, StateUse,
 };
 use blockhouse_engine::{DEFAULT_POLLING, EngineChoice, FixedFiles, IoPoll};
 use blockhouse_nbd::uri::{Address, NbdUri};
@@ -101,6 +103,16 @@ pub struct Arguments {
     /// that --io-poll polls for.
     #[arg(long, default_value = "off", value_parser = parse_register_memory)]
     pub(super) register_memory: RegisteredMemory,
+    /// Where the server keeps what outlives its process: a directory in memory (tmpfs) of this user alone, made
+    /// if it is missing. off keeps nothing.
+    ///
+    /// Each image has a file there while it is served. If the server is killed, the next one with the same
+    /// directory knows every change of a qcow2 image that was answered, also what no flush has covered, and
+    /// that a flush has failed. A restart of the host voids it. Left out: /run/blockhouse for root,
+    /// $XDG_RUNTIME_DIR/blockhouse for others; where that is not in memory, /dev/shm/blockhouse-UID. The
+    /// commands that read and change images look there, too.
+    #[arg(long, value_name = "DIR|off")]
+    state: Option<PathBuf>,
     /// Refuse all writes.
     #[arg(long, short)]
     read_only: bool,
@@ -187,14 +199,38 @@ impl Arguments {
     }
 
     /// How images are opened.
-    pub(crate) fn image_options(&self) -> ImageOptions {
-        ImageOptions {
+    ///
+    /// # Errors
+    /// The directory of `--state` cannot be used.
+    pub(crate) fn image_options(&self) -> Result<ImageOptions> {
+        Ok(ImageOptions {
             format: self.format,
             access: if self.read_only { Access::ReadOnly } else { Access::ReadWrite },
             cache: self.cache,
             discard: self.discard,
             detect_zeroes: self.detect_zeroes,
             locking: Locking::Held,
+            state: self.state_use()?,
+        })
+    }
+
+    /// What outlives the server. A directory that was asked for must be usable; without the usual one the server
+    /// serves, and says what that means.
+    fn state_use(&self) -> Result<StateUse> {
+        let is_read_only = self.read_only || self.snapshot.is_some();
+        match self.state.as_deref() {
+            Some(off) if off == Path::new("off") => Ok(StateUse::Off),
+            Some(path) => Ok(StateUse::Keep(StateDir::create(path)?)),
+            None if is_read_only => {
+                Ok(StateDir::find_default().map_or(StateUse::Off, StateUse::Replay))
+            }
+            None => match StateDir::default_path().and_then(|path| StateDir::create(&path)) {
+                Ok(dir) => Ok(StateUse::TryKeep(dir)),
+                Err(error) => {
+                    tracing::warn!("{NOT_KEPT}: {error}");
+                    Ok(StateUse::Off)
+                }
+            },
         }
     }
 

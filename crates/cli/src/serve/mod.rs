@@ -90,7 +90,9 @@ fn start(arguments: &Arguments, upgrades: &UpgradeRequests, verbose: bool) -> Re
     let sockets = listen(arguments, &offers, plan, passed)?;
     let devices = vhost_user::listen(&arguments.vhost_user_blk)?;
     let control = arguments.control.as_deref().map(bind_private).transpose()?;
-    let open = |image: &PathBuf| open_image(&workers, image, arguments).map(Arc::new);
+    let options = arguments.image_options()?;
+    let open =
+        |image: &PathBuf| open_image(&workers, image, arguments, options.clone()).map(Arc::new);
     let disks = arguments.images.iter().map(open).collect::<Result<Vec<_>>>()?;
     let mut service = Service::start(workers, disks, sockets, limits::limits(&arguments.limits))?;
     service.add_devices(devices, arguments.queues(), arguments.register_memory, &offers)?;

@@ -4,7 +4,7 @@ use std::path::Path;
 
 use anyhow::{Result, bail};
 use blockhouse_core::{Error, ErrorKind};
-use blockhouse_disk::{Access, Disk, ImageFormat, create, open, open_snapshot};
+use blockhouse_disk::{Access, Disk, ImageFormat, ImageOptions, create, open, open_snapshot};
 use blockhouse_engine::HostFile;
 
 use super::arguments::Arguments;
@@ -16,9 +16,9 @@ pub(super) fn open_image(
     workers: &Workers,
     image: &Path,
     arguments: &Arguments,
+    options: ImageOptions,
 ) -> Result<Disk<HostFile>> {
     let path = image.to_owned();
-    let options = arguments.image_options();
     let wanted = arguments.create.map(|size| whole_sectors(image, size));
     let snapshot = arguments.snapshot.clone();
     let disk = workers.run(move || async move {
@@ -30,11 +30,12 @@ pub(super) fn open_image(
             let format = options.format.map_or_else(by_name, Ok)?;
             create(&path, size, format).await?;
         }
+        let access = options.access;
         let opened = match snapshot {
             None => open(&path, options).await,
             Some(name) => open_snapshot(&path, options, &name).await,
         };
-        opened.map_err(|error| with_hint(error, &path, options.access))
+        opened.map_err(|error| with_hint(error, &path, access))
     })?;
     for layer in (0..).map_while(|depth| disk.layer_at(depth)) {
         if let Some(truncation) = layer.features.and_then(|qcow2| qcow2.truncation) {

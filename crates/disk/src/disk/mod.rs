@@ -14,7 +14,7 @@ mod quiesce;
 mod requests;
 mod resize;
 
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 use blockhouse_core::{
     Alignment, ByteRange, Capabilities, Durability, Error, ErrorKind, Offload, Result, Storage,
@@ -27,6 +27,7 @@ use blockhouse_format::{
 use crate::durability::FlushTracker;
 use crate::layer::{BlockStatus, BlockStatusCache, Layer, MapEntry};
 use crate::options::{Access, Discard, Options};
+use crate::state::{StateFile, StatePage, TrackedFile};
 use crate::stats::Counters;
 use crate::write::Writer;
 use quiesce::Quiesce;
@@ -38,6 +39,8 @@ pub struct Disk<S: Storage> {
     writer: Writer<S>,
     quiesce: Quiesce,
     options: Options,
+    /// What outlives the process, if anything does.
+    state: OnceLock<StateFile>,
 }
 
 impl<S: Storage> Disk<S> {
@@ -57,7 +60,20 @@ impl<S: Storage> Disk<S> {
     /// # Errors
     /// What [`Format::open`] answers.
     pub async fn open(storage: S, format: ImageFormat, options: Options) -> Result<Self> {
+        Self::open_with_record(storage, format, options, None).await
+    }
+
+    /// As [`open`](Self::open). Changes that the opening itself makes are stamped in the page of a state file.
+    pub(crate) async fn open_with_record(
+        storage: S,
+        format: ImageFormat,
+        options: Options,
+        record: Option<&StatePage>,
+    ) -> Result<Self> {
         let storage = FlushTracker::new(storage, options.flush, options.access);
+        if let Some(page) = record {
+            storage.keep_record(page, TrackedFile::Image);
+        }
         let image = Format::open(storage, format, options.of_format()).await?;
         Ok(Self::new(Layer::new(image), options))
     }
@@ -80,7 +96,28 @@ impl<S: Storage> Disk<S> {
     }
 
     fn new(layer: Layer<S>, options: Options) -> Self {
-        Self { writer: Writer::new(Arc::new(layer)), quiesce: Quiesce::default(), options }
+        let writer = Writer::new(Arc::new(layer));
+        let quiesce = Quiesce::default();
+        Self { writer, quiesce, options, state: OnceLock::new() }
+    }
+
+    /// Keeps a state file, which flushes are recorded in from now on. Once only.
+    pub(crate) fn keep_state(&self, state: StateFile) {
+        let (image, data) = (self.format().storage(), self.format().data());
+        image.keep_record(state.page(), TrackedFile::Image);
+        if !std::ptr::eq(image, data) {
+            data.keep_record(state.page(), TrackedFile::Data);
+        }
+        // There is none before: it is made when an image is opened, or taken over.
+        let _ = self.state.set(state);
+    }
+
+    /// Puts failures of flushes in force that the state file has of an earlier process.
+    pub(crate) fn restore_failures(&self) {
+        let (image, data) = (self.format().storage(), self.format().data());
+        for tracker in [image, data] {
+            tracker.restore_failure();
+        }
     }
 
     /// The same disk with its data file, before anything is read or written.
@@ -253,8 +290,18 @@ impl<S: Storage> Disk<S> {
     }
 
     /// Makes everything durable, before the disk is dropped.
+    ///
+    /// The state file, if there is one, is removed, unless it has answered changes that could not be brought to
+    /// the image. A disk that is dropped without being closed leaves it, as a process that is killed does.
+    ///
+    /// # Errors
+    /// What the storage answers.
     pub async fn close(&self) -> Result<()> {
-        self.format().close().await
+        let closed = self.format().close().await;
+        if let Some(state) = self.state.get() {
+            state.close(self.format().redo_log_len(&*state.log()));
+        }
+        closed
     }
 
     /// Begins a change of the image, once none of the whole image is made.

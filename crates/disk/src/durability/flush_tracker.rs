@@ -16,6 +16,8 @@
 //!   which the storage knows that nothing else is concerned ([`Error::is_confined`]), as on a full host.
 //! - A durable write that fails during a flush may have lost data that the flush reports as stable. So a
 //!   flush waits for the durable writes in flight at its end, and fails if one failed.
+//! - The first failure is kept in the image's state file, if there is one, and restored from there: a process that
+//!   is killed does not make it forgotten ([`FlushRecord`]). So is the time of the last change.
 //! - Where a shared flush is cheaper than FUA on each of several writes in flight, the later ones are
 //!   written without FUA and share one ([`WriteMethod`]: group commit).
 //! - An operation whose future is dropped may end at any time, so afterwards every flush is issued. The
@@ -25,6 +27,7 @@
 //! Generations are counted with atomic operations: a plain write costs one addition. Only flushes take the
 //! lock, and they never hold it across a wait.
 
+use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 
 use blockhouse_core::sync::{Coalescer, Epochs, ErrorLatch, RunGuard, Turn};
@@ -35,7 +38,11 @@ use blockhouse_core::{
 
 use super::decide::WriteMethod;
 use crate::options::{Access, FlushPolicy};
+use crate::state::{FlushRecord, StatePage, TrackedFile};
 use crate::stats::FlushStats;
+
+#[cfg(test)]
+mod tests;
 
 /// What to do about a failed flush.
 const FAILED_HINT: &str = "written data may be lost: check the guest's file systems and reopen";
@@ -50,6 +57,8 @@ pub(crate) struct FlushTracker<S> {
     detached_operations: AtomicU64,
     /// The first failure, which all later flushes repeat.
     failure: ErrorLatch,
+    /// What outlives the process, if anything does.
+    record: OnceLock<FlushRecord>,
     flushes: Coalescer<StableGenerations>,
     fua_writes: Epochs,
     /// How many durable writes are in flight, by whatever method.
@@ -67,6 +76,7 @@ struct StableGenerations {
 /// An operation in flight. Dropped before it has completed, it counts as detached.
 struct OperationGuard<'a> {
     detached_operations: &'a AtomicU64,
+    record: Option<&'a FlushRecord>,
 }
 
 impl<S: Storage> FlushTracker<S> {
@@ -82,6 +92,7 @@ impl<S: Storage> FlushTracker<S> {
             write_generation: AtomicU64::new(past),
             detached_operations: AtomicU64::new(0),
             failure: ErrorLatch::new(FAILED_HINT),
+            record: OnceLock::new(),
             flushes: Coalescer::default(),
             fua_writes: Epochs::new(),
             durable_in_flight: AtomicUsize::new(0),
@@ -113,8 +124,41 @@ impl<S: Storage> FlushTracker<S> {
         self.failure.set(error);
     }
 
+    /// Keeps the time of the last change and the first failure in this page from now on.
+    pub(crate) fn keep_record(&self, page: &StatePage, file: TrackedFile) {
+        let page = page.clone();
+        match self.record.get() {
+            Some(record) => record.move_to(page),
+            // Nothing else sets it: the image is being opened.
+            None => drop(self.record.set(FlushRecord::new(page, file))),
+        }
+    }
+
+    /// Puts a failure that an earlier process has met in force. Says which, if there is one.
+    pub(crate) fn restore_failure(&self) -> Option<&Error> {
+        let kept = self.record.get()?.failure()?;
+        self.failure.set(&kept.on(self.storage.name()));
+        self.failure.get()
+    }
+
     fn begin_operation(&self) -> OperationGuard<'_> {
-        OperationGuard { detached_operations: &self.detached_operations }
+        let record = self.stamp();
+        OperationGuard { detached_operations: &self.detached_operations, record }
+    }
+
+    /// The storage is about to be changed.
+    fn stamp(&self) -> Option<&FlushRecord> {
+        let record = self.record.get()?;
+        record.stamp();
+        Some(record)
+    }
+
+    /// A flush has failed, or a durable write that may have lost what a flush would.
+    fn fail(&self, error: &Error) {
+        self.failure.set(error);
+        if let Some(record) = self.record.get() {
+            record.set_failure(error);
+        }
     }
 
     /// The operation has ended and left something to flush, whether it failed or not.
@@ -133,7 +177,7 @@ impl<S: Storage> FlushTracker<S> {
         if let Err(error) = &outcome
             && !error.is_confined()
         {
-            self.failure.set(error);
+            self.fail(error);
         }
         operation.complete();
         self.stats.durable_writes.add(1);
@@ -186,7 +230,7 @@ impl<S: Storage> FlushTracker<S> {
             self.stats.issued.add(1);
             let outcome = self.storage.flush(sync).await;
             if let Err(error) = &outcome {
-                self.failure.set(error);
+                self.fail(error);
                 return outcome;
             }
             self.fua_writes.synchronize().await;
@@ -244,6 +288,10 @@ impl StableGenerations {
 
 impl OperationGuard<'_> {
     fn complete(self) {
+        // It may have changed the file only now.
+        if let Some(record) = self.record {
+            record.stamp();
+        }
         std::mem::forget(self);
     }
 }
@@ -331,8 +379,10 @@ impl<S: Storage> Storage for FlushTracker<S> {
     }
 
     async fn extend_hint(&self, size: u64) {
+        self.stamp();
         // Changes nothing that was acknowledged.
         self.storage.extend_hint(size).await;
+        self.stamp();
     }
 
     async fn block_status(&self, range: ByteRange) -> Result<(Allocation, u64)> {

@@ -16,9 +16,10 @@ use blockhouse_engine::HostFile;
 use blockhouse_format::{Backing, DataFile, ImageFormat, probe};
 
 use super::handed_over::{Files, HandedFile, HandedOverDisk};
-use super::image_options::{ImageOptions, Locking};
-use super::lock::lock;
+use super::image_options::{ImageOptions, Locking, StateUse};
+use super::lock::{Locked, lock};
 use super::probe_check::check_not_probed;
+use super::restore::{Restore, has_state};
 use crate::disk::Disk;
 use crate::options::{Access, Options};
 
@@ -40,7 +41,7 @@ type Identity = (u64, u64);
 /// One that names the file: it is missing, no disk image, of a wrong size, locked, looks like
 /// another format, or the host refuses; for a backing file also the chain that leads to it.
 pub async fn open(path: &Path, options: ImageOptions) -> Result<Disk<HostFile>> {
-    open_chain(path, options, None, Files::Host).await
+    open_chain(path, &options, None, Files::Host).await
 }
 
 /// As [`open`], as the disk was when the snapshot of this name (or id) was taken; for reading only.
@@ -53,11 +54,11 @@ pub async fn open_snapshot(
     snapshot: &str,
 ) -> Result<Disk<HostFile>> {
     let options = ImageOptions { access: Access::ReadOnly, ..options };
-    open_chain(path, options, Some(snapshot), Files::Host).await
+    open_chain(path, &options, Some(snapshot), Files::Host).await
 }
 
 /// As [`open`] or [`open_snapshot`], by the files that another process has open ([`Disk::chain_files`]). Changes
-/// nothing before [`HandedOverDisk::take_over`].
+/// nothing, and leaves the state file to that process, before [`HandedOverDisk::take_over`].
 ///
 /// # Errors
 /// As [`open`]; `InvalidInput` where the chain consists of other files.
@@ -67,37 +68,48 @@ pub async fn open_handed_over(
     snapshot: Option<&str>,
     files: Vec<HandedFile>,
 ) -> Result<HandedOverDisk> {
-    let options = match snapshot {
+    let mut options = match snapshot {
         Some(_) => ImageOptions { access: Access::ReadOnly, ..options },
         None => options,
     };
-    let disk = open_chain(path, options, snapshot, Files::HandedOver(files.into())).await?;
-    Ok(HandedOverDisk::new(disk))
+    // The process that hands over still has the state file.
+    let state = std::mem::take(&mut options.state);
+    let disk = open_chain(path, &options, snapshot, Files::HandedOver(files.into())).await?;
+    Ok(HandedOverDisk::new(disk, path, &state))
 }
 
 async fn open_chain(
     path: &Path,
-    options: ImageOptions,
+    options: &ImageOptions,
     snapshot: Option<&str>,
     mut files: Files,
 ) -> Result<Disk<HostFile>> {
+    let is_handed_over = matches!(files, Files::HandedOver(_));
     let (file, identity) = open_file(&mut files, path, options)?;
     let mut chain = Chain::from_image(path, identity, files);
-    let mut disk = chain.with_data(disk_over(file, path, options, snapshot).await?, options)?;
+    let (disk, restore) = disk_over(file, path, options, snapshot).await?;
+    let mut disk = chain.with_data(disk, options)?;
     let mut above = Vec::new();
     while let Some(backing) = disk.backing_file() {
         let (path, format) = chain.next(backing)?;
-        let behind = ImageOptions { format: Some(format), access: Access::ReadOnly, ..options };
-        let opened = open_file(&mut chain.source, &path, behind);
+        let behind =
+            ImageOptions { format: Some(format), access: Access::ReadOnly, ..options.clone() };
+        let opened = open_file(&mut chain.source, &path, &behind);
         let (file, identity) = opened.map_err(|error| chain.failed(&error))?;
         // Before it is locked: in a loop the lock would be held by ourselves.
         chain.enter(path.clone(), identity)?;
-        let next = disk_over(file, &path, behind, None).await;
-        let next = chain.with_data(next.map_err(|error| chain.failed(&error))?, behind)?;
+        let next = disk_over(file, &path, &behind, None).await;
+        let (next, _) = next.map_err(|error| chain.failed(&error))?;
+        let next = chain.with_data(next, &behind)?;
         warn_of_disguise(&next).await?;
         above.push(std::mem::replace(&mut disk, next));
     }
-    Ok(above.into_iter().rfold(disk, |behind, disk| disk.with_backing(Arc::new(behind))))
+    let disk = above.into_iter().rfold(disk, |behind, disk| disk.with_backing(Arc::new(behind)));
+    match is_handed_over {
+        false => restore.finish(disk).await,
+        // The process that hands over still owns it.
+        true => Ok(disk),
+    }
 }
 
 /// Opens an image with its data file, but without its backing files. What it leaves to a backing
@@ -106,19 +118,40 @@ async fn open_chain(
 /// # Errors
 /// As [`open`].
 pub async fn open_without_backing(path: &Path, options: ImageOptions) -> Result<Disk<HostFile>> {
-    let (file, identity) = open_file(&mut Files::Host, path, options)?;
+    let (file, identity) = open_file(&mut Files::Host, path, &options)?;
     let mut chain = Chain::from_image(path, identity, Files::Host);
-    chain.with_data(disk_over(file, path, options, None).await?, options)
+    let (disk, restore) = disk_over(file, path, &options, None).await?;
+    restore.finish(chain.with_data(disk, &options)?).await
 }
 
-/// Opens only the file that holds the image's metadata, to ask what it is: no guest data of an image with
-/// a data file can be read. Needs the loop of the current thread.
+/// Brings to an image what its server answered before it died, where [`ImageOptions::state`] finds anything: for
+/// work on the file itself, which follows. Needs the loop of the current thread.
+///
+/// # Errors
+/// As [`open`].
+pub async fn replay_state(path: &Path, options: ImageOptions) -> Result<()> {
+    let (StateUse::Replay(dir) | StateUse::Keep(dir) | StateUse::TryKeep(dir)) = &options.state
+    else {
+        return Ok(());
+    };
+    let (file, _) = open_file(&mut Files::Host, path, &options)?;
+    if !has_state(&file, dir)? {
+        return Ok(());
+    }
+    drop(file);
+    open_without_backing(path, options).await?.close().await
+}
+
+/// Opens only the file that holds the image's metadata, to ask what it is, for reading only: no guest data of an
+/// image with a data file can be read. Needs the loop of the current thread.
 ///
 /// # Errors
 /// As [`open`].
 pub async fn open_metadata(path: &Path, options: ImageOptions) -> Result<Disk<HostFile>> {
-    let (file, _) = open_file(&mut Files::Host, path, options)?;
-    disk_over(file, path, options, None).await
+    let options = ImageOptions { access: Access::ReadOnly, ..options };
+    let (file, _) = open_file(&mut Files::Host, path, &options)?;
+    let (disk, restore) = disk_over(file, path, &options, None).await?;
+    restore.finish(disk).await
 }
 
 /// Opens an image and its backing file, both for writing, with all further backing files. Needs the loop
@@ -131,9 +164,10 @@ pub async fn open_for_commit(
     options: ImageOptions,
 ) -> Result<(Disk<HostFile>, Arc<Disk<HostFile>>)> {
     let options = ImageOptions { access: Access::ReadWrite, ..options };
-    let (file, identity) = open_file(&mut Files::Host, path, options)?;
+    let (file, identity) = open_file(&mut Files::Host, path, &options)?;
     let mut chain = Chain::from_image(path, identity, Files::Host);
-    let disk = chain.with_data(disk_over(file, path, options, None).await?, options)?;
+    let (disk, restore) = disk_over(file, path, &options, None).await?;
+    let disk = chain.with_data(disk, &options)?;
     let Some(backing) = disk.backing_file() else {
         let what = "has no backing file";
         return Err(Error::new(ErrorKind::InvalidInput, what).on(disk.name()));
@@ -143,7 +177,7 @@ pub async fn open_for_commit(
     let base = open(&base, behind).await.map_err(|error| chain.failed(&error))?;
     warn_of_disguise(&base).await?;
     let base = Arc::new(base);
-    Ok((disk.with_backing(Arc::clone(&base)), base))
+    Ok((restore.finish(disk.with_backing(Arc::clone(&base))).await?, base))
 }
 
 /// Opens the file of an image for work on the file itself, whatever is in it, and locks it if that is
@@ -152,7 +186,7 @@ pub async fn open_for_commit(
 /// # Errors
 /// One that names the file: it is missing or locked, or the host refuses.
 pub fn open_storage(path: &Path, options: ImageOptions) -> Result<HostFile> {
-    let (file, _) = open_file(&mut Files::Host, path, options)?;
+    let (file, _) = open_file(&mut Files::Host, path, &options)?;
     if options.locking == Locking::Held {
         lock(&file, options.access)?;
     }
@@ -162,7 +196,7 @@ pub fn open_storage(path: &Path, options: ImageOptions) -> Result<HostFile> {
 fn open_file(
     files: &mut Files,
     path: &Path,
-    options: ImageOptions,
+    options: &ImageOptions,
 ) -> Result<(HostFile, Identity)> {
     let file = files.open(path, options)?;
     let status = rustix::fs::fstat(file.descriptor())
@@ -170,15 +204,18 @@ fn open_file(
     Ok((file, (status.st_dev, status.st_ino)))
 }
 
+/// The disk over an image's file, and what is to be done when it has its data file and its backing file.
 async fn disk_over(
     file: HostFile,
     path: &Path,
-    options: ImageOptions,
+    options: &ImageOptions,
     snapshot: Option<&str>,
-) -> Result<Disk<HostFile>> {
-    if options.locking == Locking::Held {
-        lock(&file, options.access)?;
-    }
+) -> Result<(Disk<HostFile>, Restore)> {
+    let locked = match options.locking {
+        Locking::Held => lock(&file, options.access)?,
+        Locking::None => Locked::No,
+    };
+    let restore = Restore::begin(&file, path, options, locked)?;
     let disk_options = Options {
         access: options.access,
         durability: options.cache.durability(),
@@ -191,10 +228,11 @@ async fn disk_over(
     if options.format.is_none() {
         check_not_probed(&file, path, format).await?;
     }
-    match snapshot {
-        None => Disk::open(file, format, disk_options).await,
-        Some(name) => Disk::open_snapshot(file, format, disk_options, name).await,
-    }
+    let disk = match snapshot {
+        None => Disk::open_with_record(file, format, disk_options, restore.page()).await?,
+        Some(name) => Disk::open_snapshot(file, format, disk_options, name).await?,
+    };
+    Ok((disk, restore))
 }
 
 /// Tells of a raw backing file that looks like another format: the image that names its format may be wrong.
@@ -261,7 +299,11 @@ impl Chain {
     }
 
     /// The last image with its data file, if it has one: opened and locked as the image is, as raw.
-    fn with_data(&mut self, disk: Disk<HostFile>, options: ImageOptions) -> Result<Disk<HostFile>> {
+    fn with_data(
+        &mut self,
+        disk: Disk<HostFile>,
+        options: &ImageOptions,
+    ) -> Result<Disk<HostFile>> {
         let Some(DataFile { name, .. }) = disk.data_file() else { return Ok(disk) };
         let last = self.last();
         if is_address(name) {

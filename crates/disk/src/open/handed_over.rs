@@ -11,7 +11,8 @@ use std::path::Path;
 use blockhouse_core::{Error, ErrorKind, Result, Storage};
 use blockhouse_engine::{HostFile, OpenFiles, OpenMode};
 
-use super::image_options::ImageOptions;
+use super::image_options::{ImageOptions, StateUse};
+use super::restore::FutureState;
 use crate::disk::Disk;
 use crate::layer::Layer;
 use crate::options::Access;
@@ -35,7 +36,7 @@ pub(super) enum Files {
 
 impl Files {
     /// Opens the file at a path.
-    pub(super) fn open(&mut self, path: &Path, options: ImageOptions) -> Result<HostFile> {
+    pub(super) fn open(&mut self, path: &Path, options: &ImageOptions) -> Result<HostFile> {
         let access = match options.access {
             Access::ReadOnly => OpenMode::ReadOnly,
             Access::ReadWrite => OpenMode::ReadWrite,
@@ -100,18 +101,23 @@ impl Disk<HostFile> {
 }
 
 /// An image that another process still owns.
-pub struct HandedOverDisk(Disk<HostFile>);
+pub struct HandedOverDisk {
+    disk: Disk<HostFile>,
+    /// The state file that is going to be made.
+    state: Option<FutureState>,
+}
 
 impl HandedOverDisk {
-    pub(super) fn new(disk: Disk<HostFile>) -> Self {
-        Self(disk)
+    pub(super) fn new(disk: Disk<HostFile>, path: &Path, uses: &StateUse) -> Self {
+        let state = FutureState::of(&disk, path, uses);
+        Self { disk, state }
     }
 
     /// The image is this process's alone from now on: its locks go when it is dropped, and it may be changed. The next flush
     /// covers what the other process has written. `failures` are those that the other process remembers: they stay
-    /// in force. There is no way back: what goes wrong is logged.
+    /// in force. The state file is this process's, too. There is no way back: what goes wrong is logged.
     pub async fn take_over(self, failures: [Option<i32>; 2]) -> Disk<HostFile> {
-        let Self(disk) = self;
+        let Self { disk, state } = self;
         disk.chain_files().into_iter().for_each(HostFile::own_locks);
         let format = disk.format();
         for (storage, errno) in [format.storage(), format.data()].into_iter().zip(failures) {
@@ -124,6 +130,9 @@ impl HandedOverDisk {
                     "{error}; this was before the server was upgraded, and stays in force"
                 );
             }
+        }
+        if let Some(state) = state {
+            state.take(&disk, failures);
         }
         disk
     }
@@ -161,7 +170,7 @@ mod tests {
                 let path = folder.path().join(format.as_str());
                 let options = ImageOptions { format: Some(format), ..ImageOptions::default() };
                 create(&path, 1 << 20, format).await.unwrap();
-                let disk = open(&path, options).await.unwrap();
+                let disk = open(&path, options.clone()).await.unwrap();
                 let mut buffer = Buffer::new(4096);
                 buffer.bytes_mut().fill(7);
                 let (offset, durability) = (8192, Durability::None);
@@ -169,9 +178,10 @@ mod tests {
                 disk.submit(write).await.unwrap();
                 disk.settle().await.unwrap();
                 // It never owned the locks, so it can be dropped.
-                drop(open_handed_over(&path, options, None, files_of(&disk)).await.unwrap());
-                let other = open_handed_over(&path, options, None, files_of(&disk)).await.unwrap();
-                let other = other.take_over([None, None]).await;
+                let opened = open_handed_over(&path, options.clone(), None, files_of(&disk)).await;
+                drop(opened.unwrap());
+                let other = open_handed_over(&path, options.clone(), None, files_of(&disk)).await;
+                let other = other.unwrap().take_over([None, None]).await;
                 let before = other.stats().flushes_issued;
                 other.flush().await.unwrap();
                 assert_eq!(other.stats().flushes_issued, before + 1, "{}", format.as_str());
@@ -194,7 +204,7 @@ mod tests {
         EventLoop::new(EngineChoice::Auto).unwrap().block_on(async {
             create(&path, 1 << 20, ImageFormat::Qcow2).await.unwrap();
             let options = ImageOptions::default();
-            let disk = open(&path, options).await.unwrap();
+            let disk = open(&path, options.clone()).await.unwrap();
             let words = disk.format().redo_log_words();
             let log: Vec<AtomicU64> = (0..words).map(|_| AtomicU64::new(0)).collect();
             disk.format().attach_redo_log(Arc::new(log) as Arc<dyn StateMemory>);
@@ -206,7 +216,7 @@ mod tests {
             write(0).await;
             disk.settle().await.unwrap();
             let other = open_handed_over(&path, options, None, files_of(&disk)).await.unwrap();
-            assert!(other.0.format().has_session_bit(), "a replay would refuse what follows");
+            assert!(other.disk.format().has_session_bit(), "a replay would refuse what follows");
             drop(other);
             write(1 << 19).await;
             assert!(disk.format().has_session_bit());

@@ -7,6 +7,7 @@ use blockhouse_engine::PageCache;
 use blockhouse_format::ImageFormat;
 
 use crate::options::{Access, DetectZeroes, Discard, FlushPolicy};
+use crate::state::StateDir;
 
 /// QEMU's cache modes: presets of page cache, default durability and flushes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -74,8 +75,26 @@ impl FromStr for CacheMode {
     }
 }
 
+/// Whether what is answered outlives the process that answers it. See docs/durability.md.
+///
+/// Used for images that are opened for writing and locked. Where one is opened for reading only, a directory is
+/// looked into all the same, for a warning that answered changes are missing.
+#[derive(Clone, Debug, Default)]
+pub enum StateUse {
+    /// Nothing outlives it, and nothing that another process left is looked for.
+    #[default]
+    Off,
+    /// What a server left there that died is brought to the image. For tools: nothing is kept where it left nothing.
+    Replay(StateDir),
+    /// So it is, and the image has a state file there until it is closed. For servers. Where it cannot be made,
+    /// opening fails.
+    Keep(StateDir),
+    /// As `Keep`, but where it cannot be made, opening warns and goes on.
+    TryKeep(StateDir),
+}
+
 /// How an image is opened.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 pub struct ImageOptions {
     /// Its format; `None` goes by the name.
     pub format: Option<ImageFormat>,
@@ -89,10 +108,13 @@ pub struct ImageOptions {
     pub detect_zeroes: DetectZeroes,
     /// Whether other programs are kept away.
     pub locking: Locking,
+    /// Whether what is answered outlives the process.
+    pub state: StateUse,
 }
 
 impl Default for ImageOptions {
-    /// The format by the name, read and write, direct I/O, discards passed on, zeros written, locked.
+    /// The format by the name, read and write, direct I/O, discards passed on, zeros written, locked,
+    /// no state.
     fn default() -> Self {
         Self {
             format: None,
@@ -101,6 +123,7 @@ impl Default for ImageOptions {
             discard: Discard::Unmap,
             detect_zeroes: DetectZeroes::Off,
             locking: Locking::Held,
+            state: StateUse::Off,
         }
     }
 }

@@ -46,13 +46,22 @@ impl Permission {
     }
 }
 
+/// Whether an image is locked.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Locked {
+    /// As long as it is open.
+    Yes,
+    /// Its file system has no locks, or none was asked for.
+    No,
+}
+
 /// Locks `file` for as long as it is open: a writer is alone, readers keep writers away.
 ///
 /// A file system without such locks leaves the image unlocked, with a warning in the log.
 ///
 /// # Errors
 /// [`ErrorKind::Locked`] with the holder's process where it can be found out.
-pub(crate) fn lock(file: &HostFile, access: Access) -> Result<()> {
+pub(super) fn lock(file: &HostFile, access: Access) -> Result<Locked> {
     let ours: &[Permission] = match access {
         Access::ReadOnly => &[Permission::Read],
         Access::ReadWrite => &[Permission::Read, Permission::Write, Permission::Resize],
@@ -67,7 +76,7 @@ pub(crate) fn lock(file: &HostFile, access: Access) -> Result<()> {
             Ok(()) => {}
             Err(error) if is_without_locks(&error) => {
                 tracing::warn!("{} is not locked: its file system has no locks", file.name());
-                return Ok(());
+                return Ok(Locked::No);
             }
             Err(error) => return Err(failed(error)),
         }
@@ -79,7 +88,12 @@ pub(crate) fn lock(file: &HostFile, access: Access) -> Result<()> {
         let refuses = format!("not letting others go on {}", permission.verb());
         wait_for_free(file, permission.refused(), &refuses)?;
     }
-    Ok(())
+    Ok(Locked::Yes)
+}
+
+/// Whether another open of the file holds the lock of a writer; also where that cannot be found out.
+pub(super) fn is_being_written(file: &HostFile) -> bool {
+    is_byte_locked(file.descriptor(), Permission::Write.used()).unwrap_or(true)
 }
 
 /// Opens a file for writing, whatever it holds, and locks it until the returned file is dropped: no other

@@ -12,14 +12,16 @@ mod image_options;
 mod lock;
 mod probe_check;
 mod refresh_size;
+mod restore;
 
 pub use chain::{
     is_address, open, open_for_commit, open_handed_over, open_metadata, open_snapshot,
-    open_storage, open_without_backing,
+    open_storage, open_without_backing, replay_state,
 };
 pub use create::{check_new_name, create};
 pub use durable_rename::{IfExists, rename_durable};
 pub use handed_over::{HandedFile, HandedOverDisk};
-pub use image_options::{CacheMode, ImageOptions, Locking};
+pub use image_options::{CacheMode, ImageOptions, Locking, StateUse};
 pub use lock::open_locked;
 pub use probe_check::check_raw_backing;
+pub use restore::{NOT_KEPT, PendingChanges};

@@ -19,7 +19,7 @@ use std::ptr::NonNull;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU8, AtomicU16, AtomicU32, AtomicU64, Ordering};
 
-use blockhouse_core::{copy_from_shared, copy_to_shared};
+use blockhouse_core::{StateMemory, copy_from_shared, copy_to_shared};
 use rustix::fs::SealFlags;
 
 use crate::mapping::{FaultDomain, Mapping};
@@ -283,8 +283,8 @@ impl VolatileSlice {
     }
 
     /// Loads a value.
-    pub fn load_u64(&self, offset: usize) -> u64 {
-        u64::from_le(self.memory.atomic_u64(self.place(offset, 8)).load(Ordering::Relaxed))
+    pub fn load_u64(&self, offset: usize, order: Ordering) -> u64 {
+        u64::from_le(self.memory.atomic_u64(self.place(offset, 8)).load(order))
     }
 
     /// Stores a value, after everything that was stored before.
@@ -319,5 +319,20 @@ impl VolatileSlice {
     pub fn set_bits_u64(&self, offset: usize, bits: u64) {
         let place = self.place(offset, 8);
         self.memory.atomic_u64(place).fetch_or(bits.to_le(), Ordering::Release);
+    }
+}
+
+/// Outlives the process if the file of the memory does.
+impl StateMemory for VolatileSlice {
+    fn words(&self) -> usize {
+        self.length / size_of::<u64>()
+    }
+
+    fn load(&self, index: usize) -> u64 {
+        self.load_u64(index * size_of::<u64>(), Ordering::Acquire)
+    }
+
+    fn store(&self, index: usize, value: u64) {
+        self.store_u64(index * size_of::<u64>(), value);
     }
 }

@@ -47,6 +47,7 @@ pub use layout::options::{Access, Backing, DataFile, Discard, Switch, Version};
 pub use layout::snapshot_table::Snapshot;
 pub use open::{Features, OpenOptions};
 pub(crate) use tables::REDO_LOG_WORDS;
+use tables::RedoLog;
 pub use transaction::{NewSnapshot, VmStateCluster, VmStateTables};
 pub use writeback::{DataWriteGuard, ReadGuard};
 
@@ -311,6 +312,11 @@ impl<S: Storage> Qcow2<S> {
     /// As [`Format::attach_redo_log`](crate::Format::attach_redo_log).
     pub fn attach_redo_log(&self, log: Arc<dyn StateMemory>) {
         self.metadata.attach_redo_log(log);
+    }
+
+    /// As [`Format::redo_log_len`](crate::Format::redo_log_len).
+    pub fn redo_log_len(&self, log: &dyn StateMemory) -> u64 {
+        RedoLog::count(log)
     }
 
     /// Whether the header has the mark of a process that keeps a redo log, or died.

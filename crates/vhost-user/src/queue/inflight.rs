@@ -154,7 +154,7 @@ impl InflightQueue {
         // keys that change may panic.
         let mut begun: Vec<(u64, u16)> = (0..self.entries)
             .filter(|&head| self.view.load_u8(self.entry(head)) == 1)
-            .map(|head| (self.view.load_u64(self.entry(head) + COUNTER), head))
+            .map(|head| (self.view.load_u64(self.entry(head) + COUNTER, Relaxed), head))
             .collect();
         begun.sort_unstable();
         self.counter = begun.last().map_or(0, |&(counter, _)| counter.wrapping_add(1));

@@ -1,5 +1,7 @@
 //! Descriptors: the entries of a queue's table, and of indirect tables.
 
+use std::sync::atomic::Ordering::Relaxed;
+
 use blockhouse_engine::{GuestRange, VolatileSlice};
 use smallvec::SmallVec;
 
@@ -41,7 +43,7 @@ impl Descriptor {
     pub fn read(table: &VolatileSlice, index: usize) -> Self {
         let at = index * DESCRIPTOR_BYTES;
         let (address, rest) = if table.is_aligned(8) {
-            (table.load_u64(at), table.load_u64(at + 8))
+            (table.load_u64(at, Relaxed), table.load_u64(at + 8, Relaxed))
         } else {
             // An indirect table may be anywhere.
             let half = |at| {

@@ -8,7 +8,7 @@ use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
 use blockhouse_core::{Buffer, Request};
-use blockhouse_disk::{Access, CacheMode, DetectZeroes, Discard, ImageOptions, Locking};
+use blockhouse_disk::{Access, CacheMode, DetectZeroes, Discard, ImageOptions, Locking, StateUse};
 use blockhouse_engine::{EngineChoice, EventLoop};
 use blockhouse_sim::Rng;
 use parking_lot::{Mutex, MutexGuard};
@@ -145,6 +145,7 @@ pub fn options(cache: CacheMode) -> ImageOptions {
         discard: Discard::Unmap,
         detect_zeroes: DetectZeroes::Off,
         locking: Locking::Held,
+        state: StateUse::Off,
     }
 }
 

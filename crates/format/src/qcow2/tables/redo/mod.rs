@@ -114,6 +114,15 @@ impl RedoLog {
         }
     }
 
+    /// How many records a log has, whatever image it is of; 0 where the memory is none of this version.
+    pub(crate) fn count(memory: &dyn StateMemory) -> u64 {
+        if memory.words() < FIRST_RECORD || memory.load(MAGIC_WORD) != MAGIC {
+            return 0;
+        }
+        let (head, tail) = (memory.load(HEAD_WORD), memory.load(TAIL_WORD));
+        head.saturating_sub(tail).min(capacity(memory))
+    }
+
     /// The records that a log has, the oldest first.
     ///
     /// # Errors

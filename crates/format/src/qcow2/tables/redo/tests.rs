@@ -42,13 +42,27 @@ fn a_log_has_what_was_appended_and_not_trimmed() {
         let kept = (number as u64).saturating_sub(1);
         log.trim(kept);
         assert_eq!(RedoLog::read(&*memory, GEOMETRY).unwrap(), records[kept as usize..=number]);
+        assert_eq!(RedoLog::count(&*memory), number as u64 + 1 - kept);
     }
     log.trim(7);
     assert_eq!(RedoLog::read(&*memory, GEOMETRY).unwrap(), []);
+    assert_eq!(RedoLog::count(&*memory), 0);
     // An older writeback that ends late takes nothing back.
     log.append(&records[0], GEOMETRY);
     log.trim(3);
     assert_eq!(RedoLog::read(&*memory, GEOMETRY).unwrap(), records[..1]);
+}
+
+#[test]
+fn memory_of_any_words_has_a_bounded_number_of_records() {
+    let memory = memory(4);
+    assert_eq!(RedoLog::count(&*memory), 0, "zeros are no log");
+    (0..memory.words()).for_each(|word| memory.store(word, u64::MAX));
+    assert_eq!(RedoLog::count(&*memory), 0, "another magic");
+    memory.store(MAGIC_WORD, MAGIC);
+    assert_eq!(RedoLog::count(&*memory), 0, "head and tail are one");
+    memory.store(TAIL_WORD, 3);
+    assert_eq!(RedoLog::count(&*memory), 4, "no more than there is room for");
 }
 
 #[test]

@@ -1,0 +1,206 @@
+//! The directory of state files.
+//!
+//! Guarantees: it belongs to this user and nobody else may enter it, because whoever can write to a state file
+//! can change its image. It is in memory (tmpfs), so that a store into a mapped file never waits for a disk. All
+//! files are reached through the directory that was checked, whatever becomes of its name.
+
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use blockhouse_core::{Error, ErrorKind, Result};
+use rustix::fs::{CWD, FileType, Mode, OFlags, fstat, fstatfs, mkdirat, openat, statfs};
+use rustix::io::Errno;
+use rustix::process::geteuid;
+
+use super::identity::BootId;
+
+/// `TMPFS_MAGIC` from `<linux/magic.h>`.
+const TMPFS_MAGIC: u64 = 0x0102_1994;
+
+/// A directory of state files. Clones are the same directory.
+#[derive(Clone, Debug)]
+pub struct StateDir {
+    inner: Arc<Inner>,
+}
+
+#[derive(Debug)]
+struct Inner {
+    path: PathBuf,
+    directory: OwnedFd,
+    boot: BootId,
+}
+
+impl StateDir {
+    /// The directory at `path`, which is made if it is missing.
+    ///
+    /// # Errors
+    /// One that names the directory: it cannot be made or opened, belongs to another user, is open to others, or
+    /// is not on tmpfs.
+    pub fn create(path: &Path) -> Result<Self> {
+        match mkdirat(CWD, path, Mode::RWXU) {
+            Ok(()) | Err(Errno::EXIST) => Self::open(path),
+            Err(error) => {
+                let failed = Error::host("cannot make the state directory", error.into());
+                Err(failed.on(&path.display().to_string()).hint(ELSEWHERE))
+            }
+        }
+    }
+
+    /// The directory at `path`, if it is there.
+    ///
+    /// # Errors
+    /// As [`create`](Self::create).
+    pub fn open(path: &Path) -> Result<Self> {
+        let name = path.display().to_string();
+        let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+        let directory = openat(CWD, path, flags, Mode::empty()).map_err(|error| {
+            let failed = Error::host("cannot open the state directory", error.into());
+            failed.on(&name).hint(ELSEWHERE)
+        })?;
+        let examined = |error: Errno| Error::host("cannot examine", error.into()).on(&name);
+        let status = fstat(&directory).map_err(examined)?;
+        let refuse = |what: &'static str, hint: &'static str| {
+            Err(Error::new(ErrorKind::InvalidInput, what).on(&name).hint(hint))
+        };
+        if status.st_uid != geteuid().as_raw() {
+            return refuse(
+                "the state directory belongs to another user, who could change images by it",
+                ELSEWHERE,
+            );
+        }
+        if Mode::from_raw_mode(status.st_mode).intersects(Mode::RWXG | Mode::RWXO) {
+            return refuse(
+                "other users may enter the state directory, and who may write there can change images",
+                "take their rights away (chmod 700), or name another directory with --state DIR",
+            );
+        }
+        if fstatfs(&directory).map_err(examined)?.f_type as u64 != TMPFS_MAGIC {
+            return refuse(
+                "the state directory is not in memory (tmpfs), so a server might have to wait for a disk",
+                "name one in /dev/shm or on another tmpfs with --state DIR, or use --state off",
+            );
+        }
+        let boot = BootId::current().map_err(|error| {
+            let what = "cannot find the boot's id, by which a state file of another boot is known";
+            Error::host(what, error).on(&name).hint("mount /proc, or use --state off")
+        })?;
+        Ok(Self { inner: Arc::new(Inner { path: path.to_owned(), directory, boot }) })
+    }
+
+    /// Where the state files of this user are if nothing else is said: the first of `/run/blockhouse` (root) or
+    /// `$XDG_RUNTIME_DIR/blockhouse` (others), and `/dev/shm/blockhouse-UID`, whose parent is on tmpfs. It may
+    /// not be there yet.
+    ///
+    /// # Errors
+    /// `Unsupported` where there is no tmpfs in those places.
+    pub fn default_path() -> Result<PathBuf> {
+        let user = geteuid();
+        let own = match user.is_root() {
+            true => Some(PathBuf::from("/run")),
+            false => std::env::var_os("XDG_RUNTIME_DIR").map(PathBuf::from),
+        };
+        let own = own.filter(|parent| is_on_tmpfs(parent)).map(|parent| parent.join("blockhouse"));
+        let shared = Path::new("/dev/shm");
+        let shared = || {
+            let name = format!("blockhouse-{}", user.as_raw());
+            is_on_tmpfs(shared).then(|| shared.join(name))
+        };
+        own.or_else(shared).ok_or_else(|| {
+            let what = "there is no directory in memory (tmpfs) for state files";
+            Error::new(ErrorKind::Unsupported, what).hint(ELSEWHERE)
+        })
+    }
+
+    /// The directory at [`default_path`](Self::default_path), if it is there and this user's alone.
+    pub fn find_default() -> Option<Self> {
+        let opened = Self::default_path().and_then(|path| Self::open(&path));
+        opened.inspect_err(|error| tracing::debug!("no state files are looked for: {error}")).ok()
+    }
+
+    /// Its path, as it was given.
+    pub fn path(&self) -> &Path {
+        &self.inner.path
+    }
+
+    /// The boot of the host that it was opened in.
+    pub(crate) fn boot(&self) -> BootId {
+        self.inner.boot
+    }
+
+    pub(super) fn directory(&self) -> BorrowedFd<'_> {
+        self.inner.directory.as_fd()
+    }
+
+    /// The path of a file in it, for messages.
+    pub(super) fn path_of(&self, name: &str) -> String {
+        self.inner.path.join(name).display().to_string()
+    }
+
+    /// An error of an operation on a file in it.
+    pub(super) fn failed(&self, what: &'static str, name: &str, error: io::Error) -> Error {
+        Error::host(what, error).on(&self.path_of(name))
+    }
+}
+
+/// What to do about a directory that cannot be used.
+pub(super) const ELSEWHERE: &str = "name another directory with --state DIR, or use --state off";
+
+fn is_on_tmpfs(path: &Path) -> bool {
+    statfs(path).is_ok_and(|system| system.f_type as u64 == TMPFS_MAGIC)
+}
+
+/// Whether a file may be trusted as one that this user made in a state directory.
+pub(super) fn is_own_file(file: impl AsFd) -> io::Result<bool> {
+    let status = fstat(file)?;
+    let is_regular = FileType::from_raw_mode(status.st_mode) == FileType::RegularFile;
+    Ok(is_regular && status.st_uid == geteuid().as_raw())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs::{self, Permissions};
+    use std::os::unix::fs::{PermissionsExt, symlink};
+
+    use super::*;
+
+    fn refused(path: &Path) -> String {
+        StateDir::create(path).expect_err("it is refused").to_string()
+    }
+
+    #[test]
+    fn a_directory_is_made_for_this_user_alone() {
+        let folder = tempfile::tempdir_in("/dev/shm").expect("a folder in memory");
+        let path = folder.path().join("state");
+        assert!(StateDir::open(&path).is_err(), "not made by looking for it");
+        StateDir::create(&path).expect("it can be made");
+        assert_eq!(fs::metadata(&path).expect("it is there").permissions().mode() & 0o777, 0o700);
+        StateDir::create(&path).expect("it is there already");
+    }
+
+    #[test]
+    fn directories_that_others_could_use_are_refused() {
+        let folder = tempfile::tempdir_in("/dev/shm").expect("a folder in memory");
+        let path = folder.path().join("state");
+        assert!(refused(&folder.path().join("missing/state")).contains("--state off"));
+        fs::write(&path, "").expect("a file");
+        assert!(refused(&path).contains("cannot open the state directory"));
+        fs::remove_file(&path).expect("it is there");
+        fs::create_dir(folder.path().join("other")).expect("a directory");
+        symlink("other", &path).expect("a link");
+        assert!(refused(&path).contains("cannot open the state directory"));
+        fs::remove_file(&path).expect("it is there");
+        StateDir::create(&path).expect("it can be made");
+        for mode in [0o701, 0o770, 0o755, 0o1777] {
+            fs::set_permissions(&path, Permissions::from_mode(mode)).expect("it is ours");
+            assert!(refused(&path).contains("chmod 700"), "{mode:o}");
+        }
+    }
+
+    #[test]
+    fn directories_on_disks_are_refused() {
+        let folder = tempfile::tempdir_in(env!("CARGO_MANIFEST_DIR")).expect("a folder on a disk");
+        assert!(refused(&folder.path().join("state")).contains("tmpfs"));
+    }
+}

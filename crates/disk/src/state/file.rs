@@ -1,0 +1,365 @@
+//! One state file, mapped.
+//!
+//! Guarantees:
+//! - A file has its name only when its first page is complete.
+//! - All its memory is there when it is made (`fallocate`): no store fails later for want of room.
+//! - What is found under a name is checked before it is used. A file that another boot of the host or another
+//!   image left is removed; what is no file of ours is set aside.
+
+use std::io;
+use std::os::fd::AsFd;
+use std::sync::Arc;
+
+use blockhouse_core::{Result, StateMemory};
+use blockhouse_engine::{FaultDomain, SharedMemory, VolatileSlice};
+use rustix::fs::{
+    AtFlags, FallocateFlags, Mode, OFlags, fallocate, fstat, openat, renameat, unlinkat,
+};
+use rustix::io::Errno;
+
+use super::dir::{ELSEWHERE, StateDir, is_own_file};
+use super::identity::ImageIdentity;
+use super::page::{Owner, PAGE_BYTES, StatePage};
+
+/// The most bytes that a file of ours has. A longer one is not mapped.
+const MAX_BYTES: u64 = 1 << 28;
+
+/// The end of a file's name that does not fit its image any more.
+const REFUSED_SUFFIX: &str = ".refused";
+/// The end of a file's name that is being made.
+const NEW_SUFFIX: &str = ".new";
+
+/// A state file, mapped. The file stays when this is dropped.
+pub(crate) struct StateFile {
+    dir: StateDir,
+    name: String,
+    page: StatePage,
+    log: VolatileSlice,
+}
+
+/// What there is for an image.
+pub(crate) enum FoundState {
+    /// No file.
+    Nothing,
+    /// A file of another boot of the host, or of another image.
+    Void(StateFile),
+    /// The file of a process that had this image open in this boot of the host.
+    Usable(StateFile),
+    /// Something else has the file's name.
+    Foreign {
+        /// Why it cannot be used.
+        why: &'static str,
+    },
+}
+
+impl StateFile {
+    /// Makes the file of an image, in the place of any other one, with a redo log of `log_words` words. `fill`
+    /// completes the page before the file gets its name.
+    ///
+    /// # Errors
+    /// The host's, with the file's name: what had the name before still has it.
+    pub(crate) fn create(
+        dir: &StateDir,
+        owner: &Owner,
+        log_words: usize,
+        fill: impl FnOnce(&StatePage),
+    ) -> Result<Self> {
+        let name = owner.image.file_name();
+        let new = format!("{name}{NEW_SUFFIX}");
+        let make = || {
+            let (page, log) = create_memory(dir, &new, log_words)?;
+            let page = StatePage::create(Arc::new(page), owner);
+            fill(&page);
+            renameat(dir.directory(), &new, dir.directory(), &name)?;
+            Ok((page, log))
+        };
+        match make() {
+            Ok((page, log)) => Ok(Self { dir: dir.clone(), name, page, log }),
+            Err(error) => {
+                // The error that counts is the first one.
+                let _ = unlinkat(dir.directory(), &new, AtFlags::empty());
+                Err(dir.failed("cannot make the state file", &name, error).hint(ELSEWHERE))
+            }
+        }
+    }
+
+    /// Looks for the file of an image in this boot of the host.
+    ///
+    /// # Errors
+    /// The host's, with the file's name.
+    pub(crate) fn find(dir: &StateDir, image: ImageIdentity) -> Result<FoundState> {
+        let name = image.file_name();
+        let found = find_memory(dir, &name);
+        let found = found.map_err(|error| dir.failed("cannot open the state file", &name, error));
+        let (page, log) = match found? {
+            FoundMemory::Nothing => return Ok(FoundState::Nothing),
+            FoundMemory::Foreign { why } => return Ok(FoundState::Foreign { why }),
+            FoundMemory::Mapped { page, log } => (page, log),
+        };
+        let Some(page) = StatePage::load(Arc::new(page)) else {
+            return Ok(FoundState::Foreign { why: "it is no state file of this version" });
+        };
+        let file = Self { dir: dir.clone(), name, page, log };
+        let owner = file.page.owner();
+        if owner.boot == dir.boot() && owner.image == image {
+            return Ok(FoundState::Usable(file));
+        }
+        tracing::debug!("{}: is of another boot or another image", file.path());
+        Ok(FoundState::Void(file))
+    }
+
+    /// The first page.
+    pub(crate) fn page(&self) -> &StatePage {
+        &self.page
+    }
+
+    /// The memory of the redo log.
+    pub(crate) fn log(&self) -> Arc<dyn StateMemory> {
+        Arc::new(self.log.clone())
+    }
+
+    /// Its path, for messages.
+    pub(crate) fn path(&self) -> String {
+        self.dir.path_of(&self.name)
+    }
+
+    /// The image was closed in order, and so many changes of the redo log could not be brought to it.
+    pub(crate) fn close(&self, changes: u64) {
+        self.page.clear_failures();
+        if changes > 0 {
+            self.page.set_clean(true);
+            tracing::warn!(
+                "{}: keeps {changes} answered changes that could not be written to {}: the image has them when it \
+                 is opened for writing again before the host restarts",
+                self.path(),
+                self.page.owner().path.display()
+            );
+            return;
+        }
+        if let Err(error) = self.remove() {
+            tracing::warn!("{error}");
+        }
+    }
+
+    /// Removes the file. Who has it mapped may go on, for nothing.
+    ///
+    /// # Errors
+    /// The host's, with the file's name.
+    pub(crate) fn remove(&self) -> Result<()> {
+        match unlinkat(self.dir.directory(), &self.name, AtFlags::empty()) {
+            Ok(()) | Err(Errno::NOENT) => Ok(()),
+            Err(error) => {
+                Err(self.dir.failed("cannot remove the state file", &self.name, error.into()))
+            }
+        }
+    }
+
+    /// Gives what has the name of an image's state file another name, in the place of what had that. Answers the
+    /// path, for messages.
+    ///
+    /// # Errors
+    /// The host's, with the file's name.
+    pub(crate) fn set_aside(dir: &StateDir, image: ImageIdentity) -> Result<String> {
+        let name = image.file_name();
+        let aside = format!("{name}{REFUSED_SUFFIX}");
+        let rename = || renameat(dir.directory(), &name, dir.directory(), &aside);
+        let renamed = rename().or_else(|_| {
+            // A directory and a file do not replace each other.
+            let _ = unlinkat(dir.directory(), &aside, AtFlags::empty());
+            let _ = unlinkat(dir.directory(), &aside, AtFlags::REMOVEDIR);
+            rename()
+        });
+        renamed.map_err(|error| {
+            let failed = dir.failed("cannot set the state file aside", &name, error.into());
+            failed.hint("remove it, and what has its name with .refused")
+        })?;
+        Ok(dir.path_of(&aside))
+    }
+}
+
+/// A new file's page and log.
+fn create_memory(
+    dir: &StateDir,
+    name: &str,
+    log_words: usize,
+) -> io::Result<(VolatileSlice, VolatileSlice)> {
+    // What is left of a process that died while it made one: the image's lock says that it is gone.
+    match unlinkat(dir.directory(), name, AtFlags::empty()) {
+        Ok(()) | Err(Errno::NOENT) => {}
+        Err(error) => return Err(error.into()),
+    }
+    let flags = OFlags::RDWR | OFlags::CREATE | OFlags::EXCL | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+    let file = openat(dir.directory(), name, flags, Mode::RUSR | Mode::WUSR)?;
+    let length = PAGE_BYTES + log_words * size_of::<u64>();
+    fallocate(&file, FallocateFlags::empty(), 0, length as u64)?;
+    map(&file, length)
+}
+
+/// What has the name of a state file.
+enum FoundMemory {
+    Nothing,
+    Foreign { why: &'static str },
+    Mapped { page: VolatileSlice, log: VolatileSlice },
+}
+
+fn find_memory(dir: &StateDir, name: &str) -> io::Result<FoundMemory> {
+    let foreign = |why| Ok(FoundMemory::Foreign { why });
+    // A pipe without a reader is not waited for.
+    let flags = OFlags::RDWR | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
+    let file = match openat(dir.directory(), name, flags, Mode::empty()) {
+        Ok(file) => file,
+        Err(Errno::NOENT) => return Ok(FoundMemory::Nothing),
+        Err(Errno::LOOP | Errno::ISDIR | Errno::NXIO) => return foreign("it is no regular file"),
+        Err(error) => return Err(error.into()),
+    };
+    if !is_own_file(&file)? {
+        return foreign("it is no regular file of this user");
+    }
+    let length = fstat(&file)?.st_size as u64;
+    if length < PAGE_BYTES as u64 {
+        return foreign("it was cut short");
+    }
+    if length > MAX_BYTES {
+        return foreign("it is too long");
+    }
+    let (page, log) = map(&file, length as usize)?;
+    Ok(FoundMemory::Mapped { page, log })
+}
+
+/// The page and the log of a file of so many bytes.
+fn map(file: impl AsFd, length: usize) -> io::Result<(VolatileSlice, VolatileSlice)> {
+    let memory = Arc::new(SharedMemory::map(file, 0, length, &FaultDomain::unconnected())?);
+    let slice = |start, length| VolatileSlice::new(Arc::clone(&memory), start, length);
+    let parts = slice(0, PAGE_BYTES).zip(slice(PAGE_BYTES, length - PAGE_BYTES));
+    parts.ok_or_else(|| io::Error::other("the memory is shorter than the file"))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+    use std::os::unix::fs::symlink;
+    use std::path::PathBuf;
+
+    use tempfile::TempDir;
+
+    use super::super::TrackedFile;
+    use super::super::page::tests::owner;
+    use super::*;
+
+    /// A directory with the file of [`owner`]'s image.
+    struct Scratch {
+        _folder: TempDir,
+        dir: StateDir,
+        file: PathBuf,
+    }
+
+    impl Scratch {
+        fn new() -> Self {
+            let folder = tempfile::tempdir_in("/dev/shm").expect("a folder in memory");
+            let path = folder.path().join("state");
+            let dir = StateDir::create(&path).expect("it can be made");
+            Self { _folder: folder, dir, file: path.join(owner().image.file_name()) }
+        }
+
+        fn create(&self) -> StateFile {
+            self.create_for(&owner())
+        }
+
+        fn create_for(&self, owner: &Owner) -> StateFile {
+            let owner = Owner { boot: self.dir.boot(), ..owner.clone() };
+            StateFile::create(&self.dir, &owner, 100, |_| {}).expect("there is room")
+        }
+
+        fn find(&self) -> FoundState {
+            StateFile::find(&self.dir, owner().image).expect("no failure")
+        }
+
+        fn aside(&self) -> PathBuf {
+            self.file.with_extension("refused")
+        }
+    }
+
+    #[test]
+    fn a_file_is_found_with_all_that_was_stored_when_its_process_is_gone() {
+        let scratch = Scratch::new();
+        assert!(matches!(scratch.find(), FoundState::Nothing));
+        let owner = Owner { boot: scratch.dir.boot(), ..owner() };
+        let file = StateFile::create(&scratch.dir, &owner, 100, |page| {
+            page.set_failure(TrackedFile::Image, 5);
+        });
+        file.expect("there is room").log().store(99, 7);
+        assert_eq!(fs::read_dir(scratch.dir.path()).expect("a directory").count(), 1);
+        let FoundState::Usable(file) = scratch.find() else { panic!("it is usable") };
+        assert_eq!((file.log().words(), file.log().load(99), file.log().load(98)), (100, 7, 0));
+        assert_eq!(file.page().failure(TrackedFile::Image), Some(5));
+        file.remove().expect("it is there");
+        file.remove().expect("once more does no harm");
+        assert!(matches!(scratch.find(), FoundState::Nothing));
+    }
+
+    #[test]
+    fn a_new_file_takes_the_place_of_the_old_one() {
+        let scratch = Scratch::new();
+        scratch.create().log().store(3, 7);
+        fs::write(scratch.file.with_extension("new"), "of a process that died").expect("a file");
+        assert_eq!(scratch.create().log().load(3), 0);
+    }
+
+    #[test]
+    fn a_file_of_another_boot_or_image_is_void() {
+        let scratch = Scratch::new();
+        let image = owner().image;
+        scratch.create_for(&Owner { image: ImageIdentity { birth: 1, ..image }, ..owner() });
+        assert!(matches!(scratch.find(), FoundState::Void(_)));
+        // The owner of the tests is of no boot of this host.
+        StateFile::create(&scratch.dir, &owner(), 100, |_| {}).expect("there is room");
+        let FoundState::Void(void) = scratch.find() else { panic!("it is of another boot") };
+        void.remove().expect("it is there");
+        assert!(!scratch.file.exists());
+    }
+
+    #[test]
+    fn what_is_no_state_file_is_found_as_foreign_and_set_aside() {
+        let scratch = Scratch::new();
+        scratch.create();
+        let target = scratch.file.with_extension("target");
+        fs::rename(&scratch.file, &target).expect("it is there");
+        let link = || symlink(&target, &scratch.file);
+        let cut = || {
+            fs::copy(&target, &scratch.file)
+                .and_then(|_| fs::File::options().write(true).open(&scratch.file)?.set_len(4095))
+        };
+        let long = || fs::File::create(&scratch.file).and_then(|file| file.set_len(MAX_BYTES + 8));
+        let pipe = || Ok(rustix::fs::mkfifoat(rustix::fs::CWD, &scratch.file, Mode::RUSR)?);
+        let makers: [(&str, &dyn Fn() -> io::Result<()>); 6] = [
+            ("a link", &link),
+            ("a truncated file", &cut),
+            ("a long file", &long),
+            ("a pipe", &pipe),
+            ("another magic", &|| fs::write(&scratch.file, [7; 8192])),
+            ("a directory", &|| fs::create_dir(&scratch.file)),
+        ];
+        for (what, make) in makers {
+            make().expect(what);
+            assert!(matches!(scratch.find(), FoundState::Foreign { .. }), "{what}");
+            let aside = StateFile::set_aside(&scratch.dir, owner().image).expect(what);
+            assert_eq!(PathBuf::from(aside), scratch.aside());
+            assert!(matches!(scratch.find(), FoundState::Nothing), "{what}");
+        }
+        assert!(target.exists(), "what the link named is as it was");
+        // Nor is a directory replaced that is not empty.
+        fs::write(scratch.aside().join("file"), "").expect("a directory");
+        scratch.create();
+        let error = StateFile::set_aside(&scratch.dir, owner().image).expect_err("no room there");
+        assert!(error.to_string().contains("remove it"), "{error}");
+    }
+
+    #[test]
+    fn a_file_of_a_page_alone_has_no_log() {
+        let scratch = Scratch::new();
+        let owner = Owner { boot: scratch.dir.boot(), ..owner() };
+        let file = StateFile::create(&scratch.dir, &owner, 0, |_| {}).expect("there is room");
+        assert_eq!(file.log().words(), 0);
+        assert!(matches!(scratch.find(), FoundState::Usable(_)));
+    }
+}

@@ -1,0 +1,116 @@
+//! What a flush tracker keeps in the state file.
+//!
+//! - When the image was written to for the last time. A file that was modified later was changed by another
+//!   program, and the redo log does not fit it any more.
+//! - The first failed flush. The kernel reports it once, so the next process would not hear of it.
+//!
+//! A write costs two reads of the coarse clock, which are no system calls, and a store for each tick of it.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use blockhouse_core::Error;
+use parking_lot::Mutex;
+use rustix::time::{ClockId, clock_gettime};
+
+use super::page::StatePage;
+
+/// Which of an image's files a flush tracker tracks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum TrackedFile {
+    /// The one with the metadata, mostly also with the data.
+    Image = 0,
+    /// The external data file.
+    Data = 1,
+}
+
+/// What a flush tracker reads and writes of a state file.
+pub(crate) struct FlushRecord {
+    /// Locked once for each tick of the clock, and for a failure.
+    page: Mutex<StatePage>,
+    file: TrackedFile,
+    /// The last time that was stored, so that the page is written to once for each tick of the clock.
+    stamped: AtomicU64,
+}
+
+impl FlushRecord {
+    pub(crate) fn new(page: StatePage, file: TrackedFile) -> Self {
+        Self { page: Mutex::new(page), file, stamped: AtomicU64::new(0) }
+    }
+
+    /// Goes on in another state file.
+    pub(crate) fn move_to(&self, page: StatePage) {
+        page.set_last_write(self.stamped.load(Ordering::Relaxed));
+        *self.page.lock() = page;
+    }
+
+    /// The file is about to be changed, or was just now.
+    pub(crate) fn stamp(&self) {
+        if self.file == TrackedFile::Data {
+            // The redo log is of the image alone.
+            return;
+        }
+        let now = now();
+        if self.stamped.load(Ordering::Relaxed) != now {
+            self.stamped.store(now, Ordering::Relaxed);
+            self.page.lock().set_last_write(now);
+        }
+    }
+
+    /// Keeps the failure of a flush, unless there is one already.
+    pub(crate) fn set_failure(&self, error: &Error) {
+        self.page.lock().set_failure(self.file, error.errno());
+    }
+
+    /// The failure that an earlier process has met.
+    pub(crate) fn failure(&self) -> Option<Error> {
+        let errno = self.page.lock().failure(self.file)?;
+        let what = "a flush failed before the server's process ended";
+        Some(Error::host(what, std::io::Error::from_raw_os_error(errno)))
+    }
+}
+
+/// The time by the clock of file systems, in nanoseconds since the Unix epoch.
+fn now() -> u64 {
+    let now = clock_gettime(ClockId::RealtimeCoarse);
+    (now.tv_sec as u64).wrapping_mul(1_000_000_000).wrapping_add(now.tv_nsec as u64)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::{Duration, SystemTime};
+
+    use blockhouse_core::{ErrorKind, errno};
+
+    use super::super::page::tests::{memory, owner};
+    use super::*;
+
+    #[test]
+    fn only_changes_of_the_image_are_stamped() {
+        let page = StatePage::create(memory(512), &owner());
+        FlushRecord::new(page.clone(), TrackedFile::Data).stamp();
+        assert_eq!(page.last_write(), 0);
+        FlushRecord::new(page.clone(), TrackedFile::Image).stamp();
+        let stamped = SystemTime::UNIX_EPOCH + Duration::from_nanos(page.last_write());
+        let age = SystemTime::now().duration_since(stamped).expect("the past");
+        assert!(age < Duration::from_secs(60), "{age:?}");
+    }
+
+    #[test]
+    fn another_page_goes_on_with_the_last_time() {
+        let [old, new] = [(); 2].map(|()| StatePage::create(memory(512), &owner()));
+        let record = FlushRecord::new(old.clone(), TrackedFile::Image);
+        record.stamp();
+        record.move_to(new.clone());
+        assert_eq!(new.last_write(), old.last_write());
+    }
+
+    #[test]
+    fn a_failure_keeps_its_errno() {
+        let page = StatePage::create(memory(512), &owner());
+        let record = FlushRecord::new(page.clone(), TrackedFile::Image);
+        assert!(record.failure().is_none());
+        record.set_failure(&Error::new(ErrorKind::NoSpace, "no room"));
+        let next = FlushRecord::new(page, TrackedFile::Image).failure().expect("it is kept");
+        assert_eq!((next.kind(), next.errno()), (ErrorKind::NoSpace, errno::ENOSPC));
+    }
+}

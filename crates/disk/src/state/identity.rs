@@ -1,0 +1,124 @@
+//! What makes an image the same file, and a boot of the host the same boot.
+//!
+//! A number of an inode is used again when a file is removed, and a number of a device when another disk comes.
+//! So the birth goes with them: the time at which a file was made, where its file system keeps it; of a block
+//! device the number that the kernel gives each disk once per boot (`diskseq`, Linux 5.15).
+
+use std::fs;
+use std::io;
+use std::os::fd::BorrowedFd;
+
+use rustix::fs::{AtFlags, FileType, StatxFlags, fstat, major, minor, statx};
+
+/// Which file an image is, whatever its name. Equal for the same file in the same boot of the host.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct ImageIdentity {
+    /// The device that the file is on, or that it is.
+    pub(crate) device: u64,
+    /// 0 for a block device.
+    pub(crate) inode: u64,
+    /// 0 where it is not known.
+    pub(crate) birth: u64,
+}
+
+impl ImageIdentity {
+    /// # Errors
+    /// The kernel's.
+    pub(crate) fn of(file: BorrowedFd<'_>) -> io::Result<Self> {
+        let status = fstat(file)?;
+        if FileType::from_raw_mode(status.st_mode) == FileType::BlockDevice {
+            let birth = disk_sequence(status.st_rdev).unwrap_or(0);
+            return Ok(Self { device: status.st_rdev, inode: 0, birth });
+        }
+        let birth = birth_time(file).unwrap_or(0);
+        Ok(Self { device: status.st_dev, inode: status.st_ino, birth })
+    }
+
+    /// The name of its state file.
+    pub(crate) fn file_name(self) -> String {
+        format!("{:x}-{:x}", self.device, self.inode)
+    }
+}
+
+/// When a file was made, in nanoseconds.
+fn birth_time(file: BorrowedFd<'_>) -> Option<u64> {
+    let status = statx(file, "", AtFlags::EMPTY_PATH, StatxFlags::BTIME).ok()?;
+    let has_birth = status.stx_mask & StatxFlags::BTIME.bits() != 0;
+    let birth = status.stx_btime;
+    has_birth.then(|| {
+        (birth.tv_sec as u64).wrapping_mul(1_000_000_000).wrapping_add(birth.tv_nsec.into())
+    })
+}
+
+/// The sequence number of the disk that a block device is, or that it is a part of.
+fn disk_sequence(device: u64) -> Option<u64> {
+    let folder = format!("/sys/dev/block/{}:{}", major(device), minor(device));
+    let read = |name: &str| fs::read_to_string(format!("{folder}/{name}")).ok();
+    // The folder of a part is in the folder of its disk.
+    let text = read("diskseq").or_else(|| read("../diskseq"))?;
+    text.trim().parse().ok()
+}
+
+/// Which boot of the host it is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct BootId(u128);
+
+impl BootId {
+    /// # Errors
+    /// Where the host does not tell (no `/proc`).
+    pub(crate) fn current() -> io::Result<Self> {
+        let text = fs::read_to_string("/proc/sys/kernel/random/boot_id")?;
+        Self::parse(&text).ok_or_else(|| io::Error::new(io::ErrorKind::InvalidData, "no boot id"))
+    }
+
+    fn parse(text: &str) -> Option<Self> {
+        let digits: String = text.trim().chars().filter(|&digit| digit != '-').collect();
+        let has_all = digits.len() == 32 && digits.bytes().all(|digit| digit.is_ascii_hexdigit());
+        has_all.then(|| u128::from_str_radix(&digits, 16).ok().map(Self))?
+    }
+
+    /// Low half first.
+    pub(super) fn words(self) -> [u64; 2] {
+        [self.0 as u64, (self.0 >> 64) as u64]
+    }
+
+    pub(super) fn of_words([low, high]: [u64; 2]) -> Self {
+        Self(u128::from(high) << 64 | u128::from(low))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::fd::AsFd;
+
+    use super::*;
+
+    #[test]
+    fn a_boot_is_known_by_its_id() {
+        let boot = BootId::current().expect("a host with /proc");
+        assert_eq!(boot, BootId::current().expect("again"));
+        assert_eq!(boot, BootId::of_words(boot.words()));
+        let text = "01234567-89ab-cdef-0123-456789abcdef\n";
+        assert_eq!(BootId::parse(text), Some(BootId(0x0123_4567_89ab_cdef_0123_4567_89ab_cdef)));
+        for wrong in ["", "01234567", "+1234567-89ab-cdef-0123-456789abcdef"] {
+            assert_eq!(BootId::parse(wrong), None, "{wrong}");
+        }
+    }
+
+    #[test]
+    fn a_file_that_replaced_another_is_another_one() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let path = folder.path().join("disk.img");
+        let identity = || {
+            let file = fs::File::create(&path).expect("a file");
+            ImageIdentity::of(file.as_fd()).expect("it can be examined")
+        };
+        let first = identity();
+        assert_eq!(first, identity(), "opened again");
+        fs::remove_file(&path).expect("it is there");
+        // The clock of births has a tick of some milliseconds.
+        std::thread::sleep(std::time::Duration::from_millis(50));
+        let second = identity();
+        assert!(first != second || first.birth == 0, "{first:?} {second:?}");
+    }
+}

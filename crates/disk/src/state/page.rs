@@ -1,0 +1,226 @@
+//! The first page of a state file.
+//!
+//! Guarantees: a page that [`StatePage::load`] accepts has a known layout. What it says is checked by those who
+//! read it: another program of this user may have stored any words.
+
+use std::ffi::OsStr;
+use std::os::unix::ffi::OsStrExt;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use blockhouse_core::StateMemory;
+
+use super::flush_record::TrackedFile;
+use super::identity::{BootId, ImageIdentity};
+
+/// Bytes of the page. The redo log follows it.
+pub(super) const PAGE_BYTES: usize = 4096;
+/// Words of the page.
+const PAGE_WORDS: usize = PAGE_BYTES / size_of::<u64>();
+
+/// "BHState", and the version of the layout.
+const MAGIC: u64 = 0x4248_5374_6174_6501;
+
+// The words of the page.
+const MAGIC_WORD: usize = 0;
+const BOOT_ID_WORDS: [usize; 2] = [1, 2];
+const DEVICE_WORD: usize = 3;
+const INODE_WORD: usize = 4;
+const BIRTH_WORD: usize = 5;
+const PROCESS_WORD: usize = 6;
+const LAST_WRITE_WORD: usize = 7;
+/// Of the image, and of its data file.
+const FAILURE_WORDS: [usize; 2] = [8, 9];
+const CLEAN_WORD: usize = 10;
+const PATH_LENGTH_WORD: usize = 15;
+const PATH_WORDS: std::ops::Range<usize> = 16..PAGE_WORDS;
+
+/// The largest errno of Linux (`MAX_ERRNO`).
+const MAX_ERRNO: u64 = 4095;
+
+/// Whose a state file is.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Owner {
+    /// The boot of the host in which it was made.
+    pub(crate) boot: BootId,
+    /// The image.
+    pub(crate) image: ImageIdentity,
+    /// The image's path, for people.
+    pub(crate) path: PathBuf,
+    /// The process that made the file, for people.
+    pub(crate) process: u32,
+}
+
+/// The first page of a state file. Clones are the same page.
+#[derive(Clone)]
+pub(crate) struct StatePage {
+    memory: Arc<dyn StateMemory>,
+}
+
+impl StatePage {
+    /// A new page in memory of zeros, at least [`PAGE_BYTES`] of them.
+    pub(crate) fn create(memory: Arc<dyn StateMemory>, owner: &Owner) -> Self {
+        let page = Self { memory };
+        let [low, high] = owner.boot.words();
+        for (word, value) in [
+            (BOOT_ID_WORDS[0], low),
+            (BOOT_ID_WORDS[1], high),
+            (DEVICE_WORD, owner.image.device),
+            (INODE_WORD, owner.image.inode),
+            (BIRTH_WORD, owner.image.birth),
+            (PROCESS_WORD, owner.process.into()),
+        ] {
+            page.memory.store(word, value);
+        }
+        page.store_path(&owner.path);
+        page.memory.store(MAGIC_WORD, MAGIC);
+        page
+    }
+
+    /// The page of an existing file; `None` where it is none that this version knows.
+    pub(crate) fn load(memory: Arc<dyn StateMemory>) -> Option<Self> {
+        let is_known = memory.words() >= PAGE_WORDS && memory.load(MAGIC_WORD) == MAGIC;
+        is_known.then_some(Self { memory })
+    }
+
+    /// Whose the file is.
+    pub(crate) fn owner(&self) -> Owner {
+        let word = |index| self.memory.load(index);
+        Owner {
+            boot: BootId::of_words(BOOT_ID_WORDS.map(word)),
+            image: ImageIdentity {
+                device: word(DEVICE_WORD),
+                inode: word(INODE_WORD),
+                birth: word(BIRTH_WORD),
+            },
+            path: self.load_path(),
+            process: word(PROCESS_WORD) as u32,
+        }
+    }
+
+    /// When the image was written to for the last time: nanoseconds since the Unix epoch, 0 for never.
+    pub(crate) fn last_write(&self) -> u64 {
+        self.memory.load(LAST_WRITE_WORD)
+    }
+
+    pub(super) fn set_last_write(&self, nanoseconds: u64) {
+        self.memory.store(LAST_WRITE_WORD, nanoseconds);
+    }
+
+    /// The errno of the first flush of a file that failed.
+    pub(crate) fn failure(&self, file: TrackedFile) -> Option<i32> {
+        let errno = self.memory.load(FAILURE_WORDS[file as usize]);
+        (1..=MAX_ERRNO).contains(&errno).then_some(errno as i32)
+    }
+
+    /// Keeps the errno of a flush that failed, unless there is one already.
+    pub(crate) fn set_failure(&self, file: TrackedFile, errno: i32) {
+        if self.failure(file).is_none() {
+            self.memory.store(FAILURE_WORDS[file as usize], errno as u64);
+        }
+    }
+
+    /// Forgets failures of flushes: who opens the image next does so after an orderly end.
+    pub(crate) fn clear_failures(&self) {
+        for word in FAILURE_WORDS {
+            self.memory.store(word, 0);
+        }
+    }
+
+    /// Whether the image was closed in order, with a redo log that could not be brought to the disk.
+    pub(crate) fn is_clean(&self) -> bool {
+        self.memory.load(CLEAN_WORD) != 0
+    }
+
+    pub(crate) fn set_clean(&self, is_clean: bool) {
+        self.memory.store(CLEAN_WORD, is_clean.into());
+    }
+
+    /// A path that is too long loses its end.
+    fn store_path(&self, path: &Path) {
+        let bytes = path.as_os_str().as_bytes();
+        let length = bytes.len().min(PATH_WORDS.len() * size_of::<u64>());
+        for (word, chunk) in PATH_WORDS.zip(bytes[..length].chunks(size_of::<u64>())) {
+            let mut value = [0; size_of::<u64>()];
+            value[..chunk.len()].copy_from_slice(chunk);
+            self.memory.store(word, u64::from_le_bytes(value));
+        }
+        self.memory.store(PATH_LENGTH_WORD, length as u64);
+    }
+
+    fn load_path(&self) -> PathBuf {
+        let length = self.memory.load(PATH_LENGTH_WORD);
+        let length = length.min((PATH_WORDS.len() * size_of::<u64>()) as u64) as usize;
+        let words = PATH_WORDS.take(length.div_ceil(size_of::<u64>()));
+        let mut bytes: Vec<u8> =
+            words.flat_map(|word| self.memory.load(word).to_le_bytes()).collect();
+        bytes.truncate(length);
+        OsStr::from_bytes(&bytes).into()
+    }
+}
+
+#[cfg(test)]
+pub(super) mod tests {
+    use std::sync::atomic::AtomicU64;
+
+    use super::*;
+
+    pub(crate) fn memory(words: usize) -> Arc<Vec<AtomicU64>> {
+        Arc::new(std::iter::repeat_with(AtomicU64::default).take(words).collect())
+    }
+
+    pub(crate) fn owner() -> Owner {
+        Owner {
+            boot: BootId::of_words([1, u64::MAX]),
+            image: ImageIdentity { device: 0xfe00, inode: 77, birth: 1_700_000_000_000_000_001 },
+            path: "/images/disk.qcow2".into(),
+            process: 4321,
+        }
+    }
+
+    #[test]
+    fn a_page_says_whose_it_is_after_its_process_died() {
+        let memory = memory(PAGE_WORDS);
+        assert!(StatePage::load(memory.clone()).is_none(), "zeros are no page");
+        let page = StatePage::create(memory.clone(), &owner());
+        page.set_last_write(55);
+        page.set_clean(true);
+        drop(page);
+        let page = StatePage::load(memory).expect("the page");
+        assert_eq!((page.owner(), page.last_write(), page.is_clean()), (owner(), 55, true));
+    }
+
+    #[test]
+    fn the_first_failure_of_each_file_is_kept_until_it_is_cleared() {
+        let page = StatePage::create(memory(PAGE_WORDS), &owner());
+        page.set_failure(TrackedFile::Data, 28);
+        page.set_failure(TrackedFile::Data, 5);
+        assert_eq!(page.failure(TrackedFile::Image), None);
+        assert_eq!(page.failure(TrackedFile::Data), Some(28));
+        page.clear_failures();
+        assert_eq!(page.failure(TrackedFile::Data), None);
+    }
+
+    #[test]
+    fn long_paths_lose_their_end() {
+        let path = PathBuf::from(format!("/{}", "x".repeat(PAGE_BYTES)));
+        let page = StatePage::create(memory(PAGE_WORDS), &Owner { path, ..owner() });
+        let kept = page.owner().path;
+        assert_eq!(kept.as_os_str().len(), (PAGE_WORDS - 16) * 8);
+        assert!(kept.as_os_str().as_bytes()[1..].iter().all(|&byte| byte == b'x'));
+    }
+
+    #[test]
+    fn pages_of_any_words_are_read_without_a_panic() {
+        let short = memory(PAGE_WORDS - 1);
+        short.store(MAGIC_WORD, MAGIC);
+        assert!(StatePage::load(short).is_none(), "a truncated page");
+        let hostile = memory(PAGE_WORDS);
+        (0..PAGE_WORDS).for_each(|word| hostile.store(word, u64::MAX));
+        assert!(StatePage::load(hostile.clone()).is_none(), "another magic");
+        hostile.store(MAGIC_WORD, MAGIC);
+        let page = StatePage::load(hostile).expect("its magic is right");
+        assert_eq!(page.owner().path.as_os_str().len(), (PAGE_WORDS - 16) * 8);
+        assert_eq!(page.failure(TrackedFile::Image), None, "no errno of Linux");
+    }
+}

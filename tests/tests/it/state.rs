@@ -1,0 +1,280 @@
+//! Servers that are killed, and what the next program finds: every answered change of a qcow2 image, or a word about
+//! what is missing.
+
+use std::fs::{self, Permissions};
+use std::os::unix::fs::{MetadataExt, PermissionsExt};
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use blockhouse_tests::image_tool::{command, json, qemu_img, qemu_io, str};
+use blockhouse_tests::nbd::{Address, Client, command as nbd_command};
+use blockhouse_tests::upgrade::{Servers, upgrade};
+use blockhouse_tests::{Scratch, Serve, Server, eventually, need, require};
+use rustix::process::Signal;
+use tempfile::TempDir;
+
+const MIB: u64 = 1 << 20;
+/// An offset in a cluster that is not written otherwise.
+const ZEROED: u64 = 8 * MIB;
+
+/// An image that a server was killed on, and what it was told is done.
+struct Victim {
+    scratch: Scratch,
+    image: PathBuf,
+    state: TempDir,
+}
+
+impl Victim {
+    fn new(options: &str) -> Self {
+        let scratch = Scratch::new();
+        let image = scratch.path("disk.qcow2");
+        let data = scratch.path("data.raw");
+        let options = options.replace("DATA", str(&data));
+        command(&["create", "--format", "qcow2", "-o", &options, str(&image), "64M"]).success();
+        let state = tempfile::tempdir_in("/dev/shm").expect("a folder in memory");
+        Self { scratch, image, state }
+    }
+
+    /// A server that keeps its state in a directory of this test.
+    fn serve(&self) -> Serve {
+        Serve::new(&self.scratch, &self.image).option("--state", self.state.path().join("state"))
+    }
+
+    /// Answered changes that no flush covers, and the server's death.
+    fn kill(&self, mut server: Server) {
+        let mut client = Client::open(&server.address());
+        assert_eq!(client.write(ZEROED, &[9; 65536], 0), 0);
+        assert_eq!(client.flush(), 0);
+        self.change(&server.address());
+        server.signal(Signal::KILL);
+        server.wait(Duration::from_secs(20));
+    }
+
+    /// Answered changes that no flush covers.
+    fn change(&self, address: &Address) {
+        let mut client = Client::open(address);
+        for block in 0..16 {
+            assert_eq!(client.write(block * 300_032, &pattern(block), 0), 0);
+        }
+        assert_eq!(client.simple(nbd_command::WRITE_ZEROES, ZEROED, 65536, 0), 0);
+    }
+
+    /// Whether everything that was answered is there.
+    fn is_whole(server: &Server) -> bool {
+        let mut client = Client::open(&server.address());
+        let is_there = |block: u64, client: &mut Client| {
+            client.read(block * 300_032, 4096).expect("a read") == pattern(block)
+        };
+        let zeros = client.read(ZEROED, 65536).expect("a read");
+        (0..16).all(|block| is_there(block, &mut client)) && zeros == [0; 65536]
+    }
+
+    /// The names in a state directory.
+    fn files(&self) -> Vec<String> {
+        names(&self.state.path().join("state"))
+    }
+}
+
+fn names(folder: &Path) -> Vec<String> {
+    let entries = fs::read_dir(folder).into_iter().flatten().flatten();
+    entries.map(|entry| entry.file_name().to_string_lossy().into_owned()).collect()
+}
+
+/// Waits until the server's log, which a thread of its own writes, has these words.
+fn wait_for_log(server: &Server, words: &[&str]) {
+    let has_all = || words.iter().all(|word| server.log().contains(word));
+    assert!(
+        eventually(Duration::from_secs(10), has_all),
+        "{words:?} are expected: {}",
+        server.log()
+    );
+}
+
+fn pattern(block: u64) -> Vec<u8> {
+    vec![block as u8 + 1; 4096]
+}
+
+#[test]
+fn what_a_killed_server_answered_is_there_when_it_starts_again() {
+    for options in [
+        "cluster_size=65536",
+        "compat=0.10",
+        "extended_l2=on",
+        "cluster_size=4096,lazy_refcounts=on",
+        "data_file=DATA",
+    ] {
+        let victim = Victim::new(options);
+        victim.kill(victim.serve().start());
+        let [file] = &victim.files()[..] else { panic!("one state file: {:?}", victim.files()) };
+        let image = fs::metadata(&victim.image).expect("the image");
+        assert_eq!(*file, format!("{:x}-{:x}", image.dev(), image.ino()));
+        // Twice: the second server dies before it has changed anything.
+        for _ in 0..2 {
+            let mut server = victim.serve().start();
+            assert!(Victim::is_whole(&server), "{options}: {}", server.log());
+            server.signal(Signal::KILL);
+            server.wait(Duration::from_secs(20));
+        }
+        let server = victim.serve().start();
+        assert!(Victim::is_whole(&server), "{options}");
+        server.stop();
+        assert_eq!(victim.files(), [""; 0], "{options}: closed in order");
+        command(&["check", str(&victim.image)]).success();
+    }
+}
+
+#[test]
+fn the_server_says_what_it_found() {
+    let victim = Victim::new("cluster_size=65536");
+    victim.kill(victim.serve().flag("--verbose").start());
+    let server = victim.serve().flag("--verbose").start();
+    wait_for_log(&server, &["changes are in the image now that process", "answers are kept in"]);
+    server.stop();
+}
+
+#[test]
+fn without_state_the_changes_are_lost() {
+    let victim = Victim::new("cluster_size=65536");
+    let serve = || Serve::new(&victim.scratch, &victim.image).option("--state", "off");
+    victim.kill(serve().start());
+    let server = serve().start();
+    assert!(!Victim::is_whole(&server), "else the other tests show nothing");
+    assert_eq!(server.log(), "", "that was wanted");
+    server.stop();
+}
+
+#[test]
+fn a_log_of_an_image_that_another_program_has_changed_is_refused() {
+    require!(need::tools(&["qemu-io"]));
+    for (options, pause) in [("cluster_size=65536", 0), ("compat=0.10", 4)] {
+        let victim = Victim::new(options);
+        victim.kill(victim.serve().start());
+        // An image of version 2 says nothing: its time of modification does.
+        std::thread::sleep(Duration::from_secs(pause));
+        qemu_io("qcow2", &victim.image, &["write -P 7 20M 64k"]);
+        let server = victim.serve().start();
+        let words = ["the redo log is refused: another program", ".refused", "file systems"];
+        wait_for_log(&server, &words);
+        assert!(!Victim::is_whole(&server));
+        let mut client = Client::open(&server.address());
+        assert_eq!(client.read(20 * MIB, 65536), Ok(vec![7; 65536]), "what QEMU wrote");
+        drop(client);
+        server.stop();
+        let [kept] = &victim.files()[..] else { panic!("{:?}", victim.files()) };
+        assert!(kept.ends_with(".refused"), "{kept}");
+    }
+}
+
+#[test]
+fn a_server_with_another_directory_says_that_changes_may_be_missing() {
+    let victim = Victim::new("cluster_size=65536");
+    victim.kill(victim.serve().start());
+    let other = victim.state.path().join("other");
+    let server = Serve::new(&victim.scratch, &victim.image).option("--state", &other).start();
+    wait_for_log(&server, &["--state", "may be missing"]);
+    drop(server);
+    assert_eq!(victim.files().len(), 1, "the file of the first server is as it was");
+}
+
+#[test]
+fn a_directory_that_cannot_be_used_is_refused() {
+    let scratch = Scratch::new();
+    let image = scratch.image("disk.img", MIB);
+    let memory = tempfile::tempdir_in("/dev/shm").expect("a folder in memory");
+    fs::set_permissions(memory.path(), Permissions::from_mode(0o755)).expect("it is ours");
+    let refused = |dir: &Path, words: &[&str]| {
+        Serve::new(&scratch, image.path()).option("--state", dir).refused().failed(words);
+    };
+    refused(memory.path(), &["chmod 700"]);
+    refused(&memory.path().join("missing/state"), &["cannot make the state directory", "--state"]);
+    refused(Path::new("/proc/state"), &["/proc/state", "--state off"]);
+    refused(&scratch.path("state"), &["tmpfs", "--state off"]);
+    fs::set_permissions(memory.path(), Permissions::from_mode(0o700)).expect("it is ours");
+    // What has the name of a state file and is none is set aside.
+    let about = fs::metadata(image.path()).expect("the image");
+    let name = format!("{:x}-{:x}", about.dev(), about.ino());
+    fs::create_dir(memory.path().join(&name)).expect("a directory");
+    let server = Serve::new(&scratch, image.path()).option("--state", memory.path()).start();
+    wait_for_log(&server, &["the state file is refused"]);
+    server.stop();
+    assert_eq!(names(memory.path()), [format!("{name}.refused")]);
+}
+
+/// A server that keeps its state where the commands look.
+fn killed_with_usual_state() -> Victim {
+    let victim = Victim::new("cluster_size=65536");
+    victim.kill(Serve::new(&victim.scratch, &victim.image).start());
+    victim
+}
+
+#[test]
+fn commands_that_read_say_that_changes_are_missing() {
+    let victim = killed_with_usual_state();
+    let image = str(&victim.image);
+    let copy = victim.scratch.path("copy.qcow2");
+    for words in [&["map", image][..], &["check", image], &["convert", image, str(&copy)]] {
+        let said = command(words).stderr;
+        assert_eq!(said.lines().count(), 1, "{words:?}: {said}");
+        assert!(said.contains("changes are missing that process"), "{words:?}: {said}");
+    }
+    let said = command(&["info", image]).success();
+    assert!(said.stdout.contains("missing changes: "), "{}", said.stdout);
+    let found = json(&command(&["info", "--json", image]).success());
+    let missing = &found["blockhouse"]["missing-changes"];
+    assert!(missing["changes"].as_u64().expect("a number") > 0, "{found}");
+    let server = Serve::new(&victim.scratch, &victim.image).start();
+    assert!(Victim::is_whole(&server));
+    let found = json(&command(&["info", "--json", image]).success());
+    assert!(found["blockhouse"]["missing-changes"].is_null(), "it is served: {found}");
+    server.stop();
+    assert_eq!(command(&["check", image]).success().stderr, "");
+}
+
+#[test]
+fn commands_that_write_begin_with_what_was_answered() {
+    require!(need::tools(&["qemu-img"]));
+    for words in [
+        &["check", "--repair", "leaks", "IMAGE"][..],
+        &["resize", "IMAGE", "128M"],
+        &["snapshot", "create", "IMAGE", "one"],
+    ] {
+        let victim = killed_with_usual_state();
+        let image = str(&victim.image);
+        let words: Vec<&str> =
+            words.iter().map(|&word| if word == "IMAGE" { image } else { word }).collect();
+        let said = command(&words).success();
+        assert!(said.stderr.contains("changes are in the image now"), "{}", said.describe("one"));
+        let said = command(&["check", image]).success();
+        assert_eq!(said.stderr, "", "{words:?}");
+        qemu_img(&["check", image]).success();
+        let server = Serve::new(&victim.scratch, &victim.image).start();
+        assert!(Victim::is_whole(&server), "{words:?}");
+        assert_eq!(server.log(), "", "{words:?}");
+        server.stop();
+    }
+}
+
+#[test]
+fn an_upgraded_server_keeps_state_as_the_first_one_did() {
+    let victim = Victim::new("cluster_size=65536");
+    let control = victim.scratch.socket("control");
+    let serve = || victim.serve().option("--control", &control);
+    let servers = Servers(&victim.scratch);
+    let mut server = serve().start();
+    victim.change(&server.address());
+    upgrade(&control, &[]).success();
+    servers.wait_for(1);
+    let second = servers.running()[0];
+    assert_eq!(victim.files().len(), 1);
+    let mut client = Client::open(&server.address());
+    assert_eq!(client.write(30 * MIB, &[3; 4096], 0), 0);
+    rustix::process::kill_process(second, Signal::KILL).expect("it runs");
+    servers.wait_for(0);
+    server.wait(Duration::from_secs(20));
+    let server = serve().start();
+    assert!(Victim::is_whole(&server), "{}", server.log());
+    let mut client = Client::open(&server.address());
+    assert_eq!(client.read(30 * MIB, 4096), Ok(vec![3; 4096]));
+    server.stop();
+    assert_eq!(victim.files(), [""; 0]);
+}
