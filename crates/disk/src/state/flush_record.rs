@@ -12,16 +12,7 @@ use blockhouse_core::Error;
 use parking_lot::Mutex;
 use rustix::time::{ClockId, clock_gettime};
 
-use super::page::StatePage;
-
-/// Which of an image's files a flush tracker tracks.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum TrackedFile {
-    /// The one with the metadata, mostly also with the data.
-    Image = 0,
-    /// The external data file.
-    Data = 1,
-}
+use super::page::{StatePage, TrackedFile};
 
 /// What a flush tracker reads and writes of a state file.
 pub(crate) struct FlushRecord {

@@ -10,7 +10,6 @@ use std::sync::Arc;
 
 use blockhouse_core::StateMemory;
 
-use super::flush_record::TrackedFile;
 use super::identity::{BootId, ImageIdentity};
 
 /// Bytes of the page. The redo log follows it.
@@ -37,6 +36,15 @@ const PATH_WORDS: std::ops::Range<usize> = 16..PAGE_WORDS;
 
 /// The largest errno of Linux (`MAX_ERRNO`).
 const MAX_ERRNO: u64 = 4095;
+
+/// Which of an image's files a flush tracker tracks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum TrackedFile {
+    /// The one with the metadata, mostly also with the data.
+    Image = 0,
+    /// The external data file.
+    Data = 1,
+}
 
 /// Whose a state file is.
 #[derive(Clone, Debug, PartialEq, Eq)]
