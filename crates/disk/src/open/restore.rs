@@ -15,7 +15,7 @@
 
 use std::io;
 use std::path::Path;
-use std::time::Duration;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use blockhouse_core::{Error, Result, Storage};
 use blockhouse_engine::HostFile;
@@ -226,7 +226,15 @@ fn make_state(
     owner: &Owner,
     failures: [Option<i32>; 2],
 ) -> Result<()> {
+    // The image may never be written to while the log fills: a data file has the data.
+    let file = disk.format().storage().storage();
+    let status = fstat(file.descriptor());
+    let status =
+        status.map_err(|error| Error::host("cannot examine", error.into()).on(file.name()))?;
+    let opened = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+    let unchanged_since = opened.max(modification_time(&status).unwrap_or_default());
     let fill = |page: &StatePage| {
+        page.raise_last_write(unchanged_since.as_nanos() as u64);
         for (file, errno) in FILES.into_iter().zip(failures) {
             if let Some(errno) = errno {
                 page.set_failure(file, errno);
@@ -290,13 +298,18 @@ fn modified_since(status: &Stat, page: &StatePage) -> Option<String> {
     if FileType::from_raw_mode(status.st_mode) != FileType::RegularFile {
         return None;
     }
-    let modified = Duration::new(status.st_mtime.try_into().ok()?, status.st_mtime_nsec as u32);
+    let modified = modification_time(status)?;
     let written = Duration::from_nanos(page.last_write());
     let later = modified.checked_sub(written)?;
     (later > MODIFICATION_SLACK).then(|| {
         let seconds = later.as_secs();
         format!("another program has modified the image since ({seconds} s after its server's last write)")
     })
+}
+
+/// Since the Unix epoch; `None` for a time before it.
+fn modification_time(status: &Stat) -> Option<Duration> {
+    Some(Duration::new(status.st_mtime.try_into().ok()?, status.st_mtime_nsec as u32))
 }
 
 /// Answered changes that are not in an image.

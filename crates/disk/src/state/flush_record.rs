@@ -30,7 +30,7 @@ impl FlushRecord {
 
     /// Goes on in another state file.
     pub(crate) fn move_to(&self, page: StatePage) {
-        page.set_last_write(self.stamped.load(Ordering::Relaxed));
+        page.raise_last_write(self.stamped.load(Ordering::Relaxed));
         *self.page.lock() = page;
     }
 
@@ -93,6 +93,10 @@ mod tests {
         record.stamp();
         record.move_to(new.clone());
         assert_eq!(new.last_write(), old.last_write());
+        let later = old.last_write() + 1;
+        old.raise_last_write(later);
+        record.move_to(old.clone());
+        assert_eq!(old.last_write(), later, "it was opened after the last write");
     }
 
     #[test]

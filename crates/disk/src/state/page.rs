@@ -106,13 +106,18 @@ impl StatePage {
         }
     }
 
-    /// When the image was written to for the last time: nanoseconds since the Unix epoch, 0 for never.
+    /// When the image was written to for the last time, or opened: nanoseconds since the Unix epoch.
     pub(crate) fn last_write(&self) -> u64 {
         self.memory.load(LAST_WRITE_WORD)
     }
 
     pub(super) fn set_last_write(&self, nanoseconds: u64) {
         self.memory.store(LAST_WRITE_WORD, nanoseconds);
+    }
+
+    /// The image was as it is now at this time, too.
+    pub(crate) fn raise_last_write(&self, nanoseconds: u64) {
+        self.set_last_write(self.last_write().max(nanoseconds));
     }
 
     /// The errno of the first flush of a file that failed.
