@@ -64,15 +64,21 @@ pub fn write(lines: &[u8]) {
     }
 }
 
-/// Writes what waits, for at most [`EXIT_LIMIT`]: to be called before the process ends.
+/// Writes what waits, for at most [`EXIT_LIMIT`]. Not for event loops that serve.
+pub fn flush() {
+    if let Some(queue) = QUEUE.get() {
+        queue.flush(EXIT_LIMIT);
+    }
+}
+
+/// Writes what waits and counts of what was left out, for at most [`EXIT_LIMIT`]: to be called before the
+/// process ends.
 pub fn finish() {
     let summaries = RateLimit::shared().take_all_summaries(Instant::now());
     if !summaries.is_empty() {
         write(summaries.as_bytes());
     }
-    if let Some(queue) = QUEUE.get() {
-        queue.flush(EXIT_LIMIT);
-    }
+    flush();
 }
 
 /// Has panics told in the log, and the log written before the process aborts. The usual report would wait for

@@ -28,6 +28,7 @@ use crate::hand_over::requests::UpgradeRequests;
 use crate::hand_over::source::{self, HandedOver};
 use crate::io_poll;
 use crate::limits;
+use crate::logging;
 use crate::offers::{Offer, Offers};
 use crate::sockets::{self, ListenSocket};
 use crate::stop_request::StopRequest;
@@ -100,6 +101,8 @@ fn start(arguments: &Arguments, upgrades: &UpgradeRequests, verbose: bool) -> Re
         let upgrades = upgrades.clone();
         service.add_control(socket, arguments.engine, &arguments.images, upgrades)?;
     }
+    // What was found in the images is told before anything is served, also by a server that is killed at once.
+    logging::flush();
     service.report_ready(verbose);
     if arguments.nbd.is_empty() {
         service.print_hint();
