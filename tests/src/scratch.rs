@@ -71,13 +71,18 @@ impl Scratch {
 impl Drop for Scratch {
     fn drop(&mut self) {
         let user = rustix::process::geteuid().as_raw();
-        let folders = ["/run/blockhouse".to_owned(), format!("/dev/shm/blockhouse-{user}")];
+        let own = std::env::var_os("XDG_RUNTIME_DIR").unwrap_or("/run".into());
+        let folders = [
+            "/run/blockhouse".into(),
+            format!("/dev/shm/blockhouse-{user}").into(),
+            PathBuf::from(own).join("blockhouse"),
+        ];
         let images = std::fs::read_dir(self.images.path()).into_iter().flatten().flatten();
         for image in images.filter_map(|image| image.metadata().ok()) {
             let name = format!("{:x}-{:x}", image.dev(), image.ino());
             for folder in &folders {
                 // There is none, mostly.
-                let _ = std::fs::remove_file(Path::new(folder).join(&name));
+                let _ = std::fs::remove_file(folder.join(&name));
             }
         }
     }
