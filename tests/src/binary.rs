@@ -31,11 +31,15 @@ fn build() -> PathBuf {
     output.join("blockhouse")
 }
 
-/// Where cargo puts the files of the profile that this test was compiled with.
+/// Where cargo puts the files of the profile that this program was compiled with: tests are in a folder there, binaries
+/// are not.
 fn output_folder() -> PathBuf {
-    let test = std::env::current_exe().expect("a test knows its own file");
-    let output = test.parent().and_then(Path::parent).expect("cargo runs tests from PROFILE/deps");
-    output.into()
+    let program = std::env::current_exe().expect("a program knows its own file");
+    let folder = program.parent().expect("a file is in a folder");
+    match folder.ends_with("deps") {
+        true => folder.parent().expect("cargo runs tests from PROFILE/deps").into(),
+        false => folder.into(),
+    }
 }
 
 /// A folder on a disk for files of tests (`CARGO_TARGET_TMPDIR`, which libraries are not told).

@@ -1,7 +1,7 @@
 //! `upgrade_gaps raw|qcow2 UPGRADES`: upgrades a server so often while clients verify what it holds at depth 64, and prints
 //! the longest pauses.
 //!
-//! The image is in the folder for temporary files (`TMPDIR`). A qcow2 image has the metadata of 64 GiB.
+//! The image is in the target folder. A qcow2 image has the metadata of 64 GiB.
 #![forbid(unsafe_code)]
 
 use std::path::Path;
