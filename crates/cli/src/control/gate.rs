@@ -1,4 +1,5 @@
-//! Whether requests are carried out: a hand-over holds new ones off, and begins only where none is in progress.
+//! Whether requests are carried out: a hand-over holds new ones off, and begins only where none is in progress. Where it
+//! succeeds, none is carried out any more: the images belong to another process.
 
 use blockhouse_core::sync::Condvar;
 use parking_lot::Mutex;
@@ -14,6 +15,7 @@ pub struct Gate {
 struct State {
     inside: usize,
     is_closed: bool,
+    is_sealed: bool,
 }
 
 /// A request that is carried out.
@@ -23,16 +25,19 @@ pub struct Inside<'a>(&'a Gate);
 pub struct Closed<'a>(&'a Gate);
 
 impl Gate {
-    /// Waits until requests may be carried out.
-    pub async fn enter(&self) -> Inside<'_> {
+    /// Waits until requests may be carried out. `None` if none may any more.
+    pub async fn enter(&self) -> Option<Inside<'_>> {
         self.opened
             .wait_until(|| {
                 let mut state = self.state.lock();
+                if state.is_sealed {
+                    return Some(None);
+                }
                 if state.is_closed {
                     return None;
                 }
                 state.inside += 1;
-                Some(Inside(self))
+                Some(Some(Inside(self)))
             })
             .await
     }
@@ -45,6 +50,13 @@ impl Gate {
         }
         state.is_closed = true;
         Some(Closed(self))
+    }
+}
+
+impl Closed<'_> {
+    /// Has no request carried out any more.
+    pub fn seal(self) {
+        self.0.state.lock().is_sealed = true;
     }
 }
 
@@ -72,13 +84,16 @@ mod tests {
     #[test]
     fn a_closed_gate_holds_requests_off_and_closes_only_between_them() {
         let gate = Gate::default();
-        let inside = gate.enter().now_or_never().expect("it is open");
+        let inside = gate.enter().now_or_never().flatten().expect("it is open");
         assert!(gate.try_close().is_none());
         drop(inside);
         let closed = gate.try_close().expect("none is inside");
         let mut later = pin!(gate.enter());
         assert!(later.as_mut().now_or_never().is_none());
         drop(closed);
-        assert!(later.now_or_never().is_some());
+        let inside = later.now_or_never().flatten().expect("it is open again");
+        drop(inside);
+        gate.try_close().expect("none is inside").seal();
+        assert!(gate.enter().now_or_never().is_some_and(|inside| inside.is_none()));
     }
 }

@@ -191,10 +191,10 @@ fn error(desc: String) -> Reply {
 async fn answer(served: &Served, line: &[u8]) -> Reply {
     let outcome = match serde_json::from_slice(line) {
         Ok(Request::Upgrade(UpgradeArgs { binary })) => upgrade(served, binary).await,
-        Ok(request) => {
-            let _inside = served.gate.enter().await;
-            execute(&served.images, request).await
-        }
+        Ok(request) => match served.gate.enter().await {
+            Some(_inside) => execute(&served.images, request).await,
+            None => Err(anyhow::anyhow!("another process serves now: ask again")),
+        },
         Err(why) => Err(anyhow::anyhow!("cannot understand the request: {why}")),
     };
     match outcome {

@@ -20,6 +20,7 @@ use super::fault::{Step, reach};
 use super::format::{
     Address, Connection, Control, File, Image, Message, Offer, Socket, VERSION, Yours,
 };
+use crate::control::Closed;
 use crate::serve::Service;
 
 /// How long the destination may take to be ready, and to take over.
@@ -58,7 +59,7 @@ pub fn hand_over(service: &Service, binary: Option<PathBuf>) -> Result<HandedOve
         );
     }
     let mut destination = Destination::start(binary)?;
-    let Some(_control) = service.pause_control(CONTROL_TIME) else {
+    let Some(control) = service.pause_control(CONTROL_TIME) else {
         bail!(
             "a request at the control socket is still being carried out; try again when it is done"
         );
@@ -74,6 +75,8 @@ pub fn hand_over(service: &Service, binary: Option<PathBuf>) -> Result<HandedOve
             let process = destination.child.id();
             // It fails where no service manager asked for it.
             let _ = sd_notify::notify(&[sd_notify::NotifyState::MainPid(process)]);
+            // What waits there would change images that are not ours any more.
+            control.into_iter().for_each(Closed::seal);
             destination.leave();
             Ok(HandedOver { process, gap })
         }
