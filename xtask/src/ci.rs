@@ -12,6 +12,8 @@ use lab_tools::workspace::Workspace;
 
 /// For each target: enough to notice what is broken now, not to find what is hidden.
 const FUZZ_SECONDS: u64 = 8;
+/// For servers that are killed: a part of all combinations, another one each time.
+const KILL_SECONDS: &str = "20";
 
 type Step = (&'static str, fn(&Workspace) -> Result<()>);
 
@@ -30,7 +32,12 @@ const STEPS: &[Step] = &[
     }),
     ("deny", deny::run),
     ("test", |workspace| test::run(workspace, &[])),
-    ("vm", |_| lab::run("lab-vm")),
+    ("kill", |_| {
+        lab::run("lab-kill", &["--seconds", KILL_SECONDS])?;
+        // Made wrong on purpose, it must fail.
+        lab::run("lab-kill", &["load", "--without-state", "--seconds", "3"])
+    }),
+    ("vm", |_| lab::run("lab-vm", &[])),
     ("fuzz", |workspace| fuzz::run(workspace, &fuzz::Options::all(FUZZ_SECONDS))),
     ("fuzz-lint", fuzz::lint),
 ];

@@ -22,9 +22,11 @@ pub fn exec(package: &str, args: &Args) -> Result<()> {
     Err(Error::new(error).context(format!("cannot start {}", process::line(&command))))
 }
 
-/// Runs the program of `package` without arguments.
-pub fn run(package: &str) -> Result<()> {
-    process::run(program(package))
+/// Runs the program of `package` with these arguments.
+pub fn run(package: &str, args: &[&str]) -> Result<()> {
+    let mut command = program(package);
+    command.args(args);
+    process::run(command)
 }
 
 /// Relative paths in its arguments are those of the current folder.

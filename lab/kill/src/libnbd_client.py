@@ -50,6 +50,7 @@ def main():
     socket, start, end, seed = sys.argv[1], *map(int, sys.argv[2:])
     numbers = random.Random(seed)
     client = Client(socket)
+    print("connected", flush=True)
     expected = {}
     while not select.select([sys.stdin], [], [], 0)[0]:
         offset = numbers.randrange(start // BLOCK, end // BLOCK) * BLOCK

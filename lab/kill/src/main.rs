@@ -179,12 +179,12 @@ fn tasks(cli: &Cli, seed: u64) -> Vec<(Task, u64)> {
         tasks.extend(loads.by_ref().take(between));
     }
     tasks.extend(loads);
-    // Only of loads there are so many that they need seeds of their own; the first has the given one, so that
-    // a run can be done again alone.
-    let mut loads = seed..;
+    // The first of each kind has the given seed, so that a run can be done again alone.
+    let (mut loads, mut changes) = (seed.., seed..);
     let seed_of = |task: &Task| match task {
         Task::Load(_) => loads.next().unwrap_or(seed),
-        Task::Changed(_) | Task::Reconnect { .. } => seed,
+        Task::Changed(_) => changes.next().unwrap_or(seed),
+        Task::Reconnect { .. } => seed,
     };
     let seeds: Vec<u64> = tasks.iter().map(seed_of).collect();
     tasks.into_iter().zip(seeds).collect()

@@ -73,6 +73,11 @@ fn run_clients(
     let mut server = serve.start()?;
     let mut qemu = Client::qemu(folders, socket)?;
     let mut libnbd = Client::libnbd(folders, socket, random.u32(..))?;
+    // QEMU does not try again before it was connected once.
+    qemu.say("read 0 512")?;
+    for client in [&qemu, &libnbd] {
+        client.wait_connected()?;
+    }
     let is_over = AtomicBool::new(false);
     let numbers = random.fork();
     let server = std::thread::scope(|scope| {
@@ -152,6 +157,16 @@ impl Client {
     fn say(&mut self, line: &str) -> Result<()> {
         let input = self.child.stdin.as_mut().context("the client's input is closed")?;
         writeln!(input, "{line}").with_context(|| format!("the client has ended: {}", self.said()))
+    }
+
+    /// Waits until it says something.
+    fn wait_connected(&self) -> Result<()> {
+        let end = Instant::now() + END_LIMIT;
+        while !(self.said().contains("connected") || self.said().contains("512")) {
+            ensure!(Instant::now() < end, "not connected after {END_LIMIT:?}: {}", self.said());
+            std::thread::sleep(PAUSE);
+        }
+        Ok(())
     }
 
     fn said(&self) -> String {

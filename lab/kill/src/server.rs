@@ -114,6 +114,18 @@ impl Server {
         String::from_utf8_lossy(own).trim_end().to_owned()
     }
 
+    /// Whether it says this on standard error in time.
+    pub fn says(&self, words: &str, limit: Duration) -> bool {
+        let end = Instant::now() + limit;
+        while !self.said().contains(words) {
+            if Instant::now() > end {
+                return false;
+            }
+            std::thread::sleep(PAUSE);
+        }
+        true
+    }
+
     /// Kills it.
     ///
     /// # Errors

@@ -85,6 +85,11 @@ fn make_raw(path: &Path, size: u64, written: u64, random: &mut Rng) -> Result<()
     Ok(())
 }
 
+/// The last quarter of the disk gets nothing, so that all images have new clusters.
+fn reach(size: u64) -> u64 {
+    size * 3 / 4
+}
+
 fn make_qcow2(image: &Image, folder: &Path, random: &mut Rng) -> Result<()> {
     let Image::Qcow2 { layout, has_snapshot } = image else { return Ok(()) };
     let (size, cluster) = (image.size(), image.cluster_size());
@@ -109,7 +114,7 @@ fn make_qcow2(image: &Image, folder: &Path, random: &mut Rng) -> Result<()> {
     quiet(folder, "qemu-img", &["create", "-q", "-f", "qcow2", "-o", &options, IMAGE, &size_word])?;
     if layout.compressed {
         // Whole clusters that have no place yet.
-        let clusters = size / cluster;
+        let clusters = reach(size) / cluster;
         let commands: Vec<String> = (0..COMPRESSED as u64)
             .map(|number| {
                 let start = number * clusters / COMPRESSED as u64 * cluster;
@@ -129,9 +134,9 @@ fn make_qcow2(image: &Image, folder: &Path, random: &mut Rng) -> Result<()> {
 /// Writes for `qemu-io` of about a cluster each; one in four has the option `sometimes`.
 fn writes(random: &mut Rng, size: u64, cluster: u64, sometimes: &str) -> Vec<String> {
     let command = |_| {
-        let start = random.u64(..size / 512) * 512;
+        let start = random.u64(..reach(size) / 512) * 512;
         let length = (random.u64(..2 * cluster.min(64 << 10) / 512) + 1) * 512;
-        let length = length.min(size - start);
+        let length = length.min(reach(size).next_multiple_of(512) - start);
         match random.u8(..4) {
             0 if !sometimes.is_empty() => format!("write {sometimes}{start} {length}"),
             _ => format!("write -P {} {start} {length}", random.u8(1..)),
