@@ -37,12 +37,28 @@ pub struct Options {
     /// For how many minutes; the round that runs then is finished
     #[arg(long, default_value_t = 10)]
     minutes: u64,
+
+    /// Run these seeds of the crash tests once, and nothing else
+    #[arg(long, value_name = "FIRST..END", conflicts_with = "minutes")]
+    seeds: Option<String>,
+
+    /// Of the crash tests, run only those with this in their name, such as `restarts` for servers that die
+    #[arg(long, value_name = "NAME", requires = "seeds")]
+    only: Option<String>,
 }
 
 /// Runs rounds until the time is over.
 pub fn run(workspace: &Workspace, options: &Options) -> Result<()> {
     let tests = CRASHED.iter().map(|package| build(workspace, package));
     let tests = tests.collect::<Result<Vec<_>>>()?;
+    if let Some(seeds) = &options.seeds {
+        let only = options.only.as_deref().unwrap_or(CRASH_TESTS);
+        for test in &tests {
+            let crashes = crash(workspace, test, only, seeds)?;
+            println!("soak: seeds {seeds} of {}: fine; {crashes} crashes", test.display());
+        }
+        return Ok(());
+    }
     let parties = build(workspace, PARTIES.0)?;
     let binary = build_binary(workspace, Profile::Dev)?;
     let until = Instant::now() + Duration::from_secs(options.minutes * 60);
@@ -51,7 +67,7 @@ pub fn run(workspace: &Workspace, options: &Options) -> Result<()> {
         let first = RandomState::new().build_hasher().finish() >> 32;
         let seeds = format!("{first}..{}", first + SEEDS_A_TIME);
         for test in &tests {
-            crashes += crash(workspace, test, &seeds)?;
+            crashes += crash(workspace, test, CRASH_TESTS, &seeds)?;
         }
         misbehave(workspace, &parties, &binary)?;
         println!("soak: seeds {seeds}: fine; {crashes} crashes so far");
@@ -78,9 +94,9 @@ fn misbehave(workspace: &Workspace, parties: &Path, binary: &Path) -> Result<()>
 }
 
 /// One round of the tests of one package; how many crashes they have seen.
-fn crash(workspace: &Workspace, test: &Path, seeds: &str) -> Result<u64> {
+fn crash(workspace: &Workspace, test: &Path, filter: &str, seeds: &str) -> Result<u64> {
     let mut command = Command::new(test);
-    command.args(["--nocapture", CRASH_TESTS]).current_dir(workspace.root());
+    command.args(["--nocapture", filter]).current_dir(workspace.root());
     command.env("BLOCKHOUSE_SIM_SEEDS", seeds);
     let output = command.output().with_context(|| format!("cannot start {}", test.display()))?;
     let said = String::from_utf8_lossy(&output.stderr).into_owned();

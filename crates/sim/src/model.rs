@@ -51,6 +51,7 @@ pub(crate) struct Reading {
     range: ByteRange,
     permitted: Vec<u64>,
     begun: u64,
+    ended: u64,
 }
 
 /// A flush that has begun: what each byte might show to reads then.
@@ -206,7 +207,7 @@ impl Model {
 
     pub(crate) fn begin_read(&self, range: ByteRange) -> Reading {
         let permitted = self.visible[indices(range)].to_vec();
-        Reading { range, permitted, begun: self.begun }
+        Reading { range, permitted, begun: self.begun, ended: self.ended }
     }
 
     /// Whether a read may have seen `bytes`, and what follows from it.
@@ -215,7 +216,7 @@ impl Model {
         let sets = reading.permitted.iter().map(|set| set | since);
         self.check("a read saw", reading.range.offset(), bytes, sets)?;
         for ((index, &byte), set) in indices(reading.range).zip(bytes).zip(&reading.permitted) {
-            let has_rested = *set == self.visible[index] && set & !self.ended == 0;
+            let has_rested = *set == self.visible[index] && set & !reading.ended == 0;
             let set = set | since;
             let seen = own_bit(byte) & set & self.unsuccessful;
             if seen != 0 && set & self.undefined == 0 {

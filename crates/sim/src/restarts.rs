@@ -118,6 +118,7 @@ impl<T: Service> Run<'_, T> {
     /// Lets one process follow the other. Nothing happens to the last.
     fn live_all(&mut self, mut host: Host) -> std::result::Result<(), String> {
         let count = self.random.usize(1..self.workload.processes.max(2));
+        let mut last_log = Vec::new();
         for left in (0..=count).rev() {
             let outcome = self.live(&host, left == 0);
             let now = host.sim.clock().now();
@@ -127,9 +128,13 @@ impl<T: Service> Run<'_, T> {
                     self.record.borrow_mut().history.note(now, "the violation");
                     host.sim.drop_tasks();
                     let log = host.disk.take_log();
-                    return Err(format!("{violation}\nthe last operations: {log:?}"));
+                    return Err(format!(
+                        "{violation}\noperations of the process before: {last_log:?}\n\
+                         operations: {log:?}"
+                    ));
                 }
             };
+            last_log = host.disk.take_log();
             let step = host.sim.steps();
             self.record.borrow_mut().history.note(now, format!("process {end:?} at step {step}"));
             host = self.end(host, end);

@@ -3,6 +3,7 @@
 //! - [`Disk`]: what it is made of, and what it says of itself.
 //! - `requests`: the one choke point of all requests.
 //! - `resize`: longer and shorter disks.
+//! - `redo_log`: what outlives a process that dies.
 //! - [`Quiesce`]: holds the guest's changes off while the image is changed as a whole.
 //!
 //! What reads and changes the image is below, in `layer` and `write`; what uses disks (snapshots, tools,
@@ -11,6 +12,7 @@
 #[cfg(test)]
 mod long_requests;
 mod quiesce;
+mod redo_log;
 mod requests;
 mod resize;
 

@@ -26,6 +26,7 @@ mod qcow2_table_moves;
 mod qcow2_write;
 mod qemu;
 mod requests;
+mod restarts;
 mod snapshot;
 mod subclusters;
 mod threads;

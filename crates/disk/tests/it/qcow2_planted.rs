@@ -17,7 +17,7 @@ use crate::crashed::{Kind, explore_kind};
 
 /// What is done wrong.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Policy {
+pub enum Policy {
     /// Nothing: the wrapper itself changes no outcome.
     Right,
     /// Durable writes are plain ones.
@@ -46,7 +46,8 @@ enum Part {
     Root,
 }
 
-struct Broken {
+/// A storage that is wrong in this way.
+pub struct Broken {
     disk: SimDisk,
     policy: Policy,
     held: Mutex<Vec<(u64, Vec<u8>)>>,
@@ -54,7 +55,7 @@ struct Broken {
 }
 
 impl Broken {
-    fn new(disk: SimDisk, policy: Policy) -> Self {
+    pub fn new(disk: SimDisk, policy: Policy) -> Self {
         let is_image = disk.content().starts_with(b"QFI\xfb");
         Self { disk, policy, held: Mutex::default(), is_image }
     }
@@ -115,6 +116,17 @@ impl Broken {
             self.disk.write(offset, buffer.lend(), Durability::None).await?;
         }
         Ok(())
+    }
+
+    /// A write that is carried out at once, with everything that was held back.
+    pub async fn write_through(
+        &self,
+        offset: u64,
+        from: IoVector,
+        durability: Durability,
+    ) -> Result<()> {
+        self.let_go(None).await?;
+        self.disk.write(offset, from, durability).await
     }
 }
 
