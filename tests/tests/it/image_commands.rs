@@ -101,7 +101,7 @@ fn an_existing_file_is_left_alone() {
 fn sizes_that_cannot_be_are_refused() {
     let scratch = Scratch::new();
     let image = scratch.path("disk.img");
-    for size in ["1.5G", "9E", "64k b", "", "x"] {
+    for size in ["1.5", "1GB", "9E", "64k b", "", "x"] {
         let outcome = command(&["create", str(&image), size]);
         assert_eq!(outcome.status.code(), Some(2), "{}", outcome.describe(size));
     }
