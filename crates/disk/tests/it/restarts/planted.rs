@@ -37,6 +37,8 @@ enum Flaw {
     LateAppend,
     /// The log is emptied when a writeback begins.
     EarlyTail,
+    /// The log is emptied when a write of the image has failed, as one of a writeback may.
+    FailedTail,
     /// Zeros that keep their host cluster are replayed as a discard.
     ZeroAsDiscard,
     /// A replay sets entries before it has the refcounts on disk.
@@ -117,13 +119,17 @@ impl Storage for FlawedStorage {
     }
 
     async fn write(&self, offset: u64, from: IoVector, durability: Durability) -> Result<()> {
-        match self.flaw {
+        let outcome = match self.flaw {
             // Only the replay does it wrongly.
             Flaw::RefcountsLate if self.memory.is_attached.load(Ordering::Relaxed) => {
                 self.disk.write_through(offset, from, durability).await
             }
             _ => self.disk.write(offset, from, durability).await,
+        };
+        if self.flaw == Flaw::FailedTail && outcome.is_err() {
+            self.memory.empty();
         }
+        outcome
     }
 
     async fn write_zeroes(&self, range: ByteRange, unmap: Unmap) -> Result<()> {
@@ -192,6 +198,7 @@ fn wrong_logs_are_found_out() {
     for (flaw, seeds) in [
         (Flaw::LateAppend, 0..300),
         (Flaw::EarlyTail, 0..600),
+        (Flaw::FailedTail, 0..1_000),
         (Flaw::ZeroAsDiscard, 0..2_000),
         (Flaw::RefcountsLate, 0..1_200),
         (Flaw::NoReplay, 0..300),
