@@ -13,14 +13,13 @@ use super::base::{Base, Tools};
 use super::disks::Disks;
 use super::in_guest::cache::{self, PARTS};
 use super::in_guest::direct::WRITES;
-use super::in_guest::guest::{
-    COPIED, FROZEN, LARGE, SERVER_KILLS, TRIMMED, WORKED, WRITTEN, progress,
-};
+use super::in_guest::guest::{COPIED, FROZEN, LARGE, TRIMMED, WORKED, WRITTEN, progress};
 use super::in_guest::system::FileSystem;
 use super::machine::{Bus, Machine, Running, TIMEOUT};
 use super::server::{Export, Server};
 use super::strace::Strace;
 use lab_tools::process::run as run_tool;
+use tempfile::TempDir;
 
 /// Room for the guest's file system.
 const DISK: u64 = 320 << 20;
@@ -34,21 +33,49 @@ const MEMORY: u32 = 1024;
 const RECONNECT: Duration = Duration::from_secs(60);
 const RETRY_DELAY: Duration = Duration::from_millis(50);
 
-/// A guest, its disk, and how it gets it.
+/// A guest, its disks, and how it gets them.
 struct GuestScenario<'a> {
     base: &'a Base,
     disks: Disks,
-    image: PathBuf,
-    socket: PathBuf,
+    /// A raw image that is copied, trimmed and made longer under the guest.
+    plain: ServedImage,
+    /// A qcow2 image whose server is killed.
+    killed: ServedImage,
+    kills: u64,
+    /// Where servers keep what outlives them: in memory.
+    state: TempDir,
     export: Export,
     file_system: FileSystem,
 }
 
-/// Runs the whole scenario: the first boot, and a second one that finds everything as it was.
-pub fn run(base: &Base, export: Export, file_system: FileSystem) -> Result<()> {
+/// An image of the host with a server of its own. The guest finds the disk by its serial number, which over
+/// vhost-user is the server's to tell: the name of the image.
+struct ServedImage {
+    name: &'static str,
+    format: &'static str,
+    path: PathBuf,
+    socket: PathBuf,
+}
+
+impl ServedImage {
+    fn new(disks: &Disks, name: &'static str, format: &'static str) -> Self {
+        let (path, socket) = (disks.path(name), disks.path(&format!("{name}.socket")));
+        Self { name, format, path, socket }
+    }
+}
+
+/// Runs the whole scenario: the first boot, in which a server is killed so often, and a second one that finds
+/// everything as it was.
+pub fn run(base: &Base, export: Export, file_system: FileSystem, kills: u64) -> Result<()> {
     let disks = Disks::new(base)?;
-    let (image, socket) = (disks.empty("image", DISK)?, disks.path("socket"));
-    let scenario = GuestScenario { base, disks, image, socket, export, file_system };
+    let plain = ServedImage::new(&disks, "plain", "raw");
+    let killed = ServedImage::new(&disks, "killed", "qcow2");
+    disks.empty(plain.name, DISK)?;
+    let mut create = Command::new(base.blockhouse());
+    create.args(["create", "--format", "qcow2"]).arg(&killed.path).arg(DISK.to_string());
+    run_tool(create)?;
+    let state = tempfile::Builder::new().prefix("vm-state-").tempdir_in("/dev/shm")?;
+    let scenario = GuestScenario { base, disks, plain, killed, kills, state, export, file_system };
     scenario.first_boot()?;
     scenario.second_boot()
 }
@@ -56,31 +83,50 @@ pub fn run(base: &Base, export: Export, file_system: FileSystem) -> Result<()> {
 impl GuestScenario<'_> {
     /// A file system, frozen, trimmed, and in use while the server is killed.
     fn first_boot(&self) -> Result<()> {
-        let start = || self.serve(Command::new(self.base.blockhouse()), &[]);
-        let mut server = start()?;
-        let job =
-            format!("lab-vm in-guest guest-first {} {}", self.disk(), self.file_system.name());
+        let start = |image| self.serve(image, Command::new(self.base.blockhouse()), &[]);
+        let plain = start(&self.plain)?;
+        let mut server = start(&self.killed)?;
+        let job = format!(
+            "lab-vm in-guest guest-first {} {} {} {}",
+            self.plain.name,
+            self.killed.name,
+            self.kills,
+            self.file_system.name()
+        );
         let mut running = self.machine()?.start(&job, TIMEOUT)?;
         running.wait_for(FROZEN)?;
         let mut copy = Command::new("cp");
-        copy.arg("--sparse=always").arg(&self.image).arg(self.frozen());
+        copy.arg("--sparse=always").arg(&self.plain.path).arg(self.frozen());
         run_tool(copy)?;
         running.send_line(COPIED)?;
         running.wait_for(WRITTEN)?;
-        let full = allocated(&self.image)?;
+        let full = allocated(&self.plain.path)?;
         running.wait_for(TRIMMED)?;
-        let trimmed = allocated(&self.image)?;
+        let trimmed = allocated(&self.plain.path)?;
         self.report(&format!("the file took {} KiB, trimmed {} KiB", full >> 10, trimmed >> 10));
         ensure!(trimmed + LARGE * 9 / 10 <= full, "the guest's trim gave no space back");
-        for kill in SERVER_KILLS {
-            running.wait_for(&progress(kill))?;
+        let started = Instant::now();
+        for number in 1..=self.kills {
+            running.wait_for(&progress(number))?;
             server.kill()?;
             ensure!(!running.has_printed(WORKED), "the server died too late to be missed");
-            server = start()?;
+            server = start(&self.killed)?;
         }
+        running.wait_for(WORKED)?;
+        let time = started.elapsed().as_secs_f64();
         running.finish()?.success()?;
         server.stop()?;
-        self.report(&format!("fio and fsck are content after {} kills", SERVER_KILLS.len()));
+        plain.stop()?;
+        self.check_killed()?;
+        self.report(&format!("fio and fsck are content after {} kills in {time:.1} s", self.kills));
+        Ok(())
+    }
+
+    /// The image whose server was killed has leaks at most.
+    fn check_killed(&self) -> Result<()> {
+        let check = Command::new("qemu-img").args(["check", "-q"]).arg(&self.killed.path).status();
+        let code = check.context("cannot start qemu-img")?.code();
+        ensure!(matches!(code, Some(0 | 3)), "qemu-img check of the killed image: {code:?}");
         Ok(())
     }
 
@@ -88,11 +134,14 @@ impl GuestScenario<'_> {
     /// and on; what the server makes durable meanwhile is counted.
     fn second_boot(&self) -> Result<()> {
         let strace = Strace::new(self.disks.path("calls"));
-        let start = || self.serve(strace.command(self.base.blockhouse()), &["--engine", "threads"]);
+        let traced = ["--engine", "threads"];
+        let start = || self.serve(&self.plain, strace.command(self.base.blockhouse()), &traced);
         let mut server = start()?;
-        let (disk, file_system) = (self.disk(), self.file_system.name());
+        let killed = self.serve(&self.killed, Command::new(self.base.blockhouse()), &[])?;
+        let (disk, file_system) = (self.plain.name, self.file_system.name());
+        let other = self.killed.name;
         let job = format!(
-            "set -e\nlab-vm in-guest guest-again {disk} frozen {file_system}\n\
+            "set -e\nlab-vm in-guest guest-again {disk} {other} frozen {file_system}\n\
              lab-vm in-guest guest-cache {disk} {DISK} {GROWN}"
         );
         let mut machine = self.machine()?;
@@ -100,7 +149,7 @@ impl GuestScenario<'_> {
         let mut running = machine.start(&job, TIMEOUT)?;
         running.wait_for(cache::SMALL)?;
         self.report("everything is there after a reboot, and was when it was frozen");
-        let grow = || File::options().write(true).open(&self.image)?.set_len(GROWN);
+        let grow = || File::options().write(true).open(&self.plain.path)?.set_len(GROWN);
         match self.export {
             Export::VhostUser => {
                 grow().context("cannot make the image longer")?;
@@ -116,6 +165,8 @@ impl GuestScenario<'_> {
         }
         running.finish()?.success()?;
         server.stop()?;
+        killed.stop()?;
+        self.check_killed()?;
         self.report(&format!("grew from {} to {} MiB under the guest", DISK >> 20, GROWN >> 20));
         self.check_durability(&strace)
     }
@@ -145,39 +196,38 @@ impl GuestScenario<'_> {
         println!("  {:?}, {}: {line}", self.export, self.file_system.name());
     }
 
-    fn serve(&self, mut program: Command, options: &[&str]) -> Result<Server> {
-        program.arg("serve").arg(&self.image).args(["--format", "raw"]).args(options);
-        Server::start(program, self.export, &self.socket)
+    fn serve(&self, image: &ServedImage, mut program: Command, options: &[&str]) -> Result<Server> {
+        program.arg("serve").arg(&image.path).args(["--format", image.format]);
+        program.arg("--state").arg(self.state.path().join("state")).args(options);
+        Server::start(program, self.export, &image.socket)
     }
 
-    /// A machine with the disk.
+    /// A machine with both disks. What QEMU calls the first one, [`resize`] relies on.
     fn machine(&self) -> Result<Machine<'_>> {
         let mut machine = Machine::new(self.base, MEMORY)?;
         machine.tools(Tools::WithFio);
-        let socket = self.socket.display();
-        match self.export {
-            Export::Nbd => {
-                let seconds = RECONNECT.as_secs();
-                let drive = format!(
-                    "format=raw,cache=none,discard=unmap,file.driver=nbd,file.server.type=unix,\
-                     file.server.path={socket},file.reconnect-delay={seconds}"
-                );
-                machine.drive(Bus::Virtio, self.disk(), &drive);
-            }
-            Export::VhostUser => {
-                let seconds = 1;
-                let chardev = format!("socket,id=ours,path={socket},reconnect={seconds}");
-                machine.option("-chardev", &chardev);
-                machine.option("-device", "vhost-user-blk-pci,chardev=ours,num-queues=2");
+        for ServedImage { name, socket, .. } in [&self.plain, &self.killed] {
+            let socket = socket.display();
+            match self.export {
+                Export::Nbd => {
+                    let seconds = RECONNECT.as_secs();
+                    let drive = format!(
+                        "format=raw,cache=none,discard=unmap,file.driver=nbd,\
+                         file.server.type=unix,file.server.path={socket},\
+                         file.reconnect-delay={seconds}"
+                    );
+                    machine.drive(Bus::Virtio, name, &drive);
+                }
+                Export::VhostUser => {
+                    let seconds = 1;
+                    let chardev = format!("socket,id={name},path={socket},reconnect={seconds}");
+                    machine.option("-chardev", &chardev);
+                    let device = format!("vhost-user-blk-pci,chardev={name},num-queues=2");
+                    machine.option("-device", &device);
+                }
             }
         }
         Ok(machine)
-    }
-
-    /// How the guest finds the disk: by its serial number, which over vhost-user is the server's to
-    /// tell, and is the name of the image.
-    fn disk(&self) -> &'static str {
-        "image"
     }
 
     /// The copy that was made while the file system was frozen.

@@ -42,6 +42,9 @@ use server::Export;
 struct Cli {
     /// Which scenarios to run; without any, all
     scenarios: Vec<Scenario>,
+    /// How often the server of a disk of `guest` and `guest-vhost-user` is killed
+    #[arg(long, default_value_t = 10)]
+    kills: u64,
     #[command(subcommand)]
     guest: Option<Hidden>,
 }
@@ -78,7 +81,7 @@ fn main() -> ExitCode {
     let result = match cli.guest {
         // In a guest there is no cargo to ask.
         Some(Hidden::InGuest(task)) => in_guest::run(task),
-        None => Workspace::find().and_then(|workspace| run(&workspace, &cli.scenarios)),
+        None => Workspace::find().and_then(|workspace| run(&workspace, &cli)),
     };
     match result {
         Ok(()) => ExitCode::SUCCESS,
@@ -90,7 +93,7 @@ fn main() -> ExitCode {
 }
 
 /// Runs the chosen scenarios; skipped, with the reason, where the machine cannot run them.
-fn run(workspace: &Workspace, scenarios: &[Scenario]) -> Result<()> {
+fn run(workspace: &Workspace, cli: &Cli) -> Result<()> {
     let cache = workspace.target().join("vm");
     let packages = match get_ready(&cache) {
         Ok(packages) => packages,
@@ -107,7 +110,7 @@ fn run(workspace: &Workspace, scenarios: &[Scenario]) -> Result<()> {
     };
     let all_started = Instant::now();
     let base = Base::prepare(workspace, packages, cache)?;
-    let chosen = match scenarios {
+    let chosen = match &cli.scenarios[..] {
         [] => Scenario::value_variants(),
         chosen => chosen,
     };
@@ -117,8 +120,10 @@ fn run(workspace: &Workspace, scenarios: &[Scenario]) -> Result<()> {
         let result = match scenario {
             Scenario::Fua => scenarios::fua(&base),
             Scenario::Power => power::scenario::run(&base),
-            Scenario::Guest => guest::run(&base, Export::Nbd, FileSystem::Ext4),
-            Scenario::GuestVhostUser => guest::run(&base, Export::VhostUser, FileSystem::Xfs),
+            Scenario::Guest => guest::run(&base, Export::Nbd, FileSystem::Ext4, cli.kills),
+            Scenario::GuestVhostUser => {
+                guest::run(&base, Export::VhostUser, FileSystem::Xfs, cli.kills)
+            }
             Scenario::Nbd => scenarios::nbd(&base),
             Scenario::IoPoll => scenarios::io_poll(&base),
             Scenario::LostWrites => scenarios::lost_writes(&base),

@@ -33,16 +33,14 @@ pub const TRIMMED: &str = "trimmed";
 /// The work during which the server is killed has ended.
 pub const WORKED: &str = "worked";
 
-/// After how many of fio's writes the server is killed.
-pub const SERVER_KILLS: [u64; 2] = [fio::WRITES / 6, fio::WRITES / 2];
-
-/// So many writes have ended.
-pub fn progress(writes: u64) -> String {
-    format!("{writes} writes")
+/// What the guest says when the server shall be killed for the `number`th time.
+pub fn progress(number: u64) -> String {
+    format!("ready for kill {number}")
 }
 
-/// The first boot: makes a file system on the disk and uses it.
-pub fn first(disk: &str, file_system: FileSystem) -> Result<()> {
+/// The first boot: makes a file system on the disk and uses it, then one on a disk whose server is killed so
+/// often meanwhile.
+pub fn first(disk: &str, killed: &str, kills: u64, file_system: FileSystem) -> Result<()> {
     let disk = prepare(disk)?;
     file_system.make(&disk)?;
     let mount = Mount::new(file_system, &disk)?;
@@ -60,8 +58,15 @@ pub fn first(disk: &str, file_system: FileSystem) -> Result<()> {
     tool("fstrim", &["/mnt"])?;
     rustix::fs::sync();
     print_line(TRIMMED)?;
-    work(&place, &disk)?;
-    verify_all(&place)?;
+    verify_file(&place.join("kept"), LARGE, 1)?;
+    mount.unmount()?;
+    check(&disk, file_system)?;
+
+    let disk = system::disk_of(killed)?;
+    file_system.make(&disk)?;
+    let mount = Mount::new(file_system, &disk)?;
+    work(mount.place(), &disk, kills)?;
+    verify_small(mount.place())?;
     mount.unmount()?;
     check(&disk, file_system)
 }
@@ -96,11 +101,12 @@ fn freeze(place: &Path) -> Result<()> {
     Ok(())
 }
 
-/// Many writes in flight, and small files made durable one after the other.
-fn work(place: &Path, disk: &Path) -> Result<()> {
+/// Many writes in flight, and small files made durable one after the other. The kills are spread over fio's
+/// writes, and over its reads no more.
+fn work(place: &Path, disk: &Path, kills: u64) -> Result<()> {
     let before = system::writes(disk)?;
     let mut fio = Fio::start(&place.join("fio"), Work::WriteAndVerify)?;
-    let mut kills = SERVER_KILLS.iter().peekable();
+    let mut left = (1..=kills).peekable();
     let mut small = 0..SMALL_FILES;
     while !fio.has_ended()? {
         match small.next() {
@@ -110,8 +116,9 @@ fn work(place: &Path, disk: &Path) -> Result<()> {
             None => std::thread::sleep(POLL_INTERVAL),
         }
         let done = system::writes(disk)? - before;
-        while let Some(kill) = kills.next_if(|kill| done >= **kill) {
-            print_line(&progress(*kill))?;
+        let is_due = |number: &u64| done >= number * fio::WRITES / (kills + 2);
+        while let Some(number) = left.next_if(is_due) {
+            print_line(&progress(number))?;
         }
     }
     ensure!(small.is_empty(), "fio ended before the small files were written");
@@ -120,11 +127,16 @@ fn work(place: &Path, disk: &Path) -> Result<()> {
 
 /// The second boot: everything is still there. So it is on `frozen`, which the host copied while the file
 /// system was frozen.
-pub fn again(disk: &str, frozen: &str, file_system: FileSystem) -> Result<()> {
+pub fn again(disk: &str, killed: &str, frozen: &str, file_system: FileSystem) -> Result<()> {
     let disk = prepare(disk)?;
     check(&disk, file_system)?;
     let mount = Mount::new(file_system, &disk)?;
-    verify_all(mount.place())?;
+    verify_file(&mount.place().join("kept"), LARGE, 1)?;
+    mount.unmount()?;
+    let disk = system::disk_of(killed)?;
+    check(&disk, file_system)?;
+    let mount = Mount::new(file_system, &disk)?;
+    verify_small(mount.place())?;
     Fio::start(&mount.place().join("fio"), Work::Verify)?.finish()?;
     mount.unmount()?;
     let frozen = system::disk_of(frozen)?;
@@ -199,8 +211,7 @@ fn verify_file(path: &Path, size: u64, generation: u64) -> Result<()> {
     Ok(())
 }
 
-fn verify_all(place: &Path) -> Result<()> {
-    verify_file(&place.join("kept"), LARGE, 1)?;
+fn verify_small(place: &Path) -> Result<()> {
     (0..SMALL_FILES)
         .try_for_each(|number| verify_file(&place.join(format!("small{number}")), SMALL, number))
 }

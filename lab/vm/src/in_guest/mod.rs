@@ -37,6 +37,10 @@ pub enum Task {
     GuestFirst {
         /// The disk's serial number
         disk: String,
+        /// That of a disk whose server is killed
+        killed: String,
+        /// How often
+        kills: u64,
         /// What to make on it
         file_system: FileSystem,
     },
@@ -44,6 +48,8 @@ pub enum Task {
     GuestAgain {
         /// The disk's serial number
         disk: String,
+        /// That of the disk whose server was killed
+        killed: String,
         /// That of a copy made while the file system was frozen
         frozen: String,
         /// What is on them
@@ -101,8 +107,12 @@ pub enum Task {
 pub fn run(task: Task) -> Result<()> {
     match task {
         Task::Fua { disks } => fua::run(&disks),
-        Task::GuestFirst { disk, file_system } => guest::first(&disk, file_system),
-        Task::GuestAgain { disk, frozen, file_system } => guest::again(&disk, &frozen, file_system),
+        Task::GuestFirst { disk, killed, kills, file_system } => {
+            guest::first(&disk, &killed, kills, file_system)
+        }
+        Task::GuestAgain { disk, killed, frozen, file_system } => {
+            guest::again(&disk, &killed, &frozen, file_system)
+        }
         Task::GuestCache { disk, from, to } => cache::run(&disk, from, to),
         Task::Nbd { disk } => nbd::run(&disk),
         Task::IoPoll { nvme, virtio } => io_poll::run(&nvme, &virtio),
