@@ -138,7 +138,8 @@ fn as_text(report: &CheckReport, fixed: FixCounts) -> String {
         lines.push("No errors were found on the image.".to_owned());
     }
     if corruptions > 0 {
-        lines.push(format!("{corruptions} errors: data may be lost, and more with each write."));
+        lines
+            .push(format!("{corruptions} errors: data may be lost, and each write may lose more."));
     }
     if leaks > 0 {
         lines.push(format!("{leaks} leaked clusters: they waste space but harm no data."));

@@ -4,7 +4,8 @@
 //! `open(2)` calls them `O_DSYNC` and `O_SYNC`, POSIX "synchronized I/O data integrity completion"
 //! and "file integrity completion".
 
-/// What must be on stable storage when a write (or zero write, or discard) completes.
+/// What must be on stable storage when a write (or zero write, or discard) completes. A greater value includes
+/// all that a lesser one guarantees.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Durability {
     /// Nothing: the data may sit in a volatile cache until the next flush.
@@ -15,6 +16,18 @@ pub enum Durability {
     /// As `Data`, and all other metadata of the file (timestamps and the like). FUA alone is never
     /// an answer to this.
     Full,
+}
+
+impl Durability {
+    /// The flush that makes an operation of this durability stable, where the operation itself was not;
+    /// `None` where none is needed.
+    pub const fn sync(self) -> Option<SyncMode> {
+        match self {
+            Self::None => None,
+            Self::Data => Some(SyncMode::Data),
+            Self::Full => Some(SyncMode::Full),
+        }
+    }
 }
 
 /// How far a flush goes.

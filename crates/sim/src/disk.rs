@@ -216,15 +216,14 @@ impl Storage for SimDisk {
     async fn write(&self, offset: u64, from: IoVector, durability: Durability) -> Result<()> {
         let range = ByteRange::between(offset, offset + from.len() as u64);
         self.assert_aligned(range, Some(&from));
-        if self.0.fua == Fua::Native || durability == Durability::None {
+        let Some(sync) = durability.sync().filter(|_| self.0.fua != Fua::Native) else {
             return self.operate(Operation::Write(range, durability), Some(from)).await;
-        }
+        };
         self.operate(Operation::Write(range, Durability::None), Some(from)).await?;
         if self.0.fua == Fua::Ignored {
             return Ok(());
         }
-        self.flush(if durability == Durability::Full { SyncMode::Full } else { SyncMode::Data })
-            .await
+        self.flush(sync).await
     }
 
     async fn write_zeroes(&self, range: ByteRange, unmap: Unmap) -> Result<()> {

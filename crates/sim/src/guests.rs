@@ -165,7 +165,7 @@ impl<T: SystemUnderTest> Guests<T> {
         let Some(change) = self.record.borrow_mut().model.begin(range, kind) else { return };
         let request = any_request(range, &change, kind, durability, random);
         let outcome = self.submit(request, random).await;
-        let is_durable = durability.max(self.system.min_durability()) >= Durability::Data;
+        let is_durable = durability.max(self.system.min_durability()).sync().is_some();
         let model = &mut self.record.borrow_mut().model;
         match outcome {
             Some(Ok(())) => model.succeed(change, is_durable),

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-use blockhouse_core::{Durability, Fua, IoVector, ReadAfterDiscard, SyncMode, WriteCache, errno};
+use blockhouse_core::{Fua, IoVector, ReadAfterDiscard, SyncMode, WriteCache, errno};
 use fastrand::Rng;
 
 use crate::clock::Oneshot;
@@ -239,7 +239,7 @@ impl State {
             Operation::Write(range, durability) => {
                 let bytes = done.bytes.as_ref().expect("a write has bytes");
                 self.media.write(id, range.offset(), bytes);
-                let is_durable = durability != Durability::None && self.config.fua == Fua::Native;
+                let is_durable = durability.sync().is_some() && self.config.fua == Fua::Native;
                 if is_durable || self.config.write_cache == WriteCache::None {
                     self.media.make_stable(range);
                 }

@@ -532,7 +532,7 @@ fn a_snapshot_with_a_bad_l1_table_is_removed() {
 #[test]
 fn a_snapshot_with_an_impossible_length_is_kept_where_its_name_is_found() {
     require!(need::tools(&["qemu-img", "qemu-io"]));
-    let told = ["the snapshot 'one' (id 1) has an impossible length"];
+    let told = ["the snapshot 'one' (id 1) has extra data of an invalid length"];
     let long = |patient: &Patient, table: u64| patient.set(table + 36, &[0, 1, 0x86, 0xa0]);
     must_keep(long, &["one", "two"], &told);
 }

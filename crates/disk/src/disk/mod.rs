@@ -19,8 +19,7 @@ mod resize;
 use std::sync::{Arc, OnceLock};
 
 use blockhouse_core::{
-    Alignment, ByteRange, Capabilities, Durability, Error, ErrorKind, Offload, Result, Storage,
-    WriteCache,
+    Alignment, ByteRange, Capabilities, Error, ErrorKind, Offload, Result, Storage, WriteCache,
 };
 use blockhouse_format::{
     Backing, CheckReport, Compression, DataFile, Features, Format, ImageFormat,
@@ -218,7 +217,7 @@ impl<S: Storage> Disk<S> {
             capabilities.write_cache = WriteCache::Volatile;
             capabilities.discard = Offload::Available;
         }
-        if self.options.durability >= Durability::Data {
+        if self.options.durability.sync().is_some() {
             capabilities.write_cache = WriteCache::None;
         }
         if self.options.discard == Discard::Ignore {

@@ -254,7 +254,7 @@ struct InFlightCount<'a> {
 
 impl<'a> InFlightCount<'a> {
     fn begin(in_flight: &'a AtomicUsize, durability: Durability) -> Self {
-        if durability == Durability::None {
+        if durability.sync().is_none() {
             return Self { in_flight: None, count: 0 };
         }
         let count = in_flight.fetch_add(1, Ordering::Relaxed) + 1;

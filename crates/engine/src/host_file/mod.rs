@@ -348,18 +348,17 @@ impl Storage for HostFile {
     }
 
     async fn write(&self, offset: u64, from: IoVector, durability: Durability) -> Result<()> {
-        match durability {
-            Durability::None => self.write_all(offset, from, WriteThrough::No).await,
+        match durability.sync() {
+            None => self.write_all(offset, from, WriteThrough::No).await,
             // The last partial block goes by the open file that is flushed.
-            Durability::Data
+            Some(SyncMode::Data)
                 if self.fua() == Fua::Native && !self.is_in_tail(offset, from.len()) =>
             {
                 self.write_all(offset, from, WriteThrough::Yes).await
             }
-            Durability::Data | Durability::Full => {
+            Some(sync) => {
                 self.write_all(offset, from, WriteThrough::No).await?;
-                let full = durability == Durability::Full;
-                self.flush(if full { SyncMode::Full } else { SyncMode::Data }).await
+                self.flush(sync).await
             }
         }
     }

@@ -43,7 +43,7 @@ pub(crate) async fn walk<S: Storage>(
     let (length, start) = (be64(extension, 8), be64(extension, 16));
     let is_possible = |offset| offset <= MAX_OFFSET && header.geometry.is_cluster_aligned(offset);
     if length > MAX_BITMAP_DIRECTORY || !is_possible(start) {
-        return Ok(Some(format!("the directory of bitmaps cannot be at offset {start}")));
+        return Ok(Some(format!("the directory of bitmaps has the invalid offset {start}")));
     }
     if count > MAX_BITMAPS {
         return Ok(Some(format!("{count} bitmaps are more than {MAX_BITMAPS}")));
@@ -59,12 +59,14 @@ pub(crate) async fn walk<S: Storage>(
         };
         let (table, bytes) = (be64(entry, 0), u64::from(be32(entry, 8)) * 8);
         if bytes > MAX_BITMAP_TABLE || !is_possible(table) {
-            return Ok(Some(format!("a bitmap's table cannot be at offset {table}")));
+            return Ok(Some(format!("a bitmap's table has the invalid offset {table}")));
         }
         let clusters =
             header.geometry.cluster_of(table)..header.geometry.clusters_for(table + bytes);
         if tables.overlaps(&clusters) {
-            return Ok(Some(format!("the table of a bitmap at offset {table} shares its place")));
+            return Ok(Some(format!(
+                "the table of a bitmap at offset {table} overlaps another one"
+            )));
         }
         tables.insert(clusters);
         add("a bitmap's table", table, bytes)?;

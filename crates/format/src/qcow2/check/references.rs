@@ -108,7 +108,7 @@ impl<'a, S: Storage> References<'a, S> {
         let end = self.geometry.clusters_for(offset.saturating_add(length));
         let count = self.counts.clusters();
         if end > count {
-            self.problem(format!("{what} at offset {offset} lies beyond the end of the file"));
+            self.problem(format!("{what} at offset {offset} is past the end of the file"));
         }
         self.counts.add(first.min(count)..end.min(count), times)
     }
@@ -116,7 +116,7 @@ impl<'a, S: Storage> References<'a, S> {
     async fn walk_l1(&mut self, location: L1Location, which: TableOwner) -> Result<()> {
         let bytes = location.length();
         if !location.is_possible(self.geometry) {
-            self.problem(format!("an L1 table cannot be at offset {}", location.offset));
+            self.problem(format!("an L1 table has the invalid offset {}", location.offset));
             return Ok(());
         }
         self.add("an L1 table", location.offset, bytes)?;
@@ -126,7 +126,7 @@ impl<'a, S: Storage> References<'a, S> {
         }
         if self.l1_clusters.overlaps(&clusters) {
             let offset = location.offset;
-            self.problem(format!("the L1 table at offset {offset} shares its place"));
+            self.problem(format!("the L1 table at offset {offset} overlaps another one"));
             return Ok(());
         }
         self.l1_clusters.insert(clusters);
@@ -164,7 +164,7 @@ impl<'a, S: Storage> References<'a, S> {
             for index in 0..table.len() / size as usize {
                 let at = data.offset() + index as u64 * size;
                 if Entry::is_copied_compressed(&table, index, self.geometry) {
-                    let what = "is compressed, and marked as counting one";
+                    let what = "is compressed, and has the COPIED flag";
                     self.problem(format!("the L2 entry at offset {at} {what}"));
                 }
                 match Entry::read(&table, index, self.geometry) {
@@ -274,7 +274,7 @@ impl<'a, S: Storage> References<'a, S> {
         for cluster in self.refcount_clusters.clone() {
             if self.counts.get(cluster) != 1 {
                 let offset = self.geometry.offset_of(cluster);
-                self.problem(format!("the refcounts at offset {offset} share their place"));
+                self.problem(format!("the refcounts at offset {offset} overlap other data"));
             }
         }
     }

@@ -72,7 +72,7 @@ impl RepairReport {
     }
 }
 
-/// Checks the image in `storage`, which nobody else may have open, repairs it, and checks it again. Takes
+/// Checks the image in `storage`, which no other program may have open, repairs it, and checks it again. Takes
 /// as much memory as a check without repair.
 ///
 /// # Errors

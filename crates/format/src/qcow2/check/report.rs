@@ -64,14 +64,15 @@ pub(crate) async fn check_tables<S: Storage>(storage: &S, header: &Header) -> Re
             report.uncountable += 1;
             let bits = 1 << header.geometry.refcount_order;
             references.problem(format!(
-                "the cluster at offset {offset} has {counted} users, and refcounts of {bits} bits count \
-                 {max} at most: no repair can mend that; 'convert' copies what can be read"
+                "the cluster at offset {offset} has {counted} references, and refcounts of {bits} bits \
+                 reach {max}: this cannot be repaired; 'convert' copies what can be read"
             ));
         } else if recorded > counted {
             report.leaks += 1;
         } else if recorded < counted {
-            let what =
-                format!("the cluster at offset {offset} has {counted} users but counts {recorded}");
+            let what = format!(
+                "the cluster at offset {offset} has refcount {recorded}, but {counted} references"
+            );
             references.problem(what);
         }
     }
@@ -113,7 +114,9 @@ impl<S: Storage> CopiedFlagCheck<'_, S> {
                     self.check_l2(table.offset, index, references).await?;
                 } else if self.header.geometry.has_data_file {
                     let offset = place.offset + index * 8;
-                    references.problem(format!("the L1 entry at offset {offset} shares its table"));
+                    references.problem(format!(
+                        "the L1 entry at offset {offset} names the L2 table of another"
+                    ));
                 }
             }
         }
@@ -153,17 +156,18 @@ impl<S: Storage> CopiedFlagCheck<'_, S> {
             self.compare("cluster", place, references);
         } else if place.offset != guest {
             let offset = place.offset;
-            references
-                .problem(format!("the guest's offset {guest} lies at {offset} of the data file"));
+            references.problem(format!(
+                "guest offset {guest} is mapped to offset {offset} of the data file"
+            ));
         }
     }
 
     fn compare(&self, what: &str, reference: entry::Reference, references: &mut References<'_, S>) {
         let recorded = self.recorded.get(self.header.geometry.cluster_of(reference.offset));
         if (recorded == 1) != reference.is_copied() {
-            let says = if reference.is_copied() { "" } else { "not " };
+            let flag = if reference.is_copied() { "set" } else { "not set" };
             references.problem(format!(
-                "the {what} at offset {} counts {recorded} but is {says}marked as counting one",
+                "the {what} at offset {} has refcount {recorded}, but its COPIED flag is {flag}",
                 reference.offset
             ));
         }

@@ -75,7 +75,7 @@ impl SnapshotSurvey {
             Self { usable: Vec::new(), faults: Vec::new(), is_prefix: true, length: 0 };
         if header.snapshots > 0 && !header.has_possible_snapshot_table() {
             let offset = header.snapshots_offset;
-            let what = format!("the snapshot table cannot be at offset {offset}");
+            let what = format!("the snapshot table has the invalid offset {offset}");
             survey.lose_all(header.snapshots.into(), what);
             return Ok(survey);
         }
@@ -133,7 +133,7 @@ impl SnapshotSurvey {
                 Some(why) => self.fault(format!("{} cannot be used: {why}", entry.called())),
                 None => {
                     if reader.was_guessed() {
-                        let what = "has an impossible length of its extra data";
+                        let what = "has extra data of an invalid length";
                         self.fault(format!("{} {what}", entry.called()));
                     } else if entry.is_incomplete(header.geometry.version) {
                         self.fault(format!("{} does not say the size of its disk", entry.called()));
@@ -160,12 +160,12 @@ fn fault_of(entry: &SnapshotEntry, header: &Header, file_size: u64) -> Option<St
     }
     if !place.is_possible(geometry) || place.offset == 0 {
         let (entries, offset) = (place.entries, place.offset);
-        return Some(format!("its L1 table cannot be at offset {offset} with {entries} entries"));
+        return Some(format!("its L1 table cannot have {entries} entries at offset {offset}"));
     }
     let clusters = place.clusters(geometry);
     if clusters.end > geometry.clusters_for(file_size) {
         let offset = place.offset;
-        return Some(format!("its L1 table at offset {offset} lies beyond the end of the file"));
+        return Some(format!("its L1 table at offset {offset} is past the end of the file"));
     }
     let refcounts = geometry.cluster_of(header.refcount_table_offset);
     let refcounts = refcounts..refcounts + u64::from(header.refcount_table_clusters);
@@ -174,6 +174,6 @@ fn fault_of(entry: &SnapshotEntry, header: &Header, file_size: u64) -> Option<St
         |other: &std::ops::Range<u64>| clusters.start < other.end && other.start < clusters.end;
     taken.iter().any(overlaps).then(|| {
         let offset = place.offset;
-        format!("its L1 table at offset {offset} shares its place with another table")
+        format!("its L1 table at offset {offset} overlaps another table")
     })
 }

@@ -34,10 +34,7 @@ pub struct Truncation {
 impl fmt::Display for Truncation {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { offset, file_size } = self;
-        write!(
-            f,
-            "the file is cut off: what lies at offset {offset} is past its end at {file_size}"
-        )
+        write!(f, "the file is cut off: data at offset {offset} is past its end at {file_size}")
     }
 }
 
@@ -45,7 +42,7 @@ impl Truncation {
     /// As an error that names the offset.
     fn error(self, name: &str) -> Error {
         let what = format!(
-            "the file is cut off: tables refer to what is past its end at {}",
+            "the file is cut off: metadata refers to data past its end at {}",
             self.file_size
         );
         Error::new(ErrorKind::Corrupt, what).on(name).at(self.offset).hint(
