@@ -2,7 +2,7 @@
 //!
 //! ARCHITECTURE.md, section *Upgrade*, has the steps, who owns what at each, and what a death at each leaves.
 //!
-//! - [`format`]: all that crosses the socket pair
+//! - [`mod@format`]: all that crosses the socket pair
 //! - [`channel`]: frames with descriptors
 //! - [`source`]: the server that hands over
 //! - [`destination`]: the process that takes over
