@@ -297,7 +297,7 @@ fn a_cluster_with_more_users_than_can_be_counted_is_told_and_the_image_stays_mar
     patient.set_word(patient.l2(20), patient.word(patient.l2(0)));
     let outcome = patient.repair("all");
     assert_eq!(outcome.status.code(), Some(2), "{}", outcome.describe("it cannot be mended"));
-    assert!(outcome.stderr.contains("refcounts of 1 bits count 1"), "{}", outcome.describe("why"));
+    assert!(outcome.stderr.contains("refcounts of 1 bits reach 1"), "{}", outcome.describe("why"));
     assert!(patient.is_corrupt_marked());
     let copy = scratch.path("copy.qcow2");
     command(&["convert", str(&patient.path), str(&copy)]).success();
