@@ -224,7 +224,7 @@ fn wrong_policies_are_found_out() {
     for (policy, kinds, word) in [
         (Policy::PlainFua, &[Kind::Plain, Kind::Lazy, Kind::Subclusters][..], ""),
         (Policy::NoFlush, &[Kind::Plain, Kind::Old, Kind::Lazy, Kind::Backed], ""),
-        (Policy::RefcountsLate, &[Kind::Plain, Kind::Old, Kind::Backed], "counts 0"),
+        (Policy::RefcountsLate, &[Kind::Plain, Kind::Old, Kind::Backed], "refcount 0"),
         (Policy::DataLate, &[Kind::Plain, Kind::Lazy, Kind::Backed, Kind::Subclusters], ""),
         (Policy::CutTooFar, &[Kind::Plain, Kind::Old], ""),
         (Policy::EntriesLate, &[Kind::Plain, Kind::Lazy, Kind::Backed, Kind::Subclusters], ""),
