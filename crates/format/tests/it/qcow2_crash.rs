@@ -47,7 +47,8 @@ struct Sector {
     ended: usize,
     /// What is older than this must not be seen after a crash.
     stable: usize,
-    /// Changes that failed or were given up: they may happen or not, at any time.
+    /// Changes that failed or were given up: they may happen or not, at any time. They are no part of the history,
+    /// because what was there before them may still be there after all that follows.
     floating: Vec<Value>,
 }
 
@@ -61,6 +62,21 @@ enum End {
 }
 
 impl Sector {
+    fn begin(&mut self, value: Value) {
+        self.history.push(value);
+    }
+
+    fn end_well(&mut self) {
+        self.ended = self.history.len();
+    }
+
+    /// The change that began last with this value failed or was given up.
+    fn give_up(&mut self, value: Value) {
+        let begun = self.history.iter().rposition(|&other| other == value).expect("it began");
+        self.history.remove(begun);
+        self.floating.push(value);
+    }
+
     fn permits(&self, found: Value, end: End) -> bool {
         // What a discard leaves may be what it found.
         let kept = match end {
@@ -173,16 +189,16 @@ impl World {
         };
         let affected = || range.offset() / SECTOR..range.end() / SECTOR;
         for sector in affected() {
-            self.sectors.borrow_mut()[sector as usize].history.push(value);
+            self.sectors.borrow_mut()[sector as usize].begin(value);
         }
         let outcome = self.patiently(self.carry_out(range, intent, number), random).await;
         let ended_well = matches!(outcome, Some(Ok(())));
         for index in affected() {
             let sector = &mut self.sectors.borrow_mut()[index as usize];
             if ended_well {
-                sector.ended = sector.history.len();
+                sector.end_well();
             } else {
-                sector.floating.push(value);
+                sector.give_up(value);
             }
         }
     }
@@ -514,4 +530,21 @@ fn finish(world: &Rc<World>, disk: &SimDisk, random: &mut Rng) -> Result<(), Str
 #[test]
 fn crash_at_every_operation() {
     for_seeds(env!("CARGO_PKG_NAME"), "crash_at_every_operation", 1500, explore);
+}
+
+#[test]
+fn a_discard_after_a_failed_write_may_leave_what_was_there_before_both() {
+    let mut sector = Sector::default();
+    sector.begin(Value::Written(1));
+    sector.end_well();
+    sector.begin(Value::Written(2));
+    sector.give_up(Value::Written(2));
+    sector.begin(Value::Discarded);
+    sector.end_well();
+    for end in [End::PowerLoss, End::ProcessDeath] {
+        for found in [Value::Written(1), Value::Written(2), Value::Zeros] {
+            assert!(sector.permits(found, end), "{found:?} after {end:?}");
+        }
+        assert!(!sector.permits(Value::Written(3), end));
+    }
 }
