@@ -17,7 +17,9 @@ use blockhouse_format::{SpaceMode, preallocate, qcow2};
 
 use crate::create_options::{self, Setting, Settings};
 use crate::image_args::{read_only, resolve_relative};
-use crate::{output, size};
+use blockhouse_daemon::size;
+
+use crate::output;
 
 /// Arguments of `create`.
 #[derive(clap::Args)]

@@ -4,7 +4,7 @@ use blockhouse_disk::{Backing, DataFile, ImageFormat, is_address};
 use blockhouse_format::SpaceMode;
 use blockhouse_format::qcow2::{Compression, CreateOptions, Preallocation, Switch, Version};
 
-use crate::size;
+use blockhouse_daemon::size;
 
 /// One option.
 #[derive(Clone, Debug, PartialEq, Eq)]

@@ -15,7 +15,7 @@ use serde_json::{Map, Value, json};
 
 use crate::image_args::{ImageArgs, read_only};
 use crate::output;
-use crate::size;
+use blockhouse_daemon::size;
 
 /// Arguments of `info`.
 #[derive(clap::Args)]

@@ -7,7 +7,7 @@ use blockhouse_disk::{ImageFormat, open};
 use blockhouse_engine::{EngineChoice, EventLoop};
 
 use crate::image_args::read_write;
-use crate::size::{self, NewSize};
+use blockhouse_daemon::size::{self, NewSize};
 
 /// Arguments of `resize`.
 #[derive(clap::Args)]

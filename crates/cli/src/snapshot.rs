@@ -7,10 +7,12 @@ use blockhouse_core::ErrorKind;
 use blockhouse_disk::{Access, Disk, ImageFormat, ImageOptions, Locking, open_without_backing};
 use blockhouse_engine::{EngineChoice, EventLoop, HostFile};
 
-use crate::control::{CreateReply, ListArgs, PauseReply, RenameArgs, Request, SnapshotArgs, ask};
 use crate::image_args::{OutputArgs, read_only};
 use crate::output;
-use crate::snapshot_list::{Listed, as_json, as_text};
+use crate::snapshot_list::{as_json, as_text};
+use blockhouse_daemon::control::{
+    CreateReply, ListArgs, Listed, PauseReply, RenameArgs, Request, SnapshotArgs, ask,
+};
 
 /// Arguments of `snapshot`.
 #[derive(clap::Args)]

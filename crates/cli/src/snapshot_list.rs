@@ -2,38 +2,7 @@
 
 use std::time::{Duration, SystemTime};
 
-use blockhouse_disk::Snapshot;
-use serde::{Deserialize, Serialize};
-
-/// A snapshot.
-#[derive(Debug, Deserialize, Serialize)]
-#[serde(rename_all = "kebab-case")]
-pub struct Listed {
-    id: String,
-    name: String,
-    vm_state_size: u64,
-    date_sec: u64,
-    date_nsec: u32,
-    vm_clock_sec: u64,
-    vm_clock_nsec: u32,
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    icount: Option<u64>,
-}
-
-impl From<&Snapshot> for Listed {
-    fn from(one: &Snapshot) -> Self {
-        Self {
-            id: one.id.clone(),
-            name: one.name.clone(),
-            vm_state_size: one.vm_state_size,
-            date_sec: one.created.as_secs(),
-            date_nsec: one.created.subsec_nanos(),
-            vm_clock_sec: one.vm_clock.as_secs(),
-            vm_clock_nsec: one.vm_clock.subsec_nanos(),
-            icount: one.instruction_count,
-        }
-    }
-}
+use blockhouse_daemon::control::Listed;
 
 /// As JSON.
 pub fn as_json(snapshots: &[Listed]) -> String {

@@ -4,8 +4,8 @@ use std::path::PathBuf;
 
 use anyhow::{Context, Result};
 
-use crate::control::{Request, UpgradeArgs, UpgradeReply, ask};
 use crate::output;
+use blockhouse_daemon::control::{Request, UpgradeArgs, UpgradeReply, ask};
 
 /// Arguments of `upgrade`.
 #[derive(clap::Args)]

@@ -14,7 +14,8 @@ const LAYERS: &[(&str, u32)] = &[
     ("blockhouse-disk", 2),
     ("blockhouse-nbd", 3),
     ("blockhouse-vhost-user", 3),
-    ("blockhouse", 4),
+    ("blockhouse-daemon", 4),
+    ("blockhouse", 5),
 ];
 /// Packages beside the layers, which no crate of a layer uses.
 const OUTSIDE: &[&str] = &[

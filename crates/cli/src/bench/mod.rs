@@ -21,7 +21,8 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, ensure};
 use indicatif::{ProgressBar, ProgressStyle};
 
-use crate::{output, size};
+use crate::output;
+use blockhouse_daemon::size;
 use questions::Question;
 use report::{Report, ResourceUse, Skipped, html, table};
 use rows::{Case, ROUNDS, Row};

@@ -10,7 +10,7 @@ use rustix::event::{PollFd, PollFlags, Timespec};
 use signal_hook::consts::{SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
 
-use crate::stop_request::StopRequest;
+use blockhouse_daemon::stop_request::StopRequest;
 
 /// How often a folder is removed to which other threads may still add files.
 const ATTEMPTS: usize = 5;

@@ -3,20 +3,18 @@
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use anyhow::Result;
-use blockhouse_disk::{
-    Access, CacheMode, DetectZeroes, Discard, ImageFormat, ImageOptions, Locking, NOT_KEPT,
-    StateDir, StateUse,
-};
+use blockhouse_daemon::LoopOptions;
+use blockhouse_daemon::limits::{self, Limit};
+use blockhouse_daemon::offers::{Offer, Offers};
+use blockhouse_daemon::setup::{DiskSetup, Setup, StateSetup};
+use blockhouse_daemon::size;
+use blockhouse_disk::{Access, CacheMode, DetectZeroes, Discard, ImageFormat};
 use blockhouse_engine::{DEFAULT_POLLING, EngineChoice, FixedFiles, IoPoll};
 use blockhouse_nbd::uri::{Address, NbdUri};
 use blockhouse_vhost_user::RegisteredMemory;
 use clap::builder::ValueParser;
 
-use crate::limits::{self, Limit};
-use crate::offers::{Offer, Offers};
-use crate::size;
-use crate::workers::LoopOptions;
+use crate::create::whole_sectors;
 
 /// Arguments of `serve`.
 #[derive(clap::Args)]
@@ -24,13 +22,13 @@ pub struct Arguments {
     /// The image: a raw or qcow2 disk image, or a block device. Several are served side by side, each named
     /// after its file unless --name says otherwise.
     #[arg(required = true, value_name = "IMAGE")]
-    pub(crate) images: Vec<PathBuf>,
+    images: Vec<PathBuf>,
     /// The image's format; left out, the file's name decides (.qcow2, otherwise raw).
     #[arg(long, short, value_parser = ValueParser::new(str::parse::<ImageFormat>))]
     format: Option<ImageFormat>,
     /// Make the image with this size if it is missing (512, 64K, 20G, 1T).
     #[arg(long, value_name = "SIZE", value_parser = size::parse)]
-    pub(super) create: Option<u64>,
+    create: Option<u64>,
     /// The export's name, where the URI has none. Left out, clients need none. For several images, give
     /// one for each, in their order.
     #[arg(long)]
@@ -51,7 +49,7 @@ pub struct Arguments {
     /// memory-backend-memfd,share=on). A raw image or block device that became longer is served with its
     /// new size after SIGHUP, and the guest is told.
     #[arg(long, value_name = "SOCKET")]
-    pub(super) vhost_user_blk: Vec<PathBuf>,
+    vhost_user_blk: Vec<PathBuf>,
     /// What NBD clients may take, as KEY=VALUE,... Times are in seconds or have a unit (500ms, 5m, 2h).
     ///
     /// clients=256: connections at once; when all are taken, clients that hold many make room for those that
@@ -61,24 +59,24 @@ pub struct Arguments {
     /// kernel asks whether the client is still there. stop=5: how long clients may go on receiving replies
     /// when the server stops; those that stand still are cut off after two seconds.
     #[arg(long = "limit", value_name = "KEY=VALUE,...", value_delimiter = ',', value_parser = ValueParser::new(limits::parse))]
-    pub(super) limits: Vec<Limit>,
+    limits: Vec<Limit>,
     /// Take requests of this user at this Unix socket while the images are served: blockhouse snapshot
     /// --control SOCKET, blockhouse upgrade --control SOCKET.
     #[arg(long, value_name = "SOCKET")]
-    pub(super) control: Option<PathBuf>,
+    control: Option<PathBuf>,
     /// How many queues a guest may use on a vhost-user-blk device; they are spread over the workers.
     /// Left out, one for each processor.
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=256))]
     queues: Option<u16>,
     /// How file operations are done: auto, io_uring, linux-aio or threads.
     #[arg(long, default_value = "auto", value_parser = ValueParser::new(str::parse::<EngineChoice>))]
-    pub(super) engine: EngineChoice,
+    engine: EngineChoice,
     /// The host's cache: none, writeback, writethrough, directsync or unsafe.
     #[arg(long, default_value = "none", value_parser = ValueParser::new(str::parse::<CacheMode>))]
     cache: CacheMode,
     /// How many threads serve; each connection, and each queue of a guest, stays on one.
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..=256))]
-    pub(crate) workers: u16,
+    workers: u16,
     /// Busy-poll for up to N microseconds before sleeping, if a request is expected that soon; 0 = never.
     #[arg(long, value_name = "N", default_value_t = DEFAULT_POLLING.as_micros() as u32, value_parser = clap::value_parser!(u32).range(..=1_000_000))]
     poll_max_us: u32,
@@ -93,7 +91,7 @@ pub struct Arguments {
     /// virtio_blk loaded with poll_queues=N), and is refused elsewhere. Reads are polled for; writes only
     /// where the image is a block device itself, durable ones only if that has FUA or no write cache.
     #[arg(long, default_value = "off", value_parser = parse_io_poll)]
-    pub(super) io_poll: IoPoll,
+    io_poll: IoPoll,
     /// Whether the memory of vhost-user-blk guests is registered with io_uring, which spares the kernel
     /// to look its pages up for each request: on or off. Other engines know of no such thing.
     ///
@@ -102,7 +100,7 @@ pub struct Arguments {
     /// RLIMIT_MEMLOCK once for each worker; beyond that the guest is served without, and so are requests
     /// that --io-poll polls for.
     #[arg(long, default_value = "off", value_parser = parse_register_memory)]
-    pub(super) register_memory: RegisteredMemory,
+    register_memory: RegisteredMemory,
     /// Where the server keeps what outlives its process: a directory in memory (tmpfs) of this user alone, made
     /// if it is missing. off keeps nothing.
     ///
@@ -118,7 +116,7 @@ pub struct Arguments {
     read_only: bool,
     /// Serve the disk as it was when this snapshot was taken (its name or id), for reading only.
     #[arg(long, value_name = "NAME")]
-    pub(crate) snapshot: Option<String>,
+    snapshot: Option<String>,
     /// What a guest's discards do: unmap gives the space back to the host, ignore does nothing.
     #[arg(long, default_value = "unmap", value_parser = parse_discard)]
     discard: Discard,
@@ -128,7 +126,7 @@ pub struct Arguments {
     detect_zeroes: DetectZeroes,
     /// Go on with what the process serves that has started this one ('blockhouse upgrade').
     #[arg(long, hide = true)]
-    pub(super) hand_over: bool,
+    hand_over: bool,
 }
 
 fn parse_detect_zeroes(name: &str) -> Result<DetectZeroes, String> {
@@ -198,44 +196,50 @@ impl Arguments {
         }
     }
 
-    /// How images are opened.
-    ///
-    /// # Errors
-    /// The directory of `--state` cannot be used.
-    pub(crate) fn image_options(&self) -> Result<ImageOptions> {
-        Ok(ImageOptions {
+    /// What is to run. Wrong usage ends the program.
+    pub(super) fn setup(&self) -> Setup {
+        let (offers, nbd) = self.plan();
+        Setup {
+            workers: self.workers.into(),
+            loops: self.loop_options(),
+            disks: self.images.iter().map(|image| self.disk(image)).collect(),
+            state: self.state(),
+            offers,
+            nbd,
+            devices: self.vhost_user_blk.clone(),
+            queues: self.queues(),
+            register_memory: self.register_memory,
+            limits: limits::limits(&self.limits),
+            control: self.control.clone(),
+            hand_over: self.hand_over,
+        }
+    }
+
+    fn disk(&self, image: &Path) -> DiskSetup {
+        // What is taken over is there.
+        let create = self.create.filter(|_| !self.hand_over);
+        DiskSetup {
+            path: image.to_owned(),
             format: self.format,
             access: if self.read_only { Access::ReadOnly } else { Access::ReadWrite },
             cache: self.cache,
             discard: self.discard,
             detect_zeroes: self.detect_zeroes,
-            locking: Locking::Held,
-            state: self.state_use()?,
-        })
+            create: create.map(|size| whole_sectors(image, size)),
+            snapshot: self.snapshot.clone(),
+        }
     }
 
-    /// What outlives the server. A directory that was asked for must be usable; without the usual one the server
-    /// serves, and says what that means.
-    fn state_use(&self) -> Result<StateUse> {
-        let is_read_only = self.read_only || self.snapshot.is_some();
+    fn state(&self) -> StateSetup {
         match self.state.as_deref() {
-            Some(off) if off == Path::new("off") => Ok(StateUse::Off),
-            Some(path) => Ok(StateUse::Keep(StateDir::create(path)?)),
-            None if is_read_only => {
-                Ok(StateDir::find_default().map_or(StateUse::Off, StateUse::Replay))
-            }
-            None => match StateDir::default_path().and_then(|path| StateDir::create(&path)) {
-                Ok(dir) => Ok(StateUse::TryKeep(dir)),
-                Err(error) => {
-                    tracing::warn!("{NOT_KEPT}: {error}");
-                    Ok(StateUse::Off)
-                }
-            },
+            Some(off) if off == Path::new("off") => StateSetup::Off,
+            Some(path) => StateSetup::Dir(path.to_owned()),
+            None => StateSetup::Usual,
         }
     }
 
     /// How the loops of workers are set up.
-    pub(crate) fn loop_options(&self) -> LoopOptions {
+    fn loop_options(&self) -> LoopOptions {
         LoopOptions {
             engine: self.engine,
             polling: Duration::from_micros(self.poll_max_us.into()),
@@ -245,13 +249,13 @@ impl Arguments {
     }
 
     /// How many queues a guest may use.
-    pub(super) fn queues(&self) -> u16 {
+    fn queues(&self) -> u16 {
         let processors = || std::thread::available_parallelism().map_or(1, |count| count.get());
         self.queues.unwrap_or_else(|| processors().min(256) as u16)
     }
 
     /// The exports of each address. Wrong usage ends the program.
-    pub(super) fn plan(&self) -> (Offers, Vec<(Address, Vec<Offer>)>) {
+    fn plan(&self) -> (Offers, Vec<(Address, Vec<Offer>)>) {
         let plan = Offers::new(&self.images, &self.name).and_then(|offers| {
             let plan = offers.plan(&self.nbd)?;
             // Each image has a vhost-user socket, or none has.

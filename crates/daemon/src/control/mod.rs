@@ -16,14 +16,16 @@
 mod client;
 mod gate;
 mod line_stream;
+mod listed;
 mod server;
 
 use std::path::{Path, PathBuf};
 
 pub use client::ask;
-pub use gate::Closed;
+pub(crate) use gate::Closed;
+pub use listed::Listed;
 use serde::{Deserialize, Serialize};
-pub use server::Control;
+pub(crate) use server::Control;
 
 /// The most bytes of a request, its end of line not counted.
 const MAX_LINE: usize = 64 << 10;
@@ -32,7 +34,7 @@ const MAX_LINE: usize = 64 << 10;
 #[derive(Debug, Deserialize, Serialize)]
 #[serde(tag = "execute", content = "arguments", deny_unknown_fields)]
 pub enum Request {
-    /// Answers a list of [`Listed`](crate::snapshot_list::Listed).
+    /// Answers a list of [`Listed`].
     #[serde(rename = "snapshot-list")]
     List(ListArgs),
     /// Answers [`CreateReply`].

@@ -24,10 +24,10 @@ use serde_json::Value;
 use super::gate::{Closed, Gate};
 use super::line_stream::{Frame, LineStream};
 use super::{
-    CreateReply, MAX_LINE, PauseReply, RenameArgs, Reply, Request, SnapshotArgs, UpgradeArgs,
+    CreateReply, Listed, MAX_LINE, PauseReply, RenameArgs, Reply, Request, SnapshotArgs,
+    UpgradeArgs,
 };
 use crate::hand_over::requests::UpgradeRequests;
-use crate::snapshot_list::Listed;
 use crate::workers::{LoopOptions, Workers};
 
 /// Connections at the same time; further ones are refused.

@@ -1,11 +1,11 @@
-//! The orderly end of `blockhouse serve`, on a thread of its own.
+//! The orderly end of what serves, on a thread of its own.
 
 use std::sync::mpsc;
 use std::thread::JoinHandle;
 
 use anyhow::{Context, Result};
 
-use super::service::Service;
+use crate::service::Service;
 use crate::stopping_notice::StoppingNotice;
 
 /// The thread that ends the service, while the main thread goes on receiving signals.

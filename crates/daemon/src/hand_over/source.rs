@@ -21,7 +21,7 @@ use super::format::{
     Address, Connection, Control, File, Image, Message, Offer, Socket, VERSION, Yours,
 };
 use crate::control::Closed;
-use crate::serve::Service;
+use crate::service::Service;
 
 /// How long the destination may take to be ready, and to take over.
 const ANSWER_TIME: Duration = Duration::from_secs(10);
@@ -31,6 +31,14 @@ const HANDSHAKE_TIME: Duration = Duration::from_secs(1);
 const DRAIN_TIME: Duration = Duration::from_secs(2);
 /// How long what was asked at the control socket may take.
 const CONTROL_TIME: Duration = Duration::from_secs(5);
+
+/// How a hand-over ended that this server does not go on after.
+pub enum Outcome {
+    /// Another process serves.
+    HandedOver(HandedOver),
+    /// None serves, and what the images are is not known: they must not be touched. Why, in one line.
+    Lost(anyhow::Error),
+}
 
 /// An upgrade that succeeded.
 pub struct HandedOver {
@@ -51,7 +59,7 @@ struct Destination {
 ///
 /// # Errors
 /// Why not, in one line: then this server goes on.
-pub fn hand_over(service: &Service, binary: Option<PathBuf>) -> Result<HandedOver> {
+pub fn hand_over(service: &Service, binary: Option<PathBuf>) -> Result<Outcome> {
     if service.has_devices() {
         bail!(
             "this server has vhost-user-blk sockets, and only NBD connections can be handed over; stop it \
@@ -78,17 +86,15 @@ pub fn hand_over(service: &Service, binary: Option<PathBuf>) -> Result<HandedOve
             // What waits there would change images that are not ours any more.
             control.into_iter().for_each(Closed::seal);
             destination.leave();
-            Ok(HandedOver { process, gap })
+            Ok(Outcome::HandedOver(HandedOver { process, gap }))
         }
         Err(error) => {
             if destination.end() {
                 // It took over in the last moment, and may have changed the images: they are not ours any more.
-                tracing::error!(
+                return Ok(Outcome::Lost(anyhow::anyhow!(
                     "the new server was ended after it took over: {error:#}; this one ends, too, because it \
                      does not know what was changed: start it again"
-                );
-                crate::logging::finish();
-                std::process::exit(1);
+                )));
             }
             service.server().resume();
             Err(error)

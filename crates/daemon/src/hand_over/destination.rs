@@ -22,7 +22,8 @@ use super::channel::{Channel, Frame, version};
 use super::fault::{Step, reach};
 use super::format::{Address, Connection, Control, File, Message, Offer, Socket, Yours};
 use crate::offers::Offer as ExportOffer;
-use crate::serve::Arguments;
+use crate::open::{image_options, state_use};
+use crate::setup::Setup;
 use crate::sockets::ListenSocket;
 use crate::workers::Workers;
 
@@ -52,23 +53,23 @@ struct Offered {
 ///
 /// # Errors
 /// Why not, in one line, which the source has been told: nothing was changed.
-pub fn take_over(arguments: &Arguments) -> Result<TakenOver> {
+pub fn take_over(setup: &Setup) -> Result<TakenOver> {
     let channel = channel_at_stdin().context("--hand-over is for 'blockhouse upgrade' alone")?;
-    prepare(&channel, arguments).inspect_err(|error| {
+    prepare(&channel, setup).inspect_err(|error| {
         // It may be over.
         let _ = channel.send(&Message::Refused { why: format!("{error:#}") }, &[], &[]);
     })
 }
 
-fn prepare(channel: &Channel, arguments: &Arguments) -> Result<TakenOver> {
+fn prepare(channel: &Channel, setup: &Setup) -> Result<TakenOver> {
     let frame = next(channel, Some(Instant::now() + OFFER_TIME))?;
     let Message::Offer(offer) = frame.message else { bail!("no offer came") };
     reach(Step::DestinationOffered);
     let offered = Offered::new(offer, frame.descriptors.into())?;
-    if offered.images.len() != arguments.images.len() {
+    if offered.images.len() != setup.disks.len() {
         bail!("other images are served than the command line names");
     }
-    let workers = Workers::start(arguments.workers.into(), arguments.loop_options())?;
+    let workers = Workers::start(setup.workers, setup.loops)?;
     channel.send(&Message::Ready, &[], &[]).context("cannot answer the source")?;
     reach(Step::DestinationReady);
     // For as long as it takes: the source drains its requests, and flushes.
@@ -79,7 +80,7 @@ fn prepare(channel: &Channel, arguments: &Arguments) -> Result<TakenOver> {
     if yours.flush_failures.len() != images.len() {
         bail!("the source hands over other images than it offered");
     }
-    let opened = open_all(&workers, arguments, images)?;
+    let opened = open_all(&workers, setup, images)?;
     let connections = connections(&yours, descriptors, &bytes, sockets.len())?;
     reach(Step::DestinationOpened);
     // It may be over by now: then there is no other owner.
@@ -159,14 +160,14 @@ impl Offered {
 
 fn open_all(
     workers: &Workers,
-    arguments: &Arguments,
+    setup: &Setup,
     images: Vec<Vec<HandedFile>>,
 ) -> Result<Vec<HandedOverDisk>> {
     let mut disks = Vec::new();
-    let options = arguments.image_options()?;
-    for (path, files) in arguments.images.iter().zip(images) {
-        let (path, options) = (path.clone(), options.clone());
-        let snapshot = arguments.snapshot.clone();
+    let state = state_use(&setup.state, &setup.disks)?;
+    for (disk, files) in setup.disks.iter().zip(images) {
+        let (path, options) = (disk.path.clone(), image_options(disk, &state));
+        let snapshot = disk.snapshot.clone();
         let disk = workers.run(move || async move {
             open_handed_over(&path, options, snapshot.as_deref(), files).await
         })?;

@@ -1,26 +1,63 @@
-//! Opening the images of `blockhouse serve`.
+//! Opening the images that are served.
 
 use std::path::Path;
 
 use anyhow::{Result, bail};
 use blockhouse_core::{Error, ErrorKind};
-use blockhouse_disk::{Access, Disk, ImageFormat, ImageOptions, create, open, open_snapshot};
+use blockhouse_disk::{
+    Access, Disk, ImageFormat, ImageOptions, Locking, NOT_KEPT, StateDir, StateUse, create, open,
+    open_snapshot,
+};
 use blockhouse_engine::HostFile;
 
-use super::arguments::Arguments;
-use crate::create::whole_sectors;
+use crate::setup::{DiskSetup, StateSetup};
 use crate::workers::Workers;
 
+/// What outlives the server. A directory that was asked for must be usable; without the usual one the server serves,
+/// and says what that means.
+///
+/// # Errors
+/// The directory cannot be used.
+pub(crate) fn state_use(state: &StateSetup, disks: &[DiskSetup]) -> Result<StateUse> {
+    match state {
+        StateSetup::Off => Ok(StateUse::Off),
+        StateSetup::Dir(path) => Ok(StateUse::Keep(StateDir::create(path)?)),
+        StateSetup::Usual if disks.iter().all(DiskSetup::is_read_only) => {
+            Ok(StateDir::find_default().map_or(StateUse::Off, StateUse::Replay))
+        }
+        StateSetup::Usual => {
+            match StateDir::default_path().and_then(|path| StateDir::create(&path)) {
+                Ok(dir) => Ok(StateUse::TryKeep(dir)),
+                Err(error) => {
+                    tracing::warn!("{NOT_KEPT}: {error}");
+                    Ok(StateUse::Off)
+                }
+            }
+        }
+    }
+}
+
+/// How a disk is opened.
+pub(crate) fn image_options(disk: &DiskSetup, state: &StateUse) -> ImageOptions {
+    ImageOptions {
+        format: disk.format,
+        access: disk.access,
+        cache: disk.cache,
+        discard: disk.discard,
+        detect_zeroes: disk.detect_zeroes,
+        locking: Locking::Held,
+        state: state.clone(),
+    }
+}
+
 /// Opens an image, and makes it first if that is wanted.
-pub(super) fn open_image(
+pub(crate) fn open_image(
     workers: &Workers,
-    image: &Path,
-    arguments: &Arguments,
-    options: ImageOptions,
+    disk: &DiskSetup,
+    state: &StateUse,
 ) -> Result<Disk<HostFile>> {
-    let path = image.to_owned();
-    let wanted = arguments.create.map(|size| whole_sectors(image, size));
-    let snapshot = arguments.snapshot.clone();
+    let (path, options) = (disk.path.clone(), image_options(disk, state));
+    let (wanted, snapshot) = (disk.create, disk.snapshot.clone());
     let disk = workers.run(move || async move {
         if let Some(size) = wanted
             && !path.exists()

@@ -1,22 +1,22 @@
 //! What runs while images are served: workers, disks, exports, and their orderly end.
 
 use std::fmt;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::thread::sleep;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
 use blockhouse_disk::Disk;
-use blockhouse_engine::{Engine, EngineChoice, HostFile, Listener};
+use blockhouse_engine::{Engine, HostFile, Listener};
 use blockhouse_nbd::uri::{Address, NbdUri};
 use blockhouse_nbd::{BoundSocket, Export, Exports, Limits, Server, SocketFile};
 use blockhouse_vhost_user::RegisteredMemory;
 
 use crate::control::{Closed, Control};
 use crate::hand_over::requests::UpgradeRequests;
-use crate::offers::{Offer, Offers};
-use crate::output;
+use crate::offers::Offer;
+use crate::setup::Setup;
 use crate::sockets::ListenSocket;
 use crate::vhost_user::{self, ServedDevice};
 use crate::workers::Workers;
@@ -91,7 +91,7 @@ fn export(name: String, disk: &HostDisk) -> Export<HostFile> {
 
 impl Service {
     /// Serves disks at NBD sockets.
-    pub fn start(
+    pub(crate) fn start(
         workers: Workers,
         disks: Vec<HostDisk>,
         sockets: Vec<ListenSocket>,
@@ -124,77 +124,72 @@ impl Service {
         Ok(Self { workers, disks, server, sockets: served, devices, control, ready })
     }
 
-    /// Serves vhost-user-blk devices with so many queues: the first socket has the first image and so on, or
+    /// Serves vhost-user-blk devices: the first socket has the first image and so on, or
     /// all have the only one.
-    pub fn add_devices(
-        &mut self,
-        sockets: Vec<BoundSocket>,
-        queues: u16,
-        memory: RegisteredMemory,
-        offers: &Offers,
-    ) -> Result<()> {
+    pub(crate) fn add_devices(&mut self, sockets: Vec<BoundSocket>, setup: &Setup) -> Result<()> {
         for (index, socket) in sockets.into_iter().enumerate() {
             let index = index.min(self.disks.len() - 1);
-            let name = offers.label(index);
+            let name = setup.offers.label(index);
             if let Address::Unix(path) = &socket.address {
                 self.ready.push(ReadyLine::VhostUser(path.clone()));
             }
             let loops = self.workers.handles();
             let disk = &self.disks[index];
             let memory = match self.workers.report().engine {
-                Engine::IoUring => memory,
+                Engine::IoUring => setup.register_memory,
                 Engine::LinuxAio | Engine::Threads => RegisteredMemory::Off,
             };
-            self.devices.push(vhost_user::serve(socket, disk, name, queues, loops, memory)?);
+            self.devices.push(vhost_user::serve(socket, disk, name, setup.queues, loops, memory)?);
         }
         Ok(())
     }
 
     /// Serves requests of this user at a control socket.
-    pub fn add_control(
+    pub(crate) fn add_control(
         &mut self,
         socket: BoundSocket,
-        engine: EngineChoice,
-        images: &[impl AsRef<Path>],
+        setup: &Setup,
         upgrades: UpgradeRequests,
     ) -> Result<()> {
-        self.control = Some(Control::start(socket, engine, images, &self.disks, upgrades)?);
+        let images: Vec<_> = setup.disks.iter().map(|disk| &*disk.path).collect();
+        let engine = setup.loops.engine;
+        self.control = Some(Control::start(socket, engine, &images, &self.disks, upgrades)?);
         Ok(())
     }
 
     /// The loops.
-    pub fn workers(&self) -> &Workers {
+    pub(crate) fn workers(&self) -> &Workers {
         &self.workers
     }
 
     /// The images, in the order of the command line.
-    pub fn disks(&self) -> &[HostDisk] {
+    pub(crate) fn disks(&self) -> &[HostDisk] {
         &self.disks
     }
 
     /// The server of NBD clients.
-    pub fn server(&self) -> &Server {
+    pub(crate) fn server(&self) -> &Server {
         &self.server
     }
 
     /// The listening sockets of NBD clients, in the order in which they are served.
-    pub fn sockets(&self) -> &[ServedSocket] {
+    pub(crate) fn sockets(&self) -> &[ServedSocket] {
         &self.sockets
     }
 
     /// The control socket.
-    pub fn control(&self) -> Option<&Control> {
+    pub(crate) fn control(&self) -> Option<&Control> {
         self.control.as_ref()
     }
 
     /// Whether there are vhost-user-blk sockets.
-    pub fn has_devices(&self) -> bool {
+    pub(crate) fn has_devices(&self) -> bool {
         !self.devices.is_empty()
     }
 
     /// Holds off what is asked at the control socket, once what is carried out now has ended. `None` if that takes
     /// longer than `time`; `Some(None)` without a control socket.
-    pub fn pause_control(&self, time: Duration) -> Option<Option<Closed<'_>>> {
+    pub(crate) fn pause_control(&self, time: Duration) -> Option<Option<Closed<'_>>> {
         let Some(control) = &self.control else { return Some(None) };
         let deadline = Instant::now() + time;
         loop {
@@ -210,14 +205,14 @@ impl Service {
 
     /// Ends without touching what another process goes on with: no file of a socket is removed, no lock given back, no
     /// connection closed. All of that is left to the end of this process.
-    pub fn leave(mut self) {
+    pub(crate) fn leave(mut self) {
         // So that the client that asked for it gets its answer.
         self.control.take().into_iter().for_each(Control::leave);
         std::mem::forget(self);
     }
 
     /// Takes over the sizes of images that became longer, and has guests told.
-    pub fn refresh_sizes(&self) {
+    pub(crate) fn refresh_sizes(&self) {
         for disk in &self.disks {
             let following = Arc::clone(disk);
             match self.workers.run(move || async move { following.refresh_size().await }) {
@@ -229,9 +224,9 @@ impl Service {
         self.devices.iter().for_each(ServedDevice::resized);
     }
 
-    /// Prints that everything listens, and tells the service manager. It serves also where these lines cannot
-    /// be printed.
-    pub fn report_ready(&self, is_verbose: bool) {
+    /// A line for each export, of its address, when everything listens; with engine and FUA if it is to say
+    /// more.
+    pub fn ready_lines(&self, is_verbose: bool) -> Vec<String> {
         let report = self.workers.report();
         if report.refused.is_empty() {
             tracing::debug!("engine {report}");
@@ -246,27 +241,25 @@ impl Service {
                 format!("ready {address} engine={} fua={}", report.engine, fua.as_str())
             }
         };
-        let lines: Vec<_> = self.ready.iter().map(line).collect();
-        // Clients may find the sockets without these lines.
-        let _ = output::write(&lines.join("\n"));
+        self.ready.iter().map(line).collect()
+    }
+
+    /// Tells the service manager that everything listens.
+    pub fn notify_ready(&self) {
         // It fails where no service manager asked for it.
         let _ = sd_notify::notify(&[sd_notify::NotifyState::Ready]);
     }
 
-    /// Prints what a person who gave no address may want to do next.
-    pub fn print_hint(&self) {
-        if let [ReadyLine::Nbd(uri), ..] = &self.ready[..] {
-            output::tell(&format!(
-                "Try: nbdinfo '{uri}'\n     \
-                 qemu-img info '{uri}'\n     \
-                 qemu-system-x86_64 -drive file='{uri}',format=raw,if=virtio ...\n\
-                 Stop with Ctrl-C."
-            ));
+    /// The URI of the first NBD export, if that is the first of all.
+    pub fn first_uri(&self) -> Option<&NbdUri> {
+        match &self.ready[..] {
+            [ReadyLine::Nbd(uri), ..] => Some(uri),
+            _ => None,
         }
     }
 
     /// Stops accepting, completes what is in flight, and flushes.
-    pub fn end(self) -> Result<()> {
+    pub(crate) fn end(self) -> Result<()> {
         let Self { workers, disks, server, sockets, devices, control, .. } = self;
         // While the workers still execute what it may wait for.
         control.into_iter().for_each(Control::stop);

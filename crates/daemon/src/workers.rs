@@ -9,7 +9,7 @@ use blockhouse_engine::{
 };
 
 /// What loops are like.
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Debug)]
 pub struct LoopOptions {
     /// The engine, or which ones are acceptable.
     pub engine: EngineChoice,

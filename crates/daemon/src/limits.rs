@@ -9,12 +9,19 @@ use crate::size;
 /// One `KEY=VALUE`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Limit {
+    /// Connections at once.
     Clients(usize),
+    /// Bytes of data in flight, for all together.
     Memory(u64),
+    /// The time to choose an export.
     Handshake(Duration),
+    /// How long a client may stand still while it receives or sends.
     Stall(Option<Duration>),
+    /// How long it may ask for nothing.
     Idle(Option<Duration>),
+    /// After how much silence the kernel asks for a sign of life.
     Keepalive(Option<Duration>),
+    /// How long clients may go on receiving when the server stops.
     Stop(Duration),
 }
 

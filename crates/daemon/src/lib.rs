@@ -1,0 +1,35 @@
+//! What runs while images are served (layer 4): disks, exports, control and hand-over, from the first check to the
+//! last flush.
+//!
+//! [`run()`] takes a [`Setup`], a plain description of what is to run, and returns when that has ended in order. The
+//! command line is one way to make a `Setup`; nothing here reads arguments or prints.
+//!
+//! - [`setup`]: the description; its parts: [`offers`], [`limits`], [`size`]
+//! - [`run()`]: the process: signals, start, upgrade, stop
+//! - [`Service`]: disks, exports and the control socket, while they are served
+//! - [`control`]: what a user may ask of a running server, and the client that asks
+//! - `hand_over`: another process goes on
+//! - `workers`, `sockets`, `vhost_user`, `open`: threads, listening sockets, devices, images
+#![forbid(unsafe_code)]
+
+pub mod control;
+mod hand_over;
+mod io_poll;
+pub mod limits;
+pub mod offers;
+mod open;
+mod run;
+mod service;
+pub mod setup;
+pub mod size;
+mod sockets;
+pub mod stop_request;
+mod stopper;
+mod stopping_notice;
+mod vhost_user;
+mod workers;
+
+pub use run::run;
+pub use service::Service;
+pub use setup::Setup;
+pub use workers::LoopOptions;

@@ -1,0 +1,182 @@
+//! The process that serves: what starts, what signals mean, and the end in order.
+//!
+//! SIGTERM and SIGINT stop the server, a second one quits at once; SIGHUP takes over the sizes of images that became
+//! longer; SIGUSR2 has another process go on.
+
+use std::sync::Arc;
+use std::time::Instant;
+
+use anyhow::{Context, Result, bail};
+use blockhouse_engine::{IoPoll, raise_descriptor_limit};
+use blockhouse_nbd::{BoundSocket, bind_private};
+use rustix::process::{Pid, Signal, kill_process};
+use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGUSR2, SIGXFSZ};
+use signal_hook::iterator::Signals;
+
+use crate::control::UpgradeReply;
+use crate::hand_over::destination::{self, TakenOver};
+use crate::hand_over::requests::UpgradeRequests;
+use crate::hand_over::source::{self, HandedOver, Outcome};
+use crate::io_poll;
+use crate::open::{open_image, state_use};
+use crate::service::Service;
+use crate::setup::{Setup, WrongUsage};
+use crate::sockets::{self, ListenSocket};
+use crate::stop_request::StopRequest;
+use crate::stopper::Stopper;
+use crate::vhost_user;
+use crate::workers::Workers;
+
+/// Serves until a signal asks for the end, or another process goes on. `ready` is called when everything listens; not
+/// where another process's exports are taken over, because that one has announced them.
+///
+/// # Errors
+/// Why it cannot start, or did not end in order. [`WrongUsage`] where `setup` contradicts what the service manager passed.
+pub fn run(setup: &Setup, ready: impl FnOnce(&Service)) -> Result<()> {
+    // Before any thread starts, so that no signal is missed.
+    let mut signals =
+        Signals::new([SIGTERM, SIGINT, SIGHUP, SIGUSR2]).context("cannot watch for signals")?;
+    // A write beyond a limit on the size of files is to fail, not to end everything.
+    signal_hook::flag::register(SIGXFSZ, Arc::default()).context("cannot watch for signals")?;
+    if let Err(error) = raise_descriptor_limit() {
+        tracing::warn!("cannot raise the limit on open files: {error}");
+    }
+    let upgrades = UpgradeRequests::default();
+    let service = match setup.hand_over {
+        true => take_over(setup, &upgrades)?,
+        false => {
+            let service = start(setup, &upgrades)?;
+            ready(&service);
+            service
+        }
+    };
+    let stopper = Stopper::start(signals.handle())?;
+    loop {
+        match signals.forever().next() {
+            Some(SIGHUP) => service.refresh_sizes(),
+            Some(SIGUSR2) => match upgrade(&service, &upgrades) {
+                Upgrade::GoesOn => {}
+                Upgrade::Done(process) => {
+                    // What came meanwhile is meant for the one that serves.
+                    let stops =
+                        signals.pending().filter(|signal| [SIGTERM, SIGINT].contains(signal));
+                    stops.for_each(|signal| forward(process, signal));
+                    service.leave();
+                    return Ok(());
+                }
+                Upgrade::Lost(error) => {
+                    // Nothing of it may be touched any more.
+                    std::mem::forget(service);
+                    return Err(error);
+                }
+            },
+            _ => break,
+        }
+    }
+    let request = StopRequest::at(Instant::now());
+    tracing::debug!("finishing what is in flight");
+    // It was there before: at a limit on threads there might be none now.
+    stopper.stop(service);
+    let mut stops = signals.forever().filter(|signal| ![SIGHUP, SIGUSR2].contains(signal));
+    if stops.any(|_| !request.is_repeated_at(Instant::now())) {
+        bail!("quit at once on a second signal; what was in flight may be lost");
+    }
+    stopper.outcome().context("the server ended badly")?
+}
+
+/// Starts to serve.
+fn start(setup: &Setup, upgrades: &UpgradeRequests) -> Result<Service> {
+    let passed = sockets::from_systemd()?;
+    let workers = Workers::start(setup.workers, setup.loops)?;
+    if setup.loops.io_poll == IoPoll::On {
+        io_poll::check(workers.report(), &setup.disks)?;
+    }
+    // Before the image: an address in use must not leave a new image behind.
+    let sockets = listen(setup, passed)?;
+    let devices = vhost_user::listen(&setup.devices)?;
+    let control = setup.control.as_deref().map(bind_private).transpose()?;
+    let state = state_use(&setup.state, &setup.disks)?;
+    let open = |disk: &_| open_image(&workers, disk, &state).map(Arc::new);
+    let disks = setup.disks.iter().map(open).collect::<Result<Vec<_>>>()?;
+    let mut service = Service::start(workers, disks, sockets, setup.limits)?;
+    service.add_devices(devices, setup)?;
+    if let Some(socket) = control {
+        service.add_control(socket, setup, upgrades.clone())?;
+    }
+    Ok(service)
+}
+
+/// Goes on with what another process serves.
+fn take_over(setup: &Setup, upgrades: &UpgradeRequests) -> Result<Service> {
+    let source = std::os::unix::process::parent_id();
+    let TakenOver { workers, disks, sockets, control } = destination::take_over(setup)?;
+    let mut service = Service::start(workers, disks, sockets, setup.limits)?;
+    if let Some(socket) = control {
+        service.add_control(socket, setup, upgrades.clone())?;
+    }
+    tracing::info!("took over from process {source}");
+    Ok(service)
+}
+
+/// Who serves after upgrades were asked for.
+enum Upgrade {
+    /// This process.
+    GoesOn,
+    /// The process with this id.
+    Done(u32),
+    /// None that can go on.
+    Lost(anyhow::Error),
+}
+
+/// Carries out the upgrades that were asked for, until one succeeds.
+fn upgrade(service: &Service, upgrades: &UpgradeRequests) -> Upgrade {
+    let mut request = upgrades.take();
+    loop {
+        // Without a request it was a signal that asked for it.
+        let (binary, reply) =
+            request.map_or((None, None), |asked| (asked.binary, Some(asked.reply)));
+        // The client may have gone.
+        let answer = |text| drop(reply.map(|reply| reply.send(text)));
+        match source::hand_over(service, binary) {
+            Ok(Outcome::HandedOver(HandedOver { process, gap })) => {
+                tracing::info!("process {process} serves now; requests waited for {gap:?}");
+                answer(Ok(UpgradeReply { process, gap_us: gap.as_micros() as u64 }));
+                return Upgrade::Done(process);
+            }
+            Ok(Outcome::Lost(error)) => return Upgrade::Lost(error),
+            Err(error) => {
+                tracing::warn!("not upgraded, this server goes on: {error:#}");
+                answer(Err(format!("not upgraded, the server goes on: {error:#}")));
+            }
+        }
+        match upgrades.take() {
+            Some(next) => request = Some(next),
+            None => return Upgrade::GoesOn,
+        }
+    }
+}
+
+/// Sends a signal on.
+fn forward(process: u32, signal: i32) {
+    let (process, signal) = (Pid::from_raw(process as i32), Signal::from_named_raw(signal));
+    if let (Some(process), Some(signal)) = (process, signal) {
+        // It may have ended meanwhile.
+        let _ = kill_process(process, signal);
+    }
+}
+
+/// Listens for NBD clients: at the sockets of the service manager, of the setup, or at one named after the image.
+fn listen(setup: &Setup, passed: Vec<BoundSocket>) -> Result<Vec<ListenSocket>> {
+    let all = || setup.offers.all().map_err(WrongUsage);
+    if !passed.is_empty() {
+        let sockets = match setup.nbd.is_empty() {
+            true => sockets::passed_for_all(passed, &all()?),
+            false => sockets::passed_for(passed, setup.nbd.clone()),
+        };
+        return Ok(sockets.map_err(WrongUsage)?);
+    }
+    if setup.nbd.is_empty() && setup.devices.is_empty() {
+        return Ok(vec![sockets::at_default(&setup.disks[0].path, all()?)?]);
+    }
+    sockets::bind_uris(setup.nbd.clone())
+}

@@ -1,0 +1,94 @@
+//! A plain description of what is to run.
+//!
+//! It opens nothing and binds nothing: [`run()`](crate::run()) does.
+
+use std::fmt;
+use std::path::PathBuf;
+
+use blockhouse_disk::{Access, CacheMode, DetectZeroes, Discard, ImageFormat};
+use blockhouse_nbd::Limits;
+use blockhouse_nbd::uri::Address;
+use blockhouse_vhost_user::RegisteredMemory;
+
+use crate::offers::{Offer, Offers};
+use crate::workers::LoopOptions;
+
+/// What is to run.
+#[derive(Debug)]
+pub struct Setup {
+    /// How many event loops serve, at least one.
+    pub workers: usize,
+    /// What they are like.
+    pub loops: LoopOptions,
+    /// The disks, at least one.
+    pub disks: Vec<DiskSetup>,
+    /// What outlives the process.
+    pub state: StateSetup,
+    /// What the disks are called.
+    pub offers: Offers,
+    /// The addresses where NBD clients are served, and what each offers.
+    pub nbd: Vec<(Address, Vec<Offer>)>,
+    /// The sockets of vhost-user-blk devices: the first has the first disk and so on, or all have the only one.
+    pub devices: Vec<PathBuf>,
+    /// How many queues a guest may use on a device.
+    pub queues: u16,
+    /// Whether guests' memory is registered with io_uring.
+    pub register_memory: RegisteredMemory,
+    /// What NBD clients may take.
+    pub limits: Limits,
+    /// The control socket.
+    pub control: Option<PathBuf>,
+    /// Whether to go on with what the process serves that has started this one, instead of starting anew.
+    pub hand_over: bool,
+}
+
+/// A disk that is to be opened.
+#[derive(Clone, Debug)]
+pub struct DiskSetup {
+    /// The image.
+    pub path: PathBuf,
+    /// Its format; `None`: by the file's name.
+    pub format: Option<ImageFormat>,
+    /// Whether it may be changed.
+    pub access: Access,
+    /// The host's cache.
+    pub cache: CacheMode,
+    /// What discards do.
+    pub discard: Discard,
+    /// What becomes of writes of zeros.
+    pub detect_zeroes: DetectZeroes,
+    /// Bytes of the disk that is made where the image is missing.
+    pub create: Option<u64>,
+    /// The snapshot that is served in place of the disk, by name or id.
+    pub snapshot: Option<String>,
+}
+
+impl DiskSetup {
+    /// Whether nothing can change it.
+    pub fn is_read_only(&self) -> bool {
+        self.access == Access::ReadOnly || self.snapshot.is_some()
+    }
+}
+
+/// Where the server keeps what outlives its process.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum StateSetup {
+    /// Nowhere.
+    Off,
+    /// In this directory, which must be usable.
+    Dir(PathBuf),
+    /// In the usual directory, if that can be used.
+    Usual,
+}
+
+/// What is to run contradicts itself, or what the service manager passed: wrong usage.
+#[derive(Debug)]
+pub struct WrongUsage(pub String);
+
+impl fmt::Display for WrongUsage {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+impl std::error::Error for WrongUsage {}
