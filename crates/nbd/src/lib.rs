@@ -51,11 +51,11 @@
 
 pub mod command;
 pub mod handshake;
-pub mod proto;
 mod server;
 mod session;
-pub mod uri;
 
+pub use blockhouse_nbd_protocol as proto;
+pub use blockhouse_nbd_protocol::uri;
 pub use server::{
     BoundSocket, Export, ExportError, Exports, Limits, PausedConnection, PausedSession, Server,
     SocketFile, bind, bind_private,

@@ -11,6 +11,7 @@ const LAYERS: &[(&str, u32)] = &[
     ("blockhouse-engine", 1),
     ("blockhouse-sim", 1),
     ("blockhouse-format", 1),
+    ("blockhouse-nbd-protocol", 1),
     ("blockhouse-disk", 2),
     ("blockhouse-nbd", 3),
     ("blockhouse-vhost-user", 3),

@@ -12,7 +12,7 @@ use std::str::FromStr;
 
 use percent_encoding::{AsciiSet, NON_ALPHANUMERIC, percent_decode_str, percent_encode};
 
-use crate::proto::{DEFAULT_PORT, MAX_STRING};
+use crate::{DEFAULT_PORT, MAX_STRING};
 
 /// What stands for itself in a path or a query value: unreserved characters (RFC 3986, section
 /// 2.3) and the slash.

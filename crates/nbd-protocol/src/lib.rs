@@ -1,14 +1,14 @@
-//! The numbers and layouts of the NBD protocol (`doc/proto.md` of the reference implementation), without any I/O.
+//! The numbers and layouts of the NBD protocol (`doc/proto.md` of the reference implementation), without any I/O
+//! (layer 1): what server and client share.
 //!
-//! What a server does about them is decided in [`handshake`] and
-//! [`command`]. All fields on the wire are big-endian; strings are UTF-8 without NUL.
-//!
-//! [`handshake`]: crate::handshake
-//! [`command`]: crate::command
+//! What a server does about them is decided in `blockhouse-nbd`. All
+//! fields on the wire are big-endian; strings are UTF-8 without NUL. [`uri`] names an export and its server.
+#![forbid(unsafe_code)]
 
 pub mod option;
 pub mod reply;
 pub mod request;
+pub mod uri;
 
 use bitflags::bitflags;
 use blockhouse_core::InFlightLimits;
