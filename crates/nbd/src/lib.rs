@@ -57,6 +57,6 @@ mod session;
 pub use blockhouse_nbd_protocol as proto;
 pub use blockhouse_nbd_protocol::uri;
 pub use server::{
-    BoundSocket, Export, ExportError, Exports, Limits, PausedConnection, PausedSession, Server,
-    SocketFile, bind, bind_private,
+    BoundSocket, ClientEvent, ClientObserver, Export, ExportError, Exports, Limits,
+    PausedConnection, PausedSession, Server, SocketFile, bind, bind_private,
 };

@@ -85,14 +85,19 @@ impl<S: Storage> Connection<S> {
 
     /// The transmission phase: a session from pause to pause.
     async fn transmit(&self, mut paused: PausedSession) -> Result<End, SetupError> {
-        let Some(export) = self.exports.get(&paused.options.export) else {
+        let Some((export, id)) = self.exports.get(&paused.options.export) else {
             return Err(SetupError::Removed(paused.options.export));
         };
         let activity = Arc::new(match paused.is_used {
             true => Activity::of_used(),
             false => Activity::new(),
         });
-        let shutdown = self.guard.start_transmission(&activity);
+        let shutdown = self.guard.start_transmission(id, &activity);
+        // Who removes the export from now on ends this connection.
+        if !self.exports.has(id) {
+            return Err(SetupError::Removed(paused.options.export));
+        }
+        let _client = self.exports.observe(&export.name, self.peer.to_string());
         loop {
             let session = Session {
                 stream: self.stream.clone(),

@@ -4,6 +4,7 @@
 //! option of the handshake. Reason: a socket's permissions keep one guest from another's disk.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use blockhouse_core::{BLOCK_ALIGNMENT, Storage};
 use blockhouse_disk::Disk;
@@ -46,9 +47,47 @@ pub enum ExportError {
     },
 }
 
+/// A client of an export came or left.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ClientEvent {
+    /// It has chosen the export.
+    Came,
+    /// Its connection is over.
+    Left,
+}
+
+/// What is told of clients: the export's name, who it is, and what it did. Called on event loops, so it must not wait.
+pub type ClientObserver = Box<dyn Fn(&str, &str, ClientEvent) + Send + Sync>;
+
 /// The exports that one or several sockets offer, in the order of their addition. The first is also
 /// the default one, which clients mean by the empty name. Clones are the same set.
-pub struct Exports<S: Storage>(Arc<RwLock<Vec<Export<S>>>>);
+pub struct Exports<S: Storage>(Arc<Set<S>>);
+
+struct Set<S: Storage> {
+    entries: RwLock<Vec<Entry<S>>>,
+    /// No socket accepts clients for them any more.
+    is_closed: AtomicBool,
+    observer: Option<ClientObserver>,
+}
+
+/// An export, and its number: of all that there ever were in this process, so that a later one of the same name is
+/// another one.
+struct Entry<S: Storage> {
+    export: Export<S>,
+    id: ExportId,
+}
+
+/// The number of an export.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ExportId(u64);
+
+#[cfg(test)]
+impl ExportId {
+    /// That of no export.
+    pub fn of_test() -> Self {
+        Self(u64::MAX)
+    }
+}
 
 impl<S: Storage> Clone for Exports<S> {
     fn clone(&self) -> Self {
@@ -65,7 +104,17 @@ impl<S: Storage> Default for Exports<S> {
 impl<S: Storage> Exports<S> {
     /// An empty set.
     pub fn new() -> Self {
-        Self(Arc::new(RwLock::new(Vec::new())))
+        Self::with_observer(None)
+    }
+
+    /// An empty set. The observer is told of its clients.
+    pub fn observed(observer: ClientObserver) -> Self {
+        Self::with_observer(Some(observer))
+    }
+
+    fn with_observer(observer: Option<ClientObserver>) -> Self {
+        let (entries, is_closed) = (RwLock::default(), AtomicBool::new(false));
+        Self(Arc::new(Set { entries, is_closed, observer }))
     }
 
     /// Offers a disk.
@@ -81,36 +130,92 @@ impl<S: Storage> Exports<S> {
                 return Err(ExportError::Unfit { what, why: "a NUL character" });
             }
         }
-        let mut exports = self.0.write();
-        if exports.iter().any(|other| other.name == export.name) {
+        static NEXT: AtomicU64 = AtomicU64::new(0);
+        let mut entries = self.0.entries.write();
+        if entries.iter().any(|other| other.export.name == export.name) {
             return Err(ExportError::Exists(export.name));
         }
-        exports.push(export);
+        entries.push(Entry { export, id: ExportId(NEXT.fetch_add(1, Ordering::Relaxed)) });
         Ok(())
     }
 
-    /// Offers a disk no longer. Connections to it go on.
+    /// Whether there is none.
+    pub fn is_empty(&self) -> bool {
+        self.0.entries.read().is_empty()
+    }
+
+    /// Offers a disk no longer. Connections to it go on; [`Server::remove`](crate::Server::remove) ends them.
     pub fn remove(&self, name: &str) -> Option<Export<S>> {
-        let mut exports = self.0.write();
-        let index = exports.iter().position(|export| export.name == name)?;
-        Some(exports.remove(index))
+        self.take(name).map(|(export, _)| export)
+    }
+
+    /// As [`remove`](Self::remove), with its number.
+    pub(super) fn take(&self, name: &str) -> Option<(Export<S>, ExportId)> {
+        let mut entries = self.0.entries.write();
+        let index = entries.iter().position(|entry| entry.export.name == name)?;
+        let Entry { export, id } = entries.remove(index);
+        Some((export, id))
     }
 
     /// The export that a client means by this name.
-    pub(super) fn get(&self, name: &str) -> Option<Export<S>> {
-        let exports = self.0.read();
-        let named = exports.iter().find(|export| export.name == name);
-        named.or_else(|| exports.first().filter(|_| name.is_empty())).cloned()
+    pub(super) fn get(&self, name: &str) -> Option<(Export<S>, ExportId)> {
+        let entries = self.0.entries.read();
+        let named = entries.iter().find(|entry| entry.export.name == name);
+        let found = named.or_else(|| entries.first().filter(|_| name.is_empty()))?;
+        Some((found.export.clone(), found.id))
+    }
+
+    /// Whether this export is still offered.
+    pub(super) fn has(&self, id: ExportId) -> bool {
+        self.0.entries.read().iter().any(|entry| entry.id == id)
+    }
+
+    /// Has no socket accept clients for them any more.
+    pub(super) fn close(&self) {
+        self.0.is_closed.store(true, Ordering::SeqCst);
+    }
+
+    /// Whether no socket accepts clients for them.
+    pub(super) fn is_closed(&self) -> bool {
+        self.0.is_closed.load(Ordering::SeqCst)
+    }
+
+    /// Tells the observer that a client came, and when the guard is dropped that it left.
+    pub(super) fn observe(&self, name: &str, peer: String) -> ClientGuard<S> {
+        let guard = ClientGuard { exports: self.clone(), name: name.into(), peer };
+        guard.tell(ClientEvent::Came);
+        guard
+    }
+}
+
+/// A client of an export, until it is dropped.
+pub struct ClientGuard<S: Storage> {
+    exports: Exports<S>,
+    name: String,
+    peer: String,
+}
+
+impl<S: Storage> ClientGuard<S> {
+    fn tell(&self, event: ClientEvent) {
+        if let Some(observer) = &self.exports.0.observer {
+            observer(&self.name, &self.peer, event);
+        }
+    }
+}
+
+impl<S: Storage> Drop for ClientGuard<S> {
+    fn drop(&mut self) {
+        self.tell(ClientEvent::Left);
     }
 }
 
 impl<S: Storage> ExportLookup for Exports<S> {
     fn find(&self, name: &str) -> Option<ExportInfo> {
-        self.get(name).map(|export| info_of(&export))
+        self.get(name).map(|(export, _)| info_of(&export))
     }
 
     fn list(&self) -> Vec<ExportInfo> {
-        self.0.read().iter().map(info_of).collect()
+        self.0.entries.read().iter().map(|entry| info_of(&entry.export)).collect()
     }
 }
 

@@ -23,7 +23,7 @@ use std::time::Duration;
 use blockhouse_core::{BufferPool, Storage};
 use blockhouse_engine::{Handle, Listener, Stream, is_stopped, sleep};
 use connection::Connection;
-pub use exports::{Export, ExportError, Exports};
+pub use exports::{ClientEvent, ClientObserver, Export, ExportError, Exports};
 pub use limits::Limits;
 pub use listen::{BoundSocket, SocketFile, bind, bind_private};
 pub use paused::{PausedConnection, PausedSession};
@@ -70,7 +70,7 @@ impl Server {
         }))
     }
 
-    /// Accepts connections until the server [drains](Self::drain), and serves them on `loops`, each
+    /// Accepts connections until the server [drains](Self::drain) or [`close`](Self::close)s `exports`, and serves them on `loops`, each
     /// on the next one. They find `exports` and nothing else. Several sockets may be served at once,
     /// from any loop, with the same exports or with different ones.
     ///
@@ -114,11 +114,13 @@ impl Server {
                 drop(next_loop().spawn(move || connection.go_on(session)));
             }
         }
-        while registry.wait_may_accept().await {
+        while !exports.is_closed() && registry.wait_may_accept().await {
             let _accepting = registry.begin_accepting();
             // Asked each time: clients that never stop coming must not keep it from ending.
-            while registry.may_accept() {
-                let is_stopped_now = |context: &Context<'_>| registry.poll_accept_stopped(context);
+            while registry.may_accept() && !exports.is_closed() {
+                let is_stopped_now = |context: &Context<'_>| {
+                    registry.poll_accept_stopped(context) || exports.is_closed()
+                };
                 match listener.accept_until(is_stopped_now).await {
                     Ok(stream) => {
                         let peer = transport.peer(&stream);
@@ -159,6 +161,34 @@ impl Server {
             byte_limit: Arc::clone(&self.0.byte_limit),
             pool: self.0.pool.clone(),
         }
+    }
+
+    /// Accepts no clients any more at the sockets where `exports` are served: their [`serve`](Self::serve) returns.
+    /// Connections go on.
+    pub fn close<S: Storage>(&self, exports: &Exports<S>) {
+        exports.close();
+        self.0.registry.wake();
+    }
+
+    /// Offers an export no longer, and ends the connections to it as [`drain`](Self::drain) ends all: what they have in
+    /// flight completes. When it returns, none uses the export's disk. `None` where there is none of this name.
+    pub async fn remove<S: Storage>(&self, exports: &Exports<S>, name: &str) -> Option<Export<S>> {
+        let Shared { registry, limits, .. } = &*self.0;
+        let (export, id) = exports.take(name)?;
+        registry.end_clients(id);
+        if timeout(limits.drain, registry.wait_no_clients(id)).await.is_none() {
+            tracing::info!(
+                "clients of the export {name:?} that do not take their replies are cut off"
+            );
+            registry.disconnect_clients(id);
+            registry.wait_no_clients(id).await;
+        }
+        Some(export)
+    }
+
+    /// How many connections use the export of this name.
+    pub fn clients<S: Storage>(&self, exports: &Exports<S>, name: &str) -> usize {
+        exports.get(name).map_or(0, |(_, id)| self.0.registry.clients(id))
     }
 
     /// Accepts nothing more until [`resume`](Self::resume): new clients wait in the backlog of their socket. Waits until

@@ -336,6 +336,32 @@ fn connections_come_over_tcp_as_well() {
 }
 
 #[test]
+fn an_export_that_is_removed_ends_its_clients_and_no_others() {
+    with_limits(Limits::default(), |rig| {
+        let mut stays = Client::connect(&rig.path, Framing::Simple, "frozen");
+        let mut leaves = rig.client(Framing::Simple);
+        assert!(leaves.is_served());
+        let (server, exports) = (rig.server(), rig.exports.clone());
+        wait_for("both to be counted", || {
+            (server.clients(&exports, "disk"), server.clients(&exports, "frozen")) == (1, 1)
+        });
+        let removed = rig.run(move || async move { server.remove(&exports, "disk").await });
+        let disk = removed.expect("it was there").disk;
+        // Nobody but this test and, for a moment, the task that has just ended.
+        wait_for("its users to be gone", || std::sync::Arc::strong_count(&disk) == 1);
+        assert!(is_closed(leaves.stream()) && stays.is_served());
+        let server = rig.server();
+        assert_eq!(server.clients(&rig.exports, "disk"), 0);
+        assert!(rig.exports.remove("disk").is_none());
+        server.close(&rig.exports);
+        // The rig ends when nothing accepts any more.
+        wait_for("the socket to be let go", || {
+            std::os::unix::net::UnixStream::connect(&rig.path).is_err()
+        });
+    });
+}
+
+#[test]
 fn addresses_that_cannot_be_had_are_named() {
     let folder = tempfile::tempdir().unwrap();
     let refused = |address: &Address, reason: &str| {

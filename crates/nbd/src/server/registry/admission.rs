@@ -9,6 +9,7 @@ use std::time::{Duration, Instant};
 use blockhouse_engine::Stream;
 
 use super::entry::{Entry, Origin};
+use crate::server::exports::ExportId;
 use crate::server::paused::{PausedConnection, PausedSession};
 use crate::session::{Activity, ShutdownSignal};
 
@@ -220,11 +221,16 @@ impl AdmissionState {
     }
 
     /// Begins the transmission phase of a connection, which has not been removed.
-    pub fn start_transmission(&mut self, id: u64, activity: &Arc<Activity>) -> Arc<ShutdownSignal> {
+    pub fn start_transmission(
+        &mut self,
+        id: u64,
+        export: ExportId,
+        activity: &Arc<Activity>,
+    ) -> Arc<ShutdownSignal> {
         let is_paused = self.pause == Pause::All;
         let entry = self.entries.iter_mut().find(|entry| entry.id() == id);
         let signal = entry.map(|entry| {
-            let signal = entry.start_transmission(activity);
+            let signal = entry.start_transmission(export, activity);
             if is_paused {
                 entry.pause();
             }
@@ -253,6 +259,24 @@ impl AdmissionState {
     /// Has all operations on all sockets end.
     pub fn disconnect_all(&self) {
         self.entries.iter().for_each(Entry::shut_stream_down);
+    }
+
+    /// How many connections use an export.
+    pub fn clients(&self, export: ExportId) -> usize {
+        self.entries.iter().filter(|entry| entry.export() == Some(export)).count()
+    }
+
+    /// Begins the end of the connections that use an export.
+    pub fn end_clients(&mut self, export: ExportId) {
+        let clients = self.entries.iter_mut().filter(|entry| entry.export() == Some(export));
+        clients.for_each(Entry::end);
+        self.wake();
+    }
+
+    /// Has all operations on their sockets end.
+    pub fn disconnect_clients(&self, export: ExportId) {
+        let clients = self.entries.iter().filter(|entry| entry.export() == Some(export));
+        clients.for_each(Entry::shut_stream_down);
     }
 
     /// Ends a connection for the one with this number, which waits, unless enough are ending already. If
@@ -292,7 +316,8 @@ impl AdmissionState {
         }
     }
 
-    fn wake(&mut self) {
+    /// Has all tasks that are registered look again.
+    pub fn wake(&mut self) {
         self.waiters.drain(..).for_each(Waker::wake);
     }
 

@@ -5,6 +5,7 @@ use std::time::{Duration, Instant};
 
 use blockhouse_engine::Stream;
 
+use crate::server::exports::ExportId;
 use crate::server::paused::PausedSession;
 use crate::server::peer::Peer;
 use crate::session::{Activity, ShutdownSignal};
@@ -42,12 +43,14 @@ pub struct Entry {
     stream: Stream,
     origin: Origin,
     phase: Phase,
+    /// What it chose in the handshake.
+    export: Option<ExportId>,
 }
 
 impl Entry {
     /// A connection that waits.
     pub fn new(id: u64, stream: Stream, origin: Origin) -> Self {
-        Self { id, stream, origin, phase: Phase::Waiting }
+        Self { id, stream, origin, phase: Phase::Waiting, export: None }
     }
 
     /// Its number, larger than those of earlier connections.
@@ -113,7 +116,12 @@ impl Entry {
     }
 
     /// The handshake is over.
-    pub fn start_transmission(&mut self, activity: &Arc<Activity>) -> Arc<ShutdownSignal> {
+    pub fn start_transmission(
+        &mut self,
+        export: ExportId,
+        activity: &Arc<Activity>,
+    ) -> Arc<ShutdownSignal> {
+        self.export = Some(export);
         let shutdown = Arc::new(ShutdownSignal::default());
         if self.is_ending() {
             // It was told to end while its last option was answered.
@@ -127,6 +135,11 @@ impl Entry {
             };
         }
         shutdown
+    }
+
+    /// The export that it uses, from its choice to its end.
+    pub fn export(&self) -> Option<ExportId> {
+        self.export
     }
 
     /// Has it pause.

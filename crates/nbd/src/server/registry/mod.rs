@@ -41,6 +41,7 @@ use blockhouse_engine::{Stream, sleep};
 pub use entry::Origin;
 use parking_lot::Mutex;
 
+use crate::server::exports::ExportId;
 use crate::server::paused::{PausedConnection, PausedSession};
 use crate::server::timeout::timeout;
 use crate::session::{Activity, ShutdownSignal};
@@ -144,6 +145,31 @@ impl Registry {
         poll_fn(|context| self.poll(context, AdmissionState::is_empty)).await;
     }
 
+    /// Has all tasks that wait look again at what they wait for.
+    pub fn wake(&self) {
+        self.state.lock().wake();
+    }
+
+    /// Ends the connections that use this export, which new ones do not find any more.
+    pub fn end_clients(&self, export: ExportId) {
+        self.state.lock().end_clients(export);
+    }
+
+    /// Disconnects them. What they have in flight completes without replies.
+    pub fn disconnect_clients(&self, export: ExportId) {
+        self.state.lock().disconnect_clients(export);
+    }
+
+    /// How many there are.
+    pub fn clients(&self, export: ExportId) -> usize {
+        self.state.lock().clients(export)
+    }
+
+    /// Waits until there is none.
+    pub async fn wait_no_clients(&self, export: ExportId) {
+        poll_fn(|context| self.poll(context, |state| state.clients(export) == 0)).await;
+    }
+
     fn poll(&self, context: &Context<'_>, is_over: impl Fn(&AdmissionState) -> bool) -> Poll<()> {
         let mut state = self.state.lock();
         if is_over(&state) {
@@ -193,9 +219,13 @@ impl ConnectionGuard {
         .await
     }
 
-    /// The handshake is over. The signal that ends the transmission phase.
-    pub fn start_transmission(&self, activity: &Arc<Activity>) -> Arc<ShutdownSignal> {
-        self.registry.state.lock().start_transmission(self.id, activity)
+    /// The handshake is over, and has chosen this export. The signal that ends the transmission phase.
+    pub fn start_transmission(
+        &self,
+        export: ExportId,
+        activity: &Arc<Activity>,
+    ) -> Arc<ShutdownSignal> {
+        self.registry.state.lock().start_transmission(self.id, export, activity)
     }
 }
 

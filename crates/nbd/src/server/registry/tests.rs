@@ -8,6 +8,7 @@ use std::task::Waker;
 use blockhouse_engine::{Engine, EngineChoice, EventLoop};
 
 use super::*;
+use crate::server::exports::ExportId;
 use crate::server::peer::Peer;
 use crate::server::timeout::timeout;
 
@@ -26,7 +27,7 @@ impl Connected {
         let (client, guard) = enter(registry, socket, process);
         let activity = Arc::new(Activity::new());
         activity.set_in_flight(1);
-        let shutdown = guard.start_transmission(&activity);
+        let shutdown = guard.start_transmission(ExportId::of_test(), &activity);
         Self { client, shutdown, activity, guard }
     }
 
