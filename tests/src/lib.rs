@@ -20,6 +20,7 @@ mod server;
 mod small_host;
 mod tool;
 mod trace;
+pub mod typed;
 pub mod upgrade;
 
 pub use binary::blockhouse;

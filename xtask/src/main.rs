@@ -10,6 +10,7 @@ mod deny;
 mod fuzz;
 mod lab;
 mod loom;
+mod options;
 mod soak;
 mod test;
 mod tidy;
@@ -43,6 +44,8 @@ enum Task {
     Soak(soak::Options),
     /// Check the rules that no compiler checks: lengths, headers, circles, layers, unsafe code, banned words
     Tidy,
+    /// Write docs/options.md anew, after options of the command line have changed
+    Options,
     /// Check licences, bans and sources of all dependencies, and advisories where reachable
     Deny,
     /// Compare the speed of Blockhouse with qemu-storage-daemon and nbdkit (`lab/compare`)
@@ -76,6 +79,7 @@ fn run(task: Task, workspace: &Workspace) -> anyhow::Result<()> {
         Task::Fuzz(options) => fuzz::run(workspace, &options),
         Task::Soak(options) => soak::run(workspace, &options),
         Task::Tidy => tidy::run(workspace),
+        Task::Options => options::run(workspace),
         Task::Deny => deny::run(workspace),
         Task::Compare(args) => lab::exec("lab-compare", &args),
         Task::Vm(args) => lab::exec("lab-vm", &args),

@@ -16,6 +16,8 @@ mod compare;
 mod convert;
 mod create;
 mod create_options;
+mod examples;
+mod generate;
 mod image_args;
 mod info;
 mod logging;
@@ -33,7 +35,7 @@ mod vmstate;
 use std::io::{self, IsTerminal};
 use std::process::ExitCode;
 
-use clap::{Parser, Subcommand};
+use clap::{CommandFactory, FromArgMatches, Parser, Subcommand};
 use logging::Delivery;
 
 /// Serve and manage the disk images of virtual machines.
@@ -80,8 +82,22 @@ enum Command {
     Vmstate(vmstate::Arguments),
 }
 
+/// The definition of the command line, with examples.
+fn command() -> clap::Command {
+    examples::add_to(Arguments::command())
+}
+
+fn parse() -> Result<Arguments, clap::Error> {
+    let mut command = command();
+    let matches = command.try_get_matches_from_mut(std::env::args_os())?;
+    Arguments::from_arg_matches(&matches).map_err(|error| error.format(&mut command))
+}
+
 fn main() -> ExitCode {
-    let arguments = match Arguments::try_parse() {
+    if let Some(folder) = generate::folder(std::env::args_os()) {
+        return finish(generate::run(&folder, command()).map(|()| ExitCode::SUCCESS));
+    }
+    let arguments = match parse() {
         Ok(arguments) => arguments,
         // `--help` and `--version` are results; a terminal gets them with colours, by clap.
         Err(help) if !help.use_stderr() && !io::stdout().is_terminal() => {

@@ -48,6 +48,10 @@ pub const FOR_TESTS: &[Package] = &[
     NBDKIT,
     FIO,
     STRACE,
+    Package { name: "man-db", probe: Probe::Programs(&["man"]) },
+    Package { name: "mandoc", probe: Probe::Programs(&["mandoc"]) },
+    Package { name: "zsh", probe: Probe::Programs(&["zsh"]) },
+    Package { name: "fish", probe: Probe::Programs(&["fish"]) },
 ];
 
 /// What `cargo xtask compare` needs.

@@ -1,0 +1,300 @@
+//! The examples at the end of each `--help`, of the man pages and of docs/options.md.
+//!
+//! Invariants, which tests check: every command has at least one, each is accepted by the parser, and works as typed.
+//! The images are disk.img (raw), disk.qcow2 (qcow2, with a snapshot called before) and over.qcow2, whose backing file is
+//! base.img.
+
+use clap::Command;
+
+/// A command line, and what it does.
+pub struct Example {
+    /// What it is for.
+    pub purpose: &'static str,
+    /// What to type.
+    pub line: &'static str,
+}
+
+const fn example(purpose: &'static str, line: &'static str) -> Example {
+    Example { purpose, line }
+}
+
+/// The examples of each command, by its words after `blockhouse`.
+const EXAMPLES: &[(&str, &[Example])] = &[
+    (
+        "",
+        &[
+            example("Make a disk of 20 GiB", "blockhouse create disk.qcow2 20G"),
+            example("Serve it until Ctrl-C, and print where", "blockhouse serve disk.qcow2"),
+            example("All options of a command, with examples", "blockhouse serve --help"),
+        ],
+    ),
+    (
+        "bench",
+        &[
+            example("What FUA brings in this folder", "blockhouse bench fua"),
+            example("Everything, as a page with plots", "blockhouse bench all --html report.html"),
+        ],
+    ),
+    (
+        "serve",
+        &[
+            example(
+                "To programs of this user, at a socket that is printed",
+                "blockhouse serve disk.qcow2",
+            ),
+            example(
+                "Over TCP, to this host alone",
+                "blockhouse serve disk.img --nbd nbd://127.0.0.1:10809/disk",
+            ),
+            example(
+                "At a Unix socket, each write durable when it is answered",
+                "blockhouse serve disk.img --nbd 'nbd+unix:///?socket=disk.sock' --cache directsync",
+            ),
+            example(
+                "To a virtual machine by vhost-user-blk",
+                "blockhouse serve disk.qcow2 --vhost-user-blk disk.vu",
+            ),
+            example(
+                "The disk as a snapshot has it, for reading",
+                "blockhouse serve disk.qcow2 --snapshot before --nbd 'nbd+unix:///?socket=before.sock'",
+            ),
+            example(
+                "With a socket for requests while guests write",
+                "blockhouse serve disk.qcow2 --control control",
+            ),
+        ],
+    ),
+    (
+        "create",
+        &[
+            example("A raw image", "blockhouse create new.img 20G"),
+            example("A qcow2 image", "blockhouse create -o cluster_size=128K new.qcow2 20G"),
+            example(
+                "An overlay: changes go into it, base.img stays as it is",
+                "blockhouse create -b base.img -F raw overlay.qcow2",
+            ),
+            example("All options of a format", "blockhouse create -o help"),
+        ],
+    ),
+    (
+        "convert",
+        &[
+            example("Raw into qcow2, by the names", "blockhouse convert disk.img copy.qcow2"),
+            example("Compressed", "blockhouse convert -c disk.img small.qcow2"),
+            example(
+                "The disk as a snapshot has it",
+                "blockhouse convert -l before disk.qcow2 before.img",
+            ),
+        ],
+    ),
+    (
+        "compare",
+        &[
+            example(
+                "Exit status 0: the guest sees the same",
+                "blockhouse compare disk.img disk.img",
+            ),
+            example(
+                "Also holes and zeros must be in the same places",
+                "blockhouse compare -s disk.img disk.img",
+            ),
+        ],
+    ),
+    (
+        "check",
+        &[
+            example("Exit status 2: corrupt, 3: leaks", "blockhouse check disk.qcow2"),
+            example("Give leaked space back", "blockhouse check --repair leaks disk.qcow2"),
+        ],
+    ),
+    (
+        "info",
+        &[
+            example("For people", "blockhouse info disk.qcow2"),
+            example("For scripts, with the keys of qemu-img", "blockhouse info --json disk.qcow2"),
+        ],
+    ),
+    ("map", &[example("Where the data is", "blockhouse map disk.qcow2")]),
+    (
+        "resize",
+        &[
+            example("To a size", "blockhouse resize disk.qcow2 2G"),
+            example("By so much", "blockhouse resize disk.img +1G"),
+        ],
+    ),
+    ("commit", &[example("Into base.img, which over.qcow2 names", "blockhouse commit over.qcow2")]),
+    (
+        "rebase",
+        &[
+            example(
+                "Stand alone: copy what is needed",
+                "blockhouse rebase --no-backing over.qcow2",
+            ),
+            example(
+                "The backing file was moved, its content is the same",
+                "blockhouse rebase -u -b ./base.img -F raw over.qcow2",
+            ),
+        ],
+    ),
+    (
+        "snapshot",
+        &[
+            example("Take one", "blockhouse snapshot create disk.qcow2 now"),
+            example("Go back to it", "blockhouse snapshot apply disk.qcow2 before"),
+        ],
+    ),
+    (
+        "snapshot list",
+        &[
+            example("For people", "blockhouse snapshot list disk.qcow2"),
+            example("For scripts", "blockhouse snapshot list --json disk.qcow2"),
+        ],
+    ),
+    (
+        "snapshot create",
+        &[
+            example(
+                "Of an image that no program uses",
+                "blockhouse snapshot create disk.qcow2 now",
+            ),
+            example(
+                "Of one that is served, while guests write",
+                "blockhouse snapshot create --control control disk.qcow2 now",
+            ),
+        ],
+    ),
+    ("snapshot apply", &[example("Go back to it", "blockhouse snapshot apply disk.qcow2 before")]),
+    (
+        "snapshot delete",
+        &[
+            example(
+                "Of an image that no program uses",
+                "blockhouse snapshot delete disk.qcow2 before",
+            ),
+            example(
+                "Of one that is served",
+                "blockhouse snapshot delete --control control disk.qcow2 before",
+            ),
+        ],
+    ),
+    (
+        "snapshot rename",
+        &[example("From before to monday", "blockhouse snapshot rename disk.qcow2 before monday")],
+    ),
+    (
+        "upgrade",
+        &[
+            example(
+                "To the program that is at its path by now",
+                "blockhouse upgrade --control control",
+            ),
+            example(
+                "To another one",
+                "blockhouse upgrade --control control --binary \"$(command -v blockhouse)\"",
+            ),
+        ],
+    ),
+    (
+        "vmstate",
+        &[
+            example(
+                "In QEMU's monitor: migrate \"exec:...\"",
+                "blockhouse vmstate save disk.qcow2 now",
+            ),
+            example(
+                "QEMU's option: -incoming \"exec:...\"",
+                "blockhouse vmstate load disk.qcow2 now",
+            ),
+        ],
+    ),
+    (
+        "vmstate save",
+        &[
+            example(
+                "In QEMU's monitor: migrate \"exec:...\"",
+                "blockhouse vmstate save disk.qcow2 now",
+            ),
+            example("Compressed", "blockhouse vmstate save --compress zstd disk.qcow2 now"),
+        ],
+    ),
+    (
+        "vmstate load",
+        &[example(
+            "QEMU's option: -incoming \"exec:...\"",
+            "blockhouse vmstate load disk.qcow2 now",
+        )],
+    ),
+];
+
+/// The examples of the command with these words after `blockhouse`; none where it is not known.
+pub fn of(path: &str) -> &'static [Example] {
+    EXAMPLES.iter().find(|(known, _)| *known == path).map_or(&[], |(_, examples)| examples)
+}
+
+/// The command with its examples at the end of its help, and so all commands in it.
+pub fn add_to(command: Command) -> Command {
+    add_below(command, "")
+}
+
+fn add_below(command: Command, path: &str) -> Command {
+    let names: Vec<String> =
+        command.get_subcommands().map(|command| command.get_name().to_owned()).collect();
+    let command = names.iter().fold(command, |command, name| {
+        command.mut_subcommand(name, |command| add_below(command, &join(path, name)))
+    });
+    command.after_help(as_text(of(path)))
+}
+
+/// The words of a command in the command with the words `path`.
+pub fn join(path: &str, name: &str) -> String {
+    match path {
+        "" => name.to_owned(),
+        _ => format!("{path} {name}"),
+    }
+}
+
+fn as_text(examples: &[Example]) -> String {
+    let lines =
+        examples.iter().map(|Example { purpose, line }| format!("\n  # {purpose}\n  {line}"));
+    format!("Examples:{}", lines.collect::<String>())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The words of each command that `command` has, itself included.
+    fn paths(command: &Command, path: &str, all: &mut Vec<String>) {
+        all.push(path.to_owned());
+        command.get_subcommands().for_each(|command| {
+            paths(command, &join(path, command.get_name()), all);
+        });
+    }
+
+    #[test]
+    fn each_command_has_examples_and_each_example_its_command() {
+        let mut all = Vec::new();
+        paths(&crate::command(), "", &mut all);
+        for path in &all {
+            assert!(!of(path).is_empty(), "blockhouse {path}: no example");
+        }
+        for (path, examples) in EXAMPLES {
+            assert!(all.iter().any(|known| known == path), "blockhouse {path}: no such command");
+            for Example { line, .. } in *examples {
+                let command = format!("blockhouse {path}");
+                assert!(line.starts_with(command.trim_end()), "{line}: not of {command}");
+            }
+        }
+    }
+
+    #[test]
+    fn the_parser_accepts_each_example() {
+        for Example { line, .. } in EXAMPLES.iter().flat_map(|(_, examples)| *examples) {
+            let words = line.split(' ').map(|word| word.trim_matches(['\'', '"']));
+            let parsed = crate::command().try_get_matches_from(words);
+            if let Err(error) = parsed {
+                assert!(!error.use_stderr(), "{line}: {error}");
+            }
+        }
+    }
+}

@@ -1,0 +1,88 @@
+//! `blockhouse __generate FOLDER`: what is made from the definition of the command line, for packages.
+//!
+//! Guarantee: what is made tells the options that this program has, because it is made from the definition by which
+//! this program parses. It depends on nothing else, so it is the same on each machine. The command is in no help:
+//! it is for those who make packages, and for `cargo xtask dist`.
+//!
+//! | file | content |
+//! | --- | --- |
+//! | `man/blockhouse.1`, `man/blockhouse-serve.1`, ... | a man page for each command |
+//! | `completions/blockhouse.bash`, `_blockhouse`, `blockhouse.fish` | completions for bash, zsh, fish |
+//! | `options.md` | the option reference (docs/options.md) |
+
+mod man;
+mod options;
+
+use std::ffi::OsString;
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result};
+use clap::{Arg, Command};
+use clap_complete::Shell;
+
+/// The word that asks for it.
+const WORD: &str = "__generate";
+
+/// The folder, where a command line asks to generate.
+pub fn folder(words: impl Iterator<Item = OsString>) -> Option<PathBuf> {
+    let words: Vec<_> = words.skip(1).take(3).collect();
+    match &words[..] {
+        [word, folder] if word == WORD => Some(folder.into()),
+        _ => None,
+    }
+}
+
+/// Makes everything from `command`. Files that are there are replaced.
+///
+/// # Errors
+/// A file that cannot be written, by its path.
+pub fn run(folder: &Path, mut command: Command) -> Result<()> {
+    command = command.disable_help_subcommand(true);
+    command.build();
+    let man = make_folder(folder, "man")?;
+    for (name, page) in man::pages(&command)? {
+        write(&man.join(name), &page)?;
+    }
+    let completions = make_folder(folder, "completions")?;
+    for shell in [Shell::Bash, Shell::Zsh, Shell::Fish] {
+        let name = match shell {
+            Shell::Zsh => "_blockhouse",
+            Shell::Fish => "blockhouse.fish",
+            _ => "blockhouse.bash",
+        };
+        let mut script = Vec::new();
+        clap_complete::generate(shell, &mut without_hidden(&command), "blockhouse", &mut script);
+        write(&completions.join(name), &script)?;
+    }
+    write(&folder.join("options.md"), options::reference(&command).as_bytes())
+}
+
+/// The command without hidden options, which completions would offer. Names live as long as the process, because
+/// `Command` asks for that.
+fn without_hidden(command: &Command) -> Command {
+    let name: &'static str = command.get_name().to_owned().leak();
+    // Each command gets these two anew.
+    let is_made_anew = |argument: &&Arg| ["help", "version"].contains(&argument.get_id().as_str());
+    let shown = |argument: &&Arg| !argument.is_hide_set() && !is_made_anew(argument);
+    let mut copy = Command::new(name).disable_help_subcommand(true);
+    if command.get_version().is_some() {
+        copy = copy.version(env!("CARGO_PKG_VERSION"));
+    }
+    if let Some(about) = command.get_about() {
+        copy = copy.about(about.clone());
+    }
+    copy.args(command.get_arguments().filter(shown))
+        .subcommands(command.get_subcommands().map(without_hidden))
+}
+
+fn make_folder(base: &Path, name: &str) -> Result<PathBuf> {
+    let folder = base.join(name);
+    fs::create_dir_all(&folder)
+        .with_context(|| format!("{}: cannot make the folder", folder.display()))?;
+    Ok(folder)
+}
+
+fn write(path: &Path, content: &[u8]) -> Result<()> {
+    fs::write(path, content).with_context(|| format!("{}: cannot write", path.display()))
+}

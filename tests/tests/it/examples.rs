@@ -1,0 +1,81 @@
+//! The examples of `--help`, as docs/options.md has them: each works as typed.
+
+use blockhouse_tests::typed::{Folder, Serving, commands};
+use blockhouse_tests::{Outcome, eventually};
+use rustix::process::{Pid, Signal, kill_process};
+use std::time::Duration;
+
+const OPTIONS: &str = include_str!("../../../docs/options.md");
+
+/// What the examples of a command take for granted.
+const IMAGES: &[&str] = &[
+    "blockhouse create disk.img 64M",
+    "blockhouse create disk.qcow2 64M",
+    "blockhouse snapshot create disk.qcow2 before",
+    "blockhouse create base.img 64M",
+    "blockhouse create -b base.img -F raw over.qcow2",
+];
+
+/// The sections of the page: a command's words after `blockhouse`, and its text.
+fn sections() -> impl Iterator<Item = (&'static str, &'static str)> {
+    let sections = OPTIONS.split("\n## blockhouse").skip(1);
+    sections.filter_map(|section| section.split_once('\n')).map(|(path, text)| (path.trim(), text))
+}
+
+/// Ends the server that an upgrade started.
+fn end_successor(upgrade: &Outcome) {
+    let number = upgrade.stdout.split(' ').nth(1).and_then(|word| word.parse().ok());
+    let pid = number.and_then(Pid::from_raw).expect("the new process");
+    kill_process(pid, Signal::INT).expect("it runs");
+    let stat = format!("/proc/{}/stat", pid.as_raw_nonzero());
+    let has_ended = || std::fs::read_to_string(&stat).map_or(true, |stat| stat.contains(") Z "));
+    assert!(eventually(Duration::from_secs(60), has_ended), "it does not stop");
+}
+
+/// Types a line in a folder of its own.
+fn type_alone(line: &str) {
+    let folder = Folder::new();
+    IMAGES.iter().for_each(|line| _ = folder.run(line));
+    if line.starts_with("blockhouse serve") && !line.contains("--help") {
+        return Serving::start(&folder, line).stop();
+    }
+    let server = line
+        .contains("--control control")
+        .then(|| Serving::start(&folder, "blockhouse serve disk.qcow2 --control control"));
+    let outcome = folder.run(line);
+    if line.starts_with("blockhouse upgrade") {
+        end_successor(&outcome);
+        // It has left everything to the other process.
+        drop(server);
+    } else {
+        server.into_iter().for_each(Serving::stop);
+    }
+}
+
+#[test]
+fn each_example_works_as_typed() {
+    let mut count = 0;
+    for (path, text) in sections() {
+        let examples = commands(text, "blockhouse ");
+        assert!(!examples.is_empty(), "blockhouse {path}: no example");
+        // They need a machine: vmstate.rs has one.
+        let typed = examples.into_iter().filter(|_| !path.starts_with("vmstate"));
+        if path.is_empty() {
+            // One after the other, from nothing.
+            let folder = Folder::new();
+            for line in typed {
+                match line {
+                    "blockhouse serve disk.qcow2" => Serving::start(&folder, line).stop(),
+                    _ => _ = folder.run(line),
+                }
+            }
+            continue;
+        }
+        for line in typed {
+            count += 1;
+            eprintln!("{line}");
+            type_alone(&line.replace("bench fua", "bench fua --seconds 2"));
+        }
+    }
+    assert!(count > 30, "{count} examples");
+}

@@ -1,0 +1,136 @@
+//! What `blockhouse __generate` makes for packages: man pages, completions, the option reference.
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use blockhouse_tests::{
+    Scratch,
+    image_tool::{command, str},
+    need, require, run, tool,
+};
+
+const OPTIONS: &str = include_str!("../../../docs/options.md");
+
+fn generated(scratch: &Scratch) -> PathBuf {
+    let folder = scratch.path("generated");
+    std::fs::create_dir(&folder).expect("a folder");
+    command(&["__generate", str(&folder)]).success();
+    folder
+}
+
+fn read(path: &Path) -> String {
+    std::fs::read_to_string(path).unwrap_or_else(|error| panic!("{}: {error}", path.display()))
+}
+
+#[test]
+fn the_option_reference_is_the_one_of_this_binary() {
+    let scratch = Scratch::new();
+    let page = read(&generated(&scratch).join("options.md"));
+    let other = page.lines().zip(OPTIONS.lines()).find(|(now, written)| now != written);
+    if let Some((now, written)) = other {
+        panic!(
+            "docs/options.md has other options than the binary; run 'cargo xtask options' and commit it\n\
+             binary: {now}\npage:   {written}"
+        );
+    }
+    assert_eq!(page.lines().count(), OPTIONS.lines().count(), "run 'cargo xtask options'");
+}
+
+#[test]
+fn every_command_has_a_man_page_that_formatters_accept() {
+    require!(need::tools(&["man", "mandoc"]));
+    let scratch = Scratch::new();
+    let pages = generated(&scratch).join("man");
+    for section in OPTIONS.split("\n## ").skip(1) {
+        let name = section.lines().next().expect("a title").replace(' ', "-");
+        let path = pages.join(format!("{name}.1"));
+        // What it warns about beside that are breaks between paragraphs, and that there is no date.
+        let linted = run(tool("mandoc").args(["-Tlint", "-W", "error"]).arg(&path)).success();
+        assert_eq!(linted.stdout, "", "{name}");
+        let mut man = tool("man");
+        man.args(["--warnings", "--local-file"])
+            .arg(&path)
+            .env("MANWIDTH", "80")
+            .env("LC_ALL", "C.UTF-8");
+        let shown = run(&mut man).success();
+        assert_eq!(shown.stderr, "", "{name}: {}", shown.describe("no warnings"));
+        for title in ["NAME", "SYNOPSIS", "OPTIONS", "EXIT STATUS", "EXAMPLES", "SEE ALSO"] {
+            assert!(shown.stdout.lines().any(|line| line == title), "{name}: no {title}");
+        }
+    }
+    let serve = read(&pages.join("blockhouse-serve.1"));
+    assert!(serve.contains("vhost") && !serve.contains("hand\\-over"), "hidden options are shown");
+}
+
+/// What bash offers for the last word.
+fn bash_completes(script: &Path, words: &[&str]) -> Vec<String> {
+    let list = words.iter().map(|word| format!("'{word}'")).collect::<Vec<_>>().join(" ");
+    let last = words.len() - 1;
+    let code = format!(
+        "source '{}'; COMP_WORDS=({list}); COMP_CWORD={last}; \
+         _blockhouse blockhouse '{}' '{}'; printf '%s\\n' \"${{COMPREPLY[@]}}\"",
+        str(script),
+        words[last],
+        words[last - 1],
+    );
+    let outcome = run(Command::new("bash").args(["--norc", "-c", &code])).success();
+    outcome.stdout.lines().map(str::to_owned).collect()
+}
+
+#[test]
+fn bash_completes_commands_and_options() {
+    require!(need::tools(&["bash"]));
+    let scratch = Scratch::new();
+    let script = generated(&scratch).join("completions/blockhouse.bash");
+    assert_eq!(bash_completes(&script, &["blockhouse", "se"]), ["serve"]);
+    assert_eq!(bash_completes(&script, &["blockhouse", "snapshot", "re"]), ["rename"]);
+    let found = bash_completes(&script, &["blockhouse", "serve", "--de"]);
+    assert_eq!(found, ["--detect-zeroes"]);
+    assert_eq!(bash_completes(&script, &["blockhouse", "check", "--repair", "l"]), ["leaks"]);
+    assert_eq!(bash_completes(&script, &["blockhouse", "serve", "--hand"]), [""]);
+}
+
+#[test]
+fn fish_completes_commands_and_options() {
+    require!(need::tools(&["fish"]));
+    let scratch = Scratch::new();
+    let script = generated(&scratch).join("completions/blockhouse.fish");
+    let home = scratch.path("home");
+    let complete = |line: &str| {
+        let code = format!("source '{}'; complete -C '{line}'", str(&script));
+        let mut fish = tool("fish");
+        fish.args(["--no-config", "-c", &code]).env("HOME", &home).env("XDG_CONFIG_HOME", &home);
+        let outcome = run(&mut fish).success();
+        let words = outcome.stdout.lines().filter_map(|line| line.split('\t').next());
+        words.map(str::to_owned).collect::<Vec<_>>()
+    };
+    assert_eq!(complete("blockhouse ser"), ["serve"]);
+    assert_eq!(complete("blockhouse serve --det"), ["--detect-zeroes"]);
+    assert_eq!(complete("blockhouse serve --hand"), [""; 0]);
+}
+
+#[test]
+fn zsh_completes_commands_and_options() {
+    require!(need::tools(&["zsh"]));
+    let scratch = Scratch::new();
+    let folder = generated(&scratch).join("completions");
+    // The completion of zsh needs a terminal: a shell of its own, to which the line is typed.
+    let code = format!(
+        "zmodload zsh/zpty; zpty shell zsh -f -i; \
+         typed() {{ zpty -w shell \"$1\"; }}; \
+         typed 'PROMPT=; fpath=({0} $fpath); autoload -U compinit; compinit -u -d {0}/dump; print ready-{1}'; \
+         zpty -r shell out '*ready-{1}*ready-{1}*'; \
+         zpty -n -w shell $'blockhouse serve --detec\\t'; \
+         zpty -r shell out '*--detect-zeroes*' && print found",
+        str(&folder),
+        "for-words",
+    );
+    let outcome = run(tool("zsh").args(["-f", "-c", &code]).env("TERM", "dumb"));
+    assert!(outcome.stdout.contains("found"), "{}", outcome.describe("must complete"));
+}
+
+#[test]
+fn a_folder_that_cannot_be_written_is_one_line() {
+    let outcome = command(&["__generate", "/proc/nowhere"]).failure("cannot make the folder");
+    assert_eq!(outcome.stderr.lines().count(), 1, "{}", outcome.stderr);
+}

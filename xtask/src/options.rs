@@ -1,0 +1,24 @@
+//! `cargo xtask options`: writes docs/options.md, as the binary makes it from the definition of its command line.
+
+use std::process::Command;
+
+use anyhow::{Context, Result};
+
+use lab_tools::build::{Profile, build_binary};
+use lab_tools::process;
+use lab_tools::workspace::Workspace;
+
+/// Builds the binary and replaces the page.
+pub fn run(workspace: &Workspace) -> Result<()> {
+    let folder = workspace.target().join("generated");
+    std::fs::create_dir_all(&folder)
+        .with_context(|| format!("cannot make {}", folder.display()))?;
+    let mut generate = Command::new(build_binary(workspace, Profile::Dev)?);
+    generate.arg("__generate").arg(&folder);
+    process::run(generate)?;
+    let page = workspace.root().join("docs/options.md");
+    std::fs::copy(folder.join("options.md"), &page)
+        .with_context(|| format!("cannot write {}", page.display()))?;
+    println!("xtask: wrote {}", page.display());
+    Ok(())
+}
