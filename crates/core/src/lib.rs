@@ -8,7 +8,7 @@
 //! | [`Extent`] | the answer of an image format: where a guest's bytes are, and what an overwrite must know of them |
 //! | [`Error`] | one line that says what failed, on which file and offset, and what to do; with the errno for the guest |
 //!
-//! [`sync`] has the primitives of concurrency that all layers share. This crate does no I/O and starts no
+//! [`sync`] has the primitives of concurrency that all layers share, [`metrics`] what they measure with. This crate does no I/O and starts no
 //! threads. To open disk images see `blockhouse-disk`; the guide to all crates is `docs/library.md` in the
 //! repository.
 //!
@@ -36,6 +36,7 @@ mod error;
 mod extent;
 mod in_flight;
 mod iovector;
+pub mod metrics;
 mod request;
 mod shared_copy;
 mod state_memory;

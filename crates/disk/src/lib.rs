@@ -2,8 +2,8 @@
 //!
 //! [`open()`] opens a raw or qcow2 image with its backing files, and locks them; [`create()`] makes a new one.
 //! [`Disk::submit`] carries out one request. It is the only place where requests are checked, ordered where they
-//! must be, split by extent, made durable and counted, whichever export they come from. Nothing here knows an
-//! engine or a protocol.
+//! must be, split by extent, made durable and counted, whichever export they come from. [`Disk::metrics`] says what was
+//! done, and how long it took. Nothing here knows an engine or a protocol.
 //!
 //! ```
 //! use blockhouse_core::{Buffer, Durability, Request};
@@ -75,7 +75,10 @@ pub use open::{
 pub use options::{Access, DetectZeroes, Discard, FlushPolicy, Options};
 pub use snapshots::{DiskSnapshots, Pause};
 pub use state::StateDir;
-pub use stats::Counters;
+pub use stats::{
+    ClientGuard, ClientMetrics, Counters, DiskMetrics, ErrorCount, ExportKind, HostOperation,
+    Operation, RequestMetrics, RequestTimer, Stage, StageMetrics,
+};
 pub use tools::{
     CompareJob, CopyJob, CopyOptions, CopyProgress, TargetContent, commit_overlay,
     first_status_difference, prepare_rebase, set_backing_file,

@@ -8,6 +8,8 @@ use std::sync::Arc;
 use std::task::{Poll, Waker};
 use std::time::{Duration, Instant};
 
+use blockhouse_core::metrics::clock;
+
 use crate::adaptive_poll::{DEFAULT_POLLING, EventSource, Phase, PollGovernor, PollResult};
 use crate::driver::{Completion, Driver, Wait};
 use crate::engine::{Engine, EngineReport};
@@ -217,6 +219,8 @@ impl Local {
             true => self.run_driver(Wait::Never, done),
             false => self.wait(done),
         }
+        // What completed counts as completed now; requests that begin in this iteration begin now.
+        clock::renew();
         for Completion { token, result } in done.drain(..) {
             self.complete(token, result);
         }
@@ -319,5 +323,7 @@ impl Drop for EnterGuard {
 /// Changes the current loop of the thread; gives the former one.
 fn enter(local: Option<Rc<Local>>) -> Option<Rc<Local>> {
     Ready::set_for_this_thread(local.as_ref().map(|local| &local.tasks.ready));
+    // Each iteration renews the reading.
+    clock::set_shared(local.is_some());
     CURRENT.replace(local)
 }

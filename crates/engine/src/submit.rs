@@ -5,6 +5,7 @@ use std::pin::Pin;
 use std::rc::Rc;
 use std::task::{Context, Poll, Waker};
 
+use blockhouse_core::metrics::clock;
 use rustix::io::Errno;
 
 use crate::local::{self, Local};
@@ -67,6 +68,7 @@ impl Submit {
         match local.try_inline(operation) {
             Some(result) => {
                 local.tasks.budget.spend();
+                clock::renew();
                 let operation = self.operation.take().expect("it was there the line before");
                 Poll::Ready((outcome(result), operation))
             }

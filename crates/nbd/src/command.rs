@@ -6,6 +6,7 @@
 //! Only a payload beyond the announced maximum ends the connection.
 
 use blockhouse_core::{ByteRange, Durability, Fallback, Unmap};
+use blockhouse_disk::Operation;
 
 use crate::handshake::{BlockStatusState, NegotiatedOptions};
 use crate::proto::request::{RequestHeader, kind};
@@ -66,6 +67,22 @@ pub enum Command {
     Empty(EmptyKind),
     /// Finish what is outstanding and close; there is no reply.
     Disconnect,
+}
+
+impl Command {
+    /// What it is measured as.
+    pub fn operation(&self) -> Operation {
+        match self {
+            Self::Write { durability: Durability::None, .. } => Operation::Write,
+            Self::Write { .. } => Operation::WriteFua,
+            Self::WriteZeroes { .. } => Operation::WriteZeroes,
+            Self::Trim { .. } => Operation::Discard,
+            Self::Flush => Operation::Flush,
+            Self::Cache { .. } => Operation::Prefetch,
+            Self::BlockStatus { .. } => Operation::BlockStatus,
+            Self::Read { .. } | Self::Empty(_) | Self::Disconnect => Operation::Read,
+        }
+    }
 }
 
 /// The type of a request of length zero: the replies differ.

@@ -5,6 +5,7 @@ use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 
 use blockhouse_core::Storage;
+use blockhouse_disk::ExportKind;
 
 use crate::device::Device;
 use crate::frontend::{Frontend, handle};
@@ -46,6 +47,7 @@ impl<S: Storage + Send + Sync> Session<S> {
     /// Handles messages until the end, and waits for the requests in flight. `is_stopping` is asked when there
     /// are no more messages: whether the server ends, rather than the front-end.
     pub fn run(mut self, is_stopping: impl FnOnce() -> bool) {
+        let _client = self.device.export.disk.enter_client(ExportKind::VhostUser);
         let end = self.handle_messages();
         let lost = self.frontend.lost_memory();
         let mode = match is_stopping() && lost.is_none() {

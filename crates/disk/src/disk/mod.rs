@@ -29,7 +29,9 @@ use crate::durability::FlushTracker;
 use crate::layer::{BlockStatus, BlockStatusCache, Layer, MapEntry};
 use crate::options::{Access, Discard, Options};
 use crate::state::{StateFile, StatePage, TrackedFile};
-use crate::stats::Counters;
+use crate::stats::{
+    self, ClientGuard, Counters, DiskMetrics, ExportKind, HostStats, Operation, RequestTimer,
+};
 use crate::write::Writer;
 use quiesce::Quiesce;
 pub(crate) use quiesce::QuiescedGuard;
@@ -228,12 +230,39 @@ impl<S: Storage> Disk<S> {
 
     /// The counters.
     pub fn stats(&self) -> Counters {
-        let (image, data) = (self.format().storage(), self.format().data());
-        let stats = self.layer().stats();
-        if std::ptr::eq(image, data) {
-            return stats.read(&[image.stats()]);
-        }
-        stats.read(&[image.stats(), data.stats()])
+        self.metrics().counters()
+    }
+
+    /// All that it is measured by. For people who ask now and then: it reads the blocks of all threads.
+    pub fn metrics(&self) -> DiskMetrics {
+        let layers = (0..).map_while(|depth| self.layer().at_depth(depth));
+        let storages = layers.flat_map(|layer| {
+            let (image, data) = (layer.format().storage(), layer.format().data());
+            let data = (!std::ptr::eq(image, data)).then(|| data.stats());
+            std::iter::once(image.stats()).chain(data)
+        });
+        let storages: Vec<&HostStats> = storages.collect();
+        stats::gather(self.layer().stats(), &storages)
+    }
+
+    /// Counts a client that uses the disk by this kind of export, until the guard is dropped.
+    pub fn enter_client(&self, export: ExportKind) -> ClientGuard {
+        self.layer().stats().clients().enter(export)
+    }
+
+    /// Waits for a request's turn in an export, and counts the time as one in the [queue](crate::Stage::Queue).
+    pub async fn wait_turn<F: Future>(&self, operation: Operation, turn: F) -> F::Output {
+        self.layer().stats().wait(operation, turn).await
+    }
+
+    /// Counts a request that an export carries out by other calls than [`submit`](Self::submit), as one for block status.
+    pub fn measure(
+        &self,
+        export: ExportKind,
+        operation: Operation,
+        bytes: u64,
+    ) -> RequestTimer<'_> {
+        self.layer().stats().begin_operation(export, operation, bytes)
     }
 
     /// What the first bytes of `range` are, through all layers, and for how many bytes that holds (at

@@ -1,8 +1,8 @@
 //! The one choke point of all requests.
 //!
-//! 1. Every request is counted and checked against the size and the access of the disk, whatever the
+//! 1. Every request is counted, measured and checked against the size and the access of the disk, whatever the
 //!    export checked before.
-//! 2. A change waits while the image is changed as a whole ([`super::Quiesce`]), and claims its range
+//! 2. A change waits for its turn, which is measured apart: while the image is changed as a whole ([`super::Quiesce`]), and claims its range
 //!    ([`Writer::claim`](crate::write::Writer::claim)).
 //! 3. `layer` reads, `write` changes.
 //! 4. What the writes left to be made durable is completed, once ([`RequestSync`]).
@@ -13,8 +13,11 @@ use blockhouse_core::{
 };
 
 use super::Disk;
+use super::quiesce::WriteGuard;
+use crate::claims::Claim;
 use crate::durability::RequestSync;
 use crate::options::{Access, DetectZeroes, Discard};
+use crate::stats::{ExportKind, Operation};
 use crate::write::{CompressResult, ZeroOptions};
 
 impl<S: Storage> Disk<S> {
@@ -32,24 +35,39 @@ impl<S: Storage> Disk<S> {
     /// [`FastOnly`](Fallback::Forbidden) zero write that would be slow; or what the storage answered.
     /// After a failed flush every flush and durable write fails until the disk is opened anew.
     pub async fn submit(&self, request: Request) -> Result<()> {
-        let _counted = self.layer().stats().begin(&request);
+        self.submit_from(ExportKind::Local, request).await
+    }
+
+    /// As [`submit`](Self::submit), counted as a request of this kind of export.
+    ///
+    /// # Errors
+    /// As [`submit`](Self::submit).
+    pub async fn submit_from(&self, export: ExportKind, request: Request) -> Result<()> {
+        let timer = self.layer().stats().begin(export, &request);
+        let outcome = self.execute(request, timer.operation()).await;
+        timer.end(&outcome);
+        outcome
+    }
+
+    async fn execute(&self, request: Request, operation: Operation) -> Result<()> {
         let sync = match request {
             Request::Read { offset, into } => return self.submit_read(offset, into).await,
             Request::Write { offset, from, durability } => {
                 let (_guard, sync) =
-                    (self.quiesce.begin_write().await, self.begin_sync(durability));
-                self.submit_write(offset, from, &sync).await?;
+                    (self.begin_turn(operation).await, self.begin_sync(durability));
+                self.submit_write(offset, from, operation, &sync).await?;
                 sync
             }
             Request::WriteZeroes { range, unmap, fallback, durability } => {
                 let (_guard, sync) =
-                    (self.quiesce.begin_write().await, self.begin_sync(durability));
-                self.submit_zeroes(range, ZeroOptions { unmap, fallback }, &sync).await?;
+                    (self.begin_turn(operation).await, self.begin_sync(durability));
+                let how = ZeroOptions { unmap, fallback };
+                self.submit_zeroes(range, how, operation, &sync).await?;
                 sync
             }
             Request::Discard { range, durability } => {
                 let (_guard, sync) =
-                    (self.quiesce.begin_write().await, self.begin_sync(durability));
+                    (self.begin_turn(operation).await, self.begin_sync(durability));
                 self.submit_discard(range, &sync).await?;
                 sync
             }
@@ -75,7 +93,14 @@ impl<S: Storage> Disk<S> {
     /// As a write; `Unsupported` where the format has no compressed clusters, `InvalidInput` for
     /// anything but one cluster.
     pub async fn write_compressed(&self, offset: u64, bytes: &[u8]) -> Result<CompressResult> {
-        let _counted = self.layer().stats().begin_compressed(bytes.len());
+        let stats = self.layer().stats();
+        let timer = stats.begin_operation(ExportKind::Local, Operation::Write, bytes.len() as u64);
+        let outcome = self.execute_compressed(offset, bytes).await;
+        timer.end(&outcome);
+        outcome
+    }
+
+    async fn execute_compressed(&self, offset: u64, bytes: &[u8]) -> Result<CompressResult> {
         self.check_access(offset)?;
         let range = self.check_end(offset, bytes.len() as u64, ErrorKind::PastEnd)?;
         let cluster_size = self.check_one_cluster(range)?;
@@ -89,6 +114,16 @@ impl<S: Storage> Disk<S> {
     /// as the disk's options ask.
     fn begin_sync(&self, asked: Durability) -> RequestSync<'_, S> {
         RequestSync::new(self.format(), asked.max(self.options.durability))
+    }
+
+    /// Waits until the image may be changed.
+    async fn begin_turn(&self, operation: Operation) -> WriteGuard<'_> {
+        self.layer().stats().wait(operation, self.quiesce.begin_write()).await
+    }
+
+    /// Waits until no other change of these blocks is in the way.
+    async fn begin_claim(&self, operation: Operation, range: ByteRange) -> Claim<'_> {
+        self.layer().stats().wait(operation, self.writer.claim(range)).await
     }
 
     async fn submit_read(&self, offset: u64, into: IoVector) -> Result<()> {
@@ -105,6 +140,7 @@ impl<S: Storage> Disk<S> {
         &self,
         offset: u64,
         from: IoVector,
+        operation: Operation,
         sync: &RequestSync<'_, S>,
     ) -> Result<()> {
         self.check_access(offset)?;
@@ -117,10 +153,10 @@ impl<S: Storage> Disk<S> {
             // Zeros in the place of a guest's lost memory are not to be stored.
             from.check_intact()?;
             if is_zero {
-                return Box::pin(self.submit_zeroes(range, how, sync)).await;
+                return Box::pin(self.submit_zeroes(range, how, operation, sync)).await;
             }
         }
-        let claim = self.writer.claim(range).await;
+        let claim = self.begin_claim(operation, range).await;
         self.writer.write(range, from, sync, &claim).await
     }
 
@@ -138,6 +174,7 @@ impl<S: Storage> Disk<S> {
         &self,
         range: ByteRange,
         mut how: ZeroOptions,
+        operation: Operation,
         sync: &RequestSync<'_, S>,
     ) -> Result<()> {
         self.check_access(range.offset())?;
@@ -152,7 +189,7 @@ impl<S: Storage> Disk<S> {
         if self.options.discard == Discard::Ignore {
             how.unmap = Unmap::Forbidden;
         }
-        let claim = self.writer.claim(range).await;
+        let claim = self.begin_claim(operation, range).await;
         Box::pin(self.writer.write_zeroes(range, how, sync, &claim)).await
     }
 
@@ -168,7 +205,7 @@ impl<S: Storage> Disk<S> {
             return Ok(());
         }
         let whole = ByteRange::between(start, end);
-        let _claim = self.writer.claim(whole).await;
+        let _claim = self.begin_claim(Operation::Discard, whole).await;
         Box::pin(self.writer.discard(whole, sync)).await
     }
 

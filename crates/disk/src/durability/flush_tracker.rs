@@ -39,7 +39,7 @@ use blockhouse_core::{
 use super::decide::WriteMethod;
 use crate::options::{Access, FlushPolicy};
 use crate::state::{FlushRecord, StatePage, TrackedFile};
-use crate::stats::FlushStats;
+use crate::stats::{Content, HostOperation, HostStats};
 
 #[cfg(test)]
 mod tests;
@@ -63,7 +63,7 @@ pub(crate) struct FlushTracker<S> {
     fua_writes: Epochs,
     /// How many durable writes are in flight, by whatever method.
     durable_in_flight: AtomicUsize,
-    stats: FlushStats,
+    stats: HostStats,
 }
 
 /// The generations up to which data, and data with all metadata, is stable.
@@ -96,7 +96,7 @@ impl<S: Storage> FlushTracker<S> {
             flushes: Coalescer::default(),
             fua_writes: Epochs::new(),
             durable_in_flight: AtomicUsize::new(0),
-            stats: FlushStats::default(),
+            stats: HostStats::default(),
         }
     }
 
@@ -105,7 +105,7 @@ impl<S: Storage> FlushTracker<S> {
         &self.storage
     }
 
-    pub(crate) fn stats(&self) -> &FlushStats {
+    pub(crate) fn stats(&self) -> &HostStats {
         &self.stats
     }
 
@@ -168,31 +168,35 @@ impl<S: Storage> FlushTracker<S> {
     }
 
     /// A write that is stable when it succeeds.
-    async fn write_fua(&self, offset: u64, from: IoVector) -> Result<()> {
+    async fn write_fua(&self, content: Content, offset: u64, from: IoVector) -> Result<()> {
         self.check_failure()?;
         // Declared first, dropped last: a running flush sees the failure or the detached operation.
         let _in_flight = self.fua_writes.enter();
         let operation = self.begin_operation();
-        let outcome = self.storage.write(offset, from, Durability::Data).await;
+        let bytes = from.len() as u64;
+        let write = self.storage.write(offset, from, Durability::Data);
+        let outcome = self.stats.measure(HostOperation::WriteFua, content, bytes, write).await;
         if let Err(error) = &outcome
             && !error.is_confined()
         {
             self.fail(error);
         }
         operation.complete();
-        self.stats.durable_writes.add(1);
         outcome
     }
 
     /// A write that only a flush makes stable.
     async fn write_plain(
         &self,
+        content: Content,
         offset: u64,
         from: IoVector,
         write_cache: WriteCache,
     ) -> Result<()> {
         let operation = self.begin_operation();
-        let outcome = self.storage.write(offset, from, Durability::None).await;
+        let bytes = from.len() as u64;
+        let write = self.storage.write(offset, from, Durability::None);
+        let outcome = self.stats.measure(HostOperation::Write, content, bytes, write).await;
         match write_cache {
             WriteCache::Volatile => self.complete_unstable(operation),
             WriteCache::None => operation.complete(),
@@ -227,8 +231,9 @@ impl<S: Storage> FlushTracker<S> {
         let generation = self.write_generation.load(Ordering::SeqCst);
         loop {
             let detached = self.detached_operations.load(Ordering::SeqCst);
-            self.stats.issued.add(1);
-            let outcome = self.storage.flush(sync).await;
+            let flush = self.storage.flush(sync);
+            let outcome =
+                self.stats.measure(HostOperation::Flush, Content::Metadata, 0, flush).await;
             if let Err(error) = &outcome {
                 self.fail(error);
                 return outcome;
@@ -242,6 +247,78 @@ impl<S: Storage> FlushTracker<S> {
         self.check_failure()?;
         run.complete(|stable| stable.advance(generation, sync));
         Ok(())
+    }
+}
+
+/// What the disk does with guests' bytes. A format does the same with its metadata, through [`Storage`].
+impl<S: Storage> FlushTracker<S> {
+    /// As [`Storage::read`], of guests' bytes.
+    pub(crate) async fn read_data(&self, offset: u64, into: IoVector) -> Result<()> {
+        self.read_content(Content::Data, offset, into).await
+    }
+
+    /// As [`Storage::write`], of guests' bytes.
+    pub(crate) async fn write_data(
+        &self,
+        offset: u64,
+        from: IoVector,
+        durability: Durability,
+    ) -> Result<()> {
+        self.write_content(Content::Data, offset, from, durability).await
+    }
+
+    /// As [`Storage::write_zeroes`], of guests' bytes.
+    pub(crate) async fn write_data_zeroes(&self, range: ByteRange, unmap: Unmap) -> Result<()> {
+        self.zero_content(Content::Data, range, unmap).await
+    }
+
+    /// As [`Storage::discard`], of guests' bytes.
+    pub(crate) async fn discard_data(&self, range: ByteRange) -> Result<()> {
+        self.discard_content(Content::Data, range).await
+    }
+
+    async fn read_content(&self, content: Content, offset: u64, into: IoVector) -> Result<()> {
+        let bytes = into.len() as u64;
+        let read = self.storage.read(offset, into);
+        self.stats.measure(HostOperation::Read, content, bytes, read).await
+    }
+
+    async fn write_content(
+        &self,
+        content: Content,
+        offset: u64,
+        from: IoVector,
+        durability: Durability,
+    ) -> Result<()> {
+        let Capabilities { fua, group_commit, write_cache, .. } = self.capabilities();
+        let in_flight = InFlightCount::begin(&self.durable_in_flight, durability);
+        match WriteMethod::decide(durability, fua, group_commit, in_flight.count) {
+            WriteMethod::Plain => self.write_plain(content, offset, from, write_cache).await,
+            WriteMethod::Fua => self.write_fua(content, offset, from).await,
+            WriteMethod::PlainThenFlush(sync) => {
+                self.check_failure()?;
+                self.write_plain(content, offset, from, write_cache).await?;
+                self.flush(sync).await
+            }
+        }
+    }
+
+    async fn zero_content(&self, content: Content, range: ByteRange, unmap: Unmap) -> Result<()> {
+        let operation = self.begin_operation();
+        let zero = self.storage.write_zeroes(range, unmap);
+        let kind = HostOperation::WriteZeroes;
+        let outcome = self.stats.measure(kind, content, range.length(), zero).await;
+        self.complete_unstable(operation);
+        outcome
+    }
+
+    async fn discard_content(&self, content: Content, range: ByteRange) -> Result<()> {
+        let operation = self.begin_operation();
+        let discard = self.storage.discard(range);
+        let kind = HostOperation::Discard;
+        let outcome = self.stats.measure(kind, content, range.length(), discard).await;
+        self.complete_unstable(operation);
+        outcome
     }
 }
 
@@ -320,35 +397,19 @@ impl<S: Storage> Storage for FlushTracker<S> {
     }
 
     async fn read(&self, offset: u64, into: IoVector) -> Result<()> {
-        self.storage.read(offset, into).await
+        self.read_content(Content::Metadata, offset, into).await
     }
 
     async fn write(&self, offset: u64, from: IoVector, durability: Durability) -> Result<()> {
-        let Capabilities { fua, group_commit, write_cache, .. } = self.capabilities();
-        let in_flight = InFlightCount::begin(&self.durable_in_flight, durability);
-        match WriteMethod::decide(durability, fua, group_commit, in_flight.count) {
-            WriteMethod::Plain => self.write_plain(offset, from, write_cache).await,
-            WriteMethod::Fua => self.write_fua(offset, from).await,
-            WriteMethod::PlainThenFlush(sync) => {
-                self.check_failure()?;
-                self.write_plain(offset, from, write_cache).await?;
-                self.flush(sync).await
-            }
-        }
+        self.write_content(Content::Metadata, offset, from, durability).await
     }
 
     async fn write_zeroes(&self, range: ByteRange, unmap: Unmap) -> Result<()> {
-        let operation = self.begin_operation();
-        let outcome = self.storage.write_zeroes(range, unmap).await;
-        self.complete_unstable(operation);
-        outcome
+        self.zero_content(Content::Metadata, range, unmap).await
     }
 
     async fn discard(&self, range: ByteRange) -> Result<()> {
-        let operation = self.begin_operation();
-        let outcome = self.storage.discard(range).await;
-        self.complete_unstable(operation);
-        outcome
+        self.discard_content(Content::Metadata, range).await
     }
 
     async fn flush(&self, sync: SyncMode) -> Result<()> {
@@ -360,8 +421,10 @@ impl<S: Storage> Storage for FlushTracker<S> {
         loop {
             match self.turn(target, sync)? {
                 Turn::Covered => {
-                    let counter = if has_waited { &self.stats.shared } else { &self.stats.skipped };
-                    counter.add(1);
+                    match has_waited {
+                        true => self.stats.flush_shared(),
+                        false => self.stats.flush_skipped(),
+                    }
                     return Ok(());
                 }
                 Turn::Wait(ended) => ended.await,

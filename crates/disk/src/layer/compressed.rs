@@ -14,7 +14,7 @@ impl<S: Storage> Layer<S> {
         let is_aligned = (host | into.len() as u64) & (block - 1) == 0;
         // Where the disk is the storage only its end is not aligned, and the storage takes that as it is.
         if is_aligned || self.format.is_identity() {
-            return self.data().read(host, into).await;
+            return self.data().read_data(host, into).await;
         }
         Box::pin(self.read_misaligned(host, into)).await
     }
@@ -26,7 +26,7 @@ impl<S: Storage> Layer<S> {
             let outer = chunk.align_outward(self.block_size());
             let mut memory =
                 self.cluster_buffers.for_decompression(outer.length() as usize, 0).await?;
-            self.data().read(outer.offset(), memory.compressed.lend()).await?;
+            self.data().read_data(outer.offset(), memory.compressed.lend()).await?;
             let start = (chunk.offset() - outer.offset()) as usize;
             let length = chunk.length() as usize;
             into.copy_from(&memory.compressed.bytes()[start..start + length]);
@@ -67,7 +67,7 @@ impl<S: Storage> Layer<S> {
         let whole = guest.length() as usize;
         let mut memory =
             self.cluster_buffers.for_decompression(outer.length() as usize, whole).await?;
-        self.data().read(outer.offset(), memory.compressed.lend()).await?;
+        self.data().read_data(outer.offset(), memory.compressed.lend()).await?;
         let start = (host.offset() - outer.offset()) as usize;
         // What lies past the end of the file is no part of it, not even as zeros.
         let length = self.data().size().saturating_sub(host.offset()).min(host.length());

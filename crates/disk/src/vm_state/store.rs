@@ -102,7 +102,7 @@ async fn write_parts<S: Storage>(
         let rest = vector.split_off((end - start) as usize);
         let part = std::mem::replace(&mut vector, rest);
         at = end;
-        writes.push(disk.layer().data().write(*host, part, Durability::None));
+        writes.push(disk.layer().data().write_data(*host, part, Durability::None));
     }
     drop(vector);
     join_all(writes).await.into_iter().collect()
@@ -151,7 +151,7 @@ async fn write_clusters<S: Storage>(
         }
         memory[at..].fill(0);
         let from = buffer.lend_range(0, length);
-        disk.layer().data().write(place.offset(), from, Durability::None).await?;
+        disk.layer().data().write_data(place.offset(), from, Durability::None).await?;
     }
     Ok(placed)
 }
@@ -171,12 +171,12 @@ pub(super) async fn read_back<S: Storage>(
             }
             Some(VmStateCluster::Data(host)) => {
                 let into = buffer.lend_range(start, cluster_size);
-                disk.layer().data().read(host, into).await?;
+                disk.layer().data().read_data(host, into).await?;
             }
             Some(VmStateCluster::Compressed(place)) => {
                 let outer = place.align_outward(disk.layer().block_size());
                 let mut compressed = Buffer::new(outer.length() as usize);
-                disk.layer().data().read(outer.offset(), compressed.lend()).await?;
+                disk.layer().data().read_data(outer.offset(), compressed.lend()).await?;
                 let skipped = (place.offset() - outer.offset()) as usize;
                 let compressed = &compressed.bytes()[skipped..skipped + place.length() as usize];
                 let into = &mut buffer.bytes_mut()[start..start + cluster_size];

@@ -42,7 +42,7 @@ impl<S: Storage> Writer<S> {
         content.copy_from_slice(&compressed);
         padding.fill(0);
         extent.begin_io();
-        let outcome = self.layer.data().write(host, memory.lend(), Durability::None).await;
+        let outcome = self.layer.data().write_data(host, memory.lend(), Durability::None).await;
         extent.complete(outcome, Durability::None).await?;
         sync.note_plain_operation();
         Ok(CompressResult::Compressed)

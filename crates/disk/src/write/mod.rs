@@ -194,7 +194,7 @@ impl<S: Storage> Writer<S> {
             false => None,
         };
         extent.begin_io();
-        let outcome = self.layer.data().write(host, from, durability).await;
+        let outcome = self.layer.data().write_data(host, from, durability).await;
         // Before the link, which may itself wait for a writeback. On another loop's thread the writeback
         // may begin between the two: then one more follows.
         drop(data_write);

@@ -108,7 +108,7 @@ impl<S: Storage> Writer<S> {
         // New space may lie past the end, where a zero write would be no write at all.
         let is_inside = host.end() <= self.layer.data().size();
         if self.layer.data().capabilities().write_zeroes == Offload::Available && is_inside {
-            match self.layer.data().write_zeroes(host, how.unmap).await {
+            match self.layer.data().write_data_zeroes(host, how.unmap).await {
                 Err(error) if error.kind() == ErrorKind::Unsupported => {}
                 outcome => {
                     sync.note_plain_operation();
@@ -129,7 +129,7 @@ impl<S: Storage> Writer<S> {
         while !rest.is_empty() {
             let chunk = rest.truncate(CHUNK_SIZE as u64);
             let vector = zeros.lend_range(0, chunk.length() as usize);
-            self.layer.data().write(chunk.offset(), vector, durability).await?;
+            self.layer.data().write_data(chunk.offset(), vector, durability).await?;
             rest = rest.skip(chunk.length());
         }
         Ok(())
@@ -186,7 +186,7 @@ impl<S: Storage> Writer<S> {
         if storage.capabilities().discard == Offload::Unavailable || !is_inside {
             return Ok(());
         }
-        match storage.discard(whole).await {
+        match storage.discard_data(whole).await {
             Err(error) if error.kind() == ErrorKind::Unsupported => Ok(()),
             outcome => outcome,
         }

@@ -10,6 +10,7 @@ mod crashed;
 mod detect_zeroes;
 mod durability;
 mod flush;
+mod metrics;
 mod model;
 mod packed;
 mod qcow2_crash;

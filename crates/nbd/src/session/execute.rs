@@ -3,6 +3,7 @@
 use std::rc::Rc;
 
 use blockhouse_core::{Buffer, Request, Result, Storage};
+use blockhouse_disk::{ExportKind, Operation};
 use blockhouse_engine::spawn_detached;
 
 use super::block_status;
@@ -56,12 +57,17 @@ async fn execute<S: Storage>(
     let request = match *command {
         Command::Read { offset, length } => return read(state, to, offset, length as usize).await,
         Command::BlockStatus { range, req_one } => {
-            return block_status::describe(state, to, range, req_one).await;
+            let (operation, bytes) = (Operation::BlockStatus, range.length());
+            let timer = state.disk.measure(ExportKind::Nbd, operation, bytes);
+            let reply = block_status::describe(state, to, range, req_one).await;
+            timer.end(&reply);
+            return reply;
         }
         Command::Write { offset, durability, .. } => {
             let mut payload = payload.expect("the reader gives every write its payload");
             let from = payload.lend();
-            state.disk.submit(Request::Write { offset, from, durability }).await?;
+            let write = Request::Write { offset, from, durability };
+            state.disk.submit_from(ExportKind::Nbd, write).await?;
             return Ok(Reply::Success(SuccessForm::Shortest));
         }
         Command::WriteZeroes { range, unmap, fallback, durability } => {
@@ -72,7 +78,7 @@ async fn execute<S: Storage>(
         Command::Cache { range } => Request::Prefetch { range },
         Command::Empty(_) | Command::Disconnect => unreachable!("the reader handles these"),
     };
-    state.disk.submit(request).await?;
+    state.disk.submit_from(ExportKind::Nbd, request).await?;
     Ok(Reply::Success(SuccessForm::Shortest))
 }
 
@@ -84,7 +90,7 @@ async fn read<S: Storage>(
 ) -> Result<Reply> {
     let mut buffer = state.pool.get(HEAD_ROOM + length)?;
     let into = buffer.lend_range(HEAD_ROOM, length);
-    state.disk.submit(Request::Read { offset, into }).await?;
+    state.disk.submit_from(ExportKind::Nbd, Request::Read { offset, into }).await?;
     let framing = state.options.framing;
     let start = HEAD_ROOM - read_head_length(framing);
     encode_read_head(&mut buffer.bytes_mut()[start..], framing, to, length);

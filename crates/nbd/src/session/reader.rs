@@ -122,7 +122,8 @@ impl<S: Storage> Reader<S> {
     /// Gives a request to a handler, with its payload.
     async fn accept(&mut self, header: &RequestHeader, command: Command) -> Result<(), End> {
         let to = ReplyTo { cookie: header.cookie, offset: header.offset };
-        let permit = self.state.in_flight.acquire(footprint(&command)).await;
+        let permit = self.state.in_flight.acquire(footprint(&command));
+        let permit = self.state.disk.wait_turn(command.operation(), permit).await;
         let payload = match command {
             Command::Write { length, .. } => match self.state.pool.get(length as usize) {
                 Ok(buffer) => Some(self.receive_payload(header, buffer).await?),

@@ -5,6 +5,7 @@ use std::pin::pin;
 use std::rc::Rc;
 
 use blockhouse_core::{ErrorKind, Request, Result, Storage, WorkBudget};
+use blockhouse_disk::ExportKind;
 use blockhouse_engine::spawn_detached;
 
 use super::command::StopMode;
@@ -189,7 +190,7 @@ async fn submit<S: Storage>(
     queue: &Rc<Queue<S>>,
     request: Request,
 ) -> (Result<()>, CompletionKind) {
-    let mut submit = pin!(queue.disk.submit(request));
+    let mut submit = pin!(queue.disk.submit_from(ExportKind::VhostUser, request));
     let mut kind = CompletionKind::Inline;
     let outcome = poll_fn(|context| {
         let poll = submit.as_mut().poll(context);

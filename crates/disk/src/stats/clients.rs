@@ -1,0 +1,50 @@
+//! Clients: connections and front-ends, now and ever.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use super::labels::ExportKind;
+use super::reading::ClientMetrics;
+
+/// The clients of one disk. Shared by threads: clients come and go seldom.
+#[derive(Debug, Default)]
+pub(crate) struct Clients([Kind; ExportKind::ALL.len()]);
+
+#[derive(Debug, Default)]
+struct Kind {
+    came: AtomicU64,
+    left: AtomicU64,
+}
+
+/// A client of a disk, counted until it is dropped.
+#[must_use]
+pub struct ClientGuard {
+    clients: Arc<Clients>,
+    export: ExportKind,
+}
+
+impl Clients {
+    pub(crate) fn enter(self: &Arc<Self>, export: ExportKind) -> ClientGuard {
+        self.0[export as usize].came.fetch_add(1, Ordering::Relaxed);
+        ClientGuard { clients: Arc::clone(self), export }
+    }
+
+    /// Of each kind of export that had a client.
+    pub(super) fn read(&self) -> Vec<ClientMetrics> {
+        let read = |export: ExportKind| {
+            let Kind { came, left } = &self.0[export as usize];
+            // In this order, so that one that leaves meanwhile counts as there.
+            let left = left.load(Ordering::Relaxed);
+            let came = came.load(Ordering::Relaxed);
+            ClientMetrics { export, connected: came.saturating_sub(left), connections: came }
+        };
+        let all = ExportKind::ALL.into_iter().map(read);
+        all.filter(|one| one.connections > 0).collect()
+    }
+}
+
+impl Drop for ClientGuard {
+    fn drop(&mut self) {
+        self.clients.0[self.export as usize].left.fetch_add(1, Ordering::Relaxed);
+    }
+}

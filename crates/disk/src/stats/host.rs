@@ -1,0 +1,114 @@
+//! Operations at a storage, as they reach the host: how many, how large, how long, how they ended.
+
+use std::future::Future;
+use std::sync::OnceLock;
+
+use blockhouse_core::Result;
+use blockhouse_core::metrics::{Counter, Histogram, PerThread, clock};
+
+use super::errors::Errors;
+use super::labels::{HostOperation, Stage};
+use super::reading::StageMetrics;
+
+/// What an operation at a storage moves.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Content {
+    /// Guests' bytes.
+    Data,
+    /// The image's metadata.
+    Metadata,
+}
+
+/// What was done at a storage, and what was spared.
+#[derive(Debug, Default)]
+pub(crate) struct HostStats {
+    blocks: PerThread<Block>,
+}
+
+/// One thread's share.
+#[derive(Debug, Default)]
+struct Block {
+    skipped_flushes: Counter,
+    shared_flushes: Counter,
+    operations: [[OnceLock<Box<Operations>>; HostOperation::ALL.len()]; CONTENTS.len()],
+}
+
+const CONTENTS: [Content; 2] = [Content::Data, Content::Metadata];
+
+#[derive(Debug, Default)]
+struct Operations {
+    bytes: Counter,
+    durations: Histogram,
+    errors: Errors,
+}
+
+impl HostStats {
+    /// Carries out an operation on so many bytes, and records it when it has completed.
+    pub(crate) async fn measure(
+        &self,
+        operation: HostOperation,
+        content: Content,
+        bytes: u64,
+        outcome: impl Future<Output = Result<()>>,
+    ) -> Result<()> {
+        let began = clock::now();
+        let outcome = outcome.await;
+        let block = self.blocks.mine();
+        let operations = &block.operations[content as usize][operation as usize];
+        let operations = operations.get_or_init(Box::default);
+        operations.bytes.add(bytes);
+        operations.durations.record(clock::now().nanoseconds_since(began));
+        if let Err(error) = &outcome {
+            operations.errors.count(error.errno());
+        }
+        outcome
+    }
+
+    /// A flush found everything stable.
+    pub(crate) fn flush_skipped(&self) {
+        self.blocks.mine().skipped_flushes.add(1);
+    }
+
+    /// Another flush covered this one.
+    pub(crate) fn flush_shared(&self) {
+        self.blocks.mine().shared_flushes.add(1);
+    }
+
+    pub(super) fn skipped_flushes(&self) -> u64 {
+        self.blocks.sum(|block| block.skipped_flushes.get())
+    }
+
+    pub(super) fn shared_flushes(&self) -> u64 {
+        self.blocks.sum(|block| block.shared_flushes.get())
+    }
+
+    /// Of each operation and content that there was.
+    pub(super) fn operations(&self) -> impl Iterator<Item = StageMetrics> {
+        let all = CONTENTS.into_iter();
+        let all = all.flat_map(|content| HostOperation::ALL.map(|one| (content, one)));
+        all.filter_map(|(content, operation)| self.operations_of(content, operation))
+    }
+
+    fn operations_of(&self, content: Content, operation: HostOperation) -> Option<StageMetrics> {
+        let blocks = self.blocks.iter();
+        let mut blocks = blocks
+            .filter_map(|block| block.operations[content as usize][operation as usize].get())
+            .peekable();
+        blocks.peek()?;
+        let mut metrics = StageMetrics::new(stage_of(content, operation), operation);
+        for block in blocks {
+            metrics.bytes += block.bytes.get();
+            metrics.durations.add(&block.durations.read());
+            block.errors.add_to(&mut metrics.errors);
+        }
+        Some(metrics)
+    }
+}
+
+fn stage_of(content: Content, operation: HostOperation) -> Stage {
+    match (content, operation) {
+        (_, HostOperation::Flush) => Stage::Flush,
+        (Content::Data, _) => Stage::Host,
+        (Content::Metadata, _) => Stage::Metadata,
+    }
+}

@@ -1,0 +1,152 @@
+//! By what is told apart what a disk is measured by. The names are those of the metrics' labels (docs/metrics.md).
+
+use blockhouse_core::{Durability, Request};
+
+/// The kind of export that a request comes from.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ExportKind {
+    /// The program itself: jobs, tools, embedders.
+    Local,
+    /// An NBD client.
+    Nbd,
+    /// A guest's virtqueue.
+    VhostUser,
+}
+
+impl ExportKind {
+    /// All of them, in the order of their numbers.
+    pub const ALL: [Self; 3] = [Self::Local, Self::Nbd, Self::VhostUser];
+
+    /// As in labels.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::Local => "local",
+            Self::Nbd => "nbd",
+            Self::VhostUser => "vhost-user",
+        }
+    }
+}
+
+/// What a request asks of a disk.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Operation {
+    /// A read.
+    Read,
+    /// A write that a later flush makes durable.
+    Write,
+    /// A write that is durable when it completes.
+    WriteFua,
+    /// Zeros, without their bytes.
+    WriteZeroes,
+    /// A discard.
+    Discard,
+    /// A flush.
+    Flush,
+    /// A question about what is allocated, as NBD's block status.
+    BlockStatus,
+    /// A hint that a range will be read, as NBD's cache command.
+    Prefetch,
+}
+
+impl Operation {
+    /// All of them, in the order of their numbers.
+    pub const ALL: [Self; 8] = [
+        Self::Read,
+        Self::Write,
+        Self::WriteFua,
+        Self::WriteZeroes,
+        Self::Discard,
+        Self::Flush,
+        Self::BlockStatus,
+        Self::Prefetch,
+    ];
+
+    /// That of a request, and the bytes that it is about.
+    pub(crate) fn of(request: &Request) -> (Self, u64) {
+        match request {
+            Request::Read { into, .. } => (Self::Read, into.len() as u64),
+            Request::Write { from, durability: Durability::None, .. } => {
+                (Self::Write, from.len() as u64)
+            }
+            Request::Write { from, .. } => (Self::WriteFua, from.len() as u64),
+            Request::WriteZeroes { range, .. } => (Self::WriteZeroes, range.length()),
+            Request::Discard { range, .. } => (Self::Discard, range.length()),
+            Request::Flush => (Self::Flush, 0),
+            Request::Prefetch { range } => (Self::Prefetch, range.length()),
+        }
+    }
+
+    /// As in labels.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::Read => "read",
+            Self::Write => "write",
+            Self::WriteFua => "write_fua",
+            Self::WriteZeroes => "write_zeroes",
+            Self::Discard => "discard",
+            Self::Flush => "flush",
+            Self::BlockStatus => "block_status",
+            Self::Prefetch => "prefetch",
+        }
+    }
+}
+
+/// What is done at a storage.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum HostOperation {
+    /// A read.
+    Read,
+    /// A write without FUA.
+    Write,
+    /// A write with native FUA.
+    WriteFua,
+    /// A range made zeros without writing them.
+    WriteZeroes,
+    /// Space given back.
+    Discard,
+    /// A flush.
+    Flush,
+}
+
+impl HostOperation {
+    /// All of them, in the order of their numbers.
+    pub const ALL: [Self; 6] =
+        [Self::Read, Self::Write, Self::WriteFua, Self::WriteZeroes, Self::Discard, Self::Flush];
+
+    /// As in labels.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::Read => "read",
+            Self::Write => "write",
+            Self::WriteFua => "write_fua",
+            Self::WriteZeroes => "write_zeroes",
+            Self::Discard => "discard",
+            Self::Flush => "flush",
+        }
+    }
+}
+
+/// Where requests spend their time.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Stage {
+    /// In a queue of this program: until the image may be changed, and the range is free of other changes.
+    Queue,
+    /// At the host, for data.
+    Host,
+    /// At the host, for the image's metadata.
+    Metadata,
+    /// At the host, for a flush.
+    Flush,
+}
+
+impl Stage {
+    /// As in labels.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::Queue => "queue",
+            Self::Host => "host",
+            Self::Metadata => "metadata",
+            Self::Flush => "flush",
+        }
+    }
+}

@@ -1,0 +1,181 @@
+//! Readings of what a disk is measured by.
+
+use blockhouse_core::metrics::HistogramReading;
+
+use super::labels::{ExportKind, HostOperation, Operation, Stage};
+
+/// A reading of a disk's counters, all since it was opened.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Counters {
+    /// Reads asked for.
+    pub reads: u64,
+    /// Bytes asked for by reads.
+    pub read_bytes: u64,
+    /// Writes asked for.
+    pub writes: u64,
+    /// Bytes given by writes.
+    pub written_bytes: u64,
+    /// Zero writes asked for.
+    pub zero_writes: u64,
+    /// Discards asked for.
+    pub discards: u64,
+    /// Flushes asked for.
+    pub flushes: u64,
+    /// Requests in flight.
+    pub in_flight: u64,
+    /// Pieces of requests that were copied because they were not aligned.
+    pub bounced: u64,
+    /// Compressed clusters that were decompressed.
+    pub decompressed: u64,
+    /// Writes that reached the storage with native FUA.
+    pub durable_writes: u64,
+    /// Flushes that reached the storage.
+    pub flushes_issued: u64,
+    /// Flushes that found everything stable.
+    pub flushes_skipped: u64,
+    /// Flushes that another one covered.
+    pub flushes_shared: u64,
+}
+
+/// All that a disk is measured by, since it was opened. What was done at the host includes its data file and its backing
+/// files.
+#[derive(Clone, Debug, Default)]
+#[non_exhaustive]
+pub struct DiskMetrics {
+    /// Of each kind of export and operation that there was.
+    pub requests: Vec<RequestMetrics>,
+    /// Of each stage and operation that there was.
+    pub stages: Vec<StageMetrics>,
+    /// Of each kind of export that had a client.
+    pub clients: Vec<ClientMetrics>,
+    /// Requests in flight.
+    pub in_flight: u64,
+    /// Pieces of requests that were copied because they were not aligned.
+    pub bounced: u64,
+    /// Compressed clusters that were decompressed.
+    pub decompressed: u64,
+    /// Flushes that found everything stable.
+    pub flushes_skipped: u64,
+    /// Flushes that another one covered.
+    pub flushes_shared: u64,
+}
+
+/// Clients of one kind of export: NBD connections in their transmission phase, front-ends.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct ClientMetrics {
+    /// The kind.
+    pub export: ExportKind,
+    /// How many there are.
+    pub connected: u64,
+    /// How many there were so far, those included.
+    pub connections: u64,
+}
+
+/// Requests of one operation from one kind of export.
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub struct RequestMetrics {
+    /// Where they come from.
+    pub export: ExportKind,
+    /// What they ask for.
+    pub operation: Operation,
+    /// How many were submitted.
+    pub started: u64,
+    /// The bytes that they are about.
+    pub bytes: u64,
+    /// From submission to completion, of those that completed, failed ones included.
+    pub durations: HistogramReading,
+    /// Those that failed.
+    pub errors: Vec<ErrorCount>,
+}
+
+/// One stage of requests of one operation.
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub struct StageMetrics {
+    /// The stage.
+    pub stage: Stage,
+    /// The label of an [`Operation`] for [`Stage::Queue`], else of a [`HostOperation`].
+    pub operation: &'static str,
+    /// The bytes that were moved.
+    pub bytes: u64,
+    /// How long each took.
+    pub durations: HistogramReading,
+    /// Those that failed.
+    pub errors: Vec<ErrorCount>,
+}
+
+/// How often something failed with one errno.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ErrorCount {
+    /// The errno; 0 for those that Linux does not have.
+    pub errno: i32,
+    /// How often.
+    pub count: u64,
+}
+
+impl ErrorCount {
+    /// Adds it to a list, which stays sorted by errno and without repetitions.
+    pub(super) fn add_to(self, all: &mut Vec<Self>) {
+        match all.binary_search_by_key(&self.errno, |one| one.errno) {
+            Ok(index) => all[index].count += self.count,
+            Err(index) => all.insert(index, self),
+        }
+    }
+}
+
+impl RequestMetrics {
+    pub(super) fn new(export: ExportKind, operation: Operation) -> Self {
+        let (started, bytes, errors) = (0, 0, Vec::new());
+        Self { export, operation, started, bytes, durations: HistogramReading::default(), errors }
+    }
+}
+
+impl StageMetrics {
+    pub(super) fn new(stage: Stage, operation: HostOperation) -> Self {
+        let (bytes, durations) = (0, HistogramReading::default());
+        Self { stage, operation: operation.as_str(), bytes, durations, errors: Vec::new() }
+    }
+}
+
+impl DiskMetrics {
+    /// In short.
+    pub fn counters(&self) -> Counters {
+        let requests = |operations: &[Operation], number: fn(&RequestMetrics) -> u64| -> u64 {
+            let wanted = self.requests.iter().filter(|one| operations.contains(&one.operation));
+            wanted.map(number).sum()
+        };
+        let at_host = |operation: HostOperation| -> u64 {
+            let at_host = self.stages.iter().filter(|one| one.stage != Stage::Queue);
+            let wanted = at_host.filter(|one| one.operation == operation.as_str());
+            wanted.map(|one| one.durations.count()).sum()
+        };
+        let writes = [Operation::Write, Operation::WriteFua];
+        Counters {
+            reads: requests(&[Operation::Read], |one| one.started),
+            read_bytes: requests(&[Operation::Read], |one| one.bytes),
+            writes: requests(&writes, |one| one.started),
+            written_bytes: requests(&writes, |one| one.bytes),
+            zero_writes: requests(&[Operation::WriteZeroes], |one| one.started),
+            discards: requests(&[Operation::Discard], |one| one.started),
+            flushes: requests(&[Operation::Flush], |one| one.started),
+            in_flight: self.in_flight,
+            bounced: self.bounced,
+            decompressed: self.decompressed,
+            durable_writes: at_host(HostOperation::WriteFua),
+            flushes_issued: at_host(HostOperation::Flush),
+            flushes_skipped: self.flushes_skipped,
+            flushes_shared: self.flushes_shared,
+        }
+    }
+}
+
+impl StageMetrics {
+    pub(super) fn add(&mut self, other: &Self) {
+        self.bytes += other.bytes;
+        self.durations.add(&other.durations);
+        other.errors.iter().for_each(|count| count.add_to(&mut self.errors));
+    }
+}

@@ -1,0 +1,192 @@
+//! Requests: how many, how large, how long, how they ended, and how long they waited for their turn.
+
+use std::future::{Future, poll_fn};
+use std::pin::pin;
+use std::sync::{Arc, OnceLock};
+
+use blockhouse_core::metrics::{Counter, Histogram, HistogramReading, PerThread, Timestamp, clock};
+use blockhouse_core::{Request, Result};
+
+use super::clients::Clients;
+use super::errors::Errors;
+use super::labels::{ExportKind, Operation, Stage};
+use super::reading::{RequestMetrics, StageMetrics};
+
+/// What requests of one disk did.
+#[derive(Debug, Default)]
+pub(crate) struct Stats {
+    blocks: PerThread<Block>,
+    clients: Arc<Clients>,
+}
+
+/// One thread's share.
+#[derive(Debug, Default)]
+struct Block {
+    started: Counter,
+    ended: Counter,
+    bounced: Counter,
+    decompressed: Counter,
+    requests: [[OnceLock<Box<Requests>>; Operation::ALL.len()]; ExportKind::ALL.len()],
+    waits: [OnceLock<Box<Histogram>>; Operation::ALL.len()],
+}
+
+/// Requests of one operation that come from one kind of export.
+#[derive(Debug, Default)]
+struct Requests {
+    started: Counter,
+    bytes: Counter,
+    durations: Histogram,
+    errors: Errors,
+}
+
+/// A request in flight, until it is dropped. One that is dropped before it [ends](Self::end) was cancelled: it counts as
+/// started, and has no duration.
+#[must_use]
+pub struct RequestTimer<'a> {
+    stats: &'a Stats,
+    export: ExportKind,
+    operation: Operation,
+    began: Timestamp,
+}
+
+impl Block {
+    fn requests(&self, export: ExportKind, operation: Operation) -> &Requests {
+        self.requests[export as usize][operation as usize].get_or_init(Box::default)
+    }
+}
+
+impl Stats {
+    /// Counts a request in.
+    pub(crate) fn begin(&self, export: ExportKind, request: &Request) -> RequestTimer<'_> {
+        let (operation, bytes) = Operation::of(request);
+        self.begin_operation(export, operation, bytes)
+    }
+
+    /// Counts a request in that is about so many bytes.
+    pub(crate) fn begin_operation(
+        &self,
+        export: ExportKind,
+        operation: Operation,
+        bytes: u64,
+    ) -> RequestTimer<'_> {
+        let block = self.blocks.mine();
+        block.started.add(1);
+        let requests = block.requests(export, operation);
+        requests.started.add(1);
+        requests.bytes.add(bytes);
+        RequestTimer { stats: self, export, operation, began: clock::now() }
+    }
+
+    /// The clients.
+    pub(crate) fn clients(&self) -> &Arc<Clients> {
+        &self.clients
+    }
+
+    pub(crate) fn bounced(&self) {
+        self.blocks.mine().bounced.add(1);
+    }
+
+    pub(crate) fn decompressed(&self) {
+        self.blocks.mine().decompressed.add(1);
+    }
+
+    /// Waits for a request's turn, and records how long if that took a wait at all.
+    pub(crate) async fn wait<F: Future>(&self, operation: Operation, turn: F) -> F::Output {
+        let mut turn = pin!(turn);
+        let mut began = None;
+        let output = poll_fn(|context| {
+            let poll = turn.as_mut().poll(context);
+            if poll.is_pending() {
+                began.get_or_insert_with(clock::now);
+            }
+            poll
+        })
+        .await;
+        if let Some(began) = began {
+            let waits = self.blocks.mine().waits[operation as usize].get_or_init(Box::default);
+            waits.record(clock::now().nanoseconds_since(began));
+        }
+        output
+    }
+
+    /// A sum over all threads: requests that have begun and not ended, those copied for alignment, those decompressed.
+    pub(super) fn totals(&self) -> Totals {
+        // Ends first: a request that ends meanwhile then counts as in flight, never as minus one.
+        let ended = self.blocks.sum(|block| block.ended.get());
+        Totals {
+            in_flight: self.blocks.sum(|block| block.started.get()).saturating_sub(ended),
+            bounced: self.blocks.sum(|block| block.bounced.get()),
+            decompressed: self.blocks.sum(|block| block.decompressed.get()),
+        }
+    }
+
+    /// Of each export and operation that there were requests of.
+    pub(super) fn requests(&self) -> Vec<RequestMetrics> {
+        let all = ExportKind::ALL.into_iter();
+        let all = all.flat_map(|export| Operation::ALL.map(|operation| (export, operation)));
+        all.filter_map(|(export, operation)| self.requests_of(export, operation)).collect()
+    }
+
+    fn requests_of(&self, export: ExportKind, operation: Operation) -> Option<RequestMetrics> {
+        let blocks = self.blocks.iter();
+        let mut blocks = blocks
+            .filter_map(|block| block.requests[export as usize][operation as usize].get())
+            .peekable();
+        blocks.peek()?;
+        let mut metrics = RequestMetrics::new(export, operation);
+        for block in blocks {
+            // In this order: what was started is never less than what has ended.
+            metrics.durations.add(&block.durations.read());
+            block.errors.add_to(&mut metrics.errors);
+            metrics.started += block.started.get();
+            metrics.bytes += block.bytes.get();
+        }
+        Some(metrics)
+    }
+
+    /// The waits of each operation that had to wait.
+    pub(super) fn waits(&self) -> impl Iterator<Item = StageMetrics> {
+        Operation::ALL.into_iter().filter_map(|operation| {
+            let mut durations = HistogramReading::default();
+            let blocks = self.blocks.iter();
+            let waits = blocks.filter_map(|block| block.waits[operation as usize].get());
+            waits.for_each(|waits| durations.add(&waits.read()));
+            (durations.count() > 0).then(|| StageMetrics {
+                stage: Stage::Queue,
+                operation: operation.as_str(),
+                bytes: 0,
+                durations,
+                errors: Vec::new(),
+            })
+        })
+    }
+}
+
+/// See [`Stats::totals`].
+pub(super) struct Totals {
+    pub(super) in_flight: u64,
+    pub(super) bounced: u64,
+    pub(super) decompressed: u64,
+}
+
+impl RequestTimer<'_> {
+    /// What the request asks for.
+    pub(crate) fn operation(&self) -> Operation {
+        self.operation
+    }
+
+    /// Records the duration and the outcome.
+    pub fn end<T>(self, outcome: &Result<T>) {
+        let requests = self.stats.blocks.mine().requests(self.export, self.operation);
+        requests.durations.record(clock::now().nanoseconds_since(self.began));
+        if let Err(error) = outcome {
+            requests.errors.count(error.errno());
+        }
+    }
+}
+
+impl Drop for RequestTimer<'_> {
+    fn drop(&mut self) {
+        self.stats.blocks.mine().ended.add(1);
+    }
+}
