@@ -13,24 +13,32 @@
 //!
 //! A death between any two of these steps leaves a file that the next opening finds.
 
+mod examine;
+mod keep;
+mod modification;
+mod pending;
+
 use std::io;
 use std::path::Path;
-use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-use blockhouse_core::{Error, Result, Storage};
+use blockhouse_core::{Result, Storage};
 use blockhouse_engine::HostFile;
 use blockhouse_format::Replay;
-use rustix::fs::{FileType, Stat, fstat};
 
 use super::image_options::{ImageOptions, StateUse};
-use super::lock::{Locked, is_being_written};
+use super::lock::Locked;
 use crate::disk::Disk;
 use crate::options::Access;
-use crate::state::{FoundState, ImageIdentity, Owner, StateDir, StateFile, StatePage, TrackedFile};
+use crate::state::{FoundState, Owner, StateDir, StateFile, StatePage};
+use examine::{owner_of, status_of};
+use keep::{FILES, make_state};
+use modification::modified_since;
+use pending::{warn_of_pending, warn_of_session};
 
-/// How much later than the last write a file may be modified: the clock of file systems has ticks, and a write is
-/// stamped a moment before and after it is made.
-const MODIFICATION_SLACK: Duration = Duration::from_secs(2);
+pub(super) use keep::FutureState;
+pub use keep::NOT_KEPT;
+pub use pending::PendingChanges;
+pub(super) use pending::has_state;
 
 /// What an image that is being opened has to do with state files.
 pub(super) enum Restore {
@@ -103,8 +111,7 @@ impl Restore {
 impl Writer {
     fn new(file: &HostFile, path: &Path, dir: StateDir, uses: StateUse) -> Result<Self> {
         let owner = owner_of(file, path, &dir)?;
-        let status = fstat(file.descriptor())
-            .map_err(|error| Error::host("cannot examine", error.into()).on(file.name()))?;
+        let status = status_of(file)?;
         let found = match StateFile::find(&dir, owner.image)? {
             FoundState::Usable(found) => Some(found),
             FoundState::Nothing => None,
@@ -217,168 +224,4 @@ impl Writer {
         }
         Ok(disk)
     }
-}
-
-/// Makes the state file of a disk whose log is empty, in the place of any other one, with failures of flushes.
-fn make_state(
-    disk: &Disk<HostFile>,
-    dir: &StateDir,
-    owner: &Owner,
-    failures: [Option<i32>; 2],
-) -> Result<()> {
-    // The image may never be written to while the log fills: a data file has the data.
-    let file = disk.format().storage().storage();
-    let status = fstat(file.descriptor());
-    let status =
-        status.map_err(|error| Error::host("cannot examine", error.into()).on(file.name()))?;
-    let opened = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
-    let unchanged_since = opened.max(modification_time(&status).unwrap_or_default());
-    let fill = |page: &StatePage| {
-        page.raise_last_write(unchanged_since.as_nanos() as u64);
-        for (file, errno) in FILES.into_iter().zip(failures) {
-            if let Some(errno) = errno {
-                page.set_failure(file, errno);
-            }
-        }
-    };
-    let state = StateFile::create(dir, owner, disk.format().redo_log_words(), fill)?;
-    tracing::debug!("{}: answers are kept in {}", disk.name(), state.path());
-    if state.log().words() > 0 {
-        disk.format().attach_redo_log(state.log());
-    }
-    disk.keep_state(state);
-    Ok(())
-}
-
-/// The state file that the new owner of an image makes which another process hands over. Until then that process has
-/// the state file, whose log is empty.
-pub(super) struct FutureState {
-    dir: StateDir,
-    owner: Owner,
-}
-
-impl FutureState {
-    /// Of a disk that is opened; `None` where none is kept.
-    pub(super) fn of(disk: &Disk<HostFile>, path: &Path, uses: &StateUse) -> Option<Self> {
-        let (StateUse::Keep(dir) | StateUse::TryKeep(dir)) = uses else { return None };
-        if disk.access() == Access::ReadOnly {
-            return None;
-        }
-        let owner = owner_of(disk.format().storage().storage(), path, dir);
-        let owner =
-            owner.inspect_err(|error| tracing::warn!("{}: {NOT_KEPT}: {error}", disk.name()));
-        Some(Self { dir: dir.clone(), owner: owner.ok()? })
-    }
-
-    /// Makes the file: it takes the name of the other process's.
-    pub(super) fn take(self, disk: &Disk<HostFile>, failures: [Option<i32>; 2]) {
-        if let Err(error) = make_state(disk, &self.dir, &self.owner, failures) {
-            tracing::warn!("{}: {NOT_KEPT}: {error}", disk.name());
-        }
-    }
-}
-
-/// Whose a new state file is.
-fn owner_of(file: &HostFile, path: &Path, dir: &StateDir) -> Result<Owner> {
-    let image = ImageIdentity::of(file.descriptor());
-    let image = image.map_err(|error| Error::host("cannot examine", error).on(file.name()))?;
-    let path = std::path::absolute(path).unwrap_or_else(|_| path.to_owned());
-    Ok(Owner { boot: dir.boot(), image, path, process: std::process::id() })
-}
-
-/// What it means that a server keeps no state.
-pub const NOT_KEPT: &str = "no state outlives the server: if its process is killed, a qcow2 image lacks what was \
-                            answered and not yet flushed, and a failed flush is forgotten";
-
-/// The files whose failures a state file has.
-const FILES: [TrackedFile; 2] = [TrackedFile::Image, TrackedFile::Data];
-
-/// Why a file is not as its server left it, by the time of its last modification. Of a block device there is none.
-fn modified_since(status: &Stat, page: &StatePage) -> Option<String> {
-    if FileType::from_raw_mode(status.st_mode) != FileType::RegularFile {
-        return None;
-    }
-    let modified = modification_time(status)?;
-    let written = Duration::from_nanos(page.last_write());
-    let later = modified.checked_sub(written)?;
-    (later > MODIFICATION_SLACK).then(|| {
-        let seconds = later.as_secs();
-        format!("another program has modified the image since ({seconds} s after its server's last write)")
-    })
-}
-
-/// Since the Unix epoch; `None` for a time before it.
-fn modification_time(status: &Stat) -> Option<Duration> {
-    Some(Duration::new(status.st_mtime.try_into().ok()?, status.st_mtime_nsec as u32))
-}
-
-/// Answered changes that are not in an image.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct PendingChanges {
-    /// How many entries of the redo log there are.
-    pub changes: u64,
-    /// The process that answered them, which is gone.
-    pub process: u32,
-    /// The path of the state file.
-    pub state_file: String,
-}
-
-/// Whether a process left a state file of an image there, with or without changes in it.
-pub(super) fn has_state(file: &HostFile, dir: &StateDir) -> Result<bool> {
-    let image = ImageIdentity::of(file.descriptor());
-    let image = image.map_err(|error| Error::host("cannot examine", error).on(file.name()))?;
-    Ok(matches!(StateFile::find(dir, image)?, FoundState::Usable(_)))
-}
-
-impl Disk<HostFile> {
-    /// The changes that a server of this image answered before it died, and that no opening for writing has brought
-    /// to the image since; `None` also while a server has the image open. `dir` is where that server kept its
-    /// state. The disk is open for reading.
-    ///
-    /// # Errors
-    /// The host's.
-    pub fn pending_changes(&self, dir: &StateDir) -> Result<Option<PendingChanges>> {
-        let file = self.format().storage().storage();
-        let image = ImageIdentity::of(file.descriptor());
-        let image = image.map_err(|error| Error::host("cannot examine", error).on(self.name()))?;
-        let FoundState::Usable(found) = StateFile::find(dir, image)? else { return Ok(None) };
-        let changes = self.format().redo_log_len(&*found.log());
-        if changes == 0 || is_being_written(file) {
-            return Ok(None);
-        }
-        let process = found.page().owner().process;
-        Ok(Some(PendingChanges { changes, process, state_file: found.path() }))
-    }
-}
-
-/// Tells of an image that is opened for reading only and lacks what its server answered.
-fn warn_of_pending(disk: &Disk<HostFile>, dir: Option<&StateDir>) {
-    match dir.map_or(Ok(None), |dir| disk.pending_changes(dir)) {
-        Ok(None) => {}
-        Ok(Some(PendingChanges { changes, process, state_file })) => tracing::warn!(
-            "{}: {changes} changes are missing that process {process} had answered before it died: they are in \
-             {state_file}, and come into the image when it is served or changed: 'blockhouse check --repair leaks' \
-             does that as well",
-            disk.name()
-        ),
-        Err(error) => {
-            tracing::warn!("{}: cannot tell whether changes are missing: {error}", disk.name());
-        }
-    }
-}
-
-/// Tells of an image whose last server kept state elsewhere, if it did.
-fn warn_of_session(disk: &Disk<HostFile>, dir: Option<&StateDir>) {
-    if !disk.format().has_session_bit() {
-        return;
-    }
-    let place = dir.map_or("none is looked for".to_owned(), |dir| {
-        format!("there is none in {}", dir.path().display())
-    });
-    tracing::warn!(
-        "{}: its last server kept a state file and did not close the image, and {place}: what was answered last \
-         may be missing. If the host has not restarted since, stop, and serve the image with the --state \
-         directory of that server; else check the guest's file systems",
-        disk.name()
-    );
 }

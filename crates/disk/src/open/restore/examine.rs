@@ -1,0 +1,37 @@
+//! What the host says of an image's file.
+
+use std::path::Path;
+
+use blockhouse_core::{Error, Result, Storage};
+use blockhouse_engine::HostFile;
+use rustix::fs::{Stat, fstat};
+
+use crate::state::{ImageIdentity, Owner, StateDir};
+
+/// Which file an image is.
+///
+/// # Errors
+/// The host's, with the file's name.
+pub(crate) fn identity_of(file: &HostFile) -> Result<ImageIdentity> {
+    let identity = ImageIdentity::of(file.descriptor());
+    identity.map_err(|error| Error::host("cannot examine", error).on(file.name()))
+}
+
+/// Whose a new state file is.
+///
+/// # Errors
+/// As [`identity_of`].
+pub(crate) fn owner_of(file: &HostFile, path: &Path, dir: &StateDir) -> Result<Owner> {
+    let image = identity_of(file)?;
+    let path = std::path::absolute(path).unwrap_or_else(|_| path.to_owned());
+    Ok(Owner { boot: dir.boot(), image, path, process: std::process::id() })
+}
+
+/// The status of an image's file (`fstat`).
+///
+/// # Errors
+/// As [`identity_of`].
+pub(crate) fn status_of(file: &HostFile) -> Result<Stat> {
+    let status = fstat(file.descriptor());
+    status.map_err(|error| Error::host("cannot examine", error.into()).on(file.name()))
+}

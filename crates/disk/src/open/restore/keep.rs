@@ -1,0 +1,78 @@
+//! The state file of an image that is open: what it holds at its beginning.
+
+use std::path::Path;
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use blockhouse_core::Result;
+use blockhouse_engine::HostFile;
+
+use super::examine::{owner_of, status_of};
+use super::modification::modification_time;
+use crate::disk::Disk;
+use crate::open::image_options::StateUse;
+use crate::options::Access;
+use crate::state::{Owner, StateDir, StateFile, StatePage, TrackedFile};
+
+/// What it means that a server keeps no state.
+pub const NOT_KEPT: &str = "no state outlives the server: if its process is killed, a qcow2 image lacks what was \
+                            answered and not yet flushed, and a failed flush is forgotten";
+
+/// The files whose failures a state file has.
+pub(crate) const FILES: [TrackedFile; 2] = [TrackedFile::Image, TrackedFile::Data];
+
+/// Makes the state file of a disk whose log is empty, in the place of any other one, with failures of flushes.
+pub(crate) fn make_state(
+    disk: &Disk<HostFile>,
+    dir: &StateDir,
+    owner: &Owner,
+    failures: [Option<i32>; 2],
+) -> Result<()> {
+    // The image may never be written to while the log fills: a data file has the data.
+    let file = disk.format().storage().storage();
+    let status = status_of(file)?;
+    let opened = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+    let unchanged_since = opened.max(modification_time(&status).unwrap_or_default());
+    let fill = |page: &StatePage| {
+        page.raise_last_write(unchanged_since.as_nanos() as u64);
+        for (file, errno) in FILES.into_iter().zip(failures) {
+            if let Some(errno) = errno {
+                page.set_failure(file, errno);
+            }
+        }
+    };
+    let state = StateFile::create(dir, owner, disk.format().redo_log_words(), fill)?;
+    tracing::debug!("{}: answers are kept in {}", disk.name(), state.path());
+    if state.log().words() > 0 {
+        disk.format().attach_redo_log(state.log());
+    }
+    disk.keep_state(state);
+    Ok(())
+}
+
+/// The state file that the new owner of an image makes which another process hands over. Until then that process has
+/// the state file, whose log is empty.
+pub(crate) struct FutureState {
+    dir: StateDir,
+    owner: Owner,
+}
+
+impl FutureState {
+    /// Of a disk that is opened; `None` where none is kept.
+    pub(crate) fn of(disk: &Disk<HostFile>, path: &Path, uses: &StateUse) -> Option<Self> {
+        let (StateUse::Keep(dir) | StateUse::TryKeep(dir)) = uses else { return None };
+        if disk.access() == Access::ReadOnly {
+            return None;
+        }
+        let owner = owner_of(disk.format().storage().storage(), path, dir);
+        let owner =
+            owner.inspect_err(|error| tracing::warn!("{}: {NOT_KEPT}: {error}", disk.name()));
+        Some(Self { dir: dir.clone(), owner: owner.ok()? })
+    }
+
+    /// Makes the file: it takes the name of the other process's.
+    pub(crate) fn take(self, disk: &Disk<HostFile>, failures: [Option<i32>; 2]) {
+        if let Err(error) = make_state(disk, &self.dir, &self.owner, failures) {
+            tracing::warn!("{}: {NOT_KEPT}: {error}", disk.name());
+        }
+    }
+}

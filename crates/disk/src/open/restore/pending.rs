@@ -1,0 +1,78 @@
+//! What an image lacks that is opened for reading only, or whose state is not found.
+
+use blockhouse_core::Result;
+use blockhouse_engine::HostFile;
+
+use super::examine::identity_of;
+use crate::disk::Disk;
+use crate::open::lock::is_being_written;
+use crate::state::{FoundState, StateDir, StateFile};
+
+/// Answered changes that are not in an image.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct PendingChanges {
+    /// How many entries of the redo log there are.
+    pub changes: u64,
+    /// The process that answered them, which is gone.
+    pub process: u32,
+    /// The path of the state file.
+    pub state_file: String,
+}
+
+/// Whether a process left a state file of an image there, with or without changes in it.
+pub(crate) fn has_state(file: &HostFile, dir: &StateDir) -> Result<bool> {
+    Ok(matches!(StateFile::find(dir, identity_of(file)?)?, FoundState::Usable(_)))
+}
+
+impl Disk<HostFile> {
+    /// The changes that a server of this image answered before it died, and that no opening for writing has brought
+    /// to the image since; `None` also while a server has the image open. `dir` is where that server kept its
+    /// state. The disk is open for reading.
+    ///
+    /// # Errors
+    /// The host's.
+    pub fn pending_changes(&self, dir: &StateDir) -> Result<Option<PendingChanges>> {
+        let file = self.format().storage().storage();
+        let FoundState::Usable(found) = StateFile::find(dir, identity_of(file)?)? else {
+            return Ok(None);
+        };
+        let changes = self.format().redo_log_len(&*found.log());
+        if changes == 0 || is_being_written(file) {
+            return Ok(None);
+        }
+        let process = found.page().owner().process;
+        Ok(Some(PendingChanges { changes, process, state_file: found.path() }))
+    }
+}
+
+/// Tells of an image that is opened for reading only and lacks what its server answered.
+pub(crate) fn warn_of_pending(disk: &Disk<HostFile>, dir: Option<&StateDir>) {
+    match dir.map_or(Ok(None), |dir| disk.pending_changes(dir)) {
+        Ok(None) => {}
+        Ok(Some(PendingChanges { changes, process, state_file })) => tracing::warn!(
+            "{}: {changes} changes are missing that process {process} had answered before it died: they are in \
+             {state_file}, and come into the image when it is served or changed: 'blockhouse check --repair leaks' \
+             does that as well",
+            disk.name()
+        ),
+        Err(error) => {
+            tracing::warn!("{}: cannot tell whether changes are missing: {error}", disk.name());
+        }
+    }
+}
+
+/// Tells of an image whose last server kept state elsewhere, if it did.
+pub(crate) fn warn_of_session(disk: &Disk<HostFile>, dir: Option<&StateDir>) {
+    if !disk.format().has_session_bit() {
+        return;
+    }
+    let place = dir.map_or("none is looked for".to_owned(), |dir| {
+        format!("there is none in {}", dir.path().display())
+    });
+    tracing::warn!(
+        "{}: its last server kept a state file and did not close the image, and {place}: what was answered last \
+         may be missing. If the host has not restarted since, stop, and serve the image with the --state \
+         directory of that server; else check the guest's file systems",
+        disk.name()
+    );
+}
