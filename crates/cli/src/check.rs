@@ -4,11 +4,12 @@
 //! image is corrupt, 3 it has leaks only, 63 the format has nothing to check. Problems are printed on
 //! standard error, sums on standard output.
 
-use std::path::Path;
 use std::process::ExitCode;
 
 use anyhow::Result;
-use blockhouse_disk::{CheckReport, ImageFormat, open_metadata, open_storage, replay_state};
+use blockhouse_disk::{
+    CheckReport, ImageFormat, open_metadata, open_storage, replay_state,
+};
 use blockhouse_engine::{EngineChoice, EventLoop};
 use blockhouse_format::qcow2::{Repair, RepairReport, repair};
 use serde_json::json;
@@ -57,7 +58,7 @@ pub fn run(arguments: &Arguments) -> Result<ExitCode> {
     let outcome = EventLoop::new(EngineChoice::Auto)?.block_on(async {
         match arguments.repair {
             None => check(image).await,
-            Some(what) => repair_image(&image.image, image.format, what).await,
+            Some(what) => repair_image(image, what).await,
         }
     })?;
     let name = image.image.display().to_string();
@@ -90,27 +91,25 @@ pub fn run(arguments: &Arguments) -> Result<ExitCode> {
 
 async fn check(image: &ImageArgs) -> Result<Outcome> {
     // Locked, so that no program writes until the report is there.
-    let disk = open_metadata(&image.image, image.options()).await?;
+    let disk = open_metadata(&image.image, image.options()?).await?;
     let report = disk.check().await?;
     Ok(report.map_or(Outcome::NotCheckable(disk.format_name()), Outcome::Checked))
 }
 
-async fn repair_image(
-    image: &Path,
-    format: Option<ImageFormat>,
-    what: RepairScope,
-) -> Result<Outcome> {
+async fn repair_image(arguments: &ImageArgs, what: RepairScope) -> Result<Outcome> {
+    let ImageArgs { format, image, state, .. } = arguments;
     let format = format.unwrap_or_else(|| ImageFormat::by_name(image));
     if format == ImageFormat::Raw {
         return Ok(Outcome::NotCheckable("raw"));
     }
-    // What a server answered before it died would be leaks, and would be gone.
-    replay_state(image, read_write(Some(format))).await?;
-    let file = open_storage(image, read_write(Some(format)))?;
     let what = match what {
         RepairScope::Leaks => Repair::Leaks,
         RepairScope::All => Repair::All,
     };
+    // What a server answered before it died would be leaks, and would be gone.
+    let options = read_write(Some(format), state.state_use()?);
+    replay_state(image, options.clone()).await?;
+    let file = open_storage(image, options)?;
     Ok(Outcome::Repaired(repair(&file, what).await?))
 }
 

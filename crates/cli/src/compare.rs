@@ -15,6 +15,7 @@ use serde_json::{Value, json};
 use crate::image_args::{OutputArgs, read_only};
 use crate::output::{self, ReaderGone};
 use crate::parallel::{default_threads, run_parallel};
+use crate::state_args::StateArgs;
 
 /// Chunks in flight in all.
 const MAX_IN_FLIGHT: usize = 16;
@@ -42,6 +43,8 @@ pub struct Arguments {
     strict: bool,
     #[command(flatten)]
     output: OutputArgs,
+    #[command(flatten)]
+    state: StateArgs,
     /// An image. It is only read, with all files behind it.
     one: PathBuf,
     /// Another image.
@@ -66,8 +69,9 @@ pub fn run(arguments: &Arguments) -> Result<ExitCode> {
         Err(error) => return Ok(report_error(&error.into(), NO_ANSWER)),
     };
     let opened = event_loop.block_on(async {
-        let one = open(&arguments.one, read_only(arguments.format)).await?;
-        anyhow::Ok((one, open(&arguments.other, read_only(arguments.other_format)).await?))
+        let state = arguments.state.state_use()?;
+        let one = open(&arguments.one, read_only(arguments.format, state.clone())).await?;
+        anyhow::Ok((one, open(&arguments.other, read_only(arguments.other_format, state)).await?))
     });
     let (one, other) = match opened {
         Ok((one, other)) => (Arc::new(one), Arc::new(other)),

@@ -24,6 +24,7 @@ use crate::create_options::{self, Setting, Settings};
 use crate::image_args::read_only;
 use crate::output;
 use crate::parallel::{default_threads, run_parallel};
+use crate::state_args::StateArgs;
 
 /// Chunks in flight in all.
 const MAX_IN_FLIGHT: usize = 16;
@@ -59,6 +60,8 @@ pub struct Arguments {
     /// way it is durable in the end.
     #[arg(long, value_name = "MODE", value_parser = parse_cache)]
     cache: Option<CacheMode>,
+    #[command(flatten)]
+    state: StateArgs,
     /// The image to copy. It is only read, with all files behind it.
     source: PathBuf,
     /// The new image. One that exists is left alone.
@@ -151,9 +154,10 @@ fn settings(arguments: &Arguments, format: ImageFormat) -> Vec<Setting> {
 
 async fn open_source(arguments: &Arguments) -> Result<Disk<HostFile>> {
     let Arguments { source, source_format: format, snapshot, .. } = arguments;
+    let options = read_only(*format, arguments.state.state_use()?);
     let opened = match snapshot {
-        None => open(source, read_only(*format)).await,
-        Some(name) => open_snapshot(source, read_only(*format), name).await,
+        None => open(source, options).await,
+        Some(name) => open_snapshot(source, options, name).await,
     };
     opened.map_err(|error| match error.kind() {
         // A snapshot that is not there is no matter of formats.

@@ -165,8 +165,7 @@ async fn open_backing(image: &Path, backing: &Backing) -> Result<Disk<HostFile>>
     let format = backing.format.as_deref().map(str::parse).transpose();
     let format = format.map_err(anyhow::Error::msg)?;
     // What is missing there is told when the new image is used.
-    let options =
-        ImageOptions { locking: Locking::None, state: StateUse::Off, ..read_only(format) };
+    let options = ImageOptions { locking: Locking::None, ..read_only(format, StateUse::Off) };
     let failed = || format!("{}: no backing file", image.display());
     if options.format == Some(ImageFormat::Raw) {
         check_raw_backing(&path).await.with_context(failed)?;

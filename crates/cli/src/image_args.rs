@@ -4,10 +4,12 @@ use std::ffi::OsStr;
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 
+use anyhow::Result;
 use blockhouse_disk::{
-    Access, CacheMode, DetectZeroes, Discard, ImageFormat, ImageOptions, Locking, StateDir,
-    StateUse,
+    Access, CacheMode, DetectZeroes, Discard, ImageFormat, ImageOptions, Locking, StateUse,
 };
+
+use crate::state_args::StateArgs;
 
 /// The image that is read, and how the result is printed.
 #[derive(clap::Args)]
@@ -21,6 +23,8 @@ pub struct ImageArgs {
     /// neither what it was nor what it becomes.
     #[arg(long, short = 'U')]
     pub force_share: bool,
+    #[command(flatten)]
+    pub state: StateArgs,
     /// The image.
     pub image: PathBuf,
 }
@@ -58,15 +62,18 @@ impl ImageArgs {
 
     /// How it is opened: through the page cache, where clusters may be smaller than the host's
     /// blocks, and locked against writers until it has been looked at.
-    pub fn options(&self) -> ImageOptions {
+    ///
+    /// # Errors
+    /// As [`StateArgs::state_use`].
+    pub fn options(&self) -> Result<ImageOptions> {
         let locking = if self.force_share { Locking::None } else { Locking::Held };
-        ImageOptions { locking, ..read_only(self.format) }
+        Ok(ImageOptions { locking, ..read_only(self.format, self.state.state_use()?) })
     }
 }
 
 /// How an image is opened that a tool only reads: it warns where changes are missing that a server answered before it
 /// died.
-pub fn read_only(format: Option<ImageFormat>) -> ImageOptions {
+pub fn read_only(format: Option<ImageFormat>, state: StateUse) -> ImageOptions {
     ImageOptions {
         format,
         access: Access::ReadOnly,
@@ -74,13 +81,13 @@ pub fn read_only(format: Option<ImageFormat>) -> ImageOptions {
         discard: Discard::Unmap,
         detect_zeroes: DetectZeroes::Off,
         locking: Locking::Held,
-        state: StateDir::find_default().map_or(StateUse::Off, StateUse::Replay),
+        state,
     }
 }
 
 /// How an image is opened that a tool changes: it begins with the changes that a server answered before it died.
-pub fn read_write(format: Option<ImageFormat>) -> ImageOptions {
-    ImageOptions { access: Access::ReadWrite, ..read_only(format) }
+pub fn read_write(format: Option<ImageFormat>, state: StateUse) -> ImageOptions {
+    ImageOptions { access: Access::ReadWrite, ..read_only(format, state) }
 }
 
 /// The path of a file that an image names, relative to the image.

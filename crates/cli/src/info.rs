@@ -6,8 +6,8 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, Result};
 use blockhouse_core::{Capabilities, ErrorKind, Offload, WriteCache};
 use blockhouse_disk::{
-    Backing, CacheMode, DataFile, Features, ImageOptions, Locking, PendingChanges, StateDir,
-    StateUse, open_metadata,
+    Backing, CacheMode, DataFile, Features, ImageOptions, Locking, PendingChanges, StateUse,
+    open_metadata,
 };
 use blockhouse_engine::{EngineChoice, EngineReport, EventLoop};
 use blockhouse_format::qcow2::{Compression, Switch, Version};
@@ -41,14 +41,14 @@ struct Facts {
 
 /// Runs the command.
 pub fn run(arguments: &Arguments) -> Result<()> {
-    let ImageArgs { format, image, .. } = &arguments.image;
+    let ImageArgs { format, image, state, .. } = &arguments.image;
+    let state = state.state_use()?;
     // Not locked: it may be in use. Around the page cache, as it would be served.
     let options = ImageOptions {
         cache: CacheMode::None,
         locking: Locking::None,
-        // Told as a fact, not as a warning.
-        state: StateUse::Off,
-        ..read_only(*format)
+        // What is missing is told as a fact, not as a warning.
+        ..read_only(*format, StateUse::Off)
     };
     let mut event_loop = EventLoop::new(EngineChoice::Auto)?;
     let disk = event_loop.block_on(async {
@@ -75,7 +75,7 @@ pub fn run(arguments: &Arguments) -> Result<()> {
         actual_size: metadata.blocks() * 512,
         capabilities: event_loop.block_on(async { disk.capabilities() }),
         engine: event_loop.report().clone(),
-        pending: StateDir::find_default().map_or(Ok(None), |dir| disk.pending_changes(&dir))?,
+        pending: state.directory().map_or(Ok(None), |dir| disk.pending_changes(dir))?,
         image: image.clone(),
     };
     let text = if arguments.image.is_json() { as_json(&facts) } else { as_text(&facts) };

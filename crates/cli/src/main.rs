@@ -29,6 +29,7 @@ mod resize;
 mod serve;
 mod snapshot;
 mod snapshot_list;
+mod state_args;
 mod upgrade;
 mod vmstate;
 

@@ -20,7 +20,7 @@ pub struct Arguments {
 pub fn run(arguments: &Arguments) -> Result<()> {
     let image = &arguments.image;
     let text = EventLoop::new(EngineChoice::Auto)?.block_on(async {
-        let disk = open(&image.image, image.options()).await?;
+        let disk = open(&image.image, image.options()?).await?;
         let parts = parts_of(&disk).await?;
         anyhow::Ok(if image.is_json() { as_json(&parts) } else { as_text(&parts, &disk) })
     })?;

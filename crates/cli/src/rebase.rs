@@ -14,6 +14,7 @@ use blockhouse_engine::{EngineChoice, EventLoop, HostFile};
 
 use crate::create::wrong_usage;
 use crate::image_args::{read_write, resolve_relative};
+use crate::state_args::StateArgs;
 
 /// Arguments of `rebase`.
 #[derive(clap::Args)]
@@ -37,13 +38,16 @@ pub struct Arguments {
     #[arg(short = 'F', long, value_name = "FORMAT")]
     #[arg(value_parser = clap::builder::ValueParser::new(str::parse::<ImageFormat>))]
     backing_format: Option<ImageFormat>,
+    #[command(flatten)]
+    state: StateArgs,
     /// The image.
     image: PathBuf,
 }
 
 /// Runs the command.
 pub fn run(arguments: Arguments) -> Result<()> {
-    let Arguments { format, only_name, backing, no_backing, backing_format, image } = arguments;
+    let Arguments { format, only_name, backing, no_backing, backing_format, state, image } =
+        arguments;
     if only_name && backing.is_none() && !no_backing {
         wrong_usage(
             "rebase -u stores another name and copies nothing: say -b FILE -F FORMAT, or --no-backing if \
@@ -66,7 +70,7 @@ pub fn run(arguments: Arguments) -> Result<()> {
         let name = name.display();
         bail!("'{name}' is no file but a server's address; if it is a file, write './{name}'");
     }
-    let options = read_write(format);
+    let options = read_write(format, state.state_use()?);
     EventLoop::new(EngineChoice::Auto)?.block_on(async {
         let disk = if only_name {
             warn_of_new(&image, new.as_ref()).await;

@@ -7,6 +7,7 @@ use blockhouse_disk::{ImageFormat, open};
 use blockhouse_engine::{EngineChoice, EventLoop};
 
 use crate::image_args::read_write;
+use crate::state_args::StateArgs;
 use blockhouse_daemon::size::{self, NewSize};
 
 /// Arguments of `resize`.
@@ -18,6 +19,8 @@ pub struct Arguments {
     /// Make the disk shorter: what lies beyond the new size is lost.
     #[arg(long)]
     shrink: bool,
+    #[command(flatten)]
+    state: StateArgs,
     /// The image.
     image: PathBuf,
     /// The new size of the disk: 512, 64K, 20G, 1T; or by how much it changes: +10G, -10G.
@@ -27,8 +30,8 @@ pub struct Arguments {
 
 /// Runs the command.
 pub fn run(arguments: Arguments) -> Result<()> {
-    let Arguments { format, shrink, image, size } = arguments;
-    let options = read_write(format);
+    let Arguments { format, shrink, state, image, size } = arguments;
+    let options = read_write(format, state.state_use()?);
     EventLoop::new(EngineChoice::Auto)?.block_on(async {
         let disk = open(&image, options).await?;
         let size = size.of(disk.size()).map_err(|why| anyhow!("{}: {why}", disk.name()))?;

@@ -10,6 +10,7 @@ use blockhouse_engine::{EngineChoice, EventLoop, HostFile};
 use crate::image_args::{OutputArgs, read_only};
 use crate::output;
 use crate::snapshot_list::{as_json, as_text};
+use crate::state_args::StateArgs;
 use blockhouse_daemon::control::{
     CreateReply, ListArgs, Listed, PauseReply, RenameArgs, Request, SnapshotArgs, ask,
 };
@@ -70,8 +71,10 @@ struct Image {
     format: Option<ImageFormat>,
     /// Ask the server that has the image, at the socket of its --control. Its guests go on, and for how
     /// long their writes were held off is printed.
-    #[arg(long, value_name = "SOCKET", conflicts_with = "format")]
+    #[arg(long, value_name = "SOCKET", conflicts_with_all = ["format", "state"])]
     control: Option<PathBuf>,
+    #[command(flatten)]
+    state: StateArgs,
     /// The image. Without --control no other program may use it, except for `list`.
     image: PathBuf,
 }
@@ -163,7 +166,8 @@ async fn open_to_change(image: &Image) -> Result<Disk<HostFile>> {
 }
 
 async fn open(image: &Image, access: Access, locking: Locking) -> Result<Disk<HostFile>> {
-    let options = ImageOptions { access, locking, ..read_only(image.format) };
+    let options =
+        ImageOptions { access, locking, ..read_only(image.format, image.state.state_use()?) };
     // The tables are all that is needed.
     let opened = open_without_backing(&image.image, options).await;
     Ok(opened.map_err(|error| match error.kind() {

@@ -255,6 +255,28 @@ fn commands_that_write_begin_with_what_was_answered() {
 }
 
 #[test]
+fn commands_look_where_they_are_told() {
+    let victim = Victim::new("cluster_size=65536");
+    victim.kill(victim.serve().start());
+    let (image, state) = (str(&victim.image), victim.state.path().join("state"));
+    let check = |words: &[&str]| command(&[&["check", image], words].concat()).stderr;
+    assert!(check(&["--state", str(&state)]).contains("changes are missing that process"));
+    assert_eq!(check(&["--state", "off"]), "");
+    let missing = victim.state.path().join("missing");
+    let refused = command(&["map", "--state", str(&missing), image]);
+    refused.failure("cannot open the state directory");
+    let json_of = |words: &[&str]| json(&command(&[&["info", "--json", image], words].concat()));
+    let found = json_of(&["--state", str(&state)]);
+    assert!(found["blockhouse"]["missing-changes"]["changes"].as_u64() > Some(0), "{found}");
+    assert!(json_of(&[])["blockhouse"]["missing-changes"].is_null());
+    let said = command(&["check", "--repair", "leaks", "--state", str(&state), image]).success();
+    assert!(said.stderr.contains("changes are in the image now"), "{}", said.describe("one"));
+    let server = victim.serve().start();
+    assert!(Victim::is_whole(&server));
+    server.stop();
+}
+
+#[test]
 fn an_upgraded_server_keeps_state_as_the_first_one_did() {
     let victim = Victim::new("cluster_size=65536");
     let control = victim.scratch.socket("control");

@@ -12,7 +12,7 @@ use std::sync::Arc;
 use anyhow::{Context, Result, bail, ensure};
 use blockhouse_core::{Buffer, Durability, Request};
 use blockhouse_disk::{
-    Access, CacheMode, Disk, ImageFormat, ImageOptions, Options, create, open_storage,
+    Access, CacheMode, Disk, ImageFormat, ImageOptions, Options, StateUse, create, open_storage,
 };
 use blockhouse_engine::{EngineChoice, EventLoop, HostFile};
 use rustix::fs::{Mode, OFlags};
@@ -167,7 +167,7 @@ fn open_direct(path: &Path) -> Result<(HostFile, CacheMode)> {
     let options = |cache| ImageOptions {
         access: Access::ReadWrite,
         cache,
-        ..read_only(Some(ImageFormat::Raw))
+        ..read_only(Some(ImageFormat::Raw), StateUse::Off)
     };
     match open_storage(path, options(CacheMode::None)) {
         Ok(file) => Ok((file, CacheMode::None)),

@@ -15,6 +15,7 @@ use blockhouse_vhost_user::RegisteredMemory;
 use clap::builder::ValueParser;
 
 use crate::create::whole_sectors;
+use crate::state_args::state_setup;
 
 /// Arguments of `serve`.
 #[derive(clap::Args)]
@@ -231,11 +232,7 @@ impl Arguments {
     }
 
     fn state(&self) -> StateSetup {
-        match self.state.as_deref() {
-            Some(off) if off == Path::new("off") => StateSetup::Off,
-            Some(path) => StateSetup::Dir(path.to_owned()),
-            None => StateSetup::Usual,
-        }
+        state_setup(self.state.as_deref())
     }
 
     /// How the loops of workers are set up.

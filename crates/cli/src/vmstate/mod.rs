@@ -7,6 +7,7 @@ mod stream_end;
 use std::path::PathBuf;
 
 use crate::image_args::read_only;
+use crate::state_args::StateArgs;
 use anyhow::{Context, Result, bail};
 use blockhouse_disk::{
     Access, CacheMode, Compression, ImageFormat, ImageOptions, VmStateReader, VmStateWriter, open,
@@ -57,6 +58,8 @@ struct Image {
     /// How file operations are done: auto, io_uring, linux-aio or threads.
     #[arg(long, default_value = "auto", value_parser = ValueParser::new(str::parse::<EngineChoice>))]
     engine: EngineChoice,
+    #[command(flatten)]
+    state: StateArgs,
     /// The image, in qcow2. No other program may be writing to it.
     image: PathBuf,
     /// The snapshot's name.
@@ -64,8 +67,9 @@ struct Image {
 }
 
 impl Image {
-    fn options(&self, access: Access) -> ImageOptions {
-        ImageOptions { access, cache: self.cache, ..read_only(self.format) }
+    fn options(&self, access: Access) -> Result<ImageOptions> {
+        let options = read_only(self.format, self.state.state_use()?);
+        Ok(ImageOptions { access, cache: self.cache, ..options })
     }
 }
 
@@ -88,7 +92,7 @@ pub fn run(arguments: Arguments) -> Result<()> {
 }
 
 async fn save(image: &Image, compression: Option<Compression>) -> Result<()> {
-    let disk = open(&image.image, image.options(Access::ReadWrite)).await?;
+    let disk = open(&image.image, image.options(Access::ReadWrite)?).await?;
     let existing = disk.snapshots().list().await?;
     if existing.iter().any(|one| one.name == image.name) {
         bail!(
@@ -128,7 +132,7 @@ async fn save(image: &Image, compression: Option<Compression>) -> Result<()> {
 }
 
 async fn load(image: &Image) -> Result<()> {
-    let options = image.options(Access::ReadOnly);
+    let options = image.options(Access::ReadOnly)?;
     let disk = open_snapshot(&image.image, options, &image.name).await?;
     let mut reader = VmStateReader::new(&disk)?;
     let mut output = pipe::write_standard_output()?;

@@ -93,6 +93,16 @@ pub enum StateUse {
     TryKeep(StateDir),
 }
 
+impl StateUse {
+    /// Where state is looked for.
+    pub fn directory(&self) -> Option<&StateDir> {
+        match self {
+            Self::Off => None,
+            Self::Replay(dir) | Self::Keep(dir) | Self::TryKeep(dir) => Some(dir),
+        }
+    }
+}
+
 /// How an image is opened.
 #[derive(Clone, Debug)]
 pub struct ImageOptions {

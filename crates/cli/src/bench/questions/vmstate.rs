@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use anyhow::Result;
 use blockhouse_core::{Buffer, Durability, Request, Storage};
 use blockhouse_disk::{
-    Access, CacheMode, Disk, ImageFormat, ImageOptions, VmStateWriter, create, open,
+    Access, CacheMode, Disk, ImageFormat, ImageOptions, StateUse, VmStateWriter, create, open,
 };
 use blockhouse_engine::{EngineChoice, EventLoop};
 use hdrhistogram::Histogram;
@@ -127,7 +127,7 @@ fn sample(
     let mut event_loop = EventLoop::new(EngineChoice::Only(testbed.engines()[0]))?;
     let outcome = event_loop.block_on(async {
         create(&path, IMAGE_SIZE, ImageFormat::Qcow2).await?;
-        let options = read_only(Some(ImageFormat::Qcow2));
+        let options = read_only(Some(ImageFormat::Qcow2), StateUse::Off);
         let options = ImageOptions { access: Access::ReadWrite, cache, ..options };
         let disk = open(&path, options).await?;
         let clocks = Clocks::start(testbed.device(), &machine_clock);
