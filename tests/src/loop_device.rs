@@ -27,6 +27,13 @@ impl LoopDevice {
         Ok(Self(outcome.stdout.trim().into()))
     }
 
+    /// Detaches the device and attaches it to a file again, under the same name.
+    #[track_caller]
+    pub fn attach_again(&self, file: &Path) {
+        run(tool("losetup").arg("--detach").arg(&self.0)).success();
+        run(tool("losetup").arg(&self.0).arg(file)).success();
+    }
+
     /// The device.
     pub fn path(&self) -> &Path {
         &self.0

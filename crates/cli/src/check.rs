@@ -8,7 +8,7 @@ use std::process::ExitCode;
 
 use anyhow::Result;
 use blockhouse_disk::{
-    CheckReport, ImageFormat, open_metadata, open_storage, replay_state,
+    CheckReport, IfCorrupt, ImageFormat, open_metadata, open_storage, replay_state,
 };
 use blockhouse_engine::{EngineChoice, EventLoop};
 use blockhouse_format::qcow2::{Repair, RepairReport, repair};
@@ -102,13 +102,13 @@ async fn repair_image(arguments: &ImageArgs, what: RepairScope) -> Result<Outcom
     if format == ImageFormat::Raw {
         return Ok(Outcome::NotCheckable("raw"));
     }
-    let what = match what {
-        RepairScope::Leaks => Repair::Leaks,
-        RepairScope::All => Repair::All,
+    let (what, if_corrupt) = match what {
+        RepairScope::Leaks => (Repair::Leaks, IfCorrupt::Fail),
+        RepairScope::All => (Repair::All, IfCorrupt::SetAside),
     };
     // What a server answered before it died would be leaks, and would be gone.
     let options = read_write(Some(format), state.state_use()?);
-    replay_state(image, options.clone()).await?;
+    replay_state(image, options.clone(), if_corrupt).await?;
     let file = open_storage(image, options)?;
     Ok(Outcome::Repaired(repair(&file, what).await?))
 }

@@ -214,16 +214,6 @@ impl<S: Storage> Format<S> {
         }
     }
 
-    /// How many changes `log` has of which the disk may know nothing: what a [`replay`](Self::replay) would look
-    /// at. For people, and for who decides whether the memory is still needed; also of an image that is open
-    /// for reading only. 0 for memory that holds no log.
-    pub fn redo_log_len(&self, log: &dyn StateMemory) -> u64 {
-        match self {
-            Self::Raw(_) => 0,
-            Self::Qcow2(qcow2) => qcow2.redo_log_len(log),
-        }
-    }
-
     /// Brings to the image what a process had linked that died with it open: `log` is the memory that it
     /// had attached. Durable when it returns; the log stays as it is, so that a death meanwhile loses
     /// nothing. To be called before anything is changed, and before [`attach_redo_log`](Self::attach_redo_log).

@@ -44,7 +44,7 @@ pub use open::{OpenOptions, create, initial_file_size};
 pub use preallocate::{SpaceMode, preallocate};
 pub use qcow2::{
     Backing, CheckReport, Compression, DataFile, Features, NewSnapshot, Qcow2, ReadGuard, Snapshot,
-    VmStateCluster, VmStateTables,
+    VmStateCluster, VmStateTables, redo_log_len,
 };
 pub use raw::Raw;
 pub use snapshots::Snapshots;

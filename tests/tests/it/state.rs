@@ -2,14 +2,14 @@
 //! what is missing.
 
 use std::fs::{self, Permissions};
-use std::os::unix::fs::{MetadataExt, PermissionsExt};
+use std::os::unix::fs::{FileExt, MetadataExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use blockhouse_tests::image_tool::{command, json, qemu_img, qemu_io, str};
 use blockhouse_tests::nbd::{Address, Client, command as nbd_command};
 use blockhouse_tests::upgrade::{Servers, upgrade};
-use blockhouse_tests::{Scratch, Serve, Server, eventually, need, require};
+use blockhouse_tests::{LoopDevice, Scratch, Serve, Server, eventually, need, require};
 use rustix::process::Signal;
 use tempfile::TempDir;
 
@@ -274,6 +274,93 @@ fn commands_look_where_they_are_told() {
     let server = victim.serve().start();
     assert!(Victim::is_whole(&server));
     server.stop();
+}
+
+#[test]
+fn an_image_over_one_that_lacks_answered_changes_is_not_opened_for_writing() {
+    let victim = killed_with_usual_state();
+    let base = str(&victim.image);
+    let overlay = victim.scratch.path("overlay.qcow2");
+    command(&["create", "-b", base, "-F", "qcow2", str(&overlay)]).success();
+    let serve = || Serve::new(&victim.scratch, &overlay);
+    let words = [base, "changes are missing that process", "check --repair leaks", "--state off"];
+    serve().refused().failed(&words);
+    for words in [&["map", str(&overlay)][..], &["convert", str(&overlay), "COPY"]] {
+        let copy = victim.scratch.path("copy.raw");
+        let words: Vec<&str> =
+            words.iter().map(|&word| if word == "COPY" { str(&copy) } else { word }).collect();
+        let said = command(&words).success().stderr;
+        assert_eq!(said.lines().count(), 1, "{words:?}: {said}");
+        assert!(said.contains("changes are missing that process"), "{words:?}: {said}");
+    }
+    serve().option("--state", "off").start().stop();
+    command(&["check", "--repair", "leaks", base]).success();
+    let server = serve().start();
+    assert!(Victim::is_whole(&server));
+    assert_eq!(server.log(), "");
+    server.stop();
+}
+
+/// The byte of the header with the lowest incompatible bits (docs/interop/qcow2.txt of QEMU), and the bit of an image
+/// that was found to contradict itself.
+const INCOMPATIBLE_BYTE: u64 = 79;
+const CORRUPT_BIT: u8 = 2;
+
+#[test]
+fn a_corrupt_image_is_repaired_without_what_was_answered_which_is_kept() {
+    let victim = killed_with_usual_state();
+    let image = str(&victim.image);
+    mark_corrupt(&victim.image);
+    let serve = || Serve::new(&victim.scratch, &victim.image);
+    serve().refused().failed(&["marked as corrupt", "check --repair all"]);
+    command(&["check", "--repair", "leaks", image]).failure("check --repair all");
+    let said = command(&["check", "--repair", "all", image]).success().stderr;
+    assert_eq!(said.matches("the redo log is refused: the image is corrupt").count(), 1, "{said}");
+    let aside = said.split_whitespace().find(|word| word.ends_with(".refused")).expect("its name");
+    fs::remove_file(aside).expect("it is kept");
+    let server = serve().start();
+    assert_eq!(server.log(), "");
+    server.stop();
+}
+
+#[test]
+fn a_corrupt_image_whose_server_answered_nothing_is_repaired_in_silence() {
+    let victim = Victim::new("cluster_size=65536");
+    let mut server = Serve::new(&victim.scratch, &victim.image).start();
+    server.signal(Signal::KILL);
+    server.wait(Duration::from_secs(20));
+    mark_corrupt(&victim.image);
+    let said = command(&["check", "--repair", "all", str(&victim.image)]).success();
+    assert!(!said.stderr.contains("refused"), "{}", said.describe("nothing is missing"));
+    let server = Serve::new(&victim.scratch, &victim.image).start();
+    assert_eq!(server.log(), "");
+    server.stop();
+}
+
+fn mark_corrupt(image: &Path) {
+    let file = fs::File::options().read(true).write(true).open(image).expect("the image");
+    let mut bits = [0];
+    file.read_exact_at(&mut bits, INCOMPATIBLE_BYTE).expect("a header");
+    file.write_all_at(&[bits[0] | CORRUPT_BIT], INCOMPATIBLE_BYTE).expect("a header");
+}
+
+#[test]
+fn a_state_file_of_a_device_before_it_was_attached_again_is_kept() {
+    let victim = Victim::new("cluster_size=65536");
+    let file = fs::File::options().write(true).open(&victim.image).expect("the image");
+    file.set_len(128 * MIB).expect("room on the device");
+    let device = require!(LoopDevice::over_file(&victim.image, &[]));
+    let serve = || {
+        let serve = Serve::new(&victim.scratch, device.path()).option("--format", "qcow2");
+        serve.option("--state", victim.state.path().join("state"))
+    };
+    victim.kill(serve().start());
+    let [name] = &victim.files()[..] else { panic!("one state file: {:?}", victim.files()) };
+    device.attach_again(&victim.image);
+    let server = serve().start();
+    wait_for_log(&server, &["before it was attached again", &format!("{name}.refused")]);
+    server.stop();
+    assert_eq!(victim.files(), [format!("{name}.refused")]);
 }
 
 #[test]

@@ -329,7 +329,7 @@ impl<S: Storage> Disk<S> {
     pub async fn close(&self) -> Result<()> {
         let closed = self.format().close().await;
         if let Some(state) = self.state.get() {
-            state.close(self.format().redo_log_len(&*state.log()));
+            state.close();
         }
         closed
     }

@@ -16,10 +16,10 @@ use blockhouse_engine::HostFile;
 use blockhouse_format::{Backing, DataFile, ImageFormat, probe};
 
 use super::handed_over::{Files, HandedFile, HandedOverDisk};
-use super::image_options::{ImageOptions, Locking, StateUse};
+use super::image_options::{ImageOptions, Locking};
 use super::lock::{Locked, lock};
 use super::probe_check::check_not_probed;
-use super::restore::{Restore, has_state};
+use super::restore::Restore;
 use crate::disk::Disk;
 use crate::options::{Access, Options};
 
@@ -99,8 +99,9 @@ async fn open_chain(
         // Before it is locked: in a loop the lock would be held by ourselves.
         chain.enter(path.clone(), identity)?;
         let next = disk_over(file, &path, &behind, None).await;
-        let (next, _) = next.map_err(|error| chain.failed(&error))?;
+        let (next, left) = next.map_err(|error| chain.failed(&error))?;
         let next = chain.with_data(next, &behind)?;
+        left.finish_backing(&next, options.access).map_err(|error| chain.failed(&error))?;
         warn_of_disguise(&next).await?;
         above.push(std::mem::replace(&mut disk, next));
     }
@@ -122,24 +123,6 @@ pub async fn open_without_backing(path: &Path, options: ImageOptions) -> Result<
     let mut chain = Chain::from_image(path, identity, Files::Host);
     let (disk, restore) = disk_over(file, path, &options, None).await?;
     restore.finish(chain.with_data(disk, &options)?).await
-}
-
-/// Brings to an image what its server answered before it died, where [`ImageOptions::state`] finds anything: for
-/// work on the file itself, which follows. Needs the loop of the current thread.
-///
-/// # Errors
-/// As [`open`].
-pub async fn replay_state(path: &Path, options: ImageOptions) -> Result<()> {
-    let (StateUse::Replay(dir) | StateUse::Keep(dir) | StateUse::TryKeep(dir)) = &options.state
-    else {
-        return Ok(());
-    };
-    let (file, _) = open_file(&mut Files::Host, path, &options)?;
-    if !has_state(&file, dir)? {
-        return Ok(());
-    }
-    drop(file);
-    open_without_backing(path, options).await?.close().await
 }
 
 /// Opens only the file that holds the image's metadata, to ask what it is, for reading only: no guest data of an

@@ -13,10 +13,11 @@ mod lock;
 mod probe_check;
 mod refresh_size;
 mod restore;
+mod tool_state;
 
 pub use chain::{
     is_address, open, open_for_commit, open_handed_over, open_metadata, open_snapshot,
-    open_storage, open_without_backing, replay_state,
+    open_storage, open_without_backing,
 };
 pub use create::{check_new_name, create};
 pub use durable_rename::{IfExists, rename_durable};
@@ -25,3 +26,4 @@ pub use image_options::{CacheMode, ImageOptions, Locking, StateUse};
 pub use lock::open_locked;
 pub use probe_check::check_raw_backing;
 pub use restore::{NOT_KEPT, PendingChanges};
+pub use tool_state::{IfCorrupt, replay_state};

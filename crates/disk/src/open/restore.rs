@@ -2,14 +2,19 @@
 //!
 //! When an image is opened, after it is locked and before anything is changed:
 //!
-//! 1. Its state file is looked for ([`Restore::begin`]). One of another boot of the host or of another file is void
-//!    and removed. What is no state file is set aside.
+//! 1. Its state file is looked for ([`Restore::begin`]). One of another boot of the host is void and removed. One
+//!    of another image, which may be this device before it was attached again, is set aside with a warning. So is
+//!    what is no state file.
 //! 2. When the disk is complete, the redo log is replayed ([`Restore::finish`]): a changed image file is refused here
 //!    if it was modified after its server's last write, and by the format if another program opened it for
 //!    writing. What is refused is set aside, with a warning, and the image is opened as it is.
 //! 3. A server gets a new state file, with the failures of flushes that the old one had, which are in force from
 //!    then on. So does a tool, but only where there was one: until it closes the image the new one protects
 //!    what was replayed, and the failures are told and not in force.
+//!
+//! A backing file is opened for reading only, so nothing can be brought to it. Where a killed server has left changes
+//! of it, images above are not opened for writing ([`Restore::finish_backing`]): what they would be written over is
+//! going to change.
 //!
 //! A death between any two of these steps leaves a file that the next opening finds.
 
@@ -29,16 +34,15 @@ use super::image_options::{ImageOptions, StateUse};
 use super::lock::Locked;
 use crate::disk::Disk;
 use crate::options::Access;
-use crate::state::{FoundState, Owner, StateDir, StateFile, StatePage};
-use examine::{owner_of, status_of};
+use crate::state::{FoundState, ImageIdentity, Owner, StateDir, StateFile, StatePage};
+use examine::{identity_of, owner_of, status_of};
 use keep::{FILES, make_state};
 use modification::modified_since;
-use pending::{warn_of_pending, warn_of_session};
+use pending::{refuse_pending, warn_of_pending, warn_of_session};
 
 pub(super) use keep::FutureState;
 pub use keep::NOT_KEPT;
 pub use pending::PendingChanges;
-pub(super) use pending::has_state;
 
 /// What an image that is being opened has to do with state files.
 pub(super) enum Restore {
@@ -71,11 +75,7 @@ impl Restore {
         options: &ImageOptions,
         locked: Locked,
     ) -> Result<Self> {
-        let dir = match &options.state {
-            StateUse::Off => None,
-            StateUse::Replay(dir) | StateUse::Keep(dir) | StateUse::TryKeep(dir) => Some(dir),
-        };
-        Ok(match (options.access, dir, locked) {
+        Ok(match (options.access, options.state.directory(), locked) {
             (Access::ReadOnly, dir, _) => Self::Reader(dir.cloned()),
             (Access::ReadWrite, Some(dir), Locked::Yes) => {
                 let uses = options.state.clone();
@@ -106,6 +106,20 @@ impl Restore {
         }
         Ok(disk)
     }
+
+    /// Of a backing file, which is opened for reading only: refuses one that lacks what its server answered, where
+    /// an image above it is to be changed. Where that is only read, too, a warning tells.
+    ///
+    /// # Errors
+    /// `InvalidInput` with a hint, or the host's.
+    pub(super) fn finish_backing(&self, disk: &Disk<HostFile>, above: Access) -> Result<()> {
+        let Self::Reader(dir) = self else { return Ok(()) };
+        match above {
+            Access::ReadOnly => warn_of_pending(disk, dir.as_ref()),
+            Access::ReadWrite => refuse_pending(disk, dir.as_ref())?,
+        }
+        Ok(())
+    }
 }
 
 impl Writer {
@@ -115,8 +129,13 @@ impl Writer {
         let found = match StateFile::find(&dir, owner.image)? {
             FoundState::Usable(found) => Some(found),
             FoundState::Nothing => None,
-            FoundState::Void(void) => {
+            FoundState::OtherBoot(void) => {
+                tracing::debug!("{}: is of another boot of the host", void.path());
                 void.remove()?;
+                None
+            }
+            FoundState::OtherImage(other) => {
+                set_other_aside(file, &dir, owner.image, &other)?;
                 None
             }
             FoundState::Foreign { why } => {
@@ -141,23 +160,16 @@ impl Writer {
                 StateUse::Keep(_) | StateUse::TryKeep(_) => self.keep(disk, [None, None]),
             };
         };
-        let failures = FILES.map(|file| found.page().failure(file));
+        let failures = failures_of(found);
         let is_tool = matches!(self.uses, StateUse::Replay(_));
         let is_refused = match self.replay(&disk, found).await? {
             None => false,
             Some(why) => {
-                self.refuse(&disk, found, &why)?;
+                refuse(disk.name(), &self.dir, found, &why)?;
                 true
             }
         };
-        for errno in failures.into_iter().flatten() {
-            let error = io::Error::from_raw_os_error(errno);
-            tracing::warn!(
-                "{}: a flush failed before its last server's process ended ({error}): written data may be lost; \
-                 check the guest's file systems",
-                disk.name()
-            );
-        }
+        warn_of_failures(disk.name(), failures);
         if is_tool && is_refused {
             return Ok(disk);
         }
@@ -168,7 +180,7 @@ impl Writer {
     async fn replay(&self, disk: &Disk<HostFile>, found: &StateFile) -> Result<Option<String>> {
         let log = found.log();
         if let Some(why) = &self.modified
-            && disk.format().redo_log_len(&*log) > 0
+            && found.changes() > 0
         {
             return Ok(Some(why.clone()));
         }
@@ -188,19 +200,6 @@ impl Writer {
             }
             Replay::Refused { why } => Ok(Some(why)),
         }
-    }
-
-    /// Sets a state file aside that does not fit the image any more.
-    fn refuse(&self, disk: &Disk<HostFile>, found: &StateFile, why: &str) -> Result<()> {
-        let changes = disk.format().redo_log_len(&*found.log());
-        let aside = StateFile::set_aside(&self.dir, self.owner.image)?;
-        tracing::warn!(
-            "{}: the redo log is refused: {why}. {changes} changes that process {} had answered before it died are \
-             not in the image, which is opened as it is; the log is {aside} now. Check the guest's file systems",
-            disk.name(),
-            found.page().owner().process
-        );
-        Ok(())
     }
 
     /// Makes the new state file, in the place of the old one.
@@ -224,4 +223,79 @@ impl Writer {
         }
         Ok(disk)
     }
+}
+
+/// The failed flush of the image, and of its data file: the errno.
+fn failures_of(found: &StateFile) -> [Option<i32>; 2] {
+    FILES.map(|file| found.page().failure(file))
+}
+
+/// Tells of flushes that failed: those who open the image have no other way to know.
+fn warn_of_failures(name: &str, failures: [Option<i32>; 2]) {
+    for errno in failures.into_iter().flatten() {
+        let error = io::Error::from_raw_os_error(errno);
+        tracing::warn!(
+            "{name}: a flush failed before its last server's process ended ({error}): written data may be lost; check \
+             the guest's file systems"
+        );
+    }
+}
+
+/// Sets a state file aside that does not fit the image any more.
+fn refuse(name: &str, dir: &StateDir, found: &StateFile, why: &str) -> Result<()> {
+    let Owner { image, process, .. } = found.page().owner();
+    let changes = found.changes();
+    let aside = StateFile::set_aside(dir, image)?;
+    tracing::warn!(
+        "{name}: the redo log is refused: {why}. {changes} changes that process {process} had answered before it died \
+         are not in the image, which is opened as it is; the log is {aside} now. Check the guest's file systems"
+    );
+    Ok(())
+}
+
+/// Whether a process left anything in a state file of an image there.
+///
+/// # Errors
+/// The host's.
+pub(super) fn has_state(file: &HostFile, dir: &StateDir) -> Result<bool> {
+    let found = StateFile::find(dir, identity_of(file)?)?;
+    Ok(matches!(found, FoundState::Usable(found) if !found.is_empty()))
+}
+
+/// Sets the state file of an image aside, if there is one, and says why. The image is locked.
+///
+/// # Errors
+/// The host's.
+pub(super) fn set_state_aside(file: &HostFile, dir: &StateDir, why: &str) -> Result<()> {
+    match StateFile::find(dir, identity_of(file)?)? {
+        FoundState::Usable(found) => {
+            refuse(file.name(), dir, &found, why)?;
+            warn_of_failures(file.name(), failures_of(&found));
+            Ok(())
+        }
+        _ => Ok(()),
+    }
+}
+
+/// Sets the state file aside that an image left which had the same device and inode, unless there is nothing in it.
+fn set_other_aside(
+    file: &HostFile,
+    dir: &StateDir,
+    image: ImageIdentity,
+    other: &StateFile,
+) -> Result<()> {
+    if other.is_empty() {
+        return other.remove();
+    }
+    let aside = StateFile::set_aside(dir, image)?;
+    let Owner { path, process, .. } = other.page().owner();
+    tracing::warn!(
+        "{}: its state file is that of another image, or of this device before it was attached again: process \
+         {process} had {} open and died, with {} answered changes that may be missing from it. The file is {aside} \
+         now. If that was this image, check the guest's file systems",
+        file.name(),
+        path.display(),
+        other.changes()
+    );
+    Ok(())
 }

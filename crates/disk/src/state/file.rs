@@ -3,8 +3,8 @@
 //! Guarantees:
 //! - A file has its name only when its first page is complete.
 //! - All its memory is there when it is made (`fallocate`): no store fails later for want of room.
-//! - What is found under a name is checked before it is used. A file that another boot of the host or another
-//!   image left is removed; what is no file of ours is set aside.
+//! - What is found under a name is checked before it is used: whether it is a file of ours, of this boot of the host
+//!   and of this image.
 
 use std::io;
 use std::os::fd::AsFd;
@@ -12,6 +12,7 @@ use std::sync::Arc;
 
 use blockhouse_core::{Result, StateMemory};
 use blockhouse_engine::{FaultDomain, SharedMemory, VolatileSlice};
+use blockhouse_format::redo_log_len;
 use rustix::fs::{
     AtFlags, FallocateFlags, Mode, OFlags, fallocate, fstat, openat, renameat, unlinkat,
 };
@@ -19,7 +20,7 @@ use rustix::io::Errno;
 
 use super::dir::{ELSEWHERE, StateDir, is_own_file};
 use super::identity::ImageIdentity;
-use super::page::{Owner, PAGE_BYTES, StatePage};
+use super::page::{Owner, PAGE_BYTES, StatePage, TrackedFile};
 
 /// The most bytes that a file of ours has. A longer one is not mapped.
 const MAX_BYTES: u64 = 1 << 28;
@@ -41,8 +42,11 @@ pub(crate) struct StateFile {
 pub(crate) enum FoundState {
     /// No file.
     Nothing,
-    /// A file of another boot of the host, or of another image.
-    Void(StateFile),
+    /// A file of another boot of the host: nothing that it says holds any more.
+    OtherBoot(StateFile),
+    /// A file of this boot, of an image that had the same device and inode, or of a device that was attached again
+    /// since.
+    OtherImage(StateFile),
     /// The file of a process that had this image open in this boot of the host.
     Usable(StateFile),
     /// Something else has the file's name.
@@ -101,11 +105,11 @@ impl StateFile {
         };
         let file = Self { dir: dir.clone(), name, page, log };
         let owner = file.page.owner();
-        if owner.boot == dir.boot() && owner.image == image {
-            return Ok(FoundState::Usable(file));
-        }
-        tracing::debug!("{}: is of another boot or another image", file.path());
-        Ok(FoundState::Void(file))
+        Ok(match (owner.boot == dir.boot(), owner.image == image) {
+            (true, true) => FoundState::Usable(file),
+            (true, false) => FoundState::OtherImage(file),
+            (false, _) => FoundState::OtherBoot(file),
+        })
     }
 
     /// The first page.
@@ -118,14 +122,27 @@ impl StateFile {
         Arc::new(self.log.clone())
     }
 
+    /// How many changes the redo log has that the disk may lack.
+    pub(crate) fn changes(&self) -> u64 {
+        redo_log_len(&self.log)
+    }
+
+    /// Whether it says nothing that the image does not say.
+    pub(crate) fn is_empty(&self) -> bool {
+        let has_failed = |file| self.page.failure(file).is_some();
+        self.changes() == 0 && ![TrackedFile::Image, TrackedFile::Data].into_iter().any(has_failed)
+    }
+
     /// Its path, for messages.
     pub(crate) fn path(&self) -> String {
         self.dir.path_of(&self.name)
     }
 
-    /// The image was closed in order, and so many changes of the redo log could not be brought to it.
-    pub(crate) fn close(&self, changes: u64) {
+    /// The image was closed in order. The file is removed, unless it has changes that could not be brought to the
+    /// image.
+    pub(crate) fn close(&self) {
         self.page.clear_failures();
+        let changes = self.changes();
         if changes > 0 {
             self.page.set_clean(true);
             tracing::warn!(
@@ -306,14 +323,14 @@ mod tests {
     }
 
     #[test]
-    fn a_file_of_another_boot_or_image_is_void() {
+    fn a_file_of_another_boot_or_image_is_known() {
         let scratch = Scratch::new();
         let image = owner().image;
         scratch.create_for(&Owner { image: ImageIdentity { birth: 1, ..image }, ..owner() });
-        assert!(matches!(scratch.find(), FoundState::Void(_)));
+        assert!(matches!(scratch.find(), FoundState::OtherImage(_)));
         // The owner of the tests is of no boot of this host.
         StateFile::create(&scratch.dir, &owner(), 100, |_| {}).expect("there is room");
-        let FoundState::Void(void) = scratch.find() else { panic!("it is of another boot") };
+        let FoundState::OtherBoot(void) = scratch.find() else { panic!("it is of another boot") };
         void.remove().expect("it is there");
         assert!(!scratch.file.exists());
     }

@@ -301,6 +301,12 @@ impl<S: Storage> Qcow2<S> {
     }
 }
 
+/// How many changes `log` has of which the disk may know nothing: what [`Format::replay`](crate::Format::replay)
+/// would look at. For people, and for who decides whether the memory is still needed. 0 for memory that holds no log.
+pub fn redo_log_len(log: &dyn StateMemory) -> u64 {
+    RedoLog::count(log)
+}
+
 /// What outlives the process.
 impl<S: Storage> Qcow2<S> {
     /// As [`Format::replay`](crate::Format::replay).
@@ -312,11 +318,6 @@ impl<S: Storage> Qcow2<S> {
     /// As [`Format::attach_redo_log`](crate::Format::attach_redo_log).
     pub fn attach_redo_log(&self, log: Arc<dyn StateMemory>) {
         self.metadata.attach_redo_log(log);
-    }
-
-    /// As [`Format::redo_log_len`](crate::Format::redo_log_len).
-    pub fn redo_log_len(&self, log: &dyn StateMemory) -> u64 {
-        RedoLog::count(log)
     }
 
     /// Whether the header has the mark of a process that keeps a redo log, or died.

@@ -1,6 +1,6 @@
 //! What an image lacks that is opened for reading only, or whose state is not found.
 
-use blockhouse_core::Result;
+use blockhouse_core::{Error, ErrorKind, Result};
 use blockhouse_engine::HostFile;
 
 use super::examine::identity_of;
@@ -19,11 +19,6 @@ pub struct PendingChanges {
     pub state_file: String,
 }
 
-/// Whether a process left a state file of an image there, with or without changes in it.
-pub(crate) fn has_state(file: &HostFile, dir: &StateDir) -> Result<bool> {
-    Ok(matches!(StateFile::find(dir, identity_of(file)?)?, FoundState::Usable(_)))
-}
-
 impl Disk<HostFile> {
     /// The changes that a server of this image answered before it died, and that no opening for writing has brought
     /// to the image since; `None` also while a server has the image open. `dir` is where that server kept its
@@ -36,7 +31,7 @@ impl Disk<HostFile> {
         let FoundState::Usable(found) = StateFile::find(dir, identity_of(file)?)? else {
             return Ok(None);
         };
-        let changes = self.format().redo_log_len(&*found.log());
+        let changes = found.changes();
         if changes == 0 || is_being_written(file) {
             return Ok(None);
         }
@@ -59,6 +54,22 @@ pub(crate) fn warn_of_pending(disk: &Disk<HostFile>, dir: Option<&StateDir>) {
             tracing::warn!("{}: cannot tell whether changes are missing: {error}", disk.name());
         }
     }
+}
+
+/// Fails for an image that lacks what its server answered, and that others are to be written over.
+///
+/// # Errors
+/// `InvalidInput` with a hint, or the host's.
+pub(crate) fn refuse_pending(disk: &Disk<HostFile>, dir: Option<&StateDir>) -> Result<()> {
+    let found = dir.map_or(Ok(None), |dir| disk.pending_changes(dir))?;
+    let Some(PendingChanges { changes, process, state_file }) = found else { return Ok(()) };
+    let what = format!(
+        "{changes} changes are missing that process {process} had answered before it died (they are in {state_file})"
+    );
+    Err(Error::new(ErrorKind::InvalidInput, what).on(disk.name()).hint(format!(
+        "bring them to it first: blockhouse check --repair leaks '{}'; --state off goes on without them",
+        disk.name()
+    )))
 }
 
 /// Tells of an image whose last server kept state elsewhere, if it did.

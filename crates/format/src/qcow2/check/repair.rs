@@ -102,6 +102,8 @@ pub async fn repair<S: Storage>(storage: &S, what: Repair) -> Result<RepairRepor
     image.header.incompatible.remove(Incompatible::CORRUPT | Incompatible::DIRTY);
     image.header.incompatible.insert(remaining);
     if image.header.incompatible != is {
+        // With the bit of a killed server's session goes what a redo log of it could still be replayed on.
+        image.header.autoclear &= KNOWN_AUTOCLEAR;
         store_header(storage, &image.header).await?;
     }
     Ok(RepairReport { found, left, snapshots: image.snapshots })
