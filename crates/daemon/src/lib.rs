@@ -9,6 +9,7 @@
 //! - [`Service`]: disks, exports and the control socket, while they are served
 //! - [`control`]: what a user may ask of a running server, and the client that asks
 //! - `hand_over`: another process goes on
+//! - `watchdog`, `pid_file`, `stopping_notice`: what service managers are told
 //! - `workers`, `sockets`, `vhost_user`, `open`: threads, listening sockets, devices, images
 #![forbid(unsafe_code)]
 
@@ -18,6 +19,7 @@ mod io_poll;
 pub mod limits;
 pub mod offers;
 mod open;
+mod pid_file;
 mod run;
 mod service;
 pub mod setup;
@@ -27,6 +29,8 @@ pub mod stop_request;
 mod stopper;
 mod stopping_notice;
 mod vhost_user;
+mod warnings;
+mod watchdog;
 mod workers;
 
 pub use run::run;

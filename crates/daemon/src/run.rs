@@ -19,13 +19,15 @@ use crate::hand_over::requests::UpgradeRequests;
 use crate::hand_over::source::{self, HandedOver, Outcome};
 use crate::io_poll;
 use crate::open::{open_image, state_use};
+use crate::pid_file::PidFile;
 use crate::service::Service;
 use crate::setup::{Setup, WrongUsage};
 use crate::sockets::{self, ListenSocket};
 use crate::stop_request::StopRequest;
 use crate::stopper::Stopper;
-use crate::vhost_user;
+use crate::watchdog::{self, Started};
 use crate::workers::Workers;
+use crate::{vhost_user, warnings};
 
 /// Serves until a signal asks for the end, or another process goes on. `ready` is called when everything listens; not
 /// where another process's exports are taken over, because that one has announced them.
@@ -42,14 +44,7 @@ pub fn run(setup: &Setup, ready: impl FnOnce(&Service)) -> Result<()> {
         tracing::warn!("cannot raise the limit on open files: {error}");
     }
     let upgrades = UpgradeRequests::default();
-    let service = match setup.hand_over {
-        true => take_over(setup, &upgrades)?,
-        false => {
-            let service = start(setup, &upgrades)?;
-            ready(&service);
-            service
-        }
-    };
+    let (service, pid_file) = begin(setup, &upgrades, ready)?;
     let stopper = Stopper::start(signals.handle())?;
     loop {
         match signals.forever().next() {
@@ -62,6 +57,7 @@ pub fn run(setup: &Setup, ready: impl FnOnce(&Service)) -> Result<()> {
                         signals.pending().filter(|signal| [SIGTERM, SIGINT].contains(signal));
                     stops.for_each(|signal| forward(process, signal));
                     service.leave();
+                    pid_file.into_iter().for_each(PidFile::leave);
                     return Ok(());
                 }
                 Upgrade::Lost(error) => {
@@ -82,6 +78,36 @@ pub fn run(setup: &Setup, ready: impl FnOnce(&Service)) -> Result<()> {
         bail!("quit at once on a second signal; what was in flight may be lost");
     }
     stopper.outcome().context("the server ended badly")?
+}
+
+/// Starts to serve or goes on, and tells those who want to know: the user, the pid file, the service manager.
+fn begin(
+    setup: &Setup,
+    upgrades: &UpgradeRequests,
+    ready: impl FnOnce(&Service),
+) -> Result<(Service, Option<PidFile>)> {
+    let write_pid = || setup.pid_file.as_deref().map(PidFile::write).transpose();
+    if setup.hand_over {
+        let service = take_over(setup, upgrades)?;
+        watchdog::start(service.workers().handles(), Started::Before);
+        // Clients are served whatever becomes of the file.
+        let pid_file = write_pid().inspect_err(|error| tracing::warn!("{error:#}"));
+        return Ok((service, pid_file.unwrap_or_default()));
+    }
+    warnings::about(setup).iter().for_each(|warning| tracing::warn!("{warning}"));
+    let service = start(setup, upgrades)?;
+    match write_pid() {
+        Ok(pid_file) => {
+            watchdog::start(service.workers().handles(), Started::Here);
+            ready(&service);
+            Ok((service, pid_file))
+        }
+        Err(error) => {
+            // The failure to tell is the first one.
+            let _ = service.end();
+            Err(error)
+        }
+    }
 }
 
 /// Starts to serve.

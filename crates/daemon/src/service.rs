@@ -12,6 +12,7 @@ use blockhouse_engine::{Engine, HostFile, Listener};
 use blockhouse_nbd::uri::{Address, NbdUri};
 use blockhouse_nbd::{BoundSocket, Export, Exports, Limits, Server, SocketFile};
 use blockhouse_vhost_user::RegisteredMemory;
+use sd_notify::NotifyState;
 
 use crate::control::{Closed, Control};
 use crate::hand_over::requests::UpgradeRequests;
@@ -246,8 +247,16 @@ impl Service {
 
     /// Tells the service manager that everything listens.
     pub fn notify_ready(&self) {
+        let count = |number: usize, one: &str, more: &str| match number {
+            1 => format!("1 {one}"),
+            _ => format!("{number} {more}"),
+        };
+        let disks = count(self.disks.len(), "disk", "disks");
+        let addresses = count(self.ready.len(), "address", "addresses");
+        let engine = self.workers.report().engine;
+        let status = format!("serving {disks} at {addresses} by {engine}");
         // It fails where no service manager asked for it.
-        let _ = sd_notify::notify(&[sd_notify::NotifyState::Ready]);
+        let _ = sd_notify::notify(&[NotifyState::Ready, NotifyState::Status(&status)]);
     }
 
     /// The URI of the first NBD export, if that is the first of all.

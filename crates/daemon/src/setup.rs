@@ -38,6 +38,8 @@ pub struct Setup {
     pub limits: Limits,
     /// The control socket.
     pub control: Option<PathBuf>,
+    /// The file that names the process while it serves.
+    pub pid_file: Option<PathBuf>,
     /// Whether to go on with what the process serves that has started this one, instead of starting anew.
     pub hand_over: bool,
 }

@@ -31,8 +31,10 @@ impl StoppingNotice {
             return Self { ended, thread: None };
         }
         let more = || NotifyState::ExtendTimeoutUsec(MORE.as_micros() as u32);
+        let status =
+            NotifyState::Status("stopping: requests in flight complete, then the last flush");
         // A manager that does not listen is no reason not to stop.
-        let _ = sd_notify::notify(&[NotifyState::Stopping, more()]);
+        let _ = sd_notify::notify(&[NotifyState::Stopping, status, more()]);
         let go_on = move || {
             while end.recv_timeout(EVERY) == Err(RecvTimeoutError::Timeout) {
                 let _ = sd_notify::notify(&[more()]);

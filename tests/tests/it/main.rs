@@ -32,6 +32,7 @@ mod registered_memory;
 mod repair;
 mod resize;
 mod served_snapshots;
+mod service;
 mod shutdown;
 mod sigkill;
 mod snapshots;

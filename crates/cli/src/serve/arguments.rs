@@ -50,7 +50,7 @@ pub struct Arguments {
     /// memory-backend-memfd,share=on). A raw image or block device that became longer is served with its
     /// new size after SIGHUP, and the guest is told.
     #[arg(long, value_name = "SOCKET")]
-    vhost_user_blk: Vec<PathBuf>,
+    pub(super) vhost_user_blk: Vec<PathBuf>,
     /// What NBD clients may take, as KEY=VALUE,... Times are in seconds or have a unit (500ms, 5m, 2h).
     ///
     /// clients=256: connections at once; when all are taken, clients that hold many make room for those that
@@ -65,6 +65,9 @@ pub struct Arguments {
     /// --control SOCKET, blockhouse upgrade --control SOCKET.
     #[arg(long, value_name = "SOCKET")]
     control: Option<PathBuf>,
+    /// Write the process id to this file when everything listens; it is removed at the end.
+    #[arg(long, value_name = "FILE")]
+    pid_file: Option<PathBuf>,
     /// How many queues a guest may use on a vhost-user-blk device; they are spread over the workers.
     /// Left out, one for each processor.
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=256))]
@@ -212,6 +215,7 @@ impl Arguments {
             register_memory: self.register_memory,
             limits: limits::limits(&self.limits),
             control: self.control.clone(),
+            pid_file: self.pid_file.clone(),
             hand_over: self.hand_over,
         }
     }
@@ -246,7 +250,7 @@ impl Arguments {
     }
 
     /// How many queues a guest may use.
-    fn queues(&self) -> u16 {
+    pub(super) fn queues(&self) -> u16 {
         let processors = || std::thread::available_parallelism().map_or(1, |count| count.get());
         self.queues.unwrap_or_else(|| processors().min(256) as u16)
     }

@@ -2,6 +2,9 @@
 
 mod arguments;
 
+use std::io::IsTerminal;
+use std::path::Path;
+
 use anyhow::Result;
 pub use arguments::Arguments;
 use arguments::refuse;
@@ -13,11 +16,16 @@ use crate::{logging, output};
 /// Runs the command.
 pub fn run(arguments: Arguments, verbose: bool) -> Result<()> {
     arguments.check();
-    let wants_hint = arguments.nbd.is_empty();
     let served = blockhouse_daemon::run(&arguments.setup(), |service| {
         announce(service, verbose);
-        if wants_hint {
-            print_hint(service);
+        match &arguments.vhost_user_blk[..] {
+            _ if !arguments.nbd.is_empty() => {}
+            [] => print_hint(service),
+            // A unit of the service manager has no use for it.
+            [socket, ..] if verbose || std::io::stderr().is_terminal() => {
+                output::tell(&device_hint(socket, arguments.queues()));
+            }
+            _ => {}
         }
     });
     match served.as_ref().err().and_then(|error| error.downcast_ref()) {
@@ -46,4 +54,15 @@ fn print_hint(service: &Service) {
              Stop with Ctrl-C."
         ));
     }
+}
+
+/// A machine that has the disk at a vhost-user-blk socket. A comma in an option of QEMU is written twice.
+fn device_hint(socket: &Path, queues: u16) -> String {
+    let path = socket.display().to_string().replace(',', ",,");
+    format!(
+        "Try: qemu-system-x86_64 -m 1G -object memory-backend-memfd,id=memory,size=1G,share=on \\\n       \
+         -machine q35,memory-backend=memory -chardev 'socket,id=disk,path={path},reconnect=1' \\\n       \
+         -device vhost-user-blk-pci,chardev=disk,num-queues={queues} ...\n\
+         Stop with Ctrl-C."
+    )
 }

@@ -1,0 +1,82 @@
+//! `--pid-file`: the file that names the process that serves.
+//!
+//! Guarantees: the file is there with the whole number when the server says that it is ready; it names a process that has
+//! taken over from another one as soon as that serves; and it is removed at the end of the server, unless another
+//! process has written it since.
+
+use std::fs;
+use std::io::Write;
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result};
+
+/// The file while this process serves.
+pub(crate) struct PidFile {
+    path: PathBuf,
+}
+
+impl PidFile {
+    /// Writes the number of this process. A file that is there is replaced in one step.
+    ///
+    /// # Errors
+    /// That of the kernel, with the path.
+    pub(crate) fn write(path: &Path) -> Result<Self> {
+        let failed = || format!("{}: cannot write the pid file", path.display());
+        // The folder that it is in may be changed later.
+        let path = std::path::absolute(path).with_context(failed)?;
+        let new = path.with_added_extension(format!("{}.new", std::process::id()));
+        let mut options = fs::OpenOptions::new();
+        let mut file =
+            options.write(true).create_new(true).mode(0o644).open(&new).with_context(failed)?;
+        let written = file.write_all(number().as_bytes()).and_then(|()| fs::rename(&new, &path));
+        if written.is_err() {
+            // The first failure is the one to tell.
+            let _ = fs::remove_file(&new);
+        }
+        written.with_context(failed)?;
+        Ok(Self { path })
+    }
+
+    /// Leaves the file to the process that has taken over.
+    pub(crate) fn leave(self) {
+        std::mem::forget(self);
+    }
+}
+
+impl Drop for PidFile {
+    fn drop(&mut self) {
+        if fs::read_to_string(&self.path).is_ok_and(|content| content == number()) {
+            // What cannot be removed names a process that has ended, as after a kill.
+            let _ = fs::remove_file(&self.path);
+        }
+    }
+}
+
+fn number() -> String {
+    format!("{}\n", std::process::id())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn it_is_removed_unless_another_process_wrote_it() {
+        let folder = std::env::temp_dir().join(format!("blockhouse-pid-{}", std::process::id()));
+        fs::create_dir(&folder).expect("a folder");
+        let path = folder.join("server.pid");
+        fs::write(&path, "1\n").expect("an older file");
+        let file = PidFile::write(&path).expect("it is replaced");
+        assert_eq!(fs::read_to_string(&path).expect("a file"), number());
+        drop(file);
+        assert!(!path.exists());
+        let file = PidFile::write(&path).expect("a new file");
+        fs::write(&path, "1\n").expect("another process");
+        drop(file);
+        assert_eq!(fs::read_to_string(&path).expect("it stays"), "1\n");
+        assert_eq!(fs::read_dir(&folder).expect("a folder").count(), 1);
+        fs::remove_dir_all(&folder).expect("the folder");
+        assert!(PidFile::write(&path).is_err_and(|error| error.to_string().contains("server.pid")));
+    }
+}
