@@ -362,6 +362,13 @@ impl IoVectorList {
         (self.done, self.length) = (0, 0);
     }
 
+    /// Takes all vectors out, each with all of its bytes, also those that were passed over.
+    pub fn take_vectors(&mut self) -> impl Iterator<Item = IoVector> + '_ {
+        self.segments.clear();
+        (self.done, self.length) = (0, 0);
+        self.vectors.drain(..)
+    }
+
     /// How many bytes are left.
     pub fn len(&self) -> usize {
         self.length

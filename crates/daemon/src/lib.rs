@@ -1,4 +1,4 @@
-//! What runs while images are served (layer 4): disks, exports, control and hand-over, from the first check to the
+//! What runs while images are served (layer 5): disks, exports, control and hand-over, from the first check to the
 //! last flush.
 //!
 //! [`run()`] takes a [`Setup`], a plain description of what is to run, and returns when that has ended in order. The

@@ -1,4 +1,4 @@
-//! Disks (layer 2): open images, and read and write them. A [`Disk`] is an image format over a storage.
+//! Disks (layer 3): open images, and read and write them. A [`Disk`] is an image format over a storage.
 //!
 //! [`open()`] opens a raw or qcow2 image with its backing files, and locks them; [`create()`] makes a new one.
 //! [`Disk::submit`] carries out one request. It is the only place where requests are checked, ordered where they

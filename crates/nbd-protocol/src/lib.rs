@@ -7,6 +7,7 @@
 
 pub mod option;
 pub mod reply;
+pub mod reply_header;
 pub mod request;
 pub mod uri;
 

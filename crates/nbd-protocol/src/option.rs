@@ -45,6 +45,22 @@ pub enum ClientOption {
 }
 
 impl ClientOption {
+    /// Its number.
+    pub const fn number(self) -> u32 {
+        match self {
+            Self::ExportName => 1,
+            Self::Abort => 2,
+            Self::List => 3,
+            Self::StartTls => 5,
+            Self::Info => 6,
+            Self::Go => 7,
+            Self::StructuredReply => 8,
+            Self::ListMetaContext => 9,
+            Self::SetMetaContext => 10,
+            Self::ExtendedHeaders => 11,
+        }
+    }
+
     /// The option with this number, if there is one.
     pub fn from_number(number: u32) -> Option<Self> {
         Some(match number {

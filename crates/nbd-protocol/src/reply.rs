@@ -33,12 +33,16 @@ pub mod chunk {
     pub const NONE: u16 = 0;
     /// Bytes of the export.
     pub const OFFSET_DATA: u16 = 1;
+    /// A range of zeros.
+    pub const OFFSET_HOLE: u16 = 2;
     /// Block status with 32-bit lengths.
     pub const BLOCK_STATUS: u16 = 5;
     /// Block status with 64-bit lengths.
     pub const BLOCK_STATUS_EXT: u16 = 6;
     /// The request failed.
     pub const ERROR: u16 = (1 << 15) + 1;
+    /// Set in all types that tell of an error.
+    pub const ERROR_BIT: u16 = 1 << 15;
 }
 
 /// Which request a reply belongs to.

@@ -1,4 +1,4 @@
-//! NBD (layer 3): the protocol, and a server for disks.
+//! NBD (layer 4): the protocol, and a server for disks.
 //!
 //! A [`Server`] accepts clients at any number of sockets. The clients of a socket find its [`Exports`] and no others.
 //! [`Limits`] bounds what they may take. A drain ends it in order: every request in flight gets its reply.

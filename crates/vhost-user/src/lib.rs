@@ -1,4 +1,4 @@
-//! vhost-user-blk (layer 3): a disk as a device for a guest's virtio-blk driver.
+//! vhost-user-blk (layer 4): a disk as a device for a guest's virtio-blk driver.
 //!
 //! A front-end (a virtual machine monitor) connects to a socket and shares the guest's memory. From then on the
 //! guest's driver and this crate talk through rings in that memory, and the data moves without a copy. A [`Device`]

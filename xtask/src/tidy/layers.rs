@@ -12,11 +12,12 @@ const LAYERS: &[(&str, u32)] = &[
     ("blockhouse-sim", 1),
     ("blockhouse-format", 1),
     ("blockhouse-nbd-protocol", 1),
-    ("blockhouse-disk", 2),
-    ("blockhouse-nbd", 3),
-    ("blockhouse-vhost-user", 3),
-    ("blockhouse-daemon", 4),
-    ("blockhouse", 5),
+    ("blockhouse-storage", 2),
+    ("blockhouse-disk", 3),
+    ("blockhouse-nbd", 4),
+    ("blockhouse-vhost-user", 4),
+    ("blockhouse-daemon", 5),
+    ("blockhouse", 6),
 ];
 /// Packages beside the layers, which no crate of a layer uses.
 const OUTSIDE: &[&str] = &[

@@ -1,0 +1,26 @@
+//! Storage (layer 2): where images live beside local files.
+//!
+//! [`NbdStorage`] is an export of an NBD server. It implements [`Storage`](blockhouse_core::Storage), so a disk, a format
+//! and every tool can stand on it.
+//!
+//! ```no_run
+//! use std::time::Duration;
+//!
+//! use blockhouse_core::{Buffer, Storage};
+//! use blockhouse_engine::{EngineChoice, EventLoop};
+//! use blockhouse_storage::NbdStorage;
+//!
+//! let uri = "nbd://localhost/disk".parse()?;
+//! let mut event_loop = EventLoop::new(EngineChoice::Auto)?;
+//! event_loop.block_on(async {
+//!     let disk = NbdStorage::connect(uri, Duration::from_secs(10)).await?;
+//!     let mut buffer = Buffer::try_new(4096)?;
+//!     disk.read(0, buffer.lend()).await
+//! })?;
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
+#![forbid(unsafe_code)]
+
+mod nbd;
+
+pub use nbd::NbdStorage;

@@ -1,0 +1,45 @@
+//! Connecting to a server.
+
+use std::io;
+use std::net::{TcpStream, ToSocketAddrs};
+use std::os::fd::OwnedFd;
+use std::os::unix::net::UnixStream;
+use std::time::Duration;
+
+use blockhouse_nbd_protocol::uri::Address;
+use futures_channel::oneshot;
+use socket2::{SockRef, TcpKeepalive};
+
+/// After so much silence the kernel asks a server over TCP whether it is still there.
+const KEEPALIVE: Duration = Duration::from_secs(60);
+
+/// Connects on a thread of its own: looking a name up and connecting have no form that does not block.
+pub(super) async fn connect(address: Address, time: Duration) -> io::Result<OwnedFd> {
+    let (send, receive) = oneshot::channel();
+    std::thread::Builder::new().name("blockhouse-connect".into()).spawn(move || {
+        // Nobody waits any more where this fails.
+        let _ = send.send(connect_blocking(&address, time));
+    })?;
+    receive.await.unwrap_or_else(|_| Err(io::ErrorKind::Interrupted.into()))
+}
+
+fn connect_blocking(address: &Address, time: Duration) -> io::Result<OwnedFd> {
+    match address {
+        Address::Unix(path) => Ok(UnixStream::connect(path)?.into()),
+        Address::Tcp { host, port } => {
+            let mut last = io::Error::new(io::ErrorKind::NotFound, "the host has no address");
+            for address in (host.as_str(), *port).to_socket_addrs()? {
+                match TcpStream::connect_timeout(&address, time) {
+                    Ok(stream) => {
+                        stream.set_nodelay(true)?;
+                        let keepalive = TcpKeepalive::new().with_time(KEEPALIVE);
+                        SockRef::from(&stream).set_tcp_keepalive(&keepalive)?;
+                        return Ok(stream.into());
+                    }
+                    Err(error) => last = error,
+                }
+            }
+            Err(last)
+        }
+    }
+}

@@ -1,0 +1,102 @@
+//! A connection in the transmission phase.
+//!
+//! 1. [`Transmission::submit`] takes a request.
+//! 2. The writer sends all that is queued with one system call.
+//! 3. The reader receives replies, data straight into the memory of the requests, and completes them.
+//! 4. Where the stream fails, both end. If reconnecting is allowed, the requests wait for another stream, and are sent
+//!    again there; else they fail.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use blockhouse_core::Result;
+use blockhouse_engine::{Stream, sleep, spawn, spawn_detached};
+
+use super::detached::DetachedSyncs;
+use super::dial::Dial;
+use super::reader::Reader;
+use super::transmission::Transmission;
+use super::writer::{self, Batch};
+
+/// The pause after a server could not be reached.
+const RETRY_DELAY: Duration = Duration::from_millis(200);
+
+/// Starts the transmission over `stream` on the current thread's loop.
+///
+/// # Errors
+/// ENOMEM where memory runs out.
+pub(super) fn start(
+    dial: Arc<Dial>,
+    detached: Arc<DetachedSyncs>,
+    stream: Stream,
+) -> Result<Arc<Transmission>> {
+    let transmission = Arc::new(Transmission::new(dial, detached));
+    let halves = Halves::new(&transmission, &stream)?;
+    spawn_detached(run(Arc::clone(&transmission), stream, halves));
+    Ok(transmission)
+}
+
+/// What works on one stream.
+struct Halves {
+    reader: Reader,
+    batch: Batch,
+}
+
+impl Halves {
+    fn new(transmission: &Arc<Transmission>, stream: &Stream) -> Result<Self> {
+        let reader = Reader::new(Arc::clone(transmission), stream.clone())?;
+        Ok(Self { reader, batch: Batch::new()? })
+    }
+}
+
+/// Serves requests over one stream after the other.
+async fn run(transmission: Arc<Transmission>, mut stream: Stream, mut halves: Halves) {
+    loop {
+        let Halves { reader, batch } = halves;
+        let reading = spawn(reader.run());
+        writer::run(Arc::clone(&transmission), stream.clone(), batch).await;
+        reading.await;
+        if transmission.is_closing() {
+            let closed = transmission.dial().error("the connection is closed");
+            return transmission.fail_all(closed, true);
+        }
+        let Some(next) = reconnect(&transmission).await else { return };
+        stream = next;
+        halves = match Halves::new(&transmission, &stream) {
+            Ok(halves) => halves,
+            Err(error) => return transmission.fail_all(error, true),
+        };
+    }
+}
+
+/// Another stream with the same export. Requests wait for it as long as they may, and fail afterwards. `None`: the
+/// connection is over.
+async fn reconnect(transmission: &Transmission) -> Option<Stream> {
+    let failure = transmission.take_link_failure();
+    let dial = transmission.dial();
+    let time = dial.reconnect_time();
+    if time.is_zero() {
+        transmission.fail_all(failure, true);
+        return None;
+    }
+    tracing::warn!("{failure}; connecting again, requests wait for {} s", time.as_secs());
+    let mut deadline = Some(Instant::now() + time);
+    while !transmission.is_closing() {
+        match dial.again().await {
+            Ok(stream) => {
+                tracing::warn!("{}: connected again", dial.name());
+                transmission.queue_again();
+                return Some(stream);
+            }
+            Err(error) if deadline.is_some_and(|deadline| Instant::now() >= deadline) => {
+                deadline = None;
+                tracing::error!("{error}; requests fail until the server is back");
+                transmission.fail_all(error, false);
+            }
+            Err(_) => {}
+        }
+        sleep(RETRY_DELAY).await;
+    }
+    transmission.fail_all(failure, true);
+    None
+}

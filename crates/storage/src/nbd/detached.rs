@@ -1,0 +1,52 @@
+//! Flushes and durable writes whose future was dropped before the server answered.
+//!
+//! The server may report a failure once only. The next flush waits until all of these have ended, and fails if one of
+//! them failed.
+
+use blockhouse_core::sync::Condvar;
+use blockhouse_core::{Error, Result};
+use parking_lot::Mutex;
+
+/// The detached requests of a storage.
+#[derive(Default)]
+pub(super) struct DetachedSyncs {
+    state: Mutex<State>,
+    ended: Condvar,
+}
+
+#[derive(Default)]
+struct State {
+    in_flight: usize,
+    failure: Option<Error>,
+}
+
+impl DetachedSyncs {
+    /// The future of a request was dropped.
+    pub(super) fn detach(&self) {
+        self.state.lock().in_flight += 1;
+    }
+
+    /// A detached request has ended, perhaps with a failure.
+    pub(super) fn complete(&self, failure: Option<Error>) {
+        let mut state = self.state.lock();
+        state.in_flight -= 1;
+        if let Some(error) = failure {
+            state.failure.get_or_insert(error);
+        }
+        drop(state);
+        self.ended.notify_all();
+    }
+
+    /// Waits until none is in flight.
+    ///
+    /// # Errors
+    /// A failure that was not reported yet. It is reported once.
+    pub(super) async fn drained(&self) -> Result<()> {
+        self.ended
+            .wait_until(|| {
+                let mut state = self.state.lock();
+                (state.in_flight == 0).then(|| state.failure.take().map_or(Ok(()), Err))
+            })
+            .await
+    }
+}

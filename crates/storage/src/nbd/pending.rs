@@ -1,0 +1,278 @@
+//! The requests of one connection that wait for their replies.
+//!
+//! A request is *queued*, then *sent*, then *complete*. Where the connection is made anew, all that are not complete
+//! are queued again, with the same bytes.
+//!
+//! Guarantees:
+//! - A request's memory is kept until it is complete, also when its future was dropped; and no future is ready while
+//!   the connection still has memory of it.
+//! - A server cannot write outside of what a request asked for, nor twice to the same bytes: a reply that says so is an
+//!   error of the connection.
+//! - A cookie is never used twice, so that a reply that comes twice is found out.
+
+use std::collections::VecDeque;
+use std::task::Waker;
+
+use blockhouse_core::{Error, IoVector, Result};
+use blockhouse_nbd_protocol::StatusFlags;
+use blockhouse_nbd_protocol::request::RequestHeader;
+use slab::Slab;
+
+use super::detached::DetachedSyncs;
+use super::parts::Parts;
+
+/// What the server said about the first blocks of a range: for how many bytes it holds, and their flags.
+pub(super) type BlockStatus = (u64, StatusFlags);
+
+/// What a request brings along, and what its reply has to bring.
+pub(super) enum Body {
+    /// Nothing, and nothing but success.
+    None,
+    /// These bytes are written.
+    Payload(IoVector),
+    /// Data for this memory.
+    Data(Parts),
+    /// The status of the first blocks.
+    Status,
+    /// A payload that is being sent.
+    BeingSent,
+}
+
+/// A request that was begun.
+struct Slot {
+    header: RequestHeader,
+    /// Whether it makes data durable.
+    is_sync: bool,
+    body: Body,
+    status: Option<BlockStatus>,
+    error: Option<Error>,
+    outcome: Option<Result<Option<BlockStatus>>>,
+    waker: Option<Waker>,
+    is_detached: bool,
+}
+
+/// All requests of a connection whose outcome was not taken yet.
+#[derive(Default)]
+pub(super) struct Pending {
+    slots: Slab<Slot>,
+    /// The cookies of those that were not sent.
+    queue: VecDeque<u64>,
+    /// The upper half of the last cookie.
+    generation: u32,
+}
+
+/// A reply that the protocol does not allow: the connection cannot go on.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) struct Violation(pub(super) &'static str);
+
+fn key(cookie: u64) -> usize {
+    (cookie & 0xffff_ffff) as usize
+}
+
+impl Pending {
+    /// Queues a request, which perhaps makes data durable; returns its cookie.
+    pub(super) fn insert(&mut self, mut header: RequestHeader, body: Body, is_sync: bool) -> u64 {
+        self.generation = self.generation.wrapping_add(1);
+        let entry = self.slots.vacant_entry();
+        let cookie = u64::from(self.generation) << 32 | entry.key() as u64;
+        header.cookie = cookie;
+        let (status, error, outcome, waker) = (None, None, None, None);
+        entry.insert(Slot {
+            header,
+            is_sync,
+            body,
+            status,
+            error,
+            outcome,
+            waker,
+            is_detached: false,
+        });
+        self.queue.push_back(cookie);
+        cookie
+    }
+
+    /// Takes the next request that is to be sent, with its payload, which is to be given back.
+    pub(super) fn next_queued(&mut self) -> Option<(RequestHeader, Option<IoVector>)> {
+        let slot = &mut self.slots[key(self.queue.pop_front()?)];
+        let payload = match std::mem::replace(&mut slot.body, Body::None) {
+            Body::Payload(payload) => {
+                slot.body = Body::BeingSent;
+                Some(payload)
+            }
+            other => {
+                slot.body = other;
+                None
+            }
+        };
+        Some((slot.header, payload))
+    }
+
+    /// Whether no request is to be sent.
+    pub(super) fn is_queue_empty(&self) -> bool {
+        self.queue.is_empty()
+    }
+
+    /// Gives a payload back after it was sent, or could not be. The future to be woken: the reply may have come before.
+    pub(super) fn give_back(
+        &mut self,
+        cookie: u64,
+        payload: IoVector,
+        detached: &DetachedSyncs,
+    ) -> Option<Waker> {
+        let slot = &mut self.slots[key(cookie)];
+        match slot.outcome {
+            None => {
+                slot.body = Body::Payload(payload);
+                None
+            }
+            Some(_) => {
+                drop(payload);
+                slot.body = Body::None;
+                self.publish(cookie, detached)
+            }
+        }
+    }
+
+    fn find(&mut self, cookie: u64) -> Result<&mut Slot, Violation> {
+        let slot = self.slots.get_mut(key(cookie));
+        slot.filter(|slot| slot.header.cookie == cookie && slot.outcome.is_none())
+            .ok_or(Violation("a reply to no request"))
+    }
+
+    /// The memory for data that comes for `range`, or without one for all of a read; and the offset of its first byte.
+    /// It is to be given back.
+    pub(super) fn take_memory(
+        &mut self,
+        cookie: u64,
+        range: Option<(u64, usize)>,
+    ) -> Result<(u64, IoVector), Violation> {
+        match (&mut self.find(cookie)?.body, range) {
+            (Body::Data(parts), None) => {
+                parts.take_all().ok_or(Violation("a simple reply after chunks"))
+            }
+            (Body::Data(parts), Some((offset, length))) => {
+                let memory = parts.take(offset, length);
+                Ok((offset, memory.ok_or(Violation("data that was not asked for"))?))
+            }
+            _ => Err(Violation("data for a request that is no read")),
+        }
+    }
+
+    /// Gives memory of a read back, with its data or without.
+    pub(super) fn return_memory(&mut self, cookie: u64, offset: u64, memory: IoVector) {
+        if let Ok(Slot { body: Body::Data(parts), .. }) = self.find(cookie) {
+            parts.give_back(offset, memory);
+        }
+    }
+
+    /// Whether a simple reply with success brings data.
+    pub(super) fn is_read(&mut self, cookie: u64) -> Result<bool, Violation> {
+        Ok(matches!(self.find(cookie)?.body, Body::Data(_)))
+    }
+
+    /// Notes the first status that the server tells.
+    pub(super) fn set_status(&mut self, cookie: u64, status: BlockStatus) -> Result<(), Violation> {
+        let slot = self.find(cookie)?;
+        match slot.body {
+            Body::Status => slot.status.get_or_insert(status),
+            _ => return Err(Violation("block status for a request that did not ask for it")),
+        };
+        Ok(())
+    }
+
+    /// Notes an error; the first of a request counts.
+    pub(super) fn set_error(&mut self, cookie: u64, error: Error) -> Result<(), Violation> {
+        self.find(cookie)?.error.get_or_insert(error);
+        Ok(())
+    }
+
+    /// Ends a request whose reply is complete. The future to be woken.
+    pub(super) fn complete(
+        &mut self,
+        cookie: u64,
+        detached: &DetachedSyncs,
+    ) -> Result<Option<Waker>, Violation> {
+        let slot = self.find(cookie)?;
+        slot.outcome = Some(match (slot.error.take(), &slot.body) {
+            (Some(error), _) => Err(error),
+            (None, Body::Data(parts)) if !parts.is_complete() => {
+                return Err(Violation("a reply that ends before all data has come"));
+            }
+            (None, _) => Ok(slot.status),
+        });
+        Ok(self.publish(cookie, detached))
+    }
+
+    /// Has the future see the outcome, once the connection has no memory of the request any more.
+    fn publish(&mut self, cookie: u64, detached: &DetachedSyncs) -> Option<Waker> {
+        let slot = &mut self.slots[key(cookie)];
+        if matches!(slot.body, Body::BeingSent) {
+            return None;
+        }
+        slot.body = Body::None;
+        if !slot.is_detached {
+            return slot.waker.take();
+        }
+        let slot = self.slots.remove(key(cookie));
+        if slot.is_sync {
+            detached.complete(slot.outcome.and_then(Result::err));
+        }
+        None
+    }
+
+    /// Queues all requests again, the oldest first, whose replies are not complete. Nothing is being sent or received.
+    pub(super) fn queue_again(&mut self) {
+        let mut again = Vec::new();
+        for (_, slot) in self.slots.iter_mut().filter(|(_, slot)| slot.outcome.is_none()) {
+            (slot.status, slot.error) = (None, None);
+            if let Body::Data(parts) = &mut slot.body {
+                parts.forget_data();
+            }
+            again.push(slot.header.cookie);
+        }
+        // By generation; where it has wrapped, the distance to the last one counts.
+        let last = self.generation;
+        again.sort_by_key(|cookie| std::cmp::Reverse(last.wrapping_sub((cookie >> 32) as u32)));
+        self.queue = again.into();
+    }
+
+    /// Ends all requests with an error. The futures to be woken.
+    pub(super) fn fail_all(&mut self, error: &Error, detached: &DetachedSyncs) -> Vec<Waker> {
+        self.queue.clear();
+        let open = |(_, slot): (usize, &Slot)| slot.outcome.is_none().then_some(slot.header.cookie);
+        let cookies: Vec<_> = self.slots.iter().filter_map(open).collect();
+        let fail = |cookie| {
+            self.slots[key(cookie)].outcome = Some(Err(error.duplicate()));
+            self.publish(cookie, detached)
+        };
+        cookies.into_iter().filter_map(fail).collect()
+    }
+
+    /// The outcome of a request, once; until then `waker` is kept.
+    pub(super) fn poll(
+        &mut self,
+        cookie: u64,
+        waker: &Waker,
+    ) -> Option<Result<Option<BlockStatus>>> {
+        let slot = &mut self.slots[key(cookie)];
+        if slot.outcome.is_some() && !matches!(slot.body, Body::BeingSent) {
+            return self.slots.remove(key(cookie)).outcome;
+        }
+        if slot.waker.as_ref().is_none_or(|known| !known.will_wake(waker)) {
+            slot.waker = Some(waker.clone());
+        }
+        None
+    }
+
+    /// The future of a request was dropped before it was ready.
+    pub(super) fn detach(&mut self, cookie: u64, detached: &DetachedSyncs) {
+        let slot = &mut self.slots[key(cookie)];
+        if slot.is_sync {
+            detached.detach();
+        }
+        (slot.is_detached, slot.waker) = (true, None);
+        if slot.outcome.is_some() {
+            self.publish(cookie, detached);
+        }
+    }
+}

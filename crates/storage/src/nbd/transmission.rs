@@ -1,0 +1,208 @@
+//! The requests of a connection: begun by any thread, sent and answered by tasks on one loop.
+//!
+//! Guarantees: each request ends, with its reply or with the error that ended the connection.
+
+use std::future::Future;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::task::{Context, Poll, Waker};
+
+use blockhouse_core::sync::Condvar;
+use blockhouse_core::{Error, IoVector, Result};
+use blockhouse_nbd_protocol::request::{RequestHeader, kind};
+use blockhouse_nbd_protocol::{CommandFlags, Framing};
+use parking_lot::Mutex;
+
+use super::detached::DetachedSyncs;
+use super::dial::Dial;
+use super::pending::{BlockStatus, Body, Pending};
+
+/// What a caller asks for.
+pub(super) struct Command {
+    pub(super) kind: u16,
+    pub(super) flags: CommandFlags,
+    pub(super) offset: u64,
+    pub(super) length: u64,
+    pub(super) body: Body,
+}
+
+/// The requests of a connection.
+pub(super) struct Transmission {
+    dial: Arc<Dial>,
+    detached: Arc<DetachedSyncs>,
+    state: Mutex<State>,
+    /// Something was queued, or the stream is over.
+    changed: Condvar,
+}
+
+struct State {
+    pending: Pending,
+    /// Why the stream is over.
+    link_failure: Option<Error>,
+    /// Why requests fail at once: no server could be reached for as long as they may wait.
+    outage: Option<Error>,
+    is_closing: bool,
+}
+
+impl Transmission {
+    /// No requests.
+    pub(super) fn new(dial: Arc<Dial>, detached: Arc<DetachedSyncs>) -> Self {
+        let state = State {
+            pending: Pending::default(),
+            link_failure: None,
+            outage: None,
+            is_closing: false,
+        };
+        Self { dial, detached, state: Mutex::new(state), changed: Condvar::new() }
+    }
+
+    /// How the export is reached.
+    pub(super) fn dial(&self) -> &Dial {
+        &self.dial
+    }
+
+    /// Why the stream is over; afterwards requests may be sent over another one.
+    pub(super) fn take_link_failure(&self) -> Error {
+        let failure = self.state.lock().link_failure.take();
+        failure.unwrap_or_else(|| self.dial.error("the connection has ended"))
+    }
+
+    /// There is another stream: all requests without a reply are to be sent over it.
+    pub(super) fn queue_again(&self) {
+        let mut state = self.state.lock();
+        state.outage = None;
+        state.pending.queue_again();
+    }
+
+    pub(super) fn framing(&self) -> Framing {
+        self.dial.export().framing
+    }
+
+    /// The name of the export, for messages.
+    pub(super) fn name(&self) -> &str {
+        self.dial.name()
+    }
+
+    pub(super) fn host_error(&self, error: std::io::Error) -> Error {
+        Error::host("the connection has failed", error).on(self.dial.name())
+    }
+
+    /// Begins a request.
+    pub(super) fn submit(self: &Arc<Self>, command: Command) -> Submitted {
+        let Command { kind, flags, offset, length, body } = command;
+        let is_sync = kind == kind::FLUSH || flags.contains(CommandFlags::FUA);
+        let mut state = self.state.lock();
+        if let Some(outage) = &state.outage {
+            return Submitted { transmission: None, result: Err(outage.duplicate()) };
+        }
+        let header = RequestHeader { flags, kind, cookie: 0, offset, length };
+        let cookie = state.pending.insert(header, body, is_sync);
+        drop(state);
+        self.changed.notify_all();
+        Submitted { transmission: Some(Arc::clone(self)), result: Ok(cookie) }
+    }
+
+    /// Waits for requests that are to be sent, and takes `limit` of them at most. `false`: the stream is over.
+    pub(super) async fn next_requests(
+        &self,
+        requests: &mut Vec<(RequestHeader, Option<IoVector>)>,
+        limit: usize,
+    ) -> bool {
+        self.changed
+            .wait_until(|| {
+                let mut state = self.state.lock();
+                if state.link_failure.is_some() {
+                    return Some(false);
+                }
+                if state.pending.is_queue_empty() {
+                    return state.is_closing.then_some(false);
+                }
+                while requests.len() < limit
+                    && let Some(request) = state.pending.next_queued()
+                {
+                    requests.push(request);
+                }
+                Some(true)
+            })
+            .await
+    }
+
+    /// Gives a payload back that was sent.
+    pub(super) fn give_back(&self, cookie: u64, payload: IoVector) {
+        let waker =
+            self.with_pending(|pending, detached| pending.give_back(cookie, payload, detached));
+        waker.into_iter().for_each(Waker::wake);
+    }
+
+    /// Changes the requests in flight, by a step that a reply demands.
+    pub(super) fn with_pending<T>(
+        &self,
+        step: impl FnOnce(&mut Pending, &DetachedSyncs) -> T,
+    ) -> T {
+        step(&mut self.state.lock().pending, &self.detached)
+    }
+
+    /// The stream is over; has reader and writer end.
+    pub(super) fn link_failed(&self, error: Error) {
+        self.state.lock().link_failure.get_or_insert(error);
+        self.changed.notify_all();
+    }
+
+    /// Ends all requests with an error, and those that come, for good or until there is another stream.
+    pub(super) fn fail_all(&self, error: Error, is_final: bool) {
+        let mut state = self.state.lock();
+        let wakers = state.pending.fail_all(&error, &self.detached);
+        state.outage = Some(error);
+        drop(state);
+        if is_final && !self.is_closing() {
+            tracing::error!("{}: every request fails from now on", self.dial.name());
+        }
+        wakers.into_iter().for_each(Waker::wake);
+    }
+
+    /// Tells the server, after all that is queued, that nothing more comes.
+    pub(super) fn close(&self) {
+        self.state.lock().is_closing = true;
+        self.changed.notify_all();
+    }
+
+    /// Whether it was closed, so that its end is no failure.
+    pub(super) fn is_closing(&self) -> bool {
+        self.state.lock().is_closing
+    }
+}
+
+/// A request that was begun. Dropped, it goes on; its memory stays with the connection until its reply has come.
+pub(super) struct Submitted {
+    transmission: Option<Arc<Transmission>>,
+    /// Its cookie.
+    result: Result<u64>,
+}
+
+impl Future for Submitted {
+    type Output = Result<Option<BlockStatus>>;
+
+    fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
+        let this = self.get_mut();
+        let cookie = match &this.result {
+            Ok(cookie) => *cookie,
+            Err(error) => return Poll::Ready(Err(error.duplicate())),
+        };
+        let transmission = this.transmission.as_ref().expect("it is polled until it is ready");
+        match transmission.with_pending(|pending, _| pending.poll(cookie, cx.waker())) {
+            Some(outcome) => {
+                this.transmission = None;
+                Poll::Ready(outcome)
+            }
+            None => Poll::Pending,
+        }
+    }
+}
+
+impl Drop for Submitted {
+    fn drop(&mut self) {
+        if let (Some(transmission), Ok(cookie)) = (&self.transmission, &self.result) {
+            transmission.with_pending(|pending, detached| pending.detach(*cookie, detached));
+        }
+    }
+}

@@ -1,0 +1,102 @@
+//! The sending task of a connection: all requests that are queued go with one system call.
+
+use std::mem::{replace, take};
+use std::sync::Arc;
+
+use blockhouse_core::{Buffer, IoVector, IoVectorList, Result};
+use blockhouse_engine::Stream;
+use blockhouse_nbd_protocol::request::{EXTENDED_LENGTH, RequestHeader, kind};
+use blockhouse_nbd_protocol::{CommandFlags, Framing};
+
+use super::transmission::Transmission;
+
+/// Requests that one system call sends at most.
+const MAX_REQUESTS: usize = 64;
+
+/// Requests that are sent together.
+pub(super) struct Batch {
+    requests: Vec<(RequestHeader, Option<IoVector>)>,
+    /// The cookies of those with a payload, in their order in the list.
+    payloads: Vec<u64>,
+    encoded: Vec<u8>,
+    headers: Buffer,
+    list: IoVectorList,
+}
+
+impl Batch {
+    /// Room for what one system call sends.
+    ///
+    /// # Errors
+    /// ENOMEM where memory runs out.
+    pub(super) fn new() -> Result<Self> {
+        let length = (MAX_REQUESTS + 1) * EXTENDED_LENGTH;
+        Ok(Self {
+            requests: Vec::with_capacity(MAX_REQUESTS),
+            payloads: Vec::with_capacity(MAX_REQUESTS),
+            encoded: Vec::with_capacity(length),
+            headers: Buffer::try_new(length)?,
+            list: IoVectorList::new(),
+        })
+    }
+
+    /// Puts the requests into the list, each header before its payload.
+    fn fill(&mut self, framing: Framing) {
+        self.encoded.clear();
+        for (header, _) in &self.requests {
+            header.encode(framing, &mut self.encoded);
+        }
+        self.headers.bytes_mut()[..self.encoded.len()].copy_from_slice(&self.encoded);
+        let mut rest = self.headers.lend_range(0, self.encoded.len());
+        // Headers without a payload between them are one piece.
+        let mut length = 0;
+        for (header, payload) in self.requests.drain(..) {
+            length += framing.request_length();
+            if let Some(payload) = payload {
+                let after = rest.split_off(replace(&mut length, 0));
+                self.list.push(replace(&mut rest, after));
+                self.list.push(payload);
+                self.payloads.push(header.cookie);
+            }
+        }
+        if !rest.is_empty() {
+            self.list.push(rest);
+        }
+    }
+
+    /// Gives the payloads back to their requests.
+    fn give_back(&mut self, transmission: &Transmission) {
+        let mut vectors = self.list.take_vectors();
+        for cookie in self.payloads.drain(..) {
+            // Before each payload is a piece of headers.
+            let _headers = vectors.next();
+            if let Some(payload) = vectors.next() {
+                transmission.give_back(cookie, payload);
+            }
+        }
+    }
+}
+
+/// Sends requests until the connection ends. One that is closed says so to the server.
+pub(super) async fn run(transmission: Arc<Transmission>, stream: Stream, mut batch: Batch) {
+    while transmission.next_requests(&mut batch.requests, MAX_REQUESTS).await {
+        batch.fill(transmission.framing());
+        let (result, sent) = stream.send(take(&mut batch.list)).await;
+        batch.list = sent;
+        batch.give_back(&transmission);
+        if let Err(error) = result {
+            transmission.link_failed(transmission.host_error(error));
+        }
+    }
+    if transmission.is_closing() {
+        batch.requests.push((disconnect(), None));
+        batch.fill(transmission.framing());
+        // The server is told as a courtesy: the end of the stream says the same.
+        let _ = stream.send(take(&mut batch.list)).await;
+    }
+    stream.shutdown();
+}
+
+fn disconnect() -> RequestHeader {
+    let flags = CommandFlags::empty();
+    RequestHeader { flags, kind: kind::DISC, cookie: 0, offset: 0, length: 0 }
+}

@@ -1,0 +1,153 @@
+//! Servers that break the protocol: the client answers with an error, in bounded time and memory, and no byte outside of
+//! a request's memory changes.
+
+use std::io::{Read, Write};
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::time::Duration;
+
+use blockhouse_core::{Buffer, Durability, Storage};
+use blockhouse_engine::{EngineChoice, EventLoop, sleep};
+use blockhouse_storage::NbdStorage;
+use fastrand::Rng;
+use futures_util::future::{Either, join, select};
+
+use crate::server::uri;
+
+/// Longer than any answer takes, on however slow a machine.
+const HANG: Duration = Duration::from_secs(60);
+
+/// Reads one option; its number.
+fn option(client: &mut UnixStream) -> std::io::Result<u32> {
+    let mut head = [0; 16];
+    client.read_exact(&mut head)?;
+    let number = |at: usize| u32::from_be_bytes(head[at..at + 4].try_into().expect("four bytes"));
+    let mut data = vec![0; number(12) as usize];
+    client.read_exact(&mut data)?;
+    Ok(number(8))
+}
+
+fn reply(client: &mut UnixStream, option: u32, kind: u32, data: &[u8]) -> std::io::Result<()> {
+    let mut bytes = 0x0003_e889_0455_65a9_u64.to_be_bytes().to_vec();
+    bytes.extend(option.to_be_bytes());
+    bytes.extend(kind.to_be_bytes());
+    bytes.extend((data.len() as u32).to_be_bytes());
+    bytes.extend(data);
+    client.write_all(&bytes)
+}
+
+/// A handshake as it should be, for an export of 1 MiB with structured replies and block status.
+fn greet(client: &mut UnixStream) -> std::io::Result<()> {
+    client.write_all(b"NBDMAGICIHAVEOPT\0\x03")?;
+    client.read_exact(&mut [0; 4])?;
+    loop {
+        let number = option(client)?;
+        match number {
+            8 => reply(client, number, 1, &[])?,
+            10 => {
+                reply(client, number, 4, b"\0\0\0\x01base:allocation")?;
+                reply(client, number, 1, &[])?;
+            }
+            7 => {
+                // Size, and flags: flush, FUA, trim, zeros.
+                let flags = 0x6d_u16.to_be_bytes();
+                let info = [&[0, 0][..], &(1u64 << 20).to_be_bytes(), &flags].concat();
+                reply(client, number, 3, &info)?;
+                return reply(client, number, 1, &[]);
+            }
+            _ => reply(client, number, (1 << 31) + 1, &[])?,
+        }
+    }
+}
+
+/// A structured chunk that is nearly right.
+fn chunk(rng: &mut Rng, cookie: [u8; 8]) -> Vec<u8> {
+    let kind = [0, 1, 2, 5, 0x8001, 0x8002, 0x8003, rng.u16(..)][rng.usize(..8)];
+    let length = [0, 4, 8, 12, 20, 4104, u32::MAX, rng.u32(..5000)][rng.usize(..8)];
+    let mut bytes = 0x668e_33ef_u32.to_be_bytes().to_vec();
+    bytes.extend(u16::from(rng.bool()).to_be_bytes());
+    bytes.extend(u16::to_be_bytes(kind));
+    bytes.extend(if rng.u8(..8) == 0 { rng.u64(..).to_be_bytes() } else { cookie });
+    bytes.extend(length.to_be_bytes());
+    let offset = [0, 4096, 8191, u64::MAX, rng.u64(..20_000)][rng.usize(..5)];
+    bytes.extend(offset.to_be_bytes());
+    let rest = (length as usize).min(5000).saturating_sub(8);
+    bytes.extend(std::iter::repeat_with(|| rng.u8(..)).take(rest));
+    bytes
+}
+
+/// Serves one client: as it should be up to a point, and then not.
+fn serve(mut client: UnixStream, mut rng: Rng) -> std::io::Result<()> {
+    if rng.u8(..4) == 0 {
+        let bytes: Vec<u8> = std::iter::repeat_with(|| rng.u8(..)).take(200).collect();
+        let real = b"NBDMAGICIHAVEOPT\0\x03";
+        client.write_all(&real[..rng.usize(..=real.len())])?;
+        return client.write_all(&bytes);
+    }
+    greet(&mut client)?;
+    for _ in 0..rng.usize(1..20) {
+        let mut head = [0; 28];
+        client.read_exact(&mut head)?;
+        let mut cookie = [0; 8];
+        cookie.copy_from_slice(&head[8..16]);
+        for _ in 0..rng.usize(1..4) {
+            client.write_all(&chunk(&mut rng, cookie))?;
+        }
+    }
+    Ok(())
+}
+
+/// Asks for a few things; what is answered does not matter.
+async fn use_disk(disk: &NbdStorage, buffers: &mut [Buffer; 2]) {
+    let [first, second] = buffers;
+    for round in 0..10 {
+        let read = disk.read(4096, first.lend_range(512, 8192));
+        let written = disk.write(round * 512, second.lend_range(0, 512), Durability::Data);
+        let (read, written) = join(read, written).await;
+        let range = blockhouse_core::ByteRange::new(0, 1 << 20).expect("it is short");
+        let status = disk.block_status(range).await;
+        if read.is_err() && written.is_err() && status.is_err() {
+            return;
+        }
+    }
+}
+
+#[test]
+fn whatever_a_server_sends_the_client_answers() {
+    let seed = fastrand::u64(..);
+    eprintln!("seed {seed}");
+    let mut rng = Rng::with_seed(seed);
+    let folder = tempfile::tempdir().unwrap();
+    let socket = folder.path().join("nbd.sock");
+    let listener = UnixListener::bind(&socket).unwrap();
+    const CLIENTS: usize = 300;
+    let mut server_rng = rng.fork();
+    let server = std::thread::spawn(move || {
+        for _ in 0..CLIENTS {
+            let (client, _) = listener.accept().unwrap();
+            // It fails when the client has had enough.
+            let _ = serve(client, server_rng.fork());
+        }
+    });
+    let mut event_loop = EventLoop::new(EngineChoice::Auto).unwrap();
+    event_loop.block_on(async {
+        for _ in 0..CLIENTS {
+            let session = async {
+                let Ok(disk) = NbdStorage::connect(uri(&socket), Duration::ZERO).await else {
+                    return;
+                };
+                let mut buffers = [Buffer::new(9216), Buffer::new(512)];
+                buffers[0].bytes_mut().fill(0xa5);
+                use_disk(&disk, &mut buffers).await;
+                let bytes = buffers[0].bytes();
+                let around = bytes[..512].iter().chain(&bytes[512 + 8192..]);
+                assert!(around.copied().all(|byte| byte == 0xa5), "bytes around a read changed");
+            };
+            let session = std::pin::pin!(session);
+            match select(session, sleep(HANG)).await {
+                Either::Left(_) => {}
+                Either::Right(_) => panic!("the client waits for ever"),
+            }
+        }
+    });
+    server.join().unwrap();
+}
