@@ -42,6 +42,9 @@
 //! Layers, each on those before it: [`ring`] (rings and chains), [`block`] (block requests), `queue` (one queue
 //! on one loop), `protocol` (messages as bytes), `frontend` (their effects), and [`Server`]. A program that
 //! accepts connections itself calls [`serve_frontend`] instead.
+//!
+//! Another process can go on with a device, and its front-end does not notice: [`Server::pause`] describes it as a
+//! [`PausedFrontend`], the other makes a [`PreparedFrontend`] of that, and calls [`Server::restore`].
 #![forbid(unsafe_code)]
 
 pub mod block;
@@ -49,6 +52,7 @@ mod device;
 #[cfg(feature = "driver")]
 pub mod driver;
 mod frontend;
+mod pauses;
 mod protocol;
 mod queue;
 pub mod ring;
@@ -56,6 +60,11 @@ mod server;
 mod session;
 
 pub use device::{Device, Export};
-pub use frontend::RegisteredMemory;
+pub use frontend::{
+    PauseError, PausedFrontend, PausedVring, PausedWriteCache, PreparedFrontend, RegisteredMemory,
+};
+pub use pauses::PendingPause;
+pub use protocol::{InflightDescription, LogDescription, MemoryRegion, UserAddresses};
+pub use queue::Kick;
 pub use server::Server;
 pub use session::serve_frontend;

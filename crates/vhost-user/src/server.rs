@@ -2,15 +2,17 @@
 //!
 //! Guarantees: a front-end that is silent, breaks the protocol, or takes its memory away delays only itself.
 //! When it ends, its requests in flight complete before the next front-end is served. A server that stops
-//! executes every request that it popped, and the guest learns of its outcome.
+//! executes every request that it popped, and the guest learns of its outcome. A server that has paused touches
+//! neither the disk nor a guest's memory, accepts nobody, and closes no connection.
 
 use std::io;
 use std::net::Shutdown;
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::sync::Arc;
+use std::sync::mpsc::Sender;
 use std::thread::JoinHandle;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use blockhouse_core::Storage;
 use blockhouse_engine::{ShortageLog, is_shortage};
@@ -18,6 +20,8 @@ use parking_lot::Mutex;
 use rustix::event::{PollFd, PollFlags};
 
 use crate::device::Device;
+use crate::frontend::PreparedFrontend;
+use crate::pauses::{Pauses, PendingPause};
 use crate::session::Session;
 
 /// How long the server waits after the kernel could not accept a connection.
@@ -28,10 +32,13 @@ pub struct Server<S: Storage> {
     device: Arc<Device<S>>,
     shared: Arc<Shared>,
     thread: JoinHandle<()>,
+    /// Dropped, the device goes on after a pause.
+    hold: Mutex<Option<Sender<()>>>,
 }
 
 struct Shared {
     listener: UnixListener,
+    pauses: Pauses,
     state: Mutex<State>,
 }
 
@@ -48,14 +55,45 @@ impl<S: Storage + Send + Sync> Server<S> {
     /// # Errors
     /// The kernel's, when there can be no further thread.
     pub fn start(device: Device<S>, socket: OwnedFd) -> io::Result<Self> {
+        Self::restore(device, socket, None)
+    }
+
+    /// As [`start`](Self::start), first with the front-end that paused in another process, if there was one.
+    ///
+    /// # Errors
+    /// As [`start`](Self::start).
+    pub fn restore(
+        device: Device<S>,
+        socket: OwnedFd,
+        frontend: Option<PreparedFrontend>,
+    ) -> io::Result<Self> {
         let listener = UnixListener::from(socket);
         listener.set_nonblocking(false)?;
-        let shared = Arc::new(Shared { listener, state: Mutex::default() });
+        let (pauses, state) = (Pauses::new()?, Mutex::default());
+        let shared = Arc::new(Shared { listener, pauses, state });
         let device = Arc::new(device);
         let (serving, served) = (Arc::clone(&shared), Arc::clone(&device));
         let builder = std::thread::Builder::new().name("blockhouse-vu".into());
-        let thread = builder.spawn(move || serve(&serving, &served))?;
-        Ok(Self { device, shared, thread })
+        let thread = builder.spawn(move || serve(&serving, &served, frontend))?;
+        Ok(Self { device, shared, thread, hold: Mutex::new(None) })
+    }
+
+    /// The listening socket.
+    pub fn listener(&self) -> BorrowedFd<'_> {
+        self.shared.listener.as_fd()
+    }
+
+    /// Asks the device to pause: it handles no more messages and accepts nobody; its queues pop no more requests,
+    /// and those in flight complete until the deadline. [`resume`](Self::resume) follows, whatever the outcome.
+    pub fn pause(&self, deadline: Instant) -> PendingPause {
+        let (pending, hold) = self.shared.pauses.ask(deadline);
+        *self.hold.lock() = Some(hold);
+        pending
+    }
+
+    /// Has the device go on after a pause.
+    pub fn resume(&self) {
+        *self.hold.lock() = None;
     }
 
     /// The device.
@@ -71,6 +109,7 @@ impl<S: Storage + Send + Sync> Server<S> {
             // Only the receiving half: the front-end sees the end when everything has completed.
             let _ = state.current.as_ref().map(|stream| stream.shutdown(Shutdown::Read));
         }
+        self.resume();
         // Ends a wait for connections.
         let _ = rustix::net::shutdown(&self.shared.listener, rustix::net::Shutdown::Both);
         // A thread that panicked is over as well.
@@ -78,18 +117,33 @@ impl<S: Storage + Send + Sync> Server<S> {
     }
 }
 
-fn serve<S: Storage + Send + Sync>(shared: &Shared, device: &Arc<Device<S>>) {
+fn serve<S: Storage + Send + Sync>(
+    shared: &Shared,
+    device: &Arc<Device<S>>,
+    handed_over: Option<PreparedFrontend>,
+) {
     let shortages = ShortageLog::default();
+    let cannot_serve = |error| warn(&shortages, "cannot serve a front-end", &error);
+    if let Some(prepared) = handed_over {
+        let current = prepared.stream().try_clone();
+        let served = current
+            .and_then(|stream| serve_one(shared, stream, || Session::restore(device, prepared)));
+        served.unwrap_or_else(cannot_serve);
+    }
     loop {
-        let accepted = accept(&shared.listener);
+        let accepted = accept(shared);
         if shared.state.lock().is_stopping {
             return;
         }
         match accepted {
-            Ok(stream) => {
-                if let Err(error) = serve_one(shared, device, stream) {
-                    warn(&shortages, "cannot serve a front-end", &error);
-                }
+            Ok(None) => shared.pauses.take().into_iter().for_each(|asked| asked.answer(Ok(None))),
+            Ok(Some(stream)) => {
+                // What may fail for lack of descriptors comes first: a socket left in `current` would stay
+                // open, and its front-end would wait for ever.
+                let current = stream.try_clone();
+                let served = current
+                    .and_then(|copy| serve_one(shared, copy, || Session::new(device, stream)));
+                served.unwrap_or_else(cannot_serve);
             }
             Err(error) => {
                 warn(&shortages, "cannot accept a front-end", &error);
@@ -108,23 +162,26 @@ fn warn(shortages: &ShortageLog, effect: &str, error: &io::Error) {
     }
 }
 
-/// Waits for a front-end before it is accepted: the kernel takes a descriptor before it looks for one.
-fn accept(listener: &UnixListener) -> io::Result<UnixStream> {
-    let mut polled = [PollFd::new(listener, PollFlags::IN)];
+/// Waits for a front-end before it is accepted: the kernel takes a descriptor before it looks for one. `None` when a pause
+/// is asked for.
+fn accept(shared: &Shared) -> io::Result<Option<UnixStream>> {
+    let wake = shared.pauses.wake();
+    let mut polled =
+        [PollFd::new(&shared.listener, PollFlags::IN), PollFd::new(&wake, PollFlags::IN)];
     rustix::event::poll(&mut polled, None)?;
-    Ok(listener.accept()?.0)
+    if !polled[1].revents().is_empty() {
+        return Ok(None);
+    }
+    Ok(Some(shared.listener.accept()?.0))
 }
 
-/// Serves one front-end to its end.
+/// Serves one front-end to its end. `current` is its connection.
 fn serve_one<S: Storage + Send + Sync>(
     shared: &Shared,
-    device: &Arc<Device<S>>,
-    stream: UnixStream,
+    current: UnixStream,
+    begin: impl FnOnce() -> io::Result<Session<S>>,
 ) -> io::Result<()> {
-    // What may fail for lack of descriptors comes first: a socket left in `current` would stay open, and
-    // its front-end would wait for ever.
-    let current = stream.try_clone()?;
-    let session = Session::new(device, stream)?;
+    let session = begin()?;
     {
         let mut state = shared.state.lock();
         if state.is_stopping {
@@ -132,7 +189,7 @@ fn serve_one<S: Storage + Send + Sync>(
         }
         state.current = Some(current);
     }
-    session.run(|| {
+    session.run(Some(&shared.pauses), || {
         let mut state = shared.state.lock();
         state.current = None;
         state.is_stopping

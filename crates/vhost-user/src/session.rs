@@ -8,8 +8,9 @@ use blockhouse_core::Storage;
 use blockhouse_disk::ExportKind;
 
 use crate::device::Device;
-use crate::frontend::{Frontend, handle};
-use crate::protocol::Connection;
+use crate::frontend::{Frontend, PreparedFrontend, handle};
+use crate::pauses::Pauses;
+use crate::protocol::{Arrival, Connection};
 use crate::queue::StopMode;
 
 /// Serves one front-end on this thread until it closes the connection or breaks the protocol; its queues run
@@ -22,7 +23,7 @@ pub fn serve_frontend<S: Storage + Send + Sync>(
     device: &Arc<Device<S>>,
     stream: UnixStream,
 ) -> io::Result<()> {
-    Session::new(device, stream)?.run(|| false);
+    Session::new(device, stream)?.run(None, || false);
     Ok(())
 }
 
@@ -44,11 +45,23 @@ impl<S: Storage + Send + Sync> Session<S> {
         Ok(Self { device, frontend, connection })
     }
 
-    /// Handles messages until the end, and waits for the requests in flight. `is_stopping` is asked when there
-    /// are no more messages: whether the server ends, rather than the front-end.
-    pub fn run(mut self, is_stopping: impl FnOnce() -> bool) {
+    /// A front-end that paused in another process.
+    ///
+    /// # Errors
+    /// As [`new`](Self::new).
+    pub fn restore(device: &Arc<Device<S>>, prepared: PreparedFrontend) -> io::Result<Self> {
+        let connection = Connection::new(prepared.stream().try_clone()?);
+        let frontend = Frontend::restore(Arc::clone(device), prepared);
+        Ok(Self { device: Arc::clone(device), frontend, connection })
+    }
+
+    /// Goes on with queues that have paused, handles messages until the end, and waits for the requests in flight.
+    /// Between two messages it pauses when that is asked for by `pauses`. `is_stopping` is asked when there are no
+    /// more messages: whether the server ends, rather than the front-end.
+    pub fn run(mut self, pauses: Option<&Pauses>, is_stopping: impl FnOnce() -> bool) {
         let _client = self.device.export.disk.enter_client(ExportKind::VhostUser);
-        let end = self.handle_messages();
+        self.frontend.resume();
+        let end = self.handle_messages(pauses);
         let lost = self.frontend.lost_memory();
         let mode = match is_stopping() && lost.is_none() {
             true => StopMode::Graceful,
@@ -65,10 +78,27 @@ impl<S: Storage + Send + Sync> Session<S> {
         self.frontend.stop_all(mode);
     }
 
-    fn handle_messages(&mut self) -> io::Result<()> {
-        while let Some(message) = self.connection.receive()? {
+    fn handle_messages(&mut self, pauses: Option<&Pauses>) -> io::Result<()> {
+        loop {
+            if let Some(pauses) = pauses
+                && self.connection.wait(pauses.wake())? == Arrival::Other
+            {
+                self.pause(pauses);
+                continue;
+            }
+            let Some(message) = self.connection.receive()? else { return Ok(()) };
             handle(&mut self.frontend, message, &self.connection)?;
         }
-        Ok(())
+    }
+
+    fn pause(&mut self, pauses: &Pauses) {
+        let Some(asked) = pauses.take() else { return };
+        match self.frontend.pause(asked.deadline()) {
+            // The end of the front-end comes first.
+            Ok(None) => return pauses.put_back(asked),
+            Ok(Some(paused)) => asked.answer(Ok(Some(paused))),
+            Err(error) => asked.answer(Err(error)),
+        }
+        self.frontend.resume();
     }
 }

@@ -44,6 +44,14 @@ impl WriteCacheMode {
         self.volatile.store(volatile, Ordering::Release);
     }
 
+    /// Whether the driver accepted a feature that makes it flush.
+    pub fn driver_flushes(&self) -> DriverFlushes {
+        match self.driver_flushes.load(Ordering::Acquire) {
+            true => DriverFlushes::Yes,
+            false => DriverFlushes::No,
+        }
+    }
+
     /// Sets whether the driver accepted a feature that makes it flush.
     pub fn set_driver_flushes(&self, driver_flushes: DriverFlushes) {
         self.driver_flushes.store(driver_flushes == DriverFlushes::Yes, Ordering::Release);

@@ -1,12 +1,14 @@
 //! Whether changes of the guest's memory are logged, and where.
 
+use std::io;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
-use blockhouse_engine::{SharedMemory, VolatileSlice};
+use blockhouse_engine::VolatileSlice;
 
 use super::eventfd::{check_eventfd, duplicate_call};
-use crate::protocol::Result;
+use super::memory::MemoryTable;
+use crate::protocol::{LogDescription, Result};
 use crate::queue::{Call, DirtyLog};
 
 /// What a queue logs by: the log, if changes are logged, the used ring's address for it, and how the front-end
@@ -18,6 +20,8 @@ pub type QueueLog = (Option<DirtyLog>, Option<u64>, Option<Call>);
 pub struct DirtyLogging {
     is_enabled: bool,
     log: Option<DirtyLog>,
+    /// The log as the front-end described it.
+    area: Option<(LogDescription, OwnedFd)>,
     /// How the front-end is told that the log has changed.
     call: Option<OwnedFd>,
 }
@@ -29,9 +33,34 @@ impl DirtyLogging {
     }
 
     /// Sets the log's memory.
-    pub fn set_log(&mut self, memory: SharedMemory) {
+    pub fn set_log(
+        &mut self,
+        given: LogDescription,
+        file: OwnedFd,
+        table: &MemoryTable,
+    ) -> Result<()> {
+        let memory = table.map(&file, given.offset, given.size, "the log")?;
         let length = memory.len();
         self.log = VolatileSlice::new(Arc::new(memory), 0, length).map(DirtyLog::new);
+        self.area = Some((given, file));
+        Ok(())
+    }
+
+    /// What the log is, and its file, for another process.
+    ///
+    /// # Errors
+    /// The kernel's, where there can be no more descriptors.
+    pub fn describe(&self) -> io::Result<Option<(LogDescription, OwnedFd)>> {
+        let describe = |(given, file): &(_, OwnedFd)| Ok((*given, file.try_clone()?));
+        self.area.as_ref().map(describe).transpose()
+    }
+
+    /// Another handle of how the front-end is told that the log has changed.
+    ///
+    /// # Errors
+    /// As [`describe`](Self::describe).
+    pub fn duplicate_call(&self) -> io::Result<Option<OwnedFd>> {
+        self.call.as_ref().map(OwnedFd::try_clone).transpose()
     }
 
     /// Sets how the front-end is told that the log has changed.

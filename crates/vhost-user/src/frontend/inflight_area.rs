@@ -1,5 +1,6 @@
 //! A front-end's memory for in-flight tracking: one part for each queue, and one for the device.
 
+use std::io;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
@@ -17,7 +18,9 @@ const MAX_QUEUES: u16 = 1024;
 /// The mapped memory.
 pub struct InflightArea {
     memory: Arc<SharedMemory>,
-    entries: u16,
+    given: InflightDescription,
+    /// For a process that takes over.
+    file: OwnedFd,
     /// The device's part; `None` in memory that another kind of server made.
     device: Option<VolatileSlice>,
 }
@@ -34,12 +37,20 @@ impl InflightArea {
     }
 
     /// Memory that the front-end kept.
-    pub fn map(given: &InflightDescription, file: &OwnedFd, table: &MemoryTable) -> Result<Self> {
-        check(given)?;
-        let InflightDescription { size, offset, queues, entries } = *given;
-        let memory = Arc::new(table.map(file, offset, size, "in-flight tracking")?);
+    pub fn map(given: InflightDescription, file: OwnedFd, table: &MemoryTable) -> Result<Self> {
+        check(&given)?;
+        let InflightDescription { size, offset, queues, entries } = given;
+        let memory = Arc::new(table.map(&file, offset, size, "in-flight tracking")?);
         let device = inflight::device(&memory, queues, entries);
-        Ok(Self { memory, entries, device })
+        Ok(Self { memory, given, file, device })
+    }
+
+    /// What it is, and its file, for another process.
+    ///
+    /// # Errors
+    /// The kernel's, where there can be no more descriptors.
+    pub fn describe(&self) -> io::Result<(InflightDescription, OwnedFd)> {
+        Ok((self.given, self.file.try_clone()?))
     }
 
     /// The memory.
@@ -55,8 +66,9 @@ impl InflightArea {
         size: u16,
         used: u16,
     ) -> Option<(InflightQueue, Recovery)> {
-        let part = inflight::queue(&self.memory, index as u16, self.entries)?;
-        InflightQueue::open(part, self.entries.max(size), used)
+        let entries = self.given.entries;
+        let part = inflight::queue(&self.memory, index as u16, entries)?;
+        InflightQueue::open(part, entries.max(size), used)
     }
 
     /// The state of the write cache as an earlier server left it, if one did.

@@ -1,5 +1,6 @@
 //! The memory that a front-end shares: its regions, and their registration with the rings of loops.
 
+use std::io;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
@@ -20,12 +21,18 @@ pub struct MemoryTable {
     /// Of all memory that the front-end shares.
     domain: Arc<FaultDomain>,
     guest: GuestMemory,
+    /// The regions as the front-end described them.
+    regions: Vec<Region>,
     registration: Registration,
 }
+
+/// A region as a front-end described it. The file is kept for a process that takes over.
+type Region = (MemoryRegion, Arc<OwnedFd>);
 
 /// The guest's memory after a change that is not in force yet.
 pub struct ChangedMemory {
     guest: GuestMemory,
+    regions: Vec<Region>,
     added: Vec<Arc<SharedMemory>>,
 }
 
@@ -37,21 +44,22 @@ impl ChangedMemory {
 
     fn add(
         &mut self,
-        region: &MemoryRegion,
-        file: &OwnedFd,
+        region: MemoryRegion,
+        file: OwnedFd,
         domain: &Arc<FaultDomain>,
     ) -> Result<()> {
-        let MemoryRegion { guest, size, user, offset } = *region;
+        let MemoryRegion { guest, size, user, offset } = region;
         // Many tiny regions would cut a guest's buffers into as many pieces.
         if (guest | size) & (REGION_ALIGNMENT - 1) != 0 {
             return Err(refused(format_args!(
                 "a region of memory that is not of whole pages: {size} bytes at {guest:#x}"
             )));
         }
-        let memory = Arc::new(map(file, offset, size, "guest memory", domain)?);
+        let memory = Arc::new(map(&file, offset, size, "guest memory", domain)?);
         if !self.guest.add(GuestRegion { guest, user_addr: user, memory: Arc::clone(&memory) }) {
             return Err(refused("regions of memory that overlap"));
         }
+        self.regions.push((region, Arc::new(file)));
         self.added.push(memory);
         Ok(())
     }
@@ -61,7 +69,7 @@ impl MemoryTable {
     /// No memory yet; what comes fails in this domain, and is registered if that is wanted.
     pub fn new(domain: Arc<FaultDomain>, wanted: RegisteredMemory) -> Self {
         let registration = Registration::new(wanted);
-        Self { domain, guest: GuestMemory::new(), registration }
+        Self { domain, guest: GuestMemory::new(), regions: Vec::new(), registration }
     }
 
     /// The guest's memory.
@@ -80,38 +88,58 @@ impl MemoryTable {
     }
 
     /// The memory with these regions instead of all others.
-    pub fn replaced(&self, regions: &[MemoryRegion], files: &[OwnedFd]) -> Result<ChangedMemory> {
-        let added = Vec::with_capacity(regions.len());
-        let mut changed = ChangedMemory { guest: GuestMemory::new(), added };
-        for (region, file) in regions.iter().zip(files) {
+    pub fn replaced(
+        &self,
+        regions: impl IntoIterator<Item = (MemoryRegion, OwnedFd)>,
+    ) -> Result<ChangedMemory> {
+        let (guest, added) = (GuestMemory::new(), Vec::new());
+        let mut changed = ChangedMemory { guest, regions: Vec::new(), added };
+        for (region, file) in regions {
             changed.add(region, file, &self.domain)?;
         }
         Ok(changed)
     }
 
+    /// The memory as it is, to be changed.
+    fn unchanged(&self) -> ChangedMemory {
+        let (guest, regions) = (self.guest.clone(), self.regions.clone());
+        ChangedMemory { guest, regions, added: Vec::new() }
+    }
+
     /// The memory with one region more.
-    pub fn with(&self, region: &MemoryRegion, file: &OwnedFd) -> Result<ChangedMemory> {
+    pub fn with(&self, region: MemoryRegion, file: OwnedFd) -> Result<ChangedMemory> {
         if self.guest.regions().len() as u64 >= MAX_REGIONS {
             return Err(refused("too many regions of memory"));
         }
-        let mut changed = ChangedMemory { guest: self.guest.clone(), added: Vec::new() };
+        let mut changed = self.unchanged();
         changed.add(region, file, &self.domain)?;
         Ok(changed)
     }
 
     /// The memory without a region.
     pub fn without(&self, region: &MemoryRegion) -> Result<ChangedMemory> {
-        let mut changed = ChangedMemory { guest: self.guest.clone(), added: Vec::new() };
-        match changed.guest.remove(region.guest, region.user, region.size) {
-            true => Ok(changed),
-            false => Err(refused("there is no such region of memory")),
+        let mut changed = self.unchanged();
+        if !changed.guest.remove(region.guest, region.user, region.size) {
+            return Err(refused("there is no such region of memory"));
         }
+        // Regions do not overlap: the guest's address names one.
+        changed.regions.retain(|(other, _)| other.guest != region.guest);
+        Ok(changed)
     }
 
     /// Puts a change in force. It waits for the pages of what was added, where that is to be registered.
     pub fn adopt(&mut self, changed: ChangedMemory) {
         changed.added.iter().for_each(|memory| self.registration.prepare(memory));
-        self.guest = changed.guest;
+        (self.guest, self.regions) = (changed.guest, changed.regions);
+    }
+
+    /// The regions with their files, for another process.
+    ///
+    /// # Errors
+    /// The kernel's, where there can be no more descriptors.
+    pub fn describe(&self) -> io::Result<Vec<(MemoryRegion, OwnedFd)>> {
+        let describe = |(region, file): &Region| Ok((*region, file.try_clone()?));
+        self.regions.iter().map(describe).collect()
     }
 
     /// Registers the memory with the ring of a loop, if that is wanted.

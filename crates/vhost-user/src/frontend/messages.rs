@@ -101,17 +101,15 @@ fn execute<S: Storage + Send + Sync>(
         request::GET_MAX_MEM_SLOTS => return Ok(Reply::number(MAX_REGIONS)),
         request::SET_MEM_TABLE => {
             let regions = payload.region_table(descriptors.len())?;
-            frontend.replace_memory(&regions, &descriptors)?;
+            frontend.replace_memory(regions.into_iter().zip(descriptors))?;
         }
         request::ADD_MEM_REG => {
-            frontend.add_memory(&payload.single_region()?, &only_descriptor(descriptors)?)?;
+            frontend.add_memory(payload.single_region()?, only_descriptor(descriptors)?)?;
         }
         // A descriptor that comes with it is closed unused: some front-ends send one.
         request::REM_MEM_REG => frontend.remove_memory(&payload.single_region()?)?,
         request::SET_LOG_BASE => {
-            let (size, offset) = (payload.u64()?, payload.u64()?);
-            payload.end()?;
-            frontend.set_log(&only_descriptor(descriptors)?, offset, size)?;
+            frontend.set_log(payload.log()?, only_descriptor(descriptors)?)?;
             return Ok(Reply::Payload(bytes, None));
         }
         request::SET_LOG_FD => frontend.set_log_call(only_descriptor(descriptors)?)?,
@@ -119,7 +117,7 @@ fn execute<S: Storage + Send + Sync>(
         request::SET_CONFIG => set_config(frontend, payload)?,
         request::GET_INFLIGHT_FD => return get_inflight(frontend, payload, bytes.len()),
         request::SET_INFLIGHT_FD => {
-            frontend.set_inflight(&payload.inflight()?, &only_descriptor(descriptors)?)?;
+            frontend.set_inflight(payload.inflight()?, only_descriptor(descriptors)?)?;
         }
         request::SET_BACKEND_REQ_FD => {
             frontend.set_backend_channel(only_descriptor(descriptors)?)?;

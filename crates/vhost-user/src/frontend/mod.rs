@@ -6,10 +6,12 @@
 
 mod dirty_logging;
 mod eventfd;
+mod handing_over;
 mod inflight_area;
 mod lost_memory;
 mod memory;
 mod messages;
+mod paused;
 mod queue_start;
 mod registration;
 mod vring;
@@ -21,9 +23,11 @@ use std::sync::Arc;
 use blockhouse_core::{Storage, WriteCache};
 use blockhouse_engine::FaultDomain;
 use dirty_logging::DirtyLogging;
+pub use handing_over::PreparedFrontend;
 use inflight_area::InflightArea;
 use memory::{ChangedMemory, MemoryTable};
 pub use messages::handle;
+pub use paused::{PauseError, PausedFrontend, PausedVring, PausedWriteCache};
 use queue_start::QueueStart;
 pub use registration::RegisteredMemory;
 use vring::Vring;
@@ -31,7 +35,8 @@ use vring::Vring;
 use crate::block::{DriverFlushes, WriteCacheMode, config};
 use crate::device::Device;
 use crate::protocol::{
-    BackendChannel, InflightDescription, MemoryRegion, Result, UserAddresses, refused,
+    BackendChannel, InflightDescription, LogDescription, MemoryRegion, Result, UserAddresses,
+    refused,
 };
 use crate::queue::StopMode;
 
@@ -50,6 +55,8 @@ pub struct Frontend<S: Storage> {
     is_cache_restored: bool,
     /// Whether a refused message was logged.
     has_logged_refusal: bool,
+    /// The queues that ran before a pause.
+    paused: Vec<usize>,
 }
 
 impl<S: Storage + Send + Sync> Frontend<S> {
@@ -71,6 +78,7 @@ impl<S: Storage + Send + Sync> Frontend<S> {
             cache: Arc::new(WriteCacheMode::of(&*device.export.disk)),
             is_cache_restored: false,
             has_logged_refusal: false,
+            paused: Vec::new(),
             device,
         })
     }
@@ -162,10 +170,17 @@ impl<S: Storage + Send + Sync> Frontend<S> {
     /// Starts the queue of a ring if everything that it needs is there.
     pub fn start_if_complete(&mut self, index: u32) -> Result<()> {
         let has_protocol_features = self.features & config::PROTOCOL_FEATURES != 0;
-        if !self.vring(index)?.can_start(has_protocol_features) {
+        match self.vring(index)?.can_start(has_protocol_features) {
+            true => self.start_queue(index as usize),
+            false => Ok(()),
+        }
+    }
+
+    /// Starts the queue of a ring that has everything, unless it runs.
+    fn start_queue(&mut self, index: usize) -> Result<()> {
+        if self.vrings[index].is_running() {
             return Ok(());
         }
-        let index = index as usize;
         let start = QueueStart {
             device: &self.device,
             stream: &self.stream,
@@ -179,13 +194,16 @@ impl<S: Storage + Send + Sync> Frontend<S> {
     }
 
     /// Replaces all regions of memory.
-    pub fn replace_memory(&mut self, regions: &[MemoryRegion], files: &[OwnedFd]) -> Result<()> {
-        let changed = self.memory.replaced(regions, files)?;
+    pub fn replace_memory(
+        &mut self,
+        regions: impl IntoIterator<Item = (MemoryRegion, OwnedFd)>,
+    ) -> Result<()> {
+        let changed = self.memory.replaced(regions)?;
         self.change_memory(changed)
     }
 
     /// Adds a region of memory.
-    pub fn add_memory(&mut self, region: &MemoryRegion, file: &OwnedFd) -> Result<()> {
+    pub fn add_memory(&mut self, region: MemoryRegion, file: OwnedFd) -> Result<()> {
         let changed = self.memory.with(region, file)?;
         self.change_memory(changed)
     }
@@ -216,8 +234,8 @@ impl<S: Storage + Send + Sync> Frontend<S> {
     }
 
     /// Sets the log of changed pages.
-    pub fn set_log(&mut self, file: &OwnedFd, offset: u64, size: u64) -> Result<()> {
-        self.log.set_log(self.memory.map(file, offset, size, "the log")?);
+    pub fn set_log(&mut self, given: LogDescription, file: OwnedFd) -> Result<()> {
+        self.log.set_log(given, file, &self.memory)?;
         self.update_log()
     }
 
@@ -267,7 +285,7 @@ impl<S: Storage + Send + Sync> Frontend<S> {
     }
 
     /// Takes over memory for in-flight tracking.
-    pub fn set_inflight(&mut self, given: &InflightDescription, file: &OwnedFd) -> Result<()> {
+    pub fn set_inflight(&mut self, given: InflightDescription, file: OwnedFd) -> Result<()> {
         let area = InflightArea::map(given, file, &self.memory)?;
         // The guest set it once, and does not again because the server was restarted.
         if let Some(cache) = area.write_cache() {

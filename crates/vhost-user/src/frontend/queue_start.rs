@@ -54,11 +54,13 @@ impl<S: Storage + Send + Sync> QueueStart<'_, S> {
         let (requests, receiver) = mpsc::unbounded();
         let event_loop = export.loop_of(index);
         self.memory.register(event_loop, disk.name());
-        let end = event_loop.spawn(move || {
+        let (ended, end) = std::sync::mpsc::channel();
+        drop(event_loop.spawn(move || async move {
             let error_handler = Box::new(error_handler);
             let setup = Setup { disk, serial, cache, virtqueue, kick, limits, error_handler };
-            queue::run(setup, receiver)
-        });
+            // Nobody may wait for it.
+            let _ = ended.send(queue::run(setup, receiver).await);
+        }));
         vring.set_running(RunningQueue { requests, end });
         Ok(())
     }

@@ -1,13 +1,17 @@
 //! One of a front-end's rings: what was set of it, and the queue that runs by it.
 
+use std::io;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
+use std::sync::mpsc::{Receiver, RecvTimeoutError};
+use std::time::Instant;
 
-use blockhouse_engine::{GuestMemory, Submission};
+use blockhouse_engine::GuestMemory;
 use futures_channel::{mpsc, oneshot};
 
 use super::dirty_logging::DirtyLogging;
 use super::eventfd::{check_eventfd, duplicate_call};
+use super::paused::PausedVring;
 use crate::protocol::{Result, UserAddresses, refused};
 use crate::queue::{Call, Kick, QueueCommand, QueueRequest, StopMode};
 use crate::ring::{Broken, RingAddresses, SplitRing};
@@ -16,8 +20,8 @@ use crate::ring::{Broken, RingAddresses, SplitRing};
 pub struct RunningQueue {
     /// Where its commands go.
     pub requests: mpsc::UnboundedSender<QueueRequest>,
-    /// Its end, and the number of the next available entry then.
-    pub end: Submission<u16>,
+    /// Its end, and the number of the next available entry then. Without a sender the loop has ended.
+    pub end: Receiver<u16>,
 }
 
 /// A ring of the front-end.
@@ -192,12 +196,18 @@ impl Vring {
     /// # Errors
     /// The queue's. A queue that has ended by itself gets no commands any more.
     fn send(&self, command: QueueCommand) -> Result<(), Broken> {
-        let Some(running) = &self.running else { return Ok(()) };
-        let (done, outcome) = oneshot::channel();
-        if running.requests.unbounded_send(QueueRequest { command, done }).is_err() {
-            return Ok(());
+        match self.post(command).map(futures_executor::block_on) {
+            Some(Ok(outcome)) => outcome,
+            Some(Err(oneshot::Canceled)) | None => Ok(()),
         }
-        futures_executor::block_on(outcome).unwrap_or(Ok(()))
+    }
+
+    /// Sends a command to the running queue, and does not wait. `None` where no queue runs that takes commands.
+    fn post(&self, command: QueueCommand) -> Option<oneshot::Receiver<Result<(), Broken>>> {
+        let (done, outcome) = oneshot::channel();
+        let request = QueueRequest { command, done };
+        self.running.as_ref()?.requests.unbounded_send(request).ok()?;
+        Some(outcome)
     }
 
     /// Ends the queue, if one runs, and waits for its requests.
@@ -205,10 +215,81 @@ impl Vring {
         // A stop does not fail.
         let _ = self.send(QueueCommand::Stop(mode));
         if let Some(running) = self.running.take()
-            && let Some(base) = running.end.wait()
+            && let Ok(base) = running.end.recv()
         {
             self.base = base;
         }
+    }
+
+    /// Has the queue, if one runs, pop no more requests, and end. [`wait_ended`](Self::wait_ended) and
+    /// [`take_back_end`](Self::take_back_end) follow.
+    pub fn begin_end(&self) {
+        let _ = self.post(QueueCommand::Stop(StopMode::Graceful));
+    }
+
+    /// Waits for the end that was begun until the deadline. Says whether it came.
+    pub fn wait_ended(&mut self, deadline: Instant) -> bool {
+        let Some(running) = &self.running else { return true };
+        match running.end.recv_timeout(deadline.saturating_duration_since(Instant::now())) {
+            Ok(base) => self.base = base,
+            Err(RecvTimeoutError::Timeout) => return false,
+            Err(RecvTimeoutError::Disconnected) => {}
+        }
+        self.running = None;
+        true
+    }
+
+    /// Has the queue go on where the end that was begun has not come. Where it has, the queue does not run any more.
+    pub fn take_back_end(&mut self) {
+        let goes_on = self.post(QueueCommand::Continue).map(futures_executor::block_on);
+        if !matches!(goes_on, Some(Ok(_)))
+            && let Some(running) = self.running.take()
+            && let Ok(base) = running.end.recv()
+        {
+            self.base = base;
+        }
+    }
+
+    /// What another process needs to go on with the ring.
+    ///
+    /// # Errors
+    /// The kernel's, where there can be no more descriptors.
+    pub fn describe(&self, is_running: bool) -> io::Result<PausedVring> {
+        let duplicate =
+            |event: &Option<OwnedFd>| event.as_ref().map(OwnedFd::try_clone).transpose();
+        let Self { size, addresses, base, is_enabled, .. } = *self;
+        Ok(PausedVring {
+            size,
+            addresses,
+            base,
+            kick: self.kick.as_ref().map(Kick::try_clone).transpose()?,
+            call: duplicate(&self.call)?,
+            error: duplicate(&self.error)?,
+            is_enabled,
+            is_running,
+        })
+    }
+
+    /// A ring of which another process knows this; it does not run.
+    ///
+    /// # Errors
+    /// A descriptor that is no eventfd, or a ring that ran and is not in this memory.
+    pub fn restore(paused: PausedVring, memory: &GuestMemory) -> Result<Self> {
+        let PausedVring { size, addresses, base, kick, call, error, is_enabled, is_running } =
+            paused;
+        let event = |kick: &Kick| match kick {
+            Kick::Event(event) => check_eventfd(Some(event), "kicks"),
+            Kick::Polled => Ok(()),
+        };
+        kick.as_ref().map(event).transpose()?;
+        check_eventfd(call.as_ref(), "calls")?;
+        check_eventfd(error.as_ref(), "errors")?;
+        let vring = Self { size, addresses, base, kick, call, error, is_enabled, running: None };
+        if is_running {
+            let addresses = vring.guest_addresses(memory).map_err(refused)?;
+            SplitRing::check(memory, addresses, size).map_err(refused)?;
+        }
+        Ok(vring)
     }
 
     /// Ends the queue, and forgets how guest and driver are notified. Returns the number of the next available

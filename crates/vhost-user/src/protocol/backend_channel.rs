@@ -28,6 +28,14 @@ impl BackendChannel {
         }
     }
 
+    /// Another handle of the socket.
+    ///
+    /// # Errors
+    /// The kernel's.
+    pub fn duplicate(&self) -> io::Result<OwnedFd> {
+        self.0.try_clone()
+    }
+
     /// Tells the front-end that the configuration has changed. Asks for no acknowledgement: the device would
     /// wait for it while the front-end waits for a reply of the device.
     ///

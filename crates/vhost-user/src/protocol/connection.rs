@@ -56,6 +56,15 @@ pub struct Connection {
     message_time: Duration,
 }
 
+/// What ended a wait.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Arrival {
+    /// A message, the first part of one, or the connection's end.
+    Message,
+    /// What else was waited for.
+    Other,
+}
+
 /// The part of a message that was received so far.
 #[derive(Default)]
 struct Partial {
@@ -72,6 +81,23 @@ impl Connection {
     /// A connection by this socket.
     pub fn new(stream: UnixStream) -> Self {
         Self { stream, message_time: MAX_MESSAGE_TIME }
+    }
+
+    /// Waits until there is something to [`receive`](Self::receive), or `other` is readable. A message goes first.
+    ///
+    /// # Errors
+    /// The kernel's.
+    pub fn wait(&self, other: BorrowedFd<'_>) -> io::Result<Arrival> {
+        loop {
+            let mut polled =
+                [PollFd::new(&self.stream, PollFlags::IN), PollFd::new(&other, PollFlags::IN)];
+            match poll(&mut polled, None) {
+                Ok(_) if !polled[0].revents().is_empty() => return Ok(Arrival::Message),
+                Ok(_) => return Ok(Arrival::Other),
+                Err(Errno::INTR) => {}
+                Err(error) => return Err(error.into()),
+            }
+        }
     }
 
     /// Waits for the next message. `None` when the front-end has closed the connection.

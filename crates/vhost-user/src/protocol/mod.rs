@@ -9,7 +9,9 @@ mod payload;
 mod refusal;
 
 pub use backend_channel::BackendChannel;
-pub use connection::{Connection, Message};
+pub use connection::{Arrival, Connection, Message};
 pub use numbers::{feature, has_own_reply, request};
-pub use payload::{InflightDescription, MemoryRegion, Payload, UserAddresses, only_descriptor};
+pub use payload::{
+    InflightDescription, LogDescription, MemoryRegion, Payload, UserAddresses, only_descriptor,
+};
 pub use refusal::{Result, refused};

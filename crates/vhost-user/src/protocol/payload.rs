@@ -12,7 +12,7 @@ const NO_DESCRIPTOR: u64 = 1 << 8;
 const LOG_USED: u32 = 1;
 
 /// A region of a front-end's memory.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct MemoryRegion {
     /// The guest's address of the first byte.
     pub guest: u64,
@@ -25,7 +25,7 @@ pub struct MemoryRegion {
 }
 
 /// Memory for in-flight tracking.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct InflightDescription {
     /// Bytes.
     pub size: u64,
@@ -37,8 +37,17 @@ pub struct InflightDescription {
     pub entries: u16,
 }
 
+/// Memory for the log of changed pages.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct LogDescription {
+    /// Bytes.
+    pub size: u64,
+    /// Its offset in the file.
+    pub offset: u64,
+}
+
 /// The parts of a ring in the front-end's own addresses.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct UserAddresses {
     /// The descriptor table.
     pub descriptors: u64,
@@ -147,6 +156,12 @@ impl<'a> Payload<'a> {
         }
         let regions = (0..count).map(|_| self.region()).collect::<Result<_>>()?;
         self.end().map(|()| regions)
+    }
+
+    /// Memory for a log, which is all of the payload.
+    pub fn log(mut self) -> Result<LogDescription> {
+        let log = LogDescription { size: self.u64()?, offset: self.u64()? };
+        self.end().map(|()| log)
     }
 
     /// In-flight memory. Compilers pad it at the end, or do not.

@@ -74,7 +74,11 @@ pub async fn run<S: Storage>(
     .await;
     queue.end();
     // The handlers still hold the queue for a moment, so the number is copied out of it.
-    let virtqueue = queue.virtqueue.borrow();
+    let mut virtqueue = queue.virtqueue.borrow_mut();
+    if queue.stop_mode() != Some(StopMode::Disconnected) {
+        // A handler that yields after its request may not have asked for it.
+        virtqueue.publish();
+    }
     virtqueue.last_avail_idx()
 }
 
@@ -95,6 +99,7 @@ fn handle<S: Storage>(
         QueueCommand::SetCall(call) => virtqueue.set_call(call),
         QueueCommand::SetLog(log, used, call) => virtqueue.set_log(log, used, call),
         QueueCommand::Stop(mode) => queue.stop(mode),
+        QueueCommand::Continue => queue.take_back_stop(),
     }
     queue.set_wake_pending();
     Ok(())

@@ -119,9 +119,18 @@ impl<S: Storage> Queue<S> {
         self.stop.get()
     }
 
-    /// Has the queue end in this way.
+    /// Has the queue end in this way. One whose front-end is gone ends as that says.
     pub fn stop(&self, mode: StopMode) {
-        self.stop.set(Some(mode));
+        if self.stop.get() != Some(StopMode::Disconnected) {
+            self.stop.set(Some(mode));
+        }
+    }
+
+    /// Has the queue go on after all, unless its front-end is gone.
+    pub fn take_back_stop(&self) {
+        if self.stop.get() == Some(StopMode::Graceful) {
+            self.stop.set(None);
+        }
     }
 
     /// Whether a stop is complete.

@@ -75,9 +75,6 @@ impl SplitRing {
         last_avail_idx: u16,
         event_index: EventIndex,
     ) -> Result<Self, Broken> {
-        if !size.is_power_of_two() || size > MAX_ENTRIES {
-            return Err(Broken::Size(size));
-        }
         let (descriptors, available, used) = views(memory, addresses, size)?;
         let last_used_idx = used.load_u16(2, Relaxed);
         Ok(Self {
@@ -98,7 +95,7 @@ impl SplitRing {
     /// Whether a queue of this size could be at `addresses`.
     ///
     /// # Errors
-    /// An address that is not in the memory.
+    /// As [`new`](Self::new).
     pub fn check(memory: &GuestMemory, addresses: RingAddresses, size: u16) -> Result<(), Broken> {
         views(memory, addresses, size).map(|_| ())
     }
@@ -273,6 +270,9 @@ fn views(
     addresses: RingAddresses,
     size: u16,
 ) -> Result<(VolatileSlice, VolatileSlice, VolatileSlice), Broken> {
+    if !size.is_power_of_two() || size > MAX_ENTRIES {
+        return Err(Broken::Size(size));
+    }
     let size = usize::from(size);
     let part = |name, address, length, alignment| {
         let view = memory.view(address, length).filter(|view| view.is_aligned(alignment));

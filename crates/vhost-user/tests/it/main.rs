@@ -2,6 +2,7 @@
 #![forbid(unsafe_code)]
 
 mod common;
+mod handing_over;
 mod hostile;
 mod lifecycle;
 mod notifications;

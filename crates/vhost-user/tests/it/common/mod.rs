@@ -11,7 +11,7 @@ use blockhouse_disk::{Disk, Options as DiskOptions};
 use blockhouse_engine::{EngineChoice, EventLoop, Handle, HostFile, OpenMode, PageCache};
 use blockhouse_vhost_user::driver::{DescriptorSpec, DriverQueue, Options, TestDriver};
 use blockhouse_vhost_user::ring::WRITE;
-use blockhouse_vhost_user::{Device, Export, RegisteredMemory, Server};
+use blockhouse_vhost_user::{Device, Export, PreparedFrontend, RegisteredMemory, Server};
 use tempfile::TempDir;
 
 /// Longer than anything takes on a busy machine.
@@ -76,6 +76,8 @@ pub struct Served {
     pub socket: PathBuf,
     pub image: PathBuf,
     loops: Option<Loops>,
+    queues: u16,
+    memory: RegisteredMemory,
     _folder: TempDir,
 }
 
@@ -112,18 +114,14 @@ impl Served {
         let file = HostFile::open(&image, OpenMode::ReadWrite, PageCache::Used).unwrap();
         let disk = Arc::new(Disk::raw(file, options).unwrap());
         let loops = Loops::start(workers);
-        let export = Export {
-            disk: Arc::clone(&disk),
-            name: "a disk for tests with a long name".into(),
-            queues,
-            loops: loops.handles.clone(),
-            memory,
-        };
         let socket = folder.path().join("vu.sock");
         let listener = UnixListener::bind(&socket).unwrap();
-        let server = Server::start(Device::new(export), OwnedFd::from(listener)).unwrap();
-        let (server, loops) = (Some(server), Some(loops));
-        Self { server, disk, socket, image, loops, _folder: folder }
+        let loops = Some(loops);
+        let mut served =
+            Self { server: None, disk, socket, image, loops, queues, memory, _folder: folder };
+        let device = Device::new(served.export());
+        served.server = Some(Server::start(device, OwnedFd::from(listener)).unwrap());
+        served
     }
 
     pub fn connect(&self, options: Options) -> Guest {
@@ -144,7 +142,33 @@ impl Served {
     }
 
     pub fn device(&self) -> &Device<HostFile> {
-        self.server.as_ref().unwrap().device()
+        self.server().device()
+    }
+
+    pub fn server(&self) -> &Server<HostFile> {
+        self.server.as_ref().unwrap()
+    }
+
+    fn export(&self) -> Export<HostFile> {
+        Export {
+            disk: Arc::clone(&self.disk),
+            name: "a disk for tests with a long name".into(),
+            queues: self.queues,
+            loops: self.loops.as_ref().unwrap().handles.clone(),
+            memory: self.memory,
+        }
+    }
+
+    /// Has another server go on with the device. The old one stays as it has paused, as in a process that is over.
+    pub fn hand_over(&mut self) {
+        let server = self.server.take().unwrap();
+        let paused = server.pause(std::time::Instant::now() + LONG).wait().unwrap();
+        let prepare = |paused| PreparedFrontend::new(paused, self.queues, self.memory).unwrap();
+        let prepared = paused.map(prepare);
+        let socket = server.listener().try_clone_to_owned().unwrap();
+        let device = Device::new(self.export());
+        self.server = Some(Server::restore(device, socket, prepared).unwrap());
+        std::mem::forget(server);
     }
 
     /// Ends the server in an orderly way.

@@ -1,0 +1,82 @@
+//! A front-end whose device has paused: all that another process needs to go on with it.
+//!
+//! It is what the front-end's messages have set and that is in force, with the descriptors that came with them.
+
+use std::os::fd::OwnedFd;
+
+use blockhouse_core::WriteCache;
+
+use crate::protocol::{InflightDescription, LogDescription, MemoryRegion, UserAddresses};
+use crate::queue::Kick;
+
+/// A front-end that has paused: no request of its queues is in flight, every one that was popped is in the used ring,
+/// and no message is received in part.
+#[derive(Debug)]
+pub struct PausedFrontend {
+    /// The connection.
+    pub connection: OwnedFd,
+    /// The driver's features.
+    pub features: u64,
+    /// The features of the protocol.
+    pub protocol_features: u64,
+    /// The regions of memory.
+    pub memory: Vec<(MemoryRegion, OwnedFd)>,
+    /// The memory for in-flight tracking.
+    pub inflight: Option<(InflightDescription, OwnedFd)>,
+    /// The log of changed pages.
+    pub log: Option<(LogDescription, OwnedFd)>,
+    /// How the front-end is told that the log has changed.
+    pub log_call: Option<OwnedFd>,
+    /// The socket for messages to the front-end.
+    pub backend_channel: Option<OwnedFd>,
+    /// The write cache.
+    pub write_cache: PausedWriteCache,
+    /// The rings, one for each queue of the device.
+    pub vrings: Vec<PausedVring>,
+}
+
+/// What a driver knows of the write cache.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PausedWriteCache {
+    /// The state that is reported to it.
+    pub reported: WriteCache,
+    /// Whether it flushes, or sets the state.
+    pub driver_flushes: bool,
+    /// Whether the state is that which an earlier server left in the in-flight memory.
+    pub is_restored: bool,
+}
+
+/// A ring.
+#[derive(Debug)]
+pub struct PausedVring {
+    /// How many entries it has.
+    pub size: u16,
+    /// Where it is.
+    pub addresses: Option<UserAddresses>,
+    /// The number of the next available entry.
+    pub base: u16,
+    /// How the guest kicks, if that was said.
+    pub kick: Option<Kick>,
+    /// How the driver is notified.
+    pub call: Option<OwnedFd>,
+    /// How the front-end is told that the ring is broken.
+    pub error: Option<OwnedFd>,
+    /// Whether the front-end has enabled it.
+    pub is_enabled: bool,
+    /// Whether its queue runs when the device does.
+    pub is_running: bool,
+}
+
+/// Why a device has not paused. It goes on.
+#[derive(Debug, thiserror::Error)]
+pub enum PauseError {
+    /// Requests are still in flight.
+    #[error("a guest's requests did not complete in time")]
+    Requests,
+    /// The device's thread carries out a message, or waits for the rest of one.
+    #[error("a message of the front-end was not carried out in time")]
+    Message,
+    /// The kernel gives no more descriptors.
+    #[error("a front-end's state cannot be copied: {0}")]
+    Host(#[from] std::io::Error),
+}

@@ -1,0 +1,118 @@
+//! How another thread has a device's thread pause.
+//!
+//! Guarantees: a device that has paused stays so until the thread that asked says otherwise, or is over. One that
+//! asked and did not wait for the answer holds nothing up.
+
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, TryRecvError, channel};
+use std::time::{Duration, Instant};
+
+use parking_lot::Mutex;
+use rustix::event::{EventfdFlags, eventfd};
+
+use crate::frontend::{PauseError, PausedFrontend};
+
+/// What a pause that was asked for has come to.
+pub type Outcome = Result<Option<PausedFrontend>, PauseError>;
+
+/// How long after its deadline the outcome of a pause may come.
+const MARGIN: Duration = Duration::from_millis(500);
+
+/// The pauses that a device's thread is asked for.
+pub struct Pauses {
+    /// An eventfd, readable while there is something to take.
+    wake: OwnedFd,
+    asked: Mutex<Option<Asked>>,
+}
+
+/// A pause that was asked for.
+pub struct Asked {
+    deadline: Instant,
+    outcome: Sender<Outcome>,
+    /// Closed when the device is to go on.
+    resumed: Receiver<()>,
+}
+
+/// A pause that will come, or not.
+#[must_use]
+pub struct PendingPause {
+    deadline: Instant,
+    outcome: Receiver<Outcome>,
+}
+
+impl PendingPause {
+    /// Waits for it. The front-end that has paused, if the device has one.
+    ///
+    /// # Errors
+    /// Why the device has not paused in time; the [`Server`](crate::Server) must be told to resume all the same.
+    pub fn wait(self) -> Outcome {
+        let limit = (self.deadline + MARGIN).saturating_duration_since(Instant::now());
+        match self.outcome.recv_timeout(limit) {
+            Ok(outcome) => outcome,
+            Err(RecvTimeoutError::Timeout) => Err(PauseError::Message),
+            // The thread is over, and serves nobody.
+            Err(RecvTimeoutError::Disconnected) => Ok(None),
+        }
+    }
+}
+
+impl Pauses {
+    /// None.
+    ///
+    /// # Errors
+    /// The kernel's, where there can be no more descriptors.
+    pub fn new() -> io::Result<Self> {
+        let wake = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
+        Ok(Self { wake, asked: Mutex::new(None) })
+    }
+
+    /// Asks for a pause. The device goes on when the sender is dropped.
+    pub fn ask(&self, deadline: Instant) -> (PendingPause, Sender<()>) {
+        let (to_outcome, outcome) = channel();
+        let (hold, resumed) = channel();
+        *self.asked.lock() = Some(Asked { deadline, outcome: to_outcome, resumed });
+        self.signal();
+        (PendingPause { deadline, outcome }, hold)
+    }
+
+    fn signal(&self) {
+        // It fails only where the counter is full.
+        let _ = rustix::io::write(&self.wake, &1u64.to_ne_bytes());
+    }
+
+    /// What becomes readable when a pause is asked for.
+    pub fn wake(&self) -> BorrowedFd<'_> {
+        self.wake.as_fd()
+    }
+
+    /// The pause that is asked for, unless the thread that asked has gone on.
+    pub fn take(&self) -> Option<Asked> {
+        // Nothing to read is no error.
+        let _ = rustix::io::read(&self.wake, &mut [0; 8]);
+        let asked = self.asked.lock().take()?;
+        (asked.resumed.try_recv() == Err(TryRecvError::Empty)).then_some(asked)
+    }
+
+    /// Leaves the pause to whoever takes it next.
+    pub fn put_back(&self, asked: Asked) {
+        *self.asked.lock() = Some(asked);
+        self.signal();
+    }
+}
+
+impl Asked {
+    /// Until when requests may complete.
+    pub fn deadline(&self) -> Instant {
+        self.deadline
+    }
+
+    /// Tells the outcome. After a pause it waits until the device is to go on.
+    pub fn answer(self, outcome: Outcome) {
+        let has_paused = outcome.is_ok();
+        if self.outcome.send(outcome).is_ok() && has_paused {
+            // The end of the other side is what is waited for.
+            let _ = self.resumed.recv();
+        }
+    }
+}
