@@ -135,8 +135,9 @@ fn start(setup: &Setup, upgrades: &UpgradeRequests) -> Result<Service> {
 /// Goes on with what another process serves.
 fn take_over(setup: &Setup, upgrades: &UpgradeRequests) -> Result<Service> {
     let source = std::os::unix::process::parent_id();
-    let TakenOver { workers, disks, sockets, control } = destination::take_over(setup)?;
+    let TakenOver { workers, disks, sockets, devices, control } = destination::take_over(setup)?;
     let mut service = Service::start(workers, disks, sockets, setup.limits)?;
+    service.add_devices(devices, setup)?;
     if let Some(socket) = control {
         service.add_control(socket, setup, upgrades.clone())?;
     }

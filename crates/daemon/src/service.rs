@@ -8,10 +8,9 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
 use blockhouse_disk::Disk;
-use blockhouse_engine::{Engine, HostFile, Listener};
+use blockhouse_engine::{HostFile, Listener};
 use blockhouse_nbd::uri::{Address, NbdUri};
 use blockhouse_nbd::{BoundSocket, Export, Exports, Limits, Server, SocketFile};
-use blockhouse_vhost_user::RegisteredMemory;
 use sd_notify::NotifyState;
 
 use crate::control::{Closed, Control};
@@ -19,7 +18,7 @@ use crate::hand_over::requests::UpgradeRequests;
 use crate::offers::Offer;
 use crate::setup::Setup;
 use crate::sockets::ListenSocket;
-use crate::vhost_user::{self, ServedDevice};
+use crate::vhost_user::{self, DeviceSocket, ServedDevice};
 use crate::workers::Workers;
 
 type HostDisk = Arc<Disk<HostFile>>;
@@ -127,20 +126,15 @@ impl Service {
 
     /// Serves vhost-user-blk devices: the first socket has the first image and so on, or
     /// all have the only one.
-    pub(crate) fn add_devices(&mut self, sockets: Vec<BoundSocket>, setup: &Setup) -> Result<()> {
+    pub(crate) fn add_devices(&mut self, sockets: Vec<DeviceSocket>, setup: &Setup) -> Result<()> {
         for (index, socket) in sockets.into_iter().enumerate() {
             let index = index.min(self.disks.len() - 1);
             let name = setup.offers.label(index);
-            if let Address::Unix(path) = &socket.address {
+            if let Address::Unix(path) = &socket.bound.address {
                 self.ready.push(ReadyLine::VhostUser(path.clone()));
             }
-            let loops = self.workers.handles();
             let disk = &self.disks[index];
-            let memory = match self.workers.report().engine {
-                Engine::IoUring => setup.register_memory,
-                Engine::LinuxAio | Engine::Threads => RegisteredMemory::Off,
-            };
-            self.devices.push(vhost_user::serve(socket, disk, name, setup.queues, loops, memory)?);
+            self.devices.push(vhost_user::serve(socket, disk, name, &self.workers, setup)?);
         }
         Ok(())
     }
@@ -183,9 +177,9 @@ impl Service {
         self.control.as_ref()
     }
 
-    /// Whether there are vhost-user-blk sockets.
-    pub(crate) fn has_devices(&self) -> bool {
-        !self.devices.is_empty()
+    /// The vhost-user-blk devices.
+    pub(crate) fn devices(&self) -> &[ServedDevice] {
+        &self.devices
     }
 
     /// Holds off what is asked at the control socket, once what is carried out now has ended. `None` if that takes

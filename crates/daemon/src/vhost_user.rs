@@ -1,43 +1,81 @@
 //! The vhost-user-blk exports of `serve`.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, bail};
 use blockhouse_disk::Disk;
-use blockhouse_engine::{Handle, HostFile};
+use blockhouse_engine::{Engine, HostFile};
 use blockhouse_nbd::uri::Address;
 use blockhouse_nbd::{BoundSocket, SocketFile, bind};
-use blockhouse_vhost_user::{Device, Export, RegisteredMemory, Server};
+use blockhouse_vhost_user::{Device, Export, PreparedFrontend, RegisteredMemory, Server};
+
+use crate::setup::Setup;
+use crate::workers::Workers;
+
+/// A listening socket of front-ends.
+pub struct DeviceSocket {
+    /// The socket.
+    pub bound: BoundSocket,
+    /// The front-end that has paused in another process.
+    pub frontend: Option<PreparedFrontend>,
+}
 
 /// A device that is served at a socket.
 pub struct ServedDevice {
     server: Server<HostFile>,
+    path: PathBuf,
     /// Removed at the end.
     file: Option<SocketFile>,
 }
 
 /// Listens at all sockets.
-pub fn listen(sockets: &[PathBuf]) -> Result<Vec<BoundSocket>> {
-    sockets.iter().map(|path| Ok(bind(&Address::Unix(path.clone()))?)).collect()
+pub fn listen(sockets: &[PathBuf]) -> Result<Vec<DeviceSocket>> {
+    let listen = |path: &PathBuf| bind(&Address::Unix(path.clone()));
+    sockets.iter().map(|path| Ok(DeviceSocket { bound: listen(path)?, frontend: None })).collect()
 }
 
-/// Serves a disk at a socket, with this many queues on these loops, with guests' memory registered or not.
+/// Whether guests' memory is registered: only rings have a place for it.
+pub fn registered_memory(workers: &Workers, setup: &Setup) -> RegisteredMemory {
+    match workers.report().engine {
+        Engine::IoUring => setup.register_memory,
+        Engine::LinuxAio | Engine::Threads => RegisteredMemory::Off,
+    }
+}
+
+/// Serves a disk at a socket under this name.
 pub fn serve(
-    bound: BoundSocket,
+    socket: DeviceSocket,
     disk: &Arc<Disk<HostFile>>,
     name: String,
-    queues: u16,
-    loops: Vec<Handle>,
-    memory: RegisteredMemory,
+    workers: &Workers,
+    setup: &Setup,
 ) -> Result<ServedDevice> {
-    let disk = Arc::clone(disk);
+    let (disk, loops, queues) = (Arc::clone(disk), workers.handles(), setup.queues);
+    let memory = registered_memory(workers, setup);
     let device = Device::new(Export { disk, name, queues, loops, memory });
-    let server = Server::start(device, bound.socket).context("cannot serve the socket")?;
-    Ok(ServedDevice { server, file: bound.file })
+    let BoundSocket { socket: listener, address, file } = socket.bound;
+    let Address::Unix(path) = address else { bail!("a device needs a Unix socket") };
+    let server = Server::restore(device, listener, socket.frontend);
+    Ok(ServedDevice { server: server.context("cannot serve the socket")?, path, file })
 }
 
 impl ServedDevice {
+    /// The server of its front-ends.
+    pub fn server(&self) -> &Server<HostFile> {
+        &self.server
+    }
+
+    /// Where it listens.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Its file, if this process is to remove that.
+    pub fn file(&self) -> Option<&SocketFile> {
+        self.file.as_ref()
+    }
+
     /// The disk has another size.
     pub fn resized(&self) {
         self.server.device().resized();
@@ -45,7 +83,7 @@ impl ServedDevice {
 
     /// Completes what is in flight and ends.
     pub fn stop(self) {
-        let Self { server, file } = self;
+        let Self { server, file, path: _ } = self;
         // While it still listens: see `SocketFile`.
         drop(file);
         server.stop();

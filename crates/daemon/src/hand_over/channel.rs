@@ -256,6 +256,13 @@ mod tests {
         let newer = Channel { socket: one.socket.try_clone().expect("a copy"), version: 2 };
         newer.send(&Message::Ready, &[], &[]).expect("room");
         assert!(refusal(&other).contains("version 2"));
+        // What a server of version 1 offers, byte by byte.
+        let (one, other) = UnixStream::pair().expect("a socket pair");
+        let old = include_bytes!("format/offer_of_version_1");
+        std::io::Write::write_all(&mut &one, old).expect("room");
+        let channel = Channel::new(other.into(), VERSION).expect("a socket");
+        let why = "the other server speaks version 1 of the hand-over's format, this one version 2; restart instead";
+        assert_eq!(refusal(&channel), why);
         let (one, other) = pair();
         one.send_all(&[7; HEADER_BYTES], &[]).expect("room");
         assert!(refusal(&other).contains("no frame"));

@@ -16,15 +16,20 @@ use anyhow::{Context, Result, bail};
 use blockhouse_disk::{Disk, HandedFile, HandedOverDisk, open_handed_over};
 use blockhouse_engine::{HostFile, OpenFiles, Stream};
 use blockhouse_nbd::{BoundSocket, PausedSession, SocketFile};
+use blockhouse_vhost_user::PreparedFrontend;
 use rustix::fs::{Mode, OFlags};
 
 use super::channel::{Channel, Frame, version};
 use super::fault::{Step, reach};
-use super::format::{Address, Connection, Control, File, Message, Offer, Socket, Yours};
+use super::format::{
+    Address, Connection, File, Frontend, Listening, Message, Offer, Socket, Yours,
+};
+use super::frontends::front_end;
 use crate::offers::Offer as ExportOffer;
 use crate::open::{image_options, state_use};
 use crate::setup::Setup;
 use crate::sockets::ListenSocket;
+use crate::vhost_user::{DeviceSocket, registered_memory};
 use crate::workers::Workers;
 
 /// How long the source may take to make its offer.
@@ -38,6 +43,8 @@ pub struct TakenOver {
     pub disks: Vec<Arc<Disk<HostFile>>>,
     /// The listening sockets, with their connections.
     pub sockets: Vec<ListenSocket>,
+    /// The sockets of devices, with their front-ends.
+    pub devices: Vec<DeviceSocket>,
     /// The control socket.
     pub control: Option<BoundSocket>,
 }
@@ -46,7 +53,8 @@ pub struct TakenOver {
 struct Offered {
     images: Vec<Vec<HandedFile>>,
     sockets: Vec<(Socket, OwnedFd, Option<OwnedFd>)>,
-    control: Option<(Control, OwnedFd, Option<OwnedFd>)>,
+    devices: Vec<(Listening, OwnedFd, Option<OwnedFd>)>,
+    control: Option<(Listening, OwnedFd, Option<OwnedFd>)>,
 }
 
 /// Takes over what the server that has started this process serves.
@@ -69,6 +77,9 @@ fn prepare(channel: &Channel, setup: &Setup) -> Result<TakenOver> {
     if offered.images.len() != setup.disks.len() {
         bail!("other images are served than the command line names");
     }
+    if offered.devices.len() != setup.devices.len() {
+        bail!("other vhost-user-blk sockets are served than the command line names");
+    }
     let workers = Workers::start(setup.workers, setup.loops)?;
     channel.send(&Message::Ready, &[], &[]).context("cannot answer the source")?;
     reach(Step::DestinationReady);
@@ -76,12 +87,15 @@ fn prepare(channel: &Channel, setup: &Setup) -> Result<TakenOver> {
     let Frame { message, descriptors, bytes } = next(channel, None)?;
     let Message::Yours(yours) = message else { bail!("the source does not hand over") };
     reach(Step::DestinationMay);
-    let Offered { images, sockets, control } = offered;
-    if yours.flush_failures.len() != images.len() {
-        bail!("the source hands over other images than it offered");
+    let Offered { images, sockets, devices, control } = offered;
+    let Yours { flush_failures, connections, frontends } = yours;
+    if flush_failures.len() != images.len() || frontends.len() != devices.len() {
+        bail!("the source hands over something else than it offered");
     }
     let opened = open_all(&workers, setup, images)?;
-    let connections = connections(&yours, descriptors, &bytes, sockets.len())?;
+    let mut descriptors = descriptors.into();
+    let connections = paused_sessions(&connections, &mut descriptors, &bytes, sockets.len())?;
+    let frontends = prepare_all(&workers, setup, frontends, &mut descriptors)?;
     reach(Step::DestinationOpened);
     // It may be over by now: then there is no other owner.
     let _ = channel.send(&Message::Mine, &[], &[]);
@@ -89,7 +103,7 @@ fn prepare(channel: &Channel, setup: &Setup) -> Result<TakenOver> {
     let take_over = |(disk, failures): (HandedOverDisk, _)| {
         Arc::new(workers.run(move || async move { disk.take_over(failures).await }))
     };
-    let disks = opened.into_iter().zip(yours.flush_failures).map(take_over).collect();
+    let disks = opened.into_iter().zip(flush_failures).map(take_over).collect();
     let sockets =
         sockets.into_iter().zip(connections).map(|((socket, descriptor, file), paused)| {
             let offers = socket.exports.into_iter();
@@ -99,9 +113,13 @@ fn prepare(channel: &Channel, setup: &Setup) -> Result<TakenOver> {
                 connections: paused,
             }
         });
+    let listening =
+        |(listening, socket, file): (Listening, _, _)| bound(listening.address, socket, file);
+    let device = |(socket, frontend)| DeviceSocket { bound: listening(socket), frontend };
     Ok(TakenOver {
         sockets: sockets.collect(),
-        control: control.map(|(control, socket, file)| bound(control.address, socket, file)),
+        devices: devices.into_iter().zip(frontends).map(device).collect(),
+        control: control.map(listening),
         workers,
         disks,
     })
@@ -146,15 +164,14 @@ impl Offered {
             let file = take(socket.has_file)?;
             sockets.push((socket, descriptor, file));
         }
-        let control = match offer.control {
-            None => None,
-            Some(control) => {
-                let descriptor = take(true)?.context("a descriptor is missing")?;
-                let file = take(control.has_file)?;
-                Some((control, descriptor, file))
-            }
+        let mut listening = |listening: Listening| {
+            let descriptor = take(true)?.context("a descriptor is missing")?;
+            let file = take(listening.has_file)?;
+            Ok::<_, anyhow::Error>((listening, descriptor, file))
         };
-        Ok(Self { images, sockets, control })
+        let devices = offer.devices.into_iter().map(&mut listening).collect::<Result<_>>()?;
+        let control = offer.control.map(listening).transpose()?;
+        Ok(Self { images, sockets, devices, control })
     }
 }
 
@@ -177,17 +194,15 @@ fn open_all(
 }
 
 /// The connections of each socket.
-fn connections(
-    yours: &Yours,
-    descriptors: Vec<OwnedFd>,
+fn paused_sessions(
+    records: &[Connection],
+    descriptors: &mut VecDeque<OwnedFd>,
     mut bytes: &[u8],
     sockets: usize,
 ) -> Result<Vec<Vec<(Stream, PausedSession)>>> {
     let mut connections: Vec<Vec<_>> = (0..sockets).map(|_| Vec::new()).collect();
-    if descriptors.len() != yours.connections.len() {
-        bail!("a connection's descriptor is missing");
-    }
-    for (record, descriptor) in yours.connections.iter().zip(descriptors) {
+    for record in records {
+        let descriptor = descriptors.pop_front().context("a connection's descriptor is missing")?;
         let Connection { socket, is_used, received, .. } = *record;
         let received = bytes.split_off(..received as usize).context("bytes are missing")?.to_vec();
         let session = PausedSession { options: record.options(), received, is_used };
@@ -195,6 +210,24 @@ fn connections(
         of_socket.push((Stream::new(descriptor)?, session));
     }
     Ok(connections)
+}
+
+/// The front-ends of all devices, with their memory mapped.
+fn prepare_all(
+    workers: &Workers,
+    setup: &Setup,
+    frontends: Vec<Option<Frontend>>,
+    descriptors: &mut VecDeque<OwnedFd>,
+) -> Result<Vec<Option<PreparedFrontend>>> {
+    let memory = registered_memory(workers, setup);
+    let mut prepared = Vec::new();
+    for (record, socket) in frontends.into_iter().zip(&setup.devices) {
+        let paused = record.map(|record| front_end(record, descriptors)).transpose()?;
+        let prepare = |paused| PreparedFrontend::new(paused, setup.queues, memory);
+        let cannot = || format!("{}: cannot go on with the front-end", socket.display());
+        prepared.push(paused.map(prepare).transpose().with_context(cannot)?);
+    }
+    Ok(prepared)
 }
 
 fn bound(address: Address, socket: OwnedFd, file: Option<OwnedFd>) -> BoundSocket {

@@ -13,11 +13,14 @@
 //! After the header come the descriptors (`SCM_RIGHTS`), in batches of up to [`BATCH`], each with one byte of any
 //! value. Then the JSON, then the bytes. The header is the same in all versions, so that each can refuse another. A
 //! change of anything else is another version: fields are never ignored and have no defaults. A test holds the
-//! frames of each version as bytes.
+//! frames of each version as bytes. Version 1 had no vhost-user-blk devices.
 //!
 //! Order of the descriptors. [`Message::Offer`]: for each file of each image the file, then its second open file for the
 //! last block and the one that is flushed, as far as it has them; for each socket the socket, then its file (`O_PATH`) if
-//! it has one; the same for the control socket. [`Message::Yours`]: one for each connection.
+//! it has one; the same for each device's socket, and for the control socket. [`Message::Yours`]: one for each
+//! connection; then for each front-end its connection, the file of each region of memory, of the in-flight memory and of
+//! the log, how changes of the log are told, the socket for messages to it, and for each ring how the guest kicks, how
+//! the driver is notified, and how a broken ring is told, as far as it has them.
 
 use blockhouse_nbd::handshake::{BlockStatusState, NegotiatedOptions};
 use blockhouse_nbd::proto::Framing;
@@ -26,7 +29,7 @@ use serde::{Deserialize, Serialize};
 /// What a frame begins with.
 pub const MAGIC: [u8; 8] = *b"BHANDOVR";
 /// The version of the format.
-pub const VERSION: u32 = 1;
+pub const VERSION: u32 = 2;
 /// Bytes of a header.
 pub const HEADER_BYTES: usize = 32;
 /// Descriptors that come together: fewer than the kernel takes (`SCM_MAX_FD`, 253).
@@ -59,8 +62,10 @@ pub struct Offer {
     pub images: Vec<Image>,
     /// The listening sockets of NBD clients.
     pub sockets: Vec<Socket>,
-    /// The control socket: whether its file is to be removed at the end.
-    pub control: Option<Control>,
+    /// The sockets of vhost-user-blk devices, in the order of the command line.
+    pub devices: Vec<Listening>,
+    /// The control socket.
+    pub control: Option<Listening>,
 }
 
 /// An image with all files of its chain, from the top.
@@ -95,10 +100,10 @@ pub struct Socket {
     pub exports: Vec<(String, usize)>,
 }
 
-/// The control socket.
+/// A listening socket by which a device is found, or control.
 #[derive(Debug, Deserialize, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
-pub struct Control {
+pub struct Listening {
     /// Where it listens.
     pub address: Address,
     /// Whether its file is to be removed at the end.
@@ -128,6 +133,8 @@ pub struct Yours {
     pub flush_failures: Vec<[Option<i32>; 2]>,
     /// The connections that have paused.
     pub connections: Vec<Connection>,
+    /// For each device the front-end that has paused, if it has one.
+    pub frontends: Vec<Option<Frontend>>,
 }
 
 /// A connection. Its bytes are those of the frame, after the bytes of the connections before it.
@@ -146,6 +153,126 @@ pub struct Connection {
     pub is_used: bool,
     /// Bytes that were received, and belong to no request that was executed.
     pub received: u64,
+}
+
+/// A front-end of a vhost-user-blk device: what its messages have set, in the words of the vhost-user specification.
+#[derive(Debug, Deserialize, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case", deny_unknown_fields)]
+pub struct Frontend {
+    /// `SET_FEATURES`.
+    pub features: u64,
+    /// `SET_PROTOCOL_FEATURES`.
+    pub protocol_features: u64,
+    /// `SET_MEM_TABLE`, `ADD_MEM_REG`, `REM_MEM_REG`.
+    pub memory: Vec<Region>,
+    /// `SET_INFLIGHT_FD`.
+    pub inflight: Option<Inflight>,
+    /// `SET_LOG_BASE`.
+    pub log: Option<Log>,
+    /// Whether there was `SET_LOG_FD`.
+    pub has_log_call: bool,
+    /// Whether there was `SET_BACKEND_REQ_FD`.
+    pub has_backend_channel: bool,
+    /// The write cache, as `SET_CONFIG` and `SET_FEATURES` have left it.
+    pub write_cache: Cache,
+    /// One for each queue of the device.
+    pub vrings: Vec<Vring>,
+}
+
+/// A region of memory.
+#[derive(Clone, Copy, Debug, Deserialize, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case", deny_unknown_fields)]
+pub struct Region {
+    /// The guest's address of the first byte.
+    pub guest: u64,
+    /// Bytes.
+    pub size: u64,
+    /// The front-end's address of the first byte.
+    pub user: u64,
+    /// Its offset in the file.
+    pub offset: u64,
+}
+
+/// The memory for in-flight tracking.
+#[derive(Clone, Copy, Debug, Deserialize, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case", deny_unknown_fields)]
+pub struct Inflight {
+    /// Bytes.
+    pub size: u64,
+    /// Its offset in the file.
+    pub offset: u64,
+    /// Queues.
+    pub queues: u16,
+    /// Entries of each.
+    pub entries: u16,
+}
+
+/// The log of changed pages.
+#[derive(Clone, Copy, Debug, Deserialize, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case", deny_unknown_fields)]
+pub struct Log {
+    /// Bytes.
+    pub size: u64,
+    /// Its offset in the file.
+    pub offset: u64,
+}
+
+/// A write cache.
+#[derive(Clone, Copy, Debug, Deserialize, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case", deny_unknown_fields)]
+pub struct Cache {
+    /// Whether the driver is told that it is volatile.
+    pub is_volatile: bool,
+    /// Whether the driver flushes, or sets the state.
+    pub driver_flushes: bool,
+    /// Whether the state is that which an earlier server left in the in-flight memory.
+    pub is_restored: bool,
+}
+
+/// A ring. No request of it is in flight.
+#[derive(Debug, Deserialize, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case", deny_unknown_fields)]
+pub struct Vring {
+    /// `SET_VRING_NUM`.
+    pub size: u16,
+    /// `SET_VRING_ADDR`.
+    pub addresses: Option<RingAddresses>,
+    /// The number of the next available entry, and of the next used one.
+    pub base: u16,
+    /// `SET_VRING_KICK`.
+    pub kick: Option<KickName>,
+    /// Whether there was `SET_VRING_CALL` with a descriptor.
+    pub has_call: bool,
+    /// Whether there was `SET_VRING_ERR` with a descriptor.
+    pub has_error: bool,
+    /// `SET_VRING_ENABLE`.
+    pub is_enabled: bool,
+    /// Whether its queue is to run.
+    pub is_running: bool,
+}
+
+/// The parts of a ring in the front-end's addresses.
+#[derive(Clone, Copy, Debug, Deserialize, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case", deny_unknown_fields)]
+pub struct RingAddresses {
+    /// The descriptor table.
+    pub descriptors: u64,
+    /// The available ring.
+    pub available: u64,
+    /// The used ring.
+    pub used: u64,
+    /// The guest's address of the used ring, if changes of it are logged.
+    pub log: Option<u64>,
+}
+
+/// How a guest kicks.
+#[derive(Clone, Copy, Debug, Deserialize, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum KickName {
+    /// By an eventfd.
+    Event,
+    /// It does not: the ring is polled.
+    Polled,
 }
 
 /// A framing of NBD.
@@ -189,64 +316,4 @@ impl From<Framing> for FramingName {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn offer() -> Message {
-        let file = |path: &str, has_tail| File { path: path.into(), has_tail, has_flushed: false };
-        Message::Offer(Offer {
-            images: vec![Image { files: vec![file("a.qcow2", true), file("base", false)] }],
-            sockets: vec![Socket {
-                address: Address::Tcp { host: "::1".into(), port: 10809 },
-                has_file: false,
-                exports: vec![("disk".into(), 0)],
-            }],
-            control: Some(Control { address: Address::Unix(b"s".to_vec()), has_file: true }),
-        })
-    }
-
-    fn yours() -> Message {
-        let connection = Connection {
-            socket: 0,
-            export: "disk".into(),
-            framing: FramingName::Structured,
-            block_status: true,
-            is_used: true,
-            received: 28,
-        };
-        Message::Yours(Yours {
-            flush_failures: vec![[Some(5), None]],
-            connections: vec![connection],
-        })
-    }
-
-    /// Another version of the program reads exactly this: whoever changes it raises [`VERSION`], and keeps these.
-    #[test]
-    fn version_1_is_written_and_read_as_it_always_was() {
-        assert_eq!(VERSION, 1);
-        let texts = [
-            (
-                offer(),
-                r#"{"offer":{"images":[{"files":[{"path":"a.qcow2","has-tail":true,"has-flushed":false},{"path":"base","has-tail":false,"has-flushed":false}]}],"sockets":[{"address":{"tcp":{"host":"::1","port":10809}},"has-file":false,"exports":[["disk",0]]}],"control":{"address":{"unix":[115]},"has-file":true}}}"#,
-            ),
-            (Message::Ready, r#""ready""#),
-            (Message::Refused { why: "no".into() }, r#"{"refused":{"why":"no"}}"#),
-            (
-                yours(),
-                r#"{"yours":{"flush-failures":[[5,null]],"connections":[{"socket":0,"export":"disk","framing":"structured","block-status":true,"is-used":true,"received":28}]}}"#,
-            ),
-            (Message::Mine, r#""mine""#),
-        ];
-        for (message, text) in texts {
-            assert_eq!(serde_json::to_string(&message).expect("plain values"), text);
-            assert_eq!(serde_json::from_str::<Message>(text).expect(text), message);
-        }
-    }
-
-    #[test]
-    fn what_is_not_known_is_refused() {
-        for text in [r#"{"refused":{"why":"no","x":1}}"#, r#"{"refused":{}}"#, r#""soon""#] {
-            assert!(serde_json::from_str::<Message>(text).is_err(), "{text}");
-        }
-    }
-}
+mod tests;

@@ -6,6 +6,7 @@
 //! - [`channel`]: frames with descriptors
 //! - [`source`]: the server that hands over
 //! - [`destination`]: the process that takes over
+//! - [`frontends`]: front-ends of vhost-user-blk devices as the format has them
 //! - [`requests`]: from the control socket to the main thread
 //! - [`fault`]: deaths at chosen steps, for tests
 
@@ -13,5 +14,6 @@ pub mod channel;
 pub mod destination;
 mod fault;
 pub mod format;
+mod frontends;
 pub mod requests;
 pub mod source;

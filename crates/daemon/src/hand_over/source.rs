@@ -14,12 +14,14 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
 use blockhouse_nbd::PausedConnection;
+use blockhouse_vhost_user::PausedFrontend;
 
 use super::channel::Channel;
 use super::fault::{Step, reach};
 use super::format::{
-    Address, Connection, Control, File, Image, Message, Offer, Socket, VERSION, Yours,
+    Address, Connection, File, Image, Listening, Message, Offer, Socket, VERSION, Yours,
 };
+use super::frontends;
 use crate::control::Closed;
 use crate::service::Service;
 
@@ -60,12 +62,6 @@ struct Destination {
 /// # Errors
 /// Why not, in one line: then this server goes on.
 pub fn hand_over(service: &Service, binary: Option<PathBuf>) -> Result<Outcome> {
-    if service.has_devices() {
-        bail!(
-            "this server has vhost-user-blk sockets, and only NBD connections can be handed over; stop it \
-             and start the new one, the guests' front-ends reconnect"
-        );
-    }
     let mut destination = Destination::start(binary)?;
     let Some(control) = service.pause_control(CONTROL_TIME) else {
         bail!(
@@ -97,6 +93,7 @@ pub fn hand_over(service: &Service, binary: Option<PathBuf>) -> Result<Outcome> 
                 )));
             }
             service.server().resume();
+            service.devices().iter().for_each(|device| device.server().resume());
             Err(error)
         }
     }
@@ -110,11 +107,44 @@ fn give(service: &Service, destination: &mut Destination) -> Result<Duration> {
         // Only to leave less for later: the outcome is that of the next one.
         let _ = workers.run(move || async move { disk.flush().await });
     }
-    let accepting = server.clone();
-    workers.run(move || async move { accepting.pause_accepting(HANDSHAKE_TIME).await });
+    workers.run(move || async move { server.pause_accepting(HANDSHAKE_TIME).await });
     let begin = Instant::now();
-    let paused = workers.run(move || async move { server.pause(DRAIN_TIME).await });
-    let connections = paused.map_err(|busy| {
+    let (connections, frontends) = pause(service, begin + DRAIN_TIME)?;
+    for disk in service.disks() {
+        let settling = Arc::clone(disk);
+        let settled = workers.run(move || async move { settling.settle().await });
+        settled.with_context(|| format!("{}: cannot be handed over", disk.name()))?;
+    }
+    reach(Step::SourceSettled);
+    let mut descriptors: Vec<_> = connections.iter().map(|paused| paused.stream.as_fd()).collect();
+    let frontends = frontends.iter().map(|paused| {
+        let (record, own) = frontends::record(paused.as_ref()?);
+        descriptors.extend(own);
+        Some(record)
+    });
+    let yours = Yours {
+        flush_failures: service.disks().iter().map(|disk| disk.flush_failures()).collect(),
+        connections: connections.iter().map(record).collect(),
+        frontends: frontends.collect(),
+    };
+    let bytes: Vec<&[u8]> = connections.iter().map(|paused| &paused.session.received[..]).collect();
+    destination.send(&Message::Yours(yours), &descriptors, &bytes.concat())?;
+    reach(Step::SourceGave);
+    destination.expect(Message::Mine, "take over")?;
+    Ok(begin.elapsed())
+}
+
+/// Pauses all connections, and all devices: those that have a front-end with what it goes on from.
+fn pause(
+    service: &Service,
+    deadline: Instant,
+) -> Result<(Vec<PausedConnection>, Vec<Option<PausedFrontend>>)> {
+    // All at once: what they have in flight completes at the same time.
+    let devices = service.devices().iter();
+    let pending: Vec<_> = devices.map(|device| (device, device.server().pause(deadline))).collect();
+    let server = service.server().clone();
+    let connections = service.workers().run(move || async move { server.pause(DRAIN_TIME).await });
+    let connections = connections.map_err(|busy| {
         anyhow::anyhow!(
             "{} clients did not take their replies, or their requests did not complete, within \
              {DRAIN_TIME:?}: {}",
@@ -122,20 +152,12 @@ fn give(service: &Service, destination: &mut Destination) -> Result<Duration> {
             busy.join(", ")
         )
     })?;
-    for disk in service.disks() {
-        let settling = Arc::clone(disk);
-        let settled = workers.run(move || async move { settling.settle().await });
-        settled.with_context(|| format!("{}: cannot be handed over", disk.name()))?;
+    let mut frontends = Vec::new();
+    for (device, pending) in pending {
+        let cannot = || format!("{}: the device cannot pause", device.path().display());
+        frontends.push(pending.wait().with_context(cannot)?);
     }
-    reach(Step::SourceSettled);
-    let flush_failures = service.disks().iter().map(|disk| disk.flush_failures()).collect();
-    let streams: Vec<_> = connections.iter().map(|paused| paused.stream.as_fd()).collect();
-    let bytes: Vec<&[u8]> = connections.iter().map(|paused| &paused.session.received[..]).collect();
-    let yours = Yours { flush_failures, connections: connections.iter().map(record).collect() };
-    destination.send(&Message::Yours(yours), &streams, &bytes.concat())?;
-    reach(Step::SourceGave);
-    destination.expect(Message::Mine, "take over")?;
-    Ok(begin.elapsed())
+    Ok((connections, frontends))
 }
 
 fn record(paused: &PausedConnection) -> Connection {
@@ -180,12 +202,19 @@ fn offer_of(service: &Service) -> (Offer, Vec<BorrowedFd<'_>>) {
             exports: exports.collect(),
         });
     }
+    let mut devices = Vec::new();
+    for device in service.devices() {
+        descriptors.push(device.server().listener());
+        descriptors.extend(device.file().map(AsFd::as_fd));
+        let address = Address::Unix(device.path().as_os_str().as_bytes().to_vec());
+        devices.push(Listening { address, has_file: device.file().is_some() });
+    }
     let control = service.control().map(|control| {
         descriptors.push(control.listener().as_fd());
         descriptors.extend(control.file().map(AsFd::as_fd));
-        Control { address: control.address().into(), has_file: control.file().is_some() }
+        Listening { address: control.address().into(), has_file: control.file().is_some() }
     });
-    (Offer { images, sockets, control }, descriptors)
+    (Offer { images, sockets, devices, control }, descriptors)
 }
 
 impl From<&blockhouse_nbd::uri::Address> for Address {
