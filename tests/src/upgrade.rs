@@ -1,14 +1,17 @@
 //! A server that is upgraded while clients verify what it holds, for tests and for `upgrade_gaps`.
 
+mod guest;
+
 use std::path::Path;
 use std::process::Command;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use fastrand::Rng;
+pub use guest::verify_guest;
 use rustix::process::{Pid, Signal, kill_process};
 
-use crate::nbd::{Address, Client, Framing, Request, command, pattern};
+use crate::nbd::{Client, Request, command, pattern};
 use crate::{Outcome, Scratch, blockhouse, eventually, run_within};
 
 /// Requests that a verifier has in flight.
@@ -22,6 +25,31 @@ pub const REGION: u64 = DEPTH as u64 * BLOCKS * BLOCK;
 /// More than an upgrade takes, whatever goes wrong.
 const UPGRADE_LIMIT: Duration = Duration::from_secs(60);
 
+/// What verifiers run by.
+#[derive(Debug, Default)]
+pub struct Load {
+    stop: AtomicBool,
+    /// The longest time between two replies to a verifier, in microseconds, since it was last asked for.
+    silence: AtomicU64,
+}
+
+impl Load {
+    /// Has all verifiers end.
+    pub fn stop(&self) {
+        self.stop.store(true, Ordering::Relaxed);
+    }
+
+    /// Whether they are to end.
+    pub fn is_stopped(&self) -> bool {
+        self.stop.load(Ordering::Relaxed)
+    }
+
+    /// The longest time between two replies to one of them, since this was last called.
+    pub fn take_silence(&self) -> Duration {
+        Duration::from_micros(self.silence.swap(0, Ordering::Relaxed))
+    }
+}
+
 /// What a verifier has seen.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Seen {
@@ -29,6 +57,15 @@ pub struct Seen {
     pub replies: u64,
     /// The longest time between two replies, with all requests in flight.
     pub longest_gap: Duration,
+}
+
+impl Seen {
+    /// A reply came so long after the one before.
+    fn reply(&mut self, gap: Duration, load: &Load) {
+        self.replies += 1;
+        self.longest_gap = self.longest_gap.max(gap);
+        load.silence.fetch_max(gap.as_micros() as u64, Ordering::Relaxed);
+    }
 }
 
 /// One of the requests in flight: what its blocks hold, and what it does.
@@ -46,22 +83,8 @@ struct Slot {
 ///
 /// # Panics
 /// At the first error, end of file, or wrong byte.
-pub fn verify(
-    address: &Address,
-    framing: Framing,
-    start: u64,
-    mut random: Rng,
-    stop: &AtomicBool,
-) -> Seen {
-    let mut client = Client::open_with(address, framing);
-    let slot = |index| Slot {
-        start: start + index * BLOCKS * BLOCK,
-        generations: [0; BLOCKS as usize],
-        block: 0,
-        is_read: false,
-        cookie: 0,
-    };
-    let mut slots: Vec<_> = (0..DEPTH as u64).map(slot).collect();
+pub fn verify(mut client: Client, start: u64, mut random: Rng, load: &Load) -> Seen {
+    let mut slots = slots(start);
     let mut generation = 0;
     for slot in &mut slots {
         slot.send(&mut client, &mut random, &mut generation);
@@ -70,22 +93,12 @@ pub fn verify(
     while in_flight > 0 {
         let (cookie, reply) = client.receive().expect("no end of file is seen");
         let now = Instant::now();
-        seen.replies += 1;
-        seen.longest_gap = seen.longest_gap.max(now - last);
+        seen.reply(now - last, load);
         last = now;
         assert_eq!(reply.error, 0, "a request failed");
         let slot = slots.iter_mut().find(|slot| slot.cookie == cookie).expect("a known cookie");
-        if slot.is_read {
-            let expected = slot.generations[slot.block];
-            let offset = slot.offset();
-            match expected {
-                0 => assert!(reply.data.iter().all(|byte| *byte == 0), "zeros are at {offset}"),
-                written => {
-                    pattern::verify(&reply.data, offset, Some(written)).expect("what was written")
-                }
-            }
-        }
-        match stop.load(Ordering::Relaxed) {
+        slot.check(&reply.data);
+        match load.is_stopped() {
             true => in_flight -= 1,
             false => slot.send(&mut client, &mut random, &mut generation),
         }
@@ -94,21 +107,53 @@ pub fn verify(
     seen
 }
 
+/// The slots from byte `start` of the disk on.
+fn slots(start: u64) -> Vec<Slot> {
+    let slot = |index| Slot {
+        start: start + index * BLOCKS * BLOCK,
+        generations: [0; BLOCKS as usize],
+        block: 0,
+        is_read: false,
+        cookie: 0,
+    };
+    (0..DEPTH as u64).map(slot).collect()
+}
+
 impl Slot {
+    /// Chooses the next request: whether it reads. A write is of the next generation.
+    fn choose(&mut self, random: &mut Rng, generation: &mut u64) -> bool {
+        self.block = random.usize(..BLOCKS as usize);
+        self.is_read = random.bool();
+        if !self.is_read {
+            *generation += 1;
+            self.generations[self.block] = *generation;
+        }
+        self.is_read
+    }
+
+    /// Checks what a read has found.
+    fn check(&self, data: &[u8]) {
+        if !self.is_read {
+            return;
+        }
+        let offset = self.offset();
+        match self.generations[self.block] {
+            0 => assert!(data.iter().all(|byte| *byte == 0), "zeros are at {offset}"),
+            written => pattern::verify(data, offset, Some(written)).expect("what was written"),
+        }
+    }
+
     fn offset(&self) -> u64 {
         self.start + self.block as u64 * BLOCK
     }
 
     fn send(&mut self, client: &mut Client, random: &mut Rng, generation: &mut u64) {
-        self.block = random.usize(..BLOCKS as usize);
-        self.is_read = random.bool();
+        let is_read = self.choose(random, generation);
         let (offset, length) = (self.offset(), BLOCK);
         let request = |command| Request { command, flags: 0, offset, length };
-        let sent = match self.is_read {
+        let sent = match is_read {
             true => client.send(request(command::READ)),
             false => {
-                *generation += 1;
-                self.generations[self.block] = *generation;
                 let mut block = vec![0; BLOCK as usize];
                 pattern::fill(&mut block, offset, *generation);
                 client.send_with(request(command::WRITE), &block)

@@ -1,20 +1,19 @@
-//! `upgrade_gaps raw|qcow2 UPGRADES`: upgrades a server so often while clients verify what it holds at depth 64, and prints
-//! the longest pauses.
+//! `upgrade_gaps raw|qcow2 UPGRADES`: upgrades a server so often while a guest and NBD clients verify what it holds at depth
+//! 64, and prints the pauses.
 //!
 //! The image is in the target folder. A qcow2 image has the metadata of 64 GiB.
 #![forbid(unsafe_code)]
 
 use std::path::Path;
 use std::process::exit;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use blockhouse_tests::nbd::Framing;
-use blockhouse_tests::upgrade::{REGION, Servers, told_gap, upgrade, verify};
+use blockhouse_tests::nbd::{Client, Framing};
+use blockhouse_tests::upgrade::{Load, REGION, Servers, told_gap, upgrade, verify, verify_guest};
 use blockhouse_tests::{Scratch, Serve, image_tool, seeded};
 
-/// Clients that verify at the same time.
-const CLIENTS: u64 = 2;
+/// NBD clients that verify at the same time, beside a guest.
+const CLIENTS: u64 = 1;
 /// Between two upgrades.
 const PAUSE: Duration = Duration::from_millis(100);
 
@@ -53,40 +52,47 @@ fn measure(format: &str, upgrades: usize) {
     create(&image, format);
     let control = scratch.socket("control");
     let server = Serve::new(&scratch, &image).option("--format", format);
-    let server = server.option("--control", &control).start();
-    let (address, random, stop) = (server.address(), seeded(), AtomicBool::new(false));
-    let (mut gaps, seen) = std::thread::scope(|scope| {
-        let stop = &stop;
-        let verifiers: Vec<_> = (0..CLIENTS)
-            .map(|index| {
-                let (address, mut random) = (address.clone(), random.clone());
-                random.seed(random.get_seed() ^ index);
-                let start = index * REGION;
-                scope.spawn(move || verify(&address, Framing::Extended, start, random, stop))
-            })
-            .collect();
-        let gaps: Vec<f64> = (0..upgrades)
+    let device = scratch.socket("device");
+    let server = server.option("--control", &control).option("--vhost-user-blk", &device);
+    let server = server.option("--queues", "2").ready_lines(2).start();
+    let (address, mut random, load) = (server.address(), seeded(), Load::default());
+    let (pauses, seen) = std::thread::scope(|scope| {
+        let (load, device) = (&load, &device);
+        let other = random.fork();
+        let mut verifiers = vec![scope.spawn(move || verify_guest(device, 0, true, other, load))];
+        for client in 1..=CLIENTS {
+            let (other, start) = (random.fork(), client * REGION);
+            let client = Client::open_with(&address, Framing::Extended);
+            verifiers.push(scope.spawn(move || verify(client, start, other, load)));
+        }
+        let pauses: Vec<_> = (0..upgrades)
             .map(|_| {
                 std::thread::sleep(PAUSE);
+                load.take_silence();
                 let gap = told_gap(&upgrade(&control, &[]).success());
                 servers.wait_for(1);
-                gap
+                (gap, load.take_silence().as_secs_f64() * 1000.0)
             })
             .collect();
-        stop.store(true, Ordering::Relaxed);
+        load.stop();
         let seen = verifiers.into_iter().map(|one| one.join().expect("no error"));
-        (gaps, seen.collect::<Vec<_>>())
+        (pauses, seen.collect::<Vec<_>>())
     });
     servers.stop();
-    gaps.sort_by(f64::total_cmp);
     let replies: u64 = seen.iter().map(|seen| seen.replies).sum();
-    let silence = seen.iter().map(|seen| seen.longest_gap).max().unwrap_or_default();
+    let (told, silences): (Vec<_>, Vec<_>) = pauses.into_iter().unzip();
     eprintln!(
-        "{format}: {upgrades} upgrades, {replies} replies, no error, no end of file. Requests waited for \
-         {:.1} ms (median), {:.1} ms (longest); a client without a reply: {:.1} ms (longest)",
-        gaps[gaps.len() / 2],
-        gaps[gaps.len() - 1],
-        silence.as_secs_f64() * 1000.0
+        "{format}: {upgrades} upgrades, {replies} replies, no error, no end of file. Milliseconds that the server \
+         tells: {}; a client or guest without a reply: {}",
+        spread(told),
+        spread(silences)
     );
     drop(server);
+}
+
+/// Median, 90th of a hundred, and the largest.
+fn spread(mut values: Vec<f64>) -> String {
+    values.sort_by(f64::total_cmp);
+    let (median, high) = (values[values.len() / 2], values[values.len() * 9 / 10]);
+    format!("{median:.1} (median), {high:.1} (90 %), {:.1} (longest)", values[values.len() - 1])
 }

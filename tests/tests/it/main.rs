@@ -38,5 +38,6 @@ mod sigkill;
 mod snapshots;
 mod state;
 mod upgrades;
+mod upgrades_vhost_user;
 mod vhost_user;
 mod vmstate;
