@@ -111,31 +111,27 @@ impl<S: Storage, C> Metadata<S, C> {
     /// process may go on, and the other one keeps a redo log, too.
     pub(crate) async fn settle(&self) -> Result<()> {
         self.sync(SyncMode::Data).await?;
-        if self.is_marked_dirty() {
-            self.rewrite_header(|header| header.incompatible.remove(Incompatible::DIRTY)).await?;
-        }
-        Ok(())
+        self.mark_clean(0).await
     }
 
     /// Flushes an image whose changes are all written, and marks it as clean.
     pub(crate) async fn finish(&self) -> Result<()> {
         self.sync(SyncMode::Data).await?;
-        let (is_dirty, is_session) = {
-            let state = self.state.lock();
-            let is_session = state.tables.redo().is_attached()
-                && state.tables.headers().disk().autoclear & SESSION != 0;
-            (state.tables.headers().disk().incompatible.contains(Incompatible::DIRTY), is_session)
-        };
-        if (is_dirty || is_session) && self.access == Access::ReadWrite {
-            self.rewrite_header(|header| {
-                header.incompatible.remove(Incompatible::DIRTY);
-                if is_session {
-                    header.autoclear &= !SESSION;
-                }
-            })
-            .await?;
+        let ended = if self.state.lock().tables.redo().is_attached() { SESSION } else { 0 };
+        self.mark_clean(ended).await
+    }
+
+    /// Takes the mark of an image that is open away, and these autoclear bits, durably.
+    async fn mark_clean(&self, ended: u64) -> Result<()> {
+        let is_session = self.state.lock().tables.headers().disk().autoclear & ended != 0;
+        if self.access == Access::ReadOnly || !(is_session || self.is_marked_dirty()) {
+            return Ok(());
         }
-        Ok(())
+        self.rewrite_header(|header| {
+            header.incompatible.remove(Incompatible::DIRTY);
+            header.autoclear &= !ended;
+        })
+        .await
     }
 
     /// The outcome of a step. Where the image contradicts itself it is marked as corrupt on disk, and not
