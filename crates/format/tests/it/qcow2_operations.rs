@@ -1,6 +1,8 @@
 //! What reaches the storage, counted; and what a storage without room does to an image.
 
 use std::rc::Rc;
+use std::sync::Arc;
+use std::sync::atomic::AtomicU64;
 
 use blockhouse_core::{
     Buffer, ByteRange, Durability, ErrorKind, ExtentFlags, ExtentState, Storage, SyncMode, Unmap,
@@ -100,6 +102,27 @@ fn an_overwrite_is_pure_as_soon_as_its_own_mapping_is_durable() {
         write(&image, CLUSTER, &[1; 4096], 0).await.unwrap();
         assert_eq!(flags().await, ExtentFlags::empty(), "a neighbour makes no difference");
     });
+}
+
+#[test]
+fn writes_that_are_first_together_set_the_session_bit_once() {
+    let sim = Sim::new(1);
+    let (disk, image) = new_image(&sim);
+    let log: Vec<_> = (0..1024).map(|_| AtomicU64::new(0)).collect();
+    image.attach_redo_log(Arc::new(log));
+    disk.take_log();
+    for cluster in 0..8 {
+        let image = Rc::clone(&image);
+        sim.spawn(async move {
+            write(&image, cluster * CLUSTER, &[1; 4096], 0).await.unwrap();
+        });
+    }
+    sim.run();
+    let headers = disk
+        .take_log()
+        .into_iter()
+        .filter(|operation| matches!(operation, Operation::Write(range, _) if range.offset() == 0));
+    assert_eq!(headers.count(), 1);
 }
 
 #[test]

@@ -49,6 +49,10 @@ impl<S: Storage, C> Metadata<S, C> {
     pub(crate) async fn begin_changes(&self) -> Result<()> {
         if self.needs_begin_changes() {
             let _alone = self.autoclear.lock.acquire().await;
+            if !self.needs_begin_changes() {
+                // Another change began meanwhile.
+                return Ok(());
+            }
             let has_redo_log = self.state.lock().tables.redo().is_attached();
             self.rewrite_header(|header| header.autoclear = autoclear_bits(header, has_redo_log))
                 .await?;
