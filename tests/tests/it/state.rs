@@ -4,7 +4,7 @@
 use std::fs::{self, Permissions};
 use std::os::unix::fs::{FileExt, MetadataExt, PermissionsExt};
 use std::path::{Path, PathBuf};
-use std::time::Duration;
+use std::time::{Duration, SystemTime};
 
 use blockhouse_tests::image_tool::{command, json, qemu_img, qemu_io, str};
 use blockhouse_tests::nbd::{Address, Client, command as nbd_command};
@@ -163,6 +163,48 @@ fn a_log_of_an_image_that_another_program_has_changed_is_refused() {
         let [kept] = &victim.files()[..] else { panic!("{:?}", victim.files()) };
         assert!(kept.ends_with(".refused"), "{kept}");
     }
+}
+
+/// An older copy has the session bit, too, where it was made while the server ran.
+#[test]
+fn a_log_is_not_replayed_on_an_older_copy_of_its_image() {
+    for (options, is_made_while_served) in [("compat=0.10", false), ("compat=1.1", true)] {
+        let victim = Victim::new(options);
+        let before = SystemTime::now() - Duration::from_secs(3600);
+        let mut copy = fs::read(&victim.image).expect("the image");
+        let server = victim.serve().start();
+        if is_made_while_served {
+            let mut client = Client::open(&server.address());
+            assert_eq!(client.write(0, &[1; 4096], 0), 0);
+            assert_eq!(client.flush(), 0);
+            copy = fs::read(&victim.image).expect("the image");
+        }
+        victim.kill(server);
+        let file = fs::File::options().write(true).open(&victim.image).expect("the image");
+        file.set_len(0).expect("it is ours");
+        file.write_all_at(&copy, 0).expect("room");
+        file.set_modified(before).expect("it is ours");
+        let server = victim.serve().start();
+        wait_for_log(&server, &["the redo log is refused: an older copy", ".refused"]);
+        server.stop();
+        command(&["check", str(&victim.image)]).success();
+    }
+}
+
+/// A write may hang in the kernel, and the clock of a file system on another host may be ahead.
+#[test]
+fn an_image_that_says_whose_it_is_may_be_modified_a_little_later() {
+    let victim = Victim::new("cluster_size=65536");
+    victim.kill(victim.serve().start());
+    let file = fs::File::options().write(true).open(&victim.image).expect("the image");
+    file.set_modified(SystemTime::now() + Duration::from_secs(20)).expect("it is ours");
+    let server = victim.serve().start();
+    assert!(Victim::is_whole(&server), "{}", server.log());
+    victim.kill(server);
+    file.set_modified(SystemTime::now() + Duration::from_secs(3600)).expect("it is ours");
+    let server = victim.serve().start();
+    wait_for_log(&server, &["the redo log is refused: another program", ".refused"]);
+    server.stop();
 }
 
 #[test]

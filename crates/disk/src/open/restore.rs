@@ -6,8 +6,8 @@
 //!    of another image, which may be this device before it was attached again, is set aside with a warning. So is
 //!    what is no state file.
 //! 2. When the disk is complete, the redo log is replayed ([`Restore::finish`]): a changed image file is refused here
-//!    if it was modified after its server's last write, and by the format if another program opened it for
-//!    writing. What is refused is set aside, with a warning, and the image is opened as it is.
+//!    if it was modified at another time than its server's last write (`modification`), and by the format if another
+//!    program opened it for writing. What is refused is set aside, with a warning, and the image is opened as it is.
 //! 3. A server gets a new state file, with the failures of flushes that the old one had, which are in force from
 //!    then on. So does a tool, but only where there was one: until it closes the image the new one protects
 //!    what was replayed, and the failures are told and not in force.
@@ -35,9 +35,9 @@ use super::lock::Locked;
 use crate::disk::Disk;
 use crate::options::Access;
 use crate::state::{FoundState, ImageIdentity, Owner, StateDir, StateFile, StatePage};
-use examine::{identity_of, owner_of, status_of};
+use examine::{identity_of, owner_of};
 use keep::{FILES, make_state};
-use modification::modified_since;
+use modification::Modification;
 use pending::{refuse_pending, warn_of_pending, warn_of_session};
 
 pub(super) use keep::FutureState;
@@ -60,8 +60,8 @@ pub(super) struct Writer {
     dir: StateDir,
     owner: Owner,
     found: Option<StateFile>,
-    /// Why the image file is not as its server left it.
-    modified: Option<String>,
+    /// As it was before the opening changed anything.
+    modification: Option<Modification>,
 }
 
 impl Restore {
@@ -125,7 +125,6 @@ impl Restore {
 impl Writer {
     fn new(file: &HostFile, path: &Path, dir: StateDir, uses: StateUse) -> Result<Self> {
         let owner = owner_of(file, path, &dir)?;
-        let status = status_of(file)?;
         let found = match StateFile::find(&dir, owner.image)? {
             FoundState::Usable(found) => Some(found),
             FoundState::Nothing => None,
@@ -148,8 +147,9 @@ impl Writer {
                 None
             }
         };
-        let modified = found.as_ref().and_then(|found| modified_since(&status, found.page()));
-        Ok(Self { uses, dir, owner, found, modified })
+        let modification = found.as_ref().map(|found| Modification::of(file, found.page()));
+        let modification = modification.transpose()?.flatten();
+        Ok(Self { uses, dir, owner, found, modification })
     }
 
     async fn finish(self, disk: Disk<HostFile>) -> Result<Disk<HostFile>> {
@@ -179,10 +179,12 @@ impl Writer {
     /// Replays the redo log. Says why where it does not fit the image any more.
     async fn replay(&self, disk: &Disk<HostFile>, found: &StateFile) -> Result<Option<String>> {
         let log = found.log();
-        if let Some(why) = &self.modified
+        let has_session = disk.format().has_session_bit();
+        if let Some(modification) = self.modification
+            && let Some(why) = modification.contradiction(has_session)
             && found.changes() > 0
         {
-            return Ok(Some(why.clone()));
+            return Ok(Some(why));
         }
         match disk.format().replay(&*log).await? {
             Replay::Nothing => Ok(None),

@@ -31,6 +31,8 @@ const LAST_WRITE_WORD: usize = 7;
 /// Of the image, and of its data file.
 const FAILURE_WORDS: [usize; 2] = [8, 9];
 const CLEAN_WORD: usize = 10;
+const MODIFIED_BEFORE_WORD: usize = 13;
+const OPENED_WORD: usize = 14;
 const PATH_LENGTH_WORD: usize = 15;
 const PATH_WORDS: std::ops::Range<usize> = 16..PAGE_WORDS;
 
@@ -109,6 +111,24 @@ impl StatePage {
     /// When the image was written to for the last time, or opened: nanoseconds since the Unix epoch.
     pub(crate) fn last_write(&self) -> u64 {
         self.memory.load(LAST_WRITE_WORD)
+    }
+
+    /// When the file of the image had been modified before it was opened, by the clock of its file system; 0 where it
+    /// is not known. Nanoseconds since the Unix epoch, as [`opened`](Self::opened).
+    pub(crate) fn modified_before(&self) -> u64 {
+        self.memory.load(MODIFIED_BEFORE_WORD)
+    }
+
+    /// When the image was opened.
+    pub(crate) fn opened(&self) -> u64 {
+        self.memory.load(OPENED_WORD)
+    }
+
+    /// Notes both, in a new page. The image was as it is now at the later of the two, too.
+    pub(crate) fn set_opened(&self, opened: u64, modified_before: u64) {
+        self.memory.store(MODIFIED_BEFORE_WORD, modified_before);
+        self.memory.store(OPENED_WORD, opened.max(modified_before));
+        self.raise_last_write(opened.max(modified_before));
     }
 
     pub(super) fn set_last_write(&self, nanoseconds: u64) {

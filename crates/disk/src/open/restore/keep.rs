@@ -31,9 +31,9 @@ pub(crate) fn make_state(
     let file = disk.format().storage().storage();
     let status = status_of(file)?;
     let opened = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
-    let unchanged_since = opened.max(modification_time(&status).unwrap_or_default());
+    let modified = modification_time(&status).unwrap_or_default();
     let fill = |page: &StatePage| {
-        page.raise_last_write(unchanged_since.as_nanos() as u64);
+        page.set_opened(opened.as_nanos() as u64, modified.as_nanos() as u64);
         for (file, errno) in FILES.into_iter().zip(failures) {
             if let Some(errno) = errno {
                 page.set_failure(file, errno);

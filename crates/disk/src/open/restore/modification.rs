@@ -1,30 +1,196 @@
 //! Whether an image's file is as its server left it, by the time of its last modification.
+//!
+//! A redo log fits the file that its server left and no other. Two programs can come between: one that changes the
+//! file after the server's death, and one that puts an older copy in its place. The session of a qcow2 image tells
+//! of most (`format/qcow2/transaction/replay`), but a copy that was made while the server ran has the same one. So
+//! the file's time of modification has to fit as well, as far as it can be compared:
+//!
+//! - with the time that the file had when the server opened it, always: both are by the file system's clock;
+//! - with the time of the server's last write, closely where the image has no session. Where it has one, loosely, because
+//!   a write may hang in the kernel and land after the server's death, and only where the file system has the clock
+//!   of this host, which one of another host (NFS) has not.
 
 use std::time::Duration;
 
-use rustix::fs::{FileType, Stat};
+use blockhouse_core::{Error, Result, Storage};
+use blockhouse_engine::HostFile;
+use rustix::fs::{FileType, Stat, fstatfs};
 
+use super::examine::status_of;
 use crate::state::StatePage;
 
-/// How much later than the last write a file may be modified: the clock of file systems has ticks, and a write is
+/// How far two times may differ that are meant to be one: the clock of file systems has ticks, and a write is
 /// stamped a moment before and after it is made.
-const MODIFICATION_SLACK: Duration = Duration::from_secs(2);
+const TICKS: Duration = Duration::from_secs(2);
 
-/// Why a file is not as its server left it, by the time of its last modification. Of a block device there is none.
-pub(crate) fn modified_since(status: &Stat, page: &StatePage) -> Option<String> {
-    if FileType::from_raw_mode(status.st_mode) != FileType::RegularFile {
-        return None;
+/// How long a write may hang in the kernel.
+const HANG: Duration = Duration::from_secs(60);
+
+/// File systems whose files are modified by nothing but this host, by their magic numbers (`statfs(2)`): ext4, XFS,
+/// Btrfs, tmpfs, F2FS, ZFS, bcachefs.
+const LOCAL_FILE_SYSTEMS: [u64; 7] =
+    [0xef53, 0x5846_5342, 0x9123_683e, 0x0102_1994, 0xf2f5_2010, 0x2fc1_2fc1, 0xca45_1a4e];
+
+/// When a regular file was modified for the last time, as it was found.
+#[derive(Clone, Copy)]
+pub(crate) struct Modification {
+    /// Since the Unix epoch.
+    at: Duration,
+    clock: Clock,
+    /// What its server noted.
+    noted: Noted,
+}
+
+/// Whose time a file system stamps its files with.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Clock {
+    ThisHost,
+    Unknown,
+}
+
+/// What a server notes in the state file, each since the Unix epoch.
+#[derive(Clone, Copy)]
+struct Noted {
+    /// The file's time of modification when it was opened; zero where it is not known.
+    modified_before: Duration,
+    /// When it was opened.
+    opened: Duration,
+    /// When it was written to for the last time, or opened.
+    last_write: Duration,
+}
+
+impl Modification {
+    /// Of an image's file, and of what its last server noted. `None` for a block device, which has no such time.
+    ///
+    /// # Errors
+    /// The host's.
+    pub(crate) fn of(file: &HostFile, page: &StatePage) -> Result<Option<Self>> {
+        let status = status_of(file)?;
+        if FileType::from_raw_mode(status.st_mode) != FileType::RegularFile {
+            return Ok(None);
+        }
+        let Some(at) = modification_time(&status) else { return Ok(None) };
+        let system = fstatfs(file.descriptor())
+            .map_err(|error| Error::host("cannot examine", error.into()).on(file.name()))?;
+        let clock = match LOCAL_FILE_SYSTEMS.contains(&(system.f_type as u64)) {
+            true => Clock::ThisHost,
+            false => Clock::Unknown,
+        };
+        let time = Duration::from_nanos;
+        let noted = Noted {
+            modified_before: time(page.modified_before()),
+            opened: time(page.opened()),
+            last_write: time(page.last_write()),
+        };
+        Ok(Some(Self { at, clock, noted }))
     }
-    let modified = modification_time(status)?;
-    let written = Duration::from_nanos(page.last_write());
-    let later = modified.checked_sub(written)?;
-    (later > MODIFICATION_SLACK).then(|| {
-        let seconds = later.as_secs();
-        format!("another program has modified the image since ({seconds} s after its server's last write)")
-    })
+
+    /// Why the file cannot be as its server left it. `has_session` says whether the image itself tells whether another
+    /// program opened it for writing.
+    pub(crate) fn contradiction(&self, has_session: bool) -> Option<String> {
+        let Self { at, clock, noted } = *self;
+        let is_before = |time: Duration, slack| at + slack < time;
+        if is_before(noted.modified_before, TICKS)
+            || noted.has_written() && clock == Clock::ThisHost && is_before(noted.last_write, HANG)
+        {
+            let earlier = noted.last_write.saturating_sub(at).as_secs();
+            return Some(format!(
+                "an older copy is in the image's place (modified {earlier} s before its server's last write)"
+            ));
+        }
+        let slack = match (has_session, clock) {
+            (false, _) => TICKS,
+            (true, Clock::ThisHost) => HANG,
+            (true, Clock::Unknown) => return None,
+        };
+        let later = at.saturating_sub(noted.last_write);
+        (later > slack).then(|| {
+            let later = later.as_secs();
+            format!("another program has modified the image since ({later} s after its server's last write)")
+        })
+    }
+}
+
+impl Noted {
+    /// Whether the server has written to the file at all.
+    fn has_written(&self) -> bool {
+        self.last_write > self.opened
+    }
 }
 
 /// Since the Unix epoch; `None` for a time before it.
 pub(crate) fn modification_time(status: &Stat) -> Option<Duration> {
     Some(Duration::new(status.st_mtime.try_into().ok()?, status.st_mtime_nsec as u32))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const HOUR: u64 = 3600;
+
+    /// A file that its server opened an hour after it was modified, and wrote to for two hours.
+    fn contradiction(at: u64, clock: Clock, has_session: bool) -> Option<String> {
+        let time = Duration::from_secs;
+        let noted = Noted {
+            modified_before: time(10 * HOUR),
+            opened: time(11 * HOUR),
+            last_write: time(13 * HOUR),
+        };
+        Modification { at: time(at), clock, noted }.contradiction(has_session)
+    }
+
+    #[test]
+    fn a_log_fits_a_file_that_was_modified_when_its_server_wrote() {
+        use Clock::{ThisHost, Unknown};
+        let last = 13 * HOUR;
+        for (at, clock, has_session, fits) in [
+            (last, ThisHost, false, true),
+            (last + 2, ThisHost, false, true),
+            (last + 3, ThisHost, false, false),
+            (last + 3, ThisHost, true, true),
+            (last + 60, ThisHost, true, true),
+            (last + 61, ThisHost, true, false),
+            (last + HOUR, Unknown, true, true),
+            (last + HOUR, Unknown, false, false),
+            (last - 60, ThisHost, true, true),
+            (last - 61, ThisHost, true, false),
+            (last - 61, ThisHost, false, false),
+            (last - 61, Unknown, true, true),
+            (10 * HOUR, Unknown, true, true),
+            (10 * HOUR - 3, Unknown, true, false),
+            (10 * HOUR - 3, Unknown, false, false),
+        ] {
+            let why = contradiction(at, clock, has_session);
+            let late = at as i64 - last as i64;
+            assert_eq!(why.is_none(), fits, "{late} s late, {clock:?}, {has_session}: {why:?}");
+            if let Some(why) = why {
+                assert_eq!(why.contains("older copy"), late < 0, "{why}");
+            }
+        }
+    }
+
+    #[test]
+    fn a_file_that_its_server_never_wrote_to_may_be_old() {
+        let [day, hour] = [24 * HOUR, HOUR].map(Duration::from_secs);
+        let noted = Noted { modified_before: hour, opened: day, last_write: day };
+        let file = Modification { at: hour, clock: Clock::ThisHost, noted };
+        assert_eq!(file.contradiction(false), None);
+    }
+
+    #[test]
+    fn nothing_that_is_noted_makes_it_panic() {
+        let times = [Duration::ZERO, Duration::from_nanos(u64::MAX)];
+        for at in times {
+            for modified_before in times {
+                for last_write in times {
+                    let noted = Noted { modified_before, opened: Duration::ZERO, last_write };
+                    for has_session in [false, true] {
+                        let clock = Clock::ThisHost;
+                        Modification { at, clock, noted }.contradiction(has_session);
+                    }
+                }
+            }
+        }
+    }
 }
