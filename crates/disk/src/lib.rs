@@ -38,6 +38,7 @@
 //!
 //! - `options`, `stats`, `buffers`, `claims`, `parts`: options, counters, bounded memory, the order of
 //!   overlapping changes, requests in parts
+//! - `throttle`: limits on rates
 //! - `state`: what outlives the process
 //! - `durability`: the decision, and the tracker of flushes around each storage
 //! - `layer`: one image of a chain, and reading it
@@ -57,6 +58,7 @@ mod parts;
 mod snapshots;
 mod state;
 mod stats;
+mod throttle;
 mod tools;
 mod vm_state;
 mod write;
@@ -78,6 +80,10 @@ pub use state::StateDir;
 pub use stats::{
     ClientGuard, ClientMetrics, Counters, DiskMetrics, ErrorCount, ExportKind, HostOperation,
     Operation, RequestMetrics, RequestTimer, Stage, StageMetrics,
+};
+pub use throttle::{
+    Burst, LiftGuard, MAX_RATE, RateLimits, ThrottleClock, ThrottleGroup, ThrottleSleep,
+    ThrottleStats,
 };
 pub use tools::{
     CompareJob, CopyJob, CopyOptions, CopyProgress, TargetContent, commit_overlay,

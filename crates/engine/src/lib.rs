@@ -98,7 +98,7 @@ pub use registered_buffer_count::count_registered_buffers;
 pub use sleep::{Sleep, sleep};
 pub use socket::{Listener, Stream, is_stopped};
 pub use socket_option::{peer_process, unsent_bytes};
-pub use spawn::{Task, spawn, spawn_detached};
+pub use spawn::{Task, current_party, spawn, spawn_detached};
 pub use wait_released::wait_until_released;
 // From core, because it works on any executor.
 pub use blockhouse_core::yield_now;

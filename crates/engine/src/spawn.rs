@@ -46,6 +46,13 @@ pub(crate) fn spawn_party(future: impl Future<Output = ()> + 'static) {
     local::current(|local| local.tasks.add_party(Box::pin(future)));
 }
 
+/// The party of the current task: what was submitted through a [`Handle`](crate::Handle), a client's connection or a
+/// guest's queue, with all that it spawned. A number that no other party of the process has while it exists; 0 where no
+/// event loop runs.
+pub fn current_party() -> usize {
+    local::try_current(|local| local.tasks.current_party()).unwrap_or(0)
+}
+
 impl<T> Future for Task<T> {
     type Output = T;
 

@@ -129,6 +129,11 @@ impl Tasks {
         Waker::from(TaskHeader::new(MAIN, QueuedFlag::new(false), &self.shared))
     }
 
+    /// The party of the task that is polled, as a number that no other party has while it exists.
+    pub(crate) fn current_party(&self) -> usize {
+        Rc::as_ptr(&self.party.borrow()).addr()
+    }
+
     /// Polls every task that is ready now, except those of deferred parties. Tasks that become ready
     /// meanwhile wait for the next iteration, so that no task keeps the loop from its completions.
     pub(crate) fn run_ready(&self) {

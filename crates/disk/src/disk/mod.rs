@@ -4,11 +4,13 @@
 //! - `requests`: the one choke point of all requests.
 //! - `resize`: longer and shorter disks.
 //! - `redo_log`: what outlives a process that dies.
+//! - `limits`: how many requests and bytes a second are carried out.
 //! - [`Quiesce`]: holds the guest's changes off while the image is changed as a whole.
 //!
 //! What reads and changes the image is below, in `layer` and `write`; what uses disks (snapshots, tools,
 //! opening files) is above.
 
+mod limits;
 #[cfg(test)]
 mod long_requests;
 mod quiesce;
@@ -32,6 +34,7 @@ use crate::state::{StateFile, StatePage, TrackedFile};
 use crate::stats::{
     self, ClientGuard, Counters, DiskMetrics, ExportKind, HostStats, Operation, RequestTimer,
 };
+use crate::throttle::Throttle;
 use crate::write::Writer;
 use quiesce::Quiesce;
 pub(crate) use quiesce::QuiescedGuard;
@@ -40,6 +43,7 @@ pub(crate) use quiesce::QuiescedGuard;
 /// [crate's page](crate) has an example.
 pub struct Disk<S: Storage> {
     writer: Writer<S>,
+    throttle: Arc<Throttle>,
     quiesce: Quiesce,
     options: Options,
     /// What outlives the process, if anything does.
@@ -100,8 +104,8 @@ impl<S: Storage> Disk<S> {
 
     fn new(layer: Layer<S>, options: Options) -> Self {
         let writer = Writer::new(Arc::new(layer));
-        let quiesce = Quiesce::default();
-        Self { writer, quiesce, options, state: OnceLock::new() }
+        let (throttle, quiesce) = (Arc::default(), Quiesce::default());
+        Self { writer, throttle, quiesce, options, state: OnceLock::new() }
     }
 
     /// Keeps a state file, which flushes are recorded in from now on. Once only.

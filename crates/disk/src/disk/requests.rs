@@ -2,10 +2,13 @@
 //!
 //! 1. Every request is counted, measured and checked against the size and the access of the disk, whatever the
 //!    export checked before.
-//! 2. A change waits for its turn, which is measured apart: while the image is changed as a whole ([`super::Quiesce`]), and claims its range
+//! 2. It waits for its turn, which is measured apart, if the disk has limits on its rates
+//!    ([`Throttle`](crate::throttle)). Nothing else waits for it meanwhile: it holds no claim, and does not count as a
+//!    change in flight.
+//! 3. A change waits for its turn, too: while the image is changed as a whole ([`super::Quiesce`]), and claims its range
 //!    ([`Writer::claim`](crate::write::Writer::claim)).
-//! 3. `layer` reads, `write` changes.
-//! 4. What the writes left to be made durable is completed, once ([`RequestSync`]).
+//! 4. `layer` reads, `write` changes.
+//! 5. What the writes left to be made durable is completed, once ([`RequestSync`]).
 
 use blockhouse_core::{
     ByteRange, Durability, Error, ErrorKind, Fallback, IoVector, Offload, Request, Result, Storage,
@@ -18,6 +21,7 @@ use crate::claims::Claim;
 use crate::durability::RequestSync;
 use crate::options::{Access, DetectZeroes, Discard};
 use crate::stats::{ExportKind, Operation};
+use crate::throttle::RequestCost;
 use crate::write::{CompressResult, ZeroOptions};
 
 impl<S: Storage> Disk<S> {
@@ -50,6 +54,9 @@ impl<S: Storage> Disk<S> {
     }
 
     async fn execute(&self, request: Request, operation: Operation) -> Result<()> {
+        if let Some(turn) = self.throttle.admit(|| self.cost(&request)) {
+            self.layer().stats().wait(operation, turn).await;
+        }
         let sync = match request {
             Request::Read { offset, into } => return self.submit_read(offset, into).await,
             Request::Write { offset, from, durability } => {
@@ -108,6 +115,11 @@ impl<S: Storage> Disk<S> {
         let result = self.writer.write_compressed(range, cluster_size, bytes, &sync).await?;
         sync.complete().await?;
         Ok(result)
+    }
+
+    /// What the request takes of the disk's limits.
+    fn cost(&self, request: &Request) -> Option<RequestCost> {
+        RequestCost::of(request, self.options.durability, self.capabilities().write_zeroes)
     }
 
     /// What a request's writes and its end need to make it as durable as it asks, and at least as durable

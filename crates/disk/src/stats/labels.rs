@@ -129,7 +129,8 @@ impl HostOperation {
 /// Where requests spend their time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Stage {
-    /// In a queue of this program: until the image may be changed, and the range is free of other changes.
+    /// In a queue of this program: until the limits of the disk let it go, the image may be changed, and the range is
+    /// free of other changes.
     Queue,
     /// At the host, for data.
     Host,

@@ -31,6 +31,7 @@ mod restarts;
 mod snapshot;
 mod subclusters;
 mod threads;
+mod throttle;
 mod unaligned;
 mod unpacked;
 mod vmstate;

@@ -1,0 +1,145 @@
+//! The buckets of all limits of a group, and what a request takes out of them.
+
+use std::num::NonZeroU64;
+use std::time::Duration;
+
+use super::bucket::{Bucket, Nanos};
+use super::limits::{Burst, RateLimits};
+
+/// What every bucket holds besides bursts, as a time: timers that are late by less lose nothing.
+const SLACK: Duration = Duration::from_millis(50);
+
+/// Reads and writes have limits of their own.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) enum Direction {
+    #[default]
+    Read,
+    Write,
+}
+
+impl Direction {
+    pub(super) const BOTH: [Self; 2] = [Self::Read, Self::Write];
+}
+
+/// What a request takes: one operation, and its bytes.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Cost {
+    pub(super) direction: Direction,
+    pub(super) bytes: u64,
+}
+
+/// The time that a request takes of limits.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Share {
+    /// Of the limits of all requests.
+    pub(super) of_all: Nanos,
+    /// Of those and the ones of its direction. At least one.
+    pub(super) of_direction: Nanos,
+}
+
+/// One limit: of its rate over any time, and of the rate of bursts.
+#[derive(Clone, Debug)]
+struct RateBucket {
+    sustained: Bucket,
+    peak: Option<Bucket>,
+}
+
+impl RateBucket {
+    /// With what bursts may save, but otherwise empty, so that a new limit is exact from the start.
+    fn new(rate: NonZeroU64, burst: Option<Burst>, now: Nanos) -> Self {
+        let saved = burst.map_or(Duration::ZERO, |burst| burst.saved_time());
+        let peak = |burst: Burst| Bucket::new(rate, burst.percent(), SLACK, SLACK, now);
+        Self { sustained: Bucket::new(rate, 100, SLACK + saved, SLACK, now), peak: burst.map(peak) }
+    }
+
+    fn ready_at(&self) -> Nanos {
+        let peak = self.peak.as_ref().map_or(0, Bucket::ready_at);
+        self.sustained.ready_at().max(peak)
+    }
+
+    fn each(&mut self, mut change: impl FnMut(&mut Bucket)) {
+        change(&mut self.sustained);
+        self.peak.iter_mut().for_each(change);
+    }
+
+    fn carry_over(&mut self, former: &Self, now: Nanos) {
+        self.sustained.carry_over(&former.sustained, now);
+        if let (Some(peak), Some(former)) = (&mut self.peak, &former.peak) {
+            peak.carry_over(former, now);
+        }
+    }
+}
+
+/// The buckets of a group, in the order of `RateLimits::rates`.
+#[derive(Debug)]
+pub(super) struct Buckets {
+    limits: RateLimits,
+    rates: [Option<RateBucket>; 6],
+}
+
+/// The buckets of operations and of bytes that a request takes from: those of all, and those of its direction.
+fn indices(direction: Direction) -> [(usize, usize); 2] {
+    match direction {
+        Direction::Read => [(0, 3), (1, 4)],
+        Direction::Write => [(0, 3), (2, 5)],
+    }
+}
+
+impl Buckets {
+    pub(super) fn new(limits: RateLimits, now: Nanos) -> Self {
+        let rates = limits.rates().map(|rate| Some(RateBucket::new(rate?, limits.burst, now)));
+        Self { limits, rates }
+    }
+
+    pub(super) fn limits(&self) -> RateLimits {
+        self.limits
+    }
+
+    /// Puts other limits in force. What was saved or is owed under a limit that stays one is kept, as far as it fits.
+    pub(super) fn set_limits(&mut self, limits: RateLimits, now: Nanos) {
+        let former = std::mem::replace(self, Self::new(limits, now));
+        for (bucket, former) in self.rates.iter_mut().zip(&former.rates) {
+            if let (Some(bucket), Some(former)) = (bucket, former) {
+                bucket.carry_over(former, now);
+            }
+        }
+    }
+
+    /// When a request of this direction may be let go, whatever it costs; a time that has passed if it may now.
+    pub(super) fn ready_at(&self, direction: Direction) -> Nanos {
+        let ready = |index: usize| self.rates[index].as_ref().map_or(0, RateBucket::ready_at);
+        let each =
+            indices(direction).map(|(operations, bytes)| ready(operations).max(ready(bytes)));
+        each[0].max(each[1])
+    }
+
+    /// Takes what a request costs.
+    pub(super) fn take(&mut self, cost: Cost, now: Nanos) {
+        self.change(cost, |bucket, tokens| bucket.take(tokens, now));
+    }
+
+    /// Gives back what a request took that was not carried out.
+    pub(super) fn put_back(&mut self, cost: Cost) {
+        self.change(cost, Bucket::put_back);
+    }
+
+    fn change(&mut self, cost: Cost, change: impl Fn(&mut Bucket, u64)) {
+        for (operations, bytes) in indices(cost.direction) {
+            for (index, tokens) in [(operations, 1), (bytes, cost.bytes)] {
+                if let Some(rate) = &mut self.rates[index] {
+                    rate.each(|bucket| change(bucket, tokens));
+                }
+            }
+        }
+    }
+
+    /// The time that a request takes, by the limit that it takes most of.
+    pub(super) fn share(&self, cost: Cost) -> Share {
+        let time = |index: usize, tokens| {
+            self.rates[index].as_ref().map_or(0, |rate| rate.sustained.time_of(tokens))
+        };
+        let [of_all, of_direction] = indices(cost.direction)
+            .map(|(operations, bytes)| time(operations, 1).max(time(bytes, cost.bytes)));
+        Share { of_all, of_direction: of_direction.max(of_all).max(1) }
+    }
+}

@@ -1,0 +1,281 @@
+//! Who is next: start-time fair queuing.
+//!
+//! Each key that waits has a *position*: how much time its requests have taken of the limits. The one with the least is
+//! next, and moves on by the share that its request takes. So keys that always wait get equal shares, whatever
+//! their requests cost and however many of them wait. One that comes back after a rest begins where the others are: it has
+//! saved nothing. One that comes back soon, as a client with one request at a time does, has its former position.
+//!
+//! Reads and writes have positions of their own, because they may have limits of their own, and wait for those alone. What
+//! a key takes of the limits of all requests counts for both: its reads may hold its writes back, but by a `span` at most,
+//! and the other way round. Where both may go, the lesser position is next as long as they are so close; otherwise
+//! they take turns, and so do those of one key that are equal.
+//!
+//! Among the keys that wait with a request that may be let go now, each is next after finitely many others, because every
+//! turn moves a position by at least one, and no turn of its other direction moves it beyond its span.
+
+use std::collections::{BTreeSet, HashMap};
+use std::hash::Hash;
+
+use super::buckets::{Direction, Share};
+
+/// How many keys may be remembered that do not wait, besides as many as wait.
+const MAX_IDLE: usize = 64;
+/// The least span, in nanoseconds. It is two of the largest shares.
+const MIN_SPAN: u64 = 100_000_000;
+
+/// See the module's page.
+#[derive(Debug)]
+pub(super) struct FairQueue<K> {
+    entries: HashMap<K, Entry>,
+    /// By direction: the keys that wait with requests of it, by position.
+    waiting: [BTreeSet<(u64, K)>; 2],
+    /// By direction: the position of the key that was next last.
+    virtual_time: [u64; 2],
+    span: u64,
+    last_direction: Direction,
+}
+
+#[derive(Clone, Copy, Debug, Default)]
+struct Entry {
+    /// What requests of both directions took of the limits of all requests.
+    taken_of_all: u64,
+    /// By direction: what its requests took.
+    taken: [u64; 2],
+    /// By direction, while requests wait.
+    position: [u64; 2],
+    /// How many requests wait, by direction.
+    requests: [usize; 2],
+    last_direction: Direction,
+}
+
+impl Entry {
+    fn is_idle(&self) -> bool {
+        self.requests == [0, 0]
+    }
+
+    fn place(&mut self, index: usize, span: u64) {
+        let least = self.taken[index];
+        self.position[index] = self.taken_of_all.clamp(least, least.saturating_add(span));
+    }
+}
+
+impl<K: Copy + Eq + Hash + Ord> FairQueue<K> {
+    pub(super) fn new() -> Self {
+        Self {
+            entries: HashMap::new(),
+            waiting: Default::default(),
+            virtual_time: [0; 2],
+            span: MIN_SPAN,
+            last_direction: Direction::Read,
+        }
+    }
+
+    /// Whether a request of this direction waits.
+    pub(super) fn has(&self, direction: Direction) -> bool {
+        !self.waiting[direction as usize].is_empty()
+    }
+
+    /// One more request of the key waits.
+    pub(super) fn enter(&mut self, key: K, direction: Direction) {
+        let index = direction as usize;
+        if self.waiting[index].is_empty() {
+            // Those of the other direction may have been at it meanwhile.
+            self.virtual_time[index] = self.virtual_time[0].max(self.virtual_time[1]);
+        }
+        let entry = self.entries.entry(key).or_default();
+        let (is_new, virtual_time) = (entry.is_idle(), self.virtual_time[index]);
+        entry.requests[index] += 1;
+        if entry.requests[index] > 1 {
+            return;
+        }
+        entry.taken[index] = entry.taken[index].max(virtual_time);
+        if is_new {
+            entry.taken_of_all = entry.taken_of_all.max(virtual_time);
+        }
+        entry.place(index, self.span);
+        self.waiting[index].insert((entry.position[index], key));
+    }
+
+    /// One request of the key waits no longer.
+    pub(super) fn leave(&mut self, key: K, direction: Direction) {
+        let index = direction as usize;
+        let entry = self.entries.get_mut(&key).expect("a key that waits has an entry");
+        entry.requests[index] -= 1;
+        if entry.requests[index] == 0 {
+            self.waiting[index].remove(&(entry.position[index], key));
+        }
+        self.forget_idle();
+    }
+
+    /// The key whose turn it is, and with a request of which of these directions.
+    pub(super) fn first(&self, directions: &[Direction]) -> Option<(K, Direction)> {
+        let first = |direction: Direction| {
+            let &(position, key) = self.waiting[direction as usize].first()?;
+            directions.contains(&direction).then_some((position, key, direction))
+        };
+        let next = match Direction::BOTH.map(first) {
+            [Some(read), Some(write)] if (read.0, read.1) == (write.0, write.1) => {
+                let last = self.entries[&read.1].last_direction;
+                if read.2 == last { write } else { read }
+            }
+            [Some(read), Some(write)] if read.0.abs_diff(write.0) > self.span => {
+                let last = self.last_direction;
+                if read.2 == last { write } else { read }
+            }
+            [read, write] => read.into_iter().chain(write).min_by_key(|next| next.0)?,
+        };
+        Some((next.1, next.2))
+    }
+
+    /// The key, which waits, has had a turn with a request of this direction that took `share`.
+    pub(super) fn advance(&mut self, key: K, direction: Direction, share: Share) {
+        let index = direction as usize;
+        self.span = self.span.max(share.of_direction.saturating_mul(2));
+        self.last_direction = direction;
+        let entry = self.entries.get_mut(&key).expect("a key that waits has an entry");
+        entry.last_direction = direction;
+        let former = *entry;
+        self.virtual_time[index] = self.virtual_time[index].max(former.position[index]);
+        entry.taken_of_all = former.taken_of_all.saturating_add(share.of_all);
+        entry.taken[index] = former.position[index].saturating_add(share.of_direction);
+        for (index, waiting) in self.waiting.iter_mut().enumerate() {
+            if former.requests[index] > 0 {
+                entry.place(index, self.span);
+                waiting.remove(&(former.position[index], key));
+                waiting.insert((entry.position[index], key));
+            }
+        }
+    }
+
+    /// Forgets a key that waits no longer.
+    pub(super) fn remove(&mut self, key: K) {
+        self.entries.remove(&key);
+    }
+
+    /// Bounds what is remembered of keys that do not wait.
+    fn forget_idle(&mut self) {
+        let waiting: usize = self.waiting.iter().map(BTreeSet::len).sum();
+        if waiting == 0 {
+            // They all begin at the same time again.
+            for (_, entry) in self.entries.drain() {
+                for (time, taken) in self.virtual_time.iter_mut().zip(entry.taken) {
+                    *time = (*time).max(taken);
+                }
+            }
+            self.span = MIN_SPAN;
+        } else if self.entries.len() > MAX_IDLE + 2 * waiting {
+            let now = self.virtual_time;
+            let is_ahead = |entry: &Entry| entry.taken[0] > now[0] || entry.taken[1] > now[1];
+            self.entries.retain(|_, entry| !entry.is_idle() || is_ahead(entry));
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const BOTH: &[Direction] = &Direction::BOTH;
+
+    /// Of the limits of all requests.
+    fn of_all(share: u64) -> Share {
+        Share { of_all: share, of_direction: share }
+    }
+
+    /// Gives the first key a turn.
+    fn turn(queue: &mut FairQueue<usize>, directions: &[Direction], share: Share) -> Option<usize> {
+        let (key, direction) = queue.first(directions)?;
+        queue.advance(key, direction, share);
+        queue.leave(key, direction);
+        Some(key)
+    }
+
+    #[test]
+    fn shares_are_equal_whatever_the_requests_cost() {
+        let mut queue = FairQueue::new();
+        let mut taken = [0u64; 3];
+        let share = [1, 10, 7];
+        for key in 0..3 {
+            (0..10_000).for_each(|_| queue.enter(key, Direction::Read));
+        }
+        for _ in 0..3000 {
+            let (key, _) = queue.first(BOTH).unwrap();
+            queue.advance(key, Direction::Read, of_all(share[key]));
+            queue.leave(key, Direction::Read);
+            taken[key] += share[key];
+        }
+        let (least, most) = (taken.iter().min().unwrap(), taken.iter().max().unwrap());
+        assert!(most - least <= 10, "{taken:?}");
+    }
+
+    #[test]
+    fn a_key_with_one_request_at_a_time_has_its_turn_beside_one_with_many() {
+        let mut queue = FairQueue::new();
+        (0..1000).for_each(|_| queue.enter(0, Direction::Write));
+        let mut turns = 0;
+        for _ in 0..100 {
+            queue.enter(1, Direction::Read);
+            for _ in 0..2 {
+                turns += turn(&mut queue, BOTH, of_all(5)).unwrap();
+            }
+        }
+        assert_eq!(turns, 100);
+    }
+
+    #[test]
+    fn a_rest_saves_nothing() {
+        let mut queue = FairQueue::new();
+        (0..100).for_each(|_| queue.enter(1, Direction::Read));
+        for _ in 0..50 {
+            turn(&mut queue, BOTH, of_all(1));
+        }
+        (0..100).for_each(|_| queue.enter(2, Direction::Read));
+        let turns = std::iter::from_fn(|| turn(&mut queue, BOTH, of_all(1)));
+        let turns: Vec<_> = turns.take(40).collect();
+        assert!((19..=21).contains(&turns.iter().filter(|key| **key == 2).count()), "{turns:?}");
+    }
+
+    #[test]
+    fn keys_that_come_and_go_are_forgotten() {
+        let mut queue = FairQueue::new();
+        (0..100_000).for_each(|_| queue.enter(0, Direction::Read));
+        for key in 1..5000 {
+            queue.enter(key, Direction::Read);
+            for _ in 0..2 {
+                turn(&mut queue, BOTH, of_all(1));
+            }
+            assert!(queue.entries.len() < 200, "{}", queue.entries.len());
+        }
+    }
+
+    #[test]
+    fn what_reads_take_of_their_own_limit_does_not_hold_writes_back() {
+        let mut queue = FairQueue::new();
+        (0..1000).for_each(|_| queue.enter(0, Direction::Write));
+        (0..1000).for_each(|_| queue.enter(1, Direction::Write));
+        (0..1000).for_each(|_| queue.enter(1, Direction::Read));
+        let mut writes = [0, 0];
+        let share = Share { of_all: 0, of_direction: 50 };
+        for _ in 0..100 {
+            assert_eq!(turn(&mut queue, &[Direction::Read], share), Some(1));
+            writes[turn(&mut queue, &[Direction::Write], share).unwrap()] += 1;
+        }
+        assert_eq!(writes, [50, 50]);
+    }
+
+    #[test]
+    fn what_reads_take_of_the_common_limit_holds_writes_back_for_a_span_at_most() {
+        let mut queue = FairQueue::new();
+        (0..100_000).for_each(|_| queue.enter(0, Direction::Write));
+        (0..100_000).for_each(|_| queue.enter(1, Direction::Read));
+        let share = of_all(MIN_SPAN / 20);
+        // Writes may not go for long.
+        (0..1000).for_each(|_| assert!(turn(&mut queue, &[Direction::Read], share).is_some()));
+        (0..1000).for_each(|_| queue.enter(1, Direction::Write));
+        let turns = (0..100).position(|_| turn(&mut queue, &[Direction::Write], share) == Some(1));
+        assert!(turns.is_some_and(|turns| turns <= 21), "{turns:?}");
+        // Nor do the others wait for long, although the reads have gone so far.
+        let writes = (0..100).filter(|_| turn(&mut queue, BOTH, share) == Some(0)).count();
+        assert!(writes >= 30, "{writes}");
+    }
+}

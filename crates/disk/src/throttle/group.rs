@@ -1,0 +1,144 @@
+//! A group of disks with common limits: all of it behind one lock, which is held for a few steps at a time.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::task::Waker;
+use std::time::Duration;
+
+use parking_lot::Mutex;
+
+use super::bucket::Nanos;
+use super::buckets::Cost;
+use super::clock::{LoopClock, ThrottleClock};
+use super::limits::RateLimits;
+use super::queue::{Class, MemberKey, PartyKey, Poll, Queue, Ticket, WaitCounts, Wakers};
+
+/// Disks that share limits, as a throttle group of QEMU: [`Disk::join_throttle_group`](crate::Disk::join_throttle_group).
+/// The disks may be served by any event loops.
+pub struct ThrottleGroup {
+    is_unlimited: AtomicBool,
+    queue: Mutex<Queue>,
+    clock: Arc<dyn ThrottleClock>,
+}
+
+/// How a request begins.
+pub(super) enum Begin {
+    Admitted,
+    Waiting(Ticket),
+}
+
+impl ThrottleGroup {
+    /// A group without disks. Requests of its disks are submitted on event loops.
+    pub fn new(limits: RateLimits) -> Arc<Self> {
+        Self::with_clock(limits, Arc::new(LoopClock::new()))
+    }
+
+    /// As [`new`](Self::new), by another clock: for other executors.
+    pub fn with_clock(limits: RateLimits, clock: Arc<dyn ThrottleClock>) -> Arc<Self> {
+        Arc::new(Self {
+            is_unlimited: AtomicBool::new(limits.is_unlimited()),
+            queue: Mutex::new(Queue::new(limits, now(&*clock))),
+            clock,
+        })
+    }
+
+    /// The limits in force.
+    pub fn limits(&self) -> RateLimits {
+        self.queue.lock().limits()
+    }
+
+    /// Puts other limits in force, for requests that wait, too. What a limit has saved or is owed stays, as far as it fits
+    /// into the new one; a limit that is new starts without anything saved, but for what bursts may save.
+    pub fn set_limits(&self, limits: RateLimits) {
+        self.change(|queue, now, wakers| queue.set_limits(limits, now, wakers));
+        self.is_unlimited.store(limits.is_unlimited(), Ordering::Relaxed);
+        self.dispatch();
+    }
+
+    /// Whether no request has to ask.
+    pub(super) fn is_unlimited(&self) -> bool {
+        self.is_unlimited.load(Ordering::Relaxed)
+    }
+
+    pub(super) fn now(&self) -> Nanos {
+        now(&*self.clock)
+    }
+
+    pub(super) fn clock(&self) -> &dyn ThrottleClock {
+        &*self.clock
+    }
+
+    pub(super) fn join(&self) -> MemberKey {
+        self.queue.lock().join()
+    }
+
+    pub(super) fn leave(&self, member: MemberKey) {
+        self.change(|queue, _, wakers| queue.leave(member, wakers));
+    }
+
+    pub(super) fn lift(&self, member: MemberKey) {
+        self.change(|queue, _, wakers| queue.lift(member, wakers));
+    }
+
+    pub(super) fn restore(&self, member: MemberKey) {
+        self.queue.lock().restore(member);
+    }
+
+    pub(super) fn counts(&self, member: MemberKey) -> WaitCounts {
+        self.queue.lock().counts(member)
+    }
+
+    /// Begins a request: it is let go, or waits from now on.
+    pub(super) fn begin(
+        &self,
+        (member, party): (MemberKey, PartyKey),
+        (class, cost): (Class, Cost),
+    ) -> Begin {
+        let now = self.now();
+        let mut queue = self.queue.lock();
+        match queue.try_admit(member, cost, now) {
+            true => Begin::Admitted,
+            false => Begin::Waiting(queue.enqueue((member, party), (class, cost), now)),
+        }
+    }
+
+    /// The state of a request that waits. Lets go what may be let go by now.
+    pub(super) fn poll(&self, ticket: Ticket, waker: &Waker) -> Poll {
+        loop {
+            let (is_more, poll) = self.change(|queue, now, wakers| {
+                let is_more = queue.dispatch(now, wakers);
+                (is_more, queue.poll(ticket, waker))
+            });
+            if !is_more || matches!(poll, Poll::Done(_)) {
+                return poll;
+            }
+        }
+    }
+
+    /// The future of a request that waits is dropped.
+    pub(super) fn cancel(&self, ticket: Ticket) {
+        self.change(|queue, now, wakers| queue.cancel(ticket, now, wakers));
+    }
+
+    fn dispatch(&self) {
+        while self.change(|queue, now, wakers| queue.dispatch(now, wakers)) {}
+    }
+
+    /// Changes the queue, and wakes those whom it concerns without the lock.
+    fn change<R>(&self, change: impl FnOnce(&mut Queue, Nanos, &mut Wakers) -> R) -> R {
+        let now = self.now();
+        let mut wakers = Wakers::new();
+        let result = change(&mut self.queue.lock(), now, &mut wakers);
+        wakers.into_iter().for_each(Waker::wake);
+        result
+    }
+}
+
+fn now(clock: &dyn ThrottleClock) -> Nanos {
+    u64::try_from(clock.now().as_nanos()).unwrap_or(u64::MAX)
+}
+
+/// The time from `now` to `until`.
+pub(super) fn time_until(until: Nanos, now: Nanos) -> Duration {
+    Duration::from_nanos(until.saturating_sub(now))
+}

@@ -1,0 +1,221 @@
+//! A disk's part: the group that it is in, and the step that each of its requests takes there.
+
+use std::future::Future;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use blockhouse_core::{Durability, Offload, Request};
+use blockhouse_engine::current_party;
+use parking_lot::RwLock;
+
+use super::admission::Admission;
+use super::buckets::{Cost, Direction};
+use super::group::{Begin, ThrottleGroup};
+use super::limits::RateLimits;
+use super::queue::{Class, MemberKey, Outcome};
+
+/// What requests of a disk have waited for their limits, since the disk is in its group.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct ThrottleStats {
+    /// Requests that wait.
+    pub waiting: u64,
+    /// Requests that waited or wait.
+    pub delayed: u64,
+    /// The time that requests have waited, of those whose turn has come.
+    pub delayed_time: Duration,
+}
+
+/// What a request is to its limits.
+pub(crate) struct RequestCost {
+    class: Class,
+    cost: Cost,
+}
+
+impl RequestCost {
+    /// Of a request to a disk whose writes are at least as durable as `durability`, and whose storage has zero writes as
+    /// `write_zeroes` says. `None` for a request without limits.
+    pub(crate) fn of(
+        request: &Request,
+        durability: Durability,
+        write_zeroes: Offload,
+    ) -> Option<Self> {
+        let write = |asked: Durability, bytes| {
+            let class = match asked.max(durability) {
+                Durability::None => Class::Write,
+                Durability::Data | Durability::Full => Class::DurableWrite,
+            };
+            Some(Self { class, cost: Cost { direction: Direction::Write, bytes } })
+        };
+        let read = |bytes| {
+            Some(Self { class: Class::Read, cost: Cost { direction: Direction::Read, bytes } })
+        };
+        match request {
+            Request::Read { into, .. } => read(into.len() as u64),
+            Request::Prefetch { range } => read(range.length()),
+            Request::Write { from, durability, .. } => write(*durability, from.len() as u64),
+            Request::WriteZeroes { range, durability, .. } => {
+                let is_quick = write_zeroes == Offload::Available;
+                write(*durability, if is_quick { 0 } else { range.length() })
+            }
+            Request::Discard { durability, .. } => write(*durability, 0),
+            Request::Flush => None,
+        }
+    }
+}
+
+/// A disk in a group, until it is dropped.
+struct Membership {
+    group: Arc<ThrottleGroup>,
+    key: MemberKey,
+}
+
+impl Membership {
+    fn new(group: Arc<ThrottleGroup>) -> Self {
+        let key = group.join();
+        Self { group, key }
+    }
+}
+
+impl Drop for Membership {
+    fn drop(&mut self) {
+        self.group.leave(self.key);
+    }
+}
+
+#[derive(Default)]
+struct State {
+    membership: Option<Membership>,
+    /// How many [`LiftGuard`]s there are.
+    lifts: usize,
+}
+
+/// The limits of a disk.
+#[derive(Default)]
+pub(crate) struct Throttle {
+    /// Whether requests have to ask. Where it changes meanwhile, either is right.
+    is_active: AtomicBool,
+    state: RwLock<State>,
+}
+
+impl Throttle {
+    /// Lets a request go, or gives the future to await before it goes. One relaxed load where there are no limits.
+    pub(crate) fn admit(
+        &self,
+        cost: impl FnOnce() -> Option<RequestCost>,
+    ) -> Option<Pin<Box<dyn Future<Output = ()> + '_>>> {
+        if !self.is_active.load(Ordering::Relaxed) {
+            return None;
+        }
+        let cost = cost()?;
+        let admission = self.begin(&cost)?;
+        Some(Box::pin(self.wait(cost, admission)))
+    }
+
+    /// Awaits a turn; again where the disk is in another group meanwhile.
+    async fn wait(&self, cost: RequestCost, first: Admission) {
+        let mut admission = Some(first);
+        while let Some(waiting) = admission {
+            match waiting.await {
+                Outcome::Admitted | Outcome::Lifted => return,
+                Outcome::Moved => admission = self.begin(&cost),
+            }
+        }
+    }
+
+    fn begin(&self, cost: &RequestCost) -> Option<Admission> {
+        let state = self.state.read();
+        let Membership { group, key } = state.membership.as_ref()?;
+        if group.is_unlimited() {
+            return None;
+        }
+        match group.begin((*key, current_party()), (cost.class, cost.cost)) {
+            Begin::Admitted => None,
+            Begin::Waiting(ticket) => Some(Admission::new(group, ticket)),
+        }
+    }
+
+    /// Joins a group in place of the one that the disk is in, or leaves that.
+    pub(crate) fn set_group(&self, group: Option<Arc<ThrottleGroup>>) {
+        let mut state = self.state.write();
+        let membership = group.map(Membership::new);
+        if let Some(Membership { group, key }) = &membership
+            && state.lifts > 0
+        {
+            group.lift(*key);
+        }
+        let former = std::mem::replace(&mut state.membership, membership);
+        self.update(&state);
+        drop(state);
+        // Wakes those that wait, who begin anew in the other group.
+        drop(former);
+    }
+
+    pub(crate) fn group(&self) -> Option<Arc<ThrottleGroup>> {
+        let state = self.state.read();
+        state.membership.as_ref().map(|membership| Arc::clone(&membership.group))
+    }
+
+    /// Changes the limits of the disk's group; a disk without a group gets one of its own.
+    pub(crate) fn set_limits(&self, limits: RateLimits) {
+        match self.group() {
+            Some(group) => group.set_limits(limits),
+            None => self.set_group(Some(ThrottleGroup::new(limits))),
+        }
+    }
+
+    pub(crate) fn stats(&self) -> ThrottleStats {
+        let state = self.state.read();
+        let Some(Membership { group, key }) = &state.membership else {
+            return ThrottleStats::default();
+        };
+        let counts = group.counts(*key);
+        ThrottleStats {
+            waiting: counts.waiting,
+            delayed: counts.delayed,
+            delayed_time: Duration::from_nanos(counts.delayed_time),
+        }
+    }
+
+    pub(crate) fn lift(&self) {
+        let mut state = self.state.write();
+        state.lifts += 1;
+        if let (1, Some(Membership { group, key })) = (state.lifts, &state.membership) {
+            group.lift(*key);
+        }
+        self.update(&state);
+    }
+
+    fn restore(&self) {
+        let mut state = self.state.write();
+        state.lifts -= 1;
+        if let (0, Some(Membership { group, key })) = (state.lifts, &state.membership) {
+            group.restore(*key);
+        }
+        self.update(&state);
+    }
+
+    fn update(&self, state: &State) {
+        let is_active = state.membership.is_some() && state.lifts == 0;
+        self.is_active.store(is_active, Ordering::Relaxed);
+    }
+}
+
+/// The limits of a disk are lifted until this is dropped.
+#[must_use = "the limits are in force again when it is dropped"]
+pub struct LiftGuard(Arc<Throttle>);
+
+impl LiftGuard {
+    pub(crate) fn new(throttle: &Arc<Throttle>) -> Self {
+        throttle.lift();
+        Self(Arc::clone(throttle))
+    }
+}
+
+impl Drop for LiftGuard {
+    fn drop(&mut self) {
+        self.0.restore();
+    }
+}

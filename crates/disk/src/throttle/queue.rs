@@ -1,0 +1,371 @@
+//! Who waits: the disks of a group, their parties, and the requests of each. Plain data, behind the group's lock.
+//!
+//! Invariant: where requests wait, one of them is the *timekeeper*. It was polled after it became that, or its waker
+//! was handed out to be called. So some task always has a timer for the moment when the next request may be let go. A
+//! request that comes later and may be let go earlier becomes the timekeeper in its place.
+
+use std::collections::{BTreeMap, HashMap, VecDeque};
+use std::task::Waker;
+
+use slab::Slab;
+
+use super::bucket::Nanos;
+use super::buckets::{Buckets, Cost, Direction};
+use super::fair_queue::FairQueue;
+use super::limits::RateLimits;
+
+/// How many requests are let go while the lock is held.
+const MAX_BATCH: usize = 64;
+
+/// Timers are set no more often than this. Requests that may be let go meanwhile are let go together; what that delays
+/// them is made up for, because a bucket holds more.
+pub(super) const QUANTUM: Nanos = 250_000;
+
+/// A disk of a group.
+pub(super) type MemberKey = usize;
+/// A client's connection or a guest's queue.
+pub(super) type PartyKey = usize;
+/// A request that waits. Later ones have greater tickets.
+pub(super) type Ticket = u64;
+
+/// The requests of a party take turns by class.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Class {
+    DurableWrite,
+    Write,
+    Read,
+}
+
+impl Class {
+    const ALL: [Self; 3] = [Self::DurableWrite, Self::Write, Self::Read];
+
+    fn direction(self) -> Direction {
+        match self {
+            Self::DurableWrite | Self::Write => Direction::Write,
+            Self::Read => Direction::Read,
+        }
+    }
+}
+
+/// How the wait of a request ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Outcome {
+    /// It is let go, and was counted.
+    Admitted,
+    /// It is let go, because the limits of its disk were lifted.
+    Lifted,
+    /// Its disk has left the group.
+    Moved,
+}
+
+struct Waiter {
+    member: MemberKey,
+    party: PartyKey,
+    class: Class,
+    cost: Cost,
+    since: Nanos,
+    outcome: Option<Outcome>,
+    waker: Option<Waker>,
+}
+
+/// The requests of a party that wait, each class in the order of their coming.
+#[derive(Default)]
+struct Party {
+    classes: [VecDeque<Ticket>; 3],
+    /// The class after the one that had the last turn.
+    next_class: usize,
+}
+
+impl Party {
+    /// The class whose turn it is, of those of this direction.
+    fn next_class(&self, direction: Direction) -> Option<Class> {
+        let rotated = (0..3).map(|step| Class::ALL[(self.next_class + step) % 3]);
+        rotated
+            .filter(|class| class.direction() == direction)
+            .find(|class| !self.classes[*class as usize].is_empty())
+    }
+
+    fn is_empty(&self) -> bool {
+        self.classes.iter().all(VecDeque::is_empty)
+    }
+}
+
+/// What a disk's requests waited.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct WaitCounts {
+    pub(super) waiting: u64,
+    pub(super) delayed: u64,
+    pub(super) delayed_time: Nanos,
+}
+
+struct Member {
+    parties: HashMap<PartyKey, Party>,
+    order: FairQueue<PartyKey>,
+    is_lifted: bool,
+    counts: WaitCounts,
+}
+
+/// See the module's page.
+pub(super) struct Queue {
+    buckets: Buckets,
+    members: Slab<Member>,
+    order: FairQueue<MemberKey>,
+    waiters: BTreeMap<Ticket, Waiter>,
+    last_ticket: Ticket,
+    timekeeper: Option<Timekeeper>,
+}
+
+/// The request whose task has a timer.
+#[derive(Clone, Copy)]
+struct Timekeeper {
+    ticket: Ticket,
+    /// For when, as it was told last; 0 where it is still to be told.
+    until: Nanos,
+}
+
+/// Tasks to be woken once the lock is released.
+pub(super) type Wakers = Vec<Waker>;
+
+/// What a request that waits has to do.
+pub(super) enum Poll {
+    Done(Outcome),
+    /// Wait to be woken, and, for the timekeeper, until this time at the latest.
+    Wait {
+        until: Option<Nanos>,
+    },
+}
+
+impl Queue {
+    pub(super) fn new(limits: RateLimits, now: Nanos) -> Self {
+        Self {
+            buckets: Buckets::new(limits, now),
+            members: Slab::new(),
+            order: FairQueue::new(),
+            waiters: BTreeMap::new(),
+            last_ticket: 0,
+            timekeeper: None,
+        }
+    }
+
+    pub(super) fn limits(&self) -> RateLimits {
+        self.buckets.limits()
+    }
+
+    /// Other limits, for those that wait, too. The timekeeper is woken, because its time may be another one now.
+    pub(super) fn set_limits(&mut self, limits: RateLimits, now: Nanos, wakers: &mut Wakers) {
+        self.buckets.set_limits(limits, now);
+        self.wake_timekeeper(wakers);
+    }
+
+    pub(super) fn join(&mut self) -> MemberKey {
+        self.members.insert(Member {
+            parties: HashMap::new(),
+            order: FairQueue::new(),
+            is_lifted: false,
+            counts: WaitCounts::default(),
+        })
+    }
+
+    /// The member leaves; its requests that wait are told.
+    pub(super) fn leave(&mut self, key: MemberKey, wakers: &mut Wakers) {
+        self.end_all(key, Outcome::Moved, wakers);
+        self.order.remove(key);
+        self.members.remove(key);
+    }
+
+    /// No request of the member waits from now on, and those that wait are let go.
+    pub(super) fn lift(&mut self, key: MemberKey, wakers: &mut Wakers) {
+        self.members[key].is_lifted = true;
+        self.end_all(key, Outcome::Lifted, wakers);
+    }
+
+    /// Requests of the member wait again.
+    pub(super) fn restore(&mut self, key: MemberKey) {
+        self.members[key].is_lifted = false;
+    }
+
+    pub(super) fn counts(&self, key: MemberKey) -> WaitCounts {
+        self.members[key].counts
+    }
+
+    /// Lets a request go, unless it has to wait.
+    pub(super) fn try_admit(&mut self, key: MemberKey, cost: Cost, now: Nanos) -> bool {
+        if self.members[key].is_lifted {
+            return true;
+        }
+        // Those that wait and might go now are first.
+        let is_behind = |direction: Direction| {
+            self.order.has(direction) && self.buckets.ready_at(direction) <= now
+        };
+        let waits = Direction::BOTH.into_iter().any(is_behind)
+            || self.order.has(cost.direction)
+            || self.buckets.ready_at(cost.direction) > now;
+        if !waits {
+            self.buckets.take(cost, now);
+        }
+        !waits
+    }
+
+    /// Has a request wait.
+    pub(super) fn enqueue(
+        &mut self,
+        (member, party): (MemberKey, PartyKey),
+        (class, cost): (Class, Cost),
+        since: Nanos,
+    ) -> Ticket {
+        self.last_ticket += 1;
+        let ticket = self.last_ticket;
+        let waiter = Waiter { member, party, class, cost, since, outcome: None, waker: None };
+        self.waiters.insert(ticket, waiter);
+        self.order.enter(member, cost.direction);
+        let member = &mut self.members[member];
+        member.counts.waiting += 1;
+        member.counts.delayed += 1;
+        member.order.enter(party, cost.direction);
+        let party = member.parties.entry(party).or_default();
+        party.classes[class as usize].push_back(ticket);
+        ticket
+    }
+
+    /// Lets go what may be let go. `true` if there may be more, because the lock has been held long enough.
+    pub(super) fn dispatch(&mut self, now: Nanos, wakers: &mut Wakers) -> bool {
+        for _ in 0..MAX_BATCH {
+            let is_ready = |direction: &Direction| {
+                self.order.has(*direction) && self.buckets.ready_at(*direction) <= now
+            };
+            let ready = Direction::BOTH.map(|direction| is_ready(&direction).then_some(direction));
+            let next = match ready {
+                [Some(_), Some(_)] => self.grant_next(&Direction::BOTH, now),
+                [Some(one), None] | [None, Some(one)] => self.grant_next(&[one], now),
+                [None, None] => {
+                    self.appoint_timekeeper(wakers);
+                    return false;
+                }
+            };
+            wakers.extend(next);
+        }
+        self.appoint_timekeeper(wakers);
+        true
+    }
+
+    /// Lets the next request of these directions go. There is one.
+    fn grant_next(&mut self, directions: &[Direction], now: Nanos) -> Option<Waker> {
+        let (key, direction) = self.order.first(directions)?;
+        let member = &mut self.members[key];
+        let (party_key, _) = member.order.first(&[direction])?;
+        let party = member.parties.get_mut(&party_key)?;
+        let class = party.next_class(direction)?;
+        let ticket = *party.classes[class as usize].front()?;
+        party.next_class = (class as usize + 1) % 3;
+        let waiter = &self.waiters[&ticket];
+        let (cost, time) = (waiter.cost, now.saturating_sub(waiter.since));
+        let share = self.buckets.share(cost);
+        member.order.advance(party_key, cost.direction, share);
+        member.counts.delayed_time += time;
+        self.order.advance(key, cost.direction, share);
+        self.buckets.take(cost, now);
+        self.end(ticket, Outcome::Admitted)
+    }
+
+    /// Ends the wait of a request that waits.
+    fn end(&mut self, ticket: Ticket, outcome: Outcome) -> Option<Waker> {
+        self.unlink(ticket);
+        let waiter = self.waiters.get_mut(&ticket)?;
+        waiter.outcome = Some(outcome);
+        waiter.waker.take()
+    }
+
+    fn end_all(&mut self, key: MemberKey, outcome: Outcome, wakers: &mut Wakers) {
+        let is_of = |waiter: &Waiter| waiter.member == key && waiter.outcome.is_none();
+        let tickets: Vec<_> = self
+            .waiters
+            .iter()
+            .filter(|(_, waiter)| is_of(waiter))
+            .map(|(&ticket, _)| ticket)
+            .collect();
+        wakers.extend(tickets.into_iter().filter_map(|ticket| self.end(ticket, outcome)));
+        self.appoint_timekeeper(wakers);
+    }
+
+    /// Takes a request that waits out of the queues.
+    fn unlink(&mut self, ticket: Ticket) {
+        let Waiter { member: key, party: party_key, class, cost, .. } = self.waiters[&ticket];
+        let member = &mut self.members[key];
+        if let Some(party) = member.parties.get_mut(&party_key) {
+            let tickets = &mut party.classes[class as usize];
+            if let Ok(index) = tickets.binary_search(&ticket) {
+                tickets.remove(index);
+            }
+            if party.is_empty() {
+                member.parties.remove(&party_key);
+            }
+        }
+        member.counts.waiting -= 1;
+        member.order.leave(party_key, cost.direction);
+        self.order.leave(key, cost.direction);
+    }
+
+    /// Makes one of those that wait the timekeeper, where there is none: the last one, which will wait longest.
+    fn appoint_timekeeper(&mut self, wakers: &mut Wakers) {
+        let waits = |ticket: Ticket| {
+            self.waiters.get(&ticket).is_some_and(|waiter| waiter.outcome.is_none())
+        };
+        if self.timekeeper.is_some_and(|timekeeper| waits(timekeeper.ticket)) {
+            return;
+        }
+        let mut latest_first = self.waiters.iter_mut().rev();
+        let next = latest_first.find(|(_, waiter)| waiter.outcome.is_none());
+        self.timekeeper = next.map(|(&ticket, waiter)| {
+            wakers.extend(waiter.waker.take());
+            Timekeeper { ticket, until: 0 }
+        });
+    }
+
+    fn wake_timekeeper(&mut self, wakers: &mut Wakers) {
+        let ticket = self.timekeeper.map(|timekeeper| timekeeper.ticket);
+        let waiter = ticket.and_then(|ticket| self.waiters.get_mut(&ticket));
+        wakers.extend(waiter.and_then(|waiter| waiter.waker.take()));
+    }
+
+    /// The state of a request, whose task is polled with `waker`. Its end is told once.
+    pub(super) fn poll(&mut self, ticket: Ticket, waker: &Waker) -> Poll {
+        let waiter = self.waiters.get_mut(&ticket).expect("it is polled until it is done");
+        if let Some(outcome) = waiter.outcome {
+            self.waiters.remove(&ticket);
+            return Poll::Done(outcome);
+        }
+        match &mut waiter.waker {
+            Some(former) => former.clone_from(waker),
+            none => *none = Some(waker.clone()),
+        }
+        let until = self.next_ready_at();
+        let is_timekeeper = self.timekeeper.is_none_or(|timekeeper| {
+            timekeeper.ticket == ticket || until.saturating_add(QUANTUM) < timekeeper.until
+        });
+        if is_timekeeper {
+            self.timekeeper = Some(Timekeeper { ticket, until });
+        }
+        Poll::Wait { until: is_timekeeper.then_some(until) }
+    }
+
+    /// When the next request may be let go.
+    fn next_ready_at(&self) -> Nanos {
+        let waiting = Direction::BOTH.into_iter().filter(|direction| self.order.has(*direction));
+        waiting.map(|direction| self.buckets.ready_at(direction)).min().unwrap_or(Nanos::MAX)
+    }
+
+    /// A request's future is dropped before it was told the end of its wait: what it took goes back.
+    pub(super) fn cancel(&mut self, ticket: Ticket, now: Nanos, wakers: &mut Wakers) {
+        let Some(waiter) = self.waiters.get(&ticket) else { return };
+        let cost = waiter.cost;
+        match waiter.outcome {
+            None => self.unlink(ticket),
+            Some(Outcome::Admitted) => self.buckets.put_back(cost),
+            Some(Outcome::Lifted | Outcome::Moved) => {}
+        }
+        self.waiters.remove(&ticket);
+        // What was put back may let others go, now or sooner.
+        self.dispatch(now, wakers);
+        self.wake_timekeeper(wakers);
+    }
+}
