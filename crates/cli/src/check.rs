@@ -14,7 +14,7 @@ use blockhouse_engine::{EngineChoice, EventLoop};
 use blockhouse_format::qcow2::{Repair, RepairReport, repair};
 use serde_json::json;
 
-use crate::image_args::{ImageArgs, read_write};
+use crate::image_args::ImageArgs;
 use crate::output;
 
 const CORRUPT: u8 = 2;
@@ -97,7 +97,7 @@ async fn check(image: &ImageArgs) -> Result<Outcome> {
 }
 
 async fn repair_image(arguments: &ImageArgs, what: RepairScope) -> Result<Outcome> {
-    let ImageArgs { format, image, state, .. } = arguments;
+    let ImageArgs { format, image, open, .. } = arguments;
     let format = format.unwrap_or_else(|| ImageFormat::by_name(image));
     if format == ImageFormat::Raw {
         return Ok(Outcome::NotCheckable("raw"));
@@ -107,7 +107,7 @@ async fn repair_image(arguments: &ImageArgs, what: RepairScope) -> Result<Outcom
         RepairScope::All => (Repair::All, IfCorrupt::SetAside),
     };
     // What a server answered before it died would be leaks, and would be gone.
-    let options = read_write(Some(format), state.state_use()?);
+    let options = open.read_write(Some(format))?;
     replay_state(image, options.clone(), if_corrupt).await?;
     let file = open_storage(image, options)?;
     Ok(Outcome::Repaired(repair(&file, what).await?))

@@ -6,8 +6,7 @@ use anyhow::Result;
 use blockhouse_disk::{ImageFormat, commit_overlay, open_for_commit};
 use blockhouse_engine::{EngineChoice, EventLoop};
 
-use crate::image_args::read_write;
-use crate::state_args::StateArgs;
+use crate::open_args::OpenArgs;
 
 /// Arguments of `commit`.
 #[derive(clap::Args)]
@@ -16,15 +15,15 @@ pub struct Arguments {
     #[arg(long, short, value_parser = clap::builder::ValueParser::new(str::parse::<ImageFormat>))]
     format: Option<ImageFormat>,
     #[command(flatten)]
-    state: StateArgs,
+    open: OpenArgs,
     /// The image. What it has goes into its backing file, and it is empty afterwards.
     image: PathBuf,
 }
 
 /// Runs the command.
 pub fn run(arguments: Arguments) -> Result<()> {
-    let Arguments { format, state, image } = arguments;
-    let options = read_write(format, state.state_use()?);
+    let Arguments { format, open, image } = arguments;
+    let options = open.read_write(format)?;
     EventLoop::new(EngineChoice::Auto)?.block_on(async {
         let (disk, base) = open_for_commit(&image, options).await?;
         commit_overlay(&disk, &base).await?;

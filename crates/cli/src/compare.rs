@@ -12,10 +12,10 @@ use blockhouse_disk::{CompareJob, Disk, ImageFormat, first_status_difference, op
 use blockhouse_engine::{EngineChoice, EventLoop, HostFile};
 use serde_json::{Value, json};
 
-use crate::image_args::{OutputArgs, read_only};
+use crate::image_args::OutputArgs;
+use crate::open_args::OpenArgs;
 use crate::output::{self, ReaderGone};
 use crate::parallel::{default_threads, run_parallel};
-use crate::state_args::StateArgs;
 
 /// Chunks in flight in all.
 const MAX_IN_FLIGHT: usize = 16;
@@ -44,7 +44,7 @@ pub struct Arguments {
     #[command(flatten)]
     output: OutputArgs,
     #[command(flatten)]
-    state: StateArgs,
+    open: OpenArgs,
     /// An image. It is only read, with all files behind it.
     one: PathBuf,
     /// Another image.
@@ -69,9 +69,9 @@ pub fn run(arguments: &Arguments) -> Result<ExitCode> {
         Err(error) => return Ok(report_error(&error.into(), NO_ANSWER)),
     };
     let opened = event_loop.block_on(async {
-        let state = arguments.state.state_use()?;
-        let one = open(&arguments.one, read_only(arguments.format, state.clone())).await?;
-        anyhow::Ok((one, open(&arguments.other, read_only(arguments.other_format, state)).await?))
+        let one = open(&arguments.one, arguments.open.read_only(arguments.format)?).await?;
+        let options = arguments.open.read_only(arguments.other_format)?;
+        anyhow::Ok((one, open(&arguments.other, options).await?))
     });
     let (one, other) = match opened {
         Ok((one, other)) => (Arc::new(one), Arc::new(other)),

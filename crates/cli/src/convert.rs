@@ -13,18 +13,18 @@ use std::sync::Arc;
 use anyhow::{Context, Result, anyhow, bail};
 use blockhouse_core::{ByteRange, Durability, ErrorKind, Fallback, Request, Unmap};
 use blockhouse_disk::{
-    Access, CacheMode, CopyJob, CopyOptions, DetectZeroes, Discard, Disk, IfExists, ImageFormat,
-    ImageOptions, Locking, StateUse, TargetContent, check_new_name, create as create_file, open,
-    open_locked, open_snapshot, open_without_backing, rename_durable,
+    Access, AllowedPaths, CacheMode, CopyJob, CopyOptions, DetectZeroes, Discard, Disk, IfExists,
+    ImageFormat, ImageOptions, Locking, StateUse, TargetContent, check_new_name,
+    create as create_file, open, open_locked, open_snapshot, open_without_backing, rename_durable,
 };
 use blockhouse_engine::{EngineChoice, EventLoop, HostFile};
 
 use crate::create::{create_qcow2, format_of_new, wrong_usage};
 use crate::create_options::{self, Setting, Settings};
-use crate::image_args::read_only;
+use crate::image_args::resolve_relative;
+use crate::open_args::OpenArgs;
 use crate::output;
 use crate::parallel::{default_threads, run_parallel};
-use crate::state_args::StateArgs;
 
 /// Chunks in flight in all.
 const MAX_IN_FLIGHT: usize = 16;
@@ -61,7 +61,7 @@ pub struct Arguments {
     #[arg(long, value_name = "MODE", value_parser = parse_cache)]
     cache: Option<CacheMode>,
     #[command(flatten)]
-    state: StateArgs,
+    open: OpenArgs,
     /// The image to copy. It is only read, with all files behind it.
     source: PathBuf,
     /// The new image. One that exists is left alone.
@@ -154,7 +154,7 @@ fn settings(arguments: &Arguments, format: ImageFormat) -> Vec<Setting> {
 
 async fn open_source(arguments: &Arguments) -> Result<Disk<HostFile>> {
     let Arguments { source, source_format: format, snapshot, .. } = arguments;
-    let options = read_only(*format, arguments.state.state_use()?);
+    let options = arguments.open.read_only(*format)?;
     let opened = match snapshot {
         None => open(source, options).await,
         Some(name) => open_snapshot(source, options, name).await,
@@ -218,7 +218,7 @@ impl TargetBuilder<'_> {
             ImageFormat::Qcow2 => {
                 let options = create_options::qcow2(self.size, self.settings.clone());
                 let options = options.unwrap_or_else(|why| wrong_usage(&why));
-                create_qcow2(part, &options).await?;
+                create_qcow2(part, &options, AllowedPaths::default()).await?;
             }
         }
         self.open_target(part).await.inspect_err(|_| {
@@ -290,22 +290,26 @@ impl TargetBuilder<'_> {
         let usual = if self.arguments.compress { CacheMode::Writeback } else { CacheMode::None };
         let cache = self.arguments.cache.unwrap_or(usual);
         let is_free = self.arguments.cache.is_none();
-        match open_without_backing(path, self.options(self.format, cache)).await {
+        match open_without_backing(path, self.options(path, cache)?).await {
             // No direct I/O here, or clusters smaller than the host's blocks.
             Err(error)
                 if is_free
                     && matches!(error.kind(), ErrorKind::Unsupported | ErrorKind::InvalidInput) =>
             {
-                Ok(open_without_backing(path, self.options(self.format, CacheMode::Writeback))
-                    .await?)
+                Ok(open_without_backing(path, self.options(path, CacheMode::Writeback)?).await?)
             }
             opened => Ok(opened?),
         }
     }
 
-    fn options(&self, format: ImageFormat, cache: CacheMode) -> ImageOptions {
-        ImageOptions {
-            format: Some(format),
+    fn options(&self, path: &Path, cache: CacheMode) -> Result<ImageOptions> {
+        // The user named the data file, too.
+        let data_file = self.settings.iter().find_map(|setting| match setting {
+            Setting::DataFile(name) => Some(resolve_relative(path, name.as_bytes())),
+            _ => None,
+        });
+        Ok(ImageOptions {
+            format: Some(self.format),
             access: Access::ReadWrite,
             cache,
             discard: Discard::Unmap,
@@ -313,7 +317,8 @@ impl TargetBuilder<'_> {
             locking: Locking::Held,
             // A new file, or a raw device.
             state: StateUse::Off,
-        }
+            allowed_paths: self.arguments.open.allowed_paths(data_file)?,
+        })
     }
 }
 

@@ -9,14 +9,15 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, Result};
 use blockhouse_core::{ByteRange, Storage, SyncMode};
 use blockhouse_disk::{
-    Backing, Disk, ImageFormat, ImageOptions, Locking, StateUse, check_raw_backing,
+    AllowedPaths, Backing, Disk, ImageFormat, ImageOptions, Locking, StateUse, check_raw_backing,
     create as create_file, open_without_backing,
 };
 use blockhouse_engine::{EngineChoice, EventLoop, HostFile, OpenMode, PageCache};
 use blockhouse_format::{SpaceMode, preallocate, qcow2};
 
 use crate::create_options::{self, Setting, Settings};
-use crate::image_args::{read_only, resolve_relative};
+use crate::image_args::{resolve_relative, tell_if_not_free};
+use crate::open_args::{AllowPathArgs, read_only};
 use blockhouse_daemon::size;
 
 use crate::output;
@@ -39,6 +40,8 @@ pub struct Arguments {
     /// The format of the backing file, which is never guessed: the same as -o backing_fmt=FORMAT.
     #[arg(long, short = 'F', value_name = "FORMAT", value_parser = create_options::parse_backing_format)]
     backing_format: Option<Setting>,
+    #[command(flatten)]
+    allow: AllowPathArgs,
     /// The new file. One that exists is left alone.
     image: Option<PathBuf>,
     /// The size of the disk: 512, 64K, 1.5G, 1T. Rounded up to a multiple of 512. Left out, that of the
@@ -49,7 +52,7 @@ pub struct Arguments {
 
 /// Runs the command.
 pub fn run(arguments: Arguments) -> Result<()> {
-    let Arguments { format, options, backing, backing_format, image, size } = arguments;
+    let Arguments { format, options, backing, backing_format, allow, image, size } = arguments;
     let Some(mut settings) = Settings::join(options) else {
         return output::print(create_options::HELP);
     };
@@ -70,13 +73,14 @@ pub fn run(arguments: Arguments) -> Result<()> {
             if size.is_none() && options.backing.is_none() {
                 wrong_usage("the size is missing: 512, 64K, 20G, or a backing file that has one");
             }
+            let allowed = AllowedPaths::new(&allow.allow_path)?;
             event_loop.block_on(async {
                 if size.is_none()
                     && let Some(backing) = &options.backing
                 {
-                    options.size = open_backing(&image, backing).await?.size();
+                    options.size = open_backing(&image, backing, allowed.clone()).await?.size();
                 }
-                create_qcow2(&image, &options).await
+                create_qcow2(&image, &options, allowed).await
             })
         }
     }
@@ -118,23 +122,34 @@ async fn create_raw(image: &Path, size: u64, mode: Option<SpaceMode>) -> Result<
     })?)
 }
 
-/// Makes a new qcow2 image.
+/// Makes a new qcow2 image, and says so if it names what commands open only when they are told to.
 ///
 /// # Errors
 /// One that names the file; no file is left then.
-pub async fn create_qcow2(image: &Path, options: &qcow2::CreateOptions) -> Result<()> {
+pub async fn create_qcow2(
+    image: &Path,
+    options: &qcow2::CreateOptions,
+    allowed: AllowedPaths,
+) -> Result<()> {
     if let Some(backing) = &options.backing {
-        open_backing(image, backing).await?;
+        open_backing(image, backing, allowed).await?;
     }
     // The name is durable from here on. Until its header is written, the file is empty or starts
     // with zeros, which no program takes for an image.
     create_file(image, 0, ImageFormat::Raw).await?;
     let data_path = options.data_file.as_ref().map(|file| resolve_relative(image, &file.name));
     let outcome = fill_qcow2(image, data_path.as_deref(), options).await;
-    Ok(outcome.inspect_err(|_| {
+    outcome.inspect_err(|_| {
         // The error that counts is the first one.
         let _ = std::fs::remove_file(image);
-    })?)
+    })?;
+    if let Some(backing) = &options.backing {
+        tell_if_not_free(image, &backing.name, "backing file");
+    }
+    if let Some(data_file) = &options.data_file {
+        tell_if_not_free(image, &data_file.name, "data file");
+    }
+    Ok(())
 }
 
 /// Makes the empty file `image` a qcow2 image with a new data file. A data file that could not be
@@ -160,12 +175,17 @@ async fn fill_qcow2(
 }
 
 /// Opens the backing file of a new image: one that cannot be opened as what it is said to be would be of no use.
-async fn open_backing(image: &Path, backing: &Backing) -> Result<Disk<HostFile>> {
+async fn open_backing(
+    image: &Path,
+    backing: &Backing,
+    allowed_paths: AllowedPaths,
+) -> Result<Disk<HostFile>> {
     let path = resolve_relative(image, &backing.name);
     let format = backing.format.as_deref().map(str::parse).transpose();
     let format = format.map_err(anyhow::Error::msg)?;
     // What is missing there is told when the new image is used.
-    let options = ImageOptions { locking: Locking::None, ..read_only(format, StateUse::Off) };
+    let options =
+        ImageOptions { locking: Locking::None, allowed_paths, ..read_only(format, StateUse::Off) };
     let failed = || format!("{}: no backing file", image.display());
     if options.format == Some(ImageFormat::Raw) {
         check_raw_backing(&path).await.with_context(failed)?;

@@ -5,11 +5,10 @@ use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 
 use anyhow::Result;
-use blockhouse_disk::{
-    Access, CacheMode, DetectZeroes, Discard, ImageFormat, ImageOptions, Locking, StateUse,
-};
+use blockhouse_disk::{AllowedPaths, ImageFormat, ImageOptions, Locking};
 
-use crate::state_args::StateArgs;
+use crate::open_args::OpenArgs;
+use crate::output;
 
 /// The image that is read, and how the result is printed.
 #[derive(clap::Args)]
@@ -24,7 +23,7 @@ pub struct ImageArgs {
     #[arg(long, short = 'U')]
     pub force_share: bool,
     #[command(flatten)]
-    pub state: StateArgs,
+    pub open: OpenArgs,
     /// The image.
     pub image: PathBuf,
 }
@@ -64,30 +63,27 @@ impl ImageArgs {
     /// blocks, and locked against writers until it has been looked at.
     ///
     /// # Errors
-    /// As [`StateArgs::state_use`].
+    /// As [`OpenArgs::read_only`].
     pub fn options(&self) -> Result<ImageOptions> {
         let locking = if self.force_share { Locking::None } else { Locking::Held };
-        Ok(ImageOptions { locking, ..read_only(self.format, self.state.state_use()?) })
+        Ok(ImageOptions { locking, ..self.open.read_only(self.format)? })
     }
 }
 
-/// How an image is opened that a tool only reads: it warns where changes are missing that a server answered before it
-/// died.
-pub fn read_only(format: Option<ImageFormat>, state: StateUse) -> ImageOptions {
-    ImageOptions {
-        format,
-        access: Access::ReadOnly,
-        cache: CacheMode::Writeback,
-        discard: Discard::Unmap,
-        detect_zeroes: DetectZeroes::Off,
-        locking: Locking::Held,
-        state,
+/// Says that commands need an option for a new image, where they do.
+pub fn tell_if_not_free(image: &Path, name: &[u8], role: &str) {
+    if AllowedPaths::is_free_to_name(image, name) {
+        return;
     }
-}
-
-/// How an image is opened that a tool changes: it begins with the changes that a server answered before it died.
-pub fn read_write(format: Option<ImageFormat>, state: StateUse) -> ImageOptions {
-    ImageOptions { access: Access::ReadWrite, ..read_only(format, state) }
+    let file = resolve_relative(image, name);
+    let folder = file.parent().unwrap_or(Path::new("/"));
+    output::tell(&format!(
+        "blockhouse: {}: its {role} '{}' is no regular file below the image's own folder: commands open \
+         it only with --allow-path '{}'",
+        image.display(),
+        String::from_utf8_lossy(name),
+        folder.display()
+    ));
 }
 
 /// The path of a file that an image names, relative to the image.

@@ -13,7 +13,8 @@ use blockhouse_engine::{EngineChoice, EngineReport, EventLoop};
 use blockhouse_format::qcow2::{Compression, Switch, Version};
 use serde_json::{Map, Value, json};
 
-use crate::image_args::{ImageArgs, read_only};
+use crate::image_args::ImageArgs;
+use crate::open_args::read_only;
 use crate::output;
 use blockhouse_daemon::size;
 
@@ -41,8 +42,8 @@ struct Facts {
 
 /// Runs the command.
 pub fn run(arguments: &Arguments) -> Result<()> {
-    let ImageArgs { format, image, state, .. } = &arguments.image;
-    let state = state.state_use()?;
+    let ImageArgs { format, image, open, .. } = &arguments.image;
+    let state = open.state_use()?;
     // Not locked: it may be in use. Around the page cache, as it would be served.
     let options = ImageOptions {
         cache: CacheMode::None,

@@ -22,6 +22,7 @@ mod image_args;
 mod info;
 mod logging;
 mod map;
+mod open_args;
 mod output;
 mod parallel;
 mod rebase;
@@ -29,7 +30,6 @@ mod resize;
 mod serve;
 mod snapshot;
 mod snapshot_list;
-mod state_args;
 mod upgrade;
 mod vmstate;
 

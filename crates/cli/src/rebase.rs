@@ -13,8 +13,8 @@ use blockhouse_disk::{
 use blockhouse_engine::{EngineChoice, EventLoop, HostFile};
 
 use crate::create::wrong_usage;
-use crate::image_args::{read_write, resolve_relative};
-use crate::state_args::StateArgs;
+use crate::image_args::{resolve_relative, tell_if_not_free};
+use crate::open_args::OpenArgs;
 
 /// Arguments of `rebase`.
 #[derive(clap::Args)]
@@ -39,15 +39,22 @@ pub struct Arguments {
     #[arg(value_parser = clap::builder::ValueParser::new(str::parse::<ImageFormat>))]
     backing_format: Option<ImageFormat>,
     #[command(flatten)]
-    state: StateArgs,
+    open: OpenArgs,
     /// The image.
     image: PathBuf,
 }
 
 /// Runs the command.
 pub fn run(arguments: Arguments) -> Result<()> {
-    let Arguments { format, only_name, backing, no_backing, backing_format, state, image } =
-        arguments;
+    let Arguments {
+        format,
+        only_name,
+        backing,
+        no_backing,
+        backing_format,
+        open: open_args,
+        image,
+    } = arguments;
     if only_name && backing.is_none() && !no_backing {
         wrong_usage(
             "rebase -u stores another name and copies nothing: say -b FILE -F FORMAT, or --no-backing if \
@@ -70,7 +77,7 @@ pub fn run(arguments: Arguments) -> Result<()> {
         let name = name.display();
         bail!("'{name}' is no file but a server's address; if it is a file, write './{name}'");
     }
-    let options = read_write(format, state.state_use()?);
+    let options = open_args.read_write(format)?;
     EventLoop::new(EngineChoice::Auto)?.block_on(async {
         let disk = if only_name {
             warn_of_new(&image, new.as_ref()).await;
@@ -85,8 +92,12 @@ pub fn run(arguments: Arguments) -> Result<()> {
             name: name.into_vec(),
             format: Some(format.as_str().to_owned()),
         });
-        set_backing_file(&disk, named).await?;
-        Ok(disk.close().await?)
+        set_backing_file(&disk, named.clone()).await?;
+        disk.close().await?;
+        if let Some(backing) = named {
+            tell_if_not_free(&image, &backing.name, "backing file");
+        }
+        Ok(())
     })
 }
 

@@ -6,8 +6,7 @@ use anyhow::{Result, anyhow, bail};
 use blockhouse_disk::{ImageFormat, open};
 use blockhouse_engine::{EngineChoice, EventLoop};
 
-use crate::image_args::read_write;
-use crate::state_args::StateArgs;
+use crate::open_args::OpenArgs;
 use blockhouse_daemon::size::{self, NewSize};
 
 /// Arguments of `resize`.
@@ -20,7 +19,7 @@ pub struct Arguments {
     #[arg(long)]
     shrink: bool,
     #[command(flatten)]
-    state: StateArgs,
+    open: OpenArgs,
     /// The image.
     image: PathBuf,
     /// The new size of the disk: 512, 64K, 20G, 1T; or by how much it changes: +10G, -10G.
@@ -30,8 +29,8 @@ pub struct Arguments {
 
 /// Runs the command.
 pub fn run(arguments: Arguments) -> Result<()> {
-    let Arguments { format, shrink, state, image, size } = arguments;
-    let options = read_write(format, state.state_use()?);
+    let Arguments { format, shrink, open: open_args, image, size } = arguments;
+    let options = open_args.read_write(format)?;
     EventLoop::new(EngineChoice::Auto)?.block_on(async {
         let disk = open(&image, options).await?;
         let size = size.of(disk.size()).map_err(|why| anyhow!("{}: {why}", disk.name()))?;

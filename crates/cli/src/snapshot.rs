@@ -7,10 +7,10 @@ use blockhouse_core::ErrorKind;
 use blockhouse_disk::{Access, Disk, ImageFormat, ImageOptions, Locking, open_without_backing};
 use blockhouse_engine::{EngineChoice, EventLoop, HostFile};
 
-use crate::image_args::{OutputArgs, read_only};
+use crate::image_args::OutputArgs;
+use crate::open_args::OpenArgs;
 use crate::output;
 use crate::snapshot_list::{as_json, as_text};
-use crate::state_args::StateArgs;
 use blockhouse_daemon::control::{
     CreateReply, ListArgs, Listed, PauseReply, RenameArgs, Request, SnapshotArgs, ask,
 };
@@ -74,7 +74,7 @@ struct Image {
     #[arg(long, value_name = "SOCKET", conflicts_with_all = ["format", "state"])]
     control: Option<PathBuf>,
     #[command(flatten)]
-    state: StateArgs,
+    open: OpenArgs,
     /// The image. Without --control no other program may use it, except for `list`.
     image: PathBuf,
 }
@@ -166,8 +166,7 @@ async fn open_to_change(image: &Image) -> Result<Disk<HostFile>> {
 }
 
 async fn open(image: &Image, access: Access, locking: Locking) -> Result<Disk<HostFile>> {
-    let options =
-        ImageOptions { access, locking, ..read_only(image.format, image.state.state_use()?) };
+    let options = ImageOptions { access, locking, ..image.open.read_only(image.format)? };
     // The tables are all that is needed.
     let opened = open_without_backing(&image.image, options).await;
     Ok(opened.map_err(|error| match error.kind() {

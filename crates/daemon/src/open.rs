@@ -5,8 +5,8 @@ use std::path::Path;
 use anyhow::{Result, bail};
 use blockhouse_core::{Error, ErrorKind};
 use blockhouse_disk::{
-    Access, Disk, ImageFormat, ImageOptions, Locking, NOT_KEPT, StateDir, StateUse, create, open,
-    open_snapshot,
+    Access, AllowedPaths, Disk, ImageFormat, ImageOptions, Locking, NOT_KEPT, StateDir, StateUse,
+    create, open, open_snapshot,
 };
 use blockhouse_engine::HostFile;
 
@@ -38,8 +38,11 @@ pub(crate) fn state_use(state: &StateSetup, disks: &[DiskSetup]) -> Result<State
 }
 
 /// How a disk is opened.
-pub(crate) fn image_options(disk: &DiskSetup, state: &StateUse) -> ImageOptions {
-    ImageOptions {
+///
+/// # Errors
+/// An allowed path is missing.
+pub(crate) fn image_options(disk: &DiskSetup, state: &StateUse) -> Result<ImageOptions> {
+    Ok(ImageOptions {
         format: disk.format,
         access: disk.access,
         cache: disk.cache,
@@ -47,7 +50,8 @@ pub(crate) fn image_options(disk: &DiskSetup, state: &StateUse) -> ImageOptions 
         detect_zeroes: disk.detect_zeroes,
         locking: Locking::Held,
         state: state.clone(),
-    }
+        allowed_paths: AllowedPaths::new(&disk.allow_paths)?,
+    })
 }
 
 /// Opens an image, and makes it first if that is wanted.
@@ -56,7 +60,7 @@ pub(crate) fn open_image(
     disk: &DiskSetup,
     state: &StateUse,
 ) -> Result<Disk<HostFile>> {
-    let (path, options) = (disk.path.clone(), image_options(disk, state));
+    let (path, options) = (disk.path.clone(), image_options(disk, state)?);
     let (wanted, snapshot) = (disk.create, disk.snapshot.clone());
     let disk = workers.run(move || async move {
         if let Some(size) = wanted

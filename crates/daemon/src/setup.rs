@@ -63,6 +63,8 @@ pub struct DiskSetup {
     pub create: Option<u64>,
     /// The snapshot that is served in place of the disk, by name or id.
     pub snapshot: Option<String>,
+    /// What the image may name beside regular files below its own folder.
+    pub allow_paths: Vec<PathBuf>,
 }
 
 impl DiskSetup {

@@ -1,6 +1,7 @@
 //! Black-box tests: the binary as its users and its enemies see it.
 #![forbid(unsafe_code)]
 
+mod allowed_paths;
 mod bad_input;
 mod bench;
 mod block_devices;

@@ -19,7 +19,7 @@ use rustix::fs::{Mode, OFlags};
 use tempfile::TempDir;
 
 use super::stop::Stop;
-use crate::image_args::read_only;
+use crate::open_args::read_only;
 use blockhouse_daemon::size;
 
 /// How much is written at once while the file is filled.

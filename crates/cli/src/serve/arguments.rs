@@ -15,7 +15,7 @@ use blockhouse_vhost_user::RegisteredMemory;
 use clap::builder::ValueParser;
 
 use crate::create::whole_sectors;
-use crate::state_args::state_setup;
+use crate::open_args::{AllowPathArgs, state_setup};
 
 /// Arguments of `serve`.
 #[derive(clap::Args)]
@@ -115,6 +115,8 @@ pub struct Arguments {
     /// commands that read and change images look there, too.
     #[arg(long, value_name = "DIR|off")]
     state: Option<PathBuf>,
+    #[command(flatten)]
+    allow: AllowPathArgs,
     /// Refuse all writes.
     #[arg(long, short)]
     read_only: bool,
@@ -232,6 +234,7 @@ impl Arguments {
             detect_zeroes: self.detect_zeroes,
             create: create.map(|size| whole_sectors(image, size)),
             snapshot: self.snapshot.clone(),
+            allow_paths: self.allow.allow_path.clone(),
         }
     }
 

@@ -6,8 +6,7 @@ mod stream_end;
 
 use std::path::PathBuf;
 
-use crate::image_args::read_only;
-use crate::state_args::StateArgs;
+use crate::open_args::OpenArgs;
 use anyhow::{Context, Result, bail};
 use blockhouse_disk::{
     Access, CacheMode, Compression, ImageFormat, ImageOptions, VmStateReader, VmStateWriter, open,
@@ -59,7 +58,7 @@ struct Image {
     #[arg(long, default_value = "auto", value_parser = ValueParser::new(str::parse::<EngineChoice>))]
     engine: EngineChoice,
     #[command(flatten)]
-    state: StateArgs,
+    open: OpenArgs,
     /// The image, in qcow2. No other program may be writing to it.
     image: PathBuf,
     /// The snapshot's name.
@@ -68,7 +67,7 @@ struct Image {
 
 impl Image {
     fn options(&self, access: Access) -> Result<ImageOptions> {
-        let options = read_only(self.format, self.state.state_use()?);
+        let options = self.open.read_only(self.format)?;
         Ok(ImageOptions { access, cache: self.cache, ..options })
     }
 }

@@ -183,7 +183,7 @@ fn open_all(
     let mut disks = Vec::new();
     let state = state_use(&setup.state, &setup.disks)?;
     for (disk, files) in setup.disks.iter().zip(images) {
-        let (path, options) = (disk.path.clone(), image_options(disk, &state));
+        let (path, options) = (disk.path.clone(), image_options(disk, &state)?);
         let snapshot = disk.snapshot.clone();
         let disk = workers.run(move || async move {
             open_handed_over(&path, options, snapshot.as_deref(), files).await

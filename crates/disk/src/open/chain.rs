@@ -2,12 +2,12 @@
 //!
 //! A backing file is opened only as the format that the image names, never as what it looks like: a
 //! guest could make its raw disk look like an image whose backing file is any file of the host. It is
-//! a file (no address of a server), found from the folder of the image that names it, only read, and
-//! locked against writers. Chains end: a file that comes twice and a chain that is too long are
-//! refused. A data file goes through the same gate, as raw, and is opened and locked as its image is.
+//! a file (no address of a server), found from the folder of the image that names it, below that folder
+//! or an allowed path (`allowed_paths`), only read, and locked against writers. Chains end: a file that
+//! comes twice and a chain that is too long are refused. A data file goes through the same gate, as raw,
+//! and is opened and locked as its image is.
 
-use std::ffi::OsStr;
-use std::os::unix::ffi::OsStrExt;
+use std::os::fd::AsFd;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -15,6 +15,7 @@ use blockhouse_core::{Error, ErrorKind, Result, Storage};
 use blockhouse_engine::HostFile;
 use blockhouse_format::{Backing, DataFile, ImageFormat, probe};
 
+use super::allowed_paths::{FindError, Folder};
 use super::handed_over::{Files, HandedFile, HandedOverDisk};
 use super::image_options::{ImageOptions, Locking};
 use super::lock::{Locked, lock};
@@ -28,6 +29,10 @@ const MAX_FILES: usize = 200;
 
 /// How many names of a chain a message has room for at either end.
 const NAMED: usize = 2;
+
+/// What an image names, in messages.
+const BACKING_FILE: &str = "backing file";
+const DATA_FILE: &str = "data file";
 
 /// `ENOENT` of Linux: a file is missing.
 const ENOENT: i32 = 2;
@@ -84,24 +89,36 @@ async fn open_chain(
     snapshot: Option<&str>,
     mut files: Files,
 ) -> Result<Disk<HostFile>> {
-    let is_handed_over = matches!(files, Files::HandedOver(_));
     let (file, identity) = open_file(&mut files, path, options)?;
-    let mut chain = Chain::from_image(path, identity, files);
-    let (disk, restore) = disk_over(file, path, options, snapshot).await?;
+    let chain = Chain::from_image(path, identity, files)?;
+    open_from(chain, file, options, snapshot).await
+}
+
+/// The disk of the last image of a chain, whose file is open, with all that is behind it.
+async fn open_from(
+    mut chain: Chain,
+    file: HostFile,
+    options: &ImageOptions,
+    snapshot: Option<&str>,
+) -> Result<Disk<HostFile>> {
+    let is_handed_over = matches!(chain.source, Files::HandedOver(_));
+    let path = chain.last_path().to_owned();
+    let (disk, restore) = disk_over(file, &path, options, snapshot).await?;
     let mut disk = chain.with_data(disk, options)?;
     let mut above = Vec::new();
     while let Some(backing) = disk.backing_file() {
-        let (path, format) = chain.next(backing)?;
+        let format = chain.next(backing)?;
         let behind =
             ImageOptions { format: Some(format), access: Access::ReadOnly, ..options.clone() };
-        let opened = open_file(&mut chain.source, &path, &behind);
-        let (file, identity) = opened.map_err(|error| chain.failed(&error))?;
+        let Named { path, file, identity, folder } = chain
+            .open_named(&backing.name, BACKING_FILE, &behind)
+            .map_err(|error| chain.failed(error))?;
         // Before it is locked: in a loop the lock would be held by ourselves.
-        chain.enter(path.clone(), identity)?;
+        chain.enter(path.clone(), identity, folder)?;
         let next = disk_over(file, &path, &behind, None).await;
-        let (next, left) = next.map_err(|error| chain.failed(&error))?;
+        let (next, left) = next.map_err(|error| chain.failed(error.into()))?;
         let next = chain.with_data(next, &behind)?;
-        left.finish_backing(&next, options.access).map_err(|error| chain.failed(&error))?;
+        left.finish_backing(&next, options.access).map_err(|error| chain.failed(error.into()))?;
         warn_of_disguise(&next).await?;
         above.push(std::mem::replace(&mut disk, next));
     }
@@ -120,7 +137,7 @@ async fn open_chain(
 /// As [`open`].
 pub async fn open_without_backing(path: &Path, options: ImageOptions) -> Result<Disk<HostFile>> {
     let (file, identity) = open_file(&mut Files::Host, path, &options)?;
-    let mut chain = Chain::from_image(path, identity, Files::Host);
+    let mut chain = Chain::from_image(path, identity, Files::Host)?;
     let (disk, restore) = disk_over(file, path, &options, None).await?;
     restore.finish(chain.with_data(disk, &options)?).await
 }
@@ -148,16 +165,20 @@ pub async fn open_for_commit(
 ) -> Result<(Disk<HostFile>, Arc<Disk<HostFile>>)> {
     let options = ImageOptions { access: Access::ReadWrite, ..options };
     let (file, identity) = open_file(&mut Files::Host, path, &options)?;
-    let mut chain = Chain::from_image(path, identity, Files::Host);
+    let mut chain = Chain::from_image(path, identity, Files::Host)?;
     let (disk, restore) = disk_over(file, path, &options, None).await?;
     let disk = chain.with_data(disk, &options)?;
     let Some(backing) = disk.backing_file() else {
         let what = "has no backing file";
         return Err(Error::new(ErrorKind::InvalidInput, what).on(disk.name()));
     };
-    let (base, format) = chain.next(backing)?;
-    let behind = ImageOptions { format: Some(format), ..options };
-    let base = open(&base, behind).await.map_err(|error| chain.failed(&error))?;
+    let behind = ImageOptions { format: Some(chain.next(backing)?), ..options };
+    let named = chain
+        .open_named(&backing.name, BACKING_FILE, &behind)
+        .map_err(|error| chain.failed(error))?;
+    let below = Chain::from_named(named.path, named.identity, named.folder);
+    let base = open_from(below, named.file, &behind, None).await;
+    let base = base.map_err(|error| chain.failed(error.into()))?;
     warn_of_disguise(&base).await?;
     let base = Arc::new(base);
     Ok((restore.finish(disk.with_backing(Arc::clone(&base))).await?, base))
@@ -182,9 +203,14 @@ fn open_file(
     options: &ImageOptions,
 ) -> Result<(HostFile, Identity)> {
     let file = files.open(path, options)?;
+    let identity = identity_of(&file)?;
+    Ok((file, identity))
+}
+
+fn identity_of(file: &HostFile) -> Result<Identity> {
     let status = rustix::fs::fstat(file.descriptor())
         .map_err(|error| Error::host("cannot examine", error.into()).on(file.name()))?;
-    Ok((file, (status.st_dev, status.st_ino)))
+    Ok((status.st_dev, status.st_ino))
 }
 
 /// The disk over an image's file, and what is to be done when it has its data file and its backing file.
@@ -237,17 +263,38 @@ struct Chain {
     files: Vec<(PathBuf, Identity)>,
     /// Those that hold the images' data.
     data_files: Vec<Identity>,
+    /// The folder of the last image, from which its names are looked up.
+    folder: Folder,
     /// Where they come from.
     source: Files,
 }
 
+/// A file that an image names, open.
+struct Named {
+    path: PathBuf,
+    file: HostFile,
+    identity: Identity,
+    folder: Folder,
+}
+
 impl Chain {
-    fn from_image(path: &Path, identity: Identity, source: Files) -> Self {
-        Self { files: vec![(path.to_owned(), identity)], data_files: Vec::new(), source }
+    fn from_image(path: &Path, identity: Identity, source: Files) -> Result<Self> {
+        let folder = match source {
+            Files::Host => Folder::of_image(path)?,
+            Files::HandedOver(_) => Folder::of_handed_over(path),
+        };
+        let files = vec![(path.to_owned(), identity)];
+        Ok(Self { files, data_files: Vec::new(), folder, source })
     }
 
-    /// Where the next file is and what it is to be opened as.
-    fn next(&self, backing: &Backing) -> Result<(PathBuf, ImageFormat)> {
+    /// A chain that begins with a file that another image named.
+    fn from_named(path: PathBuf, identity: Identity, folder: Folder) -> Self {
+        let files = vec![(path, identity)];
+        Self { files, data_files: Vec::new(), folder, source: Files::Host }
+    }
+
+    /// What the next file is to be opened as.
+    fn next(&self, backing: &Backing) -> Result<ImageFormat> {
         let name = String::from_utf8_lossy(&backing.name);
         let last = self.last();
         if self.files.len() == MAX_FILES {
@@ -268,17 +315,30 @@ impl Chain {
                 "it is not guessed; store it: rebase -u -F FORMAT -b '{name}' '{last}'"
             )));
         };
-        let format = format.parse().map_err(|why: String| {
+        format.parse().map_err(|why: String| {
             let what = format!("cannot open its backing file '{name}': {why}");
             Error::new(ErrorKind::Unsupported, what).on(last)
-        })?;
-        Ok((self.beside(&backing.name), format))
+        })
     }
 
-    /// Where a file is that the last image names.
-    fn beside(&self, name: &[u8]) -> PathBuf {
-        let folder = self.files.last().and_then(|(path, _)| path.parent());
-        folder.unwrap_or(Path::new("")).join(OsStr::from_bytes(name))
+    /// Opens a file that the last image names.
+    fn open_named(
+        &mut self,
+        name: &[u8],
+        role: &str,
+        options: &ImageOptions,
+    ) -> Result<Named, FindError> {
+        let path = self.folder.join(name);
+        if let files @ Files::HandedOver(_) = &mut self.source {
+            let (file, identity) = open_file(files, &path, options)?;
+            let folder = Folder::of_handed_over(&path);
+            return Ok(Named { path, file, identity, folder });
+        }
+        let found = options.allowed_paths.find(&self.folder, name, role, self.last())?;
+        let (mode, cache) = (options.open_mode(), options.cache.page_cache());
+        let file = HostFile::open_found(found.descriptor.as_fd(), &path, mode, cache)?;
+        let identity = identity_of(&file)?;
+        Ok(Named { path, file, identity, folder: found.folder })
     }
 
     /// The last image with its data file, if it has one: opened and locked as the image is, as raw.
@@ -296,8 +356,7 @@ impl Chain {
                 .on(last)
                 .hint("only files can hold an image's data"));
         }
-        let path = self.beside(name);
-        let opened = open_file(&mut self.source, &path, options);
+        let opened = self.open_named(name, DATA_FILE, options);
         let last = self.last();
         let failed = |error: Error| {
             let what = format!("cannot open the data file of {last}: {error}");
@@ -307,7 +366,10 @@ impl Chain {
                 _ => failed,
             }
         };
-        let (file, identity) = opened.map_err(failed)?;
+        let Named { path, file, identity, .. } = opened.map_err(|error| match error {
+            FindError::Refused(error) => error,
+            FindError::Host(error) => failed(error),
+        })?;
         // Before it is locked: the lock of an image that is its own data file would be ours.
         if self.files.iter().any(|(_, one)| *one == identity) || self.data_files.contains(&identity)
         {
@@ -325,10 +387,11 @@ impl Chain {
     }
 
     /// Adds a file that was just opened.
-    fn enter(&mut self, path: PathBuf, identity: Identity) -> Result<()> {
+    fn enter(&mut self, path: PathBuf, identity: Identity, folder: Folder) -> Result<()> {
         let is_there = self.files.iter().any(|(_, one)| *one == identity)
             || self.data_files.contains(&identity);
         self.files.push((path, identity));
+        self.folder = folder;
         if !is_there {
             return Ok(());
         }
@@ -338,7 +401,12 @@ impl Chain {
     }
 
     /// What went wrong with a file behind the first one.
-    fn failed(&self, error: &Error) -> Error {
+    fn failed(&self, error: FindError) -> Error {
+        let error = match error {
+            // It names the image.
+            FindError::Refused(error) => return error,
+            FindError::Host(error) => error,
+        };
         let failed =
             Error::new(error.kind(), format!("cannot open what is behind {self}: {error}"));
         match error.errno() {
@@ -351,8 +419,12 @@ impl Chain {
         }
     }
 
+    fn last_path(&self) -> &Path {
+        self.files.last().map_or(Path::new(""), |(path, _)| path)
+    }
+
     fn last(&self) -> &str {
-        self.files.last().and_then(|(path, _)| path.to_str()).unwrap_or("the image")
+        self.last_path().to_str().unwrap_or("the image")
     }
 }
 
@@ -386,7 +458,8 @@ mod tests {
     fn chain(count: u64) -> Chain {
         let file = |index| (PathBuf::from(format!("folder/{index}.qcow2")), (1, index));
         let (files, data_files) = ((0..count).map(file).collect(), Vec::new());
-        Chain { files, data_files, source: Files::Host }
+        let folder = Folder::of_handed_over(Path::new("folder/0.qcow2"));
+        Chain { files, data_files, folder, source: Files::Host }
     }
 
     fn backing(name: &str, format: Option<&str>) -> Backing {
@@ -395,10 +468,11 @@ mod tests {
 
     #[test]
     fn backing_files_are_found_from_the_folder_of_the_image_that_names_them() {
-        let next = |name: &str| chain(1).next(&backing(name, Some("raw"))).unwrap().0;
+        let next = |name: &str| chain(1).folder.join(name.as_bytes());
         assert_eq!(next("base.raw"), Path::new("folder/base.raw"));
         assert_eq!(next("../a:b"), Path::new("folder/../a:b"));
         assert_eq!(next("/else/base.raw"), Path::new("/else/base.raw"));
+        assert!(chain(1).next(&backing("../a:b", Some("raw"))).is_ok());
     }
 
     #[test]
@@ -418,9 +492,10 @@ mod tests {
         assert!(chain(199).next(&backing("base", Some("raw"))).is_ok());
         let error = chain(200).next(&backing("base", Some("raw"))).unwrap_err().to_string();
         assert!(error.contains("1.qcow2 -> (196 more) -> folder/198.qcow2"), "{error}");
+        let folder = || Folder::of_handed_over(Path::new("folder/x"));
         let mut looped = chain(3);
-        assert!(looped.enter("other".into(), (2, 1)).is_ok());
-        let error = looped.enter("again".into(), (1, 0)).unwrap_err().to_string();
+        assert!(looped.enter("other".into(), (2, 1), folder()).is_ok());
+        let error = looped.enter("again".into(), (1, 0), folder()).unwrap_err().to_string();
         assert!(error.contains("loop") && error.contains("-> other -> again"), "{error}");
     }
 }

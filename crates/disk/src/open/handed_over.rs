@@ -9,7 +9,7 @@ use std::os::fd::OwnedFd;
 use std::path::Path;
 
 use blockhouse_core::{Error, ErrorKind, Result, Storage};
-use blockhouse_engine::{HostFile, OpenFiles, OpenMode};
+use blockhouse_engine::{HostFile, OpenFiles};
 
 use super::image_options::{ImageOptions, StateUse};
 use super::restore::FutureState;
@@ -37,10 +37,7 @@ pub(super) enum Files {
 impl Files {
     /// Opens the file at a path.
     pub(super) fn open(&mut self, path: &Path, options: &ImageOptions) -> Result<HostFile> {
-        let access = match options.access {
-            Access::ReadOnly => OpenMode::ReadOnly,
-            Access::ReadWrite => OpenMode::ReadWrite,
-        };
+        let access = options.open_mode();
         let cache = options.cache.page_cache();
         let Self::HandedOver(files) = self else { return HostFile::open(path, access, cache) };
         let name = path.display().to_string();

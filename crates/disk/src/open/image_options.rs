@@ -3,9 +3,10 @@
 use std::str::FromStr;
 
 use blockhouse_core::Durability;
-use blockhouse_engine::PageCache;
+use blockhouse_engine::{OpenMode, PageCache};
 use blockhouse_format::ImageFormat;
 
+use super::allowed_paths::AllowedPaths;
 use crate::options::{Access, DetectZeroes, Discard, FlushPolicy};
 use crate::state::StateDir;
 
@@ -120,11 +121,22 @@ pub struct ImageOptions {
     pub locking: Locking,
     /// Whether what is answered outlives the process.
     pub state: StateUse,
+    /// What the image may name as its backing file or data file, beside regular files below its own folder.
+    pub allowed_paths: AllowedPaths,
+}
+
+impl ImageOptions {
+    pub(super) fn open_mode(&self) -> OpenMode {
+        match self.access {
+            Access::ReadOnly => OpenMode::ReadOnly,
+            Access::ReadWrite => OpenMode::ReadWrite,
+        }
+    }
 }
 
 impl Default for ImageOptions {
     /// The format by the name, read and write, direct I/O, discards passed on, zeros written, locked,
-    /// no state.
+    /// no state, no allowed paths.
     fn default() -> Self {
         Self {
             format: None,
@@ -134,6 +146,7 @@ impl Default for ImageOptions {
             detect_zeroes: DetectZeroes::Off,
             locking: Locking::Held,
             state: StateUse::Off,
+            allowed_paths: AllowedPaths::default(),
         }
     }
 }

@@ -4,6 +4,7 @@
 //! raw disk. The file's name decides unless the caller does, and an image that is opened as raw but
 //! looks like something else is refused.
 
+mod allowed_paths;
 mod chain;
 mod create;
 mod durable_rename;
@@ -15,6 +16,7 @@ mod refresh_size;
 mod restore;
 mod tool_state;
 
+pub use allowed_paths::AllowedPaths;
 pub use chain::{
     is_address, open, open_for_commit, open_handed_over, open_metadata, open_snapshot,
     open_storage, open_without_backing,

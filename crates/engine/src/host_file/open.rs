@@ -1,12 +1,12 @@
 //! Opening and making host files, and what is found out then.
 
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsRawFd, BorrowedFd, OwnedFd};
 use std::os::unix::fs::FileTypeExt;
 use std::path::Path;
 use std::sync::Arc;
 
 use blockhouse_core::{Buffer, Error, ErrorKind, Fua, Offload, Result};
-use rustix::fs::{Mode, OFlags};
+use rustix::fs::{Access, Mode, OFlags};
 use rustix::io::Errno;
 
 use super::{HostFile, OpenFiles, Unsupported};
@@ -101,6 +101,11 @@ impl HostFile {
     /// # Errors
     /// The kernel's, and [`ErrorKind::InvalidInput`] for what is neither file nor block device.
     pub fn open(path: &Path, access: OpenMode, cache: PageCache) -> Result<Self> {
+        Self::open_at(path, path, access, cache)
+    }
+
+    /// Opens what is at `place` and has the name `path`.
+    fn open_at(place: &Path, path: &Path, access: OpenMode, cache: PageCache) -> Result<Self> {
         let name = path.display().to_string();
         let failed = |error: Errno| Error::host("cannot open", error.into()).on(&name);
         let caching = cache.caching();
@@ -111,9 +116,9 @@ impl HostFile {
         let mode = access.flags();
         // Opening a pipe for reading would wait for a writer.
         let flags = mode | direct | OFlags::CLOEXEC | OFlags::NONBLOCK;
-        let descriptor = rustix::fs::open(path, flags, Mode::empty()).map_err(|error| {
+        let descriptor = rustix::fs::open(place, flags, Mode::empty()).map_err(|error| {
             // What direct I/O says of a folder or a pipe misleads.
-            if std::fs::metadata(path).is_ok_and(|found| !is_disk(&found)) {
+            if std::fs::metadata(place).is_ok_and(|found| !is_disk(&found)) {
                 return no_disk(&name);
             }
             match advice(error, path, cache) {
@@ -128,6 +133,33 @@ impl HostFile {
             tell_if_not_pollable(path);
         }
         Self::examine(file, path, mode, Reopened::default())
+    }
+
+    /// As [`open`](Self::open), for a file that was found before: `found` was opened with `O_PATH`. So the
+    /// file that was found is the file that is opened, whatever its path leads to by now. `path` is for
+    /// messages.
+    ///
+    /// # Errors
+    /// As [`open`](Self::open); ESTALE where /proc is not mounted and the path leads to another file by now.
+    pub fn open_found(
+        found: BorrowedFd<'_>,
+        path: &Path,
+        access: OpenMode,
+        cache: PageCache,
+    ) -> Result<Self> {
+        let link = format!("/proc/self/fd/{}", found.as_raw_fd());
+        if rustix::fs::access(&link, Access::EXISTS).is_ok() {
+            return Self::open_at(Path::new(&link), path, access, cache);
+        }
+        // A chroot or container without /proc.
+        let file = Self::open(path, access, cache)?;
+        let failed = |error: Errno| Error::host("cannot open", error.into()).on(&file.name);
+        let wanted = rustix::fs::fstat(found).map_err(failed)?;
+        let opened = rustix::fs::fstat(file.descriptor()).map_err(failed)?;
+        match (wanted.st_dev, wanted.st_ino) == (opened.st_dev, opened.st_ino) {
+            true => Ok(file),
+            false => Err(failed(Errno::STALE)),
+        }
     }
 
     /// As [`open`](Self::open), for a file that another process has opened so, and for the same ways to it.

@@ -98,6 +98,7 @@ fn show_exception(disk: &Path, folder: &Path) -> Result<()> {
     let log = Path::new("/tmp/log");
     let mut command = Command::new("blockhouse");
     command.args(["serve", name, "--format", "qcow2", "--io-poll", "on", "--state", "off"]);
+    command.args(["--allow-path", "/tmp"]);
     command.stderr(File::create(log)?);
     let server = Server::start(command, Export::Nbd, Path::new("/tmp/overlay.sock"))?;
     let mut client = Client::connect(server.socket())?;

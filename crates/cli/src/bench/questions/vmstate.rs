@@ -19,7 +19,7 @@ use crate::bench::load::{Clocks, End, MAX_BYTES, Sample, machine_clock, new_hist
 use crate::bench::rows::{Case, Cases, Cost, Published, Unit, Variant};
 use crate::bench::stop::Stop;
 use crate::bench::testbed::Testbed;
-use crate::image_args::read_only;
+use crate::open_args::read_only;
 
 /// The virtual size of the images, and no less than what is written.
 const IMAGE_SIZE: u64 = MAX_BYTES;

@@ -8,7 +8,9 @@ use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
 use blockhouse_core::{Buffer, Request};
-use blockhouse_disk::{Access, CacheMode, DetectZeroes, Discard, ImageOptions, Locking, StateUse};
+use blockhouse_disk::{
+    Access, AllowedPaths, CacheMode, DetectZeroes, Discard, ImageOptions, Locking, StateUse,
+};
 use blockhouse_engine::{EngineChoice, EventLoop};
 use blockhouse_sim::Rng;
 use parking_lot::{Mutex, MutexGuard};
@@ -146,6 +148,7 @@ pub fn options(cache: CacheMode) -> ImageOptions {
         detect_zeroes: DetectZeroes::Off,
         locking: Locking::Held,
         state: StateUse::Off,
+        allowed_paths: AllowedPaths::default(),
     }
 }
 

@@ -1,0 +1,100 @@
+//! The options of all commands that open images, and how images are opened by tools.
+
+use std::path::{Path, PathBuf};
+
+use anyhow::Result;
+use blockhouse_daemon::setup::StateSetup;
+use blockhouse_disk::{
+    Access, AllowedPaths, CacheMode, DetectZeroes, Discard, ImageFormat, ImageOptions, Locking,
+    StateDir, StateUse,
+};
+
+/// What images may name (docs/security.md).
+#[derive(clap::Args, Clone, Debug)]
+pub struct AllowPathArgs {
+    /// Let images name files below this folder, or this file, as their backing files and data files. May be
+    /// repeated.
+    ///
+    /// Without it an image may name only regular files below its own folder. Reason: an image from a stranger can
+    /// name any file of this host. A path that is given on the command line is not restricted.
+    #[arg(long, value_name = "DIR")]
+    pub allow_path: Vec<PathBuf>,
+}
+
+/// The options of all commands that open images, `serve` excepted, which has a `--state` of its own.
+#[derive(clap::Args, Clone)]
+pub struct OpenArgs {
+    #[command(flatten)]
+    allow: AllowPathArgs,
+    /// Where the image's server keeps what outlives it, as its --state says. If it was killed, commands that change
+    /// the image begin with what it answered last, and those that only read it warn. By default they look where
+    /// servers have it by default; off looks nowhere.
+    #[arg(long, value_name = "DIR|off")]
+    state: Option<PathBuf>,
+}
+
+impl OpenArgs {
+    /// How an image is opened that a tool only reads: it warns where changes are missing that a server answered before
+    /// it died.
+    ///
+    /// # Errors
+    /// A directory that was named cannot be used.
+    pub fn read_only(&self, format: Option<ImageFormat>) -> Result<ImageOptions> {
+        let allowed_paths = self.allowed_paths(None)?;
+        Ok(ImageOptions { allowed_paths, ..read_only(format, self.state_use()?) })
+    }
+
+    /// How an image is opened that a tool changes: it begins with the changes that a server answered before it died.
+    ///
+    /// # Errors
+    /// As [`read_only`](Self::read_only).
+    pub fn read_write(&self, format: Option<ImageFormat>) -> Result<ImageOptions> {
+        Ok(ImageOptions { access: Access::ReadWrite, ..self.read_only(format)? })
+    }
+
+    /// What images may name, with a file that the user named in another way.
+    ///
+    /// # Errors
+    /// One that names a path that is missing.
+    pub fn allowed_paths(&self, named: Option<PathBuf>) -> Result<AllowedPaths> {
+        let paths: Vec<_> = self.allow.allow_path.iter().cloned().chain(named).collect();
+        Ok(AllowedPaths::new(&paths)?)
+    }
+
+    /// Where the state of killed servers is.
+    ///
+    /// # Errors
+    /// The directory that was named cannot be used.
+    pub fn state_use(&self) -> Result<StateUse> {
+        let found = match state_setup(self.state.as_deref()) {
+            StateSetup::Off => None,
+            StateSetup::Dir(path) => Some(StateDir::open(&path)?),
+            StateSetup::Usual => StateDir::find_default(),
+        };
+        Ok(found.map_or(StateUse::Off, StateUse::Replay))
+    }
+}
+
+/// What a value of `--state` means.
+pub fn state_setup(value: Option<&Path>) -> StateSetup {
+    match value {
+        Some(off) if off == Path::new("off") => StateSetup::Off,
+        Some(path) => StateSetup::Dir(path.to_owned()),
+        None => StateSetup::Usual,
+    }
+}
+
+/// How an image without names is opened that a tool only reads: it warns where changes are missing that a server answered before it
+/// died.
+pub fn read_only(format: Option<ImageFormat>, state: StateUse) -> ImageOptions {
+    ImageOptions {
+        format,
+        access: Access::ReadOnly,
+        cache: CacheMode::Writeback,
+        discard: Discard::Unmap,
+        detect_zeroes: DetectZeroes::Off,
+        locking: Locking::Held,
+        state,
+        allowed_paths: AllowedPaths::default(),
+    }
+}

@@ -1,0 +1,162 @@
+//! Names of all kinds in a tree of folders and links, and the walk against the kernel.
+
+use std::fs;
+use std::os::unix::fs::symlink;
+
+use super::beneath::walk_beneath;
+use super::*;
+
+/// A tree with an image's folder `own`, a neighbour, and links of all kinds.
+fn tree() -> tempfile::TempDir {
+    let top = tempfile::tempdir().unwrap();
+    let at = |name: &str| top.path().join(name);
+    for folder in ["own/below/deep", "other", "own/empty"] {
+        fs::create_dir_all(at(folder)).unwrap();
+    }
+    for file in ["own/base", "own/below/base", "own/below/deep/base", "other/base"] {
+        fs::write(at(file), file).unwrap();
+    }
+    rustix::fs::mknodat(CWD, at("own/pipe"), FileType::Fifo, Mode::RUSR, 0).unwrap();
+    symlink("below/base", at("own/link")).unwrap();
+    symlink("../base", at("own/below/up")).unwrap();
+    symlink("../other/base", at("own/out")).unwrap();
+    symlink("../other", at("own/door")).unwrap();
+    symlink(at("own/base"), at("own/absolute")).unwrap();
+    symlink(at("other/base"), at("own/away")).unwrap();
+    symlink("loop", at("own/loop")).unwrap();
+    symlink("nothing", at("own/dangling")).unwrap();
+    symlink("own", at("alias")).unwrap();
+    top
+}
+
+/// What an image in `own` gets when it names this: the file's content, or the refusal.
+fn look_up(allowed: &AllowedPaths, image: &Path, name: &Path) -> Result<String, Refusal> {
+    let folder = Folder::of_image(image).unwrap();
+    let found = allowed.look_up(&folder, name)?;
+    let link = format!("/proc/self/fd/{}", std::os::fd::AsRawFd::as_raw_fd(&found.descriptor));
+    Ok(fs::read_to_string(link).unwrap())
+}
+
+#[test]
+fn files_below_the_folder_of_the_image_may_be_named() {
+    let top = tree();
+    let image = top.path().join("own/image");
+    let own = top.path().join("own");
+    for (name, file) in [
+        ("base".into(), "own/base"),
+        ("./below/../base".into(), "own/base"),
+        ("below/deep/base".into(), "own/below/deep/base"),
+        ("link".into(), "own/below/base"),
+        ("below/up".into(), "own/base"),
+        ("absolute".into(), "own/base"),
+        ("../own/base".into(), "own/base"),
+        (own.join("base"), "own/base"),
+        (top.path().join("alias/below/base"), "own/below/base"),
+    ] {
+        let found = look_up(&AllowedPaths::default(), &image, &name);
+        assert_eq!(found.unwrap(), file, "{}", name.display());
+    }
+}
+
+#[test]
+fn what_lies_elsewhere_is_refused_until_it_is_allowed() {
+    let top = tree();
+    let image = top.path().join("own/image");
+    let other = top.path().join("other");
+    let names = ["../other/base".into(), "out".into(), "away".into(), "door/base".into()];
+    let allowed = AllowedPaths::new(&[&other]).unwrap();
+    let file = AllowedPaths::new(&[other.join("base")]).unwrap();
+    for name in names.into_iter().chain([other.join("base")]) {
+        let refused = look_up(&AllowedPaths::default(), &image, &name);
+        assert!(matches!(refused, Err(Refusal::Outside)), "{}: {refused:?}", name.display());
+        for allowed in [&allowed, &file] {
+            assert_eq!(look_up(allowed, &image, &name).unwrap(), "other/base");
+        }
+    }
+    // Nothing but what was allowed.
+    for name in ["/etc/shadow", "../../../../../../../etc/passwd", "/proc/self/environ"] {
+        let refused = look_up(&allowed, &image, Path::new(name));
+        assert!(matches!(refused, Err(Refusal::Outside)), "{name}: {refused:?}");
+    }
+}
+
+#[test]
+fn what_is_no_regular_file_is_refused_and_not_opened() {
+    let top = tree();
+    let image = top.path().join("own/image");
+    for name in ["pipe", "below", ".", "empty"] {
+        // To open the pipe would wait for a writer.
+        let refused = look_up(&AllowedPaths::default(), &image, Path::new(name));
+        assert!(matches!(refused, Err(Refusal::NotRegular(_))), "{name}: {refused:?}");
+    }
+    for (name, allowed) in [("/dev/zero", "/dev"), ("/dev/null", "/dev/null")] {
+        let allowed = AllowedPaths::new(&[allowed]).unwrap();
+        let refused = look_up(&allowed, &image, Path::new(name));
+        assert!(matches!(refused, Err(Refusal::NotRegular(_))), "{name}: {refused:?}");
+    }
+}
+
+#[test]
+fn a_file_is_missing_only_where_it_may_be_named() {
+    let top = tree();
+    let image = top.path().join("own/image");
+    let none = AllowedPaths::default();
+    let inside = ["gone".into(), "dangling".into(), top.path().join("own/gone")];
+    for name in inside {
+        let missing = look_up(&none, &image, &name);
+        assert!(matches!(missing, Err(Refusal::Host(Errno::NOENT))), "{missing:?}");
+    }
+    for name in ["../gone", "/gone/base"] {
+        let refused = look_up(&none, &image, Path::new(name));
+        assert!(matches!(refused, Err(Refusal::Outside)), "{name}: {refused:?}");
+    }
+}
+
+#[test]
+fn the_next_image_is_judged_from_its_own_folder() {
+    let top = tree();
+    let none = AllowedPaths::default();
+    let folder = Folder::of_image(&top.path().join("own/image")).unwrap();
+    let next = none.look_up(&folder, Path::new("below/base")).unwrap().folder;
+    assert!(none.look_up(&next, Path::new("deep/base")).is_ok());
+    let above = none.look_up(&next, Path::new("../base"));
+    assert!(matches!(above, Err(Refusal::Outside)), "{above:?}");
+    // Found through a link in a folder that may not be named: names in it lead nowhere.
+    symlink(top.path().join("own/base"), top.path().join("other/link")).unwrap();
+    let found = none.look_up(&folder, Path::new("../other/link")).unwrap();
+    assert_eq!(fs::read_link(top.path().join("other/link")).unwrap().file_name().unwrap(), "base");
+    let refused = none.look_up(&found.folder, Path::new("base"));
+    assert!(matches!(refused, Err(Refusal::Outside)), "{refused:?}");
+}
+
+/// Paths of random steps: the walk finds what the kernel's `openat2` finds.
+#[test]
+fn the_walk_agrees_with_the_kernel() {
+    const STEPS: [&str; 14] = [
+        "own", "below", "deep", "base", "..", ".", "link", "up", "out", "door", "absolute", "loop",
+        "empty", "alias",
+    ];
+    let top = tree();
+    let folder = Folder::of_image(&top.path().join("x")).unwrap().descriptor.unwrap();
+    let seed = fastrand::u64(..);
+    eprintln!("seed {seed}");
+    let mut random = fastrand::Rng::with_seed(seed);
+    let mut found = 0;
+    for _ in 0..20_000 {
+        let steps: Vec<_> =
+            (0..random.usize(1..7)).map(|_| STEPS[random.usize(..STEPS.len())]).collect();
+        let name = steps.join("/");
+        for symlinks in [Symlinks::Beneath, Symlinks::None] {
+            let theirs = find_beneath(folder.as_fd(), Path::new(&name), symlinks);
+            let ours = walk_beneath(folder.as_fd(), Path::new(&name), symlinks);
+            match (theirs, ours) {
+                (Ok(theirs), Ok(ours)) => {
+                    found += 1;
+                    assert!(is_same(theirs.as_fd(), ours.as_fd()).unwrap(), "{name}");
+                }
+                (theirs, ours) => assert_eq!(theirs.err(), ours.err(), "{name} {symlinks:?}"),
+            }
+        }
+    }
+    assert!(found > 100, "{found}");
+}
