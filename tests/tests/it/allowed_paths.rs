@@ -2,7 +2,7 @@
 
 use std::fs;
 use std::os::unix::fs::symlink;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use blockhouse_tests::{
     Outcome, Scratch, Serve,
@@ -93,7 +93,7 @@ fn run(words: &[String]) -> Outcome {
 
 /// All commands refuse the image, in one line that names the option, and `serve` does.
 #[track_caller]
-fn assert_refused(host: &Host, words: Vec<Vec<String>>, image: &PathBuf, name: &str) {
+fn assert_refused(host: &Host, words: Vec<Vec<String>>, image: &Path, name: &str) {
     for words in words {
         let outcome = run(&words).failure(REASON);
         assert!(outcome.stderr.contains(name), "{}", outcome.describe(name));
