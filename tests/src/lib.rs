@@ -14,6 +14,7 @@ pub mod hostile;
 pub mod image_tool;
 mod loop_device;
 mod matrix;
+pub mod metrics;
 pub mod need;
 mod scratch;
 mod server;

@@ -41,6 +41,13 @@ pub fn tools(programs: &[&str]) -> Result<(), String> {
     if missing.is_empty() { Ok(()) } else { Err(format!("not installed: {}", missing.join(", "))) }
 }
 
+/// The program that checks Prometheus' files: on the search path, or where `cargo xtask test` has put it.
+pub fn promtool() -> Result<PathBuf, String> {
+    let unpacked = std::env::var_os("BLOCKHOUSE_PROMTOOL").map(PathBuf::from);
+    let found = unpacked.or_else(|| find_program("promtool"));
+    found.ok_or_else(|| "not installed: promtool".into())
+}
+
 /// A module of the system's Python.
 pub fn python_module(name: &str) -> Result<(), String> {
     let outcome = run(Command::new("/usr/bin/python3").args(["-c", &format!("import {name}")]));

@@ -21,6 +21,11 @@ pub fn run(workspace: &Workspace, args: &[String]) -> Result<()> {
         tests.arg("--workspace");
     }
     tests.args(args).current_dir(workspace.root()).env("BLOCKHOUSE_BIN", binary);
+    match apt::unpack("prometheus", "usr/bin/promtool", &workspace.root().join("target/tools")) {
+        Ok(promtool) => drop(tests.env("BLOCKHOUSE_PROMTOOL", promtool)),
+        // The tests that need it are skipped, and say so.
+        Err(error) => println!("xtask: no promtool: {error:#}"),
+    }
     process::run(tests)?;
     if args.is_empty() {
         loom::run(workspace)?;

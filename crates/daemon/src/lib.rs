@@ -8,6 +8,7 @@
 //! - [`run()`]: the process: signals, start, upgrade, stop
 //! - [`Service`]: disks, exports and the control socket, while they are served
 //! - [`control`]: what a user may ask of a running server, and the client that asks
+//! - [`metrics`]: what is measured of all that runs
 //! - `hand_over`: another process goes on
 //! - `watchdog`, `pid_file`, `stopping_notice`: what service managers are told
 //! - `workers`, `sockets`, `vhost_user`, `open`: threads, listening sockets, devices, images
@@ -17,6 +18,7 @@ pub mod control;
 mod hand_over;
 mod io_poll;
 pub mod limits;
+pub mod metrics;
 pub mod offers;
 mod open;
 mod pid_file;

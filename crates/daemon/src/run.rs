@@ -18,6 +18,7 @@ use crate::hand_over::destination::{self, TakenOver};
 use crate::hand_over::requests::UpgradeRequests;
 use crate::hand_over::source::{self, HandedOver, Outcome};
 use crate::io_poll;
+use crate::metrics::MetricsAddress;
 use crate::open::{open_image, state_use};
 use crate::pid_file::PidFile;
 use crate::service::Service;
@@ -121,6 +122,7 @@ fn start(setup: &Setup, upgrades: &UpgradeRequests) -> Result<Service> {
     let sockets = listen(setup, passed)?;
     let devices = vhost_user::listen(&setup.devices)?;
     let control = setup.control.as_deref().map(bind_private).transpose()?;
+    let metrics = setup.metrics.as_ref().map(MetricsAddress::bind).transpose()?;
     let state = state_use(&setup.state, &setup.disks)?;
     let open = |disk: &_| open_image(&workers, disk, &state).map(Arc::new);
     let disks = setup.disks.iter().map(open).collect::<Result<Vec<_>>>()?;
@@ -128,6 +130,9 @@ fn start(setup: &Setup, upgrades: &UpgradeRequests) -> Result<Service> {
     service.add_devices(devices, setup)?;
     if let Some(socket) = control {
         service.add_control(socket, setup, upgrades.clone())?;
+    }
+    if let Some(bound) = metrics {
+        service.add_metrics(bound, setup)?;
     }
     Ok(service)
 }
@@ -141,6 +146,7 @@ fn take_over(setup: &Setup, upgrades: &UpgradeRequests) -> Result<Service> {
     if let Some(socket) = control {
         service.add_control(socket, setup, upgrades.clone())?;
     }
+    service.add_metrics_when_free(setup)?;
     tracing::info!("took over from process {source}");
     Ok(service)
 }

@@ -15,6 +15,7 @@ use sd_notify::NotifyState;
 
 use crate::control::{Closed, Control};
 use crate::hand_over::requests::UpgradeRequests;
+use crate::metrics::{self, DiskList, MetricsServer};
 use crate::offers::Offer;
 use crate::setup::Setup;
 use crate::sockets::ListenSocket;
@@ -34,6 +35,7 @@ pub struct Service {
     sockets: Vec<ServedSocket>,
     devices: Vec<ServedDevice>,
     control: Option<Control>,
+    metrics: Option<MetricsServer>,
     /// The addresses of the exports.
     ready: Vec<ReadyLine>,
 }
@@ -120,8 +122,8 @@ impl Service {
             ready.extend(offers.iter().map(uri).map(ReadyLine::Nbd));
             served.push(ServedSocket { listener, address, offers, file });
         }
-        let (devices, control) = (Vec::new(), None);
-        Ok(Self { workers, disks, server, sockets: served, devices, control, ready })
+        let (devices, control, metrics) = (Vec::new(), None, None);
+        Ok(Self { workers, disks, server, sockets: served, devices, control, metrics, ready })
     }
 
     /// Serves vhost-user-blk devices: the first socket has the first image and so on, or
@@ -150,6 +152,30 @@ impl Service {
         let engine = setup.loops.engine;
         self.control = Some(Control::start(socket, engine, &images, &self.disks, upgrades)?);
         Ok(())
+    }
+
+    /// Serves metrics at a listening socket.
+    pub(crate) fn add_metrics(&mut self, bound: BoundSocket, setup: &Setup) -> Result<()> {
+        let disks = self.measured(setup);
+        self.metrics = Some(MetricsServer::start(bound, setup.loops.engine, disks)?);
+        Ok(())
+    }
+
+    /// As [`add_metrics`](Self::add_metrics), once the process that another one goes on for has ended.
+    pub(crate) fn add_metrics_when_free(&mut self, setup: &Setup) -> Result<()> {
+        let Some(address) = setup.metrics.clone() else { return Ok(()) };
+        let (engine, disks) = (setup.loops.engine, self.measured(setup));
+        self.metrics = Some(MetricsServer::start_when_free(address, engine, disks)?);
+        Ok(())
+    }
+
+    /// The disks that there are, under their names.
+    fn measured(&self, setup: &Setup) -> DiskList {
+        let named =
+            |(index, disk): (usize, &HostDisk)| (setup.offers.label(index), Arc::clone(disk));
+        let disks =
+            metrics::with_distinct_names(self.disks.iter().enumerate().map(named).collect());
+        Arc::new(move || disks.clone())
     }
 
     /// The loops.
@@ -203,6 +229,8 @@ impl Service {
     pub(crate) fn leave(mut self) {
         // So that the client that asked for it gets its answer.
         self.control.take().into_iter().for_each(Control::leave);
+        // The other process waits for its address.
+        self.metrics.take().into_iter().for_each(MetricsServer::stop);
         std::mem::forget(self);
     }
 
@@ -263,7 +291,9 @@ impl Service {
 
     /// Stops accepting, completes what is in flight, and flushes.
     pub(crate) fn end(self) -> Result<()> {
-        let Self { workers, disks, server, sockets, devices, control, .. } = self;
+        let Self { workers, disks, server, sockets, devices, control, metrics, .. } = self;
+        // So that nothing else holds the disks.
+        metrics.into_iter().for_each(MetricsServer::stop);
         // While the workers still execute what it may wait for.
         control.into_iter().for_each(Control::stop);
         devices.into_iter().for_each(ServedDevice::stop);

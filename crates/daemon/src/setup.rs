@@ -10,6 +10,7 @@ use blockhouse_nbd::Limits;
 use blockhouse_nbd::uri::Address;
 use blockhouse_vhost_user::RegisteredMemory;
 
+use crate::metrics::MetricsAddress;
 use crate::offers::{Offer, Offers};
 use crate::workers::LoopOptions;
 
@@ -40,6 +41,8 @@ pub struct Setup {
     pub control: Option<PathBuf>,
     /// The file that names the process while it serves.
     pub pid_file: Option<PathBuf>,
+    /// Where the metrics are served.
+    pub metrics: Option<MetricsAddress>,
     /// Whether to go on with what the process serves that has started this one, instead of starting anew.
     pub hand_over: bool,
 }

@@ -64,7 +64,8 @@ mod vm_state;
 mod write;
 
 pub use blockhouse_format::{
-    Backing, CheckReport, Compression, DataFile, Features, ImageFormat, Replay, Snapshot,
+    Backing, CacheCounts, CheckReport, Compression, DataFile, Features, ImageFormat, Replay,
+    Snapshot,
 };
 pub use disk::{Disk, LayerInfo};
 pub use layer::{BlockStatus, BlockStatusCache, MapEntry, MapEntryKind};

@@ -3,7 +3,7 @@
 use blockhouse_core::{ByteRange, Result, Storage};
 
 use crate::qcow2;
-use crate::{Backing, CheckReport, Compression, DataFile, Features, Format};
+use crate::{Backing, CacheCounts, CheckReport, Compression, DataFile, Features, Format};
 
 impl<S: Storage> Format<S> {
     /// The format's name, as on the command line.
@@ -87,6 +87,14 @@ impl<S: Storage> Format<S> {
         match self {
             Self::Raw(_) => None,
             Self::Qcow2(qcow2) => Some(qcow2.features()),
+        }
+    }
+
+    /// How often parts of the metadata were found in memory, and had to be read; `None` where the format has none.
+    pub fn cache_counts(&self) -> Option<CacheCounts> {
+        match self {
+            Self::Raw(_) => None,
+            Self::Qcow2(qcow2) => Some(qcow2.cache_counts()),
         }
     }
 

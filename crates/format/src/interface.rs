@@ -75,3 +75,12 @@ pub enum Discard {
     /// They are acknowledged and nothing happens, and zero writes keep their space.
     Ignore,
 }
+
+/// Look-ups of metadata since the image was opened, by where it was found.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct CacheCounts {
+    /// In memory.
+    pub hits: u64,
+    /// On the host, from where it was read.
+    pub misses: u64,
+}

@@ -39,7 +39,7 @@ mod snapshots;
 
 pub use format::Format;
 pub use image_format::ImageFormat;
-pub use interface::{Abort, Access, Discard, Intent, MetadataSync, Replay};
+pub use interface::{Abort, Access, CacheCounts, Discard, Intent, MetadataSync, Replay};
 pub use open::{OpenOptions, create, initial_file_size};
 pub use preallocate::{SpaceMode, preallocate};
 pub use qcow2::{

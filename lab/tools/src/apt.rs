@@ -3,7 +3,7 @@
 //! A package counts as present when what we use of it works, so hand-built tools are as good. Nothing is
 //! installed unless the user is root; other users get the exact command to run.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::Instant;
 
@@ -44,6 +44,7 @@ pub const FOR_TESTS: &[Package] = &[
     Package { name: "libnbd-bin", probe: Probe::Programs(&["nbdinfo", "nbdcopy"]) },
     PYTHON_LIBNBD,
     Package { name: "python3-jsonschema", probe: Probe::PythonModule("jsonschema") },
+    Package { name: "python3-prometheus-client", probe: Probe::PythonModule("prometheus_client") },
     Package { name: "chromium", probe: Probe::Programs(&["chromium"]) },
     NBDKIT,
     FIO,
@@ -68,6 +69,40 @@ pub const FOR_KILLS: &[Package] = &[QEMU_UTILS, PYTHON_LIBNBD];
 
 /// What `cargo xtask fuzz` needs: libFuzzer is compiled from C++.
 pub const FOR_FUZZING: &[Package] = &[Package { name: "g++", probe: Probe::Programs(&["c++"]) }];
+
+/// A program out of a package that is not to be installed as a whole, because that would start a service. It is
+/// unpacked into `folder`, unless it is there already or on the search path. `path` is where the package has it.
+///
+/// # Errors
+/// When there is no such package, or it has no such program.
+pub fn unpack(package: &str, path: &str, folder: &Path) -> Result<PathBuf> {
+    let name = Path::new(path).file_name().expect("a program has a name");
+    if let Some(found) = find_program(&name.to_string_lossy()) {
+        return Ok(found);
+    }
+    let unpacked = folder.join(package);
+    let program = unpacked.join(path);
+    if program.exists() {
+        return Ok(program);
+    }
+    std::fs::create_dir_all(&unpacked)?;
+    let mut download = apt_get(&["download", package]);
+    download.current_dir(&unpacked);
+    run(download)?;
+    for entry in unpacked.read_dir()? {
+        let archive = entry?.path();
+        if archive.extension().is_some_and(|extension| extension == "deb") {
+            let mut unpack = Command::new("dpkg-deb");
+            unpack.arg("--extract").arg(&archive).arg(&unpacked);
+            run(unpack)?;
+            std::fs::remove_file(archive)?;
+        }
+    }
+    match program.exists() {
+        true => Ok(program),
+        false => bail!("the Debian package {package} has no {path}"),
+    }
+}
 
 /// Makes sure that all `packages` are there: installs the missing ones if we are root, else fails
 /// with the command that would.

@@ -25,6 +25,7 @@ mod io_poll;
 mod locks;
 mod lost_writes;
 mod manual;
+mod metrics;
 mod preallocation;
 mod qemu_matrix;
 mod random_requests;

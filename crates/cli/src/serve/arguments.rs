@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use blockhouse_daemon::LoopOptions;
 use blockhouse_daemon::limits::{self, Limit};
+use blockhouse_daemon::metrics::MetricsAddress;
 use blockhouse_daemon::offers::{Offer, Offers};
 use blockhouse_daemon::setup::{DiskSetup, Setup, StateSetup};
 use blockhouse_daemon::size;
@@ -68,6 +69,12 @@ pub struct Arguments {
     /// Write the process id to this file when everything listens; it is removed at the end.
     #[arg(long, value_name = "FILE")]
     pid_file: Option<PathBuf>,
+    /// Serve metrics in the form of OpenMetrics to Prometheus and 'blockhouse top' here: 127.0.0.1:PORT, or unix:PATH for
+    /// this user alone.
+    ///
+    /// They are at /metrics, and as JSON at /metrics.json. docs/metrics.md says what each one means.
+    #[arg(long, value_name = "127.0.0.1:PORT|unix:PATH", value_parser = ValueParser::new(str::parse::<MetricsAddress>))]
+    metrics: Option<MetricsAddress>,
     /// How many queues a guest may use on a vhost-user-blk device; they are spread over the workers.
     /// Left out, one for each processor.
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=256))]
@@ -218,6 +225,7 @@ impl Arguments {
             limits: limits::limits(&self.limits),
             control: self.control.clone(),
             pid_file: self.pid_file.clone(),
+            metrics: self.metrics.clone(),
             hand_over: self.hand_over,
         }
     }

@@ -24,7 +24,7 @@ use blockhouse_core::{
     Alignment, ByteRange, Capabilities, Error, ErrorKind, Offload, Result, Storage, WriteCache,
 };
 use blockhouse_format::{
-    Backing, CheckReport, Compression, DataFile, Features, Format, ImageFormat,
+    Backing, CacheCounts, CheckReport, Compression, DataFile, Features, Format, ImageFormat,
 };
 
 use crate::durability::FlushTracker;
@@ -247,6 +247,11 @@ impl<S: Storage> Disk<S> {
         });
         let storages: Vec<&HostStats> = storages.collect();
         stats::gather(self.layer().stats(), &storages)
+    }
+
+    /// Look-ups of the image's metadata; `None` where the format has none.
+    pub fn metadata_cache(&self) -> Option<CacheCounts> {
+        self.format().cache_counts()
     }
 
     /// Counts a client that uses the disk by this kind of export, until the guard is dropped.

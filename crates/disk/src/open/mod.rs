@@ -4,6 +4,7 @@
 //! raw disk. The file's name decides unless the caller does, and an image that is opened as raw but
 //! looks like something else is refused.
 
+mod allocated_space;
 mod allowed_paths;
 mod chain;
 mod create;

@@ -84,6 +84,23 @@ impl HostFile {
         size.map_err(|error| Error::host("cannot find the size", error).on(&self.name))
     }
 
+    /// The space that the file takes on the host in bytes; all of a block device.
+    ///
+    /// # Errors
+    /// The host's.
+    pub fn query_allocated(&self) -> Result<u64> {
+        match self.kind {
+            FileKind::BlockDevice => self.query_size(),
+            FileKind::Regular => {
+                let status = rustix::fs::fstat(&*self.file);
+                let status =
+                    status.map_err(|error| self.error("cannot find the space taken", error))?;
+                // In units of 512 bytes, whatever the file system's blocks are.
+                Ok((status.st_blocks as u64).saturating_mul(512))
+            }
+        }
+    }
+
     /// Records that the file is at least this long.
     pub fn set_min_size(&self, size: u64) {
         self.size.fetch_max(size, Relaxed);

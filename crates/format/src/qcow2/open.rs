@@ -19,6 +19,8 @@
 
 use blockhouse_core::{Error, ErrorKind, Result, Storage, SyncMode};
 
+use crate::CacheCounts;
+
 use super::allocator::{Allocator, BackwardScan, MIN_WAITING};
 use super::check::disk_refcounts::{DiskRefcounts, beside};
 use super::check::references::References;
@@ -187,6 +189,11 @@ impl<S: Storage> Qcow2<S> {
             truncate_file(&self.metadata).await?;
         }
         self.metadata.finish().await
+    }
+
+    /// How often parts of the metadata were found in memory, and had to be read.
+    pub fn cache_counts(&self) -> CacheCounts {
+        self.metadata.lock().tables.cache_counts()
     }
 
     /// What the image says of itself.

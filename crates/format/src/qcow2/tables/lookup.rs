@@ -99,7 +99,7 @@ impl Tables {
     /// Blocked by a cache miss where the slice is not cached; slices of tables that are not on disk yet
     /// are made.
     pub(crate) fn ensure(&mut self, id: SliceId) -> Step<()> {
-        if let Some(slice) = self.cache.get(id.offset) {
+        if let Some(slice) = self.cache.look_up(id.offset) {
             if slice.kind == id.kind {
                 return Ok(());
             }

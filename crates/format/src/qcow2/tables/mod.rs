@@ -32,6 +32,7 @@ use std::sync::Arc;
 
 use blockhouse_core::{Error, ErrorKind};
 
+use crate::CacheCounts;
 use crate::qcow2::layout::geometry::Geometry;
 use crate::qcow2::layout::header::Header;
 
@@ -211,6 +212,11 @@ impl Tables {
     /// Whether at most `limit` slices are dirty and all data that they refer to is stable.
     pub(crate) fn has_few_dirty(&self, limit: usize) -> bool {
         self.cache.has_few_dirty(limit)
+    }
+
+    /// How often slices were found in memory, and had to be read.
+    pub(crate) fn cache_counts(&self) -> CacheCounts {
+        self.cache.counts()
     }
 
     /// Starts to read a slice that was found missing.

@@ -14,6 +14,8 @@ use std::sync::Arc;
 
 use event_listener::{Event, EventListener};
 
+use crate::CacheCounts;
+
 /// Which entries of a slice.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Entries([u64; 8]);
@@ -73,6 +75,8 @@ pub(crate) struct Slice {
     /// Entries that are dirty or under writeback and whose data only a flush makes stable.
     unstable: Entries,
     used: bool,
+    /// Whether it was read, and not looked at since.
+    is_new: bool,
     /// The step that looked at it last.
     step: u64,
 }
@@ -108,6 +112,7 @@ pub(crate) struct SliceCache {
     dirty: BTreeSet<u64>,
     loading: HashMap<u64, Arc<Event>>,
     step: u64,
+    counts: CacheCounts,
 }
 
 /// What to do about a slice that is not there.
@@ -139,12 +144,13 @@ impl SliceCache {
             dirty: BTreeSet::new(),
             loading: HashMap::new(),
             step: 0,
+            counts: CacheCounts::default(),
         }
     }
 
     /// One as large, without anything in it.
     pub(crate) fn emptied(&self) -> Self {
-        Self::new(self.capacity)
+        Self { counts: self.counts, ..Self::new(self.capacity) }
     }
 
     /// A step begins: what it looks at stays cached until the next one.
@@ -156,6 +162,21 @@ impl SliceCache {
         let slice = &mut self.slots[*self.index.get(&offset)?].1;
         (slice.used, slice.step) = (true, self.step);
         Some(slice)
+    }
+
+    /// As [`get`](Self::get), for a step that cannot go on without the slice: a hit, unless it was read for that.
+    pub(crate) fn look_up(&mut self, offset: u64) -> Option<&Slice> {
+        let slot = *self.index.get(&offset)?;
+        match std::mem::take(&mut self.slots[slot].1.is_new) {
+            true => self.counts.misses += 1,
+            false => self.counts.hits += 1,
+        }
+        self.get(offset)
+    }
+
+    /// How often slices were found, and had to be read.
+    pub(crate) fn counts(&self) -> CacheCounts {
+        self.counts
     }
 
     /// The bytes of a cached slice, to change its `index`-th entry.
@@ -211,7 +232,8 @@ impl SliceCache {
     /// Takes the bytes that were read for `fetch`, unless the slice was made anew meanwhile.
     pub(crate) fn loaded(&mut self, id: SliceId, ticket: &Arc<Event>, bytes: Box<[u8]>) {
         if self.is_loading(id.offset, ticket) {
-            self.insert(id, bytes);
+            let slot = self.insert(id, bytes);
+            self.slots[slot].1.is_new = true;
         }
     }
 
@@ -244,7 +266,7 @@ impl SliceCache {
     }
 
     /// Caches a slice, in place of a clean one if that is possible.
-    pub(crate) fn insert(&mut self, id: SliceId, bytes: Box<[u8]>) {
+    pub(crate) fn insert(&mut self, id: SliceId, bytes: Box<[u8]>) -> usize {
         let slice = Slice {
             kind: id.kind,
             bytes,
@@ -252,6 +274,7 @@ impl SliceCache {
             writeback: Entries::default(),
             unstable: Entries::default(),
             used: true,
+            is_new: false,
             step: self.step,
         };
         let slot = match self.victim() {
@@ -266,6 +289,7 @@ impl SliceCache {
             }
         };
         self.index.insert(id.offset, slot);
+        slot
     }
 
     /// A clean slice that was not used since the hand passed; `None` below the capacity, or when all are

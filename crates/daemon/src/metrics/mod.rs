@@ -1,0 +1,20 @@
+//! Metrics: what is measured of everything that runs, as OpenMetrics, as Prometheus' older text, and as JSON.
+//!
+//! - [`families`]: the names, kinds and meanings of all metrics, in one table; docs/metrics.md explains them.
+//! - [`gather`](gather()): the values, read from the disks when somebody asks. Nothing is kept between two readings.
+//! - [`text`], [`json`]: the forms.
+//! - [`http`], `server`: the socket of `--metrics`.
+
+mod families;
+mod gather;
+pub(crate) mod http;
+mod json;
+mod server;
+mod text;
+
+pub use families::{FAMILIES, Family, Kind};
+pub use gather::{MeasuredDisk, Sample, Samples, StartTime, Value, gather, with_distinct_names};
+pub use json::to_json;
+pub use server::MetricsAddress;
+pub(crate) use server::{DiskList, MetricsServer};
+pub use text::{Form, to_text};

@@ -1,0 +1,266 @@
+//! The socket of `--metrics`: who connects and asks by HTTP gets the metrics.
+//!
+//! It has a loop of its own, so that writing the text keeps no guest's read waiting. Guarantees: at most [`MAX_CLIENTS`]
+//! clients at once, each with one request and one answer, for [`TIMEOUT`] each; further ones are disconnected.
+
+use std::fmt;
+use std::io;
+use std::net::SocketAddr;
+use std::path::PathBuf;
+use std::pin::pin;
+use std::sync::Arc;
+use std::time::Duration;
+
+use anyhow::{Context, Result};
+use blockhouse_core::{Buffer, IoVectorList};
+use blockhouse_engine::{EngineChoice, FixedFiles, IoPoll, Listener, Stream, Submission, sleep};
+use blockhouse_nbd::uri::Address;
+use blockhouse_nbd::{BoundSocket, bind, bind_private};
+use futures_channel::oneshot;
+use futures_util::future::{Either, FutureExt, LocalBoxFuture, select};
+use futures_util::stream::{FuturesUnordered, StreamExt, unfold};
+
+use super::gather::{MeasuredDisk, StartTime, gather};
+use super::http::{self, Request, Resource};
+use super::json::to_json;
+use super::text::to_text;
+use crate::workers::{LoopOptions, Workers};
+
+/// Connections at the same time.
+const MAX_CLIENTS: usize = 8;
+/// How long a client may take to send its request, and again to receive its answer.
+const TIMEOUT: Duration = Duration::from_secs(10);
+/// The delay after a connection could not be accepted.
+const RETRY_DELAY: Duration = Duration::from_millis(100);
+/// Bytes that one system call receives.
+const RECEIVE_SIZE: usize = 4096;
+
+/// Where metrics are served.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum MetricsAddress {
+    /// A TCP port of this machine itself.
+    Loopback(SocketAddr),
+    /// A Unix socket that its owner alone may connect to.
+    Unix(PathBuf),
+}
+
+impl std::str::FromStr for MetricsAddress {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        if let Some(path) = text.strip_prefix("unix:") {
+            return match path {
+                "" => Err("a path is missing: unix:PATH".into()),
+                path => Ok(Self::Unix(path.into())),
+            };
+        }
+        let what = "use 127.0.0.1:PORT, [::1]:PORT or unix:PATH";
+        let address: SocketAddr = text.parse().map_err(|_| what.to_owned())?;
+        match address.ip().is_loopback() {
+            true => Ok(Self::Loopback(address)),
+            false => Err(format!("{what}; for other machines put a server with TLS before it")),
+        }
+    }
+}
+
+impl fmt::Display for MetricsAddress {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Loopback(address) => write!(f, "http://{address}/metrics"),
+            Self::Unix(path) => write!(f, "unix:{}", path.display()),
+        }
+    }
+}
+
+impl MetricsAddress {
+    /// Listens there.
+    ///
+    /// # Errors
+    /// The kernel's, and where another process listens there.
+    pub fn bind(&self) -> Result<BoundSocket> {
+        match self {
+            Self::Unix(path) => bind_private(path),
+            Self::Loopback(address) => {
+                bind(&Address::Tcp { host: address.ip().to_string(), port: address.port() })
+            }
+        }
+        .with_context(|| format!("--metrics {self}"))
+    }
+}
+
+/// Says which disks there are at the moment.
+pub type DiskList = Arc<dyn Fn() -> Vec<MeasuredDisk> + Send + Sync>;
+
+/// Metrics that are served.
+pub struct MetricsServer {
+    workers: Workers,
+    stop: oneshot::Sender<()>,
+    over: Submission<()>,
+}
+
+/// What clients are answered from.
+struct Served {
+    disks: DiskList,
+    started: StartTime,
+}
+
+impl MetricsServer {
+    /// Serves the metrics of these disks at a listening socket.
+    ///
+    /// # Errors
+    /// When no thread can be had for it.
+    pub fn start(bound: BoundSocket, engine: EngineChoice, disks: DiskList) -> Result<Self> {
+        Self::start_at(engine, disks, async move || bound)
+    }
+
+    /// As [`start`](Self::start), as soon as the address is free: the process that served there before is about to end.
+    ///
+    /// # Errors
+    /// As [`start`](Self::start).
+    pub fn start_when_free(
+        address: MetricsAddress,
+        engine: EngineChoice,
+        disks: DiskList,
+    ) -> Result<Self> {
+        Self::start_at(engine, disks, async move || {
+            loop {
+                match address.bind() {
+                    Ok(bound) => return bound,
+                    Err(error) => tracing::debug!("metrics have to wait: {error:#}"),
+                }
+                sleep(RETRY_DELAY).await;
+            }
+        })
+    }
+
+    fn start_at(
+        engine: EngineChoice,
+        disks: DiskList,
+        bind: impl AsyncFnOnce() -> BoundSocket + Send + 'static,
+    ) -> Result<Self> {
+        let (polling, fixed_files, io_poll) = (Duration::ZERO, FixedFiles::Off, IoPoll::Off);
+        let workers = Workers::start(1, LoopOptions { engine, polling, fixed_files, io_poll })?;
+        let (stop, stopped) = oneshot::channel();
+        let served = Served { disks, started: StartTime::now() };
+        let over = workers.first().spawn(move || async move {
+            let serving = async {
+                let bound = bind().await;
+                if let Err(error) = serve(bound, &served).await {
+                    tracing::error!("metrics are not served: {error}");
+                }
+            };
+            // What is in flight is dropped: nobody loses anything by that.
+            select(pin!(serving), stopped).await;
+        });
+        Ok(Self { workers, stop, over })
+    }
+
+    /// Ends, and removes the socket's file.
+    pub fn stop(self) {
+        // It may have ended already.
+        let _ = self.stop.send(());
+        let _ = self.over.wait();
+        self.workers.stop();
+    }
+}
+
+/// Accepts and answers for ever.
+async fn serve(bound: BoundSocket, served: &Served) -> io::Result<()> {
+    let BoundSocket { socket, file, address } = bound;
+    let listener = Listener::new(socket)?;
+    // Declared after the listener, so dropped while that still listens: see `SocketFile`.
+    let _file = file;
+    if let Address::Tcp { host, port } = address {
+        tracing::info!("metrics at http://{host}:{port}/metrics");
+    }
+    let accepted = unfold(listener.clone(), |listener| async move {
+        let accepted = listener.accept().await;
+        if accepted.is_err() {
+            sleep(RETRY_DELAY).await;
+        }
+        Some((accepted, listener))
+    });
+    let mut accepted = pin!(accepted.fuse());
+    let mut clients: FuturesUnordered<LocalBoxFuture<'_, ()>> = FuturesUnordered::new();
+    loop {
+        futures_util::select! {
+            () = clients.select_next_some() => {}
+            connection = accepted.select_next_some() => match connection {
+                Ok(stream) if clients.len() < MAX_CLIENTS => {
+                    clients.push(serve_client(stream, served).boxed_local());
+                }
+                Ok(stream) => drop(stream),
+                Err(error) => tracing::warn!("cannot accept a metrics connection: {error}"),
+            },
+        }
+    }
+}
+
+/// Answers one request. A client that is gone or too slow gets none.
+async fn serve_client(stream: Stream, served: &Served) {
+    let received = match select(pin!(receive_request(&stream)), pin!(sleep(TIMEOUT))).await {
+        Either::Left((received, _)) => received,
+        Either::Right(_) => None,
+    };
+    let answer = match received {
+        Some(Ok(request)) => answer(request, served),
+        Some(Err(refusal)) => http::refuse(refusal),
+        None => return,
+    };
+    let Ok(mut buffer) = Buffer::try_new(answer.len()) else { return };
+    buffer.bytes_mut().copy_from_slice(&answer);
+    drop(answer);
+    let mut list = IoVectorList::new();
+    list.push(buffer.lend());
+    let _ = select(pin!(stream.send(list)), pin!(sleep(TIMEOUT))).await;
+    stream.shutdown();
+}
+
+/// Receives a request; `None` where the client has gone.
+async fn receive_request(stream: &Stream) -> Option<Result<Request, http::Refusal>> {
+    let mut buffer = Buffer::try_new(RECEIVE_SIZE).ok()?;
+    let mut received = Vec::new();
+    loop {
+        let mut list = IoVectorList::new();
+        list.push(buffer.lend());
+        let (count, list) = stream.receive(list).await;
+        drop(list);
+        match count {
+            Ok(0) | Err(_) => return None,
+            Ok(count) => received.extend_from_slice(&buffer.bytes()[..count]),
+        }
+        match http::parse(&received) {
+            Ok(None) => {}
+            Ok(Some(request)) => return Some(Ok(request)),
+            Err(refusal) => return Some(Err(refusal)),
+        }
+    }
+}
+
+fn answer(request: Request, served: &Served) -> Vec<u8> {
+    let Request { resource, wants_body } = request;
+    let gathered = gather(served.started, &(served.disks)());
+    let (content_type, body) = match resource {
+        Resource::Text(form) => (form.content_type(), to_text(&gathered, form)),
+        Resource::Json => ("application/json", to_json(&gathered).to_string()),
+    };
+    http::answer(content_type, &body, wants_body)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_this_machine_can_be_asked_for() {
+        let unix = MetricsAddress::Unix("/run/x".into());
+        assert_eq!("unix:/run/x".parse(), Ok(unix));
+        for address in ["127.0.0.1:9100", "[::1]:0"] {
+            assert!(address.parse::<MetricsAddress>().is_ok(), "{address}");
+        }
+        for address in ["0.0.0.0:1", "10.0.0.1:80", "localhost:1", "9100", "unix:", ""] {
+            let error = address.parse::<MetricsAddress>().expect_err(address);
+            assert!(error.contains("unix:PATH"), "{error}");
+        }
+    }
+}

@@ -1,0 +1,70 @@
+//! Metrics of a running server, as anything that speaks HTTP gets them.
+
+use std::io::{Read, Write};
+use std::os::unix::net::UnixStream;
+use std::path::Path;
+use std::time::Duration;
+
+use serde_json::Value;
+
+/// More than an answer takes on a busy machine.
+const LIMIT: Duration = Duration::from_secs(20);
+
+/// All metrics at a moment.
+pub struct Metrics(Value);
+
+/// Sends bytes to a socket and returns all that comes back.
+///
+/// # Errors
+/// The kernel's.
+pub fn exchange(socket: &Path, bytes: &[u8]) -> std::io::Result<String> {
+    let mut stream = UnixStream::connect(socket)?;
+    stream.set_read_timeout(Some(LIMIT))?;
+    stream.write_all(bytes)?;
+    let mut answer = Vec::new();
+    stream.read_to_end(&mut answer)?;
+    Ok(String::from_utf8_lossy(&answer).into_owned())
+}
+
+/// The body of what is at a path; `headers` end in CR and LF each.
+///
+/// # Panics
+/// When it is not answered with 200.
+#[track_caller]
+pub fn get(socket: &Path, path: &str, headers: &str) -> String {
+    let request = format!("GET {path} HTTP/1.1\r\nHost: localhost\r\n{headers}\r\n");
+    let answer = exchange(socket, request.as_bytes()).expect("the server answers");
+    let (head, body) = answer.split_once("\r\n\r\n").expect("a head and a body");
+    assert!(head.starts_with("HTTP/1.1 200 OK\r\n"), "{head}");
+    let length = head.lines().find_map(|line| line.strip_prefix("Content-Length: "));
+    assert_eq!(length.and_then(|text| text.parse().ok()), Some(body.len()), "{head}");
+    body.to_owned()
+}
+
+impl Metrics {
+    /// Reads them.
+    ///
+    /// # Panics
+    /// When they are not answered.
+    #[track_caller]
+    pub fn read(socket: &Path) -> Self {
+        Self(serde_json::from_str(&get(socket, "/metrics.json", "")).expect("JSON"))
+    }
+
+    /// The samples of a metric that have these values of labels, among others.
+    pub fn samples(&self, name: &str, labels: &[(&str, &str)]) -> Vec<&Value> {
+        let has = |sample: &&Value| {
+            labels.iter().all(|(label, value)| sample["labels"][label].as_str() == Some(value))
+        };
+        self.0[name].as_array().into_iter().flatten().filter(has).collect()
+    }
+
+    /// The sum of the values of these samples, or of their counts where they are histograms.
+    pub fn sum(&self, name: &str, labels: &[(&str, &str)]) -> u64 {
+        let number = |sample: &&Value| {
+            let value = sample.get("value").or(sample.get("count"));
+            value.and_then(Value::as_u64).expect("a number")
+        };
+        self.samples(name, labels).iter().map(number).sum()
+    }
+}
