@@ -216,7 +216,8 @@ impl<S: Storage> Format<S> {
 
     /// Brings to the image what a process had linked that died with it open: `log` is the memory that it
     /// had attached. Durable when it returns; the log stays as it is, so that a death meanwhile loses
-    /// nothing. To be called before anything is changed, and before [`attach_redo_log`](Self::attach_redo_log).
+    /// nothing. To be called before anything is changed, and before [`attach_redo_log`](Self::attach_redo_log), of
+    /// an image that was [opened for it](Self::open_before_replay).
     ///
     /// That the log belongs to this file, and that the host has not started since, is the caller's business.
     /// Whether other programs have changed the image since is found out, but for qcow2 of version 2.
@@ -236,6 +237,15 @@ impl<S: Storage> Format<S> {
         match self {
             Self::Raw(_) => {}
             Self::Qcow2(qcow2) => qcow2.attach_redo_log(log),
+        }
+    }
+
+    /// Whether a [`replay`](Self::replay) finds out that other programs have changed the image: not of qcow2 of version
+    /// 2, of which only the storage may know.
+    pub fn has_sessions(&self) -> bool {
+        match self {
+            Self::Raw(_) => false,
+            Self::Qcow2(qcow2) => qcow2.features().version == qcow2::Version::V3,
         }
     }
 

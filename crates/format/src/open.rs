@@ -1,6 +1,6 @@
 //! Opening and creating images by the name of their format.
 
-use blockhouse_core::{Error, ErrorKind, Result, Storage, SyncMode};
+use blockhouse_core::{Error, ErrorKind, Result, StateMemory, Storage, SyncMode};
 
 use crate::{Access, Discard, Format, ImageFormat, Qcow2, Raw, qcow2};
 
@@ -28,10 +28,25 @@ impl<S: Storage> Format<S> {
     /// # Errors
     /// What [`Raw::open`] or [`Qcow2::open`] answers.
     pub async fn open(storage: S, format: ImageFormat, options: OpenOptions) -> Result<Self> {
+        Self::open_before_replay(storage, format, options, None).await
+    }
+
+    /// As [`open`](Self::open), for an image whose `log` will be [replayed](Self::replay): what opening itself
+    /// writes does not take the place of what the log refers to.
+    ///
+    /// # Errors
+    /// As [`open`](Self::open).
+    pub async fn open_before_replay(
+        storage: S,
+        format: ImageFormat,
+        options: OpenOptions,
+        log: Option<&dyn StateMemory>,
+    ) -> Result<Self> {
         Ok(match format {
             ImageFormat::Raw => Self::raw(storage)?,
             ImageFormat::Qcow2 => {
-                Self::Qcow2(Box::new(Qcow2::open(storage, options.into()).await?))
+                let image = Qcow2::open_before_replay(storage, options.into(), log).await?;
+                Self::Qcow2(Box::new(image))
             }
         })
     }

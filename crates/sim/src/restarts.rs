@@ -10,7 +10,7 @@ use std::future::Future;
 use std::rc::Rc;
 use std::sync::Arc;
 
-use blockhouse_core::Result;
+use blockhouse_core::{Error, ErrorKind, Result};
 use fastrand::Rng;
 
 use crate::guests::{Guests, Limits, Record};
@@ -33,6 +33,12 @@ pub trait Service: 'static {
 
     /// Starts a process. It gets the disks and the memory as the last one left them.
     fn start(&self, host: Host) -> impl Future<Output = Result<Self::System>> + 'static;
+
+    /// Whether the disk of a host, a device, has no room for what a start may have to write. No other start of a
+    /// process may fail for want of space.
+    fn is_full(&self, _host: &Host) -> bool {
+        false
+    }
 
     /// Whether the images, those of the [`Host`]'s disks in their order, are sound. A
     /// [closed](ImageState::Closed) one has lost no space either.
@@ -189,7 +195,9 @@ impl<T: Service> Run<'_, T> {
             may_fail: has_faults || self.is_device,
             cancel_probability: self.workload.any_cancellation(&mut self.random),
         };
-        let Some(guests) = self.start(host, limits)? else { return Ok(self.any_violent_end()) };
+        let Some(guests) = self.start(host, limits, has_faults)? else {
+            return Ok(self.any_violent_end());
+        };
         let mut tasks = guests.spawn(self.workload, &mut self.random);
         if self.random.u8(..4) == 0 {
             tasks.push(host.sim.spawn(Rc::clone(&guests).maintain_task(self.random.fork())));
@@ -213,6 +221,7 @@ impl<T: Service> Run<'_, T> {
         &mut self,
         host: &Host,
         limits: Limits,
+        has_faults: bool,
     ) -> std::result::Result<Option<Rc<Guests<T::System>>>, String> {
         self.service.check(&host.contents(), ImageState::Crashed)?;
         let starting = host.sim.spawn(self.service.start(host.clone()));
@@ -220,7 +229,8 @@ impl<T: Service> Run<'_, T> {
         let system = match (starting.output(), host.sim.is_dead()) {
             (_, true) => return Ok(None),
             (None, false) => return Err("a start waits for ever".into()),
-            (Some(Err(_)), false) if limits.may_fail => return Ok(None),
+            (Some(Err(_)), false) if has_faults => return Ok(None),
+            (Some(Err(error)), false) if self.lacks_room(host, &error) => return Ok(None),
             (Some(Err(error)), false) => return Err(format!("cannot start: {error}")),
             (Some(Ok(system)), false) => system,
         };
@@ -231,12 +241,16 @@ impl<T: Service> Run<'_, T> {
         let found = match (reading.output(), host.sim.is_dead()) {
             (_, true) => return Ok(None),
             (None, false) => return Err("a read waits for ever".into()),
-            (Some(Err(_)), false) if limits.may_fail => return Ok(None),
+            (Some(Err(_)), false) if has_faults => return Ok(None),
             (Some(found), false) => found.map_err(|error| format!("cannot be read: {error}"))?,
         };
         self.record.borrow_mut().model.begin_process(&found)?;
         self.service.check(&host.contents(), ImageState::Crashed)?;
         Ok(Some(guests))
+    }
+
+    fn lacks_room(&self, host: &Host, error: &Error) -> bool {
+        self.is_device && error.kind() == ErrorKind::NoSpace && self.service.is_full(host)
     }
 
     /// Runs until nothing happens any more, or the process dies. Looks at what a loss of power would

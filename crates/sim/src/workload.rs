@@ -75,6 +75,8 @@ pub enum Devices {
     Never,
     /// In a third of the runs it is a device, with little room after the image and anything in it.
     Sometimes,
+    /// It is such a device.
+    Always,
 }
 
 impl Workload {
@@ -92,7 +94,11 @@ impl Workload {
         size: usize,
         random: &mut Rng,
     ) -> bool {
-        let is_device = self.devices == Devices::Sometimes && random.u8(..3) == 0;
+        let is_device = match self.devices {
+            Devices::Never => false,
+            Devices::Sometimes => random.u8(..3) == 0,
+            Devices::Always => true,
+        };
         if is_device {
             config.size = Size::Fixed;
             // Room for some, all, or more than all of the disk once more.

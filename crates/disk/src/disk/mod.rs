@@ -21,7 +21,8 @@ mod resize;
 use std::sync::{Arc, OnceLock};
 
 use blockhouse_core::{
-    Alignment, ByteRange, Capabilities, Error, ErrorKind, Offload, Result, Storage, WriteCache,
+    Alignment, ByteRange, Capabilities, Error, ErrorKind, Offload, Result, StateMemory, Storage,
+    WriteCache,
 };
 use blockhouse_format::{
     Backing, CacheCounts, CheckReport, Compression, DataFile, Features, Format, ImageFormat,
@@ -30,7 +31,7 @@ use blockhouse_format::{
 use crate::durability::FlushTracker;
 use crate::layer::{BlockStatus, BlockStatusCache, Layer, MapEntry};
 use crate::options::{Access, Discard, Options};
-use crate::state::{StateFile, StatePage, TrackedFile};
+use crate::state::{StateFile, TrackedFile};
 use crate::stats::{
     self, ClientGuard, Counters, DiskMetrics, ExportKind, HostStats, Operation, RequestTimer,
 };
@@ -67,21 +68,48 @@ impl<S: Storage> Disk<S> {
     /// # Errors
     /// What [`Format::open`] answers.
     pub async fn open(storage: S, format: ImageFormat, options: Options) -> Result<Self> {
-        Self::open_with_record(storage, format, options, None).await
+        let storage = FlushTracker::new(storage, options.flush, options.access);
+        Self::open_tracked(storage, format, options, None).await
     }
 
-    /// As [`open`](Self::open). Changes that the opening itself makes are stamped in the page of a state file.
-    pub(crate) async fn open_with_record(
+    /// As [`open`](Self::open), for an image whose `log` will be [replayed](Self::replay): what opening itself
+    /// writes does not take the place of what the log refers to.
+    ///
+    /// # Errors
+    /// As [`open`](Self::open).
+    pub async fn open_before_replay(
         storage: S,
         format: ImageFormat,
         options: Options,
-        record: Option<&StatePage>,
+        log: &dyn StateMemory,
     ) -> Result<Self> {
         let storage = FlushTracker::new(storage, options.flush, options.access);
-        if let Some(page) = record {
-            storage.keep_record(page, TrackedFile::Image);
+        Self::open_tracked(storage, format, options, Some(log)).await
+    }
+
+    /// As [`open`](Self::open), with the state file that was found. Changes that the opening itself makes are stamped
+    /// in its page; its log will be replayed.
+    pub(crate) async fn open_with_state(
+        storage: S,
+        format: ImageFormat,
+        options: Options,
+        found: Option<&StateFile>,
+    ) -> Result<Self> {
+        let storage = FlushTracker::new(storage, options.flush, options.access);
+        if let Some(found) = found {
+            storage.keep_record(found.page(), TrackedFile::Image);
         }
-        let image = Format::open(storage, format, options.of_format()).await?;
+        let log = found.map(StateFile::log);
+        Self::open_tracked(storage, format, options, log.as_deref()).await
+    }
+
+    async fn open_tracked(
+        storage: FlushTracker<S>,
+        format: ImageFormat,
+        options: Options,
+        log: Option<&dyn StateMemory>,
+    ) -> Result<Self> {
+        let image = Format::open_before_replay(storage, format, options.of_format(), log).await?;
         Ok(Self::new(Layer::new(image), options))
     }
 

@@ -19,7 +19,8 @@ impl<S: Storage> Disk<S> {
 
     /// Brings to the image what a process had answered that died with it open. `log` is the memory that this
     /// process had [attached](Self::attach_redo_log), on the same boot of the host. To be called when the disk
-    /// has its data file and its backing file, and before anything is changed.
+    /// has its data file and its backing file, and before anything is changed, of a disk that was
+    /// [opened for it](Self::open_before_replay).
     ///
     /// # Errors
     /// What the storage answers, or `Corrupt`: the log is still good.

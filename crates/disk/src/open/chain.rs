@@ -238,7 +238,7 @@ async fn disk_over(
         check_not_probed(&file, path, format).await?;
     }
     let disk = match snapshot {
-        None => Disk::open_with_record(file, format, disk_options, restore.page()).await?,
+        None => Disk::open_with_state(file, format, disk_options, restore.found()).await?,
         Some(name) => Disk::open_snapshot(file, format, disk_options, name).await?,
     };
     Ok((disk, restore))

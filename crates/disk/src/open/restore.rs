@@ -34,9 +34,9 @@ use super::image_options::{ImageOptions, StateUse};
 use super::lock::Locked;
 use crate::disk::Disk;
 use crate::options::Access;
-use crate::state::{FoundState, ImageIdentity, Owner, StateDir, StateFile, StatePage};
+use crate::state::{FoundState, ImageIdentity, Owner, StateDir, StateFile};
 use examine::{identity_of, owner_of};
-use keep::{FILES, make_state};
+use keep::{FILES, NOTHING_TELLS, make_state, tells_of_changes};
 use modification::Modification;
 use pending::{refuse_pending, warn_of_pending, warn_of_session};
 
@@ -85,10 +85,10 @@ impl Restore {
         })
     }
 
-    /// The page in which changes are stamped that the opening itself makes.
-    pub(super) fn page(&self) -> Option<&StatePage> {
+    /// The state file of a process that is gone: changes that the opening itself makes are stamped in its page.
+    pub(super) fn found(&self) -> Option<&StateFile> {
         match self {
-            Self::Writer(writer) => writer.found.as_ref().map(StateFile::page),
+            Self::Writer(writer) => writer.found.as_ref(),
             Self::Reader(_) | Self::Without => None,
         }
     }
@@ -185,6 +185,9 @@ impl Writer {
             && found.changes() > 0
         {
             return Ok(Some(why));
+        }
+        if found.changes() > 0 && !tells_of_changes(disk)? {
+            return Ok(Some(NOTHING_TELLS.to_owned()));
         }
         match disk.format().replay(&*log).await? {
             Replay::Nothing => Ok(None),

@@ -17,19 +17,17 @@
 //! was opened may be wrong, and a repair could still mend them: such clusters are cut off only if no table,
 //! of the active disk or of a snapshot, refers to any of them. A crash before the cut leaves a longer file.
 
-use blockhouse_core::{Error, ErrorKind, Result, Storage, SyncMode};
+use blockhouse_core::{Error, ErrorKind, Result, StateMemory, Storage, SyncMode};
 
 use crate::CacheCounts;
 
 use super::allocator::{Allocator, BackwardScan, MIN_WAITING};
-use super::check::disk_refcounts::{DiskRefcounts, beside};
-use super::check::references::References;
 use super::check::truncation;
 use super::layout::header::{Header, Incompatible, LAZY_REFCOUNTS};
 use super::layout::{table_io, words};
 use super::mapping::Mapping;
 use super::tables::{ActiveTables, Tables};
-use super::transaction::{ImageMetadata, Transactions, show_snapshot};
+use super::transaction::{ImageMetadata, Transactions, logged_hosts, recount, show_snapshot};
 use super::writeback::Metadata;
 use super::{Access, Compression, Discard, Facts, Qcow2, Switch, Truncation, Version};
 
@@ -98,6 +96,19 @@ impl<S: Storage> Qcow2<S> {
     /// is not built or clusters are smaller than the storage's blocks; both name structure and
     /// offset. Or what the storage answers.
     pub async fn open(storage: S, options: OpenOptions) -> Result<Self> {
+        Self::open_before_replay(storage, options, None).await
+    }
+
+    /// As [`open`](Self::open), for an image whose `log` will be [replayed](Self::replay): what opening itself
+    /// writes does not take the place of what the log refers to.
+    ///
+    /// # Errors
+    /// As [`open`](Self::open).
+    pub async fn open_before_replay(
+        storage: S,
+        options: OpenOptions,
+        log: Option<&dyn StateMemory>,
+    ) -> Result<Self> {
         let header = table_io::read_header(&storage).await?;
         check_access(&storage, &header, options.access)?;
         let l1_bytes = header.l1_entries as usize * 8;
@@ -137,7 +148,7 @@ impl<S: Storage> Qcow2<S> {
             metadata.sync(SyncMode::Data).await?;
             if is_dirty {
                 metadata.begin_changes_before_replay().await?;
-                rebuild_refcounts(&metadata).await?;
+                recount(&metadata, &logged_hosts(geometry, log)).await?;
             }
         }
         Ok(Self { metadata, transactions: Transactions::new(), facts })
@@ -232,37 +243,6 @@ fn check_access<S: Storage>(storage: &S, header: &Header, access: Access) -> Res
             .hint("check --repair all removes the snapshots that cannot be used; it can be read as it is"));
     }
     Ok(())
-}
-
-/// Sets every refcount to what the tables say, durably, and marks the image as clean: for one that was not
-/// closed while its refcounts were written late.
-///
-/// # Errors
-/// `Corrupt` when the tables themselves are damaged: nothing is changed then.
-async fn rebuild_refcounts<S: Storage>(metadata: &ImageMetadata<S>) -> Result<()> {
-    let storage = metadata.storage();
-    let header = metadata.lock().tables.headers().disk().clone();
-    let references = References::count(storage, &header).await?;
-    if let Some(problem) = references.problems.first() {
-        let what = format!("refcounts cannot be rebuilt: {problem}");
-        return Err(Error::new(ErrorKind::Corrupt, what)
-            .on(storage.name())
-            .hint("repair the image (check --repair all)"));
-    }
-    let on_disk = DiskRefcounts::read(storage, &header).await?;
-    for (cluster, count, recorded) in beside(&references.counts, &on_disk) {
-        if count == recorded {
-            continue;
-        }
-        metadata
-            .step(|state| {
-                state.tables.check_dirty_limit()?;
-                state.allocator.correct_refcount(&mut state.tables, cluster, u64::from(count))
-            })
-            .await?;
-    }
-    metadata.write_everything().await?;
-    metadata.finish().await
 }
 
 /// Cuts off what lies after the last cluster in use. All changes are durable and nothing is in

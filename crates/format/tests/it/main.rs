@@ -8,6 +8,7 @@ mod qcow2_damage;
 mod qcow2_operations;
 mod qcow2_read;
 mod qcow2_repair;
+mod qcow2_replay;
 mod qcow2_snapshot;
 mod qcow2_write;
 mod raw;

@@ -5,6 +5,7 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 use blockhouse_core::Result;
 use blockhouse_engine::HostFile;
+use rustix::fs::FileType;
 
 use super::examine::{owner_of, status_of};
 use super::modification::modification_time;
@@ -40,7 +41,16 @@ pub(crate) fn make_state(
             }
         }
     };
-    let state = StateFile::create(dir, owner, disk.format().redo_log_words(), fill)?;
+    let words = disk.format().redo_log_words();
+    let has_log = words > 0 && tells_of_changes(disk)?;
+    if words > 0 && !has_log {
+        tracing::warn!(
+            "{}: no redo log is kept, because {NOTHING_TELLS}: if the server's process is killed, the image lacks what \
+             was answered and not yet flushed. Images of version 3 have one",
+            disk.name()
+        );
+    }
+    let state = StateFile::create(dir, owner, if has_log { words } else { 0 }, fill)?;
     tracing::debug!("{}: answers are kept in {}", disk.name(), state.path());
     if state.log().words() > 0 {
         disk.format().attach_redo_log(state.log());
@@ -48,6 +58,21 @@ pub(crate) fn make_state(
     disk.keep_state(state);
     Ok(())
 }
+
+/// Whether it is found out at the next opening that another program has changed the image meanwhile: by the image
+/// itself, or by the time of its file's last modification.
+///
+/// # Errors
+/// The host's.
+pub(crate) fn tells_of_changes(disk: &Disk<HostFile>) -> Result<bool> {
+    let status = status_of(disk.format().storage().storage())?;
+    let is_file = FileType::from_raw_mode(status.st_mode) == FileType::RegularFile;
+    Ok(is_file || disk.format().has_sessions())
+}
+
+/// Why an image has no redo log.
+pub(crate) const NOTHING_TELLS: &str =
+    "nothing tells whether other programs change an image of version 2 on a block device";
 
 /// The state file that the new owner of an image makes which another process hands over. Until then that process has
 /// the state file, whose log is empty.

@@ -1,11 +1,12 @@
 //! Images of every layout, with a guest's bytes in them.
 
 use std::sync::Arc;
+use std::sync::atomic::AtomicU64;
 
-use blockhouse_core::{Alignment, Buffer, Durability, Fua, Request, Result, Storage};
+use blockhouse_core::{Alignment, Buffer, Durability, Fua, Request, Result, StateMemory, Storage};
 use blockhouse_disk::{Access, CompressResult, DetectZeroes, Discard, Disk, ImageFormat, Options};
 use blockhouse_format::qcow2::{self, Backing, CreateOptions, DataFile, Switch, Version};
-use blockhouse_sim::{Config, Growth, Rng, Sim, SimDisk, Workload};
+use blockhouse_sim::{Config, Devices, Growth, Rng, Sim, SimDisk, Workload};
 
 /// What lies below an image.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -31,6 +32,7 @@ pub struct Layout {
     snapshots: u32,
     /// Whether clusters are written in compressed form, at first and later.
     pub compresses: bool,
+    devices: Devices,
     options: Options,
 }
 
@@ -93,6 +95,7 @@ impl Layout {
             below: Below::Nothing,
             snapshots: 0,
             compresses: false,
+            devices: Devices::Never,
             options: options(random),
         }
     }
@@ -122,20 +125,40 @@ impl Layout {
             below,
             snapshots: if can_share && random.u8(..3) == 0 { random.u32(1..=2) } else { 0 },
             compresses: data_file.is_none() && random.u8(..4) == 0,
+            devices: Devices::Never,
             options: options(random),
+        }
+    }
+
+    /// A qcow2 image of any layout on a block device, with refcount blocks for few clusters.
+    pub fn qcow2_on_device(random: &mut Rng) -> Self {
+        let layout = Self::qcow2(random);
+        let is_new = layout.version == Version::V3;
+        Self {
+            devices: Devices::Always,
+            cluster_size: [512, 4096][random.usize(..2)],
+            extended_l2: Switch::Off,
+            refcount_bits: if is_new && layout.refcount_bits > 1 {
+                64
+            } else {
+                layout.refcount_bits
+            },
+            ..layout
         }
     }
 
     /// A workload with some clusters, few enough to meet again and again.
     pub fn workload(&self) -> Workload {
         let sectors = match self.cluster_size {
+            512 if self.devices == Devices::Always => 80,
             512 => 40,
             4096 => 100,
             _ => 5 * self.cluster_size as usize / 512,
         };
         // Snapshots of version 2 do not say how long the disk was: it cannot grow then.
         let growth = if self.version == Version::V2 { Growth::Never } else { Growth::Sometimes };
-        Workload { sectors: sectors.min(400), growth, ..Workload::default() }
+        let devices = self.devices;
+        Workload { sectors: sectors.min(400), growth, devices, ..Workload::default() }
     }
 
     pub fn min_durability(&self) -> Durability {
@@ -257,10 +280,24 @@ impl Layout {
         backing: &BackingImages,
         wrap: impl Fn(SimDisk) -> S,
     ) -> Result<Disk<S>> {
+        let nothing = Vec::<AtomicU64>::new();
+        self.open_before_replay(sim, (storage, data), backing, wrap, &nothing).await
+    }
+
+    /// As [`open`](Self::open), for a replay of `log`.
+    pub async fn open_before_replay<S: Storage>(
+        &self,
+        sim: &Sim,
+        (storage, data): (SimDisk, Option<SimDisk>),
+        backing: &BackingImages,
+        wrap: impl Fn(SimDisk) -> S,
+        log: &dyn StateMemory,
+    ) -> Result<Disk<S>> {
         if self.format == ImageFormat::Raw {
             return Disk::raw(wrap(storage), self.options);
         }
-        let disk = Disk::open(wrap(storage), ImageFormat::Qcow2, self.options).await?;
+        let (format, storage) = (ImageFormat::Qcow2, wrap(storage));
+        let disk = Disk::open_before_replay(storage, format, self.options, log).await?;
         let disk = match data {
             Some(data) => disk.with_data(wrap(data))?,
             None => disk,

@@ -5,8 +5,10 @@
 //! Without memory that outlives the process (`State::Off`) qcow2 images keep what is durable.
 
 pub mod layout;
+mod log_words;
 mod planted;
 pub mod service;
+mod space;
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -41,6 +43,13 @@ fn crash_at_every_death_of_a_server_of_qcow2_images() {
     let replayed = restart(test, 250, Layout::qcow2, State::Kept);
     let is_one = SeedSelection::of_this_run() == SeedSelection::One;
     assert!(is_one || replayed > 0, "nothing was replayed");
+}
+
+/// A start fails only where the device is full.
+#[test]
+fn crash_at_every_death_of_a_server_of_a_device() {
+    let test = "crash_at_every_death_of_a_server_of_a_device";
+    restart(test, 250, Layout::qcow2_on_device, State::Kept);
 }
 
 #[test]

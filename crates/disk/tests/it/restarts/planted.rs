@@ -1,7 +1,6 @@
 //! Whether the restarts would find what they are for: hosts and redo logs that are wrong on purpose.
 //!
-//! A format that kept its log wrongly would look the same from outside. The words of the log are known here:
-//! `crates/format/src/qcow2/tables/redo` says what they mean.
+//! A format that kept its log wrongly would look the same from outside.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -14,19 +13,11 @@ use blockhouse_core::{
 use blockhouse_sim::{Rng, SimDisk, SimMemory};
 
 use super::layout::Layout;
+use super::log_words::{
+    FIRST_RECORD, HEAD, KIND_SHIFT, MAGIC, SET, TAIL, WORDS_PER_RECORD, ZERO_KEEPING_HOST,
+};
 use super::service::{Hardware, State, explore};
 use crate::qcow2_planted::{Broken, Policy};
-
-const MAGIC: usize = 0;
-const HEAD: usize = 2;
-const TAIL: usize = 3;
-const FIRST_RECORD: usize = 8;
-const WORDS_PER_RECORD: usize = 4;
-
-/// In a record's second word: the kinds "set" and "zero, keeping the host cluster", and what tells them apart.
-const KIND_SHIFT: u32 = 32;
-const SET: u64 = 1;
-const ZERO_KEEPING_HOST: u64 = 2;
 
 /// What is done wrong.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

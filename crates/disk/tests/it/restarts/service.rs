@@ -15,6 +15,7 @@ use blockhouse_sim::{
 };
 
 use super::layout::{BackingImages, Layout, plain_config, read_all};
+use super::space;
 
 /// Whether the server has memory that outlives it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -100,7 +101,9 @@ impl<H: Hardware> Service for Server<H> {
             let data = host.others.first().cloned();
             let memory = hardware.memory(host.memory);
             let wrap = |disk| hardware.storage(disk, &memory);
-            let disk = layout.open(&host.sim, host.disk, data.clone(), &backing, wrap).await?;
+            let files = (host.disk, data.clone());
+            let disk =
+                layout.open_before_replay(&host.sim, files, &backing, wrap, &*memory).await?;
             if memory.words() > 0 {
                 match disk.replay(&*memory).await? {
                     Replay::Nothing => {}
@@ -113,6 +116,10 @@ impl<H: Hardware> Service for Server<H> {
             check_snapshots(&disk, &expected).await?;
             Ok(Served { disk, sim: host.sim, layout, backing, data, snapshots, random })
         }
+    }
+
+    fn is_full(&self, host: &Host) -> bool {
+        space::is_full(&host.disk.content(), &*host.memory)
     }
 
     fn check(&self, images: &[Vec<u8>], state: ImageState) -> std::result::Result<(), String> {

@@ -31,6 +31,7 @@ mod deferred_free;
 mod file_end;
 mod free_space;
 mod frees;
+mod gaps;
 mod host_space;
 mod reserve;
 
@@ -45,6 +46,7 @@ use crate::qcow2::tables::{Blocked, ReserveRequest, Scan, Step, Tables};
 
 pub(crate) use deferred_free::{DeferredFree, MIN_WAITING, Punch, Users};
 pub(crate) use file_end::BackwardScan;
+pub(crate) use gaps::Gaps;
 
 use deferred_free::DeferredFrees;
 use free_space::FreeSpace;
@@ -211,7 +213,8 @@ impl Allocator {
     }
 
     /// Counts a reference of a process that has died to a cluster. It may be counted already; one that is
-    /// `shared` with other references is counted again.
+    /// `shared` with other references is counted again, as far as refcounts go: that process had counted all
+    /// of them.
     pub(crate) fn count_reference(
         &mut self,
         tables: &mut Tables,
@@ -220,7 +223,9 @@ impl Allocator {
     ) -> Step<()> {
         match tables.refcount(cluster)? {
             0 => self.correct_refcount(tables, cluster, 1),
-            count if shared => self.correct_refcount(tables, cluster, count + 1),
+            count if shared && count < tables.geometry().max_refcount() => {
+                self.correct_refcount(tables, cluster, count + 1)
+            }
             _ => Ok(()),
         }
     }

@@ -13,7 +13,7 @@ use crate::qcow2::layout::sparse_reader::SparseReader;
 use crate::qcow2::layout::words::{self, be32, be64};
 use crate::qcow2::layout::{extensions, table_io};
 
-use super::cluster_ranges::ClusterRanges;
+use crate::qcow2::layout::cluster_ranges::ClusterRanges;
 
 /// Autoclear feature bit: the bitmaps are in step with the disk.
 pub(crate) const BITMAPS_CONSISTENT: u64 = 1;

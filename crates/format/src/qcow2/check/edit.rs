@@ -15,9 +15,9 @@ use crate::qcow2::layout::sparse_reader::SparseReader;
 use crate::qcow2::layout::table_write::dirty_parts;
 use crate::qcow2::layout::{table_io, words};
 
-use super::cluster_ranges::ClusterRanges;
 use super::counts::Counts;
 use super::snapshot_survey::{L1Location, SnapshotSurvey};
+use crate::qcow2::layout::cluster_ranges::ClusterRanges;
 
 /// What becomes of entries.
 pub(crate) trait Editor {

@@ -5,7 +5,6 @@
 //! lost, and how often each cluster is referred to.
 
 mod bitmaps;
-mod cluster_ranges;
 mod counts;
 pub(crate) mod create;
 pub(crate) mod disk_refcounts;

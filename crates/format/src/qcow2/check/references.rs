@@ -15,9 +15,9 @@ use crate::qcow2::layout::sparse_reader::SparseReader;
 use crate::qcow2::layout::{table_io, words};
 
 use super::bitmaps;
-use super::cluster_ranges::ClusterRanges;
 use super::counts::Counts;
 use super::snapshot_survey::{L1Location, SnapshotSurvey};
+use crate::qcow2::layout::cluster_ranges::ClusterRanges;
 
 /// How often each cluster of the file is referred to, and what was wrong.
 pub(crate) struct References<'a, S> {

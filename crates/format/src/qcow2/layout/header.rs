@@ -4,6 +4,8 @@
 //! change of the header replaces the fields that changed in the bytes that were read, all of them in
 //! its first 512 bytes, so that it happens at once or not at all.
 
+use std::hash::{BuildHasher, Hasher, RandomState};
+
 use super::compression::Compression;
 use super::extensions::{self, Extension};
 use super::geometry::Geometry;
@@ -44,6 +46,18 @@ pub(crate) const RAW_DATA_FILE: u64 = 1 << 1;
 /// Autoclear bit, of those that the format reserves: a process that keeps a redo log has the image open for
 /// writing, or died so. Other programs clear bits that they do not know before they change the image.
 pub(crate) const SESSION: u64 = 1 << 62;
+/// The session bit, and the autoclear bits before it (30 to 61) that number the session, so that no log fits an image
+/// that another process with a log has changed since. All of them are cleared together.
+pub(crate) const SESSION_BITS: u64 = SESSION | SESSION_NUMBER;
+const SESSION_NUMBER: u64 = (u32::MAX as u64) << 30;
+
+/// The autoclear bits of a session with a number of its own. Reason for chance: other programs clear the bits, so that
+/// none can be counted from.
+pub(crate) fn new_session() -> u64 {
+    // The keys of each are random (std::hash::RandomState).
+    let number = RandomState::new().build_hasher().finish();
+    SESSION | number << 30 & SESSION_NUMBER
+}
 
 /// A header that was found to make sense.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -182,7 +196,7 @@ impl Header {
         Ok(())
     }
 
-    /// The autoclear bits that stay true whatever is written, but for [`SESSION`].
+    /// The autoclear bits that stay true whatever is written, but for [`SESSION_BITS`].
     pub(crate) fn preserved_autoclear(&self) -> u64 {
         if self.geometry.has_data_file { RAW_DATA_FILE } else { 0 }
     }

@@ -14,11 +14,13 @@
 //!
 //! A change of the size goes by ordinary steps, in an order that no crash makes wrong (`resize`); the
 //! backing file changes with two writes of the header (`backing`). What a process that has died had answered is
-//! brought to the disk before anything else (`replay`).
+//! brought to the disk before anything else (`replay`), and refcounts that
+//! were written late are counted anew (`recount`).
 
 mod backing;
 mod freeze;
 mod metadata_transaction;
+mod recount;
 mod replay;
 mod resize;
 mod shadow_refcounts;
@@ -30,7 +32,8 @@ use crate::qcow2::writeback::{Metadata, State};
 
 pub(crate) use backing::set_backing;
 pub(crate) use metadata_transaction::{Transactions, check_no_data_file};
-pub(crate) use replay::replay;
+pub(crate) use recount::recount;
+pub(crate) use replay::{logged_hosts, replay};
 pub(crate) use resize::{grow, make_empty, prepare_resize, shrink};
 pub use snapshots::NewSnapshot;
 pub(crate) use snapshots::{

@@ -1,14 +1,14 @@
 //! Replaying the redo log of a process that has died (`tables/redo`): what it answered comes to be on disk.
 //!
 //! Whether the log is that of this file, and of this boot of the host, the caller has found out. That no other
-//! program has changed the image since is said by the *session bit*, an autoclear bit of the header: whoever does
-//! not know such a bit clears it before the first change (`docs/interop/qcow2.txt` of QEMU, "autoclear feature
-//! bits"). Images of version 2 have none.
+//! program has changed the image since is said by the *session bits*, autoclear bits of the header: a program that does
+//! not know such bits clears them before the first change (`docs/interop/qcow2.txt` of QEMU, "autoclear feature
+//! bits"), and each process with a log sets others. Images of version 2 have none.
 //!
 //! 1. Of each guest cluster the latest change counts (`LatestChanges`).
-//! 2. Host clusters that these refer to and that are not counted yet get a refcount of one. The file's end is
-//!    moved past all of them first, so that no new table takes one of them. Compressed data adds to the
-//!    refcounts of its clusters, which may be counted already: a leak at most.
+//! 2. Host clusters that these refer to and that are not counted yet get a refcount of one, and no new table takes
+//!    one of them (`recount`). Compressed data adds to the refcounts of its clusters, which may be counted
+//!    already: a leak at most.
 //! 3. Entries are set by ordinary steps. What they referred to before is freed as always.
 //! 4. A writeback brings all of it to the disk.
 //!
@@ -20,10 +20,14 @@ use std::ops::Range;
 use blockhouse_core::{Result, StateMemory, Storage};
 
 use crate::Replay;
+use crate::qcow2::allocator::{Allocator, Gaps};
+use crate::qcow2::layout::cluster_ranges::ClusterRanges;
 use crate::qcow2::layout::entry::Entry;
-use crate::qcow2::layout::header::SESSION;
-use crate::qcow2::tables::{LatestChanges, RedoChange, RedoLog, RedoRecord};
+use crate::qcow2::layout::geometry::Geometry;
+use crate::qcow2::layout::header::{SESSION, SESSION_BITS};
+use crate::qcow2::tables::{LatestChanges, RedoChange, RedoLog, RedoRecord, Tables};
 
+use super::recount::{change_refcount, whole_clusters};
 use super::{ImageMetadata, mapper};
 
 /// Replays a log, before anything is changed.
@@ -40,7 +44,7 @@ pub(crate) async fn replay<S: Storage>(
         Ok(records) => records,
         Err(why) => return Ok(Replay::Refused { why }),
     };
-    if let Some(why) = refusal(metadata) {
+    if let Some(why) = refusal(metadata, RedoLog::session_in(memory)) {
         return Ok(Replay::Refused { why });
     }
     let latest: Vec<RedoRecord> = on_disk(metadata, &records).collect();
@@ -54,11 +58,17 @@ pub(crate) async fn replay<S: Storage>(
 }
 
 /// Why the image is not as the process left it.
-fn refusal<S: Storage>(metadata: &ImageMetadata<S>) -> Option<String> {
+fn refusal<S: Storage>(metadata: &ImageMetadata<S>, session: u64) -> Option<String> {
     let state = metadata.lock();
     let header = state.tables.headers().disk();
-    (header.geometry.version >= 3 && header.autoclear & SESSION == 0)
-        .then(|| "another program has opened the image for writing since".into())
+    let found = header.autoclear & SESSION_BITS;
+    if header.geometry.version < 3 || found == session && found & SESSION != 0 {
+        return None;
+    }
+    Some(match found & SESSION {
+        0 => "another program has opened the image for writing since".into(),
+        _ => "another server has changed the image since, with another state directory".into(),
+    })
 }
 
 /// The latest changes inside the disk. Those beyond its end are of a disk that was about to become longer,
@@ -84,17 +94,12 @@ fn missing_data<S: Storage>(metadata: &ImageMetadata<S>, latest: &[RedoRecord]) 
         return None;
     }
     let clusters = geometry.clusters_for(metadata.storage().size());
-    let last =
-        latest.iter().filter_map(|record| Some(host_clusters(metadata, record)?.end)).max()?;
+    let last = hosts_of(geometry, latest).end()?;
     (last > clusters).then(|| "the file is shorter than it was".into())
 }
 
 /// The host clusters that the entries refer to after a change, as far as the change says it.
-fn host_clusters<S: Storage>(
-    metadata: &ImageMetadata<S>,
-    record: &RedoRecord,
-) -> Option<Range<u64>> {
-    let geometry = metadata.geometry();
+fn host_clusters(geometry: Geometry, record: &RedoRecord) -> Option<Range<u64>> {
     let count = record.clusters.end - record.clusters.start;
     match record.change {
         RedoChange::Set(Entry::Standard { host: Some(host), .. }) => {
@@ -129,23 +134,38 @@ async fn apply<S: Storage>(metadata: &ImageMetadata<S>, latest: &[RedoRecord]) -
 
 /// Has each host cluster counted that the changes refer to.
 async fn count_hosts<S: Storage>(metadata: &ImageMetadata<S>, latest: &[RedoRecord]) -> Result<()> {
-    let hosts = latest.iter().filter_map(|record| {
-        let is_compressed = matches!(record.change, RedoChange::Set(Entry::Compressed(_)));
-        host_clusters(metadata, record).map(|clusters| (clusters, is_compressed))
-    });
-    let hosts: Vec<_> = hosts.collect();
-    let Some(end) = hosts.iter().map(|(clusters, _)| clusters.end).max() else { return Ok(()) };
+    let geometry = metadata.geometry();
+    let hosts = hosts_of(geometry, latest);
+    let Some(end) = hosts.end() else { return Ok(()) };
     metadata.lock().tables.file_mut().advance(end);
-    for (clusters, is_compressed) in hosts {
-        for cluster in clusters {
-            let counted = metadata
-                .step(|state| {
-                    state.tables.check_dirty_limit()?;
-                    state.allocator.count_reference(&mut state.tables, cluster, is_compressed)
-                })
-                .await;
-            counted?;
+    let is_taken = |cluster| hosts.overlaps(&(cluster..cluster + 1));
+    let mut gaps = Gaps::new(whole_clusters(metadata), &is_taken);
+    for record in latest {
+        let is_compressed = matches!(record.change, RedoChange::Set(Entry::Compressed(_)));
+        for cluster in host_clusters(geometry, record).into_iter().flatten() {
+            let count = |allocator: &mut Allocator, tables: &mut Tables| {
+                allocator.count_reference(tables, cluster, is_compressed)
+            };
+            change_refcount(metadata, cluster, &mut gaps, count).await?;
         }
     }
     Ok(())
+}
+
+/// The host clusters that a log refers to, as far as it is one of an image of this geometry.
+pub(crate) fn logged_hosts(geometry: Geometry, log: Option<&dyn StateMemory>) -> ClusterRanges {
+    let records = log.and_then(|log| RedoLog::read(log, geometry).ok()).unwrap_or_default();
+    let latest: Vec<_> = LatestChanges::of(&records, geometry).iter().collect();
+    hosts_of(geometry, &latest)
+}
+
+fn hosts_of(geometry: Geometry, records: &[RedoRecord]) -> ClusterRanges {
+    let mut hosts = ClusterRanges::default();
+    if !geometry.has_data_file {
+        records
+            .iter()
+            .filter_map(|record| host_clusters(geometry, record))
+            .for_each(|clusters| hosts.insert(clusters));
+    }
+    hosts
 }

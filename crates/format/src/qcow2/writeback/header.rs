@@ -2,8 +2,8 @@
 //!
 //! 1. Before the first change of an image the autoclear bits are cleared, durably: they stand for what
 //!    writers must know to keep it true (bitmaps of changed clusters, for example). Where a redo log is
-//!    attached, the session bit is set with the same write: any other program clears it before it changes
-//!    the image, so a replay finds out.
+//!    attached, the session bits are set with the same write: any other program clears them before it changes
+//!    the image, and another process with a redo log sets others, so a replay finds out.
 //! 2. An image that contradicts itself is marked as corrupt, durably, and not changed again while it is
 //!    open, if it is open for writing.
 
@@ -13,7 +13,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use async_lock::Semaphore;
 use blockhouse_core::{Error, ErrorKind, Result, StateMemory, Storage, SyncMode};
 
-use crate::qcow2::layout::header::{Header, Incompatible, SESSION};
+use crate::qcow2::layout::header::{Header, Incompatible, SESSION, SESSION_BITS};
 use crate::qcow2::layout::options::Access;
 use crate::qcow2::tables::RedoLog;
 
@@ -33,9 +33,8 @@ impl Autoclear {
     }
 }
 
-/// The autoclear bits of an image that is being changed, with or without a redo log.
-fn autoclear_bits(header: &Header, has_redo_log: bool) -> u64 {
-    let session = if has_redo_log && header.geometry.version >= 3 { SESSION } else { 0 };
+/// The autoclear bits of an image that is being changed, with those of the session.
+fn autoclear_bits(header: &Header, session: u64) -> u64 {
     header.autoclear & header.preserved_autoclear() | session
 }
 
@@ -53,8 +52,8 @@ impl<S: Storage, C> Metadata<S, C> {
                 // Another change began meanwhile.
                 return Ok(());
             }
-            let has_redo_log = self.state.lock().tables.redo().is_attached();
-            self.rewrite_header(|header| header.autoclear = autoclear_bits(header, has_redo_log))
+            let session = self.state.lock().tables.redo().session();
+            self.rewrite_header(|header| header.autoclear = autoclear_bits(header, session))
                 .await?;
             self.autoclear.is_due.store(false, Ordering::Release);
         }
@@ -62,10 +61,10 @@ impl<S: Storage, C> Metadata<S, C> {
     }
 
     /// Before a change that is made before it is known whether a redo log will be replayed: the session
-    /// bit stays as it is.
+    /// bits stay as they are.
     pub(crate) async fn begin_changes_before_replay(&self) -> Result<()> {
         self.rewrite_header(|header| {
-            header.autoclear &= header.preserved_autoclear() | SESSION;
+            header.autoclear &= header.preserved_autoclear() | SESSION_BITS;
         })
         .await
     }
@@ -73,9 +72,10 @@ impl<S: Storage, C> Metadata<S, C> {
     /// Changes are noted in `memory` from now on, which is emptied.
     pub(crate) fn attach_redo_log(&self, memory: Arc<dyn StateMemory>) {
         let mut state = self.state.lock();
-        state.tables.set_redo(RedoLog::new(memory, self.geometry));
+        let log = RedoLog::new(memory, self.geometry);
         let header = state.tables.headers().disk();
-        let is_due = header.autoclear != autoclear_bits(header, true);
+        let is_due = header.autoclear != autoclear_bits(header, log.session());
+        state.tables.set_redo(log);
         self.autoclear.is_due.store(is_due, Ordering::Release);
     }
 
@@ -111,7 +111,7 @@ impl<S: Storage, C> Metadata<S, C> {
         self.state.lock().tables.headers().disk().incompatible.contains(Incompatible::DIRTY)
     }
 
-    /// Flushes an image whose changes are all written, for another process that opens it. The session bit stays: this
+    /// Flushes an image whose changes are all written, for another process that opens it. The session bits stay: this
     /// process may go on, and the other one keeps a redo log, too.
     pub(crate) async fn settle(&self) -> Result<()> {
         self.sync(SyncMode::Data).await?;
@@ -121,13 +121,13 @@ impl<S: Storage, C> Metadata<S, C> {
     /// Flushes an image whose changes are all written, and marks it as clean.
     pub(crate) async fn finish(&self) -> Result<()> {
         self.sync(SyncMode::Data).await?;
-        let ended = if self.state.lock().tables.redo().is_attached() { SESSION } else { 0 };
+        let ended = if self.state.lock().tables.redo().is_attached() { SESSION_BITS } else { 0 };
         self.mark_clean(ended).await
     }
 
     /// Takes the mark of an image that is open away, and these autoclear bits, durably.
     async fn mark_clean(&self, ended: u64) -> Result<()> {
-        let is_session = self.state.lock().tables.headers().disk().autoclear & ended != 0;
+        let is_session = self.state.lock().tables.headers().disk().autoclear & ended & SESSION != 0;
         if self.access == Access::ReadOnly || !(is_session || self.is_marked_dirty()) {
             return Ok(());
         }

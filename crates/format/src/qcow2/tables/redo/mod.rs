@@ -25,6 +25,7 @@ use std::sync::Arc;
 use blockhouse_core::StateMemory;
 
 use crate::qcow2::layout::geometry::Geometry;
+use crate::qcow2::layout::header::{SESSION_BITS, new_session};
 
 pub(crate) use latest::LatestChanges;
 pub(crate) use record::{EntryRun, RedoChange, RedoRecord};
@@ -39,13 +40,15 @@ const MAX_RECORDS: usize = 1 << 16;
 const MAX_RECORDS_PER_CHANGE: u64 = 3;
 
 /// "BHRedo", and the version of this layout.
-const MAGIC: u64 = 0x4248_5265_646f_0001;
+const MAGIC: u64 = 0x4248_5265_646f_0002;
 
-/// The words before the records: what this is, the geometry that it is for, head and tail.
+/// The words before the records: what this is, the geometry that it is for, head and tail, and the autoclear bits that
+/// the image has since the first change.
 const MAGIC_WORD: usize = 0;
 const GEOMETRY_WORD: usize = 1;
 const HEAD_WORD: usize = 2;
 const TAIL_WORD: usize = 3;
+const SESSION_WORD: usize = 4;
 const FIRST_RECORD: usize = 8;
 
 /// How many words of memory a log takes: 2 MiB, of which an idle image touches one page.
@@ -55,25 +58,35 @@ pub(crate) const REDO_LOG_WORDS: usize = FIRST_RECORD + MAX_RECORDS * WORDS_PER_
 #[derive(Default)]
 pub(crate) struct RedoLog {
     memory: Option<Arc<dyn StateMemory>>,
+    /// The autoclear bits of the session.
+    session: u64,
     /// How many records were ever appended, and how many of these are not needed any more.
     head: u64,
     tail: u64,
 }
 
 impl RedoLog {
-    /// An empty log in `memory`, whatever that holds.
+    /// An empty log of a new session in `memory`, whatever that holds.
     pub(crate) fn new(memory: Arc<dyn StateMemory>, geometry: Geometry) -> Self {
+        // Images of version 2 have no autoclear bits.
+        let session = if geometry.version >= 3 { new_session() } else { 0 };
         // Without the magic number it is empty, whatever the other words are meanwhile.
         memory.store(MAGIC_WORD, 0);
         memory.store(HEAD_WORD, 0);
         memory.store(TAIL_WORD, 0);
         memory.store(GEOMETRY_WORD, geometry_word(geometry));
+        memory.store(SESSION_WORD, session);
         memory.store(MAGIC_WORD, MAGIC);
-        Self { memory: Some(memory), head: 0, tail: 0 }
+        Self { memory: Some(memory), session, head: 0, tail: 0 }
     }
 
     pub(crate) fn is_attached(&self) -> bool {
         self.memory.is_some()
+    }
+
+    /// The autoclear bits that an image has while this log notes its changes; 0 without memory.
+    pub(crate) fn session(&self) -> u64 {
+        self.session
     }
 
     /// Blocked where there is no room for the records of one more change beside `pending` others.
@@ -121,6 +134,11 @@ impl RedoLog {
         }
         let (head, tail) = (memory.load(HEAD_WORD), memory.load(TAIL_WORD));
         head.saturating_sub(tail).min(capacity(memory))
+    }
+
+    /// The autoclear bits that an image has, if a process with this log was the last one to change it.
+    pub(crate) fn session_in(memory: &dyn StateMemory) -> u64 {
+        memory.load(SESSION_WORD) & SESSION_BITS
     }
 
     /// The records that a log has, the oldest first.

@@ -18,6 +18,11 @@ impl ClusterRanges {
         before.is_some_and(|(_, &end)| end > clusters.start && !clusters.is_empty())
     }
 
+    /// Behind the last one; `None` where none is taken.
+    pub(crate) fn end(&self) -> Option<u64> {
+        Some(*self.ranges.last_key_value()?.1)
+    }
+
     /// Adds these clusters, whether any of them is taken or not.
     pub(crate) fn insert(&mut self, clusters: Range<u64>) {
         if clusters.is_empty() {
@@ -42,6 +47,7 @@ mod tests {
     #[test]
     fn ranges_are_taken_and_found() {
         let mut ranges = ClusterRanges::default();
+        assert_eq!(ranges.end(), None);
         ranges.insert(5..7);
         ranges.insert(10..12);
         for (range, taken) in
@@ -51,6 +57,7 @@ mod tests {
         }
         ranges.insert(6..11);
         assert_eq!(ranges.ranges.iter().collect::<Vec<_>>(), [(&5, &12)]);
+        assert_eq!(ranges.end(), Some(12));
         assert!(ranges.overlaps(&(8..9)));
     }
 }

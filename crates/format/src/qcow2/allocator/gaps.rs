@@ -1,0 +1,64 @@
+//! Refcount blocks in the middle of a file that has no space at its end: a block device, or a host that is full.
+//!
+//! An image is opened with refcounts that are missing on disk: a process that died had counted in memory. The
+//! blocks that it had placed are lost, so their clusters are free. Whoever counts again tells which other
+//! clusters are in use ([`Gaps`]), because no refcount says so yet.
+
+use blockhouse_core::{Error, ErrorKind};
+
+use crate::qcow2::tables::{Step, Tables};
+
+use super::Allocator;
+
+/// A search for clusters that nothing uses, from the start of the file on.
+pub(crate) struct Gaps<'a> {
+    /// Whether a cluster is in use, whatever its refcount is.
+    is_taken: &'a (dyn Fn(u64) -> bool + Send + Sync),
+    /// The clusters that were not looked at, all of them whole in the file.
+    rest: std::ops::Range<u64>,
+}
+
+impl<'a> Gaps<'a> {
+    /// A search of a file of so many whole clusters.
+    pub(crate) fn new(clusters: u64, is_taken: &'a (dyn Fn(u64) -> bool + Send + Sync)) -> Self {
+        Self { is_taken, rest: 0..clusters }
+    }
+}
+
+impl Allocator {
+    /// Places the refcount block for `cluster` in a cluster that nothing uses and that can be counted. The block
+    /// is empty but for itself.
+    pub(crate) fn place_block_in_gap(
+        &mut self,
+        tables: &mut Tables,
+        cluster: u64,
+        gaps: &mut Gaps<'_>,
+    ) -> Step<()> {
+        let geometry = tables.geometry();
+        let index = geometry.refcount_index(cluster).table_index;
+        if tables.refcount_block(index)?.is_some() {
+            return Ok(());
+        }
+        let is_in_table = index < tables.refcount_table().len() as u64;
+        while is_in_table && let Some(gap) = gaps.rest.clone().next() {
+            let counted_by = geometry.refcount_index(gap).table_index;
+            if counted_by != index && tables.refcount_block(counted_by)?.is_none() {
+                // Its refcount would need another block.
+                gaps.rest.start = (counted_by + 1) * geometry.block_refcounts();
+                continue;
+            }
+            let is_used = tables.refcount(gap)? != 0
+                || (gaps.is_taken)(gap)
+                || tables.active_clusters().contains(&gap);
+            if !is_used {
+                tables.add_refcount_block(index, geometry.offset_of(gap));
+                tables.set_refcount(gap, 1)?;
+                gaps.rest.start += 1;
+                return Ok(());
+            }
+            gaps.rest.start += 1;
+        }
+        let what = "no cluster is left for a refcount block";
+        Err(Error::new(ErrorKind::NoSpace, what).on(tables.name()).into())
+    }
+}

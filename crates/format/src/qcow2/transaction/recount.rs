@@ -1,0 +1,89 @@
+//! Refcounts that are missing on disk, when an image is opened: all of one that was not closed while its refcounts
+//! were written late, and those of what a dead process had answered (`replay`).
+//!
+//! A refcount block that is missing is placed at the end of the file. Where that cannot be made longer, as on a
+//! block device, a cluster is searched that nothing uses: neither what is counted on disk, nor what is about
+//! to be counted.
+
+use blockhouse_core::{Error, ErrorKind, Result, Storage};
+
+use crate::qcow2::allocator::{Allocator, Gaps};
+use crate::qcow2::check::disk_refcounts::{DiskRefcounts, beside};
+use crate::qcow2::check::references::References;
+use crate::qcow2::layout::cluster_ranges::ClusterRanges;
+use crate::qcow2::tables::{Step, Tables};
+
+use super::ImageMetadata;
+
+/// Sets every refcount to what the tables say, durably, and marks the image as clean. Nothing is placed in
+/// `hosts`: data of a log that is replayed later.
+///
+/// # Errors
+/// `Corrupt` when the tables themselves are damaged: nothing is changed then.
+pub(crate) async fn recount<S: Storage>(
+    metadata: &ImageMetadata<S>,
+    hosts: &ClusterRanges,
+) -> Result<()> {
+    let storage = metadata.storage();
+    let header = metadata.lock().tables.headers().disk().clone();
+    let references = References::count(storage, &header).await?;
+    if let Some(problem) = references.problems.first() {
+        let what = format!("refcounts cannot be rebuilt: {problem}");
+        return Err(Error::new(ErrorKind::Corrupt, what)
+            .on(storage.name())
+            .hint("repair the image (check --repair all)"));
+    }
+    let counts = &references.counts;
+    let on_disk = DiskRefcounts::read(storage, &header).await?;
+    let is_taken = |cluster| counts.get(cluster) > 0 || hosts.overlaps(&(cluster..cluster + 1));
+    let mut gaps = Gaps::new(whole_clusters(metadata), &is_taken);
+    // What is counted too often is free: refcount blocks find room there.
+    for is_raised in [false, true] {
+        let wrong = beside(counts, &on_disk)
+            .filter(|&(_, count, recorded)| count != recorded && (count > recorded) == is_raised);
+        for (cluster, count, _) in wrong {
+            let correct = |allocator: &mut Allocator, tables: &mut Tables| {
+                allocator.correct_refcount(tables, cluster, u64::from(count))
+            };
+            change_refcount(metadata, cluster, &mut gaps, correct).await?;
+        }
+    }
+    metadata.write_everything().await?;
+    metadata.finish().await
+}
+
+/// Makes a change of the refcount of `cluster`, with a refcount block in a gap where the file has no space at its
+/// end.
+///
+/// # Errors
+/// `NoSpace` where there is no gap either.
+pub(super) async fn change_refcount<S: Storage>(
+    metadata: &ImageMetadata<S>,
+    cluster: u64,
+    gaps: &mut Gaps<'_>,
+    change: impl Fn(&mut Allocator, &mut Tables) -> Step<()>,
+) -> Result<()> {
+    let make = || {
+        metadata.step(|state| {
+            state.tables.check_dirty_limit()?;
+            change(&mut state.allocator, &mut state.tables)
+        })
+    };
+    let error = match make().await {
+        Err(error) if error.kind() == ErrorKind::NoSpace => error,
+        outcome => return outcome,
+    };
+    let placed = metadata
+        .step(|state| state.allocator.place_block_in_gap(&mut state.tables, cluster, gaps))
+        .await;
+    match placed {
+        Ok(()) => make().await,
+        Err(other) if other.kind() == ErrorKind::NoSpace => Err(error),
+        Err(other) => Err(other),
+    }
+}
+
+/// How many clusters the file has, without a last one that is not whole.
+pub(super) fn whole_clusters<S: Storage>(metadata: &ImageMetadata<S>) -> u64 {
+    metadata.geometry().cluster_of(metadata.storage().size())
+}
