@@ -1,6 +1,7 @@
 //! Storage (layer 2): where images live beside local files.
 //!
-//! [`NbdStorage`] is an export of an NBD server. It implements [`Storage`](blockhouse_core::Storage), so a disk, a format
+//! A [`Location`] is what a person writes; [`ImageStorage`] is what it leads to. [`NbdStorage`] is an export of an NBD
+//! server. It implements [`Storage`](blockhouse_core::Storage), so a disk, a format
 //! and every tool can stand on it.
 //!
 //! ```no_run
@@ -21,6 +22,10 @@
 //! ```
 #![forbid(unsafe_code)]
 
+mod image_storage;
+mod location;
 mod nbd;
 
+pub use image_storage::ImageStorage;
+pub use location::Location;
 pub use nbd::NbdStorage;

@@ -1,0 +1,121 @@
+//! The storages that an image can be on, as one type.
+
+use blockhouse_core::{
+    Allocation, ByteRange, Capabilities, Durability, IoVector, Result, Storage, SyncMode, Unmap,
+};
+use blockhouse_engine::HostFile;
+
+use crate::NbdStorage;
+
+/// A file, or what another server has.
+///
+/// A file's operations are as they would be without this. Those of a server are behind a pointer, so that they do not
+/// make the others longer.
+pub enum ImageStorage {
+    /// A file or block device of this host.
+    File(HostFile),
+    /// An export of an NBD server.
+    Nbd(Box<NbdStorage>),
+}
+
+impl ImageStorage {
+    /// The file, where it is one.
+    pub fn as_file(&self) -> Option<&HostFile> {
+        match self {
+            Self::File(file) => Some(file),
+            Self::Nbd(_) => None,
+        }
+    }
+}
+
+impl From<HostFile> for ImageStorage {
+    fn from(file: HostFile) -> Self {
+        Self::File(file)
+    }
+}
+
+impl Storage for ImageStorage {
+    fn name(&self) -> &str {
+        match self {
+            Self::File(file) => file.name(),
+            Self::Nbd(nbd) => nbd.name(),
+        }
+    }
+
+    fn capabilities(&self) -> Capabilities {
+        match self {
+            Self::File(file) => file.capabilities(),
+            Self::Nbd(nbd) => nbd.capabilities(),
+        }
+    }
+
+    fn size(&self) -> u64 {
+        match self {
+            Self::File(file) => file.size(),
+            Self::Nbd(nbd) => nbd.size(),
+        }
+    }
+
+    async fn read(&self, offset: u64, into: IoVector) -> Result<()> {
+        match self {
+            Self::File(file) => file.read(offset, into).await,
+            Self::Nbd(nbd) => Box::pin(nbd.read(offset, into)).await,
+        }
+    }
+
+    async fn write(&self, offset: u64, from: IoVector, durability: Durability) -> Result<()> {
+        match self {
+            Self::File(file) => file.write(offset, from, durability).await,
+            Self::Nbd(nbd) => Box::pin(nbd.write(offset, from, durability)).await,
+        }
+    }
+
+    async fn write_zeroes(&self, range: ByteRange, unmap: Unmap) -> Result<()> {
+        match self {
+            Self::File(file) => file.write_zeroes(range, unmap).await,
+            Self::Nbd(nbd) => Box::pin(nbd.write_zeroes(range, unmap)).await,
+        }
+    }
+
+    async fn discard(&self, range: ByteRange) -> Result<()> {
+        match self {
+            Self::File(file) => file.discard(range).await,
+            Self::Nbd(nbd) => Box::pin(nbd.discard(range)).await,
+        }
+    }
+
+    async fn flush(&self, sync: SyncMode) -> Result<()> {
+        match self {
+            Self::File(file) => file.flush(sync).await,
+            Self::Nbd(nbd) => Box::pin(nbd.flush(sync)).await,
+        }
+    }
+
+    async fn resize(&self, size: u64) -> Result<()> {
+        match self {
+            Self::File(file) => file.resize(size).await,
+            Self::Nbd(nbd) => nbd.resize(size).await,
+        }
+    }
+
+    async fn extend_hint(&self, size: u64) {
+        match self {
+            Self::File(file) => file.extend_hint(size).await,
+            Self::Nbd(nbd) => nbd.extend_hint(size).await,
+        }
+    }
+
+    async fn block_status(&self, range: ByteRange) -> Result<(Allocation, u64)> {
+        match self {
+            Self::File(file) => file.block_status(range).await,
+            Self::Nbd(nbd) => Box::pin(nbd.block_status(range)).await,
+        }
+    }
+
+    async fn prefetch(&self, range: ByteRange) -> Result<()> {
+        match self {
+            Self::File(file) => file.prefetch(range).await,
+            Self::Nbd(nbd) => nbd.prefetch(range).await,
+        }
+    }
+}

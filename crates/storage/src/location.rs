@@ -1,0 +1,126 @@
+//! Where an image is, as a person writes it: a path, or the URI of an NBD server's export.
+
+use std::ffi::OsStr;
+use std::os::unix::ffi::OsStrExt;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use blockhouse_core::{Error, ErrorKind, Result};
+use blockhouse_nbd_protocol::uri::NbdUri;
+
+/// How long requests may wait for a server that is gone, at most.
+const MAX_RECONNECT: Duration = Duration::from_secs(24 * 60 * 60);
+
+/// The place of an image.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Location {
+    /// A file or block device.
+    File(PathBuf),
+    /// An export of an NBD server, and how long requests wait for the server where the connection fails.
+    Nbd {
+        /// The server and the export.
+        uri: NbdUri,
+        /// Zero: requests fail at once.
+        reconnect: Duration,
+    },
+}
+
+impl Location {
+    /// What a name means: `nbd://`, `nbd+unix://` begin the URI of an export, to whose parameters `reconnect=SECONDS` may
+    /// belong; everything else is a path. A file of such a name is reached by a path that begins with `./`.
+    ///
+    /// # Errors
+    /// `InvalidInput` where a URI cannot be used; `Unsupported` for `rbd:`, which is no path, and cannot be opened.
+    pub fn of(name: &Path) -> Result<Self> {
+        let bytes = name.as_os_str().as_bytes();
+        if bytes.starts_with(b"rbd:") {
+            let what = "images in Ceph cannot be opened";
+            let error = Error::new(ErrorKind::Unsupported, what).on(&name.to_string_lossy());
+            return Err(error.hint("map it with 'rbd device map', or export it by a server of NBD"));
+        }
+        let is_uri =
+            [&b"nbd://"[..], b"nbd+unix://", b"nbds://", b"nbds+unix://"].iter().any(|scheme| {
+                bytes.get(..scheme.len()).is_some_and(|begin| begin.eq_ignore_ascii_case(scheme))
+            });
+        if !is_uri {
+            return Ok(Self::File(name.to_owned()));
+        }
+        let text = name.to_str().ok_or_else(|| invalid(name, "a URI is UTF-8".into()))?;
+        let (text, reconnect) = split_reconnect(text).map_err(|why| invalid(name, why))?;
+        let uri = text.parse::<NbdUri>();
+        let uri = uri.map_err(|error| Error::new(ErrorKind::InvalidInput, error.to_string()))?;
+        Ok(Self::Nbd { uri, reconnect })
+    }
+
+    /// Whether a name that an image has for another one is no path.
+    pub fn is_remote(name: &[u8]) -> bool {
+        !matches!(Self::of(Path::new(OsStr::from_bytes(name))), Ok(Self::File(_)))
+    }
+}
+
+fn invalid(name: &Path, why: String) -> Error {
+    Error::new(ErrorKind::InvalidInput, why).on(&name.to_string_lossy())
+}
+
+/// The URI without the parameter `reconnect`, and its value.
+fn split_reconnect(text: &str) -> Result<(String, Duration), String> {
+    let Some((before, query)) = text.split_once('?') else {
+        return Ok((text.into(), Duration::ZERO));
+    };
+    let (query, fragment) = query.split_at(query.find('#').unwrap_or(query.len()));
+    let mut reconnect = None;
+    let mut rest = Vec::new();
+    for parameter in query.split('&') {
+        let Some(value) = parameter.strip_prefix("reconnect=") else {
+            rest.push(parameter);
+            continue;
+        };
+        let seconds =
+            value.parse().ok().map(Duration::from_secs).filter(|time| *time <= MAX_RECONNECT);
+        let seconds = seconds.ok_or("reconnect is a number of seconds, a day at most")?;
+        if reconnect.replace(seconds).is_some() {
+            return Err("the parameter reconnect is given twice".into());
+        }
+    }
+    let mark = if rest.is_empty() { "" } else { "?" };
+    let text = format!("{before}{mark}{}{fragment}", rest.join("&"));
+    Ok((text, reconnect.unwrap_or_default()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn nbd(name: &str) -> (String, u64) {
+        match Location::of(Path::new(name)).unwrap() {
+            Location::Nbd { uri, reconnect } => (uri.to_string(), reconnect.as_secs()),
+            Location::File(path) => panic!("{} is a path", path.display()),
+        }
+    }
+
+    #[test]
+    fn uris_are_exports_and_everything_else_is_a_path() {
+        assert_eq!(nbd("nbd://localhost/a"), ("nbd://localhost/a".into(), 0));
+        assert_eq!(nbd("NBD://localhost/a?reconnect=7"), ("nbd://localhost/a".into(), 7));
+        let unix = "nbd+unix:///a?socket=/tmp/s";
+        assert_eq!(nbd(&format!("{unix}&reconnect=1")), (unix.into(), 1));
+        for path in ["disk.img", "./nbd://x", "nbd:localhost:10809", "/a/nbd://b", "file:x"] {
+            assert_eq!(Location::of(Path::new(path)).unwrap(), Location::File(path.into()));
+        }
+    }
+
+    #[test]
+    fn what_cannot_be_meant_is_refused() {
+        for (name, why) in [
+            ("nbd://h/a?reconnect=soon", "seconds"),
+            ("nbd://h/a?reconnect=86401", "a day"),
+            ("nbd://h/a?reconnect=1&reconnect=2", "twice"),
+            ("nbd://h/a?other=1", "other"),
+            ("nbd://", "host"),
+            ("rbd:pool/image", "Ceph"),
+        ] {
+            let line = Location::of(Path::new(name)).unwrap_err().to_string();
+            assert!(line.contains(why) && line.contains(name), "{line}");
+        }
+    }
+}
