@@ -15,8 +15,8 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use blockhouse_core::{Buffer, Durability, Request, Result};
-use blockhouse_disk::{Access, Disk, ImageOptions, open};
-use blockhouse_engine::{EngineChoice, HostFile, LoopThread, Submission};
+use blockhouse_disk::{Access, ImageDisk, ImageOptions, open};
+use blockhouse_engine::{EngineChoice, LoopThread, Submission};
 
 /// Requests in flight.
 const DEPTH: usize = 16;
@@ -61,7 +61,7 @@ fn main() -> Result<(), Box<dyn Error>> {
 /// Writes `text` at `offset`. When it returns, the text survives a loss of power (FUA).
 fn write_durably(
     disk_loop: &LoopThread,
-    disk: &Arc<Disk<HostFile>>,
+    disk: &Arc<ImageDisk>,
     offset: u64,
     text: &str,
 ) -> Result<()> {
@@ -75,7 +75,7 @@ fn write_durably(
 }
 
 /// Reads the whole disk, [`DEPTH`] requests at a time, and counts the blocks that are not zero.
-fn count_data_blocks(disk_loop: &LoopThread, disk: &Arc<Disk<HostFile>>) -> Result<usize> {
+fn count_data_blocks(disk_loop: &LoopThread, disk: &Arc<ImageDisk>) -> Result<usize> {
     let mut in_flight = VecDeque::new();
     let (mut next, mut count) = (0, 0);
     loop {
@@ -94,7 +94,7 @@ fn count_data_blocks(disk_loop: &LoopThread, disk: &Arc<Disk<HostFile>>) -> Resu
 /// Starts to read and returns at once. Any thread may do that; the loop is woken if it sleeps.
 fn start_read(
     disk_loop: &LoopThread,
-    disk: &Arc<Disk<HostFile>>,
+    disk: &Arc<ImageDisk>,
     offset: u64,
     length: usize,
 ) -> Submission<Result<Buffer>> {

@@ -8,8 +8,8 @@ use std::process::ExitCode;
 use std::sync::Arc;
 
 use anyhow::Result;
-use blockhouse_disk::{CompareJob, Disk, ImageFormat, first_status_difference, open};
-use blockhouse_engine::{EngineChoice, EventLoop, HostFile};
+use blockhouse_disk::{CompareJob, ImageDisk, ImageFormat, first_status_difference, open};
+use blockhouse_engine::{EngineChoice, EventLoop};
 use serde_json::{Value, json};
 
 use crate::image_args::OutputArgs;
@@ -98,7 +98,7 @@ pub fn run(arguments: &Arguments) -> Result<ExitCode> {
     }
 }
 
-type Image = Arc<Disk<HostFile>>;
+type Image = Arc<ImageDisk>;
 
 fn difference(
     event_loop: &mut EventLoop,

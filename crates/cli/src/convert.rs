@@ -6,6 +6,7 @@
 //! fails stays in `TARGET.part`, and `--resume` goes on with it: what is there is compared with the
 //! source, and what differs is copied.
 
+use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::FileTypeExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -13,11 +14,13 @@ use std::sync::Arc;
 use anyhow::{Context, Result, anyhow, bail};
 use blockhouse_core::{ByteRange, Durability, ErrorKind, Fallback, Request, Unmap};
 use blockhouse_disk::{
-    Access, AllowedPaths, CacheMode, CopyJob, CopyOptions, DetectZeroes, Discard, Disk, IfExists,
-    ImageFormat, ImageOptions, Locking, StateUse, TargetContent, check_new_name,
-    create as create_file, open, open_locked, open_snapshot, open_without_backing, rename_durable,
+    Access, AllowedPaths, CacheMode, CopyJob, CopyOptions, DetectZeroes, Discard, IfExists,
+    ImageDisk, ImageFormat, ImageOptions, Locking, RemoteBacking, StateUse, TargetContent,
+    check_new_name, create as create_file, open, open_locked, open_snapshot, open_without_backing,
+    rename_durable,
 };
 use blockhouse_engine::{EngineChoice, EventLoop, HostFile};
+use blockhouse_storage::Location;
 
 use crate::create::{create_qcow2, format_of_new, wrong_usage};
 use crate::create_options::{self, Setting, Settings};
@@ -77,7 +80,7 @@ fn parse_cache(name: &str) -> Result<CacheMode, String> {
 
 /// The target of the copy.
 struct Target {
-    disk: Disk<HostFile>,
+    disk: ImageDisk,
     target_content: TargetContent,
     /// The file that becomes the target; `None` if the target is a device.
     part: Option<PathBuf>,
@@ -152,7 +155,7 @@ fn settings(arguments: &Arguments, format: ImageFormat) -> Vec<Setting> {
     settings
 }
 
-async fn open_source(arguments: &Arguments) -> Result<Disk<HostFile>> {
+async fn open_source(arguments: &Arguments) -> Result<ImageDisk> {
     let Arguments { source, source_format: format, snapshot, .. } = arguments;
     let options = arguments.open.read_only(*format)?;
     let opened = match snapshot {
@@ -179,9 +182,12 @@ struct TargetBuilder<'a> {
 impl TargetBuilder<'_> {
     async fn target(self) -> Result<Target> {
         let path = &self.arguments.target;
+        if Location::is_remote(path.as_os_str().as_bytes()) {
+            return self.overwrite("an export of another server").await;
+        }
         let found = std::fs::metadata(path).ok();
         if found.as_ref().is_some_and(|found| found.file_type().is_block_device()) {
-            return self.device().await;
+            return self.overwrite("a block device").await;
         }
         if found.is_some() && !self.arguments.force {
             bail!(
@@ -205,7 +211,7 @@ impl TargetBuilder<'_> {
     }
 
     /// An empty image.
-    async fn create_new(&self, part: &Path) -> Result<Disk<HostFile>> {
+    async fn create_new(&self, part: &Path) -> Result<ImageDisk> {
         if std::fs::symlink_metadata(part).is_ok() {
             bail!(
                 "{}: is what an earlier conversion left behind; go on with it (--resume), or remove \
@@ -228,7 +234,7 @@ impl TargetBuilder<'_> {
     }
 
     /// The partial copy of an earlier conversion.
-    async fn open_partial(&self, part: &Path) -> Result<Disk<HostFile>> {
+    async fn open_partial(&self, part: &Path) -> Result<ImageDisk> {
         let advice = || format!("{}: cannot go on with it; remove it", part.display());
         let disk = self.open_target(part).await.with_context(advice)?;
         if disk.size() != self.size {
@@ -251,18 +257,17 @@ impl TargetBuilder<'_> {
         }
     }
 
-    /// A block device, which is overwritten.
-    async fn device(&self) -> Result<Target> {
+    /// What has a size of its own, and is overwritten: `what` says what it is.
+    async fn overwrite(&self, what: &str) -> Result<Target> {
         let path = &self.arguments.target;
         if !self.arguments.force && !self.arguments.resume {
             bail!(
-                "{}: is a block device, and all that is on it would be lost; say --force to \
-                 overwrite it",
+                "{}: is {what}, and all that is on it would be lost; say --force to overwrite it",
                 path.display()
             );
         }
         if self.format != ImageFormat::Raw {
-            bail!("{}: only raw images can be written to a block device", path.display());
+            bail!("{}: is {what}: only raw images can be written to it", path.display());
         }
         let disk = self.open_target(path).await?;
         if disk.size() < self.size {
@@ -285,7 +290,7 @@ impl TargetBuilder<'_> {
         Ok(Target { disk, target_content: before, part: None, replaced_file: None })
     }
 
-    async fn open_target(&self, path: &Path) -> Result<Disk<HostFile>> {
+    async fn open_target(&self, path: &Path) -> Result<ImageDisk> {
         // Compressed clusters are packed byte for byte, which blocks of direct I/O would not allow.
         let usual = if self.arguments.compress { CacheMode::Writeback } else { CacheMode::None };
         let cache = self.arguments.cache.unwrap_or(usual);
@@ -318,6 +323,7 @@ impl TargetBuilder<'_> {
             // A new file, or a raw device.
             state: StateUse::Off,
             allowed_paths: self.arguments.open.allowed_paths(data_file)?,
+            remote_backing: RemoteBacking::Refused,
         })
     }
 }

@@ -9,8 +9,8 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, Result};
 use blockhouse_core::{ByteRange, Storage, SyncMode};
 use blockhouse_disk::{
-    AllowedPaths, Backing, Disk, ImageFormat, ImageOptions, Locking, StateUse, check_raw_backing,
-    create as create_file, open_without_backing,
+    AllowedPaths, Backing, ImageDisk, ImageFormat, ImageOptions, Locking, StateUse,
+    check_raw_backing, create as create_file, open_without_backing,
 };
 use blockhouse_engine::{EngineChoice, EventLoop, HostFile, OpenMode, PageCache};
 use blockhouse_format::{SpaceMode, preallocate, qcow2};
@@ -179,7 +179,7 @@ async fn open_backing(
     image: &Path,
     backing: &Backing,
     allowed_paths: AllowedPaths,
-) -> Result<Disk<HostFile>> {
+) -> Result<ImageDisk> {
     let path = resolve_relative(image, &backing.name);
     let format = backing.format.as_deref().map(str::parse).transpose();
     let format = format.map_err(anyhow::Error::msg)?;

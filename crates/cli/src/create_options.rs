@@ -1,6 +1,6 @@
 //! The options of new qcow2 images (`create -o NAME=VALUE,...`), with the names of `qemu-img`.
 
-use blockhouse_disk::{Backing, DataFile, ImageFormat, is_address};
+use blockhouse_disk::{Backing, DataFile, ImageFormat, is_address, is_foreign_address};
 use blockhouse_format::SpaceMode;
 use blockhouse_format::qcow2::{Compression, CreateOptions, Preallocation, Switch, Version};
 
@@ -158,9 +158,9 @@ fn parse_one(text: &str) -> Result<Setting, String> {
             "full" => Ok(Setting::Preallocation(Preallocation::Full)),
             _ => Err(wrong("off, metadata, falloc or full")),
         },
-        "backing_file" if is_address(value.as_bytes()) => Err(format!(
-            "the backing file '{value}' is no file but a server's address; if it is a file, \
-             write './{value}'"
+        "backing_file" if is_foreign_address(value.as_bytes()) => Err(format!(
+            "the backing file '{value}' is no file but an address of QEMU; write a server's export as a URI \
+             (nbd://HOST/NAME); if it is a file, write './{value}'"
         )),
         "backing_file" if (1..=1023).contains(&value.len()) => {
             Ok(Setting::BackingFile(value.to_owned()))

@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 
 use anyhow::Result;
 use blockhouse_disk::{AllowedPaths, ImageFormat, ImageOptions, Locking};
+use blockhouse_storage::Location;
 
 use crate::open_args::OpenArgs;
 use crate::output;
@@ -72,6 +73,13 @@ impl ImageArgs {
 
 /// Says that commands need an option for a new image, where they do.
 pub fn tell_if_not_free(image: &Path, name: &[u8], role: &str) {
+    if Location::is_remote(name) {
+        return output::tell(&format!(
+            "blockhouse: {}: its {role} '{}' is on another server: commands open it only with --allow-remote",
+            image.display(),
+            String::from_utf8_lossy(name)
+        ));
+    }
     if AllowedPaths::is_free_to_name(image, name) {
         return;
     }
@@ -88,5 +96,8 @@ pub fn tell_if_not_free(image: &Path, name: &[u8], role: &str) {
 
 /// The path of a file that an image names, relative to the image.
 pub fn resolve_relative(image: &Path, name: &[u8]) -> PathBuf {
+    if Location::is_remote(name) {
+        return PathBuf::from(OsStr::from_bytes(name));
+    }
     image.parent().unwrap_or(Path::new("")).join(OsStr::from_bytes(name))
 }

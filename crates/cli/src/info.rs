@@ -3,6 +3,7 @@
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
+use crate::image_args::resolve_relative;
 use anyhow::{Context, Result};
 use blockhouse_core::{Capabilities, ErrorKind, Offload, WriteCache};
 use blockhouse_disk::{
@@ -34,7 +35,8 @@ struct Facts {
     backing: Option<Backing>,
     data_file: Option<DataFile>,
     virtual_size: u64,
-    actual_size: u64,
+    /// In bytes; `None` where another server has the image.
+    actual_size: Option<u64>,
     capabilities: Capabilities,
     engine: EngineReport,
     pending: Option<PendingChanges>,
@@ -64,8 +66,11 @@ pub fn run(arguments: &Arguments) -> Result<()> {
             opened => opened,
         }
     })?;
-    let metadata =
-        std::fs::metadata(image).with_context(|| format!("{}: cannot examine", image.display()))?;
+    let actual_size = match disk.file() {
+        Some(_) => Some(blocks_of(image)? * 512),
+        // Another server has it.
+        None => None,
+    };
     let facts = Facts {
         qcow2: disk.features(),
         format: disk.format_name(),
@@ -73,7 +78,7 @@ pub fn run(arguments: &Arguments) -> Result<()> {
         backing: disk.backing_file().cloned(),
         data_file: disk.data_file().cloned(),
         virtual_size: disk.size(),
-        actual_size: metadata.blocks() * 512,
+        actual_size,
         capabilities: event_loop.block_on(async { disk.capabilities() }),
         engine: event_loop.report().clone(),
         pending: state.directory().map_or(Ok(None), |dir| disk.pending_changes(dir))?,
@@ -83,13 +88,19 @@ pub fn run(arguments: &Arguments) -> Result<()> {
     output::print(&text)
 }
 
+/// How many blocks of 512 bytes the host has allocated for a file.
+fn blocks_of(image: &Path) -> Result<u64> {
+    let metadata = std::fs::metadata(image);
+    Ok(metadata.with_context(|| format!("{}: cannot examine", image.display()))?.blocks())
+}
+
 fn as_text(facts: &Facts) -> String {
     let Facts { image, format, virtual_size, actual_size, capabilities, engine, .. } = facts;
     let mut lines = vec![
         format!("image: {}", image.display()),
         format!("file format: {format}"),
         format!("virtual size: {} ({virtual_size} bytes)", size::show(*virtual_size)),
-        format!("disk size: {}", size::show(*actual_size)),
+        format!("disk size: {}", actual_size.map_or("unavailable".into(), size::show)),
     ];
     if let Some(PendingChanges { changes, process, state_file }) = &facts.pending {
         lines.push(format!(
@@ -140,7 +151,6 @@ fn as_json(facts: &Facts) -> String {
         "filename": image.display().to_string(),
         "format": format,
         "virtual-size": virtual_size,
-        "actual-size": actual_size,
         "dirty-flag": facts.qcow2.as_ref().is_some_and(|qcow2| qcow2.is_dirty),
         "blockhouse": {
             "engine": engine.engine.as_str(),
@@ -157,6 +167,9 @@ fn as_json(facts: &Facts) -> String {
             "write-zeroes": capabilities.write_zeroes == Offload::Available,
         },
     });
+    if let Some(actual_size) = actual_size {
+        value["actual-size"] = (*actual_size).into();
+    }
     if let Some(truncation) = facts.qcow2.and_then(|qcow2| qcow2.truncation) {
         value["blockhouse"]["cut-off"] =
             json!({ "offset": truncation.offset, "file-size": truncation.file_size });
@@ -170,7 +183,7 @@ fn as_json(facts: &Facts) -> String {
     }
     if let Some(Backing { name, format }) = &facts.backing {
         let name = String::from_utf8_lossy(name);
-        let full = image.parent().unwrap_or(Path::new("")).join(&*name);
+        let full = resolve_relative(image, name.as_bytes());
         value["full-backing-filename"] = full.display().to_string().into();
         value["backing-filename"] = name.into();
         if let Some(format) = format {

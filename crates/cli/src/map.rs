@@ -2,8 +2,8 @@
 
 use anyhow::Result;
 use blockhouse_core::ByteRange;
-use blockhouse_disk::{BlockStatusCache, Disk, MapEntry, MapEntryKind, open};
-use blockhouse_engine::{EngineChoice, EventLoop, HostFile};
+use blockhouse_disk::{BlockStatusCache, ImageDisk, MapEntry, MapEntryKind, open};
+use blockhouse_engine::{EngineChoice, EventLoop};
 use serde_json::json;
 
 use crate::image_args::ImageArgs;
@@ -28,7 +28,7 @@ pub fn run(arguments: &Arguments) -> Result<()> {
 }
 
 /// The whole disk from its start to its end, each part as long as it can be.
-async fn parts_of(disk: &Disk<HostFile>) -> Result<Vec<MapEntry>> {
+async fn parts_of(disk: &ImageDisk) -> Result<Vec<MapEntry>> {
     let mut parts: Vec<MapEntry> = Vec::new();
     let mut cache = BlockStatusCache::default();
     let mut rest = ByteRange::between(0, disk.size());
@@ -93,7 +93,7 @@ fn as_json(parts: &[MapEntry]) -> String {
 }
 
 /// The parts with data, and the files that have it.
-fn as_text(parts: &[MapEntry], disk: &Disk<HostFile>) -> String {
+fn as_text(parts: &[MapEntry], disk: &ImageDisk) -> String {
     let line = |offset: &str, length: &str, place: &str, file: &str| {
         format!("{offset:<16}{length:<16}{place:<16}{file}")
     };

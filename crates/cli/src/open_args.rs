@@ -6,7 +6,7 @@ use anyhow::Result;
 use blockhouse_daemon::setup::StateSetup;
 use blockhouse_disk::{
     Access, AllowedPaths, CacheMode, DetectZeroes, Discard, ImageFormat, ImageOptions, Locking,
-    StateDir, StateUse,
+    RemoteBacking, StateDir, StateUse,
 };
 
 /// What images may name (docs/security.md).
@@ -19,6 +19,16 @@ pub struct AllowPathArgs {
     /// name any file of this host. A path that is given on the command line is not restricted.
     #[arg(long, value_name = "DIR")]
     pub allow_path: Vec<PathBuf>,
+    /// Let images name exports of other servers (nbd://...) as their backing files.
+    #[arg(long)]
+    pub allow_remote: bool,
+}
+
+impl AllowPathArgs {
+    /// Whether images may name other servers.
+    pub fn remote_backing(&self) -> RemoteBacking {
+        if self.allow_remote { RemoteBacking::Allowed } else { RemoteBacking::Refused }
+    }
 }
 
 /// The options of all commands that open images, `serve` excepted, which has a `--state` of its own.
@@ -41,7 +51,8 @@ impl OpenArgs {
     /// A directory that was named cannot be used.
     pub fn read_only(&self, format: Option<ImageFormat>) -> Result<ImageOptions> {
         let allowed_paths = self.allowed_paths(None)?;
-        Ok(ImageOptions { allowed_paths, ..read_only(format, self.state_use()?) })
+        let remote_backing = self.allow.remote_backing();
+        Ok(ImageOptions { allowed_paths, remote_backing, ..read_only(format, self.state_use()?) })
     }
 
     /// How an image is opened that a tool changes: it begins with the changes that a server answered before it died.
@@ -96,5 +107,6 @@ pub fn read_only(format: Option<ImageFormat>, state: StateUse) -> ImageOptions {
         locking: Locking::Held,
         state,
         allowed_paths: AllowedPaths::default(),
+        remote_backing: RemoteBacking::Refused,
     }
 }

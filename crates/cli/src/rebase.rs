@@ -7,10 +7,10 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, Result, bail};
 use blockhouse_core::ErrorKind;
 use blockhouse_disk::{
-    Access, Backing, Disk, ImageFormat, ImageOptions, check_raw_backing, is_address, open,
-    open_without_backing, prepare_rebase, set_backing_file,
+    Access, Backing, ImageDisk, ImageFormat, ImageOptions, check_raw_backing, is_foreign_address,
+    open, open_without_backing, prepare_rebase, set_backing_file,
 };
-use blockhouse_engine::{EngineChoice, EventLoop, HostFile};
+use blockhouse_engine::{EngineChoice, EventLoop};
 
 use crate::create::wrong_usage;
 use crate::image_args::{resolve_relative, tell_if_not_free};
@@ -72,10 +72,13 @@ pub fn run(arguments: Arguments) -> Result<()> {
         (None, None) => None,
     };
     if let Some((name, _)) = &new
-        && is_address(name.as_encoded_bytes())
+        && is_foreign_address(name.as_encoded_bytes())
     {
         let name = name.display();
-        bail!("'{name}' is no file but a server's address; if it is a file, write './{name}'");
+        bail!(
+            "'{name}' is no file but an address of QEMU; write a server's export as a URI (nbd://HOST/NAME); if it \
+             is a file, write './{name}'"
+        );
     }
     let options = open_args.read_write(format)?;
     EventLoop::new(EngineChoice::Auto)?.block_on(async {
@@ -105,7 +108,7 @@ async fn open_new(
     image: &Path,
     new: Option<&(OsString, ImageFormat)>,
     options: ImageOptions,
-) -> Result<Option<Disk<HostFile>>> {
+) -> Result<Option<ImageDisk>> {
     let Some((name, format)) = new else { return Ok(None) };
     let path = resolve_relative(image, name.as_encoded_bytes());
     let failed = || format!("{}: no backing file", image.display());

@@ -1,11 +1,15 @@
 //! `blockhouse snapshot`: the snapshots inside an image, also of one that is being served.
 
+use std::os::unix::ffi::OsStrExt;
 use std::path::PathBuf;
 
 use anyhow::{Context, Result};
 use blockhouse_core::ErrorKind;
-use blockhouse_disk::{Access, Disk, ImageFormat, ImageOptions, Locking, open_without_backing};
-use blockhouse_engine::{EngineChoice, EventLoop, HostFile};
+use blockhouse_disk::{
+    Access, ImageDisk, ImageFormat, ImageOptions, Locking, open_without_backing,
+};
+use blockhouse_engine::{EngineChoice, EventLoop};
+use blockhouse_storage::Location;
 
 use crate::image_args::OutputArgs;
 use crate::open_args::OpenArgs;
@@ -153,6 +157,9 @@ fn run_served(socket: &std::path::Path, action: Action) -> Result<()> {
 impl Image {
     /// As servers know it.
     fn canonical(&self) -> Result<PathBuf> {
+        if Location::is_remote(self.image.as_os_str().as_bytes()) {
+            return Ok(self.image.clone());
+        }
         self.image.canonicalize().with_context(|| format!("{}", self.image.display()))
     }
 
@@ -161,11 +168,11 @@ impl Image {
     }
 }
 
-async fn open_to_change(image: &Image) -> Result<Disk<HostFile>> {
+async fn open_to_change(image: &Image) -> Result<ImageDisk> {
     open(image, Access::ReadWrite, Locking::Held).await
 }
 
-async fn open(image: &Image, access: Access, locking: Locking) -> Result<Disk<HostFile>> {
+async fn open(image: &Image, access: Access, locking: Locking) -> Result<ImageDisk> {
     let options = ImageOptions { access, locking, ..image.open.read_only(image.format)? };
     // The tables are all that is needed.
     let opened = open_without_backing(&image.image, options).await;

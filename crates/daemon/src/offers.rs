@@ -7,6 +7,7 @@
 use std::path::{Path, PathBuf};
 
 use blockhouse_nbd::uri::{Address, NbdUri};
+use blockhouse_storage::Location;
 
 /// An image under the name that clients of a socket know it by.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -173,7 +174,7 @@ fn repeated(names: &[String]) -> Option<&String> {
 }
 
 fn file_name(image: &Path) -> Result<String, String> {
-    let name = image.file_name().and_then(|name| name.to_str()).map(str::to_owned);
+    let name = Location::base_name(image).and_then(|name| name.into_string().ok());
     name.ok_or_else(|| {
         format!(
             "{}: the file's name cannot name an export; give each image a name: one --name NAME per \

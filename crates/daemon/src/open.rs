@@ -5,10 +5,9 @@ use std::path::Path;
 use anyhow::{Result, bail};
 use blockhouse_core::{Error, ErrorKind};
 use blockhouse_disk::{
-    Access, AllowedPaths, Disk, ImageFormat, ImageOptions, Locking, NOT_KEPT, StateDir, StateUse,
-    create, open, open_snapshot,
+    Access, AllowedPaths, ImageDisk, ImageFormat, ImageOptions, Locking, NOT_KEPT, StateDir,
+    StateUse, create, open, open_snapshot,
 };
-use blockhouse_engine::HostFile;
 
 use crate::setup::{DiskSetup, StateSetup};
 use crate::workers::Workers;
@@ -51,6 +50,7 @@ pub(crate) fn image_options(disk: &DiskSetup, state: &StateUse) -> Result<ImageO
         locking: Locking::Held,
         state: state.clone(),
         allowed_paths: AllowedPaths::new(&disk.allow_paths)?,
+        remote_backing: disk.remote_backing,
     })
 }
 
@@ -59,7 +59,7 @@ pub(crate) fn open_image(
     workers: &Workers,
     disk: &DiskSetup,
     state: &StateUse,
-) -> Result<Disk<HostFile>> {
+) -> Result<ImageDisk> {
     let (path, options) = (disk.path.clone(), image_options(disk, state)?);
     let (wanted, snapshot) = (disk.create, disk.snapshot.clone());
     let disk = workers.run(move || async move {

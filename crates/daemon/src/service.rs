@@ -7,10 +7,11 @@ use std::thread::sleep;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
-use blockhouse_disk::Disk;
-use blockhouse_engine::{HostFile, Listener};
+use blockhouse_disk::ImageDisk;
+use blockhouse_engine::Listener;
 use blockhouse_nbd::uri::{Address, NbdUri};
 use blockhouse_nbd::{BoundSocket, Export, Exports, Limits, Server, SocketFile};
+use blockhouse_storage::ImageStorage;
 use sd_notify::NotifyState;
 
 use crate::control::{Closed, Control};
@@ -22,7 +23,7 @@ use crate::sockets::ListenSocket;
 use crate::vhost_user::{self, DeviceSocket, ServedDevice};
 use crate::workers::Workers;
 
-type HostDisk = Arc<Disk<HostFile>>;
+type HostDisk = Arc<ImageDisk>;
 
 /// How often what the control socket does is asked for.
 const CONTROL_RETRY: Duration = Duration::from_millis(5);
@@ -87,7 +88,7 @@ impl fmt::Display for ReadyLine {
 }
 
 /// A disk under a name. It has no description: clients need not know where the image lies on the host.
-fn export(name: String, disk: &HostDisk) -> Export<HostFile> {
+fn export(name: String, disk: &HostDisk) -> Export<ImageStorage> {
     Export { name, description: String::new(), disk: Arc::clone(disk) }
 }
 

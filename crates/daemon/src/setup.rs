@@ -5,7 +5,7 @@
 use std::fmt;
 use std::path::PathBuf;
 
-use blockhouse_disk::{Access, CacheMode, DetectZeroes, Discard, ImageFormat};
+use blockhouse_disk::{Access, CacheMode, DetectZeroes, Discard, ImageFormat, RemoteBacking};
 use blockhouse_nbd::Limits;
 use blockhouse_nbd::uri::Address;
 use blockhouse_vhost_user::RegisteredMemory;
@@ -68,6 +68,8 @@ pub struct DiskSetup {
     pub snapshot: Option<String>,
     /// What the image may name beside regular files below its own folder.
     pub allow_paths: Vec<PathBuf>,
+    /// Whether it may name exports of other servers.
+    pub remote_backing: RemoteBacking,
 }
 
 impl DiskSetup {

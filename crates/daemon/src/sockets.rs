@@ -10,6 +10,7 @@ use anyhow::{Context, Result, bail};
 use blockhouse_engine::Stream;
 use blockhouse_nbd::uri::{Address, NbdUri};
 use blockhouse_nbd::{BoundSocket, PausedSession, bind};
+use blockhouse_storage::Location;
 use listenfd::ListenFd;
 
 use crate::offers::Offer;
@@ -118,7 +119,7 @@ fn take(passed: &mut ListenFd, index: usize) -> Result<BoundSocket> {
 /// Listens at a Unix socket named after the image, in a folder that only this user can enter.
 pub fn at_default(image: &Path, offers: Vec<Offer>) -> Result<ListenSocket> {
     let folder = runtime_folder()?;
-    let name = image.file_name().context("the image's path has no file name")?;
+    let name = Location::base_name(image).context("the image's path has no file name")?;
     let path = folder.join(name).with_added_extension("sock");
     Ok(ListenSocket::new(bind(&Address::Unix(path))?, offers))
 }

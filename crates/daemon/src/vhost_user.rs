@@ -4,10 +4,11 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use anyhow::{Context, Result, bail};
-use blockhouse_disk::Disk;
-use blockhouse_engine::{Engine, HostFile};
+use blockhouse_disk::ImageDisk;
+use blockhouse_engine::Engine;
 use blockhouse_nbd::uri::Address;
 use blockhouse_nbd::{BoundSocket, SocketFile, bind};
+use blockhouse_storage::ImageStorage;
 use blockhouse_vhost_user::{Device, Export, PreparedFrontend, RegisteredMemory, Server};
 
 use crate::setup::Setup;
@@ -23,7 +24,7 @@ pub struct DeviceSocket {
 
 /// A device that is served at a socket.
 pub struct ServedDevice {
-    server: Server<HostFile>,
+    server: Server<ImageStorage>,
     path: PathBuf,
     /// Removed at the end.
     file: Option<SocketFile>,
@@ -46,7 +47,7 @@ pub fn registered_memory(workers: &Workers, setup: &Setup) -> RegisteredMemory {
 /// Serves a disk at a socket under this name.
 pub fn serve(
     socket: DeviceSocket,
-    disk: &Arc<Disk<HostFile>>,
+    disk: &Arc<ImageDisk>,
     name: String,
     workers: &Workers,
     setup: &Setup,
@@ -62,7 +63,7 @@ pub fn serve(
 
 impl ServedDevice {
     /// The server of its front-ends.
-    pub fn server(&self) -> &Server<HostFile> {
+    pub fn server(&self) -> &Server<ImageStorage> {
         &self.server
     }
 

@@ -70,10 +70,11 @@ pub use blockhouse_format::{
 pub use disk::{Disk, LayerInfo};
 pub use layer::{BlockStatus, BlockStatusCache, MapEntry, MapEntryKind};
 pub use open::{
-    AllowedPaths, CacheMode, HandedFile, HandedOverDisk, IfCorrupt, IfExists, ImageOptions,
-    Locking, NOT_KEPT, PendingChanges, StateUse, check_new_name, check_raw_backing, create,
-    is_address, open, open_for_commit, open_handed_over, open_locked, open_metadata, open_snapshot,
-    open_storage, open_without_backing, rename_durable, replay_state,
+    AllowedPaths, CacheMode, HandedFile, HandedOverDisk, IfCorrupt, IfExists, ImageDisk,
+    ImageOptions, Locking, NOT_KEPT, PendingChanges, RemoteBacking, StateUse, check_new_name,
+    check_raw_backing, create, is_address, is_foreign_address, open, open_for_commit,
+    open_handed_over, open_locked, open_metadata, open_snapshot, open_storage,
+    open_without_backing, rename_durable, replay_state,
 };
 pub use options::{Access, DetectZeroes, Discard, FlushPolicy, Options};
 pub use snapshots::{DiskSnapshots, Pause};

@@ -1,6 +1,6 @@
 //! Where an image is, as a person writes it: a path, or the URI of an NBD server's export.
 
-use std::ffi::OsStr;
+use std::ffi::{OsStr, OsString};
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -50,6 +50,14 @@ impl Location {
         let uri = text.parse::<NbdUri>();
         let uri = uri.map_err(|error| Error::new(ErrorKind::InvalidInput, error.to_string()))?;
         Ok(Self::Nbd { uri, reconnect })
+    }
+
+    /// What the last part of a path, or of the name of an export, calls an image. `None` where there is none.
+    pub fn base_name(name: &Path) -> Option<OsString> {
+        match Self::of(name) {
+            Ok(Self::Nbd { uri, .. }) => Path::new(&uri.export).file_name().map(OsStr::to_owned),
+            _ => name.file_name().map(OsStr::to_owned),
+        }
     }
 
     /// Whether a name that an image has for another one is no path.
@@ -107,6 +115,16 @@ mod tests {
         for path in ["disk.img", "./nbd://x", "nbd:localhost:10809", "/a/nbd://b", "file:x"] {
             assert_eq!(Location::of(Path::new(path)).unwrap(), Location::File(path.into()));
         }
+    }
+
+    #[test]
+    fn images_are_called_after_their_last_part() {
+        let name = |name: &str| {
+            Location::base_name(Path::new(name)).map(|name| name.into_string().unwrap())
+        };
+        assert_eq!(name("a/disk.img"), Some("disk.img".into()));
+        assert_eq!(name("nbd+unix:///a/base?socket=/tmp/s.sock"), Some("base".into()));
+        assert_eq!(name("nbd://localhost"), None);
     }
 
     #[test]

@@ -31,6 +31,7 @@ mod qemu_matrix;
 mod random_requests;
 mod readme;
 mod registered_memory;
+mod remote;
 mod repair;
 mod resize;
 mod served_snapshots;

@@ -243,6 +243,7 @@ impl Arguments {
             create: create.map(|size| whole_sectors(image, size)),
             snapshot: self.snapshot.clone(),
             allow_paths: self.allow.allow_path.clone(),
+            remote_backing: self.allow.remote_backing(),
         }
     }
 

@@ -10,10 +10,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
-use blockhouse_disk::{Disk, Pause};
-use blockhouse_engine::{
-    EngineChoice, FixedFiles, HostFile, IoPoll, Listener, Stream, Submission, sleep,
-};
+use blockhouse_disk::{ImageDisk, Pause};
+use blockhouse_engine::{EngineChoice, FixedFiles, IoPoll, Listener, Stream, Submission, sleep};
 use blockhouse_nbd::uri::Address;
 use blockhouse_nbd::{BoundSocket, SocketFile};
 use futures_channel::oneshot;
@@ -57,7 +55,7 @@ struct Served {
 /// An image and its canonical path.
 struct ServedImage {
     path: PathBuf,
-    disk: Arc<Disk<HostFile>>,
+    disk: Arc<ImageDisk>,
 }
 
 impl Control {
@@ -69,13 +67,16 @@ impl Control {
         bound: BoundSocket,
         engine: EngineChoice,
         images: &[impl AsRef<Path>],
-        disks: &[Arc<Disk<HostFile>>],
+        disks: &[Arc<ImageDisk>],
         upgrades: UpgradeRequests,
     ) -> Result<Self> {
         let listener = Listener::new(bound.socket).context("cannot use the control socket")?;
-        let served = |(path, disk): (&_, &Arc<_>)| {
+        let served = |(path, disk): (&_, &Arc<ImageDisk>)| {
             let path = AsRef::<Path>::as_ref(path);
-            let path = path.canonicalize().with_context(|| format!("{}", path.display()))?;
+            let path = match disk.file() {
+                Some(_) => path.canonicalize().with_context(|| format!("{}", path.display()))?,
+                None => path.to_owned(),
+            };
             Ok(ServedImage { path, disk: Arc::clone(disk) })
         };
         let images = images.iter().zip(disks).map(served).collect::<Result<Vec<_>>>()?;

@@ -13,8 +13,8 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
-use blockhouse_disk::{Disk, HandedFile, HandedOverDisk, open_handed_over};
-use blockhouse_engine::{HostFile, OpenFiles, Stream};
+use blockhouse_disk::{HandedFile, HandedOverDisk, ImageDisk, open_handed_over};
+use blockhouse_engine::{OpenFiles, Stream};
 use blockhouse_nbd::{BoundSocket, PausedSession, SocketFile};
 use blockhouse_vhost_user::PreparedFrontend;
 use rustix::fs::{Mode, OFlags};
@@ -40,7 +40,7 @@ pub struct TakenOver {
     /// The loops.
     pub workers: Workers,
     /// The images.
-    pub disks: Vec<Arc<Disk<HostFile>>>,
+    pub disks: Vec<Arc<ImageDisk>>,
     /// The listening sockets, with their connections.
     pub sockets: Vec<ListenSocket>,
     /// The sockets of devices, with their front-ends.

@@ -68,7 +68,7 @@ pub fn hand_over(service: &Service, binary: Option<PathBuf>) -> Result<Outcome> 
             "a request at the control socket is still being carried out; try again when it is done"
         );
     };
-    let (offer, descriptors) = offer_of(service);
+    let (offer, descriptors) = offer_of(service)?;
     destination.send(&Message::Offer(offer), &descriptors, &[])?;
     reach(Step::SourceOffered);
     destination.expect(Message::Ready, "get ready")?;
@@ -173,12 +173,15 @@ fn record(paused: &PausedConnection) -> Connection {
 }
 
 /// What is served, and its descriptors in the order of `format`.
-fn offer_of(service: &Service) -> (Offer, Vec<BorrowedFd<'_>>) {
+///
+/// # Errors
+/// An image cannot be handed over.
+fn offer_of(service: &Service) -> Result<(Offer, Vec<BorrowedFd<'_>>)> {
     let mut descriptors = Vec::new();
     let mut images = Vec::new();
     for disk in service.disks() {
         let mut files = Vec::new();
-        for file in disk.chain_files() {
+        for file in disk.chain_files()? {
             let open = file.open_files();
             files.push(File {
                 path: blockhouse_core::Storage::name(file).to_owned(),
@@ -214,7 +217,7 @@ fn offer_of(service: &Service) -> (Offer, Vec<BorrowedFd<'_>>) {
         descriptors.extend(control.file().map(AsFd::as_fd));
         Listening { address: control.address().into(), has_file: control.file().is_some() }
     });
-    (Offer { images, sockets, devices, control }, descriptors)
+    Ok((Offer { images, sockets, devices, control }, descriptors))
 }
 
 impl From<&blockhouse_nbd::uri::Address> for Address {

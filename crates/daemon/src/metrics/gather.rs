@@ -5,8 +5,7 @@ use std::sync::Arc;
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use blockhouse_core::metrics::HistogramReading;
-use blockhouse_disk::{Disk, DiskMetrics, ErrorCount, RequestMetrics, Stage, StageMetrics};
-use blockhouse_engine::HostFile;
+use blockhouse_disk::{DiskMetrics, ErrorCount, ImageDisk, RequestMetrics, Stage, StageMetrics};
 
 use super::families::{self, Family};
 
@@ -16,14 +15,14 @@ pub struct MeasuredDisk {
     /// The value of its label `disk`, which no other disk has.
     pub name: String,
     /// The disk.
-    pub disk: Arc<Disk<HostFile>>,
+    pub disk: Arc<ImageDisk>,
 }
 
 /// Disks under names that tell them apart: those whose names are not unique are called by their paths.
-pub fn with_distinct_names(disks: Vec<(String, Arc<Disk<HostFile>>)>) -> Vec<MeasuredDisk> {
+pub fn with_distinct_names(disks: Vec<(String, Arc<ImageDisk>)>) -> Vec<MeasuredDisk> {
     let mut counts = HashMap::new();
     disks.iter().for_each(|(name, _)| *counts.entry(name.clone()).or_insert(0) += 1);
-    let named = |(name, disk): (String, Arc<Disk<HostFile>>)| match counts[&name] {
+    let named = |(name, disk): (String, Arc<ImageDisk>)| match counts[&name] {
         1 => MeasuredDisk { name, disk },
         _ => MeasuredDisk { name: disk.name().to_owned(), disk },
     };
@@ -110,11 +109,11 @@ impl Gathered {
         }
     }
 
-    fn add_disk(&mut self, name: &str, disk: &Disk<HostFile>) {
+    fn add_disk(&mut self, name: &str, disk: &ImageDisk) {
         self.add(&families::DISK_INFO, &[name, disk.format_name(), disk.name()], 1);
         self.add(&families::SIZE, &[name], disk.size());
-        // Without a value where the host does not say.
-        if let Ok(allocated) = disk.allocated_bytes() {
+        // Without a value where the host does not say, or another server has the image.
+        if let Ok(Some(allocated)) = disk.allocated_bytes() {
             self.add(&families::ALLOCATED, &[name], allocated);
         }
         let limits = disk.throttle_stats();

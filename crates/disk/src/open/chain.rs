@@ -2,23 +2,30 @@
 //!
 //! A backing file is opened only as the format that the image names, never as what it looks like: a
 //! guest could make its raw disk look like an image whose backing file is any file of the host. It is
-//! a file (no address of a server), found from the folder of the image that names it, below that folder
+//! a file (a server's export only where the user allows that), found from the folder of the image that names it, below that folder
 //! or an allowed path (`allowed_paths`), only read, and locked against writers. Chains end: a file that
 //! comes twice and a chain that is too long are refused. A data file goes through the same gate, as raw,
 //! and is opened and locked as its image is.
 
+use std::ffi::OsStr;
 use std::os::fd::AsFd;
+use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use blockhouse_core::{Error, ErrorKind, Result, Storage};
+use blockhouse_core::{Error, ErrorKind, Result};
 use blockhouse_engine::HostFile;
 use blockhouse_format::{Backing, DataFile, ImageFormat, probe};
+use blockhouse_storage::{ImageStorage, Location};
 
 use super::allowed_paths::{FindError, Folder};
 use super::handed_over::{Files, HandedFile, HandedOverDisk};
-use super::image_options::{ImageOptions, Locking};
+use super::image_disk::ImageDisk;
+use super::image_options::{ImageOptions, Locking, RemoteBacking};
 use super::lock::{Locked, lock};
+use super::open_location::{
+    Identity, identity_of, is_address, is_foreign_address, open_file, open_location,
+};
 use super::probe_check::check_not_probed;
 use super::restore::Restore;
 use crate::disk::Disk;
@@ -37,15 +44,12 @@ const DATA_FILE: &str = "data file";
 /// `ENOENT` of Linux: a file is missing.
 const ENOENT: i32 = 2;
 
-/// Device and inode: what a file is, whatever its name.
-type Identity = (u64, u64);
-
 /// Opens an image with all backing files and locks them. Needs the loop of the current thread.
 ///
 /// # Errors
 /// One that names the file: it is missing, no disk image, of a wrong size, locked, looks like
 /// another format, or the host refuses; for a backing file also the chain that leads to it.
-pub async fn open(path: &Path, options: ImageOptions) -> Result<Disk<HostFile>> {
+pub async fn open(path: &Path, options: ImageOptions) -> Result<ImageDisk> {
     open_chain(path, &options, None, Files::Host).await
 }
 
@@ -57,7 +61,7 @@ pub async fn open_snapshot(
     path: &Path,
     options: ImageOptions,
     snapshot: &str,
-) -> Result<Disk<HostFile>> {
+) -> Result<ImageDisk> {
     let options = ImageOptions { access: Access::ReadOnly, ..options };
     open_chain(path, &options, Some(snapshot), Files::Host).await
 }
@@ -88,36 +92,36 @@ async fn open_chain(
     options: &ImageOptions,
     snapshot: Option<&str>,
     mut files: Files,
-) -> Result<Disk<HostFile>> {
-    let (file, identity) = open_file(&mut files, path, options)?;
+) -> Result<ImageDisk> {
+    let (storage, identity) = open_location(&mut files, path, options).await?;
     let chain = Chain::from_image(path, identity, files)?;
-    open_from(chain, file, options, snapshot).await
+    open_from(chain, storage, options, snapshot).await
 }
 
 /// The disk of the last image of a chain, whose file is open, with all that is behind it.
 async fn open_from(
     mut chain: Chain,
-    file: HostFile,
+    storage: ImageStorage,
     options: &ImageOptions,
     snapshot: Option<&str>,
-) -> Result<Disk<HostFile>> {
+) -> Result<ImageDisk> {
     let is_handed_over = matches!(chain.source, Files::HandedOver(_));
     let path = chain.last_path().to_owned();
-    let (disk, restore) = disk_over(file, &path, options, snapshot).await?;
-    let mut disk = chain.with_data(disk, options)?;
+    let (disk, restore) = disk_over(storage, &path, options, snapshot).await?;
+    let mut disk = chain.with_data(disk, options).await?;
     let mut above = Vec::new();
     while let Some(backing) = disk.backing_file() {
-        let format = chain.next(backing)?;
+        let format = chain.next(backing, options)?;
         let behind =
             ImageOptions { format: Some(format), access: Access::ReadOnly, ..options.clone() };
-        let Named { path, file, identity, folder } = chain
-            .open_named(&backing.name, BACKING_FILE, &behind)
-            .map_err(|error| chain.failed(error))?;
+        let named = chain.open_named(&backing.name, BACKING_FILE, &behind).await;
+        let Named { path, storage, identity, folder } =
+            named.map_err(|error| chain.failed(error))?;
         // Before it is locked: in a loop the lock would be held by ourselves.
         chain.enter(path.clone(), identity, folder)?;
-        let next = disk_over(file, &path, &behind, None).await;
+        let next = disk_over(storage, &path, &behind, None).await;
         let (next, left) = next.map_err(|error| chain.failed(error.into()))?;
-        let next = chain.with_data(next, &behind)?;
+        let next = chain.with_data(next, &behind).await?;
         left.finish_backing(&next, options.access).map_err(|error| chain.failed(error.into()))?;
         warn_of_disguise(&next).await?;
         above.push(std::mem::replace(&mut disk, next));
@@ -135,11 +139,11 @@ async fn open_from(
 ///
 /// # Errors
 /// As [`open`].
-pub async fn open_without_backing(path: &Path, options: ImageOptions) -> Result<Disk<HostFile>> {
-    let (file, identity) = open_file(&mut Files::Host, path, &options)?;
+pub async fn open_without_backing(path: &Path, options: ImageOptions) -> Result<ImageDisk> {
+    let (storage, identity) = open_location(&mut Files::Host, path, &options).await?;
     let mut chain = Chain::from_image(path, identity, Files::Host)?;
-    let (disk, restore) = disk_over(file, path, &options, None).await?;
-    restore.finish(chain.with_data(disk, &options)?).await
+    let (disk, restore) = disk_over(storage, path, &options, None).await?;
+    restore.finish(chain.with_data(disk, &options).await?).await
 }
 
 /// Opens only the file that holds the image's metadata, to ask what it is, for reading only: no guest data of an
@@ -147,10 +151,10 @@ pub async fn open_without_backing(path: &Path, options: ImageOptions) -> Result<
 ///
 /// # Errors
 /// As [`open`].
-pub async fn open_metadata(path: &Path, options: ImageOptions) -> Result<Disk<HostFile>> {
+pub async fn open_metadata(path: &Path, options: ImageOptions) -> Result<ImageDisk> {
     let options = ImageOptions { access: Access::ReadOnly, ..options };
-    let (file, _) = open_file(&mut Files::Host, path, &options)?;
-    let (disk, restore) = disk_over(file, path, &options, None).await?;
+    let (storage, _) = open_location(&mut Files::Host, path, &options).await?;
+    let (disk, restore) = disk_over(storage, path, &options, None).await?;
     restore.finish(disk).await
 }
 
@@ -162,22 +166,21 @@ pub async fn open_metadata(path: &Path, options: ImageOptions) -> Result<Disk<Ho
 pub async fn open_for_commit(
     path: &Path,
     options: ImageOptions,
-) -> Result<(Disk<HostFile>, Arc<Disk<HostFile>>)> {
+) -> Result<(ImageDisk, Arc<ImageDisk>)> {
     let options = ImageOptions { access: Access::ReadWrite, ..options };
-    let (file, identity) = open_file(&mut Files::Host, path, &options)?;
+    let (storage, identity) = open_location(&mut Files::Host, path, &options).await?;
     let mut chain = Chain::from_image(path, identity, Files::Host)?;
-    let (disk, restore) = disk_over(file, path, &options, None).await?;
-    let disk = chain.with_data(disk, &options)?;
+    let (disk, restore) = disk_over(storage, path, &options, None).await?;
+    let disk = chain.with_data(disk, &options).await?;
     let Some(backing) = disk.backing_file() else {
         let what = "has no backing file";
         return Err(Error::new(ErrorKind::InvalidInput, what).on(disk.name()));
     };
-    let behind = ImageOptions { format: Some(chain.next(backing)?), ..options };
-    let named = chain
-        .open_named(&backing.name, BACKING_FILE, &behind)
-        .map_err(|error| chain.failed(error))?;
+    let behind = ImageOptions { format: Some(chain.next(backing, &options)?), ..options };
+    let named = chain.open_named(&backing.name, BACKING_FILE, &behind).await;
+    let named = named.map_err(|error| chain.failed(error))?;
     let below = Chain::from_named(named.path, named.identity, named.folder);
-    let base = open_from(below, named.file, &behind, None).await;
+    let base = open_from(below, named.storage, &behind, None).await;
     let base = base.map_err(|error| chain.failed(error.into()))?;
     warn_of_disguise(&base).await?;
     let base = Arc::new(base);
@@ -197,34 +200,23 @@ pub fn open_storage(path: &Path, options: ImageOptions) -> Result<HostFile> {
     Ok(file)
 }
 
-fn open_file(
-    files: &mut Files,
-    path: &Path,
-    options: &ImageOptions,
-) -> Result<(HostFile, Identity)> {
-    let file = files.open(path, options)?;
-    let identity = identity_of(&file)?;
-    Ok((file, identity))
-}
-
-fn identity_of(file: &HostFile) -> Result<Identity> {
-    let status = rustix::fs::fstat(file.descriptor())
-        .map_err(|error| Error::host("cannot examine", error.into()).on(file.name()))?;
-    Ok((status.st_dev, status.st_ino))
-}
-
 /// The disk over an image's file, and what is to be done when it has its data file and its backing file.
 async fn disk_over(
-    file: HostFile,
+    storage: ImageStorage,
     path: &Path,
     options: &ImageOptions,
     snapshot: Option<&str>,
-) -> Result<(Disk<HostFile>, Restore)> {
-    let locked = match options.locking {
-        Locking::Held => lock(&file, options.access)?,
-        Locking::None => Locked::No,
+) -> Result<(ImageDisk, Restore)> {
+    let restore = match storage.as_file() {
+        Some(file) => {
+            let locked = match options.locking {
+                Locking::Held => lock(file, options.access)?,
+                Locking::None => Locked::No,
+            };
+            Restore::begin(file, path, options, locked)?
+        }
+        None => Restore::of_remote(),
     };
-    let restore = Restore::begin(&file, path, options, locked)?;
     let disk_options = Options {
         access: options.access,
         durability: options.cache.durability(),
@@ -232,20 +224,24 @@ async fn disk_over(
         discard: options.discard,
         detect_zeroes: options.detect_zeroes,
     };
-    let format = options.format.unwrap_or_else(|| ImageFormat::by_name(path));
+    let format = options.format.unwrap_or_else(|| match &storage {
+        ImageStorage::File(_) => ImageFormat::by_name(path),
+        // A server's export is a disk, whatever the file is called that it serves.
+        ImageStorage::Nbd(_) => ImageFormat::Raw,
+    });
     // A caller that names the format means it.
     if options.format.is_none() {
-        check_not_probed(&file, path, format).await?;
+        check_not_probed(&storage, path, format).await?;
     }
     let disk = match snapshot {
-        None => Disk::open_with_state(file, format, disk_options, restore.found()).await?,
-        Some(name) => Disk::open_snapshot(file, format, disk_options, name).await?,
+        None => Disk::open_with_state(storage, format, disk_options, restore.found()).await?,
+        Some(name) => Disk::open_snapshot(storage, format, disk_options, name).await?,
     };
     Ok((disk, restore))
 }
 
 /// Tells of a raw backing file that looks like another format: the image that names its format may be wrong.
-async fn warn_of_disguise(backing: &Disk<HostFile>) -> Result<()> {
+async fn warn_of_disguise(backing: &ImageDisk) -> Result<()> {
     if backing.format().is_identity()
         && let Some(name) = probe::probe(backing.format().storage()).await?
     {
@@ -260,7 +256,7 @@ async fn warn_of_disguise(backing: &Disk<HostFile>) -> Result<()> {
 
 /// The files that are open so far, from the image down.
 struct Chain {
-    files: Vec<(PathBuf, Identity)>,
+    files: Vec<(PathBuf, Option<Identity>)>,
     /// Those that hold the images' data.
     data_files: Vec<Identity>,
     /// The folder of the last image, from which its names are looked up.
@@ -272,29 +268,31 @@ struct Chain {
 /// A file that an image names, open.
 struct Named {
     path: PathBuf,
-    file: HostFile,
-    identity: Identity,
+    storage: ImageStorage,
+    /// Of a file.
+    identity: Option<Identity>,
     folder: Folder,
 }
 
 impl Chain {
-    fn from_image(path: &Path, identity: Identity, source: Files) -> Result<Self> {
-        let folder = match source {
-            Files::Host => Folder::of_image(path)?,
-            Files::HandedOver(_) => Folder::of_handed_over(path),
+    fn from_image(path: &Path, identity: Option<Identity>, source: Files) -> Result<Self> {
+        let folder = match (&source, identity) {
+            (Files::Host, Some(_)) => Folder::of_image(path)?,
+            (Files::Host, None) => Folder::of_remote(),
+            (Files::HandedOver(_), _) => Folder::of_handed_over(path),
         };
         let files = vec![(path.to_owned(), identity)];
         Ok(Self { files, data_files: Vec::new(), folder, source })
     }
 
     /// A chain that begins with a file that another image named.
-    fn from_named(path: PathBuf, identity: Identity, folder: Folder) -> Self {
+    fn from_named(path: PathBuf, identity: Option<Identity>, folder: Folder) -> Self {
         let files = vec![(path, identity)];
         Self { files, data_files: Vec::new(), folder, source: Files::Host }
     }
 
     /// What the next file is to be opened as.
-    fn next(&self, backing: &Backing) -> Result<ImageFormat> {
+    fn next(&self, backing: &Backing, options: &ImageOptions) -> Result<ImageFormat> {
         let name = String::from_utf8_lossy(&backing.name);
         let last = self.last();
         if self.files.len() == MAX_FILES {
@@ -303,11 +301,17 @@ impl Chain {
                 Error::new(ErrorKind::InvalidInput, what).hint("shorten it (commit or rebase)")
             );
         }
-        if is_address(&backing.name) {
-            let what = format!("its backing file '{name}' is no file but a server's address");
+        if is_foreign_address(&backing.name) {
+            let what = format!("its backing file '{name}' is no file but an address of QEMU");
             return Err(Error::new(ErrorKind::Unsupported, what)
                 .on(last)
-                .hint("only files can stand behind an image; if it is one, rebase to './NAME'"));
+                .hint("write a server's export as a URI: nbd://HOST/NAME; if it is a file, rebase to './NAME'"));
+        }
+        if is_address(&backing.name) && options.remote_backing == RemoteBacking::Refused {
+            let what = format!("names '{name}' on another server as its backing file");
+            return Err(Error::new(ErrorKind::InvalidInput, what)
+                .on(last)
+                .hint("only if you trust whoever made the image, allow it: --allow-remote"));
         }
         let Some(format) = &backing.format else {
             let what = format!("does not say which format its backing file '{name}' has");
@@ -322,31 +326,33 @@ impl Chain {
     }
 
     /// Opens a file that the last image names.
-    fn open_named(
+    async fn open_named(
         &mut self,
         name: &[u8],
         role: &str,
         options: &ImageOptions,
     ) -> Result<Named, FindError> {
+        if Location::is_remote(name) {
+            let path = PathBuf::from(OsStr::from_bytes(name));
+            let (storage, identity) = open_location(&mut self.source, &path, options).await?;
+            return Ok(Named { path, storage, identity, folder: Folder::of_remote() });
+        }
         let path = self.folder.join(name);
         if let files @ Files::HandedOver(_) = &mut self.source {
             let (file, identity) = open_file(files, &path, options)?;
             let folder = Folder::of_handed_over(&path);
-            return Ok(Named { path, file, identity, folder });
+            return Ok(Named { path, storage: file.into(), identity: Some(identity), folder });
         }
         let found = options.allowed_paths.find(&self.folder, name, role, self.last())?;
         let (mode, cache) = (options.open_mode(), options.cache.page_cache());
         let file = HostFile::open_found(found.descriptor.as_fd(), &path, mode, cache)?;
         let identity = identity_of(&file)?;
-        Ok(Named { path, file, identity, folder: found.folder })
+        let (storage, identity) = (file.into(), Some(identity));
+        Ok(Named { path, storage, identity, folder: found.folder })
     }
 
     /// The last image with its data file, if it has one: opened and locked as the image is, as raw.
-    fn with_data(
-        &mut self,
-        disk: Disk<HostFile>,
-        options: &ImageOptions,
-    ) -> Result<Disk<HostFile>> {
+    async fn with_data(&mut self, disk: ImageDisk, options: &ImageOptions) -> Result<ImageDisk> {
         let Some(DataFile { name, .. }) = disk.data_file() else { return Ok(disk) };
         let last = self.last();
         if is_address(name) {
@@ -356,7 +362,7 @@ impl Chain {
                 .on(last)
                 .hint("only files can hold an image's data"));
         }
-        let opened = self.open_named(name, DATA_FILE, options);
+        let opened = self.open_named(name, DATA_FILE, options).await;
         let last = self.last();
         let failed = |error: Error| {
             let what = format!("cannot open the data file of {last}: {error}");
@@ -366,30 +372,37 @@ impl Chain {
                 _ => failed,
             }
         };
-        let Named { path, file, identity, .. } = opened.map_err(|error| match error {
+        let Named { path, storage, identity, .. } = opened.map_err(|error| match error {
             FindError::Refused(error) => error,
             FindError::Host(error) => failed(error),
         })?;
         // Before it is locked: the lock of an image that is its own data file would be ours.
-        if self.files.iter().any(|(_, one)| *one == identity) || self.data_files.contains(&identity)
-        {
+        if self.contains(identity) {
             let what = format!("its data file {} is a file of its own chain", path.display());
             return Err(Error::new(ErrorKind::Corrupt, what)
                 .on(last)
                 .hint("restore the image: tables and data are different files"));
         }
-        if options.locking == Locking::Held {
-            lock(&file, options.access).map_err(failed)?;
+        if let Some(file) = storage.as_file().filter(|_| options.locking == Locking::Held) {
+            lock(file, options.access).map_err(failed)?;
         }
         // Known to those that follow, without being one of the images.
-        self.data_files.push(identity);
-        disk.with_data(file)
+        self.data_files.extend(identity);
+        disk.with_data(storage)
+    }
+
+    /// Whether a file is one of the chain already.
+    fn contains(&self, identity: Option<Identity>) -> bool {
+        let is_it = |identity: Identity| {
+            self.files.iter().any(|(_, one)| *one == Some(identity))
+                || self.data_files.contains(&identity)
+        };
+        identity.is_some_and(is_it)
     }
 
     /// Adds a file that was just opened.
-    fn enter(&mut self, path: PathBuf, identity: Identity, folder: Folder) -> Result<()> {
-        let is_there = self.files.iter().any(|(_, one)| *one == identity)
-            || self.data_files.contains(&identity);
+    fn enter(&mut self, path: PathBuf, identity: Option<Identity>, folder: Folder) -> Result<()> {
+        let is_there = self.contains(identity);
         self.files.push((path, identity));
         self.folder = folder;
         if !is_there {
@@ -445,18 +458,12 @@ impl std::fmt::Display for Chain {
     }
 }
 
-/// Whether QEMU takes the name of a backing file for something else than a path: "nbd://...",
-/// "json:{...}". Such a name is never opened here.
-pub fn is_address(name: &[u8]) -> bool {
-    name.iter().find(|byte| matches!(byte, b':' | b'/')) == Some(&b':')
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
 
     fn chain(count: u64) -> Chain {
-        let file = |index| (PathBuf::from(format!("folder/{index}.qcow2")), (1, index));
+        let file = |index| (PathBuf::from(format!("folder/{index}.qcow2")), Some((1, index)));
         let (files, data_files) = ((0..count).map(file).collect(), Vec::new());
         let folder = Folder::of_handed_over(Path::new("folder/0.qcow2"));
         Chain { files, data_files, folder, source: Files::Host }
@@ -472,13 +479,14 @@ mod tests {
         assert_eq!(next("base.raw"), Path::new("folder/base.raw"));
         assert_eq!(next("../a:b"), Path::new("folder/../a:b"));
         assert_eq!(next("/else/base.raw"), Path::new("/else/base.raw"));
-        assert!(chain(1).next(&backing("../a:b", Some("raw"))).is_ok());
+        assert!(chain(1).next(&backing("../a:b", Some("raw")), &ImageOptions::default()).is_ok());
     }
 
     #[test]
     fn what_is_no_file_of_a_named_format_is_refused() {
-        let refused =
-            |name: &str, format| chain(1).next(&backing(name, format)).unwrap_err().to_string();
+        let refused = |name: &str, format| {
+            chain(1).next(&backing(name, format), &ImageOptions::default()).unwrap_err().to_string()
+        };
         for name in ["nbd://host/disk", "json:{\"driver\":\"raw\"}", "nbd:host:10809", "file:x"] {
             assert!(refused(name, Some("raw")).contains("address"), "{name}");
         }
@@ -489,13 +497,16 @@ mod tests {
 
     #[test]
     fn chains_end() {
-        assert!(chain(199).next(&backing("base", Some("raw"))).is_ok());
-        let error = chain(200).next(&backing("base", Some("raw"))).unwrap_err().to_string();
+        assert!(chain(199).next(&backing("base", Some("raw")), &ImageOptions::default()).is_ok());
+        let error = chain(200)
+            .next(&backing("base", Some("raw")), &ImageOptions::default())
+            .unwrap_err()
+            .to_string();
         assert!(error.contains("1.qcow2 -> (196 more) -> folder/198.qcow2"), "{error}");
         let folder = || Folder::of_handed_over(Path::new("folder/x"));
         let mut looped = chain(3);
-        assert!(looped.enter("other".into(), (2, 1), folder()).is_ok());
-        let error = looped.enter("again".into(), (1, 0), folder()).unwrap_err().to_string();
+        assert!(looped.enter("other".into(), Some((2, 1)), folder()).is_ok());
+        let error = looped.enter("again".into(), Some((1, 0)), folder()).unwrap_err().to_string();
         assert!(error.contains("loop") && error.contains("-> other -> again"), "{error}");
     }
 }

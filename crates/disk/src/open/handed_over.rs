@@ -10,10 +10,11 @@ use std::path::Path;
 
 use blockhouse_core::{Error, ErrorKind, Result, Storage};
 use blockhouse_engine::{HostFile, OpenFiles};
+use blockhouse_storage::ImageStorage;
 
+use super::image_disk::ImageDisk;
 use super::image_options::{ImageOptions, StateUse};
 use super::restore::FutureState;
-use crate::disk::Disk;
 use crate::layer::Layer;
 use crate::options::Access;
 
@@ -58,19 +59,22 @@ impl Files {
     }
 }
 
-impl Disk<HostFile> {
+impl ImageDisk {
     /// The files that it has open, in the order in which [`open_handed_over`](super::open_handed_over) wants them: of
     /// each image of the chain, from the top, the image and its data file.
-    pub fn chain_files(&self) -> Vec<&HostFile> {
-        let mut files = Vec::new();
+    ///
+    /// # Errors
+    /// `Unsupported` where another server has one of the images: its connections cannot be handed over.
+    pub fn chain_files(&self) -> Result<Vec<&HostFile>> {
+        let mut storages = Vec::new();
         for layer in self.layers() {
             let (image, data) = (layer.format().storage(), layer.format().data());
-            files.push(image.storage());
+            storages.push(image.storage());
             if !std::ptr::eq(image, data) {
-                files.push(data.storage());
+                storages.push(data.storage());
             }
         }
-        files
+        storages.into_iter().map(file_of).collect()
     }
 
     /// Brings the image to a state in which another process can open it, with everything that was answered: metadata
@@ -92,20 +96,27 @@ impl Disk<HostFile> {
         [format.storage(), format.data()].map(|storage| storage.failure().map(Error::errno))
     }
 
-    fn layers(&self) -> impl Iterator<Item = &Layer<HostFile>> {
+    fn layers(&self) -> impl Iterator<Item = &Layer<ImageStorage>> {
         (0..).map_while(|depth| self.layer().at_depth(depth))
     }
 }
 
+fn file_of(storage: &ImageStorage) -> Result<&HostFile> {
+    storage.as_file().ok_or_else(|| {
+        let what = "an image on another server cannot be handed over";
+        Error::new(ErrorKind::Unsupported, what).on(storage.name())
+    })
+}
+
 /// An image that another process still owns.
 pub struct HandedOverDisk {
-    disk: Disk<HostFile>,
+    disk: ImageDisk,
     /// The state file that is going to be made.
     state: Option<FutureState>,
 }
 
 impl HandedOverDisk {
-    pub(super) fn new(disk: Disk<HostFile>, path: &Path, uses: &StateUse) -> Self {
+    pub(super) fn new(disk: ImageDisk, path: &Path, uses: &StateUse) -> Self {
         let state = FutureState::of(&disk, path, uses);
         Self { disk, state }
     }
@@ -113,9 +124,9 @@ impl HandedOverDisk {
     /// The image is this process's alone from now on: its locks go when it is dropped, and it may be changed. The next flush
     /// covers what the other process has written. `failures` are those that the other process remembers: they stay
     /// in force. The state file is this process's, too. There is no way back: what goes wrong is logged.
-    pub async fn take_over(self, failures: [Option<i32>; 2]) -> Disk<HostFile> {
+    pub async fn take_over(self, failures: [Option<i32>; 2]) -> ImageDisk {
         let Self { disk, state } = self;
-        disk.chain_files().into_iter().for_each(HostFile::own_locks);
+        disk.chain_files().into_iter().flatten().for_each(HostFile::own_locks);
         let format = disk.format();
         for (storage, errno) in [format.storage(), format.data()].into_iter().zip(failures) {
             storage.note_earlier_writes();
@@ -148,7 +159,7 @@ mod tests {
     use crate::open::{create, open, open_handed_over};
     use crate::{ImageFormat, ImageOptions};
 
-    fn files_of(disk: &Disk<HostFile>) -> Vec<HandedFile> {
+    fn files_of(disk: &ImageDisk) -> Vec<HandedFile> {
         let copy = |file: BorrowedFd<'_>| file.try_clone_to_owned().unwrap();
         let hand = |file: &HostFile| {
             let OpenFiles { file: open, tail, flushed } = file.open_files();
@@ -156,7 +167,7 @@ mod tests {
                 OpenFiles { file: copy(open), tail: tail.map(copy), flushed: flushed.map(copy) };
             HandedFile { path: file.name().to_owned(), files }
         };
-        disk.chain_files().into_iter().map(hand).collect()
+        disk.chain_files().unwrap().into_iter().map(hand).collect()
     }
 
     #[test]

@@ -123,6 +123,19 @@ pub struct ImageOptions {
     pub state: StateUse,
     /// What the image may name as its backing file or data file, beside regular files below its own folder.
     pub allowed_paths: AllowedPaths,
+    /// Whether it may name an export of another server as its backing file.
+    pub remote_backing: RemoteBacking,
+}
+
+/// Whether an image may name another server as its backing file: a stranger's image could have this host connect to
+/// servers that the stranger cannot reach.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum RemoteBacking {
+    /// It may not.
+    #[default]
+    Refused,
+    /// It may, by a URI of NBD.
+    Allowed,
 }
 
 impl ImageOptions {
@@ -147,6 +160,7 @@ impl Default for ImageOptions {
             locking: Locking::Held,
             state: StateUse::Off,
             allowed_paths: AllowedPaths::default(),
+            remote_backing: RemoteBacking::Refused,
         }
     }
 }

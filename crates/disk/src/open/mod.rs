@@ -10,8 +10,10 @@ mod chain;
 mod create;
 mod durable_rename;
 mod handed_over;
+mod image_disk;
 mod image_options;
 mod lock;
+mod open_location;
 mod probe_check;
 mod refresh_size;
 mod restore;
@@ -19,14 +21,16 @@ mod tool_state;
 
 pub use allowed_paths::AllowedPaths;
 pub use chain::{
-    is_address, open, open_for_commit, open_handed_over, open_metadata, open_snapshot,
-    open_storage, open_without_backing,
+    open, open_for_commit, open_handed_over, open_metadata, open_snapshot, open_storage,
+    open_without_backing,
 };
 pub use create::{check_new_name, create};
 pub use durable_rename::{IfExists, rename_durable};
 pub use handed_over::{HandedFile, HandedOverDisk};
-pub use image_options::{CacheMode, ImageOptions, Locking, StateUse};
+pub use image_disk::ImageDisk;
+pub use image_options::{CacheMode, ImageOptions, Locking, RemoteBacking, StateUse};
 pub use lock::open_locked;
+pub use open_location::{is_address, is_foreign_address};
 pub use probe_check::check_raw_backing;
 pub use restore::{NOT_KEPT, PendingChanges};
 pub use tool_state::{IfCorrupt, replay_state};

@@ -3,13 +3,17 @@
 use std::path::Path;
 
 use blockhouse_core::{Error, ErrorKind, Result, Storage};
-use blockhouse_engine::{HostFile, OpenMode, PageCache};
 use blockhouse_format::{ImageFormat, probe};
+
+use super::handed_over::Files;
+use super::image_options::{CacheMode, ImageOptions};
+use super::open_location::open_location;
+use crate::options::Access;
 
 /// Refuses a file that has the format `format` only by its name: it does not begin as one, or looks like
 /// another one.
 pub(super) async fn check_not_probed(
-    file: &HostFile,
+    file: &impl Storage,
     path: &Path,
     format: ImageFormat,
 ) -> Result<()> {
@@ -58,7 +62,12 @@ fn advice_for(name: &str, path: &str) -> String {
 /// # Errors
 /// `InvalidInput` that names the file; what opening it answers. Needs the loop of the current thread.
 pub async fn check_raw_backing(path: &Path) -> Result<()> {
-    let file = HostFile::open(path, OpenMode::ReadOnly, PageCache::Used)?;
+    let options = ImageOptions {
+        access: Access::ReadOnly,
+        cache: CacheMode::Writeback,
+        ..ImageOptions::default()
+    };
+    let file = open_location(&mut Files::Host, path, &options).await?.0;
     let Some(name) = probe::probe(&file).await? else { return Ok(()) };
     let what = format!("is to be a raw backing file but looks like {name}");
     let hint = match name {

@@ -1,17 +1,16 @@
 //! Images that another program has made longer while they are open: a raw file by `truncate`, a block
 //! device by its volume manager.
 
+use super::image_disk::ImageDisk;
 use blockhouse_core::{Error, ErrorKind, Result};
-use blockhouse_engine::HostFile;
-
-use crate::disk::Disk;
 
 /// Guests' disks are whole sectors, in bytes.
 const SECTOR: u64 = 512;
 
-impl Disk<HostFile> {
+impl ImageDisk {
     /// Reads how long the image's file is, and if it became longer, so does the disk. Answers the new
-    /// size. A qcow2 disk has the size that its header says, whatever the file has.
+    /// size. A qcow2 disk has the size that its header says, whatever the file has, and an
+    /// export of another server the one that it had at first.
     ///
     /// # Errors
     /// The host's, or `InvalidInput` when the file became shorter, because what is missing can be neither
@@ -20,7 +19,9 @@ impl Disk<HostFile> {
         if !self.layer().format().is_identity() {
             return Ok(None);
         }
-        let file = self.layer().format().storage().storage();
+        let Some(file) = self.file() else {
+            return Ok(None);
+        };
         let size = file.query_size()?;
         let (old, new) = (self.size(), size.next_multiple_of(SECTOR));
         if new < old {
@@ -39,10 +40,9 @@ impl Disk<HostFile> {
 
 #[cfg(test)]
 mod tests {
-    use blockhouse_engine::{EngineChoice, EventLoop, OpenMode, PageCache};
+    use blockhouse_engine::{EngineChoice, EventLoop, HostFile, OpenMode, PageCache};
 
-    use super::*;
-    use crate::Options;
+    use crate::{Disk, Options};
 
     #[test]
     fn a_disk_follows_its_file() {
@@ -51,7 +51,7 @@ mod tests {
         EventLoop::new(EngineChoice::Auto).unwrap().block_on(async {
             let storage =
                 HostFile::open(file.path(), OpenMode::ReadWrite, PageCache::Used).unwrap();
-            let disk = Disk::raw(storage, Options::default()).unwrap();
+            let disk = Disk::raw(storage.into(), Options::default()).unwrap();
             assert_eq!(disk.refresh_size().await.unwrap(), None);
             file.as_file().set_len(3 << 20).unwrap();
             assert_eq!(disk.refresh_size().await.unwrap(), Some(3 << 20));

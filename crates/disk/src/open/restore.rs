@@ -30,9 +30,9 @@ use blockhouse_core::{Result, Storage};
 use blockhouse_engine::HostFile;
 use blockhouse_format::Replay;
 
+use super::image_disk::ImageDisk;
 use super::image_options::{ImageOptions, StateUse};
 use super::lock::Locked;
-use crate::disk::Disk;
 use crate::options::Access;
 use crate::state::{FoundState, ImageIdentity, Owner, StateDir, StateFile};
 use examine::{identity_of, owner_of};
@@ -85,6 +85,11 @@ impl Restore {
         })
     }
 
+    /// Of an image on another server, which keeps no state here.
+    pub(super) fn of_remote() -> Self {
+        Self::Reader(None)
+    }
+
     /// The state file of a process that is gone: changes that the opening itself makes are stamped in its page.
     pub(super) fn found(&self) -> Option<&StateFile> {
         match self {
@@ -98,7 +103,7 @@ impl Restore {
     ///
     /// # Errors
     /// What the storage or the host answers: the state file is still there.
-    pub(super) async fn finish(self, disk: Disk<HostFile>) -> Result<Disk<HostFile>> {
+    pub(super) async fn finish(self, disk: ImageDisk) -> Result<ImageDisk> {
         match self {
             Self::Reader(dir) => warn_of_pending(&disk, dir.as_ref()),
             Self::Without => warn_of_session(&disk, None),
@@ -112,7 +117,7 @@ impl Restore {
     ///
     /// # Errors
     /// `InvalidInput` with a hint, or the host's.
-    pub(super) fn finish_backing(&self, disk: &Disk<HostFile>, above: Access) -> Result<()> {
+    pub(super) fn finish_backing(&self, disk: &ImageDisk, above: Access) -> Result<()> {
         let Self::Reader(dir) = self else { return Ok(()) };
         match above {
             Access::ReadOnly => warn_of_pending(disk, dir.as_ref()),
@@ -152,7 +157,7 @@ impl Writer {
         Ok(Self { uses, dir, owner, found, modification })
     }
 
-    async fn finish(self, disk: Disk<HostFile>) -> Result<Disk<HostFile>> {
+    async fn finish(self, disk: ImageDisk) -> Result<ImageDisk> {
         let Some(found) = &self.found else {
             warn_of_session(&disk, Some(&self.dir));
             return match self.uses {
@@ -177,7 +182,7 @@ impl Writer {
     }
 
     /// Replays the redo log. Says why where it does not fit the image any more.
-    async fn replay(&self, disk: &Disk<HostFile>, found: &StateFile) -> Result<Option<String>> {
+    async fn replay(&self, disk: &ImageDisk, found: &StateFile) -> Result<Option<String>> {
         let log = found.log();
         let has_session = disk.format().has_session_bit();
         if let Some(modification) = self.modification
@@ -208,7 +213,7 @@ impl Writer {
     }
 
     /// Makes the new state file, in the place of the old one.
-    fn keep(self, disk: Disk<HostFile>, failures: [Option<i32>; 2]) -> Result<Disk<HostFile>> {
+    fn keep(self, disk: ImageDisk, failures: [Option<i32>; 2]) -> Result<ImageDisk> {
         match make_state(&disk, &self.dir, &self.owner, failures) {
             Ok(()) => {}
             Err(error) if !matches!(self.uses, StateUse::Keep(_)) => {

@@ -231,6 +231,11 @@ impl Folder {
         Self { descriptor: None, path: image.parent().unwrap_or(Path::new("")).to_owned() }
     }
 
+    /// Of an image on another server: no relative name of it leads to a file of this host.
+    pub(super) fn of_remote() -> Self {
+        Self { descriptor: None, path: PathBuf::new() }
+    }
+
     /// The path of a file that an image of this folder names.
     pub(super) fn join(&self, name: &[u8]) -> PathBuf {
         self.path.join(OsStr::from_bytes(name))

@@ -4,12 +4,11 @@ use std::path::Path;
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use blockhouse_core::Result;
-use blockhouse_engine::HostFile;
 use rustix::fs::FileType;
 
 use super::examine::{owner_of, status_of};
 use super::modification::modification_time;
-use crate::disk::Disk;
+use crate::open::image_disk::ImageDisk;
 use crate::open::image_options::StateUse;
 use crate::options::Access;
 use crate::state::{Owner, StateDir, StateFile, StatePage, TrackedFile};
@@ -23,13 +22,13 @@ pub(crate) const FILES: [TrackedFile; 2] = [TrackedFile::Image, TrackedFile::Dat
 
 /// Makes the state file of a disk whose log is empty, in the place of any other one, with failures of flushes.
 pub(crate) fn make_state(
-    disk: &Disk<HostFile>,
+    disk: &ImageDisk,
     dir: &StateDir,
     owner: &Owner,
     failures: [Option<i32>; 2],
 ) -> Result<()> {
     // The image may never be written to while the log fills: a data file has the data.
-    let file = disk.format().storage().storage();
+    let Some(file) = disk.file() else { return Ok(()) };
     let status = status_of(file)?;
     let opened = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
     let modified = modification_time(&status).unwrap_or_default();
@@ -64,8 +63,9 @@ pub(crate) fn make_state(
 ///
 /// # Errors
 /// The host's.
-pub(crate) fn tells_of_changes(disk: &Disk<HostFile>) -> Result<bool> {
-    let status = status_of(disk.format().storage().storage())?;
+pub(crate) fn tells_of_changes(disk: &ImageDisk) -> Result<bool> {
+    let Some(file) = disk.file() else { return Ok(false) };
+    let status = status_of(file)?;
     let is_file = FileType::from_raw_mode(status.st_mode) == FileType::RegularFile;
     Ok(is_file || disk.format().has_sessions())
 }
@@ -83,19 +83,19 @@ pub(crate) struct FutureState {
 
 impl FutureState {
     /// Of a disk that is opened; `None` where none is kept.
-    pub(crate) fn of(disk: &Disk<HostFile>, path: &Path, uses: &StateUse) -> Option<Self> {
+    pub(crate) fn of(disk: &ImageDisk, path: &Path, uses: &StateUse) -> Option<Self> {
         let (StateUse::Keep(dir) | StateUse::TryKeep(dir)) = uses else { return None };
         if disk.access() == Access::ReadOnly {
             return None;
         }
-        let owner = owner_of(disk.format().storage().storage(), path, dir);
+        let owner = owner_of(disk.file()?, path, dir);
         let owner =
             owner.inspect_err(|error| tracing::warn!("{}: {NOT_KEPT}: {error}", disk.name()));
         Some(Self { dir: dir.clone(), owner: owner.ok()? })
     }
 
     /// Makes the file: it takes the name of the other process's.
-    pub(crate) fn take(self, disk: &Disk<HostFile>, failures: [Option<i32>; 2]) {
+    pub(crate) fn take(self, disk: &ImageDisk, failures: [Option<i32>; 2]) {
         if let Err(error) = make_state(disk, &self.dir, &self.owner, failures) {
             tracing::warn!("{}: {NOT_KEPT}: {error}", disk.name());
         }

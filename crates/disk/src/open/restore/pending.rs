@@ -1,10 +1,9 @@
 //! What an image lacks that is opened for reading only, or whose state is not found.
 
 use blockhouse_core::{Error, ErrorKind, Result};
-use blockhouse_engine::HostFile;
 
 use super::examine::identity_of;
-use crate::disk::Disk;
+use crate::open::image_disk::ImageDisk;
 use crate::open::lock::is_being_written;
 use crate::state::{FoundState, StateDir, StateFile};
 
@@ -19,7 +18,7 @@ pub struct PendingChanges {
     pub state_file: String,
 }
 
-impl Disk<HostFile> {
+impl ImageDisk {
     /// The changes that a server of this image answered before it died, and that no opening for writing has brought
     /// to the image since; `None` also while a server has the image open. `dir` is where that server kept its
     /// state. The disk is open for reading.
@@ -27,7 +26,7 @@ impl Disk<HostFile> {
     /// # Errors
     /// The host's.
     pub fn pending_changes(&self, dir: &StateDir) -> Result<Option<PendingChanges>> {
-        let file = self.format().storage().storage();
+        let Some(file) = self.file() else { return Ok(None) };
         let FoundState::Usable(found) = StateFile::find(dir, identity_of(file)?)? else {
             return Ok(None);
         };
@@ -41,7 +40,7 @@ impl Disk<HostFile> {
 }
 
 /// Tells of an image that is opened for reading only and lacks what its server answered.
-pub(crate) fn warn_of_pending(disk: &Disk<HostFile>, dir: Option<&StateDir>) {
+pub(crate) fn warn_of_pending(disk: &ImageDisk, dir: Option<&StateDir>) {
     match dir.map_or(Ok(None), |dir| disk.pending_changes(dir)) {
         Ok(None) => {}
         Ok(Some(PendingChanges { changes, process, state_file })) => tracing::warn!(
@@ -60,7 +59,7 @@ pub(crate) fn warn_of_pending(disk: &Disk<HostFile>, dir: Option<&StateDir>) {
 ///
 /// # Errors
 /// `InvalidInput` with a hint, or the host's.
-pub(crate) fn refuse_pending(disk: &Disk<HostFile>, dir: Option<&StateDir>) -> Result<()> {
+pub(crate) fn refuse_pending(disk: &ImageDisk, dir: Option<&StateDir>) -> Result<()> {
     let found = dir.map_or(Ok(None), |dir| disk.pending_changes(dir))?;
     let Some(PendingChanges { changes, process, state_file }) = found else { return Ok(()) };
     let what = format!(
@@ -73,7 +72,7 @@ pub(crate) fn refuse_pending(disk: &Disk<HostFile>, dir: Option<&StateDir>) -> R
 }
 
 /// Tells of an image whose last server kept state elsewhere, if it did.
-pub(crate) fn warn_of_session(disk: &Disk<HostFile>, dir: Option<&StateDir>) {
+pub(crate) fn warn_of_session(disk: &ImageDisk, dir: Option<&StateDir>) {
     if !disk.format().has_session_bit() {
         return;
     }

@@ -9,7 +9,8 @@ use std::time::{Duration, Instant};
 
 use blockhouse_core::{Buffer, Request};
 use blockhouse_disk::{
-    Access, AllowedPaths, CacheMode, DetectZeroes, Discard, ImageOptions, Locking, StateUse,
+    Access, AllowedPaths, CacheMode, DetectZeroes, Discard, ImageOptions, Locking, RemoteBacking,
+    StateUse,
 };
 use blockhouse_engine::{EngineChoice, EventLoop};
 use blockhouse_sim::Rng;
@@ -149,6 +150,7 @@ pub fn options(cache: CacheMode) -> ImageOptions {
         locking: Locking::Held,
         state: StateUse::Off,
         allowed_paths: AllowedPaths::default(),
+        remote_backing: RemoteBacking::Refused,
     }
 }
 

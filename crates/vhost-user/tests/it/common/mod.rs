@@ -7,8 +7,9 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
-use blockhouse_disk::{Disk, Options as DiskOptions};
+use blockhouse_disk::{Disk, ImageDisk, Options as DiskOptions};
 use blockhouse_engine::{EngineChoice, EventLoop, Handle, HostFile, OpenMode, PageCache};
+use blockhouse_storage::ImageStorage;
 use blockhouse_vhost_user::driver::{DescriptorSpec, DriverQueue, Options, TestDriver};
 use blockhouse_vhost_user::ring::WRITE;
 use blockhouse_vhost_user::{Device, Export, PreparedFrontend, RegisteredMemory, Server};
@@ -71,8 +72,8 @@ impl Drop for Loops {
 
 /// A served disk.
 pub struct Served {
-    server: Option<Server<HostFile>>,
-    pub disk: Arc<Disk<HostFile>>,
+    server: Option<Server<ImageStorage>>,
+    pub disk: Arc<ImageDisk>,
     pub socket: PathBuf,
     pub image: PathBuf,
     loops: Option<Loops>,
@@ -112,7 +113,7 @@ impl Served {
         let image = folder.path().join("disk.img");
         std::fs::File::create(&image).unwrap().set_len(SIZE).unwrap();
         let file = HostFile::open(&image, OpenMode::ReadWrite, PageCache::Used).unwrap();
-        let disk = Arc::new(Disk::raw(file, options).unwrap());
+        let disk = Arc::new(Disk::raw(file.into(), options).unwrap());
         let loops = Loops::start(workers);
         let socket = folder.path().join("vu.sock");
         let listener = UnixListener::bind(&socket).unwrap();
@@ -141,15 +142,15 @@ impl Served {
         release
     }
 
-    pub fn device(&self) -> &Device<HostFile> {
+    pub fn device(&self) -> &Device<ImageStorage> {
         self.server().device()
     }
 
-    pub fn server(&self) -> &Server<HostFile> {
+    pub fn server(&self) -> &Server<ImageStorage> {
         self.server.as_ref().unwrap()
     }
 
-    fn export(&self) -> Export<HostFile> {
+    fn export(&self) -> Export<ImageStorage> {
         Export {
             disk: Arc::clone(&self.disk),
             name: "a disk for tests with a long name".into(),

@@ -1,0 +1,71 @@
+//! From the name of an image to its storage: the one place that knows which kinds there are.
+
+use std::path::Path;
+
+use blockhouse_core::{Error, ErrorKind, Result, Storage};
+use blockhouse_engine::HostFile;
+use blockhouse_storage::{ImageStorage, Location, NbdStorage};
+
+use super::handed_over::Files;
+use super::image_options::ImageOptions;
+use crate::options::Access;
+
+/// Device and inode: what a file is, whatever its name.
+pub(super) type Identity = (u64, u64);
+
+/// Opens a file; what it is as well.
+///
+/// # Errors
+/// As [`HostFile::open`]; `Unsupported` where the name is the URI of an export.
+pub(super) fn open_file(
+    files: &mut Files,
+    path: &Path,
+    options: &ImageOptions,
+) -> Result<(HostFile, Identity)> {
+    let Location::File(path) = Location::of(path)? else {
+        let what = "work on the file itself cannot be done on another server's export";
+        let error = Error::new(ErrorKind::Unsupported, what).on(&path.to_string_lossy());
+        return Err(error.hint("do it where the file is"));
+    };
+    let file = files.open(&path, options)?;
+    let identity = identity_of(&file)?;
+    Ok((file, identity))
+}
+
+/// Opens what a name leads to that the user gave, or an image with the user's permission.
+///
+/// # Errors
+/// As [`HostFile::open`] and [`NbdStorage::connect`]; `ReadOnly` where a server refuses writes.
+pub(super) async fn open_location(
+    files: &mut Files,
+    name: &Path,
+    options: &ImageOptions,
+) -> Result<(ImageStorage, Option<Identity>)> {
+    let Location::Nbd { uri, reconnect } = Location::of(name)? else {
+        let (file, identity) = open_file(files, name, options)?;
+        return Ok((file.into(), Some(identity)));
+    };
+    let nbd = NbdStorage::connect(uri, reconnect).await?;
+    if options.access == Access::ReadWrite && nbd.is_read_only() {
+        let error = Error::new(ErrorKind::ReadOnly, "the server refuses writes").on(nbd.name());
+        return Err(error.hint("open it with --read-only"));
+    }
+    Ok((ImageStorage::Nbd(Box::new(nbd)), None))
+}
+
+pub(super) fn identity_of(file: &HostFile) -> Result<Identity> {
+    let status = rustix::fs::fstat(file.descriptor())
+        .map_err(|error| Error::host("cannot examine", error.into()).on(file.name()))?;
+    Ok((status.st_dev, status.st_ino))
+}
+
+/// Whether a name is an [address](is_address), and none that can be opened here.
+pub fn is_foreign_address(name: &[u8]) -> bool {
+    is_address(name) && !Location::is_remote(name)
+}
+
+/// Whether QEMU takes the name of a backing file for something else than a path: "nbd://...",
+/// "json:{...}". Such a name is no path here.
+pub fn is_address(name: &[u8]) -> bool {
+    name.iter().find(|byte| matches!(byte, b':' | b'/')) == Some(&b':')
+}
