@@ -487,9 +487,10 @@ mod tests {
         let refused = |name: &str, format| {
             chain(1).next(&backing(name, format), &ImageOptions::default()).unwrap_err().to_string()
         };
-        for name in ["nbd://host/disk", "json:{\"driver\":\"raw\"}", "nbd:host:10809", "file:x"] {
+        for name in ["json:{\"driver\":\"raw\"}", "nbd:host:10809", "file:x"] {
             assert!(refused(name, Some("raw")).contains("address"), "{name}");
         }
+        assert!(refused("nbd://host/disk", Some("raw")).contains("--allow-remote"));
         let guessed = refused("base", None);
         assert!(guessed.contains("rebase -u -F FORMAT -b 'base' 'folder/0.qcow2'"), "{guessed}");
         assert!(refused("base", Some("vmdk")).contains("vmdk"));
