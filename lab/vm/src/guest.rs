@@ -16,7 +16,7 @@ use super::in_guest::direct::WRITES;
 use super::in_guest::guest::{COPIED, FROZEN, LARGE, TRIMMED, WORKED, WRITTEN, progress};
 use super::in_guest::system::FileSystem;
 use super::machine::{Bus, Machine, Running, TIMEOUT};
-use super::server::{Export, Server};
+use super::server::{Export, Server, control};
 use super::strace::Strace;
 use lab_tools::process::run as run_tool;
 use tempfile::TempDir;
@@ -39,9 +39,9 @@ struct GuestScenario<'a> {
     disks: Disks,
     /// A raw image that is copied, trimmed and made longer under the guest.
     plain: ServedImage,
-    /// A qcow2 image whose server is killed.
+    /// A qcow2 image whose server is killed and upgraded.
     killed: ServedImage,
-    kills: u64,
+    changes: Changes,
     /// Where servers keep what outlives them: in memory.
     state: TempDir,
     export: Export,
@@ -64,9 +64,38 @@ impl ServedImage {
     }
 }
 
-/// Runs the whole scenario: the first boot, in which a server is killed so often, and a second one that finds
-/// everything as it was.
-pub fn run(base: &Base, export: Export, file_system: FileSystem, kills: u64) -> Result<()> {
+/// How often a server is killed, and upgraded.
+#[derive(Clone, Copy, Debug)]
+pub struct Changes {
+    /// Killed, and started again.
+    pub kills: u64,
+    /// Upgraded.
+    pub upgrades: u64,
+}
+
+/// A change of the server.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Change {
+    Kill,
+    Upgrade,
+}
+
+impl Changes {
+    /// All of them: kills and upgrades in turn, as far as there are both.
+    fn all(self) -> Vec<Change> {
+        let turns = 0..self.kills.max(self.upgrades);
+        let both = turns.flat_map(|turn| {
+            let upgrade = (turn < self.upgrades).then_some(Change::Upgrade);
+            let kill = (turn < self.kills).then_some(Change::Kill);
+            [upgrade, kill]
+        });
+        both.flatten().collect()
+    }
+}
+
+/// Runs the whole scenario: the first boot, in which a server is killed and upgraded so often, and a second one that
+/// finds everything as it was.
+pub fn run(base: &Base, export: Export, file_system: FileSystem, changes: Changes) -> Result<()> {
     let disks = Disks::new(base)?;
     let plain = ServedImage::new(&disks, "plain", "raw");
     let killed = ServedImage::new(&disks, "killed", "qcow2");
@@ -75,13 +104,14 @@ pub fn run(base: &Base, export: Export, file_system: FileSystem, kills: u64) -> 
     create.args(["create", "--format", "qcow2"]).arg(&killed.path).arg(DISK.to_string());
     run_tool(create)?;
     let state = tempfile::Builder::new().prefix("vm-state-").tempdir_in("/dev/shm")?;
-    let scenario = GuestScenario { base, disks, plain, killed, kills, state, export, file_system };
+    let scenario =
+        GuestScenario { base, disks, plain, killed, changes, state, export, file_system };
     scenario.first_boot()?;
     scenario.second_boot()
 }
 
 impl GuestScenario<'_> {
-    /// A file system, frozen, trimmed, and in use while the server is killed.
+    /// A file system, frozen, trimmed, and in use while the server is killed and upgraded.
     fn first_boot(&self) -> Result<()> {
         let start = |image| self.serve(image, Command::new(self.base.blockhouse()), &[]);
         let plain = start(&self.plain)?;
@@ -90,7 +120,7 @@ impl GuestScenario<'_> {
             "lab-vm in-guest guest-first {} {} {} {}",
             self.plain.name,
             self.killed.name,
-            self.kills,
+            self.changes.all().len(),
             self.file_system.name()
         );
         let mut running = self.machine()?.start(&job, TIMEOUT)?;
@@ -106,11 +136,20 @@ impl GuestScenario<'_> {
         self.report(&format!("the file took {} KiB, trimmed {} KiB", full >> 10, trimmed >> 10));
         ensure!(trimmed + LARGE * 9 / 10 <= full, "the guest's trim gave no space back");
         let started = Instant::now();
-        for number in 1..=self.kills {
+        let mut gaps = Vec::new();
+        for (number, change) in (1..).zip(self.changes.all()) {
             running.wait_for(&progress(number))?;
-            server.kill()?;
-            ensure!(!running.has_printed(WORKED), "the server died too late to be missed");
-            server = start(&self.killed)?;
+            server = match change {
+                Change::Upgrade => {
+                    gaps.push(server.upgrade(self.base.blockhouse())?);
+                    server
+                }
+                Change::Kill => {
+                    server.kill()?;
+                    start(&self.killed)?
+                }
+            };
+            ensure!(!running.has_printed(WORKED), "too late to be missed: {change:?}");
         }
         running.wait_for(WORKED)?;
         let time = started.elapsed().as_secs_f64();
@@ -118,7 +157,13 @@ impl GuestScenario<'_> {
         server.stop()?;
         plain.stop()?;
         self.check_killed()?;
-        self.report(&format!("fio and fsck are content after {} kills in {time:.1} s", self.kills));
+        let Changes { kills, upgrades } = self.changes;
+        gaps.sort_by(f64::total_cmp);
+        let longest = gaps.last().map_or(0.0, |gap| *gap);
+        self.report(&format!(
+            "fio and fsck are content after {kills} kills and {upgrades} upgrades (pauses up to {longest:.1} ms) in \
+             {time:.1} s"
+        ));
         Ok(())
     }
 
@@ -199,6 +244,7 @@ impl GuestScenario<'_> {
     fn serve(&self, image: &ServedImage, mut program: Command, options: &[&str]) -> Result<Server> {
         program.arg("serve").arg(&image.path).args(["--format", image.format]);
         program.arg("--state").arg(self.state.path().join("state")).args(options);
+        program.arg("--control").arg(control(&image.socket));
         Server::start(program, self.export, &image.socket)
     }
 

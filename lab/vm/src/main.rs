@@ -29,6 +29,7 @@ use std::time::Instant;
 use anyhow::{Context, Result, bail};
 use base::Base;
 use clap::{Parser, Subcommand, ValueEnum};
+use guest::Changes;
 use in_guest::system::FileSystem;
 use lab_tools::apt;
 use lab_tools::process::find_program;
@@ -45,6 +46,9 @@ struct Cli {
     /// How often the server of a disk of `guest` and `guest-vhost-user` is killed
     #[arg(long, default_value_t = 10)]
     kills: u64,
+    /// How often it is upgraded, in turn with that
+    #[arg(long, default_value_t = 10)]
+    upgrades: u64,
     #[command(subcommand)]
     guest: Option<Hidden>,
 }
@@ -63,7 +67,7 @@ pub enum Scenario {
     Fua,
     /// What is left of acknowledged writes after a loss of power
     Power,
-    /// A guest with ext4 on a disk of ours over NBD: freeze, trim, fio, kills of the server, reboot,
+    /// A guest with ext4 on a disk of ours over NBD: freeze, trim, fio, kills and upgrades of the server, reboot,
     /// a disk that grows, a write cache that is switched
     Guest,
     /// The same with XFS over vhost-user-blk
@@ -114,15 +118,16 @@ fn run(workspace: &Workspace, cli: &Cli) -> Result<()> {
         [] => Scenario::value_variants(),
         chosen => chosen,
     };
+    let changes = Changes { kills: cli.kills, upgrades: cli.upgrades };
     for scenario in chosen {
         let started = Instant::now();
         println!("vm: {scenario:?} ...");
         let result = match scenario {
             Scenario::Fua => scenarios::fua(&base),
             Scenario::Power => power::scenario::run(&base),
-            Scenario::Guest => guest::run(&base, Export::Nbd, FileSystem::Ext4, cli.kills),
+            Scenario::Guest => guest::run(&base, Export::Nbd, FileSystem::Ext4, changes),
             Scenario::GuestVhostUser => {
-                guest::run(&base, Export::VhostUser, FileSystem::Xfs, cli.kills)
+                guest::run(&base, Export::VhostUser, FileSystem::Xfs, changes)
             }
             Scenario::Nbd => scenarios::nbd(&base),
             Scenario::IoPoll => scenarios::io_poll(&base),

@@ -1,17 +1,31 @@
-//! `blockhouse serve` on a Unix socket, on the host or in a guest: started, killed, or stopped in order.
+//! `blockhouse serve` on a Unix socket, on the host or in a guest: started, killed, upgraded, or stopped in order.
 
 use std::io::{BufRead, BufReader};
+use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
+use std::time::Duration;
 
 use anyhow::{Context, Result, bail, ensure};
-use rustix::process::{Pid, Signal, kill_process};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::process::{Pid, PidfdFlags, Signal, kill_process, pidfd_open, pidfd_send_signal};
 
 /// A server that listens; killed when it is dropped.
 pub struct Server {
-    child: Child,
+    process: Process,
     socket: PathBuf,
 }
+
+/// A process that serves.
+enum Process {
+    /// It was started here.
+    Child(Child),
+    /// Another server started it, and it went on: a descriptor of it (`pidfd_open(2)`).
+    Other(OwnedFd),
+}
+
+/// By when a server has ended that was told to.
+const END_LIMIT: Duration = Duration::from_secs(60);
 
 /// How a server offers its image.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -41,7 +55,7 @@ impl Server {
         serve.args(export.words(socket)).stdin(Stdio::null()).stdout(Stdio::piped());
         let mut child = serve.spawn().context("cannot start blockhouse")?;
         let stdout = child.stdout.take().context("the server has no output")?;
-        let server = Self { child, socket: socket.to_owned() };
+        let server = Self { process: Process::Child(child), socket: socket.to_owned() };
         match BufReader::new(stdout).lines().next() {
             Some(Ok(line)) if line.starts_with("ready ") => Ok(server),
             other => bail!("the server did not get ready: {other:?}"),
@@ -55,7 +69,8 @@ impl Server {
 
     /// How long its threads have run on processors so far, in nanoseconds.
     pub fn processor_time(&self) -> Result<u64> {
-        let tasks = format!("/proc/{}/task", self.child.id());
+        let Process::Child(child) = &self.process else { bail!("the server was upgraded") };
+        let tasks = format!("/proc/{}/task", child.id());
         let mut time = 0;
         for task in std::fs::read_dir(tasks).context("the server is gone")? {
             // Documentation/scheduler/sched-stats.rst: the first number.
@@ -71,30 +86,80 @@ impl Server {
         self.signal(Signal::HUP)
     }
 
+    /// Has another process go on with what it serves, by `blockhouse upgrade` of this program. For how long requests
+    /// waited, in milliseconds.
+    pub fn upgrade(&mut self, program: &Path) -> Result<f64> {
+        let mut upgrade = Command::new(program);
+        upgrade.arg("upgrade").arg("--control").arg(control(&self.socket));
+        let told = lab_tools::process::stdout_of(upgrade)?;
+        // "process 123 serves now; requests waited for 4.5 ms"
+        let mut words = told.split_whitespace();
+        let process = words.by_ref().find_map(|word| word.parse().ok());
+        let gap = words.rev().find_map(|word| word.parse().ok());
+        let process = process.and_then(Pid::from_raw).context("upgrade tells of no process")?;
+        let gap = gap.context("upgrade tells no gap")?;
+        let next = pidfd_open(process, PidfdFlags::empty()).context("the new server is gone")?;
+        self.wait()?;
+        self.process = Process::Other(next);
+        Ok(gap)
+    }
+
     /// Kills it at once, as a crash would.
     pub fn kill(mut self) -> Result<()> {
-        self.child.kill()?;
-        self.child.wait()?;
+        self.signal(Signal::KILL)?;
+        match &mut self.process {
+            Process::Child(child) => child.wait().map(drop)?,
+            Process::Other(process) => wait_for_end(process)?,
+        }
         Ok(())
     }
 
     /// Stops it in order; it must end well.
     pub fn stop(mut self) -> Result<()> {
         self.signal(Signal::TERM)?;
-        let status = self.child.wait()?;
-        ensure!(status.success(), "the server ended with {status}");
-        Ok(())
+        self.wait()
+    }
+
+    /// Waits for its end, which must be a good one as far as that can be seen: of a child.
+    fn wait(&mut self) -> Result<()> {
+        match &mut self.process {
+            Process::Child(child) => {
+                let status = child.wait()?;
+                ensure!(status.success(), "the server ended with {status}");
+                Ok(())
+            }
+            Process::Other(process) => wait_for_end(process),
+        }
     }
 
     fn signal(&self, signal: Signal) -> Result<()> {
-        kill_process(Pid::from_child(&self.child), signal).context("the server is gone")
+        let sent = match &self.process {
+            Process::Child(child) => kill_process(Pid::from_child(child), signal),
+            Process::Other(process) => pidfd_send_signal(process, signal),
+        };
+        sent.context("the server is gone")
     }
+}
+
+/// Waits until a process that is no child has ended.
+fn wait_for_end(process: &OwnedFd) -> Result<()> {
+    let end = &mut [PollFd::new(process, PollFlags::IN)];
+    let limit = Timespec::try_from(END_LIMIT).context("a limit")?;
+    ensure!(poll(end, Some(&limit))? > 0, "the server has not ended in {END_LIMIT:?}");
+    Ok(())
+}
+
+/// Where the control socket of a server that listens at `socket` is, if it is to be upgraded.
+pub fn control(socket: &Path) -> PathBuf {
+    socket.with_added_extension("control")
 }
 
 impl Drop for Server {
     fn drop(&mut self) {
-        // Both fail only when it has ended, as it should have.
-        let _ = self.child.kill();
-        let _ = self.child.wait();
+        // All of them fail only when it has ended, as it should have.
+        let _ = self.signal(Signal::KILL);
+        if let Process::Child(child) = &mut self.process {
+            let _ = child.wait();
+        }
     }
 }

@@ -1,5 +1,5 @@
 //! A guest that uses a disk of ours, as any Linux would: file system, freeze, trim, check, and work that
-//! goes on while the disk's server is killed.
+//! goes on while the disk's server is killed and upgraded.
 
 use std::fs::{File, OpenOptions};
 use std::io::{BufRead, BufReader, Write};
@@ -30,17 +30,17 @@ pub const COPIED: &str = "copied";
 pub const WRITTEN: &str = "large file written";
 /// The large file is gone and its space given back.
 pub const TRIMMED: &str = "trimmed";
-/// The work during which the server is killed has ended.
+/// The work during which the server is killed and upgraded has ended.
 pub const WORKED: &str = "worked";
 
-/// What the guest says when the server shall be killed for the `number`th time.
+/// What the guest says when the server shall be killed or upgraded for the `number`th time.
 pub fn progress(number: u64) -> String {
-    format!("ready for kill {number}")
+    format!("ready for change {number} of the server")
 }
 
-/// The first boot: makes a file system on the disk and uses it, then one on a disk whose server is killed so
-/// often meanwhile.
-pub fn first(disk: &str, killed: &str, kills: u64, file_system: FileSystem) -> Result<()> {
+/// The first boot: makes a file system on the disk and uses it, then one on a disk whose server is killed or
+/// upgraded so often meanwhile.
+pub fn first(disk: &str, killed: &str, changes: u64, file_system: FileSystem) -> Result<()> {
     let disk = prepare(disk)?;
     file_system.make(&disk)?;
     let mount = Mount::new(file_system, &disk)?;
@@ -65,7 +65,7 @@ pub fn first(disk: &str, killed: &str, kills: u64, file_system: FileSystem) -> R
     let disk = system::disk_of(killed)?;
     file_system.make(&disk)?;
     let mount = Mount::new(file_system, &disk)?;
-    work(mount.place(), &disk, kills)?;
+    work(mount.place(), &disk, changes)?;
     verify_small(mount.place())?;
     mount.unmount()?;
     check(&disk, file_system)
@@ -101,12 +101,12 @@ fn freeze(place: &Path) -> Result<()> {
     Ok(())
 }
 
-/// Many writes in flight, and small files made durable one after the other. The kills are spread over fio's
+/// Many writes in flight, and small files made durable one after the other. The changes are spread over fio's
 /// writes, and over its reads no more.
-fn work(place: &Path, disk: &Path, kills: u64) -> Result<()> {
+fn work(place: &Path, disk: &Path, changes: u64) -> Result<()> {
     let before = system::writes(disk)?;
     let mut fio = Fio::start(&place.join("fio"), Work::WriteAndVerify)?;
-    let mut left = (1..=kills).peekable();
+    let mut left = (1..=changes).peekable();
     let mut small = 0..SMALL_FILES;
     while !fio.has_ended()? {
         match small.next() {
@@ -116,7 +116,7 @@ fn work(place: &Path, disk: &Path, kills: u64) -> Result<()> {
             None => std::thread::sleep(POLL_INTERVAL),
         }
         let done = system::writes(disk)? - before;
-        let is_due = |number: &u64| done >= number * fio::WRITES / (kills + 2);
+        let is_due = |number: &u64| done >= number * fio::WRITES / (changes + 2);
         while let Some(number) = left.next_if(is_due) {
             print_line(&progress(number))?;
         }

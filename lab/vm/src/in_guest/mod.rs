@@ -37,10 +37,10 @@ pub enum Task {
     GuestFirst {
         /// The disk's serial number
         disk: String,
-        /// That of a disk whose server is killed
+        /// That of a disk whose server is killed and upgraded
         killed: String,
-        /// How often
-        kills: u64,
+        /// How often, in all
+        changes: u64,
         /// What to make on it
         file_system: FileSystem,
     },
@@ -107,8 +107,8 @@ pub enum Task {
 pub fn run(task: Task) -> Result<()> {
     match task {
         Task::Fua { disks } => fua::run(&disks),
-        Task::GuestFirst { disk, killed, kills, file_system } => {
-            guest::first(&disk, &killed, kills, file_system)
+        Task::GuestFirst { disk, killed, changes, file_system } => {
+            guest::first(&disk, &killed, changes, file_system)
         }
         Task::GuestAgain { disk, killed, frozen, file_system } => {
             guest::again(&disk, &killed, &frozen, file_system)
