@@ -31,6 +31,10 @@ const ANSWER_TIME: Duration = Duration::from_secs(10);
 const HANDSHAKE_TIME: Duration = Duration::from_secs(1);
 /// How long clients may take to receive their last replies, and requests to complete.
 const DRAIN_TIME: Duration = Duration::from_secs(2);
+/// What is written during a flush that takes no longer is settled soon.
+const QUICK_FLUSH: Duration = Duration::from_millis(5);
+/// How often images are flushed at most before clients wait: a guest that writes all the time leaves no flush quick.
+const MAX_FLUSHES: usize = 4;
 /// How long what was asked at the control socket may take.
 const CONTROL_TIME: Duration = Duration::from_secs(5);
 
@@ -102,12 +106,9 @@ pub fn hand_over(service: &Service, binary: Option<PathBuf>) -> Result<Outcome> 
 /// Stops serving, and has the destination take over. How long nothing was served until then.
 fn give(service: &Service, destination: &mut Destination) -> Result<Duration> {
     let (workers, server) = (service.workers(), service.server().clone());
-    for disk in service.disks() {
-        let disk = Arc::clone(disk);
-        // Only to leave less for later: the outcome is that of the next one.
-        let _ = workers.run(move || async move { disk.flush().await });
-    }
+    flush_ahead(service, 1);
     workers.run(move || async move { server.pause_accepting(HANDSHAKE_TIME).await });
+    flush_ahead(service, MAX_FLUSHES);
     let begin = Instant::now();
     let (connections, frontends) = pause(service, begin + DRAIN_TIME)?;
     for disk in service.disks() {
@@ -132,6 +133,21 @@ fn give(service: &Service, destination: &mut Destination) -> Result<Duration> {
     reach(Step::SourceGave);
     destination.expect(Message::Mine, "take over")?;
     Ok(begin.elapsed())
+}
+
+/// Flushes all images, so often or until that is quick: the less there is to settle then.
+fn flush_ahead(service: &Service, limit: usize) {
+    for _ in 0..limit {
+        let begin = Instant::now();
+        for disk in service.disks() {
+            let disk = Arc::clone(disk);
+            // The outcome is that of the next one.
+            let _ = service.workers().run(move || async move { disk.flush().await });
+        }
+        if begin.elapsed() <= QUICK_FLUSH {
+            break;
+        }
+    }
 }
 
 /// Pauses all connections, and all devices: those that have a front-end with what it goes on from.

@@ -51,6 +51,15 @@ pub struct Disk<S: Storage> {
     state: OnceLock<StateFile>,
 }
 
+/// What was written to an image before it is opened.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum EarlierWrites {
+    /// A process that died may have written what is not stable.
+    Unknown,
+    /// All of it is stable: another process has it open, and has settled it.
+    Stable,
+}
+
 impl<S: Storage> Disk<S> {
     /// A disk over a raw image.
     ///
@@ -87,15 +96,20 @@ impl<S: Storage> Disk<S> {
         Self::open_tracked(storage, format, options, Some(log)).await
     }
 
-    /// As [`open`](Self::open), with the state file that was found. Changes that the opening itself makes are stamped
+    /// As [`open`](Self::open), with what is known of the past, and with the state file that was found. Changes that the opening itself makes are stamped
     /// in its page; its log will be replayed.
     pub(crate) async fn open_with_state(
         storage: S,
         format: ImageFormat,
         options: Options,
+        earlier: EarlierWrites,
         found: Option<&StateFile>,
     ) -> Result<Self> {
         let storage = FlushTracker::new(storage, options.flush, options.access);
+        let storage = match earlier {
+            EarlierWrites::Unknown => storage,
+            EarlierWrites::Stable => storage.after_flush(),
+        };
         if let Some(found) = found {
             storage.keep_record(found.page(), TrackedFile::Image);
         }

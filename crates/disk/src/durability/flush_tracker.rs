@@ -100,6 +100,13 @@ impl<S: Storage> FlushTracker<S> {
         }
     }
 
+    /// As the tracker is when nothing was written through it, of a storage where what others have written is
+    /// stable: until the next write, a flush has nothing to do.
+    pub(crate) fn after_flush(mut self) -> Self {
+        *self.write_generation.get_mut() = 0;
+        self
+    }
+
     /// The storage itself.
     pub(crate) fn storage(&self) -> &S {
         &self.storage

@@ -28,7 +28,7 @@ use super::open_location::{
 };
 use super::probe_check::check_not_probed;
 use super::restore::Restore;
-use crate::disk::Disk;
+use crate::disk::{Disk, EarlierWrites};
 use crate::options::{Access, Options};
 
 /// How many files a chain may have.
@@ -107,7 +107,11 @@ async fn open_from(
 ) -> Result<ImageDisk> {
     let is_handed_over = matches!(chain.source, Files::HandedOver(_));
     let path = chain.last_path().to_owned();
-    let (disk, restore) = disk_over(storage, &path, options, snapshot).await?;
+    let earlier = match is_handed_over {
+        true => EarlierWrites::Stable,
+        false => EarlierWrites::Unknown,
+    };
+    let (disk, restore) = disk_over(storage, &path, options, earlier, snapshot).await?;
     let mut disk = chain.with_data(disk, options).await?;
     let mut above = Vec::new();
     while let Some(backing) = disk.backing_file() {
@@ -119,7 +123,7 @@ async fn open_from(
             named.map_err(|error| chain.failed(error))?;
         // Before it is locked: in a loop the lock would be held by ourselves.
         chain.enter(path.clone(), identity, folder)?;
-        let next = disk_over(storage, &path, &behind, None).await;
+        let next = disk_over(storage, &path, &behind, EarlierWrites::Unknown, None).await;
         let (next, left) = next.map_err(|error| chain.failed(error.into()))?;
         let next = chain.with_data(next, &behind).await?;
         left.finish_backing(&next, options.access).map_err(|error| chain.failed(error.into()))?;
@@ -142,7 +146,7 @@ async fn open_from(
 pub async fn open_without_backing(path: &Path, options: ImageOptions) -> Result<ImageDisk> {
     let (storage, identity) = open_location(&mut Files::Host, path, &options).await?;
     let mut chain = Chain::from_image(path, identity, Files::Host)?;
-    let (disk, restore) = disk_over(storage, path, &options, None).await?;
+    let (disk, restore) = disk_over(storage, path, &options, EarlierWrites::Unknown, None).await?;
     restore.finish(chain.with_data(disk, &options).await?).await
 }
 
@@ -154,7 +158,7 @@ pub async fn open_without_backing(path: &Path, options: ImageOptions) -> Result<
 pub async fn open_metadata(path: &Path, options: ImageOptions) -> Result<ImageDisk> {
     let options = ImageOptions { access: Access::ReadOnly, ..options };
     let (storage, _) = open_location(&mut Files::Host, path, &options).await?;
-    let (disk, restore) = disk_over(storage, path, &options, None).await?;
+    let (disk, restore) = disk_over(storage, path, &options, EarlierWrites::Unknown, None).await?;
     restore.finish(disk).await
 }
 
@@ -170,7 +174,7 @@ pub async fn open_for_commit(
     let options = ImageOptions { access: Access::ReadWrite, ..options };
     let (storage, identity) = open_location(&mut Files::Host, path, &options).await?;
     let mut chain = Chain::from_image(path, identity, Files::Host)?;
-    let (disk, restore) = disk_over(storage, path, &options, None).await?;
+    let (disk, restore) = disk_over(storage, path, &options, EarlierWrites::Unknown, None).await?;
     let disk = chain.with_data(disk, &options).await?;
     let Some(backing) = disk.backing_file() else {
         let what = "has no backing file";
@@ -205,6 +209,7 @@ async fn disk_over(
     storage: ImageStorage,
     path: &Path,
     options: &ImageOptions,
+    earlier: EarlierWrites,
     snapshot: Option<&str>,
 ) -> Result<(ImageDisk, Restore)> {
     let restore = match storage.as_file() {
@@ -234,7 +239,9 @@ async fn disk_over(
         check_not_probed(&storage, path, format).await?;
     }
     let disk = match snapshot {
-        None => Disk::open_with_state(storage, format, disk_options, restore.found()).await?,
+        None => {
+            Disk::open_with_state(storage, format, disk_options, earlier, restore.found()).await?
+        }
         Some(name) => Disk::open_snapshot(storage, format, disk_options, name).await?,
     };
     Ok((disk, restore))

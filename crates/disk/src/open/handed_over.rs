@@ -191,6 +191,7 @@ mod tests {
                 let other = open_handed_over(&path, options.clone(), None, files_of(&disk)).await;
                 let other = other.unwrap().take_over([None, None]).await;
                 let before = other.stats().flushes_issued;
+                assert_eq!(before, 0, "what was settled is stable");
                 other.flush().await.unwrap();
                 assert_eq!(other.stats().flushes_issued, before + 1, "{}", format.as_str());
                 buffer.bytes_mut().fill(0);
