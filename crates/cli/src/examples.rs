@@ -51,6 +51,10 @@ const EXAMPLES: &[(&str, &[Example])] = &[
                 "blockhouse serve disk.img --nbd 'nbd+unix:///?socket=disk.sock' --cache directsync",
             ),
             example(
+                "With metrics for Prometheus and 'blockhouse top'",
+                "blockhouse serve disk.qcow2 --metrics unix:metrics",
+            ),
+            example(
                 "To a virtual machine by vhost-user-blk",
                 "blockhouse serve disk.qcow2 --vhost-user-blk disk.vu",
             ),
@@ -180,6 +184,16 @@ const EXAMPLES: &[(&str, &[Example])] = &[
     (
         "snapshot rename",
         &[example("From before to monday", "blockhouse snapshot rename disk.qcow2 before monday")],
+    ),
+    (
+        "top",
+        &[
+            example(
+                "A server that was started with --metrics unix:metrics",
+                "blockhouse top metrics",
+            ),
+            example("Twice a second", "blockhouse top --interval 0.5 metrics"),
+        ],
     ),
     (
         "upgrade",

@@ -30,6 +30,7 @@ mod resize;
 mod serve;
 mod snapshot;
 mod snapshot_list;
+mod top;
 mod upgrade;
 mod vmstate;
 
@@ -77,6 +78,8 @@ enum Command {
     Rebase(rebase::Arguments),
     /// List, take, apply, delete and rename the snapshots inside an image.
     Snapshot(snapshot::Arguments),
+    /// Show what a running server does, live in the terminal.
+    Top(top::Arguments),
     /// Have another process, of a newer version for example, go on with what a server serves.
     Upgrade(upgrade::Arguments),
     /// Store a machine's state in a snapshot, or get it out again.
@@ -126,6 +129,7 @@ fn main() -> ExitCode {
         Command::Commit(commit) => commit::run(commit).map(done),
         Command::Rebase(rebase) => rebase::run(rebase).map(done),
         Command::Snapshot(snapshot) => snapshot::run(snapshot).map(done),
+        Command::Top(top) => top::run(&top).map(done),
         Command::Upgrade(upgrade) => upgrade::run(upgrade).map(done),
         Command::Vmstate(vmstate) => vmstate::run(vmstate).map(done),
     };

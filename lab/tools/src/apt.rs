@@ -49,6 +49,7 @@ pub const FOR_TESTS: &[Package] = &[
     NBDKIT,
     FIO,
     STRACE,
+    Package { name: "tmux", probe: Probe::Programs(&["tmux"]) },
     Package { name: "man-db", probe: Probe::Programs(&["man"]) },
     Package { name: "mandoc", probe: Probe::Programs(&["mandoc"]) },
     Package { name: "zsh", probe: Probe::Programs(&["zsh"]) },

@@ -39,9 +39,15 @@ fn type_alone(line: &str) {
     if line.starts_with("blockhouse serve") && !line.contains("--help") {
         return Serving::start(&folder, line).stop();
     }
-    let server = line
-        .contains("--control control")
-        .then(|| Serving::start(&folder, "blockhouse serve disk.qcow2 --control control"));
+    let server = match () {
+        () if line.contains("--control control") => {
+            Some(Serving::start(&folder, "blockhouse serve disk.qcow2 --control control"))
+        }
+        () if line.starts_with("blockhouse top") => {
+            Some(Serving::start(&folder, "blockhouse serve disk.qcow2 --metrics unix:metrics"))
+        }
+        () => None,
+    };
     let outcome = folder.run(line);
     if line.starts_with("blockhouse upgrade") {
         end_successor(&outcome);

@@ -40,6 +40,7 @@ mod shutdown;
 mod sigkill;
 mod snapshots;
 mod state;
+mod top;
 mod upgrades;
 mod upgrades_vhost_user;
 mod vhost_user;

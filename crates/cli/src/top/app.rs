@@ -1,0 +1,217 @@
+//! The state of the live view: the last two readings, their history, and what keys do.
+
+use std::collections::{HashMap, VecDeque};
+use std::time::{Duration, Instant};
+
+use anyhow::Result;
+use ratatui::crossterm::event::{Event, KeyCode, KeyEvent, KeyEventKind, KeyModifiers};
+
+use super::model::Snapshot;
+use super::rates::{Row, rows};
+
+/// How many readings the sparklines show at most.
+const MAX_HISTORY: usize = 512;
+
+/// By what the disks are sorted, the largest first.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum SortBy {
+    /// The name, in the order of letters.
+    Name,
+    /// Requests a second.
+    Rate,
+    /// Bytes a second.
+    Bytes,
+    /// The 99th percentile of the latency.
+    Latency,
+    /// Errors.
+    Errors,
+}
+
+impl SortBy {
+    fn next(self) -> Self {
+        match self {
+            Self::Name => Self::Rate,
+            Self::Rate => Self::Bytes,
+            Self::Bytes => Self::Latency,
+            Self::Latency => Self::Errors,
+            Self::Errors => Self::Name,
+        }
+    }
+
+    /// For people.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::Name => "name",
+            Self::Rate => "requests/s",
+            Self::Bytes => "bytes/s",
+            Self::Latency => "p99",
+            Self::Errors => "errors",
+        }
+    }
+}
+
+/// What comes after a key.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Next {
+    /// The view goes on.
+    GoOn,
+    /// It ends.
+    Quit,
+}
+
+/// What a disk did in the past, the latest last.
+#[derive(Default)]
+pub struct History {
+    /// Requests a second.
+    pub rates: VecDeque<u64>,
+    /// The median of latencies, in microseconds.
+    pub p50: VecDeque<u64>,
+    /// Their 99th percentile, in microseconds.
+    pub p99: VecDeque<u64>,
+}
+
+/// See the module's page.
+pub struct App {
+    /// Where the server is.
+    pub server: String,
+    /// Between two readings.
+    pub interval: Duration,
+    /// The last reading.
+    pub snapshot: Snapshot,
+    /// The disks, sorted.
+    pub rows: Vec<Row>,
+    /// By disk.
+    pub history: HashMap<String, History>,
+    /// By what the disks are sorted.
+    pub sort_by: SortBy,
+    /// The name of the selected disk.
+    pub selected: Option<String>,
+    /// Whether nothing is read.
+    pub is_paused: bool,
+    /// Whether the keys are explained.
+    pub shows_help: bool,
+    /// Why the last reading failed, if it did.
+    pub failure: Option<String>,
+    next_reading: Instant,
+}
+
+impl App {
+    /// A view of a server, of which one reading is there.
+    pub fn new(server: String, interval: Duration, first: Snapshot) -> Self {
+        let rows = rows(&first, &first);
+        let selected = rows.first().map(|row| row.name.clone());
+        Self {
+            server,
+            interval,
+            snapshot: first,
+            rows,
+            history: HashMap::new(),
+            sort_by: SortBy::Name,
+            selected,
+            is_paused: false,
+            shows_help: false,
+            failure: None,
+            next_reading: Instant::now() + interval,
+        }
+    }
+
+    /// How long until the next reading is due.
+    pub fn time_to_reading(&self) -> Duration {
+        match self.is_paused {
+            true => Duration::from_secs(3600),
+            false => self.next_reading.saturating_duration_since(Instant::now()),
+        }
+    }
+
+    /// Whether it is due.
+    pub fn is_due(&self) -> bool {
+        !self.is_paused && self.time_to_reading().is_zero()
+    }
+
+    /// Takes a reading in, or tells why there is none.
+    pub fn take(&mut self, reading: Result<Snapshot>) {
+        self.next_reading = Instant::now() + self.interval;
+        let snapshot = match reading {
+            Ok(snapshot) => snapshot,
+            Err(error) => {
+                self.failure = Some(format!("{error:#}"));
+                return;
+            }
+        };
+        self.failure = None;
+        self.rows = rows(&self.snapshot, &snapshot);
+        self.snapshot = snapshot;
+        self.history.retain(|name, _| self.snapshot.disks.contains_key(name));
+        for row in &self.rows {
+            self.history.entry(row.name.clone()).or_default().push(row);
+        }
+        self.sort();
+    }
+
+    /// The selected disk.
+    pub fn selected_row(&self) -> Option<(usize, &Row)> {
+        let is_selected = |row: &&Row| Some(&row.name) == self.selected.as_ref();
+        let index = self.rows.iter().position(|row| is_selected(&row)).unwrap_or(0);
+        Some((index, self.rows.get(index)?))
+    }
+
+    /// Does what a key, or another event, means.
+    pub fn handle(&mut self, event: &Event) -> Next {
+        let Event::Key(KeyEvent { code, modifiers, kind: KeyEventKind::Press, .. }) = event else {
+            return Next::GoOn;
+        };
+        match code {
+            KeyCode::Char('c') if modifiers.contains(KeyModifiers::CONTROL) => return Next::Quit,
+            KeyCode::Esc if self.shows_help => self.shows_help = false,
+            KeyCode::Char('q') | KeyCode::Esc => return Next::Quit,
+            KeyCode::Char('h' | '?') => self.shows_help = !self.shows_help,
+            KeyCode::Char('p' | ' ') => self.is_paused = !self.is_paused,
+            KeyCode::Char('s') => {
+                self.sort_by = self.sort_by.next();
+                self.sort();
+            }
+            KeyCode::Up | KeyCode::Char('k') => self.select(-1),
+            KeyCode::Down | KeyCode::Char('j') => self.select(1),
+            KeyCode::PageUp => self.select(-10),
+            KeyCode::PageDown => self.select(10),
+            KeyCode::Home => self.select(isize::MIN),
+            KeyCode::End => self.select(isize::MAX),
+            _ => {}
+        }
+        Next::GoOn
+    }
+
+    fn select(&mut self, by: isize) {
+        let Some((index, _)) = self.selected_row() else { return };
+        let index = index.saturating_add_signed(by).min(self.rows.len() - 1);
+        self.selected = Some(self.rows[index].name.clone());
+    }
+
+    fn sort(&mut self) {
+        let key = |row: &Row| match self.sort_by {
+            SortBy::Name => 0.0,
+            SortBy::Rate => row.all.rate,
+            SortBy::Bytes => row.all.bytes,
+            SortBy::Latency => row.all.p99.unwrap_or_default().as_secs_f64(),
+            SortBy::Errors => row.errors as f64,
+        };
+        let order = |a: &Row, b: &Row| key(b).total_cmp(&key(a)).then(a.name.cmp(&b.name));
+        self.rows.sort_by(order);
+    }
+}
+
+impl History {
+    fn push(&mut self, row: &Row) {
+        let microseconds = |time: Option<Duration>| time.map_or(0, |time| time.as_micros() as u64);
+        for (list, value) in [
+            (&mut self.rates, row.all.rate.round() as u64),
+            (&mut self.p50, microseconds(row.all.p50)),
+            (&mut self.p99, microseconds(row.all.p99)),
+        ] {
+            if list.len() == MAX_HISTORY {
+                list.pop_front();
+            }
+            list.push_back(value);
+        }
+    }
+}

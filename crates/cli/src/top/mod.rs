@@ -1,0 +1,85 @@
+//! `blockhouse top`: what a running server does, live in the terminal.
+//!
+//! It reads the server's metrics again and again, and shows what has changed: rates, and latencies of the requests of
+//! the last interval. Without a terminal it prints one table.
+
+mod app;
+mod client;
+mod model;
+mod rates;
+mod screen;
+mod table;
+
+use std::io::{self, IsTerminal};
+use std::time::Duration;
+
+use anyhow::{Context, Result};
+use app::{App, Next};
+use client::Source;
+use model::Snapshot;
+use ratatui::crossterm::event;
+use rates::rows;
+
+use crate::output;
+
+/// Arguments of `top`.
+#[derive(clap::Args)]
+pub struct Arguments {
+    /// The server: its --metrics address (127.0.0.1:PORT or the path of a Unix socket), or its --control socket.
+    #[arg(value_name = "SOCKET|ADDRESS")]
+    server: Source,
+    /// Seconds between two readings.
+    #[arg(long, short, value_name = "SECONDS", default_value = "1", value_parser = parse_interval)]
+    interval: Duration,
+}
+
+fn parse_interval(text: &str) -> Result<Duration, String> {
+    let seconds: f64 = text.parse().map_err(|_| "use a number of seconds".to_owned())?;
+    match (0.1..=3600.0).contains(&seconds) {
+        true => Ok(Duration::from_secs_f64(seconds)),
+        false => Err("use 0.1 to 3600 seconds".into()),
+    }
+}
+
+/// Runs the command.
+pub fn run(arguments: &Arguments) -> Result<()> {
+    let Arguments { server, interval } = arguments;
+    let first = server.read()?;
+    match io::stdout().is_terminal() && io::stdin().is_terminal() {
+        true => run_live(server, *interval, first),
+        false => {
+            std::thread::sleep(*interval);
+            let second = server.read()?;
+            output::print(&table::as_text(&rows(&first, &second)))
+        }
+    }
+}
+
+/// Shows the server until a key ends it. The terminal is as before afterwards, also where that fails.
+fn run_live(server: &Source, interval: Duration, first: Snapshot) -> Result<()> {
+    let mut terminal = ratatui::try_init().context("cannot use the terminal")?;
+    let shown = show(server, interval, first, &mut terminal);
+    ratatui::restore();
+    shown
+}
+
+fn show(
+    server: &Source,
+    interval: Duration,
+    first: Snapshot,
+    terminal: &mut ratatui::DefaultTerminal,
+) -> Result<()> {
+    let mut app = App::new(server.to_string(), interval, first);
+    loop {
+        terminal.draw(|frame| screen::draw(frame, &app)).context("cannot draw")?;
+        if event::poll(app.time_to_reading()).context("cannot read the keyboard")? {
+            let event = event::read().context("cannot read the keyboard")?;
+            if app.handle(&event) == Next::Quit {
+                return Ok(());
+            }
+        } else if app.is_due() {
+            // A server that is away may come back, as one that is being upgraded does.
+            app.take(server.read());
+        }
+    }
+}

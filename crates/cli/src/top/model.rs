@@ -1,0 +1,130 @@
+//! A reading of a server's metrics, as far as they are shown.
+
+use std::collections::BTreeMap;
+use std::time::Instant;
+
+use anyhow::{Context, Result};
+use serde::Deserialize;
+use serde_json::Value;
+
+/// All disks at a moment.
+#[derive(Clone, Debug)]
+pub struct Snapshot {
+    /// When it was read.
+    pub at: Instant,
+    /// The server's version.
+    pub version: String,
+    /// By name.
+    pub disks: BTreeMap<String, DiskReading>,
+}
+
+/// A disk.
+#[derive(Clone, Debug, Default)]
+pub struct DiskReading {
+    /// Its format.
+    pub format: String,
+    /// Its size in bytes.
+    pub size: u64,
+    /// The space that it takes on the host, in bytes.
+    pub allocated: u64,
+    /// Requests in flight.
+    pub in_flight: u64,
+    /// Clients of each kind of export.
+    pub clients: BTreeMap<String, u64>,
+    /// By kind of export and operation.
+    pub requests: BTreeMap<(String, String), Series>,
+    /// By stage and operation.
+    pub stages: BTreeMap<(String, String), Series>,
+}
+
+/// What was done of one kind.
+#[derive(Clone, Debug, Default)]
+pub struct Series {
+    /// How often, of what has ended.
+    pub count: u64,
+    /// Bytes.
+    pub bytes: u64,
+    /// How often it failed.
+    pub errors: u64,
+    /// How many took no longer than a bound (in nanoseconds), but longer than the one before.
+    pub buckets: BTreeMap<u64, u64>,
+}
+
+/// A sample of any metric.
+#[derive(Deserialize)]
+struct Sample {
+    labels: BTreeMap<String, String>,
+    #[serde(default)]
+    value: u64,
+    #[serde(default)]
+    count: u64,
+    #[serde(default)]
+    buckets: Vec<(Option<f64>, u64)>,
+}
+
+impl Sample {
+    fn label(&self, name: &str) -> String {
+        self.labels.get(name).cloned().unwrap_or_default()
+    }
+}
+
+impl Snapshot {
+    /// Reads what the server answered. Metrics that are not known are left out: the server may be newer.
+    ///
+    /// # Errors
+    /// When it is something else.
+    pub fn parse(answer: &Value) -> Result<Self> {
+        let families = answer.as_object().context("the answer is no list of metrics")?;
+        let mut snapshot =
+            Self { at: Instant::now(), version: String::new(), disks: BTreeMap::new() };
+        for (name, samples) in families {
+            let Some(name) = name.strip_prefix("blockhouse_") else { continue };
+            let samples: Vec<Sample> = serde_json::from_value(samples.clone())
+                .with_context(|| format!("cannot understand the metric {name}"))?;
+            samples.iter().for_each(|sample| snapshot.add(name, sample));
+        }
+        Ok(snapshot)
+    }
+
+    fn add(&mut self, name: &str, sample: &Sample) {
+        if name == "build_info" {
+            self.version = sample.label("version");
+        }
+        let Some(disk) = sample.labels.get("disk") else { return };
+        let disk = self.disks.entry(disk.clone()).or_default();
+        match name {
+            "disk_info" => disk.format = sample.label("format"),
+            "disk_size_bytes" => disk.size = sample.value,
+            "disk_allocated_bytes" => disk.allocated = sample.value,
+            "disk_requests_in_flight" => disk.in_flight = sample.value,
+            "clients" => drop(disk.clients.insert(sample.label("export"), sample.value)),
+            _ => disk.add_to_series(name, sample),
+        }
+    }
+}
+
+impl DiskReading {
+    fn add_to_series(&mut self, name: &str, sample: &Sample) {
+        let (all, first, name) = match (name.strip_prefix("request"), name.strip_prefix("stage")) {
+            (Some(name), _) => (&mut self.requests, "export", name),
+            (_, Some(name)) => (&mut self.stages, "stage", name),
+            (None, None) => return,
+        };
+        let series = all.entry((sample.label(first), sample.label("operation"))).or_default();
+        match name {
+            "_bytes_total" => series.bytes = sample.value,
+            // One sample for each errno.
+            "_errors_total" => series.errors += sample.value,
+            "_duration_seconds" => {
+                series.count = sample.count;
+                series.buckets = sample.buckets.iter().map(nanoseconds).collect();
+            }
+            _ => {}
+        }
+    }
+}
+
+/// The last bucket has no bound.
+fn nanoseconds(&(bound, count): &(Option<f64>, u64)) -> (u64, u64) {
+    (bound.map_or(u64::MAX, |bound| (bound * 1e9).round() as u64), count)
+}

@@ -1,0 +1,135 @@
+//! Disks as one table of text, and numbers for people.
+
+use std::time::Duration;
+
+use super::rates::Row;
+
+/// The headings of the table of disks.
+pub const HEADINGS: [&str; 12] = [
+    "DISK",
+    "CLIENTS",
+    "DEPTH",
+    "READ/S",
+    "WRITE/S",
+    "FLUSH/S",
+    "READ B/S",
+    "WRITE B/S",
+    "P50",
+    "P99",
+    "ERRORS",
+    "ALLOCATED",
+];
+
+/// The cells of a disk.
+pub fn cells(row: &Row) -> [String; 12] {
+    [
+        // Names come from outside: escaped, they cannot control the terminal.
+        row.name.escape_debug().to_string(),
+        row.clients.to_string(),
+        row.in_flight.to_string(),
+        count(row.reads.rate),
+        count(row.writes.rate),
+        count(row.flushes.rate),
+        bytes(row.reads.bytes),
+        bytes(row.writes.bytes),
+        time(row.all.p50),
+        time(row.all.p99),
+        row.errors.to_string(),
+        bytes(row.allocated as f64),
+    ]
+}
+
+/// The disks, a line for each.
+pub fn as_text(rows: &[Row]) -> String {
+    let mut lines: Vec<[String; 12]> = vec![HEADINGS.map(str::to_owned)];
+    lines.extend(rows.iter().map(cells));
+    let mut widths = [0; 12];
+    for line in &lines {
+        for (width, cell) in widths.iter_mut().zip(line) {
+            *width = cell.chars().count().max(*width);
+        }
+    }
+    let text = |line: &[String; 12]| {
+        let name = format!("{:<width$}", line[0], width = widths[0]);
+        let numbers = line.iter().zip(widths).skip(1);
+        let numbers = numbers.map(|(cell, width)| format!("{cell:>width$}"));
+        std::iter::once(name).chain(numbers).collect::<Vec<_>>().join("  ")
+    };
+    lines.iter().map(text).collect::<Vec<_>>().join("\n")
+}
+
+/// A rate: whole numbers from 10 on.
+pub fn count(rate: f64) -> String {
+    match rate {
+        0.0 => "0".into(),
+        rate if rate < 10.0 => format!("{rate:.1}"),
+        rate if rate < 100_000.0 => format!("{rate:.0}"),
+        rate => format!("{:.0}k", rate / 1e3),
+    }
+}
+
+/// Bytes, in the largest unit of which there is one.
+pub fn bytes(bytes: f64) -> String {
+    const UNITS: [&str; 6] = ["", "K", "M", "G", "T", "P"];
+    let mut unit = 0;
+    let mut value = bytes;
+    while value >= 1024.0 && unit + 1 < UNITS.len() {
+        value /= 1024.0;
+        unit += 1;
+    }
+    match unit {
+        0 => format!("{value:.0}"),
+        _ if value < 10.0 => format!("{value:.1}{}", UNITS[unit]),
+        _ => format!("{value:.0}{}", UNITS[unit]),
+    }
+}
+
+/// A latency with its unit; a dash where there was none.
+pub fn time(time: Option<Duration>) -> String {
+    // The last bucket has no bound.
+    const UNBOUNDED: Duration = Duration::from_secs(1000);
+    match time {
+        None => "-".into(),
+        Some(time) if time >= UNBOUNDED => "> 134s".into(),
+        Some(time) if time < Duration::from_micros(10) => tenths(time.as_secs_f64() * 1e6, "us"),
+        Some(time) if time < Duration::from_millis(1) => format!("{}us", time.as_micros()),
+        Some(time) if time < Duration::from_millis(10) => tenths(time.as_secs_f64() * 1e3, "ms"),
+        Some(time) if time < Duration::from_secs(10) => format!("{}ms", time.as_millis()),
+        Some(time) => format!("{}s", time.as_secs()),
+    }
+}
+
+/// With one digit after the point, unless that is 0.
+fn tenths(value: f64, unit: &str) -> String {
+    let text = format!("{value:.1}");
+    format!("{}{unit}", text.strip_suffix(".0").unwrap_or(&text))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn numbers_are_short() {
+        assert_eq!(
+            [count(0.0), count(2.25), count(1234.4), count(250e3)],
+            ["0", "2.2", "1234", "250k"]
+        );
+        assert_eq!([bytes(0.0), bytes(1536.0), bytes(64e6)], ["0", "1.5K", "61M"]);
+        let times = [1_250, 96_000, 114_688, 9_000_000, 33_554_432, 134_217_728_000];
+        let times = times.map(|time| self::time(Some(Duration::from_nanos(time))));
+        assert_eq!(times, ["1.2us", "96us", "114us", "9ms", "33ms", "134s"]);
+        assert_eq!(time(None), "-");
+        assert_eq!(time(Some(Duration::from_nanos(u64::MAX))), "> 134s");
+    }
+
+    #[test]
+    fn a_table_has_a_line_for_each_disk_and_straight_columns() {
+        let row = |name: &str| Row { name: name.into(), ..Row::default() };
+        let text = as_text(&[row("a"), row("a\x1b[2Jlong name")]);
+        let lines: Vec<_> = text.lines().collect();
+        assert_eq!(lines.len(), 3);
+        assert!(lines.iter().all(|line| line.len() == lines[0].len()), "{text}");
+        assert!(!text.contains('\x1b'), "{text}");
+    }
+}

@@ -1,0 +1,130 @@
+//! `blockhouse top`: in a terminal, that of tmux, and without one.
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::Duration;
+
+use blockhouse_tests::nbd::Client;
+use blockhouse_tests::{
+    Outcome, Scratch, Serve, Server, blockhouse, eventually, need, require, run, tool,
+};
+
+const LIMIT: Duration = Duration::from_secs(30);
+
+/// A server of two disks with metrics, and the socket of those.
+fn start(scratch: &Scratch) -> (Server, PathBuf) {
+    let socket = scratch.socket("metrics");
+    let (one, two) = (scratch.image("one.img", 1 << 20), scratch.image("two.img", 1 << 20));
+    let serve = Serve::new(scratch, one.path()).also(two.path());
+    (serve.option("--metrics", format!("unix:{}", socket.display())).start(), socket)
+}
+
+fn top(words: &[&str], server: &Path) -> Outcome {
+    run(Command::new(blockhouse()).arg("top").args(words).arg(server))
+}
+
+#[test]
+fn without_a_terminal_it_is_one_table() {
+    let scratch = Scratch::new();
+    let (server, socket) = start(&scratch);
+    let mut client = Client::open(&server.address());
+    assert_eq!(client.write(0, &[1; 4096], 0), 0);
+    let outcome = top(&["--interval", "0.1"], &socket).success();
+    let lines: Vec<_> = outcome.stdout.lines().collect();
+    let [heading, one, two] = lines[..] else { panic!("{}", outcome.describe("three lines")) };
+    let words = |line: &str| line.split_whitespace().map(str::to_owned).collect::<Vec<_>>();
+    assert!(heading.starts_with("DISK") && heading.contains("P99"), "{heading}");
+    assert_eq!(words(one)[..3], ["one.img", "1", "0"]);
+    assert_eq!(words(two)[..3], ["two.img", "0", "0"]);
+    client.disconnect();
+    server.stop();
+}
+
+#[test]
+fn what_is_no_server_with_metrics_is_one_line() {
+    let scratch = Scratch::new();
+    top(&[], &scratch.socket("none")).failure("--metrics address");
+    let image = scratch.image("disk.img", 1 << 20);
+    let server = Serve::new(&scratch, image.path()).start();
+    // An NBD server speaks first, and not HTTP.
+    let outcome = top(&[], &scratch.socket("nbd")).failure("cannot read metrics");
+    assert_eq!(outcome.stderr.lines().count(), 1, "{}", outcome.stderr);
+    server.stop();
+}
+
+/// A terminal of its own.
+struct Tmux<'a> {
+    socket: PathBuf,
+    scratch: &'a Scratch,
+}
+
+impl<'a> Tmux<'a> {
+    fn start(scratch: &'a Scratch, line: &str) -> Self {
+        let tmux = Self { socket: scratch.socket("tmux"), scratch };
+        tmux.run(&["-f", "/dev/null", "new-session", "-d", "-x", "120", "-y", "30", line])
+            .success();
+        tmux
+    }
+
+    fn run(&self, words: &[&str]) -> Outcome {
+        let mut command = tool("tmux");
+        command.arg("-S").arg(&self.socket).args(words).current_dir(self.scratch.short());
+        run(&mut command)
+    }
+
+    fn screen(&self) -> String {
+        self.run(&["capture-pane", "-p"]).stdout
+    }
+
+    #[track_caller]
+    fn wait_for(&self, word: &str) {
+        let is_there = eventually(LIMIT, || self.screen().contains(word));
+        assert!(is_there, "{word:?} is not on the screen:\n{}", self.screen());
+    }
+
+    fn press(&self, key: &str) {
+        self.run(&["send-keys", key]).success();
+    }
+}
+
+impl Drop for Tmux<'_> {
+    fn drop(&mut self) {
+        // It has ended already where the test went well.
+        let _ = self.run(&["kill-server"]);
+    }
+}
+
+#[test]
+fn in_a_terminal_it_is_live_and_leaves_no_trace() {
+    require!(need::tools(&["tmux"]));
+    let scratch = Scratch::new();
+    let (server, socket) = start(&scratch);
+    let line = format!(
+        "sh -c 'echo before; {} top --interval 0.2 {}; echo after $?; read line'",
+        blockhouse().display(),
+        socket.display()
+    );
+    let tmux = Tmux::start(&scratch, &line);
+    tmux.wait_for("2 disks");
+    tmux.wait_for("q quit");
+    assert!(!tmux.screen().contains("before"), "it has a screen of its own");
+    let mut client = Client::open(&server.address());
+    assert_eq!(client.write(0, &[1; 4096], 0), 0);
+    tmux.wait_for("nbd write");
+    tmux.press("Down");
+    tmux.wait_for("two.img requests");
+    tmux.press("s");
+    tmux.wait_for("sorted by requests/s");
+    tmux.press("p");
+    tmux.wait_for("PAUSED");
+    tmux.press("h");
+    tmux.wait_for("select a disk");
+    tmux.press("Escape");
+    tmux.press("p");
+    client.disconnect();
+    server.stop();
+    tmux.wait_for("cannot read metrics");
+    tmux.press("q");
+    tmux.wait_for("after 0");
+    assert!(tmux.screen().contains("before"), "the terminal is as before");
+}
