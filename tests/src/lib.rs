@@ -18,6 +18,7 @@ pub mod metrics;
 pub mod need;
 mod scratch;
 mod server;
+pub mod shared_limit;
 mod small_host;
 mod tool;
 mod trace;

@@ -4,7 +4,7 @@
 //! [`run()`] takes a [`Setup`], a plain description of what is to run, and returns when that has ended in order. The
 //! command line is one way to make a `Setup`; nothing here reads arguments or prints.
 //!
-//! - [`setup`]: the description; its parts: [`offers`], [`limits`], [`size`]
+//! - [`setup`]: the description; its parts: [`offers`], [`limits`], [`rate_limits`], [`size`]
 //! - [`run()`]: the process: signals, start, upgrade, stop
 //! - [`Service`]: disks, exports and the control socket, while they are served
 //! - [`control`]: what a user may ask of a running server, and the client that asks
@@ -22,6 +22,7 @@ pub mod metrics;
 pub mod offers;
 mod open;
 mod pid_file;
+pub mod rate_limits;
 mod run;
 mod service;
 pub mod setup;

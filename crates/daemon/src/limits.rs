@@ -1,10 +1,39 @@
-//! `--limit KEY=VALUE,...`: what NBD clients may take of a server.
+//! `--limit KEY=VALUE,...`: what NBD clients may take of a server, and how many operations and bytes a second disks may
+//! have.
 
 use std::time::Duration;
 
 use blockhouse_nbd::Limits;
 
+use crate::rate_limits::{RATE_KEYS, RateArgument};
 use crate::size;
+
+/// What one `--limit` says.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct LimitArgument {
+    /// Of NBD clients.
+    pub clients: Vec<Limit>,
+    /// Of disks.
+    pub rates: Option<RateArgument>,
+}
+
+/// Reads `KEY=VALUE,...`.
+///
+/// # Errors
+/// When a key is unknown, or a value makes no sense for it or with the others.
+pub fn parse(text: &str) -> Result<LimitArgument, String> {
+    let mut argument = LimitArgument::default();
+    let (mut rates, mut has_rates) = (RateArgument::default(), false);
+    for item in text.split(',') {
+        let (key, value) = item.split_once('=').ok_or("write KEY=VALUE, like stall=30")?;
+        match rates.take(key, value)? {
+            true => has_rates = true,
+            false => argument.clients.push(parse_one(key, value)?),
+        }
+    }
+    argument.rates = has_rates.then(|| rates.finish()).transpose()?;
+    Ok(argument)
+}
 
 /// One `KEY=VALUE`.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -28,12 +57,11 @@ pub enum Limit {
 /// No limit in seconds is longer: ten years.
 const MAX_TIME: Duration = Duration::from_secs(10 * 365 * 24 * 3600);
 
-/// Reads one `KEY=VALUE`.
+/// Reads one `KEY=VALUE` of NBD clients.
 ///
 /// # Errors
 /// When the key is unknown or the value makes no sense for it.
-pub fn parse(text: &str) -> Result<Limit, String> {
-    let (key, value) = text.split_once('=').ok_or("write KEY=VALUE, like stall=30")?;
+fn parse_one(key: &str, value: &str) -> Result<Limit, String> {
     let some = |time: Option<Duration>| time.ok_or_else(|| format!("{key} cannot be off"));
     Ok(match key {
         "clients" => match value.parse() {
@@ -56,7 +84,8 @@ pub fn parse(text: &str) -> Result<Limit, String> {
         "stop" => Limit::Stop(some(time(key, value)?)?),
         _ => {
             return Err(format!(
-                "'{key}' is unknown; the keys are clients, memory, handshake, stall, idle, keepalive, stop"
+                "'{key}' is unknown; the keys are clients, memory, handshake, stall, idle, keepalive, stop, and of \
+                 disks {RATE_KEYS}"
             ));
         }
     })
@@ -122,7 +151,8 @@ mod tests {
             ("handshake=250ms", Limit::Handshake(Duration::from_millis(250))),
             ("stop=10s", Limit::Stop(Duration::from_secs(10))),
         ] {
-            assert_eq!(parse(text), Ok(limit), "{text}");
+            let argument = LimitArgument { clients: vec![limit], rates: None };
+            assert_eq!(parse(text), Ok(argument), "{text}");
         }
     }
 
@@ -150,8 +180,9 @@ mod tests {
 
     #[test]
     fn the_last_of_a_key_counts_and_the_rest_stays() {
-        let changes = ["stall=1", "stall=2"].map(|text| parse(text).expect("a limit"));
-        let limits = limits(&changes);
+        let changes = parse("stall=1,iops=100,stall=2").expect("limits");
+        assert!(changes.rates.is_some());
+        let limits = limits(&changes.clients);
         assert_eq!(limits.stall, Some(Duration::from_secs(2)));
         assert_eq!(limits.connections, Limits::default().connections);
     }

@@ -7,6 +7,8 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use anyhow::{Context, Result, bail};
+use blockhouse_core::Storage;
+use blockhouse_disk::Disk;
 use blockhouse_engine::{IoPoll, raise_descriptor_limit};
 use blockhouse_nbd::{BoundSocket, bind_private};
 use rustix::process::{Pid, Signal, kill_process};
@@ -21,6 +23,7 @@ use crate::io_poll;
 use crate::metrics::MetricsAddress;
 use crate::open::{open_image, state_use};
 use crate::pid_file::PidFile;
+use crate::rate_limits;
 use crate::service::Service;
 use crate::setup::{Setup, WrongUsage};
 use crate::sockets::{self, ListenSocket};
@@ -126,6 +129,7 @@ fn start(setup: &Setup, upgrades: &UpgradeRequests) -> Result<Service> {
     let state = state_use(&setup.state, &setup.disks)?;
     let open = |disk: &_| open_image(&workers, disk, &state).map(Arc::new);
     let disks = setup.disks.iter().map(open).collect::<Result<Vec<_>>>()?;
+    limit(setup, &disks);
     let mut service = Service::start(workers, disks, sockets, setup.limits)?;
     service.add_devices(devices, setup)?;
     if let Some(socket) = control {
@@ -137,10 +141,17 @@ fn start(setup: &Setup, upgrades: &UpgradeRequests) -> Result<Service> {
     Ok(service)
 }
 
+/// Puts the limits of disks in force, before they are served.
+fn limit<S: Storage>(setup: &Setup, disks: &[Arc<Disk<S>>]) {
+    let throttles: Vec<_> = setup.disks.iter().map(|disk| disk.throttle.as_ref()).collect();
+    rate_limits::apply_all(&throttles, disks);
+}
+
 /// Goes on with what another process serves.
 fn take_over(setup: &Setup, upgrades: &UpgradeRequests) -> Result<Service> {
     let source = std::os::unix::process::parent_id();
     let TakenOver { workers, disks, sockets, devices, control } = destination::take_over(setup)?;
+    limit(setup, &disks);
     let mut service = Service::start(workers, disks, sockets, setup.limits)?;
     service.add_devices(devices, setup)?;
     if let Some(socket) = control {

@@ -295,6 +295,8 @@ impl Service {
         let Self { workers, disks, server, sockets, devices, control, metrics, .. } = self;
         // So that nothing else holds the disks.
         metrics.into_iter().for_each(MetricsServer::stop);
+        // What waits for its turn is let go, so that the end does not wait for it.
+        let _lifted: Vec<_> = disks.iter().map(|disk| disk.lift_limits()).collect();
         // While the workers still execute what it may wait for.
         control.into_iter().for_each(Control::stop);
         devices.into_iter().for_each(ServedDevice::stop);

@@ -12,6 +12,7 @@ use blockhouse_vhost_user::RegisteredMemory;
 
 use crate::metrics::MetricsAddress;
 use crate::offers::{Offer, Offers};
+use crate::rate_limits::DiskThrottle;
 use crate::workers::LoopOptions;
 
 /// What is to run.
@@ -70,6 +71,8 @@ pub struct DiskSetup {
     pub allow_paths: Vec<PathBuf>,
     /// Whether it may name exports of other servers.
     pub remote_backing: RemoteBacking,
+    /// How many operations and bytes a second it may have.
+    pub throttle: Option<DiskThrottle>,
 }
 
 impl DiskSetup {

@@ -22,6 +22,7 @@ mod hostile_requests;
 mod image_commands;
 mod image_tools;
 mod io_poll;
+mod limits;
 mod locks;
 mod lost_writes;
 mod manual;

@@ -4,9 +4,10 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use blockhouse_daemon::LoopOptions;
-use blockhouse_daemon::limits::{self, Limit};
+use blockhouse_daemon::limits::{self, LimitArgument};
 use blockhouse_daemon::metrics::MetricsAddress;
 use blockhouse_daemon::offers::{Offer, Offers};
+use blockhouse_daemon::rate_limits::{self, DiskThrottle};
 use blockhouse_daemon::setup::{DiskSetup, Setup, StateSetup};
 use blockhouse_daemon::size;
 use blockhouse_disk::{Access, CacheMode, DetectZeroes, Discard, ImageFormat};
@@ -52,16 +53,23 @@ pub struct Arguments {
     /// new size after SIGHUP, and the guest is told.
     #[arg(long, value_name = "SOCKET")]
     pub(super) vhost_user_blk: Vec<PathBuf>,
-    /// What NBD clients may take, as KEY=VALUE,... Times are in seconds or have a unit (500ms, 5m, 2h).
+    /// What NBD clients may take, and what disks may do in a second, as KEY=VALUE,... May be repeated. Times are in
+    /// seconds or have a unit (500ms, 5m, 2h).
     ///
-    /// clients=256: connections at once; when all are taken, clients that hold many make room for those that
+    /// Clients: clients=256: connections at once; when all are taken, clients that hold many make room for those that
     /// hold few. memory=512M: bytes of data in flight, for all together. handshake=30: the time to choose an
     /// export. stall=30: how long a client may stand still while it receives replies or sends a request; off
     /// for ever. idle=off: how long it may ask for nothing. keepalive=60: over TCP, after how much silence the
     /// kernel asks whether the client is still there. stop=5: how long clients may go on receiving replies
     /// when the server stops; those that stand still are cut off after two seconds.
-    #[arg(long = "limit", value_name = "KEY=VALUE,...", value_delimiter = ',', value_parser = ValueParser::new(limits::parse))]
-    limits: Vec<Limit>,
+    ///
+    /// Disks, over all exports: iops=N, iops-read=N, iops-write=N: operations a second. bps=SIZE, bps-read=SIZE,
+    /// bps-write=SIZE: bytes a second (100M). burst=FACTOR: how many times these rates for burst-seconds=1 after a
+    /// rest. disk=NAME: the image that the limits are for, by its --name or its file; may be repeated; left out, all
+    /// images that no other --limit names. group=NAME: these images share the limits fairly; left out, each has
+    /// them for itself. All that is given holds at once. Flushes are not limited. docs/limits.md has the details.
+    #[arg(long = "limit", value_name = "KEY=VALUE,...", value_parser = ValueParser::new(limits::parse))]
+    limits: Vec<LimitArgument>,
     /// Take requests of this user at this Unix socket while the images are served: blockhouse snapshot
     /// --control SOCKET, blockhouse upgrade --control SOCKET.
     #[arg(long, value_name = "SOCKET")]
@@ -212,17 +220,24 @@ impl Arguments {
     /// What is to run. Wrong usage ends the program.
     pub(super) fn setup(&self) -> Setup {
         let (offers, nbd) = self.plan();
+        let throttles = self.throttles(&offers);
+        let clients: Vec<_> = self.limits.iter().flat_map(|one| one.clients.clone()).collect();
         Setup {
             workers: self.workers.into(),
             loops: self.loop_options(),
-            disks: self.images.iter().map(|image| self.disk(image)).collect(),
+            disks: self
+                .images
+                .iter()
+                .zip(throttles)
+                .map(|(image, throttle)| self.disk(image, throttle))
+                .collect(),
             state: self.state(),
             offers,
             nbd,
             devices: self.vhost_user_blk.clone(),
             queues: self.queues(),
             register_memory: self.register_memory,
-            limits: limits::limits(&self.limits),
+            limits: limits::limits(&clients),
             control: self.control.clone(),
             pid_file: self.pid_file.clone(),
             metrics: self.metrics.clone(),
@@ -230,7 +245,7 @@ impl Arguments {
         }
     }
 
-    fn disk(&self, image: &Path) -> DiskSetup {
+    fn disk(&self, image: &Path, throttle: Option<DiskThrottle>) -> DiskSetup {
         // What is taken over is there.
         let create = self.create.filter(|_| !self.hand_over);
         DiskSetup {
@@ -244,7 +259,16 @@ impl Arguments {
             snapshot: self.snapshot.clone(),
             allow_paths: self.allow.allow_path.clone(),
             remote_backing: self.allow.remote_backing(),
+            throttle,
         }
+    }
+
+    /// How many operations and bytes a second each image may have. Wrong usage ends the program.
+    fn throttles(&self, offers: &Offers) -> Vec<Option<DiskThrottle>> {
+        let labels: Vec<_> = (0..self.images.len()).map(|index| offers.label(index)).collect();
+        let rates: Vec<_> = self.limits.iter().filter_map(|one| one.rates.clone()).collect();
+        let plan = rate_limits::plan(&rates, &labels);
+        plan.unwrap_or_else(|why| refuse(&format!("--limit: {why}")))
     }
 
     fn state(&self) -> StateSetup {

@@ -155,6 +155,8 @@ fn pause(
     service: &Service,
     deadline: Instant,
 ) -> Result<(Vec<PausedConnection>, Vec<Option<PausedFrontend>>)> {
+    // What waits for its turn is let go, so that the pause does not wait for it.
+    let _lifted: Vec<_> = service.disks().iter().map(|disk| disk.lift_limits()).collect();
     // All at once: what they have in flight completes at the same time.
     let devices = service.devices().iter();
     let pending: Vec<_> = devices.map(|device| (device, device.server().pause(deadline))).collect();

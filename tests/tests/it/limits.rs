@@ -1,0 +1,150 @@
+//! `--limit` of rates: what is served within a time, to whom, what never waits, and ends that do not wait.
+
+use std::time::{Duration, Instant};
+
+use blockhouse_tests::nbd::{Client, Request, command};
+use blockhouse_tests::shared_limit::FourDisks;
+use blockhouse_tests::upgrade::{Servers, upgrade};
+use blockhouse_tests::{Scratch, Serve, Server};
+use rustix::process::Signal;
+
+/// So few that replies for all of them fit into a socket.
+const BLOCK: u64 = 512;
+
+fn request(command: u16) -> Request {
+    let length = if command == command::FLUSH { 0 } else { BLOCK };
+    Request { command, flags: 0, offset: 0, length }
+}
+
+/// A server whose disk may move a block in a hundred seconds, and a client that has 64 reads waiting.
+fn exhausted(serve: Serve) -> (Server, Client) {
+    let server = serve.option("--limit", "bps=5").start();
+    let mut client = Client::open(&server.address());
+    assert_eq!(client.read(0, BLOCK).map(|bytes| bytes.len()), Ok(BLOCK as usize));
+    for _ in 0..64 {
+        client.send(request(command::READ)).expect("the server takes requests");
+    }
+    (server, client)
+}
+
+#[test]
+fn disks_of_a_group_share_a_limit_whatever_their_exports() {
+    let scratch = Scratch::new();
+    let disks = FourDisks::serve(&scratch, 2, Some("iops=400,group=all"));
+    let done = disks.read(16, |done| done.sum() >= 1200);
+    // A machine that is busy makes it slower, never faster. A twentieth of a second's worth may have been saved.
+    let most = 400.0 * done.time.as_secs_f64() + 20.0;
+    assert!(done.sum() as f64 <= most + 16.0, "{done:?}");
+    assert!(done.jain() > 0.9, "{done:?}");
+    disks.stop();
+}
+
+#[test]
+fn without_a_group_each_disk_has_its_limit() {
+    let scratch = Scratch::new();
+    let disks = FourDisks::serve(&scratch, 1, Some("iops=200,disk=a,disk=c.img"));
+    // The others are not limited.
+    let done = disks.read(8, |done| done.reads[0] >= 200 && done.reads[2] >= 200);
+    for limited in [0, 2] {
+        let most = 200.0 * done.time.as_secs_f64() + 20.0;
+        assert!(done.reads[limited] as f64 <= most, "{done:?}");
+        assert!(done.reads[limited + 1] > 2 * done.reads[limited], "{done:?}");
+    }
+    disks.stop();
+}
+
+#[test]
+fn operations_and_bytes_and_bursts_hold_at_once() {
+    let scratch = Scratch::new();
+    // 64 blocks a second by bytes, four times as many for a second: bytes bind before operations do.
+    let limit = "iops=1000,bps=256K,burst=4,burst-seconds=1,group=all";
+    let disks = FourDisks::serve(&scratch, 1, Some(limit));
+    let done = disks.read(4, |done| done.sum() >= 400);
+    let seconds = done.time.as_secs_f64() + 0.05;
+    let most = (64.0 * (seconds + 3.0)).min(256.0 * seconds);
+    assert!(done.sum() as f64 <= most + 17.0, "{done:?}, {most}");
+    disks.stop();
+}
+
+#[test]
+fn a_flush_does_not_wait_behind_reads_that_wait() {
+    let scratch = Scratch::new();
+    let image = scratch.image("disk.img", 1 << 20);
+    let (server, mut client) = exhausted(Serve::new(&scratch, image.path()));
+    let flush = client.send(request(command::FLUSH)).expect("the server takes requests");
+    let (cookie, reply) = client.receive().expect("an answer");
+    assert_eq!((cookie, reply.error), (flush, 0));
+    server.stop();
+}
+
+#[test]
+fn a_server_that_stops_answers_what_waits_at_once() {
+    let scratch = Scratch::new();
+    let image = scratch.image("disk.img", 1 << 20);
+    let (mut server, mut client) = exhausted(Serve::new(&scratch, image.path()));
+    server.signal(Signal::TERM);
+    for _ in 0..64 {
+        let (_, reply) = client.receive().expect("an answer");
+        assert_eq!(reply.error, 0);
+    }
+    assert!(server.wait(Duration::from_secs(40)).success());
+}
+
+#[test]
+fn an_upgrade_does_not_wait_for_what_waits_and_the_limits_stay() {
+    let scratch = Scratch::new();
+    let _servers = Servers(&scratch);
+    let image = scratch.image("disk.img", 1 << 20);
+    let control = scratch.socket("control");
+    let serve = Serve::new(&scratch, image.path()).option("--control", &control);
+    let (mut server, mut client) = exhausted(serve);
+    upgrade(&control, &[]).success();
+    for _ in 0..64 {
+        let (_, reply) = client.receive().expect("an answer");
+        assert_eq!(reply.error, 0);
+    }
+    assert!(server.wait(Duration::from_secs(40)).success());
+    // The one that serves now has the same limits.
+    client.send(request(command::READ)).expect("the server takes requests");
+    assert_eq!(client.receive().expect("the first is let go").1.error, 0);
+    client.send(request(command::READ)).expect("the server takes requests");
+    let flush = client.send(request(command::FLUSH)).expect("the server takes requests");
+    assert_eq!(client.receive().expect("an answer").0, flush, "the read waits");
+}
+
+#[test]
+fn who_waits_costs_no_processor_time() {
+    let scratch = Scratch::new();
+    let disks = FourDisks::serve(&scratch, 1, Some("iops=20,group=all"));
+    let ticks = || {
+        let path = format!("/proc/{}/stat", disks.pid().as_raw_nonzero());
+        let stat = std::fs::read_to_string(path).expect("the process runs");
+        let fields: Vec<_> = stat.rsplit(')').next().expect("fields").split(' ').collect();
+        let number = |index: usize| fields[index].parse::<u64>().expect("a number");
+        // The 14th and the 15th field of proc(5): hundredths of a second.
+        number(12) + number(13)
+    };
+    let begin = Instant::now();
+    let before = ticks();
+    disks.read(16, |done| done.sum() >= 40);
+    let (used, most) = (ticks() - before, begin.elapsed().as_millis() as u64 / 10 / 4);
+    assert!(used <= most, "{used} hundredths of a second in {:?}", begin.elapsed());
+    disks.stop();
+}
+
+#[test]
+fn limits_that_make_no_sense_are_wrong_usage() {
+    let scratch = Scratch::new();
+    let image = scratch.image("disk.img", 1 << 20);
+    for (limit, words) in [
+        ("iops=0", "cannot be 0"),
+        ("iops=many", "a number of operations a second"),
+        ("bps=1,burst=9999", "from 1 to 1000"),
+        ("iops=1,disk=other", "there is 'disk.img'"),
+        ("disk=disk.img,group=g", "group=g has a rate"),
+        ("iopss=1", "burst-seconds, group, disk"),
+    ] {
+        let serve = Serve::new(&scratch, image.path()).option("--limit", limit);
+        serve.refused().wrong_usage(&[words]);
+    }
+}
