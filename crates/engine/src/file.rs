@@ -66,6 +66,11 @@ impl File {
         }
     }
 
+    /// Whether the file's locks are given back when it is dropped, because it is this process's alone.
+    pub(crate) fn releases_locks(&self) -> bool {
+        self.releases_locks.load(Ordering::Acquire)
+    }
+
     /// Says whether the file's locks are given back when it is dropped. They belong to the open file
     /// description, which another process may have, too.
     pub(crate) fn set_releases_locks(&self, releases: bool) {

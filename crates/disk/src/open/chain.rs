@@ -26,6 +26,7 @@ use super::lock::{Locked, lock};
 use super::open_location::{
     Identity, identity_of, is_address, is_foreign_address, open_file, open_location,
 };
+use super::partial_block::has_small_clusters;
 use super::probe_check::check_not_probed;
 use super::restore::Restore;
 use crate::disk::{Disk, EarlierWrites};
@@ -206,7 +207,7 @@ pub fn open_storage(path: &Path, options: ImageOptions) -> Result<HostFile> {
 
 /// The disk over an image's file, and what is to be done when it has its data file and its backing file.
 async fn disk_over(
-    storage: ImageStorage,
+    mut storage: ImageStorage,
     path: &Path,
     options: &ImageOptions,
     earlier: EarlierWrites,
@@ -237,6 +238,14 @@ async fn disk_over(
     // A caller that names the format means it.
     if options.format.is_none() {
         check_not_probed(&storage, path, format).await?;
+    }
+    if let ImageStorage::File(file) = &mut storage
+        && format == ImageFormat::Qcow2
+        && options.access == Access::ReadWrite
+        && has_small_clusters(file, path, options).await?
+    {
+        restore.stamp_change();
+        file.fill_last_block()?;
     }
     let disk = match snapshot {
         None => {

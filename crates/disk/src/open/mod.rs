@@ -14,6 +14,7 @@ mod image_disk;
 mod image_options;
 mod lock;
 mod open_location;
+mod partial_block;
 mod probe_check;
 mod refresh_size;
 mod restore;

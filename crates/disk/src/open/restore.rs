@@ -25,6 +25,7 @@ mod pending;
 
 use std::io;
 use std::path::Path;
+use std::time::{SystemTime, UNIX_EPOCH};
 
 use blockhouse_core::{Result, Storage};
 use blockhouse_engine::HostFile;
@@ -95,6 +96,15 @@ impl Restore {
         match self {
             Self::Writer(writer) => writer.found.as_ref(),
             Self::Reader(_) | Self::Without => None,
+        }
+    }
+
+    /// The opening changes the image's file itself, just now: the next process does not take it for another program's
+    /// change.
+    pub(super) fn stamp_change(&self) {
+        if let Some(found) = self.found() {
+            let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+            found.page().raise_last_write(now.as_nanos() as u64);
         }
     }
 

@@ -100,3 +100,37 @@ fn unknown_header_extensions_are_kept() {
     assert_eq!(before[at..at + 16], after[at..at + 16]);
     assert_eq!(before[104..512], after[104..512]);
 }
+
+/// A server that uses the page cache is killed: its file may end anywhere. Smaller clusters than a page fit all the same.
+#[test]
+fn an_image_of_small_clusters_whose_file_ends_inside_of_a_sector_is_opened_past_the_page_cache() {
+    require_qemu!();
+    let folder = Folder::new();
+    let image = folder.path("disk.qcow2");
+    create(&image, &["-o", "cluster_size=512"], SIZE);
+    qemu_io(&image, &["write -P 5 0 8k".to_owned()]);
+    let length = std::fs::metadata(&image).unwrap().len();
+    let end = |length| std::fs::File::options().write(true).open(&image).unwrap().set_len(length);
+    end(length + 100).unwrap();
+    let open = async |access| {
+        let options = ImageOptions { access, ..options(CacheMode::None) };
+        blockhouse_disk::open(&image, options).await
+    };
+    block_on(async {
+        open(Access::ReadOnly).await.expect("for reading");
+        assert_eq!(std::fs::metadata(&image).unwrap().len(), length + 100);
+        let disk = open(Access::ReadWrite).await.expect("for writing");
+        let mut buffer = Buffer::new(8192);
+        disk.submit(Request::Read { offset: 0, into: buffer.lend() }).await.unwrap();
+        assert_eq!(buffer.bytes(), [5; 8192]);
+        let (offset, durability) = (8192, Durability::None);
+        disk.submit(Request::Write { offset, from: buffer.lend(), durability }).await.unwrap();
+        disk.close().await.unwrap();
+    });
+    qemu_io(&image, &["read -P 5 0 16k".to_owned()]);
+    assert_eq!(check(&image, &[]), Some(0));
+    // One that is cut off is not changed.
+    end(length / 2 + 100).unwrap();
+    block_on(async { open(Access::ReadWrite).await.err().expect("it is cut off") });
+    assert_eq!(std::fs::metadata(&image).unwrap().len(), length / 2 + 100);
+}

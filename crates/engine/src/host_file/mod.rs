@@ -39,7 +39,7 @@ const BLKDISCARD: libc::Ioctl = 0x1277;
 pub struct HostFile {
     file: Arc<File>,
     /// For the last partial block, which direct I/O cannot reach: the same file through the page
-    /// cache. A block is no less than a page then, so that the two ways never share one.
+    /// cache. Where it is written, a block is no less than a page then, so that the two ways never share one.
     tail: Option<Arc<File>>,
     /// The open file that is flushed. The kernel reports a failure to write back once to each open file
     /// (`errseq_t`, Linux 4.13), to its next fsync or durable write. So where bytes of ours may be in the

@@ -5,7 +5,7 @@ use std::os::unix::fs::FileTypeExt;
 use std::path::Path;
 use std::sync::Arc;
 
-use blockhouse_core::{Buffer, Error, ErrorKind, Fua, Offload, Result};
+use blockhouse_core::{Buffer, Error, ErrorKind, Fua, Offload, Result, Storage};
 use rustix::fs::{Access, Mode, OFlags};
 use rustix::io::Errno;
 
@@ -182,6 +182,30 @@ impl HostFile {
         Self::examine(file, path, access.flags(), Reopened { tail, flushed })
     }
 
+    /// Makes a file longer that ends inside of a block, up to the block's end. So blocks need not be as large as a
+    /// page any more, as they are where the last partial one is written another way. To be called before anything
+    /// is read or written. A file that another process may still use stays as it is.
+    ///
+    /// # Errors
+    /// The kernel's.
+    pub fn fill_last_block(&mut self) -> Result<()> {
+        let failed = |error| Error::host("cannot make it longer", error).on(&self.name);
+        let alignment = probe::alignment(&self.file, self.kind).map_err(failed)?;
+        let whole = self.size.get_mut().next_multiple_of(alignment.offset.into());
+        if *self.size.get_mut() == whole || !self.file.releases_locks() {
+            return Ok(());
+        }
+        rustix::fs::ftruncate(&*self.file, whole).map_err(|error| failed(error.into()))?;
+        *self.size.get_mut() = whole;
+        self.alignment = alignment;
+        Ok(())
+    }
+
+    /// Whether the file ends inside of a block, so that [`fill_last_block`](Self::fill_last_block) changes it.
+    pub fn has_partial_block(&self) -> bool {
+        !self.size().is_multiple_of(u64::from(self.alignment.offset))
+    }
+
     fn examine(file: File, path: &Path, access: OFlags, reopened: Reopened) -> Result<Self> {
         let name = path.display().to_string();
         let failed = |error: std::io::Error| Error::host("cannot examine", error).on(&name);
@@ -190,8 +214,8 @@ impl HostFile {
         let mut alignment = probe::alignment(&file, kind).map_err(|error| {
             failed(error).hint("it cannot do direct I/O: try --cache writeback")
         })?;
-        if !size.is_multiple_of(u64::from(alignment.offset)) {
-            // So that the last partial block, which goes another way, has its page for itself.
+        if access == OFlags::RDWR && !size.is_multiple_of(u64::from(alignment.offset)) {
+            // So that the last partial block, which is written another way, has its page for itself.
             let page = rustix::param::page_size() as u32;
             alignment.offset = alignment.offset.max(page);
         }

@@ -124,6 +124,32 @@ fn the_last_partial_block_is_reached_and_the_size_stays() {
 }
 
 #[test]
+fn a_last_partial_block_needs_no_larger_blocks_where_it_is_only_read_or_filled() {
+    on_every_engine(|event_loop| {
+        let folder = folder();
+        let (path, cache) = (folder.path().join("disk"), PageCache::Bypassed);
+        let block = |file: &HostFile| file.capabilities().alignment.offset;
+        let whole = HostFile::create(&path, MIB, cache).unwrap();
+        let usual = block(&whole);
+        drop(whole);
+        std::fs::OpenOptions::new().write(true).open(&path).unwrap().set_len(MIB + 100).unwrap();
+        let reader = HostFile::open(&path, OpenMode::ReadOnly, cache).unwrap();
+        assert_eq!(block(&reader), usual);
+        let mut writer = HostFile::open(&path, OpenMode::ReadWrite, cache).unwrap();
+        assert!(usual == 1 || block(&writer) >= 4096 && writer.has_partial_block());
+        writer.fill_last_block().unwrap();
+        assert!(block(&writer) == usual && !writer.has_partial_block());
+        assert_eq!(writer.size(), (MIB + 100).next_multiple_of(usual.into()));
+        event_loop.block_on(async {
+            assert_eq!(read(&reader, MIB, 100).await, [0; 100]);
+            let length = (writer.size() - MIB) as usize;
+            write(&writer, MIB, 7, length, Durability::None).await;
+            assert_eq!(read(&writer, MIB, length).await, vec![7; length]);
+        });
+    });
+}
+
+#[test]
 fn zeroed_and_discarded_ranges_read_as_zeros_and_become_holes() {
     on_every_file(async |file| {
         write(file, 0, 9, 65536, Durability::None).await;

@@ -1,0 +1,34 @@
+//! Images whose file ends inside of a block: a server that uses the page cache was killed.
+//!
+//! Past the page cache such a file has blocks of a page where it is written (`engine/host_file`). Clusters may be smaller.
+
+use std::path::Path;
+
+use blockhouse_core::{Result, Storage};
+use blockhouse_engine::{HostFile, OpenMode};
+use blockhouse_format::ImageFormat;
+
+use super::image_options::ImageOptions;
+use crate::disk::Disk;
+use crate::options::{Access, Options};
+
+/// Whether clusters of a qcow2 image are smaller than a block, because its file ends inside of one. An image whose file
+/// is cut off is none that is changed.
+///
+/// # Errors
+/// Those of opening the image for reading.
+pub(super) async fn has_small_clusters(
+    file: &HostFile,
+    path: &Path,
+    options: &ImageOptions,
+) -> Result<bool> {
+    if !file.has_partial_block() {
+        return Ok(false);
+    }
+    let block = file.capabilities().alignment.offset;
+    let reader = HostFile::open(path, OpenMode::ReadOnly, options.cache.page_cache())?;
+    let read_only = Options { access: Access::ReadOnly, ..Options::default() };
+    let disk = Disk::open(reader, ImageFormat::Qcow2, read_only).await?;
+    let is_small = disk.cluster_size().is_some_and(|size| size < u64::from(block));
+    Ok(is_small && disk.features().is_none_or(|features| features.truncation.is_none()))
+}
