@@ -52,7 +52,7 @@ pub use in_flight::{InFlight, InFlightLimits, InFlightPermit, ReleaseInFlight};
 pub use iovector::{IoVector, IoVectorList, Segment};
 pub use request::{Fallback, Request, Unmap};
 pub use shared_copy::{copy_from_shared, copy_to_shared, fill_shared};
-pub use state_memory::StateMemory;
+pub use state_memory::{RESERVED_WORDS, StateMemory};
 pub use storage::{
     Alignment, Allocation, Capabilities, FuaCost, GroupCommit, Offload, ReadAfterDiscard, Storage,
     WriteCache,

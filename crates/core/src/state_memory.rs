@@ -6,6 +6,9 @@
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
+/// How many words are there from the start: 32 KiB. Of shorter memory all are.
+pub const RESERVED_WORDS: usize = 4096;
+
 /// Memory of 64-bit words that outlives the process which stores them.
 ///
 /// Who implements it guarantees:
@@ -14,7 +17,9 @@ use std::sync::atomic::{AtomicU64, Ordering};
 ///   an abort, no memory left. Nothing needs to be flushed or closed for that.
 /// - Stores of one thread become visible in their order, to other threads and to the next process.
 /// - A word is never torn: a load sees zero, or a value that was stored.
-/// - Neither call blocks, allocates or makes a system call, but for a page that is touched the first time.
+/// - Neither loads nor stores block, allocate or make a system call, but for a page that is touched the first time.
+/// - A store to one of the first [`RESERVED_WORDS`] never fails, and one beyond them does not after
+///   [`reserve`](Self::reserve). Other words are not stored to.
 /// - New memory is all zeros, and only one user stores into it at a time. The lock of the image that it belongs to
 ///   sees to that.
 ///
@@ -35,6 +40,14 @@ pub trait StateMemory: Send + Sync {
     /// # Panics
     /// When `index` is not less than [`words`](Self::words).
     fn store(&self, index: usize, value: u64);
+
+    /// Has the host provide the first `words` words, no more than there are. What was stored stays. `false` where the
+    /// host has no memory: all is as before then. May make a system call.
+    fn reserve(&self, words: usize) -> bool;
+
+    /// Gives the host back what lies beyond the first `words` words, no fewer than [`RESERVED_WORDS`]. It reads as zeros
+    /// then, or as before, and is not stored to before it is reserved again. May make a system call.
+    fn release(&self, words: usize);
 }
 
 /// Words of this process alone. They outlive a disk that is dropped without being closed, which is what tests and
@@ -51,6 +64,13 @@ impl StateMemory for Vec<AtomicU64> {
     fn store(&self, index: usize, value: u64) {
         self[index].store(value, Ordering::Release);
     }
+
+    /// All of it is there.
+    fn reserve(&self, _words: usize) -> bool {
+        true
+    }
+
+    fn release(&self, _words: usize) {}
 }
 
 #[cfg(test)]

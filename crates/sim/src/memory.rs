@@ -1,12 +1,13 @@
 //! Memory that outlives the process, as a file on tmpfs would be.
 //!
 //! Guarantees: those of [`StateMemory`]. Each store is a step of the process, so it may die between any two of
-//! them. What a dead process goes on to store, the next one does not find.
+//! them. What a dead process goes on to store, the next one does not find. A store to a word that is not reserved
+//! panics.
 
 use std::sync::OnceLock;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 
-use blockhouse_core::StateMemory;
+use blockhouse_core::{RESERVED_WORDS, StateMemory};
 
 use crate::Sim;
 use crate::process::Process;
@@ -15,6 +16,9 @@ use crate::process::Process;
 pub struct SimMemory {
     words: Vec<AtomicU64>,
     process: Process,
+    /// How many words there are now, and how many the host has at most.
+    reserved: AtomicUsize,
+    limit: usize,
     /// What the process had stored when it died.
     survivors: OnceLock<Vec<u64>>,
 }
@@ -25,8 +29,16 @@ impl SimMemory {
         Self::with(sim, vec![0; words])
     }
 
+    /// The same memory on a host that has so many words and no more, at least [`RESERVED_WORDS`].
+    #[must_use]
+    pub fn with_limit(self, words: usize) -> Self {
+        Self { limit: words.max(RESERVED_WORDS), ..self }
+    }
+
     fn with(sim: &Sim, words: Vec<u64>) -> Self {
         Self {
+            reserved: RESERVED_WORDS.min(words.len()).into(),
+            limit: usize::MAX,
             words: words.into_iter().map(AtomicU64::new).collect(),
             process: sim.process().clone(),
             survivors: OnceLock::new(),
@@ -54,11 +66,29 @@ impl StateMemory for SimMemory {
     }
 
     fn store(&self, index: usize, value: u64) {
+        assert!(index < self.reserved.load(Ordering::Relaxed), "word {index} is not reserved");
         if !self.process.step() {
             // The dead process goes on to see its own stores: it does not notice that it is dead.
             self.survivors.get_or_init(|| self.content());
         }
         self.words[index].store(value, Ordering::Release);
+    }
+
+    fn reserve(&self, words: usize) -> bool {
+        assert!(words <= self.words.len(), "{words} words of {}", self.words.len());
+        let is_there = words <= self.limit;
+        if is_there {
+            self.reserved.fetch_max(words, Ordering::Relaxed);
+        }
+        is_there
+    }
+
+    fn release(&self, words: usize) {
+        assert!(words >= RESERVED_WORDS, "{words} words are always there");
+        self.reserved.store(words, Ordering::Relaxed);
+        if !self.process.is_dead() {
+            self.words[words..].iter().for_each(|word| word.store(0, Ordering::Relaxed));
+        }
     }
 }
 

@@ -2,24 +2,24 @@
 //!
 //! Guarantees:
 //! - A file has its name only when its first page is complete.
-//! - All its memory is there when it is made (`fallocate`): no store fails later for want of room.
+//! - Its first page and the beginning of the log are there when it is made. The rest of the log is there when it was
+//!   reserved (`log_memory`): no store fails for want of room.
 //! - What is found under a name is checked before it is used: whether it is a file of ours, of this boot of the host
 //!   and of this image.
 
 use std::io;
-use std::os::fd::AsFd;
+use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
 use blockhouse_core::{Result, StateMemory};
 use blockhouse_engine::{FaultDomain, SharedMemory, VolatileSlice};
 use blockhouse_format::redo_log_len;
-use rustix::fs::{
-    AtFlags, FallocateFlags, Mode, OFlags, fallocate, fstat, openat, renameat, unlinkat,
-};
+use rustix::fs::{AtFlags, Mode, OFlags, fstat, ftruncate, openat, renameat, unlinkat};
 use rustix::io::Errno;
 
 use super::dir::{ELSEWHERE, StateDir, is_own_file};
 use super::identity::ImageIdentity;
+use super::log_memory::LogMemory;
 use super::page::{Owner, PAGE_BYTES, StatePage, TrackedFile};
 
 /// The most bytes that a file of ours has. A longer one is not mapped.
@@ -35,7 +35,7 @@ pub(crate) struct StateFile {
     dir: StateDir,
     name: String,
     page: StatePage,
-    log: VolatileSlice,
+    log: LogMemory,
 }
 
 /// What there is for an image.
@@ -199,7 +199,7 @@ fn create_memory(
     dir: &StateDir,
     name: &str,
     log_words: usize,
-) -> io::Result<(VolatileSlice, VolatileSlice)> {
+) -> io::Result<(VolatileSlice, LogMemory)> {
     // What is left of a process that died while it made one: the image's lock says that it is gone.
     match unlinkat(dir.directory(), name, AtFlags::empty()) {
         Ok(()) | Err(Errno::NOENT) => {}
@@ -208,15 +208,16 @@ fn create_memory(
     let flags = OFlags::RDWR | OFlags::CREATE | OFlags::EXCL | OFlags::NOFOLLOW | OFlags::CLOEXEC;
     let file = openat(dir.directory(), name, flags, Mode::RUSR | Mode::WUSR)?;
     let length = PAGE_BYTES + log_words * size_of::<u64>();
-    fallocate(&file, FallocateFlags::empty(), 0, length as u64)?;
-    map(&file, length)
+    ftruncate(&file, length as u64)?;
+    LogMemory::reserve_first(&file, log_words)?;
+    map(file, length)
 }
 
 /// What has the name of a state file.
 enum FoundMemory {
     Nothing,
     Foreign { why: &'static str },
-    Mapped { page: VolatileSlice, log: VolatileSlice },
+    Mapped { page: VolatileSlice, log: LogMemory },
 }
 
 fn find_memory(dir: &StateDir, name: &str) -> io::Result<FoundMemory> {
@@ -239,24 +240,26 @@ fn find_memory(dir: &StateDir, name: &str) -> io::Result<FoundMemory> {
     if length > MAX_BYTES {
         return foreign("it is too long");
     }
-    let (page, log) = map(&file, length as usize)?;
+    let (page, log) = map(file, length as usize)?;
     Ok(FoundMemory::Mapped { page, log })
 }
 
 /// The page and the log of a file of so many bytes.
-fn map(file: impl AsFd, length: usize) -> io::Result<(VolatileSlice, VolatileSlice)> {
-    let memory = Arc::new(SharedMemory::map(file, 0, length, &FaultDomain::unconnected())?);
+fn map(file: OwnedFd, length: usize) -> io::Result<(VolatileSlice, LogMemory)> {
+    let memory = Arc::new(SharedMemory::map(&file, 0, length, &FaultDomain::unconnected())?);
     let slice = |start, length| VolatileSlice::new(Arc::clone(&memory), start, length);
     let parts = slice(0, PAGE_BYTES).zip(slice(PAGE_BYTES, length - PAGE_BYTES));
-    parts.ok_or_else(|| io::Error::other("the memory is shorter than the file"))
+    let parts = parts.ok_or_else(|| io::Error::other("the memory is shorter than the file"));
+    parts.map(|(page, log)| (page, LogMemory::new(log, file)))
 }
 
 #[cfg(test)]
 mod tests {
     use std::fs;
-    use std::os::unix::fs::symlink;
+    use std::os::unix::fs::{MetadataExt, symlink};
     use std::path::PathBuf;
 
+    use blockhouse_core::RESERVED_WORDS;
     use tempfile::TempDir;
 
     use super::super::TrackedFile;
@@ -312,6 +315,28 @@ mod tests {
         file.remove().expect("it is there");
         file.remove().expect("once more does no harm");
         assert!(matches!(scratch.find(), FoundState::Nothing));
+    }
+
+    #[test]
+    fn a_log_takes_memory_of_the_host_as_it_is_reserved() {
+        let scratch = Scratch::new();
+        let owner = Owner { boot: scratch.dir.boot(), ..owner() };
+        let words = 1 << 18;
+        let file = StateFile::create(&scratch.dir, &owner, words, |_| {}).expect("there is room");
+        let kibibytes = || {
+            let status = fs::metadata(&scratch.file).expect("the file");
+            assert_eq!(status.len(), (PAGE_BYTES + words * 8) as u64);
+            status.blocks() / 2
+        };
+        assert_eq!(kibibytes(), 36, "of an image at rest");
+        let log = file.log();
+        log.store(RESERVED_WORDS - 1, 7);
+        assert!(log.reserve(words));
+        log.store(words - 1, 8);
+        assert!(kibibytes() >= 2048);
+        log.release(RESERVED_WORDS);
+        assert_eq!((kibibytes(), log.load(RESERVED_WORDS - 1)), (36, 7));
+        assert_eq!(log.words(), words);
     }
 
     #[test]

@@ -19,6 +19,7 @@ mod dir;
 mod file;
 mod flush_record;
 mod identity;
+mod log_memory;
 mod page;
 
 pub use dir::StateDir;

@@ -335,4 +335,11 @@ impl StateMemory for VolatileSlice {
     fn store(&self, index: usize, value: u64) {
         self.store_u64(index * size_of::<u64>(), value);
     }
+
+    /// All of it is there, if the file of the memory has no holes.
+    fn reserve(&self, _words: usize) -> bool {
+        true
+    }
+
+    fn release(&self, _words: usize) {}
 }

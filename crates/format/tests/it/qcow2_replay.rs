@@ -2,6 +2,7 @@
 //! end; with refcounts that cannot count further.
 
 use std::future::Future;
+use std::rc::Rc;
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
 use std::sync::atomic::Ordering::Relaxed;
@@ -211,4 +212,26 @@ fn a_log_is_refused_when_another_process_with_a_log_has_changed_the_image_since(
         assert!(why.contains("another server"), "{why}");
     });
     replay(&mut device, &second, vec![2, 3]);
+}
+
+/// The changes that are prepared take all room of a short log: others wait until one of them is linked.
+#[test]
+fn changes_wait_for_others_that_take_all_room_of_the_log() {
+    let sim = Sim::new(0);
+    let device = new_device(&options(Switch::Off), 600);
+    let disk = SimDisk::new(&sim, Config::default(), device);
+    let opened = sim.block_on(async move { Qcow2::open(disk, OpenOptions::default()).await });
+    let image = Rc::new(opened.expect("an image"));
+    image.attach_redo_log(Arc::new((0..8 + 4 * 6).map(|_| AtomicU64::new(0)).collect::<Vec<_>>()));
+    let tasks: Vec<_> = (0..16)
+        .map(|cluster| {
+            let image = Rc::clone(&image);
+            let (at, bytes) = (cluster * CLUSTER, content_of(cluster));
+            sim.spawn(async move { write(&image, at, &bytes, 0).await })
+        })
+        .collect();
+    sim.run();
+    for task in tasks {
+        task.output().expect("no change waits for ever").expect("no failure");
+    }
 }

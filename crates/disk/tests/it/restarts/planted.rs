@@ -83,6 +83,14 @@ impl StateMemory for FlawedMemory {
         }
         self.memory.store(index, value);
     }
+
+    fn reserve(&self, words: usize) -> bool {
+        self.memory.reserve(words)
+    }
+
+    fn release(&self, words: usize) {
+        self.memory.release(words);
+    }
 }
 
 /// A storage that tells the memory what becomes of writebacks.

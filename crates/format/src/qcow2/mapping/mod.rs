@@ -33,7 +33,7 @@ use blockhouse_core::{ByteRange, Extent, ExtentFlags, ExtentState, IoVector};
 
 use crate::qcow2::allocator::Allocator;
 use crate::qcow2::layout::header::Header;
-use crate::qcow2::tables::{Step, Tables};
+use crate::qcow2::tables::{Blocked, Step, Tables};
 
 pub(crate) use preallocated::preallocated_offset;
 pub(crate) use read::map_read;
@@ -103,10 +103,17 @@ impl Mapping {
 }
 
 impl Mapper<'_> {
-    /// Blocked where a writeback has to run before another change is prepared.
-    fn check_room(&self) -> Step<()> {
+    /// Blocked where a writeback has to run, or a change to end, before another one is prepared.
+    fn check_room(&mut self) -> Step<()> {
         self.tables.check_dirty_limit()?;
-        self.tables.redo().check_room(self.mapping.changes.len())
+        let checked = self.tables.redo_mut().check_room(self.mapping.changes.len());
+        match self.mapping.changes.first() {
+            // The changes that are prepared take all room: a writeback gives none back.
+            Some(pending) if checked.is_err() && self.tables.redo().is_empty() => {
+                Err(Blocked::Wait(pending.listen()))
+            }
+            _ => checked,
+        }
     }
 }
 

@@ -43,6 +43,11 @@ impl PendingChange {
     pub(super) fn change(&self) -> &Change {
         &self.change
     }
+
+    /// What to wait for until it is linked or aborted.
+    pub(super) fn listen(&self) -> EventListener {
+        self.ended.listen()
+    }
 }
 
 /// See the module's page.
@@ -104,6 +109,11 @@ impl PendingChanges {
     /// How many changes are pending.
     pub(super) fn len(&self) -> usize {
         self.changes.len()
+    }
+
+    /// Any of them.
+    pub(super) fn first(&self) -> Option<&PendingChange> {
+        self.changes.values().next()
     }
 
     pub(super) fn get(&self, first: u64) -> Option<&PendingChange> {

@@ -194,6 +194,11 @@ impl Tables {
         &self.redo
     }
 
+    /// The same, to make room in it.
+    pub(crate) fn redo_mut(&mut self) -> &mut RedoLog {
+        &mut self.redo
+    }
+
     /// Changes are noted in this log from now on.
     pub(crate) fn set_redo(&mut self, log: RedoLog) {
         self.redo = log;

@@ -16,13 +16,16 @@
 //! The memory is a ring of records of a fixed length. A record is valid from the store of the head on. A
 //! process that is killed loses no store that it has made, so each store leaves a log that is right.
 //! Where the ring is full, a step that prepares a change is blocked like one at the dirty limit.
+//!
+//! The host provides the ring's memory as it is needed, in a part that begins with the ring's first record. An empty log
+//! goes on with that record, and gives the rest of the memory back. Where the host has no more, the ring counts as full.
 
 mod latest;
 mod record;
 
 use std::sync::Arc;
 
-use blockhouse_core::StateMemory;
+use blockhouse_core::{RESERVED_WORDS, StateMemory};
 
 use crate::qcow2::layout::geometry::Geometry;
 use crate::qcow2::layout::header::{SESSION_BITS, new_session};
@@ -51,7 +54,10 @@ const TAIL_WORD: usize = 3;
 const SESSION_WORD: usize = 4;
 const FIRST_RECORD: usize = 8;
 
-/// How many words of memory a log takes: 2 MiB, of which an idle image touches one page.
+/// How many records more are reserved at a time, at least.
+const RESERVED_AT_A_TIME: u64 = 1024;
+
+/// How many words of memory a log has: 2 MiB, of which that of an idle image takes 32 KiB.
 pub(crate) const REDO_LOG_WORDS: usize = FIRST_RECORD + MAX_RECORDS * WORDS_PER_RECORD;
 
 /// See the module's page. Without memory it keeps nothing.
@@ -63,6 +69,10 @@ pub(crate) struct RedoLog {
     /// How many records were ever appended, and how many of these are not needed any more.
     head: u64,
     tail: u64,
+    /// The end of the records that changes may append which are prepared.
+    promised: u64,
+    /// How many records of the ring, from its first one on, have memory.
+    reserved: u64,
 }
 
 impl RedoLog {
@@ -77,7 +87,8 @@ impl RedoLog {
         memory.store(GEOMETRY_WORD, geometry_word(geometry));
         memory.store(SESSION_WORD, session);
         memory.store(MAGIC_WORD, MAGIC);
-        Self { memory: Some(memory), session, head: 0, tail: 0 }
+        let reserved = least_reserved(&*memory);
+        Self { memory: Some(memory), session, reserved, ..Self::default() }
     }
 
     pub(crate) fn is_attached(&self) -> bool {
@@ -89,21 +100,44 @@ impl RedoLog {
         self.session
     }
 
-    /// Blocked where there is no room for the records of one more change beside `pending` others.
-    pub(crate) fn check_room(&self, pending: usize) -> Step<()> {
+    /// Blocked where there is no room for the records of one more change beside `pending` others, which are all that
+    /// are prepared.
+    pub(crate) fn check_room(&mut self, pending: usize) -> Step<()> {
         let Some(memory) = &self.memory else { return Ok(()) };
         let needed = (pending as u64 + 1) * MAX_RECORDS_PER_CHANGE;
-        match self.head - self.tail + needed <= capacity(&**memory) {
-            true => Ok(()),
-            false => Err(Blocked::DirtyLimit),
+        let capacity = capacity(&**memory);
+        let end = (self.head % capacity + needed).min(capacity);
+        if self.head - self.tail + needed > capacity || !self.reserve(end) {
+            return Err(Blocked::DirtyLimit);
         }
+        self.promised = self.head + needed;
+        Ok(())
+    }
+
+    /// Whether there are so many records at the ring's beginning, now.
+    fn reserve(&mut self, records: u64) -> bool {
+        let Some(memory) = self.memory.as_ref().filter(|_| records > self.reserved) else {
+            return true;
+        };
+        let ample = records.max(2 * self.reserved).next_multiple_of(RESERVED_AT_A_TIME);
+        let found = [ample.min(capacity(&**memory)), records]
+            .into_iter()
+            .find(|&records| memory.reserve(words_of(records)));
+        self.reserved = found.unwrap_or(self.reserved);
+        found.is_some()
+    }
+
+    /// Whether all changes are on disk.
+    pub(crate) fn is_empty(&self) -> bool {
+        self.head == self.tail
     }
 
     /// Appends a change that was made just now. There is room: the step that prepared it has checked.
     pub(crate) fn append(&mut self, record: &RedoRecord, geometry: Geometry) {
         let Some(memory) = &self.memory else { return };
         let capacity = capacity(&**memory);
-        assert!(self.head - self.tail < capacity, "room for a change that was prepared");
+        let has_room = self.head - self.tail < capacity && self.head % capacity < self.reserved;
+        assert!(has_room, "room for a change that was prepared");
         let first = FIRST_RECORD + (self.head % capacity) as usize * WORDS_PER_RECORD;
         for (index, word) in (first..).zip(record.words(geometry)) {
             memory.store(index, word);
@@ -124,6 +158,25 @@ impl RedoLog {
         {
             self.tail = head;
             memory.store(TAIL_WORD, head);
+            if self.is_empty() {
+                self.begin_anew();
+            }
+        }
+    }
+
+    /// Goes on with the ring's first record, and needs little memory again. The log is empty.
+    fn begin_anew(&mut self) {
+        let Some(memory) = &self.memory else { return };
+        let promised = self.promised.saturating_sub(self.head);
+        self.head = self.head.next_multiple_of(capacity(&**memory));
+        // A tail that is ahead of the head is that of an empty log, too.
+        memory.store(TAIL_WORD, self.head);
+        memory.store(HEAD_WORD, self.head);
+        (self.tail, self.promised) = (self.head, self.head + promised);
+        let kept = promised.max(least_reserved(&**memory));
+        if self.reserved > kept {
+            memory.release(words_of(kept));
+            self.reserved = kept;
         }
     }
 
@@ -157,13 +210,13 @@ impl RedoLog {
         }
         let (head, tail, capacity) =
             (memory.load(HEAD_WORD), memory.load(TAIL_WORD), capacity(memory));
-        if head == tail {
+        if head <= tail {
             return Ok(Vec::new());
         }
         if memory.load(GEOMETRY_WORD) != geometry_word(geometry) {
             return Err("its redo log is that of an image with another geometry".into());
         }
-        if tail > head || head - tail > capacity {
+        if head - tail > capacity {
             return Err(format!("its redo log has records {tail} to {head} of {capacity}"));
         }
         (tail..head)
@@ -180,6 +233,17 @@ impl RedoLog {
 /// How many records the memory has room for.
 fn capacity(memory: &dyn StateMemory) -> u64 {
     (memory.words().saturating_sub(FIRST_RECORD) / WORDS_PER_RECORD) as u64
+}
+
+/// How many words a log with so many records has.
+fn words_of(records: u64) -> usize {
+    FIRST_RECORD + records as usize * WORDS_PER_RECORD
+}
+
+/// How many records have memory, whatever is reserved.
+fn least_reserved(memory: &dyn StateMemory) -> u64 {
+    let words = memory.words().min(RESERVED_WORDS);
+    (words.saturating_sub(FIRST_RECORD) / WORDS_PER_RECORD) as u64
 }
 
 fn geometry_word(geometry: Geometry) -> u64 {

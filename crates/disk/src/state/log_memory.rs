@@ -1,0 +1,68 @@
+//! The memory of a redo log: the part of a state file after its first page.
+//!
+//! Guarantees: those of [`StateMemory`]. The file has its full length and holes. tmpfs has pages for what is reserved
+//! (`fallocate`), so that no store fails for want of memory; where the host has none, reserving fails.
+
+use std::io;
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+
+use blockhouse_core::{RESERVED_WORDS, StateMemory};
+use blockhouse_engine::VolatileSlice;
+use rustix::fs::{FallocateFlags, fallocate};
+
+use super::page::PAGE_BYTES;
+
+/// Words of a mapped file. Clones are the same memory.
+#[derive(Clone)]
+pub(super) struct LogMemory {
+    words: VolatileSlice,
+    file: Arc<OwnedFd>,
+}
+
+impl LogMemory {
+    /// Of an existing file that is mapped so.
+    pub(super) fn new(words: VolatileSlice, file: OwnedFd) -> Self {
+        Self { words, file: Arc::new(file) }
+    }
+
+    /// Has the host provide the first page of a new file, and what of its log is there from the start.
+    ///
+    /// # Errors
+    /// ENOSPC.
+    pub(super) fn reserve_first(file: &OwnedFd, log_words: usize) -> io::Result<()> {
+        Ok(fallocate(file, FallocateFlags::empty(), 0, end_of(log_words.min(RESERVED_WORDS)))?)
+    }
+}
+
+/// Where in the file the first words of the log end.
+fn end_of(words: usize) -> u64 {
+    (PAGE_BYTES + words * size_of::<u64>()) as u64
+}
+
+impl StateMemory for LogMemory {
+    fn words(&self) -> usize {
+        self.words.words()
+    }
+
+    fn load(&self, index: usize) -> u64 {
+        self.words.load(index)
+    }
+
+    fn store(&self, index: usize, value: u64) {
+        self.words.store(index, value);
+    }
+
+    fn reserve(&self, words: usize) -> bool {
+        fallocate(&*self.file, FallocateFlags::KEEP_SIZE, 0, end_of(words)).is_ok()
+    }
+
+    /// What cannot be given back stays.
+    fn release(&self, words: usize) {
+        let (start, end) = (end_of(words), end_of(self.words()));
+        if start < end {
+            let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
+            let _ = fallocate(&*self.file, flags, start, end - start);
+        }
+    }
+}
