@@ -235,3 +235,27 @@ fn changes_wait_for_others_that_take_all_room_of_the_log() {
         task.output().expect("no change waits for ever").expect("no failure");
     }
 }
+
+/// An older copy of the image, for example: where the log has data, the copy has tables.
+#[test]
+fn a_log_that_does_not_fit_leaves_the_image_as_it_is() {
+    /// The first record of a log, and in it the entry.
+    const ENTRY_WORD: usize = 8 + 2;
+    /// Of the header: where the L1 table is.
+    const L1_OFFSET: std::ops::Range<usize> = 40..48;
+    let log = new_log();
+    let mut device = new_device(&options(Switch::Off), 600);
+    fill(&mut device, &log, vec![1, 7]);
+    let l1 = u64::from_be_bytes(device[L1_OFFSET].try_into().expect("eight bytes"));
+    let flags = log[ENTRY_WORD].load(Relaxed) & 1 << 63;
+    log[ENTRY_WORD].store(flags | l1, Relaxed);
+    let log = copy_of(&log);
+    let before = device.clone();
+    let after = die_after(device, async move |disk| {
+        let image = Qcow2::open_before_replay(disk, OpenOptions::default(), Some(&log)).await;
+        let outcome = image.expect("an image of a process that died").replay(&log).await;
+        let Ok(Replay::Refused { why }) = outcome else { panic!("{outcome:?}") };
+        assert!(why.contains("tables"), "{why}");
+    });
+    assert!(before == after, "nothing is written");
+}

@@ -5,6 +5,9 @@
 //! not know such bits clears them before the first change (`docs/interop/qcow2.txt` of QEMU, "autoclear feature
 //! bits"), and each process with a log sets others. Images of version 2 have none.
 //!
+//! Before anything is changed, the image is compared with all that the log says of it: a log that cannot be of this
+//! file leaves the file as it is.
+//!
 //! 1. Of each guest cluster the latest change counts (`LatestChanges`).
 //! 2. Host clusters that these refer to and that are not counted yet get a refcount of one, and no new table takes
 //!    one of them (`recount`). Compressed data adds to the refcounts of its clusters, which may be counted
@@ -49,6 +52,9 @@ pub(crate) async fn replay<S: Storage>(
     }
     let latest: Vec<RedoRecord> = on_disk(metadata, &records).collect();
     if let Some(why) = missing_data(metadata, &latest) {
+        return Ok(Replay::Refused { why });
+    }
+    if let Some(why) = misplaced_data(metadata, &latest).await? {
         return Ok(Replay::Refused { why });
     }
     let replayed = apply(metadata, &latest).await;
@@ -109,6 +115,34 @@ fn host_clusters(geometry: Geometry, record: &RedoRecord) -> Option<Range<u64>> 
         RedoChange::Set(Entry::Compressed(data)) => Some(data.host_clusters(geometry)),
         RedoChange::Set(Entry::Standard { host: None, .. }) | RedoChange::ZeroKeepingHost => None,
     }
+}
+
+/// Why changes cannot be of this file: the data that they refer to would lie in its tables. Reads all tables that the
+/// changes concern, and changes nothing: an image that contradicts itself is not marked as corrupt either.
+async fn misplaced_data<S: Storage>(
+    metadata: &ImageMetadata<S>,
+    latest: &[RedoRecord],
+) -> Result<Option<String>> {
+    for record in latest {
+        let mut rest = record.clusters.clone();
+        while !rest.is_empty() {
+            let (end, differing) = metadata
+                .step(|state| mapper(state).differing_entries(record, rest.clone()))
+                .await?;
+            let state = metadata.lock();
+            let misplaced = differing
+                .iter()
+                .find(|&&(cluster, entry)| state.tables.check_host(cluster, entry).is_err());
+            if let Some(&(cluster, _)) = misplaced {
+                let guest = metadata.geometry().offset_of(cluster);
+                return Ok(Some(format!(
+                    "the image has tables where the data of the guest's offset {guest} was"
+                )));
+            }
+            rest.start = end;
+        }
+    }
+    Ok(None)
 }
 
 /// Makes the changes in memory. Returns how many entries differed.
