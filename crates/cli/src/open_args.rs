@@ -77,12 +77,11 @@ impl OpenArgs {
     /// # Errors
     /// The directory that was named cannot be used.
     pub fn state_use(&self) -> Result<StateUse> {
-        let found = match state_setup(self.state.as_deref()) {
-            StateSetup::Off => None,
-            StateSetup::Dir(path) => Some(StateDir::open(&path)?),
-            StateSetup::Usual => StateDir::find_default(),
-        };
-        Ok(found.map_or(StateUse::Off, StateUse::Replay))
+        Ok(match state_setup(self.state.as_deref()) {
+            StateSetup::Off => StateUse::Off,
+            StateSetup::Dir(path) => StateUse::Replay(Some(StateDir::open(&path)?)),
+            StateSetup::Usual => StateUse::Replay(StateDir::find_default()),
+        })
     }
 }
 

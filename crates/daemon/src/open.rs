@@ -22,7 +22,7 @@ pub(crate) fn state_use(state: &StateSetup, disks: &[DiskSetup]) -> Result<State
         StateSetup::Off => Ok(StateUse::Off),
         StateSetup::Dir(path) => Ok(StateUse::Keep(StateDir::create(path)?)),
         StateSetup::Usual if disks.iter().all(DiskSetup::is_read_only) => {
-            Ok(StateDir::find_default().map_or(StateUse::Off, StateUse::Replay))
+            Ok(StateUse::Replay(StateDir::find_default()))
         }
         StateSetup::Usual => {
             match StateDir::default_path().and_then(|path| StateDir::create(&path)) {

@@ -242,6 +242,51 @@ fn a_directory_that_cannot_be_used_is_refused() {
     assert_eq!(names(memory.path()), [format!("{name}.refused")]);
 }
 
+#[test]
+fn commands_leave_an_image_alone_whose_state_may_be_elsewhere() {
+    let victim = Victim::new("cluster_size=65536");
+    victim.kill(victim.serve().start());
+    let (image, state) = (str(&victim.image), victim.state.path().join("state"));
+    let before = fs::read(&victim.image).expect("the image");
+    for words in [&["check", "--repair", "all", image][..], &["resize", image, "128M"]] {
+        let refused = command(words).failure("its last server kept a state file");
+        for hint in ["--state directory of that server", "--state off"] {
+            assert!(refused.stderr.contains(hint), "{}", refused.describe(hint));
+        }
+    }
+    assert!(fs::read(&victim.image).expect("the image") == before, "nothing is changed");
+    let said = command(&["map", image]).success().stderr;
+    assert!(said.contains("may be missing"), "{said}");
+    let words = ["resize", image, "128M", "--state", str(&state)];
+    let said = command(&words).success().stderr;
+    assert!(said.contains("changes are in the image now"), "{said}");
+    assert_eq!(command(&["check", image]).success().stderr, "", "closed in order");
+    victim.kill(victim.serve().start());
+    let said = command(&["resize", image, "160M", "--state", "off"]).success().stderr;
+    assert!(said.contains("may be missing"), "that was wanted: {said}");
+    // Its log fits no more.
+    let server = victim.serve().start();
+    wait_for_log(&server, &["the redo log is refused"]);
+    server.stop();
+}
+
+/// After a restart of the host there is no state file, and scripts go on.
+#[test]
+fn commands_change_an_image_whose_server_died_before_the_host_restarted() {
+    let victim = Victim::new("cluster_size=65536");
+    victim.kill(victim.serve().start());
+    fs::remove_dir_all(victim.state.path().join("state")).expect("it is there");
+    let file = fs::File::options().write(true).open(&victim.image).expect("the image");
+    let years_ago = SystemTime::UNIX_EPOCH + Duration::from_secs(1_000_000_000);
+    file.set_modified(years_ago).expect("it is ours");
+    let image = str(&victim.image);
+    let said = command(&["map", image]).success().stderr;
+    assert!(said.contains("the host has restarted since"), "{said}");
+    let said = command(&["resize", image, "128M"]).success().stderr;
+    assert!(said.contains("the host has restarted since"), "{said}");
+    assert_eq!(command(&["check", image]).success().stderr, "");
+}
+
 /// A server that keeps its state where the commands look.
 fn killed_with_usual_state() -> Victim {
     let victim = Victim::new("cluster_size=65536");

@@ -85,8 +85,9 @@ pub enum StateUse {
     /// Nothing outlives it, and nothing that another process left is looked for.
     #[default]
     Off,
-    /// What a server left there that died is brought to the image. For tools: nothing is kept where it left nothing.
-    Replay(StateDir),
+    /// What a server left there that died is brought to the image. For tools: nothing is kept where it left nothing,
+    /// and an image whose server left it elsewhere is not changed. `None` where there is no such directory.
+    Replay(Option<StateDir>),
     /// So it is, and the image has a state file there until it is closed. For servers. Where it cannot be made,
     /// opening fails.
     Keep(StateDir),
@@ -99,7 +100,8 @@ impl StateUse {
     pub fn directory(&self) -> Option<&StateDir> {
         match self {
             Self::Off => None,
-            Self::Replay(dir) | Self::Keep(dir) | Self::TryKeep(dir) => Some(dir),
+            Self::Replay(dir) => dir.as_ref(),
+            Self::Keep(dir) | Self::TryKeep(dir) => Some(dir),
         }
     }
 }

@@ -12,6 +12,9 @@
 //!    then on. So does a tool, but only where there was one: until it closes the image the new one protects
 //!    what was replayed, and the failures are told and not in force.
 //!
+//! Where no state file is found of an image whose server was killed, servers warn. Commands fail: they would take the
+//! last chance to find it. Unless the host has restarted since: then there is none (`lost_session`).
+//!
 //! A backing file is opened for reading only, so nothing can be brought to it. Where a killed server has left changes
 //! of it, images above are not opened for writing ([`Restore::finish_backing`]): what they would be written over is
 //! going to change.
@@ -20,6 +23,7 @@
 
 mod examine;
 mod keep;
+mod lost_session;
 mod modification;
 mod pending;
 
@@ -36,21 +40,24 @@ use super::image_options::{ImageOptions, StateUse};
 use super::lock::Locked;
 use crate::options::Access;
 use crate::state::{FoundState, ImageIdentity, Owner, StateDir, StateFile};
-use examine::{identity_of, owner_of};
+use examine::owner_of;
 use keep::{FILES, NOTHING_TELLS, make_state, tells_of_changes};
+use lost_session::warn_of_lost_session;
 use modification::Modification;
-use pending::{refuse_pending, warn_of_pending, warn_of_session};
+use pending::{refuse_pending, warn_of_pending};
 
+pub(super) use examine::find_state;
 pub(super) use keep::FutureState;
 pub use keep::NOT_KEPT;
+pub(super) use lost_session::refuse_lost_session;
 pub use pending::PendingChanges;
 
 /// What an image that is being opened has to do with state files.
 pub(super) enum Restore {
     /// It is opened for reading only: answered changes may be missing.
-    Reader(Option<StateDir>),
+    Reader(StateUse),
     /// It is opened for writing, and no state file is used.
-    Without,
+    Without(StateUse),
     /// It is opened for writing.
     Writer(Box<Writer>),
 }
@@ -77,25 +84,25 @@ impl Restore {
         locked: Locked,
     ) -> Result<Self> {
         Ok(match (options.access, options.state.directory(), locked) {
-            (Access::ReadOnly, dir, _) => Self::Reader(dir.cloned()),
+            (Access::ReadOnly, ..) => Self::Reader(options.state.clone()),
             (Access::ReadWrite, Some(dir), Locked::Yes) => {
                 let uses = options.state.clone();
                 Self::Writer(Box::new(Writer::new(file, path, dir.clone(), uses)?))
             }
-            (Access::ReadWrite, _, _) => Self::Without,
+            (Access::ReadWrite, ..) => Self::Without(options.state.clone()),
         })
     }
 
     /// Of an image on another server, which keeps no state here.
     pub(super) fn of_remote() -> Self {
-        Self::Reader(None)
+        Self::Reader(StateUse::Off)
     }
 
     /// The state file of a process that is gone: changes that the opening itself makes are stamped in its page.
     pub(super) fn found(&self) -> Option<&StateFile> {
         match self {
             Self::Writer(writer) => writer.found.as_ref(),
-            Self::Reader(_) | Self::Without => None,
+            Self::Reader(_) | Self::Without(_) => None,
         }
     }
 
@@ -115,8 +122,9 @@ impl Restore {
     /// What the storage or the host answers: the state file is still there.
     pub(super) async fn finish(self, disk: ImageDisk) -> Result<ImageDisk> {
         match self {
-            Self::Reader(dir) => warn_of_pending(&disk, dir.as_ref()),
-            Self::Without => warn_of_session(&disk, None),
+            Self::Reader(uses) => warn_of_pending(&disk, &uses),
+            Self::Without(uses @ StateUse::Replay(None)) => refuse_lost_session(&disk, &uses)?,
+            Self::Without(uses) => warn_of_lost_session(&disk, &uses),
             Self::Writer(writer) => return writer.finish(disk).await,
         }
         Ok(disk)
@@ -128,11 +136,11 @@ impl Restore {
     /// # Errors
     /// `InvalidInput` with a hint, or the host's.
     pub(super) fn finish_backing(&self, disk: &ImageDisk, above: Access) -> Result<()> {
-        let Self::Reader(dir) = self else { return Ok(()) };
-        match above {
-            Access::ReadOnly => warn_of_pending(disk, dir.as_ref()),
-            Access::ReadWrite => refuse_pending(disk, dir.as_ref())?,
+        let Self::Reader(uses) = self else { return Ok(()) };
+        if above == Access::ReadWrite {
+            refuse_pending(disk, uses.directory())?;
         }
+        warn_of_pending(disk, uses);
         Ok(())
     }
 }
@@ -169,10 +177,15 @@ impl Writer {
 
     async fn finish(self, disk: ImageDisk) -> Result<ImageDisk> {
         let Some(found) = &self.found else {
-            warn_of_session(&disk, Some(&self.dir));
             return match self.uses {
-                StateUse::Off | StateUse::Replay(_) => Ok(disk),
-                StateUse::Keep(_) | StateUse::TryKeep(_) => self.keep(disk, [None, None]),
+                StateUse::Off | StateUse::Replay(_) => {
+                    refuse_lost_session(&disk, &self.uses)?;
+                    Ok(disk)
+                }
+                StateUse::Keep(_) | StateUse::TryKeep(_) => {
+                    warn_of_lost_session(&disk, &self.uses);
+                    self.keep(disk, [None, None])
+                }
             };
         };
         let failures = failures_of(found);
@@ -273,28 +286,16 @@ fn refuse(name: &str, dir: &StateDir, found: &StateFile, why: &str) -> Result<()
     Ok(())
 }
 
-/// Whether a process left anything in a state file of an image there.
-///
-/// # Errors
-/// The host's.
-pub(super) fn has_state(file: &HostFile, dir: &StateDir) -> Result<bool> {
-    let found = StateFile::find(dir, identity_of(file)?)?;
-    Ok(matches!(found, FoundState::Usable(found) if !found.is_empty()))
-}
-
 /// Sets the state file of an image aside, if there is one, and says why. The image is locked.
 ///
 /// # Errors
 /// The host's.
-pub(super) fn set_state_aside(file: &HostFile, dir: &StateDir, why: &str) -> Result<()> {
-    match StateFile::find(dir, identity_of(file)?)? {
-        FoundState::Usable(found) => {
-            refuse(file.name(), dir, &found, why)?;
-            warn_of_failures(file.name(), failures_of(&found));
-            Ok(())
-        }
-        _ => Ok(()),
+pub(super) fn set_state_aside(file: &HostFile, dir: Option<&StateDir>, why: &str) -> Result<()> {
+    if let Some((found, dir)) = find_state(file, dir)?.zip(dir) {
+        refuse(file.name(), dir, &found, why)?;
+        warn_of_failures(file.name(), failures_of(&found));
     }
+    Ok(())
 }
 
 /// Sets the state file aside that an image left which had the same device and inode, unless there is nothing in it.

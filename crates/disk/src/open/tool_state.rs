@@ -7,9 +7,9 @@ use std::path::Path;
 
 use blockhouse_core::{ErrorKind, Result};
 
-use super::chain::{open_storage, open_without_backing};
-use super::image_options::{ImageOptions, Locking};
-use super::restore::{has_state, set_state_aside};
+use super::chain::{open_metadata, open_storage, open_without_backing};
+use super::image_options::{ImageOptions, Locking, StateUse};
+use super::restore::{find_state, refuse_lost_session, set_state_aside};
 
 /// What becomes of answered changes that cannot be brought to an image because it contradicts itself.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -27,21 +27,34 @@ pub enum IfCorrupt {
 /// # Errors
 /// As [`open`](super::open); `Corrupt` with [`IfCorrupt::Fail`] only.
 pub async fn replay_state(path: &Path, options: ImageOptions, if_corrupt: IfCorrupt) -> Result<()> {
-    let Some(dir) = options.state.directory() else { return Ok(()) };
-    let unlocked = ImageOptions { locking: Locking::None, ..options.clone() };
-    if !has_state(&open_storage(path, unlocked)?, dir)? {
+    if matches!(options.state, StateUse::Off) {
         return Ok(());
     }
-    match replay(path, options.clone()).await {
+    // Locked: a server that has the image open has a state file, too.
+    let file = open_storage(path, options.clone())?;
+    let Some(found) = find_state(&file, options.state.directory())? else {
+        return check_lost_session(path, options).await;
+    };
+    drop(file);
+    if found.is_empty() {
+        return Ok(());
+    }
+    match open_without_backing(path, options.clone()).await {
+        Ok(disk) => disk.close().await,
         Err(error) if error.kind() == ErrorKind::Corrupt && if_corrupt == IfCorrupt::SetAside => {
-            // Locked: a server that was started meanwhile has a state file of its own.
             let file = open_storage(path, options.clone())?;
-            set_state_aside(&file, dir, "the image is corrupt")
+            set_state_aside(&file, options.state.directory(), "the image is corrupt")
         }
-        replayed => replayed,
+        Err(error) => Err(error),
     }
 }
 
-async fn replay(path: &Path, options: ImageOptions) -> Result<()> {
-    open_without_backing(path, options).await?.close().await
+/// Fails for an image whose state may be elsewhere. What is wrong with one that cannot be opened, the work says.
+async fn check_lost_session(path: &Path, options: ImageOptions) -> Result<()> {
+    let state = StateUse::Off;
+    let quick = ImageOptions { locking: Locking::None, state, ..options.clone() };
+    match open_metadata(path, quick).await {
+        Ok(disk) => refuse_lost_session(&disk, &options.state),
+        Err(_) => Ok(()),
+    }
 }

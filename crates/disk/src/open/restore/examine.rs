@@ -6,7 +6,7 @@ use blockhouse_core::{Error, Result, Storage};
 use blockhouse_engine::HostFile;
 use rustix::fs::{Stat, fstat};
 
-use crate::state::{ImageIdentity, Owner, StateDir};
+use crate::state::{FoundState, ImageIdentity, Owner, StateDir, StateFile};
 
 /// Which file an image is.
 ///
@@ -34,4 +34,16 @@ pub(crate) fn owner_of(file: &HostFile, path: &Path, dir: &StateDir) -> Result<O
 pub(crate) fn status_of(file: &HostFile) -> Result<Stat> {
     let status = fstat(file.descriptor());
     status.map_err(|error| Error::host("cannot examine", error.into()).on(file.name()))
+}
+
+/// The state file of an image, if a process left one there.
+///
+/// # Errors
+/// The host's.
+pub(crate) fn find_state(file: &HostFile, dir: Option<&StateDir>) -> Result<Option<StateFile>> {
+    let Some(dir) = dir else { return Ok(None) };
+    Ok(match StateFile::find(dir, identity_of(file)?)? {
+        FoundState::Usable(found) => Some(found),
+        _ => None,
+    })
 }

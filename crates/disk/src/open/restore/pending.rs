@@ -2,10 +2,12 @@
 
 use blockhouse_core::{Error, ErrorKind, Result};
 
-use super::examine::identity_of;
+use super::examine::find_state;
+use super::lost_session::warn_of_lost_session;
 use crate::open::image_disk::ImageDisk;
+use crate::open::image_options::StateUse;
 use crate::open::lock::is_being_written;
-use crate::state::{FoundState, StateDir, StateFile};
+use crate::state::StateDir;
 
 /// Answered changes that are not in an image.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -27,9 +29,7 @@ impl ImageDisk {
     /// The host's.
     pub fn pending_changes(&self, dir: &StateDir) -> Result<Option<PendingChanges>> {
         let Some(file) = self.file() else { return Ok(None) };
-        let FoundState::Usable(found) = StateFile::find(dir, identity_of(file)?)? else {
-            return Ok(None);
-        };
+        let Some(found) = find_state(file, Some(dir))? else { return Ok(None) };
         let changes = found.changes();
         if changes == 0 || is_being_written(file) {
             return Ok(None);
@@ -39,10 +39,14 @@ impl ImageDisk {
     }
 }
 
-/// Tells of an image that is opened for reading only and lacks what its server answered.
-pub(crate) fn warn_of_pending(disk: &ImageDisk, dir: Option<&StateDir>) {
+/// Tells of an image that is opened for reading only and lacks what its server answered, or may lack it.
+pub(crate) fn warn_of_pending(disk: &ImageDisk, uses: &StateUse) {
+    if matches!(uses, StateUse::Off) {
+        return;
+    }
+    let dir = uses.directory();
     match dir.map_or(Ok(None), |dir| disk.pending_changes(dir)) {
-        Ok(None) => {}
+        Ok(None) => warn_of_possible(disk, uses),
         Ok(Some(PendingChanges { changes, process, state_file })) => tracing::warn!(
             "{}: {changes} changes are missing that process {process} had answered before it died: they are in \
              {state_file}, and come into the image when it is served or changed: 'blockhouse check --repair leaks' \
@@ -52,6 +56,15 @@ pub(crate) fn warn_of_pending(disk: &ImageDisk, dir: Option<&StateDir>) {
         Err(error) => {
             tracing::warn!("{}: cannot tell whether changes are missing: {error}", disk.name());
         }
+    }
+}
+
+/// Of an image of which nothing is known to be missing: tells where its server may have left state elsewhere.
+fn warn_of_possible(disk: &ImageDisk, uses: &StateUse) {
+    let Some(file) = disk.file() else { return };
+    let has_state = find_state(file, uses.directory()).is_ok_and(|found| found.is_some());
+    if !has_state && !is_being_written(file) {
+        warn_of_lost_session(disk, uses);
     }
 }
 
@@ -69,20 +82,4 @@ pub(crate) fn refuse_pending(disk: &ImageDisk, dir: Option<&StateDir>) -> Result
         "bring them to it first: blockhouse check --repair leaks '{}'; --state off goes on without them",
         disk.name()
     )))
-}
-
-/// Tells of an image whose last server kept state elsewhere, if it did.
-pub(crate) fn warn_of_session(disk: &ImageDisk, dir: Option<&StateDir>) {
-    if !disk.format().has_session_bit() {
-        return;
-    }
-    let place = dir.map_or("none is looked for".to_owned(), |dir| {
-        format!("there is none in {}", dir.path().display())
-    });
-    tracing::warn!(
-        "{}: its last server kept a state file and did not close the image, and {place}: what was answered last \
-         may be missing. If the host has not restarted since, stop, and serve the image with the --state \
-         directory of that server; else check the guest's file systems",
-        disk.name()
-    );
 }

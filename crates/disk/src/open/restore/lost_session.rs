@@ -1,0 +1,118 @@
+//! An image whose server kept state and was killed, and whose state file is not found.
+//!
+//! The image has the bit of a session. Either the state file is in another directory, and has what was answered last;
+//! or the host has restarted since, and no state file of that session can be anywhere. The time of the file's last
+//! modification tells: in an earlier boot no server of this one has written to it.
+
+use std::time::Duration;
+
+use blockhouse_core::{Error, ErrorKind, Result};
+use rustix::fs::FileType;
+use rustix::time::{ClockId, clock_gettime};
+
+use super::examine::status_of;
+use super::modification::modification_time;
+use crate::open::image_disk::ImageDisk;
+use crate::open::image_options::StateUse;
+
+/// When a session ended that no server closed.
+enum LostSession {
+    /// Perhaps in this boot of the host: its state file may be in another directory.
+    ThisBoot,
+    /// In an earlier boot.
+    EarlierBoot,
+}
+
+impl LostSession {
+    /// Of an image; `None` where it has no session, or is on another host.
+    fn of(disk: &ImageDisk) -> Option<Self> {
+        // An image of another host has no state here.
+        let file = disk.file().filter(|_| disk.format().has_session_bit())?;
+        // Of a block device there is no such time.
+        let status = status_of(file).ok();
+        let status =
+            status.filter(|one| FileType::from_raw_mode(one.st_mode) == FileType::RegularFile);
+        let modified = status.and_then(|status| modification_time(&status));
+        Some(match modified {
+            Some(modified) if is_before_boot(modified, time_of_boot()) => Self::EarlierBoot,
+            _ => Self::ThisBoot,
+        })
+    }
+}
+
+/// How much earlier than the boot a file must be modified: two clocks are read for the boot's time.
+const TICKS: Duration = Duration::from_secs(2);
+
+fn is_before_boot(modified: Duration, boot: Duration) -> bool {
+    modified + TICKS < boot
+}
+
+/// Since the Unix epoch, by the clock as it goes now.
+fn time_of_boot() -> Duration {
+    let read = |clock| {
+        let now = clock_gettime(clock);
+        Duration::new(now.tv_sec.try_into().unwrap_or(0), now.tv_nsec as u32)
+    };
+    read(ClockId::Realtime).saturating_sub(read(ClockId::Boottime))
+}
+
+/// Tells of an image that may lack what its last server answered.
+pub(crate) fn warn_of_lost_session(disk: &ImageDisk, uses: &StateUse) {
+    match LostSession::of(disk) {
+        None => {}
+        Some(LostSession::ThisBoot) => tracing::warn!(
+            "{}: {KEPT}, and {}: what was answered last may be missing. If the host has not restarted since, stop, and \
+             serve the image with the --state directory of that server; else check the guest's file systems",
+            disk.name(),
+            place(uses)
+        ),
+        Some(LostSession::EarlierBoot) => tracing::warn!(
+            "{}: {KEPT}, and the host has restarted since: what no flush covered is lost. Check the guest's file systems",
+            disk.name()
+        ),
+    }
+}
+
+/// Fails for an image that is to be changed, and of which a state file may be elsewhere: it would not fit any more.
+///
+/// # Errors
+/// `InvalidInput` with a hint.
+pub(crate) fn refuse_lost_session(disk: &ImageDisk, uses: &StateUse) -> Result<()> {
+    let Some(LostSession::ThisBoot) = LostSession::of(disk) else {
+        warn_of_lost_session(disk, uses);
+        return Ok(());
+    };
+    let what = format!("{KEPT}, and {}: what was answered last would be lost", place(uses));
+    Err(Error::new(ErrorKind::InvalidInput, what).on(disk.name()).hint(
+        "name the --state directory of that server; where that is gone, or the host has restarted since, --state off \
+         goes on without it",
+    ))
+}
+
+/// What is known of the last server.
+const KEPT: &str = "its last server kept a state file and did not close the image";
+
+fn place(uses: &StateUse) -> String {
+    match (uses, uses.directory()) {
+        (StateUse::Off, _) => "none is looked for".to_owned(),
+        (_, None) => "there is no state directory".to_owned(),
+        (_, Some(dir)) => format!("there is none in {}", dir.path().display()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::SystemTime;
+
+    use super::*;
+
+    #[test]
+    fn a_file_of_an_earlier_boot_is_known_by_its_time() {
+        let boot = time_of_boot();
+        let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).expect("the present");
+        assert!(boot < now && boot.abs_diff(time_of_boot()) < TICKS);
+        assert!(is_before_boot(boot - TICKS - Duration::from_millis(1), boot));
+        assert!(!is_before_boot(boot - TICKS, boot));
+        assert!(!is_before_boot(now, boot));
+    }
+}
