@@ -177,11 +177,15 @@ impl RequestTimer<'_> {
 
     /// Records the duration and the outcome.
     pub fn end<T>(self, outcome: &Result<T>) {
-        let requests = self.stats.blocks.mine().requests(self.export, self.operation);
+        let block = self.stats.blocks.mine();
+        let requests = block.requests(self.export, self.operation);
         requests.durations.record(clock::now().nanoseconds_since(self.began));
         if let Err(error) = outcome {
             requests.errors.count(error.errno());
         }
+        block.ended.add(1);
+        // It has counted the end: one look-up of the block for both.
+        std::mem::forget(self);
     }
 }
 
