@@ -7,6 +7,7 @@
 
 mod binary;
 pub mod browser;
+pub mod control;
 mod data;
 mod deadline;
 pub mod guest;
@@ -16,6 +17,7 @@ mod loop_device;
 mod matrix;
 pub mod metrics;
 pub mod need;
+pub mod schema;
 mod scratch;
 mod server;
 pub mod shared_limit;

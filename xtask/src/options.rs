@@ -1,4 +1,5 @@
-//! `cargo xtask options`: writes docs/options.md, as the binary makes it from the definition of its command line.
+//! `cargo xtask options`: writes docs/options.md and docs/control.schema.json, as the binary makes them from the
+//! definition of its command line and of its control socket.
 
 use std::process::Command;
 
@@ -8,7 +9,7 @@ use lab_tools::build::{Profile, build_binary};
 use lab_tools::process;
 use lab_tools::workspace::Workspace;
 
-/// Builds the binary and replaces the page.
+/// Builds the binary and replaces the pages.
 pub fn run(workspace: &Workspace) -> Result<()> {
     let folder = workspace.target().join("generated");
     std::fs::create_dir_all(&folder)
@@ -16,9 +17,11 @@ pub fn run(workspace: &Workspace) -> Result<()> {
     let mut generate = Command::new(build_binary(workspace, Profile::Dev)?);
     generate.arg("__generate").arg(&folder);
     process::run(generate)?;
-    let page = workspace.root().join("docs/options.md");
-    std::fs::copy(folder.join("options.md"), &page)
-        .with_context(|| format!("cannot write {}", page.display()))?;
-    println!("xtask: wrote {}", page.display());
+    for name in ["options.md", "control.schema.json"] {
+        let page = workspace.root().join("docs").join(name);
+        std::fs::copy(folder.join(name), &page)
+            .with_context(|| format!("cannot write {}", page.display()))?;
+        println!("xtask: wrote {}", page.display());
+    }
     Ok(())
 }

@@ -186,6 +186,74 @@ const EXAMPLES: &[(&str, &[Example])] = &[
         &[example("From before to monday", "blockhouse snapshot rename disk.qcow2 before monday")],
     ),
     (
+        "ctl",
+        &[
+            example("What is served", "blockhouse ctl control exports"),
+            example("All that can be asked", "blockhouse ctl --help"),
+        ],
+    ),
+    ("ctl disks", &[example("For scripts", "blockhouse ctl control disks --json")]),
+    ("ctl exports", &[example("As a table", "blockhouse ctl control exports")]),
+    (
+        "ctl open",
+        &[example(
+            "Beside what is served already",
+            "blockhouse ctl control open disk.img --export \"nbd+unix:///?socket=$PWD/img.sock\"",
+        )],
+    ),
+    (
+        "ctl close",
+        &[example("Also where clients use it", "blockhouse ctl control close disk.qcow2 --force")],
+    ),
+    (
+        "ctl export",
+        &[example("To a virtual machine", "blockhouse ctl control export disk.qcow2 disk.vu")],
+    ),
+    (
+        "ctl unexport",
+        &[example(
+            "What exports tells",
+            "blockhouse ctl control unexport 'nbd+unix:///?socket=disk.sock'",
+        )],
+    ),
+    ("ctl resize", &[example("10 GiB more", "blockhouse ctl control resize disk.qcow2 +10G")]),
+    (
+        "ctl snapshot",
+        &[example("While guests write", "blockhouse ctl control snapshot create disk.qcow2 now")],
+    ),
+    (
+        "ctl snapshot list",
+        &[example("As a table", "blockhouse ctl control snapshot list disk.qcow2")],
+    ),
+    (
+        "ctl snapshot create",
+        &[example("While guests write", "blockhouse ctl control snapshot create disk.qcow2 now")],
+    ),
+    (
+        "ctl snapshot delete",
+        &[example("By its name", "blockhouse ctl control snapshot delete disk.qcow2 before")],
+    ),
+    (
+        "ctl snapshot rename",
+        &[example(
+            "From before to monday",
+            "blockhouse ctl control snapshot rename disk.qcow2 before monday",
+        )],
+    ),
+    ("ctl stats", &[example("Of all disks", "blockhouse ctl control stats")]),
+    (
+        "ctl events",
+        &[example("Who comes and leaves", "blockhouse ctl control events client.came client.left")],
+    ),
+    ("ctl version", &[example("With all methods", "blockhouse ctl control version")]),
+    (
+        "ctl call",
+        &[example(
+            "A method of docs/control.md",
+            "blockhouse ctl control call disk.stats '{\"disk\":\"disk.qcow2\"}'",
+        )],
+    ),
+    (
         "top",
         &[
             example(

@@ -15,9 +15,10 @@ use crate::image_args::OutputArgs;
 use crate::open_args::OpenArgs;
 use crate::output;
 use crate::snapshot_list::{as_json, as_text};
-use blockhouse_daemon::control::{
-    CreateReply, ListArgs, Listed, PauseReply, RenameArgs, Request, SnapshotArgs, ask,
+use blockhouse_daemon::control::legacy::{
+    CreateReply, ListArgs, PauseReply, RenameArgs, Request, SnapshotArgs,
 };
+use blockhouse_daemon::control::{Listed, ask};
 
 /// Arguments of `snapshot`.
 #[derive(clap::Args)]

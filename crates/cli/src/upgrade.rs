@@ -5,7 +5,8 @@ use std::path::PathBuf;
 use anyhow::{Context, Result};
 
 use crate::output;
-use blockhouse_daemon::control::{Request, UpgradeArgs, UpgradeReply, ask};
+use blockhouse_daemon::control::ask;
+use blockhouse_daemon::control::legacy::{Request, UpgradeArgs, UpgradeReply};
 
 /// Arguments of `upgrade`.
 #[derive(clap::Args)]

@@ -19,17 +19,20 @@ pub fn check(report: &EngineReport, disks: &[DiskSetup]) -> Result<()> {
              out --io-poll"
         );
     }
-    for disk in disks {
-        let image = &*disk.path;
-        let folder = match image.parent() {
-            Some(folder) if folder != Path::new("") => folder,
-            _ => Path::new("."),
-        };
-        let place = if image.exists() || disk.create.is_none() { image } else { folder };
-        // What is not there is the business of opening, which says it better.
-        if place.exists() {
-            check_io_poll(place)?;
-        }
+    disks.iter().try_for_each(check_disk)
+}
+
+/// As [`check`], for one disk.
+pub fn check_disk(disk: &DiskSetup) -> Result<()> {
+    let image = &*disk.path;
+    let folder = match image.parent() {
+        Some(folder) if folder != Path::new("") => folder,
+        _ => Path::new("."),
+    };
+    let place = if image.exists() || disk.create.is_none() { image } else { folder };
+    // What is not there is the business of opening, which says it better.
+    if place.exists() {
+        check_io_poll(place)?;
     }
     Ok(())
 }

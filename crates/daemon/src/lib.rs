@@ -6,7 +6,10 @@
 //!
 //! - [`setup`]: the description; its parts: [`offers`], [`limits`], [`rate_limits`], [`size`]
 //! - [`run()`]: the process: signals, start, upgrade, stop
-//! - [`Service`]: disks, exports and the control socket, while they are served
+//! - [`Service`]: what serves, as a whole
+//! - `running`: disks and exports, by name, while they are served; they come and go. `claims`: who changes what;
+//!   `blocking`: what may block
+//! - [`events`]: what happens meanwhile
 //! - [`control`]: what a user may ask of a running server, and the client that asks
 //! - [`metrics`]: what is measured of all that runs
 //! - `hand_over`: another process goes on
@@ -14,7 +17,11 @@
 //! - `workers`, `sockets`, `vhost_user`, `open`: threads, listening sockets, devices, images
 #![forbid(unsafe_code)]
 
+mod blocking;
+mod claims;
 pub mod control;
+pub mod disk_options;
+pub mod events;
 mod hand_over;
 mod io_poll;
 pub mod limits;
@@ -24,6 +31,7 @@ mod open;
 mod pid_file;
 pub mod rate_limits;
 mod run;
+mod running;
 mod service;
 pub mod setup;
 pub mod size;

@@ -10,7 +10,6 @@ use blockhouse_disk::{
 };
 
 use crate::setup::{DiskSetup, StateSetup};
-use crate::workers::Workers;
 
 /// What outlives the server. A directory that was asked for must be usable; without the usual one the server serves,
 /// and says what that means.
@@ -54,36 +53,31 @@ pub(crate) fn image_options(disk: &DiskSetup, state: &StateUse) -> Result<ImageO
     })
 }
 
-/// Opens an image, and makes it first if that is wanted.
-pub(crate) fn open_image(
-    workers: &Workers,
-    disk: &DiskSetup,
-    state: &StateUse,
-) -> Result<ImageDisk> {
-    let (path, options) = (disk.path.clone(), image_options(disk, state)?);
-    let (wanted, snapshot) = (disk.create, disk.snapshot.clone());
-    let disk = workers.run(move || async move {
-        if let Some(size) = wanted
-            && !path.exists()
-        {
-            let refused = |why| Error::new(ErrorKind::InvalidInput, why);
-            let by_name = || ImageFormat::for_new(&path).map_err(refused);
-            let format = options.format.map_or_else(by_name, Ok)?;
-            create(&path, size, format).await?;
-        }
-        let access = options.access;
-        let opened = match snapshot {
-            None => open(&path, options).await,
-            Some(name) => open_snapshot(&path, options, &name).await,
-        };
-        opened.map_err(|error| with_hint(error, &path, access))
-    })?;
+/// Opens a disk, and makes its image first if that is wanted and missing.
+///
+/// # Errors
+/// Why it cannot be opened, or that it has another size than the one that it was to be made with.
+pub(crate) async fn open_disk(setup: &DiskSetup, state: &StateUse) -> Result<ImageDisk> {
+    let (path, options) = (&*setup.path, image_options(setup, state)?);
+    if let Some(size) = setup.create
+        && !path.exists()
+    {
+        let refused = |why| Error::new(ErrorKind::InvalidInput, why);
+        let by_name = || ImageFormat::for_new(path).map_err(refused);
+        let format = options.format.map_or_else(by_name, Ok)?;
+        create(path, size, format).await?;
+    }
+    let opened = match &setup.snapshot {
+        None => open(path, options).await,
+        Some(name) => open_snapshot(path, options, name).await,
+    };
+    let disk = opened.map_err(|error| with_hint(error, path, setup.access))?;
     for layer in (0..).map_while(|depth| disk.layer_at(depth)) {
         if let Some(truncation) = layer.features.and_then(|qcow2| qcow2.truncation) {
             tracing::warn!("{}: {truncation}: reads of what is lost fail", layer.name);
         }
     }
-    match wanted {
+    match setup.create {
         Some(size) if disk.size() != size => bail!(
             "{}: exists with {} bytes, not the {size} of --create; leave --create out, or use \
              'blockhouse resize' to make it longer",

@@ -8,7 +8,7 @@ use std::time::Instant;
 
 use anyhow::{Context, Result, bail};
 use blockhouse_core::Storage;
-use blockhouse_disk::Disk;
+use blockhouse_disk::{Disk, ImageDisk, StateUse};
 use blockhouse_engine::{IoPoll, raise_descriptor_limit};
 use blockhouse_nbd::{BoundSocket, bind_private};
 use rustix::process::{Pid, Signal, kill_process};
@@ -21,11 +21,11 @@ use crate::hand_over::requests::UpgradeRequests;
 use crate::hand_over::source::{self, HandedOver, Outcome};
 use crate::io_poll;
 use crate::metrics::MetricsAddress;
-use crate::open::{open_image, state_use};
+use crate::open::{open_disk, state_use};
 use crate::pid_file::PidFile;
 use crate::rate_limits;
 use crate::service::Service;
-use crate::setup::{Setup, WrongUsage};
+use crate::setup::{DiskSetup, Setup, WrongUsage};
 use crate::sockets::{self, ListenSocket};
 use crate::stop_request::StopRequest;
 use crate::stopper::Stopper;
@@ -127,11 +127,10 @@ fn start(setup: &Setup, upgrades: &UpgradeRequests) -> Result<Service> {
     let control = setup.control.as_deref().map(bind_private).transpose()?;
     let metrics = setup.metrics.as_ref().map(MetricsAddress::bind).transpose()?;
     let state = state_use(&setup.state, &setup.disks)?;
-    let open = |disk: &_| open_image(&workers, disk, &state).map(Arc::new);
-    let disks = setup.disks.iter().map(open).collect::<Result<Vec<_>>>()?;
+    let disks = open_disks(&workers, setup, &state)?;
     limit(setup, &disks);
-    let mut service = Service::start(workers, disks, sockets, setup.limits)?;
-    service.add_devices(devices, setup)?;
+    let mut service = Service::start(workers, disks, sockets, setup)?;
+    service.add_devices(devices)?;
     if let Some(socket) = control {
         service.add_control(socket, setup, upgrades.clone())?;
     }
@@ -147,13 +146,22 @@ fn limit<S: Storage>(setup: &Setup, disks: &[Arc<Disk<S>>]) {
     rate_limits::apply_all(&throttles, disks);
 }
 
+/// Opens all disks.
+fn open_disks(workers: &Workers, setup: &Setup, state: &StateUse) -> Result<Vec<Arc<ImageDisk>>> {
+    let open = |disk: &DiskSetup| {
+        let (disk, state) = (disk.clone(), state.clone());
+        workers.run(move || async move { open_disk(&disk, &state).await }).map(Arc::new)
+    };
+    setup.disks.iter().map(open).collect()
+}
+
 /// Goes on with what another process serves.
 fn take_over(setup: &Setup, upgrades: &UpgradeRequests) -> Result<Service> {
     let source = std::os::unix::process::parent_id();
     let TakenOver { workers, disks, sockets, devices, control } = destination::take_over(setup)?;
     limit(setup, &disks);
-    let mut service = Service::start(workers, disks, sockets, setup.limits)?;
-    service.add_devices(devices, setup)?;
+    let mut service = Service::start(workers, disks, sockets, setup)?;
+    service.add_devices(devices)?;
     if let Some(socket) = control {
         service.add_control(socket, setup, upgrades.clone())?;
     }

@@ -1,29 +1,23 @@
-//! What runs while images are served: workers, disks, exports, and their orderly end.
+//! What serves: workers, what runs on them, the control socket, and their orderly end.
 
-use std::fmt;
-use std::path::PathBuf;
 use std::sync::Arc;
 use std::thread::sleep;
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result};
+use anyhow::Result;
 use blockhouse_disk::ImageDisk;
-use blockhouse_engine::Listener;
-use blockhouse_nbd::uri::{Address, NbdUri};
-use blockhouse_nbd::{BoundSocket, Export, Exports, Limits, Server, SocketFile};
-use blockhouse_storage::ImageStorage;
+use blockhouse_nbd::uri::NbdUri;
+use blockhouse_nbd::{BoundSocket, Server};
 use sd_notify::NotifyState;
 
 use crate::control::{Closed, Control};
 use crate::hand_over::requests::UpgradeRequests;
-use crate::metrics::{self, DiskList, MetricsServer};
-use crate::offers::Offer;
+use crate::metrics::{DiskList, MetricsServer};
+use crate::running::{ExportAddress, Running, RunningDevice, RunningDisk, ServedSocket};
 use crate::setup::Setup;
 use crate::sockets::ListenSocket;
-use crate::vhost_user::{self, DeviceSocket, ServedDevice};
+use crate::vhost_user::DeviceSocket;
 use crate::workers::Workers;
-
-type HostDisk = Arc<ImageDisk>;
 
 /// How often what the control socket does is asked for.
 const CONTROL_RETRY: Duration = Duration::from_millis(5);
@@ -31,113 +25,35 @@ const CONTROL_RETRY: Duration = Duration::from_millis(5);
 /// Everything that serves.
 pub struct Service {
     workers: Workers,
-    disks: Vec<HostDisk>,
-    server: Server,
-    sockets: Vec<ServedSocket>,
-    devices: Vec<ServedDevice>,
+    running: Arc<Running>,
     control: Option<Control>,
     metrics: Option<MetricsServer>,
-    /// The addresses of the exports.
-    ready: Vec<ReadyLine>,
-}
-
-/// A listening socket of NBD clients.
-pub struct ServedSocket {
-    listener: Listener,
-    address: Address,
-    offers: Vec<Offer>,
-    /// Removed at the end.
-    file: Option<SocketFile>,
-}
-
-impl ServedSocket {
-    /// The socket.
-    pub fn listener(&self) -> &Listener {
-        &self.listener
-    }
-
-    /// Where it listens.
-    pub fn address(&self) -> &Address {
-        &self.address
-    }
-
-    /// What its clients find.
-    pub fn offers(&self) -> &[Offer] {
-        &self.offers
-    }
-
-    /// Its file, if this process is to remove that.
-    pub fn file(&self) -> Option<&SocketFile> {
-        self.file.as_ref()
-    }
-}
-
-/// The address of an export, as the line that announces it has it.
-enum ReadyLine {
-    Nbd(NbdUri),
-    VhostUser(PathBuf),
-}
-
-impl fmt::Display for ReadyLine {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Nbd(uri) => uri.fmt(f),
-            Self::VhostUser(path) => path.display().fmt(f),
-        }
-    }
-}
-
-/// A disk under a name. It has no description: clients need not know where the image lies on the host.
-fn export(name: String, disk: &HostDisk) -> Export<ImageStorage> {
-    Export { name, description: String::new(), disk: Arc::clone(disk) }
 }
 
 impl Service {
-    /// Serves disks at NBD sockets.
+    /// Serves open disks, in the order of the setup, at NBD sockets.
     pub(crate) fn start(
         workers: Workers,
-        disks: Vec<HostDisk>,
+        disks: Vec<Arc<ImageDisk>>,
         sockets: Vec<ListenSocket>,
-        limits: Limits,
+        setup: &Setup,
     ) -> Result<Self> {
-        let server = Server::new(limits);
-        let mut served = Vec::new();
-        let mut ready = Vec::new();
+        let running = Arc::new(Running::new(workers.handles(), workers.report(), setup));
+        let disks = setup.disks.iter().zip(disks);
+        let disks: Vec<_> = disks.map(|(disk, open)| running.adopt(disk.clone(), open)).collect();
         for ListenSocket { bound, offers, connections } in sockets {
-            // Of this socket alone: clients of others do not find them.
-            let exports = Exports::new();
-            for Offer { name, image } in &offers {
-                exports.add(export(name.clone(), &disks[*image]))?;
-            }
-            let listener = Listener::new(bound.socket).context("cannot use the socket")?;
-            let (serving, loops, accepting) = (server.clone(), workers.handles(), listener.clone());
-            drop(workers.first().spawn(move || async move {
-                let serving = serving.serve_with(&accepting, &exports, &loops, connections);
-                if let Err(error) = serving.await {
-                    tracing::error!("cannot accept connections any more: {error}");
-                }
-            }));
-            let BoundSocket { address, file, .. } = bound;
-            let uri =
-                |offer: &Offer| NbdUri { address: address.clone(), export: offer.name.clone() };
-            ready.extend(offers.iter().map(uri).map(ReadyLine::Nbd));
-            served.push(ServedSocket { listener, address, offers, file });
+            let offers = offers.into_iter();
+            let offers = offers.map(|offer| (offer.name, Arc::clone(&disks[offer.image])));
+            running.serve_socket(bound, offers.collect(), connections)?;
         }
-        let (devices, control, metrics) = (Vec::new(), None, None);
-        Ok(Self { workers, disks, server, sockets: served, devices, control, metrics, ready })
+        Ok(Self { workers, running, control: None, metrics: None })
     }
 
-    /// Serves vhost-user-blk devices: the first socket has the first image and so on, or
-    /// all have the only one.
-    pub(crate) fn add_devices(&mut self, sockets: Vec<DeviceSocket>, setup: &Setup) -> Result<()> {
+    /// Serves vhost-user-blk devices: the first socket has the first disk and so on, or all have the only one.
+    pub(crate) fn add_devices(&mut self, sockets: Vec<DeviceSocket>) -> Result<()> {
+        let disks = self.running.disks();
         for (index, socket) in sockets.into_iter().enumerate() {
-            let index = index.min(self.disks.len() - 1);
-            let name = setup.offers.label(index);
-            if let Address::Unix(path) = &socket.bound.address {
-                self.ready.push(ReadyLine::VhostUser(path.clone()));
-            }
-            let disk = &self.disks[index];
-            self.devices.push(vhost_user::serve(socket, disk, name, &self.workers, setup)?);
+            self.running.serve_device(socket, &disks[index.min(disks.len() - 1)])?;
         }
         Ok(())
     }
@@ -149,15 +65,14 @@ impl Service {
         setup: &Setup,
         upgrades: UpgradeRequests,
     ) -> Result<()> {
-        let images: Vec<_> = setup.disks.iter().map(|disk| &*disk.path).collect();
-        let engine = setup.loops.engine;
-        self.control = Some(Control::start(socket, engine, &images, &self.disks, upgrades)?);
+        let running = Arc::clone(&self.running);
+        self.control = Some(Control::start(socket, setup.loops.engine, running, upgrades)?);
         Ok(())
     }
 
     /// Serves metrics at a listening socket.
     pub(crate) fn add_metrics(&mut self, bound: BoundSocket, setup: &Setup) -> Result<()> {
-        let disks = self.measured(setup);
+        let disks = self.measured();
         self.metrics = Some(MetricsServer::start(bound, setup.loops.engine, disks)?);
         Ok(())
     }
@@ -165,18 +80,15 @@ impl Service {
     /// As [`add_metrics`](Self::add_metrics), once the process that another one goes on for has ended.
     pub(crate) fn add_metrics_when_free(&mut self, setup: &Setup) -> Result<()> {
         let Some(address) = setup.metrics.clone() else { return Ok(()) };
-        let (engine, disks) = (setup.loops.engine, self.measured(setup));
+        let (engine, disks) = (setup.loops.engine, self.measured());
         self.metrics = Some(MetricsServer::start_when_free(address, engine, disks)?);
         Ok(())
     }
 
-    /// The disks that there are, under their names.
-    fn measured(&self, setup: &Setup) -> DiskList {
-        let named =
-            |(index, disk): (usize, &HostDisk)| (setup.offers.label(index), Arc::clone(disk));
-        let disks =
-            metrics::with_distinct_names(self.disks.iter().enumerate().map(named).collect());
-        Arc::new(move || disks.clone())
+    /// The disks that there are when it is asked, under their names.
+    fn measured(&self) -> DiskList {
+        let running = Arc::clone(&self.running);
+        Arc::new(move || running.measured())
     }
 
     /// The loops.
@@ -184,19 +96,27 @@ impl Service {
         &self.workers
     }
 
-    /// The images, in the order of the command line.
-    pub(crate) fn disks(&self) -> &[HostDisk] {
-        &self.disks
+    /// The disks, in the order in which they were opened.
+    pub(crate) fn disks(&self) -> Vec<Arc<RunningDisk>> {
+        self.running.disks()
     }
 
     /// The server of NBD clients.
     pub(crate) fn server(&self) -> &Server {
-        &self.server
+        self.running.server()
     }
 
-    /// The listening sockets of NBD clients, in the order in which they are served.
-    pub(crate) fn sockets(&self) -> &[ServedSocket] {
-        &self.sockets
+    /// The listening sockets of NBD clients, in the order in which they were first served.
+    pub(crate) fn sockets(&self) -> Vec<Arc<ServedSocket>> {
+        self.running.sockets()
+    }
+
+    /// The exports at a socket: names, and places of disks.
+    pub(crate) fn exports_at(&self, socket: &ServedSocket) -> Vec<(String, usize)> {
+        let disks = self.disks();
+        let place = |name: &str| disks.iter().position(|disk| disk.name() == name);
+        let exports = self.running.exports_at(socket).into_iter();
+        exports.filter_map(|(name, disk)| Some((name, place(&disk)?))).collect()
     }
 
     /// The control socket.
@@ -204,9 +124,14 @@ impl Service {
         self.control.as_ref()
     }
 
-    /// The vhost-user-blk devices.
-    pub(crate) fn devices(&self) -> &[ServedDevice] {
-        &self.devices
+    /// The vhost-user-blk devices, in the order in which they were added.
+    pub(crate) fn devices(&self) -> Vec<Arc<RunningDevice>> {
+        self.running.devices()
+    }
+
+    /// Whether other disks and exports are served than were set up.
+    pub(crate) fn is_altered(&self) -> bool {
+        self.running.is_altered()
     }
 
     /// Holds off what is asked at the control socket, once what is carried out now has ended. `None` if that takes
@@ -237,19 +162,18 @@ impl Service {
 
     /// Takes over the sizes of images that became longer, and has guests told.
     pub(crate) fn refresh_sizes(&self) {
-        for disk in &self.disks {
-            let following = Arc::clone(disk);
+        for disk in self.disks() {
+            let following = Arc::clone(&disk.disk);
             match self.workers.run(move || async move { following.refresh_size().await }) {
-                Ok(Some(size)) => tracing::info!("{}: has {size} bytes now", disk.name()),
+                Ok(Some(size)) => tracing::info!("{}: has {size} bytes now", disk.disk.name()),
                 Ok(None) => {}
                 Err(error) => tracing::error!("{error}"),
             }
+            self.running.tell_guests_of_size(disk.name());
         }
-        self.devices.iter().for_each(ServedDevice::resized);
     }
 
-    /// A line for each export, of its address, when everything listens; with engine and FUA if it is to say
-    /// more.
+    /// A line for each export, of its address, when everything listens; with engine and FUA if it is to say more.
     pub fn ready_lines(&self, is_verbose: bool) -> Vec<String> {
         let report = self.workers.report();
         if report.refused.is_empty() {
@@ -257,15 +181,19 @@ impl Service {
         } else {
             tracing::info!("engine {report}");
         }
-        let line = |address: &ReadyLine| match is_verbose {
-            false => format!("ready {address}"),
+        let exports = self.running.exports();
+        let line = |export: &crate::running::RunningExport| match is_verbose {
+            false => format!("ready {}", export.address),
             true => {
-                let disk = Arc::clone(&self.disks[0]);
-                let fua = self.workers.run(move || async move { disk.capabilities().fua });
-                format!("ready {address} engine={} fua={}", report.engine, fua.as_str())
+                let disk = self.running.find(&export.disk).map(|disk| Arc::clone(&disk.disk));
+                let fua = disk.map(|disk| {
+                    self.workers.run(move || async move { disk.capabilities().fua }).as_str()
+                });
+                let fua = fua.unwrap_or_default();
+                format!("ready {} engine={} fua={fua}", export.address, report.engine)
             }
         };
-        self.ready.iter().map(line).collect()
+        exports.iter().map(line).collect()
     }
 
     /// Tells the service manager that everything listens.
@@ -274,8 +202,8 @@ impl Service {
             1 => format!("1 {one}"),
             _ => format!("{number} {more}"),
         };
-        let disks = count(self.disks.len(), "disk", "disks");
-        let addresses = count(self.ready.len(), "address", "addresses");
+        let disks = count(self.running.disks().len(), "disk", "disks");
+        let addresses = count(self.running.exports().len(), "address", "addresses");
         let engine = self.workers.report().engine;
         let status = format!("serving {disks} at {addresses} by {engine}");
         // It fails where no service manager asked for it.
@@ -283,31 +211,33 @@ impl Service {
     }
 
     /// The URI of the first NBD export, if that is the first of all.
-    pub fn first_uri(&self) -> Option<&NbdUri> {
-        match &self.ready[..] {
-            [ReadyLine::Nbd(uri), ..] => Some(uri),
-            _ => None,
+    pub fn first_uri(&self) -> Option<NbdUri> {
+        match self.running.exports().into_iter().next()?.address {
+            ExportAddress::Nbd(uri) => Some(uri),
+            ExportAddress::VhostUser(_) => None,
         }
     }
 
     /// Stops accepting, completes what is in flight, and flushes.
     pub(crate) fn end(self) -> Result<()> {
-        let Self { workers, disks, server, sockets, devices, control, metrics, .. } = self;
+        let Self { workers, running, control, metrics } = self;
         // So that nothing else holds the disks.
         metrics.into_iter().for_each(MetricsServer::stop);
         // What waits for its turn is let go, so that the end does not wait for it.
-        let _lifted: Vec<_> = disks.iter().map(|disk| disk.lift_limits()).collect();
+        let disks = running.disks();
+        let _lifted: Vec<_> = disks.iter().map(|disk| disk.disk.lift_limits()).collect();
         // While the workers still execute what it may wait for.
         control.into_iter().for_each(Control::stop);
-        devices.into_iter().for_each(ServedDevice::stop);
-        let draining = server.clone();
+        running.stop_devices();
+        let (draining, disks) = (running.server().clone(), running.disks());
         // While the sockets still listen: see `SocketFile`.
-        drop(sockets);
+        running.forget_sockets();
         workers.run(move || async move { draining.drain().await });
         // All of them, also when one fails.
-        let close = |disk: HostDisk| workers.run(move || async move { disk.close().await });
+        let close =
+            |disk: Arc<RunningDisk>| workers.run(move || async move { disk.disk.close().await });
         let outcomes: Vec<_> = disks.into_iter().map(close).collect();
-        drop(server);
+        drop(running);
         workers.stop();
         Ok(outcomes.into_iter().collect::<Result<(), _>>()?)
     }

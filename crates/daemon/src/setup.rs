@@ -49,8 +49,10 @@ pub struct Setup {
 }
 
 /// A disk that is to be opened.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub struct DiskSetup {
+    /// What it is called, unlike all others.
+    pub name: String,
     /// The image.
     pub path: PathBuf,
     /// Its format; `None`: by the file's name.

@@ -1,18 +1,15 @@
 //! The vhost-user-blk exports of `serve`.
 
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 
 use anyhow::{Context, Result, bail};
-use blockhouse_disk::ImageDisk;
-use blockhouse_engine::Engine;
+use blockhouse_engine::{Engine, EngineReport};
 use blockhouse_nbd::uri::Address;
 use blockhouse_nbd::{BoundSocket, SocketFile, bind};
 use blockhouse_storage::ImageStorage;
 use blockhouse_vhost_user::{Device, Export, PreparedFrontend, RegisteredMemory, Server};
 
 use crate::setup::Setup;
-use crate::workers::Workers;
 
 /// A listening socket of front-ends.
 pub struct DeviceSocket {
@@ -37,24 +34,16 @@ pub fn listen(sockets: &[PathBuf]) -> Result<Vec<DeviceSocket>> {
 }
 
 /// Whether guests' memory is registered: only rings have a place for it.
-pub fn registered_memory(workers: &Workers, setup: &Setup) -> RegisteredMemory {
-    match workers.report().engine {
+pub fn registered_memory(report: &EngineReport, setup: &Setup) -> RegisteredMemory {
+    match report.engine {
         Engine::IoUring => setup.register_memory,
         Engine::LinuxAio | Engine::Threads => RegisteredMemory::Off,
     }
 }
 
-/// Serves a disk at a socket under this name.
-pub fn serve(
-    socket: DeviceSocket,
-    disk: &Arc<ImageDisk>,
-    name: String,
-    workers: &Workers,
-    setup: &Setup,
-) -> Result<ServedDevice> {
-    let (disk, loops, queues) = (Arc::clone(disk), workers.handles(), setup.queues);
-    let memory = registered_memory(workers, setup);
-    let device = Device::new(Export { disk, name, queues, loops, memory });
+/// Serves a disk at a socket.
+pub fn serve(socket: DeviceSocket, export: Export<ImageStorage>) -> Result<ServedDevice> {
+    let device = Device::new(export);
     let BoundSocket { socket: listener, address, file } = socket.bound;
     let Address::Unix(path) = address else { bail!("a device needs a Unix socket") };
     let server = Server::restore(device, listener, socket.frontend);

@@ -39,10 +39,11 @@ fn type_alone(line: &str) {
     if line.starts_with("blockhouse serve") && !line.contains("--help") {
         return Serving::start(&folder, line).stop();
     }
+    let asks = line.contains("--control control") || line.starts_with("blockhouse ctl control");
+    let serve =
+        "blockhouse serve disk.qcow2 --control control --nbd 'nbd+unix:///?socket=disk.sock'";
     let server = match () {
-        () if line.contains("--control control") => {
-            Some(Serving::start(&folder, "blockhouse serve disk.qcow2 --control control"))
-        }
+        () if asks => Some(Serving::start(&folder, serve)),
         () if line.starts_with("blockhouse top") => {
             Some(Serving::start(&folder, "blockhouse serve disk.qcow2 --metrics unix:metrics"))
         }
@@ -64,8 +65,9 @@ fn each_example_works_as_typed() {
     for (path, text) in sections() {
         let examples = commands(text, "blockhouse ");
         assert!(!examples.is_empty(), "blockhouse {path}: no example");
-        // They need a machine: vmstate.rs has one.
-        let typed = examples.into_iter().filter(|_| !path.starts_with("vmstate"));
+        // They need a machine: vmstate.rs has one; or go on until Ctrl-C.
+        let is_elsewhere = path.starts_with("vmstate") || path == "ctl events";
+        let typed = examples.into_iter().filter(|_| !is_elsewhere);
         if path.is_empty() {
             // One after the other, from nothing.
             let folder = Folder::new();

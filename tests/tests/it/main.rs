@@ -7,6 +7,7 @@ mod bench;
 mod block_devices;
 mod clients;
 mod commit_and_rebase;
+mod control;
 mod convert;
 mod data_file;
 mod durability;

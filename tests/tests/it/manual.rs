@@ -37,6 +37,14 @@ fn the_option_reference_is_the_one_of_this_binary() {
 }
 
 #[test]
+fn the_schema_of_the_control_socket_is_the_one_of_this_binary() {
+    let scratch = Scratch::new();
+    let schema = read(&generated(&scratch).join("control.schema.json"));
+    let written = include_str!("../../../docs/control.schema.json");
+    assert!(schema == written, "run 'cargo xtask options' and commit docs/control.schema.json");
+}
+
+#[test]
 fn every_command_has_a_man_page_that_formatters_accept() {
     require!(need::tools(&["man", "mandoc"]));
     let scratch = Scratch::new();

@@ -9,6 +9,7 @@
 //! | `man/blockhouse.1`, `man/blockhouse-serve.1`, ... | a man page for each command |
 //! | `completions/blockhouse.bash`, `_blockhouse`, `blockhouse.fish` | completions for bash, zsh, fish |
 //! | `options.md` | the option reference (docs/options.md) |
+//! | `control.schema.json` | the schema of the control socket (docs/control.schema.json) |
 
 mod man;
 mod options;
@@ -55,6 +56,8 @@ pub fn run(folder: &Path, mut command: Command) -> Result<()> {
         clap_complete::generate(shell, &mut without_hidden(&command), "blockhouse", &mut script);
         write(&completions.join(name), &script)?;
     }
+    let schema = format!("{:#}\n", blockhouse_daemon::control::schema());
+    write(&folder.join("control.schema.json"), schema.as_bytes())?;
     write(&folder.join("options.md"), options::reference(&command).as_bytes())
 }
 

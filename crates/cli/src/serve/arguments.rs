@@ -225,12 +225,7 @@ impl Arguments {
         Setup {
             workers: self.workers.into(),
             loops: self.loop_options(),
-            disks: self
-                .images
-                .iter()
-                .zip(throttles)
-                .map(|(image, throttle)| self.disk(image, throttle))
-                .collect(),
+            disks: self.disks(&offers, throttles),
             state: self.state(),
             offers,
             nbd,
@@ -245,10 +240,24 @@ impl Arguments {
         }
     }
 
-    fn disk(&self, image: &Path, throttle: Option<DiskThrottle>) -> DiskSetup {
+    /// The disks, each under a name of its own: `--name` or the file's, and its path where that is not enough.
+    fn disks(&self, offers: &Offers, throttles: Vec<Option<DiskThrottle>>) -> Vec<DiskSetup> {
+        let labels: Vec<_> = (0..self.images.len()).map(|image| offers.label(image)).collect();
+        let is_unique = |label: &String| labels.iter().filter(|other| *other == label).count() == 1;
+        let name = |(image, label): (&PathBuf, &String)| match is_unique(label) {
+            true => label.clone(),
+            false => image.display().to_string(),
+        };
+        let names = self.images.iter().zip(&labels).map(name);
+        let named = self.images.iter().zip(names).zip(throttles);
+        named.map(|((image, name), throttle)| self.disk(image, name, throttle)).collect()
+    }
+
+    fn disk(&self, image: &Path, name: String, throttle: Option<DiskThrottle>) -> DiskSetup {
         // What is taken over is there.
         let create = self.create.filter(|_| !self.hand_over);
         DiskSetup {
+            name,
             path: image.to_owned(),
             format: self.format,
             access: if self.read_only { Access::ReadOnly } else { Access::ReadWrite },

@@ -1,13 +1,15 @@
 //! The asking side of the control socket.
 
+use std::fmt;
 use std::io::{BufRead, BufReader, Write};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 
 use anyhow::{Context, Result, bail};
 use serde::de::DeserializeOwned;
+use serde_json::{Value, json};
 
-use super::{Reply, Request};
+use super::legacy::{Reply, Request};
 
 /// Asks the server at `socket`, and waits until it is done: counting a large image takes a while.
 ///
@@ -35,4 +37,100 @@ pub fn ask<T: DeserializeOwned>(socket: &Path, request: &Request) -> Result<T> {
         Reply::Return(value) => serde_json::from_value(value).with_context(strange),
         Reply::Error { desc } => bail!(desc),
     }
+}
+
+/// A connection that speaks JSON-RPC.
+pub struct Connection {
+    /// How people call it.
+    name: String,
+    stream: BufReader<UnixStream>,
+    next_id: u64,
+}
+
+/// A server's refusal: one line.
+#[derive(Debug)]
+pub struct RpcError {
+    /// As JSON-RPC has it.
+    pub code: i64,
+    /// Why.
+    pub message: String,
+}
+
+impl fmt::Display for RpcError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.message)
+    }
+}
+
+impl std::error::Error for RpcError {}
+
+impl Connection {
+    /// Connects to the server at `socket`.
+    ///
+    /// # Errors
+    /// There is none.
+    pub fn open(socket: &Path) -> Result<Self> {
+        let name = socket.display().to_string();
+        let stream = UnixStream::connect(socket).with_context(|| {
+            format!("{name}: cannot reach a server there; is one running with that control socket?")
+        })?;
+        Ok(Self { name, stream: BufReader::new(stream), next_id: 1 })
+    }
+
+    /// Has a method carried out, and waits for its result.
+    ///
+    /// # Errors
+    /// The server is gone, or refuses: then it is an [`RpcError`].
+    pub fn call(&mut self, method: &str, params: Value) -> Result<Value> {
+        let id = self.next_id;
+        self.next_id += 1;
+        let request = json!({ "jsonrpc": "2.0", "id": id, "method": method, "params": params });
+        let mut line = serde_json::to_vec(&request).context("cannot ask for that")?;
+        line.push(b'\n');
+        let sent = self.stream.get_mut().write_all(&line);
+        sent.with_context(|| format!("{}: cannot ask the server", self.name))?;
+        loop {
+            let mut message = self.receive()?;
+            if message["id"] != id {
+                // An event, or the answer to nothing of ours.
+                if message["id"].is_null() && message.get("error").is_some() {
+                    return Err(refusal(&message["error"]).into());
+                }
+                continue;
+            }
+            return match message.get("error") {
+                Some(error) => Err(refusal(error).into()),
+                None => Ok(message["result"].take()),
+            };
+        }
+    }
+
+    /// Waits for the next event that was subscribed to.
+    ///
+    /// # Errors
+    /// The server is gone.
+    pub fn next_event(&mut self) -> Result<Value> {
+        loop {
+            let mut message = self.receive()?;
+            if message["method"] == "event" {
+                return Ok(message["params"].take());
+            }
+        }
+    }
+
+    fn receive(&mut self) -> Result<Value> {
+        let mut line = String::new();
+        let received = self.stream.read_line(&mut line);
+        received.with_context(|| format!("{}: cannot hear the server", self.name))?;
+        if !line.ends_with('\n') {
+            bail!("{}: the server has ended, or has too many clients; see its log", self.name);
+        }
+        let strange = || format!("{}: the server answered something that is no JSON", self.name);
+        serde_json::from_str(&line).with_context(strange)
+    }
+}
+
+fn refusal(error: &Value) -> RpcError {
+    let message = error["message"].as_str().unwrap_or("the server refuses and does not say why");
+    RpcError { code: error["code"].as_i64().unwrap_or_default(), message: message.to_owned() }
 }

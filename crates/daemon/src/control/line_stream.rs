@@ -1,4 +1,4 @@
-//! A connection as a stream of lines, with a limit on their length and on how long a peer may take to read one.
+//! A connection as lines in both directions, with a limit on their length and on how long a peer may take to read one.
 
 use std::io;
 use std::pin::pin;
@@ -15,13 +15,16 @@ const RECEIVE_SIZE: usize = 4096;
 /// How long a peer may take to receive an answer.
 const SEND_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// A connection.
-pub struct LineStream {
+/// The lines that a peer sends.
+pub struct LineReader {
     stream: Stream,
     received: Buffer,
     /// What was received and not yet handed out.
     waiting: Vec<u8>,
 }
+
+/// The lines that a peer is sent.
+pub struct LineWriter(Stream);
 
 /// A line of a peer.
 pub enum Frame {
@@ -31,13 +34,15 @@ pub enum Frame {
     TooLong,
 }
 
-impl LineStream {
-    /// A stream of lines on this connection.
-    pub fn new(stream: Stream) -> Self {
-        Self { stream, received: Buffer::new(RECEIVE_SIZE), waiting: Vec::new() }
-    }
+/// Both directions of a connection.
+pub fn line_stream(stream: Stream) -> (LineReader, LineWriter) {
+    let (received, waiting) = (Buffer::new(RECEIVE_SIZE), Vec::new());
+    (LineReader { stream: stream.clone(), received, waiting }, LineWriter(stream))
+}
 
-    /// The next line; `None` when the peer has closed the connection.
+impl LineReader {
+    /// The next line; `None` when the peer has closed the connection. Not to be dropped before it is ready: bytes would be
+    /// lost.
     pub async fn next(&mut self) -> io::Result<Option<Frame>> {
         let mut searched = 0;
         loop {
@@ -69,7 +74,9 @@ impl LineStream {
         drop(list);
         result
     }
+}
 
+impl LineWriter {
     /// Sends a line.
     ///
     /// # Errors
@@ -81,7 +88,7 @@ impl LineStream {
         end.fill(b'\n');
         let mut list = IoVectorList::new();
         list.push(buffer.lend());
-        match select(pin!(self.stream.send(list)), pin!(sleep(SEND_TIMEOUT))).await {
+        match select(pin!(self.0.send(list)), pin!(sleep(SEND_TIMEOUT))).await {
             Either::Left(((sent, _), _)) => sent,
             Either::Right(_) => Err(io::ErrorKind::TimedOut.into()),
         }

@@ -1,10 +1,11 @@
 //! Snapshots as they are told: with the keys of `qemu-img info`.
 
 use blockhouse_disk::Snapshot;
+use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 /// A snapshot.
-#[derive(Debug, Deserialize, Serialize)]
+#[derive(Debug, Deserialize, Serialize, JsonSchema)]
 #[serde(rename_all = "kebab-case")]
 pub struct Listed {
     /// The id: a number, mostly.

@@ -1,192 +1,30 @@
-//! The control socket of `serve`: what a user asks of images while they are served.
+//! The control socket: what a user may ask of a running server.
 //!
-//! A Unix stream socket that its owner alone may connect to. Each line is a request, and has one line as its
-//! answer, both JSON in the form that QEMU's monitors have:
+//! A Unix stream socket that its owner alone may connect to. Each line is a message: JSON-RPC 2.0 (docs/control.md, with
+//! its schema docs/control.schema.json), or what the commands `snapshot --control` and `upgrade --control` have always
+//! sent ([`legacy`]). A connection's requests are carried out one after the other, those of several side by side.
 //!
-//! ```json
-//! {"execute":"snapshot-create","arguments":{"image":"/vm/disk.qcow2","name":"before"}}
-//! {"return":{"id":"1","pause-us":840}}
-//! {"execute":"snapshot-delete","arguments":{"name":"other"}}
-//! {"error":{"desc":"/vm/disk.qcow2: has no snapshot 'other' ('snapshot list' names those that it has)"}}
-//! ```
-//!
-//! The image is named by its canonical path; where only one is served it may be left out. What cannot be
-//! understood is answered with an error; only a line that is too long ends the connection.
+//! - [`methods`]: the methods, their parameters and results; `dispatch`: what each does
+//! - `rpc`: messages of JSON-RPC; [`legacy`]: the older ones
+//! - `server`, `line_stream`, `gate`: connections; [`client`]: the other end
 
 mod client;
+mod dispatch;
 mod gate;
+pub mod legacy;
 mod line_stream;
 mod listed;
+pub mod methods;
+mod pause_log;
+mod rpc;
 mod server;
 
-use std::path::{Path, PathBuf};
-
-pub use client::ask;
+pub use client::{Connection, RpcError, ask};
 pub(crate) use gate::Closed;
+pub use legacy::UpgradeReply;
 pub use listed::Listed;
-use serde::{Deserialize, Serialize};
+pub use methods::schema;
 pub(crate) use server::Control;
 
-/// The most bytes of a request, its end of line not counted.
-const MAX_LINE: usize = 64 << 10;
-
-/// What can be asked for: of snapshots, and of the server.
-#[derive(Debug, Deserialize, Serialize)]
-#[serde(tag = "execute", content = "arguments", deny_unknown_fields)]
-pub enum Request {
-    /// Answers a list of [`Listed`].
-    #[serde(rename = "snapshot-list")]
-    List(ListArgs),
-    /// Answers [`CreateReply`].
-    #[serde(rename = "snapshot-create")]
-    Create(SnapshotArgs),
-    /// Is refused: it would change the disk while guests use it.
-    #[serde(rename = "snapshot-apply")]
-    Apply(SnapshotArgs),
-    /// Answers [`PauseReply`].
-    #[serde(rename = "snapshot-delete")]
-    Delete(SnapshotArgs),
-    /// Answers [`PauseReply`].
-    #[serde(rename = "snapshot-rename")]
-    Rename(RenameArgs),
-    /// Has another process go on. Answers [`UpgradeReply`], after which the connection ends.
-    #[serde(rename = "upgrade")]
-    Upgrade(UpgradeArgs),
-}
-
-/// The process that goes on.
-#[derive(Debug, Deserialize, Serialize)]
-#[serde(deny_unknown_fields)]
-pub struct UpgradeArgs {
-    /// The program; left out, the one that the server was started from, as it is at its path by now.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub binary: Option<PathBuf>,
-}
-
-/// An upgrade that succeeded.
-#[derive(Debug, Deserialize, Serialize)]
-#[serde(rename_all = "kebab-case")]
-pub struct UpgradeReply {
-    /// The id of the process that serves now.
-    pub process: u32,
-    /// For how long nothing was served, in microseconds.
-    pub gap_us: u64,
-}
-
-/// An image.
-#[derive(Debug, Deserialize, Serialize)]
-#[serde(deny_unknown_fields)]
-pub struct ListArgs {
-    /// Its canonical path, or nothing for the only one.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub image: Option<PathBuf>,
-}
-
-/// A snapshot of an image.
-#[derive(Debug, Deserialize, Serialize)]
-#[serde(deny_unknown_fields)]
-pub struct SnapshotArgs {
-    /// As of [`ListArgs`].
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub image: Option<PathBuf>,
-    /// Its name, or its id where there is one already.
-    pub name: String,
-}
-
-/// A snapshot and its new name.
-#[derive(Debug, Deserialize, Serialize)]
-#[serde(rename_all = "kebab-case", deny_unknown_fields)]
-pub struct RenameArgs {
-    /// As of [`ListArgs`].
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub image: Option<PathBuf>,
-    /// Its name or id.
-    pub name: String,
-    /// What it is called from now on.
-    pub new_name: String,
-}
-
-impl Request {
-    fn image(&self) -> Option<&Path> {
-        match self {
-            Self::List(ListArgs { image })
-            | Self::Create(SnapshotArgs { image, .. })
-            | Self::Apply(SnapshotArgs { image, .. })
-            | Self::Delete(SnapshotArgs { image, .. })
-            | Self::Rename(RenameArgs { image, .. }) => image.as_deref(),
-            Self::Upgrade(_) => None,
-        }
-    }
-}
-
-/// A change that was made.
-#[derive(Debug, Deserialize, Serialize)]
-#[serde(rename_all = "kebab-case")]
-pub struct PauseReply {
-    /// For how long the guests' changes were held off, in microseconds.
-    pub pause_us: u64,
-}
-
-/// A snapshot that was taken.
-#[derive(Debug, Deserialize, Serialize)]
-#[serde(rename_all = "kebab-case")]
-pub struct CreateReply {
-    /// The snapshot's id.
-    pub id: String,
-    /// As of [`PauseReply`].
-    pub pause_us: u64,
-}
-
-/// The answer to a request.
-#[derive(Debug, Deserialize, Serialize)]
-#[serde(rename_all = "kebab-case")]
-enum Reply {
-    /// What was asked for.
-    Return(serde_json::Value),
-    /// Nothing has changed.
-    Error {
-        /// Why: one line, as on standard error.
-        desc: String,
-    },
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn requests_read_as_they_are_written() {
-        let written = |request: &Request| serde_json::to_string(request).expect("plain names");
-        let request = Request::Rename(RenameArgs {
-            image: Some("/vm/disk.qcow2".into()),
-            name: "one".into(),
-            new_name: "a\nb".into(),
-        });
-        let line = written(&request);
-        let rename =
-            r#"{"execute":"snapshot-rename","arguments":{"image":"/vm/disk.qcow2","name":"one","#;
-        assert_eq!(line, format!(r#"{rename}"new-name":"a\nb"}}}}"#));
-        let read: Request = serde_json::from_str(&line).expect("what was just written");
-        assert_eq!(written(&read), line);
-        assert_eq!(
-            written(&Request::List(ListArgs { image: None })),
-            r#"{"execute":"snapshot-list","arguments":{}}"#
-        );
-    }
-
-    #[test]
-    fn what_is_not_known_is_refused() {
-        let refusals = [
-            (r#"{"execute":"quit"}"#, "unknown variant `quit`"),
-            (r#"{"execute":"snapshot-create","arguments":{}}"#, "missing field `name`"),
-            (r#"{"execute":"snapshot-list","arguments":{"imag":"x"}}"#, "unknown field `imag`"),
-            (r#"{"execute":"snapshot-list","arguments":{},"x":1}"#, "x"),
-            ("[]", "invalid"),
-            ("", "EOF"),
-        ];
-        for (line, why) in refusals {
-            let error = serde_json::from_str::<Request>(line).expect_err(line).to_string();
-            assert!(error.contains(why), "{line}: {error}");
-        }
-    }
-}
+/// The most bytes of a message that is sent to a server, its end of line not counted.
+pub const MAX_LINE: usize = 64 << 10;

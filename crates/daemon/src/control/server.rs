@@ -4,28 +4,32 @@
 //! take more than [`MAX_CLIENTS`] times [`MAX_LINE`] bytes and an answer each. What was begun is
 //! finished before the server ends, or is handed over.
 
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::pin::pin;
 use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
-use blockhouse_disk::{ImageDisk, Pause};
 use blockhouse_engine::{EngineChoice, FixedFiles, IoPoll, Listener, Stream, Submission, sleep};
 use blockhouse_nbd::uri::Address;
 use blockhouse_nbd::{BoundSocket, SocketFile};
 use futures_channel::oneshot;
-use futures_util::future::{Either, FutureExt, LocalBoxFuture, Shared, select};
+use futures_util::future::{FutureExt, LocalBoxFuture, Shared, pending};
 use futures_util::stream::{FuturesUnordered, StreamExt, unfold};
-use serde_json::Value;
+use serde_json::{Value, json};
 
+use super::MAX_LINE;
+use super::dispatch::{call, params, result};
 use super::gate::{Closed, Gate};
-use super::line_stream::{Frame, LineStream};
-use super::{
-    CreateReply, Listed, MAX_LINE, PauseReply, RenameArgs, Reply, Request, SnapshotArgs,
-    UpgradeArgs,
+use super::legacy::{self, Reply, Request, UpgradeArgs, UpgradeReply};
+use super::line_stream::{Frame, line_stream};
+use super::methods::{Done, NoParams, SubscribeParams, UpgradeParams};
+use super::rpc::{
+    self, Call, Failure, INVALID_PARAMS, INVALID_REQUEST, PARSE_ERROR, notification, response,
 };
+use crate::events::{Event, Subscription};
 use crate::hand_over::requests::UpgradeRequests;
+use crate::running::Running;
 use crate::workers::{LoopOptions, Workers};
 
 /// Connections at the same time; further ones are refused.
@@ -47,44 +51,28 @@ pub struct Control {
 
 /// What requests are about.
 struct Served {
-    images: Vec<ServedImage>,
+    running: Arc<Running>,
     upgrades: UpgradeRequests,
     gate: Arc<Gate>,
 }
 
-/// An image and its canonical path.
-struct ServedImage {
-    path: PathBuf,
-    disk: Arc<ImageDisk>,
-}
-
 impl Control {
-    /// Answers at a socket what is asked of the images.
+    /// Answers at a socket what is asked of what runs.
     ///
     /// # Errors
-    /// When no thread can be had for it, or an image's path is gone.
+    /// When no thread can be had for it.
     pub fn start(
         bound: BoundSocket,
         engine: EngineChoice,
-        images: &[impl AsRef<Path>],
-        disks: &[Arc<ImageDisk>],
+        running: Arc<Running>,
         upgrades: UpgradeRequests,
     ) -> Result<Self> {
         let listener = Listener::new(bound.socket).context("cannot use the control socket")?;
-        let served = |(path, disk): (&_, &Arc<ImageDisk>)| {
-            let path = AsRef::<Path>::as_ref(path);
-            let path = match disk.file() {
-                Some(_) => path.canonicalize().with_context(|| format!("{}", path.display()))?,
-                None => path.to_owned(),
-            };
-            Ok(ServedImage { path, disk: Arc::clone(disk) })
-        };
-        let images = images.iter().zip(disks).map(served).collect::<Result<Vec<_>>>()?;
         let (polling, fixed_files, io_poll) = (Duration::ZERO, FixedFiles::Off, IoPoll::Off);
         let workers = Workers::start(1, LoopOptions { engine, polling, fixed_files, io_poll })?;
         let (stop, stopped) = oneshot::channel();
         let gate = Arc::new(Gate::default());
-        let served = Served { images, upgrades, gate: Arc::clone(&gate) };
+        let served = Served { running, upgrades, gate: Arc::clone(&gate) };
         let accepting = listener.clone();
         let over = workers.first().spawn(move || serve(accepting, served, stopped.shared()));
         let BoundSocket { address, file, .. } = bound;
@@ -162,106 +150,154 @@ async fn serve(listener: Listener, served: Served, stopped: Stopped) {
     while clients.next().await.is_some() {}
 }
 
-/// Answers one client until it or the server ends.
-async fn serve_client(served: &Served, stream: Stream, mut stopped: Stopped) {
-    let mut lines = LineStream::new(stream);
-    loop {
-        let line = match select(&mut stopped, pin!(lines.next())).await {
-            Either::Left(_) => return,
-            Either::Right((line, _)) => line,
+/// A client's connection.
+#[derive(Default)]
+struct Client {
+    /// Whether it has sent a request of JSON-RPC: it is answered so what is none, too.
+    speaks_rpc: bool,
+    events: Option<(Subscription, SubscribeParams)>,
+}
+
+impl Client {
+    /// Waits for the next event that it wants. One that is dropped while it waits loses none.
+    async fn next_event(&self) -> Event {
+        let Some((subscription, SubscribeParams { events })) = &self.events else {
+            return pending().await;
         };
-        let (reply, is_last) = match line {
-            // A client that is gone needs no answer.
-            Err(_) | Ok(None) => return,
-            Ok(Some(Frame::TooLong)) => {
-                (error(format!("a request has more than {MAX_LINE} bytes")), true)
+        loop {
+            let event = subscription.next().await;
+            let is_wanted = |names: &Vec<String>| names.iter().any(|name| name == event.name());
+            let is_loss = matches!(event, Event::Lost { .. });
+            if is_loss || events.as_ref().is_none_or(is_wanted) {
+                return event;
             }
-            Ok(Some(Frame::Whole(line))) => (answer(served, &line).await, false),
+        }
+    }
+}
+
+/// Answers one client until it or the server ends.
+async fn serve_client(served: &Served, stream: Stream, stopped: Stopped) {
+    let (reader, writer) = line_stream(stream);
+    let lines = unfold(reader, |mut reader| async move { Some((reader.next().await, reader)) });
+    let mut lines = pin!(lines.fuse());
+    let mut stopped = stopped.fuse();
+    let mut client = Client::default();
+    loop {
+        let (message, is_last) = futures_util::select! {
+            _ = stopped => return,
+            event = client.next_event().fuse() => {
+                let event = serde_json::to_value(event).expect("values are JSON");
+                (Some(notification("event", event)), false)
+            }
+            line = lines.select_next_some() => match line {
+                // A client that is gone needs no answer.
+                Err(_) | Ok(None) => return,
+                Ok(Some(Frame::TooLong)) => (Some(too_long(&client)), true),
+                Ok(Some(Frame::Whole(line))) => (answer(served, &mut client, &line).await, false),
+            },
         };
-        let text = serde_json::to_vec(&reply).expect("values are JSON");
-        if lines.send(&text).await.is_err() || is_last {
+        let Some(message) = message else { continue };
+        let text = serde_json::to_vec(&message).expect("values are JSON");
+        if writer.send(&text).await.is_err() || is_last {
             return;
         }
     }
 }
 
-fn error(desc: String) -> Reply {
-    Reply::Error { desc }
+fn too_long(client: &Client) -> Value {
+    let why = format!("a request has more than {MAX_LINE} bytes");
+    refusal(client, INVALID_REQUEST, why)
 }
 
-async fn answer(served: &Served, line: &[u8]) -> Reply {
+/// The answer to what is no request that could be carried out.
+fn refusal(client: &Client, code: i64, why: String) -> Value {
+    match client.speaks_rpc {
+        true => response(&Value::Null, Err(Failure::new(code, why))),
+        false => json!(Reply::Error { desc: why }),
+    }
+}
+
+/// Carries out what a line asks for. What is to be answered, if anything.
+async fn answer(served: &Served, client: &mut Client, line: &[u8]) -> Option<Value> {
+    match serde_json::from_slice(line) {
+        Ok(Value::Object(object)) if object.contains_key("jsonrpc") || client.speaks_rpc => {
+            client.speaks_rpc = true;
+            match rpc::parse(object) {
+                Ok(Call { id, method, params }) => {
+                    let outcome = call_method(served, client, &method, params).await;
+                    id.map(|id| response(&id, outcome))
+                }
+                Err((id, why)) => Some(response(&id, Err(why))),
+            }
+        }
+        Ok(_) if client.speaks_rpc => {
+            Some(refusal(client, INVALID_REQUEST, "a request is one object on one line".into()))
+        }
+        Err(why) if client.speaks_rpc => {
+            Some(refusal(client, PARSE_ERROR, format!("this is no JSON: {why}")))
+        }
+        // Once more, for the words of the error.
+        _ => Some(json!(answer_legacy(served, line).await)),
+    }
+}
+
+async fn call_method(
+    served: &Served,
+    client: &mut Client,
+    method: &str,
+    given: Value,
+) -> Result<Value, Failure> {
+    if method == "server.upgrade" {
+        let UpgradeParams { binary } = params(given)?;
+        return result(upgrade(served, binary).await?);
+    }
+    let Some(_inside) = served.gate.enter().await else {
+        return Err(anyhow::anyhow!("another process serves now: ask again").into());
+    };
+    match method {
+        "event.subscribe" => {
+            let wanted: SubscribeParams = params(given)?;
+            let unknown = wanted.events.iter().flatten();
+            let mut unknown = unknown.filter(|name| !Event::NAMES.contains(&name.as_str()));
+            if let Some(unknown) = unknown.next() {
+                let names = Event::NAMES.join(", ");
+                let why = format!("there is no event {unknown:?}; there are {names}");
+                return Err(Failure::new(INVALID_PARAMS, why));
+            }
+            client.events = Some((served.running.events().subscribe(), wanted));
+            result(Done {})
+        }
+        "event.unsubscribe" => {
+            let NoParams {} = params(given)?;
+            client.events = None;
+            result(Done {})
+        }
+        _ => call(&served.running, method, given).await,
+    }
+}
+
+async fn answer_legacy(served: &Served, line: &[u8]) -> Reply {
     let outcome = match serde_json::from_slice(line) {
-        Ok(Request::Upgrade(UpgradeArgs { binary })) => upgrade(served, binary).await,
+        Ok(Request::Upgrade(UpgradeArgs { binary })) => {
+            upgrade(served, binary).await.and_then(|reply| Ok(serde_json::to_value(reply)?))
+        }
         Ok(request) => match served.gate.enter().await {
-            Some(_inside) => execute(&served.images, request).await,
+            Some(_inside) => legacy::execute(&served.running, request).await,
             None => Err(anyhow::anyhow!("another process serves now: ask again")),
         },
         Err(why) => Err(anyhow::anyhow!("cannot understand the request: {why}")),
     };
     match outcome {
         Ok(value) => Reply::Return(value),
-        Err(why) => error(format!("{why:#}")),
+        Err(why) => Reply::Error { desc: format!("{why:#}") },
     }
 }
 
 /// Waits until another process goes on, or cannot.
-async fn upgrade(served: &Served, binary: Option<PathBuf>) -> Result<Value> {
+async fn upgrade(served: &Served, binary: Option<PathBuf>) -> Result<UpgradeReply> {
     match served.upgrades.ask(binary).await {
-        Ok(Ok(reply)) => Ok(serde_json::to_value(reply)?),
+        Ok(Ok(reply)) => Ok(reply),
         Ok(Err(why)) => bail!(why),
         Err(_) => bail!("the server ends"),
-    }
-}
-
-async fn execute(images: &[ServedImage], request: Request) -> Result<Value> {
-    let ServedImage { path, disk } = find(images, request.image())?;
-    let image = path.display();
-    let done = |pause: Pause, what: String| {
-        tracing::info!("{image}: {what}; changes were held off for {:?}", pause.length);
-        pause.length.as_micros().try_into().unwrap_or(u64::MAX)
-    };
-    Ok(match request {
-        Request::Upgrade(_) => bail!("an upgrade is of the server as a whole"),
-        Request::List(_) => {
-            let snapshots = disk.snapshots().list().await?;
-            serde_json::to_value(snapshots.iter().map(Listed::from).collect::<Vec<_>>())?
-        }
-        Request::Create(SnapshotArgs { name, .. }) => {
-            let (snapshot, pause) = disk.snapshots().create(&name).await?;
-            let pause_us = done(pause, format!("took the snapshot {name:?}"));
-            serde_json::to_value(CreateReply { id: snapshot.id, pause_us })?
-        }
-        Request::Apply(SnapshotArgs { name, .. }) => bail!(
-            "{image}: is being served, and its bytes must not change while guests use them; stop the \
-             server, then apply {name:?}"
-        ),
-        Request::Delete(SnapshotArgs { name, .. }) => {
-            let pause = disk.snapshots().delete(&name).await?;
-            let pause_us = done(pause, format!("deleted the snapshot {name:?}"));
-            serde_json::to_value(PauseReply { pause_us })?
-        }
-        Request::Rename(RenameArgs { name, new_name, .. }) => {
-            let pause = disk.snapshots().rename(&name, &new_name).await?;
-            let pause_us = done(pause, format!("the snapshot {name:?} is {new_name:?} now"));
-            serde_json::to_value(PauseReply { pause_us })?
-        }
-    })
-}
-
-/// The image that is meant.
-fn find<'a>(images: &'a [ServedImage], wanted: Option<&Path>) -> Result<&'a ServedImage> {
-    let names = || {
-        let paths = images.iter().map(|image| image.path.display().to_string());
-        paths.collect::<Vec<_>>().join(", ")
-    };
-    match (wanted, images) {
-        (None, [only]) => Ok(only),
-        (None, _) => bail!("several images are served; say which: {}", names()),
-        (Some(path), _) => {
-            let found = images.iter().find(|image| image.path == path);
-            found.with_context(|| {
-                format!("{}: is not served here; these are: {}", path.display(), names())
-            })
-        }
     }
 }

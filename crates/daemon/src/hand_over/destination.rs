@@ -219,7 +219,7 @@ fn prepare_all(
     frontends: Vec<Option<Frontend>>,
     descriptors: &mut VecDeque<OwnedFd>,
 ) -> Result<Vec<Option<PreparedFrontend>>> {
-    let memory = registered_memory(workers, setup);
+    let memory = registered_memory(workers.report(), setup);
     let mut prepared = Vec::new();
     for (record, socket) in frontends.into_iter().zip(&setup.devices) {
         let paused = record.map(|record| front_end(record, descriptors)).transpose()?;

@@ -23,6 +23,7 @@ use super::format::{
 };
 use super::frontends;
 use crate::control::Closed;
+use crate::running::{RunningDevice, RunningDisk, ServedSocket};
 use crate::service::Service;
 
 /// How long the destination may take to be ready, and to take over.
@@ -72,7 +73,14 @@ pub fn hand_over(service: &Service, binary: Option<PathBuf>) -> Result<Outcome> 
             "a request at the control socket is still being carried out; try again when it is done"
         );
     };
-    let (offer, descriptors) = offer_of(service)?;
+    if service.is_altered() {
+        bail!(
+            "disks or exports were added or removed since the start, and the new server would not know of them; \
+             restart instead"
+        );
+    }
+    let (disks, sockets, devices) = (service.disks(), service.sockets(), service.devices());
+    let (offer, descriptors) = offer_of(service, &disks, &sockets, &devices)?;
     destination.send(&Message::Offer(offer), &descriptors, &[])?;
     reach(Step::SourceOffered);
     destination.expect(Message::Ready, "get ready")?;
@@ -97,7 +105,7 @@ pub fn hand_over(service: &Service, binary: Option<PathBuf>) -> Result<Outcome> 
                 )));
             }
             service.server().resume();
-            service.devices().iter().for_each(|device| device.server().resume());
+            devices.iter().for_each(|device| device.served().server().resume());
             Err(error)
         }
     }
@@ -112,9 +120,9 @@ fn give(service: &Service, destination: &mut Destination) -> Result<Duration> {
     let begin = Instant::now();
     let (connections, frontends) = pause(service, begin + DRAIN_TIME)?;
     for disk in service.disks() {
-        let settling = Arc::clone(disk);
+        let settling = Arc::clone(&disk.disk);
         let settled = workers.run(move || async move { settling.settle().await });
-        settled.with_context(|| format!("{}: cannot be handed over", disk.name()))?;
+        settled.with_context(|| format!("{}: cannot be handed over", disk.disk.name()))?;
     }
     reach(Step::SourceSettled);
     let mut descriptors: Vec<_> = connections.iter().map(|paused| paused.stream.as_fd()).collect();
@@ -124,7 +132,7 @@ fn give(service: &Service, destination: &mut Destination) -> Result<Duration> {
         Some(record)
     });
     let yours = Yours {
-        flush_failures: service.disks().iter().map(|disk| disk.flush_failures()).collect(),
+        flush_failures: service.disks().iter().map(|disk| disk.disk.flush_failures()).collect(),
         connections: connections.iter().map(record).collect(),
         frontends: frontends.collect(),
     };
@@ -140,7 +148,7 @@ fn flush_ahead(service: &Service, limit: usize) {
     for _ in 0..limit {
         let begin = Instant::now();
         for disk in service.disks() {
-            let disk = Arc::clone(disk);
+            let disk = Arc::clone(&disk.disk);
             // The outcome is that of the next one.
             let _ = service.workers().run(move || async move { disk.flush().await });
         }
@@ -156,9 +164,10 @@ fn pause(
     deadline: Instant,
 ) -> Result<(Vec<PausedConnection>, Vec<Option<PausedFrontend>>)> {
     // What waits for its turn is let go, so that the pause does not wait for it.
-    let _lifted: Vec<_> = service.disks().iter().map(|disk| disk.lift_limits()).collect();
+    let _lifted: Vec<_> = service.disks().iter().map(|disk| disk.disk.lift_limits()).collect();
     // All at once: what they have in flight completes at the same time.
-    let devices = service.devices().iter();
+    let devices = service.devices();
+    let devices = devices.iter().map(|device| device.served());
     let pending: Vec<_> = devices.map(|device| (device, device.server().pause(deadline))).collect();
     let server = service.server().clone();
     let connections = service.workers().run(move || async move { server.pause(DRAIN_TIME).await });
@@ -194,12 +203,17 @@ fn record(paused: &PausedConnection) -> Connection {
 ///
 /// # Errors
 /// An image cannot be handed over.
-fn offer_of(service: &Service) -> Result<(Offer, Vec<BorrowedFd<'_>>)> {
+fn offer_of<'a>(
+    service: &'a Service,
+    disks: &'a [Arc<RunningDisk>],
+    sockets: &'a [Arc<ServedSocket>],
+    devices: &'a [Arc<RunningDevice>],
+) -> Result<(Offer, Vec<BorrowedFd<'a>>)> {
     let mut descriptors = Vec::new();
     let mut images = Vec::new();
-    for disk in service.disks() {
+    for disk in disks {
         let mut files = Vec::new();
-        for file in disk.chain_files()? {
+        for file in disk.disk.chain_files()? {
             let open = file.open_files();
             files.push(File {
                 path: blockhouse_core::Storage::name(file).to_owned(),
@@ -212,30 +226,29 @@ fn offer_of(service: &Service) -> Result<(Offer, Vec<BorrowedFd<'_>>)> {
         }
         images.push(Image { files });
     }
-    let mut sockets = Vec::new();
-    for socket in service.sockets() {
+    let mut listening = Vec::new();
+    for socket in sockets {
         descriptors.push(socket.listener().as_fd());
         descriptors.extend(socket.file().map(AsFd::as_fd));
-        let exports = socket.offers().iter().map(|offer| (offer.name.clone(), offer.image));
-        sockets.push(Socket {
+        listening.push(Socket {
             address: socket.address().into(),
             has_file: socket.file().is_some(),
-            exports: exports.collect(),
+            exports: service.exports_at(socket),
         });
     }
-    let mut devices = Vec::new();
-    for device in service.devices() {
+    let mut guests = Vec::new();
+    for device in devices.iter().map(|device| device.served()) {
         descriptors.push(device.server().listener());
         descriptors.extend(device.file().map(AsFd::as_fd));
         let address = Address::Unix(device.path().as_os_str().as_bytes().to_vec());
-        devices.push(Listening { address, has_file: device.file().is_some() });
+        guests.push(Listening { address, has_file: device.file().is_some() });
     }
     let control = service.control().map(|control| {
         descriptors.push(control.listener().as_fd());
         descriptors.extend(control.file().map(AsFd::as_fd));
         Listening { address: control.address().into(), has_file: control.file().is_some() }
     });
-    Ok((Offer { images, sockets, devices, control }, descriptors))
+    Ok((Offer { images, sockets: listening, devices: guests, control }, descriptors))
 }
 
 impl From<&blockhouse_nbd::uri::Address> for Address {

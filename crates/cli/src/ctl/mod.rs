@@ -1,0 +1,289 @@
+//! `blockhouse ctl SOCKET`: what a person asks of a running server, in short commands.
+//!
+//! Each is one method of docs/control.md, or few; `call` is for all others. Results are tables, or with `--json` what the
+//! server answered.
+
+mod tables;
+
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result};
+use blockhouse_daemon::control::Connection;
+use blockhouse_daemon::size::{self, NewSize};
+use serde_json::{Map, Value, json};
+
+use crate::output;
+
+/// Arguments of `ctl`.
+#[derive(clap::Args)]
+pub struct Arguments {
+    /// The control socket of the server: that of its --control.
+    socket: PathBuf,
+    /// Print what the server answers, as JSON.
+    #[arg(long, global = true)]
+    json: bool,
+    #[command(subcommand)]
+    action: Action,
+}
+
+#[derive(clap::Subcommand)]
+enum Action {
+    /// Tell which disks are open.
+    Disks,
+    /// Tell what is served where.
+    Exports,
+    /// Open a disk.
+    Open(Open),
+    /// Make everything durable and close a disk.
+    Close {
+        /// The disk's name.
+        disk: String,
+        /// Remove its exports first: their clients end.
+        #[arg(long)]
+        force: bool,
+    },
+    /// Serve a disk at an address.
+    Export {
+        /// The disk's name.
+        disk: String,
+        /// An NBD URI, or the path of a vhost-user-blk socket.
+        address: String,
+    },
+    /// Serve a disk at an address no longer: its clients end.
+    Unexport {
+        /// The address, as `exports` tells it.
+        address: String,
+    },
+    /// Give a disk another size, and tell its guests.
+    Resize {
+        /// The disk's name.
+        disk: String,
+        /// The new size: 512, 64K, 20G, 1T; or by how much it changes: +10G, -10G.
+        #[arg(value_parser = size::parse_new, allow_hyphen_values = true)]
+        size: NewSize,
+        /// Make the disk shorter: what lies beyond is lost. It must not be served meanwhile.
+        #[arg(long)]
+        shrink: bool,
+    },
+    /// List, take, delete and rename the snapshots inside a disk's image.
+    Snapshot {
+        #[command(subcommand)]
+        action: SnapshotAction,
+    },
+    /// Tell what disks have done since they were opened.
+    Stats {
+        /// The disk's name. Left out: all.
+        disk: Option<String>,
+    },
+    /// Print what happens, a line each, until Ctrl-C.
+    Events {
+        /// Which events: disk.opened, client.came and so on. Left out: all.
+        events: Vec<String>,
+    },
+    /// Tell what the server is and can do.
+    Version,
+    /// Have any method carried out, and print its result as JSON.
+    Call {
+        /// The method: noun.verb.
+        method: String,
+        /// Its parameters: an object.
+        #[arg(default_value = "{}", value_parser = parse_object)]
+        params: Map<String, Value>,
+    },
+}
+
+/// A disk to be opened.
+#[derive(clap::Args)]
+struct Open {
+    /// The image.
+    path: PathBuf,
+    /// What it is called, unlike all others. Left out: the name of the image's file.
+    #[arg(long)]
+    name: Option<String>,
+    /// The image's format; left out, the file's name decides (.qcow2, otherwise raw).
+    #[arg(long, short)]
+    format: Option<String>,
+    /// The host's cache: none, writeback, writethrough, directsync or unsafe.
+    #[arg(long)]
+    cache: Option<String>,
+    /// Refuse all writes.
+    #[arg(long, short)]
+    read_only: bool,
+    /// What a guest's discards do: unmap or ignore.
+    #[arg(long)]
+    discard: Option<String>,
+    /// What becomes of writes of nothing but zeros: off, on or unmap.
+    #[arg(long)]
+    detect_zeroes: Option<String>,
+    /// Serve the disk as it was when this snapshot was taken, for reading only.
+    #[arg(long)]
+    snapshot: Option<String>,
+    /// Make the image with this size if it is missing (512, 64K, 20G, 1T).
+    #[arg(long, value_name = "SIZE", value_parser = size::parse)]
+    create: Option<u64>,
+    /// Serve it here: an NBD URI, or the path of a vhost-user-blk socket. May be repeated.
+    #[arg(long = "export", value_name = "ADDRESS")]
+    exports: Vec<String>,
+}
+
+#[derive(clap::Subcommand)]
+enum SnapshotAction {
+    /// Tell which snapshots there are.
+    List {
+        /// The disk's name.
+        disk: String,
+    },
+    /// Take a snapshot. Its guests go on.
+    Create {
+        /// The disk's name.
+        disk: String,
+        /// What to call it: 1 to 255 bytes, unlike all others.
+        name: String,
+    },
+    /// Delete a snapshot.
+    Delete {
+        /// The disk's name.
+        disk: String,
+        /// The snapshot's name, or its id.
+        name: String,
+    },
+    /// Give a snapshot another name.
+    Rename {
+        /// The disk's name.
+        disk: String,
+        /// The snapshot's name, or its id.
+        name: String,
+        /// What to call it from now on.
+        new_name: String,
+    },
+}
+
+/// Runs the command.
+pub fn run(arguments: Arguments) -> Result<()> {
+    let Arguments { socket, json, action } = arguments;
+    let mut server = Connection::open(&socket)?;
+    if let Action::Events { events } = action {
+        return follow(&mut server, events, json);
+    }
+    let is_call = matches!(action, Action::Call { .. });
+    let (method, params) = action.request(&mut server)?;
+    let result = server.call(&method, params)?;
+    let text = match json || is_call {
+        true => format!("{result:#}"),
+        false => tables::show(&method, &result),
+    };
+    if text.is_empty() { Ok(()) } else { output::print(&text) }
+}
+
+/// Prints events until the server ends.
+fn follow(server: &mut Connection, events: Vec<String>, json: bool) -> Result<()> {
+    let wanted = if events.is_empty() { Value::Null } else { json!(events) };
+    server.call("event.subscribe", json!({ "events": wanted }))?;
+    loop {
+        let event = server.next_event()?;
+        output::print(&if json { event.to_string() } else { tables::event(&event) })?;
+    }
+}
+
+impl Action {
+    /// The method and its parameters.
+    fn request(self, server: &mut Connection) -> Result<(String, Value)> {
+        let (method, params) = match self {
+            Self::Disks => ("disk.list", json!({})),
+            Self::Exports => ("export.list", json!({})),
+            Self::Open(open) => ("disk.open", open.params()?),
+            Self::Close { disk, force } => ("disk.close", json!({ "disk": disk, "force": force })),
+            Self::Export { disk, address } => {
+                ("export.add", json!({ "disk": disk, "export": absolute_export(&address)? }))
+            }
+            Self::Unexport { address } => ("export.remove", json!({ "export": address })),
+            Self::Resize { disk, size, shrink } => {
+                let size = new_size(server, &disk, size)?;
+                ("disk.resize", json!({ "disk": disk, "size": size, "shrink": shrink }))
+            }
+            Self::Snapshot { action } => action.request(),
+            Self::Stats { disk } => ("disk.stats", json!({ "disk": disk })),
+            Self::Events { events } => ("event.subscribe", json!({ "events": events })),
+            Self::Version => ("server.version", json!({})),
+            Self::Call { method, params } => return Ok((method, Value::Object(params))),
+        };
+        Ok((method.to_owned(), params))
+    }
+}
+
+impl SnapshotAction {
+    fn request(self) -> (&'static str, Value) {
+        match self {
+            Self::List { disk } => ("snapshot.list", json!({ "disk": disk })),
+            Self::Create { disk, name } => {
+                ("snapshot.create", json!({ "disk": disk, "name": name }))
+            }
+            Self::Delete { disk, name } => {
+                ("snapshot.delete", json!({ "disk": disk, "name": name }))
+            }
+            Self::Rename { disk, name, new_name } => {
+                ("snapshot.rename", json!({ "disk": disk, "name": name, "new-name": new_name }))
+            }
+        }
+    }
+}
+
+impl Open {
+    fn params(self) -> Result<Value> {
+        let exports = self.exports.iter().map(|export| absolute_export(export));
+        let mut params = json!({
+            "path": absolute(&self.path)?,
+            "read-only": self.read_only,
+            "exports": exports.collect::<Result<Vec<_>>>()?,
+        });
+        let optional = [
+            ("name", self.name.map(Value::from)),
+            ("format", self.format.map(Value::from)),
+            ("cache", self.cache.map(Value::from)),
+            ("discard", self.discard.map(Value::from)),
+            ("detect-zeroes", self.detect_zeroes.map(Value::from)),
+            ("snapshot", self.snapshot.map(Value::from)),
+            ("create", self.create.map(Value::from)),
+        ];
+        for (key, value) in optional {
+            if let Some(value) = value {
+                params[key] = value;
+            }
+        }
+        Ok(params)
+    }
+}
+
+fn parse_object(text: &str) -> Result<Map<String, Value>, String> {
+    serde_json::from_str(text).map_err(|error| format!("not an object of JSON: {error}"))
+}
+
+/// The server may have another working directory.
+fn absolute(path: &Path) -> Result<PathBuf> {
+    std::path::absolute(path).with_context(|| format!("{}", path.display()))
+}
+
+/// An address with a whole path: a URI has one, or the server says that it has not.
+fn absolute_export(address: &str) -> Result<String> {
+    match address.contains("://") {
+        true => Ok(address.to_owned()),
+        false => Ok(absolute(Path::new(address))?.display().to_string()),
+    }
+}
+
+/// The size that is meant, in bytes: a change is one of the size that the disk has now.
+fn new_size(server: &mut Connection, disk: &str, size: NewSize) -> Result<u64> {
+    let now = match size {
+        NewSize::Absolute(_) => 0,
+        NewSize::Grow(_) | NewSize::Shrink(_) => {
+            let disks = server.call("disk.list", json!({}))?;
+            let mut disks = disks.as_array().into_iter().flatten();
+            let found = disks.find(|one| one["disk"] == disk);
+            let size = found.and_then(|one| one["size"].as_u64());
+            size.with_context(|| {
+                format!("no disk is called {disk:?}; 'disks' tells which there are")
+            })?
+        }
+    };
+    size.of(now).map_err(|why| anyhow::anyhow!("{disk}: {why}"))
+}

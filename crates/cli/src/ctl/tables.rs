@@ -1,0 +1,140 @@
+//! Results of `ctl` for people.
+//!
+//! Texts that others chose (names, paths) are escaped: they cannot control the terminal.
+
+use blockhouse_daemon::control::Listed;
+use blockhouse_daemon::size;
+use serde_json::Value;
+
+use crate::snapshot_list;
+
+/// The result of a method; empty where there is nothing to say.
+pub fn show(method: &str, result: &Value) -> String {
+    match method {
+        "disk.list" => {
+            let row = |disk: &Value| {
+                let access = if disk["read-only"] == true { "read-only" } else { "" };
+                let path = text(&disk["path"]);
+                [
+                    text(&disk["disk"]),
+                    text(&disk["format"]),
+                    bytes(&disk["size"]),
+                    access.into(),
+                    path,
+                ]
+            };
+            table(["DISK", "FORMAT", "SIZE", "ACCESS", "PATH"], result, row)
+        }
+        "export.list" => {
+            let row = |export: &Value| {
+                let clients = export["clients"].as_u64();
+                let clients = clients.map_or_else(|| "-".into(), |count| count.to_string());
+                [text(&export["disk"]), text(&export["kind"]), clients, text(&export["export"])]
+            };
+            table(["DISK", "KIND", "CLIENTS", "EXPORT"], result, row)
+        }
+        "disk.stats" => {
+            let row = |disk: &Value| {
+                let errors = disk["errors"].as_array().into_iter().flatten();
+                let errors: u64 = errors.filter_map(|error| error["count"].as_u64()).sum();
+                [
+                    text(&disk["disk"]),
+                    text(&disk["reads"]),
+                    bytes(&disk["read-bytes"]),
+                    text(&disk["writes"]),
+                    bytes(&disk["written-bytes"]),
+                    text(&disk["flushes"]),
+                    errors.to_string(),
+                ]
+            };
+            let heading = ["DISK", "READS", "READ", "WRITES", "WRITTEN", "FLUSHES", "ERRORS"];
+            table(heading, result, row)
+        }
+        "snapshot.list" => {
+            let listed: Result<Vec<Listed>, _> = serde_json::from_value(result.clone());
+            listed.map_or_else(|_| format!("{result:#}"), |list| snapshot_list::as_text(&list))
+        }
+        "snapshot.create" | "snapshot.delete" | "snapshot.rename" => {
+            format!("writes were held off for {} us", text(&result["pause-us"]))
+        }
+        "disk.open" => exports(result),
+        "export.add" => format!("ready {}", text(&result["export"])),
+        "disk.resize" => {
+            format!("{} -> {}", bytes(&result["old-size"]), bytes(&result["size"]))
+        }
+        "disk.close" | "export.remove" => String::new(),
+        _ => format!("{result:#}"),
+    }
+}
+
+/// An event: its name, and what it says.
+pub fn event(event: &Value) -> String {
+    let fields = event.as_object().into_iter().flatten().filter(|(key, _)| *key != "event");
+    let fields = fields.map(|(key, value)| format!(" {key}={}", text(value)));
+    std::iter::once(text(&event["event"])).chain(fields).collect()
+}
+
+/// A line for each address of a disk that was opened.
+fn exports(result: &Value) -> String {
+    let exports = result["exports"].as_array().into_iter().flatten();
+    exports.map(|export| format!("ready {}", text(export))).collect::<Vec<_>>().join("\n")
+}
+
+fn text(value: &Value) -> String {
+    match value {
+        Value::String(text) => text.escape_debug().to_string(),
+        other => other.to_string(),
+    }
+}
+
+fn bytes(value: &Value) -> String {
+    value.as_u64().map_or_else(|| value.to_string(), size::show)
+}
+
+/// A heading and a row for each element, in columns; nothing where there are none.
+fn table<const N: usize>(
+    heading: [&str; N],
+    elements: &Value,
+    row: impl Fn(&Value) -> [String; N],
+) -> String {
+    let elements = elements.as_array().map_or(&[][..], Vec::as_slice);
+    if elements.is_empty() {
+        return String::new();
+    }
+    let rows: Vec<_> =
+        std::iter::once(heading.map(str::to_owned)).chain(elements.iter().map(row)).collect();
+    let width = |column: usize| rows.iter().map(|row| row[column].chars().count()).max();
+    let widths: Vec<_> = (0..N).map(|column| width(column).unwrap_or(0)).collect();
+    let line = |row: &[String; N]| {
+        let cells = row.iter().zip(&widths).map(|(cell, width)| format!("{cell:<width$}"));
+        cells.collect::<Vec<_>>().join("  ").trim_end().to_owned()
+    };
+    rows.iter().map(line).collect::<Vec<_>>().join("\n")
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    #[test]
+    fn columns_are_aligned_and_names_cannot_control_the_terminal() {
+        let disks = json!([
+            { "disk": "a", "format": "raw", "size": 1 << 30, "read-only": true, "path": "/a\u{1b}[2J" },
+            { "disk": "long-name", "format": "qcow2", "size": 512, "read-only": false, "path": "/b" },
+        ]);
+        let shown = show("disk.list", &disks);
+        let lines: Vec<_> = shown.lines().collect();
+        assert_eq!(lines[0], "DISK       FORMAT  SIZE   ACCESS     PATH");
+        assert_eq!(lines[1], r"a          raw     1 GiB  read-only  /a\u{1b}[2J");
+        assert_eq!(lines[2], "long-name  qcow2   512 B             /b");
+        assert_eq!(show("disk.list", &json!([])), "");
+    }
+
+    #[test]
+    fn an_event_is_a_line() {
+        let told = json!({ "event": "client.left", "export": "nbd://h/", "peer": "process 7" });
+        assert_eq!(event(&told), "client.left export=nbd://h/ peer=process 7");
+    }
+}

@@ -1,0 +1,207 @@
+//! What each method does.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use anyhow::Result;
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+use serde_json::Value;
+
+use super::Listed;
+use super::methods::{
+    CloseParams, DiskInfo, DiskParams, DiskStats, Done, ErrorStats, ExportAddParams, ExportInfo,
+    ExportParams, METHODS, NoParams, OpenResult, PauseResult, ResizeParams, ResizeResult,
+    SnapshotParams, SnapshotRenameParams, SnapshotResult, StatsParams, VERSION, VersionResult,
+};
+use super::pause_log::log;
+use super::rpc::{Failure, INVALID_PARAMS, UNKNOWN_METHOD};
+use crate::disk_options::{DiskOptions, check_absolute};
+use crate::events::Event;
+use crate::running::{ExportAddress, Running, RunningDisk, RunningExport};
+
+type Outcome = Result<Value, Failure>;
+
+/// The parameters of a method.
+pub(super) fn params<T: DeserializeOwned>(params: Value) -> Result<T, Failure> {
+    serde_json::from_value(params).map_err(|why| Failure::new(INVALID_PARAMS, why.to_string()))
+}
+
+/// The result of a method.
+pub(super) fn result(value: impl Serialize) -> Outcome {
+    Ok(serde_json::to_value(value).map_err(anyhow::Error::from)?)
+}
+
+fn invalid(why: String) -> Failure {
+    Failure::new(INVALID_PARAMS, why)
+}
+
+/// Carries a request out that changes or tells what runs. Those about the connection or the process are the server's.
+pub(super) async fn call(running: &Running, method: &str, given: Value) -> Outcome {
+    match method {
+        "server.version" => params(given).and_then(|NoParams {}| result(version())),
+        "disk.list" => params(given).and_then(|NoParams {}| result(disks(running))),
+        "disk.open" => open(running, params(given)?).await,
+        "disk.close" => {
+            let CloseParams { disk, force } = params(given)?;
+            running.close(&disk, force).await?;
+            result(Done {})
+        }
+        "disk.resize" => {
+            let ResizeParams { disk, size, shrink } = params(given)?;
+            let resized = running.resize(&disk, size, shrink).await?;
+            result(ResizeResult { old_size: resized.old, size: resized.new })
+        }
+        "export.list" => params(given).and_then(|NoParams {}| result(exports(running))),
+        "export.add" => {
+            let ExportAddParams { disk, export } = params(given)?;
+            let export = running.add_export(&disk, address(&export)?).await?.to_string();
+            result(ExportParams { export })
+        }
+        "export.remove" => {
+            let ExportParams { export } = params(given)?;
+            running.remove_export(&export).await?;
+            result(Done {})
+        }
+        "disk.stats" => stats(running, params(given)?),
+        "stats.get" => params(given).and_then(|NoParams {}| result(running.metrics())),
+        _ => snapshots(running, method, given).await,
+    }
+}
+
+async fn snapshots(running: &Running, method: &str, given: Value) -> Outcome {
+    match method {
+        "snapshot.list" => {
+            let DiskParams { disk } = params(given)?;
+            let claimed = running.claim_disk(&disk).await?;
+            let snapshots =
+                claimed.disk.disk.snapshots().list().await.map_err(anyhow::Error::from)?;
+            result(snapshots.iter().map(Listed::from).collect::<Vec<_>>())
+        }
+        "snapshot.create" => {
+            let SnapshotParams { disk, name } = params(given)?;
+            let claimed = running.claim_disk(&disk).await?;
+            let taken = claimed.disk.disk.snapshots().create(&name).await;
+            let (snapshot, pause) = taken.map_err(anyhow::Error::from)?;
+            let pause_us = log(&claimed.disk, pause, &format!("took the snapshot {name:?}"));
+            result(SnapshotResult { id: snapshot.id, pause_us })
+        }
+        "snapshot.delete" => {
+            let SnapshotParams { disk, name } = params(given)?;
+            let claimed = running.claim_disk(&disk).await?;
+            let deleted = claimed.disk.disk.snapshots().delete(&name).await;
+            let pause = deleted.map_err(anyhow::Error::from)?;
+            let pause_us = log(&claimed.disk, pause, &format!("deleted the snapshot {name:?}"));
+            result(PauseResult { pause_us })
+        }
+        "snapshot.rename" => {
+            let SnapshotRenameParams { disk, name, new_name } = params(given)?;
+            let claimed = running.claim_disk(&disk).await?;
+            let renamed = claimed.disk.disk.snapshots().rename(&name, &new_name).await;
+            let pause = renamed.map_err(anyhow::Error::from)?;
+            let what = format!("the snapshot {name:?} is {new_name:?} now");
+            result(PauseResult { pause_us: log(&claimed.disk, pause, &what) })
+        }
+        _ => Err(Failure::new(
+            UNKNOWN_METHOD,
+            format!("there is no method {method:?}; 'server.version' tells which there are"),
+        )),
+    }
+}
+
+fn version() -> VersionResult {
+    VersionResult {
+        version: env!("CARGO_PKG_VERSION"),
+        protocol: VERSION,
+        methods: METHODS.iter().map(|(name, ..)| *name).collect(),
+        events: Event::NAMES.to_vec(),
+    }
+}
+
+/// The export that a user means.
+fn address(text: &str) -> Result<ExportAddress, Failure> {
+    let address = ExportAddress::parse(text).map_err(invalid)?;
+    if let ExportAddress::Nbd(uri) = &address
+        && let blockhouse_nbd::uri::Address::Unix(path) = &uri.address
+    {
+        check_absolute(path).map_err(invalid)?;
+    }
+    Ok(address)
+}
+
+async fn open(running: &Running, options: DiskOptions) -> Outcome {
+    let setup = options.setup().map_err(invalid)?;
+    let addresses = options.exports.iter().map(|export| address(export));
+    let addresses = addresses.collect::<Result<Vec<_>, _>>()?;
+    let opened = running.open_and_serve(setup, addresses).await?;
+    let exports = running.exports_of(opened.name());
+    result(OpenResult {
+        disk: opened.name().to_owned(),
+        size: opened.disk.size(),
+        exports: exports.iter().map(|export| export.address.to_string()).collect(),
+    })
+}
+
+fn disks(running: &Running) -> Vec<DiskInfo> {
+    let exports = running.exports();
+    let of = |disk: &str| {
+        let of_disk = exports.iter().filter(|export| export.disk == disk);
+        of_disk.map(|export| export.address.to_string()).collect()
+    };
+    let info = |disk: Arc<RunningDisk>| DiskInfo {
+        disk: disk.name().to_owned(),
+        path: PathBuf::from(&disk.path),
+        format: disk.disk.format_name().to_owned(),
+        size: disk.disk.size(),
+        read_only: disk.setup.is_read_only(),
+        cache: disk.setup.cache.as_str().to_owned(),
+        snapshot: disk.setup.snapshot.clone(),
+        exports: of(disk.name()),
+    };
+    running.disks().into_iter().map(info).collect()
+}
+
+fn exports(running: &Running) -> Vec<ExportInfo> {
+    let info = |export: RunningExport| ExportInfo {
+        kind: match export.address {
+            ExportAddress::Nbd(_) => "nbd",
+            ExportAddress::VhostUser(_) => "vhost-user-blk",
+        },
+        clients: running.clients(&export),
+        export: export.address.to_string(),
+        disk: export.disk,
+    };
+    running.exports().into_iter().map(info).collect()
+}
+
+fn stats(running: &Running, StatsParams { disk }: StatsParams) -> Outcome {
+    let disks = match disk {
+        Some(name) => vec![running.disk(&name)?],
+        None => running.disks(),
+    };
+    result(disks.iter().map(|disk| stats_of(disk)).collect::<Vec<_>>())
+}
+
+fn stats_of(disk: &RunningDisk) -> DiskStats {
+    let metrics = disk.disk.metrics();
+    let counters = metrics.counters();
+    let mut errors: Vec<ErrorStats> = Vec::new();
+    for one in metrics.requests.iter().flat_map(|requests| &requests.errors) {
+        match errors.iter_mut().find(|known| known.errno == one.errno) {
+            Some(known) => known.count += one.count,
+            None => errors.push(ErrorStats { errno: one.errno, count: one.count }),
+        }
+    }
+    DiskStats {
+        disk: disk.name().to_owned(),
+        reads: counters.reads,
+        read_bytes: counters.read_bytes,
+        writes: counters.writes,
+        written_bytes: counters.written_bytes,
+        zero_writes: counters.zero_writes,
+        discards: counters.discards,
+        flushes: counters.flushes,
+        in_flight: counters.in_flight,
+        errors,
+    }
+}

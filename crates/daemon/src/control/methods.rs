@@ -1,0 +1,319 @@
+//! The methods of JSON-RPC: what each takes and gives. docs/control.schema.json is made from here.
+
+use std::path::PathBuf;
+
+use schemars::{JsonSchema, SchemaGenerator};
+use serde::{Deserialize, Serialize};
+use serde_json::{Map, Value, json};
+
+use super::Listed;
+use crate::disk_options::DiskOptions;
+use crate::events::Event;
+
+/// The version of the protocol. It rises where something that worked works no longer; what is added shows in
+/// `server.version`.
+pub const VERSION: u32 = 1;
+
+/// No parameters.
+#[derive(Debug, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub struct NoParams {}
+
+/// No result.
+#[derive(Debug, Serialize, JsonSchema)]
+pub struct Done {}
+
+/// What a server is and can do.
+#[derive(Debug, Serialize, JsonSchema)]
+pub struct VersionResult {
+    /// The version of the program.
+    pub version: &'static str,
+    /// The version of this protocol.
+    pub protocol: u32,
+    /// The methods that there are.
+    pub methods: Vec<&'static str>,
+    /// The events that there are.
+    pub events: Vec<&'static str>,
+}
+
+/// A disk.
+#[derive(Debug, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub struct DiskParams {
+    /// Its name.
+    pub disk: String,
+}
+
+/// A disk, or all.
+#[derive(Debug, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub struct StatsParams {
+    /// Its name. Left out: all.
+    pub disk: Option<String>,
+}
+
+/// A disk that is open.
+#[derive(Debug, Serialize, JsonSchema)]
+#[serde(rename_all = "kebab-case")]
+pub struct DiskInfo {
+    /// Its name.
+    pub disk: String,
+    /// The canonical path of the image.
+    pub path: PathBuf,
+    /// raw, qcow2.
+    pub format: String,
+    /// Its size in bytes.
+    pub size: u64,
+    /// Whether all writes are refused.
+    pub read_only: bool,
+    /// The host's cache.
+    pub cache: String,
+    /// The snapshot that is served in place of the disk.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub snapshot: Option<String>,
+    /// Where it is served.
+    pub exports: Vec<String>,
+}
+
+/// A disk that was opened.
+#[derive(Debug, Serialize, JsonSchema)]
+pub struct OpenResult {
+    /// Its name.
+    pub disk: String,
+    /// Its size in bytes.
+    pub size: u64,
+    /// Where it is served, with the real port where port 0 was asked for.
+    pub exports: Vec<String>,
+}
+
+/// A disk to be closed.
+#[derive(Debug, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub struct CloseParams {
+    /// Its name.
+    pub disk: String,
+    /// Whether its exports are removed first. Otherwise a disk with exports stays open.
+    #[serde(default)]
+    pub force: bool,
+}
+
+/// A new size.
+#[derive(Debug, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub struct ResizeParams {
+    /// The name of the disk.
+    pub disk: String,
+    /// Bytes, a multiple of 512.
+    pub size: u64,
+    /// Whether it may become shorter: what lies beyond is lost. Refused while the disk has exports.
+    #[serde(default)]
+    pub shrink: bool,
+}
+
+/// A disk that may have another size.
+#[derive(Debug, Serialize, JsonSchema)]
+#[serde(rename_all = "kebab-case")]
+pub struct ResizeResult {
+    /// Bytes before.
+    pub old_size: u64,
+    /// Bytes now.
+    pub size: u64,
+}
+
+/// An export to be added.
+#[derive(Debug, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub struct ExportAddParams {
+    /// The name of the disk.
+    pub disk: String,
+    /// The URI of an NBD export, or the absolute path of a vhost-user-blk socket.
+    pub export: String,
+}
+
+/// An export.
+#[derive(Debug, Deserialize, Serialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub struct ExportParams {
+    /// The URI of an NBD export, or the path of a vhost-user-blk socket, as `export.list` tells it.
+    pub export: String,
+}
+
+/// An export that is served.
+#[derive(Debug, Serialize, JsonSchema)]
+#[serde(rename_all = "kebab-case")]
+pub struct ExportInfo {
+    /// The URI, or the path of its socket.
+    pub export: String,
+    /// nbd or vhost-user-blk.
+    pub kind: &'static str,
+    /// The name of its disk.
+    pub disk: String,
+    /// How many clients it has, of NBD.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub clients: Option<usize>,
+}
+
+/// A snapshot of a disk.
+#[derive(Debug, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub struct SnapshotParams {
+    /// The name of the disk.
+    pub disk: String,
+    /// The snapshot's name, or its id where there is one already.
+    pub name: String,
+}
+
+/// A snapshot and its new name.
+#[derive(Debug, Deserialize, JsonSchema)]
+#[serde(rename_all = "kebab-case", deny_unknown_fields)]
+pub struct SnapshotRenameParams {
+    /// The name of the disk.
+    pub disk: String,
+    /// The snapshot's name or id.
+    pub name: String,
+    /// What it is called from now on.
+    pub new_name: String,
+}
+
+/// A snapshot that was taken.
+#[derive(Debug, Serialize, JsonSchema)]
+#[serde(rename_all = "kebab-case")]
+pub struct SnapshotResult {
+    /// The snapshot's id.
+    pub id: String,
+    /// For how long the guests' changes were held off, in microseconds.
+    pub pause_us: u64,
+}
+
+/// A change of the image that was made.
+#[derive(Debug, Serialize, JsonSchema)]
+#[serde(rename_all = "kebab-case")]
+pub struct PauseResult {
+    /// For how long the guests' changes were held off, in microseconds.
+    pub pause_us: u64,
+}
+
+/// What a disk has done since it was opened.
+#[derive(Debug, Serialize, JsonSchema)]
+#[serde(rename_all = "kebab-case")]
+pub struct DiskStats {
+    /// Its name.
+    pub disk: String,
+    /// Reads asked for.
+    pub reads: u64,
+    /// Bytes of them.
+    pub read_bytes: u64,
+    /// Writes asked for.
+    pub writes: u64,
+    /// Bytes of them.
+    pub written_bytes: u64,
+    /// Zero writes asked for.
+    pub zero_writes: u64,
+    /// Discards asked for.
+    pub discards: u64,
+    /// Flushes asked for.
+    pub flushes: u64,
+    /// Requests in flight.
+    pub in_flight: u64,
+    /// Requests that failed, by the name of their errno's number.
+    pub errors: Vec<ErrorStats>,
+}
+
+/// How often requests failed with one errno.
+#[derive(Debug, Serialize, JsonSchema)]
+pub struct ErrorStats {
+    /// The errno, as on Linux.
+    pub errno: i32,
+    /// How often.
+    pub count: u64,
+}
+
+/// A process that goes on.
+#[derive(Debug, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub struct UpgradeParams {
+    /// The program; left out, the one that the server was started from, as it is at its path by now.
+    pub binary: Option<PathBuf>,
+}
+
+/// Events that are wanted.
+#[derive(Debug, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub struct SubscribeParams {
+    /// Their names. Left out: all.
+    pub events: Option<Vec<String>>,
+}
+
+type MakeSchema = fn(&mut SchemaGenerator) -> (Value, Value);
+
+fn of<P: JsonSchema, R: JsonSchema>(generator: &mut SchemaGenerator) -> (Value, Value) {
+    (generator.subschema_for::<P>().to_value(), generator.subschema_for::<R>().to_value())
+}
+
+/// All methods, what each does, its parameters and its result.
+pub(super) const METHODS: &[(&str, &str, MakeSchema)] = &[
+    ("server.version", "What the server is and can do.", of::<NoParams, VersionResult>),
+    ("server.upgrade", "Has another process go on.", of::<UpgradeParams, super::UpgradeReply>),
+    ("disk.list", "The disks that are open.", of::<NoParams, Vec<DiskInfo>>),
+    (
+        "disk.open",
+        "Opens a disk, and serves it where that is asked for.",
+        of::<DiskOptions, OpenResult>,
+    ),
+    ("disk.close", "Makes everything durable and closes a disk.", of::<CloseParams, Done>),
+    (
+        "disk.resize",
+        "Gives a disk another size, and tells its guests.",
+        of::<ResizeParams, ResizeResult>,
+    ),
+    ("export.list", "What is served where.", of::<NoParams, Vec<ExportInfo>>),
+    ("export.add", "Serves a disk at an address.", of::<ExportAddParams, ExportParams>),
+    ("export.remove", "Serves it there no longer; its clients end.", of::<ExportParams, Done>),
+    ("snapshot.list", "The snapshots inside a disk's image.", of::<DiskParams, Vec<Listed>>),
+    (
+        "snapshot.create",
+        "Takes a snapshot while guests go on.",
+        of::<SnapshotParams, SnapshotResult>,
+    ),
+    ("snapshot.delete", "Deletes a snapshot.", of::<SnapshotParams, PauseResult>),
+    ("snapshot.rename", "Gives a snapshot another name.", of::<SnapshotRenameParams, PauseResult>),
+    (
+        "stats.get",
+        "All metrics, as /metrics.json has them (docs/metrics.md).",
+        of::<NoParams, Value>,
+    ),
+    (
+        "disk.stats",
+        "What disks have done since they were opened.",
+        of::<StatsParams, Vec<DiskStats>>,
+    ),
+    (
+        "event.subscribe",
+        "Has events sent on this connection, as notifications.",
+        of::<SubscribeParams, Done>,
+    ),
+    ("event.unsubscribe", "Has no more of them sent.", of::<NoParams, Done>),
+];
+
+/// The schema of the protocol (JSON Schema, draft 2020-12): `methods` has each method's parameters and result, `event`
+/// the parameters of the notification `event`.
+pub fn schema() -> Value {
+    let mut generator = SchemaGenerator::default();
+    let event = generator.subschema_for::<Event>().to_value();
+    let methods: Map<String, Value> = METHODS
+        .iter()
+        .map(|(name, description, make)| {
+            let (params, result) = make(&mut generator);
+            let method = json!({ "description": description, "params": params, "result": result });
+            ((*name).to_owned(), method)
+        })
+        .collect();
+    json!({
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": "The control socket of 'blockhouse serve'",
+        "protocol": VERSION,
+        "methods": methods,
+        "event": event,
+        "$defs": generator.take_definitions(true),
+    })
+}

@@ -1,0 +1,252 @@
+//! A disk as people describe it: in the configuration and in `disk.open`, with the same words as the command line.
+
+use std::fmt;
+use std::marker::PhantomData;
+use std::os::unix::ffi::OsStrExt;
+use std::path::{Path, PathBuf};
+use std::str::FromStr;
+
+use blockhouse_disk::{
+    Access, CacheMode, DetectZeroes, Discard, ImageFormat, RemoteBacking, is_address,
+};
+use schemars::JsonSchema;
+use serde::Deserialize;
+use serde::de::{Deserializer, Error, Visitor};
+
+use crate::setup::DiskSetup;
+use crate::size;
+
+/// A disk to be opened.
+#[derive(Clone, Debug, Deserialize, JsonSchema)]
+#[serde(rename_all = "kebab-case", deny_unknown_fields)]
+pub struct DiskOptions {
+    /// What it is called, unlike all others. Left out: the name of the image's file.
+    pub name: Option<String>,
+    /// The image: an absolute path, or the URI of an export of another server.
+    pub path: PathBuf,
+    /// raw or qcow2. Left out, the file's name decides (.qcow2, otherwise raw).
+    #[serde(default, deserialize_with = "some_text")]
+    #[schemars(with = "Option<String>")]
+    pub format: Option<ImageFormat>,
+    /// Refuse all writes.
+    #[serde(default)]
+    pub read_only: bool,
+    /// The host's cache: none, writeback, writethrough, directsync or unsafe. Left out: none.
+    #[serde(default, deserialize_with = "text")]
+    #[schemars(with = "Option<String>")]
+    pub cache: CacheMode,
+    /// What a guest's discards do: unmap gives the space back to the host, ignore does nothing. Left out: unmap.
+    #[serde(default)]
+    pub discard: DiscardName,
+    /// What becomes of writes of nothing but zeros: off, on or unmap. Left out: off.
+    #[serde(default)]
+    pub detect_zeroes: DetectZeroesName,
+    /// Serve the disk as it was when this snapshot was taken (its name or id), for reading only.
+    pub snapshot: Option<String>,
+    /// Make the image with this size if it is missing: bytes, or a text like "20G".
+    #[serde(default, deserialize_with = "some_size")]
+    #[schemars(with = "Option<Size>")]
+    pub create: Option<u64>,
+    /// What the image may name as its backing file or data file, beside regular files below its own folder: folders and
+    /// files, by absolute paths.
+    #[serde(default)]
+    pub allow_paths: Vec<PathBuf>,
+    /// Whether the image may name an export of another server as its backing file.
+    #[serde(default)]
+    pub allow_remote: bool,
+    /// Where it is served: URIs of NBD exports, absolute paths of vhost-user-blk sockets.
+    #[serde(default)]
+    pub exports: Vec<String>,
+}
+
+/// What discards do.
+#[derive(Clone, Copy, Debug, Default, Deserialize, JsonSchema)]
+#[serde(rename_all = "kebab-case")]
+pub enum DiscardName {
+    /// The space goes back to the host.
+    #[default]
+    Unmap,
+    /// Nothing.
+    Ignore,
+}
+
+/// What becomes of writes of zeros.
+#[derive(Clone, Copy, Debug, Default, Deserialize, JsonSchema, PartialEq, Eq)]
+#[serde(rename_all = "kebab-case")]
+pub enum DetectZeroesName {
+    /// They are written.
+    #[default]
+    Off,
+    /// It is stored that the range is zero.
+    On,
+    /// So, and its space goes back to the host.
+    Unmap,
+}
+
+/// For the schema: what [`some_size`] reads.
+#[derive(JsonSchema)]
+#[serde(untagged)]
+#[expect(dead_code, reason = "the schema alone is used")]
+enum Size {
+    Bytes(u64),
+    Text(String),
+}
+
+impl DiskOptions {
+    /// The disk that is to be opened.
+    ///
+    /// # Errors
+    /// What contradicts itself, in words.
+    pub fn setup(&self) -> Result<DiskSetup, String> {
+        if !is_address(self.path.as_os_str().as_bytes()) {
+            check_absolute(&self.path)?;
+        }
+        self.allow_paths.iter().try_for_each(|path| check_absolute(path))?;
+        let by_file = || self.path.file_name().map(|name| name.to_string_lossy().into_owned());
+        let name = self.name.clone().or_else(by_file).filter(|name| !name.is_empty());
+        let name = name.ok_or("the disk has no name, and its path names no file")?;
+        let discard = match self.discard {
+            DiscardName::Unmap => Discard::Unmap,
+            DiscardName::Ignore => Discard::Ignore,
+        };
+        let detect_zeroes = match self.detect_zeroes {
+            DetectZeroesName::Off => DetectZeroes::Off,
+            DetectZeroesName::On => DetectZeroes::On,
+            DetectZeroesName::Unmap => DetectZeroes::Unmap,
+        };
+        if detect_zeroes == DetectZeroes::Unmap && discard == Discard::Ignore {
+            return Err(
+                "detect-zeroes unmap needs discard unmap; detect-zeroes on does without".into()
+            );
+        }
+        if self.create.is_some() && self.snapshot.is_some() {
+            return Err("a new image has no snapshots; leave out create or snapshot".into());
+        }
+        Ok(DiskSetup {
+            name,
+            path: self.path.clone(),
+            format: self.format,
+            access: if self.read_only { Access::ReadOnly } else { Access::ReadWrite },
+            cache: self.cache,
+            discard,
+            detect_zeroes,
+            create: self.create.map(|size| size.next_multiple_of(512)),
+            snapshot: self.snapshot.clone(),
+            allow_paths: self.allow_paths.clone(),
+            throttle: None,
+            remote_backing: match self.allow_remote {
+                true => RemoteBacking::Allowed,
+                false => RemoteBacking::Refused,
+            },
+        })
+    }
+}
+
+/// Refuses a path that depends on the working directory of a server.
+///
+/// # Errors
+/// Where it is relative.
+pub fn check_absolute(path: &Path) -> Result<(), String> {
+    match path.is_absolute() {
+        true => Ok(()),
+        false => Err(format!("{}: write the whole path, from / on", path.display())),
+    }
+}
+
+/// A value that is written as a text.
+fn text<'de, D: Deserializer<'de>, T: FromStr<Err = String>>(from: D) -> Result<T, D::Error> {
+    struct Text<T>(PhantomData<T>);
+    impl<T: FromStr<Err = String>> Visitor<'_> for Text<T> {
+        type Value = T;
+
+        fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+            f.write_str("a text")
+        }
+
+        fn visit_str<E: Error>(self, text: &str) -> Result<T, E> {
+            text.parse().map_err(E::custom)
+        }
+    }
+    from.deserialize_str(Text(PhantomData))
+}
+
+fn some_text<'de, D: Deserializer<'de>, T: FromStr<Err = String>>(
+    from: D,
+) -> Result<Option<T>, D::Error> {
+    text(from).map(Some)
+}
+
+/// A size: bytes, or a text like "20G".
+fn some_size<'de, D: Deserializer<'de>>(from: D) -> Result<Option<u64>, D::Error> {
+    struct Bytes;
+    impl Visitor<'_> for Bytes {
+        type Value = u64;
+
+        fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+            f.write_str("a size: bytes, or a text like \"20G\"")
+        }
+
+        fn visit_u64<E: Error>(self, bytes: u64) -> Result<u64, E> {
+            // File offsets are signed.
+            i64::try_from(bytes).map(|_| bytes).map_err(|_| E::custom("too large"))
+        }
+
+        fn visit_i64<E: Error>(self, bytes: i64) -> Result<u64, E> {
+            u64::try_from(bytes).map_err(|_| E::custom("a size is not negative"))
+        }
+
+        fn visit_str<E: Error>(self, text: &str) -> Result<u64, E> {
+            size::parse(text).map_err(E::custom)
+        }
+    }
+    from.deserialize_any(Bytes).map(Some)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn options(json: &str) -> Result<DiskSetup, String> {
+        let options: DiskOptions = serde_json::from_str(json).map_err(|error| error.to_string())?;
+        options.setup()
+    }
+
+    #[test]
+    fn a_disk_is_described_in_the_words_of_the_command_line() {
+        let disk = options(r#"{"path":"/vm/a.qcow2"}"#).expect("a path is enough");
+        assert_eq!(
+            (disk.name.as_str(), disk.cache, disk.create),
+            ("a.qcow2", CacheMode::None, None)
+        );
+        let disk = options(
+            r#"{"path":"/a","name":"n","format":"raw","read-only":true,"cache":"unsafe","create":"1.5K"}"#,
+        );
+        let disk = disk.expect("all of it makes sense");
+        assert!(disk.is_read_only() && disk.format == Some(ImageFormat::Raw));
+        assert_eq!(
+            (disk.name.as_str(), disk.cache, disk.create),
+            ("n", CacheMode::Unsafe, Some(1536))
+        );
+    }
+
+    #[test]
+    fn what_makes_no_sense_is_refused() {
+        for (json, why) in [
+            (r#"{}"#, "path"),
+            (r#"{"path":"a"}"#, "whole path"),
+            (r#"{"path":"/"}"#, "no name"),
+            (r#"{"path":"/a","name":""}"#, "no name"),
+            (r#"{"path":"/a","cache":"some"}"#, "no cache mode 'some'"),
+            (r#"{"path":"/a","format":"vmx"}"#, "vmx"),
+            (r#"{"path":"/a","create":-1}"#, "negative"),
+            (r#"{"path":"/a","create":"1Q"}"#, "no unit"),
+            (r#"{"path":"/a","create":18446744073709551615}"#, "too large"),
+            (r#"{"path":"/a","detect-zeroes":"unmap","discard":"ignore"}"#, "needs discard unmap"),
+            (r#"{"path":"/a","create":1,"snapshot":"s"}"#, "no snapshots"),
+            (r#"{"path":"/a","read_only":true}"#, "unknown field"),
+        ] {
+            let error = options(json).expect_err(json);
+            assert!(error.contains(why), "{json}: {error}");
+        }
+    }
+}

@@ -1,0 +1,207 @@
+//! What happens while images are served, told to those who subscribe.
+//!
+//! Guarantees: telling never waits, whoever does not listen. A subscriber that falls [`QUEUE`] events behind loses
+//! the newer ones, and is told how many.
+
+use std::collections::VecDeque;
+use std::sync::{Arc, Weak};
+
+use blockhouse_core::sync::Condvar;
+use parking_lot::Mutex;
+use serde::Serialize;
+
+/// Events that wait for a subscriber, at most.
+const QUEUE: usize = 1024;
+
+/// Something that happened.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, schemars::JsonSchema)]
+#[serde(tag = "event", rename_all_fields = "kebab-case")]
+pub enum Event {
+    /// A disk was opened.
+    #[serde(rename = "disk.opened")]
+    DiskOpened {
+        /// Its name.
+        disk: String,
+    },
+    /// A disk was closed.
+    #[serde(rename = "disk.closed")]
+    DiskClosed {
+        /// Its name.
+        disk: String,
+        /// Why its last changes could not be made durable, if so.
+        #[serde(skip_serializing_if = "Option::is_none")]
+        error: Option<String>,
+    },
+    /// A disk has another size.
+    #[serde(rename = "disk.resized")]
+    DiskResized {
+        /// Its name.
+        disk: String,
+        /// Its size in bytes.
+        size: u64,
+    },
+    /// An export is served.
+    #[serde(rename = "export.added")]
+    ExportAdded {
+        /// The export: its URI, or the path of its socket.
+        export: String,
+        /// The name of its disk.
+        disk: String,
+    },
+    /// An export is served no longer.
+    #[serde(rename = "export.removed")]
+    ExportRemoved {
+        /// The export: its URI, or the path of its socket.
+        export: String,
+        /// The name of its disk.
+        disk: String,
+    },
+    /// An NBD client chose an export.
+    #[serde(rename = "client.came")]
+    ClientCame {
+        /// The export's URI.
+        export: String,
+        /// Who it is, as far as the kernel knows.
+        peer: String,
+    },
+    /// An NBD client's connection is over.
+    #[serde(rename = "client.left")]
+    ClientLeft {
+        /// The export's URI.
+        export: String,
+        /// Who it was.
+        peer: String,
+    },
+    /// The subscriber was too slow.
+    #[serde(rename = "event.lost")]
+    Lost {
+        /// How many events it was not told.
+        count: u64,
+    },
+}
+
+impl Event {
+    /// The names of all events.
+    pub const NAMES: [&str; 8] = [
+        "disk.opened",
+        "disk.closed",
+        "disk.resized",
+        "export.added",
+        "export.removed",
+        "client.came",
+        "client.left",
+        "event.lost",
+    ];
+
+    /// Its name.
+    pub fn name(&self) -> &'static str {
+        let index = match self {
+            Self::DiskOpened { .. } => 0,
+            Self::DiskClosed { .. } => 1,
+            Self::DiskResized { .. } => 2,
+            Self::ExportAdded { .. } => 3,
+            Self::ExportRemoved { .. } => 4,
+            Self::ClientCame { .. } => 5,
+            Self::ClientLeft { .. } => 6,
+            Self::Lost { .. } => 7,
+        };
+        Self::NAMES[index]
+    }
+}
+
+/// Those who are told. Clones are the same.
+#[derive(Clone, Default)]
+pub(crate) struct Events(Arc<Mutex<Vec<Weak<Queue>>>>);
+
+#[derive(Default)]
+struct Queue {
+    state: Mutex<Waiting>,
+    changed: Condvar,
+}
+
+#[derive(Default)]
+struct Waiting {
+    events: VecDeque<Event>,
+    lost: u64,
+}
+
+/// What one subscriber is told, from its subscription on.
+pub(crate) struct Subscription(Arc<Queue>);
+
+impl Events {
+    /// Tells all subscribers.
+    pub(crate) fn tell(&self, event: Event) {
+        let mut queues = self.0.lock();
+        queues.retain(|queue| {
+            let Some(queue) = queue.upgrade() else { return false };
+            queue.push(event.clone());
+            true
+        });
+    }
+
+    /// What happens from now on.
+    pub(crate) fn subscribe(&self) -> Subscription {
+        let queue = Arc::new(Queue::default());
+        self.0.lock().push(Arc::downgrade(&queue));
+        Subscription(queue)
+    }
+}
+
+impl Queue {
+    fn push(&self, event: Event) {
+        {
+            let mut state = self.state.lock();
+            match state.events.len() < QUEUE {
+                true => state.events.push_back(event),
+                false => state.lost += 1,
+            }
+        }
+        self.changed.notify_all();
+    }
+
+    fn pop(&self) -> Option<Event> {
+        let mut state = self.state.lock();
+        state.events.pop_front().or_else(|| {
+            let count = std::mem::take(&mut state.lost);
+            (count > 0).then_some(Event::Lost { count })
+        })
+    }
+}
+
+impl Subscription {
+    /// Waits for the next event. One that is dropped while it waits loses none.
+    pub(crate) async fn next(&self) -> Event {
+        self.0.changed.wait_until(|| self.0.pop()).await
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use futures_util::FutureExt;
+
+    use super::*;
+
+    #[test]
+    fn a_subscriber_is_told_in_order_and_how_many_it_lost() {
+        let events = Events::default();
+        events.tell(Event::DiskOpened { disk: "before".into() });
+        let subscription = events.subscribe();
+        let told = |subscription: &Subscription| subscription.next().now_or_never();
+        assert_eq!(told(&subscription), None);
+        let resized = |size| Event::DiskResized { disk: "a".into(), size };
+        (0..QUEUE as u64 + 3).for_each(|size| events.tell(resized(size)));
+        (0..QUEUE as u64).for_each(|size| assert_eq!(told(&subscription), Some(resized(size))));
+        assert_eq!(told(&subscription), Some(Event::Lost { count: 3 }));
+        assert_eq!(told(&subscription), None);
+        drop(subscription);
+        events.tell(resized(1));
+        assert!(events.0.lock().is_empty(), "who is gone is forgotten");
+    }
+
+    #[test]
+    fn names_are_those_of_the_messages() {
+        let event = Event::ClientLeft { export: "e".into(), peer: "p".into() };
+        let json = serde_json::to_value(&event).expect("plain values");
+        assert_eq!(json["event"], event.name());
+    }
+}

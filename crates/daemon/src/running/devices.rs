@@ -1,0 +1,103 @@
+//! vhost-user-blk devices: a disk at a socket of its own.
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Duration;
+
+use anyhow::Result;
+use blockhouse_engine::sleep;
+use blockhouse_nbd::bind;
+use blockhouse_nbd::uri::Address;
+use blockhouse_vhost_user::Export;
+
+use super::{ExportAddress, Running, RunningDisk, RunningExport};
+use crate::blocking;
+use crate::vhost_user::{self, DeviceSocket, ServedDevice};
+
+/// How often it is asked whether a device is in use by nobody else: by who tells it of a new size.
+const RETRY: Duration = Duration::from_millis(1);
+
+/// A device that is served.
+pub(crate) struct RunningDevice {
+    disk: String,
+    served: ServedDevice,
+}
+
+impl RunningDevice {
+    /// Its socket and its server.
+    pub(crate) fn served(&self) -> &ServedDevice {
+        &self.served
+    }
+}
+
+impl Running {
+    /// Serves a disk to a guest at a bound socket.
+    ///
+    /// # Errors
+    /// No thread can be had for it.
+    pub(crate) fn serve_device(&self, socket: DeviceSocket, disk: &RunningDisk) -> Result<()> {
+        let (name, loops) = (disk.name().to_owned(), self.loops.clone());
+        // What the guest calls it: that has 20 bytes, too few for a path.
+        let label = Path::new(&name).file_name().unwrap_or_default().to_string_lossy().into();
+        let (queues, memory) = (self.options.queues, self.options.memory);
+        let shared = Arc::clone(&disk.disk);
+        let export = Export { disk: shared, name: label, queues, loops, memory };
+        let served = vhost_user::serve(socket, export)?;
+        let path = served.path().to_owned();
+        let mut list = self.list.lock();
+        let address = ExportAddress::VhostUser(path);
+        list.exports.push(RunningExport { address, disk: name.clone() });
+        list.devices.push(Arc::new(RunningDevice { disk: name, served }));
+        Ok(())
+    }
+
+    /// The devices, in the order in which they were added.
+    pub(crate) fn devices(&self) -> Vec<Arc<RunningDevice>> {
+        self.list.lock().devices.clone()
+    }
+
+    pub(super) async fn add_device(&self, path: PathBuf, disk: Arc<RunningDisk>) -> Result<()> {
+        let bound = blocking::run(move || bind(&Address::Unix(path))).await??;
+        self.serve_device(DeviceSocket { bound, frontend: None }, &disk)
+    }
+
+    /// Serves it no longer: what the guest has in flight completes.
+    pub(super) async fn remove_device(&self, path: &Path) -> Result<()> {
+        let device = {
+            let mut list = self.list.lock();
+            let index = list.devices.iter().position(|device| device.served.path() == path);
+            index.map(|index| list.devices.remove(index))
+        };
+        if let Some(device) = device {
+            let device = alone(device).await;
+            blocking::run(move || device.served.stop()).await?;
+        }
+        let address = ExportAddress::VhostUser(path.to_owned());
+        self.list.lock().exports.retain(|export| export.address != address);
+        Ok(())
+    }
+
+    /// Has the guests of a disk told that it has another size.
+    pub(crate) fn tell_guests_of_size(&self, disk: &str) {
+        let mut devices = self.list.lock().devices.clone();
+        devices.retain(|device| device.disk == disk);
+        devices.iter().for_each(|device| device.served.resized());
+    }
+
+    /// Ends all devices: what guests have in flight completes.
+    pub(crate) fn stop_devices(&self) {
+        let devices = std::mem::take(&mut self.list.lock().devices);
+        devices.into_iter().filter_map(Arc::into_inner).for_each(|device| device.served.stop());
+    }
+}
+
+/// Waits until nobody else uses it.
+async fn alone<T>(mut shared: Arc<T>) -> T {
+    loop {
+        match Arc::try_unwrap(shared) {
+            Ok(alone) => return alone,
+            Err(used) => shared = used,
+        }
+        sleep(RETRY).await;
+    }
+}

@@ -1,0 +1,229 @@
+//! Opening and closing disks, and what is done with one while it is served.
+
+use std::slice;
+use std::sync::Arc;
+
+use anyhow::{Result, bail};
+use blockhouse_disk::ImageDisk;
+use blockhouse_engine::IoPoll;
+
+use super::{ExportAddress, Running, RunningDisk, RunningExport};
+use crate::claims::{Claim, Name};
+use crate::events::Event;
+use crate::io_poll;
+use crate::open::{open_disk, state_use};
+use crate::setup::DiskSetup;
+
+/// A disk that nobody closes or changes meanwhile.
+pub(crate) struct ClaimedDisk<'a> {
+    /// The disk.
+    pub(crate) disk: Arc<RunningDisk>,
+    _claim: Claim<'a>,
+}
+
+/// What became of a disk's size.
+pub(crate) struct Resized {
+    /// Bytes before.
+    pub(crate) old: u64,
+    /// Bytes now.
+    pub(crate) new: u64,
+}
+
+impl Running {
+    /// Takes in a disk that is open, at the start. Its name must be new.
+    pub(crate) fn adopt(&self, setup: DiskSetup, disk: Arc<ImageDisk>) -> Arc<RunningDisk> {
+        // Where it is no file, or its path cannot be found any more, it is known by what was given.
+        let canonical = disk.file().and_then(|_| setup.path.canonicalize().ok());
+        let path = canonical.unwrap_or_else(|| setup.path.clone());
+        let disk = Arc::new(RunningDisk { setup, path, disk });
+        self.list.lock().disks.push(Arc::clone(&disk));
+        disk
+    }
+
+    /// The disk of this name, claimed.
+    pub(crate) async fn claim_disk(&self, name: &str) -> Result<ClaimedDisk<'_>> {
+        let claim = self.claims.claim([Name::Disk(name.to_owned())]).await;
+        Ok(ClaimedDisk { disk: self.disk(name)?, _claim: claim })
+    }
+
+    /// Opens a disk, and serves it at these addresses; where one cannot be had it is closed again.
+    ///
+    /// # Errors
+    /// There is a disk of its name, the image cannot be opened, or an address is in use or cannot be had.
+    pub(crate) async fn open_and_serve(
+        &self,
+        setup: DiskSetup,
+        addresses: Vec<ExportAddress>,
+    ) -> Result<Arc<RunningDisk>> {
+        let name = setup.name.clone();
+        let mut names: Vec<_> =
+            addresses.iter().map(|address| Name::Socket(address.socket())).collect();
+        names.push(Name::Disk(name.clone()));
+        let _claim = self.claims.claim(names).await;
+        if self.find(&name).is_some() {
+            bail!("a disk is called {name:?} already; choose another name");
+        }
+        if self.options.io_poll == IoPoll::On {
+            io_poll::check_disk(&setup)?;
+        }
+        let state = state_use(&self.options.state, slice::from_ref(&setup))?;
+        let disk = open_disk(&setup, &state).await?;
+        let disk = self.adopt(setup, Arc::new(disk));
+        self.note_change(Event::DiskOpened { disk: name.clone() });
+        for address in addresses {
+            if let Err(error) = self.serve(&disk, address).await {
+                for export in self.exports_of(&name) {
+                    self.end(&export).await?;
+                }
+                // The error that counts is the first one.
+                let _ = self.forget(&disk).await;
+                return Err(error);
+            }
+        }
+        Ok(disk)
+    }
+
+    /// Flushes and closes a disk; with `force` its exports are removed first.
+    ///
+    /// # Errors
+    /// There is none of this name, or it has exports: then it stays open. The last changes cannot be made durable:
+    /// then it is closed all the same.
+    pub(crate) async fn close(&self, name: &str, force: bool) -> Result<()> {
+        let claimed = self.claim_disk(name).await?;
+        let exports = self.exports_of(name);
+        if let [first, ..] = &exports[..]
+            && !force
+        {
+            bail!(
+                "the disk {name:?} is served at {}; remove its exports first, or force it",
+                first.address
+            );
+        }
+        // What waits for its turn is let go, so that the end does not wait for it.
+        let _lifted = claimed.disk.disk.lift_limits();
+        for export in exports {
+            let _claim = self.claims.claim([Name::Socket(export.address.socket())]).await;
+            self.end(&export).await?;
+        }
+        self.forget(&claimed.disk).await
+    }
+
+    /// Closes a disk without exports, which is claimed.
+    async fn forget(&self, disk: &RunningDisk) -> Result<()> {
+        let closed = disk.disk.close().await;
+        self.list.lock().disks.retain(|other| other.name() != disk.name());
+        let error = closed.as_ref().err().map(ToString::to_string);
+        self.note_change(Event::DiskClosed { disk: disk.name().to_owned(), error });
+        Ok(closed?)
+    }
+
+    /// Serves a disk at an address. The address, with the real port where port 0 was asked for.
+    ///
+    /// # Errors
+    /// There is no such disk, or the address is in use or cannot be had.
+    pub(crate) async fn add_export(
+        &self,
+        disk: &str,
+        address: ExportAddress,
+    ) -> Result<ExportAddress> {
+        let names = [Name::Disk(disk.to_owned()), Name::Socket(address.socket())];
+        let _claim = self.claims.claim(names).await;
+        let served = self.disk(disk)?;
+        self.serve(&served, address).await
+    }
+
+    /// Serves a disk, which is claimed like the socket.
+    async fn serve(
+        &self,
+        disk: &Arc<RunningDisk>,
+        address: ExportAddress,
+    ) -> Result<ExportAddress> {
+        let served = Arc::clone(disk);
+        let address = match address {
+            ExportAddress::Nbd(uri) => ExportAddress::Nbd(self.add_nbd(uri, served).await?),
+            ExportAddress::VhostUser(path) => {
+                self.add_device(path.clone(), served).await?;
+                ExportAddress::VhostUser(path)
+            }
+        };
+        let (export, disk) = (address.to_string(), disk.name().to_owned());
+        self.note_change(Event::ExportAdded { export, disk });
+        Ok(address)
+    }
+
+    /// Serves an export no longer. What its clients have in flight completes.
+    ///
+    /// # Errors
+    /// There is none that is called so.
+    pub(crate) async fn remove_export(&self, address: &str) -> Result<()> {
+        let find = || {
+            let mut exports = self.exports().into_iter();
+            exports.find(|export| export.address.to_string() == address)
+        };
+        let missing = || {
+            anyhow::anyhow!(
+                "nothing is served at {address}; 'export.list' tells what is served where"
+            )
+        };
+        let disk = find().ok_or_else(missing)?.disk;
+        let _disk = self.claims.claim([Name::Disk(disk)]).await;
+        // It may have gone meanwhile.
+        let export = find().ok_or_else(missing)?;
+        let _socket = self.claims.claim([Name::Socket(export.address.socket())]).await;
+        self.end(&export).await
+    }
+
+    /// Ends an export, whose disk and socket are claimed.
+    async fn end(&self, export: &RunningExport) -> Result<()> {
+        match &export.address {
+            ExportAddress::Nbd(uri) => self.remove_nbd(uri).await,
+            ExportAddress::VhostUser(path) => self.remove_device(path).await?,
+        }
+        let (export, disk) = (export.address.to_string(), export.disk.clone());
+        self.note_change(Event::ExportRemoved { export, disk });
+        Ok(())
+    }
+
+    /// Makes a disk longer; shorter only if `shrink` says so and it has no exports, because what lies beyond is lost
+    /// under whoever uses it. Guests are told of the new size; NBD clients learn it when they connect again.
+    ///
+    /// # Errors
+    /// There is no such disk, or it cannot have that size.
+    pub(crate) async fn resize(&self, name: &str, size: u64, shrink: bool) -> Result<Resized> {
+        let claimed = self.claim_disk(name).await?;
+        let disk = &claimed.disk.disk;
+        let old = disk.size();
+        match (size < old, shrink, self.exports_of(name).first()) {
+            (true, false, _) => bail!(
+                "the disk {name:?} has {old} bytes, more than {size}: what lies beyond would be lost; if that is \
+                 meant, say shrink"
+            ),
+            (true, true, Some(export)) => bail!(
+                "the disk {name:?} cannot be made shorter while it is served at {}; remove its exports first",
+                export.address
+            ),
+            (true, true, None) => disk.shrink(size).await?,
+            (false, ..) => disk.resize(size).await?,
+        }
+        let new = disk.size();
+        if new != old {
+            self.tell_guests_of_size(name);
+            self.events.tell(Event::DiskResized { disk: name.into(), size: new });
+        }
+        Ok(Resized { old, new })
+    }
+
+    /// How many clients an export has; `None` where that is not known.
+    pub(crate) fn clients(&self, export: &RunningExport) -> Option<usize> {
+        match &export.address {
+            ExportAddress::Nbd(uri) => Some(self.nbd_clients(uri)),
+            ExportAddress::VhostUser(_) => None,
+        }
+    }
+
+    /// Notes that a request has changed what runs.
+    fn note_change(&self, event: Event) {
+        self.list.lock().is_altered = true;
+        self.events.tell(event);
+    }
+}

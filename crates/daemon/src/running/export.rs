@@ -1,0 +1,76 @@
+//! An export: a disk at an address.
+
+use std::fmt;
+use std::path::PathBuf;
+
+use blockhouse_nbd::uri::NbdUri;
+
+/// Where an export is served, which is also what it is called.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum ExportAddress {
+    /// To NBD clients, under the URI's name at the URI's address.
+    Nbd(NbdUri),
+    /// To a guest's vhost-user-blk device, at this Unix socket.
+    VhostUser(PathBuf),
+}
+
+impl ExportAddress {
+    /// The export that a user means by this text: a URI, or the path of a socket.
+    ///
+    /// # Errors
+    /// Why it is no URI.
+    pub(crate) fn parse(text: &str) -> Result<Self, String> {
+        match text.starts_with('/') {
+            true => Ok(Self::VhostUser(text.into())),
+            false => text.parse().map(Self::Nbd).map_err(|error: blockhouse_nbd::uri::UriError| {
+                format!("{error}; a vhost-user-blk socket is an absolute path")
+            }),
+        }
+    }
+
+    /// The address of its socket, as text: exports with the same one share the socket.
+    pub(crate) fn socket(&self) -> String {
+        match self {
+            Self::Nbd(uri) => {
+                NbdUri { address: uri.address.clone(), export: String::new() }.to_string()
+            }
+            Self::VhostUser(path) => path.display().to_string(),
+        }
+    }
+}
+
+impl fmt::Display for ExportAddress {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Nbd(uri) => uri.fmt(f),
+            Self::VhostUser(path) => path.display().fmt(f),
+        }
+    }
+}
+
+/// An export that is served.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct RunningExport {
+    /// Where.
+    pub(crate) address: ExportAddress,
+    /// The name of its disk.
+    pub(crate) disk: String,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn exports_are_called_after_their_addresses() {
+        for text in ["nbd+unix:///a?socket=/run/s", "nbd://localhost:10809/", "/run/vu.sock"] {
+            let address = ExportAddress::parse(text).expect(text);
+            assert_eq!(ExportAddress::parse(&address.to_string()), Ok(address), "{text}");
+        }
+        let socket = |text| ExportAddress::parse(text).expect(text).socket();
+        let first = socket("nbd+unix:///a?socket=/run/s");
+        assert_eq!(first, socket("nbd+unix:///b?socket=/run/s"));
+        assert_ne!(first, socket("/run/s"));
+        assert!(ExportAddress::parse("run/s").expect_err("relative").contains("absolute path"));
+    }
+}

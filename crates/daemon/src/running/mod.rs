@@ -1,0 +1,158 @@
+//! What runs, by name: disks, and their exports at listening sockets.
+//!
+//! Guarantees: names are unique. An export's disk is open as long as the export is served. Changes of different disks
+//! do not wait for each other ([`claims`](crate::claims)), and a change that fails leaves what runs as it was. What is
+//! listed is what runs: a thing is listed from when it is served until nothing of it is.
+
+mod devices;
+mod disks;
+mod export;
+mod nbd_sockets;
+
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use anyhow::{Result, bail};
+use blockhouse_disk::ImageDisk;
+use blockhouse_engine::{EngineReport, Handle, IoPoll};
+use blockhouse_nbd::Server;
+use blockhouse_vhost_user::RegisteredMemory;
+use parking_lot::Mutex;
+use serde_json::Value;
+
+use crate::claims::Claims;
+use crate::events::Events;
+use crate::metrics::{MeasuredDisk, StartTime, gather, to_json};
+use crate::setup::{DiskSetup, Setup, StateSetup};
+use crate::vhost_user::registered_memory;
+pub(crate) use devices::RunningDevice;
+pub(crate) use disks::ClaimedDisk;
+pub(crate) use export::{ExportAddress, RunningExport};
+pub(crate) use nbd_sockets::ServedSocket;
+
+/// What runs.
+pub(crate) struct Running {
+    loops: Vec<Handle>,
+    server: Server,
+    options: Options,
+    list: Mutex<List>,
+    claims: Claims,
+    events: Events,
+    started: StartTime,
+}
+
+/// How disks are opened and served, whatever their names.
+struct Options {
+    state: StateSetup,
+    queues: u16,
+    memory: RegisteredMemory,
+    /// Whether completions must be polled for.
+    io_poll: IoPoll,
+}
+
+/// What is listed.
+#[derive(Default)]
+struct List {
+    /// In the order in which they were opened.
+    disks: Vec<Arc<RunningDisk>>,
+    sockets: Vec<Arc<ServedSocket>>,
+    /// In the order in which they were added.
+    exports: Vec<RunningExport>,
+    devices: Vec<Arc<RunningDevice>>,
+    /// Whether it was changed by a request since it was set up.
+    is_altered: bool,
+}
+
+/// A disk that is open.
+pub(crate) struct RunningDisk {
+    /// How it was opened.
+    pub(crate) setup: DiskSetup,
+    /// The canonical path of the image.
+    pub(crate) path: PathBuf,
+    /// The disk.
+    pub(crate) disk: Arc<ImageDisk>,
+}
+
+impl RunningDisk {
+    /// What it is called.
+    pub(crate) fn name(&self) -> &str {
+        &self.setup.name
+    }
+}
+
+impl Running {
+    /// Nothing yet, to be served on these loops.
+    pub(crate) fn new(loops: Vec<Handle>, report: &EngineReport, setup: &Setup) -> Self {
+        let memory = registered_memory(report, setup);
+        let (state, queues, io_poll) = (setup.state.clone(), setup.queues, setup.loops.io_poll);
+        Self {
+            loops,
+            server: Server::new(setup.limits),
+            options: Options { state, queues, memory, io_poll },
+            list: Mutex::default(),
+            claims: Claims::default(),
+            events: Events::default(),
+            started: StartTime::now(),
+        }
+    }
+
+    /// The server of NBD clients.
+    pub(crate) fn server(&self) -> &Server {
+        &self.server
+    }
+
+    /// What happens.
+    pub(crate) fn events(&self) -> &Events {
+        &self.events
+    }
+
+    /// The disks, in the order in which they were opened.
+    pub(crate) fn disks(&self) -> Vec<Arc<RunningDisk>> {
+        self.list.lock().disks.clone()
+    }
+
+    /// The disk of this name.
+    pub(crate) fn find(&self, name: &str) -> Option<Arc<RunningDisk>> {
+        self.list.lock().disks.iter().find(|disk| disk.name() == name).cloned()
+    }
+
+    /// The disk of this name.
+    ///
+    /// # Errors
+    /// There is none; with the names that there are.
+    pub(crate) fn disk(&self, name: &str) -> Result<Arc<RunningDisk>> {
+        match self.find(name) {
+            Some(disk) => Ok(disk),
+            None => bail!("no disk is called {name:?}; 'disk.list' tells which there are"),
+        }
+    }
+
+    /// The disks, as they are measured.
+    pub(crate) fn measured(&self) -> Vec<MeasuredDisk> {
+        let measured = |disk: Arc<RunningDisk>| MeasuredDisk {
+            name: disk.name().to_owned(),
+            disk: Arc::clone(&disk.disk),
+        };
+        self.disks().into_iter().map(measured).collect()
+    }
+
+    /// All metrics at this moment.
+    pub(crate) fn metrics(&self) -> Value {
+        to_json(&gather(self.started, &self.measured()))
+    }
+
+    /// The exports, in the order in which they were added.
+    pub(crate) fn exports(&self) -> Vec<RunningExport> {
+        self.list.lock().exports.clone()
+    }
+
+    /// The exports of a disk.
+    pub(crate) fn exports_of(&self, disk: &str) -> Vec<RunningExport> {
+        self.list.lock().exports.iter().filter(|export| export.disk == disk).cloned().collect()
+    }
+
+    /// Whether a request has changed what was set up at the start.
+    pub(crate) fn is_altered(&self) -> bool {
+        self.list.lock().is_altered
+    }
+}

@@ -1,0 +1,173 @@
+//! Listening sockets of NBD clients. A socket is listened at as long as there are exports at its address.
+
+use std::sync::Arc;
+
+use anyhow::{Context, Result};
+use blockhouse_engine::{Listener, Stream};
+use blockhouse_nbd::uri::{Address, NbdUri};
+use blockhouse_nbd::{BoundSocket, ClientEvent, Export, Exports, PausedSession, SocketFile, bind};
+use blockhouse_storage::ImageStorage;
+
+use super::{ExportAddress, List, Running, RunningDisk, RunningExport};
+use crate::blocking;
+use crate::events::Event;
+
+/// A listening socket of NBD clients.
+pub(crate) struct ServedSocket {
+    /// Dropped first, while the task that accepts clients still listens: see `SocketFile`.
+    file: Option<SocketFile>,
+    listener: Listener,
+    address: Address,
+    /// Of this socket alone: clients of others do not find them.
+    exports: Exports<ImageStorage>,
+}
+
+impl ServedSocket {
+    /// The socket.
+    pub(crate) fn listener(&self) -> &Listener {
+        &self.listener
+    }
+
+    /// Where it listens.
+    pub(crate) fn address(&self) -> &Address {
+        &self.address
+    }
+
+    /// Its file, if this process is to remove that.
+    pub(crate) fn file(&self) -> Option<&SocketFile> {
+        self.file.as_ref()
+    }
+}
+
+/// A disk under a name. It has no description: clients need not know where the image lies on the host.
+fn export(name: String, disk: &RunningDisk) -> Export<ImageStorage> {
+    Export { name, description: String::new(), disk: Arc::clone(&disk.disk) }
+}
+
+impl List {
+    fn socket(&self, address: &Address) -> Option<Arc<ServedSocket>> {
+        self.sockets.iter().find(|socket| socket.address == *address).cloned()
+    }
+}
+
+impl Running {
+    /// The listening sockets, in the order in which they were first served.
+    pub(crate) fn sockets(&self) -> Vec<Arc<ServedSocket>> {
+        self.list.lock().sockets.clone()
+    }
+
+    /// The exports at a socket: names, and disks.
+    pub(crate) fn exports_at(&self, socket: &ServedSocket) -> Vec<(String, String)> {
+        let list = self.list.lock();
+        let at_socket = list.exports.iter().filter_map(|export| match &export.address {
+            ExportAddress::Nbd(uri) if uri.address == socket.address => {
+                Some((uri.export.clone(), export.disk.clone()))
+            }
+            _ => None,
+        });
+        at_socket.collect()
+    }
+
+    /// Serves disks under names at a socket, and goes on with connections of it that another process has paused.
+    ///
+    /// # Errors
+    /// Names that are there twice, or that the protocol cannot carry; a socket that cannot be used.
+    pub(crate) fn serve_socket(
+        &self,
+        bound: BoundSocket,
+        offers: Vec<(String, Arc<RunningDisk>)>,
+        connections: Vec<(Stream, PausedSession)>,
+    ) -> Result<()> {
+        let BoundSocket { socket, address, file } = bound;
+        let exports = self.observed_exports(&address);
+        for (name, disk) in &offers {
+            exports.add(export(name.clone(), disk))?;
+        }
+        let listener = Listener::new(socket).context("cannot use the socket")?;
+        // Tasks begin in the order in which they are spawned, and sockets are counted so.
+        let mut list = self.list.lock();
+        self.accept(listener.clone(), exports.clone(), connections);
+        for (name, disk) in offers {
+            let address = NbdUri { address: address.clone(), export: name };
+            list.exports.push(RunningExport {
+                address: ExportAddress::Nbd(address),
+                disk: disk.name().to_owned(),
+            });
+        }
+        list.sockets.push(Arc::new(ServedSocket { file, listener, address, exports }));
+        Ok(())
+    }
+
+    /// Exports whose clients are told of.
+    fn observed_exports(&self, address: &Address) -> Exports<ImageStorage> {
+        let (events, address) = (self.events.clone(), address.clone());
+        Exports::observed(Box::new(move |name, peer, what| {
+            let uri = NbdUri { address: address.clone(), export: name.into() };
+            let (export, peer) = (uri.to_string(), peer.to_owned());
+            events.tell(match what {
+                ClientEvent::Came => Event::ClientCame { export, peer },
+                ClientEvent::Left => Event::ClientLeft { export, peer },
+            });
+        }))
+    }
+
+    fn accept(
+        &self,
+        listener: Listener,
+        exports: Exports<ImageStorage>,
+        connections: Vec<(Stream, PausedSession)>,
+    ) {
+        let (server, loops) = (self.server.clone(), self.loops.clone());
+        drop(self.loops[0].spawn(move || async move {
+            let serving = server.serve_with(&listener, &exports, &loops, connections);
+            if let Err(error) = serving.await {
+                tracing::error!("cannot accept connections any more: {error}");
+            }
+        }));
+    }
+
+    /// Serves a disk to NBD clients, whose names are claimed. The URI, with the real port where port 0 was asked for.
+    pub(super) async fn add_nbd(&self, uri: NbdUri, disk: Arc<RunningDisk>) -> Result<NbdUri> {
+        {
+            let mut list = self.list.lock();
+            if let Some(socket) = list.socket(&uri.address) {
+                socket.exports.add(export(uri.export.clone(), &disk))?;
+                let (address, disk) = (ExportAddress::Nbd(uri.clone()), disk.name().to_owned());
+                list.exports.push(RunningExport { address, disk });
+                return Ok(uri);
+            }
+        }
+        let NbdUri { address, export } = uri;
+        let bound = blocking::run(move || bind(&address)).await??;
+        let uri = NbdUri { address: bound.address.clone(), export: export.clone() };
+        self.serve_socket(bound, vec![(export, disk)], Vec::new())?;
+        Ok(uri)
+    }
+
+    /// Serves it no longer: its clients end when they have what they asked for. Its socket is closed with its last
+    /// export.
+    pub(super) async fn remove_nbd(&self, uri: &NbdUri) {
+        let Some(socket) = self.list.lock().socket(&uri.address) else { return };
+        let exports = socket.exports.clone();
+        drop(socket);
+        self.server.remove(&exports, &uri.export).await;
+        let mut list = self.list.lock();
+        list.exports.retain(|export| export.address != ExportAddress::Nbd(uri.clone()));
+        if exports.is_empty() {
+            list.sockets.retain(|socket| socket.address != uri.address);
+            self.server.close(&exports);
+        }
+    }
+
+    /// Removes the files of all sockets; those who listen go on until the server ends.
+    pub(crate) fn forget_sockets(&self) {
+        let sockets = std::mem::take(&mut self.list.lock().sockets);
+        drop(sockets);
+    }
+
+    /// How many clients an export has.
+    pub(super) fn nbd_clients(&self, uri: &NbdUri) -> usize {
+        let socket = self.list.lock().socket(&uri.address);
+        socket.map_or(0, |socket| self.server.clients(&socket.exports, &uri.export))
+    }
+}
