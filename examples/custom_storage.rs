@@ -21,7 +21,7 @@ use blockhouse_core::{
 };
 use blockhouse_disk::{Disk, Options};
 use blockhouse_engine::{EngineChoice, Listener, LoopThread};
-use blockhouse_nbd::uri::NbdUri;
+use blockhouse_nbd::uri::{NbdUri, Security};
 use blockhouse_nbd::{BoundSocket, Export, Exports, Limits, Server, bind_private};
 
 /// Bytes of a block, the unit of this storage. The disk above reads and writes whole blocks, whatever a
@@ -164,7 +164,7 @@ fn main() -> Result<(), Box<dyn StdError>> {
     let accepting = server_loop
         .handle()
         .spawn(move || async move { accepting.serve(&listener, &exports, &loops).await });
-    println!("ready {}", NbdUri { address, export: name });
+    println!("ready {}", NbdUri { security: Security::Plain, address, export: name });
 
     std::io::copy(&mut std::io::stdin(), &mut std::io::sink())?;
 

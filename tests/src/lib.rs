@@ -17,6 +17,7 @@ mod loop_device;
 mod matrix;
 pub mod metrics;
 pub mod need;
+pub mod pki;
 pub mod schema;
 mod scratch;
 mod server;

@@ -3,7 +3,7 @@
 use std::ffi::{OsStr, OsString};
 use std::fs::File;
 use std::io::{BufRead, BufReader};
-use std::net::SocketAddr;
+use std::net::ToSocketAddrs;
 use std::os::unix::process::ExitStatusExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdout, Command, ExitStatus, Stdio};
@@ -374,7 +374,9 @@ fn address(uri: &str) -> Address {
         assert!(!path.contains('%'), "an encoded path: {path}");
         return Address::Unix(path.into());
     }
-    let host = uri.strip_prefix("nbd://").expect("an NBD URI");
+    let host = uri.strip_prefix("nbds://").or_else(|| uri.strip_prefix("nbd://"));
+    let host = host.expect("an NBD URI");
     let host = host.split('/').next().expect("there is always a first part");
-    Address::Tcp(host.parse::<SocketAddr>().expect("an address and a port"))
+    let mut addresses = host.to_socket_addrs().expect("an address and a port");
+    Address::Tcp(addresses.next().expect("a host has an address"))
 }

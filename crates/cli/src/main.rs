@@ -58,7 +58,7 @@ enum Command {
     /// Measure on this machine what the fast ways of doing things bring.
     Bench(bench::Arguments),
     /// Serve images to virtual machines and tools until SIGTERM or SIGINT.
-    Serve(serve::Arguments),
+    Serve(Box<serve::Arguments>),
     /// Make a new image.
     Create(create::Arguments),
     /// Copy an image into another format.
@@ -120,7 +120,7 @@ fn main() -> ExitCode {
     logging::start(is_verbose, delivery);
     let done = |()| ExitCode::SUCCESS;
     let result = match arguments.command {
-        Command::Serve(serve) => serve::run(serve, is_verbose).map(done),
+        Command::Serve(serve) => serve::run(&serve, is_verbose).map(done),
         Command::Bench(bench) => bench::run(&bench).map(done),
         Command::Check(check) => check::run(&check),
         Command::Compare(compare) => compare::run(&compare),

@@ -39,6 +39,7 @@ mod sockets;
 pub mod stop_request;
 mod stopper;
 mod stopping_notice;
+mod tls;
 mod vhost_user;
 mod warnings;
 mod watchdog;

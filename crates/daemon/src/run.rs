@@ -1,7 +1,7 @@
 //! The process that serves: what starts, what signals mean, and the end in order.
 //!
 //! SIGTERM and SIGINT stop the server, a second one quits at once; SIGHUP takes over the sizes of images that became
-//! longer; SIGUSR2 has another process go on.
+//! longer, and reads the files of TLS again; SIGUSR2 has another process go on.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -29,6 +29,7 @@ use crate::setup::{DiskSetup, Setup, WrongUsage};
 use crate::sockets::{self, ListenSocket};
 use crate::stop_request::StopRequest;
 use crate::stopper::Stopper;
+use crate::tls::Tls;
 use crate::watchdog::{self, Started};
 use crate::workers::Workers;
 use crate::{vhost_user, warnings};
@@ -52,7 +53,10 @@ pub fn run(setup: &Setup, ready: impl FnOnce(&Service)) -> Result<()> {
     let stopper = Stopper::start(signals.handle())?;
     loop {
         match signals.forever().next() {
-            Some(SIGHUP) => service.refresh_sizes(),
+            Some(SIGHUP) => {
+                service.reload_tls();
+                service.refresh_sizes();
+            }
             Some(SIGUSR2) => match upgrade(&service, &upgrades) {
                 Upgrade::GoesOn => {}
                 Upgrade::Done(process) => {
@@ -121,6 +125,7 @@ fn start(setup: &Setup, upgrades: &UpgradeRequests) -> Result<Service> {
     if setup.loops.io_poll == IoPoll::On {
         io_poll::check(workers.report(), &setup.disks)?;
     }
+    let tls = setup.tls.as_ref().map(Tls::load).transpose()?;
     // Before the image: an address in use must not leave a new image behind.
     let sockets = listen(setup, passed)?;
     let devices = vhost_user::listen(&setup.devices)?;
@@ -129,7 +134,7 @@ fn start(setup: &Setup, upgrades: &UpgradeRequests) -> Result<Service> {
     let state = state_use(&setup.state, &setup.disks)?;
     let disks = open_disks(&workers, setup, &state)?;
     limit(setup, &disks);
-    let mut service = Service::start(workers, disks, sockets, setup)?;
+    let mut service = Service::start(workers, disks, sockets, setup, tls)?;
     service.add_devices(devices)?;
     if let Some(socket) = control {
         service.add_control(socket, setup, upgrades.clone())?;
@@ -158,9 +163,11 @@ fn open_disks(workers: &Workers, setup: &Setup, state: &StateUse) -> Result<Vec<
 /// Goes on with what another process serves.
 fn take_over(setup: &Setup, upgrades: &UpgradeRequests) -> Result<Service> {
     let source = std::os::unix::process::parent_id();
+    // Before anything is taken over.
+    let tls = setup.tls.as_ref().map(Tls::load).transpose()?;
     let TakenOver { workers, disks, sockets, devices, control } = destination::take_over(setup)?;
     limit(setup, &disks);
-    let mut service = Service::start(workers, disks, sockets, setup)?;
+    let mut service = Service::start(workers, disks, sockets, setup, tls)?;
     service.add_devices(devices)?;
     if let Some(socket) = control {
         service.add_control(socket, setup, upgrades.clone())?;

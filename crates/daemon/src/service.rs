@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::Result;
 use blockhouse_disk::ImageDisk;
-use blockhouse_nbd::uri::NbdUri;
+use blockhouse_nbd::uri::{NbdUri, Security};
 use blockhouse_nbd::{BoundSocket, Server};
 use sd_notify::NotifyState;
 
@@ -16,6 +16,7 @@ use crate::metrics::{DiskList, MetricsServer};
 use crate::running::{ExportAddress, Running, RunningDevice, RunningDisk, ServedSocket};
 use crate::setup::Setup;
 use crate::sockets::ListenSocket;
+use crate::tls::Tls;
 use crate::vhost_user::DeviceSocket;
 use crate::workers::Workers;
 
@@ -37,14 +38,15 @@ impl Service {
         disks: Vec<Arc<ImageDisk>>,
         sockets: Vec<ListenSocket>,
         setup: &Setup,
+        tls: Option<Tls>,
     ) -> Result<Self> {
-        let running = Arc::new(Running::new(workers.handles(), workers.report(), setup));
+        let running = Arc::new(Running::new(workers.handles(), workers.report(), setup, tls));
         let disks = setup.disks.iter().zip(disks);
         let disks: Vec<_> = disks.map(|(disk, open)| running.adopt(disk.clone(), open)).collect();
         for ListenSocket { bound, offers, connections } in sockets {
             let offers = offers.into_iter();
             let offers = offers.map(|offer| (offer.name, Arc::clone(&disks[offer.image])));
-            running.serve_socket(bound, offers.collect(), connections)?;
+            running.serve_socket(bound, Security::Plain, offers.collect(), connections)?;
         }
         Ok(Self { workers, running, control: None, metrics: None })
     }
@@ -104,6 +106,11 @@ impl Service {
     /// The server of NBD clients.
     pub(crate) fn server(&self) -> &Server {
         self.running.server()
+    }
+
+    /// Reads the files of TLS again.
+    pub(crate) fn reload_tls(&self) {
+        self.running.reload_tls();
     }
 
     /// The listening sockets of NBD clients, in the order in which they were first served.

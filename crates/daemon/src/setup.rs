@@ -6,8 +6,8 @@ use std::fmt;
 use std::path::PathBuf;
 
 use blockhouse_disk::{Access, CacheMode, DetectZeroes, Discard, ImageFormat, RemoteBacking};
-use blockhouse_nbd::Limits;
 use blockhouse_nbd::uri::Address;
+use blockhouse_nbd::{Limits, TlsFiles, TlsMode};
 use blockhouse_vhost_user::RegisteredMemory;
 
 use crate::metrics::MetricsAddress;
@@ -38,6 +38,8 @@ pub struct Setup {
     pub register_memory: RegisteredMemory,
     /// What NBD clients may take.
     pub limits: Limits,
+    /// TLS for NBD clients.
+    pub tls: Option<TlsSetup>,
     /// The control socket.
     pub control: Option<PathBuf>,
     /// The file that names the process while it serves.
@@ -46,6 +48,29 @@ pub struct Setup {
     pub metrics: Option<MetricsAddress>,
     /// Whether to go on with what the process serves that has started this one, instead of starting anew.
     pub hand_over: bool,
+}
+
+/// TLS for NBD clients.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct TlsSetup {
+    /// Who must use it at the sockets that are not in `only`.
+    pub mode: TlsMode,
+    /// The secrets.
+    pub files: TlsFiles,
+    /// Pairs of an export and a client that may use it.
+    pub allowed: Vec<(String, String)>,
+    /// The sockets where every client must.
+    pub only: Vec<Address>,
+}
+
+impl TlsSetup {
+    /// Who must use it at a socket.
+    pub fn mode_at(&self, address: &Address) -> TlsMode {
+        match self.only.contains(address) {
+            true => TlsMode::Required,
+            false => self.mode,
+        }
+    }
 }
 
 /// A disk that is to be opened.

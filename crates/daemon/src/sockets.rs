@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, bail};
 use blockhouse_engine::Stream;
-use blockhouse_nbd::uri::{Address, NbdUri};
+use blockhouse_nbd::uri::{Address, NbdUri, Security};
 use blockhouse_nbd::{BoundSocket, PausedSession, bind};
 use blockhouse_storage::Location;
 use listenfd::ListenFd;
@@ -60,8 +60,10 @@ pub fn passed_for(
     mut passed: Vec<BoundSocket>,
     plan: Vec<(Address, Vec<Offer>)>,
 ) -> Result<Vec<ListenSocket>, String> {
-    let shown =
-        |address: &Address| NbdUri { address: address.clone(), export: String::new() }.to_string();
+    let shown = |address: &Address| {
+        NbdUri { security: Security::Plain, address: address.clone(), export: String::new() }
+            .to_string()
+    };
     let mut sockets = Vec::new();
     for (address, offers) in plan {
         let Some(index) = passed.iter().position(|bound| is_same(&bound.address, &address)) else {

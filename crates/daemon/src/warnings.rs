@@ -1,7 +1,7 @@
 //! What is allowed and may not be meant: said once, when a server starts.
 
 use blockhouse_disk::CacheMode;
-use blockhouse_nbd::uri::{Address, NbdUri};
+use blockhouse_nbd::uri::{Address, NbdUri, Security};
 
 use crate::setup::Setup;
 
@@ -21,7 +21,7 @@ pub(crate) fn about(setup: &Setup) -> Vec<String> {
 fn warn_of_address(address: &Address) -> Option<String> {
     let Address::Tcp { host, .. } = address else { return None };
     let is_any = host.trim_matches(['[', ']']).parse::<std::net::IpAddr>().ok()?.is_unspecified();
-    let uri = NbdUri { address: address.clone(), export: String::new() };
+    let uri = NbdUri { security: Security::Plain, address: address.clone(), export: String::new() };
     is_any.then(|| {
         format!(
             "{uri}: listens at all addresses of this host, and every program that reaches one can read and write the \

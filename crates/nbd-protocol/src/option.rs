@@ -95,6 +95,8 @@ pub enum ReplyType {
     ErrUnsup = (1 << 31) + 1,
     /// The option makes no sense, or not now.
     ErrInvalid = (1 << 31) + 3,
+    /// TLS has to begin first.
+    ErrTlsReqd = (1 << 31) + 5,
     /// The export does not exist.
     ErrUnknown = (1 << 31) + 6,
     /// The option is too large to process.

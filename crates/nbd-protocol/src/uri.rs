@@ -1,7 +1,7 @@
 //! NBD URIs (`doc/uri.md` of the reference implementation): where an export is.
 //!
-//! `nbd://HOST:PORT/NAME` over TCP and `nbd+unix:///NAME?socket=PATH` over a Unix socket. What a URI
-//! says and this server cannot keep (encryption above all) is an error, never ignored.
+//! `nbd://HOST:PORT/NAME` over TCP and `nbd+unix:///NAME?socket=PATH` over a Unix socket; with TLS `nbds` and
+//! `nbds+unix`. What a URI says and its user cannot keep is an error, never ignored.
 
 use std::ffi::OsString;
 use std::fmt;
@@ -25,10 +25,21 @@ const ENCODED_HOST: &AsciiSet = &ENCODED.add(b'/');
 /// An export and the address of its server.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct NbdUri {
+    /// Whether TLS is required.
+    pub security: Security,
     /// The server.
     pub address: Address,
     /// The name of the export; empty for the default one.
     pub export: String,
+}
+
+/// Whether the connections of a URI use TLS.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Security {
+    /// `nbd`: they need not.
+    Plain,
+    /// `nbds`: they must.
+    Tls,
 }
 
 /// Where a server listens.
@@ -60,22 +71,26 @@ impl NbdUri {
         }
         let (scheme, rest) =
             split_scheme(text).ok_or("not a URI: it does not begin with SCHEME:")?;
-        let transport = match scheme.to_ascii_lowercase().as_str() {
-            "nbd" => tcp,
-            "nbd+unix" => unix,
-            "nbds" | "nbds+unix" => return Err("TLS is not available; use nbd or nbd+unix".into()),
+        type Transport = fn(&Parts<'_>, Option<PathBuf>) -> Result<Address, String>;
+        let (transport, security): (Transport, _) = match scheme.to_ascii_lowercase().as_str() {
+            "nbd" => (tcp, Security::Plain),
+            "nbd+unix" => (unix, Security::Plain),
+            "nbds" => (tcp, Security::Tls),
+            "nbds+unix" => (unix, Security::Tls),
             _ => return Err("not an NBD URI; it starts with nbd:// or nbd+unix://".into()),
         };
         let rest = rest.strip_prefix("//");
         let uri = Parts::of(rest.ok_or("an NBD URI starts with nbd:// or nbd+unix://")?);
         if !matches!(uri.user, "" | ":") {
-            return Err("a user name is only for TLS, which is not available".into());
+            return Err(
+                "a user name is not supported; a server's options say whom TLS admits".into()
+            );
         }
         if uri.has_fragment {
             return Err("a fragment (#) means nothing here; write # as %23".into());
         }
         let address = transport(&uri, socket(uri.query)?)?;
-        Ok(Self { address, export: export(uri.path)? })
+        Ok(Self { security, address, export: export(uri.path)? })
     }
 }
 
@@ -182,7 +197,9 @@ fn socket(query: &str) -> Result<Option<PathBuf>, String> {
             }
             "socket" => return Err("the parameter socket is given twice".into()),
             _ if key.starts_with("tls-") => {
-                return Err(format!("the parameter {key} needs TLS, which is not available"));
+                return Err(format!(
+                    "the parameter {key} is not supported; a server's options set up TLS"
+                ));
             }
             _ => return Err(format!("the parameter {key} is unknown")),
         }
@@ -215,12 +232,16 @@ impl FromStr for NbdUri {
 impl fmt::Display for NbdUri {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let export = percent_encode(self.export.as_bytes(), ENCODED);
+        let scheme = match self.security {
+            Security::Plain => "nbd",
+            Security::Tls => "nbds",
+        };
         match &self.address {
             Address::Tcp { host, port } => {
                 if is_ipv6(host) {
-                    write!(f, "nbd://[{host}]")?;
+                    write!(f, "{scheme}://[{host}]")?;
                 } else {
-                    write!(f, "nbd://{}", percent_encode(host.as_bytes(), ENCODED_HOST))?;
+                    write!(f, "{scheme}://{}", percent_encode(host.as_bytes(), ENCODED_HOST))?;
                 }
                 if *port != DEFAULT_PORT {
                     write!(f, ":{port}")?;
@@ -229,7 +250,7 @@ impl fmt::Display for NbdUri {
             }
             Address::Unix(path) => {
                 let path = percent_encode(path.as_os_str().as_bytes(), ENCODED);
-                write!(f, "nbd+unix:///{export}?socket={path}")
+                write!(f, "{scheme}+unix:///{export}?socket={path}")
             }
         }
     }
@@ -249,11 +270,12 @@ mod tests {
 
     fn tcp_uri(host: &str, port: u16, export: &str) -> NbdUri {
         let address = Address::Tcp { host: host.into(), port };
-        NbdUri { address, export: export.into() }
+        NbdUri { security: Security::Plain, address, export: export.into() }
     }
 
     fn unix_uri(path: &str, export: &str) -> NbdUri {
-        NbdUri { address: Address::Unix(path.into()), export: export.into() }
+        let address = Address::Unix(path.into());
+        NbdUri { security: Security::Plain, address, export: export.into() }
     }
 
     #[test]
@@ -285,10 +307,8 @@ mod tests {
     #[test]
     fn what_cannot_be_kept_is_refused_with_its_reason() {
         for (text, reason) in [
-            ("nbds://example.com/", "TLS is not available"),
-            ("nbds+unix:///?socket=s", "TLS is not available"),
-            ("nbd+unix:///?socket=s&tls-type=x509", "needs TLS"),
-            ("nbd://me@example.com/", "only for TLS"),
+            ("nbd+unix:///?socket=s&tls-type=x509", "tls-type is not supported"),
+            ("nbd://me@example.com/", "whom TLS admits"),
             ("nbd+unix:///disk", "the socket is missing"),
             ("nbd+unix:///disk?socket=", "is empty"),
             ("nbd+unix:///?socket=%00abstract", "NUL"),
@@ -314,7 +334,7 @@ mod tests {
             ("nbd://a|b/", "not a URI"),
             ("nbd://%ff/", "not UTF-8"),
             ("nbd://:10809/", "the host is missing"),
-            ("nbd://me:secret@example.com/", "only for TLS"),
+            ("nbds://me:secret@example.com/", "whom TLS admits"),
             ("nbd+unix://:1/?socket=s", "has no host"),
             ("1nbd://example.com/", "not a URI"),
             ("://example.com/", "not a URI"),
@@ -332,7 +352,9 @@ mod tests {
             host in prop_oneof!["[a-z][a-z0-9.-]{0,20}", Just("::1".to_string()), Just("x/y".to_string()), Just("a,#:b".to_string()), Just("0::1".to_string())],
             port in 1u16..,
         ) {
-            for uri in [tcp_uri(&host, port, &export), unix_uri(&path, &export)] {
+            let plain = [tcp_uri(&host, port, &export), unix_uri(&path, &export)];
+            let tls = plain.clone().map(|uri| NbdUri { security: Security::Tls, ..uri });
+            for uri in plain.into_iter().chain(tls) {
                 prop_assert_eq!(uri.to_string().parse(), Ok(uri));
             }
         }

@@ -53,6 +53,7 @@ pub mod command;
 pub mod handshake;
 mod server;
 mod session;
+mod tls;
 
 pub use blockhouse_nbd_protocol as proto;
 pub use blockhouse_nbd_protocol::uri;
@@ -60,3 +61,4 @@ pub use server::{
     BoundSocket, ClientEvent, ClientObserver, Export, ExportError, Exports, Limits,
     PausedConnection, PausedSession, Server, SocketFile, bind, bind_private,
 };
+pub use tls::{ClientIdentity, SocketTls, TlsError, TlsFiles, TlsMode, TlsServer};

@@ -50,6 +50,7 @@ pub const FOR_TESTS: &[Package] = &[
     FIO,
     STRACE,
     Package { name: "tmux", probe: Probe::Programs(&["tmux"]) },
+    Package { name: "gnutls-bin", probe: Probe::Programs(&["certtool", "psktool"]) },
     Package { name: "man-db", probe: Probe::Programs(&["man"]) },
     Package { name: "mandoc", probe: Probe::Programs(&["mandoc"]) },
     Package { name: "zsh", probe: Probe::Programs(&["zsh"]) },

@@ -233,8 +233,11 @@ fn what_the_command_line_cannot_mean() {
     wrong("--workers", "0", &["--workers"]);
     wrong("--format", "vhd", &["vhd"]);
     wrong("--nbd", "http://localhost/", &["http://localhost/", "nbd://"]);
-    wrong("--nbd", "nbds://localhost/", &["nbds://localhost/", "TLS"]);
+    wrong("--nbd", "nbds://localhost/", &["nbds", "--tls-certificates", "--tls-psk"]);
     wrong("--nbd", "nbds+unix:///?socket=/tmp/x", &["TLS"]);
+    wrong("--tls", "required", &["--tls-certificates"]);
+    wrong("--tls-allow", "disk=me", &["--tls-certificates"]);
+    wrong("--tls-allow", "disk", &["EXPORT=NAME"]);
     wrong("--nbd", "nbd+unix:///name", &["socket"]);
     wrong("--nbd", "nbd+unix:///?socket=", &["socket"]);
     serve().also(image.path()).option("--create", "1M").refused().wrong_usage(&["--create"]);

@@ -42,6 +42,7 @@ mod shutdown;
 mod sigkill;
 mod snapshots;
 mod state;
+mod tls;
 mod top;
 mod upgrades;
 mod upgrades_vhost_user;

@@ -18,6 +18,7 @@ use clap::builder::ValueParser;
 
 use crate::create::whole_sectors;
 use crate::open_args::{AllowPathArgs, state_setup};
+use crate::serve::tls_args::TlsArgs;
 
 /// Arguments of `serve`.
 #[derive(clap::Args)]
@@ -36,8 +37,8 @@ pub struct Arguments {
     /// one for each, in their order.
     #[arg(long)]
     name: Vec<String>,
-    /// Listen here: nbd://HOST:PORT/NAME or nbd+unix:///NAME?socket=PATH. May be repeated. Left out,
-    /// a Unix socket named after the image, in a folder of this user.
+    /// Listen here: nbd://HOST:PORT/NAME or nbd+unix:///NAME?socket=PATH; with TLS, nbds:// or nbds+unix://. May be
+    /// repeated. Left out, a Unix socket named after the image, in a folder of this user.
     ///
     /// Clients of a socket find the exports that its URIs name and no others. Of several images NAME says
     /// which one is served: the file's name, with or without its extension, or the image's --name. A URI
@@ -70,6 +71,8 @@ pub struct Arguments {
     /// them for itself. All that is given holds at once. Flushes are not limited. docs/limits.md has the details.
     #[arg(long = "limit", value_name = "KEY=VALUE,...", value_parser = ValueParser::new(limits::parse))]
     limits: Vec<LimitArgument>,
+    #[command(flatten)]
+    tls: TlsArgs,
     /// Take requests of this user at this Unix socket while the images are served: blockhouse snapshot
     /// --control SOCKET, blockhouse upgrade --control SOCKET.
     #[arg(long, value_name = "SOCKET")]
@@ -233,6 +236,7 @@ impl Arguments {
             queues: self.queues(),
             register_memory: self.register_memory,
             limits: limits::limits(&clients),
+            tls: self.tls.setup(&self.nbd).unwrap_or_else(|why| refuse(&why)),
             control: self.control.clone(),
             pid_file: self.pid_file.clone(),
             metrics: self.metrics.clone(),

@@ -1,6 +1,7 @@
 //! `blockhouse serve`: arguments become a description of what is to run. `crates/daemon` runs it.
 
 mod arguments;
+mod tls_args;
 
 use std::io::IsTerminal;
 use std::path::Path;
@@ -14,7 +15,7 @@ use blockhouse_daemon::setup::WrongUsage;
 use crate::{logging, output};
 
 /// Runs the command.
-pub fn run(arguments: Arguments, verbose: bool) -> Result<()> {
+pub fn run(arguments: &Arguments, verbose: bool) -> Result<()> {
     arguments.check();
     let served = blockhouse_daemon::run(&arguments.setup(), |service| {
         announce(service, verbose);

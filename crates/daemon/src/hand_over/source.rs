@@ -67,6 +67,7 @@ struct Destination {
 /// # Errors
 /// Why not, in one line: then this server goes on.
 pub fn hand_over(service: &Service, binary: Option<PathBuf>) -> Result<Outcome> {
+    check_not_encrypted(service)?;
     let mut destination = Destination::start(binary)?;
     let Some(control) = service.pause_control(CONTROL_TIME) else {
         bail!(
@@ -111,11 +112,24 @@ pub fn hand_over(service: &Service, binary: Option<PathBuf>) -> Result<Outcome> 
     }
 }
 
+/// Refuses where a client uses TLS: what encrypts its connection cannot leave this process.
+fn check_not_encrypted(service: &Service) -> Result<()> {
+    match service.server().encrypted_clients() {
+        0 => Ok(()),
+        count => bail!(
+            "{count} clients use TLS, and an encrypted connection cannot be handed over; disconnect them first, \
+             or restart the server: clients that reconnect go on"
+        ),
+    }
+}
+
 /// Stops serving, and has the destination take over. How long nothing was served until then.
 fn give(service: &Service, destination: &mut Destination) -> Result<Duration> {
     let (workers, server) = (service.workers(), service.server().clone());
     flush_ahead(service, 1);
     workers.run(move || async move { server.pause_accepting(HANDSHAKE_TIME).await });
+    // A handshake may have ended since it was checked first.
+    check_not_encrypted(service)?;
     flush_ahead(service, MAX_FLUSHES);
     let begin = Instant::now();
     let (connections, frontends) = pause(service, begin + DRAIN_TIME)?;

@@ -3,7 +3,7 @@
 use std::fmt;
 use std::path::PathBuf;
 
-use blockhouse_nbd::uri::NbdUri;
+use blockhouse_nbd::uri::{NbdUri, Security};
 
 /// Where an export is served, which is also what it is called.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -32,7 +32,8 @@ impl ExportAddress {
     pub(crate) fn socket(&self) -> String {
         match self {
             Self::Nbd(uri) => {
-                NbdUri { address: uri.address.clone(), export: String::new() }.to_string()
+                let security = Security::Plain;
+                NbdUri { security, address: uri.address.clone(), export: String::new() }.to_string()
             }
             Self::VhostUser(path) => path.display().to_string(),
         }

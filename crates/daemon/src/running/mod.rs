@@ -24,6 +24,7 @@ use crate::claims::Claims;
 use crate::events::Events;
 use crate::metrics::{MeasuredDisk, StartTime, gather, to_json};
 use crate::setup::{DiskSetup, Setup, StateSetup};
+use crate::tls::Tls;
 use crate::vhost_user::registered_memory;
 pub(crate) use devices::RunningDevice;
 pub(crate) use disks::ClaimedDisk;
@@ -35,6 +36,7 @@ pub(crate) struct Running {
     loops: Vec<Handle>,
     server: Server,
     options: Options,
+    tls: Option<Tls>,
     list: Mutex<List>,
     claims: Claims,
     events: Events,
@@ -82,18 +84,29 @@ impl RunningDisk {
 
 impl Running {
     /// Nothing yet, to be served on these loops.
-    pub(crate) fn new(loops: Vec<Handle>, report: &EngineReport, setup: &Setup) -> Self {
+    pub(crate) fn new(
+        loops: Vec<Handle>,
+        report: &EngineReport,
+        setup: &Setup,
+        tls: Option<Tls>,
+    ) -> Self {
         let memory = registered_memory(report, setup);
         let (state, queues, io_poll) = (setup.state.clone(), setup.queues, setup.loops.io_poll);
         Self {
             loops,
             server: Server::new(setup.limits),
             options: Options { state, queues, memory, io_poll },
+            tls,
             list: Mutex::default(),
             claims: Claims::default(),
             events: Events::default(),
             started: StartTime::now(),
         }
+    }
+
+    /// Reads the files of TLS again.
+    pub(crate) fn reload_tls(&self) {
+        self.tls.iter().for_each(Tls::reload);
     }
 
     /// The server of NBD clients.

@@ -2,15 +2,18 @@
 
 use std::sync::Arc;
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, bail};
 use blockhouse_engine::{Listener, Stream};
-use blockhouse_nbd::uri::{Address, NbdUri};
-use blockhouse_nbd::{BoundSocket, ClientEvent, Export, Exports, PausedSession, SocketFile, bind};
+use blockhouse_nbd::uri::{Address, NbdUri, Security};
+use blockhouse_nbd::{
+    BoundSocket, ClientEvent, Export, Exports, PausedSession, SocketFile, SocketTls, TlsMode, bind,
+};
 use blockhouse_storage::ImageStorage;
 
 use super::{ExportAddress, List, Running, RunningDisk, RunningExport};
 use crate::blocking;
 use crate::events::Event;
+use crate::tls::Tls;
 
 /// A listening socket of NBD clients.
 pub(crate) struct ServedSocket {
@@ -18,6 +21,8 @@ pub(crate) struct ServedSocket {
     file: Option<SocketFile>,
     listener: Listener,
     address: Address,
+    /// Whether its clients must use TLS.
+    security: Security,
     /// Of this socket alone: clients of others do not find them.
     exports: Exports<ImageStorage>,
 }
@@ -44,6 +49,14 @@ fn export(name: String, disk: &RunningDisk) -> Export<ImageStorage> {
     Export { name, description: String::new(), disk: Arc::clone(&disk.disk) }
 }
 
+/// Whether a socket's clients must use TLS.
+fn security_of(tls: Option<&SocketTls>) -> Security {
+    match tls.map(|tls| tls.mode) {
+        Some(TlsMode::Required) => Security::Tls,
+        Some(TlsMode::Optional) | None => Security::Plain,
+    }
+}
+
 impl List {
     fn socket(&self, address: &Address) -> Option<Arc<ServedSocket>> {
         self.sockets.iter().find(|socket| socket.address == *address).cloned()
@@ -68,18 +81,26 @@ impl Running {
         at_socket.collect()
     }
 
-    /// Serves disks under names at a socket, and goes on with connections of it that another process has paused.
+    /// Serves disks under names at a socket, and goes on with connections of it that another process has paused. With
+    /// [`Security::Tls`] its clients must use TLS; otherwise they do as the setup says.
     ///
     /// # Errors
-    /// Names that are there twice, or that the protocol cannot carry; a socket that cannot be used.
+    /// Names that are there twice, or that the protocol cannot carry; a socket that cannot be used; TLS that is not set
+    /// up.
     pub(crate) fn serve_socket(
         &self,
         bound: BoundSocket,
+        security: Security,
         offers: Vec<(String, Arc<RunningDisk>)>,
         connections: Vec<(Stream, PausedSession)>,
     ) -> Result<()> {
         let BoundSocket { socket, address, file } = bound;
-        let exports = self.observed_exports(&address);
+        let tls = Tls::at(self.tls.as_ref(), &address, security)?;
+        let security = security_of(tls.as_ref());
+        let exports = self.observed_exports(&address, security);
+        if let Some(tls) = tls {
+            exports.set_tls(tls);
+        }
         for (name, disk) in &offers {
             exports.add(export(name.clone(), disk))?;
         }
@@ -88,21 +109,21 @@ impl Running {
         let mut list = self.list.lock();
         self.accept(listener.clone(), exports.clone(), connections);
         for (name, disk) in offers {
-            let address = NbdUri { address: address.clone(), export: name };
+            let address = NbdUri { security, address: address.clone(), export: name };
             list.exports.push(RunningExport {
                 address: ExportAddress::Nbd(address),
                 disk: disk.name().to_owned(),
             });
         }
-        list.sockets.push(Arc::new(ServedSocket { file, listener, address, exports }));
+        list.sockets.push(Arc::new(ServedSocket { file, listener, address, security, exports }));
         Ok(())
     }
 
     /// Exports whose clients are told of.
-    fn observed_exports(&self, address: &Address) -> Exports<ImageStorage> {
+    fn observed_exports(&self, address: &Address, security: Security) -> Exports<ImageStorage> {
         let (events, address) = (self.events.clone(), address.clone());
         Exports::observed(Box::new(move |name, peer, what| {
-            let uri = NbdUri { address: address.clone(), export: name.into() };
+            let uri = NbdUri { security, address: address.clone(), export: name.into() };
             let (export, peer) = (uri.to_string(), peer.to_owned());
             events.tell(match what {
                 ClientEvent::Came => Event::ClientCame { export, peer },
@@ -131,16 +152,28 @@ impl Running {
         {
             let mut list = self.list.lock();
             if let Some(socket) = list.socket(&uri.address) {
+                if uri.security == Security::Tls && socket.security == Security::Plain {
+                    bail!(
+                        "{uri}: its socket serves clients without TLS already; use another socket"
+                    );
+                }
+                let uri = NbdUri { security: socket.security, ..uri };
                 socket.exports.add(export(uri.export.clone(), &disk))?;
                 let (address, disk) = (ExportAddress::Nbd(uri.clone()), disk.name().to_owned());
                 list.exports.push(RunningExport { address, disk });
                 return Ok(uri);
             }
         }
-        let NbdUri { address, export } = uri;
+        let NbdUri { security, address, export } = uri;
+        // Before the socket is there.
+        let tls = Tls::at(self.tls.as_ref(), &address, security)?;
         let bound = blocking::run(move || bind(&address)).await??;
-        let uri = NbdUri { address: bound.address.clone(), export: export.clone() };
-        self.serve_socket(bound, vec![(export, disk)], Vec::new())?;
+        let uri = NbdUri {
+            security: security_of(tls.as_ref()),
+            address: bound.address.clone(),
+            export: export.clone(),
+        };
+        self.serve_socket(bound, security, vec![(export, disk)], Vec::new())?;
         Ok(uri)
     }
 

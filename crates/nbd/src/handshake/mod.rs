@@ -12,8 +12,9 @@ mod parse;
 
 pub use negotiation::{
     BlockStatusState, ExportInfo, ExportLookup, HandshakeError, MAX_OPTIONS, NegotiatedOptions,
+    TlsState,
 };
-use negotiator::{Decision, Negotiator, Padding};
+use negotiator::{Answer, Decision, Negotiator, Padding};
 
 use crate::proto::option::{
     ClientOption, FIXED_NEWSTYLE, INIT_MAGIC, NO_ZEROES, OPTION_HEADER_LENGTH, OPTION_MAGIC,
@@ -35,6 +36,9 @@ pub enum Progress {
     Again,
     /// The transmission phase starts; bytes that came early are in [`Handshake::into_rest`].
     Transmit(NegotiatedOptions),
+    /// Send the output and do the TLS handshake, then call [`Handshake::tls_started`]. No byte that came before
+    /// belongs to it.
+    StartTls,
     /// Close the connection.
     Close(HandshakeError),
 }
@@ -70,9 +74,14 @@ impl Default for Handshake {
 }
 
 impl Handshake {
-    /// A handshake at its start. The [`greeting`](Self::greeting) is sent first.
+    /// A handshake without TLS at its start. The [`greeting`](Self::greeting) is sent first.
     pub fn new() -> Self {
-        let (pending, negotiator) = (Vec::new(), Negotiator::new());
+        Self::with_tls(TlsState::Off)
+    }
+
+    /// A handshake at its start, at a socket with TLS or without.
+    pub fn with_tls(tls: TlsState) -> Self {
+        let (pending, negotiator) = (Vec::new(), Negotiator::new(tls));
         Self { state: State::Flags, pending, options: 0, negotiator }
     }
 
@@ -103,8 +112,11 @@ impl Handshake {
             };
             used += count;
             let progress = match decision {
-                Ok(None) => continue,
-                Ok(Some(options)) => Progress::Transmit(options),
+                Ok(Answer::Next) => continue,
+                Ok(Answer::StartTls) if used == self.pending.len() => break Progress::StartTls,
+                // "STARTTLS injection", CVE-2021-3716 of nbdkit.
+                Ok(Answer::StartTls) => Progress::Close(HandshakeError::DataBeforeTls),
+                Ok(Answer::Transmit(options)) => Progress::Transmit(options),
                 Err(error) => Progress::Close(error),
             };
             self.state = State::Over;
@@ -112,6 +124,11 @@ impl Handshake {
         };
         self.pending.drain(..used);
         progress
+    }
+
+    /// Goes on under TLS, as if nothing but the client's flags had come before.
+    pub fn tls_started(&mut self) {
+        self.negotiator.start_over_with_tls();
     }
 
     /// The bytes that arrived after the option that ended the handshake.
@@ -130,7 +147,7 @@ impl Handshake {
         match self.state {
             State::Flags => {
                 let flags = u32::from_be_bytes(*self.pending.get(at..)?.first_chunk()?);
-                Some((4, self.accept_flags(flags).map(|()| None)))
+                Some((4, self.accept_flags(flags).map(|()| Answer::Next)))
             }
             State::Header => {
                 let header = self.pending.get(at..at + OPTION_HEADER_LENGTH)?;
@@ -138,7 +155,7 @@ impl Handshake {
                 let number = u32::from_be_bytes(*header[8..].first_chunk()?);
                 let length = u32::from_be_bytes(*header[12..].first_chunk()?);
                 let accepted = self.accept_header(magic, number, length);
-                Some((OPTION_HEADER_LENGTH, accepted.map(|()| None)))
+                Some((OPTION_HEADER_LENGTH, accepted.map(|()| Answer::Next)))
             }
             State::Data { option, number, length } => {
                 let data = self.pending.get(at..at + length)?;
@@ -148,12 +165,12 @@ impl Handshake {
             }
             State::Skip { number, left: 0 } => {
                 self.state = State::Header;
-                Some((0, self.negotiator.answer_skipped(number, output)))
+                Some((0, self.negotiator.answer_skipped(number, exports, output)))
             }
             State::Skip { number, left } => {
                 let count = (self.pending.len() - at).min(left as usize);
                 self.state = State::Skip { number, left: left - count as u32 };
-                (count > 0).then_some((count, Ok(None)))
+                (count > 0).then_some((count, Ok(Answer::Next)))
             }
             State::Over => None,
         }

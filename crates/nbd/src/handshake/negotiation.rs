@@ -28,6 +28,26 @@ pub trait ExportLookup {
     fn find(&self, name: &str) -> Option<ExportInfo>;
     /// All exports, in the order in which they are listed.
     fn list(&self) -> Vec<ExportInfo>;
+    /// Whether there is an export with this name for clients that use TLS, which this one does not.
+    fn needs_tls(&self, _name: &str) -> bool {
+        false
+    }
+    /// Told when a client without TLS gets an error because TLS is required.
+    fn refuse_plain(&self) {}
+}
+
+/// What a client finds of TLS.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum TlsState {
+    /// There is none.
+    #[default]
+    Off,
+    /// It may begin.
+    Optional,
+    /// It has to begin before anything else is answered.
+    Required,
+    /// It has begun.
+    Active,
 }
 
 /// What was agreed on for the transmission phase.
@@ -78,6 +98,12 @@ pub enum HandshakeError {
     /// An option that is too long even to be skipped.
     #[error("an option of {0} bytes")]
     OptionTooLong(u32),
+    /// EXPORT_NAME, which has no error reply, without TLS.
+    #[error("the client chose an export without TLS, which is required")]
+    TlsRequired,
+    /// Bytes behind STARTTLS that did not wait for its reply. They came in plain, perhaps from somebody between.
+    #[error("the client sent data in plain after STARTTLS")]
+    DataBeforeTls,
     /// More options than [`MAX_OPTIONS`].
     #[error("more than {MAX_OPTIONS} options")]
     TooManyOptions,

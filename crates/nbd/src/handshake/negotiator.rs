@@ -3,7 +3,7 @@
 use blockhouse_disk::Access;
 
 use super::negotiation::{
-    BlockStatusState, ExportInfo, ExportLookup, HandshakeError, NegotiatedOptions,
+    BlockStatusState, ExportInfo, ExportLookup, HandshakeError, NegotiatedOptions, TlsState,
 };
 use super::option_reply::{OptionError, OptionReplies};
 use super::parse::{self, ExportRequest, MetaQueries, Selection};
@@ -19,12 +19,22 @@ pub enum Padding {
     Omitted,
 }
 
-/// What an option ends in: the transmission phase with these options, `None` for another option, or the
-/// connection's end.
-pub type Decision = Result<Option<NegotiatedOptions>, HandshakeError>;
+/// What follows an option.
+pub enum Answer {
+    /// Another option.
+    Next,
+    /// The TLS handshake, and then other options.
+    StartTls,
+    /// The transmission phase.
+    Transmit(NegotiatedOptions),
+}
+
+/// What follows an option, or why the connection ends.
+pub type Decision = Result<Answer, HandshakeError>;
 
 /// What was negotiated with a client so far.
 pub struct Negotiator {
+    tls: TlsState,
     padding: Padding,
     framing: Framing,
     /// The canonical name of the export that `base:allocation` was selected for.
@@ -33,8 +43,22 @@ pub struct Negotiator {
 
 impl Negotiator {
     /// The state before the first option.
-    pub fn new() -> Self {
-        Self { padding: Padding::Sent, framing: Framing::Simple, allocation_of: None }
+    pub fn new(tls: TlsState) -> Self {
+        Self { tls, padding: Padding::Sent, framing: Framing::Simple, allocation_of: None }
+    }
+
+    /// Forgets what was agreed on without TLS, but for the client's flags, which came before any option.
+    pub fn start_over_with_tls(&mut self) {
+        *self = Self { padding: self.padding, ..Self::new(TlsState::Active) };
+    }
+
+    /// The error of every option but two where TLS has to begin first.
+    fn check_tls(&self, exports: &dyn ExportLookup) -> Result<(), OptionError> {
+        if self.tls != TlsState::Required {
+            return Ok(());
+        }
+        exports.refuse_plain();
+        Err(OptionError::new(ReplyType::ErrTlsReqd, "this server requires TLS"))
     }
 
     /// Takes the client's flags over.
@@ -43,9 +67,20 @@ impl Negotiator {
     }
 
     /// Answers an option whose data was skipped.
-    pub fn answer_skipped(&mut self, number: u32, output: &mut Vec<u8>) -> Decision {
+    pub fn answer_skipped(
+        &mut self,
+        number: u32,
+        exports: &dyn ExportLookup,
+        output: &mut Vec<u8>,
+    ) -> Decision {
         let mut replies = OptionReplies::new(number, output);
-        let error = match ClientOption::from_number(number) {
+        let option = ClientOption::from_number(number);
+        let has_reply = !matches!(option, Some(ClientOption::Abort | ClientOption::ExportName));
+        if let (true, Err(error)) = (has_reply, self.check_tls(exports)) {
+            replies.error(error);
+            return Ok(Answer::Next);
+        }
+        let error = match option {
             None => OptionError::new(ReplyType::ErrUnsup, "the option is unknown to this server"),
             Some(ClientOption::Abort) => {
                 replies.ack();
@@ -60,7 +95,7 @@ impl Negotiator {
             }
         };
         replies.error(error);
-        Ok(None)
+        Ok(Answer::Next)
     }
 
     /// Answers an option.
@@ -73,7 +108,7 @@ impl Negotiator {
         output: &mut Vec<u8>,
     ) -> Decision {
         if option == ClientOption::ExportName {
-            return self.export_name(data, exports, output).map(Some);
+            return self.export_name(data, exports, output).map(Answer::Transmit);
         }
         let mut replies = OptionReplies::new(number, output);
         if option == ClientOption::Abort {
@@ -81,13 +116,13 @@ impl Negotiator {
             return Err(HandshakeError::Aborted);
         }
         match self.answer_with_replies(option, data, exports, &mut replies) {
-            Ok(options) => {
+            Ok(answer) => {
                 replies.ack();
-                Ok(options)
+                Ok(answer)
             }
             Err(error) => {
                 replies.error(error);
-                Ok(None)
+                Ok(Answer::Next)
             }
         }
     }
@@ -99,7 +134,10 @@ impl Negotiator {
         data: &[u8],
         exports: &dyn ExportLookup,
         replies: &mut OptionReplies<'_>,
-    ) -> Result<Option<NegotiatedOptions>, OptionError> {
+    ) -> Result<Answer, OptionError> {
+        if option != ClientOption::StartTls {
+            self.check_tls(exports)?;
+        }
         match option {
             ClientOption::List
             | ClientOption::StartTls
@@ -110,9 +148,7 @@ impl Negotiator {
                 return Err(invalid("the option takes no data"));
             }
             ClientOption::List => exports.list().iter().for_each(|info| replies.server(info)),
-            ClientOption::StartTls => {
-                return Err(OptionError::new(ReplyType::ErrUnsup, "TLS is not available"));
-            }
+            ClientOption::StartTls => return self.start_tls(),
             ClientOption::StructuredReply => self.structured_reply()?,
             ClientOption::ExtendedHeaders => self.extended_headers()?,
             ClientOption::Info => {
@@ -120,7 +156,7 @@ impl Negotiator {
             }
             ClientOption::Go => {
                 let info = self.describe(data, exports, replies)?;
-                return Ok(Some(self.negotiated(info)));
+                return Ok(Answer::Transmit(self.negotiated(info)));
             }
             ClientOption::ListMetaContext => {
                 let (_, selection) = self.query(data, exports)?;
@@ -141,7 +177,15 @@ impl Negotiator {
                 unreachable!("these have no such replies")
             }
         }
-        Ok(None)
+        Ok(Answer::Next)
+    }
+
+    fn start_tls(&self) -> Result<Answer, OptionError> {
+        match self.tls {
+            TlsState::Off => Err(OptionError::new(ReplyType::ErrUnsup, "TLS is not available")),
+            TlsState::Active => Err(invalid("TLS is active already")),
+            TlsState::Optional | TlsState::Required => Ok(Answer::StartTls),
+        }
     }
 
     fn export_name(
@@ -150,11 +194,17 @@ impl Negotiator {
         exports: &dyn ExportLookup,
         output: &mut Vec<u8>,
     ) -> Result<NegotiatedOptions, HandshakeError> {
+        if self.check_tls(exports).is_err() {
+            return Err(HandshakeError::TlsRequired);
+        }
         if self.framing == Framing::Extended {
             return Err(HandshakeError::ExportNameForbidden);
         }
-        let info = parse::string(data).ok().and_then(|name| exports.find(name));
-        let info = info.ok_or(HandshakeError::NoSuchExport)?;
+        let name = parse::string(data).map_err(|_| HandshakeError::NoSuchExport)?;
+        let info = find(exports, name).map_err(|_| match exports.needs_tls(name) {
+            true => HandshakeError::TlsRequired,
+            false => HandshakeError::NoSuchExport,
+        })?;
         output.extend(info.size.to_be_bytes());
         output.extend(self.transmission_flags(&info).bits().to_be_bytes());
         if self.padding == Padding::Sent {
@@ -193,7 +243,7 @@ impl Negotiator {
         replies: &mut OptionReplies<'_>,
     ) -> Result<ExportInfo, OptionError> {
         let request = ExportRequest::parse(data)?;
-        let info = exports.find(request.name).ok_or_else(OptionError::no_such_export)?;
+        let info = find(exports, request.name)?;
         replies.export(info.size, self.transmission_flags(&info));
         if request.asks_for(InfoType::Name) {
             replies.name(&info.name);
@@ -220,7 +270,7 @@ impl Negotiator {
             ));
         }
         let queries = MetaQueries::parse(data)?;
-        let info = exports.find(queries.name).ok_or_else(OptionError::no_such_export)?;
+        let info = find(exports, queries.name)?;
         Ok((info.name, queries.selection))
     }
 
@@ -252,6 +302,15 @@ impl Negotiator {
         }
         flags
     }
+}
+
+/// The export with this name.
+fn find(exports: &dyn ExportLookup, name: &str) -> Result<ExportInfo, OptionError> {
+    if exports.needs_tls(name) {
+        exports.refuse_plain();
+        return Err(OptionError::new(ReplyType::ErrTlsReqd, "this export requires TLS"));
+    }
+    exports.find(name).ok_or_else(OptionError::no_such_export)
 }
 
 fn invalid(message: &'static str) -> OptionError {

@@ -3,10 +3,12 @@
 //! The log tells what a client does at `debug`, or at `info` where its operator can mend it: a stranger
 //! cannot fill a log with warnings.
 
-use std::cell::Cell;
+use std::cell::{Cell, RefCell};
 use std::fmt::Write;
 use std::io;
+use std::rc::Rc;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 use blockhouse_core::{Buffer, BufferPool, IoVectorList, Storage};
@@ -19,9 +21,10 @@ use super::peer::Peer;
 use super::registry::ConnectionGuard;
 use super::timeout::timeout;
 use crate::handshake::{
-    ExportInfo, ExportLookup, Handshake, HandshakeError, NegotiatedOptions, Progress,
+    ExportInfo, ExportLookup, Handshake, HandshakeError, NegotiatedOptions, Progress, TlsState,
 };
 use crate::session::{Activity, ByteLimit, End, Outcome, Session};
+use crate::tls::{AcceptError, ClientIdentity, TlsChannel, TlsMode};
 
 /// Bytes that one system call receives in the handshake; longer options come in pieces.
 const RECEIVE_SIZE: usize = 4096;
@@ -38,6 +41,8 @@ enum SetupError {
     Closed,
     #[error("all connections are taken (--limit clients=N allows more)")]
     NotAdmitted,
+    #[error("no TLS with the client: {0}")]
+    Tls(AcceptError),
     #[error("the handshake took longer than {0:?}")]
     TimedOut(Duration),
     #[error("the connection failed: {0}")]
@@ -64,6 +69,24 @@ pub struct Connection<S: Storage> {
     pub byte_limit: Arc<ByteLimit>,
     /// Where memory comes from.
     pub pool: BufferPool,
+    /// How many connections of the server use TLS.
+    pub encrypted: Arc<AtomicUsize>,
+}
+
+/// Counts a connection with TLS.
+struct EncryptedGuard<'a>(&'a AtomicUsize);
+
+impl<'a> EncryptedGuard<'a> {
+    fn new(count: &'a AtomicUsize) -> Self {
+        count.fetch_add(1, Ordering::SeqCst);
+        Self(count)
+    }
+}
+
+impl Drop for EncryptedGuard<'_> {
+    fn drop(&mut self) {
+        self.0.fetch_sub(1, Ordering::SeqCst);
+    }
 }
 
 impl<S: Storage> Connection<S> {
@@ -71,20 +94,29 @@ impl<S: Storage> Connection<S> {
     pub async fn serve(self) {
         let outcome = async {
             let Self { stream, peer, guard, exports, limits, pool, .. } = &self;
-            let lookup = LoggedLookup { exports, peer: *peer, has_logged: Cell::new(false) };
-            let (options, received) = set_up(stream, guard, &lookup, limits, pool).await?;
-            self.transmit(PausedSession { options, received, is_used: false }).await
+            let lookup = LoggedLookup::new(exports, *peer);
+            let negotiated = set_up(stream, guard, &lookup, limits, pool).await?;
+            let Negotiated { options, received, tls } = negotiated;
+            let _counted = tls.as_ref().map(|_| EncryptedGuard::new(&self.encrypted));
+            let paused = PausedSession { options, received, is_used: false };
+            let outcome = self.transmit(paused, tls.as_ref()).await;
+            tls.inspect(|tls| tls.close(stream));
+            outcome
         };
         log_end(self.peer, outcome.await);
     }
 
     /// Serves a client, which has done its handshake with another process, to its end.
     pub async fn go_on(self, session: PausedSession) {
-        log_end(self.peer, self.transmit(session).await);
+        log_end(self.peer, self.transmit(session, None).await);
     }
 
     /// The transmission phase: a session from pause to pause.
-    async fn transmit(&self, mut paused: PausedSession) -> Result<End, SetupError> {
+    async fn transmit(
+        &self,
+        mut paused: PausedSession,
+        tls: Option<&Rc<TlsChannel>>,
+    ) -> Result<End, SetupError> {
         let Some((export, id)) = self.exports.get(&paused.options.export) else {
             return Err(SetupError::Removed(paused.options.export));
         };
@@ -101,6 +133,7 @@ impl<S: Storage> Connection<S> {
         loop {
             let session = Session {
                 stream: self.stream.clone(),
+                tls: tls.cloned(),
                 disk: Arc::clone(&export.disk),
                 options: paused.options.clone(),
                 pool: self.pool.clone(),
@@ -131,6 +164,12 @@ fn log_end(peer: Peer, outcome: Result<End, SetupError>) {
         Err(error @ SetupError::NotAdmitted) => {
             tracing::info!(%peer, "client refused: {error}");
         }
+        Err(SetupError::Tls(error @ AcceptError::Refused(_))) => {
+            tracing::info!(%peer, "client refused by TLS: {error}");
+        }
+        Err(SetupError::Handshake(error @ HandshakeError::DataBeforeTls)) => {
+            tracing::info!(%peer, "client refused: {error}");
+        }
         Err(error @ SetupError::NoMemory(_)) => {
             tracing::warn!(%peer, "client dropped in its handshake: {error}");
         }
@@ -138,15 +177,22 @@ fn log_end(peer: Peer, outcome: Result<End, SetupError>) {
     }
 }
 
-/// Waits until the connection is admitted, and does the handshake. What was negotiated, and the bytes that
-/// arrived after it.
-async fn set_up(
+/// The outcome of a handshake.
+struct Negotiated {
+    options: NegotiatedOptions,
+    /// The bytes that arrived after it.
+    received: Vec<u8>,
+    tls: Option<Rc<TlsChannel>>,
+}
+
+/// Waits until the connection is admitted, and does the handshake.
+async fn set_up<S: Storage>(
     stream: &Stream,
     guard: &ConnectionGuard,
-    exports: &dyn ExportLookup,
+    exports: &LoggedLookup<'_, S>,
     limits: &Limits,
     pool: &BufferPool,
-) -> Result<(NegotiatedOptions, Vec<u8>), SetupError> {
+) -> Result<Negotiated, SetupError> {
     if timeout(limits.handshake, guard.admitted()).await != Some(true) {
         return Err(SetupError::NotAdmitted);
     }
@@ -154,32 +200,58 @@ async fn set_up(
     negotiated.ok_or(SetupError::TimedOut(limits.handshake))?
 }
 
-async fn handshake(
+async fn handshake<S: Storage>(
     stream: &Stream,
-    exports: &dyn ExportLookup,
+    exports: &LoggedLookup<'_, S>,
     pool: &BufferPool,
-) -> Result<(NegotiatedOptions, Vec<u8>), SetupError> {
-    let mut handshake = Handshake::new();
+) -> Result<Negotiated, SetupError> {
+    let socket_tls = exports.exports.tls();
+    let mut handshake = Handshake::with_tls(match socket_tls.map(|tls| tls.mode) {
+        None => TlsState::Off,
+        Some(TlsMode::Optional) => TlsState::Optional,
+        Some(TlsMode::Required) => TlsState::Required,
+    });
+    let mut tls = None;
     let mut received = pool.get(RECEIVE_SIZE)?;
-    send(stream, pool, &Handshake::greeting()).await?;
-    let mut count = receive(stream, &mut received).await?;
+    send(stream, None, pool, &Handshake::greeting()).await?;
+    let mut count = receive(stream, None, &mut received).await?;
     let mut output = Vec::new();
     loop {
         let progress = handshake.feed(&received.bytes()[..count], exports, &mut output);
-        send(stream, pool, &output).await?;
+        send(stream, tls.as_deref(), pool, &output).await?;
         output.clear();
         count = match progress {
-            Progress::More => receive(stream, &mut received).await?,
+            Progress::More => receive(stream, tls.as_deref(), &mut received).await?,
             Progress::Again => 0,
-            Progress::Transmit(options) => return Ok((options, handshake.into_rest())),
+            Progress::StartTls => {
+                let server = &socket_tls.expect("TLS is offered").server;
+                let accepted = TlsChannel::accept(stream, server, pool).await;
+                let channel = Rc::new(accepted.map_err(SetupError::Tls)?);
+                tracing::debug!(peer = %exports.peer, "TLS with {:?}: {}", channel.identity().names, channel.describe());
+                exports.client.replace(Some(channel.identity().clone()));
+                tls = Some(channel);
+                handshake.tls_started();
+                0
+            }
+            Progress::Transmit(options) => {
+                return Ok(Negotiated { options, received: handshake.into_rest(), tls });
+            }
             Progress::Close(error) => return Err(SetupError::Handshake(error)),
         };
     }
 }
 
-async fn send(stream: &Stream, pool: &BufferPool, bytes: &[u8]) -> Result<(), SetupError> {
+async fn send(
+    stream: &Stream,
+    tls: Option<&TlsChannel>,
+    pool: &BufferPool,
+    bytes: &[u8],
+) -> Result<(), SetupError> {
     if bytes.is_empty() {
         return Ok(());
+    }
+    if let Some(tls) = tls {
+        return Ok(tls.send(stream, bytes).await?);
     }
     let mut buffer = pool.get(bytes.len())?;
     buffer.bytes_mut().copy_from_slice(bytes);
@@ -188,11 +260,19 @@ async fn send(stream: &Stream, pool: &BufferPool, bytes: &[u8]) -> Result<(), Se
     Ok(stream.send_directly(list).await.0?)
 }
 
-async fn receive(stream: &Stream, buffer: &mut Buffer) -> Result<usize, SetupError> {
-    let mut list = IoVectorList::new();
-    list.push(buffer.lend());
-    let (result, list) = stream.receive(list).await;
-    drop(list);
+async fn receive(
+    stream: &Stream,
+    tls: Option<&TlsChannel>,
+    buffer: &mut Buffer,
+) -> Result<usize, SetupError> {
+    let result = match tls {
+        Some(tls) => tls.read(stream, buffer.bytes_mut(), |_| false, || ()).await,
+        None => {
+            let mut list = IoVectorList::new();
+            list.push(buffer.lend());
+            stream.receive(list).await.0
+        }
+    };
     match result? {
         0 => Err(SetupError::Closed),
         count => Ok(count),
@@ -203,20 +283,56 @@ async fn receive(stream: &Stream, buffer: &mut Buffer) -> Result<usize, SetupErr
 struct LoggedLookup<'a, S: Storage> {
     exports: &'a Exports<S>,
     peer: Peer,
+    /// Who it has shown to be by TLS.
+    client: RefCell<Option<ClientIdentity>>,
     has_logged: Cell<bool>,
+}
+
+impl<'a, S: Storage> LoggedLookup<'a, S> {
+    fn new(exports: &'a Exports<S>, peer: Peer) -> Self {
+        Self { exports, peer, client: RefCell::default(), has_logged: Cell::new(false) }
+    }
+
+    fn log(&self, text: std::fmt::Arguments<'_>) {
+        if !self.has_logged.replace(true) {
+            tracing::info!(peer = %self.peer, "{text}");
+        }
+    }
 }
 
 impl<S: Storage> ExportLookup for LoggedLookup<'_, S> {
     fn find(&self, name: &str) -> Option<ExportInfo> {
-        let found = self.exports.find(name);
-        if found.is_none() && !self.has_logged.replace(true) {
-            tracing::info!(peer = %self.peer, "no export is called {}", quoted(name));
+        let Some(found) = self.exports.find(name) else {
+            self.log(format_args!("no export is called {}", quoted(name)));
+            return None;
+        };
+        let client = self.client.borrow();
+        if self.exports.admits(&found.name, client.as_ref()) {
+            return Some(found);
         }
-        found
+        let names = client.as_ref().map(|client| client.names.join(", ")).unwrap_or_default();
+        self.log(format_args!(
+            "client refused: {} may not use the export {} (--tls-allow says who may)",
+            quoted(&names),
+            quoted(&found.name)
+        ));
+        None
     }
 
     fn list(&self) -> Vec<ExportInfo> {
-        self.exports.list()
+        let client = self.client.borrow();
+        let mut list = self.exports.list();
+        list.retain(|export| self.exports.admits(&export.name, client.as_ref()));
+        list
+    }
+
+    fn needs_tls(&self, name: &str) -> bool {
+        self.client.borrow().is_none()
+            && self.exports.find(name).is_some_and(|found| !self.exports.admits(&found.name, None))
+    }
+
+    fn refuse_plain(&self) {
+        self.log(format_args!("client refused: it does not use TLS, which is required here"));
     }
 }
 

@@ -3,8 +3,8 @@
 //! Guarantee: a client learns of and opens the exports of its own socket's set and no others, by any
 //! option of the handshake. Reason: a socket's permissions keep one guest from another's disk.
 
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock};
 
 use blockhouse_core::{BLOCK_ALIGNMENT, Storage};
 use blockhouse_disk::Disk;
@@ -12,6 +12,7 @@ use parking_lot::RwLock;
 
 use crate::handshake::{ExportInfo, ExportLookup};
 use crate::proto::{MAX_PAYLOAD, MAX_STRING};
+use crate::tls::{ClientIdentity, SocketTls};
 
 /// A disk under a name.
 pub struct Export<S: Storage> {
@@ -68,6 +69,8 @@ struct Set<S: Storage> {
     /// No socket accepts clients for them any more.
     is_closed: AtomicBool,
     observer: Option<ClientObserver>,
+    /// TLS at the sockets where they are offered.
+    tls: OnceLock<SocketTls>,
 }
 
 /// An export, and its number: of all that there ever were in this process, so that a later one of the same name is
@@ -114,7 +117,25 @@ impl<S: Storage> Exports<S> {
 
     fn with_observer(observer: Option<ClientObserver>) -> Self {
         let (entries, is_closed) = (RwLock::default(), AtomicBool::new(false));
-        Self(Arc::new(Set { entries, is_closed, observer }))
+        Self(Arc::new(Set { entries, is_closed, observer, tls: OnceLock::new() }))
+    }
+
+    /// Offers them by TLS, before clients find them: by TLS alone, or also.
+    ///
+    /// # Panics
+    /// When it is called a second time.
+    pub fn set_tls(&self, tls: SocketTls) {
+        assert!(self.0.tls.set(tls).is_ok(), "TLS is set once");
+    }
+
+    /// TLS at their sockets.
+    pub(super) fn tls(&self) -> Option<&SocketTls> {
+        self.0.tls.get()
+    }
+
+    /// Whether a client may use an export: one whose TLS has shown who it is, or one without TLS.
+    pub(super) fn admits(&self, export: &str, client: Option<&ClientIdentity>) -> bool {
+        self.tls().is_none_or(|tls| tls.server.admits(export, client))
     }
 
     /// Offers a disk.

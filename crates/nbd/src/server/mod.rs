@@ -55,6 +55,8 @@ struct Shared {
     pool: BufferPool,
     /// How many sockets were served so far.
     sockets: AtomicUsize,
+    /// How many connections use TLS.
+    encrypted: Arc<AtomicUsize>,
 }
 
 impl Server {
@@ -67,6 +69,7 @@ impl Server {
             byte_limit: Arc::new(ByteLimit::new(limits.shared_bytes())),
             pool: BufferPool::new(POOL_BYTES),
             sockets: AtomicUsize::new(0),
+            encrypted: Arc::default(),
         }))
     }
 
@@ -160,6 +163,7 @@ impl Server {
             limits: self.0.limits,
             byte_limit: Arc::clone(&self.0.byte_limit),
             pool: self.0.pool.clone(),
+            encrypted: Arc::clone(&self.0.encrypted),
         }
     }
 
@@ -189,6 +193,11 @@ impl Server {
     /// How many connections use the export of this name.
     pub fn clients<S: Storage>(&self, exports: &Exports<S>, name: &str) -> usize {
         exports.get(name).map_or(0, |(_, id)| self.0.registry.clients(id))
+    }
+
+    /// How many connections use TLS. They can pause, but not go on in another process.
+    pub fn encrypted_clients(&self) -> usize {
+        self.0.encrypted.load(Ordering::SeqCst)
     }
 
     /// Accepts nothing more until [`resume`](Self::resume): new clients wait in the backlog of their socket. Waits until

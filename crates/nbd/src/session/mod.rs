@@ -42,6 +42,7 @@ use staging::Staging;
 use state::SessionState;
 
 use crate::handshake::NegotiatedOptions;
+use crate::tls::TlsChannel;
 
 /// What one connection may have in flight, and how long its client may take.
 #[derive(Clone, Copy, Debug)]
@@ -62,6 +63,8 @@ pub struct ConnectionLimits {
 pub struct Session<S: Storage> {
     /// The socket.
     pub stream: Stream,
+    /// TLS on it, if there is any.
+    pub tls: Option<Rc<TlsChannel>>,
     /// The disk that is served.
     pub disk: Arc<Disk<S>>,
     /// What the handshake agreed on.
@@ -123,7 +126,7 @@ impl<S: Storage> Session<S> {
     /// # Errors
     /// ENOMEM where memory runs out.
     fn into_state(self, first: &[u8]) -> Result<(Rc<SessionState<S>>, Batch, Staging)> {
-        let Self { stream, disk, options, pool, limits, byte_limit, activity } = self;
+        let Self { stream, tls, disk, options, pool, limits, byte_limit, activity } = self;
         let count = limits.in_flight.requests;
         let replies = ReplyQueue::new(&pool, options.framing, count)?;
         let batch = Batch::new(&pool, count)?;
@@ -132,6 +135,7 @@ impl<S: Storage> Session<S> {
         let in_flight = InFlightLimit::new(limits.in_flight, reserved, byte_limit, activity);
         let state = SessionState {
             stream,
+            tls,
             disk,
             options,
             pool,

@@ -173,9 +173,8 @@ impl<S: Storage> Reader<S> {
         }
         let mut filled = self.staging.copy_to(buffer.bytes_mut());
         while filled < length {
-            self.list.push(buffer.lend_range(filled, length - filled));
-            self.list.push(self.staging.lend(self.window));
-            let count = match self.receive_inside_request(PAUSE_OR_SHUTDOWN).await {
+            let payload = Some((&mut buffer, filled));
+            let count = match self.receive_inside_request(payload, PAUSE_OR_SHUTDOWN).await {
                 Err(End::Paused) => {
                     header.encode(self.state.options.framing, &mut self.incomplete);
                     self.incomplete.extend_from_slice(&buffer.bytes()[..filled]);
@@ -192,9 +191,8 @@ impl<S: Storage> Reader<S> {
 
     /// Receives into the staging buffer.
     async fn fill(&mut self) -> Result<(), End> {
-        self.list.push(self.staging.lend(self.window));
         self.since_yield = 0;
-        let count = self.receive(PAUSE_OR_SHUTDOWN).await?;
+        let count = self.receive(None, PAUSE_OR_SHUTDOWN).await?;
         self.staging.add_received(count);
         Ok(())
     }
@@ -210,38 +208,63 @@ impl<S: Storage> Reader<S> {
     }
 
     async fn fill_rest(&mut self, stops: &[Stop]) -> Result<(), End> {
-        self.list.push(self.staging.lend(self.window));
         self.since_yield = 0;
-        let count = self.receive_inside_request(stops).await?;
+        let count = self.receive_inside_request(None, stops).await?;
         self.staging.add_received(count);
         Ok(())
     }
 
     /// As [`receive`](Self::receive), for the rest of a request, which the client has to send.
-    async fn receive_inside_request(&mut self, stops: &[Stop]) -> Result<usize, End> {
+    async fn receive_inside_request(
+        &mut self,
+        payload: Option<Payload<'_>>,
+        stops: &[Stop],
+    ) -> Result<usize, End> {
         self.state.peer_wait.begin(Direction::Receive);
-        let count = self.receive(stops).await.map_err(End::inside_request);
+        let count = self.receive(payload, stops).await.map_err(End::inside_request);
         self.state.peer_wait.end(Direction::Receive);
         count
     }
 
-    /// Receives at least one byte into the list, which is empty afterwards. Ends early at one of `stops`.
-    async fn receive(&mut self, stops: &[Stop]) -> Result<usize, End> {
-        let list = std::mem::take(&mut self.list);
-        let shutdown = &self.shutdown;
+    /// Receives at least one byte: into the rest of a payload first, and what follows into the staging buffer. Ends
+    /// early at one of `stops`.
+    async fn receive(
+        &mut self,
+        payload: Option<Payload<'_>>,
+        stops: &[Stop],
+    ) -> Result<usize, End> {
+        let Self { state, shutdown, staging, list, window, .. } = self;
         let wanted = |stop: Option<Stop>| stop.filter(|stop| stops.contains(stop));
         // A client that never stops sending must not keep the receive from ending.
         if let Some(stop) = wanted(shutdown.get()) {
             return Err(ended_by(stop));
         }
         let is_wanted = |context: &Context<'_>| wanted(shutdown.poll(context)).is_some();
-        let (result, list) = self.state.stream.receive_until(list, is_wanted).await;
-        self.list = list;
-        self.list.clear();
+        let result = match &state.tls {
+            None => {
+                if let Some((buffer, filled)) = payload {
+                    list.push(buffer.lend_range(filled, buffer.len() - filled));
+                }
+                list.push(staging.lend(*window));
+                let lent = std::mem::take(list);
+                let (result, lent) = state.stream.receive_until(lent, is_wanted).await;
+                *list = lent;
+                list.clear();
+                result
+            }
+            Some(tls) => {
+                let into = match payload {
+                    Some((buffer, filled)) => &mut buffer.bytes_mut()[filled..],
+                    None => staging.free_mut(*window),
+                };
+                let progress = || state.peer_wait.step(Direction::Receive);
+                tls.read(&state.stream, into, is_wanted, progress).await
+            }
+        };
         match result {
             Ok(0) => Err(End::Closed),
             Ok(count) => Ok(count),
-            Err(error) if is_stopped(&error) => match wanted(self.shutdown.get()) {
+            Err(error) if is_stopped(&error) => match wanted(shutdown.get()) {
                 Some(stop) => Err(ended_by(stop)),
                 // The pause is over already.
                 None => Err(End::Paused),
@@ -250,6 +273,9 @@ impl<S: Storage> Reader<S> {
         }
     }
 }
+
+/// The memory of a payload, and how many bytes of it are there.
+type Payload<'a> = (&'a mut Buffer, usize);
 
 /// What ends a receive for which nothing else is said.
 const PAUSE_OR_SHUTDOWN: &[Stop] = &[Stop::Pause, Stop::Shutdown];

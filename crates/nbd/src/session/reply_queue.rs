@@ -9,7 +9,7 @@ use std::cell::{Cell, RefCell};
 use std::collections::VecDeque;
 
 use blockhouse_core::sync::LocalCondvar;
-use blockhouse_core::{Buffer, BufferPool, IoVector, IoVectorList, Result};
+use blockhouse_core::{Buffer, BufferPool, IoVector, IoVectorList};
 
 use super::in_flight::Permit;
 use crate::command::RequestError;
@@ -73,7 +73,7 @@ impl Batch {
     ///
     /// # Errors
     /// ENOMEM where memory runs out.
-    pub fn new(pool: &BufferPool, limit: usize) -> Result<Self> {
+    pub fn new(pool: &BufferPool, limit: usize) -> blockhouse_core::Result<Self> {
         let small = pool.get(limit * MAX_SMALL_REPLY)?;
         Ok(Self { small, small_end: 0, small_permit: None, data: VecDeque::new() })
     }
@@ -122,6 +122,35 @@ impl Batch {
         ended
     }
 
+    /// As [`lend`](Self::lend), by handing each piece to `take`, which wants the bytes themselves.
+    ///
+    /// # Errors
+    /// That of `take`.
+    pub fn hand_out<E>(
+        &mut self,
+        limit: usize,
+        mut take: impl FnMut(&[u8]) -> Result<(), E>,
+    ) -> Result<usize, E> {
+        let mut handed = 0;
+        if self.small_permit.is_some() {
+            take(&self.small.bytes()[..self.small_end])?;
+            handed = self.small_end;
+        }
+        let mut ended = 0;
+        for (reply, _) in &mut self.data {
+            let remaining = reply.remaining();
+            let length = remaining.min(limit - handed.min(limit));
+            take(&reply.buffer.bytes()[reply.start..reply.start + length])?;
+            reply.start += length;
+            handed += length;
+            if length < remaining {
+                break;
+            }
+            ended += 1;
+        }
+        Ok(ended)
+    }
+
     /// Drops replies that were sent: those without data, and the first `ended` with data. Their permits
     /// return.
     pub fn drop_sent(&mut self, ended: usize) {
@@ -167,7 +196,7 @@ impl ReplyQueue {
     ///
     /// # Errors
     /// ENOMEM where memory runs out.
-    pub fn new(pool: &BufferPool, framing: Framing, limit: usize) -> Result<Self> {
+    pub fn new(pool: &BufferPool, framing: Framing, limit: usize) -> blockhouse_core::Result<Self> {
         let (waiting, state) = (RefCell::new(Batch::new(pool, limit)?), Cell::new(State::Open));
         Ok(Self { framing, waiting, state, changed: LocalCondvar::default() })
     }

@@ -41,13 +41,23 @@ impl Staging {
     /// Lends out free memory, `limit` bytes at most, for the bytes that follow. The bytes that were not
     /// consumed, a part of a header at most, move to the front first: so there always is free memory.
     pub fn lend(&mut self, limit: usize) -> IoVector {
+        let free = self.make_room(limit);
+        self.buffer.lend_range(self.end, free)
+    }
+
+    /// As [`lend`](Self::lend), for the caller itself to fill.
+    pub fn free_mut(&mut self, limit: usize) -> &mut [u8] {
+        let free = self.make_room(limit);
+        &mut self.buffer.bytes_mut()[self.end..self.end + free]
+    }
+
+    fn make_room(&mut self, limit: usize) -> usize {
         let Self { start, end, .. } = *self;
         if start > 0 {
             self.buffer.bytes_mut().copy_within(start..end, 0);
             (self.start, self.end) = (0, end - start);
         }
-        let free = self.buffer.len() - self.end;
-        self.buffer.lend_range(self.end, free.min(limit))
+        limit.min(self.buffer.len() - self.end)
     }
 
     /// Counts bytes that were received into the memory lent out.

@@ -13,12 +13,15 @@ use super::in_flight::InFlightLimit;
 use super::peer_wait::PeerWait;
 use super::reply_queue::ReplyQueue;
 use crate::handshake::NegotiatedOptions;
+use crate::tls::TlsChannel;
 
 /// One connection in its transmission phase. Its tasks (the reader, the handlers and the writer) run on
 /// one thread.
 pub struct SessionState<S: Storage> {
     /// The socket.
     pub stream: Stream,
+    /// TLS on it, if there is any.
+    pub tls: Option<Rc<TlsChannel>>,
     /// The disk that is served.
     pub disk: Arc<Disk<S>>,
     /// What the handshake agreed on.

@@ -8,6 +8,7 @@ use blockhouse_core::{IoVectorList, Storage};
 use super::end::Direction;
 use super::reply_queue::{Batch, WriterAction};
 use super::state::SessionState;
+use crate::tls;
 
 /// Bytes of replies that one system call sends at most. The rest waits for the next one, so that memory
 /// comes free while the client still receives.
@@ -37,12 +38,22 @@ async fn send<S: Storage>(
     list: &mut IoVectorList,
 ) -> io::Result<()> {
     while !batch.is_empty() {
-        let ended = batch.lend(list, SEND_LIMIT);
+        let mut encrypted = None;
+        let ended = match &state.tls {
+            None => batch.lend(list, SEND_LIMIT),
+            Some(tls) => {
+                let ended = batch.hand_out(tls::SEND_LIMIT, |bytes| tls.encrypt(bytes))?;
+                encrypted = tls.take_batch()?;
+                encrypted.iter_mut().for_each(|buffer| list.push(buffer.lend()));
+                ended
+            }
+        };
         state.peer_wait.begin(Direction::Send);
         let result = send_list(state, list).await;
         state.peer_wait.end(Direction::Send);
         list.clear();
         result?;
+        drop(encrypted);
         batch.drop_sent(ended);
     }
     Ok(())

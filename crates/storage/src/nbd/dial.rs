@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use blockhouse_core::{Error, ErrorKind, Result};
 use blockhouse_engine::{Stream, sleep};
-use blockhouse_nbd_protocol::uri::NbdUri;
+use blockhouse_nbd_protocol::uri::{NbdUri, Security};
 use futures_util::future::{Either, select};
 
 use super::connect::connect;
@@ -29,6 +29,11 @@ impl Dial {
     /// What failed, with the URI: there is no server, it refuses the export, or it does not answer.
     pub(super) async fn connect(uri: NbdUri, reconnect_time: Duration) -> Result<(Self, Stream)> {
         let name = uri.to_string();
+        if uri.security == Security::Tls {
+            let what = "images are not read by TLS yet";
+            let hint = "use nbd:// over a way that is safe by itself, like a tunnel";
+            return Err(Error::new(ErrorKind::Unsupported, what).on(&name).hint(hint));
+        }
         let (stream, export) = negotiate(&uri, &name).await?;
         Ok((Self { uri, name, reconnect_time, export }, stream))
     }

@@ -5,7 +5,7 @@ use std::process::{Child, Command, Stdio};
 use std::thread::sleep;
 use std::time::{Duration, Instant};
 
-use blockhouse_nbd_protocol::uri::{Address, NbdUri};
+use blockhouse_nbd_protocol::uri::{Address, NbdUri, Security};
 
 /// How long a server may take to start.
 const START_TIME: Duration = Duration::from_secs(30);
@@ -23,7 +23,11 @@ pub fn has_qemu_nbd() -> bool {
 
 /// The export named `disk` at a Unix socket.
 pub fn uri(socket: &Path) -> NbdUri {
-    NbdUri { address: Address::Unix(socket.to_owned()), export: "disk".into() }
+    NbdUri {
+        security: Security::Plain,
+        address: Address::Unix(socket.to_owned()),
+        export: "disk".into(),
+    }
 }
 
 /// A server, which ends with this.

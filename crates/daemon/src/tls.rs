@@ -1,0 +1,63 @@
+//! TLS of the NBD sockets: from the setup, and read again at a reload.
+
+use std::sync::Arc;
+
+use anyhow::{Result, bail};
+use blockhouse_nbd::uri::{Address, Security};
+use blockhouse_nbd::{SocketTls, TlsFiles, TlsMode, TlsServer};
+
+use crate::setup::TlsSetup;
+
+/// TLS of all sockets.
+pub struct Tls {
+    setup: TlsSetup,
+    server: Arc<TlsServer>,
+}
+
+impl Tls {
+    /// Reads the files.
+    ///
+    /// # Errors
+    /// One that names the file.
+    pub fn load(setup: &TlsSetup) -> Result<Self> {
+        let server = TlsServer::load(setup.files.clone(), setup.allowed.clone())?;
+        if !server.has_client_check()
+            && let TlsFiles::Certificates(folder) = &setup.files
+        {
+            tracing::warn!(
+                "{}: there is no ca-cert.pem, so clients are not checked: connections are encrypted, and anybody \
+                 may make one",
+                folder.display()
+            );
+        }
+        Ok(Self { setup: setup.clone(), server: Arc::new(server) })
+    }
+
+    /// TLS of the socket with this address; `tls` is that of all sockets. With [`Security::Tls`] it is required.
+    ///
+    /// # Errors
+    /// It is required and not set up.
+    pub fn at(
+        tls: Option<&Self>,
+        address: &Address,
+        security: Security,
+    ) -> Result<Option<SocketTls>> {
+        let mode = match (tls, security) {
+            (None, Security::Plain) => return Ok(None),
+            (None, Security::Tls) => bail!(
+                "TLS is not set up; start the server with --tls-certificates DIR or --tls-psk FILE, or use nbd"
+            ),
+            (Some(_), Security::Tls) => TlsMode::Required,
+            (Some(tls), Security::Plain) => tls.setup.mode_at(address),
+        };
+        Ok(tls.map(|tls| SocketTls { server: Arc::clone(&tls.server), mode }))
+    }
+
+    /// Reads the files again, for new connections. What fails is logged, and changes nothing.
+    pub fn reload(&self) {
+        match self.server.reload() {
+            Ok(()) => tracing::info!("TLS: read the files again"),
+            Err(error) => tracing::error!("TLS: what was read before stays in force: {error}"),
+        }
+    }
+}

@@ -1,0 +1,57 @@
+//! TLS for NBD connections: X.509 certificates or pre-shared keys, between the socket and the session.
+//!
+//! Guarantees: a client is served only after its handshake, as whoever the handshake has shown it to be.
+//! Nothing that came before the handshake counts afterwards. Sessions are never resumed and never renegotiated, so
+//! what a reload of the files revokes is revoked for every later connection. A refusal is one line that says what is
+//! wrong with what the client has shown.
+//!
+//! OpenSSL does the cryptography and no I/O: [`Pipe`] gives it bytes from a buffer and takes bytes into another, and
+//! [`TlsChannel`] moves these between the socket and the session. A connection without TLS has no channel, and pays
+//! for one test of an `Option` at each system call.
+
+mod channel;
+mod credentials;
+mod pipe;
+mod refusal;
+
+use std::path::PathBuf;
+use std::sync::Arc;
+
+pub(crate) use channel::{AcceptError, SEND_LIMIT, TlsChannel};
+pub use credentials::{TlsError, TlsServer};
+use pipe::Pipe;
+
+/// Where the secrets of a server are.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum TlsFiles {
+    /// A folder with `server-cert.pem` and `server-key.pem`. With `ca-cert.pem`, clients must show a certificate that
+    /// it signed; with `ca-crl.pem`, one that is not in this list of revoked ones. The names are QEMU's.
+    Certificates(PathBuf),
+    /// A file with a line `IDENTITY:KEY` for each client, the key in hexadecimal digits, as psktool writes it.
+    Psk(PathBuf),
+}
+
+/// Who must use TLS.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum TlsMode {
+    /// Clients may; those that do not find no export with a list of allowed clients.
+    Optional,
+    /// Every client.
+    Required,
+}
+
+/// TLS at a socket.
+#[derive(Clone, Debug)]
+pub struct SocketTls {
+    /// The secrets, and whom they admit.
+    pub server: Arc<TlsServer>,
+    /// Who must use it.
+    pub mode: TlsMode,
+}
+
+/// Who a client has shown to be.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct ClientIdentity {
+    /// The common names and DNS names of its certificate, or its PSK identity. None where nothing was asked for.
+    pub names: Vec<String>,
+}

@@ -1,0 +1,81 @@
+//! What OpenSSL's callbacks learn of a client, for the line in the log.
+//!
+//! The callbacks run inside a step of a handshake, which nothing interrupts: so a thread's note is about the client
+//! whose step it is.
+
+use std::cell::RefCell;
+
+use openssl::error::ErrorStack;
+use openssl::ssl;
+
+/// What was learned in a handshake.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Note {
+    /// The PSK identity that the client named.
+    pub identity: Option<String>,
+    /// Whether there is no key for it.
+    pub is_unknown: bool,
+    /// What is wrong with its certificate: whose it is, and why.
+    pub certificate: Option<String>,
+}
+
+thread_local! {
+    static NOTE: RefCell<Note> = RefCell::default();
+}
+
+/// Changes the note of the step that runs.
+pub fn note(change: impl FnOnce(&mut Note)) {
+    NOTE.with_borrow_mut(change);
+}
+
+/// Puts a client's note in force for a step, and takes it back after it.
+pub fn swap(note: &mut Note) {
+    NOTE.with_borrow_mut(|current| std::mem::swap(current, note));
+}
+
+/// Why a handshake failed, for operators.
+pub fn describe(note: &Note, error: &ssl::Error) -> String {
+    if let Some(why) = &note.certificate {
+        return why.clone();
+    }
+    let reason = error.ssl_error().map(reason).unwrap_or_default();
+    let is = |part: &str| reason.contains(part);
+    match &note.identity {
+        Some(identity) if note.is_unknown => {
+            return format!("there is no key for its PSK identity {identity:?}");
+        }
+        Some(identity) if is("binder") || is("bad record mac") || is("decryption failed") => {
+            return format!("its key for the PSK identity {identity:?} is wrong");
+        }
+        _ => {}
+    }
+    if is("peer did not return a certificate") {
+        return "it has shown no certificate, and ca-cert.pem says that clients must".into();
+    }
+    if is("no shared cipher") || is("no suitable signature") {
+        return "it has no way of encryption in common with this server; one with certificates cannot \
+                talk to one with PSK"
+            .into();
+    }
+    if is("unsupported protocol") || is("version too low") {
+        return "it has no TLS 1.2 or later".into();
+    }
+    if is("alert") {
+        return format!("it gave up and says: {reason}");
+    }
+    if is("wrong version number") || is("http request") || is("unexpected message") {
+        return "it sent something else than TLS".into();
+    }
+    match error.io_error() {
+        Some(error) => error.to_string(),
+        None if reason.is_empty() => error.to_string(),
+        None => reason,
+    }
+}
+
+/// The last of OpenSSL's reasons, without its codes.
+fn reason(errors: &ErrorStack) -> String {
+    let reasons: Vec<_> =
+        errors.errors().iter().filter_map(openssl::error::Error::reason).collect();
+    reasons.join(", ")
+}

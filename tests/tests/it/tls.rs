@@ -1,0 +1,422 @@
+//! TLS with clients of other projects: who is served, who is refused, and what the log says of it.
+
+use std::fs;
+use std::io::{Read, Write};
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+use blockhouse_tests::nbd::{Framing, Greeted, go_data, option, reply};
+use blockhouse_tests::pki::{Pki, Validity, psk_file};
+use blockhouse_tests::upgrade::{Servers, upgrade};
+use blockhouse_tests::{
+    Outcome, Scratch, Serve, Server, eventually, image_tool::str, need, random_bytes, require, run,
+    seeded, tool,
+};
+use rustix::process::Signal;
+
+const SIZE: usize = 4 << 20;
+const ERR_TLS_REQD: u32 = 0x8000_0005;
+const TOOLS: [&str; 5] = ["certtool", "psktool", "nbdinfo", "nbdcopy", "qemu-img"];
+
+/// A host with an image, an authority with a server and a client, and keys.
+struct Host {
+    scratch: Scratch,
+    pki: Pki,
+    client: PathBuf,
+    keys: PathBuf,
+    content: Vec<u8>,
+}
+
+impl Host {
+    fn new() -> Self {
+        let scratch = Scratch::new();
+        let content = random_bytes(&mut seeded(), SIZE);
+        scratch.image_of("disk.img", &content);
+        let pki = Pki::new(&scratch.path("pki"));
+        pki.server();
+        let client = pki.client("alice", Validity::Now);
+        let keys = scratch.path("keys.psk");
+        psk_file(&keys, &["alice", "bob"]);
+        Self { scratch, pki, client, keys, content }
+    }
+
+    fn serve(&self) -> Serve {
+        Serve::bare(&self.scratch, &self.scratch.path("disk.img"))
+    }
+
+    fn x509(&self, mode: &str) -> Server {
+        let serve = self.serve().option("--tls-certificates", self.pki.folder());
+        serve.option("--tls", mode).export("nbd://localhost:0/disk").start()
+    }
+
+    fn psk(&self) -> Server {
+        self.serve().option("--tls-psk", &self.keys).export("nbd://localhost:0/disk").start()
+    }
+}
+
+/// The port of a server at localhost.
+fn port(server: &Server) -> u16 {
+    let authority = server.uri().split('/').nth(2).expect("a host");
+    authority.rsplit(':').next().and_then(|port| port.parse().ok()).expect("a port")
+}
+
+/// The URI by which libnbd's programs show the certificate of this folder.
+fn by_certificate(server: &Server, folder: &Path) -> String {
+    format!("nbds://localhost:{}/disk?tls-certificates={}", port(server), str(folder))
+}
+
+fn by_key(server: &Server, user: &str, file: &Path) -> String {
+    format!("nbds://{user}@localhost:{}/disk?tls-psk-file={}", port(server), str(file))
+}
+
+/// Waits for half a minute at most.
+#[track_caller]
+fn wait_until(condition: impl FnMut() -> bool, what: &str) {
+    assert!(eventually(Duration::from_secs(30), condition), "not seen: {what}");
+}
+
+fn nbdinfo(uri: &str) -> Outcome {
+    run(tool("nbdinfo").args(["--size", uri]))
+}
+
+/// The client fails, and the server says why in one line with these words.
+#[track_caller]
+fn assert_refused(server: &Server, outcome: &Outcome, words: &[&str]) {
+    assert!(!outcome.status.success(), "{}", outcome.describe("must fail"));
+    let has_line = || {
+        let log = server.log();
+        log.lines().any(|line| words.iter().all(|word| line.contains(word)))
+    };
+    wait_until(has_line, &format!("a line with {words:?}: {}", server.log()));
+}
+
+#[test]
+fn libnbd_and_qemu_read_and_write_by_certificates() {
+    require!(need::tools(&TOOLS));
+    let host = Host::new();
+    let server = host.x509("required");
+    assert!(server.uri().starts_with("nbds://"), "{}", server.uri());
+    let uri = by_certificate(&server, &host.client);
+    assert_eq!(nbdinfo(&uri).success().stdout.trim(), SIZE.to_string());
+    let copy = host.scratch.path("copy.img");
+    run(tool("nbdcopy").args([&uri, str(&copy)])).success();
+    assert!(fs::read(&copy).unwrap() == host.content, "nbdcopy read other bytes");
+    // The other way, with other content: many requests in flight, of 256 KiB.
+    let content = random_bytes(&mut seeded(), SIZE);
+    let new = host.scratch.image_of("new.img", &content);
+    run(tool("nbdcopy").args([new.str(), &uri])).success();
+    let credentials = format!("tls-creds-x509,id=tls,endpoint=client,dir={}", str(&host.client));
+    let qemu =
+        format!("driver=nbd,host=localhost,port={},export=disk,tls-creds=tls", port(&server));
+    let compare = ["compare", "--object", &credentials, "--image-opts", &qemu];
+    let raw = format!("driver=raw,file.filename={}", new.str());
+    run(tool("qemu-img").args(compare).arg(&raw)).success();
+    server.stop();
+    let served = fs::read(host.scratch.path("disk.img")).unwrap();
+    assert!(served == content, "nbdcopy wrote other bytes");
+}
+
+#[test]
+fn a_certificate_that_is_missing_wrong_expired_or_revoked_is_refused() {
+    require!(need::tools(&TOOLS));
+    let host = Host::new();
+    let server = host.x509("required");
+    // Of another authority, which the client trusts as its server's.
+    let other = Pki::new(&host.scratch.path("other"));
+    let stranger = other.client("mallory", Validity::Now);
+    fs::copy(host.client.join("ca-cert.pem"), stranger.join("ca-cert.pem")).unwrap();
+    let words = ["refused by TLS", "mallory"];
+    assert_refused(&server, &nbdinfo(&by_certificate(&server, &stranger)), &words);
+    let expired = host.pki.client("eve", Validity::Expired);
+    let words = ["refused by TLS", "eve", "expired"];
+    assert_refused(&server, &nbdinfo(&by_certificate(&server, &expired)), &words);
+    let nameless = host.scratch.path("nameless");
+    fs::create_dir(&nameless).unwrap();
+    fs::copy(host.client.join("ca-cert.pem"), nameless.join("ca-cert.pem")).unwrap();
+    let words = ["refused by TLS", "no certificate"];
+    assert_refused(&server, &nbdinfo(&by_certificate(&server, &nameless)), &words);
+    // Revoked while the server runs, which reads it at SIGHUP.
+    let uri = by_certificate(&server, &host.client);
+    nbdinfo(&uri).success();
+    host.pki.revoke(&host.client);
+    nbdinfo(&uri).success();
+    server.signal(Signal::HUP);
+    wait_until(|| server.log().contains("read the files again"), "a reload");
+    assert_refused(&server, &nbdinfo(&uri), &["refused by TLS", "alice", "revoked"]);
+    let good = host.pki.client("bob", Validity::Now);
+    nbdinfo(&by_certificate(&server, &good)).success();
+    // A reload that fails changes nothing.
+    fs::write(host.pki.folder().join("server-key.pem"), "nonsense").unwrap();
+    server.signal(Signal::HUP);
+    wait_until(|| server.log().contains("server-key.pem"), "an error");
+    nbdinfo(&by_certificate(&server, &good)).success();
+    server.stop();
+}
+
+#[test]
+fn without_a_ca_clients_are_not_checked_and_the_log_says_so() {
+    require!(need::tools(&TOOLS));
+    let host = Host::new();
+    let folder = host.pki.folder();
+    fs::remove_file(folder.join("ca-cert.pem")).unwrap();
+    let server = host.x509("required");
+    assert!(server.log().contains("ca-cert.pem"), "{}", server.log());
+    let nameless = host.scratch.path("nameless");
+    fs::create_dir(&nameless).unwrap();
+    fs::copy(host.client.join("ca-cert.pem"), nameless.join("ca-cert.pem")).unwrap();
+    nbdinfo(&by_certificate(&server, &nameless)).success();
+    server.stop();
+    let files = host.serve().option("--tls-certificates", folder).option("--tls-allow", "disk=x");
+    files.refused().failed(&["ca-cert.pem", "is missing"]);
+    fs::remove_file(folder.join("server-cert.pem")).unwrap();
+    host.serve().option("--tls-certificates", folder).refused().failed(&["server-cert.pem"]);
+}
+
+#[test]
+fn keys_admit_their_users_and_no_others() {
+    require!(need::tools(&TOOLS));
+    let host = Host::new();
+    let server = host.psk();
+    let uri = by_key(&server, "alice", &host.keys);
+    let copy = host.scratch.path("copy.img");
+    run(tool("nbdcopy").args([&uri, str(&copy)])).success();
+    assert!(fs::read(&copy).unwrap() == host.content, "nbdcopy read other bytes");
+    let wrong = host.scratch.path("wrong.psk");
+    psk_file(&wrong, &["alice", "mallory"]);
+    let outcome = nbdinfo(&by_key(&server, "alice", &wrong));
+    assert_refused(&server, &outcome, &["refused by TLS", "alice", "wrong"]);
+    let outcome = nbdinfo(&by_key(&server, "mallory", &wrong));
+    assert_refused(&server, &outcome, &["refused by TLS", "mallory", "no key"]);
+    let outcome = nbdinfo(&by_certificate(&server, &host.client));
+    assert_refused(&server, &outcome, &["refused by TLS"]);
+    // A new user, after a reload.
+    fs::copy(&host.keys, host.scratch.path("old.psk")).unwrap();
+    psk_file(&host.keys, &["carol"]);
+    server.signal(Signal::HUP);
+    wait_until(|| server.log().contains("read the files again"), "a reload");
+    nbdinfo(&by_key(&server, "carol", &host.keys)).success();
+    server.stop();
+    fs::write(&host.keys, "alice:xyz\n").unwrap();
+    host.serve().option("--tls-psk", &host.keys).refused().failed(&["keys.psk", "line 1"]);
+}
+
+#[test]
+fn a_plain_client_gets_nothing_where_tls_is_required() {
+    require!(need::tools(&TOOLS));
+    let host = Host::new();
+    let server = host.x509("required");
+    let plain = format!("nbd://localhost:{}/disk", port(&server));
+    let words = ["does not use TLS", "required"];
+    assert_refused(&server, &nbdinfo(&plain), &words);
+    let mut client = Greeted::new(&server.address());
+    for number in [option::LIST, option::GO, 6, 8, 9, 10, 11, 99] {
+        assert_eq!(client.outcome(number, &go_data("disk")), ERR_TLS_REQD, "option {number}");
+        assert_eq!(client.outcome(number, &vec![0; 70_000]), ERR_TLS_REQD, "option {number}");
+    }
+    client.send_head(option::EXPORT_NAME, 4).unwrap();
+    client.0.write_all(b"disk").unwrap();
+    assert_eq!(client.0.read(&mut [0; 8]).unwrap_or(0), 0, "EXPORT_NAME ends the connection");
+    server.stop();
+}
+
+#[test]
+fn optional_tls_hides_the_exports_that_are_for_certain_clients() {
+    require!(need::tools(&TOOLS));
+    let host = Host::new();
+    host.scratch.image_of("open.img", &host.content);
+    let socket = host.scratch.socket("nbd");
+    let serve = host.serve().also(&host.scratch.path("open.img"));
+    let server = serve
+        .option("--tls-certificates", host.pki.folder())
+        .option("--tls", "optional")
+        .option("--tls-allow", "disk.img=alice")
+        .export(&format!("nbd+unix:///?socket={}", str(&socket)))
+        .start();
+    let plain = |name: &str| format!("nbd+unix:///{name}?socket={}", str(&socket));
+    let by = |name: &str, folder: &Path| {
+        let socket = str(&socket);
+        format!("nbds+unix://localhost/{name}?socket={socket}&tls-certificates={}", str(folder))
+            .replace("//localhost/", "///")
+    };
+    nbdinfo(&plain("open.img")).success();
+    assert!(!nbdinfo(&plain("disk.img")).status.success());
+    let list = run(tool("nbdinfo").args(["--list", &plain("")])).success().stdout;
+    assert!(list.contains("open.img") && !list.contains("disk.img"), "{list}");
+    let mut client = Greeted::new(&server.address());
+    assert_eq!(client.outcome(option::GO, &go_data("disk.img")), ERR_TLS_REQD);
+    assert_eq!(client.outcome(option::GO, &go_data("none")), reply::ERR_UNKNOWN);
+    let bob = host.pki.client("bob", Validity::Now);
+    nbdinfo(&by("disk.img", &host.client)).success();
+    nbdinfo(&by("open.img", &bob)).success();
+    let outcome = nbdinfo(&by("disk.img", &bob));
+    assert_refused(&server, &outcome, &["client refused", "bob", "disk.img", "--tls-allow"]);
+    server.stop();
+}
+
+#[test]
+fn an_nbds_socket_requires_tls_beside_a_plain_one() {
+    require!(need::tools(&TOOLS));
+    let host = Host::new();
+    let (open, closed) = (host.scratch.socket("open"), host.scratch.socket("closed"));
+    let serve = host.serve().option("--tls-psk", &host.keys).option("--tls", "optional");
+    let server = serve
+        .export(&format!("nbd+unix:///?socket={}", str(&open)))
+        .export(&format!("nbds+unix:///?socket={}", str(&closed)))
+        .start();
+    assert!(server.uris()[1].starts_with("nbds+unix:"), "{:?}", server.uris());
+    nbdinfo(&format!("nbd+unix:///?socket={}", str(&open))).success();
+    assert!(!nbdinfo(&format!("nbd+unix:///?socket={}", str(&closed))).status.success());
+    let query = format!("socket={}&tls-psk-file={}", str(&closed), str(&host.keys));
+    nbdinfo(&format!("nbds+unix://alice@/?{query}")).success();
+    server.stop();
+}
+
+#[test]
+fn bytes_in_plain_behind_starttls_end_the_connection() {
+    require!(need::tools(&TOOLS));
+    let host = Host::new();
+    let server = host.x509("optional");
+    let mut client = Greeted::new(&server.address());
+    // One segment: STARTTLS, and an option that whoever sits between adds.
+    let option = |number: u32, data: &[u8]| {
+        let mut bytes = b"IHAVEOPT".to_vec();
+        bytes.extend(number.to_be_bytes());
+        bytes.extend((data.len() as u32).to_be_bytes());
+        bytes.extend(data);
+        bytes
+    };
+    client.0.write_all(&[option(option::STARTTLS, &[]), option(8, &[])].concat()).unwrap();
+    let mut rest = Vec::new();
+    client.0.read_to_end(&mut rest).expect("the connection ends");
+    assert_eq!(rest.len(), 20, "the reply to STARTTLS and nothing more: {rest:?}");
+    wait_until(|| server.log().contains("in plain after STARTTLS"), "a line in the log");
+    // What was agreed on before TLS is forgotten: a second STRUCTURED_REPLY is the first one then.
+    let python = "import nbd, sys\n\
+        h = nbd.NBD()\n\
+        h.set_tls(nbd.TLS_REQUIRE)\n\
+        h.set_tls_certificates(sys.argv[1])\n\
+        h.set_opt_mode(True)\n\
+        h.set_export_name('disk')\n\
+        h.set_request_structured_replies(True)\n\
+        h.connect_tcp('localhost', sys.argv[2])\n\
+        assert h.get_structured_replies_negotiated()\n\
+        h.opt_go()\n\
+        assert len(h.pread(65536, 0)) == 65536\n\
+        h.shutdown()\n";
+    require!(need::python_module("nbd"));
+    let words = ["-c", python, str(&host.client), &port(&server).to_string()];
+    run(Command::new("/usr/bin/python3").args(words)).success();
+    server.stop();
+}
+
+#[test]
+fn hostile_handshakes_hold_their_seats_only_and_only_for_a_while() {
+    require!(need::tools(&TOOLS));
+    let host = Host::new();
+    let serve = host.serve().option("--tls-certificates", host.pki.folder());
+    let serve = serve.option("--limit", "clients=40,handshake=2");
+    let server = serve.export("nbd://localhost:0/disk").start();
+    let mut random = seeded();
+    let begin = |bytes: &[u8]| {
+        let mut client = Greeted::new(&server.address());
+        assert_eq!(client.outcome(option::STARTTLS, &[]), reply::ACK);
+        let _ = client.0.write_all(bytes);
+        client
+    };
+    // Garbage ends it at once.
+    for length in [5, 100, 5000] {
+        let mut garbage = random_bytes(&mut random, length);
+        garbage[0] |= 0x80;
+        let mut client = begin(&garbage);
+        let _ = client.0.read_to_end(&mut Vec::new());
+    }
+    wait_until(|| server.log().contains("refused by TLS"), "a line in the log");
+    // Half of a client's hello, and then silence: a record of 512 bytes, of which six come.
+    let start = Instant::now();
+    let mut silent: Vec<_> = (0..35).map(|_| begin(&[22, 3, 1, 2, 0, 1])).collect();
+    // Others are served meanwhile.
+    nbdinfo(&by_certificate(&server, &host.client)).success();
+    for client in &mut silent {
+        let _ = client.0.read_to_end(&mut Vec::new());
+    }
+    assert!(start.elapsed() > Duration::from_secs(1), "they were not given their time");
+    nbdinfo(&by_certificate(&server, &host.client)).success();
+    server.stop();
+}
+
+#[test]
+fn thousands_of_half_open_clients_keep_nobody_out() {
+    require!(need::tools(&TOOLS));
+    let host = Host::new();
+    let serve = host.serve().option("--tls-certificates", host.pki.folder());
+    let server = serve.option("--limit", "handshake=3").export("nbd://localhost:0/disk").start();
+    let _ = rustix::process::setrlimit(
+        rustix::process::Resource::Nofile,
+        rustix::process::Rlimit {
+            maximum: rustix::process::getrlimit(rustix::process::Resource::Nofile).maximum,
+            current: rustix::process::getrlimit(rustix::process::Resource::Nofile).maximum,
+        },
+    );
+    let address = ("localhost", port(&server));
+    let half_open: Vec<_> = (0..4000)
+        .filter_map(|_| {
+            let mut socket = std::net::TcpStream::connect(address).ok()?;
+            let mut hello = vec![0, 0, 0, 3];
+            hello.extend(b"IHAVEOPT");
+            hello.extend(option::STARTTLS.to_be_bytes());
+            hello.extend(0_u32.to_be_bytes());
+            socket.write_all(&hello).ok()?;
+            Some(socket)
+        })
+        .collect();
+    assert!(half_open.len() > 1000, "{} connections", half_open.len());
+    let start = Instant::now();
+    let uri = by_certificate(&server, &host.client);
+    wait_until(|| nbdinfo(&uri).status.success(), "a good client is served");
+    assert!(start.elapsed() < Duration::from_secs(20), "{:?}", start.elapsed());
+    assert!(server.resident_memory() < 512 << 20, "{} bytes", server.resident_memory());
+    drop(half_open);
+    server.stop();
+}
+
+#[test]
+fn an_upgrade_is_refused_while_a_client_uses_tls() {
+    require!(need::tools(&TOOLS));
+    require!(need::python_module("nbd"));
+    let host = Host::new();
+    let control = host.scratch.socket("control");
+    let socket = host.scratch.socket("nbd");
+    let server = host
+        .serve()
+        .option("--tls-psk", &host.keys)
+        .option("--tls", "optional")
+        .option("--control", &control)
+        .export(&format!("nbd+unix:///?socket={}", str(&socket)))
+        .start();
+    let python = "import nbd, sys, subprocess\n\
+        h = nbd.NBD()\n\
+        h.set_tls(nbd.TLS_REQUIRE)\n\
+        h.set_tls_psk_file(sys.argv[1])\n\
+        h.set_tls_username('alice')\n\
+        h.connect_unix(sys.argv[2])\n\
+        h.pread(512, 0)\n\
+        print(subprocess.run(sys.argv[3:], capture_output=True, text=True).stderr)\n\
+        h.pread(512, 0)\n\
+        h.shutdown()\n";
+    let mut command = Command::new("/usr/bin/python3");
+    command.args(["-c", python, str(&host.keys), str(&socket)]);
+    command.arg(blockhouse_tests::blockhouse()).args(["upgrade", "--control", str(&control)]);
+    let servers = Servers(&host.scratch);
+    let outcome = run(&mut command).success();
+    assert!(outcome.stdout.contains("1 clients use TLS"), "{}", outcome.stdout);
+    // A plain client is handed over, and the new server has TLS.
+    let _plain = Greeted::new(&server.address()).go("", Framing::Structured);
+    wait_until(
+        || upgrade(&control, &[]).status.success(),
+        "an upgrade once the client with TLS has gone",
+    );
+    let query = format!("socket={}&tls-psk-file={}", str(&socket), str(&host.keys));
+    nbdinfo(&format!("nbds+unix://alice@/?{query}")).success();
+    servers.stop();
+}
