@@ -39,7 +39,7 @@ use std::io::{self, IsTerminal};
 use std::process::ExitCode;
 
 use clap::{CommandFactory, FromArgMatches, Parser, Subcommand};
-use logging::Delivery;
+use logging::{Delivery, LogFormat};
 
 /// Serve and manage the disk images of virtual machines.
 #[derive(Parser)]
@@ -48,6 +48,18 @@ struct Arguments {
     /// Say more on standard error and in the ready lines.
     #[arg(short, long, global = true, action = clap::ArgAction::Count)]
     verbose: u8,
+    /// How messages on standard error are written: text for people, or json, one object a line with time,
+    /// level, target, message and fields. In text those of a server begin with the time; systemd's journal
+    /// gets them with their fields instead.
+    #[arg(
+        long,
+        global = true,
+        value_enum,
+        default_value = "text",
+        value_name = "FORMAT",
+        hide_possible_values = true
+    )]
+    log_format: LogFormat,
 
     #[command(subcommand)]
     command: Command,
@@ -117,7 +129,7 @@ fn main() -> ExitCode {
         _ => Delivery::Direct,
     };
     let is_verbose = arguments.verbose > 0;
-    logging::start(is_verbose, delivery);
+    logging::start(is_verbose, arguments.log_format, delivery);
     let done = |()| ExitCode::SUCCESS;
     let result = match arguments.command {
         Command::Serve(serve) => serve::run(&serve, is_verbose).map(done),
@@ -146,7 +158,7 @@ fn finish(result: anyhow::Result<ExitCode>) -> ExitCode {
         Ok(code) => code,
         Err(error) if error.is::<output::ReaderGone>() => output::end_by_sigpipe(),
         Err(error) => {
-            output::tell(&format!("blockhouse: {error:#}"));
+            output::tell_error(&format!("blockhouse: {error:#}"));
             ExitCode::FAILURE
         }
     };

@@ -10,6 +10,7 @@ use std::io::{self, Write};
 
 use anyhow::Result;
 use signal_hook::consts::SIGPIPE;
+use tracing::Level;
 
 use crate::logging;
 
@@ -51,7 +52,12 @@ pub fn write(text: &str) -> io::Result<()> {
 /// Writes `text` and an end of line to standard error. A failure is ignored: there is no other place
 /// to report it.
 pub fn tell(text: &str) {
-    logging::write(format!("{text}\n").as_bytes());
+    logging::tell(text, Level::INFO);
+}
+
+/// As [`tell`], for what ends the command.
+pub fn tell_error(text: &str) {
+    logging::tell(text, Level::ERROR);
 }
 
 /// Ends the process by SIGPIPE, as the kernel ends one that does not ignore that signal. A shell sees

@@ -194,3 +194,31 @@ fn the_machine_that_is_proposed_for_a_vhost_user_socket_starts() {
     assert_eq!(outcome.stderr, "", "{script}");
     server.stop();
 }
+
+#[test]
+fn the_log_of_a_server_has_times_or_is_json() {
+    let scratch = Scratch::new();
+    let image = scratch.image("disk.img", 1 << 20);
+    let serve = || Serve::new(&scratch, image.path()).option("--cache", "unsafe");
+    let log_of = |server: Server| {
+        let log = server.log();
+        server.stop();
+        assert!(!log.is_empty(), "a warning is expected");
+        log
+    };
+    for line in log_of(serve().start()).lines() {
+        let (time, rest) = line.split_once(' ').expect("a time");
+        let is_time = time.starts_with("20") && time.contains('T') && time.ends_with('Z');
+        assert!(is_time && rest.starts_with(" WARN "), "{line}");
+    }
+    for line in log_of(serve().option("--log-format", "json").start()).lines() {
+        let object: serde_json::Value = serde_json::from_str(line).expect("JSON");
+        assert_eq!(object["level"], "warning", "{line}");
+        for key in ["time", "target", "message"] {
+            assert!(object[key].as_str().is_some_and(|text| !text.is_empty()), "{key}: {line}");
+        }
+    }
+    let serve = Serve::new(&scratch, image.path()).option("--log-format", "json");
+    let refusal = serve.option("--snapshot", "none").refused();
+    refusal.failed(&[r#""level":"error""#, r#""message":"blockhouse: "#]);
+}

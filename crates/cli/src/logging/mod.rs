@@ -1,11 +1,16 @@
 //! The log on standard error: warnings, and with `--verbose` what a person debugging wants to know.
 //!
+//! A server's lines begin with the time, unless standard error is a stream to systemd's journal: that gets them with
+//! their fields (`journal`). With `--log-format json` every line is a JSON object, whoever reads it (`line`).
+//!
 //! A server's event loops write to the log as well, and standard error may be a pipe that no process reads.
 //! So `serve` has its lines written by a thread of their own (`queue`): a line costs a loop a copy, never a
 //! wait, and lines beyond the queue's bound are dropped and counted. What one place in the code repeats is
 //! limited in rate (`rate`), so that clients cannot flood the log. Lines that are waiting are written before
 //! the process ends, for at most [`EXIT_LIMIT`], also when it ends by a panic.
 
+mod journal;
+mod line;
 mod queue;
 mod rate;
 
@@ -13,10 +18,12 @@ use std::io;
 use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
+use tracing::Level;
 use tracing::level_filters::LevelFilter;
 use tracing_subscriber::fmt::MakeWriter;
-use tracing_subscriber::fmt::format::Format;
 
+use journal::Journal;
+use line::{Line, LineFormat};
 use queue::Queue;
 use rate::RateLimit;
 
@@ -25,6 +32,8 @@ const EXIT_LIMIT: Duration = Duration::from_secs(1);
 
 /// The queue of this process, if its lines go by a thread.
 static QUEUE: OnceLock<Queue> = OnceLock::new();
+/// The form of lines.
+static FORMAT: OnceLock<LineFormat> = OnceLock::new();
 
 /// How lines get to standard error.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -35,29 +44,72 @@ pub enum Delivery {
     Queued,
 }
 
+/// The form of the log on the command line.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+pub enum LogFormat {
+    /// For people.
+    Text,
+    /// A JSON object in each line.
+    Json,
+}
+
 /// Starts the log of this process.
-pub fn start(verbose: bool, delivery: Delivery) {
+pub fn start(verbose: bool, format: LogFormat, delivery: Delivery) {
     let limit = RateLimit::shared();
-    if delivery == Delivery::Queued {
-        // Without a thread for it, lines go the direct way.
-        if let Ok(queue) = Queue::start(|now| limit.take_summaries(now)) {
-            let _ = QUEUE.set(queue);
-            report_panics();
-        }
-    }
+    let format = match (format, delivery) {
+        (LogFormat::Json, _) => LineFormat::Json,
+        (LogFormat::Text, Delivery::Direct) => LineFormat::Plain,
+        (LogFormat::Text, Delivery::Queued) => LineFormat::Timed,
+    };
+    let format = match delivery {
+        Delivery::Direct => format,
+        Delivery::Queued => start_queue(format, limit),
+    };
+    let _ = FORMAT.set(format);
     let level = if verbose { LevelFilter::DEBUG } else { LevelFilter::INFO };
     tracing_subscriber::fmt()
         .with_max_level(level)
-        .event_format(rate::Limited::new(
-            Format::default().with_target(false).without_time(),
-            limit,
-        ))
+        .event_format(rate::Limited::new(format, limit))
         .with_writer(StandardError)
         .init();
 }
 
+/// Starts the thread that writes. The form of lines that it writes, or, without a thread, that are written directly.
+fn start_queue(format: LineFormat, limit: &'static RateLimit) -> LineFormat {
+    let summaries = |now| limit.take_summaries(now);
+    let journal = (format == LineFormat::Timed).then(Journal::of_standard_error).flatten();
+    let (own, queue) = match journal {
+        // It makes entries of JSON.
+        Some(journal) => {
+            let write = move |lines: &[u8]| journal.send(lines);
+            (LineFormat::Json, Queue::start(LineFormat::Json, summaries, write))
+        }
+        None => (format, Queue::start(format, summaries, queue::write_to_standard_error)),
+    };
+    match queue {
+        Ok(queue) => {
+            let _ = QUEUE.set(queue);
+            report_panics();
+            own
+        }
+        Err(_) => format,
+    }
+}
+
+/// Says something to the person at standard error, in order with the log: as it is, or as a line of the log where that is
+/// of JSON.
+pub fn tell(text: &str, level: Level) {
+    match FORMAT.get() {
+        Some(LineFormat::Json) => {
+            let line = Line::of_log(level, text.to_owned());
+            write(line.render(LineFormat::Json).as_bytes());
+        }
+        _ => write(format!("{text}\n").as_bytes()),
+    }
+}
+
 /// Writes lines to standard error, in order with those of the log.
-pub fn write(lines: &[u8]) {
+fn write(lines: &[u8]) {
     match QUEUE.get() {
         Some(queue) => queue.push(lines),
         None => queue::write_to_standard_error(lines),
@@ -74,9 +126,9 @@ pub fn flush() {
 /// Writes what waits and counts of what was left out, for at most [`EXIT_LIMIT`]: to be called before the
 /// process ends.
 pub fn finish() {
-    let summaries = RateLimit::shared().take_all_summaries(Instant::now());
-    if !summaries.is_empty() {
-        write(summaries.as_bytes());
+    let format = FORMAT.get().copied().unwrap_or(LineFormat::Plain);
+    for line in RateLimit::shared().take_all_summaries(Instant::now()) {
+        write(line.render(format).as_bytes());
     }
     flush();
 }
@@ -92,7 +144,7 @@ fn report_panics() {
             std::backtrace::BacktraceStatus::Captured => format!("\n{trace}"),
             _ => String::new(),
         };
-        write(format!("blockhouse: thread {name}: {panic}{trace}\n").as_bytes());
+        tell(&format!("blockhouse: thread {name}: {panic}{trace}"), Level::ERROR);
         finish();
     }));
 }

@@ -12,6 +12,9 @@ use std::time::{Duration, Instant};
 use parking_lot::{Condvar, Mutex};
 use rustix::event::{PollFd, PollFlags};
 use rustix::io::Errno;
+use tracing::Level;
+
+use super::line::{Line, LineFormat};
 
 /// Bytes of lines that may wait.
 const CAPACITY: usize = 256 << 10;
@@ -23,6 +26,8 @@ pub struct Queue(Arc<Shared>);
 
 struct Shared {
     state: Mutex<State>,
+    /// Of the queue's own lines.
+    format: LineFormat,
     /// There are lines.
     filled: Condvar,
     /// All lines are written.
@@ -41,21 +46,17 @@ struct State {
 }
 
 impl Queue {
-    /// Starts the thread. It asks `summaries` for lines of its own from time to time.
+    /// Starts the thread, which writes by `write`. It asks `summaries` for lines of its own from time to time.
     ///
     /// # Errors
     /// When there can be no further thread.
-    pub fn start(summaries: impl Fn(Instant) -> String + Send + 'static) -> io::Result<Self> {
-        Self::start_with(summaries, write_to_standard_error)
-    }
-
-    fn start_with(
-        summaries: impl Fn(Instant) -> String + Send + 'static,
+    pub fn start(
+        format: LineFormat,
+        summaries: impl Fn(Instant) -> Vec<Line> + Send + 'static,
         write: impl FnMut(&[u8]) + Send + 'static,
     ) -> io::Result<Self> {
-        let state = Mutex::default();
-        let shared = Shared { state, filled: Condvar::new(), empty: Condvar::new() };
-        let shared = Arc::new(shared);
+        let (filled, empty) = (Condvar::new(), Condvar::new());
+        let shared = Arc::new(Shared { state: Mutex::default(), format, filled, empty });
         let queue = Self(Arc::clone(&shared));
         let builder = std::thread::Builder::new().name("blockhouse-log".into());
         builder.spawn(move || shared.work(summaries, write))?;
@@ -69,7 +70,7 @@ impl Queue {
             state.dropped += 1;
             return;
         }
-        state.tell_dropped();
+        state.tell_dropped(self.0.format);
         state.add(lines);
         drop(state);
         self.0.filled.notify_one();
@@ -79,7 +80,7 @@ impl Queue {
     pub fn flush(&self, limit: Duration) -> bool {
         let until = Instant::now() + limit;
         let Some(mut state) = self.0.state.try_lock_for(limit) else { return false };
-        state.tell_dropped();
+        state.tell_dropped(self.0.format);
         self.0.filled.notify_one();
         while state.is_writing || !state.lines.is_empty() {
             if self.0.empty.wait_until(&mut state, until).timed_out() {
@@ -96,11 +97,12 @@ impl State {
         self.lines.push_back(lines.into());
     }
 
-    fn tell_dropped(&mut self) {
+    fn tell_dropped(&mut self, format: LineFormat) {
         let dropped = std::mem::take(&mut self.dropped);
         if dropped > 0 {
             let what = "were dropped: standard error took them too slowly";
-            self.add(format!(" WARN {dropped} lines of the log {what}\n").as_bytes());
+            let line = Line::of_log(Level::WARN, format!("{dropped} lines of the log {what}"));
+            self.add(line.render(format).as_bytes());
         }
     }
 }
@@ -133,7 +135,7 @@ impl SummarySchedule {
 }
 
 impl Shared {
-    fn work(&self, summaries: impl Fn(Instant) -> String, mut write: impl FnMut(&[u8])) {
+    fn work(&self, summaries: impl Fn(Instant) -> Vec<Line>, mut write: impl FnMut(&[u8])) {
         let mut schedule = SummarySchedule::new(Instant::now());
         loop {
             let lines = self.take(schedule.deadline);
@@ -143,7 +145,8 @@ impl Shared {
                 schedule.lines_were_written(now);
             }
             if schedule.take_due(now) {
-                write(summaries(now).as_bytes());
+                let lines = summaries(now);
+                lines.iter().for_each(|line| write(line.render(self.format).as_bytes()));
             }
         }
     }
@@ -200,7 +203,7 @@ mod tests {
                 let _ = give.send(line.to_vec());
             }
         };
-        let queue = Queue::start_with(|_| String::new(), write).expect("a thread");
+        let queue = Queue::start(LineFormat::Plain, |_| Vec::new(), write).expect("a thread");
         (queue, permit, written)
     }
 

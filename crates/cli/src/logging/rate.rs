@@ -15,6 +15,8 @@ use tracing_subscriber::fmt::format::Writer;
 use tracing_subscriber::fmt::{FmtContext, FormatEvent, FormatFields};
 use tracing_subscriber::registry::LookupSpan;
 
+use super::line::{Line, LineFormat};
+
 /// Lines of one call site in a period.
 const BURST: u32 = 10;
 /// See [`BURST`].
@@ -39,107 +41,98 @@ impl RateLimit {
         LIMIT.get_or_init(Self::default)
     }
 
-    /// Whether the call site may write its line at `now`. The period's lines that were left out come
-    /// first, as text. `line` makes the line.
-    fn admit(
-        &self,
-        site: Identifier,
-        now: Instant,
-        line: impl FnOnce(&mut String) -> fmt::Result,
-    ) -> Result<String, fmt::Error> {
+    /// What the call site may write at `now`: its line, which `line` makes, after one about the period's lines that
+    /// were left out.
+    fn admit(&self, site: Identifier, now: Instant, line: impl FnOnce() -> Line) -> Vec<Line> {
         let mut sites = self.0.lock();
         let fresh = || Site { start: now, written: 0, left_out: 0, example: String::new() };
         let site = sites.entry(site).or_insert_with(fresh);
-        let mut text = String::new();
+        let mut lines = Vec::new();
         if now.saturating_duration_since(site.start) >= PERIOD {
-            text = site.take_summary(now);
+            lines.extend(site.take_summary(now));
             *site = fresh();
         }
         if site.written < BURST {
             site.written += 1;
-            line(&mut text)?;
+            lines.push(line());
         } else {
             if site.left_out == 0 {
-                line(&mut site.example)?;
+                site.example = line().message;
             }
             site.left_out += 1;
         }
-        Ok(text)
+        lines
     }
 
     /// Lines about the periods that are over at `now`.
-    pub fn take_summaries(&self, now: Instant) -> String {
+    pub fn take_summaries(&self, now: Instant) -> Vec<Line> {
         self.summaries(now, |site| now.saturating_duration_since(site.start) >= PERIOD)
     }
 
     /// Lines about all periods.
-    pub fn take_all_summaries(&self, now: Instant) -> String {
+    pub fn take_all_summaries(&self, now: Instant) -> Vec<Line> {
         self.summaries(now, |_| true)
     }
 
-    fn summaries(&self, now: Instant, is_due: impl Fn(&Site) -> bool) -> String {
+    fn summaries(&self, now: Instant, is_due: impl Fn(&Site) -> bool) -> Vec<Line> {
         // A panic may have come while the lock was held; then there are no summaries.
         let Some(mut sites) = self.0.try_lock_for(Duration::from_millis(100)) else {
-            return String::new();
+            return Vec::new();
         };
         let due = sites.values_mut().filter(|site| is_due(site));
-        due.map(|site| site.take_summary(now)).collect()
+        due.filter_map(|site| site.take_summary(now)).collect()
     }
 }
 
 impl Site {
     /// The line about what was left out, if there was any.
-    fn take_summary(&mut self, now: Instant) -> String {
+    fn take_summary(&mut self, now: Instant) -> Option<Line> {
         let left_out = std::mem::take(&mut self.left_out);
         let example = std::mem::take(&mut self.example);
         if left_out == 0 {
-            return String::new();
+            return None;
         }
         let seconds = now.saturating_duration_since(self.start).as_secs_f64();
-        let example = example.trim();
-        format!(" WARN {left_out} more lines in {seconds:.0} s like this one: {example}\n")
+        let what = format!("{left_out} more lines in {seconds:.0} s like this one: {example}");
+        Some(Line::of_log(Level::WARN, what))
     }
 }
 
 /// Formats events, as far as the limit lets them through.
-pub struct Limited<F> {
-    format: F,
+pub struct Limited {
+    format: LineFormat,
     limit: &'static RateLimit,
 }
 
-impl<F> Limited<F> {
-    /// Formats as `format` does.
-    pub fn new(format: F, limit: &'static RateLimit) -> Self {
+impl Limited {
+    /// Formats them so.
+    pub fn new(format: LineFormat, limit: &'static RateLimit) -> Self {
         Self { format, limit }
     }
 }
 
-impl<S, N, F> FormatEvent<S, N> for Limited<F>
+impl<S, N> FormatEvent<S, N> for Limited
 where
     S: Subscriber + for<'a> LookupSpan<'a>,
     N: for<'a> FormatFields<'a> + 'static,
-    F: FormatEvent<S, N>,
 {
     fn format_event(
         &self,
-        context: &FmtContext<'_, S, N>,
+        _context: &FmtContext<'_, S, N>,
         mut writer: Writer<'_>,
         event: &Event<'_>,
     ) -> fmt::Result {
-        let metadata = event.metadata();
-        if *metadata.level() > Level::INFO {
-            return self.format.format_event(context, writer, event);
-        }
-        let line = |text: &mut String| self.format.format_event(context, Writer::new(text), event);
-        let text = self.limit.admit(metadata.callsite(), Instant::now(), line)?;
-        writer.write_str(&text)
+        let (metadata, line) = (event.metadata(), || Line::of_event(event));
+        let lines = match *metadata.level() > Level::INFO {
+            true => vec![line()],
+            false => self.limit.admit(metadata.callsite(), Instant::now(), line),
+        };
+        lines.iter().try_for_each(|line| writer.write_str(&line.render(self.format)))
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use std::fmt::Write;
-
     use tracing::callsite::{Callsite, DefaultCallsite};
     use tracing::metadata;
 
@@ -159,19 +152,19 @@ mod tests {
     fn a_flood_is_a_few_lines_and_a_count() {
         let limit = RateLimit::default();
         let start = Instant::now();
-        let mut log = String::new();
+        let mut log = Vec::new();
         let mut add = |milliseconds: u64, number: u64| {
             let now = start + Duration::from_millis(milliseconds);
             let site = CALLSITE.metadata().callsite();
-            log += &limit.admit(site, now, |text| writeln!(text, "line {number}")).expect("a line");
+            let line = || Line::of_log(Level::INFO, format!("line {number}"));
+            log.extend(limit.admit(site, now, line).into_iter().map(|line| line.message));
         };
         (0..1000).for_each(|number| add(number, number));
         add(10_000, 1000);
-        let lines: Vec<_> = log.lines().collect();
-        assert_eq!(lines.len(), 12, "{log}");
-        assert_eq!(lines[..10], (0..10).map(|n| format!("line {n}")).collect::<Vec<_>>());
-        assert_eq!(lines[10], " WARN 990 more lines in 10 s like this one: line 10");
-        assert_eq!(lines[11], "line 1000");
+        assert_eq!(log.len(), 12, "{log:?}");
+        assert_eq!(log[..10], (0..10).map(|n| format!("line {n}")).collect::<Vec<_>>());
+        assert_eq!(log[10], "990 more lines in 10 s like this one: line 10");
+        assert_eq!(log[11], "line 1000");
     }
 
     #[test]
@@ -180,12 +173,13 @@ mod tests {
         let start = Instant::now();
         for number in 0..15 {
             let site = CALLSITE.metadata().callsite();
-            limit.admit(site, start, |text| writeln!(text, "line {number}")).expect("a line");
+            limit.admit(site, start, || Line::of_log(Level::INFO, format!("line {number}")));
         }
-        assert_eq!(limit.take_summaries(start), "", "the period is not over");
+        assert!(limit.take_summaries(start).is_empty(), "the period is not over");
         let end = start + PERIOD;
-        let summary = " WARN 5 more lines in 10 s like this one: line 10\n";
-        assert_eq!(limit.take_summaries(end), summary);
-        assert_eq!(limit.take_all_summaries(end), "");
+        let summaries = limit.take_summaries(end);
+        let messages: Vec<_> = summaries.iter().map(|line| &line.message[..]).collect();
+        assert_eq!(messages, ["5 more lines in 10 s like this one: line 10"]);
+        assert!(limit.take_all_summaries(end).is_empty());
     }
 }
