@@ -7,6 +7,7 @@
 
 mod ci;
 mod deny;
+mod dist;
 mod fuzz;
 mod lab;
 mod loom;
@@ -14,6 +15,7 @@ mod options;
 mod soak;
 mod test;
 mod tidy;
+mod tools;
 
 use std::process::ExitCode;
 
@@ -48,6 +50,8 @@ enum Task {
     Options,
     /// Check licences, bans and sources of all dependencies, and advisories where reachable
     Deny,
+    /// Make a Debian package, a static binary and the file tree of an OCI image
+    Dist(dist::Options),
     /// Compare the speed of Blockhouse with qemu-storage-daemon and nbdkit (`lab/compare`)
     #[command(disable_help_flag = true)]
     Compare(lab::Args),
@@ -81,6 +85,7 @@ fn run(task: Task, workspace: &Workspace) -> anyhow::Result<()> {
         Task::Tidy => tidy::run(workspace),
         Task::Options => options::run(workspace),
         Task::Deny => deny::run(workspace),
+        Task::Dist(options) => dist::run(workspace, &options),
         Task::Compare(args) => lab::exec("lab-compare", &args),
         Task::Vm(args) => lab::exec("lab-vm", &args),
         Task::Kill(args) => lab::exec("lab-kill", &args),

@@ -51,6 +51,13 @@ pub const FOR_TESTS: &[Package] = &[
     STRACE,
     Package { name: "tmux", probe: Probe::Programs(&["tmux"]) },
     Package { name: "gnutls-bin", probe: Probe::Programs(&["certtool", "psktool"]) },
+    Package {
+        name: "systemd",
+        probe: Probe::Programs(&["systemd-analyze", "systemd-socket-activate"]),
+    },
+    Package { name: "python3-yaml", probe: Probe::PythonModule("yaml") },
+    Package { name: "libvirt-clients", probe: Probe::Programs(&["virt-xml-validate"]) },
+    Package { name: "libxml2-utils", probe: Probe::Programs(&["xmllint"]) },
     Package { name: "man-db", probe: Probe::Programs(&["man"]) },
     Package { name: "mandoc", probe: Probe::Programs(&["mandoc"]) },
     Package { name: "zsh", probe: Probe::Programs(&["zsh"]) },

@@ -21,8 +21,9 @@ pub fn run(arguments: &Arguments, verbose: bool) -> Result<()> {
         announce(service, verbose);
         match &arguments.vhost_user_blk[..] {
             _ if !arguments.nbd.is_empty() => {}
+            // A unit of the service manager has no use for either.
+            _ if std::env::var_os("NOTIFY_SOCKET").is_some() => {}
             [] => print_hint(service),
-            // A unit of the service manager has no use for it.
             [socket, ..] if verbose || std::io::stderr().is_terminal() => {
                 output::tell(&device_hint(socket, arguments.queues()));
             }

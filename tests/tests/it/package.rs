@@ -1,0 +1,210 @@
+//! The units of contrib/systemd, and the Debian package: installed into a copy of this system, used, removed.
+
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::time::Duration;
+
+use blockhouse_tests::{
+    Scratch, blockhouse, eventually,
+    image_tool::{command, str},
+    need, require, run, run_within, tool, wait_for_exit,
+};
+use rustix::process::{Pid, Signal, kill_process};
+
+const SERVICE: &str = include_str!("../../../contrib/systemd/blockhouse@.service");
+const SOCKET: &str = include_str!("../../../contrib/systemd/blockhouse@.socket");
+/// A package is made of a debug build of the binary, on a busy machine.
+const LONG: Duration = Duration::from_secs(600);
+/// Of `systemd-analyze security`: from 0 (safe) to 10.
+const MAX_EXPOSURE: f64 = 2.0;
+
+/// The units in a folder, with the binary under test in place of the installed one.
+fn units(scratch: &Scratch) -> PathBuf {
+    let folder = scratch.path("units");
+    std::fs::create_dir(&folder).expect("a folder");
+    let service = SERVICE.replace("/usr/bin/blockhouse", str(blockhouse()));
+    assert_ne!(service, SERVICE);
+    std::fs::write(folder.join("blockhouse@.service"), service).expect("room");
+    std::fs::write(folder.join("blockhouse@.socket"), SOCKET).expect("room");
+    folder
+}
+
+#[test]
+fn the_service_manager_accepts_the_units() {
+    require!(need::tools(&["systemd-analyze"]));
+    let scratch = Scratch::new();
+    let folder = units(&scratch);
+    for unit in ["blockhouse@disk.service", "blockhouse@disk.socket"] {
+        let mut verify = tool("systemd-analyze");
+        verify.args(["verify", "--man=no"]).arg(folder.join(unit));
+        let outcome = run(&mut verify).success();
+        // It also reports units of this system.
+        let about_it = |line: &&str| line.contains("blockhouse");
+        assert_eq!(outcome.stderr.lines().find(about_it), None, "{unit}");
+    }
+}
+
+#[test]
+fn the_service_is_hardened() {
+    require!(need::tools(&["systemd-analyze"]));
+    let scratch = Scratch::new();
+    let mut analyze = tool("systemd-analyze");
+    analyze.args(["security", "--offline=yes", "--no-pager"]);
+    let outcome = run(analyze.arg(units(&scratch).join("blockhouse@.service")));
+    let level = outcome.stdout.lines().find(|line| line.contains("Overall exposure level"));
+    let words = level.unwrap_or_else(|| panic!("{}", outcome.describe("a level")));
+    let exposure = words.split_whitespace().find_map(|word| word.parse::<f64>().ok());
+    assert!(exposure.is_some_and(|exposure| exposure <= MAX_EXPOSURE), "{words}");
+}
+
+/// The value of a setting of the service.
+fn setting(name: &str) -> &'static str {
+    let lines = SERVICE.lines().filter_map(|line| line.split_once('='));
+    lines.filter(|(key, _)| *key == name).map(|(_, value)| value).next().expect("a setting")
+}
+
+/// The words of the service's `ExecStart=` for an image, with this folder as /run.
+fn exec_start(runtime: &str, instance: &str, image: &str) -> Vec<String> {
+    let line = setting("ExecStart").replace("%t", runtime).replace("%i", instance);
+    let line = line.replace("${IMAGE}", image).replace("$OPTIONS", "");
+    line.split_whitespace().map(str::to_owned).collect()
+}
+
+/// A server behind a socket of systemd's tool for tests; killed when the test panics.
+struct Activated(Child);
+
+impl Activated {
+    fn stop(mut self) {
+        kill_process(Pid::from_child(&self.0), Signal::TERM).expect("it runs");
+        let status = wait_for_exit(&mut self.0, LONG).expect("it ends");
+        assert!(status.success(), "{status}");
+    }
+}
+
+impl Drop for Activated {
+    fn drop(&mut self) {
+        // It has ended already unless the test panics.
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+#[test]
+fn the_command_of_the_service_serves_at_the_socket_of_the_service_manager() {
+    require!(need::tools(&["systemd-socket-activate", "qemu-img"]));
+    let scratch = Scratch::new();
+    let image = scratch.path("disk.qcow2");
+    command(&["create", str(&image), "64M"]).success();
+    // What RuntimeDirectory= makes, on a tmpfs as /run is.
+    let memory = Scratch::in_memory();
+    let runtime = memory.path("run");
+    let folder = runtime.join("blockhouse-images/disk");
+    std::fs::create_dir_all(&folder).expect("a folder");
+    let socket = folder.join("nbd.sock");
+    let mut words = exec_start(str(&runtime), "disk", str(&image));
+    words[0] = str(blockhouse()).to_owned();
+    let mut activate = tool("systemd-socket-activate");
+    activate.arg("--listen").arg(&socket).args(words).stderr(Stdio::null()).stdout(Stdio::null());
+    let server = Activated(activate.spawn().expect("it starts"));
+    assert!(eventually(LONG, || socket.exists()));
+    // Until now it is systemd that listens. The first client starts the server.
+    assert!(!folder.join("state").exists());
+    let uri = format!("nbd+unix:///?socket={}", socket.display());
+    let info = run_within(LONG, tool("qemu-img").args(["info", "--output=json", &uri])).success();
+    assert!(info.stdout.contains("67108864"), "{}", info.stdout);
+    assert!(folder.join("state").is_dir() && folder.join("control").exists());
+    server.stop();
+}
+
+/// What a shell in the copy of this system does: one function for each step, so that a failure names it.
+const SCRIPT: &str = r#"
+set -e
+base=$1 deb=$2
+mount -t tmpfs -o size=1G tmpfs "$base"
+mkdir "$base/upper" "$base/work" "$base/root"
+mount -t overlay -o "lowerdir=/,upperdir=$base/upper,workdir=$base/work" overlay "$base/root"
+cp "$deb" "$base/root/blockhouse.deb"
+mount --bind /dev "$base/root/dev"
+mount -t proc proc "$base/root/proc"
+mount -t tmpfs -o mode=755 tmpfs "$base/root/run"
+in_copy() { chroot "$base/root" "$@"; }
+as_service() { in_copy setpriv --reuid=blockhouse --regid=blockhouse --clear-groups "$@"; }
+as_files() { (cd "$base/upper" && find . \( -path ./var/lib/dpkg -o -path ./var/log -o -path ./var/cache -o \
+    -path ./blockhouse.deb -o -name '*-' -o -name .pwd.lock \) -prune -o ! -type d -print); }
+
+echo "step: install"
+in_copy dpkg --install /blockhouse.deb
+as_service blockhouse create /var/lib/blockhouse/disk.qcow2 64M
+
+echo "step: serve"
+in_copy install -d -o blockhouse -g blockhouse -m 0750 /run/blockhouse-images/disk.qcow2
+line=$(sed -n 's/^ExecStart=//p' "$base/root/usr/lib/systemd/system/blockhouse@.service" |
+    sed -e 's|%t|/run|g' -e 's|%i|disk.qcow2|g' -e 's|$OPTIONS||' -e 's|${IMAGE}|/var/lib/blockhouse/disk.qcow2|')
+socket=/run/blockhouse-images/disk.qcow2/nbd.sock
+chroot "$base/root" setpriv --reuid=blockhouse --regid=blockhouse --clear-groups \
+    systemd-socket-activate --listen "$socket" $line &
+server=$!
+while [ ! -S "$base/root$socket" ]; do sleep 0.05; done
+in_copy qemu-io -f raw -c 'write -P 7 0 64k' -c 'read -P 7 0 64k' "nbd+unix:///?socket=$socket"
+kill $server
+wait $server
+# As RemoveOnStop= of the socket unit.
+rm "$base/root$socket"
+
+echo "step: remove"
+in_copy dpkg --purge blockhouse
+echo "left with data: $(as_files | grep -v '^./etc/' | tr '\n' ' ')"
+rm "$base/root/var/lib/blockhouse/disk.qcow2"
+
+echo "step: install and remove again"
+in_copy dpkg --install /blockhouse.deb
+in_copy dpkg --purge blockhouse
+for file in $(as_files); do
+    cmp -s "$base/upper/$file" "/$file" || echo "left: $file"
+done
+"#;
+
+/// The package of the binary under test.
+fn package(output: &Path) -> Result<PathBuf, String> {
+    let workspace = Path::new(env!("CARGO_MANIFEST_DIR")).parent().expect("the workspace");
+    let built = workspace.join("target/tools/bin/cargo-deb");
+    if !built.exists() {
+        need::tools(&["cargo-deb"])
+            .map_err(|why| format!("{why}; cargo xtask dist installs it"))?;
+    }
+    let mut dist = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
+    dist.args(["xtask", "dist", "--deb-of"]).arg(blockhouse()).arg("--output").arg(output);
+    run_within(LONG, dist.current_dir(workspace)).success();
+    let list = std::fs::read_dir(output).expect("the output folder");
+    let paths = list.map(|entry| entry.expect("a file").path());
+    Ok(paths
+        .into_iter()
+        .find(|path| path.extension().is_some_and(|it| it == "deb"))
+        .expect("a package"))
+}
+
+#[test]
+fn the_package_is_installed_serves_and_leaves_only_data() {
+    require!(need::root());
+    let tools =
+        ["dpkg", "unshare", "setpriv", "useradd", "systemd-socket-activate", "qemu-io", "strip"];
+    require!(need::tools(&tools));
+    let scratch = Scratch::new();
+    let base = scratch.path("copy");
+    std::fs::create_dir(&base).expect("a folder");
+    let trial = "mount -t tmpfs tmpfs \"$1\" && mkdir \"$1/u\" \"$1/w\" \"$1/r\" && \
+                 mount -t overlay -o \"lowerdir=/,upperdir=$1/u,workdir=$1/w\" overlay \"$1/r\"";
+    let in_namespace = |script: &str| {
+        let mut shell = tool("unshare");
+        shell.args(["--mount", "--pid", "--fork", "--kill-child", "sh", "-c", script, "sh"]);
+        shell.arg(&base);
+        shell
+    };
+    if !run(&mut in_namespace(trial)).status.success() {
+        return need::skip("no overlay over this system can be mounted");
+    }
+    let deb = require!(package(&scratch.path("packages")));
+    let outcome = run_within(LONG, in_namespace(SCRIPT).arg(&deb)).success();
+    let left: Vec<_> = outcome.stdout.lines().filter(|line| line.starts_with("left")).collect();
+    assert_eq!(left, ["left with data: ./var/lib/blockhouse/disk.qcow2 "], "{}", outcome.stdout);
+}

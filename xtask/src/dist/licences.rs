@@ -1,0 +1,122 @@
+//! THIRD-PARTY.txt: the licences of all that is linked into the binary.
+//!
+//! Guarantee: each crate that the binary depends on (not those that only build scripts, tests or other platforms need)
+//! is listed with its version and licence, and with each text of a licence or notice that its package contains. Which
+//! licences may be in it, deny.toml says.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result};
+use serde_json::Value;
+
+use lab_tools::process::{cargo, stdout_of};
+use lab_tools::workspace::Workspace;
+
+use super::files;
+
+/// Texts of the licences of such crates are in the packages at most this many folders deep: zstd-sys has C sources.
+const DEPTH: usize = 2;
+
+/// Writes the page.
+pub(super) fn write(workspace: &Workspace, path: &Path) -> Result<()> {
+    let metadata = metadata(workspace)?;
+    let mut list = String::new();
+    let mut texts: BTreeMap<String, BTreeSet<String>> = BTreeMap::new();
+    for package in linked(&metadata)? {
+        let text = |key: &str| package[key].as_str().unwrap_or_default();
+        let name = format!("{} {}", text("name"), text("version"));
+        list.push_str(&format!("{name}: {}; {}\n", text("license"), text("repository")));
+        let folder =
+            Path::new(text("manifest_path")).parent().context("a manifest has a folder")?;
+        for file in licence_files(folder, DEPTH)? {
+            let words = String::from_utf8_lossy(&fs::read(&file)?).trim().replace('\r', "");
+            // Of software under either of two licences ours is the other one: deny.toml has no GPL.
+            if words.trim_start().starts_with("GNU GENERAL PUBLIC LICENSE") {
+                continue;
+            }
+            texts.entry(words).or_default().insert(name.clone());
+        }
+    }
+    let mut page = format!(
+        "blockhouse contains the following software of others, each under its licence.\n\
+         \n{list}\n\
+         It contains parts of the Rust standard library (Apache-2.0 OR MIT; https://github.com/rust-lang/rust). The\n\
+         static binary also contains parts of the GNU C Library (LGPL-2.1-or-later; https://sourceware.org/glibc);\n\
+         the sources of blockhouse are public, so it can be linked with another version of that library.\n"
+    );
+    for (text, crates) in texts {
+        let crates = crates.into_iter().collect::<Vec<_>>().join(", ");
+        page.push_str(&format!("\n{}\n{crates}\n\n{text}\n", "-".repeat(79)));
+    }
+    files::write(path, page)
+}
+
+/// What cargo says about all packages of this platform, with their dependencies resolved.
+fn metadata(workspace: &Workspace) -> Result<Value> {
+    let mut version = std::process::Command::new("rustc");
+    version.arg("-vV");
+    let version = stdout_of(version)?;
+    let host = version.lines().find_map(|line| line.strip_prefix("host: "));
+    let host = host.context("rustc -vV names no host")?;
+    let mut metadata =
+        cargo(["metadata", "--format-version", "1", "--locked", "--filter-platform"]);
+    metadata.arg(host).current_dir(workspace.root());
+    serde_json::from_str(&stdout_of(metadata)?).context("cannot read the output of cargo metadata")
+}
+
+/// The packages of others that the binary depends on, by name.
+fn linked(metadata: &Value) -> Result<Vec<&Value>> {
+    let list = |value: &'static str| -> Result<&Vec<Value>> {
+        let found = metadata.pointer(value).and_then(Value::as_array);
+        found.with_context(|| format!("cargo metadata has no {value}"))
+    };
+    let (packages, nodes) = (list("/packages")?, list("/resolve/nodes")?);
+    let by_id = |list: &'_ Vec<Value>, id: &str| list.iter().position(|one| one["id"] == id);
+    let root = packages.iter().find(|package| package["name"] == "blockhouse");
+    let root = root.and_then(|package| package["id"].as_str()).context("no package blockhouse")?;
+    let mut seen = BTreeSet::from([root]);
+    let mut rest = vec![root];
+    while let Some(id) = rest.pop() {
+        let node = &nodes[by_id(nodes, id).with_context(|| format!("{id} is not resolved"))?];
+        for dependency in node["deps"].as_array().into_iter().flatten() {
+            let mut kinds = dependency["dep_kinds"].as_array().into_iter().flatten();
+            if let Some(id) = dependency["pkg"].as_str()
+                && kinds.any(|kind| kind["kind"].is_null())
+                && seen.insert(id)
+            {
+                rest.push(id);
+            }
+        }
+    }
+    let is_linked = |package: &&Value| {
+        // Packages of this workspace come from no registry.
+        !package["source"].is_null() && package["id"].as_str().is_some_and(|id| seen.contains(id))
+    };
+    let mut linked: Vec<_> = packages.iter().filter(is_linked).collect();
+    linked.sort_by_key(|package| (package["name"].as_str(), package["version"].as_str()));
+    Ok(linked)
+}
+
+/// The files of a package that are licences or notices, by their names.
+fn licence_files(folder: &Path, depth: usize) -> Result<Vec<PathBuf>> {
+    const NAMES: &[&str] = &["LICENSE", "LICENCE", "COPYING", "COPYRIGHT", "NOTICE", "UNLICENSE"];
+    const CODE: &[&str] = &["rs", "toml", "c", "h", "py", "sh", "json"];
+    let mut found = Vec::new();
+    let list = fs::read_dir(folder).with_context(|| format!("cannot read {}", folder.display()))?;
+    for entry in list {
+        let path = entry?.path();
+        let name = path.file_name().unwrap_or_default().to_string_lossy().to_uppercase();
+        if path.is_dir() {
+            if depth > 0 {
+                found.extend(licence_files(&path, depth - 1)?);
+            }
+        } else if NAMES.iter().any(|start| name.starts_with(start)) {
+            let extension = path.extension().unwrap_or_default().to_string_lossy();
+            found.extend((!CODE.contains(&&*extension)).then_some(path));
+        }
+    }
+    found.sort();
+    Ok(found)
+}

@@ -1,0 +1,66 @@
+//! `cargo xtask dist`: what is handed to users: a Debian package, a static binary, and the file tree of an OCI image.
+//!
+//! Guarantees: all of them contain the same version of the binary with its own man pages, completions and the licences
+//! of all that is linked into it. Times in archives are that of the commit (`SOURCE_DATE_EPOCH` if set), so what is built
+//! twice from one commit with one toolchain is packed alike. Nothing is written outside of the target folder and
+//! `--output`.
+
+mod archive;
+mod deb;
+mod files;
+mod licences;
+mod oci;
+mod parts;
+mod static_binary;
+
+use std::path::PathBuf;
+
+use anyhow::{Context, Result};
+
+use lab_tools::build::{Profile, build_binary};
+use lab_tools::workspace::Workspace;
+
+use self::parts::{Parts, commit_time};
+
+/// What to make.
+#[derive(clap::Args)]
+pub struct Options {
+    /// Where to put it; left out, target/dist-packages
+    #[arg(long, value_name = "FOLDER")]
+    output: Option<PathBuf>,
+    /// Pack binaries that are not optimized, soon rather than small: to try the packages themselves
+    #[arg(long)]
+    quick: bool,
+    /// Make the Debian package alone, of this binary, which is not built
+    #[arg(long, value_name = "BINARY")]
+    deb_of: Option<PathBuf>,
+}
+
+/// Makes everything, or the Debian package alone.
+pub fn run(workspace: &Workspace, options: &Options) -> Result<()> {
+    let target = workspace.root().join("target");
+    let output = options.output.clone().unwrap_or_else(|| target.join("dist-packages"));
+    let parts = Parts {
+        workspace,
+        staging: target.join("dist-parts"),
+        output: std::path::absolute(output).context("cannot find the folder")?,
+        is_quick: options.quick || options.deb_of.is_some(),
+        time: commit_time(workspace)?,
+    };
+    files::make_anew(&parts.staging)?;
+    files::make(&parts.output)?;
+    let binary = match &options.deb_of {
+        Some(binary) => binary.clone(),
+        None => build_binary(workspace, if options.quick { Profile::Dev } else { Profile::Dist })?,
+    };
+    parts.generate(&binary)?;
+    licences::write(workspace, &parts.staging.join("THIRD-PARTY.txt"))?;
+    deb::make(&parts, &binary)?;
+    if options.deb_of.is_none() {
+        let binary = static_binary::build(&parts)?;
+        archive::make(&parts, &binary)?;
+        oci::make(&parts, &binary)?;
+    }
+    println!("xtask: packages are in {}", parts.output.display());
+    Ok(())
+}

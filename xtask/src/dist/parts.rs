@@ -1,0 +1,49 @@
+//! What all packages of one `cargo xtask dist` have in common.
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use anyhow::{Context, Result};
+
+use lab_tools::process;
+use lab_tools::workspace::Workspace;
+
+/// What all packages are made of.
+pub(super) struct Parts<'a> {
+    pub(super) workspace: &'a Workspace,
+    /// Man pages, completions, licences: a folder that is made anew each time.
+    pub(super) staging: PathBuf,
+    /// Where packages go.
+    pub(super) output: PathBuf,
+    /// Whether to pack soon rather than small.
+    pub(super) is_quick: bool,
+    /// Seconds since 1970 of all files in archives.
+    pub(super) time: String,
+}
+
+impl Parts<'_> {
+    /// Has the binary make its man pages and completions.
+    pub(super) fn generate(&self, binary: &Path) -> Result<()> {
+        let mut generate = Command::new(binary);
+        generate.arg("__generate").arg(&self.staging);
+        process::run(generate)
+    }
+
+    /// The version of the binary.
+    pub(super) fn version(&self) -> Result<String> {
+        let packages = self.workspace.packages();
+        let cli = packages.iter().find(|package| package["name"] == "blockhouse");
+        let version = cli.and_then(|package| package["version"].as_str());
+        Ok(version.context("cargo metadata has no version of blockhouse")?.to_owned())
+    }
+}
+
+/// Seconds since 1970 of the commit, or as `SOURCE_DATE_EPOCH` says.
+pub(super) fn commit_time(workspace: &Workspace) -> Result<String> {
+    if let Ok(time) = std::env::var("SOURCE_DATE_EPOCH") {
+        return Ok(time);
+    }
+    let mut log = Command::new("git");
+    log.args(["log", "-1", "--format=%ct"]).current_dir(workspace.root());
+    Ok(process::stdout_of(log)?.trim().to_owned())
+}
