@@ -28,6 +28,7 @@ mod locks;
 mod lost_writes;
 mod manual;
 mod metrics;
+mod operations;
 mod package;
 mod preallocation;
 mod qemu_matrix;
