@@ -285,7 +285,7 @@ mod tests {
             ("preallocation=lots", "metadata"),
             ("backing_fmt=vmdk", "qcow2"),
             ("backing_file=", "1023"),
-            ("backing_file=nbd://host/disk", "./nbd"),
+            ("backing_file=nbd:host:10809", "./nbd"),
         ] {
             let error = parse(text).unwrap_err();
             assert!(error.contains(known), "{text}: {error}");

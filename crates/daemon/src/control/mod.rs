@@ -6,7 +6,7 @@
 //!
 //! - [`methods`]: the methods, their parameters and results; `dispatch`: what each does
 //! - `rpc`: messages of JSON-RPC; [`legacy`]: the older ones
-//! - `server`, `line_stream`, `gate`: connections; [`client`]: the other end
+//! - `server`, `line_stream`, `gate`: connections; `client`: the other end
 
 mod client;
 mod dispatch;

@@ -67,8 +67,8 @@ impl StartTime {
     }
 }
 
-/// The values of all metrics at this moment, in the order of [`FAMILIES`]. Asks the host for the space that each image
-/// takes.
+/// The values of all metrics at this moment, in the order of [`FAMILIES`](super::FAMILIES). Asks the host for the
+/// space that each image takes.
 pub fn gather(started: StartTime, disks: &[MeasuredDisk]) -> Vec<Samples> {
     let mut gathered = Gathered::default();
     gathered.add(&families::BUILD, &[env!("CARGO_PKG_VERSION")], 1);
