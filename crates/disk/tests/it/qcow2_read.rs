@@ -174,10 +174,12 @@ fn chains_that_cannot_be_trusted_are_refused() {
     assert!(line.contains("loop") && line.contains("middle.qcow2 -> "), "{line}");
 
     // What is no file.
-    for name in ["nbd://localhost/disk", "json:{\"driver\":\"raw\"}"] {
+    for (name, why) in
+        [("nbd://localhost/disk", "--allow-remote"), ("json:{\"driver\":\"raw\"}", "address")]
+    {
         rebase(&middle, &["-b", name, "-F", "raw"]);
         let line = refusal(&top);
-        assert!(line.contains("middle.qcow2") && line.contains("address"), "{line}");
+        assert!(line.contains("middle.qcow2") && line.contains(why), "{line}");
     }
 
     // What is not there, with the way to it.

@@ -519,7 +519,8 @@ fn finish(world: &Rc<World>, disk: &SimDisk, random: &mut Rng) -> Result<(), Str
             }
             Ok(())
         }
-        Err(error) if world.report.borrow().failed > 0 || !was_smooth => {
+        // Also where no request failed: a writeback that runs beside the requests tells the next that asks.
+        Err(error) if world.may_fail || !was_smooth => {
             let is_remembered = matches!(error.kind(), ErrorKind::Io | ErrorKind::NoSpace);
             if is_remembered { Ok(()) } else { Err(format!("closing: {error:?}")) }
         }

@@ -53,6 +53,7 @@ fn parts(disk: &SimDisk) -> impl Iterator<Item = ByteRange> {
 impl WriteBack {
     async fn start(host: Host, flaw: Flaw) -> Result<Self> {
         let (disk, log) = (host.disk, host.memory);
+        assert!(log.reserve(log.words()), "the simulated host has memory for it");
         let mut content = Vec::new();
         for part in parts(&disk) {
             let mut buffer = Buffer::new(part.length() as usize);
