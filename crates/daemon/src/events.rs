@@ -1,6 +1,6 @@
 //! What happens while images are served, told to those who subscribe.
 //!
-//! Guarantees: telling never waits, whoever does not listen. A subscriber that falls `QUEUE` events behind loses
+//! Guarantees: telling never waits for a subscriber. A subscriber that falls `QUEUE` events behind loses
 //! the newer ones, and is told how many.
 
 use std::collections::VecDeque;

@@ -21,61 +21,52 @@ pub const PADDING_LENGTH: usize = 124;
 
 /// An option that a client may send ("Option types").
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u32)]
 pub enum ClientOption {
     /// Choose an export and go on to the transmission phase; cannot be refused politely.
-    ExportName,
+    ExportName = 1,
     /// Give up.
-    Abort,
+    Abort = 2,
     /// Which exports are there?
-    List,
+    List = 3,
     /// Encrypt from here on.
-    StartTls,
+    StartTls = 5,
     /// Describe an export.
-    Info,
+    Info = 6,
     /// Describe an export and go on to the transmission phase.
-    Go,
+    Go = 7,
     /// Use structured replies.
-    StructuredReply,
+    StructuredReply = 8,
     /// Which metadata contexts does an export have?
-    ListMetaContext,
+    ListMetaContext = 9,
     /// Select metadata contexts.
-    SetMetaContext,
+    SetMetaContext = 10,
     /// Use extended headers.
-    ExtendedHeaders,
+    ExtendedHeaders = 11,
 }
 
 impl ClientOption {
+    const ALL: [Self; 10] = [
+        Self::ExportName,
+        Self::Abort,
+        Self::List,
+        Self::StartTls,
+        Self::Info,
+        Self::Go,
+        Self::StructuredReply,
+        Self::ListMetaContext,
+        Self::SetMetaContext,
+        Self::ExtendedHeaders,
+    ];
+
     /// Its number.
     pub const fn number(self) -> u32 {
-        match self {
-            Self::ExportName => 1,
-            Self::Abort => 2,
-            Self::List => 3,
-            Self::StartTls => 5,
-            Self::Info => 6,
-            Self::Go => 7,
-            Self::StructuredReply => 8,
-            Self::ListMetaContext => 9,
-            Self::SetMetaContext => 10,
-            Self::ExtendedHeaders => 11,
-        }
+        self as u32
     }
 
     /// The option with this number, if there is one.
     pub fn from_number(number: u32) -> Option<Self> {
-        Some(match number {
-            1 => Self::ExportName,
-            2 => Self::Abort,
-            3 => Self::List,
-            5 => Self::StartTls,
-            6 => Self::Info,
-            7 => Self::Go,
-            8 => Self::StructuredReply,
-            9 => Self::ListMetaContext,
-            10 => Self::SetMetaContext,
-            11 => Self::ExtendedHeaders,
-            _ => return None,
-        })
+        Self::ALL.into_iter().find(|option| option.number() == number)
     }
 }
 
@@ -93,12 +84,16 @@ pub enum ReplyType {
     MetaContext = 4,
     /// The option is unknown here.
     ErrUnsup = (1 << 31) + 1,
+    /// The server does not allow it.
+    ErrPolicy = (1 << 31) + 2,
     /// The option makes no sense, or not now.
     ErrInvalid = (1 << 31) + 3,
     /// TLS has to begin first.
     ErrTlsReqd = (1 << 31) + 5,
     /// The export does not exist.
     ErrUnknown = (1 << 31) + 6,
+    /// The server is shutting down.
+    ErrShutdown = (1 << 31) + 7,
     /// The option is too large to process.
     ErrTooBig = (1 << 31) + 9,
     /// Extended headers were agreed; there is no way back.

@@ -1,7 +1,7 @@
 //! The log on standard error: warnings, and with `--verbose` what a person debugging wants to know.
 //!
 //! A server's lines begin with the time, unless standard error is a stream to systemd's journal: that gets them with
-//! their fields (`journal`). With `--log-format json` every line is a JSON object, whoever reads it (`line`).
+//! their fields (`journal`). With `--log-format json` every line is a JSON object, also in the journal (`line`).
 //!
 //! A server's event loops write to the log as well, and standard error may be a pipe that no process reads.
 //! So `serve` has its lines written by a thread of their own (`queue`): a line costs a loop a copy, never a

@@ -1,4 +1,4 @@
-//! The values of all metrics, read when somebody asks.
+//! The values of all metrics, read at each request for them.
 
 use std::collections::HashMap;
 use std::sync::Arc;

@@ -1,7 +1,7 @@
 //! Metrics: what is measured of everything that runs, as OpenMetrics, as Prometheus' older text, and as JSON.
 //!
 //! - `families`: the names, kinds and meanings of all metrics, in one table; docs/metrics.md explains them.
-//! - `gather`(gather()): the values, read from the disks when somebody asks. Nothing is kept between two readings.
+//! - `gather`(gather()): the values, read from the disks at each request. Nothing is kept between two readings.
 //! - `text`, `json`: the forms.
 //! - `http`, `server`: the socket of `--metrics`.
 

@@ -149,7 +149,7 @@ impl MetricsServer {
                     tracing::error!("metrics are not served: {error}");
                 }
             };
-            // What is in flight is dropped: nobody loses anything by that.
+            // What is in flight is dropped: it is only read, so nothing is lost.
             select(pin!(serving), stopped).await;
         });
         Ok(Self { workers, stop, over })

@@ -14,7 +14,7 @@ use super::{ExportAddress, Running, RunningDisk, RunningExport};
 use crate::blocking;
 use crate::vhost_user::{self, DeviceSocket, ServedDevice};
 
-/// How often it is asked whether a device is in use by nobody else: by who tells it of a new size.
+/// The interval at which a removed device is checked for users: a task that tells it of a new size may hold it.
 const RETRY: Duration = Duration::from_millis(1);
 
 /// A device that is served.
@@ -91,7 +91,7 @@ impl Running {
     }
 }
 
-/// Waits until nobody else uses it.
+/// Waits until no other task uses it.
 async fn alone<T>(mut shared: Arc<T>) -> T {
     loop {
         match Arc::try_unwrap(shared) {

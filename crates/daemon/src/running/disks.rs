@@ -14,7 +14,7 @@ use crate::io_poll;
 use crate::open::{open_disk, state_use};
 use crate::setup::DiskSetup;
 
-/// A disk that nobody closes or changes meanwhile.
+/// A disk that is not closed or changed meanwhile.
 pub(crate) struct ClaimedDisk<'a> {
     /// The disk.
     pub(crate) disk: Arc<RunningDisk>,
@@ -185,7 +185,7 @@ impl Running {
     }
 
     /// Makes a disk longer; shorter only if `shrink` says so and it has no exports, because what lies beyond is lost
-    /// under whoever uses it. Guests are told of the new size; NBD clients learn it when they connect again.
+    /// to its users. Guests are told of the new size; NBD clients learn it when they connect again.
     ///
     /// # Errors
     /// There is no such disk, or it cannot have that size.

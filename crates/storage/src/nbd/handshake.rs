@@ -21,9 +21,9 @@ const MAX_MINIMUM_BLOCK: u32 = 64 << 10;
 
 /// Set in the types of replies that refuse an option.
 const ERROR_BIT: u32 = 1 << 31;
-const ERR_POLICY: u32 = ERROR_BIT + 2;
-const ERR_TLS_REQUIRED: u32 = ERROR_BIT + 5;
-const ERR_SHUTDOWN: u32 = ERROR_BIT + 7;
+const ERR_POLICY: u32 = ReplyType::ErrPolicy as u32;
+const ERR_TLS_REQUIRED: u32 = ReplyType::ErrTlsReqd as u32;
+const ERR_SHUTDOWN: u32 = ReplyType::ErrShutdown as u32;
 
 /// What was agreed on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

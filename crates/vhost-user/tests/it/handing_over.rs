@@ -3,14 +3,14 @@
 
 use std::os::fd::AsRawFd;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use blockhouse_engine::{FaultDomain, SharedMemory};
 use blockhouse_vhost_user::driver::{GUEST, Options, TestDriver};
 use blockhouse_vhost_user::{PauseError, PausedFrontend, PreparedFrontend, RegisteredMemory};
 use rustix::fs::MemfdFlags;
-use vhost::vhost_user::{FrontendReqHandler, VhostUserFrontend, VhostUserFrontendReqHandler};
+use vhost::vhost_user::{FrontendReqHandler, VhostUserFrontend};
 use vhost::{VhostBackend, VhostUserDirtyLogRegion};
 
 use crate::common::*;
@@ -87,16 +87,6 @@ fn memory(size: usize) -> (std::os::fd::OwnedFd, SharedMemory) {
     rustix::fs::ftruncate(&file, size as u64).unwrap();
     let memory = SharedMemory::map(&file, 0, size, &FaultDomain::unconnected()).unwrap();
     (file, memory)
-}
-
-#[derive(Default)]
-struct Listener(AtomicUsize);
-
-impl VhostUserFrontendReqHandler for Listener {
-    fn handle_config_change(&self) -> Result<u64, std::io::Error> {
-        self.0.fetch_add(1, Ordering::SeqCst);
-        Ok(0)
-    }
 }
 
 #[test]

@@ -4,16 +4,14 @@
 use std::io::Write;
 use std::os::fd::AsRawFd;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::Ordering;
 
 use blockhouse_engine::{FaultDomain, SharedMemory};
 use blockhouse_vhost_user::driver::{DescriptorSpec, GUEST, Options};
 use blockhouse_vhost_user::ring::WRITE;
 use rustix::fs::MemfdFlags;
 use vhost::vhost_user::message::VhostUserInflight;
-use vhost::vhost_user::{
-    Frontend, FrontendReqHandler, VhostUserFrontend, VhostUserFrontendReqHandler,
-};
+use vhost::vhost_user::{Frontend, FrontendReqHandler, VhostUserFrontend};
 use vhost::{VhostBackend, VhostUserDirtyLogRegion, VhostUserMemoryRegionInfo};
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
@@ -360,17 +358,6 @@ fn changes_of_the_log_are_told_if_the_front_end_wants() {
     // The answer is seen before the device has told of the log; the next message comes after.
     guest.driver.frontend().set_vring_enable(0, false).unwrap();
     assert!(event.read().unwrap() > 0);
-}
-
-/// Counts notifications.
-#[derive(Default)]
-struct Listener(AtomicUsize);
-
-impl VhostUserFrontendReqHandler for Listener {
-    fn handle_config_change(&self) -> Result<u64, std::io::Error> {
-        self.0.fetch_add(1, Ordering::SeqCst);
-        Ok(0)
-    }
 }
 
 #[test]

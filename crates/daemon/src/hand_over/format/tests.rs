@@ -67,7 +67,7 @@ fn frontend() -> Frontend {
     }
 }
 
-/// Another program of this version reads exactly this: whoever changes it raises [`VERSION`], and keeps these among those of
+/// Another program of this version reads exactly this: to change it, raise [`VERSION`] and keep these among those of
 /// older versions.
 #[test]
 fn version_2_is_written_and_read_as_it_always_was() {

@@ -5,6 +5,7 @@ use std::os::fd::OwnedFd;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::PathBuf;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 use blockhouse_disk::{Disk, ImageDisk, Options as DiskOptions};
@@ -14,6 +15,7 @@ use blockhouse_vhost_user::driver::{DescriptorSpec, DriverQueue, Options, TestDr
 use blockhouse_vhost_user::ring::WRITE;
 use blockhouse_vhost_user::{Device, Export, PreparedFrontend, RegisteredMemory, Server};
 use tempfile::TempDir;
+use vhost::vhost_user::VhostUserFrontendReqHandler;
 
 /// Longer than anything takes on a busy machine.
 pub const LONG: Duration = Duration::from_secs(20);
@@ -324,4 +326,15 @@ pub fn reply(mut stream: &UnixStream, request: u32) -> Vec<u8> {
     let mut payload = vec![0; word(8) as usize];
     stream.read_exact(&mut payload).unwrap();
     payload
+}
+
+/// A front-end that counts how often it is told of a new configuration.
+#[derive(Default)]
+pub struct Listener(pub AtomicUsize);
+
+impl VhostUserFrontendReqHandler for Listener {
+    fn handle_config_change(&self) -> Result<u64, std::io::Error> {
+        self.0.fetch_add(1, Ordering::SeqCst);
+        Ok(0)
+    }
 }
