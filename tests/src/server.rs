@@ -45,6 +45,11 @@ impl Serve {
         Self::bare(scratch, image).export(&format!("nbd+unix:///?socket={}", socket.display()))
     }
 
+    /// Serves what its options say.
+    pub fn without_image(scratch: &Scratch) -> Self {
+        Self { images: Vec::new(), ..Self::bare(scratch, Path::new("")) }
+    }
+
     /// Serves `image` without saying where.
     pub fn bare(scratch: &Scratch, image: &Path) -> Self {
         Self {

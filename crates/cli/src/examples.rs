@@ -240,6 +240,7 @@ const EXAMPLES: &[(&str, &[Example])] = &[
             "blockhouse ctl control snapshot rename disk.qcow2 before monday",
         )],
     ),
+    ("ctl reload", &[example("After serve.toml has changed", "blockhouse ctl control reload")]),
     ("ctl stats", &[example("Of all disks", "blockhouse ctl control stats")]),
     (
         "ctl events",

@@ -22,6 +22,8 @@ pub(crate) enum Name {
     Disk(String),
     /// The address of a listening socket, as text.
     Socket(String),
+    /// The configuration as a whole.
+    Configuration,
 }
 
 /// Names that this task alone may change, until it is dropped.

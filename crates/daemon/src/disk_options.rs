@@ -1,20 +1,16 @@
 //! A disk as people describe it: in the configuration and in `disk.open`, with the same words as the command line.
 
-use std::fmt;
-use std::marker::PhantomData;
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
-use std::str::FromStr;
 
 use blockhouse_disk::{
     Access, CacheMode, DetectZeroes, Discard, ImageFormat, RemoteBacking, is_address,
 };
 use schemars::JsonSchema;
 use serde::Deserialize;
-use serde::de::{Deserializer, Error, Visitor};
 
 use crate::setup::DiskSetup;
-use crate::size;
+use crate::text_fields::{some_size, some_text, text};
 
 /// A disk to be opened.
 #[derive(Clone, Debug, Deserialize, JsonSchema)]
@@ -151,55 +147,6 @@ pub fn check_absolute(path: &Path) -> Result<(), String> {
         true => Ok(()),
         false => Err(format!("{}: write the whole path, from / on", path.display())),
     }
-}
-
-/// A value that is written as a text.
-fn text<'de, D: Deserializer<'de>, T: FromStr<Err = String>>(from: D) -> Result<T, D::Error> {
-    struct Text<T>(PhantomData<T>);
-    impl<T: FromStr<Err = String>> Visitor<'_> for Text<T> {
-        type Value = T;
-
-        fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-            f.write_str("a text")
-        }
-
-        fn visit_str<E: Error>(self, text: &str) -> Result<T, E> {
-            text.parse().map_err(E::custom)
-        }
-    }
-    from.deserialize_str(Text(PhantomData))
-}
-
-fn some_text<'de, D: Deserializer<'de>, T: FromStr<Err = String>>(
-    from: D,
-) -> Result<Option<T>, D::Error> {
-    text(from).map(Some)
-}
-
-/// A size: bytes, or a text like "20G".
-fn some_size<'de, D: Deserializer<'de>>(from: D) -> Result<Option<u64>, D::Error> {
-    struct Bytes;
-    impl Visitor<'_> for Bytes {
-        type Value = u64;
-
-        fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-            f.write_str("a size: bytes, or a text like \"20G\"")
-        }
-
-        fn visit_u64<E: Error>(self, bytes: u64) -> Result<u64, E> {
-            // File offsets are signed.
-            i64::try_from(bytes).map(|_| bytes).map_err(|_| E::custom("too large"))
-        }
-
-        fn visit_i64<E: Error>(self, bytes: i64) -> Result<u64, E> {
-            u64::try_from(bytes).map_err(|_| E::custom("a size is not negative"))
-        }
-
-        fn visit_str<E: Error>(self, text: &str) -> Result<u64, E> {
-            size::parse(text).map_err(E::custom)
-        }
-    }
-    from.deserialize_any(Bytes).map(Some)
 }
 
 #[cfg(test)]

@@ -4,7 +4,8 @@
 //! [`run()`] takes a [`Setup`], a plain description of what is to run, and returns when that has ended in order. The
 //! command line is one way to make a `Setup`; nothing here reads arguments or prints.
 //!
-//! - [`setup`]: the description; its parts: [`offers`], [`limits`], [`rate_limits`], [`size`]
+//! - [`setup`]: the description; its parts: [`offers`], [`limits`], [`rate_limits`], [`tls_options`], [`size`]
+//! - [`config`]: a file that describes it
 //! - [`run()`]: the process: signals, start, upgrade, stop
 //! - [`Service`]: what serves, as a whole
 //! - `running`: disks and exports, by name, while they are served; they come and go. `claims`: who changes what;
@@ -19,6 +20,7 @@
 
 mod blocking;
 mod claims;
+pub mod config;
 pub mod control;
 pub mod disk_options;
 pub mod events;
@@ -39,7 +41,9 @@ mod sockets;
 pub mod stop_request;
 mod stopper;
 mod stopping_notice;
+mod text_fields;
 mod tls;
+pub mod tls_options;
 mod vhost_user;
 mod warnings;
 mod watchdog;

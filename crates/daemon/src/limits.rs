@@ -1,6 +1,7 @@
 //! `--limit KEY=VALUE,...`: what NBD clients may take of a server, and how many operations and bytes a second disks may
 //! have.
 
+use std::str::FromStr;
 use std::time::Duration;
 
 use blockhouse_nbd::Limits;
@@ -52,6 +53,15 @@ pub enum Limit {
     Keepalive(Option<Duration>),
     /// How long clients may go on receiving when the server stops.
     Stop(Duration),
+}
+
+impl FromStr for Limit {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let (key, value) = text.split_once('=').ok_or("write KEY=VALUE, like stall=30")?;
+        parse_one(key, value)
+    }
 }
 
 /// No limit in seconds is longer: ten years.

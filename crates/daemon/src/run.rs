@@ -1,7 +1,7 @@
 //! The process that serves: what starts, what signals mean, and the end in order.
 //!
 //! SIGTERM and SIGINT stop the server, a second one quits at once; SIGHUP takes over the sizes of images that became
-//! longer, and reads the files of TLS again; SIGUSR2 has another process go on.
+//! longer, and the configuration, and reads the files of TLS again; SIGUSR2 has another process go on.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -56,6 +56,7 @@ pub fn run(setup: &Setup, ready: impl FnOnce(&Service)) -> Result<()> {
             Some(SIGHUP) => {
                 service.reload_tls();
                 service.refresh_sizes();
+                service.reload();
             }
             Some(SIGUSR2) => match upgrade(&service, &upgrades) {
                 Upgrade::GoesOn => {}
@@ -128,17 +129,18 @@ fn start(setup: &Setup, upgrades: &UpgradeRequests) -> Result<Service> {
     let tls = setup.tls.as_ref().map(Tls::load).transpose()?;
     // Before the image: an address in use must not leave a new image behind.
     let sockets = listen(setup, passed)?;
-    let devices = vhost_user::listen(&setup.devices)?;
+    let devices = vhost_user::listen(setup.devices.iter().map(|(path, _)| path))?;
     let control = setup.control.as_deref().map(bind_private).transpose()?;
     let metrics = setup.metrics.as_ref().map(MetricsAddress::bind).transpose()?;
     let state = state_use(&setup.state, &setup.disks)?;
     let disks = open_disks(&workers, setup, &state)?;
     limit(setup, &disks);
     let mut service = Service::start(workers, disks, sockets, setup, tls)?;
-    service.add_devices(devices)?;
+    service.add_devices(devices, setup)?;
     if let Some(socket) = control {
         service.add_control(socket, setup, upgrades.clone())?;
     }
+    service.set_configured();
     if let Some(bound) = metrics {
         service.add_metrics(bound, setup)?;
     }
@@ -168,10 +170,11 @@ fn take_over(setup: &Setup, upgrades: &UpgradeRequests) -> Result<Service> {
     let TakenOver { workers, disks, sockets, devices, control } = destination::take_over(setup)?;
     limit(setup, &disks);
     let mut service = Service::start(workers, disks, sockets, setup, tls)?;
-    service.add_devices(devices)?;
+    service.add_devices(devices, setup)?;
     if let Some(socket) = control {
         service.add_control(socket, setup, upgrades.clone())?;
     }
+    service.set_configured();
     service.add_metrics_when_free(setup)?;
     tracing::info!("took over from process {source}");
     Ok(service)
@@ -226,7 +229,10 @@ fn forward(process: u32, signal: i32) {
 
 /// Listens for NBD clients: at the sockets of the service manager, of the setup, or at one named after the image.
 fn listen(setup: &Setup, passed: Vec<BoundSocket>) -> Result<Vec<ListenSocket>> {
-    let all = || setup.offers.all().map_err(WrongUsage);
+    let all = || match &setup.offers {
+        Some(offers) => offers.all().map_err(WrongUsage),
+        None => Err(WrongUsage("the configuration serves nothing at the passed sockets".into())),
+    };
     if !passed.is_empty() {
         let sockets = match setup.nbd.is_empty() {
             true => sockets::passed_for_all(passed, &all()?),
@@ -234,7 +240,7 @@ fn listen(setup: &Setup, passed: Vec<BoundSocket>) -> Result<Vec<ListenSocket>> 
         };
         return Ok(sockets.map_err(WrongUsage)?);
     }
-    if setup.nbd.is_empty() && setup.devices.is_empty() {
+    if setup.nbd.is_empty() && setup.devices.is_empty() && setup.config.is_none() {
         return Ok(vec![sockets::at_default(&setup.disks[0].path, all()?)?]);
     }
     sockets::bind_uris(setup.nbd.clone())

@@ -1,12 +1,14 @@
 //! What serves: workers, what runs on them, the control socket, and their orderly end.
 
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::thread::sleep;
 use std::time::{Duration, Instant};
 
-use anyhow::Result;
+use anyhow::{Context, Result};
 use blockhouse_disk::ImageDisk;
-use blockhouse_nbd::uri::{NbdUri, Security};
+use blockhouse_engine::{FixedFiles, IoPoll};
+use blockhouse_nbd::uri::{Address, NbdUri, Security};
 use blockhouse_nbd::{BoundSocket, Server};
 use sd_notify::NotifyState;
 
@@ -18,7 +20,7 @@ use crate::setup::Setup;
 use crate::sockets::ListenSocket;
 use crate::tls::Tls;
 use crate::vhost_user::DeviceSocket;
-use crate::workers::Workers;
+use crate::workers::{LoopOptions, Workers};
 
 /// How often what the control socket does is asked for.
 const CONTROL_RETRY: Duration = Duration::from_millis(5);
@@ -29,6 +31,8 @@ pub struct Service {
     running: Arc<Running>,
     control: Option<Control>,
     metrics: Option<MetricsServer>,
+    /// What loops beside those of guests are like.
+    loops: LoopOptions,
 }
 
 impl Service {
@@ -48,14 +52,18 @@ impl Service {
             let offers = offers.map(|offer| (offer.name, Arc::clone(&disks[offer.image])));
             running.serve_socket(bound, Security::Plain, offers.collect(), connections)?;
         }
-        Ok(Self { workers, running, control: None, metrics: None })
+        let own = LoopOptions { fixed_files: FixedFiles::Off, io_poll: IoPoll::Off, ..setup.loops };
+        Ok(Self { workers, running, control: None, metrics: None, loops: own })
     }
 
-    /// Serves vhost-user-blk devices: the first socket has the first disk and so on, or all have the only one.
-    pub(crate) fn add_devices(&mut self, sockets: Vec<DeviceSocket>) -> Result<()> {
+    /// Serves vhost-user-blk devices at their sockets.
+    pub(crate) fn add_devices(&mut self, sockets: Vec<DeviceSocket>, setup: &Setup) -> Result<()> {
         let disks = self.running.disks();
-        for (index, socket) in sockets.into_iter().enumerate() {
-            self.running.serve_device(socket, &disks[index.min(disks.len() - 1)])?;
+        for socket in sockets {
+            let is_meant = |(path, _): &&(PathBuf, usize)| matches!(&socket.bound.address, Address::Unix(own) if own == path);
+            let disk = setup.devices.iter().find(is_meant).and_then(|(_, disk)| disks.get(*disk));
+            let disk = disk.context("a device's socket that was not asked for")?;
+            self.running.serve_device(socket, disk)?;
         }
         Ok(())
     }
@@ -136,6 +144,11 @@ impl Service {
         self.running.devices()
     }
 
+    /// Takes what is served now for what was set up.
+    pub(crate) fn set_configured(&self) {
+        self.running.set_configured();
+    }
+
     /// Whether other disks and exports are served than were set up.
     pub(crate) fn is_altered(&self) -> bool {
         self.running.is_altered()
@@ -177,6 +190,22 @@ impl Service {
                 Err(error) => tracing::error!("{error}"),
             }
             self.running.tell_guests_of_size(disk.name());
+        }
+    }
+
+    /// Takes over the configuration, if there is one, and logs what that did.
+    pub(crate) fn reload(&self) {
+        let Some(path) = self.running.config().map(ToOwned::to_owned) else { return };
+        let running = Arc::clone(&self.running);
+        // A loop of its own, so that no guest waits for what is opened.
+        let outcome = Workers::start(1, self.loops).and_then(|own| {
+            let outcome = own.run(move || async move { running.reload(&path).await });
+            own.stop();
+            outcome
+        });
+        match outcome {
+            Ok(done) => done.log(),
+            Err(error) => tracing::error!("not reloaded, everything stays as it is: {error:#}"),
         }
     }
 
@@ -227,7 +256,7 @@ impl Service {
 
     /// Stops accepting, completes what is in flight, and flushes.
     pub(crate) fn end(self) -> Result<()> {
-        let Self { workers, running, control, metrics } = self;
+        let Self { workers, running, control, metrics, loops: _ } = self;
         // So that nothing else holds the disks.
         metrics.into_iter().for_each(MetricsServer::stop);
         // What waits for its turn is let go, so that the end does not wait for it.

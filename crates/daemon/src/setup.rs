@@ -22,16 +22,16 @@ pub struct Setup {
     pub workers: usize,
     /// What they are like.
     pub loops: LoopOptions,
-    /// The disks, at least one.
+    /// The disks.
     pub disks: Vec<DiskSetup>,
     /// What outlives the process.
     pub state: StateSetup,
-    /// What the disks are called.
-    pub offers: Offers,
+    /// What the disks are called where sockets offer all of them; `None`: they offer what `nbd` says.
+    pub offers: Option<Offers>,
     /// The addresses where NBD clients are served, and what each offers.
     pub nbd: Vec<(Address, Vec<Offer>)>,
-    /// The sockets of vhost-user-blk devices: the first has the first disk and so on, or all have the only one.
-    pub devices: Vec<PathBuf>,
+    /// The sockets of vhost-user-blk devices, and the place of the disk that each has.
+    pub devices: Vec<(PathBuf, usize)>,
     /// How many queues a guest may use on a device.
     pub queues: u16,
     /// Whether guests' memory is registered with io_uring.
@@ -46,6 +46,8 @@ pub struct Setup {
     pub pid_file: Option<PathBuf>,
     /// Where the metrics are served.
     pub metrics: Option<MetricsAddress>,
+    /// The configuration that it was made from, to be read again.
+    pub config: Option<PathBuf>,
     /// Whether to go on with what the process serves that has started this one, instead of starting anew.
     pub hand_over: bool,
 }

@@ -28,9 +28,9 @@ pub struct ServedDevice {
 }
 
 /// Listens at all sockets.
-pub fn listen(sockets: &[PathBuf]) -> Result<Vec<DeviceSocket>> {
+pub fn listen<'a>(sockets: impl Iterator<Item = &'a PathBuf>) -> Result<Vec<DeviceSocket>> {
     let listen = |path: &PathBuf| bind(&Address::Unix(path.clone()));
-    sockets.iter().map(|path| Ok(DeviceSocket { bound: listen(path)?, frontend: None })).collect()
+    sockets.map(|path| Ok(DeviceSocket { bound: listen(path)?, frontend: None })).collect()
 }
 
 /// Whether guests' memory is registered: only rings have a place for it.

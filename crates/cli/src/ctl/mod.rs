@@ -80,6 +80,8 @@ enum Action {
         /// Which events: disk.opened, client.came and so on. Left out: all.
         events: Vec<String>,
     },
+    /// Have the server read its configuration again (serve --config).
+    Reload,
     /// Tell what the server is and can do.
     Version,
     /// Have any method carried out, and print its result as JSON.
@@ -204,6 +206,7 @@ impl Action {
             Self::Snapshot { action } => action.request(),
             Self::Stats { disk } => ("disk.stats", json!({ "disk": disk })),
             Self::Events { events } => ("event.subscribe", json!({ "events": events })),
+            Self::Reload => ("server.reload", json!({})),
             Self::Version => ("server.version", json!({})),
             Self::Call { method, params } => return Ok((method, Value::Object(params))),
         };

@@ -62,6 +62,7 @@ pub fn show(method: &str, result: &Value) -> String {
         "disk.resize" => {
             format!("{} -> {}", bytes(&result["old-size"]), bytes(&result["size"]))
         }
+        "server.reload" => reloaded(result),
         "disk.close" | "export.remove" => String::new(),
         _ => format!("{result:#}"),
     }
@@ -72,6 +73,15 @@ pub fn event(event: &Value) -> String {
     let fields = event.as_object().into_iter().flatten().filter(|(key, _)| *key != "event");
     let fields = fields.map(|(key, value)| format!(" {key}={}", text(value)));
     std::iter::once(text(&event["event"])).chain(fields).collect()
+}
+
+/// A line for each thing that a reload did, or could not do.
+fn reloaded(result: &Value) -> String {
+    let of = |key: &str| {
+        let all = result[key].as_array().into_iter().flatten();
+        all.map(|one| format!("{key}: {}", text(one))).collect::<Vec<_>>()
+    };
+    ["opened", "closed", "added", "removed", "failed"].map(of).concat().join("\n")
 }
 
 /// A line for each address of a disk that was opened.

@@ -3,7 +3,9 @@
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use anyhow::Result;
 use blockhouse_daemon::LoopOptions;
+use blockhouse_daemon::config::{Config, default_queues};
 use blockhouse_daemon::limits::{self, LimitArgument};
 use blockhouse_daemon::metrics::MetricsAddress;
 use blockhouse_daemon::offers::{Offer, Offers};
@@ -20,12 +22,45 @@ use crate::create::whole_sectors;
 use crate::open_args::{AllowPathArgs, state_setup};
 use crate::serve::tls_args::TlsArgs;
 
+/// What the configuration says in place of the command line.
+const OTHER_OPTIONS: [&str; 29] = [
+    "images",
+    "format",
+    "create",
+    "name",
+    "nbd",
+    "vhost_user_blk",
+    "limits",
+    "tls",
+    "tls_certificates",
+    "tls_psk",
+    "tls_allow",
+    "control",
+    "pid_file",
+    "metrics",
+    "queues",
+    "engine",
+    "cache",
+    "workers",
+    "poll_max_us",
+    "fixed_files",
+    "io_poll",
+    "register_memory",
+    "state",
+    "read_only",
+    "snapshot",
+    "discard",
+    "detect_zeroes",
+    "allow_path",
+    "allow_remote",
+];
+
 /// Arguments of `serve`.
 #[derive(clap::Args)]
 pub struct Arguments {
     /// The image: a raw or qcow2 disk image, or a block device. Several are served side by side, each named
     /// after its file unless --name says otherwise.
-    #[arg(required = true, value_name = "IMAGE")]
+    #[arg(required_unless_present = "config", value_name = "IMAGE")]
     images: Vec<PathBuf>,
     /// The image's format; left out, the file's name decides (.qcow2, otherwise raw).
     #[arg(long, short, value_parser = ValueParser::new(str::parse::<ImageFormat>))]
@@ -148,6 +183,11 @@ pub struct Arguments {
     /// unmap also gives its space back to the host.
     #[arg(long, default_value = "off", value_parser = parse_detect_zeroes)]
     detect_zeroes: DetectZeroes,
+    /// Serve the disks that this file describes (TOML, docs/operations.md), in place of images and options. SIGHUP and
+    /// 'blockhouse ctl SOCKET reload' read it again: what it has no more is closed, what is new is opened, and the rest
+    /// is not touched.
+    #[arg(long, value_name = "FILE", conflicts_with_all = OTHER_OPTIONS)]
+    config: Option<PathBuf>,
     /// Go on with what the process serves that has started this one ('blockhouse upgrade').
     #[arg(long, hide = true)]
     hand_over: bool,
@@ -220,19 +260,32 @@ impl Arguments {
         }
     }
 
+    /// Whether the user has said nowhere where to serve, and may want to know what to do next.
+    pub(super) fn wants_hint(&self) -> bool {
+        self.nbd.is_empty() && self.config.is_none()
+    }
+
     /// What is to run. Wrong usage ends the program.
-    pub(super) fn setup(&self) -> Setup {
+    ///
+    /// # Errors
+    /// The configuration cannot be read, or is wrong.
+    pub(super) fn setup(&self) -> Result<Setup> {
+        if let Some(path) = &self.config {
+            // It is read again, maybe from another working directory.
+            let path = std::path::absolute(path)?;
+            return Ok(Config::read(&path)?.setup(path, self.hand_over));
+        }
         let (offers, nbd) = self.plan();
         let throttles = self.throttles(&offers);
         let clients: Vec<_> = self.limits.iter().flat_map(|one| one.clients.clone()).collect();
-        Setup {
+        Ok(Setup {
             workers: self.workers.into(),
             loops: self.loop_options(),
             disks: self.disks(&offers, throttles),
             state: self.state(),
-            offers,
+            offers: Some(offers),
             nbd,
-            devices: self.vhost_user_blk.clone(),
+            devices: self.devices(),
             queues: self.queues(),
             register_memory: self.register_memory,
             limits: limits::limits(&clients),
@@ -240,8 +293,16 @@ impl Arguments {
             control: self.control.clone(),
             pid_file: self.pid_file.clone(),
             metrics: self.metrics.clone(),
+            config: None,
             hand_over: self.hand_over,
-        }
+        })
+    }
+
+    /// The first socket has the first image and so on, or all have the only one.
+    fn devices(&self) -> Vec<(PathBuf, usize)> {
+        let last = self.images.len() - 1;
+        let sockets = self.vhost_user_blk.iter().enumerate();
+        sockets.map(|(index, path)| (path.clone(), index.min(last))).collect()
     }
 
     /// The disks, each under a name of its own: `--name` or the file's, and its path where that is not enough.
@@ -300,8 +361,7 @@ impl Arguments {
 
     /// How many queues a guest may use.
     pub(super) fn queues(&self) -> u16 {
-        let processors = || std::thread::available_parallelism().map_or(1, |count| count.get());
-        self.queues.unwrap_or_else(|| processors().min(256) as u16)
+        self.queues.unwrap_or_else(default_queues)
     }
 
     /// The exports of each address. Wrong usage ends the program.

@@ -17,10 +17,10 @@ use crate::{logging, output};
 /// Runs the command.
 pub fn run(arguments: &Arguments, verbose: bool) -> Result<()> {
     arguments.check();
-    let served = blockhouse_daemon::run(&arguments.setup(), |service| {
+    let served = blockhouse_daemon::run(&arguments.setup()?, |service| {
         announce(service, verbose);
         match &arguments.vhost_user_blk[..] {
-            _ if !arguments.nbd.is_empty() => {}
+            _ if !arguments.wants_hint() => {}
             // A unit of the service manager has no use for either.
             _ if std::env::var_os("NOTIFY_SOCKET").is_some() => {}
             [] => print_hint(service),

@@ -1,10 +1,10 @@
-//! The options of TLS, and what of them contradicts itself.
+//! The options of TLS.
 
 use std::path::PathBuf;
 
 use blockhouse_daemon::setup::TlsSetup;
-use blockhouse_nbd::uri::{Address, NbdUri, Security};
-use blockhouse_nbd::{TlsFiles, TlsMode};
+use blockhouse_daemon::tls_options::{TlsChoice, TlsOptions, parse_allowed};
+use blockhouse_nbd::uri::NbdUri;
 
 /// TLS for NBD clients (docs/security.md).
 #[derive(clap::Args)]
@@ -28,18 +28,11 @@ pub struct TlsArgs {
     tls_allow: Vec<(String, String)>,
 }
 
-#[derive(Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+#[derive(Clone, Copy, clap::ValueEnum)]
 enum Mode {
     Off,
     Optional,
     Required,
-}
-
-fn parse_allowed(text: &str) -> Result<(String, String), String> {
-    match text.rsplit_once('=') {
-        Some((export, name)) if !name.is_empty() => Ok((export.into(), name.into())),
-        _ => Err("say EXPORT=NAME; the empty export is =NAME".into()),
-    }
 }
 
 impl TlsArgs {
@@ -48,43 +41,12 @@ impl TlsArgs {
     /// # Errors
     /// What makes no sense together.
     pub fn setup(&self, uris: &[NbdUri]) -> Result<Option<TlsSetup>, String> {
-        let only = addresses(uris, Security::Tls);
-        let plain = addresses(uris, Security::Plain);
-        if let Some(uri) =
-            uris.iter().find(|uri| plain.contains(&uri.address) && only.contains(&uri.address))
-        {
-            return Err(format!(
-                "--nbd {uri}: the same socket is named with TLS (nbds) and without (nbd); use one"
-            ));
-        }
-        let files = match (&self.tls_certificates, &self.tls_psk) {
-            (Some(folder), _) => Some(TlsFiles::Certificates(folder.clone())),
-            (None, file) => file.clone().map(TlsFiles::Psk),
-        };
-        let off = self.tls == Some(Mode::Off);
-        let Some(files) = files.filter(|_| !off) else {
-            let needs = match (&only[..], self.tls) {
-                ([_, ..], _) => "an nbds URI",
-                (_, Some(Mode::Optional | Mode::Required)) => "--tls",
-                _ if !self.tls_allow.is_empty() => "--tls-allow",
-                _ => return Ok(None),
-            };
-            return Err(match off {
-                true => format!("{needs} needs TLS; leave --tls off out"),
-                false => format!(
-                    "{needs} needs TLS to be set up: add --tls-certificates DIR or --tls-psk FILE"
-                ),
-            });
-        };
-        let mode = match self.tls {
-            Some(Mode::Optional) => TlsMode::Optional,
-            _ => TlsMode::Required,
-        };
-        Ok(Some(TlsSetup { mode, files, allowed: self.tls_allow.clone(), only }))
+        let choice = self.tls.map(|mode| match mode {
+            Mode::Off => TlsChoice::Off,
+            Mode::Optional => TlsChoice::Optional,
+            Mode::Required => TlsChoice::Required,
+        });
+        let (certificates, psk) = (self.tls_certificates.clone(), self.tls_psk.clone());
+        TlsOptions { choice, certificates, psk, allowed: self.tls_allow.clone() }.setup(uris)
     }
-}
-
-fn addresses(uris: &[NbdUri], security: Security) -> Vec<Address> {
-    let matching = uris.iter().filter(|uri| uri.security == security);
-    matching.map(|uri| uri.address.clone()).collect()
 }

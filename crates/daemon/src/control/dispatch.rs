@@ -11,14 +11,15 @@ use serde_json::Value;
 use super::Listed;
 use super::methods::{
     CloseParams, DiskInfo, DiskParams, DiskStats, Done, ErrorStats, ExportAddParams, ExportInfo,
-    ExportParams, METHODS, NoParams, OpenResult, PauseResult, ResizeParams, ResizeResult,
-    SnapshotParams, SnapshotRenameParams, SnapshotResult, StatsParams, VERSION, VersionResult,
+    ExportParams, METHODS, NoParams, OpenResult, PauseResult, ReloadResult, ResizeParams,
+    ResizeResult, SnapshotParams, SnapshotRenameParams, SnapshotResult, StatsParams, VERSION,
+    VersionResult,
 };
 use super::pause_log::log;
 use super::rpc::{Failure, INVALID_PARAMS, UNKNOWN_METHOD};
-use crate::disk_options::{DiskOptions, check_absolute};
+use crate::disk_options::DiskOptions;
 use crate::events::Event;
-use crate::running::{ExportAddress, Running, RunningDisk, RunningExport};
+use crate::running::{ExportAddress, Reloaded, Running, RunningDisk, RunningExport};
 
 type Outcome = Result<Value, Failure>;
 
@@ -40,6 +41,10 @@ fn invalid(why: String) -> Failure {
 pub(super) async fn call(running: &Running, method: &str, given: Value) -> Outcome {
     match method {
         "server.version" => params(given).and_then(|NoParams {}| result(version())),
+        "server.reload" => {
+            let NoParams {} = params(given)?;
+            reload(running).await
+        }
         "disk.list" => params(given).and_then(|NoParams {}| result(disks(running))),
         "disk.open" => open(running, params(given)?).await,
         "disk.close" => {
@@ -120,13 +125,20 @@ fn version() -> VersionResult {
 
 /// The export that a user means.
 fn address(text: &str) -> Result<ExportAddress, Failure> {
-    let address = ExportAddress::parse(text).map_err(invalid)?;
-    if let ExportAddress::Nbd(uri) = &address
-        && let blockhouse_nbd::uri::Address::Unix(path) = &uri.address
-    {
-        check_absolute(path).map_err(invalid)?;
-    }
-    Ok(address)
+    ExportAddress::parse_absolute(text).map_err(invalid)
+}
+
+async fn reload(running: &Running) -> Outcome {
+    let Some(path) = running.config() else {
+        return Err(anyhow::anyhow!(
+            "this server was started without --config, so there is nothing to reload"
+        )
+        .into());
+    };
+    let done = running.reload(path).await?;
+    done.log();
+    let Reloaded { opened, closed, added, removed, failed } = done;
+    result(ReloadResult { opened, closed, added, removed, failed })
 }
 
 async fn open(running: &Running, options: DiskOptions) -> Outcome {

@@ -228,6 +228,21 @@ pub struct ErrorStats {
     pub count: u64,
 }
 
+/// What a reload of the configuration did.
+#[derive(Debug, Serialize, JsonSchema)]
+pub struct ReloadResult {
+    /// Disks that were opened.
+    pub opened: Vec<String>,
+    /// Disks that were closed.
+    pub closed: Vec<String>,
+    /// Exports that were added to disks that stayed open.
+    pub added: Vec<String>,
+    /// Exports that were removed from them.
+    pub removed: Vec<String>,
+    /// What could not be done: a line each. All else was.
+    pub failed: Vec<String>,
+}
+
 /// A process that goes on.
 #[derive(Debug, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
@@ -253,6 +268,7 @@ fn of<P: JsonSchema, R: JsonSchema>(generator: &mut SchemaGenerator) -> (Value, 
 /// All methods, what each does, its parameters and its result.
 pub(super) const METHODS: &[(&str, &str, MakeSchema)] = &[
     ("server.version", "What the server is and can do.", of::<NoParams, VersionResult>),
+    ("server.reload", "Takes over the configuration of --config.", of::<NoParams, ReloadResult>),
     ("server.upgrade", "Has another process go on.", of::<UpgradeParams, super::UpgradeReply>),
     ("disk.list", "The disks that are open.", of::<NoParams, Vec<DiskInfo>>),
     (

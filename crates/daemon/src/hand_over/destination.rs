@@ -224,7 +224,7 @@ fn prepare_all(
     for (record, socket) in frontends.into_iter().zip(&setup.devices) {
         let paused = record.map(|record| front_end(record, descriptors)).transpose()?;
         let prepare = |paused| PreparedFrontend::new(paused, setup.queues, memory);
-        let cannot = || format!("{}: cannot go on with the front-end", socket.display());
+        let cannot = || format!("{}: cannot go on with the front-end", socket.0.display());
         prepared.push(paused.map(prepare).transpose().with_context(cannot)?);
     }
     Ok(prepared)

@@ -69,7 +69,7 @@ impl Running {
         let state = state_use(&self.options.state, slice::from_ref(&setup))?;
         let disk = open_disk(&setup, &state).await?;
         let disk = self.adopt(setup, Arc::new(disk));
-        self.note_change(Event::DiskOpened { disk: name.clone() });
+        self.events.tell(Event::DiskOpened { disk: name.clone() });
         for address in addresses {
             if let Err(error) = self.serve(&disk, address).await {
                 for export in self.exports_of(&name) {
@@ -113,7 +113,7 @@ impl Running {
         let closed = disk.disk.close().await;
         self.list.lock().disks.retain(|other| other.name() != disk.name());
         let error = closed.as_ref().err().map(ToString::to_string);
-        self.note_change(Event::DiskClosed { disk: disk.name().to_owned(), error });
+        self.events.tell(Event::DiskClosed { disk: disk.name().to_owned(), error });
         Ok(closed?)
     }
 
@@ -147,7 +147,7 @@ impl Running {
             }
         };
         let (export, disk) = (address.to_string(), disk.name().to_owned());
-        self.note_change(Event::ExportAdded { export, disk });
+        self.events.tell(Event::ExportAdded { export, disk });
         Ok(address)
     }
 
@@ -180,7 +180,7 @@ impl Running {
             ExportAddress::VhostUser(path) => self.remove_device(path).await?,
         }
         let (export, disk) = (export.address.to_string(), export.disk.clone());
-        self.note_change(Event::ExportRemoved { export, disk });
+        self.events.tell(Event::ExportRemoved { export, disk });
         Ok(())
     }
 
@@ -219,11 +219,5 @@ impl Running {
             ExportAddress::Nbd(uri) => Some(self.nbd_clients(uri)),
             ExportAddress::VhostUser(_) => None,
         }
-    }
-
-    /// Notes that a request has changed what runs.
-    fn note_change(&self, event: Event) {
-        self.list.lock().is_altered = true;
-        self.events.tell(event);
     }
 }

@@ -5,6 +5,8 @@ use std::path::PathBuf;
 
 use blockhouse_nbd::uri::{NbdUri, Security};
 
+use crate::disk_options::check_absolute;
+
 /// Where an export is served, which is also what it is called.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum ExportAddress {
@@ -26,6 +28,20 @@ impl ExportAddress {
                 format!("{error}; a vhost-user-blk socket is an absolute path")
             }),
         }
+    }
+
+    /// As [`parse`](Self::parse), where a path must not depend on a working directory.
+    ///
+    /// # Errors
+    /// As [`parse`](Self::parse); a relative path.
+    pub(crate) fn parse_absolute(text: &str) -> Result<Self, String> {
+        let address = Self::parse(text)?;
+        if let Self::Nbd(uri) = &address
+            && let blockhouse_nbd::uri::Address::Unix(path) = &uri.address
+        {
+            check_absolute(path)?;
+        }
+        Ok(address)
     }
 
     /// The address of its socket, as text: exports with the same one share the socket.

@@ -8,8 +8,9 @@ mod devices;
 mod disks;
 mod export;
 mod nbd_sockets;
+mod reload;
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use anyhow::{Result, bail};
@@ -21,6 +22,7 @@ use parking_lot::Mutex;
 use serde_json::Value;
 
 use crate::claims::Claims;
+use crate::config::ConfiguredDisk;
 use crate::events::Events;
 use crate::metrics::{MeasuredDisk, StartTime, gather, to_json};
 use crate::setup::{DiskSetup, Setup, StateSetup};
@@ -30,6 +32,7 @@ pub(crate) use devices::RunningDevice;
 pub(crate) use disks::ClaimedDisk;
 pub(crate) use export::{ExportAddress, RunningExport};
 pub(crate) use nbd_sockets::ServedSocket;
+pub(crate) use reload::Reloaded;
 
 /// What runs.
 pub(crate) struct Running {
@@ -50,6 +53,7 @@ struct Options {
     memory: RegisteredMemory,
     /// Whether completions must be polled for.
     io_poll: IoPoll,
+    config: Option<PathBuf>,
 }
 
 /// What is listed.
@@ -61,8 +65,8 @@ struct List {
     /// In the order in which they were added.
     exports: Vec<RunningExport>,
     devices: Vec<Arc<RunningDevice>>,
-    /// Whether it was changed by a request since it was set up.
-    is_altered: bool,
+    /// What the command line or the configuration asks for.
+    configured: Vec<ConfiguredDisk>,
 }
 
 /// A disk that is open.
@@ -95,7 +99,7 @@ impl Running {
         Self {
             loops,
             server: Server::new(setup.limits),
-            options: Options { state, queues, memory, io_poll },
+            options: Options { state, queues, memory, io_poll, config: setup.config.clone() },
             tls,
             list: Mutex::default(),
             claims: Claims::default(),
@@ -164,8 +168,35 @@ impl Running {
         self.list.lock().exports.iter().filter(|export| export.disk == disk).cloned().collect()
     }
 
-    /// Whether a request has changed what was set up at the start.
+    /// The configuration that reloads read.
+    pub(crate) fn config(&self) -> Option<&Path> {
+        self.options.config.as_deref()
+    }
+
+    /// Takes what runs now for what the command line or the configuration asks for.
+    pub(crate) fn set_configured(&self) {
+        let mut list = self.list.lock();
+        let of = |disk: &Arc<RunningDisk>| {
+            let exports = list.exports.iter().filter(|export| export.disk == disk.name());
+            let addresses = exports.map(|export| export.address.clone()).collect();
+            ConfiguredDisk { setup: disk.setup.clone(), addresses }
+        };
+        list.configured = list.disks.iter().map(of).collect();
+    }
+
+    /// Whether other disks and exports run than the command line or the configuration asks for.
     pub(crate) fn is_altered(&self) -> bool {
-        self.list.lock().is_altered
+        let list = self.list.lock();
+        let count: usize = list.configured.iter().map(|disk| disk.addresses.len()).sum();
+        let is_served = |disk: &ConfiguredDisk| {
+            disk.addresses.iter().all(|address| {
+                let mut exports = list.exports.iter();
+                exports.any(|one| one.disk == disk.setup.name && one.address == *address)
+            })
+        };
+        let setups = list.configured.iter().map(|disk| &disk.setup);
+        !setups.eq(list.disks.iter().map(|disk| &disk.setup))
+            || count != list.exports.len()
+            || !list.configured.iter().all(is_served)
     }
 }

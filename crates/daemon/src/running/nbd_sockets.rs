@@ -119,6 +119,15 @@ impl Running {
         Ok(())
     }
 
+    /// The URI by which an export is known that is asked for by this one: it tells whether its clients must use TLS.
+    pub(super) fn known_as(&self, uri: NbdUri) -> NbdUri {
+        match Tls::at(self.tls.as_ref(), &uri.address, uri.security) {
+            Ok(tls) => NbdUri { security: security_of(tls.as_ref()), ..uri },
+            // It cannot be served.
+            Err(_) => uri,
+        }
+    }
+
     /// Exports whose clients are told of.
     fn observed_exports(&self, address: &Address, security: Security) -> Exports<ImageStorage> {
         let (events, address) = (self.events.clone(), address.clone());

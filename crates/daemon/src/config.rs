@@ -1,0 +1,335 @@
+//! The configuration of a server with many disks: a TOML file (docs/operations.md).
+//!
+//! Guarantee: what is wrong in it is told with its line and column, before anything is opened or changed.
+
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use anyhow::{Context, Result};
+use blockhouse_engine::{DEFAULT_POLLING, EngineChoice, FixedFiles, IoPoll};
+use blockhouse_nbd::uri::Address;
+use blockhouse_vhost_user::RegisteredMemory;
+use serde::Deserialize;
+use toml::Spanned;
+
+use crate::disk_options::{DiskOptions, check_absolute};
+use crate::limits::{self, Limit};
+use crate::metrics::MetricsAddress;
+use crate::offers::Offer;
+use crate::running::ExportAddress;
+use crate::setup::{DiskSetup, Setup, StateSetup, TlsSetup};
+use crate::text_fields::TextOf;
+use crate::tls_options::{TlsChoice, TlsOptions, parse_allowed};
+use crate::workers::LoopOptions;
+
+/// A file, read and checked.
+#[derive(Clone, Debug)]
+pub struct Config {
+    server: ServerOptions,
+    tls: Option<TlsSetup>,
+    pub(crate) disks: Vec<ConfiguredDisk>,
+}
+
+/// A disk of a configuration.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct ConfiguredDisk {
+    /// How it is opened.
+    pub(crate) setup: DiskSetup,
+    /// Where it is served.
+    pub(crate) addresses: Vec<ExportAddress>,
+}
+
+/// The file as it is written.
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct File {
+    #[serde(default = "no_server")]
+    server: Spanned<ServerOptions>,
+    #[serde(default)]
+    disk: Vec<Spanned<DiskOptions>>,
+}
+
+fn no_server() -> Spanned<ServerOptions> {
+    Spanned::new(0..0, ServerOptions::default())
+}
+
+/// The table `server`: options of `serve`, by their names.
+#[derive(Clone, Debug, Deserialize)]
+#[serde(rename_all = "kebab-case", deny_unknown_fields, default)]
+struct ServerOptions {
+    control: Option<PathBuf>,
+    pid_file: Option<PathBuf>,
+    metrics: Option<TextOf<MetricsAddress>>,
+    state: Option<PathBuf>,
+    workers: u16,
+    queues: Option<u16>,
+    engine: TextOf<EngineChoice>,
+    poll_max_us: u32,
+    fixed_files: bool,
+    io_poll: bool,
+    register_memory: bool,
+    limits: Vec<TextOf<Limit>>,
+    tls: Option<TlsChoice>,
+    tls_certificates: Option<PathBuf>,
+    tls_psk: Option<PathBuf>,
+    tls_allow: Vec<String>,
+}
+
+impl Default for ServerOptions {
+    fn default() -> Self {
+        Self {
+            control: None,
+            pid_file: None,
+            metrics: None,
+            state: None,
+            workers: 1,
+            queues: None,
+            engine: TextOf(EngineChoice::Auto),
+            poll_max_us: DEFAULT_POLLING.as_micros() as u32,
+            fixed_files: false,
+            io_poll: false,
+            register_memory: false,
+            limits: Vec::new(),
+            tls: None,
+            tls_certificates: None,
+            tls_psk: None,
+            tls_allow: Vec::new(),
+        }
+    }
+}
+
+impl ServerOptions {
+    /// TLS for these disks.
+    fn tls(&self, disks: &[ConfiguredDisk]) -> Result<Option<TlsSetup>, String> {
+        let uris =
+            disks.iter().flat_map(|disk| &disk.addresses).filter_map(|address| match address {
+                ExportAddress::Nbd(uri) => Some(uri.clone()),
+                ExportAddress::VhostUser(_) => None,
+            });
+        let allowed = self.tls_allow.iter().map(|text| parse_allowed(text));
+        let options = TlsOptions {
+            choice: self.tls,
+            certificates: self.tls_certificates.clone(),
+            psk: self.tls_psk.clone(),
+            allowed: allowed.collect::<Result<_, _>>()?,
+        };
+        options.setup(&uris.collect::<Vec<_>>())
+    }
+}
+
+impl Config {
+    /// Reads a file.
+    ///
+    /// # Errors
+    /// It cannot be read, or something in it is wrong: one line, with its place.
+    pub fn read(path: &Path) -> Result<Self> {
+        let text = std::fs::read_to_string(path)
+            .with_context(|| format!("{}: cannot read the configuration", path.display()))?;
+        parse(&text).map_err(|Wrong { at, why }| {
+            let (line, column) = place(&text, at);
+            anyhow::anyhow!("{}:{line}:{column}: {why}", path.display())
+        })
+    }
+
+    /// What is to run. `hand_over`: as [`Setup::hand_over`]. The file is read again from `path` by reloads.
+    pub fn setup(self, path: PathBuf, hand_over: bool) -> Setup {
+        let Self { server, tls, disks } = self;
+        let limits: Vec<Limit> = server.limits.into_iter().map(|TextOf(limit)| limit).collect();
+        let (nbd, devices) = addresses(&disks);
+        Setup {
+            workers: server.workers.into(),
+            loops: LoopOptions {
+                engine: server.engine.0,
+                polling: Duration::from_micros(server.poll_max_us.into()),
+                fixed_files: if server.fixed_files { FixedFiles::On } else { FixedFiles::Off },
+                io_poll: if server.io_poll { IoPoll::On } else { IoPoll::Off },
+            },
+            disks: disks.iter().map(|disk| disk.setup.clone()).collect(),
+            state: match server.state {
+                Some(off) if off == Path::new("off") => StateSetup::Off,
+                Some(path) => StateSetup::Dir(path),
+                None => StateSetup::Usual,
+            },
+            offers: None,
+            nbd,
+            devices,
+            queues: server.queues.unwrap_or_else(default_queues),
+            register_memory: match server.register_memory {
+                true => RegisteredMemory::On,
+                false => RegisteredMemory::Off,
+            },
+            limits: limits::limits(&limits),
+            tls,
+            control: server.control,
+            pid_file: server.pid_file,
+            metrics: server.metrics.map(|TextOf(address)| address),
+            config: Some(path),
+            hand_over,
+        }
+    }
+}
+
+/// One queue for each processor.
+pub fn default_queues() -> u16 {
+    std::thread::available_parallelism().map_or(1, |count| count.get()).min(256) as u16
+}
+
+/// What is served at which NBD address, and at which device sockets: names and places of disks.
+#[expect(clippy::type_complexity, reason = "the two fields of a setup")]
+fn addresses(disks: &[ConfiguredDisk]) -> (Vec<(Address, Vec<Offer>)>, Vec<(PathBuf, usize)>) {
+    let (mut nbd, mut devices) = (Vec::<(Address, Vec<Offer>)>::new(), Vec::new());
+    for (image, disk) in disks.iter().enumerate() {
+        for address in &disk.addresses {
+            match address {
+                ExportAddress::VhostUser(path) => devices.push((path.clone(), image)),
+                ExportAddress::Nbd(uri) => {
+                    let offer = Offer { name: uri.export.clone(), image };
+                    match nbd.iter_mut().find(|(address, _)| *address == uri.address) {
+                        Some((_, offers)) => offers.push(offer),
+                        None => nbd.push((uri.address.clone(), vec![offer])),
+                    }
+                }
+            }
+        }
+    }
+    (nbd, devices)
+}
+
+/// What is wrong, and at which byte.
+#[derive(Debug)]
+struct Wrong {
+    at: usize,
+    why: String,
+}
+
+fn parse(text: &str) -> Result<Config, Wrong> {
+    let file: File = toml::from_str(text).map_err(|error| Wrong {
+        at: error.span().map_or(0, |span| span.start),
+        why: error.message().replace('\n', ", "),
+    })?;
+    let at = file.server.span().start;
+    let server = file.server.into_inner();
+    check_server(&server).map_err(|why| Wrong { at, why })?;
+    let mut disks: Vec<ConfiguredDisk> = Vec::new();
+    for disk in file.disk {
+        let at = disk.span().start;
+        let disk = configured(&disk.into_inner(), &disks).map_err(|why| Wrong { at, why })?;
+        disks.push(disk);
+    }
+    let tls = server.tls(&disks).map_err(|why| Wrong { at, why })?;
+    Ok(Config { server, tls, disks })
+}
+
+fn check_server(server: &ServerOptions) -> Result<(), String> {
+    if !(1..=256).contains(&server.workers) || !(1..=256).contains(&server.queues.unwrap_or(1)) {
+        return Err("workers and queues are from 1 to 256".into());
+    }
+    if server.poll_max_us > 1_000_000 {
+        return Err("poll-max-us is at most 1000000".into());
+    }
+    let off = Path::new("off");
+    let paths = [
+        &server.control,
+        &server.pid_file,
+        &server.state,
+        &server.tls_certificates,
+        &server.tls_psk,
+    ];
+    paths
+        .into_iter()
+        .flatten()
+        .filter(|path| *path != off)
+        .try_for_each(|path| check_absolute(path))
+}
+
+/// A disk that fits those before it.
+fn configured(options: &DiskOptions, others: &[ConfiguredDisk]) -> Result<ConfiguredDisk, String> {
+    let setup = options.setup()?;
+    if others.iter().any(|other| other.setup.name == setup.name) {
+        return Err(format!("two disks are called {:?}; give each a name of its own", setup.name));
+    }
+    let mut addresses = Vec::new();
+    for text in &options.exports {
+        let address = ExportAddress::parse_absolute(text)?;
+        if matches!(&address, ExportAddress::Nbd(uri) if matches!(uri.address, Address::Tcp { port: 0, .. }))
+        {
+            return Err(format!("{text}: a configuration names the port"));
+        }
+        let before = others.iter().flat_map(|other| &other.addresses).chain(&addresses);
+        if before.into_iter().any(|other| *other == address) {
+            return Err(format!("{text}: is the address of another export, too"));
+        }
+        addresses.push(address);
+    }
+    Ok(ConfiguredDisk { setup, addresses })
+}
+
+/// The line and the column of a byte, from 1.
+fn place(text: &str, at: usize) -> (usize, usize) {
+    let before = text.get(..at).unwrap_or(text);
+    let line = before.rsplit('\n').next().unwrap_or_default();
+    (before.matches('\n').count() + 1, line.chars().count() + 1)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn refused(text: &str) -> String {
+        let Wrong { at, why } = parse(text).expect_err("it is wrong");
+        let (line, column) = place(text, at);
+        format!("{line}:{column}: {why}")
+    }
+
+    #[test]
+    fn a_file_says_what_the_command_line_can() {
+        let text = r#"
+            [server]
+            control = "/run/c"
+            engine = "threads"
+            limits = ["stall=5", "clients=7"]
+            [[disk]]
+            path = "/vm/a.qcow2"
+            cache = "writeback"
+            exports = ["nbd+unix:///a?socket=/run/s", "/run/a.vu"]
+            [[disk]]
+            path = "/vm/b.img"
+            create = "1G"
+            exports = ["nbd+unix:///b?socket=/run/s"]
+        "#;
+        let config = parse(text).expect("it is right");
+        let setup = config.setup("/etc/c.toml".into(), false);
+        assert_eq!(setup.limits.connections, 7);
+        assert_eq!(
+            setup.disks.iter().map(|disk| &*disk.name).collect::<Vec<_>>(),
+            ["a.qcow2", "b.img"]
+        );
+        assert_eq!(setup.devices, [("/run/a.vu".into(), 0)]);
+        let [(_, offers)] = &setup.nbd[..] else { panic!("one socket: {:?}", setup.nbd) };
+        assert_eq!(offers.iter().map(|offer| offer.image).collect::<Vec<_>>(), [0, 1]);
+        assert!(parse("").is_ok(), "disks may come later");
+    }
+
+    #[test]
+    fn what_is_wrong_is_told_with_its_place() {
+        for (text, told) in [
+            ("[server]\nworker = 2\n", "2:1: unknown field `worker`"),
+            ("[server]\nengine = \"warp\"\n", "2:10: there is no engine 'warp'"),
+            ("[server]\nlimits = [\"stall=x\"]\n", "2:11: stall=x: write seconds"),
+            ("[server]\nworkers = 0\n", "workers and queues are from 1 to 256"),
+            ("[[disk]]\n", "missing field `path`"),
+            ("[[disk]]\npath = \"/a\"\ncache = \"x\"\n", "3:9: there is no cache mode 'x'"),
+            ("[[disk]]\npath = \"a\"\n", "1:1: a: write the whole path"),
+            (
+                "[[disk]]\npath = \"/a\"\n[[disk]]\npath = \"/b/a\"\n",
+                "3:1: two disks are called \"a\"",
+            ),
+            ("[[disk]]\npath = \"/a\"\nexports = [\"/s\", \"/s\"]\n", "another export"),
+            ("[[disk]]\npath = \"/a\"\nexports = [\"nbd://h:0/\"]\n", "names the port"),
+            ("[[disk]\n", "1:"),
+        ] {
+            let error = refused(text);
+            assert!(error.contains(told), "{text}: {error}");
+        }
+    }
+}

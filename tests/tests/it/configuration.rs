@@ -1,0 +1,123 @@
+//! `serve --config`: many disks, and a reload that touches nothing but what has changed.
+
+use std::path::Path;
+
+use blockhouse_tests::control::Control;
+use blockhouse_tests::nbd::{Address, Client, Framing, Greeted};
+use blockhouse_tests::{
+    Scratch, Serve, Server, eventually,
+    image_tool::{command, str},
+};
+use rustix::process::Signal;
+use serde_json::json;
+use std::time::Duration;
+
+const MIB: u64 = 1 << 20;
+
+/// A table of a disk that is served under its name at one socket for all.
+fn disk(scratch: &Scratch, name: &str, more: &str) -> String {
+    let (path, socket) = (scratch.path(name), scratch.socket("nbd"));
+    format!(
+        "[[disk]]\npath = \"{}\"\ncreate = \"1M\"\nexports = [\"nbd+unix:///{name}?socket={}\"]\n{more}\n",
+        path.display(),
+        socket.display()
+    )
+}
+
+fn server_table(scratch: &Scratch) -> String {
+    format!("[server]\ncontrol = \"{}\"\n", scratch.socket("control").display())
+}
+
+fn write(path: &Path, parts: &[String]) {
+    std::fs::write(path, parts.concat()).expect("a file");
+}
+
+fn start(scratch: &Scratch, config: &Path, exports: usize) -> Server {
+    Serve::without_image(scratch).option("--config", config).ready_lines(exports).start()
+}
+
+fn open(scratch: &Scratch, name: &str) -> Client {
+    Greeted::new(&Address::Unix(scratch.socket("nbd"))).go(name, Framing::Simple)
+}
+
+fn names(control: &mut Control) -> Vec<String> {
+    let disks = control.get("disk.list", json!({}));
+    let disks = disks.as_array().expect("a list").iter();
+    disks.map(|disk| disk["disk"].as_str().expect("a name").to_owned()).collect()
+}
+
+#[test]
+fn a_reload_adds_and_removes_without_touching_the_rest() {
+    let scratch = Scratch::new();
+    let (config, table) = (scratch.path("serve.toml"), server_table(&scratch));
+    let [a, b, c] = ["a.img", "b.qcow2", "c.img"].map(|name| disk(&scratch, name, ""));
+    write(&config, &[table.clone(), a.clone(), b]);
+    let server = start(&scratch, &config, 2);
+    let mut control = Control::connect(&scratch.socket("control"));
+    let (mut stays, mut leaves) = (open(&scratch, "a.img"), open(&scratch, "b.qcow2"));
+    assert_eq!(leaves.write(0, &[7; 512], 0), 0);
+    // What a request opened is no business of the file.
+    let extra = scratch.image("extra", MIB);
+    control.get("disk.open", json!({ "path": extra.path() }));
+    write(&config, &[table.clone(), c, a.clone()]);
+    let done = control.get("server.reload", json!({}));
+    assert_eq!(done["opened"], json!(["c.img"]), "{done}");
+    assert_eq!((&done["closed"], &done["failed"]), (&json!(["b.qcow2"]), &json!([])));
+    assert_eq!(names(&mut control), ["c.img", "a.img", "extra"]);
+    assert!(leaves.receive().is_err(), "its disk is closed");
+    assert_eq!(stays.write(512, &[8; 512], 0), 0);
+    open(&scratch, "c.img").disconnect();
+    // By a signal: other options close and open again; what is wrong is told, and changes nothing.
+    write(&config, &[table.clone(), disk(&scratch, "a.img", "read-only = true")]);
+    server.signal(Signal::HUP);
+    assert!(eventually(Duration::from_secs(30), || server.log().matches("reloaded").count() == 2));
+    assert!(open(&scratch, "a.img").flags() & 2 != 0, "it is read-only now");
+    write(&config, &[table, a, "[[disk]]\npth = 1\n".into()]);
+    server.signal(Signal::HUP);
+    let told = || server.log().contains("serve.toml:") && server.log().contains("everything stays");
+    assert!(eventually(Duration::from_secs(30), told), "{}", server.log());
+    assert_eq!(names(&mut control), ["a.img", "extra"]);
+    server.stop();
+    assert!(!scratch.socket("nbd").exists());
+}
+
+#[test]
+fn what_is_wrong_is_told_with_its_place_and_nothing_is_served() {
+    let scratch = Scratch::new();
+    let config = scratch.path("serve.toml");
+    let refused = || Serve::without_image(&scratch).option("--config", &config).refused();
+    write(&config, &["[server]\nworkers = \"two\"\n".into()]);
+    refused().failed(&["serve.toml:2:11", "expected u16"]);
+    let twice = disk(&scratch, "a.img", "");
+    write(&config, &[twice.clone(), twice]);
+    refused().failed(&["serve.toml:6:1", "two disks are called \"a.img\""]);
+    assert!(!scratch.path("a.img").exists());
+    let other =
+        Serve::without_image(&scratch).option("--config", &config).option("--cache", "none");
+    other.refused().wrong_usage(&["--config", "--cache"]);
+    let missing = scratch.path("none.toml");
+    let missing = Serve::without_image(&scratch).option("--config", &missing);
+    missing.refused().failed(&["none.toml", "cannot read"]);
+}
+
+#[test]
+fn a_server_with_a_configuration_is_upgraded() {
+    let scratch = Scratch::new();
+    let (config, table) = (scratch.path("serve.toml"), server_table(&scratch));
+    let [a, b] = ["a.img", "b.qcow2"].map(|name| disk(&scratch, name, ""));
+    write(&config, &[table.clone(), a.clone(), b.clone()]);
+    let server = start(&scratch, &config, 2);
+    let mut client = open(&scratch, "b.qcow2");
+    assert_eq!(client.write(0, &[7; 4096], 0), 0);
+    write(&config, &[table, b, a]);
+    let control = scratch.socket("control");
+    Control::connect(&control).get("server.reload", json!({}));
+    let upgraded = command(&["upgrade", "--control", str(&control)]).success().stdout;
+    assert_eq!(client.read(0, 4096), Ok(vec![7; 4096]), "{upgraded}");
+    assert_eq!(names(&mut Control::connect(&control)), ["b.qcow2", "a.img"]);
+    let process = upgraded.split(' ').nth(1).and_then(|word| word.parse().ok()).expect("an id");
+    let process = rustix::process::Pid::from_raw(process).expect("an id");
+    rustix::process::kill_process(process, Signal::TERM).expect("it runs");
+    assert!(eventually(Duration::from_secs(60), || !control.exists()));
+    drop(server);
+}
