@@ -11,20 +11,16 @@ use std::cell::RefCell;
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 
-use io_uring::{IoUring, opcode};
-
 use crate::linux_aio::Signaller;
+use crate::signal_rings::SignalRing;
 
 /// An eventfd to be signalled. The descriptor itself is not kept.
 pub struct EventSignal(Way);
 
 enum Way {
-    Ring(Box<RefCell<IoUring>>),
+    Ring(Box<RefCell<SignalRing>>),
     Aio(Signaller),
 }
-
-/// How often a signal is tried that the kernel has no memory for.
-const ATTEMPTS: usize = 8;
 
 impl EventSignal {
     /// A way to signal `event`.
@@ -34,7 +30,7 @@ impl EventSignal {
     pub fn new(event: impl AsFd) -> io::Result<Self> {
         let event = event.as_fd();
         let by_aio = || Signaller::new(event).map(Way::Aio);
-        let way = match IoUring::new(1) {
+        let way = match SignalRing::new() {
             Ok(ring) => by_ring(ring, event)
                 .or_else(|error| if is_other_kind(&error) { Err(error) } else { by_aio() }),
             Err(_) => by_aio(),
@@ -52,7 +48,7 @@ impl EventSignal {
     /// Adds 1 to the counter, unless it is full: then there is a signal to be read anyhow.
     pub fn signal(&self) {
         match &self.0 {
-            Way::Ring(ring) => signal_by(&mut ring.borrow_mut()),
+            Way::Ring(ring) => ring.borrow_mut().signal(),
             Way::Aio(signaller) => signaller.signal(),
         }
     }
@@ -63,24 +59,9 @@ fn is_other_kind(error: &io::Error) -> bool {
     matches!(error.raw_os_error(), Some(libc::EINVAL | libc::EBADF))
 }
 
-fn by_ring(ring: IoUring, event: BorrowedFd<'_>) -> io::Result<Way> {
-    ring.submitter().register_eventfd(event.as_raw_fd())?;
+fn by_ring(ring: SignalRing, event: BorrowedFd<'_>) -> io::Result<Way> {
+    ring.attach(event)?;
     Ok(Way::Ring(Box::new(RefCell::new(ring))))
-}
-
-fn signal_by(ring: &mut IoUring) {
-    // SAFETY: the entry refers to no memory and to no descriptor.
-    let pushed = unsafe { ring.submission().push(&opcode::Nop::new().build()) };
-    // If the queue is full, then an entry whose submission failed is still in it; to submit that is enough.
-    drop(pushed);
-    for _ in 0..ATTEMPTS {
-        // It does not wait: no completion is asked for.
-        if ring.submit().is_ok() {
-            break;
-        }
-        std::thread::yield_now();
-    }
-    ring.completion().for_each(drop);
 }
 
 /// Whether a descriptor that came from elsewhere is an eventfd. Where that cannot be found out, the answer
@@ -101,12 +82,11 @@ fn is_eventfd_by(links: &str, descriptor: BorrowedFd<'_>) -> bool {
 /// question costs more than a front-end pays for asking it.
 fn is_eventfd_by_ring(descriptor: BorrowedFd<'_>) -> bool {
     thread_local! {
-        static RING: Option<IoUring> = IoUring::new(1).ok();
+        static RING: Option<SignalRing> = SignalRing::new().ok();
     }
     RING.with(|ring| {
         let Some(ring) = ring else { return EventSignal::new(descriptor).is_ok() };
-        let is_one = ring.submitter().register_eventfd(descriptor.as_raw_fd()).is_ok();
-        is_one && ring.submitter().unregister_eventfd().is_ok()
+        ring.attach(descriptor).is_ok() && ring.detach().is_ok()
     })
 }
 
@@ -123,7 +103,7 @@ mod tests {
     /// Each way to signal, whatever this machine would choose.
     fn ways(event: &OwnedFd) -> Vec<EventSignal> {
         let aio = Signaller::new(event.as_fd()).map(Way::Aio);
-        let ring = IoUring::new(1).and_then(|ring| by_ring(ring, event.as_fd()));
+        let ring = SignalRing::new().and_then(|ring| by_ring(ring, event.as_fd()));
         [ring, aio].into_iter().flatten().map(EventSignal).collect()
     }
 

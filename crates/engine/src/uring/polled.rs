@@ -3,8 +3,8 @@
 //!
 //! Such a ring takes direct I/O on devices with queues for that and nothing else, and looks for completions
 //! only when it is entered. So a loop that has something in flight here does not sleep but enters it at
-//! every iteration; with nothing in flight it is not entered. It is made for the first operation that can go
-//! through it.
+//! every iteration; with nothing in flight it is not entered. It is made when it is asked for, because a process in a
+//! sandbox can make none later.
 //!
 //! Guarantees: an operation that the kernel refuses to poll for is handed back, to be done by the main ring,
 //! with one warning for its file; so is every operation where the ring cannot be made.
@@ -34,7 +34,6 @@ pub(super) struct PolledRing {
 enum State {
     /// Not asked for, or refused.
     Off,
-    Pending,
     Open(Box<Ring>),
 }
 
@@ -48,7 +47,7 @@ impl PolledRing {
     /// Whether there is to be a ring. No operation is in flight.
     pub(super) fn set(&mut self, io_poll: IoPoll) {
         self.state = match io_poll {
-            IoPoll::On => State::Pending,
+            IoPoll::On => self.open(),
             IoPoll::Off => State::Off,
         };
     }
@@ -78,7 +77,7 @@ impl PolledRing {
     /// [`Driver::start`]: crate::driver::Driver::start
     pub(super) fn start(&mut self, token: Token, operation: &Operation) -> bool {
         let Some(transfer) = pollable(operation) else { return false };
-        let Some(ring) = self.ring() else { return false };
+        let State::Open(ring) = &mut self.state else { return false };
         let entry = ring.on_file(&transfer.file, |file| match operation {
             // Memory is registered with the main ring alone.
             Operation::Write(_, through) => entry::write(file, transfer, None, through.flags()),
@@ -89,23 +88,16 @@ impl PolledRing {
         true
     }
 
-    /// The ring, made now if it is wanted.
-    fn ring(&mut self) -> Option<&mut Ring> {
-        if let State::Pending = self.state {
-            self.state = match Ring::open(&self.shared, CompletionMode::Polled) {
-                Ok(mut ring) => {
-                    ring.set_fixed_files(self.fixed);
-                    State::Open(Box::new(ring))
-                }
-                Err(error) => {
-                    tracing::warn!("interrupts announce completions: no ring for polling: {error}");
-                    State::Off
-                }
-            };
-        }
-        match &mut self.state {
-            State::Open(ring) => Some(ring),
-            State::Off | State::Pending => None,
+    fn open(&self) -> State {
+        match Ring::open(&self.shared, CompletionMode::Polled) {
+            Ok(mut ring) => {
+                ring.set_fixed_files(self.fixed);
+                State::Open(Box::new(ring))
+            }
+            Err(error) => {
+                tracing::warn!("interrupts announce completions: no ring for polling: {error}");
+                State::Off
+            }
         }
     }
 

@@ -4,7 +4,8 @@
 //! It is made for one thread (`SINGLE_ISSUER`) where the kernel has that, and its completions run when
 //! the loop asks for them (`DEFER_TASKRUN`), not in the middle of its work; so every call that submits
 //! also gets events, or nothing would ever complete. That completions wait to be run is seen in memory
-//! (`TASKRUN_FLAG`), so that polling for them takes no system call.
+//! (`TASKRUN_FLAG`), so that polling for them takes no system call. It carries out what the engine uses and nothing
+//! else (`ring_restrictions`).
 
 use std::io;
 use std::ptr;
@@ -23,6 +24,7 @@ use crate::mapping::Mapping;
 use crate::operation::MAX_OPERATIONS;
 use crate::registered_buffers::BufferTable;
 use crate::registrations::Registrations;
+use crate::ring_restrictions::{LOOP, enable};
 
 /// Entries of the submission queue between two system calls. More cost an extra call, nothing else.
 const SUBMISSIONS: u32 = 256;
@@ -70,6 +72,7 @@ impl Ring {
     pub(super) fn open(shared: &Arc<LoopShared>, completions: CompletionMode) -> io::Result<Self> {
         let uring = best_ring(completions)?;
         check(&uring)?;
+        enable(&uring, &LOOP)?;
         let files = FixedTable::new(shared.clone(), FixedFiles::Off);
         let memory = BufferTable::new(shared.clone());
         let (shared, broken_wait) = (Arc::clone(shared), BrokenWait::default());
@@ -180,10 +183,10 @@ impl Ring {
     }
 }
 
-/// The best kind of ring that this kernel has.
+/// The best kind of ring that this kernel has, disabled.
 fn best_ring(completions: CompletionMode) -> io::Result<IoUring> {
     let mut builder = IoUring::builder();
-    builder.setup_cqsize(2 * MAX_OPERATIONS as u32).setup_clamp().dontfork();
+    builder.setup_cqsize(2 * MAX_OPERATIONS as u32).setup_clamp().dontfork().setup_r_disabled();
     if completions == CompletionMode::Polled {
         builder.setup_iopoll();
     }

@@ -1,0 +1,170 @@
+//! What a ring may be asked for: the opcodes and registrations that the engine uses, and nothing else
+//! (`IORING_REGISTER_RESTRICTIONS`, `io_uring_register(2)`).
+//!
+//! Guarantees: a ring that [`enable`] returned for carries out no other opcode, takes no other registration, and
+//! no call lifts that again. Reason: a seccomp filter sees no requests of a ring, so code that an attacker runs in this
+//! process could otherwise open files and connect sockets by a ring of ours.
+//!
+//! The ring must be made disabled (`IORING_SETUP_R_DISABLED`), since the kernel takes restrictions only before it is
+//! enabled. What is needed once, to examine or fill the ring, is done before and is not restricted.
+
+use std::io;
+
+use io_uring::register::Restriction;
+use io_uring::{IoUring, opcode, squeue};
+
+/// Registrations, from `<linux/io_uring.h>`.
+pub(crate) mod registration {
+    /// `IORING_UNREGISTER_BUFFERS`.
+    pub(crate) const UNREGISTER_BUFFERS: u8 = 1;
+    /// `IORING_UNREGISTER_FILES`.
+    pub(crate) const UNREGISTER_FILES: u8 = 3;
+    /// `IORING_REGISTER_EVENTFD`.
+    pub(crate) const EVENTFD: u8 = 4;
+    /// `IORING_UNREGISTER_EVENTFD`.
+    pub(crate) const UNREGISTER_EVENTFD: u8 = 5;
+    /// `IORING_REGISTER_FILES_UPDATE`.
+    pub(crate) const FILES_UPDATE: u8 = 6;
+    /// `IORING_REGISTER_FILES2`: a table without files.
+    pub(crate) const FILES: u8 = 13;
+    /// `IORING_REGISTER_BUFFERS2`: a table without buffers.
+    pub(crate) const BUFFERS: u8 = 15;
+    /// `IORING_REGISTER_BUFFERS_UPDATE`.
+    pub(crate) const BUFFERS_UPDATE: u8 = 16;
+}
+
+/// What a kind of ring may be asked for.
+pub(crate) struct Allowed {
+    /// Opcodes of submission entries.
+    pub(crate) opcodes: &'static [u8],
+    /// Opcodes of `io_uring_register`.
+    pub(crate) registrations: &'static [u8],
+    /// Flags of submission entries.
+    pub(crate) flags: squeue::Flags,
+}
+
+/// A loop's ring.
+pub(crate) const LOOP: Allowed = Allowed {
+    opcodes: &[
+        opcode::Read::CODE,
+        opcode::ReadFixed::CODE,
+        opcode::Readv::CODE,
+        opcode::Write::CODE,
+        opcode::WriteFixed::CODE,
+        opcode::Writev::CODE,
+        opcode::Fsync::CODE,
+        opcode::Fallocate::CODE,
+        opcode::RecvMsg::CODE,
+        opcode::SendMsg::CODE,
+        opcode::Accept::CODE,
+        opcode::PollAdd::CODE,
+        opcode::AsyncCancel::CODE,
+    ],
+    registrations: &[
+        registration::UNREGISTER_BUFFERS,
+        registration::UNREGISTER_FILES,
+        registration::FILES_UPDATE,
+        registration::FILES,
+        registration::BUFFERS,
+        registration::BUFFERS_UPDATE,
+    ],
+    flags: squeue::Flags::FIXED_FILE,
+};
+
+/// A ring whose completions signal an eventfd.
+pub(crate) const SIGNAL: Allowed = Allowed {
+    opcodes: &[opcode::Nop::CODE],
+    registrations: &[registration::EVENTFD, registration::UNREGISTER_EVENTFD],
+    flags: squeue::Flags::empty(),
+};
+
+/// Restricts a ring that was made disabled, and enables it. The calling thread is the one that submits to it, where the
+/// ring is for one thread.
+///
+/// # Errors
+/// The kernel's: EBADFD for a ring that is enabled already.
+pub(crate) fn enable(ring: &IoUring, allowed: &Allowed) -> io::Result<()> {
+    let opcodes = allowed.opcodes.iter().map(|&code| Restriction::sqe_op(code));
+    let registrations = allowed.registrations.iter().map(|&code| Restriction::register_op(code));
+    let flags = Restriction::sqe_flags_allowed(allowed.flags.bits());
+    let mut all: Vec<_> = opcodes.chain(registrations).chain([flags]).collect();
+    ring.submitter().register_restrictions(&mut all)?;
+    ring.submitter().register_enable_rings()
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::fd::AsRawFd;
+    use std::ptr;
+
+    use io_uring::types::{Fd, OpenHow};
+
+    use super::*;
+
+    fn ring(allowed: &Allowed) -> Option<IoUring> {
+        let made = IoUring::builder().setup_r_disabled().build(8);
+        let made = made.and_then(|ring| enable(&ring, allowed).map(|()| ring));
+        made.inspect_err(|error| eprintln!("skipped: {error}")).ok()
+    }
+
+    /// The result of an entry that refers to nothing that does not outlive the call.
+    fn result_of(ring: &mut IoUring, entry: squeue::Entry) -> i32 {
+        // SAFETY: the callers' entries refer to memory that lives until this function returns.
+        unsafe { ring.submission().push(&entry) }.expect("an empty queue has room");
+        ring.submit_and_wait(1).expect("it is submitted");
+        ring.completion().next().expect("a completion").result()
+    }
+
+    #[test]
+    fn only_what_the_engine_uses_is_carried_out() {
+        let Some(mut ring) = ring(&LOOP) else { return };
+        let path = c"/etc/passwd".as_ptr();
+        let how = OpenHow::new();
+        let here = Fd(libc::AT_FDCWD);
+        let any = Fd(std::io::stdin().as_raw_fd());
+        let refused = [
+            opcode::OpenAt::new(here, path).build(),
+            opcode::OpenAt2::new(here, path, &raw const how).build(),
+            opcode::UnlinkAt::new(here, path).build(),
+            opcode::Socket::new(libc::AF_INET, libc::SOCK_STREAM, 0).build(),
+            opcode::Connect::new(any, ptr::null(), 0).build(),
+            opcode::Bind::new(any, ptr::null(), 0).build(),
+            opcode::MsgRingSendFd::new(
+                any,
+                io_uring::types::Fixed(0),
+                io_uring::types::DestinationSlot::auto_target(),
+                0,
+            )
+            .build(),
+            opcode::Nop::new().build(),
+        ];
+        for entry in refused {
+            let what = format!("{entry:?}");
+            assert_eq!(result_of(&mut ring, entry), -libc::EACCES, "{what}");
+        }
+        let mut fds = [0; 2];
+        // SAFETY: room for the two descriptors that the call stores.
+        assert_eq!(unsafe { libc::pipe(fds.as_mut_ptr()) }, 0);
+        let word = b"word";
+        let entry = opcode::Write::new(Fd(fds[1]), word.as_ptr(), 4).build();
+        assert_eq!(result_of(&mut ring, entry), 4);
+        let asynchronous = opcode::Write::new(Fd(fds[1]), word.as_ptr(), 4).build();
+        let asynchronous = asynchronous.flags(squeue::Flags::ASYNC);
+        assert_eq!(result_of(&mut ring, asynchronous), -libc::EACCES, "a flag that is not used");
+        ring.submitter().register_files_sparse(4).expect("a table");
+        ring.submitter().register_files_update(0, &fds).expect("a slot");
+        // SAFETY: descriptors of this test alone.
+        let _ = unsafe { (libc::close(fds[0]), libc::close(fds[1])) };
+    }
+
+    #[test]
+    fn registrations_are_restricted_and_stay_so() {
+        let Some(ring) = ring(&SIGNAL) else { return };
+        let code = |result: io::Result<()>| result.expect_err("it is refused").raw_os_error();
+        let submitter = ring.submitter();
+        assert_eq!(code(submitter.register_files_sparse(4)), Some(libc::EACCES));
+        assert_eq!(code(submitter.register_personality().map(drop)), Some(libc::EACCES));
+        let mut all = [Restriction::sqe_op(opcode::OpenAt::CODE)];
+        assert!(submitter.register_restrictions(&mut all).is_err());
+    }
+}
