@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use blockhouse_tests::{
-    Scratch,
+    Scratch, blockhouse,
     image_tool::{command, str},
     need, require, run, tool,
 };
@@ -135,6 +135,17 @@ fn zsh_completes_commands_and_options() {
     );
     let outcome = run(tool("zsh").args(["-f", "-c", &code]).env("TERM", "dumb"));
     assert!(outcome.stdout.contains("found"), "{}", outcome.describe("must complete"));
+}
+
+#[test]
+fn an_option_is_no_folder() {
+    let scratch = Scratch::new();
+    for option in ["--help", "-h", "--verbose"] {
+        let mut generate = Command::new(blockhouse());
+        let outcome = run(generate.current_dir(scratch.path(".")).args(["__generate", option]));
+        assert_eq!(outcome.status.code(), Some(2), "{}", outcome.describe("wrong usage"));
+        assert!(!scratch.path(option).exists());
+    }
 }
 
 #[test]

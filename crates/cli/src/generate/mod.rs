@@ -29,7 +29,10 @@ const WORD: &str = "__generate";
 pub fn folder(words: impl Iterator<Item = OsString>) -> Option<PathBuf> {
     let words: Vec<_> = words.skip(1).take(3).collect();
     match &words[..] {
-        [word, folder] if word == WORD => Some(folder.into()),
+        // An option is no folder: the command line says that there is no such command.
+        [word, folder] if word == WORD && !folder.as_encoded_bytes().starts_with(b"-") => {
+            Some(folder.into())
+        }
         _ => None,
     }
 }
