@@ -217,6 +217,18 @@ const EXAMPLES: &[(&str, &[Example])] = &[
         )],
     ),
     ("ctl resize", &[example("10 GiB more", "blockhouse ctl control resize disk.qcow2 +10G")]),
+    ("ctl limits", &[example("Of all disks", "blockhouse ctl control limits")]),
+    (
+        "ctl limit",
+        &[
+            example("For itself", "blockhouse ctl control limit disk.qcow2 iops=500,bps=100M"),
+            example("With others", "blockhouse ctl control limit disk.qcow2 group=slow,iops=1000"),
+        ],
+    ),
+    (
+        "ctl limit-group",
+        &[example("More for all of them", "blockhouse ctl control limit-group slow iops=3000")],
+    ),
     (
         "ctl snapshot",
         &[example("While guests write", "blockhouse ctl control snapshot create disk.qcow2 now")],

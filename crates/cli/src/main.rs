@@ -92,7 +92,7 @@ enum Command {
     /// List, take, apply, delete and rename the snapshots inside an image.
     Snapshot(snapshot::Arguments),
     /// Ask things of a running server: which disks and exports it has, and to change them.
-    Ctl(ctl::Arguments),
+    Ctl(Box<ctl::Arguments>),
     /// Show what a running server does, live in the terminal.
     Top(top::Arguments),
     /// Have another process, of a newer version for example, go on with what a server serves.
@@ -138,7 +138,7 @@ fn main() -> ExitCode {
         Command::Compare(compare) => compare::run(&compare),
         Command::Convert(convert) => convert::run(convert).map(done),
         Command::Create(create) => create::run(create).map(done),
-        Command::Ctl(ctl) => ctl::run(ctl).map(done),
+        Command::Ctl(ctl) => ctl::run(*ctl).map(done),
         Command::Info(info) => info::run(&info).map(done),
         Command::Map(map) => map::run(&map).map(done),
         Command::Resize(resize) => resize::run(resize).map(done),

@@ -2,10 +2,12 @@
 //!
 //! Guarantee: what is wrong in it is told with its line and column, before anything is opened or changed.
 
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use anyhow::{Context, Result};
+use blockhouse_disk::RateLimits;
 use blockhouse_engine::{DEFAULT_POLLING, EngineChoice, FixedFiles, IoPoll};
 use blockhouse_nbd::uri::Address;
 use blockhouse_vhost_user::RegisteredMemory;
@@ -13,6 +15,7 @@ use serde::Deserialize;
 use toml::Spanned;
 
 use crate::disk_options::{DiskOptions, check_absolute};
+use crate::limit_options::{DiskThrottle, LimitOptions};
 use crate::limits::{self, Limit};
 use crate::metrics::MetricsAddress;
 use crate::offers::Offer;
@@ -45,6 +48,8 @@ pub(crate) struct ConfiguredDisk {
 struct File {
     #[serde(default = "no_server")]
     server: Spanned<ServerOptions>,
+    #[serde(default)]
+    groups: BTreeMap<String, Spanned<LimitOptions>>,
     #[serde(default)]
     disk: Vec<Spanned<DiskOptions>>,
 }
@@ -210,10 +215,12 @@ fn parse(text: &str) -> Result<Config, Wrong> {
     let at = file.server.span().start;
     let server = file.server.into_inner();
     check_server(&server).map_err(|why| Wrong { at, why })?;
+    let groups = limits_of_groups(&file.groups)?;
     let mut disks: Vec<ConfiguredDisk> = Vec::new();
     for disk in file.disk {
         let at = disk.span().start;
-        let disk = configured(&disk.into_inner(), &disks).map_err(|why| Wrong { at, why })?;
+        let disk = configured(&disk.into_inner(), &groups, &disks);
+        let disk = disk.map_err(|why| Wrong { at, why })?;
         disks.push(disk);
     }
     let tls = server.tls(&disks).map_err(|why| Wrong { at, why })?;
@@ -242,9 +249,45 @@ fn check_server(server: &ServerOptions) -> Result<(), String> {
         .try_for_each(|path| check_absolute(path))
 }
 
+/// The limits that groups of disks share, by their names.
+type Groups<'a> = BTreeMap<&'a str, RateLimits>;
+
+fn limits_of_groups<'a>(
+    groups: &'a BTreeMap<String, Spanned<LimitOptions>>,
+) -> Result<Groups<'a>, Wrong> {
+    let limits = |options: &LimitOptions| match options.limits()? {
+        _ if options.group.is_some() => Err("a group is in no other group".to_owned()),
+        limits if limits.is_unlimited() => Err("a group has a rate, like iops = 1000".into()),
+        limits => Ok(limits),
+    };
+    let group = |(name, options): (&'a String, &Spanned<LimitOptions>)| {
+        let at = options.span().start;
+        let limits = limits(options.get_ref()).map_err(|why| Wrong { at, why })?;
+        Ok((name.as_str(), limits))
+    };
+    groups.iter().map(group).collect()
+}
+
+/// The limits of a disk, which has those of a group or its own.
+fn throttle(throttle: DiskThrottle, groups: &Groups<'_>) -> Result<DiskThrottle, String> {
+    let Some(name) = &throttle.group else { return Ok(throttle) };
+    if !throttle.limits.is_unlimited() {
+        return Err(format!("the limits of a group are in a table [groups.{name}]"));
+    }
+    match groups.get(name.as_str()) {
+        Some(limits) => Ok(DiskThrottle { limits: *limits, ..throttle }),
+        None => Err(format!("there is no table [groups.{name}]")),
+    }
+}
+
 /// A disk that fits those before it.
-fn configured(options: &DiskOptions, others: &[ConfiguredDisk]) -> Result<ConfiguredDisk, String> {
-    let setup = options.setup()?;
+fn configured(
+    options: &DiskOptions,
+    groups: &Groups<'_>,
+    others: &[ConfiguredDisk],
+) -> Result<ConfiguredDisk, String> {
+    let mut setup = options.setup()?;
+    setup.throttle = setup.throttle.map(|own| throttle(own, groups)).transpose()?;
     if others.iter().any(|other| other.setup.name == setup.name) {
         return Err(format!("two disks are called {:?}; give each a name of its own", setup.name));
     }
@@ -296,6 +339,10 @@ mod tests {
             path = "/vm/b.img"
             create = "1G"
             exports = ["nbd+unix:///b?socket=/run/s"]
+            limits = { group = "g" }
+            [groups.g]
+            iops = 100
+            bps = "1M"
         "#;
         let config = parse(text).expect("it is right");
         let setup = config.setup("/etc/c.toml".into(), false);
@@ -305,6 +352,8 @@ mod tests {
             ["a.qcow2", "b.img"]
         );
         assert_eq!(setup.devices, [("/run/a.vu".into(), 0)]);
+        let throttle = setup.disks[1].throttle.as_ref().expect("limits");
+        assert_eq!(throttle.limits.bps.map(std::num::NonZeroU64::get), Some(1 << 20));
         let [(_, offers)] = &setup.nbd[..] else { panic!("one socket: {:?}", setup.nbd) };
         assert_eq!(offers.iter().map(|offer| offer.image).collect::<Vec<_>>(), [0, 1]);
         assert!(parse("").is_ok(), "disks may come later");
@@ -326,6 +375,13 @@ mod tests {
             ),
             ("[[disk]]\npath = \"/a\"\nexports = [\"/s\", \"/s\"]\n", "another export"),
             ("[[disk]]\npath = \"/a\"\nexports = [\"nbd://h:0/\"]\n", "names the port"),
+            (
+                "[[disk]]\npath = \"/a\"\nlimits = { group = \"g\" }\n",
+                "1:1: there is no table [groups.g]",
+            ),
+            ("[[disk]]\npath = \"/a\"\nlimits = { iops = 0 }\n", "1:1: iops cannot be 0"),
+            ("[groups.g]\ngroup = \"h\"\n", "a group is in no other group"),
+            ("[groups.g]\n", "a group has a rate"),
             ("[[disk]\n", "1:"),
         ] {
             let error = refused(text);

@@ -9,8 +9,9 @@ use blockhouse_disk::{
 use schemars::JsonSchema;
 use serde::Deserialize;
 
+use crate::limit_options::LimitOptions;
 use crate::setup::DiskSetup;
-use crate::text_fields::{some_size, some_text, text};
+use crate::text_fields::{Size, some_size, some_text, text};
 
 /// A disk to be opened.
 #[derive(Clone, Debug, Deserialize, JsonSchema)]
@@ -50,6 +51,9 @@ pub struct DiskOptions {
     /// Whether the image may name an export of another server as its backing file.
     #[serde(default)]
     pub allow_remote: bool,
+    /// How many operations and bytes a second it may have. Left out: no limits.
+    #[serde(default)]
+    pub limits: LimitOptions,
     /// Where it is served: URIs of NBD exports, absolute paths of vhost-user-blk sockets.
     #[serde(default)]
     pub exports: Vec<String>,
@@ -77,15 +81,6 @@ pub enum DetectZeroesName {
     On,
     /// So, and its space goes back to the host.
     Unmap,
-}
-
-/// For the schema: what [`some_size`] reads.
-#[derive(JsonSchema)]
-#[serde(untagged)]
-#[expect(dead_code, reason = "the schema alone is used")]
-enum Size {
-    Bytes(u64),
-    Text(String),
 }
 
 impl DiskOptions {
@@ -129,7 +124,7 @@ impl DiskOptions {
             create: self.create.map(|size| size.next_multiple_of(512)),
             snapshot: self.snapshot.clone(),
             allow_paths: self.allow_paths.clone(),
-            throttle: None,
+            throttle: self.limits.throttle()?,
             remote_backing: match self.allow_remote {
                 true => RemoteBacking::Allowed,
                 false => RemoteBacking::Refused,

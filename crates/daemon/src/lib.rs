@@ -4,7 +4,7 @@
 //! [`run()`] takes a [`Setup`], a plain description of what is to run, and returns when that has ended in order. The
 //! command line is one way to make a `Setup`; nothing here reads arguments or prints.
 //!
-//! - [`setup`]: the description; its parts: [`offers`], [`limits`], [`rate_limits`], [`tls_options`], [`size`]
+//! - [`setup`]: the description; its parts: [`offers`], [`limits`], [`rate_limits`], [`limit_options`], [`tls_options`], [`size`]
 //! - [`config`]: a file that describes it
 //! - [`run()`]: the process: signals, start, upgrade, stop
 //! - [`Service`]: what serves, as a whole
@@ -26,6 +26,7 @@ pub mod disk_options;
 pub mod events;
 mod hand_over;
 mod io_poll;
+pub mod limit_options;
 pub mod limits;
 pub mod metrics;
 pub mod offers;

@@ -6,11 +6,12 @@ use std::time::Duration;
 
 use blockhouse_nbd::Limits;
 
-use crate::rate_limits::{RATE_KEYS, RateArgument};
+use crate::limit_options::KEYS;
+use crate::rate_limits::RateArgument;
 use crate::size;
 
 /// What one `--limit` says.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq)]
 pub struct LimitArgument {
     /// Of NBD clients.
     pub clients: Vec<Limit>,
@@ -95,7 +96,7 @@ fn parse_one(key: &str, value: &str) -> Result<Limit, String> {
         _ => {
             return Err(format!(
                 "'{key}' is unknown; the keys are clients, memory, handshake, stall, idle, keepalive, stop, and of \
-                 disks {RATE_KEYS}"
+                 disks {KEYS}, disk"
             ));
         }
     })

@@ -2,37 +2,17 @@
 //!
 //! Every disk has one throttle at most. Disks whose throttles name the same group share one limit.
 
-use std::num::NonZeroU64;
-use std::sync::Arc;
-use std::time::Duration;
+use blockhouse_disk::RateLimits;
 
-use blockhouse_core::Storage;
-use blockhouse_disk::{Burst, Disk, MAX_RATE, RateLimits, ThrottleGroup};
-
-use crate::size;
-
-/// The limits of a disk.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct DiskThrottle {
-    /// The group that shares them; `None`: the disk has them for itself.
-    pub group: Option<String>,
-    /// The limits; the same for all disks of a group.
-    pub limits: RateLimits,
-}
+use crate::limit_options::{DiskThrottle, LimitOptions, name};
 
 /// What one `--limit` says of rates.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq)]
 pub struct RateArgument {
     disks: Vec<String>,
-    group: Option<String>,
+    options: LimitOptions,
     limits: RateLimits,
-    burst: Option<String>,
-    burst_seconds: Option<String>,
 }
-
-/// The keys of rates, as they are listed where a key is unknown.
-pub const RATE_KEYS: &str =
-    "iops, iops-read, iops-write, bps, bps-read, bps-write, burst, burst-seconds, group, disk";
 
 impl RateArgument {
     /// Takes a `KEY=VALUE` in. `false` if the key is none of rates.
@@ -40,24 +20,11 @@ impl RateArgument {
     /// # Errors
     /// When the value makes no sense for the key, or the key was there before.
     pub fn take(&mut self, key: &str, value: &str) -> Result<bool, String> {
-        let limits = &mut self.limits;
-        let rate = match key {
-            "iops" => &mut limits.iops,
-            "iops-read" => &mut limits.iops_read,
-            "iops-write" => &mut limits.iops_write,
-            "bps" => &mut limits.bps,
-            "bps-read" => &mut limits.bps_read,
-            "bps-write" => &mut limits.bps_write,
-            "burst" => return once(&mut self.burst, key, name(key, value)?),
-            "burst-seconds" => return once(&mut self.burst_seconds, key, name(key, value)?),
-            "group" => return once(&mut self.group, key, name(key, value)?),
-            "disk" => {
-                self.disks.push(name(key, value)?);
-                return Ok(true);
-            }
-            _ => return Ok(false),
-        };
-        once(rate, key, parse_rate(key, value)?)
+        if key == "disk" {
+            self.disks.push(name(key, value)?);
+            return Ok(true);
+        }
+        self.options.take(key, value)
     }
 
     /// Checks that its keys make sense together.
@@ -65,65 +32,16 @@ impl RateArgument {
     /// # Errors
     /// Where they do not.
     pub fn finish(mut self) -> Result<Self, String> {
-        let has_burst = self.burst.is_some() || self.burst_seconds.is_some();
-        match (self.limits.is_unlimited(), &self.group) {
-            (true, _) if has_burst => {
-                return Err(
-                    "burst is a number of times the rates; add a rate, like iops=1000".into()
-                );
-            }
-            (true, None) => return Err("disk needs a rate, like iops=1000, or a group".into()),
-            _ => {}
+        self.limits = self.options.limits()?;
+        match self.limits.is_unlimited() && self.options.group.is_none() {
+            true => Err("disk needs a rate, like iops=1000, or a group".into()),
+            false => Ok(self),
         }
-        self.limits.burst = parse_burst(self.burst.as_deref(), self.burst_seconds.as_deref())?;
-        Ok(self)
     }
-}
 
-fn once<T>(slot: &mut Option<T>, key: &str, value: T) -> Result<bool, String> {
-    match slot.replace(value) {
-        None => Ok(true),
-        Some(_) => Err(format!("{key} is there twice; give each limit a --limit of its own")),
+    fn group(&self) -> Option<&str> {
+        self.options.group.as_deref()
     }
-}
-
-fn name(key: &str, value: &str) -> Result<String, String> {
-    match value {
-        "" => Err(format!("{key} has no value")),
-        _ => Ok(value.to_owned()),
-    }
-}
-
-fn parse_rate(key: &str, value: &str) -> Result<NonZeroU64, String> {
-    let rate = match key.starts_with("bps") {
-        true => size::parse(value).map_err(|why| format!("{key}={value}: {why}"))?,
-        false => value
-            .parse()
-            .map_err(|_| format!("{key}={value}: write a number of operations a second"))?,
-    };
-    match NonZeroU64::new(rate) {
-        Some(rate) if rate.get() <= MAX_RATE => Ok(rate),
-        Some(_) => Err(format!("{key}={value}: the most is {MAX_RATE} a second")),
-        None => Err(format!("{key} cannot be 0; leave it out for no limit")),
-    }
-}
-
-fn parse_burst(burst: Option<&str>, seconds: Option<&str>) -> Result<Option<Burst>, String> {
-    let Some(text) = burst else {
-        return match seconds {
-            None => Ok(None),
-            Some(_) => Err("burst-seconds needs burst, how many times the rates".into()),
-        };
-    };
-    let number = |key: &str, text: &str| {
-        text.parse::<f64>().map_err(|_| format!("{key}={text}: write a number, like 2 or 1.5"))
-    };
-    let time = match seconds {
-        None => Burst::DEFAULT_TIME,
-        Some(text) => Duration::try_from_secs_f64(number("burst-seconds", text)?)
-            .map_err(|_| format!("burst-seconds={text}: write a number of seconds"))?,
-    };
-    Burst::new(number("burst", text)?, time).map(Some).map_err(|why| format!("burst={text}: {why}"))
 }
 
 /// The throttles of disks with these names, in their order.
@@ -164,18 +82,19 @@ pub fn plan(
     }
     let throttle = |argument: Option<&RateArgument>| {
         let argument = argument?;
-        let limits = match &argument.group {
+        let limits = match argument.group() {
             None => Ok(argument.limits),
             Some(group) => limits_of(group, arguments),
         };
-        Some(limits.map(|limits| DiskThrottle { group: argument.group.clone(), limits }))
+        let group = argument.group().map(ToOwned::to_owned);
+        Some(limits.map(|limits| DiskThrottle { group, limits }))
     };
     planned.into_iter().map(|argument| throttle(argument).transpose()).collect()
 }
 
 /// The limits that one argument gives to a group.
 fn limits_of(group: &str, arguments: &[RateArgument]) -> Result<RateLimits, String> {
-    let of_group = arguments.iter().filter(|argument| argument.group.as_deref() == Some(group));
+    let of_group = arguments.iter().filter(|argument| argument.group() == Some(group));
     let mut limits = of_group.map(|argument| argument.limits).filter(|one| !one.is_unlimited());
     match (limits.next(), limits.next()) {
         (Some(limits), None) => Ok(limits),
@@ -208,33 +127,11 @@ fn find(name: &str, disks: &[String]) -> Result<usize, String> {
     }
 }
 
-/// Puts the limits of a disk in force that was just opened. `others` are the disks that are open, with their throttles.
-pub(crate) fn apply<'a, S: Storage>(
-    throttle: &DiskThrottle,
-    disk: &Disk<S>,
-    others: impl IntoIterator<Item = (Option<&'a DiskThrottle>, &'a Disk<S>)>,
-) {
-    let is_same = |other: &DiskThrottle| other.group.is_some() && other.group == throttle.group;
-    let shared = others
-        .into_iter()
-        .filter(|(other, _)| other.is_some_and(is_same))
-        .find_map(|(_, disk)| disk.throttle_group());
-    let group = shared.unwrap_or_else(|| ThrottleGroup::new(throttle.limits));
-    disk.join_throttle_group(&group);
-}
-
-/// Puts the limits of disks in force that were opened together.
-pub(crate) fn apply_all<S: Storage>(throttles: &[Option<&DiskThrottle>], disks: &[Arc<Disk<S>>]) {
-    for (index, (throttle, disk)) in throttles.iter().zip(disks).enumerate() {
-        if let Some(throttle) = throttle {
-            let others = throttles[..index].iter().copied().zip(disks.iter().map(|disk| &**disk));
-            apply(throttle, disk, others);
-        }
-    }
-}
-
 #[cfg(test)]
 mod tests {
+    use std::num::NonZeroU64;
+    use std::time::Duration;
+
     use super::*;
 
     fn argument(text: &str) -> Result<RateArgument, String> {

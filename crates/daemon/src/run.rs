@@ -7,8 +7,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use anyhow::{Context, Result, bail};
-use blockhouse_core::Storage;
-use blockhouse_disk::{Disk, ImageDisk, StateUse};
+use blockhouse_disk::{ImageDisk, StateUse};
 use blockhouse_engine::{IoPoll, raise_descriptor_limit};
 use blockhouse_nbd::{BoundSocket, bind_private};
 use rustix::process::{Pid, Signal, kill_process};
@@ -23,7 +22,6 @@ use crate::io_poll;
 use crate::metrics::MetricsAddress;
 use crate::open::{open_disk, state_use};
 use crate::pid_file::PidFile;
-use crate::rate_limits;
 use crate::service::Service;
 use crate::setup::{DiskSetup, Setup, WrongUsage};
 use crate::sockets::{self, ListenSocket};
@@ -134,7 +132,6 @@ fn start(setup: &Setup, upgrades: &UpgradeRequests) -> Result<Service> {
     let metrics = setup.metrics.as_ref().map(MetricsAddress::bind).transpose()?;
     let state = state_use(&setup.state, &setup.disks)?;
     let disks = open_disks(&workers, setup, &state)?;
-    limit(setup, &disks);
     let mut service = Service::start(workers, disks, sockets, setup, tls)?;
     service.add_devices(devices, setup)?;
     if let Some(socket) = control {
@@ -145,12 +142,6 @@ fn start(setup: &Setup, upgrades: &UpgradeRequests) -> Result<Service> {
         service.add_metrics(bound, setup)?;
     }
     Ok(service)
-}
-
-/// Puts the limits of disks in force, before they are served.
-fn limit<S: Storage>(setup: &Setup, disks: &[Arc<Disk<S>>]) {
-    let throttles: Vec<_> = setup.disks.iter().map(|disk| disk.throttle.as_ref()).collect();
-    rate_limits::apply_all(&throttles, disks);
 }
 
 /// Opens all disks.
@@ -168,7 +159,6 @@ fn take_over(setup: &Setup, upgrades: &UpgradeRequests) -> Result<Service> {
     // Before anything is taken over.
     let tls = setup.tls.as_ref().map(Tls::load).transpose()?;
     let TakenOver { workers, disks, sockets, devices, control } = destination::take_over(setup)?;
-    limit(setup, &disks);
     let mut service = Service::start(workers, disks, sockets, setup, tls)?;
     service.add_devices(devices, setup)?;
     if let Some(socket) = control {

@@ -47,6 +47,7 @@ impl Service {
         let running = Arc::new(Running::new(workers.handles(), workers.report(), setup, tls));
         let disks = setup.disks.iter().zip(disks);
         let disks: Vec<_> = disks.map(|(disk, open)| running.adopt(disk.clone(), open)).collect();
+        disks.iter().try_for_each(|disk| running.limit_as_set_up(disk))?;
         for ListenSocket { bound, offers, connections } in sockets {
             let offers = offers.into_iter();
             let offers = offers.map(|offer| (offer.name, Arc::clone(&disks[offer.image])));

@@ -10,9 +10,9 @@ use blockhouse_nbd::uri::Address;
 use blockhouse_nbd::{Limits, TlsFiles, TlsMode};
 use blockhouse_vhost_user::RegisteredMemory;
 
+use crate::limit_options::DiskThrottle;
 use crate::metrics::MetricsAddress;
 use crate::offers::{Offer, Offers};
-use crate::rate_limits::DiskThrottle;
 use crate::workers::LoopOptions;
 
 /// What is to run.
@@ -105,6 +105,12 @@ pub struct DiskSetup {
 }
 
 impl DiskSetup {
+    /// Whether a disk that is open as this one says need not be opened anew for `other`: they differ in limits at most.
+    pub(crate) fn opens_like(&self, other: &Self) -> bool {
+        let without_limits = |setup: &Self| Self { throttle: None, ..setup.clone() };
+        without_limits(self) == without_limits(other)
+    }
+
     /// Whether nothing can change it.
     pub fn is_read_only(&self) -> bool {
         self.access == Access::ReadOnly || self.snapshot.is_some()

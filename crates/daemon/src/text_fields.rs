@@ -4,6 +4,7 @@ use std::fmt;
 use std::marker::PhantomData;
 use std::str::FromStr;
 
+use schemars::JsonSchema;
 use serde::de::{Deserialize, Deserializer, Error, Visitor};
 
 use crate::size;
@@ -68,4 +69,13 @@ impl<'de, T: FromStr<Err = String>> Deserialize<'de> for TextOf<T> {
     fn deserialize<D: Deserializer<'de>>(from: D) -> Result<Self, D::Error> {
         text(from).map(Self)
     }
+}
+
+/// For the schema: what [`some_size`] reads.
+#[derive(JsonSchema)]
+#[serde(untagged)]
+#[expect(dead_code, reason = "the schema alone is used")]
+pub(crate) enum Size {
+    Bytes(u64),
+    Text(String),
 }

@@ -4,9 +4,11 @@ use std::path::Path;
 
 use blockhouse_tests::control::Control;
 use blockhouse_tests::nbd::{Address, Client, Framing, Greeted};
+use blockhouse_tests::pki::psk_file;
 use blockhouse_tests::{
     Scratch, Serve, Server, eventually,
     image_tool::{command, str},
+    need, require, run, tool,
 };
 use rustix::process::Signal;
 use serde_json::json;
@@ -79,6 +81,68 @@ fn a_reload_adds_and_removes_without_touching_the_rest() {
     assert_eq!(names(&mut control), ["a.img", "extra"]);
     server.stop();
     assert!(!scratch.socket("nbd").exists());
+}
+
+#[test]
+fn a_reload_changes_limits_and_moves_exports() {
+    let scratch = Scratch::new();
+    let (config, table) = (scratch.path("serve.toml"), server_table(&scratch));
+    let group = |iops: u32| format!("[groups.slow]\niops = {iops}\n");
+    let [a, b] =
+        ["a.img", "b.img"].map(|name| disk(&scratch, name, "limits = { group = \"slow\" }"));
+    write(&config, &[table.clone(), a.clone(), b.clone(), group(100)]);
+    let server = start(&scratch, &config, 2);
+    let mut control = Control::connect(&scratch.socket("control"));
+    let limits = |control: &mut Control, index: usize| {
+        control.get("limit.get", json!({}))[index]["limits"].clone()
+    };
+    assert_eq!(limits(&mut control, 1), json!({ "group": "slow", "iops": 100 }));
+    let mut client = open(&scratch, "b.img");
+    assert_eq!(client.write(0, &[7; 512], 0), 0);
+    // Other limits of the group and of a disk, while the clients go on.
+    let own = disk(&scratch, "a.img", "limits = { bps = \"1M\" }");
+    write(&config, &[table.clone(), own.clone(), b.clone(), group(200)]);
+    let done = control.get("server.reload", json!({}));
+    assert_eq!(done["limited"], json!(["a.img", "b.img"]), "{done}");
+    assert_eq!(limits(&mut control, 0), json!({ "bps": MIB }));
+    assert_eq!(limits(&mut control, 1), json!({ "group": "slow", "iops": 200 }));
+    // What a request has changed stays, as long as the file does not say something else.
+    control.get("limit.set", json!({ "disk": "b.img" }));
+    let done = control.get("server.reload", json!({}));
+    assert_eq!((&done["limited"], &done["failed"]), (&json!([]), &json!([])));
+    assert_eq!(limits(&mut control, 1), json!({}));
+    assert_eq!(client.read(0, 512), Ok(vec![7; 512]));
+    // One disk has the name of the other's export.
+    let (a, b) = (own.replace("/a.img?", "/c?"), b.replace("/b.img?", "/a.img?"));
+    write(&config, &[table, a, b, group(200)]);
+    let done = control.get("server.reload", json!({}));
+    assert_eq!(done["failed"], json!([]), "{done}");
+    assert_eq!(open(&scratch, "a.img").read(0, 512), Ok(vec![7; 512]));
+    assert_eq!(open(&scratch, "c").read(0, 512), Ok(vec![0; 512]));
+    server.stop();
+}
+
+#[test]
+fn clients_of_a_configuration_use_tls() {
+    require!(need::tools(&["psktool", "nbdinfo"]));
+    let scratch = Scratch::new();
+    let (config, keys) = (scratch.path("serve.toml"), scratch.path("keys.psk"));
+    psk_file(&keys, &["alice"]);
+    let table = format!("{}tls-psk = \"{}\"\n", server_table(&scratch), keys.display());
+    let [a, b] = ["a.img", "b.img"].map(|name| disk(&scratch, name, ""));
+    write(&config, &[table.clone(), a.clone()]);
+    let server = start(&scratch, &config, 1);
+    let mut control = Control::connect(&scratch.socket("control"));
+    write(&config, &[table, a, b]);
+    let done = control.get("server.reload", json!({}));
+    assert_eq!((&done["opened"], &done["removed"]), (&json!(["b.img"]), &json!([])), "{done}");
+    for name in ["a.img", "b.img"] {
+        let (socket, keys) = (scratch.socket("nbd"), str(&keys));
+        let uri =
+            format!("nbds+unix://alice@/{name}?socket={}&tls-psk-file={keys}", socket.display());
+        assert_eq!(run(tool("nbdinfo").args(["--size", &uri])).success().stdout.trim(), "1048576");
+    }
+    server.stop();
 }
 
 #[test]

@@ -344,7 +344,7 @@ fn a_server_that_was_changed_is_not_handed_over() {
     let second = scratch.image("second", MIB);
     control.get("disk.open", json!({ "path": second.path() }));
     let upgrade = command(&["upgrade", "--control", str(&scratch.socket("control"))]);
-    assert!(upgrade.stderr.contains("were added or removed"), "{}", upgrade.stderr);
+    assert!(upgrade.stderr.contains("were changed"), "{}", upgrade.stderr);
     server.assert_serves();
     server.stop();
 }

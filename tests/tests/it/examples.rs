@@ -40,8 +40,7 @@ fn type_alone(line: &str) {
         return Serving::start(&folder, line).stop();
     }
     let asks = line.contains("--control control") || line.starts_with("blockhouse ctl control");
-    let serve =
-        "blockhouse serve disk.qcow2 --control control --nbd 'nbd+unix:///?socket=disk.sock'";
+    let serve = "blockhouse serve disk.qcow2 --control control --nbd 'nbd+unix:///?socket=disk.sock' --limit iops=9999,group=slow";
     let server = match () {
         () if asks => Some(Serving::start(&folder, serve)),
         () if line.starts_with("blockhouse top") => {

@@ -2,11 +2,14 @@
 
 use std::time::{Duration, Instant};
 
+use blockhouse_tests::control::Control;
+use blockhouse_tests::image_tool::{command as command_line, str};
 use blockhouse_tests::nbd::{Client, Request, command};
 use blockhouse_tests::shared_limit::FourDisks;
 use blockhouse_tests::upgrade::{Servers, upgrade};
 use blockhouse_tests::{Scratch, Serve, Server};
 use rustix::process::Signal;
+use serde_json::json;
 
 /// So few that replies for all of them fit into a socket.
 const BLOCK: u64 = 512;
@@ -131,6 +134,78 @@ fn who_waits_costs_no_processor_time() {
     let (used, most) = (ticks() - before, begin.elapsed().as_millis() as u64 / 10 / 4);
     assert!(used <= most, "{used} hundredths of a second in {:?}", begin.elapsed());
     disks.stop();
+}
+
+#[test]
+fn limits_are_changed_while_requests_wait() {
+    let scratch = Scratch::new();
+    let image = scratch.image("disk.img", 1 << 20);
+    let socket = scratch.socket("control");
+    let (server, mut client) =
+        exhausted(Serve::new(&scratch, image.path()).option("--control", &socket));
+    let mut control = Control::connect(&socket);
+    let limits = &control.get("limit.get", json!({}))[0];
+    assert_eq!((&limits["waiting"], &limits["limits"]), (&json!(64), &json!({ "bps": 5 })));
+    let ctl = |words: &[&str]| command_line(&[&["ctl", str(&socket)], words].concat()).success();
+    assert!(ctl(&["limits"]).stdout.contains("disk.img  bps=5   64       64"));
+    ctl(&["limit", "disk.img", "bps=1G,iops=100000"]);
+    for _ in 0..64 {
+        assert_eq!(client.receive().expect("an answer").1.error, 0);
+    }
+    // A new limit starts with nothing saved and nothing owed.
+    ctl(&["limit", "disk.img", "iops-read=1,burst=1.5"]);
+    let limits = control.get("limit.get", json!({ "disk": "disk.img" }));
+    let expected = json!({ "iops-read": 1, "burst": 1.5, "burst-seconds": 1.0 });
+    assert_eq!(limits[0]["limits"], expected);
+    for _ in 0..64 {
+        client.send(request(command::READ)).expect("the server takes requests");
+    }
+    ctl(&["limit", "disk.img", "off"]);
+    for _ in 0..64 {
+        assert_eq!(client.receive().expect("an answer").1.error, 0);
+    }
+    assert_eq!(control.get("limit.get", json!({}))[0]["limits"], json!({}));
+    server.stop();
+}
+
+#[test]
+fn disks_join_and_leave_groups_while_they_are_served() {
+    let scratch = Scratch::new();
+    let [first, second] = ["first", "second"].map(|name| scratch.image(name, 1 << 20));
+    let socket = scratch.socket("control");
+    let server = Serve::new(&scratch, first.path()).option("--control", &socket).start();
+    let mut control = Control::connect(&socket);
+    let limits = |control: &mut Control, disk| {
+        control.get("limit.get", json!({ "disk": disk }))[0]["limits"].clone()
+    };
+    let open = |limits| json!({ "path": second.path(), "limits": limits });
+    let words = &["\"g\" yet", "iops=1000"];
+    control.refused("disk.open", open(json!({ "group": "g" })), -32000, words);
+    let join = json!({ "disk": "first", "limits": { "group": "g" } });
+    control.refused("limit.set", join.clone(), -32000, words);
+    let zero = json!({ "disk": "first", "limits": { "iops": 0 } });
+    control.refused("limit.set", zero, -32602, &["iops cannot be 0"]);
+    control.refused("limit.set", json!({}), -32602, &["disk or group"]);
+    let unknown = json!({ "group": "g", "limits": { "iops": 5 } });
+    control.refused("limit.set", unknown, -32000, &["limit.get"]);
+    control.get("disk.open", open(json!({ "group": "g", "iops": 300, "bps": "1M" })));
+    control.get("limit.set", join);
+    let of_group = json!({ "group": "g", "iops": 300, "bps": 1 << 20 });
+    assert_eq!(
+        [limits(&mut control, "first"), limits(&mut control, "second")],
+        [(); 2].map(|()| of_group.clone())
+    );
+    control.get("limit.set", json!({ "group": "g", "limits": { "iops": 900 } }));
+    assert_eq!(limits(&mut control, "first"), json!({ "group": "g", "iops": 900 }));
+    control.get("limit.set", json!({ "disk": "second", "limits": { "iops": 7 } }));
+    assert_eq!(limits(&mut control, "second"), json!({ "iops": 7 }));
+    control.get("disk.close", json!({ "disk": "second" }));
+    // The new server would not know of it.
+    let refused = command_line(&["upgrade", "--control", str(&socket)]);
+    refused.failure("limits were changed");
+    control.get("limit.set", json!({ "disk": "first" }));
+    assert_eq!(limits(&mut control, "first"), json!({}));
+    server.stop();
 }
 
 #[test]

@@ -9,6 +9,7 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result};
 use blockhouse_daemon::control::Connection;
+use blockhouse_daemon::limit_options::LimitOptions;
 use blockhouse_daemon::size::{self, NewSize};
 use serde_json::{Map, Value, json};
 
@@ -64,6 +65,28 @@ enum Action {
         /// Make the disk shorter: what lies beyond is lost. It must not be served meanwhile.
         #[arg(long)]
         shrink: bool,
+    },
+    /// Tell how many operations and bytes a second disks may have.
+    Limits {
+        /// The disk's name. Left out: all.
+        disk: Option<String>,
+    },
+    /// Give a disk other limits: iops=500,bps=100M and the other keys of serve --limit, or off.
+    Limit {
+        /// The disk's name.
+        disk: String,
+        /// All that is limited from now on. group=NAME: it shares the limits of a group; with rates, these are the group's
+        /// from now on.
+        #[arg(value_name = "KEY=VALUE,...|off")]
+        limits: LimitOptions,
+    },
+    /// Give a group of disks other limits.
+    LimitGroup {
+        /// The group's name.
+        group: String,
+        /// All that is limited from now on.
+        #[arg(value_name = "KEY=VALUE,...|off")]
+        limits: LimitOptions,
     },
     /// List, take, delete and rename the snapshots inside a disk's image.
     Snapshot {
@@ -123,6 +146,9 @@ struct Open {
     /// Make the image with this size if it is missing (512, 64K, 20G, 1T).
     #[arg(long, value_name = "SIZE", value_parser = size::parse)]
     create: Option<u64>,
+    /// How many operations and bytes a second it may have: iops=500,bps=100M and the other keys of serve --limit.
+    #[arg(long, value_name = "KEY=VALUE,...")]
+    limit: Option<LimitOptions>,
     /// Serve it here: an NBD URI, or the path of a vhost-user-blk socket. May be repeated.
     #[arg(long = "export", value_name = "ADDRESS")]
     exports: Vec<String>,
@@ -203,6 +229,13 @@ impl Action {
                 let size = new_size(server, &disk, size)?;
                 ("disk.resize", json!({ "disk": disk, "size": size, "shrink": shrink }))
             }
+            Self::Limits { disk } => ("limit.get", json!({ "disk": disk })),
+            Self::Limit { disk, limits } => {
+                ("limit.set", json!({ "disk": disk, "limits": limits }))
+            }
+            Self::LimitGroup { group, limits } => {
+                ("limit.set", json!({ "group": group, "limits": limits }))
+            }
             Self::Snapshot { action } => action.request(),
             Self::Stats { disk } => ("disk.stats", json!({ "disk": disk })),
             Self::Events { events } => ("event.subscribe", json!({ "events": events })),
@@ -247,6 +280,7 @@ impl Open {
             ("detect-zeroes", self.detect_zeroes.map(Value::from)),
             ("snapshot", self.snapshot.map(Value::from)),
             ("create", self.create.map(Value::from)),
+            ("limits", self.limit.map(|limits| json!(limits))),
         ];
         for (key, value) in optional {
             if let Some(value) = value {

@@ -63,7 +63,14 @@ pub fn show(method: &str, result: &Value) -> String {
             format!("{} -> {}", bytes(&result["old-size"]), bytes(&result["size"]))
         }
         "server.reload" => reloaded(result),
-        "disk.close" | "export.remove" => String::new(),
+        "limit.get" => {
+            let row = |disk: &Value| {
+                let limits = limits(&disk["limits"]);
+                [text(&disk["disk"]), limits, text(&disk["waiting"]), text(&disk["delayed"])]
+            };
+            table(["DISK", "LIMITS", "WAITING", "DELAYED"], result, row)
+        }
+        "disk.close" | "export.remove" | "limit.set" => String::new(),
         _ => format!("{result:#}"),
     }
 }
@@ -81,13 +88,20 @@ fn reloaded(result: &Value) -> String {
         let all = result[key].as_array().into_iter().flatten();
         all.map(|one| format!("{key}: {}", text(one))).collect::<Vec<_>>()
     };
-    ["opened", "closed", "added", "removed", "failed"].map(of).concat().join("\n")
+    ["opened", "closed", "added", "removed", "limited", "failed"].map(of).concat().join("\n")
 }
 
 /// A line for each address of a disk that was opened.
 fn exports(result: &Value) -> String {
     let exports = result["exports"].as_array().into_iter().flatten();
     exports.map(|export| format!("ready {}", text(export))).collect::<Vec<_>>().join("\n")
+}
+
+/// Limits as `limit` takes them.
+fn limits(limits: &Value) -> String {
+    let all = limits.as_object().into_iter().flatten();
+    let all: Vec<_> = all.map(|(key, value)| format!("{key}={}", text(value))).collect();
+    if all.is_empty() { "off".into() } else { all.join(",") }
 }
 
 fn text(value: &Value) -> String {

@@ -11,14 +11,15 @@ use serde_json::Value;
 use super::Listed;
 use super::methods::{
     CloseParams, DiskInfo, DiskParams, DiskStats, Done, ErrorStats, ExportAddParams, ExportInfo,
-    ExportParams, METHODS, NoParams, OpenResult, PauseResult, ReloadResult, ResizeParams,
-    ResizeResult, SnapshotParams, SnapshotRenameParams, SnapshotResult, StatsParams, VERSION,
-    VersionResult,
+    ExportParams, LimitInfo, LimitSetParams, METHODS, NoParams, OpenResult, PauseResult,
+    ReloadResult, ResizeParams, ResizeResult, SnapshotParams, SnapshotRenameParams, SnapshotResult,
+    StatsParams, VERSION, VersionResult,
 };
 use super::pause_log::log;
 use super::rpc::{Failure, INVALID_PARAMS, UNKNOWN_METHOD};
 use crate::disk_options::DiskOptions;
 use crate::events::Event;
+use crate::limit_options::LimitOptions;
 use crate::running::{ExportAddress, Reloaded, Running, RunningDisk, RunningExport};
 
 type Outcome = Result<Value, Failure>;
@@ -68,6 +69,8 @@ pub(super) async fn call(running: &Running, method: &str, given: Value) -> Outco
             running.remove_export(&export).await?;
             result(Done {})
         }
+        "limit.get" => limits(running, params(given)?),
+        "limit.set" => limit(running, params(given)?).await,
         "disk.stats" => stats(running, params(given)?),
         "stats.get" => params(given).and_then(|NoParams {}| result(running.metrics())),
         _ => snapshots(running, method, given).await,
@@ -137,8 +140,8 @@ async fn reload(running: &Running) -> Outcome {
     };
     let done = running.reload(path).await?;
     done.log();
-    let Reloaded { opened, closed, added, removed, failed } = done;
-    result(ReloadResult { opened, closed, added, removed, failed })
+    let Reloaded { opened, closed, added, removed, limited, failed } = done;
+    result(ReloadResult { opened, closed, added, removed, limited, failed })
 }
 
 async fn open(running: &Running, options: DiskOptions) -> Outcome {
@@ -186,11 +189,48 @@ fn exports(running: &Running) -> Vec<ExportInfo> {
     running.exports().into_iter().map(info).collect()
 }
 
-fn stats(running: &Running, StatsParams { disk }: StatsParams) -> Outcome {
-    let disks = match disk {
-        Some(name) => vec![running.disk(&name)?],
-        None => running.disks(),
+/// The disk of this name, or all.
+fn named_disks(running: &Running, name: Option<&str>) -> Result<Vec<Arc<RunningDisk>>> {
+    match name {
+        Some(name) => Ok(vec![running.disk(name)?]),
+        None => Ok(running.disks()),
+    }
+}
+
+fn limits(running: &Running, StatsParams { disk }: StatsParams) -> Outcome {
+    let info = |disk: Arc<RunningDisk>| {
+        let stats = disk.disk.throttle_stats();
+        LimitInfo {
+            disk: disk.name().to_owned(),
+            limits: disk.throttle().as_ref().map(LimitOptions::from).unwrap_or_default(),
+            waiting: stats.waiting,
+            delayed: stats.delayed,
+        }
     };
+    let disks = named_disks(running, disk.as_deref())?.into_iter();
+    result(disks.map(info).collect::<Vec<_>>())
+}
+
+async fn limit(running: &Running, params: LimitSetParams) -> Outcome {
+    let throttle = params.limits.throttle().map_err(invalid)?;
+    match (params.disk, params.group) {
+        (Some(disk), None) => running.limit_disk(&disk, throttle.as_ref()).await?,
+        (None, Some(_)) if params.limits.group.is_some() => {
+            return Err(invalid("a group is in no other group".into()));
+        }
+        (None, Some(group)) => {
+            running.limit_group(
+                &group,
+                throttle.map(|throttle| throttle.limits).unwrap_or_default(),
+            )?;
+        }
+        _ => return Err(invalid("say disk or group, one of them".into())),
+    }
+    result(Done {})
+}
+
+fn stats(running: &Running, StatsParams { disk }: StatsParams) -> Outcome {
+    let disks = named_disks(running, disk.as_deref())?;
     result(disks.iter().map(|disk| stats_of(disk)).collect::<Vec<_>>())
 }
 

@@ -9,6 +9,7 @@ use serde_json::{Map, Value, json};
 use super::Listed;
 use crate::disk_options::DiskOptions;
 use crate::events::Event;
+use crate::limit_options::LimitOptions;
 
 /// The version of the protocol. It rises where something that worked works no longer; what is added shows in
 /// `server.version`.
@@ -228,6 +229,33 @@ pub struct ErrorStats {
     pub count: u64,
 }
 
+/// Limits of a disk or a group of disks.
+#[derive(Debug, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub struct LimitSetParams {
+    /// The name of the disk.
+    pub disk: Option<String>,
+    /// Or the name of the group.
+    pub group: Option<String>,
+    /// All that is limited from now on; what is left out is not. A disk that is to share limits names a `group`, and rates
+    /// only if these are the group's from now on.
+    #[serde(default)]
+    pub limits: LimitOptions,
+}
+
+/// The limits of a disk.
+#[derive(Debug, Serialize, JsonSchema)]
+pub struct LimitInfo {
+    /// Its name.
+    pub disk: String,
+    /// Its limits; empty: none. Those of its group are the group's.
+    pub limits: LimitOptions,
+    /// Requests that wait because of them.
+    pub waiting: u64,
+    /// Requests that waited or wait, since the disk was opened or joined its group.
+    pub delayed: u64,
+}
+
 /// What a reload of the configuration did.
 #[derive(Debug, Serialize, JsonSchema)]
 pub struct ReloadResult {
@@ -239,6 +267,8 @@ pub struct ReloadResult {
     pub added: Vec<String>,
     /// Exports that were removed from them.
     pub removed: Vec<String>,
+    /// Disks that stayed open and have other limits.
+    pub limited: Vec<String>,
     /// What could not be done: a line each. All else was.
     pub failed: Vec<String>,
 }
@@ -285,6 +315,12 @@ pub(super) const METHODS: &[(&str, &str, MakeSchema)] = &[
     ("export.list", "What is served where.", of::<NoParams, Vec<ExportInfo>>),
     ("export.add", "Serves a disk at an address.", of::<ExportAddParams, ExportParams>),
     ("export.remove", "Serves it there no longer; its clients end.", of::<ExportParams, Done>),
+    ("limit.get", "The limits of disks.", of::<StatsParams, Vec<LimitInfo>>),
+    (
+        "limit.set",
+        "Gives a disk or a group of disks other limits, or none.",
+        of::<LimitSetParams, Done>,
+    ),
     ("snapshot.list", "The snapshots inside a disk's image.", of::<DiskParams, Vec<Listed>>),
     (
         "snapshot.create",

@@ -76,8 +76,8 @@ pub fn hand_over(service: &Service, binary: Option<PathBuf>) -> Result<Outcome> 
     };
     if service.is_altered() {
         bail!(
-            "disks or exports were added or removed since the start, and the new server would not know of them; \
-             restart instead"
+            "disks, exports or limits were changed since the start, and the new server would not know of that; change \
+             them back, or restart instead"
         );
     }
     let (disks, sockets, devices) = (service.disks(), service.sockets(), service.devices());

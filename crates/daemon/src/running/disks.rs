@@ -6,6 +6,7 @@ use std::sync::Arc;
 use anyhow::{Result, bail};
 use blockhouse_disk::ImageDisk;
 use blockhouse_engine::IoPoll;
+use parking_lot::Mutex;
 
 use super::{ExportAddress, Running, RunningDisk, RunningExport};
 use crate::claims::{Claim, Name};
@@ -35,7 +36,7 @@ impl Running {
         // Where it is no file, or its path cannot be found any more, it is known by what was given.
         let canonical = disk.file().and_then(|_| setup.path.canonicalize().ok());
         let path = canonical.unwrap_or_else(|| setup.path.clone());
-        let disk = Arc::new(RunningDisk { setup, path, disk });
+        let disk = Arc::new(RunningDisk { setup, path, disk, group: Mutex::default() });
         self.list.lock().disks.push(Arc::clone(&disk));
         disk
     }
@@ -49,7 +50,8 @@ impl Running {
     /// Opens a disk, and serves it at these addresses; where one cannot be had it is closed again.
     ///
     /// # Errors
-    /// There is a disk of its name, the image cannot be opened, or an address is in use or cannot be had.
+    /// There is a disk of its name, the image cannot be opened, there is no group of limits of the name, or an address is
+    /// in use or cannot be had.
     pub(crate) async fn open_and_serve(
         &self,
         setup: DiskSetup,
@@ -66,21 +68,34 @@ impl Running {
         if self.options.io_poll == IoPoll::On {
             io_poll::check_disk(&setup)?;
         }
+        // Before an image is made.
+        setup.throttle.iter().try_for_each(|throttle| self.check_limits(throttle))?;
         let state = state_use(&self.options.state, slice::from_ref(&setup))?;
         let disk = open_disk(&setup, &state).await?;
         let disk = self.adopt(setup, Arc::new(disk));
         self.events.tell(Event::DiskOpened { disk: name.clone() });
-        for address in addresses {
-            if let Err(error) = self.serve(&disk, address).await {
-                for export in self.exports_of(&name) {
-                    self.end(&export).await?;
-                }
-                // The error that counts is the first one.
-                let _ = self.forget(&disk).await;
-                return Err(error);
+        if let Err(error) = self.begin_serving(&disk, addresses).await {
+            for export in self.exports_of(&name) {
+                self.end(&export).await?;
             }
+            // The error that counts is the first one.
+            let _ = self.forget(&disk).await;
+            return Err(error);
         }
         Ok(disk)
+    }
+
+    /// Puts the limits of a disk in force that was just opened, and serves it.
+    async fn begin_serving(
+        &self,
+        disk: &Arc<RunningDisk>,
+        addresses: Vec<ExportAddress>,
+    ) -> Result<()> {
+        self.limit_as_set_up(disk)?;
+        for address in addresses {
+            self.serve(disk, address).await?;
+        }
+        Ok(())
     }
 
     /// Flushes and closes a disk; with `force` its exports are removed first.

@@ -7,6 +7,7 @@
 mod devices;
 mod disks;
 mod export;
+mod limits;
 mod nbd_sockets;
 mod reload;
 
@@ -77,6 +78,8 @@ pub(crate) struct RunningDisk {
     pub(crate) path: PathBuf,
     /// The disk.
     pub(crate) disk: Arc<ImageDisk>,
+    /// The name of the group whose limits it shares. Changed where the list is locked.
+    group: Mutex<Option<String>>,
 }
 
 impl RunningDisk {
@@ -179,12 +182,13 @@ impl Running {
         let of = |disk: &Arc<RunningDisk>| {
             let exports = list.exports.iter().filter(|export| export.disk == disk.name());
             let addresses = exports.map(|export| export.address.clone()).collect();
-            ConfiguredDisk { setup: disk.setup.clone(), addresses }
+            let setup = DiskSetup { throttle: disk.throttle(), ..disk.setup.clone() };
+            ConfiguredDisk { setup, addresses }
         };
         list.configured = list.disks.iter().map(of).collect();
     }
 
-    /// Whether other disks and exports run than the command line or the configuration asks for.
+    /// Whether other disks, limits and exports run than the command line or the configuration asks for.
     pub(crate) fn is_altered(&self) -> bool {
         let list = self.list.lock();
         let count: usize = list.configured.iter().map(|disk| disk.addresses.len()).sum();
@@ -194,8 +198,11 @@ impl Running {
                 exports.any(|one| one.disk == disk.setup.name && one.address == *address)
             })
         };
-        let setups = list.configured.iter().map(|disk| &disk.setup);
-        !setups.eq(list.disks.iter().map(|disk| &disk.setup))
+        let is_open = |(disk, open): (&ConfiguredDisk, &Arc<RunningDisk>)| {
+            disk.setup.opens_like(&open.setup) && disk.setup.throttle == open.throttle()
+        };
+        list.configured.len() != list.disks.len()
+            || !list.configured.iter().zip(&list.disks).all(is_open)
             || count != list.exports.len()
             || !list.configured.iter().all(is_served)
     }

@@ -20,6 +20,8 @@ pub(crate) struct Reloaded {
     pub(crate) added: Vec<String>,
     /// The addresses of exports that were removed from them.
     pub(crate) removed: Vec<String>,
+    /// The names of disks that stayed open and have other limits.
+    pub(crate) limited: Vec<String>,
     /// What could not be done: a line each. All else was.
     pub(crate) failed: Vec<String>,
 }
@@ -27,10 +29,15 @@ pub(crate) struct Reloaded {
 impl Reloaded {
     /// Tells the log.
     pub(crate) fn log(&self) {
-        let Self { opened, closed, added, removed, failed } = self;
-        for (what, names) in
-            [("opened", opened), ("closed", closed), ("added", added), ("removed", removed)]
-        {
+        let Self { opened, closed, added, removed, limited, failed } = self;
+        let all = [
+            ("opened", opened),
+            ("closed", closed),
+            ("added", added),
+            ("removed", removed),
+            ("limited", limited),
+        ];
+        for (what, names) in all {
             names.iter().for_each(|name| tracing::info!("reload: {what} {name}"));
         }
         failed.iter().for_each(|why| tracing::error!("reload: {why}"));
@@ -40,7 +47,7 @@ impl Reloaded {
 
 impl Running {
     /// Reads the configuration again. Disks that are not in it any more are closed, and their clients end; disks with
-    /// other options are closed and opened again; new ones are opened; exports come and go. What the configuration
+    /// other options are closed and opened again; new ones are opened; exports and limits come and go. What the configuration
     /// neither had nor has is left alone: requests have opened that.
     ///
     /// # Errors
@@ -52,7 +59,7 @@ impl Running {
         let mut done = Reloaded::default();
         for old in before.iter().filter(|old| self.is_open_as(&old.setup)) {
             let new = wanted.iter().find(|new| new.setup.name == old.setup.name);
-            if new.is_none_or(|new| new.setup != old.setup) {
+            if new.is_none_or(|new| !new.setup.opens_like(&old.setup)) {
                 self.close_configured(old, new.is_some(), &mut done).await;
             }
         }
@@ -62,14 +69,8 @@ impl Running {
             self.remove_exports(old, new.map_or(&[], |new| &new.addresses), &mut done).await;
         }
         for new in &wanted {
-            match self.find(&new.setup.name) {
-                None => self.open_configured(new, &mut done).await,
-                Some(open) if open.setup == new.setup => self.add_exports(new, &mut done).await,
-                Some(open) => done.failed.push(format!(
-                    "{}: a request has opened another disk of this name; close it first",
-                    open.name()
-                )),
-            }
+            let old = before.iter().find(|old| old.setup.name == new.setup.name);
+            self.take_over(new, old, &mut done).await;
         }
         let mut list = self.list.lock();
         let place = |name: &str| wanted.iter().position(|disk| disk.setup.name == name);
@@ -90,7 +91,7 @@ impl Running {
 
     /// Whether a disk is open as this says: not closed by a request, nor another one of its name.
     fn is_open_as(&self, setup: &DiskSetup) -> bool {
-        self.find(&setup.name).is_some_and(|open| open.setup == *setup)
+        self.find(&setup.name).is_some_and(|open| open.setup.opens_like(setup))
     }
 
     async fn close_configured(&self, old: &ConfiguredDisk, is_reopened: bool, done: &mut Reloaded) {
@@ -99,6 +100,33 @@ impl Running {
             Ok(()) if is_reopened => {}
             Ok(()) => done.closed.push(name.clone()),
             Err(error) => done.failed.push(format!("{name}: {error:#}")),
+        }
+    }
+
+    /// Opens a disk that is not open, and gives an open one the exports and limits that it has not.
+    async fn take_over(
+        &self,
+        new: &ConfiguredDisk,
+        old: Option<&ConfiguredDisk>,
+        done: &mut Reloaded,
+    ) {
+        let Some(open) = self.find(&new.setup.name) else {
+            return self.open_configured(new, done).await;
+        };
+        if !open.setup.opens_like(&new.setup) {
+            return done.failed.push(format!(
+                "{}: a request has opened another disk of this name; close it first",
+                open.name()
+            ));
+        }
+        self.add_exports(new, done).await;
+        // What a request has changed stays, unless the file has changed, too.
+        let before = old.map_or_else(|| open.throttle(), |old| old.setup.throttle.clone());
+        if new.setup.throttle != before {
+            match self.limit_disk(open.name(), new.setup.throttle.as_ref()).await {
+                Ok(()) => done.limited.push(open.name().to_owned()),
+                Err(error) => done.failed.push(format!("{}: {error:#}", open.name())),
+            }
         }
     }
 
