@@ -1,8 +1,8 @@
 //! The examples at the end of each `--help`, of the man pages and of docs/options.md.
 //!
 //! Invariants, which tests check: every command has at least one, each is accepted by the parser, and works as typed.
-//! The images are disk.img (raw), disk.qcow2 (qcow2, with a snapshot called before) and over.qcow2, whose backing file is
-//! base.img.
+//! The images are disk.img (raw), disk.qcow2 (qcow2, with a snapshot called before, and bitmaps called changes and week)
+//! and over.qcow2, whose backing file is base.img.
 
 use clap::Command;
 
@@ -184,6 +184,41 @@ const EXAMPLES: &[(&str, &[Example])] = &[
     (
         "snapshot rename",
         &[example("From before to monday", "blockhouse snapshot rename disk.qcow2 before monday")],
+    ),
+    (
+        "bitmap",
+        &[
+            example("Record changes from now on", "blockhouse bitmap add disk.qcow2 monday"),
+            example("Which there are", "blockhouse bitmap list disk.qcow2"),
+        ],
+    ),
+    (
+        "bitmap list",
+        &[
+            example("For people", "blockhouse bitmap list disk.qcow2"),
+            example("For scripts", "blockhouse bitmap list --json disk.qcow2"),
+        ],
+    ),
+    (
+        "bitmap add",
+        &[
+            example("Record changes from now on", "blockhouse bitmap add disk.qcow2 monday"),
+            example("To the nearest 4 KiB", "blockhouse bitmap add -g 4K disk.qcow2 monday"),
+        ],
+    ),
+    ("bitmap remove", &[example("It is gone", "blockhouse bitmap remove disk.qcow2 changes")]),
+    ("bitmap clear", &[example("Begin anew", "blockhouse bitmap clear disk.qcow2 changes")]),
+    ("bitmap enable", &[example("Record again", "blockhouse bitmap enable disk.qcow2 changes")]),
+    (
+        "bitmap disable",
+        &[example("Keep it as it is", "blockhouse bitmap disable disk.qcow2 changes")],
+    ),
+    (
+        "bitmap merge",
+        &[example(
+            "What either has recorded, in week",
+            "blockhouse bitmap merge disk.qcow2 week changes",
+        )],
     ),
     (
         "ctl",

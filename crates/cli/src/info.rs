@@ -7,13 +7,14 @@ use crate::image_args::resolve_relative;
 use anyhow::{Context, Result};
 use blockhouse_core::{Capabilities, ErrorKind, Offload, WriteCache};
 use blockhouse_disk::{
-    Backing, CacheMode, DataFile, Features, ImageOptions, Locking, PendingChanges, StateUse,
-    open_metadata,
+    Backing, Bitmap, CacheMode, DataFile, Features, ImageDisk, ImageOptions, Locking,
+    PendingChanges, StateUse, open_metadata,
 };
 use blockhouse_engine::{EngineChoice, EngineReport, EventLoop};
 use blockhouse_format::qcow2::{Compression, Switch, Version};
 use serde_json::{Map, Value, json};
 
+use crate::bitmap;
 use crate::image_args::ImageArgs;
 use crate::open_args::read_only;
 use crate::output;
@@ -40,6 +41,7 @@ struct Facts {
     capabilities: Capabilities,
     engine: EngineReport,
     pending: Option<PendingChanges>,
+    bitmaps: Vec<Bitmap>,
 }
 
 /// Runs the command.
@@ -82,10 +84,24 @@ pub fn run(arguments: &Arguments) -> Result<()> {
         capabilities: event_loop.block_on(async { disk.capabilities() }),
         engine: event_loop.report().clone(),
         pending: state.directory().map_or(Ok(None), |dir| disk.pending_changes(dir))?,
+        bitmaps: event_loop.block_on(bitmaps_of(&disk)),
         image: image.clone(),
     };
     let text = if arguments.image.is_json() { as_json(&facts) } else { as_text(&facts) };
     output::print(&text)
+}
+
+/// The bitmaps of an image. Where the directory of them is damaged, a warning says so.
+async fn bitmaps_of(disk: &ImageDisk) -> Vec<Bitmap> {
+    match disk.bitmaps().list().await {
+        Ok(bitmaps) => bitmaps,
+        Err(error) => {
+            if error.kind() != ErrorKind::Unsupported {
+                tracing::warn!("{error}");
+            }
+            Vec::new()
+        }
+    }
 }
 
 /// How many blocks of 512 bytes the host has allocated for a file.
@@ -133,6 +149,10 @@ fn as_text(facts: &Facts) -> String {
             let value = value.as_str().map_or_else(|| value.to_string(), str::to_owned);
             lines.push(format!("{}: {value}", key.replace('-', " ")));
         }
+    }
+    for bitmap in &facts.bitmaps {
+        let (name, granularity) = (bitmap.name.escape_debug(), size::show(bitmap.granularity));
+        lines.push(format!("bitmap: {name} ({granularity}, {})", bitmap::state_of(bitmap)));
     }
     lines.extend([
         format!("engine: {engine}"),
@@ -195,6 +215,10 @@ fn as_json(facts: &Facts) -> String {
         if let Some(DataFile { name, raw }) = &facts.data_file {
             data.insert("data-file".into(), String::from_utf8_lossy(name).into());
             data.insert("data-file-raw".into(), (*raw == Switch::On).into());
+        }
+        if !facts.bitmaps.is_empty() {
+            let bitmaps = facts.bitmaps.iter().map(bitmap::value_of).collect();
+            data.insert("bitmaps".into(), Value::Array(bitmaps));
         }
         value["format-specific"] = json!({ "type": format, "data": data });
     }

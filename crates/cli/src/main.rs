@@ -10,6 +10,7 @@
 #![warn(clippy::print_stderr)]
 
 mod bench;
+mod bitmap;
 mod check;
 mod commit;
 mod compare;
@@ -91,6 +92,8 @@ enum Command {
     Rebase(rebase::Arguments),
     /// List, take, apply, delete and rename the snapshots inside an image.
     Snapshot(snapshot::Arguments),
+    /// List, add, remove, clear, enable, disable and merge the bitmaps of changes inside an image.
+    Bitmap(bitmap::Arguments),
     /// Ask things of a running server: which disks and exports it has, and to change them.
     Ctl(Box<ctl::Arguments>),
     /// Show what a running server does, live in the terminal.
@@ -133,6 +136,7 @@ fn main() -> ExitCode {
     let done = |()| ExitCode::SUCCESS;
     let result = match arguments.command {
         Command::Serve(serve) => serve::run(&serve, is_verbose).map(done),
+        Command::Bitmap(bitmap) => bitmap::run(bitmap).map(done),
         Command::Bench(bench) => bench::run(&bench).map(done),
         Command::Check(check) => check::run(&check),
         Command::Compare(compare) => compare::run(&compare),

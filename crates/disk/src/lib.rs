@@ -44,9 +44,10 @@
 //! - `layer`: one image of a chain, and reading it
 //! - `write`: changing it
 //! - `disk`: the choke point of all requests
-//! - `snapshots`, `vm_state`, `tools`, `open`: what is done with whole disks
+//! - `snapshots`, `bitmaps`, `vm_state`, `tools`, `open`: what is done with whole disks
 #![forbid(unsafe_code)]
 
+mod bitmaps;
 mod buffers;
 mod claims;
 mod disk;
@@ -63,9 +64,10 @@ mod tools;
 mod vm_state;
 mod write;
 
+pub use bitmaps::DiskBitmaps;
 pub use blockhouse_format::{
-    Backing, CacheCounts, CheckReport, Compression, DataFile, Features, ImageFormat, Replay,
-    Snapshot,
+    Backing, Bitmap, BitmapAction, CacheCounts, CheckReport, Compression, DataFile, Features,
+    ImageFormat, NewBitmap, Replay, Snapshot,
 };
 pub use disk::{Disk, LayerInfo};
 pub use layer::{BlockStatus, BlockStatusCache, MapEntry, MapEntryKind};

@@ -26,6 +26,7 @@
 //! ```
 #![forbid(unsafe_code)]
 
+mod bitmaps;
 mod describe;
 mod format;
 mod image_format;
@@ -37,14 +38,15 @@ pub mod qcow2;
 mod raw;
 mod snapshots;
 
+pub use bitmaps::Bitmaps;
 pub use format::Format;
 pub use image_format::ImageFormat;
 pub use interface::{Abort, Access, CacheCounts, Discard, Intent, MetadataSync, Replay};
 pub use open::{OpenOptions, create, initial_file_size};
 pub use preallocate::{SpaceMode, preallocate};
 pub use qcow2::{
-    Backing, CheckReport, Compression, DataFile, Features, NewSnapshot, Qcow2, ReadGuard, Snapshot,
-    VmStateCluster, VmStateTables, redo_log_len,
+    Backing, Bitmap, BitmapAction, CheckReport, Compression, DataFile, Features, NewBitmap,
+    NewSnapshot, Qcow2, ReadGuard, Snapshot, VmStateCluster, VmStateTables, redo_log_len,
 };
 pub use raw::Raw;
 pub use snapshots::Snapshots;

@@ -12,6 +12,8 @@ const IMAGES: &[&str] = &[
     "blockhouse create disk.img 64M",
     "blockhouse create disk.qcow2 64M",
     "blockhouse snapshot create disk.qcow2 before",
+    "blockhouse bitmap add disk.qcow2 changes",
+    "blockhouse bitmap add disk.qcow2 week",
     "blockhouse create base.img 64M",
     "blockhouse create -b base.img -F raw over.qcow2",
 ];

@@ -4,6 +4,7 @@
 mod allowed_paths;
 mod bad_input;
 mod bench;
+mod bitmaps;
 mod block_devices;
 mod clients;
 mod commit_and_rebase;

@@ -13,6 +13,7 @@
 //! | 5 | `transaction` | changes of the image as a whole: snapshots, machine state, size, backing file |
 //! | 4 | `writeback` | the image's lock; running steps; the order in which changes reach the disk |
 //! | 4 | `mapping` | changes of guest clusters between prepare and link |
+//! | 2 | `bitmaps` | nothing: reads the bits of persistent bitmaps |
 //! | 3 | `allocator` | free space, the reserve, clusters on their way to be free |
 //! | 2 | `tables` | header, L1 table, refcount table, cached slices; what of them is dirty |
 //! | 2 | `check` | nothing: images that are not open are checked, repaired, created |
@@ -21,6 +22,7 @@
 //! [`Qcow2`] holds them together: each of its methods checks what a caller may do, and asks a component.
 
 mod allocator;
+mod bitmaps;
 mod check;
 mod layout;
 mod mapping;
@@ -42,13 +44,14 @@ pub use check::create::{CreateOptions, Preallocation, create, create_with};
 pub use check::repair::{Repair, RepairReport, repair};
 pub use check::report::CheckReport;
 pub use check::truncation::Truncation;
+pub use layout::bitmap_directory::Bitmap;
 pub use layout::compression::{Compression, compress, decompress};
 pub use layout::options::{Access, Backing, DataFile, Discard, Switch, Version};
 pub use layout::snapshot_table::Snapshot;
 pub use open::{Features, OpenOptions};
 pub(crate) use tables::REDO_LOG_WORDS;
 use tables::RedoLog;
-pub use transaction::{NewSnapshot, VmStateCluster, VmStateTables};
+pub use transaction::{BitmapAction, NewBitmap, NewSnapshot, VmStateCluster, VmStateTables};
 pub use writeback::{DataWriteGuard, ReadGuard};
 
 use layout::geometry::Geometry;
@@ -323,6 +326,47 @@ impl<S: Storage> Qcow2<S> {
     /// Whether the header has the mark of a process that keeps a redo log, or died.
     pub fn has_session_bit(&self) -> bool {
         self.metadata.lock().tables.headers().disk().autoclear & SESSION != 0
+    }
+}
+
+/// Persistent bitmaps.
+impl<S: Storage> Qcow2<S> {
+    /// All bitmaps, in the order in which they were added; none where another program has changed the disk without
+    /// recording its changes in them.
+    ///
+    /// # Errors
+    /// `Corrupt` where the directory contradicts the format.
+    pub async fn bitmaps(&self) -> Result<Vec<Bitmap>> {
+        transaction::list_bitmaps(&self.metadata).await
+    }
+
+    /// Adds a bitmap without any change in it; durable when it returns. No change of the guest's data may be in flight.
+    ///
+    /// # Errors
+    /// `InvalidInput` for a name that is taken, empty or too long, a granularity that the format does not have or
+    /// that makes too large a bitmap, or a header without room; `Unsupported` for version 2; `NoSpace`; or what the
+    /// storage answers. Nothing has changed then.
+    pub async fn add_bitmap(&self, new: &NewBitmap) -> Result<()> {
+        transaction::add_bitmap(&self.metadata, &self.transactions, new).await
+    }
+
+    /// Changes the bitmap of this name; durable when it returns. No change of the guest's data may be in flight.
+    ///
+    /// # Errors
+    /// `InvalidInput` where there is none, or where it is inconsistent and not to be removed; or as
+    /// [`add_bitmap`](Self::add_bitmap).
+    pub async fn change_bitmap(&self, name: &str, action: BitmapAction) -> Result<()> {
+        transaction::change_bitmap(&self.metadata, &self.transactions, name, action).await
+    }
+
+    /// Adds what the bitmap `source_name` of `source`, which may be this image, has recorded to the bitmap `name`,
+    /// whose granularity may be another one; durable when it returns. No change of the guest's data may be in flight.
+    ///
+    /// # Errors
+    /// `InvalidInput` for disks of different sizes; or as [`change_bitmap`](Self::change_bitmap).
+    pub async fn merge_bitmap(&self, name: &str, source: &Self, source_name: &str) -> Result<()> {
+        let source = (&source.metadata, source_name);
+        transaction::merge_bitmap(&self.metadata, &self.transactions, name, source).await
     }
 }
 

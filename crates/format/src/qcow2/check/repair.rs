@@ -25,7 +25,6 @@ use blockhouse_core::{Result, Storage, SyncMode};
 use crate::qcow2::layout::header::{self, Header, Incompatible};
 use crate::qcow2::layout::table_io::{self, read_header};
 
-use super::bitmaps;
 use super::counts::Counts;
 use super::disk_refcounts::{DiskRefcounts, beside};
 use super::edit::{CopiedFix, CopiedFlagEditor, Edit, SanitizeEntries};
@@ -34,10 +33,11 @@ use super::references::References;
 use super::repair_snapshots::repair_snapshots;
 use super::report::{CheckReport, check_tables};
 use super::snapshot_survey::{L1Location, SnapshotSurvey};
+use crate::qcow2::layout::bitmap_directory::BITMAPS_CONSISTENT;
 
 /// Autoclear features that stay true when tables are repaired: bitmaps that are in step, and a data
 /// file that reads as the disk.
-const KNOWN_AUTOCLEAR: u64 = bitmaps::BITMAPS_CONSISTENT | header::RAW_DATA_FILE;
+const KNOWN_AUTOCLEAR: u64 = BITMAPS_CONSISTENT | header::RAW_DATA_FILE;
 
 /// What is repaired.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -272,6 +272,33 @@ impl Header {
         }
     }
 
+    /// Leaves out names of feature bits, which only serve messages, if the extensions do not fit into the first
+    /// sector with them. `sector` is that sector as it is on disk. Returns whether they fit.
+    pub(crate) fn fit_extensions(&mut self, sector: &[u8]) -> bool {
+        let room = Self::extensions_end(sector).saturating_sub(self.length);
+        let fits = |list: &[Extension]| extensions::to_bytes(list).len() <= room;
+        if !fits(&self.extensions) {
+            self.extensions.retain(|extension| extension.kind != extensions::FEATURE_NAMES);
+        }
+        fits(&self.extensions)
+    }
+
+    /// Stores the extensions, which [fit](Self::fit_extensions), into the first sector.
+    pub(crate) fn put_extensions(&self, sector: &mut [u8]) {
+        let end = Self::extensions_end(sector);
+        let list = extensions::to_bytes(&self.extensions);
+        sector[self.length..end].fill(0);
+        sector[self.length..self.length + list.len()].copy_from_slice(&list);
+    }
+
+    /// Where the space for extensions ends in the first sector: at the name of the backing file, if that is there.
+    fn extensions_end(sector: &[u8]) -> usize {
+        match be64(sector, 8) {
+            0 => SECTOR,
+            name => name.min(SECTOR as u64) as usize,
+        }
+    }
+
     /// All of a new header: fields, extensions, name of the backing file. `None` when they do not
     /// fit into the first cluster.
     pub(crate) fn to_bytes(&self) -> Option<Vec<u8>> {

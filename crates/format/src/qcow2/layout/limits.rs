@@ -20,6 +20,13 @@ pub(crate) const MAX_SNAPSHOT_NAME: usize = 255;
 /// Persistent bitmaps of an image.
 pub(crate) const MAX_BITMAPS: u32 = 65_535;
 /// Bytes of the directory of bitmaps.
-pub(crate) const MAX_BITMAP_DIRECTORY: u64 = 64 << 20;
-/// Bytes of the table of one bitmap.
-pub(crate) const MAX_BITMAP_TABLE: u64 = 32 << 20;
+pub(crate) const MAX_BITMAP_DIRECTORY: u64 = 1024 * MAX_BITMAPS as u64;
+/// Bytes of the table of one bitmap: with clusters of 512 bytes it stands for [`MAX_BITMAP_BYTES`] of bits.
+pub(crate) const MAX_BITMAP_TABLE: u64 = 8 << 20;
+/// Bytes of the bits of one bitmap.
+pub(crate) const MAX_BITMAP_BYTES: u64 = 512 << 20;
+/// Bytes of the name of a bitmap.
+pub(crate) const MAX_BITMAP_NAME: usize = 1023;
+/// The granularity of a bitmap, as a power of two: 512 B to 2 GiB.
+pub(crate) const MIN_GRANULARITY_BITS: u32 = 9;
+pub(crate) const MAX_GRANULARITY_BITS: u32 = 31;

@@ -3,6 +3,7 @@
 //! Owns nothing and knows no opened image: types, pure functions, and reading and writing of whole
 //! tables at a storage. Nothing is believed before it is inside its bounds.
 
+pub(crate) mod bitmap_directory;
 pub(crate) mod cluster_ranges;
 pub(crate) mod compression;
 pub(crate) mod entry;

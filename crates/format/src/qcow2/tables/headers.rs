@@ -51,17 +51,22 @@ impl Headers {
         }
     }
 
-    /// Begins a write that changes the header on disk: patches its first bytes. Returns the number of
-    /// the write.
+    /// Begins a write that changes the header on disk: patches its first bytes. Extensions that change fit into
+    /// the first sector ([`Header::fit_extensions`]). Returns the number of the write.
     pub(crate) fn begin_write(
         &mut self,
         change: impl FnOnce(&mut Header),
         bytes: &mut [u8],
     ) -> u64 {
+        let extensions = self.disk.extensions.clone();
         change(&mut self.disk);
         self.wanted.incompatible = self.disk.incompatible;
         self.wanted.autoclear = self.disk.autoclear;
         self.disk.patch(bytes);
+        if self.disk.extensions != extensions {
+            self.wanted.extensions.clone_from(&self.disk.extensions);
+            self.disk.put_extensions(bytes);
+        }
         // Whatever becomes of this write, the next writeback repeats it before it relies on it.
         self.begun += 1;
         self.begun

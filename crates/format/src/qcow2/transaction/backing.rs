@@ -18,6 +18,7 @@ use crate::qcow2::layout::header::{Header, SECTOR};
 use crate::qcow2::layout::limits::MAX_FILE_NAME;
 use crate::qcow2::layout::options::{Backing, DataFile};
 use crate::qcow2::layout::table_io;
+use crate::qcow2::layout::words::be64;
 
 use super::ImageMetadata;
 
@@ -70,6 +71,23 @@ pub(crate) async fn set_backing<S: Storage>(
     Ok(())
 }
 
+/// Moves the name of the backing file out of the first sector, if it is there and clusters have more, so that
+/// extensions find room: durably.
+///
+/// # Errors
+/// As [`set_backing`].
+pub(super) async fn free_first_sector<S: Storage>(metadata: &ImageMetadata<S>) -> Result<()> {
+    let backing = metadata.lock().tables.headers().disk().backing.clone();
+    if backing.is_none() || metadata.geometry().cluster_size() <= SECTOR as u64 {
+        return Ok(());
+    }
+    let sector = table_io::read(metadata.storage(), 0, SECTOR).await?;
+    if be64(&sector, 8) >= SECTOR as u64 {
+        return Ok(());
+    }
+    set_backing(metadata, backing).await
+}
+
 /// Writes the blocks of the first cluster that hold a part of it, durably.
 async fn write_header_part<S: Storage>(
     metadata: &ImageMetadata<S>,
@@ -117,7 +135,7 @@ fn lay_out(old: &Header, new: &Header, bytes: &[u8]) -> Option<(Vec<u8>, Option<
     }
     // What the old header uses beyond the first sector.
     let list_end = old.length + extensions::to_bytes(&old.extensions).len();
-    let old_name = crate::qcow2::layout::words::be64(bytes, 8) as usize;
+    let old_name = be64(bytes, 8) as usize;
     let old_name = old.backing.as_ref().map(|backing| old_name..old_name + backing.name.len());
     let free = SECTOR.max(list_end).next_multiple_of(SECTOR);
     let after = old_name.as_ref().map_or(free, |name| free.max(name.end.next_multiple_of(SECTOR)));

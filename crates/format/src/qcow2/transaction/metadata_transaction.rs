@@ -7,7 +7,9 @@ use async_lock::Semaphore;
 use blockhouse_core::{Durability, Error, ErrorKind, Result, Storage, SyncMode};
 use futures_util::stream::{self, StreamExt};
 
+use crate::qcow2::layout::bitmap_directory::{BITMAPS_CONSISTENT, DirectoryLocation};
 use crate::qcow2::layout::entry::{self, Entry, Reference, l1_word};
+use crate::qcow2::layout::extensions::{self, Extension};
 use crate::qcow2::layout::geometry::Geometry;
 use crate::qcow2::layout::header::Header;
 use crate::qcow2::layout::snapshot_table::{self, SnapshotEntry, Table};
@@ -74,6 +76,27 @@ impl Transactions {
         check_no_data_file(metadata)?;
         metadata.check_intact()?;
         metadata.begin_changes().await?;
+        self.run_begun(metadata, change).await
+    }
+
+    /// As [`run`](Self::run), for a change that neither changes the guest's data nor who has it: bitmaps stay in
+    /// step with the disk, and a data file is no obstacle.
+    pub(super) async fn run_beside_guest_data<S: Storage, T>(
+        &self,
+        metadata: &ImageMetadata<S>,
+        change: impl AsyncFnOnce(&mut MetadataTransaction<'_, S>) -> Result<T>,
+    ) -> Result<T> {
+        metadata.check_writable()?;
+        metadata.check_intact()?;
+        metadata.begin_changes_beside_guest_data().await?;
+        self.run_begun(metadata, change).await
+    }
+
+    async fn run_begun<S: Storage, T>(
+        &self,
+        metadata: &ImageMetadata<S>,
+        change: impl AsyncFnOnce(&mut MetadataTransaction<'_, S>) -> Result<T>,
+    ) -> Result<T> {
         let _alone = self.lock.acquire().await;
         let mut freeze = FreezeGuard::freeze(metadata).await?;
         let mut transaction = MetadataTransaction::begin(metadata).await?;
@@ -135,6 +158,37 @@ impl<'a, S: Storage> MetadataTransaction<'a, S> {
     /// Bytes of the guest's disk.
     pub(super) fn size(&self) -> u64 {
         self.header.size
+    }
+
+    /// The header, but for the locations of tables that this transaction places.
+    pub(super) fn header(&self) -> &Header {
+        &self.header
+    }
+
+    /// Says where the directory of bitmaps is. `sector` is the header's first sector, as it is now.
+    ///
+    /// # Errors
+    /// `InvalidInput` where the header has no room.
+    pub(super) fn set_bitmaps(
+        &mut self,
+        location: Option<DirectoryLocation>,
+        sector: &[u8],
+    ) -> Result<()> {
+        let header = &mut self.header;
+        header.extensions.retain(|extension| extension.kind != extensions::BITMAPS);
+        header.autoclear &= !BITMAPS_CONSISTENT;
+        if let Some(location) = location {
+            let data = location.to_bytes();
+            header.extensions.insert(0, Extension { kind: extensions::BITMAPS, data });
+            header.autoclear |= BITMAPS_CONSISTENT;
+        }
+        if header.fit_extensions(sector) {
+            return Ok(());
+        }
+        let what = "the header has no room for bitmaps in its first sector";
+        Err(Error::new(ErrorKind::InvalidInput, what)
+            .on(self.metadata.storage().name())
+            .hint("convert the image into one with larger clusters"))
     }
 
     /// Changes the active L1 table, and the size of the disk that it maps.

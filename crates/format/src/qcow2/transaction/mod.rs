@@ -18,6 +18,7 @@
 //! were written late are counted anew (`recount`).
 
 mod backing;
+mod bitmaps;
 mod freeze;
 mod metadata_transaction;
 mod recount;
@@ -31,6 +32,8 @@ use crate::qcow2::mapping::{Mapper, Mapping};
 use crate::qcow2::writeback::{Metadata, State};
 
 pub(crate) use backing::set_backing;
+pub use bitmaps::{BitmapAction, NewBitmap};
+pub(crate) use bitmaps::{add_bitmap, change_bitmap, list_bitmaps, merge_bitmap};
 pub(crate) use metadata_transaction::{Transactions, check_no_data_file};
 pub(crate) use recount::recount;
 pub(crate) use replay::{logged_hosts, replay};

@@ -13,6 +13,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use async_lock::Semaphore;
 use blockhouse_core::{Error, ErrorKind, Result, StateMemory, Storage, SyncMode};
 
+use crate::qcow2::layout::bitmap_directory::BITMAPS_CONSISTENT;
 use crate::qcow2::layout::header::{Header, Incompatible, SESSION, SESSION_BITS};
 use crate::qcow2::layout::options::Access;
 use crate::qcow2::tables::RedoLog;
@@ -56,6 +57,24 @@ impl<S: Storage, C> Metadata<S, C> {
             self.rewrite_header(|header| header.autoclear = autoclear_bits(header, session))
                 .await?;
             self.autoclear.is_due.store(false, Ordering::Release);
+        }
+        Ok(())
+    }
+
+    /// Before a change that leaves the guest's data as it is: bitmaps stay in step with the disk. Other autoclear
+    /// bits are made true, durably.
+    pub(crate) async fn begin_changes_beside_guest_data(&self) -> Result<()> {
+        if !self.needs_begin_changes() {
+            return Ok(());
+        }
+        let _alone = self.autoclear.lock.acquire().await;
+        let (session, header) = {
+            let state = self.state.lock();
+            (state.tables.redo().session(), state.tables.headers().disk().clone())
+        };
+        let wanted = autoclear_bits(&header, session) | header.autoclear & BITMAPS_CONSISTENT;
+        if header.autoclear != wanted {
+            self.rewrite_header(|header| header.autoclear = wanted).await?;
         }
         Ok(())
     }

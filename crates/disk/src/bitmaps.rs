@@ -1,0 +1,69 @@
+//! Persistent dirty bitmaps of an open disk: which parts of it changed since a bitmap was added or cleared.
+
+use blockhouse_core::{Result, Storage, SyncMode};
+use blockhouse_format::{Bitmap, BitmapAction, Bitmaps, NewBitmap};
+
+use crate::disk::Disk;
+use crate::durability::FlushTracker;
+
+impl<S: Storage> Disk<S> {
+    /// The disk's persistent bitmaps.
+    pub fn bitmaps(&self) -> DiskBitmaps<'_, S> {
+        DiskBitmaps { disk: self }
+    }
+}
+
+/// The persistent bitmaps of an open disk. Changes are durable when they return, and happen as a whole or not at
+/// all; the disk holds off other changes meanwhile.
+pub struct DiskBitmaps<'a, S: Storage> {
+    disk: &'a Disk<S>,
+}
+
+impl<S: Storage> DiskBitmaps<'_, S> {
+    /// All bitmaps, in the order in which they were added; none where another program has changed the disk without
+    /// recording its changes in them.
+    ///
+    /// # Errors
+    /// `Unsupported` for a format without bitmaps; `Corrupt` where the directory contradicts the format.
+    pub async fn list(&self) -> Result<Vec<Bitmap>> {
+        self.disk.format().bitmaps()?.list().await
+    }
+
+    /// Adds a bitmap without any change in it.
+    ///
+    /// # Errors
+    /// As [`Qcow2::add_bitmap`](blockhouse_format::Qcow2::add_bitmap); `ReadOnly`; `Unsupported` for a format
+    /// without bitmaps. Nothing has changed then.
+    pub async fn add(&self, new: &NewBitmap) -> Result<()> {
+        self.while_quiesced(async |bitmaps| bitmaps.add(new).await).await
+    }
+
+    /// Changes the bitmap of this name.
+    ///
+    /// # Errors
+    /// As [`add`](Self::add); `InvalidInput` where there is none, or where it is inconsistent and not to be removed.
+    pub async fn change(&self, name: &str, action: BitmapAction) -> Result<()> {
+        self.while_quiesced(async |bitmaps| bitmaps.change(name, action).await).await
+    }
+
+    /// Adds what the bitmap `source_name` of `source`, which may be this disk, has recorded to the bitmap `name`.
+    ///
+    /// # Errors
+    /// As [`change`](Self::change); `InvalidInput` for disks of different sizes.
+    pub async fn merge(&self, name: &str, source: &Disk<S>, source_name: &str) -> Result<()> {
+        let source = source.format().bitmaps()?;
+        self.while_quiesced(async |bitmaps| bitmaps.merge(name, &source, source_name).await).await
+    }
+
+    /// Runs a change of the bitmaps while the guest's changes are held off.
+    async fn while_quiesced(
+        &self,
+        change: impl AsyncFnOnce(&Bitmaps<'_, FlushTracker<S>>) -> Result<()>,
+    ) -> Result<()> {
+        self.disk.check_access(0)?;
+        let bitmaps = self.disk.format().bitmaps()?;
+        self.disk.format().flush(SyncMode::Data).await?;
+        let _quiesced = self.disk.quiesce().await;
+        change(&bitmaps).await
+    }
+}

@@ -1,0 +1,78 @@
+//! Bits of a bitmap in bytes: the least significant bit of a byte comes first.
+
+use std::ops::Range;
+
+/// Sets these bits of `bytes`.
+pub(crate) fn set_bits(bytes: &mut [u8], bits: Range<u64>) {
+    if bits.is_empty() {
+        return;
+    }
+    let (first, last) = (bits.start as usize / 8, (bits.end as usize - 1) / 8);
+    let from = 0xff_u8 << (bits.start % 8);
+    let to = 0xff_u8 >> (7 - (bits.end - 1) % 8);
+    if first == last {
+        bytes[first] |= from & to;
+        return;
+    }
+    bytes[first] |= from;
+    bytes[first + 1..last].fill(0xff);
+    bytes[last] |= to;
+}
+
+/// The runs of bits that are set, in order.
+pub(crate) struct BitRuns<'a> {
+    bytes: &'a [u8],
+    at: u64,
+    end: u64,
+}
+
+impl<'a> BitRuns<'a> {
+    /// Of the first `end` bits of `bytes`, or of as many as there are.
+    pub(crate) fn new(bytes: &'a [u8], end: u64) -> Self {
+        Self { bytes, at: 0, end: end.min(bytes.len() as u64 * 8) }
+    }
+
+    /// The first bit from `at` on whose byte is not all `skipped`, and that is not `skipped` itself.
+    fn skip_bits(&self, mut at: u64, skipped: u8) -> u64 {
+        while at < self.end {
+            let byte = self.bytes[at as usize / 8];
+            if byte == skipped {
+                at = (at / 8 + 1) * 8;
+            } else if byte >> (at % 8) & 1 == skipped & 1 {
+                at += 1;
+            } else {
+                return at;
+            }
+        }
+        self.end
+    }
+}
+
+impl Iterator for BitRuns<'_> {
+    type Item = Range<u64>;
+
+    fn next(&mut self) -> Option<Self::Item> {
+        let start = self.skip_bits(self.at, 0);
+        self.at = self.skip_bits(start, 0xff);
+        (start < self.at).then_some(start..self.at)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn runs_are_those_that_were_set() {
+        for (start, end) in [(0, 1), (3, 5), (7, 9), (0, 64), (5, 40), (63, 64)] {
+            let mut bytes = [0; 8];
+            set_bits(&mut bytes, start..end);
+            assert!(BitRuns::new(&bytes, 64).eq(std::iter::once(start..end)));
+        }
+        let mut bytes = [0; 8];
+        for bits in [2..4, 4..6, 9..9, 30..31, 40..60] {
+            set_bits(&mut bytes, bits);
+        }
+        assert_eq!(BitRuns::new(&bytes, 50).collect::<Vec<_>>(), [2..6, 30..31, 40..50]);
+    }
+}

@@ -1,0 +1,367 @@
+//! Changes of the persistent bitmaps: added, removed, cleared, enabled, disabled, merged.
+//!
+//! Each is a transaction, so that a crash leaves all of the old bitmaps or all of the new. New tables, bits and a
+//! new directory are written beside the old ones, and the header extension that names the directory changes with
+//! the one write of the header's first sector. So the extension has to lie in that sector. Where the header has it
+//! elsewhere, or the backing file's name takes the space, both are moved first.
+
+use blockhouse_core::{Error, ErrorKind, Result, Storage};
+
+use crate::qcow2::bitmaps::{BitRuns, Bits, BitsReader, set_bits};
+use crate::qcow2::layout::bitmap_directory::{
+    self, Bitmap, BitmapEntry, BitmapFlags, BitsCluster, DirectoryLocation,
+};
+use crate::qcow2::layout::geometry::Geometry;
+use crate::qcow2::layout::header::SECTOR;
+use crate::qcow2::layout::limits::{
+    MAX_BITMAP_BYTES, MAX_BITMAP_DIRECTORY, MAX_BITMAP_NAME, MAX_BITMAPS, MAX_GRANULARITY_BITS,
+    MIN_GRANULARITY_BITS,
+};
+use crate::qcow2::layout::{table_io, words};
+
+use super::ImageMetadata;
+use super::metadata_transaction::{MetadataTransaction, Transactions};
+
+/// A bitmap that is to be added.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct NewBitmap {
+    /// 1 to 1023 bytes, different from all others in the image.
+    pub name: String,
+    /// How many bytes of the disk one bit stands for: a power of two, 512 B to 2 GiB. `None`: a cluster, but
+    /// 4 KiB at least and 64 KiB at most.
+    pub granularity: Option<u64>,
+    /// Whether changes of the disk are recorded in it.
+    pub is_enabled: bool,
+}
+
+/// What becomes of one bitmap.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum BitmapAction {
+    /// It is gone.
+    Remove,
+    /// Nothing has changed as far as it knows.
+    Clear,
+    /// Changes are recorded in it from now on.
+    Enable,
+    /// Changes are not recorded in it from now on.
+    Disable,
+}
+
+/// All bitmaps, in the order of the directory.
+///
+/// # Errors
+/// `Corrupt` where the directory contradicts the format.
+pub(crate) async fn list_bitmaps<S: Storage>(metadata: &ImageMetadata<S>) -> Result<Vec<Bitmap>> {
+    let header = metadata.lock().tables.headers().disk().clone();
+    let entries = bitmap_directory::read(metadata.storage(), &header).await?;
+    Ok(entries.iter().map(BitmapEntry::described).collect())
+}
+
+/// Adds a bitmap without any change in it.
+pub(crate) async fn add_bitmap<S: Storage>(
+    metadata: &ImageMetadata<S>,
+    transactions: &Transactions,
+    new: &NewBitmap,
+) -> Result<()> {
+    let image = metadata.storage().name();
+    let geometry = metadata.geometry();
+    let granularity_bits = granularity_bits(image, new.granularity, geometry)?;
+    let flags = if new.is_enabled { BitmapFlags::AUTO } else { BitmapFlags::empty() };
+    let mut entry = BitmapEntry::new(new.name.as_bytes(), granularity_bits, flags);
+    let change = async |entries: &mut Vec<BitmapEntry>,
+                        transaction: &mut MetadataTransaction<'_, S>| {
+        check_new(image, &entry, entries)?;
+        place_empty_table(&mut entry, transaction).await?;
+        entries.push(entry);
+        Ok(())
+    };
+    run(metadata, transactions, change).await
+}
+
+/// Changes one bitmap.
+pub(crate) async fn change_bitmap<S: Storage>(
+    metadata: &ImageMetadata<S>,
+    transactions: &Transactions,
+    name: &str,
+    action: BitmapAction,
+) -> Result<()> {
+    let image = metadata.storage().name();
+    let change = async |entries: &mut Vec<BitmapEntry>,
+                        transaction: &mut MetadataTransaction<'_, S>| {
+        let index = index_of(image, name, entries)?;
+        if action == BitmapAction::Remove {
+            let removed = entries.remove(index);
+            return release_bitmap(&removed, metadata.storage(), transaction).await;
+        }
+        let entry = &mut entries[index];
+        check_consistent(image, entry)?;
+        match action {
+            BitmapAction::Remove | BitmapAction::Clear => {
+                release_bitmap(entry, metadata.storage(), transaction).await?;
+                place_empty_table(entry, transaction).await?;
+            }
+            BitmapAction::Enable => entry.flags.insert(BitmapFlags::AUTO),
+            BitmapAction::Disable => entry.flags.remove(BitmapFlags::AUTO),
+        }
+        Ok(())
+    };
+    run(metadata, transactions, change).await
+}
+
+/// Adds the changes that a bitmap of `source`, which may be the same image, has recorded to those of another one.
+pub(crate) async fn merge_bitmap<S: Storage>(
+    metadata: &ImageMetadata<S>,
+    transactions: &Transactions,
+    name: &str,
+    (source, source_name): (&ImageMetadata<S>, &str),
+) -> Result<()> {
+    let image = metadata.storage().name();
+    if metadata.size() != source.size() {
+        let what = format!(
+            "bitmaps of disks of {} and {} bytes cannot be merged",
+            metadata.size(),
+            source.size()
+        );
+        return Err(Error::new(ErrorKind::InvalidInput, what)
+            .on(image)
+            .hint("resize one of the disks first"));
+    }
+    let source_header = source.lock().tables.headers().disk().clone();
+    let of_source = bitmap_directory::read(source.storage(), &source_header).await?;
+    let from = &of_source[index_of(source.storage().name(), source_name, &of_source)?];
+    check_consistent(source.storage().name(), from)?;
+    let reader = BitsReader::open(source.storage(), source.geometry(), from, source.size()).await?;
+    let change = async |entries: &mut Vec<BitmapEntry>,
+                        transaction: &mut MetadataTransaction<'_, S>| {
+        let index = index_of(image, name, entries)?;
+        let entry = &mut entries[index];
+        check_consistent(image, entry)?;
+        let old = BitsReader::open(metadata.storage(), metadata.geometry(), entry, metadata.size());
+        let merged = Merge::run(&old.await?, &reader, transaction).await?;
+        release_bitmap(entry, metadata.storage(), transaction).await?;
+        place_table(entry, merged, transaction).await
+    };
+    run(metadata, transactions, change).await
+}
+
+/// Runs a change of the directory, with the old entries.
+async fn run<S: Storage>(
+    metadata: &ImageMetadata<S>,
+    transactions: &Transactions,
+    change: impl AsyncFnOnce(&mut Vec<BitmapEntry>, &mut MetadataTransaction<'_, S>) -> Result<()>,
+) -> Result<()> {
+    let image = metadata.storage().name();
+    if metadata.geometry().version < 3 {
+        let what = "an image of version 2 has no bitmaps";
+        return Err(Error::new(ErrorKind::Unsupported, what)
+            .on(image)
+            .hint("convert it to compat=1.1"));
+    }
+    let transaction = async |transaction: &mut MetadataTransaction<'_, S>| {
+        let header = transaction.header().clone();
+        let mut entries = bitmap_directory::read(metadata.storage(), &header).await?;
+        let location = DirectoryLocation::of(&header).unwrap_or_default();
+        change(&mut entries, transaction).await?;
+        if let Some(DirectoryLocation { offset, length, .. }) = location {
+            transaction.release(offset, length)?;
+        }
+        let bytes = bitmap_directory::to_bytes(&entries);
+        let (count, length) = (entries.len(), bytes.len() as u64);
+        if count > MAX_BITMAPS as usize || length > MAX_BITMAP_DIRECTORY {
+            let what = format!("{count} bitmaps are more than the format allows");
+            let error = Error::new(ErrorKind::InvalidInput, what).on(image);
+            return Err(error.hint("remove some of them first"));
+        }
+        let location = match entries.is_empty() {
+            true => None,
+            false => {
+                let offset = transaction.put(bytes).await?;
+                Some(DirectoryLocation { count: count as u32, length, offset })
+            }
+        };
+        let sector = table_io::read(metadata.storage(), 0, SECTOR).await?;
+        transaction.set_bitmaps(location, &sector)
+    };
+    super::backing::free_first_sector(metadata).await?;
+    transactions.run_beside_guest_data(metadata, transaction).await
+}
+
+fn granularity_bits(image: &str, asked: Option<u64>, geometry: Geometry) -> Result<u32> {
+    let granularity = asked.unwrap_or(geometry.cluster_size().clamp(4 << 10, 64 << 10));
+    let bits = granularity.trailing_zeros();
+    let is_possible = (MIN_GRANULARITY_BITS..=MAX_GRANULARITY_BITS).contains(&bits);
+    if granularity.is_power_of_two() && is_possible {
+        return Ok(bits);
+    }
+    let what =
+        format!("a bitmap's granularity is a power of two, 512 B to 2 GiB, not {granularity}");
+    Err(Error::new(ErrorKind::InvalidInput, what).on(image).hint("64K suits most disks"))
+}
+
+fn check_new(image: &str, new: &BitmapEntry, entries: &[BitmapEntry]) -> Result<()> {
+    if new.name.is_empty() || new.name.len() > MAX_BITMAP_NAME {
+        let length = new.name.len();
+        let what = format!("a bitmap's name has 1 to {MAX_BITMAP_NAME} bytes, not {length}");
+        return Err(Error::new(ErrorKind::InvalidInput, what)
+            .on(image)
+            .hint("choose another name"));
+    }
+    if entries.iter().any(|entry| entry.name == new.name) {
+        let what = format!("{} is there already", new.called());
+        let error = Error::new(ErrorKind::InvalidInput, what).on(image);
+        return Err(error.hint("choose another name, or remove that bitmap first"));
+    }
+    Ok(())
+}
+
+fn index_of(image: &str, name: &str, entries: &[BitmapEntry]) -> Result<usize> {
+    entries.iter().position(|entry| entry.name == name.as_bytes()).ok_or_else(|| {
+        let error = Error::new(ErrorKind::InvalidInput, format!("has no bitmap '{name}'"));
+        error.on(image).hint("'bitmap list' names those that it has")
+    })
+}
+
+fn check_consistent(image: &str, entry: &BitmapEntry) -> Result<()> {
+    if !entry.is_inconsistent() {
+        return Ok(());
+    }
+    let what = format!("{} was not saved by its last writer, and lacks changes", entry.called());
+    Err(Error::new(ErrorKind::InvalidInput, what)
+        .on(image)
+        .hint("it can only be removed; the next backup has to be a full one"))
+}
+
+/// Clusters of a bitmap that is gone are free.
+async fn release_bitmap<S: Storage>(
+    entry: &BitmapEntry,
+    storage: &S,
+    transaction: &mut MetadataTransaction<'_, S>,
+) -> Result<()> {
+    let geometry = transaction.geometry();
+    let table = table_io::read(storage, entry.table_offset, entry.table_length() as usize).await?;
+    for word in words::words_of(&table) {
+        // A word that breaks the rules refers to nothing that can be told.
+        if let Ok(BitsCluster::Stored(offset)) = BitsCluster::parse(word, geometry) {
+            transaction.release(offset, geometry.cluster_size())?;
+        }
+    }
+    transaction.release(entry.table_offset, entry.table_length())
+}
+
+async fn place_empty_table<S: Storage>(
+    entry: &mut BitmapEntry,
+    transaction: &mut MetadataTransaction<'_, S>,
+) -> Result<()> {
+    let geometry = transaction.geometry();
+    let clusters = entry.clusters_for(transaction.size(), geometry);
+    if clusters << geometry.cluster_bits > MAX_BITMAP_BYTES {
+        let granularity = 1_u64 << entry.granularity_bits;
+        let what = format!("a bitmap of granularity {granularity} would take more than 512 MiB");
+        return Err(Error::new(ErrorKind::InvalidInput, what).hint("choose a larger granularity"));
+    }
+    place_table(entry, vec![BitsCluster::Zeros; clusters as usize], transaction).await
+}
+
+async fn place_table<S: Storage>(
+    entry: &mut BitmapEntry,
+    mut table: Vec<BitsCluster>,
+    transaction: &mut MetadataTransaction<'_, S>,
+) -> Result<()> {
+    if table.is_empty() {
+        // QEMU takes no bitmap without a table, even of an empty disk.
+        table.push(BitsCluster::Zeros);
+    }
+    let table: Vec<u64> = table.into_iter().map(BitsCluster::word).collect();
+    entry.table_entries = table.len() as u32;
+    entry.table_offset = transaction.put(words::bytes_of(&table)).await?;
+    Ok(())
+}
+
+/// The bits of two bitmaps in one, with the granularity of the first. One cluster of them is in memory at a time:
+/// those of the other bitmap are passed in order.
+struct Merge<'a, S: Storage> {
+    old: &'a BitsReader<'a, S>,
+    table: Vec<BitsCluster>,
+    /// The cluster in memory.
+    at: u64,
+    bytes: Vec<u8>,
+}
+
+impl<'a, S: Storage> Merge<'a, S> {
+    /// Stores the merged bits, and answers their table.
+    async fn run(
+        old: &'a BitsReader<'a, S>,
+        other: &BitsReader<'_, S>,
+        transaction: &mut MetadataTransaction<'_, S>,
+    ) -> Result<Vec<BitsCluster>> {
+        let mut merge = Self { old, table: Vec::new(), at: 0, bytes: Vec::new() };
+        merge.load(0).await?;
+        for cluster in 0..other.clusters() {
+            let bits = match other.read(cluster).await? {
+                Bits::Zeros => continue,
+                Bits::Ones => vec![0xff; other.cluster_bits() as usize / 8],
+                Bits::Some(bits) => bits,
+            };
+            let first = cluster * other.cluster_bits();
+            for run in BitRuns::new(&bits, other.bits_in(cluster)) {
+                let [from, to] =
+                    [run.start, run.end].map(|bit| (first + bit) << other.granularity_bits());
+                let from = from >> old.granularity_bits();
+                let to = to.div_ceil(1 << old.granularity_bits()).min(old.bits());
+                merge.set(from, to, transaction).await?;
+            }
+        }
+        merge.advance_to(old.clusters(), transaction).await?;
+        Ok(merge.table)
+    }
+
+    /// Sets bits that are not before those of the last call.
+    async fn set(
+        &mut self,
+        mut from: u64,
+        to: u64,
+        transaction: &mut MetadataTransaction<'_, S>,
+    ) -> Result<()> {
+        let in_cluster = self.old.cluster_bits();
+        while from < to {
+            self.advance_to(from / in_cluster, transaction).await?;
+            let first = self.at * in_cluster;
+            let end = to.min(first + in_cluster);
+            set_bits(&mut self.bytes, from - first..end - first);
+            from = end;
+        }
+        Ok(())
+    }
+
+    /// Stores the clusters before this one, and brings it into memory.
+    async fn advance_to(
+        &mut self,
+        cluster: u64,
+        transaction: &mut MetadataTransaction<'_, S>,
+    ) -> Result<()> {
+        while self.at < cluster {
+            let bytes = std::mem::take(&mut self.bytes);
+            let stored = match bytes.iter().all(|&byte| byte == 0) {
+                true => BitsCluster::Zeros,
+                false => BitsCluster::Stored(transaction.put(bytes).await?),
+            };
+            self.table.push(stored);
+            self.load(self.at + 1).await?;
+        }
+        Ok(())
+    }
+
+    async fn load(&mut self, cluster: u64) -> Result<()> {
+        self.at = cluster;
+        let length = self.old.cluster_bits() as usize / 8;
+        self.bytes = match cluster < self.old.clusters() {
+            false => Vec::new(),
+            true => match self.old.read(cluster).await? {
+                Bits::Zeros => vec![0; length],
+                Bits::Ones => vec![0xff; length],
+                Bits::Some(bytes) => bytes,
+            },
+        };
+        Ok(())
+    }
+}
