@@ -7,6 +7,7 @@
 
 mod binary;
 pub mod browser;
+pub mod ceph;
 pub mod control;
 mod data;
 mod deadline;

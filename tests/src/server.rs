@@ -142,9 +142,15 @@ impl Serve {
     /// When it does not get ready.
     #[track_caller]
     pub fn start(self) -> Server {
+        self.start_within(START_LIMIT)
+    }
+
+    /// As [`start`](Self::start), of a server that has to wait for something first.
+    #[track_caller]
+    pub fn start_within(self, limit: Duration) -> Server {
         let exports = self.ready_lines.unwrap_or(self.exports.max(1) * self.images.len());
         let (child, log) = self.spawn();
-        Server::ready(child, log, exports)
+        Server::ready(child, log, exports, limit)
     }
 
     /// Runs the command line, which must end by itself because something is wrong with it.
@@ -220,13 +226,13 @@ pub struct Server {
 
 impl Server {
     #[track_caller]
-    fn ready(mut child: Child, log: PathBuf, exports: usize) -> Self {
+    fn ready(mut child: Child, log: PathBuf, exports: usize, limit: Duration) -> Self {
         let lines = lines(child.stdout.take().expect("standard output is a pipe"));
         let mut server = Self { child, log, uris: Vec::new(), details: Vec::new(), lines };
         while server.uris.len() < exports {
-            match server.lines.recv_timeout(START_LIMIT) {
+            match server.lines.recv_timeout(limit) {
                 Ok(line) => server.take_in(&line),
-                Err(RecvTimeoutError::Timeout) => panic!("not ready after {START_LIMIT:?}"),
+                Err(RecvTimeoutError::Timeout) => panic!("not ready after {limit:?}"),
                 Err(RecvTimeoutError::Disconnected) => {
                     let status = wait_for_exit(&mut server.child, START_LIMIT);
                     panic!("the server ended before it was ready: {status:?}");

@@ -14,6 +14,10 @@ use crate::loom;
 /// Runs all tests, or what `args` (for `cargo test`) select of them; without any, the loom models too.
 pub fn run(workspace: &Workspace, args: &[String]) -> Result<()> {
     apt::require(apt::FOR_TESTS)?;
+    if let Err(error) = apt::require(apt::FOR_CEPH) {
+        // The tests that need it are skipped, and say so.
+        println!("xtask: no cluster of Ceph: {error:#}");
+    }
     let release = args.iter().take_while(|arg| *arg != "--").any(|arg| arg == "--release");
     let binary = build_binary(workspace, if release { Profile::Release } else { Profile::Dev })?;
     let mut tests = cargo(["test"]);

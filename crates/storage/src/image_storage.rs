@@ -5,17 +5,19 @@ use blockhouse_core::{
 };
 use blockhouse_engine::HostFile;
 
-use crate::NbdStorage;
+use crate::{NbdStorage, RbdStorage};
 
-/// A file, or what another server has.
+/// A file, or what another server or a cluster has.
 ///
-/// A file's operations are as they would be without this. Those of a server are behind a pointer, so that they do not
-/// make the others longer.
+/// A file's operations are as they would be without this. Those of the others are behind a pointer, so that they do not
+/// make these longer.
 pub enum ImageStorage {
     /// A file or block device of this host.
     File(HostFile),
     /// An export of an NBD server.
     Nbd(Box<NbdStorage>),
+    /// An image in Ceph.
+    Rbd(Box<RbdStorage>),
 }
 
 impl ImageStorage {
@@ -23,7 +25,7 @@ impl ImageStorage {
     pub fn as_file(&self) -> Option<&HostFile> {
         match self {
             Self::File(file) => Some(file),
-            Self::Nbd(_) => None,
+            Self::Nbd(_) | Self::Rbd(_) => None,
         }
     }
 }
@@ -39,6 +41,7 @@ impl Storage for ImageStorage {
         match self {
             Self::File(file) => file.name(),
             Self::Nbd(nbd) => nbd.name(),
+            Self::Rbd(rbd) => rbd.name(),
         }
     }
 
@@ -46,6 +49,7 @@ impl Storage for ImageStorage {
         match self {
             Self::File(file) => file.capabilities(),
             Self::Nbd(nbd) => nbd.capabilities(),
+            Self::Rbd(rbd) => rbd.capabilities(),
         }
     }
 
@@ -53,6 +57,7 @@ impl Storage for ImageStorage {
         match self {
             Self::File(file) => file.size(),
             Self::Nbd(nbd) => nbd.size(),
+            Self::Rbd(rbd) => rbd.size(),
         }
     }
 
@@ -60,6 +65,7 @@ impl Storage for ImageStorage {
         match self {
             Self::File(file) => file.read(offset, into).await,
             Self::Nbd(nbd) => Box::pin(nbd.read(offset, into)).await,
+            Self::Rbd(rbd) => Box::pin(rbd.read(offset, into)).await,
         }
     }
 
@@ -67,6 +73,7 @@ impl Storage for ImageStorage {
         match self {
             Self::File(file) => file.write(offset, from, durability).await,
             Self::Nbd(nbd) => Box::pin(nbd.write(offset, from, durability)).await,
+            Self::Rbd(rbd) => Box::pin(rbd.write(offset, from, durability)).await,
         }
     }
 
@@ -74,6 +81,7 @@ impl Storage for ImageStorage {
         match self {
             Self::File(file) => file.write_zeroes(range, unmap).await,
             Self::Nbd(nbd) => Box::pin(nbd.write_zeroes(range, unmap)).await,
+            Self::Rbd(rbd) => Box::pin(rbd.write_zeroes(range, unmap)).await,
         }
     }
 
@@ -81,6 +89,7 @@ impl Storage for ImageStorage {
         match self {
             Self::File(file) => file.discard(range).await,
             Self::Nbd(nbd) => Box::pin(nbd.discard(range)).await,
+            Self::Rbd(rbd) => Box::pin(rbd.discard(range)).await,
         }
     }
 
@@ -88,6 +97,7 @@ impl Storage for ImageStorage {
         match self {
             Self::File(file) => file.flush(sync).await,
             Self::Nbd(nbd) => Box::pin(nbd.flush(sync)).await,
+            Self::Rbd(rbd) => Box::pin(rbd.flush(sync)).await,
         }
     }
 
@@ -95,6 +105,7 @@ impl Storage for ImageStorage {
         match self {
             Self::File(file) => file.resize(size).await,
             Self::Nbd(nbd) => nbd.resize(size).await,
+            Self::Rbd(rbd) => rbd.resize(size).await,
         }
     }
 
@@ -102,6 +113,7 @@ impl Storage for ImageStorage {
         match self {
             Self::File(file) => file.extend_hint(size).await,
             Self::Nbd(nbd) => nbd.extend_hint(size).await,
+            Self::Rbd(rbd) => rbd.extend_hint(size).await,
         }
     }
 
@@ -109,6 +121,7 @@ impl Storage for ImageStorage {
         match self {
             Self::File(file) => file.block_status(range).await,
             Self::Nbd(nbd) => Box::pin(nbd.block_status(range)).await,
+            Self::Rbd(rbd) => Box::pin(rbd.block_status(range)).await,
         }
     }
 
@@ -116,6 +129,7 @@ impl Storage for ImageStorage {
         match self {
             Self::File(file) => file.prefetch(range).await,
             Self::Nbd(nbd) => nbd.prefetch(range).await,
+            Self::Rbd(rbd) => rbd.prefetch(range).await,
         }
     }
 }

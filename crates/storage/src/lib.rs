@@ -1,7 +1,7 @@
 //! Storage (layer 2): where images live beside local files.
 //!
 //! A [`Location`] is what a person writes; [`ImageStorage`] is what it leads to. [`NbdStorage`] is an export of an NBD
-//! server. It implements [`Storage`](blockhouse_core::Storage), so a disk, a format
+//! server, [`RbdStorage`] an image in Ceph. Each implements [`Storage`](blockhouse_core::Storage), so a disk, a format
 //! and every tool can stand on it.
 //!
 //! ```no_run
@@ -20,12 +20,17 @@
 //! })?;
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
-#![forbid(unsafe_code)]
+// Only the calls of librbd are unsafe.
+#![deny(unsafe_code)]
 
+mod blocking;
+mod detached;
 mod image_storage;
 mod location;
 mod nbd;
+mod rbd;
 
 pub use image_storage::ImageStorage;
 pub use location::Location;
 pub use nbd::NbdStorage;
+pub use rbd::{RbdAccess, RbdLocation, RbdStorage};

@@ -1,4 +1,4 @@
-//! Where an image is, as a person writes it: a path, or the URI of an NBD server's export.
+//! Where an image is, as a person writes it: a path, the URI of an NBD server's export, or the name of an image in Ceph.
 
 use std::ffi::{OsStr, OsString};
 use std::os::unix::ffi::OsStrExt;
@@ -7,6 +7,8 @@ use std::time::Duration;
 
 use blockhouse_core::{Error, ErrorKind, Result};
 use blockhouse_nbd_protocol::uri::NbdUri;
+
+use crate::rbd::{RbdLocation, SCHEME};
 
 /// How long requests may wait for a server that is gone, at most.
 const MAX_RECONNECT: Duration = Duration::from_secs(24 * 60 * 60);
@@ -23,20 +25,22 @@ pub enum Location {
         /// Zero: requests fail at once.
         reconnect: Duration,
     },
+    /// An image in Ceph.
+    Rbd(RbdLocation),
 }
 
 impl Location {
     /// What a name means: `nbd://`, `nbd+unix://` begin the URI of an export, to whose parameters `reconnect=SECONDS` may
-    /// belong; everything else is a path. A file of such a name is reached by a path that begins with `./`.
+    /// belong; `rbd:` begins the name of an image in Ceph; everything else is a path. A file of such a name is reached by
+    /// a path that begins with `./`.
     ///
     /// # Errors
-    /// `InvalidInput` where a URI cannot be used; `Unsupported` for `rbd:`, which is no path, and cannot be opened.
+    /// `InvalidInput` where a URI or a name cannot be used.
     pub fn of(name: &Path) -> Result<Self> {
         let bytes = name.as_os_str().as_bytes();
-        if bytes.starts_with(b"rbd:") {
-            let what = "images in Ceph cannot be opened";
-            let error = Error::new(ErrorKind::Unsupported, what).on(&name.to_string_lossy());
-            return Err(error.hint("map it with 'rbd device map', or export it by a server of NBD"));
+        if bytes.starts_with(SCHEME.as_bytes()) {
+            let text = name.to_str().ok_or_else(|| invalid(name, "it is not UTF-8".into()))?;
+            return Ok(Self::Rbd(text.parse().map_err(|why| invalid(name, why))?));
         }
         let is_uri =
             [&b"nbd://"[..], b"nbd+unix://", b"nbds://", b"nbds+unix://"].iter().any(|scheme| {
@@ -52,10 +56,12 @@ impl Location {
         Ok(Self::Nbd { uri, reconnect })
     }
 
-    /// What the last part of a path, or of the name of an export, calls an image. `None` where there is none.
+    /// What the last part of a path, or of the name of an export or of an image in Ceph, calls an image. `None` where
+    /// there is none.
     pub fn base_name(name: &Path) -> Option<OsString> {
         match Self::of(name) {
             Ok(Self::Nbd { uri, .. }) => Path::new(&uri.export).file_name().map(OsStr::to_owned),
+            Ok(Self::Rbd(rbd)) => Some(rbd.image().into()),
             _ => name.file_name().map(OsStr::to_owned),
         }
     }
@@ -102,7 +108,7 @@ mod tests {
     fn nbd(name: &str) -> (String, u64) {
         match Location::of(Path::new(name)).unwrap() {
             Location::Nbd { uri, reconnect } => (uri.to_string(), reconnect.as_secs()),
-            Location::File(path) => panic!("{} is a path", path.display()),
+            other => panic!("{other:?} is no export"),
         }
     }
 
@@ -112,6 +118,8 @@ mod tests {
         assert_eq!(nbd("NBD://localhost/a?reconnect=7"), ("nbd://localhost/a".into(), 7));
         let unix = "nbd+unix:///a?socket=/tmp/s";
         assert_eq!(nbd(&format!("{unix}&reconnect=1")), (unix.into(), 1));
+        let rbd = Location::of(Path::new("rbd:pool/image")).unwrap();
+        assert_eq!(rbd, Location::Rbd("rbd:pool/image".parse().unwrap()));
         for path in ["disk.img", "./nbd://x", "nbd:localhost:10809", "/a/nbd://b", "file:x"] {
             assert_eq!(Location::of(Path::new(path)).unwrap(), Location::File(path.into()));
         }
@@ -125,6 +133,7 @@ mod tests {
         assert_eq!(name("a/disk.img"), Some("disk.img".into()));
         assert_eq!(name("nbd+unix:///a/base?socket=/tmp/s.sock"), Some("base".into()));
         assert_eq!(name("nbd://localhost"), None);
+        assert_eq!(name("rbd:pool/disk.qcow2@monday?id=vm"), Some("disk.qcow2".into()));
     }
 
     #[test]
@@ -135,7 +144,7 @@ mod tests {
             ("nbd://h/a?reconnect=1&reconnect=2", "twice"),
             ("nbd://h/a?other=1", "other"),
             ("nbd://", "host"),
-            ("rbd:pool/image", "Ceph"),
+            ("rbd:image", "Ceph"),
         ] {
             let line = Location::of(Path::new(name)).unwrap_err().to_string();
             assert!(line.contains(why) && line.contains(name), "{line}");

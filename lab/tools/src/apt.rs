@@ -9,7 +9,7 @@ use std::time::Instant;
 
 use anyhow::{Result, bail};
 
-use crate::process::{find_program, run, succeeds};
+use crate::process::{find_program, run, stdout_of, succeeds};
 
 /// How the presence of a package shows.
 enum Probe {
@@ -17,6 +17,8 @@ enum Probe {
     Programs(&'static [&'static str]),
     /// The system's Python can import this module.
     PythonModule(&'static str),
+    /// QEMU's programs have this driver of its block layer.
+    QemuDriver(&'static str),
 }
 
 /// A package and how to see that it is there.
@@ -62,6 +64,14 @@ pub const FOR_TESTS: &[Package] = &[
     Package { name: "mandoc", probe: Probe::Programs(&["mandoc"]) },
     Package { name: "zsh", probe: Probe::Programs(&["zsh"]) },
     Package { name: "fish", probe: Probe::Programs(&["fish"]) },
+];
+
+/// What tests of images in Ceph need beside it: a cluster on this machine, and a client of QEMU's.
+pub const FOR_CEPH: &[Package] = &[
+    Package { name: "ceph-mon", probe: Probe::Programs(&["ceph-mon", "monmaptool"]) },
+    Package { name: "ceph-osd", probe: Probe::Programs(&["ceph-osd"]) },
+    Package { name: "ceph-common", probe: Probe::Programs(&["ceph", "rbd", "ceph-authtool"]) },
+    Package { name: "qemu-block-extra", probe: Probe::QemuDriver("rbd") },
 ];
 
 /// What `cargo xtask compare` needs.
@@ -169,6 +179,15 @@ fn present(probe: &Probe) -> bool {
             let mut python = Command::new("/usr/bin/python3");
             python.args(["-c", &format!("import {module}")]);
             succeeds(python)
+        }
+        Probe::QemuDriver(driver) => {
+            let mut help = Command::new("qemu-img");
+            help.arg("--help");
+            let said = stdout_of(help).unwrap_or_default();
+            said.lines().any(|line| {
+                line.starts_with("Supported formats:")
+                    && line.split(' ').any(|word| word == *driver)
+            })
         }
     }
 }

@@ -36,6 +36,7 @@ mod package;
 mod preallocation;
 mod qemu_matrix;
 mod random_requests;
+mod rbd;
 mod readme;
 mod registered_memory;
 mod remote;

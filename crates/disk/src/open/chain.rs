@@ -234,6 +234,8 @@ async fn disk_over(
         ImageStorage::File(_) => ImageFormat::by_name(path),
         // A server's export is a disk, whatever the file is called that it serves.
         ImageStorage::Nbd(_) => ImageFormat::Raw,
+        ImageStorage::Rbd(_) => Location::base_name(path)
+            .map_or(ImageFormat::Raw, |name| ImageFormat::by_name(Path::new(&name))),
     });
     // A caller that names the format means it.
     if options.format.is_none() {

@@ -4,10 +4,10 @@ use std::path::Path;
 
 use blockhouse_core::{Error, ErrorKind, Result, Storage};
 use blockhouse_engine::HostFile;
-use blockhouse_storage::{ImageStorage, Location, NbdStorage};
+use blockhouse_storage::{ImageStorage, Location, NbdStorage, RbdAccess, RbdStorage};
 
 use super::handed_over::Files;
-use super::image_options::ImageOptions;
+use super::image_options::{ImageOptions, Locking};
 use crate::options::Access;
 
 /// Device and inode: what a file is, whatever its name.
@@ -16,14 +16,14 @@ pub(super) type Identity = (u64, u64);
 /// Opens a file; what it is as well.
 ///
 /// # Errors
-/// As [`HostFile::open`]; `Unsupported` where the name is the URI of an export.
+/// As [`HostFile::open`]; `Unsupported` where the name leads to another server.
 pub(super) fn open_file(
     files: &mut Files,
     path: &Path,
     options: &ImageOptions,
 ) -> Result<(HostFile, Identity)> {
     let Location::File(path) = Location::of(path)? else {
-        let what = "work on the file itself cannot be done on another server's export";
+        let what = "work on the file itself cannot be done on what another server has";
         let error = Error::new(ErrorKind::Unsupported, what).on(&path.to_string_lossy());
         return Err(error.hint("do it where the file is"));
     };
@@ -35,22 +35,35 @@ pub(super) fn open_file(
 /// Opens what a name leads to that the user gave, or an image with the user's permission.
 ///
 /// # Errors
-/// As [`HostFile::open`] and [`NbdStorage::connect`]; `ReadOnly` where a server refuses writes.
+/// As [`HostFile::open`], [`NbdStorage::connect`] and [`RbdStorage::open`]; `ReadOnly` where a server refuses writes.
 pub(super) async fn open_location(
     files: &mut Files,
     name: &Path,
     options: &ImageOptions,
 ) -> Result<(ImageStorage, Option<Identity>)> {
-    let Location::Nbd { uri, reconnect } = Location::of(name)? else {
-        let (file, identity) = open_file(files, name, options)?;
-        return Ok((file.into(), Some(identity)));
-    };
-    let nbd = NbdStorage::connect(uri, reconnect).await?;
-    if options.access == Access::ReadWrite && nbd.is_read_only() {
-        let error = Error::new(ErrorKind::ReadOnly, "the server refuses writes").on(nbd.name());
-        return Err(error.hint("open it with --read-only"));
+    match Location::of(name)? {
+        Location::File(_) => {
+            let (file, identity) = open_file(files, name, options)?;
+            Ok((file.into(), Some(identity)))
+        }
+        Location::Nbd { uri, reconnect } => {
+            let nbd = NbdStorage::connect(uri, reconnect).await?;
+            if options.access == Access::ReadWrite && nbd.is_read_only() {
+                let error = Error::new(ErrorKind::ReadOnly, "the server refuses writes");
+                return Err(error.on(nbd.name()).hint("open it with --read-only"));
+            }
+            Ok((ImageStorage::Nbd(Box::new(nbd)), None))
+        }
+        Location::Rbd(location) => {
+            let access = match (options.access, options.locking) {
+                (Access::ReadWrite, _) => RbdAccess::Write,
+                (Access::ReadOnly, Locking::Held) => RbdAccess::Read,
+                (Access::ReadOnly, Locking::None) => RbdAccess::ReadShared,
+            };
+            let rbd = RbdStorage::open(location, access).await?;
+            Ok((ImageStorage::Rbd(Box::new(rbd)), None))
+        }
     }
-    Ok((ImageStorage::Nbd(Box::new(nbd)), None))
 }
 
 pub(super) fn identity_of(file: &HostFile) -> Result<Identity> {

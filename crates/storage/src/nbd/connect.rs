@@ -7,20 +7,16 @@ use std::os::unix::net::UnixStream;
 use std::time::Duration;
 
 use blockhouse_nbd_protocol::uri::Address;
-use futures_channel::oneshot;
 use socket2::{SockRef, TcpKeepalive};
+
+use crate::blocking::run_blocking;
 
 /// After so much silence the kernel asks a server over TCP whether it is still there.
 const KEEPALIVE: Duration = Duration::from_secs(60);
 
 /// Connects on a thread of its own: looking a name up and connecting have no form that does not block.
 pub(super) async fn connect(address: Address, time: Duration) -> io::Result<OwnedFd> {
-    let (send, receive) = oneshot::channel();
-    std::thread::Builder::new().name("blockhouse-connect".into()).spawn(move || {
-        // Nobody waits any more where this fails.
-        let _ = send.send(connect_blocking(&address, time));
-    })?;
-    receive.await.unwrap_or_else(|_| Err(io::ErrorKind::Interrupted.into()))
+    run_blocking("blockhouse-connect", move || connect_blocking(&address, time)).await?
 }
 
 fn connect_blocking(address: &Address, time: Duration) -> io::Result<OwnedFd> {

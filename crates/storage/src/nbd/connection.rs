@@ -12,11 +12,11 @@ use std::time::{Duration, Instant};
 use blockhouse_core::Result;
 use blockhouse_engine::{Stream, sleep, spawn, spawn_detached};
 
-use super::detached::DetachedSyncs;
 use super::dial::Dial;
 use super::reader::Reader;
 use super::transmission::Transmission;
 use super::writer::{self, Batch};
+use crate::detached::DetachedSyncs;
 
 /// The pause after a server could not be reached.
 const RETRY_DELAY: Duration = Duration::from_millis(200);

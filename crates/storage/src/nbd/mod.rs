@@ -11,7 +11,6 @@
 
 mod connect;
 mod connection;
-mod detached;
 mod dial;
 mod handshake;
 mod parts;
@@ -33,7 +32,7 @@ use blockhouse_nbd_protocol::uri::NbdUri;
 use blockhouse_nbd_protocol::{CommandFlags, Framing, StatusFlags, TransmissionFlags};
 use parking_lot::Mutex;
 
-use detached::DetachedSyncs;
+use crate::detached::DetachedSyncs;
 use dial::Dial;
 use handshake::Negotiated;
 use parts::Parts;

@@ -18,8 +18,8 @@ use blockhouse_nbd_protocol::StatusFlags;
 use blockhouse_nbd_protocol::request::RequestHeader;
 use slab::Slab;
 
-use super::detached::DetachedSyncs;
 use super::parts::Parts;
+use crate::detached::DetachedSyncs;
 
 /// What the server said about the first blocks of a range: for how many bytes it holds, and their flags.
 pub(super) type BlockStatus = (u64, StatusFlags);

@@ -13,9 +13,9 @@ use blockhouse_nbd_protocol::request::{RequestHeader, kind};
 use blockhouse_nbd_protocol::{CommandFlags, Framing};
 use parking_lot::Mutex;
 
-use super::detached::DetachedSyncs;
 use super::dial::Dial;
 use super::pending::{BlockStatus, Body, Pending};
+use crate::detached::DetachedSyncs;
 
 /// What a caller asks for.
 pub(super) struct Command {

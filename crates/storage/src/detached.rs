@@ -1,6 +1,6 @@
-//! Flushes and durable writes whose future was dropped before the server answered.
+//! Flushes and durable writes whose future was dropped before it was answered.
 //!
-//! The server may report a failure once only. The next flush waits until all of these have ended, and fails if one of
+//! A server may report a failure once only. The next flush waits until all of these have ended, and fails if one of
 //! them failed.
 
 use blockhouse_core::sync::Condvar;
@@ -9,7 +9,7 @@ use parking_lot::Mutex;
 
 /// The detached requests of a storage.
 #[derive(Default)]
-pub(super) struct DetachedSyncs {
+pub(crate) struct DetachedSyncs {
     state: Mutex<State>,
     ended: Condvar,
 }
@@ -22,12 +22,12 @@ struct State {
 
 impl DetachedSyncs {
     /// The future of a request was dropped.
-    pub(super) fn detach(&self) {
+    pub(crate) fn detach(&self) {
         self.state.lock().in_flight += 1;
     }
 
     /// A detached request has ended, perhaps with a failure.
-    pub(super) fn complete(&self, failure: Option<Error>) {
+    pub(crate) fn complete(&self, failure: Option<Error>) {
         let mut state = self.state.lock();
         state.in_flight -= 1;
         if let Some(error) = failure {
@@ -41,7 +41,7 @@ impl DetachedSyncs {
     ///
     /// # Errors
     /// A failure that was not reported yet. It is reported once.
-    pub(super) async fn drained(&self) -> Result<()> {
+    pub(crate) async fn drained(&self) -> Result<()> {
         self.ended
             .wait_until(|| {
                 let mut state = self.state.lock();

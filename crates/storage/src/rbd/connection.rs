@@ -1,0 +1,228 @@
+//! An open image and its operations in flight, begun and completed by any number of loops.
+//!
+//! librbd adds to an eventfd for each completion. Each loop that has begun an operation watches it, and takes out all
+//! completions that there are. So a loop completes its own operations without another thread, and those of a loop that
+//! has ended are completed by the others, or by the closing.
+//!
+//! Guarantees:
+//! - An operation that was begun ends, and keeps its memory until then.
+//! - After the client was fenced, every operation fails with the first such error.
+
+use std::future::Future;
+use std::io;
+use std::os::fd::OwnedFd;
+use std::pin::Pin;
+use std::rc::Rc;
+use std::sync::{Arc, Weak};
+use std::task::{Context, Poll};
+use std::thread::ThreadId;
+
+use blockhouse_core::sync::ErrorLatch;
+use blockhouse_core::{Error, ErrorKind, Result, errno};
+use blockhouse_engine::{Watch, spawn_detached};
+use parking_lot::{Mutex, RwLock};
+
+use super::ffi::{self, Command, Completion};
+use super::slot::Slot;
+use crate::blocking::run_blocking;
+use crate::detached::DetachedSyncs;
+
+/// What to do when another client has fenced this one.
+const FENCED_HINT: &str = "this client was fenced (put on the cluster's blocklist), so another may use the image now: \
+                           make sure that it is free, then open it again";
+
+/// An image of librbd with our waiters.
+pub(super) type Image = ffi::Image<Waiter>;
+
+/// What is known of an operation that librbd has.
+pub(super) struct Waiter {
+    slot: Arc<Slot>,
+    what: &'static str,
+    offset: Option<u64>,
+}
+
+/// An open image.
+pub(super) struct Connection {
+    name: String,
+    /// `None` after the closing.
+    image: RwLock<Option<Arc<Image>>>,
+    /// The eventfd of the completions.
+    notifier: OwnedFd,
+    /// The threads whose loops watch it.
+    reapers: Mutex<Vec<ThreadId>>,
+    detached: DetachedSyncs,
+    fenced: ErrorLatch,
+    /// One blocking call at a time: their threads are bounded.
+    blocking: async_lock::Mutex<()>,
+}
+
+impl Connection {
+    /// Of an image that was just opened.
+    ///
+    /// # Errors
+    /// The process has no descriptor left.
+    pub(super) fn new(name: String, image: Image) -> Result<Arc<Self>> {
+        let notifier = image.notifier();
+        let notifier = notifier.map_err(|error| Error::host("cannot open", error).on(&name))?;
+        Ok(Arc::new(Self {
+            name,
+            image: RwLock::new(Some(Arc::new(image))),
+            notifier,
+            reapers: Mutex::default(),
+            detached: DetachedSyncs::default(),
+            fenced: ErrorLatch::new(FENCED_HINT),
+            blocking: async_lock::Mutex::new(()),
+        }))
+    }
+
+    /// The location, for messages.
+    pub(super) fn name(&self) -> &str {
+        &self.name
+    }
+
+    pub(super) fn detached(&self) -> &DetachedSyncs {
+        &self.detached
+    }
+
+    /// An error of an operation; being fenced is remembered.
+    pub(super) fn error(
+        &self,
+        what: &'static str,
+        offset: Option<u64>,
+        source: io::Error,
+    ) -> Error {
+        let error = Error::host(what, source).on(&self.name);
+        let error = match offset {
+            Some(offset) => error.at(offset),
+            None => error,
+        };
+        if error.errno() == errno::ESHUTDOWN && self.fenced.get().is_none() {
+            tracing::error!("{error}; every request fails from now on: {FENCED_HINT}");
+            self.fenced.set(&error);
+        }
+        error
+    }
+
+    /// Begins an operation; `what` says in an error what failed. `is_sync`: it makes data durable.
+    ///
+    /// # Panics
+    /// Outside of an event loop.
+    pub(super) async fn run(
+        self: &Arc<Self>,
+        what: &'static str,
+        offset: Option<u64>,
+        command: Command,
+        is_sync: bool,
+    ) -> Result<u64> {
+        self.fenced.check()?;
+        self.watch()?;
+        let slot = Arc::new(Slot::new(is_sync));
+        let waiter = Waiter { slot: Arc::clone(&slot), what, offset };
+        // The lock is not held across the wait.
+        let begun = match &*self.image.read() {
+            Some(image) => image.submit(command, waiter),
+            None => return Err(self.closed()),
+        };
+        begun.map_err(|error| self.error(what, offset, error))?;
+        InFlight { connection: self, slot }.await
+    }
+
+    /// Makes a blocking call on a thread of its own.
+    pub(super) async fn run_blocking<T: Send + 'static>(
+        &self,
+        what: &'static str,
+        call: impl FnOnce(&Image) -> io::Result<T> + Send + 'static,
+    ) -> Result<T> {
+        self.fenced.check()?;
+        let _one = self.blocking.lock().await;
+        let image = self.image.read().clone();
+        let image = image.ok_or_else(|| self.closed())?;
+        let called = run_blocking("blockhouse-rbd", move || call(&image)).await;
+        called.flatten().map_err(|error| self.error(what, None, error))
+    }
+
+    /// Gives the image back; blocks until librbd has closed it. Operations that begin later fail.
+    pub(super) fn close(&self) {
+        let image = self.image.write().take();
+        // The tasks that watch end.
+        let _ = rustix::io::write(&self.notifier, &1_u64.to_ne_bytes());
+        drop(image);
+    }
+
+    fn closed(&self) -> Error {
+        Error::new(ErrorKind::Io, "the image was closed").on(&self.name)
+    }
+
+    /// Has the current thread's loop watch for completions.
+    fn watch(self: &Arc<Self>) -> Result<()> {
+        let thread = std::thread::current().id();
+        if self.reapers.lock().contains(&thread) {
+            return Ok(());
+        }
+        let failed = |error| Error::host("cannot watch for completions", error).on(&self.name);
+        let notifier = self.notifier.try_clone().map_err(failed)?;
+        let watch = Watch::new(notifier, Rc::new(())).map_err(failed)?;
+        self.reapers.lock().push(thread);
+        let registration = Registration { connection: Arc::downgrade(self), thread };
+        spawn_detached(reap_events(watch, registration));
+        Ok(())
+    }
+
+    /// Completes what librbd has completed. `false`: the image was closed.
+    fn reap(&self) -> bool {
+        let image = self.image.read();
+        let Some(image) = &*image else { return false };
+        image.reap(|waiter, completion| self.complete(&waiter, completion));
+        true
+    }
+
+    fn complete(&self, waiter: &Waiter, completion: Completion) {
+        let outcome = completion.map_err(|error| self.error(waiter.what, waiter.offset, error));
+        waiter.slot.complete(outcome, &self.detached);
+    }
+}
+
+/// A loop's thread among those that watch, until the task ends, also with its loop.
+struct Registration {
+    connection: Weak<Connection>,
+    thread: ThreadId,
+}
+
+impl Drop for Registration {
+    fn drop(&mut self) {
+        if let Some(connection) = self.connection.upgrade() {
+            connection.reapers.lock().retain(|thread| *thread != self.thread);
+        }
+    }
+}
+
+/// Completes operations until the image is closed.
+async fn reap_events(watch: Watch, registration: Registration) {
+    loop {
+        watch.event().await;
+        match registration.connection.upgrade() {
+            Some(connection) if connection.reap() => {}
+            _ => return,
+        }
+    }
+}
+
+/// An operation that librbd has. Dropped, it goes on; its memory stays with librbd until it has completed.
+struct InFlight<'a> {
+    connection: &'a Connection,
+    slot: Arc<Slot>,
+}
+
+impl Future for InFlight<'_> {
+    type Output = Result<u64>;
+
+    fn poll(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Self::Output> {
+        self.slot.poll(context.waker())
+    }
+}
+
+impl Drop for InFlight<'_> {
+    fn drop(&mut self) {
+        self.slot.detach(&self.connection.detached);
+    }
+}

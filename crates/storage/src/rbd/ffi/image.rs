@@ -1,0 +1,338 @@
+//! An open image: what blocks. `operation` has what does not.
+
+use std::ffi::{CStr, c_char, c_int};
+use std::io;
+use std::marker::PhantomData;
+use std::os::fd::{AsRawFd, OwnedFd};
+use std::ptr;
+use std::sync::atomic::AtomicUsize;
+
+use blockhouse_core::ByteRange;
+use rustix::event::{EventfdFlags, eventfd};
+
+use super::super::location::RbdLocation;
+use super::cluster::Cluster;
+use super::library::{Handle, OptionRecord, Rbd, WatcherRecord};
+use super::{c_string, check};
+
+/// `EVENT_TYPE_EVENTFD`.
+const EVENT_TYPE_EVENTFD: c_int = 2;
+/// `RBD_LOCK_MODE_EXCLUSIVE`.
+const LOCK_MODE_EXCLUSIVE: c_int = 0;
+/// Watchers of an image that are asked for.
+const MAX_WATCHERS: usize = 64;
+/// Room for each of the texts about the holder of a lock, in bytes.
+const MAX_TEXT: usize = 1024;
+
+/// What failed while an image was opened, and the errno of Ceph.
+pub(in crate::rbd) struct OpenError {
+    pub(in crate::rbd) what: &'static str,
+    pub(in crate::rbd) source: io::Error,
+}
+
+/// A client that holds the lock of an image.
+pub(in crate::rbd) struct LockHolder {
+    /// As Ceph calls its clients: `client.4123`.
+    pub(in crate::rbd) client: String,
+    /// Its IP address, port and nonce.
+    pub(in crate::rbd) address: String,
+}
+
+/// The first extent of a range.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(in crate::rbd) enum Extent {
+    /// So many bytes are in objects that exist.
+    Data(u64),
+    /// So many bytes are in no object, and read as zeros.
+    Hole(u64),
+}
+
+/// An open image, whose operations each have a waiter `W`.
+///
+/// Every method but those of `operation` blocks, mostly for a message to the cluster and back.
+pub(in crate::rbd) struct Image<W: Send + 'static> {
+    cluster: Cluster,
+    pub(super) handle: Handle,
+    /// Operations that librbd has and whose completion was not taken out.
+    pub(super) in_flight: AtomicUsize,
+    /// librbd adds to it for each completion. No one has to read it.
+    pub(super) notifier: OwnedFd,
+    waiters: PhantomData<fn(W) -> W>,
+}
+
+// SAFETY: an image of librbd is not bound to a thread, and its functions may be called by several at a time (upheld by
+// Ceph); waiters move between threads, which `W: Send` allows.
+unsafe impl<W: Send> Send for Image<W> {}
+// SAFETY: as above; a waiter is never shared, only given in and taken out.
+unsafe impl<W: Send> Sync for Image<W> {}
+
+impl<W: Send + 'static> Image<W> {
+    /// Connects to the cluster and opens the image, or the snapshot that the location names. Only an image that is
+    /// opened for writing is known to other clients.
+    ///
+    /// # Errors
+    /// What failed; ENOENT where there is no such image.
+    pub(in crate::rbd) fn open(
+        location: &RbdLocation,
+        is_writable: bool,
+        options: &[(&CStr, &CStr)],
+        defaults: &[(&CStr, &CStr)],
+    ) -> Result<Self, OpenError> {
+        let failed = |(what, source)| OpenError { what, source };
+        let cluster = Cluster::connect(location, options, defaults).map_err(failed)?;
+        Self::open_in(cluster, location, is_writable)
+            .map_err(|source| failed(("cannot open the image", source)))
+    }
+
+    fn open_in(cluster: Cluster, location: &RbdLocation, is_writable: bool) -> io::Result<Self> {
+        let notifier = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
+        let name = c_string(location.image())?;
+        let snapshot = location.snapshot().map(c_string).transpose()?;
+        let snapshot = snapshot.as_ref().map_or(ptr::null(), |name| name.as_ptr());
+        let rbd = &cluster.ceph().rbd;
+        let open = if is_writable { rbd.rbd_open } else { rbd.rbd_open_read_only };
+        let mut handle = ptr::null_mut();
+        // SAFETY: the pool lives as long as the cluster, which the image keeps; null means no snapshot.
+        check(unsafe { open(cluster.pool(), name.as_ptr(), &raw mut handle, snapshot) })?;
+        // From here on it is closed on every way out.
+        let in_flight = AtomicUsize::new(0);
+        let image = Self { cluster, handle, in_flight, notifier, waiters: PhantomData };
+        let descriptor = image.notifier.as_raw_fd();
+        // SAFETY: the eventfd stays open as long as the image: it is closed after it (`Drop`).
+        check(unsafe {
+            (image.rbd().rbd_set_image_notification)(handle, descriptor, EVENT_TYPE_EVENTFD)
+        })?;
+        Ok(image)
+    }
+
+    pub(super) fn rbd(&self) -> &'static Rbd {
+        &self.cluster.ceph().rbd
+    }
+
+    /// Bytes, as the cluster said last.
+    pub(in crate::rbd) fn size(&self) -> io::Result<u64> {
+        let mut size = 0;
+        // SAFETY: the image is open.
+        check(unsafe { (self.rbd().rbd_get_size)(self.handle, &raw mut size) })?;
+        Ok(size)
+    }
+
+    /// Makes the image longer or shorter.
+    pub(in crate::rbd) fn resize(&self, size: u64) -> io::Result<()> {
+        unsafe extern "C" fn go_on(_done: u64, _total: u64, _argument: Handle) -> c_int {
+            0
+        }
+        // SAFETY: the callback needs no argument.
+        let code =
+            unsafe { (self.rbd().rbd_resize2)(self.handle, size, true, go_on, ptr::null_mut()) };
+        check(code).map(drop)
+    }
+
+    /// The value of one of librbd's options for this image, which its pool or its own metadata may set. `None` where
+    /// the library has no such option.
+    pub(in crate::rbd) fn option(&self, name: &str) -> io::Result<Option<String>> {
+        let empty = OptionRecord {
+            name: ptr::null_mut(),
+            value: ptr::null_mut(),
+            source: Default::default(),
+        };
+        let mut records = Vec::new();
+        let list = self.rbd().rbd_config_image_list;
+        loop {
+            let mut count = c_int::try_from(records.len()).unwrap_or(c_int::MAX);
+            // SAFETY: there are as many records.
+            let code = unsafe { list(self.handle, records.as_mut_ptr(), &raw mut count) };
+            let listed = usize::try_from(count).unwrap_or(0);
+            if code == -rustix::io::Errno::RANGE.raw_os_error() && listed > records.len() {
+                records.resize(listed, empty);
+                continue;
+            }
+            check(code)?;
+            records.truncate(listed);
+            break;
+        }
+        // SAFETY: librbd has filled the records with strings, which are given back below.
+        let found = records.iter().find(|record| unsafe { text(record.name) } == name);
+        // SAFETY: as above.
+        let value = found.map(|record| unsafe { text(record.value) });
+        let count = c_int::try_from(records.len()).unwrap_or(0);
+        // SAFETY: they are the records of the list, and none is used afterwards.
+        unsafe { (self.rbd().rbd_config_image_list_cleanup)(records.as_mut_ptr(), count) };
+        Ok(value)
+    }
+
+    /// Takes the image's exclusive lock and keeps it. Waits for a holder that is gone until the cluster has found that
+    /// out.
+    ///
+    /// # Errors
+    /// EROFS where another client keeps it; EINVAL where the image has no such lock.
+    pub(in crate::rbd) fn lock(&self) -> io::Result<()> {
+        // SAFETY: the image is open.
+        check(unsafe { (self.rbd().rbd_lock_acquire)(self.handle, LOCK_MODE_EXCLUSIVE) }).map(drop)
+    }
+
+    /// The holder of the exclusive lock. It may be gone.
+    pub(in crate::rbd) fn lock_holder(&self) -> io::Result<Option<LockHolder>> {
+        let mut exclusive = 0;
+        let mut texts = [[0_u8; MAX_TEXT]; 4];
+        let mut lengths = [MAX_TEXT; 4];
+        let [tag, clients, cookies, addresses] =
+            texts.each_mut().map(|text| text.as_mut_ptr().cast());
+        let [tag_length, clients_length, cookies_length, addresses_length] =
+            lengths.each_mut().map(|length| length as *mut usize);
+        // SAFETY: each text has room for as many bytes as its length says.
+        let count = unsafe {
+            (self.rbd().rbd_list_lockers)(
+                self.handle,
+                &raw mut exclusive,
+                tag,
+                tag_length,
+                clients,
+                clients_length,
+                cookies,
+                cookies_length,
+                addresses,
+                addresses_length,
+            )
+        };
+        if count < 0 {
+            return Err(io::Error::from_raw_os_error(-(count as i32)));
+        }
+        let [_, clients, _, addresses] = texts;
+        // Each of the texts ends with a zero byte, the first one is that of the only holder.
+        let first = |text: &[u8]| {
+            let text = CStr::from_bytes_until_nul(text).unwrap_or_default();
+            text.to_string_lossy().into_owned()
+        };
+        let holder = LockHolder { client: first(&clients), address: first(&addresses) };
+        Ok((count > 0).then_some(holder))
+    }
+
+    /// The numbers of the clients that have the image open for writing; of more than a few the first.
+    pub(in crate::rbd) fn watchers(&self) -> io::Result<Vec<i64>> {
+        let none = WatcherRecord { address: ptr::null_mut(), id: 0, cookie: 0 };
+        let (mut records, mut count) = ([none; MAX_WATCHERS], MAX_WATCHERS);
+        let list = self.rbd().rbd_watchers_list;
+        // SAFETY: there is room for as many records.
+        check(unsafe { list(self.handle, records.as_mut_ptr(), &raw mut count) })?;
+        let watchers = records[..count].iter().map(|record| record.id).collect();
+        // SAFETY: they are the records that librbd has filled, and none is used afterwards.
+        unsafe { (self.rbd().rbd_watchers_list_cleanup)(records.as_mut_ptr(), count) };
+        Ok(watchers)
+    }
+
+    /// The first extent of a range, which is not empty and inside of the image.
+    pub(in crate::rbd) fn first_extent(&self, range: ByteRange) -> io::Result<Extent> {
+        let mut scan = Scan { range, data_end: range.offset(), hole_end: range.end() };
+        let (whole_objects, with_parent) = (1, 1);
+        // SAFETY: the callback is called during the call only, and gets the scan, which nothing else uses meanwhile.
+        let code = unsafe {
+            (self.rbd().rbd_diff_iterate2)(
+                self.handle,
+                ptr::null(),
+                range.offset(),
+                range.length(),
+                with_parent,
+                whole_objects,
+                on_extent,
+                (&raw mut scan).cast(),
+            )
+        };
+        if code != STOP {
+            check(code)?;
+        }
+        Ok(scan.first())
+    }
+}
+
+/// What the callback of a diff answers when it knows enough.
+const STOP: c_int = -rustix::io::Errno::CANCELED.raw_os_error();
+
+/// What is known of the start of a range.
+struct Scan {
+    range: ByteRange,
+    /// Where the data ends that the range starts with.
+    data_end: u64,
+    /// Where the hole ends that the range starts with, if there is no such data.
+    hole_end: u64,
+}
+
+impl Scan {
+    /// Takes in the next extent with data. `false`: nothing more has to be known.
+    fn add(&mut self, offset: u64, length: u64) -> bool {
+        if offset > self.data_end {
+            if self.data_end == self.range.offset() {
+                self.hole_end = offset.min(self.range.end());
+            }
+            return false;
+        }
+        self.data_end = self.data_end.max(offset.saturating_add(length));
+        self.data_end < self.range.end()
+    }
+
+    fn first(&self) -> Extent {
+        let start = self.range.offset();
+        match self.data_end > start {
+            true => Extent::Data(self.data_end.min(self.range.end()) - start),
+            false => Extent::Hole(self.hole_end - start),
+        }
+    }
+}
+
+/// # Safety
+/// `scan` is a [`Scan`] that nothing else uses during the call.
+unsafe extern "C" fn on_extent(offset: u64, length: usize, exists: c_int, scan: Handle) -> c_int {
+    // SAFETY: the caller guarantees it.
+    let scan = unsafe { &mut *scan.cast::<Scan>() };
+    if exists != 0 && !scan.add(offset, length as u64) {
+        return STOP;
+    }
+    0
+}
+
+/// # Safety
+/// The address is null or that of a string that ends with a zero byte.
+unsafe fn text(address: *const c_char) -> String {
+    if address.is_null() {
+        return String::new();
+    }
+    // SAFETY: the caller guarantees it.
+    unsafe { CStr::from_ptr(address) }.to_string_lossy().into_owned()
+}
+
+impl<W: Send + 'static> Drop for Image<W> {
+    /// Waits for the operations in flight, gives the lock back and closes; blocks. Waiters of those operations are
+    /// dropped.
+    fn drop(&mut self) {
+        self.drain();
+        // SAFETY: no operation is in flight, so librbd has no memory of ours. The eventfd is closed afterwards.
+        unsafe { (self.rbd().rbd_close)(self.handle) };
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn first(extents: &[(u64, u64)]) -> Extent {
+        let range = ByteRange::between(100, 200);
+        let mut scan = Scan { range, data_end: 100, hole_end: 200 };
+        for &(offset, length) in extents {
+            if !scan.add(offset, length) {
+                break;
+            }
+        }
+        scan.first()
+    }
+
+    #[test]
+    fn the_first_extent_is_data_up_to_a_gap_or_a_hole_up_to_data() {
+        assert_eq!(first(&[]), Extent::Hole(100));
+        assert_eq!(first(&[(150, 10), (170, 5)]), Extent::Hole(50));
+        assert_eq!(first(&[(100, 10), (170, 5)]), Extent::Data(10));
+        assert_eq!(first(&[(100, 10), (110, 20), (140, 1)]), Extent::Data(30));
+        assert_eq!(first(&[(64, 64), (128, 64), (192, 64)]), Extent::Data(100));
+        assert_eq!(first(&[(300, 64)]), Extent::Hole(100));
+        assert_eq!(first(&[(100, u64::MAX)]), Extent::Data(100));
+    }
+}

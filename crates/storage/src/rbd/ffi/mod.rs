@@ -1,0 +1,28 @@
+//! Images in Ceph by librbd: the one place outside of the engine and core's buffers with unsafe code.
+//!
+//! Guarantees:
+//! - [`Image`] is safe to use from any thread.
+//! - An operation in flight owns its memory until librbd has completed it, whatever becomes of its caller, and an image
+//!   is closed after its last operation.
+//! - No function of Ceph is called after what it works on was closed, and no panic crosses a callback.
+
+mod cluster;
+mod image;
+mod library;
+mod operation;
+
+use std::ffi::{CString, c_int};
+use std::io;
+
+pub(super) use image::{Extent, Image, LockHolder, OpenError};
+pub(super) use operation::{Command, Completion};
+
+/// Ceph's way to say a count or an errno in one number.
+fn check(code: c_int) -> io::Result<u32> {
+    u32::try_from(code).map_err(|_| io::Error::from_raw_os_error(-code))
+}
+
+fn c_string(text: &str) -> io::Result<CString> {
+    // A location has no zero bytes.
+    CString::new(text).map_err(|_| io::ErrorKind::InvalidInput.into())
+}

@@ -1,0 +1,179 @@
+//! Operations: begun by any thread, completed by librbd, and taken out by whoever asks.
+//!
+//! Guarantees: an operation's memory stays where it is until librbd has completed it; each waiter comes back once.
+
+use std::ffi::c_int;
+use std::io;
+use std::ptr;
+use std::sync::atomic::Ordering;
+
+use blockhouse_core::{ByteRange, IoVector};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+
+use super::check;
+use super::image::Image;
+use super::library::Handle;
+
+/// Completions that are taken out at a time.
+const MAX_COMPLETIONS: usize = 64;
+/// `RBD_WRITE_ZEROES_FLAG_THICK_PROVISION`.
+const THICK_PROVISION: c_int = 1;
+/// After so long the end of an operation is looked for again.
+const DRAIN_TIMEOUT: Timespec = Timespec { tv_sec: 1, tv_nsec: 0 };
+
+/// What is asked of an image.
+pub(in crate::rbd) enum Command {
+    /// Fills the memory from an offset on.
+    Read(u64, IoVector),
+    /// Stores the memory from an offset on.
+    Write(u64, IoVector),
+    /// Makes a range zeros; `is_thick` keeps its space allocated.
+    WriteZeroes { range: ByteRange, is_thick: bool },
+    /// Gives the space of whole objects, or of large parts of them, back.
+    Discard(ByteRange),
+    /// Makes all completed writes durable.
+    Flush,
+}
+
+/// The end of an operation: bytes, or an errno.
+pub(in crate::rbd) type Completion = io::Result<u64>;
+
+/// What an operation owns while it is in flight.
+struct InFlight<W> {
+    /// librbd writes to its bytes, and reads the list of its segments until the completion.
+    memory: Option<IoVector>,
+    waiter: W,
+}
+
+impl<W: Send + 'static> Image<W> {
+    /// Begins an operation. Its waiter comes out of [`reap`](Self::reap), with its memory dropped.
+    ///
+    /// # Errors
+    /// librbd refuses: then it was not begun.
+    pub(in crate::rbd) fn submit(&self, command: Command, waiter: W) -> io::Result<()> {
+        let (call, memory) = match command {
+            Command::Read(offset, memory) => (Call::Read(offset), Some(memory)),
+            Command::Write(offset, memory) => (Call::Write(offset), Some(memory)),
+            Command::WriteZeroes { range, is_thick } => (Call::WriteZeroes(range, is_thick), None),
+            Command::Discard(range) => (Call::Discard(range), None),
+            Command::Flush => (Call::Flush, None),
+        };
+        let owned = Box::into_raw(Box::new(InFlight { memory, waiter }));
+        let mut completion = ptr::null_mut();
+        // SAFETY: without a callback librbd only hands the argument back.
+        let created = check(unsafe {
+            (self.rbd().rbd_aio_create_completion)(owned.cast(), None, &raw mut completion)
+        });
+        self.in_flight.fetch_add(1, Ordering::Relaxed);
+        // SAFETY: the box is `InFlight`, stays until the completion is taken out, and nothing uses it until then.
+        let begun = created.and_then(|_| unsafe { self.begin(call, owned, completion) });
+        if let Err(error) = begun {
+            self.in_flight.fetch_sub(1, Ordering::Relaxed);
+            // SAFETY: librbd has refused, so neither is used by it, and no completion comes.
+            unsafe {
+                if !completion.is_null() {
+                    (self.rbd().rbd_aio_release)(completion);
+                }
+                drop(Box::from_raw(owned));
+            }
+            return Err(error);
+        }
+        Ok(())
+    }
+
+    /// # Safety
+    /// `owned` is not moved, changed or dropped before the completion.
+    unsafe fn begin(
+        &self,
+        call: Call,
+        owned: *const InFlight<W>,
+        completion: Handle,
+    ) -> io::Result<()> {
+        let (rbd, image) = (self.rbd(), self.handle);
+        // SAFETY: the caller guarantees that the box is there, and so are segments and bytes (`IoVector`). A guest may
+        // change bytes meanwhile; librbd copies what it sends.
+        let code = unsafe {
+            let segments = (*owned).memory.as_ref().map_or(&[][..], IoVector::segments);
+            let count = c_int::try_from(segments.len()).unwrap_or(c_int::MAX);
+            let first = segments.as_ptr();
+            match call {
+                Call::Read(offset) => (rbd.rbd_aio_readv)(image, first, count, offset, completion),
+                Call::Write(offset) => {
+                    (rbd.rbd_aio_writev)(image, first, count, offset, completion)
+                }
+                Call::WriteZeroes(range, is_thick) => {
+                    let flags = if is_thick { THICK_PROVISION } else { 0 };
+                    let (offset, length) = (range.offset(), range.length() as usize);
+                    (rbd.rbd_aio_write_zeroes)(image, offset, length, completion, flags, 0)
+                }
+                Call::Discard(range) => {
+                    (rbd.rbd_aio_discard)(image, range.offset(), range.length(), completion)
+                }
+                Call::Flush => (rbd.rbd_aio_flush)(image, completion),
+            }
+        };
+        check(code).map(drop)
+    }
+
+    /// Takes out all operations that librbd has completed.
+    pub(in crate::rbd) fn reap(&self, mut complete: impl FnMut(W, Completion)) {
+        let rbd = self.rbd();
+        let mut completions = [ptr::null_mut(); MAX_COMPLETIONS];
+        loop {
+            let (first, room) = (completions.as_mut_ptr(), MAX_COMPLETIONS as c_int);
+            // SAFETY: there is room for as many.
+            let count = unsafe { (rbd.rbd_poll_io_events)(self.handle, first, room) };
+            let count = usize::try_from(count).unwrap_or(0);
+            for &completion in &completions[..count] {
+                // SAFETY: each completion comes out once. Its argument is the box that `submit` made of an `InFlight`
+                // of the same image, thus of the same `W`, and librbd is done with it.
+                let (owned, result) = unsafe {
+                    let owned = (rbd.rbd_aio_get_arg)(completion).cast::<InFlight<W>>();
+                    let result = (rbd.rbd_aio_get_return_value)(completion);
+                    (rbd.rbd_aio_release)(completion);
+                    (Box::from_raw(owned), result)
+                };
+                let InFlight { memory, waiter } = *owned;
+                drop(memory);
+                self.in_flight.fetch_sub(1, Ordering::Relaxed);
+                complete(waiter, outcome(result));
+            }
+            if count < MAX_COMPLETIONS {
+                return;
+            }
+        }
+    }
+
+    /// Waits until no operation is in flight; blocks. The waiters of those that are left are dropped.
+    pub(super) fn drain(&self) {
+        while self.in_flight.load(Ordering::Relaxed) > 0 {
+            // The counter begins anew before completions are looked for: none is missed.
+            let _ = rustix::io::read(&self.notifier, &mut [0; 8]);
+            self.reap(|waiter, _| drop(waiter));
+            if self.in_flight.load(Ordering::Relaxed) > 0 {
+                let mut waited = [PollFd::new(&self.notifier, PollFlags::IN)];
+                // A failure costs a look that finds nothing.
+                let _ = poll(&mut waited, Some(&DRAIN_TIMEOUT));
+            }
+        }
+    }
+
+    /// Another descriptor of the eventfd that is signalled for each completion.
+    pub(in crate::rbd) fn notifier(&self) -> io::Result<std::os::fd::OwnedFd> {
+        self.notifier.try_clone()
+    }
+}
+
+/// A command without its memory.
+enum Call {
+    Read(u64),
+    Write(u64),
+    WriteZeroes(ByteRange, bool),
+    Discard(ByteRange),
+    Flush,
+}
+
+/// The kernel's way to say a count or an errno in one number, which is Ceph's, too.
+fn outcome(result: isize) -> Completion {
+    u64::try_from(result).map_err(|_| io::Error::from_raw_os_error(-(result as i32)))
+}

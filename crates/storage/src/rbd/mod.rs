@@ -1,0 +1,226 @@
+//! An image in Ceph (RBD) as storage, by librbd.
+//!
+//! Guarantees:
+//! - A write is on all replicas when it completes, because librbd's cache is off: FUA costs nothing, and a flush has
+//!   nothing to do. Where the image's own metadata turns the cache on, [`Capabilities`] say so, and flushes do the work.
+//! - No request waits for ever: where the configuration has no limit, one that the cluster does not answer fails after
+//!   30 seconds. It may still be carried out.
+//! - An image that is open for writing has its exclusive lock. A client that loses it because it was fenced fails every
+//!   request from then on.
+//! - Requests begin and complete on the loop that made them; what librbd can only do blocking has a thread of its own.
+
+mod connection;
+#[expect(unsafe_code, reason = "it calls librbd")]
+mod ffi;
+mod location;
+mod open;
+mod slot;
+
+use std::io;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use blockhouse_core::{
+    Alignment, Allocation, ByteRange, Capabilities, Durability, Error, ErrorKind, Fua, FuaCost,
+    GroupCommit, IoVector, Offload, ReadAfterDiscard, Result, Storage, SyncMode, Unmap, WriteCache,
+    errno,
+};
+
+use connection::Connection;
+use ffi::{Command, Extent};
+pub use location::RbdLocation;
+pub(crate) use location::SCHEME;
+use open::Opened;
+pub use open::RbdAccess;
+
+/// The longest range of one zero write or discard: librbd has an operation in memory for each object of it.
+const MAX_RANGE: u64 = 1 << 30;
+/// The longest range whose extents are asked for at once: without an object map that is a message for each object.
+const MAX_STATUS_RANGE: u64 = 4 << 30;
+/// An image that grows by writes past its end becomes longer by a multiple of this, since each change of its size is
+/// told to all its clients.
+const GROWTH: u64 = 64 << 20;
+
+/// An image in Ceph.
+pub struct RbdStorage {
+    connection: Arc<Connection>,
+    size: AtomicU64,
+    /// One change of the size at a time.
+    resizing: async_lock::Mutex<()>,
+    is_cached: bool,
+}
+
+impl RbdStorage {
+    /// Opens an image, and locks it as `access` says.
+    ///
+    /// The lock of a client that is gone is waited for until the cluster has noticed that, 30 seconds mostly.
+    ///
+    /// # Errors
+    /// `Locked` with the holder's name, where another client has the image open for writing; `Unsupported` where Ceph's
+    /// libraries are missing, or the image has no exclusive lock; `ReadOnly` for a snapshot that is to be written; or
+    /// what failed, with the errno of Ceph.
+    ///
+    /// # Panics
+    /// Outside of an event loop.
+    pub async fn open(location: RbdLocation, access: RbdAccess) -> Result<Self> {
+        let Opened { connection, size, is_cached } = open::open(location, access).await?;
+        let (size, resizing) = (AtomicU64::new(size), async_lock::Mutex::new(()));
+        Ok(Self { connection, size, resizing, is_cached })
+    }
+
+    /// The part of a range that is inside of the image, in ranges that librbd takes at once.
+    async fn change_range(
+        &self,
+        what: &'static str,
+        range: ByteRange,
+        command: impl Fn(ByteRange) -> Command,
+    ) -> Result<()> {
+        let end = range.end().min(self.size());
+        let mut offset = range.offset();
+        while offset < end {
+            let part = ByteRange::between(offset, end.min(offset + MAX_RANGE));
+            let changed = self.connection.run(what, Some(offset), command(part), false).await;
+            changed.map_err(Error::confined)?;
+            offset = part.end();
+        }
+        Ok(())
+    }
+
+    /// Makes the image at least `size` bytes long.
+    async fn grow(&self, size: u64) -> Result<()> {
+        let _one = self.resizing.lock().await;
+        match size > self.size() {
+            true => self.set_size(size).await,
+            false => Ok(()),
+        }
+    }
+
+    /// To be called by one at a time.
+    async fn set_size(&self, size: u64) -> Result<()> {
+        let resize = move |image: &connection::Image| image.resize(size);
+        self.connection.run_blocking("cannot change the size", resize).await?;
+        self.size.store(size, Ordering::Release);
+        Ok(())
+    }
+}
+
+impl Drop for RbdStorage {
+    /// Gives the lock back and closes the image; blocks for some messages to the cluster and back.
+    fn drop(&mut self) {
+        self.connection.close();
+    }
+}
+
+impl Storage for RbdStorage {
+    fn name(&self) -> &str {
+        self.connection.name()
+    }
+
+    fn capabilities(&self) -> Capabilities {
+        let (fua, write_cache, group_commit) = match self.is_cached {
+            false => (Fua::Native, WriteCache::None, GroupCommit::Never),
+            true => (Fua::Emulated, WriteCache::Volatile, GroupCommit::From(1)),
+        };
+        Capabilities {
+            fua,
+            fua_cost: FuaCost::NoFlush,
+            write_cache,
+            group_commit,
+            alignment: Alignment::BYTE,
+            write_zeroes: Offload::Available,
+            discard: Offload::Available,
+            // librbd leaves out what is smaller than a part of an object.
+            read_after_discard: ReadAfterDiscard::Undefined,
+        }
+    }
+
+    fn size(&self) -> u64 {
+        self.size.load(Ordering::Acquire)
+    }
+
+    async fn read(&self, offset: u64, mut into: IoVector) -> Result<()> {
+        let inside = self.size().saturating_sub(offset).min(into.len() as u64);
+        into.split_off(inside as usize).fill(0);
+        if into.is_empty() {
+            return Ok(());
+        }
+        let (what, command) = ("cannot read", Command::Read(offset, into));
+        let read = self.connection.run(what, Some(offset), command, false).await?;
+        if read != inside {
+            let what = "another client has made the image shorter: cannot read";
+            return Err(Error::new(ErrorKind::Io, what).on(self.name()).at(offset));
+        }
+        Ok(())
+    }
+
+    async fn write(&self, offset: u64, from: IoVector, durability: Durability) -> Result<()> {
+        if from.is_empty() {
+            return Ok(());
+        }
+        let end = offset.checked_add(from.len() as u64);
+        let end = end.ok_or_else(|| {
+            let source = io::Error::from_raw_os_error(errno::EFBIG);
+            self.connection.error("cannot write", Some(offset), source)
+        })?;
+        if end > self.size() {
+            self.grow(end.checked_next_multiple_of(GROWTH).unwrap_or(end)).await?;
+        }
+        let (what, command) = ("cannot write", Command::Write(offset, from));
+        let is_durable = durability.sync().is_some() && !self.is_cached;
+        let written = self.connection.run(what, Some(offset), command, is_durable).await;
+        // What completed before is durable already.
+        let written = if self.is_cached { written } else { written.map_err(Error::confined) };
+        written?;
+        match durability.sync() {
+            Some(sync) if self.is_cached => self.flush(sync).await,
+            _ => Ok(()),
+        }
+    }
+
+    async fn write_zeroes(&self, range: ByteRange, unmap: Unmap) -> Result<()> {
+        let is_thick = unmap == Unmap::Forbidden;
+        let command = |range| Command::WriteZeroes { range, is_thick };
+        self.change_range("cannot write zeros", range, command).await
+    }
+
+    async fn discard(&self, range: ByteRange) -> Result<()> {
+        self.change_range("cannot discard", range, Command::Discard).await
+    }
+
+    async fn flush(&self, _sync: SyncMode) -> Result<()> {
+        self.connection.detached().drained().await?;
+        self.connection.run("cannot flush", None, Command::Flush, true).await.map(drop)
+    }
+
+    async fn resize(&self, size: u64) -> Result<()> {
+        let _one = self.resizing.lock().await;
+        match size == self.size() {
+            true => Ok(()),
+            false => self.set_size(size).await,
+        }
+    }
+
+    async fn extend_hint(&self, size: u64) {
+        // It is a hint: the write that needs the space tells what is wrong.
+        let _ = self.grow(size).await;
+    }
+
+    async fn block_status(&self, range: ByteRange) -> Result<(Allocation, u64)> {
+        let inside = self.size().saturating_sub(range.offset()).min(range.length());
+        if inside == 0 {
+            return Ok((Allocation::Hole, range.length()));
+        }
+        let start = range.offset();
+        let asked = ByteRange::between(start, start + inside.min(MAX_STATUS_RANGE));
+        let ask = move |image: &connection::Image| image.first_extent(asked);
+        let extent = self.connection.run_blocking("cannot find the holes", ask).await;
+        Ok(match extent.map_err(|error| error.at(start))? {
+            Extent::Data(length) => (Allocation::Data, length),
+            Extent::Hole(length) => (Allocation::Hole, length),
+        })
+    }
+
+    async fn prefetch(&self, _range: ByteRange) -> Result<()> {
+        Ok(())
+    }
+}

@@ -1,0 +1,169 @@
+//! Opening an image: its options, its lock, and what its completions mean.
+
+use std::ffi::CStr;
+use std::io;
+use std::pin::pin;
+use std::sync::Arc;
+use std::time::Duration;
+
+use blockhouse_core::{Error, ErrorKind, Result};
+use blockhouse_engine::sleep;
+use futures_util::future::{Either, select};
+
+use super::connection::{Connection, Image};
+use super::ffi::{LockHolder, OpenError};
+use super::location::RbdLocation;
+use crate::blocking::run_blocking;
+
+/// What is set in any case: a completion means durable, clusters that do not answer are not waited for for long, and
+/// messages are ours.
+const OPTIONS: &[(&CStr, &CStr)] = &[
+    (c"rbd_cache", c"false"),
+    (c"client_mount_timeout", c"30"),
+    (c"log_to_stderr", c"false"),
+    (c"err_to_stderr", c"false"),
+];
+
+/// What is set where the configuration has no limit, in seconds: no request waits for ever.
+const TIMEOUTS: &[(&CStr, &CStr)] =
+    &[(c"rados_osd_op_timeout", c"30"), (c"rados_mon_op_timeout", c"30")];
+
+/// A lock that is not had after so long has a holder that does not answer.
+const LOCK_PATIENCE: Duration = Duration::from_secs(3);
+
+/// How an image is opened.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum RbdAccess {
+    /// For reading, while no other client writes. That is made sure of once, at the opening.
+    Read,
+    /// For reading, also while another client writes: what is read may never have been there as a whole.
+    ReadShared,
+    /// For reading and writing, with the image's exclusive lock.
+    Write,
+}
+
+/// An image that is open.
+pub(super) struct Opened {
+    pub(super) connection: Arc<Connection>,
+    pub(super) size: u64,
+    /// Whether librbd completes writes that are only in a cache of its own.
+    pub(super) is_cached: bool,
+}
+
+/// Opens an image and locks it as `access` says.
+pub(super) async fn open(location: RbdLocation, access: RbdAccess) -> Result<Opened> {
+    let name = location.to_string();
+    if access == RbdAccess::Write && location.snapshot().is_some() {
+        let error = Error::new(ErrorKind::ReadOnly, "a snapshot is never written").on(&name);
+        return Err(error.hint("open it for reading (--read-only), or clone it with 'rbd clone'"));
+    }
+    let host_error = |what, error| Error::host(what, error).on(&name);
+    let (place, is_writable) = (location.clone(), access == RbdAccess::Write);
+    let opening = run_blocking("blockhouse-rbd", move || {
+        let image = Image::open(&place, is_writable, OPTIONS, TIMEOUTS)?;
+        let failed = |source| OpenError { what: "cannot examine the image", source };
+        let size = image.size().map_err(failed)?;
+        let is_cached = is_cached(&image).map_err(failed)?;
+        Ok((image, size, is_cached))
+    });
+    let opened = opening.await.map_err(|error| host_error("cannot start a thread", error))?;
+    let (image, size, is_cached) = opened.map_err(|error| describe(error, &location))?;
+    let connection = Connection::new(name, image)?;
+    match access {
+        RbdAccess::Write => lock(&connection, &location).await?,
+        RbdAccess::Read if location.snapshot().is_none() => check_unlocked(&connection).await?,
+        RbdAccess::Read | RbdAccess::ReadShared => {}
+    }
+    Ok(Opened { connection, size, is_cached })
+}
+
+/// Whether the image's own metadata, or its pool's, has librbd complete writes before they are durable.
+fn is_cached(image: &Image) -> io::Result<bool> {
+    let is_on = |value: Option<String>| {
+        value.is_some_and(|value| !matches!(value.as_str(), "false" | "0" | "disabled"))
+    };
+    Ok(is_on(image.option("rbd_cache")?) || is_on(image.option("rbd_persistent_cache_mode")?))
+}
+
+/// What failed, and what can be done about it.
+fn describe(error: OpenError, location: &RbdLocation) -> Error {
+    let OpenError { what, source } = error;
+    if source.kind() == io::ErrorKind::Unsupported && source.raw_os_error().is_none() {
+        let what = format!("{what}: {source}");
+        return Error::new(ErrorKind::Unsupported, what).on(&location.to_string());
+    }
+    let error = Error::host(what, source).on(&location.to_string());
+    let (pool, image) = (location.pool(), location.image());
+    const ENOENT: i32 = 2;
+    const ETIMEDOUT: i32 = 110;
+    match (what, error.errno()) {
+        ("cannot open the image", ENOENT) => {
+            error.hint(format!("see 'rbd ls {pool}', 'rbd snap ls {pool}/{image}'"))
+        }
+        ("cannot use the pool", ENOENT) => error.hint("see 'ceph osd lspools'"),
+        ("cannot read the configuration of Ceph", _) => {
+            error.hint("name the cluster's configuration file: rbd:POOL/IMAGE?conf=FILE")
+        }
+        ("cannot connect to the cluster", ETIMEDOUT) => error
+            .hint("its monitors do not answer: see 'ceph -s', and 'mon host' in its configuration"),
+        ("cannot connect to the cluster", _) => {
+            error.hint("see 'keyring' and 'mon host' in its configuration; the user is id=USER")
+        }
+        _ => error,
+    }
+}
+
+/// Takes the exclusive lock.
+async fn lock(connection: &Arc<Connection>, location: &RbdLocation) -> Result<()> {
+    let locking = pin!(connection.run_blocking("cannot lock the image", Image::lock));
+    let locked = match select(locking, sleep(LOCK_PATIENCE)).await {
+        Either::Left((locked, _)) => locked,
+        Either::Right(((), locking)) => {
+            tracing::warn!(
+                "{}: the client that holds the image's lock does not answer; waiting until the cluster finds that \
+                 it is gone, half a minute mostly",
+                connection.name()
+            );
+            locking.await
+        }
+    };
+    let Err(error) = locked else { return Ok(()) };
+    match error.errno() {
+        blockhouse_core::errno::EINVAL => {
+            let what = "the image has no exclusive lock, so that nothing would keep a second writer away";
+            let (pool, image) = (location.pool(), location.image());
+            let hint = format!("give it one: rbd feature enable {pool}/{image} exclusive-lock");
+            Err(Error::new(ErrorKind::Unsupported, what).on(connection.name()).hint(hint))
+        }
+        30 /* EROFS */ => {
+            let holder = holder(connection).await?.unwrap_or_else(|| "another client".into());
+            Err(locked_by(connection, &holder))
+        }
+        _ => Err(error),
+    }
+}
+
+/// Refuses an image that a living client has the lock of.
+async fn check_unlocked(connection: &Arc<Connection>) -> Result<()> {
+    match holder(connection).await? {
+        Some(holder) => Err(locked_by(connection, &holder)),
+        None => Ok(()),
+    }
+}
+
+fn locked_by(connection: &Connection, holder: &str) -> Error {
+    let what = format!("the image is locked: {holder} has it open for writing");
+    Error::new(ErrorKind::Locked, what)
+        .on(connection.name())
+        .hint("stop that program first, or read a snapshot of the image")
+}
+
+/// Who holds the lock and has the image open, in words.
+async fn holder(connection: &Connection) -> Result<Option<String>> {
+    let asked = connection.run_blocking("cannot find out who uses the image", |image| {
+        let Some(LockHolder { client, address }) = image.lock_holder()? else { return Ok(None) };
+        let watches = image.watchers()?.iter().any(|number| client == format!("client.{number}"));
+        Ok(watches.then(|| format!("{client} at {address}")))
+    });
+    asked.await
+}

@@ -1,0 +1,125 @@
+//! The waiter of one operation.
+//!
+//! Guarantees: each operation ends once; the failure of a detached flush or durable write goes to the next flush.
+
+use std::task::{Poll, Waker};
+
+use blockhouse_core::Result;
+use parking_lot::Mutex;
+
+use crate::detached::DetachedSyncs;
+
+/// What an operation has come to.
+pub(super) struct Slot {
+    /// Whether it makes data durable.
+    is_sync: bool,
+    state: Mutex<State>,
+}
+
+enum State {
+    InFlight(Option<Waker>),
+    /// The future was dropped.
+    Detached,
+    /// Bytes, or why not.
+    Ended(Result<u64>),
+    /// The outcome was taken out.
+    Over,
+}
+
+impl Slot {
+    /// Of an operation that is about to begin.
+    pub(super) fn new(is_sync: bool) -> Self {
+        Self { is_sync, state: Mutex::new(State::InFlight(None)) }
+    }
+
+    /// The operation has ended.
+    pub(super) fn complete(&self, outcome: Result<u64>, detached: &DetachedSyncs) {
+        let mut state = self.state.lock();
+        match std::mem::replace(&mut *state, State::Over) {
+            State::InFlight(waker) => {
+                *state = State::Ended(outcome);
+                drop(state);
+                waker.into_iter().for_each(Waker::wake);
+            }
+            State::Detached if self.is_sync => detached.complete(outcome.err()),
+            State::Detached | State::Ended(_) | State::Over => {}
+        }
+    }
+
+    /// Takes the outcome out, or has the task woken by it.
+    pub(super) fn poll(&self, waker: &Waker) -> Poll<Result<u64>> {
+        let mut state = self.state.lock();
+        match &mut *state {
+            State::InFlight(Some(known)) => known.clone_from(waker),
+            State::InFlight(none) => *none = Some(waker.clone()),
+            State::Detached | State::Ended(_) | State::Over => {
+                let State::Ended(outcome) = std::mem::replace(&mut *state, State::Over) else {
+                    panic!("a future is not polled after it was ready");
+                };
+                return Poll::Ready(outcome);
+            }
+        }
+        Poll::Pending
+    }
+
+    /// The future was dropped.
+    pub(super) fn detach(&self, detached: &DetachedSyncs) {
+        let mut state = self.state.lock();
+        match &*state {
+            State::InFlight(_) => {
+                *state = State::Detached;
+                if self.is_sync {
+                    detached.detach();
+                }
+            }
+            State::Ended(Err(error)) if self.is_sync => {
+                detached.detach();
+                detached.complete(Some(error.duplicate()));
+            }
+            State::Detached | State::Ended(_) | State::Over => {}
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use blockhouse_core::{Error, ErrorKind};
+    use futures_util::FutureExt;
+
+    use super::*;
+
+    fn failure() -> Result<u64> {
+        Err(Error::new(ErrorKind::Io, "lost"))
+    }
+
+    #[test]
+    fn an_outcome_is_taken_once_by_its_future() {
+        let (slot, detached) = (Slot::new(true), DetachedSyncs::default());
+        assert!(slot.poll(Waker::noop()).is_pending());
+        slot.complete(Ok(7), &detached);
+        assert!(matches!(slot.poll(Waker::noop()), Poll::Ready(Ok(7))));
+        slot.detach(&detached);
+        assert!(detached.drained().now_or_never().unwrap().is_ok());
+    }
+
+    #[test]
+    fn the_failure_of_a_detached_sync_is_told_once_whenever_it_comes() {
+        for ends_before in [false, true] {
+            let (slot, detached) = (Slot::new(true), DetachedSyncs::default());
+            if ends_before {
+                slot.complete(failure(), &detached);
+                slot.detach(&detached);
+            } else {
+                slot.detach(&detached);
+                assert!(detached.drained().now_or_never().is_none(), "it is in flight");
+                slot.complete(failure(), &detached);
+            }
+            assert!(detached.drained().now_or_never().unwrap().is_err());
+            assert!(detached.drained().now_or_never().unwrap().is_ok());
+        }
+        let (plain, detached) = (Slot::new(false), DetachedSyncs::default());
+        plain.detach(&detached);
+        plain.complete(failure(), &detached);
+        assert!(detached.drained().now_or_never().unwrap().is_ok());
+    }
+}

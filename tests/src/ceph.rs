@@ -1,0 +1,135 @@
+//! A Ceph cluster for the tests of this process: `tests/ceph/cluster` starts it, and ends it when this process ends.
+
+use std::io::{BufRead, BufReader, Write};
+use std::path::{Path, PathBuf};
+use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
+use std::sync::{Mutex, OnceLock, RwLock, RwLockReadGuard, RwLockWriteGuard};
+
+use crate::need;
+use crate::{Outcome, run, tool};
+
+/// What the cluster is made of.
+const PROGRAMS: &[&str] = &["ceph-mon", "ceph-osd", "ceph", "ceph-authtool", "monmaptool", "rbd"];
+
+/// A cluster with a pool "rbd".
+pub struct Ceph {
+    folder: PathBuf,
+    script: Mutex<Script>,
+}
+
+/// What the script is told, and what it answers.
+struct Script {
+    commands: ChildStdin,
+    answers: BufReader<ChildStdout>,
+    _process: Child,
+}
+
+/// The one cluster of this process. Tests that disturb it lock it for themselves.
+fn cluster() -> &'static Result<RwLock<Ceph>, String> {
+    static CLUSTER: OnceLock<Result<RwLock<Ceph>, String>> = OnceLock::new();
+    CLUSTER.get_or_init(|| need::tools(PROGRAMS).map(|()| RwLock::new(Ceph::start())))
+}
+
+/// The cluster, as it should be.
+pub fn ceph() -> Result<RwLockReadGuard<'static, Ceph>, String> {
+    let cluster = cluster().as_ref().map_err(Clone::clone)?;
+    // What a test that failed had done to it was undone.
+    Ok(cluster.read().unwrap_or_else(|poisoned| poisoned.into_inner()))
+}
+
+/// The cluster, for a test that disturbs it: no other uses it meanwhile.
+pub fn ceph_alone() -> Result<RwLockWriteGuard<'static, Ceph>, String> {
+    let cluster = cluster().as_ref().map_err(Clone::clone)?;
+    Ok(cluster.write().unwrap_or_else(|poisoned| poisoned.into_inner()))
+}
+
+impl Ceph {
+    fn start() -> Self {
+        let folder = tempfile::Builder::new().prefix("bhceph").tempdir_in("/tmp");
+        // The script removes it.
+        let folder = folder.expect("a folder for the cluster").keep();
+        let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("ceph/cluster");
+        let mut command = Command::new(script);
+        command.arg(&folder).stdin(Stdio::piped()).stdout(Stdio::piped());
+        let mut process = command.spawn().expect("the script of the cluster");
+        let commands = process.stdin.take().expect("standard input is a pipe");
+        let answers = BufReader::new(process.stdout.take().expect("standard output is a pipe"));
+        let script = Mutex::new(Script { commands, answers, _process: process });
+        let ceph = Self { folder, script };
+        ceph.hear("ready");
+        ceph
+    }
+
+    /// The configuration file of its clients.
+    pub fn configuration(&self) -> PathBuf {
+        self.folder.join("ceph.conf")
+    }
+
+    /// Another configuration file, with these lines for clients as well.
+    pub fn configuration_with(&self, name: &str, lines: &str) -> PathBuf {
+        let usual = std::fs::read_to_string(self.configuration()).expect("the configuration");
+        let path = self.folder.join(name);
+        let text = usual.replace("[client]\n", &format!("[client]\n{lines}\n"));
+        std::fs::write(&path, text).expect("a configuration");
+        path
+    }
+
+    /// Where an image of the pool "rbd" is, for our own command lines.
+    pub fn location(&self, image: &str) -> String {
+        format!("rbd:rbd/{image}?conf={}", self.configuration().display())
+    }
+
+    /// The same for QEMU's programs.
+    pub fn qemu_location(&self, image: &str) -> String {
+        format!("rbd:rbd/{image}:conf={}", self.configuration().display())
+    }
+
+    /// Runs Ceph's tool for images with these words.
+    pub fn rbd(&self, words: &[&str]) -> Outcome {
+        run(tool("rbd").env("CEPH_CONF", self.configuration()).args(words))
+    }
+
+    /// Runs Ceph's tool for clusters with these words.
+    pub fn ceph(&self, words: &[&str]) -> Outcome {
+        let mut command = tool("ceph");
+        run(command
+            .env("CEPH_CONF", self.configuration())
+            .args(["--connect-timeout", "20"])
+            .args(words))
+    }
+
+    /// Has the only OSD end, with what it holds written to its folder.
+    pub fn stop_osd(&mut self) {
+        self.tell("osd stop");
+    }
+
+    /// Starts the OSD again, with what it held.
+    pub fn start_osd(&mut self) {
+        self.tell("osd start");
+    }
+
+    /// Has the only OSD answer no more, as on a host that hangs.
+    pub fn freeze_osd(&mut self) {
+        self.tell("osd freeze");
+    }
+
+    /// Has the OSD go on.
+    pub fn thaw_osd(&mut self) {
+        self.tell("osd thaw");
+    }
+
+    fn tell(&self, command: &str) {
+        let told =
+            writeln!(self.script.lock().expect("no test has failed in it").commands, "{command}");
+        told.expect("the script of the cluster runs");
+        self.hear("done");
+    }
+
+    #[track_caller]
+    fn hear(&self, expected: &str) {
+        let mut line = String::new();
+        let mut script = self.script.lock().expect("no test has failed in it");
+        script.answers.read_line(&mut line).expect("the script of the cluster runs");
+        assert_eq!(line.trim(), expected, "the cluster failed: see {}", self.folder.display());
+    }
+}
