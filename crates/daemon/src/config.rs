@@ -21,6 +21,7 @@ use crate::metrics::MetricsAddress;
 use crate::offers::Offer;
 use crate::running::ExportAddress;
 use crate::setup::{DiskSetup, Setup, StateSetup, TlsSetup};
+use crate::socket_options::{self, SocketGroup, SocketMode};
 use crate::text_fields::TextOf;
 use crate::tls_options::{TlsChoice, TlsOptions, parse_allowed};
 use crate::workers::LoopOptions;
@@ -66,6 +67,8 @@ struct ServerOptions {
     pid_file: Option<PathBuf>,
     metrics: Option<TextOf<MetricsAddress>>,
     state: Option<PathBuf>,
+    socket_mode: Option<TextOf<SocketMode>>,
+    socket_group: Option<TextOf<SocketGroup>>,
     workers: u16,
     queues: Option<u16>,
     engine: TextOf<EngineChoice>,
@@ -87,6 +90,8 @@ impl Default for ServerOptions {
             pid_file: None,
             metrics: None,
             state: None,
+            socket_mode: None,
+            socket_group: None,
             workers: 1,
             queues: None,
             engine: TextOf(EngineChoice::Auto),
@@ -165,6 +170,10 @@ impl Config {
             },
             limits: limits::limits(&limits),
             tls,
+            permissions: socket_options::permissions(
+                server.socket_mode.map(|TextOf(mode)| mode),
+                server.socket_group.map(|TextOf(group)| group),
+            ),
             control: server.control,
             pid_file: server.pid_file,
             metrics: server.metrics.map(|TextOf(address)| address),
@@ -365,6 +374,7 @@ mod tests {
             ("[server]\nworker = 2\n", "2:1: unknown field `worker`"),
             ("[server]\nengine = \"warp\"\n", "2:10: there is no engine 'warp'"),
             ("[server]\nlimits = [\"stall=x\"]\n", "2:11: stall=x: write seconds"),
+            ("[server]\nsocket-mode = \"9\"\n", "2:15: write an octal mode, like 0660"),
             ("[server]\nworkers = 0\n", "workers and queues are from 1 to 256"),
             ("[[disk]]\n", "missing field `path`"),
             ("[[disk]]\npath = \"/a\"\ncache = \"x\"\n", "3:9: there is no cache mode 'x'"),

@@ -4,7 +4,8 @@
 //! [`run()`] takes a [`Setup`], a plain description of what is to run, and returns when that has ended in order. The
 //! command line is one way to make a `Setup`; nothing here reads arguments or prints.
 //!
-//! - [`setup`]: the description; its parts: [`offers`], [`limits`], [`rate_limits`], [`limit_options`], [`tls_options`], [`size`]
+//! - [`setup`]: the description; its parts: [`offers`], [`limits`], [`rate_limits`], [`limit_options`], [`tls_options`],
+//!   [`socket_options`], [`size`]
 //! - [`config`]: a file that describes it
 //! - [`run()`]: the process: signals, start, upgrade, stop
 //! - [`Service`]: what serves, as a whole
@@ -38,6 +39,7 @@ mod running;
 mod service;
 pub mod setup;
 pub mod size;
+pub mod socket_options;
 mod sockets;
 pub mod stop_request;
 mod stopper;

@@ -9,7 +9,8 @@ use std::time::Instant;
 use anyhow::{Context, Result, bail};
 use blockhouse_disk::{ImageDisk, StateUse};
 use blockhouse_engine::{IoPoll, raise_descriptor_limit};
-use blockhouse_nbd::{BoundSocket, bind_private};
+use blockhouse_nbd::uri::Address;
+use blockhouse_nbd::{BoundSocket, bind_for};
 use rustix::process::{Pid, Signal, kill_process};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGUSR2, SIGXFSZ};
 use signal_hook::iterator::Signals;
@@ -19,7 +20,6 @@ use crate::hand_over::destination::{self, TakenOver};
 use crate::hand_over::requests::UpgradeRequests;
 use crate::hand_over::source::{self, HandedOver, Outcome};
 use crate::io_poll;
-use crate::metrics::MetricsAddress;
 use crate::open::{open_disk, state_use};
 use crate::pid_file::PidFile;
 use crate::service::Service;
@@ -127,9 +127,12 @@ fn start(setup: &Setup, upgrades: &UpgradeRequests) -> Result<Service> {
     let tls = setup.tls.as_ref().map(Tls::load).transpose()?;
     // Before the image: an address in use must not leave a new image behind.
     let sockets = listen(setup, passed)?;
-    let devices = vhost_user::listen(setup.devices.iter().map(|(path, _)| path))?;
-    let control = setup.control.as_deref().map(bind_private).transpose()?;
-    let metrics = setup.metrics.as_ref().map(MetricsAddress::bind).transpose()?;
+    let devices = vhost_user::listen(setup)?;
+    let private = setup.private_permissions();
+    let control = setup.control.as_ref();
+    let control =
+        control.map(|path| bind_for(&Address::Unix(path.clone()), private)).transpose()?;
+    let metrics = setup.metrics.as_ref().map(|address| address.bind(private)).transpose()?;
     let state = state_use(&setup.state, &setup.disks)?;
     let disks = open_disks(&workers, setup, &state)?;
     let mut service = Service::start(workers, disks, sockets, setup, tls)?;
@@ -231,7 +234,7 @@ fn listen(setup: &Setup, passed: Vec<BoundSocket>) -> Result<Vec<ListenSocket>> 
         return Ok(sockets.map_err(WrongUsage)?);
     }
     if setup.nbd.is_empty() && setup.devices.is_empty() && setup.config.is_none() {
-        return Ok(vec![sockets::at_default(&setup.disks[0].path, all()?)?]);
+        return Ok(vec![sockets::at_default(&setup.disks[0].path, setup.permissions, all()?)?]);
     }
-    sockets::bind_uris(setup.nbd.clone())
+    sockets::bind_uris(setup.nbd.clone(), setup.permissions)
 }

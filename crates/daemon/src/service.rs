@@ -92,7 +92,12 @@ impl Service {
     pub(crate) fn add_metrics_when_free(&mut self, setup: &Setup) -> Result<()> {
         let Some(address) = setup.metrics.clone() else { return Ok(()) };
         let (engine, disks) = (setup.loops.engine, self.measured());
-        self.metrics = Some(MetricsServer::start_when_free(address, engine, disks)?);
+        self.metrics = Some(MetricsServer::start_when_free(
+            address,
+            setup.private_permissions(),
+            engine,
+            disks,
+        )?);
         Ok(())
     }
 

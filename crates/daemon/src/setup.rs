@@ -7,7 +7,7 @@ use std::path::PathBuf;
 
 use blockhouse_disk::{Access, CacheMode, DetectZeroes, Discard, ImageFormat, RemoteBacking};
 use blockhouse_nbd::uri::Address;
-use blockhouse_nbd::{Limits, TlsFiles, TlsMode};
+use blockhouse_nbd::{Limits, SocketPermissions, TlsFiles, TlsMode};
 use blockhouse_vhost_user::RegisteredMemory;
 
 use crate::limit_options::DiskThrottle;
@@ -40,6 +40,8 @@ pub struct Setup {
     pub limits: Limits,
     /// TLS for NBD clients.
     pub tls: Option<TlsSetup>,
+    /// Who may connect to the Unix sockets that are bound; left out, to those of control and metrics only this user.
+    pub permissions: SocketPermissions,
     /// The control socket.
     pub control: Option<PathBuf>,
     /// The file that names the process while it serves.
@@ -50,6 +52,16 @@ pub struct Setup {
     pub config: Option<PathBuf>,
     /// Whether to go on with what the process serves that has started this one, instead of starting anew.
     pub hand_over: bool,
+}
+
+impl Setup {
+    /// Who may connect to the sockets of control and metrics.
+    pub(crate) fn private_permissions(&self) -> SocketPermissions {
+        match self.permissions == SocketPermissions::default() {
+            true => SocketPermissions::PRIVATE,
+            false => self.permissions,
+        }
+    }
 }
 
 /// TLS for NBD clients.

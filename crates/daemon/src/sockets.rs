@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, Result, bail};
 use blockhouse_engine::Stream;
 use blockhouse_nbd::uri::{Address, NbdUri, Security};
-use blockhouse_nbd::{BoundSocket, PausedSession, bind};
+use blockhouse_nbd::{BoundSocket, PausedSession, SocketPermissions, bind_for};
 use blockhouse_storage::Location;
 use listenfd::ListenFd;
 
@@ -32,8 +32,12 @@ impl ListenSocket {
 }
 
 /// Listens at every address.
-pub fn bind_uris(plan: Vec<(Address, Vec<Offer>)>) -> Result<Vec<ListenSocket>> {
-    let listen = |(address, offers)| Ok(ListenSocket::new(bind(&address)?, offers));
+pub fn bind_uris(
+    plan: Vec<(Address, Vec<Offer>)>,
+    permissions: SocketPermissions,
+) -> Result<Vec<ListenSocket>> {
+    let listen =
+        |(address, offers)| Ok(ListenSocket::new(bind_for(&address, permissions)?, offers));
     plan.into_iter().map(listen).collect()
 }
 
@@ -119,11 +123,15 @@ fn take(passed: &mut ListenFd, index: usize) -> Result<BoundSocket> {
 }
 
 /// Listens at a Unix socket named after the image, in a folder that only this user can enter.
-pub fn at_default(image: &Path, offers: Vec<Offer>) -> Result<ListenSocket> {
+pub fn at_default(
+    image: &Path,
+    permissions: SocketPermissions,
+    offers: Vec<Offer>,
+) -> Result<ListenSocket> {
     let folder = runtime_folder()?;
     let name = Location::base_name(image).context("the image's path has no file name")?;
     let path = folder.join(name).with_added_extension("sock");
-    Ok(ListenSocket::new(bind(&Address::Unix(path))?, offers))
+    Ok(ListenSocket::new(bind_for(&Address::Unix(path), permissions)?, offers))
 }
 
 /// `$XDG_RUNTIME_DIR/blockhouse`, or `blockhouse-UID` among the temporary files.

@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, Result, bail};
 use blockhouse_engine::{Engine, EngineReport};
 use blockhouse_nbd::uri::Address;
-use blockhouse_nbd::{BoundSocket, SocketFile, bind};
+use blockhouse_nbd::{BoundSocket, SocketFile, bind_for};
 use blockhouse_storage::ImageStorage;
 use blockhouse_vhost_user::{Device, Export, PreparedFrontend, RegisteredMemory, Server};
 
@@ -28,9 +28,10 @@ pub struct ServedDevice {
 }
 
 /// Listens at all sockets.
-pub fn listen<'a>(sockets: impl Iterator<Item = &'a PathBuf>) -> Result<Vec<DeviceSocket>> {
-    let listen = |path: &PathBuf| bind(&Address::Unix(path.clone()));
-    sockets.map(|path| Ok(DeviceSocket { bound: listen(path)?, frontend: None })).collect()
+pub fn listen(setup: &Setup) -> Result<Vec<DeviceSocket>> {
+    let listen = |path: &PathBuf| bind_for(&Address::Unix(path.clone()), setup.permissions);
+    let sockets = setup.devices.iter();
+    sockets.map(|(path, _)| Ok(DeviceSocket { bound: listen(path)?, frontend: None })).collect()
 }
 
 /// Whether guests' memory is registered: only rings have a place for it.

@@ -14,7 +14,13 @@ pub(crate) fn about(setup: &Setup) -> Vec<String> {
          use it for what can be made again"
             .to_owned()
     });
-    everywhere.chain(cache).collect()
+    let is_open_to_others = setup.permissions.mode.is_some_and(|mode| mode & 0o002 != 0);
+    let control = (is_open_to_others && setup.control.is_some()).then(|| {
+        "--socket-mode lets every user of this host use the control socket, and so do all that this server may; leave \
+         others out, as in 0660"
+            .to_owned()
+    });
+    everywhere.chain(cache).chain(control).collect()
 }
 
 /// A socket at all addresses of the host.

@@ -59,6 +59,7 @@ pub use blockhouse_nbd_protocol as proto;
 pub use blockhouse_nbd_protocol::uri;
 pub use server::{
     BoundSocket, ClientEvent, ClientObserver, Export, ExportError, Exports, Limits,
-    PausedConnection, PausedSession, Server, SocketFile, bind, bind_private,
+    PausedConnection, PausedSession, Server, SocketFile, SocketPermissions, bind, bind_for,
+    bind_private,
 };
 pub use tls::{ClientIdentity, SocketTls, TlsError, TlsFiles, TlsMode, TlsServer};

@@ -47,6 +47,7 @@ mod service;
 mod shutdown;
 mod sigkill;
 mod snapshots;
+mod socket_modes;
 mod state;
 mod tls;
 mod top;

@@ -13,6 +13,7 @@ use blockhouse_daemon::offers::{Offer, Offers};
 use blockhouse_daemon::rate_limits;
 use blockhouse_daemon::setup::{DiskSetup, Setup, StateSetup};
 use blockhouse_daemon::size;
+use blockhouse_daemon::socket_options::{self, SocketGroup, SocketMode};
 use blockhouse_disk::{Access, CacheMode, DetectZeroes, Discard, ImageFormat};
 use blockhouse_engine::{DEFAULT_POLLING, EngineChoice, FixedFiles, IoPoll};
 use blockhouse_nbd::uri::{Address, NbdUri};
@@ -24,7 +25,7 @@ use crate::open_args::{AllowPathArgs, state_setup};
 use crate::serve::tls_args::TlsArgs;
 
 /// What the configuration says in place of the command line.
-const OTHER_OPTIONS: [&str; 29] = [
+const OTHER_OPTIONS: [&str; 31] = [
     "images",
     "format",
     "create",
@@ -36,6 +37,8 @@ const OTHER_OPTIONS: [&str; 29] = [
     "tls_certificates",
     "tls_psk",
     "tls_allow",
+    "socket_mode",
+    "socket_group",
     "control",
     "pid_file",
     "metrics",
@@ -113,11 +116,20 @@ pub struct Arguments {
     /// --control SOCKET, blockhouse upgrade --control SOCKET.
     #[arg(long, value_name = "SOCKET")]
     control: Option<PathBuf>,
+    /// The mode of all Unix sockets that the server binds, octal like 0660: of NBD and vhost-user-blk, and of --control and
+    /// --metrics, too. At no moment is one open to others. Left out, those of --control and --metrics are for this user
+    /// alone, and the others as the umask says.
+    #[arg(long, value_name = "MODE")]
+    socket_mode: Option<SocketMode>,
+    /// The group of these sockets, by its name or number; this user must be a member. Without --socket-mode the mode is
+    /// 0660.
+    #[arg(long, value_name = "GROUP")]
+    socket_group: Option<SocketGroup>,
     /// Write the process id to this file when everything listens; it is removed at the end.
     #[arg(long, value_name = "FILE")]
     pid_file: Option<PathBuf>,
     /// Serve metrics in the form of OpenMetrics to Prometheus and 'blockhouse top' here: 127.0.0.1:PORT, or unix:PATH for
-    /// this user alone.
+    /// this user alone (see --socket-mode).
     ///
     /// They are at /metrics, and as JSON at /metrics.json. docs/metrics.md says what each one means.
     #[arg(long, value_name = "127.0.0.1:PORT|unix:PATH", value_parser = ValueParser::new(str::parse::<MetricsAddress>))]
@@ -291,6 +303,7 @@ impl Arguments {
             register_memory: self.register_memory,
             limits: limits::limits(&clients),
             tls: self.tls.setup(&self.nbd).unwrap_or_else(|why| refuse(&why)),
+            permissions: socket_options::permissions(self.socket_mode, self.socket_group),
             control: self.control.clone(),
             pid_file: self.pid_file.clone(),
             metrics: self.metrics.clone(),

@@ -15,7 +15,7 @@ use anyhow::{Context, Result};
 use blockhouse_core::{Buffer, IoVectorList};
 use blockhouse_engine::{EngineChoice, FixedFiles, IoPoll, Listener, Stream, Submission, sleep};
 use blockhouse_nbd::uri::Address;
-use blockhouse_nbd::{BoundSocket, bind, bind_private};
+use blockhouse_nbd::{BoundSocket, SocketPermissions, bind_for};
 use futures_channel::oneshot;
 use futures_util::future::{Either, FutureExt, LocalBoxFuture, select};
 use futures_util::stream::{FuturesUnordered, StreamExt, unfold};
@@ -40,7 +40,7 @@ const RECEIVE_SIZE: usize = 4096;
 pub enum MetricsAddress {
     /// A TCP port of this machine itself.
     Loopback(SocketAddr),
-    /// A Unix socket that its owner alone may connect to.
+    /// A Unix socket.
     Unix(PathBuf),
 }
 
@@ -73,18 +73,18 @@ impl fmt::Display for MetricsAddress {
 }
 
 impl MetricsAddress {
-    /// Listens there.
+    /// Listens there; a Unix socket is for those whom `permissions` names.
     ///
     /// # Errors
     /// The kernel's, and where another process listens there.
-    pub fn bind(&self) -> Result<BoundSocket> {
-        match self {
-            Self::Unix(path) => bind_private(path),
+    pub fn bind(&self, permissions: SocketPermissions) -> Result<BoundSocket> {
+        let address = match self {
+            Self::Unix(path) => Address::Unix(path.clone()),
             Self::Loopback(address) => {
-                bind(&Address::Tcp { host: address.ip().to_string(), port: address.port() })
+                Address::Tcp { host: address.ip().to_string(), port: address.port() }
             }
-        }
-        .with_context(|| format!("--metrics {self}"))
+        };
+        bind_for(&address, permissions).with_context(|| format!("--metrics {self}"))
     }
 }
 
@@ -119,12 +119,13 @@ impl MetricsServer {
     /// As [`start`](Self::start).
     pub fn start_when_free(
         address: MetricsAddress,
+        permissions: SocketPermissions,
         engine: EngineChoice,
         disks: DiskList,
     ) -> Result<Self> {
         Self::start_at(engine, disks, async move || {
             loop {
-                match address.bind() {
+                match address.bind(permissions) {
                     Ok(bound) => return bound,
                     Err(error) => tracing::debug!("metrics have to wait: {error:#}"),
                 }

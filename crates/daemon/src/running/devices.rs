@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use anyhow::Result;
 use blockhouse_engine::sleep;
-use blockhouse_nbd::bind;
+use blockhouse_nbd::bind_for;
 use blockhouse_nbd::uri::Address;
 use blockhouse_vhost_user::Export;
 
@@ -57,7 +57,8 @@ impl Running {
     }
 
     pub(super) async fn add_device(&self, path: PathBuf, disk: Arc<RunningDisk>) -> Result<()> {
-        let bound = blocking::run(move || bind(&Address::Unix(path))).await??;
+        let permissions = self.options.permissions;
+        let bound = blocking::run(move || bind_for(&Address::Unix(path), permissions)).await??;
         self.serve_device(DeviceSocket { bound, frontend: None }, &disk)
     }
 

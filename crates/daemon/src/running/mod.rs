@@ -17,7 +17,7 @@ use std::sync::Arc;
 use anyhow::{Result, bail};
 use blockhouse_disk::ImageDisk;
 use blockhouse_engine::{EngineReport, Handle, IoPoll};
-use blockhouse_nbd::Server;
+use blockhouse_nbd::{Server, SocketPermissions};
 use blockhouse_vhost_user::RegisteredMemory;
 use parking_lot::Mutex;
 use serde_json::Value;
@@ -50,6 +50,8 @@ pub(crate) struct Running {
 /// How disks are opened and served, whatever their names.
 struct Options {
     state: StateSetup,
+    /// Who may connect to Unix sockets.
+    permissions: SocketPermissions,
     queues: u16,
     memory: RegisteredMemory,
     /// Whether completions must be polled for.
@@ -97,12 +99,17 @@ impl Running {
         setup: &Setup,
         tls: Option<Tls>,
     ) -> Self {
-        let memory = registered_memory(report, setup);
-        let (state, queues, io_poll) = (setup.state.clone(), setup.queues, setup.loops.io_poll);
         Self {
             loops,
             server: Server::new(setup.limits),
-            options: Options { state, queues, memory, io_poll, config: setup.config.clone() },
+            options: Options {
+                state: setup.state.clone(),
+                permissions: setup.permissions,
+                queues: setup.queues,
+                memory: registered_memory(report, setup),
+                io_poll: setup.loops.io_poll,
+                config: setup.config.clone(),
+            },
             tls,
             list: Mutex::default(),
             claims: Claims::default(),

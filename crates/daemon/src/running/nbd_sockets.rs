@@ -6,7 +6,8 @@ use anyhow::{Context, Result, bail};
 use blockhouse_engine::{Listener, Stream};
 use blockhouse_nbd::uri::{Address, NbdUri, Security};
 use blockhouse_nbd::{
-    BoundSocket, ClientEvent, Export, Exports, PausedSession, SocketFile, SocketTls, TlsMode, bind,
+    BoundSocket, ClientEvent, Export, Exports, PausedSession, SocketFile, SocketTls, TlsMode,
+    bind_for,
 };
 use blockhouse_storage::ImageStorage;
 
@@ -176,7 +177,8 @@ impl Running {
         let NbdUri { security, address, export } = uri;
         // Before the socket is there.
         let tls = Tls::at(self.tls.as_ref(), &address, security)?;
-        let bound = blocking::run(move || bind(&address)).await??;
+        let permissions = self.options.permissions;
+        let bound = blocking::run(move || bind_for(&address, permissions)).await??;
         let uri = NbdUri {
             security: security_of(tls.as_ref()),
             address: bound.address.clone(),

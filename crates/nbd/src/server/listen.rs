@@ -3,7 +3,7 @@
 use std::fs;
 use std::io::{Error as IoError, ErrorKind as IoErrorKind};
 use std::net::TcpListener;
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::FileTypeExt;
 use std::path::{Path, PathBuf};
@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 use blockhouse_core::{Error, ErrorKind, Result};
 use blockhouse_engine::DESCRIPTORS_HINT;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use rustix::fs::{Mode, OFlags, fstat, lstat};
+use rustix::fs::{AtFlags, Gid, Mode, OFlags, fstat, lstat};
 use rustix::io::Errno;
 use rustix::net::{self, AddressFamily, RecvFlags, SocketAddrUnix, SocketFlags, SocketType};
 
@@ -82,14 +82,36 @@ impl Drop for SocketFile {
     }
 }
 
+/// Who may connect to a Unix socket: the mode and the group of its file. At no moment may anybody else.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct SocketPermissions {
+    /// The file's mode, whatever the umask, from 0 to 0o777; `None`: as the umask says.
+    pub mode: Option<u32>,
+    /// The id of the file's group; `None`: the process's.
+    pub group: Option<u32>,
+}
+
+impl SocketPermissions {
+    /// For the owner alone.
+    pub const PRIVATE: Self = Self { mode: Some(0o600), group: None };
+}
+
 /// Listens at the address. The file of a Unix socket that no server listens to any more is replaced.
 ///
 /// # Errors
 /// When the address is in use, cannot be had or makes no sense; the line names it.
 pub fn bind(address: &Address) -> Result<BoundSocket> {
+    bind_for(address, SocketPermissions::default())
+}
+
+/// As [`bind`], for those who may connect; over TCP all may.
+///
+/// # Errors
+/// As [`bind`]; where the process may not give its socket to the group.
+pub fn bind_for(address: &Address, permissions: SocketPermissions) -> Result<BoundSocket> {
     match address {
         Address::Tcp { host, port } => bind_tcp(host, *port),
-        Address::Unix(path) => bind_unix(path, SocketAccess::Umask),
+        Address::Unix(path) => bind_unix(path, permissions),
     }
 }
 
@@ -98,14 +120,7 @@ pub fn bind(address: &Address) -> Result<BoundSocket> {
 /// # Errors
 /// As [`bind`].
 pub fn bind_private(path: &Path) -> Result<BoundSocket> {
-    bind_unix(path, SocketAccess::Owner)
-}
-
-/// Who may connect to a Unix socket.
-#[derive(Clone, Copy)]
-enum SocketAccess {
-    Umask,
-    Owner,
+    bind_unix(path, SocketPermissions::PRIVATE)
 }
 
 fn bind_tcp(host: &str, port: u16) -> Result<BoundSocket> {
@@ -124,7 +139,7 @@ fn bind_tcp(host: &str, port: u16) -> Result<BoundSocket> {
     Ok(BoundSocket { socket, address: Address::Tcp { host: host.into(), port }, file: None })
 }
 
-fn bind_unix(path: &Path, access: SocketAccess) -> Result<BoundSocket> {
+fn bind_unix(path: &Path, permissions: SocketPermissions) -> Result<BoundSocket> {
     let name = path.display().to_string();
     let length = path.as_os_str().as_bytes().len();
     if length > MAX_SOCKET_PATH {
@@ -133,10 +148,10 @@ fn bind_unix(path: &Path, access: SocketAccess) -> Result<BoundSocket> {
         let error = Error::new(ErrorKind::InvalidInput, what).on(&name);
         return Err(error.hint("choose a shorter path for the socket"));
     }
-    let socket = match listen(path, access) {
+    let bound = match bind_file(path, permissions) {
         Err(Errno::ADDRINUSE) => {
             remove_stale_socket(path, &name)?;
-            listen(path, access)
+            bind_file(path, permissions)
         }
         result => result,
     };
@@ -147,25 +162,56 @@ fn bind_unix(path: &Path, access: SocketAccess) -> Result<BoundSocket> {
             _ => failed,
         }
     };
-    let socket = socket.map_err(failed)?;
+    let socket = bound.map_err(failed)?;
     let file = SocketFile::at(path).map_err(|errno| {
         // The error that counts is the first one.
         let _ = fs::remove_file(path);
         failed(errno)
     })?;
+    // The file goes with `file` where this fails. Nobody can connect before the socket listens.
+    permit(&file, permissions).map_err(|error| error.on(&name))?;
+    net::listen(&socket, BACKLOG).map_err(failed)?;
     Ok(BoundSocket { socket, address: Address::Unix(path.into()), file: Some(file) })
 }
 
-fn listen(path: &Path, access: SocketAccess) -> std::result::Result<OwnedFd, Errno> {
+/// A socket with a file, which is no wider than it is to be.
+fn bind_file(path: &Path, permissions: SocketPermissions) -> std::result::Result<OwnedFd, Errno> {
     let socket =
         net::socket_with(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None)?;
-    if let SocketAccess::Owner = access {
+    if permissions != SocketPermissions::default() {
         // The file gets the mode that its socket has when it is bound, less the umask.
         rustix::fs::fchmod(&socket, Mode::RUSR | Mode::WUSR)?;
     }
     net::bind(&socket, &SocketAddrUnix::new(path)?)?;
-    net::listen(&socket, BACKLOG)?;
     Ok(socket)
+}
+
+/// Gives the file its group and its mode, in this order: the former group gets no rights of the new one.
+fn permit(file: &SocketFile, permissions: SocketPermissions) -> Result<()> {
+    let SocketPermissions { mode, group } = permissions;
+    if let Some(group) = group {
+        let changed = rustix::fs::chownat(
+            &file.file,
+            "",
+            None,
+            Some(Gid::from_raw(group)),
+            AtFlags::EMPTY_PATH,
+        );
+        changed.map_err(|errno| {
+            let error = Error::host("cannot give the socket to its group", errno.into());
+            error.hint("a user may do so with groups that it is a member of, root with all")
+        })?;
+    }
+    let cannot = |errno: Errno| Error::host("cannot set the socket's mode", errno.into());
+    let found = fstat(&file.file).map_err(cannot)?;
+    match mode {
+        Some(mode) if found.st_mode & 0o7777 != mode => {
+            // By the file itself: by now another one could be at its path.
+            let path = format!("/proc/self/fd/{}", file.file.as_raw_fd());
+            rustix::fs::chmod(path, Mode::from_raw_mode(mode)).map_err(cannot)
+        }
+        _ => Ok(()),
+    }
 }
 
 /// Removes the socket that a dead server left at `path`.
@@ -238,6 +284,20 @@ mod tests {
         let bound = bind(&Address::Unix(path.clone())).expect("the path is free");
         drop(bound.file);
         assert!(!path.exists());
+    }
+
+    #[test]
+    fn a_socket_has_the_mode_that_is_asked_for() {
+        let folder = tempfile::tempdir().expect("a folder");
+        for (index, mode) in [0o666, 0o660, 0o600, 0o777].into_iter().enumerate() {
+            let path = folder.path().join(index.to_string());
+            let permissions = SocketPermissions { mode: Some(mode), group: None };
+            let address = Address::Unix(path.clone());
+            let bound = bind_for(&address, permissions).expect("the path is free");
+            assert_eq!(lstat(&path).expect("its file").st_mode & 0o7777, mode);
+            assert!(connect(&path).is_ok());
+            drop(bound);
+        }
     }
 
     #[test]

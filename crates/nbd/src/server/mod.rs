@@ -25,7 +25,7 @@ use blockhouse_engine::{Handle, Listener, Stream, is_stopped, sleep};
 use connection::Connection;
 pub use exports::{ClientEvent, ClientObserver, Export, ExportError, Exports};
 pub use limits::Limits;
-pub use listen::{BoundSocket, SocketFile, bind, bind_private};
+pub use listen::{BoundSocket, SocketFile, SocketPermissions, bind, bind_for, bind_private};
 pub use paused::{PausedConnection, PausedSession};
 use peer::{Peer, Transport};
 use registry::{ConnectionGuard, Origin, Registry};
