@@ -167,7 +167,7 @@ impl Serve {
         }
         let stderr = std::fs::read_to_string(log).expect("the log is there");
         let Some(status) = status else { panic!("it started all the same; stderr: {stderr}") };
-        Refusal { code: status.code(), stderr }
+        Refusal { code: status.code(), signal: status.signal(), stderr }
     }
 
     #[track_caller]
@@ -188,6 +188,7 @@ impl Serve {
 #[derive(Debug)]
 pub struct Refusal {
     code: Option<i32>,
+    signal: Option<i32>,
     stderr: String,
 }
 
@@ -205,6 +206,12 @@ impl Refusal {
     pub fn wrong_usage(&self, words: &[&str]) {
         assert_eq!(self.code, Some(2), "exit code; stderr: {}", self.stderr);
         self.says(words);
+    }
+
+    /// Asserts that a signal has ended it.
+    #[track_caller]
+    pub fn killed_by(&self, signal: i32) {
+        assert_eq!(self.signal, Some(signal), "exit code {:?}; stderr: {}", self.code, self.stderr);
     }
 
     #[track_caller]

@@ -119,6 +119,9 @@ fn main() -> ExitCode {
     if let Some(folder) = generate::folder(std::env::args_os()) {
         return finish(generate::run(&folder, command()).map(|()| ExitCode::SUCCESS));
     }
+    if std::env::args_os().nth(1).is_some_and(|word| word == blockhouse_daemon::LAUNCH_WORD) {
+        return finish(blockhouse_daemon::launch().map(|()| ExitCode::SUCCESS));
+    }
     let arguments = match parse() {
         Ok(arguments) => arguments,
         // `--help` and `--version` are results; a terminal gets them with colours, by clap.

@@ -20,7 +20,7 @@ use crate::limits::{self, Limit};
 use crate::metrics::MetricsAddress;
 use crate::offers::Offer;
 use crate::running::ExportAddress;
-use crate::setup::{DiskSetup, Setup, StateSetup, TlsSetup};
+use crate::setup::{DiskSetup, SandboxUse, Setup, StateSetup, TlsSetup};
 use crate::socket_options::{self, SocketGroup, SocketMode};
 use crate::text_fields::TextOf;
 use crate::tls_options::{TlsChoice, TlsOptions, parse_allowed};
@@ -76,6 +76,7 @@ struct ServerOptions {
     fixed_files: bool,
     io_poll: bool,
     register_memory: bool,
+    sandbox: bool,
     limits: Vec<TextOf<Limit>>,
     tls: Option<TlsChoice>,
     tls_certificates: Option<PathBuf>,
@@ -99,6 +100,7 @@ impl Default for ServerOptions {
             fixed_files: false,
             io_poll: false,
             register_memory: false,
+            sandbox: true,
             limits: Vec::new(),
             tls: None,
             tls_certificates: None,
@@ -177,6 +179,7 @@ impl Config {
             control: server.control,
             pid_file: server.pid_file,
             metrics: server.metrics.map(|TextOf(address)| address),
+            sandbox: if server.sandbox { SandboxUse::On } else { SandboxUse::Off },
             config: Some(path),
             hand_over,
         }

@@ -8,10 +8,9 @@ use std::time::Instant;
 
 use anyhow::{Context, Result, bail};
 use blockhouse_disk::{ImageDisk, StateUse};
-use blockhouse_engine::{IoPoll, raise_descriptor_limit};
+use blockhouse_engine::{IoPoll, keep_descriptors_from_children, raise_descriptor_limit};
 use blockhouse_nbd::uri::Address;
 use blockhouse_nbd::{BoundSocket, bind_for};
-use rustix::process::{Pid, Signal, kill_process};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGUSR2, SIGXFSZ};
 use signal_hook::iterator::Signals;
 
@@ -20,9 +19,12 @@ use crate::hand_over::destination::{self, TakenOver};
 use crate::hand_over::requests::UpgradeRequests;
 use crate::hand_over::source::{self, HandedOver, Outcome};
 use crate::io_poll;
+use crate::launcher::{LaunchRules, Launcher, Programs};
 use crate::open::{open_disk, state_use};
 use crate::pid_file::PidFile;
+use crate::sandbox;
 use crate::service::Service;
+use crate::service_manager;
 use crate::setup::{DiskSetup, Setup, WrongUsage};
 use crate::sockets::{self, ListenSocket};
 use crate::stop_request::StopRequest;
@@ -46,6 +48,11 @@ pub fn run(setup: &Setup, ready: impl FnOnce(&Service)) -> Result<()> {
     if let Err(error) = raise_descriptor_limit() {
         tracing::warn!("cannot raise the limit on open files: {error}");
     }
+    if let Err(error) = keep_descriptors_from_children() {
+        tracing::debug!("the launcher inherits what this process has inherited: {error}");
+    }
+    let launcher = Launcher::start(&launch_rules(setup));
+    service_manager::prepare();
     let upgrades = UpgradeRequests::default();
     let (service, pid_file) = begin(setup, &upgrades, ready)?;
     let stopper = Stopper::start(signals.handle())?;
@@ -56,13 +63,13 @@ pub fn run(setup: &Setup, ready: impl FnOnce(&Service)) -> Result<()> {
                 service.refresh_sizes();
                 service.reload();
             }
-            Some(SIGUSR2) => match upgrade(&service, &upgrades) {
+            Some(SIGUSR2) => match upgrade(&service, &launcher, &upgrades) {
                 Upgrade::GoesOn => {}
-                Upgrade::Done(process) => {
+                Upgrade::Done => {
                     // What came meanwhile is meant for the one that serves.
                     let stops =
                         signals.pending().filter(|signal| [SIGTERM, SIGINT].contains(signal));
-                    stops.for_each(|signal| forward(process, signal));
+                    stops.for_each(|signal| launcher.signal(signal));
                     service.leave();
                     pid_file.into_iter().for_each(PidFile::leave);
                     return Ok(());
@@ -93,32 +100,44 @@ fn begin(
     upgrades: &UpgradeRequests,
     ready: impl FnOnce(&Service),
 ) -> Result<(Service, Option<PidFile>)> {
-    let write_pid = || setup.pid_file.as_deref().map(PidFile::write).transpose();
     if setup.hand_over {
-        let service = take_over(setup, upgrades)?;
+        let (service, pid_file) = take_over(setup, upgrades)?;
         watchdog::start(service.workers().handles(), Started::Before);
-        // Clients are served whatever becomes of the file.
-        let pid_file = write_pid().inspect_err(|error| tracing::warn!("{error:#}"));
-        return Ok((service, pid_file.unwrap_or_default()));
+        return Ok((service, pid_file));
     }
     warnings::about(setup).iter().for_each(|warning| tracing::warn!("{warning}"));
-    let service = start(setup, upgrades)?;
-    match write_pid() {
-        Ok(pid_file) => {
-            watchdog::start(service.workers().handles(), Started::Here);
-            ready(&service);
-            Ok((service, pid_file))
-        }
-        Err(error) => {
-            // The failure to tell is the first one.
-            let _ = service.end();
-            Err(error)
-        }
+    let (service, pid_file) = start(setup, upgrades)?;
+    watchdog::start(service.workers().handles(), Started::Here);
+    ready(&service);
+    Ok((service, pid_file))
+}
+
+fn write_pid(setup: &Setup) -> Result<Option<PidFile>> {
+    setup.pid_file.as_deref().map(PidFile::write).transpose()
+}
+
+/// The loops beside those of guests. They are made before the sandbox forbids to make rings.
+struct LoopsAside {
+    control: Option<Workers>,
+    metrics: Option<Workers>,
+    reloads: Option<Workers>,
+}
+
+impl LoopsAside {
+    fn start(setup: &Setup) -> Result<Self> {
+        let start = |is_wanted: bool| {
+            is_wanted.then(|| Workers::start_aside(setup.loops.engine)).transpose()
+        };
+        Ok(Self {
+            control: start(setup.control.is_some())?,
+            metrics: start(setup.metrics.is_some())?,
+            reloads: start(setup.config.is_some())?,
+        })
     }
 }
 
 /// Starts to serve.
-fn start(setup: &Setup, upgrades: &UpgradeRequests) -> Result<Service> {
+fn start(setup: &Setup, upgrades: &UpgradeRequests) -> Result<(Service, Option<PidFile>)> {
     let passed = sockets::from_systemd()?;
     let workers = Workers::start(setup.workers, setup.loops)?;
     if setup.loops.io_poll == IoPoll::On {
@@ -133,18 +152,30 @@ fn start(setup: &Setup, upgrades: &UpgradeRequests) -> Result<Service> {
     let control =
         control.map(|path| bind_for(&Address::Unix(path.clone()), private)).transpose()?;
     let metrics = setup.metrics.as_ref().map(|address| address.bind(private)).transpose()?;
+    let loops = LoopsAside::start(setup)?;
     let state = state_use(&setup.state, &setup.disks)?;
     let disks = open_disks(&workers, setup, &state)?;
-    let mut service = Service::start(workers, disks, sockets, setup, tls)?;
+    let pid_file = write_pid(setup).inspect_err(|_| close_all(&workers, &disks))?;
+    let sandbox = sandbox::enter(setup, &workers);
+    let mut service = Service::start(workers, disks, sockets, setup, tls, sandbox)?;
     service.add_devices(devices, setup)?;
-    if let Some(socket) = control {
-        service.add_control(socket, setup, upgrades.clone())?;
+    if let (Some(socket), Some(own)) = (control, loops.control) {
+        service.add_control(socket, own, upgrades.clone())?;
     }
     service.set_configured();
-    if let Some(bound) = metrics {
-        service.add_metrics(bound, setup)?;
+    service.add_reloads(loops.reloads);
+    if let (Some(bound), Some(own)) = (metrics, loops.metrics) {
+        service.add_metrics(bound, own);
     }
-    Ok(service)
+    Ok((service, pid_file))
+}
+
+/// Closes disks that were never served. What fails then is not what is to be told.
+fn close_all(workers: &Workers, disks: &[Arc<ImageDisk>]) {
+    for disk in disks {
+        let disk = Arc::clone(disk);
+        let _ = workers.run(move || async move { disk.close().await });
+    }
 }
 
 /// Opens all disks.
@@ -157,34 +188,39 @@ fn open_disks(workers: &Workers, setup: &Setup, state: &StateUse) -> Result<Vec<
 }
 
 /// Goes on with what another process serves.
-fn take_over(setup: &Setup, upgrades: &UpgradeRequests) -> Result<Service> {
-    let source = std::os::unix::process::parent_id();
+fn take_over(setup: &Setup, upgrades: &UpgradeRequests) -> Result<(Service, Option<PidFile>)> {
     // Before anything is taken over.
     let tls = setup.tls.as_ref().map(Tls::load).transpose()?;
-    let TakenOver { workers, disks, sockets, devices, control } = destination::take_over(setup)?;
-    let mut service = Service::start(workers, disks, sockets, setup, tls)?;
+    let loops = LoopsAside::start(setup)?;
+    let TakenOver { workers, disks, sockets, devices, control, source } =
+        destination::take_over(setup)?;
+    // Clients are served whatever becomes of the file.
+    let pid_file = write_pid(setup).inspect_err(|error| tracing::warn!("{error:#}"));
+    let sandbox = sandbox::enter(setup, &workers);
+    let mut service = Service::start(workers, disks, sockets, setup, tls, sandbox)?;
     service.add_devices(devices, setup)?;
-    if let Some(socket) = control {
-        service.add_control(socket, setup, upgrades.clone())?;
+    if let (Some(socket), Some(own)) = (control, loops.control) {
+        service.add_control(socket, own, upgrades.clone())?;
     }
     service.set_configured();
-    service.add_metrics_when_free(setup)?;
-    tracing::info!("took over from process {source}");
-    Ok(service)
+    service.add_reloads(loops.reloads);
+    service.add_metrics_when_free(setup, loops.metrics);
+    tracing::info!("took over from process {}", source.unwrap_or_default());
+    Ok((service, pid_file.unwrap_or_default()))
 }
 
 /// Who serves after upgrades were asked for.
 enum Upgrade {
     /// This process.
     GoesOn,
-    /// The process with this id.
-    Done(u32),
+    /// The process that was launched last.
+    Done,
     /// None that can go on.
     Lost(anyhow::Error),
 }
 
 /// Carries out the upgrades that were asked for, until one succeeds.
-fn upgrade(service: &Service, upgrades: &UpgradeRequests) -> Upgrade {
+fn upgrade(service: &Service, launcher: &Launcher, upgrades: &UpgradeRequests) -> Upgrade {
     let mut request = upgrades.take();
     loop {
         // Without a request it was a signal that asked for it.
@@ -192,11 +228,11 @@ fn upgrade(service: &Service, upgrades: &UpgradeRequests) -> Upgrade {
             request.map_or((None, None), |asked| (asked.binary, Some(asked.reply)));
         // The client may have gone.
         let answer = |text| drop(reply.map(|reply| reply.send(text)));
-        match source::hand_over(service, binary) {
+        match source::hand_over(service, launcher, binary) {
             Ok(Outcome::HandedOver(HandedOver { process, gap })) => {
                 tracing::info!("process {process} serves now; requests waited for {gap:?}");
                 answer(Ok(UpgradeReply { process, gap_us: gap.as_micros() as u64 }));
-                return Upgrade::Done(process);
+                return Upgrade::Done;
             }
             Ok(Outcome::Lost(error)) => return Upgrade::Lost(error),
             Err(error) => {
@@ -211,12 +247,12 @@ fn upgrade(service: &Service, upgrades: &UpgradeRequests) -> Upgrade {
     }
 }
 
-/// Sends a signal on.
-fn forward(process: u32, signal: i32) {
-    let (process, signal) = (Pid::from_raw(process as i32), Signal::from_named_raw(signal));
-    if let (Some(process), Some(signal)) = (process, signal) {
-        // It may have ended meanwhile.
-        let _ = kill_process(process, signal);
+/// What the launcher of this server may start.
+fn launch_rules(setup: &Setup) -> LaunchRules {
+    LaunchRules {
+        arguments: source::arguments(),
+        // The control socket is the way to ask for another one.
+        programs: if setup.control.is_some() { Programs::Any } else { Programs::Own },
     }
 }
 

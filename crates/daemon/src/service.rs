@@ -7,7 +7,6 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
 use blockhouse_disk::ImageDisk;
-use blockhouse_engine::{FixedFiles, IoPoll};
 use blockhouse_nbd::uri::{Address, NbdUri, Security};
 use blockhouse_nbd::{BoundSocket, Server};
 use sd_notify::NotifyState;
@@ -16,11 +15,13 @@ use crate::control::{Closed, Control};
 use crate::hand_over::requests::UpgradeRequests;
 use crate::metrics::{DiskList, MetricsServer};
 use crate::running::{ExportAddress, Running, RunningDevice, RunningDisk, ServedSocket};
+use crate::sandbox::SandboxReport;
+use crate::service_manager;
 use crate::setup::Setup;
 use crate::sockets::ListenSocket;
 use crate::tls::Tls;
 use crate::vhost_user::DeviceSocket;
-use crate::workers::{LoopOptions, Workers};
+use crate::workers::Workers;
 
 /// How often what the control socket does is asked for.
 const CONTROL_RETRY: Duration = Duration::from_millis(5);
@@ -31,8 +32,8 @@ pub struct Service {
     running: Arc<Running>,
     control: Option<Control>,
     metrics: Option<MetricsServer>,
-    /// What loops beside those of guests are like.
-    loops: LoopOptions,
+    /// The loop that reads the configuration again, if there is one: no guest waits for what is opened.
+    reloads: Option<Workers>,
 }
 
 impl Service {
@@ -43,8 +44,10 @@ impl Service {
         sockets: Vec<ListenSocket>,
         setup: &Setup,
         tls: Option<Tls>,
+        sandbox: SandboxReport,
     ) -> Result<Self> {
-        let running = Arc::new(Running::new(workers.handles(), workers.report(), setup, tls));
+        let running =
+            Arc::new(Running::new(workers.handles(), workers.report(), setup, tls, sandbox));
         let disks = setup.disks.iter().zip(disks);
         let disks: Vec<_> = disks.map(|(disk, open)| running.adopt(disk.clone(), open)).collect();
         disks.iter().try_for_each(|disk| running.limit_as_set_up(disk))?;
@@ -53,8 +56,7 @@ impl Service {
             let offers = offers.map(|offer| (offer.name, Arc::clone(&disks[offer.image])));
             running.serve_socket(bound, Security::Plain, offers.collect(), connections)?;
         }
-        let own = LoopOptions { fixed_files: FixedFiles::Off, io_poll: IoPoll::Off, ..setup.loops };
-        Ok(Self { workers, running, control: None, metrics: None, loops: own })
+        Ok(Self { workers, running, control: None, metrics: None, reloads: None })
     }
 
     /// Serves vhost-user-blk devices at their sockets.
@@ -73,32 +75,30 @@ impl Service {
     pub(crate) fn add_control(
         &mut self,
         socket: BoundSocket,
-        setup: &Setup,
+        workers: Workers,
         upgrades: UpgradeRequests,
     ) -> Result<()> {
         let running = Arc::clone(&self.running);
-        self.control = Some(Control::start(socket, setup.loops.engine, running, upgrades)?);
+        self.control = Some(Control::start(socket, workers, running, upgrades)?);
         Ok(())
     }
 
     /// Serves metrics at a listening socket.
-    pub(crate) fn add_metrics(&mut self, bound: BoundSocket, setup: &Setup) -> Result<()> {
-        let disks = self.measured();
-        self.metrics = Some(MetricsServer::start(bound, setup.loops.engine, disks)?);
-        Ok(())
+    pub(crate) fn add_metrics(&mut self, bound: BoundSocket, workers: Workers) {
+        self.metrics = Some(MetricsServer::start(bound, workers, self.measured()));
     }
 
     /// As [`add_metrics`](Self::add_metrics), once the process that another one goes on for has ended.
-    pub(crate) fn add_metrics_when_free(&mut self, setup: &Setup) -> Result<()> {
-        let Some(address) = setup.metrics.clone() else { return Ok(()) };
-        let (engine, disks) = (setup.loops.engine, self.measured());
-        self.metrics = Some(MetricsServer::start_when_free(
-            address,
-            setup.private_permissions(),
-            engine,
-            disks,
-        )?);
-        Ok(())
+    pub(crate) fn add_metrics_when_free(&mut self, setup: &Setup, workers: Option<Workers>) {
+        if let (Some(address), Some(workers)) = (setup.metrics.clone(), workers) {
+            let (private, disks) = (setup.private_permissions(), self.measured());
+            self.metrics = Some(MetricsServer::start_when_free(address, private, workers, disks));
+        }
+    }
+
+    /// Reads the configuration again by this loop, whenever that is asked for.
+    pub(crate) fn add_reloads(&mut self, workers: Option<Workers>) {
+        self.reloads = workers;
     }
 
     /// The disks that there are when it is asked, under their names.
@@ -203,19 +203,15 @@ impl Service {
     pub(crate) fn reload(&self) {
         let Some(path) = self.running.config().map(ToOwned::to_owned) else { return };
         let running = Arc::clone(&self.running);
-        // A loop of its own, so that no guest waits for what is opened.
-        let outcome = Workers::start(1, self.loops).and_then(|own| {
-            let outcome = own.run(move || async move { running.reload(&path).await });
-            own.stop();
-            outcome
-        });
+        let Some(workers) = &self.reloads else { return };
+        let outcome = workers.run(move || async move { running.reload(&path).await });
         match outcome {
             Ok(done) => done.log(),
             Err(error) => tracing::error!("not reloaded, everything stays as it is: {error:#}"),
         }
     }
 
-    /// A line for each export, of its address, when everything listens; with engine and FUA if it is to say more.
+    /// A line for each export, of its address, when everything listens; with engine, FUA and sandbox if it is to say more.
     pub fn ready_lines(&self, is_verbose: bool) -> Vec<String> {
         let report = self.workers.report();
         if report.refused.is_empty() {
@@ -232,7 +228,8 @@ impl Service {
                     self.workers.run(move || async move { disk.capabilities().fua }).as_str()
                 });
                 let fua = fua.unwrap_or_default();
-                format!("ready {} engine={} fua={fua}", export.address, report.engine)
+                let (engine, sandbox) = (report.engine, self.running.sandbox());
+                format!("ready {} engine={engine} fua={fua} sandbox={sandbox}", export.address)
             }
         };
         exports.iter().map(line).collect()
@@ -248,8 +245,7 @@ impl Service {
         let addresses = count(self.running.exports().len(), "address", "addresses");
         let engine = self.workers.report().engine;
         let status = format!("serving {disks} at {addresses} by {engine}");
-        // It fails where no service manager asked for it.
-        let _ = sd_notify::notify(&[NotifyState::Ready, NotifyState::Status(&status)]);
+        service_manager::tell(&[NotifyState::Ready, NotifyState::Status(&status)]);
     }
 
     /// The URI of the first NBD export, if that is the first of all.
@@ -262,7 +258,7 @@ impl Service {
 
     /// Stops accepting, completes what is in flight, and flushes.
     pub(crate) fn end(self) -> Result<()> {
-        let Self { workers, running, control, metrics, loops: _ } = self;
+        let Self { workers, running, control, metrics, reloads } = self;
         // So that nothing else holds the disks.
         metrics.into_iter().for_each(MetricsServer::stop);
         // What waits for its turn is let go, so that the end does not wait for it.
@@ -280,7 +276,7 @@ impl Service {
             |disk: Arc<RunningDisk>| workers.run(move || async move { disk.disk.close().await });
         let outcomes: Vec<_> = disks.into_iter().map(close).collect();
         drop(running);
-        workers.stop();
+        reloads.into_iter().chain([workers]).for_each(Workers::stop);
         Ok(outcomes.into_iter().collect::<Result<(), _>>()?)
     }
 }

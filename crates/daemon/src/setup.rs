@@ -48,6 +48,8 @@ pub struct Setup {
     pub pid_file: Option<PathBuf>,
     /// Where the metrics are served.
     pub metrics: Option<MetricsAddress>,
+    /// Whether the process may do nothing but what it needs, once everything is open.
+    pub sandbox: SandboxUse,
     /// The configuration that it was made from, to be read again.
     pub config: Option<PathBuf>,
     /// Whether to go on with what the process serves that has started this one, instead of starting anew.
@@ -127,6 +129,16 @@ impl DiskSetup {
     pub fn is_read_only(&self) -> bool {
         self.access == Access::ReadOnly || self.snapshot.is_some()
     }
+}
+
+/// Whether a server is confined.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum SandboxUse {
+    /// By all that the kernel has.
+    #[default]
+    On,
+    /// Not at all.
+    Off,
 }
 
 /// Where the server keeps what outlives its process.

@@ -11,6 +11,8 @@ use std::time::Duration;
 
 use sd_notify::NotifyState;
 
+use crate::service_manager;
+
 /// How often more time is asked for.
 const EVERY: Duration = Duration::from_secs(5);
 /// How much: enough for a loaded machine to be late with the next message.
@@ -33,11 +35,10 @@ impl StoppingNotice {
         let more = || NotifyState::ExtendTimeoutUsec(MORE.as_micros() as u32);
         let status =
             NotifyState::Status("stopping: requests in flight complete, then the last flush");
-        // A manager that does not listen is no reason not to stop.
-        let _ = sd_notify::notify(&[NotifyState::Stopping, status, more()]);
+        service_manager::tell(&[NotifyState::Stopping, status, more()]);
         let go_on = move || {
             while end.recv_timeout(EVERY) == Err(RecvTimeoutError::Timeout) {
-                let _ = sd_notify::notify(&[more()]);
+                service_manager::tell(&[more()]);
             }
         };
         let thread = std::thread::Builder::new().name("stopping-notice".into()).spawn(go_on).ok();

@@ -9,6 +9,8 @@ use std::time::Duration;
 use blockhouse_engine::Handle;
 use sd_notify::NotifyState;
 
+use crate::service_manager;
+
 /// Into how many parts the time of the service manager is divided: with one message in each, a loop may be held up for
 /// three of them.
 const PARTS: u32 = 4;
@@ -26,8 +28,7 @@ pub(crate) enum Started {
 /// ended.
 pub(crate) fn start(loops: Vec<Handle>, started: Started) {
     let Some(time) = time(started) else { return };
-    // A manager that does not listen is no reason not to serve.
-    let tell = || drop(sd_notify::notify(&[NotifyState::Watchdog]));
+    let tell = || service_manager::tell(&[NotifyState::Watchdog]);
     let watch = move || watch(&loops, time / PARTS, tell);
     if let Err(error) = std::thread::Builder::new().name("watchdog".into()).spawn(watch) {
         tracing::warn!(

@@ -34,6 +34,15 @@ impl Workers {
         Ok(Self { threads: threads.collect::<Result<_>>()? })
     }
 
+    /// One loop for what is not a guest's: it does not busy-poll.
+    ///
+    /// # Errors
+    /// As [`start`](Self::start).
+    pub fn start_aside(engine: EngineChoice) -> Result<Self> {
+        let (polling, fixed_files, io_poll) = (Duration::ZERO, FixedFiles::Off, IoPoll::Off);
+        Self::start(1, LoopOptions { engine, polling, fixed_files, io_poll })
+    }
+
     /// The engine that they use: the first one's, and so that of all.
     pub fn report(&self) -> &EngineReport {
         self.threads[0].report()

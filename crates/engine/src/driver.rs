@@ -70,6 +70,12 @@ pub(crate) trait Driver {
     /// completion, a notification, the deadline), then appends all results to `done`. `operations` holds
     /// everything that was started.
     fn poll(&mut self, wait: Wait, operations: &OperationTable, done: &mut Vec<Completion>);
+
+    /// Opens a file by the ring: its descriptor or a negative errno. `None` without a ring. For tests of its restrictions.
+    #[cfg(debug_assertions)]
+    fn attempt_open(&mut self) -> Option<i32> {
+        None
+    }
 }
 
 /// An operation's end: the kernel's answer, a count of bytes or a negative errno.

@@ -33,6 +33,8 @@
 compile_error!("Blockhouse serves disks on Linux only");
 
 mod adaptive_poll;
+#[cfg(debug_assertions)]
+pub mod attempts;
 mod broken_wait;
 mod byte_lock;
 mod descriptors;
@@ -81,7 +83,8 @@ mod watches;
 pub use adaptive_poll::DEFAULT_POLLING;
 pub use byte_lock::{is_byte_locked, lock_byte_shared, unlock_byte};
 pub use descriptors::{
-    DESCRIPTORS_HINT, ShortageLog, is_out_of_descriptors, is_shortage, raise_descriptor_limit,
+    DESCRIPTORS_HINT, ShortageLog, is_out_of_descriptors, is_shortage,
+    keep_descriptors_from_children, raise_descriptor_limit,
 };
 pub use engine::{Engine, EngineChoice, EngineReport};
 pub use event_loop::{EventLoop, Handle, Submission};

@@ -105,6 +105,12 @@ impl Local {
         self.driver.borrow_mut().unregister_all_memory();
     }
 
+    /// Opens a file by the ring; see [`Driver`].
+    #[cfg(debug_assertions)]
+    pub(crate) fn attempt_open(&self) -> Option<i32> {
+        self.driver.borrow_mut().attempt_open()
+    }
+
     /// Whether a poll source or another thread has something for this loop, without a system call.
     fn poll_sources(&self) -> bool {
         let source = self.watches.find_ready();

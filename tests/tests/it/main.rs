@@ -42,6 +42,7 @@ mod registered_memory;
 mod remote;
 mod repair;
 mod resize;
+mod sandbox;
 mod served_snapshots;
 mod service;
 mod shutdown;

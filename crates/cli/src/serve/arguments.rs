@@ -11,7 +11,7 @@ use blockhouse_daemon::limits::{self, LimitArgument};
 use blockhouse_daemon::metrics::MetricsAddress;
 use blockhouse_daemon::offers::{Offer, Offers};
 use blockhouse_daemon::rate_limits;
-use blockhouse_daemon::setup::{DiskSetup, Setup, StateSetup};
+use blockhouse_daemon::setup::{DiskSetup, SandboxUse, Setup, StateSetup};
 use blockhouse_daemon::size;
 use blockhouse_daemon::socket_options::{self, SocketGroup, SocketMode};
 use blockhouse_disk::{Access, CacheMode, DetectZeroes, Discard, ImageFormat};
@@ -25,7 +25,7 @@ use crate::open_args::{AllowPathArgs, state_setup};
 use crate::serve::tls_args::TlsArgs;
 
 /// What the configuration says in place of the command line.
-const OTHER_OPTIONS: [&str; 31] = [
+const OTHER_OPTIONS: [&str; 32] = [
     "images",
     "format",
     "create",
@@ -50,6 +50,7 @@ const OTHER_OPTIONS: [&str; 31] = [
     "fixed_files",
     "io_poll",
     "register_memory",
+    "sandbox",
     "state",
     "read_only",
     "snapshot",
@@ -196,6 +197,13 @@ pub struct Arguments {
     /// unmap also gives its space back to the host.
     #[arg(long, default_value = "off", value_parser = parse_detect_zeroes)]
     detect_zeroes: DetectZeroes,
+    /// Whether the server gives up what it needs no more once everything is open: on or off.
+    ///
+    /// In its sandbox it makes only the system calls that serving takes, executes nothing and makes no new rings. With
+    /// --control or --config it may go on to open files and sockets. Off is for finding faults. docs/security.md
+    /// says what the sandbox holds.
+    #[arg(long, default_value = "on", value_parser = parse_sandbox)]
+    sandbox: SandboxUse,
     /// Serve the disks that this file describes (TOML, docs/operations.md), in place of images and options. SIGHUP and
     /// 'blockhouse ctl SOCKET reload' read it again: what it has no more is closed, what is new is opened, and the rest
     /// is not touched.
@@ -235,6 +243,14 @@ fn parse_register_memory(name: &str) -> Result<RegisteredMemory, String> {
     match name {
         "on" => Ok(RegisteredMemory::On),
         "off" => Ok(RegisteredMemory::Off),
+        _ => Err("use on or off".into()),
+    }
+}
+
+fn parse_sandbox(name: &str) -> Result<SandboxUse, String> {
+    match name {
+        "on" => Ok(SandboxUse::On),
+        "off" => Ok(SandboxUse::Off),
         _ => Err("use on or off".into()),
     }
 }
@@ -307,6 +323,7 @@ impl Arguments {
             control: self.control.clone(),
             pid_file: self.pid_file.clone(),
             metrics: self.metrics.clone(),
+            sandbox: self.sandbox,
             config: None,
             hand_over: self.hand_over,
         })

@@ -41,7 +41,7 @@ fn invalid(why: String) -> Failure {
 /// Carries a request out that changes or tells what runs. Those about the connection or the process are the server's.
 pub(super) async fn call(running: &Running, method: &str, given: Value) -> Outcome {
     match method {
-        "server.version" => params(given).and_then(|NoParams {}| result(version())),
+        "server.version" => params(given).and_then(|NoParams {}| result(version(running))),
         "server.reload" => {
             let NoParams {} = params(given)?;
             reload(running).await
@@ -117,10 +117,11 @@ async fn snapshots(running: &Running, method: &str, given: Value) -> Outcome {
     }
 }
 
-fn version() -> VersionResult {
+fn version(running: &Running) -> VersionResult {
     VersionResult {
         version: env!("CARGO_PKG_VERSION"),
         protocol: VERSION,
+        sandbox: running.sandbox().to_string(),
         methods: METHODS.iter().map(|(name, ..)| *name).collect(),
         events: Event::NAMES.to_vec(),
     }

@@ -31,6 +31,8 @@ pub struct VersionResult {
     pub version: &'static str,
     /// The version of this protocol.
     pub protocol: u32,
+    /// What the server may no longer do: the parts of the sandbox that are in force, as "seccomp", or "off".
+    pub sandbox: String,
     /// The methods that there are.
     pub methods: Vec<&'static str>,
     /// The events that there are.

@@ -10,7 +10,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
-use blockhouse_engine::{EngineChoice, FixedFiles, IoPoll, Listener, Stream, Submission, sleep};
+use blockhouse_engine::{Listener, Stream, Submission, sleep};
 use blockhouse_nbd::uri::Address;
 use blockhouse_nbd::{BoundSocket, SocketFile};
 use futures_channel::oneshot;
@@ -30,7 +30,7 @@ use super::rpc::{
 use crate::events::{Event, Subscription};
 use crate::hand_over::requests::UpgradeRequests;
 use crate::running::Running;
-use crate::workers::{LoopOptions, Workers};
+use crate::workers::Workers;
 
 /// Connections at the same time; further ones are refused.
 const MAX_CLIENTS: usize = 16;
@@ -57,19 +57,17 @@ struct Served {
 }
 
 impl Control {
-    /// Answers at a socket what is asked of what runs.
+    /// Answers at a socket, by a loop of its own, what is asked of what runs.
     ///
     /// # Errors
-    /// When no thread can be had for it.
+    /// The socket cannot be used.
     pub fn start(
         bound: BoundSocket,
-        engine: EngineChoice,
+        workers: Workers,
         running: Arc<Running>,
         upgrades: UpgradeRequests,
     ) -> Result<Self> {
         let listener = Listener::new(bound.socket).context("cannot use the control socket")?;
-        let (polling, fixed_files, io_poll) = (Duration::ZERO, FixedFiles::Off, IoPoll::Off);
-        let workers = Workers::start(1, LoopOptions { engine, polling, fixed_files, io_poll })?;
         let (stop, stopped) = oneshot::channel();
         let gate = Arc::new(Gate::default());
         let served = Served { running, upgrades, gate: Arc::clone(&gate) };

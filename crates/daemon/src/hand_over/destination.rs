@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
 use blockhouse_disk::{HandedFile, HandedOverDisk, ImageDisk, open_handed_over};
-use blockhouse_engine::{OpenFiles, Stream};
+use blockhouse_engine::{OpenFiles, Stream, peer_process};
 use blockhouse_nbd::{BoundSocket, PausedSession, SocketFile};
 use blockhouse_vhost_user::PreparedFrontend;
 use rustix::fs::{Mode, OFlags};
@@ -47,6 +47,8 @@ pub struct TakenOver {
     pub devices: Vec<DeviceSocket>,
     /// The control socket.
     pub control: Option<BoundSocket>,
+    /// The process that served before, where its id can be known.
+    pub source: Option<i32>,
 }
 
 /// What the source offers, with its descriptors.
@@ -57,7 +59,7 @@ struct Offered {
     control: Option<(Listening, OwnedFd, Option<OwnedFd>)>,
 }
 
-/// Takes over what the server that has started this process serves.
+/// Takes over what the server serves that has had this process started.
 ///
 /// # Errors
 /// Why not, in one line, which the source has been told: nothing was changed.
@@ -120,6 +122,7 @@ fn prepare(channel: &Channel, setup: &Setup) -> Result<TakenOver> {
         sockets: sockets.collect(),
         devices: devices.into_iter().zip(frontends).map(device).collect(),
         control: control.map(listening),
+        source: peer_process(channel).ok().flatten(),
         workers,
         disks,
     })

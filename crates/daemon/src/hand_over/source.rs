@@ -5,10 +5,9 @@
 
 use std::ffi::OsString;
 use std::os::fd::{AsFd, BorrowedFd};
-use std::os::unix::ffi::{OsStrExt, OsStringExt};
+use std::os::unix::ffi::OsStrExt;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Stdio};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -23,8 +22,10 @@ use super::format::{
 };
 use super::frontends;
 use crate::control::Closed;
+use crate::launcher::{Launched, Launcher};
 use crate::running::{RunningDevice, RunningDisk, ServedSocket};
 use crate::service::Service;
+use crate::service_manager;
 
 /// How long the destination may take to be ready, and to take over.
 const ANSWER_TIME: Duration = Duration::from_secs(10);
@@ -56,19 +57,23 @@ pub struct HandedOver {
 }
 
 /// The destination and the channel to it. Dropped, the process is killed and its end awaited.
-struct Destination {
-    child: Child,
+struct Destination<'a> {
+    launcher: &'a Launcher,
+    launched: Launched,
     channel: Channel,
-    binary: PathBuf,
 }
 
 /// Hands everything that is served to a process that is started for it.
 ///
 /// # Errors
 /// Why not, in one line: then this server goes on.
-pub fn hand_over(service: &Service, binary: Option<PathBuf>) -> Result<Outcome> {
+pub fn hand_over(
+    service: &Service,
+    launcher: &Launcher,
+    binary: Option<PathBuf>,
+) -> Result<Outcome> {
     check_not_encrypted(service)?;
-    let mut destination = Destination::start(binary)?;
+    let mut destination = Destination::start(launcher, binary.as_deref())?;
     let Some(control) = service.pause_control(CONTROL_TIME) else {
         bail!(
             "a request at the control socket is still being carried out; try again when it is done"
@@ -89,9 +94,8 @@ pub fn hand_over(service: &Service, binary: Option<PathBuf>) -> Result<Outcome> 
     match outcome {
         Ok(gap) => {
             reach(Step::SourceGaveUp);
-            let process = destination.child.id();
-            // It fails where no service manager asked for it.
-            let _ = sd_notify::notify(&[sd_notify::NotifyState::MainPid(process)]);
+            let process = destination.launched.process;
+            service_manager::tell(&[sd_notify::NotifyState::MainPid(process)]);
             // What waits there would change images that are not ours any more.
             control.into_iter().for_each(Closed::seal);
             destination.leave();
@@ -124,7 +128,7 @@ fn check_not_encrypted(service: &Service) -> Result<()> {
 }
 
 /// Stops serving, and has the destination take over. How long nothing was served until then.
-fn give(service: &Service, destination: &mut Destination) -> Result<Duration> {
+fn give(service: &Service, destination: &mut Destination<'_>) -> Result<Duration> {
     let (workers, server) = (service.workers(), service.server().clone());
     flush_ahead(service, 1);
     workers.run(move || async move { server.pause_accepting(HANDSHAKE_TIME).await });
@@ -278,18 +282,13 @@ impl From<&blockhouse_nbd::uri::Address> for Address {
     }
 }
 
-impl Destination {
+impl<'a> Destination<'a> {
     /// Starts the program with this process's command line.
-    fn start(binary: Option<PathBuf>) -> Result<Self> {
-        let binary = binary.map_or_else(own_binary, Ok)?;
+    fn start(launcher: &'a Launcher, binary: Option<&Path>) -> Result<Self> {
         let (ours, theirs) = UnixStream::pair().context("cannot make a socket pair")?;
-        let child = Command::new(&binary)
-            .args(arguments_of(std::env::args_os().skip(1)))
-            .stdin(Stdio::from(std::os::fd::OwnedFd::from(theirs)))
-            .spawn()
-            .with_context(|| format!("{}: cannot be started", binary.display()))?;
+        let launched = launcher.launch(binary, theirs.into())?;
         let channel = Channel::new(ours.into(), VERSION).context("cannot use a socket pair")?;
-        Ok(Self { child, channel, binary })
+        Ok(Self { launcher, launched, channel })
     }
 
     fn send(
@@ -308,7 +307,7 @@ impl Destination {
     /// Waits for this message.
     fn expect(&mut self, wanted: Message, what: &str) -> Result<()> {
         let received = self.channel.receive(Some(Instant::now() + ANSWER_TIME));
-        let binary = self.binary.display();
+        let binary = self.launched.program.display();
         match received {
             Ok(Some(frame)) if frame.message == wanted => Ok(()),
             Ok(Some(frame)) => match frame.message {
@@ -317,11 +316,11 @@ impl Destination {
                     bail!("{binary}: the new server answered {other:?} where it was to {what}")
                 }
             },
-            Ok(None) => match self.child.wait() {
+            Ok(None) => match self.launcher.wait() {
                 Ok(status) => {
                     bail!("{binary}: the new server ended before it could {what}: {status}")
                 }
-                Err(error) => bail!("{binary}: the new server ended: {error}"),
+                Err(error) => bail!("{binary}: the new server ended: {error:#}"),
             },
             Err(error) if is_timeout(&error) => {
                 bail!("{binary}: the new server did not {what} within {ANSWER_TIME:?}")
@@ -332,9 +331,7 @@ impl Destination {
 
     /// Ends the process. Whether it had taken over before.
     fn end(&mut self) -> bool {
-        // It fails for a process that has ended already.
-        let _ = self.child.kill();
-        let _ = self.child.wait();
+        self.launcher.kill();
         loop {
             match self.channel.receive(Some(Instant::now())) {
                 Ok(Some(frame)) if frame.message == Message::Mine => return true,
@@ -350,7 +347,7 @@ impl Destination {
     }
 }
 
-impl Drop for Destination {
+impl Drop for Destination<'_> {
     fn drop(&mut self) {
         self.end();
     }
@@ -361,20 +358,11 @@ fn is_timeout(error: &anyhow::Error) -> bool {
     error.is_some_and(|error| error.kind() == std::io::ErrorKind::TimedOut)
 }
 
-/// The program at the path from which this process was started: another one by now, if it was replaced.
-fn own_binary() -> Result<PathBuf> {
-    let path = std::fs::read_link("/proc/self/exe").context("cannot find this program's path")?;
-    Ok(without_deleted(&path))
+/// The command line for the destination: this server's.
+pub fn arguments() -> Vec<OsString> {
+    arguments_of(std::env::args_os().skip(1))
 }
 
-/// The path without what the kernel adds to that of a file which was replaced.
-fn without_deleted(path: &Path) -> PathBuf {
-    let bytes = path.as_os_str().as_bytes();
-    let bytes = bytes.strip_suffix(b" (deleted)").unwrap_or(bytes);
-    PathBuf::from(OsString::from_vec(bytes.to_vec()))
-}
-
-/// The command line for the destination.
 fn arguments_of(own: impl Iterator<Item = OsString>) -> Vec<OsString> {
     let mut arguments: Vec<_> = own.filter(|argument| argument != HAND_OVER).collect();
     // Before what may stand behind a "--".
@@ -401,12 +389,5 @@ mod tests {
             arguments("serve --hand-over a --name serve"),
             "serve --hand-over a --name serve"
         );
-    }
-
-    #[test]
-    fn a_program_that_was_replaced_is_found_at_its_path() {
-        let found = |path: &str| without_deleted(Path::new(path));
-        assert_eq!(found("/usr/bin/blockhouse (deleted)"), Path::new("/usr/bin/blockhouse"));
-        assert_eq!(found("/usr/bin/blockhouse"), Path::new("/usr/bin/blockhouse"));
     }
 }

@@ -13,7 +13,7 @@ use std::time::Duration;
 
 use anyhow::{Context, Result};
 use blockhouse_core::{Buffer, IoVectorList};
-use blockhouse_engine::{EngineChoice, FixedFiles, IoPoll, Listener, Stream, Submission, sleep};
+use blockhouse_engine::{Listener, Stream, Submission, sleep};
 use blockhouse_nbd::uri::Address;
 use blockhouse_nbd::{BoundSocket, SocketPermissions, bind_for};
 use futures_channel::oneshot;
@@ -24,7 +24,7 @@ use super::gather::{MeasuredDisk, StartTime, gather};
 use super::http::{self, Request, Resource};
 use super::json::to_json;
 use super::text::to_text;
-use crate::workers::{LoopOptions, Workers};
+use crate::workers::Workers;
 
 /// Connections at the same time.
 const MAX_CLIENTS: usize = 8;
@@ -105,25 +105,19 @@ struct Served {
 }
 
 impl MetricsServer {
-    /// Serves the metrics of these disks at a listening socket.
-    ///
-    /// # Errors
-    /// When no thread can be had for it.
-    pub fn start(bound: BoundSocket, engine: EngineChoice, disks: DiskList) -> Result<Self> {
-        Self::start_at(engine, disks, async move || bound)
+    /// Serves the metrics of these disks at a listening socket, by a loop of its own.
+    pub fn start(bound: BoundSocket, workers: Workers, disks: DiskList) -> Self {
+        Self::start_at(workers, disks, async move || bound)
     }
 
     /// As [`start`](Self::start), as soon as the address is free: the process that served there before is about to end.
-    ///
-    /// # Errors
-    /// As [`start`](Self::start).
     pub fn start_when_free(
         address: MetricsAddress,
         permissions: SocketPermissions,
-        engine: EngineChoice,
+        workers: Workers,
         disks: DiskList,
-    ) -> Result<Self> {
-        Self::start_at(engine, disks, async move || {
+    ) -> Self {
+        Self::start_at(workers, disks, async move || {
             loop {
                 match address.bind(permissions) {
                     Ok(bound) => return bound,
@@ -135,12 +129,10 @@ impl MetricsServer {
     }
 
     fn start_at(
-        engine: EngineChoice,
+        workers: Workers,
         disks: DiskList,
         bind: impl AsyncFnOnce() -> BoundSocket + Send + 'static,
-    ) -> Result<Self> {
-        let (polling, fixed_files, io_poll) = (Duration::ZERO, FixedFiles::Off, IoPoll::Off);
-        let workers = Workers::start(1, LoopOptions { engine, polling, fixed_files, io_poll })?;
+    ) -> Self {
         let (stop, stopped) = oneshot::channel();
         let served = Served { disks, started: StartTime::now() };
         let over = workers.first().spawn(move || async move {
@@ -153,7 +145,7 @@ impl MetricsServer {
             // What is in flight is dropped: it is only read, so nothing is lost.
             select(pin!(serving), stopped).await;
         });
-        Ok(Self { workers, stop, over })
+        Self { workers, stop, over }
     }
 
     /// Ends, and removes the socket's file.

@@ -26,6 +26,7 @@ use crate::claims::Claims;
 use crate::config::ConfiguredDisk;
 use crate::events::Events;
 use crate::metrics::{MeasuredDisk, StartTime, gather, to_json};
+use crate::sandbox::SandboxReport;
 use crate::setup::{DiskSetup, Setup, StateSetup};
 use crate::tls::Tls;
 use crate::vhost_user::registered_memory;
@@ -41,6 +42,7 @@ pub(crate) struct Running {
     server: Server,
     options: Options,
     tls: Option<Tls>,
+    sandbox: SandboxReport,
     list: Mutex<List>,
     claims: Claims,
     events: Events,
@@ -98,6 +100,7 @@ impl Running {
         report: &EngineReport,
         setup: &Setup,
         tls: Option<Tls>,
+        sandbox: SandboxReport,
     ) -> Self {
         Self {
             loops,
@@ -111,6 +114,7 @@ impl Running {
                 config: setup.config.clone(),
             },
             tls,
+            sandbox,
             list: Mutex::default(),
             claims: Claims::default(),
             events: Events::default(),
@@ -126,6 +130,11 @@ impl Running {
     /// The server of NBD clients.
     pub(crate) fn server(&self) -> &Server {
         &self.server
+    }
+
+    /// What the process may no longer do.
+    pub(crate) fn sandbox(&self) -> &SandboxReport {
+        &self.sandbox
     }
 
     /// What happens.

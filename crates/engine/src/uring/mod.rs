@@ -31,6 +31,9 @@ use ring::{CompletionMode, Ring};
 /// CompletionMode that belong to no operation of the table.
 const NOTIFIER: u64 = u64::MAX;
 const CANCEL: u64 = u64::MAX - 1;
+/// An attempt to open a file (`attempts`).
+#[cfg(debug_assertions)]
+const ATTEMPT: u64 = u64::MAX - 2;
 /// Set in those of watches, whose key follows.
 const WATCH: u64 = 1 << 32;
 /// Set in those of questions whether the kernel still has an operation, whose token follows.
@@ -57,6 +60,9 @@ pub(crate) struct Uring {
     /// Operations that the kernel was asked about after it dropped completions, as long as neither their
     /// completion nor the answer has come.
     probed: HashSet<Token>,
+    /// The outcome of an attempt to open a file.
+    #[cfg(debug_assertions)]
+    attempted: Option<i32>,
 }
 
 impl Uring {
@@ -82,6 +88,8 @@ impl Uring {
             events: Vec::new(),
             ended: Vec::new(),
             probed: HashSet::new(),
+            #[cfg(debug_assertions)]
+            attempted: None,
         })
     }
 
@@ -193,6 +201,8 @@ impl Uring {
                 // anew only after the watch ended.
                 NOTIFIER => self.watches_notifier &= cqueue::more(entry.flags()),
                 CANCEL => {}
+                #[cfg(debug_assertions)]
+                ATTEMPT => self.attempted = Some(entry.result()),
                 watch if watch & WATCH != 0 => {
                     let key = WatchKey(watch as u32);
                     if !cqueue::more(entry.flags()) {
@@ -286,6 +296,21 @@ impl Driver for Uring {
 
     fn next_event(&mut self) -> Option<WatchKey> {
         self.events.pop()
+    }
+
+    #[cfg(debug_assertions)]
+    fn attempt_open(&mut self) -> Option<i32> {
+        let entry = opcode::OpenAt::new(Fd(libc::AT_FDCWD), c"/etc/passwd".as_ptr()).build();
+        self.push(&entry.user_data(ATTEMPT));
+        loop {
+            self.ring.enter(1, None);
+            let mut ready = std::mem::take(&mut self.ready);
+            self.reap(&mut ready);
+            self.ready = ready;
+            if let Some(result) = self.attempted.take() {
+                return Some(result);
+            }
+        }
     }
 
     fn poll(&mut self, wait: Wait, operations: &OperationTable, done: &mut Vec<Completion>) {

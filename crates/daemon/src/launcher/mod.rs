@@ -1,0 +1,156 @@
+//! The launcher: a small process beside the server that starts other programs for it.
+//!
+//! A server in its sandbox executes nothing. An upgrade does, so the server starts this process before anything else. It
+//! is the same program (`blockhouse __launch`) with nothing of the server in its memory, and parses nothing that a
+//! stranger sent.
+//!
+//! Guarantees: the launcher executes nothing before it was told its rules; then the rules do not change. It starts programs
+//! with the command line of the rules only, and sends signals to what it has started only. It ends with the server, and
+//! leaves alone what took over.
+//!
+//! - [`Launcher`]: the server's end
+//! - [`run`]: the process
+//! - `protocol`: what they say to each other
+
+mod process;
+mod protocol;
+
+use std::ffi::{OsStr, OsString};
+use std::fmt;
+use std::io;
+use std::os::fd::OwnedFd;
+use std::os::unix::ffi::{OsStrExt, OsStringExt};
+use std::os::unix::net::UnixStream;
+use std::os::unix::process::CommandExt;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+
+use anyhow::{Context, Result, bail};
+use parking_lot::Mutex;
+pub use process::run;
+use protocol::{Channel, Reply, Request, Rules};
+
+/// The word of the command line that asks for the process.
+pub const WORD: &str = "__launch";
+
+/// The server's end of the connection to its launcher.
+pub(crate) struct Launcher(Result<Mutex<Channel>, String>);
+
+/// A process that a launcher has started.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Launched {
+    /// Its id.
+    pub(crate) process: u32,
+    /// Its program.
+    pub(crate) program: PathBuf,
+}
+
+impl Launcher {
+    /// Starts the process. Where that fails the server serves all the same, and each use of the launcher says why it
+    /// cannot be.
+    pub(crate) fn start(rules: &LaunchRules) -> Self {
+        let started = start(rules).map_err(|error| format!("{error:#}"));
+        if let Err(why) = &started {
+            tracing::warn!("this server cannot be upgraded while it runs: {why}");
+        }
+        Self(started)
+    }
+
+    /// Starts a program with the server's command line for a hand-over, and this standard input. `None` is the program
+    /// at the path from which the server was started.
+    ///
+    /// # Errors
+    /// It cannot be started, or the rules forbid it.
+    pub(crate) fn launch(&self, binary: Option<&Path>, stdin: OwnedFd) -> Result<Launched> {
+        let binary = binary.map(|path| path.as_os_str().as_bytes().to_vec());
+        match self.ask(&Request::Start { binary }, Some(stdin))? {
+            Reply::Started { process, program } => {
+                let program = PathBuf::from(OsString::from_vec(program));
+                Ok(Launched { process, program })
+            }
+            Reply::Refused { why } => bail!(why),
+            other => bail!("the launcher answered {other:?}"),
+        }
+    }
+
+    /// Kills what was launched last, and waits for its end.
+    pub(crate) fn kill(&self) {
+        // It fails only where the launcher is over.
+        let _ = self.ask(&Request::Kill, None);
+    }
+
+    /// Waits for the end of what was launched last. How it ended.
+    ///
+    /// # Errors
+    /// The launcher is over.
+    pub(crate) fn wait(&self) -> Result<String> {
+        match self.ask(&Request::Wait, None)? {
+            Reply::Ended { status } => Ok(status),
+            other => bail!("the launcher answered {other:?}"),
+        }
+    }
+
+    /// Sends a signal to what was launched last, if it still runs.
+    pub(crate) fn signal(&self, signal: i32) {
+        // It may have ended meanwhile.
+        let _ = self.ask(&Request::Signal { signal }, None);
+    }
+
+    fn ask(&self, request: &Request, descriptor: Option<OwnedFd>) -> Result<Reply> {
+        let channel = self.0.as_ref().map_err(|why| anyhow::anyhow!("no launcher: {why}"))?;
+        let channel = channel.lock();
+        let asked = channel.send(request, descriptor).and_then(|()| channel.receive());
+        match asked.context("cannot ask the launcher")? {
+            Some((reply, _)) => Ok(reply),
+            None => bail!("the launcher has ended; restart the server instead"),
+        }
+    }
+}
+
+impl fmt::Debug for Launcher {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Launcher")
+    }
+}
+
+/// What a launcher may start.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct LaunchRules {
+    /// The arguments that each program gets.
+    pub(crate) arguments: Vec<OsString>,
+    /// Which programs.
+    pub(crate) programs: Programs,
+}
+
+/// Which programs may be started.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum Programs {
+    /// The one at the path from which the server was started.
+    Own,
+    /// All.
+    Any,
+}
+
+fn start(rules: &LaunchRules) -> Result<Mutex<Channel>> {
+    let (ours, theirs) = UnixStream::pair().context("cannot make a socket pair")?;
+    let own = std::env::args_os().next();
+    Command::new("/proc/self/exe")
+        .arg0(own.as_deref().unwrap_or(OsStr::new("blockhouse")))
+        .arg(WORD)
+        .stdin(Stdio::from(OwnedFd::from(theirs)))
+        .spawn()
+        .context("cannot start its launcher (this program, by /proc/self/exe)")?;
+    let channel = Channel::new(ours);
+    let bytes = |argument: &OsString| argument.as_bytes().to_vec();
+    let rules = Rules {
+        arguments: rules.arguments.iter().map(bytes).collect(),
+        any_program: rules.programs == Programs::Any,
+    };
+    channel.send(&Request::Rules(rules), None).context("cannot tell the launcher its rules")?;
+    Ok(Mutex::new(channel))
+}
+
+/// The errors of a connection that the other end has closed.
+fn is_end(error: &io::Error) -> bool {
+    matches!(error.kind(), io::ErrorKind::BrokenPipe | io::ErrorKind::ConnectionReset)
+}

@@ -1,0 +1,81 @@
+//! The sandbox: what a server may no longer do once everything is open.
+//!
+//! Guarantees: it is put on all threads before the first client is served, later threads inherit it, and nothing lifts it
+//! again. A part that the kernel has not is said once in the log, and the others hold all the same. ARCHITECTURE.md,
+//! section *Sandbox*, says what each part is for; docs/security.md tells users what it holds.
+//!
+//! - `needs`: what this server does later, from its description
+//! - `system_calls`: the filter
+
+mod needs;
+#[cfg(debug_assertions)]
+mod probe;
+#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
+mod system_calls;
+#[cfg(not(any(target_arch = "x86_64", target_arch = "aarch64")))]
+#[path = "no_system_calls.rs"]
+mod system_calls;
+
+use std::fmt;
+
+use blockhouse_engine::reserve_signal_rings;
+
+use self::needs::Needs;
+use crate::setup::{SandboxUse, Setup};
+use crate::workers::Workers;
+
+/// Rings for the signals to guests of devices that are added later. Beyond them Linux AIO signals.
+const SPARE_SIGNAL_RINGS: usize = 16;
+
+/// What is in force.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct SandboxReport {
+    parts: Vec<&'static str>,
+}
+
+impl fmt::Display for SandboxReport {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match &self.parts[..] {
+            [] => f.write_str("off"),
+            parts => f.write_str(&parts.join(",")),
+        }
+    }
+}
+
+/// Confines this process, whose loops are `workers`. What is opened at the start is open.
+pub(crate) fn enter(setup: &Setup, workers: &Workers) -> SandboxReport {
+    let mut report = SandboxReport::default();
+    if setup.sandbox == SandboxUse::Off {
+        return report;
+    }
+    let needs = Needs::of(setup);
+    prepare(setup, needs);
+    match system_calls::restrict(needs) {
+        Ok(()) => report.parts.push("seccomp"),
+        Err(error) => tracing::warn!(
+            "the sandbox does not restrict system calls: {error:#}; --sandbox off does without"
+        ),
+    }
+    let count = system_calls::allowed_count(needs);
+    tracing::debug!("sandbox: {report}; {count} system calls are allowed");
+    #[cfg(debug_assertions)]
+    probe::run(workers);
+    #[cfg(not(debug_assertions))]
+    let _ = workers;
+    report
+}
+
+/// Makes what cannot be made later.
+fn prepare(setup: &Setup, needs: Needs) {
+    if needs.guests {
+        // Each queue has one, and one more while a front-end changes it.
+        let queues = setup.devices.len() * (usize::from(setup.queues) + 1);
+        let spare = if needs.changes { SPARE_SIGNAL_RINGS } else { 0 };
+        reserve_signal_rings(queues + spare);
+    }
+    if needs.connects {
+        // The C library loads code for the look-up of names when it looks up the first one, and no memory becomes
+        // executable later. The outcome does not matter.
+        let _ = std::net::ToSocketAddrs::to_socket_addrs(&("localhost", 1));
+    }
+}

@@ -1,0 +1,18 @@
+//! Where the filter of system calls is not known to fit the processor.
+
+use anyhow::{Result, bail};
+
+use super::needs::Needs;
+
+/// How many system calls are allowed: there is no list.
+pub(crate) fn allowed_count(_: Needs) -> usize {
+    0
+}
+
+/// Puts the filter on all threads.
+///
+/// # Errors
+/// Always.
+pub(super) fn restrict(_: Needs) -> Result<()> {
+    bail!("there is no list of them for this processor")
+}

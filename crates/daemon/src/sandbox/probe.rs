@@ -1,0 +1,49 @@
+//! Attempts to break out, for tests: in builds with debug assertions only.
+//!
+//! The environment variable `BLOCKHOUSE_SANDBOX_PROBE` has words with spaces between: what is tried on a loop as soon as
+//! the sandbox is in force. The log has a line with the outcome of each. `open=PATH`, `create=PATH` and `remove=PATH` have a path.
+
+use std::fs;
+use std::io;
+use std::net::TcpListener;
+use std::os::unix::net::UnixDatagram;
+use std::os::unix::process::CommandExt;
+use std::process::Command;
+
+use blockhouse_engine::attempts;
+
+use crate::workers::Workers;
+
+/// Tries what the environment asks for.
+pub(super) fn run(workers: &Workers) {
+    let Some(words) = std::env::var_os("BLOCKHOUSE_SANDBOX_PROBE") else { return };
+    let words = words.to_string_lossy().into_owned();
+    workers.run(move || async move {
+        for word in words.split(' ') {
+            match attempt(word) {
+                Ok(()) => tracing::warn!("sandbox probe {word}: done"),
+                Err(error) => tracing::warn!("sandbox probe {word}: {error}"),
+            }
+        }
+    });
+}
+
+fn attempt(word: &str) -> io::Result<()> {
+    let (what, path) = word.split_once('=').unwrap_or((word, ""));
+    match what {
+        "open" => fs::File::open(path).map(drop),
+        "create" => fs::write(path, "x"),
+        "remove" => fs::remove_file(path),
+        // Only an error returns.
+        "execute" => Err(Command::new("/bin/true").exec()),
+        "start" => Command::new("/bin/true").spawn().map(drop),
+        "socket" => TcpListener::bind("127.0.0.1:0").map(drop),
+        "unix-socket" => UnixDatagram::unbound().map(drop),
+        "trace" => attempts::trace(),
+        "executable-memory" => attempts::make_memory_executable(),
+        "new-ring" => attempts::make_ring(),
+        "ring-open" => attempts::open_by_ring(),
+        "user" => attempts::change_user(),
+        _ => Err(io::Error::other("there is no such attempt")),
+    }
+}

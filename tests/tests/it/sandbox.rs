@@ -1,0 +1,161 @@
+//! The sandbox from inside: a build with debug assertions tries what an attacker would, on a loop of the server. All
+//! other tests show that a server does in it what users ask for.
+
+use std::path::{Path, PathBuf};
+
+use blockhouse_tests::control::Control;
+use blockhouse_tests::nbd::Client;
+use blockhouse_tests::need::skip;
+use blockhouse_tests::{Engine, Scratch, Serve, Server, image_tool, on_every_engine};
+use serde_json::json;
+
+/// SIGSYS, which has the same number on all processors that have a filter.
+const SIGSYS: i32 = 31;
+/// EPERM: by the filter.
+const NOT_PERMITTED: &str = "Operation not permitted (os error 1)";
+/// EACCES: by the restrictions of a ring.
+const DENIED: &str = "Permission denied (os error 13)";
+
+fn image(scratch: &Scratch) -> PathBuf {
+    let image = scratch.path("disk.qcow2");
+    image_tool::command(&["create", image_tool::str(&image), "64M"]).success();
+    image
+}
+
+/// A server that tries these things before it is ready.
+fn trying(scratch: &Scratch, image: &Path, words: &str) -> Serve {
+    Serve::new(scratch, image).environment("BLOCKHOUSE_SANDBOX_PROBE", words)
+}
+
+/// The outcome of an attempt. `None` where the binary has no attempts.
+fn outcome<'a>(log: &'a str, word: &str) -> Option<&'a str> {
+    let begin = format!("sandbox probe {word}: ");
+    log.lines().find_map(|line| line.split_once(&begin)).map(|(_, outcome)| outcome)
+}
+
+/// Whether the binary under test makes attempts; a release build does not.
+fn has_attempts(server: &Server, word: &str) -> bool {
+    let has = outcome(&server.log(), word).is_some();
+    if !has {
+        skip("the binary under test has no attempts");
+    }
+    has
+}
+
+on_every_engine! { what_is_not_needed_is_refused }
+
+fn what_is_not_needed_is_refused(engine: Engine) {
+    let scratch = Scratch::new();
+    let image = image(&scratch);
+    let new = format!("create={}", scratch.path("new").display());
+    let words = [
+        "open=/etc/passwd",
+        &new,
+        "socket",
+        "unix-socket",
+        "executable-memory",
+        "new-ring",
+        "start",
+        "user",
+        "ring-open",
+    ];
+    let server = trying(&scratch, &image, &words.join(" ")).engine(engine).flag("-v").start();
+    if !has_attempts(&server, words[0]) {
+        return;
+    }
+    let log = server.log();
+    for word in &words[..words.len() - 1] {
+        assert_eq!(outcome(&log, word), Some(NOT_PERMITTED), "{word}");
+    }
+    let expected = if engine == Engine::IoUring { DENIED } else { "unsupported" };
+    assert_eq!(outcome(&log, "ring-open"), Some(expected));
+    assert!(!scratch.path("new").exists());
+    assert!(server.details().contains(" sandbox=seccomp"), "{}", server.details());
+    let mut client = Client::open(&server.address());
+    assert_eq!(client.write(4096, &[5; 70_000], 0), 0);
+    assert_eq!(client.read(4096, 70_000), Ok(vec![5; 70_000]));
+    assert_eq!(client.flush(), 0);
+    server.stop();
+}
+
+#[test]
+fn what_only_an_attacker_calls_ends_the_server() {
+    let scratch = Scratch::new();
+    let image = image(&scratch);
+    let control = scratch.socket("control");
+    let probing = trying(&scratch, &image, "no-such-attempt").start();
+    if !has_attempts(&probing, "no-such-attempt") {
+        return;
+    }
+    probing.stop();
+    for word in ["execute", "trace"] {
+        trying(&scratch, &image, word).refused().killed_by(SIGSYS);
+        // Also where more is allowed.
+        trying(&scratch, &image, word).option("--control", &control).refused().killed_by(SIGSYS);
+    }
+    // The image is as it was.
+    let server = Serve::new(&scratch, &image).start();
+    assert_eq!(Client::open(&server.address()).read(0, 512), Ok(vec![0; 512]));
+    server.stop();
+}
+
+#[test]
+fn a_control_socket_needs_more_and_gets_no_more_than_that() {
+    let scratch = Scratch::new();
+    let image = image(&scratch);
+    let control = scratch.socket("control");
+    let words = "socket executable-memory new-ring start user ring-open";
+    let server = trying(&scratch, &image, words).option("--control", &control).start();
+    let version = Control::connect(&control).get("server.version", json!({}));
+    assert!(
+        version["sandbox"].as_str().is_some_and(|parts| parts.contains("seccomp")),
+        "{version}"
+    );
+    if has_attempts(&server, "socket") {
+        let log = server.log();
+        assert_eq!(outcome(&log, "socket"), Some("done"));
+        for word in ["executable-memory", "new-ring", "start", "user"] {
+            assert_eq!(outcome(&log, word), Some(NOT_PERMITTED), "{word}");
+        }
+    }
+    server.stop();
+}
+
+#[test]
+fn every_thread_is_in_it() {
+    let scratch = Scratch::new();
+    let image = image(&scratch);
+    let server = Serve::new(&scratch, &image)
+        .option("--workers", "3")
+        .option("--control", scratch.socket("control"))
+        .option("--metrics", "127.0.0.1:0")
+        .start();
+    let tasks = format!("/proc/{}/task", server.pid().as_raw_nonzero());
+    let tasks = std::fs::read_dir(tasks).expect("the server runs");
+    let mut count = 0;
+    for task in tasks {
+        let status = task.expect("a thread").path().join("status");
+        let status = std::fs::read_to_string(status).expect("it goes on");
+        assert!(status.contains("NoNewPrivs:\t1") && status.contains("Seccomp:\t2"), "{status}");
+        count += 1;
+    }
+    assert!(count >= 6, "{count} threads");
+    server.stop();
+}
+
+#[test]
+fn off_is_off() {
+    let scratch = Scratch::new();
+    let image = image(&scratch);
+    let server = Serve::new(&scratch, &image).option("--sandbox", "off").flag("-v").start();
+    assert!(server.details().ends_with(" sandbox=off"), "{}", server.details());
+    let status = format!("/proc/{}/status", server.pid().as_raw_nonzero());
+    let status = std::fs::read_to_string(status).expect("it runs");
+    let own = std::fs::read_to_string("/proc/self/status").expect("we run");
+    let line =
+        |text: &str| text.lines().find(|line| line.starts_with("Seccomp:")).map(String::from);
+    assert_eq!(line(&status), line(&own));
+    server.stop();
+    let refusal = Serve::new(&scratch, &image).option("--sandbox", "maybe").refused();
+    refusal.wrong_usage(&["use on or off"]);
+}
