@@ -7,6 +7,7 @@ pub mod front_end;
 pub mod images;
 pub mod memory;
 pub mod null;
+pub mod walk;
 
 use blockhouse_core::{Error, ErrorKind};
 

@@ -9,17 +9,14 @@
 
 use std::sync::Arc;
 
-use blockhouse_core::{Buffer, ByteRange, Fua, Request};
-use blockhouse_disk::{Access, BlockStatusCache, Disk, ImageFormat, Options};
+use blockhouse_core::Fua;
+use blockhouse_disk::{Access, Disk, ImageFormat, Options};
 use blockhouse_format::qcow2::{self, Qcow2};
 use blockhouse_fuzz::memory::Memory;
+use blockhouse_fuzz::walk::read_extents;
 use blockhouse_fuzz::{assert_tells_the_place, in_bounded_memory};
 use blockhouse_sim::Sim;
 use libfuzzer_sys::fuzz_target;
-
-/// How many extents are looked at, and how much of each is read.
-const MAX_EXTENTS: usize = 1000;
-const MAX_READ: u64 = 64 << 10;
 
 fuzz_target!(|data: &[u8]| {
     for (access, block) in [(Access::ReadOnly, 1), (Access::ReadWrite, 512)] {
@@ -55,31 +52,6 @@ async fn look_at(storage: Memory, behind: Memory, access: Access) {
         if let Err(error) = disk.close().await {
             assert_tells_the_place(&error);
         }
-    }
-}
-
-/// Reads the beginning of each extent.
-async fn read_extents(disk: &Disk<Memory>) {
-    let mut rest = ByteRange::between(0, disk.size());
-    let mut cache = BlockStatusCache::default();
-    for _ in 0..MAX_EXTENTS {
-        if rest.is_empty() {
-            break;
-        }
-        let length = match disk.block_status(rest, &mut cache).await {
-            Ok((_, length)) => length,
-            Err(error) => {
-                assert_tells_the_place(&error);
-                disk.cluster_size().unwrap_or(rest.length()).min(rest.length())
-            }
-        };
-        assert!((1..=rest.length()).contains(&length), "an extent of {length} bytes");
-        let mut buffer = Buffer::new(length.min(MAX_READ) as usize);
-        let read = disk.submit(Request::Read { offset: rest.offset(), into: buffer.lend() });
-        if let Err(error) = read.await {
-            assert_tells_the_place(&error);
-        }
-        rest = rest.skip(length);
     }
 }
 

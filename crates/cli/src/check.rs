@@ -6,7 +6,7 @@
 
 use std::process::ExitCode;
 
-use anyhow::Result;
+use anyhow::{Result, bail};
 use blockhouse_disk::{
     CheckReport, IfCorrupt, ImageFormat, open_metadata, open_storage, replay_state,
 };
@@ -42,14 +42,14 @@ enum RepairScope {
     All,
 }
 
-/// The outcome of the command.
+/// The outcome of the command, with the format's name.
 enum Outcome {
     /// There is nothing to check in this format.
     NotCheckable(&'static str),
     /// It was only checked.
-    Checked(CheckReport),
+    Checked(CheckReport, &'static str),
     /// It was repaired, as far as that was possible.
-    Repaired(RepairReport),
+    Repaired(RepairReport, &'static str),
 }
 
 /// Runs the command.
@@ -62,14 +62,14 @@ pub fn run(arguments: &Arguments) -> Result<ExitCode> {
         }
     })?;
     let name = image.image.display().to_string();
-    let (report, repaired) = match outcome {
+    let (report, repaired, format) = match outcome {
         Outcome::NotCheckable(format) => {
             let why = format!("the format {format} does not support checks");
             output::tell(&format!("blockhouse: {name}: {why}"));
             return Ok(ExitCode::from(NOT_CHECKABLE));
         }
-        Outcome::Checked(report) => (report, None),
-        Outcome::Repaired(repaired) => (repaired.left.clone(), Some(repaired)),
+        Outcome::Checked(report, format) => (report, None, format),
+        Outcome::Repaired(repaired, format) => (repaired.left.clone(), Some(repaired), format),
     };
     let found = repaired.as_ref().map_or(&report, |repaired| &repaired.found);
     for problem in &found.problems {
@@ -79,8 +79,11 @@ pub fn run(arguments: &Arguments) -> Result<ExitCode> {
         output::tell(&format!("blockhouse: {name}: SNAPSHOT TABLE REPAIRED: {fault}"));
     }
     let fixed = repaired.as_ref().map_or(FixCounts::default(), FixCounts::of);
-    let text =
-        if image.is_json() { as_json(&name, &report, fixed) } else { as_text(&report, fixed) };
+    let text = if image.is_json() {
+        as_json(&name, format, &report, fixed)
+    } else {
+        as_text(&report, fixed)
+    };
     output::print(&text)?;
     Ok(match report {
         CheckReport { corruptions: 1.., .. } => ExitCode::from(CORRUPT),
@@ -93,14 +96,21 @@ async fn check(image: &ImageArgs) -> Result<Outcome> {
     // Locked, so that no program writes until the report is there.
     let disk = open_metadata(&image.image, image.options()?).await?;
     let report = disk.check().await?;
-    Ok(report.map_or(Outcome::NotCheckable(disk.format_name()), Outcome::Checked))
+    let format = disk.format_name();
+    Ok(report.map_or(Outcome::NotCheckable(format), |report| Outcome::Checked(report, format)))
 }
 
 async fn repair_image(arguments: &ImageArgs, what: RepairScope) -> Result<Outcome> {
     let ImageArgs { format, image, open, .. } = arguments;
     let format = format.unwrap_or_else(|| ImageFormat::by_name(image));
-    if format == ImageFormat::Raw {
-        return Ok(Outcome::NotCheckable("raw"));
+    match format {
+        ImageFormat::Raw => return Ok(Outcome::NotCheckable("raw")),
+        ImageFormat::Foreign(_) => bail!(
+            "{}: {} images are checked, but not repaired: repair it with the program that made it",
+            image.display(),
+            format.as_str()
+        ),
+        ImageFormat::Qcow2 => {}
     }
     let (what, if_corrupt) = match what {
         RepairScope::Leaks => (Repair::Leaks, IfCorrupt::Fail),
@@ -110,7 +120,7 @@ async fn repair_image(arguments: &ImageArgs, what: RepairScope) -> Result<Outcom
     let options = open.read_write(Some(format))?;
     replay_state(image, options.clone(), if_corrupt).await?;
     let file = open_storage(image, options)?;
-    Ok(Outcome::Repaired(repair(&file, what).await?))
+    Ok(Outcome::Repaired(repair(&file, what).await?, format.as_str()))
 }
 
 /// Counts of what was repaired.
@@ -158,8 +168,8 @@ fn as_text(report: &CheckReport, fixed: FixCounts) -> String {
 }
 
 /// As `qemu-img` does, counts of zero are left out.
-fn as_json(name: &str, report: &CheckReport, fixed: FixCounts) -> String {
-    let mut value = json!({ "filename": name, "format": "qcow2", "check-errors": 0 });
+fn as_json(name: &str, format: &str, report: &CheckReport, fixed: FixCounts) -> String {
+    let mut value = json!({ "filename": name, "format": format, "check-errors": 0 });
     for (key, count) in [
         ("image-end-offset", report.end),
         ("total-clusters", report.total_clusters),

@@ -31,7 +31,8 @@ const DATA_NOT_READ: u8 = 4;
                         usage, or an image cannot be opened, or the answer cannot be printed, 3 its \
                         map cannot be read, 4 its data cannot be read.")]
 pub struct Arguments {
-    /// The first image's format; left out, the file's name decides (.qcow2, otherwise raw).
+    /// The first image's format; left out, the file's name decides (.qcow2, or one of docs/formats.md, which are
+    /// only read; otherwise raw).
     #[arg(long, short = 'f', value_parser = clap::builder::ValueParser::new(str::parse::<ImageFormat>))]
     format: Option<ImageFormat>,
     /// The second image's format; left out, the file's name decides.

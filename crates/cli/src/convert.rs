@@ -35,7 +35,8 @@ const MAX_IN_FLIGHT: usize = 16;
 /// Arguments of `convert`.
 #[derive(clap::Args)]
 pub struct Arguments {
-    /// The source's format; left out, the file's name decides (.qcow2, otherwise raw).
+    /// The source's format; left out, the file's name decides (.qcow2, or one of docs/formats.md, which are
+    /// only read; otherwise raw).
     #[arg(long, short = 'f', value_parser = clap::builder::ValueParser::new(str::parse::<ImageFormat>))]
     source_format: Option<ImageFormat>,
     /// The target's format; left out, the file's name decides (.qcow2, otherwise raw).
@@ -138,6 +139,9 @@ fn with_advice(error: anyhow::Error, part: Option<&Path>, target: &Path) -> anyh
 /// The options of the target, after everything that contradicts itself is refused.
 fn settings(arguments: &Arguments, format: ImageFormat) -> Vec<Setting> {
     let settings = Settings::join(arguments.options.clone()).unwrap_or_default();
+    if !format.is_writable() {
+        wrong_usage(&format.not_made());
+    }
     if format == ImageFormat::Raw && arguments.compress {
         wrong_usage("raw images have no compressed clusters (-c); say --format qcow2");
     }
@@ -226,6 +230,7 @@ impl TargetBuilder<'_> {
                 let options = options.unwrap_or_else(|why| wrong_usage(&why));
                 create_qcow2(part, &options, AllowedPaths::default()).await?;
             }
+            ImageFormat::Foreign(_) => bail!("{}", self.format.not_made()),
         }
         self.open_target(part).await.inspect_err(|_| {
             // Nothing is in it yet. The error that counts is the first one.

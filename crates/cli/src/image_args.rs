@@ -14,7 +14,8 @@ use crate::output;
 /// The image that is read, and how the result is printed.
 #[derive(clap::Args)]
 pub struct ImageArgs {
-    /// The image's format; left out, the file's name decides (.qcow2, otherwise raw).
+    /// The image's format; left out, the file's name decides (.qcow2, or one of docs/formats.md, which are
+    /// only read; otherwise raw).
     #[arg(long, short, value_parser = clap::builder::ValueParser::new(str::parse::<ImageFormat>))]
     pub format: Option<ImageFormat>,
     #[command(flatten)]

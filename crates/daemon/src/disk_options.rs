@@ -21,7 +21,8 @@ pub struct DiskOptions {
     pub name: Option<String>,
     /// The image: an absolute path, or the URI of an export of another server.
     pub path: PathBuf,
-    /// raw or qcow2. Left out, the file's name decides (.qcow2, otherwise raw).
+    /// raw, qcow2, or a format that is only read (docs/formats.md). Left out, the file's name decides (.qcow2 and
+    /// those formats, otherwise raw).
     #[serde(default, deserialize_with = "some_text")]
     #[schemars(with = "Option<String>")]
     pub format: Option<ImageFormat>,

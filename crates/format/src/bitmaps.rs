@@ -12,10 +12,10 @@ impl<S: Storage> Format<S> {
     pub fn bitmaps(&self) -> Result<Bitmaps<'_, S>> {
         match self {
             Self::Qcow2(image) => Ok(Bitmaps { image }),
-            Self::Raw(raw) => {
-                let what = "a raw image has no bitmaps";
+            Self::Raw(_) | Self::Foreign(_) => {
+                let what = format!("a {} image has no bitmaps", self.name());
                 Err(Error::new(ErrorKind::Unsupported, what)
-                    .on(raw.storage().name())
+                    .on(self.storage().name())
                     .hint("bitmaps need a qcow2 image"))
             }
         }

@@ -11,6 +11,7 @@ impl<S: Storage> Format<S> {
         match self {
             Self::Raw(_) => "raw",
             Self::Qcow2(_) => "qcow2",
+            Self::Foreign(foreign) => foreign.kind().as_str(),
         }
     }
 
@@ -31,6 +32,7 @@ impl<S: Storage> Format<S> {
         match self {
             Self::Raw(_) => true,
             Self::Qcow2(qcow2) => qcow2.is_raw_disk(),
+            Self::Foreign(_) => false,
         }
     }
 
@@ -39,6 +41,7 @@ impl<S: Storage> Format<S> {
         match self {
             Self::Raw(_) => None,
             Self::Qcow2(qcow2) => Some(qcow2.cluster_size()),
+            Self::Foreign(foreign) => foreign.cluster_size(),
         }
     }
 
@@ -47,13 +50,14 @@ impl<S: Storage> Format<S> {
         match self {
             Self::Raw(raw) => u64::from(raw.storage().capabilities().alignment.offset),
             Self::Qcow2(qcow2) => qcow2.subcluster_size(),
+            Self::Foreign(foreign) => foreign.cluster_size().unwrap_or(512),
         }
     }
 
     /// How clusters are compressed; `None` where the format has no compressed clusters.
     pub fn compression(&self) -> Option<Compression> {
         match self {
-            Self::Raw(_) => None,
+            Self::Raw(_) | Self::Foreign(_) => None,
             Self::Qcow2(qcow2) => Some(qcow2.compression()),
         }
     }
@@ -61,7 +65,7 @@ impl<S: Storage> Format<S> {
     /// The backing file that the image names.
     pub fn backing_file(&self) -> Option<&Backing> {
         match self {
-            Self::Raw(_) => None,
+            Self::Raw(_) | Self::Foreign(_) => None,
             Self::Qcow2(qcow2) => qcow2.backing(),
         }
     }
@@ -77,7 +81,7 @@ impl<S: Storage> Format<S> {
     /// The file that the image names as the one with the guest's data, if that is another one.
     pub fn data_file(&self) -> Option<&DataFile> {
         match self {
-            Self::Raw(_) => None,
+            Self::Raw(_) | Self::Foreign(_) => None,
             Self::Qcow2(qcow2) => qcow2.data_file(),
         }
     }
@@ -85,7 +89,7 @@ impl<S: Storage> Format<S> {
     /// The properties that the image's header states; `None` where the format has no header.
     pub fn features(&self) -> Option<Features> {
         match self {
-            Self::Raw(_) => None,
+            Self::Raw(_) | Self::Foreign(_) => None,
             Self::Qcow2(qcow2) => Some(qcow2.features()),
         }
     }
@@ -95,6 +99,7 @@ impl<S: Storage> Format<S> {
         match self {
             Self::Raw(_) => None,
             Self::Qcow2(qcow2) => Some(qcow2.cache_counts()),
+            Self::Foreign(foreign) => Some(foreign.cache_counts()),
         }
     }
 
@@ -105,7 +110,7 @@ impl<S: Storage> Format<S> {
     /// As [`map`](Self::map).
     pub async fn preallocated_offset(&self, range: ByteRange) -> Result<(Option<u64>, u64)> {
         match self {
-            Self::Raw(_) => Ok((None, range.length())),
+            Self::Raw(_) | Self::Foreign(_) => Ok((None, range.length())),
             Self::Qcow2(qcow2) => qcow2.preallocated_offset(range).await,
         }
     }
@@ -119,6 +124,7 @@ impl<S: Storage> Format<S> {
         match self {
             Self::Raw(_) => Ok(None),
             Self::Qcow2(qcow2) => qcow2::check(qcow2).await.map(Some),
+            Self::Foreign(foreign) => foreign.check().await,
         }
     }
 }

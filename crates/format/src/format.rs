@@ -16,7 +16,7 @@ use blockhouse_core::{
 };
 
 use crate::qcow2::{self, DataWriteGuard, ReadGuard};
-use crate::{Abort, Backing, Intent, MetadataSync, Qcow2, Raw, Replay};
+use crate::{Abort, Backing, Foreign, Intent, MetadataSync, Qcow2, Raw, Replay};
 
 /// An image format over the storage that holds the image. Closed: the path has one arm for each
 /// state of an extent, not one for each format. The [crate's page](crate) has an example.
@@ -25,6 +25,8 @@ pub enum Format<S: Storage> {
     Raw(Raw<S>),
     /// Tables say where the guest's clusters are.
     Qcow2(Box<Qcow2<S>>),
+    /// An image of another program, for reading only.
+    Foreign(Box<Foreign<S>>),
 }
 
 impl<S: Storage> Format<S> {
@@ -33,6 +35,7 @@ impl<S: Storage> Format<S> {
         match self {
             Self::Raw(raw) => raw.size(),
             Self::Qcow2(qcow2) => qcow2.size(),
+            Self::Foreign(foreign) => foreign.size(),
         }
     }
 
@@ -42,6 +45,7 @@ impl<S: Storage> Format<S> {
         match self {
             Self::Raw(raw) => raw.size(),
             Self::Qcow2(qcow2) => qcow2.end(),
+            Self::Foreign(foreign) => foreign.size(),
         }
     }
 
@@ -50,6 +54,7 @@ impl<S: Storage> Format<S> {
         match self {
             Self::Raw(raw) => raw.storage(),
             Self::Qcow2(qcow2) => qcow2.storage(),
+            Self::Foreign(foreign) => foreign.storage(),
         }
     }
 
@@ -58,6 +63,7 @@ impl<S: Storage> Format<S> {
         match self {
             Self::Raw(raw) => raw.storage(),
             Self::Qcow2(qcow2) => qcow2.data(),
+            Self::Foreign(foreign) => foreign.storage(),
         }
     }
 
@@ -67,7 +73,7 @@ impl<S: Storage> Format<S> {
     #[must_use]
     pub fn track_cow_write(&self, from: IoVector) -> IoVector {
         match self {
-            Self::Raw(_) => from,
+            Self::Raw(_) | Self::Foreign(_) => from,
             Self::Qcow2(qcow2) => qcow2.track_cow_write(from),
         }
     }
@@ -84,6 +90,7 @@ impl<S: Storage> Format<S> {
         match self {
             Self::Raw(raw) => Ok(raw.map(range, intent)),
             Self::Qcow2(qcow2) => qcow2.map(range, intent).await,
+            Self::Foreign(foreign) => foreign.map(range, intent).await,
         }
     }
 
@@ -105,6 +112,7 @@ impl<S: Storage> Format<S> {
                 Err(Error::new(ErrorKind::Unsupported, what).on(raw.storage().name()))
             }
             Self::Qcow2(qcow2) => qcow2.map_compressed(guest, length).await,
+            Self::Foreign(foreign) => Err(foreign.read_only()),
         }
     }
 
@@ -131,7 +139,7 @@ impl<S: Storage> Format<S> {
     /// host ranges never change their owner.
     pub fn begin_read(&self) -> Option<ReadGuard<'_>> {
         match self {
-            Self::Raw(_) => None,
+            Self::Raw(_) | Self::Foreign(_) => None,
             Self::Qcow2(qcow2) => Some(qcow2.begin_read()),
         }
     }
@@ -144,7 +152,7 @@ impl<S: Storage> Format<S> {
     /// format has no metadata.
     pub fn begin_data_write(&self) -> Option<DataWriteGuard<'_>> {
         match self {
-            Self::Raw(_) => None,
+            Self::Raw(_) | Self::Foreign(_) => None,
             Self::Qcow2(qcow2) => Some(qcow2.begin_data_write()),
         }
     }
@@ -156,6 +164,7 @@ impl<S: Storage> Format<S> {
         match self {
             Self::Raw(raw) => raw.link(extent),
             Self::Qcow2(qcow2) => qcow2.link(extent, data).await,
+            Self::Foreign(foreign) => Err(foreign.read_only()),
         }
     }
 
@@ -164,6 +173,7 @@ impl<S: Storage> Format<S> {
         match self {
             Self::Raw(raw) => raw.abort(extent, why),
             Self::Qcow2(qcow2) => qcow2.abort(extent, why),
+            Self::Foreign(_) => {}
         }
     }
 
@@ -173,6 +183,7 @@ impl<S: Storage> Format<S> {
         match self {
             Self::Raw(raw) => raw.flush(sync).await,
             Self::Qcow2(qcow2) => qcow2.flush(sync).await,
+            Self::Foreign(_) => Ok(()),
         }
     }
 
@@ -181,7 +192,7 @@ impl<S: Storage> Format<S> {
     /// extents are all new, or were written by FUA.
     pub async fn sync_metadata(&self) -> Result<()> {
         match self {
-            Self::Raw(_) => Ok(()),
+            Self::Raw(_) | Self::Foreign(_) => Ok(()),
             Self::Qcow2(qcow2) => qcow2.sync_metadata().await,
         }
     }
@@ -191,7 +202,7 @@ impl<S: Storage> Format<S> {
     /// writeback serves all of them.
     pub async fn sync_data_and_metadata(&self) -> Result<()> {
         match self {
-            Self::Raw(_) => Ok(()),
+            Self::Raw(_) | Self::Foreign(_) => Ok(()),
             Self::Qcow2(qcow2) => qcow2.sync_data_and_metadata().await,
         }
     }
@@ -200,7 +211,7 @@ impl<S: Storage> Format<S> {
     /// Only advice: both ways are always correct.
     pub fn metadata_sync_mode(&self) -> MetadataSync {
         match self {
-            Self::Raw(_) => MetadataSync::Flush,
+            Self::Raw(_) | Self::Foreign(_) => MetadataSync::Flush,
             Self::Qcow2(qcow2) => qcow2.metadata_sync_mode(),
         }
     }
@@ -209,7 +220,7 @@ impl<S: Storage> Format<S> {
     /// request has changed is in this process alone.
     pub fn redo_log_words(&self) -> usize {
         match self {
-            Self::Raw(_) => 0,
+            Self::Raw(_) | Self::Foreign(_) => 0,
             Self::Qcow2(_) => qcow2::REDO_LOG_WORDS,
         }
     }
@@ -226,7 +237,7 @@ impl<S: Storage> Format<S> {
     /// What the storage answers, or `Corrupt`: the log is still good.
     pub async fn replay(&self, log: &dyn StateMemory) -> Result<Replay> {
         match self {
-            Self::Raw(_) => Ok(Replay::Nothing),
+            Self::Raw(_) | Self::Foreign(_) => Ok(Replay::Nothing),
             Self::Qcow2(qcow2) => qcow2.replay(log).await,
         }
     }
@@ -235,7 +246,7 @@ impl<S: Storage> Format<S> {
     /// process can [`replay`](Self::replay) it if this one dies. To be called before anything is changed.
     pub fn attach_redo_log(&self, log: Arc<dyn StateMemory>) {
         match self {
-            Self::Raw(_) => {}
+            Self::Raw(_) | Self::Foreign(_) => {}
             Self::Qcow2(qcow2) => qcow2.attach_redo_log(log),
         }
     }
@@ -244,7 +255,7 @@ impl<S: Storage> Format<S> {
     /// 2, of which only the storage may know.
     pub fn has_sessions(&self) -> bool {
         match self {
-            Self::Raw(_) => false,
+            Self::Raw(_) | Self::Foreign(_) => false,
             Self::Qcow2(qcow2) => qcow2.features().version == qcow2::Version::V3,
         }
     }
@@ -252,7 +263,7 @@ impl<S: Storage> Format<S> {
     /// Whether the image has the mark of a process that keeps a redo log: one that has it open, or died.
     pub fn has_session_bit(&self) -> bool {
         match self {
-            Self::Raw(_) => false,
+            Self::Raw(_) | Self::Foreign(_) => false,
             Self::Qcow2(qcow2) => qcow2.has_session_bit(),
         }
     }
@@ -261,7 +272,7 @@ impl<S: Storage> Format<S> {
     /// caller can make zeros of the bytes that [`resize`](Self::resize) will show. The size stays.
     pub async fn prepare_resize(&self, size: u64) -> Result<()> {
         match self {
-            Self::Raw(_) => Ok(()),
+            Self::Raw(_) | Self::Foreign(_) => Ok(()),
             Self::Qcow2(qcow2) => qcow2.prepare_resize(size).await,
         }
     }
@@ -273,6 +284,7 @@ impl<S: Storage> Format<S> {
         match self {
             Self::Raw(raw) => raw.resize(size).await,
             Self::Qcow2(qcow2) => qcow2.resize(size).await,
+            Self::Foreign(foreign) => Err(foreign.read_only()),
         }
     }
 
@@ -284,6 +296,7 @@ impl<S: Storage> Format<S> {
         match self {
             Self::Raw(raw) => raw.resize(size).await,
             Self::Qcow2(qcow2) => qcow2.shrink(size).await,
+            Self::Foreign(foreign) => Err(foreign.read_only()),
         }
     }
 
@@ -297,6 +310,7 @@ impl<S: Storage> Format<S> {
         match self {
             Self::Raw(raw) => Err(raw.has_no_backing()),
             Self::Qcow2(qcow2) => qcow2.make_empty().await,
+            Self::Foreign(foreign) => Err(foreign.read_only()),
         }
     }
 
@@ -308,6 +322,7 @@ impl<S: Storage> Format<S> {
         match self {
             Self::Raw(raw) => Err(raw.has_no_backing()),
             Self::Qcow2(qcow2) => qcow2.set_backing(backing).await,
+            Self::Foreign(foreign) => Err(foreign.read_only()),
         }
     }
 
@@ -319,7 +334,7 @@ impl<S: Storage> Format<S> {
     /// What the storage answers; a failure to write metadata that is remembered.
     pub async fn settle(&self) -> Result<()> {
         match self {
-            Self::Raw(_) => Ok(()),
+            Self::Raw(_) | Self::Foreign(_) => Ok(()),
             Self::Qcow2(qcow2) => qcow2.settle().await,
         }
     }
@@ -330,6 +345,7 @@ impl<S: Storage> Format<S> {
         match self {
             Self::Raw(raw) => raw.flush(SyncMode::Data).await,
             Self::Qcow2(qcow2) => qcow2.close().await,
+            Self::Foreign(_) => Ok(()),
         }
     }
 }

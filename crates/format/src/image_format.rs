@@ -4,6 +4,8 @@
 use std::path::Path;
 use std::str::FromStr;
 
+use crate::ForeignKind;
+
 /// The image formats that can be opened.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ImageFormat {
@@ -11,6 +13,8 @@ pub enum ImageFormat {
     Raw,
     /// QEMU's format: metadata says where each cluster of the disk is.
     Qcow2,
+    /// A format of another program, which is only read.
+    Foreign(ForeignKind),
 }
 
 impl FromStr for ImageFormat {
@@ -20,10 +24,13 @@ impl FromStr for ImageFormat {
         match name {
             "raw" => Ok(Self::Raw),
             "qcow2" => Ok(Self::Qcow2),
-            _ => Err(format!(
-                "there is no format '{name}': images are raw or qcow2 (qemu-img convert makes qcow2 \
-                 of many others)"
-            )),
+            _ => ForeignKind::by_name(name).map(Self::Foreign).ok_or_else(|| {
+                let foreign = ForeignKind::ALL.map(ForeignKind::as_str).join(", ");
+                format!(
+                    "there is no format '{name}': images are raw or qcow2, and for reading {foreign} \
+                     (qemu-img convert makes qcow2 of some others)"
+                )
+            }),
         }
     }
 }
@@ -34,23 +41,36 @@ impl ImageFormat {
         match self {
             Self::Raw => "raw",
             Self::Qcow2 => "qcow2",
+            Self::Foreign(kind) => kind.as_str(),
         }
     }
 
-    /// Whether an image of this format can be told by its first bytes, see
+    /// Whether an image of this format can be told by its first or last bytes, see
     /// [`probe`](crate::probe::probe).
     pub fn has_signature(self) -> bool {
         match self {
             Self::Raw => false,
-            Self::Qcow2 => true,
+            Self::Qcow2 | Self::Foreign(_) => true,
         }
     }
 
-    /// The format that a file's name stands for: `.qcow2`, otherwise raw.
+    /// Whether images of this format are made and written here.
+    pub fn is_writable(self) -> bool {
+        !matches!(self, Self::Foreign(_))
+    }
+
+    /// Why no image of this format is made, where it is not [writable](Self::is_writable).
+    pub fn not_made(self) -> String {
+        format!("images of the format {} can be read, but not made", self.as_str())
+    }
+
+    /// The format that a file's name stands for: `.qcow2` or the suffix of a format that is only read, otherwise
+    /// raw.
     pub fn by_name(path: &Path) -> Self {
         match suffix(path).as_deref() {
             Some("qcow2") => Self::Qcow2,
-            _ => Self::Raw,
+            Some(suffix) => ForeignKind::by_name(suffix).map_or(Self::Raw, Self::Foreign),
+            None => Self::Raw,
         }
     }
 
@@ -71,7 +91,7 @@ impl ImageFormat {
     }
 }
 
-/// Names of files in formats that are neither read nor written here.
+/// Names of files in formats that are not written here.
 const FOREIGN_SUFFIXES: [&str; 12] = [
     "bochs",
     "cloop",

@@ -2,7 +2,8 @@
 //!
 //! A [`Format`] answers where a guest's bytes are, and prepares space for new ones. It never moves guest data: the
 //! I/O path of `blockhouse-disk` does. [`Raw`] is the disk byte for byte; [`Qcow2`] is QEMU's format, whose design
-//! is told in `docs/qcow2.md` in the repository.
+//! is told in `docs/qcow2.md` in the repository. [`Foreign`] images are those of other programs, which are only read
+//! (`docs/formats.md`).
 //!
 //! To use a disk, open it with `blockhouse-disk`. This crate alone is for creating images with all their options,
 //! and for looking into them:
@@ -26,8 +27,10 @@
 //! ```
 #![forbid(unsafe_code)]
 
+mod aligned_read;
 mod bitmaps;
 mod describe;
+mod foreign;
 mod format;
 mod image_format;
 mod interface;
@@ -39,6 +42,7 @@ mod raw;
 mod snapshots;
 
 pub use bitmaps::Bitmaps;
+pub use foreign::{Foreign, ForeignKind};
 pub use format::Format;
 pub use image_format::ImageFormat;
 pub use interface::{Abort, Access, CacheCounts, Discard, Intent, MetadataSync, Replay};

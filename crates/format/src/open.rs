@@ -2,7 +2,8 @@
 
 use blockhouse_core::{Error, ErrorKind, Result, StateMemory, Storage, SyncMode};
 
-use crate::{Access, Discard, Format, ImageFormat, Qcow2, Raw, qcow2};
+use crate::foreign::refuse_writing;
+use crate::{Access, Discard, Foreign, Format, ImageFormat, Qcow2, Raw, qcow2};
 
 /// How an image is opened.
 #[derive(Clone, Copy, Debug)]
@@ -26,7 +27,8 @@ impl<S: Storage> Format<S> {
     /// [`with_data`](Self::with_data).
     ///
     /// # Errors
-    /// What [`Raw::open`] or [`Qcow2::open`] answers.
+    /// What [`Raw::open`], [`Qcow2::open`] or [`Foreign::open`] answers; `ReadOnly` for an image that is only read
+    /// and is opened to be written.
     pub async fn open(storage: S, format: ImageFormat, options: OpenOptions) -> Result<Self> {
         Self::open_before_replay(storage, format, options, None).await
     }
@@ -48,6 +50,12 @@ impl<S: Storage> Format<S> {
                 let image = Qcow2::open_before_replay(storage, options.into(), log).await?;
                 Self::Qcow2(Box::new(image))
             }
+            ImageFormat::Foreign(kind) if options.access == Access::ReadWrite => {
+                return Err(refuse_writing(kind, storage.name()));
+            }
+            ImageFormat::Foreign(kind) => {
+                Self::Foreign(Box::new(Foreign::open(storage, kind).await?))
+            }
         })
     }
 
@@ -64,8 +72,8 @@ impl<S: Storage> Format<S> {
         name: &str,
     ) -> Result<Self> {
         match format {
-            ImageFormat::Raw => {
-                let what = "a raw image has no snapshots";
+            ImageFormat::Raw | ImageFormat::Foreign(_) => {
+                let what = format!("a {} image has no snapshots", format.as_str());
                 Err(Error::new(ErrorKind::Unsupported, what).on(storage.name()))
             }
             ImageFormat::Qcow2 => {
@@ -91,9 +99,9 @@ impl<S: Storage> Format<S> {
     pub fn with_data(self, data: S) -> Result<Self> {
         match self {
             Self::Qcow2(image) => Ok(Self::Qcow2(Box::new(image.with_data(data)?))),
-            Self::Raw(raw) => {
-                let what = "raw images have no data file";
-                Err(Error::new(ErrorKind::InvalidInput, what).on(raw.storage().name()))
+            Self::Raw(_) | Self::Foreign(_) => {
+                let what = format!("{} images have no data file", self.name());
+                Err(Error::new(ErrorKind::InvalidInput, what).on(self.storage().name()))
             }
         }
     }
@@ -103,7 +111,7 @@ impl<S: Storage> Format<S> {
 pub fn initial_file_size(format: ImageFormat, size: u64) -> u64 {
     match format {
         ImageFormat::Raw => size,
-        ImageFormat::Qcow2 => 0,
+        ImageFormat::Qcow2 | ImageFormat::Foreign(_) => 0,
     }
 }
 
@@ -111,12 +119,16 @@ pub fn initial_file_size(format: ImageFormat, size: u64) -> u64 {
 /// [`initial_file_size`] bytes. Durable when it returns.
 ///
 /// # Errors
-/// What the format or the storage answers.
+/// What the format or the storage answers; `Unsupported` for formats that are only read.
 pub async fn create<S: Storage>(storage: &S, format: ImageFormat, size: u64) -> Result<()> {
     match format {
         ImageFormat::Raw => storage.resize(size).await?,
         ImageFormat::Qcow2 => {
             qcow2::create(storage, &qcow2::CreateOptions::new(size)).await?;
+        }
+        ImageFormat::Foreign(_) => {
+            let error = Error::new(ErrorKind::Unsupported, format.not_made()).on(storage.name());
+            return Err(error.hint("make a qcow2 image"));
         }
     }
     storage.flush(SyncMode::Full).await

@@ -12,10 +12,10 @@ impl<S: Storage> Format<S> {
     pub fn snapshots(&self) -> Result<Snapshots<'_, S>> {
         match self {
             Self::Qcow2(image) => Ok(Snapshots { image }),
-            Self::Raw(raw) => {
-                let what = "a raw image has no snapshots";
+            Self::Raw(_) | Self::Foreign(_) => {
+                let what = format!("a {} image has no snapshots", self.name());
                 Err(Error::new(ErrorKind::Unsupported, what)
-                    .on(raw.storage().name())
+                    .on(self.storage().name())
                     .hint("snapshots need a qcow2 image"))
             }
         }

@@ -16,6 +16,7 @@ mod data_file;
 mod durability;
 mod engine_choice;
 mod examples;
+mod foreign_formats;
 mod foreign_tools;
 mod full_host;
 mod full_host_qcow2;

@@ -67,7 +67,8 @@ pub struct Arguments {
     /// after its file unless --name says otherwise.
     #[arg(required_unless_present = "config", value_name = "IMAGE")]
     images: Vec<PathBuf>,
-    /// The image's format; left out, the file's name decides (.qcow2, otherwise raw).
+    /// The image's format; left out, the file's name decides (.qcow2, or one of docs/formats.md, which are
+    /// only read; otherwise raw).
     #[arg(long, short, value_parser = ValueParser::new(str::parse::<ImageFormat>))]
     format: Option<ImageFormat>,
     /// Make the image with this size if it is missing (512, 64K, 20G, 1T).

@@ -7,11 +7,10 @@ use super::Layer;
 use crate::buffers::{CHUNK_SIZE, CompressedLocation};
 
 impl<S: Storage> Layer<S> {
-    /// Reads from the storage, through a buffer where the host range does not suit it: subclusters can be
-    /// smaller than its blocks.
+    /// Reads from the storage, through a buffer where the host range or the memory does not suit it: subclusters
+    /// can be smaller than its blocks, and formats of other programs align their data to sectors only.
     pub(super) async fn read_host(&self, host: u64, into: IoVector) -> Result<()> {
-        let block = self.block_size();
-        let is_aligned = (host | into.len() as u64) & (block - 1) == 0;
+        let is_aligned = self.alignment.admits(host, &into);
         // Where the disk is the storage only its end is not aligned, and the storage takes that as it is.
         if is_aligned || self.format.is_identity() {
             return self.data().read_data(host, into).await;

@@ -511,7 +511,7 @@ mod tests {
         assert!(refused("nbd://host/disk", Some("raw")).contains("--allow-remote"));
         let guessed = refused("base", None);
         assert!(guessed.contains("rebase -u -F FORMAT -b 'base' 'folder/0.qcow2'"), "{guessed}");
-        assert!(refused("base", Some("vmdk")).contains("vmdk"));
+        assert!(refused("base", Some("qed")).contains("qed"));
     }
 
     #[test]

@@ -45,9 +45,9 @@ pub(super) async fn check_not_probed(
 /// disk, and an image of another format can name files of the host. So the advice is for those who know
 /// how the image was made.
 fn advice_for(name: &str, path: &str) -> String {
-    let known = match name {
-        "qcow2" => "if it was made as a qcow2 image, say --format qcow2".to_owned(),
-        _ => format!(
+    let known = match name.parse::<ImageFormat>() {
+        Ok(_) => format!("if it was made as a {name} image, say --format {name}"),
+        Err(_) => format!(
             "the format {name} is not supported: if the image was made as one and is from a source \
              that you trust, 'qemu-img convert -f {name} -O qcow2 {path} NEW.qcow2' makes a qcow2 image \
              of it"
@@ -70,12 +70,12 @@ pub async fn check_raw_backing(path: &Path) -> Result<()> {
     let file = open_location(&mut Files::Host, path, &options).await?.0;
     let Some(name) = probe::probe(&file).await? else { return Ok(()) };
     let what = format!("is to be a raw backing file but looks like {name}");
-    let hint = match name {
-        "qcow2" => "the guest would see the tables of that image instead of its disk: name the format \
-                    qcow2; if it is a raw disk whose guest wrote these bytes, 'rebase -u -F raw' stores \
-                    that"
-            .to_owned(),
-        _ => format!(
+    let hint = match name.parse::<ImageFormat>() {
+        Ok(_) => format!(
+            "the guest would see the tables of that image instead of its disk: name the format {name}; if \
+             it is a raw disk whose guest wrote these bytes, 'rebase -u -F raw' stores that"
+        ),
+        Err(_) => format!(
             "the format {name} is not supported behind an image; if it is a raw disk whose guest wrote \
              these bytes, 'rebase -u -F raw' stores that"
         ),

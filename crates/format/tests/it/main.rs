@@ -12,3 +12,5 @@ mod qcow2_replay;
 mod qcow2_snapshot;
 mod qcow2_write;
 mod raw;
+mod vdi;
+mod vpc;

@@ -3,25 +3,7 @@
 use blockhouse_core::{Buffer, ByteRange, Durability, Error, ErrorKind, Result, Storage};
 
 use super::header::{self, Header, HeaderError, HeaderErrorKind, SECTOR};
-
-/// Reads `length` bytes at any `offset`. Bytes past the end are zeros.
-pub(crate) async fn read<S: Storage>(storage: &S, offset: u64, length: usize) -> Result<Vec<u8>> {
-    let block = u64::from(storage.capabilities().alignment.offset);
-    let mut bytes = Vec::with_capacity(length);
-    // In chunks, so that a large table does not need twice its memory.
-    const CHUNK_SIZE: usize = 1 << 20;
-    let mut at = offset;
-    while bytes.len() < length {
-        let wanted = (length - bytes.len()).min(CHUNK_SIZE);
-        let outer = ByteRange::between(at, at + wanted as u64).align_outward(block);
-        let mut buffer = Buffer::new(outer.length() as usize);
-        storage.read(outer.offset(), buffer.lend()).await?;
-        let start = (at - outer.offset()) as usize;
-        bytes.extend_from_slice(&buffer.bytes()[start..start + wanted]);
-        at += wanted as u64;
-    }
-    Ok(bytes)
-}
+pub(crate) use crate::aligned_read::read;
 
 /// Reads the header of the image in `storage`.
 ///

@@ -1,0 +1,29 @@
+//! Numbers in bytes of a known length. The caller has read a whole header, so no offset lies past its end.
+
+/// The unit of disks, and of most offsets, in bytes.
+pub(super) const SECTOR: u64 = 512;
+
+/// The little-endian number of four bytes at `offset`.
+pub(super) fn le32(bytes: &[u8], offset: usize) -> u32 {
+    u32::from_le_bytes(array(bytes, offset))
+}
+
+/// The little-endian number of eight bytes at `offset`.
+pub(super) fn le64(bytes: &[u8], offset: usize) -> u64 {
+    u64::from_le_bytes(array(bytes, offset))
+}
+
+/// The big-endian number of four bytes at `offset`.
+pub(super) fn be32(bytes: &[u8], offset: usize) -> u32 {
+    u32::from_be_bytes(array(bytes, offset))
+}
+
+/// The big-endian number of eight bytes at `offset`.
+pub(super) fn be64(bytes: &[u8], offset: usize) -> u64 {
+    u64::from_be_bytes(array(bytes, offset))
+}
+
+/// The `N` bytes at `offset`.
+pub(super) fn array<const N: usize>(bytes: &[u8], offset: usize) -> [u8; N] {
+    bytes[offset..offset + N].try_into().expect("N bytes")
+}

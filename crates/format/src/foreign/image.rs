@@ -1,0 +1,185 @@
+//! An image of another program's format: what the rest of the crate asks it.
+
+use blockhouse_core::{ByteRange, Error, ErrorKind, Extent, ExtentState, Result, Storage};
+
+use super::piece::Piece;
+use super::refusal::corrupt;
+use super::tables::{PageCache, Tables};
+use super::vdi::Vdi;
+use super::vpc::Vpc;
+use crate::{CacheCounts, CheckReport, Intent};
+
+/// How many pieces one extent is put together from, at most.
+const MAX_PIECES: usize = 256;
+
+/// The formats that are only read.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ForeignKind {
+    /// VirtualBox.
+    Vdi,
+    /// VHD, of Virtual PC and Hyper-V.
+    Vpc,
+}
+
+impl ForeignKind {
+    /// All of them.
+    pub const ALL: [Self; 2] = [Self::Vdi, Self::Vpc];
+
+    /// The format of this name, which is also the suffix of its files.
+    pub fn by_name(name: &str) -> Option<Self> {
+        let name = if name == "vhd" { "vpc" } else { name };
+        Self::ALL.into_iter().find(|kind| kind.as_str() == name)
+    }
+
+    /// The name on the command line and in images: QEMU's.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::Vdi => "vdi",
+            Self::Vpc => "vpc",
+        }
+    }
+}
+
+/// An image of another program's format, for reading.
+pub struct Foreign<S: Storage> {
+    storage: S,
+    cache: PageCache,
+    mapping: Mapping,
+}
+
+/// Where the bytes of the disk are.
+enum Mapping {
+    Vdi(Vdi),
+    Vpc(Vpc),
+}
+
+impl<S: Storage> Foreign<S> {
+    /// Reads the image's header.
+    ///
+    /// # Errors
+    /// `Corrupt` or `Unsupported`, with the offset of what is wrong; or what the storage answers.
+    pub async fn open(storage: S, kind: ForeignKind) -> Result<Self> {
+        let mapping = match kind {
+            ForeignKind::Vdi => Vdi::open(&storage).await.map(Mapping::Vdi),
+            ForeignKind::Vpc => Vpc::open(&storage).await.map(Mapping::Vpc),
+        };
+        let mapping = mapping.map_err(|error| error.on(storage.name()))?;
+        Ok(Self { storage, cache: PageCache::default(), mapping })
+    }
+
+    /// Which format it is.
+    pub fn kind(&self) -> ForeignKind {
+        match self.mapping {
+            Mapping::Vdi(_) => ForeignKind::Vdi,
+            Mapping::Vpc(_) => ForeignKind::Vpc,
+        }
+    }
+
+    /// The size of the disk in bytes, a multiple of 512.
+    pub fn size(&self) -> u64 {
+        match &self.mapping {
+            Mapping::Vdi(vdi) => vdi.size(),
+            Mapping::Vpc(vpc) => vpc.size(),
+        }
+    }
+
+    /// Bytes of the unit in which the image allocates space, a power of two; `None` where all has its place from the
+    /// beginning.
+    pub fn cluster_size(&self) -> Option<u64> {
+        match &self.mapping {
+            Mapping::Vdi(vdi) => Some(vdi.block_size()),
+            Mapping::Vpc(vpc) => vpc.block_size(),
+        }
+    }
+
+    /// The file.
+    pub fn storage(&self) -> &S {
+        &self.storage
+    }
+
+    /// Look-ups of metadata since the image was opened.
+    pub(crate) fn cache_counts(&self) -> CacheCounts {
+        self.cache.counts()
+    }
+
+    /// Where the first bytes of `range` are, which is not empty and inside the disk.
+    ///
+    /// # Errors
+    /// `ReadOnly` for an intent that changes anything; `Corrupt` with the offset of what is wrong; what the storage
+    /// answers.
+    pub(crate) async fn map(&self, range: ByteRange, intent: Intent) -> Result<Extent> {
+        if intent != Intent::Read {
+            return Err(self.read_only());
+        }
+        let found = self.find(range).await;
+        found.map_err(|error| error.on(self.storage.name()))
+    }
+
+    async fn find(&self, range: ByteRange) -> Result<Extent> {
+        let mut piece = self.piece(range).await?;
+        if piece.unit.is_none() {
+            for _ in 1..MAX_PIECES {
+                let rest = range.skip(piece.length);
+                if rest.is_empty() {
+                    break;
+                }
+                // What is wrong further on is told to the read that gets there.
+                match self.piece(rest).await {
+                    Ok(next) if piece.continues_as(&next) => piece.length += next.length,
+                    _ => break,
+                }
+            }
+        }
+        Ok(piece.extent(range))
+    }
+
+    /// The first bytes of `range`, whose data the file has.
+    async fn piece(&self, range: ByteRange) -> Result<Piece> {
+        let (tables, at) = (self.tables(), range.offset());
+        let piece = match &self.mapping {
+            Mapping::Vdi(vdi) => vdi.piece(&tables, at).await?,
+            Mapping::Vpc(vpc) => vpc.piece(&tables, at).await?,
+        };
+        let length = piece.length.min(range.length());
+        let size = self.storage.size();
+        if let ExtentState::Mapped { host } = piece.state
+            && host.checked_add(length).is_none_or(|end| end > size)
+        {
+            let what = format!(
+                "the data of the disk's offset {at} lies past the end of the file ({size} bytes)"
+            );
+            return Err(corrupt(what, host));
+        }
+        Ok(Piece { length, ..piece })
+    }
+
+    /// Looks for errors in the image's tables.
+    ///
+    /// # Errors
+    /// What the storage answers; `Unsupported` for more blocks than can be counted.
+    pub(crate) async fn check(&self) -> Result<Option<CheckReport>> {
+        let (tables, size) = (self.tables(), self.storage.size());
+        let report = match &self.mapping {
+            Mapping::Vdi(vdi) => vdi.check(&tables, size).await.map(Some),
+            Mapping::Vpc(vpc) => vpc.check(&tables).await,
+        };
+        report.map_err(|error| error.on(self.storage.name()))
+    }
+
+    fn tables(&self) -> Tables<'_, S> {
+        Tables::new(&self.storage, &self.cache)
+    }
+
+    /// The error for everything that would change the image.
+    pub(crate) fn read_only(&self) -> Error {
+        refuse_writing(self.kind(), self.storage.name())
+    }
+}
+
+/// The error for an image that is opened to be changed.
+pub(crate) fn refuse_writing(kind: ForeignKind, name: &str) -> Error {
+    let what = format!("{} images can only be read", kind.as_str());
+    Error::new(ErrorKind::ReadOnly, what).on(name).hint(
+        "serve it with --read-only, or make a qcow2 image of it: blockhouse convert IMAGE NEW.qcow2",
+    )
+}

@@ -1,0 +1,99 @@
+//! Which blocks of a file belong to more than one block of a disk: for checks.
+//!
+//! Takes 8 bytes of memory for each block in use, up to [`MAX_BLOCKS`].
+
+use blockhouse_core::{Error, ErrorKind, Result};
+
+use crate::CheckReport;
+
+/// How many blocks in use a check counts: 128 MiB of memory.
+const MAX_BLOCKS: usize = 16 << 20;
+/// How many problems are told in words.
+const MAX_PROBLEMS: usize = 1000;
+
+/// What a check finds, as it goes along.
+pub(super) struct Survey {
+    report: CheckReport,
+    /// Where each block in use starts.
+    starts: Vec<u64>,
+    /// Bytes of a block of the file.
+    block_size: u64,
+}
+
+impl Survey {
+    /// Of a disk of `total` blocks that take `block_size` bytes each.
+    pub(super) fn new(total: u64, block_size: u64) -> Self {
+        let report = CheckReport { total_clusters: total, ..CheckReport::default() };
+        Self { report, starts: Vec::new(), block_size }
+    }
+
+    /// Counts a block of the disk that is at `start` of the file.
+    ///
+    /// # Errors
+    /// `Unsupported` where there are more than can be counted.
+    pub(super) fn add(&mut self, start: u64) -> Result<()> {
+        if self.starts.len() == MAX_BLOCKS {
+            let what = format!("has more than {MAX_BLOCKS} blocks in use, too many to check");
+            let error = Error::new(ErrorKind::Unsupported, what).at(start);
+            return Err(error.hint("'blockhouse convert' reads all of it, too"));
+        }
+        let follows = self.starts.last().is_some_and(|last| last + self.block_size == start);
+        if !follows && !self.starts.is_empty() {
+            self.report.fragmented_clusters += 1;
+        }
+        self.report.allocated_clusters += 1;
+        self.report.end = self.report.end.max(start.saturating_add(self.block_size));
+        self.starts.push(start);
+        Ok(())
+    }
+
+    /// Counts something that is wrong.
+    pub(super) fn problem(&mut self, what: String) {
+        self.report.corruptions += 1;
+        if self.report.problems.len() < MAX_PROBLEMS {
+            self.report.problems.push(what);
+        }
+    }
+
+    /// What was found, once all blocks are counted.
+    pub(super) fn finish(mut self) -> CheckReport {
+        self.starts.sort_unstable();
+        let starts = std::mem::take(&mut self.starts);
+        for pair in starts.windows(2) {
+            if pair[1] - pair[0] < self.block_size {
+                let (one, other) = (pair[0], pair[1]);
+                self.problem(match one == other {
+                    true => format!("two blocks of the disk share the data at offset {one}"),
+                    false => format!("the blocks at offsets {one} and {other} overlap"),
+                });
+            }
+        }
+        self.report
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn problems(starts: &[u64]) -> CheckReport {
+        let mut survey = Survey::new(100, 1000);
+        starts.iter().for_each(|&start| survey.add(start).unwrap());
+        survey.finish()
+    }
+
+    #[test]
+    fn blocks_side_by_side_are_sound_in_any_order() {
+        let report = problems(&[3000, 1000, 2000, 9000]);
+        assert_eq!((report.corruptions, report.allocated_clusters, report.end), (0, 4, 10_000));
+        assert_eq!(report.fragmented_clusters, 2);
+    }
+
+    #[test]
+    fn shared_and_overlapping_blocks_are_found() {
+        let report = problems(&[3000, 1000, 3000, 3999]);
+        assert_eq!(report.corruptions, 2);
+        assert!(report.problems[0].contains("share the data at offset 3000"));
+        assert!(report.problems[1].contains("3000 and 3999 overlap"));
+    }
+}

@@ -1,0 +1,24 @@
+//! What is wrong with an image, as errors that say where and what to do. The caller adds the file's name.
+
+use std::borrow::Cow;
+
+use blockhouse_core::{Error, ErrorKind};
+
+/// The image contradicts itself at `offset` of its file.
+pub(super) fn corrupt(what: impl Into<Cow<'static, str>>, offset: u64) -> Error {
+    let hint = "it is damaged, or was truncated: restore it from a copy";
+    Error::new(ErrorKind::Corrupt, what).at(offset).hint(hint)
+}
+
+/// The field at `offset` asks for what is not supported.
+pub(super) fn unsupported(what: impl Into<Cow<'static, str>>, offset: u64) -> Error {
+    let hint = "the program that made the image can make another one of it, without that";
+    Error::new(ErrorKind::Unsupported, what).at(offset).hint(hint)
+}
+
+/// The field at `offset` says that the image holds only the differences from another one.
+pub(super) fn has_parent(offset: u64) -> Error {
+    let what = "holds only what differs from a parent image, which is not supported";
+    let hint = "merge it into its parent with the program that made it";
+    Error::new(ErrorKind::Unsupported, what).at(offset).hint(hint)
+}

@@ -1,0 +1,133 @@
+//! Metadata in memory: pages of the file, the least recently used one out first.
+//!
+//! Guarantees: at most [`MAX_PAGES`] pages of [`PAGE_SIZE`] bytes (or one of the storage's blocks, where that is
+//! more) are kept, however large the tables of the image are. An image is only read, so a page never changes.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+
+use blockhouse_core::{Result, Storage};
+use parking_lot::Mutex;
+
+use super::refusal::corrupt;
+use crate::CacheCounts;
+use crate::aligned_read::read;
+
+/// Bytes of a page, a multiple of all entries of tables.
+const PAGE_SIZE: u64 = 16 << 10;
+/// How many pages are kept: 4 MiB in all.
+const MAX_PAGES: usize = 256;
+
+/// The pages of one image.
+#[derive(Default)]
+pub(super) struct PageCache {
+    pages: Mutex<Pages>,
+    hits: AtomicU64,
+    misses: AtomicU64,
+}
+
+#[derive(Default)]
+struct Pages {
+    by_number: HashMap<u64, Cached>,
+    /// Counts uses.
+    clock: u64,
+}
+
+struct Cached {
+    page: Arc<[u8]>,
+    last_use: u64,
+}
+
+impl Pages {
+    fn get(&mut self, number: u64) -> Option<Arc<[u8]>> {
+        self.clock += 1;
+        let cached = self.by_number.get_mut(&number)?;
+        cached.last_use = self.clock;
+        Some(Arc::clone(&cached.page))
+    }
+
+    fn insert(&mut self, number: u64, page: Arc<[u8]>) {
+        if self.by_number.len() >= MAX_PAGES {
+            let oldest = self.by_number.iter().min_by_key(|(_, cached)| cached.last_use);
+            if let Some((&oldest, _)) = oldest {
+                self.by_number.remove(&oldest);
+            }
+        }
+        self.by_number.insert(number, Cached { page, last_use: self.clock });
+    }
+}
+
+impl PageCache {
+    pub(super) fn counts(&self) -> CacheCounts {
+        CacheCounts { hits: self.hits.load(Relaxed), misses: self.misses.load(Relaxed) }
+    }
+}
+
+/// The metadata of an image, by offsets of its file.
+pub(super) struct Tables<'a, S> {
+    storage: &'a S,
+    cache: &'a PageCache,
+}
+
+impl<'a, S: Storage> Tables<'a, S> {
+    pub(super) fn new(storage: &'a S, cache: &'a PageCache) -> Self {
+        Self { storage, cache }
+    }
+
+    /// The bytes of an entry at `offset`, a multiple of `N`; `N` is a power of two.
+    ///
+    /// # Errors
+    /// `Corrupt` where the file ends before; or what the storage answers.
+    pub(super) async fn entry<const N: usize>(&self, offset: u64) -> Result<[u8; N]> {
+        let size = self.storage.size();
+        if offset.checked_add(N as u64).is_none_or(|end| end > size) {
+            let what = format!("a table lies past the end of the file ({size} bytes)");
+            return Err(corrupt(what, offset));
+        }
+        let page = self.page(offset / PAGE_SIZE).await?;
+        let start = (offset % PAGE_SIZE) as usize;
+        Ok(page[start..start + N].try_into().expect("an entry lies in one page"))
+    }
+
+    async fn page(&self, number: u64) -> Result<Arc<[u8]>> {
+        if let Some(page) = self.cache.pages.lock().get(number) {
+            self.cache.hits.fetch_add(1, Relaxed);
+            return Ok(page);
+        }
+        self.cache.misses.fetch_add(1, Relaxed);
+        // Boxed, so that the future of a hit stays small.
+        let bytes = Box::pin(read(self.storage, number * PAGE_SIZE, PAGE_SIZE as usize)).await?;
+        let page: Arc<[u8]> = bytes.into();
+        self.cache.pages.lock().insert(number, Arc::clone(&page));
+        Ok(page)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use blockhouse_sim::{Config, Sim, SimDisk};
+
+    use super::*;
+
+    #[test]
+    fn pages_that_are_used_stay_and_their_number_is_bounded() {
+        let sim = Sim::new(1);
+        let pages = MAX_PAGES as u64 + 8;
+        let bytes = (0..pages * PAGE_SIZE).map(|at| (at / PAGE_SIZE) as u8).collect();
+        let storage = SimDisk::new(&sim, Config::default(), bytes);
+        sim.block_on(async move {
+            let cache = PageCache::default();
+            let tables = Tables::new(&storage, &cache);
+            for number in 0..pages {
+                let entry = tables.entry::<4>(number * PAGE_SIZE + 4).await.unwrap();
+                assert_eq!(entry, [number as u8; 4]);
+                tables.entry::<8>(8).await.unwrap();
+                assert!(cache.pages.lock().by_number.len() <= MAX_PAGES);
+            }
+            assert_eq!(cache.counts(), CacheCounts { hits: pages, misses: pages });
+            let beyond = tables.entry::<8>(pages * PAGE_SIZE).await.unwrap_err();
+            assert!(beyond.to_string().contains("past the end of the file"), "{beyond}");
+        });
+    }
+}

@@ -1,0 +1,117 @@
+//! VHD, the format of Virtual PC and Hyper-V, which QEMU calls vpc: a footer at the end of the file, and for dynamic
+//! images a table of blocks, each with a bitmap of the sectors that were written.
+//!
+//! Source: "Virtual Hard Disk Image Format Specification" of Microsoft, version 1.0. Read: fixed and dynamic images.
+//! Refused: differencing images, whose other part is in another file.
+//!
+//! The footer at the end decides. Its copy at the start is read only where there is none at the end, because the
+//! guest of a fixed image writes what it likes to the start.
+
+mod check;
+mod footer;
+mod sparse;
+
+use blockhouse_core::{Result, Storage};
+
+use super::fields::SECTOR;
+use super::piece::Piece;
+use super::refusal::corrupt;
+use super::tables::Tables;
+use crate::CheckReport;
+use crate::aligned_read::read;
+use footer::{Footer, Kind};
+use sparse::SparseHeader;
+
+/// The mapping of an image.
+pub(super) struct Vpc {
+    size: u64,
+    blocks: Blocks,
+}
+
+/// Where the data is.
+enum Blocks {
+    /// All of it, from the start of the file.
+    Fixed,
+    /// Where the table says.
+    Dynamic(SparseHeader),
+}
+
+impl Vpc {
+    /// # Errors
+    /// `Corrupt` or `Unsupported`, with the field's offset; or what the storage answers.
+    pub(super) async fn open<S: Storage>(storage: &S) -> Result<Self> {
+        let (footer, data_end) = find_footer(storage).await?;
+        let blocks = match footer.kind {
+            Kind::Fixed if footer.size > data_end => {
+                let what =
+                    format!("states a disk of {} bytes, and the file has {data_end}", footer.size);
+                return Err(corrupt(what, data_end));
+            }
+            Kind::Fixed => Blocks::Fixed,
+            Kind::Dynamic { header } => {
+                let bytes = read(storage, header, sparse::LENGTH).await?;
+                Blocks::Dynamic(SparseHeader::parse(&bytes, header, footer.size, data_end)?)
+            }
+        };
+        Ok(Self { size: footer.size, blocks })
+    }
+
+    /// Bytes of the disk.
+    pub(super) fn size(&self) -> u64 {
+        self.size
+    }
+
+    /// Bytes of a block of a dynamic image.
+    pub(super) fn block_size(&self) -> Option<u64> {
+        match &self.blocks {
+            Blocks::Fixed => None,
+            Blocks::Dynamic(header) => Some(header.block_size),
+        }
+    }
+
+    /// What the disk has from `at` on, at most up to the end of the block.
+    ///
+    /// # Errors
+    /// What the storage answers.
+    pub(super) async fn piece<S: Storage>(&self, tables: &Tables<'_, S>, at: u64) -> Result<Piece> {
+        match &self.blocks {
+            Blocks::Fixed => Ok(Piece::mapped(at, self.size - at)),
+            Blocks::Dynamic(header) => header.piece(tables, at).await,
+        }
+    }
+
+    /// Looks for errors; `None` for a fixed image, which has no tables.
+    ///
+    /// # Errors
+    /// What the storage answers; `Unsupported` where more blocks are in use than can be counted.
+    pub(super) async fn check<S: Storage>(
+        &self,
+        tables: &Tables<'_, S>,
+    ) -> Result<Option<CheckReport>> {
+        match &self.blocks {
+            Blocks::Fixed => Ok(None),
+            Blocks::Dynamic(header) => header.check(tables).await.map(Some),
+        }
+    }
+}
+
+/// The footer at the end of the file, or where there is none, its copy at the start of a dynamic image; and where the
+/// data before it ends.
+async fn find_footer<S: Storage>(storage: &S) -> Result<(Footer, u64)> {
+    let Some(last) = storage.size().checked_sub(SECTOR) else {
+        return Err(corrupt("is no VHD image: it is shorter than a footer", 0));
+    };
+    let at_end = Footer::parse(&read(storage, last, SECTOR as usize).await?, last);
+    let error = match at_end {
+        Ok(footer) => return Ok((footer, last)),
+        Err(error) => error,
+    };
+    if !footer::is_absent(&error) {
+        return Err(error);
+    }
+    match Footer::parse(&read(storage, 0, SECTOR as usize).await?, 0) {
+        Ok(copy) if matches!(copy.kind, Kind::Dynamic { .. }) => Ok((copy, storage.size())),
+        // Of a fixed image the start is the guest's.
+        _ => Err(error),
+    }
+}
