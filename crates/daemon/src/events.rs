@@ -40,6 +40,43 @@ pub enum Event {
         /// Its size in bytes.
         size: u64,
     },
+    /// Requests failed because of the host or the image. Of one operation and errno this is told once in ten seconds.
+    #[serde(rename = "disk.error")]
+    DiskError {
+        /// The name of the disk.
+        disk: String,
+        /// What was asked for: read, write, write_fua, write_zeroes, discard, flush or prefetch, as in the metrics.
+        operation: &'static str,
+        /// The errno, as on Linux.
+        errno: i32,
+        /// Why the last of them failed, in one line.
+        message: String,
+        /// How many failed so since this was last told.
+        count: u64,
+    },
+    /// Requests failed because the host has no space left for what they write: told in place of `disk.error`, as often.
+    #[serde(rename = "disk.no-space")]
+    NoSpace {
+        /// The name of the disk.
+        disk: String,
+        /// What was asked for.
+        operation: &'static str,
+        /// Why the last of them failed, in one line.
+        message: String,
+        /// How many failed so since this was last told.
+        count: u64,
+    },
+    /// A flush failed: data that was written may be lost, and each later flush fails until the disk is opened again. Told
+    /// once.
+    #[serde(rename = "disk.flush-failed")]
+    FlushFailed {
+        /// The name of the disk.
+        disk: String,
+        /// The errno, as on Linux.
+        errno: i32,
+        /// Why, in one line.
+        message: String,
+    },
     /// An export is served.
     #[serde(rename = "export.added")]
     ExportAdded {
@@ -56,18 +93,18 @@ pub enum Event {
         /// The name of its disk.
         disk: String,
     },
-    /// An NBD client chose an export.
+    /// An NBD client chose an export, or a vhost-user front-end connected to it.
     #[serde(rename = "client.came")]
     ClientCame {
-        /// The export's URI.
+        /// The export: its URI, or the path of its socket.
         export: String,
         /// Who it is, as far as the kernel knows.
         peer: String,
     },
-    /// An NBD client's connection is over.
+    /// A client's connection is over.
     #[serde(rename = "client.left")]
     ClientLeft {
-        /// The export's URI.
+        /// The export: its URI, or the path of its socket.
         export: String,
         /// Who it was.
         peer: String,
@@ -82,10 +119,13 @@ pub enum Event {
 
 impl Event {
     /// The names of all events.
-    pub const NAMES: [&str; 8] = [
+    pub const NAMES: [&str; 11] = [
         "disk.opened",
         "disk.closed",
         "disk.resized",
+        "disk.error",
+        "disk.no-space",
+        "disk.flush-failed",
         "export.added",
         "export.removed",
         "client.came",
@@ -99,11 +139,14 @@ impl Event {
             Self::DiskOpened { .. } => 0,
             Self::DiskClosed { .. } => 1,
             Self::DiskResized { .. } => 2,
-            Self::ExportAdded { .. } => 3,
-            Self::ExportRemoved { .. } => 4,
-            Self::ClientCame { .. } => 5,
-            Self::ClientLeft { .. } => 6,
-            Self::Lost { .. } => 7,
+            Self::DiskError { .. } => 3,
+            Self::NoSpace { .. } => 4,
+            Self::FlushFailed { .. } => 5,
+            Self::ExportAdded { .. } => 6,
+            Self::ExportRemoved { .. } => 7,
+            Self::ClientCame { .. } => 8,
+            Self::ClientLeft { .. } => 9,
+            Self::Lost { .. } => 10,
         };
         Self::NAMES[index]
     }

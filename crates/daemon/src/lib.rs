@@ -11,7 +11,7 @@
 //! - [`Service`]: what serves, as a whole
 //! - `running`: disks and exports, by name, while they are served; they come and go. `claims`: who changes what;
 //!   `blocking`: what may block
-//! - [`events`]: what happens meanwhile
+//! - [`events`]: what happens meanwhile; `failures`: of it, requests that fail
 //! - [`control`]: what a user may ask of a running server, and the client that asks
 //! - [`metrics`]: what is measured of all that runs
 //! - `hand_over`: another process goes on
@@ -25,6 +25,7 @@ pub mod config;
 pub mod control;
 pub mod disk_options;
 pub mod events;
+mod failures;
 mod hand_over;
 mod io_poll;
 mod launcher;

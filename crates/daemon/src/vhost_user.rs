@@ -7,7 +7,7 @@ use blockhouse_engine::{Engine, EngineReport};
 use blockhouse_nbd::uri::Address;
 use blockhouse_nbd::{BoundSocket, SocketFile, bind_for};
 use blockhouse_storage::ImageStorage;
-use blockhouse_vhost_user::{Device, Export, PreparedFrontend, RegisteredMemory, Server};
+use blockhouse_vhost_user::{Device, PreparedFrontend, RegisteredMemory, Server};
 
 use crate::setup::Setup;
 
@@ -43,8 +43,7 @@ pub fn registered_memory(report: &EngineReport, setup: &Setup) -> RegisteredMemo
 }
 
 /// Serves a disk at a socket.
-pub fn serve(socket: DeviceSocket, export: Export<ImageStorage>) -> Result<ServedDevice> {
-    let device = Device::new(export);
+pub fn serve(socket: DeviceSocket, device: Device<ImageStorage>) -> Result<ServedDevice> {
     let BoundSocket { socket: listener, address, file } = socket.bound;
     let Address::Unix(path) = address else { bail!("a device needs a Unix socket") };
     let server = Server::restore(device, listener, socket.frontend);

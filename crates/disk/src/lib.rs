@@ -69,7 +69,7 @@ pub use blockhouse_format::{
     Backing, Bitmap, BitmapAction, CacheCounts, CheckReport, Compression, DataFile, Features,
     ImageFormat, NewBitmap, Replay, Snapshot,
 };
-pub use disk::{Disk, LayerInfo};
+pub use disk::{Disk, FailedRequest, FailureObserver, LayerInfo};
 pub use layer::{BlockStatus, BlockStatusCache, MapEntry, MapEntryKind};
 pub use open::{
     AllowedPaths, CacheMode, HandedFile, HandedOverDisk, IfCorrupt, IfExists, ImageDisk,

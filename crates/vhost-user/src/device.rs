@@ -1,10 +1,11 @@
 //! A device: a disk as front-ends see it, one after the other.
 
+use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 
 use blockhouse_core::Storage;
 use blockhouse_disk::Disk;
-use blockhouse_engine::Handle;
+use blockhouse_engine::{Handle, peer_process};
 use parking_lot::Mutex;
 
 use crate::block::SERIAL_BYTES;
@@ -37,12 +38,56 @@ pub struct Device<S: Storage> {
     pub(crate) export: Export<S>,
     /// How the front-end is told of changes, if it asked to be.
     pub(crate) backend_channel: Mutex<Option<BackendChannel>>,
+    observer: Option<FrontendObserver>,
+}
+
+/// A front-end of a device came or left.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum FrontendEvent {
+    /// It has connected.
+    Came,
+    /// Its connection is over, and none of its requests is in flight.
+    Left,
+}
+
+/// What is told of front-ends: who it is, as far as the kernel knows, and what it did. Called on the device's thread.
+pub type FrontendObserver = Box<dyn Fn(&str, FrontendEvent) + Send + Sync>;
+
+/// A front-end of a device, until it is dropped.
+pub(crate) struct FrontendGuard<'a, S: Storage> {
+    device: &'a Device<S>,
+    peer: String,
+}
+
+impl<S: Storage> Drop for FrontendGuard<'_, S> {
+    fn drop(&mut self) {
+        self.device.tell(&self.peer, FrontendEvent::Left);
+    }
 }
 
 impl<S: Storage> Device<S> {
     /// A device without a front-end.
     pub fn new(export: Export<S>) -> Self {
-        Self { export, backend_channel: Mutex::new(None) }
+        Self { export, backend_channel: Mutex::new(None), observer: None }
+    }
+
+    /// As [`new`](Self::new); `observer` is told of front-ends that come and leave.
+    pub fn observed(export: Export<S>, observer: FrontendObserver) -> Self {
+        Self { observer: Some(observer), ..Self::new(export) }
+    }
+
+    fn tell(&self, peer: &str, event: FrontendEvent) {
+        if let Some(observer) = &self.observer {
+            observer(peer, event);
+        }
+    }
+
+    /// Tells the observer that a front-end came, and when the guard is dropped that it left.
+    pub(crate) fn observe(&self, stream: &UnixStream) -> FrontendGuard<'_, S> {
+        let process = peer_process(stream).ok().flatten();
+        let peer = process.map_or_else(|| "unknown".into(), |id| format!("process {id}"));
+        self.tell(&peer, FrontendEvent::Came);
+        FrontendGuard { device: self, peer }
     }
 
     /// The disk has another size: tells the front-end, which asks for the configuration again and

@@ -59,7 +59,7 @@ pub mod ring;
 mod server;
 mod session;
 
-pub use device::{Device, Export};
+pub use device::{Device, Export, FrontendEvent, FrontendObserver};
 pub use frontend::{
     PauseError, PausedFrontend, PausedVring, PausedWriteCache, PreparedFrontend, RegisteredMemory,
 };

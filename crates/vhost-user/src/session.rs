@@ -59,7 +59,9 @@ impl<S: Storage + Send + Sync> Session<S> {
     /// Between two messages it pauses when that is asked for by `pauses`. `is_stopping` is asked when there are no
     /// more messages: whether the server ends, rather than the front-end.
     pub fn run(mut self, pauses: Option<&Pauses>, is_stopping: impl FnOnce() -> bool) {
-        let _client = self.device.export.disk.enter_client(ExportKind::VhostUser);
+        let device = Arc::clone(&self.device);
+        let _observed = device.observe(self.connection.stream());
+        let _client = device.export.disk.enter_client(ExportKind::VhostUser);
         self.frontend.resume();
         let end = self.handle_messages(pauses);
         let lost = self.frontend.lost_memory();

@@ -290,6 +290,10 @@ fn the_schema_is_what_the_server_speaks() {
     for list in ["disk.list", "export.list", "disk.stats", "stats.get"] {
         check(list, json!({}));
     }
+    let limits = json!({ "group": "g", "iops": 9000, "bps": "1G", "burst": 1.5 });
+    check("limit.set", json!({ "disk": "d", "limits": limits }));
+    check("limit.set", json!({ "group": "g", "limits": { "bps-read": 1 << 30 } }));
+    check("limit.get", disk.clone());
     check("snapshot.create", snapshot.clone());
     check("snapshot.list", disk.clone());
     check("snapshot.rename", rename);

@@ -15,6 +15,7 @@ mod convert;
 mod data_file;
 mod durability;
 mod engine_choice;
+mod events;
 mod examples;
 mod foreign_formats;
 mod foreign_tools;

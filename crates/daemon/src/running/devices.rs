@@ -8,10 +8,11 @@ use anyhow::Result;
 use blockhouse_engine::sleep;
 use blockhouse_nbd::bind_for;
 use blockhouse_nbd::uri::Address;
-use blockhouse_vhost_user::Export;
+use blockhouse_vhost_user::{Device, Export, FrontendEvent, FrontendObserver};
 
 use super::{ExportAddress, Running, RunningDisk, RunningExport};
 use crate::blocking;
+use crate::events::Event;
 use crate::vhost_user::{self, DeviceSocket, ServedDevice};
 
 /// The interval at which a removed device is checked for users: a task that tells it of a new size may hold it.
@@ -42,13 +43,27 @@ impl Running {
         let (queues, memory) = (self.options.queues, self.options.memory);
         let shared = Arc::clone(&disk.disk);
         let export = Export { disk: shared, name: label, queues, loops, memory };
-        let served = vhost_user::serve(socket, export)?;
+        let observer = self.frontend_observer(&socket);
+        let served = vhost_user::serve(socket, Device::observed(export, observer))?;
         let path = served.path().to_owned();
         let mut list = self.list.lock();
         let address = ExportAddress::VhostUser(path);
         list.exports.push(RunningExport { address, disk: name.clone() });
         list.devices.push(Arc::new(RunningDevice { disk: name, served }));
         Ok(())
+    }
+
+    /// Tells subscribers of the front-ends of a device.
+    fn frontend_observer(&self, socket: &DeviceSocket) -> FrontendObserver {
+        let (events, address) = (self.events.clone(), socket.bound.address.clone());
+        Box::new(move |peer, what| {
+            let Address::Unix(path) = &address else { return };
+            let (export, peer) = (path.display().to_string(), peer.to_owned());
+            events.tell(match what {
+                FrontendEvent::Came => Event::ClientCame { export, peer },
+                FrontendEvent::Left => Event::ClientLeft { export, peer },
+            });
+        })
     }
 
     /// The devices, in the order in which they were added.

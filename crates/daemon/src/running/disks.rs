@@ -11,6 +11,7 @@ use parking_lot::Mutex;
 use super::{ExportAddress, Running, RunningDisk, RunningExport};
 use crate::claims::{Claim, Name};
 use crate::events::Event;
+use crate::failures::FailureTeller;
 use crate::io_poll;
 use crate::open::{open_disk, state_use};
 use crate::setup::DiskSetup;
@@ -36,6 +37,9 @@ impl Running {
         // Where it is no file, or its path cannot be found any more, it is known by what was given.
         let canonical = disk.file().and_then(|_| setup.path.canonicalize().ok());
         let path = canonical.unwrap_or_else(|| setup.path.clone());
+        let has_lost_flush = disk.flush_failures().iter().any(Option::is_some);
+        let teller = FailureTeller::new(setup.name.clone(), self.events.clone(), has_lost_flush);
+        disk.observe_failures(Box::new(move |failed| teller.tell(failed)));
         let disk = Arc::new(RunningDisk { setup, path, disk, group: Mutex::default() });
         self.list.lock().disks.push(Arc::clone(&disk));
         disk

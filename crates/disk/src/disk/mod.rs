@@ -5,11 +5,13 @@
 //! - `resize`: longer and shorter disks.
 //! - `redo_log`: what outlives a process that dies.
 //! - `limits`: how many requests and bytes a second are carried out.
+//! - `failures`: who is told of requests that fail.
 //! - [`Quiesce`]: holds the guest's changes off while the image is changed as a whole.
 //!
 //! What reads and changes the image is below, in `layer` and `write`; what uses disks (snapshots, tools,
 //! opening files) is above.
 
+mod failures;
 mod limits;
 #[cfg(test)]
 mod long_requests;
@@ -37,6 +39,7 @@ use crate::stats::{
 };
 use crate::throttle::Throttle;
 use crate::write::Writer;
+pub use failures::{FailedRequest, FailureObserver};
 use quiesce::Quiesce;
 pub(crate) use quiesce::QuiescedGuard;
 
@@ -47,6 +50,7 @@ pub struct Disk<S: Storage> {
     throttle: Arc<Throttle>,
     quiesce: Quiesce,
     options: Options,
+    failures: failures::Failures,
     /// What outlives the process, if anything does.
     state: OnceLock<StateFile>,
 }
@@ -147,7 +151,8 @@ impl<S: Storage> Disk<S> {
     fn new(layer: Layer<S>, options: Options) -> Self {
         let writer = Writer::new(Arc::new(layer));
         let (throttle, quiesce) = (Arc::default(), Quiesce::default());
-        Self { writer, throttle, quiesce, options, state: OnceLock::new() }
+        let failures = failures::Failures::default();
+        Self { writer, throttle, quiesce, options, failures, state: OnceLock::new() }
     }
 
     /// Keeps a state file, which flushes are recorded in from now on. Once only.

@@ -48,8 +48,12 @@ impl<S: Storage> Disk<S> {
     /// As [`submit`](Self::submit).
     pub async fn submit_from(&self, export: ExportKind, request: Request) -> Result<()> {
         let timer = self.layer().stats().begin(export, &request);
-        let outcome = self.execute(request, timer.operation()).await;
+        let operation = timer.operation();
+        let outcome = self.execute(request, operation).await;
         timer.end(&outcome);
+        if let Err(error) = &outcome {
+            self.report_failure(operation, error);
+        }
         outcome
     }
 

@@ -83,6 +83,11 @@ impl Connection {
         Self { stream, message_time: MAX_MESSAGE_TIME }
     }
 
+    /// The socket.
+    pub fn stream(&self) -> &UnixStream {
+        &self.stream
+    }
+
     /// Waits until there is something to [`receive`](Self::receive), or `other` is readable. A message goes first.
     ///
     /// # Errors

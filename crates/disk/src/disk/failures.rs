@@ -1,0 +1,50 @@
+//! Who is told of requests that the host failed.
+//!
+//! Guarantee: requests that succeed cost nothing here. The observer is called on the thread that carried the request out,
+//! before the request's outcome is known to the export.
+
+use std::sync::OnceLock;
+
+use blockhouse_core::{Error, Storage, errno};
+
+use super::Disk;
+use crate::stats::Operation;
+
+/// A request that failed because of the host or the image, not of what was asked for.
+#[derive(Clone, Copy, Debug)]
+pub struct FailedRequest<'a> {
+    /// What was asked for.
+    pub operation: Operation,
+    /// Why it failed.
+    pub error: &'a Error,
+    /// Whether a flush has failed since the disk was opened, so that written data may be lost.
+    pub has_lost_flush: bool,
+}
+
+/// What is called for each such request. It must not wait.
+pub type FailureObserver = Box<dyn Fn(&FailedRequest<'_>) + Send + Sync>;
+
+/// The observer of a disk.
+#[derive(Default)]
+pub(super) struct Failures(OnceLock<FailureObserver>);
+
+impl<S: Storage> Disk<S> {
+    /// Has `observer` called for each request that the host fails from now on. Only the first observer of a disk is.
+    pub fn observe_failures(&self, observer: FailureObserver) {
+        // There is one already: that one stays.
+        let _ = self.failures.0.set(observer);
+    }
+
+    /// A request has failed.
+    #[cold]
+    pub(super) fn report_failure(&self, operation: Operation, error: &Error) {
+        let Some(observer) = self.failures.0.get() else { return };
+        // A guest that named memory which is not there.
+        let is_own_fault = error.errno() == errno::EFAULT || !error.kind().is_host_failure();
+        if !is_own_fault {
+            let storages = [self.format().storage(), self.format().data()];
+            let has_lost_flush = storages.iter().any(|storage| storage.failure().is_some());
+            observer(&FailedRequest { operation, error, has_lost_flush });
+        }
+    }
+}
