@@ -20,6 +20,7 @@ mod redo_log;
 mod requests;
 mod resize;
 
+use std::pin::Pin;
 use std::sync::{Arc, OnceLock};
 
 use blockhouse_core::{
@@ -307,7 +308,7 @@ impl<S: Storage> Disk<S> {
     }
 
     /// Waits for a request's turn in an export, and counts the time as one in the [queue](crate::Stage::Queue).
-    pub async fn wait_turn<F: Future>(&self, operation: Operation, turn: F) -> F::Output {
+    pub async fn wait_turn<F: Future>(&self, operation: Operation, turn: Pin<&mut F>) -> F::Output {
         self.layer().stats().wait(operation, turn).await
     }
 

@@ -46,7 +46,8 @@ impl Quiesce {
         self.resumed.wait_until(|| self.try_begin_write()).await
     }
 
-    fn try_begin_write(&self) -> Option<WriteGuard<'_>> {
+    /// As [`begin_write`](Self::begin_write), if it need not wait.
+    pub(crate) fn try_begin_write(&self) -> Option<WriteGuard<'_>> {
         if self.state.fetch_add(1, Ordering::SeqCst) & QUIESCED == 0 {
             return Some(WriteGuard(self));
         }

@@ -10,6 +10,8 @@
 //! 4. `layer` reads, `write` changes.
 //! 5. What the writes left to be made durable is completed, once ([`RequestSync`]).
 
+use std::pin::pin;
+
 use blockhouse_core::{
     ByteRange, Durability, Error, ErrorKind, Fallback, IoVector, Offload, Request, Result, Storage,
     SyncMode, Unmap, WorkBudget,
@@ -49,7 +51,13 @@ impl<S: Storage> Disk<S> {
     pub async fn submit_from(&self, export: ExportKind, request: Request) -> Result<()> {
         let timer = self.layer().stats().begin(export, &request);
         let operation = timer.operation();
-        let outcome = self.execute(request, operation).await;
+        if let Some(turn) = self.throttle.admit(|| self.cost(&request)) {
+            self.layer().stats().wait(operation, pin!(turn)).await;
+        }
+        let outcome = match request {
+            Request::Read { offset, into } => self.submit_read(offset, into).await,
+            request => self.submit_change(request, operation).await,
+        };
         timer.end(&outcome);
         if let Err(error) = &outcome {
             self.report_failure(operation, error);
@@ -57,12 +65,10 @@ impl<S: Storage> Disk<S> {
         outcome
     }
 
-    async fn execute(&self, request: Request, operation: Operation) -> Result<()> {
-        if let Some(turn) = self.throttle.admit(|| self.cost(&request)) {
-            self.layer().stats().wait(operation, turn).await;
-        }
+    /// Carries out anything but a read.
+    async fn submit_change(&self, request: Request, operation: Operation) -> Result<()> {
         let sync = match request {
-            Request::Read { offset, into } => return self.submit_read(offset, into).await,
+            Request::Read { .. } => unreachable!("a read changes nothing"),
             Request::Write { offset, from, durability } => {
                 let (_guard, sync) =
                     (self.begin_turn(operation).await, self.begin_sync(durability));
@@ -134,12 +140,15 @@ impl<S: Storage> Disk<S> {
 
     /// Waits until the image may be changed.
     async fn begin_turn(&self, operation: Operation) -> WriteGuard<'_> {
-        self.layer().stats().wait(operation, self.quiesce.begin_write()).await
+        match self.quiesce.try_begin_write() {
+            Some(guard) => guard,
+            None => self.layer().stats().wait(operation, pin!(self.quiesce.begin_write())).await,
+        }
     }
 
     /// Waits until no other change of these blocks is in the way.
     async fn begin_claim(&self, operation: Operation, range: ByteRange) -> Claim<'_> {
-        self.layer().stats().wait(operation, self.writer.claim(range)).await
+        self.layer().stats().wait(operation, pin!(self.writer.claim(range))).await
     }
 
     async fn submit_read(&self, offset: u64, into: IoVector) -> Result<()> {

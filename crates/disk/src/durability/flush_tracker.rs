@@ -181,8 +181,9 @@ impl<S: Storage> FlushTracker<S> {
         let _in_flight = self.fua_writes.enter();
         let operation = self.begin_operation();
         let bytes = from.len() as u64;
-        let write = self.storage.write(offset, from, Durability::Data);
-        let outcome = self.stats.measure(HostOperation::WriteFua, content, bytes, write).await;
+        let timer = self.stats.begin(HostOperation::WriteFua, content, bytes);
+        let outcome = self.storage.write(offset, from, Durability::Data).await;
+        timer.end(&outcome);
         if let Err(error) = &outcome
             && !error.is_confined()
         {
@@ -202,8 +203,9 @@ impl<S: Storage> FlushTracker<S> {
     ) -> Result<()> {
         let operation = self.begin_operation();
         let bytes = from.len() as u64;
-        let write = self.storage.write(offset, from, Durability::None);
-        let outcome = self.stats.measure(HostOperation::Write, content, bytes, write).await;
+        let timer = self.stats.begin(HostOperation::Write, content, bytes);
+        let outcome = self.storage.write(offset, from, Durability::None).await;
+        timer.end(&outcome);
         match write_cache {
             WriteCache::Volatile => self.complete_unstable(operation),
             WriteCache::None => operation.complete(),
@@ -238,9 +240,9 @@ impl<S: Storage> FlushTracker<S> {
         let generation = self.write_generation.load(Ordering::SeqCst);
         loop {
             let detached = self.detached_operations.load(Ordering::SeqCst);
-            let flush = self.storage.flush(sync);
-            let outcome =
-                self.stats.measure(HostOperation::Flush, Content::Metadata, 0, flush).await;
+            let timer = self.stats.begin(HostOperation::Flush, Content::Metadata, 0);
+            let outcome = self.storage.flush(sync).await;
+            timer.end(&outcome);
             if let Err(error) = &outcome {
                 self.fail(error);
                 return outcome;
@@ -286,8 +288,10 @@ impl<S: Storage> FlushTracker<S> {
 
     async fn read_content(&self, content: Content, offset: u64, into: IoVector) -> Result<()> {
         let bytes = into.len() as u64;
-        let read = self.storage.read(offset, into);
-        self.stats.measure(HostOperation::Read, content, bytes, read).await
+        let timer = self.stats.begin(HostOperation::Read, content, bytes);
+        let outcome = self.storage.read(offset, into).await;
+        timer.end(&outcome);
+        outcome
     }
 
     async fn write_content(
@@ -312,18 +316,18 @@ impl<S: Storage> FlushTracker<S> {
 
     async fn zero_content(&self, content: Content, range: ByteRange, unmap: Unmap) -> Result<()> {
         let operation = self.begin_operation();
-        let zero = self.storage.write_zeroes(range, unmap);
-        let kind = HostOperation::WriteZeroes;
-        let outcome = self.stats.measure(kind, content, range.length(), zero).await;
+        let timer = self.stats.begin(HostOperation::WriteZeroes, content, range.length());
+        let outcome = self.storage.write_zeroes(range, unmap).await;
+        timer.end(&outcome);
         self.complete_unstable(operation);
         outcome
     }
 
     async fn discard_content(&self, content: Content, range: ByteRange) -> Result<()> {
         let operation = self.begin_operation();
-        let discard = self.storage.discard(range);
-        let kind = HostOperation::Discard;
-        let outcome = self.stats.measure(kind, content, range.length(), discard).await;
+        let timer = self.stats.begin(HostOperation::Discard, content, range.length());
+        let outcome = self.storage.discard(range).await;
+        timer.end(&outcome);
         self.complete_unstable(operation);
         outcome
     }

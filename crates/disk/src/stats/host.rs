@@ -1,10 +1,9 @@
 //! Operations at a storage, as they reach the host: how many, how large, how long, how they ended.
 
-use std::future::Future;
 use std::sync::OnceLock;
 
 use blockhouse_core::Result;
-use blockhouse_core::metrics::{Counter, Histogram, PerThread, clock};
+use blockhouse_core::metrics::{Counter, Histogram, PerThread, Timestamp, clock};
 
 use super::errors::Errors;
 use super::labels::{HostOperation, Stage};
@@ -42,26 +41,25 @@ struct Operations {
     errors: Errors,
 }
 
+/// An operation in flight. One that is dropped before it [ends](Self::end) was cancelled, and is not recorded.
+#[must_use]
+pub(crate) struct HostTimer<'a> {
+    stats: &'a HostStats,
+    operation: HostOperation,
+    content: Content,
+    bytes: u64,
+    began: Timestamp,
+}
+
 impl HostStats {
-    /// Carries out an operation on so many bytes, and records it when it has completed.
-    pub(crate) async fn measure(
+    /// An operation on so many bytes begins.
+    pub(crate) fn begin(
         &self,
         operation: HostOperation,
         content: Content,
         bytes: u64,
-        outcome: impl Future<Output = Result<()>>,
-    ) -> Result<()> {
-        let began = clock::now();
-        let outcome = outcome.await;
-        let block = self.blocks.mine();
-        let operations = &block.operations[content as usize][operation as usize];
-        let operations = operations.get_or_init(Box::default);
-        operations.bytes.add(bytes);
-        operations.durations.record(clock::now().nanoseconds_since(began));
-        if let Err(error) = &outcome {
-            operations.errors.count(error.errno());
-        }
-        outcome
+    ) -> HostTimer<'_> {
+        HostTimer { stats: self, operation, content, bytes, began: clock::now() }
     }
 
     /// A flush found everything stable.
@@ -102,6 +100,20 @@ impl HostStats {
             block.errors.add_to(&mut metrics.errors);
         }
         Some(metrics)
+    }
+}
+
+impl HostTimer<'_> {
+    /// Records the operation, which has completed.
+    pub(crate) fn end(self, outcome: &Result<()>) {
+        let block = self.stats.blocks.mine();
+        let operations = &block.operations[self.content as usize][self.operation as usize];
+        let operations = operations.get_or_init(Box::default);
+        operations.bytes.add(self.bytes);
+        operations.durations.record(clock::now().nanoseconds_since(self.began));
+        if let Err(error) = outcome {
+            operations.errors.count(error.errno());
+        }
     }
 }
 

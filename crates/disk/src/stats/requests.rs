@@ -1,7 +1,7 @@
 //! Requests: how many, how large, how long, how they ended, and how long they waited for their turn.
 
 use std::future::{Future, poll_fn};
-use std::pin::pin;
+use std::pin::Pin;
 use std::sync::{Arc, OnceLock};
 
 use blockhouse_core::metrics::{Counter, Histogram, HistogramReading, PerThread, Timestamp, clock};
@@ -91,8 +91,11 @@ impl Stats {
     }
 
     /// Waits for a request's turn, and records how long if that took a wait at all.
-    pub(crate) async fn wait<F: Future>(&self, operation: Operation, turn: F) -> F::Output {
-        let mut turn = pin!(turn);
+    pub(crate) async fn wait<F: Future>(
+        &self,
+        operation: Operation,
+        mut turn: Pin<&mut F>,
+    ) -> F::Output {
         let mut began = None;
         let output = poll_fn(|context| {
             let poll = turn.as_mut().poll(context);

@@ -181,6 +181,33 @@ impl HostFile {
         Ok(())
     }
 
+    /// Goes on with a read that the kernel answered with `result`.
+    async fn read_rest(
+        &self,
+        mut transfer: Transfer,
+        mut result: Result<usize, Errno>,
+    ) -> Result<()> {
+        loop {
+            match result {
+                Err(Errno::AGAIN | Errno::INTR) => {}
+                Err(error) => return Err(self.error_at("cannot read", error, transfer.offset)),
+                Ok(count) if count == transfer.vector.len() => return Ok(()),
+                // A short read is the end of the file or a partial transfer. Another read would tell,
+                // but at the end the rest is usually not aligned for O_DIRECT. So check the size.
+                Ok(count) => {
+                    advance(&mut transfer, count);
+                    if count == 0 || self.ends_at(transfer.offset)? {
+                        transfer.vector.fill(0);
+                        return Ok(());
+                    }
+                }
+            }
+            let (answer, operation) = submit(Operation::Read(transfer)).await;
+            let Operation::Read(back) = operation else { unreachable!("{CAME_BACK}") };
+            (transfer, result) = (back, answer);
+        }
+    }
+
     /// Whether the file ends at `offset` or before. It is asked anew: another process may have made it
     /// longer, and what is taken for the end here reads as zeros.
     fn ends_at(&self, offset: u64) -> Result<bool> {
@@ -340,28 +367,17 @@ impl Storage for HostFile {
     }
 
     async fn read(&self, offset: u64, into: IoVector) -> Result<()> {
-        let file = self.file_for(offset, into.len());
-        let mut transfer = Transfer { file, offset, vector: into };
-        while !transfer.vector.is_empty() {
-            let (result, operation) = submit(Operation::Read(transfer)).await;
-            let Operation::Read(back) = operation else { unreachable!("{CAME_BACK}") };
-            transfer = back;
-            match result {
-                Err(Errno::AGAIN | Errno::INTR) => {}
-                Err(error) => return Err(self.error_at("cannot read", error, transfer.offset)),
-                Ok(count) if count == transfer.vector.len() => return Ok(()),
-                // A short read is the end of the file or a partial transfer. Another read would tell,
-                // but at the end the rest is usually not aligned for O_DIRECT. So check the size.
-                Ok(count) => {
-                    advance(&mut transfer, count);
-                    if count == 0 || self.ends_at(transfer.offset)? {
-                        transfer.vector.fill(0);
-                        return Ok(());
-                    }
-                }
-            }
+        if into.is_empty() {
+            return Ok(());
         }
-        Ok(())
+        let transfer = Transfer { file: self.file_for(offset, into.len()), offset, vector: into };
+        let (result, operation) = submit(Operation::Read(transfer)).await;
+        let Operation::Read(transfer) = operation else { unreachable!("{CAME_BACK}") };
+        if result == Ok(transfer.vector.len()) {
+            return Ok(());
+        }
+        // Boxed, so that the future of the common way stays small.
+        Box::pin(self.read_rest(transfer, result)).await
     }
 
     async fn write(&self, offset: u64, from: IoVector, durability: Durability) -> Result<()> {

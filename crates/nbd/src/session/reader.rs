@@ -7,6 +7,7 @@
 //! A pause loses nothing: the receive in flight is stopped and awaited. What was received and not given to a handler is
 //! what [`Reader::into_unparsed`] answers: the bytes as they came.
 
+use std::pin::pin;
 use std::rc::Rc;
 use std::sync::Arc;
 use std::task::Context;
@@ -122,8 +123,10 @@ impl<S: Storage> Reader<S> {
     /// Gives a request to a handler, with its payload.
     async fn accept(&mut self, header: &RequestHeader, command: Command) -> Result<(), End> {
         let to = ReplyTo { cookie: header.cookie, offset: header.offset };
-        let permit = self.state.in_flight.acquire(footprint(&command));
-        let permit = self.state.disk.wait_turn(command.operation(), permit).await;
+        let permit = {
+            let permit = pin!(self.state.in_flight.acquire(footprint(&command)));
+            self.state.disk.wait_turn(command.operation(), permit).await
+        };
         let payload = match command {
             Command::Write { length, .. } => match self.state.pool.get(length as usize) {
                 Ok(buffer) => Some(self.receive_payload(header, buffer).await?),
