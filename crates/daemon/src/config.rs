@@ -77,6 +77,7 @@ struct ServerOptions {
     io_poll: bool,
     register_memory: bool,
     sandbox: bool,
+    sandbox_allow: Vec<PathBuf>,
     limits: Vec<TextOf<Limit>>,
     tls: Option<TlsChoice>,
     tls_certificates: Option<PathBuf>,
@@ -101,6 +102,7 @@ impl Default for ServerOptions {
             io_poll: false,
             register_memory: false,
             sandbox: true,
+            sandbox_allow: Vec::new(),
             limits: Vec::new(),
             tls: None,
             tls_certificates: None,
@@ -180,6 +182,7 @@ impl Config {
             pid_file: server.pid_file,
             metrics: server.metrics.map(|TextOf(address)| address),
             sandbox: if server.sandbox { SandboxUse::On } else { SandboxUse::Off },
+            sandbox_allow: server.sandbox_allow,
             config: Some(path),
             hand_over,
         }

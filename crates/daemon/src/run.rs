@@ -22,7 +22,7 @@ use crate::io_poll;
 use crate::launcher::{LaunchRules, Launcher, Programs};
 use crate::open::{open_disk, state_use};
 use crate::pid_file::PidFile;
-use crate::sandbox;
+use crate::sandbox::{self, SandboxReport};
 use crate::service::Service;
 use crate::service_manager;
 use crate::setup::{DiskSetup, Setup, WrongUsage};
@@ -51,10 +51,10 @@ pub fn run(setup: &Setup, ready: impl FnOnce(&Service)) -> Result<()> {
     if let Err(error) = keep_descriptors_from_children() {
         tracing::debug!("the launcher inherits what this process has inherited: {error}");
     }
-    let launcher = Launcher::start(&launch_rules(setup));
+    let launcher = Launcher::start();
     service_manager::prepare();
     let upgrades = UpgradeRequests::default();
-    let (service, pid_file) = begin(setup, &upgrades, ready)?;
+    let (service, pid_file) = begin(setup, &launcher, &upgrades, ready)?;
     let stopper = Stopper::start(signals.handle())?;
     loop {
         match signals.forever().next() {
@@ -97,16 +97,17 @@ pub fn run(setup: &Setup, ready: impl FnOnce(&Service)) -> Result<()> {
 /// Starts to serve or goes on, and tells those who want to know: the user, the pid file, the service manager.
 fn begin(
     setup: &Setup,
+    launcher: &Launcher,
     upgrades: &UpgradeRequests,
     ready: impl FnOnce(&Service),
 ) -> Result<(Service, Option<PidFile>)> {
     if setup.hand_over {
-        let (service, pid_file) = take_over(setup, upgrades)?;
+        let (service, pid_file) = take_over(setup, launcher, upgrades)?;
         watchdog::start(service.workers().handles(), Started::Before);
         return Ok((service, pid_file));
     }
     warnings::about(setup).iter().for_each(|warning| tracing::warn!("{warning}"));
-    let (service, pid_file) = start(setup, upgrades)?;
+    let (service, pid_file) = start(setup, launcher, upgrades)?;
     watchdog::start(service.workers().handles(), Started::Here);
     ready(&service);
     Ok((service, pid_file))
@@ -137,7 +138,11 @@ impl LoopsAside {
 }
 
 /// Starts to serve.
-fn start(setup: &Setup, upgrades: &UpgradeRequests) -> Result<(Service, Option<PidFile>)> {
+fn start(
+    setup: &Setup,
+    launcher: &Launcher,
+    upgrades: &UpgradeRequests,
+) -> Result<(Service, Option<PidFile>)> {
     let passed = sockets::from_systemd()?;
     let workers = Workers::start(setup.workers, setup.loops)?;
     if setup.loops.io_poll == IoPoll::On {
@@ -156,7 +161,11 @@ fn start(setup: &Setup, upgrades: &UpgradeRequests) -> Result<(Service, Option<P
     let state = state_use(&setup.state, &setup.disks)?;
     let disks = open_disks(&workers, setup, &state)?;
     let pid_file = write_pid(setup).inspect_err(|_| close_all(&workers, &disks))?;
-    let sandbox = sandbox::enter(setup, &workers);
+    let bound = sockets.iter().map(|socket| &socket.bound);
+    let bound = bound.chain(devices.iter().map(|device| &device.bound)).chain(&control);
+    let bound = sandbox::socket_files(bound.chain(&metrics));
+    let sandbox = sandbox::enter(setup, &workers, &bound);
+    launcher.tell(launch_rules(setup, &sandbox));
     let mut service = Service::start(workers, disks, sockets, setup, tls, sandbox)?;
     service.add_devices(devices, setup)?;
     if let (Some(socket), Some(own)) = (control, loops.control) {
@@ -188,7 +197,11 @@ fn open_disks(workers: &Workers, setup: &Setup, state: &StateUse) -> Result<Vec<
 }
 
 /// Goes on with what another process serves.
-fn take_over(setup: &Setup, upgrades: &UpgradeRequests) -> Result<(Service, Option<PidFile>)> {
+fn take_over(
+    setup: &Setup,
+    launcher: &Launcher,
+    upgrades: &UpgradeRequests,
+) -> Result<(Service, Option<PidFile>)> {
     // Before anything is taken over.
     let tls = setup.tls.as_ref().map(Tls::load).transpose()?;
     let loops = LoopsAside::start(setup)?;
@@ -196,7 +209,10 @@ fn take_over(setup: &Setup, upgrades: &UpgradeRequests) -> Result<(Service, Opti
         destination::take_over(setup)?;
     // Clients are served whatever becomes of the file.
     let pid_file = write_pid(setup).inspect_err(|error| tracing::warn!("{error:#}"));
-    let sandbox = sandbox::enter(setup, &workers);
+    let bound = sockets.iter().map(|socket| &socket.bound);
+    let bound = bound.chain(devices.iter().map(|device| &device.bound)).chain(&control);
+    let sandbox = sandbox::enter(setup, &workers, &sandbox::socket_files(bound));
+    launcher.tell(launch_rules(setup, &sandbox));
     let mut service = Service::start(workers, disks, sockets, setup, tls, sandbox)?;
     service.add_devices(devices, setup)?;
     if let (Some(socket), Some(own)) = (control, loops.control) {
@@ -248,11 +264,14 @@ fn upgrade(service: &Service, launcher: &Launcher, upgrades: &UpgradeRequests) -
 }
 
 /// What the launcher of this server may start.
-fn launch_rules(setup: &Setup) -> LaunchRules {
+fn launch_rules(setup: &Setup, sandbox: &SandboxReport) -> LaunchRules {
     LaunchRules {
         arguments: source::arguments(),
         // The control socket is the way to ask for another one.
-        programs: if setup.control.is_some() { Programs::Any } else { Programs::Own },
+        programs: match &setup.control {
+            Some(_) => Programs::AnyNotBelow(sandbox.writable().to_vec()),
+            None => Programs::Own,
+        },
     }
 }
 

@@ -50,6 +50,8 @@ pub struct Setup {
     pub metrics: Option<MetricsAddress>,
     /// Whether the process may do nothing but what it needs, once everything is open.
     pub sandbox: SandboxUse,
+    /// Folders and files below which requests may open more then, beside the folders of the disks and sockets.
+    pub sandbox_allow: Vec<PathBuf>,
     /// The configuration that it was made from, to be read again.
     pub config: Option<PathBuf>,
     /// Whether to go on with what the process serves that has started this one, instead of starting anew.

@@ -45,6 +45,7 @@ mod epoll;
 mod event_loop;
 mod event_signal;
 mod file;
+mod file_access;
 mod fixed_file_probe;
 mod fixed_files;
 mod guest_memory;
@@ -89,6 +90,7 @@ pub use descriptors::{
 pub use engine::{Engine, EngineChoice, EngineReport};
 pub use event_loop::{EventLoop, Handle, Submission};
 pub use event_signal::{EventSignal, is_eventfd};
+pub use file_access::restrict_file_access;
 pub use fixed_file_probe::probe_fixed_file;
 pub use fixed_files::FixedFiles;
 pub use guest_memory::{

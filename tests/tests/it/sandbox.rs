@@ -6,11 +6,14 @@ use std::path::{Path, PathBuf};
 use blockhouse_tests::control::Control;
 use blockhouse_tests::nbd::Client;
 use blockhouse_tests::need::skip;
+use blockhouse_tests::upgrade::upgrade;
 use blockhouse_tests::{Engine, Scratch, Serve, Server, image_tool, on_every_engine};
 use serde_json::json;
 
 /// SIGSYS, which has the same number on all processors that have a filter.
 const SIGSYS: i32 = 31;
+/// The error of a request that cannot be carried out.
+const FAILED: i64 = -32000;
 /// EPERM: by the filter.
 const NOT_PERMITTED: &str = "Operation not permitted (os error 1)";
 /// EACCES: by the restrictions of a ring.
@@ -42,6 +45,88 @@ fn has_attempts(server: &Server, word: &str) -> bool {
     has
 }
 
+/// Whether files are restricted on this kernel.
+fn has_landlock(server: &Server) -> bool {
+    let has = server.details().contains("landlock");
+    if !has {
+        skip("this kernel has no Landlock");
+    }
+    has
+}
+
+/// A file of another owner, in a folder of its own.
+fn secret(other: &Scratch) -> PathBuf {
+    let secret = other.path("secret.img");
+    std::fs::write(&secret, [7; 4096]).expect("a file");
+    secret
+}
+
+/// It may open files, because it compares its pid file at the end.
+#[test]
+fn a_server_that_opens_its_own_files_reaches_no_others() {
+    let (scratch, other) = (Scratch::new(), Scratch::new());
+    let (image, secret) = (image(&scratch), secret(&other));
+    let pid_file = scratch.path("pid");
+    let attempt = |what: &str, path: &Path| format!("{what}={}", path.display());
+    let refused = [
+        attempt("open", &secret),
+        attempt("remove", &secret),
+        attempt("create", &other.path("new")),
+        // Its image is open; its path is of no use.
+        attempt("open", &image),
+        "open=/etc/passwd".into(),
+    ];
+    let own = attempt("open", &pid_file);
+    let words = format!("{} {own}", refused.join(" "));
+    let server =
+        trying(&scratch, &image, &words).option("--pid-file", &pid_file).flag("-v").start();
+    if !has_landlock(&server) || !has_attempts(&server, &own) {
+        return;
+    }
+    let log = server.log();
+    for word in &refused {
+        assert_eq!(outcome(&log, word), Some(DENIED), "{word}");
+    }
+    assert_eq!(outcome(&log, &own), Some("done"));
+    assert!(secret.exists() && !other.path("new").exists());
+    server.stop();
+    assert!(!pid_file.exists() && !scratch.socket("nbd").exists());
+}
+
+#[test]
+fn requests_open_what_is_beside_the_disks_and_what_is_allowed() {
+    let (scratch, other) = (Scratch::new(), Scratch::new());
+    let (image, secret) = (image(&scratch), secret(&other));
+    let beside = scratch.path("beside.img");
+    std::fs::write(&beside, [3; 8192]).expect("a file");
+    let control = scratch.socket("control");
+    let socket =
+        |folder: &Scratch| format!("nbd+unix:///?socket={}", folder.socket("more").display());
+    let serve = || Serve::new(&scratch, &image).option("--control", &control).flag("-v");
+    let server = serve().start();
+    if !has_landlock(&server) {
+        return;
+    }
+    let mut client = Control::connect(&control);
+    let open =
+        |path: &Path, exports: &[String]| json!({ "name": "b", "path": path, "exports": exports });
+    client.get("disk.open", open(&beside, &[socket(&scratch)]));
+    client.get("disk.close", json!({ "disk": "b", "force": true }));
+    let words = ["secret.img: the sandbox", "--sandbox-allow DIR"];
+    client.refused("disk.open", open(&secret, &[]), FAILED, &words);
+    let words = ["more: the sandbox", "--sandbox-allow DIR"];
+    client.refused("disk.open", open(&beside, &[socket(&other)]), FAILED, &words);
+    // A program that the server could have made is not started outside of the sandbox.
+    let program = scratch.path("program");
+    std::fs::write(&program, "#!/bin/sh\n").expect("a script");
+    upgrade(&control, &["--binary", image_tool::str(&program)]).failure("can write below");
+    server.stop();
+    let server = serve().option("--sandbox-allow", secret.parent().expect("a folder")).start();
+    let mut client = Control::connect(&control);
+    client.get("disk.open", open(&secret, &[socket(&scratch)]));
+    server.stop();
+}
+
 on_every_engine! { what_is_not_needed_is_refused }
 
 fn what_is_not_needed_is_refused(engine: Engine) {
@@ -70,7 +155,11 @@ fn what_is_not_needed_is_refused(engine: Engine) {
     let expected = if engine == Engine::IoUring { DENIED } else { "unsupported" };
     assert_eq!(outcome(&log, "ring-open"), Some(expected));
     assert!(!scratch.path("new").exists());
-    assert!(server.details().contains(" sandbox=seccomp"), "{}", server.details());
+    assert!(
+        server.details().contains(" sandbox=") && server.details().contains("seccomp"),
+        "{}",
+        server.details()
+    );
     let mut client = Client::open(&server.address());
     assert_eq!(client.write(4096, &[5; 70_000], 0), 0);
     assert_eq!(client.read(4096, 70_000), Ok(vec![5; 70_000]));

@@ -190,9 +190,11 @@ fn a_new_server_that_cannot_take_over_leaves_the_old_one_in_service() {
     let (line, _) = serve(&scratch, "qcow2");
     let server = line.environment("BLOCKHOUSE_HAND_OVER_FAULT", "version").start();
     let mut client = Client::open(&server.address());
-    let silent = scratch.path("silent");
+    // Where the server cannot write: a program that it could have changed is not started.
+    let elsewhere = Scratch::new();
+    let silent = elsewhere.path("silent");
     std::fs::write(&silent, "#!/bin/sh\nexec sleep 100\n").expect("a script");
-    let other_options = scratch.path("other");
+    let other_options = elsewhere.path("other");
     let script =
         format!("#!/bin/sh\nexec {} \"$@\" --bad\n", blockhouse_tests::blockhouse().display());
     std::fs::write(&other_options, script).expect("a script");

@@ -25,7 +25,7 @@ use crate::open_args::{AllowPathArgs, state_setup};
 use crate::serve::tls_args::TlsArgs;
 
 /// What the configuration says in place of the command line.
-const OTHER_OPTIONS: [&str; 32] = [
+const OTHER_OPTIONS: [&str; 33] = [
     "images",
     "format",
     "create",
@@ -51,6 +51,7 @@ const OTHER_OPTIONS: [&str; 32] = [
     "io_poll",
     "register_memory",
     "sandbox",
+    "sandbox_allow",
     "state",
     "read_only",
     "snapshot",
@@ -200,11 +201,16 @@ pub struct Arguments {
     detect_zeroes: DetectZeroes,
     /// Whether the server gives up what it needs no more once everything is open: on or off.
     ///
-    /// In its sandbox it makes only the system calls that serving takes, executes nothing and makes no new rings. With
-    /// --control or --config it may go on to open files and sockets. Off is for finding faults. docs/security.md
-    /// says what the sandbox holds.
+    /// In its sandbox it makes only the system calls that serving takes, executes nothing, makes no new rings, and reaches
+    /// no files but those that it needs. With --control it may go on to open disks and sockets: in the folders of those
+    /// on the command line, and below --sandbox-allow. Off is for finding faults. docs/security.md says what the
+    /// sandbox holds.
     #[arg(long, default_value = "on", value_parser = parse_sandbox)]
     sandbox: SandboxUse,
+    /// Let requests at the control socket open disks and sockets below this folder, too, or this block device. May be
+    /// repeated.
+    #[arg(long, value_name = "DIR")]
+    sandbox_allow: Vec<PathBuf>,
     /// Serve the disks that this file describes (TOML, docs/operations.md), in place of images and options. SIGHUP and
     /// 'blockhouse ctl SOCKET reload' read it again: what it has no more is closed, what is new is opened, and the rest
     /// is not touched.
@@ -325,6 +331,7 @@ impl Arguments {
             pid_file: self.pid_file.clone(),
             metrics: self.metrics.clone(),
             sandbox: self.sandbox,
+            sandbox_allow: self.sandbox_allow.clone(),
             config: None,
             hand_over: self.hand_over,
         })

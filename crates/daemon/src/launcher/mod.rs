@@ -46,14 +46,29 @@ pub(crate) struct Launched {
 }
 
 impl Launcher {
-    /// Starts the process. Where that fails the server serves all the same, and each use of the launcher says why it
-    /// cannot be.
-    pub(crate) fn start(rules: &LaunchRules) -> Self {
-        let started = start(rules).map_err(|error| format!("{error:#}"));
+    /// Starts the process, which does nothing before it is told its rules. Where that fails the server serves all the
+    /// same, and each use of the launcher says why it cannot be.
+    pub(crate) fn start() -> Self {
+        let started = start().map_err(|error| format!("{error:#}"));
         if let Err(why) = &started {
             tracing::warn!("this server cannot be upgraded while it runs: {why}");
         }
         Self(started)
+    }
+
+    /// Tells it its rules, once and before anything is served.
+    pub(crate) fn tell(&self, rules: LaunchRules) {
+        let Ok(channel) = &self.0 else { return };
+        let (any_program, not_below) = match rules.programs {
+            Programs::Own => (false, Vec::new()),
+            Programs::AnyNotBelow(folders) => (true, folders),
+        };
+        let bytes = OsString::into_vec;
+        let arguments = rules.arguments.into_iter().map(bytes).collect();
+        let not_below = not_below.into_iter().map(|path| bytes(path.into())).collect();
+        let rules = Rules { arguments, any_program, not_below };
+        // Where it is over, the first request says so.
+        let _ = channel.lock().send(&Request::Rules(rules), None);
     }
 
     /// Starts a program with the server's command line for a hand-over, and this standard input. `None` is the program
@@ -127,11 +142,11 @@ pub(crate) struct LaunchRules {
 pub(crate) enum Programs {
     /// The one at the path from which the server was started.
     Own,
-    /// All.
-    Any,
+    /// All that are not below these canonical paths, where the server can write.
+    AnyNotBelow(Vec<PathBuf>),
 }
 
-fn start(rules: &LaunchRules) -> Result<Mutex<Channel>> {
+fn start() -> Result<Mutex<Channel>> {
     let (ours, theirs) = UnixStream::pair().context("cannot make a socket pair")?;
     let own = std::env::args_os().next();
     Command::new("/proc/self/exe")
@@ -140,14 +155,7 @@ fn start(rules: &LaunchRules) -> Result<Mutex<Channel>> {
         .stdin(Stdio::from(OwnedFd::from(theirs)))
         .spawn()
         .context("cannot start its launcher (this program, by /proc/self/exe)")?;
-    let channel = Channel::new(ours);
-    let bytes = |argument: &OsString| argument.as_bytes().to_vec();
-    let rules = Rules {
-        arguments: rules.arguments.iter().map(bytes).collect(),
-        any_program: rules.programs == Programs::Any,
-    };
-    channel.send(&Request::Rules(rules), None).context("cannot tell the launcher its rules")?;
-    Ok(Mutex::new(channel))
+    Ok(Mutex::new(Channel::new(ours)))
 }
 
 /// The errors of a connection that the other end has closed.

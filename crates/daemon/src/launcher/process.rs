@@ -1,6 +1,6 @@
 //! The process: it does what the server asks, one request after the other, until the server ends.
 
-use std::ffi::OsString;
+use std::ffi::{OsStr, OsString};
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::os::unix::net::UnixStream;
@@ -27,8 +27,11 @@ pub fn run() -> Result<()> {
     // The name of the file would be "exe". A name is for people only.
     let _ = rustix::thread::set_name(c"blockhouse-run");
     let channel = channel_at_stdin().context("this is for 'blockhouse serve' alone")?;
-    let Some((Request::Rules(rules), _)) = channel.receive()? else {
-        bail!("this is for 'blockhouse serve' alone: no rules came");
+    let rules = match channel.receive()? {
+        // The server has ended before it could serve.
+        None => return Ok(()),
+        Some((Request::Rules(rules), _)) => rules,
+        Some(_) => bail!("this is for 'blockhouse serve' alone: no rules came"),
     };
     let mut state = State { rules, child: None };
     while let Some((request, descriptor)) = channel.receive()? {
@@ -88,7 +91,7 @@ impl State {
             Some(_) if !self.rules.any_program => {
                 bail!("another program than its own is not started for a server without --control")
             }
-            Some(path) => path.to_owned(),
+            Some(path) => self.allowed(path)?,
         };
         let arguments = self.rules.arguments.iter().cloned().map(OsString::from_vec);
         let child = Command::new(&binary)
@@ -99,6 +102,26 @@ impl State {
         let process = child.id();
         self.child = Some(child);
         Ok(Reply::Started { process, program: binary.into_os_string().into_vec() })
+    }
+
+    /// The program at a path that a user named.
+    ///
+    /// # Errors
+    /// It is missing, or it is where the server can write.
+    fn allowed(&self, path: &Path) -> Result<PathBuf> {
+        let cannot = || format!("{}: cannot be started", path.display());
+        let found = path.canonicalize().with_context(cannot)?;
+        let mut not_below =
+            self.rules.not_below.iter().map(|path| Path::new(OsStr::from_bytes(path)));
+        match not_below.find(|folder| found.starts_with(folder)) {
+            None => Ok(found),
+            Some(folder) => bail!(
+                "{}: cannot be started: the server can write below {}, so the program may be a stranger's; install it \
+                 elsewhere",
+                path.display(),
+                folder.display()
+            ),
+        }
     }
 
     /// Sends a signal to what was started last, unless its end was waited for already.
@@ -148,25 +171,29 @@ mod tests {
     #[test]
     fn only_what_the_rules_allow_is_started() {
         let stdin = || Some(OwnedFd::from(UnixStream::pair().expect("a socket pair").0));
-        let rules = |any_program| Rules {
-            arguments: vec![b"-c".to_vec(), b"exit 7".to_vec()],
-            any_program,
-        };
-        let start = |any_program| {
-            let mut state = State { rules: rules(any_program), child: None };
+        let start = |any_program, not_below: &[&str]| {
+            let arguments = vec![b"-c".to_vec(), b"exit 7".to_vec()];
+            let canonical = |path: &&str| Path::new(path).canonicalize().expect("it is there");
+            let not_below =
+                not_below.iter().map(|path| canonical(path).into_os_string().into_vec());
+            let rules = Rules { arguments, any_program, not_below: not_below.collect() };
+            let mut state = State { rules, child: None };
             let binary = Some(b"/bin/sh".to_vec());
             let reply = state.execute(Request::Start { binary }, stdin()).expect("a request");
             (reply, state)
         };
-        let (reply, _) = start(false);
-        assert!(matches!(&reply, Reply::Refused { why } if why.contains("--control")), "{reply:?}");
-        let (reply, mut state) = start(true);
+        for (reply, word) in
+            [(start(false, &[]).0, "--control"), (start(true, &["/tmp", "/bin"]).0, "can write")]
+        {
+            assert!(matches!(&reply, Reply::Refused { why } if why.contains(word)), "{reply:?}");
+        }
+        let (reply, mut state) = start(true, &["/tmp"]);
         assert!(matches!(reply, Reply::Started { .. }), "{reply:?}");
         let ended = state.execute(Request::Wait, None).expect("a request");
         assert!(
             matches!(&ended, Reply::Ended { status } if status == "exit status: 7"),
             "{ended:?}"
         );
-        assert!(state.execute(Request::Rules(rules(true)), None).is_err());
+        assert!(state.execute(Request::Rules(Rules::default()), None).is_err());
     }
 }

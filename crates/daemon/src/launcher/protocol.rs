@@ -39,6 +39,8 @@ pub(super) struct Rules {
     pub(super) arguments: Vec<Vec<u8>>,
     /// Whether other programs than the launcher's own may be started.
     pub(super) any_program: bool,
+    /// Canonical paths below which none is started.
+    pub(super) not_below: Vec<Vec<u8>>,
 }
 
 /// What the launcher answers to all but the rules.

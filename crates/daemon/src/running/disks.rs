@@ -6,6 +6,7 @@ use std::sync::Arc;
 use anyhow::{Result, bail};
 use blockhouse_disk::ImageDisk;
 use blockhouse_engine::IoPoll;
+use blockhouse_storage::Location;
 use parking_lot::Mutex;
 
 use super::{ExportAddress, Running, RunningDisk, RunningExport};
@@ -74,6 +75,9 @@ impl Running {
         }
         // Before an image is made.
         setup.throttle.iter().try_for_each(|throttle| self.check_limits(throttle))?;
+        if let Ok(Location::File(path)) = Location::of(&setup.path) {
+            self.sandbox().check(&path)?;
+        }
         let state = state_use(&self.options.state, slice::from_ref(&setup))?;
         let disk = open_disk(&setup, &state).await?;
         let disk = self.adopt(setup, Arc::new(disk));
@@ -157,6 +161,9 @@ impl Running {
         disk: &Arc<RunningDisk>,
         address: ExportAddress,
     ) -> Result<ExportAddress> {
+        if let Some(socket) = address.unix_socket() {
+            self.sandbox().check(socket)?;
+        }
         let served = Arc::clone(disk);
         let address = match address {
             ExportAddress::Nbd(uri) => ExportAddress::Nbd(self.add_nbd(uri, served).await?),

@@ -1,7 +1,7 @@
 //! An export: a disk at an address.
 
 use std::fmt;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use blockhouse_nbd::uri::{NbdUri, Security};
 
@@ -42,6 +42,17 @@ impl ExportAddress {
             check_absolute(path)?;
         }
         Ok(address)
+    }
+
+    /// The path of its Unix socket.
+    pub(crate) fn unix_socket(&self) -> Option<&Path> {
+        match self {
+            Self::Nbd(uri) => match &uri.address {
+                blockhouse_nbd::uri::Address::Unix(path) => Some(path),
+                blockhouse_nbd::uri::Address::Tcp { .. } => None,
+            },
+            Self::VhostUser(path) => Some(path),
+        }
     }
 
     /// The address of its socket, as text: exports with the same one share the socket.

@@ -5,8 +5,10 @@
 //! section *Sandbox*, says what each part is for; docs/security.md tells users what it holds.
 //!
 //! - `needs`: what this server does later, from its description
+//! - `files`: rules about files and TCP ports
 //! - `system_calls`: the filter
 
+mod files;
 mod needs;
 #[cfg(debug_assertions)]
 mod probe;
@@ -17,8 +19,12 @@ mod system_calls;
 mod system_calls;
 
 use std::fmt;
+use std::path::{Path, PathBuf};
 
+use anyhow::Result;
 use blockhouse_engine::reserve_signal_rings;
+use blockhouse_nbd::BoundSocket;
+use blockhouse_nbd::uri::Address;
 
 use self::needs::Needs;
 use crate::setup::{SandboxUse, Setup};
@@ -31,6 +37,25 @@ const SPARE_SIGNAL_RINGS: usize = 16;
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct SandboxReport {
     parts: Vec<&'static str>,
+    /// Where requests may open disks and make sockets; `None`: everywhere.
+    for_requests: Option<Vec<PathBuf>>,
+    /// Below which canonical paths the process can make files.
+    writable: Vec<PathBuf>,
+}
+
+impl SandboxReport {
+    /// Below which canonical paths the process can make files, as far as that is restricted.
+    pub(crate) fn writable(&self) -> &[PathBuf] {
+        &self.writable
+    }
+
+    /// Whether a request may open a disk, or make a socket, at this path.
+    ///
+    /// # Errors
+    /// It may not; with what is allowed.
+    pub(crate) fn check(&self, path: &Path) -> Result<()> {
+        self.for_requests.as_ref().map_or(Ok(()), |allowed| files::check(allowed, path))
+    }
 }
 
 impl fmt::Display for SandboxReport {
@@ -42,14 +67,38 @@ impl fmt::Display for SandboxReport {
     }
 }
 
-/// Confines this process, whose loops are `workers`. What is opened at the start is open.
-pub(crate) fn enter(setup: &Setup, workers: &Workers) -> SandboxReport {
+/// The paths of those sockets that have a file to be removed at the end.
+pub(crate) fn socket_files<'a>(sockets: impl Iterator<Item = &'a BoundSocket>) -> Vec<PathBuf> {
+    let path = |bound: &BoundSocket| match (&bound.address, &bound.file) {
+        (Address::Unix(path), Some(_)) => Some(path.clone()),
+        _ => None,
+    };
+    sockets.filter_map(path).collect()
+}
+
+/// Confines this process, whose loops are `workers`. What is opened at the start is open, with Unix sockets at `sockets`.
+pub(crate) fn enter(setup: &Setup, workers: &Workers, sockets: &[PathBuf]) -> SandboxReport {
     let mut report = SandboxReport::default();
     if setup.sandbox == SandboxUse::Off {
         return report;
     }
     let needs = Needs::of(setup);
     prepare(setup, needs);
+    // First, because the filter forbids these calls.
+    let rules = files::rules(setup, needs, sockets);
+    match files::restrict(&rules, setup, needs) {
+        Ok(true) => {
+            report.parts.push("landlock");
+            report.writable = rules.writable();
+            report.for_requests = Some(rules.for_requests);
+        }
+        Ok(false) => {
+            tracing::info!("the sandbox does not restrict files: this kernel has no Landlock")
+        }
+        Err(error) => tracing::warn!(
+            "the sandbox does not restrict files: {error:#}; --sandbox off does without"
+        ),
+    }
     match system_calls::restrict(needs) {
         Ok(()) => report.parts.push("seccomp"),
         Err(error) => tracing::warn!(

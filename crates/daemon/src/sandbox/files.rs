@@ -1,0 +1,241 @@
+//! What the process may do with files by their paths, and with TCP ports (Landlock, `landlock(7)`).
+//!
+//! What is open stays usable as it was opened. Nothing may be executed, and no rule allows that. A kernel with an older
+//! Landlock enforces what it knows of this.
+
+use std::io;
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::fs::FileTypeExt;
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result};
+use blockhouse_disk::{RemoteBacking, StateDir};
+use blockhouse_engine::restrict_file_access;
+use blockhouse_nbd::TlsFiles;
+use blockhouse_nbd::uri::Address;
+use blockhouse_storage::Location;
+use landlock::{
+    ABI, Access, AccessFs, AccessNet, BitFlags, NetPort, PathBeneath, PathFd, Ruleset, RulesetAttr,
+    RulesetCreated, RulesetCreatedAttr,
+};
+
+use super::needs::Needs;
+use crate::metrics::MetricsAddress;
+use crate::setup::{Setup, StateSetup};
+
+/// What a rule may be about. Later versions know rights that would forbid more, as to connect to a Unix socket.
+const VERSION: ABI = ABI::V5;
+/// The port of DNS over TCP.
+const DNS: u16 = 53;
+/// What looking up a name and finding the servers of a cluster reads.
+const LOOK_UP: [&str; 8] = [
+    "/etc/resolv.conf",
+    "/etc/hosts",
+    "/etc/host.conf",
+    "/etc/nsswitch.conf",
+    "/etc/gai.conf",
+    "/etc/services",
+    "/etc/ceph",
+    "/run/systemd/resolve",
+];
+/// What opening a disk asks the host about its disks and about the holder of a lock.
+const HOST: [&str; 2] = ["/proc", "/sys"];
+
+/// What is allowed at a path and below.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct FileRule {
+    pub(super) path: PathBuf,
+    pub(super) access: BitFlags<AccessFs>,
+}
+
+/// What is allowed.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(crate) struct FileRules {
+    pub(super) rules: Vec<FileRule>,
+    /// Canonical folders and files below which requests may open disks and make sockets.
+    pub(crate) for_requests: Vec<PathBuf>,
+}
+
+/// The rules of this server, whose Unix sockets have files at `sockets`.
+pub(super) fn rules(setup: &Setup, needs: Needs, sockets: &[PathBuf]) -> FileRules {
+    let mut all = FileRules::default();
+    if let Some(path) = state_folder(&setup.state) {
+        all.add(path, changing() | AccessFs::RemoveDir);
+    }
+    for socket in sockets {
+        all.add(parent(socket), AccessFs::RemoveFile.into());
+    }
+    if let Some(path) = &setup.pid_file {
+        all.add(path.clone(), AccessFs::ReadFile.into());
+        all.add(parent(path), AccessFs::RemoveFile.into());
+    }
+    match setup.tls.as_ref().map(|tls| &tls.files) {
+        Some(TlsFiles::Certificates(folder)) => all.add(folder.clone(), reading()),
+        // The file may be replaced.
+        Some(TlsFiles::Psk(file)) => all.add(parent(file), reading()),
+        None => {}
+    }
+    if needs.connects {
+        LOOK_UP.iter().for_each(|path| all.add(path.into(), reading()));
+    }
+    if needs.listens
+        && let Some(MetricsAddress::Unix(socket)) = &setup.metrics
+    {
+        all.add(parent(socket), AccessFs::MakeSock | AccessFs::RemoveFile);
+    }
+    if needs.changes {
+        all.add_requests(setup, sockets);
+    }
+    all
+}
+
+impl FileRules {
+    /// What is missing has no rule: it cannot be used.
+    fn add(&mut self, path: PathBuf, access: BitFlags<AccessFs>) {
+        if let Ok(path) = path.canonicalize() {
+            self.rules.push(FileRule { path, access });
+        }
+    }
+
+    /// Below which canonical paths files may be made.
+    pub(super) fn writable(&self) -> Vec<PathBuf> {
+        let can_make = |rule: &&FileRule| rule.access.contains(AccessFs::MakeReg);
+        self.rules.iter().filter(can_make).map(|rule| rule.path.clone()).collect()
+    }
+
+    /// What a control socket or a configuration may name later.
+    fn add_requests(&mut self, setup: &Setup, sockets: &[PathBuf]) {
+        HOST.iter().for_each(|path| self.add(path.into(), reading()));
+        setup.config.iter().for_each(|config| self.add(parent(config), reading()));
+        let images = setup.disks.iter().filter_map(|disk| match Location::of(&disk.path) {
+            Ok(Location::File(path)) => Some(place_of_image(path)),
+            _ => None,
+        });
+        let allowed = setup.disks.iter().flat_map(|disk| disk.allow_paths.iter().cloned());
+        let named = setup.sandbox_allow.iter().cloned();
+        let sockets = sockets.iter().map(|socket| parent(socket));
+        for path in images.chain(allowed).chain(named).chain(sockets) {
+            self.add(path.clone(), changing() | AccessFs::IoctlDev);
+            self.for_requests.extend(path.canonicalize());
+        }
+        self.for_requests.sort();
+        self.for_requests.dedup();
+    }
+}
+
+/// The folder of an image, in which there may be others. A block device is for itself: its folder has all disks of the
+/// host.
+fn place_of_image(path: PathBuf) -> PathBuf {
+    let is_device = path.metadata().is_ok_and(|found| found.file_type().is_block_device());
+    if is_device { path } else { parent(&path.canonicalize().unwrap_or(path)) }
+}
+
+fn state_folder(state: &StateSetup) -> Option<PathBuf> {
+    match state {
+        StateSetup::Off => None,
+        StateSetup::Dir(path) => Some(path.clone()),
+        StateSetup::Usual => StateDir::default_path().ok(),
+    }
+}
+
+fn parent(path: &Path) -> PathBuf {
+    match path.parent() {
+        Some(folder) if !folder.as_os_str().is_empty() => folder.to_owned(),
+        _ => PathBuf::from("."),
+    }
+}
+
+fn reading() -> BitFlags<AccessFs> {
+    AccessFs::ReadFile | AccessFs::ReadDir
+}
+
+/// Everything that is done with files and sockets.
+fn changing() -> BitFlags<AccessFs> {
+    reading()
+        | AccessFs::WriteFile
+        | AccessFs::Truncate
+        | AccessFs::MakeReg
+        | AccessFs::MakeSock
+        | AccessFs::MakeDir
+        | AccessFs::RemoveFile
+}
+
+/// Puts the rules in force on all threads. False where the kernel has no Landlock.
+///
+/// # Errors
+/// The kernel's, and where a thread cannot be reached.
+pub(super) fn restrict(rules: &FileRules, setup: &Setup, needs: Needs) -> Result<bool> {
+    let ruleset = ruleset(rules, setup, needs).context("cannot make a ruleset of Landlock")?;
+    let Some(ruleset): Option<OwnedFd> = ruleset.into() else { return Ok(false) };
+    restrict_file_access(ruleset.as_fd())?;
+    Ok(true)
+}
+
+fn ruleset(rules: &FileRules, setup: &Setup, needs: Needs) -> Result<RulesetCreated> {
+    let mut ruleset = Ruleset::default().handle_access(AccessFs::from_all(VERSION))?;
+    if !needs.listens {
+        ruleset = ruleset.handle_access(AccessNet::BindTcp)?;
+    }
+    let ports = ports(setup, needs);
+    if ports.is_some() {
+        ruleset = ruleset.handle_access(AccessNet::ConnectTcp)?;
+    }
+    let mut created = ruleset.create()?;
+    for FileRule { path, access } in &rules.rules {
+        // It may have gone meanwhile.
+        let Ok(opened) = PathFd::new(path) else { continue };
+        let access = match path.is_dir() {
+            true => *access,
+            false => *access & AccessFs::from_file(VERSION),
+        };
+        created = created.add_rule(PathBeneath::new(opened, access))?;
+    }
+    for port in ports.unwrap_or_default() {
+        created = created.add_rule(NetPort::new(port, AccessNet::ConnectTcp))?;
+    }
+    Ok(created)
+}
+
+/// The TCP ports that are connected to later; `None`: that is not known.
+fn ports(setup: &Setup, needs: Needs) -> Option<Vec<u16>> {
+    let is_open = setup.disks.iter().any(|disk| disk.remote_backing == RemoteBacking::Allowed);
+    if needs.changes || is_open {
+        return None;
+    }
+    let mut ports = Vec::new();
+    for disk in &setup.disks {
+        match Location::of(&disk.path) {
+            Ok(Location::File(_)) => {}
+            Ok(Location::Nbd { uri, .. }) => match uri.address {
+                Address::Tcp { port, .. } => ports.extend([port, DNS]),
+                Address::Unix(_) => {}
+            },
+            #[allow(unreachable_patterns, reason = "other locations need other ports")]
+            _ => return None,
+        }
+    }
+    Some(ports)
+}
+
+/// Whether a request may open a disk, or make a socket, at this path. The error names what is allowed.
+///
+/// # Errors
+/// It may not.
+pub(crate) fn check(allowed: &[PathBuf], path: &Path) -> Result<()> {
+    let canonical = path.canonicalize().or_else(|_| {
+        let name = path.file_name().ok_or(io::ErrorKind::InvalidInput)?;
+        Ok::<_, io::Error>(parent(path).canonicalize()?.join(name))
+    });
+    // What cannot be found fails for that reason.
+    let Ok(canonical) = canonical else { return Ok(()) };
+    if allowed.iter().any(|allowed| canonical.starts_with(allowed)) {
+        return Ok(());
+    }
+    let allowed: Vec<_> = allowed.iter().map(|path| path.display().to_string()).collect();
+    anyhow::bail!(
+        "{}: the sandbox lets requests use only what is below {}; start the server with --sandbox-allow DIR for \
+         more, or with --sandbox off",
+        path.display(),
+        allowed.join(", ")
+    )
+}
