@@ -19,6 +19,7 @@ const SEEDS: &[(&str, &str, &[&str], usize, usize)] = &[
 ];
 
 fn main() {
+    vhdx();
     let scratch = tempfile::tempdir().expect("a folder");
     let disk = scratch.path().join("disk");
     let content: Vec<u8> = (0..3 << 20).map(|at: u32| (at / 5000 % 3) as u8).collect();
@@ -39,4 +40,44 @@ fn image(disk: &Path, image: &Path, options: &[&str]) -> Vec<u8> {
     command.args(["convert", "-f", "raw", "-O"]).args(options).args([disk, image]);
     assert!(command.status().expect("qemu-img").success(), "{command:?}");
     std::fs::read(image).expect("an image")
+}
+
+/// The structures of an image by qemu-img, as the target puts them together again; and a log entry that changes one.
+fn vhdx() {
+    let scratch = tempfile::tempdir().expect("a folder");
+    let disk = scratch.path().join("disk");
+    std::fs::write(&disk, vec![5; 3 << 20]).expect("a disk");
+    let options = ["vhdx", "-o", "subformat=dynamic,block_size=1M"];
+    let file = image(&disk, &scratch.path().join("image"), &options);
+    let mut seed = Vec::new();
+    for (length, place) in [
+        (80, 64 << 10),
+        (112, 192 << 10),
+        (512, 2 << 20),
+        (64, (2 << 20) + (64 << 10)),
+        (128, 3 << 20),
+    ] {
+        seed.extend(&file[place..place + length]);
+    }
+    let folder = corpus("vhdx_open");
+    std::fs::create_dir_all(&folder).expect("a folder");
+    std::fs::write(folder.join("qemu-dynamic"), &seed).expect("a seed");
+    let mut entry = vec![0; 8192];
+    // The log's GUID is in the header of the image and in the entry.
+    seed[48..64].fill(9);
+    entry[32..48].fill(9);
+    for (field, value) in [(8, 8192u32), (16, 1), (24, 2)] {
+        entry[field..field + 4].copy_from_slice(&value.to_le_bytes());
+    }
+    entry[64..68].copy_from_slice(b"desc");
+    entry[80..88].copy_from_slice(&(3u64 << 20).to_le_bytes());
+    entry[88] = 1;
+    entry[96..100].copy_from_slice(b"zero");
+    entry[104..112].copy_from_slice(&4096u64.to_le_bytes());
+    entry[112..120].copy_from_slice(&((3u64 << 20) + 8192).to_le_bytes());
+    entry[120] = 1;
+    entry[4096..4100].copy_from_slice(b"data");
+    entry[8188] = 1;
+    seed.extend(entry);
+    std::fs::write(folder.join("log"), &seed).expect("a seed");
 }

@@ -27,6 +27,10 @@ const KINDS: &[Kind] = &[
     Kind { format: "vpc", suffix: "vhd", options: "subformat=fixed" },
     Kind { format: "vpc", suffix: "vpc", options: "subformat=dynamic,force_size=on" },
     Kind { format: "vpc", suffix: "vhd", options: "subformat=fixed,force_size=on" },
+    Kind { format: "vhdx", suffix: "vhdx", options: "subformat=dynamic" },
+    Kind { format: "vhdx", suffix: "vhdx", options: "subformat=dynamic,block_size=1M" },
+    Kind { format: "vhdx", suffix: "vhdx", options: "subformat=dynamic,block_state_zero=off" },
+    Kind { format: "vhdx", suffix: "vhdx", options: "subformat=fixed,block_size=2M,log_size=2M" },
 ];
 
 /// No multiple of any block.
@@ -149,6 +153,10 @@ fn info_and_check_say_what_qemu_img_says() {
 fn maps_name_the_same_data() {
     require!(need::tools(&["qemu-img"]));
     with_each_kind(|_, kind, image, _, _| {
+        if kind.format == "vhdx" {
+            // QEMU's driver does not tell what the table of blocks says.
+            return;
+        }
         let ours = json(&command(&["map", "--json", str(image)]).success());
         let words = ["map", "--output=json", "-f", kind.format, str(image)];
         let theirs = json(&qemu_img(&words).success());

@@ -56,5 +56,6 @@ mod tls;
 mod top;
 mod upgrades;
 mod upgrades_vhost_user;
+mod vhdx_logs;
 mod vhost_user;
 mod vmstate;

@@ -3,6 +3,11 @@
 /// The unit of disks, and of most offsets, in bytes.
 pub(super) const SECTOR: u64 = 512;
 
+/// The little-endian number of two bytes at `offset`.
+pub(super) fn le16(bytes: &[u8], offset: usize) -> u16 {
+    u16::from_le_bytes(array(bytes, offset))
+}
+
 /// The little-endian number of four bytes at `offset`.
 pub(super) fn le32(bytes: &[u8], offset: usize) -> u32 {
     u32::from_le_bytes(array(bytes, offset))

@@ -6,6 +6,7 @@ use super::piece::Piece;
 use super::refusal::corrupt;
 use super::tables::{PageCache, Tables};
 use super::vdi::Vdi;
+use super::vhdx::Vhdx;
 use super::vpc::Vpc;
 use crate::{CacheCounts, CheckReport, Intent};
 
@@ -19,11 +20,13 @@ pub enum ForeignKind {
     Vdi,
     /// VHD, of Virtual PC and Hyper-V.
     Vpc,
+    /// Hyper-V's newer format.
+    Vhdx,
 }
 
 impl ForeignKind {
     /// All of them.
-    pub const ALL: [Self; 2] = [Self::Vdi, Self::Vpc];
+    pub const ALL: [Self; 3] = [Self::Vdi, Self::Vpc, Self::Vhdx];
 
     /// The format of this name, which is also the suffix of its files.
     pub fn by_name(name: &str) -> Option<Self> {
@@ -36,6 +39,7 @@ impl ForeignKind {
         match self {
             Self::Vdi => "vdi",
             Self::Vpc => "vpc",
+            Self::Vhdx => "vhdx",
         }
     }
 }
@@ -51,6 +55,7 @@ pub struct Foreign<S: Storage> {
 enum Mapping {
     Vdi(Vdi),
     Vpc(Vpc),
+    Vhdx(Box<Vhdx>),
 }
 
 impl<S: Storage> Foreign<S> {
@@ -62,6 +67,9 @@ impl<S: Storage> Foreign<S> {
         let mapping = match kind {
             ForeignKind::Vdi => Vdi::open(&storage).await.map(Mapping::Vdi),
             ForeignKind::Vpc => Vpc::open(&storage).await.map(Mapping::Vpc),
+            ForeignKind::Vhdx => {
+                Vhdx::open(&storage).await.map(|vhdx| Mapping::Vhdx(Box::new(vhdx)))
+            }
         };
         let mapping = mapping.map_err(|error| error.on(storage.name()))?;
         Ok(Self { storage, cache: PageCache::default(), mapping })
@@ -72,6 +80,7 @@ impl<S: Storage> Foreign<S> {
         match self.mapping {
             Mapping::Vdi(_) => ForeignKind::Vdi,
             Mapping::Vpc(_) => ForeignKind::Vpc,
+            Mapping::Vhdx(_) => ForeignKind::Vhdx,
         }
     }
 
@@ -80,6 +89,7 @@ impl<S: Storage> Foreign<S> {
         match &self.mapping {
             Mapping::Vdi(vdi) => vdi.size(),
             Mapping::Vpc(vpc) => vpc.size(),
+            Mapping::Vhdx(vhdx) => vhdx.size(),
         }
     }
 
@@ -89,6 +99,7 @@ impl<S: Storage> Foreign<S> {
         match &self.mapping {
             Mapping::Vdi(vdi) => Some(vdi.block_size()),
             Mapping::Vpc(vpc) => vpc.block_size(),
+            Mapping::Vhdx(vhdx) => Some(vhdx.block_size()),
         }
     }
 
@@ -139,6 +150,7 @@ impl<S: Storage> Foreign<S> {
         let piece = match &self.mapping {
             Mapping::Vdi(vdi) => vdi.piece(&tables, at).await?,
             Mapping::Vpc(vpc) => vpc.piece(&tables, at).await?,
+            Mapping::Vhdx(vhdx) => vhdx.piece(&tables, at).await?,
         };
         let length = piece.length.min(range.length());
         let size = self.storage.size();
@@ -162,12 +174,17 @@ impl<S: Storage> Foreign<S> {
         let report = match &self.mapping {
             Mapping::Vdi(vdi) => vdi.check(&tables, size).await.map(Some),
             Mapping::Vpc(vpc) => vpc.check(&tables).await,
+            Mapping::Vhdx(vhdx) => vhdx.check(&tables, size).await.map(Some),
         };
         report.map_err(|error| error.on(self.storage.name()))
     }
 
     fn tables(&self) -> Tables<'_, S> {
-        Tables::new(&self.storage, &self.cache)
+        let patches = match &self.mapping {
+            Mapping::Vhdx(vhdx) => Some(vhdx.patches()),
+            Mapping::Vdi(_) | Mapping::Vpc(_) => None,
+        };
+        Tables::new(&self.storage, &self.cache, patches)
     }
 
     /// The error for everything that would change the image.

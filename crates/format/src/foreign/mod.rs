@@ -7,15 +7,17 @@
 //!
 //! - [`image`]: the one type that the rest of the crate knows, [`Foreign`]; it asks the format by one `match`.
 //! - A folder for each format: its header, and where the bytes of the disk are ([`piece`]).
-//! - [`tables`]: pages of metadata in memory. [`overlap`]: which blocks a check finds twice.
+//! - [`tables`]: pages of metadata in memory, as [`patches`] of a log that was not replayed change them. [`overlap`]: which blocks a check finds twice.
 
 mod fields;
 mod image;
 mod overlap;
+mod patches;
 mod piece;
 mod refusal;
 mod tables;
 mod vdi;
+mod vhdx;
 mod vpc;
 
 pub(crate) use image::refuse_writing;

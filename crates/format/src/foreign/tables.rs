@@ -10,6 +10,7 @@ use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use blockhouse_core::{Result, Storage};
 use parking_lot::Mutex;
 
+use super::patches::Patches;
 use super::refusal::corrupt;
 use crate::CacheCounts;
 use crate::aligned_read::read;
@@ -68,11 +69,13 @@ impl PageCache {
 pub(super) struct Tables<'a, S> {
     storage: &'a S,
     cache: &'a PageCache,
+    patches: Option<&'a Patches>,
 }
 
 impl<'a, S: Storage> Tables<'a, S> {
-    pub(super) fn new(storage: &'a S, cache: &'a PageCache) -> Self {
-        Self { storage, cache }
+    /// Of a file that `patches` change, if there are any.
+    pub(super) fn new(storage: &'a S, cache: &'a PageCache, patches: Option<&'a Patches>) -> Self {
+        Self { storage, cache, patches }
     }
 
     /// The bytes of an entry at `offset`, a multiple of `N`; `N` is a power of two.
@@ -80,7 +83,8 @@ impl<'a, S: Storage> Tables<'a, S> {
     /// # Errors
     /// `Corrupt` where the file ends before; or what the storage answers.
     pub(super) async fn entry<const N: usize>(&self, offset: u64) -> Result<[u8; N]> {
-        let size = self.storage.size();
+        let host = self.storage.size();
+        let size = self.patches.map_or(host, |patches| patches.file_size(host));
         if offset.checked_add(N as u64).is_none_or(|end| end > size) {
             let what = format!("a table lies past the end of the file ({size} bytes)");
             return Err(corrupt(what, offset));
@@ -97,7 +101,11 @@ impl<'a, S: Storage> Tables<'a, S> {
         }
         self.cache.misses.fetch_add(1, Relaxed);
         // Boxed, so that the future of a hit stays small.
-        let bytes = Box::pin(read(self.storage, number * PAGE_SIZE, PAGE_SIZE as usize)).await?;
+        let start = number * PAGE_SIZE;
+        let mut bytes = Box::pin(read(self.storage, start, PAGE_SIZE as usize)).await?;
+        if let Some(patches) = self.patches {
+            patches.apply(start, &mut bytes);
+        }
         let page: Arc<[u8]> = bytes.into();
         self.cache.pages.lock().insert(number, Arc::clone(&page));
         Ok(page)
@@ -118,7 +126,7 @@ mod tests {
         let storage = SimDisk::new(&sim, Config::default(), bytes);
         sim.block_on(async move {
             let cache = PageCache::default();
-            let tables = Tables::new(&storage, &cache);
+            let tables = Tables::new(&storage, &cache, None);
             for number in 0..pages {
                 let entry = tables.entry::<4>(number * PAGE_SIZE + 4).await.unwrap();
                 assert_eq!(entry, [number as u8; 4]);

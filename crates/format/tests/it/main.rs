@@ -13,4 +13,5 @@ mod qcow2_snapshot;
 mod qcow2_write;
 mod raw;
 mod vdi;
+mod vhdx;
 mod vpc;

@@ -1,0 +1,167 @@
+//! Changes of a file that are in memory alone: what a log says that was not replayed. Reads of metadata see them.
+//!
+//! Guarantees: at most [`MAX_PAGES`] pages and [`MAX_ZEROS`] ranges of zeros.
+
+use std::collections::BTreeMap;
+
+use blockhouse_core::{ByteRange, Result, Storage};
+
+use super::refusal::unsupported;
+use crate::aligned_read::read;
+
+/// Bytes of a page: the unit of changes.
+pub(super) const PAGE: usize = 4096;
+
+/// How many pages are kept: 32 MiB.
+const MAX_PAGES: usize = 8192;
+/// How many ranges of zeros are kept.
+const MAX_ZEROS: usize = 4096;
+
+/// The changes. The default is none.
+#[derive(Default)]
+pub(super) struct Patches {
+    /// By their offsets, multiples of [`PAGE`].
+    pages: BTreeMap<u64, Box<[u8; PAGE]>>,
+    /// Ranges that became zeros before the pages in them were written.
+    zeros: Vec<ByteRange>,
+    /// Bytes that the file has at least.
+    file_size: u64,
+}
+
+impl Patches {
+    /// Adds a page. `place` is where the change was found.
+    ///
+    /// # Errors
+    /// `Unsupported` for too many.
+    pub(super) fn write(&mut self, offset: u64, page: Box<[u8; PAGE]>, place: u64) -> Result<()> {
+        if self.pages.len() == MAX_PAGES && !self.pages.contains_key(&offset) {
+            return Err(unsupported("a log with more than 32 MiB of changes", place));
+        }
+        self.pages.insert(offset, page);
+        Ok(())
+    }
+
+    /// Makes zeros of a range of whole pages.
+    ///
+    /// # Errors
+    /// As [`write`](Self::write).
+    pub(super) fn zero(&mut self, range: ByteRange, place: u64) -> Result<()> {
+        if self.zeros.len() == MAX_ZEROS {
+            return Err(unsupported("a log with too many ranges of zeros", place));
+        }
+        self.pages.retain(|&offset, _| !(range.offset()..range.end()).contains(&offset));
+        self.zeros.push(range);
+        Ok(())
+    }
+
+    /// Says that the file has at least so many bytes.
+    pub(super) fn extend_file(&mut self, size: u64) {
+        self.file_size = self.file_size.max(size);
+    }
+
+    /// Bytes of the file, of which the host has `size`.
+    pub(super) fn file_size(&self, size: u64) -> u64 {
+        self.file_size.max(size)
+    }
+
+    /// Whether any byte of `range` is changed.
+    pub(super) fn overlaps(&self, range: ByteRange) -> bool {
+        let before = range.offset().saturating_sub(PAGE as u64 - 1);
+        self.pages.range(before..range.end()).next().is_some()
+            || self.zeros.iter().any(|zeros| zeros.overlaps(range))
+    }
+
+    /// As [`read`], with the changes.
+    ///
+    /// # Errors
+    /// What the storage answers.
+    pub(super) async fn read<S: Storage>(
+        &self,
+        storage: &S,
+        offset: u64,
+        length: usize,
+    ) -> Result<Vec<u8>> {
+        let mut bytes = read(storage, offset, length).await?;
+        self.apply(offset, &mut bytes);
+        Ok(bytes)
+    }
+
+    /// Makes the changes in bytes that were read from `offset` on.
+    pub(super) fn apply(&self, offset: u64, bytes: &mut [u8]) {
+        let range = ByteRange::between(offset, offset + bytes.len() as u64);
+        for zeros in &self.zeros {
+            let (_, inner) = common(range, *zeros);
+            bytes[inner].fill(0);
+        }
+        let before = offset.saturating_sub(PAGE as u64 - 1);
+        for (&start, page) in self.pages.range(before..range.end()) {
+            let (outer, inner) = common(range, ByteRange::between(start, start + PAGE as u64));
+            bytes[inner].copy_from_slice(&page[outer]);
+        }
+    }
+}
+
+/// The bytes that both have, as positions in the second and in the first.
+fn common(first: ByteRange, second: ByteRange) -> (std::ops::Range<usize>, std::ops::Range<usize>) {
+    let start = first.offset().max(second.offset());
+    let end = first.end().min(second.end()).max(start);
+    let within = |range: ByteRange| {
+        let from = (start - range.offset()).min(range.length());
+        from as usize..(from + (end - start)) as usize
+    };
+    (within(second), within(first))
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    proptest! {
+        #[test]
+        fn reads_see_the_changes_in_their_order(
+            changes in prop::collection::vec((0..8u64, 0..4u64, any::<bool>()), 0..12),
+            start in 0..30_000u64,
+            length in 0..20_000usize,
+        ) {
+            const BYTES: u64 = PAGE as u64;
+            let mut model = vec![9; 16 * PAGE];
+            let mut patches = Patches::default();
+            for (number, (page, count, is_zero)) in (1u8..).zip(changes) {
+                let from = page as usize * PAGE;
+                if is_zero {
+                    let range = ByteRange::between(page * BYTES, (page + count) * BYTES);
+                    patches.zero(range, 0).unwrap();
+                    model[from..from + count as usize * PAGE].fill(0);
+                } else {
+                    patches.write(page * BYTES, Box::new([number; PAGE]), 0).unwrap();
+                    model[from..from + PAGE].fill(number);
+                }
+            }
+            let mut bytes = vec![9; length];
+            patches.apply(start, &mut bytes);
+            let expected = &model[start as usize..start as usize + length];
+            prop_assert!(bytes == expected);
+            let range = ByteRange::between(start, start + length as u64);
+            if length > 0 && expected.iter().any(|&byte| byte != 9) {
+                prop_assert!(patches.overlaps(range));
+            }
+        }
+    }
+
+    #[test]
+    fn their_number_is_bounded() {
+        let mut patches = Patches::default();
+        let write = |patches: &mut Patches, page| {
+            patches.write(page * PAGE as u64, Box::new([0; PAGE]), 77)
+        };
+        assert!((0..MAX_PAGES as u64).all(|page| write(&mut patches, page).is_ok()));
+        let error = write(&mut patches, MAX_PAGES as u64).unwrap_err();
+        assert!(error.to_string().contains("offset 77"), "{error}");
+        assert!(write(&mut patches, 0).is_ok(), "a page that is there already");
+        let range = ByteRange::between(0, PAGE as u64);
+        assert!((0..MAX_ZEROS).all(|_| patches.zero(range, 77).is_ok()));
+        assert!(patches.zero(range, 77).is_err());
+    }
+}

@@ -1,0 +1,99 @@
+//! The block table of a VHDX image (\[MS-VHDX\] 2.5): where each block is. After as many entries as a sector bitmap
+//! covers comes one for that bitmap, which only differencing images have.
+
+use blockhouse_core::{ByteRange, Result, Storage};
+
+use super::guid::MIB;
+use super::metadata::Metadata;
+use crate::foreign::refusal::corrupt;
+use crate::foreign::tables::Tables;
+
+/// Sectors that one sector bitmap covers.
+const BITMAP_SECTORS: u64 = 1 << 23;
+const ENTRY_SIZE: u64 = 8;
+/// Bits of an entry: the state, and the offset of the block in the file.
+const STATE: u64 = 7;
+const OFFSET: u64 = !(MIB - 1);
+
+/// States of a block.
+mod state {
+    pub(super) const NOT_PRESENT: u64 = 0;
+    pub(super) const UNDEFINED: u64 = 1;
+    pub(super) const ZERO: u64 = 2;
+    pub(super) const UNMAPPED: u64 = 3;
+    pub(super) const FULLY_PRESENT: u64 = 6;
+}
+
+/// Where the table is.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) struct Bat {
+    offset: u64,
+    /// Blocks between two bitmaps.
+    chunk_ratio: u64,
+    /// Blocks of the disk.
+    pub(super) blocks: u64,
+}
+
+/// What a block is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Block {
+    /// Nothing was written to it, or its content is undefined by the format's word.
+    Hole,
+    Zero,
+    Mapped {
+        host: u64,
+    },
+}
+
+impl Bat {
+    /// # Errors
+    /// `Corrupt` where the table is too short.
+    pub(super) fn new(metadata: &Metadata, region: ByteRange) -> Result<Self> {
+        let chunk_ratio = BITMAP_SECTORS * metadata.sector_size / metadata.block_size;
+        let blocks = metadata.size.div_ceil(metadata.block_size);
+        let entries = blocks + blocks.saturating_sub(1) / chunk_ratio;
+        if entries * ENTRY_SIZE > region.length() {
+            let what = format!("its block table needs {entries} entries, and is shorter");
+            return Err(corrupt(what, region.offset()));
+        }
+        Ok(Self { offset: region.offset(), chunk_ratio, blocks })
+    }
+
+    /// What block `index` of the disk is.
+    ///
+    /// # Errors
+    /// `Corrupt` with the entry's offset; or what the storage answers.
+    pub(super) async fn block<S: Storage>(
+        &self,
+        tables: &Tables<'_, S>,
+        index: u64,
+    ) -> Result<Block> {
+        let at = self.offset + (index + index / self.chunk_ratio) * ENTRY_SIZE;
+        let entry = tables.entry(at).await.map(u64::from_le_bytes)?;
+        match (entry & STATE, entry & OFFSET) {
+            (state::NOT_PRESENT | state::UNDEFINED | state::UNMAPPED, _) => Ok(Block::Hole),
+            (state::ZERO, _) => Ok(Block::Zero),
+            (state::FULLY_PRESENT, host) if host >= MIB => Ok(Block::Mapped { host }),
+            (state, host) => {
+                let what = format!("block {index} of the disk has state {state} and offset {host}");
+                Err(corrupt(what, at))
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn entries_of_bitmaps_lie_between_those_of_blocks() {
+        let metadata = |size| Metadata { size, block_size: 1 << 20, sector_size: 512 };
+        // A bitmap covers 4 GiB.
+        let bat = |size| Bat::new(&metadata(size), ByteRange::between(MIB, MIB + 4097 * 8));
+        assert_eq!(bat(4 << 30).unwrap().chunk_ratio, 4096);
+        assert!(bat((4 << 30) + 1).is_err(), "4097 blocks and a bitmap");
+        assert!(bat(4 << 30).is_ok());
+        assert_eq!(bat(0).unwrap().blocks, 0);
+    }
+}

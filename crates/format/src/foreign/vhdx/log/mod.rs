@@ -1,0 +1,145 @@
+//! The log of a VHDX image (\[MS-VHDX\] 2.3), replayed in memory: what a program that died had logged, and not yet
+//! written to its place.
+//!
+//! Guarantees: nothing is written. The entries of the one sequence that is in force are applied in their order; an
+//! image that the log does not fit is refused. Time and memory are bounded: logs beyond [`MAX_LENGTH`] are refused, and
+//! at most [`MAX_CHECKED`] times the log's length is read to find its entries.
+
+mod entry;
+
+use blockhouse_core::{Result, Storage, WorkBudget};
+
+use super::guid::NIL;
+use super::header::Header;
+use crate::aligned_read::read;
+use crate::foreign::patches::Patches;
+use crate::foreign::refusal::{corrupt, unsupported};
+use entry::{Entry, SECTOR};
+
+/// Bytes of the longest log that is replayed. Hyper-V and QEMU make logs of 1 MiB for most images.
+const MAX_LENGTH: u64 = 64 << 20;
+/// How often the log is read, counting each entry that turns out to have no sound checksum.
+const MAX_CHECKED: u64 = 16;
+
+/// Entries that follow each other.
+#[derive(Default)]
+struct Sequence {
+    entries: Vec<Entry>,
+    /// Bytes from the first to the last.
+    length: u64,
+}
+
+impl Sequence {
+    /// The entry that was written last.
+    fn head(&self) -> Option<&Entry> {
+        self.entries.last()
+    }
+
+    /// From the entry that the head names as the first whose changes may be missing, if this sequence has it.
+    fn active(&self) -> Option<&[Entry]> {
+        let tail = self.head()?.tail;
+        let first = self.entries.iter().position(|entry| entry.start == tail)?;
+        Some(&self.entries[first..])
+    }
+}
+
+/// What the log changes; nothing where it is empty.
+///
+/// # Errors
+/// `Corrupt` or `Unsupported`, with an offset; or what the storage answers.
+pub(super) async fn replay<S: Storage>(storage: &S, header: &Header) -> Result<Patches> {
+    let mut patches = Patches::default();
+    if header.log_guid == NIL || header.log_length == 0 {
+        return Ok(patches);
+    }
+    if header.log_length > MAX_LENGTH {
+        let what = format!("a log of {} bytes that was not replayed", header.log_length);
+        return Err(unsupported(what, header.log_offset));
+    }
+    if header.log_offset + header.log_length > storage.size() {
+        return Err(corrupt("its log ends past the end of the file", header.log_offset));
+    }
+    let log = Log { storage, header };
+    let Some(sequence) = log.find().await? else { return Ok(patches) };
+    for entry in sequence.active().unwrap_or_default() {
+        if entry.flushed_size > storage.size() {
+            let what = format!(
+                "its log was written when the file had {} bytes, and it has {}",
+                entry.flushed_size,
+                storage.size()
+            );
+            return Err(corrupt(what, header.log_offset + entry.start));
+        }
+        let bytes = log.read(entry.start, entry.length).await?;
+        entry.apply(&bytes, header.log_offset, &mut patches)?;
+        patches.extend_file(entry.last_size);
+    }
+    Ok(patches)
+}
+
+struct Log<'a, S> {
+    storage: &'a S,
+    header: &'a Header,
+}
+
+impl<S: Storage> Log<'_, S> {
+    /// The sequence in force: of those that hold the tail which their head names, the one with the highest number.
+    async fn find(&self) -> Result<Option<Sequence>> {
+        let (mut at, mut best): (u64, Option<Sequence>) = (0, None);
+        let number = |sequence: &Sequence| sequence.head().map(|head| head.sequence);
+        let mut checked = 0;
+        while at < self.header.log_length {
+            let sequence = self.walk(at, &mut checked).await?;
+            at += sequence.length.max(SECTOR);
+            if sequence.active().is_some()
+                && best.as_ref().is_none_or(|best| number(&sequence) > number(best))
+            {
+                best = Some(sequence);
+            }
+        }
+        Ok(best)
+    }
+
+    /// The entries from `start` on, as long as each has the number after the one before it.
+    async fn walk(&self, start: u64, checked: &mut u64) -> Result<Sequence> {
+        let mut sequence = Sequence::default();
+        let budget = WorkBudget::new();
+        while sequence.length < self.header.log_length {
+            let at = (start + sequence.length) % self.header.log_length;
+            let first = self.read(at, SECTOR).await?;
+            budget.spend(SECTOR).await;
+            let Some(length) = Entry::length(&first, self.header) else { break };
+            if length > self.header.log_length - sequence.length {
+                break;
+            }
+            *checked += length;
+            if *checked > MAX_CHECKED * self.header.log_length {
+                let what = "its log has more entries than it can hold";
+                return Err(corrupt(what, self.header.log_offset + at));
+            }
+            let bytes = self.read(at, length).await?;
+            budget.spend(length).await;
+            let Some(entry) = Entry::parse(&bytes, at) else { break };
+            if sequence
+                .head()
+                .is_some_and(|head| head.sequence.checked_add(1) != Some(entry.sequence))
+            {
+                break;
+            }
+            sequence.length += length;
+            sequence.entries.push(entry);
+        }
+        Ok(sequence)
+    }
+
+    /// Bytes of the log, whose end is followed by its beginning.
+    async fn read(&self, start: u64, length: u64) -> Result<Vec<u8>> {
+        let offset = self.header.log_offset;
+        let first = length.min(self.header.log_length - start);
+        let mut bytes = read(self.storage, offset + start, first as usize).await?;
+        if first < length {
+            bytes.extend(read(self.storage, offset, (length - first) as usize).await?);
+        }
+        Ok(bytes)
+    }
+}
