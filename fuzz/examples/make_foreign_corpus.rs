@@ -13,6 +13,10 @@ use blockhouse_fuzz::images::corpus;
 const SEEDS: &[(&str, &str, &[&str], usize, usize)] = &[
     ("vdi_open", "qemu-dynamic", &["vdi", "-o", "static=off"], 2048, 0),
     ("vdi_open", "qemu-static", &["vdi", "-o", "static=on"], 2048, 0),
+    ("vmdk_open", "qemu-sparse", &["vmdk", "-o", "subformat=monolithicSparse"], 14 << 10, 0),
+    ("vmdk_open", "qemu-stream", &["vmdk", "-o", "subformat=streamOptimized"], 70 << 10, 0),
+    ("vmdk_open", "qemu-flat", &["vmdk", "-o", "subformat=monolithicFlat"], 4096, 0),
+    ("vmdk_open", "qemu-split", &["vmdk", "-o", "subformat=twoGbMaxExtentSparse"], 4096, 0),
     ("vpc_open", "qemu-dynamic", &["vpc", "-o", "subformat=dynamic"], 4096, 512),
     ("vpc_open", "qemu-fixed", &["vpc", "-o", "subformat=fixed"], 512, 512),
     ("vpc_open", "qemu-size", &["vpc", "-o", "subformat=dynamic,force_size=on"], 4096, 512),

@@ -1,6 +1,6 @@
 //! Going through a disk as a reader does, whatever its image is.
 
-use blockhouse_core::{Buffer, ByteRange, Fua, Request};
+use blockhouse_core::{Buffer, ByteRange, Fua, Request, Storage};
 use blockhouse_disk::{Access, BlockStatusCache, Disk, ImageFormat, Options};
 use blockhouse_format::ForeignKind;
 use blockhouse_sim::Sim;
@@ -58,7 +58,15 @@ pub fn look_at_foreign(kind: ForeignKind, data: &[u8]) {
 
 async fn read_and_check(kind: ForeignKind, storage: Memory) {
     let options = Options { access: Access::ReadOnly, ..Options::default() };
-    match Disk::open(storage, ImageFormat::Foreign(kind), options).await {
+    let file = ByteRange::between(0, storage.size());
+    let opened = match Disk::open(storage.clone(), ImageFormat::Foreign(kind), options).await {
+        Ok(disk) if !disk.extent_files().is_empty() => {
+            let ranges = vec![file; disk.extent_files().len()];
+            disk.with_extents(storage, &ranges).await
+        }
+        opened => opened,
+    };
+    match opened {
         Ok(disk) => {
             read_extents(&disk).await;
             match disk.check().await {

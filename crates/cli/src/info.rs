@@ -69,7 +69,7 @@ pub fn run(arguments: &Arguments) -> Result<()> {
         }
     })?;
     let actual_size = match disk.file() {
-        Some(_) => Some(blocks_of(image)? * 512),
+        Some(_) => Some(blocks_of(image)? * 512 + disk.query_extents_allocated()?),
         // Another server has it.
         None => None,
     };

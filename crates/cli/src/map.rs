@@ -22,7 +22,7 @@ pub fn run(arguments: &Arguments) -> Result<()> {
     let text = EventLoop::new(EngineChoice::Auto)?.block_on(async {
         let disk = open(&image.image, image.options()?).await?;
         let parts = parts_of(&disk).await?;
-        anyhow::Ok(if image.is_json() { as_json(&parts) } else { as_text(&parts, &disk) })
+        anyhow::Ok(if image.is_json() { as_json(&parts, &disk) } else { as_text(&parts, &disk) })
     })?;
     output::print(&text)
 }
@@ -73,7 +73,7 @@ fn is_zero(kind: MapEntryKind) -> bool {
 }
 
 /// As `qemu-img` does: one line for each part.
-fn as_json(parts: &[MapEntry]) -> String {
+fn as_json(parts: &[MapEntry], disk: &ImageDisk) -> String {
     let lines = parts.iter().map(|&MapEntry { guest, depth, kind }| {
         let mut value = json!({
             "start": guest.offset(),
@@ -85,7 +85,7 @@ fn as_json(parts: &[MapEntry]) -> String {
             "compressed": kind == MapEntryKind::Compressed,
         });
         if let Some(host) = host(kind) {
-            value["offset"] = host.into();
+            value["offset"] = disk.locate(depth, host).1.into();
         }
         value.to_string()
     });
@@ -100,13 +100,15 @@ fn as_text(parts: &[MapEntry], disk: &ImageDisk) -> String {
     let with_data = parts.iter().filter(|part| !is_zero(part.kind)).map(|part| {
         let [offset, length] =
             [part.guest.offset(), part.guest.length()].map(|bytes| format!("{bytes:#x}"));
-        let place = host(part.kind).map_or("compressed".into(), |host| format!("{host:#x}"));
-        line(
-            &offset,
-            &length,
-            &place,
-            disk.layer_at(part.depth).map_or("", |layer| layer.data_name),
-        )
+        let data_name = disk.layer_at(part.depth).map_or("", |layer| layer.data_name);
+        let (file, place) = match host(part.kind) {
+            Some(host) => {
+                let (file, offset) = disk.locate(part.depth, host);
+                (file, format!("{offset:#x}"))
+            }
+            None => (data_name, "compressed".into()),
+        };
+        line(&offset, &length, &place, file)
     });
     let heading = line("Offset", "Length", "Mapped to", "File");
     [heading].into_iter().chain(with_data).collect::<Vec<_>>().join("\n")

@@ -86,6 +86,15 @@ impl<S: Storage> Format<S> {
         }
     }
 
+    /// The names of the files that together hold the disk's data, as bytes of the host's file system, relative to the
+    /// image's folder; empty where the image holds it itself, or in a [`data_file`](Self::data_file).
+    pub fn extent_files(&self) -> &[Vec<u8>] {
+        match self {
+            Self::Raw(_) | Self::Qcow2(_) => &[],
+            Self::Foreign(foreign) => foreign.extent_files(),
+        }
+    }
+
     /// The properties that the image's header states; `None` where the format has no header.
     pub fn features(&self) -> Option<Features> {
         match self {

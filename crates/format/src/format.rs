@@ -63,7 +63,7 @@ impl<S: Storage> Format<S> {
         match self {
             Self::Raw(raw) => raw.storage(),
             Self::Qcow2(qcow2) => qcow2.data(),
-            Self::Foreign(foreign) => foreign.storage(),
+            Self::Foreign(foreign) => foreign.data(),
         }
     }
 
@@ -127,6 +127,9 @@ impl<S: Storage> Format<S> {
     /// # Errors
     /// Why the bytes are no compressed cluster of this image.
     pub fn decompress(&self, compressed: &[u8], into: &mut [u8]) -> Result<(), String> {
+        if let Self::Foreign(foreign) = self {
+            return foreign.decompress(compressed, into);
+        }
         match self.compression() {
             Some(kind) => qcow2::decompress(kind, compressed, into),
             None => Err("the format has no compressed clusters".to_owned()),

@@ -1,6 +1,6 @@
 //! Opening and creating images by the name of their format.
 
-use blockhouse_core::{Error, ErrorKind, Result, StateMemory, Storage, SyncMode};
+use blockhouse_core::{ByteRange, Error, ErrorKind, Result, StateMemory, Storage, SyncMode};
 
 use crate::foreign::refuse_writing;
 use crate::{Access, Discard, Foreign, Format, ImageFormat, Qcow2, Raw, qcow2};
@@ -101,6 +101,23 @@ impl<S: Storage> Format<S> {
             Self::Qcow2(image) => Ok(Self::Qcow2(Box::new(image.with_data(data)?))),
             Self::Raw(_) | Self::Foreign(_) => {
                 let what = format!("{} images have no data file", self.name());
+                Err(Error::new(ErrorKind::InvalidInput, what).on(self.storage().name()))
+            }
+        }
+    }
+
+    /// The same image with its [files](Self::extent_files), before anything is read: each is one of `ranges` of
+    /// `data`, in their order.
+    ///
+    /// # Errors
+    /// `InvalidInput` where it names none, or another number; what is wrong with a file.
+    pub async fn with_extents(self, data: S, ranges: &[ByteRange]) -> Result<Self> {
+        match self {
+            Self::Foreign(image) => {
+                Ok(Self::Foreign(Box::new(image.with_extents(data, ranges).await?)))
+            }
+            Self::Raw(_) | Self::Qcow2(_) => {
+                let what = format!("{} images name no files for their data", self.name());
                 Err(Error::new(ErrorKind::InvalidInput, what).on(self.storage().name()))
             }
         }

@@ -5,7 +5,7 @@ use blockhouse_core::{
 };
 use blockhouse_engine::HostFile;
 
-use crate::{NbdStorage, RbdStorage};
+use crate::{Concat, NbdStorage, RbdStorage};
 
 /// A file, or what another server or a cluster has.
 ///
@@ -18,14 +18,33 @@ pub enum ImageStorage {
     Nbd(Box<NbdStorage>),
     /// An image in Ceph.
     Rbd(Box<RbdStorage>),
+    /// The files of an image that is in several, for reading.
+    Concat(Box<Concat<HostFile>>),
 }
 
 impl ImageStorage {
-    /// The file, where it is one.
+    /// The file, where it is exactly one.
     pub fn as_file(&self) -> Option<&HostFile> {
         match self {
             Self::File(file) => Some(file),
-            Self::Nbd(_) | Self::Rbd(_) => None,
+            Self::Nbd(_) | Self::Rbd(_) | Self::Concat(_) => None,
+        }
+    }
+
+    /// The files of this host that it consists of; none where another server or a cluster has it.
+    pub fn files(&self) -> Vec<&HostFile> {
+        match self {
+            Self::File(file) => vec![file],
+            Self::Concat(files) => files.files().collect(),
+            Self::Nbd(_) | Self::Rbd(_) => Vec::new(),
+        }
+    }
+
+    /// The name of the file that has the byte at `offset`, and its place there.
+    pub fn locate(&self, offset: u64) -> (&str, u64) {
+        match self {
+            Self::Concat(files) => files.locate(offset),
+            _ => (self.name(), offset),
         }
     }
 }
@@ -42,6 +61,7 @@ impl Storage for ImageStorage {
             Self::File(file) => file.name(),
             Self::Nbd(nbd) => nbd.name(),
             Self::Rbd(rbd) => rbd.name(),
+            Self::Concat(files) => files.name(),
         }
     }
 
@@ -50,6 +70,7 @@ impl Storage for ImageStorage {
             Self::File(file) => file.capabilities(),
             Self::Nbd(nbd) => nbd.capabilities(),
             Self::Rbd(rbd) => rbd.capabilities(),
+            Self::Concat(files) => files.capabilities(),
         }
     }
 
@@ -58,6 +79,7 @@ impl Storage for ImageStorage {
             Self::File(file) => file.size(),
             Self::Nbd(nbd) => nbd.size(),
             Self::Rbd(rbd) => rbd.size(),
+            Self::Concat(files) => files.size(),
         }
     }
 
@@ -66,6 +88,7 @@ impl Storage for ImageStorage {
             Self::File(file) => file.read(offset, into).await,
             Self::Nbd(nbd) => Box::pin(nbd.read(offset, into)).await,
             Self::Rbd(rbd) => Box::pin(rbd.read(offset, into)).await,
+            Self::Concat(files) => Box::pin(files.read(offset, into)).await,
         }
     }
 
@@ -74,6 +97,7 @@ impl Storage for ImageStorage {
             Self::File(file) => file.write(offset, from, durability).await,
             Self::Nbd(nbd) => Box::pin(nbd.write(offset, from, durability)).await,
             Self::Rbd(rbd) => Box::pin(rbd.write(offset, from, durability)).await,
+            Self::Concat(files) => Box::pin(files.write(offset, from, durability)).await,
         }
     }
 
@@ -82,6 +106,7 @@ impl Storage for ImageStorage {
             Self::File(file) => file.write_zeroes(range, unmap).await,
             Self::Nbd(nbd) => Box::pin(nbd.write_zeroes(range, unmap)).await,
             Self::Rbd(rbd) => Box::pin(rbd.write_zeroes(range, unmap)).await,
+            Self::Concat(files) => Box::pin(files.write_zeroes(range, unmap)).await,
         }
     }
 
@@ -90,6 +115,7 @@ impl Storage for ImageStorage {
             Self::File(file) => file.discard(range).await,
             Self::Nbd(nbd) => Box::pin(nbd.discard(range)).await,
             Self::Rbd(rbd) => Box::pin(rbd.discard(range)).await,
+            Self::Concat(files) => Box::pin(files.discard(range)).await,
         }
     }
 
@@ -98,6 +124,7 @@ impl Storage for ImageStorage {
             Self::File(file) => file.flush(sync).await,
             Self::Nbd(nbd) => Box::pin(nbd.flush(sync)).await,
             Self::Rbd(rbd) => Box::pin(rbd.flush(sync)).await,
+            Self::Concat(files) => Box::pin(files.flush(sync)).await,
         }
     }
 
@@ -106,6 +133,7 @@ impl Storage for ImageStorage {
             Self::File(file) => file.resize(size).await,
             Self::Nbd(nbd) => nbd.resize(size).await,
             Self::Rbd(rbd) => rbd.resize(size).await,
+            Self::Concat(files) => files.resize(size).await,
         }
     }
 
@@ -114,6 +142,7 @@ impl Storage for ImageStorage {
             Self::File(file) => file.extend_hint(size).await,
             Self::Nbd(nbd) => nbd.extend_hint(size).await,
             Self::Rbd(rbd) => rbd.extend_hint(size).await,
+            Self::Concat(files) => files.extend_hint(size).await,
         }
     }
 
@@ -122,6 +151,7 @@ impl Storage for ImageStorage {
             Self::File(file) => file.block_status(range).await,
             Self::Nbd(nbd) => Box::pin(nbd.block_status(range)).await,
             Self::Rbd(rbd) => Box::pin(rbd.block_status(range)).await,
+            Self::Concat(files) => Box::pin(files.block_status(range)).await,
         }
     }
 
@@ -130,6 +160,7 @@ impl Storage for ImageStorage {
             Self::File(file) => file.prefetch(range).await,
             Self::Nbd(nbd) => nbd.prefetch(range).await,
             Self::Rbd(rbd) => rbd.prefetch(range).await,
+            Self::Concat(files) => files.prefetch(range).await,
         }
     }
 }

@@ -24,12 +24,14 @@
 #![deny(unsafe_code)]
 
 mod blocking;
+mod concat;
 mod detached;
 mod image_storage;
 mod location;
 mod nbd;
 mod rbd;
 
+pub use concat::Concat;
 pub use image_storage::ImageStorage;
 pub use location::Location;
 pub use nbd::NbdStorage;

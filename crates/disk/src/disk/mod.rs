@@ -183,11 +183,34 @@ impl<S: Storage> Disk<S> {
     pub fn with_data(self, data: S) -> Result<Self> {
         let options = self.options;
         let data = FlushTracker::new(data, options.flush, options.access);
-        let Some(layer) = Arc::into_inner(self.writer.into_layer()) else {
-            let what = "a data file cannot be given to a disk that backs another one";
-            return Err(Error::new(ErrorKind::InvalidInput, what).on(data.name()));
-        };
-        Ok(Self::new(layer.with_data(data)?, options))
+        Ok(Self::new(self.into_layer()?.with_data(data)?, options))
+    }
+
+    /// The same disk with the [files](Self::extent_files) that hold its data, before anything is read: each is one of
+    /// `ranges` of `data`, in their order.
+    ///
+    /// # Errors
+    /// `InvalidInput` where the image names another number of files, or the disk is the backing of another already;
+    /// what is wrong with a file.
+    pub async fn with_extents(self, data: S, ranges: &[ByteRange]) -> Result<Self> {
+        let options = self.options;
+        let data = FlushTracker::new(data, options.flush, options.access);
+        Ok(Self::new(self.into_layer()?.with_extents(data, ranges).await?, options))
+    }
+
+    /// The layer of a disk that nothing else uses.
+    fn into_layer(self) -> Result<Layer<S>> {
+        let name = self.name().to_owned();
+        Arc::into_inner(self.writer.into_layer()).ok_or_else(|| {
+            let what = "no files can be given to a disk that backs another one";
+            Error::new(ErrorKind::InvalidInput, what).on(&name)
+        })
+    }
+
+    /// The names of the files that together hold the disk's data, relative to the image's folder; empty where the image
+    /// holds it itself, or in a [`data_file`](Self::data_file).
+    pub fn extent_files(&self) -> &[Vec<u8>] {
+        self.format().extent_files()
     }
 
     /// The same disk over `backing`, the disk of its backing file: what the image does not have is read

@@ -62,6 +62,15 @@ impl<S: Storage> Layer<S> {
         Ok(Self::new(self.format.with_data(data)?))
     }
 
+    /// The same layer with the files that the image names for its data: see [`Format::with_extents`].
+    pub(crate) async fn with_extents(
+        self,
+        data: FlushTracker<S>,
+        ranges: &[ByteRange],
+    ) -> Result<Self> {
+        Ok(Self::new(self.format.with_extents(data, ranges).await?))
+    }
+
     /// Reads from `backing` what the image leaves to its backing file, from now on. Once only.
     pub(crate) fn set_backing(&self, backing: Arc<Self>) {
         self.format.set_backing_size(backing.size());

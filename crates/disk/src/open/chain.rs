@@ -16,7 +16,7 @@ use std::sync::Arc;
 use blockhouse_core::{Error, ErrorKind, Result};
 use blockhouse_engine::HostFile;
 use blockhouse_format::{Backing, DataFile, ImageFormat, probe};
-use blockhouse_storage::{ImageStorage, Location};
+use blockhouse_storage::{Concat, ImageStorage, Location};
 
 use super::allowed_paths::{FindError, Folder};
 use super::handed_over::{Files, HandedFile, HandedOverDisk};
@@ -41,6 +41,7 @@ const NAMED: usize = 2;
 /// What an image names, in messages.
 const BACKING_FILE: &str = "backing file";
 const DATA_FILE: &str = "data file";
+const EXTENT: &str = "extent";
 
 /// `ENOENT` of Linux: a file is missing.
 const ENOENT: i32 = 2;
@@ -151,15 +152,22 @@ pub async fn open_without_backing(path: &Path, options: ImageOptions) -> Result<
     restore.finish(chain.with_data(disk, &options).await?).await
 }
 
-/// Opens only the file that holds the image's metadata, to ask what it is, for reading only: no guest data of an
+/// Opens only the files that hold the image's metadata, to ask what it is, for reading only: no guest data of an
 /// image with a data file can be read. Needs the loop of the current thread.
 ///
 /// # Errors
 /// As [`open`].
 pub async fn open_metadata(path: &Path, options: ImageOptions) -> Result<ImageDisk> {
     let options = ImageOptions { access: Access::ReadOnly, ..options };
-    let (storage, _) = open_location(&mut Files::Host, path, &options).await?;
+    let (storage, identity) = open_location(&mut Files::Host, path, &options).await?;
     let (disk, restore) = disk_over(storage, path, &options, EarlierWrites::Unknown, None).await?;
+    let disk = match disk.extent_files().is_empty() {
+        true => disk,
+        false => {
+            let mut chain = Chain::from_image(path, identity, Files::Host)?;
+            chain.with_extents(disk, &options).await?
+        }
+    };
     restore.finish(disk).await
 }
 
@@ -233,7 +241,7 @@ async fn disk_over(
     let format = options.format.unwrap_or_else(|| match &storage {
         ImageStorage::File(_) => ImageFormat::by_name(path),
         // A server's export is a disk, whatever the file is called that it serves.
-        ImageStorage::Nbd(_) => ImageFormat::Raw,
+        ImageStorage::Nbd(_) | ImageStorage::Concat(_) => ImageFormat::Raw,
         ImageStorage::Rbd(_) => Location::base_name(path)
             .map_or(ImageFormat::Raw, |name| ImageFormat::by_name(Path::new(&name))),
     });
@@ -369,21 +377,54 @@ impl Chain {
         Ok(Named { path, storage, identity, folder: found.folder })
     }
 
-    /// The last image with its data file, if it has one: opened and locked as the image is, as raw.
+    /// The last image with the files that hold its data, if those are others: opened and locked as the image is.
     async fn with_data(&mut self, disk: ImageDisk, options: &ImageOptions) -> Result<ImageDisk> {
+        if !disk.extent_files().is_empty() {
+            return self.with_extents(disk, options).await;
+        }
         let Some(DataFile { name, .. }) = disk.data_file() else { return Ok(disk) };
+        let (storage, identity) = self.open_data(name, DATA_FILE, options).await?;
+        // Known to those that follow, without being one of the images.
+        self.data_files.extend(identity);
+        disk.with_data(storage)
+    }
+
+    /// An image that is in many files, with all of them.
+    async fn with_extents(&mut self, disk: ImageDisk, options: &ImageOptions) -> Result<ImageDisk> {
+        let mut files = Vec::with_capacity(disk.extent_files().len());
+        for name in disk.extent_files() {
+            match self.open_data(name, EXTENT, options).await?.0 {
+                ImageStorage::File(file) => files.push(file),
+                other => {
+                    let what = "an extent of an image is a file";
+                    return Err(Error::new(ErrorKind::Unsupported, what).on(other.locate(0).0));
+                }
+            }
+        }
+        let data = Concat::new(disk.name().to_owned(), files)?;
+        let ranges = data.ranges();
+        disk.with_extents(ImageStorage::Concat(Box::new(data)), &ranges).await
+    }
+
+    /// A file with data of the last image, which the image names as its `role`: opened and locked.
+    async fn open_data(
+        &mut self,
+        name: &[u8],
+        role: &'static str,
+        options: &ImageOptions,
+    ) -> Result<(ImageStorage, Option<Identity>)> {
         let last = self.last();
         if is_address(name) {
             let name = String::from_utf8_lossy(name);
-            let what = format!("its data file '{name}' is no file but a server's address");
+            let what = format!("its {role} '{name}' is no file but a server's address");
             return Err(Error::new(ErrorKind::Unsupported, what)
                 .on(last)
                 .hint("only files can hold an image's data"));
         }
-        let opened = self.open_named(name, DATA_FILE, options).await;
+        let opened = self.open_named(name, role, options).await;
         let last = self.last();
         let failed = |error: Error| {
-            let what = format!("cannot open the data file of {last}: {error}");
+            let what = format!("cannot open the {role} of {last}: {error}");
             let failed = Error::new(error.kind(), what);
             match error.errno() {
                 ENOENT => failed.hint("put the file back: the guest's data is in it"),
@@ -396,7 +437,7 @@ impl Chain {
         })?;
         // Before it is locked: the lock of an image that is its own data file would be ours.
         if self.contains(identity) {
-            let what = format!("its data file {} is a file of its own chain", path.display());
+            let what = format!("its {role} {} is a file of its own chain", path.display());
             return Err(Error::new(ErrorKind::Corrupt, what)
                 .on(last)
                 .hint("restore the image: tables and data are different files"));
@@ -404,9 +445,7 @@ impl Chain {
         if let Some(file) = storage.as_file().filter(|_| options.locking == Locking::Held) {
             lock(file, options.access).map_err(failed)?;
         }
-        // Known to those that follow, without being one of the images.
-        self.data_files.extend(identity);
-        disk.with_data(storage)
+        Ok((storage, identity))
     }
 
     /// Whether a file is one of the chain already.

@@ -61,7 +61,7 @@ impl Files {
 
 impl ImageDisk {
     /// The files that it has open, in the order in which [`open_handed_over`](super::open_handed_over) wants them: of
-    /// each image of the chain, from the top, the image and its data file.
+    /// each image of the chain, from the top, the image and its data file, or the files that hold its data.
     ///
     /// # Errors
     /// `Unsupported` where another server has one of the images: its connections cannot be handed over.
@@ -74,7 +74,8 @@ impl ImageDisk {
                 storages.push(data.storage());
             }
         }
-        storages.into_iter().map(file_of).collect()
+        let files = storages.into_iter().map(files_of_storage).collect::<Result<Vec<_>>>()?;
+        Ok(files.concat())
     }
 
     /// Brings the image to a state in which another process can open it, with everything that was answered: metadata
@@ -101,11 +102,13 @@ impl ImageDisk {
     }
 }
 
-fn file_of(storage: &ImageStorage) -> Result<&HostFile> {
-    storage.as_file().ok_or_else(|| {
-        let what = "an image on another server cannot be handed over";
-        Error::new(ErrorKind::Unsupported, what).on(storage.name())
-    })
+fn files_of_storage(storage: &ImageStorage) -> Result<Vec<&HostFile>> {
+    let files = storage.files();
+    if !files.is_empty() {
+        return Ok(files);
+    }
+    let what = "an image on another server cannot be handed over";
+    Err(Error::new(ErrorKind::Unsupported, what).on(storage.name()))
 }
 
 /// An image that another process still owns.

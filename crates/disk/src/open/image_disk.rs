@@ -1,5 +1,6 @@
 //! Disks over what a person's path or URI leads to.
 
+use blockhouse_core::Result;
 use blockhouse_engine::HostFile;
 use blockhouse_storage::ImageStorage;
 
@@ -12,5 +13,29 @@ impl ImageDisk {
     /// The image's file; `None` where another server has it.
     pub fn file(&self) -> Option<&HostFile> {
         self.format().storage().storage().as_file()
+    }
+
+    /// The file that has the byte at `host` of the data of the image at a depth of the chain, and where in it: an
+    /// image may be in many files.
+    pub fn locate(&self, depth: usize, host: u64) -> (&str, u64) {
+        match self.layer().at_depth(depth) {
+            Some(layer) => layer.data().storage().locate(host),
+            None => (self.name(), host),
+        }
+    }
+
+    /// The space that the [files](Self::extent_files) with the image's data take on the host, in bytes; 0 where it
+    /// names none.
+    ///
+    /// # Errors
+    /// The host's.
+    pub fn query_extents_allocated(&self) -> Result<u64> {
+        match self.extent_files().is_empty() {
+            true => Ok(0),
+            false => {
+                let files = self.format().data().storage().files();
+                files.into_iter().map(HostFile::query_allocated).sum()
+            }
+        }
     }
 }

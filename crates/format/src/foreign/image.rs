@@ -7,6 +7,7 @@ use super::refusal::corrupt;
 use super::tables::{PageCache, Tables};
 use super::vdi::Vdi;
 use super::vhdx::Vhdx;
+use super::vmdk::{Vmdk, grain};
 use super::vpc::Vpc;
 use crate::{CacheCounts, CheckReport, Intent};
 
@@ -22,11 +23,13 @@ pub enum ForeignKind {
     Vpc,
     /// Hyper-V's newer format.
     Vhdx,
+    /// VMware.
+    Vmdk,
 }
 
 impl ForeignKind {
     /// All of them.
-    pub const ALL: [Self; 3] = [Self::Vdi, Self::Vpc, Self::Vhdx];
+    pub const ALL: [Self; 4] = [Self::Vdi, Self::Vpc, Self::Vhdx, Self::Vmdk];
 
     /// The format of this name, which is also the suffix of its files.
     pub fn by_name(name: &str) -> Option<Self> {
@@ -40,6 +43,7 @@ impl ForeignKind {
             Self::Vdi => "vdi",
             Self::Vpc => "vpc",
             Self::Vhdx => "vhdx",
+            Self::Vmdk => "vmdk",
         }
     }
 }
@@ -47,6 +51,8 @@ impl ForeignKind {
 /// An image of another program's format, for reading.
 pub struct Foreign<S: Storage> {
     storage: S,
+    /// The files with the disk's data, where they are others.
+    data: Option<S>,
     cache: PageCache,
     mapping: Mapping,
 }
@@ -56,6 +62,7 @@ enum Mapping {
     Vdi(Vdi),
     Vpc(Vpc),
     Vhdx(Box<Vhdx>),
+    Vmdk(Vmdk),
 }
 
 impl<S: Storage> Foreign<S> {
@@ -70,9 +77,10 @@ impl<S: Storage> Foreign<S> {
             ForeignKind::Vhdx => {
                 Vhdx::open(&storage).await.map(|vhdx| Mapping::Vhdx(Box::new(vhdx)))
             }
+            ForeignKind::Vmdk => Vmdk::open(&storage).await.map(Mapping::Vmdk),
         };
         let mapping = mapping.map_err(|error| error.on(storage.name()))?;
-        Ok(Self { storage, cache: PageCache::default(), mapping })
+        Ok(Self { storage, data: None, cache: PageCache::default(), mapping })
     }
 
     /// Which format it is.
@@ -81,6 +89,7 @@ impl<S: Storage> Foreign<S> {
             Mapping::Vdi(_) => ForeignKind::Vdi,
             Mapping::Vpc(_) => ForeignKind::Vpc,
             Mapping::Vhdx(_) => ForeignKind::Vhdx,
+            Mapping::Vmdk(_) => ForeignKind::Vmdk,
         }
     }
 
@@ -90,6 +99,7 @@ impl<S: Storage> Foreign<S> {
             Mapping::Vdi(vdi) => vdi.size(),
             Mapping::Vpc(vpc) => vpc.size(),
             Mapping::Vhdx(vhdx) => vhdx.size(),
+            Mapping::Vmdk(vmdk) => vmdk.size(),
         }
     }
 
@@ -100,12 +110,55 @@ impl<S: Storage> Foreign<S> {
             Mapping::Vdi(vdi) => Some(vdi.block_size()),
             Mapping::Vpc(vpc) => vpc.block_size(),
             Mapping::Vhdx(vhdx) => Some(vhdx.block_size()),
+            Mapping::Vmdk(vmdk) => vmdk.grain_size(),
         }
     }
 
-    /// The file.
+    /// The file that is the image, or describes it.
     pub fn storage(&self) -> &S {
         &self.storage
+    }
+
+    /// Where the host offsets of extents point to: the file, or [those](Self::extent_files) that it names.
+    pub(crate) fn data(&self) -> &S {
+        self.data.as_ref().unwrap_or(&self.storage)
+    }
+
+    /// The names of the files with the disk's data, as bytes of the host's file system, relative to the image's
+    /// folder; empty where the image is one file.
+    pub fn extent_files(&self) -> &[Vec<u8>] {
+        match &self.mapping {
+            Mapping::Vmdk(vmdk) => vmdk.files(),
+            Mapping::Vdi(_) | Mapping::Vpc(_) | Mapping::Vhdx(_) => &[],
+        }
+    }
+
+    /// The same image with its [files](Self::extent_files), before anything is read: each is one of `ranges` of
+    /// `data`.
+    ///
+    /// # Errors
+    /// `InvalidInput` where it has none, or another number; else as [`open`](Self::open).
+    pub(crate) async fn with_extents(mut self, data: S, ranges: &[ByteRange]) -> Result<Self> {
+        let opened = match &mut self.mapping {
+            Mapping::Vmdk(vmdk) if vmdk.files().len() == ranges.len() => {
+                vmdk.open_extents(&data, ranges).await
+            }
+            _ => Err(Error::new(ErrorKind::InvalidInput, "does not name so many files")),
+        };
+        opened.map_err(|error| error.on(self.storage.name()))?;
+        self.data = Some(data);
+        Ok(self)
+    }
+
+    /// Fills `into` with the first bytes of a compressed unit.
+    ///
+    /// # Errors
+    /// Why the bytes are no compressed unit of this image.
+    pub(crate) fn decompress(&self, compressed: &[u8], into: &mut [u8]) -> Result<(), String> {
+        match &self.mapping {
+            Mapping::Vmdk(_) => grain::decompress(compressed, into),
+            _ => Err("the format has no compressed units".to_owned()),
+        }
     }
 
     /// Look-ups of metadata since the image was opened.
@@ -151,9 +204,10 @@ impl<S: Storage> Foreign<S> {
             Mapping::Vdi(vdi) => vdi.piece(&tables, at).await?,
             Mapping::Vpc(vpc) => vpc.piece(&tables, at).await?,
             Mapping::Vhdx(vhdx) => vhdx.piece(&tables, at).await?,
+            Mapping::Vmdk(vmdk) => vmdk.piece(&tables, at).await?,
         };
         let length = piece.length.min(range.length());
-        let size = self.storage.size();
+        let size = self.data().size();
         if let ExtentState::Mapped { host } = piece.state
             && host.checked_add(length).is_none_or(|end| end > size)
         {
@@ -170,11 +224,12 @@ impl<S: Storage> Foreign<S> {
     /// # Errors
     /// What the storage answers; `Unsupported` for more blocks than can be counted.
     pub(crate) async fn check(&self) -> Result<Option<CheckReport>> {
-        let (tables, size) = (self.tables(), self.storage.size());
+        let (tables, size) = (self.tables(), self.data().size());
         let report = match &self.mapping {
             Mapping::Vdi(vdi) => vdi.check(&tables, size).await.map(Some),
             Mapping::Vpc(vpc) => vpc.check(&tables).await,
             Mapping::Vhdx(vhdx) => vhdx.check(&tables, size).await.map(Some),
+            Mapping::Vmdk(vmdk) => vmdk.check(&tables).await,
         };
         report.map_err(|error| error.on(self.storage.name()))
     }
@@ -182,9 +237,9 @@ impl<S: Storage> Foreign<S> {
     fn tables(&self) -> Tables<'_, S> {
         let patches = match &self.mapping {
             Mapping::Vhdx(vhdx) => Some(vhdx.patches()),
-            Mapping::Vdi(_) | Mapping::Vpc(_) => None,
+            Mapping::Vdi(_) | Mapping::Vpc(_) | Mapping::Vmdk(_) => None,
         };
-        Tables::new(&self.storage, &self.cache, patches)
+        Tables::new(self.data(), &self.cache, patches)
     }
 
     /// The error for everything that would change the image.

@@ -18,6 +18,7 @@ mod refusal;
 mod tables;
 mod vdi;
 mod vhdx;
+mod vmdk;
 mod vpc;
 
 pub(crate) use image::refuse_writing;

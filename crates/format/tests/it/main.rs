@@ -14,4 +14,5 @@ mod qcow2_write;
 mod raw;
 mod vdi;
 mod vhdx;
+mod vmdk;
 mod vpc;

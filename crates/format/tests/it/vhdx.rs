@@ -151,7 +151,7 @@ fn blocks(bytes: Vec<u8>) -> Result<Vec<ExtentState>> {
 }
 
 fn refusal(bytes: Vec<u8>) -> Error {
-    blocks(bytes).err().expect("a refusal")
+    blocks(bytes).expect_err("a refusal")
 }
 
 const fn at(mib: u64) -> u64 {

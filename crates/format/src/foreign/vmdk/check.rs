@@ -1,0 +1,67 @@
+//! Does each entry of the grain tables of a VMDK image name a grain of the file, and no other's?
+
+use blockhouse_core::{ErrorKind, Result, Storage, WorkBudget};
+
+use super::Vmdk;
+use super::sparse::{Grain, SparseExtent};
+use crate::CheckReport;
+use crate::foreign::overlap::Survey;
+use crate::foreign::tables::Tables;
+
+impl Vmdk {
+    /// Reads all tables; `None` where the image has none.
+    ///
+    /// # Errors
+    /// What the storage answers; `Unsupported` where more grains are in use than can be counted.
+    pub(in crate::foreign) async fn check<S: Storage>(
+        &self,
+        tables: &Tables<'_, S>,
+    ) -> Result<Option<CheckReport>> {
+        let Some(grain_size) = self.grain_size() else { return Ok(None) };
+        let total = self.sparse().map(|(_, extent)| extent.grains()).sum();
+        // The lengths of compressed grains are not in the tables: two of them must not begin at one place.
+        let is_compressed = self.sparse().any(|(_, extent)| extent.header.is_compressed);
+        let is_uniform = self.sparse().all(|(_, extent)| extent.header.grain_size == grain_size);
+        let length = if is_compressed || !is_uniform { 1 } else { grain_size };
+        let mut survey = Survey::new(total, length);
+        for (_, extent) in self.sparse() {
+            extent.check(tables, &mut survey).await?;
+        }
+        Ok(Some(survey.finish()))
+    }
+}
+
+impl SparseExtent {
+    fn grains(&self) -> u64 {
+        self.header.capacity.div_ceil(self.header.grain_size)
+    }
+
+    async fn check<S: Storage>(&self, tables: &Tables<'_, S>, survey: &mut Survey) -> Result<()> {
+        let (grains, per_table) = (self.grains(), self.header.table_entries);
+        let budget = WorkBudget::new();
+        for number in 0..grains.div_ceil(per_table) {
+            budget.spend(WorkBudget::LOOK_UP).await;
+            let table = match self.table(tables, number).await {
+                Ok(Some(table)) => table,
+                Ok(None) => continue,
+                Err(error) if error.kind() == ErrorKind::Corrupt => {
+                    survey.problem(error.to_string());
+                    continue;
+                }
+                Err(error) => return Err(error),
+            };
+            for index in number * per_table..((number + 1) * per_table).min(grains) {
+                budget.spend(WorkBudget::LOOK_UP).await;
+                match self.grain(tables, table, index).await {
+                    Ok(Grain::At(host)) => survey.add(host)?,
+                    Ok(Grain::Hole | Grain::Zero) => {}
+                    Err(error) if error.kind() == ErrorKind::Corrupt => {
+                        survey.problem(error.to_string());
+                    }
+                    Err(error) => return Err(error),
+                }
+            }
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,126 @@
+//! A sparse extent: a directory of grain tables, whose entries say where the grains of the disk are.
+
+use blockhouse_core::{ByteRange, ExtentState, Result, Storage};
+
+use super::grain;
+use super::sparse_header::SparseHeader;
+use crate::foreign::fields::SECTOR;
+use crate::foreign::piece::Piece;
+use crate::foreign::refusal::corrupt;
+use crate::foreign::tables::Tables;
+
+/// Entry of a grain of zeros, where the header allows it.
+const ZERO_GRAIN: u32 = 1;
+const ENTRY_SIZE: u64 = 4;
+
+/// A sparse extent in its file.
+#[derive(Debug)]
+pub(super) struct SparseExtent {
+    pub(super) header: SparseHeader,
+    /// Where the file is in the storage.
+    pub(super) file: ByteRange,
+}
+
+/// What an entry of a grain table says.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Grain {
+    Hole,
+    Zero,
+    /// It begins here in the storage.
+    At(u64),
+}
+
+impl SparseExtent {
+    /// What the extent has from `at` on, at most up to the end of the grain. The extent begins at `start` of the
+    /// disk.
+    ///
+    /// # Errors
+    /// `Corrupt` with the entry's offset; or what the storage answers.
+    pub(super) async fn piece<S: Storage>(
+        &self,
+        tables: &Tables<'_, S>,
+        start: u64,
+        at: u64,
+    ) -> Result<Piece> {
+        let header = &self.header;
+        let index = at / header.grain_size;
+        let Some(table) = self.table(tables, index / header.table_entries).await? else {
+            let covered = header.grain_size * header.table_entries;
+            return Ok(Piece::hole(covered - at % covered));
+        };
+        let inside = at % header.grain_size;
+        let length = header.grain_size - inside;
+        Ok(match self.grain(tables, table, index).await? {
+            Grain::Hole => Piece::hole(length),
+            Grain::Zero => Piece::zero(length),
+            Grain::At(host) if header.is_compressed => {
+                let first = start + at - inside;
+                let last = (first + header.grain_size).min(start + header.capacity);
+                self.compressed(host, ByteRange::between(first, last), inside)?
+            }
+            Grain::At(host) => {
+                let left = self.file.end().saturating_sub(host + inside);
+                if left < length.min(header.capacity - at) {
+                    let what = format!(
+                        "a grain of {} bytes ends past the end of the file",
+                        header.grain_size
+                    );
+                    return Err(corrupt(what, host));
+                }
+                Piece::mapped(host + inside, length)
+            }
+        })
+    }
+
+    /// Where a grain table is in the storage; `None` where none of its grains was written.
+    pub(super) async fn table<S: Storage>(
+        &self,
+        tables: &Tables<'_, S>,
+        index: u64,
+    ) -> Result<Option<u64>> {
+        let at = self.file.offset() + self.header.directory + index * ENTRY_SIZE;
+        let sector = tables.entry(at).await.map(u32::from_le_bytes)?;
+        if sector == 0 {
+            return Ok(None);
+        }
+        let (table, length) = (u64::from(sector) * SECTOR, self.header.table_entries * ENTRY_SIZE);
+        if table + length > self.file.length() {
+            let what = format!("grain table {index} at {table} ends past the end of the file");
+            return Err(corrupt(what, at));
+        }
+        Ok(Some(self.file.offset() + table))
+    }
+
+    /// What the entry of grain `index` of the extent says, which is in the table at `table` of the storage.
+    pub(super) async fn grain<S: Storage>(
+        &self,
+        tables: &Tables<'_, S>,
+        table: u64,
+        index: u64,
+    ) -> Result<Grain> {
+        let at = table + index % self.header.table_entries * ENTRY_SIZE;
+        match tables.entry(at).await.map(u32::from_le_bytes)? {
+            0 => Ok(Grain::Hole),
+            ZERO_GRAIN if self.header.has_zero_grains => Ok(Grain::Zero),
+            sector => {
+                let host = u64::from(sector) * SECTOR;
+                if host >= self.file.length() {
+                    let what = format!("grain {index} at {host} lies past the end of the file");
+                    return Err(corrupt(what, at));
+                }
+                Ok(Grain::At(self.file.offset() + host))
+            }
+        }
+    }
+
+    /// The piece from `inside` on of the grain that is compressed at `host` and has the bytes `unit` of the disk.
+    fn compressed(&self, host: u64, unit: ByteRange, inside: u64) -> Result<Piece> {
+        let left = self.file.end() - host;
+        let length = grain::max_length(self.header.grain_size).min(left);
+        if unit.length() <= inside {
+            return Err(corrupt("a grain past the end of its extent", host));
+        }
+        let state = ExtentState::Compressed { host, length };
+        Ok(Piece { state, length: unit.length() - inside, unit: Some(unit) })
+    }
+}

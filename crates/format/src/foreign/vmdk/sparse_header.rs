@@ -1,0 +1,258 @@
+//! The header of a sparse extent as bytes ("Virtual Disk Format 5.0", "Hosted Sparse Extent Header"); all numbers are
+//! little-endian.
+//!
+//! Guarantees: the end of the grain directory lies in the file.
+
+use blockhouse_core::{ByteRange, Result, Storage};
+
+use super::descriptor;
+use crate::aligned_read::read;
+use crate::foreign::fields::{SECTOR, array, le16, le32, le64};
+use crate::foreign::refusal::{corrupt, unsupported};
+
+pub(super) const MAGIC: &[u8; 4] = b"KDMV";
+/// Bytes of a header.
+const LENGTH: usize = 512;
+
+/// Flags: line ends are as they were written; entry 1 of a grain table means zeros; grains are compressed; grains
+/// begin with markers.
+const NEWLINE_TEST: u32 = 1;
+const ZERO_GRAINS: u32 = 1 << 2;
+const COMPRESSED: u32 = 1 << 16;
+const MARKERS: u32 = 1 << 17;
+/// The bytes that a transfer as text would change.
+const NEWLINES: &[u8; 4] = b"\n \r\n";
+const DEFLATE: u16 = 1;
+const VERSIONS: std::ops::RangeInclusive<u32> = 1..=3;
+
+/// Sectors of a grain: 4 KiB to 2 MiB.
+const GRAIN_SECTORS: std::ops::RangeInclusive<u64> = 8..=4096;
+/// Entries of a grain table; VMware has 512.
+const TABLE_ENTRIES: std::ops::RangeInclusive<u32> = 1..=65_536;
+/// Sectors of the largest extent: 1 EiB.
+const MAX_SECTORS: u64 = 1 << 51;
+
+/// A grain directory that is where the footer says: the file was written as a stream.
+const AT_END: u64 = u64::MAX;
+/// The footer with its marker before and the end-of-stream marker behind it.
+const FOOTER_LENGTH: u64 = 3 * SECTOR;
+const FOOTER_MARKER: u32 = 3;
+
+/// Offsets of the fields in bytes.
+mod at {
+    pub(super) const VERSION: usize = 4;
+    pub(super) const FLAGS: usize = 8;
+    pub(super) const CAPACITY: usize = 12;
+    pub(super) const GRAIN_SIZE: usize = 20;
+    pub(super) const DESCRIPTOR_OFFSET: usize = 28;
+    pub(super) const DESCRIPTOR_SIZE: usize = 36;
+    pub(super) const TABLE_ENTRIES: usize = 44;
+    pub(super) const DIRECTORY: usize = 56;
+    pub(super) const NEWLINES: usize = 73;
+    pub(super) const COMPRESSION: usize = 77;
+}
+
+/// What a header says.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) struct SparseHeader {
+    /// Bytes of the extent's part of the disk.
+    pub(super) capacity: u64,
+    /// Bytes of a grain, a power of two.
+    pub(super) grain_size: u64,
+    /// Entries of a grain table.
+    pub(super) table_entries: u64,
+    /// Offset of the grain directory in the file.
+    pub(super) directory: u64,
+    pub(super) has_zero_grains: bool,
+    pub(super) is_compressed: bool,
+    /// Where the file has a descriptor of its own.
+    pub(super) descriptor: Option<ByteRange>,
+}
+
+impl SparseHeader {
+    /// Of the file that takes `file` of `storage`; the footer where there is one.
+    ///
+    /// # Errors
+    /// `Corrupt` or `Unsupported`, with the field's offset; or what the storage answers.
+    pub(super) async fn read<S: Storage>(storage: &S, file: ByteRange) -> Result<Self> {
+        let bytes = read(storage, file.offset(), LENGTH).await?;
+        if le64(&bytes, at::DIRECTORY) != AT_END || !bytes.starts_with(MAGIC) {
+            return Self::parse(&bytes, file.offset(), file);
+        }
+        let start = file.length().checked_sub(FOOTER_LENGTH).filter(|&start| start >= SECTOR);
+        let Some(start) = start.map(|start| file.offset() + start) else {
+            return Err(corrupt("it ends before its footer", file.offset() + at::DIRECTORY as u64));
+        };
+        let footer = read(storage, start, FOOTER_LENGTH as usize).await?;
+        let (marker, header) = (&footer[..LENGTH], &footer[LENGTH..2 * LENGTH]);
+        let is_end = footer[2 * LENGTH..].iter().all(|&byte| byte == 0);
+        if le32(marker, 8) != 0 || le32(marker, 12) != FOOTER_MARKER || !is_end {
+            return Err(corrupt(
+                "it has no footer at its end, as a stream that was cut off",
+                start,
+            ));
+        }
+        Self::parse(header, start + SECTOR, file)
+    }
+
+    /// Of a header at `offset` of the storage.
+    fn parse(bytes: &[u8], offset: u64, file: ByteRange) -> Result<Self> {
+        let field = |field: usize| offset + field as u64;
+        check_kind(bytes, offset)?;
+        let (capacity, grain) = (le64(bytes, at::CAPACITY), le64(bytes, at::GRAIN_SIZE));
+        if capacity == 0 || capacity > MAX_SECTORS {
+            let what = format!("an extent of {capacity} sectors");
+            return Err(corrupt(what, field(at::CAPACITY)));
+        }
+        if !GRAIN_SECTORS.contains(&grain) || !grain.is_power_of_two() {
+            let what = format!("grains of {grain} sectors are not supported");
+            return Err(unsupported(what, field(at::GRAIN_SIZE)));
+        }
+        let entries = le32(bytes, at::TABLE_ENTRIES);
+        if !TABLE_ENTRIES.contains(&entries) {
+            let what = format!("grain tables of {entries} entries are not supported");
+            return Err(unsupported(what, field(at::TABLE_ENTRIES)));
+        }
+        let entries = u64::from(entries);
+        let directory = le64(bytes, at::DIRECTORY).checked_mul(SECTOR);
+        let end =
+            directory.and_then(|start| start.checked_add(capacity.div_ceil(grain * entries) * 4));
+        let Some(directory) = directory.filter(|_| end.is_some_and(|end| end <= file.length()))
+        else {
+            return Err(corrupt(
+                "its grain directory ends past the end of the file",
+                field(at::DIRECTORY),
+            ));
+        };
+        let flags = le32(bytes, at::FLAGS);
+        Ok(Self {
+            capacity: capacity * SECTOR,
+            grain_size: grain * SECTOR,
+            table_entries: entries,
+            directory,
+            has_zero_grains: flags & ZERO_GRAINS != 0,
+            is_compressed: flags & COMPRESSED != 0,
+            descriptor: own_descriptor(bytes, offset, file)?,
+        })
+    }
+}
+
+/// Where the file's own descriptor is in the storage; `None` where it has none.
+fn own_descriptor(bytes: &[u8], offset: u64, file: ByteRange) -> Result<Option<ByteRange>> {
+    let (start, sectors) = (le64(bytes, at::DESCRIPTOR_OFFSET), le64(bytes, at::DESCRIPTOR_SIZE));
+    if start == 0 || sectors == 0 {
+        return Ok(None);
+    }
+    let bytes = start.checked_mul(SECTOR).zip(sectors.checked_mul(SECTOR));
+    let found = bytes.and_then(|(start, length)| ByteRange::new(start, length));
+    match found.filter(|found| found.length() <= descriptor::MAX_LENGTH as u64) {
+        Some(found) if found.end() <= file.length() => {
+            let start = file.offset() + found.offset();
+            Ok(Some(ByteRange::between(start, start + found.length())))
+        }
+        _ => Err(corrupt(
+            "its descriptor is too long, or past the end",
+            offset + at::DESCRIPTOR_OFFSET as u64,
+        )),
+    }
+}
+
+/// Refuses what is no header, or one of an image that cannot be read.
+fn check_kind(bytes: &[u8], offset: u64) -> Result<()> {
+    let field = |field: usize| offset + field as u64;
+    if !bytes.starts_with(MAGIC) {
+        return Err(corrupt(
+            "is no sparse extent of a VMDK image: it has another signature",
+            offset,
+        ));
+    }
+    let (version, flags) = (le32(bytes, at::VERSION), le32(bytes, at::FLAGS));
+    if !VERSIONS.contains(&version) {
+        let what = format!("version {version} is not supported");
+        return Err(unsupported(what, field(at::VERSION)));
+    }
+    if flags & NEWLINE_TEST != 0 && array(bytes, at::NEWLINES) != *NEWLINES {
+        let what = "it was changed by a transfer as text: copy it again as binary";
+        return Err(corrupt(what, field(at::NEWLINES)));
+    }
+    let (is_compressed, algorithm) = (flags & COMPRESSED != 0, le16(bytes, at::COMPRESSION));
+    if is_compressed && (algorithm != DEFLATE || flags & MARKERS == 0) {
+        let what = format!("compression {algorithm}, or grains without markers");
+        return Err(unsupported(what, field(at::COMPRESSION)));
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const FILE: u64 = 1 << 20;
+
+    /// An extent of 64 MiB with grains of 64 KiB.
+    fn sound() -> Vec<u8> {
+        let mut bytes = vec![0; LENGTH];
+        bytes[..4].copy_from_slice(MAGIC);
+        for (field, value) in [
+            (at::VERSION, 1),
+            (at::FLAGS, NEWLINE_TEST),
+            (at::CAPACITY, 131_072),
+            (at::GRAIN_SIZE, 128),
+            (at::DESCRIPTOR_OFFSET, 1),
+            (at::DESCRIPTOR_SIZE, 20),
+            (at::TABLE_ENTRIES, 512),
+            (at::DIRECTORY, 26),
+        ] {
+            put(&mut bytes, field, value);
+        }
+        bytes[at::NEWLINES..][..4].copy_from_slice(NEWLINES);
+        bytes
+    }
+
+    fn put(bytes: &mut [u8], field: usize, value: u32) {
+        bytes[field..field + 4].copy_from_slice(&value.to_le_bytes());
+    }
+
+    fn parse(bytes: &[u8]) -> Result<SparseHeader> {
+        SparseHeader::parse(bytes, 4096, ByteRange::between(4096, 4096 + FILE))
+    }
+
+    #[test]
+    fn a_sound_header_is_read() {
+        let header = parse(&sound()).unwrap();
+        assert_eq!((header.capacity, header.grain_size), (64 << 20, 64 << 10));
+        assert_eq!(header.directory, 26 * 512);
+        assert_eq!(header.descriptor, Some(ByteRange::between(4096 + 512, 4096 + 21 * 512)));
+        assert!(!header.is_compressed && !header.has_zero_grains);
+    }
+
+    #[test]
+    fn each_field_is_checked() {
+        for (field, value, words) in [
+            (0, 0, "another signature"),
+            (at::VERSION, 0, "version 0"),
+            (at::VERSION, 4, "version 4"),
+            (at::FLAGS, NEWLINE_TEST | COMPRESSED | MARKERS, "compression 0"),
+            (at::CAPACITY, 0, "0 sectors"),
+            (at::CAPACITY + 4, 1 << 20, "sectors"),
+            (at::GRAIN_SIZE, 0, "grains of 0"),
+            (at::GRAIN_SIZE, 129, "grains of 129"),
+            (at::GRAIN_SIZE, 8192, "grains of 8192"),
+            (at::GRAIN_SIZE + 4, 1, "grains of"),
+            (at::TABLE_ENTRIES, 0, "0 entries"),
+            (at::TABLE_ENTRIES, 65_537, "65537 entries"),
+            (at::DIRECTORY, 2048, "directory"),
+            (at::DIRECTORY + 4, u32::MAX, "directory"),
+            (at::CAPACITY + 4, 1 << 18, "directory"),
+            (at::DESCRIPTOR_OFFSET, 2040, "descriptor"),
+            (at::DESCRIPTOR_OFFSET + 4, u32::MAX, "descriptor"),
+            (at::DESCRIPTOR_SIZE, 4096, "descriptor"),
+            (at::NEWLINES, 0, "as text"),
+        ] {
+            let mut bytes = sound();
+            put(&mut bytes, field, value);
+            let error = parse(&bytes).unwrap_err().to_string();
+            assert!(error.contains(words) && error.contains("offset 4"), "{field}: {error}");
+        }
+    }
+}

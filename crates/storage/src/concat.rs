@@ -1,0 +1,153 @@
+//! Several files one after the other as one storage, for reading: the extents of an image that is in many files.
+//!
+//! Guarantees: each file has a range of its own, which starts at a multiple of [`GAP`] and follows no other without a
+//! gap, so no extent of an image goes on in the next file; the bytes of gaps read as zeros. Nothing can be written.
+
+use blockhouse_core::{
+    Alignment, Allocation, ByteRange, Capabilities, Durability, Error, ErrorKind, IoVector,
+    Offload, Result, Storage, SyncMode, Unmap,
+};
+
+/// What the range of each file starts at a multiple of: more than any alignment.
+const GAP: u64 = 1 << 20;
+
+/// See the module's page.
+pub struct Concat<S> {
+    name: String,
+    /// In the order of their ranges.
+    files: Vec<(ByteRange, S)>,
+}
+
+impl<S: Storage> Concat<S> {
+    /// Of these files, at least one, as the storage of this name.
+    ///
+    /// # Errors
+    /// `InvalidInput` where there is none, or all together are too long.
+    pub fn new(name: String, files: Vec<S>) -> Result<Self> {
+        let mut placed: Vec<(ByteRange, S)> = Vec::with_capacity(files.len());
+        for file in files {
+            let start = placed.last().map_or(Some(0), |(range, _)| range.end().checked_add(1));
+            let range = start.and_then(|start| start.checked_next_multiple_of(GAP));
+            match range.and_then(|start| ByteRange::new(start, file.size())) {
+                Some(range) => placed.push((range, file)),
+                None => {
+                    let what = "its files are too long for one disk";
+                    return Err(Error::new(ErrorKind::InvalidInput, what).on(&name));
+                }
+            }
+        }
+        if placed.is_empty() {
+            let what = "a storage of no files";
+            return Err(Error::new(ErrorKind::InvalidInput, what).on(&name));
+        }
+        Ok(Self { name, files: placed })
+    }
+
+    /// The range of each file.
+    pub fn ranges(&self) -> Vec<ByteRange> {
+        self.files.iter().map(|(range, _)| *range).collect()
+    }
+
+    /// The files.
+    pub fn files(&self) -> impl Iterator<Item = &S> {
+        self.files.iter().map(|(_, file)| file)
+    }
+
+    /// The name of the file that has `offset`, and the place there.
+    pub fn locate(&self, offset: u64) -> (&str, u64) {
+        let (range, file, _) = self.find(offset);
+        (file.name(), offset - range.offset())
+    }
+
+    /// The file that has `offset`, or the last one before it; and the bytes from `offset` on up to the next range.
+    fn find(&self, offset: u64) -> (ByteRange, &S, u64) {
+        let next = self.files.partition_point(|(range, _)| range.offset() <= offset);
+        let (range, file) = &self.files[next.saturating_sub(1)];
+        let limit = self.files.get(next).map_or(u64::MAX, |(range, _)| range.offset());
+        (*range, file, limit - offset)
+    }
+
+    fn read_only<T>(&self) -> Result<T> {
+        let what = "the files of this image are only read";
+        Err(Error::new(ErrorKind::ReadOnly, what).on(&self.name))
+    }
+}
+
+impl<S: Storage> Storage for Concat<S> {
+    fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// Those of the first file, with an alignment that suits all.
+    fn capabilities(&self) -> Capabilities {
+        let mut alignment = Alignment::BYTE;
+        for file in self.files() {
+            let one = file.capabilities().alignment;
+            alignment.offset = alignment.offset.max(one.offset);
+            alignment.memory = alignment.memory.max(one.memory);
+        }
+        Capabilities {
+            alignment,
+            write_zeroes: Offload::Unavailable,
+            discard: Offload::Unavailable,
+            ..self.files[0].1.capabilities()
+        }
+    }
+
+    fn size(&self) -> u64 {
+        self.files.last().map_or(0, |(range, _)| range.end())
+    }
+
+    async fn read(&self, offset: u64, mut into: IoVector) -> Result<()> {
+        let mut at = offset;
+        while !into.is_empty() {
+            let (range, file, length) = self.find(at);
+            let length = length.min(into.len() as u64) as usize;
+            let rest = into.split_off(length);
+            file.read(at - range.offset(), std::mem::replace(&mut into, rest)).await?;
+            at += length as u64;
+        }
+        Ok(())
+    }
+
+    async fn write(&self, _offset: u64, _from: IoVector, _durability: Durability) -> Result<()> {
+        self.read_only()
+    }
+
+    async fn write_zeroes(&self, _range: ByteRange, _unmap: Unmap) -> Result<()> {
+        self.read_only()
+    }
+
+    async fn discard(&self, _range: ByteRange) -> Result<()> {
+        self.read_only()
+    }
+
+    /// Nothing is ever written.
+    async fn flush(&self, _sync: SyncMode) -> Result<()> {
+        Ok(())
+    }
+
+    async fn resize(&self, _size: u64) -> Result<()> {
+        self.read_only()
+    }
+
+    async fn block_status(&self, range: ByteRange) -> Result<(Allocation, u64)> {
+        let (place, file, limit) = self.find(range.offset());
+        let inside = place.end().saturating_sub(range.offset());
+        if inside == 0 {
+            return Ok((Allocation::Hole, limit.min(range.length())));
+        }
+        let start = range.offset() - place.offset();
+        file.block_status(ByteRange::between(start, start + inside.min(range.length()))).await
+    }
+
+    async fn prefetch(&self, range: ByteRange) -> Result<()> {
+        let (place, file, _) = self.find(range.offset());
+        let inside = place.end().saturating_sub(range.offset()).min(range.length());
+        let start = range.offset().saturating_sub(place.offset());
+        match inside {
+            0 => Ok(()),
+            _ => file.prefetch(ByteRange::between(start, start + inside)).await,
+        }
+    }
+}
