@@ -165,7 +165,7 @@ async fn open(image: &Path, options: ImageOptions) -> Result<ImageDisk> {
 
 /// By the keys of `qemu-img info`.
 pub fn value_of(bitmap: &Bitmap) -> Value {
-    let flags = [(bitmap.is_inconsistent, "in-use"), (bitmap.is_enabled, "auto")];
+    let flags = [(bitmap.is_in_use, "in-use"), (bitmap.is_enabled, "auto")];
     let flags: Vec<_> =
         flags.into_iter().filter(|(is_set, _)| *is_set).map(|(_, name)| name).collect();
     json!({ "flags": flags, "name": bitmap.name, "granularity": bitmap.granularity })

@@ -1,7 +1,7 @@
 //! Persistent dirty bitmaps of an open disk: which parts of it changed since a bitmap was added or cleared.
 
-use blockhouse_core::{Result, Storage, SyncMode};
-use blockhouse_format::{Bitmap, BitmapAction, Bitmaps, NewBitmap};
+use blockhouse_core::{ByteRange, Result, Storage, SyncMode};
+use blockhouse_format::{Bitmap, BitmapAction, BitmapExtent, Bitmaps, NewBitmap};
 
 use crate::disk::Disk;
 use crate::durability::FlushTracker;
@@ -27,6 +27,22 @@ impl<S: Storage> DiskBitmaps<'_, S> {
     /// `Unsupported` for a format without bitmaps; `Corrupt` where the directory contradicts the format.
     pub async fn list(&self) -> Result<Vec<Bitmap>> {
         self.disk.format().bitmaps()?.list().await
+    }
+
+    /// What the bitmap of this name says of `range`: extents that follow each other, `max` at least unless there are
+    /// fewer. An enabled bitmap of a disk that is open for writing says what was recorded up to now.
+    ///
+    /// # Errors
+    /// `InvalidInput` where there is no such bitmap, where it is inconsistent, or where the range is past the end; or
+    /// as [`list`](Self::list).
+    pub async fn extents(
+        &self,
+        name: &str,
+        range: ByteRange,
+        max: usize,
+    ) -> Result<Vec<BitmapExtent>> {
+        self.disk.check_inside(range)?;
+        self.disk.format().bitmaps()?.extents(name, range, max).await
     }
 
     /// Adds a bitmap without any change in it.

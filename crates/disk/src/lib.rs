@@ -66,8 +66,8 @@ mod write;
 
 pub use bitmaps::DiskBitmaps;
 pub use blockhouse_format::{
-    Backing, Bitmap, BitmapAction, CacheCounts, CheckReport, Compression, DataFile, Features,
-    ImageFormat, NewBitmap, Replay, Snapshot,
+    Backing, Bitmap, BitmapAction, BitmapExtent, CacheCounts, CheckReport, Compression, DataFile,
+    Features, ImageFormat, NewBitmap, Replay, Snapshot,
 };
 pub use disk::{Disk, FailedRequest, FailureObserver, LayerInfo};
 pub use layer::{BlockStatus, BlockStatusCache, MapEntry, MapEntryKind};
@@ -78,7 +78,7 @@ pub use open::{
     open_handed_over, open_locked, open_metadata, open_snapshot, open_storage,
     open_without_backing, rename_durable, replay_state,
 };
-pub use options::{Access, DetectZeroes, Discard, FlushPolicy, Options};
+pub use options::{Access, BitmapActivity, DetectZeroes, Discard, FlushPolicy, Options};
 pub use snapshots::{DiskSnapshots, Pause};
 pub use state::StateDir;
 pub use stats::{

@@ -2,7 +2,7 @@
 
 use blockhouse_core::Durability;
 use blockhouse_format::OpenOptions;
-pub use blockhouse_format::{Access, Discard};
+pub use blockhouse_format::{Access, BitmapActivity, Discard};
 
 /// What becomes of writes whose bytes are all zero, as QEMU's `detect-zeroes`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -39,6 +39,8 @@ pub struct Options {
     pub discard: Discard,
     /// Whether writes of zeros are made zero writes.
     pub detect_zeroes: DetectZeroes,
+    /// How changes are recorded in bitmaps.
+    pub bitmap_activity: BitmapActivity,
 }
 
 impl Default for Options {
@@ -50,6 +52,7 @@ impl Default for Options {
             flush: FlushPolicy::Honor,
             discard: Discard::Unmap,
             detect_zeroes: DetectZeroes::Off,
+            bitmap_activity: BitmapActivity::default(),
         }
     }
 }
@@ -57,6 +60,7 @@ impl Default for Options {
 impl Options {
     /// What of this is the format's concern.
     pub(crate) fn of_format(self) -> OpenOptions {
-        OpenOptions { access: self.access, discard: self.discard }
+        let Self { access, discard, bitmap_activity, .. } = self;
+        OpenOptions { access, discard, bitmap_activity }
     }
 }

@@ -1,10 +1,26 @@
 //! Persistent dirty bitmaps of an image: the interface of the formats that have them.
 
-use blockhouse_core::{Error, ErrorKind, Result, Storage};
+use blockhouse_core::{ByteRange, Error, ErrorKind, Result, Storage};
 
-use crate::{Bitmap, BitmapAction, Format, NewBitmap, Qcow2};
+use crate::{Bitmap, BitmapAction, BitmapExtent, Format, NewBitmap, Qcow2};
 
 impl<S: Storage> Format<S> {
+    /// Whether the image, open for writing, has persistent bitmaps that are in step with the disk.
+    pub fn has_bitmaps(&self) -> bool {
+        match self {
+            Self::Raw(_) | Self::Foreign(_) => false,
+            Self::Qcow2(image) => image.has_bitmaps(),
+        }
+    }
+
+    /// As [`Qcow2::bitmap_excess`]; 0 for a format without bitmaps.
+    pub fn bitmap_excess(&self) -> u64 {
+        match self {
+            Self::Raw(_) | Self::Foreign(_) => 0,
+            Self::Qcow2(image) => image.bitmap_excess(),
+        }
+    }
+
     /// The image's persistent bitmaps.
     ///
     /// # Errors
@@ -35,6 +51,19 @@ impl<S: Storage> Bitmaps<'_, S> {
     /// As [`Qcow2::bitmaps`].
     pub async fn list(&self) -> Result<Vec<Bitmap>> {
         self.image.bitmaps().await
+    }
+
+    /// What a bitmap says of a range.
+    ///
+    /// # Errors
+    /// As [`Qcow2::bitmap_extents`].
+    pub async fn extents(
+        &self,
+        name: &str,
+        range: ByteRange,
+        max: usize,
+    ) -> Result<Vec<BitmapExtent>> {
+        self.image.bitmap_extents(name, range, max).await
     }
 
     /// Adds a bitmap without any change in it.

@@ -3,7 +3,7 @@
 use blockhouse_core::{ByteRange, Error, ErrorKind, Result, StateMemory, Storage, SyncMode};
 
 use crate::foreign::refuse_writing;
-use crate::{Access, Discard, Foreign, Format, ImageFormat, Qcow2, Raw, qcow2};
+use crate::{Access, BitmapActivity, Discard, Foreign, Format, ImageFormat, Qcow2, Raw, qcow2};
 
 /// How an image is opened.
 #[derive(Clone, Copy, Debug)]
@@ -12,12 +12,14 @@ pub struct OpenOptions {
     pub access: Access,
     /// What becomes of the space that the guest discards.
     pub discard: Discard,
+    /// How changes are recorded in bitmaps.
+    pub bitmap_activity: BitmapActivity,
 }
 
 impl From<OpenOptions> for qcow2::OpenOptions {
     fn from(options: OpenOptions) -> Self {
-        let OpenOptions { access, discard } = options;
-        Self { access, discard, ..Self::default() }
+        let OpenOptions { access, discard, bitmap_activity } = options;
+        Self { access, discard, bitmap_activity, ..Self::default() }
     }
 }
 

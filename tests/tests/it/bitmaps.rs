@@ -10,7 +10,7 @@ use blockhouse_tests::{
 use serde_json::Value;
 
 /// `info` of both programs, which must agree about the image.
-fn info(image: &str) -> Value {
+pub fn info(image: &str) -> Value {
     let ours = json(&command(&["info", "--json", "-f", "qcow2", image]).success());
     let theirs = json(&qemu_img(&["info", "--output=json", "-f", "qcow2", image]).success());
     assert_eq!(ours["format-specific"], theirs["format-specific"], "{ours:#}");
@@ -21,7 +21,7 @@ fn info(image: &str) -> Value {
 }
 
 /// Both find no error and no leak.
-fn check(image: &str) {
+pub fn check(image: &str) {
     command(&["check", "-f", "qcow2", image]).success();
     qemu_img(&["check", "-f", "qcow2", image]).success();
 }
@@ -32,7 +32,7 @@ fn write(image: &str, place: &str) {
 }
 
 /// The extents of a bitmap that are dirty, as QEMU serves it: offset and length.
-fn dirty(image: &str, name: &str) -> Vec<(u64, u64)> {
+pub fn dirty(image: &str, name: &str) -> Vec<(u64, u64)> {
     let map = format!("--map=qemu:dirty-bitmap:{name}");
     let server = ["[", "qemu-nbd", "-r", "-f", "qcow2", "-B", name, image, "]"];
     let outcome = run(tool("nbdinfo").args(["--json", &map, "--"]).args(server)).success();

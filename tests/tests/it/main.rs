@@ -45,6 +45,7 @@ mod remote;
 mod repair;
 mod resize;
 mod sandbox;
+mod served_bitmaps;
 mod served_snapshots;
 mod service;
 mod shutdown;

@@ -129,6 +129,14 @@ impl<S: Storage> Disk<S> {
         log: Option<&dyn StateMemory>,
     ) -> Result<Self> {
         let image = Format::open_before_replay(storage, format, options.of_format(), log).await?;
+        let excess = image.bitmap_excess();
+        if excess > 0 {
+            tracing::warn!(
+                "{}: its last writer died: each enabled bitmap has all changes, and may say of up to {excess} bytes \
+                 more that they changed",
+                image.storage().name()
+            );
+        }
         Ok(Self::new(Layer::new(image), options))
     }
 

@@ -234,7 +234,7 @@ impl<S: Storage> Disk<S> {
         Box::pin(self.writer.discard(whole, sync)).await
     }
 
-    pub(super) fn check_inside(&self, range: ByteRange) -> Result<()> {
+    pub(crate) fn check_inside(&self, range: ByteRange) -> Result<()> {
         self.check_end(range.offset(), range.length(), ErrorKind::InvalidInput).map(|_| ())
     }
 

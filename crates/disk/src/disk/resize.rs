@@ -6,7 +6,10 @@
 
 use blockhouse_core::{ByteRange, Error, ErrorKind, Fallback, Result, Storage, SyncMode, Unmap};
 
+use futures_util::future::Either;
+
 use super::Disk;
+use super::quiesce::{QuiescedGuard, WriteGuard};
 use crate::durability::RequestSync;
 use crate::write::ZeroOptions;
 
@@ -19,8 +22,7 @@ impl<S: Storage> Disk<S> {
     /// `ReadOnly`; `InvalidInput` for a smaller size or one that is no multiple of 512.
     pub async fn resize(&self, size: u64) -> Result<()> {
         self.check_access(size)?;
-        // A snapshot is taken before or after this, never beside it: tables change here.
-        let _change = self.begin_change().await;
+        let _change = self.begin_resize().await;
         // Nothing may be on its way to a last partial block, which becomes an ordinary one.
         let claim = self.layer().claim_end(self.size()).await;
         let old = self.size();
@@ -47,7 +49,7 @@ impl<S: Storage> Disk<S> {
     /// qcow2 version 2 with snapshots; or what the storage answers.
     pub async fn shrink(&self, size: u64) -> Result<()> {
         self.check_access(size)?;
-        let _change = self.begin_change().await;
+        let _change = self.begin_resize().await;
         let claim = self.layer().claim_end(size).await;
         if size > self.size() {
             let what = format!("cannot shrink a disk of {} bytes to {size}", self.size());
@@ -62,6 +64,15 @@ impl<S: Storage> Disk<S> {
             self.writer.write_zeroes(rest, ZERO, &sync, &claim).await?;
         }
         self.format().flush(SyncMode::Full).await
+    }
+
+    /// A snapshot is taken before or after this, never beside it: tables change here. Bitmaps change as a whole, so
+    /// where there are any, no change of the guest's is made beside it either.
+    async fn begin_resize(&self) -> Either<QuiescedGuard<'_>, WriteGuard<'_>> {
+        match self.format().has_bitmaps() {
+            true => Either::Left(self.quiesce().await),
+            false => Either::Right(self.begin_change().await),
+        }
     }
 
     /// The new bytes of a disk that became longer which would not read as zeros by themselves: those

@@ -30,7 +30,7 @@ use super::partial_block::has_small_clusters;
 use super::probe_check::check_not_probed;
 use super::restore::Restore;
 use crate::disk::{Disk, EarlierWrites};
-use crate::options::{Access, Options};
+use crate::options::{Access, BitmapActivity, Options};
 
 /// How many files a chain may have.
 const MAX_FILES: usize = 200;
@@ -237,6 +237,7 @@ async fn disk_over(
         flush: options.cache.flush(),
         discard: options.discard,
         detect_zeroes: options.detect_zeroes,
+        bitmap_activity: BitmapActivity::default(),
     };
     let format = options.format.unwrap_or_else(|| match &storage {
         ImageStorage::File(_) => ImageFormat::by_name(path),

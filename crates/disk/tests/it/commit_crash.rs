@@ -23,6 +23,7 @@ const READ_ONLY: Options = Options {
     flush: blockhouse_disk::FlushPolicy::Honor,
     discard: blockhouse_disk::Discard::Unmap,
     detect_zeroes: blockhouse_disk::DetectZeroes::Off,
+    bitmap_activity: blockhouse_disk::BitmapActivity::DEFAULT,
 };
 
 async fn read(disk: &Disk<SimDisk>) -> Result<Vec<u8>> {

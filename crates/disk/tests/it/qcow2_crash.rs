@@ -75,6 +75,21 @@ fn crash_at_every_point_with_subclusters() {
 }
 
 #[test]
+fn crash_at_every_point_with_bitmaps() {
+    static JURY: Jury = Jury::for_one_in(150);
+    let least = Least { seeds: 600, crashes: 25_000, shown_to_qemu: 120 };
+    crash_at_every_point("crash_at_every_point_with_bitmaps", Kind::Bitmaps, &JURY, least);
+}
+
+#[test]
+fn crash_at_every_point_with_bitmaps_and_lazy_refcounts() {
+    static JURY: Jury = Jury::for_one_in(150);
+    let least = Least { seeds: 300, crashes: 10_000, shown_to_qemu: 60 };
+    let test = "crash_at_every_point_with_bitmaps_and_lazy_refcounts";
+    crash_at_every_point(test, Kind::LazyBitmaps, &JURY, least);
+}
+
+#[test]
 fn crash_at_every_point_with_a_data_file() {
     static JURY: Jury = Jury::for_one_in(150);
     let least = Least { seeds: 400, crashes: 15_000, shown_to_qemu: 60 };

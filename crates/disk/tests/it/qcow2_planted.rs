@@ -33,6 +33,10 @@ pub enum Policy {
     EntriesLate,
     /// The file is cut before what is in use ends.
     CutTooFar,
+    /// Bits of bitmaps are durable after the changes that they stand for.
+    BitsLate,
+    /// Bits of bitmaps are not written at all.
+    BitsLost,
 }
 
 /// Which part of the image a cluster is.
@@ -40,6 +44,8 @@ pub enum Policy {
 enum Part {
     Refcounts,
     L2Table,
+    /// Bits of bitmaps.
+    Bits,
     /// The guest's data, and tables that nothing refers to yet.
     Content,
     /// The header, the L1 table, the refcount table.
@@ -66,7 +72,12 @@ impl Broken {
         }
         let part = self.part_at(offset);
         match self.policy {
-            Policy::Right | Policy::PlainFua | Policy::NoFlush | Policy::CutTooFar => false,
+            Policy::Right
+            | Policy::PlainFua
+            | Policy::NoFlush
+            | Policy::CutTooFar
+            | Policy::BitsLost => false,
+            Policy::BitsLate => part == Part::Bits,
             Policy::RefcountsLate => part == Part::Refcounts,
             Policy::DataLate => part == Part::Content,
             Policy::EntriesLate => part == Part::L2Table,
@@ -98,6 +109,8 @@ impl Broken {
             Part::Refcounts
         } else if refers(l1..l1 + l1_entries * 8) {
             Part::L2Table
+        } else if bitmap_tables(&image).into_iter().any(refers) {
+            Part::Bits
         } else {
             Part::Content
         }
@@ -128,6 +141,29 @@ impl Broken {
         self.let_go(None).await?;
         self.disk.write(offset, from, durability).await
     }
+}
+
+/// Where the tables of bitmaps are in an image.
+fn bitmap_tables(image: &[u8]) -> Vec<std::ops::Range<usize>> {
+    let word = |at: usize| u64::from_be_bytes(image[at..at + 8].try_into().unwrap()) as usize;
+    let half = |at: usize| u32::from_be_bytes(image[at..at + 4].try_into().unwrap()) as usize;
+    let magic = 0x2385_2875_u32.to_be_bytes();
+    let Some(found) = image[..512].windows(4).position(|window| window == magic) else {
+        return Vec::new();
+    };
+    let (count, mut at) = (half(found + 8), word(found + 24));
+    let mut tables = Vec::new();
+    for _ in 0..count {
+        if at + 24 > image.len() {
+            break;
+        }
+        let (table, entries) = (word(at), half(at + 8));
+        if table + entries * 8 <= image.len() {
+            tables.push(table..table + entries * 8);
+        }
+        at += (24 + (half(at + 16) & 0xffff) + half(at + 20)).next_multiple_of(8);
+    }
+    tables
 }
 
 impl Storage for Broken {
@@ -165,6 +201,9 @@ impl Storage for Broken {
             let mut bytes = vec![0; from.len()];
             from.copy_to(&mut bytes);
             self.held.lock().push((offset, bytes));
+            return Ok(());
+        }
+        if self.policy == Policy::BitsLost && self.is_image && self.part_at(offset) == Part::Bits {
             return Ok(());
         }
         self.let_go(Some(range)).await?;
@@ -227,6 +266,8 @@ fn wrong_policies_are_found_out() {
         (Policy::RefcountsLate, &[Kind::Plain, Kind::Old, Kind::Backed], "refcount 0"),
         (Policy::DataLate, &[Kind::Plain, Kind::Lazy, Kind::Backed, Kind::Subclusters], ""),
         (Policy::CutTooFar, &[Kind::Plain, Kind::Old], ""),
+        (Policy::BitsLate, &[Kind::Bitmaps, Kind::LazyBitmaps], "lacks the change"),
+        (Policy::BitsLost, &[Kind::Bitmaps, Kind::LazyBitmaps], "lacks the change"),
         (Policy::EntriesLate, &[Kind::Plain, Kind::Lazy, Kind::Backed, Kind::Subclusters], ""),
     ] {
         for &kind in kinds {
@@ -241,7 +282,7 @@ fn wrong_policies_are_found_out() {
 
 #[test]
 fn the_wrapper_itself_changes_nothing() {
-    for kind in [Kind::Plain, Kind::Backed] {
+    for kind in [Kind::Plain, Kind::Backed, Kind::Bitmaps] {
         assert_eq!(found_by(Policy::Right, kind, 60, ""), None);
     }
 }

@@ -10,10 +10,10 @@
 //!
 //! | floor | folder | owns |
 //! | --- | --- | --- |
-//! | 5 | `transaction` | changes of the image as a whole: snapshots, machine state, size, backing file |
+//! | 6 | `transaction` | changes of the image as a whole: snapshots, machine state, size, backing file |
+//! | 5 | `bitmaps` | bits of enabled bitmaps, and what of them is on disk |
 //! | 4 | `writeback` | the image's lock; running steps; the order in which changes reach the disk |
 //! | 4 | `mapping` | changes of guest clusters between prepare and link |
-//! | 2 | `bitmaps` | nothing: reads the bits of persistent bitmaps |
 //! | 3 | `allocator` | free space, the reserve, clusters on their way to be free |
 //! | 2 | `tables` | header, L1 table, refcount table, cached slices; what of them is dirty |
 //! | 2 | `check` | nothing: images that are not open are checked, repaired, created |
@@ -46,7 +46,7 @@ pub use check::report::CheckReport;
 pub use check::truncation::Truncation;
 pub use layout::bitmap_directory::Bitmap;
 pub use layout::compression::{Compression, compress, decompress};
-pub use layout::options::{Access, Backing, DataFile, Discard, Switch, Version};
+pub use layout::options::{Access, Backing, BitmapActivity, DataFile, Discard, Switch, Version};
 pub use layout::snapshot_table::Snapshot;
 pub use open::{Features, OpenOptions};
 pub(crate) use tables::REDO_LOG_WORDS;
@@ -54,6 +54,8 @@ use tables::RedoLog;
 pub use transaction::{BitmapAction, NewBitmap, NewSnapshot, VmStateCluster, VmStateTables};
 pub use writeback::{DataWriteGuard, ReadGuard};
 
+pub use bitmaps::BitmapExtent;
+use bitmaps::LiveBitmaps;
 use layout::geometry::Geometry;
 use layout::header::SESSION;
 use transaction::{ImageMetadata, Transactions, mapper, thawed_mapper};
@@ -62,6 +64,7 @@ use transaction::{ImageMetadata, Transactions, mapper, thawed_mapper};
 pub struct Qcow2<S: Storage> {
     metadata: ImageMetadata<S>,
     transactions: Transactions,
+    bitmaps: LiveBitmaps,
     /// What never changes while the image is open.
     facts: Facts,
 }
@@ -173,6 +176,7 @@ impl<S: Storage> Qcow2<S> {
         if self.metadata.needs_begin_changes() {
             Box::pin(self.metadata.begin_changes()).await?;
         }
+        let range = self.bitmaps.record(&self.metadata, range).await?;
         let mapped = self.metadata.step(|state| match intent {
             Intent::Read => mapping::map_read(&mut state.tables, range),
             Intent::Write => thawed_mapper(state)?.map_write(range),
@@ -191,6 +195,7 @@ impl<S: Storage> Qcow2<S> {
         }
         self.metadata.check_intact()?;
         self.metadata.begin_changes().await?;
+        self.bitmaps.record(&self.metadata, guest).await?;
         let block = u64::from(self.storage().capabilities().alignment.offset);
         let prepared = self
             .metadata
@@ -340,6 +345,33 @@ impl<S: Storage> Qcow2<S> {
         transaction::list_bitmaps(&self.metadata).await
     }
 
+    /// Whether the image has bitmaps that are in step with the disk. Of an image that is open for writing.
+    pub fn has_bitmaps(&self) -> bool {
+        self.bitmaps.has_any()
+    }
+
+    /// Up to how many bytes of the disk each enabled bitmap may say to have changed that have not, because a process
+    /// died that recorded changes in it; 0 where none did. Of an image that is open for writing.
+    pub fn bitmap_excess(&self) -> u64 {
+        self.bitmaps.excess(&self.metadata)
+    }
+
+    /// What the bitmap of this name says of `range`, which lies inside the disk: extents that follow each other,
+    /// `max` at least unless there are fewer. An enabled bitmap of an image that is open for writing says what was
+    /// recorded up to now.
+    ///
+    /// # Errors
+    /// `InvalidInput` where there is no such bitmap, or where it is inconsistent; `Corrupt`; or what the storage
+    /// answers.
+    pub async fn bitmap_extents(
+        &self,
+        name: &str,
+        range: ByteRange,
+        max: usize,
+    ) -> Result<Vec<BitmapExtent>> {
+        transaction::bitmap_extents(&self.metadata, &self.bitmaps, name, range, max).await
+    }
+
     /// Adds a bitmap without any change in it; durable when it returns. No change of the guest's data may be in flight.
     ///
     /// # Errors
@@ -347,7 +379,7 @@ impl<S: Storage> Qcow2<S> {
     /// that makes too large a bitmap, or a header without room; `Unsupported` for version 2; `NoSpace`; or what the
     /// storage answers. Nothing has changed then.
     pub async fn add_bitmap(&self, new: &NewBitmap) -> Result<()> {
-        transaction::add_bitmap(&self.metadata, &self.transactions, new).await
+        transaction::add_bitmap(&self.metadata, &self.transactions, &self.bitmaps, new).await
     }
 
     /// Changes the bitmap of this name; durable when it returns. No change of the guest's data may be in flight.
@@ -356,7 +388,8 @@ impl<S: Storage> Qcow2<S> {
     /// `InvalidInput` where there is none, or where it is inconsistent and not to be removed; or as
     /// [`add_bitmap`](Self::add_bitmap).
     pub async fn change_bitmap(&self, name: &str, action: BitmapAction) -> Result<()> {
-        transaction::change_bitmap(&self.metadata, &self.transactions, name, action).await
+        let (transactions, live) = (&self.transactions, &self.bitmaps);
+        transaction::change_bitmap(&self.metadata, transactions, live, name, action).await
     }
 
     /// Adds what the bitmap `source_name` of `source`, which may be this image, has recorded to the bitmap `name`,
@@ -366,7 +399,8 @@ impl<S: Storage> Qcow2<S> {
     /// `InvalidInput` for disks of different sizes; or as [`change_bitmap`](Self::change_bitmap).
     pub async fn merge_bitmap(&self, name: &str, source: &Self, source_name: &str) -> Result<()> {
         let source = (&source.metadata, source_name);
-        transaction::merge_bitmap(&self.metadata, &self.transactions, name, source).await
+        let (transactions, live) = (&self.transactions, &self.bitmaps);
+        transaction::merge_bitmap(&self.metadata, transactions, live, name, source).await
     }
 }
 
@@ -380,12 +414,12 @@ impl<S: Storage> Qcow2<S> {
     /// As [`Format::resize`](crate::Format::resize), to a larger size only. What lies past the old
     /// end in the last cluster or in the backing file becomes visible, unless it was made zeros before.
     pub async fn resize(&self, size: u64) -> Result<()> {
-        transaction::grow(&self.metadata, size).await
+        transaction::grow(&self.metadata, (&self.transactions, &self.bitmaps), size).await
     }
 
     /// As [`Format::shrink`](crate::Format::shrink).
     pub async fn shrink(&self, size: u64) -> Result<()> {
-        transaction::shrink(&self.metadata, size).await
+        transaction::shrink(&self.metadata, (&self.transactions, &self.bitmaps), size).await
     }
 
     /// As [`Format::make_empty`](crate::Format::make_empty).
@@ -434,7 +468,7 @@ impl<S: Storage> Qcow2<S> {
     /// # Errors
     /// As [`create_snapshot`](Self::create_snapshot); `InvalidInput` for an unknown name.
     pub async fn apply_snapshot(&self, name: &str) -> Result<()> {
-        transaction::apply_snapshot(&self.metadata, &self.transactions, name).await
+        transaction::apply_snapshot(&self.metadata, &self.transactions, &self.bitmaps, name).await
     }
 
     /// Deletes a snapshot; durable when it returns. No change of the guest's data may be in flight.

@@ -5,8 +5,8 @@
 //! left in the host's cache is durable then; 5. refcounts of an image that was not closed are counted anew, for
 //! writing. A redo log is replayed after that, if there is one.
 //!
-//! Closing: 1. all that is dirty is written and all frees are processed; 2. the file is cut off after the
-//! last cluster in use; 3. a flush, and the mark of an image that is open is taken away.
+//! Closing: 1. the session of the bitmaps ends; 2. all that is dirty is written and all frees are processed; 3. the
+//! file is cut off after the last cluster in use; 4. a flush, and the mark of an image that is open is taken away.
 //!
 //! Settling, for another process that opens the image: as closing, but the file is not cut off, and the image stays
 //! open.
@@ -22,6 +22,7 @@ use blockhouse_core::{Error, ErrorKind, Result, StateMemory, Storage, SyncMode};
 use crate::CacheCounts;
 
 use super::allocator::{Allocator, BackwardScan, MIN_WAITING};
+use super::bitmaps::LiveBitmaps;
 use super::check::truncation;
 use super::layout::header::{Header, Incompatible, LAZY_REFCOUNTS};
 use super::layout::{table_io, words};
@@ -29,7 +30,9 @@ use super::mapping::Mapping;
 use super::tables::{ActiveTables, Tables};
 use super::transaction::{ImageMetadata, Transactions, logged_hosts, recount, show_snapshot};
 use super::writeback::Metadata;
-use super::{Access, Compression, Discard, Facts, Qcow2, Switch, Truncation, Version};
+use super::{
+    Access, BitmapActivity, Compression, Discard, Facts, Qcow2, Switch, Truncation, Version,
+};
 
 /// How often refcount blocks are dropped at closing: one that is counted by another block may make that one
 /// empty.
@@ -48,6 +51,8 @@ pub struct OpenOptions {
     /// How many bytes of freed clusters may always wait for a writeback that is run for another reason,
     /// however short the file is.
     pub min_waiting_frees: u64,
+    /// How changes are recorded in bitmaps.
+    pub bitmap_activity: BitmapActivity,
 }
 
 /// L2 tables of 64 GiB and their refcounts, at clusters of 64 KiB.
@@ -61,6 +66,7 @@ impl Default for OpenOptions {
             cache_size: DEFAULT_CACHE_SIZE,
             discard: Discard::Unmap,
             min_waiting_frees: MIN_WAITING,
+            bitmap_activity: BitmapActivity::default(),
         }
     }
 }
@@ -142,6 +148,10 @@ impl<S: Storage> Qcow2<S> {
         let allocator = Allocator::new(clusters, options.min_waiting_frees);
         let components = (tables, allocator, mapping);
         let metadata = Metadata::new(storage, components, options.access, options.discard);
+        let bitmaps = LiveBitmaps::new(options.bitmap_activity);
+        if options.access == Access::ReadWrite {
+            bitmaps.load(&metadata).await?;
+        }
         if options.access == Access::ReadWrite {
             // A process that died may have left tables that no flush has covered: from now on what is read
             // counts as durable.
@@ -151,7 +161,7 @@ impl<S: Storage> Qcow2<S> {
                 recount(&metadata, &logged_hosts(geometry, log)).await?;
             }
         }
-        Ok(Self { metadata, transactions: Transactions::new(), facts })
+        Ok(Self { metadata, transactions: Transactions::new(), bitmaps, facts })
     }
 
     /// Opens an image as it was when a snapshot was taken, for reading. What lies after the disk is
@@ -189,17 +199,24 @@ impl<S: Storage> Qcow2<S> {
 
     /// As [`Format::settle`](crate::Format::settle).
     pub async fn settle(&self) -> Result<()> {
+        self.bitmaps.end(&self.metadata).await?;
         self.metadata.write_everything().await?;
         self.metadata.settle().await
     }
 
     /// As [`Format::close`](crate::Format::close).
     pub async fn close(&self) -> Result<()> {
+        // Where that fails, bitmaps say too much at most; all else is closed nevertheless.
+        let ended = match self.metadata.check_writable() {
+            Ok(()) => self.bitmaps.end(&self.metadata).await,
+            Err(_) => Ok(()),
+        };
         self.metadata.write_everything().await?;
         if self.metadata.check_writable().is_ok() {
             truncate_file(&self.metadata).await?;
         }
-        self.metadata.finish().await
+        self.metadata.finish().await?;
+        ended
     }
 
     /// How often parts of the metadata were found in memory, and had to be read.

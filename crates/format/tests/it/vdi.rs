@@ -1,7 +1,9 @@
 //! VDI images against a model: any block table, read extent by extent.
 
 use blockhouse_core::{Alignment, ByteRange, ErrorKind, ExtentState};
-use blockhouse_format::{Access, Discard, ForeignKind, Format, ImageFormat, Intent, OpenOptions};
+use blockhouse_format::{
+    Access, BitmapActivity, Discard, ForeignKind, Format, ImageFormat, Intent, OpenOptions,
+};
 use blockhouse_sim::{Config, Sim, SimDisk};
 use proptest::prelude::*;
 
@@ -36,7 +38,11 @@ fn image(table: &[u32], file_blocks: usize, size: u64) -> Vec<u8> {
 async fn open(sim: &Sim, bytes: Vec<u8>) -> blockhouse_core::Result<Format<SimDisk>> {
     let alignment = Alignment { offset: 512, memory: 1 };
     let storage = SimDisk::new(sim, Config { alignment, ..Config::default() }, bytes);
-    let options = OpenOptions { access: Access::ReadOnly, discard: Discard::Unmap };
+    let options = OpenOptions {
+        access: Access::ReadOnly,
+        discard: Discard::Unmap,
+        bitmap_activity: BitmapActivity::DEFAULT,
+    };
     Format::open(storage, ImageFormat::Foreign(ForeignKind::Vdi), options).await
 }
 
@@ -135,7 +141,11 @@ fn an_image_is_not_opened_to_be_written_or_with_a_cut_table() {
     let run = sim.clone();
     sim.block_on(async move {
         let storage = SimDisk::new(&run, Config::default(), image(&[0], 1, BLOCK));
-        let options = OpenOptions { access: Access::ReadWrite, discard: Discard::Unmap };
+        let options = OpenOptions {
+            access: Access::ReadWrite,
+            discard: Discard::Unmap,
+            bitmap_activity: BitmapActivity::DEFAULT,
+        };
         let kind = ImageFormat::Foreign(ForeignKind::Vdi);
         let error = Format::open(storage, kind, options).await.err().expect("a refusal");
         assert_eq!(error.kind(), ErrorKind::ReadOnly);

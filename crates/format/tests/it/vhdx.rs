@@ -1,7 +1,9 @@
 //! VHDX images against a model: any block table, with bitmaps between; logs that were not replayed, whole, cut and stale.
 
 use blockhouse_core::{Alignment, ByteRange, Error, ErrorKind, ExtentState, Result};
-use blockhouse_format::{Access, Discard, ForeignKind, Format, ImageFormat, Intent, OpenOptions};
+use blockhouse_format::{
+    Access, BitmapActivity, Discard, ForeignKind, Format, ImageFormat, Intent, OpenOptions,
+};
 use blockhouse_sim::{Config, Sim, SimDisk};
 use proptest::prelude::*;
 
@@ -129,7 +131,11 @@ fn page_of(table: &[u64]) -> Vec<u8> {
 async fn open(sim: &Sim, bytes: Vec<u8>) -> Result<Format<SimDisk>> {
     let alignment = Alignment { offset: 512, memory: 1 };
     let storage = SimDisk::new(sim, Config { alignment, ..Config::default() }, bytes);
-    let options = OpenOptions { access: Access::ReadOnly, discard: Discard::Unmap };
+    let options = OpenOptions {
+        access: Access::ReadOnly,
+        discard: Discard::Unmap,
+        bitmap_activity: BitmapActivity::DEFAULT,
+    };
     Format::open(storage, ImageFormat::Foreign(ForeignKind::Vhdx), options).await
 }
 

@@ -1,7 +1,9 @@
 //! VMDK images against a model: any tables of grains, and disks of several extents in one storage.
 
 use blockhouse_core::{Alignment, ByteRange, Error, ErrorKind, ExtentState, Result};
-use blockhouse_format::{Access, Discard, ForeignKind, Format, ImageFormat, Intent, OpenOptions};
+use blockhouse_format::{
+    Access, BitmapActivity, Discard, ForeignKind, Format, ImageFormat, Intent, OpenOptions,
+};
 use blockhouse_sim::{Config, Sim, SimDisk};
 use proptest::prelude::*;
 
@@ -51,7 +53,11 @@ fn storage(sim: &Sim, bytes: Vec<u8>) -> SimDisk {
 }
 
 async fn open(sim: &Sim, bytes: Vec<u8>) -> Result<Format<SimDisk>> {
-    let options = OpenOptions { access: Access::ReadOnly, discard: Discard::Unmap };
+    let options = OpenOptions {
+        access: Access::ReadOnly,
+        discard: Discard::Unmap,
+        bitmap_activity: BitmapActivity::DEFAULT,
+    };
     Format::open(storage(sim, bytes), ImageFormat::Foreign(ForeignKind::Vmdk), options).await
 }
 

@@ -2,7 +2,9 @@
 //! writes what it likes.
 
 use blockhouse_core::{Alignment, ByteRange, Error, ErrorKind, ExtentState, Result};
-use blockhouse_format::{Access, Discard, ForeignKind, Format, ImageFormat, Intent, OpenOptions};
+use blockhouse_format::{
+    Access, BitmapActivity, Discard, ForeignKind, Format, ImageFormat, Intent, OpenOptions,
+};
 use blockhouse_sim::{Config, Sim, SimDisk};
 use proptest::prelude::*;
 
@@ -63,7 +65,11 @@ fn bitmap_at(block: usize) -> u64 {
 async fn open(sim: &Sim, bytes: Vec<u8>) -> Result<Format<SimDisk>> {
     let alignment = Alignment { offset: 512, memory: 1 };
     let storage = SimDisk::new(sim, Config { alignment, ..Config::default() }, bytes);
-    let options = OpenOptions { access: Access::ReadOnly, discard: Discard::Unmap };
+    let options = OpenOptions {
+        access: Access::ReadOnly,
+        discard: Discard::Unmap,
+        bitmap_activity: BitmapActivity::DEFAULT,
+    };
     Format::open(storage, ImageFormat::Foreign(ForeignKind::Vpc), options).await
 }
 

@@ -3,6 +3,7 @@
 //! Every image is opened again, checked by our own check and read. Of some, `qemu-img` has to find the
 //! same: no error (no leak either after an orderly close), and the same bytes.
 
+mod bitmaps;
 pub mod jury;
 
 use std::cell::RefCell;
@@ -10,7 +11,7 @@ use std::future::Future;
 use std::sync::Arc;
 
 use blockhouse_core::{Alignment, Buffer, Durability, Fua, Request, Result, Storage};
-use blockhouse_disk::{Access, Disk, ImageFormat, Options};
+use blockhouse_disk::{Access, BitmapActivity, Disk, ImageFormat, Options};
 use blockhouse_format::qcow2::{self, Backing, CreateOptions, DataFile, Qcow2, Switch, Version};
 use blockhouse_sim::{
     Config, Devices, ImageState, Report, Rng, Sim, SimDisk, SystemUnderTest, Workload,
@@ -36,11 +37,19 @@ pub enum Kind {
     DataFile,
     /// The same, and that file is the raw disk.
     RawDataFile,
+    /// Changes are recorded in bitmaps.
+    Bitmaps,
+    /// The same, with refcounts that are written late.
+    LazyBitmaps,
 }
 
 impl Kind {
     fn is_backed(self) -> bool {
         matches!(self, Self::Backed | Self::OldBacked)
+    }
+
+    fn has_bitmaps(self) -> bool {
+        matches!(self, Self::Bitmaps | Self::LazyBitmaps)
     }
 
     fn has_data_file(self) -> bool {
@@ -54,6 +63,8 @@ struct Served<'a, S: Storage> {
     least: Durability,
     base: Option<Vec<u8>>,
     data: Option<SimDisk>,
+    /// What the disk held when bitmaps were added.
+    checkpoint: Option<Vec<u8>>,
     kind: Kind,
     jury: &'a Jury,
     random: RefCell<Rng>,
@@ -95,7 +106,7 @@ fn options_of(kind: Kind, size: u64, block: u32, random: &mut Rng) -> CreateOpti
         cluster_size: sizes[random.usize(..2)],
         version: if is_old { Version::V2 } else { Version::V3 },
         refcount_bits: if is_old { 16 } else { [1, 16, 64][random.usize(..3)] },
-        lazy_refcounts: switch(kind == Kind::Lazy),
+        lazy_refcounts: switch(matches!(kind, Kind::Lazy | Kind::LazyBitmaps)),
         extended_l2: switch(kind == Kind::Subclusters),
         backing: kind.is_backed().then_some(backing),
         data_file: kind
@@ -118,6 +129,7 @@ fn image_of(
     let data = kind.has_data_file().then(|| SimDisk::new(&sim, plain_config(), Vec::new()));
     let (target, content) = (storage.clone(), content.to_vec());
     let target_data = data.clone();
+    let mut bitmaps_random = kind.has_bitmaps().then(|| random.fork());
     sim.block_on(async move {
         let created = qcow2::create_with(&target, target_data.as_ref(), &options).await;
         created.expect("a new image");
@@ -130,6 +142,9 @@ fn image_of(
         buffer.bytes_mut().copy_from_slice(&content);
         let (from, durability) = (buffer.lend(), Durability::None);
         disk.submit(Request::Write { offset: 0, from, durability }).await.expect("room");
+        if let Some(random) = &mut bitmaps_random {
+            bitmaps::add(&disk, &content, random).await;
+        }
         disk.close().await.expect("no failure");
     });
     (storage.content(), data.map(|data| data.content()))
@@ -168,12 +183,16 @@ impl<S: Storage + 'static> SystemUnderTest for Served<'static, S> {
         let mut random = self.random.borrow_mut();
         let data = self.data.as_ref().map(|data| data.crash(&mut random));
         let with = data.as_ref().map(|data| SimDisk::new(&sim, plain_config(), data.clone()));
+        let checkpoint = self.checkpoint.clone();
         let goes_on = (random.u8(..16) == 0).then(|| random.u64(..));
         let found = sim.block_on(async move {
             check(&storage, state).await?;
             let disk = open(storage.clone(), behind, with, Options::default()).await;
             let disk = disk.map_err(|error| format!("cannot be opened again: {error}"))?;
             let bytes = read_all(&disk).await?;
+            if let Some(checkpoint) = &checkpoint {
+                bitmaps::check(&disk, checkpoint, &bytes).await?;
+            }
             if let Some(number) = goes_on {
                 go_on(disk, number).await?;
                 check(&storage, ImageState::Crashed).await?;
@@ -243,23 +262,30 @@ pub fn explore_kind<S: Storage + 'static>(
     wrap: impl Fn(SimDisk) -> S,
 ) -> std::result::Result<Report, String> {
     let base = RefCell::new(None);
+    let checkpoint = RefCell::new(None);
     let data = RefCell::new(None);
     let encode = |config: &Config, content: Vec<u8>, random: &mut Rng| {
         let (image, content_beside) = image_of(&content, kind, config.alignment.offset, random);
         *data.borrow_mut() = content_beside.map(|content| (config.clone(), content));
+        *checkpoint.borrow_mut() = kind.has_bitmaps().then(|| content.clone());
         *base.borrow_mut() = kind.is_backed().then_some(content);
         image
     };
     let build = |sim: &Sim, storage: SimDisk, random: &mut Rng| {
         let least = if random.u8(..4) == 0 { Durability::Data } else { Durability::None };
-        let options = Options { durability: least, ..Options::default() };
+        let bitmap_activity = match kind.has_bitmaps() {
+            true => bitmaps::any_activity(random),
+            false => BitmapActivity::default(),
+        };
+        let options = Options { durability: least, bitmap_activity, ..Options::default() };
         let base = base.borrow_mut().take();
         let behind = base.clone().map(|base| SimDisk::new(sim, plain_config(), base));
         let data = data.borrow_mut().take();
         let data = data.map(|(config, content)| SimDisk::new(sim, config, content));
         let opened = open(wrap(storage), behind.map(&wrap), data.clone().map(&wrap), options);
         let disk = sim.block_on(opened).expect("a good image");
-        Served { disk, least, base, data, kind, jury, random: RefCell::new(random.fork()) }
+        let (checkpoint, random) = (checkpoint.borrow_mut().take(), RefCell::new(random.fork()));
+        Served { disk, least, base, data, checkpoint, kind, jury, random }
     };
     let sectors = if kind == Kind::Subclusters { 120 } else { 40 };
     let devices = Devices::Sometimes;

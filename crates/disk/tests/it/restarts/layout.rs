@@ -61,6 +61,7 @@ const READ_ONLY: Options = Options {
     flush: blockhouse_disk::FlushPolicy::Honor,
     discard: Discard::Unmap,
     detect_zeroes: DetectZeroes::Off,
+    bitmap_activity: blockhouse_disk::BitmapActivity::DEFAULT,
 };
 
 fn switch(is_on: bool) -> Switch {

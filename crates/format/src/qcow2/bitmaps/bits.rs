@@ -19,6 +19,32 @@ pub(crate) fn set_bits(bytes: &mut [u8], bits: Range<u64>) {
     bytes[last] |= to;
 }
 
+/// Clears these bits of `bytes`.
+pub(crate) fn clear_bits(bytes: &mut [u8], bits: Range<u64>) {
+    for bit in bits {
+        bytes[bit as usize / 8] &= !(1 << (bit % 8));
+    }
+}
+
+/// Whether all of these bits are set.
+pub(crate) fn all_set(bytes: &[u8], bits: Range<u64>) -> bool {
+    let mut at = bits.start;
+    while at < bits.end {
+        let byte = bytes[at as usize / 8];
+        if at.is_multiple_of(8) && at + 8 <= bits.end {
+            if byte != 0xff {
+                return false;
+            }
+            at += 8;
+        } else if byte >> (at % 8) & 1 == 0 {
+            return false;
+        } else {
+            at += 1;
+        }
+    }
+    true
+}
+
 /// The runs of bits that are set, in order.
 pub(crate) struct BitRuns<'a> {
     bytes: &'a [u8],
@@ -68,6 +94,11 @@ mod tests {
             let mut bytes = [0; 8];
             set_bits(&mut bytes, start..end);
             assert!(BitRuns::new(&bytes, 64).eq(std::iter::once(start..end)));
+            assert!(all_set(&bytes, start..end));
+            assert!(start == 0 || !all_set(&bytes, start - 1..end));
+            assert!(end == 64 || !all_set(&bytes, start..end + 1));
+            clear_bits(&mut bytes, start..end);
+            assert_eq!(bytes, [0; 8]);
         }
         let mut bytes = [0; 8];
         for bits in [2..4, 4..6, 9..9, 30..31, 40..60] {

@@ -35,6 +35,11 @@ impl<'a, S: Storage> BitsReader<'a, S> {
         entry: &BitmapEntry,
         size: u64,
     ) -> Result<Self> {
+        if entry.table_offset.saturating_add(entry.table_length()) > storage.size() {
+            let what = format!("the table of {} is past the end of the file", entry.called());
+            let error = Error::new(ErrorKind::Corrupt, what).on(storage.name());
+            return Err(error.at(entry.table_offset));
+        }
         let count = entry.clusters_for(size, geometry).min(u64::from(entry.table_entries));
         let words = table_io::read(storage, entry.table_offset, count as usize * 8).await?;
         let parse = |(index, word): (u64, u64)| {
@@ -47,6 +52,16 @@ impl<'a, S: Storage> BitsReader<'a, S> {
         let table = (0..).zip(words::words_of(&words)).map(parse).collect::<Result<_>>()?;
         let granularity_bits = entry.granularity_bits;
         Ok(Self { storage, geometry, table, granularity_bits, bits: entry.bits_for(size) })
+    }
+
+    /// Where the clusters of bits are.
+    pub(crate) fn table(&self) -> &[BitsCluster] {
+        &self.table
+    }
+
+    /// The same, to keep.
+    pub(crate) fn into_table(self) -> Vec<BitsCluster> {
+        self.table
     }
 
     /// How many clusters of bits there are.

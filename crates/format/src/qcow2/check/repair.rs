@@ -33,11 +33,14 @@ use super::references::References;
 use super::repair_snapshots::repair_snapshots;
 use super::report::{CheckReport, check_tables};
 use super::snapshot_survey::{L1Location, SnapshotSurvey};
-use crate::qcow2::layout::bitmap_directory::BITMAPS_CONSISTENT;
+use crate::qcow2::layout::bitmap_directory::{BITMAPS_CONSISTENT, LIVE_BITMAPS};
 
 /// Autoclear features that stay true when tables are repaired: bitmaps that are in step, and a data
 /// file that reads as the disk.
 const KNOWN_AUTOCLEAR: u64 = BITMAPS_CONSISTENT | header::RAW_DATA_FILE;
+/// As [`KNOWN_AUTOCLEAR`], where nothing that a guest could read changes: bitmaps that a process recorded changes in when
+/// it died have all of them still.
+const KNOWN_WHERE_DATA_STAYS: u64 = KNOWN_AUTOCLEAR | LIVE_BITMAPS;
 
 /// What is repaired.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -103,7 +106,7 @@ pub async fn repair<S: Storage>(storage: &S, what: Repair) -> Result<RepairRepor
     image.header.incompatible.insert(remaining);
     if image.header.incompatible != is {
         // With the bit of a killed server's session goes what a redo log of it could still be replayed on.
-        image.header.autoclear &= KNOWN_AUTOCLEAR;
+        image.header.autoclear &= KNOWN_WHERE_DATA_STAYS;
         store_header(storage, &image.header).await?;
     }
     Ok(RepairReport { found, left, snapshots: image.snapshots })
@@ -219,7 +222,10 @@ impl<S: Storage> RepairRun<'_, S> {
         let before = self.header.clone();
         if self.header.geometry.version >= 3 {
             self.header.incompatible.insert(mark);
-            self.header.autoclear &= KNOWN_AUTOCLEAR;
+            self.header.autoclear &= match mark.is_empty() {
+                true => KNOWN_WHERE_DATA_STAYS,
+                false => KNOWN_AUTOCLEAR,
+            };
         }
         if self.header != before {
             store_header(self.storage, &self.header).await?;

@@ -21,6 +21,10 @@ use super::words::{be32, be64};
 
 /// Autoclear feature bit: the bitmaps are in step with the disk.
 pub(crate) const BITMAPS_CONSISTENT: u64 = 1;
+/// Autoclear bit, of those that the format reserves: bitmaps that are in use and enabled contain all changes, because
+/// their writer records each one before it makes it. Other programs clear bits that they do not know before they change
+/// the disk.
+pub(crate) const LIVE_BITMAPS: u64 = 1 << 63;
 
 /// Bytes of the header extension.
 const EXTENSION: usize = 24;
@@ -53,7 +57,9 @@ pub struct Bitmap {
     pub granularity: u64,
     /// Whether changes of the disk are recorded in it.
     pub is_enabled: bool,
-    /// Whether it was not saved by its last writer, so that it lacks changes: it can only be removed.
+    /// Whether a writer has it in memory, or died before it was saved.
+    pub is_in_use: bool,
+    /// Whether it was not saved and lacks changes: it can only be removed.
     pub is_inconsistent: bool,
 }
 
@@ -142,18 +148,21 @@ impl BitmapEntry {
         u64::from(self.table_entries) * 8
     }
 
-    /// Whether the bitmap lacks changes of the disk.
-    pub(crate) fn is_inconsistent(&self) -> bool {
-        self.flags.contains(BitmapFlags::IN_USE)
+    /// Whether the bitmap, in an image with this header, lacks changes of the disk.
+    pub(crate) fn is_inconsistent(&self, header: &Header) -> bool {
+        let is_live =
+            header.autoclear & LIVE_BITMAPS != 0 && self.flags.contains(BitmapFlags::AUTO);
+        self.flags.contains(BitmapFlags::IN_USE) && !is_live
     }
 
     /// For users.
-    pub(crate) fn described(&self) -> Bitmap {
+    pub(crate) fn described(&self, header: &Header) -> Bitmap {
         Bitmap {
             name: self.text(),
             granularity: 1 << self.granularity_bits,
             is_enabled: self.flags.contains(BitmapFlags::AUTO),
-            is_inconsistent: self.is_inconsistent(),
+            is_in_use: self.flags.contains(BitmapFlags::IN_USE),
+            is_inconsistent: self.is_inconsistent(header),
         }
     }
 
@@ -177,7 +186,8 @@ impl BitmapEntry {
     }
 
     /// Why no program can use the entry, in words that follow its name.
-    fn fault(&self, size: u64, geometry: Geometry) -> Option<String> {
+    fn fault(&self, header: &Header) -> Option<String> {
+        let geometry = header.geometry;
         let Self { table_offset, table_entries, granularity_bits, .. } = self;
         let bits = u64::from(*granularity_bits);
         if self.kind != DIRTY_TRACKING {
@@ -205,8 +215,8 @@ impl BitmapEntry {
                 "has an impossible table: {table_entries} entries at offset {table_offset}"
             ));
         }
-        if !self.is_inconsistent() && u64::from(*table_entries) < self.clusters_for(size, geometry)
-        {
+        let needed = self.clusters_for(header.size, geometry);
+        if !self.is_inconsistent(header) && u64::from(*table_entries) < needed {
             return Some(format!("has a table of {table_entries} entries, too few for the disk"));
         }
         None
@@ -252,6 +262,15 @@ pub(crate) fn to_bytes(entries: &[BitmapEntry]) -> Vec<u8> {
     bytes
 }
 
+/// Where in the directory of these entries the flags of each are.
+pub(crate) fn flags_positions(entries: &[BitmapEntry]) -> impl Iterator<Item = usize> {
+    entries.iter().scan(0, |at, entry| {
+        let flags = *at + 12;
+        *at = (*at + FIXED + entry.extra.len() + entry.name.len()).next_multiple_of(8);
+        Some(flags)
+    })
+}
+
 /// The entries of a directory, each checked. An error is the reason.
 pub(crate) fn parse(
     directory: &[u8],
@@ -265,7 +284,7 @@ pub(crate) fn parse(
         let Some((entry, length)) = BitmapEntry::take(rest) else {
             return Err(format!("the directory of bitmaps ends before entry {number}"));
         };
-        if let Some(fault) = entry.fault(header.size, header.geometry) {
+        if let Some(fault) = entry.fault(header) {
             return Err(format!("{} {fault}", entry.called()));
         }
         if !names.insert(entry.name.clone()) {
@@ -348,6 +367,39 @@ mod tests {
         has_data_file: false,
     };
 
+    /// Of a disk of 1 GiB.
+    fn header() -> Header {
+        let mut bytes = vec![0; 1 << 16];
+        bytes[..8].copy_from_slice(b"QFI\xfb\0\0\0\x03");
+        let fields: [(usize, u32); 9] = [
+            (20, 16),
+            (28, 1 << 30),
+            (36, 2),
+            (44, 3 << 16),
+            (52, 1 << 16),
+            (56, 1),
+            (96, 4),
+            (100, 104),
+            (92, 1),
+        ];
+        for (at, value) in fields {
+            bytes[at..at + 4].copy_from_slice(&value.to_be_bytes());
+        }
+        Header::parse(&bytes).expect("a header")
+    }
+
+    #[test]
+    fn a_bitmap_in_use_lacks_changes_unless_its_session_records_all() {
+        let mut header = header();
+        let of = |flags| BitmapEntry { flags, ..entry("one") };
+        let live = of(BitmapFlags::IN_USE | BitmapFlags::AUTO);
+        assert!(live.is_inconsistent(&header));
+        header.autoclear |= LIVE_BITMAPS;
+        assert!(!live.is_inconsistent(&header));
+        assert!(of(BitmapFlags::IN_USE).is_inconsistent(&header), "it was not enabled");
+        assert!(!of(BitmapFlags::AUTO).is_inconsistent(&header));
+    }
+
     fn entry(name: &str) -> BitmapEntry {
         BitmapEntry {
             table_offset: 5 << 16,
@@ -362,9 +414,10 @@ mod tests {
         let two = entry("second");
         let bytes = to_bytes(&[one.clone(), two.clone()]);
         let (taken, length) = BitmapEntry::take(&bytes).expect("it is whole");
-        assert_eq!((taken, length % 8), (one, 0));
+        assert_eq!((&taken, length % 8), (&one, 0));
         assert_eq!(BitmapEntry::take(&bytes[length..]), Some((two, bytes.len() - length)));
         assert_eq!(BitmapEntry::take(&bytes[..length - 9]), None);
+        assert!(flags_positions(&[taken.clone(), taken]).eq([12, length + 12]));
     }
 
     #[test]
@@ -378,8 +431,8 @@ mod tests {
 
     #[test]
     fn what_is_out_of_its_bounds_is_refused() {
-        const GIB: u64 = 1 << 30;
-        assert_eq!(entry("good").fault(GIB, GEOMETRY), None);
+        let header = header();
+        assert_eq!(entry("good").fault(&header), None);
         let bad = [
             BitmapEntry { kind: 2, ..entry("bad") },
             BitmapEntry { granularity_bits: 8, ..entry("bad") },
@@ -393,7 +446,7 @@ mod tests {
             BitmapEntry { granularity_bits: 9, ..entry("too few entries") },
         ];
         for bad in bad {
-            assert!(bad.fault(GIB, GEOMETRY).is_some(), "{bad:?}");
+            assert!(bad.fault(&header).is_some(), "{bad:?}");
         }
     }
 

@@ -45,3 +45,25 @@ impl DataFile {
         self.raw == Switch::On
     }
 }
+
+/// How changes are recorded in bitmaps before they are made: what a crash may leave said to have changed that has not.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct BitmapActivity {
+    /// Bytes of the disk that are said to change together, before the first change in them: a power of two. Where one
+    /// bit stands for more, that.
+    pub extent_size: u64,
+    /// How many extents at most are said to change as a whole, but for those of requests in flight.
+    pub max_active: usize,
+}
+
+impl BitmapActivity {
+    /// 256 extents of 4 MiB.
+    pub const DEFAULT: Self = Self { extent_size: 4 << 20, max_active: 256 };
+}
+
+impl Default for BitmapActivity {
+    /// [`DEFAULT`](Self::DEFAULT).
+    fn default() -> Self {
+        Self::DEFAULT
+    }
+}

@@ -5,14 +5,16 @@
 //! the one write of the header's first sector. So the extension has to lie in that sector. Where the header has it
 //! elsewhere, or the backing file's name takes the space, both are moved first.
 
-use blockhouse_core::{Error, ErrorKind, Result, Storage};
+use blockhouse_core::{ByteRange, Error, ErrorKind, Result, Storage};
 
-use crate::qcow2::bitmaps::{BitRuns, Bits, BitsReader, set_bits};
+use crate::qcow2::bitmaps::{
+    BitRuns, BitmapExtent, Bits, BitsReader, LiveBitmaps, clear_bits, extents_of, set_bits,
+};
 use crate::qcow2::layout::bitmap_directory::{
     self, Bitmap, BitmapEntry, BitmapFlags, BitsCluster, DirectoryLocation,
 };
 use crate::qcow2::layout::geometry::Geometry;
-use crate::qcow2::layout::header::SECTOR;
+use crate::qcow2::layout::header::{Header, SECTOR};
 use crate::qcow2::layout::limits::{
     MAX_BITMAP_BYTES, MAX_BITMAP_DIRECTORY, MAX_BITMAP_NAME, MAX_BITMAPS, MAX_GRANULARITY_BITS,
     MIN_GRANULARITY_BITS,
@@ -54,13 +56,30 @@ pub enum BitmapAction {
 pub(crate) async fn list_bitmaps<S: Storage>(metadata: &ImageMetadata<S>) -> Result<Vec<Bitmap>> {
     let header = metadata.lock().tables.headers().disk().clone();
     let entries = bitmap_directory::read(metadata.storage(), &header).await?;
-    Ok(entries.iter().map(BitmapEntry::described).collect())
+    Ok(entries.iter().map(|entry| entry.described(&header)).collect())
+}
+
+/// What a bitmap says of a range.
+pub(crate) async fn bitmap_extents<S: Storage>(
+    metadata: &ImageMetadata<S>,
+    live: &LiveBitmaps,
+    name: &str,
+    range: ByteRange,
+    max: usize,
+) -> Result<Vec<BitmapExtent>> {
+    let image = metadata.storage().name();
+    let header = metadata.lock().tables.headers().disk().clone();
+    let entries = bitmap_directory::read(metadata.storage(), &header).await?;
+    let entry = &entries[index_of(image, name, &entries)?];
+    check_consistent(image, entry, &header)?;
+    extents_of(metadata, live, entry, range, max).await
 }
 
 /// Adds a bitmap without any change in it.
 pub(crate) async fn add_bitmap<S: Storage>(
     metadata: &ImageMetadata<S>,
     transactions: &Transactions,
+    live: &LiveBitmaps,
     new: &NewBitmap,
 ) -> Result<()> {
     let image = metadata.storage().name();
@@ -75,13 +94,14 @@ pub(crate) async fn add_bitmap<S: Storage>(
         entries.push(entry);
         Ok(())
     };
-    run(metadata, transactions, change).await
+    run(metadata, transactions, live, change).await
 }
 
 /// Changes one bitmap.
 pub(crate) async fn change_bitmap<S: Storage>(
     metadata: &ImageMetadata<S>,
     transactions: &Transactions,
+    live: &LiveBitmaps,
     name: &str,
     action: BitmapAction,
 ) -> Result<()> {
@@ -94,7 +114,7 @@ pub(crate) async fn change_bitmap<S: Storage>(
             return release_bitmap(&removed, metadata.storage(), transaction).await;
         }
         let entry = &mut entries[index];
-        check_consistent(image, entry)?;
+        check_consistent(image, entry, transaction.header())?;
         match action {
             BitmapAction::Remove | BitmapAction::Clear => {
                 release_bitmap(entry, metadata.storage(), transaction).await?;
@@ -105,13 +125,14 @@ pub(crate) async fn change_bitmap<S: Storage>(
         }
         Ok(())
     };
-    run(metadata, transactions, change).await
+    run(metadata, transactions, live, change).await
 }
 
 /// Adds the changes that a bitmap of `source`, which may be the same image, has recorded to those of another one.
 pub(crate) async fn merge_bitmap<S: Storage>(
     metadata: &ImageMetadata<S>,
     transactions: &Transactions,
+    live: &LiveBitmaps,
     name: &str,
     (source, source_name): (&ImageMetadata<S>, &str),
 ) -> Result<()> {
@@ -129,61 +150,85 @@ pub(crate) async fn merge_bitmap<S: Storage>(
     let source_header = source.lock().tables.headers().disk().clone();
     let of_source = bitmap_directory::read(source.storage(), &source_header).await?;
     let from = &of_source[index_of(source.storage().name(), source_name, &of_source)?];
-    check_consistent(source.storage().name(), from)?;
+    check_consistent(source.storage().name(), from, &source_header)?;
     let reader = BitsReader::open(source.storage(), source.geometry(), from, source.size()).await?;
     let change = async |entries: &mut Vec<BitmapEntry>,
                         transaction: &mut MetadataTransaction<'_, S>| {
         let index = index_of(image, name, entries)?;
         let entry = &mut entries[index];
-        check_consistent(image, entry)?;
+        check_consistent(image, entry, transaction.header())?;
         let old = BitsReader::open(metadata.storage(), metadata.geometry(), entry, metadata.size());
         let merged = Merge::run(&old.await?, &reader, transaction).await?;
         release_bitmap(entry, metadata.storage(), transaction).await?;
         place_table(entry, merged, transaction).await
     };
-    run(metadata, transactions, change).await
+    run(metadata, transactions, live, change).await
 }
 
 /// Runs a change of the directory, with the old entries.
 async fn run<S: Storage>(
     metadata: &ImageMetadata<S>,
     transactions: &Transactions,
+    live: &LiveBitmaps,
     change: impl AsyncFnOnce(&mut Vec<BitmapEntry>, &mut MetadataTransaction<'_, S>) -> Result<()>,
 ) -> Result<()> {
-    let image = metadata.storage().name();
     if metadata.geometry().version < 3 {
         let what = "an image of version 2 has no bitmaps";
         return Err(Error::new(ErrorKind::Unsupported, what)
-            .on(image)
+            .on(metadata.storage().name())
             .hint("convert it to compat=1.1"));
     }
     let transaction = async |transaction: &mut MetadataTransaction<'_, S>| {
-        let header = transaction.header().clone();
-        let mut entries = bitmap_directory::read(metadata.storage(), &header).await?;
-        let location = DirectoryLocation::of(&header).unwrap_or_default();
-        change(&mut entries, transaction).await?;
-        if let Some(DirectoryLocation { offset, length, .. }) = location {
-            transaction.release(offset, length)?;
-        }
-        let bytes = bitmap_directory::to_bytes(&entries);
-        let (count, length) = (entries.len(), bytes.len() as u64);
-        if count > MAX_BITMAPS as usize || length > MAX_BITMAP_DIRECTORY {
-            let what = format!("{count} bitmaps are more than the format allows");
-            let error = Error::new(ErrorKind::InvalidInput, what).on(image);
-            return Err(error.hint("remove some of them first"));
-        }
-        let location = match entries.is_empty() {
-            true => None,
-            false => {
-                let offset = transaction.put(bytes).await?;
-                Some(DirectoryLocation { count: count as u32, length, offset })
-            }
-        };
-        let sector = table_io::read(metadata.storage(), 0, SECTOR).await?;
-        transaction.set_bitmaps(location, &sector)
+        change_directory(metadata, transaction, live, change).await
     };
-    super::backing::free_first_sector(metadata).await?;
-    transactions.run_beside_guest_data(metadata, transaction).await
+    prepare_directory(metadata, live).await?;
+    let outcome = transactions.run_beside_guest_data(metadata, transaction).await;
+    // Where that fails, the next change tries again.
+    let _ = live.load(metadata).await;
+    outcome
+}
+
+/// Before a transaction that changes the directory: ends the session, whose marks are those of bitmaps that stay.
+pub(super) async fn prepare_directory<S: Storage>(
+    metadata: &ImageMetadata<S>,
+    live: &LiveBitmaps,
+) -> Result<()> {
+    live.end(metadata).await?;
+    super::backing::free_first_sector(metadata).await
+}
+
+/// Changes the directory in a transaction. Whatever comes of it, the bitmaps are to be [loaded](LiveBitmaps::load)
+/// again.
+pub(super) async fn change_directory<S: Storage>(
+    metadata: &ImageMetadata<S>,
+    transaction: &mut MetadataTransaction<'_, S>,
+    live: &LiveBitmaps,
+    change: impl AsyncFnOnce(&mut Vec<BitmapEntry>, &mut MetadataTransaction<'_, S>) -> Result<()>,
+) -> Result<()> {
+    live.forget();
+    let header = transaction.old_header();
+    let mut entries = bitmap_directory::read(metadata.storage(), &header).await?;
+    let location = DirectoryLocation::of(&header).unwrap_or_default();
+    change(&mut entries, transaction).await?;
+    if let Some(DirectoryLocation { offset, length, .. }) = location {
+        transaction.release(offset, length)?;
+    }
+    let bytes = bitmap_directory::to_bytes(&entries);
+    let (count, length) = (entries.len(), bytes.len() as u64);
+    if count > MAX_BITMAPS as usize || length > MAX_BITMAP_DIRECTORY {
+        let what = format!("{count} bitmaps are more than the format allows");
+        let error = Error::new(ErrorKind::InvalidInput, what).on(metadata.storage().name());
+        return Err(error.hint("remove some of them first"));
+    }
+    let location = match entries.is_empty() {
+        true => None,
+        false => {
+            let offset = transaction.put(bytes).await?;
+            Some(DirectoryLocation { count: count as u32, length, offset })
+        }
+    };
+    let sector = table_io::read(metadata.storage(), 0, SECTOR).await?;
+    transaction.set_bitmaps(location, &sector)
 }
 
 fn granularity_bits(image: &str, asked: Option<u64>, geometry: Geometry) -> Result<u32> {
@@ -221,8 +266,8 @@ fn index_of(image: &str, name: &str, entries: &[BitmapEntry]) -> Result<usize> {
     })
 }
 
-fn check_consistent(image: &str, entry: &BitmapEntry) -> Result<()> {
-    if !entry.is_inconsistent() {
+fn check_consistent(image: &str, entry: &BitmapEntry, header: &Header) -> Result<()> {
+    if !entry.is_inconsistent(header) {
         return Ok(());
     }
     let what = format!("{} was not saved by its last writer, and lacks changes", entry.called());
@@ -274,6 +319,101 @@ async fn place_table<S: Storage>(
     let table: Vec<u64> = table.into_iter().map(BitsCluster::word).collect();
     entry.table_entries = table.len() as u32;
     entry.table_offset = transaction.put(words::bytes_of(&table)).await?;
+    Ok(())
+}
+
+/// Changes the size of the disk, and with it the tables of all bitmaps: a table has exactly as many entries as the disk
+/// needs. Of a longer disk, enabled bitmaps say that the new part has changed: it may have had other content before a
+/// shrink. Nothing is in use past the new end of a shorter one.
+pub(super) async fn resize_with_bitmaps<S: Storage>(
+    metadata: &ImageMetadata<S>,
+    transactions: &Transactions,
+    live: &LiveBitmaps,
+    size: u64,
+) -> Result<()> {
+    let storage = metadata.storage();
+    let change = async |entries: &mut Vec<BitmapEntry>,
+                        transaction: &mut MetadataTransaction<'_, S>| {
+        let old_size = transaction.size();
+        for entry in entries.iter_mut() {
+            resize_table(entry, (old_size, size), storage, transaction).await?;
+        }
+        let mut l1 = transaction.l1().to_vec();
+        let needed = transaction.geometry().l1_entries_for(size).max(1) as usize;
+        if size < old_size {
+            l1.truncate(needed);
+        } else if l1.len() < needed {
+            l1.resize(needed, 0);
+        }
+        transaction.set_l1(l1, size);
+        Ok(())
+    };
+    run(metadata, transactions, live, change).await
+}
+
+async fn resize_table<S: Storage>(
+    entry: &mut BitmapEntry,
+    (old_size, size): (u64, u64),
+    storage: &S,
+    transaction: &mut MetadataTransaction<'_, S>,
+) -> Result<()> {
+    let geometry = transaction.geometry();
+    if entry.is_inconsistent(transaction.header()) {
+        // Its bits say nothing any more, and its table may have any length.
+        return Ok(());
+    }
+    let reader = BitsReader::open(storage, geometry, entry, old_size).await?;
+    // The last bit of the old size may stand for new bytes as well.
+    let (old_bits, bits) = (old_size >> entry.granularity_bits, entry.bits_for(size));
+    let in_cluster = reader.cluster_bits();
+    let is_recorded = entry.flags.contains(BitmapFlags::AUTO);
+    // The cluster in which the shorter of both ends.
+    let border = old_bits.min(bits) / in_cluster;
+    let mut table = reader.table().to_vec();
+    for gone in table.iter().skip(entry.clusters_for(size, geometry) as usize) {
+        if let BitsCluster::Stored(offset) = gone {
+            transaction.release(*offset, geometry.cluster_size())?;
+        }
+    }
+    let added = if is_recorded { BitsCluster::Ones } else { BitsCluster::Zeros };
+    table.resize(entry.clusters_for(size, geometry) as usize, added);
+    if let Some(old) = table.get(border as usize).copied().filter(|_| border < reader.clusters()) {
+        let mut bytes = match reader.read(border).await? {
+            Bits::Zeros => vec![0; in_cluster as usize / 8],
+            Bits::Ones => vec![0xff; in_cluster as usize / 8],
+            Bits::Some(bytes) => bytes,
+        };
+        let first = border * in_cluster;
+        let end = |bits: u64| bits.saturating_sub(first).min(in_cluster);
+        clear_bits(&mut bytes, end(entry.bits_for(old_size.min(size)))..in_cluster);
+        if is_recorded {
+            set_bits(&mut bytes, end(old_bits)..end(bits));
+        }
+        if let BitsCluster::Stored(offset) = old {
+            transaction.release(offset, geometry.cluster_size())?;
+        }
+        table[border as usize] = match bytes.iter().all(|&byte| byte == 0) {
+            true => BitsCluster::Zeros,
+            false => BitsCluster::Stored(transaction.put(bytes).await?),
+        };
+    }
+    transaction.release(entry.table_offset, entry.table_length())?;
+    place_table(entry, table, transaction).await
+}
+
+/// All of the disk changes: bitmaps that are enabled say so.
+pub(super) async fn mark_all<S: Storage>(
+    entries: &mut [BitmapEntry],
+    storage: &S,
+    transaction: &mut MetadataTransaction<'_, S>,
+) -> Result<()> {
+    for entry in entries {
+        if entry.flags.contains(BitmapFlags::AUTO) && !entry.is_inconsistent(transaction.header()) {
+            release_bitmap(entry, storage, transaction).await?;
+            let clusters = entry.clusters_for(transaction.size(), transaction.geometry());
+            place_table(entry, vec![BitsCluster::Ones; clusters as usize], transaction).await?;
+        }
+    }
     Ok(())
 }
 

@@ -160,6 +160,11 @@ impl<'a, S: Storage> MetadataTransaction<'a, S> {
         self.header.size
     }
 
+    /// The header as it is on disk.
+    pub(super) fn old_header(&self) -> Header {
+        self.metadata.lock().tables.headers().disk().clone()
+    }
+
     /// The header, but for the locations of tables that this transaction places.
     pub(super) fn header(&self) -> &Header {
         &self.header

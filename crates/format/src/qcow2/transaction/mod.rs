@@ -33,7 +33,7 @@ use crate::qcow2::writeback::{Metadata, State};
 
 pub(crate) use backing::set_backing;
 pub use bitmaps::{BitmapAction, NewBitmap};
-pub(crate) use bitmaps::{add_bitmap, change_bitmap, list_bitmaps, merge_bitmap};
+pub(crate) use bitmaps::{add_bitmap, bitmap_extents, change_bitmap, list_bitmaps, merge_bitmap};
 pub(crate) use metadata_transaction::{Transactions, check_no_data_file};
 pub(crate) use recount::recount;
 pub(crate) use replay::{logged_hosts, replay};

@@ -3,15 +3,19 @@
 //! A longer one gets its L1 entries first and its size last, so that the caller can make what would become
 //! visible read as zeros in between. A shorter one loses the clusters beyond its new end first: what a
 //! crash leaves has the old size, and nothing can come back when the disk grows again. Its size and the
-//! number of L1 entries change with one write of the header.
+//! number of L1 entries change with one write of the header. Where the image has bitmaps, that is the write of a
+//! transaction that changes their tables, too.
 
 use std::ops::Range;
 
 use blockhouse_core::{ByteRange, Error, ErrorKind, Result, Storage, SyncMode};
 
+use crate::qcow2::bitmaps::LiveBitmaps;
 use crate::qcow2::layout::limits::MAX_L1_BYTES;
 use crate::qcow2::layout::table_io;
 
+use super::bitmaps::resize_with_bitmaps;
+use super::metadata_transaction::Transactions;
 use super::{ImageMetadata, thawed_mapper};
 
 /// After how many clusters they are freed, so that the list of them stays short.
@@ -31,7 +35,11 @@ pub(crate) async fn prepare_resize<S: Storage>(
 
 /// Makes the disk longer. What lies past the old end in the last cluster or in the backing file becomes
 /// visible, unless it was made zeros before.
-pub(crate) async fn grow<S: Storage>(metadata: &ImageMetadata<S>, size: u64) -> Result<()> {
+pub(crate) async fn grow<S: Storage>(
+    metadata: &ImageMetadata<S>,
+    (transactions, live): (&Transactions, &LiveBitmaps),
+    size: u64,
+) -> Result<()> {
     check_resize(metadata, size)?;
     if size < metadata.size() {
         let what = format!("cannot make a disk of {} bytes shorter: {size}", metadata.size());
@@ -39,6 +47,9 @@ pub(crate) async fn grow<S: Storage>(metadata: &ImageMetadata<S>, size: u64) -> 
     }
     metadata.begin_changes().await?;
     extend_data_file(metadata, size).await?;
+    if live.has_any() {
+        return resize_with_bitmaps(metadata, transactions, live, size).await;
+    }
     let grown = metadata.step(|state| {
         thawed_mapper(state)?.grow_l1(size)?;
         state.tables.set_size(size);
@@ -50,7 +61,11 @@ pub(crate) async fn grow<S: Storage>(metadata: &ImageMetadata<S>, size: u64) -> 
 }
 
 /// Makes the disk shorter.
-pub(crate) async fn shrink<S: Storage>(metadata: &ImageMetadata<S>, size: u64) -> Result<()> {
+pub(crate) async fn shrink<S: Storage>(
+    metadata: &ImageMetadata<S>,
+    (transactions, live): (&Transactions, &LiveBitmaps),
+    size: u64,
+) -> Result<()> {
     check_resize(metadata, size)?;
     if size > metadata.size() {
         let what = format!("cannot shrink a disk of {} bytes to {size}", metadata.size());
@@ -62,7 +77,11 @@ pub(crate) async fn shrink<S: Storage>(metadata: &ImageMetadata<S>, size: u64) -
     let kept = metadata.geometry().l1_entries_for(size) as usize;
     let tables = metadata.lock().tables.l1().len();
     drop_l2_tables(metadata, kept..tables).await?;
-    metadata.step(|state| thawed_mapper(state)?.cut(size)).await?;
+    if live.has_any() {
+        resize_with_bitmaps(metadata, transactions, live, size).await?;
+    } else {
+        metadata.step(|state| thawed_mapper(state)?.cut(size)).await?;
+    }
     if let Some(data) = metadata.writer().data_file() {
         // The data file is not cut off before the disk is known to be shorter.
         metadata.flush(SyncMode::Data).await?;

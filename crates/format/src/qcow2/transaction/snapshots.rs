@@ -9,10 +9,13 @@ use std::time::Duration;
 
 use blockhouse_core::{Error, ErrorKind, Result, Storage};
 
+use crate::qcow2::bitmaps::LiveBitmaps;
+use crate::qcow2::layout::bitmap_directory::BitmapEntry;
 use crate::qcow2::layout::limits::MAX_SNAPSHOT_NAME;
 use crate::qcow2::layout::snapshot_table::{self, EntryFacts, Snapshot, SnapshotEntry};
 use crate::qcow2::layout::{table_io, words};
 
+use super::bitmaps::{change_directory, mark_all, prepare_directory};
 use super::metadata_transaction::{L1Users, MetadataTransaction, RefcountDelta, Transactions};
 use super::{ImageMetadata, VmStateTables};
 
@@ -84,17 +87,28 @@ pub(crate) async fn create_snapshot<S: Storage>(
     transactions.run(metadata, change).await
 }
 
-/// Makes the disk what it was when the snapshot was taken, its size included.
+/// Makes the disk what it was when the snapshot was taken, its size included. Enabled bitmaps say that all of it
+/// changed.
 pub(crate) async fn apply_snapshot<S: Storage>(
     metadata: &ImageMetadata<S>,
     transactions: &Transactions,
+    live: &LiveBitmaps,
     name: &str,
 ) -> Result<()> {
     let image = metadata.storage().name();
+    let has_bitmaps = live.has_any();
     let change = async |transaction: &mut MetadataTransaction<'_, S>| {
         let index = index_of(image, name, transaction.snapshots())?;
         let entry = transaction.snapshots()[index].clone();
         let size = entry.disk_size().unwrap_or(transaction.size());
+        if has_bitmaps {
+            check_size(image, name, size, transaction.size())?;
+            let mark = async |entries: &mut Vec<BitmapEntry>,
+                              transaction: &mut MetadataTransaction<'_, S>| {
+                mark_all(entries, metadata.storage(), transaction).await
+            };
+            change_directory(metadata, transaction, live, mark).await?;
+        }
         let entries = transaction.geometry().l1_entries_for(size);
         let mut l1 = transaction.l1_of(&entry).await?;
         if (l1.len() as u64) < entries {
@@ -109,7 +123,27 @@ pub(crate) async fn apply_snapshot<S: Storage>(
         transaction.set_l1(l1, size);
         transaction.update_copied_flags(L1Users::Active).await
     };
-    transactions.run(metadata, change).await
+    if !has_bitmaps {
+        return transactions.run(metadata, change).await;
+    }
+    prepare_directory(metadata, live).await?;
+    let outcome = transactions.run(metadata, change).await;
+    // Where that fails, the next change tries again.
+    let _ = live.load(metadata).await;
+    outcome
+}
+
+/// Bitmaps are those of a disk of one size.
+fn check_size(image: &str, name: &str, of_snapshot: u64, of_disk: u64) -> Result<()> {
+    if of_snapshot == of_disk {
+        return Ok(());
+    }
+    let what = format!(
+        "the snapshot '{name}' is of a disk of {of_snapshot} bytes, and the bitmaps are of one of {of_disk}"
+    );
+    Err(Error::new(ErrorKind::InvalidInput, what)
+        .on(image)
+        .hint("remove the bitmaps first, and add others afterwards"))
 }
 
 /// Deletes a snapshot.

@@ -1,19 +1,19 @@
 //! Changes of the header on disk, and flushes.
 //!
-//! 1. Before the first change of an image the autoclear bits are cleared, durably: they stand for what
-//!    writers must know to keep it true (bitmaps of changed clusters, for example). Where a redo log is
+//! 1. Before the first change of an image the autoclear bits are cleared, durably, but for those that are kept
+//!    true: they stand for what writers must know to keep it true (bitmaps of changed clusters, for example). Where a redo log is
 //!    attached, the session bits are set with the same write: any other program clears them before it changes
 //!    the image, and another process with a redo log sets others, so a replay finds out.
 //! 2. An image that contradicts itself is marked as corrupt, durably, and not changed again while it is
 //!    open, if it is open for writing.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use async_lock::Semaphore;
 use blockhouse_core::{Error, ErrorKind, Result, StateMemory, Storage, SyncMode};
 
-use crate::qcow2::layout::bitmap_directory::BITMAPS_CONSISTENT;
+use crate::qcow2::layout::bitmap_directory::{BITMAPS_CONSISTENT, LIVE_BITMAPS};
 use crate::qcow2::layout::header::{Header, Incompatible, SESSION, SESSION_BITS};
 use crate::qcow2::layout::options::Access;
 use crate::qcow2::tables::RedoLog;
@@ -24,19 +24,21 @@ use super::Metadata;
 pub(super) struct Autoclear {
     /// Whether they have to be changed.
     is_due: AtomicBool,
+    /// Those that stay set because what they say is kept true: bits of bitmaps.
+    kept: AtomicU64,
     lock: Semaphore,
 }
 
 impl Autoclear {
     pub(super) fn new(header: &Header) -> Self {
         let is_due = header.autoclear != header.preserved_autoclear() & header.autoclear;
-        Self { is_due: AtomicBool::new(is_due), lock: Semaphore::new(1) }
+        Self { is_due: AtomicBool::new(is_due), kept: AtomicU64::new(0), lock: Semaphore::new(1) }
     }
 }
 
-/// The autoclear bits of an image that is being changed, with those of the session.
-fn autoclear_bits(header: &Header, session: u64) -> u64 {
-    header.autoclear & header.preserved_autoclear() | session
+/// The autoclear bits of an image that is being changed: those that are `kept` true as well, and those of the session.
+fn autoclear_bits(header: &Header, kept: u64, session: u64) -> u64 {
+    header.autoclear & (header.preserved_autoclear() | kept) | session
 }
 
 impl<S: Storage, C> Metadata<S, C> {
@@ -54,7 +56,8 @@ impl<S: Storage, C> Metadata<S, C> {
                 return Ok(());
             }
             let session = self.state.lock().tables.redo().session();
-            self.rewrite_header(|header| header.autoclear = autoclear_bits(header, session))
+            let kept = self.kept_autoclear();
+            self.rewrite_header(|header| header.autoclear = autoclear_bits(header, kept, session))
                 .await?;
             self.autoclear.is_due.store(false, Ordering::Release);
         }
@@ -72,7 +75,7 @@ impl<S: Storage, C> Metadata<S, C> {
             let state = self.state.lock();
             (state.tables.redo().session(), state.tables.headers().disk().clone())
         };
-        let wanted = autoclear_bits(&header, session) | header.autoclear & BITMAPS_CONSISTENT;
+        let wanted = autoclear_bits(&header, BITMAPS_CONSISTENT | LIVE_BITMAPS, session);
         if header.autoclear != wanted {
             self.rewrite_header(|header| header.autoclear = wanted).await?;
         }
@@ -82,20 +85,39 @@ impl<S: Storage, C> Metadata<S, C> {
     /// Before a change that is made before it is known whether a redo log will be replayed: the session
     /// bits stay as they are.
     pub(crate) async fn begin_changes_before_replay(&self) -> Result<()> {
+        let kept = self.kept_autoclear() | SESSION_BITS;
         self.rewrite_header(|header| {
-            header.autoclear &= header.preserved_autoclear() | SESSION_BITS;
+            header.autoclear &= header.preserved_autoclear() | kept;
         })
         .await
     }
 
     /// Changes are noted in `memory` from now on, which is emptied.
     pub(crate) fn attach_redo_log(&self, memory: Arc<dyn StateMemory>) {
-        let mut state = self.state.lock();
         let log = RedoLog::new(memory, self.geometry);
-        let header = state.tables.headers().disk();
-        let is_due = header.autoclear != autoclear_bits(header, log.session());
+        let mut state = self.state.lock();
         state.tables.set_redo(log);
-        self.autoclear.is_due.store(is_due, Ordering::Release);
+        drop(state);
+        self.look_at_autoclear();
+    }
+
+    /// These autoclear bits stay as they are from now on: what they say is kept true, whatever is changed.
+    pub(crate) fn keep_autoclear(&self, kept: u64) {
+        self.autoclear.kept.store(kept, Ordering::Release);
+        self.look_at_autoclear();
+    }
+
+    fn kept_autoclear(&self) -> u64 {
+        self.autoclear.kept.load(Ordering::Acquire)
+    }
+
+    /// Finds out whether autoclear bits have to be changed before the first change.
+    fn look_at_autoclear(&self) {
+        let kept = self.kept_autoclear();
+        let state = self.state.lock();
+        let header = state.tables.headers().disk();
+        let wanted = autoclear_bits(header, kept, state.tables.redo().session());
+        self.autoclear.is_due.store(header.autoclear != wanted, Ordering::Release);
     }
 
     /// Changes the header on disk, durably.

@@ -9,7 +9,7 @@
 
 use blockhouse_core::{Capabilities, Durability, Fua, FuaCost, Result, Storage, SyncMode};
 
-use crate::qcow2::layout::header::Incompatible;
+use crate::qcow2::layout::header::{Incompatible, LAZY_REFCOUNTS};
 use crate::qcow2::layout::table_write::TableWrite;
 use crate::qcow2::tables::{WritebackBatch, WritebackScope};
 
@@ -82,9 +82,20 @@ impl<S: Storage, C> Metadata<S, C> {
             && self.goes_by_fua(batch.mappings())
     }
 
+    /// Makes the refcounts of clusters durable that were allocated before the call, and what was written to them. Where
+    /// refcounts are written late, the mark of an image whose refcounts may be wrong is durable instead.
+    pub(crate) async fn flush_allocated(&self) -> Result<()> {
+        let is_lazy = self.state.lock().tables.headers().disk().compatible & LAZY_REFCOUNTS != 0;
+        if is_lazy {
+            self.set_dirty_bit().await?;
+        }
+        self.flush(SyncMode::Data).await
+    }
+
     /// Marks the image as one whose refcounts may be wrong, durably.
     async fn set_dirty_bit(&self) -> Result<()> {
-        if self.is_marked_dirty() {
+        // Another task may be writing the mark: it counts when it is durable.
+        if self.state.lock().tables.headers().is_marked_durably(Incompatible::DIRTY) {
             return Ok(());
         }
         self.rewrite_header(|header| header.incompatible.insert(Incompatible::DIRTY)).await

@@ -1,0 +1,118 @@
+//! What recording changes in a bitmap costs, counted in storage operations; and what it leaves after the process dies.
+
+use std::rc::Rc;
+
+use blockhouse_core::{ByteRange, Durability, Request};
+use blockhouse_disk::{BitmapAction, Disk, NewBitmap};
+use blockhouse_format::qcow2::CreateOptions;
+use blockhouse_sim::{Operation, SimDisk};
+
+use crate::common::{Rig, discard, steady, write, zeroes};
+
+const MIB: u64 = 1 << 20;
+const SIZE: u64 = 64 * MIB;
+const FUA: Durability = Durability::Data;
+const PLAIN: Durability = Durability::None;
+
+/// A disk of which all is mapped, with an enabled bitmap in which nothing is recorded.
+fn rig() -> Rig {
+    let rig = Rig::qcow2_with_room(steady(), CreateOptions::new(SIZE), 2 * SIZE);
+    for offset in (0..SIZE).step_by(4 << 20) {
+        rig.submit(write(offset, 4 << 20, 1, PLAIN)).unwrap();
+    }
+    rig.submit(Request::Flush).unwrap();
+    add(&rig, "changes");
+    rig.log();
+    rig
+}
+
+fn run<T: 'static>(rig: &Rig, use_of: impl AsyncFnOnce(&Disk<SimDisk>) -> T + 'static) -> T {
+    let disk = Rc::clone(&rig.disk);
+    rig.sim.block_on(async move { use_of(&disk).await })
+}
+
+fn add(rig: &Rig, name: &'static str) {
+    run(rig, async move |disk: &Disk<SimDisk>| {
+        let new = NewBitmap { name: name.to_owned(), granularity: None, is_enabled: true };
+        disk.bitmaps().add(&new).await.unwrap();
+    });
+}
+
+/// Extents of 64 KiB that the bitmap has.
+fn dirty(rig: &Rig, name: &'static str) -> Vec<u64> {
+    run(rig, async move |disk: &Disk<SimDisk>| {
+        let all = ByteRange::between(0, SIZE);
+        let extents = disk.bitmaps().extents(name, all, usize::MAX).await.unwrap();
+        let mut at = 0;
+        let mut dirty = Vec::new();
+        for extent in extents {
+            if extent.is_dirty {
+                dirty.extend(at / 65_536..(at + extent.length) / 65_536);
+            }
+            at += extent.length;
+        }
+        dirty
+    })
+}
+
+/// All operations but reads.
+fn changes(rig: &Rig) -> Vec<Operation> {
+    rig.log().into_iter().filter(|operation| !matches!(operation, Operation::Read(_))).collect()
+}
+
+/// Durable writes, other writes, flushes.
+fn count(changes: &[Operation]) -> [usize; 3] {
+    let count = |wanted: fn(&Operation) -> bool| changes.iter().filter(|one| wanted(one)).count();
+    [
+        count(|one| matches!(one, Operation::Write(_, FUA))),
+        count(|one| matches!(one, Operation::Write(_, PLAIN))),
+        count(|one| matches!(one, Operation::Flush(_))),
+    ]
+}
+
+#[test]
+fn a_warm_extent_costs_nothing_and_a_cold_one_a_durable_write() {
+    let rig = rig();
+    rig.submit(write(0, 4096, 2, FUA)).unwrap();
+    rig.log();
+    for number in 0..20 {
+        rig.submit(write(number * 65_536 + 8192, 4096, 2, FUA)).unwrap();
+    }
+    assert_eq!(count(&changes(&rig)), [20, 0, 0], "warm");
+    for extent in 1..16 {
+        rig.submit(write(extent * 4 * MIB, 4096, 2, FUA)).unwrap();
+        let [bits, data] = changes(&rig)[..] else { panic!("more than two operations") };
+        assert!(
+            matches!(bits, Operation::Write(range, FUA) if range.length() == 4096),
+            "bits go before the data: {bits:?}"
+        );
+        assert!(matches!(data, Operation::Write(range, FUA) if range.length() == 4096));
+    }
+    add(&rig, "second");
+    rig.submit(write(0, 4096, 2, FUA)).unwrap();
+    rig.log();
+    rig.submit(write(MIB, 4096, 2, FUA)).unwrap();
+    assert_eq!(count(&changes(&rig)), [1, 0, 0], "warm in both");
+    rig.submit(write(9 * MIB, 4096, 2, FUA)).unwrap();
+    assert_eq!(count(&changes(&rig)), [3, 0, 0], "cold in both");
+}
+
+#[test]
+fn all_kinds_of_changes_are_recorded() {
+    let rig = rig();
+    rig.submit(write(65_536, 1, 2, PLAIN)).unwrap();
+    rig.submit(zeroes(2 * 65_536 + 512, 512, PLAIN)).unwrap();
+    rig.submit(discard(4 * 65_536, 65_536)).unwrap();
+    assert_eq!(dirty(&rig, "changes"), [1, 2, 4]);
+    run(&rig, async |disk: &Disk<SimDisk>| {
+        disk.bitmaps().change("changes", BitmapAction::Clear).await.unwrap();
+        disk.bitmaps().change("changes", BitmapAction::Disable).await.unwrap();
+    });
+    rig.submit(write(0, 1, 2, PLAIN)).unwrap();
+    assert_eq!(dirty(&rig, "changes"), []);
+    run(&rig, async |disk: &Disk<SimDisk>| {
+        disk.bitmaps().change("changes", BitmapAction::Enable).await.unwrap();
+    });
+    rig.submit(write(9 * 65_536 - 1, 2, 2, PLAIN)).unwrap();
+    assert_eq!(dirty(&rig, "changes"), [8, 9]);
+}

@@ -1,0 +1,377 @@
+//! The enabled bitmaps of an image that is open for writing, and what its header says of them.
+//!
+//! A *session* lasts from the first change to the closing of the image. Its marks on disk:
+//!
+//! | mark | means |
+//! | --- | --- |
+//! | flag `in-use` of each enabled bitmap | to other programs: not saved, do not use it |
+//! | autoclear bit [`LIVE_BITMAPS`] | to us: bitmaps that are in use and enabled contain all changes. Other programs clear bits that they do not know before they change the disk |
+//!
+//! A session begins, each step durable before the next: bitmaps that lack changes are disabled, so that they are not
+//! mistaken for those of the session; the autoclear bit is set; the flags are set; the change is recorded in the
+//! bitmaps, and made. It ends: the bitmaps' bits are written as they are; the flags are cleared; the autoclear
+//! bit is. After a crash between any two steps the bitmaps contain all changes, whoever reads them.
+//!
+//! Flags are changed in place: each lies in one sector, and means the same whatever its neighbours say.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use async_lock::Semaphore;
+use blockhouse_core::sync::run_all;
+use blockhouse_core::{ByteRange, Durability, Error, ErrorKind, Result, Storage, SyncMode};
+use parking_lot::Mutex;
+
+use crate::qcow2::layout::bitmap_directory::{
+    self, BITMAPS_CONSISTENT, BitmapEntry, BitmapFlags, BitsCluster, DirectoryLocation,
+    LIVE_BITMAPS,
+};
+use crate::qcow2::layout::cluster_ranges::ClusterRanges;
+use crate::qcow2::layout::header::{Header, SECTOR};
+use crate::qcow2::layout::options::BitmapActivity;
+use crate::qcow2::layout::table_io;
+use crate::qcow2::layout::table_write::TableWrite;
+use crate::qcow2::mapping::Mapping;
+use crate::qcow2::writeback::Metadata;
+
+use super::reader::BitsReader;
+use super::tracker::{LiveBitmap, Next};
+
+/// How many bitmaps are enabled at most: each costs an operation more where changes begin.
+const MAX_LIVE: usize = 64;
+/// How many bytes of the disk are recorded at a time. A multiple of the largest cluster.
+const MAX_RECORDED: u64 = 256 << 20;
+/// How many bitmaps are written together.
+const MAX_IN_FLIGHT: usize = 16;
+
+/// See the module's page.
+pub(crate) struct LiveBitmaps {
+    set: Mutex<Arc<BitmapSet>>,
+    /// Whether any bitmap is enabled, or it is not known.
+    has_live: AtomicBool,
+    /// Whether the bitmaps have to be read before the next change.
+    is_forgotten: AtomicBool,
+    /// Whether the session has begun.
+    has_begun: AtomicBool,
+    /// Whether the header is durably marked as that of a session.
+    is_marked: AtomicBool,
+    /// Held by the task that begins the session.
+    begin_lock: Semaphore,
+    activity: BitmapActivity,
+}
+
+/// The bitmaps of an image.
+#[derive(Default)]
+struct BitmapSet {
+    location: Option<DirectoryLocation>,
+    /// As they were when the set was read.
+    entries: Vec<BitmapEntry>,
+    roles: Vec<Role>,
+    /// Those in which changes are recorded.
+    live: Vec<Arc<LiveBitmap>>,
+}
+
+/// What a session does with a bitmap.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Role {
+    /// It is enabled: changes are recorded.
+    Live,
+    /// It lacks changes.
+    Lost,
+    /// It is disabled.
+    Idle,
+}
+
+impl Role {
+    fn of(entry: &BitmapEntry, header: &Header) -> Self {
+        match entry.is_inconsistent(header) {
+            true => Self::Lost,
+            false if entry.flags.contains(BitmapFlags::AUTO) => Self::Live,
+            false => Self::Idle,
+        }
+    }
+}
+
+/// Clusters that are written in place when changes are recorded: each is of one bitmap, and of nothing else that
+/// the image cannot do without.
+struct Places<'a, S: Storage> {
+    metadata: &'a Metadata<S, Mapping>,
+    taken: ClusterRanges,
+}
+
+impl<'a, S: Storage> Places<'a, S> {
+    fn new(metadata: &'a Metadata<S, Mapping>) -> Self {
+        Self { metadata, taken: ClusterRanges::default() }
+    }
+
+    /// # Errors
+    /// `Corrupt` where any of these bytes are of something else.
+    fn take(&mut self, offset: u64, length: u64) -> Result<()> {
+        let geometry = self.metadata.geometry();
+        let clusters = geometry.cluster_of(offset)..geometry.clusters_for(offset + length);
+        let state = self.metadata.lock();
+        let mut all = clusters.clone();
+        if self.taken.overlaps(&clusters)
+            || all.any(|cluster| state.tables.active_clusters().contains(&cluster))
+        {
+            let what = "a bitmap overlaps other metadata";
+            return Err(Error::new(ErrorKind::Corrupt, what)
+                .on(self.metadata.storage().name())
+                .at(offset));
+        }
+        self.taken.insert(clusters);
+        Ok(())
+    }
+}
+
+impl BitmapSet {
+    async fn read<S: Storage>(
+        metadata: &Metadata<S, Mapping>,
+        header: &Header,
+        activity: BitmapActivity,
+    ) -> Result<Self> {
+        let entries = bitmap_directory::read(metadata.storage(), header).await?;
+        // It was read just now, so it is inside its bounds.
+        let location = DirectoryLocation::of(header).unwrap_or_default();
+        let roles: Vec<Role> = entries.iter().map(|entry| Role::of(entry, header)).collect();
+        let mut set = Self { location, entries, roles, live: Vec::new() };
+        if set.count_live() > MAX_LIVE {
+            return Ok(set);
+        }
+        let (storage, geometry) = (metadata.storage(), header.geometry);
+        let block = u64::from(storage.capabilities().alignment.offset);
+        let mut places = Places::new(metadata);
+        if let Some(DirectoryLocation { offset, length, .. }) = location {
+            places.take(offset, length)?;
+        }
+        for (entry, role) in set.entries.iter().zip(&set.roles) {
+            if *role != Role::Live {
+                continue;
+            }
+            let reader = BitsReader::open(storage, geometry, entry, header.size).await?;
+            places.take(entry.table_offset, entry.table_length())?;
+            for cluster in reader.table() {
+                if let BitsCluster::Stored(offset) = cluster {
+                    places.take(*offset, geometry.cluster_size())?;
+                }
+            }
+            let table = reader.into_table();
+            let live = LiveBitmap::new(entry, table, header.size, geometry, (activity, block));
+            set.live.push(Arc::new(live));
+        }
+        Ok(set)
+    }
+
+    /// The enabled bitmap of this name.
+    fn find(&self, name: &[u8]) -> Option<Arc<LiveBitmap>> {
+        let live = self.entries.iter().zip(&self.roles).filter(|(_, role)| **role == Role::Live);
+        let index = live.map(|(entry, _)| &entry.name).position(|other| other == name)?;
+        self.live.get(index).cloned()
+    }
+
+    fn count_live(&self) -> usize {
+        self.roles.iter().filter(|role| **role == Role::Live).count()
+    }
+
+    /// Changes flags on disk where they are not what they should be. Durable when it returns.
+    async fn set_flags<S: Storage>(
+        &self,
+        metadata: &Metadata<S, Mapping>,
+        wanted: impl Fn(Role, BitmapFlags) -> BitmapFlags,
+    ) -> Result<()> {
+        let Some(DirectoryLocation { offset, length, .. }) = self.location else { return Ok(()) };
+        metadata.writer().check_failure()?;
+        let block = (metadata.storage().capabilities().alignment.offset as usize).max(SECTOR);
+        let length = (length as usize).next_multiple_of(block);
+        let old = table_io::read(metadata.storage(), offset, length).await?;
+        let mut new = old.clone();
+        let positions = bitmap_directory::flags_positions(&self.entries);
+        for ((position, entry), role) in positions.zip(&self.entries).zip(&self.roles) {
+            let flags = wanted(*role, entry.flags).bits();
+            new[position..position + 4].copy_from_slice(&flags.to_be_bytes());
+        }
+        let blocks = old.chunks(block).zip(new.chunks(block)).zip((offset..).step_by(block));
+        let changed = blocks.filter(|((old, new), _)| old != new);
+        let writes: Vec<TableWrite> =
+            changed.map(|((_, new), offset)| TableWrite { offset, bytes: new.to_vec() }).collect();
+        if writes.is_empty() {
+            return Ok(());
+        }
+        metadata.writer().write(&writes, Durability::None).await?;
+        metadata.sync(SyncMode::Data).await
+    }
+}
+
+impl LiveBitmaps {
+    /// Of an image whose bitmaps are not known yet.
+    pub(crate) fn new(activity: BitmapActivity) -> Self {
+        Self {
+            set: Mutex::default(),
+            has_live: AtomicBool::new(false),
+            is_forgotten: AtomicBool::new(false),
+            has_begun: AtomicBool::new(false),
+            is_marked: AtomicBool::new(false),
+            begin_lock: Semaphore::new(1),
+            activity,
+        }
+    }
+
+    /// Reads which bitmaps an image has that is open for writing, outside of a session. Nothing is changed. Bitmaps
+    /// whose directory is damaged are given up with the first change.
+    ///
+    /// # Errors
+    /// What the storage answers.
+    pub(crate) async fn load<S: Storage>(&self, metadata: &Metadata<S, Mapping>) -> Result<()> {
+        let header = metadata.lock().tables.headers().disk().clone();
+        let set = match BitmapSet::read(metadata, &header, self.activity).await {
+            Err(error) if error.kind() == ErrorKind::Corrupt => BitmapSet::default(),
+            set => set?,
+        };
+        // What is read of an image that was opened for writing is durable.
+        self.is_marked.store(header.autoclear & LIVE_BITMAPS != 0, Ordering::Release);
+        let kept = if set.location.is_some() { BITMAPS_CONSISTENT | LIVE_BITMAPS } else { 0 };
+        let has_live = set.count_live() > 0;
+        *self.set.lock() = Arc::new(set);
+        metadata.keep_autoclear(kept);
+        self.is_forgotten.store(false, Ordering::Release);
+        self.has_live.store(has_live, Ordering::Release);
+        Ok(())
+    }
+
+    /// Forgets the bitmaps, outside of a session. Unless they are [loaded](Self::load) before the next change, that
+    /// loads them.
+    pub(crate) fn forget(&self) {
+        self.has_live.store(true, Ordering::Release);
+        self.is_forgotten.store(true, Ordering::Release);
+        *self.set.lock() = Arc::default();
+    }
+
+    fn set(&self) -> Arc<BitmapSet> {
+        Arc::clone(&self.set.lock())
+    }
+
+    /// The enabled bitmap of this name, of an image that is open for writing.
+    pub(super) fn find(&self, name: &[u8]) -> Option<Arc<LiveBitmap>> {
+        self.set().find(name)
+    }
+
+    /// Whether the image has bitmaps that are in step with the disk.
+    pub(crate) fn has_any(&self) -> bool {
+        self.is_forgotten.load(Ordering::Acquire) || self.set().location.is_some()
+    }
+
+    /// Up to how many bytes of the disk an enabled bitmap may say to have changed that have not, because a process
+    /// died that recorded changes in it; 0 where none did.
+    pub(crate) fn excess<S: Storage>(&self, metadata: &Metadata<S, Mapping>) -> u64 {
+        if metadata.lock().tables.headers().disk().autoclear & LIVE_BITMAPS == 0 {
+            return 0;
+        }
+        let set = self.set();
+        set.live.iter().map(|bitmap| bitmap.max_excess()).max().unwrap_or(0).min(metadata.size())
+    }
+
+    /// Records that the first bytes of `range` are about to change: durably, when it returns. Returns these bytes.
+    ///
+    /// # Errors
+    /// What the storage answers, or `InvalidInput` where too many bitmaps are enabled: the change must not be made.
+    pub(crate) async fn record<S: Storage>(
+        &self,
+        metadata: &Metadata<S, Mapping>,
+        range: ByteRange,
+    ) -> Result<ByteRange> {
+        if !self.has_live.load(Ordering::Acquire) {
+            return Ok(range);
+        }
+        let range = range.truncate(MAX_RECORDED - range.offset() % MAX_RECORDED);
+        let is_recorded = self.has_begun.load(Ordering::Acquire)
+            && self.set().live.iter().all(|bitmap| matches!(bitmap.mark(range), Next::Done));
+        if !is_recorded {
+            // Boxed, so that the future of the common way stays small.
+            Box::pin(self.record_durably(metadata, range)).await?;
+        }
+        Ok(range)
+    }
+
+    async fn record_durably<S: Storage>(
+        &self,
+        metadata: &Metadata<S, Mapping>,
+        range: ByteRange,
+    ) -> Result<()> {
+        if !self.has_begun.load(Ordering::Acquire) {
+            self.begin(metadata).await?;
+            // They may have been found to be damaged just now.
+            metadata.begin_changes().await?;
+        }
+        let set = self.set();
+        run_all(MAX_IN_FLIGHT, set.live.iter().map(|bitmap| bitmap.record(metadata, range))).await
+    }
+
+    /// Begins the session.
+    async fn begin<S: Storage>(&self, metadata: &Metadata<S, Mapping>) -> Result<()> {
+        let _alone = self.begin_lock.acquire().await;
+        if self.has_begun.load(Ordering::Acquire) {
+            return Ok(());
+        }
+        if self.is_forgotten.load(Ordering::Acquire) {
+            self.load(metadata).await?;
+        }
+        let set = self.set();
+        let count = set.count_live();
+        if count == 0 {
+            return Ok(());
+        }
+        if count > MAX_LIVE {
+            let what = format!(
+                "{count} bitmaps are enabled, and changes are recorded in {MAX_LIVE} at most"
+            );
+            return Err(Error::new(ErrorKind::InvalidInput, what)
+                .on(metadata.storage().name())
+                .hint("disable some of them (bitmap disable)"));
+        }
+        if !self.is_marked.load(Ordering::Acquire) {
+            set.set_flags(metadata, |role, flags| match role {
+                Role::Lost => flags.difference(BitmapFlags::AUTO),
+                Role::Live | Role::Idle => flags,
+            })
+            .await?;
+            metadata.rewrite_header(|header| header.autoclear |= LIVE_BITMAPS).await?;
+            self.is_marked.store(true, Ordering::Release);
+        }
+        set.set_flags(metadata, |role, flags| match role {
+            Role::Lost => flags.difference(BitmapFlags::AUTO),
+            Role::Live => flags.union(BitmapFlags::IN_USE),
+            Role::Idle => flags,
+        })
+        .await?;
+        self.has_begun.store(true, Ordering::Release);
+        Ok(())
+    }
+
+    /// Ends the session, also that of a process that died: the bitmaps say what has changed, to all programs. No change
+    /// may be in flight. The next change begins another one.
+    ///
+    /// # Errors
+    /// What the storage answers: the bitmaps stay marked, and contain all changes.
+    pub(crate) async fn end<S: Storage>(&self, metadata: &Metadata<S, Mapping>) -> Result<()> {
+        let set = self.set();
+        let header = metadata.lock().tables.headers().disk().clone();
+        if header.autoclear & LIVE_BITMAPS == 0 || set.location.is_none() {
+            return Ok(());
+        }
+        metadata.check_writable()?;
+        // Writes of a change that was dropped may still be in flight.
+        metadata.writer().drained().await;
+        run_all(MAX_IN_FLIGHT, set.live.iter().map(|bitmap| bitmap.write_exactly(metadata)))
+            .await?;
+        metadata.sync(SyncMode::Data).await?;
+        self.has_begun.store(false, Ordering::Release);
+        set.set_flags(metadata, |role, flags| match role {
+            Role::Lost => flags.difference(BitmapFlags::AUTO),
+            Role::Live => flags.difference(BitmapFlags::IN_USE),
+            Role::Idle => flags,
+        })
+        .await?;
+        self.is_marked.store(false, Ordering::Release);
+        metadata.rewrite_header(|header| header.autoclear &= !LIVE_BITMAPS).await
+    }
+}

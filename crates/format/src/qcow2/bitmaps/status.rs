@@ -1,0 +1,117 @@
+//! What a bitmap says of a range of the disk: for block status.
+
+use blockhouse_core::{ByteRange, Result, Storage};
+
+use crate::qcow2::layout::bitmap_directory::BitmapEntry;
+use crate::qcow2::mapping::Mapping;
+use crate::qcow2::writeback::Metadata;
+
+use super::bits::BitRuns;
+use super::live::LiveBitmaps;
+use super::reader::{Bits, BitsReader};
+
+/// A part of the disk, and whether a bitmap says that it changed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct BitmapExtent {
+    /// In bytes.
+    pub length: u64,
+    /// Whether it changed.
+    pub is_dirty: bool,
+}
+
+/// Extents of a range that follow each other, neighbours being different.
+struct Extents {
+    rest: ByteRange,
+    granularity_bits: u32,
+    extents: Vec<BitmapExtent>,
+}
+
+impl Extents {
+    fn new(range: ByteRange, granularity_bits: u32) -> Self {
+        Self { rest: range, granularity_bits, extents: Vec::new() }
+    }
+
+    /// The first bit that nothing is said of yet.
+    fn next_bit(&self) -> u64 {
+        self.rest.offset() >> self.granularity_bits
+    }
+
+    /// The bits up to `end` are all set, or none is.
+    fn add(&mut self, end: u64, is_dirty: bool) {
+        let end = end.saturating_mul(1 << self.granularity_bits).min(self.rest.end());
+        let length = end.saturating_sub(self.rest.offset());
+        self.rest = self.rest.skip(length);
+        match self.extents.last_mut() {
+            _ if length == 0 => {}
+            Some(last) if last.is_dirty == is_dirty => last.length += length,
+            _ => self.extents.push(BitmapExtent { length, is_dirty }),
+        }
+    }
+
+    /// The bits from `first` on are those of `bits`.
+    fn add_bits(&mut self, first: u64, bits: &Bits, count: u64) {
+        let bytes = match bits {
+            Bits::Zeros => return self.add(first + count, false),
+            Bits::Ones => return self.add(first + count, true),
+            Bits::Some(bytes) => bytes,
+        };
+        for run in BitRuns::new(bytes, count) {
+            self.add(first + run.start, false);
+            self.add(first + run.end, true);
+        }
+        self.add(first + count, false);
+    }
+
+    fn is_complete(&self, max: usize) -> bool {
+        // The last one may be longer than it is known to be.
+        self.rest.is_empty() || self.extents.len() > max
+    }
+}
+
+/// The first extents of `range`, `max` at least unless there are fewer. Enabled bitmaps of an image that is open for
+/// writing say what is recorded in them at this moment.
+///
+/// # Errors
+/// What the storage answers, or `Corrupt`.
+pub(crate) async fn extents_of<S: Storage>(
+    metadata: &Metadata<S, Mapping>,
+    live: &LiveBitmaps,
+    entry: &BitmapEntry,
+    range: ByteRange,
+    max: usize,
+) -> Result<Vec<BitmapExtent>> {
+    let mut extents = Extents::new(range, entry.granularity_bits);
+    if let Some(bitmap) = live.find(&entry.name) {
+        let page_bits = bitmap.page_bits();
+        while !extents.is_complete(max) {
+            let page = extents.next_bit() / page_bits;
+            let bits = Bits::Some(bitmap.page_of(metadata, page).await?);
+            extents.add_bits(page * page_bits, &bits, page_bits);
+        }
+        return Ok(extents.extents);
+    }
+    let storage = metadata.storage();
+    let reader = BitsReader::open(storage, metadata.geometry(), entry, metadata.size()).await?;
+    while !extents.is_complete(max) {
+        let cluster = extents.next_bit() / reader.cluster_bits();
+        let bits = reader.read(cluster).await?;
+        extents.add_bits(cluster * reader.cluster_bits(), &bits, reader.cluster_bits());
+    }
+    Ok(extents.extents)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn bits_become_extents_of_the_range() {
+        let mut extents = Extents::new(ByteRange::between(1000, 512 * 24 + 100), 9);
+        extents.add_bits(0, &Bits::Some(vec![0b110, 0xff]), 16);
+        extents.add_bits(16, &Bits::Ones, 16);
+        let found: Vec<_> =
+            extents.extents.iter().map(|extent| (extent.length, extent.is_dirty)).collect();
+        assert_eq!(found, [(536, true), (2560, false), (512 * 16 + 100, true)]);
+        assert!(extents.is_complete(1));
+    }
+}

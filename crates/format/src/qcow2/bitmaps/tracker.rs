@@ -1,0 +1,497 @@
+//! One enabled bitmap of an image that is open for writing: changes are recorded in it before they are made.
+//!
+//! The life of a change:
+//!
+//! 1. Its bits are set in memory. Where the extent of any of them is not active and the bit was not set, the extent
+//!    becomes active: its page of bits is written with all bits of active extents set, durably, before the
+//!    change is made. So what the disk says contains the change, whatever crashes.
+//! 2. Further changes in an active extent, and changes of blocks whose bits the disk has, need no operation.
+//! 3. Where many extents are active, those that were not changed lately rest: their pages are written with the
+//!    bits that they have, and flushed.
+//!
+//! So a crash leaves bits of at most `max_active` extents ([`BitmapActivity`]) set in excess, and those of requests in
+//! flight.
+//!
+//! Writes of a page go one at a time. Those that come meanwhile share the next one. A cluster of bits that is not
+//! allocated yet is allocated as an L2 table is: refcount and zeros durably, then the entry of the table.
+
+use std::collections::{BTreeSet, HashMap, VecDeque};
+use std::ops::Range;
+
+use async_lock::Semaphore;
+use blockhouse_core::sync::{Condvar, run_all};
+use blockhouse_core::{ByteRange, Durability, Result, Storage, SyncMode};
+use parking_lot::Mutex;
+
+use crate::qcow2::layout::bitmap_directory::{BitmapEntry, BitsCluster};
+use crate::qcow2::layout::geometry::Geometry;
+use crate::qcow2::layout::options::BitmapActivity;
+use crate::qcow2::layout::table_io;
+use crate::qcow2::layout::table_write::TableWrite;
+use crate::qcow2::layout::words;
+use crate::qcow2::mapping::Mapping;
+use crate::qcow2::writeback::Metadata;
+
+use super::page::{Marked, Page, WriteEnd};
+
+/// Bytes of bits that are written together, unless clusters are smaller.
+const PAGE: u64 = 4096;
+/// How many pages are written together.
+const MAX_IN_FLIGHT: usize = 16;
+
+/// See the module's page.
+pub(super) struct LiveBitmap {
+    geometry: Geometry,
+    /// How many extents the disk may say more of than has changed, but for those of requests in flight.
+    max_active: usize,
+    granularity_bits: u32,
+    /// Bits that stand for the disk.
+    bits: u64,
+    /// Bytes of a page.
+    page_size: u64,
+    /// Bits of an extent, all in one page.
+    extent_bits: u64,
+    table_offset: u64,
+    state: Mutex<State>,
+    /// A write of a page ended.
+    written: Condvar,
+    /// Held by the task that allocates clusters of bits.
+    allocating: Semaphore,
+    /// Held by the task that has extents rest.
+    resting: Semaphore,
+}
+
+struct State {
+    table: Vec<BitsCluster>,
+    pages: HashMap<u64, Page>,
+    /// Extents that became active, in this order.
+    active: VecDeque<u64>,
+    /// Whether a write of the table was dropped, and may still be in flight.
+    is_table_write_unknown: bool,
+    /// Whether writes of all pages were dropped, and may still be in flight.
+    is_exact_write_unknown: bool,
+}
+
+/// What is left to do for a change after its bits were set in memory.
+pub(super) enum Next {
+    /// Nothing.
+    Done,
+    /// To read this page, and to set the bits again.
+    Load(u64),
+    /// To make these pages durable up to these versions.
+    Write(Vec<(u64, u64)>),
+}
+
+impl LiveBitmap {
+    /// A bitmap of a disk of `size` bytes, with its table.
+    pub(super) fn new(
+        entry: &BitmapEntry,
+        table: Vec<BitsCluster>,
+        size: u64,
+        geometry: Geometry,
+        (activity, block): (BitmapActivity, u64),
+    ) -> Self {
+        let page_size = PAGE.min(geometry.cluster_size()).max(block);
+        let extent_bits = (activity.extent_size >> entry.granularity_bits).clamp(1, page_size * 8);
+        Self {
+            geometry,
+            max_active: activity.max_active,
+            granularity_bits: entry.granularity_bits,
+            bits: entry.bits_for(size),
+            page_size,
+            extent_bits,
+            table_offset: entry.table_offset,
+            state: Mutex::new(State {
+                table,
+                pages: HashMap::new(),
+                active: VecDeque::new(),
+                is_table_write_unknown: false,
+                is_exact_write_unknown: false,
+            }),
+            written: Condvar::new(),
+            allocating: Semaphore::new(1),
+            resting: Semaphore::new(1),
+        }
+    }
+
+    /// Bits of a page.
+    pub(super) fn page_bits(&self) -> u64 {
+        self.page_size * 8
+    }
+
+    /// Up to how many bytes of the disk a crash leaves said to have changed that have not.
+    pub(super) fn max_excess(&self) -> u64 {
+        let extent_size = self.extent_bits << self.granularity_bits;
+        extent_size.saturating_mul(self.max_active as u64)
+    }
+
+    /// The bits of a range of the disk.
+    fn bits_of(&self, range: ByteRange) -> Range<u64> {
+        let start = range.offset() >> self.granularity_bits;
+        let end = range.end().div_ceil(1 << self.granularity_bits);
+        start.min(self.bits)..end.min(self.bits)
+    }
+
+    /// Sets the bits of `range` in memory.
+    pub(super) fn mark(&self, range: ByteRange) -> Next {
+        let bits = self.bits_of(range);
+        let mut writes = Vec::new();
+        let mut state = self.state.lock();
+        let State { pages, active, .. } = &mut *state;
+        let mut at = bits.start;
+        while at < bits.end {
+            let number = at / self.page_bits();
+            let end = bits.end.min((number + 1) * self.page_bits());
+            let Some(page) = pages.get_mut(&number) else { return Next::Load(number) };
+            let mut needed = 0;
+            while at < end {
+                let extent = at / self.extent_bits;
+                let extent_end = end.min((extent + 1) * self.extent_bits);
+                let first = number * self.page_bits();
+                let in_page = extent - first / self.extent_bits;
+                match page.mark(in_page, self.extent_bits, at - first..extent_end - first) {
+                    Marked::Durable => {}
+                    Marked::Needs(version) => needed = needed.max(version),
+                    Marked::Activated(version) => {
+                        needed = needed.max(version);
+                        active.push_back(extent);
+                    }
+                }
+                at = extent_end;
+            }
+            if needed > 0 {
+                writes.push((number, needed));
+            }
+        }
+        if writes.is_empty() { Next::Done } else { Next::Write(writes) }
+    }
+
+    /// Has the disk say that `range` changes, durably.
+    ///
+    /// # Errors
+    /// What the storage answers: the change must not be made.
+    pub(super) async fn record<S: Storage>(
+        &self,
+        metadata: &Metadata<S, Mapping>,
+        range: ByteRange,
+    ) -> Result<()> {
+        loop {
+            match self.mark(range) {
+                Next::Done => return Ok(()),
+                Next::Load(page) => self.load(metadata, page).await?,
+                Next::Write(pages) => {
+                    let writes = pages
+                        .into_iter()
+                        .map(|(page, version)| self.make_durable(metadata, page, version));
+                    run_all(MAX_IN_FLIGHT, writes).await?;
+                    self.have_some_rest(metadata).await;
+                    return Ok(());
+                }
+            }
+        }
+    }
+
+    /// The bits of a page, as they are in memory or else on disk.
+    pub(super) async fn page_of<S: Storage>(
+        &self,
+        metadata: &Metadata<S, Mapping>,
+        number: u64,
+    ) -> Result<Vec<u8>> {
+        loop {
+            if let Some(page) = self.state.lock().pages.get(&number) {
+                return Ok(page.bits().to_vec());
+            }
+            self.load(metadata, number).await?;
+        }
+    }
+
+    /// Where a page is.
+    fn location_of(&self, page: u64) -> BitsCluster {
+        let in_cluster = self.geometry.cluster_size() / self.page_size;
+        match self.state.lock().table[(page / in_cluster) as usize] {
+            BitsCluster::Stored(cluster) => {
+                BitsCluster::Stored(cluster + page % in_cluster * self.page_size)
+            }
+            other => other,
+        }
+    }
+
+    async fn load<S: Storage>(&self, metadata: &Metadata<S, Mapping>, page: u64) -> Result<()> {
+        self.drain_exact_writes(metadata).await;
+        let length = self.page_size as usize;
+        let bits = match self.location_of(page) {
+            BitsCluster::Stored(offset) => {
+                table_io::read(metadata.storage(), offset, length).await?
+            }
+            BitsCluster::Zeros => vec![0; length],
+            BitsCluster::Ones => vec![0xff; length],
+        };
+        // Another task may have read it meanwhile, and changed it since.
+        self.state.lock().pages.entry(page).or_insert_with(|| Page::new(bits));
+        Ok(())
+    }
+
+    async fn make_durable<S: Storage>(
+        &self,
+        metadata: &Metadata<S, Mapping>,
+        page: u64,
+        version: u64,
+    ) -> Result<()> {
+        while let Some(write) = self.begin_write(page, |page| !page.is_durable(version)).await {
+            write.run(metadata, Durability::Data).await?;
+        }
+        Ok(())
+    }
+
+    /// Begins a write of a page, once no other one is in flight, if it `is_needed` then.
+    async fn begin_write(
+        &self,
+        number: u64,
+        is_needed: impl Fn(&Page) -> bool,
+    ) -> Option<PageWrite<'_>> {
+        loop {
+            let writing = {
+                let mut state = self.state.lock();
+                let page = state.pages.get_mut(&number)?;
+                if !is_needed(page) {
+                    return None;
+                }
+                if !page.is_writing() {
+                    let was_dropped = page.begin_write();
+                    let end = WriteEnd::Dropped;
+                    return Some(PageWrite { bitmap: self, page: number, was_dropped, end });
+                }
+                self.written.listen()
+            };
+            writing.await;
+        }
+    }
+
+    /// The offset of a page, for which a cluster is allocated where there is none; `None` for one whose bits are
+    /// all set without one.
+    async fn place<S: Storage>(
+        &self,
+        metadata: &Metadata<S, Mapping>,
+        page: u64,
+    ) -> Result<Option<u64>> {
+        loop {
+            match self.location_of(page) {
+                BitsCluster::Stored(offset) => return Ok(Some(offset)),
+                BitsCluster::Ones => return Ok(None),
+                BitsCluster::Zeros => {
+                    let in_cluster = self.geometry.cluster_size() / self.page_size;
+                    self.allocate(metadata, page / in_cluster).await?;
+                }
+            }
+        }
+    }
+
+    /// Allocates a cluster of bits, which are zeros.
+    async fn allocate<S: Storage>(
+        &self,
+        metadata: &Metadata<S, Mapping>,
+        cluster: u64,
+    ) -> Result<()> {
+        let _alone = self.allocating.acquire().await;
+        let is_unknown = {
+            let state = self.state.lock();
+            if state.table[cluster as usize] != BitsCluster::Zeros {
+                return Ok(());
+            }
+            state.is_table_write_unknown
+        };
+        if is_unknown {
+            metadata.writer().drained().await;
+        }
+        let allocated = metadata.step(|state| {
+            state.tables.freeze_mut().wait_thawed()?;
+            state.tables.check_dirty_limit()?;
+            let allocated = state.allocator.allocate(&mut state.tables, 1)?;
+            state.tables.note_change();
+            Ok(allocated)
+        });
+        let allocated = metadata.marking(allocated.await).await?;
+        let host = self.geometry.bytes_of(allocated.clone());
+        if let Err(error) = self.fill_and_refer(metadata, cluster, host).await {
+            // Where the entry may be on disk, the cluster stays allocated: a leak at most.
+            if !self.state.lock().is_table_write_unknown {
+                let mut state = metadata.lock();
+                let state = &mut *state;
+                state.allocator.free_unlinked(&mut state.tables, allocated);
+            }
+            return Err(error);
+        }
+        Ok(())
+    }
+
+    async fn fill_and_refer<S: Storage>(
+        &self,
+        metadata: &Metadata<S, Mapping>,
+        cluster: u64,
+        host: ByteRange,
+    ) -> Result<()> {
+        metadata.writer().write_zeros(host).await?;
+        metadata.flush_allocated().await?;
+        let block = u64::from(metadata.storage().capabilities().alignment.offset).max(512);
+        let first = cluster * 8 / block * block;
+        let write = {
+            let mut state = self.state.lock();
+            state.is_table_write_unknown = true;
+            let start = first as usize / 8;
+            let end = (start + block as usize / 8).min(state.table.len());
+            let mut words: Vec<u64> =
+                state.table[start..end].iter().map(|entry| entry.word()).collect();
+            words[cluster as usize - start] = host.offset();
+            TableWrite { offset: self.table_offset + first, bytes: words::bytes_of(&words) }
+        };
+        metadata.writer().write(&[write], Durability::Data).await?;
+        let mut state = self.state.lock();
+        state.is_table_write_unknown = false;
+        state.table[cluster as usize] = BitsCluster::Stored(host.offset());
+        Ok(())
+    }
+
+    /// Has extents rest where many are active.
+    async fn have_some_rest<S: Storage>(&self, metadata: &Metadata<S, Mapping>) {
+        // What rests is still said to have changed until the flush.
+        let (rest_at, rest_to) = (self.max_active * 3 / 4, self.max_active / 2);
+        let active = self.state.lock().active.len();
+        let _alone = match self.resting.try_acquire() {
+            _ if active <= rest_at => return,
+            Some(alone) => alone,
+            // Those that are resting now make room.
+            None if active <= self.max_active => return,
+            None => self.resting.acquire().await,
+        };
+        let stale = self.rest_down_to(rest_to);
+        // Where this fails the disk says too much of these extents, and they count as stale: closing tries again.
+        // A storage that fails to flush says so itself.
+        if self.write_stale(metadata, stale).await.is_ok() {
+            let _ = metadata.sync(SyncMode::Data).await;
+        }
+    }
+
+    /// Has the longest active extents rest that were not changed lately, and then any. Returns the pages of which the
+    /// disk says too much.
+    fn rest_down_to(&self, count: usize) -> BTreeSet<u64> {
+        let mut state = self.state.lock();
+        let State { pages, active, .. } = &mut *state;
+        let in_page = self.page_bits() / self.extent_bits;
+        let mut stale = BTreeSet::new();
+        for _ in 0..2 * active.len() {
+            if active.len() <= count {
+                break;
+            }
+            let Some(extent) = active.pop_front() else { break };
+            let number = extent / in_page;
+            let page = pages.get_mut(&number).expect("the page of an active extent");
+            if !page.rest(extent % in_page, self.extent_bits) {
+                active.push_back(extent);
+            } else if page.is_stale() {
+                stale.insert(number);
+            }
+        }
+        stale
+    }
+
+    async fn write_stale<S: Storage>(
+        &self,
+        metadata: &Metadata<S, Mapping>,
+        stale: BTreeSet<u64>,
+    ) -> Result<()> {
+        let writes = stale.into_iter().map(async |page| {
+            match self.begin_write(page, Page::is_stale).await {
+                Some(write) => write.run(metadata, Durability::None).await,
+                None => Ok(()),
+            }
+        });
+        run_all(MAX_IN_FLIGHT, writes).await
+    }
+
+    /// Has the disk say what has changed and nothing more, with the next flush. No change may be in flight. Pages are
+    /// forgotten: whatever becomes of this, the disk says all that has changed.
+    ///
+    /// # Errors
+    /// What the storage answers.
+    pub(super) async fn write_exactly<S: Storage>(
+        &self,
+        metadata: &Metadata<S, Mapping>,
+    ) -> Result<()> {
+        let pages = {
+            let mut state = self.state.lock();
+            state.active.clear();
+            state.is_exact_write_unknown = true;
+            std::mem::take(&mut state.pages)
+        };
+        let inexact =
+            pages.into_iter().filter_map(|(number, page)| Some((number, page.into_inexact()?)));
+        let writes: Vec<TableWrite> = inexact
+            .filter_map(|(number, bytes)| match self.location_of(number) {
+                BitsCluster::Stored(offset) => Some(TableWrite { offset, bytes }),
+                // What is set in memory alone stands for changes that were not made.
+                BitsCluster::Zeros | BitsCluster::Ones => None,
+            })
+            .collect();
+        metadata.writer().write(&writes, Durability::None).await?;
+        self.state.lock().is_exact_write_unknown = false;
+        Ok(())
+    }
+
+    /// Waits for writes of [`write_exactly`](Self::write_exactly) that were dropped, or failed.
+    async fn drain_exact_writes<S: Storage>(&self, metadata: &Metadata<S, Mapping>) {
+        if self.state.lock().is_exact_write_unknown {
+            metadata.writer().drained().await;
+            self.state.lock().is_exact_write_unknown = false;
+        }
+    }
+}
+
+/// The one write of a page. Dropped before its end, it may still be in flight.
+struct PageWrite<'a> {
+    bitmap: &'a LiveBitmap,
+    page: u64,
+    was_dropped: bool,
+    end: WriteEnd,
+}
+
+impl PageWrite<'_> {
+    async fn run<S: Storage>(
+        mut self,
+        metadata: &Metadata<S, Mapping>,
+        durability: Durability,
+    ) -> Result<()> {
+        if self.was_dropped {
+            metadata.writer().drained().await;
+        }
+        let place = match metadata.writer().check_failure() {
+            Ok(()) => self.bitmap.place(metadata, self.page).await,
+            Err(error) => Err(error),
+        };
+        let offset = place.inspect_err(|_| self.end = WriteEnd::Failed)?;
+        let (bytes, version) = {
+            let mut state = self.bitmap.state.lock();
+            let page = state.pages.get_mut(&self.page).expect("a page that is being written");
+            page.begin_content();
+            page.content(self.bitmap.extent_bits)
+        };
+        if let Some(offset) = offset {
+            let write = TableWrite { offset, bytes };
+            let written = metadata.writer().write(&[write], durability).await;
+            written.inspect_err(|_| self.end = WriteEnd::Failed)?;
+        }
+        self.end = match durability {
+            Durability::None => WriteEnd::Written,
+            Durability::Data | Durability::Full => WriteEnd::Durable(version),
+        };
+        Ok(())
+    }
+}
+
+impl Drop for PageWrite<'_> {
+    fn drop(&mut self) {
+        if let Some(page) = self.bitmap.state.lock().pages.get_mut(&self.page) {
+            page.end_write(self.end);
+        }
+        self.bitmap.written.notify_all();
+    }
+}

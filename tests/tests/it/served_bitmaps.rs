@@ -1,0 +1,148 @@
+//! Bitmaps of images that change: served and killed, resized, put back to a snapshot; beside QEMU's tools.
+
+use std::time::Duration;
+
+use blockhouse_tests::{
+    Scratch, Serve,
+    image_tool::{command, json, qemu_img, str},
+    need, require, run, tool,
+};
+use rustix::process::Signal;
+use serde_json::Value;
+
+use crate::bitmaps::{check, dirty, info};
+
+/// Changes of all kinds.
+const CHANGES: [&str; 5] = [
+    "write -P 1 64K 64K",
+    "write -P 2 200M 4K",
+    "write -z 4M 1M",
+    "write -z -u 6M 64K",
+    "discard 8M 1M",
+];
+
+/// Changes an image, or a disk that is served.
+fn change(image: &str, format: &str, changes: &[&str]) {
+    let mut qemu_io = tool("qemu-io");
+    qemu_io.args(["-f", format, "-d", "unmap"]);
+    changes.iter().for_each(|change| _ = qemu_io.args(["-c", change]));
+    run(qemu_io.arg(image)).success();
+}
+
+fn flags(image: &str) -> Value {
+    let info = json(&qemu_img(&["info", "-U", "--output=json", "-f", "qcow2", image]).success());
+    info["format-specific"]["data"]["bitmaps"][0]["flags"].clone()
+}
+
+#[test]
+fn a_served_disk_records_changes_as_qemu_does() {
+    require!(need::tools(&["qemu-img", "qemu-io", "qemu-nbd", "nbdinfo"]));
+    let scratch = Scratch::new();
+    for options in ["cluster_size=64K", "cluster_size=4K", "extended_l2=on", "lazy_refcounts=on"] {
+        let (path, theirs) = (scratch.path("disk.qcow2"), scratch.path("theirs.qcow2"));
+        let image = str(&path);
+        qemu_img(&["create", "-q", "-f", "qcow2", "-o", options, image, "256M"]).success();
+        change(image, "qcow2", &["write -P 9 0 16M"]);
+        qemu_img(&["bitmap", "--add", image, "usual"]).success();
+        qemu_img(&["bitmap", "--add", "-g", "512", image, "fine"]).success();
+        qemu_img(&["bitmap", "--add", "--disable", image, "idle"]).success();
+        std::fs::copy(&path, &theirs).expect("a copy");
+        let server = Serve::new(&scratch, &path).start();
+        change(server.uri(), "raw", &CHANGES);
+        assert_eq!(flags(image), serde_json::json!(["in-use", "auto"]), "while it is served");
+        server.stop();
+        change(str(&theirs), "qcow2", &CHANGES);
+        info(image);
+        check(image);
+        for name in ["usual", "fine", "idle"] {
+            assert_eq!(dirty(image, name), dirty(str(&theirs), name), "{name}, {options}");
+        }
+        for image in [&path, &theirs] {
+            std::fs::remove_file(image).expect("it is there");
+        }
+    }
+}
+
+#[test]
+fn a_killed_server_leaves_all_changes_in_a_bitmap() {
+    require!(need::tools(&["qemu-img", "qemu-io", "qemu-nbd", "nbdinfo"]));
+    let scratch = Scratch::new();
+    let path = scratch.path("disk.qcow2");
+    let image = str(&path);
+    command(&["create", image, "256M"]).success();
+    command(&["bitmap", "add", image, "changes"]).success();
+    for place in ["9M", "100M"] {
+        let mut server = Serve::new(&scratch, &path).start();
+        change(server.uri(), "raw", &[&format!("write -P 3 {place} 64K")]);
+        server.signal(Signal::KILL);
+        server.wait(Duration::from_secs(60));
+        assert_eq!(flags(image), serde_json::json!(["in-use", "auto"]), "QEMU does not use it");
+        let listed = command(&["bitmap", "list", image]).success();
+        assert!(listed.stdout.contains("enabled"), "we do: {}", listed.stdout);
+    }
+    let server = Serve::new(&scratch, &path).start();
+    assert!(server.log().contains("its last writer died"), "{}", server.log());
+    server.stop();
+    // One extent for each change is said to have changed as a whole.
+    assert_eq!(dirty(image, "changes"), [(8 << 20, 4 << 20), (100 << 20, 4 << 20)]);
+    assert_eq!(flags(image), serde_json::json!(["auto"]));
+    check(image);
+}
+
+#[test]
+fn a_bitmap_lacks_what_others_changed_after_a_kill() {
+    require!(need::tools(&["qemu-img", "qemu-io"]));
+    let scratch = Scratch::new();
+    let path = scratch.path("disk.qcow2");
+    let image = str(&path);
+    command(&["create", image, "64M"]).success();
+    command(&["bitmap", "add", image, "lost"]).success();
+    let mut server = Serve::new(&scratch, &path).start();
+    change(server.uri(), "raw", &["write -f -P 3 0 64K"]);
+    server.signal(Signal::KILL);
+    server.wait(Duration::from_secs(60));
+    // QEMU keeps a bitmap that it takes for inconsistent, and records nothing in it.
+    change(image, "qcow2", &["write -P 4 32M 64K"]);
+    command(&["bitmap", "add", image, "new"]).success();
+    let mut server = Serve::new(&scratch, &path).start();
+    change(server.uri(), "raw", &["write -f -P 3 48M 64K"]);
+    server.signal(Signal::KILL);
+    server.wait(Duration::from_secs(60));
+    let server = Serve::new(&scratch, &path).start();
+    server.stop();
+    command(&["bitmap", "clear", image, "lost"]).failure("can only be removed");
+    command(&["bitmap", "remove", image, "lost"]).success();
+    assert_eq!(dirty(image, "new"), [(48 << 20, 4 << 20)]);
+    check(image);
+}
+
+#[test]
+fn sizes_and_snapshots_take_bitmaps_along() {
+    require!(need::tools(&["qemu-img", "qemu-io", "qemu-nbd", "nbdinfo"]));
+    const MIB: u64 = 1 << 20;
+    let scratch = Scratch::new();
+    let path = scratch.path("disk.qcow2");
+    let image = str(&path);
+    qemu_img(&["create", "-q", "-f", "qcow2", "-o", "cluster_size=4K", image, "200M"]).success();
+    command(&["bitmap", "add", "-g", "4K", image, "changes"]).success();
+    command(&["bitmap", "add", "--disabled", image, "idle"]).success();
+    change(image, "qcow2", &["write -P 1 64K 64K"]);
+    let checked = |wanted: &[(u64, u64)]| {
+        info(image);
+        check(image);
+        assert_eq!(dirty(image, "changes"), wanted);
+        assert_eq!(dirty(image, "idle"), []);
+    };
+    command(&["resize", image, "301M"]).success();
+    checked(&[(64 << 10, 64 << 10), (200 * MIB, 101 * MIB)]);
+    command(&["resize", "--shrink", image, "100M"]).success();
+    checked(&[(64 << 10, 64 << 10)]);
+    command(&["snapshot", "create", image, "before"]).success();
+    command(&["bitmap", "clear", image, "changes"]).success();
+    checked(&[]);
+    command(&["snapshot", "apply", image, "before"]).success();
+    checked(&[(0, 100 * MIB)]);
+    command(&["resize", image, "128M"]).success();
+    command(&["snapshot", "apply", image, "before"]).failure("remove the bitmaps first");
+    checked(&[(0, 128 * MIB)]);
+}
