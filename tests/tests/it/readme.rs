@@ -1,25 +1,85 @@
-//! README.md: the commands of everyday use, as they are typed, one after the other in an empty folder.
+//! The pages that teach: their commands work as they are typed, one after the other in an empty folder.
 
 use blockhouse_tests::typed::{Folder, Serving, commands};
+use blockhouse_tests::{need, require, run, tool};
 
-const README: &str = include_str!("../../../README.md");
+const COMMANDS: &str = include_str!("../../../docs/commands.md");
+const FIRST_MACHINE: &str = include_str!("../../../docs/first-machine.md");
+const FROM_QEMU: &str = include_str!("../../../docs/from-qemu.md");
 
-#[test]
-fn every_command_of_the_readme_works_as_typed() {
-    let folder = Folder::new();
-    let commands = commands(README, "blockhouse ");
-    assert!(commands.len() > 15, "{commands:?}");
+/// Runs the commands of a page. A server runs until the next command that is not for its control socket.
+fn type_all(page: &str, folder: &Folder, least: usize) {
+    let commands = commands(page, "blockhouse ");
+    assert!(commands.len() >= least, "{commands:?}");
     let mut serving: Option<Serving> = None;
     for line in commands {
-        // A client of the control socket needs the server of the line before.
-        if !line.starts_with("blockhouse snapshot create --control") {
+        let is_for_server =
+            line.starts_with("blockhouse ctl") || line.contains(" create --control");
+        if !is_for_server {
             serving.take().into_iter().for_each(Serving::stop);
         }
         if line.starts_with("blockhouse serve") {
-            serving = Some(Serving::start(&folder, line));
+            serving = Some(Serving::start(folder, line));
         } else {
             folder.run(line);
         }
     }
+}
+
+/// The cells of a row whose cells are commands.
+fn cells(row: &str) -> Vec<&str> {
+    row.split('`').skip(1).step_by(2).collect()
+}
+
+#[test]
+fn every_command_of_every_day_works_as_typed() {
+    let folder = Folder::new();
+    type_all(COMMANDS, &folder, 15);
     assert!(folder.path("report.html").exists());
+}
+
+#[test]
+fn a_first_machines_disk_is_made_served_and_changed_as_typed() {
+    type_all(FIRST_MACHINE, &Folder::new(), 12);
+}
+
+#[test]
+fn what_is_typed_for_qemu_img_has_the_same_effect_here() {
+    require!(need::tools(&["qemu-img"]));
+    let (theirs, ours) = (Folder::new(), Folder::new());
+    let rows: Vec<_> = FROM_QEMU.lines().filter(|line| line.starts_with("| `qemu-img ")).collect();
+    assert!(rows.len() > 20, "{rows:?}");
+    for row in rows {
+        let [qemu, blockhouse] = cells(row)[..] else { panic!("two commands: {row}") };
+        theirs.run(qemu);
+        ours.run(blockhouse);
+    }
+    let names = |folder: &Folder| {
+        let entries = std::fs::read_dir(folder.path("")).expect("a folder");
+        let names = entries.map(|entry| entry.expect("an entry").file_name());
+        let mut names: Vec<_> = names.filter_map(|name| name.into_string().ok()).collect();
+        names.retain(|name| name.contains('.'));
+        names.sort();
+        names
+    };
+    assert_eq!(names(&theirs), names(&ours));
+    for name in names(&theirs) {
+        let (theirs, ours) = (theirs.path(&name), ours.path(&name));
+        run(tool("qemu-img").arg("compare").args([theirs, ours])).success();
+    }
+}
+
+#[test]
+fn what_is_typed_for_other_servers_serves_here() {
+    let folder = Folder::new();
+    folder.run("blockhouse create disk.img 64M");
+    folder.run("blockhouse create disk.qcow2 64M");
+    let rows = FROM_QEMU.lines().filter(|line| line.contains("| `blockhouse serve "));
+    let mut count = 0;
+    for row in rows {
+        let line = cells(row)[1];
+        Serving::start(&folder, line).stop();
+        count += 1;
+    }
+    assert!(count > 8, "{count} servers");
 }
