@@ -59,4 +59,5 @@ mod upgrades;
 mod upgrades_vhost_user;
 mod vhdx_logs;
 mod vhost_user;
+mod vmdk_extents;
 mod vmstate;
