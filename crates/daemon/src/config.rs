@@ -24,6 +24,7 @@ use crate::setup::{DiskSetup, SandboxUse, Setup, StateSetup, TlsSetup};
 use crate::socket_options::{self, SocketGroup, SocketMode};
 use crate::text_fields::TextOf;
 use crate::tls_options::{TlsChoice, TlsOptions, parse_allowed};
+use crate::user_options::{self, GroupName, UserIds, UserName};
 use crate::workers::LoopOptions;
 
 /// A file, read and checked.
@@ -31,6 +32,7 @@ use crate::workers::LoopOptions;
 pub struct Config {
     server: ServerOptions,
     tls: Option<TlsSetup>,
+    user: Option<UserIds>,
     pub(crate) disks: Vec<ConfiguredDisk>,
 }
 
@@ -76,6 +78,8 @@ struct ServerOptions {
     fixed_files: bool,
     io_poll: bool,
     register_memory: bool,
+    user: Option<TextOf<UserName>>,
+    group: Option<TextOf<GroupName>>,
     sandbox: bool,
     sandbox_allow: Vec<PathBuf>,
     limits: Vec<TextOf<Limit>>,
@@ -101,6 +105,8 @@ impl Default for ServerOptions {
             fixed_files: false,
             io_poll: false,
             register_memory: false,
+            user: None,
+            group: None,
             sandbox: true,
             sandbox_allow: Vec::new(),
             limits: Vec::new(),
@@ -113,6 +119,11 @@ impl Default for ServerOptions {
 }
 
 impl ServerOptions {
+    /// Who the server becomes.
+    fn user(&self) -> Result<Option<UserIds>, String> {
+        user_options::ids(self.user.map(|TextOf(user)| user), self.group.map(|TextOf(group)| group))
+    }
+
     /// TLS for these disks.
     fn tls(&self, disks: &[ConfiguredDisk]) -> Result<Option<TlsSetup>, String> {
         let uris =
@@ -147,7 +158,7 @@ impl Config {
 
     /// What is to run. `hand_over`: as [`Setup::hand_over`]. The file is read again from `path` by reloads.
     pub fn setup(self, path: PathBuf, hand_over: bool) -> Setup {
-        let Self { server, tls, disks } = self;
+        let Self { server, tls, user, disks } = self;
         let limits: Vec<Limit> = server.limits.into_iter().map(|TextOf(limit)| limit).collect();
         let (nbd, devices) = addresses(&disks);
         Setup {
@@ -181,6 +192,7 @@ impl Config {
             control: server.control,
             pid_file: server.pid_file,
             metrics: server.metrics.map(|TextOf(address)| address),
+            user,
             sandbox: if server.sandbox { SandboxUse::On } else { SandboxUse::Off },
             sandbox_allow: server.sandbox_allow,
             config: Some(path),
@@ -239,7 +251,8 @@ fn parse(text: &str) -> Result<Config, Wrong> {
         disks.push(disk);
     }
     let tls = server.tls(&disks).map_err(|why| Wrong { at, why })?;
-    Ok(Config { server, tls, disks })
+    let user = server.user().map_err(|why| Wrong { at, why })?;
+    Ok(Config { server, tls, user, disks })
 }
 
 fn check_server(server: &ServerOptions) -> Result<(), String> {

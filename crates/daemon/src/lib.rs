@@ -51,6 +51,7 @@ mod stopping_notice;
 mod text_fields;
 mod tls;
 pub mod tls_options;
+pub mod user_options;
 mod vhost_user;
 mod warnings;
 mod watchdog;

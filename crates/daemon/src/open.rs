@@ -11,12 +11,25 @@ use blockhouse_disk::{
 
 use crate::setup::{DiskSetup, StateSetup};
 
-/// What outlives the server. A directory that was asked for must be usable; without the usual one the server serves,
+/// What outlives the server, which becomes `user` later. A directory that was asked for must be usable; without the usual one the server serves,
 /// and says what that means.
 ///
 /// # Errors
 /// The directory cannot be used.
-pub(crate) fn state_use(state: &StateSetup, disks: &[DiskSetup]) -> Result<StateUse> {
+pub(crate) fn state_use(
+    state: &StateSetup,
+    disks: &[DiskSetup],
+    user: Option<u32>,
+) -> Result<StateUse> {
+    match (state, user) {
+        (StateSetup::Dir(path), Some(user)) => {
+            return Ok(StateUse::Keep(StateDir::create_for(path, user)?));
+        }
+        (StateSetup::Usual, Some(user)) => {
+            return Ok(try_keep(StateDir::create_for(&StateDir::default_path_for(user), user)));
+        }
+        _ => {}
+    }
     match state {
         StateSetup::Off => Ok(StateUse::Off),
         StateSetup::Dir(path) => Ok(StateUse::Keep(StateDir::create(path)?)),
@@ -24,13 +37,18 @@ pub(crate) fn state_use(state: &StateSetup, disks: &[DiskSetup]) -> Result<State
             Ok(StateUse::Replay(StateDir::find_default()))
         }
         StateSetup::Usual => {
-            match StateDir::default_path().and_then(|path| StateDir::create(&path)) {
-                Ok(dir) => Ok(StateUse::TryKeep(dir)),
-                Err(error) => {
-                    tracing::warn!("{NOT_KEPT}: {error}");
-                    Ok(StateUse::Off)
-                }
-            }
+            Ok(try_keep(StateDir::default_path().and_then(|path| StateDir::create(&path))))
+        }
+    }
+}
+
+/// The usual directory, or none.
+fn try_keep(dir: blockhouse_core::Result<StateDir>) -> StateUse {
+    match dir {
+        Ok(dir) => StateUse::TryKeep(dir),
+        Err(error) => {
+            tracing::warn!("{NOT_KEPT}: {error}");
+            StateUse::Off
         }
     }
 }

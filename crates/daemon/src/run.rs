@@ -158,13 +158,14 @@ fn start(
         control.map(|path| bind_for(&Address::Unix(path.clone()), private)).transpose()?;
     let metrics = setup.metrics.as_ref().map(|address| address.bind(private)).transpose()?;
     let loops = LoopsAside::start(setup)?;
-    let state = state_use(&setup.state, &setup.disks)?;
+    let state = state_use(&setup.state, &setup.disks, setup.user.map(|ids| ids.user))?;
     let disks = open_disks(&workers, setup, &state)?;
     let pid_file = write_pid(setup).inspect_err(|_| close_all(&workers, &disks))?;
     let bound = sockets.iter().map(|socket| &socket.bound);
     let bound = bound.chain(devices.iter().map(|device| &device.bound)).chain(&control);
     let bound = sandbox::socket_files(bound.chain(&metrics));
-    let sandbox = sandbox::enter(setup, &workers, &bound);
+    let sandbox =
+        sandbox::enter(setup, &workers, &bound).inspect_err(|_| close_all(&workers, &disks))?;
     launcher.tell(launch_rules(setup, &sandbox));
     let mut service = Service::start(workers, disks, sockets, setup, tls, sandbox)?;
     service.add_devices(devices, setup)?;
@@ -211,7 +212,7 @@ fn take_over(
     let pid_file = write_pid(setup).inspect_err(|error| tracing::warn!("{error:#}"));
     let bound = sockets.iter().map(|socket| &socket.bound);
     let bound = bound.chain(devices.iter().map(|device| &device.bound)).chain(&control);
-    let sandbox = sandbox::enter(setup, &workers, &sandbox::socket_files(bound));
+    let sandbox = sandbox::enter(setup, &workers, &sandbox::socket_files(bound))?;
     launcher.tell(launch_rules(setup, &sandbox));
     let mut service = Service::start(workers, disks, sockets, setup, tls, sandbox)?;
     service.add_devices(devices, setup)?;
@@ -267,6 +268,7 @@ fn upgrade(service: &Service, launcher: &Launcher, upgrades: &UpgradeRequests) -
 fn launch_rules(setup: &Setup, sandbox: &SandboxReport) -> LaunchRules {
     LaunchRules {
         arguments: source::arguments(),
+        user: setup.user,
         // The control socket is the way to ask for another one.
         programs: match &setup.control {
             Some(_) => Programs::AnyNotBelow(sandbox.writable().to_vec()),

@@ -13,6 +13,7 @@ use blockhouse_vhost_user::RegisteredMemory;
 use crate::limit_options::DiskThrottle;
 use crate::metrics::MetricsAddress;
 use crate::offers::{Offer, Offers};
+use crate::user_options::UserIds;
 use crate::workers::LoopOptions;
 
 /// What is to run.
@@ -48,6 +49,8 @@ pub struct Setup {
     pub pid_file: Option<PathBuf>,
     /// Where the metrics are served.
     pub metrics: Option<MetricsAddress>,
+    /// The user that the process becomes, once everything is open; `None`: it stays who it is.
+    pub user: Option<UserIds>,
     /// Whether the process may do nothing but what it needs, once everything is open.
     pub sandbox: SandboxUse,
     /// Folders and files below which requests may open more then, beside the folders of the disks and sockets.

@@ -76,6 +76,7 @@ mod task;
 mod thread_pool;
 mod timer;
 mod uring;
+mod user;
 mod wait_queue;
 mod wait_released;
 mod watch;
@@ -110,5 +111,6 @@ pub use spawn::{Task, current_party, spawn, spawn_detached};
 pub use wait_released::wait_until_released;
 // From core, because it works on any executor.
 pub use blockhouse_core::yield_now;
+pub use user::become_user;
 pub use watch::Watch;
 pub use watches::PollSource;

@@ -1,13 +1,15 @@
 //! The sandbox from inside: a build with debug assertions tries what an attacker would, on a loop of the server. All
 //! other tests show that a server does in it what users ask for.
 
+use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 
 use blockhouse_tests::control::Control;
 use blockhouse_tests::nbd::Client;
 use blockhouse_tests::need::skip;
-use blockhouse_tests::upgrade::upgrade;
-use blockhouse_tests::{Engine, Scratch, Serve, Server, image_tool, on_every_engine};
+use blockhouse_tests::upgrade::{Servers, upgrade};
+use blockhouse_tests::{Engine, Scratch, Serve, Server, blockhouse, image_tool, on_every_engine};
+use rustix::process::{Pid, Signal};
 use serde_json::json;
 
 /// SIGSYS, which has the same number on all processors that have a filter.
@@ -230,6 +232,84 @@ fn every_thread_is_in_it() {
     }
     assert!(count >= 6, "{count} threads");
     server.stop();
+}
+
+/// The user that no file belongs to, on each Linux.
+const NOBODY: u32 = 65534;
+
+/// Whether NOBODY can execute the binary under test.
+fn is_reachable_for_all() -> bool {
+    let can_enter = |folder: &Path| {
+        folder.metadata().is_ok_and(|found| found.permissions().mode() & 0o001 != 0)
+    };
+    blockhouse().ancestors().all(can_enter)
+}
+
+#[test]
+fn root_opens_and_another_user_serves() {
+    if !rustix::process::geteuid().is_root() {
+        return skip("only root becomes another user");
+    }
+    let scratch = Scratch::new();
+    let image = image(&scratch);
+    let control = scratch.socket("control");
+    let memory = Scratch::in_memory();
+    let state = memory.path("state");
+    let serve = || {
+        let serve = trying(&scratch, &image, "user").option("--user", NOBODY.to_string());
+        let serve = serve.option("--group", NOBODY.to_string()).option("--control", &control);
+        serve.option("--state", &state).flag("-v")
+    };
+    let servers = Servers(&scratch);
+    let server = serve().start();
+    assert!(server.details().contains(" sandbox=user"), "{}", server.details());
+    if has_attempts(&server, "user") {
+        assert_eq!(outcome(&server.log(), "user"), Some(NOT_PERMITTED));
+    }
+    is_nobody(server.pid());
+    for file in [&control, &scratch.socket("nbd"), &state] {
+        assert_eq!(file.metadata().expect("it is there").uid(), NOBODY, "{}", file.display());
+    }
+    let mut client = Client::open(&server.address());
+    assert_eq!(client.write(0, &[8; 4096], 0), 0);
+    // What was answered is there after a kill, for the next server that root starts.
+    server.signal(Signal::KILL);
+    drop(server);
+    let server = serve().start();
+    let mut client = Client::open(&server.address());
+    assert_eq!(client.read(0, 4096), Ok(vec![8; 4096]));
+    if is_reachable_for_all() {
+        upgrade(&control, &[]).success();
+        servers.wait_for(1);
+        is_nobody(servers.running()[0]);
+        assert_eq!(client.read(0, 4096), Ok(vec![8; 4096]));
+    }
+    servers.stop();
+    assert_eq!(std::fs::read_dir(&state).expect("a folder").count(), 0, "it was closed in order");
+    let refusal = trying(&scratch, &image, "").option("--group", "nogroup").refused();
+    refusal.wrong_usage(&["--group needs --user"]);
+}
+
+/// Asserts that all threads of a process are NOBODY's, without any other right. The kernel's workers of io_uring are
+/// none of these: they run no code of the process, and do what a thread asks by that thread's rights.
+#[track_caller]
+fn is_nobody(process: Pid) {
+    let tasks = format!("/proc/{}/task", process.as_raw_nonzero());
+    for task in std::fs::read_dir(tasks).expect("the server runs") {
+        let status = std::fs::read_to_string(task.expect("a thread").path().join("status"));
+        let status = status.expect("it goes on");
+        if status.starts_with("Name:\tiou-wrk-") {
+            continue;
+        }
+        for line in [
+            "Uid:\t65534\t65534\t65534\t65534",
+            "Gid:\t65534\t65534\t65534\t65534",
+            "Groups:\t \n",
+            "CapPrm:\t0000000000000000",
+        ] {
+            assert!(status.contains(line), "{line:?}: {status}");
+        }
+    }
 }
 
 #[test]

@@ -14,6 +14,7 @@ use blockhouse_daemon::rate_limits;
 use blockhouse_daemon::setup::{DiskSetup, SandboxUse, Setup, StateSetup};
 use blockhouse_daemon::size;
 use blockhouse_daemon::socket_options::{self, SocketGroup, SocketMode};
+use blockhouse_daemon::user_options::{self, GroupName, UserName};
 use blockhouse_disk::{Access, CacheMode, DetectZeroes, Discard, ImageFormat};
 use blockhouse_engine::{DEFAULT_POLLING, EngineChoice, FixedFiles, IoPoll};
 use blockhouse_nbd::uri::{Address, NbdUri};
@@ -25,7 +26,7 @@ use crate::open_args::{AllowPathArgs, state_setup};
 use crate::serve::tls_args::TlsArgs;
 
 /// What the configuration says in place of the command line.
-const OTHER_OPTIONS: [&str; 33] = [
+const OTHER_OPTIONS: [&str; 35] = [
     "images",
     "format",
     "create",
@@ -50,6 +51,8 @@ const OTHER_OPTIONS: [&str; 33] = [
     "fixed_files",
     "io_poll",
     "register_memory",
+    "user",
+    "group",
     "sandbox",
     "sandbox_allow",
     "state",
@@ -199,6 +202,16 @@ pub struct Arguments {
     /// unmap also gives its space back to the host.
     #[arg(long, default_value = "off", value_parser = parse_detect_zeroes)]
     detect_zeroes: DetectZeroes,
+    /// Become this user, by name or number, once everything is open: images and sockets are opened by the user who starts
+    /// the server, mostly root. Supplementary groups are given up.
+    ///
+    /// Unix sockets are this user's then, and so is the state directory: /dev/shm/blockhouse-UID if --state is left out.
+    /// What is read again later (TLS), opened later, or removed at the end, is so by this user's rights.
+    #[arg(long, value_name = "NAME|UID", value_parser = ValueParser::new(str::parse::<UserName>))]
+    user: Option<UserName>,
+    /// With --user, become this group; left out, the user's.
+    #[arg(long, value_name = "NAME|GID", value_parser = ValueParser::new(str::parse::<GroupName>))]
+    group: Option<GroupName>,
     /// Whether the server gives up what it needs no more once everything is open: on or off.
     ///
     /// In its sandbox it makes only the system calls that serving takes, executes nothing, makes no new rings, and reaches
@@ -330,6 +343,7 @@ impl Arguments {
             control: self.control.clone(),
             pid_file: self.pid_file.clone(),
             metrics: self.metrics.clone(),
+            user: user_options::ids(self.user, self.group).unwrap_or_else(|why| refuse(&why)),
             sandbox: self.sandbox,
             sandbox_allow: self.sandbox_allow.clone(),
             config: None,

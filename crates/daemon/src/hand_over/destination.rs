@@ -184,7 +184,7 @@ fn open_all(
     images: Vec<Vec<HandedFile>>,
 ) -> Result<Vec<HandedOverDisk>> {
     let mut disks = Vec::new();
-    let state = state_use(&setup.state, &setup.disks)?;
+    let state = state_use(&setup.state, &setup.disks, setup.user.map(|ids| ids.user))?;
     for (disk, files) in setup.disks.iter().zip(images) {
         let (path, options) = (disk.path.clone(), image_options(disk, &state)?);
         let snapshot = disk.snapshot.clone();

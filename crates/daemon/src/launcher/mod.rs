@@ -30,6 +30,8 @@ use parking_lot::Mutex;
 pub use process::run;
 use protocol::{Channel, Reply, Request, Rules};
 
+use crate::user_options::UserIds;
+
 /// The word of the command line that asks for the process.
 pub const WORD: &str = "__launch";
 
@@ -66,7 +68,8 @@ impl Launcher {
         let bytes = OsString::into_vec;
         let arguments = rules.arguments.into_iter().map(bytes).collect();
         let not_below = not_below.into_iter().map(|path| bytes(path.into())).collect();
-        let rules = Rules { arguments, any_program, not_below };
+        let user = rules.user.map(|UserIds { user, group }| (user, group));
+        let rules = Rules { arguments, any_program, not_below, user };
         // Where it is over, the first request says so.
         let _ = channel.lock().send(&Request::Rules(rules), None);
     }
@@ -133,6 +136,8 @@ impl fmt::Debug for Launcher {
 pub(crate) struct LaunchRules {
     /// The arguments that each program gets.
     pub(crate) arguments: Vec<OsString>,
+    /// The user that it becomes.
+    pub(crate) user: Option<UserIds>,
     /// Which programs.
     pub(crate) programs: Programs,
 }

@@ -9,6 +9,7 @@ use std::process::{Child, Command, Stdio};
 use std::sync::Arc;
 
 use anyhow::{Context, Result, bail};
+use blockhouse_engine::become_user;
 use rustix::fs::{Mode, OFlags};
 use rustix::process::{Pid, Signal, kill_process};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGUSR1, SIGUSR2};
@@ -33,6 +34,9 @@ pub fn run() -> Result<()> {
         Some((Request::Rules(rules), _)) => rules,
         Some(_) => bail!("this is for 'blockhouse serve' alone: no rules came"),
     };
+    if let Some((user, group)) = rules.user {
+        become_user(user, group).context("cannot become the user of the server")?;
+    }
     let mut state = State { rules, child: None };
     while let Some((request, descriptor)) = channel.receive()? {
         let reply = state.execute(request, descriptor)?;
@@ -176,7 +180,8 @@ mod tests {
             let canonical = |path: &&str| Path::new(path).canonicalize().expect("it is there");
             let not_below =
                 not_below.iter().map(|path| canonical(path).into_os_string().into_vec());
-            let rules = Rules { arguments, any_program, not_below: not_below.collect() };
+            let rules =
+                Rules { arguments, any_program, not_below: not_below.collect(), user: None };
             let mut state = State { rules, child: None };
             let binary = Some(b"/bin/sh".to_vec());
             let reply = state.execute(Request::Start { binary }, stdin()).expect("a request");

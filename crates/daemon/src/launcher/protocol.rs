@@ -41,6 +41,8 @@ pub(super) struct Rules {
     pub(super) any_program: bool,
     /// Canonical paths below which none is started.
     pub(super) not_below: Vec<Vec<u8>>,
+    /// The ids of the user and the group that the launcher becomes first.
+    pub(super) user: Option<(u32, u32)>,
 }
 
 /// What the launcher answers to all but the rules.

@@ -78,7 +78,7 @@ impl Running {
         if let Ok(Location::File(path)) = Location::of(&setup.path) {
             self.sandbox().check(&path)?;
         }
-        let state = state_use(&self.options.state, slice::from_ref(&setup))?;
+        let state = state_use(&self.options.state, slice::from_ref(&setup), self.options.user)?;
         let disk = open_disk(&setup, &state).await?;
         let disk = self.adopt(setup, Arc::new(disk));
         self.events.tell(Event::DiskOpened { disk: name.clone() });

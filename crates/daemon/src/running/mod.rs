@@ -52,6 +52,8 @@ pub(crate) struct Running {
 /// How disks are opened and served, whatever their names.
 struct Options {
     state: StateSetup,
+    /// Who the server became.
+    user: Option<u32>,
     /// Who may connect to Unix sockets.
     permissions: SocketPermissions,
     queues: u16,
@@ -106,6 +108,7 @@ impl Running {
             loops,
             server: Server::new(setup.limits),
             options: Options {
+                user: setup.user.map(|ids| ids.user),
                 state: setup.state.clone(),
                 permissions: setup.permissions,
                 queues: setup.queues,

@@ -59,7 +59,7 @@ pub(crate) struct FileRules {
 /// The rules of this server, whose Unix sockets have files at `sockets`.
 pub(super) fn rules(setup: &Setup, needs: Needs, sockets: &[PathBuf]) -> FileRules {
     let mut all = FileRules::default();
-    if let Some(path) = state_folder(&setup.state) {
+    if let Some(path) = state_folder(setup) {
         all.add(path, changing() | AccessFs::RemoveDir);
     }
     for socket in sockets {
@@ -130,11 +130,14 @@ fn place_of_image(path: PathBuf) -> PathBuf {
     if is_device { path } else { parent(&path.canonicalize().unwrap_or(path)) }
 }
 
-fn state_folder(state: &StateSetup) -> Option<PathBuf> {
-    match state {
+fn state_folder(setup: &Setup) -> Option<PathBuf> {
+    match &setup.state {
         StateSetup::Off => None,
         StateSetup::Dir(path) => Some(path.clone()),
-        StateSetup::Usual => StateDir::default_path().ok(),
+        StateSetup::Usual => match setup.user {
+            Some(ids) => Some(StateDir::default_path_for(ids.user)),
+            None => StateDir::default_path().ok(),
+        },
     }
 }
 
@@ -160,15 +163,28 @@ fn changing() -> BitFlags<AccessFs> {
         | AccessFs::RemoveFile
 }
 
-/// Puts the rules in force on all threads. False where the kernel has no Landlock.
+/// Rules that the kernel has, to be put in force.
+pub(super) struct PreparedRules(Option<OwnedFd>);
+
+impl PreparedRules {
+    /// Puts the rules in force on all threads. False where the kernel has no Landlock.
+    ///
+    /// # Errors
+    /// The kernel's, and where a thread cannot be reached.
+    pub(super) fn restrict(self) -> Result<bool> {
+        let Some(ruleset) = self.0 else { return Ok(false) };
+        restrict_file_access(ruleset.as_fd())?;
+        Ok(true)
+    }
+}
+
+/// Gives the rules to the kernel, with the rights of the user who has opened everything.
 ///
 /// # Errors
-/// The kernel's, and where a thread cannot be reached.
-pub(super) fn restrict(rules: &FileRules, setup: &Setup, needs: Needs) -> Result<bool> {
-    let ruleset = ruleset(rules, setup, needs).context("cannot make a ruleset of Landlock")?;
-    let Some(ruleset): Option<OwnedFd> = ruleset.into() else { return Ok(false) };
-    restrict_file_access(ruleset.as_fd())?;
-    Ok(true)
+/// The kernel's.
+pub(super) fn make(rules: &FileRules, setup: &Setup, needs: Needs) -> Result<PreparedRules> {
+    let made = ruleset(rules, setup, needs).context("cannot make a ruleset of Landlock")?;
+    Ok(PreparedRules(made.into()))
 }
 
 fn ruleset(rules: &FileRules, setup: &Setup, needs: Needs) -> Result<RulesetCreated> {

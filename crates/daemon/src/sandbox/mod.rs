@@ -7,6 +7,7 @@
 //! - `needs`: what this server does later, from its description
 //! - `files`: rules about files and TCP ports
 //! - `system_calls`: the filter
+//! - `user`: another user
 
 mod files;
 mod needs;
@@ -17,6 +18,7 @@ mod system_calls;
 #[cfg(not(any(target_arch = "x86_64", target_arch = "aarch64")))]
 #[path = "no_system_calls.rs"]
 mod system_calls;
+mod user;
 
 use std::fmt;
 use std::path::{Path, PathBuf};
@@ -77,23 +79,35 @@ pub(crate) fn socket_files<'a>(sockets: impl Iterator<Item = &'a BoundSocket>) -
 }
 
 /// Confines this process, whose loops are `workers`. What is opened at the start is open, with Unix sockets at `sockets`.
-pub(crate) fn enter(setup: &Setup, workers: &Workers, sockets: &[PathBuf]) -> SandboxReport {
+///
+/// # Errors
+/// It cannot become the user that it is to be. Some of it may have been done, and the process is to end.
+pub(crate) fn enter(
+    setup: &Setup,
+    workers: &Workers,
+    sockets: &[PathBuf],
+) -> Result<SandboxReport> {
     let mut report = SandboxReport::default();
-    if setup.sandbox == SandboxUse::Off {
-        return report;
-    }
     let needs = Needs::of(setup);
+    let rules = files::rules(setup, needs, sockets);
+    let ruleset = files::make(&rules, setup, needs);
+    if let Some(ids) = setup.user {
+        user::become_owner(ids, sockets)?;
+        report.parts.push("user");
+    }
+    if setup.sandbox == SandboxUse::Off {
+        return Ok(report);
+    }
     prepare(setup, needs);
     // First, because the filter forbids these calls.
-    let rules = files::rules(setup, needs, sockets);
-    match files::restrict(&rules, setup, needs) {
+    match ruleset.and_then(files::PreparedRules::restrict) {
         Ok(true) => {
             report.parts.push("landlock");
             report.writable = rules.writable();
             report.for_requests = Some(rules.for_requests);
         }
         Ok(false) => {
-            tracing::info!("the sandbox does not restrict files: this kernel has no Landlock")
+            tracing::info!("the sandbox does not restrict files: this kernel has no Landlock");
         }
         Err(error) => tracing::warn!(
             "the sandbox does not restrict files: {error:#}; --sandbox off does without"
@@ -111,7 +125,7 @@ pub(crate) fn enter(setup: &Setup, workers: &Workers, sockets: &[PathBuf]) -> Sa
     probe::run(workers);
     #[cfg(not(debug_assertions))]
     let _ = workers;
-    report
+    Ok(report)
 }
 
 /// Makes what cannot be made later.

@@ -10,7 +10,9 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use blockhouse_core::{Error, ErrorKind, Result};
-use rustix::fs::{CWD, FileType, Mode, OFlags, fstat, fstatfs, mkdirat, openat, statfs};
+use rustix::fs::{
+    AtFlags, CWD, FileType, Mode, OFlags, Uid, chownat, fstat, fstatfs, mkdirat, openat, statfs,
+};
 use rustix::io::Errno;
 use rustix::process::geteuid;
 
@@ -30,6 +32,8 @@ struct Inner {
     path: PathBuf,
     directory: OwnedFd,
     boot: BootId,
+    /// The user whose directory it is.
+    user: u32,
 }
 
 impl StateDir {
@@ -39,13 +43,28 @@ impl StateDir {
     /// One that names the directory: it cannot be made or opened, belongs to another user, is open to others, or
     /// is not on tmpfs.
     pub fn create(path: &Path) -> Result<Self> {
+        Self::create_for(path, geteuid().as_raw())
+    }
+
+    /// As [`create`](Self::create), for a user that this process becomes later: the directory and its files are that
+    /// user's.
+    ///
+    /// # Errors
+    /// As [`create`](Self::create); where this process may not give a file to the user.
+    pub fn create_for(path: &Path, user: u32) -> Result<Self> {
+        let failed = |error: Errno| {
+            let failed = Error::host("cannot make the state directory", error.into());
+            failed.on(&path.display().to_string()).hint(ELSEWHERE)
+        };
         match mkdirat(CWD, path, Mode::RWXU) {
-            Ok(()) | Err(Errno::EXIST) => Self::open(path),
-            Err(error) => {
-                let failed = Error::host("cannot make the state directory", error.into());
-                Err(failed.on(&path.display().to_string()).hint(ELSEWHERE))
+            Ok(()) if user != geteuid().as_raw() => {
+                let user = Some(Uid::from_raw(user));
+                chownat(CWD, path, user, None, AtFlags::SYMLINK_NOFOLLOW).map_err(failed)?;
             }
+            Ok(()) | Err(Errno::EXIST) => {}
+            Err(error) => return Err(failed(error)),
         }
+        Self::open_for(path, user)
     }
 
     /// The directory at `path`, if it is there.
@@ -53,6 +72,10 @@ impl StateDir {
     /// # Errors
     /// As [`create`](Self::create).
     pub fn open(path: &Path) -> Result<Self> {
+        Self::open_for(path, geteuid().as_raw())
+    }
+
+    fn open_for(path: &Path, user: u32) -> Result<Self> {
         let name = path.display().to_string();
         let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
         let directory = openat(CWD, path, flags, Mode::empty()).map_err(|error| {
@@ -64,7 +87,7 @@ impl StateDir {
         let refuse = |what: &'static str, hint: &'static str| {
             Err(Error::new(ErrorKind::InvalidInput, what).on(&name).hint(hint))
         };
-        if status.st_uid != geteuid().as_raw() {
+        if status.st_uid != user {
             return refuse(
                 "the state directory belongs to another user, who could change images by it",
                 ELSEWHERE,
@@ -86,7 +109,7 @@ impl StateDir {
             let what = "cannot find the boot's id, by which a state file of another boot is known";
             Error::host(what, error).on(&name).hint("mount /proc, or use --state off")
         })?;
-        Ok(Self { inner: Arc::new(Inner { path: path.to_owned(), directory, boot }) })
+        Ok(Self { inner: Arc::new(Inner { path: path.to_owned(), directory, boot, user }) })
     }
 
     /// Where the state files of this user are if nothing else is said: the first of `/run/blockhouse` (root) or
@@ -113,6 +136,15 @@ impl StateDir {
         })
     }
 
+    /// As [`default_path`](Self::default_path), for a user that this process becomes later, whose environment it has not:
+    /// `/run/blockhouse` (root) or `/dev/shm/blockhouse-UID`.
+    pub fn default_path_for(user: u32) -> PathBuf {
+        match user {
+            0 => PathBuf::from("/run/blockhouse"),
+            _ => PathBuf::from(format!("/dev/shm/blockhouse-{user}")),
+        }
+    }
+
     /// The directory at [`default_path`](Self::default_path), if it is there and this user's alone.
     pub fn find_default() -> Option<Self> {
         let opened = Self::default_path().and_then(|path| Self::open(&path));
@@ -127,6 +159,11 @@ impl StateDir {
     /// The boot of the host that it was opened in.
     pub(crate) fn boot(&self) -> BootId {
         self.inner.boot
+    }
+
+    /// The user whose directory it is.
+    pub(super) fn user(&self) -> u32 {
+        self.inner.user
     }
 
     pub(super) fn directory(&self) -> BorrowedFd<'_> {
@@ -152,10 +189,10 @@ fn is_on_tmpfs(path: &Path) -> bool {
 }
 
 /// Whether a file may be trusted as one that this user made in a state directory.
-pub(super) fn is_own_file(file: impl AsFd) -> io::Result<bool> {
+pub(super) fn is_own_file(file: impl AsFd, user: u32) -> io::Result<bool> {
     let status = fstat(file)?;
     let is_regular = FileType::from_raw_mode(status.st_mode) == FileType::RegularFile;
-    Ok(is_regular && status.st_uid == geteuid().as_raw())
+    Ok(is_regular && status.st_uid == user)
 }
 
 #[cfg(test)]

@@ -14,7 +14,9 @@ use std::sync::Arc;
 use blockhouse_core::{Result, StateMemory};
 use blockhouse_engine::{FaultDomain, SharedMemory, VolatileSlice};
 use blockhouse_format::redo_log_len;
-use rustix::fs::{AtFlags, Mode, OFlags, fstat, ftruncate, openat, renameat, unlinkat};
+use rustix::fs::{
+    AtFlags, Mode, OFlags, Uid, fchown, fstat, ftruncate, openat, renameat, unlinkat,
+};
 use rustix::io::Errno;
 
 use super::dir::{ELSEWHERE, StateDir, is_own_file};
@@ -207,6 +209,9 @@ fn create_memory(
     }
     let flags = OFlags::RDWR | OFlags::CREATE | OFlags::EXCL | OFlags::NOFOLLOW | OFlags::CLOEXEC;
     let file = openat(dir.directory(), name, flags, Mode::RUSR | Mode::WUSR)?;
+    if !is_own_file(&file, dir.user())? {
+        fchown(&file, Some(Uid::from_raw(dir.user())), None)?;
+    }
     let length = PAGE_BYTES + log_words * size_of::<u64>();
     ftruncate(&file, length as u64)?;
     LogMemory::reserve_first(&file, log_words)?;
@@ -230,7 +235,7 @@ fn find_memory(dir: &StateDir, name: &str) -> io::Result<FoundMemory> {
         Err(Errno::LOOP | Errno::ISDIR | Errno::NXIO) => return foreign("it is no regular file"),
         Err(error) => return Err(error.into()),
     };
-    if !is_own_file(&file)? {
+    if !is_own_file(&file, dir.user())? {
         return foreign("it is no regular file of this user");
     }
     let length = fstat(&file)?.st_size as u64;

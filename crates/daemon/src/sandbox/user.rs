@@ -1,0 +1,31 @@
+//! Becoming another user than the one that has opened everything.
+
+use std::path::PathBuf;
+
+use anyhow::{Context, Result};
+use blockhouse_engine::become_user;
+use rustix::fs::{AtFlags, CWD, Gid, Uid, chownat, lstat};
+
+use crate::user_options::UserIds;
+
+/// Becomes this user, and gives it the Unix sockets that were bound: their modes say "the owner" of their user.
+///
+/// # Errors
+/// This process may not.
+pub(super) fn become_owner(ids: UserIds, sockets: &[PathBuf]) -> Result<()> {
+    let UserIds { user, group } = ids;
+    let own = rustix::process::getegid().as_raw();
+    for socket in sockets {
+        let cannot = || format!("{}: cannot give the socket to user {user}", socket.display());
+        let found = lstat(socket).with_context(cannot)?;
+        // A group that was chosen for it stays.
+        let group = (found.st_gid == own).then(|| Gid::from_raw(group));
+        if found.st_uid != user {
+            let user = Some(Uid::from_raw(user));
+            chownat(CWD, socket, user, group, AtFlags::SYMLINK_NOFOLLOW).with_context(cannot)?;
+        }
+    }
+    become_user(user, group).with_context(|| {
+        format!("cannot become user {user} and group {group}; only root may become another user")
+    })
+}
