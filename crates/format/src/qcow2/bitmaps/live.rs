@@ -364,6 +364,7 @@ impl LiveBitmaps {
         run_all(MAX_IN_FLIGHT, set.live.iter().map(|bitmap| bitmap.write_exactly(metadata)))
             .await?;
         metadata.sync(SyncMode::Data).await?;
+        set.live.iter().for_each(|bitmap| bitmap.note_exact());
         self.has_begun.store(false, Ordering::Release);
         set.set_flags(metadata, |role, flags| match role {
             Role::Lost => flags.difference(BitmapFlags::AUTO),

@@ -68,7 +68,7 @@ struct State {
     active: VecDeque<u64>,
     /// Whether a write of the table was dropped, and may still be in flight.
     is_table_write_unknown: bool,
-    /// Whether writes of all pages were dropped, and may still be in flight.
+    /// Whether bits were written as they are, and no flush has covered that: what is read may not be durable.
     is_exact_write_unknown: bool,
 }
 
@@ -217,7 +217,7 @@ impl LiveBitmap {
     }
 
     async fn load<S: Storage>(&self, metadata: &Metadata<S, Mapping>, page: u64) -> Result<()> {
-        self.drain_exact_writes(metadata).await;
+        self.settle_exact_writes(metadata).await?;
         let length = self.page_size as usize;
         let bits = match self.location_of(page) {
             BitsCluster::Stored(offset) => {
@@ -432,17 +432,23 @@ impl LiveBitmap {
                 BitsCluster::Zeros | BitsCluster::Ones => None,
             })
             .collect();
-        metadata.writer().write(&writes, Durability::None).await?;
-        self.state.lock().is_exact_write_unknown = false;
-        Ok(())
+        metadata.writer().write(&writes, Durability::None).await
     }
 
-    /// Waits for writes of [`write_exactly`](Self::write_exactly) that were dropped, or failed.
-    async fn drain_exact_writes<S: Storage>(&self, metadata: &Metadata<S, Mapping>) {
+    /// A flush has covered [`write_exactly`](Self::write_exactly).
+    pub(super) fn note_exact(&self) {
+        self.state.lock().is_exact_write_unknown = false;
+    }
+
+    /// Makes writes of [`write_exactly`](Self::write_exactly) durable that were dropped, or that no flush has covered:
+    /// among the bits may be those of changes that failed, and were never durable.
+    async fn settle_exact_writes<S: Storage>(&self, metadata: &Metadata<S, Mapping>) -> Result<()> {
         if self.state.lock().is_exact_write_unknown {
             metadata.writer().drained().await;
-            self.state.lock().is_exact_write_unknown = false;
+            metadata.sync(SyncMode::Data).await?;
+            self.note_exact();
         }
+        Ok(())
     }
 }
 
