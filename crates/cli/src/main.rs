@@ -20,6 +20,7 @@ mod create_options;
 mod ctl;
 mod examples;
 mod generate;
+mod habits;
 mod image_args;
 mod info;
 mod logging;
@@ -111,7 +112,10 @@ fn command() -> clap::Command {
 
 fn parse() -> Result<Arguments, clap::Error> {
     let mut command = command();
-    let matches = command.try_get_matches_from_mut(std::env::args_os())?;
+    let matches = command.try_get_matches_from_mut(std::env::args_os()).map_err(|error| {
+        let words: Vec<_> = std::env::args_os().map(|word| word.to_string_lossy().into()).collect();
+        habits::explain(error, &words)
+    })?;
     Arguments::from_arg_matches(&matches).map_err(|error| error.format(&mut command))
 }
 

@@ -1,0 +1,158 @@
+//! What users of qemu-img and qemu-nbd type by habit and this command line spells otherwise: wrong usage all the same, and
+//! the line says what to type.
+
+use clap::builder::StyledStr;
+use clap::error::{ContextKind, ContextValue, ErrorKind};
+
+/// A command, what was typed after it, and what to type.
+type Habit = (&'static str, &'static [&'static str], &'static str);
+
+const COPIES: &str = "'blockhouse convert SOURCE TARGET' copies images";
+const SNAPSHOTS: &str = "'blockhouse snapshot list|create|apply|delete IMAGE [NAME]'";
+const BITMAPS: &str = "'blockhouse bitmap list|add|remove|clear|enable|disable|merge IMAGE NAME'";
+
+/// Commands that are not there.
+const COMMANDS: &[(&str, &str)] = &[
+    ("dd", COPIES),
+    (
+        "measure",
+        "'blockhouse info IMAGE' tells what an image takes; nothing tells what a copy would take",
+    ),
+    (
+        "amend",
+        "an image's options stay; 'blockhouse convert -o OPTION=VALUE SOURCE TARGET' makes another image",
+    ),
+    ("connect", "'blockhouse serve IMAGE', then 'nbd-client -unix SOCKET /dev/nbd0'"),
+];
+
+/// Options that are not there.
+const OPTIONS: &[Habit] = &[
+    ("convert", &["-n"], "--force writes to a target that exists"),
+    ("convert", &["-p"], "leave it out: a bar is drawn on a terminal"),
+    ("convert", &["-m", "-W"], "leave it out: several requests are in flight, in any order"),
+    ("convert", &["-S"], "leave it out: blocks of zeros take no space in the target"),
+    ("convert", &["-t", "-T"], "--cache MODE says how the target is written"),
+    (
+        "convert",
+        &["-B"],
+        "'blockhouse create -b FILE -F FORMAT TARGET', then 'blockhouse convert --force SOURCE TARGET'",
+    ),
+    ("info", &["--backing-chain"], "leave it out, and ask for the image that 'backing file' names"),
+    (
+        "commit",
+        &["-b", "-d"],
+        "leave it out: the content goes into the image's own backing file, and the image stays",
+    ),
+    ("commit", &["-p", "-t"], "leave it out"),
+    ("rebase", &["-p", "-t", "-T"], "leave it out"),
+    ("compare", &["-p", "-T"], "leave it out"),
+    ("resize", &["--preallocation"], "leave it out: new space is allocated when it is written"),
+    ("snapshot", &["-l", "-c", "-a", "-d"], SNAPSHOTS),
+    ("bitmap", &["--add", "--remove", "--clear", "--enable", "--disable", "--merge"], BITMAPS),
+    (
+        "serve",
+        &["-t", "--persistent", "-e", "--shared"],
+        "leave it out: a server runs until a signal, and takes many clients",
+    ),
+    ("serve", &["-k", "--socket"], "--nbd 'nbd+unix:///?socket=PATH'"),
+    ("serve", &["-p", "--port", "-b", "--bind"], "--nbd nbd://ADDRESS:PORT/NAME"),
+    (
+        "serve",
+        &["-x", "--export-name"],
+        "--name NAME, or the name in --nbd nbd://ADDRESS:PORT/NAME",
+    ),
+    ("serve", &["-l", "--load-snapshot"], "--snapshot NAME"),
+    ("serve", &["-c", "--connect"], "serve without it, then 'nbd-client -unix SOCKET /dev/nbd0'"),
+    ("serve", &["--aio"], "--engine io_uring|linux-aio|threads"),
+    ("serve", &["-n", "--nocache"], "--cache none"),
+    (
+        "serve",
+        &["--fork"],
+        "leave it out: 'ready' on standard output says when it listens; docs/operations.md has services",
+    ),
+    ("serve", &["--tls-creds", "--tls-authz"], "--tls-certificates DIR or --tls-psk FILE"),
+    ("", &["-q", "--quiet"], "leave it out: what was done is not told unless it was asked for"),
+    ("", &["--image-opts", "--object"], "name the image by its path or URI"),
+];
+
+/// Adds to an error of usage what to type instead.
+pub fn explain(error: clap::Error, arguments: &[String]) -> clap::Error {
+    let context = |kind| match error.get(kind) {
+        Some(ContextValue::String(text)) => Some(text.clone()),
+        _ => None,
+    };
+    let tip = match error.kind() {
+        ErrorKind::InvalidSubcommand => context(ContextKind::InvalidSubcommand)
+            .and_then(|word| COMMANDS.iter().find(|(name, _)| *name == word).map(|(_, tip)| *tip)),
+        ErrorKind::UnknownArgument => {
+            context(ContextKind::InvalidArg).and_then(|word| tip_for(arguments, &word))
+        }
+        _ => None,
+    };
+    match tip {
+        Some(tip) => with_tip(error, tip),
+        None => error,
+    }
+}
+
+fn tip_for(arguments: &[String], option: &str) -> Option<&'static str> {
+    let option = option.split('=').next().unwrap_or(option);
+    let mut habits = OPTIONS.iter().filter(|(_, options, _)| options.contains(&option));
+    let is_typed =
+        |command: &str| command.is_empty() || arguments.iter().any(|word| word == command);
+    habits.find(|(command, ..)| is_typed(command)).map(|(.., tip)| *tip)
+}
+
+fn with_tip(mut error: clap::Error, tip: &str) -> clap::Error {
+    let tips = vec![StyledStr::from(tip.to_owned())];
+    // Not "a similar argument exists".
+    error.remove(ContextKind::SuggestedArg);
+    error.remove(ContextKind::SuggestedSubcommand);
+    error.remove(ContextKind::TrailingArg);
+    error.insert(ContextKind::Suggested, ContextValue::StyledStrs(tips));
+    error
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn message(line: &str) -> String {
+        let words: Vec<String> = line.split(' ').map(str::to_owned).collect();
+        let error = crate::command().try_get_matches_from(&words).expect_err("wrong usage");
+        explain(error, &words).to_string()
+    }
+
+    #[test]
+    fn habits_are_answered_with_the_right_spelling() {
+        for (line, tip) in [
+            ("blockhouse convert -n a b", "--force"),
+            ("blockhouse snapshot -l a.qcow2", "snapshot list"),
+            ("blockhouse serve -k a.sock disk.img", "nbd+unix:///?socket=PATH"),
+            ("blockhouse serve --aio=native disk.img", "--engine"),
+            ("blockhouse dd if=a of=b", "blockhouse convert"),
+            ("blockhouse create -q a 1M", "leave it out"),
+        ] {
+            let message = message(line);
+            assert!(message.contains(tip), "{line}: {message}");
+            assert!(!message.contains("similar"), "{line}: {message}");
+        }
+    }
+
+    #[test]
+    fn no_habit_is_an_option_that_is_there() {
+        for (name, options, tip) in OPTIONS.iter().filter(|(name, ..)| !name.is_empty()) {
+            let command = crate::command();
+            let command = command.find_subcommand(name).expect("a command");
+            for option in *options {
+                let is_option = |argument: &clap::Arg| {
+                    let short = argument.get_short_and_visible_aliases().unwrap_or_default();
+                    let long = argument.get_long_and_visible_aliases().unwrap_or_default();
+                    short.iter().any(|short| *option == format!("-{short}"))
+                        || long.iter().any(|long| *option == format!("--{long}"))
+                };
+                assert!(!command.get_arguments().any(is_option), "{name} {option}: {tip}");
+            }
+        }
+    }
+}
