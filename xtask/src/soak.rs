@@ -17,7 +17,7 @@ use lab_tools::process::{self, cargo};
 use lab_tools::workspace::Workspace;
 
 /// Packages whose tests crash simulated disks.
-const CRASHED: &[&str] = &["blockhouse-disk", "blockhouse-format"];
+const CRASHED: &[&str] = &["blockhouse-disk", "blockhouse-format", "blockhouse-jobs"];
 
 /// What the names of those tests have in common.
 const CRASH_TESTS: &str = "crash_at_every";

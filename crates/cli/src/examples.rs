@@ -287,6 +287,48 @@ const EXAMPLES: &[(&str, &[Example])] = &[
             "blockhouse ctl control snapshot rename disk.qcow2 before monday",
         )],
     ),
+    ("ctl jobs", &[example("How far they are", "blockhouse ctl control jobs")]),
+    (
+        "ctl mirror",
+        &[
+            example("To a new file", "blockhouse ctl control mirror disk.qcow2 new.qcow2"),
+            example(
+                "To another host's server",
+                "blockhouse ctl control mirror disk.qcow2 nbd://host/disk --overwrite --speed 200M",
+            ),
+        ],
+    ),
+    (
+        "ctl job",
+        &[example(
+            "The guest goes on with the target",
+            "blockhouse ctl control job mirror1 complete",
+        )],
+    ),
+    (
+        "ctl job complete",
+        &[
+            example(
+                "The guest goes on with the target",
+                "blockhouse ctl control job mirror1 complete",
+            ),
+            example(
+                "The guest goes on with it on another host",
+                "blockhouse ctl control job mirror1 complete --hand-over",
+            ),
+        ],
+    ),
+    ("ctl job cancel", &[example("As if not begun", "blockhouse ctl control job mirror1 cancel")]),
+    ("ctl job pause", &[example("For a while", "blockhouse ctl control job mirror1 pause")]),
+    ("ctl job resume", &[example("After a pause", "blockhouse ctl control job mirror1 resume")]),
+    (
+        "ctl job speed",
+        &[example("100 MiB a second", "blockhouse ctl control job mirror1 speed 100M")],
+    ),
+    (
+        "ctl job dismiss",
+        &[example("One that has ended", "blockhouse ctl control job mirror1 dismiss")],
+    ),
     ("ctl reload", &[example("After serve.toml has changed", "blockhouse ctl control reload")]),
     ("ctl stats", &[example("Of all disks", "blockhouse ctl control stats")]),
     (

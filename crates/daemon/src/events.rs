@@ -109,6 +109,44 @@ pub enum Event {
         /// Who it was.
         peer: String,
     },
+    /// A job began.
+    #[serde(rename = "job.started")]
+    JobStarted {
+        /// Its name.
+        job: String,
+        /// The name of its disk.
+        disk: String,
+        /// What it does: mirror.
+        kind: String,
+    },
+    /// A job keeps up with the guest and can be completed.
+    #[serde(rename = "job.ready")]
+    JobReady {
+        /// Its name.
+        job: String,
+        /// The name of its disk.
+        disk: String,
+    },
+    /// A job is over, as it was asked.
+    #[serde(rename = "job.ended")]
+    JobEnded {
+        /// Its name.
+        job: String,
+        /// The name of its disk.
+        disk: String,
+        /// completed or cancelled.
+        outcome: String,
+    },
+    /// A job failed. Its disk goes on as before.
+    #[serde(rename = "job.failed")]
+    JobFailed {
+        /// Its name.
+        job: String,
+        /// The name of its disk.
+        disk: String,
+        /// Why, in one line.
+        error: String,
+    },
     /// The subscriber was too slow.
     #[serde(rename = "event.lost")]
     Lost {
@@ -119,7 +157,7 @@ pub enum Event {
 
 impl Event {
     /// The names of all events.
-    pub const NAMES: [&str; 11] = [
+    pub const NAMES: [&str; 15] = [
         "disk.opened",
         "disk.closed",
         "disk.resized",
@@ -130,6 +168,10 @@ impl Event {
         "export.removed",
         "client.came",
         "client.left",
+        "job.started",
+        "job.ready",
+        "job.ended",
+        "job.failed",
         "event.lost",
     ];
 
@@ -146,7 +188,11 @@ impl Event {
             Self::ExportRemoved { .. } => 7,
             Self::ClientCame { .. } => 8,
             Self::ClientLeft { .. } => 9,
-            Self::Lost { .. } => 10,
+            Self::JobStarted { .. } => 10,
+            Self::JobReady { .. } => 11,
+            Self::JobEnded { .. } => 12,
+            Self::JobFailed { .. } => 13,
+            Self::Lost { .. } => 14,
         };
         Self::NAMES[index]
     }

@@ -12,6 +12,7 @@
 //! - `running`: disks and exports, by name, while they are served; they come and go. `claims`: who changes what;
 //!   `blocking`: what may block
 //! - [`events`]: what happens meanwhile; `failures`: of it, requests that fail
+//! - `jobs`: long work on disks while they are served
 //! - [`control`]: what a user may ask of a running server, and the client that asks
 //! - [`metrics`]: what is measured of all that runs
 //! - `hand_over`: another process goes on
@@ -28,6 +29,7 @@ pub mod events;
 mod failures;
 mod hand_over;
 mod io_poll;
+mod jobs;
 mod launcher;
 pub mod limit_options;
 pub mod limits;

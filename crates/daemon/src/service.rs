@@ -155,6 +155,11 @@ impl Service {
         self.running.set_configured();
     }
 
+    /// Whether jobs go on.
+    pub(crate) fn has_jobs(&self) -> bool {
+        self.running.jobs().is_any_running()
+    }
+
     /// Whether other disks and exports are served than were set up.
     pub(crate) fn is_altered(&self) -> bool {
         self.running.is_altered()
@@ -265,6 +270,8 @@ impl Service {
         let disks = running.disks();
         let _lifted: Vec<_> = disks.iter().map(|disk| disk.disk.lift_limits()).collect();
         // While the workers still execute what it may wait for.
+        // Requests wait for jobs.
+        running.jobs().stop();
         control.into_iter().for_each(Control::stop);
         running.stop_devices();
         let (draining, disks) = (running.server().clone(), running.disks());

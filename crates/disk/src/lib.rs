@@ -38,6 +38,7 @@
 //!
 //! - `options`, `stats`, `buffers`, `claims`, `parts`: options, counters, bounded memory, the order of
 //!   overlapping changes, requests in parts
+//! - `dirty_map`, `observers`: what has changed, and who is told
 //! - `throttle`: limits on rates
 //! - `state`: what outlives the process
 //! - `durability`: the decision, and the tracker of flushes around each storage
@@ -50,9 +51,11 @@
 mod bitmaps;
 mod buffers;
 mod claims;
+mod dirty_map;
 mod disk;
 mod durability;
 mod layer;
+mod observers;
 mod open;
 mod options;
 mod parts;
@@ -69,14 +72,16 @@ pub use blockhouse_format::{
     Backing, Bitmap, BitmapAction, BitmapExtent, CacheCounts, CheckReport, Compression, DataFile,
     Features, ImageFormat, NewBitmap, Replay, Snapshot,
 };
-pub use disk::{Disk, FailedRequest, FailureObserver, LayerInfo};
+pub use dirty_map::DirtyMap;
+pub use disk::{Disk, FailedRequest, FailureObserver, LayerInfo, QuiescedDisk, ReplacedImage};
 pub use layer::{BlockStatus, BlockStatusCache, MapEntry, MapEntryKind};
+pub use observers::{ChangeObserver, ChangeWait};
 pub use open::{
     AllowedPaths, CacheMode, HandedFile, HandedOverDisk, IfCorrupt, IfExists, ImageDisk,
     ImageOptions, Locking, NOT_KEPT, PendingChanges, RemoteBacking, StateUse, check_new_name,
-    check_raw_backing, create, is_address, is_foreign_address, open, open_for_commit,
+    check_raw_backing, create, forget_moved, is_address, is_foreign_address, open, open_for_commit,
     open_handed_over, open_locked, open_metadata, open_snapshot, open_storage,
-    open_without_backing, rename_durable, replay_state,
+    open_without_backing, record_moved, rename_durable, replay_state,
 };
 pub use options::{Access, BitmapActivity, DetectZeroes, Discard, FlushPolicy, Options};
 pub use snapshots::{DiskSnapshots, Pause};
@@ -90,8 +95,9 @@ pub use throttle::{
     ThrottleStats,
 };
 pub use tools::{
-    CompareJob, CopyJob, CopyOptions, CopyProgress, TargetContent, commit_overlay,
-    first_status_difference, prepare_rebase, set_backing_file,
+    CompareJob, CopyJob, CopyOptions, CopyProgress, MARK_BYTES, RangeCopy, TargetContent,
+    check_not_marked, commit_overlay, first_status_difference, mark_incomplete, prepare_rebase,
+    set_backing_file,
 };
 pub use vm_state::{VmStateReader, VmStateWriter};
 pub use write::CompressResult;

@@ -28,6 +28,7 @@ mod hostile_requests;
 mod image_commands;
 mod image_tools;
 mod io_poll;
+mod jobs;
 mod limits;
 mod locks;
 mod lost_writes;

@@ -11,6 +11,7 @@ use anyhow::{Context, Result};
 use blockhouse_daemon::control::Connection;
 use blockhouse_daemon::limit_options::LimitOptions;
 use blockhouse_daemon::size::{self, NewSize};
+use blockhouse_disk::is_address;
 use serde_json::{Map, Value, json};
 
 use crate::output;
@@ -98,6 +99,17 @@ enum Action {
         /// The disk's name. Left out: all.
         disk: Option<String>,
     },
+    /// Tell which jobs there are, and how far they are.
+    Jobs,
+    /// Copy a disk to another image while its guest goes on; the job that does it is completed by `job NAME complete`.
+    Mirror(Mirror),
+    /// Tell a job what to do.
+    Job {
+        /// The job's name, as `jobs` tells it.
+        name: String,
+        #[command(subcommand)]
+        action: JobAction,
+    },
     /// Print what happens, a line each, until Ctrl-C.
     Events {
         /// Which events: disk.opened, client.came and so on. Left out: all.
@@ -152,6 +164,55 @@ struct Open {
     /// Serve it here: an NBD URI, or the path of a vhost-user-blk socket. May be repeated.
     #[arg(long = "export", value_name = "ADDRESS")]
     exports: Vec<String>,
+}
+
+/// A mirror to be started.
+#[derive(clap::Args)]
+struct Mirror {
+    /// The disk's name.
+    disk: String,
+    /// Where to: a path, or the URI of an export of another server. A file that is missing is made.
+    target: PathBuf,
+    /// The target's format; left out, a file's name decides (.qcow2, otherwise raw).
+    #[arg(long, short)]
+    format: Option<String>,
+    /// Overwrite a target that exists: all that is in it is lost.
+    #[arg(long)]
+    overwrite: bool,
+    /// Whether the guest's writes wait for their copy: auto (where it does not converge otherwise), background (never) or
+    /// write-blocking (from the start).
+    #[arg(long)]
+    mode: Option<String>,
+    /// The most bytes a second that are copied in the background: 100M, 1G.
+    #[arg(long, value_name = "SIZE", value_parser = size::parse)]
+    speed: Option<u64>,
+    /// What to call the job, unlike all others. Left out: any name.
+    #[arg(long, value_name = "NAME")]
+    job: Option<String>,
+}
+
+#[derive(clap::Subcommand)]
+enum JobAction {
+    /// Wait until it has its result, and end it: the guest goes on with the target.
+    Complete {
+        /// The guest goes on with the target on another host: the disk refuses all changes from then on.
+        #[arg(long)]
+        hand_over: bool,
+    },
+    /// End it without its result.
+    Cancel,
+    /// Copy nothing more in the background.
+    Pause,
+    /// Go on.
+    Resume,
+    /// Limit what it copies in the background.
+    Speed {
+        /// The most bytes a second: 100M, 1G; 0: no limit.
+        #[arg(value_parser = size::parse)]
+        speed: u64,
+    },
+    /// List one that has ended no longer.
+    Dismiss,
 }
 
 #[derive(clap::Subcommand)]
@@ -238,6 +299,9 @@ impl Action {
             }
             Self::Snapshot { action } => action.request(),
             Self::Stats { disk } => ("disk.stats", json!({ "disk": disk })),
+            Self::Jobs => ("job.list", json!({})),
+            Self::Mirror(mirror) => ("job.start", mirror.params()?),
+            Self::Job { name, action } => action.request(&name),
             Self::Events { events } => ("event.subscribe", json!({ "events": events })),
             Self::Reload => ("server.reload", json!({})),
             Self::Version => ("server.version", json!({})),
@@ -260,6 +324,53 @@ impl SnapshotAction {
             Self::Rename { disk, name, new_name } => {
                 ("snapshot.rename", json!({ "disk": disk, "name": name, "new-name": new_name }))
             }
+        }
+    }
+}
+
+impl JobAction {
+    fn request(self, job: &str) -> (&'static str, Value) {
+        match self {
+            Self::Complete { hand_over } => {
+                ("job.complete", json!({ "job": job, "hand-over": hand_over }))
+            }
+            Self::Cancel => ("job.cancel", json!({ "job": job })),
+            Self::Pause => ("job.pause", json!({ "job": job })),
+            Self::Resume => ("job.resume", json!({ "job": job })),
+            Self::Speed { speed } => ("job.set-speed", json!({ "job": job, "speed": speed })),
+            Self::Dismiss => ("job.dismiss", json!({ "job": job })),
+        }
+    }
+}
+
+impl Mirror {
+    fn params(self) -> Result<Value> {
+        let target = match self.target.to_str() {
+            Some(uri) if is_address(uri.as_bytes()) => PathBuf::from(uri),
+            _ => absolute(&self.target)?,
+        };
+        let mut params = json!({
+            "kind": "mirror",
+            "disk": self.disk,
+            "target": target,
+            "overwrite": self.overwrite,
+        });
+        let optional = [
+            ("format", self.format.map(Value::from)),
+            ("mode", self.mode.map(Value::from)),
+            ("speed", self.speed.map(Value::from)),
+            ("job", self.job.map(Value::from)),
+        ];
+        add_given(&mut params, optional);
+        Ok(params)
+    }
+}
+
+/// Adds the parameters that were given.
+fn add_given<const N: usize>(params: &mut Value, optional: [(&str, Option<Value>); N]) {
+    for (key, value) in optional {
+        if let Some(value) = value {
+            params[key] = value;
         }
     }
 }

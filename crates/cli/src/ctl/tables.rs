@@ -50,6 +50,11 @@ pub fn show(method: &str, result: &Value) -> String {
             let heading = ["DISK", "READS", "READ", "WRITES", "WRITTEN", "FLUSHES", "ERRORS"];
             table(heading, result, row)
         }
+        "job.list" => jobs(result),
+        "job.start" => format!("started {}", text(&result["job"])),
+        "job.complete" => {
+            format!("complete; writes were held off for {} us", text(&result["pause-us"]))
+        }
         "snapshot.list" => {
             let listed: Result<Vec<Listed>, _> = serde_json::from_value(result.clone());
             listed.map_or_else(|_| format!("{result:#}"), |list| snapshot_list::as_text(&list))
@@ -71,8 +76,31 @@ pub fn show(method: &str, result: &Value) -> String {
             table(["DISK", "LIMITS", "WAITING", "DELAYED"], result, row)
         }
         "disk.close" | "export.remove" | "limit.set" => String::new(),
+        "job.pause" | "job.resume" | "job.set-speed" | "job.cancel" | "job.dismiss" => {
+            String::new()
+        }
         _ => format!("{result:#}"),
     }
+}
+
+fn jobs(result: &Value) -> String {
+    let row = |job: &Value| {
+        let error = if job["error"].is_null() { String::new() } else { text(&job["error"]) };
+        [
+            text(&job["job"]),
+            text(&job["kind"]),
+            text(&job["disk"]),
+            text(&job["status"]),
+            bytes(&job["copied"]),
+            bytes(&job["remaining"]),
+            format!("{}/s", bytes(&job["rate"])),
+            text(&job["target"]),
+            error,
+        ]
+    };
+    let heading =
+        ["JOB", "KIND", "DISK", "STATUS", "COPIED", "REMAINING", "RATE", "TARGET", "ERROR"];
+    table(heading, result, row)
 }
 
 /// An event: its name, and what it says.

@@ -1,42 +1,25 @@
 //! What each method does.
 
-use std::path::PathBuf;
 use std::sync::Arc;
 
 use anyhow::Result;
-use serde::Serialize;
-use serde::de::DeserializeOwned;
 use serde_json::Value;
 
 use super::Listed;
+use super::jobs;
 use super::methods::{
     CloseParams, DiskInfo, DiskParams, DiskStats, Done, ErrorStats, ExportAddParams, ExportInfo,
     ExportParams, LimitInfo, LimitSetParams, METHODS, NoParams, OpenResult, PauseResult,
     ReloadResult, ResizeParams, ResizeResult, SnapshotParams, SnapshotRenameParams, SnapshotResult,
     StatsParams, VERSION, VersionResult,
 };
+use super::outcome::{Outcome, invalid, params, result, unknown};
 use super::pause_log::log;
-use super::rpc::{Failure, INVALID_PARAMS, UNKNOWN_METHOD};
+use super::rpc::Failure;
 use crate::disk_options::DiskOptions;
 use crate::events::Event;
 use crate::limit_options::LimitOptions;
 use crate::running::{ExportAddress, Reloaded, Running, RunningDisk, RunningExport};
-
-type Outcome = Result<Value, Failure>;
-
-/// The parameters of a method.
-pub(super) fn params<T: DeserializeOwned>(params: Value) -> Result<T, Failure> {
-    serde_json::from_value(params).map_err(|why| Failure::new(INVALID_PARAMS, why.to_string()))
-}
-
-/// The result of a method.
-pub(super) fn result(value: impl Serialize) -> Outcome {
-    Ok(serde_json::to_value(value).map_err(anyhow::Error::from)?)
-}
-
-fn invalid(why: String) -> Failure {
-    Failure::new(INVALID_PARAMS, why)
-}
 
 /// Carries a request out that changes or tells what runs. Those about the connection or the process are the server's.
 pub(super) async fn call(running: &Running, method: &str, given: Value) -> Outcome {
@@ -73,6 +56,7 @@ pub(super) async fn call(running: &Running, method: &str, given: Value) -> Outco
         "limit.set" => limit(running, params(given)?).await,
         "disk.stats" => stats(running, params(given)?),
         "stats.get" => params(given).and_then(|NoParams {}| result(running.metrics())),
+        _ if method.starts_with("job.") => jobs::call(running, method, given).await,
         _ => snapshots(running, method, given).await,
     }
 }
@@ -110,10 +94,7 @@ async fn snapshots(running: &Running, method: &str, given: Value) -> Outcome {
             let what = format!("the snapshot {name:?} is {new_name:?} now");
             result(PauseResult { pause_us: log(&claimed.disk, pause, &what) })
         }
-        _ => Err(Failure::new(
-            UNKNOWN_METHOD,
-            format!("there is no method {method:?}; 'server.version' tells which there are"),
-        )),
+        _ => Err(unknown(method)),
     }
 }
 
@@ -166,7 +147,7 @@ fn disks(running: &Running) -> Vec<DiskInfo> {
     };
     let info = |disk: Arc<RunningDisk>| DiskInfo {
         disk: disk.name().to_owned(),
-        path: PathBuf::from(&disk.path),
+        path: disk.path(),
         format: disk.disk.format_name().to_owned(),
         size: disk.disk.size(),
         read_only: disk.setup.is_read_only(),

@@ -145,7 +145,8 @@ pub(super) enum Reply {
 /// Carries a request out that is about an image.
 pub(super) async fn execute(running: &Running, request: Request) -> Result<Value> {
     let claimed = claim(running, request.image()).await?;
-    let (disk, image) = (&claimed.disk, claimed.disk.path.display());
+    let (disk, image) = (&claimed.disk, claimed.disk.path());
+    let image = image.display();
     let snapshots = disk.disk.snapshots();
     Ok(match request {
         Request::Upgrade(_) => bail!("an upgrade is of the server as a whole"),
@@ -179,13 +180,13 @@ pub(super) async fn execute(running: &Running, request: Request) -> Result<Value
 async fn claim<'a>(running: &'a Running, wanted: Option<&Path>) -> Result<ClaimedDisk<'a>> {
     let disks = running.disks();
     let names = || {
-        let paths = disks.iter().map(|disk| disk.path.display().to_string());
+        let paths = disks.iter().map(|disk| disk.path().display().to_string());
         paths.collect::<Vec<_>>().join(", ")
     };
     let disk = match (wanted, &disks[..]) {
         (None, [only]) => only,
         (None, _) => bail!("several images are served; say which: {}", names()),
-        (Some(path), _) => disks.iter().find(|disk| disk.path == path).with_context(|| {
+        (Some(path), _) => disks.iter().find(|disk| disk.path() == path).with_context(|| {
             format!("{}: is not served here; these are: {}", path.display(), names())
         })?,
     };

@@ -7,6 +7,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
 
 use super::Listed;
+use super::job_methods::{JobCompleteParams, JobInfo, JobParams, JobSpeedParams, JobStartParams};
 use crate::disk_options::DiskOptions;
 use crate::events::Event;
 use crate::limit_options::LimitOptions;
@@ -341,6 +342,18 @@ pub(super) const METHODS: &[(&str, &str, MakeSchema)] = &[
         "What disks have done since they were opened.",
         of::<StatsParams, Vec<DiskStats>>,
     ),
+    ("job.list", "The jobs, those included that have ended.", of::<NoParams, Vec<JobInfo>>),
+    ("job.start", "Starts a job on a disk.", of::<JobStartParams, JobParams>),
+    ("job.pause", "Has it copy nothing more in the background.", of::<JobParams, Done>),
+    ("job.resume", "Has it go on.", of::<JobParams, Done>),
+    ("job.set-speed", "Limits what it copies in the background.", of::<JobSpeedParams, Done>),
+    (
+        "job.complete",
+        "Waits until it has its result, and ends it.",
+        of::<JobCompleteParams, PauseResult>,
+    ),
+    ("job.cancel", "Ends it without its result.", of::<JobParams, Done>),
+    ("job.dismiss", "Lists one that has ended no longer.", of::<JobParams, Done>),
     (
         "event.subscribe",
         "Has events sent on this connection, as notifications.",

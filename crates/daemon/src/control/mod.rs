@@ -4,17 +4,21 @@
 //! its schema docs/control.schema.json), or what the commands `snapshot --control` and `upgrade --control` have always
 //! sent ([`legacy`]). A connection's requests are carried out one after the other, those of several side by side.
 //!
-//! - [`methods`]: the methods, their parameters and results; `dispatch`: what each does
-//! - `rpc`: messages of JSON-RPC; [`legacy`]: the older ones
+//! - [`methods`]: the methods, their parameters and results; `dispatch`: what each does; `job_methods` and `jobs`: those of
+//!   jobs
+//! - `rpc`: messages of JSON-RPC; `outcome`: parameters and results; [`legacy`]: the older ones
 //! - `server`, `line_stream`, `gate`: connections; `client`: the other end
 
 mod client;
 mod dispatch;
 mod gate;
+mod job_methods;
+mod jobs;
 pub mod legacy;
 mod line_stream;
 mod listed;
 pub mod methods;
+mod outcome;
 mod pause_log;
 mod rpc;
 mod server;

@@ -19,11 +19,12 @@ use futures_util::stream::{FuturesUnordered, StreamExt, unfold};
 use serde_json::{Value, json};
 
 use super::MAX_LINE;
-use super::dispatch::{call, params, result};
+use super::dispatch::call;
 use super::gate::{Closed, Gate};
 use super::legacy::{self, Reply, Request, UpgradeArgs, UpgradeReply};
 use super::line_stream::{Frame, line_stream};
 use super::methods::{Done, NoParams, SubscribeParams, UpgradeParams};
+use super::outcome::{params, result};
 use super::rpc::{
     self, Call, Failure, INVALID_PARAMS, INVALID_REQUEST, PARSE_ERROR, notification, response,
 };

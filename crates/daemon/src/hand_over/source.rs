@@ -79,6 +79,11 @@ pub fn hand_over(
             "a request at the control socket is still being carried out; try again when it is done"
         );
     };
+    if service.has_jobs() {
+        bail!(
+            "a job works on a disk, and cannot be handed over; let it complete or cancel it first"
+        );
+    }
     if service.is_altered() {
         bail!(
             "disks, exports or limits were changed since the start, and the new server would not know of that; change \

@@ -1,6 +1,5 @@
 //! Opening and closing disks, and what is done with one while it is served.
 
-use std::slice;
 use std::sync::Arc;
 
 use anyhow::{Result, bail};
@@ -14,7 +13,7 @@ use crate::claims::{Claim, Name};
 use crate::events::Event;
 use crate::failures::FailureTeller;
 use crate::io_poll;
-use crate::open::{open_disk, state_use};
+use crate::open::open_disk;
 use crate::setup::DiskSetup;
 
 /// A disk that is not closed or changed meanwhile.
@@ -78,7 +77,7 @@ impl Running {
         if let Ok(Location::File(path)) = Location::of(&setup.path) {
             self.sandbox().check(&path)?;
         }
-        let state = state_use(&self.options.state, slice::from_ref(&setup), self.options.user)?;
+        let state = self.state_use(&setup)?;
         let disk = open_disk(&setup, &state).await?;
         let disk = self.adopt(setup, Arc::new(disk));
         self.events.tell(Event::DiskOpened { disk: name.clone() });
@@ -113,6 +112,7 @@ impl Running {
     /// then it is closed all the same.
     pub(crate) async fn close(&self, name: &str, force: bool) -> Result<()> {
         let claimed = self.claim_disk(name).await?;
+        self.jobs.check_free(name)?;
         let exports = self.exports_of(name);
         if let [first, ..] = &exports[..]
             && !force
@@ -217,6 +217,7 @@ impl Running {
     /// There is no such disk, or it cannot have that size.
     pub(crate) async fn resize(&self, name: &str, size: u64, shrink: bool) -> Result<Resized> {
         let claimed = self.claim_disk(name).await?;
+        self.jobs.check_free(name)?;
         let disk = &claimed.disk.disk;
         let old = disk.size();
         match (size < old, shrink, self.exports_of(name).first()) {

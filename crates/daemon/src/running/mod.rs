@@ -12,10 +12,11 @@ mod nbd_sockets;
 mod reload;
 
 use std::path::{Path, PathBuf};
+use std::slice;
 use std::sync::Arc;
 
 use anyhow::{Result, bail};
-use blockhouse_disk::ImageDisk;
+use blockhouse_disk::{ImageDisk, StateUse};
 use blockhouse_engine::{EngineReport, Handle, IoPoll};
 use blockhouse_nbd::{Server, SocketPermissions};
 use blockhouse_vhost_user::RegisteredMemory;
@@ -25,7 +26,9 @@ use serde_json::Value;
 use crate::claims::Claims;
 use crate::config::ConfiguredDisk;
 use crate::events::Events;
+use crate::jobs::Jobs;
 use crate::metrics::{MeasuredDisk, StartTime, gather, to_json};
+use crate::open::state_use;
 use crate::sandbox::SandboxReport;
 use crate::setup::{DiskSetup, Setup, StateSetup};
 use crate::tls::Tls;
@@ -46,6 +49,7 @@ pub(crate) struct Running {
     list: Mutex<List>,
     claims: Claims,
     events: Events,
+    jobs: Jobs,
     started: StartTime,
 }
 
@@ -80,8 +84,8 @@ struct List {
 pub(crate) struct RunningDisk {
     /// How it was opened.
     pub(crate) setup: DiskSetup,
-    /// The canonical path of the image.
-    pub(crate) path: PathBuf,
+    /// The canonical path of the image that it was opened with.
+    path: PathBuf,
     /// The disk.
     pub(crate) disk: Arc<ImageDisk>,
     /// The name of the group whose limits it shares. Changed where the list is locked.
@@ -92,6 +96,14 @@ impl RunningDisk {
     /// What it is called.
     pub(crate) fn name(&self) -> &str {
         &self.setup.name
+    }
+
+    /// The canonical path of the image, or where it was moved since.
+    pub(crate) fn path(&self) -> PathBuf {
+        match self.disk.is_replaced() {
+            true => PathBuf::from(self.disk.name()),
+            false => self.path.clone(),
+        }
     }
 }
 
@@ -120,6 +132,7 @@ impl Running {
             sandbox,
             list: Mutex::default(),
             claims: Claims::default(),
+            jobs: Jobs::new(setup.loops),
             events: Events::default(),
             started: StartTime::now(),
         }
@@ -143,6 +156,19 @@ impl Running {
     /// What happens.
     pub(crate) fn events(&self) -> &Events {
         &self.events
+    }
+
+    /// What works on disks while they are served.
+    pub(crate) fn jobs(&self) -> &Jobs {
+        &self.jobs
+    }
+
+    /// What outlives the process of a disk that is opened later.
+    ///
+    /// # Errors
+    /// The directory that was asked for cannot be used.
+    pub(crate) fn state_use(&self, setup: &DiskSetup) -> Result<StateUse> {
+        state_use(&self.options.state, slice::from_ref(setup), self.options.user)
     }
 
     /// The disks, in the order in which they were opened.
@@ -220,7 +246,9 @@ impl Running {
         let is_open = |(disk, open): (&ConfiguredDisk, &Arc<RunningDisk>)| {
             disk.setup.opens_like(&open.setup) && disk.setup.throttle == open.throttle()
         };
-        list.configured.len() != list.disks.len()
+        // The command line names the image that the disk has left.
+        list.disks.iter().any(|disk| disk.disk.is_replaced())
+            || list.configured.len() != list.disks.len()
             || !list.configured.iter().zip(&list.disks).all(is_open)
             || count != list.exports.len()
             || !list.configured.iter().all(is_served)

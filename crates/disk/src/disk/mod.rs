@@ -7,6 +7,7 @@
 //! - `limits`: how many requests and bytes a second are carried out.
 //! - `failures`: who is told of requests that fail.
 //! - [`Quiesce`]: holds the guest's changes off while the image is changed as a whole.
+//! - [`QuiescedDisk`]: another image in the place of this one, and who is told of changes.
 //!
 //! What reads and changes the image is below, in `layer` and `write`; what uses disks (snapshots, tools,
 //! opening files) is above.
@@ -16,6 +17,7 @@ mod limits;
 #[cfg(test)]
 mod long_requests;
 mod quiesce;
+mod quiesced;
 mod redo_log;
 mod requests;
 mod resize;
@@ -33,16 +35,18 @@ use blockhouse_format::{
 
 use crate::durability::FlushTracker;
 use crate::layer::{BlockStatus, BlockStatusCache, Layer, MapEntry};
+use crate::observers::Observers;
 use crate::options::{Access, Discard, Options};
 use crate::state::{StateFile, TrackedFile};
 use crate::stats::{
-    self, ClientGuard, Counters, DiskMetrics, ExportKind, HostStats, Operation, RequestTimer,
+    self, ClientGuard, Counters, DiskMetrics, ExportKind, HostStats, Operation, RequestTimer, Stats,
 };
 use crate::throttle::Throttle;
 use crate::write::Writer;
 pub use failures::{FailedRequest, FailureObserver};
 use quiesce::Quiesce;
 pub(crate) use quiesce::QuiescedGuard;
+pub use quiesced::{QuiescedDisk, ReplacedImage};
 
 /// A guest's disk: an image format over a storage. Shared by reference among all exports and threads. The
 /// [crate's page](crate) has an example.
@@ -50,8 +54,13 @@ pub struct Disk<S: Storage> {
     writer: Writer<S>,
     throttle: Arc<Throttle>,
     quiesce: Quiesce,
+    observers: Observers,
     options: Options,
     failures: failures::Failures,
+    /// The disk whose image has taken the place of this one's.
+    successor: OnceLock<Arc<Self>>,
+    /// Where the disk lives on, if it may not be changed here any more.
+    retired: OnceLock<String>,
     /// What outlives the process, if anything does.
     state: OnceLock<StateFile>,
 }
@@ -160,8 +169,9 @@ impl<S: Storage> Disk<S> {
     fn new(layer: Layer<S>, options: Options) -> Self {
         let writer = Writer::new(Arc::new(layer));
         let (throttle, quiesce) = (Arc::default(), Quiesce::default());
-        let failures = failures::Failures::default();
-        Self { writer, throttle, quiesce, options, failures, state: OnceLock::new() }
+        let (observers, failures) = (Observers::default(), failures::Failures::default());
+        let (successor, retired, state) = (OnceLock::new(), OnceLock::new(), OnceLock::new());
+        Self { writer, throttle, quiesce, observers, options, failures, successor, retired, state }
     }
 
     /// Keeps a state file, which flushes are recorded in from now on. Once only.
@@ -225,13 +235,33 @@ impl<S: Storage> Disk<S> {
     /// from there, and past its end as zeros.
     #[must_use]
     pub fn with_backing(self, backing: Arc<Self>) -> Self {
-        self.layer().set_backing(Arc::clone(backing.writer.layer()));
+        self.layer().set_backing(Arc::clone(backing.writer().layer()));
         self
     }
 
     /// The image and what reading it takes.
     pub(crate) fn layer(&self) -> &Layer<S> {
+        self.writer().layer()
+    }
+
+    /// What changes the image.
+    fn writer(&self) -> &Writer<S> {
+        &self.current().writer
+    }
+
+    /// The image that it was opened with, whatever has taken its place.
+    pub(crate) fn own_layer(&self) -> &Layer<S> {
         self.writer.layer()
+    }
+
+    /// How the image was opened.
+    fn options(&self) -> &Options {
+        &self.current().options
+    }
+
+    /// What users of the disk have asked for, whatever the image was.
+    fn request_stats(&self) -> &Stats {
+        self.writer.layer().stats()
     }
 
     pub(crate) fn format(&self) -> &Format<FlushTracker<S>> {
@@ -285,7 +315,7 @@ impl<S: Storage> Disk<S> {
 
     /// Whether it may be changed.
     pub fn access(&self) -> Access {
-        self.options.access
+        self.options().access
     }
 
     /// What requests should be aligned to in order to go down as they are. Others are served too.
@@ -302,10 +332,10 @@ impl<S: Storage> Disk<S> {
             capabilities.write_cache = WriteCache::Volatile;
             capabilities.discard = Offload::Available;
         }
-        if self.options.durability.sync().is_some() {
+        if self.options().durability.sync().is_some() {
             capabilities.write_cache = WriteCache::None;
         }
-        if self.options.discard == Discard::Ignore {
+        if self.options().discard == Discard::Ignore {
             capabilities.discard = Offload::Unavailable;
         }
         capabilities
@@ -325,7 +355,7 @@ impl<S: Storage> Disk<S> {
             std::iter::once(image.stats()).chain(data)
         });
         let storages: Vec<&HostStats> = storages.collect();
-        stats::gather(self.layer().stats(), &storages)
+        stats::gather(self.request_stats(), &storages)
     }
 
     /// Look-ups of the image's metadata; `None` where the format has none.
@@ -335,12 +365,12 @@ impl<S: Storage> Disk<S> {
 
     /// Counts a client that uses the disk by this kind of export, until the guard is dropped.
     pub fn enter_client(&self, export: ExportKind) -> ClientGuard {
-        self.layer().stats().clients().enter(export)
+        self.request_stats().clients().enter(export)
     }
 
     /// Waits for a request's turn in an export, and counts the time as one in the [queue](crate::Stage::Queue).
     pub async fn wait_turn<F: Future>(&self, operation: Operation, turn: Pin<&mut F>) -> F::Output {
-        self.layer().stats().wait(operation, turn).await
+        self.request_stats().wait(operation, turn).await
     }
 
     /// Counts a request that an export carries out by other calls than [`submit`](Self::submit), as one for block status.
@@ -350,7 +380,7 @@ impl<S: Storage> Disk<S> {
         operation: Operation,
         bytes: u64,
     ) -> RequestTimer<'_> {
-        self.layer().stats().begin_operation(export, operation, bytes)
+        self.request_stats().begin_operation(export, operation, bytes)
     }
 
     /// What the first bytes of `range` are, through all layers, and for how many bytes that holds (at
@@ -415,7 +445,12 @@ impl<S: Storage> Disk<S> {
     /// # Errors
     /// What the storage answers.
     pub async fn close(&self) -> Result<()> {
-        let closed = self.format().close().await;
+        self.current().close_image().await
+    }
+
+    /// As [`close`](Self::close), of this disk's own image, also where it was replaced.
+    async fn close_image(&self) -> Result<()> {
+        let closed = self.writer.layer().format().close().await;
         if let Some(state) = self.state.get() {
             state.close();
         }

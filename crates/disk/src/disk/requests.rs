@@ -9,6 +9,7 @@
 //!    ([`Writer::claim`](crate::write::Writer::claim)).
 //! 4. `layer` reads, `write` changes.
 //! 5. What the writes left to be made durable is completed, once ([`RequestSync`]).
+//! 6. Observers are told of a change ([`Observers`](crate::observers::Observers)), and may hold its answer off.
 
 use std::pin::pin;
 
@@ -21,10 +22,24 @@ use super::Disk;
 use super::quiesce::WriteGuard;
 use crate::claims::Claim;
 use crate::durability::RequestSync;
+use crate::observers::{ChangeWait, ObservedChange};
 use crate::options::{Access, DetectZeroes, Discard};
 use crate::stats::{ExportKind, Operation};
 use crate::throttle::RequestCost;
 use crate::write::{CompressResult, ZeroOptions};
+
+/// A change in flight. Observers are told of it before it counts as ended.
+struct Turn<'a> {
+    change: Option<Box<ObservedChange>>,
+    _guard: WriteGuard<'a>,
+}
+
+impl Turn<'_> {
+    /// The change was carried out. What the request is to wait for before it is answered.
+    fn end(self) -> Vec<ChangeWait> {
+        self.change.map_or_else(Vec::new, |change| (*change).complete())
+    }
+}
 
 impl<S: Storage> Disk<S> {
     /// Carries out one request.
@@ -49,10 +64,10 @@ impl<S: Storage> Disk<S> {
     /// # Errors
     /// As [`submit`](Self::submit).
     pub async fn submit_from(&self, export: ExportKind, request: Request) -> Result<()> {
-        let timer = self.layer().stats().begin(export, &request);
+        let timer = self.request_stats().begin(export, &request);
         let operation = timer.operation();
         if let Some(turn) = self.throttle.admit(|| self.cost(&request)) {
-            self.layer().stats().wait(operation, pin!(turn)).await;
+            self.request_stats().wait(operation, pin!(turn)).await;
         }
         let outcome = match request {
             Request::Read { offset, into } => self.submit_read(offset, into).await,
@@ -65,28 +80,43 @@ impl<S: Storage> Disk<S> {
         outcome
     }
 
+    /// As [`submit`](Self::submit), without a turn among the requests that share the disk's limits: for jobs, which have
+    /// limits of their own, and tell of failures themselves.
+    ///
+    /// # Errors
+    /// As [`submit`](Self::submit).
+    pub async fn submit_unlimited(&self, request: Request) -> Result<()> {
+        let timer = self.request_stats().begin(ExportKind::Local, &request);
+        let outcome = match request {
+            Request::Read { offset, into } => self.submit_read(offset, into).await,
+            request => self.submit_change(request, timer.operation()).await,
+        };
+        timer.end(&outcome);
+        outcome
+    }
+
     /// Carries out anything but a read.
     async fn submit_change(&self, request: Request, operation: Operation) -> Result<()> {
-        let sync = match request {
+        let (waits, sync) = match request {
             Request::Read { .. } => unreachable!("a read changes nothing"),
             Request::Write { offset, from, durability } => {
-                let (_guard, sync) =
-                    (self.begin_turn(operation).await, self.begin_sync(durability));
+                let turn = self.begin_turn(operation, offset, from.len() as u64).await;
+                let sync = self.begin_sync(durability);
                 self.submit_write(offset, from, operation, &sync).await?;
-                sync
+                (turn.end(), sync)
             }
             Request::WriteZeroes { range, unmap, fallback, durability } => {
-                let (_guard, sync) =
-                    (self.begin_turn(operation).await, self.begin_sync(durability));
+                let turn = self.begin_turn(operation, range.offset(), range.length()).await;
+                let sync = self.begin_sync(durability);
                 let how = ZeroOptions { unmap, fallback };
                 self.submit_zeroes(range, how, operation, &sync).await?;
-                sync
+                (turn.end(), sync)
             }
             Request::Discard { range, durability } => {
-                let (_guard, sync) =
-                    (self.begin_turn(operation).await, self.begin_sync(durability));
+                let turn = self.begin_turn(operation, range.offset(), range.length()).await;
+                let sync = self.begin_sync(durability);
                 self.submit_discard(range, &sync).await?;
-                sync
+                (turn.end(), sync)
             }
             Request::Flush => return self.format().flush(SyncMode::Data).await,
             Request::Prefetch { range } => {
@@ -94,7 +124,11 @@ impl<S: Storage> Disk<S> {
                 return self.layer().prefetch(range).await;
             }
         };
-        sync.complete().await
+        sync.complete().await?;
+        for wait in waits {
+            wait.await;
+        }
+        Ok(())
     }
 
     /// All writes completed so far become durable. As [`Request::Flush`].
@@ -110,7 +144,7 @@ impl<S: Storage> Disk<S> {
     /// As a write; `Unsupported` where the format has no compressed clusters, `InvalidInput` for
     /// anything but one cluster.
     pub async fn write_compressed(&self, offset: u64, bytes: &[u8]) -> Result<CompressResult> {
-        let stats = self.layer().stats();
+        let stats = self.request_stats();
         let timer = stats.begin_operation(ExportKind::Local, Operation::Write, bytes.len() as u64);
         let outcome = self.execute_compressed(offset, bytes).await;
         timer.end(&outcome);
@@ -122,33 +156,34 @@ impl<S: Storage> Disk<S> {
         let range = self.check_end(offset, bytes.len() as u64, ErrorKind::PastEnd)?;
         let cluster_size = self.check_one_cluster(range)?;
         let sync = self.begin_sync(Durability::None);
-        let result = self.writer.write_compressed(range, cluster_size, bytes, &sync).await?;
+        let result = self.writer().write_compressed(range, cluster_size, bytes, &sync).await?;
         sync.complete().await?;
         Ok(result)
     }
 
     /// What the request takes of the disk's limits.
     fn cost(&self, request: &Request) -> Option<RequestCost> {
-        RequestCost::of(request, self.options.durability, self.capabilities().write_zeroes)
+        RequestCost::of(request, self.options().durability, self.capabilities().write_zeroes)
     }
 
     /// What a request's writes and its end need to make it as durable as it asks, and at least as durable
     /// as the disk's options ask.
     fn begin_sync(&self, asked: Durability) -> RequestSync<'_, S> {
-        RequestSync::new(self.format(), asked.max(self.options.durability))
+        RequestSync::new(self.format(), asked.max(self.options().durability))
     }
 
-    /// Waits until the image may be changed.
-    async fn begin_turn(&self, operation: Operation) -> WriteGuard<'_> {
-        match self.quiesce.try_begin_write() {
+    /// Waits until the image may be changed, for a change of these bytes.
+    async fn begin_turn(&self, operation: Operation, offset: u64, length: u64) -> Turn<'_> {
+        let guard = match self.quiesce.try_begin_write() {
             Some(guard) => guard,
-            None => self.layer().stats().wait(operation, pin!(self.quiesce.begin_write())).await,
-        }
+            None => self.request_stats().wait(operation, pin!(self.quiesce.begin_write())).await,
+        };
+        Turn { change: self.observers.begin(offset, length), _guard: guard }
     }
 
     /// Waits until no other change of these blocks is in the way.
     async fn begin_claim(&self, operation: Operation, range: ByteRange) -> Claim<'_> {
-        self.layer().stats().wait(operation, pin!(self.writer.claim(range))).await
+        self.request_stats().wait(operation, pin!(self.writer().claim(range))).await
     }
 
     async fn submit_read(&self, offset: u64, into: IoVector) -> Result<()> {
@@ -182,12 +217,12 @@ impl<S: Storage> Disk<S> {
             }
         }
         let claim = self.begin_claim(operation, range).await;
-        self.writer.write(range, from, sync, &claim).await
+        self.writer().write(range, from, sync, &claim).await
     }
 
     /// How a write of zeros is made a zero write, if it is to be one.
     fn zero_options(&self) -> Option<ZeroOptions> {
-        let unmap = match self.options.detect_zeroes {
+        let unmap = match self.options().detect_zeroes {
             DetectZeroes::Off => return None,
             DetectZeroes::On => Unmap::Forbidden,
             DetectZeroes::Unmap => Unmap::Allowed,
@@ -209,13 +244,13 @@ impl<S: Storage> Disk<S> {
         }
         let quick = self.capabilities().write_zeroes;
         if how.fallback == Fallback::Forbidden && quick == Offload::Unavailable {
-            return Err(self.writer.fast_zero_error(range.offset()));
+            return Err(self.writer().fast_zero_error(range.offset()));
         }
-        if self.options.discard == Discard::Ignore {
+        if self.options().discard == Discard::Ignore {
             how.unmap = Unmap::Forbidden;
         }
         let claim = self.begin_claim(operation, range).await;
-        Box::pin(self.writer.write_zeroes(range, how, sync, &claim)).await
+        Box::pin(self.writer().write_zeroes(range, how, sync, &claim)).await
     }
 
     async fn submit_discard(&self, range: ByteRange, sync: &RequestSync<'_, S>) -> Result<()> {
@@ -231,7 +266,7 @@ impl<S: Storage> Disk<S> {
         }
         let whole = ByteRange::between(start, end);
         let _claim = self.begin_claim(Operation::Discard, whole).await;
-        Box::pin(self.writer.discard(whole, sync)).await
+        Box::pin(self.writer().discard(whole, sync)).await
     }
 
     pub(crate) fn check_inside(&self, range: ByteRange) -> Result<()> {
@@ -240,7 +275,11 @@ impl<S: Storage> Disk<S> {
 
     /// Refuses changes of a disk that is open for reading only.
     pub(crate) fn check_access(&self, offset: u64) -> Result<()> {
-        match self.options.access {
+        if let Some(successor) = self.retired.get() {
+            let what = format!("the disk was moved to {successor}, and is only read here");
+            return Err(Error::new(ErrorKind::ReadOnly, what).on(self.name()).at(offset));
+        }
+        match self.options().access {
             Access::ReadWrite => Ok(()),
             Access::ReadOnly => {
                 let error = Error::new(ErrorKind::ReadOnly, "the disk is open for reading only");

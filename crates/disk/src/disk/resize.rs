@@ -34,7 +34,7 @@ impl<S: Storage> Disk<S> {
             self.format().prepare_resize(size).await?;
             // Durable with the flush below.
             let sync = RequestSync::not_required(self.format());
-            self.writer.write_zeroes(uncovered, ZERO, &sync, &claim).await?;
+            self.writer().write_zeroes(uncovered, ZERO, &sync, &claim).await?;
             self.format().flush(SyncMode::Data).await?;
         }
         self.format().resize(size).await?;
@@ -61,7 +61,7 @@ impl<S: Storage> Disk<S> {
             && let Some(rest) = self.uncovered(size, self.format().end())
         {
             let sync = RequestSync::not_required(self.format());
-            self.writer.write_zeroes(rest, ZERO, &sync, &claim).await?;
+            self.writer().write_zeroes(rest, ZERO, &sync, &claim).await?;
         }
         self.format().flush(SyncMode::Full).await
     }

@@ -23,6 +23,7 @@ use super::handed_over::{Files, HandedFile, HandedOverDisk};
 use super::image_disk::ImageDisk;
 use super::image_options::{ImageOptions, Locking, RemoteBacking};
 use super::lock::{Locked, lock};
+use super::moved_record::check_not_moved;
 use super::open_location::{
     Identity, identity_of, is_address, is_foreign_address, open_file, open_location,
 };
@@ -31,6 +32,7 @@ use super::probe_check::check_not_probed;
 use super::restore::Restore;
 use crate::disk::{Disk, EarlierWrites};
 use crate::options::{Access, BitmapActivity, Options};
+use crate::tools::check_not_marked;
 
 /// How many files a chain may have.
 const MAX_FILES: usize = 200;
@@ -50,7 +52,8 @@ const ENOENT: i32 = 2;
 ///
 /// # Errors
 /// One that names the file: it is missing, no disk image, of a wrong size, locked, looks like
-/// another format, or the host refuses; for a backing file also the chain that leads to it.
+/// another format, is a mirror that was not completed, or the host refuses; for a backing file also the chain that leads
+/// to it.
 pub async fn open(path: &Path, options: ImageOptions) -> Result<ImageDisk> {
     open_chain(path, &options, None, Files::Host).await
 }
@@ -96,8 +99,16 @@ async fn open_chain(
     mut files: Files,
 ) -> Result<ImageDisk> {
     let (storage, identity) = open_location(&mut files, path, options).await?;
+    if identity.is_some() && options.access == Access::ReadWrite {
+        check_not_moved(path)?;
+    }
     let chain = Chain::from_image(path, identity, files)?;
-    open_from(chain, storage, options, snapshot).await
+    let is_anew = matches!(chain.source, Files::Host);
+    let disk = open_from(chain, storage, options, snapshot).await?;
+    if is_anew && snapshot.is_none() {
+        check_not_marked(&disk).await?;
+    }
+    Ok(disk)
 }
 
 /// The disk of the last image of a chain, whose file is open, with all that is behind it.

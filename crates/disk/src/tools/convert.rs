@@ -286,7 +286,7 @@ pub(super) async fn read<S: Storage>(
 }
 
 /// The memory of parts of a buffer, which are in ascending order.
-fn lend(buffer: &mut Buffer, parts: &[Range<usize>]) -> Vec<IoVector> {
+pub(super) fn lend(buffer: &mut Buffer, parts: &[Range<usize>]) -> Vec<IoVector> {
     let mut rest = buffer.lend();
     let mut start = 0;
     let mut lent = Vec::with_capacity(parts.len());

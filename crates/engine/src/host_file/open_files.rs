@@ -8,6 +8,7 @@ use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
 
 use super::HostFile;
+use crate::byte_lock;
 
 /// What a [`HostFile`] has open: one to three open files.
 #[derive(Debug)]
@@ -33,6 +34,13 @@ impl HostFile {
             file: self.file.as_fd(),
             tail: self.tail.as_ref().map(|tail| tail.as_fd()),
             flushed,
+        }
+    }
+
+    /// Gives its locks back while it stays open.
+    pub fn release_locks(&self) {
+        if let Err(error) = byte_lock::release_all(self.descriptor()) {
+            tracing::warn!("{}: cannot give its locks back: {error}", self.name);
         }
     }
 

@@ -1,0 +1,121 @@
+//! What the methods of jobs take and give.
+
+use std::path::PathBuf;
+
+use blockhouse_disk::ImageFormat;
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+
+use crate::text_fields::{Size, some_size, some_text};
+
+/// A job.
+#[derive(Debug, Deserialize, Serialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub struct JobParams {
+    /// Its name.
+    pub job: String,
+}
+
+/// What a job does.
+#[derive(Clone, Copy, Debug, Deserialize, JsonSchema)]
+#[serde(rename_all = "kebab-case")]
+pub enum JobKind {
+    /// Copies the disk to the target while the guest goes on.
+    Mirror,
+}
+
+/// Whether the guest's writes wait for their copy.
+#[derive(Clone, Copy, Debug, Default, Deserialize, JsonSchema)]
+#[serde(rename_all = "kebab-case")]
+pub enum JobCopyMode {
+    /// Where the copy does not converge otherwise.
+    #[default]
+    Auto,
+    /// Never.
+    Background,
+    /// From the start.
+    WriteBlocking,
+}
+
+/// A job to be started.
+#[derive(Debug, Deserialize, JsonSchema)]
+#[serde(rename_all = "kebab-case", deny_unknown_fields)]
+pub struct JobStartParams {
+    /// What it does.
+    pub kind: JobKind,
+    /// The name of the disk.
+    pub disk: String,
+    /// Where to: an absolute path, or the URI of an export of another server.
+    pub target: PathBuf,
+    /// What the job is called, unlike all others. Left out: any name.
+    pub job: Option<String>,
+    /// The target's format, raw or qcow2. Left out, a file's name decides (.qcow2, otherwise raw); all else is raw.
+    #[serde(default, deserialize_with = "some_text")]
+    #[schemars(with = "Option<String>")]
+    pub format: Option<ImageFormat>,
+    /// Whether a target that exists is overwritten: all that is in it is lost.
+    #[serde(default)]
+    pub overwrite: bool,
+    /// Whether the guest's writes wait for their copy: auto, background or write-blocking. Left out: auto.
+    #[serde(default)]
+    pub mode: JobCopyMode,
+    /// The most bytes a second that are copied in the background: a number, or a text like "100M". Left out: no limit.
+    #[serde(default, deserialize_with = "some_size")]
+    #[schemars(with = "Option<Size>")]
+    pub speed: Option<u64>,
+}
+
+/// A limit.
+#[derive(Debug, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub struct JobSpeedParams {
+    /// The job's name.
+    pub job: String,
+    /// The most bytes a second that are copied in the background: a number, or a text like "100M". Left out, or 0: no
+    /// limit.
+    #[serde(default, deserialize_with = "some_size")]
+    #[schemars(with = "Option<Size>")]
+    pub speed: Option<u64>,
+}
+
+/// How a job is completed.
+#[derive(Debug, Deserialize, JsonSchema)]
+#[serde(rename_all = "kebab-case", deny_unknown_fields)]
+pub struct JobCompleteParams {
+    /// The job's name.
+    pub job: String,
+    /// Of a mirror, whether the disk refuses all changes from then on, because its guest goes on with the target on
+    /// another host. Otherwise the guest goes on with the target here.
+    #[serde(default)]
+    pub hand_over: bool,
+}
+
+/// A job that goes on or has ended.
+#[derive(Debug, Serialize, JsonSchema)]
+#[serde(rename_all = "kebab-case")]
+pub struct JobInfo {
+    /// Its name.
+    pub job: String,
+    /// What it does: mirror.
+    pub kind: &'static str,
+    /// The name of its disk.
+    pub disk: String,
+    /// Where to.
+    pub target: String,
+    /// running, paused, ready, completing, completed, cancelled or failed.
+    pub status: &'static str,
+    /// Why it failed, in one line.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub error: Option<String>,
+    /// Bytes that were copied, those that were copied again included.
+    pub copied: u64,
+    /// Bytes that have to be copied still, as far as is known.
+    pub remaining: u64,
+    /// The sum of both.
+    pub total: u64,
+    /// Bytes a second that were copied lately.
+    pub rate: u64,
+    /// The most bytes a second in the background.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub speed: Option<u64>,
+}

@@ -1,0 +1,110 @@
+//! What the methods of jobs do.
+
+use std::num::NonZeroU64;
+use std::os::unix::ffi::OsStrExt;
+use std::sync::Arc;
+
+use blockhouse_disk::is_address;
+use blockhouse_jobs::{Completion, CopyMode, JobEnd, JobStage};
+use serde_json::Value;
+
+use super::job_methods::{
+    JobCompleteParams, JobCopyMode, JobInfo, JobKind, JobParams, JobSpeedParams, JobStartParams,
+};
+use super::methods::{Done, NoParams, PauseResult};
+use super::outcome::{Outcome, invalid, params, result, unknown};
+use super::rpc::Failure;
+use crate::disk_options::check_absolute;
+use crate::jobs::{MirrorSetup, RunningJob, TargetSetup};
+use crate::running::Running;
+
+/// Carries a request out that is about jobs.
+pub(super) async fn call(running: &Running, method: &str, given: Value) -> Outcome {
+    let jobs = running.jobs();
+    let find = |given| {
+        let JobParams { job } = params(given)?;
+        Ok::<_, Failure>(jobs.find(&job)?)
+    };
+    match method {
+        "job.list" => {
+            let NoParams {} = params(given)?;
+            result(jobs.list().iter().map(info).collect::<Vec<_>>())
+        }
+        "job.start" => start(running, params(given)?).await,
+        "job.pause" => {
+            find(given)?.control.pause();
+            result(Done {})
+        }
+        "job.resume" => {
+            find(given)?.control.resume();
+            result(Done {})
+        }
+        "job.set-speed" => {
+            let JobSpeedParams { job, speed } = params(given)?;
+            jobs.find(&job)?.control.set_speed(speed.and_then(NonZeroU64::new));
+            result(Done {})
+        }
+        "job.complete" => {
+            let JobCompleteParams { job, hand_over } = params(given)?;
+            let completion = if hand_over { Completion::HandOver } else { Completion::Switch };
+            let pause = running.complete_job(&job, completion).await?;
+            result(PauseResult { pause_us: pause.as_micros() as u64 })
+        }
+        "job.cancel" => {
+            let job = find(given)?;
+            match job.control.cancel() {
+                true => result(Done {}),
+                false => {
+                    let status = job.status();
+                    Err(anyhow::anyhow!("the job {:?} is {status} already", job.name).into())
+                }
+            }
+        }
+        "job.dismiss" => {
+            let JobParams { job } = params(given)?;
+            jobs.dismiss(&job)?;
+            result(Done {})
+        }
+        _ => Err(unknown(method)),
+    }
+}
+
+async fn start(running: &Running, given: JobStartParams) -> Outcome {
+    let JobStartParams { kind: JobKind::Mirror, disk, target, job, format, .. } = given;
+    if !is_address(target.as_os_str().as_bytes()) {
+        check_absolute(&target).map_err(invalid)?;
+    }
+    let setup = MirrorSetup {
+        name: job,
+        disk,
+        target: TargetSetup { location: target, format, overwrite: given.overwrite },
+        mode: match given.mode {
+            JobCopyMode::Auto => CopyMode::Auto,
+            JobCopyMode::Background => CopyMode::Background,
+            JobCopyMode::WriteBlocking => CopyMode::WriteBlocking,
+        },
+        speed: given.speed.and_then(NonZeroU64::new),
+    };
+    let job = running.start_mirror(setup).await?;
+    result(JobParams { job: job.name.clone() })
+}
+
+fn info(job: &Arc<RunningJob>) -> JobInfo {
+    let progress = job.control.progress();
+    JobInfo {
+        job: job.name.clone(),
+        kind: job.kind,
+        disk: job.disk.clone(),
+        target: job.target.clone(),
+        status: job.status(),
+        error: match job.control.stage() {
+            JobStage::Ended(JobEnd::Failed(error)) => Some(error),
+            _ => None,
+        },
+        copied: progress.copied,
+        remaining: progress.remaining,
+        total: progress.total,
+        rate: progress.rate,
+        speed: job.control.speed().map(NonZeroU64::get),
+    }
+}

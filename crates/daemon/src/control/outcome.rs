@@ -1,0 +1,33 @@
+//! Parameters and results of methods, as JSON.
+
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+use serde_json::Value;
+
+use super::rpc::{Failure, INVALID_PARAMS, UNKNOWN_METHOD};
+
+/// The result of a method, or why it has none.
+pub(super) type Outcome = Result<Value, Failure>;
+
+/// The parameters of a method.
+pub(super) fn params<T: DeserializeOwned>(params: Value) -> Result<T, Failure> {
+    serde_json::from_value(params).map_err(|why| Failure::new(INVALID_PARAMS, why.to_string()))
+}
+
+/// The result of a method.
+pub(super) fn result(value: impl Serialize) -> Outcome {
+    Ok(serde_json::to_value(value).map_err(anyhow::Error::from)?)
+}
+
+/// Parameters that make no sense.
+pub(super) fn invalid(why: String) -> Failure {
+    Failure::new(INVALID_PARAMS, why)
+}
+
+/// There is no such method.
+pub(super) fn unknown(method: &str) -> Failure {
+    Failure::new(
+        UNKNOWN_METHOD,
+        format!("there is no method {method:?}; 'server.version' tells which there are"),
+    )
+}

@@ -1,0 +1,131 @@
+//! Mirrors of served disks.
+//!
+//! What a kill leaves: while the target has its mark (`blockhouse_disk::mark_incomplete`), the source is the disk. Before
+//! it loses the mark, a *record* beside the source's image says where the disk goes (`disk/open/moved_record`), durably. So
+//! whoever opens the source then is refused, and told to look at the target: it can be opened if it is complete.
+//! The record goes where the mirror is not completed.
+
+use std::num::NonZeroU64;
+use std::path::{Path, PathBuf};
+use std::rc::Rc;
+use std::sync::Arc;
+use std::time::Duration;
+
+use anyhow::{Result, bail};
+use blockhouse_core::Storage;
+use blockhouse_disk::{forget_moved, record_moved};
+use blockhouse_jobs::{Completion, CopyMode, JobEnd, LoopClock, Mirror, MirrorOptions};
+use blockhouse_storage::Location;
+
+use super::target::{Target, TargetSetup, remove};
+use super::{RunningJob, tell_stages};
+use crate::running::{Running, RunningDisk};
+
+/// A mirror that is to be started.
+#[derive(Clone, Debug)]
+pub(crate) struct MirrorSetup {
+    /// What the job is called; `None`: any name.
+    pub(crate) name: Option<String>,
+    /// The name of the disk.
+    pub(crate) disk: String,
+    /// Where to.
+    pub(crate) target: TargetSetup,
+    /// Whether the guest's writes wait for their copy.
+    pub(crate) mode: CopyMode,
+    /// The most bytes a second in the background.
+    pub(crate) speed: Option<NonZeroU64>,
+}
+
+impl Running {
+    /// Starts a mirror. When this returns its target is open, and it is listed.
+    ///
+    /// # Errors
+    /// There is no such disk, it is read-only or has a job, or the target cannot be used.
+    pub(crate) async fn start_mirror(&self, setup: MirrorSetup) -> Result<Arc<RunningJob>> {
+        let claimed = self.claim_disk(&setup.disk).await?;
+        let source = Arc::clone(&claimed.disk);
+        if source.setup.is_read_only() {
+            bail!(
+                "the disk {:?} is read-only: copy its image with 'blockhouse convert'",
+                setup.disk
+            );
+        }
+        self.jobs().check_free(&setup.disk)?;
+        if let Ok(Location::File(path)) = Location::of(&setup.target.location) {
+            self.sandbox().check(&path)?;
+        }
+        let state = self.state_use(&source.setup)?;
+        let target = setup.target.open(&source.setup, source.disk.size(), state).await?;
+        if let Err(error) = source.disk.check_successor(&target.disk) {
+            drop(target.disk);
+            remove(target.created.as_deref());
+            return Err(error.into());
+        }
+        let name = setup.target.location.display().to_string();
+        let registered = self.jobs().register(setup.name, "mirror", &setup.disk, name);
+        let (job, handle) = registered.inspect_err(|_| remove(target.created.as_deref()))?;
+        job.control.set_speed(setup.speed);
+        let (running, events) = (Arc::clone(&job), self.events().clone());
+        let mode = setup.mode;
+        drop(handle.spawn(move || async move {
+            tell_stages(Arc::clone(&running), events);
+            run(&running, &source, target, mode).await;
+        }));
+        Ok(job)
+    }
+
+    /// Asks a job to complete, and waits for its end; for how long the guest's changes were held off. What it was to do is
+    /// done durably.
+    ///
+    /// # Errors
+    /// There is no such job, or it ends otherwise.
+    pub(crate) async fn complete_job(
+        &self,
+        name: &str,
+        completion: Completion,
+    ) -> Result<Duration> {
+        let job = self.jobs().find(name)?;
+        if !job.control.complete(completion) {
+            bail!("the job {name:?} is {}, and cannot be completed so", job.status());
+        }
+        match job.control.ended().await {
+            JobEnd::Completed { pause, .. } => Ok(pause),
+            JobEnd::Cancelled => bail!("the job {name:?} was cancelled"),
+            JobEnd::Failed(error) => bail!("the job {name:?} failed: {error}"),
+        }
+    }
+}
+
+/// Runs a mirror to its end, and brings its disks in order.
+async fn run(job: &RunningJob, source: &RunningDisk, target: Target, mode: CopyMode) {
+    let Target { disk: target, is_zero, created } = target;
+    let (target, disk) = (Arc::new(target), Arc::clone(&source.disk));
+    let options = MirrorOptions { is_target_zero: is_zero, mode, ..MirrorOptions::default() };
+    let (control, clock) = (Arc::clone(&job.control), Rc::new(LoopClock::new()));
+    // Of the image that the disk has now: it may have been moved before.
+    let image = disk.file().map(|file| PathBuf::from(file.name()));
+    let (recorded, name) = (image.clone(), job.target.clone());
+    let record = move || recorded.iter().try_for_each(|image| record_moved(image, &name));
+    let mirror = Mirror::new(Arc::clone(&disk), Arc::clone(&target), options, control, clock);
+    let end = match mirror {
+        Ok(mirror) => mirror.before_completion(record).run().await,
+        Err(error) => JobEnd::Failed(error.to_string()),
+    };
+    let is_complete = matches!(end, JobEnd::Completed { .. });
+    if !matches!(end, JobEnd::Completed { completion: Completion::Switch, .. }) {
+        let closed = target.close().await;
+        closed.unwrap_or_else(|error| tracing::warn!("{}: {error}", job.name));
+    }
+    let tidied = match is_complete {
+        true => {
+            disk.unlock_replaced();
+            forget_moved(Path::new(&job.target))
+        }
+        false => {
+            remove(created.as_deref());
+            image.iter().try_for_each(|image| forget_moved(image))
+        }
+    };
+    tidied.unwrap_or_else(|error| tracing::error!("{}: {error}", job.name));
+    job.control.end(end);
+}

@@ -1,0 +1,230 @@
+//! Jobs by name: what works on disks while they are served.
+//!
+//! Guarantees: a disk has one job at a time, and is neither closed nor resized meanwhile. All jobs run on a loop of their own,
+//! so that their copying keeps no guest's request waiting for a processor turn. A job that has ended is listed until it is
+//! dismissed, or `MAX_ENDED` later ones have ended. Jobs do not outlive the process: what one leaves on its disks says
+//! whether it was complete (`jobs/mirror`).
+
+mod mirror;
+mod target;
+
+use std::pin::pin;
+use std::sync::Arc;
+use std::time::Duration;
+
+use anyhow::{Result, bail};
+use blockhouse_engine::{Handle, sleep, spawn_detached};
+use blockhouse_jobs::{JobControl, JobEnd, JobStage};
+use futures_util::future::{join_all, select};
+use parking_lot::Mutex;
+
+use crate::events::{Event, Events};
+use crate::workers::{LoopOptions, Workers};
+
+pub(crate) use mirror::MirrorSetup;
+pub(crate) use target::TargetSetup;
+
+/// Jobs that have ended and are listed still, at most.
+const MAX_ENDED: usize = 64;
+
+/// How long the end of a server waits for its jobs.
+const MAX_STOP_TIME: Duration = Duration::from_secs(5);
+
+/// The jobs of a server.
+pub(crate) struct Jobs {
+    options: LoopOptions,
+    state: Mutex<State>,
+}
+
+#[derive(Default)]
+struct State {
+    /// In the order in which they were started.
+    jobs: Vec<Arc<RunningJob>>,
+    started: u64,
+    /// Their loop, from the first job on.
+    workers: Option<Workers>,
+    /// Whether none may be started any more.
+    is_over: bool,
+}
+
+/// A job.
+pub(crate) struct RunningJob {
+    /// What it is called, unlike all others.
+    pub(crate) name: String,
+    /// What it does: "mirror".
+    pub(crate) kind: &'static str,
+    /// The name of its disk.
+    pub(crate) disk: String,
+    /// Where to.
+    pub(crate) target: String,
+    /// What it is asked and tells.
+    pub(crate) control: Arc<JobControl>,
+}
+
+impl RunningJob {
+    fn has_ended(&self) -> bool {
+        matches!(self.control.stage(), JobStage::Ended(_))
+    }
+
+    /// The word for how far it is.
+    pub(crate) fn status(&self) -> &'static str {
+        match self.control.stage() {
+            JobStage::Running | JobStage::Ready if self.control.is_paused() => "paused",
+            JobStage::Running => "running",
+            JobStage::Ready => "ready",
+            JobStage::Completing => "completing",
+            JobStage::Ended(JobEnd::Completed { .. }) => "completed",
+            JobStage::Ended(JobEnd::Cancelled) => "cancelled",
+            JobStage::Ended(JobEnd::Failed(_)) => "failed",
+        }
+    }
+}
+
+impl Jobs {
+    /// None yet, to run on a loop of this kind.
+    pub(crate) fn new(options: LoopOptions) -> Self {
+        Self { options, state: Mutex::default() }
+    }
+
+    /// All that are listed.
+    pub(crate) fn list(&self) -> Vec<Arc<RunningJob>> {
+        self.state.lock().jobs.clone()
+    }
+
+    /// The job of this name.
+    ///
+    /// # Errors
+    /// There is none.
+    pub(crate) fn find(&self, name: &str) -> Result<Arc<RunningJob>> {
+        let found = self.state.lock().jobs.iter().find(|job| job.name == name).cloned();
+        found.ok_or_else(|| {
+            anyhow::anyhow!("no job is called {name:?}; 'job.list' tells which there are")
+        })
+    }
+
+    /// Whether any goes on.
+    pub(crate) fn is_any_running(&self) -> bool {
+        self.state.lock().jobs.iter().any(|job| !job.has_ended())
+    }
+
+    /// Refuses to change a disk that a job works on.
+    ///
+    /// # Errors
+    /// One does.
+    pub(crate) fn check_free(&self, disk: &str) -> Result<()> {
+        let state = self.state.lock();
+        match state.jobs.iter().find(|job| job.disk == disk && !job.has_ended()) {
+            Some(job) => bail!(
+                "the job {:?} works on the disk {disk:?}; cancel it or let it complete first",
+                job.name
+            ),
+            None => Ok(()),
+        }
+    }
+
+    /// Lists a new job. The caller holds a claim to the disk.
+    ///
+    /// # Errors
+    /// Its name is taken, another job works on the disk, the server ends, or there is no thread for a loop.
+    fn register(
+        &self,
+        name: Option<String>,
+        kind: &'static str,
+        disk: &str,
+        target: String,
+    ) -> Result<(Arc<RunningJob>, Handle)> {
+        self.check_free(disk)?;
+        let mut state = self.state.lock();
+        if state.is_over {
+            bail!("the server ends");
+        }
+        state.started += 1;
+        let name = name.unwrap_or_else(|| format!("{kind}{}", state.started));
+        if state.jobs.iter().any(|job| job.name == name) {
+            bail!("a job is called {name:?} already; choose another name, or dismiss that one");
+        }
+        let workers = match state.workers.take() {
+            Some(workers) => workers,
+            None => Workers::start(1, self.options)?,
+        };
+        let handle = workers.first().clone();
+        state.workers = Some(workers);
+        let control = Arc::new(JobControl::default());
+        let job = RunningJob { name, kind, disk: disk.to_owned(), target, control };
+        let job = Arc::new(job);
+        state.jobs.push(Arc::clone(&job));
+        let ended: Vec<_> = state.jobs.iter().filter(|job| job.has_ended()).cloned().collect();
+        let surplus = ended.len().saturating_sub(MAX_ENDED);
+        let old = &ended[..surplus];
+        state.jobs.retain(|job| !old.iter().any(|old| Arc::ptr_eq(old, job)));
+        Ok((job, handle))
+    }
+
+    /// Lists a job that has ended no longer.
+    ///
+    /// # Errors
+    /// There is none of the name, or it goes on.
+    pub(crate) fn dismiss(&self, name: &str) -> Result<()> {
+        let job = self.find(name)?;
+        if !job.has_ended() {
+            bail!("the job {name:?} has not ended; cancel it first");
+        }
+        self.state.lock().jobs.retain(|other| !Arc::ptr_eq(other, &job));
+        Ok(())
+    }
+
+    /// Cancels all jobs, and waits until they have ended, for some seconds at most; starts none any more. Whoever waits for
+    /// one goes on.
+    pub(crate) fn stop(&self) {
+        let (jobs, workers) = {
+            let mut state = self.state.lock();
+            state.is_over = true;
+            (state.jobs.clone(), state.workers.take())
+        };
+        let Some(workers) = workers else { return };
+        jobs.iter().for_each(|job| _ = job.control.cancel());
+        let controls: Vec<_> = jobs.iter().map(|job| Arc::clone(&job.control)).collect();
+        workers.run(move || async move {
+            let ended = join_all(controls.iter().map(|control| control.ended()));
+            // A target that hangs does not keep the server from its end.
+            drop(select(pin!(ended), pin!(sleep(MAX_STOP_TIME))).await);
+        });
+        workers.stop();
+        let end = JobEnd::Failed("the server ended before its target answered".into());
+        jobs.iter().for_each(|job| job.control.end(end.clone()));
+    }
+}
+
+/// Tells of a job's stages until it has ended. On the loop of jobs.
+fn tell_stages(job: Arc<RunningJob>, events: Events) {
+    let (name, disk) = (job.name.clone(), job.disk.clone());
+    events.tell(Event::JobStarted { job: name, disk, kind: job.kind.to_owned() });
+    spawn_detached(async move {
+        let mut stage = JobStage::Running;
+        let mut was_ready = false;
+        loop {
+            stage = job.control.next_stage(&stage).await;
+            let (name, disk) = (job.name.clone(), job.disk.clone());
+            let event = match &stage {
+                JobStage::Ready if !was_ready => {
+                    was_ready = true;
+                    Event::JobReady { job: name, disk }
+                }
+                JobStage::Ended(JobEnd::Failed(error)) => {
+                    tracing::error!("{disk}: the job {name} failed: {error}");
+                    Event::JobFailed { job: name, disk, error: error.clone() }
+                }
+                JobStage::Ended(_) => {
+                    let outcome = job.status().to_owned();
+                    tracing::info!("{disk}: the job {name} is {outcome}");
+                    Event::JobEnded { job: name, disk, outcome }
+                }
+                JobStage::Running | JobStage::Ready | JobStage::Completing => continue,
+            };
+            events.tell(event);
+            if matches!(stage, JobStage::Ended(_)) {
+                return;
+            }
+        }
+    });
+}

@@ -1,0 +1,148 @@
+//! The target of a mirror: a new image, or something that exists and is overwritten.
+
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::fs::FileTypeExt;
+use std::path::{Path, PathBuf};
+
+use anyhow::{Result, bail};
+use blockhouse_core::ErrorKind;
+use blockhouse_disk::{
+    AllowedPaths, CacheMode, ImageDisk, ImageFormat, ImageOptions, Locking, StateUse,
+    check_new_name, create, open_without_backing,
+};
+use blockhouse_storage::Location;
+
+use crate::setup::DiskSetup;
+
+/// Where a mirror goes.
+#[derive(Clone, Debug)]
+pub(crate) struct TargetSetup {
+    /// An absolute path, or the address of an image on another server.
+    pub(crate) location: PathBuf,
+    /// Its format; `None`: by the name of a file, otherwise raw.
+    pub(crate) format: Option<ImageFormat>,
+    /// Whether something that exists is overwritten.
+    pub(crate) overwrite: bool,
+}
+
+/// A target that is open.
+pub(crate) struct Target {
+    pub(crate) disk: ImageDisk,
+    /// Whether all of it reads as zeros.
+    pub(crate) is_zero: bool,
+    /// The file, if it was made.
+    pub(crate) created: Option<PathBuf>,
+}
+
+impl TargetSetup {
+    /// Opens the target of a mirror of a disk that was opened by `source`, and has `size` bytes; makes it first if it is a file
+    /// that is missing.
+    ///
+    /// # Errors
+    /// It exists and is not to be overwritten, does not fit, or cannot be opened.
+    pub(crate) async fn open(
+        &self,
+        source: &DiskSetup,
+        size: u64,
+        state: StateUse,
+    ) -> Result<Target> {
+        let path = &*self.location;
+        let is_remote = Location::is_remote(path.as_os_str().as_bytes());
+        let format = match self.format {
+            Some(format) => format,
+            None if is_remote => ImageFormat::Raw,
+            None => ImageFormat::for_new(path).map_err(|why| anyhow::anyhow!(why))?,
+        };
+        let created = self.create(path, is_remote, format, size).await?;
+        let opened = open_existing(path, format, source, state).await;
+        match opened.and_then(|disk| check(disk, size)) {
+            Ok(disk) => Ok(Target { disk, is_zero: created.is_some(), created }),
+            Err(error) => {
+                remove(created.as_deref());
+                Err(error)
+            }
+        }
+    }
+
+    /// Makes a file that is missing; its path.
+    async fn create(
+        &self,
+        path: &Path,
+        is_remote: bool,
+        format: ImageFormat,
+        size: u64,
+    ) -> Result<Option<PathBuf>> {
+        let found = if is_remote { None } else { std::fs::metadata(path).ok() };
+        if !is_remote && found.is_none() {
+            check_new_name(path)?;
+            create(path, size, format).await?;
+            return Ok(Some(path.to_owned()));
+        }
+        let what = match found {
+            None => "an image on another server",
+            Some(found) if found.file_type().is_block_device() => "a block device",
+            Some(_) => "a file that exists",
+        };
+        if !self.overwrite {
+            bail!(
+                "{}: is {what}, and all that is in it would be lost; if that is meant, say overwrite",
+                path.display()
+            );
+        }
+        Ok(None)
+    }
+}
+
+/// Removes a file that was made for a mirror that is not going to be complete.
+pub(super) fn remove(created: Option<&Path>) {
+    if let Some(path) = created
+        && let Err(error) = std::fs::remove_file(path)
+    {
+        tracing::warn!("{}: cannot remove what a job began: {error}", path.display());
+    }
+}
+
+/// Opens the target as its source is open; through the page cache where there is no direct I/O.
+async fn open_existing(
+    path: &Path,
+    format: ImageFormat,
+    source: &DiskSetup,
+    state: StateUse,
+) -> Result<ImageDisk> {
+    let options = ImageOptions {
+        // Named, because what is in it does not count.
+        format: Some(format),
+        access: source.access,
+        cache: source.cache,
+        discard: source.discard,
+        detect_zeroes: source.detect_zeroes,
+        locking: Locking::Held,
+        state,
+        allowed_paths: AllowedPaths::default(),
+        remote_backing: source.remote_backing,
+    };
+    match open_without_backing(path, options.clone()).await {
+        Err(error)
+            if source.cache == CacheMode::None
+                && matches!(error.kind(), ErrorKind::Unsupported | ErrorKind::InvalidInput) =>
+        {
+            let options = ImageOptions { cache: CacheMode::Writeback, ..options };
+            Ok(open_without_backing(path, options).await?)
+        }
+        opened => Ok(opened?),
+    }
+}
+
+fn check(disk: ImageDisk, size: u64) -> Result<ImageDisk> {
+    if disk.size() != size {
+        bail!(
+            "{}: has {} bytes, and the disk has {size}; a mirror is as long as its disk: resize one of them",
+            disk.name(),
+            disk.size()
+        );
+    }
+    if disk.backing_file().is_some() {
+        bail!("{}: has a backing file, and a mirror stands alone; use another image", disk.name());
+    }
+    Ok(disk)
+}

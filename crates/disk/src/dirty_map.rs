@@ -1,0 +1,238 @@
+//! Which parts of a disk have changed: a bit for each granule, in memory.
+//!
+//! Guarantees: any thread may mark and take at any time, without a lock. A mark is never lost: a range that is marked
+//! while it is taken is found by this [`take`](DirtyMap::take), or by a later one. What a thread did before it marked a
+//! range is seen by the thread that takes the mark. Memory is one bit for each granule, taken when the map is made.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use blockhouse_core::{ByteRange, Error, ErrorKind, Result};
+
+/// Granules in one word.
+const WORD: u64 = 64;
+
+/// The granules of a disk that are dirty. See the module's page.
+pub struct DirtyMap {
+    size: u64,
+    /// Bytes, as a power of two.
+    shift: u32,
+    words: Box<[AtomicU64]>,
+    /// How many bits are set.
+    dirty: AtomicU64,
+}
+
+impl DirtyMap {
+    /// A map of a disk of `size` bytes, with nothing dirty. `granularity` is the bytes of a granule, a power of two.
+    ///
+    /// # Errors
+    /// `InvalidInput` for another granularity; `Io` where the host has no memory for the bits.
+    pub fn new(size: u64, granularity: u64) -> Result<Self> {
+        if !granularity.is_power_of_two() {
+            let what = format!("a granularity of {granularity} bytes is no power of two");
+            return Err(Error::new(ErrorKind::InvalidInput, what));
+        }
+        let count = size.div_ceil(granularity).div_ceil(WORD) as usize;
+        let mut words = Vec::new();
+        words.try_reserve_exact(count).map_err(|_| {
+            let what = format!("no memory for a map of {count} words of what has changed");
+            Error::new(ErrorKind::Io, what)
+        })?;
+        words.resize_with(count, AtomicU64::default);
+        let shift = granularity.trailing_zeros();
+        Ok(Self { size, shift, words: words.into(), dirty: AtomicU64::new(0) })
+    }
+
+    /// Bytes of a granule.
+    pub fn granularity(&self) -> u64 {
+        1 << self.shift
+    }
+
+    /// Bytes that are dirty, in whole granules: at most one granule more than the disk has. While others mark and take,
+    /// an estimate.
+    pub fn dirty_bytes(&self) -> u64 {
+        self.dirty.load(Ordering::Relaxed) << self.shift
+    }
+
+    /// Makes all granules dirty that `range` touches; what lies past the end is ignored. Whether any was clean.
+    pub fn mark(&self, range: ByteRange) -> bool {
+        let mut fresh = 0;
+        self.for_each_word(range, |word, bits| {
+            // A mark that is there already is read only, so that writes to a dirty region share the cache line.
+            if word.load(Ordering::SeqCst) & bits != bits {
+                let before = word.fetch_or(bits, Ordering::SeqCst);
+                fresh += u64::from((bits & !before).count_ones());
+            }
+        });
+        self.dirty.fetch_add(fresh, Ordering::Relaxed);
+        fresh > 0
+    }
+
+    /// Makes all granules clean that `range` touches.
+    pub fn clear(&self, range: ByteRange) {
+        let mut cleared = 0;
+        self.for_each_word(range, |word, bits| {
+            cleared += u64::from((word.fetch_and(!bits, Ordering::SeqCst) & bits).count_ones());
+        });
+        self.dirty.fetch_sub(cleared, Ordering::Relaxed);
+    }
+
+    /// Whether any granule is dirty that `range` touches.
+    pub fn is_dirty(&self, range: ByteRange) -> bool {
+        let mut is_dirty = false;
+        self.for_each_word(range, |word, bits| is_dirty |= word.load(Ordering::SeqCst) & bits != 0);
+        is_dirty
+    }
+
+    /// The first dirty granules at `offset` or behind it that follow each other, `limit` bytes of them at most but at
+    /// least one. They stay dirty. It starts and ends at granules, but for the end of the disk; behind that is none.
+    pub fn next(&self, offset: u64, limit: u64) -> Option<ByteRange> {
+        if offset >= self.size {
+            return None;
+        }
+        let first = self.find(offset >> self.shift, true)?;
+        let most = first + (limit >> self.shift).max(1);
+        let end = self.find(first, false).unwrap_or(self.granules()).min(most);
+        // Who takes meanwhile may have left nothing.
+        let (start, end) = (first << self.shift, (end.max(first + 1) << self.shift).min(self.size));
+        Some(ByteRange::between(start, end))
+    }
+
+    /// As [`next`](Self::next), and makes them clean.
+    pub fn take(&self, offset: u64, limit: u64) -> Option<ByteRange> {
+        let range = self.next(offset, limit)?;
+        self.clear(range);
+        Some(range)
+    }
+
+    fn granules(&self) -> u64 {
+        self.size.div_ceil(self.granularity())
+    }
+
+    /// The first granule from `start` on whose bit is `wanted`.
+    fn find(&self, start: u64, wanted: bool) -> Option<u64> {
+        let mut index = (start / WORD) as usize;
+        let mut mask = u64::MAX << (start % WORD);
+        while let Some(word) = self.words.get(index) {
+            let word = word.load(Ordering::SeqCst);
+            let found = if wanted { word } else { !word } & mask;
+            if found != 0 {
+                let granule = index as u64 * WORD + u64::from(found.trailing_zeros());
+                return Some(granule).filter(|granule| *granule < self.granules());
+            }
+            (index, mask) = (index + 1, u64::MAX);
+        }
+        None
+    }
+
+    fn for_each_word(&self, range: ByteRange, mut act: impl FnMut(&AtomicU64, u64)) {
+        let end = range.end().min(self.size);
+        if range.is_empty() || range.offset() >= end {
+            return;
+        }
+        let (first, last) = (range.offset() >> self.shift, (end - 1) >> self.shift);
+        for index in first / WORD..=last / WORD {
+            let low = first.saturating_sub(index * WORD);
+            let high = (last - index * WORD).min(WORD - 1);
+            let bits = (u64::MAX << low) & (u64::MAX >> (WORD - 1 - high));
+            act(&self.words[index as usize], bits);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeSet;
+
+    use proptest::prelude::*;
+
+    use super::*;
+
+    const GRANULE: u64 = 4096;
+
+    fn range(start: u64, length: u64) -> ByteRange {
+        ByteRange::between(start, start + length)
+    }
+
+    proptest! {
+        #[test]
+        fn it_is_a_set_of_granules(
+            size in 1..400 * GRANULE,
+            steps in prop::collection::vec((0..3_u8, 0..420 * GRANULE, 0..80 * GRANULE), 1..40),
+        ) {
+            let map = DirtyMap::new(size, GRANULE).unwrap();
+            let mut model = BTreeSet::new();
+            let count = size.div_ceil(GRANULE);
+            for (what, start, length) in steps {
+                let touched = if length == 0 || start >= size { 0..0 } else {
+                    start / GRANULE..(start + length).min(size).div_ceil(GRANULE)
+                };
+                match what {
+                    0 => {
+                        let fresh = touched.clone().any(|granule| !model.contains(&granule));
+                        prop_assert_eq!(map.mark(range(start, length)), fresh);
+                        model.extend(touched);
+                    }
+                    1 => {
+                        map.clear(range(start, length));
+                        model.retain(|granule| !touched.contains(granule));
+                    }
+                    _ => {
+                        let first = model.range(start / GRANULE..).next().copied();
+                        let first = first.filter(|_| start < size);
+                        let taken = map.take(start, length);
+                        prop_assert_eq!(taken.map(|taken| taken.offset() / GRANULE), first);
+                        if let Some(taken) = taken {
+                            let end = taken.end().div_ceil(GRANULE);
+                            prop_assert!(taken.length() <= length.max(GRANULE) && taken.end() <= size);
+                            let is_longest = end == count || !model.contains(&end)
+                                || taken.length() + GRANULE > length;
+                            prop_assert!(is_longest);
+                            for granule in first.unwrap()..end {
+                                prop_assert!(model.remove(&granule));
+                            }
+                        }
+                    }
+                }
+                prop_assert_eq!(map.dirty_bytes(), model.len() as u64 * GRANULE);
+                for granule in 0..count {
+                    let is_dirty = map.is_dirty(range(granule * GRANULE, 1));
+                    prop_assert_eq!(is_dirty, model.contains(&granule));
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn no_mark_is_lost_between_threads() {
+        let map = DirtyMap::new(64 * GRANULE, GRANULE).unwrap();
+        let counts: [AtomicU64; 64] = std::array::from_fn(|_| AtomicU64::new(0));
+        let seen: [AtomicU64; 64] = std::array::from_fn(|_| AtomicU64::new(0));
+        std::thread::scope(|scope| {
+            let marking = scope.spawn(|| {
+                for step in 0..20_000_u64 {
+                    let granule = step * 7 % 64;
+                    counts[granule as usize].fetch_add(1, Ordering::Relaxed);
+                    map.mark(range(granule * GRANULE, 1));
+                }
+            });
+            let take_all = || {
+                while let Some(taken) = map.take(0, GRANULE) {
+                    let granule = (taken.offset() / GRANULE) as usize;
+                    seen[granule].store(counts[granule].load(Ordering::Relaxed), Ordering::Relaxed);
+                }
+            };
+            while !marking.is_finished() {
+                take_all();
+            }
+            take_all();
+        });
+        for (count, seen) in counts.iter().zip(&seen) {
+            assert_eq!(count.load(Ordering::Relaxed), seen.load(Ordering::Relaxed));
+        }
+    }
+
+    #[test]
+    fn a_granularity_is_a_power_of_two() {
+        assert!(DirtyMap::new(1 << 20, 3000).is_err());
+    }
+}

@@ -1,0 +1,117 @@
+//! What is done with a disk while none of its changes is in flight: observing it, and putting another image in its place.
+//!
+//! A [`Disk`] stays what its users hold; the image below it can be replaced. The image that takes over is a disk of its own, the *successor*. From then on every
+//! request of the disk goes to the successor's image. What was replaced stays in memory and its files stay open until the disk is
+//! dropped, because requests that read from it may still be in flight; it is closed, so that it is durable and complete.
+
+use std::sync::Arc;
+
+use blockhouse_core::{Error, ErrorKind, Result, Storage, WriteCache};
+
+use super::Disk;
+use super::quiesce::QuiescedGuard;
+use crate::observers::ChangeObserver;
+
+/// A disk no change of which is in flight, and none begins, until this is dropped. Reads and flushes go on.
+pub struct QuiescedDisk<'a, S: Storage> {
+    disk: &'a Disk<S>,
+    _guard: QuiescedGuard<'a>,
+}
+
+impl<S: Storage> Disk<S> {
+    /// Waits for the changes in flight, and holds off later ones.
+    pub async fn quiesced(&self) -> QuiescedDisk<'_, S> {
+        QuiescedDisk { disk: self, _guard: self.quiesce().await }
+    }
+
+    /// Has `observer` told of all changes that are made from now on, but for compressed writes, which only tools make.
+    pub async fn observe(&self, observer: Arc<dyn ChangeObserver>) {
+        let _guard = self.quiesce().await;
+        self.observers.attach(observer);
+    }
+
+    /// Has it told of no more. Of changes that are in flight it is still told.
+    pub fn stop_observing(&self, observer: &Arc<dyn ChangeObserver>) {
+        self.observers.detach(observer);
+    }
+
+    /// Why another disk cannot take this one's place, if so: it has another size, may not be changed, or loses in a
+    /// crash what this one has told its users that they need not flush.
+    ///
+    /// # Errors
+    /// `InvalidInput`, `ReadOnly` or `Unsupported`.
+    pub fn check_successor(&self, successor: &Self) -> Result<()> {
+        successor.check_access(0)?;
+        if successor.size() != self.size() {
+            let what =
+                format!("has {} bytes, and {} has {}", successor.size(), self.name(), self.size());
+            return Err(Error::new(ErrorKind::InvalidInput, what).on(successor.name()));
+        }
+        let cache = |disk: &Self| disk.capabilities().write_cache;
+        if cache(self) == WriteCache::None && cache(successor) != WriteCache::None {
+            let what = "has a volatile write cache, which the guest was told that its disk has not";
+            return Err(Error::new(ErrorKind::Unsupported, what)
+                .on(successor.name())
+                .hint("open it with the cache mode writethrough or directsync"));
+        }
+        Ok(())
+    }
+
+    /// The disks whose images were replaced, this one first; none where it has its own image.
+    pub(crate) fn replaced(&self) -> impl Iterator<Item = &Self> {
+        let has_successor = |disk: &&Self| disk.successor.get().is_some();
+        std::iter::successors(Some(self), |disk| disk.successor.get().map(|next| &**next))
+            .take_while(has_successor)
+    }
+
+    /// Whether another image has taken the place of the one that it was opened with.
+    pub fn is_replaced(&self) -> bool {
+        self.successor.get().is_some()
+    }
+
+    /// The disk whose image requests go to.
+    pub(crate) fn current(&self) -> &Self {
+        let mut disk = self;
+        while let Some(successor) = disk.successor.get() {
+            disk = successor;
+        }
+        disk
+    }
+}
+
+impl<'a, S: Storage> QuiescedDisk<'a, S> {
+    /// Puts the image of `successor` in the place of this disk's: all requests go to it from now on, also those that
+    /// wait for the end of this. `successor` has everything that the disk has, durably, and nothing else uses it or is
+    /// going to. The disk is not quiesced any more when this returns.
+    ///
+    /// # Errors
+    /// As [`Disk::check_successor`]; nothing has changed then.
+    pub fn switch_to(self, successor: Arc<Disk<S>>) -> Result<ReplacedImage<'a, S>> {
+        self.disk.check_successor(&successor)?;
+        let replaced = self.disk.current();
+        // It has none: this is the end of the chain, and no other task can have the disk quiesced.
+        let _ = replaced.successor.set(successor);
+        Ok(ReplacedImage(replaced))
+    }
+
+    /// Refuses all changes from now on, also those that wait: the disk lives on at `successor`, a name for
+    /// messages. Reads go on.
+    pub fn retire(self, successor: String) {
+        // Once is enough.
+        let _ = self.disk.retired.set(successor);
+    }
+}
+
+/// An image that no request goes to any more.
+#[must_use = "an image that is replaced is to be closed"]
+pub struct ReplacedImage<'a, S: Storage>(&'a Disk<S>);
+
+impl<S: Storage> ReplacedImage<'_, S> {
+    /// Makes everything of it durable, as [`Disk::close`] does.
+    ///
+    /// # Errors
+    /// What the storage answers.
+    pub async fn close(self) -> Result<()> {
+        self.0.close_image().await
+    }
+}

@@ -1,0 +1,60 @@
+//! The mark of a disk that is being made by a mirror: until it is complete, its first sector holds a text in place of
+//! the data.
+//!
+//! Guarantee: a disk without the mark that had it before is complete. The mark is written durably before anything else
+//! is, and replaced by the sector's data durably after everything else is durable. Disks write a sector as a whole, so
+//! that write is the moment in which the disk becomes complete. The mark is in the disk, not beside it, so it works on
+//! every kind of target, and no program takes the disk for a bootable one.
+
+use blockhouse_core::{
+    Buffer, ByteRange, Durability, Error, ErrorKind, ExtentState, Request, Result, Storage,
+};
+use blockhouse_format::Intent;
+
+use crate::disk::Disk;
+
+/// Bytes at the start of a disk that hold the mark: a sector, which is written as a whole.
+pub const MARK_BYTES: u64 = 512;
+
+/// How the mark begins.
+const MAGIC: &[u8] = b"blockhouse: mirror not complete\n";
+
+/// Puts the mark on a disk, durably. `source` says what it is a mirror of, for people who look at it.
+///
+/// # Errors
+/// What the storage answers.
+pub async fn mark_incomplete<S: Storage>(disk: &Disk<S>, source: &str) -> Result<()> {
+    let mut buffer = Buffer::try_new(MARK_BYTES as usize)?;
+    let text = format!("the disk is to become a mirror of {source}\n");
+    let bytes = MAGIC.iter().chain(text.as_bytes()).chain(std::iter::repeat(&0));
+    buffer.bytes_mut().iter_mut().zip(bytes).for_each(|(to, byte)| *to = *byte);
+    let (from, durability) = (buffer.lend(), Durability::Data);
+    disk.submit_unlimited(Request::Write { offset: 0, from, durability }).await
+}
+
+/// Refuses a disk that has the mark. One whose first sector cannot be read is admitted: it has none that can be told.
+///
+/// # Errors
+/// `Corrupt`, with what to do; what looking the sector up answers.
+pub async fn check_not_marked<S: Storage>(disk: &Disk<S>) -> Result<()> {
+    let (layer, format) = (disk.layer(), disk.format());
+    let end = MARK_BYTES.max(layer.block_size()).min(format.end());
+    if end < MARK_BYTES {
+        return Ok(());
+    }
+    let _guard = format.begin_read();
+    let extent = format.map(ByteRange::between(0, end), Intent::Read).await?;
+    // The mark is in the image itself, never in compressed form. It is read beside the counters of what guests do.
+    let ExtentState::Mapped { host } = extent.state else { return Ok(()) };
+    let mut buffer = Buffer::try_new(extent.guest.length() as usize)?;
+    if layer.data().storage().read(host, buffer.lend()).await.is_err() {
+        return Ok(());
+    }
+    let Some(text) = buffer.bytes().strip_prefix(MAGIC) else { return Ok(()) };
+    let text = String::from_utf8_lossy(&text[..MARK_BYTES as usize - MAGIC.len()]);
+    let text = text.trim_end_matches('\0').trim_end().escape_debug();
+    let what = format!("a mirror that was not completed: {text}");
+    Err(Error::new(ErrorKind::Corrupt, what)
+        .on(disk.name())
+        .hint("its source is the complete disk: use that, and mirror it again"))
+}

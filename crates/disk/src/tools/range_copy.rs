@@ -1,0 +1,128 @@
+//! Copying parts of a disk to another one, again and again, while both may be used.
+//!
+//! Guarantees: zeros become zeros without their bytes, and take no space where the target has had none. A copy is in
+//! memory no longer than the part that it copies, which the caller bounds. Copies of overlapping ranges are the caller's to
+//! keep apart.
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use blockhouse_core::sync::run_all;
+use blockhouse_core::{Buffer, ByteRange, Durability, Fallback, Request, Result, Storage, Unmap};
+
+use super::convert::lend;
+use super::scan::StatusScan;
+use super::zeros::{is_zero, runs};
+use crate::dirty_map::DirtyMap;
+use crate::disk::Disk;
+
+/// Zeros shorter than this are not worth a hole, in bytes.
+const MIN_HOLE: u64 = 4096;
+/// How many requests of one copy are in flight together.
+const MAX_IN_FLIGHT: usize = 16;
+
+/// Copies parts of one disk to the same places of another. See the module's page.
+pub struct RangeCopy<S: Storage> {
+    source: Arc<Disk<S>>,
+    target: Arc<Disk<S>>,
+    /// Where the target may hold something else than zeros.
+    written: DirtyMap,
+    /// Bytes that are looked at together for zeros.
+    unit: u64,
+}
+
+impl<S: Storage> RangeCopy<S> {
+    /// Copies to a target that is as long as the source; all of it reads as zeros if `is_zero` says so. `granularity` is
+    /// the unit in which is remembered what the target holds.
+    ///
+    /// # Errors
+    /// As [`DirtyMap::new`].
+    pub fn new(
+        source: Arc<Disk<S>>,
+        target: Arc<Disk<S>>,
+        granularity: u64,
+        is_zero: bool,
+    ) -> Result<Self> {
+        let written = DirtyMap::new(source.size(), granularity)?;
+        if !is_zero {
+            written.mark(ByteRange::between(0, source.size()));
+        }
+        let unit = target.allocation_unit().max(MIN_HOLE);
+        Ok(Self { source, target, written, unit })
+    }
+
+    /// Makes dirty what has to be copied to make the target equal: where the source has data, or the target may have
+    /// something else than zeros. To be called while the source's changes are marked in `dirty`. `go_on` is asked now and
+    /// then; nothing more is looked at when it says no.
+    ///
+    /// # Errors
+    /// What looking at the maps answers.
+    pub async fn mark_needed(&self, dirty: &DirtyMap, go_on: impl Fn() -> bool) -> Result<()> {
+        let size = self.source.size();
+        let mut scan = StatusScan::new([&*self.source], dirty.granularity(), size);
+        while go_on() {
+            let Some(chunk) = scan.next().await? else { break };
+            chunk.data.iter().for_each(|data| {
+                dirty.mark(*data);
+            });
+        }
+        let mut rest = 0;
+        while let Some(run) = self.written.next(rest, size) {
+            dirty.mark(run);
+            rest = run.end();
+        }
+        Ok(())
+    }
+
+    /// Makes `range` of the target what it is in the source. Not durable before the target is flushed. How many bytes
+    /// were written.
+    ///
+    /// # Errors
+    /// What either storage answers; the message says which.
+    pub async fn copy(&self, range: ByteRange) -> Result<u64> {
+        let mut buffer = Buffer::try_new(range.length() as usize)?;
+        let (offset, into) = (range.offset(), buffer.lend());
+        self.source.submit_unlimited(Request::Read { offset, into }).await?;
+        let (bytes, unit) = (buffer.bytes(), self.unit as usize);
+        let at = |part: &Range<usize>| {
+            ByteRange::between(offset + part.start as u64, offset + part.end as u64)
+        };
+        let is_empty = |part: &Range<usize>| is_zero(&bytes[part.clone()]);
+        let data = runs(bytes.len(), unit, |part| !is_empty(&part));
+        let holes =
+            runs(bytes.len(), unit, |part| is_empty(&part) && self.written.is_dirty(at(&part)));
+        self.store_zeroes(holes.iter().map(at)).await?;
+        // Before anything is written: a write that fails may have been done.
+        data.iter().for_each(|part| {
+            self.written.mark(at(part));
+        });
+        let parts = lend(&mut buffer, &data).into_iter().zip(&data);
+        let writes = parts.map(|(from, part)| {
+            let (offset, durability) = (at(part).offset(), Durability::None);
+            self.target.submit_unlimited(Request::Write { offset, from, durability })
+        });
+        run_all(MAX_IN_FLIGHT, writes).await?;
+        Ok(data.iter().map(|part| part.len() as u64).sum())
+    }
+
+    async fn store_zeroes(&self, holes: impl Iterator<Item = ByteRange>) -> Result<()> {
+        let (unmap, fallback, durability) = (Unmap::Allowed, Fallback::Allowed, Durability::None);
+        let zero = |range| {
+            let request = Request::WriteZeroes { range, unmap, fallback, durability };
+            self.target.submit_unlimited(request)
+        };
+        run_all(MAX_IN_FLIGHT, holes.map(zero)).await
+    }
+
+    /// As [`copy`](Self::copy), of a range at the start of the disk, durable when it returns.
+    ///
+    /// # Errors
+    /// As [`copy`](Self::copy). Whether the range was written is not known then.
+    pub async fn copy_durably(&self, range: ByteRange) -> Result<()> {
+        let mut buffer = Buffer::try_new(range.length() as usize)?;
+        let offset = range.offset();
+        self.source.submit_unlimited(Request::Read { offset, into: buffer.lend() }).await?;
+        let (from, durability) = (buffer.lend(), Durability::Data);
+        self.target.submit_unlimited(Request::Write { offset, from, durability }).await
+    }
+}

@@ -1,0 +1,45 @@
+//! Where jobs have their time from.
+
+use std::future::Future;
+use std::pin::Pin;
+use std::time::{Duration, Instant};
+
+use blockhouse_engine::sleep;
+
+/// A future that completes when a time has passed.
+pub type ClockSleep = Pin<Box<dyn Future<Output = ()>>>;
+
+/// A clock, and waiting for it. That of event loops is the usual one; tests and other executors bring their own.
+pub trait JobClock {
+    /// Time since any moment that stays the same. Never goes back.
+    fn now(&self) -> Duration;
+
+    /// Completes when so much time has passed, or later.
+    fn sleep(&self, time: Duration) -> ClockSleep;
+}
+
+/// The monotonic clock, and the timers of the event loop that polls.
+pub struct LoopClock(Instant);
+
+impl LoopClock {
+    /// The clock.
+    pub fn new() -> Self {
+        Self(Instant::now())
+    }
+}
+
+impl Default for LoopClock {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+impl JobClock for LoopClock {
+    fn now(&self) -> Duration {
+        self.0.elapsed()
+    }
+
+    fn sleep(&self, time: Duration) -> ClockSleep {
+        Box::pin(sleep(time))
+    }
+}

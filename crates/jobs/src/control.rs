@@ -1,0 +1,222 @@
+//! What others have of a job: what they want of it, and what it tells.
+//!
+//! Guarantees: every method returns at once, from any thread. A wish counts from when the method returns: a job whose
+//! [`cancel`](JobControl::cancel) returned `true` ends as cancelled, or failed before. A job that has ended never changes any more.
+
+use std::num::NonZeroU64;
+use std::time::Duration;
+
+use blockhouse_core::Error;
+use blockhouse_core::sync::Condvar;
+use parking_lot::Mutex;
+
+/// What becomes of the disk when its mirror is complete.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Completion {
+    /// Its guest goes on with the mirror.
+    Switch,
+    /// It refuses all changes from then on: the guest is going to use the mirror elsewhere.
+    HandOver,
+}
+
+/// How far a job is.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum JobStage {
+    /// It works, and cannot be completed yet.
+    Running,
+    /// What is left is little: it keeps up with the guest, and can be completed.
+    Ready,
+    /// It was asked to complete.
+    Completing,
+    /// It is over.
+    Ended(JobEnd),
+}
+
+/// How a job ended.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum JobEnd {
+    /// It did all that it was to do, durably.
+    Completed {
+        /// What became of the disk.
+        completion: Completion,
+        /// For how long the guest's changes were held off.
+        pause: Duration,
+    },
+    /// It was cancelled. What it was to change is as if it had not been begun.
+    Cancelled,
+    /// It failed: why, in one line. The disk goes on as before.
+    Failed(String),
+}
+
+/// Figures of a job, in bytes.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct JobProgress {
+    /// What was written to the target. More than `total` where the guest changes what was copied already.
+    pub copied: u64,
+    /// What has to be copied still, as far as is known.
+    pub remaining: u64,
+    /// What was copied and what remains, the second time and later ones included.
+    pub total: u64,
+    /// Bytes a second that were copied lately.
+    pub rate: u64,
+}
+
+/// A job's control. Shared by the job and by all who have to do with it.
+#[derive(Debug, Default)]
+pub struct JobControl {
+    state: Mutex<State>,
+    changed: Condvar,
+}
+
+#[derive(Debug)]
+struct State {
+    stage: JobStage,
+    progress: JobProgress,
+    is_paused: bool,
+    is_cancelled: bool,
+    completion: Option<Completion>,
+    /// From here on it cannot be cancelled.
+    is_committed: bool,
+    speed: Option<NonZeroU64>,
+}
+
+impl Default for State {
+    fn default() -> Self {
+        let (stage, progress) = (JobStage::Running, JobProgress::default());
+        Self {
+            stage,
+            progress,
+            is_paused: false,
+            is_cancelled: false,
+            completion: None,
+            is_committed: false,
+            speed: None,
+        }
+    }
+}
+
+impl JobControl {
+    /// How far it is.
+    pub fn stage(&self) -> JobStage {
+        self.state.lock().stage.clone()
+    }
+
+    /// Its figures.
+    pub fn progress(&self) -> JobProgress {
+        self.state.lock().progress
+    }
+
+    /// Whether it is paused.
+    pub fn is_paused(&self) -> bool {
+        self.state.lock().is_paused
+    }
+
+    /// Copies nothing more in the background until it is [resumed](Self::resume). Writes that wait for their copy still get it.
+    pub fn pause(&self) {
+        self.state.lock().is_paused = true;
+        self.changed.notify_all();
+    }
+
+    /// Goes on.
+    pub fn resume(&self) {
+        self.state.lock().is_paused = false;
+        self.changed.notify_all();
+    }
+
+    /// The most bytes a second that are copied in the background; `None`: no limit.
+    pub fn set_speed(&self, speed: Option<NonZeroU64>) {
+        self.state.lock().speed = speed;
+        self.changed.notify_all();
+    }
+
+    /// The most bytes a second.
+    pub fn speed(&self) -> Option<NonZeroU64> {
+        self.state.lock().speed
+    }
+
+    /// Ends it without its result. `false` where it is too late: it has ended, or does in this moment.
+    pub fn cancel(&self) -> bool {
+        let mut state = self.state.lock();
+        if state.is_committed || matches!(state.stage, JobStage::Ended(_)) {
+            return false;
+        }
+        state.is_cancelled = true;
+        drop(state);
+        self.changed.notify_all();
+        true
+    }
+
+    /// Ends it with its result, as soon as that is there. A job that is paused goes on. `false` where it has ended, is
+    /// cancelled, or was asked for another completion.
+    pub fn complete(&self, completion: Completion) -> bool {
+        let mut state = self.state.lock();
+        let is_over = matches!(state.stage, JobStage::Ended(_)) || state.is_cancelled;
+        if is_over || state.completion.as_ref().is_some_and(|other| *other != completion) {
+            return false;
+        }
+        (state.completion, state.is_paused) = (Some(completion), false);
+        drop(state);
+        self.changed.notify_all();
+        true
+    }
+
+    /// Waits until its stage is another one than `known`.
+    pub async fn next_stage(&self, known: &JobStage) -> JobStage {
+        self.changed.wait_until(|| Some(self.stage()).filter(|stage| stage != known)).await
+    }
+
+    /// Waits for its end.
+    pub async fn ended(&self) -> JobEnd {
+        let ended = || match self.stage() {
+            JobStage::Ended(end) => Some(end),
+            _ => None,
+        };
+        self.changed.wait_until(ended).await
+    }
+
+    /// The job is over: all that belongs to it is done. A job has one end, the first.
+    pub fn end(&self, end: JobEnd) {
+        self.set_stage(JobStage::Ended(end));
+    }
+
+    /// Notified of every change of what is wanted, of the stage, and of what a job notifies itself of.
+    pub(crate) fn changed(&self) -> &Condvar {
+        &self.changed
+    }
+
+    pub(crate) fn is_cancelled(&self) -> bool {
+        self.state.lock().is_cancelled
+    }
+
+    pub(crate) fn completion(&self) -> Option<Completion> {
+        self.state.lock().completion
+    }
+
+    /// Refuses to be cancelled from now on. `false` where it was cancelled.
+    pub(crate) fn commit(&self) -> bool {
+        let mut state = self.state.lock();
+        state.is_committed = !state.is_cancelled;
+        state.is_committed
+    }
+
+    pub(crate) fn set_stage(&self, stage: JobStage) {
+        {
+            let mut state = self.state.lock();
+            if matches!(state.stage, JobStage::Ended(_)) {
+                return;
+            }
+            state.stage = stage;
+        }
+        self.changed.notify_all();
+    }
+
+    pub(crate) fn set_progress(&self, progress: JobProgress) {
+        self.state.lock().progress = progress;
+    }
+}
+
+impl JobEnd {
+    pub(crate) fn failed(error: &Error) -> Self {
+        Self::Failed(error.to_string())
+    }
+}

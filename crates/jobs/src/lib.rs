@@ -1,0 +1,24 @@
+//! Jobs (layer 4): long work on disks that are used meanwhile.
+//!
+//! A [`Mirror`] copies a disk to another one while its guest goes on, until both are equal; then the guest goes on with
+//! the copy, or the disk is held for another host. A [`JobControl`] is what others have of a running job: how far it is,
+//! and what they want of it. A job is one future, on any executor: a [`JobClock`] is all that it needs beside the disks.
+//!
+//! From the bottom up, each uses only what is above it in this list:
+//!
+//! - `clock`: time
+//! - `control`: what is wanted of a job, and what it tells
+//! - `tracker`: what the guest changes meanwhile
+//! - `copier`: copies what is dirty, for as long as the job goes on
+//! - `mirror`: the steps of a mirror, and its end
+#![forbid(unsafe_code)]
+
+mod clock;
+mod control;
+mod copier;
+mod mirror;
+mod tracker;
+
+pub use clock::{ClockSleep, JobClock, LoopClock};
+pub use control::{Completion, JobControl, JobEnd, JobProgress, JobStage};
+pub use mirror::{CopyMode, Mirror, MirrorOptions};

@@ -1,0 +1,154 @@
+//! Guests that write to a disk all the time, and what the disk has to hold.
+//!
+//! Each sector is written by one guest alone, as a whole, with a number that no other write has. So a
+//! sector is right if it has the last number that was answered, or a later one.
+
+use std::cell::{Cell, RefCell};
+use std::rc::Rc;
+use std::sync::Arc;
+use std::time::Duration;
+
+use blockhouse_core::{Buffer, ByteRange, Durability, Fallback, Request, Result, Unmap};
+use blockhouse_disk::Disk;
+use blockhouse_sim::{Rng, Sim, SimDisk, Task};
+
+pub const SECTOR: u64 = 512;
+/// Guests. Sector n is written by guest n / 3 % 3, so that they share granules and blocks.
+const GUESTS: u64 = 3;
+/// Sectors of one guest that follow each other.
+const STRIPE: u64 = 3;
+
+/// What the sectors of a disk hold: the numbers that were written, zero for zeros.
+pub struct Model {
+    sectors: RefCell<Vec<Sector>>,
+    next: Cell<u32>,
+    /// Whether guests are to end.
+    pub is_over: Cell<bool>,
+}
+
+/// The numbers written to a sector in order, of which the first that may be there still, and the last that was answered.
+#[derive(Clone)]
+struct Sector {
+    written: Vec<u32>,
+    answered: usize,
+}
+
+impl Model {
+    /// Of a disk with random content, which is returned.
+    pub fn new(sectors: u64, random: &mut Rng) -> (Rc<Self>, Vec<u8>) {
+        let mut bytes = Vec::new();
+        let mut next = 1;
+        let is_data = random.u8(1..=4);
+        let sectors = (0..sectors).map(|_| {
+            let number = if random.u8(..4) < is_data { next } else { 0 };
+            next += 1;
+            bytes.extend(content(number));
+            Sector { written: vec![number], answered: 0 }
+        });
+        let sectors = RefCell::new(sectors.collect());
+        let (next, is_over) = (Cell::new(next), Cell::new(false));
+        (Rc::new(Self { sectors, next, is_over }), bytes)
+    }
+
+    /// The answers until now, for [`check`](Self::check).
+    pub fn answered(&self) -> Vec<usize> {
+        self.sectors.borrow().iter().map(|sector| sector.answered).collect()
+    }
+
+    /// Whether a disk holds in each sector what was answered at `since`, or something later.
+    pub fn check(&self, since: &[usize], bytes: &[u8]) -> std::result::Result<(), String> {
+        for (index, (sector, since)) in self.sectors.borrow().iter().zip(since).enumerate() {
+            let start = index * SECTOR as usize;
+            let found = &bytes[start..start + SECTOR as usize];
+            if !sector.written[*since..].iter().any(|number| content(*number) == found) {
+                let number = u32::from_be_bytes(found[..4].try_into().unwrap());
+                return Err(format!(
+                    "sector {index} has {number}, not one of {:?}",
+                    &sector.written[*since..]
+                ));
+            }
+        }
+        Ok(())
+    }
+
+    fn begin(&self, first: u64, count: u64, number: u32) {
+        let mut sectors = self.sectors.borrow_mut();
+        for index in first..first + count {
+            sectors[index as usize].written.push(number);
+        }
+    }
+
+    fn end(&self, first: u64, count: u64) {
+        let mut sectors = self.sectors.borrow_mut();
+        for index in first..first + count {
+            let sector = &mut sectors[index as usize];
+            sector.answered = sector.written.len() - 1;
+        }
+    }
+}
+
+fn content(number: u32) -> Vec<u8> {
+    number.to_be_bytes().repeat(SECTOR as usize / 4)
+}
+
+/// Starts all guests: each makes up to `requests` changes, all of which must succeed.
+pub fn start(
+    sim: &Sim,
+    disk: &Arc<Disk<SimDisk>>,
+    model: &Rc<Model>,
+    requests: u64,
+) -> Vec<Task<Result<()>>> {
+    let guest = |guest| {
+        let (sim, disk, model) = (sim.clone(), Arc::clone(disk), Rc::clone(model));
+        let random = sim.fork_prng();
+        let own = sim.clone();
+        own.spawn(run(sim, disk, model, (guest, requests), random))
+    };
+    (0..GUESTS).map(guest).collect()
+}
+
+async fn run(
+    sim: Sim,
+    disk: Arc<Disk<SimDisk>>,
+    model: Rc<Model>,
+    (guest, requests): (u64, u64),
+    mut random: Rng,
+) -> Result<()> {
+    let sectors = disk.size() / SECTOR;
+    let pause = random.u64(1..500);
+    for _ in 0..requests {
+        if model.is_over.get() {
+            break;
+        }
+        let stripe = random.u64(..sectors / STRIPE / GUESTS) * GUESTS + guest;
+        let first = stripe * STRIPE + random.u64(..STRIPE);
+        let count = random.u64(1..=STRIPE - first % STRIPE);
+        let range = ByteRange::between(first * SECTOR, (first + count) * SECTOR);
+        let durability = [Durability::None, Durability::Data][random.usize(..2)];
+        let is_zero = random.u8(..4) == 0;
+        let number = if is_zero { 0 } else { model.next.replace(model.next.get() + 1) };
+        model.begin(first, count, number);
+        if is_zero {
+            let (unmap, fallback) = (Unmap::Allowed, Fallback::Allowed);
+            disk.submit(Request::WriteZeroes { range, unmap, fallback, durability }).await?;
+        } else {
+            let mut buffer = Buffer::new(range.length() as usize);
+            buffer.bytes_mut().copy_from_slice(&content(number).repeat(count as usize));
+            let (offset, from) = (range.offset(), buffer.lend());
+            disk.submit(Request::Write { offset, from, durability }).await?;
+        }
+        model.end(first, count);
+        if random.u8(..8) == 0 {
+            disk.flush().await?;
+        }
+        sim.sleep(Duration::from_micros(random.u64(..=pause))).await;
+    }
+    Ok(())
+}
+
+/// All bytes of a disk.
+pub async fn read(disk: &Disk<SimDisk>) -> Result<Vec<u8>> {
+    let mut buffer = Buffer::new(disk.size() as usize);
+    disk.submit(Request::Read { offset: 0, into: buffer.lend() }).await?;
+    Ok(buffer.bytes().to_vec())
+}

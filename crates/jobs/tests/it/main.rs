@@ -1,0 +1,6 @@
+//! Jobs on simulated disks: one binary.
+#![forbid(unsafe_code)]
+
+mod guests;
+mod mirror;
+mod scene;

@@ -1,0 +1,313 @@
+//! Mirrors of disks that clients write to: the clients notice nothing, the target is equal to the byte when it is
+//! complete, and whatever is killed or fails, what can be opened is the disk.
+
+use std::path::{Path, PathBuf};
+use std::process::{Child, Stdio};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::Duration;
+
+use blockhouse_tests::control::Control;
+use blockhouse_tests::image_tool::{command, qemu_img, str};
+use blockhouse_tests::nbd::{Address, Client};
+use blockhouse_tests::{Outcome, Scratch, Serve, Server, eventually, seeded, tool};
+use fastrand::Rng;
+use rustix::process::Signal;
+use serde_json::{Value, json};
+
+const MIB: u64 = 1 << 20;
+const SIZE: u64 = 32 * MIB;
+const BLOCK: u64 = 4096;
+const FAILED: i64 = -32000;
+const LONG: Duration = Duration::from_secs(60);
+
+/// A server with one disk at the socket `nbd`, and its control socket.
+fn serve(scratch: &Scratch, image: &Path) -> (Server, Control) {
+    let socket = scratch.socket("control");
+    let server = Serve::new(scratch, image).option("--control", &socket).start();
+    (server, Control::connect(&socket))
+}
+
+fn ctl(scratch: &Scratch, words: &[&str]) -> Outcome {
+    command(&[&["ctl", str(&scratch.socket("control"))], words].concat())
+}
+
+/// A client that writes blocks all the time, and knows what the disk holds.
+struct Writer {
+    client: Client,
+    random: Rng,
+    /// The number in each block; 0 for zeros.
+    blocks: Vec<u64>,
+    next: u64,
+}
+
+fn content(number: u64) -> Vec<u8> {
+    number.to_be_bytes().repeat(BLOCK as usize / 8)
+}
+
+impl Writer {
+    /// On a disk of zeros, half of which is written first.
+    fn new(address: &Address, random: Rng) -> Self {
+        let client = Client::open(address);
+        let blocks = vec![0; (SIZE / BLOCK) as usize];
+        let mut writer = Self { client, random, blocks, next: 1 };
+        for index in 0..writer.blocks.len() / 2 {
+            writer.write(index);
+        }
+        writer
+    }
+
+    fn write(&mut self, index: usize) {
+        let error = self.client.write(index as u64 * BLOCK, &content(self.next), 0);
+        assert_eq!(error, 0, "a write must not fail");
+        self.blocks[index] = self.next;
+        self.next += 1;
+    }
+
+    /// Writes and reads until it is told to stop; counts.
+    fn go_on(&mut self, stop: &AtomicBool, count: &AtomicU64) {
+        while !stop.load(Ordering::SeqCst) {
+            let index = self.random.usize(..self.blocks.len());
+            self.write(index);
+            let other = self.random.usize(..self.blocks.len());
+            let read = self.client.read(other as u64 * BLOCK, BLOCK);
+            assert!(read == Ok(content(self.blocks[other])), "block {other} has other bytes");
+            count.fetch_add(1, Ordering::SeqCst);
+        }
+    }
+
+    fn bytes(&self) -> Vec<u8> {
+        self.blocks.iter().flat_map(|number| content(*number)).collect()
+    }
+
+    /// Whether the disk holds what was written.
+    fn check(&mut self) {
+        let expected = self.bytes();
+        for (at, expected) in expected.chunks(MIB as usize).enumerate() {
+            let read = self.client.read(at as u64 * MIB, MIB).expect("a read");
+            assert!(read == expected, "MiB {at} has other bytes");
+        }
+    }
+}
+
+/// Runs `act` while a client writes, which goes on for a while afterwards.
+fn beside<T>(writer: &mut Writer, act: impl FnOnce() -> T) -> T {
+    let (stop, count) = (AtomicBool::new(false), AtomicU64::new(0));
+    std::thread::scope(|scope| {
+        let writing = scope.spawn(|| writer.go_on(&stop, &count));
+        let outcome = act();
+        let before = count.load(Ordering::SeqCst);
+        let goes_on = || count.load(Ordering::SeqCst) > before + 20 || writing.is_finished();
+        assert!(eventually(LONG, goes_on), "the client waits");
+        stop.store(true, Ordering::SeqCst);
+        if let Err(panic) = writing.join() {
+            std::panic::resume_unwind(panic);
+        }
+        outcome
+    })
+}
+
+fn job(control: &mut Control, name: &str) -> Value {
+    let jobs = control.get("job.list", json!({}));
+    let found = jobs.as_array().into_iter().flatten().find(|job| job["job"] == name).cloned();
+    found.unwrap_or_else(|| panic!("no job {name}: {jobs}"))
+}
+
+fn wait_for(control: &mut Control, name: &str, status: &str) -> Value {
+    let is_there = || job(control, name)["status"] == status;
+    assert!(eventually(LONG, is_there), "{status} is expected");
+    job(control, name)
+}
+
+/// A server of another project.
+struct Foreign(Child);
+
+impl Foreign {
+    fn start(program: &str, words: &[&str], socket: &Path) -> Self {
+        let mut command = tool(program);
+        let child = command.args(words).stdout(Stdio::null()).stderr(Stdio::null()).spawn();
+        let server = Self(child.expect("it is installed"));
+        assert!(eventually(LONG, || socket.exists()), "{program} does not listen");
+        server
+    }
+}
+
+impl Drop for Foreign {
+    fn drop(&mut self) {
+        // It may have ended.
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+fn image(scratch: &Scratch, name: &str) -> PathBuf {
+    let path = scratch.path(name);
+    command(&["create", str(&path), &SIZE.to_string()]).success();
+    path
+}
+
+#[test]
+fn a_client_goes_on_with_a_mirror_that_is_equal_to_the_byte() {
+    let mut random = seeded();
+    for (from, to, mode) in [
+        ("a.img", "b.qcow2", "auto"),
+        ("a.qcow2", "b.img", "background"),
+        ("a.qcow2", "b.qcow2", "write-blocking"),
+    ] {
+        let scratch = Scratch::new();
+        let (source, target) = (image(&scratch, from), scratch.path(to));
+        let (server, mut control) = serve(&scratch, &source);
+        let mut writer = Writer::new(&server.address(), random.fork());
+        beside(&mut writer, || {
+            ctl(&scratch, &["mirror", from, str(&target), "--mode", mode, "--job", "m"]).success();
+            let close = json!({ "disk": from, "force": true });
+            control.refused("disk.close", close, FAILED, &["the job \"m\""]);
+            // The target cannot be taken for a disk before it is complete, nor be used by others.
+            command(&["convert", str(&target), str(&scratch.path("c.img"))]).failure("locked");
+            wait_for(&mut control, "m", "ready");
+            let done = ctl(&scratch, &["job", "m", "complete"]).success();
+            assert!(done.stdout.contains("writes were held off for"), "{}", done.stdout);
+        });
+        let ended = job(&mut control, "m");
+        assert_eq!(ended["status"], "completed", "{ended}");
+        let disk = control.get("disk.list", json!({}))[0].clone();
+        assert_eq!(disk["path"], str(&target), "the disk is at its new place");
+        control.get("job.dismiss", json!({ "job": "m" }));
+        writer.check();
+        let expected = scratch.image_of("expected", &writer.bytes());
+        drop(writer);
+        // The old image is free, but is not the disk any more.
+        command(&["serve", str(&source)]).failure("was moved to");
+        server.stop();
+        let format = if to.ends_with("img") { "raw" } else { "qcow2" };
+        let words = ["compare", "-f", format, "-F", "raw", str(&target), expected.str()];
+        qemu_img(&words).success();
+        if format == "qcow2" {
+            qemu_img(&["check", str(&target)]).success();
+        }
+    }
+}
+
+#[test]
+fn errors_of_the_target_end_the_job_and_not_the_client() {
+    let mut random = seeded();
+    for filter in [&["error-pwrite-rate=0.2"][..], &["error-zero-rate=1"], &["error-rate=0.5"]] {
+        let scratch = Scratch::new();
+        let (source, socket) = (image(&scratch, "a.img"), scratch.socket("t"));
+        let size = SIZE.to_string();
+        let words = [&["-f", "-U", str(&socket), "--filter=error", "memory", &size], filter];
+        let _foreign = Foreign::start("nbdkit", &words.concat(), &socket);
+        let (server, mut control) = serve(&scratch, &source);
+        let mut writer = Writer::new(&server.address(), random.fork());
+        let target = format!("nbd+unix:///?socket={}", socket.display());
+        let start = json!({ "kind": "mirror", "disk": "a.img", "target": target, "overwrite": true,
+            "job": "m", "mode": "write-blocking" });
+        beside(&mut writer, || {
+            let failed = match control.call("job.start", start) {
+                // It fails at once where nothing works.
+                Err((_, why)) => why,
+                Ok(_) => wait_for(&mut control, "m", "failed")["error"].to_string(),
+            };
+            assert!(!failed.contains('\n') && failed.len() > 10, "{failed}");
+        });
+        writer.check();
+        server.stop();
+    }
+}
+
+#[test]
+fn a_slow_target_delays_its_job_and_a_cancelled_one_leaves_nothing() {
+    let scratch = Scratch::new();
+    let (source, socket) = (image(&scratch, "a.qcow2"), scratch.socket("t"));
+    let size = SIZE.to_string();
+    let words = ["-f", "-U", str(&socket), "--filter=delay", "memory", &size, "wdelay=100ms"];
+    let _foreign = Foreign::start("nbdkit", &words, &socket);
+    let (server, mut control) = serve(&scratch, &source);
+    let mut writer = Writer::new(&server.address(), seeded());
+    let target = format!("nbd+unix:///?socket={}", socket.display());
+    beside(&mut writer, || {
+        let start = json!({ "kind": "mirror", "disk": "a.qcow2", "target": target });
+        control.refused("job.start", start, FAILED, &["overwrite"]);
+        ctl(&scratch, &["mirror", "a.qcow2", &target, "--overwrite", "--job", "m"]).success();
+        let other = json!({ "kind": "mirror", "disk": "a.qcow2", "target": scratch.path("b.img") });
+        control.refused("job.start", other, FAILED, &["the job \"m\" works on"]);
+        for words in [&["pause"][..], &["resume"], &["speed", "1M"], &["speed", "0"], &["cancel"]] {
+            ctl(&scratch, &[&["job", "m"], words].concat()).success();
+        }
+        wait_for(&mut control, "m", "cancelled");
+        // A file that a job has made goes with it.
+        let file = scratch.path("b.img");
+        ctl(&scratch, &["mirror", "a.qcow2", str(&file), "--speed", "64K", "--job", "n"]).success();
+        assert!(file.exists());
+        ctl(&scratch, &["job", "n", "cancel"]).success();
+        wait_for(&mut control, "n", "cancelled");
+        assert!(!file.exists());
+    });
+    writer.check();
+    let listed = ctl(&scratch, &["jobs"]).success();
+    assert!(listed.stdout.starts_with("JOB"), "{}", listed.stdout);
+    server.stop();
+    command(&["check", str(&source)]).success();
+}
+
+#[test]
+fn a_disk_moves_to_another_host_and_the_old_one_refuses_to_write() {
+    let (here, there) = (Scratch::new(), Scratch::new());
+    let (source, target) = (image(&here, "a.qcow2"), image(&there, "a.qcow2"));
+    let (old, mut control) = serve(&here, &source);
+    let new = Serve::new(&there, &target).start();
+    let mut writer = Writer::new(&old.address(), seeded());
+    beside(&mut writer, || {
+        ctl(&here, &["mirror", "a.qcow2", new.uri(), "--overwrite", "--job", "m"]).success();
+        wait_for(&mut control, "m", "ready");
+    });
+    ctl(&here, &["job", "m", "complete", "--hand-over"]).success();
+    assert_ne!(writer.client.write(0, &[1; 512], 0), 0, "the old one refuses");
+    writer.check();
+    writer.client = Client::open(&new.address());
+    writer.check();
+    writer.write(7);
+    writer.check();
+    drop(writer);
+    old.stop();
+    // Neither does it write after a restart.
+    command(&["serve", str(&source)]).failure("was moved to");
+    new.stop();
+    qemu_img(&["check", str(&target)]).success();
+}
+
+#[test]
+fn after_a_kill_what_can_be_opened_is_the_disk() {
+    let mut random = seeded();
+    for round in 0..6 {
+        let scratch = Scratch::new();
+        let (source, target) = (image(&scratch, "a.img"), scratch.path("b.img"));
+        let (server, mut control) = serve(&scratch, &source);
+        let mut writer = Writer::new(&server.address(), random.fork());
+        assert_eq!(writer.client.flush(), 0);
+        let start = json!({ "kind": "mirror", "disk": "a.img", "target": target, "job": "m" });
+        control.get("job.start", start);
+        if round > 0 {
+            wait_for(&mut control, "m", "ready");
+        }
+        let call = json!({ "jsonrpc": "2.0", "id": 1, "method": "job.complete", "params": { "job": "m" } });
+        control.send(call.to_string().as_bytes()).expect("the server listens");
+        std::thread::sleep(Duration::from_micros(random.u64(..40_000)));
+        server.signal(Signal::KILL);
+        drop(server);
+        let expected = scratch.image_of("expected", &writer.bytes());
+        let is_disk = |path: &Path| {
+            let opened = command(&["compare", "--format", "raw", str(path), expected.str()]);
+            opened.status.success()
+        };
+        // The target has the mark, or everything.
+        let bytes = std::fs::read(&target).expect("it was made");
+        let is_marked = bytes.starts_with(b"blockhouse: mirror not complete\n");
+        assert!(is_disk(&source), "nothing was written since the mirror");
+        assert_eq!(is_disk(&target), !is_marked);
+        let record = scratch.path("a.img.moved");
+        assert!(is_marked || record.exists(), "the old image must not be served");
+        if record.exists() {
+            command(&["serve", str(&source)]).failure("was moved to");
+        }
+    }
+}
