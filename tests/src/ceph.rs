@@ -1,6 +1,7 @@
 //! A Ceph cluster for the tests of this process: `tests/ceph/cluster` starts it, and ends it when this process ends.
 
 use std::io::{BufRead, BufReader, Write};
+use std::ops::Deref;
 use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 use std::sync::{Mutex, OnceLock, RwLock, RwLockReadGuard, RwLockWriteGuard};
@@ -38,9 +39,61 @@ pub fn ceph() -> Result<RwLockReadGuard<'static, Ceph>, String> {
 }
 
 /// The cluster, for a test that disturbs it: no other uses it meanwhile.
-pub fn ceph_alone() -> Result<RwLockWriteGuard<'static, Ceph>, String> {
+pub fn ceph_alone() -> Result<CephAlone, String> {
     let cluster = cluster().as_ref().map_err(Clone::clone)?;
-    Ok(cluster.write().unwrap_or_else(|poisoned| poisoned.into_inner()))
+    let ceph = cluster.write().unwrap_or_else(|poisoned| poisoned.into_inner());
+    Ok(CephAlone { ceph, osd: Osd::Runs })
+}
+
+/// The cluster, locked for one test. What that has done to the OSD is undone in the end, also when it fails.
+pub struct CephAlone {
+    ceph: RwLockWriteGuard<'static, Ceph>,
+    osd: Osd,
+}
+
+/// What the only OSD does.
+#[derive(PartialEq, Eq)]
+enum Osd {
+    Runs,
+    IsFrozen,
+    IsStopped,
+}
+
+impl Deref for CephAlone {
+    type Target = Ceph;
+
+    fn deref(&self) -> &Ceph {
+        &self.ceph
+    }
+}
+
+impl CephAlone {
+    /// Has the OSD end, with what it holds written to its folder.
+    pub fn stop_osd(&mut self) {
+        self.ceph.tell("osd stop");
+        self.osd = Osd::IsStopped;
+    }
+
+    /// Has the OSD answer no more, as on a host that hangs.
+    pub fn freeze_osd(&mut self) {
+        self.osd = Osd::IsFrozen;
+        self.ceph.tell("osd freeze");
+    }
+
+    /// Has the OSD be there again, with what it held.
+    pub fn restore_osd(&mut self) {
+        match std::mem::replace(&mut self.osd, Osd::Runs) {
+            Osd::Runs => {}
+            Osd::IsFrozen => self.ceph.tell("osd thaw"),
+            Osd::IsStopped => self.ceph.tell("osd start"),
+        }
+    }
+}
+
+impl Drop for CephAlone {
+    fn drop(&mut self) {
+        self.restore_osd();
+    }
 }
 
 impl Ceph {
@@ -96,26 +149,6 @@ impl Ceph {
             .env("CEPH_CONF", self.configuration())
             .args(["--connect-timeout", "20"])
             .args(words))
-    }
-
-    /// Has the only OSD end, with what it holds written to its folder.
-    pub fn stop_osd(&mut self) {
-        self.tell("osd stop");
-    }
-
-    /// Starts the OSD again, with what it held.
-    pub fn start_osd(&mut self) {
-        self.tell("osd start");
-    }
-
-    /// Has the only OSD answer no more, as on a host that hangs.
-    pub fn freeze_osd(&mut self) {
-        self.tell("osd freeze");
-    }
-
-    /// Has the OSD go on.
-    pub fn thaw_osd(&mut self) {
-        self.tell("osd thaw");
     }
 
     fn tell(&self, command: &str) {

@@ -7,8 +7,10 @@
 use std::process::ExitCode;
 
 use anyhow::{Result, bail};
+use blockhouse_core::Storage;
 use blockhouse_disk::{
-    CheckReport, IfCorrupt, ImageFormat, open_metadata, open_storage, replay_state,
+    CheckReport, IfCorrupt, ImageFormat, format_by_name, open_for_repair, open_metadata,
+    replay_state,
 };
 use blockhouse_engine::{EngineChoice, EventLoop};
 use blockhouse_format::qcow2::{Repair, RepairReport, repair};
@@ -102,7 +104,7 @@ async fn check(image: &ImageArgs) -> Result<Outcome> {
 
 async fn repair_image(arguments: &ImageArgs, what: RepairScope) -> Result<Outcome> {
     let ImageArgs { format, image, open, .. } = arguments;
-    let format = format.unwrap_or_else(|| ImageFormat::by_name(image));
+    let format = format.unwrap_or_else(|| format_by_name(image));
     match format {
         ImageFormat::Raw => return Ok(Outcome::NotCheckable("raw")),
         ImageFormat::Foreign(_) => bail!(
@@ -119,8 +121,10 @@ async fn repair_image(arguments: &ImageArgs, what: RepairScope) -> Result<Outcom
     // What a server answered before it died would be leaks, and would be gone.
     let options = open.read_write(Some(format))?;
     replay_state(image, options.clone(), if_corrupt).await?;
-    let file = open_storage(image, options)?;
-    Ok(Outcome::Repaired(repair(&file, what).await?, format.as_str()))
+    let storage = open_for_repair(image, options).await?;
+    let repaired = repair(&storage, what).await?;
+    storage.close().await?;
+    Ok(Outcome::Repaired(repaired, format.as_str()))
 }
 
 /// Counts of what was repaired.

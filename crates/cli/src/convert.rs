@@ -6,7 +6,6 @@
 //! fails stays in `TARGET.part`, and `--resume` goes on with it: what is there is compared with the
 //! source, and what differs is copied.
 
-use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::FileTypeExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -16,8 +15,8 @@ use blockhouse_core::{ByteRange, Durability, ErrorKind, Fallback, Request, Unmap
 use blockhouse_disk::{
     Access, AllowedPaths, CacheMode, CopyJob, CopyOptions, DetectZeroes, Discard, IfExists,
     ImageDisk, ImageFormat, ImageOptions, Locking, RemoteBacking, StateUse, TargetContent,
-    check_new_name, create as create_file, open, open_locked, open_snapshot, open_without_backing,
-    rename_durable,
+    check_new_name, create as create_file, exists, open, open_locked, open_snapshot,
+    open_without_backing, part_of, remove_created, rename_finished,
 };
 use blockhouse_engine::{EngineChoice, EventLoop, HostFile};
 use blockhouse_storage::Location;
@@ -118,7 +117,10 @@ pub fn run(arguments: Arguments) -> Result<()> {
     // After a failure too, so that what was copied can be found again.
     let closed = event_loop.block_on(disk.close());
     let finish = copied.and_then(|()| Ok(closed?)).and_then(|()| match &part {
-        Some(part) => Ok(rename_durable(part, &arguments.target, existing(&arguments))?),
+        Some(part) => {
+            let renaming = rename_finished(part, &arguments.target, existing(&arguments));
+            Ok(event_loop.block_on(renaming)?)
+        }
         None => Ok(()),
     });
     drop(replaced_file);
@@ -186,8 +188,17 @@ struct TargetBuilder<'a> {
 impl TargetBuilder<'_> {
     async fn target(self) -> Result<Target> {
         let path = &self.arguments.target;
-        if Location::is_remote(path.as_os_str().as_bytes()) {
-            return self.overwrite("an export of another server").await;
+        match Location::of(path)? {
+            Location::File(_) => {}
+            Location::Nbd { .. } => return self.overwrite("an export of another server").await,
+            Location::Rbd(_) if exists(path).await? => {
+                return self.overwrite("an image in Ceph").await;
+            }
+            Location::Rbd(_) => {
+                let (disk, target_content, part) = self.fill_part(path).await?;
+                let part = Some(part);
+                return Ok(Target { disk, target_content, part, replaced_file: None });
+            }
         }
         let found = std::fs::metadata(path).ok();
         if found.as_ref().is_some_and(|found| found.file_type().is_block_device()) {
@@ -205,18 +216,22 @@ impl TargetBuilder<'_> {
             Some(_) => Some(open_locked(path)?),
             None => None,
         };
+        let (disk, target_content, part) = self.fill_part(path).await?;
+        Ok(Target { disk, target_content, part: Some(part), replaced_file })
+    }
+
+    /// The image that becomes the target: a new one, or what an earlier conversion has left.
+    async fn fill_part(&self, path: &Path) -> Result<(ImageDisk, TargetContent, PathBuf)> {
         let part = part_of(path);
-        let (disk, before) = if self.arguments.resume {
-            (self.open_partial(&part).await?, TargetContent::Unknown)
-        } else {
-            (self.create_new(&part).await?, TargetContent::Zero)
-        };
-        Ok(Target { disk, target_content: before, part: Some(part), replaced_file })
+        Ok(match self.arguments.resume {
+            true => (self.open_partial(&part).await?, TargetContent::Unknown, part),
+            false => (self.create_new(&part).await?, TargetContent::Zero, part),
+        })
     }
 
     /// An empty image.
     async fn create_new(&self, part: &Path) -> Result<ImageDisk> {
-        if std::fs::symlink_metadata(part).is_ok() {
+        if exists(part).await? {
             bail!(
                 "{}: is what an earlier conversion left behind; go on with it (--resume), or remove \
                  it",
@@ -232,10 +247,12 @@ impl TargetBuilder<'_> {
             }
             ImageFormat::Foreign(_) => bail!("{}", self.format.not_made()),
         }
-        self.open_target(part).await.inspect_err(|_| {
-            // Nothing is in it yet. The error that counts is the first one.
-            let _ = std::fs::remove_file(part);
-        })
+        let opened = self.open_target(part).await;
+        if opened.is_err() {
+            // Nothing is in it yet.
+            remove_created(part).await;
+        }
+        opened
     }
 
     /// The partial copy of an earlier conversion.
@@ -331,11 +348,4 @@ impl TargetBuilder<'_> {
             remote_backing: RemoteBacking::Refused,
         })
     }
-}
-
-/// Where the copy is until it is complete.
-fn part_of(target: &Path) -> PathBuf {
-    let mut name = target.as_os_str().to_owned();
-    name.push(".part");
-    name.into()
 }

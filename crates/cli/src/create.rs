@@ -1,7 +1,7 @@
 //! `blockhouse create`: new images.
 //!
-//! Promises: a file that exists is left alone, a new image is durable when the command ends, and a
-//! command that fails leaves no file. Options that do not exist or contradict each other on the
+//! Guarantees: an image that exists is left alone, a new image is durable when the command ends, and a
+//! command that fails leaves none. Options that do not exist or contradict each other on the
 //! command line are wrong usage; nothing is touched then.
 
 use std::path::{Path, PathBuf};
@@ -10,9 +10,10 @@ use anyhow::{Context, Result};
 use blockhouse_core::{ByteRange, Storage, SyncMode};
 use blockhouse_disk::{
     AllowedPaths, Backing, ImageDisk, ImageFormat, ImageOptions, Locking, StateUse,
-    check_raw_backing, create as create_file, open_without_backing,
+    check_raw_backing, create as create_file, format_for_new, open_created, open_without_backing,
+    remove_created,
 };
-use blockhouse_engine::{EngineChoice, EventLoop, HostFile, OpenMode, PageCache};
+use blockhouse_engine::{EngineChoice, EventLoop};
 use blockhouse_format::{SpaceMode, preallocate, qcow2};
 
 use crate::create_options::{self, Setting, Settings};
@@ -42,7 +43,7 @@ pub struct Arguments {
     backing_format: Option<Setting>,
     #[command(flatten)]
     allow: AllowPathArgs,
-    /// The new file. One that exists is left alone.
+    /// The new image: a path, or rbd:POOL/IMAGE. One that exists is left alone.
     image: Option<PathBuf>,
     /// The size of the disk: 512, 64K, 1.5G, 1T. Rounded up to a multiple of 512. Left out, that of the
     /// backing file.
@@ -99,7 +100,7 @@ pub fn whole_sectors(image: &Path, size: u64) -> u64 {
 
 /// The format that the name of a new file stands for; wrong usage if it is none that can be made.
 pub fn format_of_new(image: &Path) -> ImageFormat {
-    ImageFormat::for_new(image).unwrap_or_else(|why| wrong_usage(&why))
+    format_for_new(image).unwrap_or_else(|why| wrong_usage(&why))
 }
 
 /// Ends the program as for any other wrong usage.
@@ -113,14 +114,16 @@ async fn create_raw(image: &Path, size: u64, mode: Option<SpaceMode>) -> Result<
     create_file(image, size, ImageFormat::Raw).await?;
     let Some(mode) = mode else { return Ok(()) };
     let finish = async {
-        let file = HostFile::open(image, OpenMode::ReadWrite, PageCache::Used)?;
-        preallocate(&file, ByteRange::between(0, size), mode).await?;
-        file.flush(SyncMode::Full).await
+        let storage = open_created(image).await?;
+        preallocate(&storage, ByteRange::between(0, size), mode).await?;
+        storage.flush(SyncMode::Full).await?;
+        storage.close().await
     };
-    Ok(finish.await.inspect_err(|_| {
-        // The error that counts is the first one.
-        let _ = std::fs::remove_file(image);
-    })?)
+    let finished = finish.await;
+    if finished.is_err() {
+        remove_created(image).await;
+    }
+    Ok(finished?)
 }
 
 /// Makes a new qcow2 image, and says so if it names what commands open only when they are told to.
@@ -140,10 +143,10 @@ pub async fn create_qcow2(
     create_file(image, 0, ImageFormat::Raw).await?;
     let data_path = options.data_file.as_ref().map(|file| resolve_relative(image, &file.name));
     let outcome = fill_qcow2(image, data_path.as_deref(), options).await;
-    outcome.inspect_err(|_| {
-        // The error that counts is the first one.
-        let _ = std::fs::remove_file(image);
-    })?;
+    if outcome.is_err() {
+        remove_created(image).await;
+    }
+    outcome?;
     if let Some(backing) = &options.backing {
         tell_if_not_free(image, &backing.name, "backing file");
     }
@@ -153,26 +156,29 @@ pub async fn create_qcow2(
     Ok(())
 }
 
-/// Makes the empty file `image` a qcow2 image with a new data file. A data file that could not be
+/// Makes the empty `image` a qcow2 image with a new data file. A data file that could not be
 /// finished is removed.
 async fn fill_qcow2(
     image: &Path,
     data: Option<&Path>,
     options: &qcow2::CreateOptions,
 ) -> blockhouse_core::Result<()> {
-    let file = HostFile::open(image, OpenMode::ReadWrite, PageCache::Used)?;
+    let storage = open_created(image).await?;
     let Some(path) = data else {
-        return qcow2::create(&file, options).await;
+        qcow2::create(&storage, options).await?;
+        return storage.close().await;
     };
     create_file(path, 0, ImageFormat::Raw).await?;
     let finish = async {
-        let data = HostFile::open(path, OpenMode::ReadWrite, PageCache::Used)?;
-        qcow2::create_with(&file, Some(&data), options).await
+        let data = open_created(path).await?;
+        qcow2::create_with(&storage, Some(&data), options).await?;
+        storage.close().await
     };
-    finish.await.inspect_err(|_| {
-        // The error that counts is the first one.
-        let _ = std::fs::remove_file(path);
-    })
+    let finished = finish.await;
+    if finished.is_err() {
+        remove_created(path).await;
+    }
+    finished
 }
 
 /// Opens the backing file of a new image: one that cannot be opened as what it is said to be would be of no use.

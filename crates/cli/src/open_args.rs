@@ -19,7 +19,7 @@ pub struct AllowPathArgs {
     /// name any file of this host. A path that is given on the command line is not restricted.
     #[arg(long, value_name = "DIR")]
     pub allow_path: Vec<PathBuf>,
-    /// Let images name exports of other servers (nbd://...) as their backing files.
+    /// Let images name exports of other servers (nbd://...) and images in Ceph (rbd:...) as their backing files.
     #[arg(long)]
     pub allow_remote: bool,
 }

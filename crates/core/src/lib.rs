@@ -54,7 +54,7 @@ pub use request::{Fallback, Request, Unmap};
 pub use shared_copy::{copy_from_shared, copy_to_shared, fill_shared};
 pub use state_memory::{RESERVED_WORDS, StateMemory};
 pub use storage::{
-    Alignment, Allocation, Capabilities, FuaCost, GroupCommit, Offload, ReadAfterDiscard, Storage,
-    WriteCache,
+    Alignment, Allocation, Capabilities, FuaCost, GroupCommit, Offload, ReadAfterDiscard,
+    SnapshotChange, Storage, StorageSnapshot, WriteCache,
 };
 pub use work_budget::{WorkBudget, yield_now};

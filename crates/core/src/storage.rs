@@ -1,12 +1,13 @@
 //! The one interface between the I/O path and whatever holds the bytes.
 //!
 //! A host file, a block device and the simulator's disk are all a [`Storage`]; formats and the I/O
-//! path are generic over it, so that the simulator stands where the disk does. No method has a
-//! default body: each implementation says what it does for every guarantee.
+//! path are generic over it, so that the simulator stands where the disk does. Only what a storage
+//! may go without has a default body: each implementation says what it does for every guarantee.
 
 use std::future::{Future, ready};
+use std::time::Duration;
 
-use crate::{ByteRange, Durability, Fua, IoVector, Result, SyncMode, Unmap};
+use crate::{ByteRange, Durability, Error, ErrorKind, Fua, IoVector, Result, SyncMode, Unmap};
 
 /// A flat range of bytes that can be read, written and made durable.
 ///
@@ -83,6 +84,70 @@ pub trait Storage: 'static {
 
     /// Starts to bring the range into the cache, if there is one. Never fails for want of one.
     fn prefetch(&self, range: ByteRange) -> impl Future<Output = Result<()>>;
+
+    /// Gives back what the storage holds on another host, such as a lock. Operations that begin later may fail. A
+    /// storage that is dropped without it gives that back as well, but may block its thread until then. What is
+    /// only of this process goes with the drop.
+    fn close(&self) -> impl Future<Output = Result<()>> {
+        ready(Ok(()))
+    }
+
+    /// Whether the storage itself takes snapshots of its bytes.
+    fn has_snapshots(&self) -> bool {
+        false
+    }
+
+    /// The snapshots that the storage has taken of itself, in the order in which they were taken.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Unsupported`](crate::ErrorKind::Unsupported) where it takes none.
+    fn list_snapshots(&self) -> impl Future<Output = Result<Vec<StorageSnapshot>>> {
+        ready(Err(without_snapshots(self.name())))
+    }
+
+    /// Takes, deletes, renames or applies a snapshot; durable when it returns. The caller keeps other changes away.
+    ///
+    /// # Errors
+    /// As [`list_snapshots`](Self::list_snapshots); [`ErrorKind::InvalidInput`](crate::ErrorKind::InvalidInput) where
+    /// there is no such snapshot, or the name of a new one is taken or cannot be used.
+    fn change_snapshots(&self, _change: SnapshotChange<'_>) -> impl Future<Output = Result<()>> {
+        ready(Err(without_snapshots(self.name())))
+    }
+}
+
+fn without_snapshots(name: &str) -> Error {
+    Error::new(ErrorKind::Unsupported, "the storage takes no snapshots of itself").on(name)
+}
+
+/// A change of the snapshots that a storage takes of itself, by their names.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum SnapshotChange<'a> {
+    /// Takes one of this name.
+    Create(&'a str),
+    /// Deletes this one.
+    Delete(&'a str),
+    /// Gives one another name.
+    Rename {
+        /// Its name so far.
+        from: &'a str,
+        /// Its name from now on.
+        to: &'a str,
+    },
+    /// Makes the storage what it was when this one was taken, its size included.
+    Apply(&'a str),
+}
+
+/// A snapshot that a storage has taken of itself.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct StorageSnapshot {
+    /// Unique in the storage.
+    pub id: u64,
+    /// Unique in the storage, too.
+    pub name: String,
+    /// When it was taken, since 1970-01-01 UTC.
+    pub created: Duration,
+    /// Bytes of the storage when it was taken.
+    pub size: u64,
 }
 
 /// What a storage can do.

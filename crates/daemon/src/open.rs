@@ -5,8 +5,8 @@ use std::path::Path;
 use anyhow::{Result, bail};
 use blockhouse_core::{Error, ErrorKind};
 use blockhouse_disk::{
-    Access, AllowedPaths, ImageDisk, ImageFormat, ImageOptions, Locking, NOT_KEPT, StateDir,
-    StateUse, create, open, open_snapshot,
+    Access, AllowedPaths, ImageDisk, ImageOptions, Locking, NOT_KEPT, StateDir, StateUse, create,
+    exists, format_for_new, open, open_snapshot,
 };
 
 use crate::setup::{DiskSetup, StateSetup};
@@ -78,10 +78,10 @@ pub(crate) fn image_options(disk: &DiskSetup, state: &StateUse) -> Result<ImageO
 pub(crate) async fn open_disk(setup: &DiskSetup, state: &StateUse) -> Result<ImageDisk> {
     let (path, options) = (&*setup.path, image_options(setup, state)?);
     if let Some(size) = setup.create
-        && !path.exists()
+        && !exists(path).await?
     {
         let refused = |why| Error::new(ErrorKind::InvalidInput, why);
-        let by_name = || ImageFormat::for_new(path).map_err(refused);
+        let by_name = || format_for_new(path).map_err(refused);
         let format = options.format.map_or_else(by_name, Ok)?;
         create(path, size, format).await?;
     }

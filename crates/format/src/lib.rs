@@ -54,4 +54,4 @@ pub use qcow2::{
     VmStateTables, redo_log_len,
 };
 pub use raw::Raw;
-pub use snapshots::Snapshots;
+pub use snapshots::{Snapshots, VmStates};

@@ -1,7 +1,8 @@
 //! The storages that an image can be on, as one type.
 
 use blockhouse_core::{
-    Allocation, ByteRange, Capabilities, Durability, IoVector, Result, Storage, SyncMode, Unmap,
+    Allocation, ByteRange, Capabilities, Durability, IoVector, Result, SnapshotChange, Storage,
+    StorageSnapshot, SyncMode, Unmap,
 };
 use blockhouse_engine::HostFile;
 
@@ -45,6 +46,28 @@ impl ImageStorage {
         match self {
             Self::Concat(files) => files.locate(offset),
             _ => (self.name(), offset),
+        }
+    }
+
+    /// Its size as the host or the cluster says just now, which another program may have changed. `None` where it is
+    /// what it was at the opening.
+    ///
+    /// # Errors
+    /// The host's, or the cluster's.
+    pub async fn query_size(&self) -> Result<Option<u64>> {
+        match self {
+            Self::File(file) => file.query_size().map(Some),
+            Self::Nbd(_) | Self::Concat(_) => Ok(None),
+            Self::Rbd(rbd) => rbd.query_size().await.map(Some),
+        }
+    }
+
+    /// Takes in a [new size](Self::query_size) that is not less than the one so far.
+    pub fn set_min_size(&self, size: u64) {
+        match self {
+            Self::File(file) => file.set_min_size(size),
+            Self::Nbd(_) | Self::Concat(_) => {}
+            Self::Rbd(rbd) => rbd.set_min_size(size),
         }
     }
 }
@@ -161,6 +184,42 @@ impl Storage for ImageStorage {
             Self::Nbd(nbd) => nbd.prefetch(range).await,
             Self::Rbd(rbd) => rbd.prefetch(range).await,
             Self::Concat(files) => files.prefetch(range).await,
+        }
+    }
+
+    async fn close(&self) -> Result<()> {
+        match self {
+            Self::File(file) => file.close().await,
+            Self::Nbd(nbd) => nbd.close().await,
+            Self::Rbd(rbd) => Box::pin(rbd.close()).await,
+            Self::Concat(files) => files.close().await,
+        }
+    }
+
+    fn has_snapshots(&self) -> bool {
+        match self {
+            Self::File(file) => file.has_snapshots(),
+            Self::Nbd(nbd) => nbd.has_snapshots(),
+            Self::Rbd(rbd) => rbd.has_snapshots(),
+            Self::Concat(files) => files.has_snapshots(),
+        }
+    }
+
+    async fn list_snapshots(&self) -> Result<Vec<StorageSnapshot>> {
+        match self {
+            Self::File(file) => file.list_snapshots().await,
+            Self::Nbd(nbd) => nbd.list_snapshots().await,
+            Self::Rbd(rbd) => Box::pin(rbd.list_snapshots()).await,
+            Self::Concat(files) => files.list_snapshots().await,
+        }
+    }
+
+    async fn change_snapshots(&self, change: SnapshotChange<'_>) -> Result<()> {
+        match self {
+            Self::File(file) => file.change_snapshots(change).await,
+            Self::Nbd(nbd) => nbd.change_snapshots(change).await,
+            Self::Rbd(rbd) => Box::pin(rbd.change_snapshots(change)).await,
+            Self::Concat(files) => files.change_snapshots(change).await,
         }
     }
 }

@@ -35,4 +35,6 @@ pub use concat::Concat;
 pub use image_storage::ImageStorage;
 pub use location::Location;
 pub use nbd::NbdStorage;
-pub use rbd::{RbdAccess, RbdLocation, RbdStorage};
+pub use rbd::{
+    RbdAccess, RbdLocation, RbdStorage, create_rbd_image, remove_rbd_image, rename_rbd_image,
+};

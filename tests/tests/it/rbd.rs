@@ -3,9 +3,14 @@
 use std::path::Path;
 use std::time::Duration;
 
-use blockhouse_tests::ceph::{Ceph, ceph};
+use blockhouse_tests::ceph::{Ceph, ceph, ceph_alone};
+use blockhouse_tests::guest::{BLOCK, Guest, content};
 use blockhouse_tests::image_tool::{command, json, qemu_img, qemu_io, str};
-use blockhouse_tests::{Scratch, Serve, Server, random_bytes, require, run, seeded, tool};
+use blockhouse_tests::nbd::{Client, Framing};
+use blockhouse_tests::{
+    Scratch, Serve, Server, eventually, random_bytes, require, run, seeded, tool,
+};
+use blockhouse_vhost_user::driver::Options;
 use rustix::process::Signal;
 
 const MIB: usize = 1 << 20;
@@ -126,4 +131,180 @@ fn fio_verifies_what_it_wrote() {
     fio.args([&format!("--uri={}", server.uri()), "--output-format=json"]);
     run(fio.current_dir(scratch.short())).success();
     server.stop();
+}
+
+#[test]
+fn images_are_made_copied_and_resized_in_ceph() {
+    let ceph = require!(ceph());
+    let scratch = Scratch::new();
+    let name = |end: &str| format!("made{}{end}", fastrand::u64(..));
+    let (raw, qcow2, copy) = (name(""), name(".qcow2"), name(".qcow2"));
+    let at = |name: &str| ceph.location(name);
+    command(&["create", &at(&raw), "32M"]).success();
+    command(&["create", &at(&raw), "32M"]).failure("File exists");
+    command(&["create", &at(&qcow2), "10G"]).success();
+    let info = json(&command(&["info", "--json", &at(&qcow2)]).success());
+    assert_eq!(
+        (&info["format"], &info["virtual-size"]),
+        (&"qcow2".into(), &(10 * 1024 * MIB).into())
+    );
+    // It grows as clusters are written.
+    let server = serve(&scratch, &at(&qcow2));
+    let steps = ["write -P 3 0 70M", "write -f -P 4 5G 1M", "read -P 3 0 70M", "flush"];
+    qemu_io("raw", Path::new(server.uri()), &steps);
+    server.stop();
+    command(&["check", &at(&qcow2)]).success();
+    command(&["check", "--repair", "all", &at(&qcow2)]).success();
+    qemu_img(&["check", "-f", "qcow2", &ceph.qemu_location(&qcow2)]).success();
+    command(&["convert", "--compress", &at(&qcow2), &at(&copy)]).success();
+    command(&["compare", &at(&qcow2), &at(&copy)]).success();
+    qemu_io(
+        "qcow2",
+        Path::new(&ceph.qemu_location(&copy)),
+        &["read -P 3 0 70M", "read -P 4 5G 1M"],
+    );
+    let listed = ceph.rbd(&["ls", "rbd"]).success().stdout;
+    assert!(!listed.contains(".part"), "what was not complete is gone: {listed}");
+    command(&["resize", &at(&raw), "48M"]).success();
+    let info = json(&ceph.rbd(&["info", "--format", "json", &raw]).success());
+    assert_eq!(info["size"], 48 * MIB);
+    command(&["resize", &at(&raw), "16M"]).failure("--shrink");
+    command(&["resize", "--shrink", &at(&raw), "16M"]).success();
+    // An overlay on this host, with its base in Ceph.
+    let overlay = scratch.path("overlay.qcow2");
+    command(&["create", "-b", &at(&qcow2), "-F", "qcow2", str(&overlay)]).success();
+    command(&["map", str(&overlay)]).failure("--allow-remote");
+    command(&["compare", "--allow-remote", str(&overlay), &at(&copy)]).success();
+}
+
+#[test]
+fn snapshots_of_a_raw_image_are_those_of_ceph() {
+    let ceph = require!(ceph());
+    let (scratch, name) = (Scratch::new(), new_image(&ceph, "32M"));
+    let (location, theirs) = (ceph.location(&name), ceph.qemu_location(&name));
+    let snapshot = |snapshot: &str| ceph.location(&format!("{name}@{snapshot}"));
+    qemu_io("raw", Path::new(&theirs), &["write -P 1 0 64k"]);
+    command(&["snapshot", "create", &location, "one"]).success();
+    command(&["snapshot", "create", &location, "one"]).failure("File exists");
+    command(&["snapshot", "create", &location, "a@b"]).failure("'@'");
+    command(&["compare", &snapshot("one"), &location]).success();
+    qemu_io("raw", Path::new(&theirs), &["write -P 2 32k 4k"]);
+    command(&["compare", &snapshot("one"), &location]).failure("from offset 32768");
+    command(&["snapshot", "create", &location, "two"]).success();
+    command(&["snapshot", "rename", &location, "two", "zwei"]).success();
+    let listed = json(&command(&["snapshot", "list", "--json", &location]).success());
+    let names: Vec<_> = listed.as_array().unwrap().iter().map(|one| one["name"].clone()).collect();
+    assert_eq!(names, ["one", "zwei"]);
+    let theirs_listed = ceph.rbd(&["snap", "ls", &name]).success().stdout;
+    assert!(theirs_listed.contains("zwei"), "{theirs_listed}");
+    let copy = scratch.path("one.raw");
+    command(&["convert", "--snapshot", "one", &location, str(&copy)]).success();
+    qemu_io("raw", &copy, &["read -P 1 0 64k"]);
+    Serve::new(&scratch, Path::new(&snapshot("one"))).refused().failed(&["--read-only"]);
+    let server = Serve::new(&scratch, Path::new(&snapshot("one"))).flag("--read-only").start();
+    command(&["compare", server.uri(), str(&copy)]).success();
+    server.stop();
+    command(&["snapshot", "apply", &location, "one"]).success();
+    command(&["compare", &snapshot("one"), &location]).success();
+    command(&["snapshot", "delete", &location, "zwei"]).success();
+    command(&["snapshot", "delete", &location, "zwei"]).failure("has no snapshot 'zwei'");
+}
+
+/// What a write answers, over a connection of its own.
+fn write(server: &Server, offset: u64) -> u32 {
+    let mut client = Client::open_with(&server.address(), Framing::Structured);
+    let error = client.write(offset, &[5; 4096], 0);
+    client.disconnect();
+    error
+}
+
+/// A thread of its own writes the log, perhaps after the answer.
+fn assert_logs(server: &Server, words: &str) {
+    let is_there = || server.log().contains(words);
+    assert!(eventually(Duration::from_secs(60), is_there), "{words}: {}", server.log());
+}
+
+#[test]
+fn a_cluster_that_does_not_answer_fails_requests_and_is_used_again() {
+    let mut ceph = require!(ceph_alone());
+    let (scratch, name) = (Scratch::new(), new_image(&ceph, "16M"));
+    let lines = "rados osd op timeout = 3\nrados mon op timeout = 3";
+    let configuration = ceph.configuration_with("short.conf", lines);
+    let location = format!("rbd:rbd/{name}?conf={}", configuration.display());
+    let server = serve(&scratch, &location);
+    assert_eq!(write(&server, 0), 0);
+    const EIO: u32 = 5;
+    ceph.freeze_osd();
+    assert_eq!(write(&server, 4096), EIO);
+    assert_logs(&server, "Connection timed out");
+    ceph.restore_osd();
+    // The client hears of it by itself.
+    let answers = || write(&server, 4096) == 0;
+    assert!(eventually(Duration::from_secs(120), answers), "{}", server.log());
+    ceph.stop_osd();
+    assert_eq!(write(&server, 8192), EIO);
+    ceph.restore_osd();
+    assert!(eventually(Duration::from_secs(120), || write(&server, 8192) == 0), "{}", server.log());
+    qemu_io("raw", Path::new(server.uri()), &["read -P 5 0 12k", "write -f -P 6 0 4k", "flush"]);
+    server.stop();
+    qemu_io("raw", Path::new(&ceph.qemu_location(&name)), &["read -P 6 0 4k", "read -P 5 4k 8k"]);
+}
+
+#[test]
+fn a_fenced_server_fails_every_write_until_it_is_started_again() {
+    let ceph = require!(ceph());
+    let (scratch, name) = (Scratch::new(), new_image(&ceph, "16M"));
+    let location = ceph.location(&name);
+    let server = serve(&scratch, &location);
+    assert_eq!(write(&server, 0), 0);
+    let status = json(&ceph.rbd(&["status", "--format", "json", &name]).success());
+    let client = status["watchers"][0]["address"].as_str().unwrap().to_owned();
+    ceph.ceph(&["osd", "blocklist", "add", &client]).success();
+    const ESHUTDOWN: u32 = 108;
+    // The OSD hears of it a moment later, from the monitor or from a client that knows.
+    let is_refused = || {
+        ceph.rbd(&["status", &name]).success();
+        write(&server, 0) == ESHUTDOWN
+    };
+    assert!(eventually(Duration::from_secs(60), is_refused), "{client}: {}", server.log());
+    assert_logs(&server, "fenced");
+    ceph.ceph(&["osd", "blocklist", "rm", &client]).success();
+    assert_eq!(write(&server, 0), ESHUTDOWN, "another client may have used the image meanwhile");
+    drop(server);
+    let server = Serve::new(&scratch, Path::new(&location)).start_within(LOCK_EXPIRES);
+    assert_eq!(write(&server, 0), 0);
+    server.stop();
+}
+
+#[test]
+fn a_guest_writes_what_clients_and_ceph_read() {
+    let ceph = require!(ceph());
+    let (scratch, name) = (Scratch::new(), new_image(&ceph, "16M"));
+    let (image, socket) = (ceph.location(&name), scratch.socket("vu"));
+    let server = Serve::new(&scratch, Path::new(&image)).option("--vhost-user-blk", &socket);
+    let server = server.ready_lines(2).start();
+    let mut guest = Guest::connect(&socket, Options::default());
+    let mut client = Client::open(&server.address());
+    for number in 1..50 {
+        guest.write(0, number, number);
+        let offset = number * BLOCK as u64;
+        assert_eq!(client.read(offset, BLOCK as u64), Ok(content(number)));
+        assert_eq!(client.write(offset, &content(number + 1000), 0), 0);
+        assert_eq!(guest.read(0, number), content(number + 1000));
+    }
+    // Another client of Ceph changes the size, which the server carries out as the owner of the lock.
+    ceph.rbd(&["resize", "--size", "32M", &name]).success();
+    server.signal(Signal::HUP);
+    let size = || run(tool("nbdinfo").args(["--size", server.uri()])).success().stdout;
+    let is_told = || size().trim() == (32 * MIB).to_string();
+    assert!(eventually(Duration::from_secs(60), is_told), "{}: {}", size(), server.log());
+    guest.write(0, 7, 7);
+    drop((guest, client));
+    server.stop();
+    let copy = scratch.path("copy.raw");
+    qemu_img(&["convert", "-f", "raw", "-O", "raw", &ceph.qemu_location(&name), str(&copy)])
+        .success();
+    let bytes = std::fs::read(copy).unwrap();
+    assert_eq!((bytes.len(), &bytes[7 * BLOCK..8 * BLOCK]), (32 * MIB, &*content(7)));
+    assert_eq!(bytes[49 * BLOCK..50 * BLOCK], content(1049));
 }

@@ -437,7 +437,8 @@ impl<S: Storage> Disk<S> {
         self.format().check().await
     }
 
-    /// Makes everything durable, before the disk is dropped.
+    /// Makes everything durable, and gives back what the image's storage holds on another host, before the disk is
+    /// dropped. The disk is not used afterwards.
     ///
     /// The state file, if there is one, is removed, unless it has answered changes that could not be brought to
     /// the image. A disk that is dropped without being closed leaves it, as a process that is killed does.
@@ -454,7 +455,13 @@ impl<S: Storage> Disk<S> {
         if let Some(state) = self.state.get() {
             state.close();
         }
-        closed
+        let (image, data) = (self.format().storage(), self.format().data());
+        let image_closed = image.close().await;
+        let data_closed = match std::ptr::eq(image, data) {
+            true => Ok(()),
+            false => data.close().await,
+        };
+        closed.and(image_closed).and(data_closed)
     }
 
     /// Begins a change of the image, once none of the whole image is made.

@@ -32,8 +32,8 @@ use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 
 use blockhouse_core::sync::{Coalescer, Epochs, ErrorLatch, RunGuard, Turn};
 use blockhouse_core::{
-    Allocation, ByteRange, Capabilities, Durability, Error, Fua, IoVector, Result, Storage,
-    SyncMode, Unmap, WriteCache,
+    Allocation, ByteRange, Capabilities, Durability, Error, Fua, IoVector, Result, SnapshotChange,
+    Storage, StorageSnapshot, SyncMode, Unmap, WriteCache,
 };
 
 use super::decide::WriteMethod;
@@ -465,5 +465,24 @@ impl<S: Storage> Storage for FlushTracker<S> {
 
     async fn prefetch(&self, range: ByteRange) -> Result<()> {
         self.storage.prefetch(range).await
+    }
+
+    async fn close(&self) -> Result<()> {
+        self.storage.close().await
+    }
+
+    fn has_snapshots(&self) -> bool {
+        self.storage.has_snapshots()
+    }
+
+    async fn list_snapshots(&self) -> Result<Vec<StorageSnapshot>> {
+        self.storage.list_snapshots().await
+    }
+
+    async fn change_snapshots(&self, change: SnapshotChange<'_>) -> Result<()> {
+        let operation = self.begin_operation();
+        let outcome = self.storage.change_snapshots(change).await;
+        self.complete_unstable(operation);
+        outcome
     }
 }

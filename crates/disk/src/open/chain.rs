@@ -7,6 +7,7 @@
 //! comes twice and a chain that is too long are refused. A data file goes through the same gate, as raw,
 //! and is opened and locked as its image is.
 
+use std::borrow::Cow;
 use std::ffi::OsStr;
 use std::os::fd::AsFd;
 use std::os::unix::ffi::OsStrExt;
@@ -19,6 +20,7 @@ use blockhouse_format::{Backing, DataFile, ImageFormat, probe};
 use blockhouse_storage::{Concat, ImageStorage, Location};
 
 use super::allowed_paths::{FindError, Folder};
+use super::create::format_by_name;
 use super::handed_over::{Files, HandedFile, HandedOverDisk};
 use super::image_disk::ImageDisk;
 use super::image_options::{ImageOptions, Locking, RemoteBacking};
@@ -98,17 +100,33 @@ async fn open_chain(
     snapshot: Option<&str>,
     mut files: Files,
 ) -> Result<ImageDisk> {
-    let (storage, identity) = open_location(&mut files, path, options).await?;
+    let (path, snapshot) = at_snapshot(path, options, snapshot)?;
+    let (storage, identity) = open_location(&mut files, &path, options).await?;
     if identity.is_some() && options.access == Access::ReadWrite {
-        check_not_moved(path)?;
+        check_not_moved(&path)?;
     }
-    let chain = Chain::from_image(path, identity, files)?;
+    let chain = Chain::from_image(&path, identity, files)?;
     let is_anew = matches!(chain.source, Files::Host);
     let disk = open_from(chain, storage, options, snapshot).await?;
     if is_anew && snapshot.is_none() {
         check_not_marked(&disk).await?;
     }
     Ok(disk)
+}
+
+/// What is to be opened for a snapshot: a raw image in Ceph has snapshots of its own, which are locations.
+fn at_snapshot<'a>(
+    path: &'a Path,
+    options: &ImageOptions,
+    snapshot: Option<&'a str>,
+) -> Result<(Cow<'a, Path>, Option<&'a str>)> {
+    let format = options.format.unwrap_or_else(|| format_by_name(path));
+    Ok(match (Location::of(path)?, snapshot, format) {
+        (Location::Rbd(location), Some(name), ImageFormat::Raw) => {
+            (PathBuf::from(location.at_snapshot(name).to_string()).into(), None)
+        }
+        _ => (path.into(), snapshot),
+    })
 }
 
 /// The disk of the last image of a chain, whose file is open, with all that is behind it.
@@ -224,6 +242,19 @@ pub fn open_storage(path: &Path, options: ImageOptions) -> Result<HostFile> {
     Ok(file)
 }
 
+/// As [`open_storage`], wherever the image is: for a repair, which needs no file. Needs the loop of the current thread.
+///
+/// # Errors
+/// One that names the image: it is missing or locked, or the host, server or cluster refuses.
+pub async fn open_for_repair(path: &Path, options: ImageOptions) -> Result<ImageStorage> {
+    match Location::of(path)? {
+        Location::File(_) => Ok(open_storage(path, options)?.into()),
+        Location::Nbd { .. } | Location::Rbd(_) => {
+            Ok(open_location(&mut Files::Host, path, &options).await?.0)
+        }
+    }
+}
+
 /// The disk over an image's file, and what is to be done when it has its data file and its backing file.
 async fn disk_over(
     mut storage: ImageStorage,
@@ -251,11 +282,9 @@ async fn disk_over(
         bitmap_activity: BitmapActivity::default(),
     };
     let format = options.format.unwrap_or_else(|| match &storage {
-        ImageStorage::File(_) => ImageFormat::by_name(path),
-        // A server's export is a disk, whatever the file is called that it serves.
-        ImageStorage::Nbd(_) | ImageStorage::Concat(_) => ImageFormat::Raw,
-        ImageStorage::Rbd(_) => Location::base_name(path)
-            .map_or(ImageFormat::Raw, |name| ImageFormat::by_name(Path::new(&name))),
+        // What is put together of several files has no name that says anything.
+        ImageStorage::Concat(_) => ImageFormat::Raw,
+        _ => format_by_name(path),
     });
     // A caller that names the format means it.
     if options.format.is_none() {

@@ -23,10 +23,13 @@ mod tool_state;
 
 pub use allowed_paths::AllowedPaths;
 pub use chain::{
-    open, open_for_commit, open_handed_over, open_metadata, open_snapshot, open_storage,
-    open_without_backing,
+    open, open_for_commit, open_for_repair, open_handed_over, open_metadata, open_snapshot,
+    open_storage, open_without_backing,
 };
-pub use create::{check_new_name, create};
+pub use create::{
+    check_new_name, create, exists, format_by_name, format_for_new, open_created, part_of,
+    remove_created, rename_finished,
+};
 pub use durable_rename::{IfExists, rename_durable};
 pub use handed_over::{HandedFile, HandedOverDisk};
 pub use image_disk::ImageDisk;

@@ -1,5 +1,5 @@
 //! Images that another program has made longer while they are open: a raw file by `truncate`, a block
-//! device by its volume manager.
+//! device by its volume manager, an image in Ceph by `rbd resize`.
 
 use super::image_disk::ImageDisk;
 use blockhouse_core::{Error, ErrorKind, Result};
@@ -8,7 +8,7 @@ use blockhouse_core::{Error, ErrorKind, Result};
 const SECTOR: u64 = 512;
 
 impl ImageDisk {
-    /// Reads how long the image's file is, and if it became longer, so does the disk. Answers the new
+    /// Reads how long the image's file (or the image in Ceph) is, and if it became longer, so does the disk. Answers the new
     /// size. A qcow2 disk has the size that its header says, whatever the file has, and an
     /// export of another server the one that it had at first.
     ///
@@ -19,13 +19,13 @@ impl ImageDisk {
         if !self.layer().format().is_identity() {
             return Ok(None);
         }
-        let Some(file) = self.file() else {
+        let storage = self.format().storage().storage();
+        let Some(size) = storage.query_size().await? else {
             return Ok(None);
         };
-        let size = file.query_size()?;
         let (old, new) = (self.size(), size.next_multiple_of(SECTOR));
         if new < old {
-            let what = format!("the file has {size} bytes now, fewer than the disk's {old}");
+            let what = format!("the image has {size} bytes now, fewer than the disk's {old}");
             return Err(Error::new(ErrorKind::InvalidInput, what).on(self.name()));
         }
         if new == old {
@@ -33,7 +33,7 @@ impl ImageDisk {
         }
         // Nothing may be on its way to a last partial block, which becomes an ordinary one.
         let _claim = self.layer().claim_end(self.size()).await;
-        file.set_min_size(size);
+        storage.set_min_size(size);
         Ok(Some(new))
     }
 }

@@ -6,6 +6,7 @@
 use std::path::Path;
 
 use blockhouse_core::{ErrorKind, Result};
+use blockhouse_storage::Location;
 
 use super::chain::{open_metadata, open_storage, open_without_backing};
 use super::image_options::{ImageOptions, Locking, StateUse};
@@ -27,7 +28,9 @@ pub enum IfCorrupt {
 /// # Errors
 /// As [`open`](super::open); `Corrupt` with [`IfCorrupt::Fail`] only.
 pub async fn replay_state(path: &Path, options: ImageOptions, if_corrupt: IfCorrupt) -> Result<()> {
-    if matches!(options.state, StateUse::Off) {
+    // What is on another server has no state here.
+    let is_file = matches!(Location::of(path)?, Location::File(_));
+    if matches!(options.state, StateUse::Off) || !is_file {
         return Ok(());
     }
     // Locked: a server that has the image open has a state file, too.

@@ -68,8 +68,8 @@ impl<'a, S: Storage> VmStateWriter<'a, S> {
     /// compression that is not the image's.
     pub fn new(disk: &'a Disk<S>, compression: Option<Compression>) -> Result<Self> {
         disk.check_access(disk.size())?;
-        let snapshots = disk.format().snapshots()?;
-        snapshots.check_possible()?;
+        let states = disk.format().vm_states()?;
+        states.check_possible()?;
         if let Some(kind) = compression
             && let Some(own) = disk.compression()
             && kind != own
@@ -81,9 +81,9 @@ impl<'a, S: Storage> VmStateWriter<'a, S> {
         }
         Ok(Self {
             disk,
-            window_size: MIN_WINDOW.max(snapshots.cluster_size()),
+            window_size: MIN_WINDOW.max(states.cluster_size()),
             compression,
-            tables: snapshots.new_vm_state(),
+            tables: states.new_vm_state(),
             open: VecDeque::new(),
             compressed: CompressedBatch::default(),
             in_flight: FuturesUnordered::new(),
@@ -377,9 +377,9 @@ impl<'a, S: Storage> VmStateWriter<'a, S> {
     }
 
     fn give_all_back(&mut self) {
-        if let Ok(snapshots) = self.disk.format().snapshots() {
+        if let Ok(states) = self.disk.format().vm_states() {
             for range in self.tables.release_all() {
-                snapshots.free_clusters(range);
+                states.free_clusters(range);
             }
         }
     }

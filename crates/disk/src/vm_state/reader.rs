@@ -27,15 +27,15 @@ impl<'a, S: Storage> VmStateReader<'a, S> {
     /// `InvalidInput` for a snapshot without a state or a disk that was not opened on one; `Corrupt` where the
     /// snapshot's tables are too short for it.
     pub fn new(disk: &'a Disk<S>) -> Result<Self> {
-        let snapshots = disk.format().snapshots()?;
-        let state = snapshots.vm_state()?;
+        let states = disk.format().vm_states()?;
+        let state = states.vm_state()?;
         if state.is_empty() {
             let what = "the snapshot has no machine's state: it is one of the disk alone";
             return Err(Error::new(ErrorKind::InvalidInput, what).on(disk.name()));
         }
         Ok(Self {
             disk,
-            chunk_size: MIN_WINDOW.max(snapshots.cluster_size()),
+            chunk_size: MIN_WINDOW.max(states.cluster_size()),
             start: state.offset(),
             size: state.length(),
             requested: 0,

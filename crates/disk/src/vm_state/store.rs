@@ -59,8 +59,8 @@ async fn place_all<S: Storage>(
     plain: &[(u64, Option<u64>)],
     taken: &mut Vec<ByteRange>,
 ) -> Result<Vec<Part>> {
-    let snapshots = disk.format().snapshots()?;
-    let cluster_size = snapshots.cluster_size();
+    let states = disk.format().vm_states()?;
+    let cluster_size = states.cluster_size();
     let mut parts: Vec<Part> = Vec::new();
     let mut rest = plain;
     while let Some(&(number, place)) = rest.first() {
@@ -68,7 +68,7 @@ async fn place_all<S: Storage>(
             Some(host) => (1, host),
             None => {
                 let run = (number..).zip(rest).take_while(|(number, one)| **one == (*number, None));
-                let place = snapshots.allocate_clusters(run.count() as u64).await?;
+                let place = states.allocate_clusters(run.count() as u64).await?;
                 taken.push(place);
                 (place.length() / cluster_size, place.offset())
             }
@@ -126,13 +126,13 @@ async fn write_clusters<S: Storage>(
     buffer: &mut Buffer,
     taken: &mut Vec<ByteRange>,
 ) -> Result<Vec<(u64, VmStateCluster)>> {
-    let snapshots = disk.format().snapshots()?;
+    let states = disk.format().vm_states()?;
     let mut placed = Vec::with_capacity(clusters.len());
     let mut rest = clusters;
     while !rest.is_empty() {
         let wanted: u64 = rest.iter().map(|(_, bytes)| bytes.len() as u64).sum();
-        let limit = wanted.min(buffer.len() as u64).div_ceil(snapshots.cluster_size());
-        let place = snapshots.allocate_clusters(limit).await?;
+        let limit = wanted.min(buffer.len() as u64).div_ceil(states.cluster_size());
+        let place = states.allocate_clusters(limit).await?;
         taken.push(place);
         let length = place.length() as usize;
         let memory = &mut buffer.bytes_mut()[..length];

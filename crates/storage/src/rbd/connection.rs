@@ -141,12 +141,24 @@ impl Connection {
         called.flatten().map_err(|error| self.error(what, None, error))
     }
 
-    /// Gives the image back; blocks until librbd has closed it. Operations that begin later fail.
-    pub(super) fn close(&self) {
+    /// Takes the image out, to be closed, which blocks. Operations that begin later fail. `None` where it was taken
+    /// before, or a blocking call that was given up still uses it: it closes it then.
+    pub(super) fn take_image(&self) -> Option<Image> {
         let image = self.image.write().take();
         // The tasks that watch end.
         let _ = rustix::io::write(&self.notifier, &1_u64.to_ne_bytes());
-        drop(image);
+        Arc::into_inner(image?)
+    }
+
+    /// Gives the image back, with its lock.
+    ///
+    /// # Errors
+    /// The cluster's; the image is closed all the same.
+    pub(super) async fn close(&self) -> Result<()> {
+        let _one = self.blocking.lock().await;
+        let Some(image) = self.take_image() else { return Ok(()) };
+        let closed = run_blocking("blockhouse-rbd", move || image.close()).await;
+        closed.flatten().map_err(|error| self.error("cannot close", None, error))
     }
 
     fn closed(&self) -> Error {

@@ -56,6 +56,18 @@ impl RbdLocation {
         self.user.as_deref()
     }
 
+    /// An image of this name in the same pool.
+    #[must_use]
+    pub fn with_image(&self, name: &str) -> Self {
+        Self { image: name.to_owned(), snapshot: None, ..self.clone() }
+    }
+
+    /// A snapshot of the image.
+    #[must_use]
+    pub fn at_snapshot(&self, name: &str) -> Self {
+        Self { snapshot: Some(name.to_owned()), ..self.clone() }
+    }
+
     fn parse(text: &str) -> Result<Self, String> {
         let rest = text.strip_prefix(SCHEME).ok_or("it does not begin with rbd:")?;
         let (name, query) = rest.split_once('?').unwrap_or((rest, ""));

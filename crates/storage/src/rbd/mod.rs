@@ -13,8 +13,10 @@ mod connection;
 #[expect(unsafe_code, reason = "it calls librbd")]
 mod ffi;
 mod location;
+mod names;
 mod open;
 mod slot;
+mod snapshots;
 
 use std::io;
 use std::sync::Arc;
@@ -22,14 +24,15 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use blockhouse_core::{
     Alignment, Allocation, ByteRange, Capabilities, Durability, Error, ErrorKind, Fua, FuaCost,
-    GroupCommit, IoVector, Offload, ReadAfterDiscard, Result, Storage, SyncMode, Unmap, WriteCache,
-    errno,
+    GroupCommit, IoVector, Offload, ReadAfterDiscard, Result, SnapshotChange, Storage,
+    StorageSnapshot, SyncMode, Unmap, WriteCache, errno,
 };
 
 use connection::Connection;
 use ffi::{Command, Extent};
 pub use location::RbdLocation;
 pub(crate) use location::SCHEME;
+pub use names::{create_rbd_image, remove_rbd_image, rename_rbd_image};
 use open::Opened;
 pub use open::RbdAccess;
 
@@ -45,7 +48,7 @@ const GROWTH: u64 = 64 << 20;
 pub struct RbdStorage {
     connection: Arc<Connection>,
     size: AtomicU64,
-    /// One change of the size at a time.
+    /// One change of the size or the snapshots at a time.
     resizing: async_lock::Mutex<()>,
     is_cached: bool,
 }
@@ -95,6 +98,20 @@ impl RbdStorage {
         }
     }
 
+    /// How long the image is just now: another client may have changed that.
+    ///
+    /// # Errors
+    /// The cluster's.
+    pub async fn query_size(&self) -> Result<u64> {
+        let ask = |image: &connection::Image| image.size();
+        self.connection.run_blocking("cannot ask for the size", ask).await
+    }
+
+    /// Takes in a size that is not less than the one so far.
+    pub fn set_min_size(&self, size: u64) {
+        self.size.fetch_max(size, Ordering::AcqRel);
+    }
+
     /// To be called by one at a time.
     async fn set_size(&self, size: u64) -> Result<()> {
         let resize = move |image: &connection::Image| image.resize(size);
@@ -107,7 +124,7 @@ impl RbdStorage {
 impl Drop for RbdStorage {
     /// Gives the lock back and closes the image; blocks for some messages to the cluster and back.
     fn drop(&mut self) {
-        self.connection.close();
+        drop(self.connection.take_image());
     }
 }
 
@@ -221,6 +238,28 @@ impl Storage for RbdStorage {
     }
 
     async fn prefetch(&self, _range: ByteRange) -> Result<()> {
+        Ok(())
+    }
+
+    async fn close(&self) -> Result<()> {
+        self.connection.close().await
+    }
+
+    fn has_snapshots(&self) -> bool {
+        true
+    }
+
+    async fn list_snapshots(&self) -> Result<Vec<StorageSnapshot>> {
+        let list = |image: &connection::Image| image.snapshots();
+        self.connection.run_blocking("cannot list the snapshots", list).await
+    }
+
+    async fn change_snapshots(&self, change: SnapshotChange<'_>) -> Result<()> {
+        let _one = self.resizing.lock().await;
+        snapshots::change(&self.connection, change).await?;
+        if let SnapshotChange::Apply(_) = change {
+            self.size.store(self.query_size().await?, Ordering::Release);
+        }
         Ok(())
     }
 }

@@ -11,13 +11,13 @@ use blockhouse_engine::sleep;
 use futures_util::future::{Either, select};
 
 use super::connection::{Connection, Image};
-use super::ffi::{LockHolder, OpenError};
+use super::ffi::{CallError, LockHolder};
 use super::location::RbdLocation;
 use crate::blocking::run_blocking;
 
 /// What is set in any case: a completion means durable, clusters that do not answer are not waited for for long, and
 /// messages are ours.
-const OPTIONS: &[(&CStr, &CStr)] = &[
+pub(super) const OPTIONS: &[(&CStr, &CStr)] = &[
     (c"rbd_cache", c"false"),
     (c"client_mount_timeout", c"30"),
     (c"log_to_stderr", c"false"),
@@ -25,7 +25,7 @@ const OPTIONS: &[(&CStr, &CStr)] = &[
 ];
 
 /// What is set where the configuration has no limit, in seconds: no request waits for ever.
-const TIMEOUTS: &[(&CStr, &CStr)] =
+pub(super) const TIMEOUTS: &[(&CStr, &CStr)] =
     &[(c"rados_osd_op_timeout", c"30"), (c"rados_mon_op_timeout", c"30")];
 
 /// A lock that is not had after so long has a holder that does not answer.
@@ -61,7 +61,7 @@ pub(super) async fn open(location: RbdLocation, access: RbdAccess) -> Result<Ope
     let (place, is_writable) = (location.clone(), access == RbdAccess::Write);
     let opening = run_blocking("blockhouse-rbd", move || {
         let image = Image::open(&place, is_writable, OPTIONS, TIMEOUTS)?;
-        let failed = |source| OpenError { what: "cannot examine the image", source };
+        let failed = |source| CallError { what: "cannot examine the image", source };
         let size = image.size().map_err(failed)?;
         let is_cached = is_cached(&image).map_err(failed)?;
         Ok((image, size, is_cached))
@@ -86,8 +86,8 @@ fn is_cached(image: &Image) -> io::Result<bool> {
 }
 
 /// What failed, and what can be done about it.
-fn describe(error: OpenError, location: &RbdLocation) -> Error {
-    let OpenError { what, source } = error;
+pub(super) fn describe(error: CallError, location: &RbdLocation) -> Error {
+    let CallError { what, source } = error;
     if source.kind() == io::ErrorKind::Unsupported && source.raw_os_error().is_none() {
         let what = format!("{what}: {source}");
         return Error::new(ErrorKind::Unsupported, what).on(&location.to_string());

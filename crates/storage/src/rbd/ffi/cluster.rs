@@ -4,15 +4,15 @@ use std::ffi::{CStr, CString};
 use std::io;
 use std::ptr;
 
+use super::super::location::RbdLocation;
 use super::library::{Ceph, Handle};
-use super::{c_string, check};
-use crate::rbd::RbdLocation;
+use super::{CallError, c_string, check};
 
 /// Room for the value of an option that is a number.
 const OPTION_LENGTH: usize = 64;
 
 /// A client of a cluster, with one pool. It has an identity of its own: to fence it concerns no other.
-pub(super) struct Cluster {
+pub(in crate::rbd) struct Cluster {
     ceph: &'static Ceph,
     client: Handle,
     pool: Handle,
@@ -30,27 +30,32 @@ impl Cluster {
     ///
     /// # Errors
     /// What failed, and the errno of librados.
-    pub(super) fn connect(
+    pub(in crate::rbd) fn connect(
         location: &RbdLocation,
         options: &[(&CStr, &CStr)],
         defaults: &[(&CStr, &CStr)],
-    ) -> Result<Self, (&'static str, io::Error)> {
-        let ceph = Ceph::get().map_err(|error| ("cannot be opened", error))?;
+    ) -> Result<Self, CallError> {
+        let failed = |what| move |source| CallError { what, source };
+        let ceph = Ceph::get().map_err(failed("cannot be opened"))?;
         let mut client = ptr::null_mut();
-        let user = location.user().map(c_string).transpose().map_err(|e| ("bad user", e))?;
+        let user = location
+            .user()
+            .map(c_string)
+            .transpose()
+            .map_err(failed("cannot use the name of the user"))?;
         let user = user.as_ref().map_or(ptr::null(), |user| user.as_ptr());
         // SAFETY: the strings end with a zero byte and outlive the call, as in all calls here.
         let created = check(unsafe { (ceph.rados.rados_create)(&raw mut client, user) });
-        created.map_err(|error| ("cannot become a client of Ceph", error))?;
+        created.map_err(failed("cannot become a client of Ceph"))?;
         // From here on it is shut down on every way out.
         let mut cluster = Self { ceph, client, pool: ptr::null_mut() };
         let configured = cluster.configure(location.configuration(), options, defaults);
-        configured.map_err(|error| ("cannot read the configuration of Ceph", error))?;
+        configured.map_err(failed("cannot read the configuration of Ceph"))?;
         // SAFETY: the client was created and is not connected.
         let connected = check(unsafe { (ceph.rados.rados_connect)(client) });
-        connected.map_err(|error| ("cannot connect to the cluster", error))?;
+        connected.map_err(failed("cannot connect to the cluster"))?;
         let opened = cluster.open_pool(location.pool(), location.namespace());
-        opened.map_err(|error| ("cannot use the pool", error))?;
+        opened.map_err(failed("cannot use the pool"))?;
         Ok(cluster)
     }
 

@@ -13,7 +13,7 @@ use rustix::event::{EventfdFlags, eventfd};
 use super::super::location::RbdLocation;
 use super::cluster::Cluster;
 use super::library::{Handle, OptionRecord, Rbd, WatcherRecord};
-use super::{c_string, check};
+use super::{CallError, c_string, check};
 
 /// `EVENT_TYPE_EVENTFD`.
 const EVENT_TYPE_EVENTFD: c_int = 2;
@@ -23,12 +23,6 @@ const LOCK_MODE_EXCLUSIVE: c_int = 0;
 const MAX_WATCHERS: usize = 64;
 /// Room for each of the texts about the holder of a lock, in bytes.
 const MAX_TEXT: usize = 1024;
-
-/// What failed while an image was opened, and the errno of Ceph.
-pub(in crate::rbd) struct OpenError {
-    pub(in crate::rbd) what: &'static str,
-    pub(in crate::rbd) source: io::Error,
-}
 
 /// A client that holds the lock of an image.
 pub(in crate::rbd) struct LockHolder {
@@ -77,11 +71,10 @@ impl<W: Send + 'static> Image<W> {
         is_writable: bool,
         options: &[(&CStr, &CStr)],
         defaults: &[(&CStr, &CStr)],
-    ) -> Result<Self, OpenError> {
-        let failed = |(what, source)| OpenError { what, source };
-        let cluster = Cluster::connect(location, options, defaults).map_err(failed)?;
+    ) -> Result<Self, CallError> {
+        let cluster = Cluster::connect(location, options, defaults)?;
         Self::open_in(cluster, location, is_writable)
-            .map_err(|source| failed(("cannot open the image", source)))
+            .map_err(|source| CallError { what: "cannot open the image", source })
     }
 
     fn open_in(cluster: Cluster, location: &RbdLocation, is_writable: bool) -> io::Result<Self> {
@@ -292,7 +285,7 @@ unsafe extern "C" fn on_extent(offset: u64, length: usize, exists: c_int, scan: 
 
 /// # Safety
 /// The address is null or that of a string that ends with a zero byte.
-unsafe fn text(address: *const c_char) -> String {
+pub(super) unsafe fn text(address: *const c_char) -> String {
     if address.is_null() {
         return String::new();
     }
@@ -300,13 +293,31 @@ unsafe fn text(address: *const c_char) -> String {
     unsafe { CStr::from_ptr(address) }.to_string_lossy().into_owned()
 }
 
-impl<W: Send + 'static> Drop for Image<W> {
-    /// Waits for the operations in flight, gives the lock back and closes; blocks. Waiters of those operations are
-    /// dropped.
-    fn drop(&mut self) {
+impl<W: Send + 'static> Image<W> {
+    /// Waits for the operations in flight, gives the lock back and closes. The waiters of those operations are dropped.
+    ///
+    /// # Errors
+    /// The cluster's; the image is closed all the same.
+    pub(in crate::rbd) fn close(mut self) -> io::Result<()> {
+        self.close_once()
+    }
+
+    fn close_once(&mut self) -> io::Result<()> {
+        if self.handle.is_null() {
+            return Ok(());
+        }
         self.drain();
-        // SAFETY: no operation is in flight, so librbd has no memory of ours. The eventfd is closed afterwards.
-        unsafe { (self.rbd().rbd_close)(self.handle) };
+        let handle = std::mem::replace(&mut self.handle, ptr::null_mut());
+        // SAFETY: no operation is in flight, so librbd has no memory of ours. The eventfd is closed afterwards, and the
+        // handle is not used again: both callers own the image.
+        check(unsafe { (self.rbd().rbd_close)(handle) }).map(drop)
+    }
+}
+
+impl<W: Send + 'static> Drop for Image<W> {
+    /// As [`close`](Self::close).
+    fn drop(&mut self) {
+        let _ = self.close_once();
     }
 }
 

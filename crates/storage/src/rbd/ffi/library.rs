@@ -24,6 +24,23 @@ pub(super) type ProgressCallback = unsafe extern "C" fn(u64, u64, Handle) -> c_i
 /// Called with a completion and its argument, where there is one.
 pub(super) type CompletionCallback = Option<unsafe extern "C" fn(Handle, Handle)>;
 
+/// `rbd_snap_info_t`.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub(super) struct SnapshotRecord {
+    pub(super) id: u64,
+    pub(super) size: u64,
+    pub(super) name: *const c_char,
+}
+
+/// `struct timespec` (POSIX, `<time.h>`) of 64-bit machines.
+#[repr(C)]
+#[derive(Clone, Copy, Default)]
+pub(super) struct Time {
+    pub(super) seconds: i64,
+    pub(super) nanoseconds: i64,
+}
+
 /// `rbd_image_watcher_t`.
 #[repr(C)]
 #[derive(Clone, Copy)]
@@ -79,6 +96,11 @@ functions! { Rados of "librados.so.2":
 }
 
 functions! { Rbd of "librbd.so.1":
+    fn rbd_image_options_create(*mut Handle);
+    fn rbd_image_options_destroy(Handle);
+    fn rbd_create4(Handle, *const c_char, u64, Handle) -> c_int;
+    fn rbd_remove(Handle, *const c_char) -> c_int;
+    fn rbd_rename(Handle, *const c_char, *const c_char) -> c_int;
     fn rbd_open(Handle, *const c_char, *mut Handle, *const c_char) -> c_int;
     fn rbd_open_read_only(Handle, *const c_char, *mut Handle, *const c_char) -> c_int;
     fn rbd_close(Handle) -> c_int;
@@ -96,6 +118,13 @@ functions! { Rbd of "librbd.so.1":
     fn rbd_diff_iterate2(
         Handle, *const c_char, u64, u64, u8, u8, ExtentCallback, Handle
     ) -> c_int;
+    fn rbd_snap_list(Handle, *mut SnapshotRecord, *mut c_int) -> c_int;
+    fn rbd_snap_list_end(*mut SnapshotRecord);
+    fn rbd_snap_get_timestamp(Handle, u64, *mut Time) -> c_int;
+    fn rbd_snap_create(Handle, *const c_char) -> c_int;
+    fn rbd_snap_remove(Handle, *const c_char) -> c_int;
+    fn rbd_snap_rename(Handle, *const c_char, *const c_char) -> c_int;
+    fn rbd_snap_rollback(Handle, *const c_char) -> c_int;
     fn rbd_set_image_notification(Handle, c_int, c_int) -> c_int;
     fn rbd_poll_io_events(Handle, *mut Handle, c_int) -> c_int;
     fn rbd_aio_create_completion(Handle, CompletionCallback, *mut Handle) -> c_int;

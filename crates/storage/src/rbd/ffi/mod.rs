@@ -10,12 +10,21 @@ mod cluster;
 mod image;
 mod library;
 mod operation;
+mod pool;
+mod snapshots;
 
 use std::ffi::{CString, c_int};
 use std::io;
 
-pub(super) use image::{Extent, Image, LockHolder, OpenError};
+pub(super) use cluster::Cluster;
+pub(super) use image::{Extent, Image, LockHolder};
 pub(super) use operation::{Command, Completion};
+
+/// What failed, and the errno of Ceph.
+pub(super) struct CallError {
+    pub(super) what: &'static str,
+    pub(super) source: io::Error,
+}
 
 /// Ceph's way to say a count or an errno in one number.
 fn check(code: c_int) -> io::Result<u32> {

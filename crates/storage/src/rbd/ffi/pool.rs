@@ -1,0 +1,48 @@
+//! Images by name: making, removing and renaming those that are not open.
+
+use std::io;
+use std::ptr;
+
+use super::cluster::Cluster;
+use super::{c_string, check};
+
+impl Cluster {
+    /// Makes an image with the features that the configuration says.
+    ///
+    /// # Errors
+    /// EEXIST where there is one of this name.
+    pub(in crate::rbd) fn create_image(&self, name: &str, size: u64) -> io::Result<()> {
+        let rbd = &self.ceph().rbd;
+        let name = c_string(name)?;
+        let mut options = ptr::null_mut();
+        // SAFETY: the options are given back after their only use.
+        let code = unsafe {
+            (rbd.rbd_image_options_create)(&raw mut options);
+            let code = (rbd.rbd_create4)(self.pool(), name.as_ptr(), size, options);
+            (rbd.rbd_image_options_destroy)(options);
+            code
+        };
+        check(code).map(drop)
+    }
+
+    /// Removes an image, object by object.
+    ///
+    /// # Errors
+    /// EBUSY where a client has it open; ENOTEMPTY where it has snapshots.
+    pub(in crate::rbd) fn remove_image(&self, name: &str) -> io::Result<()> {
+        let name = c_string(name)?;
+        // SAFETY: the pool is open as long as this lives.
+        check(unsafe { (self.ceph().rbd.rbd_remove)(self.pool(), name.as_ptr()) }).map(drop)
+    }
+
+    /// Gives an image another name in its pool.
+    ///
+    /// # Errors
+    /// EEXIST where there is one of the new name.
+    pub(in crate::rbd) fn rename_image(&self, name: &str, new_name: &str) -> io::Result<()> {
+        let (name, new_name) = (c_string(name)?, c_string(new_name)?);
+        let rename = self.ceph().rbd.rbd_rename;
+        // SAFETY: as above.
+        check(unsafe { rename(self.pool(), name.as_ptr(), new_name.as_ptr()) }).map(drop)
+    }
+}

@@ -1,0 +1,73 @@
+//! Images by name: making, removing and renaming those that are not open.
+
+use std::io;
+
+use blockhouse_core::{Error, ErrorKind, Result};
+
+use super::ffi::{CallError, Cluster};
+use super::location::RbdLocation;
+use super::open::{OPTIONS, TIMEOUTS, describe};
+use crate::blocking::run_blocking;
+
+/// Makes an image of `size` bytes, all holes, with the features that the cluster's configuration says.
+///
+/// # Errors
+/// What failed, with the location: there is one of this name (errno 17), or no such pool.
+pub async fn create_rbd_image(location: &RbdLocation, size: u64) -> Result<()> {
+    check_no_snapshot(location)?;
+    let name = location.image().to_owned();
+    let made = call(location, "cannot create", move |pool| pool.create_image(&name, size)).await;
+    made.map_err(|error| match error.errno() {
+        17 /* EEXIST */ => error.hint("it is left alone: choose another name"),
+        _ => error,
+    })
+}
+
+/// Removes an image that no client has open.
+///
+/// # Errors
+/// What failed, with the location: a client has it open, or it has snapshots.
+pub async fn remove_rbd_image(location: &RbdLocation) -> Result<()> {
+    check_no_snapshot(location)?;
+    let name = location.image().to_owned();
+    call(location, "cannot remove", move |pool| pool.remove_image(&name)).await
+}
+
+/// Gives an image the name of `new`, which is in the same pool.
+///
+/// # Errors
+/// What failed, with the location: there is one of the new name (errno 17).
+pub async fn rename_rbd_image(location: &RbdLocation, new: &RbdLocation) -> Result<()> {
+    check_no_snapshot(location)?;
+    if location.with_image(new.image()) != *new {
+        let what = "an image gets another name in its own pool only";
+        return Err(Error::new(ErrorKind::InvalidInput, what).on(&new.to_string()));
+    }
+    let (name, new_name) = (location.image().to_owned(), new.image().to_owned());
+    call(new, "cannot take this name", move |pool| pool.rename_image(&name, &new_name)).await
+}
+
+fn check_no_snapshot(location: &RbdLocation) -> Result<()> {
+    match location.snapshot() {
+        None => Ok(()),
+        Some(_) => {
+            let what = "a snapshot is named where an image has to be";
+            Err(Error::new(ErrorKind::InvalidInput, what).on(&location.to_string()))
+        }
+    }
+}
+
+/// Makes a blocking call on a connection of its own.
+async fn call(
+    location: &RbdLocation,
+    what: &'static str,
+    call: impl FnOnce(&Cluster) -> io::Result<()> + Send + 'static,
+) -> Result<()> {
+    let place = location.clone();
+    let called = run_blocking("blockhouse-rbd", move || {
+        let cluster = Cluster::connect(&place, OPTIONS, TIMEOUTS)?;
+        call(&cluster).map_err(|source| CallError { what, source })
+    });
+    let called = called.await.unwrap_or_else(|source| Err(CallError { what, source }));
+    called.map_err(|error| describe(error, location))
+}

@@ -1,0 +1,66 @@
+//! Changes of an image's snapshots, and what is wrong with those that fail.
+
+use blockhouse_core::{Error, ErrorKind, Result, SnapshotChange};
+
+use super::connection::{Connection, Image};
+
+/// Carries a change out.
+pub(super) async fn change(connection: &Connection, change: SnapshotChange<'_>) -> Result<()> {
+    if let SnapshotChange::Create(name) | SnapshotChange::Rename { to: name, .. } = change
+        && let Err(why) = check_name(name)
+    {
+        return Err(Error::new(ErrorKind::InvalidInput, why).on(connection.name()));
+    }
+    let what = match change {
+        SnapshotChange::Create(_) => "cannot take the snapshot",
+        SnapshotChange::Delete(_) => "cannot delete the snapshot",
+        SnapshotChange::Rename { .. } => "cannot rename the snapshot",
+        SnapshotChange::Apply(_) => "cannot apply the snapshot",
+    };
+    let owned = OwnedChange::of(change);
+    let changed = connection.run_blocking(what, move |image: &Image| owned.carry_out(image)).await;
+    changed.map_err(|error| match error.errno() {
+        16 /* EBUSY */ => error.hint("it is protected, and may have clones: see 'rbd snap unprotect'"),
+        17 /* EEXIST */ => error.hint("choose another name"),
+        _ => error,
+    })
+}
+
+/// Ceph's tools have no way to write the name of a snapshot with these letters.
+fn check_name(name: &str) -> Result<(), &'static str> {
+    match name {
+        "" => Err("the name of a snapshot is not empty"),
+        _ if name.contains(['/', '@', '\0']) => {
+            Err("the name of a snapshot in Ceph has no '/', '@' or zero byte")
+        }
+        _ => Ok(()),
+    }
+}
+
+/// A change that goes to another thread.
+enum OwnedChange {
+    Create(String),
+    Delete(String),
+    Rename(String, String),
+    Apply(String),
+}
+
+impl OwnedChange {
+    fn of(change: SnapshotChange<'_>) -> Self {
+        match change {
+            SnapshotChange::Create(name) => Self::Create(name.to_owned()),
+            SnapshotChange::Delete(name) => Self::Delete(name.to_owned()),
+            SnapshotChange::Rename { from, to } => Self::Rename(from.to_owned(), to.to_owned()),
+            SnapshotChange::Apply(name) => Self::Apply(name.to_owned()),
+        }
+    }
+
+    fn carry_out(&self, image: &Image) -> std::io::Result<()> {
+        image.change_snapshots(match self {
+            Self::Create(name) => SnapshotChange::Create(name),
+            Self::Delete(name) => SnapshotChange::Delete(name),
+            Self::Rename(from, to) => SnapshotChange::Rename { from, to },
+            Self::Apply(name) => SnapshotChange::Apply(name),
+        })
+    }
+}
