@@ -120,6 +120,7 @@ fn write_pid(setup: &Setup) -> Result<Option<PidFile>> {
 /// The loops beside those of guests. They are made before the sandbox forbids to make rings.
 struct LoopsAside {
     control: Option<Workers>,
+    jobs: Option<Workers>,
     metrics: Option<Workers>,
     reloads: Option<Workers>,
 }
@@ -131,6 +132,7 @@ impl LoopsAside {
         };
         Ok(Self {
             control: start(setup.control.is_some())?,
+            jobs: start(setup.control.is_some())?,
             metrics: start(setup.metrics.is_some())?,
             reloads: start(setup.config.is_some())?,
         })
@@ -173,6 +175,7 @@ fn start(
         service.add_control(socket, own, upgrades.clone())?;
     }
     service.set_configured();
+    service.add_jobs(loops.jobs);
     service.add_reloads(loops.reloads);
     if let (Some(bound), Some(own)) = (metrics, loops.metrics) {
         service.add_metrics(bound, own);
@@ -220,6 +223,7 @@ fn take_over(
         service.add_control(socket, own, upgrades.clone())?;
     }
     service.set_configured();
+    service.add_jobs(loops.jobs);
     service.add_reloads(loops.reloads);
     service.add_metrics_when_free(setup, loops.metrics);
     tracing::info!("took over from process {}", source.unwrap_or_default());

@@ -71,6 +71,11 @@ impl Service {
         Ok(())
     }
 
+    /// Runs the jobs that are asked for on this loop.
+    pub(crate) fn add_jobs(&self, workers: Option<Workers>) {
+        workers.into_iter().for_each(|workers| self.running.jobs().run_on(workers));
+    }
+
     /// Serves requests of this user at a control socket.
     pub(crate) fn add_control(
         &mut self,

@@ -231,7 +231,7 @@ fn what_the_command_line_cannot_mean() {
     wrong("--create", "-1", &["-1"]);
     wrong("--create", "99999999999999999999", &["99999999999999999999"]);
     wrong("--workers", "0", &["--workers"]);
-    wrong("--format", "vhd", &["vhd"]);
+    wrong("--format", "qed", &["qed"]);
     wrong("--nbd", "http://localhost/", &["http://localhost/", "nbd://"]);
     wrong("--nbd", "nbds://localhost/", &["nbds", "--tls-certificates", "--tls-psk"]);
     wrong("--nbd", "nbds+unix:///?socket=/tmp/x", &["TLS"]);

@@ -12,14 +12,14 @@ use std::pin::pin;
 use std::sync::Arc;
 use std::time::Duration;
 
-use anyhow::{Result, bail};
+use anyhow::{Context, Result, bail};
 use blockhouse_engine::{Handle, sleep, spawn_detached};
 use blockhouse_jobs::{JobControl, JobEnd, JobStage};
 use futures_util::future::{join_all, select};
 use parking_lot::Mutex;
 
 use crate::events::{Event, Events};
-use crate::workers::{LoopOptions, Workers};
+use crate::workers::Workers;
 
 pub(crate) use mirror::MirrorSetup;
 pub(crate) use target::TargetSetup;
@@ -31,17 +31,15 @@ const MAX_ENDED: usize = 64;
 const MAX_STOP_TIME: Duration = Duration::from_secs(5);
 
 /// The jobs of a server.
-pub(crate) struct Jobs {
-    options: LoopOptions,
-    state: Mutex<State>,
-}
+#[derive(Default)]
+pub(crate) struct Jobs(Mutex<State>);
 
 #[derive(Default)]
 struct State {
     /// In the order in which they were started.
     jobs: Vec<Arc<RunningJob>>,
     started: u64,
-    /// Their loop, from the first job on.
+    /// Their loop, until the server ends. Made before the sandbox forbids to make rings.
     workers: Option<Workers>,
     /// Whether none may be started any more.
     is_over: bool,
@@ -81,14 +79,14 @@ impl RunningJob {
 }
 
 impl Jobs {
-    /// None yet, to run on a loop of this kind.
-    pub(crate) fn new(options: LoopOptions) -> Self {
-        Self { options, state: Mutex::default() }
+    /// Runs jobs on this loop from now on.
+    pub(crate) fn run_on(&self, workers: Workers) {
+        self.0.lock().workers = Some(workers);
     }
 
     /// All that are listed.
     pub(crate) fn list(&self) -> Vec<Arc<RunningJob>> {
-        self.state.lock().jobs.clone()
+        self.0.lock().jobs.clone()
     }
 
     /// The job of this name.
@@ -96,7 +94,7 @@ impl Jobs {
     /// # Errors
     /// There is none.
     pub(crate) fn find(&self, name: &str) -> Result<Arc<RunningJob>> {
-        let found = self.state.lock().jobs.iter().find(|job| job.name == name).cloned();
+        let found = self.0.lock().jobs.iter().find(|job| job.name == name).cloned();
         found.ok_or_else(|| {
             anyhow::anyhow!("no job is called {name:?}; 'job.list' tells which there are")
         })
@@ -104,7 +102,7 @@ impl Jobs {
 
     /// Whether any goes on.
     pub(crate) fn is_any_running(&self) -> bool {
-        self.state.lock().jobs.iter().any(|job| !job.has_ended())
+        self.0.lock().jobs.iter().any(|job| !job.has_ended())
     }
 
     /// Refuses to change a disk that a job works on.
@@ -112,7 +110,7 @@ impl Jobs {
     /// # Errors
     /// One does.
     pub(crate) fn check_free(&self, disk: &str) -> Result<()> {
-        let state = self.state.lock();
+        let state = self.0.lock();
         match state.jobs.iter().find(|job| job.disk == disk && !job.has_ended()) {
             Some(job) => bail!(
                 "the job {:?} works on the disk {disk:?}; cancel it or let it complete first",
@@ -125,7 +123,7 @@ impl Jobs {
     /// Lists a new job. The caller holds a claim to the disk.
     ///
     /// # Errors
-    /// Its name is taken, another job works on the disk, the server ends, or there is no thread for a loop.
+    /// Its name is taken, another job works on the disk, the server ends, or it has no loop for jobs.
     fn register(
         &self,
         name: Option<String>,
@@ -134,7 +132,7 @@ impl Jobs {
         target: String,
     ) -> Result<(Arc<RunningJob>, Handle)> {
         self.check_free(disk)?;
-        let mut state = self.state.lock();
+        let mut state = self.0.lock();
         if state.is_over {
             bail!("the server ends");
         }
@@ -143,12 +141,8 @@ impl Jobs {
         if state.jobs.iter().any(|job| job.name == name) {
             bail!("a job is called {name:?} already; choose another name, or dismiss that one");
         }
-        let workers = match state.workers.take() {
-            Some(workers) => workers,
-            None => Workers::start(1, self.options)?,
-        };
+        let workers = state.workers.as_ref().context("this server runs no jobs")?;
         let handle = workers.first().clone();
-        state.workers = Some(workers);
         let control = Arc::new(JobControl::default());
         let job = RunningJob { name, kind, disk: disk.to_owned(), target, control };
         let job = Arc::new(job);
@@ -169,7 +163,7 @@ impl Jobs {
         if !job.has_ended() {
             bail!("the job {name:?} has not ended; cancel it first");
         }
-        self.state.lock().jobs.retain(|other| !Arc::ptr_eq(other, &job));
+        self.0.lock().jobs.retain(|other| !Arc::ptr_eq(other, &job));
         Ok(())
     }
 
@@ -177,7 +171,7 @@ impl Jobs {
     /// one goes on.
     pub(crate) fn stop(&self) {
         let (jobs, workers) = {
-            let mut state = self.state.lock();
+            let mut state = self.0.lock();
             state.is_over = true;
             (state.jobs.clone(), state.workers.take())
         };

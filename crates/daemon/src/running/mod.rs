@@ -132,7 +132,7 @@ impl Running {
             sandbox,
             list: Mutex::default(),
             claims: Claims::default(),
-            jobs: Jobs::new(setup.loops),
+            jobs: Jobs::default(),
             events: Events::default(),
             started: StartTime::now(),
         }
