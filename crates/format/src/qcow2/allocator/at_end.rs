@@ -98,7 +98,7 @@ fn plan(tables: &Tables, start: u64, count: u64) -> Result<EndLayout, Error> {
             }
         }
         let entries = last + 1;
-        layout.table = if entries > tables.refcount_table().len() as u64 {
+        layout.table = if entries > tables.refcount_table_entries() {
             // Half as much again, so that growing stays rare.
             let wanted = geometry.clusters_for((entries + entries / 2) * 8);
             wanted.min(MAX_REFCOUNT_TABLE >> geometry.cluster_bits)

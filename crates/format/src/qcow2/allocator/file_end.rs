@@ -57,7 +57,7 @@ impl Allocator {
     ) -> Step<()> {
         let geometry = tables.geometry();
         // What no refcount block can be for is not counted.
-        let countable = tables.refcount_table().len() as u64 * geometry.block_refcounts();
+        let countable = tables.refcount_table_entries() * geometry.block_refcounts();
         scan.below = scan.below.min(countable.max(1));
         while scan.below > 0 && scan.slices_left > 0 {
             match tables.last_counted(scan.below - 1)? {

@@ -39,7 +39,7 @@ impl Allocator {
         if tables.refcount_block(index)?.is_some() {
             return Ok(());
         }
-        let is_in_table = index < tables.refcount_table().len() as u64;
+        let is_in_table = index < tables.refcount_table_entries();
         while is_in_table && let Some(gap) = gaps.rest.clone().next() {
             let counted_by = geometry.refcount_index(gap).table_index;
             if counted_by != index && tables.refcount_block(counted_by)?.is_none() {

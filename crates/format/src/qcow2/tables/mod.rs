@@ -90,7 +90,7 @@ impl Tables {
             name: name.into(),
             headers: Headers::new(header),
             l1: TopTable::new(l1),
-            refcount_table: TopTable::new(refcount_table),
+            refcount_table: TopTable::trimmed(refcount_table),
             cache: SliceCache::new(slices),
             new_tables: HashMap::new(),
             active: HashSet::new(),
@@ -108,7 +108,7 @@ impl Tables {
         let ActiveTables { header, l1, refcount_table, clusters } = active;
         self.headers.replace(header);
         self.l1 = TopTable::new(l1);
-        self.refcount_table = TopTable::new(refcount_table);
+        self.refcount_table = TopTable::trimmed(refcount_table);
         self.cache = self.cache.emptied();
         self.new_tables.clear();
         self.file = FileEnd::new(clusters);
@@ -165,8 +165,19 @@ impl Tables {
         self.l1.words()
     }
 
+    /// The refcount table up to the last of its refcount blocks.
     pub(crate) fn refcount_table(&self) -> &[u64] {
         self.refcount_table.words()
+    }
+
+    /// All of the refcount table, also the zeros at its end.
+    pub(crate) fn whole_refcount_table(&self) -> Vec<u64> {
+        self.refcount_table.to_vec()
+    }
+
+    /// How many refcount blocks the refcount table has entries for.
+    pub(crate) fn refcount_table_entries(&self) -> u64 {
+        self.refcount_table.len() as u64
     }
 
     /// The clusters of the active tables.

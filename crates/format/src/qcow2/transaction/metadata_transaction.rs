@@ -129,7 +129,7 @@ impl<'a, S: Storage> MetadataTransaction<'a, S> {
         let (header, l1, table, active, quarantined) = {
             let state = metadata.lock();
             let tables = &state.tables;
-            let (l1, table) = (tables.l1().to_vec(), tables.refcount_table().to_vec());
+            let (l1, table) = (tables.l1().to_vec(), tables.whole_refcount_table());
             let quarantined = state.allocator.quarantined().clone();
             let header = tables.headers().disk().clone();
             (header, l1, table, tables.active_clusters().clone(), quarantined)
