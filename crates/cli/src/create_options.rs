@@ -283,7 +283,7 @@ mod tests {
             ("refcount_bits=3", "64"),
             ("lazy_refcounts=yes", "on or off"),
             ("preallocation=lots", "metadata"),
-            ("backing_fmt=vmdk", "qcow2"),
+            ("backing_fmt=qed", "qcow2"),
             ("backing_file=", "1023"),
             ("backing_file=nbd:host:10809", "./nbd"),
         ] {

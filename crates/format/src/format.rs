@@ -94,6 +94,18 @@ impl<S: Storage> Format<S> {
         }
     }
 
+    /// As [`map`](Self::map) for a write, by a request that holds extents whose writes have not begun. `None` where it would
+    /// have to wait until others hand their extents back: they may be waiting for those of this request.
+    ///
+    /// # Errors
+    /// As [`map`](Self::map).
+    pub async fn map_next(&self, range: ByteRange) -> Result<Option<Extent>> {
+        match self {
+            Self::Qcow2(qcow2) => qcow2.map_next(range).await,
+            Self::Raw(_) | Self::Foreign(_) => self.map(range, Intent::Write).await.map(Some),
+        }
+    }
+
     /// A place for the compressed form of one guest cluster, `length` bytes: an extent that is `NEW`
     /// and `Compressed`, whose length may be more than was asked for (the rest is padding of any
     /// content). It starts and ends as the storage's alignment demands.

@@ -25,7 +25,9 @@ use std::ops::Deref;
 use std::sync::Arc;
 
 use blockhouse_core::sync::run_bounded;
-use blockhouse_core::{ByteRange, ExtentFlags, ExtentState, IoVector, Result, Storage, WorkBudget};
+use blockhouse_core::{
+    ByteRange, Extent, ExtentFlags, ExtentState, IoVector, Result, Storage, WorkBudget,
+};
 use blockhouse_format::Intent;
 use futures_util::stream::{self, StreamExt};
 
@@ -117,7 +119,8 @@ impl<S: Storage> Writer<S> {
         let mut rest = range.skip(first.guest.length());
         let mut known = vec![first];
         while !rest.is_empty() && known.len() < MAX_IN_FLIGHT {
-            let extent = self.prepare(first_part(rest), Intent::Write).await?;
+            let Some(extent) = self.layer.format().map_next(first_part(rest)).await? else { break };
+            let extent = self.prepared(extent);
             rest = rest.skip(extent.guest.length());
             known.push(extent);
         }
@@ -203,8 +206,11 @@ impl<S: Storage> Writer<S> {
 
     /// Prepares the first bytes of `range` for a change.
     async fn prepare(&self, range: ByteRange, intent: Intent) -> Result<PreparedExtent<'_, S>> {
-        let extent = self.layer.format().map(range, intent).await?;
+        Ok(self.prepared(self.layer.format().map(range, intent).await?))
+    }
+
+    fn prepared(&self, extent: Extent) -> PreparedExtent<'_, S> {
         self.layer.invalidate(extent.alloc_range);
-        Ok(PreparedExtent::new(self.layer.format(), extent))
+        PreparedExtent::new(self.layer.format(), extent)
     }
 }

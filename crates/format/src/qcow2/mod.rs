@@ -50,7 +50,7 @@ pub use layout::options::{Access, Backing, BitmapActivity, DataFile, Discard, Sw
 pub use layout::snapshot_table::Snapshot;
 pub use open::{Features, OpenOptions};
 pub(crate) use tables::REDO_LOG_WORDS;
-use tables::RedoLog;
+use tables::{Blocked, RedoLog};
 pub use transaction::{BitmapAction, NewBitmap, NewSnapshot, VmStateCluster, VmStateTables};
 pub use writeback::{DataWriteGuard, ReadGuard};
 
@@ -171,12 +171,7 @@ impl<S: Storage> Qcow2<S> {
                 self.metadata.step(|state| mapping::map_read(&mut state.tables, range)).await;
             return self.within_data_file(self.metadata.marking(mapped).await?);
         }
-        self.metadata.check_writable()?;
-        self.metadata.check_intact()?;
-        if self.metadata.needs_begin_changes() {
-            Box::pin(self.metadata.begin_changes()).await?;
-        }
-        let range = self.bitmaps.record(&self.metadata, range).await?;
+        let range = self.begin_change(range).await?;
         let mapped = self.metadata.step(|state| match intent {
             Intent::Read => mapping::map_read(&mut state.tables, range),
             Intent::Write => thawed_mapper(state)?.map_write(range),
@@ -184,6 +179,27 @@ impl<S: Storage> Qcow2<S> {
             Intent::Discard => thawed_mapper(state)?.map_discard(range),
         });
         self.metadata.marking(mapped.await).await
+    }
+
+    /// As [`Format::map_next`](crate::Format::map_next).
+    pub async fn map_next(&self, range: ByteRange) -> Result<Option<Extent>> {
+        self.check_data_file()?;
+        let range = self.begin_change(range).await?;
+        let mapped = self.metadata.step(|state| match thawed_mapper(state)?.map_write(range) {
+            Err(Blocked::NoRoom(_)) => Ok(None),
+            outcome => outcome.map(Some),
+        });
+        self.metadata.marking(mapped.await).await
+    }
+
+    /// What comes before a change of `range` is prepared; the part of it that may be prepared then.
+    async fn begin_change(&self, range: ByteRange) -> Result<ByteRange> {
+        self.metadata.check_writable()?;
+        self.metadata.check_intact()?;
+        if self.metadata.needs_begin_changes() {
+            Box::pin(self.metadata.begin_changes()).await?;
+        }
+        self.bitmaps.record(&self.metadata, range).await
     }
 
     /// As [`Format::map_compressed`](crate::Format::map_compressed).

@@ -8,10 +8,10 @@ use std::sync::atomic::AtomicU64;
 use std::sync::atomic::Ordering::Relaxed;
 
 use blockhouse_core::{Buffer, ByteRange, Durability, ErrorKind, ExtentState, Storage, SyncMode};
-use blockhouse_format::Replay;
 use blockhouse_format::qcow2::{
     Compression, CreateOptions, OpenOptions, Qcow2, Switch, check, compress, create,
 };
+use blockhouse_format::{Abort, Intent, Replay};
 use blockhouse_sim::{Config, Sim, SimDisk, Size};
 
 use crate::common::{read, write};
@@ -234,6 +234,29 @@ fn changes_wait_for_others_that_take_all_room_of_the_log() {
     for task in tasks {
         task.output().expect("no change waits for ever").expect("no failure");
     }
+}
+
+/// A request that holds prepared extents does not wait for room: another one may wait for those extents.
+#[test]
+fn who_holds_changes_does_not_wait_for_room() {
+    let sim = Sim::new(0);
+    let device = new_device(&options(Switch::Off), 600);
+    let disk = SimDisk::new(&sim, Config::default(), device);
+    sim.block_on(async move {
+        let image = Qcow2::open(disk, OpenOptions::default()).await.expect("an image");
+        image.attach_redo_log(Arc::new(
+            (0..8 + 4 * 6).map(|_| AtomicU64::new(0)).collect::<Vec<_>>(),
+        ));
+        let cluster =
+            |index: u64| ByteRange::between(2 * index * CLUSTER, (2 * index + 1) * CLUSTER);
+        let first = image.map(cluster(0), Intent::Write).await.expect("room for one");
+        let second = image.map_next(cluster(1)).await.expect("room for two").expect("room");
+        assert!(image.map_next(cluster(2)).await.expect("no failure").is_none());
+        image.abort(first, Abort::Ended);
+        let third = image.map_next(cluster(2)).await.expect("no failure").expect("room again");
+        image.abort(second, Abort::Ended);
+        image.abort(third, Abort::Ended);
+    });
 }
 
 /// An older copy of the image, for example: where the log has data, the copy has tables.

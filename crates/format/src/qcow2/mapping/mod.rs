@@ -110,7 +110,7 @@ impl Mapper<'_> {
         match self.mapping.changes.first() {
             // The changes that are prepared take all room: a writeback gives none back.
             Some(pending) if checked.is_err() && self.tables.redo().is_empty() => {
-                Err(Blocked::Wait(pending.listen()))
+                Err(Blocked::NoRoom(pending.listen()))
             }
             _ => checked,
         }

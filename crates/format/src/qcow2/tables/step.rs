@@ -18,6 +18,8 @@ pub(crate) enum Blocked {
     CacheMiss(SliceId),
     /// Another operation is in the way: its end is announced here.
     Wait(EventListener),
+    /// Changes that are prepared take all room of the redo log: the end of one is announced here.
+    NoRoom(EventListener),
     /// Too many slices are dirty: a writeback has to run first.
     DirtyLimit,
     /// Space has to be allocated on the host first.

@@ -40,7 +40,7 @@ impl<S: Storage, C> Metadata<S, C> {
                 Ok(value) => return Ok(Some(value)),
                 Err(Blocked::Failed(error)) => return Err(error),
                 Err(Blocked::CacheMiss(slice)) => self.load(slice).await?,
-                Err(Blocked::Wait(event)) => event.await,
+                Err(Blocked::Wait(event) | Blocked::NoRoom(event)) => event.await,
                 // It runs steps itself.
                 Err(Blocked::NeedsReserve(need)) => Box::pin(self.fill_reserve(need)).await?,
                 Err(Blocked::DirtyLimit) => return Ok(None),
