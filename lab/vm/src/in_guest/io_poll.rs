@@ -112,8 +112,10 @@ fn show_exception(disk: &Path, folder: &Path) -> Result<()> {
         "  {}, qcow2 over a file in memory: {reads} interrupts for reads; {said}",
         disk.display()
     );
-    let is_warning = said.contains("WARN") && said.contains(&backing.display().to_string());
-    ensure!(is_warning && said.lines().count() == 1, "one warning is expected");
+    // Beside them is a line of the loader, by which programs are started here: it cannot start a launcher.
+    let warnings: Vec<_> = said.lines().filter(|line| line.contains(" WARN ")).collect();
+    let is_expected = |line: &&str| line.contains(&backing.display().to_string());
+    ensure!(warnings.len() == 1 && warnings.iter().all(is_expected), "one warning is expected");
     ensure!(reads == 0, "reads that are not polled for");
     Ok(())
 }
