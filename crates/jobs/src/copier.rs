@@ -212,16 +212,22 @@ impl<S: Storage> Copier<S> {
     }
 
     /// The next dirty range that is not being copied, at most a chunk of it. A pass ends at the end of the disk: then there
-    /// is none, unless the guest waits.
+    /// is none. While the guest waits it begins at the start again at once, and tells nobody: what is left then is dirty
+    /// again while it is copied, and to be told of that by itself would keep the task from ever waiting for it.
     fn next_dirty(&self) -> Option<ByteRange> {
         let start = self.cursor.get();
-        if let Some(range) = self.next_dirty_to_end() {
-            return Some(range);
+        let next = self.next_dirty_to_end();
+        if next.is_some() {
+            return next;
+        }
+        if self.is_hurried.get() {
+            self.cursor.set(0);
+            return self.next_dirty_to_end();
         }
         if start > 0 || self.passes() == 0 {
             self.end_pass();
         }
-        if start > 0 && self.is_hurried.get() { self.next_dirty_to_end() } else { None }
+        None
     }
 
     fn next_dirty_to_end(&self) -> Option<ByteRange> {
