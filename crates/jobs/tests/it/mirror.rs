@@ -66,6 +66,7 @@ fn case(seed: u64) -> Case {
 /// Looks at what crashes leave of the target.
 struct Jury<'a> {
     case: &'a Case,
+    control: &'a JobControl,
     random: RefCell<Rng>,
     /// What was answered when the mark was there last.
     since: RefCell<Vec<usize>>,
@@ -76,8 +77,10 @@ impl Jury<'_> {
         let Case { target, model, before, .. } = self.case;
         let left = target.storage.crash(&mut self.random.borrow_mut());
         let found = recover(left, target.format)?;
-        // Before the mark, the target is what it was.
-        if found.starts_with(MARK) || found[..SECTOR as usize] == before[..SECTOR as usize] {
+        // Before the mark, the target is what it was. Later the guest may have written the same to its first sector.
+        let is_early = matches!(self.control.stage(), JobStage::Running);
+        let is_unchanged = is_early && found[..SECTOR as usize] == before[..SECTOR as usize];
+        if found.starts_with(MARK) || is_unchanged {
             *self.since.borrow_mut() = model.answered();
             return Ok(());
         }
@@ -97,7 +100,8 @@ fn mirror(seed: u64) -> Result<Report, String> {
     }
     steer(&case, &control, wait);
     let random = RefCell::new(case.random.fork());
-    let jury = Jury { case: &case, random, since: RefCell::new(case.model.answered()) };
+    let jury =
+        Jury { case: &case, control: &control, random, since: RefCell::new(case.model.answered()) };
     let mut crashes = 0;
     let mut violation = None;
     let mut steps = 0_u64;
