@@ -7,8 +7,8 @@ use std::path::{Path, PathBuf};
 use anyhow::{Result, bail};
 use blockhouse_core::ErrorKind;
 use blockhouse_disk::{
-    AllowedPaths, CacheMode, ImageDisk, ImageFormat, ImageOptions, Locking, StateUse,
-    check_new_name, create, open_without_backing,
+    AllowedPaths, CacheMode, IfExists, ImageDisk, ImageFormat, ImageOptions, Locking, StateUse,
+    check_new_name, create, mark_incomplete, open_without_backing, rename_durable,
 };
 use blockhouse_storage::Location;
 
@@ -53,7 +53,7 @@ impl TargetSetup {
             None if is_remote => ImageFormat::Raw,
             None => ImageFormat::for_new(path).map_err(|why| anyhow::anyhow!(why))?,
         };
-        let created = self.create(path, is_remote, format, size).await?;
+        let created = self.create(source, is_remote, format, size).await?;
         let opened = open_existing(path, format, source, state).await;
         match opened.and_then(|disk| check(disk, size)) {
             Ok(disk) => Ok(Target { disk, is_zero: created.is_some(), created }),
@@ -64,18 +64,30 @@ impl TargetSetup {
         }
     }
 
-    /// Makes a file that is missing; its path.
+    /// Makes a file that is missing; its path. It has its name when it has the mark of a mirror that is not complete, never
+    /// before: a kill leaves no empty disk that could be taken for the mirror.
     async fn create(
         &self,
-        path: &Path,
+        source: &DiskSetup,
         is_remote: bool,
         format: ImageFormat,
         size: u64,
     ) -> Result<Option<PathBuf>> {
+        let path = &*self.location;
         let found = if is_remote { None } else { std::fs::metadata(path).ok() };
         if !is_remote && found.is_none() {
             check_new_name(path)?;
-            create(path, size, format).await?;
+            let mut part = path.as_os_str().to_owned();
+            part.push(".part");
+            let part = PathBuf::from(part);
+            create(&part, size, format).await?;
+            let marked = async {
+                let disk = open_existing(&part, format, source, StateUse::Off).await?;
+                mark_incomplete(&disk, &source.path.to_string_lossy()).await?;
+                disk.close().await?;
+                Ok(rename_durable(&part, path, IfExists::Fail)?)
+            };
+            marked.await.inspect_err(|_: &anyhow::Error| remove(Some(&part)))?;
             return Ok(Some(path.to_owned()));
         }
         let what = match found {
