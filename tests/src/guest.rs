@@ -62,11 +62,17 @@ impl Guest {
 
     /// Waits for a request's end, with success; gives its slot.
     pub fn finish(&mut self, queue: usize, limit: Duration) -> Option<u16> {
+        let (slot, status) = self.outcome(queue, limit)?;
+        assert_eq!(status, 0, "the status");
+        Some(slot)
+    }
+
+    /// Waits for a request's end; gives its slot and its status (`VIRTIO_BLK_S_...`).
+    pub fn outcome(&mut self, queue: usize, limit: Duration) -> Option<(u16, u8)> {
         let (head, _) = self.driver.queues[queue].wait_used(limit)?;
         let mut status = [0];
         self.driver.memory.read(self.place(queue, head / 3) + 16, &mut status);
-        assert_eq!(status, [0], "the status");
-        Some(head / 3)
+        Some((head / 3, status[0]))
     }
 
     /// Fills a slot's memory with a number.

@@ -252,6 +252,13 @@ const EXAMPLES: &[(&str, &[Example])] = &[
         )],
     ),
     ("ctl resize", &[example("10 GiB more", "blockhouse ctl control resize disk.qcow2 +10G")]),
+    (
+        "ctl read-only",
+        &[example(
+            "While something else reads the image",
+            "blockhouse ctl control read-only disk.qcow2 && blockhouse ctl control read-only disk.qcow2 off",
+        )],
+    ),
     ("ctl limits", &[example("Of all disks", "blockhouse ctl control limits")]),
     (
         "ctl limit",

@@ -80,6 +80,8 @@ impl<S: Storage> DiskBitmaps<'_, S> {
         let bitmaps = self.disk.format().bitmaps()?;
         self.disk.format().flush(SyncMode::Data).await?;
         let _quiesced = self.disk.quiesce().await;
+        // It may have become read-only meanwhile.
+        self.disk.check_access(0)?;
         change(&bitmaps).await
     }
 }

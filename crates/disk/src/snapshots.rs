@@ -103,6 +103,8 @@ impl<S: Storage> DiskSnapshots<'_, S> {
         self.disk.format().flush(SyncMode::Data).await?;
         let began = Instant::now();
         let _quiesced = self.disk.quiesce().await;
+        // It may have become read-only meanwhile.
+        self.disk.check_access(0)?;
         let outcome = change(&snapshots).await?;
         let length = began.elapsed();
         tracing::debug!("{}: changes were held off for {length:?}", self.disk.name());

@@ -40,6 +40,7 @@ mod preallocation;
 mod qemu_matrix;
 mod random_requests;
 mod rbd;
+mod read_only;
 mod readme;
 mod registered_memory;
 mod remote;

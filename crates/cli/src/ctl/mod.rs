@@ -56,6 +56,14 @@ enum Action {
         /// The address, as `exports` tells it.
         address: String,
     },
+    /// Make a disk read-only while it is served, or writable again.
+    ReadOnly {
+        /// The disk's name.
+        disk: String,
+        /// on: changes are refused, once those in flight are done and durable; off: they are allowed again.
+        #[arg(default_value = "on", value_parser = parse_switch, action = clap::ArgAction::Set)]
+        switch: bool,
+    },
     /// Give a disk another size, and tell its guests.
     Resize {
         /// The disk's name.
@@ -286,6 +294,9 @@ impl Action {
                 ("export.add", json!({ "disk": disk, "export": absolute_export(&address)? }))
             }
             Self::Unexport { address } => ("export.remove", json!({ "export": address })),
+            Self::ReadOnly { disk, switch } => {
+                ("disk.set", json!({ "disk": disk, "read-only": switch }))
+            }
             Self::Resize { disk, size, shrink } => {
                 let size = new_size(server, &disk, size)?;
                 ("disk.resize", json!({ "disk": disk, "size": size, "shrink": shrink }))
@@ -399,6 +410,14 @@ impl Open {
             }
         }
         Ok(params)
+    }
+}
+
+fn parse_switch(text: &str) -> Result<bool, String> {
+    match text {
+        "on" => Ok(true),
+        "off" => Ok(false),
+        _ => Err("use on or off".into()),
     }
 }
 

@@ -75,7 +75,7 @@ pub fn show(method: &str, result: &Value) -> String {
             };
             table(["DISK", "LIMITS", "WAITING", "DELAYED"], result, row)
         }
-        "disk.close" | "export.remove" | "limit.set" => String::new(),
+        "disk.close" | "export.remove" | "limit.set" | "disk.set" => String::new(),
         "job.pause" | "job.resume" | "job.set-speed" | "job.cancel" | "job.dismiss" => {
             String::new()
         }

@@ -3,15 +3,16 @@
 use std::sync::Arc;
 
 use anyhow::Result;
+use blockhouse_disk::Access;
 use serde_json::Value;
 
 use super::Listed;
 use super::jobs;
 use super::methods::{
-    CloseParams, DiskInfo, DiskParams, DiskStats, Done, ErrorStats, ExportAddParams, ExportInfo,
-    ExportParams, LimitInfo, LimitSetParams, METHODS, NoParams, OpenResult, PauseResult,
-    ReloadResult, ResizeParams, ResizeResult, SnapshotParams, SnapshotRenameParams, SnapshotResult,
-    StatsParams, VERSION, VersionResult,
+    CloseParams, DiskInfo, DiskParams, DiskSetParams, DiskStats, Done, ErrorStats, ExportAddParams,
+    ExportInfo, ExportParams, LimitInfo, LimitSetParams, METHODS, NoParams, OpenResult,
+    PauseResult, ReloadResult, ResizeParams, ResizeResult, SnapshotParams, SnapshotRenameParams,
+    SnapshotResult, StatsParams, VERSION, VersionResult,
 };
 use super::outcome::{Outcome, invalid, params, result, unknown};
 use super::pause_log::log;
@@ -34,6 +35,12 @@ pub(super) async fn call(running: &Running, method: &str, given: Value) -> Outco
         "disk.close" => {
             let CloseParams { disk, force } = params(given)?;
             running.close(&disk, force).await?;
+            result(Done {})
+        }
+        "disk.set" => {
+            let DiskSetParams { disk, read_only } = params(given)?;
+            let access = if read_only { Access::ReadOnly } else { Access::ReadWrite };
+            running.set_access(&disk, access).await?;
             result(Done {})
         }
         "disk.resize" => {
@@ -150,7 +157,7 @@ fn disks(running: &Running) -> Vec<DiskInfo> {
         path: disk.path(),
         format: disk.disk.format_name().to_owned(),
         size: disk.disk.size(),
-        read_only: disk.setup.is_read_only(),
+        read_only: disk.disk.access() == Access::ReadOnly,
         cache: disk.setup.cache.as_str().to_owned(),
         snapshot: disk.setup.snapshot.clone(),
         exports: of(disk.name()),

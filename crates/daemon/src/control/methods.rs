@@ -101,6 +101,16 @@ pub struct CloseParams {
     pub force: bool,
 }
 
+/// What is to change of a disk.
+#[derive(Debug, Deserialize, JsonSchema)]
+#[serde(rename_all = "kebab-case", deny_unknown_fields)]
+pub struct DiskSetParams {
+    /// Its name.
+    pub disk: String,
+    /// Whether all changes are refused from now on, until this is set again or the disk is closed.
+    pub read_only: bool,
+}
+
 /// A new size.
 #[derive(Debug, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
@@ -310,6 +320,11 @@ pub(super) const METHODS: &[(&str, &str, MakeSchema)] = &[
         of::<DiskOptions, OpenResult>,
     ),
     ("disk.close", "Makes everything durable and closes a disk.", of::<CloseParams, Done>),
+    (
+        "disk.set",
+        "Makes a disk read-only while it is served, or writable again.",
+        of::<DiskSetParams, Done>,
+    ),
     (
         "disk.resize",
         "Gives a disk another size, and tells its guests.",

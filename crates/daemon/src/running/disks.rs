@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use anyhow::{Result, bail};
-use blockhouse_disk::ImageDisk;
+use blockhouse_disk::{Access, ImageDisk};
 use blockhouse_engine::IoPoll;
 use blockhouse_storage::Location;
 use parking_lot::Mutex;
@@ -238,6 +238,15 @@ impl Running {
             self.events.tell(Event::DiskResized { disk: name.into(), size: new });
         }
         Ok(Resized { old, new })
+    }
+
+    /// Makes a disk read-only while it is served, or writable again.
+    ///
+    /// # Errors
+    /// There is no such disk, its changes cannot be made durable, or it was opened for reading only.
+    pub(crate) async fn set_access(&self, name: &str, access: Access) -> Result<()> {
+        let claimed = self.claim_disk(name).await?;
+        Ok(claimed.disk.disk.set_access(access).await?)
     }
 
     /// How many clients an export has; `None` where that is not known.

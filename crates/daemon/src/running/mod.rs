@@ -244,7 +244,9 @@ impl Running {
             })
         };
         let is_open = |(disk, open): (&ConfiguredDisk, &Arc<RunningDisk>)| {
-            disk.setup.opens_like(&open.setup) && disk.setup.throttle == open.throttle()
+            disk.setup.opens_like(&open.setup)
+                && disk.setup.throttle == open.throttle()
+                && open.disk.access() == open.disk.opened_access()
         };
         // The command line names the image that the disk has left.
         list.disks.iter().any(|disk| disk.disk.is_replaced())

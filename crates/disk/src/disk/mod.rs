@@ -2,6 +2,7 @@
 //!
 //! - [`Disk`]: what it is made of, and what it says of itself.
 //! - `requests`: the one choke point of all requests.
+//! - `access`: whether it may be changed.
 //! - `resize`: longer and shorter disks.
 //! - `redo_log`: what outlives a process that dies.
 //! - `limits`: how many requests and bytes a second are carried out.
@@ -12,6 +13,7 @@
 //! What reads and changes the image is below, in `layer` and `write`; what uses disks (snapshots, tools,
 //! opening files) is above.
 
+mod access;
 mod failures;
 mod limits;
 #[cfg(test)]
@@ -21,6 +23,7 @@ mod quiesced;
 mod redo_log;
 mod requests;
 mod resize;
+mod write_protection;
 
 use std::pin::Pin;
 use std::sync::{Arc, OnceLock};
@@ -47,6 +50,7 @@ pub use failures::{FailedRequest, FailureObserver};
 use quiesce::Quiesce;
 pub(crate) use quiesce::QuiescedGuard;
 pub use quiesced::{QuiescedDisk, ReplacedImage};
+use write_protection::WriteProtection;
 
 /// A guest's disk: an image format over a storage. Shared by reference among all exports and threads. The
 /// [crate's page](crate) has an example.
@@ -56,11 +60,10 @@ pub struct Disk<S: Storage> {
     quiesce: Quiesce,
     observers: Observers,
     options: Options,
+    protection: WriteProtection,
     failures: failures::Failures,
     /// The disk whose image has taken the place of this one's.
     successor: OnceLock<Arc<Self>>,
-    /// Where the disk lives on, if it may not be changed here any more.
-    retired: OnceLock<String>,
     /// What outlives the process, if anything does.
     state: OnceLock<StateFile>,
 }
@@ -169,9 +172,20 @@ impl<S: Storage> Disk<S> {
     fn new(layer: Layer<S>, options: Options) -> Self {
         let writer = Writer::new(Arc::new(layer));
         let (throttle, quiesce) = (Arc::default(), Quiesce::default());
+        let protection = WriteProtection::default();
         let (observers, failures) = (Observers::default(), failures::Failures::default());
-        let (successor, retired, state) = (OnceLock::new(), OnceLock::new(), OnceLock::new());
-        Self { writer, throttle, quiesce, observers, options, failures, successor, retired, state }
+        let (successor, state) = (OnceLock::new(), OnceLock::new());
+        Self {
+            writer,
+            throttle,
+            quiesce,
+            observers,
+            options,
+            protection,
+            failures,
+            successor,
+            state,
+        }
     }
 
     /// Keeps a state file, which flushes are recorded in from now on. Once only.
@@ -311,11 +325,6 @@ impl<S: Storage> Disk<S> {
     /// The size in bytes, a multiple of 512.
     pub fn size(&self) -> u64 {
         self.layer().size()
-    }
-
-    /// Whether it may be changed.
-    pub fn access(&self) -> Access {
-        self.options().access
     }
 
     /// What requests should be aligned to in order to go down as they are. Others are served too.

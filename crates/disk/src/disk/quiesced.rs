@@ -97,8 +97,7 @@ impl<'a, S: Storage> QuiescedDisk<'a, S> {
     /// Refuses all changes from now on, also those that wait: the disk lives on at `successor`, a name for
     /// messages. Reads go on.
     pub fn retire(self, successor: String) {
-        // Once is enough.
-        let _ = self.disk.retired.set(successor);
+        self.disk.protection.retire(successor);
     }
 }
 

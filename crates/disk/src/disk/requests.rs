@@ -23,7 +23,7 @@ use super::quiesce::WriteGuard;
 use crate::claims::Claim;
 use crate::durability::RequestSync;
 use crate::observers::{ChangeWait, ObservedChange};
-use crate::options::{Access, DetectZeroes, Discard};
+use crate::options::{DetectZeroes, Discard};
 use crate::stats::{ExportKind, Operation};
 use crate::throttle::RequestCost;
 use crate::write::{CompressResult, ZeroOptions};
@@ -271,21 +271,6 @@ impl<S: Storage> Disk<S> {
 
     pub(crate) fn check_inside(&self, range: ByteRange) -> Result<()> {
         self.check_end(range.offset(), range.length(), ErrorKind::InvalidInput).map(|_| ())
-    }
-
-    /// Refuses changes of a disk that is open for reading only.
-    pub(crate) fn check_access(&self, offset: u64) -> Result<()> {
-        if let Some(successor) = self.retired.get() {
-            let what = format!("the disk was moved to {successor}, and is only read here");
-            return Err(Error::new(ErrorKind::ReadOnly, what).on(self.name()).at(offset));
-        }
-        match self.options().access {
-            Access::ReadWrite => Ok(()),
-            Access::ReadOnly => {
-                let error = Error::new(ErrorKind::ReadOnly, "the disk is open for reading only");
-                Err(error.on(self.name()).at(offset))
-            }
-        }
     }
 
     /// The range, if all of it is on the disk; otherwise an error of this kind.

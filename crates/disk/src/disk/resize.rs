@@ -23,6 +23,8 @@ impl<S: Storage> Disk<S> {
     pub async fn resize(&self, size: u64) -> Result<()> {
         self.check_access(size)?;
         let _change = self.begin_resize().await;
+        // It may have become read-only meanwhile.
+        self.check_access(size)?;
         // Nothing may be on its way to a last partial block, which becomes an ordinary one.
         let claim = self.layer().claim_end(self.size()).await;
         let old = self.size();
@@ -50,6 +52,8 @@ impl<S: Storage> Disk<S> {
     pub async fn shrink(&self, size: u64) -> Result<()> {
         self.check_access(size)?;
         let _change = self.begin_resize().await;
+        // It may have become read-only meanwhile.
+        self.check_access(size)?;
         let claim = self.layer().claim_end(size).await;
         if size > self.size() {
             let what = format!("cannot shrink a disk of {} bytes to {size}", self.size());

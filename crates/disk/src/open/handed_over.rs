@@ -85,7 +85,7 @@ impl ImageDisk {
     /// # Errors
     /// What the storage answers; a failure to write metadata that is remembered.
     pub async fn settle(&self) -> Result<()> {
-        match self.access() {
+        match self.opened_access() {
             Access::ReadWrite => self.format().settle().await,
             Access::ReadOnly => Ok(()),
         }

@@ -35,6 +35,8 @@ const fn bit(feature: u32) -> u64 {
 
 /// The bit of `VIRTIO_RING_F_EVENT_IDX`.
 pub const EVENT_INDEX: u64 = bit(VIRTIO_RING_F_EVENT_IDX);
+/// The disk may not be changed.
+const READ_ONLY: u64 = bit(VIRTIO_BLK_F_RO);
 /// A driver that accepted neither of these expects every write to be durable.
 pub const KNOWS_WRITE_CACHE: u64 = bit(VIRTIO_BLK_F_FLUSH) | bit(VIRTIO_BLK_F_CONFIG_WCE);
 
@@ -47,7 +49,8 @@ pub fn initial_cache(features: u64) -> WriteCache {
     }
 }
 
-/// The features of a device for this disk.
+/// The features of a device for this disk, as it is now. Those of a disk that was made read-only while it is served are the
+/// same with one more, so that a front-end that comes again with a driver's older ones goes on.
 pub fn features<S: Storage>(disk: &Disk<S>) -> u64 {
     let mut features = [
         VIRTIO_F_VERSION_1,
@@ -63,16 +66,21 @@ pub fn features<S: Storage>(disk: &Disk<S>) -> u64 {
     ]
     .into_iter()
     .fold(LOG_ALL | PROTOCOL_FEATURES, |all, feature| all | bit(feature));
-    match disk.access() {
-        Access::ReadOnly => features |= bit(VIRTIO_BLK_F_RO),
-        Access::ReadWrite => {
-            features |= bit(VIRTIO_BLK_F_WRITE_ZEROES);
-            if disk.capabilities().discard == Offload::Available {
-                features |= bit(VIRTIO_BLK_F_DISCARD);
-            }
+    if disk.access() == Access::ReadOnly {
+        features |= READ_ONLY;
+    }
+    if disk.opened_access() == Access::ReadWrite {
+        features |= bit(VIRTIO_BLK_F_WRITE_ZEROES);
+        if disk.capabilities().discard == Offload::Available {
+            features |= bit(VIRTIO_BLK_F_DISCARD);
         }
     }
     features
+}
+
+/// The features that a driver may have: those of the device now, and that of a time when the disk was read-only.
+pub fn acceptable_features<S: Storage>(disk: &Disk<S>) -> u64 {
+    features(disk) | READ_ONLY
 }
 
 /// Bytes of the configuration space; `None` when the range is not in there.

@@ -121,8 +121,7 @@ impl<S: Storage + Send + Sync> Frontend<S> {
 
     /// The driver's features.
     pub fn set_features(&mut self, features: u64) -> Result<()> {
-        let offered = config::features(&*self.device.export.disk);
-        let unknown = features & !offered;
+        let unknown = features & !config::acceptable_features(&*self.device.export.disk);
         if unknown != 0 {
             return Err(refused(format_args!("features that were not offered: {unknown:#x}")));
         }

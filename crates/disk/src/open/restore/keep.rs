@@ -85,7 +85,7 @@ impl FutureState {
     /// Of a disk that is opened; `None` where none is kept.
     pub(crate) fn of(disk: &ImageDisk, path: &Path, uses: &StateUse) -> Option<Self> {
         let (StateUse::Keep(dir) | StateUse::TryKeep(dir)) = uses else { return None };
-        if disk.access() == Access::ReadOnly {
+        if disk.opened_access() == Access::ReadOnly {
             return None;
         }
         let owner = owner_of(disk.file()?, path, dir);

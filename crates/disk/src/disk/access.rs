@@ -1,0 +1,83 @@
+//! Whether a disk may be changed, and changing that while it is in use.
+//!
+//! Guarantee: when a disk has become read-only, no change is in flight, all that were completed are durable, and every later
+//! one is refused until it is writable again, also one that was submitted before and waited. Reads go on. The image stays
+//! open and locked as it was. A disk that was [retired](super::QuiescedDisk::retire) stays read-only. Another image that takes
+//! the place of the disk's changes nothing of this.
+
+use blockhouse_core::{Error, ErrorKind, Result, Storage, SyncMode};
+
+use super::Disk;
+use crate::options::Access;
+
+impl<S: Storage> Disk<S> {
+    /// Whether it may be changed now.
+    pub fn access(&self) -> Access {
+        match self.protection.is_on() {
+            true => Access::ReadOnly,
+            false => self.opened_access(),
+        }
+    }
+
+    /// Whether its image was opened to be changed.
+    pub fn opened_access(&self) -> Access {
+        self.options().access
+    }
+
+    /// Makes a disk read-only that is in use, once the changes in flight have completed and are durable; or writable again.
+    ///
+    /// # Errors
+    /// `ReadOnly` where it is to be writable and was opened for reading only, or lives on elsewhere; what the storage
+    /// answers to the flush: then it stays writable.
+    pub async fn set_access(&self, access: Access) -> Result<()> {
+        if access == Access::ReadWrite {
+            return self.allow_changes();
+        }
+        if self.access() == Access::ReadOnly {
+            return Ok(());
+        }
+        // So that little is left to flush while changes are held off.
+        self.format().flush(SyncMode::Full).await?;
+        let _quiesced = self.quiesce().await;
+        self.format().flush(SyncMode::Full).await?;
+        self.protection.set(true);
+        Ok(())
+    }
+
+    /// As [`set_access`](Self::set_access) to read-only, before anything has used the disk: there is nothing to flush.
+    pub fn protect_unused(&self) {
+        self.protection.set(true);
+    }
+
+    fn allow_changes(&self) -> Result<()> {
+        let refuse = |what: String, hint: &'static str| {
+            Err(Error::new(ErrorKind::ReadOnly, what).on(self.name()).hint(hint))
+        };
+        if let Some(successor) = self.protection.retired_to() {
+            return refuse(
+                format!("the disk was moved to {successor}"),
+                "change it there, and close it here",
+            );
+        }
+        if self.opened_access() == Access::ReadOnly {
+            return refuse(
+                "the disk was opened for reading only".into(),
+                "close it and open it again for writing",
+            );
+        }
+        self.protection.set(false);
+        Ok(())
+    }
+
+    /// Refuses changes of a disk that is read-only.
+    pub(crate) fn check_access(&self, offset: u64) -> Result<()> {
+        if self.access() == Access::ReadWrite {
+            return Ok(());
+        }
+        let what = match self.protection.retired_to() {
+            Some(successor) => format!("the disk was moved to {successor}, and is only read here"),
+            None => "the disk is open for reading only".to_owned(),
+        };
+        Err(Error::new(ErrorKind::ReadOnly, what).on(self.name()).at(offset))
+    }
+}

@@ -1,0 +1,37 @@
+//! The switch that refuses changes of a disk that was opened for writing (`access`).
+
+use std::sync::OnceLock;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+/// Whether changes of a disk are refused that was opened for writing. It is set while no change is in flight, so who may
+/// begin a change sees it.
+#[derive(Default)]
+pub(super) struct WriteProtection {
+    is_on: AtomicBool,
+    /// Where the disk lives on, if it may not be changed here any more.
+    retired: OnceLock<String>,
+}
+
+impl WriteProtection {
+    /// Whether changes are refused.
+    pub(super) fn is_on(&self) -> bool {
+        self.is_on.load(Ordering::Relaxed)
+    }
+
+    /// Refuses changes, or allows them again.
+    pub(super) fn set(&self, is_on: bool) {
+        self.is_on.store(is_on, Ordering::SeqCst);
+    }
+
+    /// Refuses changes for ever: the disk lives on at `successor`.
+    pub(super) fn retire(&self, successor: String) {
+        // Once is enough.
+        let _ = self.retired.set(successor);
+        self.set(true);
+    }
+
+    /// Where the disk lives on, if it is retired.
+    pub(super) fn retired_to(&self) -> Option<&str> {
+        self.retired.get().map(String::as_str)
+    }
+}
