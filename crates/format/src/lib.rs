@@ -33,6 +33,7 @@ mod describe;
 mod foreign;
 mod format;
 mod image_format;
+mod inflate;
 mod interface;
 mod open;
 mod preallocate;

@@ -1,8 +1,7 @@
 //! A compressed grain: a marker with its length, and a zlib stream ("Virtual Disk Format 5.0", "Compressed Grains").
 
-use flate2::{Decompress, FlushDecompress, Status};
-
 use crate::foreign::fields::le32;
+use crate::inflate::{Wrapper, inflate};
 
 /// Bytes of the marker: the grain's first sector of the disk, and the length of the stream.
 const MARKER: usize = 12;
@@ -25,20 +24,7 @@ pub(in crate::foreign) fn decompress(bytes: &[u8], into: &mut [u8]) -> Result<()
     let Some(stream) = rest.get(..length).filter(|stream| !stream.is_empty()) else {
         return Err(format!("its marker states {length} bytes, and there are {}", rest.len()));
     };
-    let mut decoder = Decompress::new(true);
-    let (mut read, mut written) = (0, 0);
-    while written < into.len() {
-        let status = decoder
-            .decompress(&stream[read..], &mut into[written..], FlushDecompress::None)
-            .map_err(|error| error.to_string())?;
-        let (total_in, total_out) = (decoder.total_in() as usize, decoder.total_out() as usize);
-        let progress = (total_in, total_out) != (read, written);
-        (read, written) = (total_in, total_out);
-        if written < into.len() && (status == Status::StreamEnd || !progress) {
-            return Err(format!("{written} bytes instead of {}", into.len()));
-        }
-    }
-    Ok(())
+    inflate(stream, into, Wrapper::Zlib)
 }
 
 #[cfg(test)]

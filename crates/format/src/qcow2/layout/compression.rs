@@ -2,7 +2,9 @@
 
 use std::io::Read;
 
-use flate2::{Compress, Decompress, FlushCompress, FlushDecompress, Status};
+use flate2::{Compress, FlushCompress, Status};
+
+use crate::inflate::{Wrapper, inflate};
 
 /// How clusters are compressed.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -25,7 +27,7 @@ const ZSTD_LEVEL: i32 = 3;
 /// slices and the decoder's fixed window.
 pub fn decompress(kind: Compression, bytes: &[u8], into: &mut [u8]) -> Result<(), String> {
     match kind {
-        Compression::Zlib => inflate(bytes, into),
+        Compression::Zlib => inflate(bytes, into, Wrapper::None),
         Compression::Zstd => unpack_zstd(bytes, into),
     }
 }
@@ -37,24 +39,6 @@ pub fn compress(kind: Compression, cluster: &[u8]) -> Option<Vec<u8>> {
         Compression::Zstd => zstd::bulk::compress(cluster, ZSTD_LEVEL).ok()?,
     };
     (packed.len() < cluster.len()).then_some(packed)
-}
-
-fn inflate(bytes: &[u8], into: &mut [u8]) -> Result<(), String> {
-    // The largest window reads what any window wrote.
-    let mut decoder = Decompress::new(false);
-    let (mut read, mut written) = (0, 0);
-    while written < into.len() {
-        let status = decoder
-            .decompress(&bytes[read..], &mut into[written..], FlushDecompress::None)
-            .map_err(|error| error.to_string())?;
-        let (total_in, total_out) = (decoder.total_in() as usize, decoder.total_out() as usize);
-        let progress = (total_in, total_out) != (read, written);
-        (read, written) = (total_in, total_out);
-        if written < into.len() && (status == Status::StreamEnd || !progress) {
-            return Err(format!("{written} bytes instead of {}", into.len()));
-        }
-    }
-    Ok(())
 }
 
 fn unpack_zstd(bytes: &[u8], into: &mut [u8]) -> Result<(), String> {
