@@ -1,11 +1,13 @@
 //! VDI images against a model: any block table, read extent by extent.
 
-use blockhouse_core::{Alignment, ByteRange, ErrorKind, ExtentState};
+use blockhouse_core::{ByteRange, ErrorKind, ExtentState, Result};
 use blockhouse_format::{
     Access, BitmapActivity, Discard, ForeignKind, Format, ImageFormat, Intent, OpenOptions,
 };
 use blockhouse_sim::{Config, Sim, SimDisk};
 use proptest::prelude::*;
+
+use crate::common::foreign;
 
 const BLOCK: u64 = 4096;
 const TABLE: usize = 512;
@@ -35,15 +37,8 @@ fn image(table: &[u32], file_blocks: usize, size: u64) -> Vec<u8> {
     bytes
 }
 
-async fn open(sim: &Sim, bytes: Vec<u8>) -> blockhouse_core::Result<Format<SimDisk>> {
-    let alignment = Alignment { offset: 512, memory: 1 };
-    let storage = SimDisk::new(sim, Config { alignment, ..Config::default() }, bytes);
-    let options = OpenOptions {
-        access: Access::ReadOnly,
-        discard: Discard::Unmap,
-        bitmap_activity: BitmapActivity::DEFAULT,
-    };
-    Format::open(storage, ImageFormat::Foreign(ForeignKind::Vdi), options).await
+async fn open(sim: &Sim, bytes: Vec<u8>) -> Result<Format<SimDisk>> {
+    foreign::open(sim, ForeignKind::Vdi, bytes).await
 }
 
 proptest! {

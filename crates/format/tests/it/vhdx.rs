@@ -1,11 +1,11 @@
 //! VHDX images against a model: any block table, with bitmaps between; logs that were not replayed, whole, cut and stale.
 
-use blockhouse_core::{Alignment, ByteRange, Error, ErrorKind, ExtentState, Result};
-use blockhouse_format::{
-    Access, BitmapActivity, Discard, ForeignKind, Format, ImageFormat, Intent, OpenOptions,
-};
-use blockhouse_sim::{Config, Sim, SimDisk};
+use blockhouse_core::{ByteRange, Error, ErrorKind, ExtentState, Result};
+use blockhouse_format::{ForeignKind, Format, Intent};
+use blockhouse_sim::{Sim, SimDisk};
 use proptest::prelude::*;
+
+use crate::common::foreign;
 
 const MIB: usize = 1 << 20;
 const PAGE: usize = 4096;
@@ -129,14 +129,7 @@ fn page_of(table: &[u64]) -> Vec<u8> {
 }
 
 async fn open(sim: &Sim, bytes: Vec<u8>) -> Result<Format<SimDisk>> {
-    let alignment = Alignment { offset: 512, memory: 1 };
-    let storage = SimDisk::new(sim, Config { alignment, ..Config::default() }, bytes);
-    let options = OpenOptions {
-        access: Access::ReadOnly,
-        discard: Discard::Unmap,
-        bitmap_activity: BitmapActivity::DEFAULT,
-    };
-    Format::open(storage, ImageFormat::Foreign(ForeignKind::Vhdx), options).await
+    foreign::open(sim, ForeignKind::Vhdx, bytes).await
 }
 
 /// What each block of an image is, or why it does not open.

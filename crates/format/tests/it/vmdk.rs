@@ -1,11 +1,11 @@
 //! VMDK images against a model: any tables of grains, and disks of several extents in one storage.
 
-use blockhouse_core::{Alignment, ByteRange, Error, ErrorKind, ExtentState, Result};
-use blockhouse_format::{
-    Access, BitmapActivity, Discard, ForeignKind, Format, ImageFormat, Intent, OpenOptions,
-};
-use blockhouse_sim::{Config, Sim, SimDisk};
+use blockhouse_core::{ByteRange, Error, ErrorKind, ExtentState, Result};
+use blockhouse_format::{ForeignKind, Format, Intent};
+use blockhouse_sim::{Sim, SimDisk};
 use proptest::prelude::*;
+
+use crate::common::foreign;
 
 const SECTOR: usize = 512;
 const GRAIN: u64 = 4096;
@@ -47,18 +47,8 @@ fn entry(index: u32) -> u32 {
     (GRAINS / SECTOR) as u32 + index * (GRAIN / 512) as u32
 }
 
-fn storage(sim: &Sim, bytes: Vec<u8>) -> SimDisk {
-    let alignment = Alignment { offset: 512, memory: 1 };
-    SimDisk::new(sim, Config { alignment, ..Config::default() }, bytes)
-}
-
 async fn open(sim: &Sim, bytes: Vec<u8>) -> Result<Format<SimDisk>> {
-    let options = OpenOptions {
-        access: Access::ReadOnly,
-        discard: Discard::Unmap,
-        bitmap_activity: BitmapActivity::DEFAULT,
-    };
-    Format::open(storage(sim, bytes), ImageFormat::Foreign(ForeignKind::Vmdk), options).await
+    foreign::open(sim, ForeignKind::Vmdk, bytes).await
 }
 
 /// The image of a descriptor whose files are `files`, one after the other.
@@ -72,7 +62,7 @@ async fn open_files(sim: &Sim, lines: &str, files: &[Vec<u8>]) -> Result<Format<
         data.extend(file);
         ranges.push(ByteRange::between(start as u64, data.len() as u64));
     }
-    image.with_extents(storage(sim, data), &ranges).await
+    image.with_extents(foreign::storage(sim, data), &ranges).await
 }
 
 fn refusal(lines: &str, files: &[Vec<u8>]) -> Error {

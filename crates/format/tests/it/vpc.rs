@@ -1,12 +1,12 @@
 //! Dynamic VHD images against a model: any table and any bitmaps, read extent by extent. Fixed ones, whose guest
 //! writes what it likes.
 
-use blockhouse_core::{Alignment, ByteRange, Error, ErrorKind, ExtentState, Result};
-use blockhouse_format::{
-    Access, BitmapActivity, Discard, ForeignKind, Format, ImageFormat, Intent, OpenOptions,
-};
-use blockhouse_sim::{Config, Sim, SimDisk};
+use blockhouse_core::{ByteRange, Error, ErrorKind, ExtentState, Result};
+use blockhouse_format::{ForeignKind, Format, Intent};
+use blockhouse_sim::{Sim, SimDisk};
 use proptest::prelude::*;
+
+use crate::common::foreign;
 
 const SECTOR: u64 = 512;
 const BLOCK: u64 = 128 << 10;
@@ -63,14 +63,7 @@ fn bitmap_at(block: usize) -> u64 {
 }
 
 async fn open(sim: &Sim, bytes: Vec<u8>) -> Result<Format<SimDisk>> {
-    let alignment = Alignment { offset: 512, memory: 1 };
-    let storage = SimDisk::new(sim, Config { alignment, ..Config::default() }, bytes);
-    let options = OpenOptions {
-        access: Access::ReadOnly,
-        discard: Discard::Unmap,
-        bitmap_activity: BitmapActivity::DEFAULT,
-    };
-    Format::open(storage, ImageFormat::Foreign(ForeignKind::Vpc), options).await
+    foreign::open(sim, ForeignKind::Vpc, bytes).await
 }
 
 fn refusal(bytes: Vec<u8>) -> Error {

@@ -1,5 +1,7 @@
 //! A storage over a host file, QEMU's tools, and a small I/O path for tests of formats.
 
+pub mod foreign;
+
 use std::fs::{File, OpenOptions};
 use std::os::unix::fs::FileExt;
 use std::path::Path;
