@@ -21,7 +21,7 @@ use crate::metrics::MetricsAddress;
 use crate::offers::Offer;
 use crate::running::ExportAddress;
 use crate::setup::{DiskSetup, SandboxUse, Setup, StateSetup, TlsSetup};
-use crate::socket_options::{self, SocketGroup, SocketMode};
+use crate::socket_options::{self, SocketMode};
 use crate::text_fields::TextOf;
 use crate::tls_options::{TlsChoice, TlsOptions, parse_allowed};
 use crate::user_options::{self, GroupName, UserIds, UserName};
@@ -70,7 +70,7 @@ struct ServerOptions {
     metrics: Option<TextOf<MetricsAddress>>,
     state: Option<PathBuf>,
     socket_mode: Option<TextOf<SocketMode>>,
-    socket_group: Option<TextOf<SocketGroup>>,
+    socket_group: Option<TextOf<GroupName>>,
     workers: u16,
     queues: Option<u16>,
     engine: TextOf<EngineChoice>,

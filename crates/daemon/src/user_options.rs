@@ -1,4 +1,4 @@
-//! The user that a server becomes, as people write it.
+//! Users and groups as people write them, and which of them a server becomes.
 
 use std::str::FromStr;
 
@@ -54,6 +54,13 @@ impl FromStr for GroupName {
     }
 }
 
+impl GroupName {
+    /// Its number.
+    pub(crate) fn id(self) -> u32 {
+        self.0
+    }
+}
+
 /// The ids of a user and a group.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct UserIds {
@@ -71,7 +78,7 @@ pub fn ids(user: Option<UserName>, group: Option<GroupName>) -> Result<Option<Us
     match (user, group) {
         (None, None) => Ok(None),
         (None, Some(_)) => Err("--group needs --user".into()),
-        (Some(user), group) => match group.map(|group| group.0).or(user.group) {
+        (Some(user), group) => match group.map(GroupName::id).or(user.group) {
             Some(group) => Ok(Some(UserIds { user: user.id, group })),
             None => Err(format!("this host knows no group of the user {}; add --group", user.id)),
         },
@@ -93,5 +100,9 @@ mod tests {
         assert_eq!(ids(Some(unknown), group), Ok(Some(UserIds { user: 4242424, group: 7 })));
         assert!(ids(None, group).is_err_and(|why| why.contains("--user")));
         assert!("no such user".parse::<UserName>().is_err());
+        assert_eq!("root".parse(), Ok(GroupName(0)));
+        assert_eq!("123".parse(), Ok(GroupName(123)));
+        let error = "no such group".parse::<GroupName>().expect_err("it is missing");
+        assert!(error.contains("getent group"), "{error}");
     }
 }

@@ -13,7 +13,7 @@ use blockhouse_daemon::offers::{Offer, Offers};
 use blockhouse_daemon::rate_limits;
 use blockhouse_daemon::setup::{DiskSetup, SandboxUse, Setup, StateSetup};
 use blockhouse_daemon::size;
-use blockhouse_daemon::socket_options::{self, SocketGroup, SocketMode};
+use blockhouse_daemon::socket_options::{self, SocketMode};
 use blockhouse_daemon::user_options::{self, GroupName, UserName};
 use blockhouse_disk::{Access, CacheMode, DetectZeroes, Discard, ImageFormat};
 use blockhouse_engine::{DEFAULT_POLLING, EngineChoice, FixedFiles, IoPoll};
@@ -130,7 +130,7 @@ pub struct Arguments {
     /// The group of these sockets, by its name or number; this user must be a member. Without --socket-mode the mode is
     /// 0660.
     #[arg(long, value_name = "GROUP")]
-    socket_group: Option<SocketGroup>,
+    socket_group: Option<GroupName>,
     /// Write the process id to this file when everything listens; it is removed at the end.
     #[arg(long, value_name = "FILE")]
     pid_file: Option<PathBuf>,
