@@ -30,9 +30,10 @@ use crate::sockets::{self, ListenSocket};
 use crate::stop_request::StopRequest;
 use crate::stopper::Stopper;
 use crate::tls::Tls;
+use crate::vhost_user::{self, DeviceSocket};
+use crate::warnings;
 use crate::watchdog::{self, Started};
 use crate::workers::Workers;
-use crate::{vhost_user, warnings};
 
 /// Serves until a signal asks for the end, or another process goes on. `ready` is called when everything listens; not
 /// where another process's exports are taken over, because that one has announced them.
@@ -139,6 +140,53 @@ impl LoopsAside {
     }
 }
 
+/// What is open, and not served yet.
+struct Opened {
+    workers: Workers,
+    disks: Vec<Arc<ImageDisk>>,
+    sockets: Vec<ListenSocket>,
+    devices: Vec<DeviceSocket>,
+    control: Option<BoundSocket>,
+    tls: Option<Tls>,
+}
+
+impl Opened {
+    /// Confines the process. `metrics` is bound already, if it is given.
+    fn confine(
+        &self,
+        setup: &Setup,
+        launcher: &Launcher,
+        metrics: Option<&BoundSocket>,
+    ) -> Result<SandboxReport> {
+        let bound = self.sockets.iter().map(|socket| &socket.bound);
+        let bound = bound.chain(self.devices.iter().map(|device| &device.bound));
+        let bound = sandbox::socket_files(bound.chain(&self.control).chain(metrics));
+        let sandbox = sandbox::enter(setup, &self.workers, &bound)?;
+        launcher.tell(launch_rules(setup, &sandbox));
+        Ok(sandbox)
+    }
+
+    /// Serves all of it, but metrics.
+    fn serve(
+        self,
+        setup: &Setup,
+        sandbox: SandboxReport,
+        loops: LoopsAside,
+        upgrades: &UpgradeRequests,
+    ) -> Result<Service> {
+        let Self { workers, disks, sockets, devices, control, tls } = self;
+        let mut service = Service::start(workers, disks, sockets, setup, tls, sandbox)?;
+        service.add_devices(devices, setup)?;
+        if let (Some(socket), Some(own)) = (control, loops.control) {
+            service.add_control(socket, own, upgrades.clone())?;
+        }
+        service.set_configured();
+        service.add_jobs(loops.jobs);
+        service.add_reloads(loops.reloads);
+        Ok(service)
+    }
+}
+
 /// Starts to serve.
 fn start(
     setup: &Setup,
@@ -159,25 +207,17 @@ fn start(
     let control =
         control.map(|path| bind_for(&Address::Unix(path.clone()), private)).transpose()?;
     let metrics = setup.metrics.as_ref().map(|address| address.bind(private)).transpose()?;
-    let loops = LoopsAside::start(setup)?;
+    let mut loops = LoopsAside::start(setup)?;
     let state = state_use(&setup.state, &setup.disks, setup.user.map(|ids| ids.user))?;
     let disks = open_disks(&workers, setup, &state)?;
     let pid_file = write_pid(setup).inspect_err(|_| close_all(&workers, &disks))?;
-    let bound = sockets.iter().map(|socket| &socket.bound);
-    let bound = bound.chain(devices.iter().map(|device| &device.bound)).chain(&control);
-    let bound = sandbox::socket_files(bound.chain(&metrics));
-    let sandbox =
-        sandbox::enter(setup, &workers, &bound).inspect_err(|_| close_all(&workers, &disks))?;
-    launcher.tell(launch_rules(setup, &sandbox));
-    let mut service = Service::start(workers, disks, sockets, setup, tls, sandbox)?;
-    service.add_devices(devices, setup)?;
-    if let (Some(socket), Some(own)) = (control, loops.control) {
-        service.add_control(socket, own, upgrades.clone())?;
-    }
-    service.set_configured();
-    service.add_jobs(loops.jobs);
-    service.add_reloads(loops.reloads);
-    if let (Some(bound), Some(own)) = (metrics, loops.metrics) {
+    let opened = Opened { workers, disks, sockets, devices, control, tls };
+    let sandbox = opened
+        .confine(setup, launcher, metrics.as_ref())
+        .inspect_err(|_| close_all(&opened.workers, &opened.disks))?;
+    let metrics_loop = loops.metrics.take();
+    let mut service = opened.serve(setup, sandbox, loops, upgrades)?;
+    if let (Some(bound), Some(own)) = (metrics, metrics_loop) {
         service.add_metrics(bound, own);
     }
     Ok((service, pid_file))
@@ -208,24 +248,16 @@ fn take_over(
 ) -> Result<(Service, Option<PidFile>)> {
     // Before anything is taken over.
     let tls = setup.tls.as_ref().map(Tls::load).transpose()?;
-    let loops = LoopsAside::start(setup)?;
+    let mut loops = LoopsAside::start(setup)?;
     let TakenOver { workers, disks, sockets, devices, control, source } =
         destination::take_over(setup)?;
     // Clients are served whatever becomes of the file.
     let pid_file = write_pid(setup).inspect_err(|error| tracing::warn!("{error:#}"));
-    let bound = sockets.iter().map(|socket| &socket.bound);
-    let bound = bound.chain(devices.iter().map(|device| &device.bound)).chain(&control);
-    let sandbox = sandbox::enter(setup, &workers, &sandbox::socket_files(bound))?;
-    launcher.tell(launch_rules(setup, &sandbox));
-    let mut service = Service::start(workers, disks, sockets, setup, tls, sandbox)?;
-    service.add_devices(devices, setup)?;
-    if let (Some(socket), Some(own)) = (control, loops.control) {
-        service.add_control(socket, own, upgrades.clone())?;
-    }
-    service.set_configured();
-    service.add_jobs(loops.jobs);
-    service.add_reloads(loops.reloads);
-    service.add_metrics_when_free(setup, loops.metrics);
+    let opened = Opened { workers, disks, sockets, devices, control, tls };
+    let sandbox = opened.confine(setup, launcher, None)?;
+    let metrics_loop = loops.metrics.take();
+    let mut service = opened.serve(setup, sandbox, loops, upgrades)?;
+    service.add_metrics_when_free(setup, metrics_loop);
     tracing::info!("took over from process {}", source.unwrap_or_default());
     Ok((service, pid_file.unwrap_or_default()))
 }
