@@ -168,8 +168,8 @@ impl LinuxAio {
 
     /// Fetches all completions that are there.
     pub(crate) fn reap(&mut self, done: &mut Vec<Completion>) {
-        let mut events = [Event::default(); BATCH];
         while self.in_flight > 0 && self.has_completions() {
+            let mut events = [Event::default(); BATCH];
             let mut no_wait = libc::timespec { tv_sec: 0, tv_nsec: 0 };
             // SAFETY: `events` has room for BATCH events; the timeout is only read.
             let result = check(unsafe {

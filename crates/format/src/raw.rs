@@ -16,6 +16,8 @@ const SECTOR: u64 = 512;
 /// A raw image.
 pub struct Raw<S: Storage> {
     storage: S,
+    /// Bytes of the storage's block.
+    block: u64,
 }
 
 impl<S: Storage> Raw<S> {
@@ -28,7 +30,8 @@ impl<S: Storage> Raw<S> {
         if storage.size().checked_next_multiple_of(SECTOR).is_none() {
             check_size(storage.size(), storage.name())?;
         }
-        Ok(Self { storage })
+        let block = u64::from(storage.capabilities().alignment.offset);
+        Ok(Self { storage, block })
     }
 
     /// The size of the storage, rounded up to whole sectors.
@@ -45,12 +48,11 @@ impl<S: Storage> Raw<S> {
     /// unaligned range that a storage accepts. So is a sector beyond the end of the storage where the
     /// range is not moved but zeroed or discarded, which a storage can do only inside.
     pub(crate) fn map(&self, range: ByteRange, intent: Intent) -> Extent {
-        let block = u64::from(self.storage.capabilities().alignment.offset);
         let end = match intent {
             Intent::Read | Intent::Write => self.size(),
             Intent::Zero(_) | Intent::Discard => self.storage.size(),
         };
-        let blocks_end = end & !(block - 1);
+        let blocks_end = end & !(self.block - 1);
         let guest = if range.offset() < blocks_end {
             range.truncate(blocks_end - range.offset())
         } else {

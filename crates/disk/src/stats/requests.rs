@@ -1,6 +1,7 @@
 //! Requests: how many, how large, how long, how they ended, and how long they waited for their turn.
 
 use std::future::{Future, poll_fn};
+use std::marker::PhantomData;
 use std::pin::Pin;
 use std::sync::{Arc, OnceLock};
 
@@ -43,10 +44,12 @@ struct Requests {
 /// started, and has no duration.
 #[must_use]
 pub struct RequestTimer<'a> {
-    stats: &'a Stats,
-    export: ExportKind,
+    /// Of the thread that it began on, and so not `Send`: it ends there.
+    block: &'a Block,
+    requests: &'a Requests,
     operation: Operation,
     began: Timestamp,
+    _not_send: PhantomData<*const ()>,
 }
 
 impl Block {
@@ -74,7 +77,7 @@ impl Stats {
         let requests = block.requests(export, operation);
         requests.started.add(1);
         requests.bytes.add(bytes);
-        RequestTimer { stats: self, export, operation, began: clock::now() }
+        RequestTimer { block, requests, operation, began: clock::now(), _not_send: PhantomData }
     }
 
     /// The clients.
@@ -180,20 +183,15 @@ impl RequestTimer<'_> {
 
     /// Records the duration and the outcome.
     pub fn end<T>(self, outcome: &Result<T>) {
-        let block = self.stats.blocks.mine();
-        let requests = block.requests(self.export, self.operation);
-        requests.durations.record(clock::now().nanoseconds_since(self.began));
+        self.requests.durations.record(clock::now().nanoseconds_since(self.began));
         if let Err(error) = outcome {
-            requests.errors.count(error.errno());
+            self.requests.errors.count(error.errno());
         }
-        block.ended.add(1);
-        // It has counted the end: one look-up of the block for both.
-        std::mem::forget(self);
     }
 }
 
 impl Drop for RequestTimer<'_> {
     fn drop(&mut self) {
-        self.stats.blocks.mine().ended.add(1);
+        self.block.ended.add(1);
     }
 }
