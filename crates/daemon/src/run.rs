@@ -306,10 +306,8 @@ fn launch_rules(setup: &Setup, sandbox: &SandboxReport) -> LaunchRules {
         arguments: source::arguments(),
         user: setup.user,
         // The control socket is the way to ask for another one.
-        programs: match &setup.control {
-            Some(_) => Programs::AnyNotBelow(sandbox.writable().to_vec()),
-            None => Programs::Own,
-        },
+        programs: if setup.control.is_some() { Programs::Any } else { Programs::Own },
+        not_below: sandbox.writable().to_vec(),
     }
 }
 

@@ -37,6 +37,7 @@ mod adaptive_poll;
 pub mod attempts;
 mod broken_wait;
 mod byte_lock;
+mod confinement;
 mod descriptors;
 mod detached_syncs;
 mod driver;
@@ -45,7 +46,6 @@ mod epoll;
 mod event_loop;
 mod event_signal;
 mod file;
-mod file_access;
 mod fixed_file_probe;
 mod fixed_files;
 mod guest_memory;
@@ -91,7 +91,6 @@ pub use descriptors::{
 pub use engine::{Engine, EngineChoice, EngineReport};
 pub use event_loop::{EventLoop, Handle, Submission};
 pub use event_signal::{EventSignal, is_eventfd};
-pub use file_access::restrict_file_access;
 pub use fixed_file_probe::probe_fixed_file;
 pub use fixed_files::FixedFiles;
 pub use guest_memory::{
@@ -111,6 +110,7 @@ pub use spawn::{Task, current_party, spawn, spawn_detached};
 pub use wait_released::wait_until_released;
 // From core, because it works on any executor.
 pub use blockhouse_core::yield_now;
+pub use confinement::{Confinement, confine};
 pub use user::become_user;
 pub use watch::Watch;
 pub use watches::PollSource;

@@ -122,6 +122,8 @@ fn requests_open_what_is_beside_the_disks_and_what_is_allowed() {
     let program = scratch.path("program");
     std::fs::write(&program, "#!/bin/sh\n").expect("a script");
     upgrade(&control, &["--binary", image_tool::str(&program)]).failure("can write below");
+    // Nor an interpreter, whose script could be the server's.
+    upgrade(&control, &["--binary", "/bin/sh"]).failure("begins with 'blockhouse'");
     server.stop();
     let server = serve().option("--sandbox-allow", secret.parent().expect("a folder")).start();
     let mut client = Control::connect(&control);
@@ -327,4 +329,32 @@ fn off_is_off() {
     server.stop();
     let refusal = Serve::new(&scratch, &image).option("--sandbox", "maybe").refused();
     refusal.wrong_usage(&["use on or off"]);
+}
+
+#[test]
+fn a_server_of_root_keeps_few_capabilities() {
+    let scratch = Scratch::new();
+    let image = image(&scratch);
+    let server =
+        Serve::new(&scratch, &image).option("--control", scratch.socket("control")).start();
+    // Of `<linux/capability.h>`: `NET_RAW`, `SYS_MODULE`, `SYS_PTRACE`, `SYS_ADMIN`, `SYSLOG`, `PERFMON`, `BPF`.
+    let dangerous = [13, 16, 19, 21, 34, 38, 39].iter().fold(0_u64, |all, bit| all | 1 << bit);
+    let threads = std::fs::read_dir(format!("/proc/{}/task", server.pid())).expect("a process");
+    let mut seen = 0;
+    for thread in threads {
+        let status = thread.expect("a thread").path().join("status");
+        let Ok(status) = std::fs::read_to_string(status) else { continue };
+        let line = |name| status.lines().find_map(|line| line.strip_prefix(name)).expect(name);
+        // A worker of io_uring has the rights of the thread that it works for in each request.
+        if line("Name:").contains("iou-wrk") {
+            continue;
+        }
+        for set in ["CapPrm:", "CapEff:", "CapInh:"] {
+            let bits = u64::from_str_radix(line(set).trim(), 16).expect("a number");
+            assert_eq!(bits & dangerous, 0, "{set} {bits:x} of {}", line("Name:"));
+        }
+        seen += 1;
+    }
+    assert!(seen > 1);
+    server.stop();
 }

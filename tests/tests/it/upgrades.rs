@@ -192,9 +192,9 @@ fn a_new_server_that_cannot_take_over_leaves_the_old_one_in_service() {
     let mut client = Client::open(&server.address());
     // Where the server cannot write: a program that it could have changed is not started.
     let elsewhere = Scratch::new();
-    let silent = elsewhere.path("silent");
+    let silent = elsewhere.path("blockhouse-silent");
     std::fs::write(&silent, "#!/bin/sh\nexec sleep 100\n").expect("a script");
-    let other_options = elsewhere.path("other");
+    let other_options = elsewhere.path("blockhouse-other");
     let script =
         format!("#!/bin/sh\nexec {} \"$@\" --bad\n", blockhouse_tests::blockhouse().display());
     std::fs::write(&other_options, script).expect("a script");
@@ -203,7 +203,7 @@ fn a_new_server_that_cannot_take_over_leaves_the_old_one_in_service() {
         std::fs::set_permissions(script, mode).expect("our own file");
     }
     for (binary, why) in [
-        ("/bin/false", "exit status: 1"),
+        ("/bin/false", "a program whose name begins with 'blockhouse'"),
         ("/nowhere/blockhouse", "cannot be started: No such file"),
         (image_tool::str(&silent), "did not get ready within 10s"),
         (image_tool::str(&other_options), "exit status: 2"),

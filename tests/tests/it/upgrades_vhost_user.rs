@@ -161,7 +161,7 @@ fn a_guest_goes_on_where_the_new_server_refuses() {
         let (socket, load) = (&images[0].1, &load);
         let guest = scope.spawn(move || verify_guest(socket, 0, true, seeded(), load));
         for (binary, why) in [
-            ("/bin/false", "exit status: 1"),
+            ("/bin/false", "begins with 'blockhouse'"),
             (image_tool::str(blockhouse_tests::blockhouse()), "of the hand-over's format"),
         ] {
             upgrade(&scratch.socket("control"), &["--binary", binary]).failure(why);

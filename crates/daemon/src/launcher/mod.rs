@@ -5,8 +5,9 @@
 //! stranger sent.
 //!
 //! Guarantees: the launcher executes nothing before it was told its rules; then the rules do not change. It starts programs
-//! with the command line of the rules only, and sends signals to what it has started only. It ends with the server, and
-//! leaves alone what took over.
+//! whose name says that they are Blockhouse, from where the server cannot write, with the command line of the rules. So a
+//! server that was taken over gets no interpreter started that runs a script of its own. It sends signals to what it
+//! has started only. It ends with the server, and leaves alone what took over.
 //!
 //! - [`Launcher`]: the server's end
 //! - [`run`]: the process
@@ -61,13 +62,10 @@ impl Launcher {
     /// Tells it its rules, once and before anything is served.
     pub(crate) fn tell(&self, rules: LaunchRules) {
         let Ok(channel) = &self.0 else { return };
-        let (any_program, not_below) = match rules.programs {
-            Programs::Own => (false, Vec::new()),
-            Programs::AnyNotBelow(folders) => (true, folders),
-        };
+        let any_program = rules.programs == Programs::Any;
         let bytes = OsString::into_vec;
         let arguments = rules.arguments.into_iter().map(bytes).collect();
-        let not_below = not_below.into_iter().map(|path| bytes(path.into())).collect();
+        let not_below = rules.not_below.into_iter().map(|path| bytes(path.into())).collect();
         let user = rules.user.map(|UserIds { user, group }| (user, group));
         let rules = Rules { arguments, any_program, not_below, user };
         // Where it is over, the first request says so.
@@ -140,15 +138,17 @@ pub(crate) struct LaunchRules {
     pub(crate) user: Option<UserIds>,
     /// Which programs.
     pub(crate) programs: Programs,
+    /// Canonical paths below which the server can write: no program from there.
+    pub(crate) not_below: Vec<PathBuf>,
 }
 
 /// Which programs may be started.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Programs {
     /// The one at the path from which the server was started.
     Own,
-    /// All that are not below these canonical paths, where the server can write.
-    AnyNotBelow(Vec<PathBuf>),
+    /// Others as well.
+    Any,
 }
 
 fn start() -> Result<Mutex<Channel>> {

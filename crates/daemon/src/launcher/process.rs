@@ -47,6 +47,9 @@ pub fn run() -> Result<()> {
     Ok(())
 }
 
+/// How the names of other programs begin that are started.
+const NAME: &str = "blockhouse";
+
 struct State {
     rules: Rules,
     /// What was started last.
@@ -91,11 +94,11 @@ impl State {
     fn start(&mut self, binary: Option<&Path>, stdin: Option<OwnedFd>) -> Result<Reply> {
         let stdin = stdin.context("no standard input came for the new server")?;
         let binary = match binary {
-            None => own_binary()?,
+            None => self.out_of_reach(&own_binary()?)?,
             Some(_) if !self.rules.any_program => {
                 bail!("another program than its own is not started for a server without --control")
             }
-            Some(path) => self.allowed(path)?,
+            Some(path) => named_blockhouse(self.out_of_reach(path)?)?,
         };
         let arguments = self.rules.arguments.iter().cloned().map(OsString::from_vec);
         let child = Command::new(&binary)
@@ -108,11 +111,11 @@ impl State {
         Ok(Reply::Started { process, program: binary.into_os_string().into_vec() })
     }
 
-    /// The program at a path that a user named.
+    /// The program at a path.
     ///
     /// # Errors
     /// It is missing, or it is where the server can write.
-    fn allowed(&self, path: &Path) -> Result<PathBuf> {
+    fn out_of_reach(&self, path: &Path) -> Result<PathBuf> {
         let cannot = || format!("{}: cannot be started", path.display());
         let found = path.canonicalize().with_context(cannot)?;
         let mut not_below =
@@ -138,6 +141,20 @@ impl State {
             let _ = kill_process(process, signal);
         }
     }
+}
+
+/// The program, if its name says that it is Blockhouse.
+///
+/// # Errors
+/// It does not.
+fn named_blockhouse(program: PathBuf) -> Result<PathBuf> {
+    if program.file_name().unwrap_or_default().as_bytes().starts_with(NAME.as_bytes()) {
+        return Ok(program);
+    }
+    bail!(
+        "{}: cannot be started: a server is replaced only by a program whose name begins with '{NAME}'",
+        program.display()
+    )
 }
 
 /// The socket, which is standard input. What takes its place there reads as empty.
@@ -175,24 +192,30 @@ mod tests {
     #[test]
     fn only_what_the_rules_allow_is_started() {
         let stdin = || Some(OwnedFd::from(UnixStream::pair().expect("a socket pair").0));
-        let start = |any_program, not_below: &[&str]| {
+        let folder = tempfile::tempdir().expect("a folder");
+        let [shell, named] = ["sh", "blockhouse-sh"].map(|name| folder.path().join(name));
+        for path in [&shell, &named] {
+            std::fs::copy("/bin/sh", path).expect("a copy");
+        }
+        let start = |any_program, program: &Path, not_below: &str| {
             let arguments = vec![b"-c".to_vec(), b"exit 7".to_vec()];
-            let canonical = |path: &&str| Path::new(path).canonicalize().expect("it is there");
-            let not_below =
-                not_below.iter().map(|path| canonical(path).into_os_string().into_vec());
-            let rules =
-                Rules { arguments, any_program, not_below: not_below.collect(), user: None };
+            let not_below = Path::new(not_below).canonicalize().expect("it is there");
+            let not_below = vec![not_below.into_os_string().into_vec()];
+            let rules = Rules { arguments, any_program, not_below, user: None };
             let mut state = State { rules, child: None };
-            let binary = Some(b"/bin/sh".to_vec());
+            let binary = Some(program.as_os_str().as_bytes().to_vec());
             let reply = state.execute(Request::Start { binary }, stdin()).expect("a request");
             (reply, state)
         };
-        for (reply, word) in
-            [(start(false, &[]).0, "--control"), (start(true, &["/tmp", "/bin"]).0, "can write")]
-        {
+        let own = folder.path().to_str().expect("a path of text");
+        for (reply, word) in [
+            (start(false, &named, "/usr").0, "--control"),
+            (start(true, &named, own).0, "can write"),
+            (start(true, &shell, "/usr").0, "begins with 'blockhouse'"),
+        ] {
             assert!(matches!(&reply, Reply::Refused { why } if why.contains(word)), "{reply:?}");
         }
-        let (reply, mut state) = start(true, &["/tmp"]);
+        let (reply, mut state) = start(true, &named, "/usr");
         assert!(matches!(reply, Reply::Started { .. }), "{reply:?}");
         let ended = state.execute(Request::Wait, None).expect("a request");
         assert!(

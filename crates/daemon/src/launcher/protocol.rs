@@ -39,7 +39,7 @@ pub(super) struct Rules {
     pub(super) arguments: Vec<Vec<u8>>,
     /// Whether other programs than the launcher's own may be started.
     pub(super) any_program: bool,
-    /// Canonical paths below which none is started.
+    /// Canonical paths below which none is started, its own neither.
     pub(super) not_below: Vec<Vec<u8>>,
     /// The ids of the user and the group that the launcher becomes first.
     pub(super) user: Option<(u32, u32)>,

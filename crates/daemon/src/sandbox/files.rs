@@ -4,13 +4,12 @@
 //! Landlock enforces what it knows of this.
 
 use std::io;
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::OwnedFd;
 use std::os::unix::fs::FileTypeExt;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result};
 use blockhouse_disk::{RemoteBacking, StateDir};
-use blockhouse_engine::restrict_file_access;
 use blockhouse_nbd::TlsFiles;
 use blockhouse_nbd::uri::Address;
 use blockhouse_storage::Location;
@@ -163,28 +162,13 @@ fn changing() -> BitFlags<AccessFs> {
         | AccessFs::RemoveFile
 }
 
-/// Rules that the kernel has, to be put in force.
-pub(super) struct PreparedRules(Option<OwnedFd>);
-
-impl PreparedRules {
-    /// Puts the rules in force on all threads. False where the kernel has no Landlock.
-    ///
-    /// # Errors
-    /// The kernel's, and where a thread cannot be reached.
-    pub(super) fn restrict(self) -> Result<bool> {
-        let Some(ruleset) = self.0 else { return Ok(false) };
-        restrict_file_access(ruleset.as_fd())?;
-        Ok(true)
-    }
-}
-
-/// Gives the rules to the kernel, with the rights of the user who has opened everything.
+/// Gives the rules to the kernel, with the rights of the user who has opened everything. `None` where it has no Landlock.
 ///
 /// # Errors
 /// The kernel's.
-pub(super) fn make(rules: &FileRules, setup: &Setup, needs: Needs) -> Result<PreparedRules> {
+pub(super) fn make(rules: &FileRules, setup: &Setup, needs: Needs) -> Result<Option<OwnedFd>> {
     let made = ruleset(rules, setup, needs).context("cannot make a ruleset of Landlock")?;
-    Ok(PreparedRules(made.into()))
+    Ok(made.into())
 }
 
 fn ruleset(rules: &FileRules, setup: &Setup, needs: Needs) -> Result<RulesetCreated> {

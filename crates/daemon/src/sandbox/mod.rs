@@ -4,7 +4,7 @@
 //! again. A part that the kernel has not is said once in the log, and the others hold all the same. ARCHITECTURE.md,
 //! section *Sandbox*, says what each part is for; docs/security.md tells users what it holds.
 //!
-//! - `needs`: what this server does later, from its description
+//! - `needs`: what this server does later, from its description; which of root's capabilities that takes
 //! - `files`: rules about files and TCP ports
 //! - `system_calls`: the filter
 //! - `user`: another user
@@ -21,10 +21,11 @@ mod system_calls;
 mod user;
 
 use std::fmt;
+use std::os::fd::{AsFd, OwnedFd};
 use std::path::{Path, PathBuf};
 
 use anyhow::Result;
-use blockhouse_engine::reserve_signal_rings;
+use blockhouse_engine::{Confinement, confine, reserve_signal_rings};
 use blockhouse_nbd::BoundSocket;
 use blockhouse_nbd::uri::Address;
 
@@ -100,18 +101,10 @@ pub(crate) fn enter(
     }
     prepare(setup, needs);
     // First, because the filter forbids these calls.
-    match ruleset.and_then(files::PreparedRules::restrict) {
-        Ok(true) => {
-            report.parts.push("landlock");
-            report.writable = rules.writable();
-            report.for_requests = Some(rules.for_requests);
-        }
-        Ok(false) => {
-            tracing::info!("the sandbox does not restrict files: this kernel has no Landlock");
-        }
-        Err(error) => tracing::warn!(
-            "the sandbox does not restrict files: {error:#}; --sandbox off does without"
-        ),
+    if confine_threads(ruleset, needs) {
+        report.parts.push("landlock");
+        report.writable = rules.writable();
+        report.for_requests = Some(rules.for_requests);
     }
     match system_calls::restrict(needs) {
         Ok(()) => report.parts.push("seccomp"),
@@ -126,6 +119,33 @@ pub(crate) fn enter(
     #[cfg(not(debug_assertions))]
     let _ = workers;
     Ok(report)
+}
+
+/// Takes rights to files, and root's capabilities. Whether files are restricted.
+fn confine_threads(ruleset: Result<Option<OwnedFd>>, needs: Needs) -> bool {
+    let ruleset = match ruleset {
+        Ok(Some(ruleset)) => Some(ruleset),
+        Ok(None) => {
+            tracing::info!("the sandbox does not restrict files: this kernel has no Landlock");
+            None
+        }
+        Err(error) => {
+            tracing::warn!(
+                "the sandbox does not restrict files: {error:#}; --sandbox off does without"
+            );
+            None
+        }
+    };
+    let (ruleset, capabilities) = (ruleset.as_ref().map(AsFd::as_fd), needs.capabilities());
+    match confine(Confinement { ruleset, capabilities }) {
+        Ok(()) => ruleset.is_some(),
+        Err(error) => {
+            tracing::warn!(
+                "the sandbox restricts neither files nor capabilities: {error:#}; --sandbox off does without"
+            );
+            false
+        }
+    }
 }
 
 /// Makes what cannot be made later.

@@ -5,6 +5,13 @@ use blockhouse_storage::Location;
 
 use crate::setup::{DiskSetup, Setup};
 
+/// Capabilities of root (`<linux/capability.h>`) without which it could not do with files what it did at the start: files
+/// of others, which it also makes and removes (`CHOWN`, `DAC_OVERRIDE`, `DAC_READ_SEARCH`, `FOWNER`), memory that stays in
+/// place (`IPC_LOCK`), and the space that a file system keeps for root (`SYS_RESOURCE`).
+const FILES: [u32; 6] = [0, 1, 2, 3, 14, 24];
+/// `NET_BIND_SERVICE`: ports below 1024.
+const LISTENING: [u32; 1] = [10];
+
 /// What is to be possible while it serves.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Needs {
@@ -33,6 +40,13 @@ impl Needs {
             connects,
             guests: changes || !setup.devices.is_empty(),
         }
+    }
+
+    /// The capabilities that it keeps if root started it, a bit for each. Without the others it is no tracer of other
+    /// processes, opens no raw sockets, and administers nothing.
+    pub(crate) fn capabilities(self) -> u64 {
+        let listening = if self.listens { &LISTENING[..] } else { &[] };
+        FILES.iter().chain(listening).fold(0, |all, capability| all | 1 << capability)
     }
 }
 

@@ -1,15 +1,17 @@
-//! Putting a ruleset of Landlock (`landlock(7)`) in force on all threads of the process.
+//! Taking rights from all threads of the process: files and ports (Landlock, `landlock(7)`), and the capabilities of root
+//! (`capabilities(7)`).
 //!
 //! The kernel restricts the calling thread and those that it starts later. So each other thread is sent a signal, whose
-//! handler makes the two calls. Guarantee: where this succeeds, every thread of the process is restricted, also one that
-//! was started meanwhile. Reason for the method: kernels before 7.0 have no call for all threads.
+//! handler makes the calls. Guarantee: where this succeeds, every thread of the process is restricted, also one that
+//! was started meanwhile. Reason for the method: capabilities have no call for all threads, and Landlock has none before
+//! Linux 7.0.
 
 use std::collections::HashSet;
 use std::ffi::c_int;
 use std::io;
 use std::mem::MaybeUninit;
 use std::os::fd::{AsRawFd, BorrowedFd};
-use std::sync::atomic::{AtomicI32, AtomicU32, Ordering};
+use std::sync::atomic::{AtomicI32, AtomicU32, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
@@ -19,29 +21,42 @@ const TIMEOUT: Duration = Duration::from_secs(5);
 /// How often it is asked whether it has.
 const RETRY_DELAY: Duration = Duration::from_micros(50);
 
-/// What the handler restricts its thread to.
+/// The ruleset that the handler puts in force on its thread, or -1.
 static RULESET: AtomicI32 = AtomicI32::new(-1);
+/// The capabilities that the handler leaves to its thread.
+static CAPABILITIES: AtomicU64 = AtomicU64::new(u64::MAX);
 /// How many threads have handled the signal.
 static HANDLED: AtomicU32 = AtomicU32::new(0);
 /// The error of one of them, or zero.
 static FAILURE: AtomicI32 = AtomicI32::new(0);
 
-/// Restricts all threads to a ruleset, and takes from them the right to gain privileges by executing (`no_new_privs`). The
+/// What is left to a process.
+#[derive(Clone, Copy, Debug)]
+pub struct Confinement<'a> {
+    /// A ruleset of Landlock; `None`: files and ports stay as they are.
+    pub ruleset: Option<BorrowedFd<'a>>,
+    /// A bit for each capability (`<linux/capability.h>`) that it keeps, if it has it.
+    pub capabilities: u64,
+}
+
+/// Confines all threads for good, and takes from them the right to gain privileges by executing (`no_new_privs`). The
 /// calling thread comes last.
 ///
 /// # Errors
 /// The kernel's; `TimedOut` where a thread blocks the signal. Some threads may be restricted then.
-pub fn restrict_file_access(ruleset: BorrowedFd<'_>) -> io::Result<()> {
+pub fn confine(confinement: Confinement<'_>) -> io::Result<()> {
     static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
     let _guard = ONE_AT_A_TIME.lock();
-    RULESET.store(ruleset.as_raw_fd(), Ordering::SeqCst);
+    let ruleset = confinement.ruleset.map_or(-1, |ruleset| ruleset.as_raw_fd());
+    RULESET.store(ruleset, Ordering::SeqCst);
+    CAPABILITIES.store(confinement.capabilities, Ordering::SeqCst);
     FAILURE.store(0, Ordering::SeqCst);
     let signal = libc::SIGRTMAX() - 1;
     let before = install(signal, on_signal as *const () as usize)?;
     // Where that fails the handler stays: the signal may still wait for a thread, and would end the process.
     restrict_others(signal)?;
     install(signal, before)?;
-    match restrict_this_thread(ruleset.as_raw_fd()) {
+    match restrict_this_thread() {
         0 => Ok(()),
         errno => Err(io::Error::from_raw_os_error(errno)),
     }
@@ -126,7 +141,7 @@ fn install(signal: c_int, handler: usize) -> io::Result<usize> {
 extern "C" fn on_signal(_: c_int) {
     // SAFETY: errno belongs to this thread. What was interrupted finds it as it was.
     let errno = unsafe { *libc::__errno_location() };
-    let failure = restrict_this_thread(RULESET.load(Ordering::SeqCst));
+    let failure = restrict_this_thread();
     if failure != 0 {
         FAILURE.store(failure, Ordering::SeqCst);
     }
@@ -136,16 +151,52 @@ extern "C" fn on_signal(_: c_int) {
 }
 
 /// Restricts the calling thread; an errno, or zero. Async-signal-safe.
-fn restrict_this_thread(ruleset: c_int) -> c_int {
+fn restrict_this_thread() -> c_int {
+    let ruleset = RULESET.load(Ordering::SeqCst);
     // SAFETY: neither call takes any memory.
-    let result = unsafe {
+    let restricted = unsafe {
         match libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) {
-            0 => libc::syscall(libc::SYS_landlock_restrict_self, ruleset, 0),
-            _ => -1,
+            0 if ruleset >= 0 => libc::syscall(libc::SYS_landlock_restrict_self, ruleset, 0),
+            other => other.into(),
         }
     };
-    match result {
-        0 => 0,
+    match restricted {
+        0 if keep_capabilities(CAPABILITIES.load(Ordering::SeqCst)) => 0,
         _ => io::Error::last_os_error().raw_os_error().unwrap_or(libc::EINVAL),
     }
+}
+
+/// What `capget` and `capset` are about: this thread, in the form of two times 32 bits.
+#[repr(C)]
+struct CapabilityHeader {
+    version: u32,
+    thread: c_int,
+}
+
+/// Bits of one half of the capabilities.
+#[repr(C)]
+#[derive(Clone, Copy, Default)]
+struct CapabilityBits {
+    effective: u32,
+    permitted: u32,
+    inheritable: u32,
+}
+
+/// Leaves to the calling thread those of its capabilities that `kept` has, and none to what it would execute. False where
+/// the kernel refuses, with the errno. Async-signal-safe.
+fn keep_capabilities(kept: u64) -> bool {
+    const VERSION_3: u32 = 0x2008_0522;
+    let mut header = CapabilityHeader { version: VERSION_3, thread: 0 };
+    let mut halves = [CapabilityBits::default(); 2];
+    // SAFETY: the kernel reads and may write the header, and stores two halves, which both are variables of our own.
+    if unsafe { libc::syscall(libc::SYS_capget, &raw mut header, halves.as_mut_ptr()) } != 0 {
+        return false;
+    }
+    for (half, kept) in halves.iter_mut().zip([kept as u32, (kept >> 32) as u32]) {
+        half.permitted &= kept;
+        half.effective &= kept;
+        half.inheritable = 0;
+    }
+    // SAFETY: the kernel reads the header and two halves, as above.
+    unsafe { libc::syscall(libc::SYS_capset, &raw mut header, halves.as_ptr()) == 0 }
 }
