@@ -98,6 +98,11 @@ impl IoVector {
         Self { lost: Some(NonNull::from_ref(lost)), ..vector }
     }
 
+    /// Whether another process shares the bytes, and may change them at any time.
+    pub fn is_shared(&self) -> bool {
+        self.lost.is_some()
+    }
+
     /// Whether all that was copied out of the vector so far is what its owner had there. Always true for
     /// private memory; bytes of shared memory that has vanished read as zeros.
     pub fn is_intact(&self) -> bool {

@@ -42,6 +42,11 @@ impl DirtyMap {
         Ok(Self { size, shift, words: words.into(), dirty: AtomicU64::new(0) })
     }
 
+    /// Bytes of the disk.
+    pub fn size(&self) -> u64 {
+        self.size
+    }
+
     /// Bytes of a granule.
     pub fn granularity(&self) -> u64 {
         1 << self.shift

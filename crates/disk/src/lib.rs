@@ -75,7 +75,7 @@ pub use blockhouse_format::{
 pub use dirty_map::DirtyMap;
 pub use disk::{Disk, FailedRequest, FailureObserver, LayerInfo, QuiescedDisk, ReplacedImage};
 pub use layer::{BlockStatus, BlockStatusCache, MapEntry, MapEntryKind};
-pub use observers::{ChangeObserver, ChangeWait};
+pub use observers::{ChangeId, ChangeObserver, ChangeWait, MAX_OBSERVED_BYTES};
 pub use open::{
     AllowedPaths, CacheMode, HandedFile, HandedOverDisk, IfCorrupt, IfExists, ImageDisk,
     ImageOptions, Locking, NOT_KEPT, PendingChanges, RemoteBacking, StateUse, check_new_name,
@@ -88,8 +88,8 @@ pub use options::{Access, BitmapActivity, DetectZeroes, Discard, FlushPolicy, Op
 pub use snapshots::{DiskSnapshots, Pause};
 pub use state::StateDir;
 pub use stats::{
-    ClientGuard, ClientMetrics, Counters, DiskMetrics, ErrorCount, ExportKind, HostOperation,
-    Operation, RequestMetrics, RequestTimer, Stage, StageMetrics,
+    ClientGuard, ClientMetrics, Counters, DiskMetrics, ErrorCount, ExportKind, ExportLoad,
+    HostOperation, Operation, RequestMetrics, RequestTimer, Stage, StageMetrics,
 };
 pub use throttle::{
     Burst, LiftGuard, MAX_RATE, RateLimits, ThrottleClock, ThrottleGroup, ThrottleSleep,

@@ -1,29 +1,46 @@
-//! Who is told which parts of a disk change: jobs that copy it, bitmaps.
+//! Who is told which parts of a disk change: jobs that copy it.
 //!
-//! Guarantees: an observer that is attached while the disk is quiesced is told of every change that is made from then
-//! on, whatever its outcome, and before the change counts as ended: when the disk is quiesced again, the observer has
-//! been told of all of them. A disk without observers pays one relaxed load for each change.
+//! Guarantees: an observer that is attached while the disk is quiesced is told of the begin and the end of every change
+//! that is made from then on, whatever its outcome, and of the end before the change counts as ended: when the disk is
+//! quiesced again, the observer has been told of all of them. The bytes that it sees of a write are those that the disk
+//! gets, also where a guest changes its memory meanwhile. A disk without observers pays one relaxed load for each change.
 
 use std::future::Future;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use blockhouse_core::ByteRange;
+use blockhouse_core::{Buffer, ByteRange, IoVector, Result};
 use parking_lot::RwLock;
 use smallvec::SmallVec;
 
 /// What a request waits for before it is answered.
 pub type ChangeWait = Pin<Box<dyn Future<Output = ()>>>;
 
+/// What an observer calls a change, between its begin and its end.
+pub type ChangeId = u64;
+
+/// The longest write whose bytes observers are shown: they are copied for it where a guest shares them.
+pub const MAX_OBSERVED_BYTES: u64 = 256 << 10;
+
 /// Is told of changes of a disk: [`Disk::observe`](crate::Disk::observe).
 pub trait ChangeObserver: Send + Sync {
-    /// A write, zero write or discard of `range` was carried out, and is not answered yet. A future that is returned is
-    /// awaited before it is; the change counts as ended meanwhile.
-    fn completed(&self, range: ByteRange) -> Option<ChangeWait>;
+    /// Whether it is shown the bytes of writes now.
+    fn wants_bytes(&self) -> bool {
+        false
+    }
 
-    /// A change of `range` failed, or its future was dropped: the range may hold anything.
-    fn abandoned(&self, range: ByteRange);
+    /// A change of `range`, which may be past the end of the disk, begins: nothing of it was done yet. `bytes` are those
+    /// of a write of at most [`MAX_OBSERVED_BYTES`], where they are [wanted](Self::wants_bytes); they are to be copied at once.
+    /// What is returned is told again at the end.
+    fn begins(&self, range: ByteRange, bytes: Option<&IoVector>) -> ChangeId;
+
+    /// The change was carried out, and is not answered yet. A future that is returned is awaited before it is; the change
+    /// counts as ended meanwhile.
+    fn completed(&self, change: ChangeId, range: ByteRange) -> Option<ChangeWait>;
+
+    /// The change failed, or its future was dropped: the range may hold anything.
+    fn abandoned(&self, change: ChangeId, range: ByteRange);
 }
 
 type List = SmallVec<[Arc<dyn ChangeObserver>; 1]>;
@@ -37,7 +54,7 @@ pub(crate) struct Observers {
 
 /// A change in flight that observers are going to be told of; of a dropped one, that it was abandoned.
 pub(crate) struct ObservedChange {
-    observers: List,
+    observers: SmallVec<[(Arc<dyn ChangeObserver>, ChangeId); 1]>,
     range: ByteRange,
 }
 
@@ -56,14 +73,28 @@ impl Observers {
         self.is_any.store(!list.is_empty(), Ordering::SeqCst);
     }
 
+    /// Whether the bytes of a write that begins now are to be shown, if it is not too long.
+    pub(crate) fn want_bytes(&self, length: u64) -> bool {
+        self.is_any.load(Ordering::Relaxed)
+            && length <= MAX_OBSERVED_BYTES
+            && self.list.read().iter().any(|observer| observer.wants_bytes())
+    }
+
     /// A change of `length` bytes from `offset` on begins, of a disk that is not quiesced.
-    pub(crate) fn begin(&self, offset: u64, length: u64) -> Option<Box<ObservedChange>> {
+    pub(crate) fn begin(
+        &self,
+        offset: u64,
+        length: u64,
+        bytes: Option<&IoVector>,
+    ) -> Option<Box<ObservedChange>> {
         if !self.is_any.load(Ordering::Relaxed) {
             return None;
         }
         // One past the end of all disks is refused later.
         let range = ByteRange::new(offset, length)?;
-        let observers = self.list.read().clone();
+        let list = self.list.read();
+        let begin = |one: &Arc<dyn ChangeObserver>| (Arc::clone(one), one.begins(range, bytes));
+        let observers = list.iter().map(begin).collect();
         Some(Box::new(ObservedChange { observers, range }))
     }
 }
@@ -72,12 +103,26 @@ impl ObservedChange {
     /// The change was carried out: tells the observers. What they wait for.
     pub(crate) fn complete(mut self) -> Vec<ChangeWait> {
         let observers = std::mem::take(&mut self.observers);
-        observers.iter().filter_map(|observer| observer.completed(self.range)).collect()
+        observers.iter().filter_map(|(one, change)| one.completed(*change, self.range)).collect()
     }
 }
 
 impl Drop for ObservedChange {
     fn drop(&mut self) {
-        self.observers.iter().for_each(|observer| observer.abandoned(self.range));
+        self.observers.iter().for_each(|(one, change)| one.abandoned(*change, self.range));
     }
+}
+
+/// The bytes of a write in memory that nobody else changes, so that all who read them read the same.
+///
+/// # Errors
+/// ENOMEM; EFAULT where the guest's memory is lost.
+pub(crate) fn private_copy(from: IoVector) -> Result<IoVector> {
+    if !from.is_shared() {
+        return Ok(from);
+    }
+    let mut buffer = Buffer::try_new(from.len())?;
+    from.copy_to(buffer.bytes_mut());
+    from.check_intact()?;
+    Ok(buffer.lend())
 }

@@ -1,8 +1,10 @@
 //! Copies what is dirty from one disk to the other, over and over, for as long as the job goes on.
 //!
-//! Guarantees: two copies in flight never overlap. What is dirty is made clean before it is read, so a change that comes
-//! later makes it dirty again. At most `MAX_IN_FLIGHT` copies of `CHUNK_SIZE` are in flight, and no copy is dropped
-//! while it is: its write might come late, after a newer one of the same bytes. What a guest's request waits for goes first.
+//! Guarantees: two copies in flight never overlap, nor does a copy begin that overlaps a live write ([`Tracker`]). What is
+//! dirty is made clean before it is read, so a change that comes later makes it dirty again. In flight are at most
+//! `MAX_IN_FLIGHT` copies of `CHUNK_SIZE`, as many that guests wait for, and forwarded writes. None is dropped while it is:
+//! its write might come late, after a newer one of the same bytes. What a guest's request waits for goes first.
+//! In the background it copies as fast as the guest, who uses the disk meanwhile, leaves room for ([`Pace`]).
 
 use std::cell::{Cell, RefCell};
 use std::future::pending;
@@ -13,93 +15,109 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use blockhouse_core::{ByteRange, Result, Storage};
-use blockhouse_disk::{MARK_BYTES, RangeCopy};
-use futures_channel::oneshot;
+use blockhouse_disk::{Disk, MARK_BYTES, RangeCopy};
 use futures_util::future::{Either, select};
 use futures_util::stream::{FuturesUnordered, StreamExt};
 
 use crate::clock::{ClockSleep, JobClock};
-use crate::control::{JobControl, JobProgress};
-use crate::tracker::{Tracker, UrgentCopy};
+use crate::control::JobControl;
+use crate::meter::Meter;
+use crate::pace::{Allowance, Pace};
+use crate::tracker::{ForwardedWrite, Tracker, UrgentCopy, UrgentWork};
 
 /// Bytes of one copy.
 const CHUNK_SIZE: u64 = 1 << 20;
-/// Copies that are in flight together.
+/// Bytes of a copy are about what is copied in this part of a second, where the rate is limited.
+const CHUNKS_A_SECOND: u64 = 256;
+/// Bytes of a copy at a limited rate, at least, where so many follow each other.
+const MIN_CHUNK_SIZE: u64 = 64 << 10;
+/// Copies in the background that are in flight together.
 const MAX_IN_FLIGHT: usize = 8;
+/// Copies in the background that are in flight together where the rate is limited, and short.
+const MAX_SHORT_IN_FLIGHT: usize = 16;
+/// Work in flight that guests wait for.
+const MAX_URGENT: usize = 256;
+/// Clean bytes between dirty ones that are copied with them: that is quicker than two copies.
+const MAX_GAP: u64 = 16 << 10;
 /// How long it rests between two passes while it keeps up with a guest, so that what changes often is not copied each time.
 const PASS_INTERVAL: Duration = Duration::from_millis(100);
-/// The time over which the rate is measured.
-const RATE_WINDOW: Duration = Duration::from_secs(1);
-/// Passes in a row that leave more than half of what the pass before left: it does not converge.
-const MAX_SLOW_PASSES: u32 = 3;
+/// How many pieces of work end before who waits for the job is told, where nothing else happens.
+const NEWS_INTERVAL: u32 = 32;
 
 /// See the module's page.
 pub(crate) struct Copier<S: Storage> {
+    source: Arc<Disk<S>>,
     copy: RangeCopy<S>,
     tracker: Arc<Tracker>,
     control: Arc<JobControl>,
     clock: Rc<dyn JobClock>,
-    /// In granules.
+    /// The ranges of all copies, in the background and urgent ones.
     in_flight: RefCell<Vec<ByteRange>>,
+    /// Copies in the background, and their bytes.
+    background: Cell<(usize, u64)>,
     cursor: Cell<u64>,
-    passes: Cell<Passes>,
+    passes: Cell<u64>,
+    pace: RefCell<Pace>,
     /// When the next copy in the background may begin.
     next_copy: Cell<Duration>,
     /// The limit that this follows from.
     paced_for: Cell<Option<NonZeroU64>>,
-    rate: Cell<Rate>,
-    copied: Cell<u64>,
+    meter: RefCell<Meter>,
+    /// Pieces of work that have ended since news were told.
+    untold: Cell<u32>,
     /// Whether limits and rests do not count, because the guest waits.
     is_hurried: Cell<bool>,
     /// Whether nothing is to be begun any more.
     is_stopped: Cell<bool>,
 }
 
-/// How the passes over the disk go.
-#[derive(Clone, Copy, Default)]
-struct Passes {
-    count: u64,
-    /// What the last one left.
-    left: u64,
-    slow: u32,
-}
-
-#[derive(Clone, Copy, Default)]
-struct Rate {
-    since: Duration,
-    bytes: u64,
-    last: u64,
+/// A piece of work: in flight from when it is made.
+enum Work {
+    Copy(ByteRange),
+    Urgent(UrgentCopy),
+    Write(ForwardedWrite),
 }
 
 /// What to do next.
 enum Next {
-    /// Copy this, and let what waits for it go on.
-    Copy(ByteRange, Option<oneshot::Sender<()>>),
+    Begin(Work),
     /// Nothing before this time has passed.
     Later(Duration),
     /// Wait for news.
     Nothing,
 }
 
+/// How much may be in flight in the background.
+struct Room {
+    chunk: u64,
+    copies: usize,
+    bytes: u64,
+}
+
 impl<S: Storage> Copier<S> {
     pub(crate) fn new(
+        source: Arc<Disk<S>>,
         copy: RangeCopy<S>,
         tracker: Arc<Tracker>,
         control: Arc<JobControl>,
         clock: Rc<dyn JobClock>,
     ) -> Self {
+        let pace = RefCell::new(Pace::new(clock.now(), source.export_load()));
         Self {
+            source,
             copy,
             tracker,
             control,
             clock,
             in_flight: RefCell::default(),
+            background: Cell::default(),
             cursor: Cell::new(0),
-            passes: Cell::default(),
+            passes: Cell::new(0),
+            pace,
             next_copy: Cell::default(),
             paced_for: Cell::default(),
-            rate: Cell::default(),
-            copied: Cell::new(0),
+            meter: RefCell::default(),
+            untold: Cell::new(0),
             is_hurried: Cell::new(false),
             is_stopped: Cell::new(true),
         }
@@ -111,12 +129,12 @@ impl<S: Storage> Copier<S> {
 
     /// How many times it came to the end of the disk.
     pub(crate) fn passes(&self) -> u64 {
-        self.passes.get().count
+        self.passes.get()
     }
 
-    /// Whether pass after pass leaves about as much as the one before.
-    pub(crate) fn is_slower_than_guest(&self) -> bool {
-        self.passes.get().slow >= MAX_SLOW_PASSES
+    /// Whether the guest changes more than is copied.
+    pub(crate) fn is_losing(&self) -> bool {
+        self.meter.borrow().is_losing()
     }
 
     /// Bytes that are dirty or being copied.
@@ -153,15 +171,16 @@ impl<S: Storage> Copier<S> {
     /// # Errors
     /// The first error of a copy.
     pub(crate) async fn run(&self, is_over: impl Fn() -> bool) -> Result<()> {
-        let mut copies = FuturesUnordered::new();
+        let mut works = FuturesUnordered::new();
         let mut outcome = Ok(());
         loop {
             // Before it looks, so that it misses nothing.
-            let news = self.control.changed().listen();
+            let news = select(self.control.changed().listen(), self.tracker.work_added().listen());
             let mut later = None;
-            while outcome.is_ok() && copies.len() < MAX_IN_FLIGHT {
+            while outcome.is_ok() && works.len() < MAX_IN_FLIGHT + MAX_SHORT_IN_FLIGHT + MAX_URGENT
+            {
                 match self.next() {
-                    Next::Copy(range, done) => copies.push(self.carry_out(range, done)),
+                    Next::Begin(work) => works.push(self.carry_out(work)),
                     Next::Later(time) => {
                         later = Some(time);
                         break;
@@ -169,60 +188,107 @@ impl<S: Storage> Copier<S> {
                     Next::Nothing => break,
                 }
             }
-            if copies.is_empty() && (outcome.is_err() || is_over()) {
+            if works.is_empty() && (outcome.is_err() || is_over()) {
                 return outcome;
             }
             let sleep = later.map(|time| self.clock.sleep(time));
-            let ended = next_event(&mut copies, news, sleep).await;
-            if ended.is_some() {
-                self.control.changed().notify_all();
+            let ended = next_event(&mut works, async { drop(news.await) }, sleep).await;
+            if let Some(ended) = ended {
+                self.tell_news(works.is_empty());
+                outcome = outcome.and(ended);
             }
-            outcome = outcome.and(ended.unwrap_or(Ok(())));
         }
     }
 
-    /// What to begin next: it is in flight from now on.
+    /// Tells who waits for the job, not of each piece of work: there are many.
+    fn tell_news(&self, is_all: bool) {
+        let untold = self.untold.get() + 1;
+        let is_told = is_all || self.is_hurried.get() || untold >= NEWS_INTERVAL;
+        self.untold.set(if is_told { 0 } else { untold });
+        if is_told {
+            self.tell_progress();
+            self.control.changed().notify_all();
+        }
+    }
+
+    /// What to begin next.
     fn next(&self) -> Next {
         let is_free =
             |range: ByteRange| !self.in_flight.borrow().iter().any(|busy| busy.overlaps(range));
-        if let Some(UrgentCopy { range, done }) = self.tracker.next_urgent(is_free) {
-            self.in_flight.borrow_mut().push(range);
-            return Next::Copy(range, Some(done));
+        // Whole granules: they are made clean.
+        let limit = CHUNK_SIZE.max(self.tracker.dirty().granularity());
+        match self.tracker.next_urgent(limit, is_free) {
+            Some(UrgentWork::Write(write)) => return Next::Begin(Work::Write(write)),
+            Some(UrgentWork::Copy(copy)) => {
+                self.tracker.dirty().clear(copy.range);
+                self.in_flight.borrow_mut().push(copy.range);
+                return Next::Begin(Work::Urgent(copy));
+            }
+            None => {}
         }
         if self.is_stopped.get() || (self.control.is_paused() && !self.is_hurried.get()) {
             return Next::Nothing;
         }
+        self.next_in_background()
+    }
+
+    fn next_in_background(&self) -> Next {
         let now = self.clock.now();
-        if self.paced_for.replace(self.control.speed()) != self.control.speed() {
-            self.next_copy.set(now);
+        let load = || self.source.export_load();
+        let allowance = match self.is_hurried.get() {
+            true => Allowance::Unlimited,
+            false => self.limited(self.pace.borrow_mut().allowance(now, load)),
+        };
+        let rate = match allowance {
+            Allowance::Rest(end) => return Next::Later(end.saturating_sub(now)),
+            Allowance::Rate(rate) => NonZeroU64::new(rate),
+            Allowance::Unlimited => None,
+        };
+        if self.paced_for.replace(rate) != rate {
+            self.next_copy.set(self.next_copy.get().min(now + PASS_INTERVAL));
         }
         if now < self.next_copy.get() && !self.is_hurried.get() {
             return Next::Later(self.next_copy.get() - now);
         }
+        let room = Room::at(rate);
+        let (copies, bytes) = self.background.get();
+        if copies >= room.copies || (copies > 0 && bytes >= room.bytes) {
+            return Next::Nothing;
+        }
         // A change that makes something dirty tells nobody: it costs the guest nothing.
-        let Some(range) = self.next_dirty() else { return Next::Later(PASS_INTERVAL) };
+        let Some(range) = self.next_dirty(room.chunk) else { return Next::Later(PASS_INTERVAL) };
         // Clean before it is read.
         self.tracker.dirty().clear(range);
         self.in_flight.borrow_mut().push(range);
-        if let Some(speed) = self.control.speed() {
-            let time = Duration::from_secs_f64(range.length() as f64 / speed.get() as f64);
+        self.background.set((copies + 1, bytes + range.length()));
+        if let Some(rate) = rate {
+            let time = Duration::from_secs_f64(range.length() as f64 / rate.get() as f64);
             self.next_copy.set(now.max(self.next_copy.get()) + time);
         }
-        Next::Copy(range, None)
+        Next::Begin(Work::Copy(range))
     }
 
-    /// The next dirty range that is not being copied, at most a chunk of it. A pass ends at the end of the disk: then there
-    /// is none. While the guest waits it begins at the start again at once, and tells nobody: what is left then is dirty
+    /// What the user's limit leaves of it.
+    fn limited(&self, allowance: Allowance) -> Allowance {
+        match (allowance, self.control.speed()) {
+            (Allowance::Unlimited, Some(speed)) => Allowance::Rate(speed.get()),
+            (Allowance::Rate(rate), Some(speed)) => Allowance::Rate(rate.min(speed.get())),
+            (allowance, _) => allowance,
+        }
+    }
+
+    /// The next dirty range that is not being copied, at most `limit` bytes of it. A pass ends at the end of the disk: then
+    /// there is none. While the guest waits it begins at the start again at once, and tells nobody: what is left then is dirty
     /// again while it is copied, and to be told of that by itself would keep the task from ever waiting for it.
-    fn next_dirty(&self) -> Option<ByteRange> {
+    fn next_dirty(&self, limit: u64) -> Option<ByteRange> {
         let start = self.cursor.get();
-        let next = self.next_dirty_to_end();
+        let next = self.next_dirty_to_end(limit);
         if next.is_some() {
             return next;
         }
         if self.is_hurried.get() {
             self.cursor.set(0);
-            return self.next_dirty_to_end();
+            return self.next_dirty_to_end(limit);
         }
         if start > 0 || self.passes() == 0 {
             self.end_pass();
@@ -230,14 +296,18 @@ impl<S: Storage> Copier<S> {
         None
     }
 
-    fn next_dirty_to_end(&self) -> Option<ByteRange> {
+    fn next_dirty_to_end(&self, limit: u64) -> Option<ByteRange> {
         let dirty = self.tracker.dirty();
+        if dirty.dirty_bytes() == 0 {
+            return None;
+        }
         let granule = dirty.granularity();
+        let live = self.tracker.live_ranges();
         let in_flight = self.in_flight.borrow();
         loop {
-            let range = dirty.next(self.cursor.get(), self.chunk_size())?;
+            let range = self.dirty_run(limit)?;
             // All granules that a copy in flight touches: they are made clean as a whole.
-            let busy = in_flight.iter().map(|busy| busy.align_outward(granule));
+            let busy = in_flight.iter().chain(&live).map(|busy| busy.align_outward(granule));
             let first = busy.filter(|busy| busy.overlaps(range)).min_by_key(|busy| busy.offset());
             match first {
                 Some(busy) if busy.offset() <= range.offset() => self.cursor.set(busy.end()),
@@ -250,63 +320,88 @@ impl<S: Storage> Copier<S> {
         }
     }
 
-    /// Bytes of a copy: where a limit is low, as few as an eighth of a second has.
-    fn chunk_size(&self) -> u64 {
-        self.control.speed().map_or(CHUNK_SIZE, |speed| CHUNK_SIZE.min(speed.get() / 8))
+    /// The next dirty bytes, with short gaps between them.
+    fn dirty_run(&self, limit: u64) -> Option<ByteRange> {
+        let dirty = self.tracker.dirty();
+        let mut run = dirty.next(self.cursor.get(), limit)?;
+        while let Some(next) = dirty.next(run.end(), limit)
+            && next.offset() - run.end() <= MAX_GAP
+            && next.end() - run.offset() <= limit
+        {
+            run = ByteRange::between(run.offset(), next.end());
+        }
+        Some(run)
     }
 
     /// The next pass begins, after a rest.
     fn end_pass(&self) {
         self.cursor.set(0);
-        let (before, left) = (self.passes.get(), self.tracker.dirty().dirty_bytes());
-        let is_slow = before.count > 0 && left > before.left / 2;
-        let slow = if is_slow { before.slow + 1 } else { 0 };
-        self.passes.set(Passes { count: before.count + 1, left, slow });
+        self.passes.set(self.passes() + 1);
         self.next_copy.set(self.next_copy.get().max(self.clock.now() + PASS_INTERVAL));
         self.control.changed().notify_all();
     }
 
-    /// Copies a range, but for the sector that is written last of all.
-    async fn carry_out(&self, range: ByteRange, done: Option<oneshot::Sender<()>>) -> Result<()> {
+    /// Carries a piece of work out. Who waits for it goes on when it is dropped, whatever the outcome.
+    async fn carry_out(&self, work: Work) -> Result<()> {
+        let outcome = match work {
+            Work::Write(write) => self.forward(write).await,
+            Work::Copy(range) => {
+                let outcome = self.copy_range(range).await;
+                let (copies, bytes) = self.background.get();
+                self.background.set((copies - 1, bytes - range.length()));
+                self.pace.borrow_mut().count(range.length());
+                outcome
+            }
+            Work::Urgent(copy) => self.copy_range(copy.range).await,
+        };
+        let written = outcome?;
+        self.meter.borrow_mut().count(self.clock.now(), written, self.remaining());
+        Ok(())
+    }
+
+    /// Copies a range, but for the sector that is written last of all; how many bytes were written.
+    async fn copy_range(&self, range: ByteRange) -> Result<u64> {
         let wanted = range.skip(MARK_BYTES.saturating_sub(range.offset()).min(range.length()));
         let outcome = match wanted.is_empty() {
             true => Ok(0),
             false => self.copy.copy(wanted).await,
         };
         self.in_flight.borrow_mut().retain(|busy| *busy != range);
-        match &outcome {
-            Ok(written) => self.count(*written),
-            Err(_) => {
-                self.tracker.dirty().mark(range);
-            }
+        if outcome.is_err() {
+            self.tracker.dirty().mark(range);
         }
-        if let Some(done) = done {
-            // The request that waits goes on, whatever the outcome. Its future may have been dropped.
-            let _ = done.send(());
-        }
-        outcome.map(|_| ())
+        outcome
     }
 
-    /// Counts bytes that were written, and tells how far the job is.
-    fn count(&self, written: u64) {
-        let now = self.clock.now();
-        let mut rate = self.rate.get();
-        rate.bytes += written;
-        let time = now.saturating_sub(rate.since);
-        if time >= RATE_WINDOW {
-            let last = (rate.bytes as f64 / time.as_secs_f64()) as u64;
-            rate = Rate { since: now, bytes: 0, last };
-        }
-        self.rate.set(rate);
-        self.copied.set(self.copied.get() + written);
-        self.tell_progress();
+    /// Writes what the source gets at the same time, but for the sector that is written last of all; how many bytes.
+    async fn forward(&self, write: ForwardedWrite) -> Result<u64> {
+        let offset = write.range.offset();
+        let (mut from, end) = write.into_parts();
+        let skipped = MARK_BYTES.saturating_sub(offset).min(from.len() as u64);
+        from.advance(skipped as usize);
+        let length = from.len() as u64;
+        let outcome = match length {
+            0 => Ok(()),
+            _ => self.copy.store(offset + skipped, from).await,
+        };
+        self.tracker.end_forwarded(end);
+        outcome.map(|()| length)
     }
 
     /// Tells how far the job is.
     pub(crate) fn tell_progress(&self) {
-        let (copied, remaining) = (self.copied.get(), self.remaining());
-        let (total, rate) = (copied + remaining, self.rate.get().last);
-        self.control.set_progress(JobProgress { copied, remaining, total, rate });
+        self.control.set_progress(self.meter.borrow().progress(self.remaining()));
+    }
+}
+
+impl Room {
+    /// At a rate in bytes a second; `None`: no limit.
+    fn at(rate: Option<NonZeroU64>) -> Self {
+        let Some(rate) = rate else {
+            return Self { chunk: CHUNK_SIZE, copies: MAX_IN_FLIGHT, bytes: u64::MAX };
+        };
+        let chunk = (rate.get() / CHUNKS_A_SECOND).clamp(MIN_CHUNK_SIZE, CHUNK_SIZE);
+        Self { chunk, copies: MAX_SHORT_IN_FLIGHT, bytes: 2 * chunk }
     }
 }
 

@@ -8,6 +8,8 @@
 //!
 //! - `clock`: time
 //! - `control`: what is wanted of a job, and what it tells
+//! - `meter`: how a copy gets on
+//! - `pace`: how fast it goes while a guest uses the disk
 //! - `tracker`: what the guest changes meanwhile
 //! - `copier`: copies what is dirty, for as long as the job goes on
 //! - `mirror`: the steps of a mirror, and its end
@@ -16,7 +18,9 @@
 mod clock;
 mod control;
 mod copier;
+mod meter;
 mod mirror;
+mod pace;
 mod tracker;
 
 pub use clock::{ClockSleep, JobClock, LoopClock};

@@ -29,7 +29,7 @@ use crate::copier::Copier;
 use crate::tracker::Tracker;
 
 /// The most granules that are tracked.
-const MAX_GRANULES: u64 = 32 << 20;
+const MAX_GRANULES: u64 = 128 << 20;
 /// What may be left when changes are held off: it is copied in a few milliseconds.
 const MAX_LEFT: u64 = 1 << 20;
 /// A mirror of which no more is left can be completed soon.
@@ -56,15 +56,15 @@ pub struct MirrorOptions {
     pub is_target_zero: bool,
     /// Whether changes wait.
     pub mode: CopyMode,
-    /// Bytes of the unit in which changes are tracked, a power of two. A disk of more than 2^25 units has larger ones:
-    /// their map takes 4 MiB at most.
+    /// Bytes of the unit in which changes are tracked, a power of two. A disk of more than 2^27 units has larger ones:
+    /// their two maps take 16 MiB each at most.
     pub granularity: u64,
 }
 
 impl Default for MirrorOptions {
-    /// Automatic, in units of 64 KiB; the target may hold anything.
+    /// Automatic, in units of 4 KiB, as guests write them; the target may hold anything.
     fn default() -> Self {
-        Self { is_target_zero: false, mode: CopyMode::Auto, granularity: 64 << 10 }
+        Self { is_target_zero: false, mode: CopyMode::Auto, granularity: 4 << 10 }
     }
 }
 
@@ -115,11 +115,11 @@ impl<S: Storage> Mirror<S> {
             return Err(Error::new(ErrorKind::InvalidInput, what).on(source.name()));
         }
         let granularity = size.div_ceil(MAX_GRANULES).next_power_of_two().max(options.granularity);
-        let tracker = Tracker::new(DirtyMap::new(size, granularity)?, Arc::clone(&control));
+        let tracker = Tracker::new(DirtyMap::new(size, granularity)?);
         let (from, to) = (Arc::clone(&source), Arc::clone(&target));
         let copy = RangeCopy::new(from, to, granularity, options.is_target_zero)?;
-        let (tracked, controlled) = (Arc::clone(&tracker), Arc::clone(&control));
-        let copier = Copier::new(copy, tracked, controlled, Rc::clone(&clock));
+        let (from, tracked) = (Arc::clone(&source), Arc::clone(&tracker));
+        let copier = Copier::new(from, copy, tracked, Arc::clone(&control), Rc::clone(&clock));
         let (has_failed, is_over) = (Cell::new(false), Cell::new(false));
         let before_completion = Box::new(|| Ok(()));
         Ok(Self {
@@ -192,27 +192,35 @@ impl<S: Storage> Mirror<S> {
         self.copier.tell_progress();
         self.copier.start();
         // The first pass is over when the second one is: until then its last copies may be in flight.
-        let is_ready = || self.copier.passes() > 1 && self.copier.remaining() <= MAX_READY_LEFT;
-        self.converge(|| is_ready() || self.copier.is_idle()).await?;
+        let is_ready = |left| self.copier.passes() > 1 && left <= MAX_READY_LEFT;
+        let ready = || (is_ready(self.copier.remaining()) || self.copier.is_idle()).then_some(());
+        self.keep_up(MAX_READY_LEFT, ready).await?;
         self.control.set_stage(JobStage::Ready);
-        let completion = self.wait_until(|| self.control.completion()).await?;
+        let completion = self.keep_up(MAX_READY_LEFT, || self.control.completion()).await?;
         self.control.set_stage(JobStage::Completing);
-        self.converge(|| self.copier.remaining() <= MAX_LEFT).await?;
+        let is_little = || (self.copier.remaining() <= MAX_LEFT).then_some(());
+        self.keep_up(MAX_LEFT, is_little).await?;
         (self.before_completion)()?;
         // Little is left to flush then while changes are held off.
         self.target.submit_unlimited(Request::Flush).await?;
         Ok((completion, self.complete(completion).await?))
     }
 
-    /// Waits until so little is left. Has changes wait for their copy where it does not become less.
-    async fn converge(&self, is_little: impl Fn() -> bool) -> Result<(), Stop> {
+    /// Waits for a value while it copies. Has changes wait for the target where more than `limit` bytes are left, and the
+    /// guest changes more than is copied.
+    async fn keep_up<T>(
+        &self,
+        limit: u64,
+        mut check: impl FnMut() -> Option<T>,
+    ) -> Result<T, Stop> {
         let is_auto = self.options.mode == CopyMode::Auto;
         self.wait_until(|| {
-            if is_auto && !self.tracker.is_blocking() && self.copier.is_slower_than_guest() {
-                tracing::debug!("{}: writes wait for their copy", self.source.name());
+            let is_losing = self.copier.is_losing() && self.copier.remaining() > limit;
+            if is_auto && is_losing && !self.tracker.is_blocking() {
+                tracing::debug!("{}: writes wait for the target", self.source.name());
                 self.tracker.block_writes();
             }
-            is_little().then_some(())
+            check()
         })
         .await
     }

@@ -9,7 +9,8 @@
 //!    ([`Writer::claim`](crate::write::Writer::claim)).
 //! 4. `layer` reads, `write` changes.
 //! 5. What the writes left to be made durable is completed, once ([`RequestSync`]).
-//! 6. Observers are told of a change ([`Observers`](crate::observers::Observers)), and may hold its answer off.
+//! 6. Observers are told of a change when it begins and when it has ended ([`Observers`](crate::observers::Observers)),
+//!    and may hold its answer off.
 
 use std::pin::pin;
 
@@ -22,7 +23,7 @@ use super::Disk;
 use super::quiesce::WriteGuard;
 use crate::claims::Claim;
 use crate::durability::RequestSync;
-use crate::observers::{ChangeWait, ObservedChange};
+use crate::observers::{ChangeWait, ObservedChange, private_copy};
 use crate::options::{DetectZeroes, Discard};
 use crate::stats::{ExportKind, Operation};
 use crate::throttle::RequestCost;
@@ -100,7 +101,7 @@ impl<S: Storage> Disk<S> {
         let (waits, sync) = match request {
             Request::Read { .. } => unreachable!("a read changes nothing"),
             Request::Write { offset, from, durability } => {
-                let turn = self.begin_turn(operation, offset, from.len() as u64).await;
+                let (turn, from) = self.begin_write_turn(operation, offset, from).await?;
                 let sync = self.begin_sync(durability);
                 self.submit_write(offset, from, operation, &sync).await?;
                 (turn.end(), sync)
@@ -172,13 +173,36 @@ impl<S: Storage> Disk<S> {
         RequestSync::new(self.format(), asked.max(self.options().durability))
     }
 
-    /// Waits until the image may be changed, for a change of these bytes.
+    /// Waits until the image may be changed, for a change of these bytes other than a write.
     async fn begin_turn(&self, operation: Operation, offset: u64, length: u64) -> Turn<'_> {
-        let guard = match self.quiesce.try_begin_write() {
+        let guard = self.wait_until_unquiesced(operation).await;
+        Turn { change: self.observers.begin(offset, length, None), _guard: guard }
+    }
+
+    /// Waits until the image may be changed, for a write. The bytes are in memory of its own where observers are shown
+    /// them.
+    async fn begin_write_turn(
+        &self,
+        operation: Operation,
+        offset: u64,
+        from: IoVector,
+    ) -> Result<(Turn<'_>, IoVector)> {
+        let guard = self.wait_until_unquiesced(operation).await;
+        let length = from.len() as u64;
+        if !self.observers.want_bytes(length) {
+            let change = self.observers.begin(offset, length, None);
+            return Ok((Turn { change, _guard: guard }, from));
+        }
+        let from = private_copy(from)?;
+        let change = self.observers.begin(offset, length, Some(&from));
+        Ok((Turn { change, _guard: guard }, from))
+    }
+
+    async fn wait_until_unquiesced(&self, operation: Operation) -> WriteGuard<'_> {
+        match self.quiesce.try_begin_write() {
             Some(guard) => guard,
             None => self.request_stats().wait(operation, pin!(self.quiesce.begin_write())).await,
-        };
-        Turn { change: self.observers.begin(offset, length), _guard: guard }
+        }
     }
 
     /// Waits until no other change of these blocks is in the way.

@@ -19,7 +19,9 @@ mod requests;
 
 pub use clients::ClientGuard;
 pub use labels::{ExportKind, HostOperation, Operation, Stage};
-pub use reading::{ClientMetrics, Counters, DiskMetrics, ErrorCount, RequestMetrics, StageMetrics};
+pub use reading::{
+    ClientMetrics, Counters, DiskMetrics, ErrorCount, ExportLoad, RequestMetrics, StageMetrics,
+};
 pub use requests::RequestTimer;
 
 pub(crate) use gather::gather;

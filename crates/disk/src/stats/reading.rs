@@ -1,5 +1,7 @@
 //! Readings of what a disk is measured by.
 
+use std::time::Duration;
+
 use blockhouse_core::metrics::HistogramReading;
 
 use super::labels::{ExportKind, HostOperation, Operation, Stage};
@@ -59,6 +61,15 @@ pub struct DiskMetrics {
     pub flushes_skipped: u64,
     /// Flushes that another one covered.
     pub flushes_shared: u64,
+}
+
+/// Reads and writes of a disk's exports that have ended, all since it was opened; jobs and tools do not count.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct ExportLoad {
+    /// How many.
+    pub requests: u64,
+    /// How long they took, all together.
+    pub time: Duration,
 }
 
 /// Clients of one kind of export: NBD connections in their transmission phase, front-ends.

@@ -11,7 +11,7 @@ use blockhouse_core::{Request, Result};
 use super::clients::Clients;
 use super::errors::Errors;
 use super::labels::{ExportKind, Operation, Stage};
-use super::reading::{RequestMetrics, StageMetrics};
+use super::reading::{ExportLoad, RequestMetrics, StageMetrics};
 
 /// What requests of one disk did.
 #[derive(Debug, Default)]
@@ -148,6 +148,22 @@ impl Stats {
             metrics.bytes += block.bytes.get();
         }
         Some(metrics)
+    }
+
+    /// Reads and writes of all exports that have ended: see [`ExportLoad`].
+    pub(crate) fn export_load(&self) -> ExportLoad {
+        let exports = ExportKind::ALL.into_iter().filter(|export| *export != ExportKind::Local);
+        let operations = [Operation::Read, Operation::Write, Operation::WriteFua];
+        let all = exports.flat_map(|export| operations.map(|operation| (export, operation)));
+        let mut durations = HistogramReading::default();
+        for (export, operation) in all {
+            for block in self.blocks.iter() {
+                if let Some(requests) = block.requests[export as usize][operation as usize].get() {
+                    durations.add(&requests.durations.read());
+                }
+            }
+        }
+        ExportLoad { requests: durations.count(), time: durations.sum() }
     }
 
     /// The waits of each operation that had to wait.

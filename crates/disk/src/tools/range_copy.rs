@@ -8,7 +8,9 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use blockhouse_core::sync::run_all;
-use blockhouse_core::{Buffer, ByteRange, Durability, Fallback, Request, Result, Storage, Unmap};
+use blockhouse_core::{
+    Buffer, ByteRange, Durability, Fallback, IoVector, Request, Result, Storage, Unmap,
+};
 
 use super::convert::lend;
 use super::scan::StatusScan;
@@ -103,6 +105,25 @@ impl<S: Storage> RangeCopy<S> {
         });
         run_all(MAX_IN_FLIGHT, writes).await?;
         Ok(data.iter().map(|part| part.len() as u64).sum())
+    }
+
+    /// Writes to the target what the source gets at the same time: `from`, at `offset`. Not durable before the target is
+    /// flushed.
+    ///
+    /// # Errors
+    /// What the target answers.
+    pub async fn store(&self, offset: u64, from: IoVector) -> Result<()> {
+        let range = ByteRange::between(offset, offset + from.len() as u64);
+        if from.is_zero() {
+            return match self.written.is_dirty(range) {
+                true => self.store_zeroes(std::iter::once(range)).await,
+                false => Ok(()),
+            };
+        }
+        // Before it is written: a write that fails may have been done.
+        self.written.mark(range);
+        let durability = Durability::None;
+        self.target.submit_unlimited(Request::Write { offset, from, durability }).await
     }
 
     async fn store_zeroes(&self, holes: impl Iterator<Item = ByteRange>) -> Result<()> {

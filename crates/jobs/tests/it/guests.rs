@@ -9,7 +9,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use blockhouse_core::{Buffer, ByteRange, Durability, Fallback, Request, Result, Unmap};
-use blockhouse_disk::Disk;
+use blockhouse_disk::{Disk, ExportKind};
 use blockhouse_sim::{Rng, Sim, SimDisk, Task};
 
 pub const SECTOR: u64 = 512;
@@ -130,12 +130,14 @@ async fn run(
         model.begin(first, count, number);
         if is_zero {
             let (unmap, fallback) = (Unmap::Allowed, Fallback::Allowed);
-            disk.submit(Request::WriteZeroes { range, unmap, fallback, durability }).await?;
+            let request = Request::WriteZeroes { range, unmap, fallback, durability };
+            disk.submit_from(ExportKind::Nbd, request).await?;
         } else {
             let mut buffer = Buffer::new(range.length() as usize);
             buffer.bytes_mut().copy_from_slice(&content(number).repeat(count as usize));
             let (offset, from) = (range.offset(), buffer.lend());
-            disk.submit(Request::Write { offset, from, durability }).await?;
+            let request = Request::Write { offset, from, durability };
+            disk.submit_from(ExportKind::Nbd, request).await?;
         }
         model.end(first, count);
         if random.u8(..8) == 0 {

@@ -3,4 +3,5 @@
 
 mod guests;
 mod mirror;
+mod racing;
 mod scene;

@@ -1,0 +1,180 @@
+//! How fast a job copies in the background while a guest uses the disk.
+//!
+//! A guest with a fixed number of requests in flight keeps the share of its rate by which the time of its requests grows. So
+//! the pace follows that time: in each cycle the copier rests for one window, in which the time of the guest's reads and
+//! writes without copies is measured; in the others it is compared, and the rate goes up or down. A disk that nobody uses is
+//! copied without a limit. Nothing of this counts where a user's limit is lower.
+//!
+//! Guarantee: the rate is never less than `MIN_RATE`, so a job comes to its end under any load.
+
+use std::time::Duration;
+
+use blockhouse_disk::ExportLoad;
+
+/// How long the rate stays the same.
+const WINDOW: Duration = Duration::from_millis(50);
+/// Windows of a cycle, the first of which is the rest.
+const CYCLE: u32 = 10;
+/// A guest with fewer requests in a window counts as idle: their times say too little.
+const MIN_REQUESTS: u64 = 8;
+/// Requests may take so many times as long as in a rest.
+const MAX_SLOWDOWN: f64 = 1.25;
+/// What is copied under any load, in bytes a second.
+const MIN_RATE: f64 = (4 << 20) as f64;
+/// No disk is faster.
+const MAX_RATE: f64 = (64_u64 << 30) as f64;
+/// The rate that a job begins with.
+const FIRST_RATE: f64 = (64 << 20) as f64;
+
+/// What may be copied now.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) enum Allowance {
+    /// As much as is quick.
+    Unlimited,
+    /// Bytes a second.
+    Rate(u64),
+    /// Nothing until this time.
+    Rest(Duration),
+}
+
+/// See the module's page.
+pub(crate) struct Pace {
+    /// When the window ends.
+    end: Duration,
+    /// Which one of its cycle it is.
+    window: u32,
+    /// What the guest had done when it began.
+    before: ExportLoad,
+    /// The time of a request in a rest, in seconds.
+    undisturbed: Option<f64>,
+    /// In bytes a second.
+    rate: f64,
+    /// Bytes that were copied in the window.
+    copied: u64,
+    is_guest_idle: bool,
+}
+
+impl Pace {
+    /// A pace that begins with a rest.
+    pub(crate) fn new(now: Duration, load: ExportLoad) -> Self {
+        let end = now + WINDOW;
+        let (undisturbed, rate) = (None, FIRST_RATE);
+        Self { end, window: 0, before: load, undisturbed, rate, copied: 0, is_guest_idle: false }
+    }
+
+    /// What may be copied at this time. `load` tells what the guest has done until now; it is asked once in a window.
+    pub(crate) fn allowance(
+        &mut self,
+        now: Duration,
+        load: impl FnOnce() -> ExportLoad,
+    ) -> Allowance {
+        if now >= self.end {
+            self.next_window(now, load());
+        }
+        match self.window {
+            _ if self.is_guest_idle => Allowance::Unlimited,
+            0 => Allowance::Rest(self.end),
+            _ => Allowance::Rate(self.rate as u64),
+        }
+    }
+
+    /// So many bytes were copied.
+    pub(crate) fn count(&mut self, bytes: u64) {
+        self.copied += bytes;
+    }
+
+    fn next_window(&mut self, now: Duration, load: ExportLoad) {
+        let requests = load.requests.saturating_sub(self.before.requests);
+        let time = load.time.saturating_sub(self.before.time);
+        let copied = std::mem::take(&mut self.copied) as f64 / WINDOW.as_secs_f64();
+        (self.before, self.end) = (load, now + WINDOW);
+        if requests < MIN_REQUESTS {
+            // The first window with requests is a rest.
+            (self.is_guest_idle, self.window) = (true, CYCLE - 1);
+            return;
+        }
+        let time = time.as_secs_f64() / requests as f64;
+        if self.is_guest_idle {
+            (self.is_guest_idle, self.window) = (false, 0);
+            return;
+        }
+        match (self.window, self.undisturbed) {
+            (0, Some(known)) => self.undisturbed = Some((known + time) / 2.0),
+            (0, None) => self.undisturbed = Some(time),
+            (_, Some(known)) => self.adapt(time / known, copied),
+            (_, None) => {}
+        }
+        self.window = (self.window + 1) % CYCLE;
+    }
+
+    /// `copied` is the rate that was reached. A rate that was not is not raised: the disks are no quicker, or there is
+    /// nothing to copy.
+    fn adapt(&mut self, slowdown: f64, copied: f64) {
+        let factor = match slowdown > MAX_SLOWDOWN {
+            true => 0.75,
+            false if copied < self.rate / 2.0 => 1.0,
+            false => 1.2,
+        };
+        self.rate = (self.rate * factor).clamp(MIN_RATE, MAX_RATE);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A guest with requests one after the other, each of which takes `time` without copies and `time` times the rate
+    /// divided by `capacity` more with them. The rates of the last cycles.
+    fn rates(time: f64, capacity: f64, windows: u32) -> Vec<f64> {
+        let (mut now, mut load) = (Duration::ZERO, ExportLoad::default());
+        let mut pace = Pace::new(now, load);
+        let mut rates = Vec::new();
+        for _ in 0..windows {
+            let rate = match pace.allowance(now, || load) {
+                Allowance::Unlimited => MAX_RATE,
+                Allowance::Rate(rate) => rate as f64,
+                Allowance::Rest(end) => {
+                    assert_eq!(end, now + WINDOW);
+                    0.0
+                }
+            };
+            rates.push(rate);
+            pace.count((rate * WINDOW.as_secs_f64()) as u64);
+            let each = time * (1.0 + rate / capacity);
+            load.requests += (WINDOW.as_secs_f64() / each) as u64;
+            load.time += WINDOW;
+            now += WINDOW;
+        }
+        rates.split_off(rates.len().saturating_sub(200))
+    }
+
+    #[test]
+    fn the_rate_settles_where_requests_take_as_much_longer_as_they_may() {
+        for capacity in [64e6, 1e9, 20e9] {
+            let rates = rates(1e-4, capacity, 2000);
+            let mean = rates.iter().sum::<f64>() / rates.len() as f64;
+            let expected = capacity * (MAX_SLOWDOWN - 1.0);
+            assert!((0.5..1.5).contains(&(mean / expected)), "{mean} of {expected}");
+            assert_eq!(rates.iter().filter(|rate| **rate == 0.0).count(), 20, "rests");
+        }
+    }
+
+    #[test]
+    fn a_job_goes_on_however_slow_the_disk_is() {
+        let rates = rates(1e-4, 1.0, 2000);
+        assert!(rates.iter().all(|rate| *rate == 0.0 || *rate >= MIN_RATE));
+    }
+
+    #[test]
+    fn an_idle_disk_is_copied_without_a_limit_until_it_is_used() {
+        let (mut now, mut load) = (Duration::ZERO, ExportLoad::default());
+        let mut pace = Pace::new(now, load);
+        assert_eq!(pace.allowance(now, || load), Allowance::Rest(WINDOW));
+        now += WINDOW;
+        assert_eq!(pace.allowance(now, || load), Allowance::Unlimited);
+        load.requests += 100;
+        load.time += WINDOW;
+        now += WINDOW;
+        assert_eq!(pace.allowance(now, || load), Allowance::Rest(now + WINDOW));
+    }
+}
