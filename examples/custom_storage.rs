@@ -153,7 +153,8 @@ fn main() -> Result<(), Box<dyn StdError>> {
     let disk = Arc::new(Disk::raw(PatternStorage::new(), Options::default())?);
     let exports = Exports::new();
     let (name, description) = ("pattern".to_owned(), "each 8 bytes hold their offset".to_owned());
-    exports.add(Export { name: name.clone(), description, disk: Arc::clone(&disk) })?;
+    let bitmaps = Vec::new();
+    exports.add(Export { name: name.clone(), description, disk: Arc::clone(&disk), bitmaps })?;
 
     // One loop accepts and serves; with several, connections are spread over them.
     let server_loop = LoopThread::start("nbd".into(), EngineChoice::Auto, |_| ())?;

@@ -16,7 +16,9 @@ struct Exports;
 
 fn info(name: &str, access: Access) -> ExportInfo {
     let description = format!("The export {name}");
-    ExportInfo { name: name.into(), description, size: 1 << 30, access, preferred_block: 4096 }
+    let bitmaps = vec!["monday".into(), "b".into()];
+    let (name, size, preferred_block) = (name.into(), 1 << 30, 4096);
+    ExportInfo { name, description, size, access, preferred_block, bitmaps }
 }
 
 impl ExportLookup for Exports {

@@ -4,7 +4,7 @@
 #![forbid(unsafe_code)]
 
 use blockhouse_nbd::command::{Command, PayloadTooLong, decode};
-use blockhouse_nbd::handshake::{BlockStatusState, NegotiatedOptions};
+use blockhouse_nbd::handshake::{MetaContext, NegotiatedOptions};
 use blockhouse_nbd::proto::request::RequestHeader;
 use blockhouse_nbd::proto::{Framing, MAX_PAYLOAD};
 use libfuzzer_sys::fuzz_target;
@@ -15,11 +15,11 @@ fn options(choice: u8) -> NegotiatedOptions {
         1 => Framing::Structured,
         _ => Framing::Extended,
     };
-    let block_status = match framing.has_chunks() && choice >= 128 {
-        true => BlockStatusState::Negotiated,
-        false => BlockStatusState::NotNegotiated,
+    let contexts = match framing.has_chunks() && choice >= 128 {
+        true => vec![(1, MetaContext::Allocation), (2, MetaContext::DirtyBitmap("b".into()))],
+        false => Vec::new(),
     };
-    NegotiatedOptions { export: "disk".into(), framing, block_status }
+    NegotiatedOptions { export: "disk".into(), framing, contexts }
 }
 
 fuzz_target!(|data: &[u8]| {

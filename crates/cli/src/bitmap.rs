@@ -124,7 +124,9 @@ async fn run_action(action: Action) -> Result<()> {
                     disk.bitmaps().merge(&name, &other, &source).await?;
                     other.close().await?;
                 }
-                None => disk.bitmaps().merge(&name, &disk, &source).await?,
+                None => {
+                    disk.bitmaps().merge(&name, &disk, &source).await?;
+                }
             }
             Ok(disk.close().await?)
         }

@@ -59,6 +59,10 @@ const EXAMPLES: &[(&str, &[Example])] = &[
                 "blockhouse serve disk.qcow2 --vhost-user-blk disk.vu",
             ),
             example(
+                "For backups: NBD clients may ask what has changed",
+                "blockhouse serve disk.qcow2 --bitmap changes --nbd 'nbd+unix:///?socket=disk.sock'",
+            ),
+            example(
                 "The disk as a snapshot has it, for reading",
                 "blockhouse serve disk.qcow2 --snapshot before --nbd 'nbd+unix:///?socket=before.sock'",
             ),
@@ -292,6 +296,44 @@ const EXAMPLES: &[(&str, &[Example])] = &[
         &[example(
             "From before to monday",
             "blockhouse ctl control snapshot rename disk.qcow2 before monday",
+        )],
+    ),
+    (
+        "ctl bitmap",
+        &[example("While guests write", "blockhouse ctl control bitmap add disk.qcow2 monday")],
+    ),
+    (
+        "ctl bitmap list",
+        &[example("And what they say", "blockhouse ctl control bitmap list disk.qcow2")],
+    ),
+    (
+        "ctl bitmap add",
+        &[example(
+            "To the nearest 4 KiB",
+            "blockhouse ctl control bitmap add -g 4K disk.qcow2 day",
+        )],
+    ),
+    (
+        "ctl bitmap remove",
+        &[example("It is gone", "blockhouse ctl control bitmap remove disk.qcow2 changes")],
+    ),
+    (
+        "ctl bitmap clear",
+        &[example("Begin anew", "blockhouse ctl control bitmap clear disk.qcow2 changes")],
+    ),
+    (
+        "ctl bitmap enable",
+        &[example("Record again", "blockhouse ctl control bitmap enable disk.qcow2 changes")],
+    ),
+    (
+        "ctl bitmap disable",
+        &[example("Keep it as it is", "blockhouse ctl control bitmap disable disk.qcow2 changes")],
+    ),
+    (
+        "ctl bitmap merge",
+        &[example(
+            "A day into its week",
+            "blockhouse ctl control bitmap merge disk.qcow2 week changes",
         )],
     ),
     ("ctl jobs", &[example("How far they are", "blockhouse ctl control jobs")]),

@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 use blockhouse_disk::{
     Access, CacheMode, DetectZeroes, Discard, ImageFormat, RemoteBacking, is_address,
 };
+use blockhouse_nbd::MAX_EXPORT_BITMAPS;
 use schemars::JsonSchema;
 use serde::Deserialize;
 
@@ -52,6 +53,9 @@ pub struct DiskOptions {
     /// Whether the image may name an export of another server as its backing file.
     #[serde(default)]
     pub allow_remote: bool,
+    /// Persistent bitmaps of the image that NBD clients may ask for (qemu:dirty-bitmap:NAME), by their names.
+    #[serde(default)]
+    pub bitmaps: Vec<String>,
     /// How many operations and bytes a second it may have. Left out: no limits.
     #[serde(default)]
     pub limits: LimitOptions,
@@ -114,6 +118,7 @@ impl DiskOptions {
         if self.create.is_some() && self.snapshot.is_some() {
             return Err("a new image has no snapshots; leave out create or snapshot".into());
         }
+        check_bitmaps(&self.bitmaps, self.snapshot.as_deref())?;
         Ok(DiskSetup {
             name,
             path: self.path.clone(),
@@ -125,12 +130,31 @@ impl DiskOptions {
             create: self.create.map(|size| size.next_multiple_of(512)),
             snapshot: self.snapshot.clone(),
             allow_paths: self.allow_paths.clone(),
+            bitmaps: self.bitmaps.clone(),
             throttle: self.limits.throttle()?,
             remote_backing: match self.allow_remote {
                 true => RemoteBacking::Allowed,
                 false => RemoteBacking::Refused,
             },
         })
+    }
+}
+
+/// Refuses bitmaps that cannot be offered to NBD clients.
+///
+/// # Errors
+/// There are too many, one is named twice, or a snapshot is served.
+pub fn check_bitmaps(bitmaps: &[String], snapshot: Option<&str>) -> Result<(), String> {
+    if !bitmaps.is_empty() && snapshot.is_some() {
+        return Err("bitmaps tell of the disk and not of a snapshot; leave out one of them".into());
+    }
+    if bitmaps.len() > MAX_EXPORT_BITMAPS {
+        let count = bitmaps.len();
+        return Err(format!("{count} bitmaps are more than an export has ({MAX_EXPORT_BITMAPS})"));
+    }
+    match bitmaps.iter().enumerate().find(|(index, name)| bitmaps[..*index].contains(name)) {
+        Some((_, name)) => Err(format!("the bitmap '{name}' is named twice; name it once")),
+        None => Ok(()),
     }
 }
 
@@ -186,6 +210,8 @@ mod tests {
             (r#"{"path":"/a","create":18446744073709551615}"#, "too large"),
             (r#"{"path":"/a","detect-zeroes":"unmap","discard":"ignore"}"#, "needs discard unmap"),
             (r#"{"path":"/a","create":1,"snapshot":"s"}"#, "no snapshots"),
+            (r#"{"path":"/a","bitmaps":["b"],"snapshot":"s"}"#, "not of a snapshot"),
+            (r#"{"path":"/a","bitmaps":["b","c","b"]}"#, "'b' is named twice"),
             (r#"{"path":"/a","read_only":true}"#, "unknown field"),
         ] {
             let error = options(json).expect_err(json);

@@ -3,7 +3,7 @@
 use std::path::Path;
 
 use anyhow::{Result, bail};
-use blockhouse_core::{Error, ErrorKind};
+use blockhouse_core::{ByteRange, Error, ErrorKind};
 use blockhouse_disk::{
     Access, AllowedPaths, ImageDisk, ImageOptions, Locking, NOT_KEPT, StateDir, StateUse, create,
     exists, format_for_new, open, open_snapshot,
@@ -74,7 +74,8 @@ pub(crate) fn image_options(disk: &DiskSetup, state: &StateUse) -> Result<ImageO
 /// Opens a disk, and makes its image first if that is wanted and missing.
 ///
 /// # Errors
-/// Why it cannot be opened, or that it has another size than the one that it was to be made with.
+/// Why it cannot be opened, that it has another size than the one that it was to be made with, or that it lacks a bitmap
+/// that is to be offered.
 pub(crate) async fn open_disk(setup: &DiskSetup, state: &StateUse) -> Result<ImageDisk> {
     let (path, options) = (&*setup.path, image_options(setup, state)?);
     if let Some(size) = setup.create
@@ -94,6 +95,10 @@ pub(crate) async fn open_disk(setup: &DiskSetup, state: &StateUse) -> Result<Ima
         if let Some(truncation) = layer.features.and_then(|qcow2| qcow2.truncation) {
             tracing::warn!("{}: {truncation}: reads of what is lost fail", layer.name);
         }
+    }
+    for bitmap in &setup.bitmaps {
+        // Whether it is there and consistent.
+        disk.bitmaps().extents(bitmap, ByteRange::between(0, 0), 0).await?;
     }
     match setup.create {
         Some(size) if disk.size() != size => bail!(

@@ -119,6 +119,8 @@ pub struct DiskSetup {
     pub allow_paths: Vec<PathBuf>,
     /// Whether it may name exports of other servers.
     pub remote_backing: RemoteBacking,
+    /// The bitmaps that its NBD clients may ask for, by their names.
+    pub bitmaps: Vec<String>,
     /// How many operations and bytes a second it may have.
     pub throttle: Option<DiskThrottle>,
 }

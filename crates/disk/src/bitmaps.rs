@@ -1,10 +1,16 @@
 //! Persistent dirty bitmaps of an open disk: which parts of it changed since a bitmap was added or cleared.
 
+use std::time::Instant;
+
 use blockhouse_core::{ByteRange, Result, Storage, SyncMode};
 use blockhouse_format::{Bitmap, BitmapAction, BitmapExtent, Bitmaps, NewBitmap};
 
 use crate::disk::Disk;
 use crate::durability::FlushTracker;
+use crate::snapshots::Pause;
+
+/// Extents that are looked at together, at least.
+const EXTENTS: usize = 4096;
 
 impl<S: Storage> Disk<S> {
     /// The disk's persistent bitmaps.
@@ -45,12 +51,28 @@ impl<S: Storage> DiskBitmaps<'_, S> {
         self.disk.format().bitmaps()?.extents(name, range, max).await
     }
 
+    /// How many bytes the bitmap of this name says to have changed, in whole granules but for the end of the disk.
+    ///
+    /// # Errors
+    /// As [`extents`](Self::extents).
+    pub async fn dirty_bytes(&self, name: &str) -> Result<u64> {
+        let mut rest = ByteRange::between(0, self.disk.size());
+        let mut dirty = 0;
+        while !rest.is_empty() {
+            for extent in self.extents(name, rest, EXTENTS).await? {
+                rest = rest.skip(extent.length);
+                dirty += if extent.is_dirty { extent.length } else { 0 };
+            }
+        }
+        Ok(dirty)
+    }
+
     /// Adds a bitmap without any change in it.
     ///
     /// # Errors
     /// As [`Qcow2::add_bitmap`](blockhouse_format::Qcow2::add_bitmap); `ReadOnly`; `Unsupported` for a format
     /// without bitmaps. Nothing has changed then.
-    pub async fn add(&self, new: &NewBitmap) -> Result<()> {
+    pub async fn add(&self, new: &NewBitmap) -> Result<Pause> {
         self.while_quiesced(async |bitmaps| bitmaps.add(new).await).await
     }
 
@@ -58,15 +80,16 @@ impl<S: Storage> DiskBitmaps<'_, S> {
     ///
     /// # Errors
     /// As [`add`](Self::add); `InvalidInput` where there is none, or where it is inconsistent and not to be removed.
-    pub async fn change(&self, name: &str, action: BitmapAction) -> Result<()> {
+    pub async fn change(&self, name: &str, action: BitmapAction) -> Result<Pause> {
         self.while_quiesced(async |bitmaps| bitmaps.change(name, action).await).await
     }
 
-    /// Adds what the bitmap `source_name` of `source`, which may be this disk, has recorded to the bitmap `name`.
+    /// Adds what the bitmap `source_name` of `source` has recorded to the bitmap `name`. `source` is this disk, or one
+    /// that nothing changes meanwhile.
     ///
     /// # Errors
     /// As [`change`](Self::change); `InvalidInput` for disks of different sizes.
-    pub async fn merge(&self, name: &str, source: &Disk<S>, source_name: &str) -> Result<()> {
+    pub async fn merge(&self, name: &str, source: &Disk<S>, source_name: &str) -> Result<Pause> {
         let source = source.format().bitmaps()?;
         self.while_quiesced(async |bitmaps| bitmaps.merge(name, &source, source_name).await).await
     }
@@ -75,13 +98,15 @@ impl<S: Storage> DiskBitmaps<'_, S> {
     async fn while_quiesced(
         &self,
         change: impl AsyncFnOnce(&Bitmaps<'_, FlushTracker<S>>) -> Result<()>,
-    ) -> Result<()> {
+    ) -> Result<Pause> {
         self.disk.check_access(0)?;
         let bitmaps = self.disk.format().bitmaps()?;
         self.disk.format().flush(SyncMode::Data).await?;
+        let began = Instant::now();
         let _quiesced = self.disk.quiesce().await;
         // It may have become read-only meanwhile.
         self.disk.check_access(0)?;
-        change(&bitmaps).await
+        change(&bitmaps).await?;
+        Ok(Pause { length: began.elapsed() })
     }
 }

@@ -24,8 +24,18 @@ pub const MAX_STRING: usize = 4096;
 /// nothing was announced ("Size constraints"), and the one that is announced.
 pub const MAX_PAYLOAD: u32 = InFlightLimits::DEFAULT.request_bytes as u32;
 
-/// The id that stands for `base:allocation` in block status replies.
+/// The id that stands for `base:allocation` in block status replies. Bitmaps have the ids that follow.
 pub const ALLOCATION_CONTEXT: u32 = 1;
+
+/// The metadata context that tells what is allocated ("Metadata querying").
+pub const BASE_ALLOCATION: &str = "base:allocation";
+
+/// What a metadata context's name begins with that tells what changed since a bitmap was made; the bitmap's name
+/// follows (`docs/interop/nbd.txt` of QEMU).
+pub const DIRTY_BITMAP: &str = "qemu:dirty-bitmap:";
+
+/// The flag of a block status descriptor in such a context: the range has changed (`NBD_STATE_DIRTY`).
+pub const DIRTY: u32 = 1 << 0;
 
 bitflags! {
     /// What an export can do ("Transmission flags").

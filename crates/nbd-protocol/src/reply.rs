@@ -3,7 +3,7 @@
 //! Every function encodes at the start of a slice and returns how many bytes that took. A reply with a
 //! payload is its head followed directly by the payload, so that both are sent from one buffer.
 
-use super::{ALLOCATION_CONTEXT, Errno, Framing, StatusFlags};
+use super::{Errno, Framing};
 
 /// What starts a simple reply.
 pub const SIMPLE_MAGIC: u32 = 0x6744_6698;
@@ -56,10 +56,21 @@ pub struct ReplyTo {
 
 /// Encodes the head of the one chunk of a reply: its header, marked as the last.
 fn encode_chunk(out: &mut [u8], framing: Framing, to: ReplyTo, kind: u16, payload: usize) -> usize {
+    encode_chunk_of(out, framing, to, (kind, DONE), payload)
+}
+
+/// Encodes the head of a chunk of this type with these flags.
+fn encode_chunk_of(
+    out: &mut [u8],
+    framing: Framing,
+    to: ReplyTo,
+    (kind, flags): (u16, u16),
+    payload: usize,
+) -> usize {
     let extended = matches!(framing, Framing::Extended);
     let magic = if extended { EXTENDED_MAGIC } else { STRUCTURED_MAGIC };
     out[0..4].copy_from_slice(&magic.to_be_bytes());
-    out[4..6].copy_from_slice(&DONE.to_be_bytes());
+    out[4..6].copy_from_slice(&flags.to_be_bytes());
     out[6..8].copy_from_slice(&kind.to_be_bytes());
     out[8..16].copy_from_slice(&to.cookie.to_be_bytes());
     if extended {
@@ -158,37 +169,51 @@ pub const fn descriptor_length(framing: Framing) -> usize {
     }
 }
 
-/// Encodes the head of a block status reply with `count` descriptors, at least one.
-pub fn encode_status_head(out: &mut [u8], framing: Framing, to: ReplyTo, count: usize) -> usize {
+/// What a block status reply says in one metadata context: a chunk of the reply.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct StatusChunk {
+    /// The id of the context.
+    pub context: u32,
+    /// How many descriptors follow its head, at least one.
+    pub count: usize,
+    /// Whether no chunk of another context follows.
+    pub is_last: bool,
+}
+
+/// Encodes the head of a chunk of a block status reply.
+pub fn encode_status_head(
+    out: &mut [u8],
+    framing: Framing,
+    to: ReplyTo,
+    StatusChunk { context, count, is_last }: StatusChunk,
+) -> usize {
     let descriptors = count * descriptor_length(framing);
-    let context = ALLOCATION_CONTEXT.to_be_bytes();
+    let context = context.to_be_bytes();
+    let flags = if is_last { DONE } else { 0 };
     if matches!(framing, Framing::Extended) {
-        let head = encode_chunk(out, framing, to, chunk::BLOCK_STATUS_EXT, 8 + descriptors);
+        let kind = (chunk::BLOCK_STATUS_EXT, flags);
+        let head = encode_chunk_of(out, framing, to, kind, 8 + descriptors);
         out[head..head + 4].copy_from_slice(&context);
         out[head + 4..head + 8].copy_from_slice(&(count as u32).to_be_bytes());
         head + 8
     } else {
-        let head = encode_chunk(out, framing, to, chunk::BLOCK_STATUS, 4 + descriptors);
+        let kind = (chunk::BLOCK_STATUS, flags);
+        let head = encode_chunk_of(out, framing, to, kind, 4 + descriptors);
         out[head..head + 4].copy_from_slice(&context);
         head + 4
     }
 }
 
-/// Encodes one descriptor. A compact one cannot hold a length from 2^32 on; it is then cut to the
+/// Encodes one descriptor with the flags of its context. A compact one cannot hold a length from 2^32 on; it is then cut to the
 /// largest multiple of 64 KiB that fits, which the protocol allows for the last descriptor.
-pub fn encode_descriptor(
-    out: &mut [u8],
-    framing: Framing,
-    length: u64,
-    flags: StatusFlags,
-) -> usize {
+pub fn encode_descriptor(out: &mut [u8], framing: Framing, length: u64, flags: u32) -> usize {
     if matches!(framing, Framing::Extended) {
         out[0..8].copy_from_slice(&length.to_be_bytes());
-        out[8..16].copy_from_slice(&u64::from(flags.bits()).to_be_bytes());
+        out[8..16].copy_from_slice(&u64::from(flags).to_be_bytes());
     } else {
         let length = u32::try_from(length).unwrap_or(0xffff_0000);
         out[0..4].copy_from_slice(&length.to_be_bytes());
-        out[4..8].copy_from_slice(&flags.bits().to_be_bytes());
+        out[4..8].copy_from_slice(&flags.to_be_bytes());
     }
     descriptor_length(framing)
 }
@@ -196,6 +221,7 @@ pub fn encode_descriptor(
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::StatusFlags;
 
     const TO: ReplyTo = ReplyTo { cookie: 0x0102_0304_0506_0708, offset: 0x1000 };
     const COOKIE: [u8; 8] = [1, 2, 3, 4, 5, 6, 7, 8];
@@ -269,17 +295,23 @@ mod tests {
 
     #[test]
     fn block_status_counts_its_descriptors() {
-        let bytes = encoded(|out| encode_status_head(out, Framing::Structured, TO, 3));
+        let three = StatusChunk { context: 1, count: 3, is_last: true };
+        let bytes = encoded(|out| encode_status_head(out, Framing::Structured, TO, three));
         assert_eq!(bytes.len(), status_head_length(Framing::Structured));
         assert_eq!(bytes[16..], [0, 0, 0, 28, 0, 0, 0, 1]);
-        let bytes = encoded(|out| encode_status_head(out, Framing::Extended, TO, 3));
+        let bytes = encoded(|out| encode_status_head(out, Framing::Extended, TO, three));
         assert_eq!(bytes.len(), status_head_length(Framing::Extended));
         assert_eq!(bytes[24..], [0, 0, 0, 0, 0, 0, 0, 56, 0, 0, 0, 1, 0, 0, 0, 3]);
+        for framing in [Framing::Structured, Framing::Extended] {
+            let more = StatusChunk { context: 7, count: 1, is_last: false };
+            let bytes = encoded(|out| encode_status_head(out, framing, TO, more));
+            assert_eq!(bytes[4..6], [0, 0], "another chunk follows");
+        }
     }
 
     #[test]
     fn a_compact_descriptor_never_lies_about_its_length() {
-        let flags = StatusFlags::HOLE | StatusFlags::ZERO;
+        let flags = (StatusFlags::HOLE | StatusFlags::ZERO).bits();
         let bytes = encoded(|out| encode_descriptor(out, Framing::Structured, 5 << 32, flags));
         assert_eq!(bytes, [0xff, 0xff, 0, 0, 0, 0, 0, 3]);
         let bytes = encoded(|out| encode_descriptor(out, Framing::Extended, 5 << 32, flags));

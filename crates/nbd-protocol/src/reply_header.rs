@@ -122,8 +122,8 @@ mod tests {
 
     use super::*;
     use crate::reply::{
-        MAX_SMALL_REPLY, ReplyTo, SuccessForm, encode_descriptor, encode_error, encode_read_head,
-        encode_status_head, encode_success, read_head_length,
+        MAX_SMALL_REPLY, ReplyTo, StatusChunk, SuccessForm, encode_descriptor, encode_error,
+        encode_read_head, encode_status_head, encode_success, read_head_length,
     };
     use crate::{ALLOCATION_CONTEXT, Errno};
 
@@ -173,8 +173,10 @@ mod tests {
             (Framing::Structured, chunk::BLOCK_STATUS),
             (Framing::Extended, chunk::BLOCK_STATUS_EXT),
         ] {
-            let head = encode_status_head(&mut out, framing, TO, 1);
-            let end = head + encode_descriptor(&mut out[head..], framing, 4096, StatusFlags::HOLE);
+            let status = StatusChunk { context: ALLOCATION_CONTEXT, count: 1, is_last: true };
+            let head = encode_status_head(&mut out, framing, TO, status);
+            let flags = StatusFlags::HOLE.bits();
+            let end = head + encode_descriptor(&mut out[head..], framing, 4096, flags);
             let start = ReplyHeader::parse(framing, &out).unwrap().unwrap().1;
             let expected = Some((ALLOCATION_CONTEXT, 4096, StatusFlags::HOLE));
             assert_eq!(parse_first_status(kind, &out[start..end]), expected);

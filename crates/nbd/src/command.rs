@@ -8,7 +8,7 @@
 use blockhouse_core::{ByteRange, Durability, Fallback, Unmap};
 use blockhouse_disk::Operation;
 
-use crate::handshake::{BlockStatusState, NegotiatedOptions};
+use crate::handshake::NegotiatedOptions;
 use crate::proto::request::{RequestHeader, kind};
 use crate::proto::{CommandFlags, Errno, Framing, MAX_PAYLOAD};
 
@@ -218,7 +218,7 @@ fn block_status(
     header: &RequestHeader,
     options: &NegotiatedOptions,
 ) -> Result<Command, RequestError> {
-    if options.block_status == BlockStatusState::NotNegotiated {
+    if options.contexts.is_empty() {
         return Err(invalid("no metadata context was selected for this export"));
     }
     if header.length == 0 {
@@ -245,13 +245,14 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
+    use crate::handshake::MetaContext;
 
     fn options(framing: Framing) -> NegotiatedOptions {
-        let block_status = match framing.has_chunks() {
-            true => BlockStatusState::Negotiated,
-            false => BlockStatusState::NotNegotiated,
+        let contexts = match framing.has_chunks() {
+            true => vec![(1, MetaContext::Allocation)],
+            false => Vec::new(),
         };
-        NegotiatedOptions { export: String::new(), framing, block_status }
+        NegotiatedOptions { export: String::new(), framing, contexts }
     }
 
     fn header(kind: u16, flags: CommandFlags, offset: u64, length: u64) -> RequestHeader {

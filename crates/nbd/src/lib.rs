@@ -22,7 +22,7 @@
 //!
 //! let exports = Exports::new();
 //! let (name, description) = ("disk".to_owned(), String::new());
-//! exports.add(Export { name, description, disk: Arc::clone(&disk) })?;
+//! exports.add(Export { name, description, disk: Arc::clone(&disk), bitmaps: Vec::new() })?;
 //! let bound = bind_private(&path)?;
 //! let listener = Listener::new(bound.socket)?;
 //! let server = Server::new(Limits::default());
@@ -59,7 +59,7 @@ pub use blockhouse_nbd_protocol as proto;
 pub use blockhouse_nbd_protocol::uri;
 pub use server::{
     BoundSocket, ClientEvent, ClientObserver, Export, ExportError, Exports, Limits,
-    PausedConnection, PausedSession, Server, SocketFile, SocketPermissions, bind, bind_for,
-    bind_private,
+    MAX_EXPORT_BITMAPS, PausedConnection, PausedSession, Server, SocketFile, SocketPermissions,
+    bind, bind_for, bind_private,
 };
 pub use tls::{ClientIdentity, SocketTls, TlsError, TlsFiles, TlsMode, TlsServer};

@@ -17,6 +17,7 @@ mod durability;
 mod engine_choice;
 mod events;
 mod examples;
+mod exported_bitmaps;
 mod foreign_formats;
 mod foreign_tools;
 mod full_host;

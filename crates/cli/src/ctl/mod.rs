@@ -3,11 +3,13 @@
 //! Each is one method of docs/control.md, or few; `call` is for all others. Results are tables, or with `--json` what the
 //! server answered.
 
+mod bitmap;
 mod tables;
 
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result};
+use bitmap::BitmapAction;
 use blockhouse_daemon::control::Connection;
 use blockhouse_daemon::limit_options::LimitOptions;
 use blockhouse_daemon::size::{self, NewSize};
@@ -35,7 +37,7 @@ enum Action {
     /// Tell what is served where.
     Exports,
     /// Open a disk.
-    Open(Open),
+    Open(Box<Open>),
     /// Make everything durable and close a disk.
     Close {
         /// The disk's name.
@@ -102,6 +104,11 @@ enum Action {
         #[command(subcommand)]
         action: SnapshotAction,
     },
+    /// List, add, remove and change the persistent bitmaps of a disk, which tell what has changed since.
+    Bitmap {
+        #[command(subcommand)]
+        action: BitmapAction,
+    },
     /// Tell what disks have done since they were opened.
     Stats {
         /// The disk's name. Left out: all.
@@ -166,6 +173,9 @@ struct Open {
     /// Make the image with this size if it is missing (512, 64K, 20G, 1T).
     #[arg(long, value_name = "SIZE", value_parser = size::parse)]
     create: Option<u64>,
+    /// Let NBD clients ask what this persistent bitmap of the image says to have changed. May be repeated.
+    #[arg(long = "bitmap", short = 'B', value_name = "NAME")]
+    bitmaps: Vec<String>,
     /// How many operations and bytes a second it may have: iops=500,bps=100M and the other keys of serve --limit.
     #[arg(long, value_name = "KEY=VALUE,...")]
     limit: Option<LimitOptions>,
@@ -309,6 +319,7 @@ impl Action {
                 ("limit.set", json!({ "group": group, "limits": limits }))
             }
             Self::Snapshot { action } => action.request(),
+            Self::Bitmap { action } => action.request(),
             Self::Stats { disk } => ("disk.stats", json!({ "disk": disk })),
             Self::Jobs => ("job.list", json!({})),
             Self::Mirror(mirror) => ("job.start", mirror.params()?),
@@ -393,6 +404,7 @@ impl Open {
             "path": absolute(&self.path)?,
             "read-only": self.read_only,
             "exports": exports.collect::<Result<Vec<_>>>()?,
+            "bitmaps": self.bitmaps,
         });
         let optional = [
             ("name", self.name.map(Value::from)),

@@ -59,7 +59,10 @@ pub fn show(method: &str, result: &Value) -> String {
             let listed: Result<Vec<Listed>, _> = serde_json::from_value(result.clone());
             listed.map_or_else(|_| format!("{result:#}"), |list| snapshot_list::as_text(&list))
         }
-        "snapshot.create" | "snapshot.delete" | "snapshot.rename" => {
+        "bitmap.list" => bitmaps(result),
+        "snapshot.create" | "snapshot.delete" | "snapshot.rename" | "bitmap.add"
+        | "bitmap.remove" | "bitmap.clear" | "bitmap.enable" | "bitmap.disable"
+        | "bitmap.merge" => {
             format!("writes were held off for {} us", text(&result["pause-us"]))
         }
         "disk.open" => exports(result),
@@ -101,6 +104,22 @@ fn jobs(result: &Value) -> String {
     let heading =
         ["JOB", "KIND", "DISK", "STATUS", "COPIED", "REMAINING", "RATE", "TARGET", "ERROR"];
     table(heading, result, row)
+}
+
+fn bitmaps(result: &Value) -> String {
+    let row = |bitmap: &Value| {
+        let state = match (&bitmap["inconsistent"], &bitmap["recording"]) {
+            (Value::Bool(true), _) => "inconsistent",
+            (_, Value::Bool(true)) => "enabled",
+            _ => "disabled",
+        };
+        let changed = match bitmap["count"].is_null() {
+            true => "-".into(),
+            false => bytes(&bitmap["count"]),
+        };
+        [text(&bitmap["name"]), bytes(&bitmap["granularity"]), state.into(), changed]
+    };
+    table(["NAME", "GRANULARITY", "STATE", "CHANGED"], result, row)
 }
 
 /// An event: its name, and what it says.

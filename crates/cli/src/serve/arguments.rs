@@ -6,6 +6,7 @@ use std::time::Duration;
 use anyhow::Result;
 use blockhouse_daemon::LoopOptions;
 use blockhouse_daemon::config::{Config, default_queues};
+use blockhouse_daemon::disk_options::check_bitmaps;
 use blockhouse_daemon::limit_options::DiskThrottle;
 use blockhouse_daemon::limits::{self, LimitArgument};
 use blockhouse_daemon::metrics::MetricsAddress;
@@ -26,7 +27,7 @@ use crate::open_args::{AllowPathArgs, state_setup};
 use crate::serve::tls_args::TlsArgs;
 
 /// What the configuration says in place of the command line.
-const OTHER_OPTIONS: [&str; 35] = [
+const OTHER_OPTIONS: [&str; 36] = [
     "images",
     "format",
     "create",
@@ -58,6 +59,7 @@ const OTHER_OPTIONS: [&str; 35] = [
     "state",
     "read_only",
     "snapshot",
+    "bitmap",
     "discard",
     "detect_zeroes",
     "allow_path",
@@ -195,6 +197,13 @@ pub struct Arguments {
     /// Serve the disk as it was when this snapshot was taken (its name or id), for reading only.
     #[arg(long, value_name = "NAME")]
     snapshot: Option<String>,
+    /// Let NBD clients ask what has changed since this persistent bitmap of the image was added or cleared: the metadata
+    /// context qemu:dirty-bitmap:NAME. May be repeated; of several images each must have all of them.
+    ///
+    /// A bitmap that is enabled goes on to change while the image is written: a client is told of all changes that were
+    /// acknowledged before it asked. docs/backup.md says how a backup gets a point in time.
+    #[arg(long, short = 'B', value_name = "NAME")]
+    bitmap: Vec<String>,
     /// What a guest's discards do: unmap gives the space back to the host, ignore does nothing.
     #[arg(long, default_value = "unmap", value_parser = parse_discard)]
     discard: Discard,
@@ -304,6 +313,8 @@ impl Arguments {
                 refuse("several images need one --vhost-user-blk socket each");
             }
         }
+        check_bitmaps(&self.bitmap, self.snapshot.as_deref())
+            .unwrap_or_else(|why| refuse(&format!("--bitmap: {why}")));
         if self.create.is_some() && self.snapshot.is_some() {
             refuse("a new image has no snapshots; leave out --create or --snapshot");
         }
@@ -386,6 +397,7 @@ impl Arguments {
             snapshot: self.snapshot.clone(),
             allow_paths: self.allow.allow_path.clone(),
             remote_backing: self.allow.remote_backing(),
+            bitmaps: self.bitmap.clone(),
             throttle,
         }
     }

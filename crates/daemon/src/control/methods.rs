@@ -7,6 +7,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
 
 use super::Listed;
+use super::bitmap_methods::{BitmapAddParams, BitmapInfo, BitmapMergeParams, BitmapParams};
 use super::job_methods::{JobCompleteParams, JobInfo, JobParams, JobSpeedParams, JobStartParams};
 use crate::disk_options::DiskOptions;
 use crate::events::Event;
@@ -347,6 +348,17 @@ pub(super) const METHODS: &[(&str, &str, MakeSchema)] = &[
     ),
     ("snapshot.delete", "Deletes a snapshot.", of::<SnapshotParams, PauseResult>),
     ("snapshot.rename", "Gives a snapshot another name.", of::<SnapshotRenameParams, PauseResult>),
+    ("bitmap.list", "The persistent bitmaps of a disk.", of::<DiskParams, Vec<BitmapInfo>>),
+    ("bitmap.add", "Adds a bitmap without any change in it.", of::<BitmapAddParams, PauseResult>),
+    ("bitmap.remove", "Removes a bitmap.", of::<BitmapParams, PauseResult>),
+    ("bitmap.clear", "Forgets the changes in a bitmap.", of::<BitmapParams, PauseResult>),
+    ("bitmap.enable", "Records changes in it from now on.", of::<BitmapParams, PauseResult>),
+    ("bitmap.disable", "Records nothing more in it.", of::<BitmapParams, PauseResult>),
+    (
+        "bitmap.merge",
+        "Adds the changes of one bitmap to those of another one.",
+        of::<BitmapMergeParams, PauseResult>,
+    ),
     (
         "stats.get",
         "All metrics, as /metrics.json has them (docs/metrics.md).",

@@ -5,10 +5,12 @@
 //! sent ([`legacy`]). A connection's requests are carried out one after the other, those of several side by side.
 //!
 //! - [`methods`]: the methods, their parameters and results; `dispatch`: what each does; `job_methods` and `jobs`: those of
-//!   jobs
+//!   jobs; `bitmap_methods` and `bitmaps`: those of bitmaps
 //! - `rpc`: messages of JSON-RPC; `outcome`: parameters and results; [`legacy`]: the older ones
 //! - `server`, `line_stream`, `gate`: connections; `client`: the other end
 
+mod bitmap_methods;
+mod bitmaps;
 mod client;
 mod dispatch;
 mod gate;

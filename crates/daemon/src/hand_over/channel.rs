@@ -261,7 +261,9 @@ mod tests {
         let old = include_bytes!("format/offer_of_version_1");
         std::io::Write::write_all(&mut &one, old).expect("room");
         let channel = Channel::new(other.into(), VERSION).expect("a socket");
-        let why = "the other server speaks version 1 of the hand-over's format, this one version 2; restart instead";
+        let why = format!(
+            "the other server speaks version 1 of the hand-over's format, this one version {VERSION}; restart instead"
+        );
         assert_eq!(refusal(&channel), why);
         let (one, other) = pair();
         one.send_all(&[7; HEADER_BYTES], &[]).expect("room");

@@ -13,7 +13,7 @@
 //! After the header come the descriptors (`SCM_RIGHTS`), in batches of up to [`BATCH`], each with one byte of any
 //! value. Then the JSON, then the bytes. The header is the same in all versions, so that each can refuse another. A
 //! change of anything else is another version: fields are never ignored and have no defaults. A test holds the
-//! frames of each version as bytes. Version 1 had no vhost-user-blk devices.
+//! frames of each version as bytes. Version 1 had no vhost-user-blk devices, version 2 no bitmaps.
 //!
 //! Order of the descriptors. [`Message::Offer`]: for each file of each image the file, then its second open file for the
 //! last block and the one that is flushed, as far as it has them; for each socket the socket, then its file (`O_PATH`) if
@@ -22,14 +22,14 @@
 //! the log, how changes of the log are told, the socket for messages to it, and for each ring how the guest kicks, how
 //! the driver is notified, and how a broken ring is told, as far as it has them.
 
-use blockhouse_nbd::handshake::{BlockStatusState, NegotiatedOptions};
+use blockhouse_nbd::handshake::{MetaContext, NegotiatedOptions};
 use blockhouse_nbd::proto::Framing;
 use serde::{Deserialize, Serialize};
 
 /// What a frame begins with.
 pub const MAGIC: [u8; 8] = *b"BHANDOVR";
 /// The version of the format.
-pub const VERSION: u32 = 2;
+pub const VERSION: u32 = 3;
 /// Bytes of a header.
 pub const HEADER_BYTES: usize = 32;
 /// Descriptors that come together: fewer than the kernel takes (`SCM_MAX_FD`, 253).
@@ -147,8 +147,8 @@ pub struct Connection {
     pub export: String,
     /// How requests and replies are framed.
     pub framing: FramingName,
-    /// Whether `base:allocation` was negotiated.
-    pub block_status: bool,
+    /// The metadata contexts that were negotiated, with the ids that replies have.
+    pub contexts: Vec<(u32, ContextName)>,
     /// Whether it has ever sent a request.
     pub is_used: bool,
     /// Bytes that were received, and belong to no request that was executed.
@@ -287,6 +287,34 @@ pub enum FramingName {
     Extended,
 }
 
+/// A metadata context of NBD.
+#[derive(Clone, Debug, Deserialize, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum ContextName {
+    /// `base:allocation`.
+    Allocation,
+    /// `qemu:dirty-bitmap:` and this.
+    DirtyBitmap(String),
+}
+
+impl From<&ContextName> for MetaContext {
+    fn from(name: &ContextName) -> Self {
+        match name {
+            ContextName::Allocation => Self::Allocation,
+            ContextName::DirtyBitmap(name) => Self::DirtyBitmap(name.clone()),
+        }
+    }
+}
+
+impl From<&MetaContext> for ContextName {
+    fn from(context: &MetaContext) -> Self {
+        match context {
+            MetaContext::Allocation => Self::Allocation,
+            MetaContext::DirtyBitmap(name) => Self::DirtyBitmap(name.clone()),
+        }
+    }
+}
+
 impl Connection {
     /// What the handshake agreed on.
     pub fn options(&self) -> NegotiatedOptions {
@@ -297,10 +325,7 @@ impl Connection {
                 FramingName::Structured => Framing::Structured,
                 FramingName::Extended => Framing::Extended,
             },
-            block_status: match self.block_status {
-                true => BlockStatusState::Negotiated,
-                false => BlockStatusState::NotNegotiated,
-            },
+            contexts: self.contexts.iter().map(|(id, name)| (*id, name.into())).collect(),
         }
     }
 }

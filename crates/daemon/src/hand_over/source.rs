@@ -216,7 +216,7 @@ fn record(paused: &PausedConnection) -> Connection {
         socket: *socket,
         export: session.options.export.clone(),
         framing: session.options.framing.into(),
-        block_status: session.options.block_status.is_negotiated(),
+        contexts: session.options.contexts.iter().map(|(id, one)| (*id, one.into())).collect(),
         is_used: session.is_used,
         received: session.received.len() as u64,
     }

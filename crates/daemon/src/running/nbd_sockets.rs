@@ -47,7 +47,8 @@ impl ServedSocket {
 
 /// A disk under a name. It has no description: clients need not know where the image lies on the host.
 fn export(name: String, disk: &RunningDisk) -> Export<ImageStorage> {
-    Export { name, description: String::new(), disk: Arc::clone(&disk.disk) }
+    let bitmaps = disk.setup.bitmaps.clone();
+    Export { name, description: String::new(), disk: Arc::clone(&disk.disk), bitmaps }
 }
 
 /// Whether a socket's clients must use TLS.

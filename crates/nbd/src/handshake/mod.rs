@@ -11,8 +11,7 @@ mod option_reply;
 mod parse;
 
 pub use negotiation::{
-    BlockStatusState, ExportInfo, ExportLookup, HandshakeError, MAX_OPTIONS, NegotiatedOptions,
-    TlsState,
+    ExportInfo, ExportLookup, HandshakeError, MAX_OPTIONS, MetaContext, NegotiatedOptions, TlsState,
 };
 use negotiator::{Answer, Decision, Negotiator, Padding};
 

@@ -1,8 +1,10 @@
 //! What a handshake negotiates: the exports there are, the options that were agreed on, or the error.
 
+use std::fmt;
+
 use blockhouse_disk::Access;
 
-use crate::proto::Framing;
+use crate::proto::{ALLOCATION_CONTEXT, BASE_ALLOCATION, DIRTY_BITMAP, Framing};
 
 /// A client that has not chosen an export after so many options is disconnected.
 pub const MAX_OPTIONS: u32 = 4096;
@@ -20,6 +22,34 @@ pub struct ExportInfo {
     pub access: Access,
     /// The block size in bytes that avoids read-modify-write: a power of two, 512 to 32 MiB.
     pub preferred_block: u32,
+    /// The bitmaps that it offers, 64 at most.
+    pub bitmaps: Vec<String>,
+}
+
+impl ExportInfo {
+    /// What block status can tell about it, with the ids that replies have.
+    pub fn contexts(&self) -> impl Iterator<Item = (u32, MetaContext)> {
+        let bitmaps = self.bitmaps.iter().cloned().map(MetaContext::DirtyBitmap);
+        (ALLOCATION_CONTEXT..).zip(std::iter::once(MetaContext::Allocation).chain(bitmaps))
+    }
+}
+
+/// A metadata context: something that block status can tell about an export.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum MetaContext {
+    /// `base:allocation`: what is allocated, and what reads as zeros.
+    Allocation,
+    /// `qemu:dirty-bitmap:` and this name: what the bitmap says to have changed.
+    DirtyBitmap(String),
+}
+
+impl fmt::Display for MetaContext {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Allocation => f.write_str(BASE_ALLOCATION),
+            Self::DirtyBitmap(name) => write!(f, "{DIRTY_BITMAP}{name}"),
+        }
+    }
 }
 
 /// The exports that a client may ask for.
@@ -57,24 +87,9 @@ pub struct NegotiatedOptions {
     pub export: String,
     /// The framing of requests and replies.
     pub framing: Framing,
-    /// Whether the client may send BLOCK_STATUS.
-    pub block_status: BlockStatusState,
-}
-
-/// Whether `base:allocation` was selected for the export that was then chosen.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum BlockStatusState {
-    /// It was: BLOCK_STATUS is answered.
-    Negotiated,
-    /// It was not: BLOCK_STATUS is an error.
-    NotNegotiated,
-}
-
-impl BlockStatusState {
-    /// Whether BLOCK_STATUS is answered.
-    pub fn is_negotiated(self) -> bool {
-        self == Self::Negotiated
-    }
+    /// What BLOCK_STATUS is answered with, by the ids of the contexts; empty where it is an error, because none was
+    /// selected for the export that was then chosen.
+    pub contexts: Vec<(u32, MetaContext)>,
 }
 
 /// Why a handshake ended without an export.

@@ -3,12 +3,12 @@
 use blockhouse_disk::Access;
 
 use super::negotiation::{
-    BlockStatusState, ExportInfo, ExportLookup, HandshakeError, NegotiatedOptions, TlsState,
+    ExportInfo, ExportLookup, HandshakeError, MetaContext, NegotiatedOptions, TlsState,
 };
 use super::option_reply::{OptionError, OptionReplies};
-use super::parse::{self, ExportRequest, MetaQueries, Selection};
+use super::parse::{self, ExportRequest, MetaQueries};
 use crate::proto::option::{ClientOption, InfoType, PADDING_LENGTH, ReplyType};
-use crate::proto::{ALLOCATION_CONTEXT, Framing, TransmissionFlags};
+use crate::proto::{Framing, TransmissionFlags};
 
 /// Whether the reply to EXPORT_NAME is padded (`NBD_FLAG_C_NO_ZEROES`).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -37,14 +37,14 @@ pub struct Negotiator {
     tls: TlsState,
     padding: Padding,
     framing: Framing,
-    /// The canonical name of the export that `base:allocation` was selected for.
-    allocation_of: Option<String>,
+    /// The contexts that were selected, and the canonical name of the export that they were selected for.
+    selected: Option<(String, Vec<(u32, MetaContext)>)>,
 }
 
 impl Negotiator {
     /// The state before the first option.
     pub fn new(tls: TlsState) -> Self {
-        Self { tls, padding: Padding::Sent, framing: Framing::Simple, allocation_of: None }
+        Self { tls, padding: Padding::Sent, framing: Framing::Simple, selected: None }
     }
 
     /// Forgets what was agreed on without TLS, but for the client's flags, which came before any option.
@@ -89,7 +89,7 @@ impl Negotiator {
             Some(ClientOption::ExportName) => return Err(HandshakeError::NoSuchExport),
             Some(option) => {
                 if option == ClientOption::SetMetaContext {
-                    self.allocation_of = None;
+                    self.selected = None;
                 }
                 OptionError::new(ReplyType::ErrTooBig, "the option is too long")
             }
@@ -159,19 +159,18 @@ impl Negotiator {
                 return Ok(Answer::Transmit(self.negotiated(info)));
             }
             ClientOption::ListMetaContext => {
-                let (_, selection) = self.query(data, exports)?;
-                if selection.lists_allocation() {
-                    replies.allocation_context(0);
-                }
+                let (info, queries) = self.query(data, exports)?;
+                let contexts = info.contexts().filter(|(_, context)| queries.list(context));
+                contexts.for_each(|(_, context)| replies.context(0, &context));
             }
             ClientOption::SetMetaContext => {
                 // The old selection ends, also when this one fails.
-                self.allocation_of = None;
-                let (name, selection) = self.query(data, exports)?;
-                if selection.sets_allocation() {
-                    replies.allocation_context(ALLOCATION_CONTEXT);
-                    self.allocation_of = Some(name);
-                }
+                self.selected = None;
+                let (info, queries) = self.query(data, exports)?;
+                let contexts = info.contexts().filter(|(_, context)| queries.select(context));
+                let contexts: Vec<_> = contexts.collect();
+                contexts.iter().for_each(|(id, context)| replies.context(*id, context));
+                self.selected = Some((info.name, contexts));
             }
             ClientOption::ExportName | ClientOption::Abort => {
                 unreachable!("these have no such replies")
@@ -257,31 +256,26 @@ impl Negotiator {
         Ok(info)
     }
 
-    /// Parses the queries of LIST_META_CONTEXT and SET_META_CONTEXT: the canonical name of the export,
-    /// and what they select.
-    fn query(
+    /// Parses the queries of LIST_META_CONTEXT and SET_META_CONTEXT, and finds the export.
+    fn query<'a>(
         &self,
-        data: &[u8],
+        data: &'a [u8],
         exports: &dyn ExportLookup,
-    ) -> Result<(String, Selection), OptionError> {
+    ) -> Result<(ExportInfo, MetaQueries<'a>), OptionError> {
         if !self.framing.has_chunks() {
             return Err(invalid(
                 "metadata contexts need structured replies or extended headers first",
             ));
         }
         let queries = MetaQueries::parse(data)?;
-        let info = find(exports, queries.name)?;
-        Ok((info.name, queries.selection))
+        Ok((find(exports, queries.name())?, queries))
     }
 
     fn negotiated(&self, info: ExportInfo) -> NegotiatedOptions {
-        let has_selected = self.allocation_of.as_ref() == Some(&info.name);
+        let selected = self.selected.iter().filter(|(export, _)| *export == info.name);
         NegotiatedOptions {
             framing: self.framing,
-            block_status: match has_selected {
-                true => BlockStatusState::Negotiated,
-                false => BlockStatusState::NotNegotiated,
-            },
+            contexts: selected.flat_map(|(_, contexts)| contexts.clone()).collect(),
             export: info.name,
         }
     }

@@ -1,6 +1,6 @@
 //! Replies to one option, appended to the output.
 
-use super::negotiation::ExportInfo;
+use super::negotiation::{ExportInfo, MetaContext};
 use super::parse::Malformed;
 use crate::proto::option::{InfoType, REPLY_MAGIC, ReplyType};
 use crate::proto::{MAX_PAYLOAD, TransmissionFlags};
@@ -99,8 +99,9 @@ impl<'a> OptionReplies<'a> {
         self.reply(ReplyType::Info, &[&payload]);
     }
 
-    /// The context `base:allocation` with its id, which is 0 in lists.
-    pub fn allocation_context(&mut self, id: u32) {
-        self.reply(ReplyType::MetaContext, &[&id.to_be_bytes(), b"base:allocation"]);
+    /// A metadata context with its id, which is 0 in lists.
+    pub fn context(&mut self, id: u32, context: &MetaContext) {
+        let name = context.to_string();
+        self.reply(ReplyType::MetaContext, &[&id.to_be_bytes(), name.as_bytes()]);
     }
 }

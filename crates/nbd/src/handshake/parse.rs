@@ -1,7 +1,8 @@
 //! Parsing the data of options. Every length is checked against the bytes that are there.
 
-use crate::proto::MAX_STRING;
+use super::negotiation::MetaContext;
 use crate::proto::option::InfoType;
+use crate::proto::{BASE_ALLOCATION, DIRTY_BITMAP, MAX_STRING};
 
 /// The data of an option contradicts the protocol; says how, for people.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -48,34 +49,49 @@ impl<'a> ExportRequest<'a> {
 /// The data of LIST_META_CONTEXT and SET_META_CONTEXT.
 #[derive(Debug, PartialEq, Eq)]
 pub struct MetaQueries<'a> {
-    /// The export asked about.
-    pub name: &'a str,
-    /// What the queries say.
-    pub selection: Selection,
+    name: &'a str,
+    has_queries: bool,
+    /// Those that can mean a context of this server.
+    queries: Vec<Query<'a>>,
 }
 
-/// What a list of queries says about `base:allocation`, the one context there is.
+/// What one query says.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Selection {
-    /// There are no queries: everything when listing, nothing when selecting.
-    NoQueries,
-    /// It is named.
-    Named,
-    /// Only the whole namespace `base:` is: a wildcard when listing, nothing when selecting.
-    Wildcard,
-    /// All queries mean something else, and are ignored.
-    Other,
+enum Query<'a> {
+    /// `base:allocation`.
+    Allocation,
+    /// The bitmap of this name.
+    DirtyBitmap(&'a str),
+    /// `base:`, a wildcard when listing and nothing when selecting.
+    AllOfBase,
+    /// `qemu:` or `qemu:dirty-bitmap:`; as `base:`.
+    AllBitmaps,
 }
 
-impl Selection {
-    /// Whether a list has to contain `base:allocation`.
-    pub fn lists_allocation(self) -> bool {
-        self != Self::Other
+impl<'a> Query<'a> {
+    /// `None` for what means no context of this server.
+    fn parse(query: &'a str) -> Option<Self> {
+        match query {
+            BASE_ALLOCATION => Some(Self::Allocation),
+            "base:" => Some(Self::AllOfBase),
+            "qemu:" | DIRTY_BITMAP => Some(Self::AllBitmaps),
+            _ => query.strip_prefix(DIRTY_BITMAP).map(Self::DirtyBitmap),
+        }
     }
 
-    /// Whether `base:allocation` is selected.
-    pub fn sets_allocation(self) -> bool {
-        self == Self::Named
+    fn names(self, context: &MetaContext) -> bool {
+        match (self, context) {
+            (Self::Allocation, MetaContext::Allocation) => true,
+            (Self::DirtyBitmap(name), MetaContext::DirtyBitmap(own)) => name == own,
+            _ => false,
+        }
+    }
+
+    fn is_wildcard_for(self, context: &MetaContext) -> bool {
+        match context {
+            MetaContext::Allocation => self == Self::AllOfBase,
+            MetaContext::DirtyBitmap(_) => self == Self::AllBitmaps,
+        }
     }
 }
 
@@ -85,20 +101,32 @@ impl<'a> MetaQueries<'a> {
         let mut fields = Fields(data);
         let name = fields.string()?;
         let count = u32::from_be_bytes(*fields.chunk()?);
-        let mut selection = if count == 0 { Selection::NoQueries } else { Selection::Other };
+        let mut queries = Vec::new();
         for _ in 0..count {
             let query = fields.string()?;
-            match query {
-                "base:allocation" => selection = Selection::Named,
-                "base:" if selection != Selection::Named => selection = Selection::Wildcard,
-                _ if !query.contains(':') => {
-                    return Err(Malformed("a query has no namespace before a colon"));
-                }
-                _ => {}
+            if !query.contains(':') {
+                return Err(Malformed("a query has no namespace before a colon"));
             }
+            queries.extend(Query::parse(query));
         }
         fields.finish()?;
-        Ok(Self { name, selection })
+        Ok(Self { name, has_queries: count > 0, queries })
+    }
+
+    /// The export asked about.
+    pub fn name(&self) -> &'a str {
+        self.name
+    }
+
+    /// Whether a list has to contain this context.
+    pub fn list(&self, context: &MetaContext) -> bool {
+        let is_meant = |query: &Query<'_>| query.names(context) || query.is_wildcard_for(context);
+        !self.has_queries || self.queries.iter().any(is_meant)
+    }
+
+    /// Whether this context is selected.
+    pub fn select(&self, context: &MetaContext) -> bool {
+        self.queries.iter().any(|query| query.names(context))
     }
 }
 
@@ -148,8 +176,14 @@ mod tests {
         data
     }
 
-    fn selection(texts: &[&str]) -> Result<Selection, Malformed> {
-        MetaQueries::parse(&queries(texts)).map(|queries| queries.selection)
+    /// Which of three contexts are listed, and which are selected.
+    fn meant(texts: &[&str]) -> Result<[Vec<bool>; 2], Malformed> {
+        let data = queries(texts);
+        let queries = MetaQueries::parse(&data)?;
+        let bitmap = |name: &str| MetaContext::DirtyBitmap(name.to_owned());
+        let all = [MetaContext::Allocation, bitmap("a"), bitmap("a:b")];
+        let listed = all.iter().map(|context| queries.list(context)).collect();
+        Ok([listed, all.iter().map(|context| queries.select(context)).collect()])
     }
 
     #[test]
@@ -187,12 +221,20 @@ mod tests {
 
     #[test]
     fn queries_select_by_the_letter() {
-        assert_eq!(selection(&[]), Ok(Selection::NoQueries));
-        assert_eq!(selection(&["base:"]), Ok(Selection::Wildcard));
-        assert_eq!(selection(&["base:allocation", "base:"]), Ok(Selection::Named));
-        assert_eq!(selection(&["base:", "base:allocation"]), Ok(Selection::Named));
-        assert_eq!(selection(&["base:nothing", "x-other:allocation"]), Ok(Selection::Other));
-        assert!(selection(&["base:allocation", "nocolon"]).is_err());
+        let (yes, no) = (true, false);
+        for (texts, listed, selected) in [
+            (&[][..], [yes, yes, yes], [no, no, no]),
+            (&["base:"], [yes, no, no], [no, no, no]),
+            (&["base:allocation", "base:"], [yes, no, no], [yes, no, no]),
+            (&["base:nothing", "x-other:allocation"], [no, no, no], [no, no, no]),
+            (&["qemu:"], [no, yes, yes], [no, no, no]),
+            (&["qemu:dirty-bitmap:", "base:allocation"], [yes, yes, yes], [yes, no, no]),
+            (&["qemu:dirty-bitmap:a:b"], [no, no, yes], [no, no, yes]),
+            (&["qemu:dirty-bitmap:A", "qemu:allocation-depth"], [no, no, no], [no, no, no]),
+        ] {
+            assert_eq!(meant(texts), Ok([listed.to_vec(), selected.to_vec()]), "{texts:?}");
+        }
+        assert!(meant(&["base:allocation", "nocolon"]).is_err());
     }
 
     #[test]

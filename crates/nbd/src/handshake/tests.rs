@@ -17,6 +17,7 @@ fn info(name: &str, access: Access) -> ExportInfo {
         size: 1 << 30,
         access,
         preferred_block: 4096,
+        bitmaps: if name == "frozen" { vec!["monday".into()] } else { Vec::new() },
     }
 }
 
@@ -146,7 +147,7 @@ fn a_modern_client_gets_everything() {
     let options = NegotiatedOptions {
         export: "disk".into(),
         framing: Framing::Extended,
-        block_status: BlockStatusState::Negotiated,
+        contexts: vec![(1, MetaContext::Allocation)],
     };
     assert_eq!(progress, Progress::Transmit(options));
     assert_eq!(rest, b"early");
@@ -315,36 +316,49 @@ fn listing_knows_wildcards_and_selecting_does_not() {
     }
 }
 
-/// Whether the client may ask for block status after these options.
-fn block_status_after(options: &[Vec<u8>]) -> BlockStatusState {
+/// The ids of the contexts in which block status is told after these options.
+fn contexts_after(options: &[Vec<u8>]) -> Vec<u32> {
     let script = [flags(3), option(STRUCTURED, b""), options.concat()].concat();
     match run(&script, usize::MAX).1 {
-        Progress::Transmit(options) => options.block_status,
+        Progress::Transmit(options) => options.contexts.iter().map(|(id, _)| *id).collect(),
         other => panic!("no transmission phase: {other:?}"),
     }
 }
 
 #[test]
 fn a_selection_holds_for_its_export_until_the_next() {
-    use BlockStatusState::{Negotiated, NotNegotiated};
+    let none: [u32; 0] = [];
     let select = |name| meta(SET_META, name, &["base:allocation"]);
     let enter = |name| go(GO, name, &[]);
-    assert_eq!(block_status_after(&[select("disk"), enter("disk")]), Negotiated);
-    assert_eq!(block_status_after(&[select("disk"), enter("")]), Negotiated);
-    assert_eq!(block_status_after(&[select("disk"), option(1, b"disk")]), Negotiated);
-    assert_eq!(block_status_after(&[select("disk"), enter("frozen")]), NotNegotiated);
-    assert_eq!(
-        block_status_after(&[select("disk"), select("frozen"), enter("disk")]),
-        NotNegotiated
-    );
+    assert_eq!(contexts_after(&[select("disk"), enter("disk")]), [1]);
+    assert_eq!(contexts_after(&[select("disk"), enter("")]), [1]);
+    assert_eq!(contexts_after(&[select("disk"), option(1, b"disk")]), [1]);
+    assert_eq!(contexts_after(&[select("disk"), enter("frozen")]), none);
+    assert_eq!(contexts_after(&[select("disk"), select("frozen"), enter("disk")]), none);
     for spoiled in [
         meta(SET_META, "disk", &[]),
         meta(SET_META, "nowhere", &["base:allocation"]),
         option(SET_META, b"x"),
         option(SET_META, &vec![0; MAX_OPTION as usize + 1]),
     ] {
-        assert_eq!(block_status_after(&[select("disk"), spoiled, enter("disk")]), NotNegotiated);
+        assert_eq!(contexts_after(&[select("disk"), spoiled, enter("disk")]), none);
     }
+}
+
+#[test]
+fn bitmaps_are_listed_and_selected_by_their_names() {
+    let queries = ["qemu:dirty-bitmap:monday", "base:allocation", "qemu:dirty-bitmap:other"];
+    for (number, id) in [(LIST_META, 0), (SET_META, 2)] {
+        let script = [flags(3), option(STRUCTURED, b""), meta(number, "frozen", &queries[..1])];
+        let (output, ..) = run(&script.concat(), usize::MAX);
+        let context = [&[0, 0, 0, id], queries[0].as_bytes()].concat();
+        assert_eq!(replies(&output)[1..], [(number, CONTEXT, context), (number, ACK, vec![])]);
+    }
+    let enter = go(GO, "frozen", &[]);
+    let after = |queries| contexts_after(&[meta(SET_META, "frozen", queries), enter.clone()]);
+    assert_eq!(after(&queries), [1, 2]);
+    assert_eq!(after(&queries[..1]), [2]);
+    assert_eq!(after(&["qemu:", "qemu:dirty-bitmap:"]), [0; 0]);
 }
 
 #[test]

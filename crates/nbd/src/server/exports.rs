@@ -14,6 +14,12 @@ use crate::handshake::{ExportInfo, ExportLookup};
 use crate::proto::{MAX_PAYLOAD, MAX_STRING};
 use crate::tls::{ClientIdentity, SocketTls};
 
+/// How many bitmaps an export offers at most: one reply tells of all that a client has selected.
+pub const MAX_EXPORT_BITMAPS: usize = 64;
+
+/// How long the name of a bitmap may be, in bytes: as in qcow2.
+const MAX_BITMAP_NAME: usize = 1023;
+
 /// A disk under a name.
 pub struct Export<S: Storage> {
     /// What clients call it: at most 4096 bytes without NUL. May be empty.
@@ -22,13 +28,39 @@ pub struct Export<S: Storage> {
     pub description: String,
     /// The disk.
     pub disk: Arc<Disk<S>>,
+    /// The names of the disk's persistent bitmaps that clients may ask for (`qemu:dirty-bitmap:NAME`): at most
+    /// [`MAX_EXPORT_BITMAPS`], each at most 1023 bytes.
+    pub bitmaps: Vec<String>,
+}
+
+impl<S: Storage> Export<S> {
+    /// Refuses what the protocol cannot carry.
+    fn check(&self) -> Result<(), ExportError> {
+        let unfit = |what, why| Err(ExportError::Unfit { what, why });
+        for (what, text) in [("name", &self.name), ("description", &self.description)] {
+            if text.len() > MAX_STRING {
+                return unfit(what, "more than 4096 bytes");
+            }
+            if text.contains('\0') {
+                return unfit(what, "a NUL character");
+            }
+        }
+        if self.bitmaps.len() > MAX_EXPORT_BITMAPS {
+            return unfit("list of bitmaps", "more than 64 names");
+        }
+        let is_long = |name: &&String| name.len() > MAX_BITMAP_NAME || name.contains('\0');
+        match self.bitmaps.iter().find(is_long) {
+            Some(_) => unfit("list of bitmaps", "a name of more than 1023 bytes, or with NUL"),
+            None => Ok(()),
+        }
+    }
 }
 
 impl<S: Storage> Clone for Export<S> {
     fn clone(&self) -> Self {
-        let Self { name, description, disk } = self;
+        let Self { name, description, disk, bitmaps } = self;
         let (name, description) = (name.clone(), description.clone());
-        Self { name, description, disk: Arc::clone(disk) }
+        Self { name, description, disk: Arc::clone(disk), bitmaps: bitmaps.clone() }
     }
 }
 
@@ -41,7 +73,7 @@ pub enum ExportError {
     /// The protocol cannot carry the text.
     #[error("the {what} of an export has {why}; choose another")]
     Unfit {
-        /// Name or description.
+        /// Name, description or list of bitmaps.
         what: &'static str,
         /// What is wrong with it.
         why: &'static str,
@@ -143,14 +175,7 @@ impl<S: Storage> Exports<S> {
     /// # Errors
     /// When there is an export of this name, or the protocol cannot carry its texts.
     pub fn add(&self, export: Export<S>) -> Result<(), ExportError> {
-        for (what, text) in [("name", &export.name), ("description", &export.description)] {
-            if text.len() > MAX_STRING {
-                return Err(ExportError::Unfit { what, why: "more than 4096 bytes" });
-            }
-            if text.contains('\0') {
-                return Err(ExportError::Unfit { what, why: "a NUL character" });
-            }
-        }
+        export.check()?;
         static NEXT: AtomicU64 = AtomicU64::new(0);
         let mut entries = self.0.entries.write();
         if entries.iter().any(|other| other.export.name == export.name) {
@@ -248,5 +273,6 @@ fn info_of<S: Storage>(export: &Export<S>) -> ExportInfo {
         size: export.disk.size(),
         access: export.disk.access(),
         preferred_block: alignment.clamp(BLOCK_ALIGNMENT as u32, MAX_PAYLOAD),
+        bitmaps: export.bitmaps.clone(),
     }
 }

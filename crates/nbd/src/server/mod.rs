@@ -23,7 +23,7 @@ use std::time::Duration;
 use blockhouse_core::{BufferPool, Storage};
 use blockhouse_engine::{Handle, Listener, Stream, is_stopped, sleep};
 use connection::Connection;
-pub use exports::{ClientEvent, ClientObserver, Export, ExportError, Exports};
+pub use exports::{ClientEvent, ClientObserver, Export, ExportError, Exports, MAX_EXPORT_BITMAPS};
 pub use limits::Limits;
 pub use listen::{BoundSocket, SocketFile, SocketPermissions, bind, bind_for, bind_private};
 pub use paused::{PausedConnection, PausedSession};

@@ -1,4 +1,4 @@
-//! Block status: which ranges are allocated and which are zero, as far as they fit into one reply.
+//! Block status: what is allocated and zero, and what bitmaps say to have changed, as far as it fits into one reply.
 
 use blockhouse_core::{Buffer, ByteRange, Result, Storage, WorkBudget};
 use blockhouse_disk::{BlockStatus, BlockStatusCache};
@@ -6,29 +6,56 @@ use blockhouse_disk::{BlockStatus, BlockStatusCache};
 use super::reply_queue::{DataReply, HEAD_ROOM, Reply};
 use super::state::SessionState;
 use crate::command::ReqOne;
+use crate::handshake::MetaContext;
 use crate::proto::reply::{
-    ReplyTo, descriptor_length, encode_descriptor, encode_status_head, status_head_length,
+    ReplyTo, StatusChunk, descriptor_length, encode_descriptor, encode_status_head,
+    status_head_length,
 };
-use crate::proto::{Framing, StatusFlags};
+use crate::proto::{DIRTY, Framing, StatusFlags};
 
 /// Bytes of memory of a reply: about a thousand extents with 64-bit lengths, two thousand with 32-bit
-/// ones. A client that wants to know more asks again, as the protocol foresees.
+/// ones, of all contexts together. A client that wants to know more asks again, as the protocol foresees.
 pub const REPLY_BYTES: usize = HEAD_ROOM + (16 << 10);
 
 /// ReqOne that are looked up for a reply, at most: neighbours of the same status become one descriptor,
 /// so the memory of the reply alone would not limit the work.
 const MAX_LOOKUPS: usize = 8192;
 
-/// Describes the range, which is not empty, from its start on, and of a fragmented image only the first
-/// part of it.
+/// Describes the range, which is not empty, from its start on, in each context that was negotiated; of a fragmented
+/// image only the first part of it.
 pub async fn describe<S: Storage>(
     state: &SessionState<S>,
     to: ReplyTo,
     range: ByteRange,
     req_one: ReqOne,
 ) -> Result<Reply> {
-    let framing = state.options.framing;
-    let mut list = List::new(state.pool.get(REPLY_BYTES)?, framing);
+    let (framing, contexts) = (state.options.framing, &state.options.contexts);
+    let buffer = state.pool.get(REPLY_BYTES)?;
+    let mut chunks = Chunks { buffer, framing, to, end: HEAD_ROOM - status_head_length(framing) };
+    let start = chunks.end;
+    for (index, (id, context)) in contexts.iter().enumerate() {
+        let left = contexts.len() - index;
+        let mut list = chunks.begin(left);
+        match context {
+            MetaContext::Allocation => allocation(state, range, req_one, &mut list).await?,
+            MetaContext::DirtyBitmap(name) => {
+                dirty_bitmap(state, name, range, req_one, &mut list).await?;
+            }
+        }
+        let (count, end) = (list.count, list.end);
+        chunks.finish(StatusChunk { context: *id, count, is_last: left == 1 }, end);
+    }
+    chunks.buffer.set_len(chunks.end);
+    Ok(Reply::Data(DataReply::new(chunks.buffer, start)))
+}
+
+/// What is allocated.
+async fn allocation<S: Storage>(
+    state: &SessionState<S>,
+    range: ByteRange,
+    req_one: ReqOne,
+    list: &mut List<'_>,
+) -> Result<()> {
     // For this request alone, so that the reply has all data that was acknowledged before it.
     let mut cache = BlockStatusCache::default();
     // Cached metadata is looked up without waiting.
@@ -46,49 +73,89 @@ pub async fn describe<S: Storage>(
         if status == current {
             length += more;
         } else {
-            list.push(current, length);
+            list.push(length, allocation_flags(current));
             (current, length) = (status, more);
         }
         rest = rest.skip(more);
         budget.spend(WorkBudget::LOOK_UP).await;
     }
-    list.push(current, length);
-    Ok(Reply::Data(list.finish(to)))
+    list.push(length, allocation_flags(current));
+    Ok(())
 }
 
-/// The descriptors of a reply.
-struct List {
+fn allocation_flags(status: BlockStatus) -> u32 {
+    let flags = match status {
+        BlockStatus::Data => StatusFlags::empty(),
+        BlockStatus::Zero => StatusFlags::ZERO,
+        BlockStatus::Hole => StatusFlags::HOLE | StatusFlags::ZERO,
+    };
+    flags.bits()
+}
+
+/// What the bitmap of this name says to have changed. Of one that changes meanwhile: all changes that were acknowledged
+/// before the request, and perhaps later ones.
+async fn dirty_bitmap<S: Storage>(
+    state: &SessionState<S>,
+    name: &str,
+    range: ByteRange,
+    req_one: ReqOne,
+    list: &mut List<'_>,
+) -> Result<()> {
+    let wanted = if req_one == ReqOne::Set { 1 } else { list.capacity() };
+    let extents = state.disk.bitmaps().extents(name, range, wanted).await?;
+    for extent in extents.into_iter().take(wanted) {
+        list.push(extent.length, if extent.is_dirty { DIRTY } else { 0 });
+    }
+    Ok(())
+}
+
+/// The chunks of a reply, one for each context.
+struct Chunks {
     buffer: Buffer,
+    framing: Framing,
+    to: ReplyTo,
+    /// Where the next chunk begins.
+    end: usize,
+}
+
+impl Chunks {
+    /// The descriptors of the next of `left` chunks, which share what is left of the buffer.
+    fn begin(&mut self, left: usize) -> List<'_> {
+        let Self { buffer, framing, end, .. } = self;
+        let limit = *end + (buffer.len() - *end) / left;
+        let (bytes, end) = (buffer.bytes_mut(), *end + status_head_length(*framing));
+        List { bytes: &mut bytes[..limit], framing: *framing, end, count: 0 }
+    }
+
+    /// Ends a chunk at `end`, with its head.
+    fn finish(&mut self, chunk: StatusChunk, end: usize) {
+        let head = &mut self.buffer.bytes_mut()[self.end..];
+        encode_status_head(head, self.framing, self.to, chunk);
+        self.end = end;
+    }
+}
+
+/// The descriptors of a chunk.
+struct List<'a> {
+    bytes: &'a mut [u8],
     framing: Framing,
     end: usize,
     count: usize,
 }
 
-impl List {
-    fn new(buffer: Buffer, framing: Framing) -> Self {
-        Self { buffer, framing, end: HEAD_ROOM, count: 0 }
+impl List<'_> {
+    /// How many more descriptors fit.
+    fn capacity(&self) -> usize {
+        (self.bytes.len() - self.end) / descriptor_length(self.framing)
     }
 
     /// Whether one more descriptor fits, but not two.
     fn is_nearly_full(&self) -> bool {
-        self.end + 2 * descriptor_length(self.framing) > self.buffer.len()
+        self.capacity() < 2
     }
 
-    fn push(&mut self, status: BlockStatus, length: u64) {
-        let flags = match status {
-            BlockStatus::Data => StatusFlags::empty(),
-            BlockStatus::Zero => StatusFlags::ZERO,
-            BlockStatus::Hole => StatusFlags::HOLE | StatusFlags::ZERO,
-        };
-        let out = &mut self.buffer.bytes_mut()[self.end..];
-        self.end += encode_descriptor(out, self.framing, length, flags);
+    fn push(&mut self, length: u64, flags: u32) {
+        self.end += encode_descriptor(&mut self.bytes[self.end..], self.framing, length, flags);
         self.count += 1;
-    }
-
-    fn finish(mut self, to: ReplyTo) -> DataReply {
-        let start = HEAD_ROOM - status_head_length(self.framing);
-        encode_status_head(&mut self.buffer.bytes_mut()[start..], self.framing, to, self.count);
-        self.buffer.set_len(self.end);
-        DataReply::new(self.buffer, start)
     }
 }

@@ -21,7 +21,7 @@ fn yours() -> Message {
         socket: 0,
         export: "disk".into(),
         framing: FramingName::Structured,
-        block_status: true,
+        contexts: vec![(1, ContextName::Allocation), (2, ContextName::DirtyBitmap("b".into()))],
         is_used: true,
         received: 28,
     };
@@ -70,8 +70,8 @@ fn frontend() -> Frontend {
 /// Another program of this version reads exactly this: to change it, raise [`VERSION`] and keep these among those of
 /// older versions.
 #[test]
-fn version_2_is_written_and_read_as_it_always_was() {
-    assert_eq!(VERSION, 2);
+fn version_3_is_written_and_read_as_it_always_was() {
+    assert_eq!(VERSION, 3);
     let texts = [
         (
             offer(),
@@ -81,7 +81,7 @@ fn version_2_is_written_and_read_as_it_always_was() {
         (Message::Refused { why: "no".into() }, r#"{"refused":{"why":"no"}}"#),
         (
             yours(),
-            r#"{"yours":{"flush-failures":[[5,null]],"connections":[{"socket":0,"export":"disk","framing":"structured","block-status":true,"is-used":true,"received":28}],"frontends":[null,{"features":18446744073709551615,"protocol-features":9,"memory":[{"guest":0,"size":4096,"user":140737488355328,"offset":8192}],"inflight":{"size":4160,"offset":0,"queues":1,"entries":256},"log":{"size":1,"offset":2},"has-log-call":true,"has-backend-channel":false,"write-cache":{"is-volatile":true,"driver-flushes":true,"is-restored":false},"vrings":[{"size":256,"addresses":{"descriptors":1,"available":2,"used":3,"log":4},"base":65535,"kick":"event","has-call":true,"has-error":true,"is-enabled":true,"is-running":true},{"size":0,"addresses":null,"base":0,"kick":"polled","has-call":false,"has-error":false,"is-enabled":false,"is-running":false}]}]}}"#,
+            r#"{"yours":{"flush-failures":[[5,null]],"connections":[{"socket":0,"export":"disk","framing":"structured","contexts":[[1,"allocation"],[2,{"dirty-bitmap":"b"}]],"is-used":true,"received":28}],"frontends":[null,{"features":18446744073709551615,"protocol-features":9,"memory":[{"guest":0,"size":4096,"user":140737488355328,"offset":8192}],"inflight":{"size":4160,"offset":0,"queues":1,"entries":256},"log":{"size":1,"offset":2},"has-log-call":true,"has-backend-channel":false,"write-cache":{"is-volatile":true,"driver-flushes":true,"is-restored":false},"vrings":[{"size":256,"addresses":{"descriptors":1,"available":2,"used":3,"log":4},"base":65535,"kick":"event","has-call":true,"has-error":true,"is-enabled":true,"is-running":true},{"size":0,"addresses":null,"base":0,"kick":"polled","has-call":false,"has-error":false,"is-enabled":false,"is-running":false}]}]}}"#,
         ),
         (Message::Mine, r#""mine""#),
     ];

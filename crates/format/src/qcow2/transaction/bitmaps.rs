@@ -54,6 +54,8 @@ pub enum BitmapAction {
 /// # Errors
 /// `Corrupt` where the directory contradicts the format.
 pub(crate) async fn list_bitmaps<S: Storage>(metadata: &ImageMetadata<S>) -> Result<Vec<Bitmap>> {
+    // A change of the bitmaps meanwhile gives no cluster of the old ones to the guest.
+    let _read = metadata.begin_read();
     let header = metadata.lock().tables.headers().disk().clone();
     let entries = bitmap_directory::read(metadata.storage(), &header).await?;
     Ok(entries.iter().map(|entry| entry.described(&header)).collect())
@@ -68,6 +70,8 @@ pub(crate) async fn bitmap_extents<S: Storage>(
     max: usize,
 ) -> Result<Vec<BitmapExtent>> {
     let image = metadata.storage().name();
+    // As in `list_bitmaps`.
+    let _read = metadata.begin_read();
     let header = metadata.lock().tables.headers().disk().clone();
     let entries = bitmap_directory::read(metadata.storage(), &header).await?;
     let entry = &entries[index_of(image, name, &entries)?];

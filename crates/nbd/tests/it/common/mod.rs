@@ -47,7 +47,8 @@ impl Rig {
         for (name, access) in [("disk", Access::ReadWrite), ("frozen", Access::ReadOnly)] {
             let disk = Disk::raw(storage.clone(), Options { access, ..Options::default() });
             let disk = Arc::new(disk.unwrap());
-            exports.add(Export { name: name.into(), description: String::new(), disk }).unwrap();
+            let (name, description, bitmaps) = (name.into(), String::new(), Vec::new());
+            exports.add(Export { name, description, disk, bitmaps }).unwrap();
         }
         let (sender, receiver) = mpsc::channel();
         let (running, offered) = (server.clone(), exports.clone());

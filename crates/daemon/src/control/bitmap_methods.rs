@@ -1,0 +1,75 @@
+//! What the methods of bitmaps take and give.
+
+use blockhouse_disk::Bitmap;
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+
+use crate::text_fields::{Size, some_size};
+
+/// A bitmap of a disk.
+#[derive(Debug, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub struct BitmapParams {
+    /// The name of the disk.
+    pub disk: String,
+    /// The bitmap's name.
+    pub name: String,
+}
+
+/// A bitmap to be added.
+#[derive(Debug, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub struct BitmapAddParams {
+    /// The name of the disk.
+    pub disk: String,
+    /// What to call it: 1 to 1023 bytes, unlike all others of the image.
+    pub name: String,
+    /// How many bytes of the disk one bit stands for: a power of two, 512 to 2 GiB, or a text like "64K". Left out: a
+    /// cluster, but 4 KiB at least and 64 KiB at most.
+    #[serde(default, deserialize_with = "some_size")]
+    #[schemars(with = "Option<Size>")]
+    pub granularity: Option<u64>,
+    /// Whether nothing is recorded in it before it is enabled.
+    #[serde(default)]
+    pub disabled: bool,
+}
+
+/// A bitmap that gets the changes of another one of the same disk.
+#[derive(Debug, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub struct BitmapMergeParams {
+    /// The name of the disk.
+    pub disk: String,
+    /// The bitmap that gets them.
+    pub name: String,
+    /// The bitmap that has them.
+    pub source: String,
+}
+
+/// A bitmap, with the keys of QEMU's `query-block`.
+#[derive(Debug, Serialize, JsonSchema)]
+#[serde(rename_all = "kebab-case")]
+pub struct BitmapInfo {
+    /// Its name.
+    pub name: String,
+    /// How many bytes of the disk one bit stands for.
+    pub granularity: u64,
+    /// Whether changes are recorded in it.
+    pub recording: bool,
+    /// Whether it lacks changes that another program has made: it can only be removed.
+    pub inconsistent: bool,
+    /// Whether NBD clients may ask for it: it cannot be removed.
+    pub busy: bool,
+    /// How many bytes have changed, in whole granules; left out where it is inconsistent.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub count: Option<u64>,
+}
+
+impl BitmapInfo {
+    /// What is told of a bitmap.
+    pub(super) fn new(bitmap: Bitmap, busy: bool, count: Option<u64>) -> Self {
+        let Bitmap { name, granularity, is_enabled, is_inconsistent, .. } = bitmap;
+        let recording = is_enabled && !is_inconsistent;
+        Self { name, granularity, recording, inconsistent: is_inconsistent, busy, count }
+    }
+}

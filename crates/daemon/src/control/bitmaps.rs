@@ -1,0 +1,96 @@
+//! What the methods of bitmaps do.
+
+use anyhow::bail;
+use blockhouse_disk::{BitmapAction, NewBitmap};
+use serde_json::Value;
+
+use super::bitmap_methods::{BitmapAddParams, BitmapInfo, BitmapMergeParams, BitmapParams};
+use super::methods::{DiskParams, PauseResult};
+use super::outcome::{Outcome, params, result, unknown};
+use super::pause_log::log;
+use crate::running::{Running, RunningDisk};
+
+/// Carries a request out that is about bitmaps.
+pub(super) async fn call(running: &Running, method: &str, given: Value) -> Outcome {
+    match method {
+        "bitmap.list" => {
+            let DiskParams { disk } = params(given)?;
+            let claimed = running.claim_disk(&disk).await?;
+            result(list(&claimed.disk).await?)
+        }
+        "bitmap.add" => {
+            let BitmapAddParams { disk, name, granularity, disabled } = params(given)?;
+            let claimed = running.claim_disk(&disk).await?;
+            let new = NewBitmap { name, granularity, is_enabled: !disabled };
+            let added = claimed.disk.disk.bitmaps().add(&new).await;
+            let pause = added.map_err(anyhow::Error::from)?;
+            let what = format!("added the bitmap {:?}", new.name);
+            result(PauseResult { pause_us: log(&claimed.disk, pause, &what) })
+        }
+        "bitmap.remove" => change(running, params(given)?, BitmapAction::Remove).await,
+        "bitmap.clear" => change(running, params(given)?, BitmapAction::Clear).await,
+        "bitmap.enable" => change(running, params(given)?, BitmapAction::Enable).await,
+        "bitmap.disable" => change(running, params(given)?, BitmapAction::Disable).await,
+        "bitmap.merge" => {
+            let BitmapMergeParams { disk, name, source } = params(given)?;
+            let claimed = running.claim_disk(&disk).await?;
+            let disk = &claimed.disk.disk;
+            let merged = disk.bitmaps().merge(&name, disk, &source).await;
+            let pause = merged.map_err(anyhow::Error::from)?;
+            let what = format!("merged the bitmap {source:?} into {name:?}");
+            result(PauseResult { pause_us: log(&claimed.disk, pause, &what) })
+        }
+        _ => Err(unknown(method)),
+    }
+}
+
+async fn list(disk: &RunningDisk) -> anyhow::Result<Vec<BitmapInfo>> {
+    let bitmaps = disk.disk.bitmaps();
+    let mut infos = Vec::new();
+    for bitmap in bitmaps.list().await? {
+        let is_busy = is_offered(disk, &bitmap.name);
+        let count = match bitmap.is_inconsistent {
+            true => None,
+            false => Some(bitmaps.dirty_bytes(&bitmap.name).await?),
+        };
+        infos.push(BitmapInfo::new(bitmap, is_busy, count));
+    }
+    Ok(infos)
+}
+
+async fn change(
+    running: &Running,
+    BitmapParams { disk, name }: BitmapParams,
+    action: BitmapAction,
+) -> Outcome {
+    let claimed = running.claim_disk(&disk).await?;
+    if action == BitmapAction::Remove {
+        check_removable(&claimed.disk, &name)?;
+    }
+    let changed = claimed.disk.disk.bitmaps().change(&name, action).await;
+    let pause = changed.map_err(anyhow::Error::from)?;
+    let done = match action {
+        BitmapAction::Remove => "removed",
+        BitmapAction::Clear => "cleared",
+        BitmapAction::Enable => "enabled",
+        BitmapAction::Disable => "disabled",
+    };
+    result(PauseResult {
+        pause_us: log(&claimed.disk, pause, &format!("{done} the bitmap {name:?}")),
+    })
+}
+
+/// Whether NBD clients may ask for the bitmap of this name.
+fn is_offered(disk: &RunningDisk, name: &str) -> bool {
+    disk.setup.bitmaps.iter().any(|offered| offered == name)
+}
+
+fn check_removable(disk: &RunningDisk, name: &str) -> anyhow::Result<()> {
+    if is_offered(disk, name) {
+        bail!(
+            "the disk {:?} offers the bitmap {name:?} to NBD clients; open the disk without it first",
+            disk.name()
+        );
+    }
+    Ok(())
+}
