@@ -59,12 +59,24 @@ impl Metrics {
         self.0[name].as_array().into_iter().flatten().filter(has).collect()
     }
 
+    /// All counters, and the counts of all histograms, with their labels.
+    pub fn counters(&self) -> impl Iterator<Item = (String, u64)> {
+        let families = self.0.as_object().into_iter().flatten();
+        let counters = families
+            .filter(|(name, _)| name.ends_with("_total") || name.ends_with("_duration_seconds"));
+        counters.flat_map(|(name, samples)| {
+            let samples = samples.as_array().into_iter().flatten();
+            samples.map(move |sample| (format!("{name}{}", sample["labels"]), number(sample)))
+        })
+    }
+
     /// The sum of the values of these samples, or of their counts where they are histograms.
     pub fn sum(&self, name: &str, labels: &[(&str, &str)]) -> u64 {
-        let number = |sample: &&Value| {
-            let value = sample.get("value").or(sample.get("count"));
-            value.and_then(Value::as_u64).expect("a number")
-        };
-        self.samples(name, labels).iter().map(number).sum()
+        self.samples(name, labels).into_iter().map(number).sum()
     }
+}
+
+fn number(sample: &Value) -> u64 {
+    let value = sample.get("value").or(sample.get("count"));
+    value.and_then(Value::as_u64).expect("a number")
 }

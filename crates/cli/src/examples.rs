@@ -413,6 +413,10 @@ const EXAMPLES: &[(&str, &[Example])] = &[
                 "To another one",
                 "blockhouse upgrade --control control --binary \"$(command -v blockhouse)\"",
             ),
+            example(
+                "Where clients use TLS: they have to connect again",
+                "blockhouse upgrade --control control --disconnect-tls",
+            ),
         ],
     ),
     (

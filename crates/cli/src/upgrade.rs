@@ -18,6 +18,10 @@ pub struct Arguments {
     /// from, as it is at its path by now.
     #[arg(long, value_name = "PATH")]
     binary: Option<PathBuf>,
+    /// Disconnect clients with TLS first, when what they have in flight is done: their connections cannot be handed over.
+    /// Those that connect again go on with the new process. Without this, nothing is upgraded while there are such clients.
+    #[arg(long)]
+    disconnect_tls: bool,
 }
 
 /// Runs the command.
@@ -25,7 +29,8 @@ pub fn run(arguments: Arguments) -> Result<()> {
     // The server may have another working directory.
     let binary = arguments.binary.map(std::path::absolute).transpose();
     let binary = binary.context("cannot find the program")?;
-    let request = Request::Upgrade(UpgradeArgs { binary });
+    let disconnect_tls = arguments.disconnect_tls;
+    let request = Request::Upgrade(UpgradeArgs { binary, disconnect_tls });
     let UpgradeReply { process, gap_us } = ask(&arguments.control, &request)?;
     output::print(&format!(
         "process {process} serves now; requests waited for {:.1} ms",

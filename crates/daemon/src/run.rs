@@ -14,14 +14,17 @@ use blockhouse_nbd::{BoundSocket, bind_for};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGUSR2, SIGXFSZ};
 use signal_hook::iterator::Signals;
 
+use crate::config::ConfiguredDisk;
 use crate::control::UpgradeReply;
 use crate::hand_over::destination::{self, TakenOver};
-use crate::hand_over::requests::UpgradeRequests;
+use crate::hand_over::requests::{EncryptedClients, UpgradeRequest, UpgradeRequests};
 use crate::hand_over::source::{self, HandedOver, Outcome};
 use crate::io_poll;
 use crate::launcher::{LaunchRules, Launcher, Programs};
+use crate::metrics::StartTime;
 use crate::open::{open_disk, state_use};
 use crate::pid_file::PidFile;
+use crate::running::OpenedDisk;
 use crate::sandbox::{self, SandboxReport};
 use crate::service::Service;
 use crate::service_manager;
@@ -30,7 +33,7 @@ use crate::sockets::{self, ListenSocket};
 use crate::stop_request::StopRequest;
 use crate::stopper::Stopper;
 use crate::tls::Tls;
-use crate::vhost_user::{self, DeviceSocket};
+use crate::vhost_user::{self, DeviceOfDisk};
 use crate::warnings;
 use crate::watchdog::{self, Started};
 use crate::workers::Workers;
@@ -143,11 +146,15 @@ impl LoopsAside {
 /// What is open, and not served yet.
 struct Opened {
     workers: Workers,
-    disks: Vec<Arc<ImageDisk>>,
+    disks: Vec<OpenedDisk>,
+    /// What is configured; `None`: what is going to be served.
+    configured: Option<Vec<ConfiguredDisk>>,
     sockets: Vec<ListenSocket>,
-    devices: Vec<DeviceSocket>,
+    devices: Vec<DeviceOfDisk>,
     control: Option<BoundSocket>,
     tls: Option<Tls>,
+    /// Since when counters count.
+    since: StartTime,
 }
 
 impl Opened {
@@ -159,9 +166,14 @@ impl Opened {
         metrics: Option<&BoundSocket>,
     ) -> Result<SandboxReport> {
         let bound = self.sockets.iter().map(|socket| &socket.bound);
-        let bound = bound.chain(self.devices.iter().map(|device| &device.bound));
-        let bound = sandbox::socket_files(bound.chain(&self.control).chain(metrics));
-        let sandbox = sandbox::enter(setup, &self.workers, &bound)?;
+        let bound = bound.chain(self.devices.iter().map(|(device, _)| &device.bound));
+        let opened = sandbox::Opened {
+            // Those of the command line, too: what was closed before an upgrade may be opened again.
+            disks: setup.disks.iter().chain(self.disks.iter().map(|disk| &disk.setup)).collect(),
+            devices: self.devices.len(),
+            sockets: sandbox::socket_files(bound.chain(&self.control).chain(metrics)),
+        };
+        let sandbox = sandbox::enter(setup, &self.workers, &opened)?;
         launcher.tell(launch_rules(setup, &sandbox));
         Ok(sandbox)
     }
@@ -174,13 +186,16 @@ impl Opened {
         loops: LoopsAside,
         upgrades: &UpgradeRequests,
     ) -> Result<Service> {
-        let Self { workers, disks, sockets, devices, control, tls } = self;
-        let mut service = Service::start(workers, disks, sockets, setup, tls, sandbox)?;
-        service.add_devices(devices, setup)?;
+        let Self { workers, disks, configured, sockets, devices, control, tls, since } = self;
+        let mut service = Service::start(workers, disks, sockets, setup, (tls, sandbox), since)?;
+        service.add_devices(devices)?;
         if let (Some(socket), Some(own)) = (control, loops.control) {
             service.add_control(socket, own, upgrades.clone())?;
         }
-        service.set_configured();
+        match configured {
+            Some(configured) => service.running().set_configured(configured),
+            None => service.running().set_all_configured(),
+        }
         service.add_jobs(loops.jobs);
         service.add_reloads(loops.reloads);
         Ok(service)
@@ -211,10 +226,14 @@ fn start(
     let state = state_use(&setup.state, &setup.disks, setup.user.map(|ids| ids.user))?;
     let disks = open_disks(&workers, setup, &state)?;
     let pid_file = write_pid(setup).inspect_err(|_| close_all(&workers, &disks))?;
-    let opened = Opened { workers, disks, sockets, devices, control, tls };
-    let sandbox = opened
-        .confine(setup, launcher, metrics.as_ref())
-        .inspect_err(|_| close_all(&opened.workers, &opened.disks))?;
+    let disks = setup.disks.iter().cloned().zip(disks);
+    let disks = disks.map(|(setup, disk)| OpenedDisk { setup, disk, earlier: None }).collect();
+    let (configured, since) = (None, StartTime::now());
+    let opened = Opened { workers, disks, configured, sockets, devices, control, tls, since };
+    let sandbox = opened.confine(setup, launcher, metrics.as_ref()).inspect_err(|_| {
+        let disks: Vec<_> = opened.disks.iter().map(|disk| Arc::clone(&disk.disk)).collect();
+        close_all(&opened.workers, &disks);
+    })?;
     let metrics_loop = loops.metrics.take();
     let mut service = opened.serve(setup, sandbox, loops, upgrades)?;
     if let (Some(bound), Some(own)) = (metrics, metrics_loop) {
@@ -249,16 +268,18 @@ fn take_over(
     // Before anything is taken over.
     let tls = setup.tls.as_ref().map(Tls::load).transpose()?;
     let mut loops = LoopsAside::start(setup)?;
-    let TakenOver { workers, disks, sockets, devices, control, source } =
-        destination::take_over(setup)?;
+    let taken = destination::take_over(setup)?;
+    let TakenOver { workers, disks, configured, sockets, devices, control, .. } = taken;
     // Clients are served whatever becomes of the file.
     let pid_file = write_pid(setup).inspect_err(|error| tracing::warn!("{error:#}"));
-    let opened = Opened { workers, disks, sockets, devices, control, tls };
+    let since = taken.measured_since;
+    let configured = Some(configured);
+    let opened = Opened { workers, disks, configured, sockets, devices, control, tls, since };
     let sandbox = opened.confine(setup, launcher, None)?;
     let metrics_loop = loops.metrics.take();
     let mut service = opened.serve(setup, sandbox, loops, upgrades)?;
     service.add_metrics_when_free(setup, metrics_loop);
-    tracing::info!("took over from process {}", source.unwrap_or_default());
+    tracing::info!("took over from process {}", taken.source.unwrap_or_default());
     Ok((service, pid_file.unwrap_or_default()))
 }
 
@@ -277,11 +298,13 @@ fn upgrade(service: &Service, launcher: &Launcher, upgrades: &UpgradeRequests) -
     let mut request = upgrades.take();
     loop {
         // Without a request it was a signal that asked for it.
-        let (binary, reply) =
-            request.map_or((None, None), |asked| (asked.binary, Some(asked.reply)));
+        let (binary, encrypted, reply) = match request {
+            Some(UpgradeRequest { binary, encrypted, reply }) => (binary, encrypted, Some(reply)),
+            None => (None, EncryptedClients::Keep, None),
+        };
         // The client may have gone.
         let answer = |text| drop(reply.map(|reply| reply.send(text)));
-        match source::hand_over(service, launcher, binary) {
+        match source::hand_over(service, launcher, binary, encrypted) {
             Ok(Outcome::HandedOver(HandedOver { process, gap })) => {
                 tracing::info!("process {process} serves now; requests waited for {gap:?}");
                 answer(Ok(UpgradeReply { process, gap_us: gap.as_micros() as u64 }));

@@ -1,26 +1,26 @@
 //! What serves: workers, what runs on them, the control socket, and their orderly end.
 
-use std::path::PathBuf;
 use std::sync::Arc;
 use std::thread::sleep;
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result};
-use blockhouse_disk::ImageDisk;
-use blockhouse_nbd::uri::{Address, NbdUri, Security};
+use anyhow::Result;
+use blockhouse_nbd::uri::NbdUri;
 use blockhouse_nbd::{BoundSocket, Server};
 use sd_notify::NotifyState;
 
 use crate::control::{Closed, Control};
 use crate::hand_over::requests::UpgradeRequests;
-use crate::metrics::{DiskList, MetricsServer};
-use crate::running::{ExportAddress, Running, RunningDevice, RunningDisk, ServedSocket};
+use crate::metrics::{MetricsServer, Reading, StartTime};
+use crate::running::{
+    EarlierLife, ExportAddress, OpenedDisk, Running, RunningDevice, RunningDisk, ServedSocket,
+};
 use crate::sandbox::SandboxReport;
 use crate::service_manager;
 use crate::setup::Setup;
 use crate::sockets::ListenSocket;
 use crate::tls::Tls;
-use crate::vhost_user::DeviceSocket;
+use crate::vhost_user::DeviceOfDisk;
 use crate::workers::Workers;
 
 /// How often what the control socket does is asked for.
@@ -37,38 +37,38 @@ pub struct Service {
 }
 
 impl Service {
-    /// Serves open disks, in the order of the setup, at NBD sockets.
+    /// Serves open disks at NBD sockets.
+    ///
+    /// # Errors
+    /// Limits that cannot be put in force, or a socket that cannot be used.
     pub(crate) fn start(
         workers: Workers,
-        disks: Vec<Arc<ImageDisk>>,
+        disks: Vec<OpenedDisk>,
         sockets: Vec<ListenSocket>,
         setup: &Setup,
-        tls: Option<Tls>,
-        sandbox: SandboxReport,
+        secrets: (Option<Tls>, SandboxReport),
+        measured_since: StartTime,
     ) -> Result<Self> {
         let running =
-            Arc::new(Running::new(workers.handles(), workers.report(), setup, tls, sandbox));
-        let disks = setup.disks.iter().zip(disks);
-        let disks: Vec<_> = disks.map(|(disk, open)| running.adopt(disk.clone(), open)).collect();
-        disks.iter().try_for_each(|disk| running.limit_as_set_up(disk))?;
-        for ListenSocket { bound, offers, connections } in sockets {
+            Running::new(workers.handles(), workers.report(), setup, secrets, measured_since);
+        let running = Arc::new(running);
+        let disks = adopt_all(&running, disks)?;
+        for ListenSocket { bound, security, offers, connections } in sockets {
             let offers = offers.into_iter();
             let offers = offers.map(|offer| (offer.name, Arc::clone(&disks[offer.image])));
-            running.serve_socket(bound, Security::Plain, offers.collect(), connections)?;
+            running.serve_socket(bound, security, offers.collect(), connections)?;
         }
         Ok(Self { workers, running, control: None, metrics: None, reloads: None })
     }
 
     /// Serves vhost-user-blk devices at their sockets.
-    pub(crate) fn add_devices(&mut self, sockets: Vec<DeviceSocket>, setup: &Setup) -> Result<()> {
+    ///
+    /// # Errors
+    /// No thread can be had for one.
+    pub(crate) fn add_devices(&mut self, sockets: Vec<DeviceOfDisk>) -> Result<()> {
         let disks = self.running.disks();
-        for socket in sockets {
-            let is_meant = |(path, _): &&(PathBuf, usize)| matches!(&socket.bound.address, Address::Unix(own) if own == path);
-            let disk = setup.devices.iter().find(is_meant).and_then(|(_, disk)| disks.get(*disk));
-            let disk = disk.context("a device's socket that was not asked for")?;
-            self.running.serve_device(socket, disk)?;
-        }
-        Ok(())
+        let mut sockets = sockets.into_iter();
+        sockets.try_for_each(|(socket, disk)| self.running.serve_device(socket, &disks[disk]))
     }
 
     /// Runs the jobs that are asked for on this loop.
@@ -90,14 +90,14 @@ impl Service {
 
     /// Serves metrics at a listening socket.
     pub(crate) fn add_metrics(&mut self, bound: BoundSocket, workers: Workers) {
-        self.metrics = Some(MetricsServer::start(bound, workers, self.measured()));
+        self.metrics = Some(MetricsServer::start(bound, workers, self.reading()));
     }
 
     /// As [`add_metrics`](Self::add_metrics), once the process that another one goes on for has ended.
     pub(crate) fn add_metrics_when_free(&mut self, setup: &Setup, workers: Option<Workers>) {
         if let (Some(address), Some(workers)) = (setup.metrics.clone(), workers) {
-            let (private, disks) = (setup.private_permissions(), self.measured());
-            self.metrics = Some(MetricsServer::start_when_free(address, private, workers, disks));
+            let (private, reading) = (setup.private_permissions(), self.reading());
+            self.metrics = Some(MetricsServer::start_when_free(address, private, workers, reading));
         }
     }
 
@@ -106,10 +106,10 @@ impl Service {
         self.reloads = workers;
     }
 
-    /// The disks that there are when it is asked, under their names.
-    fn measured(&self) -> DiskList {
+    /// The values of all metrics when it is asked.
+    fn reading(&self) -> Reading {
         let running = Arc::clone(&self.running);
-        Arc::new(move || running.measured())
+        Arc::new(move || running.gathered())
     }
 
     /// The loops.
@@ -155,19 +155,9 @@ impl Service {
         self.running.devices()
     }
 
-    /// Takes what is served now for what was set up.
-    pub(crate) fn set_configured(&self) {
-        self.running.set_configured();
-    }
-
-    /// Whether jobs go on.
-    pub(crate) fn has_jobs(&self) -> bool {
-        self.running.jobs().is_any_running()
-    }
-
-    /// Whether other disks and exports are served than were set up.
-    pub(crate) fn is_altered(&self) -> bool {
-        self.running.is_altered()
+    /// What runs, by name.
+    pub(crate) fn running(&self) -> &Running {
+        &self.running
     }
 
     /// Holds off what is asked at the control socket, once what is carried out now has ended. `None` if that takes
@@ -291,4 +281,20 @@ impl Service {
         reloads.into_iter().chain([workers]).for_each(Workers::stop);
         Ok(outcomes.into_iter().collect::<Result<(), _>>()?)
     }
+}
+
+/// Takes in the disks that were opened, with their limits.
+fn adopt_all(running: &Running, disks: Vec<OpenedDisk>) -> Result<Vec<Arc<RunningDisk>>> {
+    let adopt = |OpenedDisk { setup, disk, earlier }| {
+        let moved = earlier.as_ref().and_then(|earlier: &EarlierLife| earlier.moved.clone());
+        (running.adopt(setup, disk, moved), earlier)
+    };
+    let adopted: Vec<_> = disks.into_iter().map(adopt).collect();
+    for (disk, earlier) in &adopted {
+        match earlier {
+            None => running.limit_as_set_up(disk)?,
+            Some(earlier) => running.limit_as_before(disk, earlier.limits.as_ref())?,
+        }
+    }
+    Ok(adopted.into_iter().map(|(disk, _)| disk).collect())
 }

@@ -19,6 +19,8 @@ use crate::offers::Offer;
 pub struct ListenSocket {
     /// The socket.
     pub bound: BoundSocket,
+    /// Whether its clients must use TLS whatever the setup says.
+    pub security: Security,
     /// Never empty.
     pub offers: Vec<Offer>,
     /// The connections that another process has paused.
@@ -27,7 +29,7 @@ pub struct ListenSocket {
 
 impl ListenSocket {
     fn new(bound: BoundSocket, offers: Vec<Offer>) -> Self {
-        Self { bound, offers, connections: Vec::new() }
+        Self { bound, security: Security::Plain, offers, connections: Vec::new() }
     }
 }
 

@@ -19,6 +19,9 @@ pub struct DeviceSocket {
     pub frontend: Option<PreparedFrontend>,
 }
 
+/// A listening socket of front-ends, and the place of its disk.
+pub type DeviceOfDisk = (DeviceSocket, usize);
+
 /// A device that is served at a socket.
 pub struct ServedDevice {
     server: Server<ImageStorage>,
@@ -28,10 +31,12 @@ pub struct ServedDevice {
 }
 
 /// Listens at all sockets.
-pub fn listen(setup: &Setup) -> Result<Vec<DeviceSocket>> {
-    let listen = |path: &PathBuf| bind_for(&Address::Unix(path.clone()), setup.permissions);
-    let sockets = setup.devices.iter();
-    sockets.map(|(path, _)| Ok(DeviceSocket { bound: listen(path)?, frontend: None })).collect()
+pub fn listen(setup: &Setup) -> Result<Vec<DeviceOfDisk>> {
+    let listen = |(path, disk): &(PathBuf, usize)| {
+        let bound = bind_for(&Address::Unix(path.clone()), setup.permissions)?;
+        Ok((DeviceSocket { bound, frontend: None }, *disk))
+    };
+    setup.devices.iter().map(listen).collect()
 }
 
 /// Whether guests' memory is registered: only rings have a place for it.

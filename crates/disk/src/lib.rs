@@ -73,7 +73,9 @@ pub use blockhouse_format::{
     Features, ImageFormat, NewBitmap, Replay, Snapshot,
 };
 pub use dirty_map::DirtyMap;
-pub use disk::{Disk, FailedRequest, FailureObserver, LayerInfo, QuiescedDisk, ReplacedImage};
+pub use disk::{
+    Disk, EarlierCounts, FailedRequest, FailureObserver, LayerInfo, QuiescedDisk, ReplacedImage,
+};
 pub use layer::{BlockStatus, BlockStatusCache, MapEntry, MapEntryKind};
 pub use observers::{ChangeId, ChangeObserver, ChangeWait, MAX_OBSERVED_BYTES};
 pub use open::{

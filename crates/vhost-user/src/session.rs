@@ -5,7 +5,7 @@ use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 
 use blockhouse_core::Storage;
-use blockhouse_disk::ExportKind;
+use blockhouse_disk::{ClientGuard, ExportKind};
 
 use crate::device::Device;
 use crate::frontend::{Frontend, PreparedFrontend, handle};
@@ -32,6 +32,8 @@ pub struct Session<S: Storage> {
     device: Arc<Device<S>>,
     frontend: Frontend<S>,
     connection: Connection,
+    /// Counts it as a client of the disk.
+    _client: ClientGuard,
 }
 
 impl<S: Storage + Send + Sync> Session<S> {
@@ -42,7 +44,8 @@ impl<S: Storage + Send + Sync> Session<S> {
     pub fn new(device: &Arc<Device<S>>, stream: UnixStream) -> io::Result<Self> {
         let frontend = Frontend::new(Arc::clone(device), &stream)?;
         let (device, connection) = (Arc::clone(device), Connection::new(stream));
-        Ok(Self { device, frontend, connection })
+        let client = device.export.disk.enter_client(ExportKind::VhostUser);
+        Ok(Self { device, frontend, connection, _client: client })
     }
 
     /// A front-end that paused in another process.
@@ -52,7 +55,8 @@ impl<S: Storage + Send + Sync> Session<S> {
     pub fn restore(device: &Arc<Device<S>>, prepared: PreparedFrontend) -> io::Result<Self> {
         let connection = Connection::new(prepared.stream().try_clone()?);
         let frontend = Frontend::restore(Arc::clone(device), prepared);
-        Ok(Self { device: Arc::clone(device), frontend, connection })
+        let client = device.export.disk.enter_client_again(ExportKind::VhostUser);
+        Ok(Self { device: Arc::clone(device), frontend, connection, _client: client })
     }
 
     /// Goes on with queues that have paused, handles messages until the end, and waits for the requests in flight.
@@ -61,7 +65,6 @@ impl<S: Storage + Send + Sync> Session<S> {
     pub fn run(mut self, pauses: Option<&Pauses>, is_stopping: impl FnOnce() -> bool) {
         let device = Arc::clone(&self.device);
         let _observed = device.observe(self.connection.stream());
-        let _client = device.export.disk.enter_client(ExportKind::VhostUser);
         self.frontend.resume();
         let end = self.handle_messages(pauses);
         let lost = self.frontend.lost_memory();

@@ -342,18 +342,6 @@ fn a_person_asks_in_short_commands() {
 }
 
 #[test]
-fn a_server_that_was_changed_is_not_handed_over() {
-    let scratch = Scratch::new();
-    let (server, mut control) = serve(&scratch);
-    let second = scratch.image("second", MIB);
-    control.get("disk.open", json!({ "path": second.path() }));
-    let upgrade = command(&["upgrade", "--control", str(&scratch.socket("control"))]);
-    assert!(upgrade.stderr.contains("were changed"), "{}", upgrade.stderr);
-    server.assert_serves();
-    server.stop();
-}
-
-#[test]
 fn clients_that_do_not_listen_keep_nobody_waiting() {
     let scratch = Scratch::new();
     let (server, mut control) = serve(&scratch);

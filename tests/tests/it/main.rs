@@ -59,6 +59,7 @@ mod state;
 mod tls;
 mod top;
 mod upgrades;
+mod upgrades_changed;
 mod upgrades_vhost_user;
 mod vhdx_logs;
 mod vhost_user;

@@ -292,11 +292,13 @@ fn they_are_served_again_after_an_upgrade() {
     let _servers = Servers(&scratch);
     let mut server = serve(&scratch, image.path()).option("--control", &control).start();
     server.assert_serves();
-    assert!(Metrics::read(&socket).sum(REQUESTS, &[]) > 0);
+    let before = Metrics::read(&socket).sum(REQUESTS, &[]);
+    assert!(before > 0);
     upgrade(&control, &[]).success();
     server.wait(LIMIT);
     assert!(eventually(LIMIT, || is_served(&socket)));
-    assert_eq!(Metrics::read(&socket).sum(REQUESTS, &[]), 0, "they begin at 0");
+    // The last requests before may have been counted after they were answered.
+    assert!(Metrics::read(&socket).sum(REQUESTS, &[]) >= before, "they go on");
 }
 
 fn contrib(name: &str) -> String {

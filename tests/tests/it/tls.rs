@@ -381,7 +381,7 @@ fn thousands_of_half_open_clients_keep_nobody_out() {
 }
 
 #[test]
-fn an_upgrade_is_refused_while_a_client_uses_tls() {
+fn an_upgrade_disconnects_clients_with_tls_only_where_it_is_asked_to() {
     require!(need::tools(&TOOLS));
     require!(need::python_module("nbd"));
     let host = Host::new();
@@ -395,21 +395,35 @@ fn an_upgrade_is_refused_while_a_client_uses_tls() {
         .export(&format!("nbd+unix:///?socket={}", str(&socket)))
         .start();
     let python = "import nbd, sys, subprocess\n\
-        h = nbd.NBD()\n\
-        h.set_tls(nbd.TLS_REQUIRE)\n\
-        h.set_tls_psk_file(sys.argv[1])\n\
-        h.set_tls_username('alice')\n\
-        h.connect_unix(sys.argv[2])\n\
+        def connect():\n\
+        \x20   h = nbd.NBD()\n\
+        \x20   h.set_tls(nbd.TLS_REQUIRE)\n\
+        \x20   h.set_tls_psk_file(sys.argv[1])\n\
+        \x20   h.set_tls_username('alice')\n\
+        \x20   h.connect_unix(sys.argv[2])\n\
+        \x20   return h\n\
+        upgrade = lambda *w: subprocess.run([*sys.argv[3:], *w], capture_output=True, text=True)\n\
+        h = connect()\n\
+        h.pwrite(b'7' * 512, 0)\n\
+        print(upgrade().stderr)\n\
         h.pread(512, 0)\n\
-        print(subprocess.run(sys.argv[3:], capture_output=True, text=True).stderr)\n\
-        h.pread(512, 0)\n\
+        print(upgrade('--disconnect-tls'))\n\
+        try:\n\
+        \x20   h.pread(512, 0)\n\
+        except nbd.Error:\n\
+        \x20   print('the connection has ended')\n\
+        h = connect()\n\
+        assert h.pread(512, 0) == b'7' * 512\n\
         h.shutdown()\n";
     let mut command = Command::new("/usr/bin/python3");
     command.args(["-c", python, str(&host.keys), str(&socket)]);
     command.arg(blockhouse_tests::blockhouse()).args(["upgrade", "--control", str(&control)]);
     let servers = Servers(&host.scratch);
     let outcome = run(&mut command).success();
-    assert!(outcome.stdout.contains("1 clients use TLS"), "{}", outcome.stdout);
+    let told = outcome.stdout;
+    for words in ["1 clients use TLS", "--disconnect-tls", "serves now", "has ended"] {
+        assert!(told.contains(words), "{words}: {told}");
+    }
     // A plain client is handed over, and the new server has TLS.
     let _plain = Greeted::new(&server.address()).go("", Framing::Structured);
     wait_until(

@@ -96,6 +96,11 @@ impl Default for HistogramReading {
 }
 
 impl HistogramReading {
+    /// A reading of which each bucket and the sum are known, as [`buckets`](Self::buckets) and [`sum`](Self::sum) tell them.
+    pub fn new(buckets: [u64; BUCKETS], sum: Duration) -> Self {
+        Self { buckets, sum: u64::try_from(sum.as_nanos()).unwrap_or(u64::MAX) }
+    }
+
     /// Adds what another histogram held.
     pub fn add(&mut self, other: &Self) {
         for (mine, others) in self.buckets.iter_mut().zip(&other.buckets) {

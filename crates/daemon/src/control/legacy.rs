@@ -48,11 +48,14 @@ pub enum Request {
 
 /// The process that goes on.
 #[derive(Debug, Deserialize, Serialize)]
-#[serde(deny_unknown_fields)]
+#[serde(rename_all = "kebab-case", deny_unknown_fields)]
 pub struct UpgradeArgs {
     /// The program; left out, the one that the server was started from, as it is at its path by now.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub binary: Option<PathBuf>,
+    /// Whether clients with TLS are disconnected first.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub disconnect_tls: bool,
 }
 
 /// An upgrade that succeeded.

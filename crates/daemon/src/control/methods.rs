@@ -289,10 +289,13 @@ pub struct ReloadResult {
 
 /// A process that goes on.
 #[derive(Debug, Deserialize, JsonSchema)]
-#[serde(deny_unknown_fields)]
+#[serde(rename_all = "kebab-case", deny_unknown_fields)]
 pub struct UpgradeParams {
     /// The program; left out, the one that the server was started from, as it is at its path by now.
     pub binary: Option<PathBuf>,
+    /// Whether clients with TLS are disconnected first; they cannot be handed over, but may connect again.
+    #[serde(default)]
+    pub disconnect_tls: bool,
 }
 
 /// Events that are wanted.

@@ -29,7 +29,7 @@ use super::rpc::{
     self, Call, Failure, INVALID_PARAMS, INVALID_REQUEST, PARSE_ERROR, notification, response,
 };
 use crate::events::{Event, Subscription};
-use crate::hand_over::requests::UpgradeRequests;
+use crate::hand_over::requests::{EncryptedClients, UpgradeRequests};
 use crate::running::Running;
 use crate::workers::Workers;
 
@@ -247,8 +247,8 @@ async fn call_method(
     given: Value,
 ) -> Result<Value, Failure> {
     if method == "server.upgrade" {
-        let UpgradeParams { binary } = params(given)?;
-        return result(upgrade(served, binary).await?);
+        let UpgradeParams { binary, disconnect_tls } = params(given)?;
+        return result(upgrade(served, binary, disconnect_tls).await?);
     }
     let Some(_inside) = served.gate.enter().await else {
         return Err(anyhow::anyhow!("another process serves now: ask again").into());
@@ -277,8 +277,9 @@ async fn call_method(
 
 async fn answer_legacy(served: &Served, line: &[u8]) -> Reply {
     let outcome = match serde_json::from_slice(line) {
-        Ok(Request::Upgrade(UpgradeArgs { binary })) => {
-            upgrade(served, binary).await.and_then(|reply| Ok(serde_json::to_value(reply)?))
+        Ok(Request::Upgrade(UpgradeArgs { binary, disconnect_tls })) => {
+            let reply = upgrade(served, binary, disconnect_tls).await;
+            reply.and_then(|reply| Ok(serde_json::to_value(reply)?))
         }
         Ok(request) => match served.gate.enter().await {
             Some(_inside) => legacy::execute(&served.running, request).await,
@@ -293,8 +294,16 @@ async fn answer_legacy(served: &Served, line: &[u8]) -> Reply {
 }
 
 /// Waits until another process goes on, or cannot.
-async fn upgrade(served: &Served, binary: Option<PathBuf>) -> Result<UpgradeReply> {
-    match served.upgrades.ask(binary).await {
+async fn upgrade(
+    served: &Served,
+    binary: Option<PathBuf>,
+    disconnect_tls: bool,
+) -> Result<UpgradeReply> {
+    let encrypted = match disconnect_tls {
+        true => EncryptedClients::Disconnect,
+        false => EncryptedClients::Keep,
+    };
+    match served.upgrades.ask(binary, encrypted).await {
         Ok(Ok(reply)) => Ok(reply),
         Ok(Err(why)) => bail!(why),
         Err(_) => bail!("the server ends"),

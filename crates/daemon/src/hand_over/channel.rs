@@ -253,18 +253,24 @@ mod tests {
             Err(error) => format!("{error:#}"),
         };
         assert!(refusal(&other).contains("timed out"));
-        let newer = Channel { socket: one.socket.try_clone().expect("a copy"), version: 2 };
+        let newer = Channel { socket: one.socket.try_clone().expect("a copy"), version: 5 };
         newer.send(&Message::Ready, &[], &[]).expect("room");
-        assert!(refusal(&other).contains("version 2"));
-        // What a server of version 1 offers, byte by byte.
-        let (one, other) = UnixStream::pair().expect("a socket pair");
-        let old = include_bytes!("format/offer_of_version_1");
-        std::io::Write::write_all(&mut &one, old).expect("room");
-        let channel = Channel::new(other.into(), VERSION).expect("a socket");
-        let why = format!(
-            "the other server speaks version 1 of the hand-over's format, this one version {VERSION}; restart instead"
-        );
-        assert_eq!(refusal(&channel), why);
+        assert!(refusal(&other).contains("version 5"));
+        // What servers of older versions offer, byte by byte.
+        let offers: [&[u8]; 3] = [
+            include_bytes!("format/offer_of_version_1"),
+            include_bytes!("format/offer_of_version_2"),
+            include_bytes!("format/offer_of_version_3"),
+        ];
+        for (version, old) in (1..).zip(offers) {
+            let (one, other) = UnixStream::pair().expect("a socket pair");
+            std::io::Write::write_all(&mut &one, old).expect("room");
+            let channel = Channel::new(other.into(), VERSION).expect("a socket");
+            let why = format!(
+                "the other server speaks version {version} of the hand-over's format, this one version {VERSION}; restart instead"
+            );
+            assert_eq!(refusal(&channel), why);
+        }
         let (one, other) = pair();
         one.send_all(&[7; HEADER_BYTES], &[]).expect("room");
         assert!(refusal(&other).contains("no frame"));

@@ -13,23 +13,29 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
-use blockhouse_disk::{HandedFile, HandedOverDisk, ImageDisk, open_handed_over};
+use blockhouse_disk::{HandedFile, HandedOverDisk, open_handed_over};
 use blockhouse_engine::{OpenFiles, Stream, peer_process};
+use blockhouse_nbd::uri::Security;
 use blockhouse_nbd::{BoundSocket, PausedSession, SocketFile};
 use blockhouse_vhost_user::PreparedFrontend;
 use rustix::fs::{Mode, OFlags};
 
 use super::channel::{Channel, Frame, version};
 use super::fault::{Step, reach};
+use super::format::counters::Counts;
+use super::format::disk::{Configured, Disk, File, Limits, MovedTo};
 use super::format::{
-    Address, Connection, File, Frontend, Listening, Message, Offer, Socket, Yours,
+    Address, Connection, Device, Frontend, Listening, Message, Offer, Socket, Yours,
 };
 use super::frontends::front_end;
+use crate::config::ConfiguredDisk;
+use crate::metrics::StartTime;
 use crate::offers::Offer as ExportOffer;
 use crate::open::{image_options, state_use};
-use crate::setup::Setup;
+use crate::running::{EarlierLife, Moved, OpenedDisk};
+use crate::setup::{DiskSetup, Setup};
 use crate::sockets::ListenSocket;
-use crate::vhost_user::{DeviceSocket, registered_memory};
+use crate::vhost_user::{DeviceOfDisk, DeviceSocket, registered_memory};
 use crate::workers::Workers;
 
 /// How long the source may take to make its offer.
@@ -39,24 +45,56 @@ const OFFER_TIME: Duration = Duration::from_secs(10);
 pub struct TakenOver {
     /// The loops.
     pub workers: Workers,
-    /// The images.
-    pub disks: Vec<Arc<ImageDisk>>,
+    /// The disks.
+    pub disks: Vec<OpenedDisk>,
+    /// What the source's command line or configuration asks for.
+    pub configured: Vec<ConfiguredDisk>,
     /// The listening sockets, with their connections.
     pub sockets: Vec<ListenSocket>,
     /// The sockets of devices, with their front-ends.
-    pub devices: Vec<DeviceSocket>,
+    pub devices: Vec<DeviceOfDisk>,
     /// The control socket.
     pub control: Option<BoundSocket>,
+    /// Since when counters count.
+    pub measured_since: StartTime,
     /// The process that served before, where its id can be known.
     pub source: Option<i32>,
 }
 
 /// What the source offers, with its descriptors.
 struct Offered {
-    images: Vec<Vec<HandedFile>>,
-    sockets: Vec<(Socket, OwnedFd, Option<OwnedFd>)>,
-    devices: Vec<(Listening, OwnedFd, Option<OwnedFd>)>,
-    control: Option<(Listening, OwnedFd, Option<OwnedFd>)>,
+    disks: Vec<OfferedDisk>,
+    configured: Vec<ConfiguredDisk>,
+    sockets: Vec<Handed<Socket>>,
+    devices: Vec<OfferedDevice>,
+    control: Option<Handed<Listening>>,
+    measured_since: StartTime,
+}
+
+/// What is told of a socket, the socket, and its file.
+type Handed<T> = (T, OwnedFd, Option<OwnedFd>);
+
+/// A disk that the source has open.
+struct OfferedDisk {
+    setup: DiskSetup,
+    earlier: EarlierLife,
+    is_protected: bool,
+    files: Vec<HandedFile>,
+}
+
+/// A device that the source serves.
+struct OfferedDevice {
+    socket: Handed<Listening>,
+    disk: usize,
+}
+
+impl OfferedDevice {
+    fn path(&self) -> PathBuf {
+        match &self.socket.0.address {
+            Address::Unix(path) => PathBuf::from(OsString::from_vec(path.clone())),
+            Address::Tcp { .. } => PathBuf::new(),
+        }
+    }
 }
 
 /// Takes over what the server serves that has had this process started.
@@ -76,12 +114,6 @@ fn prepare(channel: &Channel, setup: &Setup) -> Result<TakenOver> {
     let Message::Offer(offer) = frame.message else { bail!("no offer came") };
     reach(Step::DestinationOffered);
     let offered = Offered::new(offer, frame.descriptors.into())?;
-    if offered.images.len() != setup.disks.len() {
-        bail!("other images are served than the command line names");
-    }
-    if offered.devices.len() != setup.devices.len() {
-        bail!("other vhost-user-blk sockets are served than the command line names");
-    }
     let workers = Workers::start(setup.workers, setup.loops)?;
     channel.send(&Message::Ready, &[], &[]).context("cannot answer the source")?;
     reach(Step::DestinationReady);
@@ -89,43 +121,55 @@ fn prepare(channel: &Channel, setup: &Setup) -> Result<TakenOver> {
     let Frame { message, descriptors, bytes } = next(channel, None)?;
     let Message::Yours(yours) = message else { bail!("the source does not hand over") };
     reach(Step::DestinationMay);
-    let Offered { images, sockets, devices, control } = offered;
-    let Yours { flush_failures, connections, frontends } = yours;
-    if flush_failures.len() != images.len() || frontends.len() != devices.len() {
-        bail!("the source hands over something else than it offered");
-    }
-    let opened = open_all(&workers, setup, images)?;
+    offered.check(&yours)?;
+    let Offered { disks, configured, sockets, devices, control, measured_since } = offered;
+    let Yours { flush_failures, counts, connections, frontends } = yours;
+    let opened = open_all(&workers, setup, disks)?;
     let mut descriptors = descriptors.into();
     let connections = paused_sessions(&connections, &mut descriptors, &bytes, sockets.len())?;
-    let frontends = prepare_all(&workers, setup, frontends, &mut descriptors)?;
+    let frontends = prepare_all(&workers, setup, frontends, &devices, &mut descriptors)?;
     reach(Step::DestinationOpened);
     // It may be over by now: then there is no other owner.
     let _ = channel.send(&Message::Mine, &[], &[]);
     reach(Step::DestinationTook);
-    let take_over = |(disk, failures): (HandedOverDisk, _)| {
-        Arc::new(workers.run(move || async move { disk.take_over(failures).await }))
-    };
-    let disks = opened.into_iter().zip(flush_failures).map(take_over).collect();
-    let sockets =
-        sockets.into_iter().zip(connections).map(|((socket, descriptor, file), paused)| {
-            let offers = socket.exports.into_iter();
-            ListenSocket {
-                bound: bound(socket.address, descriptor, file),
-                offers: offers.map(|(name, image)| ExportOffer { name, image }).collect(),
-                connections: paused,
-            }
-        });
-    let listening =
-        |(listening, socket, file): (Listening, _, _)| bound(listening.address, socket, file);
-    let device = |(socket, frontend)| DeviceSocket { bound: listening(socket), frontend };
+    let learnt = flush_failures.into_iter().zip(counts);
+    let disks = opened
+        .into_iter()
+        .zip(learnt)
+        .map(|(disk, (failures, counts))| disk.take_over(&workers, failures, &counts));
     Ok(TakenOver {
-        sockets: sockets.collect(),
-        devices: devices.into_iter().zip(frontends).map(device).collect(),
+        disks: disks.collect(),
+        configured,
+        sockets: sockets.into_iter().zip(connections).map(listen_socket).collect(),
+        devices: devices.into_iter().zip(frontends).map(device_socket).collect(),
         control: control.map(listening),
+        measured_since,
         source: peer_process(channel).ok().flatten(),
         workers,
-        disks,
     })
+}
+
+fn listen_socket(
+    (handed, connections): (Handed<Socket>, Vec<(Stream, PausedSession)>),
+) -> ListenSocket {
+    let (Socket { address, has_file: _, needs_tls, exports }, descriptor, file) = handed;
+    let offers = exports.into_iter().map(|(name, image)| ExportOffer { name, image });
+    ListenSocket {
+        bound: bound(address, descriptor, file),
+        security: if needs_tls { Security::Tls } else { Security::Plain },
+        offers: offers.collect(),
+        connections,
+    }
+}
+
+fn device_socket(
+    (OfferedDevice { socket, disk }, frontend): (OfferedDevice, Option<PreparedFrontend>),
+) -> DeviceOfDisk {
+    (DeviceSocket { bound: listening(socket), frontend }, disk)
+}
+
+fn listening((listening, socket, file): Handed<Listening>) -> BoundSocket {
+    bound(listening.address, socket, file)
 }
 
 /// The socket pair, which is standard input. What takes its place there reads as empty.
@@ -148,21 +192,17 @@ impl Offered {
             true => descriptors.pop_front().map(Some).context("a descriptor is missing"),
             false => Ok(None),
         };
-        let mut images = Vec::new();
-        for image in offer.images {
-            let mut files = Vec::new();
-            for File { path, has_tail, has_flushed } in image.files {
-                let file = take(true)?.context("a descriptor is missing")?;
-                let (tail, flushed) = (take(has_tail)?, take(has_flushed)?);
-                files.push(HandedFile { path, files: OpenFiles { file, tail, flushed } });
-            }
-            images.push(files);
+        let mut disks = Vec::new();
+        for disk in offer.disks {
+            disks.push(OfferedDisk::new(disk, &mut take)?);
         }
+        let check_disk = |disk: usize| match disk < disks.len() {
+            true => Ok(()),
+            false => bail!("an export of a disk that is not offered"),
+        };
         let mut sockets = Vec::new();
         for socket in offer.sockets {
-            if socket.exports.iter().any(|(_, image)| *image >= images.len()) {
-                bail!("an export of an image that is not offered");
-            }
+            socket.exports.iter().try_for_each(|(_, disk)| check_disk(*disk))?;
             let descriptor = take(true)?.context("a descriptor is missing")?;
             let file = take(socket.has_file)?;
             sockets.push((socket, descriptor, file));
@@ -172,28 +212,99 @@ impl Offered {
             let file = take(listening.has_file)?;
             Ok::<_, anyhow::Error>((listening, descriptor, file))
         };
-        let devices = offer.devices.into_iter().map(&mut listening).collect::<Result<_>>()?;
-        let control = offer.control.map(listening).transpose()?;
-        Ok(Self { images, sockets, devices, control })
+        let device = |Device { socket, disk }| {
+            check_disk(disk)?;
+            Ok(OfferedDevice { socket: listening(socket)?, disk })
+        };
+        let devices = offer.devices.into_iter().map(device).collect::<Result<_>>()?;
+        let control = offer.control.map(&mut listening).transpose()?;
+        let configured = offer.configured.into_iter().map(Configured::disk);
+        let configured = configured.collect::<Result<_>>()?;
+        let measured_since = StartTime::from_seconds(offer.measured_since);
+        Ok(Self { disks, configured, sockets, devices, control, measured_since })
+    }
+
+    /// Refuses what does not belong to the offer.
+    fn check(&self, yours: &Yours) -> Result<()> {
+        let disks = [yours.flush_failures.len(), yours.counts.len()];
+        if disks != [self.disks.len(); 2] || yours.frontends.len() != self.devices.len() {
+            bail!("the source hands over something else than it offered");
+        }
+        Ok(())
+    }
+}
+
+impl OfferedDisk {
+    /// Takes the descriptors of its files, in their order.
+    fn new(disk: Disk, take: &mut impl FnMut(bool) -> Result<Option<OwnedFd>>) -> Result<Self> {
+        let Disk { opened, moved, is_protected, limits, files: records } = disk;
+        let mut files = Vec::new();
+        for File { path, has_tail, has_flushed } in records {
+            let file = take(true)?.context("a descriptor is missing")?;
+            let (tail, flushed) = (take(has_tail)?, take(has_flushed)?);
+            files.push(HandedFile { path, files: OpenFiles { file, tail, flushed } });
+        }
+        let earlier = EarlierLife {
+            moved: moved.map(MovedTo::moved).transpose()?,
+            limits: limits.map(Limits::throttle).transpose()?,
+        };
+        Ok(Self { setup: opened.setup()?, earlier, is_protected, files })
+    }
+
+    /// How its image is opened: where it is now.
+    fn image_setup(&self) -> DiskSetup {
+        let setup = self.setup.clone();
+        match self.earlier.moved.clone() {
+            None => setup,
+            Some(Moved { path, format, cache }) => {
+                DiskSetup { path, format: Some(format), cache, ..setup }
+            }
+        }
+    }
+}
+
+/// A disk that is open here, and still the source's.
+struct PreparedDisk {
+    setup: DiskSetup,
+    earlier: EarlierLife,
+    is_protected: bool,
+    disk: HandedOverDisk,
+}
+
+impl PreparedDisk {
+    fn take_over(
+        self,
+        workers: &Workers,
+        failures: [Option<i32>; 2],
+        counts: &Counts,
+    ) -> OpenedDisk {
+        let Self { setup, earlier, is_protected, disk } = self;
+        let disk = workers.run(move || async move { disk.take_over(failures).await });
+        disk.count_from(counts.earlier());
+        if is_protected {
+            disk.protect_unused();
+        }
+        OpenedDisk { setup, disk: Arc::new(disk), earlier: Some(earlier) }
     }
 }
 
 fn open_all(
     workers: &Workers,
     setup: &Setup,
-    images: Vec<Vec<HandedFile>>,
-) -> Result<Vec<HandedOverDisk>> {
-    let mut disks = Vec::new();
-    let state = state_use(&setup.state, &setup.disks, setup.user.map(|ids| ids.user))?;
-    for (disk, files) in setup.disks.iter().zip(images) {
-        let (path, options) = (disk.path.clone(), image_options(disk, &state)?);
-        let snapshot = disk.snapshot.clone();
+    offered: Vec<OfferedDisk>,
+) -> Result<Vec<PreparedDisk>> {
+    let setups: Vec<_> = offered.iter().map(|disk| disk.setup.clone()).collect();
+    let state = state_use(&setup.state, &setups, setup.user.map(|ids| ids.user))?;
+    let open = |offered: OfferedDisk| {
+        let image = offered.image_setup();
+        let options = image_options(&image, &state)?;
+        let OfferedDisk { setup, earlier, is_protected, files } = offered;
         let disk = workers.run(move || async move {
-            open_handed_over(&path, options, snapshot.as_deref(), files).await
+            open_handed_over(&image.path, options, image.snapshot.as_deref(), files).await
         })?;
-        disks.push(disk);
-    }
-    Ok(disks)
+        Ok(PreparedDisk { setup, earlier, is_protected, disk })
+    };
+    offered.into_iter().map(open).collect()
 }
 
 /// The connections of each socket.
@@ -220,14 +331,15 @@ fn prepare_all(
     workers: &Workers,
     setup: &Setup,
     frontends: Vec<Option<Frontend>>,
+    devices: &[OfferedDevice],
     descriptors: &mut VecDeque<OwnedFd>,
 ) -> Result<Vec<Option<PreparedFrontend>>> {
     let memory = registered_memory(workers.report(), setup);
     let mut prepared = Vec::new();
-    for (record, socket) in frontends.into_iter().zip(&setup.devices) {
+    for (record, device) in frontends.into_iter().zip(devices) {
         let paused = record.map(|record| front_end(record, descriptors)).transpose()?;
         let prepare = |paused| PreparedFrontend::new(paused, setup.queues, memory);
-        let cannot = || format!("{}: cannot go on with the front-end", socket.0.display());
+        let cannot = || format!("{}: cannot go on with the front-end", device.path().display());
         prepared.push(paused.map(prepare).transpose().with_context(cannot)?);
     }
     Ok(prepared)

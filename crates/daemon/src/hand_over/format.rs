@@ -1,4 +1,4 @@
-//! What crosses the socket pair of a hand-over: all of it is told here.
+//! What crosses the socket pair of a hand-over: all of it is told here, disks in [`disk`], their counters in [`counters`].
 //!
 //! A frame is a header of 32 bytes, one byte for each batch of descriptors, a message as JSON, and bytes:
 //!
@@ -13,9 +13,10 @@
 //! After the header come the descriptors (`SCM_RIGHTS`), in batches of up to [`BATCH`], each with one byte of any
 //! value. Then the JSON, then the bytes. The header is the same in all versions, so that each can refuse another. A
 //! change of anything else is another version: fields are never ignored and have no defaults. A test holds the
-//! frames of each version as bytes. Version 1 had no vhost-user-blk devices, version 2 no bitmaps.
+//! frames of each version as bytes. Version 1 had no vhost-user-blk devices, version 2 no bitmaps; version 3 had no description
+//! of disks, so that a destination could serve only what its command line names, and no counters.
 //!
-//! Order of the descriptors. [`Message::Offer`]: for each file of each image the file, then its second open file for the
+//! Order of the descriptors. [`Message::Offer`]: for each file of each disk the file, then its second open file for the
 //! last block and the one that is flushed, as far as it has them; for each socket the socket, then its file (`O_PATH`) if
 //! it has one; the same for each device's socket, and for the control socket. [`Message::Yours`]: one for each
 //! connection; then for each front-end its connection, the file of each region of memory, of the in-flight memory and of
@@ -26,10 +27,16 @@ use blockhouse_nbd::handshake::{MetaContext, NegotiatedOptions};
 use blockhouse_nbd::proto::Framing;
 use serde::{Deserialize, Serialize};
 
+use self::counters::Counts;
+use self::disk::{Configured, Disk};
+
+pub mod counters;
+pub mod disk;
+
 /// What a frame begins with.
 pub const MAGIC: [u8; 8] = *b"BHANDOVR";
 /// The version of the format.
-pub const VERSION: u32 = 3;
+pub const VERSION: u32 = 4;
 /// Bytes of a header.
 pub const HEADER_BYTES: usize = 32;
 /// Descriptors that come together: fewer than the kernel takes (`SCM_MAX_FD`, 253).
@@ -54,38 +61,22 @@ pub enum Message {
     Mine,
 }
 
-/// What the source serves.
+/// What the source serves, as it is now.
 #[derive(Debug, Deserialize, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
 pub struct Offer {
-    /// The images, in the order of the command line.
-    pub images: Vec<Image>,
+    /// The disks that are open.
+    pub disks: Vec<Disk>,
+    /// The disks that the command line or the configuration asks for.
+    pub configured: Vec<Configured>,
     /// The listening sockets of NBD clients.
     pub sockets: Vec<Socket>,
-    /// The sockets of vhost-user-blk devices, in the order of the command line.
-    pub devices: Vec<Listening>,
+    /// The sockets of vhost-user-blk devices.
+    pub devices: Vec<Device>,
     /// The control socket.
     pub control: Option<Listening>,
-}
-
-/// An image with all files of its chain, from the top.
-#[derive(Debug, Deserialize, PartialEq, Eq, Serialize)]
-#[serde(rename_all = "kebab-case", deny_unknown_fields)]
-pub struct Image {
-    /// The files: of each image of the chain the image, then its data file if it has one.
-    pub files: Vec<File>,
-}
-
-/// A file.
-#[derive(Debug, Deserialize, PartialEq, Eq, Serialize)]
-#[serde(rename_all = "kebab-case", deny_unknown_fields)]
-pub struct File {
-    /// The path by which it was opened.
-    pub path: String,
-    /// Whether it is open a second time, for the last block.
-    pub has_tail: bool,
-    /// Whether it is open once more, to be flushed.
-    pub has_flushed: bool,
+    /// Since when the disks' counters count, in seconds since 1970.
+    pub measured_since: u64,
 }
 
 /// A listening socket.
@@ -96,8 +87,20 @@ pub struct Socket {
     pub address: Address,
     /// Whether its file is to be removed at the end.
     pub has_file: bool,
-    /// What its clients find: names, and the images' places on the command line.
+    /// Whether its clients must use TLS.
+    pub needs_tls: bool,
+    /// What its clients find: names, and the places of disks.
     pub exports: Vec<(String, usize)>,
+}
+
+/// A vhost-user-blk device.
+#[derive(Debug, Deserialize, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case", deny_unknown_fields)]
+pub struct Device {
+    /// Its socket.
+    pub socket: Listening,
+    /// The place of its disk.
+    pub disk: usize,
 }
 
 /// A listening socket by which a device is found, or control.
@@ -129,8 +132,10 @@ pub enum Address {
 #[derive(Debug, Deserialize, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
 pub struct Yours {
-    /// For each image the errno of the failed flush that is remembered, of the image and of its data file.
+    /// For each disk the errno of the failed flush that is remembered, of the image and of its data file.
     pub flush_failures: Vec<[Option<i32>; 2]>,
+    /// For each disk what was counted.
+    pub counts: Vec<Counts>,
     /// The connections that have paused.
     pub connections: Vec<Connection>,
     /// For each device the front-end that has paused, if it has one.

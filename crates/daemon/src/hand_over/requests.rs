@@ -11,10 +11,22 @@ use signal_hook::low_level::raise;
 
 use crate::control::UpgradeReply;
 
+/// What becomes of clients with TLS, which cannot be handed over.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum EncryptedClients {
+    /// They go on, and nothing is handed over while there is one.
+    #[default]
+    Keep,
+    /// They are disconnected, when what they have in flight is done. They may connect again.
+    Disconnect,
+}
+
 /// An upgrade that was asked for.
 pub struct UpgradeRequest {
     /// The program to go on with; left out, the one that this process was started from, as it is on disk now.
     pub binary: Option<PathBuf>,
+    /// What becomes of clients with TLS.
+    pub encrypted: EncryptedClients,
     /// Where the outcome goes: why not, in one line.
     pub reply: oneshot::Sender<Result<UpgradeReply, String>>,
 }
@@ -25,9 +37,13 @@ pub struct UpgradeRequests(Arc<Mutex<VecDeque<UpgradeRequest>>>);
 
 impl UpgradeRequests {
     /// Asks the main thread for an upgrade, and wakes it.
-    pub fn ask(&self, binary: Option<PathBuf>) -> oneshot::Receiver<Result<UpgradeReply, String>> {
+    pub fn ask(
+        &self,
+        binary: Option<PathBuf>,
+        encrypted: EncryptedClients,
+    ) -> oneshot::Receiver<Result<UpgradeReply, String>> {
         let (reply, outcome) = oneshot::channel();
-        self.0.lock().push_back(UpgradeRequest { binary, reply });
+        self.0.lock().push_back(UpgradeRequest { binary, encrypted, reply });
         // As a person would: the main thread waits for signals. It fails for no signal that exists.
         let _ = raise(SIGUSR2);
         outcome

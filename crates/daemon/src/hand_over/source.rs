@@ -13,14 +13,18 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
 use blockhouse_nbd::PausedConnection;
+use blockhouse_nbd::uri::Security;
 use blockhouse_vhost_user::PausedFrontend;
 
 use super::channel::Channel;
 use super::fault::{Step, reach};
+use super::format::counters::Counts;
+use super::format::disk::{Configured, Disk, File, Limits, MovedTo, Opened};
 use super::format::{
-    Address, Connection, File, Image, Listening, Message, Offer, Socket, VERSION, Yours,
+    Address, Connection, Device, Listening, Message, Offer, Socket, VERSION, Yours,
 };
 use super::frontends;
+use super::requests::EncryptedClients;
 use crate::control::Closed;
 use crate::launcher::{Launched, Launcher};
 use crate::running::{RunningDevice, RunningDisk, ServedSocket};
@@ -71,31 +75,24 @@ pub fn hand_over(
     service: &Service,
     launcher: &Launcher,
     binary: Option<PathBuf>,
+    encrypted: EncryptedClients,
 ) -> Result<Outcome> {
-    check_not_encrypted(service)?;
+    if encrypted == EncryptedClients::Keep {
+        check_not_encrypted(service)?;
+    }
     let mut destination = Destination::start(launcher, binary.as_deref())?;
     let Some(control) = service.pause_control(CONTROL_TIME) else {
         bail!(
             "a request at the control socket is still being carried out; try again when it is done"
         );
     };
-    if service.has_jobs() {
-        bail!(
-            "a job works on a disk, and cannot be handed over; let it complete or cancel it first"
-        );
-    }
-    if service.is_altered() {
-        bail!(
-            "disks, exports or limits were changed since the start, and the new server would not know of that; change \
-             them back, or restart instead"
-        );
-    }
+    check_jobs(service)?;
     let (disks, sockets, devices) = (service.disks(), service.sockets(), service.devices());
     let (offer, descriptors) = offer_of(service, &disks, &sockets, &devices)?;
     destination.send(&Message::Offer(offer), &descriptors, &[])?;
     reach(Step::SourceOffered);
     destination.expect(Message::Ready, "get ready")?;
-    let outcome = give(service, &mut destination);
+    let outcome = give(service, &mut destination, encrypted);
     match outcome {
         Ok(gap) => {
             reach(Step::SourceGaveUp);
@@ -121,22 +118,48 @@ pub fn hand_over(
     }
 }
 
-/// Refuses where a client uses TLS: what encrypts its connection cannot leave this process.
+/// Refuses where a client uses TLS: what encrypts its connection, keys and sequence numbers, is inside of OpenSSL, which
+/// gives it to no other process.
 fn check_not_encrypted(service: &Service) -> Result<()> {
     match service.server().encrypted_clients() {
         0 => Ok(()),
         count => bail!(
-            "{count} clients use TLS, and an encrypted connection cannot be handed over; disconnect them first, \
-             or restart the server: clients that reconnect go on"
+            "{count} clients use TLS, and an encrypted connection cannot be handed over; with --disconnect-tls ('blockhouse \
+             upgrade') they are disconnected first, and go on with the new server if they reconnect"
+        ),
+    }
+}
+
+/// Refuses where a job goes on: it cannot be handed over.
+fn check_jobs(service: &Service) -> Result<()> {
+    match service.running().jobs().find_running() {
+        None => Ok(()),
+        Some(job) => bail!(
+            "the job {:?}, a {} of the disk {:?}, goes on, and cannot be handed over; complete it or cancel it first \
+             ('blockhouse ctl SOCKET job {} complete', or 'cancel')",
+            job.name,
+            job.kind,
+            job.disk,
+            job.name
         ),
     }
 }
 
 /// Stops serving, and has the destination take over. How long nothing was served until then.
-fn give(service: &Service, destination: &mut Destination<'_>) -> Result<Duration> {
+fn give(
+    service: &Service,
+    destination: &mut Destination<'_>,
+    encrypted: EncryptedClients,
+) -> Result<Duration> {
     let (workers, server) = (service.workers(), service.server().clone());
     flush_ahead(service, 1);
-    workers.run(move || async move { server.pause_accepting(HANDSHAKE_TIME).await });
+    workers.run(move || async move {
+        server.pause_accepting(HANDSHAKE_TIME).await;
+        if encrypted == EncryptedClients::Disconnect {
+            // Those who reconnect wait in the backlog.
+            server.end_encrypted_clients(DRAIN_TIME).await;
+        }
+    });
     // A handshake may have ended since it was checked first.
     check_not_encrypted(service)?;
     flush_ahead(service, MAX_FLUSHES);
@@ -149,6 +172,7 @@ fn give(service: &Service, destination: &mut Destination<'_>) -> Result<Duration
     }
     reach(Step::SourceSettled);
     let mut descriptors: Vec<_> = connections.iter().map(|paused| paused.stream.as_fd()).collect();
+    let sockets = service.sockets();
     let frontends = frontends.iter().map(|paused| {
         let (record, own) = frontends::record(paused.as_ref()?);
         descriptors.extend(own);
@@ -156,7 +180,15 @@ fn give(service: &Service, destination: &mut Destination<'_>) -> Result<Duration
     });
     let yours = Yours {
         flush_failures: service.disks().iter().map(|disk| disk.disk.flush_failures()).collect(),
-        connections: connections.iter().map(record).collect(),
+        counts: service
+            .disks()
+            .iter()
+            .map(|disk| Counts::from(&disk.disk.earlier_counts()))
+            .collect(),
+        connections: connections
+            .iter()
+            .map(|paused| record(paused, &sockets))
+            .collect::<Result<_>>()?,
         frontends: frontends.collect(),
     };
     let bytes: Vec<&[u8]> = connections.iter().map(|paused| &paused.session.received[..]).collect();
@@ -210,16 +242,18 @@ fn pause(
     Ok((connections, frontends))
 }
 
-fn record(paused: &PausedConnection) -> Connection {
-    let PausedConnection { socket, session, .. } = paused;
-    Connection {
-        socket: *socket,
+fn record(paused: &PausedConnection, sockets: &[Arc<ServedSocket>]) -> Result<Connection> {
+    let PausedConnection { socket: number, session, .. } = paused;
+    let socket = sockets.iter().position(|socket| socket.number() == *number);
+    Ok(Connection {
+        // The connections of a socket end before it is closed.
+        socket: socket.context("a client's socket is not served any more")?,
         export: session.options.export.clone(),
         framing: session.options.framing.into(),
         contexts: session.options.contexts.iter().map(|(id, one)| (*id, one.into())).collect(),
         is_used: session.is_used,
         received: session.received.len() as u64,
-    }
+    })
 }
 
 /// What is served, and its descriptors in the order of `format`.
@@ -233,21 +267,11 @@ fn offer_of<'a>(
     devices: &'a [Arc<RunningDevice>],
 ) -> Result<(Offer, Vec<BorrowedFd<'a>>)> {
     let mut descriptors = Vec::new();
-    let mut images = Vec::new();
+    let mut offered = Vec::new();
     for disk in disks {
-        let mut files = Vec::new();
-        for file in disk.disk.chain_files()? {
-            let open = file.open_files();
-            files.push(File {
-                path: blockhouse_core::Storage::name(file).to_owned(),
-                has_tail: open.tail.is_some(),
-                has_flushed: open.flushed.is_some(),
-            });
-            descriptors.push(open.file);
-            descriptors.extend(open.tail);
-            descriptors.extend(open.flushed);
-        }
-        images.push(Image { files });
+        let (record, own) = disk_record(disk)?;
+        offered.push(record);
+        descriptors.extend(own);
     }
     let mut listening = Vec::new();
     for socket in sockets {
@@ -256,22 +280,69 @@ fn offer_of<'a>(
         listening.push(Socket {
             address: socket.address().into(),
             has_file: socket.file().is_some(),
+            needs_tls: socket.security() == Security::Tls,
             exports: service.exports_at(socket),
         });
     }
     let mut guests = Vec::new();
-    for device in devices.iter().map(|device| device.served()) {
-        descriptors.push(device.server().listener());
-        descriptors.extend(device.file().map(AsFd::as_fd));
-        let address = Address::Unix(device.path().as_os_str().as_bytes().to_vec());
-        guests.push(Listening { address, has_file: device.file().is_some() });
+    for device in devices {
+        let served = device.served();
+        descriptors.push(served.server().listener());
+        descriptors.extend(served.file().map(AsFd::as_fd));
+        let address = Address::Unix(served.path().as_os_str().as_bytes().to_vec());
+        let disk = disks.iter().position(|disk| disk.name() == device.disk());
+        let disk = disk.context("a device's disk is not open any more")?;
+        let socket = Listening { address, has_file: served.file().is_some() };
+        guests.push(Device { socket, disk });
     }
     let control = service.control().map(|control| {
         descriptors.push(control.listener().as_fd());
         descriptors.extend(control.file().map(AsFd::as_fd));
         Listening { address: control.address().into(), has_file: control.file().is_some() }
     });
-    Ok((Offer { images, sockets: listening, devices: guests, control }, descriptors))
+    let offer = Offer {
+        disks: offered,
+        configured: service.running().configured().iter().map(Configured::from).collect(),
+        sockets: listening,
+        devices: guests,
+        control,
+        measured_since: service.running().measured_since().seconds(),
+    };
+    Ok((offer, descriptors))
+}
+
+/// A disk, and the descriptors of its files.
+///
+/// # Errors
+/// It cannot be handed over.
+fn disk_record(running: &RunningDisk) -> Result<(Disk, Vec<BorrowedFd<'_>>)> {
+    let disk = &running.disk;
+    if let Some(successor) = disk.retired_to() {
+        bail!(
+            "the disk {:?} was moved to {successor}, and cannot be handed over; close it first",
+            running.name()
+        );
+    }
+    let (mut files, mut descriptors) = (Vec::new(), Vec::new());
+    for file in disk.chain_files()? {
+        let open = file.open_files();
+        files.push(File {
+            path: blockhouse_core::Storage::name(file).to_owned(),
+            has_tail: open.tail.is_some(),
+            has_flushed: open.flushed.is_some(),
+        });
+        descriptors.push(open.file);
+        descriptors.extend(open.tail);
+        descriptors.extend(open.flushed);
+    }
+    let record = Disk {
+        opened: Opened::from(&running.setup),
+        moved: running.moved().as_ref().map(MovedTo::from),
+        is_protected: disk.access() != disk.opened_access(),
+        limits: running.throttle().as_ref().map(Limits::from),
+        files,
+    };
+    Ok((record, descriptors))
 }
 
 impl From<&blockhouse_nbd::uri::Address> for Address {

@@ -100,9 +100,9 @@ impl Jobs {
         })
     }
 
-    /// Whether any goes on.
-    pub(crate) fn is_any_running(&self) -> bool {
-        self.0.lock().jobs.iter().any(|job| !job.has_ended())
+    /// One that goes on, if there is any.
+    pub(crate) fn find_running(&self) -> Option<Arc<RunningJob>> {
+        self.0.lock().jobs.iter().find(|job| !job.has_ended()).cloned()
     }
 
     /// Refuses to change a disk that a job works on.

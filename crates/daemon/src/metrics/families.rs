@@ -6,7 +6,7 @@
 /// How a metric's values behave.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kind {
-    /// Only grows, from 0 at the start of the process.
+    /// Only grows, from 0 at the start of the server, also over upgrades.
     Counter,
     /// Goes up and down.
     Gauge,
@@ -56,7 +56,7 @@ macro_rules! families {
 
 families! {
     BUILD: Gauge "blockhouse_build_info" &["version"], "Always 1; the label says which version runs.";
-    START: Gauge "blockhouse_start_time_seconds" &[], "When the process began to measure, in seconds since 1970.";
+    START: Gauge "blockhouse_start_time_seconds" &[], "When measuring began, in seconds since 1970; upgrades do not change it.";
     DISK_INFO: Gauge "blockhouse_disk_info" &["disk", "format", "path"], "Always 1; the labels say what the disk is.";
     SIZE: Gauge "blockhouse_disk_size_bytes" DISK, "The size of the disk as its guest sees it.";
     ALLOCATED: Gauge "blockhouse_disk_allocated_bytes" DISK, "The space that the image takes on the host.";

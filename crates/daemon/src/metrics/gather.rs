@@ -56,7 +56,7 @@ pub struct Samples {
     pub samples: Vec<Sample>,
 }
 
-/// When this process began to measure.
+/// Since when the counters count: this process, or the first of those that have handed over one to another.
 #[derive(Clone, Copy, Debug)]
 pub struct StartTime(u64);
 
@@ -64,6 +64,16 @@ impl StartTime {
     /// Now.
     pub fn now() -> Self {
         Self(SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |time| time.as_secs()))
+    }
+
+    /// That many seconds after 1970.
+    pub(crate) fn from_seconds(seconds: u64) -> Self {
+        Self(seconds)
+    }
+
+    /// In seconds since 1970.
+    pub(crate) fn seconds(self) -> u64 {
+        self.0
     }
 }
 

@@ -16,5 +16,5 @@ pub use families::{FAMILIES, Family, Kind};
 pub use gather::{MeasuredDisk, Sample, Samples, StartTime, Value, gather, with_distinct_names};
 pub use json::to_json;
 pub use server::MetricsAddress;
-pub(crate) use server::{DiskList, MetricsServer};
+pub(crate) use server::{MetricsServer, Reading};
 pub use text::{Form, to_text};

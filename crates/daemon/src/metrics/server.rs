@@ -20,7 +20,7 @@ use futures_channel::oneshot;
 use futures_util::future::{Either, FutureExt, LocalBoxFuture, select};
 use futures_util::stream::{FuturesUnordered, StreamExt, unfold};
 
-use super::gather::{MeasuredDisk, StartTime, gather};
+use super::gather::Samples;
 use super::http::{self, Request, Resource};
 use super::json::to_json;
 use super::text::to_text;
@@ -88,8 +88,8 @@ impl MetricsAddress {
     }
 }
 
-/// Says which disks there are at the moment.
-pub type DiskList = Arc<dyn Fn() -> Vec<MeasuredDisk> + Send + Sync>;
+/// Tells the values of all metrics at the moment.
+pub type Reading = Arc<dyn Fn() -> Vec<Samples> + Send + Sync>;
 
 /// Metrics that are served.
 pub struct MetricsServer {
@@ -98,16 +98,10 @@ pub struct MetricsServer {
     over: Submission<()>,
 }
 
-/// What clients are answered from.
-struct Served {
-    disks: DiskList,
-    started: StartTime,
-}
-
 impl MetricsServer {
-    /// Serves the metrics of these disks at a listening socket, by a loop of its own.
-    pub fn start(bound: BoundSocket, workers: Workers, disks: DiskList) -> Self {
-        Self::start_at(workers, disks, async move || bound)
+    /// Serves the metrics at a listening socket, by a loop of its own.
+    pub fn start(bound: BoundSocket, workers: Workers, reading: Reading) -> Self {
+        Self::start_at(workers, reading, async move || bound)
     }
 
     /// As [`start`](Self::start), as soon as the address is free: the process that served there before is about to end.
@@ -115,9 +109,9 @@ impl MetricsServer {
         address: MetricsAddress,
         permissions: SocketPermissions,
         workers: Workers,
-        disks: DiskList,
+        reading: Reading,
     ) -> Self {
-        Self::start_at(workers, disks, async move || {
+        Self::start_at(workers, reading, async move || {
             loop {
                 match address.bind(permissions) {
                     Ok(bound) => return bound,
@@ -130,15 +124,14 @@ impl MetricsServer {
 
     fn start_at(
         workers: Workers,
-        disks: DiskList,
+        reading: Reading,
         bind: impl AsyncFnOnce() -> BoundSocket + Send + 'static,
     ) -> Self {
         let (stop, stopped) = oneshot::channel();
-        let served = Served { disks, started: StartTime::now() };
         let over = workers.first().spawn(move || async move {
             let serving = async {
                 let bound = bind().await;
-                if let Err(error) = serve(bound, &served).await {
+                if let Err(error) = serve(bound, &reading).await {
                     tracing::error!("metrics are not served: {error}");
                 }
             };
@@ -158,7 +151,7 @@ impl MetricsServer {
 }
 
 /// Accepts and answers for ever.
-async fn serve(bound: BoundSocket, served: &Served) -> io::Result<()> {
+async fn serve(bound: BoundSocket, reading: &Reading) -> io::Result<()> {
     let BoundSocket { socket, file, address } = bound;
     let listener = Listener::new(socket)?;
     // Declared after the listener, so dropped while that still listens: see `SocketFile`.
@@ -180,7 +173,7 @@ async fn serve(bound: BoundSocket, served: &Served) -> io::Result<()> {
             () = clients.select_next_some() => {}
             connection = accepted.select_next_some() => match connection {
                 Ok(stream) if clients.len() < MAX_CLIENTS => {
-                    clients.push(serve_client(stream, served).boxed_local());
+                    clients.push(serve_client(stream, reading).boxed_local());
                 }
                 Ok(stream) => drop(stream),
                 Err(error) => tracing::warn!("cannot accept a metrics connection: {error}"),
@@ -190,13 +183,13 @@ async fn serve(bound: BoundSocket, served: &Served) -> io::Result<()> {
 }
 
 /// Answers one request. A client that is gone or too slow gets none.
-async fn serve_client(stream: Stream, served: &Served) {
+async fn serve_client(stream: Stream, reading: &Reading) {
     let received = match select(pin!(receive_request(&stream)), pin!(sleep(TIMEOUT))).await {
         Either::Left((received, _)) => received,
         Either::Right(_) => None,
     };
     let answer = match received {
-        Some(Ok(request)) => answer(request, served),
+        Some(Ok(request)) => answer(request, reading),
         Some(Err(refusal)) => http::refuse(refusal),
         None => return,
     };
@@ -230,9 +223,9 @@ async fn receive_request(stream: &Stream) -> Option<Result<Request, http::Refusa
     }
 }
 
-fn answer(request: Request, served: &Served) -> Vec<u8> {
+fn answer(request: Request, reading: &Reading) -> Vec<u8> {
     let Request { resource, wants_body } = request;
-    let gathered = gather(served.started, &(served.disks)());
+    let gathered = reading();
     let (content_type, body) = match resource {
         Resource::Text(form) => (form.content_type(), to_text(&gathered, form)),
         Resource::Json => ("application/json", to_json(&gathered).to_string()),

@@ -25,6 +25,11 @@ pub(crate) struct RunningDevice {
 }
 
 impl RunningDevice {
+    /// The name of its disk.
+    pub(crate) fn disk(&self) -> &str {
+        &self.disk
+    }
+
     /// Its socket and its server.
     pub(crate) fn served(&self) -> &ServedDevice {
         &self.served

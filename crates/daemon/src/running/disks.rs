@@ -8,7 +8,7 @@ use blockhouse_engine::IoPoll;
 use blockhouse_storage::Location;
 use parking_lot::Mutex;
 
-use super::{ExportAddress, Running, RunningDisk, RunningExport};
+use super::{ExportAddress, Moved, Running, RunningDisk, RunningExport};
 use crate::claims::{Claim, Name};
 use crate::events::Event;
 use crate::failures::FailureTeller;
@@ -33,14 +33,19 @@ pub(crate) struct Resized {
 
 impl Running {
     /// Takes in a disk that is open, at the start. Its name must be new.
-    pub(crate) fn adopt(&self, setup: DiskSetup, disk: Arc<ImageDisk>) -> Arc<RunningDisk> {
+    pub(crate) fn adopt(
+        &self,
+        setup: DiskSetup,
+        disk: Arc<ImageDisk>,
+        moved: Option<Moved>,
+    ) -> Arc<RunningDisk> {
         // Where it is no file, or its path cannot be found any more, it is known by what was given.
         let canonical = disk.file().and_then(|_| setup.path.canonicalize().ok());
         let path = canonical.unwrap_or_else(|| setup.path.clone());
         let has_lost_flush = disk.flush_failures().iter().any(Option::is_some);
         let teller = FailureTeller::new(setup.name.clone(), self.events.clone(), has_lost_flush);
         disk.observe_failures(Box::new(move |failed| teller.tell(failed)));
-        let disk = Arc::new(RunningDisk { setup, path, disk, group: Mutex::default() });
+        let disk = Arc::new(RunningDisk { setup, path, moved, disk, group: Mutex::default() });
         self.list.lock().disks.push(Arc::clone(&disk));
         disk
     }
@@ -79,7 +84,7 @@ impl Running {
         }
         let state = self.state_use(&setup)?;
         let disk = open_disk(&setup, &state).await?;
-        let disk = self.adopt(setup, Arc::new(disk));
+        let disk = self.adopt(setup, Arc::new(disk), None);
         self.events.tell(Event::DiskOpened { disk: name.clone() });
         if let Err(error) = self.begin_serving(&disk, addresses).await {
             for export in self.exports_of(&name) {

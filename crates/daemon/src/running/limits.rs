@@ -85,6 +85,27 @@ impl Running {
         }
     }
 
+    /// Gives a disk the limits that it had in the process that has handed it over, before it is served. They begin anew, with
+    /// nothing saved and nothing owed.
+    ///
+    /// # Errors
+    /// None that a server with these limits could give.
+    pub(crate) fn limit_as_before(
+        &self,
+        disk: &RunningDisk,
+        throttle: Option<&DiskThrottle>,
+    ) -> Result<()> {
+        if let Some(DiskThrottle { group: Some(name), limits }) = throttle
+            && self.list.lock().group(name).is_none()
+        {
+            // Also one without any limits.
+            *disk.group.lock() = Some(name.clone());
+            disk.disk.join_throttle_group(&ThrottleGroup::new(*limits));
+            return Ok(());
+        }
+        self.put_in_force(disk, throttle)
+    }
+
     /// The disk is claimed, or not served yet.
     fn put_in_force(&self, disk: &RunningDisk, throttle: Option<&DiskThrottle>) -> Result<()> {
         let list = self.list.lock();

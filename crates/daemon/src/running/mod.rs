@@ -16,18 +16,20 @@ use std::slice;
 use std::sync::Arc;
 
 use anyhow::{Result, bail};
-use blockhouse_disk::{ImageDisk, StateUse};
-use blockhouse_engine::{EngineReport, Handle, IoPoll};
+use blockhouse_disk::{CacheMode, ImageDisk, ImageFormat, StateUse};
+use blockhouse_engine::{EngineReport, Handle, HostFile, IoPoll};
 use blockhouse_nbd::{Server, SocketPermissions};
 use blockhouse_vhost_user::RegisteredMemory;
 use parking_lot::Mutex;
+use rustix::fs::OFlags;
 use serde_json::Value;
 
 use crate::claims::Claims;
 use crate::config::ConfiguredDisk;
 use crate::events::Events;
 use crate::jobs::Jobs;
-use crate::metrics::{MeasuredDisk, StartTime, gather, to_json};
+use crate::limit_options::DiskThrottle;
+use crate::metrics::{MeasuredDisk, Samples, StartTime, gather, to_json};
 use crate::open::state_use;
 use crate::sandbox::SandboxReport;
 use crate::setup::{DiskSetup, Setup, StateSetup};
@@ -50,7 +52,7 @@ pub(crate) struct Running {
     claims: Claims,
     events: Events,
     jobs: Jobs,
-    started: StartTime,
+    measured_since: StartTime,
 }
 
 /// How disks are opened and served, whatever their names.
@@ -73,6 +75,8 @@ struct List {
     /// In the order in which they were opened.
     disks: Vec<Arc<RunningDisk>>,
     sockets: Vec<Arc<ServedSocket>>,
+    /// How many sockets were served so far.
+    served_sockets: usize,
     /// In the order in which they were added.
     exports: Vec<RunningExport>,
     devices: Vec<Arc<RunningDevice>>,
@@ -86,6 +90,8 @@ pub(crate) struct RunningDisk {
     pub(crate) setup: DiskSetup,
     /// The canonical path of the image that it was opened with.
     path: PathBuf,
+    /// Where a mirror had moved it before another process handed it over.
+    moved: Option<Moved>,
     /// The disk.
     pub(crate) disk: Arc<ImageDisk>,
     /// The name of the group whose limits it shares. Changed where the list is locked.
@@ -100,11 +106,60 @@ impl RunningDisk {
 
     /// The canonical path of the image, or where it was moved since.
     pub(crate) fn path(&self) -> PathBuf {
-        match self.disk.is_replaced() {
-            true => PathBuf::from(self.disk.name()),
-            false => self.path.clone(),
-        }
+        self.moved().map_or_else(|| self.path.clone(), |moved| moved.path)
     }
+
+    /// The image that has taken the place of the one that it was opened with.
+    pub(crate) fn moved(&self) -> Option<Moved> {
+        if !self.disk.is_replaced() {
+            return self.moved.clone();
+        }
+        let is_cached = self.disk.file().is_some_and(uses_page_cache);
+        Some(Moved {
+            path: PathBuf::from(self.disk.name()),
+            format: self.disk.format_name().parse().ok()?,
+            // A target that cannot be opened around the page cache goes through it.
+            cache: match self.setup.cache {
+                CacheMode::None if is_cached => CacheMode::Writeback,
+                cache => cache,
+            },
+        })
+    }
+}
+
+/// An image that has taken the place of the one that a disk was opened with.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Moved {
+    /// Where it is.
+    pub(crate) path: PathBuf,
+    /// Its format.
+    pub(crate) format: ImageFormat,
+    /// The host's cache.
+    pub(crate) cache: CacheMode,
+}
+
+/// A disk that is going to run.
+pub(crate) struct OpenedDisk {
+    /// How it was opened.
+    pub(crate) setup: DiskSetup,
+    /// The disk.
+    pub(crate) disk: Arc<ImageDisk>,
+    /// What has become of it in the process that has handed it over.
+    pub(crate) earlier: Option<EarlierLife>,
+}
+
+/// What has become of a disk in another process.
+#[derive(Clone, Debug)]
+pub(crate) struct EarlierLife {
+    /// Where it was moved.
+    pub(crate) moved: Option<Moved>,
+    /// The limits that it has.
+    pub(crate) limits: Option<DiskThrottle>,
+}
+
+fn uses_page_cache(file: &HostFile) -> bool {
+    let flags = rustix::fs::fcntl_getfl(file.descriptor());
+    flags.is_ok_and(|flags| !flags.contains(OFlags::DIRECT))
 }
 
 impl Running {
@@ -113,8 +168,8 @@ impl Running {
         loops: Vec<Handle>,
         report: &EngineReport,
         setup: &Setup,
-        tls: Option<Tls>,
-        sandbox: SandboxReport,
+        (tls, sandbox): (Option<Tls>, SandboxReport),
+        measured_since: StartTime,
     ) -> Self {
         Self {
             loops,
@@ -134,7 +189,7 @@ impl Running {
             claims: Claims::default(),
             jobs: Jobs::default(),
             events: Events::default(),
-            started: StartTime::now(),
+            measured_since,
         }
     }
 
@@ -201,9 +256,19 @@ impl Running {
         self.disks().into_iter().map(measured).collect()
     }
 
+    /// Since when the counters count.
+    pub(crate) fn measured_since(&self) -> StartTime {
+        self.measured_since
+    }
+
+    /// The values of all metrics at this moment.
+    pub(crate) fn gathered(&self) -> Vec<Samples> {
+        gather(self.measured_since, &self.measured())
+    }
+
     /// All metrics at this moment.
     pub(crate) fn metrics(&self) -> Value {
-        to_json(&gather(self.started, &self.measured()))
+        to_json(&self.gathered())
     }
 
     /// The exports, in the order in which they were added.
@@ -221,8 +286,18 @@ impl Running {
         self.options.config.as_deref()
     }
 
-    /// Takes what runs now for what the command line or the configuration asks for.
-    pub(crate) fn set_configured(&self) {
+    /// What the command line or the configuration asks for.
+    pub(crate) fn configured(&self) -> Vec<ConfiguredDisk> {
+        self.list.lock().configured.clone()
+    }
+
+    /// This is what the command line or the configuration asks for.
+    pub(crate) fn set_configured(&self, configured: Vec<ConfiguredDisk>) {
+        self.list.lock().configured = configured;
+    }
+
+    /// As [`set_configured`](Self::set_configured), for what runs now.
+    pub(crate) fn set_all_configured(&self) {
         let mut list = self.list.lock();
         let of = |disk: &Arc<RunningDisk>| {
             let exports = list.exports.iter().filter(|export| export.disk == disk.name());
@@ -231,28 +306,5 @@ impl Running {
             ConfiguredDisk { setup, addresses }
         };
         list.configured = list.disks.iter().map(of).collect();
-    }
-
-    /// Whether other disks, limits and exports run than the command line or the configuration asks for.
-    pub(crate) fn is_altered(&self) -> bool {
-        let list = self.list.lock();
-        let count: usize = list.configured.iter().map(|disk| disk.addresses.len()).sum();
-        let is_served = |disk: &ConfiguredDisk| {
-            disk.addresses.iter().all(|address| {
-                let mut exports = list.exports.iter();
-                exports.any(|one| one.disk == disk.setup.name && one.address == *address)
-            })
-        };
-        let is_open = |(disk, open): (&ConfiguredDisk, &Arc<RunningDisk>)| {
-            disk.setup.opens_like(&open.setup)
-                && disk.setup.throttle == open.throttle()
-                && open.disk.access() == open.disk.opened_access()
-        };
-        // The command line names the image that the disk has left.
-        list.disks.iter().any(|disk| disk.disk.is_replaced())
-            || list.configured.len() != list.disks.len()
-            || !list.configured.iter().zip(&list.disks).all(is_open)
-            || count != list.exports.len()
-            || !list.configured.iter().all(is_served)
     }
 }

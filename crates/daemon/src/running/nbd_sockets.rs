@@ -22,6 +22,8 @@ pub(crate) struct ServedSocket {
     file: Option<SocketFile>,
     listener: Listener,
     address: Address,
+    /// How many sockets were served before it: the server of clients counts them so.
+    number: usize,
     /// Whether its clients must use TLS.
     security: Security,
     /// Of this socket alone: clients of others do not find them.
@@ -29,6 +31,16 @@ pub(crate) struct ServedSocket {
 }
 
 impl ServedSocket {
+    /// The number by which the server of clients knows it.
+    pub(crate) fn number(&self) -> usize {
+        self.number
+    }
+
+    /// Whether its clients must use TLS.
+    pub(crate) fn security(&self) -> Security {
+        self.security
+    }
+
     /// The socket.
     pub(crate) fn listener(&self) -> &Listener {
         &self.listener
@@ -117,7 +129,10 @@ impl Running {
                 disk: disk.name().to_owned(),
             });
         }
-        list.sockets.push(Arc::new(ServedSocket { file, listener, address, security, exports }));
+        let number = list.served_sockets;
+        list.served_sockets += 1;
+        let socket = ServedSocket { file, listener, address, number, security, exports };
+        list.sockets.push(Arc::new(socket));
         Ok(())
     }
 

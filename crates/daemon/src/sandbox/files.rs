@@ -18,6 +18,7 @@ use landlock::{
     RulesetCreated, RulesetCreatedAttr,
 };
 
+use super::Opened;
 use super::needs::Needs;
 use crate::metrics::MetricsAddress;
 use crate::setup::{Setup, StateSetup};
@@ -55,13 +56,13 @@ pub(crate) struct FileRules {
     pub(crate) for_requests: Vec<PathBuf>,
 }
 
-/// The rules of this server, whose Unix sockets have files at `sockets`.
-pub(super) fn rules(setup: &Setup, needs: Needs, sockets: &[PathBuf]) -> FileRules {
+/// The rules of this server, which has this open.
+pub(super) fn rules(setup: &Setup, needs: Needs, opened: &Opened<'_>) -> FileRules {
     let mut all = FileRules::default();
     if let Some(path) = state_folder(setup) {
         all.add(path, changing() | AccessFs::RemoveDir);
     }
-    for socket in sockets {
+    for socket in &opened.sockets {
         all.add(parent(socket), AccessFs::RemoveFile.into());
     }
     if let Some(path) = &setup.pid_file {
@@ -83,7 +84,7 @@ pub(super) fn rules(setup: &Setup, needs: Needs, sockets: &[PathBuf]) -> FileRul
         all.add(parent(socket), AccessFs::MakeSock | AccessFs::RemoveFile);
     }
     if needs.changes {
-        all.add_requests(setup, sockets);
+        all.add_requests(setup, opened);
     }
     all
 }
@@ -103,16 +104,16 @@ impl FileRules {
     }
 
     /// What a control socket or a configuration may name later.
-    fn add_requests(&mut self, setup: &Setup, sockets: &[PathBuf]) {
+    fn add_requests(&mut self, setup: &Setup, opened: &Opened<'_>) {
         HOST.iter().for_each(|path| self.add(path.into(), reading()));
         setup.config.iter().for_each(|config| self.add(parent(config), reading()));
-        let images = setup.disks.iter().filter_map(|disk| match Location::of(&disk.path) {
+        let images = opened.disks.iter().filter_map(|disk| match Location::of(&disk.path) {
             Ok(Location::File(path)) => Some(place_of_image(path)),
             _ => None,
         });
-        let allowed = setup.disks.iter().flat_map(|disk| disk.allow_paths.iter().cloned());
+        let allowed = opened.disks.iter().flat_map(|disk| disk.allow_paths.iter().cloned());
         let named = setup.sandbox_allow.iter().cloned();
-        let sockets = sockets.iter().map(|socket| parent(socket));
+        let sockets = opened.sockets.iter().map(|socket| parent(socket));
         for path in images.chain(allowed).chain(named).chain(sockets) {
             self.add(path.clone(), changing() | AccessFs::IoctlDev);
             self.for_requests.extend(path.canonicalize());

@@ -30,7 +30,7 @@ use blockhouse_nbd::BoundSocket;
 use blockhouse_nbd::uri::Address;
 
 use self::needs::Needs;
-use crate::setup::{SandboxUse, Setup};
+use crate::setup::{DiskSetup, SandboxUse, Setup};
 use crate::workers::Workers;
 
 /// Rings for the signals to guests of devices that are added later. Beyond them Linux AIO signals.
@@ -79,27 +79,37 @@ pub(crate) fn socket_files<'a>(sockets: impl Iterator<Item = &'a BoundSocket>) -
     sockets.filter_map(path).collect()
 }
 
-/// Confines this process, whose loops are `workers`. What is opened at the start is open, with Unix sockets at `sockets`.
+/// What a server has open when it is confined.
+pub(crate) struct Opened<'a> {
+    /// The disks, and those that may be opened again.
+    pub(crate) disks: Vec<&'a DiskSetup>,
+    /// How many vhost-user-blk devices.
+    pub(crate) devices: usize,
+    /// The files of its Unix sockets.
+    pub(crate) sockets: Vec<PathBuf>,
+}
+
+/// Confines this process, whose loops are `workers`. What is opened at the start is open.
 ///
 /// # Errors
 /// It cannot become the user that it is to be. Some of it may have been done, and the process is to end.
 pub(crate) fn enter(
     setup: &Setup,
     workers: &Workers,
-    sockets: &[PathBuf],
+    opened: &Opened<'_>,
 ) -> Result<SandboxReport> {
     let mut report = SandboxReport::default();
     let needs = Needs::of(setup);
-    let rules = files::rules(setup, needs, sockets);
+    let rules = files::rules(setup, needs, opened);
     let ruleset = files::make(&rules, setup, needs);
     if let Some(ids) = setup.user {
-        user::become_owner(ids, sockets)?;
+        user::become_owner(ids, &opened.sockets)?;
         report.parts.push("user");
     }
     if setup.sandbox == SandboxUse::Off {
         return Ok(report);
     }
-    prepare(setup, needs);
+    prepare(setup, needs, opened.devices);
     // First, because the filter forbids these calls.
     if confine_threads(ruleset, needs) {
         report.parts.push("landlock");
@@ -149,10 +159,10 @@ fn confine_threads(ruleset: Result<Option<OwnedFd>>, needs: Needs) -> bool {
 }
 
 /// Makes what cannot be made later.
-fn prepare(setup: &Setup, needs: Needs) {
+fn prepare(setup: &Setup, needs: Needs, devices: usize) {
     if needs.guests {
         // Each queue has one, and one more while a front-end changes it.
-        let queues = setup.devices.len() * (usize::from(setup.queues) + 1);
+        let queues = devices * (usize::from(setup.queues) + 1);
         let spare = if needs.changes { SPARE_SIGNAL_RINGS } else { 0 };
         reserve_signal_rings(queues + spare);
     }

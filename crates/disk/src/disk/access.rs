@@ -24,6 +24,11 @@ impl<S: Storage> Disk<S> {
         self.options().access
     }
 
+    /// Where the disk lives on, if it may not be changed here any more.
+    pub fn retired_to(&self) -> Option<&str> {
+        self.protection.retired_to()
+    }
+
     /// Makes a disk read-only that is in use, once the changes in flight have completed and are durable; or writable again.
     ///
     /// # Errors

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use blockhouse_core::Storage;
 
 use super::Disk;
-use crate::throttle::{LiftGuard, RateLimits, ThrottleGroup, ThrottleStats};
+use crate::throttle::{LiftGuard, RateLimits, ThrottleGroup};
 
 impl<S: Storage> Disk<S> {
     /// Has the disk share the limits of a group, from now on; requests that wait under former limits wait under these.
@@ -35,10 +35,5 @@ impl<S: Storage> Disk<S> {
     /// orderly end, which waits for the requests in flight.
     pub fn lift_limits(&self) -> LiftGuard {
         LiftGuard::new(&self.throttle)
-    }
-
-    /// What requests have waited for their limits.
-    pub fn throttle_stats(&self) -> ThrottleStats {
-        self.throttle.stats()
     }
 }

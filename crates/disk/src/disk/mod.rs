@@ -6,6 +6,7 @@
 //! - `resize`: longer and shorter disks.
 //! - `redo_log`: what outlives a process that dies.
 //! - `limits`: how many requests and bytes a second are carried out.
+//! - `metrics`: what it is measured by, and what was counted before this process had it.
 //! - `failures`: who is told of requests that fail.
 //! - [`Quiesce`]: holds the guest's changes off while the image is changed as a whole.
 //! - [`QuiescedDisk`]: another image in the place of this one, and who is told of changes.
@@ -14,10 +15,12 @@
 //! opening files) is above.
 
 mod access;
+mod earlier_counts;
 mod failures;
 mod limits;
 #[cfg(test)]
 mod long_requests;
+mod metrics;
 mod quiesce;
 mod quiesced;
 mod redo_log;
@@ -25,7 +28,6 @@ mod requests;
 mod resize;
 mod write_protection;
 
-use std::pin::Pin;
 use std::sync::{Arc, OnceLock};
 
 use blockhouse_core::{
@@ -33,7 +35,7 @@ use blockhouse_core::{
     WriteCache,
 };
 use blockhouse_format::{
-    Backing, CacheCounts, CheckReport, Compression, DataFile, Features, Format, ImageFormat,
+    Backing, CheckReport, Compression, DataFile, Features, Format, ImageFormat,
 };
 
 use crate::durability::FlushTracker;
@@ -41,12 +43,10 @@ use crate::layer::{BlockStatus, BlockStatusCache, Layer, MapEntry};
 use crate::observers::Observers;
 use crate::options::{Access, Discard, Options};
 use crate::state::{StateFile, TrackedFile};
-use crate::stats::{
-    self, ClientGuard, Counters, DiskMetrics, ExportKind, ExportLoad, HostStats, Operation,
-    RequestTimer, Stats,
-};
+use crate::stats::Stats;
 use crate::throttle::Throttle;
 use crate::write::Writer;
+pub use earlier_counts::EarlierCounts;
 pub use failures::{FailedRequest, FailureObserver};
 use quiesce::Quiesce;
 pub(crate) use quiesce::QuiescedGuard;
@@ -63,6 +63,8 @@ pub struct Disk<S: Storage> {
     options: Options,
     protection: WriteProtection,
     failures: failures::Failures,
+    /// What was counted before this process had the disk.
+    earlier: OnceLock<Box<EarlierCounts>>,
     /// The disk whose image has taken the place of this one's.
     successor: OnceLock<Arc<Self>>,
     /// What outlives the process, if anything does.
@@ -175,7 +177,7 @@ impl<S: Storage> Disk<S> {
         let (throttle, quiesce) = (Arc::default(), Quiesce::default());
         let protection = WriteProtection::default();
         let (observers, failures) = (Observers::default(), failures::Failures::default());
-        let (successor, state) = (OnceLock::new(), OnceLock::new());
+        let (earlier, successor, state) = (OnceLock::new(), OnceLock::new(), OnceLock::new());
         Self {
             writer,
             throttle,
@@ -184,6 +186,7 @@ impl<S: Storage> Disk<S> {
             options,
             protection,
             failures,
+            earlier,
             successor,
             state,
         }
@@ -349,54 +352,6 @@ impl<S: Storage> Disk<S> {
             capabilities.discard = Offload::Unavailable;
         }
         capabilities
-    }
-
-    /// The counters.
-    pub fn stats(&self) -> Counters {
-        self.metrics().counters()
-    }
-
-    /// All that it is measured by. For people who ask now and then: it reads the blocks of all threads.
-    pub fn metrics(&self) -> DiskMetrics {
-        let layers = (0..).map_while(|depth| self.layer().at_depth(depth));
-        let storages = layers.flat_map(|layer| {
-            let (image, data) = (layer.format().storage(), layer.format().data());
-            let data = (!std::ptr::eq(image, data)).then(|| data.stats());
-            std::iter::once(image.stats()).chain(data)
-        });
-        let storages: Vec<&HostStats> = storages.collect();
-        stats::gather(self.request_stats(), &storages)
-    }
-
-    /// How many reads and writes of its exports have ended, and how long they took: cheaper than
-    /// [`metrics`](Self::metrics).
-    pub fn export_load(&self) -> ExportLoad {
-        self.request_stats().export_load()
-    }
-
-    /// Look-ups of the image's metadata; `None` where the format has none.
-    pub fn metadata_cache(&self) -> Option<CacheCounts> {
-        self.format().cache_counts()
-    }
-
-    /// Counts a client that uses the disk by this kind of export, until the guard is dropped.
-    pub fn enter_client(&self, export: ExportKind) -> ClientGuard {
-        self.request_stats().clients().enter(export)
-    }
-
-    /// Waits for a request's turn in an export, and counts the time as one in the [queue](crate::Stage::Queue).
-    pub async fn wait_turn<F: Future>(&self, operation: Operation, turn: Pin<&mut F>) -> F::Output {
-        self.request_stats().wait(operation, turn).await
-    }
-
-    /// Counts a request that an export carries out by other calls than [`submit`](Self::submit), as one for block status.
-    pub fn measure(
-        &self,
-        export: ExportKind,
-        operation: Operation,
-        bytes: u64,
-    ) -> RequestTimer<'_> {
-        self.request_stats().begin_operation(export, operation, bytes)
     }
 
     /// What the first bytes of `range` are, through all layers, and for how many bytes that holds (at

@@ -13,6 +13,8 @@ pub(crate) struct Clients([Kind; ExportKind::ALL.len()]);
 #[derive(Debug, Default)]
 struct Kind {
     came: AtomicU64,
+    /// Those of them that another process had counted.
+    handed_over: AtomicU64,
     left: AtomicU64,
 }
 
@@ -29,17 +31,24 @@ impl Clients {
         ClientGuard { clients: Arc::clone(self), export }
     }
 
+    /// As [`enter`](Self::enter), for a client that another process has handed over and counted.
+    pub(crate) fn enter_again(self: &Arc<Self>, export: ExportKind) -> ClientGuard {
+        self.0[export as usize].handed_over.fetch_add(1, Ordering::Relaxed);
+        self.enter(export)
+    }
+
     /// Of each kind of export that had a client.
     pub(super) fn read(&self) -> Vec<ClientMetrics> {
         let read = |export: ExportKind| {
-            let Kind { came, left } = &self.0[export as usize];
+            let Kind { came, handed_over, left } = &self.0[export as usize];
             // In this order, so that one that leaves meanwhile counts as there.
             let left = left.load(Ordering::Relaxed);
             let came = came.load(Ordering::Relaxed);
-            ClientMetrics { export, connected: came.saturating_sub(left), connections: came }
+            let connections = came.saturating_sub(handed_over.load(Ordering::Relaxed));
+            ClientMetrics { export, connected: came.saturating_sub(left), connections }
         };
         let all = ExportKind::ALL.into_iter().map(read);
-        all.filter(|one| one.connections > 0).collect()
+        all.filter(|one| one.connections + one.connected > 0).collect()
     }
 }
 

@@ -4,21 +4,18 @@ use super::host::HostStats;
 use super::reading::{DiskMetrics, StageMetrics};
 use super::requests::Stats;
 
-/// A reading of a disk's requests, and of the storages beneath.
-pub(crate) fn gather(requests: &Stats, storages: &[&HostStats]) -> DiskMetrics {
+/// A reading of a disk's requests, and of the storages beneath, together with what was counted `before`.
+pub(crate) fn gather(
+    requests: &Stats,
+    storages: &[&HostStats],
+    before: Option<&DiskMetrics>,
+) -> DiskMetrics {
     // The stages first, so that no request seems to have taken part in none.
     let mut stages: Vec<StageMetrics> = requests.waits().collect();
-    for one in storages.iter().flat_map(|storage| storage.operations()) {
-        let same = |other: &&mut StageMetrics| {
-            other.stage == one.stage && other.operation == one.operation
-        };
-        match stages.iter_mut().find(same) {
-            Some(sum) => sum.add(&one),
-            None => stages.push(one),
-        }
-    }
+    let operations = storages.iter().flat_map(|storage| storage.operations());
+    operations.for_each(|one| one.add_to(&mut stages));
     let totals = requests.totals();
-    DiskMetrics {
+    let mut metrics = DiskMetrics {
         requests: requests.requests(),
         stages,
         clients: requests.clients().read(),
@@ -27,5 +24,7 @@ pub(crate) fn gather(requests: &Stats, storages: &[&HostStats]) -> DiskMetrics {
         decompressed: totals.decompressed,
         flushes_skipped: storages.iter().map(|storage| storage.skipped_flushes()).sum(),
         flushes_shared: storages.iter().map(|storage| storage.shared_flushes()).sum(),
-    }
+    };
+    before.into_iter().for_each(|before| metrics.add_counted(before));
+    metrics
 }

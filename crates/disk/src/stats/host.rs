@@ -93,7 +93,7 @@ impl HostStats {
             .filter_map(|block| block.operations[content as usize][operation as usize].get())
             .peekable();
         blocks.peek()?;
-        let mut metrics = StageMetrics::new(stage_of(content, operation), operation);
+        let mut metrics = StageMetrics::new(stage_of(content, operation), operation.as_str());
         for block in blocks {
             metrics.bytes += block.bytes.get();
             metrics.durations.add(&block.durations.read());

@@ -137,21 +137,63 @@ impl ErrorCount {
     }
 }
 
+impl ClientMetrics {
+    /// None yet.
+    pub fn new(export: ExportKind) -> Self {
+        Self { export, connected: 0, connections: 0 }
+    }
+}
+
 impl RequestMetrics {
-    pub(super) fn new(export: ExportKind, operation: Operation) -> Self {
+    /// None yet.
+    pub fn new(export: ExportKind, operation: Operation) -> Self {
         let (started, bytes, errors) = (0, 0, Vec::new());
         Self { export, operation, started, bytes, durations: HistogramReading::default(), errors }
     }
 }
 
+impl RequestMetrics {
+    fn add(&mut self, other: &Self) {
+        self.started += other.started;
+        self.bytes += other.bytes;
+        self.durations.add(&other.durations);
+        other.errors.iter().for_each(|count| count.add_to(&mut self.errors));
+    }
+}
+
 impl StageMetrics {
-    pub(super) fn new(stage: Stage, operation: HostOperation) -> Self {
+    /// None yet. `operation` is the label of an [`Operation`] or a [`HostOperation`].
+    pub fn new(stage: Stage, operation: &'static str) -> Self {
         let (bytes, durations) = (0, HistogramReading::default());
-        Self { stage, operation: operation.as_str(), bytes, durations, errors: Vec::new() }
+        Self { stage, operation, bytes, durations, errors: Vec::new() }
     }
 }
 
 impl DiskMetrics {
+    /// Adds what was counted of the same disk elsewhere, but for the clients and requests that there are now.
+    pub(super) fn add_counted(&mut self, other: &Self) {
+        for one in &other.requests {
+            let same = |own: &&mut RequestMetrics| {
+                (own.export, own.operation) == (one.export, one.operation)
+            };
+            match self.requests.iter_mut().find(same) {
+                Some(sum) => sum.add(one),
+                None => self.requests.push(one.clone()),
+            }
+        }
+        other.stages.iter().for_each(|one| one.add_to(&mut self.stages));
+        for one in &other.clients {
+            match self.clients.iter_mut().find(|own| own.export == one.export) {
+                Some(sum) => sum.connections += one.connections,
+                None => self.clients.push(ClientMetrics { connected: 0, ..*one }),
+            }
+        }
+        self.bounced += other.bounced;
+        self.decompressed += other.decompressed;
+        self.flushes_skipped += other.flushes_skipped;
+        self.flushes_shared += other.flushes_shared;
+    }
+
     /// In short.
     pub fn counters(&self) -> Counters {
         let requests = |operations: &[Operation], number: fn(&RequestMetrics) -> u64| -> u64 {
@@ -184,9 +226,12 @@ impl DiskMetrics {
 }
 
 impl StageMetrics {
-    pub(super) fn add(&mut self, other: &Self) {
-        self.bytes += other.bytes;
-        self.durations.add(&other.durations);
-        other.errors.iter().for_each(|count| count.add_to(&mut self.errors));
+    /// Adds it to a list that has one of each stage and operation.
+    pub(super) fn add_to(&self, all: &mut Vec<Self>) {
+        let same = |own: &&mut Self| (own.stage, own.operation) == (self.stage, self.operation);
+        let Some(sum) = all.iter_mut().find(same) else { return all.push(self.clone()) };
+        sum.bytes += self.bytes;
+        sum.durations.add(&self.durations);
+        self.errors.iter().for_each(|count| count.add_to(&mut sum.errors));
     }
 }

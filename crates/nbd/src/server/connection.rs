@@ -8,10 +8,10 @@ use std::fmt::Write;
 use std::io;
 use std::rc::Rc;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 use blockhouse_core::{Buffer, BufferPool, IoVectorList, Storage};
+use blockhouse_disk::{ClientGuard, Disk, ExportKind};
 use blockhouse_engine::Stream;
 
 use super::exports::Exports;
@@ -69,24 +69,6 @@ pub struct Connection<S: Storage> {
     pub byte_limit: Arc<ByteLimit>,
     /// Where memory comes from.
     pub pool: BufferPool,
-    /// How many connections of the server use TLS.
-    pub encrypted: Arc<AtomicUsize>,
-}
-
-/// Counts a connection with TLS.
-struct EncryptedGuard<'a>(&'a AtomicUsize);
-
-impl<'a> EncryptedGuard<'a> {
-    fn new(count: &'a AtomicUsize) -> Self {
-        count.fetch_add(1, Ordering::SeqCst);
-        Self(count)
-    }
-}
-
-impl Drop for EncryptedGuard<'_> {
-    fn drop(&mut self) {
-        self.0.fetch_sub(1, Ordering::SeqCst);
-    }
 }
 
 impl<S: Storage> Connection<S> {
@@ -97,9 +79,9 @@ impl<S: Storage> Connection<S> {
             let lookup = LoggedLookup::new(exports, *peer);
             let negotiated = set_up(stream, guard, &lookup, limits, pool).await?;
             let Negotiated { options, received, tls } = negotiated;
-            let _counted = tls.as_ref().map(|_| EncryptedGuard::new(&self.encrypted));
             let paused = PausedSession { options, received, is_used: false };
-            let outcome = self.transmit(paused, tls.as_ref()).await;
+            let enter = Disk::enter_client;
+            let outcome = self.transmit(paused, tls.as_ref(), enter).await;
             tls.inspect(|tls| tls.close(stream));
             outcome
         };
@@ -108,7 +90,7 @@ impl<S: Storage> Connection<S> {
 
     /// Serves a client, which has done its handshake with another process, to its end.
     pub async fn go_on(self, session: PausedSession) {
-        log_end(self.peer, self.transmit(session, None).await);
+        log_end(self.peer, self.transmit(session, None, Disk::enter_client_again).await);
     }
 
     /// The transmission phase: a session from pause to pause.
@@ -116,6 +98,7 @@ impl<S: Storage> Connection<S> {
         &self,
         mut paused: PausedSession,
         tls: Option<&Rc<TlsChannel>>,
+        enter: impl FnOnce(&Disk<S>, ExportKind) -> ClientGuard,
     ) -> Result<End, SetupError> {
         let Some((export, id)) = self.exports.get(&paused.options.export) else {
             return Err(SetupError::Removed(paused.options.export));
@@ -124,12 +107,14 @@ impl<S: Storage> Connection<S> {
             true => Activity::of_used(),
             false => Activity::new(),
         });
-        let shutdown = self.guard.start_transmission(id, &activity);
+        let shutdown = self.guard.start_transmission(id, tls.is_some(), &activity);
         // Who removes the export from now on ends this connection.
         if !self.exports.has(id) {
             return Err(SetupError::Removed(paused.options.export));
         }
-        let _client = self.exports.observe(&export.name, self.peer.to_string());
+        let _observed = self.exports.observe(&export.name, self.peer.to_string());
+        // Also while it is paused: it is the same client afterwards, here or in another process.
+        let _client = enter(&export.disk, ExportKind::Nbd);
         loop {
             let session = Session {
                 stream: self.stream.clone(),

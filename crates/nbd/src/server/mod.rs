@@ -28,7 +28,7 @@ pub use limits::Limits;
 pub use listen::{BoundSocket, SocketFile, SocketPermissions, bind, bind_for, bind_private};
 pub use paused::{PausedConnection, PausedSession};
 use peer::{Peer, Transport};
-use registry::{ConnectionGuard, Origin, Registry};
+use registry::{Clients, ConnectionGuard, Origin, Registry};
 use timeout::timeout;
 
 use crate::session::ByteLimit;
@@ -55,8 +55,6 @@ struct Shared {
     pool: BufferPool,
     /// How many sockets were served so far.
     sockets: AtomicUsize,
-    /// How many connections use TLS.
-    encrypted: Arc<AtomicUsize>,
 }
 
 impl Server {
@@ -69,7 +67,6 @@ impl Server {
             byte_limit: Arc::new(ByteLimit::new(limits.shared_bytes())),
             pool: BufferPool::new(POOL_BYTES),
             sockets: AtomicUsize::new(0),
-            encrypted: Arc::default(),
         }))
     }
 
@@ -163,7 +160,6 @@ impl Server {
             limits: self.0.limits,
             byte_limit: Arc::clone(&self.0.byte_limit),
             pool: self.0.pool.clone(),
-            encrypted: Arc::clone(&self.0.encrypted),
         }
     }
 
@@ -179,25 +175,32 @@ impl Server {
     pub async fn remove<S: Storage>(&self, exports: &Exports<S>, name: &str) -> Option<Export<S>> {
         let Shared { registry, limits, .. } = &*self.0;
         let (export, id) = exports.take(name)?;
-        registry.end_clients(id);
-        if timeout(limits.drain, registry.wait_no_clients(id)).await.is_none() {
+        if !registry.end_clients(Clients::Of(id), limits.drain).await {
             tracing::info!(
-                "clients of the export {name:?} that do not take their replies are cut off"
+                "clients of the export {name:?} that did not take their replies were cut off"
             );
-            registry.disconnect_clients(id);
-            registry.wait_no_clients(id).await;
         }
         Some(export)
     }
 
     /// How many connections use the export of this name.
     pub fn clients<S: Storage>(&self, exports: &Exports<S>, name: &str) -> usize {
-        exports.get(name).map_or(0, |(_, id)| self.0.registry.clients(id))
+        exports.get(name).map_or(0, |(_, id)| self.0.registry.clients(Clients::Of(id)))
     }
 
     /// How many connections use TLS. They can pause, but not go on in another process.
     pub fn encrypted_clients(&self) -> usize {
-        self.0.encrypted.load(Ordering::SeqCst)
+        self.0.registry.clients(Clients::Encrypted)
+    }
+
+    /// Ends the connections that use TLS, as [`drain`](Self::drain) ends all: what they have in flight completes. Those that
+    /// have not taken their replies in `time` are disconnected. Where requests do not complete, it returns after twice
+    /// that time all the same.
+    pub async fn end_encrypted_clients(&self, time: Duration) {
+        let ended = self.0.registry.end_clients(Clients::Encrypted, time);
+        if timeout(time * 2, ended).await != Some(true) {
+            tracing::info!("clients with TLS that did not take their replies were cut off");
+        }
     }
 
     /// Accepts nothing more until [`resume`](Self::resume): new clients wait in the backlog of their socket. Waits until

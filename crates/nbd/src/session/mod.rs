@@ -28,7 +28,7 @@ use std::time::Duration;
 
 pub use activity::Activity;
 use blockhouse_core::{BufferPool, InFlightLimits, Result, Storage};
-use blockhouse_disk::{Disk, ExportKind};
+use blockhouse_disk::Disk;
 use blockhouse_engine::{Stream, sleep, spawn};
 pub use byte_limit::ByteLimit;
 pub use end::End;
@@ -91,7 +91,6 @@ pub enum Outcome {
 impl<S: Storage> Session<S> {
     /// Serves the connection to its end, or to a pause. `first` was received already; `shutdown` ends or pauses it.
     pub async fn run(self, first: &[u8], shutdown: Arc<ShutdownSignal>) -> Outcome {
-        let _client = self.disk.enter_client(ExportKind::Nbd);
         let limits = self.limits;
         let activity = Arc::clone(&self.activity);
         let (state, batch, staging) = match self.into_state(first) {

@@ -1,19 +1,75 @@
 //! The format as it is and was, byte by byte.
 
+use super::counters::{Done, Requests, StageOf};
+use super::disk::{DetectZeroesName, DiscardName, Export, File, Limits, MovedTo, Opened};
 use super::*;
+
+fn opened(limits: Option<Limits>) -> Opened {
+    Opened {
+        name: "disk".into(),
+        path: b"/a".to_vec(),
+        format: Some("qcow2".into()),
+        read_only: false,
+        cache: "none".into(),
+        discard: DiscardName::Unmap,
+        detect_zeroes: DetectZeroesName::Unmap,
+        create: Some(512),
+        snapshot: None,
+        allow_paths: vec![b"/b".to_vec()],
+        allow_remote: true,
+        bitmaps: vec!["c".into()],
+        limits,
+    }
+}
 
 fn offer() -> Message {
     let file = |path: &str, has_tail| File { path: path.into(), has_tail, has_flushed: false };
+    let limits = Limits {
+        group: Some("g".into()),
+        operations: [Some(1), None, Some(3)],
+        bytes: [None, Some(5), None],
+        burst: Some((250, 60_000_000_000)),
+    };
+    let disk = Disk {
+        opened: opened(Some(limits.clone())),
+        moved: Some(MovedTo {
+            path: b"/m".to_vec(),
+            format: "raw".into(),
+            cache: "writeback".into(),
+        }),
+        is_protected: true,
+        limits: Some(limits),
+        files: vec![file("a.qcow2", true), file("base", false)],
+    };
+    let exports = vec![Export::Nbd("nbd://h/".into()), Export::VhostUser(b"/v".to_vec())];
+    let device = Listening { address: Address::Unix(b"v".to_vec()), has_file: false };
     Message::Offer(Offer {
-        images: vec![Image { files: vec![file("a.qcow2", true), file("base", false)] }],
+        disks: vec![disk],
+        configured: vec![Configured { opened: opened(None), exports }],
         sockets: vec![Socket {
             address: Address::Tcp { host: "::1".into(), port: 10809 },
             has_file: false,
+            needs_tls: true,
             exports: vec![("disk".into(), 0)],
         }],
-        devices: vec![Listening { address: Address::Unix(b"v".to_vec()), has_file: false }],
+        devices: vec![Device { socket: device, disk: 0 }],
         control: Some(Listening { address: Address::Unix(b"s".to_vec()), has_file: true }),
+        measured_since: 1_700_000_000,
     })
+}
+
+fn counts() -> Counts {
+    let done = || Done { bytes: 8, time: 9, buckets: vec![(0, 1), (7, 2)], errors: vec![(5, 1)] };
+    let (export, operation) = ("nbd".to_owned(), "read".to_owned());
+    let stage = StageOf { stage: "host".into(), operation: operation.clone(), done: done() };
+    Counts {
+        requests: vec![Requests { export: export.clone(), operation, started: 3, done: done() }],
+        stages: vec![stage],
+        clients: vec![(export, 4)],
+        totals: [1, 2, 3, 4],
+        cache: [5, 6],
+        delayed: [7, 8],
+    }
 }
 
 fn yours() -> Message {
@@ -27,6 +83,7 @@ fn yours() -> Message {
     };
     Message::Yours(Yours {
         flush_failures: vec![[Some(5), None]],
+        counts: vec![counts()],
         connections: vec![connection],
         frontends: vec![None, Some(frontend())],
     })
@@ -70,18 +127,18 @@ fn frontend() -> Frontend {
 /// Another program of this version reads exactly this: to change it, raise [`VERSION`] and keep these among those of
 /// older versions.
 #[test]
-fn version_3_is_written_and_read_as_it_always_was() {
-    assert_eq!(VERSION, 3);
+fn version_4_is_written_and_read_as_it_always_was() {
+    assert_eq!(VERSION, 4);
     let texts = [
         (
             offer(),
-            r#"{"offer":{"images":[{"files":[{"path":"a.qcow2","has-tail":true,"has-flushed":false},{"path":"base","has-tail":false,"has-flushed":false}]}],"sockets":[{"address":{"tcp":{"host":"::1","port":10809}},"has-file":false,"exports":[["disk",0]]}],"devices":[{"address":{"unix":[118]},"has-file":false}],"control":{"address":{"unix":[115]},"has-file":true}}}"#,
+            r#"{"offer":{"disks":[{"opened":{"name":"disk","path":[47,97],"format":"qcow2","read-only":false,"cache":"none","discard":"unmap","detect-zeroes":"unmap","create":512,"snapshot":null,"allow-paths":[[47,98]],"allow-remote":true,"bitmaps":["c"],"limits":{"group":"g","operations":[1,null,3],"bytes":[null,5,null],"burst":[250,60000000000]}},"moved":{"path":[47,109],"format":"raw","cache":"writeback"},"is-protected":true,"limits":{"group":"g","operations":[1,null,3],"bytes":[null,5,null],"burst":[250,60000000000]},"files":[{"path":"a.qcow2","has-tail":true,"has-flushed":false},{"path":"base","has-tail":false,"has-flushed":false}]}],"configured":[{"opened":{"name":"disk","path":[47,97],"format":"qcow2","read-only":false,"cache":"none","discard":"unmap","detect-zeroes":"unmap","create":512,"snapshot":null,"allow-paths":[[47,98]],"allow-remote":true,"bitmaps":["c"],"limits":null},"exports":[{"nbd":"nbd://h/"},{"vhost-user":[47,118]}]}],"sockets":[{"address":{"tcp":{"host":"::1","port":10809}},"has-file":false,"needs-tls":true,"exports":[["disk",0]]}],"devices":[{"socket":{"address":{"unix":[118]},"has-file":false},"disk":0}],"control":{"address":{"unix":[115]},"has-file":true},"measured-since":1700000000}}"#,
         ),
         (Message::Ready, r#""ready""#),
         (Message::Refused { why: "no".into() }, r#"{"refused":{"why":"no"}}"#),
         (
             yours(),
-            r#"{"yours":{"flush-failures":[[5,null]],"connections":[{"socket":0,"export":"disk","framing":"structured","contexts":[[1,"allocation"],[2,{"dirty-bitmap":"b"}]],"is-used":true,"received":28}],"frontends":[null,{"features":18446744073709551615,"protocol-features":9,"memory":[{"guest":0,"size":4096,"user":140737488355328,"offset":8192}],"inflight":{"size":4160,"offset":0,"queues":1,"entries":256},"log":{"size":1,"offset":2},"has-log-call":true,"has-backend-channel":false,"write-cache":{"is-volatile":true,"driver-flushes":true,"is-restored":false},"vrings":[{"size":256,"addresses":{"descriptors":1,"available":2,"used":3,"log":4},"base":65535,"kick":"event","has-call":true,"has-error":true,"is-enabled":true,"is-running":true},{"size":0,"addresses":null,"base":0,"kick":"polled","has-call":false,"has-error":false,"is-enabled":false,"is-running":false}]}]}}"#,
+            r#"{"yours":{"flush-failures":[[5,null]],"counts":[{"requests":[{"export":"nbd","operation":"read","started":3,"done":{"bytes":8,"time":9,"buckets":[[0,1],[7,2]],"errors":[[5,1]]}}],"stages":[{"stage":"host","operation":"read","done":{"bytes":8,"time":9,"buckets":[[0,1],[7,2]],"errors":[[5,1]]}}],"clients":[["nbd",4]],"totals":[1,2,3,4],"cache":[5,6],"delayed":[7,8]}],"connections":[{"socket":0,"export":"disk","framing":"structured","contexts":[[1,"allocation"],[2,{"dirty-bitmap":"b"}]],"is-used":true,"received":28}],"frontends":[null,{"features":18446744073709551615,"protocol-features":9,"memory":[{"guest":0,"size":4096,"user":140737488355328,"offset":8192}],"inflight":{"size":4160,"offset":0,"queues":1,"entries":256},"log":{"size":1,"offset":2},"has-log-call":true,"has-backend-channel":false,"write-cache":{"is-volatile":true,"driver-flushes":true,"is-restored":false},"vrings":[{"size":256,"addresses":{"descriptors":1,"available":2,"used":3,"log":4},"base":65535,"kick":"event","has-call":true,"has-error":true,"is-enabled":true,"is-running":true},{"size":0,"addresses":null,"base":0,"kick":"polled","has-call":false,"has-error":false,"is-enabled":false,"is-running":false}]}]}}"#,
         ),
         (Message::Mine, r#""mine""#),
     ];
@@ -95,5 +152,28 @@ fn version_3_is_written_and_read_as_it_always_was() {
 fn what_is_not_known_is_refused() {
     for text in [r#"{"refused":{"why":"no","x":1}}"#, r#"{"refused":{}}"#, r#""soon""#] {
         assert!(serde_json::from_str::<Message>(text).is_err(), "{text}");
+    }
+}
+
+#[test]
+fn what_was_counted_is_counted_on() {
+    let counts = counts();
+    assert_eq!(Counts::from(&counts.earlier()), counts);
+}
+
+#[test]
+fn a_disk_is_described_completely() {
+    let Message::Offer(Offer { disks, configured, .. }) = offer() else { panic!("an offer") };
+    for disk in disks {
+        let setup = disk.opened.clone().setup().expect("a description");
+        assert_eq!(Opened::from(&setup), disk.opened);
+        let limits = disk.limits.expect("limits");
+        assert_eq!(Limits::from(&limits.clone().throttle().expect("limits")), limits);
+        let moved = disk.moved.expect("it was moved");
+        assert_eq!(MovedTo::from(&moved.clone().moved().expect("a place")), moved);
+    }
+    for disk in configured {
+        let exports = disk.exports.clone();
+        assert_eq!(Configured::from(&disk.disk().expect("a description")).exports, exports);
     }
 }

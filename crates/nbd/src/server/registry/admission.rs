@@ -31,6 +31,24 @@ pub enum Admission {
     Refused,
 }
 
+/// Some of the connections that have done their handshakes.
+#[derive(Clone, Copy, Debug)]
+pub enum Clients {
+    /// Those that use an export.
+    Of(ExportId),
+    /// Those that use TLS.
+    Encrypted,
+}
+
+impl Clients {
+    fn contain(self, entry: &Entry) -> bool {
+        match self {
+            Self::Of(export) => entry.export() == Some(export),
+            Self::Encrypted => entry.is_encrypted(),
+        }
+    }
+}
+
 /// All connections of a server.
 #[derive(Default)]
 pub struct AdmissionState {
@@ -225,12 +243,13 @@ impl AdmissionState {
         &mut self,
         id: u64,
         export: ExportId,
+        is_encrypted: bool,
         activity: &Arc<Activity>,
     ) -> Arc<ShutdownSignal> {
         let is_paused = self.pause == Pause::All;
         let entry = self.entries.iter_mut().find(|entry| entry.id() == id);
         let signal = entry.map(|entry| {
-            let signal = entry.start_transmission(export, activity);
+            let signal = entry.start_transmission(export, is_encrypted, activity);
             if is_paused {
                 entry.pause();
             }
@@ -261,21 +280,20 @@ impl AdmissionState {
         self.entries.iter().for_each(Entry::shut_stream_down);
     }
 
-    /// How many connections use an export.
-    pub fn clients(&self, export: ExportId) -> usize {
-        self.entries.iter().filter(|entry| entry.export() == Some(export)).count()
+    /// How many of these connections there are.
+    pub fn clients(&self, which: Clients) -> usize {
+        self.entries.iter().filter(|entry| which.contain(entry)).count()
     }
 
-    /// Begins the end of the connections that use an export.
-    pub fn end_clients(&mut self, export: ExportId) {
-        let clients = self.entries.iter_mut().filter(|entry| entry.export() == Some(export));
-        clients.for_each(Entry::end);
+    /// Begins their end.
+    pub fn end_clients(&mut self, which: Clients) {
+        self.entries.iter_mut().filter(|entry| which.contain(entry)).for_each(Entry::end);
         self.wake();
     }
 
     /// Has all operations on their sockets end.
-    pub fn disconnect_clients(&self, export: ExportId) {
-        let clients = self.entries.iter().filter(|entry| entry.export() == Some(export));
+    pub fn disconnect_clients(&self, which: Clients) {
+        let clients = self.entries.iter().filter(|entry| which.contain(entry));
         clients.for_each(Entry::shut_stream_down);
     }
 

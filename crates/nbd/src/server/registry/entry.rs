@@ -45,12 +45,14 @@ pub struct Entry {
     phase: Phase,
     /// What it chose in the handshake.
     export: Option<ExportId>,
+    /// Whether it uses TLS; known when the handshake is over.
+    is_encrypted: bool,
 }
 
 impl Entry {
     /// A connection that waits.
     pub fn new(id: u64, stream: Stream, origin: Origin) -> Self {
-        Self { id, stream, origin, phase: Phase::Waiting, export: None }
+        Self { id, stream, origin, phase: Phase::Waiting, export: None, is_encrypted: false }
     }
 
     /// Its number, larger than those of earlier connections.
@@ -119,9 +121,10 @@ impl Entry {
     pub fn start_transmission(
         &mut self,
         export: ExportId,
+        is_encrypted: bool,
         activity: &Arc<Activity>,
     ) -> Arc<ShutdownSignal> {
-        self.export = Some(export);
+        (self.export, self.is_encrypted) = (Some(export), is_encrypted);
         let shutdown = Arc::new(ShutdownSignal::default());
         if self.is_ending() {
             // It was told to end while its last option was answered.
@@ -140,6 +143,11 @@ impl Entry {
     /// The export that it uses, from its choice to its end.
     pub fn export(&self) -> Option<ExportId> {
         self.export
+    }
+
+    /// Whether it uses TLS.
+    pub fn is_encrypted(&self) -> bool {
+        self.is_encrypted
     }
 
     /// Has it pause.

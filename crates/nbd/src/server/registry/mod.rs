@@ -36,6 +36,7 @@ use std::sync::Arc;
 use std::task::{Context, Poll};
 use std::time::Duration;
 
+pub use admission::Clients;
 use admission::{Admission, AdmissionState};
 use blockhouse_engine::{Stream, sleep};
 pub use entry::Origin;
@@ -150,24 +151,22 @@ impl Registry {
         self.state.lock().wake();
     }
 
-    /// Ends the connections that use this export, which new ones do not find any more.
-    pub fn end_clients(&self, export: ExportId) {
-        self.state.lock().end_clients(export);
+    /// Ends these connections: what they have in flight completes. Those that have not taken their replies in `time` are
+    /// disconnected; false if there was one. When it returns there are none.
+    pub async fn end_clients(&self, which: Clients, time: Duration) -> bool {
+        self.state.lock().end_clients(which);
+        let gone = || poll_fn(|context| self.poll(context, |state| state.clients(which) == 0));
+        if timeout(time, gone()).await.is_some() {
+            return true;
+        }
+        self.state.lock().disconnect_clients(which);
+        gone().await;
+        false
     }
 
-    /// Disconnects them. What they have in flight completes without replies.
-    pub fn disconnect_clients(&self, export: ExportId) {
-        self.state.lock().disconnect_clients(export);
-    }
-
-    /// How many there are.
-    pub fn clients(&self, export: ExportId) -> usize {
-        self.state.lock().clients(export)
-    }
-
-    /// Waits until there is none.
-    pub async fn wait_no_clients(&self, export: ExportId) {
-        poll_fn(|context| self.poll(context, |state| state.clients(export) == 0)).await;
+    /// How many of these connections there are.
+    pub fn clients(&self, which: Clients) -> usize {
+        self.state.lock().clients(which)
     }
 
     fn poll(&self, context: &Context<'_>, is_over: impl Fn(&AdmissionState) -> bool) -> Poll<()> {
@@ -219,13 +218,14 @@ impl ConnectionGuard {
         .await
     }
 
-    /// The handshake is over, and has chosen this export. The signal that ends the transmission phase.
+    /// The handshake is over, and has chosen this export, with TLS or without. The signal that ends the transmission phase.
     pub fn start_transmission(
         &self,
         export: ExportId,
+        is_encrypted: bool,
         activity: &Arc<Activity>,
     ) -> Arc<ShutdownSignal> {
-        self.registry.state.lock().start_transmission(self.id, export, activity)
+        self.registry.state.lock().start_transmission(self.id, export, is_encrypted, activity)
     }
 }
 
