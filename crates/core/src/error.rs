@@ -56,15 +56,6 @@ pub enum ErrorKind {
 }
 
 impl ErrorKind {
-    /// Whether the host or the image is at fault, so that its operator should hear of it: the other kinds say
-    /// what is wrong with the request.
-    pub fn is_host_failure(self) -> bool {
-        match self {
-            Self::InvalidInput | Self::PastEnd | Self::ReadOnly | Self::Unsupported => false,
-            Self::NoSpace | Self::Locked | Self::Corrupt | Self::Io => true,
-        }
-    }
-
     fn errno(self) -> i32 {
         match self {
             Self::InvalidInput => errno::EINVAL,
@@ -145,6 +136,16 @@ impl Error {
     pub fn hint(mut self, hint: impl Into<Cow<'static, str>>) -> Self {
         self.0.hint = Some(hint.into());
         self
+    }
+
+    /// Whether the host or the image is at fault, so that its operator should hear of it, and not what was asked for. EROFS
+    /// and EPERM of the host are its own: a file system that became read-only, for instance after an error of its disk.
+    pub fn is_host_failure(&self) -> bool {
+        match self.kind() {
+            ErrorKind::ReadOnly => self.0.source.is_some(),
+            ErrorKind::InvalidInput | ErrorKind::PastEnd | ErrorKind::Unsupported => false,
+            ErrorKind::NoSpace | ErrorKind::Locked | ErrorKind::Corrupt | ErrorKind::Io => true,
+        }
     }
 
     /// Says that the failure concerns nothing but the range of the failed operation: every other write
@@ -243,6 +244,17 @@ mod tests {
         let again = error.duplicate();
         assert_eq!(error.to_string(), again.to_string());
         assert_eq!(error.errno(), again.errno());
+    }
+
+    #[test]
+    fn a_file_system_that_became_read_only_is_the_host_s_failure() {
+        let of_host = |code| Error::host("cannot write", io::Error::from_raw_os_error(code));
+        for code in [30, errno::EPERM, errno::EIO, errno::ENOSPC] {
+            let error = of_host(code);
+            assert!(error.is_host_failure() && error.duplicate().is_host_failure(), "{error}");
+        }
+        assert!(!Error::new(ErrorKind::ReadOnly, "opened for reading only").is_host_failure());
+        assert!(!of_host(errno::EINVAL).is_host_failure());
     }
 
     #[test]

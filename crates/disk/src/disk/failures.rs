@@ -40,7 +40,7 @@ impl<S: Storage> Disk<S> {
     pub(super) fn report_failure(&self, operation: Operation, error: &Error) {
         let Some(observer) = self.failures.0.get() else { return };
         // A guest that named memory which is not there.
-        let is_own_fault = error.errno() == errno::EFAULT || !error.kind().is_host_failure();
+        let is_own_fault = error.errno() == errno::EFAULT || !error.is_host_failure();
         if !is_own_fault {
             let storages = [self.format().storage(), self.format().data()];
             let has_lost_flush = storages.iter().any(|storage| storage.failure().is_some());

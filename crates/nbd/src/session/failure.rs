@@ -16,7 +16,7 @@ pub struct FailureLog {
 impl FailureLog {
     /// Logs the error of a request to `export`, unless the client caused it.
     pub fn note(&self, export: &str, error: &Error) {
-        if error.kind().is_host_failure() && !self.has_logged.replace(true) {
+        if error.is_host_failure() && !self.has_logged.replace(true) {
             tracing::warn!(export, "a request failed: {error}");
         }
     }

@@ -217,7 +217,7 @@ impl<S: Storage> Queue<S> {
             tracing::debug!(disk, "no memory is at the addresses of a guest's request: {error}");
             return;
         }
-        if error.kind().is_host_failure() && !self.has_logged_failure.replace(true) {
+        if error.is_host_failure() && !self.has_logged_failure.replace(true) {
             tracing::warn!(disk, "a guest's request failed: {error}");
         }
     }
