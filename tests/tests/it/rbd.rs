@@ -4,14 +4,16 @@ use std::path::Path;
 use std::time::Duration;
 
 use blockhouse_tests::ceph::{Ceph, ceph, ceph_alone};
+use blockhouse_tests::control::Control;
 use blockhouse_tests::guest::{BLOCK, Guest, content};
 use blockhouse_tests::image_tool::{command, json, qemu_img, qemu_io, str};
-use blockhouse_tests::nbd::{Client, Framing};
+use blockhouse_tests::nbd::{Address, Client, Framing};
 use blockhouse_tests::{
     Scratch, Serve, Server, eventually, random_bytes, require, run, seeded, tool,
 };
 use blockhouse_vhost_user::driver::Options;
 use rustix::process::Signal;
+use serde_json::json;
 
 const MIB: usize = 1 << 20;
 
@@ -307,4 +309,34 @@ fn a_guest_writes_what_clients_and_ceph_read() {
     let bytes = std::fs::read(copy).unwrap();
     assert_eq!((bytes.len(), &bytes[7 * BLOCK..8 * BLOCK]), (32 * MIB, &*content(7)));
     assert_eq!(bytes[49 * BLOCK..50 * BLOCK], content(1049));
+}
+
+/// The sandbox lets a server load no library, so one that may open such images later has loaded it before.
+#[test]
+fn a_server_in_its_sandbox_opens_an_image_in_ceph_later() {
+    let ceph = require!(ceph());
+    let name = new_image(&ceph, "8M");
+    let location = ceph.location(&name);
+    let open = json!({ "path": location, "name": "c" });
+    for (options, outcome) in [(&[][..], Err(())), (&["--allow-remote"][..], Ok(()))] {
+        let scratch = Scratch::new();
+        let (image, control) = (scratch.image("disk", 1 << 20), scratch.socket("control"));
+        let mut serve = Serve::new(&scratch, image.path()).option("--control", &control);
+        serve = serve.option("--sandbox-allow", ceph.configuration().parent().expect("a folder"));
+        let server = options.iter().fold(serve, |serve, option| serve.flag(option)).start();
+        let mut control = Control::connect(&control);
+        match outcome {
+            Err(()) => control.refused("disk.open", open.clone(), -32000, &["--allow-remote"]),
+            Ok(()) => {
+                control.get("disk.open", open.clone());
+                let uri = format!("nbd+unix:///c?socket={}", scratch.socket("c").display());
+                control.get("export.add", json!({ "disk": "c", "export": uri }));
+                let mut client = Client::open(&Address::Unix(scratch.socket("c")));
+                assert_eq!(client.write(0, &[7; 4096], 0), 0);
+                assert_eq!(client.read(0, 4096), Ok(vec![7; 4096]));
+                client.disconnect();
+            }
+        }
+        server.stop();
+    }
 }

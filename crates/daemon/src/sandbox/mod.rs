@@ -25,9 +25,11 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::path::{Path, PathBuf};
 
 use anyhow::Result;
+use blockhouse_disk::RemoteBacking;
 use blockhouse_engine::{Confinement, confine, reserve_signal_rings};
 use blockhouse_nbd::BoundSocket;
 use blockhouse_nbd::uri::Address;
+use blockhouse_storage::load_ceph;
 
 use self::needs::Needs;
 use crate::setup::{DiskSetup, SandboxUse, Setup};
@@ -109,7 +111,7 @@ pub(crate) fn enter(
     if setup.sandbox == SandboxUse::Off {
         return Ok(report);
     }
-    prepare(setup, needs, opened.devices);
+    prepare(setup, needs, opened);
     // First, because the filter forbids these calls.
     if confine_threads(ruleset, needs) {
         report.parts.push("landlock");
@@ -159,10 +161,10 @@ fn confine_threads(ruleset: Result<Option<OwnedFd>>, needs: Needs) -> bool {
 }
 
 /// Makes what cannot be made later.
-fn prepare(setup: &Setup, needs: Needs, devices: usize) {
+fn prepare(setup: &Setup, needs: Needs, opened: &Opened<'_>) {
     if needs.guests {
         // Each queue has one, and one more while a front-end changes it.
-        let queues = devices * (usize::from(setup.queues) + 1);
+        let queues = opened.devices * (usize::from(setup.queues) + 1);
         let spare = if needs.changes { SPARE_SIGNAL_RINGS } else { 0 };
         reserve_signal_rings(queues + spare);
     }
@@ -170,5 +172,13 @@ fn prepare(setup: &Setup, needs: Needs, devices: usize) {
         // The C library loads code for the look-up of names when it looks up the first one, and no memory becomes
         // executable later. The outcome does not matter.
         let _ = std::net::ToSocketAddrs::to_socket_addrs(&("localhost", 1));
+    }
+    // An image that is opened later may name one in Ceph.
+    let is_remote = |disk: &&DiskSetup| disk.remote_backing == RemoteBacking::Allowed;
+    if needs.changes
+        && opened.disks.iter().any(is_remote)
+        && let Err(error) = load_ceph()
+    {
+        tracing::debug!("images in Ceph cannot be opened later: {error}");
     }
 }
