@@ -1,5 +1,6 @@
 //! Opening the images that are served.
 
+use std::cell::Cell;
 use std::path::Path;
 
 use anyhow::{Result, bail};
@@ -8,8 +9,12 @@ use blockhouse_disk::{
     Access, AllowedPaths, ImageDisk, ImageOptions, Locking, NOT_KEPT, StateDir, StateUse, create,
     exists, format_for_new, open, open_snapshot,
 };
+use futures_util::stream::{self, StreamExt};
 
 use crate::setup::{DiskSetup, StateSetup};
+
+/// How many disks are opened at the same time: each waits for its host's disk more than once.
+const MAX_OPENINGS: usize = 32;
 
 /// What outlives the server, which becomes `user` later. A directory that was asked for must be usable; without the usual one the server serves,
 /// and says what that means.
@@ -109,6 +114,22 @@ pub(crate) async fn open_disk(setup: &DiskSetup, state: &StateUse) -> Result<Ima
         ),
         _ => Ok(disk),
     }
+}
+
+/// Opens disks, several at a time: the outcomes in their order. After a failure those that were not begun are left out.
+pub(crate) async fn open_all(disks: &[DiskSetup], state: &StateUse) -> Vec<Result<ImageDisk>> {
+    let has_failed = Cell::new(false);
+    let has_failed = &has_failed;
+    let open = |disk| async move {
+        if has_failed.get() {
+            return None;
+        }
+        let opened = open_disk(disk, state).await;
+        has_failed.set(has_failed.get() || opened.is_err());
+        Some(opened)
+    };
+    let outcomes = stream::iter(disks).map(open).buffered(MAX_OPENINGS);
+    outcomes.filter_map(std::future::ready).collect().await
 }
 
 /// Adds a hint for an image that cannot be opened to be served.

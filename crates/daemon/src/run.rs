@@ -22,13 +22,13 @@ use crate::hand_over::source::{self, HandedOver, Outcome};
 use crate::io_poll;
 use crate::launcher::{LaunchRules, Launcher, Programs};
 use crate::metrics::StartTime;
-use crate::open::{open_disk, state_use};
+use crate::open::{open_all, state_use};
 use crate::pid_file::PidFile;
 use crate::running::OpenedDisk;
 use crate::sandbox::{self, SandboxReport};
 use crate::service::Service;
 use crate::service_manager;
-use crate::setup::{DiskSetup, Setup, WrongUsage};
+use crate::setup::{Setup, WrongUsage};
 use crate::sockets::{self, ListenSocket};
 use crate::stop_request::StopRequest;
 use crate::stopper::Stopper;
@@ -250,13 +250,22 @@ fn close_all(workers: &Workers, disks: &[Arc<ImageDisk>]) {
     }
 }
 
-/// Opens all disks.
+/// Opens all disks, several at a time.
+///
+/// # Errors
+/// That of the first one that cannot be opened; then those that were opened are closed again.
 fn open_disks(workers: &Workers, setup: &Setup, state: &StateUse) -> Result<Vec<Arc<ImageDisk>>> {
-    let open = |disk: &DiskSetup| {
-        let (disk, state) = (disk.clone(), state.clone());
-        workers.run(move || async move { open_disk(&disk, &state).await }).map(Arc::new)
-    };
-    setup.disks.iter().map(open).collect()
+    let (disks, state) = (setup.disks.clone(), state.clone());
+    let outcomes = workers.run(move || async move { open_all(&disks, &state).await });
+    let (opened, failed): (Vec<_>, Vec<_>) = outcomes.into_iter().partition(Result::is_ok);
+    let opened: Vec<_> = opened.into_iter().flatten().map(Arc::new).collect();
+    match failed.into_iter().find_map(Result::err) {
+        None => Ok(opened),
+        Some(error) => {
+            close_all(workers, &opened);
+            Err(error)
+        }
+    }
 }
 
 /// Goes on with what another process serves.

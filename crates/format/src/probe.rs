@@ -49,6 +49,16 @@ pub fn name_of_end(last: &[u8]) -> Option<&'static str> {
     found.map(|&(_, name)| name)
 }
 
+/// Bytes of a cluster, as the header of a qcow2 image with these first bytes says; `None` where it is none.
+pub fn qcow2_cluster_size(first: &[u8]) -> Option<u64> {
+    const CLUSTER_BITS: usize = 20;
+    if name_of(first) != Some("qcow2") {
+        return None;
+    }
+    let bits = first.get(CLUSTER_BITS..)?.first_chunk().map(|bits| u32::from_be_bytes(*bits))?;
+    1_u64.checked_shl(bits)
+}
+
 /// Reads the last bytes of `storage` and answers as [`name_of_end`].
 async fn probe_end<S: Storage>(storage: &S) -> Result<Option<&'static str>> {
     let size = storage.size();

@@ -4,9 +4,9 @@
 
 use std::path::Path;
 
-use blockhouse_core::{Result, Storage};
+use blockhouse_core::{Buffer, Result, Storage};
 use blockhouse_engine::{HostFile, OpenMode};
-use blockhouse_format::ImageFormat;
+use blockhouse_format::{ImageFormat, probe};
 
 use super::image_options::ImageOptions;
 use crate::disk::Disk;
@@ -26,6 +26,12 @@ pub(super) async fn has_small_clusters(
         return Ok(false);
     }
     let block = file.capabilities().alignment.offset;
+    let mut first = Buffer::new(probe::LENGTH.next_multiple_of(block as usize));
+    file.read(0, first.lend()).await?;
+    // Nearly always: then nothing has to be opened a second time.
+    if probe::qcow2_cluster_size(first.bytes()).is_none_or(|size| size >= u64::from(block)) {
+        return Ok(false);
+    }
     let reader = HostFile::open(path, OpenMode::ReadOnly, options.cache.page_cache())?;
     let read_only = Options { access: Access::ReadOnly, ..Options::default() };
     let disk = Disk::open(reader, ImageFormat::Qcow2, read_only).await?;
