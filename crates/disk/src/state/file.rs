@@ -15,7 +15,8 @@ use blockhouse_core::{Result, StateMemory};
 use blockhouse_engine::{FaultDomain, SharedMemory, VolatileSlice};
 use blockhouse_format::redo_log_len;
 use rustix::fs::{
-    AtFlags, Mode, OFlags, Uid, fchown, fstat, ftruncate, openat, renameat, unlinkat,
+    AtFlags, Mode, OFlags, RenameFlags, Uid, fchown, fstat, ftruncate, openat, renameat,
+    renameat_with, unlinkat,
 };
 use rustix::io::Errno;
 
@@ -29,6 +30,8 @@ const MAX_BYTES: u64 = 1 << 28;
 
 /// The end of a file's name that does not fit its image any more.
 const REFUSED_SUFFIX: &str = ".refused";
+/// How many such files an image has at most: each takes memory.
+const MAX_ASIDE: usize = 8;
 /// The end of a file's name that is being made.
 const NEW_SUFFIX: &str = ".new";
 
@@ -173,27 +176,48 @@ impl StateFile {
         }
     }
 
-    /// Gives what has the name of an image's state file another name, in the place of what had that. Answers the
-    /// path, for messages.
+    /// Gives what has the name of an image's state file another name that is free, so that each file that was refused is
+    /// there to be looked at. Where [`MAX_ASIDE`] are taken, the last one is replaced. Answers the path, for messages.
     ///
     /// # Errors
     /// The host's, with the file's name.
     pub(crate) fn set_aside(dir: &StateDir, image: ImageIdentity) -> Result<String> {
         let name = image.file_name();
-        let aside = format!("{name}{REFUSED_SUFFIX}");
-        let rename = || renameat(dir.directory(), &name, dir.directory(), &aside);
-        let renamed = rename().or_else(|_| {
-            // A directory and a file do not replace each other.
-            let _ = unlinkat(dir.directory(), &aside, AtFlags::empty());
-            let _ = unlinkat(dir.directory(), &aside, AtFlags::REMOVEDIR);
-            rename()
-        });
-        renamed.map_err(|error| {
+        let failed = |error: Errno| {
             let failed = dir.failed("cannot set the state file aside", &name, error.into());
             failed.hint("remove it, and what has its name with .refused")
-        })?;
-        Ok(dir.path_of(&aside))
+        };
+        let mut number = 1;
+        loop {
+            let aside = match number {
+                1 => format!("{name}{REFUSED_SUFFIX}"),
+                _ => format!("{name}{REFUSED_SUFFIX}-{number}"),
+            };
+            let flags = RenameFlags::NOREPLACE;
+            match renameat_with(dir.directory(), &name, dir.directory(), &aside, flags) {
+                Err(Errno::EXIST) if number < MAX_ASIDE => number += 1,
+                Err(Errno::EXIST) => {
+                    replace(dir, &name, &aside).map_err(failed)?;
+                    return Ok(dir.path_of(&aside));
+                }
+                renamed => {
+                    renamed.map_err(failed)?;
+                    return Ok(dir.path_of(&aside));
+                }
+            }
+        }
     }
+}
+
+/// Gives a file another name, in the place of what has that.
+fn replace(dir: &StateDir, name: &str, other: &str) -> rustix::io::Result<()> {
+    let rename = || renameat(dir.directory(), name, dir.directory(), other);
+    rename().or_else(|_| {
+        // A directory and a file do not replace each other.
+        let _ = unlinkat(dir.directory(), other, AtFlags::empty());
+        let _ = unlinkat(dir.directory(), other, AtFlags::REMOVEDIR);
+        rename()
+    })
 }
 
 /// A new file's page and log.
@@ -299,8 +323,11 @@ mod tests {
             StateFile::find(&self.dir, owner().image).expect("no failure")
         }
 
-        fn aside(&self) -> PathBuf {
-            self.file.with_extension("refused")
+        fn aside(&self, number: usize) -> PathBuf {
+            match number {
+                1 => self.file.with_extension("refused"),
+                _ => self.file.with_extension(format!("refused-{number}")),
+            }
         }
     }
 
@@ -386,16 +413,25 @@ mod tests {
             ("another magic", &|| fs::write(&scratch.file, [7; 8192])),
             ("a directory", &|| fs::create_dir(&scratch.file)),
         ];
-        for (what, make) in makers {
+        for (number, (what, make)) in (1..).zip(makers) {
             make().expect(what);
             assert!(matches!(scratch.find(), FoundState::Foreign { .. }), "{what}");
             let aside = StateFile::set_aside(&scratch.dir, owner().image).expect(what);
-            assert_eq!(PathBuf::from(aside), scratch.aside());
+            assert_eq!(PathBuf::from(aside), scratch.aside(number), "all of them are kept");
             assert!(matches!(scratch.find(), FoundState::Nothing), "{what}");
         }
         assert!(target.exists(), "what the link named is as it was");
-        // Nor is a directory replaced that is not empty.
-        fs::write(scratch.aside().join("file"), "").expect("a directory");
+        // One takes the place of the last one where all names are taken.
+        for number in [7, 8, 8] {
+            scratch.create();
+            let aside = StateFile::set_aside(&scratch.dir, owner().image).expect("it can be moved");
+            assert_eq!(PathBuf::from(aside), scratch.aside(number));
+        }
+        assert_eq!(fs::read_dir(scratch.dir.path()).expect("a directory").count(), MAX_ASIDE + 1);
+        // But no directory is replaced that is not empty.
+        fs::remove_file(scratch.aside(8)).expect("it is there");
+        fs::create_dir(scratch.aside(8)).expect("a directory");
+        fs::write(scratch.aside(8).join("file"), "").expect("a directory");
         scratch.create();
         let error = StateFile::set_aside(&scratch.dir, owner().image).expect_err("no room there");
         assert!(error.to_string().contains("remove it"), "{error}");

@@ -7,7 +7,7 @@ use blockhouse_core::Result;
 use rustix::fs::FileType;
 
 use super::examine::{owner_of, status_of};
-use super::modification::modification_time;
+use super::modification::{Clock, clock_of, modification_time};
 use crate::open::image_disk::ImageDisk;
 use crate::open::image_options::StateUse;
 use crate::options::Access;
@@ -67,12 +67,12 @@ pub(crate) fn tells_of_changes(disk: &ImageDisk) -> Result<bool> {
     let Some(file) = disk.file() else { return Ok(false) };
     let status = status_of(file)?;
     let is_file = FileType::from_raw_mode(status.st_mode) == FileType::RegularFile;
-    Ok(is_file || disk.format().has_sessions())
+    Ok(disk.format().has_sessions() || is_file && clock_of(file)? == Clock::ThisHost)
 }
 
 /// Why an image has no redo log.
-pub(crate) const NOTHING_TELLS: &str =
-    "nothing tells whether other programs change an image of version 2 on a block device";
+pub(crate) const NOTHING_TELLS: &str = "nothing tells whether other programs change an image of version 2 on a block device, or on a file system with \
+     another host's clock (NFS)";
 
 /// The state file that the new owner of an image makes which another process hands over. Until then that process has
 /// the state file, whose log is empty.

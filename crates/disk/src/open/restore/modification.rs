@@ -6,9 +6,9 @@
 //! the file's time of modification has to fit as well, as far as it can be compared:
 //!
 //! - with the time that the file had when the server opened it, always: both are by the file system's clock;
-//! - with the time of the server's last write, closely where the image has no session. Where it has one, loosely, because
-//!   a write may hang in the kernel and land after the server's death, and only where the file system has the clock
-//!   of this host, which one of another host (NFS) has not.
+//! - with the time of the server's last write, where the file system has the clock of this host, which one of another host (NFS) has
+//!   not: closely where the image has no session; where it has one, loosely, because a write may hang in the kernel and
+//!   land after the server's death. An image without a session and without that clock has no redo log (`keep`).
 
 use std::time::Duration;
 
@@ -27,9 +27,17 @@ const TICKS: Duration = Duration::from_secs(2);
 const HANG: Duration = Duration::from_secs(60);
 
 /// File systems whose files are modified by nothing but this host, by their magic numbers (`statfs(2)`): ext4, XFS,
-/// Btrfs, tmpfs, F2FS, ZFS, bcachefs.
-const LOCAL_FILE_SYSTEMS: [u64; 7] =
-    [0xef53, 0x5846_5342, 0x9123_683e, 0x0102_1994, 0xf2f5_2010, 0x2fc1_2fc1, 0xca45_1a4e];
+/// Btrfs, tmpfs, F2FS, ZFS, bcachefs, and overlayfs, whose upper file system is one of these.
+const LOCAL_FILE_SYSTEMS: [u64; 8] = [
+    0xef53,
+    0x5846_5342,
+    0x9123_683e,
+    0x0102_1994,
+    0xf2f5_2010,
+    0x2fc1_2fc1,
+    0xca45_1a4e,
+    0x794c_7630,
+];
 
 /// When a regular file was modified for the last time, as it was found.
 #[derive(Clone, Copy)]
@@ -43,8 +51,10 @@ pub(crate) struct Modification {
 
 /// Whose time a file system stamps its files with.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Clock {
+pub(crate) enum Clock {
+    /// This host.
     ThisHost,
+    /// Perhaps another one.
     Unknown,
 }
 
@@ -70,12 +80,7 @@ impl Modification {
             return Ok(None);
         }
         let Some(at) = modification_time(&status) else { return Ok(None) };
-        let system = fstatfs(file.descriptor())
-            .map_err(|error| Error::host("cannot examine", error.into()).on(file.name()))?;
-        let clock = match LOCAL_FILE_SYSTEMS.contains(&(system.f_type as u64)) {
-            true => Clock::ThisHost,
-            false => Clock::Unknown,
-        };
+        let clock = clock_of(file)?;
         let time = Duration::from_nanos;
         let noted = Noted {
             modified_before: time(page.modified_before()),
@@ -99,9 +104,9 @@ impl Modification {
             ));
         }
         let slack = match (has_session, clock) {
-            (false, _) => TICKS,
+            (false, Clock::ThisHost) => TICKS,
             (true, Clock::ThisHost) => HANG,
-            (true, Clock::Unknown) => return None,
+            (_, Clock::Unknown) => return None,
         };
         let later = at.saturating_sub(noted.last_write);
         (later > slack).then(|| {
@@ -109,6 +114,19 @@ impl Modification {
             format!("another program has modified the image since ({later} s after its server's last write)")
         })
     }
+}
+
+/// Whose clock stamps this file.
+///
+/// # Errors
+/// The host's.
+pub(crate) fn clock_of(file: &HostFile) -> Result<Clock> {
+    let system = fstatfs(file.descriptor())
+        .map_err(|error| Error::host("cannot examine", error.into()).on(file.name()))?;
+    Ok(match LOCAL_FILE_SYSTEMS.contains(&(system.f_type as u64)) {
+        true => Clock::ThisHost,
+        false => Clock::Unknown,
+    })
 }
 
 impl Noted {
@@ -152,7 +170,7 @@ mod tests {
             (last + 60, ThisHost, true, true),
             (last + 61, ThisHost, true, false),
             (last + HOUR, Unknown, true, true),
-            (last + HOUR, Unknown, false, false),
+            (last + HOUR, Unknown, false, true),
             (last - 60, ThisHost, true, true),
             (last - 61, ThisHost, true, false),
             (last - 61, ThisHost, false, false),
