@@ -30,6 +30,7 @@ mod failures;
 mod hand_over;
 mod io_poll;
 mod jobs;
+mod kept_sockets;
 mod launcher;
 pub mod limit_options;
 pub mod limits;

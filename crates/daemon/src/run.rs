@@ -20,6 +20,7 @@ use crate::hand_over::destination::{self, TakenOver};
 use crate::hand_over::requests::{EncryptedClients, UpgradeRequest, UpgradeRequests};
 use crate::hand_over::source::{self, HandedOver, Outcome};
 use crate::io_poll;
+use crate::kept_sockets;
 use crate::launcher::{LaunchRules, Launcher, Programs};
 use crate::metrics::StartTime;
 use crate::open::{open_all, state_use};
@@ -222,6 +223,7 @@ fn start(
     let control =
         control.map(|path| bind_for(&Address::Unix(path.clone()), private)).transpose()?;
     let metrics = setup.metrics.as_ref().map(|address| address.bind(private)).transpose()?;
+    kept_sockets::give_up_unused();
     let mut loops = LoopsAside::start(setup)?;
     let state = state_use(&setup.state, &setup.disks, setup.user.map(|ids| ids.user))?;
     let disks = open_disks(&workers, setup, &state)?;
@@ -279,6 +281,8 @@ fn take_over(
     let mut loops = LoopsAside::start(setup)?;
     let taken = destination::take_over(setup)?;
     let TakenOver { workers, disks, configured, sockets, devices, control, .. } = taken;
+    sockets.iter().for_each(|socket| kept_sockets::keep(&socket.bound));
+    devices.iter().for_each(|(device, _)| kept_sockets::keep(&device.bound));
     // Clients are served whatever becomes of the file.
     let pid_file = write_pid(setup).inspect_err(|error| tracing::warn!("{error:#}"));
     let since = taken.measured_since;

@@ -1,41 +1,73 @@
-//! Messages to the service manager (sd_notify(3)), by a socket that is made at the start.
+//! Messages to the service manager (sd_notify(3)), by a socket that is made at the start, and descriptors that it keeps.
 //!
 //! Reason: a server in its sandbox makes no socket. Guarantee: a message that the manager does not take costs nothing,
 //! and without a manager nothing is sent.
 
 use std::ffi::OsStr;
 use std::fmt::Write;
-use std::os::linux::net::SocketAddrExt;
+use std::io::IoSlice;
+use std::mem::MaybeUninit;
+use std::os::fd::BorrowedFd;
 use std::os::unix::ffi::OsStrExt;
-use std::os::unix::net::{SocketAddr, UnixDatagram};
+use std::os::unix::net::UnixDatagram;
 use std::sync::OnceLock;
 
+use rustix::net::{
+    SendAncillaryBuffer, SendAncillaryMessage, SendFlags, SocketAddrUnix, sendmsg_addr,
+};
 use sd_notify::NotifyState;
 
 /// The socket and the manager's address; `None` without a manager.
-static MANAGER: OnceLock<Option<(UnixDatagram, SocketAddr)>> = OnceLock::new();
+static MANAGER: OnceLock<Option<(UnixDatagram, SocketAddrUnix)>> = OnceLock::new();
 
 /// Makes the socket, if there is a manager.
 pub(crate) fn prepare() {
     MANAGER.get_or_init(|| manager(&std::env::var_os("NOTIFY_SOCKET")?));
 }
 
-fn manager(name: &OsStr) -> Option<(UnixDatagram, SocketAddr)> {
+fn manager(name: &OsStr) -> Option<(UnixDatagram, SocketAddrUnix)> {
     let address = match name.as_bytes().strip_prefix(b"@") {
-        Some(name) => SocketAddr::from_abstract_name(name),
-        None => SocketAddr::from_pathname(name),
+        Some(name) => SocketAddrUnix::new_abstract_name(name),
+        None => SocketAddrUnix::new(name),
     };
     Some((UnixDatagram::unbound().ok()?, address.ok()?))
 }
 
 /// Tells the manager.
 pub(crate) fn tell(states: &[NotifyState<'_>]) {
-    let Some(Some((socket, address))) = MANAGER.get() else { return };
     let mut message = String::new();
     for state in states {
         // Writing to a string does not fail.
         let _ = writeln!(message, "{state}");
     }
-    // A manager that does not listen is no reason to do anything else.
-    let _ = socket.send_to_addr(message.as_bytes(), address);
+    send(&message, &[]);
+}
+
+/// Whether the manager keeps descriptors for the next process (`FileDescriptorStoreMax=`): systemd says so from 254 on.
+pub(crate) fn has_store() -> bool {
+    let size = std::env::var("FDSTORE").ok().and_then(|size| size.parse::<u64>().ok());
+    size.is_some_and(|size| size > 0) && MANAGER.get().is_some_and(Option::is_some)
+}
+
+/// Has the manager keep a descriptor under a name, until it is to [forget](forget) it. One that it has already is not kept
+/// twice. Whether it was told.
+pub(crate) fn store(name: &str, descriptor: BorrowedFd<'_>) -> bool {
+    send(&format!("FDSTORE=1\nFDNAME={name}\n"), &[descriptor])
+}
+
+/// Has the manager close what it keeps under a name.
+pub(crate) fn forget(name: &str) {
+    send(&format!("FDSTOREREMOVE=1\nFDNAME={name}\n"), &[]);
+}
+
+/// Sends a message with descriptors. Whether it was sent: a manager that does not listen is no reason to do anything else.
+fn send(message: &str, descriptors: &[BorrowedFd<'_>]) -> bool {
+    let Some(Some((socket, address))) = MANAGER.get() else { return false };
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+    let mut control = SendAncillaryBuffer::new(&mut space);
+    if !descriptors.is_empty() && !control.push(SendAncillaryMessage::ScmRights(descriptors)) {
+        return false;
+    }
+    let bytes = [IoSlice::new(message.as_bytes())];
+    sendmsg_addr(socket, address, &bytes, &mut control, SendFlags::NOSIGNAL).is_ok()
 }

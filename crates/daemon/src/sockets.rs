@@ -9,10 +9,11 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, Result, bail};
 use blockhouse_engine::Stream;
 use blockhouse_nbd::uri::{Address, NbdUri, Security};
-use blockhouse_nbd::{BoundSocket, PausedSession, SocketPermissions, bind_for};
+use blockhouse_nbd::{BoundSocket, PausedSession, SocketPermissions};
 use blockhouse_storage::Location;
 use listenfd::ListenFd;
 
+use crate::kept_sockets;
 use crate::offers::Offer;
 
 /// A listening socket and its exports.
@@ -38,15 +39,32 @@ pub fn bind_uris(
     plan: Vec<(Address, Vec<Offer>)>,
     permissions: SocketPermissions,
 ) -> Result<Vec<ListenSocket>> {
-    let listen =
-        |(address, offers)| Ok(ListenSocket::new(bind_for(&address, permissions)?, offers));
+    let listen = |(address, offers)| {
+        Ok(ListenSocket::new(kept_sockets::bind(&address, permissions)?, offers))
+    };
     plan.into_iter().map(listen).collect()
 }
 
-/// The listening sockets that systemd passed to this process (`sd_listen_fds(3)`).
+/// The listening sockets that systemd passed to this process (`sd_listen_fds(3)`), but for those that a server before it
+/// had it keep.
 pub fn from_systemd() -> Result<Vec<BoundSocket>> {
+    // Both are of one call: the names are those of the descriptors.
+    let names = std::env::var("LISTEN_FDNAMES").unwrap_or_default();
+    let names: Vec<_> = names.split(':').collect();
     let mut passed = ListenFd::from_env();
-    (0..passed.len()).map(|index| take(&mut passed, index)).collect()
+    let mut sockets = Vec::new();
+    for index in 0..passed.len() {
+        let name = names.get(index).copied().unwrap_or_default();
+        let bound = take(&mut passed, index);
+        match kept_sockets::is_name(name) {
+            true => match bound {
+                Ok(bound) => kept_sockets::take_in(name, bound.socket),
+                Err(error) => tracing::warn!("{name}: was kept, and cannot be used: {error:#}"),
+            },
+            false => sockets.push(bound?),
+        }
+    }
+    Ok(sockets)
 }
 
 /// All images at every socket that was passed.
@@ -133,7 +151,7 @@ pub fn at_default(
     let folder = runtime_folder()?;
     let name = Location::base_name(image).context("the image's path has no file name")?;
     let path = folder.join(name).with_added_extension("sock");
-    Ok(ListenSocket::new(bind_for(&Address::Unix(path), permissions)?, offers))
+    Ok(ListenSocket::new(kept_sockets::bind(&Address::Unix(path), permissions)?, offers))
 }
 
 /// `$XDG_RUNTIME_DIR/blockhouse`, or `blockhouse-UID` among the temporary files.

@@ -5,10 +5,11 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, Result, bail};
 use blockhouse_engine::{Engine, EngineReport};
 use blockhouse_nbd::uri::Address;
-use blockhouse_nbd::{BoundSocket, SocketFile, bind_for};
+use blockhouse_nbd::{BoundSocket, SocketFile};
 use blockhouse_storage::ImageStorage;
 use blockhouse_vhost_user::{Device, PreparedFrontend, RegisteredMemory, Server};
 
+use crate::kept_sockets;
 use crate::setup::Setup;
 
 /// A listening socket of front-ends.
@@ -33,7 +34,7 @@ pub struct ServedDevice {
 /// Listens at all sockets.
 pub fn listen(setup: &Setup) -> Result<Vec<DeviceOfDisk>> {
     let listen = |(path, disk): &(PathBuf, usize)| {
-        let bound = bind_for(&Address::Unix(path.clone()), setup.permissions)?;
+        let bound = kept_sockets::bind(&Address::Unix(path.clone()), setup.permissions)?;
         Ok((DeviceSocket { bound, frontend: None }, *disk))
     };
     setup.devices.iter().map(listen).collect()

@@ -30,6 +30,7 @@ mod image_commands;
 mod image_tools;
 mod io_poll;
 mod jobs;
+mod kept_sockets;
 mod limits;
 mod locks;
 mod lost_writes;

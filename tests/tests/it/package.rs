@@ -1,17 +1,23 @@
 //! The units of contrib/systemd, and the Debian package: installed into a copy of this system, used, removed.
 
+use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 
+use blockhouse_tests::control::Control;
+use blockhouse_tests::nbd::Client;
+use blockhouse_tests::upgrade::{Servers, upgrade};
 use blockhouse_tests::{
-    Scratch, blockhouse, eventually,
+    Scratch, Serve, Trace, blockhouse, eventually,
     image_tool::{command, str},
     need, require, run, run_within, tool, wait_for_exit,
 };
 use rustix::process::{Pid, Signal, kill_process};
+use serde_json::json;
 
 const SERVICE: &str = include_str!("../../../contrib/systemd/blockhouse@.service");
+const DAEMON: &str = include_str!("../../../contrib/systemd/blockhouse.service");
 const SOCKET: &str = include_str!("../../../contrib/systemd/blockhouse@.socket");
 /// A package is made of a debug build of the binary, on a busy machine.
 const LONG: Duration = Duration::from_secs(600);
@@ -22,9 +28,11 @@ const MAX_EXPOSURE: f64 = 2.0;
 fn units(scratch: &Scratch) -> PathBuf {
     let folder = scratch.path("units");
     std::fs::create_dir(&folder).expect("a folder");
-    let service = SERVICE.replace("/usr/bin/blockhouse", str(blockhouse()));
-    assert_ne!(service, SERVICE);
-    std::fs::write(folder.join("blockhouse@.service"), service).expect("room");
+    for (name, unit) in [("blockhouse@.service", SERVICE), ("blockhouse.service", DAEMON)] {
+        let service = unit.replace("/usr/bin/blockhouse", str(blockhouse()));
+        assert_ne!(service, unit);
+        std::fs::write(folder.join(name), service).expect("room");
+    }
     std::fs::write(folder.join("blockhouse@.socket"), SOCKET).expect("room");
     folder
 }
@@ -34,7 +42,7 @@ fn the_service_manager_accepts_the_units() {
     require!(need::tools(&["systemd-analyze"]));
     let scratch = Scratch::new();
     let folder = units(&scratch);
-    for unit in ["blockhouse@disk.service", "blockhouse@disk.socket"] {
+    for unit in ["blockhouse@disk.service", "blockhouse@disk.socket", "blockhouse.service"] {
         let mut verify = tool("systemd-analyze");
         verify.args(["verify", "--man=no"]).arg(folder.join(unit));
         let outcome = run(&mut verify).success();
@@ -48,13 +56,90 @@ fn the_service_manager_accepts_the_units() {
 fn the_service_is_hardened() {
     require!(need::tools(&["systemd-analyze"]));
     let scratch = Scratch::new();
-    let mut analyze = tool("systemd-analyze");
-    analyze.args(["security", "--offline=yes", "--no-pager"]);
-    let outcome = run(analyze.arg(units(&scratch).join("blockhouse@.service")));
-    let level = outcome.stdout.lines().find(|line| line.contains("Overall exposure level"));
-    let words = level.unwrap_or_else(|| panic!("{}", outcome.describe("a level")));
-    let exposure = words.split_whitespace().find_map(|word| word.parse::<f64>().ok());
-    assert!(exposure.is_some_and(|exposure| exposure <= MAX_EXPOSURE), "{words}");
+    let folder = units(&scratch);
+    for unit in ["blockhouse@.service", "blockhouse.service"] {
+        let mut analyze = tool("systemd-analyze");
+        analyze.args(["security", "--offline=yes", "--no-pager"]);
+        let outcome = run(analyze.arg(folder.join(unit)));
+        let level = outcome.stdout.lines().find(|line| line.contains("Overall exposure level"));
+        let words = level.unwrap_or_else(|| panic!("{}", outcome.describe("a level")));
+        let exposure = words.split_whitespace().find_map(|word| word.parse::<f64>().ok());
+        assert!(exposure.is_some_and(|exposure| exposure <= MAX_EXPOSURE), "{words}");
+    }
+}
+
+/// The system calls of a group of systemd's.
+fn group(name: &str) -> BTreeSet<String> {
+    let outcome = run(tool("systemd-analyze").args(["syscall-filter", "--no-pager", name]));
+    let lines = outcome.success().stdout;
+    let lines = lines.lines().skip(1).map(str::trim);
+    let names = lines.filter(|line| !line.is_empty() && !line.starts_with('#'));
+    names.flat_map(calls_of).collect()
+}
+
+/// What a word of a filter means.
+fn calls_of(word: &str) -> BTreeSet<String> {
+    match word.starts_with('@') {
+        true => group(word),
+        false => [word.to_owned()].into(),
+    }
+}
+
+/// What a unit lets a server call (`SystemCallFilter=`, systemd.exec(5)).
+fn allowed(unit: &str) -> BTreeSet<String> {
+    let mut allowed = group("@default");
+    let filters = unit.lines().filter_map(|line| line.strip_prefix("SystemCallFilter="));
+    for filter in filters {
+        let words = |words: &str| words.split_whitespace().flat_map(calls_of).collect();
+        match filter.strip_prefix('~') {
+            Some(filter) => {
+                let removed: BTreeSet<_> = words(filter);
+                allowed.retain(|call| !removed.contains(call));
+            }
+            None => allowed.append(&mut words(filter)),
+        }
+    }
+    allowed
+}
+
+/// A server without capabilities, as the units start it, with its own sandbox, from its start over changes and an upgrade to its end, calls nothing that the units forbid:
+/// otherwise its sandbox would not be put on.
+#[test]
+fn the_units_allow_what_a_server_and_its_sandbox_call() {
+    require!(need::tools(&["systemd-analyze", "strace", "setpriv"]));
+    let scratch = Scratch::new();
+    let servers = Servers(&scratch);
+    let [first, second] = ["first.qcow2", "second.qcow2"].map(|name| scratch.path(name));
+    for image in [&first, &second] {
+        command(&["create", str(image), "4M"]).success();
+    }
+    let (trace, control) = (Trace::start(&scratch, "all", &[]), scratch.socket("control"));
+    let serve = Serve::new(&scratch, &first).option("--control", &control).under(&trace.wrapper);
+    let serve = serve.under(["setpriv", "--bounding-set=-all", "--inh-caps=-all"]);
+    let server = serve.start();
+    let mut requests = Control::connect(&control);
+    let sandbox = requests.get("server.version", json!({}))["sandbox"].to_string();
+    assert!(sandbox.contains("landlock") && sandbox.contains("seccomp"), "{sandbox}");
+    requests.get("disk.open", json!({ "path": second }));
+    let more = format!("nbd+unix:///?socket={}", scratch.socket("more").display());
+    requests.get("export.add", json!({ "disk": "second.qcow2", "export": more }));
+    let mut client = Client::open(&server.address());
+    assert_eq!(client.write(0, &[7; 65536], 0), 0);
+    let told = upgrade(&control, &[]).success().stdout;
+    let process = told.split_whitespace().nth(1).and_then(|word| word.parse().ok());
+    assert_eq!((client.read(0, 4096), client.flush()), (Ok(vec![7; 4096]), 0));
+    let process = process.and_then(Pid::from_raw).expect("the new server's id");
+    kill_process(process, Signal::TERM).expect("it runs");
+    // Its tracer ends with the last process that it traces, and has written all by then.
+    servers.wait_for(0);
+    drop(server);
+    let called: BTreeSet<_> = trace.calls().into_iter().map(|call| call.name).collect();
+    assert!(called.contains("io_uring_setup") && called.contains("landlock_restrict_self"));
+    for unit in [SERVICE, DAEMON] {
+        let allowed = allowed(unit);
+        let forbidden: Vec<_> = called.iter().filter(|call| !allowed.contains(*call)).collect();
+        assert!(forbidden.is_empty(), "{forbidden:?}");
+    }
 }
 
 /// The value of a setting of the service.

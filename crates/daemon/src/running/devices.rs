@@ -6,13 +6,13 @@ use std::time::Duration;
 
 use anyhow::Result;
 use blockhouse_engine::sleep;
-use blockhouse_nbd::bind_for;
 use blockhouse_nbd::uri::Address;
 use blockhouse_vhost_user::{Device, Export, FrontendEvent, FrontendObserver};
 
 use super::{ExportAddress, Running, RunningDisk, RunningExport};
 use crate::blocking;
 use crate::events::Event;
+use crate::kept_sockets;
 use crate::vhost_user::{self, DeviceSocket, ServedDevice};
 
 /// The interval at which a removed device is checked for users: a task that tells it of a new size may hold it.
@@ -78,7 +78,8 @@ impl Running {
 
     pub(super) async fn add_device(&self, path: PathBuf, disk: Arc<RunningDisk>) -> Result<()> {
         let permissions = self.options.permissions;
-        let bound = blocking::run(move || bind_for(&Address::Unix(path), permissions)).await??;
+        let bound =
+            blocking::run(move || kept_sockets::bind(&Address::Unix(path), permissions)).await??;
         self.serve_device(DeviceSocket { bound, frontend: None }, &disk)
     }
 
@@ -91,6 +92,7 @@ impl Running {
         };
         if let Some(device) = device {
             let device = alone(device).await;
+            kept_sockets::give_up(&Address::Unix(path.to_owned()), device.served.file());
             blocking::run(move || device.served.stop()).await?;
         }
         let address = ExportAddress::VhostUser(path.to_owned());

@@ -7,13 +7,13 @@ use blockhouse_engine::{Listener, Stream};
 use blockhouse_nbd::uri::{Address, NbdUri, Security};
 use blockhouse_nbd::{
     BoundSocket, ClientEvent, Export, Exports, PausedSession, SocketFile, SocketTls, TlsMode,
-    bind_for,
 };
 use blockhouse_storage::ImageStorage;
 
 use super::{ExportAddress, List, Running, RunningDisk, RunningExport};
 use crate::blocking;
 use crate::events::Event;
+use crate::kept_sockets;
 use crate::tls::Tls;
 
 /// A listening socket of NBD clients.
@@ -194,7 +194,7 @@ impl Running {
         // Before the socket is there.
         let tls = Tls::at(self.tls.as_ref(), &address, security)?;
         let permissions = self.options.permissions;
-        let bound = blocking::run(move || bind_for(&address, permissions)).await??;
+        let bound = blocking::run(move || kept_sockets::bind(&address, permissions)).await??;
         let uri = NbdUri {
             security: security_of(tls.as_ref()),
             address: bound.address.clone(),
@@ -214,6 +214,9 @@ impl Running {
         let mut list = self.list.lock();
         list.exports.retain(|export| export.address != ExportAddress::Nbd(uri.clone()));
         if exports.is_empty() {
+            if let Some(socket) = list.socket(&uri.address) {
+                kept_sockets::give_up(&socket.address, socket.file.as_ref());
+            }
             list.sockets.retain(|socket| socket.address != uri.address);
             self.server.close(&exports);
         }

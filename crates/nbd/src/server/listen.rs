@@ -7,6 +7,7 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::FileTypeExt;
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::sleep;
 use std::time::{Duration, Instant};
 
@@ -46,6 +47,8 @@ pub struct SocketFile {
     path: PathBuf,
     /// The file itself. While it is open, no other file has its inode number.
     file: OwnedFd,
+    /// Whether it stays.
+    is_kept: AtomicBool,
 }
 
 impl SocketFile {
@@ -53,12 +56,44 @@ impl SocketFile {
     fn at(path: &Path) -> std::result::Result<Self, Errno> {
         let flags = OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC;
         let file = rustix::fs::open(path, flags, Mode::empty())?;
-        Ok(Self { path: path.into(), file })
+        Ok(Self::adopt(path.into(), file))
+    }
+
+    /// The file at a path, if it is the socket with this device and inode: that of a socket which another process has left
+    /// listening. From now on this process removes it.
+    pub fn find(path: &Path, identity: (u64, u64)) -> Option<Self> {
+        let found = Self::at(path).ok()?;
+        // It is not ours to remove before that is known.
+        found.set_kept(true);
+        let is_it = found.identity()? == identity && found.is_at_its_path();
+        is_it.then(|| {
+            found.set_kept(false);
+            found
+        })
+    }
+
+    /// Its device and inode; `None` where the host does not tell.
+    pub fn identity(&self) -> Option<(u64, u64)> {
+        let found = fstat(&self.file).ok()?;
+        Some((found.st_dev, found.st_ino))
+    }
+
+    /// Has it stay when this is dropped, or removed after all: another process goes on to listen, or does not.
+    pub fn set_kept(&self, is_kept: bool) {
+        self.is_kept.store(is_kept, Ordering::Relaxed);
+    }
+
+    /// Gives it the group and the mode of those who may connect.
+    ///
+    /// # Errors
+    /// The host's, with the path.
+    pub fn permit(&self, permissions: SocketPermissions) -> Result<()> {
+        permit(self, permissions).map_err(|error| error.on(&self.path.display().to_string()))
     }
 
     /// A file that another process has bound, and has open as `file` (`O_PATH`). From now on this process removes it.
     pub fn adopt(path: PathBuf, file: OwnedFd) -> Self {
-        Self { path, file }
+        Self { path, file, is_kept: AtomicBool::new(false) }
     }
 
     fn is_at_its_path(&self) -> bool {
@@ -75,7 +110,7 @@ impl AsFd for SocketFile {
 
 impl Drop for SocketFile {
     fn drop(&mut self) {
-        if self.is_at_its_path() {
+        if !*self.is_kept.get_mut() && self.is_at_its_path() {
             // The folder may have been made read-only; there is nothing else to do.
             let _ = fs::remove_file(&self.path);
         }
