@@ -118,6 +118,13 @@ fn requests_open_what_is_beside_the_disks_and_what_is_allowed() {
     client.refused("disk.open", open(&secret, &[]), FAILED, &words);
     let words = ["more: the sandbox", "--sandbox-allow DIR"];
     client.refused("disk.open", open(&beside, &[socket(&other)]), FAILED, &words);
+    let allowing = json!({ "name": "b", "path": beside, "allow-paths": [other.path("")] });
+    client.refused("disk.open", allowing, FAILED, &["the sandbox", "--sandbox-allow DIR"]);
+    let disk = client.get("disk.list", json!({}))[0]["disk"].clone();
+    let mirror = json!({ "kind": "mirror", "disk": disk, "target": other.path("copy.img") });
+    let words = ["copy.img: the sandbox", "--sandbox-allow DIR"];
+    client.refused("job.start", mirror, FAILED, &words);
+    assert!(!other.path("copy.img").exists());
     // A program that the server could have made is not started outside of the sandbox.
     let program = scratch.path("program");
     std::fs::write(&program, "#!/bin/sh\n").expect("a script");
