@@ -175,7 +175,7 @@ struct CapabilityHeader {
 
 /// Bits of one half of the capabilities.
 #[repr(C)]
-#[derive(Clone, Copy, Default)]
+#[derive(Clone, Copy, Default, PartialEq, Eq)]
 struct CapabilityBits {
     effective: u32,
     permitted: u32,
@@ -183,7 +183,8 @@ struct CapabilityBits {
 }
 
 /// Leaves to the calling thread those of its capabilities that `kept` has, and none to what it would execute. False where
-/// the kernel refuses, with the errno. Async-signal-safe.
+/// the kernel refuses, with the errno. A thread that has no others calls nothing: a service manager's filter may forbid the
+/// call. Async-signal-safe.
 fn keep_capabilities(kept: u64) -> bool {
     const VERSION_3: u32 = 0x2008_0522;
     let mut header = CapabilityHeader { version: VERSION_3, thread: 0 };
@@ -192,10 +193,14 @@ fn keep_capabilities(kept: u64) -> bool {
     if unsafe { libc::syscall(libc::SYS_capget, &raw mut header, halves.as_mut_ptr()) } != 0 {
         return false;
     }
+    let before = halves;
     for (half, kept) in halves.iter_mut().zip([kept as u32, (kept >> 32) as u32]) {
         half.permitted &= kept;
         half.effective &= kept;
         half.inheritable = 0;
+    }
+    if halves == before {
+        return true;
     }
     // SAFETY: the kernel reads the header and two halves, as above.
     unsafe { libc::syscall(libc::SYS_capset, &raw mut header, halves.as_ptr()) == 0 }
