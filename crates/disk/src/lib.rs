@@ -59,6 +59,7 @@ mod observers;
 mod open;
 mod options;
 mod parts;
+mod read_probe;
 mod snapshots;
 mod state;
 mod stats;
@@ -87,6 +88,7 @@ pub use open::{
     record_moved, remove_created, rename_durable, rename_finished, replay_state,
 };
 pub use options::{Access, BitmapActivity, DetectZeroes, Discard, FlushPolicy, Options};
+pub use read_probe::ReadProbe;
 pub use snapshots::{DiskSnapshots, Pause};
 pub use state::StateDir;
 pub use stats::{

@@ -30,6 +30,12 @@ pub trait ChangeObserver: Send + Sync {
         false
     }
 
+    /// Whether no snapshot may be taken, deleted or renamed while it observes: the image is about to be replaced by another
+    /// one, which does not get them.
+    fn forbids_snapshots(&self) -> bool {
+        false
+    }
+
     /// A change of `range`, which may be past the end of the disk, begins: nothing of it was done yet. `bytes` are those
     /// of a write of at most [`MAX_OBSERVED_BYTES`], where they are [wanted](Self::wants_bytes); they are to be copied at once.
     /// What is returned is told again at the end.
@@ -71,6 +77,11 @@ impl Observers {
         let mut list = self.list.write();
         list.retain(|other| !std::ptr::addr_eq(Arc::as_ptr(other), Arc::as_ptr(observer)));
         self.is_any.store(!list.is_empty(), Ordering::SeqCst);
+    }
+
+    /// Whether any forbids snapshots.
+    pub(crate) fn forbid_snapshots(&self) -> bool {
+        self.list.read().iter().any(|observer| observer.forbids_snapshots())
     }
 
     /// Whether the bytes of a write that begins now are to be shown, if it is not too long.

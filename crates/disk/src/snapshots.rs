@@ -98,13 +98,15 @@ impl<S: Storage> DiskSnapshots<'_, S> {
         change: impl AsyncFnOnce(&Snapshots<'_, FlushTracker<S>>) -> Result<T>,
     ) -> Result<(T, Pause)> {
         self.disk.check_access(0)?;
-        let snapshots = self.disk.format().snapshots()?;
-        snapshots.check_possible()?;
+        self.disk.check_stays()?;
+        self.disk.format().snapshots()?.check_possible()?;
         self.disk.format().flush(SyncMode::Data).await?;
         let began = Instant::now();
         let _quiesced = self.disk.quiesce().await;
-        // It may have become read-only meanwhile.
+        // It may have become read-only meanwhile, or another image have taken the place of this one.
         self.disk.check_access(0)?;
+        self.disk.check_stays()?;
+        let snapshots = self.disk.format().snapshots()?;
         let outcome = change(&snapshots).await?;
         let length = began.elapsed();
         tracing::debug!("{}: changes were held off for {length:?}", self.disk.name());

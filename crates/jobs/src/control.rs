@@ -77,6 +77,8 @@ struct State {
     completion: Option<Completion>,
     /// From here on it cannot be cancelled.
     is_committed: bool,
+    /// How it is going to end.
+    decided: Option<JobEnd>,
     speed: Option<NonZeroU64>,
 }
 
@@ -90,6 +92,7 @@ impl Default for State {
             is_cancelled: false,
             completion: None,
             is_committed: false,
+            decided: None,
             speed: None,
         }
     }
@@ -141,6 +144,7 @@ impl JobControl {
             return false;
         }
         state.is_cancelled = true;
+        state.decided.get_or_insert(JobEnd::Cancelled);
         drop(state);
         self.changed.notify_all();
         true
@@ -174,6 +178,19 @@ impl JobControl {
         self.changed.wait_until(ended).await
     }
 
+    /// Waits until it is known that the job is going to end without its result, and how, or for its end. What is left to do
+    /// then may take as long as the target takes to answer. Nothing of the guest waits for it.
+    pub async fn decided(&self) -> JobEnd {
+        let decided = || {
+            let state = self.state.lock();
+            match &state.stage {
+                JobStage::Ended(end) => Some(end.clone()),
+                _ => state.decided.clone(),
+            }
+        };
+        self.changed.wait_until(decided).await
+    }
+
     /// The job is over: all that belongs to it is done. A job has one end, the first.
     pub fn end(&self, end: JobEnd) {
         self.set_stage(JobStage::Ended(end));
@@ -197,6 +214,17 @@ impl JobControl {
         let mut state = self.state.lock();
         state.is_committed = !state.is_cancelled;
         state.is_committed
+    }
+
+    /// It is going to end so: the first one holds.
+    pub(crate) fn decide(&self, end: JobEnd) {
+        self.state.lock().decided.get_or_insert(end);
+        self.changed.notify_all();
+    }
+
+    /// Whether it is going to end without its result.
+    pub(crate) fn is_decided(&self) -> bool {
+        self.state.lock().decided.is_some()
     }
 
     pub(crate) fn set_stage(&self, stage: JobStage) {

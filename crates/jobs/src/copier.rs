@@ -7,21 +7,20 @@
 //! In the background it copies as fast as the guest, who uses the disk meanwhile, leaves room for ([`Pace`]).
 
 use std::cell::{Cell, RefCell};
-use std::future::pending;
 use std::num::NonZeroU64;
-use std::pin::pin;
 use std::rc::Rc;
 use std::sync::Arc;
 use std::time::Duration;
 
 use blockhouse_core::{ByteRange, Result, Storage};
 use blockhouse_disk::{Disk, MARK_BYTES, RangeCopy};
-use futures_util::future::{Either, select};
-use futures_util::stream::{FuturesUnordered, StreamExt};
+use futures_util::future::select;
+use futures_util::stream::FuturesUnordered;
 
-use crate::clock::{ClockSleep, JobClock};
-use crate::control::JobControl;
+use crate::clock::JobClock;
+use crate::control::{JobControl, JobEnd};
 use crate::meter::Meter;
+use crate::next_event::next_event;
 use crate::pace::{Allowance, Pace};
 use crate::tracker::{ForwardedWrite, Tracker, UrgentCopy, UrgentWork};
 
@@ -195,6 +194,11 @@ impl<S: Storage> Copier<S> {
             let ended = next_event(&mut works, async { drop(news.await) }, sleep).await;
             if let Some(ended) = ended {
                 self.tell_news(works.is_empty());
+                if let Err(error) = &ended {
+                    // Other copies may be in flight for long yet.
+                    self.control.decide(JobEnd::failed(error));
+                    self.tracker.release_writes();
+                }
                 outcome = outcome.and(ended);
             }
         }
@@ -402,30 +406,5 @@ impl Room {
         };
         let chunk = (rate.get() / CHUNKS_A_SECOND).clamp(MIN_CHUNK_SIZE, CHUNK_SIZE);
         Self { chunk, copies: MAX_SHORT_IN_FLIGHT, bytes: 2 * chunk }
-    }
-}
-
-/// Waits for the end of a copy, for news, or for a time. The outcome of the copy, if it was one.
-async fn next_event(
-    copies: &mut FuturesUnordered<impl Future<Output = Result<()>>>,
-    news: impl Future<Output = ()>,
-    sleep: Option<ClockSleep>,
-) -> Option<Result<()>> {
-    let wait = async {
-        match sleep {
-            Some(sleep) => drop(select(pin!(news), sleep).await),
-            None => news.await,
-        }
-    };
-    // Of an empty set there is nothing to wait for.
-    let ended = async {
-        match copies.is_empty() {
-            true => pending().await,
-            false => copies.next().await,
-        }
-    };
-    match select(pin!(ended), pin!(wait)).await {
-        Either::Left((outcome, _)) => outcome,
-        Either::Right(_) => None,
     }
 }

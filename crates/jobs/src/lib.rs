@@ -8,6 +8,7 @@
 //!
 //! - `clock`: time
 //! - `control`: what is wanted of a job, and what it tells
+//! - `next_event`: what a job waits for
 //! - `meter`: how a copy gets on
 //! - `pace`: how fast it goes while a guest uses the disk
 //! - `tracker`: what the guest changes meanwhile
@@ -20,6 +21,7 @@ mod control;
 mod copier;
 mod meter;
 mod mirror;
+mod next_event;
 mod pace;
 mod tracker;
 

@@ -9,19 +9,20 @@
 //!
 //! Guarantees: an error of the target ends the job, and no request of the guest. Until the moment of step 3 the source
 //! is the disk, and the target has the mark; from then on the target has everything that was answered. Whatever the target
-//! does, changes are held off for `MAX_PAUSE` at most. The source is changed by nothing but its guest.
+//! does, changes are held off for `MAX_PAUSE` at most, and go on at once when the job is cancelled or fails. The source is
+//! changed by nothing but its guest. Nothing is written to a target that is the source itself.
+
+mod complete;
 
 use std::cell::Cell;
+use std::pin::pin;
 use std::rc::Rc;
 use std::sync::Arc;
 use std::time::Duration;
 
-use blockhouse_core::{ByteRange, Error, ErrorKind, Request, Result, Storage};
-use blockhouse_disk::{
-    ChangeObserver, DirtyMap, Disk, MARK_BYTES, QuiescedDisk, RangeCopy, ReplacedImage,
-    mark_incomplete,
-};
-use futures_util::future::{Either, join, select};
+use blockhouse_core::{Buffer, ByteRange, Error, ErrorKind, Request, Result, Storage};
+use blockhouse_disk::{ChangeObserver, DirtyMap, Disk, MARK_BYTES, RangeCopy, mark_incomplete};
+use futures_util::future::{Either, join3, select};
 
 use crate::clock::JobClock;
 use crate::control::{Completion, JobControl, JobEnd, JobStage};
@@ -34,6 +35,12 @@ const MAX_GRANULES: u64 = 128 << 20;
 const MAX_LEFT: u64 = 1 << 20;
 /// A mirror of which no more is left can be completed soon.
 const MAX_READY_LEFT: u64 = 64 << 20;
+/// Reads of the target that would be seen at the source if both were the same.
+const PROBES: usize = 4;
+/// Their offsets and lengths are multiples of this, in bytes, and of the blocks of any storage.
+const PROBE_UNIT: u64 = 4096;
+/// The longest, in these units.
+const MAX_PROBE_UNITS: u64 = 8;
 /// How long the guest's changes are held off at most. Then they go on, and the job fails.
 const MAX_PAUSE: Duration = Duration::from_secs(1);
 
@@ -78,7 +85,7 @@ pub struct Mirror<S: Storage> {
     copier: Copier<S>,
     clock: Rc<dyn JobClock>,
     before_completion: Box<dyn Fn() -> Result<()>>,
-    has_failed: Cell<bool>,
+    source_kept: Box<dyn Fn()>,
     is_over: Cell<bool>,
 }
 
@@ -120,8 +127,7 @@ impl<S: Storage> Mirror<S> {
         let copy = RangeCopy::new(from, to, granularity, options.is_target_zero)?;
         let (from, tracked) = (Arc::clone(&source), Arc::clone(&tracker));
         let copier = Copier::new(from, copy, tracked, Arc::clone(&control), Rc::clone(&clock));
-        let (has_failed, is_over) = (Cell::new(false), Cell::new(false));
-        let before_completion = Box::new(|| Ok(()));
+        let (before_completion, source_kept) = (Box::new(|| Ok(())), Box::new(|| ()));
         Ok(Self {
             source,
             target,
@@ -131,8 +137,8 @@ impl<S: Storage> Mirror<S> {
             copier,
             clock,
             before_completion,
-            has_failed,
-            is_over,
+            source_kept,
+            is_over: Cell::new(false),
         })
     }
 
@@ -143,33 +149,67 @@ impl<S: Storage> Mirror<S> {
         self
     }
 
-    /// Makes the mirror, and ends as its control says. When it returns, the guest's requests wait for nothing of the job.
+    /// Has `action` done when the mirror fails after [`before_completion`](Self::before_completion), before the guest's
+    /// changes go on: the guest stays with the source.
+    #[must_use]
+    pub fn source_kept(mut self, action: impl Fn() + 'static) -> Self {
+        self.source_kept = Box::new(action);
+        self
+    }
+
+    /// Makes the mirror, and ends as its control says. When it returns, nothing is in flight at the target any more. From when
+    /// its end is [decided](JobControl::decided) the guest's requests wait for nothing of the job.
     /// The target is to be closed where it did not take the disk's place, and the control to be told of the
     /// [end](JobControl::end).
     pub async fn run(&self) -> JobEnd {
         let steps = async {
             let outcome = self.take_steps().await;
+            if let Err(stop) = &outcome {
+                self.decide(stop);
+                self.stop_observing();
+            }
             self.finish_copier();
             outcome
         };
         let copying = async {
             let outcome = self.copier.run(|| self.is_over.get()).await;
-            self.has_failed.set(outcome.is_err());
             self.finish_copier();
             outcome
         };
-        let (steps, copied) = join(steps, copying).await;
-        let observer: Arc<dyn ChangeObserver> = Arc::clone(&self.tracker) as _;
-        self.source.stop_observing(&observer);
+        let (steps, copied, ()) = join3(steps, copying, self.let_guest_go()).await;
         self.copier.tell_progress();
         match (steps, copied) {
             (Ok((completion, pause)), _) => JobEnd::Completed { completion, pause },
-            (Err(Stop::Cancelled), _) => JobEnd::Cancelled,
             (Err(Stop::Failed(error)), _) | (Err(Stop::CopyFailed), Err(error)) => {
                 JobEnd::failed(&error)
             }
-            (Err(Stop::CopyFailed), Ok(())) => JobEnd::Cancelled,
+            (Err(Stop::Cancelled), _) | (Err(Stop::CopyFailed), Ok(())) => JobEnd::Cancelled,
         }
+    }
+
+    fn decide(&self, stop: &Stop) {
+        match stop {
+            Stop::Failed(error) => self.control.decide(JobEnd::failed(error)),
+            Stop::Cancelled => self.control.decide(JobEnd::Cancelled),
+            // It is, with the error.
+            Stop::CopyFailed => {}
+        }
+    }
+
+    /// When the job's end is decided, or it is over: no request of the guest waits for it any more, and it is told of no
+    /// more changes, whatever its steps wait for.
+    async fn let_guest_go(&self) {
+        let is_ending = || (self.control.is_decided() || self.is_over.get()).then_some(());
+        self.control.changed().wait_until(is_ending).await;
+        self.tracker.release_writes();
+        if self.control.is_decided() {
+            self.stop_observing();
+        }
+    }
+
+    fn stop_observing(&self) {
+        let observer: Arc<dyn ChangeObserver> = Arc::clone(&self.tracker) as _;
+        self.source.stop_observing(&observer);
     }
 
     /// Begins no more copies, and lets all requests go that wait for one.
@@ -182,12 +222,13 @@ impl<S: Storage> Mirror<S> {
 
     /// All steps; what became of the disk, and for how long changes were held off.
     async fn take_steps(&self) -> Result<(Completion, Duration), Stop> {
+        self.check_distinct().await?;
         mark_incomplete(&self.target, self.source.name()).await?;
         self.source.observe(Arc::clone(&self.tracker) as _).await;
         if self.options.mode == CopyMode::WriteBlocking {
             self.tracker.block_writes();
         }
-        let go_on = || !self.control.is_cancelled() && !self.has_failed.get();
+        let go_on = || !self.control.is_decided();
         self.copier.range_copy().mark_needed(self.tracker.dirty(), go_on).await?;
         self.copier.tell_progress();
         self.copier.start();
@@ -200,10 +241,35 @@ impl<S: Storage> Mirror<S> {
         self.control.set_stage(JobStage::Completing);
         let is_little = || (self.copier.remaining() <= MAX_LEFT).then_some(());
         self.keep_up(MAX_LEFT, is_little).await?;
-        (self.before_completion)()?;
         // Little is left to flush then while changes are held off.
-        self.target.submit_unlimited(Request::Flush).await?;
+        self.unless_ending(self.target.submit_unlimited(Request::Flush)).await??;
         Ok((completion, self.complete(completion).await?))
+    }
+
+    /// Awaits a step that may take long, or until the job is cancelled or a copy fails.
+    async fn unless_ending<T>(&self, step: impl Future<Output = T>) -> Result<T, Stop> {
+        match select(pin!(step), pin!(self.wait_until(|| None::<()>))).await {
+            Either::Left((value, _)) => Ok(value),
+            Either::Right((stop, _)) => Err(stop.err().unwrap_or(Stop::Cancelled)),
+        }
+    }
+
+    /// Refuses a target that is the source by another name, an export of this server: its mark would destroy the disk.
+    async fn check_distinct(&self) -> Result<(), Stop> {
+        let ranges = probes(self.source.size(), self.clock.now());
+        let probe = self.source.probe_reads(ranges.clone());
+        for range in ranges {
+            let mut buffer = Buffer::try_new(range.length() as usize)?;
+            let (offset, into) = (range.offset(), buffer.lend());
+            let read = self.target.submit_unlimited(Request::Read { offset, into });
+            self.unless_ending(read).await??;
+        }
+        if !probe.has_seen_all() {
+            return Ok(());
+        }
+        let what = "is the disk itself, by another name: it would be destroyed";
+        let error = Error::new(ErrorKind::InvalidInput, what).on(self.target.name());
+        Err(error.hint("mirror it to another image").into())
     }
 
     /// Waits for a value while it copies. Has changes wait for the target where more than `limit` bytes are left, and the
@@ -231,95 +297,34 @@ impl<S: Storage> Mirror<S> {
             if self.control.is_cancelled() {
                 return Some(Err(Stop::Cancelled));
             }
-            if self.has_failed.get() {
+            if self.control.is_decided() {
                 return Some(Err(Stop::CopyFailed));
             }
             check().map(Ok)
         };
         self.control.changed().wait_until(either).await
     }
+}
 
-    /// Holds the guest's changes off, copies what is left, and ends the job; for how long they were held off.
-    async fn complete(&self, completion: Completion) -> Result<Duration, Stop> {
-        let began = self.clock.now();
-        let quiescing = self.in_time(&self.source, async { Ok(self.source.quiesced().await) });
-        let quiesced = quiescing.await?;
-        self.copier.hurry(true);
-        self.in_time(&self.target, async {
-            self.wait_until(|| self.copier.is_idle().then_some(())).await?;
-            Ok(self.target.submit_unlimited(Request::Flush).await?)
-        })
-        .await?;
-        self.source.check_successor(&self.target)?;
-        if !self.control.commit() {
-            return Err(Stop::Cancelled);
-        }
-        // Nothing may copy any more when the disk's requests go to the target: it would bring older bytes back.
-        self.finish_copier();
-        self.commit().await?;
-        let replaced = self.end_source(quiesced, completion)?;
-        let pause = self.clock.now().saturating_sub(began);
-        if let Some(replaced) = replaced
-            && let Err(error) = replaced.close().await
-        {
-            // The guest does not need it any more.
-            tracing::warn!("after its mirror was complete: {error}");
-        }
-        Ok(pause)
+/// Ranges to be read, other ones for each job: that a guest reads all of them in the same moments is not to be expected.
+fn probes(size: u64, now: Duration) -> Vec<ByteRange> {
+    let blocks = size / PROBE_UNIT;
+    if blocks < 2 {
+        return vec![ByteRange::between(0, size)];
     }
-
-    /// Puts the first sector in the place of the mark.
-    async fn commit(&self) -> Result<(), Stop> {
-        let sector = ByteRange::between(0, MARK_BYTES);
-        let copied = self.in_time(&self.target, async {
-            Ok(self.copier.range_copy().copy_durably(sector).await?)
-        });
-        let Err(Stop::Failed(error)) = copied.await else { return Ok(()) };
-        // The write may have been done, and the guest goes on with the source.
-        let mark = self.in_time(&self.target, async {
-            Ok(mark_incomplete(&self.target, self.source.name()).await?)
-        });
-        let error = match mark.await {
-            Ok(()) => error,
-            Err(_) => {
-                let what =
-                    format!("the last write to the mirror failed, and may have been done: {error}");
-                Error::new(error.kind(), what)
-                    .hint("do not use the mirror: it looks complete, but gets old")
-            }
-        };
-        Err(error.into())
-    }
-
-    fn end_source<'a>(
-        &self,
-        quiesced: QuiescedDisk<'a, S>,
-        completion: Completion,
-    ) -> Result<Option<ReplacedImage<'a, S>>, Stop> {
-        match completion {
-            Completion::Switch => Ok(Some(quiesced.switch_to(Arc::clone(&self.target))?)),
-            Completion::HandOver => {
-                quiesced.retire(self.target.name().to_owned());
-                Ok(None)
-            }
-        }
-    }
-
-    /// Awaits a step of `disk` while the guest's changes are held off: they go on after a time whatever it does.
-    async fn in_time<T>(
-        &self,
-        disk: &Disk<S>,
-        step: impl Future<Output = Result<T, Stop>>,
-    ) -> Result<T, Stop> {
-        match select(std::pin::pin!(step), self.clock.sleep(MAX_PAUSE)).await {
-            Either::Left((outcome, _)) => outcome,
-            Either::Right(_) => {
-                let what = format!("takes longer than {MAX_PAUSE:?} while the guest's writes wait");
-                Err(Error::new(ErrorKind::Io, what)
-                    .on(disk.name())
-                    .hint("mirror it again when it is quicker")
-                    .into())
-            }
-        }
-    }
+    let mut random = size ^ now.as_nanos() as u64;
+    let mut next = |below: u64| {
+        // A step of splitmix64.
+        random = random.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mixed = (random ^ (random >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        (mixed >> 32) % below
+    };
+    let range = |first: u64, count: u64| {
+        ByteRange::between(first * PROBE_UNIT, (first + count) * PROBE_UNIT)
+    };
+    let probes = (0..PROBES).map(|_| {
+        let count = 1 + next(blocks.min(MAX_PROBE_UNITS));
+        range(next(blocks - count + 1), count)
+    });
+    probes.collect()
 }

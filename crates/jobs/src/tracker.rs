@@ -11,6 +11,7 @@
 //! errors are not the guest's. The bytes of forwarded writes take `MAX_FORWARDED_BYTES` at most.
 
 use std::collections::VecDeque;
+use std::pin::pin;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -18,6 +19,7 @@ use blockhouse_core::sync::Condvar;
 use blockhouse_core::{BufferPool, ByteRange, IoVector};
 use blockhouse_disk::{ChangeId, ChangeObserver, ChangeWait, DirtyMap};
 use futures_channel::oneshot;
+use futures_util::future::select;
 use parking_lot::Mutex;
 
 /// Bytes of forwarded writes whose write to the target has not ended.
@@ -34,7 +36,15 @@ pub(crate) struct Tracker {
     work_added: Condvar,
     buffers: BufferPool,
     is_blocking: AtomicBool,
+    release: Arc<Release>,
     state: Mutex<State>,
+}
+
+/// Lets all requests go that wait, whatever they wait for.
+#[derive(Default)]
+struct Release {
+    is_released: AtomicBool,
+    released: Condvar,
 }
 
 #[derive(Default)]
@@ -95,8 +105,9 @@ pub(crate) struct ForwardedEnd {
 impl Tracker {
     pub(crate) fn new(dirty: DirtyMap) -> Arc<Self> {
         let buffers = BufferPool::new(MAX_FORWARDED_BYTES as usize);
-        let (is_blocking, state) = (AtomicBool::new(false), Mutex::default());
-        Arc::new(Self { dirty, work_added: Condvar::new(), buffers, is_blocking, state })
+        let (is_blocking, work_added) = (AtomicBool::new(false), Condvar::new());
+        let (release, state) = Default::default();
+        Arc::new(Self { dirty, work_added, buffers, is_blocking, release, state })
     }
 
     /// What is to be copied.
@@ -119,9 +130,12 @@ impl Tracker {
         self.is_blocking.load(Ordering::SeqCst)
     }
 
-    /// Has no change wait any more: those that do go on, and what they wait for is dirty.
+    /// Has no change wait any more, for ever: those that do go on at once, whatever the target does, and what they wait for
+    /// is dirty.
     pub(crate) fn release_writes(&self) {
         self.is_blocking.store(false, Ordering::SeqCst);
+        self.release.is_released.store(true, Ordering::SeqCst);
+        self.release.released.notify_all();
         let (copies, live) = {
             let state = &mut *self.state.lock();
             state.is_blocking = false;
@@ -223,6 +237,15 @@ impl Tracker {
         Some(stored.filter(|_| !is_over))
     }
 
+    /// The sender is dropped when the work is done. The request goes on then, or when all are let go.
+    fn wait_for(&self, done: oneshot::Receiver<()>) -> ChangeWait {
+        let release = Arc::clone(&self.release);
+        Box::pin(async move {
+            let is_released = || release.is_released.load(Ordering::SeqCst).then_some(());
+            select(done, pin!(release.released.wait_until(is_released))).await;
+        })
+    }
+
     fn wait_for_copy(&self, range: ByteRange) -> Option<ChangeWait> {
         let (waiter, copied) = oneshot::channel();
         // Whole granules: the copier makes them clean.
@@ -236,7 +259,7 @@ impl Tracker {
             state.copies.push_back(UrgentCopy { range, waiter: Arc::new(waiter) });
         }
         self.work_added.notify_all();
-        Some(wait_for(copied))
+        Some(self.wait_for(copied))
     }
 }
 
@@ -259,16 +282,13 @@ impl LiveWrite {
     }
 }
 
-/// The sender is dropped when the work is done, and where the job ends: the request goes on either way.
-fn wait_for(done: oneshot::Receiver<()>) -> ChangeWait {
-    Box::pin(async move {
-        let _ = done.await;
-    })
-}
-
 impl ChangeObserver for Tracker {
     fn wants_bytes(&self) -> bool {
         self.is_blocking()
+    }
+
+    fn forbids_snapshots(&self) -> bool {
+        true
     }
 
     fn begins(&self, range: ByteRange, bytes: Option<&IoVector>) -> ChangeId {
@@ -289,7 +309,7 @@ impl ChangeObserver for Tracker {
         if change != NOT_FORWARDED
             && let Some(stored) = self.end_at_source(change)
         {
-            return stored.map(wait_for);
+            return stored.map(|stored| self.wait_for(stored));
         }
         self.dirty.mark(range);
         if self.is_blocking() { self.wait_for_copy(range) } else { None }

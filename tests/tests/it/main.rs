@@ -29,6 +29,7 @@ mod hostile_requests;
 mod image_commands;
 mod image_tools;
 mod io_poll;
+mod job_targets;
 mod jobs;
 mod kept_sockets;
 mod limits;

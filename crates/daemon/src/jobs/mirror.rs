@@ -9,17 +9,23 @@ use std::num::NonZeroU64;
 use std::path::{Path, PathBuf};
 use std::rc::Rc;
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use anyhow::{Result, bail};
 use blockhouse_core::Storage;
 use blockhouse_disk::{forget_moved, record_moved};
+use blockhouse_engine::sleep;
 use blockhouse_jobs::{Completion, CopyMode, JobEnd, LoopClock, Mirror, MirrorOptions};
 use blockhouse_storage::Location;
+use futures_util::future::join;
 
 use super::target::{Target, TargetSetup, remove};
 use super::{RunningJob, tell_stages};
 use crate::running::{Running, RunningDisk};
+
+/// How long a job that is going to end without its result waits for its target.
+const MAX_TIDY_TIME: Duration = Duration::from_secs(5);
 
 /// A mirror that is to be started.
 #[derive(Clone, Debug)]
@@ -54,6 +60,7 @@ impl Running {
         if let Ok(Location::File(path)) = Location::of(&setup.target.location) {
             self.sandbox().check(&path)?;
         }
+        self.jobs().check_target_free(&setup.target.location.display().to_string())?;
         let state = self.state_use(&source.setup)?;
         let target = setup.target.open(&source.setup, source.disk.size(), state).await?;
         if let Err(error) = source.disk.check_successor(&target.disk) {
@@ -96,8 +103,29 @@ impl Running {
     }
 }
 
-/// Runs a mirror to its end, and brings its disks in order.
+/// Runs a mirror to its end, and brings its disks in order. Where the target does not answer, the job ends before that:
+/// its disk is free then, and the target stays open until it answers.
 async fn run(job: &RunningJob, source: &RunningDisk, target: Target, mode: CopyMode) {
+    let overdue = async {
+        let end = job.control.decided().await;
+        sleep(MAX_TIDY_TIME).await;
+        if !job.has_ended() {
+            tracing::warn!(
+                "{}: its target does not answer, and stays open until it does",
+                job.name
+            );
+            job.control.end(end);
+        }
+    };
+    let work = async {
+        let end = copy(job, source, target, mode).await;
+        job.target_is_free.store(true, Ordering::SeqCst);
+        job.control.end(end);
+    };
+    join(work, overdue).await;
+}
+
+async fn copy(job: &RunningJob, source: &RunningDisk, target: Target, mode: CopyMode) -> JobEnd {
     let Target { disk: target, is_zero, created } = target;
     let (target, disk) = (Arc::new(target), Arc::clone(&source.disk));
     let options = MirrorOptions { is_target_zero: is_zero, mode, ..MirrorOptions::default() };
@@ -106,9 +134,14 @@ async fn run(job: &RunningJob, source: &RunningDisk, target: Target, mode: CopyM
     let image = disk.file().map(|file| PathBuf::from(file.name()));
     let (recorded, name) = (image.clone(), job.target.clone());
     let record = move || recorded.iter().try_for_each(|image| record_moved(image, &name));
+    let (kept, name) = (image.clone(), job.name.clone());
+    let forget = move || {
+        let forgotten = kept.iter().try_for_each(|image| forget_moved(image));
+        forgotten.unwrap_or_else(|error| tracing::error!("{name}: {error}"));
+    };
     let mirror = Mirror::new(Arc::clone(&disk), Arc::clone(&target), options, control, clock);
     let end = match mirror {
-        Ok(mirror) => mirror.before_completion(record).run().await,
+        Ok(mirror) => mirror.before_completion(record).source_kept(forget).run().await,
         Err(error) => JobEnd::Failed(error.to_string()),
     };
     let is_complete = matches!(end, JobEnd::Completed { .. });
@@ -116,16 +149,13 @@ async fn run(job: &RunningJob, source: &RunningDisk, target: Target, mode: CopyM
         let closed = target.close().await;
         closed.unwrap_or_else(|error| tracing::warn!("{}: {error}", job.name));
     }
-    let tidied = match is_complete {
+    match is_complete {
         true => {
             disk.unlock_replaced();
-            forget_moved(Path::new(&job.target))
+            let forgotten = forget_moved(Path::new(&job.target));
+            forgotten.unwrap_or_else(|error| tracing::error!("{}: {error}", job.name));
         }
-        false => {
-            remove(created.as_deref());
-            image.iter().try_for_each(|image| forget_moved(image))
-        }
-    };
-    tidied.unwrap_or_else(|error| tracing::error!("{}: {error}", job.name));
-    job.control.end(end);
+        false => remove(created.as_deref()),
+    }
+    end
 }

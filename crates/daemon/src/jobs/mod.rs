@@ -10,6 +10,7 @@ mod target;
 
 use std::pin::pin;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
@@ -38,6 +39,8 @@ pub(crate) struct Jobs(Mutex<State>);
 struct State {
     /// In the order in which they were started.
     jobs: Vec<Arc<RunningJob>>,
+    /// Those that have ended, and whose target has not answered.
+    unanswered: Vec<Arc<RunningJob>>,
     started: u64,
     /// Their loop, until the server ends. Made before the sandbox forbids to make rings.
     workers: Option<Workers>,
@@ -57,6 +60,8 @@ pub(crate) struct RunningJob {
     pub(crate) target: String,
     /// What it is asked and tells.
     pub(crate) control: Arc<JobControl>,
+    /// Whether nothing of it is in flight at the target any more, which is closed.
+    pub(crate) target_is_free: AtomicBool,
 }
 
 impl RunningJob {
@@ -120,6 +125,25 @@ impl Jobs {
         }
     }
 
+    /// Refuses a target at which something of a job is in flight, also of one that has ended.
+    ///
+    /// # Errors
+    /// There is.
+    fn check_target_free(&self, target: &str) -> Result<()> {
+        let mut state = self.0.lock();
+        let is_in_use = |job: &Arc<RunningJob>| !job.target_is_free.load(Ordering::SeqCst);
+        state.unanswered.retain(is_in_use);
+        let mut all = state.jobs.iter().chain(&state.unanswered).filter(|job| is_in_use(job));
+        match all.find(|job| job.target == target) {
+            Some(job) => bail!(
+                "{target}: is the target of the job {:?}, and has not answered all of it; wait until it does, or \
+                 choose another target",
+                job.name
+            ),
+            None => Ok(()),
+        }
+    }
+
     /// Lists a new job. The caller holds a claim to the disk.
     ///
     /// # Errors
@@ -144,13 +168,15 @@ impl Jobs {
         let workers = state.workers.as_ref().context("this server runs no jobs")?;
         let handle = workers.first().clone();
         let control = Arc::new(JobControl::default());
-        let job = RunningJob { name, kind, disk: disk.to_owned(), target, control };
+        let target_is_free = AtomicBool::new(false);
+        let job = RunningJob { name, kind, disk: disk.to_owned(), target, control, target_is_free };
         let job = Arc::new(job);
         state.jobs.push(Arc::clone(&job));
         let ended: Vec<_> = state.jobs.iter().filter(|job| job.has_ended()).cloned().collect();
         let surplus = ended.len().saturating_sub(MAX_ENDED);
         let old = &ended[..surplus];
         state.jobs.retain(|job| !old.iter().any(|old| Arc::ptr_eq(old, job)));
+        state.unanswered.extend_from_slice(old);
         Ok((job, handle))
     }
 
@@ -163,7 +189,9 @@ impl Jobs {
         if !job.has_ended() {
             bail!("the job {name:?} has not ended; cancel it first");
         }
-        self.0.lock().jobs.retain(|other| !Arc::ptr_eq(other, &job));
+        let mut state = self.0.lock();
+        state.jobs.retain(|other| !Arc::ptr_eq(other, &job));
+        state.unanswered.push(job);
         Ok(())
     }
 

@@ -42,6 +42,7 @@ use crate::durability::FlushTracker;
 use crate::layer::{BlockStatus, BlockStatusCache, Layer, MapEntry};
 use crate::observers::Observers;
 use crate::options::{Access, Discard, Options};
+use crate::read_probe::ReadProbes;
 use crate::state::{StateFile, TrackedFile};
 use crate::stats::Stats;
 use crate::throttle::Throttle;
@@ -60,6 +61,7 @@ pub struct Disk<S: Storage> {
     throttle: Arc<Throttle>,
     quiesce: Quiesce,
     observers: Observers,
+    read_probes: ReadProbes,
     options: Options,
     protection: WriteProtection,
     failures: failures::Failures,
@@ -176,13 +178,14 @@ impl<S: Storage> Disk<S> {
         let writer = Writer::new(Arc::new(layer));
         let (throttle, quiesce) = (Arc::default(), Quiesce::default());
         let protection = WriteProtection::default();
-        let (observers, failures) = (Observers::default(), failures::Failures::default());
+        let (observers, read_probes, failures) = Default::default();
         let (earlier, successor, state) = (OnceLock::new(), OnceLock::new(), OnceLock::new());
         Self {
             writer,
             throttle,
             quiesce,
             observers,
+            read_probes,
             options,
             protection,
             failures,

@@ -57,6 +57,17 @@ impl<S: Storage> Disk<S> {
         Ok(())
     }
 
+    /// Refuses to change snapshots while a job is about to put another image in the place of this one.
+    pub(crate) fn check_stays(&self) -> Result<()> {
+        if !self.observers.forbid_snapshots() {
+            return Ok(());
+        }
+        let what = "a mirror of the disk is being made, which gets no snapshots of it";
+        Err(Error::new(ErrorKind::Unsupported, what)
+            .on(self.name())
+            .hint("wait for the end of the job, or cancel it ('job.list' names it)"))
+    }
+
     /// The disks whose images were replaced, this one first; none where it has its own image.
     pub(crate) fn replaced(&self) -> impl Iterator<Item = &Self> {
         let has_successor = |disk: &&Self| disk.successor.get().is_some();

@@ -25,6 +25,7 @@ use crate::claims::Claim;
 use crate::durability::RequestSync;
 use crate::observers::{ChangeWait, ObservedChange, private_copy};
 use crate::options::{DetectZeroes, Discard};
+use crate::read_probe::ReadProbe;
 use crate::stats::{ExportKind, Operation};
 use crate::throttle::RequestCost;
 use crate::write::{CompressResult, ZeroOptions};
@@ -71,7 +72,10 @@ impl<S: Storage> Disk<S> {
             self.request_stats().wait(operation, pin!(turn)).await;
         }
         let outcome = match request {
-            Request::Read { offset, into } => self.submit_read(offset, into).await,
+            Request::Read { offset, into } => {
+                self.read_probes.note(offset, into.len() as u64);
+                self.submit_read(offset, into).await
+            }
             request => self.submit_change(request, operation).await,
         };
         timer.end(&outcome);
@@ -94,6 +98,12 @@ impl<S: Storage> Disk<S> {
         };
         timer.end(&outcome);
         outcome
+    }
+
+    /// Looks for reads of exactly these ranges by the disk's exports: whether another disk is this one by another name. One
+    /// probe at a time: another one takes the place of this.
+    pub fn probe_reads(&self, ranges: Vec<ByteRange>) -> ReadProbe<'_> {
+        self.read_probes.begin(ranges)
     }
 
     /// Carries out anything but a read.

@@ -2,6 +2,7 @@
 #![forbid(unsafe_code)]
 
 mod guests;
+mod late;
 mod mirror;
 mod racing;
 mod scene;

@@ -1,0 +1,143 @@
+//! The end of a mirror: the moment in which the target becomes the disk.
+//!
+//! Guarantees: one write decides, that of the first sector in place of the mark, and its outcome is always known: it is
+//! awaited, however long it takes. The guest's changes wait for it for `MAX_PAUSE` at most. Where it failed or was late they
+//! go on at the source. The source's record was removed before, and the mark is written again after the write has ended, so
+//! it is the last that the target gets.
+
+use std::pin::{Pin, pin};
+use std::time::Duration;
+
+use blockhouse_core::{ByteRange, Error, ErrorKind, Request, Result, Storage};
+use blockhouse_disk::{Disk, MARK_BYTES, QuiescedDisk, ReplacedImage, mark_incomplete};
+use futures_util::future::{Either, select};
+
+use super::{MAX_PAUSE, Mirror, Stop};
+use crate::control::{Completion, JobEnd};
+
+/// Why the target is not the disk.
+enum Failure<'a> {
+    /// It has its mark.
+    Marked(Stop),
+    /// The write of its first sector failed, and may have been done.
+    Unknown(Error),
+    /// The write of its first sector is in flight.
+    Late(Pin<Box<dyn Future<Output = Result<()>> + 'a>>),
+}
+
+impl From<Stop> for Failure<'_> {
+    fn from(stop: Stop) -> Self {
+        Self::Marked(stop)
+    }
+}
+
+impl<S: Storage> Mirror<S> {
+    /// Holds the guest's changes off, copies what is left, and ends the job; for how long they were held off.
+    pub(super) async fn complete(&self, completion: Completion) -> Result<Duration, Stop> {
+        (self.before_completion)()?;
+        let began = self.clock.now();
+        let end = began + MAX_PAUSE;
+        let quiescing = self.before(end, &self.source, async { Ok(self.source.quiesced().await) });
+        let quiesced = quiescing.await.inspect_err(|_| (self.source_kept)())?;
+        if let Err(failure) = self.copy_rest(end).await {
+            // In this order: whoever opens the source after a crash finds no record when its guest has gone on.
+            (self.source_kept)();
+            self.stop_observing();
+            drop(quiesced);
+            return Err(self.undo(failure).await);
+        }
+        let replaced = self.end_source(quiesced, completion)?;
+        let pause = self.clock.now().saturating_sub(began);
+        self.stop_observing();
+        if let Some(replaced) = replaced
+            && let Err(error) = replaced.close().await
+        {
+            // The guest does not need it any more.
+            tracing::warn!("after its mirror was complete: {error}");
+        }
+        Ok(pause)
+    }
+
+    /// Copies what is left while changes are held off, and makes the target complete, until `end`.
+    async fn copy_rest(&self, end: Duration) -> Result<(), Failure<'_>> {
+        self.copier.hurry(true);
+        self.before(end, &self.target, async {
+            self.wait_until(|| self.copier.is_idle().then_some(())).await?;
+            Ok(self.target.submit_unlimited(Request::Flush).await?)
+        })
+        .await?;
+        // Nothing after the write that decides can fail.
+        self.source.check_successor(&self.target).map_err(Stop::Failed)?;
+        if !self.control.commit() {
+            return Err(Stop::Cancelled.into());
+        }
+        // Nothing may copy any more when the disk's requests go to the target: it would bring older bytes back.
+        self.finish_copier();
+        let sector = ByteRange::between(0, MARK_BYTES);
+        let write = Box::pin(self.copier.range_copy().copy_durably(sector));
+        let rest = end.saturating_sub(self.clock.now());
+        match select(write, self.clock.sleep(rest)).await {
+            Either::Left((outcome, _)) => outcome.map_err(Failure::Unknown),
+            Either::Right((_, write)) => Err(Failure::Late(write)),
+        }
+    }
+
+    /// Gives the target its mark again where it may have lost it: then the write that took it has ended. Why the job
+    /// fails.
+    async fn undo(&self, failure: Failure<'_>) -> Stop {
+        let (error, write) = match failure {
+            Failure::Marked(stop) => return stop,
+            Failure::Unknown(error) => (error, None),
+            Failure::Late(write) => (late(&self.target), Some(write)),
+        };
+        let unmarked = unmarked(&error);
+        // Until the mark is there, this is what there is to say.
+        self.control.decide(JobEnd::failed(&unmarked));
+        if let Some(write) = write {
+            // Its outcome makes no difference any more.
+            let _ = write.await;
+        }
+        match mark_incomplete(&self.target, self.source.name()).await {
+            Ok(()) => error.into(),
+            Err(_) => unmarked.into(),
+        }
+    }
+
+    fn end_source<'a>(
+        &self,
+        quiesced: QuiescedDisk<'a, S>,
+        completion: Completion,
+    ) -> Result<Option<ReplacedImage<'a, S>>, Stop> {
+        match completion {
+            Completion::Switch => Ok(Some(quiesced.switch_to(self.target.clone())?)),
+            Completion::HandOver => {
+                quiesced.retire(self.target.name().to_owned());
+                Ok(None)
+            }
+        }
+    }
+
+    /// Awaits a step of `disk` while the guest's changes are held off: they go on at this time whatever it does.
+    async fn before<T>(
+        &self,
+        end: Duration,
+        disk: &Disk<S>,
+        step: impl Future<Output = Result<T, Stop>>,
+    ) -> Result<T, Stop> {
+        let rest = end.saturating_sub(self.clock.now());
+        match select(pin!(step), self.clock.sleep(rest)).await {
+            Either::Left((outcome, _)) => outcome,
+            Either::Right(_) => Err(late(disk).into()),
+        }
+    }
+}
+
+fn late<S: Storage>(disk: &Disk<S>) -> Error {
+    let what = format!("takes longer than {MAX_PAUSE:?} while the guest's writes wait");
+    Error::new(ErrorKind::Io, what).on(disk.name()).hint("mirror it again when it is quicker")
+}
+
+fn unmarked(error: &Error) -> Error {
+    let what = format!("the last write to the mirror failed, and may have been done: {error}");
+    Error::new(error.kind(), what).hint("do not use the mirror: it looks complete, but gets old")
+}

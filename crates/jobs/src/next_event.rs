@@ -1,0 +1,35 @@
+//! What a job that has several operations in flight waits for.
+
+use std::future::{Future, pending};
+use std::pin::pin;
+
+use blockhouse_core::Result;
+use futures_util::future::{Either, select};
+use futures_util::stream::{FuturesUnordered, StreamExt};
+
+use crate::clock::ClockSleep;
+
+/// Waits for the end of an operation, for news, or for a time. The outcome of the operation, if it was one.
+pub(crate) async fn next_event(
+    operations: &mut FuturesUnordered<impl Future<Output = Result<()>>>,
+    news: impl Future<Output = ()>,
+    sleep: Option<ClockSleep>,
+) -> Option<Result<()>> {
+    let wait = async {
+        match sleep {
+            Some(sleep) => drop(select(pin!(news), sleep).await),
+            None => news.await,
+        }
+    };
+    // Of an empty set there is nothing to wait for.
+    let ended = async {
+        match operations.is_empty() {
+            true => pending().await,
+            false => operations.next().await,
+        }
+    };
+    match select(pin!(ended), pin!(wait)).await {
+        Either::Left((outcome, _)) => outcome,
+        Either::Right(_) => None,
+    }
+}

@@ -1,0 +1,136 @@
+//! Targets of mirrors that misbehave, or are not what they seem: the disk and its clients notice nothing.
+
+use std::path::Path;
+use std::process::{Child, Stdio};
+use std::time::Duration;
+
+use blockhouse_tests::control::Control;
+use blockhouse_tests::image_tool::{command, str};
+use blockhouse_tests::nbd::Client;
+use blockhouse_tests::{Scratch, Serve, Server, eventually, tool};
+use serde_json::{Value, json};
+
+const SIZE: u64 = 8 << 20;
+const FAILED: i64 = -32000;
+const LONG: Duration = Duration::from_secs(60);
+
+fn serve(scratch: &Scratch, name: &str) -> (Server, Control) {
+    let image = scratch.path(name);
+    command(&["create", str(&image), &SIZE.to_string()]).success();
+    let socket = scratch.socket("control");
+    let server = Serve::new(scratch, &image).option("--control", &socket).start();
+    (server, Control::connect(&socket))
+}
+
+fn status(control: &mut Control) -> Value {
+    let jobs = control.get("job.list", json!({}));
+    jobs.as_array().and_then(|jobs| jobs.last().cloned()).expect("a job")
+}
+
+fn wait_for(control: &mut Control, wanted: &str) -> Value {
+    assert!(eventually(LONG, || status(control)["status"] == wanted), "{}", status(control));
+    status(control)
+}
+
+#[test]
+fn a_target_that_is_the_disk_itself_is_refused_and_nothing_of_it_is_lost() {
+    let scratch = Scratch::new();
+    let (server, mut control) = serve(&scratch, "a.img");
+    let mut client = Client::open(&server.address());
+    let bytes = [7; 4096];
+    assert_eq!(client.write(0, &bytes, 0), 0);
+    let start =
+        json!({ "kind": "mirror", "disk": "a.img", "target": server.uri(), "overwrite": true });
+    control.get("job.start", start);
+    let failed = wait_for(&mut control, "failed");
+    assert!(failed["error"].to_string().contains("is the disk itself"), "{failed}");
+    assert!(client.read(0, 4096) == Ok(bytes.to_vec()), "the disk's first block is lost");
+    drop(client);
+    server.stop();
+}
+
+#[test]
+fn snapshots_wait_for_the_end_of_a_mirror_that_would_not_get_them() {
+    let scratch = Scratch::new();
+    let (server, mut control) = serve(&scratch, "a.qcow2");
+    let create = json!({ "disk": "a.qcow2", "name": "before" });
+    control.get("snapshot.create", create);
+    let start = json!({ "kind": "mirror", "disk": "a.qcow2", "target": scratch.path("b.qcow2") });
+    control.get("job.start", start);
+    wait_for(&mut control, "ready");
+    for (method, more) in [
+        ("snapshot.create", json!({ "disk": "a.qcow2", "name": "meanwhile" })),
+        ("snapshot.delete", json!({ "disk": "a.qcow2", "name": "before" })),
+    ] {
+        control.refused(method, more, FAILED, &["a mirror of the disk"]);
+    }
+    let job = status(&mut control)["job"].clone();
+    control.get("job.cancel", json!({ "job": job }));
+    wait_for(&mut control, "cancelled");
+    control.get("snapshot.create", json!({ "disk": "a.qcow2", "name": "after" }));
+    server.stop();
+}
+
+/// A server of another project that can be made to stand still.
+struct Standing {
+    child: Child,
+    uri: String,
+}
+
+impl Standing {
+    fn start(scratch: &Scratch) -> Self {
+        let (socket, pause) = (scratch.socket("t"), scratch.socket("pause"));
+        let words = ["-f", "-U", str(&socket), "--filter=pause", "memory", &SIZE.to_string()]
+            .map(str::to_owned);
+        let mut command = tool("nbdkit");
+        command.args(&words).arg(format!("pause-control={}", pause.display()));
+        let child = command.stdout(Stdio::null()).stderr(Stdio::null()).spawn();
+        let child = child.expect("it is installed");
+        assert!(eventually(LONG, || socket.exists() && pause.exists()), "it does not listen");
+        Self { child, uri: format!("nbd+unix:///?socket={}", socket.display()) }
+    }
+
+    /// Holds all later requests off, once those in flight have ended.
+    fn stand_still(control: &Path) {
+        use std::io::{Read, Write};
+        let mut stream = std::os::unix::net::UnixStream::connect(control).expect("it listens");
+        stream.write_all(b"p").expect("it reads");
+        let mut answer = [0];
+        stream.read_exact(&mut answer).expect("it answers");
+        assert_eq!(answer, *b"P", "it stands still");
+    }
+}
+
+impl Drop for Standing {
+    fn drop(&mut self) {
+        // It may have ended.
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+#[test]
+fn a_target_that_stands_still_keeps_neither_a_client_nor_the_disk() {
+    let scratch = Scratch::new();
+    let (server, mut control) = serve(&scratch, "a.img");
+    let target = Standing::start(&scratch);
+    let start = json!({ "kind": "mirror", "disk": "a.img", "target": target.uri, "overwrite": true,
+        "mode": "write-blocking", "job": "m" });
+    control.get("job.start", start);
+    wait_for(&mut control, "ready");
+    Standing::stand_still(&scratch.socket("pause"));
+    let address = server.address();
+    let writing = std::thread::spawn(move || {
+        let mut client = Client::open(&address);
+        (client.write(4096, &[9; 4096], 0), client)
+    });
+    // Whether it waits already makes no difference: it is let go in any case.
+    control.get("job.cancel", json!({ "job": "m" }));
+    let (error, client) = writing.join().expect("the client is answered");
+    assert_eq!(error, 0);
+    drop(client);
+    wait_for(&mut control, "cancelled");
+    control.get("disk.close", json!({ "disk": "a.img", "force": true }));
+    drop(target);
+    server.stop();
+}
