@@ -36,6 +36,5 @@ pub use image_storage::ImageStorage;
 pub use location::Location;
 pub use nbd::NbdStorage;
 pub use rbd::{
-    RbdAccess, RbdLocation, RbdStorage, create_rbd_image, load_ceph, remove_rbd_image,
-    rename_rbd_image,
+    RbdAccess, RbdLocation, RbdStorage, create_rbd_image, remove_rbd_image, rename_rbd_image,
 };

@@ -25,11 +25,9 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::path::{Path, PathBuf};
 
 use anyhow::Result;
-use blockhouse_disk::RemoteBacking;
 use blockhouse_engine::{Confinement, confine, reserve_signal_rings};
 use blockhouse_nbd::BoundSocket;
 use blockhouse_nbd::uri::Address;
-use blockhouse_storage::load_ceph;
 
 use self::needs::Needs;
 use crate::setup::{DiskSetup, SandboxUse, Setup};
@@ -172,13 +170,5 @@ fn prepare(setup: &Setup, needs: Needs, opened: &Opened<'_>) {
         // The C library loads code for the look-up of names when it looks up the first one, and no memory becomes
         // executable later. The outcome does not matter.
         let _ = std::net::ToSocketAddrs::to_socket_addrs(&("localhost", 1));
-    }
-    // An image that is opened later may name one in Ceph.
-    let is_remote = |disk: &&DiskSetup| disk.remote_backing == RemoteBacking::Allowed;
-    if needs.changes
-        && opened.disks.iter().any(is_remote)
-        && let Err(error) = load_ceph()
-    {
-        tracing::debug!("images in Ceph cannot be opened later: {error}");
     }
 }

@@ -29,7 +29,6 @@ use blockhouse_core::{
 };
 
 use connection::Connection;
-pub use ffi::load_ceph;
 use ffi::{Command, Extent};
 pub use location::RbdLocation;
 pub(crate) use location::SCHEME;

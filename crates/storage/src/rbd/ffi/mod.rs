@@ -26,14 +26,6 @@ pub(super) struct CallError {
     pub(super) source: io::Error,
 }
 
-/// Loads Ceph's libraries, which a process may not be able to do later. It opens nothing and starts no thread.
-///
-/// # Errors
-/// One line that says what is missing and what to install.
-pub fn load_ceph() -> io::Result<()> {
-    library::Ceph::get().map(|_| ())
-}
-
 /// Ceph's way to say a count or an errno in one number.
 fn check(code: c_int) -> io::Result<u32> {
     u32::try_from(code).map_err(|_| io::Error::from_raw_os_error(-code))
