@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, bail, ensure};
 
-use crate::protocol::{option, reply};
+use crate::protocol::{option, reply, transmission};
 
 const MAGIC: u64 = 0x4e42_444d_4147_4943; // "NBDMAGIC"
 const OPTION_MAGIC: u64 = 0x4948_4156_454f_5054; // "IHAVEOPT"
@@ -19,9 +19,6 @@ const FIXED_NEWSTYLE: u16 = 1;
 const CLIENT_FIXED_NEWSTYLE: u32 = 1;
 const REPLY_ERROR: u32 = 1 << 31;
 const INFO_EXPORT: u16 = 0;
-const HAS_FLAGS: u16 = 1 << 0;
-const READ_ONLY: u16 = 1 << 1;
-const HAS_FUA: u16 = 1 << 3;
 /// A longer reply to an option is garbage.
 const MAX_REPLY: u32 = 16 << 20;
 /// A server that is silent for this long has hung.
@@ -48,12 +45,12 @@ impl Export {
 
     /// Whether writes may carry `NBD_CMD_FLAG_FUA`.
     pub fn has_fua(&self) -> bool {
-        self.flags & HAS_FUA != 0
+        self.flags & transmission::SEND_FUA != 0
     }
 
     /// Whether writes are refused.
     pub fn is_read_only(&self) -> bool {
-        self.flags & READ_ONLY != 0
+        self.flags & transmission::READ_ONLY != 0
     }
 }
 
@@ -148,33 +145,39 @@ fn negotiate<S: Read + Write>(stream: &mut S, name: &str) -> Result<Export> {
     }
 }
 
-/// The server's side of [`open`], for an export of `size` bytes that takes durable writes.
-pub fn accept<S: Read + Write>(stream: &mut S, size: u64) -> Result<()> {
+/// The server's side of [`open`]: offers one export, whatever name is asked for, and refuses all other options.
+pub fn accept<S: Read + Write>(stream: &mut S, export: Export) -> Result<()> {
     let mut greeting = MAGIC.to_be_bytes().to_vec();
     greeting.extend(OPTION_MAGIC.to_be_bytes());
     greeting.extend(FIXED_NEWSTYLE.to_be_bytes());
     stream.write_all(&greeting)?;
     let flags = u32::from_be_bytes(take(stream)?);
-    ensure!(flags == CLIENT_FIXED_NEWSTYLE, "client flags {flags:#x}");
-    ensure!(u64::from_be_bytes(take(stream)?) == OPTION_MAGIC, "bad option magic");
-    let number = u32::from_be_bytes(take(stream)?);
-    ensure!(number == option::GO, "option {number}, not NBD_OPT_GO");
-    let length = u32::from_be_bytes(take(stream)?);
-    ensure!(length <= MAX_REPLY, "option of {length} bytes");
-    stream.read_exact(&mut vec![0; length as usize])?;
-
-    let mut info = INFO_EXPORT.to_be_bytes().to_vec();
-    info.extend(size.to_be_bytes());
-    info.extend((HAS_FLAGS | HAS_FUA).to_be_bytes());
-    let mut answer = Vec::new();
-    for (kind, data) in [(reply::INFO, info.as_slice()), (reply::ACK, &[])] {
-        answer.extend(OPTION_REPLY_MAGIC.to_be_bytes());
-        answer.extend(option::GO.to_be_bytes());
-        answer.extend(kind.to_be_bytes());
-        answer.extend(u32::try_from(data.len())?.to_be_bytes());
-        answer.extend(data);
+    ensure!(flags & CLIENT_FIXED_NEWSTYLE != 0, "client flags {flags:#x}");
+    loop {
+        ensure!(u64::from_be_bytes(take(stream)?) == OPTION_MAGIC, "bad option magic");
+        let number = u32::from_be_bytes(take(stream)?);
+        let length = u32::from_be_bytes(take(stream)?);
+        ensure!(length <= MAX_REPLY, "option of {length} bytes");
+        stream.read_exact(&mut vec![0; length as usize])?;
+        if number == option::GO {
+            let mut info = INFO_EXPORT.to_be_bytes().to_vec();
+            info.extend(export.size.to_be_bytes());
+            info.extend((transmission::HAS_FLAGS | export.flags).to_be_bytes());
+            let replies =
+                [option_reply(number, reply::INFO, &info), option_reply(number, reply::ACK, &[])];
+            return Ok(stream.write_all(&replies.concat())?);
+        }
+        stream.write_all(&option_reply(number, reply::ERR_UNSUP, &[]))?;
     }
-    Ok(stream.write_all(&answer)?)
+}
+
+fn option_reply(number: u32, kind: u32, data: &[u8]) -> Vec<u8> {
+    let mut bytes = OPTION_REPLY_MAGIC.to_be_bytes().to_vec();
+    for field in [number, kind, data.len() as u32] {
+        bytes.extend(field.to_be_bytes());
+    }
+    bytes.extend(data);
+    bytes
 }
 
 fn take<S: Read, const N: usize>(stream: &mut S) -> io::Result<[u8; N]> {

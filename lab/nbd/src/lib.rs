@@ -5,6 +5,7 @@
 //! - [`Greeted`], [`Client`]: a client that sends what it is told, right or wrong
 //! - [`handshake`], [`wire`]: the bytes, for clients that are made for one thing
 //! - [`pattern`]: what an image holds
+//! - [`VolatileServer`]: a server that loses what was not flushed, for tests of NBD clients
 #![forbid(unsafe_code)]
 
 mod client;
@@ -13,10 +14,12 @@ pub mod handshake;
 pub mod pattern;
 mod protocol;
 mod socket;
+mod volatile_server;
 pub mod wire;
 
 pub use client::{Client, Extent, Reply, Request};
 pub use greeted::Greeted;
 pub use handshake::{OptionReply, go_data};
-pub use protocol::{Framing, command, errno, flag, option, reply};
+pub use protocol::{Framing, command, errno, flag, option, reply, transmission};
 pub use socket::{Address, connect, is_closed, reset};
+pub use volatile_server::VolatileServer;

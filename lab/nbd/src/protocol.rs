@@ -41,6 +41,18 @@ pub mod command {
     pub const BLOCK_STATUS: u16 = 7;
 }
 
+/// Transmission flags: what an export can do.
+#[expect(missing_docs, reason = "the names are the protocol\'s own")]
+pub mod transmission {
+    pub const HAS_FLAGS: u16 = 1 << 0;
+    pub const READ_ONLY: u16 = 1 << 1;
+    pub const SEND_FLUSH: u16 = 1 << 2;
+    pub const SEND_FUA: u16 = 1 << 3;
+    pub const SEND_TRIM: u16 = 1 << 5;
+    pub const SEND_WRITE_ZEROES: u16 = 1 << 6;
+    pub const CAN_MULTI_CONN: u16 = 1 << 8;
+}
+
 /// Flags of requests.
 #[expect(missing_docs, reason = "the names are the protocol\'s own")]
 pub mod flag {

@@ -47,6 +47,7 @@ mod read_only;
 mod readme;
 mod registered_memory;
 mod remote;
+mod remote_losses;
 mod repair;
 mod resize;
 mod sandbox;

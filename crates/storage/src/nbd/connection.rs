@@ -5,6 +5,8 @@
 //! 3. The reader receives replies, data straight into the memory of the requests, and completes them.
 //! 4. Where the stream fails, both end. If reconnecting is allowed, the requests wait for another stream, and are sent
 //!    again there; else they fail.
+//! 5. What the end of a stream means for writes that were answered and not flushed is judged before the next one is made
+//!    (`storage/nbd/unflushed`), also when the loop ends with the stream.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -15,24 +17,28 @@ use blockhouse_engine::{Stream, sleep, spawn, spawn_detached};
 use super::dial::Dial;
 use super::reader::Reader;
 use super::transmission::Transmission;
+use super::unflushed::{StreamGuard, UnflushedWrites};
 use super::writer::{self, Batch};
 use crate::detached::DetachedSyncs;
 
 /// The pause after a server could not be reached.
 const RETRY_DELAY: Duration = Duration::from_millis(200);
 
-/// Starts the transmission over `stream` on the current thread's loop.
+/// Starts the transmission over `stream` on the current thread's loop: the connection `number` of a storage.
 ///
 /// # Errors
 /// ENOMEM where memory runs out.
 pub(super) fn start(
     dial: Arc<Dial>,
     detached: Arc<DetachedSyncs>,
+    unflushed: Arc<UnflushedWrites>,
+    number: usize,
     stream: Stream,
 ) -> Result<Arc<Transmission>> {
-    let transmission = Arc::new(Transmission::new(dial, detached));
+    let transmission = Arc::new(Transmission::new(dial, detached, unflushed, number));
     let halves = Halves::new(&transmission, &stream)?;
-    spawn_detached(run(Arc::clone(&transmission), stream, halves));
+    let guard = transmission.begin_stream();
+    spawn_detached(run(Arc::clone(&transmission), stream, guard, halves));
     Ok(transmission)
 }
 
@@ -50,7 +56,12 @@ impl Halves {
 }
 
 /// Serves requests over one stream after the other.
-async fn run(transmission: Arc<Transmission>, mut stream: Stream, mut halves: Halves) {
+async fn run(
+    transmission: Arc<Transmission>,
+    mut stream: Stream,
+    mut guard: StreamGuard,
+    mut halves: Halves,
+) {
     loop {
         let Halves { reader, batch } = halves;
         let reading = spawn(reader.run());
@@ -60,8 +71,10 @@ async fn run(transmission: Arc<Transmission>, mut stream: Stream, mut halves: Ha
             let closed = transmission.dial().error("the connection is closed");
             return transmission.fail_all(closed, true);
         }
+        drop(guard);
         let Some(next) = reconnect(&transmission).await else { return };
         stream = next;
+        guard = transmission.begin_stream();
         halves = match Halves::new(&transmission, &stream) {
             Ok(halves) => halves,
             Err(error) => return transmission.fail_all(error, true),

@@ -4,23 +4,29 @@
 //! - What the server cannot do is said by [`Capabilities`]: an export without FUA is flushed after durable writes, one
 //!   without block status is all data.
 //! - A request is split where it is longer than the server takes.
-//! - Where the server says that a flush on one connection covers all (`CAN_MULTI_CONN`), each loop that uses the storage
+//! - Where the server says that several connections see the same data (`CAN_MULTI_CONN`), each loop that uses the storage
 //!   has a connection of its own. Otherwise all share one.
 //! - Where a connection fails, requests wait for the server to come back as long as the caller allows, and are sent
 //!   again; each of them may then be done twice. Afterwards they fail.
+//! - Where the connection fails while answered writes are not flushed, every flush fails from then on, until the storage
+//!   is opened again. Of several connections that is the oldest one, over which all are flushed. Reason: a server that has
+//!   lost its volatile cache calls the next flush a success, and a client cannot tell it from one that has everything. The
+//!   client keeps no copies of such writes to send them again: memory would limit them, and each read of each connection
+//!   would have to wait until they are sent.
 
 mod connect;
 mod connection;
+mod connections;
 mod dial;
 mod handshake;
 mod parts;
 mod pending;
 mod reader;
 mod transmission;
+mod unflushed;
 mod writer;
 
 use std::sync::Arc;
-use std::thread::ThreadId;
 use std::time::Duration;
 
 use blockhouse_core::{
@@ -30,36 +36,31 @@ use blockhouse_core::{
 use blockhouse_nbd_protocol::request::kind;
 use blockhouse_nbd_protocol::uri::NbdUri;
 use blockhouse_nbd_protocol::{CommandFlags, Framing, StatusFlags, TransmissionFlags};
-use parking_lot::Mutex;
 
-use crate::detached::DetachedSyncs;
+use connections::Connections;
 use dial::Dial;
 use handshake::Negotiated;
 use parts::Parts;
 use pending::{BlockStatus, Body};
-use transmission::{Command, Transmission};
+use transmission::Command;
 
 /// The longest range of one zero write or trim with compact headers, which have 32 bits for it.
 const MAX_COMPACT_RANGE: u64 = 1 << 30;
 /// The longest range of one zero write or trim with extended headers.
 const MAX_EXTENDED_RANGE: u64 = 1 << 40;
-/// Connections of one storage.
-const MAX_CONNECTIONS: usize = 16;
 
 /// An export of an NBD server.
 pub struct NbdStorage {
     dial: Arc<Dial>,
-    /// Those of each loop; never empty. Of an export without `CAN_MULTI_CONN`, the only one.
-    connections: Mutex<Vec<(ThreadId, Arc<Transmission>)>>,
-    detached: Arc<DetachedSyncs>,
+    connections: Connections,
 }
 
 impl NbdStorage {
     /// Connects to a server. Where the connection fails later, requests wait for `reconnect_time` until the server is
     /// back.
     ///
-    /// A server that comes back must have all that it answered, also what no flush had covered: so must one that is
-    /// started again on the same host, but not one whose host was started again.
+    /// If writes were answered when the connection failed, and not flushed, the server may have lost them: every flush
+    /// fails with EIO from then on.
     ///
     /// # Errors
     /// What failed, with the URI: there is no server, it refuses the export, or it takes longer than 30 seconds.
@@ -68,10 +69,9 @@ impl NbdStorage {
     /// Outside of an event loop.
     pub async fn connect(uri: NbdUri, reconnect_time: Duration) -> Result<Self> {
         let (dial, stream) = Dial::connect(uri, reconnect_time).await?;
-        let (dial, detached) = (Arc::new(dial), Arc::<DetachedSyncs>::default());
-        let connection = connection::start(Arc::clone(&dial), Arc::clone(&detached), stream)?;
-        let connections = Mutex::new(vec![(std::thread::current().id(), connection)]);
-        Ok(Self { dial, connections, detached })
+        let dial = Arc::new(dial);
+        let connections = Connections::new(Arc::clone(&dial), stream)?;
+        Ok(Self { dial, connections })
     }
 
     /// Whether the server refuses writes.
@@ -87,37 +87,9 @@ impl NbdStorage {
         self.export().flags.contains(flag)
     }
 
-    /// The connection of this loop.
-    async fn connection(&self) -> Result<Arc<Transmission>> {
-        let thread = std::thread::current().id();
-        if let Some(connection) = self.known_connection(thread) {
-            return Ok(connection);
-        }
-        let stream = self.dial.again().await?;
-        let mut connections = self.connections.lock();
-        // Several requests of one loop may have come here.
-        if let Some((_, known)) = connections.iter().find(|(of, _)| *of == thread) {
-            stream.shutdown();
-            return Ok(Arc::clone(known));
-        }
-        let (dial, detached) = (Arc::clone(&self.dial), Arc::clone(&self.detached));
-        let connection = connection::start(dial, detached, stream)?;
-        connections.push((thread, Arc::clone(&connection)));
-        Ok(connection)
-    }
-
-    fn known_connection(&self, thread: ThreadId) -> Option<Arc<Transmission>> {
-        let connections = self.connections.lock();
-        let is_shared =
-            !self.has(TransmissionFlags::CAN_MULTI_CONN) || connections.len() >= MAX_CONNECTIONS;
-        let own = connections.iter().find(|(of, _)| *of == thread);
-        let found = own.or_else(|| connections.first().filter(|_| is_shared));
-        found.map(|(_, connection)| Arc::clone(connection))
-    }
-
     async fn request(&self, command: Command) -> Result<Option<BlockStatus>> {
         let offset = command.offset;
-        let submitted = self.connection().await?.submit(command);
+        let submitted = self.connections.own().await?.submit(command);
         submitted.await.map_err(|error| error.at(offset))
     }
 
@@ -140,12 +112,6 @@ impl NbdStorage {
 
     fn unsupported(&self, what: &'static str) -> Error {
         Error::new(ErrorKind::Unsupported, what).on(self.dial.name())
-    }
-}
-
-impl Drop for NbdStorage {
-    fn drop(&mut self) {
-        self.connections.get_mut().iter().for_each(|(_, connection)| connection.close());
     }
 }
 
@@ -247,13 +213,11 @@ impl Storage for NbdStorage {
     }
 
     async fn flush(&self, _sync: SyncMode) -> Result<()> {
-        self.detached.drained().await?;
-        if !self.has(TransmissionFlags::SEND_FLUSH) {
-            return Ok(());
+        self.connections.drained().await?;
+        match self.has(TransmissionFlags::SEND_FLUSH) {
+            true => self.connections.flush().await,
+            false => Ok(()),
         }
-        let (kind, flags, body) = (kind::FLUSH, CommandFlags::empty(), Body::None);
-        self.request(Command { kind, flags, offset: 0, length: 0, body }).await?;
-        Ok(())
     }
 
     async fn resize(&self, size: u64) -> Result<()> {

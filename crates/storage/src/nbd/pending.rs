@@ -9,8 +9,10 @@
 //! - A server cannot write outside of what a request asked for, nor twice to the same bytes: a reply that says so is an
 //!   error of the connection.
 //! - A cookie is never used twice, so that a reply that comes twice is found out.
+//! - What is answered and not flushed is counted before a future of it is ready (`UnflushedWrites`).
 
 use std::collections::VecDeque;
+use std::sync::Arc;
 use std::task::Waker;
 
 use blockhouse_core::{Error, IoVector, Result};
@@ -19,6 +21,7 @@ use blockhouse_nbd_protocol::request::RequestHeader;
 use slab::Slab;
 
 use super::parts::Parts;
+use super::unflushed::{FlushMark, UnflushedWrites};
 use crate::detached::DetachedSyncs;
 
 /// What the server said about the first blocks of a range: for how many bytes it holds, and their flags.
@@ -28,6 +31,8 @@ pub(super) type BlockStatus = (u64, StatusFlags);
 pub(super) enum Body {
     /// Nothing, and nothing but success.
     None,
+    /// The same, of a flush that covers these writes.
+    Flush(FlushMark),
     /// These bytes are written.
     Payload(IoVector),
     /// Data for this memory.
@@ -52,11 +57,11 @@ struct Slot {
 }
 
 /// All requests of a connection whose outcome was not taken yet.
-#[derive(Default)]
 pub(super) struct Pending {
     slots: Slab<Slot>,
     /// The cookies of those that were not sent.
     queue: VecDeque<u64>,
+    unflushed: Arc<UnflushedWrites>,
     /// The upper half of the last cookie.
     generation: u32,
 }
@@ -65,11 +70,22 @@ pub(super) struct Pending {
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct Violation(pub(super) &'static str);
 
+fn find(slots: &mut Slab<Slot>, cookie: u64) -> Result<&mut Slot, Violation> {
+    let slot = slots.get_mut(key(cookie));
+    slot.filter(|slot| slot.header.cookie == cookie && slot.outcome.is_none())
+        .ok_or(Violation("a reply to no request"))
+}
+
 fn key(cookie: u64) -> usize {
     (cookie & 0xffff_ffff) as usize
 }
 
 impl Pending {
+    /// No requests. Their writes are counted in `unflushed`.
+    pub(super) fn new(unflushed: Arc<UnflushedWrites>) -> Self {
+        Self { slots: Slab::new(), queue: VecDeque::new(), unflushed, generation: 0 }
+    }
+
     /// Queues a request, which perhaps makes data durable; returns its cookie.
     pub(super) fn insert(&mut self, mut header: RequestHeader, body: Body, is_sync: bool) -> u64 {
         self.generation = self.generation.wrapping_add(1);
@@ -134,9 +150,7 @@ impl Pending {
     }
 
     fn find(&mut self, cookie: u64) -> Result<&mut Slot, Violation> {
-        let slot = self.slots.get_mut(key(cookie));
-        slot.filter(|slot| slot.header.cookie == cookie && slot.outcome.is_none())
-            .ok_or(Violation("a reply to no request"))
+        find(&mut self.slots, cookie)
     }
 
     /// The memory for data that comes for `range`, or without one for all of a read; and the offset of its first byte.
@@ -192,7 +206,7 @@ impl Pending {
         cookie: u64,
         detached: &DetachedSyncs,
     ) -> Result<Option<Waker>, Violation> {
-        let slot = self.find(cookie)?;
+        let slot = find(&mut self.slots, cookie)?;
         slot.outcome = Some(match (slot.error.take(), &slot.body) {
             (Some(error), _) => Err(error),
             (None, Body::Data(parts)) if !parts.is_complete() => {
@@ -200,6 +214,11 @@ impl Pending {
             }
             (None, _) => Ok(slot.status),
         });
+        match (&slot.outcome, &slot.body) {
+            (Some(Ok(_)), Body::Flush(mark)) => self.unflushed.flushed(*mark),
+            (Some(Ok(_)), _) => self.unflushed.answered(&slot.header),
+            _ => {}
+        }
         Ok(self.publish(cookie, detached))
     }
 

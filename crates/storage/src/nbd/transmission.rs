@@ -15,6 +15,7 @@ use parking_lot::Mutex;
 
 use super::dial::Dial;
 use super::pending::{BlockStatus, Body, Pending};
+use super::unflushed::{StreamGuard, UnflushedWrites};
 use crate::detached::DetachedSyncs;
 
 /// What a caller asks for.
@@ -30,6 +31,9 @@ pub(super) struct Command {
 pub(super) struct Transmission {
     dial: Arc<Dial>,
     detached: Arc<DetachedSyncs>,
+    unflushed: Arc<UnflushedWrites>,
+    /// Its number among those of the storage.
+    number: usize,
     state: Mutex<State>,
     /// Something was queued, or the stream is over.
     changed: Condvar,
@@ -46,19 +50,30 @@ struct State {
 
 impl Transmission {
     /// No requests.
-    pub(super) fn new(dial: Arc<Dial>, detached: Arc<DetachedSyncs>) -> Self {
+    pub(super) fn new(
+        dial: Arc<Dial>,
+        detached: Arc<DetachedSyncs>,
+        unflushed: Arc<UnflushedWrites>,
+        number: usize,
+    ) -> Self {
         let state = State {
-            pending: Pending::default(),
+            pending: Pending::new(Arc::clone(&unflushed)),
             link_failure: None,
             outage: None,
             is_closing: false,
         };
-        Self { dial, detached, state: Mutex::new(state), changed: Condvar::new() }
+        let state = Mutex::new(state);
+        Self { dial, detached, unflushed, number, state, changed: Condvar::new() }
     }
 
     /// How the export is reached.
     pub(super) fn dial(&self) -> &Dial {
         &self.dial
+    }
+
+    /// A stream is there, over which nothing was sent yet.
+    pub(super) fn begin_stream(&self) -> StreamGuard {
+        self.unflushed.begin_stream(self.number)
     }
 
     /// Why the stream is over; afterwards requests may be sent over another one.

@@ -1,5 +1,6 @@
 //! What is written through the client is what the server's file holds, also over a server that is started again.
 
+use std::cell::Cell;
 use std::path::Path;
 use std::time::Duration;
 
@@ -19,8 +20,35 @@ const SIZE: usize = (1 << 20) + 512;
 const PARTS: usize = 8;
 const PART: usize = SIZE / PARTS / 512 * 512;
 
+/// What flushes have to do.
+enum Flushes<'a> {
+    Succeed,
+    /// They may fail, because a server was killed that had answered more than was flushed; if one does, all do.
+    FailAfterLoss(&'a Cell<bool>),
+}
+
+impl Flushes<'_> {
+    async fn flush(&self, disk: &NbdStorage) {
+        let flushed = disk.flush(SyncMode::Data).await;
+        match (self, flushed) {
+            (Self::Succeed, flushed) => flushed.unwrap(),
+            (Self::FailAfterLoss(has_failed), Ok(())) => assert!(!has_failed.get()),
+            (Self::FailAfterLoss(has_failed), Err(error)) => {
+                assert!(error.to_string().contains("not flushed"), "{error}");
+                has_failed.set(true);
+            }
+        }
+    }
+}
+
 /// One change of a part, and a look at it.
-async fn change(disk: &NbdStorage, rng: &mut Rng, at: usize, model: &mut [u8]) {
+async fn change(
+    disk: &NbdStorage,
+    flushes: &Flushes<'_>,
+    rng: &mut Rng,
+    at: usize,
+    model: &mut [u8],
+) {
     let start = rng.usize(..model.len());
     let length = rng.usize(1..=model.len() - start);
     let range = start..start + length;
@@ -35,7 +63,7 @@ async fn change(disk: &NbdStorage, rng: &mut Rng, at: usize, model: &mut [u8]) {
             disk.write_zeroes(host, Unmap::Forbidden).await.unwrap();
             bytes.fill(0);
         }
-        2 => disk.flush(SyncMode::Data).await.unwrap(),
+        2 => flushes.flush(disk).await,
         3..=5 => {
             let mut buffer = Buffer::new(length);
             disk.read(offset, buffer.lend()).await.unwrap();
@@ -60,13 +88,18 @@ async fn change(disk: &NbdStorage, rng: &mut Rng, at: usize, model: &mut [u8]) {
     }
 }
 
-async fn change_parts(disk: &NbdStorage, rng: &mut Rng, rounds: usize) -> Vec<u8> {
+async fn change_parts(
+    disk: &NbdStorage,
+    flushes: &Flushes<'_>,
+    rng: &mut Rng,
+    rounds: usize,
+) -> Vec<u8> {
     let part = |index: usize| {
         let mut rng = rng.fork();
         async move {
             let mut model = vec![0; PART];
             for _ in 0..rounds {
-                change(disk, &mut rng, index * PART, &mut model).await;
+                change(disk, flushes, &mut rng, index * PART, &mut model).await;
             }
             model
         }
@@ -96,7 +129,7 @@ fn the_file_holds_what_was_written() {
             let disk = NbdStorage::connect(uri(&socket), Duration::ZERO).await.unwrap();
             assert_eq!((disk.size(), disk.is_read_only()), (SIZE as u64, false));
             assert_eq!(disk.capabilities().discard, Offload::Available);
-            let model = change_parts(&disk, &mut rng, 60).await;
+            let model = change_parts(&disk, &Flushes::Succeed, &mut rng, 60).await;
             let mut past = Buffer::new(1024);
             past.bytes_mut().fill(7);
             disk.read(SIZE as u64 - 512, past.lend()).await.unwrap();
@@ -125,7 +158,9 @@ fn requests_wait_for_a_server_that_comes_back() {
     let mut server = Some(QemuNbd::start(&image, &socket));
     let model = EventLoop::new(EngineChoice::Auto).unwrap().block_on(async {
         let disk = NbdStorage::connect(uri(&socket), Duration::from_secs(60)).await.unwrap();
-        let changes = std::pin::pin!(change_parts(&disk, &mut rng, 100));
+        let (has_failed, mut rng) = (Cell::new(false), rng.fork());
+        let flushes = Flushes::FailAfterLoss(&has_failed);
+        let changes = std::pin::pin!(change_parts(&disk, &flushes, &mut rng, 100));
         let kills = async {
             for _ in 0..3 {
                 for _ in 0..40 {

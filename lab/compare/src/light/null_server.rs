@@ -10,7 +10,8 @@ use std::path::Path;
 
 use anyhow::{Context, Result};
 
-use lab_nbd::handshake;
+use lab_nbd::handshake::{self, Export};
+use lab_nbd::transmission;
 use lab_nbd::wire::{self, Operation};
 
 const INBOX: usize = 1 << 20;
@@ -30,7 +31,7 @@ pub fn serve(socket: &Path, size: u64) -> Result<()> {
 
 /// Answers one client until it leaves.
 pub fn answer(mut stream: UnixStream, size: u64) -> Result<()> {
-    handshake::accept(&mut stream, size)?;
+    handshake::accept(&mut stream, Export { size, flags: transmission::SEND_FUA })?;
     let mut inbox = vec![0; INBOX];
     let mut filled = 0;
     // Bytes of a write's data that have not come yet.

@@ -1,0 +1,249 @@
+//! How many answered writes are in the server's volatile cache, as far as a client can know, and which flush covers them.
+//!
+//! Guarantees:
+//! - A write, zero write or trim without FUA counts from its answer until the end of a flush that was begun afterwards on
+//!   the oldest stream. One with FUA never counts: its answer says that it is durable.
+//! - The end of the oldest stream while writes count is remembered for good: the server may have lost them.
+//! - Memory is some numbers, whatever a guest writes.
+//!
+//! Only a flush on the oldest stream proves anything. Its answer says that the server that this stream was connected to
+//! is the one that answered all writes: it was there before the other streams were, and still is. A flush on a younger
+//! stream may be answered by a server that was started again and knows nothing of what older streams wrote. So it does not
+//! matter when each loop notices that its stream has ended, nor whether it still runs.
+
+use std::sync::Arc;
+
+use blockhouse_core::sync::ErrorLatch;
+use blockhouse_core::{Error, ErrorKind, Result};
+use blockhouse_nbd_protocol::CommandFlags;
+use blockhouse_nbd_protocol::request::{RequestHeader, kind};
+use parking_lot::Mutex;
+
+/// What to do about answered writes that may be lost.
+const LOST_HINT: &str =
+    "the server may have lost them: check the guest's file systems, and open the image again";
+
+/// The writes of a storage that no flush has covered, and its streams.
+pub(super) struct UnflushedWrites {
+    /// The name of the export, for messages.
+    name: String,
+    /// Without FLUSH there is no cache that could be lost.
+    has_flush: bool,
+    state: Mutex<State>,
+    lost: ErrorLatch,
+}
+
+#[derive(Default)]
+struct State {
+    writes: Count,
+    /// The connections whose streams are in use, the oldest stream first.
+    streams: Vec<usize>,
+    /// Nothing uses the storage any more.
+    is_closed: bool,
+}
+
+/// Answered writes.
+#[derive(Debug, Default)]
+struct Count {
+    /// How many were answered, ever.
+    answered: u64,
+    /// How many of these, from the first one on, are covered.
+    flushed: u64,
+}
+
+/// Which writes a flush covers: those that were answered before it was begun.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct FlushMark(u64);
+
+/// A stream in use; it ends when this is dropped.
+pub(super) struct StreamGuard {
+    unflushed: Arc<UnflushedWrites>,
+    connection: usize,
+}
+
+impl UnflushedWrites {
+    /// Of an export that nothing was written to yet.
+    pub(super) fn new(name: &str, has_flush: bool) -> Self {
+        let (name, lost) = (name.into(), ErrorLatch::new(LOST_HINT));
+        Self { name, has_flush, state: Mutex::default(), lost }
+    }
+
+    /// A stream of a connection is there; nothing was sent over it yet.
+    pub(super) fn begin_stream(self: &Arc<Self>, connection: usize) -> StreamGuard {
+        self.state.lock().streams.push(connection);
+        StreamGuard { unflushed: Arc::clone(self), connection }
+    }
+
+    /// A request other than a flush was answered with success.
+    pub(super) fn answered(&self, header: &RequestHeader) {
+        let is_write = matches!(header.kind, kind::WRITE | kind::WRITE_ZEROES | kind::TRIM);
+        if is_write && self.has_flush && !header.flags.contains(CommandFlags::FUA) {
+            self.state.lock().writes.answered += 1;
+        }
+    }
+
+    /// The connection that a flush goes to which begins now: the one with the oldest stream, or any where there is no
+    /// stream. And which writes it covers.
+    pub(super) fn begin_flush(&self) -> (Option<usize>, FlushMark) {
+        let state = self.state.lock();
+        (state.streams.first().copied(), FlushMark(state.writes.answered))
+    }
+
+    /// A flush was answered with success. Where the stream that it was begun on has ended, all that it covers is flushed
+    /// or known to be lost since then, so it may be answered on another one.
+    pub(super) fn flushed(&self, FlushMark(covered): FlushMark) {
+        let writes = &mut self.state.lock().writes;
+        writes.flushed = writes.flushed.max(covered);
+    }
+
+    /// # Errors
+    /// Answered writes may be lost, from now on for good.
+    pub(super) fn check(&self) -> Result<()> {
+        self.lost.check()
+    }
+
+    /// Nothing uses the storage any more: what becomes of its writes is nobody's concern.
+    pub(super) fn close(&self) {
+        self.state.lock().is_closed = true;
+    }
+
+    fn end_stream(&self, connection: usize) {
+        let mut state = self.state.lock();
+        let is_oldest = state.streams.first() == Some(&connection);
+        state.streams.retain(|stream| *stream != connection);
+        let count = if is_oldest && !state.is_closed { state.writes.take() } else { 0 };
+        if count > 0 {
+            let what =
+                format!("the connection broke when answered writes were not flushed ({count})");
+            let lost = Error::new(ErrorKind::Io, what).on(&self.name);
+            tracing::error!("{lost}; every flush fails from now on");
+            // Under the lock: no flush sees that nothing counts any more before it sees this.
+            self.lost.set(&lost);
+        }
+    }
+}
+
+impl Drop for StreamGuard {
+    fn drop(&mut self) {
+        self.unflushed.end_stream(self.connection);
+    }
+}
+
+impl Count {
+    /// How many are not flushed, once: afterwards none are.
+    fn take(&mut self) -> u64 {
+        let count = self.answered - self.flushed;
+        self.flushed = self.answered;
+        count
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    const CONNECTIONS: usize = 3;
+
+    /// What happens to one of the connections.
+    #[derive(Clone, Copy, Debug)]
+    enum Step {
+        Connect,
+        Write {
+            is_fua: bool,
+        },
+        Read,
+        Flush,
+        /// The client notices that its stream has ended.
+        Break,
+        /// The server loses its cache and is back. Streams of before never answer again.
+        LosePower,
+    }
+
+    fn step() -> impl Strategy<Value = Step> {
+        prop_oneof![
+            4 => Just(Step::Connect),
+            4 => any::<bool>().prop_map(|is_fua| Step::Write { is_fua }),
+            1 => Just(Step::Read),
+            3 => Just(Step::Flush),
+            2 => Just(Step::Break),
+            1 => Just(Step::LosePower),
+        ]
+    }
+
+    fn header(kind: u16, is_fua: bool) -> RequestHeader {
+        let flags = if is_fua { CommandFlags::FUA } else { CommandFlags::NO_HOLE };
+        RequestHeader { flags, kind, cookie: 0, offset: 0, length: 512 }
+    }
+
+    proptest! {
+        /// Against a server that knows what it has lost: a flush succeeds only if that is nothing. And flushes fail only
+        /// after a stream has ended while something was not flushed.
+        #[test]
+        fn a_flush_that_succeeds_covers_every_answered_write(
+            steps in prop::collection::vec((0..CONNECTIONS, step()), 1..200),
+        ) {
+            let writes = Arc::new(UnflushedWrites::new("export", true));
+            let mut streams: [Option<(StreamGuard, u32)>; CONNECTIONS] = [const { None }; CONNECTIONS];
+            // The server: how often it lost its cache, what is in there, and whether anything was lost, ever.
+            let (mut server, mut cached, mut has_lost) = (0, 0, false);
+            let mut may_fail = false;
+            for (connection, step) in steps {
+                // Whether the server that the stream leads to is still there.
+                let life = streams[connection].as_ref().map(|(_, life)| *life);
+                let answers = life == Some(server);
+                match step {
+                    Step::Connect if life.is_none() => {
+                        streams[connection] = Some((writes.begin_stream(connection), server));
+                    }
+                    Step::Write { is_fua } if answers => {
+                        let kinds = [kind::WRITE, kind::WRITE_ZEROES, kind::TRIM];
+                        writes.answered(&header(kinds[connection], is_fua));
+                        cached += u32::from(!is_fua);
+                    }
+                    Step::Read if answers => writes.answered(&header(kind::READ, false)),
+                    Step::Flush => {
+                        let (Some(oldest), mark) = writes.begin_flush() else { continue };
+                        if streams[oldest].as_ref().is_some_and(|(_, life)| *life == server) {
+                            cached = 0;
+                            writes.flushed(mark);
+                            match writes.check() {
+                                Ok(()) => prop_assert!(!has_lost),
+                                Err(_) => prop_assert!(may_fail),
+                            }
+                        }
+                    }
+                    Step::Break if life.is_some() => {
+                        may_fail |= cached > 0 || has_lost;
+                        streams[connection] = None;
+                    }
+                    Step::LosePower => {
+                        has_lost |= cached > 0;
+                        (server, cached) = (server + 1, 0);
+                    }
+                    _ => {}
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn only_the_end_of_the_oldest_stream_loses_writes() {
+        let writes = Arc::new(UnflushedWrites::new("export", true));
+        let (first, second) = (writes.begin_stream(0), writes.begin_stream(1));
+        writes.answered(&header(kind::WRITE, false));
+        drop(second);
+        writes.check().unwrap();
+        let second = writes.begin_stream(1);
+        let (oldest, mark) = writes.begin_flush();
+        assert_eq!(oldest, Some(0));
+        writes.answered(&header(kind::TRIM, false));
+        writes.flushed(mark);
+        drop(first);
+        let line = writes.check().unwrap_err().to_string();
+        assert!(line.contains("not flushed (1)") && line.contains("export"), "{line}");
+        assert_eq!(writes.begin_flush().0, Some(1));
+        drop(second);
+    }
+}
