@@ -1,6 +1,7 @@
 //! What an attacker inside of the process would try, for tests of a sandbox: in builds with debug assertions only.
 
 use std::io;
+use std::os::fd::AsRawFd;
 use std::ptr;
 
 use io_uring::IoUring;
@@ -61,4 +62,27 @@ pub fn change_user() -> io::Result<()> {
         0 => Ok(()),
         _ => Err(io::Error::last_os_error()),
     }
+}
+
+/// Has the kernel signal the parent process about a socket (`F_SETOWN`).
+///
+/// # Errors
+/// The kernel's.
+pub fn signal_another() -> io::Result<()> {
+    let (socket, _other) = std::os::unix::net::UnixStream::pair()?;
+    // SAFETY: neither call takes any memory.
+    let result = unsafe { libc::fcntl(socket.as_raw_fd(), libc::F_SETOWN, libc::getppid()) };
+    if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
+}
+
+/// Sends so that a socket connects, by a descriptor that is no socket.
+///
+/// # Errors
+/// The kernel's: ENOTSOCK where nothing else forbids it.
+pub fn connect_by_sending() -> io::Result<()> {
+    let file = rustix::fs::memfd_create("probe", rustix::fs::MemfdFlags::CLOEXEC)?;
+    let (file, flags) = (file.as_raw_fd(), libc::MSG_FASTOPEN);
+    // SAFETY: no bytes and no address are read from the null pointers.
+    let sent = unsafe { libc::sendto(file, ptr::null(), 0, flags, ptr::null(), 0) };
+    if sent == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
 }

@@ -178,6 +178,22 @@ fn what_is_not_needed_is_refused(engine: Engine) {
     server.stop();
 }
 
+/// Calls that every server needs, with arguments that none has.
+#[test]
+fn what_reaches_others_is_refused() {
+    let scratch = Scratch::new();
+    let words = "signal connect-by-sending datagrams";
+    let server = trying(&scratch, &image(&scratch), words).start();
+    if !has_attempts(&server, "signal") {
+        return;
+    }
+    let log = server.log();
+    for word in words.split(' ') {
+        assert_eq!(outcome(&log, word), Some(NOT_PERMITTED), "{word}");
+    }
+    server.stop();
+}
+
 #[test]
 fn what_only_an_attacker_calls_ends_the_server() {
     let scratch = Scratch::new();
@@ -204,8 +220,11 @@ fn a_control_socket_needs_more_and_gets_no_more_than_that() {
     let scratch = Scratch::new();
     let image = image(&scratch);
     let control = scratch.socket("control");
-    let words = "socket executable-memory new-ring start user ring-open";
-    let server = trying(&scratch, &image, words).option("--control", &control).start();
+    let special = format!("set-user-id={}", image.display());
+    let words = "socket executable-memory new-ring start user signal connect-by-sending datagrams";
+    let server = trying(&scratch, &image, &format!("{words} {special}"))
+        .option("--control", &control)
+        .start();
     let version = Control::connect(&control).get("server.version", json!({}));
     assert!(
         version["sandbox"].as_str().is_some_and(|parts| parts.contains("seccomp")),
@@ -214,7 +233,7 @@ fn a_control_socket_needs_more_and_gets_no_more_than_that() {
     if has_attempts(&server, "socket") {
         let log = server.log();
         assert_eq!(outcome(&log, "socket"), Some("done"));
-        for word in ["executable-memory", "new-ring", "start", "user"] {
+        for word in words.split(' ').skip(1).chain([special.as_str()]) {
             assert_eq!(outcome(&log, word), Some(NOT_PERMITTED), "{word}");
         }
     }

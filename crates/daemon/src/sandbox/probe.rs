@@ -1,11 +1,12 @@
 //! Attempts to break out, for tests: in builds with debug assertions only.
 //!
 //! The environment variable `BLOCKHOUSE_SANDBOX_PROBE` has words with spaces between: what is tried on a loop as soon as
-//! the sandbox is in force. The log has a line with the outcome of each. `open=PATH`, `create=PATH` and `remove=PATH` have a path.
+//! the sandbox is in force. The log has a line with the outcome of each. `open`, `create`, `remove` and `set-user-id` have a path: `open=PATH`.
 
 use std::fs;
 use std::io;
 use std::net::TcpListener;
+use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::UnixDatagram;
 use std::os::unix::process::CommandExt;
 use std::process::Command;
@@ -39,6 +40,10 @@ fn attempt(word: &str) -> io::Result<()> {
         "start" => Command::new("/bin/true").spawn().map(drop),
         "socket" => TcpListener::bind("127.0.0.1:0").map(drop),
         "unix-socket" => UnixDatagram::unbound().map(drop),
+        "datagrams" => UnixDatagram::pair().map(drop),
+        "set-user-id" => fs::set_permissions(path, fs::Permissions::from_mode(0o4755)),
+        "signal" => attempts::signal_another(),
+        "connect-by-sending" => attempts::connect_by_sending(),
         "trace" => attempts::trace(),
         "executable-memory" => attempts::make_memory_executable(),
         "new-ring" => attempts::make_ring(),

@@ -4,7 +4,7 @@
 //! Three answers:
 //!
 //! - allowed, for some calls with some arguments only: no memory becomes executable, a new task is a thread of this
-//!   process, a socket has a family that is needed, signals go to this process itself;
+//!   process, a socket has a family and a type that are needed, sends do not connect, signals go to this process itself;
 //! - EPERM, for everything else. Reason: a library may try a call and do without, and a guest must not lose its disk over
 //!   that. New rings are among these calls, because a new ring has no restrictions;
 //! - the end of the process (SIGSYS), for what only an attacker calls: to execute a program, to trace or read another
@@ -44,7 +44,6 @@ const ALWAYS: &[c_long] = &[
     SYS_fadvise64,
     SYS_fstat,
     SYS_fstatfs,
-    SYS_fcntl,
     SYS_dup,
     SYS_dup3,
     SYS_close,
@@ -61,9 +60,7 @@ const ALWAYS: &[c_long] = &[
     // Sockets that are open.
     SYS_accept4,
     SYS_recvmsg,
-    SYS_sendmsg,
     SYS_recvfrom,
-    SYS_sendto,
     SYS_shutdown,
     SYS_getsockopt,
     SYS_setsockopt,
@@ -138,13 +135,39 @@ const OPENS_OLD: &[c_long] = &[];
 /// To open further disks.
 const CHANGES: &[c_long] = &[SYS_mkdirat, SYS_statfs, SYS_flock];
 
-/// To listen at further sockets, whose files get a mode and a group.
-const LISTENS: &[c_long] =
-    &[SYS_bind, SYS_listen, SYS_connect, SYS_fchmod, SYS_fchmodat, SYS_fchownat];
+/// To listen at further sockets.
+const LISTENS: &[c_long] = &[SYS_bind, SYS_listen, SYS_connect];
 
 /// To connect to another server, whose name is looked up first.
-const CONNECTS: &[c_long] =
-    &[SYS_connect, SYS_bind, SYS_sendmmsg, SYS_recvmmsg, SYS_pipe2, SYS_epoll_create1];
+const CONNECTS: &[c_long] = &[SYS_connect, SYS_bind, SYS_recvmmsg, SYS_pipe2, SYS_epoll_create1];
+
+/// What `fcntl` is asked for: copies of descriptors, flags, locks, sizes of pipes, seals. Not whom the kernel signals about a
+/// file (`F_SETOWN`): that would be a way to send any signal to any process.
+const FILE_CONTROLS: &[c_int] = &[
+    F_DUPFD,
+    F_DUPFD_CLOEXEC,
+    F_GETFD,
+    F_SETFD,
+    F_GETFL,
+    F_SETFL,
+    F_GETLK,
+    F_SETLK,
+    F_SETLKW,
+    F_OFD_GETLK,
+    F_OFD_SETLK,
+    F_OFD_SETLKW,
+    F_GETPIPE_SZ,
+    F_SETPIPE_SZ,
+    F_ADD_SEALS,
+    F_GET_SEALS,
+];
+
+/// The bits of a mode beside those of access: set-user-id and the like.
+const SPECIAL_MODE: u64 = 0o7000;
+/// The bits of a socket's type that are no flags.
+const SOCKET_TYPE: u64 = 0xf;
+/// A user for `chown` that leaves the owner as it is.
+const SAME_USER: u64 = u32::MAX as u64;
 
 /// What only an attacker calls.
 const DEADLY: &[c_long] = &[
@@ -252,14 +275,6 @@ fn filtered(needs: Needs) -> Result<Rules> {
         | CLONE_NEWNET;
     let task = thread | namespaces as u64;
     let controls = [BLKDISCARD, FIONBIO, TIOCOUTQ, FIONREAD, TCGETS].into_iter().chain(BLOCK_SIZES);
-    let mut families = Vec::new();
-    if needs.listens || needs.connects {
-        families.extend([AF_UNIX, AF_INET, AF_INET6]);
-    }
-    if needs.connects {
-        // The look-up of a name asks which addresses this host has.
-        families.push(AF_NETLINK);
-    }
     let equals = |argument, values: Vec<u64>| {
         let rule = |value| one(argument, SeccompCmpOp::Eq, value);
         values.into_iter().map(rule).collect::<Result<Vec<_>>>()
@@ -271,14 +286,29 @@ fn filtered(needs: Needs) -> Result<Rules> {
         (SYS_prctl, equals(0, vec![PR_SET_NAME as u64, PR_GET_NAME as u64, SET_VMA])?),
         (SYS_ioctl, equals(1, controls.collect())?),
         (SYS_io_uring_register, equals(1, REGISTRATIONS.to_vec())?),
-        (SYS_socketpair, equals(0, vec![AF_UNIX as u64])?),
+        // A pair of datagram sockets could send to other sockets.
+        (SYS_socketpair, vec![all(vec![is(0, AF_UNIX as u64)?, has_type(SOCK_STREAM)?])?]),
+        (SYS_fcntl, equals(1, FILE_CONTROLS.iter().map(|what| *what as u64).collect())?),
+        // Sending is not to connect, which it does with this flag.
+        (SYS_sendto, vec![one(3, no_bits(MSG_FASTOPEN as u64), 0)?]),
+        (SYS_sendmsg, vec![one(2, no_bits(MSG_FASTOPEN as u64), 0)?]),
         (SYS_tgkill, equals(0, vec![own])?),
         // To ask for a limit, not to set one.
         (SYS_prlimit64, vec![long(2, 0)?]),
     ]);
-    if !families.is_empty() {
-        let families = families.into_iter().map(|family| family as u64).collect();
-        rules.insert(SYS_socket, equals(0, families)?);
+    if needs.listens || needs.connects {
+        rules.insert(SYS_socket, sockets(needs)?);
+    }
+    if needs.listens {
+        // The mode and the group of a socket's file. Landlock has no rights about them.
+        let mode = |argument| one(argument, no_bits(SPECIAL_MODE), 0);
+        rules.insert(SYS_fchmod, vec![mode(1)?]);
+        rules.insert(SYS_fchmodat, vec![mode(2)?]);
+        let by_descriptor = condition(4, SeccompCmpOp::Eq, AT_EMPTY_PATH as u64)?;
+        rules.insert(SYS_fchownat, vec![all(vec![is(2, SAME_USER)?, by_descriptor])?]);
+    }
+    if needs.connects {
+        rules.insert(SYS_sendmmsg, vec![one(3, no_bits(MSG_FASTOPEN as u64), 0)?]);
     }
     if cfg!(debug_assertions) {
         // Tests have a process kill itself.
@@ -287,10 +317,48 @@ fn filtered(needs: Needs) -> Result<Rules> {
     Ok(rules)
 }
 
+/// The sockets that may be made: streams and datagrams, and what the look-up of a name asks for the addresses of this host.
+fn sockets(needs: Needs) -> Result<Vec<SeccompRule>> {
+    let mut rules = Vec::new();
+    for family in [AF_UNIX, AF_INET, AF_INET6] {
+        for kind in [SOCK_STREAM, SOCK_DGRAM] {
+            rules.push(all(vec![is(0, family as u64)?, has_type(kind)?])?);
+        }
+    }
+    if needs.connects {
+        rules.push(all(vec![is(0, AF_NETLINK as u64)?, is(2, NETLINK_ROUTE as u64)?])?);
+    }
+    Ok(rules)
+}
+
 /// A condition on 32 bits of an argument.
+fn condition(argument: u8, comparison: SeccompCmpOp, value: u64) -> Result<SeccompCondition> {
+    Ok(SeccompCondition::new(argument, SeccompCmpArgLen::Dword, comparison, value)?)
+}
+
+/// That an argument has this value.
+fn is(argument: u8, value: u64) -> Result<SeccompCondition> {
+    condition(argument, SeccompCmpOp::Eq, value)
+}
+
+/// That the second argument is this type of socket, with any flags.
+fn has_type(kind: c_int) -> Result<SeccompCondition> {
+    condition(1, SeccompCmpOp::MaskedEq(SOCKET_TYPE), kind as u64)
+}
+
+/// Compared with 0: none of these bits.
+fn no_bits(bits: u64) -> SeccompCmpOp {
+    SeccompCmpOp::MaskedEq(bits)
+}
+
+/// All of these conditions.
+fn all(conditions: Vec<SeccompCondition>) -> Result<SeccompRule> {
+    Ok(SeccompRule::new(conditions)?)
+}
+
+/// One condition on 32 bits of an argument.
 fn one(argument: u8, comparison: SeccompCmpOp, value: u64) -> Result<SeccompRule> {
-    let condition = SeccompCondition::new(argument, SeccompCmpArgLen::Dword, comparison, value)?;
-    Ok(SeccompRule::new(vec![condition])?)
+    all(vec![condition(argument, comparison, value)?])
 }
 
 /// That all of an argument has this value.
@@ -304,14 +372,14 @@ fn long(argument: u8, value: u64) -> Result<SeccompRule> {
 mod tests {
     use super::*;
 
-    fn all() -> Needs {
+    fn everything() -> Needs {
         Needs { opens: true, changes: true, listens: true, connects: true, guests: true }
     }
 
     #[test]
     fn what_is_not_needed_is_not_allowed() {
         let narrow = rules(Needs::default()).expect("rules");
-        let wide = rules(all()).expect("rules");
+        let wide = rules(everything()).expect("rules");
         for call in [SYS_openat, SYS_socket, SYS_connect, SYS_bind, SYS_fchmod] {
             assert!(!narrow.contains_key(&call) && wide.contains_key(&call), "{call}");
         }
@@ -320,12 +388,12 @@ mod tests {
                 assert!(!rules.contains_key(call), "{call}");
             }
         }
-        assert!(allowed_count(Needs::default()) < allowed_count(all()));
+        assert!(allowed_count(Needs::default()) < allowed_count(everything()));
     }
 
     #[test]
     fn every_set_of_needs_makes_a_filter() {
-        for needs in [Needs::default(), all()] {
+        for needs in [Needs::default(), everything()] {
             let architecture = std::env::consts::ARCH.try_into().expect("a known processor");
             let (deny, allow) = (SeccompAction::Errno(1), SeccompAction::Allow);
             let filter =
