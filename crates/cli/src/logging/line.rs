@@ -59,8 +59,9 @@ impl Line {
             // Writing to a string does not fail.
             let _ = write!(text, " {name}={value}");
         }
-        text.push('\n');
-        text
+        let mut line = visible(&text);
+        line.push('\n');
+        line
     }
 
     fn json(&self) -> String {
@@ -76,6 +77,20 @@ impl Line {
         add("message", self.message.clone().into());
         format!("{}\n", Value::Object(object))
     }
+}
+
+/// A text as one line that shows all of it: names that others chose neither begin a line nor control the terminal.
+fn visible(text: &str) -> String {
+    // Those that change the order in which a line is shown.
+    let reorders = |c| matches!(c, '\u{200e}' | '\u{200f}' | '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}');
+    let mut line = String::with_capacity(text.len() + 1);
+    for c in text.chars() {
+        match c.is_control() || reorders(c) {
+            true => line.extend(c.escape_default()),
+            false => line.push(c),
+        }
+    }
+    line
 }
 
 fn level_name(level: Level) -> &'static str {
@@ -140,11 +155,18 @@ mod tests {
     #[test]
     fn text_is_level_message_and_fields() {
         let text = line().render(LineFormat::Plain);
-        assert_eq!(text, " WARN it says \"no\"\nand more disk=\"a.img\" count=3\n");
+        assert_eq!(text, " WARN it says \"no\"\\nand more disk=\"a.img\" count=3\n");
         let timed = line().render(LineFormat::Timed);
         let (time, rest) = timed.split_once(' ').expect("a time");
         assert_eq!(rest, text);
         assert!(time.starts_with("20") && time.ends_with('Z') && time.contains('T'), "{time}");
+    }
+
+    #[test]
+    fn names_begin_no_line_and_control_no_terminal() {
+        let line = Line::of_log(Level::INFO, "a\r\n\u{1b}[31mé\u{9b}\u{202e}".into());
+        let text = line.render(LineFormat::Plain);
+        assert_eq!(text, " INFO a\\r\\n\\u{1b}[31mé\\u{9b}\\u{202e}\n");
     }
 
     #[test]
