@@ -36,6 +36,17 @@ const EXAMPLES: &[(&str, &[Example])] = &[
         ],
     ),
     (
+        "attach",
+        &[
+            example(
+                "The device is printed (needs the driver ublk_drv)",
+                "blockhouse attach disk.qcow2",
+            ),
+            example("The same device each time", "blockhouse attach disk.img --id 5"),
+        ],
+    ),
+    ("detach", &[example("Unmount what is on it first", "blockhouse detach /dev/ublkb5")]),
+    (
         "serve",
         &[
             example(
@@ -53,6 +64,10 @@ const EXAMPLES: &[(&str, &[Example])] = &[
             example(
                 "With metrics for Prometheus and 'blockhouse top'",
                 "blockhouse serve disk.qcow2 --metrics unix:metrics",
+            ),
+            example(
+                "To this host, as /dev/ublkb0 (needs the driver ublk_drv)",
+                "blockhouse serve disk.qcow2 --ublk 0",
             ),
             example(
                 "To a virtual machine by vhost-user-blk",

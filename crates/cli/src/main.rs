@@ -9,6 +9,7 @@
 // `output` prints, and survives what standard error cannot take.
 #![warn(clippy::print_stderr)]
 
+mod attach;
 mod bench;
 mod bitmap;
 mod check;
@@ -73,6 +74,10 @@ enum Command {
     Bench(bench::Arguments),
     /// Serve images to virtual machines and tools until SIGTERM or SIGINT.
     Serve(Box<serve::Arguments>),
+    /// Make an image a block device of this host, served in the background.
+    Attach(attach::AttachArguments),
+    /// Remove a block device that 'attach' has made.
+    Detach(attach::DetachArguments),
     /// Make a new image.
     Create(create::Arguments),
     /// Copy an image into another format.
@@ -143,6 +148,8 @@ fn main() -> ExitCode {
     let done = |()| ExitCode::SUCCESS;
     let result = match arguments.command {
         Command::Serve(serve) => serve::run(&serve, is_verbose).map(done),
+        Command::Attach(arguments) => attach::attach(&arguments).map(done),
+        Command::Detach(arguments) => attach::detach(&arguments).map(done),
         Command::Bitmap(bitmap) => bitmap::run(bitmap).map(done),
         Command::Bench(bench) => bench::run(&bench).map(done),
         Command::Check(check) => check::run(&check),

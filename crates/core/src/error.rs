@@ -20,6 +20,8 @@ pub mod errno {
     pub const ENOMEM: i32 = 12;
     /// Bad address: memory that is not there.
     pub const EFAULT: i32 = 14;
+    /// No such device.
+    pub const ENODEV: i32 = 19;
     /// Invalid argument.
     pub const EINVAL: i32 = 22;
     /// File too large.

@@ -20,10 +20,11 @@ use crate::limits::{self, Limit};
 use crate::metrics::MetricsAddress;
 use crate::offers::Offer;
 use crate::running::ExportAddress;
-use crate::setup::{DiskSetup, SandboxUse, Setup, StateSetup, TlsSetup};
+use crate::setup::{DiskSetup, SandboxUse, Setup, StateSetup, TlsSetup, UblkSetup};
 use crate::socket_options::{self, SocketMode};
 use crate::text_fields::TextOf;
 use crate::tls_options::{TlsChoice, TlsOptions, parse_allowed};
+use crate::ublk;
 use crate::user_options::{self, GroupName, UserIds, UserName};
 use crate::workers::LoopOptions;
 
@@ -129,7 +130,7 @@ impl ServerOptions {
         let uris =
             disks.iter().flat_map(|disk| &disk.addresses).filter_map(|address| match address {
                 ExportAddress::Nbd(uri) => Some(uri.clone()),
-                ExportAddress::VhostUser(_) => None,
+                ExportAddress::VhostUser(_) | ExportAddress::Ublk(_) => None,
             });
         let allowed = self.tls_allow.iter().map(|text| parse_allowed(text));
         let options = TlsOptions {
@@ -160,7 +161,7 @@ impl Config {
     pub fn setup(self, path: PathBuf, hand_over: bool) -> Setup {
         let Self { server, tls, user, disks } = self;
         let limits: Vec<Limit> = server.limits.into_iter().map(|TextOf(limit)| limit).collect();
-        let (nbd, devices) = addresses(&disks);
+        let Addresses { nbd, devices, ublk } = addresses(&disks);
         Setup {
             workers: server.workers.into(),
             loops: LoopOptions {
@@ -168,6 +169,7 @@ impl Config {
                 polling: Duration::from_micros(server.poll_max_us.into()),
                 fixed_files: if server.fixed_files { FixedFiles::On } else { FixedFiles::Off },
                 io_poll: if server.io_poll { IoPoll::On } else { IoPoll::Off },
+                commands: ublk::commands(&ublk),
             },
             disks: disks.iter().map(|disk| disk.setup.clone()).collect(),
             state: match server.state {
@@ -178,6 +180,7 @@ impl Config {
             offers: None,
             nbd,
             devices,
+            ublk,
             queues: server.queues.unwrap_or_else(default_queues),
             register_memory: match server.register_memory {
                 true => RegisteredMemory::On,
@@ -206,25 +209,34 @@ pub fn default_queues() -> u16 {
     std::thread::available_parallelism().map_or(1, |count| count.get()).min(256) as u16
 }
 
-/// What is served at which NBD address, and at which device sockets: names and places of disks.
-#[expect(clippy::type_complexity, reason = "the two fields of a setup")]
-fn addresses(disks: &[ConfiguredDisk]) -> (Vec<(Address, Vec<Offer>)>, Vec<(PathBuf, usize)>) {
-    let (mut nbd, mut devices) = (Vec::<(Address, Vec<Offer>)>::new(), Vec::new());
+/// What is served where, as fields of a setup: names and places of disks.
+#[derive(Default)]
+struct Addresses {
+    nbd: Vec<(Address, Vec<Offer>)>,
+    devices: Vec<(PathBuf, usize)>,
+    ublk: Vec<UblkSetup>,
+}
+
+fn addresses(disks: &[ConfiguredDisk]) -> Addresses {
+    let mut all = Addresses::default();
     for (image, disk) in disks.iter().enumerate() {
         for address in &disk.addresses {
             match address {
-                ExportAddress::VhostUser(path) => devices.push((path.clone(), image)),
+                ExportAddress::VhostUser(path) => all.devices.push((path.clone(), image)),
+                ExportAddress::Ublk(id) => {
+                    all.ublk.push(UblkSetup { id: Some(*id), disk: image });
+                }
                 ExportAddress::Nbd(uri) => {
                     let offer = Offer { name: uri.export.clone(), image };
-                    match nbd.iter_mut().find(|(address, _)| *address == uri.address) {
+                    match all.nbd.iter_mut().find(|(address, _)| *address == uri.address) {
                         Some((_, offers)) => offers.push(offer),
-                        None => nbd.push((uri.address.clone(), vec![offer])),
+                        None => all.nbd.push((uri.address.clone(), vec![offer])),
                     }
                 }
             }
         }
     }
-    (nbd, devices)
+    all
 }
 
 /// What is wrong, and at which byte.
@@ -344,6 +356,8 @@ fn place(text: &str, at: usize) -> (usize, usize) {
 
 #[cfg(test)]
 mod tests {
+    use blockhouse_engine::DeviceCommands;
+
     use super::*;
 
     fn refused(text: &str) -> String {
@@ -366,7 +380,7 @@ mod tests {
             [[disk]]
             path = "/vm/b.img"
             create = "1G"
-            exports = ["nbd+unix:///b?socket=/run/s"]
+            exports = ["nbd+unix:///b?socket=/run/s", "/dev/ublkb3"]
             limits = { group = "g" }
             [groups.g]
             iops = 100
@@ -380,6 +394,8 @@ mod tests {
             ["a.qcow2", "b.img"]
         );
         assert_eq!(setup.devices, [("/run/a.vu".into(), 0)]);
+        assert_eq!(setup.ublk, [UblkSetup { id: Some(3), disk: 1 }]);
+        assert_eq!(setup.loops.commands, DeviceCommands::Allowed);
         let throttle = setup.disks[1].throttle.as_ref().expect("limits");
         assert_eq!(throttle.limits.bps.map(std::num::NonZeroU64::get), Some(1 << 20));
         let [(_, offers)] = &setup.nbd[..] else { panic!("one socket: {:?}", setup.nbd) };

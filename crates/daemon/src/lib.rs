@@ -17,7 +17,7 @@
 //! - [`metrics`]: what is measured of all that runs
 //! - `hand_over`: another process goes on
 //! - `watchdog`, `pid_file`, `stopping_notice`: what service managers are told
-//! - `workers`, `sockets`, `vhost_user`, `open`: threads, listening sockets, devices, images
+//! - `workers`, `sockets`, `vhost_user`, [`ublk`], `open`: threads, listening sockets, devices, images
 #![forbid(unsafe_code)]
 
 mod blocking;
@@ -54,7 +54,9 @@ mod stopping_notice;
 mod text_fields;
 mod tls;
 pub mod tls_options;
+pub mod ublk;
 pub mod user_options;
+
 mod vhost_user;
 mod warnings;
 mod watchdog;

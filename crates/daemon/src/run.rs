@@ -34,6 +34,7 @@ use crate::sockets::{self, ListenSocket};
 use crate::stop_request::StopRequest;
 use crate::stopper::Stopper;
 use crate::tls::Tls;
+use crate::ublk::{self, PreparedUblk};
 use crate::vhost_user::{self, DeviceOfDisk};
 use crate::warnings;
 use crate::watchdog::{self, Started};
@@ -152,6 +153,7 @@ struct Opened {
     configured: Option<Vec<ConfiguredDisk>>,
     sockets: Vec<ListenSocket>,
     devices: Vec<DeviceOfDisk>,
+    ublk: Vec<PreparedUblk>,
     control: Option<BoundSocket>,
     tls: Option<Tls>,
     /// Since when counters count.
@@ -187,9 +189,10 @@ impl Opened {
         loops: LoopsAside,
         upgrades: &UpgradeRequests,
     ) -> Result<Service> {
-        let Self { workers, disks, configured, sockets, devices, control, tls, since } = self;
+        let Self { workers, disks, configured, sockets, devices, ublk, control, tls, since } = self;
         let mut service = Service::start(workers, disks, sockets, setup, (tls, sandbox), since)?;
         service.add_devices(devices)?;
+        service.add_ublk(ublk, setup)?;
         if let (Some(socket), Some(own)) = (control, loops.control) {
             service.add_control(socket, own, upgrades.clone())?;
         }
@@ -214,6 +217,7 @@ fn start(
     if setup.loops.io_poll == IoPoll::On {
         io_poll::check(workers.report(), &setup.disks)?;
     }
+    ublk::check(setup, &workers)?;
     let tls = setup.tls.as_ref().map(Tls::load).transpose()?;
     // Before the image: an address in use must not leave a new image behind.
     let sockets = listen(setup, passed)?;
@@ -227,11 +231,13 @@ fn start(
     let mut loops = LoopsAside::start(setup)?;
     let state = state_use(&setup.state, &setup.disks, setup.user.map(|ids| ids.user))?;
     let disks = open_disks(&workers, setup, &state)?;
+    let ublk =
+        ublk::prepare(setup, &workers, &disks).inspect_err(|_| close_all(&workers, &disks))?;
     let pid_file = write_pid(setup).inspect_err(|_| close_all(&workers, &disks))?;
     let disks = setup.disks.iter().cloned().zip(disks);
     let disks = disks.map(|(setup, disk)| OpenedDisk { setup, disk, earlier: None }).collect();
     let (configured, since) = (None, StartTime::now());
-    let opened = Opened { workers, disks, configured, sockets, devices, control, tls, since };
+    let opened = Opened { workers, disks, configured, sockets, devices, ublk, control, tls, since };
     let sandbox = opened.confine(setup, launcher, metrics.as_ref()).inspect_err(|_| {
         let disks: Vec<_> = opened.disks.iter().map(|disk| Arc::clone(&disk.disk)).collect();
         close_all(&opened.workers, &disks);
@@ -287,7 +293,9 @@ fn take_over(
     let pid_file = write_pid(setup).inspect_err(|error| tracing::warn!("{error:#}"));
     let since = taken.measured_since;
     let configured = Some(configured);
-    let opened = Opened { workers, disks, configured, sockets, devices, control, tls, since };
+    // A server that has any is not handed over.
+    let ublk = Vec::new();
+    let opened = Opened { workers, disks, configured, sockets, devices, ublk, control, tls, since };
     let sandbox = opened.confine(setup, launcher, None)?;
     let metrics_loop = loops.metrics.take();
     let mut service = opened.serve(setup, sandbox, loops, upgrades)?;
@@ -360,7 +368,8 @@ fn listen(setup: &Setup, passed: Vec<BoundSocket>) -> Result<Vec<ListenSocket>> 
         };
         return Ok(sockets.map_err(WrongUsage)?);
     }
-    if setup.nbd.is_empty() && setup.devices.is_empty() && setup.config.is_none() {
+    let has_devices = !setup.devices.is_empty() || !setup.ublk.is_empty();
+    if setup.nbd.is_empty() && !has_devices && setup.config.is_none() {
         return Ok(vec![sockets::at_default(&setup.disks[0].path, setup.permissions, all()?)?]);
     }
     sockets::bind_uris(setup.nbd.clone(), setup.permissions)

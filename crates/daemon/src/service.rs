@@ -20,6 +20,7 @@ use crate::service_manager;
 use crate::setup::Setup;
 use crate::sockets::ListenSocket;
 use crate::tls::Tls;
+use crate::ublk::PreparedUblk;
 use crate::vhost_user::DeviceOfDisk;
 use crate::workers::Workers;
 
@@ -69,6 +70,18 @@ impl Service {
         let disks = self.running.disks();
         let mut sockets = sockets.into_iter();
         sockets.try_for_each(|(socket, disk)| self.running.serve_device(socket, &disks[disk]))
+    }
+
+    /// Serves block devices of this host, in the order of the setup.
+    pub(crate) fn add_ublk(&self, devices: Vec<PreparedUblk>, setup: &Setup) -> Result<()> {
+        let disks = self.running.disks();
+        let mut devices = devices.into_iter().zip(&setup.ublk);
+        devices.try_for_each(|(device, own)| self.running.serve_ublk(device, &disks[own.disk]))
+    }
+
+    /// Whether there are block devices of this host.
+    pub(crate) fn has_ublk(&self) -> bool {
+        self.running.has_ublk()
     }
 
     /// Runs the jobs that are asked for on this loop.
@@ -252,7 +265,7 @@ impl Service {
     pub fn first_uri(&self) -> Option<NbdUri> {
         match self.running.exports().into_iter().next()?.address {
             ExportAddress::Nbd(uri) => Some(uri),
-            ExportAddress::VhostUser(_) => None,
+            ExportAddress::VhostUser(_) | ExportAddress::Ublk(_) => None,
         }
     }
 
@@ -269,6 +282,7 @@ impl Service {
         running.jobs().stop();
         control.into_iter().for_each(Control::stop);
         running.stop_devices();
+        running.stop_ublk();
         let (draining, disks) = (running.server().clone(), running.disks());
         // While the sockets still listen: see `SocketFile`.
         running.forget_sockets();

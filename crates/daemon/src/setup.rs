@@ -33,7 +33,9 @@ pub struct Setup {
     pub nbd: Vec<(Address, Vec<Offer>)>,
     /// The sockets of vhost-user-blk devices, and the place of the disk that each has.
     pub devices: Vec<(PathBuf, usize)>,
-    /// How many queues a guest may use on a device.
+    /// The block devices of this host.
+    pub ublk: Vec<UblkSetup>,
+    /// How many queues a guest may use on a vhost-user-blk device.
     pub queues: u16,
     /// Whether guests' memory is registered with io_uring.
     pub register_memory: RegisteredMemory,
@@ -69,6 +71,15 @@ impl Setup {
             false => self.permissions,
         }
     }
+}
+
+/// A block device of this host that is to be served.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct UblkSetup {
+    /// Its number, N of `/dev/ublkbN`; `None` for the lowest free one.
+    pub id: Option<u32>,
+    /// The place of its disk.
+    pub disk: usize,
 }
 
 /// TLS for NBD clients.

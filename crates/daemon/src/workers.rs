@@ -4,8 +4,8 @@ use std::time::Duration;
 
 use anyhow::Result;
 use blockhouse_engine::{
-    DESCRIPTORS_HINT, EngineChoice, EngineReport, EventLoop, FixedFiles, Handle, IoPoll,
-    LoopThread, is_out_of_descriptors,
+    DESCRIPTORS_HINT, DeviceCommands, EngineChoice, EngineReport, EventLoop, FixedFiles, Handle,
+    IoPoll, LoopThread, is_out_of_descriptors,
 };
 
 /// What loops are like.
@@ -19,6 +19,8 @@ pub struct LoopOptions {
     pub fixed_files: FixedFiles,
     /// Whether completions on images are polled for.
     pub io_poll: IoPoll,
+    /// Whether rings take commands to devices.
+    pub commands: DeviceCommands,
 }
 
 /// Running event loops.
@@ -40,7 +42,8 @@ impl Workers {
     /// As [`start`](Self::start).
     pub fn start_aside(engine: EngineChoice) -> Result<Self> {
         let (polling, fixed_files, io_poll) = (Duration::ZERO, FixedFiles::Off, IoPoll::Off);
-        Self::start(1, LoopOptions { engine, polling, fixed_files, io_poll })
+        let commands = DeviceCommands::Refused;
+        Self::start(1, LoopOptions { engine, polling, fixed_files, io_poll, commands })
     }
 
     /// The engine that they use: the first one's, and so that of all.
@@ -80,7 +83,7 @@ fn start_one(index: usize, options: LoopOptions) -> Result<LoopThread> {
         event_loop.io_poll(options.io_poll);
     };
     let name = format!("blockhouse-{index}");
-    LoopThread::start(name, options.engine, prepare)
+    LoopThread::start_with_commands(name, options.engine, options.commands, prepare)
         .map_err(|error| unavailable(options.engine, &error))
 }
 

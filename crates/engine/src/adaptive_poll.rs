@@ -73,7 +73,7 @@ impl EventSource {
 
     /// `None` where the event says nothing of the next: an operation was submitted that waits for a peer.
     pub(crate) fn of(operation: &Operation, phase: Phase) -> Option<Self> {
-        if operation.is_on_socket() && phase == Phase::Submitted {
+        if operation.waits_for_others() && phase == Phase::Submitted {
             return None;
         }
         let (descriptor, kind) = operation.identity();

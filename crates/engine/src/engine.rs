@@ -9,6 +9,7 @@ use crate::driver::Driver;
 use crate::epoll::Epoll;
 use crate::linux_aio::LinuxAio;
 use crate::loop_shared::LoopShared;
+use crate::ring_restrictions::DeviceCommands;
 use crate::uring::Uring;
 
 /// A way to get file operations done without waiting for each.
@@ -89,15 +90,16 @@ impl fmt::Display for EngineReport {
 /// Opens the engine of a loop on the calling thread.
 pub(crate) fn open(
     choice: EngineChoice,
+    commands: DeviceCommands,
     shared: &Arc<LoopShared>,
 ) -> io::Result<(Box<dyn Driver>, EngineReport)> {
     if let EngineChoice::Only(engine) = choice {
-        let driver = open_one(engine, shared)?;
+        let driver = open_one(engine, commands, shared)?;
         return Ok((driver, EngineReport { engine, refused: Vec::new() }));
     }
     let mut refused = Vec::new();
     for engine in Engine::ALL {
-        match open_one(engine, shared) {
+        match open_one(engine, commands, shared) {
             Ok(driver) => return Ok((driver, EngineReport { engine, refused })),
             Err(error) if engine == Engine::Threads => return Err(error),
             Err(error) => refused.push((engine, error.to_string())),
@@ -106,9 +108,13 @@ pub(crate) fn open(
     unreachable!("the last engine is returned or its error is")
 }
 
-fn open_one(engine: Engine, shared: &Arc<LoopShared>) -> io::Result<Box<dyn Driver>> {
+fn open_one(
+    engine: Engine,
+    commands: DeviceCommands,
+    shared: &Arc<LoopShared>,
+) -> io::Result<Box<dyn Driver>> {
     Ok(match engine {
-        Engine::IoUring => Box::new(Uring::open(shared)?),
+        Engine::IoUring => Box::new(Uring::open(shared, commands)?),
         Engine::LinuxAio => Box::new(Epoll::open(shared, Some(LinuxAio::open()?))?),
         Engine::Threads => Box::new(Epoll::open(shared, None)?),
     })

@@ -176,10 +176,11 @@ impl SocketWaiters {
 
 impl Driver for Epoll {
     fn try_inline(&mut self, operation: &Operation) -> Option<i32> {
-        if operation.is_on_socket() {
-            self.attempt_on_socket(operation)
-        } else {
-            run_inline(operation)
+        match operation {
+            // There is no system call for it.
+            Operation::Command(_) => Some(-libc::EOPNOTSUPP),
+            _ if operation.is_on_socket() => self.attempt_on_socket(operation),
+            _ => run_inline(operation),
         }
     }
 
@@ -299,5 +300,6 @@ fn socket_of(operation: &Operation) -> BorrowedFd<'_> {
         Operation::Accept { socket } => socket.as_fd(),
         Operation::Read(transfer) | Operation::Write(transfer, _) => transfer.file.as_fd(),
         Operation::Sync { file, .. } | Operation::Allocate { file, .. } => file.as_fd(),
+        Operation::Command(command) => command.file.as_fd(),
     }
 }

@@ -20,6 +20,7 @@ use crate::fixed_files::FixedFiles;
 use crate::io_poll::IoPoll;
 use crate::local::{EnterGuard, Local, current, try_current};
 use crate::loop_shared::{LoopMessage, LoopShared};
+use crate::ring_restrictions::DeviceCommands;
 use crate::spawn::spawn_party;
 
 /// How often the tasks that are ready are polled between two system calls. A request goes from task to task
@@ -55,8 +56,17 @@ impl EventLoop {
     /// When the engine that was asked for cannot be had here, with the kernel's reason; `Auto`
     /// always finds one.
     pub fn new(choice: EngineChoice) -> io::Result<Self> {
+        Self::with_commands(choice, DeviceCommands::Refused)
+    }
+
+    /// As [`new`](Self::new), with a ring that carries out commands to devices or refuses them, for as long as it exists.
+    /// The other engines carry out none.
+    ///
+    /// # Errors
+    /// As [`new`](Self::new).
+    pub fn with_commands(choice: EngineChoice, commands: DeviceCommands) -> io::Result<Self> {
         let shared = LoopShared::new()?;
-        let (driver, report) = engine::open(choice, &shared)?;
+        let (driver, report) = engine::open(choice, commands, &shared)?;
         let local = Local::new(shared, driver, report);
         Ok(Self { local: Rc::new(local), done: Vec::new(), messages: Vec::new() })
     }

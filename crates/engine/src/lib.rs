@@ -5,6 +5,7 @@
 //! - [`LoopThread`] is a loop with a thread of its own. Other threads submit to a loop through its [`Handle`].
 //! - [`HostFile`] is a file or block device, and implements [`Storage`](blockhouse_core::Storage). [`Stream`] and
 //!   [`Listener`] are sockets. Each uses the loop of the thread that polls it.
+//! - [`UblkDevice`] takes the requests of a block device of the kernel's.
 //! - [`GuestMemory`] maps memory that another process shares. If it vanishes, its owner's connection ends, not
 //!   this process.
 //!
@@ -75,6 +76,7 @@ mod system_call;
 mod task;
 mod thread_pool;
 mod timer;
+mod ublk;
 mod uring;
 mod user;
 mod wait_queue;
@@ -102,11 +104,15 @@ pub use loop_thread::LoopThread;
 pub use mapping::{Fault, FaultDomain};
 pub use probe::FileKind;
 pub use registered_buffer_count::count_registered_buffers;
+pub use ring_restrictions::DeviceCommands;
 pub use signal_rings::reserve_signal_rings;
 pub use sleep::{Sleep, sleep};
 pub use socket::{Listener, Stream, is_stopped};
 pub use socket_option::{peer_process, unsent_bytes};
 pub use spawn::{Task, current_party, spawn, spawn_detached};
+pub use ublk::{
+    UblkCommand, UblkControl, UblkDescriptor, UblkDevice, UblkInfo, ublk_flag, ublk_state,
+};
 pub use wait_released::wait_until_released;
 // From core, because it works on any executor.
 pub use blockhouse_core::yield_now;

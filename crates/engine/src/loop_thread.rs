@@ -12,6 +12,7 @@ use futures_channel::oneshot;
 
 use crate::engine::{EngineChoice, EngineReport};
 use crate::event_loop::{EventLoop, Handle};
+use crate::ring_restrictions::DeviceCommands;
 
 /// An event loop that runs on its own thread until it is stopped.
 ///
@@ -46,9 +47,22 @@ impl LoopThread {
         choice: EngineChoice,
         prepare: impl FnOnce(&mut EventLoop) + Send + 'static,
     ) -> io::Result<Self> {
+        Self::start_with_commands(name, choice, DeviceCommands::Refused, prepare)
+    }
+
+    /// As [`start`](Self::start), with a loop as [`EventLoop::with_commands`] makes it.
+    ///
+    /// # Errors
+    /// As [`start`](Self::start).
+    pub fn start_with_commands(
+        name: String,
+        choice: EngineChoice,
+        commands: DeviceCommands,
+        prepare: impl FnOnce(&mut EventLoop) + Send + 'static,
+    ) -> io::Result<Self> {
         let (running, stopped) = oneshot::channel::<()>();
         let (sender, started) = mpsc::channel();
-        let work = move || match EventLoop::new(choice) {
+        let work = move || match EventLoop::with_commands(choice, commands) {
             Err(error) => drop(sender.send(Err(error))),
             Ok(mut event_loop) => {
                 prepare(&mut event_loop);

@@ -38,12 +38,19 @@ pub(crate) enum Operation {
     Accept {
         socket: Arc<OwnedFd>,
     },
+    /// `IORING_OP_URING_CMD`, which only a ring that was made for it carries out.
+    Command(DeviceCommand),
 }
 
 impl Operation {
-    /// Whether it waits for a peer, so that it may take any time to complete.
+    /// Whether it waits for a peer, so that it may take any time to complete, and can be asked to stop.
     pub(crate) fn is_on_socket(&self) -> bool {
         matches!(self, Self::Receive(_) | Self::Send(_) | Self::Accept { .. })
+    }
+
+    /// Whether it may take any time to complete, because it waits for what others do.
+    pub(crate) fn waits_for_others(&self) -> bool {
+        self.is_on_socket() || matches!(self, Self::Command(_))
     }
 
     /// The descriptor, and a number below 8 for what is done with it.
@@ -56,6 +63,8 @@ impl Operation {
             Self::Allocate { file, .. } => (file.raw(), 4),
             Self::Receive(message) => (message.socket.as_raw_fd(), 5),
             Self::Send(message) => (message.socket.as_raw_fd(), 6),
+            // No socket, so it shares no estimate with `Receive`.
+            Self::Command(command) => (command.file.as_raw_fd(), 5),
             Self::Accept { socket } => (socket.as_raw_fd(), 7),
         }
     }
@@ -103,6 +112,17 @@ impl WriteThrough {
             Self::Yes => libc::RWF_DSYNC,
         }
     }
+}
+
+/// A command to a device's driver, which tells when it has something. It can be ended by a command to the device alone:
+/// the ring cannot cancel it.
+pub(crate) struct DeviceCommand {
+    pub(crate) file: Arc<OwnedFd>,
+    pub(crate) code: u32,
+    /// What the driver reads, before the address of `memory`.
+    pub(crate) argument: [u8; 8],
+    /// One segment, which the driver may read and write until the command completes.
+    pub(crate) memory: IoVector,
 }
 
 /// Data between memory and a socket.

@@ -11,7 +11,7 @@
 use std::io;
 
 use io_uring::register::Restriction;
-use io_uring::{IoUring, opcode, squeue};
+use io_uring::{IoUring, cqueue, opcode, squeue};
 
 /// Registrations, from `<linux/io_uring.h>`.
 pub(crate) mod registration {
@@ -25,6 +25,8 @@ pub(crate) mod registration {
     pub(crate) const UNREGISTER_EVENTFD: u8 = 5;
     /// `IORING_REGISTER_FILES_UPDATE`.
     pub(crate) const FILES_UPDATE: u8 = 6;
+    /// `IORING_REGISTER_PROBE`: which opcodes the kernel has.
+    pub(crate) const PROBE: u8 = 8;
     /// `IORING_REGISTER_FILES2`: a table without files.
     pub(crate) const FILES: u8 = 13;
     /// `IORING_REGISTER_BUFFERS2`: a table without buffers.
@@ -33,7 +35,19 @@ pub(crate) mod registration {
     pub(crate) const BUFFERS_UPDATE: u8 = 16;
 }
 
+/// Whether a loop's ring may be asked for commands to devices (`IORING_OP_URING_CMD`): what those do is up to a device's
+/// driver, so only loops that serve such a device have them.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum DeviceCommands {
+    /// The kernel refuses them.
+    #[default]
+    Refused,
+    /// The kernel carries them out.
+    Allowed,
+}
+
 /// What a kind of ring may be asked for.
+#[derive(Clone, Copy)]
 pub(crate) struct Allowed {
     /// Opcodes of submission entries.
     pub(crate) opcodes: &'static [u8],
@@ -41,6 +55,17 @@ pub(crate) struct Allowed {
     pub(crate) registrations: &'static [u8],
     /// Flags of submission entries.
     pub(crate) flags: squeue::Flags,
+    /// Those of the flags that each entry must have.
+    required: squeue::Flags,
+    /// Beside the opcodes.
+    commands: DeviceCommands,
+}
+
+impl Allowed {
+    /// The same, with or without commands to devices.
+    pub(crate) fn with(self, commands: DeviceCommands) -> Self {
+        Self { commands, ..self }
+    }
 }
 
 /// A loop's ring.
@@ -69,6 +94,18 @@ pub(crate) const LOOP: Allowed = Allowed {
         registration::BUFFERS_UPDATE,
     ],
     flags: squeue::Flags::FIXED_FILE,
+    required: squeue::Flags::empty(),
+    commands: DeviceCommands::Refused,
+};
+
+/// A ring that sends commands to those devices that it was given when it was made.
+pub(crate) const CONTROL: Allowed = Allowed {
+    opcodes: &[],
+    // A harmless one: later kernels take an empty list for none.
+    registrations: &[registration::PROBE],
+    flags: squeue::Flags::FIXED_FILE,
+    required: squeue::Flags::FIXED_FILE,
+    commands: DeviceCommands::Allowed,
 };
 
 /// A ring whose completions signal an eventfd.
@@ -76,6 +113,8 @@ pub(crate) const SIGNAL: Allowed = Allowed {
     opcodes: &[opcode::Nop::CODE],
     registrations: &[registration::EVENTFD, registration::UNREGISTER_EVENTFD],
     flags: squeue::Flags::empty(),
+    required: squeue::Flags::empty(),
+    commands: DeviceCommands::Refused,
 };
 
 /// Restricts a ring that was made disabled, and enables it. The calling thread is the one that submits to it, where the
@@ -83,11 +122,19 @@ pub(crate) const SIGNAL: Allowed = Allowed {
 ///
 /// # Errors
 /// The kernel's: EBADFD for a ring that is enabled already.
-pub(crate) fn enable(ring: &IoUring, allowed: &Allowed) -> io::Result<()> {
-    let opcodes = allowed.opcodes.iter().map(|&code| Restriction::sqe_op(code));
+pub(crate) fn enable<E: squeue::EntryMarker>(
+    ring: &IoUring<E, cqueue::Entry>,
+    allowed: &Allowed,
+) -> io::Result<()> {
+    let commands = match allowed.commands {
+        DeviceCommands::Refused => None,
+        DeviceCommands::Allowed => Some(opcode::UringCmd16::CODE),
+    };
+    let opcodes = allowed.opcodes.iter().copied().chain(commands).map(Restriction::sqe_op);
     let registrations = allowed.registrations.iter().map(|&code| Restriction::register_op(code));
     let flags = Restriction::sqe_flags_allowed(allowed.flags.bits());
-    let mut all: Vec<_> = opcodes.chain(registrations).chain([flags]).collect();
+    let required = Restriction::sqe_flags_required(allowed.required.bits());
+    let mut all: Vec<_> = opcodes.chain(registrations).chain([flags, required]).collect();
     ring.submitter().register_restrictions(&mut all)?;
     ring.submitter().register_enable_rings()
 }
@@ -155,6 +202,37 @@ mod tests {
         ring.submitter().register_files_update(0, &fds).expect("a slot");
         // SAFETY: descriptors of this test alone.
         let _ = unsafe { (libc::close(fds[0]), libc::close(fds[1])) };
+    }
+
+    #[test]
+    fn commands_to_devices_are_for_those_rings_that_were_made_for_them() {
+        let (any, code) = (Fd(std::io::stdin().as_raw_fd()), 0);
+        let entry = || opcode::UringCmd16::new(any, code).build();
+        let Some(mut plain) = ring(&LOOP) else { return };
+        assert_eq!(result_of(&mut plain, entry()), -libc::EACCES);
+        let Some(mut allowed) = ring(&LOOP.with(DeviceCommands::Allowed)) else { return };
+        // What becomes of it is up to the file's driver.
+        assert!(result_of(&mut allowed, entry()) != -libc::EACCES);
+        assert_eq!(result_of(&mut allowed, opcode::Nop::new().build()), -libc::EACCES);
+    }
+
+    #[test]
+    fn a_control_ring_reaches_only_the_devices_that_it_was_given() {
+        let made = IoUring::builder().setup_r_disabled().build(8);
+        let Ok(mut ring) = made else { return };
+        let given = std::fs::File::open("/dev/null").expect("it is there");
+        ring.submitter().register_files(&[given.as_raw_fd()]).expect("a table");
+        enable(&ring, &CONTROL).expect("it takes restrictions");
+        let of_slot = opcode::UringCmd16::new(io_uring::types::Fixed(0), 0).build();
+        let result = result_of(&mut ring, of_slot);
+        assert!(result != -libc::EACCES, "{result}");
+        let other = opcode::UringCmd16::new(Fd(given.as_raw_fd()), 0).build();
+        assert_eq!(result_of(&mut ring, other), -libc::EACCES);
+        let slot = io_uring::types::Fixed(0);
+        let read = opcode::Read::new(slot, ptr::null_mut(), 0).build();
+        assert_eq!(result_of(&mut ring, read), -libc::EACCES);
+        let update = ring.submitter().register_files_update(0, &[given.as_raw_fd()]);
+        assert_eq!(update.expect_err("it is refused").raw_os_error(), Some(libc::EACCES));
     }
 
     #[test]

@@ -39,7 +39,7 @@ impl Segments {
 unsafe impl Send for FileCall {}
 
 impl FileCall {
-    /// The call for a file operation; `None` for one on a socket.
+    /// The call for a file operation; `None` for one on a socket, and for a command, which has no call.
     pub(crate) fn of(operation: &Operation) -> Option<Self> {
         Some(match operation {
             Operation::Read(transfer) => Self::Read {
@@ -61,6 +61,7 @@ impl FileCall {
                 length: range.length(),
             },
             Operation::Receive(_) | Operation::Send(_) | Operation::Accept { .. } => return None,
+            Operation::Command(_) => return None,
         })
     }
 
@@ -132,7 +133,7 @@ pub(crate) fn try_socket(operation: &Operation) -> i32 {
             accepted as isize
         }),
         Operation::Read(_) | Operation::Write(..) | Operation::Sync { .. } => -libc::EINVAL,
-        Operation::Allocate { .. } => -libc::EINVAL,
+        Operation::Allocate { .. } | Operation::Command(_) => -libc::EINVAL,
     }
 }
 

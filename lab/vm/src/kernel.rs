@@ -29,6 +29,7 @@ const USED: &[&str] = &[
     "nvme",
     "nvme_core",
     "sd_mod",
+    "ublk_drv",
     "scsi_debug",
     "virtio_blk",
     "virtio_pci",

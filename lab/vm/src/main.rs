@@ -43,7 +43,7 @@ use server::Export;
 struct Cli {
     /// Which scenarios to run; without any, all
     scenarios: Vec<Scenario>,
-    /// How often the server of a disk of `guest` and `guest-vhost-user` is killed
+    /// How often the server of a disk of `guest`, `guest-vhost-user` and `ublk` is killed
     #[arg(long, default_value_t = 10)]
     kills: u64,
     /// How often it is upgraded, in turn with that
@@ -74,6 +74,8 @@ pub enum Scenario {
     GuestVhostUser,
     /// The kernel's NBD client
     Nbd,
+    /// The kernel's ublk driver: counts, kills of the server, recovery, removal
+    Ublk,
     /// Completions that are polled for: the disks' interrupts, with and without
     IoPoll,
     /// Writes that a full thin pool loses behind the page cache
@@ -130,6 +132,7 @@ fn run(workspace: &Workspace, cli: &Cli) -> Result<()> {
                 guest::run(&base, Export::VhostUser, FileSystem::Xfs, changes)
             }
             Scenario::Nbd => scenarios::nbd(&base),
+            Scenario::Ublk => scenarios::ublk(&base, cli.kills),
             Scenario::IoPoll => scenarios::io_poll(&base),
             Scenario::LostWrites => scenarios::lost_writes(&base),
         };

@@ -4,7 +4,7 @@ use std::thread;
 
 use anyhow::Result;
 
-use super::base::Base;
+use super::base::{Base, Tools};
 use super::disks::Disks;
 use super::in_guest::disk::Kind;
 use super::machine::{Bus, Machine, Outcome, TIMEOUT};
@@ -55,6 +55,18 @@ pub fn nbd(base: &Base) -> Result<()> {
     let mut machine = Machine::new(base, 1024)?;
     machine.disk(Bus::Nvme, "disk", &disks.empty("disk", DISK)?);
     passed(machine.run("lab-vm in-guest nbd disk", TIMEOUT)?)
+}
+
+/// The kernel's ublk driver on our server, which is killed so often, and what reaches the disk below.
+pub fn ublk(base: &Base, kills: u64) -> Result<()> {
+    for format in ["raw", "qcow2"] {
+        let disks = Disks::new(base)?;
+        let mut machine = Machine::new(base, 1536)?;
+        machine.tools(Tools::WithFio);
+        machine.disk(Bus::Nvme, "disk", &disks.empty("disk", DISK)?);
+        passed(machine.run(&format!("lab-vm in-guest ublk disk {format} {kills}"), TIMEOUT)?)?;
+    }
+    Ok(())
 }
 
 /// A server that polls for completions, and the interrupts of the disks below.

@@ -52,7 +52,18 @@ impl Server {
     pub fn start(mut serve: Command, export: Export, socket: &Path) -> Result<Self> {
         // One that was killed leaves its socket behind.
         let _ = std::fs::remove_file(socket);
-        serve.args(export.words(socket)).stdin(Stdio::null()).stdout(Stdio::piped());
+        serve.args(export.words(socket));
+        Self::spawn(serve, socket)
+    }
+
+    /// As [`start`](Self::start), as the first block device of the kernel's ublk driver.
+    pub fn start_ublk(mut serve: Command, device: &Path) -> Result<Self> {
+        serve.args(["--ublk", "0"]);
+        Self::spawn(serve, device)
+    }
+
+    fn spawn(mut serve: Command, socket: &Path) -> Result<Self> {
+        serve.stdin(Stdio::null()).stdout(Stdio::piped());
         let mut child = serve.spawn().context("cannot start blockhouse")?;
         let stdout = child.stdout.take().context("the server has no output")?;
         let server = Self { process: Process::Child(child), socket: socket.to_owned() };

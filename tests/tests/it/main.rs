@@ -61,6 +61,7 @@ mod socket_modes;
 mod state;
 mod tls;
 mod top;
+mod ublk;
 mod upgrades;
 mod upgrades_changed;
 mod upgrades_vhost_user;

@@ -16,6 +16,7 @@ const LAYERS: &[(&str, u32)] = &[
     ("blockhouse-disk", 3),
     ("blockhouse-nbd", 4),
     ("blockhouse-vhost-user", 4),
+    ("blockhouse-ublk", 4),
     ("blockhouse-jobs", 4),
     ("blockhouse-daemon", 5),
     ("blockhouse", 6),

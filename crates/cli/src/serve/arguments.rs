@@ -1,6 +1,7 @@
 //! The arguments of `blockhouse serve`, and what of them contradicts itself.
 
 use std::path::{Path, PathBuf};
+use std::str::FromStr;
 use std::time::Duration;
 
 use anyhow::Result;
@@ -12,9 +13,10 @@ use blockhouse_daemon::limits::{self, LimitArgument};
 use blockhouse_daemon::metrics::MetricsAddress;
 use blockhouse_daemon::offers::{Offer, Offers};
 use blockhouse_daemon::rate_limits;
-use blockhouse_daemon::setup::{DiskSetup, SandboxUse, Setup, StateSetup};
+use blockhouse_daemon::setup::{DiskSetup, SandboxUse, Setup, StateSetup, UblkSetup};
 use blockhouse_daemon::size;
 use blockhouse_daemon::socket_options::{self, SocketMode};
+use blockhouse_daemon::ublk;
 use blockhouse_daemon::user_options::{self, GroupName, UserName};
 use blockhouse_disk::{Access, CacheMode, DetectZeroes, Discard, ImageFormat};
 use blockhouse_engine::{DEFAULT_POLLING, EngineChoice, FixedFiles, IoPoll};
@@ -27,13 +29,14 @@ use crate::open_args::{AllowPathArgs, state_setup};
 use crate::serve::tls_args::TlsArgs;
 
 /// What the configuration says in place of the command line.
-const OTHER_OPTIONS: [&str; 36] = [
+const OTHER_OPTIONS: [&str; 37] = [
     "images",
     "format",
     "create",
     "name",
     "nbd",
     "vhost_user_blk",
+    "ublk",
     "limits",
     "tls",
     "tls_certificates",
@@ -101,6 +104,15 @@ pub struct Arguments {
     /// new size after SIGHUP, and the guest is told.
     #[arg(long, value_name = "SOCKET")]
     pub(super) vhost_user_blk: Vec<PathBuf>,
+    /// Serve the image to this host, as the block device /dev/ublkbN: N is ID, or the lowest free number. May be repeated;
+    /// several images need one each, in their order.
+    ///
+    /// Needs the kernel's driver (modprobe ublk_drv, Linux 6.5 or later), root's rights and io_uring. The device goes when
+    /// the server ends, so unmount what is on it first. If the server is killed, the device stays, and whatever uses it
+    /// waits: start the server again with the same image and ID, and it goes on, requests in flight among them.
+    /// docs/ublk.md has the details.
+    #[arg(long, value_name = "ID", num_args = 0..=1, default_missing_value = "any", value_parser = ValueParser::new(str::parse::<UblkId>))]
+    pub(super) ublk: Vec<UblkId>,
     /// What NBD clients may take, and what disks may do in a second, as KEY=VALUE,... May be repeated. Times are in
     /// seconds or have a unit (500ms, 5m, 2h).
     ///
@@ -243,6 +255,25 @@ pub struct Arguments {
     hand_over: bool,
 }
 
+/// The number of a ublk device.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct UblkId(Option<u32>);
+
+impl FromStr for UblkId {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        match text {
+            "any" => Ok(Self(None)),
+            // The driver has no more minor numbers.
+            _ => match text.parse() {
+                Ok(id @ ..1_048_576) => Ok(Self(Some(id))),
+                _ => Err("write the number of a device, or nothing and the image before it".into()),
+            },
+        }
+    }
+}
+
 fn parse_detect_zeroes(name: &str) -> Result<DetectZeroes, String> {
     match name {
         "off" => Ok(DetectZeroes::Off),
@@ -312,6 +343,9 @@ impl Arguments {
             if sockets != 0 && sockets != self.images.len() {
                 refuse("several images need one --vhost-user-blk socket each");
             }
+            if !self.ublk.is_empty() && self.ublk.len() != self.images.len() {
+                refuse("several images need one --ublk each");
+            }
         }
         check_bitmaps(&self.bitmap, self.snapshot.as_deref())
             .unwrap_or_else(|why| refuse(&format!("--bitmap: {why}")));
@@ -346,6 +380,7 @@ impl Arguments {
             offers: Some(offers),
             nbd,
             devices: self.devices(),
+            ublk: self.ublk_devices(),
             queues: self.queues(),
             register_memory: self.register_memory,
             limits: limits::limits(&clients),
@@ -367,6 +402,13 @@ impl Arguments {
         let last = self.images.len() - 1;
         let sockets = self.vhost_user_blk.iter().enumerate();
         sockets.map(|(index, path)| (path.clone(), index.min(last))).collect()
+    }
+
+    /// As [`devices`](Self::devices).
+    fn ublk_devices(&self) -> Vec<UblkSetup> {
+        let last = self.images.len().saturating_sub(1);
+        let devices = self.ublk.iter().enumerate();
+        devices.map(|(index, UblkId(id))| UblkSetup { id: *id, disk: index.min(last) }).collect()
     }
 
     /// The disks, each under a name of its own: `--name` or the file's, and its path where that is not enough.
@@ -421,6 +463,7 @@ impl Arguments {
             polling: Duration::from_micros(self.poll_max_us.into()),
             fixed_files: self.fixed_files,
             io_poll: self.io_poll,
+            commands: ublk::commands(&self.ublk_devices()),
         }
     }
 
@@ -433,8 +476,9 @@ impl Arguments {
     fn plan(&self) -> (Offers, Vec<(Address, Vec<Offer>)>) {
         let plan = Offers::new(&self.images, &self.name).and_then(|offers| {
             let plan = offers.plan(&self.nbd)?;
-            // Each image has a vhost-user socket, or none has.
-            if !self.nbd.is_empty() && self.vhost_user_blk.is_empty() {
+            // Each image has a device, or none has.
+            let has_devices = !self.vhost_user_blk.is_empty() || !self.ublk.is_empty();
+            if !self.nbd.is_empty() && !has_devices {
                 offers.check_all_offered(plan.iter().flat_map(|(_, offers)| offers))?;
             }
             Ok((offers, plan))

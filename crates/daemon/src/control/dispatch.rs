@@ -171,6 +171,7 @@ fn exports(running: &Running) -> Vec<ExportInfo> {
         kind: match export.address {
             ExportAddress::Nbd(_) => "nbd",
             ExportAddress::VhostUser(_) => "vhost-user-blk",
+            ExportAddress::Ublk(_) => "ublk",
         },
         clients: running.clients(&export),
         export: export.address.to_string(),

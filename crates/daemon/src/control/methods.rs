@@ -149,7 +149,7 @@ pub struct ExportAddParams {
 #[derive(Debug, Deserialize, Serialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct ExportParams {
-    /// The URI of an NBD export, or the path of a vhost-user-blk socket, as `export.list` tells it.
+    /// The URI of an NBD export, or the path of a vhost-user-blk socket or a ublk device, as `export.list` tells it.
     pub export: String,
 }
 
@@ -157,9 +157,9 @@ pub struct ExportParams {
 #[derive(Debug, Serialize, JsonSchema)]
 #[serde(rename_all = "kebab-case")]
 pub struct ExportInfo {
-    /// The URI, or the path of its socket.
+    /// The URI, or the path of its socket or block device.
     pub export: String,
-    /// nbd or vhost-user-blk.
+    /// nbd, vhost-user-blk or ublk.
     pub kind: &'static str,
     /// The name of its disk.
     pub disk: String,

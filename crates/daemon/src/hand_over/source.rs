@@ -86,6 +86,11 @@ pub fn hand_over(
             "a request at the control socket is still being carried out; try again when it is done"
         );
     };
+    if service.has_ublk() {
+        bail!(
+            "a ublk device belongs to the process that serves it, and cannot be handed over; remove that export first"
+        );
+    }
     check_jobs(service)?;
     let (disks, sockets, devices) = (service.disks(), service.sockets(), service.devices());
     let (offer, descriptors) = offer_of(service, &disks, &sockets, &devices)?;

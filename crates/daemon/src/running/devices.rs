@@ -105,6 +105,7 @@ impl Running {
         let mut devices = self.list.lock().devices.clone();
         devices.retain(|device| device.disk == disk);
         devices.iter().for_each(|device| device.served.resized());
+        self.resize_ublk(disk);
     }
 
     /// Ends all devices: what guests have in flight completes.
@@ -115,7 +116,7 @@ impl Running {
 }
 
 /// Waits until no other task uses it.
-async fn alone<T>(mut shared: Arc<T>) -> T {
+pub(super) async fn alone<T>(mut shared: Arc<T>) -> T {
     loop {
         match Arc::try_unwrap(shared) {
             Ok(alone) => return alone,

@@ -178,6 +178,10 @@ impl Running {
                 self.add_device(path.clone(), served).await?;
                 ExportAddress::VhostUser(path)
             }
+            ExportAddress::Ublk(_) => bail!(
+                "a ublk device cannot be added to a running server, whose loops take no commands of it; start a server \
+                 with --ublk"
+            ),
         };
         let (export, disk) = (address.to_string(), disk.name().to_owned());
         self.events.tell(Event::ExportAdded { export, disk });
@@ -211,6 +215,7 @@ impl Running {
         match &export.address {
             ExportAddress::Nbd(uri) => self.remove_nbd(uri).await,
             ExportAddress::VhostUser(path) => self.remove_device(path).await?,
+            ExportAddress::Ublk(id) => self.remove_ublk(*id).await?,
         }
         let (export, disk) = (export.address.to_string(), export.disk.clone());
         self.events.tell(Event::ExportRemoved { export, disk });
@@ -260,7 +265,7 @@ impl Running {
     pub(crate) fn clients(&self, export: &RunningExport) -> Option<usize> {
         match &export.address {
             ExportAddress::Nbd(uri) => Some(self.nbd_clients(uri)),
-            ExportAddress::VhostUser(_) => None,
+            ExportAddress::VhostUser(_) | ExportAddress::Ublk(_) => None,
         }
     }
 }

@@ -14,14 +14,22 @@ pub(crate) enum ExportAddress {
     Nbd(NbdUri),
     /// To a guest's vhost-user-blk device, at this Unix socket.
     VhostUser(PathBuf),
+    /// To this host, as the block device `/dev/ublkbN` of this number.
+    Ublk(u32),
 }
 
+/// What the path of a ublk device begins with, before its number.
+const UBLK_DEVICE: &str = "/dev/ublkb";
+
 impl ExportAddress {
-    /// The export that a user means by this text: a URI, or the path of a socket.
+    /// The export that a user means by this text: a URI, the path of a ublk device, or the path of a socket.
     ///
     /// # Errors
     /// Why it is no URI.
     pub(crate) fn parse(text: &str) -> Result<Self, String> {
+        if let Some(Ok(id)) = text.strip_prefix(UBLK_DEVICE).map(str::parse) {
+            return Ok(Self::Ublk(id));
+        }
         match text.starts_with('/') {
             true => Ok(Self::VhostUser(text.into())),
             false => text.parse().map(Self::Nbd).map_err(|error: blockhouse_nbd::uri::UriError| {
@@ -52,6 +60,7 @@ impl ExportAddress {
                 blockhouse_nbd::uri::Address::Tcp { .. } => None,
             },
             Self::VhostUser(path) => Some(path),
+            Self::Ublk(_) => None,
         }
     }
 
@@ -63,6 +72,7 @@ impl ExportAddress {
                 NbdUri { security, address: uri.address.clone(), export: String::new() }.to_string()
             }
             Self::VhostUser(path) => path.display().to_string(),
+            Self::Ublk(id) => format!("{UBLK_DEVICE}{id}"),
         }
     }
 }
@@ -72,6 +82,7 @@ impl fmt::Display for ExportAddress {
         match self {
             Self::Nbd(uri) => uri.fmt(f),
             Self::VhostUser(path) => path.display().fmt(f),
+            Self::Ublk(id) => write!(f, "{UBLK_DEVICE}{id}"),
         }
     }
 }
@@ -91,7 +102,9 @@ mod tests {
 
     #[test]
     fn exports_are_called_after_their_addresses() {
-        for text in ["nbd+unix:///a?socket=/run/s", "nbd://localhost:10809/", "/run/vu.sock"] {
+        for text in
+            ["nbd+unix:///a?socket=/run/s", "nbd://localhost:10809/", "/run/vu.sock", "/dev/ublkb7"]
+        {
             let address = ExportAddress::parse(text).expect(text);
             assert_eq!(ExportAddress::parse(&address.to_string()), Ok(address), "{text}");
         }

@@ -10,6 +10,7 @@ mod export;
 mod limits;
 mod nbd_sockets;
 mod reload;
+mod ublk_devices;
 
 use std::path::{Path, PathBuf};
 use std::slice;
@@ -40,6 +41,7 @@ pub(crate) use disks::ClaimedDisk;
 pub(crate) use export::{ExportAddress, RunningExport};
 pub(crate) use nbd_sockets::ServedSocket;
 pub(crate) use reload::Reloaded;
+pub(crate) use ublk_devices::RunningUblk;
 
 /// What runs.
 pub(crate) struct Running {
@@ -80,6 +82,7 @@ struct List {
     /// In the order in which they were added.
     exports: Vec<RunningExport>,
     devices: Vec<Arc<RunningDevice>>,
+    ublk: Vec<Arc<RunningUblk>>,
     /// What the command line or the configuration asks for.
     configured: Vec<ConfiguredDisk>,
 }

@@ -11,11 +11,13 @@ pub enum ExportKind {
     Nbd,
     /// A guest's virtqueue.
     VhostUser,
+    /// The host's kernel, by a block device.
+    Ublk,
 }
 
 impl ExportKind {
     /// All of them, in the order of their numbers.
-    pub const ALL: [Self; 3] = [Self::Local, Self::Nbd, Self::VhostUser];
+    pub const ALL: [Self; 4] = [Self::Local, Self::Nbd, Self::VhostUser, Self::Ublk];
 
     /// As in labels.
     pub fn as_str(self) -> &'static str {
@@ -23,6 +25,7 @@ impl ExportKind {
             Self::Local => "local",
             Self::Nbd => "nbd",
             Self::VhostUser => "vhost-user",
+            Self::Ublk => "ublk",
         }
     }
 }

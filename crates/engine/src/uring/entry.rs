@@ -1,10 +1,12 @@
-//! Transfers between memory and a file, as a ring takes them.
+//! Transfers between memory and a file, and commands, as a ring takes them.
+
+use std::os::fd::AsRawFd;
 
 use blockhouse_core::Segment;
 use io_uring::types::Fd;
 use io_uring::{opcode, squeue};
 
-use crate::operation::Transfer;
+use crate::operation::{DeviceCommand, Transfer};
 
 /// The entry that reads; it points into the transfer. `slot` names all of its memory, if it has one.
 pub(super) fn read(file: Fd, transfer: &Transfer, slot: Option<u16>) -> squeue::Entry {
@@ -46,6 +48,16 @@ pub(super) fn write(file: Fd, transfer: &Transfer, slot: Option<u16>, flags: i32
             opcode::Writev::new(file, first, count).offset(transfer.offset).rw_flags(flags).build()
         }
     }
+}
+
+/// The entry that sends a command. What it refers to belongs to the command.
+pub(super) fn command(command: &DeviceCommand) -> squeue::Entry {
+    let DeviceCommand { file, code, argument, memory } = command;
+    let address = memory.segments().first().map_or(0, |first| first.address.addr().get());
+    let mut bytes = [0; 16];
+    bytes[..8].copy_from_slice(argument);
+    bytes[8..].copy_from_slice(&(address as u64).to_ne_bytes());
+    opcode::UringCmd16::new(Fd(file.as_raw_fd()), *code).cmd(bytes).build()
 }
 
 /// A transfer's length, cut to what the kernel does at once (`MAX_RW_COUNT`, a multiple of a page).

@@ -23,6 +23,7 @@ use crate::loop_shared::LoopShared;
 use crate::mapping::Mapping;
 use crate::operation::{MAX_OPERATIONS, Message, Operation, OperationTable, Token};
 use crate::registrations::Registrations;
+use crate::ring_restrictions::DeviceCommands;
 use crate::system_call::run_inline;
 use crate::watches::WatchKey;
 use polled::PolledRing;
@@ -66,12 +67,12 @@ pub(crate) struct Uring {
 }
 
 impl Uring {
-    /// A ring for the calling thread.
+    /// A ring for the calling thread, which carries out commands to devices or refuses them.
     ///
     /// # Errors
     /// The kernel's, where io_uring is missing, forbidden or too old.
-    pub(crate) fn open(shared: &Arc<LoopShared>) -> io::Result<Self> {
-        let ring = Ring::open(shared, CompletionMode::Interrupt)?;
+    pub(crate) fn open(shared: &Arc<LoopShared>, commands: DeviceCommands) -> io::Result<Self> {
+        let ring = Ring::open(shared, CompletionMode::Interrupt, commands)?;
         // SAFETY: all-zero is a valid msghdr (null pointers and zero lengths).
         let no_header: libc::msghdr = unsafe { std::mem::zeroed() };
         let headers = vec![no_header; MAX_OPERATIONS].into_boxed_slice();
@@ -137,6 +138,7 @@ impl Uring {
                 let header = self.header(token, message);
                 opcode::SendMsg::new(socket, header).flags(libc::MSG_NOSIGNAL as u32).build()
             }
+            Operation::Command(command) => entry::command(command),
             Operation::Accept { socket } => {
                 let socket = Fd(socket.as_raw_fd());
                 opcode::Accept::new(socket, ptr::null_mut(), ptr::null_mut())
@@ -188,6 +190,10 @@ impl Uring {
         }
         self.ring.has_lost_completions = false;
         for token in operations.in_flight() {
+            // The kernel does not find those commands that it has, so the answer would say nothing.
+            if matches!(operations.operation(token), Operation::Command(_)) {
+                continue;
+            }
             self.probed.insert(token);
             let entry = opcode::AsyncCancel::new(token.as_u64()).build();
             self.push(&entry.user_data(PROBE | token.as_u64()));

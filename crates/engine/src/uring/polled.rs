@@ -20,6 +20,7 @@ use crate::fixed_files::{FileId, FixedFiles};
 use crate::io_poll::IoPoll;
 use crate::loop_shared::LoopShared;
 use crate::operation::{Operation, OperationTable, Token, Transfer, WriteThrough};
+use crate::ring_restrictions::DeviceCommands;
 
 pub(super) struct PolledRing {
     shared: Arc<LoopShared>,
@@ -89,7 +90,7 @@ impl PolledRing {
     }
 
     fn open(&self) -> State {
-        match Ring::open(&self.shared, CompletionMode::Polled) {
+        match Ring::open(&self.shared, CompletionMode::Polled, DeviceCommands::Refused) {
             Ok(mut ring) => {
                 ring.set_fixed_files(self.fixed);
                 State::Open(Box::new(ring))

@@ -24,7 +24,7 @@ use crate::mapping::Mapping;
 use crate::operation::MAX_OPERATIONS;
 use crate::registered_buffers::BufferTable;
 use crate::registrations::Registrations;
-use crate::ring_restrictions::{LOOP, enable};
+use crate::ring_restrictions::{DeviceCommands, LOOP, enable};
 
 /// Entries of the submission queue between two system calls. More cost an extra call, nothing else.
 const SUBMISSIONS: u32 = 256;
@@ -69,10 +69,14 @@ impl Ring {
     ///
     /// # Errors
     /// The kernel's, where io_uring is missing, forbidden or too old.
-    pub(super) fn open(shared: &Arc<LoopShared>, completions: CompletionMode) -> io::Result<Self> {
+    pub(super) fn open(
+        shared: &Arc<LoopShared>,
+        completions: CompletionMode,
+        commands: DeviceCommands,
+    ) -> io::Result<Self> {
         let uring = best_ring(completions)?;
         check(&uring)?;
-        enable(&uring, &LOOP)?;
+        enable(&uring, &LOOP.with(commands))?;
         let files = FixedTable::new(shared.clone(), FixedFiles::Off);
         let memory = BufferTable::new(shared.clone());
         let (shared, broken_wait) = (Arc::clone(shared), BrokenWait::default());

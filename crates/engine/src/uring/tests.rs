@@ -15,12 +15,13 @@ use crate::fixed_files::FixedFiles;
 use crate::io_poll::{IoPoll, Pollable};
 use crate::loop_shared::LoopShared;
 use crate::operation::{Operation, OperationTable, Token, Transfer, WriteThrough};
+use crate::ring_restrictions::DeviceCommands;
 
 const BLOCK: usize = 4096;
 
 fn engine() -> Option<Uring> {
     let shared = LoopShared::new().unwrap();
-    match Uring::open(&shared) {
+    match Uring::open(&shared, DeviceCommands::Refused) {
         Ok(engine) => Some(engine),
         Err(error) => {
             eprintln!("skipped: {error}");

@@ -19,6 +19,7 @@ pub mod report;
 pub mod serve;
 pub mod system;
 pub mod trace;
+pub mod ublk;
 
 use anyhow::{Context, Result};
 
@@ -69,6 +70,15 @@ pub enum Task {
         /// The disk that the image lies on
         disk: String,
     },
+    /// Use an image by the kernel's ublk driver
+    Ublk {
+        /// The disk that the image lies on
+        disk: String,
+        /// Its format
+        format: String,
+        /// How often its server is killed
+        kills: u64,
+    },
     /// Count the interrupts of disks whose completions a server polls for
     IoPoll {
         /// The serial number of an NVMe disk
@@ -115,6 +125,7 @@ pub fn run(task: Task) -> Result<()> {
         }
         Task::GuestCache { disk, from, to } => cache::run(&disk, from, to),
         Task::Nbd { disk } => nbd::run(&disk),
+        Task::Ublk { disk, format, kills } => ublk::run(&disk, &format, kills),
         Task::IoPoll { nvme, virtio } => io_poll::run(&nvme, &virtio),
         Task::LostWrites { disk } => lost_writes::run(&disk),
         Task::PowerRecord { configuration, disk, log } => {

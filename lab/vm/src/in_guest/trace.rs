@@ -98,6 +98,43 @@ pub fn count(disk: &Path, work: impl FnOnce() -> Result<()>) -> Result<Counts> {
     Ok(parse(&system::read(&file("trace"))?, &device))
 }
 
+/// How often threads of this name call `io_uring_enter` while `work` runs.
+pub fn count_enters(thread: &str, work: impl FnOnce() -> Result<()>) -> Result<u64> {
+    let file = |name: &str| Path::new(TRACING).join(name);
+    let event = |name: &str| file("events/raw_syscalls/sys_enter").join(name);
+    // The kernel counts by itself, however many there are.
+    let pid = pid_of(thread)?;
+    let histogram =
+        format!("hist:keys=common_pid if id == {IO_URING_ENTER} && common_pid == {pid}");
+    system::write(event("trigger"), &histogram)?;
+    let outcome = work();
+    let counts = system::read(&event("hist"));
+    system::write(event("trigger"), &format!("!{histogram}"))?;
+    outcome?;
+    counts.map(|counts| hits(&counts))
+}
+
+/// The number of `io_uring_enter` (`<asm/unistd.h>`).
+const IO_URING_ENTER: u32 = 426;
+
+/// The thread of this name.
+fn pid_of(thread: &str) -> Result<u32> {
+    let tasks = std::fs::read_dir("/proc")?.flatten();
+    let mut tasks = tasks.filter_map(|process| std::fs::read_dir(process.path().join("task")).ok());
+    let found = tasks.find_map(|tasks| {
+        let mut tasks = tasks.flatten();
+        tasks.find(|task| system::read(&task.path().join("comm")).is_ok_and(|name| name == thread))
+    });
+    let name = found.context("no such thread")?.file_name();
+    name.to_str().and_then(|name| name.parse().ok()).context("a thread without a number")
+}
+
+/// The sum of a histogram: "Hits: 12".
+fn hits(histogram: &str) -> u64 {
+    let totals = histogram.lines().filter_map(|line| line.trim().strip_prefix("Hits: "));
+    totals.filter_map(|hits| hits.trim().parse::<u64>().ok()).sum()
+}
+
 fn parse(trace: &str, device: &str) -> Counts {
     let mut counts = Counts::default();
     for line in trace.lines() {
@@ -115,6 +152,12 @@ fn parse(trace: &str, device: &str) -> Counts {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_histogram_has_a_sum() {
+        let text = "{ common_pid: 7 } hitcount: 12\n\nTotals:\n    Hits: 12\n    Entries: 1\n";
+        assert_eq!(hits(text), 12);
+    }
 
     #[test]
     fn letters_are_told_apart() {

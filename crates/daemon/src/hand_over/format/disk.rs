@@ -141,6 +141,8 @@ pub enum Export {
     Nbd(String),
     /// To a guest: the bytes of the socket's path.
     VhostUser(Vec<u8>),
+    /// A block device of the host, by its number. It is served no more when this is handed over.
+    Ublk(u32),
 }
 
 fn bytes_of(path: &Path) -> Vec<u8> {
@@ -292,6 +294,7 @@ impl From<&ExportAddress> for Export {
         match address {
             ExportAddress::Nbd(uri) => Self::Nbd(uri.to_string()),
             ExportAddress::VhostUser(path) => Self::VhostUser(bytes_of(path)),
+            ExportAddress::Ublk(id) => Self::Ublk(*id),
         }
     }
 }
@@ -315,6 +318,7 @@ impl Configured {
                 Ok(ExportAddress::Nbd(uri))
             }
             Export::VhostUser(path) => Ok(ExportAddress::VhostUser(path_of(path))),
+            Export::Ublk(id) => Ok(ExportAddress::Ublk(id)),
         };
         let addresses = self.exports.into_iter().map(address).collect::<Result<_>>()?;
         Ok(ConfiguredDisk { setup: self.opened.setup()?, addresses })

@@ -1,0 +1,224 @@
+//! A device's own file, by which its server takes requests and answers them.
+//!
+//! Guarantees: the memory that the driver copies data from and to is owned by a command in flight, and no shorter than the
+//! longest request of the device, which is what the driver goes by. Descriptors are read only: the driver writes them
+//! before the command that tells of them completes.
+
+use std::io;
+use std::os::fd::OwnedFd;
+use std::ptr::{self, NonNull};
+use std::sync::Arc;
+
+use blockhouse_core::IoVector;
+use rustix::fs::{Mode, OFlags};
+use rustix::mm::{MapFlags, ProtFlags};
+
+use super::control::UblkControl;
+use super::wire::{
+    COMMIT_AND_FETCH, DESCRIPTOR_BYTES, FETCH, MAX_DEPTH, UblkDescriptor, UblkInfo, queue_bytes,
+    ublk_flag,
+};
+use crate::operation::{DeviceCommand, Operation};
+use crate::submit::submit;
+
+/// Ways of data other than by copies from and to a command's memory.
+const OTHER_WAYS: u64 = ublk_flag::SUPPORT_ZERO_COPY
+    | ublk_flag::NEED_GET_DATA
+    | ublk_flag::USER_COPY
+    | ublk_flag::AUTO_BUF_REG
+    | ublk_flag::BATCH_IO
+    | ublk_flag::SHMEM_ZC;
+
+/// `/dev/ublkcN`, open. One process at a time has it open. It is to be stopped ([`UblkCommand::Stop`]) before the loops
+/// that wait for its requests end.
+///
+/// [`UblkCommand::Stop`]: super::UblkCommand::Stop
+pub struct UblkDevice {
+    file: Arc<OwnedFd>,
+    info: UblkInfo,
+    /// One for each queue.
+    descriptors: Vec<Descriptors>,
+}
+
+/// The descriptors of a queue's requests, which the driver shares.
+struct Descriptors {
+    start: NonNull<u8>,
+    length: usize,
+}
+
+// SAFETY: the object owns its mapping, which is not tied to a thread.
+unsafe impl Send for Descriptors {}
+// SAFETY: it is only read, by volatile loads, since the driver writes to it.
+unsafe impl Sync for Descriptors {}
+
+impl Descriptors {
+    fn map(file: &OwnedFd, queue: u16, depth: u16) -> io::Result<Self> {
+        let page = rustix::param::page_size();
+        let bytes = |depth: usize| (depth * DESCRIPTOR_BYTES).next_multiple_of(page);
+        let (length, offset) = (bytes(depth.into()), usize::from(queue) * bytes(MAX_DEPTH));
+        let flags = MapFlags::SHARED | MapFlags::POPULATE;
+        // SAFETY: a new mapping at an address of the kernel's choice replaces no other mapping. Its pages stay as long as
+        // the mapping: it keeps the device's file open, and the driver frees them when that is closed.
+        let mapped = unsafe {
+            rustix::mm::mmap(ptr::null_mut(), length, ProtFlags::READ, flags, file, offset as u64)?
+        };
+        let start = NonNull::new(mapped.cast()).expect("a mapping is nowhere near address 0");
+        Ok(Self { start, length })
+    }
+
+    fn get(&self, tag: u16) -> UblkDescriptor {
+        let offset = usize::from(tag) * DESCRIPTOR_BYTES;
+        assert!(offset + DESCRIPTOR_BYTES <= self.length, "a tag of the queue");
+        // SAFETY: inside of the mapping, as was just checked, and aligned: it starts at a page, and a descriptor has a
+        // multiple of 8 bytes. The loads are volatile because the driver may write meanwhile; every value is valid.
+        unsafe {
+            let start = self.start.add(offset);
+            UblkDescriptor {
+                operation: start.cast::<u32>().read_volatile(),
+                sectors: start.add(4).cast::<u32>().read_volatile(),
+                start_sector: start.add(8).cast::<u64>().read_volatile(),
+            }
+        }
+    }
+}
+
+impl Drop for Descriptors {
+    fn drop(&mut self) {
+        // SAFETY: the mapping is this object's own, and no reference into it exists.
+        let unmapped = unsafe { rustix::mm::munmap(self.start.as_ptr().cast(), self.length) };
+        debug_assert!(unmapped.is_ok(), "{unmapped:?}");
+    }
+}
+
+impl UblkDevice {
+    /// Opens device `id`, which was added or whose recovery was started.
+    ///
+    /// # Errors
+    /// The kernel's: `NotFound` where its file did not appear, `ResourceBusy` where another process has it open;
+    /// `Unsupported` for a device whose data does not go by plain copies.
+    pub fn open(control: &mut UblkControl, id: u32) -> io::Result<Self> {
+        let info = control.info(id)?;
+        if info.flags & OTHER_WAYS != 0 {
+            let text = "the device's data does not go by copies to the server's memory";
+            return Err(io::Error::new(io::ErrorKind::Unsupported, text));
+        }
+        let path = format!("/dev/ublkc{id}");
+        let file = rustix::fs::open(path, OFlags::RDWR | OFlags::CLOEXEC, Mode::empty())?;
+        let queues = 0..info.queues;
+        let descriptors = queues.map(|queue| Descriptors::map(&file, queue, info.depth));
+        Ok(Self {
+            descriptors: descriptors.collect::<io::Result<_>>()?,
+            file: Arc::new(file),
+            info,
+        })
+    }
+
+    /// What it was like when it was opened: its number, queues, limits and flags.
+    pub fn info(&self) -> &UblkInfo {
+        &self.info
+    }
+
+    /// The request of a tag, from when a command for it has completed until it is answered.
+    ///
+    /// # Panics
+    /// For a queue or tag that the device has not.
+    pub fn descriptor(&self, queue: u16, tag: u16) -> UblkDescriptor {
+        self.descriptors[usize::from(queue)].get(tag)
+    }
+
+    /// Takes the first request of a tag. Data of a write is in `memory` then, and that of a read is to be put there before
+    /// [`commit`](Self::commit). All tags of a queue are fetched by one thread, whose loop must take commands.
+    ///
+    /// # Errors
+    /// ENODEV when the device was stopped; EACCES on a loop that takes no commands, EOPNOTSUPP on one without a ring; or
+    /// the driver's.
+    ///
+    /// # Panics
+    /// When the memory is not one piece, or shorter than the longest request of the device.
+    pub async fn fetch(&self, queue: u16, tag: u16, memory: IoVector) -> io::Result<()> {
+        self.command(FETCH, queue, tag, 0, memory).await
+    }
+
+    /// Answers the request of a tag and takes the next one, as [`fetch`](Self::fetch). The result is a count of bytes, or a
+    /// negative errno. `memory` has the data of a read.
+    ///
+    /// # Errors
+    /// As [`fetch`](Self::fetch).
+    ///
+    /// # Panics
+    /// As [`fetch`](Self::fetch).
+    pub async fn commit(
+        &self,
+        queue: u16,
+        tag: u16,
+        result: i32,
+        memory: IoVector,
+    ) -> io::Result<()> {
+        self.command(COMMIT_AND_FETCH, queue, tag, result, memory).await
+    }
+
+    async fn command(
+        &self,
+        code: u32,
+        queue: u16,
+        tag: u16,
+        result: i32,
+        memory: IoVector,
+    ) -> io::Result<()> {
+        let [segment] = memory.segments() else { panic!("the driver takes one piece of memory") };
+        assert!(segment.length >= self.info.max_io_bytes as usize, "too little memory");
+        let argument = queue_bytes(queue, tag, result);
+        let file = Arc::clone(&self.file);
+        let command = DeviceCommand { file, code, argument, memory };
+        let (outcome, _) = submit(Operation::Command(command)).await;
+        Ok(outcome.map(drop)?)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use blockhouse_core::Buffer;
+
+    use super::*;
+    use crate::engine::{Engine, EngineChoice};
+    use crate::event_loop::EventLoop;
+    use crate::ring_restrictions::DeviceCommands;
+
+    /// What becomes of a command to a file that takes none, on such a loop; `None` where it cannot be had here.
+    fn command_on(engine: Engine, commands: DeviceCommands) -> Option<io::Error> {
+        let choice = EngineChoice::Only(engine);
+        let mut event_loop = EventLoop::with_commands(choice, commands).ok()?;
+        let error = event_loop.block_on(async {
+            let (reader, _writer) = rustix::pipe::pipe().expect("a pipe");
+            let mut memory = Buffer::new(4096);
+            let file = Arc::new(reader);
+            let (argument, memory) = (queue_bytes(0, 0, 0), memory.lend());
+            let command = DeviceCommand { file, code: FETCH, argument, memory };
+            submit(Operation::Command(command)).await.0.expect_err("a pipe takes none")
+        });
+        Some(error.into())
+    }
+
+    #[test]
+    fn commands_are_for_loops_that_were_made_for_them() {
+        let code = |engine, commands| command_on(engine, commands).and_then(|e| e.raw_os_error());
+        let refused = code(Engine::IoUring, DeviceCommands::Refused);
+        assert!(refused.is_none_or(|code| code == libc::EACCES), "{refused:?}");
+        let allowed = code(Engine::IoUring, DeviceCommands::Allowed);
+        assert!(allowed.is_none_or(|code| code == libc::EOPNOTSUPP), "{allowed:?}");
+        for engine in [Engine::LinuxAio, Engine::Threads] {
+            let without_ring = code(engine, DeviceCommands::Allowed);
+            assert!(without_ring.is_none_or(|code| code == libc::EOPNOTSUPP), "{without_ring:?}");
+        }
+    }
+
+    #[test]
+    fn without_the_driver_there_is_no_control_device() {
+        if std::path::Path::new("/dev/ublk-control").exists() {
+            eprintln!("skipped: this kernel has the driver");
+            return;
+        }
+        let error = UblkControl::open().err().expect("there is none");
+        assert_eq!(error.kind(), io::ErrorKind::NotFound);
+    }
+}

@@ -1,0 +1,256 @@
+//! What the driver reads and writes, as bytes and values (`<linux/ublk_cmd.h>`). All fields are in the order of the
+//! processor.
+
+/// Features of the driver or of a device (`UBLK_F_`).
+pub mod ublk_flag {
+    /// Data goes by registered buffers.
+    pub const SUPPORT_ZERO_COPY: u64 = 1 << 0;
+    /// Data of a write follows a further command.
+    pub const NEED_GET_DATA: u64 = 1 << 2;
+    /// The device outlives its server.
+    pub const USER_RECOVERY: u64 = 1 << 3;
+    /// Requests that a dead server had are given to the next one.
+    pub const USER_RECOVERY_REISSUE: u64 = 1 << 4;
+    /// Commands are numbered like ioctls.
+    pub const CMD_IOCTL_ENCODE: u64 = 1 << 6;
+    /// Data goes by reads and writes of the device.
+    pub const USER_COPY: u64 = 1 << 7;
+    /// The size can change while the device is used.
+    pub const UPDATE_SIZE: u64 = 1 << 10;
+    /// Data goes by buffers that the driver registers.
+    pub const AUTO_BUF_REG: u64 = 1 << 11;
+    /// Commands are for many requests at once.
+    pub const BATCH_IO: u64 = 1 << 15;
+    /// Data may be in shared memory.
+    pub const SHMEM_ZC: u64 = 1 << 19;
+}
+
+/// States of a device (`UBLK_S_DEV_`).
+pub mod ublk_state {
+    /// Not started, or stopped.
+    pub const DEAD: u16 = 0;
+    /// It takes requests.
+    pub const LIVE: u16 = 1;
+    /// Its server is gone: requests wait for the next one.
+    pub const QUIESCED: u16 = 2;
+}
+
+/// A command to `/dev/ublk-control`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum UblkCommand {
+    /// Stores the driver's features in the buffer, 8 bytes. Of no device.
+    GetFeatures,
+    /// Stores an [`UblkInfo`] in the buffer.
+    GetInfo,
+    /// Makes the device that the [`UblkInfo`] in the buffer describes, and stores what it is like.
+    Add,
+    /// Removes a device, and waits until nobody has it open.
+    Delete,
+    /// Removes a device, which vanishes when nobody has it open.
+    DeleteAsync,
+    /// Has the block device appear. Waits until each tag of each queue is fetched. The argument is the server's process.
+    Start,
+    /// Removes the block device; all commands of its queues complete.
+    Stop,
+    /// Sets the block device's parameters to those in the buffer.
+    SetParameters,
+    /// Stores the parameters in the buffer.
+    GetParameters,
+    /// Has a device whose server is gone take commands of this process.
+    StartRecovery,
+    /// Has it go on. Waits and takes an argument like [`Start`](Self::Start).
+    EndRecovery,
+    /// Changes the size to the argument, in sectors of 512 bytes.
+    UpdateSize,
+}
+
+/// Bytes of `struct ublksrv_ctrl_cmd`, which the number of a control command contains.
+const CONTROL_BYTES: u32 = 32;
+/// The same of `struct ublksrv_io_cmd`, for commands of queues.
+const QUEUE_BYTES: u32 = 16;
+
+/// `_IOR('u', number, …)` and `_IOWR('u', number, …)` of `<linux/ioctl.h>`.
+const fn ioctl(is_write: bool, number: u32, size: u32) -> u32 {
+    let direction = if is_write { 3 } else { 2 };
+    direction << 30 | size << 16 | (b'u' as u32) << 8 | number
+}
+
+/// `UBLK_U_IO_FETCH_REQ`.
+pub(super) const FETCH: u32 = ioctl(true, 0x20, QUEUE_BYTES);
+/// `UBLK_U_IO_COMMIT_AND_FETCH_REQ`.
+pub(super) const COMMIT_AND_FETCH: u32 = ioctl(true, 0x21, QUEUE_BYTES);
+
+impl UblkCommand {
+    /// The number of the command.
+    pub(super) const fn code(self) -> u32 {
+        let (is_write, number) = match self {
+            Self::GetInfo => (false, 0x02),
+            Self::Add => (true, 0x04),
+            Self::Delete => (true, 0x05),
+            Self::Start => (true, 0x06),
+            Self::Stop => (true, 0x07),
+            Self::SetParameters => (true, 0x08),
+            Self::GetParameters => (false, 0x09),
+            Self::StartRecovery => (true, 0x10),
+            Self::EndRecovery => (true, 0x11),
+            Self::GetFeatures => (false, 0x13),
+            Self::DeleteAsync => (false, 0x14),
+            Self::UpdateSize => (true, 0x15),
+        };
+        ioctl(is_write, number, CONTROL_BYTES)
+    }
+}
+
+/// A control command as the driver reads it in a submission entry. `address` and `length` are those of the buffer.
+pub(super) fn control_bytes(id: u32, address: u64, length: u16, argument: u64) -> [u8; 80] {
+    let mut bytes = [0; 80];
+    bytes[0..4].copy_from_slice(&id.to_ne_bytes());
+    // Of no queue.
+    bytes[4..6].copy_from_slice(&u16::MAX.to_ne_bytes());
+    bytes[6..8].copy_from_slice(&length.to_ne_bytes());
+    bytes[8..16].copy_from_slice(&address.to_ne_bytes());
+    bytes[16..24].copy_from_slice(&argument.to_ne_bytes());
+    bytes
+}
+
+/// A command of a queue as the driver reads it in a submission entry (`struct ublksrv_io_cmd`), before the address of its
+/// memory.
+pub(super) fn queue_bytes(queue: u16, tag: u16, result: i32) -> [u8; 8] {
+    let mut bytes = [0; 8];
+    bytes[0..2].copy_from_slice(&queue.to_ne_bytes());
+    bytes[2..4].copy_from_slice(&tag.to_ne_bytes());
+    bytes[4..8].copy_from_slice(&result.to_ne_bytes());
+    bytes
+}
+
+/// A device (`struct ublksrv_ctrl_dev_info`).
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct UblkInfo {
+    /// How many queues it has.
+    pub queues: u16,
+    /// How many requests each may have in flight.
+    pub depth: u16,
+    /// One of [`ublk_state`].
+    pub state: u16,
+    /// The most bytes that one request has.
+    pub max_io_bytes: u32,
+    /// Its number; `u32::MAX` asks for any.
+    pub id: u32,
+    /// The server's process; -1 after it was stopped.
+    pub server: i32,
+    /// A set of [`ublk_flag`].
+    pub flags: u64,
+    /// What the server noted; the driver has no use for it.
+    pub note: u64,
+}
+
+impl UblkInfo {
+    /// How many bytes it has.
+    pub const BYTES: usize = 64;
+
+    /// What the driver reads.
+    pub fn to_bytes(self) -> [u8; Self::BYTES] {
+        let mut bytes = [0; Self::BYTES];
+        bytes[0..2].copy_from_slice(&self.queues.to_ne_bytes());
+        bytes[2..4].copy_from_slice(&self.depth.to_ne_bytes());
+        bytes[4..6].copy_from_slice(&self.state.to_ne_bytes());
+        bytes[8..12].copy_from_slice(&self.max_io_bytes.to_ne_bytes());
+        bytes[12..16].copy_from_slice(&self.id.to_ne_bytes());
+        bytes[16..20].copy_from_slice(&self.server.to_ne_bytes());
+        bytes[24..32].copy_from_slice(&self.flags.to_ne_bytes());
+        bytes[32..40].copy_from_slice(&self.note.to_ne_bytes());
+        bytes
+    }
+
+    /// What the driver has written.
+    pub fn from_bytes(bytes: &[u8; Self::BYTES]) -> Self {
+        Self {
+            queues: u16::from_ne_bytes(part(bytes, 0)),
+            depth: u16::from_ne_bytes(part(bytes, 2)),
+            state: u16::from_ne_bytes(part(bytes, 4)),
+            max_io_bytes: u32::from_ne_bytes(part(bytes, 8)),
+            id: u32::from_ne_bytes(part(bytes, 12)),
+            server: i32::from_ne_bytes(part(bytes, 16)),
+            flags: u64::from_ne_bytes(part(bytes, 24)),
+            note: u64::from_ne_bytes(part(bytes, 32)),
+        }
+    }
+}
+
+fn part<const N: usize>(bytes: &[u8], start: usize) -> [u8; N] {
+    bytes[start..start + N].try_into().expect("N bytes")
+}
+
+/// A request (`struct ublksrv_io_desc`).
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct UblkDescriptor {
+    /// What is asked for, and how (`UBLK_IO_OP_`, `UBLK_IO_F_`).
+    pub operation: u32,
+    /// How many sectors of 512 bytes.
+    pub sectors: u32,
+    /// The first of them.
+    pub start_sector: u64,
+}
+
+/// Bytes of a descriptor: those of the fields, and an address of ours.
+pub(super) const DESCRIPTOR_BYTES: usize = 24;
+
+/// `UBLK_MAX_QUEUE_DEPTH`, by which the driver tells where the descriptors of a queue are.
+pub(super) const MAX_DEPTH: usize = 4096;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn commands_have_the_numbers_of_the_header() {
+        // As a C compiler gives them, with <linux/ublk_cmd.h> of Linux 6.12.
+        let expected = [
+            (UblkCommand::GetFeatures, 0x8020_7513),
+            (UblkCommand::GetInfo, 0x8020_7502),
+            (UblkCommand::Add, 0xc020_7504),
+            (UblkCommand::Delete, 0xc020_7505),
+            (UblkCommand::DeleteAsync, 0x8020_7514),
+            (UblkCommand::Start, 0xc020_7506),
+            (UblkCommand::Stop, 0xc020_7507),
+            (UblkCommand::SetParameters, 0xc020_7508),
+            (UblkCommand::GetParameters, 0x8020_7509),
+            (UblkCommand::StartRecovery, 0xc020_7510),
+            (UblkCommand::EndRecovery, 0xc020_7511),
+            (UblkCommand::UpdateSize, 0xc020_7515),
+        ];
+        for (command, code) in expected {
+            assert_eq!(command.code(), code, "{command:?}");
+        }
+        assert_eq!((FETCH, COMMIT_AND_FETCH), (0xc010_7520, 0xc010_7521));
+    }
+
+    #[test]
+    fn a_device_is_what_was_written() {
+        let info = UblkInfo {
+            queues: 2,
+            depth: 128,
+            state: ublk_state::QUIESCED,
+            max_io_bytes: 512 << 10,
+            id: 7,
+            server: -1,
+            flags: ublk_flag::USER_RECOVERY | 1 << 40,
+            note: 0x0123_4567_89ab_cdef,
+        };
+        assert_eq!(UblkInfo::from_bytes(&info.to_bytes()), info);
+    }
+
+    #[test]
+    fn fields_are_where_the_driver_reads_them() {
+        let bytes = control_bytes(5, 0x1000, 64, 9);
+        assert_eq!(bytes[0..4], 5_u32.to_ne_bytes());
+        assert_eq!(bytes[4..6], [0xff, 0xff]);
+        assert_eq!(bytes[6..8], 64_u16.to_ne_bytes());
+        assert_eq!(bytes[8..16], 0x1000_u64.to_ne_bytes());
+        assert_eq!(bytes[16..24], 9_u64.to_ne_bytes());
+        assert!(bytes[24..].iter().all(|byte| *byte == 0));
+        let bytes = queue_bytes(1, 2, -5);
+        assert_eq!(bytes[0..4], [1_u16.to_ne_bytes(), 2_u16.to_ne_bytes()].concat());
+        assert_eq!(bytes[4..8], (-5_i32).to_ne_bytes());
+    }
+}

@@ -1,0 +1,320 @@
+//! Which commands follow which, until a device takes requests, and until it is gone.
+//!
+//! ```text
+//!             Add, SetParameters              all tags fetched, Start
+//!  (nothing) -------------------> dead, made ------------------------> live
+//!                                                                      |  ^
+//!                                            the server's process ends |  | all tags fetched, EndRecovery
+//!                                                                      v  |
+//!  (nothing) <------------------- dead <--------------------------- quiesced, StartRecovery
+//!                 Delete                        Stop
+//! ```
+//!
+//! Guarantees: a device that another process serves, or that was made for another image, is not touched. Reason: its block
+//! device may be mounted, and another image's content beneath would destroy the file system. A device notes its image
+//! ([`note_of`]), which the driver keeps for as long as the device exists.
+
+use std::io;
+use std::thread::sleep;
+use std::time::Duration;
+
+use blockhouse_core::errno;
+use blockhouse_engine::{UblkCommand, UblkControl, UblkInfo, ublk_flag, ublk_state};
+use rustix::process::Pid;
+
+use crate::error::Error;
+use crate::parameters::Parameters;
+
+/// Asks for a device with any number.
+const ANY: u32 = u32::MAX;
+/// How often a device that is about to be released is looked at.
+const PAUSE: Duration = Duration::from_millis(20);
+/// How many pauses a killed server may take to end: ten seconds, since its I/O in flight completes first.
+const MAX_PAUSES: u32 = 500;
+/// After how many pauses a server that exists counts as one that goes on: two seconds. A process that was killed exists
+/// until its files are closed.
+const MAX_PAUSES_OF_SERVER: u32 = 100;
+/// What notes of this program begin with, beside the image's 48 bits.
+const MARK: u64 = 0xb10c << 48;
+const IMAGE_BITS: u64 = (1 << 48) - 1;
+
+/// What a device must have.
+const NEEDED: u64 =
+    ublk_flag::CMD_IOCTL_ENCODE | ublk_flag::USER_RECOVERY | ublk_flag::USER_RECOVERY_REISSUE;
+
+/// The driver, and the host beside it.
+pub(crate) trait Control {
+    /// As [`UblkControl::command`].
+    fn command(
+        &mut self,
+        command: UblkCommand,
+        id: u32,
+        argument: u64,
+        buffer: &mut [u8],
+    ) -> io::Result<()>;
+
+    /// Whether there is a process with this id.
+    fn process_exists(&self, process: i32) -> bool;
+
+    /// Waits before a further look.
+    fn pause(&mut self);
+}
+
+impl Control for UblkControl {
+    fn command(
+        &mut self,
+        command: UblkCommand,
+        id: u32,
+        argument: u64,
+        buffer: &mut [u8],
+    ) -> io::Result<()> {
+        Self::command(self, command, id, argument, buffer)
+    }
+
+    fn process_exists(&self, process: i32) -> bool {
+        let found = Pid::from_raw(process).map(rustix::process::test_kill_process);
+        // It may be another user's.
+        found.is_some_and(|found| found != Err(rustix::io::Errno::SRCH))
+    }
+
+    fn pause(&mut self) {
+        sleep(PAUSE);
+    }
+}
+
+/// A device that is wanted.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Wanted {
+    /// Its number; `None` for any.
+    pub(crate) id: Option<u32>,
+    /// Its queues, and the depth of each, if it does not exist yet.
+    pub(crate) queues: u16,
+    pub(crate) depth: u16,
+    /// The most bytes of a request.
+    pub(crate) max_io_bytes: u32,
+    /// The server's process.
+    pub(crate) server: i32,
+    /// What it is noted by.
+    pub(crate) note: u64,
+    /// What it is like.
+    pub(crate) parameters: Parameters,
+}
+
+/// Where a device comes from.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Origin {
+    /// It is new.
+    Added,
+    /// It has waited for a server.
+    Recovered,
+}
+
+/// A device whose queues can be served now.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Acquired {
+    pub(crate) id: u32,
+    pub(crate) origin: Origin,
+    /// As the kernel knows them.
+    pub(crate) parameters: Parameters,
+}
+
+/// What a device notes of its image (FNV-1a of its name).
+pub(crate) fn note_of(image: &str) -> u64 {
+    let hash = image.bytes().fold(0xcbf2_9ce4_8422_2325, |hash: u64, byte| {
+        (hash ^ u64::from(byte)).wrapping_mul(0x0000_0100_0000_01b3)
+    });
+    MARK | hash & IMAGE_BITS
+}
+
+/// Makes the device, or takes the one that waits for its server.
+pub(crate) fn acquire(control: &mut impl Control, wanted: &Wanted) -> Result<Acquired, Error> {
+    check_driver(control)?;
+    let Some(id) = wanted.id else { return add(control, wanted, ANY) };
+    let mut pauses = 0;
+    loop {
+        let Some(info) = find(control, id)? else {
+            match add(control, wanted, id) {
+                // Its removal is not complete.
+                Err(Error::Refused { source, .. }) if is_busy(&source) && pauses < MAX_PAUSES => {}
+                outcome => return outcome,
+            }
+            pauses += 1;
+            control.pause();
+            continue;
+        };
+        check_note(&info, wanted.note)?;
+        let exists = control.process_exists(info.server);
+        match info.state {
+            ublk_state::QUIESCED => {
+                if let Some(recovered) = recover(control, wanted, &info)? {
+                    return Ok(recovered);
+                }
+            }
+            ublk_state::DEAD if !exists && pauses == 0 => delete(control, id)?,
+            _ if exists && pauses >= MAX_PAUSES_OF_SERVER => {
+                return Err(Error::InUse { id, server: info.server });
+            }
+            _ => {}
+        }
+        if pauses >= MAX_PAUSES {
+            return Err(Error::NotReleased { id, server: info.server });
+        }
+        pauses += 1;
+        control.pause();
+    }
+}
+
+fn is_busy(error: &io::Error) -> bool {
+    matches!(error.kind(), io::ErrorKind::AlreadyExists | io::ErrorKind::ResourceBusy)
+}
+
+/// Refuses a driver that lacks something.
+pub(crate) fn check_driver(control: &mut impl Control) -> Result<(), Error> {
+    let mut features = [0; 8];
+    match control.command(UblkCommand::GetFeatures, ANY, 0, &mut features) {
+        Ok(()) if u64::from_ne_bytes(features) & NEEDED == NEEDED => Ok(()),
+        Ok(()) => Err(Error::TooOld),
+        Err(error) => match error.raw_os_error() {
+            Some(errno::EINVAL | errno::EOPNOTSUPP) => Err(Error::TooOld),
+            _ => Err(Error::refused("ask for features for", 0)(error)),
+        },
+    }
+}
+
+/// Refuses a device of another image or program.
+fn check_note(info: &UblkInfo, wanted: u64) -> Result<(), Error> {
+    let UblkInfo { id, note, state, .. } = *info;
+    match note & !IMAGE_BITS == MARK {
+        true if note == wanted => Ok(()),
+        true if state == ublk_state::QUIESCED => Err(Error::OtherImage { id }),
+        true => Err(Error::OtherServed { id }),
+        false => Err(Error::Foreign { id }),
+    }
+}
+
+/// The device, if it exists.
+fn find(control: &mut impl Control, id: u32) -> Result<Option<UblkInfo>, Error> {
+    let mut bytes = [0; UblkInfo::BYTES];
+    match control.command(UblkCommand::GetInfo, id, 0, &mut bytes) {
+        Ok(()) => Ok(Some(UblkInfo::from_bytes(&bytes))),
+        Err(error) if error.raw_os_error() == Some(errno::ENODEV) => Ok(None),
+        Err(error) => Err(Error::refused("look at", id)(error)),
+    }
+}
+
+/// Makes a new device.
+fn add(control: &mut impl Control, wanted: &Wanted, id: u32) -> Result<Acquired, Error> {
+    let info = UblkInfo {
+        queues: wanted.queues,
+        depth: wanted.depth,
+        state: ublk_state::DEAD,
+        max_io_bytes: wanted.max_io_bytes,
+        id,
+        server: wanted.server,
+        flags: NEEDED,
+        note: wanted.note,
+    };
+    let mut bytes = info.to_bytes();
+    control
+        .command(UblkCommand::Add, id, 0, &mut bytes)
+        .map_err(Error::refused("add", if id == ANY { 0 } else { id }))?;
+    let made = UblkInfo::from_bytes(&bytes);
+    let id = made.id;
+    let ready = match made.flags & NEEDED == NEEDED {
+        true => set_parameters(control, id, &wanted.parameters),
+        false => Err(Error::TooOld),
+    };
+    ready.inspect_err(|_| drop(delete(control, id)))?;
+    Ok(Acquired { id, origin: Origin::Added, parameters: wanted.parameters })
+}
+
+fn set_parameters(
+    control: &mut impl Control,
+    id: u32,
+    parameters: &Parameters,
+) -> Result<(), Error> {
+    let set = control.command(UblkCommand::SetParameters, id, 0, &mut parameters.to_bytes());
+    set.map_err(Error::refused("set the parameters of", id))
+}
+
+/// Takes a device that waits for its server; `None` where what is left of that still holds it.
+fn recover(
+    control: &mut impl Control,
+    wanted: &Wanted,
+    info: &UblkInfo,
+) -> Result<Option<Acquired>, Error> {
+    let id = info.id;
+    let mut bytes = wanted.parameters.to_bytes();
+    let known = control.command(UblkCommand::GetParameters, id, 0, &mut bytes);
+    known.map_err(Error::refused("ask for the parameters of", id))?;
+    let known = wanted.parameters.as_known(&bytes);
+    let parameters = known.map_err(|what| Error::Changed { id, what })?;
+    let can_resize = info.flags & ublk_flag::UPDATE_SIZE != 0;
+    if parameters.size != wanted.parameters.size && !can_resize {
+        let (was, is) = (parameters.size, wanted.parameters.size);
+        let what = format!("it had {was} bytes and has {is} now, and this kernel cannot follow");
+        return Err(Error::Changed { id, what });
+    }
+    match control.command(UblkCommand::StartRecovery, id, 0, &mut []) {
+        Ok(()) => Ok(Some(Acquired { id, origin: Origin::Recovered, parameters })),
+        Err(error) if is_busy(&error) => Ok(None),
+        Err(error) => Err(Error::refused("recover", id)(error)),
+    }
+}
+
+/// All tags of all queues are fetched: the device takes requests from now on.
+pub(crate) fn start(
+    control: &mut impl Control,
+    acquired: &Acquired,
+    server: i32,
+) -> Result<(), Error> {
+    let (command, what) = match acquired.origin {
+        Origin::Added => (UblkCommand::Start, "start"),
+        Origin::Recovered => (UblkCommand::EndRecovery, "go on with"),
+    };
+    let process = u64::try_from(server).expect("the id of a process");
+    control
+        .command(command, acquired.id, process, &mut [])
+        .map_err(Error::refused(what, acquired.id))
+}
+
+/// Removes the block device. Requests in flight complete first, so they must be served. Then all commands of its queues
+/// complete.
+pub(crate) fn stop(control: &mut impl Control, id: u32) -> Result<(), Error> {
+    control.command(UblkCommand::Stop, id, 0, &mut []).map_err(Error::refused("stop", id))
+}
+
+/// Removes the device. Its number is free when nobody has its block device open.
+pub(crate) fn delete(control: &mut impl Control, id: u32) -> Result<(), Error> {
+    let outcome = control.command(UblkCommand::DeleteAsync, id, 0, &mut []).or_else(|error| {
+        match error.raw_os_error() {
+            // Linux 6.6 and before have no other way.
+            Some(errno::EOPNOTSUPP | errno::EINVAL) => {
+                control.command(UblkCommand::Delete, id, 0, &mut [])
+            }
+            _ => Err(error),
+        }
+    });
+    outcome.map_err(Error::refused("remove", id))
+}
+
+/// The device of this program, if it exists.
+pub(crate) fn find_own(control: &mut impl Control, id: u32) -> Result<Option<UblkInfo>, Error> {
+    match find(control, id)? {
+        Some(info) if info.note & !IMAGE_BITS != MARK => Err(Error::Foreign { id }),
+        found => Ok(found),
+    }
+}
+
+/// Removes a device of this program that has no server any more.
+pub(crate) fn remove_unserved(control: &mut impl Control, id: u32) -> Result<(), Error> {
+    let info = find_own(control, id)?.ok_or(Error::Missing { id })?;
+    if info.state != ublk_state::QUIESCED && control.process_exists(info.server) {
+        return Err(Error::InUse { id, server: info.server });
+    }
+    stop(control, id)?;
+    delete(control, id)
+}
+
+#[cfg(test)]
+mod tests;

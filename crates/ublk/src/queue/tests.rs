@@ -1,0 +1,201 @@
+//! A queue with a driver made of channels, on a loop and an image of its own.
+
+use std::cell::RefCell;
+use std::collections::VecDeque;
+use std::future::poll_fn;
+use std::sync::mpsc::channel;
+use std::task::{Poll, Waker};
+
+use blockhouse_disk::{ImageFormat, ImageOptions, create, open};
+use blockhouse_engine::{EngineChoice, EventLoop, spawn};
+
+use super::*;
+
+const DEPTH: u16 = 4;
+const MEMORY: usize = 64 << 10;
+const SIZE: u64 = 1 << 20;
+
+/// `UBLK_IO_OP_`, and the flag for FUA.
+const READ: u32 = 0;
+const WRITE: u32 = 1 | 1 << 13;
+const WRITE_ZEROES: u32 = 5;
+
+/// What happened to a tag's request.
+type Answer = (i32, Vec<u8>);
+
+/// The kernel's side of a tag.
+#[derive(Default)]
+struct Tag {
+    descriptor: UblkDescriptor,
+    /// Data for the server.
+    data: Vec<u8>,
+    has_request: bool,
+    waiter: Option<Waker>,
+    answers: VecDeque<Answer>,
+}
+
+#[derive(Default)]
+struct Kernel {
+    tags: RefCell<Vec<Tag>>,
+    is_stopped: Cell<bool>,
+    /// Has the driver refuse all commands with this errno.
+    refusal: Cell<Option<i32>>,
+}
+
+struct FakeTags(Rc<Kernel>);
+
+impl Kernel {
+    fn new() -> Rc<Self> {
+        let tags = (0..DEPTH).map(|_| Tag::default()).collect();
+        Rc::new(Self { tags: RefCell::new(tags), ..Self::default() })
+    }
+
+    /// Gives a request to a tag, and waits for its answer.
+    async fn request(&self, tag: u16, descriptor: UblkDescriptor, data: &[u8]) -> Answer {
+        {
+            let tag = &mut self.tags.borrow_mut()[usize::from(tag)];
+            (tag.descriptor, tag.data, tag.has_request) = (descriptor, data.to_vec(), true);
+            tag.waiter.take().into_iter().for_each(Waker::wake);
+        }
+        loop {
+            if let Some(answer) = self.tags.borrow_mut()[usize::from(tag)].answers.pop_front() {
+                return answer;
+            }
+            sleep(Duration::from_micros(100)).await;
+        }
+    }
+
+    fn stop(&self) {
+        self.is_stopped.set(true);
+        let mut tags = self.tags.borrow_mut();
+        tags.iter_mut().filter_map(|tag| tag.waiter.take()).for_each(Waker::wake);
+    }
+
+    async fn next(&self, tag: u16, mut memory: IoVector) -> io::Result<()> {
+        poll_fn(|context| {
+            let tag = &mut self.tags.borrow_mut()[usize::from(tag)];
+            if let Some(code) = self.refusal.get() {
+                return Poll::Ready(Err(io::Error::from_raw_os_error(code)));
+            }
+            if self.is_stopped.get() {
+                return Poll::Ready(Err(io::Error::from_raw_os_error(errno::ENODEV)));
+            }
+            if !tag.has_request {
+                tag.waiter = Some(context.waker().clone());
+                return Poll::Pending;
+            }
+            tag.has_request = false;
+            let mut bytes = tag.data.clone();
+            bytes.resize(MEMORY, 0xee);
+            memory.copy_from(&bytes);
+            Poll::Ready(Ok(()))
+        })
+        .await
+    }
+}
+
+impl Tags for FakeTags {
+    fn depth(&self) -> u16 {
+        DEPTH
+    }
+
+    fn max_io_bytes(&self) -> usize {
+        MEMORY
+    }
+
+    fn descriptor(&self, tag: u16) -> UblkDescriptor {
+        self.0.tags.borrow()[usize::from(tag)].descriptor
+    }
+
+    async fn fetch(&self, tag: u16, memory: IoVector) -> io::Result<()> {
+        self.0.next(tag, memory).await
+    }
+
+    async fn commit(&self, tag: u16, result: i32, memory: IoVector) -> io::Result<()> {
+        let mut bytes = vec![0; memory.len()];
+        memory.copy_to(&mut bytes);
+        self.0.tags.borrow_mut()[usize::from(tag)].answers.push_back((result, bytes));
+        self.0.next(tag, memory).await
+    }
+}
+
+/// Runs `guest` against a queue of a new disk, on the best engine of this host.
+fn with_queue<F: Future<Output = ()>>(guest: impl FnOnce(Rc<Kernel>) -> F) {
+    let folder = tempfile::tempdir().expect("a folder");
+    let path = folder.path().join("disk.img");
+    let mut event_loop = EventLoop::new(EngineChoice::Auto).expect("a loop");
+    event_loop.block_on(async {
+        create(&path, SIZE, ImageFormat::Raw).await.expect("an image");
+        let disk = Arc::new(open(&path, ImageOptions::default()).await.expect("a disk"));
+        let (kernel, (sender, fetched)) = (Kernel::new(), channel());
+        let served = Served { disk: Arc::clone(&disk), durability: Durability::None };
+        let queue = spawn(run(FakeTags(Rc::clone(&kernel)), served, sender));
+        guest(Rc::clone(&kernel)).await;
+        kernel.stop();
+        queue.await;
+        fetched.recv().expect("it tells").expect("all tags are fetched");
+        let disk = Arc::into_inner(disk).expect("the queue has ended");
+        disk.close().await.expect("it closes");
+    });
+}
+
+fn at(operation: u32, start_sector: u64, sectors: u32) -> UblkDescriptor {
+    UblkDescriptor { operation, sectors, start_sector }
+}
+
+#[test]
+fn tags_are_served_side_by_side_with_their_own_bytes() {
+    with_queue(|kernel| async move {
+        for round in 0..3_u8 {
+            for tag in 0..DEPTH {
+                let data = [round * 16 + tag as u8 + 1; 4096];
+                let write = at(WRITE, u64::from(tag) * 8, 8);
+                let (result, _) = kernel.request(tag, write, &data).await;
+                assert_eq!(result, 4096);
+            }
+            for tag in 0..DEPTH {
+                // Another tag than the one that wrote.
+                let read = at(READ, u64::from((tag + 1) % DEPTH) * 8, 8);
+                let (result, bytes) = kernel.request(tag, read, &[]).await;
+                assert_eq!(result, 4096);
+                let expected = round * 16 + ((tag + 1) % DEPTH) as u8 + 1;
+                assert!(bytes[..4096].iter().all(|byte| *byte == expected));
+                assert!(bytes[4096..].iter().all(|byte| *byte == 0xee), "beyond the request");
+            }
+        }
+        assert_eq!(kernel.request(0, at(WRITE_ZEROES, 0, 8), &[]).await.0, 0);
+        let (result, bytes) = kernel.request(1, at(READ, 0, 8), &[]).await;
+        assert!(result == 4096 && bytes[..4096].iter().all(|byte| *byte == 0));
+    });
+}
+
+#[test]
+fn a_request_that_fails_is_answered_with_its_errno_and_the_tag_goes_on() {
+    with_queue(|kernel| async move {
+        let past_end = SIZE / 512;
+        assert_eq!(kernel.request(0, at(WRITE, past_end, 8), &[]).await.0, -errno::ENOSPC);
+        assert_eq!(kernel.request(0, at(READ, past_end, 8), &[]).await.0, -errno::EINVAL);
+        // Longer than a tag's memory, and an operation that is not offered.
+        assert_eq!(kernel.request(0, at(READ, 0, 129), &[]).await.0, -errno::EINVAL);
+        assert_eq!(kernel.request(0, at(10, 0, 8), &[]).await.0, -errno::EOPNOTSUPP);
+        assert_eq!(kernel.request(0, at(READ, 0, 128), &[]).await.0, MEMORY as i32);
+    });
+}
+
+#[test]
+fn a_driver_that_refuses_tags_ends_the_queue_and_says_why() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let path = folder.path().join("disk.img");
+    let mut event_loop = EventLoop::new(EngineChoice::Auto).expect("a loop");
+    event_loop.block_on(async {
+        create(&path, SIZE, ImageFormat::Raw).await.expect("an image");
+        let disk = Arc::new(open(&path, ImageOptions::default()).await.expect("a disk"));
+        let (kernel, (sender, fetched)) = (Kernel::new(), channel());
+        kernel.refusal.set(Some(errno::EINVAL));
+        let served = Served { disk: Arc::clone(&disk), durability: Durability::None };
+        run(FakeTags(Rc::clone(&kernel)), served, sender).await;
+        let error = fetched.recv().expect("it tells").expect_err("it was refused");
+        assert_eq!(error.raw_os_error(), Some(errno::EINVAL));
+        assert!(fetched.recv().is_err(), "it tells once");
+    });
+}

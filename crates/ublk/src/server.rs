@@ -1,0 +1,223 @@
+//! A device from its start to its end.
+//!
+//! Guarantees: a device that was made and is not started is removed again. A server that stops answers every request that
+//! it has taken, and its block device is gone when that returns. One that is killed leaves the block device as it is:
+//! requests wait, those in flight among them, until a server for the same image has the same number.
+
+use std::fmt;
+use std::io;
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, channel};
+
+use blockhouse_core::Storage;
+use blockhouse_disk::{ClientGuard, Disk, ExportKind};
+use blockhouse_engine::{
+    Handle, Submission, UblkCommand, UblkControl, UblkDevice, UblkInfo, ublk_flag,
+};
+use parking_lot::Mutex;
+
+use crate::error::Error;
+use crate::lifecycle::{self, Acquired, Origin, Wanted, note_of};
+use crate::parameters::{Parameters, SECTOR};
+use crate::queue::{self, DeviceQueue, Served};
+
+/// The most bytes of a request. Each tag has as much memory, of which pages are taken when they are used.
+const MAX_IO_BYTES: u32 = 512 << 10;
+
+/// What a device is to be like.
+#[derive(Clone, Debug)]
+pub struct DeviceOptions {
+    /// Its number, N of `/dev/ublkbN`; `None` for the lowest free one. A device with this number that waits for a server
+    /// of the same image goes on, with the queues that it had.
+    pub id: Option<u32>,
+    /// How many queues a new one gets, at least one; no more than the machine has processors.
+    pub queues: u16,
+    /// How many requests each may have in flight, from 1 to 4096.
+    pub depth: u16,
+    /// What the image is known by. No two images are called the same.
+    pub image: String,
+}
+
+/// Finds out whether this process can have devices.
+///
+/// # Errors
+/// Why not: no driver, an old one, no rights.
+pub fn check_driver() -> Result<(), Error> {
+    lifecycle::check_driver(&mut UblkControl::open().map_err(Error::opening)?)
+}
+
+/// A device whose queues wait for requests, and whose block device is not there yet.
+pub struct PreparedDevice<S: Storage> {
+    /// Dropped first: that has the queues end.
+    owner: Owner,
+    device: Arc<UblkDevice>,
+    disk: Arc<Disk<S>>,
+    queues: Vec<QueueEnd>,
+}
+
+/// A device that is this process's. With this it is removed, unless it is started, or was a former server's: its end would
+/// fail the requests that wait. Those go on waiting when the process ends.
+struct Owner {
+    control: UblkControl,
+    acquired: Acquired,
+    is_started: bool,
+}
+
+impl Drop for Owner {
+    fn drop(&mut self) {
+        let Acquired { id, origin, .. } = self.acquired;
+        if !self.is_started && origin == Origin::Added {
+            // What failed before is what is told.
+            let _ = lifecycle::stop(&mut self.control, id);
+            let _ = lifecycle::delete(&mut self.control, id);
+        }
+    }
+}
+
+fn own_process() -> i32 {
+    rustix::process::getpid().as_raw_nonzero().get()
+}
+
+impl<S: Storage + Send + Sync> PreparedDevice<S> {
+    /// Makes the device for a disk, or takes the one that waits for its server; blocks while what is left of a killed server
+    /// ends, for ten seconds at most. Queue `i` is served by loop `i` modulo their number; there is at least one, and each
+    /// takes commands ([`DeviceCommands::Allowed`]). What this thread may do now is what it takes to stop the device later.
+    ///
+    /// # Errors
+    /// Why there is no device: no driver, no rights, another server or image has it.
+    ///
+    /// [`DeviceCommands::Allowed`]: blockhouse_engine::DeviceCommands::Allowed
+    pub fn new(
+        options: &DeviceOptions,
+        disk: &Arc<Disk<S>>,
+        loops: &[Handle],
+    ) -> Result<Self, Error> {
+        let mut control = UblkControl::open().map_err(Error::opening)?;
+        let wanted = Wanted {
+            id: options.id,
+            queues: options.queues,
+            depth: options.depth,
+            max_io_bytes: MAX_IO_BYTES,
+            server: own_process(),
+            note: note_of(&options.image),
+            parameters: Parameters::of(disk, MAX_IO_BYTES),
+        };
+        let acquired = lifecycle::acquire(&mut control, &wanted)?;
+        let mut owner = Owner { control, acquired, is_started: false };
+        let id = acquired.id;
+        let device = UblkDevice::open(&mut owner.control, id)
+            .map_err(Error::refused("open the character device of", id))?;
+        let device = Arc::new(device);
+        let (queues, fetched) = spawn_queues(&device, disk, loops, &acquired.parameters);
+        let prepared = Self { owner, device, disk: Arc::clone(disk), queues };
+        wait_until_fetched(id, &fetched)?;
+        Ok(prepared)
+    }
+
+    /// How many commands the driver has in flight on a loop, of so many.
+    pub fn commands(&self, loops: usize) -> usize {
+        let UblkInfo { queues, depth, .. } = *self.device.info();
+        usize::from(queues).div_ceil(loops) * usize::from(depth)
+    }
+
+    /// Serves it. Blocks until the block device is there, which is when the kernel has looked for partitions.
+    ///
+    /// # Errors
+    /// Why it is not served. A new device is removed again; one that waited for its server goes on waiting, once this
+    /// process has ended.
+    pub fn start(self) -> Result<Server<S>, Error> {
+        let Self { mut owner, device, disk, queues } = self;
+        lifecycle::start(&mut owner.control, &owner.acquired, own_process())?;
+        owner.is_started = true;
+        let Acquired { origin, parameters, .. } = owner.acquired;
+        let client = disk.enter_client(ExportKind::Ublk);
+        let server = Server { disk, device, owner: Mutex::new(owner), queues, _client: client };
+        if origin == Origin::Recovered && parameters.size != server.disk.size() {
+            server.resized()?;
+        }
+        Ok(server)
+    }
+}
+
+type QueueEnd = Submission<()>;
+
+fn spawn_queues<S: Storage + Send + Sync>(
+    device: &Arc<UblkDevice>,
+    disk: &Arc<Disk<S>>,
+    loops: &[Handle],
+    parameters: &Parameters,
+) -> (Vec<QueueEnd>, Receiver<io::Result<()>>) {
+    let (sender, fetched) = channel();
+    let durability = parameters.durability();
+    let spawn = |(index, event_loop): (u16, &Handle)| {
+        let tags = DeviceQueue { device: Arc::clone(device), index };
+        let served = Served { disk: Arc::clone(disk), durability };
+        let fetched = sender.clone();
+        event_loop.spawn(move || queue::run(tags, served, fetched))
+    };
+    let queues = (0..device.info().queues).zip(loops.iter().cycle());
+    (queues.map(spawn).collect(), fetched)
+}
+
+/// Waits until the driver has taken each tag of each queue: until then it would not start the device, and wait for ever.
+fn wait_until_fetched(id: u32, fetched: &Receiver<io::Result<()>>) -> Result<(), Error> {
+    // Each queue tells once; a loop that has ended drops its sender without.
+    fetched.iter().collect::<io::Result<()>>().map_err(|source| Error::Queue { id, source })
+}
+
+/// A device that is served.
+pub struct Server<S: Storage> {
+    disk: Arc<Disk<S>>,
+    device: Arc<UblkDevice>,
+    owner: Mutex<Owner>,
+    queues: Vec<QueueEnd>,
+    _client: ClientGuard,
+}
+
+impl<S: Storage> Server<S> {
+    /// Its number, N of `/dev/ublkbN`.
+    pub fn id(&self) -> u32 {
+        self.device.info().id
+    }
+
+    /// The disk has another size: the block device gets it, too.
+    ///
+    /// # Errors
+    /// The kernel cannot change it.
+    pub fn resized(&self) -> Result<(), Error> {
+        let id = self.id();
+        if self.device.info().flags & ublk_flag::UPDATE_SIZE == 0 {
+            return Err(Error::FixedSize { id });
+        }
+        let sectors = self.disk.size() / SECTOR;
+        let control = &mut self.owner.lock().control;
+        let updated = control.command(UblkCommand::UpdateSize, id, sectors, &mut []);
+        updated.map_err(Error::refused("change the size of", id))
+    }
+
+    /// Removes the block device, when the requests in flight have completed. The loops must still run. What others have in
+    /// their caches and not written yet fails: a file system should not be mounted from it any more.
+    pub fn stop(self) {
+        let Self { disk, device, owner, queues, _client: _ } = self;
+        let id = device.info().id;
+        let control = &mut owner.lock().control;
+        if let Err(error) = lifecycle::stop(control, id) {
+            // Another process may have removed it. Then its queues have ended.
+            tracing::error!(disk = disk.name(), "{error}");
+        }
+        for queue in queues {
+            // A loop that has ended has no commands.
+            let _ = queue.wait();
+        }
+        drop(device);
+        if let Err(error) = lifecycle::delete(control, id) {
+            tracing::error!(disk = disk.name(), "{error}");
+        }
+    }
+}
+
+impl<S: Storage> fmt::Debug for Server<S> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "/dev/ublkb{}", self.id())
+    }
+}

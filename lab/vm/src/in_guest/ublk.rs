@@ -1,0 +1,276 @@
+//! A disk of ours as a block device of the guest's own kernel (ublk), over raw and over qcow2.
+//!
+//! What shows it: durable writes in a file system on it are as many FUA writes of the disk below, and nothing else. fio
+//! finds what it wrote, also while the server is killed and started again. Zeros and discards arrive, the file system is
+//! whole, the device is gone when the server has ended. One system call carries many requests, and none is made at rest.
+
+use std::fs::File;
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::Duration;
+
+use anyhow::{Context, Result, bail, ensure};
+use rustix::fs::{FallocateFlags, fallocate};
+
+use super::direct::{self, BLOCK, Caching, WRITES, WriteMethod};
+use super::fio::{self, Fio, Work};
+use super::images::State;
+use super::system::{self, FileSystem, Mount, tool};
+use super::trace::{self, Counts};
+use crate::server::Server;
+
+/// Bytes of the device: room for a file system and fio's file.
+const SIZE: u64 = 64 << 20;
+const DEVICE: &str = "/dev/ublkb0";
+const PLACE: &str = "/ublk";
+const BYTES: u64 = WRITES * BLOCK as u64;
+/// Requests that are counted, and how many are in flight at a time.
+const READS: u64 = 1024;
+const DEPTH: u64 = 64;
+/// Between two looks at what a server does.
+const LOOK: Duration = Duration::from_millis(100);
+const POLL_INTERVAL: Duration = Duration::from_millis(5);
+
+/// Uses an image of this format on the disk whose serial number is `serial`; its server is killed so often.
+pub fn run(serial: &str, format: &str, kills: u64) -> Result<()> {
+    system::load("nvme_core", "multipath=N")?;
+    for module in ["nvme", "crc32c_generic", "ext4"] {
+        system::load(module, "")?;
+    }
+    no_driver()?;
+    system::load("ublk_drv", "")?;
+    let disk = system::disk_of(serial)?;
+    FileSystem::Ext4.make(&disk)?;
+    let mount = Mount::new(FileSystem::Ext4, &disk)?;
+    system::stop_background_writes()?;
+    trace::prepare()?;
+    let image = make(mount.place(), format)?;
+    let mut server = serve(&image, format)?;
+    look(format)?;
+    count(&disk, format)?;
+    calls(format)?;
+    discard(&image)?;
+    server = kill(server, &image, format, kills)?;
+    strangers(mount.place(), &image, format)?;
+    sleeps(&server)?;
+    server.stop()?;
+    ensure!(!Path::new(DEVICE).exists(), "{DEVICE} is there after its server has ended");
+    if format == "qcow2" {
+        tool("blockhouse", &["check", &image.display().to_string()])?;
+    }
+    println!("  {format}: removed");
+    mount.unmount()
+}
+
+/// An image of written space, like one that has been in use.
+fn make(folder: &Path, format: &str) -> Result<PathBuf> {
+    let image = folder.join(format!("image.{format}"));
+    let name = image.to_str().context("a folder without a name")?;
+    let size = SIZE.to_string();
+    tool("blockhouse", &["create", "-f", format, "-o", "preallocation=full", name, &size])?;
+    Ok(image)
+}
+
+/// Words of a server of `image`.
+fn command(image: &Path, format: &str) -> Command {
+    let mut command = Command::new("blockhouse");
+    command.arg("serve").arg(image).args(["--format", format, "--state", "/tmp/state"]);
+    command
+}
+
+fn serve(image: &Path, format: &str) -> Result<Server> {
+    let server = Server::start_ublk(command(image, format), Path::new(DEVICE))?;
+    system::disk("ublkb0")?;
+    Ok(server)
+}
+
+/// Starts a server that must be refused. Its last line.
+fn refused(mut command: Command, words: &[&str]) -> Result<String> {
+    let output = command.args(words).output().context("cannot start blockhouse")?;
+    let said = String::from_utf8_lossy(&output.stderr).trim().to_owned();
+    ensure!(!output.status.success(), "a server that should be refused serves");
+    Ok(said.lines().last().unwrap_or_default().to_owned())
+}
+
+/// Without the driver there is one line, which says what to do.
+fn no_driver() -> Result<()> {
+    let image = Path::new("/tmp/none");
+    File::create(image)?.set_len(SIZE)?;
+    let line = refused(command(image, "raw"), &["--ublk"])?;
+    println!("  without the driver: {line}");
+    ensure!(line.contains("modprobe ublk_drv"), "it does not say what to do: {line}");
+    Ok(())
+}
+
+/// What the kernel knows of the device.
+fn look(format: &str) -> Result<()> {
+    let attribute = |name: &str| system::read(Path::new(&format!("/sys/block/ublkb0/{name}")));
+    let found = |names: &[&str]| -> Result<Vec<String>> {
+        names.iter().map(|name| Ok(format!("{}={}", name, attribute(name)?))).collect()
+    };
+    let all = found(&[
+        "size",
+        "ro",
+        "queue/fua",
+        "queue/write_cache",
+        "queue/logical_block_size",
+        "queue/physical_block_size",
+        "queue/discard_granularity",
+        "queue/discard_max_bytes",
+        "queue/write_zeroes_max_bytes",
+        "queue/max_sectors_kb",
+    ])?;
+    println!("  {format}: {}", all.join(" "));
+    ensure!(attribute("size")? == (SIZE / 512).to_string(), "another size");
+    ensure!(attribute("queue/fua")? == "1", "no FUA");
+    ensure!(attribute("queue/write_cache")? == "write back", "no write cache");
+    Ok(())
+}
+
+/// Durable writes, on the device and in a file system on it.
+fn count(disk: &Path, format: &str) -> Result<()> {
+    let device = Path::new(DEVICE);
+    let only_fua = Counts { fua: WRITES as u32, bytes: BYTES, ..Counts::default() };
+    FileSystem::Ext4.make(device)?;
+    let mount = Mount::at(FileSystem::Ext4, device, Path::new(PLACE))?;
+    let file = State::RawWritten.make(mount.place(), "inner")?;
+    let write = |method| direct::run(&file, method, Caching::Direct);
+    // The first ones have metadata behind them: of the outer file system, of the image.
+    write(WriteMethod::Each)?;
+    let counts = counted(disk, || write(WriteMethod::Each))?;
+    expect(format, "20 durable writes in ext4", counts, counts == only_fua)?;
+    let counts = counted(disk, || write(WriteMethod::FlushOnce))?;
+    let plain = WRITES as u32;
+    let one_flush = Counts { plain, flushes: 1, bytes: BYTES, ..Counts::default() };
+    expect(format, "20 writes and one flush in ext4", counts, counts == one_flush)?;
+    tool("fstrim", &[PLACE])?;
+    mount.unmount()?;
+    tool("e2fsck", &["-f", "-n", DEVICE]).map(drop)
+}
+
+fn counted(disk: &Path, work: impl FnOnce() -> Result<()>) -> Result<Counts> {
+    rustix::fs::sync();
+    trace::count(disk, work)
+}
+
+fn expect(format: &str, what: &str, counts: Counts, good: bool) -> Result<()> {
+    println!("  {format}: {what}: {counts}");
+    ensure!(good, "{format}: {what}: the disk below the server got {counts}");
+    Ok(())
+}
+
+/// How many system calls carry requests, one at a time and many.
+fn calls(format: &str) -> Result<()> {
+    let scheduler = Path::new("/sys/block/ublkb0/queue/scheduler");
+    for (depth, chosen) in [(1, None), (DEPTH, None), (DEPTH, Some("none"))] {
+        if let Some(chosen) = chosen {
+            system::write(scheduler, chosen)?;
+        }
+        let enters = trace::count_enters("blockhouse-0", || read_by_fio(depth))?;
+        let (each, scheduler) = (enters as f64 / READS as f64, system::read(scheduler)?);
+        println!("  {format}: {each:.3} io_uring_enter for a read at depth {depth} ({scheduler})");
+    }
+    Ok(())
+}
+
+/// Random reads of the device, so many in flight.
+fn read_by_fio(depth: u64) -> Result<()> {
+    let words = [
+        "--name=reads".to_owned(),
+        format!("--filename={DEVICE}"),
+        format!("--number_ios={READS}"),
+        format!("--iodepth={depth}"),
+        format!("--iodepth_batch_submit={depth}"),
+        format!("--iodepth_batch_complete_min={depth}"),
+    ];
+    let common = ["--rw=randread", "--bs=4k", "--ioengine=libaio", "--direct=1"];
+    let words: Vec<_> = words.iter().map(String::as_str).chain(common).collect();
+    tool("fio", &words).map(drop)
+}
+
+/// A discard gives space of the image back, and reads as zeros; so do written zeros.
+fn discard(image: &Path) -> Result<()> {
+    use std::os::unix::fs::MetadataExt;
+    let device = File::options().read(true).write(true).open(DEVICE)?;
+    let allocated = || Ok::<_, anyhow::Error>(image.metadata()?.blocks() * 512);
+    let (offset, length) = (SIZE / 2, 8 << 20);
+    device.write_all_at(&vec![0x77; length], offset)?;
+    device.sync_all()?;
+    let before = allocated()?;
+    tool("blkdiscard", &["-o", &offset.to_string(), "-l", &length.to_string(), DEVICE])?;
+    device.sync_all()?;
+    let given_back = before.saturating_sub(allocated()?);
+    println!("  discard of {length} bytes: {given_back} given back");
+    ensure!(given_back >= length as u64 * 9 / 10, "the discard gave nothing back");
+    let zeros = |what: &str| {
+        let mut bytes = vec![1; length];
+        device.read_exact_at(&mut bytes, offset)?;
+        ensure!(bytes.iter().all(|byte| *byte == 0), "{what} read as something else");
+        Ok(())
+    };
+    zeros("discarded bytes")?;
+    device.write_all_at(&vec![0x78; length], offset)?;
+    let zero_range = FallocateFlags::ZERO_RANGE | FallocateFlags::KEEP_SIZE;
+    fallocate(&device, zero_range, offset, length as u64).context("cannot write zeros")?;
+    zeros("written zeros")
+}
+
+/// fio in a file system on the device, while the server is killed and started again. The file system is whole, and
+/// everything is there.
+fn kill(mut server: Server, image: &Path, format: &str, kills: u64) -> Result<Server> {
+    let device = Path::new(DEVICE);
+    FileSystem::Ext4.make(device)?;
+    let mount = Mount::at(FileSystem::Ext4, device, Path::new(PLACE))?;
+    let file = mount.place().join("fio");
+    let before = system::writes(device)?;
+    let mut fio = Fio::start(&file, Work::WriteAndVerify)?;
+    for number in 1..=kills {
+        // Spread over fio's writes.
+        let due = before + number * fio::WRITES / (kills + 1);
+        while system::writes(device)? < due {
+            ensure!(!fio.has_ended()?, "fio has ended before kill {number}");
+            std::thread::sleep(POLL_INTERVAL);
+        }
+        server.kill()?;
+        server = serve(image, format)?;
+    }
+    fio.finish()?;
+    Fio::start(&file, Work::Verify)?.finish()?;
+    mount.unmount()?;
+    tool("e2fsck", &["-f", "-n", DEVICE])?;
+    println!(
+        "  {format}: fio found what it wrote, through {kills} kills; the file system is whole"
+    );
+    Ok(server)
+}
+
+/// Nobody else takes the device, while it is served and while it waits.
+fn strangers(folder: &Path, image: &Path, format: &str) -> Result<()> {
+    let other = folder.join("other");
+    File::create(&other)?.set_len(SIZE)?;
+    let line = refused(command(&other, "raw"), &["--ublk", "0"])?;
+    println!("  {format}: another image: {line}");
+    ensure!(line.contains("another image"), "{line}");
+    let line = refused(command(image, format), &["--ublk", "0"])?;
+    println!("  {format}: a second server: {line}");
+    std::fs::remove_file(&other)?;
+    Ok(())
+}
+
+/// Waits until the server uses no processor any more.
+fn sleeps(server: &Server) -> Result<()> {
+    let mut before = None;
+    system::wait_for("sleep of an idle server", || {
+        std::thread::sleep(LOOK);
+        let now = server.processor_time().ok()?;
+        (before.replace(now) == Some(now)).then_some(())
+    })?;
+    // And for as long as ten looks.
+    let now = server.processor_time()?;
+    std::thread::sleep(LOOK * 10);
+    match server.processor_time()? - now {
+        0 => Ok(()),
+        more => bail!("an idle server used {more} ns of a processor in a second"),
+    }
+}
