@@ -139,6 +139,13 @@ const EXAMPLES: &[(&str, &[Example])] = &[
     ),
     ("map", &[example("Where the data is", "blockhouse map disk.qcow2")]),
     (
+        "measure",
+        &[
+            example("What a copy of the image would take", "blockhouse measure -O qcow2 disk.img"),
+            example("What a new disk would take", "blockhouse measure -O qcow2 --size 20G"),
+        ],
+    ),
+    (
         "resize",
         &[
             example("To a size", "blockhouse resize disk.qcow2 2G"),

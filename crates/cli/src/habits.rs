@@ -15,10 +15,6 @@ const BITMAPS: &str = "'blockhouse bitmap list|add|remove|clear|enable|disable|m
 const COMMANDS: &[(&str, &str)] = &[
     ("dd", COPIES),
     (
-        "measure",
-        "'blockhouse info IMAGE' tells what an image takes; nothing tells what a copy would take",
-    ),
-    (
         "amend",
         "an image's options stay; 'blockhouse convert -o OPTION=VALUE SOURCE TARGET' makes another image",
     ),

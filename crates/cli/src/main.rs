@@ -26,6 +26,7 @@ mod image_args;
 mod info;
 mod logging;
 mod map;
+mod measure;
 mod open_args;
 mod output;
 mod parallel;
@@ -90,6 +91,8 @@ enum Command {
     Info(info::Arguments),
     /// Tell which parts of an image have data, and where.
     Map(map::Arguments),
+    /// Tell how long the file of a new image would be.
+    Measure(measure::Arguments),
     /// Make an image longer or shorter.
     Resize(resize::Arguments),
     /// Put what an image has into its backing file.
@@ -159,6 +162,7 @@ fn main() -> ExitCode {
         Command::Ctl(ctl) => ctl::run(*ctl).map(done),
         Command::Info(info) => info::run(&info).map(done),
         Command::Map(map) => map::run(&map).map(done),
+        Command::Measure(measure) => measure::run(measure).map(done),
         Command::Resize(resize) => resize::run(resize).map(done),
         Command::Commit(commit) => commit::run(commit).map(done),
         Command::Rebase(rebase) => rebase::run(rebase).map(done),

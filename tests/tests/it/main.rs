@@ -36,6 +36,7 @@ mod limits;
 mod locks;
 mod lost_writes;
 mod manual;
+mod measure;
 mod metrics;
 mod operations;
 mod package;

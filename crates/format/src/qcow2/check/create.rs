@@ -124,6 +124,19 @@ impl CreateOptions {
         Ok(())
     }
 
+    /// How long the image is in bytes when every cluster of its disk is allocated; snapshots and bitmaps take more.
+    ///
+    /// # Errors
+    /// Why there is no such image: options that contradict each other, or a disk that is too large for them.
+    pub fn full_length(&self) -> Result<u64, String> {
+        self.check()?;
+        let geometry = self.geometry();
+        let full = Self { preallocation: Preallocation::Metadata, ..self.clone() };
+        let layout = Layout::of(&full, geometry);
+        layout.check(self.size, geometry)?;
+        Ok(geometry.offset_of(layout.end()))
+    }
+
     /// Whether every cluster is allocated from the start.
     fn is_preallocated(&self) -> bool {
         let is_raw = self.data_file.as_ref().is_some_and(|file| file.raw == Switch::On);
@@ -181,6 +194,17 @@ impl Layout {
         }
     }
 
+    /// Refuses what the format has no room for.
+    fn check(&self, size: u64, geometry: Geometry) -> Result<(), String> {
+        if geometry.l1_entries_for(size) * 8 > MAX_L1_BYTES
+            || self.refcount_table << geometry.cluster_bits > MAX_REFCOUNT_TABLE
+            || self.end() > MAX_OFFSET >> geometry.cluster_bits
+        {
+            return Err("the disk is too large for clusters of this size".into());
+        }
+        Ok(())
+    }
+
     fn blocks_start(&self) -> u64 {
         1 + self.refcount_table
     }
@@ -234,16 +258,9 @@ pub async fn create_with<S: Storage>(
         return Err(invalid(format!("clusters are smaller than the storage's blocks of {block}")));
     }
     let geometry = options.geometry();
-    if geometry.l1_entries_for(options.size) * 8 > MAX_L1_BYTES {
-        return Err(invalid("the disk is too large for clusters of this size".into()));
-    }
     let layout = Layout::of(options, geometry);
+    layout.check(options.size, geometry).map_err(invalid)?;
     let offset_of = |cluster| geometry.offset_of(cluster);
-    if layout.refcount_table << geometry.cluster_bits > MAX_REFCOUNT_TABLE
-        || layout.end() > MAX_OFFSET >> geometry.cluster_bits
-    {
-        return Err(invalid("the disk is too large for clusters of this size".into()));
-    }
     let header = new_header(options, geometry, &layout);
     let header_bytes = header
         .to_bytes()

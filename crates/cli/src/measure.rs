@@ -1,0 +1,186 @@
+//! `blockhouse measure`: how long the file of a new image would be, before it is made.
+//!
+//! Guarantees: nothing is written. What is told as required suffices for a copy of the image without compression, and
+//! what is told as fully allocated for whatever its guest writes later, snapshots and bitmaps excepted. The figures are
+//! those of `qemu-img measure`.
+
+use std::path::PathBuf;
+
+use anyhow::Result;
+use blockhouse_core::ByteRange;
+use blockhouse_daemon::size;
+use blockhouse_disk::{
+    Bitmap, BlockStatusCache, ImageDisk, ImageFormat, ImageOptions, Locking, MapEntryKind, open,
+};
+use blockhouse_engine::{EngineChoice, EventLoop};
+use blockhouse_format::qcow2::{CreateOptions, Preallocation, Version};
+use serde_json::json;
+
+use crate::create::wrong_usage;
+use crate::create_options::{self, Settings};
+use crate::image_args::OutputArgs;
+use crate::open_args::OpenArgs;
+use crate::output;
+
+/// Bytes of an entry of the directory of bitmaps without the name, and what entries are aligned to (qcow2.txt, section
+/// *Bitmap directory*).
+const DIRECTORY_ENTRY: u64 = 24;
+const DIRECTORY_ALIGNMENT: u64 = 8;
+
+/// Arguments of `measure`.
+#[derive(clap::Args)]
+pub struct Arguments {
+    /// The format of the new image.
+    #[arg(long, short = 'O', default_value = "raw", value_name = "FORMAT")]
+    #[arg(value_parser = clap::builder::ValueParser::new(str::parse::<ImageFormat>))]
+    target_format: ImageFormat,
+    /// Options of the new image, as those of 'create'.
+    #[arg(short, long = "options", value_name = "OPTION=VALUE,...")]
+    #[arg(value_parser = create_options::parse)]
+    options: Vec<Settings>,
+    /// The size of a new disk, in the place of an image to copy: 512, 64K, 1.5G, 1T.
+    #[arg(long, value_parser = size::parse, conflicts_with = "image")]
+    size: Option<u64>,
+    /// The format of the image to copy; left out, the file's name decides.
+    #[arg(long, short, value_parser = clap::builder::ValueParser::new(str::parse::<ImageFormat>))]
+    format: Option<ImageFormat>,
+    #[command(flatten)]
+    output: OutputArgs,
+    /// Do not lock the image: also look at it while another program writes to it.
+    #[arg(long, short = 'U')]
+    force_share: bool,
+    #[command(flatten)]
+    open: OpenArgs,
+    /// The image to copy.
+    #[arg(required_unless_present = "size")]
+    image: Option<PathBuf>,
+}
+
+/// Bytes of the new file.
+struct Figures {
+    required: u64,
+    fully_allocated: u64,
+    /// What a copy of the bitmaps would take beside it; `None` where one of both images can have none.
+    bitmaps: Option<u64>,
+}
+
+/// Runs the command.
+pub fn run(arguments: Arguments) -> Result<()> {
+    let Some(settings) = Settings::join(arguments.options.clone()) else {
+        return output::print(create_options::HELP);
+    };
+    let figures = match arguments.target_format {
+        ImageFormat::Raw => {
+            create_options::raw(settings).unwrap_or_else(|why| wrong_usage(&why));
+            raw(&arguments)?
+        }
+        ImageFormat::Qcow2 => {
+            let options = create_options::qcow2(0, settings);
+            qcow2(&arguments, options.unwrap_or_else(|why| wrong_usage(&why)))?
+        }
+        format @ ImageFormat::Foreign(_) => wrong_usage(&format.not_made()),
+    };
+    output::print(&if arguments.output.is_json() { as_json(&figures) } else { as_text(&figures) })
+}
+
+/// A raw image is as long as its disk.
+fn raw(arguments: &Arguments) -> Result<Figures> {
+    let size = match arguments.size {
+        Some(size) => size.next_multiple_of(512),
+        None => with_image(arguments, async |disk| Ok(disk.size()))?,
+    };
+    Ok(Figures { required: size, fully_allocated: size, bitmaps: None })
+}
+
+fn qcow2(arguments: &Arguments, mut options: CreateOptions) -> Result<Figures> {
+    let cluster = options.cluster_size;
+    let (size, data, bitmaps) = match arguments.size {
+        Some(size) => (size.next_multiple_of(512), 0, None),
+        None => with_image(arguments, async |disk| {
+            let clusters = clusters_with_data(disk, cluster).await?;
+            let bitmaps = match disk.features() {
+                Some(source) if [source.version, options.version] == [Version::V3; 2] => {
+                    let bitmaps = disk.bitmaps().list().await?;
+                    Some(size_of_bitmaps(&bitmaps, disk.size(), cluster))
+                }
+                _ => None,
+            };
+            Ok((disk.size(), clusters * cluster, bitmaps))
+        })?,
+    };
+    options.size = size;
+    let fully_allocated = options.full_length().unwrap_or_else(|why| wrong_usage(&why));
+    let disk = size.next_multiple_of(cluster);
+    // How much an overlay will share with what is behind it is not known.
+    let is_full = matches!(options.preallocation, Preallocation::Falloc | Preallocation::Full)
+        || (options.backing.is_some() && arguments.size.is_none());
+    let required = match options.data_file {
+        // The data is not in the image.
+        Some(_) => fully_allocated,
+        None => fully_allocated - disk + if is_full { disk } else { data },
+    };
+    Ok(Figures { required, fully_allocated, bitmaps })
+}
+
+/// Looks at the image that is to be copied.
+fn with_image<T>(
+    arguments: &Arguments,
+    look: impl AsyncFnOnce(&ImageDisk) -> Result<T>,
+) -> Result<T> {
+    let Some(image) = &arguments.image else { wrong_usage("which image to copy is missing") };
+    let locking = if arguments.force_share { Locking::None } else { Locking::Held };
+    let options = ImageOptions { locking, ..arguments.open.read_only(arguments.format)? };
+    EventLoop::new(EngineChoice::Auto)?.block_on(async {
+        let disk = open(image, options).await?;
+        look(&disk).await
+    })
+}
+
+/// How many clusters of this size have anything but zeros.
+async fn clusters_with_data(disk: &ImageDisk, cluster: u64) -> Result<u64> {
+    let mut cache = BlockStatusCache::default();
+    let mut rest = ByteRange::between(0, disk.size());
+    let (mut clusters, mut counted_to) = (0, 0);
+    while !rest.is_empty() {
+        let part = disk.map_entry(rest, &mut cache).await?;
+        rest = rest.skip(part.guest.length());
+        if matches!(part.kind, MapEntryKind::Data { .. } | MapEntryKind::Compressed) {
+            let first = (part.guest.offset() / cluster).max(counted_to);
+            counted_to = part.guest.end().div_ceil(cluster);
+            clusters += counted_to.saturating_sub(first);
+        }
+    }
+    Ok(clusters)
+}
+
+/// Bytes that a copy of the bitmaps takes at most: their bits, a table for each, and the directory.
+fn size_of_bitmaps(bitmaps: &[Bitmap], size: u64, cluster: u64) -> u64 {
+    let mut directory = 0;
+    let mut all = 0;
+    for bitmap in bitmaps.iter().filter(|bitmap| !bitmap.is_inconsistent) {
+        let bytes = size.div_ceil(bitmap.granularity).div_ceil(8);
+        let clusters = bytes.div_ceil(cluster);
+        all += clusters * cluster + (clusters * 8).next_multiple_of(cluster);
+        directory +=
+            (DIRECTORY_ENTRY + bitmap.name.len() as u64).next_multiple_of(DIRECTORY_ALIGNMENT);
+    }
+    all + directory.next_multiple_of(cluster)
+}
+
+fn as_json(figures: &Figures) -> String {
+    let mut value =
+        json!({ "required": figures.required, "fully-allocated": figures.fully_allocated });
+    if let Some(bitmaps) = figures.bitmaps {
+        value["bitmaps"] = bitmaps.into();
+    }
+    format!("{value:#}")
+}
+
+fn as_text(figures: &Figures) -> String {
+    let Figures { required, fully_allocated, bitmaps } = figures;
+    let mut text = format!("required size: {required}\nfully allocated size: {fully_allocated}");
+    if let Some(bitmaps) = bitmaps {
+        text.push_str(&format!("\nbitmaps size: {bitmaps}"));
+    }
+    text
+}
