@@ -171,8 +171,6 @@ impl Opened {
         let bound = self.sockets.iter().map(|socket| &socket.bound);
         let bound = bound.chain(self.devices.iter().map(|(device, _)| &device.bound));
         let opened = sandbox::Opened {
-            // Those of the command line, too: what was closed before an upgrade may be opened again.
-            disks: setup.disks.iter().chain(self.disks.iter().map(|disk| &disk.setup)).collect(),
             devices: self.devices.len(),
             sockets: sandbox::socket_files(bound.chain(&self.control).chain(metrics)),
         };

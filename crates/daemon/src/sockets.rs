@@ -155,7 +155,7 @@ pub fn at_default(
 }
 
 /// `$XDG_RUNTIME_DIR/blockhouse`, or `blockhouse-UID` among the temporary files.
-fn runtime_folder() -> Result<PathBuf> {
+pub(crate) fn runtime_folder() -> Result<PathBuf> {
     let user = rustix::process::getuid().as_raw();
     let folder = match std::env::var_os("XDG_RUNTIME_DIR") {
         Some(base) if !base.is_empty() => PathBuf::from(base).join("blockhouse"),

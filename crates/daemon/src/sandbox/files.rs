@@ -22,6 +22,7 @@ use super::Opened;
 use super::needs::Needs;
 use crate::metrics::MetricsAddress;
 use crate::setup::{Setup, StateSetup};
+use crate::sockets::runtime_folder;
 
 /// What a rule may be about. Later versions know rights that would forbid more, as to connect to a Unix socket.
 const VERSION: ABI = ABI::V5;
@@ -56,13 +57,15 @@ pub(crate) struct FileRules {
     pub(crate) for_requests: Vec<PathBuf>,
 }
 
-/// The rules of this server, which has this open.
-pub(super) fn rules(setup: &Setup, needs: Needs, opened: &Opened<'_>) -> FileRules {
+/// The rules of this server, which has this open. They follow from its description: what the process before says of its
+/// disks and sockets in an upgrade gives access to nothing, because that process may have been taken over.
+pub(super) fn rules(setup: &Setup, needs: Needs, opened: &Opened) -> FileRules {
     let mut all = FileRules::default();
+    let sockets: Vec<_> = opened.sockets.iter().filter(|path| is_own(setup, path)).collect();
     if let Some(path) = state_folder(setup) {
         all.add(path, changing() | AccessFs::RemoveDir);
     }
-    for socket in &opened.sockets {
+    for socket in &sockets {
         all.add(parent(socket), AccessFs::RemoveFile.into());
     }
     if let Some(path) = &setup.pid_file {
@@ -84,7 +87,7 @@ pub(super) fn rules(setup: &Setup, needs: Needs, opened: &Opened<'_>) -> FileRul
         all.add(parent(socket), AccessFs::MakeSock | AccessFs::RemoveFile);
     }
     if needs.changes {
-        all.add_requests(setup, opened);
+        all.add_requests(setup, &sockets);
     }
     all
 }
@@ -104,16 +107,16 @@ impl FileRules {
     }
 
     /// What a control socket or a configuration may name later.
-    fn add_requests(&mut self, setup: &Setup, opened: &Opened<'_>) {
+    fn add_requests(&mut self, setup: &Setup, sockets: &[&PathBuf]) {
         HOST.iter().for_each(|path| self.add(path.into(), reading()));
         setup.config.iter().for_each(|config| self.add(parent(config), reading()));
-        let images = opened.disks.iter().filter_map(|disk| match Location::of(&disk.path) {
+        let images = setup.disks.iter().filter_map(|disk| match Location::of(&disk.path) {
             Ok(Location::File(path)) => Some(place_of_image(path)),
             _ => None,
         });
-        let allowed = opened.disks.iter().flat_map(|disk| disk.allow_paths.iter().cloned());
+        let allowed = setup.disks.iter().flat_map(|disk| disk.allow_paths.iter().cloned());
         let named = setup.sandbox_allow.iter().cloned();
-        let sockets = opened.sockets.iter().map(|socket| parent(socket));
+        let sockets = sockets.iter().map(|socket| parent(socket));
         for path in images.chain(allowed).chain(named).chain(sockets) {
             self.add(path.clone(), changing() | AccessFs::IoctlDev);
             self.for_requests.extend(path.canonicalize());
@@ -121,6 +124,16 @@ impl FileRules {
         self.for_requests.sort();
         self.for_requests.dedup();
     }
+}
+
+/// Whether the description names this socket, or leaves its place to the server.
+fn is_own(setup: &Setup, socket: &Path) -> bool {
+    let is_metrics = matches!(&setup.metrics, Some(MetricsAddress::Unix(path)) if path == socket);
+    setup.nbd.iter().any(|(address, _)| matches!(address, Address::Unix(path) if path == socket))
+        || setup.devices.iter().any(|(path, _)| path == socket)
+        || setup.control.as_deref() == Some(socket)
+        || is_metrics
+        || runtime_folder().is_ok_and(|folder| socket.parent() == Some(&folder))
 }
 
 /// The folder of an image, in which there may be others. A block device is for itself: its folder has all disks of the

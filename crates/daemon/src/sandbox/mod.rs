@@ -30,7 +30,7 @@ use blockhouse_nbd::BoundSocket;
 use blockhouse_nbd::uri::Address;
 
 use self::needs::Needs;
-use crate::setup::{DiskSetup, SandboxUse, Setup};
+use crate::setup::{SandboxUse, Setup};
 use crate::workers::Workers;
 
 /// Rings for the signals to guests of devices that are added later. Beyond them Linux AIO signals.
@@ -80,9 +80,7 @@ pub(crate) fn socket_files<'a>(sockets: impl Iterator<Item = &'a BoundSocket>) -
 }
 
 /// What a server has open when it is confined.
-pub(crate) struct Opened<'a> {
-    /// The disks, and those that may be opened again.
-    pub(crate) disks: Vec<&'a DiskSetup>,
+pub(crate) struct Opened {
     /// How many vhost-user-blk devices.
     pub(crate) devices: usize,
     /// The files of its Unix sockets.
@@ -93,11 +91,7 @@ pub(crate) struct Opened<'a> {
 ///
 /// # Errors
 /// It cannot become the user that it is to be. Some of it may have been done, and the process is to end.
-pub(crate) fn enter(
-    setup: &Setup,
-    workers: &Workers,
-    opened: &Opened<'_>,
-) -> Result<SandboxReport> {
+pub(crate) fn enter(setup: &Setup, workers: &Workers, opened: &Opened) -> Result<SandboxReport> {
     let mut report = SandboxReport::default();
     let needs = Needs::of(setup);
     let rules = files::rules(setup, needs, opened);
@@ -159,7 +153,7 @@ fn confine_threads(ruleset: Result<Option<OwnedFd>>, needs: Needs) -> bool {
 }
 
 /// Makes what cannot be made later.
-fn prepare(setup: &Setup, needs: Needs, opened: &Opened<'_>) {
+fn prepare(setup: &Setup, needs: Needs, opened: &Opened) {
     if needs.guests {
         // Each queue has one, and one more while a front-end changes it.
         let queues = opened.devices * (usize::from(setup.queues) + 1);
