@@ -2,7 +2,8 @@
 //!
 //! Guarantees: nothing is written. What is told as required suffices for a copy of the image without compression, and
 //! what is told as fully allocated for whatever its guest writes later, snapshots and bitmaps excepted. The figures are
-//! those of `qemu-img measure`.
+//! those of `qemu-img measure`, but for parts of a cluster that were never written: they count as zeros here, as they do
+//! in a copy.
 
 use std::path::PathBuf;
 

@@ -15,6 +15,18 @@ fn same(words: &[&str]) -> serde_json::Value {
     ours
 }
 
+/// As [`same`], where parts of clusters were never written: they are zeros, which qemu-img does not look for.
+#[track_caller]
+fn no_more(words: &[&str]) -> serde_json::Value {
+    let words = [&["measure", "--output=json"], words].concat();
+    let [ours, mut theirs] =
+        [command(&words), qemu_img(&words)].map(|outcome| json(&outcome.success()));
+    assert!(ours["required"].as_u64() <= theirs["required"].as_u64(), "{ours} {theirs}");
+    theirs["required"] = ours["required"].clone();
+    assert_eq!(ours, theirs, "{words:?}");
+    ours
+}
+
 #[test]
 fn new_disks_are_measured_as_by_qemu() {
     require!(blockhouse_tests::need::tools(&["qemu-img"]));
@@ -60,7 +72,10 @@ fn copies_are_measured_as_by_qemu_and_fit() {
     for (path, format) in [(&raw, "raw"), (&qcow2, "qcow2"), (&old, "qcow2"), (&over, "qcow2")] {
         for options in ["cluster_size=64K", "cluster_size=4K", "preallocation=falloc"] {
             let words = ["-f", format, "-O", "qcow2", "-o", options, str(path)];
-            let told = same(&words);
+            let told = match options {
+                "cluster_size=4K" => no_more(&words),
+                _ => same(&words),
+            };
             let fits = |path: &Path| {
                 path.metadata().expect("a copy").len() <= told["required"].as_u64().expect("bytes")
             };
