@@ -1,8 +1,8 @@
 //! The sandbox: what a server may no longer do once everything is open.
 //!
 //! Guarantees: it is put on all threads before the first client is served, later threads inherit it, and nothing lifts it
-//! again. A part that the kernel has not is said once in the log, and the others hold all the same. ARCHITECTURE.md,
-//! section *Sandbox*, says what each part is for; docs/security.md tells users what it holds.
+//! again. A part that the kernel has not is said once in the log, and the others hold all the same. docs/sandbox.md
+//! says what each part is for; docs/security.md tells users what it holds.
 //!
 //! - `needs`: what this server does later, from its description; which of root's capabilities that takes
 //! - `files`: rules about files and TCP ports
