@@ -5,6 +5,7 @@ use std::time::Instant;
 use blockhouse_core::{ByteRange, Result, Storage, SyncMode};
 use blockhouse_format::{Bitmap, BitmapAction, BitmapExtent, Bitmaps, NewBitmap};
 
+use crate::dirty_map::DirtyMap;
 use crate::disk::Disk;
 use crate::durability::FlushTracker;
 use crate::snapshots::Pause;
@@ -65,6 +66,28 @@ impl<S: Storage> DiskBitmaps<'_, S> {
             }
         }
         Ok(dirty)
+    }
+
+    /// A copy of the bitmap of this name in memory, with granules of `min_granularity` bytes, a power of two, where it is
+    /// finer. Of one that changes: all changes that were made before, and perhaps later ones.
+    ///
+    /// # Errors
+    /// As [`extents`](Self::extents), and as [`DirtyMap::new`].
+    pub async fn copy(&self, name: &str, min_granularity: u64) -> Result<DirtyMap> {
+        let listed = self.list().await?;
+        let own = listed.iter().find(|bitmap| bitmap.name == name).map(|one| one.granularity);
+        let granularity = own.unwrap_or(min_granularity).max(min_granularity);
+        let map = DirtyMap::new(self.disk.size(), granularity)?;
+        let mut rest = ByteRange::between(0, self.disk.size());
+        while !rest.is_empty() {
+            for extent in self.extents(name, rest, EXTENTS).await? {
+                if extent.is_dirty {
+                    map.mark(rest.truncate(extent.length));
+                }
+                rest = rest.skip(extent.length);
+            }
+        }
+        Ok(map)
     }
 
     /// Adds a bitmap without any change in it.

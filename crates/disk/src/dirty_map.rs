@@ -47,6 +47,11 @@ impl DirtyMap {
         self.size
     }
 
+    /// The finest granularity with which a map of a disk of `size` bytes takes `memory` bytes at most; a byte at least.
+    pub fn min_granularity(size: u64, memory: u64) -> u64 {
+        size.div_ceil(memory.max(8) * 8).max(1).next_power_of_two()
+    }
+
     /// Bytes of a granule.
     pub fn granularity(&self) -> u64 {
         1 << self.shift
@@ -88,16 +93,38 @@ impl DirtyMap {
         is_dirty
     }
 
+    /// Whether all granules are dirty that `range` touches.
+    pub fn is_all_dirty(&self, range: ByteRange) -> bool {
+        let mut is_all = true;
+        self.for_each_word(range, |word, bits| {
+            is_all &= word.load(Ordering::SeqCst) & bits == bits;
+        });
+        is_all
+    }
+
     /// The first dirty granules at `offset` or behind it that follow each other, `limit` bytes of them at most but at
     /// least one. They stay dirty. It starts and ends at granules, but for the end of the disk; behind that is none.
     pub fn next(&self, offset: u64, limit: u64) -> Option<ByteRange> {
         if offset >= self.size {
             return None;
         }
-        let first = self.find(offset >> self.shift, true)?;
-        let most = first + (limit >> self.shift).max(1);
-        let end = self.find(first, false).unwrap_or(self.granules()).min(most);
+        let first = self.find(offset >> self.shift, true, self.granules())?;
+        let most = self.granules().min(first + (limit >> self.shift).max(1));
+        let end = self.find(first, false, most).unwrap_or(most);
         // Who takes meanwhile may have left nothing.
+        let (start, end) = (first << self.shift, (end.max(first + 1) << self.shift).min(self.size));
+        Some(ByteRange::between(start, end))
+    }
+
+    /// As [`next`](Self::next), of granules that are not dirty.
+    pub fn next_clean(&self, offset: u64, limit: u64) -> Option<ByteRange> {
+        if offset >= self.size {
+            return None;
+        }
+        let first = self.find(offset >> self.shift, false, self.granules())?;
+        let most = self.granules().min(first + (limit >> self.shift).max(1));
+        let end = self.find(first, true, most).unwrap_or(most);
+        // Who marks meanwhile may have left none.
         let (start, end) = (first << self.shift, (end.max(first + 1) << self.shift).min(self.size));
         Some(ByteRange::between(start, end))
     }
@@ -113,16 +140,16 @@ impl DirtyMap {
         self.size.div_ceil(self.granularity())
     }
 
-    /// The first granule from `start` on whose bit is `wanted`.
-    fn find(&self, start: u64, wanted: bool) -> Option<u64> {
+    /// The first granule from `start` on and before `end` whose bit is `wanted`.
+    fn find(&self, start: u64, wanted: bool, end: u64) -> Option<u64> {
         let mut index = (start / WORD) as usize;
         let mut mask = u64::MAX << (start % WORD);
-        while let Some(word) = self.words.get(index) {
+        while let Some(word) = self.words.get(index).filter(|_| index as u64 * WORD < end) {
             let word = word.load(Ordering::SeqCst);
             let found = if wanted { word } else { !word } & mask;
             if found != 0 {
                 let granule = index as u64 * WORD + u64::from(found.trailing_zeros());
-                return Some(granule).filter(|granule| *granule < self.granules());
+                return Some(granule).filter(|granule| *granule < end);
             }
             (index, mask) = (index + 1, u64::MAX);
         }
@@ -198,10 +225,21 @@ mod tests {
                         }
                     }
                 }
+                let clean = (start / GRANULE..count).find(|granule| !model.contains(granule));
+                let clean = clean.filter(|_| start < size);
+                let found = map.next_clean(start, length);
+                prop_assert_eq!(found.map(|found| found.offset() / GRANULE), clean);
+                if let Some(found) = found {
+                    prop_assert!(found.length() <= length.max(GRANULE) && found.end() <= size);
+                    for granule in found.offset() / GRANULE..found.end().div_ceil(GRANULE) {
+                        prop_assert!(!model.contains(&granule));
+                    }
+                }
                 prop_assert_eq!(map.dirty_bytes(), model.len() as u64 * GRANULE);
                 for granule in 0..count {
                     let is_dirty = map.is_dirty(range(granule * GRANULE, 1));
                     prop_assert_eq!(is_dirty, model.contains(&granule));
+                    prop_assert_eq!(map.is_all_dirty(range(granule * GRANULE, 1)), is_dirty);
                 }
             }
         }

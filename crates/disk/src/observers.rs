@@ -36,6 +36,12 @@ pub trait ChangeObserver: Send + Sync {
         false
     }
 
+    /// A change of `range`, which may be past the end of the disk, is going to begin. A future that is returned is awaited
+    /// before it does; the change counts as one in flight meanwhile.
+    fn hold_off(&self, _range: ByteRange) -> Option<ChangeWait> {
+        None
+    }
+
     /// A change of `range`, which may be past the end of the disk, begins: nothing of it was done yet. `bytes` are those
     /// of a write of at most [`MAX_OBSERVED_BYTES`], where they are [wanted](Self::wants_bytes); they are to be copied at once.
     /// What is returned is told again at the end.
@@ -89,6 +95,16 @@ impl Observers {
         self.is_any.load(Ordering::Relaxed)
             && length <= MAX_OBSERVED_BYTES
             && self.list.read().iter().any(|observer| observer.wants_bytes())
+    }
+
+    /// What a change of `length` bytes from `offset` on waits for before it begins, of a disk that is not quiesced.
+    pub(crate) fn hold_off(&self, offset: u64, length: u64) -> SmallVec<[ChangeWait; 1]> {
+        match ByteRange::new(offset, length) {
+            Some(range) if self.is_any.load(Ordering::Relaxed) => {
+                self.list.read().iter().filter_map(|one| one.hold_off(range)).collect()
+            }
+            _ => SmallVec::new(),
+        }
     }
 
     /// A change of `length` bytes from `offset` on begins, of a disk that is not quiesced.

@@ -6,7 +6,7 @@ use blockhouse_core::{
 };
 use blockhouse_engine::HostFile;
 
-use crate::{Concat, NbdStorage, RbdStorage};
+use crate::{Concat, NbdStorage, RbdStorage, ViewStorage};
 
 /// A file, or what another server or a cluster has.
 ///
@@ -21,6 +21,8 @@ pub enum ImageStorage {
     Rbd(Box<RbdStorage>),
     /// The files of an image that is in several, for reading.
     Concat(Box<Concat<HostFile>>),
+    /// Something that another layer has, for reading.
+    View(Box<ViewStorage>),
 }
 
 impl ImageStorage {
@@ -28,7 +30,7 @@ impl ImageStorage {
     pub fn as_file(&self) -> Option<&HostFile> {
         match self {
             Self::File(file) => Some(file),
-            Self::Nbd(_) | Self::Rbd(_) | Self::Concat(_) => None,
+            Self::Nbd(_) | Self::Rbd(_) | Self::Concat(_) | Self::View(_) => None,
         }
     }
 
@@ -37,7 +39,7 @@ impl ImageStorage {
         match self {
             Self::File(file) => vec![file],
             Self::Concat(files) => files.files().collect(),
-            Self::Nbd(_) | Self::Rbd(_) => Vec::new(),
+            Self::Nbd(_) | Self::Rbd(_) | Self::View(_) => Vec::new(),
         }
     }
 
@@ -57,7 +59,7 @@ impl ImageStorage {
     pub async fn query_size(&self) -> Result<Option<u64>> {
         match self {
             Self::File(file) => file.query_size().map(Some),
-            Self::Nbd(_) | Self::Concat(_) => Ok(None),
+            Self::Nbd(_) | Self::Concat(_) | Self::View(_) => Ok(None),
             Self::Rbd(rbd) => rbd.query_size().await.map(Some),
         }
     }
@@ -66,7 +68,7 @@ impl ImageStorage {
     pub fn set_min_size(&self, size: u64) {
         match self {
             Self::File(file) => file.set_min_size(size),
-            Self::Nbd(_) | Self::Concat(_) => {}
+            Self::Nbd(_) | Self::Concat(_) | Self::View(_) => {}
             Self::Rbd(rbd) => rbd.set_min_size(size),
         }
     }
@@ -85,6 +87,7 @@ impl Storage for ImageStorage {
             Self::Nbd(nbd) => nbd.name(),
             Self::Rbd(rbd) => rbd.name(),
             Self::Concat(files) => files.name(),
+            Self::View(view) => view.name(),
         }
     }
 
@@ -94,6 +97,7 @@ impl Storage for ImageStorage {
             Self::Nbd(nbd) => nbd.capabilities(),
             Self::Rbd(rbd) => rbd.capabilities(),
             Self::Concat(files) => files.capabilities(),
+            Self::View(view) => view.capabilities(),
         }
     }
 
@@ -103,6 +107,7 @@ impl Storage for ImageStorage {
             Self::Nbd(nbd) => nbd.size(),
             Self::Rbd(rbd) => rbd.size(),
             Self::Concat(files) => files.size(),
+            Self::View(view) => view.size(),
         }
     }
 
@@ -112,6 +117,7 @@ impl Storage for ImageStorage {
             Self::Nbd(nbd) => Box::pin(nbd.read(offset, into)).await,
             Self::Rbd(rbd) => Box::pin(rbd.read(offset, into)).await,
             Self::Concat(files) => Box::pin(files.read(offset, into)).await,
+            Self::View(view) => Box::pin(view.read(offset, into)).await,
         }
     }
 
@@ -121,6 +127,7 @@ impl Storage for ImageStorage {
             Self::Nbd(nbd) => Box::pin(nbd.write(offset, from, durability)).await,
             Self::Rbd(rbd) => Box::pin(rbd.write(offset, from, durability)).await,
             Self::Concat(files) => Box::pin(files.write(offset, from, durability)).await,
+            Self::View(view) => Box::pin(view.write(offset, from, durability)).await,
         }
     }
 
@@ -130,6 +137,7 @@ impl Storage for ImageStorage {
             Self::Nbd(nbd) => Box::pin(nbd.write_zeroes(range, unmap)).await,
             Self::Rbd(rbd) => Box::pin(rbd.write_zeroes(range, unmap)).await,
             Self::Concat(files) => Box::pin(files.write_zeroes(range, unmap)).await,
+            Self::View(view) => Box::pin(view.write_zeroes(range, unmap)).await,
         }
     }
 
@@ -139,6 +147,7 @@ impl Storage for ImageStorage {
             Self::Nbd(nbd) => Box::pin(nbd.discard(range)).await,
             Self::Rbd(rbd) => Box::pin(rbd.discard(range)).await,
             Self::Concat(files) => Box::pin(files.discard(range)).await,
+            Self::View(view) => Box::pin(view.discard(range)).await,
         }
     }
 
@@ -148,6 +157,7 @@ impl Storage for ImageStorage {
             Self::Nbd(nbd) => Box::pin(nbd.flush(sync)).await,
             Self::Rbd(rbd) => Box::pin(rbd.flush(sync)).await,
             Self::Concat(files) => Box::pin(files.flush(sync)).await,
+            Self::View(view) => Box::pin(view.flush(sync)).await,
         }
     }
 
@@ -157,6 +167,7 @@ impl Storage for ImageStorage {
             Self::Nbd(nbd) => nbd.resize(size).await,
             Self::Rbd(rbd) => rbd.resize(size).await,
             Self::Concat(files) => files.resize(size).await,
+            Self::View(view) => view.resize(size).await,
         }
     }
 
@@ -166,6 +177,7 @@ impl Storage for ImageStorage {
             Self::Nbd(nbd) => nbd.extend_hint(size).await,
             Self::Rbd(rbd) => rbd.extend_hint(size).await,
             Self::Concat(files) => files.extend_hint(size).await,
+            Self::View(view) => view.extend_hint(size).await,
         }
     }
 
@@ -175,6 +187,7 @@ impl Storage for ImageStorage {
             Self::Nbd(nbd) => Box::pin(nbd.block_status(range)).await,
             Self::Rbd(rbd) => Box::pin(rbd.block_status(range)).await,
             Self::Concat(files) => Box::pin(files.block_status(range)).await,
+            Self::View(view) => Box::pin(view.block_status(range)).await,
         }
     }
 
@@ -184,6 +197,7 @@ impl Storage for ImageStorage {
             Self::Nbd(nbd) => nbd.prefetch(range).await,
             Self::Rbd(rbd) => rbd.prefetch(range).await,
             Self::Concat(files) => files.prefetch(range).await,
+            Self::View(view) => view.prefetch(range).await,
         }
     }
 
@@ -193,6 +207,7 @@ impl Storage for ImageStorage {
             Self::Nbd(nbd) => nbd.close().await,
             Self::Rbd(rbd) => Box::pin(rbd.close()).await,
             Self::Concat(files) => files.close().await,
+            Self::View(view) => view.close().await,
         }
     }
 
@@ -202,6 +217,7 @@ impl Storage for ImageStorage {
             Self::Nbd(nbd) => nbd.has_snapshots(),
             Self::Rbd(rbd) => rbd.has_snapshots(),
             Self::Concat(files) => files.has_snapshots(),
+            Self::View(view) => view.has_snapshots(),
         }
     }
 
@@ -211,6 +227,7 @@ impl Storage for ImageStorage {
             Self::Nbd(nbd) => nbd.list_snapshots().await,
             Self::Rbd(rbd) => Box::pin(rbd.list_snapshots()).await,
             Self::Concat(files) => files.list_snapshots().await,
+            Self::View(view) => view.list_snapshots().await,
         }
     }
 
@@ -220,6 +237,7 @@ impl Storage for ImageStorage {
             Self::Nbd(nbd) => nbd.change_snapshots(change).await,
             Self::Rbd(rbd) => Box::pin(rbd.change_snapshots(change)).await,
             Self::Concat(files) => files.change_snapshots(change).await,
+            Self::View(view) => view.change_snapshots(change).await,
         }
     }
 }

@@ -30,6 +30,7 @@ mod image_storage;
 mod location;
 mod nbd;
 mod rbd;
+mod view_storage;
 
 pub use concat::Concat;
 pub use image_storage::ImageStorage;
@@ -38,3 +39,4 @@ pub use nbd::NbdStorage;
 pub use rbd::{
     RbdAccess, RbdLocation, RbdStorage, create_rbd_image, remove_rbd_image, rename_rbd_image,
 };
+pub use view_storage::{StorageView, ViewStorage};

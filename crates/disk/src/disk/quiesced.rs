@@ -91,6 +91,11 @@ impl<S: Storage> Disk<S> {
 }
 
 impl<'a, S: Storage> QuiescedDisk<'a, S> {
+    /// As [`Disk::observe`], from this moment on.
+    pub fn observe(&self, observer: Arc<dyn ChangeObserver>) {
+        self.disk.observers.attach(observer);
+    }
+
     /// Puts the image of `successor` in the place of this disk's: all requests go to it from now on, also those that
     /// wait for the end of this. `successor` has everything that the disk has, durably, and nothing else uses it or is
     /// going to. The disk is not quiesced any more when this returns.

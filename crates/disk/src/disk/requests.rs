@@ -9,7 +9,7 @@
 //!    ([`Writer::claim`](crate::write::Writer::claim)).
 //! 4. `layer` reads, `write` changes.
 //! 5. What the writes left to be made durable is completed, once ([`RequestSync`]).
-//! 6. Observers are told of a change when it begins and when it has ended ([`Observers`](crate::observers::Observers)),
+//! 6. Observers may hold a change off before it begins, are told of it when it begins and when it has ended ([`Observers`](crate::observers::Observers)),
 //!    and may hold its answer off.
 
 use std::pin::pin;
@@ -186,6 +186,7 @@ impl<S: Storage> Disk<S> {
     /// Waits until the image may be changed, for a change of these bytes other than a write.
     async fn begin_turn(&self, operation: Operation, offset: u64, length: u64) -> Turn<'_> {
         let guard = self.wait_until_unquiesced(operation).await;
+        self.wait_for_observers(operation, offset, length).await;
         Turn { change: self.observers.begin(offset, length, None), _guard: guard }
     }
 
@@ -199,6 +200,7 @@ impl<S: Storage> Disk<S> {
     ) -> Result<(Turn<'_>, IoVector)> {
         let guard = self.wait_until_unquiesced(operation).await;
         let length = from.len() as u64;
+        self.wait_for_observers(operation, offset, length).await;
         if !self.observers.want_bytes(length) {
             let change = self.observers.begin(offset, length, None);
             return Ok((Turn { change, _guard: guard }, from));
@@ -206,6 +208,13 @@ impl<S: Storage> Disk<S> {
         let from = private_copy(from)?;
         let change = self.observers.begin(offset, length, Some(&from));
         Ok((Turn { change, _guard: guard }, from))
+    }
+
+    /// Waits until no observer holds a change of these bytes off.
+    async fn wait_for_observers(&self, operation: Operation, offset: u64, length: u64) {
+        for wait in self.observers.hold_off(offset, length) {
+            self.request_stats().wait(operation, pin!(wait)).await;
+        }
     }
 
     async fn wait_until_unquiesced(&self, operation: Operation) -> WriteGuard<'_> {

@@ -7,6 +7,7 @@
 mod allocated_space;
 mod allowed_paths;
 mod chain;
+mod changed_since;
 mod create;
 mod durable_rename;
 mod handed_over;
@@ -26,6 +27,7 @@ pub use chain::{
     open, open_for_commit, open_for_repair, open_handed_over, open_metadata, open_snapshot,
     open_storage, open_without_backing,
 };
+pub use changed_since::changed_since;
 pub use create::{
     check_new_name, create, exists, format_by_name, format_for_new, open_created, part_of,
     remove_created, rename_finished,

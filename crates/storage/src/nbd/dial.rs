@@ -18,6 +18,8 @@ const CONNECT_TIME: Duration = Duration::from_secs(30);
 pub(super) struct Dial {
     uri: NbdUri,
     name: String,
+    /// The metadata context that block status tells of.
+    context: String,
     reconnect_time: Duration,
     export: Negotiated,
 }
@@ -27,15 +29,19 @@ impl Dial {
     ///
     /// # Errors
     /// What failed, with the URI: there is no server, it refuses the export, or it does not answer.
-    pub(super) async fn connect(uri: NbdUri, reconnect_time: Duration) -> Result<(Self, Stream)> {
+    pub(super) async fn connect(
+        uri: NbdUri,
+        reconnect_time: Duration,
+        context: String,
+    ) -> Result<(Self, Stream)> {
         let name = uri.to_string();
         if uri.security == Security::Tls {
             let what = "images are not read by TLS yet";
             let hint = "use nbd:// over a way that is safe by itself, like a tunnel";
             return Err(Error::new(ErrorKind::Unsupported, what).on(&name).hint(hint));
         }
-        let (stream, export) = negotiate(&uri, &name).await?;
-        Ok((Self { uri, name, reconnect_time, export }, stream))
+        let (stream, export) = negotiate(&uri, &name, &context).await?;
+        Ok((Self { uri, name, context, reconnect_time, export }, stream))
     }
 
     /// Another stream to the same export.
@@ -43,7 +49,7 @@ impl Dial {
     /// # Errors
     /// As [`connect`](Self::connect); and where the export is not what it was.
     pub(super) async fn again(&self) -> Result<Stream> {
-        let (stream, export) = negotiate(&self.uri, &self.name).await?;
+        let (stream, export) = negotiate(&self.uri, &self.name, &self.context).await?;
         match export == self.export {
             true => Ok(stream),
             false => Err(self.error("the server's export is not what it was at first")),
@@ -69,12 +75,12 @@ impl Dial {
 }
 
 /// Connects, and agrees with the server on the export.
-async fn negotiate(uri: &NbdUri, name: &str) -> Result<(Stream, Negotiated)> {
+async fn negotiate(uri: &NbdUri, name: &str, context: &str) -> Result<(Stream, Negotiated)> {
     let failed = |error| Error::host("cannot connect", error).on(name);
     let socket = connect(uri.address.clone(), CONNECT_TIME).await.map_err(failed)?;
     let stream = Stream::new(socket).map_err(failed)?;
     let negotiated = {
-        let handshake = pin!(handshake::negotiate(&stream, &uri.export));
+        let handshake = pin!(handshake::negotiate(&stream, &uri.export, context));
         match select(handshake, sleep(CONNECT_TIME)).await {
             Either::Left((negotiated, _)) => negotiated,
             Either::Right(_) => Err("the server does not answer".into()),

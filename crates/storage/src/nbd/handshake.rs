@@ -1,5 +1,5 @@
 //! The handshake of a client (`doc/proto.md`, "Newstyle negotiation"): extended headers or else structured replies where
-//! the server has them, `base:allocation`, then GO.
+//! the server has them, a metadata context, then GO.
 //!
 //! Guarantees: every length that a server sends is bounded before memory is taken for it. What it says about an export
 //! is checked: sizes and block sizes that no request could be made for are refused.
@@ -35,7 +35,7 @@ pub(super) struct Negotiated {
     pub(super) minimum_block: u32,
     /// The longest read or write, in bytes: a multiple of the former.
     pub(super) max_payload: u32,
-    /// Whether block status tells of allocation.
+    /// Whether block status tells of the context that was asked for.
     pub(super) has_block_status: bool,
 }
 
@@ -65,7 +65,11 @@ struct OptionReply {
 }
 
 /// Agrees with a server on an export.
-pub(super) async fn negotiate(stream: &Stream, export: &str) -> Result<Negotiated, Refusal> {
+pub(super) async fn negotiate(
+    stream: &Stream,
+    export: &str,
+    context: &str,
+) -> Result<Negotiated, Refusal> {
     let mut wire = Wire { stream };
     let greeting = wire.read(18).await?;
     if greeting[..8] != INIT_MAGIC.to_be_bytes() {
@@ -80,7 +84,7 @@ pub(super) async fn negotiate(stream: &Stream, export: &str) -> Result<Negotiate
     let flags = u32::from(flags & (FIXED_NEWSTYLE | NO_ZEROES));
     wire.write(&flags.to_be_bytes()).await?;
     let framing = framing(&mut wire).await?;
-    let has_block_status = framing.has_chunks() && block_status(&mut wire, export).await?;
+    let has_block_status = framing.has_chunks() && block_status(&mut wire, export, context).await?;
     let mut agreed = Negotiated {
         framing,
         size: 0,
@@ -110,12 +114,11 @@ async fn framing(wire: &mut Wire<'_>) -> Result<Framing, Refusal> {
     Ok(Framing::Simple)
 }
 
-/// Selects `base:allocation`; whether the export has it.
-async fn block_status(wire: &mut Wire<'_>, export: &str) -> Result<bool, Refusal> {
-    const CONTEXT: &str = "base:allocation";
+/// Selects a metadata context; whether the export has it.
+async fn block_status(wire: &mut Wire<'_>, export: &str, context: &str) -> Result<bool, Refusal> {
     let mut data = string(export);
     data.extend(1u32.to_be_bytes());
-    data.extend(string(CONTEXT));
+    data.extend(string(context));
     let option = ClientOption::SetMetaContext;
     wire.option(option, &data).await?;
     let mut found = false;
@@ -123,7 +126,7 @@ async fn block_status(wire: &mut Wire<'_>, export: &str) -> Result<bool, Refusal
         let reply = wire.reply(option).await?;
         match reply.kind {
             kind if kind == ReplyType::MetaContext as u32 => {
-                found |= reply.data.get(4..) == Some(CONTEXT.as_bytes());
+                found |= reply.data.get(4..) == Some(context.as_bytes());
             }
             kind if kind == ReplyType::Ack as u32 => return Ok(found),
             kind if kind & ERROR_BIT != 0 => {

@@ -35,7 +35,9 @@ use blockhouse_core::{
 };
 use blockhouse_nbd_protocol::request::kind;
 use blockhouse_nbd_protocol::uri::NbdUri;
-use blockhouse_nbd_protocol::{CommandFlags, Framing, StatusFlags, TransmissionFlags};
+use blockhouse_nbd_protocol::{
+    BASE_ALLOCATION, CommandFlags, DIRTY, DIRTY_BITMAP, Framing, StatusFlags, TransmissionFlags,
+};
 
 use connections::Connections;
 use dial::Dial;
@@ -68,10 +70,66 @@ impl NbdStorage {
     /// # Panics
     /// Outside of an event loop.
     pub async fn connect(uri: NbdUri, reconnect_time: Duration) -> Result<Self> {
-        let (dial, stream) = Dial::connect(uri, reconnect_time).await?;
+        Self::connect_for(uri, reconnect_time, BASE_ALLOCATION.to_owned()).await
+    }
+
+    /// Connects to ask what a bitmap says to have changed, by [`dirty_extent`](Self::dirty_extent): block status tells of
+    /// that alone.
+    ///
+    /// # Errors
+    /// As [`connect`](Self::connect); `InvalidInput` where the server does not offer the bitmap.
+    ///
+    /// # Panics
+    /// Outside of an event loop.
+    pub async fn connect_for_bitmap(
+        uri: NbdUri,
+        reconnect_time: Duration,
+        bitmap: &str,
+    ) -> Result<Self> {
+        let context = format!("{DIRTY_BITMAP}{bitmap}");
+        let storage = Self::connect_for(uri, reconnect_time, context).await?;
+        match storage.export().has_block_status {
+            true => Ok(storage),
+            false => {
+                let what = format!("the server does not offer the bitmap '{bitmap}'");
+                let error = Error::new(ErrorKind::InvalidInput, what).on(storage.dial.name());
+                Err(error.hint("nbdinfo tells which contexts (qemu:dirty-bitmap:NAME) it has"))
+            }
+        }
+    }
+
+    async fn connect_for(uri: NbdUri, reconnect_time: Duration, context: String) -> Result<Self> {
+        let (dial, stream) = Dial::connect(uri, reconnect_time, context).await?;
         let dial = Arc::new(dial);
         let connections = Connections::new(Arc::clone(&dial), stream)?;
         Ok(Self { dial, connections })
+    }
+
+    /// Whether the bitmap that was connected for says that the first bytes of `range`, which is on the export and not
+    /// empty, have changed; and for how many bytes that holds.
+    ///
+    /// # Errors
+    /// What the server answers.
+    pub async fn dirty_extent(&self, range: ByteRange) -> Result<(bool, u64)> {
+        let (flags, length) = self.first_status(range).await?;
+        Ok((flags.bits() & DIRTY != 0, length))
+    }
+
+    /// The flags of the first bytes of a range, and for how many bytes they hold.
+    async fn first_status(&self, range: ByteRange) -> Result<(StatusFlags, u64)> {
+        // Whole blocks of the server, the last one up to the end.
+        let block = u64::from(self.export().minimum_block);
+        let skipped = range.offset() % block;
+        let (offset, size) = (range.offset() - skipped, self.export().size);
+        let wanted = (range.length() + skipped).next_multiple_of(block).min(size - offset);
+        let length = wanted.min(MAX_COMPACT_RANGE);
+        let (kind, flags, body) = (kind::BLOCK_STATUS, CommandFlags::REQ_ONE, Body::Status);
+        let status = self.request(Command { kind, flags, offset, length, body }).await?;
+        let told = status.and_then(|(told, flags)| Some((told.checked_sub(skipped)?, flags)));
+        match told {
+            Some((told @ 1.., flags)) => Ok((flags, told.min(range.length()))),
+            _ => Err(self.dial.error("the server tells no block status").at(offset)),
+        }
     }
 
     /// Whether the server refuses writes.
@@ -237,24 +295,13 @@ impl Storage for NbdStorage {
         if !self.export().has_block_status {
             return Ok((Allocation::Data, inside));
         }
-        // Whole blocks of the server, the last one up to the end.
-        let block = u64::from(self.export().minimum_block);
-        let skipped = range.offset() % block;
-        let (offset, size) = (range.offset() - skipped, self.export().size);
-        let wanted = (inside + skipped).next_multiple_of(block).min(size - offset);
-        let length = wanted.min(MAX_COMPACT_RANGE);
-        let (kind, flags, body) = (kind::BLOCK_STATUS, CommandFlags::REQ_ONE, Body::Status);
-        let status = self.request(Command { kind, flags, offset, length, body }).await?;
-        let told = status.and_then(|(told, flags)| Some((told.checked_sub(skipped)?, flags)));
-        let Some((told @ 1.., flags)) = told else {
-            return Err(self.dial.error("the server tells no block status").at(offset));
-        };
+        let (flags, told) = self.first_status(range.truncate(inside)).await?;
         // Only what reads as zeros for sure may be skipped.
         let allocation = match flags.contains(StatusFlags::ZERO) {
             true => Allocation::Hole,
             false => Allocation::Data,
         };
-        Ok((allocation, told.min(inside)))
+        Ok((allocation, told))
     }
 
     async fn prefetch(&self, _range: ByteRange) -> Result<()> {

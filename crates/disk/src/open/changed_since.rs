@@ -1,0 +1,37 @@
+//! What a persistent bitmap says to have changed on a disk, wherever its image is.
+
+use std::path::Path;
+
+use blockhouse_core::{ByteRange, Result};
+use blockhouse_storage::{Location, NbdStorage};
+
+use super::image_disk::ImageDisk;
+use crate::dirty_map::DirtyMap;
+
+/// Bytes of memory for what has changed, at most: a finer bitmap is made coarser.
+const MAX_BYTES: u64 = 64 << 20;
+/// The finest granularity that is told apart in what another server says, in bytes.
+const MIN_GRANULARITY: u64 = 4096;
+
+/// What has changed on `disk`, which was opened by `name`, since the bitmap was begun: that of the image, or what the
+/// server offers as `qemu:dirty-bitmap:BITMAP`. Nothing may change it meanwhile.
+///
+/// # Errors
+/// There is no such bitmap, it lacks changes, or the server does not offer it.
+pub async fn changed_since(name: &Path, disk: &ImageDisk, bitmap: &str) -> Result<DirtyMap> {
+    let least = DirtyMap::min_granularity(disk.size(), MAX_BYTES);
+    let Location::Nbd { uri, reconnect } = Location::of(name)? else {
+        return disk.bitmaps().copy(bitmap, least).await;
+    };
+    let told = NbdStorage::connect_for_bitmap(uri, reconnect, bitmap).await?;
+    let map = DirtyMap::new(disk.size(), least.max(MIN_GRANULARITY))?;
+    let mut rest = ByteRange::between(0, disk.size());
+    while !rest.is_empty() {
+        let (is_dirty, length) = told.dirty_extent(rest).await?;
+        if is_dirty {
+            map.mark(rest.truncate(length));
+        }
+        rest = rest.skip(length);
+    }
+    Ok(map)
+}
