@@ -247,6 +247,16 @@ const EXAMPLES: &[(&str, &[Example])] = &[
         )],
     ),
     (
+        "backup",
+        &[
+            example("All of it", "blockhouse backup disk.qcow2 monday.qcow2"),
+            example(
+                "What has changed since a bitmap was begun",
+                "blockhouse backup disk.qcow2 tuesday.qcow2 --incremental changes --base base.img",
+            ),
+        ],
+    ),
+    (
         "ctl",
         &[
             example("What is served", "blockhouse ctl control exports"),
@@ -358,6 +368,22 @@ const EXAMPLES: &[(&str, &[Example])] = &[
             "blockhouse ctl control bitmap merge disk.qcow2 week changes",
         )],
     ),
+    ("ctl backup", &[example("Which there are", "blockhouse ctl control backup list")]),
+    (
+        "ctl backup begin",
+        &[
+            example(
+                "With a bitmap for the next increment",
+                "blockhouse ctl control backup begin disk.qcow2 --bitmap monday --export \"nbd+unix:///?socket=$PWD/backup.sock\"",
+            ),
+            example(
+                "With what has changed since",
+                "blockhouse ctl control backup begin disk.qcow2 --since changes --export \"nbd+unix:///?socket=$PWD/backup.sock\"",
+            ),
+        ],
+    ),
+    ("ctl backup end", &[example("It was fetched", "blockhouse ctl control backup end backup1")]),
+    ("ctl backup list", &[example("As a table", "blockhouse ctl control backup list")]),
     ("ctl jobs", &[example("How far they are", "blockhouse ctl control jobs")]),
     (
         "ctl mirror",

@@ -10,6 +10,7 @@
 #![warn(clippy::print_stderr)]
 
 mod attach;
+mod backup;
 mod bench;
 mod bitmap;
 mod check;
@@ -103,6 +104,8 @@ enum Command {
     Snapshot(snapshot::Arguments),
     /// List, add, remove, clear, enable, disable and merge the bitmaps of changes inside an image.
     Bitmap(bitmap::Arguments),
+    /// Copy a disk, or what of it has changed, to a qcow2 image.
+    Backup(backup::Arguments),
     /// Ask things of a running server: which disks and exports it has, and to change them.
     Ctl(Box<ctl::Arguments>),
     /// Show what a running server does, live in the terminal.
@@ -153,6 +156,7 @@ fn main() -> ExitCode {
         Command::Serve(serve) => serve::run(&serve, is_verbose).map(done),
         Command::Attach(arguments) => attach::attach(&arguments).map(done),
         Command::Detach(arguments) => attach::detach(&arguments).map(done),
+        Command::Backup(backup) => backup::run(backup).map(done),
         Command::Bitmap(bitmap) => bitmap::run(bitmap).map(done),
         Command::Bench(bench) => bench::run(&bench).map(done),
         Command::Check(check) => check::run(&check),

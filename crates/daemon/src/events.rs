@@ -147,6 +147,28 @@ pub enum Event {
         /// Why, in one line.
         error: String,
     },
+    /// A backup began: its disks are served as they were at that moment.
+    #[serde(rename = "backup.began")]
+    BackupBegan {
+        /// Its name.
+        backup: String,
+    },
+    /// A backup ended, as it was asked.
+    #[serde(rename = "backup.ended")]
+    BackupEnded {
+        /// Its name.
+        backup: String,
+    },
+    /// What a disk was cannot be read any more. The disk itself goes on.
+    #[serde(rename = "backup.failed")]
+    BackupFailed {
+        /// The name of the backup.
+        backup: String,
+        /// The name of the disk.
+        disk: String,
+        /// Why, in one line.
+        error: String,
+    },
     /// The subscriber was too slow.
     #[serde(rename = "event.lost")]
     Lost {
@@ -157,7 +179,7 @@ pub enum Event {
 
 impl Event {
     /// The names of all events.
-    pub const NAMES: [&str; 15] = [
+    pub const NAMES: [&str; 18] = [
         "disk.opened",
         "disk.closed",
         "disk.resized",
@@ -172,6 +194,9 @@ impl Event {
         "job.ready",
         "job.ended",
         "job.failed",
+        "backup.began",
+        "backup.ended",
+        "backup.failed",
         "event.lost",
     ];
 
@@ -192,7 +217,10 @@ impl Event {
             Self::JobReady { .. } => 11,
             Self::JobEnded { .. } => 12,
             Self::JobFailed { .. } => 13,
-            Self::Lost { .. } => 14,
+            Self::BackupBegan { .. } => 14,
+            Self::BackupEnded { .. } => 15,
+            Self::BackupFailed { .. } => 16,
+            Self::Lost { .. } => 17,
         };
         Self::NAMES[index]
     }

@@ -42,6 +42,7 @@ pub mod rate_limits;
 mod run;
 mod running;
 mod sandbox;
+mod scratch;
 mod service;
 mod service_manager;
 pub mod setup;

@@ -4,6 +4,8 @@
 //! the copy, or the disk is held for another host. A [`JobControl`] is what others have of a running job: how far it is,
 //! and what they want of it. A job is one future, on any executor: a [`JobClock`] is all that it needs beside the disks.
 //!
+//! A [`FrozenDisk`] is a disk as it was at one moment, beside the disk that goes on: what backups read.
+//!
 //! From the bottom up, each uses only what is above it in this list:
 //!
 //! - `clock`: time
@@ -14,11 +16,13 @@
 //! - `tracker`: what the guest changes meanwhile
 //! - `copier`: copies what is dirty, for as long as the job goes on
 //! - `mirror`: the steps of a mirror, and its end
+//! - `frozen`: disks as they were (with `clock` alone)
 #![forbid(unsafe_code)]
 
 mod clock;
 mod control;
 mod copier;
+mod frozen;
 mod meter;
 mod mirror;
 mod next_event;
@@ -27,4 +31,5 @@ mod tracker;
 
 pub use clock::{ClockSleep, JobClock, LoopClock};
 pub use control::{Completion, JobControl, JobEnd, JobProgress, JobStage};
+pub use frozen::{CopyTimer, FailureTeller, FreezeOptions, FrozenDisk, freeze};
 pub use mirror::{CopyMode, Mirror, MirrorOptions};

@@ -49,12 +49,14 @@
 //! the protocol into requests for a [`Disk`](blockhouse_disk::Disk).
 #![forbid(unsafe_code)]
 
+mod bitmap;
 pub mod command;
 pub mod handshake;
 mod server;
 mod session;
 mod tls;
 
+pub use bitmap::ExportBitmap;
 pub use blockhouse_nbd_protocol as proto;
 pub use blockhouse_nbd_protocol::uri;
 pub use server::{

@@ -9,7 +9,11 @@ use serde_json::{Value, json};
 use crate::bitmaps::{check, dirty};
 
 const FAILED: i64 = -32000;
-const PAGE: &str = include_str!("../../../docs/backup.md");
+/// The page, up to backups of one moment.
+fn page() -> &'static str {
+    let page = include_str!("../../../docs/backup.md");
+    page.split("## A moment").next().unwrap_or_default()
+}
 
 fn change(image: &str, format: &str, changes: &[&str]) {
     let mut qemu_io = tool("qemu-io");
@@ -249,15 +253,15 @@ fn the_page_is_right() {
     require!(need::tools(&["qemu-img", "nbdinfo"]));
     let folder = Folder::new();
     folder.run("blockhouse create disk.qcow2 64M");
-    commands(PAGE, "blockhouse bitmap ").iter().for_each(|line| _ = folder.run(line));
+    commands(page(), "blockhouse bitmap ").iter().for_each(|line| _ = folder.run(line));
     let serve =
         "blockhouse serve disk.qcow2 --control control --nbd 'nbd+unix:///?socket=disk.sock'";
     let serving = Serving::start(&folder, serve);
-    commands(PAGE, "blockhouse ctl ").iter().for_each(|line| _ = folder.run(line));
+    commands(page(), "blockhouse ctl ").iter().for_each(|line| _ = folder.run(line));
     serving.stop();
-    for line in commands(PAGE, "blockhouse serve ") {
+    for line in commands(page(), "blockhouse serve ") {
         let serving = Serving::start(&folder, line);
-        for client in ["nbdinfo ", "qemu-img "].iter().flat_map(|word| commands(PAGE, word)) {
+        for client in ["nbdinfo ", "qemu-img "].iter().flat_map(|word| commands(page(), word)) {
             folder.run(client);
         }
         serving.stop();

@@ -3,7 +3,7 @@
 use blockhouse_daemon::size;
 use serde_json::{Value, json};
 
-use super::add_given;
+use super::params::add_given;
 
 #[derive(clap::Subcommand)]
 pub(super) enum BitmapAction {

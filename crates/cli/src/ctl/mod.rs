@@ -3,17 +3,21 @@
 //! Each is one method of docs/control.md, or few; `call` is for all others. Results are tables, or with `--json` what the
 //! server answered.
 
+mod backup;
 mod bitmap;
+mod params;
 mod tables;
 
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result};
+use backup::BackupAction;
 use bitmap::BitmapAction;
 use blockhouse_daemon::control::Connection;
 use blockhouse_daemon::limit_options::LimitOptions;
 use blockhouse_daemon::size::{self, NewSize};
 use blockhouse_disk::is_address;
+use params::{absolute, add_given};
 use serde_json::{Map, Value, json};
 
 use crate::output;
@@ -108,6 +112,11 @@ enum Action {
     Bitmap {
         #[command(subcommand)]
         action: BitmapAction,
+    },
+    /// Freeze disks at one moment, for programs that copy them while their guests go on.
+    Backup {
+        #[command(subcommand)]
+        action: BackupAction,
     },
     /// Tell what disks have done since they were opened.
     Stats {
@@ -320,6 +329,7 @@ impl Action {
             }
             Self::Snapshot { action } => action.request(),
             Self::Bitmap { action } => action.request(),
+            Self::Backup { action } => action.request()?,
             Self::Stats { disk } => ("disk.stats", json!({ "disk": disk })),
             Self::Jobs => ("job.list", json!({})),
             Self::Mirror(mirror) => ("job.start", mirror.params()?),
@@ -388,15 +398,6 @@ impl Mirror {
     }
 }
 
-/// Adds the parameters that were given.
-fn add_given<const N: usize>(params: &mut Value, optional: [(&str, Option<Value>); N]) {
-    for (key, value) in optional {
-        if let Some(value) = value {
-            params[key] = value;
-        }
-    }
-}
-
 impl Open {
     fn params(self) -> Result<Value> {
         let exports = self.exports.iter().map(|export| absolute_export(export));
@@ -435,11 +436,6 @@ fn parse_switch(text: &str) -> Result<bool, String> {
 
 fn parse_object(text: &str) -> Result<Map<String, Value>, String> {
     serde_json::from_str(text).map_err(|error| format!("not an object of JSON: {error}"))
-}
-
-/// The server may have another working directory.
-fn absolute(path: &Path) -> Result<PathBuf> {
-    std::path::absolute(path).with_context(|| format!("{}", path.display()))
 }
 
 /// An address with a whole path: a URI has one, or the server says that it has not.

@@ -60,6 +60,8 @@ pub fn show(method: &str, result: &Value) -> String {
             listed.map_or_else(|_| format!("{result:#}"), |list| snapshot_list::as_text(&list))
         }
         "bitmap.list" => bitmaps(result),
+        "backup.begin" => begun(result),
+        "backup.list" => backups(result),
         "snapshot.create" | "snapshot.delete" | "snapshot.rename" | "bitmap.add"
         | "bitmap.remove" | "bitmap.clear" | "bitmap.enable" | "bitmap.disable"
         | "bitmap.merge" => {
@@ -78,7 +80,7 @@ pub fn show(method: &str, result: &Value) -> String {
             };
             table(["DISK", "LIMITS", "WAITING", "DELAYED"], result, row)
         }
-        "disk.close" | "export.remove" | "limit.set" | "disk.set" => String::new(),
+        "backup.end" | "disk.close" | "export.remove" | "limit.set" | "disk.set" => String::new(),
         "job.pause" | "job.resume" | "job.set-speed" | "job.cancel" | "job.dismiss" => {
             String::new()
         }
@@ -104,6 +106,45 @@ fn jobs(result: &Value) -> String {
     let heading =
         ["JOB", "KIND", "DISK", "STATUS", "COPIED", "REMAINING", "RATE", "TARGET", "ERROR"];
     table(heading, result, row)
+}
+
+/// The name of a backup, and a line for each address where its disks are served.
+fn begun(result: &Value) -> String {
+    let disks = result["disks"].as_array().into_iter().flatten();
+    let exports = disks.flat_map(|disk| disk["exports"].as_array().into_iter().flatten());
+    let heading = format!(
+        "began {}; writes were held off for {} us",
+        text(&result["backup"]),
+        text(&result["pause-us"])
+    );
+    let lines = exports.map(|export| format!("ready {}", text(export)));
+    std::iter::once(heading).chain(lines).collect::<Vec<_>>().join("\n")
+}
+
+fn backups(result: &Value) -> String {
+    let of_backup = |backup: &Value| {
+        let name = backup["backup"].clone();
+        let disks = backup["disks"].as_array().cloned().unwrap_or_default();
+        disks.into_iter().map(move |mut disk| {
+            disk["backup"] = name.clone();
+            disk
+        })
+    };
+    let rows: Vec<Value> = result.as_array().into_iter().flatten().flat_map(of_backup).collect();
+    let row = |disk: &Value| {
+        let exports = disk["exports"].as_array().into_iter().flatten().map(text);
+        let error = if disk["error"].is_null() { String::new() } else { text(&disk["error"]) };
+        [
+            text(&disk["backup"]),
+            text(&disk["disk"]),
+            bytes(&disk["scratch-used"]),
+            bytes(&disk["scratch-size"]),
+            exports.collect::<Vec<_>>().join(" "),
+            error,
+        ]
+    };
+    let heading = ["BACKUP", "DISK", "SCRATCH", "AT MOST", "EXPORT", "ERROR"];
+    table(heading, &Value::Array(rows), row)
 }
 
 fn bitmaps(result: &Value) -> String {

@@ -16,7 +16,7 @@ use super::methods::{
 use super::outcome::{Outcome, invalid, params, result, unknown};
 use super::pause_log::log;
 use super::rpc::Failure;
-use super::{bitmaps, jobs};
+use super::{backups, bitmaps, jobs};
 use crate::disk_options::DiskOptions;
 use crate::events::Event;
 use crate::limit_options::LimitOptions;
@@ -63,6 +63,7 @@ pub(super) async fn call(running: &Running, method: &str, given: Value) -> Outco
         "limit.set" => limit(running, params(given)?).await,
         "disk.stats" => stats(running, params(given)?),
         "stats.get" => params(given).and_then(|NoParams {}| result(running.metrics())),
+        _ if method.starts_with("backup.") => backups::call(running, method, given).await,
         _ if method.starts_with("bitmap.") => bitmaps::call(running, method, given).await,
         _ if method.starts_with("job.") => jobs::call(running, method, given).await,
         _ => snapshots(running, method, given).await,

@@ -7,6 +7,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
 
 use super::Listed;
+use super::backup_methods::{BackupBeginParams, BackupInfo, BackupParams};
 use super::bitmap_methods::{BitmapAddParams, BitmapInfo, BitmapMergeParams, BitmapParams};
 use super::job_methods::{JobCompleteParams, JobInfo, JobParams, JobSpeedParams, JobStartParams};
 use crate::disk_options::DiskOptions;
@@ -362,6 +363,13 @@ pub(super) const METHODS: &[(&str, &str, MakeSchema)] = &[
         "Adds the changes of one bitmap to those of another one.",
         of::<BitmapMergeParams, PauseResult>,
     ),
+    (
+        "backup.begin",
+        "Freezes disks at one moment, and serves them for reading.",
+        of::<BackupBeginParams, BackupInfo>,
+    ),
+    ("backup.end", "Serves the disks of a backup no longer.", of::<BackupParams, Done>),
+    ("backup.list", "The backups that have begun.", of::<NoParams, Vec<BackupInfo>>),
     (
         "stats.get",
         "All metrics, as /metrics.json has them (docs/metrics.md).",

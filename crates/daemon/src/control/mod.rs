@@ -5,10 +5,13 @@
 //! sent ([`legacy`]). A connection's requests are carried out one after the other, those of several side by side.
 //!
 //! - [`methods`]: the methods, their parameters and results; `dispatch`: what each does; `job_methods` and `jobs`: those of
-//!   jobs; `bitmap_methods` and `bitmaps`: those of bitmaps
+//!   jobs; `bitmap_methods` and `bitmaps`: those of bitmaps; `backup_methods` and `backups`: those
+//!   of backups
 //! - `rpc`: messages of JSON-RPC; `outcome`: parameters and results; [`legacy`]: the older ones
 //! - `server`, `line_stream`, `gate`: connections; `client`: the other end
 
+mod backup_methods;
+mod backups;
 mod bitmap_methods;
 mod bitmaps;
 mod client;

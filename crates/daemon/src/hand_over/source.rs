@@ -92,6 +92,7 @@ pub fn hand_over(
         );
     }
     check_jobs(service)?;
+    check_backups(service)?;
     let (disks, sockets, devices) = (service.disks(), service.sockets(), service.devices());
     let (offer, descriptors) = offer_of(service, &disks, &sockets, &devices)?;
     destination.send(&Message::Offer(offer), &descriptors, &[])?;
@@ -146,6 +147,17 @@ fn check_jobs(service: &Service) -> Result<()> {
             job.kind,
             job.disk,
             job.name
+        ),
+    }
+}
+
+/// Refuses where a backup goes on: what its disks were is known to this process alone.
+fn check_backups(service: &Service) -> Result<()> {
+    match service.running().backups().first() {
+        None => Ok(()),
+        Some(backup) => bail!(
+            "the backup {:?} goes on, and cannot be handed over; end it first ('blockhouse ctl SOCKET backup end')",
+            backup.name
         ),
     }
 }

@@ -56,7 +56,7 @@ impl Running {
                 setup.disk
             );
         }
-        self.jobs().check_free(&setup.disk)?;
+        self.check_free(&setup.disk)?;
         if let Ok(Location::File(path)) = Location::of(&setup.target.location) {
             self.sandbox().check(&path)?;
         }

@@ -5,6 +5,7 @@ use std::sync::Arc;
 use anyhow::{Result, bail};
 use blockhouse_disk::{Access, ImageDisk};
 use blockhouse_engine::IoPoll;
+use blockhouse_nbd::ExportBitmap;
 use blockhouse_storage::Location;
 use parking_lot::Mutex;
 
@@ -39,13 +40,26 @@ impl Running {
         disk: Arc<ImageDisk>,
         moved: Option<Moved>,
     ) -> Arc<RunningDisk> {
+        let bitmaps = setup.bitmaps.iter().cloned().map(ExportBitmap::OfDisk).collect();
+        self.adopt_with(setup, disk, moved, bitmaps)
+    }
+
+    /// As [`adopt`](Self::adopt), with the bitmaps that its NBD clients may ask for.
+    pub(super) fn adopt_with(
+        &self,
+        setup: DiskSetup,
+        disk: Arc<ImageDisk>,
+        moved: Option<Moved>,
+        bitmaps: Vec<ExportBitmap>,
+    ) -> Arc<RunningDisk> {
         // Where it is no file, or its path cannot be found any more, it is known by what was given.
         let canonical = disk.file().and_then(|_| setup.path.canonicalize().ok());
         let path = canonical.unwrap_or_else(|| setup.path.clone());
         let has_lost_flush = disk.flush_failures().iter().any(Option::is_some);
         let teller = FailureTeller::new(setup.name.clone(), self.events.clone(), has_lost_flush);
         disk.observe_failures(Box::new(move |failed| teller.tell(failed)));
-        let disk = Arc::new(RunningDisk { setup, path, moved, disk, group: Mutex::default() });
+        let group = Mutex::default();
+        let disk = Arc::new(RunningDisk { setup, path, moved, disk, bitmaps, group });
         self.list.lock().disks.push(Arc::clone(&disk));
         disk
     }
@@ -119,7 +133,7 @@ impl Running {
     /// then it is closed all the same.
     pub(crate) async fn close(&self, name: &str, force: bool) -> Result<()> {
         let claimed = self.claim_disk(name).await?;
-        self.jobs.check_free(name)?;
+        self.check_free(name)?;
         let exports = self.exports_of(name);
         if let [first, ..] = &exports[..]
             && !force
@@ -139,7 +153,7 @@ impl Running {
     }
 
     /// Closes a disk without exports, which is claimed.
-    async fn forget(&self, disk: &RunningDisk) -> Result<()> {
+    pub(super) async fn forget(&self, disk: &RunningDisk) -> Result<()> {
         let closed = disk.disk.close().await;
         self.list.lock().disks.retain(|other| other.name() != disk.name());
         let error = closed.as_ref().err().map(ToString::to_string);
@@ -163,7 +177,7 @@ impl Running {
     }
 
     /// Serves a disk, which is claimed like the socket.
-    async fn serve(
+    pub(super) async fn serve(
         &self,
         disk: &Arc<RunningDisk>,
         address: ExportAddress,
@@ -211,7 +225,7 @@ impl Running {
     }
 
     /// Ends an export, whose disk and socket are claimed.
-    async fn end(&self, export: &RunningExport) -> Result<()> {
+    pub(super) async fn end(&self, export: &RunningExport) -> Result<()> {
         match &export.address {
             ExportAddress::Nbd(uri) => self.remove_nbd(uri).await,
             ExportAddress::VhostUser(path) => self.remove_device(path).await?,
@@ -229,7 +243,7 @@ impl Running {
     /// There is no such disk, or it cannot have that size.
     pub(crate) async fn resize(&self, name: &str, size: u64, shrink: bool) -> Result<Resized> {
         let claimed = self.claim_disk(name).await?;
-        self.jobs.check_free(name)?;
+        self.check_free(name)?;
         let disk = &claimed.disk.disk;
         let old = disk.size();
         match (size < old, shrink, self.exports_of(name).first()) {

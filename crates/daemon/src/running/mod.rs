@@ -4,6 +4,7 @@
 //! do not wait for each other ([`claims`](crate::claims)), and a change that fails leaves what runs as it was. What is
 //! listed is what runs: a thing is listed from when it is served until nothing of it is.
 
+mod backups;
 mod devices;
 mod disks;
 mod export;
@@ -19,7 +20,7 @@ use std::sync::Arc;
 use anyhow::{Result, bail};
 use blockhouse_disk::{CacheMode, ImageDisk, ImageFormat, StateUse};
 use blockhouse_engine::{EngineReport, Handle, HostFile, IoPoll};
-use blockhouse_nbd::{Server, SocketPermissions};
+use blockhouse_nbd::{ExportBitmap, Server, SocketPermissions};
 use blockhouse_vhost_user::RegisteredMemory;
 use parking_lot::Mutex;
 use rustix::fs::OFlags;
@@ -36,6 +37,8 @@ use crate::sandbox::SandboxReport;
 use crate::setup::{DiskSetup, Setup, StateSetup};
 use crate::tls::Tls;
 use crate::vhost_user::registered_memory;
+use backups::Backups;
+pub(crate) use backups::{BackupDisk, BackupSetup, RunningBackup};
 pub(crate) use devices::RunningDevice;
 pub(crate) use disks::ClaimedDisk;
 pub(crate) use export::{ExportAddress, RunningExport};
@@ -54,6 +57,7 @@ pub(crate) struct Running {
     claims: Claims,
     events: Events,
     jobs: Jobs,
+    backups: Backups,
     measured_since: StartTime,
 }
 
@@ -97,6 +101,8 @@ pub(crate) struct RunningDisk {
     moved: Option<Moved>,
     /// The disk.
     pub(crate) disk: Arc<ImageDisk>,
+    /// The bitmaps that its NBD clients may ask for.
+    bitmaps: Vec<ExportBitmap>,
     /// The name of the group whose limits it shares. Changed where the list is locked.
     group: Mutex<Option<String>>,
 }
@@ -191,6 +197,7 @@ impl Running {
             list: Mutex::default(),
             claims: Claims::default(),
             jobs: Jobs::default(),
+            backups: Backups::default(),
             events: Events::default(),
             measured_since,
         }

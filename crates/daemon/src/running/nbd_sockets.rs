@@ -59,7 +59,7 @@ impl ServedSocket {
 
 /// A disk under a name. It has no description: clients need not know where the image lies on the host.
 fn export(name: String, disk: &RunningDisk) -> Export<ImageStorage> {
-    let bitmaps = disk.setup.bitmaps.clone();
+    let bitmaps = disk.bitmaps.clone();
     Export { name, description: String::new(), disk: Arc::clone(&disk.disk), bitmaps }
 }
 

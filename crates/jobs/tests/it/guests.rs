@@ -55,6 +55,30 @@ impl Model {
         self.sectors.borrow().iter().map(|sector| sector.answered).collect()
     }
 
+    /// The last changes that were asked for, answered or not, for [`check_between`](Self::check_between).
+    pub fn written(&self) -> Vec<usize> {
+        self.sectors.borrow().iter().map(|sector| sector.written.len() - 1).collect()
+    }
+
+    /// Whether a disk holds in each sector what was answered at `since`, or something later, and nothing that was asked for
+    /// after `until`.
+    pub fn check_between(
+        &self,
+        since: &[usize],
+        until: &[usize],
+        bytes: &[u8],
+    ) -> std::result::Result<(), String> {
+        let sectors = self.sectors.borrow();
+        for (index, found) in bytes.chunks(SECTOR as usize).enumerate() {
+            let allowed = &sectors[index].written[since[index]..=until[index]];
+            if !allowed.iter().any(|number| content(*number) == found) {
+                let number = u32::from_be_bytes(found[..4].try_into().unwrap());
+                return Err(format!("sector {index} has {number}, not one of {allowed:?}"));
+            }
+        }
+        Ok(())
+    }
+
     /// Whether a disk holds in each sector what was answered at `since`, or something later.
     pub fn check(&self, since: &[usize], bytes: &[u8]) -> std::result::Result<(), String> {
         for (index, (sector, since)) in self.sectors.borrow().iter().zip(since).enumerate() {

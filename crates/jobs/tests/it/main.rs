@@ -1,6 +1,7 @@
 //! Jobs on simulated disks: one binary.
 #![forbid(unsafe_code)]
 
+mod frozen;
 mod guests;
 mod late;
 mod mirror;

@@ -120,6 +120,7 @@ impl<S: Storage> Connection<S> {
                 stream: self.stream.clone(),
                 tls: tls.cloned(),
                 disk: Arc::clone(&export.disk),
+                bitmaps: export.bitmaps.clone(),
                 options: paused.options.clone(),
                 pool: self.pool.clone(),
                 limits: self.limits.of_connection(),

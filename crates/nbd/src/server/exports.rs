@@ -10,6 +10,7 @@ use blockhouse_core::{BLOCK_ALIGNMENT, Storage};
 use blockhouse_disk::Disk;
 use parking_lot::RwLock;
 
+use crate::bitmap::ExportBitmap;
 use crate::handshake::{ExportInfo, ExportLookup};
 use crate::proto::{MAX_PAYLOAD, MAX_STRING};
 use crate::tls::{ClientIdentity, SocketTls};
@@ -28,9 +29,8 @@ pub struct Export<S: Storage> {
     pub description: String,
     /// The disk.
     pub disk: Arc<Disk<S>>,
-    /// The names of the disk's persistent bitmaps that clients may ask for (`qemu:dirty-bitmap:NAME`): at most
-    /// [`MAX_EXPORT_BITMAPS`], each at most 1023 bytes.
-    pub bitmaps: Vec<String>,
+    /// The bitmaps that clients may ask for: at most [`MAX_EXPORT_BITMAPS`], with names of at most 1023 bytes.
+    pub bitmaps: Vec<ExportBitmap>,
 }
 
 impl<S: Storage> Export<S> {
@@ -48,8 +48,8 @@ impl<S: Storage> Export<S> {
         if self.bitmaps.len() > MAX_EXPORT_BITMAPS {
             return unfit("list of bitmaps", "more than 64 names");
         }
-        let is_long = |name: &&String| name.len() > MAX_BITMAP_NAME || name.contains('\0');
-        match self.bitmaps.iter().find(is_long) {
+        let is_unfit = |name: &str| name.len() > MAX_BITMAP_NAME || name.contains('\0');
+        match self.bitmaps.iter().find(|bitmap| is_unfit(bitmap.name())) {
             Some(_) => unfit("list of bitmaps", "a name of more than 1023 bytes, or with NUL"),
             None => Ok(()),
         }
@@ -273,6 +273,6 @@ fn info_of<S: Storage>(export: &Export<S>) -> ExportInfo {
         size: export.disk.size(),
         access: export.disk.access(),
         preferred_block: alignment.clamp(BLOCK_ALIGNMENT as u32, MAX_PAYLOAD),
-        bitmaps: export.bitmaps.clone(),
+        bitmaps: export.bitmaps.iter().map(|bitmap| bitmap.name().to_owned()).collect(),
     }
 }

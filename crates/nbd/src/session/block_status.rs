@@ -1,6 +1,6 @@
 //! Block status: what is allocated and zero, and what bitmaps say to have changed, as far as it fits into one reply.
 
-use blockhouse_core::{Buffer, ByteRange, Result, Storage, WorkBudget};
+use blockhouse_core::{Buffer, ByteRange, Error, ErrorKind, Result, Storage, WorkBudget};
 use blockhouse_disk::{BlockStatus, BlockStatusCache};
 
 use super::reply_queue::{DataReply, HEAD_ROOM, Reply};
@@ -102,7 +102,12 @@ async fn dirty_bitmap<S: Storage>(
     list: &mut List<'_>,
 ) -> Result<()> {
     let wanted = if req_one == ReqOne::Set { 1 } else { list.capacity() };
-    let extents = state.disk.bitmaps().extents(name, range, wanted).await?;
+    let Some(bitmap) = state.bitmaps.iter().find(|bitmap| bitmap.name() == name) else {
+        // Another process has negotiated it.
+        let what = format!("the export does not offer the bitmap '{name}'");
+        return Err(Error::new(ErrorKind::InvalidInput, what).on(state.disk.name()));
+    };
+    let extents = bitmap.extents(&state.disk, range, wanted).await?;
     for extent in extents.into_iter().take(wanted) {
         list.push(extent.length, if extent.is_dirty { DIRTY } else { 0 });
     }

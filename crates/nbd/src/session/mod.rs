@@ -41,6 +41,7 @@ pub use shutdown::ShutdownSignal;
 use staging::Staging;
 use state::SessionState;
 
+use crate::bitmap::ExportBitmap;
 use crate::handshake::NegotiatedOptions;
 use crate::tls::TlsChannel;
 
@@ -67,6 +68,8 @@ pub struct Session<S: Storage> {
     pub tls: Option<Rc<TlsChannel>>,
     /// The disk that is served.
     pub disk: Arc<Disk<S>>,
+    /// The bitmaps that the export offers.
+    pub bitmaps: Vec<ExportBitmap>,
     /// What the handshake agreed on.
     pub options: NegotiatedOptions,
     /// Where the memory of payloads comes from.
@@ -125,7 +128,7 @@ impl<S: Storage> Session<S> {
     /// # Errors
     /// ENOMEM where memory runs out.
     fn into_state(self, first: &[u8]) -> Result<(Rc<SessionState<S>>, Batch, Staging)> {
-        let Self { stream, tls, disk, options, pool, limits, byte_limit, activity } = self;
+        let Self { stream, tls, disk, bitmaps, options, pool, limits, byte_limit, activity } = self;
         let count = limits.in_flight.requests;
         let replies = ReplyQueue::new(&pool, options.framing, count)?;
         let batch = Batch::new(&pool, count)?;
@@ -136,6 +139,7 @@ impl<S: Storage> Session<S> {
             stream,
             tls,
             disk,
+            bitmaps,
             options,
             pool,
             in_flight: Rc::new(in_flight),

@@ -12,6 +12,7 @@ use super::handler::IdleHandlers;
 use super::in_flight::InFlightLimit;
 use super::peer_wait::PeerWait;
 use super::reply_queue::ReplyQueue;
+use crate::bitmap::ExportBitmap;
 use crate::handshake::NegotiatedOptions;
 use crate::tls::TlsChannel;
 
@@ -24,6 +25,8 @@ pub struct SessionState<S: Storage> {
     pub tls: Option<Rc<TlsChannel>>,
     /// The disk that is served.
     pub disk: Arc<Disk<S>>,
+    /// The bitmaps that the export offers.
+    pub bitmaps: Vec<ExportBitmap>,
     /// What the handshake agreed on.
     pub options: NegotiatedOptions,
     /// Where the memory of payloads comes from.

@@ -1,0 +1,76 @@
+//! `ctl SOCKET backup`: disks as they are at one moment, for programs that copy them.
+
+use std::path::PathBuf;
+
+use anyhow::Result;
+use blockhouse_daemon::size;
+use serde_json::{Value, json};
+
+use super::params::{absolute, add_given};
+
+#[derive(clap::Subcommand)]
+pub(super) enum BackupAction {
+    /// Freeze disks, all at the same moment, and serve them for reading while their guests go on.
+    Begin(Begin),
+    /// Serve the disks of a backup no longer. The bitmaps that it has begun stay.
+    End {
+        /// The backup's name, as `backup list` tells it.
+        backup: String,
+    },
+    /// Tell which backups have begun, where their disks are served, and what their scratch files take.
+    List,
+}
+
+/// A backup to be begun.
+#[derive(clap::Args)]
+pub(super) struct Begin {
+    /// The names of the disks.
+    #[arg(required = true)]
+    disks: Vec<String>,
+    /// Serve them here, each under its own name: an NBD URI without a name.
+    #[arg(long, value_name = "URI")]
+    export: String,
+    /// Begin this bitmap on each disk at that moment, for the next increment.
+    #[arg(long, value_name = "NAME")]
+    bitmap: Option<String>,
+    /// Tell clients what has changed since this bitmap was begun: the metadata context qemu:dirty-bitmap:NAME.
+    #[arg(long, value_name = "NAME")]
+    since: Option<String>,
+    /// The folder of the scratch files, which take what guests overwrite meanwhile. Left out: that of each disk's image.
+    #[arg(long, value_name = "DIR")]
+    scratch: Option<PathBuf>,
+    /// How many bytes each scratch file may take (64M, 20G); with more the backup fails, and the guest goes on. Left out: as
+    /// many as its disk has.
+    #[arg(long, value_name = "SIZE", value_parser = size::parse)]
+    scratch_size: Option<u64>,
+    /// What to call the backup, unlike all others. Left out: any name.
+    #[arg(long, value_name = "NAME")]
+    backup: Option<String>,
+}
+
+impl BackupAction {
+    /// The method and its parameters.
+    pub(super) fn request(self) -> Result<(&'static str, Value)> {
+        Ok(match self {
+            Self::List => ("backup.list", json!({})),
+            Self::End { backup } => ("backup.end", json!({ "backup": backup })),
+            Self::Begin(begin) => ("backup.begin", begin.params()?),
+        })
+    }
+}
+
+impl Begin {
+    fn params(self) -> Result<Value> {
+        let mut params = json!({ "disks": self.disks, "export": self.export });
+        let scratch = self.scratch.map(|folder| absolute(&folder)).transpose()?;
+        let optional = [
+            ("bitmap", self.bitmap.map(Value::from)),
+            ("since", self.since.map(Value::from)),
+            ("scratch", scratch.map(|folder| json!(folder))),
+            ("scratch-size", self.scratch_size.map(Value::from)),
+            ("backup", self.backup.map(Value::from)),
+        ];
+        add_given(&mut params, optional);
+        Ok(params)
+    }
+}

@@ -1,0 +1,73 @@
+//! What the methods of backups do.
+
+use blockhouse_nbd::uri::NbdUri;
+use serde_json::Value;
+
+use super::backup_methods::{BackupBeginParams, BackupDiskInfo, BackupInfo, BackupParams};
+use super::methods::{Done, NoParams};
+use super::outcome::{Outcome, invalid, params, result, unknown};
+use super::rpc::Failure;
+use crate::disk_options::check_absolute;
+use crate::running::{BackupDisk, BackupSetup, ExportAddress, Running, RunningBackup};
+
+/// Carries a request out that is about backups.
+pub(super) async fn call(running: &Running, method: &str, given: Value) -> Outcome {
+    match method {
+        "backup.list" => {
+            let NoParams {} = params(given)?;
+            let backups = running.backups();
+            result(backups.iter().map(|backup| info(running, backup)).collect::<Vec<_>>())
+        }
+        "backup.begin" => {
+            let backup = running.begin_backup(setup(params(given)?)?).await?;
+            result(info(running, &backup))
+        }
+        "backup.end" => {
+            let BackupParams { backup } = params(given)?;
+            running.end_backup(&backup).await?;
+            result(Done {})
+        }
+        _ => Err(unknown(method)),
+    }
+}
+
+fn setup(given: BackupBeginParams) -> Result<BackupSetup, Failure> {
+    let BackupBeginParams { disks, export, backup, bitmap, since, scratch, scratch_size } = given;
+    if let Some(folder) = &scratch {
+        check_absolute(folder).map_err(invalid)?;
+    }
+    let export = address(&export)?;
+    Ok(BackupSetup { name: backup, disks, export, bitmap, since, scratch, scratch_size })
+}
+
+fn address(text: &str) -> Result<NbdUri, Failure> {
+    match ExportAddress::parse_absolute(text).map_err(invalid)? {
+        ExportAddress::Nbd(uri) => Ok(uri),
+        ExportAddress::VhostUser(_) => {
+            Err(invalid(format!("{text}: backups are served over NBD; give an NBD URI")))
+        }
+    }
+}
+
+fn info(running: &Running, backup: &RunningBackup) -> BackupInfo {
+    BackupInfo {
+        backup: backup.name.clone(),
+        pause_us: backup.pause.as_micros() as u64,
+        bitmap: backup.bitmap.clone(),
+        since: backup.since.clone(),
+        disks: backup.disks.iter().map(|disk| disk_info(running, disk)).collect(),
+    }
+}
+
+fn disk_info(running: &Running, disk: &BackupDisk) -> BackupDiskInfo {
+    let exports = running.exports_of(disk.frozen.name()).into_iter();
+    BackupDiskInfo {
+        disk: disk.source().to_owned(),
+        frozen: disk.frozen.name().to_owned(),
+        exports: exports.map(|export| export.address.to_string()).collect(),
+        size: disk.frozen.disk.size(),
+        scratch_used: disk.view.scratch_used(),
+        scratch_size: disk.scratch_limit,
+        error: disk.view.failure().map(ToOwned::to_owned),
+    }
+}

@@ -1,0 +1,397 @@
+//! Backups: disks as they were at one moment, served for reading beside the disks that go on.
+//!
+//! Guarantees: a backup begins with all of its disks, at one moment, or with none, and then leaves nothing behind. While it
+//! lasts, its disks are neither closed, resized nor moved. What goes wrong with it is told and is not the guests'. It does
+//! not outlive the process; the bitmaps that it has begun do.
+//!
+//! Order of the beginning: the new bitmaps record changes first, then the disks are frozen, then the older bitmaps are
+//! read. So a bitmap may have changes more than it must, from between these steps, and never lacks one; and the guests are
+//! held off for the moment of the freeze alone, in which nothing is read or written.
+
+use std::path::PathBuf;
+use std::pin::pin;
+use std::sync::Arc;
+use std::time::Duration;
+
+use anyhow::{Context, Result, bail};
+use blockhouse_disk::{Access, BitmapAction, DirtyMap, Disk, ImageFormat, NewBitmap, Options};
+use blockhouse_engine::sleep;
+use blockhouse_jobs::{FreezeOptions, FrozenDisk, freeze};
+use blockhouse_nbd::ExportBitmap;
+use blockhouse_nbd::uri::NbdUri;
+use blockhouse_storage::{ImageStorage, ViewStorage};
+use futures_util::future::{Either, select};
+use parking_lot::Mutex;
+
+use super::{ExportAddress, Running, RunningDisk};
+use crate::claims::Name;
+use crate::events::{Event, Events};
+use crate::scratch::open_scratch;
+use crate::setup::DiskSetup;
+
+/// How long changes may be held off until all disks are frozen.
+const MAX_FREEZE_TIME: Duration = Duration::from_secs(2);
+/// How long a guest's change waits for the copy of what it overwrites, before the backup fails.
+const MAX_COPY_TIME: Duration = Duration::from_secs(30);
+/// Bytes of memory for a copy of a bitmap, at most. A finer one is made coarser.
+const MAX_BITMAP_BYTES: u64 = 16 << 20;
+
+/// A backup that is to begin.
+#[derive(Clone, Debug)]
+pub(crate) struct BackupSetup {
+    /// What it is called; `None`: any name.
+    pub(crate) name: Option<String>,
+    /// The names of the disks.
+    pub(crate) disks: Vec<String>,
+    /// Where they are served, each under its own name; an only one under the URI's, if that has one.
+    pub(crate) export: NbdUri,
+    /// The bitmap that begins on each disk.
+    pub(crate) bitmap: Option<String>,
+    /// The bitmap of each disk that clients may ask what has changed since.
+    pub(crate) since: Option<String>,
+    /// The folder of the scratch files; `None`: that of each disk's image.
+    pub(crate) scratch: Option<PathBuf>,
+    /// Bytes that each scratch file may take; `None`: as many as its disk has.
+    pub(crate) scratch_size: Option<u64>,
+}
+
+/// A backup that has begun.
+pub(crate) struct RunningBackup {
+    /// What it is called, unlike all others.
+    pub(crate) name: String,
+    /// As in its setup.
+    pub(crate) bitmap: Option<String>,
+    /// As in its setup.
+    pub(crate) since: Option<String>,
+    /// For how long changes were held off.
+    pub(crate) pause: Duration,
+    /// Its disks, in the order of the setup.
+    pub(crate) disks: Vec<BackupDisk>,
+}
+
+/// A disk of a backup.
+#[derive(Clone)]
+pub(crate) struct BackupDisk {
+    /// The disk that goes on.
+    source: Arc<RunningDisk>,
+    /// The disk that is served.
+    pub(crate) frozen: Arc<RunningDisk>,
+    /// What it shows.
+    pub(crate) view: Arc<FrozenDisk<ImageStorage>>,
+    /// Bytes that its scratch file may take.
+    pub(crate) scratch_limit: u64,
+}
+
+impl BackupDisk {
+    /// The name of the disk that goes on.
+    pub(crate) fn source(&self) -> &str {
+        self.source.name()
+    }
+}
+
+/// The backups of a server.
+#[derive(Default)]
+pub(super) struct Backups(Mutex<State>);
+
+#[derive(Default)]
+struct State {
+    /// In the order in which they began.
+    backups: Vec<Arc<RunningBackup>>,
+    begun: u64,
+}
+
+impl Backups {
+    fn new_name(&self, wanted: Option<String>) -> Result<String> {
+        let mut state = self.0.lock();
+        state.begun += 1;
+        let name = wanted.unwrap_or_else(|| format!("backup{}", state.begun));
+        if name.is_empty() || state.backups.iter().any(|backup| backup.name == name) {
+            bail!("a backup is called {name:?} already; choose another name, or end that one");
+        }
+        Ok(name)
+    }
+
+    fn check_free(&self, disk: &str) -> Result<()> {
+        let state = self.0.lock();
+        let uses = |backup: &&Arc<RunningBackup>| {
+            backup.disks.iter().any(|one| one.source() == disk || one.frozen.name() == disk)
+        };
+        match state.backups.iter().find(uses) {
+            Some(backup) => {
+                bail!("the backup {:?} uses the disk {disk:?}; end it first", backup.name)
+            }
+            None => Ok(()),
+        }
+    }
+}
+
+/// What was done for a backup that has not begun yet.
+#[derive(Default)]
+struct Begun {
+    /// Disks with their new bitmap.
+    bitmaps: Vec<(Arc<RunningDisk>, String)>,
+    disks: Vec<BackupDisk>,
+}
+
+impl Running {
+    /// The backups, in the order in which they began.
+    pub(crate) fn backups(&self) -> Vec<Arc<RunningBackup>> {
+        self.backups.0.lock().backups.clone()
+    }
+
+    /// Refuses to change a disk that a job works on, or a backup.
+    ///
+    /// # Errors
+    /// One does.
+    pub(crate) fn check_free(&self, disk: &str) -> Result<()> {
+        self.jobs.check_free(disk)?;
+        self.backups.check_free(disk)
+    }
+
+    /// Begins a backup. When this returns its disks are served.
+    ///
+    /// # Errors
+    /// There is no such disk, one is used by a job or another backup, or has no such bitmap; a scratch file or an address
+    /// cannot be had; the disks are too busy. Nothing has changed then.
+    pub(crate) async fn begin_backup(&self, setup: BackupSetup) -> Result<Arc<RunningBackup>> {
+        let name = self.backups.new_name(setup.name.clone())?;
+        let addresses = addresses(&setup)?;
+        let names = setup.disks.iter().flat_map(|disk| [disk.clone(), frozen_name(disk, &name)]);
+        let mut names: Vec<_> = names.map(Name::Disk).collect();
+        names.push(Name::Socket(addresses[0].socket()));
+        let _claim = self.claims.claim(names).await;
+        let mut begun = Begun::default();
+        match self.begin_claimed(&setup, &name, addresses, &mut begun).await {
+            Ok(pause) => {
+                let BackupSetup { bitmap, since, .. } = setup;
+                let disks = begun.disks;
+                let backup = RunningBackup { name, bitmap, since, pause, disks };
+                let backup = Arc::new(backup);
+                self.backups.0.lock().backups.push(Arc::clone(&backup));
+                tracing::info!(
+                    "the backup {:?} began; changes were held off for {pause:?}",
+                    backup.name
+                );
+                self.events.tell(Event::BackupBegan { backup: backup.name.clone() });
+                Ok(backup)
+            }
+            Err(error) => {
+                self.undo(begun).await;
+                Err(error)
+            }
+        }
+    }
+
+    async fn begin_claimed(
+        &self,
+        setup: &BackupSetup,
+        name: &str,
+        addresses: Vec<ExportAddress>,
+        begun: &mut Begun,
+    ) -> Result<Duration> {
+        let sources = self.sources(setup, name).await?;
+        let mut frozen = Vec::new();
+        for source in &sources {
+            frozen.push(self.prepare(setup, name, source).await?);
+        }
+        if let Some(bitmap) = &setup.bitmap {
+            for source in &sources {
+                let new = NewBitmap { name: bitmap.clone(), granularity: None, is_enabled: true };
+                source.disk.bitmaps().add(&new).await?;
+                begun.bitmaps.push((Arc::clone(source), bitmap.clone()));
+            }
+        }
+        let views: Vec<_> = frozen.iter().map(|(view, _)| &**view).collect();
+        let pause = match select(pin!(freeze(&views)), pin!(sleep(MAX_FREEZE_TIME))).await {
+            Either::Left((pause, _)) => pause,
+            Either::Right(_) => bail!(
+                "the disks do not come to rest in {MAX_FREEZE_TIME:?}: changes in flight take longer; try again"
+            ),
+        };
+        for ((source, (view, scratch_limit)), address) in sources.iter().zip(frozen).zip(addresses)
+        {
+            let frozen = self.adopt_frozen(setup, name, source, &view).await?;
+            let (source, served) = (Arc::clone(source), Arc::clone(&frozen));
+            begun.disks.push(BackupDisk { source, frozen, view, scratch_limit });
+            self.serve(&served, address).await?;
+        }
+        Ok(pause)
+    }
+
+    /// The disks of a backup, which are claimed.
+    async fn sources(&self, setup: &BackupSetup, name: &str) -> Result<Vec<Arc<RunningDisk>>> {
+        let mut sources = Vec::new();
+        for disk in &setup.disks {
+            let source = self.disk(disk)?;
+            self.check_free(disk)?;
+            if self.find(&frozen_name(disk, name)).is_some() {
+                bail!(
+                    "a disk is called {:?} already; give the backup another name",
+                    frozen_name(disk, name)
+                );
+            }
+            if let Some(since) = &setup.since {
+                let bitmaps = source.disk.bitmaps().list().await?;
+                match bitmaps.iter().find(|bitmap| bitmap.name == *since) {
+                    Some(bitmap) if bitmap.is_inconsistent || !bitmap.is_enabled => bail!(
+                        "the bitmap {since:?} of the disk {disk:?} lacks changes: it is not enabled; make a full backup"
+                    ),
+                    Some(_) => {}
+                    None => bail!(
+                        "the disk {disk:?} has no bitmap {since:?}; 'bitmap.list' tells which it has"
+                    ),
+                }
+            }
+            sources.push(source);
+        }
+        Ok(sources)
+    }
+
+    /// What freezes a disk, and how many bytes its scratch file may take.
+    async fn prepare(
+        &self,
+        setup: &BackupSetup,
+        name: &str,
+        source: &RunningDisk,
+    ) -> Result<(Arc<FrozenDisk<ImageStorage>>, u64)> {
+        let folder = match &setup.scratch {
+            Some(folder) => folder.clone(),
+            None => usual_folder(source)?,
+        };
+        self.sandbox().check(&folder.join("x"))?;
+        let size = source.disk.size();
+        let scratch = open_scratch(&folder, size).await?;
+        let scratch_limit = setup.scratch_size.unwrap_or(size);
+        let options = FreezeOptions {
+            scratch_limit,
+            timer: Some(Box::new(|| Box::pin(sleep(MAX_COPY_TIME)))),
+        };
+        let teller = teller(name.to_owned(), source.name().to_owned(), self.events.clone());
+        let frozen = FrozenDisk::new(Arc::clone(&source.disk), scratch, options, teller)?;
+        Ok((Arc::new(frozen), scratch_limit))
+    }
+
+    /// Lists a frozen disk.
+    async fn adopt_frozen(
+        &self,
+        setup: &BackupSetup,
+        name: &str,
+        source: &RunningDisk,
+        view: &Arc<FrozenDisk<ImageStorage>>,
+    ) -> Result<Arc<RunningDisk>> {
+        let bitmap = match &setup.since {
+            Some(since) => {
+                let least = DirtyMap::min_granularity(source.disk.size(), MAX_BITMAP_BYTES);
+                let dirty = Arc::new(source.disk.bitmaps().copy(since, least).await?);
+                Some(ExportBitmap::Fixed { name: since.clone(), dirty })
+            }
+            None => None,
+        };
+        let storage = ImageStorage::View(Box::new(ViewStorage::new(Arc::clone(view))));
+        let disk = Disk::raw(storage, Options { access: Access::ReadOnly, ..Options::default() })?;
+        let frozen = DiskSetup {
+            name: frozen_name(source.name(), name),
+            format: Some(ImageFormat::Raw),
+            access: Access::ReadOnly,
+            create: None,
+            snapshot: None,
+            bitmaps: Vec::new(),
+            throttle: None,
+            ..source.setup.clone()
+        };
+        Ok(self.adopt_with(frozen, Arc::new(disk), None, bitmap.into_iter().collect()))
+    }
+
+    /// Ends a backup: its disks are served no longer, and go on without copies. Its bitmaps stay.
+    ///
+    /// # Errors
+    /// There is no such backup.
+    pub(crate) async fn end_backup(&self, name: &str) -> Result<()> {
+        let find = || self.backups().into_iter().find(|backup| backup.name == name);
+        let missing =
+            || anyhow::anyhow!("no backup is called {name:?}; 'backup.list' tells which there are");
+        let backup = find().ok_or_else(missing)?;
+        let of_disk = |disk: &BackupDisk| {
+            let exports = self.exports_of(disk.frozen.name()).into_iter();
+            let names = [disk.source().to_owned(), disk.frozen.name().to_owned()].map(Name::Disk);
+            let sockets = exports.map(|export| Name::Socket(export.address.socket()));
+            names.into_iter().chain(sockets).collect::<Vec<_>>()
+        };
+        let names: Vec<_> = backup.disks.iter().flat_map(of_disk).collect();
+        let _claim = self.claims.claim(names).await;
+        // It may have ended meanwhile.
+        find().ok_or_else(missing)?;
+        for disk in &backup.disks {
+            self.end_frozen(disk).await?;
+        }
+        self.backups.0.lock().backups.retain(|other| !Arc::ptr_eq(other, &backup));
+        self.events.tell(Event::BackupEnded { backup: name.to_owned() });
+        Ok(())
+    }
+
+    async fn end_frozen(&self, disk: &BackupDisk) -> Result<()> {
+        // Whatever is read meanwhile has the old bytes still.
+        for export in self.exports_of(disk.frozen.name()) {
+            self.end(&export).await?;
+        }
+        disk.view.thaw();
+        self.forget(&disk.frozen).await
+    }
+
+    /// Undoes what was done for a backup that cannot begin.
+    async fn undo(&self, begun: Begun) {
+        for disk in &begun.disks {
+            if let Err(error) = self.end_frozen(disk).await {
+                tracing::error!("{}: {error:#}", disk.frozen.name());
+            }
+        }
+        for (source, bitmap) in begun.bitmaps {
+            if let Err(error) = source.disk.bitmaps().change(&bitmap, BitmapAction::Remove).await {
+                tracing::error!("{}: the bitmap {bitmap:?} stays: {error}", source.name());
+            }
+        }
+    }
+}
+
+fn frozen_name(disk: &str, backup: &str) -> String {
+    format!("{disk}@{backup}")
+}
+
+/// Where each disk is served.
+fn addresses(setup: &BackupSetup) -> Result<Vec<ExportAddress>> {
+    let name_of = |disk: &String| match (&setup.disks[..], &*setup.export.export) {
+        (_, "") => Ok(disk.clone()),
+        ([_], name) => Ok(name.to_owned()),
+        _ => bail!("several disks are served under their own names; leave the name out of the URI"),
+    };
+    let mut addresses = Vec::new();
+    for (index, disk) in setup.disks.iter().enumerate() {
+        if setup.disks[..index].contains(disk) {
+            bail!("the disk {disk:?} is named twice; name it once");
+        }
+        let export = NbdUri { export: name_of(disk)?, ..setup.export.clone() };
+        addresses.push(ExportAddress::Nbd(export));
+    }
+    if addresses.is_empty() {
+        bail!("a backup has one disk at least; name it");
+    }
+    Ok(addresses)
+}
+
+/// The folder of a disk's image.
+fn usual_folder(disk: &RunningDisk) -> Result<PathBuf> {
+    let image = disk.path();
+    let is_file = image.metadata().is_ok_and(|found| found.is_file());
+    let folder = image.parent().filter(|_| is_file).map(ToOwned::to_owned);
+    folder.with_context(|| {
+        format!("the image of the disk {:?} is no file in a folder; say where the scratch file is to be", disk.name())
+    })
+}
+
+fn teller(backup: String, disk: String, events: Events) -> blockhouse_jobs::FailureTeller {
+    Box::new(move |why| {
+        tracing::error!("{disk}: the backup {backup} failed, the guest goes on: {why}");
+        let (backup, disk, error) = (backup.clone(), disk.clone(), why.to_owned());
+        events.tell(Event::BackupFailed { backup, disk, error });
+    })
+}

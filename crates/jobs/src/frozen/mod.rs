@@ -1,0 +1,104 @@
+//! Disks as they were at one moment, beside the disks that go on: what backups read.
+//!
+//! Guarantees:
+//! - Several disks are frozen at the same moment: no change of any is in flight then. What was answered before is in
+//!   all of them, and what begins later in none.
+//! - What is read of a [`FrozenDisk`] is what the disk held at its moment, or an error: never anything newer.
+//! - A guest's change waits for copies of what it touches first (`old_bytes`), never for a reader. What goes wrong with a
+//!   backup is not the guest's.
+//!
+//! A reader takes no lock: it reads the disk that goes on, and then looks whether a change has begun meanwhile. Where one
+//! has, the old bytes are in the scratch disk.
+
+mod old_bytes;
+mod view;
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use blockhouse_core::{Error, ErrorKind, Result, Storage};
+use blockhouse_disk::{ChangeObserver, Disk};
+use futures_util::future::join_all;
+
+use crate::clock::ClockSleep;
+use old_bytes::{OldBytes, Watch};
+
+/// Is told once why a backup has failed. Called by a guest's request: it must not wait.
+pub type FailureTeller = Box<dyn Fn(&str) + Send + Sync>;
+
+/// Begins to wait for as long as a guest's change may be held off by a copy.
+pub type CopyTimer = Box<dyn Fn() -> ClockSleep + Send + Sync>;
+
+/// How a disk is frozen.
+pub struct FreezeOptions {
+    /// Bytes of the scratch disk that may be in use. With more, the backup fails.
+    pub scratch_limit: u64,
+    /// When a change stops waiting for its copy, and the backup fails; `None`: never.
+    pub timer: Option<CopyTimer>,
+}
+
+/// A disk as it was when it was [frozen](freeze), for reading. See the module's page. Dropped, the disk goes on without
+/// copies.
+pub struct FrozenDisk<S: Storage> {
+    old: Arc<OldBytes<S>>,
+    observer: Arc<dyn ChangeObserver>,
+}
+
+impl<S: Storage + Send + Sync> FrozenDisk<S> {
+    /// Prepares to freeze `source`. `scratch` takes the old bytes: as long as the disk, all of it reads as zeros, and
+    /// nothing else uses it. What it holds is of no use afterwards.
+    ///
+    /// # Errors
+    /// `InvalidInput` for a scratch disk of another size; `Io` where the host has no memory for a bit for each 64 KiB.
+    pub fn new(
+        source: Arc<Disk<S>>,
+        scratch: Disk<S>,
+        options: FreezeOptions,
+        teller: FailureTeller,
+    ) -> Result<Self> {
+        if scratch.size() != source.size() {
+            let what = format!("has {} bytes, and the disk has {}", scratch.size(), source.size());
+            return Err(Error::new(ErrorKind::InvalidInput, what).on(scratch.name()));
+        }
+        let old = Arc::new(OldBytes::new(source, scratch, options, teller)?);
+        let observer = Arc::new(Watch(Arc::clone(&old)));
+        Ok(Self { old, observer })
+    }
+}
+
+impl<S: Storage> FrozenDisk<S> {
+    /// Bytes of the scratch disk in use.
+    pub fn scratch_used(&self) -> u64 {
+        self.old.used()
+    }
+
+    /// Why the backup has failed, if it has: nothing can be read any more.
+    pub fn failure(&self) -> Option<&str> {
+        self.old.failure()
+    }
+
+    /// Has the disk go on without copies. Nothing can be read of this one any more.
+    pub fn thaw(&self) {
+        // First, so that nothing newer is read.
+        self.old.end();
+        self.old.source().stop_observing(&self.observer);
+    }
+}
+
+impl<S: Storage> Drop for FrozenDisk<S> {
+    fn drop(&mut self) {
+        self.thaw();
+    }
+}
+
+/// Freezes disks that were prepared, all at the same moment: this is it. For how long their changes were held off. A future
+/// that is dropped has frozen none, and changes go on.
+pub async fn freeze<S: Storage>(disks: &[&FrozenDisk<S>]) -> Duration {
+    let began = Instant::now();
+    let quiesced = join_all(disks.iter().map(|disk| disk.old.source().quiesced())).await;
+    for (disk, quiesced) in disks.iter().zip(&quiesced) {
+        quiesced.observe(Arc::clone(&disk.observer));
+    }
+    drop(quiesced);
+    began.elapsed()
+}

@@ -1,0 +1,245 @@
+//! Disks that are frozen while guests write to them: what is read is what they held at that moment, whatever the guests, the
+//! scratch disk and the order of all operations do.
+
+use std::rc::Rc;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+
+use blockhouse_core::{Allocation, Buffer, ByteRange, Durability, Request, Result, errno};
+use blockhouse_disk::{Disk, Options};
+use blockhouse_jobs::{FreezeOptions, FrozenDisk, freeze};
+use blockhouse_sim::{Config, Fault, Report, Rng, Sim, SimDisk, for_seeds};
+
+use crate::guests::{self, Model, SECTOR};
+use crate::scene::{self, Scene};
+
+/// What is to happen to a backup.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Plan {
+    Complete,
+    /// The scratch disk may have this much.
+    Fill(u64),
+    /// Operations of the scratch disk fail.
+    Fail,
+}
+
+/// A disk that is about to be frozen.
+struct Prepared {
+    frozen: Arc<FrozenDisk<SimDisk>>,
+    scratch: SimDisk,
+    /// How many times a failure was told.
+    told: Arc<AtomicU64>,
+}
+
+fn prepare(sim: &Sim, random: &mut Rng, source: &Scene, scratch_limit: u64) -> Prepared {
+    let size = source.disk.size();
+    let scratch = SimDisk::new(sim, Config::random(random), vec![0; size as usize]);
+    let disk = Disk::raw(scratch.clone(), Options::default()).expect("a scratch disk");
+    let told = Arc::new(AtomicU64::new(0));
+    let count = Arc::clone(&told);
+    let teller = Box::new(move |_: &str| _ = count.fetch_add(1, Ordering::SeqCst));
+    let options = FreezeOptions { scratch_limit, timer: None };
+    let frozen = FrozenDisk::new(Arc::clone(&source.disk), disk, options, teller);
+    Prepared { frozen: Arc::new(frozen.expect("disks of one size")), scratch, told }
+}
+
+/// Reads a disk in parts of any length and order, some of them several times.
+async fn read_all(
+    sim: &Sim,
+    frozen: &FrozenDisk<SimDisk>,
+    size: u64,
+    random: &mut Rng,
+) -> Result<Vec<u8>> {
+    let mut bytes = vec![0; size as usize];
+    let mut parts = Vec::new();
+    let mut rest = ByteRange::between(0, size);
+    while !rest.is_empty() {
+        parts.push(rest.truncate(random.u64(1..150_000)));
+        rest = rest.skip(parts.last().map_or(0, |part| part.length()));
+    }
+    parts.extend_from_within(..parts.len() / 2);
+    random.shuffle(&mut parts);
+    for part in parts {
+        let mut buffer = Buffer::new(part.length() as usize);
+        frozen.read(part.offset(), buffer.lend()).await?;
+        bytes[part.offset() as usize..part.end() as usize].copy_from_slice(buffer.bytes());
+        sim.sleep(Duration::from_micros(random.u64(..2000))).await;
+    }
+    Ok(bytes)
+}
+
+/// Where block status says that there is nothing, there was nothing.
+async fn check_status(frozen: &FrozenDisk<SimDisk>, bytes: &[u8]) -> Result<(), String> {
+    let mut rest = ByteRange::between(0, bytes.len() as u64);
+    while !rest.is_empty() {
+        let status = frozen.block_status(rest).await;
+        let Ok((allocation, length)) = status else { return Ok(()) };
+        let part = rest.truncate(length);
+        let bytes = &bytes[part.offset() as usize..part.end() as usize];
+        if part.is_empty() || allocation == Allocation::Hole && bytes.iter().any(|byte| *byte != 0)
+        {
+            return Err(format!("{allocation:?} at {part:?}"));
+        }
+        rest = rest.skip(length);
+    }
+    Ok(())
+}
+
+struct Case {
+    sim: Sim,
+    random: Rng,
+    plan: Plan,
+    disks: Vec<(Scene, Rc<Model>)>,
+}
+
+async fn case(sim: Sim, mut random: Rng) -> Case {
+    let plans = [Plan::Complete, Plan::Complete, Plan::Fill(random.u64(..200_000)), Plan::Fail];
+    let plan = plans[random.usize(..plans.len())];
+    let mut disks = Vec::new();
+    for _ in 0..random.usize(1..=3) {
+        let (model, content) = Model::new(random.u64(1..=12) * 72, &mut random);
+        let scene = scene::disk(&sim, &mut random, &content).await.expect("a disk");
+        disks.push((scene, model));
+    }
+    Case { sim, random, plan, disks }
+}
+
+impl Case {
+    async fn run(mut self) -> Result<(), String> {
+        let guests = self
+            .disks
+            .iter()
+            .flat_map(|(scene, model)| guests::start(&self.sim, &scene.disk, model, u64::MAX));
+        let guests: Vec<_> = guests.collect();
+        self.pause().await;
+        let limit = if let Plan::Fill(limit) = self.plan { limit } else { u64::MAX };
+        let (sim, random) = (&self.sim, &mut self.random);
+        let prepared = self.disks.iter().map(|(scene, _)| prepare(sim, random, scene, limit));
+        let prepared: Vec<_> = prepared.collect();
+        let frozen: Vec<_> = prepared.iter().map(|one| &*one.frozen).collect();
+        let since: Vec<_> = self.disks.iter().map(|(_, model)| model.answered()).collect();
+        freeze(&frozen).await;
+        let until: Vec<_> = self.disks.iter().map(|(_, model)| model.written()).collect();
+        self.pause().await;
+        if self.plan == Plan::Fail {
+            let probability = [0.02, 0.3][self.random.usize(..2)];
+            prepared[0].scratch.fail(Fault::chance(probability, errno::EIO));
+        }
+        let mut outcome = Ok(());
+        for (index, one) in prepared.iter().enumerate() {
+            let span = (&*since[index], &*until[index]);
+            outcome = outcome.and(self.judge(index, one, span).await);
+        }
+        drop(prepared);
+        self.disks.iter().for_each(|(_, model)| model.is_over.set(true));
+        for guest in guests {
+            // Whatever becomes of a backup.
+            guest.join().await.map_err(|error| format!("a guest has an error: {error}"))?;
+        }
+        for (scene, model) in &self.disks {
+            let bytes = guests::read(&scene.disk).await.map_err(|error| error.to_string())?;
+            model.check(&model.answered(), &bytes)?;
+        }
+        outcome
+    }
+
+    async fn pause(&mut self) {
+        self.sim.sleep(Duration::from_micros(self.random.u64(..20_000))).await;
+    }
+
+    async fn judge(
+        &mut self,
+        index: usize,
+        Prepared { frozen, told, .. }: &Prepared,
+        (since, until): (&[usize], &[usize]),
+    ) -> Result<(), String> {
+        let (scene, model) = &self.disks[index];
+        let size = scene.disk.size();
+        match read_all(&self.sim, frozen, size, &mut self.random).await {
+            Ok(bytes) => {
+                model.check_between(since, until, &bytes)?;
+                check_status(frozen, &bytes).await?;
+            }
+            Err(_) if frozen.failure().is_some() => {}
+            // A read of the scratch disk fails alone.
+            Err(_) if self.plan == Plan::Fail => {}
+            Err(error) => return Err(format!("cannot be read: {error}")),
+        }
+        let has_failed = frozen.failure().is_some();
+        if told.load(Ordering::SeqCst) != u64::from(has_failed) {
+            return Err("a failure is told once".into());
+        }
+        match (self.plan, has_failed) {
+            (Plan::Complete, true) => Err(format!("it failed: {:?}", frozen.failure())),
+            (Plan::Fill(limit), false) if frozen.scratch_used() > limit => {
+                Err(format!("{} bytes are in use", frozen.scratch_used()))
+            }
+            _ => Ok(()),
+        }
+    }
+}
+
+#[test]
+fn a_frozen_disk_is_what_it_was() {
+    let test = "frozen::a_frozen_disk_is_what_it_was";
+    for_seeds(env!("CARGO_PKG_NAME"), test, 60, |seed| {
+        let sim = Sim::new(seed);
+        let (random, own) = (sim.fork_prng(), sim.clone());
+        let outcome = sim.block_on(async move { case(own, random).await.run().await });
+        outcome.map(|()| Report::default())
+    });
+}
+
+/// A number in the first bytes of a disk.
+async fn write_number(disk: &Disk<SimDisk>, number: u64) -> Result<()> {
+    let mut buffer = Buffer::new(SECTOR as usize);
+    buffer.bytes_mut()[..8].copy_from_slice(&number.to_be_bytes());
+    let (from, durability) = (buffer.lend(), Durability::None);
+    disk.submit(Request::Write { offset: 0, from, durability }).await
+}
+
+#[test]
+fn several_disks_are_frozen_at_one_moment() {
+    let test = "frozen::several_disks_are_frozen_at_one_moment";
+    for_seeds(env!("CARGO_PKG_NAME"), test, 60, |seed| {
+        let sim = Sim::new(seed);
+        let (mut random, own) = (sim.fork_prng(), sim.clone());
+        let numbers: Result<Vec<u64>> = sim.block_on(async move {
+            let sim = own;
+            let mut scenes = Vec::new();
+            for _ in 0..random.usize(2..=4) {
+                scenes.push(scene::disk(&sim, &mut random, &vec![0; 72 * SECTOR as usize]).await?);
+            }
+            let disks: Vec<_> = scenes.iter().map(|scene| Arc::clone(&scene.disk)).collect();
+            let writer = sim.spawn(async move {
+                for number in 1.. {
+                    for disk in &disks {
+                        write_number(disk, number).await.expect("a write");
+                    }
+                }
+            });
+            sim.sleep(Duration::from_micros(random.u64(..20_000))).await;
+            let prepared: Vec<_> = scenes
+                .iter()
+                .map(|scene| prepare(&sim, &mut random, scene, u64::MAX).frozen)
+                .collect();
+            freeze(&prepared.iter().map(|one| &**one).collect::<Vec<_>>()).await;
+            sim.sleep(Duration::from_micros(random.u64(..20_000))).await;
+            let mut numbers = Vec::new();
+            for frozen in &prepared {
+                let mut buffer = Buffer::new(8);
+                frozen.read(0, buffer.lend()).await?;
+                numbers.push(u64::from_be_bytes(buffer.bytes().try_into().expect("8 bytes")));
+            }
+            drop(writer);
+            Ok(numbers)
+        });
+        let numbers = numbers.map_err(|error| error.to_string())?;
+        let is_in_order = numbers.is_sorted_by(|a, b| a >= b);
+        match is_in_order && numbers[0] - numbers[numbers.len() - 1] <= 1 {
+            true => Ok(Report::default()),
+            false => Err(format!("the disks have the numbers {numbers:?}")),
+        }
+    });
+}

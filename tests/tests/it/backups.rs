@@ -1,0 +1,418 @@
+//! Backups of disks that clients write to: each is the disk as it was at one moment, chains of increments restore each of
+//! them, and what goes wrong with a backup is not the client's.
+
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::Duration;
+
+use blockhouse_tests::control::Control;
+use blockhouse_tests::image_tool::{command, json, qemu_img, str};
+use blockhouse_tests::nbd::{Address, Client};
+use blockhouse_tests::typed::{Folder, Serving, commands};
+use blockhouse_tests::{
+    Outcome, Scratch, Serve, Server, eventually, need, require, run, seeded, tool,
+};
+use fastrand::Rng;
+use rustix::process::Signal;
+use serde_json::{Value, json};
+
+const MIB: u64 = 1 << 20;
+const SIZE: u64 = 16 * MIB;
+const BLOCK: u64 = 4096;
+const FAILED: i64 = -32000;
+const LONG: Duration = Duration::from_secs(120);
+
+/// A served disk, and a client that knows what it holds.
+struct Bench {
+    scratch: Scratch,
+    image: PathBuf,
+    server: Option<Server>,
+    writer: Option<Writer>,
+    random: Rng,
+}
+
+/// A client that writes blocks, and what the disk holds.
+struct Writer {
+    client: Client,
+    random: Rng,
+    bytes: Vec<u8>,
+    next: u64,
+}
+
+impl Writer {
+    fn new(address: &Address, random: Rng, bytes: Vec<u8>) -> Self {
+        Self { client: Client::open(address), random, bytes, next: 1 }
+    }
+
+    /// Writes numbers, or zeros, to blocks that are near each other.
+    fn write(&mut self) {
+        let count = SIZE / BLOCK;
+        let near = self.random.u64(..8) * count / 8;
+        let block = (near + self.random.u64(..40)).min(count - 1);
+        let offset = block * BLOCK;
+        let bytes = match self.random.u8(..8) {
+            0 => vec![0; BLOCK as usize],
+            _ => self.next.to_be_bytes().repeat(BLOCK as usize / 8),
+        };
+        self.next += 1;
+        assert_eq!(self.client.write(offset, &bytes, 0), 0, "a write must not fail");
+        self.bytes[offset as usize..][..bytes.len()].copy_from_slice(&bytes);
+    }
+
+    /// What the disk holds, as the client reads it.
+    fn moment(&mut self) -> Vec<u8> {
+        let parts = (0..SIZE / MIB).map(|at| self.client.read(at * MIB, MIB).expect("a read"));
+        let found = parts.collect::<Vec<_>>().concat();
+        assert!(found == self.bytes, "the disk has other bytes");
+        found
+    }
+}
+
+impl Bench {
+    fn new(random: Rng) -> Self {
+        let scratch = Scratch::new();
+        let image = scratch.path("disk.qcow2");
+        command(&["create", str(&image), "16M"]).success();
+        let mut bench = Self { scratch, image, server: None, writer: None, random };
+        bench.start(vec![0; SIZE as usize]);
+        bench
+    }
+
+    fn start(&mut self, bytes: Vec<u8>) {
+        let socket = self.scratch.socket("control");
+        let server = Serve::new(&self.scratch, &self.image).option("--control", socket).start();
+        let address = server.address();
+        self.server = Some(server);
+        self.writer = Some(Writer::new(&address, self.random.fork(), bytes));
+    }
+
+    /// Kills the server, and starts another one: the client has had an answer to all that it has written.
+    fn kill(&mut self) {
+        let mut server = self.server.take().expect("it runs");
+        server.signal(Signal::KILL);
+        server.wait(LONG);
+        let bytes = self.writer.take().expect("a client").bytes;
+        self.start(bytes);
+    }
+
+    fn writer(&mut self) -> &mut Writer {
+        self.writer.as_mut().expect("a client")
+    }
+
+    fn write(&mut self, count: usize) {
+        (0..count).for_each(|_| self.writer().write());
+    }
+
+    fn ctl(&self, words: &[&str]) -> Outcome {
+        command(&[&["ctl", str(&self.scratch.socket("control"))], words].concat())
+    }
+
+    fn control(&self) -> Control {
+        Control::connect(&self.scratch.socket("control"))
+    }
+
+    /// Where backups are served.
+    fn export(&self) -> String {
+        format!("nbd+unix:///?socket={}", self.scratch.socket("backup").display())
+    }
+
+    /// Freezes the disk; what it holds, and where that is served.
+    fn begin(&mut self, bitmap: &str, since: Option<&str>) -> (Vec<u8>, String) {
+        let moment = self.writer().moment();
+        let export = self.export();
+        let mut words = vec!["backup", "begin", "disk.qcow2", "--backup", "b", "--bitmap", bitmap];
+        words.extend(["--export", &export]);
+        words.extend(since.iter().flat_map(|since| ["--since", since]));
+        let began = self.ctl(&words).success();
+        let uri = began.stdout.lines().find_map(|line| line.strip_prefix("ready "));
+        (moment, uri.expect("an export").to_owned())
+    }
+
+    /// Runs `act` while the client writes, which goes on for a while.
+    fn beside<T>(&mut self, act: impl FnOnce() -> T) -> T {
+        let (stop, count) = (AtomicBool::new(false), AtomicU64::new(0));
+        let writer = self.writer.as_mut().expect("a client");
+        std::thread::scope(|scope| {
+            let writing = scope.spawn(|| {
+                while !stop.load(Ordering::SeqCst) {
+                    writer.write();
+                    count.fetch_add(1, Ordering::SeqCst);
+                }
+            });
+            assert!(eventually(LONG, || count.load(Ordering::SeqCst) > 50), "the client waits");
+            let outcome = act();
+            stop.store(true, Ordering::SeqCst);
+            writing.join().expect("no error");
+            outcome
+        })
+    }
+}
+
+fn restored(scratch: &Scratch, image: &Path) -> Vec<u8> {
+    let raw = scratch.path("restored.img");
+    command(&["convert", "--force", str(image), str(&raw)]).success();
+    let ours = std::fs::read(&raw).expect("it is there");
+    qemu_img(&["convert", "-O", "raw", str(image), str(&raw)]).success();
+    assert!(std::fs::read(&raw).expect("it is there") == ours, "QEMU reads other bytes");
+    ours
+}
+
+#[test]
+fn increments_restore_each_moment_whatever_was_killed() {
+    require!(need::tools(&["qemu-img"]));
+    let mut bench = Bench::new(seeded());
+    let mut moments = Vec::new();
+    let name = |index: usize| format!("day{index}.qcow2");
+    for index in 0..5 {
+        bench.write(60);
+        if index == 2 {
+            bench.kill();
+            bench.write(20);
+        }
+        let (bitmap, since) = (format!("b{index}"), format!("b{}", index.max(1) - 1));
+        let since = (index > 0).then_some(&*since);
+        if index == 3 {
+            // A backup that a kill ends. Its bitmap stays, and goes.
+            bench.begin("lost", since);
+            bench.write(20);
+            bench.kill();
+            bench.control().get("bitmap.remove", json!({ "disk": "disk.qcow2", "name": "lost" }));
+        }
+        let (moment, uri) = bench.begin(&bitmap, since);
+        let target = bench.scratch.path(&name(index));
+        let base = bench.scratch.path(&name(index.max(1) - 1));
+        let mut words = vec!["backup", &uri, str(&target), "--verify"];
+        if let Some(since) = since {
+            words.extend(["--incremental", since, "--base", str(&base)]);
+        }
+        bench.beside(|| command(&words).success());
+        bench.ctl(&["backup", "end", "b"]).success();
+        moments.push((target, moment));
+    }
+    bench.write(20);
+    bench.writer().moment();
+    bench.server.take().expect("it runs").stop();
+    command(&["check", str(&bench.image)]).success();
+    for (index, (target, moment)) in moments.iter().enumerate() {
+        command(&["check", str(target)]).success();
+        assert!(restored(&bench.scratch, target) == *moment, "day {index} is another");
+    }
+}
+
+/// The extents of a context, as nbdinfo tells them: offset, length and type.
+fn map(context: &str, uri: &str) -> Vec<(u64, u64, u64)> {
+    let told = run(tool("nbdinfo").args(["--json", &format!("--map={context}"), uri])).success();
+    let told = json(&told);
+    let extents = told.as_array().expect("a list").iter();
+    let number = |extent: &Value, key| extent[key].as_u64().expect("a number");
+    extents.map(|one| (number(one, "offset"), number(one, "length"), number(one, "type"))).collect()
+}
+
+#[test]
+fn other_programs_pull_a_moment_and_what_has_changed() {
+    require!(need::tools(&["nbdinfo", "nbdcopy", "qemu-img"]));
+    let mut bench = Bench::new(seeded());
+    let put = |bench: &mut Bench, at: u64| {
+        let writer = bench.writer();
+        let bytes = vec![7; 64 << 10];
+        assert_eq!(writer.client.write(at, &bytes, 0), 0);
+        writer.bytes[at as usize..][..bytes.len()].copy_from_slice(&bytes);
+    };
+    put(&mut bench, MIB);
+    let (first, uri) = bench.begin("a", None);
+    let copy = bench.scratch.path("copy.img");
+    bench.beside(|| run(tool("nbdcopy").args([&*uri, str(&copy)])).success());
+    assert!(std::fs::read(&copy).expect("a copy") == first);
+    let holes = map("base:allocation", &uri);
+    assert!(holes.contains(&(0, MIB, 3)), "{holes:?}");
+    bench.ctl(&["backup", "end", "b"]).success();
+    assert!(!bench.scratch.socket("backup").exists());
+    // Nothing but this since then.
+    let (_, _) = bench.begin("b", None);
+    bench.ctl(&["backup", "end", "b"]).success();
+    put(&mut bench, 5 * MIB);
+    let (second, uri) = bench.begin("c", Some("b"));
+    put(&mut bench, 9 * MIB);
+    let changed = map("qemu:dirty-bitmap:b", &uri);
+    assert_eq!(
+        changed.iter().filter(|one| one.2 == 1).collect::<Vec<_>>(),
+        [&(5 * MIB, 64 << 10, 1)]
+    );
+    let raw = ["convert", "-f", "raw", "-O", "raw", &uri, str(&copy)];
+    bench.beside(|| qemu_img(&raw).success());
+    assert!(std::fs::read(&copy).expect("a copy") == second);
+    bench.ctl(&["backup", "end", "b"]).success();
+    bench.server.take().expect("it runs").stop();
+}
+
+#[test]
+fn two_disks_are_cut_at_the_same_point() {
+    let scratch = Scratch::new();
+    let (raw, qcow2) = (scratch.path("a.img"), scratch.path("b.qcow2"));
+    command(&["create", str(&raw), "1M"]).success();
+    command(&["create", str(&qcow2), "1M"]).success();
+    let (nbd, control) = (scratch.socket("nbd"), scratch.socket("control"));
+    let server = Serve::bare(&scratch, &raw)
+        .also(&qcow2)
+        .export(&format!("nbd+unix:///?socket={}", nbd.display()))
+        .option("--control", &control)
+        .start();
+    let mut control = Control::connect(&control);
+    let backup = scratch.socket("backup");
+    let uri = format!("nbd+unix:///?socket={}", backup.display());
+    let (stop, count) = (AtomicBool::new(false), AtomicU64::new(0));
+    std::thread::scope(|scope| {
+        let writing = scope.spawn(|| {
+            let mut clients = ["a.img", "b.qcow2"].map(|name| client(&nbd, name));
+            for number in 1_u64.. {
+                if stop.load(Ordering::SeqCst) {
+                    break;
+                }
+                for client in &mut clients {
+                    assert_eq!(client.write(0, &number.to_be_bytes().repeat(64), 0), 0);
+                }
+                count.store(number, Ordering::SeqCst);
+            }
+        });
+        for round in 1..20 {
+            let target = count.load(Ordering::SeqCst) + 5;
+            assert!(eventually(LONG, || count.load(Ordering::SeqCst) >= target));
+            let begin = json!({ "disks": ["a.img", "b.qcow2"], "export": uri, "backup": "both" });
+            let began = control.get("backup.begin", begin);
+            let read = |name: &str| {
+                let bytes = client(&backup, name).read(0, 512).expect("a read");
+                u64::from_be_bytes(bytes[..8].try_into().expect("8 bytes"))
+            };
+            let (first, second) = (read("a.img"), read("b.qcow2"));
+            assert!(
+                first == second || first == second + 1,
+                "{first} and {second} in round {round}"
+            );
+            assert!(first >= target - 5, "it is from before: {began}");
+            control.get("backup.end", json!({ "backup": "both" }));
+        }
+        stop.store(true, Ordering::SeqCst);
+        writing.join().expect("no error");
+    });
+    server.stop();
+}
+
+fn client(socket: &Path, name: &str) -> Client {
+    blockhouse_tests::nbd::Greeted::new(&Address::Unix(socket.to_owned()))
+        .go(name, blockhouse_tests::nbd::Framing::Structured)
+}
+
+#[test]
+fn a_full_scratch_file_fails_the_backup_and_not_the_client() {
+    let mut bench = Bench::new(seeded());
+    bench.write(200);
+    let mut control = bench.control();
+    let mut events = bench.control();
+    events.get("event.subscribe", json!({ "events": ["backup.failed"] }));
+    let export = bench.export();
+    let params = json!({
+        "disks": ["disk.qcow2"], "export": export, "backup": "small", "scratch-size": "128K", "bitmap": "kept",
+    });
+    control.get("backup.begin", params);
+    for _ in 0..400 {
+        bench.writer().write();
+    }
+    let failed = events.event();
+    assert_eq!((&failed["backup"], &failed["disk"]), (&json!("small"), &json!("disk.qcow2")));
+    let list = control.get("backup.list", json!({}));
+    let error = list[0]["disks"][0]["error"].as_str().expect("it failed");
+    assert!(error.contains("131072") && error.contains("scratch-size"), "{error}");
+    let mut reader = client(&bench.scratch.socket("backup"), "disk.qcow2");
+    assert!(reader.read(0, 4096).is_err(), "nothing newer is read");
+    control.get("backup.end", json!({ "backup": "small" }));
+    bench.write(20);
+    bench.writer().moment();
+    let list = control.get("bitmap.list", json!({ "disk": "disk.qcow2" }));
+    assert_eq!(list[0]["name"], "kept");
+    bench.server.take().expect("it runs").stop();
+}
+
+#[test]
+fn a_backup_begins_with_all_disks_or_leaves_nothing() {
+    let mut bench = Bench::new(seeded());
+    let mut control = bench.control();
+    let raw = bench.scratch.image("raw.img", MIB);
+    control.get("disk.open", json!({ "path": raw.path() }));
+    let export = bench.export();
+    let begin = |extra: Value| {
+        let mut params = json!({ "disks": ["disk.qcow2", "raw.img"], "export": export });
+        params.as_object_mut().expect("an object").extend(extra.as_object().expect("too").clone());
+        params
+    };
+    let none = json!({ "disk": "disk.qcow2" });
+    let before = control.get("disk.list", json!({}));
+    for (extra, words) in [
+        (json!({ "bitmap": "new" }), &["raw image has no bitmaps"][..]),
+        (json!({ "since": "old" }), &["no bitmap \"old\""]),
+        (json!({ "disks": ["disk.qcow2", "x"] }), &["no disk is called \"x\""]),
+        (json!({ "disks": ["raw.img", "raw.img"] }), &["named twice"]),
+        (json!({ "disks": [] }), &["one disk at least"]),
+        (json!({ "scratch": "/nonexistent" }), &["nonexistent"]),
+        (
+            json!({ "bitmap": "new", "disks": ["disk.qcow2"], "export": bench.server.as_ref().expect("it runs").uri() }),
+            &["exists"],
+        ),
+    ] {
+        if extra["export"].is_string() {
+            // Its own socket has the disk's name already.
+            let own = json!({ "disk": "disk.qcow2", "export": format!("nbd+unix:///disk.qcow2?socket={}", bench.scratch.socket("nbd").display()) });
+            control.get("export.add", own);
+        }
+        control.refused("backup.begin", begin(extra), FAILED, words);
+        assert_eq!(control.get("bitmap.list", none.clone()), json!([]));
+        assert_eq!(control.get("backup.list", json!({})), json!([]));
+        assert_eq!(
+            control.get("disk.list", json!({})).as_array().map(Vec::len),
+            before.as_array().map(Vec::len)
+        );
+    }
+    bench.write(20);
+    let began = control.get("backup.begin", begin(json!({ "backup": "b" })));
+    assert_eq!(began["disks"].as_array().map(Vec::len), Some(2));
+    for (method, params) in [
+        ("disk.close", json!({ "disk": "raw.img", "force": true })),
+        ("disk.close", json!({ "disk": "raw.img@b", "force": true })),
+        ("disk.resize", json!({ "disk": "disk.qcow2", "size": 32 * MIB })),
+        ("backup.begin", json!({ "disks": ["raw.img"], "export": export })),
+    ] {
+        control.refused(method, params, FAILED, &["the backup \"b\"", "end it first"]);
+    }
+    control.refused("backup.end", json!({ "backup": "c" }), FAILED, &["backup.list"]);
+    let upgrade = command(&["upgrade", "--control", str(&bench.scratch.socket("control"))]);
+    upgrade.failure("the backup \"b\" goes on");
+    control.get("backup.end", json!({ "backup": "b" }));
+    control.get("disk.close", json!({ "disk": "raw.img" }));
+    let folder = std::fs::read_dir(bench.scratch.path("")).expect("a folder");
+    let left = folder.filter_map(|entry| entry.ok()?.file_name().into_string().ok());
+    let left: Vec<_> = left.filter(|name| name.ends_with(".scratch")).collect();
+    assert!(left.is_empty(), "{left:?}");
+    bench.server.take().expect("it runs").stop();
+}
+
+#[test]
+fn the_page_is_right() {
+    require!(need::tools(&["nbdcopy", "qemu-img"]));
+    let page = include_str!("../../../docs/backup.md").split("## A moment").nth(1);
+    let lines = commands(page.expect("the section"), "");
+    assert!(lines.len() > 8, "{lines:?}");
+    let folder = Folder::new();
+    folder.run("blockhouse create disk.qcow2 16M");
+    folder.run("qemu-io -f qcow2 -c 'write -P 7 1M 2M' disk.qcow2");
+    let serve =
+        "blockhouse serve disk.qcow2 --control control --nbd 'nbd+unix:///?socket=disk.sock'";
+    let serving = Serving::start(&folder, serve);
+    for line in lines {
+        folder.run(line);
+        if line.contains("backup end first") {
+            folder.run("qemu-io -f raw -c 'write -P 8 2M 4M' 'nbd+unix:///?socket=disk.sock'");
+        }
+    }
+    folder.run("cmp -n 1M restored.img /dev/zero");
+    folder.run("qemu-io -f raw -c 'read -P 7 1M 1M' -c 'read -P 8 2M 4M' restored.img");
+    serving.stop();
+}
