@@ -66,7 +66,8 @@ fn each_example_works_as_typed() {
     for (path, text) in sections() {
         let examples = commands(text, "blockhouse ");
         assert!(!examples.is_empty(), "blockhouse {path}: no example");
-        // They need a machine: vmstate.rs has one; the kernel's ublk driver: lab/vm has it; a job, or another host: jobs.rs; a backup: backups.rs; or go on until Ctrl-C.
+        // They need a machine: vmstate.rs has one; the kernel's ublk driver: lab/vm has it; a job, or another host:
+        // jobs.rs; a backup: backups.rs; or go on until Ctrl-C.
         let is_elsewhere = ["attach", "detach"].contains(&path)
             || path.starts_with("vmstate")
             || path.starts_with("ctl job ")

@@ -43,7 +43,7 @@ fn setup(given: BackupBeginParams) -> Result<BackupSetup, Failure> {
 fn address(text: &str) -> Result<NbdUri, Failure> {
     match ExportAddress::parse_absolute(text).map_err(invalid)? {
         ExportAddress::Nbd(uri) => Ok(uri),
-        ExportAddress::VhostUser(_) => {
+        ExportAddress::VhostUser(_) | ExportAddress::Ublk(_) => {
             Err(invalid(format!("{text}: backups are served over NBD; give an NBD URI")))
         }
     }
