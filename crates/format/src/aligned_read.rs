@@ -2,8 +2,7 @@
 
 use blockhouse_core::{Buffer, ByteRange, Result, Storage};
 
-/// Reads `length` bytes at any `offset`; the end of both fits into 64 bits. Bytes past the end of the storage are
-/// zeros.
+/// Reads `length` bytes at any `offset`, also one that no storage reaches: bytes past the end of the storage are zeros.
 ///
 /// # Errors
 /// What the storage answers.
@@ -14,6 +13,10 @@ pub(crate) async fn read<S: Storage>(storage: &S, offset: u64, length: usize) ->
     const CHUNK_SIZE: usize = 1 << 20;
     let mut at = offset;
     while bytes.len() < length {
+        if at >= storage.size() {
+            bytes.resize(length, 0);
+            break;
+        }
         let wanted = (length - bytes.len()).min(CHUNK_SIZE);
         let outer = ByteRange::between(at, at + wanted as u64).align_outward(block);
         let mut buffer = Buffer::new(outer.length() as usize);

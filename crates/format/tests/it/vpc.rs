@@ -151,7 +151,11 @@ fn what_contradicts_itself_is_refused() {
     short.splice(..0, [0; 4096]);
     let mut differencing = sound();
     differencing.splice(last.., footer(2 * BLOCK, 4));
+    let mut far = footer(2 * BLOCK, 3);
+    far[16..24].fill(0xff);
+    seal(&mut far, 64);
     for (bytes, words) in [
+        (far.to_vec(), "no header of a dynamic image"),
         (wrong_sum, "checksum"),
         (wrong_header, "checksum"),
         (short, "states a disk of 1048576 bytes, and the file has 4096"),
