@@ -36,15 +36,8 @@ enum Action {
     Add {
         #[command(flatten)]
         image: Image,
-        /// What to call it: 1 to 1023 bytes, unlike all others.
-        name: String,
-        /// How many bytes of the disk one bit stands for: a power of two, 512 B to 2 GiB. Left out: a cluster,
-        /// but 4 KiB at least and 64 KiB at most.
-        #[arg(long, short, value_name = "SIZE", value_parser = size::parse)]
-        granularity: Option<u64>,
-        /// Record nothing in it before it is enabled.
-        #[arg(long)]
-        disabled: bool,
+        #[command(flatten)]
+        new: NewBitmapArgs,
     },
     /// Remove a bitmap.
     Remove(Named),
@@ -70,6 +63,20 @@ enum Action {
         #[arg(value_parser = clap::builder::ValueParser::new(str::parse::<ImageFormat>))]
         source_format: Option<ImageFormat>,
     },
+}
+
+/// A new bitmap, of an image or of a served disk.
+#[derive(clap::Args)]
+pub struct NewBitmapArgs {
+    /// What to call it: 1 to 1023 bytes, unlike all others.
+    pub name: String,
+    /// How many bytes of the disk one bit stands for: a power of two, 512 B to 2 GiB. Left out: a cluster,
+    /// but 4 KiB at least and 64 KiB at most.
+    #[arg(long, short, value_name = "SIZE", value_parser = size::parse)]
+    pub granularity: Option<u64>,
+    /// Record nothing in it before it is enabled.
+    #[arg(long)]
+    pub disabled: bool,
 }
 
 /// A bitmap of an image.
@@ -106,7 +113,7 @@ async fn run_action(action: Action) -> Result<()> {
             let text = if output.is_json() { as_json(&bitmaps) } else { as_text(&bitmaps) };
             if text.is_empty() { Ok(()) } else { output::print(&text) }
         }
-        Action::Add { image, name, granularity, disabled } => {
+        Action::Add { image, new: NewBitmapArgs { name, granularity, disabled } } => {
             let disk = image.open(Access::ReadWrite, Locking::Held).await?;
             disk.bitmaps().add(&NewBitmap { name, granularity, is_enabled: !disabled }).await?;
             Ok(disk.close().await?)

@@ -1,9 +1,9 @@
 //! `ctl SOCKET bitmap`: the persistent bitmaps of a served disk.
 
-use blockhouse_daemon::size;
 use serde_json::{Value, json};
 
 use super::params::add_given;
+use crate::bitmap::NewBitmapArgs;
 
 #[derive(clap::Subcommand)]
 pub(super) enum BitmapAction {
@@ -16,15 +16,8 @@ pub(super) enum BitmapAction {
     Add {
         /// The disk's name.
         disk: String,
-        /// What to call it: 1 to 1023 bytes, unlike all others.
-        name: String,
-        /// How many bytes of the disk one bit stands for: a power of two, 512 B to 2 GiB. Left out: a cluster,
-        /// but 4 KiB at least and 64 KiB at most.
-        #[arg(long, short, value_name = "SIZE", value_parser = size::parse)]
-        granularity: Option<u64>,
-        /// Record nothing in it before it is enabled.
-        #[arg(long)]
-        disabled: bool,
+        #[command(flatten)]
+        new: NewBitmapArgs,
     },
     /// Remove a bitmap.
     Remove(Named),
@@ -65,7 +58,7 @@ impl BitmapAction {
     pub(super) fn request(self) -> (&'static str, Value) {
         match self {
             Self::List { disk } => ("bitmap.list", json!({ "disk": disk })),
-            Self::Add { disk, name, granularity, disabled } => {
+            Self::Add { disk, new: NewBitmapArgs { name, granularity, disabled } } => {
                 let mut params = json!({ "disk": disk, "name": name, "disabled": disabled });
                 add_given(&mut params, [("granularity", granularity.map(Value::from))]);
                 ("bitmap.add", params)

@@ -12,7 +12,7 @@ use super::{CallError, c_string, check};
 const OPTION_LENGTH: usize = 64;
 
 /// A client of a cluster, with one pool. It has an identity of its own: to fence it concerns no other.
-pub(in crate::rbd) struct Cluster {
+pub(crate) struct Cluster {
     ceph: &'static Ceph,
     client: Handle,
     pool: Handle,
@@ -30,7 +30,7 @@ impl Cluster {
     ///
     /// # Errors
     /// What failed, and the errno of librados.
-    pub(in crate::rbd) fn connect(
+    pub(crate) fn connect(
         location: &RbdLocation,
         options: &[(&CStr, &CStr)],
         defaults: &[(&CStr, &CStr)],

@@ -25,16 +25,16 @@ const MAX_WATCHERS: usize = 64;
 const MAX_TEXT: usize = 1024;
 
 /// A client that holds the lock of an image.
-pub(in crate::rbd) struct LockHolder {
+pub(crate) struct LockHolder {
     /// As Ceph calls its clients: `client.4123`.
-    pub(in crate::rbd) client: String,
+    pub(crate) client: String,
     /// Its IP address, port and nonce.
-    pub(in crate::rbd) address: String,
+    pub(crate) address: String,
 }
 
 /// The first extent of a range.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(in crate::rbd) enum Extent {
+pub(crate) enum Extent {
     /// So many bytes are in objects that exist.
     Data(u64),
     /// So many bytes are in no object, and read as zeros.
@@ -44,7 +44,7 @@ pub(in crate::rbd) enum Extent {
 /// An open image, whose operations each have a waiter `W`.
 ///
 /// Every method but those of `operation` blocks, mostly for a message to the cluster and back.
-pub(in crate::rbd) struct Image<W: Send + 'static> {
+pub(crate) struct Image<W: Send + 'static> {
     cluster: Cluster,
     pub(super) handle: Handle,
     /// Operations that librbd has and whose completion was not taken out.
@@ -66,7 +66,7 @@ impl<W: Send + 'static> Image<W> {
     ///
     /// # Errors
     /// What failed; ENOENT where there is no such image.
-    pub(in crate::rbd) fn open(
+    pub(crate) fn open(
         location: &RbdLocation,
         is_writable: bool,
         options: &[(&CStr, &CStr)],
@@ -103,7 +103,7 @@ impl<W: Send + 'static> Image<W> {
     }
 
     /// Bytes, as the cluster said last.
-    pub(in crate::rbd) fn size(&self) -> io::Result<u64> {
+    pub(crate) fn size(&self) -> io::Result<u64> {
         let mut size = 0;
         // SAFETY: the image is open.
         check(unsafe { (self.rbd().rbd_get_size)(self.handle, &raw mut size) })?;
@@ -111,7 +111,7 @@ impl<W: Send + 'static> Image<W> {
     }
 
     /// Makes the image longer or shorter.
-    pub(in crate::rbd) fn resize(&self, size: u64) -> io::Result<()> {
+    pub(crate) fn resize(&self, size: u64) -> io::Result<()> {
         unsafe extern "C" fn go_on(_done: u64, _total: u64, _argument: Handle) -> c_int {
             0
         }
@@ -123,7 +123,7 @@ impl<W: Send + 'static> Image<W> {
 
     /// The value of one of librbd's options for this image, which its pool or its own metadata may set. `None` where
     /// the library has no such option.
-    pub(in crate::rbd) fn option(&self, name: &str) -> io::Result<Option<String>> {
+    pub(crate) fn option(&self, name: &str) -> io::Result<Option<String>> {
         let empty = OptionRecord {
             name: ptr::null_mut(),
             value: ptr::null_mut(),
@@ -159,13 +159,13 @@ impl<W: Send + 'static> Image<W> {
     ///
     /// # Errors
     /// EROFS where another client keeps it; EINVAL where the image has no such lock.
-    pub(in crate::rbd) fn lock(&self) -> io::Result<()> {
+    pub(crate) fn lock(&self) -> io::Result<()> {
         // SAFETY: the image is open.
         check(unsafe { (self.rbd().rbd_lock_acquire)(self.handle, LOCK_MODE_EXCLUSIVE) }).map(drop)
     }
 
     /// The holder of the exclusive lock. It may be gone.
-    pub(in crate::rbd) fn lock_holder(&self) -> io::Result<Option<LockHolder>> {
+    pub(crate) fn lock_holder(&self) -> io::Result<Option<LockHolder>> {
         let mut exclusive = 0;
         let mut texts = [[0_u8; MAX_TEXT]; 4];
         let mut lengths = [MAX_TEXT; 4];
@@ -202,7 +202,7 @@ impl<W: Send + 'static> Image<W> {
     }
 
     /// The numbers of the clients that have the image open for writing; of more than a few the first.
-    pub(in crate::rbd) fn watchers(&self) -> io::Result<Vec<i64>> {
+    pub(crate) fn watchers(&self) -> io::Result<Vec<i64>> {
         let none = WatcherRecord { address: ptr::null_mut(), id: 0, cookie: 0 };
         let (mut records, mut count) = ([none; MAX_WATCHERS], MAX_WATCHERS);
         let list = self.rbd().rbd_watchers_list;
@@ -215,7 +215,7 @@ impl<W: Send + 'static> Image<W> {
     }
 
     /// The first extent of a range, which is not empty and inside of the image.
-    pub(in crate::rbd) fn first_extent(&self, range: ByteRange) -> io::Result<Extent> {
+    pub(crate) fn first_extent(&self, range: ByteRange) -> io::Result<Extent> {
         let mut scan = Scan { range, data_end: range.offset(), hole_end: range.end() };
         let (whole_objects, with_parent) = (1, 1);
         // SAFETY: the callback is called during the call only, and gets the scan, which nothing else uses meanwhile.
@@ -298,7 +298,7 @@ impl<W: Send + 'static> Image<W> {
     ///
     /// # Errors
     /// The cluster's; the image is closed all the same.
-    pub(in crate::rbd) fn close(mut self) -> io::Result<()> {
+    pub(crate) fn close(mut self) -> io::Result<()> {
         self.close_once()
     }
 

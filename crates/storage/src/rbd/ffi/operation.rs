@@ -22,7 +22,7 @@ const THICK_PROVISION: c_int = 1;
 const DRAIN_TIMEOUT: Timespec = Timespec { tv_sec: 1, tv_nsec: 0 };
 
 /// What is asked of an image.
-pub(in crate::rbd) enum Command {
+pub(crate) enum Command {
     /// Fills the memory from an offset on.
     Read(u64, IoVector),
     /// Stores the memory from an offset on.
@@ -36,7 +36,7 @@ pub(in crate::rbd) enum Command {
 }
 
 /// The end of an operation: bytes, or an errno.
-pub(in crate::rbd) type Completion = io::Result<u64>;
+pub(crate) type Completion = io::Result<u64>;
 
 /// What an operation owns while it is in flight.
 struct InFlight<W> {
@@ -50,7 +50,7 @@ impl<W: Send + 'static> Image<W> {
     ///
     /// # Errors
     /// librbd refuses: then it was not begun.
-    pub(in crate::rbd) fn submit(&self, command: Command, waiter: W) -> io::Result<()> {
+    pub(crate) fn submit(&self, command: Command, waiter: W) -> io::Result<()> {
         let (call, memory) = match command {
             Command::Read(offset, memory) => (Call::Read(offset), Some(memory)),
             Command::Write(offset, memory) => (Call::Write(offset), Some(memory)),
@@ -116,7 +116,7 @@ impl<W: Send + 'static> Image<W> {
     }
 
     /// Takes out all operations that librbd has completed.
-    pub(in crate::rbd) fn reap(&self, mut complete: impl FnMut(W, Completion)) {
+    pub(crate) fn reap(&self, mut complete: impl FnMut(W, Completion)) {
         let rbd = self.rbd();
         let mut completions = [ptr::null_mut(); MAX_COMPLETIONS];
         loop {
@@ -159,7 +159,7 @@ impl<W: Send + 'static> Image<W> {
     }
 
     /// Another descriptor of the eventfd that is signalled for each completion.
-    pub(in crate::rbd) fn notifier(&self) -> io::Result<std::os::fd::OwnedFd> {
+    pub(crate) fn notifier(&self) -> io::Result<std::os::fd::OwnedFd> {
         self.notifier.try_clone()
     }
 }

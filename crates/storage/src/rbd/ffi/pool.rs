@@ -11,7 +11,7 @@ impl Cluster {
     ///
     /// # Errors
     /// EEXIST where there is one of this name.
-    pub(in crate::rbd) fn create_image(&self, name: &str, size: u64) -> io::Result<()> {
+    pub(crate) fn create_image(&self, name: &str, size: u64) -> io::Result<()> {
         let rbd = &self.ceph().rbd;
         let name = c_string(name)?;
         let mut options = ptr::null_mut();
@@ -29,7 +29,7 @@ impl Cluster {
     ///
     /// # Errors
     /// EBUSY where a client has it open; ENOTEMPTY where it has snapshots.
-    pub(in crate::rbd) fn remove_image(&self, name: &str) -> io::Result<()> {
+    pub(crate) fn remove_image(&self, name: &str) -> io::Result<()> {
         let name = c_string(name)?;
         // SAFETY: the pool is open as long as this lives.
         check(unsafe { (self.ceph().rbd.rbd_remove)(self.pool(), name.as_ptr()) }).map(drop)
@@ -39,7 +39,7 @@ impl Cluster {
     ///
     /// # Errors
     /// EEXIST where there is one of the new name.
-    pub(in crate::rbd) fn rename_image(&self, name: &str, new_name: &str) -> io::Result<()> {
+    pub(crate) fn rename_image(&self, name: &str, new_name: &str) -> io::Result<()> {
         let (name, new_name) = (c_string(name)?, c_string(new_name)?);
         let rename = self.ceph().rbd.rbd_rename;
         // SAFETY: as above.

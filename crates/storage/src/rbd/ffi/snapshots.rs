@@ -15,7 +15,7 @@ const USUAL_COUNT: usize = 16;
 
 impl<W: Send + 'static> Image<W> {
     /// All snapshots, in the order in which they were taken.
-    pub(in crate::rbd) fn snapshots(&self) -> io::Result<Vec<StorageSnapshot>> {
+    pub(crate) fn snapshots(&self) -> io::Result<Vec<StorageSnapshot>> {
         let empty = SnapshotRecord { id: 0, size: 0, name: std::ptr::null() };
         let mut records = vec![empty; USUAL_COUNT];
         let count = loop {
@@ -59,7 +59,7 @@ impl<W: Send + 'static> Image<W> {
     ///
     /// # Errors
     /// EEXIST for a name that is taken, ENOENT for one that there is not; EBUSY for a snapshot that is protected.
-    pub(in crate::rbd) fn change_snapshots(&self, change: SnapshotChange<'_>) -> io::Result<()> {
+    pub(crate) fn change_snapshots(&self, change: SnapshotChange<'_>) -> io::Result<()> {
         let (rbd, image) = (self.rbd(), self.handle);
         let code = match change {
             SnapshotChange::Rename { from, to } => {
