@@ -3,7 +3,8 @@
 //! Guarantees: an observer that is attached while the disk is quiesced is told of the begin and the end of every change
 //! that is made from then on, whatever its outcome, and of the end before the change counts as ended: when the disk is
 //! quiesced again, the observer has been told of all of them. The bytes that it sees of a write are those that the disk
-//! gets, also where a guest changes its memory meanwhile. A disk without observers pays one relaxed load for each change.
+//! gets, also where a guest changes its memory meanwhile. A disk without observers pays three relaxed
+//! loads for each write.
 
 use std::future::Future;
 use std::pin::Pin;

@@ -9,8 +9,8 @@
 //!    ([`Writer::claim`](crate::write::Writer::claim)).
 //! 4. `layer` reads, `write` changes.
 //! 5. What the writes left to be made durable is completed, once ([`RequestSync`]).
-//! 6. Observers may hold a change off before it begins, are told of it when it begins and when it has ended ([`Observers`](crate::observers::Observers)),
-//!    and may hold its answer off.
+//! 6. Observers ([`Observers`](crate::observers::Observers)) may hold a change off before it begins, are told of it when it
+//!    begins and when it has ended, and may hold its answer off.
 
 use std::pin::pin;
 
