@@ -151,12 +151,12 @@ impl HandedOverDisk {
 
 #[cfg(test)]
 mod tests {
-    use std::os::fd::BorrowedFd;
+    use std::os::fd::{AsFd, BorrowedFd};
     use std::sync::Arc;
     use std::sync::atomic::AtomicU64;
 
     use blockhouse_core::{Buffer, Durability, Request, StateMemory};
-    use blockhouse_engine::{EngineChoice, EventLoop};
+    use blockhouse_engine::{EngineChoice, EventLoop, lock_byte_shared};
 
     use super::*;
     use crate::open::{create, open, open_handed_over};
@@ -233,6 +233,23 @@ mod tests {
             write(1 << 19).await;
             assert!(disk.format().has_session_bit());
             disk.close().await.unwrap();
+        });
+    }
+
+    /// Programs that try to open the image hold bytes of their own for a moment, until they see those of its server.
+    #[test]
+    fn who_tries_to_open_the_image_meanwhile_is_no_reason_to_refuse_it() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("disk.raw");
+        EventLoop::new(EngineChoice::Auto).unwrap().block_on(async {
+            create(&path, 1 << 20, ImageFormat::Raw).await.unwrap();
+            let disk = open(&path, ImageOptions::default()).await.unwrap();
+            let other = std::fs::File::options().read(true).write(true).open(&path).unwrap();
+            for byte in [100, 101, 103, 201, 203] {
+                lock_byte_shared(other.as_fd(), byte).unwrap();
+            }
+            let options = ImageOptions::default();
+            open_handed_over(&path, options, None, files_of(&disk)).await.unwrap();
         });
     }
 

@@ -55,7 +55,8 @@ pub(super) enum Locked {
     No,
 }
 
-/// Locks `file` for as long as it is open: a writer is alone, readers keep writers away.
+/// Locks `file` for as long as it is open: a writer is alone, readers keep writers away. The locks of a file that another
+/// process hands over stay what they are.
 ///
 /// A file system without such locks leaves the image unlocked, with a warning in the log.
 ///
@@ -80,6 +81,11 @@ pub(super) fn lock(file: &HostFile, access: Access) -> Result<Locked> {
             }
             Err(error) => return Err(failed(error)),
         }
+    }
+    // Those are the locks of the process that hands the file over, and no other program has the image. One that tries to open
+    // it holds its own bytes until it has found that out, and must not be taken for a holder.
+    if file.shares_locks() {
+        return Ok(Locked::Yes);
     }
     for permission in refused {
         wait_for_free(file, permission.used(), permission.verb())?;

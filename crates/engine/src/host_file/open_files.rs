@@ -44,6 +44,12 @@ impl HostFile {
         }
     }
 
+    /// Whether another process holds its locks as well: it has handed the file over, and [`own_locks`](Self::own_locks) was
+    /// not called.
+    pub fn shares_locks(&self) -> bool {
+        !self.file.releases_locks()
+    }
+
     /// The locks are this process's alone from now on: they are given back when the value is dropped.
     pub fn own_locks(&self) {
         self.file.set_releases_locks(true);
