@@ -1,9 +1,35 @@
 //! Waiting, but not for ever.
 
+use std::io::Write;
 use std::process::{Child, ExitStatus};
+use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
 use std::time::{Duration, Instant};
 
 const STEP: Duration = Duration::from_millis(2);
+/// More than any test takes, also beside many others.
+const TEST_LIMIT: Duration = Duration::from_secs(15 * 60);
+
+/// Ends the program of the tests where it is not dropped within 15 minutes, and names the test: one that hangs would keep
+/// what all others have found from being told.
+pub(crate) struct TestLimit {
+    _end: Sender<()>,
+}
+
+impl TestLimit {
+    /// The test that this thread runs has begun.
+    pub(crate) fn new() -> Self {
+        let (end, is_over) = channel();
+        let test = std::thread::current().name().unwrap_or("a thread of a test").to_owned();
+        std::thread::spawn(move || {
+            if is_over.recv_timeout(TEST_LIMIT) == Err(RecvTimeoutError::Timeout) {
+                // Not `eprintln`, whose text is kept until the test ends.
+                let _ = writeln!(std::io::stderr(), "{test} hangs: all tests are ended");
+                std::process::abort();
+            }
+        });
+        Self { _end: end }
+    }
+}
 
 /// Waits until the process has ended; `None` when it has not after `limit`.
 ///

@@ -8,11 +8,13 @@ use std::path::{Path, PathBuf};
 use tempfile::TempDir;
 
 use crate::binary::temporary_folder;
+use crate::deadline::TestLimit;
 
 /// A folder for images and one for sockets, whose paths must be short (`sun_path` in unix(7)).
 pub struct Scratch {
     images: TempDir,
     sockets: TempDir,
+    _limit: TestLimit,
 }
 
 impl Scratch {
@@ -34,7 +36,7 @@ impl Scratch {
         };
         let images = builder().tempdir_in(folder).expect("a folder for images");
         let sockets = builder().tempdir_in("/tmp").expect("a folder for sockets");
-        Self { images, sockets }
+        Self { images, sockets, _limit: TestLimit::new() }
     }
 
     /// The path of a file beside the images.

@@ -39,6 +39,11 @@ impl Load {
         self.stop.store(true, Ordering::Relaxed);
     }
 
+    /// Has all verifiers end when the guard is dropped, so that a test that fails ends: it waits for its threads first.
+    pub fn stop_at_the_end(&self) -> impl Drop + '_ {
+        StopAtTheEnd(self)
+    }
+
     /// Whether they are to end.
     pub fn is_stopped(&self) -> bool {
         self.stop.load(Ordering::Relaxed)
@@ -47,6 +52,14 @@ impl Load {
     /// The longest time between two replies to one of them, since this was last called.
     pub fn take_silence(&self) -> Duration {
         Duration::from_micros(self.silence.swap(0, Ordering::Relaxed))
+    }
+}
+
+struct StopAtTheEnd<'a>(&'a Load);
+
+impl Drop for StopAtTheEnd<'_> {
+    fn drop(&mut self) {
+        self.0.stop();
     }
 }
 
@@ -170,11 +183,28 @@ pub fn upgrade(control: &Path, words: &[&str]) -> Outcome {
     run_within(UPGRADE_LIMIT, &mut command)
 }
 
+/// Upgrades a server under load, and tells the gap in milliseconds. Where the host is so busy that requests, or the other
+/// process, take longer than the server waits, it goes on; then the upgrade is tried again, as a user would.
+///
+/// # Panics
+/// When it fails for another reason, or always.
+pub fn upgrade_under_load(control: &Path) -> f64 {
+    const TRIES: usize = 10;
+    let mut outcomes = (0..TRIES).map(|_| upgrade(control, &[]));
+    let is_late = |outcome: &Outcome| {
+        ["did not complete", "the new server did not"]
+            .iter()
+            .any(|late| outcome.stderr.contains(late))
+    };
+    let outcome = outcomes.find(|outcome| !is_late(outcome)).expect("the host is not always busy");
+    told_gap(&outcome.success())
+}
+
 /// The gap that an upgrade tells of, in milliseconds.
 ///
 /// # Panics
 /// When it tells of none.
-pub fn told_gap(outcome: &Outcome) -> f64 {
+fn told_gap(outcome: &Outcome) -> f64 {
     let words: Vec<_> = outcome.stdout.split_whitespace().collect();
     let gap = words.iter().rev().nth(1).and_then(|word| word.parse().ok());
     gap.unwrap_or_else(|| panic!("{}", outcome.describe("must tell the gap")))

@@ -9,7 +9,7 @@ use std::process::exit;
 use std::time::Duration;
 
 use blockhouse_tests::nbd::{Client, Framing};
-use blockhouse_tests::upgrade::{Load, REGION, Servers, told_gap, upgrade, verify, verify_guest};
+use blockhouse_tests::upgrade::{Load, REGION, Servers, upgrade_under_load, verify, verify_guest};
 use blockhouse_tests::{Scratch, Serve, image_tool, seeded};
 
 /// NBD clients that verify at the same time, beside a guest.
@@ -58,6 +58,7 @@ fn measure(format: &str, upgrades: usize) {
     let (address, mut random, load) = (server.address(), seeded(), Load::default());
     let (pauses, seen) = std::thread::scope(|scope| {
         let (load, device) = (&load, &device);
+        let _end = load.stop_at_the_end();
         let other = random.fork();
         let mut verifiers = vec![scope.spawn(move || verify_guest(device, 0, true, other, load))];
         for client in 1..=CLIENTS {
@@ -69,7 +70,7 @@ fn measure(format: &str, upgrades: usize) {
             .map(|_| {
                 std::thread::sleep(PAUSE);
                 load.take_silence();
-                let gap = told_gap(&upgrade(&control, &[]).success());
+                let gap = upgrade_under_load(&control);
                 servers.wait_for(1);
                 (gap, load.take_silence().as_secs_f64() * 1000.0)
             })

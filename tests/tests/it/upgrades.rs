@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use blockhouse_engine::is_byte_locked;
 use blockhouse_tests::nbd::{Address, Client, Framing, Greeted};
-use blockhouse_tests::upgrade::{Load, REGION, Servers, told_gap, upgrade, verify};
+use blockhouse_tests::upgrade::{Load, REGION, Servers, upgrade, upgrade_under_load, verify};
 use blockhouse_tests::{
     Engine, Scratch, Serve, Server, image_tool, on_every_engine, run, seeded, tool,
 };
@@ -67,6 +67,7 @@ fn clients_at_depth_64_notice_nothing(engine: Engine) {
         let random = seeded();
         std::thread::scope(|scope| {
             let (load, image) = (&load, &image);
+            let _end = load.stop_at_the_end();
             let verifiers: Vec<_> = (0..)
                 .zip([Framing::Simple, Framing::Structured, Framing::Extended])
                 .map(|(index, framing)| {
@@ -86,8 +87,7 @@ fn clients_at_depth_64_notice_nothing(engine: Engine) {
             let mut gaps = Vec::new();
             for _ in 0..4 {
                 std::thread::sleep(Duration::from_millis(100));
-                let outcome = upgrade(&scratch.socket("control"), &[]).success();
-                gaps.push(told_gap(&outcome));
+                gaps.push(upgrade_under_load(&scratch.socket("control")));
                 servers.wait_for(1);
             }
             std::thread::sleep(Duration::from_millis(100));

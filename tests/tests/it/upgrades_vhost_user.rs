@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use blockhouse_tests::guest::{Guest, content};
 use blockhouse_tests::nbd::{Client, Framing, Greeted};
-use blockhouse_tests::upgrade::{Load, REGION, Servers, told_gap, upgrade, verify, verify_guest};
+use blockhouse_tests::upgrade::{self, Load, REGION, Servers, upgrade, verify, verify_guest};
 use blockhouse_tests::{Engine, Scratch, Serve, image_tool, on_every_engine, seeded};
 use blockhouse_vhost_user::driver::Options;
 
@@ -47,6 +47,7 @@ fn upgrade_under_load(engine: Engine, formats: &[&str], options: &[(&str, &str)]
     let (load, random) = (Load::default(), seeded());
     std::thread::scope(|scope| {
         let load = &load;
+        let _end = load.stop_at_the_end();
         let mut verifiers = Vec::new();
         let mut locks = Vec::new();
         for (index, (image, socket)) in images.iter().enumerate() {
@@ -66,7 +67,7 @@ fn upgrade_under_load(engine: Engine, formats: &[&str], options: &[(&str, &str)]
         let mut gaps = Vec::new();
         for _ in 0..UPGRADES {
             std::thread::sleep(Duration::from_millis(100));
-            gaps.push(told_gap(&upgrade(&scratch.socket("control"), &[]).success()));
+            gaps.push(upgrade::upgrade_under_load(&scratch.socket("control")));
             servers.wait_for(1);
         }
         std::thread::sleep(Duration::from_millis(100));
@@ -159,6 +160,7 @@ fn a_guest_goes_on_where_the_new_server_refuses() {
     let load = Load::default();
     std::thread::scope(|scope| {
         let (socket, load) = (&images[0].1, &load);
+        let _end = load.stop_at_the_end();
         let guest = scope.spawn(move || verify_guest(socket, 0, true, seeded(), load));
         for (binary, why) in [
             ("/bin/false", "begins with 'blockhouse'"),
