@@ -86,7 +86,7 @@ pub fn run(arguments: &Arguments) -> Result<ExitCode> {
     } else {
         as_text(&report, fixed)
     };
-    output::print(&text)?;
+    output::print_unless_quiet(&text)?;
     Ok(match report {
         CheckReport { corruptions: 1.., .. } => ExitCode::from(CORRUPT),
         CheckReport { leaks: 1.., .. } => ExitCode::from(LEAKS),

@@ -8,14 +8,17 @@ use std::process::ExitCode;
 use std::sync::Arc;
 
 use anyhow::Result;
-use blockhouse_disk::{CompareJob, ImageDisk, ImageFormat, first_status_difference, open};
+use blockhouse_disk::{
+    CompareJob, ImageDisk, ImageFormat, ImageOptions, Locking, first_status_difference, open,
+};
 use blockhouse_engine::{EngineChoice, EventLoop};
 use serde_json::{Value, json};
 
 use crate::image_args::OutputArgs;
-use crate::open_args::OpenArgs;
+use crate::open_args::{OpenArgs, SourceCacheArgs};
 use crate::output::{self, ReaderGone};
 use crate::parallel::{default_threads, run_parallel};
+use crate::progress::{Progress, ProgressArgs};
 
 /// Chunks in flight in all.
 const MAX_IN_FLIGHT: usize = 16;
@@ -42,6 +45,13 @@ pub struct Arguments {
     /// that is zeros. Without it a longer image is the same if all it has more is zeros.
     #[arg(long, short)]
     strict: bool,
+    /// Do not lock the images: also look at them while other programs write to them.
+    #[arg(long, short = 'U')]
+    force_share: bool,
+    #[command(flatten)]
+    source_cache: SourceCacheArgs,
+    #[command(flatten)]
+    progress: ProgressArgs,
     #[command(flatten)]
     output: OutputArgs,
     #[command(flatten)]
@@ -50,6 +60,14 @@ pub struct Arguments {
     one: PathBuf,
     /// Another image.
     other: PathBuf,
+}
+
+impl Arguments {
+    fn options(&self, format: Option<ImageFormat>) -> Result<ImageOptions> {
+        let locking = if self.force_share { Locking::None } else { Locking::Held };
+        let options = self.open.read_only(format)?;
+        Ok(self.source_cache.apply(ImageOptions { locking, ..options }))
+    }
 }
 
 /// What was found.
@@ -65,20 +83,22 @@ enum Difference {
 
 /// Runs the command.
 pub fn run(arguments: &Arguments) -> Result<ExitCode> {
-    let mut event_loop = match EventLoop::new(EngineChoice::Auto) {
-        Ok(event_loop) => event_loop,
-        Err(error) => return Ok(report_error(&error.into(), NO_ANSWER)),
+    let started = Progress::start(arguments.progress)
+        .and_then(|progress| Ok((progress, EventLoop::new(EngineChoice::Auto)?)));
+    let (progress, mut event_loop) = match started {
+        Ok(started) => started,
+        Err(error) => return Ok(report_error(&error, NO_ANSWER)),
     };
     let opened = event_loop.block_on(async {
-        let one = open(&arguments.one, arguments.open.read_only(arguments.format)?).await?;
-        let options = arguments.open.read_only(arguments.other_format)?;
+        let one = open(&arguments.one, arguments.options(arguments.format)?).await?;
+        let options = arguments.options(arguments.other_format)?;
         anyhow::Ok((one, open(&arguments.other, options).await?))
     });
     let (one, other) = match opened {
         Ok((one, other)) => (Arc::new(one), Arc::new(other)),
         Err(error) => return Ok(report_error(&error, NO_ANSWER)),
     };
-    let difference = match difference(&mut event_loop, arguments, &one, &other) {
+    let difference = match difference(&mut event_loop, arguments, &progress, &one, &other) {
         Ok(difference) => difference,
         Err((error, status)) => return Ok(report_error(&error, status)),
     };
@@ -88,7 +108,7 @@ pub fn run(arguments: &Arguments) -> Result<ExitCode> {
     } else {
         as_text(difference, sizes)
     };
-    match output::print(&text) {
+    match output::print_unless_quiet(&text) {
         Err(error) if error.is::<ReaderGone>() => Err(error),
         // A status of 1 would say that the images are different.
         Err(error) => Ok(report_error(&error, NO_ANSWER)),
@@ -104,6 +124,7 @@ type Image = Arc<ImageDisk>;
 fn difference(
     event_loop: &mut EventLoop,
     arguments: &Arguments,
+    progress: &Progress,
     one: &Image,
     other: &Image,
 ) -> Result<Difference, (anyhow::Error, u8)> {
@@ -119,8 +140,13 @@ fn difference(
     let threads = default_threads();
     let comparing =
         CompareJob::new(Arc::clone(one), Arc::clone(other), MAX_IN_FLIGHT.div_ceil(threads));
-    run_parallel(threads, || async { Ok(comparing.work().await?) }, || comparing.progress())
-        .map_err(|error| (error, DATA_NOT_READ))?;
+    run_parallel(
+        progress,
+        threads,
+        || async { Ok(comparing.work().await?) },
+        || comparing.progress(),
+    )
+    .map_err(|error| (error, DATA_NOT_READ))?;
     Ok(comparing.difference().map_or(Difference::Same, Difference::Content))
 }
 

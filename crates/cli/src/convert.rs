@@ -1,32 +1,26 @@
 //! `blockhouse convert`: a copy of an image in another format.
 //!
-//! Guarantees: the target gets its name when it is complete and durable, never before; until then the
-//! copy is in `TARGET.part` beside it. A file that has the name already is left alone unless
-//! `--force` says otherwise, and then it is replaced at one moment, at the very end. A copy that
-//! fails stays in `TARGET.part`, and `--resume` goes on with it: what is there is compared with the
-//! source, and what differs is copied.
+//! Guarantees: those of [`copy_target`](crate::copy_target). A copy that fails stays in `TARGET.part`, and `--resume` goes
+//! on with it: what is there is compared with the source, and what differs is copied.
 
-use std::os::unix::fs::FileTypeExt;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::Arc;
 
-use anyhow::{Context, Result, anyhow, bail};
-use blockhouse_core::{ByteRange, Durability, ErrorKind, Fallback, Request, Unmap};
+use anyhow::{Result, anyhow};
+use blockhouse_core::{ByteRange, ErrorKind};
 use blockhouse_disk::{
-    Access, AllowedPaths, CacheMode, CopyJob, CopyOptions, DetectZeroes, Discard, IfExists,
-    ImageDisk, ImageFormat, ImageOptions, Locking, RemoteBacking, StateUse, TargetContent,
-    check_new_name, create as create_file, exists, open, open_locked, open_snapshot,
-    open_without_backing, part_of, remove_created, rename_finished,
+    CacheMode, CopyJob, CopyOptions, ImageDisk, ImageFormat, ImageOptions, Locking, open,
+    open_snapshot,
 };
-use blockhouse_engine::{EngineChoice, EventLoop, HostFile};
-use blockhouse_storage::Location;
+use blockhouse_engine::{EngineChoice, EventLoop};
 
-use crate::create::{create_qcow2, format_of_new, wrong_usage};
+use crate::copy_target::{IfThere, Target, TargetSpec};
+use crate::create::{format_of_new, wrong_usage};
 use crate::create_options::{self, Setting, Settings};
-use crate::image_args::resolve_relative;
-use crate::open_args::OpenArgs;
+use crate::open_args::{OpenArgs, SourceCacheArgs};
 use crate::output;
 use crate::parallel::{default_threads, run_parallel};
+use crate::progress::{Progress, ProgressArgs};
 
 /// Chunks in flight in all.
 const MAX_IN_FLIGHT: usize = 16;
@@ -42,16 +36,24 @@ pub struct Arguments {
     #[arg(long, short = 'O', value_parser = clap::builder::ValueParser::new(str::parse::<ImageFormat>))]
     format: Option<ImageFormat>,
     /// Copy the disk as it was when this snapshot was taken (its name or id), without a machine's state.
-    #[arg(long, short = 'l', value_name = "SNAPSHOT")]
+    #[arg(long, short = 'l', value_name = "SNAPSHOT", value_parser = parse_snapshot)]
     snapshot: Option<String>,
     /// Write compressed clusters (qcow2 only).
     #[arg(long, short)]
     compress: bool,
-    /// Options of a qcow2 target, as those of 'create' but without a backing file: the target stands
-    /// alone, whatever is behind the source.
+    /// Options of a qcow2 target, as those of 'create'. Without a backing file the target stands alone, whatever
+    /// is behind the source.
     #[arg(short, long = "options", value_name = "OPTION=VALUE,...", conflicts_with = "resume")]
     #[arg(value_parser = create_options::parse)]
     options: Vec<create_options::Settings>,
+    /// Make the target an overlay of this file, found from the target's folder: what differs from it is stored.
+    #[arg(long, short = 'B', value_name = "FILE", requires = "backing_format")]
+    #[arg(value_parser = create_options::parse_backing_file, conflicts_with_all = ["resume", "no_create"])]
+    backing: Option<Setting>,
+    /// The format of that file.
+    #[arg(long, short = 'F', value_name = "FORMAT", requires = "backing")]
+    #[arg(value_parser = create_options::parse_backing_format)]
+    backing_format: Option<Setting>,
     /// Replace a target that exists, once the copy is complete; or overwrite a block device.
     #[arg(long)]
     force: bool,
@@ -59,10 +61,27 @@ pub struct Arguments {
     /// differs.
     #[arg(long)]
     resume: bool,
+    /// Make no target: write the copy into the one that is there, which keeps its options and may be larger. A copy
+    /// that fails leaves a part of it.
+    #[arg(long, short, conflicts_with_all = ["force", "resume", "options"])]
+    no_create: bool,
+    /// The target that is there reads as zeros, so that these need not be written.
+    #[arg(long, requires = "no_create")]
+    target_is_zero: bool,
     /// How the target is written: through the page cache (writeback) or around it (none). Either
     /// way it is durable in the end.
-    #[arg(long, value_name = "MODE", value_parser = parse_cache)]
+    #[arg(long, short = 't', value_name = "MODE", value_parser = parse_cache)]
     cache: Option<CacheMode>,
+    /// Do not lock the source: also copy it while another program writes to it. The copy may be of no moment in
+    /// time.
+    #[arg(long, short = 'U')]
+    force_share: bool,
+    #[command(flatten)]
+    source_cache: SourceCacheArgs,
+    #[command(flatten)]
+    habits: Habits,
+    #[command(flatten)]
+    progress: ProgressArgs,
     #[command(flatten)]
     open: OpenArgs,
     /// The image to copy. It is only read, with all files behind it.
@@ -71,21 +90,46 @@ pub struct Arguments {
     target: PathBuf,
 }
 
+/// What qemu-img needs to be told, and is always so here.
+#[derive(clap::Args)]
+struct Habits {
+    /// Several requests are in flight.
+    #[arg(short = 'm', hide = true, value_name = "NUMBER")]
+    coroutines: Option<u32>,
+    /// They are written in any order.
+    #[arg(short = 'W', hide = true)]
+    out_of_order: bool,
+    /// Zeros take no space.
+    #[arg(short = 'S', hide = true, value_name = "SIZE", value_parser = parse_sparse)]
+    sparse: Option<u64>,
+}
+
 fn parse_cache(name: &str) -> Result<CacheMode, String> {
-    match name.parse()? {
-        mode @ (CacheMode::None | CacheMode::Writeback) => Ok(mode),
-        _ => Err("use none or writeback".to_owned()),
+    Ok(match name.parse()? {
+        mode @ (CacheMode::None | CacheMode::Writeback) => mode,
+        // What they say about flushes does not matter: there is one, at the end.
+        CacheMode::Directsync => CacheMode::None,
+        CacheMode::Writethrough | CacheMode::Unsafe => CacheMode::Writeback,
+    })
+}
+
+/// As qemu-img takes it: a name or id, or `snapshot.name=NAME`, `snapshot.id=ID`.
+fn parse_snapshot(text: &str) -> Result<String, String> {
+    let named = ["snapshot.name=", "snapshot.id="];
+    let name = named.iter().find_map(|prefix| text.strip_prefix(prefix)).unwrap_or(text);
+    match name.contains(",snapshot.") {
+        true => Err("say its name or its id, not both".into()),
+        false => Ok(name.to_owned()),
     }
 }
 
-/// The target of the copy.
-struct Target {
-    disk: ImageDisk,
-    target_content: TargetContent,
-    /// The file that becomes the target; `None` if the target is a device.
-    part: Option<PathBuf>,
-    /// The file that is going to be replaced, locked.
-    replaced_file: Option<HostFile>,
+fn parse_sparse(text: &str) -> Result<u64, String> {
+    match blockhouse_daemon::size::parse(text)? {
+        0 => Err("zeros take no space here; for a target of qcow2 that has all of its space say \
+                  -o preallocation=full"
+            .into()),
+        size => Ok(size),
+    }
 }
 
 /// Runs the command.
@@ -95,52 +139,71 @@ pub fn run(arguments: Arguments) -> Result<()> {
     }
     let format = arguments.format.unwrap_or_else(|| format_of_new(&arguments.target));
     let settings = settings(&arguments, format);
+    let progress = Progress::start(arguments.progress)?;
     let mut event_loop = EventLoop::new(EngineChoice::Auto)?;
     let source = event_loop.block_on(open_source(&arguments))?;
-    let builder = TargetBuilder { arguments: &arguments, format, settings, size: source.size() };
-    let target = event_loop.block_on(builder.target())?;
-    let Target { disk, target_content: before, part, replaced_file } = target;
-    let (source, disk) = (Arc::new(source), Arc::new(disk));
-    let threads = default_threads();
-    let together = MAX_IN_FLIGHT.div_ceil(threads);
-    let options = CopyOptions {
-        target_content: before,
+    let spec = TargetSpec {
+        path: &arguments.target,
+        format,
+        settings,
+        size: source.size(),
+        if_there: arguments.if_there(),
         compress: arguments.compress,
-        max_in_flight: together,
+        cache: arguments.cache,
+        open: &arguments.open,
     };
-    let copying = CopyJob::new(source, Arc::clone(&disk), options)?;
-    let copied = run_parallel(
-        threads,
-        || async { Ok(copying.work().await?) },
-        || (copying.progress().done, copying.progress().total),
-    );
-    // After a failure too, so that what was copied can be found again.
-    let closed = event_loop.block_on(disk.close());
-    let finish = copied.and_then(|()| Ok(closed?)).and_then(|()| match &part {
-        Some(part) => {
-            let renaming = rename_finished(part, &arguments.target, existing(&arguments));
-            Ok(event_loop.block_on(renaming)?)
-        }
-        None => Ok(()),
+    let target = event_loop.block_on(spec.build())?;
+    let range = ByteRange::between(0, source.size());
+    copy(&mut event_loop, &progress, source, range, target, arguments.compress)
+}
+
+/// Copies a part of a disk to the start of the target, and ends that well or not.
+///
+/// # Errors
+/// What a storage answers, with what is left of the copy.
+pub fn copy(
+    event_loop: &mut EventLoop,
+    progress: &Progress,
+    source: ImageDisk,
+    range: ByteRange,
+    target: Target,
+    compress: bool,
+) -> Result<()> {
+    let threads = default_threads();
+    let options = CopyOptions {
+        target_content: target.content,
+        compress,
+        max_in_flight: MAX_IN_FLIGHT.div_ceil(threads),
+    };
+    let copying = CopyJob::of_part(Arc::new(source), range, Arc::clone(&target.disk), options);
+    let copied = copying.map_err(Into::into).and_then(|copying| {
+        run_parallel(
+            progress,
+            threads,
+            || async { Ok(copying.work().await?) },
+            || (copying.progress().done, copying.progress().total),
+        )
     });
-    drop(replaced_file);
-    finish.map_err(|error| with_advice(error, part.as_deref(), &arguments.target))
+    event_loop.block_on(target.finish(copied))
 }
 
-fn existing(arguments: &Arguments) -> IfExists {
-    if arguments.force { IfExists::Replace } else { IfExists::Fail }
-}
-
-fn with_advice(error: anyhow::Error, part: Option<&Path>, target: &Path) -> anyhow::Error {
-    let kept = part.unwrap_or(target).display();
-    anyhow!(
-        "{error:#}; what was copied is in {kept}: run the command again with --resume, or remove it"
-    )
+impl Arguments {
+    fn if_there(&self) -> IfThere {
+        match () {
+            () if self.target_is_zero => IfThere::OverwriteZeros,
+            () if self.no_create => IfThere::Overwrite,
+            () if self.resume => IfThere::Resume,
+            () if self.force => IfThere::Replace,
+            () => IfThere::Fail,
+        }
+    }
 }
 
 /// The options of the target, after everything that contradicts itself is refused.
 fn settings(arguments: &Arguments, format: ImageFormat) -> Vec<Setting> {
-    let settings = Settings::join(arguments.options.clone()).unwrap_or_default();
+    let mut settings = Settings::join(arguments.options.clone()).unwrap_or_default();
+    settings.extend(arguments.backing.clone());
+    settings.extend(arguments.backing_format.clone());
     if !format.is_writable() {
         wrong_usage(&format.not_made());
     }
@@ -148,12 +211,7 @@ fn settings(arguments: &Arguments, format: ImageFormat) -> Vec<Setting> {
         wrong_usage("raw images have no compressed clusters (-c); say --format qcow2");
     }
     if format == ImageFormat::Raw && !settings.is_empty() {
-        wrong_usage("raw images have no options (-o); say --format qcow2");
-    }
-    let is_backing =
-        |one: &Setting| matches!(one, Setting::BackingFile(_) | Setting::BackingFormat(_));
-    if settings.iter().any(is_backing) {
-        wrong_usage("a converted image stands alone: it cannot have a backing file");
+        wrong_usage("raw images have no options (-o, -B); say --format qcow2");
     }
     if arguments.compress && settings.iter().any(|one| matches!(one, Setting::DataFile(_))) {
         wrong_usage("an image with a data file has no compressed clusters (-c)");
@@ -163,7 +221,9 @@ fn settings(arguments: &Arguments, format: ImageFormat) -> Vec<Setting> {
 
 async fn open_source(arguments: &Arguments) -> Result<ImageDisk> {
     let Arguments { source, source_format: format, snapshot, .. } = arguments;
-    let options = arguments.open.read_only(*format)?;
+    let locking = if arguments.force_share { Locking::None } else { Locking::Held };
+    let options = ImageOptions { locking, ..arguments.open.read_only(*format)? };
+    let options = arguments.source_cache.apply(options);
     let opened = match snapshot {
         None => open(source, options).await,
         Some(name) => open_snapshot(source, options, name).await,
@@ -175,177 +235,4 @@ async fn open_source(arguments: &Arguments) -> Result<ImageDisk> {
         }
         _ => error.into(),
     })
-}
-
-/// Builds the target.
-struct TargetBuilder<'a> {
-    arguments: &'a Arguments,
-    format: ImageFormat,
-    settings: Vec<Setting>,
-    size: u64,
-}
-
-impl TargetBuilder<'_> {
-    async fn target(self) -> Result<Target> {
-        let path = &self.arguments.target;
-        match Location::of(path)? {
-            Location::File(_) => {}
-            Location::Nbd { .. } => return self.overwrite("an export of another server").await,
-            Location::Rbd(_) if exists(path).await? => {
-                return self.overwrite("an image in Ceph").await;
-            }
-            Location::Rbd(_) => {
-                let (disk, target_content, part) = self.fill_part(path).await?;
-                let part = Some(part);
-                return Ok(Target { disk, target_content, part, replaced_file: None });
-            }
-        }
-        let found = std::fs::metadata(path).ok();
-        if found.as_ref().is_some_and(|found| found.file_type().is_block_device()) {
-            return self.overwrite("a block device").await;
-        }
-        if found.is_some() && !self.arguments.force {
-            bail!(
-                "{}: exists and is left alone; choose another name, or replace it with --force",
-                path.display()
-            );
-        }
-        check_new_name(path)?;
-        // A program that uses it would go on with a file that has no name any more.
-        let replaced_file = match found {
-            Some(_) => Some(open_locked(path)?),
-            None => None,
-        };
-        let (disk, target_content, part) = self.fill_part(path).await?;
-        Ok(Target { disk, target_content, part: Some(part), replaced_file })
-    }
-
-    /// The image that becomes the target: a new one, or what an earlier conversion has left.
-    async fn fill_part(&self, path: &Path) -> Result<(ImageDisk, TargetContent, PathBuf)> {
-        let part = part_of(path);
-        Ok(match self.arguments.resume {
-            true => (self.open_partial(&part).await?, TargetContent::Unknown, part),
-            false => (self.create_new(&part).await?, TargetContent::Zero, part),
-        })
-    }
-
-    /// An empty image.
-    async fn create_new(&self, part: &Path) -> Result<ImageDisk> {
-        if exists(part).await? {
-            bail!(
-                "{}: is what an earlier conversion left behind; go on with it (--resume), or remove \
-                 it",
-                part.display()
-            );
-        }
-        match self.format {
-            ImageFormat::Raw => create_file(part, self.size, ImageFormat::Raw).await?,
-            ImageFormat::Qcow2 => {
-                let options = create_options::qcow2(self.size, self.settings.clone());
-                let options = options.unwrap_or_else(|why| wrong_usage(&why));
-                create_qcow2(part, &options, AllowedPaths::default()).await?;
-            }
-            ImageFormat::Foreign(_) => bail!("{}", self.format.not_made()),
-        }
-        let opened = self.open_target(part).await;
-        if opened.is_err() {
-            // Nothing is in it yet.
-            remove_created(part).await;
-        }
-        opened
-    }
-
-    /// The partial copy of an earlier conversion.
-    async fn open_partial(&self, part: &Path) -> Result<ImageDisk> {
-        let advice = || format!("{}: cannot go on with it; remove it", part.display());
-        let disk = self.open_target(part).await.with_context(advice)?;
-        if disk.size() != self.size {
-            bail!(
-                "{}: is a disk of {} bytes, and the source has {}: it is no part of this copy; \
-                 remove it",
-                part.display(),
-                disk.size(),
-                self.size
-            );
-        }
-        if disk.backing_file().is_some() {
-            bail!("{}: has a backing file and is no part of this copy; remove it", part.display());
-        }
-        match disk.check().await.with_context(advice)? {
-            Some(report) if report.corruptions > 0 => {
-                bail!("{}: is damaged, {}; remove it", part.display(), report.problems.join("; "))
-            }
-            _ => Ok(disk),
-        }
-    }
-
-    /// What has a size of its own, and is overwritten: `what` says what it is.
-    async fn overwrite(&self, what: &str) -> Result<Target> {
-        let path = &self.arguments.target;
-        if !self.arguments.force && !self.arguments.resume {
-            bail!(
-                "{}: is {what}, and all that is on it would be lost; say --force to overwrite it",
-                path.display()
-            );
-        }
-        if self.format != ImageFormat::Raw {
-            bail!("{}: is {what}: only raw images can be written to it", path.display());
-        }
-        let disk = self.open_target(path).await?;
-        if disk.size() < self.size {
-            bail!(
-                "{}: has {} bytes, and the source {}; use a larger device",
-                path.display(),
-                disk.size(),
-                self.size
-            );
-        }
-        let before = if self.arguments.resume {
-            TargetContent::Unknown
-        } else {
-            let range = ByteRange::between(0, self.size);
-            let (unmap, fallback, durability) =
-                (Unmap::Allowed, Fallback::Allowed, Durability::None);
-            disk.submit(Request::WriteZeroes { range, unmap, fallback, durability }).await?;
-            TargetContent::Zero
-        };
-        Ok(Target { disk, target_content: before, part: None, replaced_file: None })
-    }
-
-    async fn open_target(&self, path: &Path) -> Result<ImageDisk> {
-        // Compressed clusters are packed byte for byte, which blocks of direct I/O would not allow.
-        let usual = if self.arguments.compress { CacheMode::Writeback } else { CacheMode::None };
-        let cache = self.arguments.cache.unwrap_or(usual);
-        let is_free = self.arguments.cache.is_none();
-        match open_without_backing(path, self.options(path, cache)?).await {
-            // No direct I/O here, or clusters smaller than the host's blocks.
-            Err(error)
-                if is_free
-                    && matches!(error.kind(), ErrorKind::Unsupported | ErrorKind::InvalidInput) =>
-            {
-                Ok(open_without_backing(path, self.options(path, CacheMode::Writeback)?).await?)
-            }
-            opened => Ok(opened?),
-        }
-    }
-
-    fn options(&self, path: &Path, cache: CacheMode) -> Result<ImageOptions> {
-        // The user named the data file, too.
-        let data_file = self.settings.iter().find_map(|setting| match setting {
-            Setting::DataFile(name) => Some(resolve_relative(path, name.as_bytes())),
-            _ => None,
-        });
-        Ok(ImageOptions {
-            format: Some(self.format),
-            access: Access::ReadWrite,
-            cache,
-            discard: Discard::Unmap,
-            detect_zeroes: DetectZeroes::Off,
-            locking: Locking::Held,
-            // A new file, or a raw device.
-            state: StateUse::Off,
-            allowed_paths: self.arguments.open.allowed_paths(data_file)?,
-            remote_backing: RemoteBacking::Refused,
-        })
-    }
 }

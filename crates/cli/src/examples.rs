@@ -108,6 +108,10 @@ const EXAMPLES: &[(&str, &[Example])] = &[
                 "The disk as a snapshot has it",
                 "blockhouse convert -l before disk.qcow2 before.img",
             ),
+            example(
+                "Only what differs from base.img",
+                "blockhouse convert -B base.img -F raw disk.img differs.qcow2",
+            ),
         ],
     ),
     (
@@ -171,6 +175,7 @@ const EXAMPLES: &[(&str, &[Example])] = &[
         &[
             example("Take one", "blockhouse snapshot create disk.qcow2 now"),
             example("Go back to it", "blockhouse snapshot apply disk.qcow2 before"),
+            example("List them as qemu-img does", "blockhouse snapshot -l disk.qcow2"),
         ],
     ),
     (

@@ -8,7 +8,6 @@ use clap::error::{ContextKind, ContextValue, ErrorKind};
 type Habit = (&'static str, &'static [&'static str], &'static str);
 
 const COPIES: &str = "'blockhouse convert SOURCE TARGET' copies images";
-const SNAPSHOTS: &str = "'blockhouse snapshot list|create|apply|delete IMAGE [NAME]'";
 const BITMAPS: &str = "'blockhouse bitmap list|add|remove|clear|enable|disable|merge IMAGE NAME'";
 
 /// Commands that are not there.
@@ -23,27 +22,16 @@ const COMMANDS: &[(&str, &str)] = &[
 
 /// Options that are not there.
 const OPTIONS: &[Habit] = &[
-    ("convert", &["-n"], "--force writes to a target that exists"),
-    ("convert", &["-p"], "leave it out: a bar is drawn on a terminal"),
-    ("convert", &["-m", "-W"], "leave it out: several requests are in flight, in any order"),
-    ("convert", &["-S"], "leave it out: blocks of zeros take no space in the target"),
-    ("convert", &["-t", "-T"], "--cache MODE says how the target is written"),
+    ("convert", &["--bitmaps"], "'blockhouse bitmap add' and 'merge -b SOURCE' copy bitmaps"),
     (
         "convert",
-        &["-B"],
-        "'blockhouse create -b FILE -F FORMAT TARGET', then 'blockhouse convert --force SOURCE TARGET'",
+        &["--salvage"],
+        "without it: what cannot be read ends the copy, and --resume goes on with it",
     ),
+    ("convert", &["-C", "-r"], "leave it out"),
     ("info", &["--backing-chain"], "leave it out, and ask for the image that 'backing file' names"),
-    (
-        "commit",
-        &["-b", "-d"],
-        "leave it out: the content goes into the image's own backing file, and the image stays",
-    ),
-    ("commit", &["-p", "-t"], "leave it out"),
-    ("rebase", &["-p", "-t", "-T"], "leave it out"),
-    ("compare", &["-p", "-T"], "leave it out"),
+    ("commit", &["-r"], "leave it out: it goes as fast as the disks do"),
     ("resize", &["--preallocation"], "leave it out: new space is allocated when it is written"),
-    ("snapshot", &["-l", "-c", "-a", "-d"], SNAPSHOTS),
     ("bitmap", &["--add", "--remove", "--clear", "--enable", "--disable", "--merge"], BITMAPS),
     (
         "serve",
@@ -67,7 +55,6 @@ const OPTIONS: &[Habit] = &[
         "leave it out: 'ready' on standard output says when it listens; docs/operations.md has services",
     ),
     ("serve", &["--tls-creds", "--tls-authz"], "--tls-certificates DIR or --tls-psk FILE"),
-    ("", &["-q", "--quiet"], "leave it out: what was done is not told unless it was asked for"),
     ("", &["--image-opts", "--object"], "name the image by its path or URI"),
 ];
 
@@ -122,12 +109,10 @@ mod tests {
     #[test]
     fn habits_are_answered_with_the_right_spelling() {
         for (line, tip) in [
-            ("blockhouse convert -n a b", "--force"),
-            ("blockhouse snapshot -l a.qcow2", "snapshot list"),
+            ("blockhouse convert --bitmaps a b", "bitmap add"),
             ("blockhouse serve -k a.sock disk.img", "nbd+unix:///?socket=PATH"),
             ("blockhouse serve --aio=native disk.img", "--engine"),
             ("blockhouse dd if=a of=b", "blockhouse convert"),
-            ("blockhouse create -q a 1M", "leave it out"),
         ] {
             let message = message(line);
             assert!(message.contains(tip), "{line}: {message}");

@@ -31,7 +31,7 @@ pub struct ImageArgs {
 }
 
 /// How a result is printed.
-#[derive(clap::Args)]
+#[derive(clap::Args, Default)]
 pub struct OutputArgs {
     /// Print JSON with the keys that qemu-img has for the same.
     #[arg(long)]

@@ -17,6 +17,7 @@ mod check;
 mod commit;
 mod compare;
 mod convert;
+mod copy_target;
 mod create;
 mod create_options;
 mod ctl;
@@ -31,6 +32,7 @@ mod measure;
 mod open_args;
 mod output;
 mod parallel;
+mod progress;
 mod rebase;
 mod resize;
 mod serve;
@@ -65,6 +67,10 @@ struct Arguments {
         hide_possible_values = true
     )]
     log_format: LogFormat,
+
+    /// Print only errors and what was asked for: no progress, and no result that the exit status tells as well.
+    #[arg(short, long, global = true)]
+    quiet: bool,
 
     #[command(subcommand)]
     command: Command,
@@ -151,6 +157,9 @@ fn main() -> ExitCode {
     };
     let is_verbose = arguments.verbose > 0;
     logging::start(is_verbose, arguments.log_format, delivery);
+    if arguments.quiet {
+        output::be_quiet();
+    }
     let done = |()| ExitCode::SUCCESS;
     let result = match arguments.command {
         Command::Serve(serve) => serve::run(&serve, is_verbose).map(done),

@@ -67,9 +67,14 @@ impl OpenArgs {
     ///
     /// # Errors
     /// One that names a path that is missing.
-    pub fn allowed_paths(&self, named: Option<PathBuf>) -> Result<AllowedPaths> {
+    pub fn allowed_paths(&self, named: Option<PathBuf>) -> blockhouse_core::Result<AllowedPaths> {
         let paths: Vec<_> = self.allow.allow_path.iter().cloned().chain(named).collect();
-        Ok(AllowedPaths::new(&paths)?)
+        AllowedPaths::new(&paths)
+    }
+
+    /// Whether images may name other servers.
+    pub fn remote_backing(&self) -> RemoteBacking {
+        self.allow.remote_backing()
     }
 
     /// Where the state of killed servers is.
@@ -108,4 +113,46 @@ pub fn read_only(format: Option<ImageFormat>, state: StateUse) -> ImageOptions {
         allowed_paths: AllowedPaths::default(),
         remote_backing: RemoteBacking::Refused,
     }
+}
+
+/// How an image that is changed uses the page cache, as qemu-img's users say it.
+#[derive(clap::Args, Clone, Copy)]
+pub struct TargetCacheArgs {
+    /// The cache mode of what is written. In the end it is durable, whichever that is.
+    #[arg(short = 't', hide = true, value_name = "MODE")]
+    #[arg(value_parser = clap::builder::ValueParser::new(str::parse::<CacheMode>))]
+    target_cache: Option<CacheMode>,
+}
+
+/// How an image that is only read uses the page cache, as qemu-img's users say it.
+#[derive(clap::Args, Clone, Copy)]
+pub struct SourceCacheArgs {
+    /// The cache mode of what is read.
+    #[arg(short = 'T', hide = true, value_name = "MODE")]
+    #[arg(value_parser = clap::builder::ValueParser::new(str::parse::<CacheMode>))]
+    source_cache: Option<CacheMode>,
+}
+
+impl TargetCacheArgs {
+    /// The options with this mode.
+    pub fn apply(self, options: ImageOptions) -> ImageOptions {
+        with_cache(options, self.target_cache)
+    }
+}
+
+impl SourceCacheArgs {
+    /// The options with this mode.
+    pub fn apply(self, options: ImageOptions) -> ImageOptions {
+        with_cache(options, self.source_cache)
+    }
+}
+
+fn with_cache(options: ImageOptions, mode: Option<CacheMode>) -> ImageOptions {
+    let cache = match mode {
+        // Tools flush what they wrote.
+        Some(CacheMode::Unsafe) => CacheMode::Writeback,
+        Some(mode) => mode,
+        None => options.cache,
+    };
+    ImageOptions { cache, ..options }
 }

@@ -7,12 +7,26 @@
 
 use std::fmt;
 use std::io::{self, Write};
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use anyhow::Result;
 use signal_hook::consts::SIGPIPE;
 use tracing::Level;
 
 use crate::logging;
+
+/// Whether only errors and what was asked for are printed.
+static QUIET: AtomicBool = AtomicBool::new(false);
+
+/// Prints only errors and what was asked for from now on (`--quiet`).
+pub fn be_quiet() {
+    QUIET.store(true, Ordering::Relaxed);
+}
+
+/// Whether only errors and what was asked for are printed.
+pub fn is_quiet() -> bool {
+    QUIET.load(Ordering::Relaxed)
+}
 
 /// Standard output is a pipe that no process reads any more.
 #[derive(Debug)]
@@ -37,6 +51,14 @@ pub fn print(text: &str) -> Result<()> {
             false => error.context("standard output: cannot write the result"),
         }
     })
+}
+
+/// As [`print`], for a result that the exit status tells as well: not with `--quiet`.
+///
+/// # Errors
+/// As [`print`].
+pub fn print_unless_quiet(text: &str) -> Result<()> {
+    if is_quiet() { Ok(()) } else { print(text) }
 }
 
 /// Writes `text` and an end of line to standard output.

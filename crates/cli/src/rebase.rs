@@ -7,14 +7,15 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, Result, bail};
 use blockhouse_core::ErrorKind;
 use blockhouse_disk::{
-    Access, Backing, ImageDisk, ImageFormat, ImageOptions, check_raw_backing, is_foreign_address,
-    open, open_without_backing, prepare_rebase, set_backing_file,
+    Access, Backing, ImageDisk, ImageFormat, ImageOptions, ToolProgress, check_raw_backing,
+    is_foreign_address, open, open_without_backing, prepare_rebase, set_backing_file,
 };
 use blockhouse_engine::{EngineChoice, EventLoop};
 
 use crate::create::wrong_usage;
 use crate::image_args::{resolve_relative, tell_if_not_free};
-use crate::open_args::OpenArgs;
+use crate::open_args::{OpenArgs, SourceCacheArgs, TargetCacheArgs};
+use crate::progress::{Progress, ProgressArgs};
 
 /// Arguments of `rebase`.
 #[derive(clap::Args)]
@@ -39,6 +40,12 @@ pub struct Arguments {
     #[arg(value_parser = clap::builder::ValueParser::new(str::parse::<ImageFormat>))]
     backing_format: Option<ImageFormat>,
     #[command(flatten)]
+    target_cache: TargetCacheArgs,
+    #[command(flatten)]
+    source_cache: SourceCacheArgs,
+    #[command(flatten)]
+    progress: ProgressArgs,
+    #[command(flatten)]
     open: OpenArgs,
     /// The image.
     image: PathBuf,
@@ -46,67 +53,87 @@ pub struct Arguments {
 
 /// Runs the command.
 pub fn run(arguments: Arguments) -> Result<()> {
-    let Arguments {
-        format,
-        only_name,
-        backing,
-        no_backing,
-        backing_format,
-        open: open_args,
-        image,
-    } = arguments;
-    if only_name && backing.is_none() && !no_backing {
-        wrong_usage(
-            "rebase -u stores another name and copies nothing: say -b FILE -F FORMAT, or --no-backing if \
-             all that is read from the old backing file is to be lost",
-        );
-    }
-    let backing = backing.filter(|name| !name.is_empty());
-    let new = match (backing, backing_format) {
-        (Some(name), Some(format)) => Some((name, format)),
-        (Some(name), None) => bail!(
-            "the format of the backing file '{}' is not guessed; say -F raw or -F qcow2",
-            name.display()
-        ),
-        (None, Some(_)) => bail!("a format of the backing file (-F) without the file (-b)"),
-        (None, None) => None,
+    let new = arguments.new_backing()?;
+    let shown = Progress::start(arguments.progress)?;
+    let mut event_loop = EventLoop::new(EngineChoice::Auto)?;
+    let disk = if arguments.only_name {
+        event_loop.block_on(async {
+            warn_of_new(&arguments.image, new.as_ref()).await;
+            let options = arguments.open.read_write(arguments.format)?;
+            anyhow::Ok(open_without_backing(&arguments.image, options).await?)
+        })?
+    } else {
+        arguments.with_same_content(&mut event_loop, &shown, new.as_ref())?
     };
-    if let Some((name, _)) = &new
-        && is_foreign_address(name.as_encoded_bytes())
-    {
-        let name = name.display();
-        bail!(
-            "'{name}' is no file but an address of QEMU; write a server's export as a URI (nbd://HOST/NAME); if it \
-             is a file, write './{name}'"
-        );
-    }
-    let options = open_args.read_write(format)?;
-    EventLoop::new(EngineChoice::Auto)?.block_on(async {
-        let disk = if only_name {
-            warn_of_new(&image, new.as_ref()).await;
-            open_without_backing(&image, options).await?
-        } else {
-            let disk = open(&image, options.clone()).await?;
-            let behind = open_new(&image, new.as_ref(), options).await?;
-            prepare_rebase(&disk, behind.as_ref()).await?;
-            disk
-        };
-        let named = new.map(|(name, format)| Backing {
-            name: name.into_vec(),
-            format: Some(format.as_str().to_owned()),
-        });
+    let named = new.map(|(name, format)| Backing {
+        name: name.into_vec(),
+        format: Some(format.as_str().to_owned()),
+    });
+    event_loop.block_on(async {
         set_backing_file(&disk, named.clone()).await?;
-        disk.close().await?;
-        if let Some(backing) = named {
-            tell_if_not_free(&image, &backing.name, "backing file");
+        anyhow::Ok(disk.close().await?)
+    })?;
+    if let Some(backing) = named {
+        tell_if_not_free(&arguments.image, &backing.name, "backing file");
+    }
+    Ok(())
+}
+
+/// The name and the format of a backing file.
+type NewBacking = (OsString, ImageFormat);
+
+impl Arguments {
+    /// The new backing file, after what cannot be meant is refused.
+    fn new_backing(&self) -> Result<Option<NewBacking>> {
+        if self.only_name && self.backing.is_none() && !self.no_backing {
+            wrong_usage(
+                "rebase -u stores another name and copies nothing: say -b FILE -F FORMAT, or --no-backing if \
+                 all that is read from the old backing file is to be lost",
+            );
         }
-        Ok(())
-    })
+        let backing = self.backing.clone().filter(|name| !name.is_empty());
+        let new = match (backing, self.backing_format) {
+            (Some(name), Some(format)) => (name, format),
+            (Some(name), None) => bail!(
+                "the format of the backing file '{}' is not guessed; say -F raw or -F qcow2",
+                name.display()
+            ),
+            (None, Some(_)) => bail!("a format of the backing file (-F) without the file (-b)"),
+            (None, None) => return Ok(None),
+        };
+        if is_foreign_address(new.0.as_encoded_bytes()) {
+            let name = new.0.display();
+            bail!(
+                "'{name}' is no file but an address of QEMU; write a server's export as a URI (nbd://HOST/NAME); if \
+                 it is a file, write './{name}'"
+            );
+        }
+        Ok(Some(new))
+    }
+
+    /// The image, with all in it that the new backing file would change.
+    fn with_same_content(
+        &self,
+        event_loop: &mut EventLoop,
+        shown: &Progress,
+        new: Option<&NewBacking>,
+    ) -> Result<ImageDisk> {
+        let options = self.open.read_write(self.format)?;
+        let (disk, behind) = event_loop.block_on(async {
+            let disk = open(&self.image, self.target_cache.apply(options.clone())).await?;
+            let behind = open_new(&self.image, new, self.source_cache.apply(options)).await?;
+            anyhow::Ok((disk, behind))
+        })?;
+        let progress = ToolProgress::default();
+        let work = || Ok(event_loop.block_on(prepare_rebase(&disk, behind.as_ref(), &progress))?);
+        shown.beside(|| progress.get(), work)?;
+        Ok(disk)
+    }
 }
 
 async fn open_new(
     image: &Path,
-    new: Option<&(OsString, ImageFormat)>,
+    new: Option<&NewBacking>,
     options: ImageOptions,
 ) -> Result<Option<ImageDisk>> {
     let Some((name, format)) = new else { return Ok(None) };
@@ -121,7 +148,7 @@ async fn open_new(
 }
 
 /// Says what looks wrong about a name that is stored all the same. The file may not be there yet.
-async fn warn_of_new(image: &Path, new: Option<&(OsString, ImageFormat)>) {
+async fn warn_of_new(image: &Path, new: Option<&NewBacking>) {
     let Some((name, ImageFormat::Raw)) = new else { return };
     let path = resolve_relative(image, name.as_encoded_bytes());
     if let Err(error) = check_raw_backing(&path).await

@@ -1,4 +1,5 @@
-//! `blockhouse snapshot`: the snapshots inside an image, also of one that is being served.
+//! `blockhouse snapshot`: the snapshots inside an image, also of one that is being served. What qemu-img calls `-l`, `-c`,
+//! `-a` and `-d` is that here, too.
 
 use std::os::unix::ffi::OsStrExt;
 use std::path::PathBuf;
@@ -11,10 +12,11 @@ use blockhouse_disk::{
 use blockhouse_engine::{EngineChoice, EventLoop};
 use blockhouse_storage::Location;
 
+use crate::create::wrong_usage;
 use crate::image_args::OutputArgs;
 use crate::open_args::OpenArgs;
 use crate::output;
-use crate::snapshot_list::{as_json, as_text};
+use crate::snapshot_list::{as_json, as_qemu_table, as_text};
 use blockhouse_daemon::control::legacy::{
     CreateReply, ListArgs, PauseReply, RenameArgs, Request, SnapshotArgs,
 };
@@ -22,9 +24,36 @@ use blockhouse_daemon::control::{Listed, ask};
 
 /// Arguments of `snapshot`.
 #[derive(clap::Args)]
+#[command(args_conflicts_with_subcommands = true, subcommand_negates_reqs = true)]
 pub struct Arguments {
     #[command(subcommand)]
-    action: Action,
+    action: Option<Action>,
+    #[command(flatten)]
+    flag: Flag,
+    #[command(flatten)]
+    access: ImageAccess,
+    /// The image, where one of these options says what to do. Without --control no other program may use it, except for
+    /// -l.
+    #[arg(required = true)]
+    image: Option<PathBuf>,
+}
+
+/// What to do, as qemu-img's users say it.
+#[derive(clap::Args)]
+#[group(required = true, multiple = false)]
+struct Flag {
+    /// List the snapshots, in qemu-img's columns; dates are in UTC.
+    #[arg(short = 'l')]
+    list: bool,
+    /// The same as 'create IMAGE NAME'.
+    #[arg(short = 'c', value_name = "NAME")]
+    create: Option<String>,
+    /// The same as 'apply IMAGE NAME'.
+    #[arg(short = 'a', value_name = "NAME")]
+    apply: Option<String>,
+    /// The same as 'delete IMAGE NAME'.
+    #[arg(short = 'd', value_name = "NAME")]
+    delete: Option<String>,
 }
 
 #[derive(clap::Subcommand)]
@@ -34,7 +63,7 @@ enum Action {
         #[command(flatten)]
         image: Image,
         #[command(flatten)]
-        output: OutputArgs,
+        style: ListStyle,
     },
     /// Take a snapshot of the disk.
     Create {
@@ -71,39 +100,77 @@ enum Action {
 /// The image.
 #[derive(clap::Args)]
 struct Image {
+    #[command(flatten)]
+    access: ImageAccess,
+    /// The image. Without --control no other program may use it, except for `list`.
+    image: PathBuf,
+}
+
+/// How an image is reached.
+#[derive(clap::Args)]
+struct ImageAccess {
     /// The image's format; left out, the file's name decides (.qcow2, otherwise raw).
     #[arg(long, short, value_parser = clap::builder::ValueParser::new(str::parse::<ImageFormat>))]
     format: Option<ImageFormat>,
+    /// As qemu-img has it: lists are never locked.
+    #[arg(short = 'U', hide = true)]
+    force_share: bool,
     /// Ask the server that has the image, at the socket of its --control. Its guests go on, and for how
     /// long their writes were held off is printed.
     #[arg(long, value_name = "SOCKET", conflicts_with_all = ["format", "state"])]
     control: Option<PathBuf>,
     #[command(flatten)]
     open: OpenArgs,
-    /// The image. Without --control no other program may use it, except for `list`.
-    image: PathBuf,
 }
 
 /// Runs the command.
 pub fn run(arguments: Arguments) -> Result<()> {
+    let Arguments { action, flag, access, image } = arguments;
+    let action = match (action, image) {
+        (Some(action), _) => action,
+        (None, Some(image)) => flag.of(Image { access, image }),
+        (None, None) => wrong_usage("which image is missing"),
+    };
     let (Action::List { image, .. }
     | Action::Create { image, .. }
     | Action::Apply { image, .. }
     | Action::Delete { image, .. }
-    | Action::Rename { image, .. }) = &arguments.action;
-    match image.control.clone() {
-        Some(socket) => run_served(&socket, arguments.action),
-        None => EventLoop::new(EngineChoice::Auto)?.block_on(run_closed(arguments.action)),
+    | Action::Rename { image, .. }) = &action;
+    match image.access.control.clone() {
+        Some(socket) => run_served(&socket, action),
+        None => EventLoop::new(EngineChoice::Auto)?.block_on(run_closed(action)),
     }
+}
+
+impl Flag {
+    /// The action that it stands for.
+    fn of(self, image: Image) -> Action {
+        match self {
+            Self { create: Some(name), .. } => Action::Create { image, name },
+            Self { apply: Some(name), .. } => Action::Apply { image, name },
+            Self { delete: Some(name), .. } => Action::Delete { image, name },
+            _ => Action::List { image, style: ListStyle { is_qemu: true, ..Default::default() } },
+        }
+    }
+}
+
+/// How a list is printed.
+#[derive(clap::Args, Default)]
+struct ListStyle {
+    #[command(flatten)]
+    output: OutputArgs,
+    /// In the columns of qemu-img.
+    #[arg(skip)]
+    is_qemu: bool,
 }
 
 /// On an image that no other program has open.
 async fn run_closed(action: Action) -> Result<()> {
     match action {
-        Action::List { image, output } => {
+        Action::List { image, style } => {
             let disk = open(&image, Access::ReadOnly, Locking::None).await?;
             let snapshots = disk.snapshots().list().await?;
-            print_list(&snapshots.iter().map(Listed::from).collect::<Vec<_>>(), output.is_json())
+            print_list(&snapshots.iter().map(Listed::from).collect::<Vec<_>>(), &style)
         }
         Action::Create { image, name } => {
             let disk = open_to_change(&image).await?;
@@ -131,9 +198,9 @@ async fn run_closed(action: Action) -> Result<()> {
 /// By the server that has the image.
 fn run_served(socket: &std::path::Path, action: Action) -> Result<()> {
     match action {
-        Action::List { image, output } => {
+        Action::List { image, style } => {
             let request = Request::List(ListArgs { image: Some(image.canonical()?) });
-            print_list(&ask::<Vec<Listed>>(socket, &request)?, output.is_json())
+            print_list(&ask::<Vec<Listed>>(socket, &request)?, &style)
         }
         Action::Create { image, name } => {
             let request = Request::Create(image.named(name)?);
@@ -174,7 +241,8 @@ async fn open_to_change(image: &Image) -> Result<ImageDisk> {
 }
 
 async fn open(image: &Image, access: Access, locking: Locking) -> Result<ImageDisk> {
-    let options = ImageOptions { access, locking, ..image.open.read_only(image.format)? };
+    let options =
+        ImageOptions { access, locking, ..image.access.open.read_only(image.access.format)? };
     // The tables are all that is needed.
     let opened = open_without_backing(&image.image, options).await;
     Ok(opened.map_err(|error| match error.kind() {
@@ -186,8 +254,12 @@ async fn open(image: &Image, access: Access, locking: Locking) -> Result<ImageDi
     })?)
 }
 
-fn print_list(snapshots: &[Listed], json: bool) -> Result<()> {
-    let text = if json { as_json(snapshots) } else { as_text(snapshots) };
+fn print_list(snapshots: &[Listed], style: &ListStyle) -> Result<()> {
+    let text = match style {
+        ListStyle { is_qemu: true, .. } => as_qemu_table(snapshots),
+        ListStyle { output, .. } if output.is_json() => as_json(snapshots),
+        ListStyle { .. } => as_text(snapshots),
+    };
     if text.is_empty() { Ok(()) } else { output::print(&text) }
 }
 

@@ -101,9 +101,9 @@ pub use throttle::{
     ThrottleStats,
 };
 pub use tools::{
-    CompareJob, CopyJob, CopyOptions, CopyProgress, MARK_BYTES, RangeCopy, TargetContent,
-    check_not_marked, commit_overlay, first_status_difference, mark_incomplete, prepare_rebase,
-    set_backing_file,
+    AfterCommit, CompareJob, CopyJob, CopyOptions, CopyProgress, MARK_BYTES, RangeCopy,
+    TargetContent, ToolProgress, check_not_marked, commit_overlay, first_status_difference,
+    mark_incomplete, prepare_rebase, set_backing_file,
 };
 pub use vm_state::{VmStateReader, VmStateWriter};
 pub use write::CompressResult;

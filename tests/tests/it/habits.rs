@@ -1,10 +1,14 @@
 //! What users of `qemu-img` and `qemu-nbd` type by habit works, or is answered by the right spelling.
 
+use std::process::{Command, Stdio};
+use std::time::Duration;
+
 use blockhouse_tests::{
-    Scratch, Serve,
-    image_tool::{command, json, qemu_img, str},
-    require,
+    Scratch, Serve, blockhouse,
+    image_tool::{command, json, qemu_img, qemu_io, str},
+    need, random_bytes, require, run, seeded, tool, wait_for_exit,
 };
+use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 
 /// The result of a command as JSON, as qemu-img's users ask for it.
@@ -14,7 +18,7 @@ fn output_json(words: &[&str]) -> Value {
 
 #[test]
 fn an_overlay_has_the_size_of_its_backing_file() {
-    require!(blockhouse_tests::need::tools(&["qemu-img"]));
+    require!(need::tools(&["qemu-img"]));
     let scratch = Scratch::new();
     let [base, over, theirs] = ["base.img", "over.qcow2", "theirs.qcow2"].map(|n| scratch.path(n));
     command(&["create", str(&base), "1.5M"]).success();
@@ -82,4 +86,160 @@ fn verbosity_may_be_asked_for_more_than_once() {
     let scratch = Scratch::new();
     let image = scratch.path("disk.img");
     command(&["-vvv", "create", str(&image), "1M"]).success();
+}
+
+#[test]
+fn snapshots_are_managed_with_the_flags_of_qemu_img() {
+    require!(need::tools(&["qemu-img"]));
+    let scratch = Scratch::new();
+    let image = scratch.path("disk.qcow2");
+    let image = str(&image);
+    command(&["create", image, "1M"]).success();
+    assert_eq!(command(&["snapshot", "-l", image]).success().stdout, "");
+    for name in ["before", "a name that is longer than its column"] {
+        command(&["snapshot", "-q", "-c", name, image]).success();
+    }
+    let ours = command(&["snapshot", "-U", "-l", image]).success().stdout;
+    let theirs = run(tool("qemu-img").args(["snapshot", "-l", image]).env("TZ", "UTC")).success();
+    // The machine's instructions are not counted; QEMU's older versions tell 0 then.
+    let cut = |text: &str| -> Vec<String> {
+        text.lines().map(|line| line.trim_end_matches([' ', '0', '-']).to_owned()).collect()
+    };
+    assert_eq!(cut(&ours), cut(&theirs.stdout));
+    command(&["snapshot", "-a", "before", image]).success();
+    command(&["snapshot", "-d", "before", image]).success();
+    assert_eq!(output_json(&["snapshot", "list", image]).as_array().map(Vec::len), Some(1));
+    for words in [&["snapshot", image][..], &["snapshot", "-c", "a", "-d", "b", image]] {
+        let outcome = command(words);
+        assert_eq!(outcome.status.code(), Some(2), "{}", outcome.describe("wrong usage"));
+    }
+}
+
+#[test]
+fn a_copy_goes_into_a_target_that_is_there() {
+    require!(need::tools(&["qemu-img"]));
+    let scratch = Scratch::new();
+    let source = scratch.image_of("source.img", &random_bytes(&mut seeded(), 3 << 20));
+    let [target, missing] = ["target.qcow2", "none.qcow2"].map(|name| scratch.path(name));
+    qemu_img(&["create", "-q", "-f", "qcow2", "-o", "cluster_size=4k", str(&target), "4M"])
+        .success();
+    qemu_io("qcow2", &target, &["write -P 9 0 4M"]);
+    let convert =
+        ["convert", "-n", "-m", "8", "-W", "-t", "none", "-T", "writeback", "-O", "qcow2"];
+    command(&[&convert[..], &[source.str(), str(&target)]].concat()).success();
+    // The rest of a larger target stays as it is.
+    let rest = ["read -P 9 3M 1M"];
+    qemu_io("qcow2", &target, &rest);
+    command(&["resize", "-q", "--shrink", str(&target), "3M"]).success();
+    qemu_img(&["compare", source.str(), str(&target)]).success();
+    assert_eq!(output_json(&["info", str(&target)])["cluster-size"], 4096);
+    command(&[&convert[..], &[source.str(), str(&missing)]].concat()).failure("none.qcow2");
+    assert!(!missing.exists());
+    let zeros = scratch.image("zeros.img", 4 << 20);
+    command(&["convert", "-n", "--target-is-zero", source.str(), zeros.str()]).success();
+    qemu_img(&["compare", source.str(), zeros.str()]).success();
+    let refused = command(&["convert", "-S", "0", source.str(), str(&missing)]);
+    assert_eq!(refused.status.code(), Some(2), "{}", refused.describe("wrong usage"));
+}
+
+#[test]
+fn a_copy_becomes_an_overlay() {
+    require!(need::tools(&["qemu-img"]));
+    let scratch = Scratch::new();
+    let content = random_bytes(&mut seeded(), 8 << 20);
+    let base = scratch.image_of("base.img", &content);
+    let mut changed = content.clone();
+    changed[1 << 20..][..100].fill(1);
+    changed[5 << 20..6 << 20].fill(0);
+    let source = scratch.image_of("source.img", &changed);
+    let [over, named] = ["over.qcow2", "named.qcow2"].map(|name| scratch.path(name));
+    let words = ["convert", "-O", "qcow2", "-B", "base.img", "-F", "raw", source.str(), str(&over)];
+    command(&words).success();
+    let named_words = ["convert", "-o", "backing_file=base.img,backing_fmt=raw", source.str()];
+    command(&[&named_words[..], &[str(&named)]].concat()).success();
+    for image in [&over, &named] {
+        qemu_img(&["compare", source.str(), str(image)]).success();
+        let info = output_json(&["info", str(image)]);
+        assert_eq!(info["backing-filename"], "base.img");
+        assert!(info["actual-size"].as_u64() < Some(1 << 20), "{info}");
+    }
+    command(&["commit", "-d", "-b", base.str(), str(&over)]).success();
+    qemu_img(&["compare", source.str(), base.str()]).success();
+    // What it had is still in it.
+    let map = json(&command(&["map", "--json", str(&over)]).success());
+    assert!(map.as_array().expect("extents").iter().any(|extent| extent["depth"] == 0), "{map}");
+    let other = command(&["commit", "-b", source.str(), str(&over)]).failure("base.img");
+    assert_eq!(other.status.code(), Some(1));
+}
+
+/// The percentages of lines that are printed one over the other.
+fn percentages(text: &str) -> Vec<f64> {
+    let lines = text.trim_end_matches('\n').split('\r').filter(|line| !line.is_empty());
+    let number = |line: &str| {
+        let inner = line.strip_prefix("    (").and_then(|line| line.strip_suffix("/100%)"));
+        inner.and_then(|number| number.parse().ok()).unwrap_or_else(|| panic!("{line:?}"))
+    };
+    lines.map(number).collect()
+}
+
+#[test]
+fn progress_is_printed_as_qemu_img_prints_it() {
+    let scratch = Scratch::new();
+    let source = scratch.image_of("source.img", &random_bytes(&mut seeded(), 5 << 20));
+    let [copy, over] = ["copy.qcow2", "over.qcow2"].map(|name| scratch.path(name));
+    command(&["create", "-b", source.str(), "-F", "raw", str(&over)]).success();
+    for words in [
+        &["convert", "-p", source.str(), str(&copy)][..],
+        &["rebase", "-p", "-b", str(&copy), "-F", "qcow2", str(&over)],
+        &["commit", "-p", str(&over)],
+    ] {
+        let shown = percentages(&command(words).success().stdout);
+        assert_eq!(
+            (shown.first(), shown.last()),
+            (Some(&0.0), Some(&100.0)),
+            "{words:?} {shown:?}"
+        );
+        assert!(shown.is_sorted(), "{words:?} {shown:?}");
+    }
+    let compared = command(&["compare", "-p", source.str(), str(&copy)]).success().stdout;
+    assert!(compared.starts_with("    (0.00/100%)\r"), "{compared:?}");
+    assert!(compared.ends_with("(100.00/100%)\r\nThe images are the same.\n"), "{compared:?}");
+    let quiet = command(&["compare", "-q", "-p", source.str(), str(&copy)]).success();
+    assert_eq!((&*quiet.stdout, &*quiet.stderr), ("", ""));
+    let checked = command(&["check", "-q", str(&copy)]).success();
+    assert_eq!((&*checked.stdout, &*checked.stderr), ("", ""));
+}
+
+#[test]
+fn sigusr1_asks_how_far_a_command_is() {
+    const SIGUSR1: u32 = 10;
+    let scratch = Scratch::new();
+    let source = scratch.image_of("source.img", &random_bytes(&mut seeded(), 32 << 20));
+    let target = scratch.path("target.qcow2");
+    // Where this test is held up until the copy is complete, it tries again.
+    for _ in 0..50 {
+        let mut convert = Command::new(blockhouse());
+        convert.args(["convert", "--force", source.str(), str(&target)]);
+        let mut child = convert.stderr(Stdio::piped()).spawn().expect("it starts");
+        let pid = Pid::from_child(&child);
+        let is_caught = || {
+            let status = std::fs::read_to_string(format!("/proc/{}/status", pid.as_raw_nonzero()));
+            let status = status.unwrap_or_default();
+            let caught = status.lines().find_map(|line| line.strip_prefix("SigCgt:\t"));
+            let caught = caught.and_then(|mask| u64::from_str_radix(mask, 16).ok());
+            caught.is_some_and(|mask| mask >> (SIGUSR1 - 1) & 1 == 1)
+        };
+        while child.try_wait().expect("it is ours").is_none() && !is_caught() {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        let _ = kill_process(pid, Signal::USR1);
+        let status = wait_for_exit(&mut child, Duration::from_secs(60)).expect("it ends");
+        assert!(status.success(), "{status}");
+        let said = std::io::read_to_string(child.stderr.take().expect("a pipe")).expect("text");
+        if !said.is_empty() {
+            assert!(said.starts_with("    (") && said.ends_with("/100%)\n"), "{said:?}");
+            return;
+        }
+    }
+    panic!("nothing was told");
 }

@@ -30,7 +30,8 @@ fn add(command: &Command, path: &str, page: &mut String) {
     ));
     let is_root = path.is_empty();
     let is_told = |argument: &&Arg| {
-        let is_everywhere = ["help", "version", "verbose"].contains(&argument.get_id().as_str());
+        let is_everywhere =
+            ["help", "version", "verbose", "quiet"].contains(&argument.get_id().as_str());
         !argument.is_hide_set() && (is_root || !is_everywhere)
     };
     let told: Vec<_> = command.get_arguments().filter(is_told).collect();

@@ -7,23 +7,48 @@
 use blockhouse_core::{Buffer, ByteRange, Durability, Request, Result, Storage};
 
 use super::chunks::{Source, for_each_chunk, make_zeros, read_or_zeros};
+use super::tool_progress::ToolProgress;
 use crate::disk::Disk;
 
-/// Writes what `overlay` has itself into `base`, the disk of its backing file, then empties the overlay.
+/// What becomes of an overlay whose data is in its backing file.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum AfterCommit {
+    /// It is emptied: its space is given back.
+    Empty,
+    /// It keeps what it has.
+    Keep,
+}
+
+/// Writes what `overlay` has itself into `base`, the disk of its backing file, then empties the overlay if `after` says
+/// so.
 /// A base that is shorter is made as long. Durable when it returns. No other request may be in flight
 /// on either.
 ///
 /// # Errors
 /// `ReadOnly` for either disk, `Unsupported` for a format without backing files; or what a storage
 /// answered: nothing is lost then.
-pub async fn commit_overlay<S: Storage>(overlay: &Disk<S>, base: &Disk<S>) -> Result<()> {
+pub async fn commit_overlay<S: Storage>(
+    overlay: &Disk<S>,
+    base: &Disk<S>,
+    after: AfterCommit,
+    progress: &ToolProgress,
+) -> Result<()> {
     overlay.check_access(0)?;
+    progress.begin(overlay.size());
     if base.size() < overlay.size() {
         base.resize(overlay.size()).await?;
     }
-    for_each_chunk(overlay, |chunk, source| commit_chunk(overlay, base, chunk, source)).await?;
+    for_each_chunk(overlay, async |chunk, source| {
+        commit_chunk(overlay, base, chunk, source).await?;
+        progress.reach(chunk.end());
+        Ok(())
+    })
+    .await?;
     base.flush().await?;
-    overlay.format().make_empty().await
+    match after {
+        AfterCommit::Empty => overlay.format().make_empty().await,
+        AfterCommit::Keep => overlay.flush().await,
+    }
 }
 
 async fn commit_chunk<S: Storage>(

@@ -1,4 +1,4 @@
-//! CopyJob a disk into another one, whatever their formats.
+//! Copies a disk, or a part of it, into another one, whatever their formats.
 //!
 //! What the source's map shows as zeros is never read; what was read and turns out to be zeros is not
 //! written. Several chunks are in flight at the same time and end in any order; no two of them touch
@@ -65,6 +65,8 @@ pub struct CopyProgress {
 /// A copy that is being made. See the module's page.
 pub struct CopyJob<S: Storage> {
     source: Arc<Disk<S>>,
+    /// What of the source is copied.
+    part: ByteRange,
     target: Arc<Disk<S>>,
     options: CopyOptions,
     /// Bytes of a chunk: a multiple of the target's clusters.
@@ -89,10 +91,28 @@ impl<S: Storage> CopyJob<S> {
     /// `InvalidInput` when the target is smaller, or data is to be compressed where the target's
     /// format cannot.
     pub fn new(source: Arc<Disk<S>>, target: Arc<Disk<S>>, options: CopyOptions) -> Result<Self> {
+        let all = ByteRange::between(0, source.size());
+        Self::of_part(source, all, target, options)
+    }
+
+    /// As [`new`](Self::new), of a part of `source`, at any offset and of any length. What follows it up to the end of
+    /// the target's last sector is zeros then.
+    ///
+    /// # Errors
+    /// As [`new`](Self::new); `InvalidInput` for a part that reaches past the end of the source.
+    pub fn of_part(
+        source: Arc<Disk<S>>,
+        part: ByteRange,
+        target: Arc<Disk<S>>,
+        options: CopyOptions,
+    ) -> Result<Self> {
         let refuse =
             |what: String| Err(Error::new(ErrorKind::InvalidInput, what).on(target.name()));
-        if target.size() < source.size() {
-            let (has, needs) = (target.size(), source.size());
+        if part.end() > source.size() {
+            return refuse(format!("the part to copy ends past the end of {}", source.name()));
+        }
+        if target.size() < part.length() {
+            let (has, needs) = (target.size(), part.length());
             return refuse(format!("has {has} bytes, and the copy needs {needs}"));
         }
         if options.compress && target.compression().is_none() {
@@ -104,13 +124,14 @@ impl<S: Storage> CopyJob<S> {
             true => cluster_size,
         };
         let chunk = CHUNK_SIZE.max(cluster_size);
-        let scaned = match options.target_content {
+        let scanned = match options.target_content {
             TargetContent::Zero => vec![Arc::clone(&source)],
             TargetContent::Unknown => vec![Arc::clone(&source), Arc::clone(&target)],
         };
-        let scan = StatusScan::new(scaned, chunk, source.size());
+        let scan = StatusScan::new(scanned, chunk, part.length()).with_first_from(part.offset());
         Ok(Self {
             source,
+            part,
             target,
             options,
             chunk,
@@ -130,7 +151,7 @@ impl<S: Storage> CopyJob<S> {
         let in_flight = self.in_flight.load(Ordering::Acquire);
         CopyProgress {
             done: passed.saturating_sub(in_flight),
-            total: self.source.size(),
+            total: self.part.length(),
             written: self.written.load(Ordering::Relaxed),
         }
     }
@@ -185,7 +206,7 @@ impl<S: Storage> CopyJob<S> {
 
     /// Copies a chunk to where there are zeros.
     async fn copy(&self, chunk: &Chunk, buffer: &mut Buffer) -> Result<()> {
-        read(&self.source, chunk, buffer).await?;
+        read_from(&self.source, self.part.offset(), chunk, buffer).await?;
         let length = chunk.range.length() as usize;
         let bytes = buffer.bytes();
         let data = runs(length, self.unit as usize, |unit| !is_zero(&bytes[unit]));
@@ -194,7 +215,7 @@ impl<S: Storage> CopyJob<S> {
 
     /// Makes a chunk of the target what it is in the source.
     async fn update(&self, chunk: &Chunk, buffer: &mut Buffer, old: &mut Buffer) -> Result<()> {
-        read(&self.source, chunk, buffer).await?;
+        read_from(&self.source, self.part.offset(), chunk, buffer).await?;
         let (offset, length) = (chunk.range.offset(), chunk.range.length() as usize);
         let into = old.lend_range(0, length);
         self.target.submit(Request::Read { offset, into }).await?;
@@ -258,10 +279,20 @@ pub(super) async fn read<S: Storage>(
     chunk: &Chunk,
     buffer: &mut Buffer,
 ) -> Result<()> {
+    read_from(disk, 0, chunk, buffer).await
+}
+
+/// As [`read`], where offset 0 of the chunk's ranges is `first` on the disk.
+async fn read_from<S: Storage>(
+    disk: &Disk<S>,
+    first: u64,
+    chunk: &Chunk,
+    buffer: &mut Buffer,
+) -> Result<()> {
     let start = chunk.range.offset();
+    let size = disk.size().saturating_sub(first);
     let within = |range: &ByteRange| {
-        (range.offset() - start) as usize
-            ..(range.end().min(disk.size()).max(start) - start) as usize
+        (range.offset() - start) as usize..(range.end().min(size).max(start) - start) as usize
     };
     let mut end = 0;
     let mut data = Vec::new();
@@ -279,7 +310,7 @@ pub(super) async fn read<S: Storage>(
     run_all(
         MAX_IN_FLIGHT,
         parts.into_iter().zip(&data).map(|(into, part)| {
-            disk.submit(Request::Read { offset: start + part.start as u64, into })
+            disk.submit(Request::Read { offset: first + start + part.start as u64, into })
         }),
     )
     .await

@@ -10,11 +10,13 @@ mod incomplete_mark;
 mod range_copy;
 mod rebase;
 mod scan;
+mod tool_progress;
 mod zeros;
 
-pub use commit_overlay::commit_overlay;
+pub use commit_overlay::{AfterCommit, commit_overlay};
 pub use compare::{CompareJob, first_status_difference};
 pub use convert::{CopyJob, CopyOptions, CopyProgress, TargetContent};
 pub use incomplete_mark::{MARK_BYTES, check_not_marked, mark_incomplete};
 pub use range_copy::RangeCopy;
 pub use rebase::{prepare_rebase, set_backing_file};
+pub use tool_progress::ToolProgress;

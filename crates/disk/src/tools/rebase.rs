@@ -12,6 +12,7 @@ use futures_util::stream;
 use super::chunks::{for_each_in_flight, make_zeros};
 use super::convert::read;
 use super::scan::{Chunk, StatusScan};
+use super::tool_progress::ToolProgress;
 use crate::disk::Disk;
 
 /// Bytes that are compared and copied as a whole where clusters are smaller.
@@ -24,8 +25,13 @@ const MIN_CHUNK: u64 = 1 << 20;
 ///
 /// # Errors
 /// `ReadOnly`, or what a storage answered; the content is the same as before in any case.
-pub async fn prepare_rebase<S: Storage>(disk: &Disk<S>, new: Option<&Disk<S>>) -> Result<()> {
+pub async fn prepare_rebase<S: Storage>(
+    disk: &Disk<S>,
+    new: Option<&Disk<S>>,
+    progress: &ToolProgress,
+) -> Result<()> {
     disk.check_access(0)?;
+    progress.begin(disk.size());
     // Zeros past the end of the backing file have to be stored as well: the new one may be longer.
     disk.format().set_backing_size(u64::MAX);
     let chunk_size = disk.cluster_size().unwrap_or(MIN_CHUNK).max(MIN_CHUNK);
@@ -37,7 +43,13 @@ pub async fn prepare_rebase<S: Storage>(disk: &Disk<S>, new: Option<&Disk<S>>) -
             Err(error) => Some((Err(error), None)),
         }
     });
-    for_each_in_flight(chunks, |chunk| keep_chunk(disk, new, chunk)).await?;
+    for_each_in_flight(chunks, async |chunk: Chunk| {
+        let end = chunk.range.end();
+        keep_chunk(disk, new, chunk).await?;
+        progress.reach(end);
+        Ok(())
+    })
+    .await?;
     disk.flush().await
 }
 

@@ -41,6 +41,8 @@ pub(super) struct StatusScan<D> {
 /// A disk and the run of it that was asked for last.
 struct CachedStatus<D> {
     disk: D,
+    /// Where on the disk the scan's offset 0 is.
+    start: u64,
     cache: BlockStatusCache,
     status: BlockStatus,
     /// Where the run ends.
@@ -58,9 +60,22 @@ impl<S: Storage, D: Deref<Target = Disk<S>>> StatusScan<D> {
     /// A scan of `size` bytes in chunks of `chunk_size` bytes.
     pub(super) fn new(disks: impl IntoIterator<Item = D>, chunk_size: u64, size: u64) -> Self {
         let cache = BlockStatusCache::default;
-        let cached =
-            |disk| CachedStatus { disk, cache: cache(), status: BlockStatus::Hole, end: 0 };
+        let cached = |disk| CachedStatus {
+            disk,
+            start: 0,
+            cache: cache(),
+            status: BlockStatus::Hole,
+            end: 0,
+        };
         Self { disks: disks.into_iter().map(cached).collect(), size, chunk_size, offset: 0 }
+    }
+
+    /// The scan looks at the first disk from `start` on.
+    pub(super) fn with_first_from(mut self, start: u64) -> Self {
+        if let Some(first) = self.disks.first_mut() {
+            first.start = start;
+        }
+        self
     }
 
     /// How far the scan has come.
@@ -105,7 +120,8 @@ impl<S: Storage, D: Deref<Target = Disk<S>>> StatusScan<D> {
     async fn query(&mut self) -> Result<StatusRun> {
         let mut all = StatusRun { reads_as_zeros: true, end: self.size };
         for cached in &mut self.disks {
-            let rest = ByteRange::between(self.offset, cached.disk.size().max(self.offset));
+            let offset = self.offset + cached.start;
+            let rest = ByteRange::between(offset, cached.disk.size().max(offset));
             if rest.is_empty() {
                 continue;
             }

@@ -6,7 +6,8 @@ use std::sync::Arc;
 use blockhouse_core::ByteRange;
 use blockhouse_core::{Alignment, Buffer, Durability, Fallback, Fua, Request, Result, Unmap};
 use blockhouse_disk::{
-    Access, Backing, Disk, ImageFormat, Options, commit_overlay, prepare_rebase, set_backing_file,
+    Access, AfterCommit, Backing, Disk, ImageFormat, Options, ToolProgress, commit_overlay,
+    prepare_rebase, set_backing_file,
 };
 use blockhouse_format::qcow2::{self, CreateOptions, Qcow2, Switch, Version};
 use blockhouse_sim::{Config, Report, Rng, Sim, SimDisk, for_seeds};
@@ -149,7 +150,7 @@ fn commit(seed: u64) -> Result<Report, String> {
         let disk = Disk::open(target, ImageFormat::Qcow2, Options::default())
             .await?
             .with_backing(Arc::clone(&base));
-        commit_overlay(&disk, &base).await?;
+        commit_overlay(&disk, &base, AfterCommit::Empty, &ToolProgress::default()).await?;
         disk.close().await
     };
     let content = case.content.clone();
@@ -191,7 +192,7 @@ fn rebase(seed: u64) -> Result<Report, String> {
         let disk = Disk::open(target, ImageFormat::Qcow2, Options::default()).await?;
         let disk = disk.with_backing(Arc::new(Disk::raw(old, READ_ONLY)?));
         let new = Disk::raw(new, READ_ONLY)?;
-        prepare_rebase(&disk, backing.as_ref().map(|_| &new)).await?;
+        prepare_rebase(&disk, backing.as_ref().map(|_| &new), &ToolProgress::default()).await?;
         set_backing_file(&disk, backing).await?;
         disk.close().await
     };

@@ -3,10 +3,10 @@
 
 use std::sync::Arc;
 
-use blockhouse_core::{Alignment, Buffer, Durability, Request, Result};
+use blockhouse_core::{Alignment, Buffer, ByteRange, Durability, Request, Result};
 use blockhouse_disk::{
-    CompareJob, CopyJob, CopyOptions, Disk, ImageFormat, Options, TargetContent, commit_overlay,
-    prepare_rebase,
+    AfterCommit, CompareJob, CopyJob, CopyOptions, Disk, ImageFormat, Options, TargetContent,
+    ToolProgress, commit_overlay, prepare_rebase,
 };
 use blockhouse_format::qcow2::{
     self, Backing, Compression, CreateOptions, Preallocation, Switch, Version,
@@ -194,6 +194,37 @@ fn a_copy_is_durable_and_equal_and_a_changed_byte_is_found() {
 }
 
 #[test]
+fn a_part_is_copied_from_any_offset() {
+    let test = "a_part_is_copied_from_any_offset";
+    simulate(test, 60, |sim, mut random| async move {
+        let bytes = content(&mut random);
+        let from = source(&sim, &bytes, &mut random).await;
+        let first = random.usize(..bytes.len());
+        let length = random.usize(..=bytes.len() - first);
+        let size = (length as u64).next_multiple_of(512).max(512);
+        let kind = kind(size, &mut random);
+        let file = storage(&sim, any_blocks(&mut random), kind.as_ref(), size);
+        let to = Arc::new(create(&file, kind.as_ref()).await);
+        let part = ByteRange::between(first as u64, (first + length) as u64);
+        // What the target has is compared with the part, too.
+        let content = [TargetContent::Zero, TargetContent::Unknown][random.usize(..2)];
+        let how = CopyOptions { target_content: content, compress: false, max_in_flight: 3 };
+        let copying = CopyJob::of_part(Arc::clone(&from), part, Arc::clone(&to), how);
+        let copying = copying.expect("it has room");
+        copying.work().await.expect("nothing fails here");
+        assert_eq!(copying.progress().done, length as u64);
+        let mut read = Buffer::new(size as usize);
+        let into = read.lend();
+        to.submit(Request::Read { offset: 0, into }).await.expect("nothing fails here");
+        let (copied, rest) = read.bytes().split_at(length);
+        assert!(*copied == bytes[first..first + length], "{part:?} {kind:?} {how:?}");
+        assert!(rest.iter().all(|&byte| byte == 0), "{part:?} {kind:?} {how:?}");
+        let past = ByteRange::between(first as u64, bytes.len() as u64 + 1);
+        assert!(CopyJob::of_part(from, past, to, how).is_err(), "past the end");
+    });
+}
+
+#[test]
 fn a_copy_that_failed_is_gone_on_with() {
     let test = "a_copy_that_failed_is_gone_on_with";
     simulate(test, 60, |sim, mut random| async move {
@@ -343,13 +374,17 @@ fn holes_of_the_host_file_below_mapped_clusters_are_not_read() {
         assert_eq!(reads_and_questions(&other_file), (64 << 10, 3), "compare");
 
         let top = overlay(&inner, &one).await;
-        prepare_rebase(&top, Some(&other)).await.expect("nothing fails here");
+        prepare_rebase(&top, Some(&other), &ToolProgress::default())
+            .await
+            .expect("nothing fails here");
         assert_eq!(reads_and_questions(&one_file), (64 << 10, 3), "rebase");
         assert_eq!(reads_and_questions(&other_file), (64 << 10, 3), "rebase");
 
         let raw = SimDisk::new(&inner, Config::default(), vec![1; PREALLOCATED as usize]);
         let base = Disk::raw(raw.clone(), Options::default()).expect("a disk");
-        commit_overlay(&one, &base).await.expect("nothing fails here");
+        commit_overlay(&one, &base, AfterCommit::Empty, &ToolProgress::default())
+            .await
+            .expect("nothing fails here");
         assert_eq!(reads_and_questions(&one_file), (64 << 10, 3), "commit");
         let content = raw.content();
         let wanted = |at: usize| if at >> 16 == (9 << 20) >> 16 { 7 } else { 0 };

@@ -1,0 +1,327 @@
+//! The target of a copy: a new image, or one that is overwritten.
+//!
+//! Guarantees: a new image gets its name when it is complete and durable, never before; until then the copy is in
+//! `TARGET.part` beside it. A file that has the name already is left alone, unless it is to be replaced, which happens
+//! at one moment at the very end, or to be overwritten in place.
+
+use std::os::unix::fs::FileTypeExt;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use anyhow::{Context, Result, anyhow, bail};
+use blockhouse_core::{ByteRange, Durability, ErrorKind, Fallback, Request, Unmap};
+use blockhouse_disk::{
+    Access, AllowedPaths, CacheMode, DetectZeroes, Discard, IfExists, ImageDisk, ImageFormat,
+    ImageOptions, Locking, StateUse, TargetContent, check_new_name, create as create_file, exists,
+    open, open_locked, open_without_backing, part_of, remove_created, rename_finished,
+};
+use blockhouse_engine::HostFile;
+use blockhouse_storage::Location;
+
+use crate::create::{create_qcow2, wrong_usage};
+use crate::create_options::{self, Setting};
+use crate::image_args::resolve_relative;
+use crate::open_args::OpenArgs;
+
+/// What becomes of a target that exists.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum IfThere {
+    /// It is left alone.
+    Fail,
+    /// A file is replaced; what has a size of its own (a device, an export) is overwritten.
+    Replace,
+    /// It has to be there, is made zeros and written.
+    Overwrite,
+    /// It has to be there and to read as zeros, and is written.
+    OverwriteZeros,
+    /// What an earlier copy left is gone on with.
+    Resume,
+}
+
+/// What the target is to be.
+pub struct TargetSpec<'a> {
+    pub path: &'a Path,
+    pub format: ImageFormat,
+    /// Options of a new image.
+    pub settings: Vec<Setting>,
+    /// Bytes of the disk.
+    pub size: u64,
+    pub if_there: IfThere,
+    /// Whether clusters will be compressed.
+    pub compress: bool,
+    /// `None`: around the page cache where that can be.
+    pub cache: Option<CacheMode>,
+    pub open: &'a OpenArgs,
+}
+
+/// The target of a copy.
+pub struct Target {
+    pub disk: Arc<ImageDisk>,
+    pub content: TargetContent,
+    finish: Finish,
+}
+
+/// What is left to do when the copy is complete.
+struct Finish {
+    path: PathBuf,
+    /// The file that becomes the target; `None` if the target is written in place.
+    part: Option<PathBuf>,
+    /// The file that is going to be replaced, locked.
+    replaced_file: Option<HostFile>,
+    if_exists: IfExists,
+}
+
+impl Target {
+    /// Ends the copy, whose outcome is `copied`: closes the disk in any case, so that what was copied can be found
+    /// again, and gives it its name if all went well.
+    ///
+    /// # Errors
+    /// The copy's, or one of its end, with what was left behind.
+    pub async fn finish(self, copied: Result<()>) -> Result<()> {
+        let Self { disk, finish: Finish { path, part, replaced_file, if_exists }, .. } = self;
+        let closed = disk.close().await;
+        let finished = match (copied.and_then(|()| Ok(closed?)), &part) {
+            (Ok(()), Some(part)) => {
+                rename_finished(part, &path, if_exists).await.map_err(Into::into)
+            }
+            (outcome, _) => outcome,
+        };
+        drop(replaced_file);
+        finished.map_err(|error| match part {
+            Some(part) => anyhow!(
+                "{error:#}; what was copied is in {}: run the command again with --resume, or remove it",
+                part.display()
+            ),
+            None => anyhow!("{error:#}; {} has a part of the copy", path.display()),
+        })
+    }
+}
+
+impl TargetSpec<'_> {
+    /// Makes or opens the target. Needs the loop of the current thread.
+    ///
+    /// # Errors
+    /// One that names the target: it exists, cannot be made, is too small, or is no part of this copy.
+    pub async fn build(self) -> Result<Target> {
+        if self.is_overwritten() {
+            return self.overwrite().await;
+        }
+        let path = self.path;
+        match Location::of(path)? {
+            Location::File(_) => {}
+            Location::Nbd { .. } => return self.replace("an export of another server").await,
+            Location::Rbd(_) if exists(path).await? => {
+                return self.replace("an image in Ceph").await;
+            }
+            Location::Rbd(_) => return self.fill_part(None).await,
+        }
+        let found = std::fs::metadata(path).ok();
+        if found.as_ref().is_some_and(|found| found.file_type().is_block_device()) {
+            return self.replace("a block device").await;
+        }
+        if found.is_some() && self.if_there != IfThere::Replace {
+            bail!(
+                "{}: exists and is left alone; choose another name, or replace it with --force",
+                path.display()
+            );
+        }
+        check_new_name(path)?;
+        // A program that uses it would go on with a file that has no name any more.
+        let replaced_file = match found {
+            Some(_) => Some(open_locked(path)?),
+            None => None,
+        };
+        self.fill_part(replaced_file).await
+    }
+
+    /// The image that becomes the target: a new one, or what an earlier conversion has left.
+    async fn fill_part(self, replaced_file: Option<HostFile>) -> Result<Target> {
+        let part = part_of(self.path);
+        let (disk, content) = match self.if_there {
+            IfThere::Resume => (self.open_partial(&part).await?, TargetContent::Unknown),
+            _ => (self.create_new(&part).await?, self.content_of_new()),
+        };
+        let if_exists = match self.if_there {
+            IfThere::Replace => IfExists::Replace,
+            _ => IfExists::Fail,
+        };
+        let path = self.path.to_owned();
+        let finish = Finish { path, part: Some(part), replaced_file, if_exists };
+        Ok(Target { disk: Arc::new(disk), content, finish })
+    }
+
+    /// An overlay reads as its backing file.
+    fn content_of_new(&self) -> TargetContent {
+        match self.backing_name() {
+            Some(_) => TargetContent::Unknown,
+            None => TargetContent::Zero,
+        }
+    }
+
+    fn backing_name(&self) -> Option<&str> {
+        self.settings.iter().find_map(|setting| match setting {
+            Setting::BackingFile(name) => Some(name.as_str()),
+            _ => None,
+        })
+    }
+
+    /// An empty image.
+    async fn create_new(&self, part: &Path) -> Result<ImageDisk> {
+        if exists(part).await? {
+            bail!(
+                "{}: is what an earlier copy left behind; go on with it (--resume), or remove it",
+                part.display()
+            );
+        }
+        match self.format {
+            ImageFormat::Raw => create_file(part, self.size, ImageFormat::Raw).await?,
+            ImageFormat::Qcow2 => {
+                let options = create_options::qcow2(self.size, self.settings.clone());
+                let options = options.unwrap_or_else(|why| wrong_usage(&why));
+                create_qcow2(part, &options, self.allowed_paths()?).await?;
+            }
+            ImageFormat::Foreign(_) => bail!("{}", self.format.not_made()),
+        }
+        let opened = self.open_target(part).await;
+        if opened.is_err() {
+            // Nothing is in it yet.
+            remove_created(part).await;
+        }
+        opened
+    }
+
+    /// The partial copy of an earlier conversion.
+    async fn open_partial(&self, part: &Path) -> Result<ImageDisk> {
+        let advice = || format!("{}: cannot go on with it; remove it", part.display());
+        let disk = self.open_target(part).await.with_context(advice)?;
+        if disk.size() != self.size {
+            bail!(
+                "{}: is a disk of {} bytes, and the source has {}: it is no part of this copy; \
+                 remove it",
+                part.display(),
+                disk.size(),
+                self.size
+            );
+        }
+        if disk.backing_file().is_some() {
+            bail!("{}: has a backing file and is no part of this copy; remove it", part.display());
+        }
+        match disk.check().await.with_context(advice)? {
+            Some(report) if report.corruptions > 0 => {
+                bail!("{}: is damaged, {}; remove it", part.display(), report.problems.join("; "))
+            }
+            _ => Ok(disk),
+        }
+    }
+
+    /// What has a size of its own, and is overwritten where that is meant: `what` says what it is.
+    async fn replace(self, what: &str) -> Result<Target> {
+        let path = self.path;
+        if self.if_there == IfThere::Fail {
+            bail!(
+                "{}: is {what}, and all that is on it would be lost; say --force to overwrite it",
+                path.display()
+            );
+        }
+        if self.format != ImageFormat::Raw {
+            bail!("{}: is {what}: only raw images can be written to it", path.display());
+        }
+        self.overwrite().await
+    }
+
+    /// What is there already, in place.
+    async fn overwrite(self) -> Result<Target> {
+        let path = self.path;
+        let disk = self.open_target(path).await?;
+        if disk.size() < self.size {
+            bail!(
+                "{}: has {} bytes, and the source {}; use a larger device or image",
+                path.display(),
+                disk.size(),
+                self.size
+            );
+        }
+        let content = match self.if_there {
+            IfThere::Resume => TargetContent::Unknown,
+            // What it leaves to its backing file may be right.
+            _ if disk.backing_file().is_some() => TargetContent::Unknown,
+            IfThere::OverwriteZeros => TargetContent::Zero,
+            _ => {
+                let range = ByteRange::between(0, self.size);
+                let (unmap, fallback, durability) =
+                    (Unmap::Allowed, Fallback::Allowed, Durability::None);
+                disk.submit(Request::WriteZeroes { range, unmap, fallback, durability }).await?;
+                TargetContent::Zero
+            }
+        };
+        let path = path.to_owned();
+        let finish = Finish { path, part: None, replaced_file: None, if_exists: IfExists::Fail };
+        Ok(Target { disk: Arc::new(disk), content, finish })
+    }
+
+    async fn open_target(&self, path: &Path) -> Result<ImageDisk> {
+        // Compressed clusters are packed byte for byte, which blocks of direct I/O would not allow.
+        let usual = if self.compress { CacheMode::Writeback } else { CacheMode::None };
+        let cache = self.cache.unwrap_or(usual);
+        let is_free = self.cache.is_none();
+        let state = self.state()?;
+        match self.open_with(path, cache, state.clone()).await {
+            // No direct I/O here, or clusters smaller than the host's blocks.
+            Err(error)
+                if is_free
+                    && matches!(error.kind(), ErrorKind::Unsupported | ErrorKind::InvalidInput) =>
+            {
+                Ok(self.open_with(path, CacheMode::Writeback, state).await?)
+            }
+            opened => Ok(opened?),
+        }
+    }
+
+    async fn open_with(
+        &self,
+        path: &Path,
+        cache: CacheMode,
+        state: StateUse,
+    ) -> blockhouse_core::Result<ImageDisk> {
+        let options = ImageOptions {
+            format: Some(self.format),
+            access: Access::ReadWrite,
+            cache,
+            discard: Discard::Unmap,
+            detect_zeroes: DetectZeroes::Off,
+            locking: Locking::Held,
+            state,
+            allowed_paths: self.allowed_paths()?,
+            remote_backing: self.open.remote_backing(),
+        };
+        match self.is_overlay() {
+            true => open(path, options).await,
+            false => open_without_backing(path, options).await,
+        }
+    }
+
+    /// Whether the target may have a backing file.
+    fn is_overlay(&self) -> bool {
+        self.backing_name().is_some() || (self.is_overwritten() && self.format != ImageFormat::Raw)
+    }
+
+    fn is_overwritten(&self) -> bool {
+        matches!(self.if_there, IfThere::Overwrite | IfThere::OverwriteZeros)
+    }
+
+    /// What a killed server had answered matters where an image keeps its options and its size.
+    fn state(&self) -> Result<StateUse> {
+        if self.is_overwritten() { self.open.state_use() } else { Ok(StateUse::Off) }
+    }
+
+    /// The user named the data file and the backing file, too.
+    fn allowed_paths(&self) -> blockhouse_core::Result<AllowedPaths> {
+        let named = self.settings.iter().find_map(|setting| match setting {
+            Setting::DataFile(name) | Setting::BackingFile(name) => {
+                Some(resolve_relative(self.path, name.as_bytes()))
+            }
+            _ => None,
+        });
+        self.open.allowed_paths(named.filter(|path| path.exists()))
+    }
+}
