@@ -1,11 +1,11 @@
 //! Scratch files of backups: files without a name, in a folder of the operator's choice.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use anyhow::{Context, Result};
 use blockhouse_disk::{
-    CacheMode, ImageDisk, ImageFormat, ImageOptions, Locking, create, open_without_backing,
+    CacheMode, ImageDisk, ImageFormat, ImageOptions, Locking, create, exists, open_without_backing,
 };
 
 /// Makes a disk of `size` bytes, all zeros, in a file in `folder`. The file has no name when this returns: its space is the
@@ -14,10 +14,7 @@ use blockhouse_disk::{
 /// # Errors
 /// The host's.
 pub(crate) async fn open_scratch(folder: &Path, size: u64) -> Result<ImageDisk> {
-    static NEXT: AtomicU64 = AtomicU64::new(0);
-    let (process, number) = (std::process::id(), NEXT.fetch_add(1, Ordering::Relaxed));
-    let path = folder.join(format!(".blockhouse-{process}-{number}.scratch"));
-    create(&path, size, ImageFormat::Raw).await?;
+    let path = create_file(folder, size).await?;
     let options = ImageOptions {
         format: Some(ImageFormat::Raw),
         // What it holds is of no use after a crash.
@@ -30,4 +27,20 @@ pub(crate) async fn open_scratch(folder: &Path, size: u64) -> Result<ImageDisk> 
         format!("{}: cannot take the name from the scratch file", path.display())
     })?;
     Ok(opened?)
+}
+
+/// Makes the file under a name that no other one has. A process that was killed may have left one of its own behind, and
+/// this process may have the number of that one.
+async fn create_file(folder: &Path, size: u64) -> Result<PathBuf> {
+    static NEXT: AtomicU64 = AtomicU64::new(0);
+    let process = std::process::id();
+    loop {
+        let number = NEXT.fetch_add(1, Ordering::Relaxed);
+        let path = folder.join(format!(".blockhouse-{process}-{number}.scratch"));
+        // Where it comes to be just now, creating fails.
+        if !exists(&path).await? {
+            create(&path, size, ImageFormat::Raw).await?;
+            return Ok(path);
+        }
+    }
 }

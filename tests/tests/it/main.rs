@@ -24,6 +24,7 @@ mod foreign_tools;
 mod full_host;
 mod full_host_qcow2;
 mod habits;
+mod hostile_backups;
 mod hostile_handshakes;
 mod hostile_parties;
 mod hostile_requests;

@@ -36,6 +36,9 @@ const MAX_COPY_TIME: Duration = Duration::from_secs(30);
 /// Bytes of memory for a copy of a bitmap, at most. A finer one is made coarser.
 const MAX_BITMAP_BYTES: u64 = 16 << 20;
 
+/// Bytes of a backup's name, at most.
+const MAX_NAME: usize = 255;
+
 /// A backup that is to begin.
 #[derive(Clone, Debug)]
 pub(crate) struct BackupSetup {
@@ -97,18 +100,59 @@ pub(super) struct Backups(Mutex<State>);
 struct State {
     /// In the order in which they began.
     backups: Vec<Arc<RunningBackup>>,
+    /// The names of those that are about to begin.
+    beginning: Vec<String>,
     begun: u64,
 }
 
-impl Backups {
-    fn new_name(&self, wanted: Option<String>) -> Result<String> {
-        let mut state = self.0.lock();
-        state.begun += 1;
-        let name = wanted.unwrap_or_else(|| format!("backup{}", state.begun));
-        if name.is_empty() || state.backups.iter().any(|backup| backup.name == name) {
-            bail!("a backup is called {name:?} already; choose another name, or end that one");
+impl State {
+    fn has(&self, name: &str) -> bool {
+        self.beginning.iter().any(|other| other == name)
+            || self.backups.iter().any(|backup| backup.name == name)
+    }
+
+    /// A name that no backup has.
+    fn any_name(&mut self) -> String {
+        loop {
+            self.begun += 1;
+            let name = format!("backup{}", self.begun);
+            if !self.has(&name) {
+                return name;
+            }
         }
-        Ok(name)
+    }
+}
+
+/// The name of a backup that is about to begin, which no other one gets until this is dropped.
+struct NewName<'a> {
+    backups: &'a Backups,
+    name: String,
+}
+
+impl Drop for NewName<'_> {
+    fn drop(&mut self) {
+        self.backups.0.lock().beginning.retain(|name| *name != self.name);
+    }
+}
+
+impl Backups {
+    fn new_name(&self, wanted: Option<String>) -> Result<NewName<'_>> {
+        let mut state = self.0.lock();
+        let name = match wanted {
+            None => state.any_name(),
+            Some(name) if name.is_empty() || name.len() > MAX_NAME => {
+                bail!(
+                    "a backup's name has 1 to {MAX_NAME} bytes, not {}; choose another name",
+                    name.len()
+                )
+            }
+            Some(name) if state.has(&name) => {
+                bail!("a backup is called {name:?} already; choose another name, or end that one")
+            }
+            Some(name) => name,
+        };
+        state.beginning.push(name.clone());
+        Ok(NewName { backups: self, name })
     }
 
     fn check_free(&self, disk: &str) -> Result<()> {
@@ -154,7 +198,8 @@ impl Running {
     /// There is no such disk, one is used by a job or another backup, or has no such bitmap; a scratch file or an address
     /// cannot be had; the disks are too busy. Nothing has changed then.
     pub(crate) async fn begin_backup(&self, setup: BackupSetup) -> Result<Arc<RunningBackup>> {
-        let name = self.backups.new_name(setup.name.clone())?;
+        let new_name = self.backups.new_name(setup.name.clone())?;
+        let name = new_name.name.clone();
         let addresses = addresses(&setup)?;
         let names = setup.disks.iter().flat_map(|disk| [disk.clone(), frozen_name(disk, &name)]);
         let mut names: Vec<_> = names.map(Name::Disk).collect();
