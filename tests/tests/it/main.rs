@@ -25,6 +25,7 @@ mod full_host;
 mod full_host_qcow2;
 mod habits;
 mod hostile_backups;
+mod hostile_bitmaps;
 mod hostile_handshakes;
 mod hostile_parties;
 mod hostile_requests;

@@ -2,6 +2,7 @@
 #![forbid(unsafe_code)]
 
 mod allocations;
+mod bitmap_excess;
 mod bitmaps;
 mod commit_crash;
 mod common;

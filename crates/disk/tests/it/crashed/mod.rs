@@ -71,7 +71,7 @@ struct Served<'a, S: Storage> {
 }
 
 /// A storage that does as it is told, for looking at images.
-fn plain_config() -> Config {
+pub fn plain_config() -> Config {
     Config { alignment: Alignment::BYTE, fua: Fua::Emulated, ..Config::default() }
 }
 
@@ -226,7 +226,7 @@ async fn check(storage: &SimDisk, state: ImageState) -> std::result::Result<(), 
     Ok(())
 }
 
-async fn read_all(disk: &Disk<SimDisk>) -> std::result::Result<Vec<u8>, String> {
+pub async fn read_all(disk: &Disk<SimDisk>) -> std::result::Result<Vec<u8>, String> {
     let mut buffer = Buffer::new(disk.size() as usize);
     let read = Request::Read { offset: 0, into: buffer.lend() };
     disk.submit(read).await.map_err(|error| format!("cannot be read: {error}"))?;

@@ -27,7 +27,7 @@ use crate::qcow2::layout::bitmap_directory::{
     LIVE_BITMAPS,
 };
 use crate::qcow2::layout::cluster_ranges::ClusterRanges;
-use crate::qcow2::layout::header::{Header, SECTOR};
+use crate::qcow2::layout::header::{Header, Incompatible, SECTOR};
 use crate::qcow2::layout::options::BitmapActivity;
 use crate::qcow2::layout::table_io;
 use crate::qcow2::layout::table_write::TableWrite;
@@ -38,7 +38,7 @@ use super::reader::BitsReader;
 use super::tracker::{LiveBitmap, Next};
 
 /// How many bitmaps are enabled at most: each costs an operation more where changes begin.
-const MAX_LIVE: usize = 64;
+pub(crate) const MAX_LIVE: usize = 64;
 /// How many bytes of the disk are recorded at a time. A multiple of the largest cluster.
 const MAX_RECORDED: u64 = 256 << 20;
 /// How many bitmaps are written together.
@@ -97,27 +97,37 @@ impl Role {
 struct Places<'a, S: Storage> {
     metadata: &'a Metadata<S, Mapping>,
     taken: ClusterRanges,
+    /// They are not of an image that was not closed while they were written late, until they are counted.
+    are_refcounts_known: bool,
 }
 
 impl<'a, S: Storage> Places<'a, S> {
-    fn new(metadata: &'a Metadata<S, Mapping>) -> Self {
-        Self { metadata, taken: ClusterRanges::default() }
+    fn new(metadata: &'a Metadata<S, Mapping>, header: &Header) -> Self {
+        let are_refcounts_known = !header.incompatible.contains(Incompatible::DIRTY);
+        Self { metadata, taken: ClusterRanges::default(), are_refcounts_known }
     }
 
     /// # Errors
-    /// `Corrupt` where any of these bytes are of something else.
-    fn take(&mut self, offset: u64, length: u64) -> Result<()> {
+    /// `Corrupt` where any of these bytes are of something else, or may be given to something else because they count
+    /// as free.
+    async fn take(&mut self, offset: u64, length: u64) -> Result<()> {
         let geometry = self.metadata.geometry();
         let clusters = geometry.cluster_of(offset)..geometry.clusters_for(offset + length);
-        let state = self.metadata.lock();
-        let mut all = clusters.clone();
-        if self.taken.overlaps(&clusters)
-            || all.any(|cluster| state.tables.active_clusters().contains(&cluster))
-        {
-            let what = "a bitmap overlaps other metadata";
-            return Err(Error::new(ErrorKind::Corrupt, what)
-                .on(self.metadata.storage().name())
-                .at(offset));
+        let storage = self.metadata.storage();
+        let refuse = |what| Error::new(ErrorKind::Corrupt, what).on(storage.name()).at(offset);
+        if offset >= storage.size() {
+            return Err(refuse("a bitmap is past the end of the file"));
+        }
+        let is_active = clusters
+            .clone()
+            .any(|cluster| self.metadata.lock().tables.active_clusters().contains(&cluster));
+        if is_active || self.taken.overlaps(&clusters) {
+            return Err(refuse("a bitmap overlaps other metadata"));
+        }
+        for cluster in clusters.clone().filter(|_| self.are_refcounts_known) {
+            if self.metadata.step(|state| state.tables.refcount(cluster)).await? == 0 {
+                return Err(refuse("the refcount of a bitmap's cluster is 0"));
+            }
         }
         self.taken.insert(clusters);
         Ok(())
@@ -140,19 +150,19 @@ impl BitmapSet {
         }
         let (storage, geometry) = (metadata.storage(), header.geometry);
         let block = u64::from(storage.capabilities().alignment.offset);
-        let mut places = Places::new(metadata);
+        let mut places = Places::new(metadata, header);
         if let Some(DirectoryLocation { offset, length, .. }) = location {
-            places.take(offset, length)?;
+            places.take(offset, length).await?;
         }
         for (entry, role) in set.entries.iter().zip(&set.roles) {
             if *role != Role::Live {
                 continue;
             }
             let reader = BitsReader::open(storage, geometry, entry, header.size).await?;
-            places.take(entry.table_offset, entry.table_length())?;
+            places.take(entry.table_offset, entry.table_length()).await?;
             for cluster in reader.table() {
                 if let BitsCluster::Stored(offset) = cluster {
-                    places.take(*offset, geometry.cluster_size())?;
+                    places.take(*offset, geometry.cluster_size()).await?;
                 }
             }
             let table = reader.into_table();

@@ -15,7 +15,7 @@ mod status;
 mod tracker;
 
 pub(crate) use bits::{BitRuns, clear_bits, set_bits};
-pub(crate) use live::LiveBitmaps;
+pub(crate) use live::{LiveBitmaps, MAX_LIVE};
 pub(crate) use reader::{Bits, BitsReader};
 pub use status::BitmapExtent;
 pub(crate) use status::extents_of;

@@ -85,7 +85,7 @@ pub(crate) async fn extents_of<S: Storage>(
         let page_bits = bitmap.page_bits();
         while !extents.is_complete(max) {
             let page = extents.next_bit() / page_bits;
-            let bits = Bits::Some(bitmap.page_of(metadata, page).await?);
+            let bits = bitmap.page_of(metadata, page).await?;
             extents.add_bits(page * page_bits, &bits, page_bits);
         }
         return Ok(extents.extents);

@@ -33,6 +33,7 @@ use crate::qcow2::mapping::Mapping;
 use crate::qcow2::writeback::Metadata;
 
 use super::page::{Marked, Page, WriteEnd};
+use super::reader::Bits;
 
 /// Bytes of bits that are written together, unless clusters are smaller.
 const PAGE: u64 = 4096;
@@ -66,6 +67,8 @@ struct State {
     pages: HashMap<u64, Page>,
     /// Extents that became active, in this order.
     active: VecDeque<u64>,
+    /// How many rest, while the disk may still say too much of them.
+    going_to_rest: usize,
     /// Whether a write of the table was dropped, and may still be in flight.
     is_table_write_unknown: bool,
     /// Whether bits were written as they are, and no flush has covered that: what is read may not be durable.
@@ -105,6 +108,7 @@ impl LiveBitmap {
                 table,
                 pages: HashMap::new(),
                 active: VecDeque::new(),
+                going_to_rest: 0,
                 is_table_write_unknown: false,
                 is_exact_write_unknown: false,
             }),
@@ -191,17 +195,23 @@ impl LiveBitmap {
         }
     }
 
-    /// The bits of a page, as they are in memory or else on disk.
+    /// The bits of a page, as they are in memory or else on disk. What is only read takes no memory.
     pub(super) async fn page_of<S: Storage>(
         &self,
         metadata: &Metadata<S, Mapping>,
         number: u64,
-    ) -> Result<Vec<u8>> {
-        loop {
-            if let Some(page) = self.state.lock().pages.get(&number) {
-                return Ok(page.bits().to_vec());
+    ) -> Result<Bits> {
+        let in_memory = || {
+            let state = self.state.lock();
+            Some(Bits::Some(state.pages.get(&number)?.bits().to_vec()))
+        };
+        match in_memory() {
+            Some(bits) => Ok(bits),
+            None => {
+                let bits = self.read(metadata, number).await?;
+                // Where another task has set bits meanwhile, they are in memory.
+                Ok(in_memory().unwrap_or(bits))
             }
-            self.load(metadata, number).await?;
         }
     }
 
@@ -216,15 +226,24 @@ impl LiveBitmap {
         }
     }
 
-    async fn load<S: Storage>(&self, metadata: &Metadata<S, Mapping>, page: u64) -> Result<()> {
+    /// The bits of a page on disk.
+    async fn read<S: Storage>(&self, metadata: &Metadata<S, Mapping>, page: u64) -> Result<Bits> {
         self.settle_exact_writes(metadata).await?;
-        let length = self.page_size as usize;
-        let bits = match self.location_of(page) {
+        Ok(match self.location_of(page) {
             BitsCluster::Stored(offset) => {
-                table_io::read(metadata.storage(), offset, length).await?
+                let length = self.page_size as usize;
+                Bits::Some(table_io::read(metadata.storage(), offset, length).await?)
             }
-            BitsCluster::Zeros => vec![0; length],
-            BitsCluster::Ones => vec![0xff; length],
+            BitsCluster::Zeros => Bits::Zeros,
+            BitsCluster::Ones => Bits::Ones,
+        })
+    }
+
+    async fn load<S: Storage>(&self, metadata: &Metadata<S, Mapping>, page: u64) -> Result<()> {
+        let bits = match self.read(metadata, page).await? {
+            Bits::Zeros => vec![0; self.page_size as usize],
+            Bits::Ones => vec![0xff; self.page_size as usize],
+            Bits::Some(bits) => bits,
         };
         // Another task may have read it meanwhile, and changed it since.
         self.state.lock().pages.entry(page).or_insert_with(|| Page::new(bits));
@@ -353,21 +372,30 @@ impl LiveBitmap {
 
     /// Has extents rest where many are active.
     async fn have_some_rest<S: Storage>(&self, metadata: &Metadata<S, Mapping>) {
-        // What rests is still said to have changed until the flush.
         let (rest_at, rest_to) = (self.max_active * 3 / 4, self.max_active / 2);
-        let active = self.state.lock().active.len();
-        let _alone = match self.resting.try_acquire() {
-            _ if active <= rest_at => return,
-            Some(alone) => alone,
-            // Those that are resting now make room.
-            None if active <= self.max_active => return,
-            None => self.resting.acquire().await,
-        };
-        let stale = self.rest_down_to(rest_to);
-        // Where this fails the disk says too much of these extents, and they count as stale: closing tries again.
-        // A storage that fails to flush says so itself.
-        if self.write_stale(metadata, stale).await.is_ok() {
-            let _ = metadata.sync(SyncMode::Data).await;
+        loop {
+            let (active, going_to_rest) = {
+                let state = self.state.lock();
+                (state.active.len(), state.going_to_rest)
+            };
+            let _alone = match self.resting.try_acquire() {
+                _ if active <= rest_at && active + going_to_rest <= self.max_active => return,
+                Some(alone) => alone,
+                None if active + going_to_rest <= self.max_active => return,
+                // Those that are resting now make room.
+                None => {
+                    drop(self.resting.acquire().await);
+                    continue;
+                }
+            };
+            let stale = self.rest_down_to(rest_to);
+            // Where this fails the disk says too much of these extents, and they count as stale: closing tries again.
+            // A storage that fails to flush says so itself.
+            if self.write_stale(metadata, stale).await.is_ok() {
+                let _ = metadata.sync(SyncMode::Data).await;
+            }
+            self.state.lock().going_to_rest = 0;
+            return;
         }
     }
 
@@ -375,7 +403,8 @@ impl LiveBitmap {
     /// disk says too much.
     fn rest_down_to(&self, count: usize) -> BTreeSet<u64> {
         let mut state = self.state.lock();
-        let State { pages, active, .. } = &mut *state;
+        let State { pages, active, going_to_rest, .. } = &mut *state;
+        let before = active.len();
         let in_page = self.page_bits() / self.extent_bits;
         let mut stale = BTreeSet::new();
         for _ in 0..2 * active.len() {
@@ -391,6 +420,8 @@ impl LiveBitmap {
                 stale.insert(number);
             }
         }
+        // None but this task has extents rest.
+        *going_to_rest = before - active.len();
         stale
     }
 

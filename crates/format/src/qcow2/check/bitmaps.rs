@@ -1,15 +1,19 @@
-//! What persistent bitmaps take of the file.
+//! What persistent bitmaps take of the file, and what a repair does with them.
 //!
 //! They count only while the image says that they are in step with the guest's disk (an autoclear
 //! bit); without it QEMU takes their space for leaked, and so does a check.
 
-use blockhouse_core::{ByteRange, Result, Storage};
+use blockhouse_core::{ByteRange, Durability, ErrorKind, Result, Storage, SyncMode};
 
-use crate::qcow2::layout::bitmap_directory::{self, BitmapEntry, BitsCluster, DirectoryLocation};
+use crate::qcow2::layout::bitmap_directory::{
+    self, BitmapEntry, BitmapFlags, BitsCluster, DirectoryLocation,
+};
 use crate::qcow2::layout::cluster_ranges::ClusterRanges;
 use crate::qcow2::layout::header::Header;
 use crate::qcow2::layout::sparse_reader::SparseReader;
 use crate::qcow2::layout::{table_io, words};
+
+use super::counts::Counts;
 
 /// Tells `add` everything that bitmaps take of the file: what, offset, length. Answers why that may not
 /// be all, in words.
@@ -76,4 +80,40 @@ async fn walk_table<S: Storage>(
         }
     }
     Ok(None)
+}
+
+/// Has the enabled bitmaps say durably that all of the disk changes, before a repair changes what the disk reads. Their
+/// tables are changed in place: bits that they referred to leak. Answers whether that can be done: not where a table may
+/// be something else's, too.
+///
+/// # Errors
+/// Only what the storage answers.
+pub(super) async fn mark_all<S: Storage>(
+    storage: &S,
+    header: &Header,
+    counts: &Counts,
+) -> Result<bool> {
+    let entries = match bitmap_directory::read(storage, header).await {
+        Ok(entries) => entries,
+        Err(error) if error.kind() == ErrorKind::Corrupt => return Ok(false),
+        Err(error) => return Err(error),
+    };
+    let is_live = |entry: &&BitmapEntry| {
+        entry.flags.contains(BitmapFlags::AUTO) && !entry.is_inconsistent(header)
+    };
+    let geometry = header.geometry;
+    let block = u64::from(storage.capabilities().alignment.offset);
+    for entry in entries.iter().filter(is_live) {
+        let (offset, length) = (entry.table_offset, entry.table_length());
+        let mut clusters = geometry.cluster_of(offset)..geometry.clusters_for(offset + length);
+        if offset + length > storage.size() || clusters.any(|cluster| counts.get(cluster) != 1) {
+            return Ok(false);
+        }
+        let mut table = vec![BitsCluster::Ones.word(); entry.table_entries as usize];
+        table.resize(length.next_multiple_of(block.max(8)) as usize / 8, 0);
+        let write = words::bytes_of(&table);
+        table_io::write(storage, offset, &write, Durability::None).await?;
+    }
+    storage.flush(SyncMode::Data).await?;
+    Ok(true)
 }

@@ -37,12 +37,35 @@ pub(crate) struct Edit<'a, S, E> {
     reader: SparseReader<'a, S>,
     /// L2 tables that were through, by offset.
     edited: HashSet<u64>,
+    /// Whether nothing is written.
+    is_trial: bool,
+    /// Whether any entry was to be changed.
+    has_changed: bool,
 }
 
 impl<'a, S: Storage, E: Editor> Edit<'a, S, E> {
     pub(crate) fn new(storage: &'a S, geometry: Geometry, editor: &'a E) -> Self {
         let reader = SparseReader::new(storage, geometry);
-        Self { storage, geometry, editor, reader, edited: HashSet::new() }
+        let edited = HashSet::new();
+        Self { storage, geometry, editor, reader, edited, is_trial: false, has_changed: false }
+    }
+
+    /// Whether an L1 table or its L2 tables have entries to change. Nothing is changed.
+    ///
+    /// # Errors
+    /// Only what the storage answers.
+    pub(crate) async fn would_change(mut self, l1: L1Location) -> Result<bool> {
+        self.is_trial = true;
+        self.l1(l1).await?;
+        Ok(self.has_changed)
+    }
+
+    async fn write(&mut self, offset: u64, bytes: &[u8]) -> Result<()> {
+        self.has_changed = true;
+        match self.is_trial {
+            true => Ok(()),
+            false => table_io::write(self.storage, offset, bytes, Durability::None).await,
+        }
     }
 
     /// Changes one L1 table and its L2 tables.
@@ -68,7 +91,7 @@ impl<'a, S: Storage, E: Editor> Edit<'a, S, E> {
                 }
             }
             for piece in dirty_parts(&words, &changed, data.offset(), self.geometry.slice_size()) {
-                table_io::write(self.storage, piece.offset, &piece.bytes, Durability::None).await?;
+                self.write(piece.offset, &piece.bytes).await?;
             }
         }
         Ok(())
@@ -93,7 +116,7 @@ impl<'a, S: Storage, E: Editor> Edit<'a, S, E> {
             let slices = before.chunks(step).zip(table.chunks(step));
             for (offset, (old, new)) in (data.offset()..).step_by(step).zip(slices) {
                 if old != new {
-                    table_io::write(self.storage, offset, new, Durability::None).await?;
+                    self.write(offset, new).await?;
                 }
             }
         }

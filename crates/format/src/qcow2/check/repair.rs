@@ -4,15 +4,17 @@
 //!
 //! 1. an image with corruption is marked as corrupt (version 3): until the end no program writes to it;
 //! 2. snapshots that cannot be used are removed from the snapshot table: see `repair_snapshots`;
-//! 3. entries that contradict the format or point out of the file lose what is wrong of them;
-//! 4. references are counted, and "the refcount is one" is taken from entries where it is not so;
-//! 5. refcounts become what was counted, at their offsets or, where the refcount table is broken, in a
+//! 3. where that is going to change what the disk reads, enabled bitmaps say that all of it has changed, or are given
+//!    up where they are damaged themselves;
+//! 4. entries that contradict the format or point out of the file lose what is wrong of them;
+//! 5. references are counted, and "the refcount is one" is taken from entries where it is not so;
+//! 6. refcounts become what was counted, at their offsets or, where the refcount table is broken, in a
 //!    new one that the header points to with one write. So none is lowered before the reference is gone;
-//! 6. entries whose refcount is one say so. An entry that says less than it might is copied once too
+//! 7. entries whose refcount is one say so. An entry that says less than it might is copied once too
 //!    often, and harmless: of all states on the way this is the only one in which a repair of leaks
 //!    alone shows as an error to a check;
-//! 7. space that nothing refers to is given back to the host;
-//! 8. if a new check finds no corruption, the marks "corrupt" and "dirty" are taken away. If it does, an
+//! 8. space that nothing refers to is given back to the host;
+//! 9. if a new check finds no corruption, the marks "corrupt" and "dirty" are taken away. If it does, an
 //!    image that was not marked before is not marked after, because a repair takes no access away. One
 //!    with a cluster that has more users than can be counted is: a change would lose data.
 //!
@@ -25,6 +27,7 @@ use blockhouse_core::{Result, Storage, SyncMode};
 use crate::qcow2::layout::header::{self, Header, Incompatible};
 use crate::qcow2::layout::table_io::{self, read_header};
 
+use super::bitmaps;
 use super::counts::Counts;
 use super::disk_refcounts::{DiskRefcounts, beside};
 use super::edit::{CopiedFix, CopiedFlagEditor, Edit, SanitizeEntries};
@@ -195,6 +198,7 @@ impl<S: Storage> RepairRun<'_, S> {
     async fn repair_all(&mut self) -> Result<()> {
         self.begin(Incompatible::CORRUPT).await?;
         self.snapshots = repair_snapshots(self.storage, &mut self.header).await?;
+        self.mark_bitmaps().await?;
         self.scrub().await?;
         let mut counts = self.count().await?;
         if !counts.is_complete {
@@ -233,15 +237,42 @@ impl<S: Storage> RepairRun<'_, S> {
         Ok(())
     }
 
+    /// Has bitmaps say what the repair of entries is going to change.
+    async fn mark_bitmaps(&mut self) -> Result<()> {
+        let active = L1Location::active(&self.header);
+        if self.header.autoclear & BITMAPS_CONSISTENT == 0 || !self.is_in_file(active) {
+            return Ok(());
+        }
+        let (_, scrub) = self.sanitizer().await?;
+        if !Edit::new(self.storage, self.header.geometry, &scrub).would_change(active).await? {
+            return Ok(());
+        }
+        let counts = References::count(self.storage, &self.header).await?.counts;
+        if !bitmaps::mark_all(self.storage, &self.header, &counts).await? {
+            self.header.autoclear &= !BITMAPS_CONSISTENT;
+            store_header(self.storage, &self.header).await?;
+        }
+        Ok(())
+    }
+
+    fn is_in_file(&self, l1: L1Location) -> bool {
+        l1.is_possible(self.header.geometry) && l1.offset + l1.length() <= self.storage.size()
+    }
+
+    async fn sanitizer(&self) -> Result<(SnapshotSurvey, SanitizeEntries)> {
+        let snapshots = SnapshotSurvey::read(self.storage, &self.header).await?;
+        let clusters = self.header.geometry.clusters_for(self.storage.size());
+        let scrub = SanitizeEntries::new(&self.header, &snapshots, clusters);
+        Ok((snapshots, scrub))
+    }
+
     /// Makes all entries keep to the format and to the file, durably.
     async fn scrub(&self) -> Result<()> {
         let geometry = self.header.geometry;
-        let snapshots = SnapshotSurvey::read(self.storage, &self.header).await?;
-        let clusters = geometry.clusters_for(self.storage.size());
-        let scrub = SanitizeEntries::new(&self.header, &snapshots, clusters);
+        let (snapshots, scrub) = self.sanitizer().await?;
         let mut edit = Edit::new(self.storage, geometry, &scrub);
         for l1 in snapshots.l1_tables().chain([L1Location::active(&self.header)]) {
-            if l1.is_possible(geometry) && l1.offset + l1.length() <= self.storage.size() {
+            if self.is_in_file(l1) {
                 edit.l1(l1).await?;
             }
         }

@@ -8,7 +8,8 @@
 use blockhouse_core::{ByteRange, Error, ErrorKind, Result, Storage};
 
 use crate::qcow2::bitmaps::{
-    BitRuns, BitmapExtent, Bits, BitsReader, LiveBitmaps, clear_bits, extents_of, set_bits,
+    BitRuns, BitmapExtent, Bits, BitsReader, LiveBitmaps, MAX_LIVE, clear_bits, extents_of,
+    set_bits,
 };
 use crate::qcow2::layout::bitmap_directory::{
     self, Bitmap, BitmapEntry, BitmapFlags, BitsCluster, DirectoryLocation,
@@ -94,7 +95,10 @@ pub(crate) async fn add_bitmap<S: Storage>(
     let change = async |entries: &mut Vec<BitmapEntry>,
                         transaction: &mut MetadataTransaction<'_, S>| {
         check_new(image, &entry, entries)?;
-        place_empty_table(&mut entry, transaction).await?;
+        if new.is_enabled {
+            check_live(image, entries, transaction.header())?;
+        }
+        place_empty_table(&mut entry, image, transaction).await?;
         entries.push(entry);
         Ok(())
     };
@@ -117,12 +121,15 @@ pub(crate) async fn change_bitmap<S: Storage>(
             let removed = entries.remove(index);
             return release_bitmap(&removed, metadata.storage(), transaction).await;
         }
+        check_consistent(image, &entries[index], transaction.header())?;
+        if action == BitmapAction::Enable && !entries[index].flags.contains(BitmapFlags::AUTO) {
+            check_live(image, entries, transaction.header())?;
+        }
         let entry = &mut entries[index];
-        check_consistent(image, entry, transaction.header())?;
         match action {
             BitmapAction::Remove | BitmapAction::Clear => {
                 release_bitmap(entry, metadata.storage(), transaction).await?;
-                place_empty_table(entry, transaction).await?;
+                place_empty_table(entry, image, transaction).await?;
             }
             BitmapAction::Enable => entry.flags.insert(BitmapFlags::AUTO),
             BitmapAction::Disable => entry.flags.remove(BitmapFlags::AUTO),
@@ -263,6 +270,20 @@ fn check_new(image: &str, new: &BitmapEntry, entries: &[BitmapEntry]) -> Result<
     Ok(())
 }
 
+/// Whether another bitmap can be enabled: with too many of them no change of the disk could be made.
+fn check_live(image: &str, entries: &[BitmapEntry], header: &Header) -> Result<()> {
+    let is_live = |entry: &&BitmapEntry| {
+        entry.flags.contains(BitmapFlags::AUTO) && !entry.is_inconsistent(header)
+    };
+    let count = entries.iter().filter(is_live).count();
+    if count < MAX_LIVE {
+        return Ok(());
+    }
+    let what = format!("{count} bitmaps are enabled, and no more than {MAX_LIVE} can be");
+    let error = Error::new(ErrorKind::InvalidInput, what).on(image);
+    Err(error.hint("disable or remove one of them first"))
+}
+
 fn index_of(image: &str, name: &str, entries: &[BitmapEntry]) -> Result<usize> {
     entries.iter().position(|entry| entry.name == name.as_bytes()).ok_or_else(|| {
         let error = Error::new(ErrorKind::InvalidInput, format!("has no bitmap '{name}'"));
@@ -299,16 +320,27 @@ async fn release_bitmap<S: Storage>(
 
 async fn place_empty_table<S: Storage>(
     entry: &mut BitmapEntry,
+    image: &str,
     transaction: &mut MetadataTransaction<'_, S>,
 ) -> Result<()> {
     let geometry = transaction.geometry();
     let clusters = entry.clusters_for(transaction.size(), geometry);
-    if clusters << geometry.cluster_bits > MAX_BITMAP_BYTES {
-        let granularity = 1_u64 << entry.granularity_bits;
-        let what = format!("a bitmap of granularity {granularity} would take more than 512 MiB");
-        return Err(Error::new(ErrorKind::InvalidInput, what).hint("choose a larger granularity"));
-    }
+    check_bounds(image, entry, clusters, geometry)?;
     place_table(entry, vec![BitsCluster::Zeros; clusters as usize], transaction).await
+}
+
+/// Whether a bitmap may have so many clusters: QEMU opens no image that has a larger one.
+fn check_bounds(image: &str, entry: &BitmapEntry, clusters: u64, geometry: Geometry) -> Result<()> {
+    if clusters <= MAX_BITMAP_BYTES >> geometry.cluster_bits {
+        return Ok(());
+    }
+    let what = format!(
+        "{} would take more than 512 MiB with a granularity of {}",
+        entry.called(),
+        1_u64 << entry.granularity_bits
+    );
+    let hint = "one of a larger granularity can be added, this one be merged into it, and removed";
+    Err(Error::new(ErrorKind::InvalidInput, what).on(image).hint(hint))
 }
 
 async fn place_table<S: Storage>(
@@ -366,6 +398,7 @@ async fn resize_table<S: Storage>(
         // Its bits say nothing any more, and its table may have any length.
         return Ok(());
     }
+    check_bounds(storage.name(), entry, entry.clusters_for(size, geometry), geometry)?;
     let reader = BitsReader::open(storage, geometry, entry, old_size).await?;
     // The last bit of the old size may stand for new bytes as well.
     let (old_bits, bits) = (old_size >> entry.granularity_bits, entry.bits_for(size));
