@@ -8,7 +8,7 @@ use std::path::Path;
 use std::process::Command;
 
 use blockhouse_core::{Buffer, ByteRange, Durability, Fallback, Fua, Request, Unmap};
-use blockhouse_disk::{Disk, ImageFormat, Options};
+use blockhouse_disk::{Disk, ImageFormat, NewBitmap, Options};
 use blockhouse_format::qcow2::{self, Backing, CreateOptions, Preallocation, Switch, Version};
 use blockhouse_fuzz::case::{Case, Corruption, Step};
 use blockhouse_fuzz::images::{NAMES, corpus};
@@ -57,7 +57,8 @@ fn case(image: u8, is_damaged: bool) -> Case {
         let (offset, length) = (random.u16(..), random.u16(..8192));
         Step { kind, flags: random.u8(..), offset, length }
     };
-    let steps = (0..32).map(step).collect();
+    // Of these the last ones are about bitmaps.
+    let steps = (0..32).chain(128..144).map(step).collect();
     Case { image, storage: image, seed: image, corruptions, steps }
 }
 
@@ -154,8 +155,10 @@ fn by_ours(kind: &str) -> Vec<u8> {
             options.size = SIZE / 2;
         }
         "grown" => options.size = 4096,
+        "bitmaps" | "bitmaps-killed" => {}
         _ => panic!("no image of ours is called {kind}"),
     }
+    let (has_bitmaps, is_killed) = (kind.starts_with("bitmaps"), kind == "bitmaps-killed");
     let sim = Sim::new(0);
     let storage = Memory::new(&sim, 1, Fua::Native, Vec::new());
     let base = Memory::new(&sim, 1, Fua::Native, vec![7; 70 << 10]);
@@ -169,10 +172,26 @@ fn by_ours(kind: &str) -> Vec<u8> {
                 .with_backing(Disk::raw(base, Options::default()).expect("whole sectors").into());
         }
         disk.resize(disk.size().max(SIZE / 2)).await.expect("room");
+        if has_bitmaps {
+            add_bitmaps(&disk).await;
+        }
         fill(&disk).await;
-        disk.close().await.expect("room");
+        match is_killed {
+            true => disk.flush().await.expect("room"),
+            false => disk.close().await.expect("room"),
+        }
     });
     storage.content()
+}
+
+/// Two that record changes, and one that does not.
+async fn add_bitmaps(disk: &Disk<Memory>) {
+    for (name, granularity, is_enabled) in
+        [("changes", 512, true), ("two", 4096, true), ("three", 1024, false)]
+    {
+        let new = NewBitmap { name: name.into(), granularity: Some(granularity), is_enabled };
+        disk.bitmaps().add(&new).await.expect("room");
+    }
 }
 
 async fn fill(disk: &Disk<Memory>) {

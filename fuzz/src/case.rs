@@ -96,7 +96,7 @@ impl Corruption {
     }
 
     /// How many kinds of places there are.
-    pub const PLACES: u8 = 10;
+    pub const PLACES: u8 = 14;
 
     /// Does it to `bytes`; where things are is read from the image as it was.
     fn apply(self, whole: &[u8], bytes: &mut Vec<u8>) {
@@ -122,6 +122,13 @@ impl Corruption {
                 (entry & 0x00ff_ffff_ffff) + self.value % 64
             }
             8 => self.value % (bytes.len() as u64 + 1),
+            10 => bitmaps_extension(whole) + index % 40,
+            11 => field(whole, bitmaps_extension(whole) + 24, 8) + index % 256,
+            12 => within(bitmap_table(whole, index), 64),
+            13 => {
+                let bits = field(whole, bitmap_table(whole, index), 8);
+                (bits & 0x00ff_ffff_ffff) + self.value % cluster
+            }
             _ => {
                 bytes.truncate((self.value % (bytes.len() as u64 + 1)) as usize);
                 return;
@@ -149,6 +156,33 @@ impl Corruption {
             *byte = new;
         }
     }
+}
+
+/// Where the header extension that names the directory of bitmaps begins; 0 without one.
+fn bitmaps_extension(whole: &[u8]) -> u64 {
+    let mut at = field(whole, 100, 4).max(104);
+    for _ in 0..8 {
+        match field(whole, at, 4) {
+            0 => break,
+            0x2385_2875 => return at,
+            _ => at += 8 + field(whole, at + 4, 4).next_multiple_of(8),
+        }
+    }
+    0
+}
+
+/// Where the table of a bitmap begins, by any number; 0 without one.
+fn bitmap_table(whole: &[u8], number: u64) -> u64 {
+    let extension = bitmaps_extension(whole);
+    if extension == 0 {
+        return 0;
+    }
+    let (count, mut at) = (field(whole, extension + 8, 4), field(whole, extension + 24, 8));
+    for _ in 0..number % count.max(1) {
+        let (name, extra) = (field(whole, at + 18, 2), field(whole, at + 20, 4));
+        at += (24 + name + extra).next_multiple_of(8);
+    }
+    field(whole, at, 8)
 }
 
 impl Step {

@@ -27,6 +27,8 @@ pub const NAMES: &[&str] = &[
     "ours-backed",
     "ours-metadata",
     "ours-grown",
+    "ours-bitmaps",
+    "ours-bitmaps-killed",
 ];
 
 /// The folder of a target's committed inputs.

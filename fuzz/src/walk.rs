@@ -11,6 +11,8 @@ use crate::{assert_tells_the_place, in_bounded_memory};
 /// How many extents are looked at, and how much of each is read.
 const MAX_EXTENTS: usize = 1000;
 const MAX_READ: u64 = 64 << 10;
+/// How many bitmaps are read.
+const MAX_BITMAPS: usize = 4;
 
 /// Reads the beginning of each extent.
 ///
@@ -37,6 +39,28 @@ pub async fn read_extents(disk: &Disk<Memory>) {
             assert_tells_the_place(&error);
         }
         rest = rest.skip(length);
+    }
+}
+
+/// Reads what the bitmaps of a disk say, whatever its image is.
+///
+/// # Panics
+/// When extents are not those of the disk, or an error does not tell the place.
+pub async fn read_bitmaps(disk: &Disk<Memory>) {
+    let listed = match disk.bitmaps().list().await {
+        Ok(listed) => listed,
+        Err(error) => return assert_tells_the_place(&error),
+    };
+    let all = ByteRange::between(0, disk.size());
+    for bitmap in listed.iter().take(MAX_BITMAPS) {
+        match disk.bitmaps().extents(&bitmap.name, all, MAX_EXTENTS).await {
+            Ok(extents) => {
+                let length: u64 = extents.iter().map(|extent| extent.length).sum();
+                assert!(length == all.length() || extents.len() >= MAX_EXTENTS);
+                assert!(length <= all.length() && extents.iter().all(|extent| extent.length > 0));
+            }
+            Err(error) => assert_tells_the_place(&error),
+        }
     }
 }
 
