@@ -199,47 +199,60 @@ async fn write_number(disk: &Disk<SimDisk>, number: u64) -> Result<()> {
     disk.submit(Request::Write { offset: 0, from, durability }).await
 }
 
+/// Freezes several disks to which one writer gives numbers in turn, in the way of `freeze_all`, and reads the numbers.
+///
+/// # Errors
+/// In words, where they are not those of one moment.
+pub fn numbers_of_several(
+    seed: u64,
+    freeze_all: impl AsyncFnOnce(&Sim, &[&FrozenDisk<SimDisk>], &mut Rng) + 'static,
+) -> Result<(), String> {
+    let sim = Sim::new(seed);
+    let (mut random, own) = (sim.fork_prng(), sim.clone());
+    let numbers: Result<Vec<u64>> = sim.block_on(async move {
+        let sim = own;
+        let mut scenes = Vec::new();
+        for _ in 0..random.usize(2..=4) {
+            scenes.push(scene::disk(&sim, &mut random, &vec![0; 72 * SECTOR as usize]).await?);
+        }
+        let disks: Vec<_> = scenes.iter().map(|scene| Arc::clone(&scene.disk)).collect();
+        let writer = sim.spawn(async move {
+            for number in 1.. {
+                for disk in &disks {
+                    write_number(disk, number).await.expect("a write");
+                }
+            }
+        });
+        sim.sleep(Duration::from_micros(random.u64(..20_000))).await;
+        let prepared: Vec<_> =
+            scenes.iter().map(|scene| prepare(&sim, &mut random, scene, u64::MAX).frozen).collect();
+        let frozen: Vec<_> = prepared.iter().map(|one| &**one).collect();
+        freeze_all(&sim, &frozen, &mut random).await;
+        sim.sleep(Duration::from_micros(random.u64(..20_000))).await;
+        let mut numbers = Vec::new();
+        for frozen in &prepared {
+            let mut buffer = Buffer::new(8);
+            frozen.read(0, buffer.lend()).await?;
+            numbers.push(u64::from_be_bytes(buffer.bytes().try_into().expect("8 bytes")));
+        }
+        drop(writer);
+        Ok(numbers)
+    });
+    let numbers = numbers.map_err(|error| error.to_string())?;
+    let is_in_order = numbers.is_sorted_by(|a, b| a >= b);
+    match is_in_order && numbers[0] - numbers[numbers.len() - 1] <= 1 {
+        true => Ok(()),
+        false => Err(format!("the disks have the numbers {numbers:?}")),
+    }
+}
+
 #[test]
 fn several_disks_are_frozen_at_one_moment() {
     let test = "frozen::several_disks_are_frozen_at_one_moment";
     for_seeds(env!("CARGO_PKG_NAME"), test, 60, |seed| {
-        let sim = Sim::new(seed);
-        let (mut random, own) = (sim.fork_prng(), sim.clone());
-        let numbers: Result<Vec<u64>> = sim.block_on(async move {
-            let sim = own;
-            let mut scenes = Vec::new();
-            for _ in 0..random.usize(2..=4) {
-                scenes.push(scene::disk(&sim, &mut random, &vec![0; 72 * SECTOR as usize]).await?);
-            }
-            let disks: Vec<_> = scenes.iter().map(|scene| Arc::clone(&scene.disk)).collect();
-            let writer = sim.spawn(async move {
-                for number in 1.. {
-                    for disk in &disks {
-                        write_number(disk, number).await.expect("a write");
-                    }
-                }
-            });
-            sim.sleep(Duration::from_micros(random.u64(..20_000))).await;
-            let prepared: Vec<_> = scenes
-                .iter()
-                .map(|scene| prepare(&sim, &mut random, scene, u64::MAX).frozen)
-                .collect();
-            freeze(&prepared.iter().map(|one| &**one).collect::<Vec<_>>()).await;
-            sim.sleep(Duration::from_micros(random.u64(..20_000))).await;
-            let mut numbers = Vec::new();
-            for frozen in &prepared {
-                let mut buffer = Buffer::new(8);
-                frozen.read(0, buffer.lend()).await?;
-                numbers.push(u64::from_be_bytes(buffer.bytes().try_into().expect("8 bytes")));
-            }
-            drop(writer);
-            Ok(numbers)
-        });
-        let numbers = numbers.map_err(|error| error.to_string())?;
-        let is_in_order = numbers.is_sorted_by(|a, b| a >= b);
-        match is_in_order && numbers[0] - numbers[numbers.len() - 1] <= 1 {
-            true => Ok(Report::default()),
-            false => Err(format!("the disks have the numbers {numbers:?}")),
-        }
+        let at_once = async |_: &Sim, disks: &[&FrozenDisk<SimDisk>], _: &mut Rng| {
+            freeze(disks).await;
+        };
+        numbers_of_several(seed, at_once).map(|()| Report::default())
     });
 }

@@ -2,6 +2,7 @@
 #![forbid(unsafe_code)]
 
 mod frozen;
+mod frozen_planted;
 mod guests;
 mod late;
 mod mirror;
