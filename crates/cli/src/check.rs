@@ -106,7 +106,7 @@ async fn repair_image(arguments: &ImageArgs, what: RepairScope) -> Result<Outcom
     let ImageArgs { format, image, open, .. } = arguments;
     let format = format.unwrap_or_else(|| format_by_name(image));
     match format {
-        ImageFormat::Raw => return Ok(Outcome::NotCheckable("raw")),
+        ImageFormat::Raw | ImageFormat::Luks => return Ok(Outcome::NotCheckable(format.as_str())),
         ImageFormat::Foreign(_) => bail!(
             "{}: {} images are checked, but not repaired: repair it with the program that made it",
             image.display(),

@@ -180,7 +180,7 @@ impl TargetSpec<'_> {
                 let options = options.unwrap_or_else(|why| wrong_usage(&why));
                 create_qcow2(part, &options, self.allowed_paths()?).await?;
             }
-            ImageFormat::Foreign(_) => bail!("{}", self.format.not_made()),
+            ImageFormat::Luks | ImageFormat::Foreign(_) => bail!("{}", self.format.not_made()),
         }
         let opened = self.open_target(part).await;
         if opened.is_err() {
@@ -293,6 +293,7 @@ impl TargetSpec<'_> {
             state,
             allowed_paths: self.allowed_paths()?,
             remote_backing: self.open.remote_backing(),
+            secrets: self.open.secrets()?,
         };
         match self.is_overlay() {
             true => open(path, options).await,

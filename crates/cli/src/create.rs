@@ -84,7 +84,7 @@ pub fn run(arguments: Arguments) -> Result<()> {
                 create_qcow2(&image, &options, allowed).await
             })
         }
-        format @ ImageFormat::Foreign(_) => wrong_usage(&format.not_made()),
+        format @ (ImageFormat::Luks | ImageFormat::Foreign(_)) => wrong_usage(&format.not_made()),
     }
 }
 

@@ -11,6 +11,7 @@ use blockhouse_disk::{
     PendingChanges, StateUse, open_metadata,
 };
 use blockhouse_engine::{EngineChoice, EngineReport, EventLoop};
+use blockhouse_format::Encryption;
 use blockhouse_format::qcow2::{Compression, Switch, Version};
 use serde_json::{Map, Value, json};
 
@@ -38,6 +39,7 @@ struct Facts {
     virtual_size: u64,
     /// In bytes; `None` where another server has the image.
     actual_size: Option<u64>,
+    encryption: Option<Encryption>,
     capabilities: Capabilities,
     engine: EngineReport,
     pending: Option<PendingChanges>,
@@ -81,6 +83,7 @@ pub fn run(arguments: &Arguments) -> Result<()> {
         data_file: disk.data_file().cloned(),
         virtual_size: disk.size(),
         actual_size,
+        encryption: event_loop.block_on(disk.read_encryption())?,
         capabilities: event_loop.block_on(async { disk.capabilities() }),
         engine: event_loop.report().clone(),
         pending: state.directory().map_or(Ok(None), |dir| disk.pending_changes(dir))?,
@@ -130,6 +133,15 @@ fn as_text(facts: &Facts) -> String {
     if let Some(stated) = facts.qcow2.map(|qcow2| qcow2.stated_size).filter(|size| size % 512 != 0)
     {
         lines.push(format!("size in the header: {stated} bytes (rounded down to whole sectors)"));
+    }
+    if let Some(encryption) = &facts.encryption {
+        let header = encryption.header();
+        let (version, cipher, slots) = (header.version, header.cipher.as_str(), header.slots.len());
+        let (bits, uuid) = (header.key_bytes * 8, &header.uuid);
+        lines.push("encrypted: yes".into());
+        lines.push(format!(
+            "encryption: LUKS{version}, {cipher}, a key of {bits} bits in {slots} key slots, UUID {uuid}"
+        ));
     }
     if let Some(size) = facts.cluster_size {
         lines.push(format!("cluster size: {size} bytes"));
@@ -197,6 +209,20 @@ fn as_json(facts: &Facts) -> String {
     if let Some(PendingChanges { changes, process, state_file }) = &facts.pending {
         value["blockhouse"]["missing-changes"] =
             json!({ "changes": changes, "process": process, "state-file": state_file });
+    }
+    if let Some(encryption) = &facts.encryption {
+        let header = encryption.header();
+        value["encrypted"] = true.into();
+        value["blockhouse"]["encryption"] = json!({
+            "format": "luks",
+            "version": header.version,
+            "cipher": header.cipher.as_str(),
+            "key-bits": header.key_bytes * 8,
+            "sector-size": header.sector_size,
+            "uuid": header.uuid,
+            "payload-offset": header.payload,
+            "slots": header.slots.iter().map(|slot| slot.number).collect::<Vec<_>>(),
+        });
     }
     if let Some(size) = facts.cluster_size {
         value["cluster-size"] = size.into();

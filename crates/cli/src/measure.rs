@@ -79,7 +79,7 @@ pub fn run(arguments: Arguments) -> Result<()> {
             let options = create_options::qcow2(0, settings);
             qcow2(&arguments, options.unwrap_or_else(|why| wrong_usage(&why)))?
         }
-        format @ ImageFormat::Foreign(_) => wrong_usage(&format.not_made()),
+        format @ (ImageFormat::Luks | ImageFormat::Foreign(_)) => wrong_usage(&format.not_made()),
     };
     output::print(&if arguments.output.is_json() { as_json(&figures) } else { as_text(&figures) })
 }

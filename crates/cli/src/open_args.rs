@@ -1,12 +1,13 @@
 //! The options of all commands that open images, and how images are opened by tools.
 
 use std::path::{Path, PathBuf};
+use std::sync::{Arc, OnceLock};
 
 use anyhow::Result;
 use blockhouse_daemon::setup::StateSetup;
 use blockhouse_disk::{
-    Access, AllowedPaths, CacheMode, DetectZeroes, Discard, ImageFormat, ImageOptions, Locking,
-    RemoteBacking, StateDir, StateUse,
+    Access, AllowedPaths, CacheMode, DetectZeroes, Discard, ImageFormat, ImageOptions, KeyFiles,
+    Locking, RemoteBacking, Secrets, StateDir, StateUse,
 };
 
 /// What images may name (docs/security.md).
@@ -31,11 +32,52 @@ impl AllowPathArgs {
     }
 }
 
+/// The keys of encrypted images.
+#[derive(clap::Args, Clone, Debug)]
+pub struct KeyArgs {
+    /// A file whose bytes are the key of an encrypted image, all of them, up to 64 KiB. May be repeated.
+    ///
+    /// Each key is tried on each encrypted image that is opened, its backing files included.
+    #[arg(long, value_name = "FILE")]
+    pub key_file: Vec<PathBuf>,
+    /// A file whose first line is the passphrase of an encrypted image, without its line feed. May be repeated.
+    ///
+    /// It may be a pipe, such as /dev/stdin or /dev/fd/3.
+    #[arg(long, value_name = "FILE")]
+    pub passphrase_file: Vec<PathBuf>,
+    /// What they hold: a pipe can be read only once.
+    #[arg(skip)]
+    secrets: Arc<OnceLock<Secrets>>,
+}
+
+impl KeyArgs {
+    /// The files.
+    pub fn files(&self) -> KeyFiles {
+        KeyFiles { keys: self.key_file.clone(), passphrases: self.passphrase_file.clone() }
+    }
+
+    /// The keys.
+    ///
+    /// # Errors
+    /// As [`KeyFiles::read`].
+    pub fn secrets(&self) -> blockhouse_core::Result<Secrets> {
+        match self.secrets.get() {
+            Some(secrets) => Ok(secrets.clone()),
+            None => {
+                let secrets = self.files().read()?;
+                Ok(self.secrets.get_or_init(|| secrets).clone())
+            }
+        }
+    }
+}
+
 /// The options of all commands that open images, `serve` excepted, which has a `--state` of its own.
 #[derive(clap::Args, Clone)]
 pub struct OpenArgs {
     #[command(flatten)]
     allow: AllowPathArgs,
+    #[command(flatten)]
+    keys: KeyArgs,
     /// Where the image's server keeps what outlives it, as its --state says. If it was killed, commands that change
     /// the image begin with what it answered last, and those that only read it warn. By default they look where
     /// servers have it by default; off looks nowhere.
@@ -52,7 +94,9 @@ impl OpenArgs {
     pub fn read_only(&self, format: Option<ImageFormat>) -> Result<ImageOptions> {
         let allowed_paths = self.allowed_paths(None)?;
         let remote_backing = self.allow.remote_backing();
-        Ok(ImageOptions { allowed_paths, remote_backing, ..read_only(format, self.state_use()?) })
+        let secrets = self.secrets()?;
+        let options = read_only(format, self.state_use()?);
+        Ok(ImageOptions { allowed_paths, remote_backing, secrets, ..options })
     }
 
     /// How an image is opened that a tool changes: it begins with the changes that a server answered before it died.
@@ -61,6 +105,14 @@ impl OpenArgs {
     /// As [`read_only`](Self::read_only).
     pub fn read_write(&self, format: Option<ImageFormat>) -> Result<ImageOptions> {
         Ok(ImageOptions { access: Access::ReadWrite, ..self.read_only(format)? })
+    }
+
+    /// The keys that were named.
+    ///
+    /// # Errors
+    /// As [`KeyFiles::read`].
+    pub fn secrets(&self) -> blockhouse_core::Result<Secrets> {
+        self.keys.secrets()
     }
 
     /// What images may name, with a file that the user named in another way.
@@ -112,6 +164,7 @@ pub fn read_only(format: Option<ImageFormat>, state: StateUse) -> ImageOptions {
         state,
         allowed_paths: AllowedPaths::default(),
         remote_backing: RemoteBacking::Refused,
+        secrets: Secrets::default(),
     }
 }
 

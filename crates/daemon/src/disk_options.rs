@@ -4,7 +4,7 @@ use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 
 use blockhouse_disk::{
-    Access, CacheMode, DetectZeroes, Discard, ImageFormat, RemoteBacking, is_address,
+    Access, CacheMode, DetectZeroes, Discard, ImageFormat, KeyFiles, RemoteBacking, is_address,
 };
 use blockhouse_nbd::MAX_EXPORT_BITMAPS;
 use schemars::JsonSchema;
@@ -53,6 +53,12 @@ pub struct DiskOptions {
     /// Whether the image may name an export of another server as its backing file.
     #[serde(default)]
     pub allow_remote: bool,
+    /// Files whose bytes are the key of an encrypted image, by absolute paths. Each is tried on each image of the chain.
+    #[serde(default)]
+    pub key_files: Vec<PathBuf>,
+    /// Files whose first line is the passphrase of an encrypted image, by absolute paths.
+    #[serde(default)]
+    pub passphrase_files: Vec<PathBuf>,
     /// Persistent bitmaps of the image that NBD clients may ask for (qemu:dirty-bitmap:NAME), by their names.
     #[serde(default)]
     pub bitmaps: Vec<String>,
@@ -97,7 +103,8 @@ impl DiskOptions {
         if !is_address(self.path.as_os_str().as_bytes()) {
             check_absolute(&self.path)?;
         }
-        self.allow_paths.iter().try_for_each(|path| check_absolute(path))?;
+        let named = self.allow_paths.iter().chain(&self.key_files).chain(&self.passphrase_files);
+        named.into_iter().try_for_each(|path| check_absolute(path))?;
         let by_file = || self.path.file_name().map(|name| name.to_string_lossy().into_owned());
         let name = self.name.clone().or_else(by_file).filter(|name| !name.is_empty());
         let name = name.ok_or("the disk has no name, and its path names no file")?;
@@ -130,6 +137,10 @@ impl DiskOptions {
             create: self.create.map(|size| size.next_multiple_of(512)),
             snapshot: self.snapshot.clone(),
             allow_paths: self.allow_paths.clone(),
+            keys: KeyFiles {
+                keys: self.key_files.clone(),
+                passphrases: self.passphrase_files.clone(),
+            },
             bitmaps: self.bitmaps.clone(),
             throttle: self.limits.throttle()?,
             remote_backing: match self.allow_remote {

@@ -61,7 +61,7 @@ fn try_keep(dir: blockhouse_core::Result<StateDir>) -> StateUse {
 /// How a disk is opened.
 ///
 /// # Errors
-/// An allowed path is missing.
+/// An allowed path is missing, or a key cannot be read.
 pub(crate) fn image_options(disk: &DiskSetup, state: &StateUse) -> Result<ImageOptions> {
     Ok(ImageOptions {
         format: disk.format,
@@ -73,6 +73,7 @@ pub(crate) fn image_options(disk: &DiskSetup, state: &StateUse) -> Result<ImageO
         state: state.clone(),
         allowed_paths: AllowedPaths::new(&disk.allow_paths)?,
         remote_backing: disk.remote_backing,
+        secrets: disk.keys.read()?,
     })
 }
 

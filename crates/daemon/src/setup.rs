@@ -5,7 +5,9 @@
 use std::fmt;
 use std::path::PathBuf;
 
-use blockhouse_disk::{Access, CacheMode, DetectZeroes, Discard, ImageFormat, RemoteBacking};
+use blockhouse_disk::{
+    Access, CacheMode, DetectZeroes, Discard, ImageFormat, KeyFiles, RemoteBacking,
+};
 use blockhouse_nbd::uri::Address;
 use blockhouse_nbd::{Limits, SocketPermissions, TlsFiles, TlsMode};
 use blockhouse_vhost_user::RegisteredMemory;
@@ -130,6 +132,8 @@ pub struct DiskSetup {
     pub allow_paths: Vec<PathBuf>,
     /// Whether it may name exports of other servers.
     pub remote_backing: RemoteBacking,
+    /// The keys of its encrypted images.
+    pub keys: KeyFiles,
     /// The bitmaps that its NBD clients may ask for, by their names.
     pub bitmaps: Vec<String>,
     /// How many operations and bytes a second it may have.

@@ -54,6 +54,7 @@ mod host_file;
 mod io_poll;
 mod linux_aio;
 mod local;
+mod locked;
 mod loop_shared;
 mod loop_thread;
 mod mailbox;
@@ -100,6 +101,7 @@ pub use guest_memory::{
 };
 pub use host_file::{HostFile, OpenFiles, OpenMode, PageCache};
 pub use io_poll::{IoPoll, check_io_poll};
+pub use locked::{Locked, LockedBytes};
 pub use loop_thread::LoopThread;
 pub use mapping::{Fault, FaultDomain};
 pub use probe::FileKind;

@@ -8,7 +8,7 @@ impl<S: Storage> Format<S> {
     /// Whether the image, open for writing, has persistent bitmaps that are in step with the disk.
     pub fn has_bitmaps(&self) -> bool {
         match self {
-            Self::Raw(_) | Self::Foreign(_) => false,
+            Self::Raw(_) | Self::Luks(_) | Self::Foreign(_) => false,
             Self::Qcow2(image) => image.has_bitmaps(),
         }
     }
@@ -16,7 +16,7 @@ impl<S: Storage> Format<S> {
     /// As [`Qcow2::bitmap_excess`]; 0 for a format without bitmaps.
     pub fn bitmap_excess(&self) -> u64 {
         match self {
-            Self::Raw(_) | Self::Foreign(_) => 0,
+            Self::Raw(_) | Self::Luks(_) | Self::Foreign(_) => 0,
             Self::Qcow2(image) => image.bitmap_excess(),
         }
     }
@@ -28,7 +28,7 @@ impl<S: Storage> Format<S> {
     pub fn bitmaps(&self) -> Result<Bitmaps<'_, S>> {
         match self {
             Self::Qcow2(image) => Ok(Bitmaps { image }),
-            Self::Raw(_) | Self::Foreign(_) => {
+            Self::Raw(_) | Self::Luks(_) | Self::Foreign(_) => {
                 let what = format!("a {} image has no bitmaps", self.name());
                 Err(Error::new(ErrorKind::Unsupported, what)
                     .on(self.storage().name())

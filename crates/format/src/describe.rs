@@ -3,13 +3,16 @@
 use blockhouse_core::{ByteRange, Result, Storage};
 
 use crate::qcow2;
-use crate::{Backing, CacheCounts, CheckReport, Compression, DataFile, Features, Format};
+use crate::{
+    Backing, CacheCounts, CheckReport, Compression, DataFile, Encryption, Features, Format,
+};
 
 impl<S: Storage> Format<S> {
     /// The format's name, as on the command line.
     pub fn name(&self) -> &'static str {
         match self {
             Self::Raw(_) => "raw",
+            Self::Luks(_) => "luks",
             Self::Qcow2(_) => "qcow2",
             Self::Foreign(foreign) => foreign.kind().as_str(),
         }
@@ -21,6 +24,22 @@ impl<S: Storage> Format<S> {
         matches!(self, Self::Raw(_))
     }
 
+    /// Whether what [`map`](Self::map) points to is encrypted: the guest's data, never the metadata.
+    pub fn is_encrypted(&self) -> bool {
+        matches!(self, Self::Luks(_))
+    }
+
+    /// How the guest's data is encrypted; `None` where it [is not](Self::is_encrypted).
+    ///
+    /// # Errors
+    /// As [`LuksHeader::read`](crate::LuksHeader::read).
+    pub async fn read_encryption(&self) -> Result<Option<Encryption>> {
+        match self {
+            Self::Luks(luks) => Ok(Some(luks.encryption())),
+            Self::Raw(_) | Self::Qcow2(_) | Self::Foreign(_) => Ok(None),
+        }
+    }
+
     /// Whether mappings are stored in metadata of the image, which writes and discards change.
     pub fn has_metadata(&self) -> bool {
         matches!(self, Self::Qcow2(_))
@@ -30,7 +49,7 @@ impl<S: Storage> Format<S> {
     /// programs write to the storage is read here.
     pub fn is_fully_allocated(&self) -> bool {
         match self {
-            Self::Raw(_) => true,
+            Self::Raw(_) | Self::Luks(_) => true,
             Self::Qcow2(qcow2) => qcow2.is_raw_disk(),
             Self::Foreign(_) => false,
         }
@@ -39,7 +58,7 @@ impl<S: Storage> Format<S> {
     /// Bytes of a cluster, a power of two; `None` where the format has none.
     pub fn cluster_size(&self) -> Option<u64> {
         match self {
-            Self::Raw(_) => None,
+            Self::Raw(_) | Self::Luks(_) => None,
             Self::Qcow2(qcow2) => Some(qcow2.cluster_size()),
             Self::Foreign(foreign) => foreign.cluster_size(),
         }
@@ -49,6 +68,7 @@ impl<S: Storage> Format<S> {
     pub fn allocation_unit(&self) -> u64 {
         match self {
             Self::Raw(raw) => u64::from(raw.storage().capabilities().alignment.offset),
+            Self::Luks(luks) => u64::from(luks.header().sector_size),
             Self::Qcow2(qcow2) => qcow2.subcluster_size(),
             Self::Foreign(foreign) => foreign.cluster_size().unwrap_or(512),
         }
@@ -57,7 +77,7 @@ impl<S: Storage> Format<S> {
     /// How clusters are compressed; `None` where the format has no compressed clusters.
     pub fn compression(&self) -> Option<Compression> {
         match self {
-            Self::Raw(_) | Self::Foreign(_) => None,
+            Self::Raw(_) | Self::Luks(_) | Self::Foreign(_) => None,
             Self::Qcow2(qcow2) => Some(qcow2.compression()),
         }
     }
@@ -65,7 +85,7 @@ impl<S: Storage> Format<S> {
     /// The backing file that the image names.
     pub fn backing_file(&self) -> Option<&Backing> {
         match self {
-            Self::Raw(_) | Self::Foreign(_) => None,
+            Self::Raw(_) | Self::Luks(_) | Self::Foreign(_) => None,
             Self::Qcow2(qcow2) => qcow2.backing(),
         }
     }
@@ -81,7 +101,7 @@ impl<S: Storage> Format<S> {
     /// The file that the image names as the one with the guest's data, if that is another one.
     pub fn data_file(&self) -> Option<&DataFile> {
         match self {
-            Self::Raw(_) | Self::Foreign(_) => None,
+            Self::Raw(_) | Self::Luks(_) | Self::Foreign(_) => None,
             Self::Qcow2(qcow2) => qcow2.data_file(),
         }
     }
@@ -90,7 +110,7 @@ impl<S: Storage> Format<S> {
     /// image's folder; empty where the image holds it itself, or in a [`data_file`](Self::data_file).
     pub fn extent_files(&self) -> &[Vec<u8>] {
         match self {
-            Self::Raw(_) | Self::Qcow2(_) => &[],
+            Self::Raw(_) | Self::Luks(_) | Self::Qcow2(_) => &[],
             Self::Foreign(foreign) => foreign.extent_files(),
         }
     }
@@ -98,7 +118,7 @@ impl<S: Storage> Format<S> {
     /// The properties that the image's header states; `None` where the format has no header.
     pub fn features(&self) -> Option<Features> {
         match self {
-            Self::Raw(_) | Self::Foreign(_) => None,
+            Self::Raw(_) | Self::Luks(_) | Self::Foreign(_) => None,
             Self::Qcow2(qcow2) => Some(qcow2.features()),
         }
     }
@@ -106,7 +126,7 @@ impl<S: Storage> Format<S> {
     /// How often parts of the metadata were found in memory, and had to be read; `None` where the format has none.
     pub fn cache_counts(&self) -> Option<CacheCounts> {
         match self {
-            Self::Raw(_) => None,
+            Self::Raw(_) | Self::Luks(_) => None,
             Self::Qcow2(qcow2) => Some(qcow2.cache_counts()),
             Self::Foreign(foreign) => Some(foreign.cache_counts()),
         }
@@ -119,7 +139,7 @@ impl<S: Storage> Format<S> {
     /// As [`map`](Self::map).
     pub async fn preallocated_offset(&self, range: ByteRange) -> Result<(Option<u64>, u64)> {
         match self {
-            Self::Raw(_) | Self::Foreign(_) => Ok((None, range.length())),
+            Self::Raw(_) | Self::Luks(_) | Self::Foreign(_) => Ok((None, range.length())),
             Self::Qcow2(qcow2) => qcow2.preallocated_offset(range).await,
         }
     }
@@ -131,7 +151,7 @@ impl<S: Storage> Format<S> {
     /// Only what the storage answers: what is wrong with the image is in the report.
     pub async fn check(&self) -> Result<Option<CheckReport>> {
         match self {
-            Self::Raw(_) => Ok(None),
+            Self::Raw(_) | Self::Luks(_) => Ok(None),
             Self::Qcow2(qcow2) => qcow2::check(qcow2).await.map(Some),
             Self::Foreign(foreign) => foreign.check().await,
         }

@@ -16,13 +16,15 @@ use blockhouse_core::{
 };
 
 use crate::qcow2::{self, DataWriteGuard, ReadGuard};
-use crate::{Abort, Backing, Foreign, Intent, MetadataSync, Qcow2, Raw, Replay};
+use crate::{Abort, Backing, Foreign, Intent, Luks, MetadataSync, Qcow2, Raw, Replay};
 
 /// An image format over the storage that holds the image. Closed: the path has one arm for each
 /// state of an extent, not one for each format. The [crate's page](crate) has an example.
 pub enum Format<S: Storage> {
     /// The image is the disk, byte for byte.
     Raw(Raw<S>),
+    /// The disk lies encrypted behind a header.
+    Luks(Box<Luks<S>>),
     /// Tables say where the guest's clusters are.
     Qcow2(Box<Qcow2<S>>),
     /// An image of another program, for reading only.
@@ -34,6 +36,7 @@ impl<S: Storage> Format<S> {
     pub fn size(&self) -> u64 {
         match self {
             Self::Raw(raw) => raw.size(),
+            Self::Luks(luks) => luks.size(),
             Self::Qcow2(qcow2) => qcow2.size(),
             Self::Foreign(foreign) => foreign.size(),
         }
@@ -44,6 +47,7 @@ impl<S: Storage> Format<S> {
     pub fn end(&self) -> u64 {
         match self {
             Self::Raw(raw) => raw.size(),
+            Self::Luks(luks) => luks.size(),
             Self::Qcow2(qcow2) => qcow2.end(),
             Self::Foreign(foreign) => foreign.size(),
         }
@@ -53,6 +57,7 @@ impl<S: Storage> Format<S> {
     pub fn storage(&self) -> &S {
         match self {
             Self::Raw(raw) => raw.storage(),
+            Self::Luks(luks) => luks.storage(),
             Self::Qcow2(qcow2) => qcow2.storage(),
             Self::Foreign(foreign) => foreign.storage(),
         }
@@ -62,6 +67,7 @@ impl<S: Storage> Format<S> {
     pub fn data(&self) -> &S {
         match self {
             Self::Raw(raw) => raw.storage(),
+            Self::Luks(luks) => luks.storage(),
             Self::Qcow2(qcow2) => qcow2.data(),
             Self::Foreign(foreign) => foreign.data(),
         }
@@ -73,7 +79,7 @@ impl<S: Storage> Format<S> {
     #[must_use]
     pub fn track_cow_write(&self, from: IoVector) -> IoVector {
         match self {
-            Self::Raw(_) | Self::Foreign(_) => from,
+            Self::Raw(_) | Self::Luks(_) | Self::Foreign(_) => from,
             Self::Qcow2(qcow2) => qcow2.track_cow_write(from),
         }
     }
@@ -89,6 +95,7 @@ impl<S: Storage> Format<S> {
     pub async fn map(&self, range: ByteRange, intent: Intent) -> Result<Extent> {
         match self {
             Self::Raw(raw) => Ok(raw.map(range, intent)),
+            Self::Luks(luks) => Ok(luks.map(range)),
             Self::Qcow2(qcow2) => qcow2.map(range, intent).await,
             Self::Foreign(foreign) => foreign.map(range, intent).await,
         }
@@ -102,7 +109,9 @@ impl<S: Storage> Format<S> {
     pub async fn map_next(&self, range: ByteRange) -> Result<Option<Extent>> {
         match self {
             Self::Qcow2(qcow2) => qcow2.map_next(range).await,
-            Self::Raw(_) | Self::Foreign(_) => self.map(range, Intent::Write).await.map(Some),
+            Self::Raw(_) | Self::Luks(_) | Self::Foreign(_) => {
+                self.map(range, Intent::Write).await.map(Some)
+            }
         }
     }
 
@@ -119,6 +128,7 @@ impl<S: Storage> Format<S> {
     /// a write.
     pub async fn map_compressed(&self, guest: ByteRange, length: u64) -> Result<Extent> {
         match self {
+            Self::Luks(luks) => Err(luks.lacks("compressed clusters")),
             Self::Raw(raw) => {
                 let what = "raw images have no compressed clusters";
                 Err(Error::new(ErrorKind::Unsupported, what).on(raw.storage().name()))
@@ -154,7 +164,7 @@ impl<S: Storage> Format<S> {
     /// host ranges never change their owner.
     pub fn begin_read(&self) -> Option<ReadGuard<'_>> {
         match self {
-            Self::Raw(_) | Self::Foreign(_) => None,
+            Self::Raw(_) | Self::Luks(_) | Self::Foreign(_) => None,
             Self::Qcow2(qcow2) => Some(qcow2.begin_read()),
         }
     }
@@ -167,7 +177,7 @@ impl<S: Storage> Format<S> {
     /// format has no metadata.
     pub fn begin_data_write(&self) -> Option<DataWriteGuard<'_>> {
         match self {
-            Self::Raw(_) | Self::Foreign(_) => None,
+            Self::Raw(_) | Self::Luks(_) | Self::Foreign(_) => None,
             Self::Qcow2(qcow2) => Some(qcow2.begin_data_write()),
         }
     }
@@ -178,6 +188,7 @@ impl<S: Storage> Format<S> {
     pub async fn link(&self, extent: Extent, data: Durability) -> Result<()> {
         match self {
             Self::Raw(raw) => raw.link(extent),
+            Self::Luks(luks) => luks.link(extent),
             Self::Qcow2(qcow2) => qcow2.link(extent, data).await,
             Self::Foreign(foreign) => Err(foreign.read_only()),
         }
@@ -187,6 +198,7 @@ impl<S: Storage> Format<S> {
     pub fn abort(&self, extent: Extent, why: Abort) {
         match self {
             Self::Raw(raw) => raw.abort(extent, why),
+            Self::Luks(luks) => luks.abort(extent, why),
             Self::Qcow2(qcow2) => qcow2.abort(extent, why),
             Self::Foreign(_) => {}
         }
@@ -197,6 +209,7 @@ impl<S: Storage> Format<S> {
     pub async fn flush(&self, sync: SyncMode) -> Result<()> {
         match self {
             Self::Raw(raw) => raw.flush(sync).await,
+            Self::Luks(luks) => luks.flush(sync).await,
             Self::Qcow2(qcow2) => qcow2.flush(sync).await,
             Self::Foreign(_) => Ok(()),
         }
@@ -207,7 +220,7 @@ impl<S: Storage> Format<S> {
     /// extents are all new, or were written by FUA.
     pub async fn sync_metadata(&self) -> Result<()> {
         match self {
-            Self::Raw(_) | Self::Foreign(_) => Ok(()),
+            Self::Raw(_) | Self::Luks(_) | Self::Foreign(_) => Ok(()),
             Self::Qcow2(qcow2) => qcow2.sync_metadata().await,
         }
     }
@@ -217,7 +230,7 @@ impl<S: Storage> Format<S> {
     /// writeback serves all of them.
     pub async fn sync_data_and_metadata(&self) -> Result<()> {
         match self {
-            Self::Raw(_) | Self::Foreign(_) => Ok(()),
+            Self::Raw(_) | Self::Luks(_) | Self::Foreign(_) => Ok(()),
             Self::Qcow2(qcow2) => qcow2.sync_data_and_metadata().await,
         }
     }
@@ -226,7 +239,7 @@ impl<S: Storage> Format<S> {
     /// Only advice: both ways are always correct.
     pub fn metadata_sync_mode(&self) -> MetadataSync {
         match self {
-            Self::Raw(_) | Self::Foreign(_) => MetadataSync::Flush,
+            Self::Raw(_) | Self::Luks(_) | Self::Foreign(_) => MetadataSync::Flush,
             Self::Qcow2(qcow2) => qcow2.metadata_sync_mode(),
         }
     }
@@ -235,7 +248,7 @@ impl<S: Storage> Format<S> {
     /// request has changed is in this process alone.
     pub fn redo_log_words(&self) -> usize {
         match self {
-            Self::Raw(_) | Self::Foreign(_) => 0,
+            Self::Raw(_) | Self::Luks(_) | Self::Foreign(_) => 0,
             Self::Qcow2(_) => qcow2::REDO_LOG_WORDS,
         }
     }
@@ -252,7 +265,7 @@ impl<S: Storage> Format<S> {
     /// What the storage answers, or `Corrupt`: the log is still good.
     pub async fn replay(&self, log: &dyn StateMemory) -> Result<Replay> {
         match self {
-            Self::Raw(_) | Self::Foreign(_) => Ok(Replay::Nothing),
+            Self::Raw(_) | Self::Luks(_) | Self::Foreign(_) => Ok(Replay::Nothing),
             Self::Qcow2(qcow2) => qcow2.replay(log).await,
         }
     }
@@ -261,7 +274,7 @@ impl<S: Storage> Format<S> {
     /// process can [`replay`](Self::replay) it if this one dies. To be called before anything is changed.
     pub fn attach_redo_log(&self, log: Arc<dyn StateMemory>) {
         match self {
-            Self::Raw(_) | Self::Foreign(_) => {}
+            Self::Raw(_) | Self::Luks(_) | Self::Foreign(_) => {}
             Self::Qcow2(qcow2) => qcow2.attach_redo_log(log),
         }
     }
@@ -270,7 +283,7 @@ impl<S: Storage> Format<S> {
     /// 2, of which only the storage may know.
     pub fn has_sessions(&self) -> bool {
         match self {
-            Self::Raw(_) | Self::Foreign(_) => false,
+            Self::Raw(_) | Self::Luks(_) | Self::Foreign(_) => false,
             Self::Qcow2(qcow2) => qcow2.features().version == qcow2::Version::V3,
         }
     }
@@ -278,7 +291,7 @@ impl<S: Storage> Format<S> {
     /// Whether the image has the mark of a process that keeps a redo log: one that has it open, or died.
     pub fn has_session_bit(&self) -> bool {
         match self {
-            Self::Raw(_) | Self::Foreign(_) => false,
+            Self::Raw(_) | Self::Luks(_) | Self::Foreign(_) => false,
             Self::Qcow2(qcow2) => qcow2.has_session_bit(),
         }
     }
@@ -287,7 +300,7 @@ impl<S: Storage> Format<S> {
     /// caller can make zeros of the bytes that [`resize`](Self::resize) will show. The size stays.
     pub async fn prepare_resize(&self, size: u64) -> Result<()> {
         match self {
-            Self::Raw(_) | Self::Foreign(_) => Ok(()),
+            Self::Raw(_) | Self::Luks(_) | Self::Foreign(_) => Ok(()),
             Self::Qcow2(qcow2) => qcow2.prepare_resize(size).await,
         }
     }
@@ -298,6 +311,7 @@ impl<S: Storage> Format<S> {
     pub async fn resize(&self, size: u64) -> Result<()> {
         match self {
             Self::Raw(raw) => raw.resize(size).await,
+            Self::Luks(luks) => luks.resize(size).await,
             Self::Qcow2(qcow2) => qcow2.resize(size).await,
             Self::Foreign(foreign) => Err(foreign.read_only()),
         }
@@ -310,6 +324,7 @@ impl<S: Storage> Format<S> {
     pub async fn shrink(&self, size: u64) -> Result<()> {
         match self {
             Self::Raw(raw) => raw.resize(size).await,
+            Self::Luks(luks) => luks.resize(size).await,
             Self::Qcow2(qcow2) => qcow2.shrink(size).await,
             Self::Foreign(foreign) => Err(foreign.read_only()),
         }
@@ -324,6 +339,7 @@ impl<S: Storage> Format<S> {
     pub async fn make_empty(&self) -> Result<()> {
         match self {
             Self::Raw(raw) => Err(raw.has_no_backing()),
+            Self::Luks(luks) => Err(luks.lacks("backing file")),
             Self::Qcow2(qcow2) => qcow2.make_empty().await,
             Self::Foreign(foreign) => Err(foreign.read_only()),
         }
@@ -336,6 +352,7 @@ impl<S: Storage> Format<S> {
     pub async fn set_backing(&self, backing: Option<Backing>) -> Result<()> {
         match self {
             Self::Raw(raw) => Err(raw.has_no_backing()),
+            Self::Luks(luks) => Err(luks.lacks("backing file")),
             Self::Qcow2(qcow2) => qcow2.set_backing(backing).await,
             Self::Foreign(foreign) => Err(foreign.read_only()),
         }
@@ -349,7 +366,7 @@ impl<S: Storage> Format<S> {
     /// What the storage answers; a failure to write metadata that is remembered.
     pub async fn settle(&self) -> Result<()> {
         match self {
-            Self::Raw(_) | Self::Foreign(_) => Ok(()),
+            Self::Raw(_) | Self::Luks(_) | Self::Foreign(_) => Ok(()),
             Self::Qcow2(qcow2) => qcow2.settle().await,
         }
     }
@@ -359,6 +376,7 @@ impl<S: Storage> Format<S> {
     pub async fn close(&self) -> Result<()> {
         match self {
             Self::Raw(raw) => raw.flush(SyncMode::Data).await,
+            Self::Luks(luks) => luks.flush(SyncMode::Data).await,
             Self::Qcow2(qcow2) => qcow2.close().await,
             Self::Foreign(_) => Ok(()),
         }

@@ -11,6 +11,8 @@ use crate::ForeignKind;
 pub enum ImageFormat {
     /// The disk byte for byte.
     Raw,
+    /// A container with an encrypted disk (LUKS 1 and 2).
+    Luks,
     /// QEMU's format: metadata says where each cluster of the disk is.
     Qcow2,
     /// A format of another program, which is only read.
@@ -23,11 +25,12 @@ impl FromStr for ImageFormat {
     fn from_str(name: &str) -> Result<Self, String> {
         match name {
             "raw" => Ok(Self::Raw),
+            "luks" => Ok(Self::Luks),
             "qcow2" => Ok(Self::Qcow2),
             _ => ForeignKind::by_name(name).map(Self::Foreign).ok_or_else(|| {
                 let foreign = ForeignKind::ALL.map(ForeignKind::as_str).join(", ");
                 format!(
-                    "there is no format '{name}': images are raw or qcow2, and for reading {foreign} \
+                    "there is no format '{name}': images are raw, qcow2 or luks, and for reading {foreign} \
                      (qemu-img convert makes qcow2 of some others)"
                 )
             }),
@@ -40,6 +43,7 @@ impl ImageFormat {
     pub fn as_str(self) -> &'static str {
         match self {
             Self::Raw => "raw",
+            Self::Luks => "luks",
             Self::Qcow2 => "qcow2",
             Self::Foreign(kind) => kind.as_str(),
         }
@@ -50,13 +54,13 @@ impl ImageFormat {
     pub fn has_signature(self) -> bool {
         match self {
             Self::Raw => false,
-            Self::Qcow2 | Self::Foreign(_) => true,
+            Self::Luks | Self::Qcow2 | Self::Foreign(_) => true,
         }
     }
 
     /// Whether images of this format are made and written here.
     pub fn is_writable(self) -> bool {
-        !matches!(self, Self::Foreign(_))
+        matches!(self, Self::Raw | Self::Qcow2)
     }
 
     /// Why no image of this format is made, where it is not [writable](Self::is_writable).
@@ -69,6 +73,7 @@ impl ImageFormat {
     pub fn by_name(path: &Path) -> Self {
         match suffix(path).as_deref() {
             Some("qcow2") => Self::Qcow2,
+            Some("luks") => Self::Luks,
             Some(suffix) => ForeignKind::by_name(suffix).map_or(Self::Raw, Self::Foreign),
             None => Self::Raw,
         }

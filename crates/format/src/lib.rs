@@ -3,7 +3,7 @@
 //! A [`Format`] answers where a guest's bytes are, and prepares space for new ones. It never moves guest data: the
 //! I/O path of `blockhouse-disk` does. [`Raw`] is the disk byte for byte; [`Qcow2`] is QEMU's format, whose design
 //! is told in `docs/qcow2.md` in the repository. [`Foreign`] images are those of other programs, which are only read
-//! (`docs/formats.md`).
+//! (`docs/formats.md`); [`Luks`] is a container whose disk the I/O path decrypts.
 //!
 //! To use a disk, open it with `blockhouse-disk`. This crate alone is for creating images with all their options,
 //! and for looking into them:
@@ -35,6 +35,7 @@ mod format;
 mod image_format;
 mod inflate;
 mod interface;
+mod luks;
 mod open;
 mod preallocate;
 pub mod probe;
@@ -47,6 +48,9 @@ pub use foreign::{Foreign, ForeignKind};
 pub use format::Format;
 pub use image_format::ImageFormat;
 pub use interface::{Abort, Access, CacheCounts, Discard, Intent, MetadataSync, Replay};
+pub use luks::{
+    Encryption, Luks, LuksCipher, LuksDigest, LuksHash, LuksHeader, LuksKdf, LuksSlot, LuksSlotKey,
+};
 pub use open::{OpenOptions, create, initial_file_size};
 pub use preallocate::{SpaceMode, preallocate};
 pub use qcow2::{

@@ -3,7 +3,9 @@
 use blockhouse_core::{ByteRange, Error, ErrorKind, Result, StateMemory, Storage, SyncMode};
 
 use crate::foreign::refuse_writing;
-use crate::{Access, BitmapActivity, Discard, Foreign, Format, ImageFormat, Qcow2, Raw, qcow2};
+use crate::{
+    Access, BitmapActivity, Discard, Foreign, Format, ImageFormat, Luks, Qcow2, Raw, qcow2,
+};
 
 /// How an image is opened.
 #[derive(Clone, Copy, Debug)]
@@ -29,7 +31,7 @@ impl<S: Storage> Format<S> {
     /// [`with_data`](Self::with_data).
     ///
     /// # Errors
-    /// What [`Raw::open`], [`Qcow2::open`] or [`Foreign::open`] answers; `ReadOnly` for an image that is only read
+    /// What [`Raw::open`], [`Luks::open`], [`Qcow2::open`] or [`Foreign::open`] answers; `ReadOnly` for an image that is only read
     /// and is opened to be written.
     pub async fn open(storage: S, format: ImageFormat, options: OpenOptions) -> Result<Self> {
         Self::open_before_replay(storage, format, options, None).await
@@ -48,6 +50,7 @@ impl<S: Storage> Format<S> {
     ) -> Result<Self> {
         Ok(match format {
             ImageFormat::Raw => Self::raw(storage)?,
+            ImageFormat::Luks => Self::Luks(Box::new(Luks::open(storage, options.access).await?)),
             ImageFormat::Qcow2 => {
                 let image = Qcow2::open_before_replay(storage, options.into(), log).await?;
                 Self::Qcow2(Box::new(image))
@@ -74,7 +77,7 @@ impl<S: Storage> Format<S> {
         name: &str,
     ) -> Result<Self> {
         match format {
-            ImageFormat::Raw | ImageFormat::Foreign(_) => {
+            ImageFormat::Raw | ImageFormat::Luks | ImageFormat::Foreign(_) => {
                 let what = format!("a {} image has no snapshots", format.as_str());
                 Err(Error::new(ErrorKind::Unsupported, what).on(storage.name()))
             }
@@ -101,7 +104,7 @@ impl<S: Storage> Format<S> {
     pub fn with_data(self, data: S) -> Result<Self> {
         match self {
             Self::Qcow2(image) => Ok(Self::Qcow2(Box::new(image.with_data(data)?))),
-            Self::Raw(_) | Self::Foreign(_) => {
+            Self::Raw(_) | Self::Luks(_) | Self::Foreign(_) => {
                 let what = format!("{} images have no data file", self.name());
                 Err(Error::new(ErrorKind::InvalidInput, what).on(self.storage().name()))
             }
@@ -118,7 +121,7 @@ impl<S: Storage> Format<S> {
             Self::Foreign(image) => {
                 Ok(Self::Foreign(Box::new(image.with_extents(data, ranges).await?)))
             }
-            Self::Raw(_) | Self::Qcow2(_) => {
+            Self::Raw(_) | Self::Luks(_) | Self::Qcow2(_) => {
                 let what = format!("{} images name no files for their data", self.name());
                 Err(Error::new(ErrorKind::InvalidInput, what).on(self.storage().name()))
             }
@@ -130,7 +133,7 @@ impl<S: Storage> Format<S> {
 pub fn initial_file_size(format: ImageFormat, size: u64) -> u64 {
     match format {
         ImageFormat::Raw => size,
-        ImageFormat::Qcow2 | ImageFormat::Foreign(_) => 0,
+        ImageFormat::Luks | ImageFormat::Qcow2 | ImageFormat::Foreign(_) => 0,
     }
 }
 
@@ -145,7 +148,7 @@ pub async fn create<S: Storage>(storage: &S, format: ImageFormat, size: u64) -> 
         ImageFormat::Qcow2 => {
             qcow2::create(storage, &qcow2::CreateOptions::new(size)).await?;
         }
-        ImageFormat::Foreign(_) => {
+        ImageFormat::Luks | ImageFormat::Foreign(_) => {
             let error = Error::new(ErrorKind::Unsupported, format.not_made()).on(storage.name());
             return Err(error.hint("make a qcow2 image"));
         }

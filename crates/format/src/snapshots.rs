@@ -20,7 +20,7 @@ impl<S: Storage> Format<S> {
             Self::Raw(raw) if raw.storage().has_snapshots() => {
                 Ok(Snapshots { keeper: Keeper::Storage(raw.storage()) })
             }
-            Self::Raw(_) | Self::Foreign(_) => Err(self.without_snapshots()),
+            Self::Raw(_) | Self::Luks(_) | Self::Foreign(_) => Err(self.without_snapshots()),
         }
     }
 
@@ -31,7 +31,7 @@ impl<S: Storage> Format<S> {
     pub fn vm_states(&self) -> Result<VmStates<'_, S>> {
         match self {
             Self::Qcow2(image) => Ok(VmStates { image }),
-            Self::Raw(_) | Self::Foreign(_) => Err(self.without_snapshots()),
+            Self::Raw(_) | Self::Luks(_) | Self::Foreign(_) => Err(self.without_snapshots()),
         }
     }
 

@@ -60,6 +60,7 @@ pub const FOR_TESTS: &[Package] = &[
     Package { name: "python3-yaml", probe: Probe::PythonModule("yaml") },
     Package { name: "libvirt-clients", probe: Probe::Programs(&["virt-xml-validate"]) },
     Package { name: "libxml2-utils", probe: Probe::Programs(&["xmllint"]) },
+    Package { name: "cryptsetup-bin", probe: Probe::Programs(&["cryptsetup"]) },
     Package { name: "man-db", probe: Probe::Programs(&["man"]) },
     Package { name: "mandoc", probe: Probe::Programs(&["mandoc"]) },
     Package { name: "zsh", probe: Probe::Programs(&["zsh"]) },

@@ -38,6 +38,7 @@ mod kept_sockets;
 mod limits;
 mod locks;
 mod lost_writes;
+mod luks;
 mod manual;
 mod measure;
 mod metrics;

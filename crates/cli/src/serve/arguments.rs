@@ -25,11 +25,11 @@ use blockhouse_vhost_user::RegisteredMemory;
 use clap::builder::ValueParser;
 
 use crate::create::whole_sectors;
-use crate::open_args::{AllowPathArgs, state_setup};
+use crate::open_args::{AllowPathArgs, KeyArgs, state_setup};
 use crate::serve::tls_args::TlsArgs;
 
 /// What the configuration says in place of the command line.
-const OTHER_OPTIONS: [&str; 37] = [
+const OTHER_OPTIONS: [&str; 39] = [
     "images",
     "format",
     "create",
@@ -67,6 +67,8 @@ const OTHER_OPTIONS: [&str; 37] = [
     "detect_zeroes",
     "allow_path",
     "allow_remote",
+    "key_file",
+    "passphrase_file",
 ];
 
 /// Arguments of `serve`.
@@ -203,6 +205,8 @@ pub struct Arguments {
     state: Option<PathBuf>,
     #[command(flatten)]
     allow: AllowPathArgs,
+    #[command(flatten)]
+    keys: KeyArgs,
     /// Refuse all writes.
     #[arg(long, short)]
     read_only: bool,
@@ -439,6 +443,7 @@ impl Arguments {
             snapshot: self.snapshot.clone(),
             allow_paths: self.allow.allow_path.clone(),
             remote_backing: self.allow.remote_backing(),
+            keys: self.keys.files(),
             bitmaps: self.bitmap.clone(),
             throttle,
         }

@@ -91,6 +91,7 @@ pub fn hand_over(
             "a ublk device belongs to the process that serves it, and cannot be handed over; remove that export first"
         );
     }
+    check_keys(service)?;
     check_jobs(service)?;
     check_backups(service)?;
     let (disks, sockets, devices) = (service.disks(), service.sockets(), service.devices());
@@ -132,6 +133,19 @@ fn check_not_encrypted(service: &Service) -> Result<()> {
         count => bail!(
             "{count} clients use TLS, and an encrypted connection cannot be handed over; with --disconnect-tls ('blockhouse \
              upgrade') they are disconnected first, and go on with the new server if they reconnect"
+        ),
+    }
+}
+
+/// Refuses where an image is encrypted: its key is not handed over, and to derive it anew takes longer than clients wait.
+fn check_keys(service: &Service) -> Result<()> {
+    let needs_key =
+        |disk: &Arc<RunningDisk>| disk.disk.has_encrypted_layer() || !disk.setup.keys.is_empty();
+    match service.disks().iter().find(|disk| needs_key(disk)) {
+        None => Ok(()),
+        Some(disk) => bail!(
+            "the disk {:?} is encrypted, and its key is not handed over; stop this server and start the new one",
+            disk.setup.name
         ),
     }
 }

@@ -132,6 +132,7 @@ async fn open_existing(
         state,
         allowed_paths: AllowedPaths::default(),
         remote_backing: source.remote_backing,
+        secrets: source.keys.read()?,
     };
     match open_without_backing(path, options.clone()).await {
         Err(error)

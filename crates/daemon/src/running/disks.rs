@@ -98,6 +98,7 @@ impl Running {
         }
         // What the image names there could not be opened, and the kernel would not say why.
         setup.allow_paths.iter().try_for_each(|path| self.sandbox().check(path))?;
+        setup.keys.paths().try_for_each(|path| self.sandbox().check(path))?;
         let state = self.state_use(&setup)?;
         let disk = open_disk(&setup, &state).await?;
         let disk = self.adopt(setup, Arc::new(disk), None);

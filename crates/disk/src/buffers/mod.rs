@@ -8,6 +8,6 @@ mod bounce_buffers;
 mod cluster_buffers;
 mod decompressed_cache;
 
-pub(crate) use bounce_buffers::{BounceBuffers, CHUNK_SIZE};
+pub(crate) use bounce_buffers::{Bounce, BounceBuffers, CHUNK_SIZE};
 pub(crate) use cluster_buffers::{ClusterBuffer, ClusterBuffers};
 pub(crate) use decompressed_cache::{CompressedLocation, DecompressedCache};

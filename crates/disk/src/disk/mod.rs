@@ -34,12 +34,13 @@ use blockhouse_core::{
     Alignment, ByteRange, Capabilities, Error, ErrorKind, Offload, Result, StateMemory, Storage,
     WriteCache,
 };
+use blockhouse_crypt::SectorCipher;
 use blockhouse_format::{
-    Backing, CheckReport, Compression, DataFile, Features, Format, ImageFormat,
+    Backing, CheckReport, Compression, DataFile, Encryption, Features, Format, ImageFormat,
 };
 
 use crate::durability::FlushTracker;
-use crate::layer::{BlockStatus, BlockStatusCache, Layer, MapEntry};
+use crate::layer::{BlockStatus, BlockStatusCache, DataCipher, Layer, MapEntry};
 use crate::observers::Observers;
 use crate::options::{Access, Discard, Options};
 use crate::read_probe::ReadProbes;
@@ -237,6 +238,35 @@ impl<S: Storage> Disk<S> {
         Ok(Self::new(self.into_layer()?.with_extents(data, ranges).await?, options))
     }
 
+    /// Whether the guest's data is encrypted.
+    pub fn is_encrypted(&self) -> bool {
+        self.format().is_encrypted()
+    }
+
+    /// Whether the guest's data is encrypted in the image or one that is behind it.
+    pub fn has_encrypted_layer(&self) -> bool {
+        let mut layers = (0..).map_while(|depth| self.layer().at_depth(depth));
+        layers.any(|layer| layer.format().is_encrypted())
+    }
+
+    /// How the guest's data is encrypted; `None` where it is not.
+    ///
+    /// # Errors
+    /// As [`Format::read_encryption`].
+    pub async fn read_encryption(&self) -> Result<Option<Encryption>> {
+        self.format().read_encryption().await
+    }
+
+    /// The same disk, which is encrypted so, with the cipher of its data, before anything is read.
+    ///
+    /// # Errors
+    /// `InvalidInput` where the disk is the backing of another already.
+    pub fn with_cipher(self, encryption: Encryption, cipher: SectorCipher) -> Result<Self> {
+        let options = self.options;
+        let cipher = DataCipher::new(encryption, cipher);
+        Ok(Self::new(self.into_layer()?.with_cipher(cipher), options))
+    }
+
     /// The layer of a disk that nothing else uses.
     fn into_layer(self) -> Result<Layer<S>> {
         let name = self.name().to_owned();
@@ -342,7 +372,7 @@ impl<S: Storage> Disk<S> {
     /// What an export may advertise: the storage's capabilities as changed by the options. Zero
     /// writes always work; the capability says whether they are quick.
     pub fn capabilities(&self) -> Capabilities {
-        let mut capabilities = self.layer().data().capabilities();
+        let mut capabilities = self.layer().data_capabilities();
         if self.format().has_metadata() {
             // Metadata is written when a flush asks for it, and clusters can always be given back.
             capabilities.write_cache = WriteCache::Volatile;

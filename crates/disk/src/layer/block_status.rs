@@ -140,7 +140,7 @@ impl<S: Storage> Layer<S> {
         let status = match extent.state {
             ExtentState::Mapped { host } => {
                 let place = ByteRange::between(host, host + length);
-                let (status, asked) = cache.layer(depth).block_status(self.data(), place).await?;
+                let (status, asked) = self.host_status(cache.layer(depth), place).await?;
                 let is_identity = self.format.is_identity();
                 // The last sector of such a disk is whole, also where the file ends inside it.
                 let is_end = is_identity && host + asked >= self.data().size();

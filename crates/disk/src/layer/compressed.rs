@@ -12,8 +12,8 @@ impl<S: Storage> Layer<S> {
     pub(super) async fn read_host(&self, host: u64, into: IoVector) -> Result<()> {
         let is_aligned = self.alignment.admits(host, &into);
         // Where the disk is the storage only its end is not aligned, and the storage takes that as it is.
-        if is_aligned || self.format.is_identity() {
-            return self.data().read_data(host, into).await;
+        if is_aligned || self.format.is_identity() || self.is_encrypted() {
+            return self.read_data(host, into).await;
         }
         Box::pin(self.read_misaligned(host, into)).await
     }

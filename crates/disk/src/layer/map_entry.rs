@@ -96,7 +96,7 @@ impl<S: Storage> Layer<S> {
         runs: &mut HostRuns,
     ) -> Result<(ByteRange, MapEntryKind)> {
         Ok(match state {
-            ExtentState::Mapped { host } => written(self.data(), guest, host, runs).await?,
+            ExtentState::Mapped { host } => written(self, guest, host, runs).await?,
             ExtentState::Compressed { .. } => (guest, MapEntryKind::Compressed),
             ExtentState::Zero => {
                 let (host, length) = self.format.preallocated_offset(guest).await?;
@@ -113,16 +113,16 @@ impl<S: Storage> Layer<S> {
 /// The first bytes of `guest`, which are mapped to `host`: clusters that were allocated ahead of
 /// their data are holes of the file, or lie past its end.
 async fn written<S: Storage>(
-    file: &S,
+    layer: &Layer<S>,
     guest: ByteRange,
     host: u64,
     runs: &mut HostRuns,
 ) -> Result<(ByteRange, MapEntryKind)> {
-    let inside = file.size().saturating_sub(host).min(guest.length());
+    let inside = layer.data().size().saturating_sub(host).min(guest.length());
     let Some(range) = ByteRange::new(host, inside).filter(|range| !range.is_empty()) else {
         return Ok((guest, MapEntryKind::Unwritten { host }));
     };
-    let (status, length) = runs.block_status(file, range).await?;
+    let (status, length) = layer.host_status(runs, range).await?;
     let content = match status {
         Allocation::Data => MapEntryKind::Data { host },
         Allocation::Hole => MapEntryKind::Unwritten { host },

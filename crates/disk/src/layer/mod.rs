@@ -4,10 +4,13 @@
 //!   guest's bytes: `write` does.
 //! - [`read`]: a read, extent by extent; through an aligned buffer where it is not aligned (`unaligned`);
 //!   compressed clusters by way of a cache (`compressed`).
+//! - `encrypted`: the way of the guest's data of an encrypted image; `data_cipher`: its cipher.
 //! - [`block_status`] and [`map_entry`]: what and where the parts of a disk are, through all layers.
 
 mod block_status;
 mod compressed;
+mod data_cipher;
+mod encrypted;
 mod map_entry;
 mod read;
 mod unaligned;
@@ -24,13 +27,16 @@ use crate::stats::Stats;
 
 pub(crate) use block_status::HostRuns;
 pub use block_status::{BlockStatus, BlockStatusCache};
+pub(crate) use data_cipher::DataCipher;
+use data_cipher::DataEncryption;
 pub use map_entry::{MapEntry, MapEntryKind};
 pub(crate) use unaligned::common;
 
 /// See the module's page.
 pub(crate) struct Layer<S: Storage> {
     format: Format<FlushTracker<S>>,
-    /// What the storage of the data demands.
+    encryption: DataEncryption,
+    /// What the storage of the data and its encryption demand.
     alignment: Alignment,
     /// Where the image's unallocated clusters are read from.
     backing: OnceLock<Arc<Layer<S>>>,
@@ -43,10 +49,24 @@ pub(crate) struct Layer<S: Storage> {
 
 impl<S: Storage> Layer<S> {
     pub(crate) fn new(format: Format<FlushTracker<S>>) -> Self {
-        let alignment = format.data().capabilities().alignment;
+        let encryption = match format.is_encrypted() {
+            true => DataEncryption::Locked,
+            false => DataEncryption::None,
+        };
+        Self::with_encryption(format, encryption)
+    }
+
+    /// The same layer, whose data is encrypted, with its key.
+    pub(crate) fn with_cipher(self, cipher: DataCipher) -> Self {
+        Self::with_encryption(self.format, DataEncryption::Unlocked(Box::new(cipher)))
+    }
+
+    fn with_encryption(format: Format<FlushTracker<S>>, encryption: DataEncryption) -> Self {
+        let alignment = encryption.alignment(format.data().capabilities().alignment);
         let cluster_size = format.cluster_size().unwrap_or(u64::from(alignment.offset));
         Self {
             format,
+            encryption,
             alignment,
             backing: OnceLock::new(),
             claims: Arc::default(),

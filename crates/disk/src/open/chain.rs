@@ -32,6 +32,7 @@ use super::open_location::{
 use super::partial_block::has_small_clusters;
 use super::probe_check::check_not_probed;
 use super::restore::Restore;
+use super::unlock::{WithoutKey, unlocked};
 use crate::disk::{Disk, EarlierWrites};
 use crate::options::{Access, BitmapActivity, Options};
 use crate::tools::check_not_marked;
@@ -143,7 +144,8 @@ async fn open_from(
         false => EarlierWrites::Unknown,
     };
     let (disk, restore) = disk_over(storage, &path, options, earlier, snapshot).await?;
-    let mut disk = chain.with_data(disk, options).await?;
+    let disk = chain.with_data(disk, options).await?;
+    let mut disk = unlocked(disk, &options.secrets, WithoutKey::Refuse).await?;
     let mut above = Vec::new();
     while let Some(backing) = disk.backing_file() {
         let format = chain.next(backing, options)?;
@@ -157,6 +159,7 @@ async fn open_from(
         let next = disk_over(storage, &path, &behind, EarlierWrites::Unknown, None).await;
         let (next, left) = next.map_err(|error| chain.failed(error.into()))?;
         let next = chain.with_data(next, &behind).await?;
+        let next = unlocked(next, &options.secrets, WithoutKey::Refuse).await?;
         left.finish_backing(&next, options.access).map_err(|error| chain.failed(error.into()))?;
         warn_of_disguise(&next).await?;
         above.push(std::mem::replace(&mut disk, next));
@@ -178,7 +181,8 @@ pub async fn open_without_backing(path: &Path, options: ImageOptions) -> Result<
     let (storage, identity) = open_location(&mut Files::Host, path, &options).await?;
     let mut chain = Chain::from_image(path, identity, Files::Host)?;
     let (disk, restore) = disk_over(storage, path, &options, EarlierWrites::Unknown, None).await?;
-    restore.finish(chain.with_data(disk, &options).await?).await
+    let disk = chain.with_data(disk, &options).await?;
+    restore.finish(unlocked(disk, &options.secrets, WithoutKey::StayLocked).await?).await
 }
 
 /// Opens only the files that hold the image's metadata, to ask what it is, for reading only: no guest data of an
@@ -214,6 +218,7 @@ pub async fn open_for_commit(
     let mut chain = Chain::from_image(path, identity, Files::Host)?;
     let (disk, restore) = disk_over(storage, path, &options, EarlierWrites::Unknown, None).await?;
     let disk = chain.with_data(disk, &options).await?;
+    let disk = unlocked(disk, &options.secrets, WithoutKey::Refuse).await?;
     let Some(backing) = disk.backing_file() else {
         let what = "has no backing file";
         return Err(Error::new(ErrorKind::InvalidInput, what).on(disk.name()));

@@ -7,6 +7,7 @@ use blockhouse_engine::{OpenMode, PageCache};
 use blockhouse_format::ImageFormat;
 
 use super::allowed_paths::AllowedPaths;
+use super::unlock::Secrets;
 use crate::options::{Access, DetectZeroes, Discard, FlushPolicy};
 use crate::state::StateDir;
 
@@ -127,6 +128,8 @@ pub struct ImageOptions {
     pub allowed_paths: AllowedPaths,
     /// Whether it may name an export of another server as its backing file.
     pub remote_backing: RemoteBacking,
+    /// What opens encrypted images.
+    pub secrets: Secrets,
 }
 
 /// Whether an image may name another server as its backing file: a stranger's image could have this host connect to
@@ -151,7 +154,7 @@ impl ImageOptions {
 
 impl Default for ImageOptions {
     /// The format by the name, read and write, direct I/O, discards passed on, zeros written, locked,
-    /// no state, no allowed paths.
+    /// no state, no allowed paths, no secrets.
     fn default() -> Self {
         Self {
             format: None,
@@ -163,6 +166,7 @@ impl Default for ImageOptions {
             state: StateUse::Off,
             allowed_paths: AllowedPaths::default(),
             remote_backing: RemoteBacking::Refused,
+            secrets: Secrets::default(),
         }
     }
 }

@@ -21,6 +21,7 @@ mod probe_check;
 mod refresh_size;
 mod restore;
 mod tool_state;
+mod unlock;
 
 pub use allowed_paths::AllowedPaths;
 pub use chain::{
@@ -42,3 +43,4 @@ pub use open_location::{is_address, is_foreign_address};
 pub use probe_check::check_raw_backing;
 pub use restore::{NOT_KEPT, PendingChanges};
 pub use tool_state::{IfCorrupt, replay_state};
+pub use unlock::{KeyFiles, Secrets};

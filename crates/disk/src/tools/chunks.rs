@@ -90,7 +90,7 @@ async fn next_mapped<S: Storage>(
     let mut data = 0;
     while data < guest.length().min(CHUNK_SIZE) {
         let rest = ByteRange::between(host + data, host + guest.length());
-        let (status, length) = runs.block_status(layer.data(), rest).await?;
+        let (status, length) = layer.host_status(runs, rest).await?;
         let is_all = length == guest.length();
         if status == Allocation::Hole && (length >= MIN_HOLE || is_all) {
             if data == 0 {

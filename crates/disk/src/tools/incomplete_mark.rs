@@ -44,10 +44,15 @@ pub async fn check_not_marked<S: Storage>(disk: &Disk<S>) -> Result<()> {
     }
     let _guard = format.begin_read();
     let extent = format.map(ByteRange::between(0, end), Intent::Read).await?;
-    // The mark is in the image itself, never in compressed form. It is read beside the counters of what guests do.
+    // The mark is in the image itself, never in compressed form. It is read beside the counters of what guests do, but
+    // where it has to be decrypted.
     let ExtentState::Mapped { host } = extent.state else { return Ok(()) };
     let mut buffer = Buffer::try_new(extent.guest.length() as usize)?;
-    if layer.data().storage().read(host, buffer.lend()).await.is_err() {
+    let read = match layer.is_encrypted() {
+        true => layer.read_data(host, buffer.lend()).await,
+        false => layer.data().storage().read(host, buffer.lend()).await,
+    };
+    if read.is_err() {
         return Ok(());
     }
     let Some(text) = buffer.bytes().strip_prefix(MAGIC) else { return Ok(()) };

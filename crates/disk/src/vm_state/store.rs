@@ -102,7 +102,7 @@ async fn write_parts<S: Storage>(
         let rest = vector.split_off((end - start) as usize);
         let part = std::mem::replace(&mut vector, rest);
         at = end;
-        writes.push(disk.layer().data().write_data(*host, part, Durability::None));
+        writes.push(disk.layer().write_data(*host, part, Durability::None));
     }
     drop(vector);
     join_all(writes).await.into_iter().collect()
@@ -171,7 +171,7 @@ pub(super) async fn read_back<S: Storage>(
             }
             Some(VmStateCluster::Data(host)) => {
                 let into = buffer.lend_range(start, cluster_size);
-                disk.layer().data().read_data(host, into).await?;
+                disk.layer().read_data(host, into).await?;
             }
             Some(VmStateCluster::Compressed(place)) => {
                 let outer = place.align_outward(disk.layer().block_size());

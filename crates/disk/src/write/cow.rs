@@ -108,5 +108,5 @@ async fn write_region<S: Storage>(layer: &Layer<S>, host: u64, from: IoVector) -
     if from.is_empty() {
         return Ok(());
     }
-    layer.data().write_data(host, layer.format().track_cow_write(from), Durability::None).await
+    layer.write_data(host, layer.format().track_cow_write(from), Durability::None).await
 }

@@ -176,7 +176,9 @@ impl<S: Storage> Writer<S> {
         let ExtentState::Mapped { host } = extent.state else {
             return Err(self.layer.misplaced(&extent));
         };
-        let can_leave_holes = plan.may_leave_holes() && extent.flags.contains(ExtentFlags::ZEROED);
+        let reads_as_zeros =
+            extent.flags.contains(ExtentFlags::ZEROED) && !self.layer.is_encrypted();
+        let can_leave_holes = plan.may_leave_holes() && reads_as_zeros;
         if extent.alloc_range != extent.guest && !can_leave_holes {
             return Box::pin(self.write_with_cow(extent, host, from, plan)).await;
         }
@@ -197,7 +199,7 @@ impl<S: Storage> Writer<S> {
             false => None,
         };
         extent.begin_io();
-        let outcome = self.layer.data().write_data(host, from, durability).await;
+        let outcome = self.layer.write_data(host, from, durability).await;
         // Before the link, which may itself wait for a writeback. On another loop's thread the writeback
         // may begin between the two: then one more follows.
         drop(data_write);

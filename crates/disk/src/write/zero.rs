@@ -107,7 +107,7 @@ impl<S: Storage> Writer<S> {
     ) -> Result<()> {
         // New space may lie past the end, where a zero write would be no write at all.
         let is_inside = host.end() <= self.layer.data().size();
-        if self.layer.data().capabilities().write_zeroes == Offload::Available && is_inside {
+        if self.layer.data_capabilities().write_zeroes == Offload::Available && is_inside {
             match self.layer.data().write_data_zeroes(host, how.unmap).await {
                 Err(error) if error.kind() == ErrorKind::Unsupported => {}
                 outcome => {
@@ -129,7 +129,7 @@ impl<S: Storage> Writer<S> {
         while !rest.is_empty() {
             let chunk = rest.truncate(CHUNK_SIZE as u64);
             let vector = zeros.lend_range(0, chunk.length() as usize);
-            self.layer.data().write_data(chunk.offset(), vector, durability).await?;
+            self.layer.write_data(chunk.offset(), vector, durability).await?;
             rest = rest.skip(chunk.length());
         }
         Ok(())
@@ -183,7 +183,7 @@ impl<S: Storage> Writer<S> {
         let block = u64::from(storage.capabilities().alignment.offset);
         let Some(whole) = host.align_inward(block) else { return Ok(()) };
         let is_inside = whole.end() <= storage.size();
-        if storage.capabilities().discard == Offload::Unavailable || !is_inside {
+        if self.layer.data_capabilities().discard == Offload::Unavailable || !is_inside {
             return Ok(());
         }
         match storage.discard_data(whole).await {

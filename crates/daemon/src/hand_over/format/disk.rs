@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use anyhow::{Context, Result, anyhow};
-use blockhouse_disk::{Access, Burst, DetectZeroes, Discard, RateLimits, RemoteBacking};
+use blockhouse_disk::{Access, Burst, DetectZeroes, Discard, KeyFiles, RateLimits, RemoteBacking};
 use serde::{Deserialize, Serialize};
 
 use crate::config::ConfiguredDisk;
@@ -168,6 +168,8 @@ impl From<&DiskSetup> for Opened {
             snapshot,
             allow_paths,
             remote_backing,
+            // Disks with keys are not handed over.
+            keys: _,
             bitmaps,
             throttle,
         } = setup;
@@ -225,6 +227,7 @@ impl Opened {
                 true => RemoteBacking::Allowed,
                 false => RemoteBacking::Refused,
             },
+            keys: KeyFiles::default(),
             bitmaps: self.bitmaps,
             throttle: self.limits.map(Limits::throttle).transpose()?,
         })

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use blockhouse_core::{Buffer, Request};
 use blockhouse_disk::{
     Access, AllowedPaths, CacheMode, DetectZeroes, Discard, ImageOptions, Locking, RemoteBacking,
-    StateUse,
+    Secrets, StateUse,
 };
 use blockhouse_engine::{EngineChoice, EventLoop};
 use blockhouse_sim::Rng;
@@ -151,6 +151,7 @@ pub fn options(cache: CacheMode) -> ImageOptions {
         state: StateUse::Off,
         allowed_paths: AllowedPaths::default(),
         remote_backing: RemoteBacking::Refused,
+        secrets: Secrets::default(),
     }
 }
 

@@ -124,7 +124,7 @@ impl<H: Hardware> Service for Server<H> {
 
     fn check(&self, images: &[Vec<u8>], state: ImageState) -> std::result::Result<(), String> {
         match self.layout.format {
-            ImageFormat::Raw | ImageFormat::Foreign(_) => Ok(()),
+            ImageFormat::Raw | ImageFormat::Luks | ImageFormat::Foreign(_) => Ok(()),
             ImageFormat::Qcow2 => check(&images[0], state),
         }
     }

@@ -1,0 +1,124 @@
+//! From a passphrase to the key of a slot's area, with a limit on the work.
+//!
+//! A header is a stranger's: without limits it could ask for hours and for all memory. One [`Work`] is for all slots
+//! of a header together, so 32 slots take no longer than one may.
+
+use argon2::{Algorithm, Argon2, Block, Params, Version};
+use blockhouse_engine::LockedBytes;
+use blockhouse_format::{LuksDigest, LuksHash, LuksKdf};
+use zeroize::Zeroize;
+
+use crate::hash;
+
+/// The most rounds of HMAC. cryptsetup and QEMU choose what takes two seconds: some millions.
+const MAX_ROUNDS: u64 = 1 << 27;
+/// The most memory of one Argon2 in KiB: the most that cryptsetup uses by default.
+const MAX_MEMORY_KIB: u32 = 1 << 20;
+/// The most KiB that all Argon2 together may fill, over all passes.
+const MAX_FILLED_KIB: u64 = 32 << 20;
+/// What a limit that is exceeded is called for.
+const TOO_MUCH: &str = "which is more than is done here";
+
+/// What may still be computed for a header.
+pub(crate) struct Work {
+    rounds: u64,
+    filled_kib: u64,
+}
+
+impl Work {
+    pub(crate) fn new() -> Self {
+        Self { rounds: MAX_ROUNDS, filled_kib: MAX_FILLED_KIB }
+    }
+
+    /// Pays for PBKDF2.
+    fn take_rounds(
+        &mut self,
+        hash: LuksHash,
+        iterations: u32,
+        length: usize,
+    ) -> Result<(), String> {
+        if iterations == 0 {
+            return Err("it asks for no iterations".into());
+        }
+        let rounds = u64::from(iterations) * length.div_ceil(hash::length(hash)) as u64;
+        self.rounds = self
+            .rounds
+            .checked_sub(rounds)
+            .ok_or_else(|| format!("it asks for {iterations} iterations, {TOO_MUCH}"))?;
+        Ok(())
+    }
+
+    /// Pays for Argon2.
+    fn take_filled(&mut self, passes: u32, memory_kib: u32) -> Result<(), String> {
+        if memory_kib > MAX_MEMORY_KIB {
+            let limit = MAX_MEMORY_KIB >> 10;
+            return Err(format!(
+                "it asks for {} MiB of memory, more than {limit} MiB",
+                memory_kib >> 10
+            ));
+        }
+        self.filled_kib = self
+            .filled_kib
+            .checked_sub(u64::from(passes) * u64::from(memory_kib))
+            .ok_or_else(|| format!("it asks for {passes} passes over its memory, {TOO_MUCH}"))?;
+        Ok(())
+    }
+
+    /// Fills `into` with the key that the secret gives.
+    ///
+    /// # Errors
+    /// What the header asks for cannot be done, or is too much.
+    pub(crate) fn derive(
+        &mut self,
+        kdf: &LuksKdf,
+        secret: &[u8],
+        into: &mut [u8],
+    ) -> Result<(), String> {
+        match kdf {
+            LuksKdf::Pbkdf2 { hash, iterations, salt } => {
+                self.take_rounds(*hash, *iterations, into.len())?;
+                hash::pbkdf2(*hash, secret, salt, *iterations, into);
+                Ok(())
+            }
+            LuksKdf::Argon2 { is_id, passes, memory_kib, lanes, salt } => {
+                self.take_filled(*passes, *memory_kib)?;
+                let kind = if *is_id { Algorithm::Argon2id } else { Algorithm::Argon2i };
+                if u64::from(*lanes) * 8 > u64::from(*memory_kib) {
+                    return Err(format!("it asks for {lanes} lanes in {memory_kib} KiB of memory"));
+                }
+                let params = Params::new(*memory_kib, *passes, *lanes, Some(into.len()))
+                    .map_err(|why| format!("its costs make no sense: {why}"))?;
+                argon2(Argon2::new(kind, Version::V0x13, params), secret, salt, into)
+            }
+        }
+    }
+
+    /// Whether `key` is the one that the digest is of.
+    ///
+    /// # Errors
+    /// As [`derive`](Self::derive).
+    pub(crate) fn is_key_of(&mut self, digest: &LuksDigest, key: &[u8]) -> Result<bool, String> {
+        let LuksDigest { hash, iterations, salt, digest } = digest;
+        self.take_rounds(*hash, *iterations, digest.len())?;
+        let mut found = vec![0; digest.len()];
+        hash::pbkdf2(*hash, key, salt, *iterations, &mut found);
+        Ok(found == *digest)
+    }
+}
+
+fn argon2(argon2: Argon2<'_>, secret: &[u8], salt: &[u8], into: &mut [u8]) -> Result<(), String> {
+    let count = argon2.params().block_count();
+    let mut memory = Vec::new();
+    memory
+        .try_reserve_exact(count)
+        .map_err(|_| format!("the {} MiB of memory that it asks for cannot be had", count >> 10))?;
+    memory.resize(count, Block::default());
+    let outcome = argon2.hash_password_into_with_memory(secret, salt, into, &mut memory);
+    memory.iter_mut().for_each(Zeroize::zeroize);
+    outcome.map_err(|why| format!("its costs make no sense: {why}"))
+}
+
+/// Zeros for a key of so many bytes.
+pub(crate) fn empty_key(length: usize) -> Result<LockedBytes, String> {
+    LockedBytes::new(length).map_err(|error| format!("no memory for its key: {error}"))
+}

@@ -1,0 +1,24 @@
+//! Keys and ciphers of encrypted images (layer 2): LUKS.
+//!
+//! - [`Secret`] is what a person gives: a passphrase or a key file.
+//! - [`unlock`] opens a key slot of a [`LuksHeader`](blockhouse_format::LuksHeader) with it. It computes for long, so it
+//!   has no place on an event loop.
+//! - [`SectorCipher`] encrypts and decrypts the sectors of a disk.
+//!
+//! Guarantees: secrets, derived keys and the ciphers' key schedules are in locked memory that is wiped
+//! ([`Locked`](blockhouse_engine::Locked)). What a header asks for in time and memory is limited ([`unlock`]). The block
+//! cipher and the hashes take the same time whatever the key and the data are: AES by the processor's instructions,
+//! elsewhere bitsliced. No message has a secret in it.
+#![forbid(unsafe_code)]
+
+mod cipher;
+mod hash;
+mod kdf;
+mod secret;
+mod stripes;
+mod unlock;
+mod xts;
+
+pub use cipher::SectorCipher;
+pub use secret::{MAX_SECRET, Secret};
+pub use unlock::unlock;

@@ -1,0 +1,57 @@
+//! How the guest's data of an image is encrypted, and the memory in which that is done.
+
+use blockhouse_core::{Alignment, Result};
+use blockhouse_crypt::SectorCipher;
+use blockhouse_format::Encryption;
+
+use crate::buffers::{Bounce, BounceBuffers};
+
+/// How the guest's data is stored.
+pub(crate) enum DataEncryption {
+    /// As it is.
+    None,
+    /// Encrypted with a key that was not given.
+    Locked,
+    /// Encrypted.
+    Unlocked(Box<DataCipher>),
+}
+
+impl DataEncryption {
+    /// What the storage demands, with what the cipher does: it takes whole sectors, and any memory.
+    pub(crate) fn alignment(&self, storage: Alignment) -> Alignment {
+        let sector = match self {
+            Self::None => return storage,
+            Self::Locked => 512,
+            Self::Unlocked(cipher) => cipher.cipher.sector_size(),
+        };
+        Alignment { offset: storage.offset.max(sector), memory: 1 }
+    }
+}
+
+/// The cipher of an image's data.
+pub(crate) struct DataCipher {
+    cipher: SectorCipher,
+    encryption: Encryption,
+    buffers: BounceBuffers,
+}
+
+impl DataCipher {
+    pub(crate) fn new(encryption: Encryption, cipher: SectorCipher) -> Self {
+        Self { cipher, encryption, buffers: BounceBuffers::new() }
+    }
+
+    /// Memory for encrypted bytes. Its holder waits for the storage only.
+    pub(crate) async fn buffer(&self, length: usize) -> Result<Bounce<'_>> {
+        self.buffers.get(length).await
+    }
+
+    /// Encrypts whole sectors, which belong at the host offset `host`.
+    pub(crate) fn encrypt(&self, host: u64, bytes: &mut [u8]) {
+        self.cipher.encrypt(self.encryption.sector_number(host), bytes);
+    }
+
+    /// Decrypts whole sectors from the host offset `host`.
+    pub(crate) fn decrypt(&self, host: u64, bytes: &mut [u8]) {
+        self.cipher.decrypt(self.encryption.sector_number(host), bytes);
+    }
+}

@@ -1,0 +1,156 @@
+//! The guest's data of an encrypted image, on its way to and from the storage. The one place that encrypts and decrypts.
+//!
+//! Guarantees:
+//! - A guest's memory never holds encrypted bytes, and is never changed by a write: data travels through buffers of our
+//!   own, whose bytes are encrypted or decrypted there. Such a buffer waits for the storage only, so requests that hold
+//!   other buffers may wait for one.
+//! - What a write was given stays with it until the storage has ended the write, also where its future is dropped: claims
+//!   and guards that are attached to the memory end then, and not before.
+//! - Without its key an image's data is neither read nor written; its metadata is.
+//! - Zeros and holes of the storage are not zeros of the disk, so the storage is never asked for zeros, discards or holes
+//!   of encrypted data.
+
+use std::sync::Mutex;
+
+use blockhouse_core::{
+    Allocation, ByteRange, Capabilities, Durability, Error, ErrorKind, IoVector, Offload,
+    ReadAfterDiscard, Result, Storage, WorkBudget,
+};
+
+use super::data_cipher::{DataCipher, DataEncryption};
+use super::{HostRuns, Layer};
+use crate::buffers::CHUNK_SIZE;
+
+/// What encrypting a byte costs, next to copying it.
+const COST: u64 = 3;
+
+impl<S: Storage> Layer<S> {
+    /// Whether the guest's data is encrypted.
+    pub(crate) fn is_encrypted(&self) -> bool {
+        !matches!(self.encryption, DataEncryption::None)
+    }
+
+    /// What the storage can do with the guest's data.
+    pub(crate) fn data_capabilities(&self) -> Capabilities {
+        let capabilities = self.data().capabilities();
+        match self.is_encrypted() {
+            false => capabilities,
+            true => Capabilities {
+                alignment: self.alignment,
+                write_zeroes: Offload::Unavailable,
+                discard: Offload::Unavailable,
+                read_after_discard: ReadAfterDiscard::Undefined,
+                ..capabilities
+            },
+        }
+    }
+
+    /// What the host has at the start of a range of the guest's data, as [`Storage::block_status`] says it.
+    pub(crate) async fn host_status(
+        &self,
+        runs: &mut HostRuns,
+        range: ByteRange,
+    ) -> Result<(Allocation, u64)> {
+        match self.is_encrypted() {
+            false => runs.block_status(self.data(), range).await,
+            true => Ok((Allocation::Data, range.length())),
+        }
+    }
+
+    /// Fills `into` with the guest's data at a host offset, which is aligned as the [layer](Self::alignment) demands.
+    pub(crate) async fn read_data(&self, host: u64, into: IoVector) -> Result<()> {
+        match &self.encryption {
+            DataEncryption::None => self.data().read_data(host, into).await,
+            DataEncryption::Locked => Err(self.locked(host)),
+            DataEncryption::Unlocked(cipher) => {
+                Box::pin(self.read_encrypted(cipher, host, into)).await
+            }
+        }
+    }
+
+    /// Stores the guest's data at a host offset, as [`Storage::write`] does.
+    pub(crate) async fn write_data(
+        &self,
+        host: u64,
+        from: IoVector,
+        durability: Durability,
+    ) -> Result<()> {
+        match &self.encryption {
+            DataEncryption::None => self.data().write_data(host, from, durability).await,
+            DataEncryption::Locked => Err(self.locked(host)),
+            DataEncryption::Unlocked(cipher) => {
+                Box::pin(self.write_encrypted(cipher, host, from, durability)).await
+            }
+        }
+    }
+
+    async fn read_encrypted(
+        &self,
+        cipher: &DataCipher,
+        host: u64,
+        mut into: IoVector,
+    ) -> Result<()> {
+        let block = u64::from(self.data().capabilities().alignment.offset);
+        // So that a chunk fits into a buffer also with the rests of its blocks.
+        let limit = if host.is_multiple_of(block) { CHUNK_SIZE } else { CHUNK_SIZE / 2 } as u64;
+        let budget = WorkBudget::new();
+        let mut rest = ByteRange::between(host, host + into.len() as u64);
+        while !rest.is_empty() {
+            let chunk = rest.truncate(limit);
+            let outer = chunk.align_outward(block);
+            let mut buffer = cipher.buffer(outer.length() as usize).await?;
+            self.data().read_data(outer.offset(), buffer.lend()).await?;
+            let (start, length) =
+                ((chunk.offset() - outer.offset()) as usize, chunk.length() as usize);
+            let bytes = &mut buffer.bytes_mut()[start..start + length];
+            cipher.decrypt(chunk.offset(), bytes);
+            into.copy_from(bytes);
+            // For memory that is lost the rest need not be read.
+            into.check_intact()?;
+            into.advance(length);
+            rest = rest.skip(chunk.length());
+            budget.charge(chunk.length() * COST);
+            if !rest.is_empty() {
+                budget.yield_if_spent().await;
+            }
+        }
+        Ok(())
+    }
+
+    async fn write_encrypted(
+        &self,
+        cipher: &DataCipher,
+        host: u64,
+        mut from: IoVector,
+        durability: Durability,
+    ) -> Result<()> {
+        let budget = WorkBudget::new();
+        let mut at = host;
+        while !from.is_empty() {
+            let rest = from.split_off(from.len().min(CHUNK_SIZE));
+            let part = std::mem::replace(&mut from, rest);
+            let length = part.len();
+            let mut buffer = cipher.buffer(length).await?;
+            let bytes = buffer.bytes_mut();
+            part.copy_to(bytes);
+            // Zeros in the place of a guest's lost memory are not to be stored.
+            part.check_intact()?;
+            cipher.encrypt(at, bytes);
+            let vector = buffer.lend().with_guard(Mutex::new(part));
+            self.data().write_data(at, vector, durability).await?;
+            at += length as u64;
+            budget.charge(length as u64 * COST);
+            if !from.is_empty() {
+                budget.yield_if_spent().await;
+            }
+        }
+        Ok(())
+    }
+
+    /// The image's data is asked for without its key.
+    fn locked(&self, host: u64) -> Error {
+        let what = "the image is encrypted, and was opened without its key";
+        let error = Error::new(ErrorKind::Unsupported, what).on(self.name()).at(host);
+        error.hint("name the key: --key-file FILE, or --passphrase-file FILE")
+    }
+}

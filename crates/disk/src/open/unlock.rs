@@ -1,0 +1,102 @@
+//! The keys of encrypted images.
+//!
+//! Keys are derived on a thread of its own, since that takes seconds: the loop that opens the image goes on meanwhile.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use blockhouse_core::{Error, ErrorKind, Result};
+use blockhouse_crypt::{Secret, unlock};
+use futures_channel::oneshot;
+
+use super::image_disk::ImageDisk;
+
+/// What opens encrypted images: each of the secrets is tried on each encrypted image of a chain.
+#[derive(Clone, Debug, Default)]
+pub struct Secrets(Vec<Arc<Secret>>);
+
+impl FromIterator<Secret> for Secrets {
+    fn from_iter<T: IntoIterator<Item = Secret>>(secrets: T) -> Self {
+        Self(secrets.into_iter().map(Arc::new).collect())
+    }
+}
+
+impl Secrets {
+    /// Whether there is none.
+    pub fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+}
+
+/// The files with the keys of encrypted images, as a person names them.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct KeyFiles {
+    /// Files whose bytes are a key, all of them.
+    pub keys: Vec<PathBuf>,
+    /// Files whose first line is a passphrase.
+    pub passphrases: Vec<PathBuf>,
+}
+
+impl KeyFiles {
+    /// Reads all of them. May block where one is a pipe.
+    ///
+    /// # Errors
+    /// As [`Secret::from_key_file`].
+    pub fn read(&self) -> Result<Secrets> {
+        let keys = self.keys.iter().map(|path| Secret::from_key_file(path));
+        let lines = self.passphrases.iter().map(|path| Secret::from_passphrase_file(path));
+        keys.chain(lines).collect()
+    }
+
+    /// Whether there is none.
+    pub fn is_empty(&self) -> bool {
+        self.paths().next().is_none()
+    }
+
+    /// All of them.
+    pub fn paths(&self) -> impl Iterator<Item = &PathBuf> {
+        self.keys.iter().chain(&self.passphrases)
+    }
+}
+
+/// What becomes of an encrypted image for which there is no secret.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum WithoutKey {
+    /// It is not opened.
+    Refuse,
+    /// It is opened, and only its metadata can be read.
+    StayLocked,
+}
+
+/// The same disk with the key of its data, where that is encrypted.
+///
+/// # Errors
+/// One that names the image: no secret opens it, its header is damaged, or asks for too much.
+pub(super) async fn unlocked(
+    disk: ImageDisk,
+    secrets: &Secrets,
+    without: WithoutKey,
+) -> Result<ImageDisk> {
+    if !disk.is_encrypted() || secrets.is_empty() && without == WithoutKey::StayLocked {
+        return Ok(disk);
+    }
+    if secrets.is_empty() {
+        let what = "the image is encrypted, and no key was named";
+        let error = Error::new(ErrorKind::Unsupported, what).on(disk.name());
+        return Err(error.hint("name it: --key-file FILE, or --passphrase-file FILE"));
+    }
+    let Some(encryption) = disk.read_encryption().await? else { return Ok(disk) };
+    let areas = encryption.read_areas(disk.format().storage()).await?;
+    let (header, secrets) = (encryption.header().clone(), secrets.0.clone());
+    let (send, receive) = oneshot::channel();
+    let derive = move || {
+        let secrets: Vec<&Secret> = secrets.iter().map(AsRef::as_ref).collect();
+        // The future may have been dropped.
+        let _ = send.send(unlock(&header, &areas, &secrets));
+    };
+    let host = |error| Error::host("cannot derive its key", error).on(disk.name());
+    std::thread::Builder::new().name("blockhouse-key".into()).spawn(derive).map_err(host)?;
+    let outcome = receive.await.map_err(|_| host(std::io::ErrorKind::Interrupted.into()))?;
+    let cipher = outcome.map_err(|error| error.on(disk.name()))?;
+    disk.with_cipher(encryption, cipher)
+}

@@ -1,0 +1,92 @@
+//! The header of LUKS version 1 as bytes ("LUKS On-Disk Format Specification", version 1.2.3).
+
+use super::header::{
+    LuksCipher, LuksDigest, LuksHash, LuksHeader, LuksKdf, LuksSlot, LuksSlotKey, MAX_KEY, MIN_KEY,
+    printable, slot_area,
+};
+use super::words::{be16, be32, text};
+
+/// The first bytes of every header.
+pub(super) const MAGIC: [u8; 6] = *b"LUKS\xba\xbe";
+/// Bytes of a sector, the unit of offsets.
+const SECTOR: u64 = 512;
+/// How many key slots it has.
+const SLOTS: usize = 8;
+/// Where the slots begin, and bytes of each.
+const FIRST_SLOT: usize = 208;
+const SLOT_LENGTH: usize = 48;
+const ENABLED: u32 = 0x00ac_71f3;
+const DISABLED: u32 = 0x0000_dead;
+
+/// Reads the header in `bytes`, 4 KiB of them, the magic of which is known. An error is the reason and the
+/// offset of the field.
+pub(super) fn parse(bytes: &[u8]) -> Result<LuksHeader, (String, usize)> {
+    let name = format!("{}-{}", text(bytes, 8, 32), text(bytes, 40, 32));
+    let cipher = LuksCipher::parse(&name).map_err(|why| (why, 8))?;
+    let hash = LuksHash::parse(&text(bytes, 72, 32)).map_err(|why| (why, 72))?;
+    let key = u64::from(be32(bytes, 108));
+    if !(MIN_KEY..=MAX_KEY).contains(&key) {
+        return Err((format!("a key of {key} bytes is not {MIN_KEY} to {MAX_KEY}"), 108));
+    }
+    let key_bytes = cipher.check_key(key).map_err(|why| (why, 108))?;
+    let digest = LuksDigest {
+        hash,
+        iterations: be32(bytes, 164),
+        salt: bytes[132..164].to_vec(),
+        digest: bytes[112..132].to_vec(),
+    };
+    let mut slots = Vec::new();
+    for number in 0..SLOTS {
+        let at = FIRST_SLOT + number * SLOT_LENGTH;
+        match be32(bytes, at) {
+            ENABLED => slots.push(slot(bytes, at, number as u32, cipher, key_bytes, &digest)?),
+            DISABLED => {}
+            other => return Err((format!("the key slot {number} is marked {other:#010x}"), at)),
+        }
+    }
+    Ok(LuksHeader {
+        version: 1,
+        uuid: printable(&text(bytes, 168, 40)),
+        cipher,
+        key_bytes,
+        sector_size: SECTOR as u32,
+        iv_tweak: 0,
+        payload: u64::from(be32(bytes, 104)) * SECTOR,
+        payload_size: None,
+        slots,
+    })
+}
+
+fn slot(
+    bytes: &[u8],
+    at: usize,
+    number: u32,
+    cipher: LuksCipher,
+    key_bytes: usize,
+    digest: &LuksDigest,
+) -> Result<LuksSlot, (String, usize)> {
+    let offset = u64::from(be32(bytes, at + 40)) * SECTOR;
+    let stripes = be32(bytes, at + 44);
+    let area = slot_area(offset, key_bytes as u64, u64::from(stripes))
+        .map_err(|why| (format!("the key slot {number}: {why}"), at + 40))?;
+    let kdf = LuksKdf::Pbkdf2 {
+        hash: digest.hash,
+        iterations: be32(bytes, at + 4),
+        salt: bytes[at + 8..at + 40].to_vec(),
+    };
+    let key = LuksSlotKey {
+        kdf,
+        area,
+        cipher,
+        area_key_bytes: key_bytes,
+        stripes,
+        stripe_hash: digest.hash,
+        digest: digest.clone(),
+    };
+    Ok(LuksSlot { number, key: Ok(key) })
+}
+
+/// The version in the first bytes of a header, whose magic is known.
+pub(super) fn version(bytes: &[u8]) -> u16 {
+    be16(bytes, 6)
+}

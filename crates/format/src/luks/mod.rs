@@ -1,0 +1,262 @@
+//! LUKS containers: a header with encrypted keys, and a disk of encrypted sectors.
+//!
+//! - [`LuksHeader`] is what a header says (`header`): of version 1 (`luks1`), or of version 2 with its copies (`luks2`)
+//!   and its JSON (`metadata`). [`LuksHeader::read`] finds it in a storage.
+//! - [`Luks`] is the mapping: the disk lies in the storage from one offset on.
+//!
+//! Nothing here derives keys or decrypts: the I/O path does, with `blockhouse-crypt`. So what is mapped are the places
+//! of encrypted bytes. Headers are hostile input: at most 8 MiB are read, and every field is checked.
+
+mod header;
+mod luks1;
+mod luks2;
+mod metadata;
+mod words;
+
+use blockhouse_core::{
+    ByteRange, Error, ErrorKind, Extent, ExtentFlags, ExtentState, Result, Storage, SyncMode,
+};
+
+pub use header::{LuksCipher, LuksDigest, LuksHash, LuksHeader, LuksKdf, LuksSlot, LuksSlotKey};
+
+use crate::{Abort, Access, aligned_read};
+
+/// What to do about a container that cannot be read as it is.
+const DAMAGED: &str =
+    "its header is damaged: restore it (cryptsetup luksHeaderRestore) or a copy of the image";
+const OTHER_PROGRAM: &str = "cryptsetup may open it, or can make another container of it";
+
+impl LuksHeader {
+    /// Reads the header that begins at `start` of the storage, whose first `room` bytes may be its own.
+    ///
+    /// # Errors
+    /// `Corrupt` for what is no header or is damaged, `Unsupported` for what is not built; what the storage answers.
+    pub async fn read<S: Storage>(storage: &S, start: u64, room: u64) -> Result<Self> {
+        let first = aligned_read::read(storage, start, luks2::BINARY).await?;
+        let header = match luks1::version(&first) {
+            // The first copy of version 2 may be lost.
+            _ if first[..6] != luks1::MAGIC => match second_copy(storage, start).await? {
+                Some(copy) => container(copy, start),
+                None => {
+                    let what = "is no LUKS container: the magic bytes are missing";
+                    let error = Error::new(ErrorKind::Corrupt, what).at(start);
+                    Err(error.hint("check which format it has"))
+                }
+            },
+            1 => luks1::parse(&first).map_err(|(what, at)| refusal(what, start + at as u64)),
+            2 => version_2(storage, &first, start).await,
+            version => Err(refusal(format!("its version {version} is not 1 or 2"), start + 6)),
+        };
+        let header = header.and_then(|header| header.check_areas(start, room));
+        header.map_err(|error| error.on(storage.name()))
+    }
+
+    /// Key material lies where the container has room for it.
+    fn check_areas(self, start: u64, room: u64) -> Result<Self> {
+        for LuksSlot { number, key } in &self.slots {
+            let Ok(key) = key else { continue };
+            if key.area.end() > room {
+                let what =
+                    format!("the area of its key slot {number} is past the end of the header");
+                return Err(damaged(what, start.saturating_add(key.area.offset())));
+            }
+        }
+        Ok(self)
+    }
+}
+
+/// The better of two copies of a header of version 2.
+async fn version_2<S: Storage>(storage: &S, first: &[u8], start: u64) -> Result<LuksHeader> {
+    let first = copy(storage, first, luks1::MAGIC, start, 0).await?;
+    let second = second_copy(storage, start).await?;
+    let best = match (first, second) {
+        (Ok(first), Some(second)) if second.sequence > first.sequence => second,
+        (Ok(first), _) => first,
+        (Err(_), Some(second)) => second,
+        (Err((what, at)), None) => return Err(damaged(what, start + at as u64)),
+    };
+    container(best, start)
+}
+
+fn container(copy: luks2::Copy, start: u64) -> Result<LuksHeader> {
+    metadata::parse(&copy.json, &copy.uuid)
+        .map_err(|what| refusal(what, start + luks2::BINARY as u64))
+}
+
+type CopyOrFault = Result<luks2::Copy, (String, usize)>;
+
+/// The copy at `offset` of the container, whose binary part is `binary`.
+async fn copy<S: Storage>(
+    storage: &S,
+    binary: &[u8],
+    magic: [u8; 6],
+    start: u64,
+    offset: u64,
+) -> Result<CopyOrFault> {
+    let length = match luks2::length(binary, magic) {
+        Ok(length) => length,
+        Err(fault) => return Ok(Err(fault)),
+    };
+    let bytes = aligned_read::read(storage, start + offset, length as usize).await?;
+    Ok(luks2::parse(&bytes, offset))
+}
+
+/// The second copy of a header of version 2, wherever it is.
+async fn second_copy<S: Storage>(storage: &S, start: u64) -> Result<Option<luks2::Copy>> {
+    for offset in luks2::LENGTHS {
+        let binary = aligned_read::read(storage, start + offset, luks2::BINARY).await?;
+        if binary[..6] == luks2::SECOND_MAGIC
+            && let Ok(found) = copy(storage, &binary, luks2::SECOND_MAGIC, start, offset).await?
+        {
+            return Ok(Some(found));
+        }
+    }
+    Ok(None)
+}
+
+fn damaged(what: impl Into<String>, offset: u64) -> Error {
+    Error::new(ErrorKind::Corrupt, what.into()).at(offset).hint(DAMAGED)
+}
+
+fn refusal(what: String, offset: u64) -> Error {
+    Error::new(ErrorKind::Unsupported, format!("a LUKS header that cannot be used: {what}"))
+        .at(offset)
+        .hint(OTHER_PROGRAM)
+}
+
+/// How the guest's data of an image is encrypted, as the image says.
+pub struct Encryption {
+    header: LuksHeader,
+    /// Where the header begins in the image.
+    start: u64,
+    /// The host offset of the sector with the number 0.
+    origin: u64,
+}
+
+impl Encryption {
+    /// The header with the keys.
+    pub fn header(&self) -> &LuksHeader {
+        &self.header
+    }
+
+    /// What the number of the sector at `host` is for its initialization vector, in units of 512 bytes.
+    pub fn sector_number(&self, host: u64) -> u64 {
+        (host.wrapping_sub(self.origin) / 512).wrapping_add(self.header.iv_tweak)
+    }
+
+    /// The areas of the header's key slots, in their order; empty for those that are not supported.
+    ///
+    /// # Errors
+    /// What the storage answers.
+    pub async fn read_areas<S: Storage>(&self, storage: &S) -> Result<Vec<Vec<u8>>> {
+        let mut areas = Vec::with_capacity(self.header.slots.len());
+        for slot in &self.header.slots {
+            areas.push(match &slot.key {
+                Ok(key) => {
+                    let (at, length) = (self.start + key.area.offset(), key.area.length());
+                    aligned_read::read(storage, at, length as usize).await?
+                }
+                Err(_) => Vec::new(),
+            });
+        }
+        Ok(areas)
+    }
+}
+
+/// A container as a mapping: the disk lies in the storage from the header's payload on, one extent for all of it.
+pub struct Luks<S: Storage> {
+    storage: S,
+    header: LuksHeader,
+    size: u64,
+}
+
+impl<S: Storage> Luks<S> {
+    /// Reads the header of the container in `storage`.
+    ///
+    /// # Errors
+    /// As [`LuksHeader::read`]; `Corrupt` where the file ends before the disk does; `Unsupported` where the disk is to be
+    /// written, and its blocks lie across those of the storage.
+    pub async fn open(storage: S, access: Access) -> Result<Self> {
+        let header = LuksHeader::read(&storage, 0, storage.size()).await?;
+        let room = storage.size().checked_sub(header.payload);
+        let size = match (room, header.payload_size) {
+            (Some(room), None) => room,
+            (Some(room), Some(size)) if size <= room => size,
+            _ => {
+                let what = format!(
+                    "the file of {} bytes ends before its disk, which begins at {}",
+                    storage.size(),
+                    header.payload
+                );
+                return Err(Error::new(ErrorKind::Corrupt, what)
+                    .on(storage.name())
+                    .at(header.payload)
+                    .hint("it was truncated: restore it from a copy"));
+            }
+        };
+        let size = size & !(u64::from(header.sector_size) - 1);
+        let block = u64::from(storage.capabilities().alignment.offset);
+        if access == Access::ReadWrite && !(header.payload | size).is_multiple_of(block) {
+            let what = format!("its disk does not begin and end with a block of {block} bytes");
+            let error = Error::new(ErrorKind::Unsupported, what).on(storage.name());
+            return Err(error.at(header.payload).hint(
+                "go through the page cache (--cache writeback), or open it with --read-only",
+            ));
+        }
+        Ok(Self { storage, header, size })
+    }
+
+    /// Bytes of the disk, a multiple of the container's sectors.
+    pub(crate) fn size(&self) -> u64 {
+        self.size
+    }
+
+    /// The container.
+    pub fn storage(&self) -> &S {
+        &self.storage
+    }
+
+    /// Its header.
+    pub fn header(&self) -> &LuksHeader {
+        &self.header
+    }
+
+    /// How the disk is encrypted.
+    pub(crate) fn encryption(&self) -> Encryption {
+        Encryption { header: self.header.clone(), start: 0, origin: self.header.payload }
+    }
+
+    /// All of `range`, at its place behind the header.
+    pub(crate) fn map(&self, range: ByteRange) -> Extent {
+        let state = ExtentState::Mapped { host: self.header.payload + range.offset() };
+        Extent { guest: range, alloc_range: range, state, flags: ExtentFlags::empty() }
+    }
+
+    /// Nothing to do: extents are visible from the first.
+    pub(crate) fn link(&self, _extent: Extent) -> Result<()> {
+        Ok(())
+    }
+
+    /// Nothing to do: extents are never new.
+    pub(crate) fn abort(&self, _extent: Extent, _why: Abort) {}
+
+    /// There are no tables.
+    pub(crate) async fn flush(&self, sync: SyncMode) -> Result<()> {
+        self.storage.flush(sync).await
+    }
+
+    /// What a container does not have.
+    pub(crate) fn lacks(&self, what: &str) -> Error {
+        let what = format!("a LUKS container has no {what}");
+        Error::new(ErrorKind::Unsupported, what).on(self.storage.name())
+    }
+
+    pub(crate) async fn resize(&self, size: u64) -> Result<()> {
+        if size == self.size {
+            return Ok(());
+        }
+        let what = "the size of a LUKS container cannot be changed";
+        let error = Error::new(ErrorKind::Unsupported, what).on(self.storage.name());
+        Err(error.hint("convert it to a new image, and make that longer"))
+    }
+}

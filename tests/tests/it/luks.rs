@@ -1,0 +1,300 @@
+//! LUKS containers that qemu-img and cryptsetup have made: converted, served and written, they hold what these programs
+//! put there and read back. What cannot be opened is one line, soon and in little memory.
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use blockhouse_tests::image_tool::{command, json, qemu_img, str};
+use blockhouse_tests::{
+    Image, Outcome, Scratch, Serve, need, random_bytes, require, run, seeded, tool,
+};
+
+const SIZE: usize = 4 << 20;
+const KEY: &[u8] = b"not a line\nbut a key\n";
+
+/// A key file, another one, and a disk.
+struct Fixture {
+    scratch: Scratch,
+    key: PathBuf,
+    disk: Image,
+}
+
+impl Fixture {
+    fn new() -> Self {
+        let (scratch, mut random) = (Scratch::new(), seeded());
+        let key = scratch.path("key");
+        std::fs::write(&key, KEY).expect("a key");
+        std::fs::write(scratch.path("other"), b"not the key").expect("another key");
+        let disk = scratch.image_of("disk.raw", &random_bytes(&mut random, SIZE));
+        Self { scratch, key, disk }
+    }
+
+    fn other_key(&self) -> PathBuf {
+        self.scratch.path("other")
+    }
+
+    /// A container that qemu-img made of the disk.
+    fn of_qemu(&self, name: &str, options: &str) -> PathBuf {
+        let (image, secret) = (self.scratch.path(name), secret(&self.key));
+        let options = format!("key-secret=key,iter-time=10{options}");
+        let words = ["convert", "-f", "raw", "-O", "luks", "--object", &secret, "-o", &options];
+        qemu_img(&[&words[..], &[self.disk.str(), str(&image)]].concat()).success();
+        image
+    }
+
+    /// A container that cryptsetup made of the disk, which it encrypted in place.
+    fn of_cryptsetup(&self, name: &str, options: &[&str]) -> PathBuf {
+        let image = self.scratch.path(name);
+        std::fs::copy(self.disk.path(), &image).expect("a copy");
+        // Twice the header, which moves the data.
+        let file = std::fs::File::options().write(true).open(&image).expect("it is there");
+        file.set_len(SIZE as u64 + (32 << 20)).expect("a longer file");
+        let mut reencrypt = tool("cryptsetup");
+        reencrypt.args(["reencrypt", "--encrypt", "--type", "luks2", "--batch-mode"]);
+        reencrypt.args(["--reduce-device-size", "32M", "--disable-locks", "--key-file"]);
+        run(reencrypt.arg(&self.key).args(options).arg(&image)).success();
+        image
+    }
+
+    fn convert(&self, image: &Path, key: &Path) -> Outcome {
+        let raw = self.scratch.path("out.raw");
+        let _ = std::fs::remove_file(&raw);
+        command(&["convert", "-f", "luks", "--key-file", str(key), str(image), str(&raw)])
+    }
+
+    /// Asserts that the first bytes of the disk in a container are those of the disk.
+    #[track_caller]
+    fn assert_holds_disk(&self, image: &Path) {
+        self.convert(image, &self.key).success();
+        let out = std::fs::read(self.scratch.path("out.raw")).expect("it was made");
+        assert!(out[..SIZE] == self.disk.content(), "{}: another disk", image.display());
+    }
+}
+
+fn secret(key: &Path) -> String {
+    format!("secret,id=key,file={}", key.display())
+}
+
+#[test]
+fn containers_of_qemu_img_convert_equal() {
+    require!(need::tools(&["qemu-img"]));
+    let fixture = Fixture::new();
+    for (index, options) in [
+        "",
+        ",cipher-alg=aes-128,hash-alg=sha1",
+        ",cipher-alg=aes-192,hash-alg=sha512",
+        ",cipher-mode=cbc,ivgen-alg=essiv,ivgen-hash-alg=sha256",
+        ",cipher-mode=cbc,ivgen-alg=plain,cipher-alg=aes-128",
+        ",cipher-mode=cbc,ivgen-alg=plain64,cipher-alg=aes-256",
+    ]
+    .into_iter()
+    .enumerate()
+    {
+        let image = fixture.of_qemu(&format!("{index}.luks"), options);
+        fixture.assert_holds_disk(&image);
+        let info = json(&command(&["info", "--json", str(&image)]).success());
+        let theirs = json(&qemu_img(&["info", "--output=json", str(&image)]).success());
+        for key in ["format", "virtual-size", "encrypted"] {
+            assert_eq!(info[key], theirs[key], "{key} with {options}");
+        }
+        let (ours, theirs) =
+            (&info["blockhouse"]["encryption"], &theirs["format-specific"]["data"]);
+        assert_eq!(
+            (&ours["uuid"], &ours["payload-offset"]),
+            (&theirs["uuid"], &theirs["payload-offset"])
+        );
+    }
+}
+
+#[test]
+fn ciphers_that_are_not_there_are_named() {
+    require!(need::tools(&["qemu-img"]));
+    let fixture = Fixture::new();
+    let image = fixture.of_qemu("serpent.luks", ",cipher-alg=serpent-256");
+    let outcome = fixture.convert(&image, &fixture.key).failure("serpent-xts-plain64");
+    assert!(outcome.stderr.contains("cryptsetup may open it"), "{}", outcome.stderr);
+}
+
+#[test]
+fn containers_of_cryptsetup_convert_equal() {
+    require!(need::tools(&["cryptsetup"]));
+    let fixture = Fixture::new();
+    let argon2 = ["--pbkdf-memory", "32768", "--pbkdf-force-iterations", "4"];
+    let pbkdf2 = ["--pbkdf", "pbkdf2", "--pbkdf-force-iterations", "1000"];
+    let essiv = ["--cipher", "aes-cbc-essiv:sha256", "--key-size", "256", "--hash", "sha512"];
+    for (name, options) in [
+        ("id.img", [&argon2[..], &["--pbkdf", "argon2id"]].concat()),
+        ("i.img", [&argon2[..], &["--pbkdf", "argon2i", "--sector-size", "2048"]].concat()),
+        ("large.img", [&pbkdf2[..], &["--sector-size", "4096"]].concat()),
+        ("essiv.img", [&pbkdf2[..], &essiv[..], &["--sector-size", "4096"]].concat()),
+    ] {
+        fixture.assert_holds_disk(&fixture.of_cryptsetup(name, &options));
+    }
+}
+
+#[test]
+fn every_key_slot_opens_and_one_of_many_keys_is_enough() {
+    require!(need::tools(&["cryptsetup", "qemu-img"]));
+    let fixture = Fixture::new();
+    let image = fixture.of_qemu("slots.luks", "");
+    let mut add = tool("cryptsetup");
+    add.args(["luksAddKey", "--batch-mode", "--disable-locks", "--pbkdf-force-iterations", "1000"]);
+    run(add.arg("--key-file").arg(&fixture.key).arg(&image).arg(fixture.other_key())).success();
+    let open = |keys: &[&str]| {
+        command(
+            &[&["compare", "-f", "luks", "-F", "raw"], keys, &[str(&image), fixture.disk.str()]]
+                .concat(),
+        )
+    };
+    let (key, other) = (str(&fixture.key).to_owned(), fixture.other_key());
+    open(&["--key-file", &key]).success();
+    // A line without its line feed is that key, too.
+    let line = fixture.scratch.path("line");
+    std::fs::write(&line, b"not the key\nsecond line").expect("written");
+    open(&["--passphrase-file", str(&line)]).success();
+    open(&["--key-file", str(&line), "--key-file", str(&other)]).success();
+    open(&["--key-file", str(&line)]).failure("none of its 2 key slots");
+}
+
+#[test]
+fn what_is_written_through_a_server_is_what_qemu_reads() {
+    require!(need::tools(&["qemu-img", "qemu-io"]));
+    let fixture = Fixture::new();
+    let image = fixture.of_qemu("served.luks", "");
+    let server = Serve::new(&fixture.scratch, &image).option("--key-file", &fixture.key).start();
+    let steps = [
+        "write -P 7 513 100000",
+        "write -P 8 1M 1536",
+        "write -z 2M 70000",
+        "write -f -P 9 3000001 512",
+        "discard 1M 64k",
+        "flush",
+    ];
+    let with_steps = |words: &[&str]| {
+        let mut command = tool("qemu-io");
+        command.args(["-f", "raw"]).args(steps.iter().flat_map(|step| ["-c", step])).args(words);
+        run(&mut command).success();
+    };
+    with_steps(&[server.uri()]);
+    server.stop();
+    with_steps(&[fixture.disk.str()]);
+    let node = format!("driver=luks,key-secret=key,file.filename={}", image.display());
+    // The discarded range keeps its data or not: it is written again in both.
+    let words = ["compare", "--object", &secret(&fixture.key), "--image-opts", &node];
+    let other = format!("driver=raw,file.filename={}", fixture.disk.str());
+    let compared = qemu_img(&[&words[..], &[&other]].concat());
+    assert!(
+        compared.stdout.contains("identical") || compared.stdout.contains("offset 1048576"),
+        "{}",
+        compared.stdout
+    );
+}
+
+#[test]
+fn without_its_key_a_container_is_only_looked_at() {
+    require!(need::tools(&["qemu-img"]));
+    let fixture = Fixture::new();
+    let image = fixture.of_qemu("locked.luks", "");
+    command(&["info", str(&image)]).success();
+    command(&["compare", str(&image), fixture.disk.str()]).failure("--key-file FILE");
+    fixture.convert(&image, &fixture.other_key()).failure("the key opens none of its 1 key slots");
+    let refused = Serve::new(&fixture.scratch, &image).option("--key-file", fixture.other_key());
+    refused.refused().failed(&["the key opens none"]);
+    // It is not taken for a raw disk, and no secret is told.
+    let raw = fixture.scratch.path("container");
+    std::fs::copy(&image, &raw).expect("a copy");
+    command(&["info", str(&raw)]).failure("say --format luks");
+    let told = command(&["-vv", "info", str(&image)]).success();
+    assert!(!told.stdout.contains("not a line") && !told.stderr.contains("not a line"));
+}
+
+/// Changes bytes of a copy of an image.
+fn changed(image: &Path, name: &str, at: usize, bytes: &[u8]) -> PathBuf {
+    let copy = image.with_file_name(name);
+    let mut content = std::fs::read(image).expect("it is there");
+    content[at..at + bytes.len()].copy_from_slice(bytes);
+    std::fs::write(&copy, content).expect("a copy");
+    copy
+}
+
+#[test]
+fn damaged_headers_and_absurd_costs_are_one_line() {
+    require!(need::tools(&["qemu-img"]));
+    let fixture = Fixture::new();
+    let image = fixture.of_qemu("good.luks", "");
+    for (name, at, bytes, why) in [
+        ("version.luks", 6, &[0, 9][..], "its version 9"),
+        ("cipher.luks", 8, b"rot13", "cipher 'rot13"),
+        ("hash.luks", 72, b"md5\0\0\0", "the hash 'md5'"),
+        ("length.luks", 108, &[0xff; 4], "bytes is not 16 to 64"),
+        ("slot.luks", 208, &[1; 4], "is marked 0x01010101"),
+        ("iterations.luks", 212, &[0xff; 4], "4294967295 iterations, which is more"),
+        ("rounds.luks", 164, &[0xff; 4], "4294967295 iterations, which is more"),
+        ("none.luks", 164, &[0; 4], "no iterations"),
+        ("offset.luks", 248, &[0xff; 4], "past the end of the header"),
+        ("stripes.luks", 252, &[0xff; 4], "stripes are not 1 to"),
+        ("payload.luks", 104, &[0xff; 4], "ends before its disk"),
+    ] {
+        let outcome = fixture.convert(&changed(&image, name, at, bytes), &fixture.key).failure(why);
+        assert_eq!(outcome.stderr.lines().count(), 1, "{}", outcome.stderr);
+    }
+    let slots = (0..8).map(|slot| 208 + slot * 48);
+    let mut content = std::fs::read(&image).expect("it is there");
+    slots.for_each(|at| content[at..at + 4].copy_from_slice(&[0, 0, 0xde, 0xad]));
+    let empty = fixture.scratch.image_of("empty.luks", &content);
+    fixture.convert(empty.path(), &fixture.key).failure("no key slot in use");
+    let cut = fixture.scratch.image_of("cut.luks", &content[..700]);
+    fixture.convert(cut.path(), &fixture.key).failure("ends before its disk");
+}
+
+#[test]
+fn a_damaged_copy_of_a_header_is_replaced_by_the_other_one() {
+    require!(need::tools(&["cryptsetup"]));
+    let fixture = Fixture::new();
+    let pbkdf2 = ["--pbkdf", "pbkdf2", "--pbkdf-force-iterations", "1000"];
+    let image = fixture.of_cryptsetup("good.img", &pbkdf2);
+    // JSON, checksum and magic of the first copy.
+    for (name, at) in [("json.img", 4200), ("checksum.img", 450), ("magic.img", 0)] {
+        fixture.assert_holds_disk(&changed(&image, name, at, b"????"));
+    }
+    let both = changed(&changed(&image, "one.img", 4200, b"????"), "both.img", 16384 + 4200, b"?");
+    fixture.convert(&both, &fixture.key).failure("its checksum is wrong");
+}
+
+#[test]
+fn memory_beyond_the_limit_is_not_taken() {
+    require!(need::tools(&["cryptsetup", "python3"]));
+    let fixture = Fixture::new();
+    let argon2 = ["--pbkdf-memory", "32768", "--pbkdf-force-iterations", "4"];
+    let image = fixture.of_cryptsetup("good.img", &argon2);
+    for (from, to, why) in [
+        ("\"memory\":32768", "\"memory\":3000000000", "2929687 MiB of memory"),
+        ("\"time\":4,", "\"time\":4000000000,", "4000000000 passes"),
+        ("\"cpus\":", "\"cpus\":9999", "lanes in"),
+        ("\"stripes\":4000", "\"stripes\":0", "stripes are not"),
+        ("argon2id", "scrypt", "the key derivation 'scrypt' is not supported"),
+    ] {
+        let sealed = image.with_file_name("sealed.img");
+        std::fs::copy(&image, &sealed).expect("a copy");
+        // Both copies of the JSON, with right checksums.
+        let program = "
+import sys, hashlib
+path, old, new = sys.argv[1:]
+with open(path, 'r+b') as file:
+    for start in (0, 16384):
+        file.seek(start)
+        copy = bytearray(file.read(16384))
+        json = bytes(copy[4096:]).split(b'\\0')[0]
+        assert old.encode() in json, json
+        json = json.replace(old.encode(), new.encode(), 1)
+        copy[4096:] = json.ljust(12288, b'\\0')
+        copy[448:512] = bytes(64)
+        copy[448:480] = hashlib.sha256(copy).digest()
+        file.seek(start)
+        file.write(copy)
+";
+        run(Command::new("python3").args(["-c", program]).arg(&sealed).args([from, to])).success();
+        let outcome = fixture.convert(&sealed, &fixture.key).failure(why);
+        assert_eq!(outcome.stderr.lines().count(), 1, "{}", outcome.stderr);
+    }
+}
