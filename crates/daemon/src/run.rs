@@ -34,7 +34,7 @@ use crate::sockets::{self, ListenSocket};
 use crate::stop_request::StopRequest;
 use crate::stopper::Stopper;
 use crate::tls::Tls;
-use crate::ublk::{self, PreparedUblk};
+use crate::ublk::{self, UblkOfDisk};
 use crate::vhost_user::{self, DeviceOfDisk};
 use crate::warnings;
 use crate::watchdog::{self, Started};
@@ -153,7 +153,7 @@ struct Opened {
     configured: Option<Vec<ConfiguredDisk>>,
     sockets: Vec<ListenSocket>,
     devices: Vec<DeviceOfDisk>,
-    ublk: Vec<PreparedUblk>,
+    ublk: Vec<UblkOfDisk>,
     control: Option<BoundSocket>,
     tls: Option<Tls>,
     /// Since when counters count.
@@ -190,7 +190,11 @@ impl Opened {
         let Self { workers, disks, configured, sockets, devices, ublk, control, tls, since } = self;
         let mut service = Service::start(workers, disks, sockets, setup, (tls, sandbox), since)?;
         service.add_devices(devices)?;
-        service.add_ublk(ublk, setup)?;
+        match service.add_ublk(ublk) {
+            // What was taken over is served whatever becomes of one device.
+            Err(error) if setup.hand_over => tracing::error!("{error:#}"),
+            outcome => outcome?,
+        }
         if let (Some(socket), Some(own)) = (control, loops.control) {
             service.add_control(socket, own, upgrades.clone())?;
         }
@@ -284,15 +288,16 @@ fn take_over(
     let tls = setup.tls.as_ref().map(Tls::load).transpose()?;
     let mut loops = LoopsAside::start(setup)?;
     let taken = destination::take_over(setup)?;
-    let TakenOver { workers, disks, configured, sockets, devices, control, .. } = taken;
+    let TakenOver { workers, disks, configured, sockets, devices, ublk, control, .. } = taken;
     sockets.iter().for_each(|socket| kept_sockets::keep(&socket.bound));
     devices.iter().for_each(|(device, _)| kept_sockets::keep(&device.bound));
     // Clients are served whatever becomes of the file.
     let pid_file = write_pid(setup).inspect_err(|error| tracing::warn!("{error:#}"));
     let since = taken.measured_since;
     let configured = Some(configured);
-    // A server that has any is not handed over.
-    let ublk = Vec::new();
+    let images: Vec<_> = disks.iter().map(|disk| Arc::clone(&disk.disk)).collect();
+    // Before the sandbox, in which their files cannot be opened.
+    let ublk = ublk::take_over(ublk, &workers, &images);
     let opened = Opened { workers, disks, configured, sockets, devices, ublk, control, tls, since };
     let sandbox = opened.confine(setup, launcher, None)?;
     let metrics_loop = loops.metrics.take();

@@ -13,14 +13,15 @@ use crate::control::{Closed, Control};
 use crate::hand_over::requests::UpgradeRequests;
 use crate::metrics::{MetricsServer, Reading, StartTime};
 use crate::running::{
-    EarlierLife, ExportAddress, OpenedDisk, Running, RunningDevice, RunningDisk, ServedSocket,
+    EarlierLife, ExportAddress, OpenedDisk, Running, RunningDevice, RunningDisk, RunningUblk,
+    ServedSocket,
 };
 use crate::sandbox::SandboxReport;
 use crate::service_manager;
 use crate::setup::Setup;
 use crate::sockets::ListenSocket;
 use crate::tls::Tls;
-use crate::ublk::PreparedUblk;
+use crate::ublk::UblkOfDisk;
 use crate::vhost_user::DeviceOfDisk;
 use crate::workers::Workers;
 
@@ -72,16 +73,16 @@ impl Service {
         sockets.try_for_each(|(socket, disk)| self.running.serve_device(socket, &disks[disk]))
     }
 
-    /// Serves block devices of this host, in the order of the setup.
-    pub(crate) fn add_ublk(&self, devices: Vec<PreparedUblk>, setup: &Setup) -> Result<()> {
+    /// Serves block devices of this host.
+    pub(crate) fn add_ublk(&self, devices: Vec<UblkOfDisk>) -> Result<()> {
         let disks = self.running.disks();
-        let mut devices = devices.into_iter().zip(&setup.ublk);
-        devices.try_for_each(|(device, own)| self.running.serve_ublk(device, &disks[own.disk]))
+        let mut devices = devices.into_iter();
+        devices.try_for_each(|(device, disk)| self.running.serve_ublk(device, &disks[disk]))
     }
 
-    /// Whether there are block devices of this host.
-    pub(crate) fn has_ublk(&self) -> bool {
-        self.running.has_ublk()
+    /// The block devices of this host, in the order in which they were added.
+    pub(crate) fn ublk_devices(&self) -> Vec<Arc<RunningUblk>> {
+        self.running.ublk_devices()
     }
 
     /// Runs the jobs that are asked for on this loop.

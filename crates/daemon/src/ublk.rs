@@ -8,7 +8,7 @@ use anyhow::{Result, bail};
 use blockhouse_disk::ImageDisk;
 use blockhouse_engine::{DeviceCommands, Engine};
 use blockhouse_storage::ImageStorage;
-use blockhouse_ublk::{DeviceOptions, PreparedDevice};
+use blockhouse_ublk::{DeviceOptions, HandedOverDevice, PreparedDevice};
 
 use crate::setup::{DiskSetup, Setup, UblkSetup};
 use crate::workers::Workers;
@@ -20,6 +20,10 @@ const MAX_COMMANDS: usize = 1024;
 
 /// A device that waits for its start.
 pub(crate) type PreparedUblk = PreparedDevice<ImageStorage>;
+/// The same, with the place of its disk.
+pub(crate) type UblkOfDisk = (PreparedUblk, usize);
+/// One that another process still serves, with the place of its disk.
+pub(crate) type HandedOverUblk = (HandedOverDevice, usize);
 
 /// Whether loops send commands to devices.
 pub fn commands(devices: &[UblkSetup]) -> DeviceCommands {
@@ -61,7 +65,7 @@ pub(crate) fn prepare(
     setup: &Setup,
     workers: &Workers,
     disks: &[Arc<ImageDisk>],
-) -> Result<Vec<PreparedUblk>> {
+) -> Result<Vec<UblkOfDisk>> {
     if setup.ublk.is_empty() {
         return Ok(Vec::new());
     }
@@ -70,10 +74,10 @@ pub(crate) fn prepare(
     let prepare = |device: &UblkSetup| {
         let image = image_of(&setup.disks[device.disk]);
         let options = DeviceOptions { id: device.id, queues: loops.len() as u16, depth, image };
-        PreparedDevice::new(&options, &disks[device.disk], &loops)
+        Ok((PreparedDevice::new(options, &disks[device.disk], &loops)?, device.disk))
     };
-    let devices = setup.ublk.iter().map(prepare).collect::<Result<Vec<_>, _>>()?;
-    let all: usize = devices.iter().map(|device| device.commands(loops.len())).sum();
+    let devices = setup.ublk.iter().map(prepare).collect::<Result<Vec<_>>>()?;
+    let all: usize = devices.iter().map(|(device, _)| device.commands(loops.len())).sum();
     if all > MAX_COMMANDS {
         bail!(
             "the ublk devices may have {all} requests in flight on each loop, more than {MAX_COMMANDS}; use more \
@@ -81,6 +85,27 @@ pub(crate) fn prepare(
         );
     }
     Ok(devices)
+}
+
+/// Takes the devices of a process that has handed them over, as soon as it has ended. One that cannot be had goes on waiting
+/// for a server, which is logged: what else was taken over is served.
+pub(crate) fn take_over(
+    devices: Vec<HandedOverUblk>,
+    workers: &Workers,
+    disks: &[Arc<ImageDisk>],
+) -> Vec<UblkOfDisk> {
+    let loops = workers.handles();
+    let take = |(device, disk): HandedOverUblk| match device.take_over(&disks[disk], &loops) {
+        Ok(device) => Some((device, disk)),
+        Err(error) => {
+            tracing::error!(
+                disk = disks[disk].name(),
+                "{error}; what uses it waits until this server is stopped and started again"
+            );
+            None
+        }
+    };
+    devices.into_iter().filter_map(take).collect()
 }
 
 /// What an image is known by: the place where it is, and the snapshot of it.

@@ -28,12 +28,12 @@ use crate::parameters::Parameters;
 /// Asks for a device with any number.
 const ANY: u32 = u32::MAX;
 /// How often a device that is about to be released is looked at.
-const PAUSE: Duration = Duration::from_millis(20);
+const PAUSE: Duration = Duration::from_millis(2);
 /// How many pauses a killed server may take to end: ten seconds, since its I/O in flight completes first.
-const MAX_PAUSES: u32 = 500;
+const MAX_PAUSES: u32 = 5000;
 /// After how many pauses a server that exists counts as one that goes on: two seconds. A process that was killed exists
 /// until its files are closed.
-const MAX_PAUSES_OF_SERVER: u32 = 100;
+const MAX_PAUSES_OF_SERVER: u32 = 1000;
 /// What notes of this program begin with, beside the image's 48 bits.
 const MARK: u64 = 0xb10c << 48;
 const IMAGE_BITS: u64 = (1 << 48) - 1;
@@ -179,6 +179,11 @@ pub(crate) fn check_driver(control: &mut impl Control) -> Result<(), Error> {
             _ => Err(Error::refused("ask for features for", 0)(error)),
         },
     }
+}
+
+/// Refuses a device that does not exist, or is of another image or program.
+pub(crate) fn check_image(control: &mut impl Control, id: u32, note: u64) -> Result<(), Error> {
+    check_note(&find(control, id)?.ok_or(Error::Missing { id })?, note)
 }
 
 /// Refuses a device of another image or program.

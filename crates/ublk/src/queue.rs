@@ -15,6 +15,7 @@ use blockhouse_core::{Buffer, Durability, Error, IoVector, Storage, errno};
 use blockhouse_disk::{Disk, ExportKind};
 use blockhouse_engine::{UblkDescriptor, UblkDevice, sleep, spawn};
 
+use crate::gate::Gate;
 use crate::request::decode;
 
 /// A tag that the driver refuses is refused when it is submitted, which the loop does before a timer fires.
@@ -71,6 +72,8 @@ pub(crate) struct Served<S: Storage> {
     pub(crate) disk: Arc<Disk<S>>,
     /// How durable a change is at least.
     pub(crate) durability: Durability,
+    /// Requests pass it before they are carried out.
+    pub(crate) gate: Arc<Gate>,
 }
 
 struct Queue<T, S: Storage> {
@@ -115,7 +118,10 @@ pub(crate) async fn run<T: Tags + 'static, S: Storage>(
 async fn serve_tag<T: Tags, S: Storage>(queue: Rc<Queue<T, S>>, tag: u16, mut memory: Buffer) {
     let mut next = queue.tags.fetch(tag, memory.lend()).await;
     while next.is_ok() {
+        let in_flight = queue.served.gate.enter().await;
         let result = queue.execute(tag, &mut memory).await;
+        // The kernel issues a request again whose answer it has not got when the process ends.
+        drop(in_flight);
         next = queue.tags.commit(tag, result, memory.lend()).await;
     }
     let Err(error) = next else { return };

@@ -17,6 +17,7 @@ use blockhouse_engine::{
 use parking_lot::Mutex;
 
 use crate::error::Error;
+use crate::gate::Gate;
 use crate::lifecycle::{self, Acquired, Origin, Wanted, note_of};
 use crate::parameters::{Parameters, SECTOR};
 use crate::queue::{self, DeviceQueue, Served};
@@ -52,7 +53,41 @@ pub struct PreparedDevice<S: Storage> {
     owner: Owner,
     device: Arc<UblkDevice>,
     disk: Arc<Disk<S>>,
-    queues: Vec<QueueEnd>,
+    queues: Vec<Queue>,
+    image: String,
+}
+
+/// A device that another process serves, and hands over.
+pub struct HandedOverDevice {
+    control: UblkControl,
+    options: DeviceOptions,
+}
+
+impl HandedOverDevice {
+    /// Finds out whether this process could take over device `id` of an image. Changes nothing.
+    ///
+    /// # Errors
+    /// Why not: no rights, no such device, or one of another image.
+    pub fn new(id: u32, image: String) -> Result<Self, Error> {
+        let mut control = UblkControl::open().map_err(Error::opening)?;
+        lifecycle::check_image(&mut control, id, note_of(&image))?;
+        // It has its queues already.
+        let options = DeviceOptions { id: Some(id), queues: 1, depth: 1, image };
+        Ok(Self { control, options })
+    }
+
+    /// Takes the device, as soon as the other process has ended; blocks until then, for ten seconds at most. What
+    /// waits for it goes on with [`PreparedDevice::start`]. The loops are as for [`PreparedDevice::new`].
+    ///
+    /// # Errors
+    /// Why it cannot be served. It goes on waiting for its server.
+    pub fn take_over<S: Storage + Send + Sync>(
+        self,
+        disk: &Arc<Disk<S>>,
+        loops: &[Handle],
+    ) -> Result<PreparedDevice<S>, Error> {
+        PreparedDevice::acquire(self.control, self.options, disk, loops)
+    }
 }
 
 /// A device that is this process's. With this it is removed, unless it is started, or was a former server's: its end would
@@ -88,11 +123,20 @@ impl<S: Storage + Send + Sync> PreparedDevice<S> {
     ///
     /// [`DeviceCommands::Allowed`]: blockhouse_engine::DeviceCommands::Allowed
     pub fn new(
-        options: &DeviceOptions,
+        options: DeviceOptions,
         disk: &Arc<Disk<S>>,
         loops: &[Handle],
     ) -> Result<Self, Error> {
-        let mut control = UblkControl::open().map_err(Error::opening)?;
+        let control = UblkControl::open().map_err(Error::opening)?;
+        Self::acquire(control, options, disk, loops)
+    }
+
+    fn acquire(
+        mut control: UblkControl,
+        options: DeviceOptions,
+        disk: &Arc<Disk<S>>,
+        loops: &[Handle],
+    ) -> Result<Self, Error> {
         let wanted = Wanted {
             id: options.id,
             queues: options.queues,
@@ -109,7 +153,8 @@ impl<S: Storage + Send + Sync> PreparedDevice<S> {
             .map_err(Error::refused("open the character device of", id))?;
         let device = Arc::new(device);
         let (queues, fetched) = spawn_queues(&device, disk, loops, &acquired.parameters);
-        let prepared = Self { owner, device, disk: Arc::clone(disk), queues };
+        let image = options.image;
+        let prepared = Self { owner, device, disk: Arc::clone(disk), queues, image };
         wait_until_fetched(id, &fetched)?;
         Ok(prepared)
     }
@@ -126,12 +171,13 @@ impl<S: Storage + Send + Sync> PreparedDevice<S> {
     /// Why it is not served. A new device is removed again; one that waited for its server goes on waiting, once this
     /// process has ended.
     pub fn start(self) -> Result<Server<S>, Error> {
-        let Self { mut owner, device, disk, queues } = self;
+        let Self { mut owner, device, disk, queues, image } = self;
         lifecycle::start(&mut owner.control, &owner.acquired, own_process())?;
         owner.is_started = true;
         let Acquired { origin, parameters, .. } = owner.acquired;
         let client = disk.enter_client(ExportKind::Ublk);
-        let server = Server { disk, device, owner: Mutex::new(owner), queues, _client: client };
+        let owner = Mutex::new(owner);
+        let server = Server { disk, device, owner, queues, image, _client: client };
         if origin == Origin::Recovered && parameters.size != server.disk.size() {
             server.resized()?;
         }
@@ -139,21 +185,26 @@ impl<S: Storage + Send + Sync> PreparedDevice<S> {
     }
 }
 
-type QueueEnd = Submission<()>;
+/// A queue that runs.
+struct Queue {
+    gate: Arc<Gate>,
+    end: Submission<()>,
+}
 
 fn spawn_queues<S: Storage + Send + Sync>(
     device: &Arc<UblkDevice>,
     disk: &Arc<Disk<S>>,
     loops: &[Handle],
     parameters: &Parameters,
-) -> (Vec<QueueEnd>, Receiver<io::Result<()>>) {
+) -> (Vec<Queue>, Receiver<io::Result<()>>) {
     let (sender, fetched) = channel();
     let durability = parameters.durability();
     let spawn = |(index, event_loop): (u16, &Handle)| {
         let tags = DeviceQueue { device: Arc::clone(device), index };
-        let served = Served { disk: Arc::clone(disk), durability };
+        let gate = Arc::<Gate>::default();
+        let served = Served { disk: Arc::clone(disk), durability, gate: Arc::clone(&gate) };
         let fetched = sender.clone();
-        event_loop.spawn(move || queue::run(tags, served, fetched))
+        Queue { gate, end: event_loop.spawn(move || queue::run(tags, served, fetched)) }
     };
     let queues = (0..device.info().queues).zip(loops.iter().cycle());
     (queues.map(spawn).collect(), fetched)
@@ -170,7 +221,8 @@ pub struct Server<S: Storage> {
     disk: Arc<Disk<S>>,
     device: Arc<UblkDevice>,
     owner: Mutex<Owner>,
-    queues: Vec<QueueEnd>,
+    queues: Vec<Queue>,
+    image: String,
     _client: ClientGuard,
 }
 
@@ -178,6 +230,24 @@ impl<S: Storage> Server<S> {
     /// Its number, N of `/dev/ublkbN`.
     pub fn id(&self) -> u32 {
         self.device.info().id
+    }
+
+    /// What the image is known by, for [`HandedOverDevice::new`].
+    pub fn image(&self) -> &str {
+        &self.image
+    }
+
+    /// Carries out no request any more, and waits for those in flight. The others wait until [`resume`](Self::resume), or
+    /// for the process that takes the device over. Needs a loop.
+    pub async fn pause(&self) {
+        for queue in &self.queues {
+            queue.gate.shut().await;
+        }
+    }
+
+    /// Goes on after [`pause`](Self::pause), also after one that was not awaited to its end.
+    pub fn resume(&self) {
+        self.queues.iter().for_each(|queue| queue.gate.open());
     }
 
     /// The disk has another size: the block device gets it, too.
@@ -198,7 +268,7 @@ impl<S: Storage> Server<S> {
     /// Removes the block device, when the requests in flight have completed. The loops must still run. What others have in
     /// their caches and not written yet fails: a file system should not be mounted from it any more.
     pub fn stop(self) {
-        let Self { disk, device, owner, queues, _client: _ } = self;
+        let Self { disk, device, owner, queues, image: _, _client: _ } = self;
         let id = device.info().id;
         let control = &mut owner.lock().control;
         if let Err(error) = lifecycle::stop(control, id) {
@@ -207,7 +277,7 @@ impl<S: Storage> Server<S> {
         }
         for queue in queues {
             // A loop that has ended has no commands.
-            let _ = queue.wait();
+            let _ = queue.end.wait();
         }
         drop(device);
         if let Err(error) = lifecycle::delete(control, id) {

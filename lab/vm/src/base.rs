@@ -10,6 +10,7 @@ use tempfile::TempDir;
 
 use super::archive::Archive;
 use super::packages::Packages;
+use super::userland::Starts;
 use super::{kernel, userland};
 use lab_tools::build::{Profile, build_binary};
 use lab_tools::workspace::Workspace;
@@ -131,8 +132,12 @@ impl Base {
         let scratch = scratch(&self.cache)?;
         let own = std::env::current_exe().context("cannot find this program")?;
         let mut archive = Archive::default();
-        userland::add_binary(&mut archive, "blockhouse", &self.blockhouse, scratch.path())?;
-        userland::add_binary(&mut archive, "lab-vm", &own, scratch.path())?;
+        let scratch = scratch.path();
+        let binaries =
+            [("blockhouse", &*self.blockhouse, Starts::Itself), ("lab-vm", &own, Starts::Tools)];
+        for (name, binary, starts) in binaries {
+            userland::add_binary(&mut archive, (name, binary), starts, scratch)?;
+        }
         userland::add_host_libraries(&mut archive, &[&self.blockhouse, &own])?;
         Ok(archive.finish())
     }

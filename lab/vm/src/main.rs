@@ -74,7 +74,7 @@ pub enum Scenario {
     GuestVhostUser,
     /// The kernel's NBD client
     Nbd,
-    /// The kernel's ublk driver: counts, kills of the server, recovery, removal
+    /// The kernel's ublk driver: counts, kills and upgrades of the server, recovery, removal
     Ublk,
     /// Completions that are polled for: the disks' interrupts, with and without
     IoPoll,
@@ -132,7 +132,7 @@ fn run(workspace: &Workspace, cli: &Cli) -> Result<()> {
                 guest::run(&base, Export::VhostUser, FileSystem::Xfs, changes)
             }
             Scenario::Nbd => scenarios::nbd(&base),
-            Scenario::Ublk => scenarios::ublk(&base, cli.kills),
+            Scenario::Ublk => scenarios::ublk(&base, changes),
             Scenario::IoPoll => scenarios::io_poll(&base),
             Scenario::LostWrites => scenarios::lost_writes(&base),
         };

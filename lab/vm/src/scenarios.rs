@@ -6,6 +6,7 @@ use anyhow::Result;
 
 use super::base::{Base, Tools};
 use super::disks::Disks;
+use super::guest::Changes;
 use super::in_guest::disk::Kind;
 use super::machine::{Bus, Machine, Outcome, TIMEOUT};
 
@@ -57,14 +58,16 @@ pub fn nbd(base: &Base) -> Result<()> {
     passed(machine.run("lab-vm in-guest nbd disk", TIMEOUT)?)
 }
 
-/// The kernel's ublk driver on our server, which is killed so often, and what reaches the disk below.
-pub fn ublk(base: &Base, kills: u64) -> Result<()> {
+/// The kernel's ublk driver on our server, which is killed and upgraded so often, and what reaches the disk below.
+pub fn ublk(base: &Base, changes: Changes) -> Result<()> {
+    let Changes { kills, upgrades } = changes;
     for format in ["raw", "qcow2"] {
         let disks = Disks::new(base)?;
         let mut machine = Machine::new(base, 1536)?;
         machine.tools(Tools::WithFio);
         machine.disk(Bus::Nvme, "disk", &disks.empty("disk", DISK)?);
-        passed(machine.run(&format!("lab-vm in-guest ublk disk {format} {kills}"), TIMEOUT)?)?;
+        let command = format!("lab-vm in-guest ublk disk {format} {kills} {upgrades}");
+        passed(machine.run(&command, TIMEOUT)?)?;
     }
     Ok(())
 }

@@ -160,9 +160,13 @@ fn wait_for_end(process: &OwnedFd) -> Result<()> {
     Ok(())
 }
 
-/// Where the control socket of a server that listens at `socket` is, if it is to be upgraded.
+/// Where the control socket of a server that listens at `socket`, or serves that device, is, if it is to be upgraded.
 pub fn control(socket: &Path) -> PathBuf {
-    socket.with_added_extension("control")
+    let is_device = socket.starts_with("/dev");
+    let folder = if is_device { Some(Path::new("/tmp")) } else { socket.parent() };
+    let mut name = socket.file_name().unwrap_or_default().to_owned();
+    name.push(".control");
+    folder.unwrap_or(Path::new("")).join(name)
 }
 
 impl Drop for Server {

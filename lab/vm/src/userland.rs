@@ -1,7 +1,7 @@
 //! What runs in the guest beside the kernel: tools from the packages, and our own binaries.
 //!
 //! Both kinds are linked dynamically, and against different C libraries: the packages' and this
-//! host's. So each kind brings its own loader and libraries, and ours start through a wrapper.
+//! host's. So each kind brings its own loader and libraries, and ours start through wrappers.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -51,18 +51,50 @@ pub fn add_fio(packages: &Packages, archive: &mut Archive) -> Result<()> {
     add_libraries(archive, LIBRARIES, needed(packages.loader(), &program)?)
 }
 
+/// How a binary of this host finds its libraries, and with it what it starts.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub enum Starts {
+    /// It starts tools of the packages, so only its own loader is told.
+    Tools,
+    /// It starts itself, by `/proc/self/exe`, which must not be the loader: the file names its loader, and the libraries are
+    /// in the environment.
+    Itself,
+}
+
 /// Adds `binary` of this host as /bin/`name`, without its debug information.
-pub fn add_binary(archive: &mut Archive, name: &str, binary: &Path, scratch: &Path) -> Result<()> {
+pub fn add_binary(
+    archive: &mut Archive,
+    (name, binary): (&str, &Path),
+    starts: Starts,
+    scratch: &Path,
+) -> Result<()> {
     let stripped = scratch.join(name);
     let mut strip = Command::new("strip");
     strip.arg("-o").arg(&stripped).arg(binary);
     run(strip)?;
-    archive.copy(&format!("{HOST}/bin/{name}"), &stripped)?;
+    let mut content = std::fs::read(&stripped)?;
     std::fs::remove_file(&stripped)?;
-    let wrapper = format!(
-        "#!/bin/sh\nexec /{HOST}/loader --library-path /{HOST}/lib /{HOST}/bin/{name} \"$@\"\n"
-    );
+    let words = match starts {
+        Starts::Tools => format!("exec /{HOST}/loader --library-path /{HOST}/lib"),
+        Starts::Itself => {
+            name_loader(&mut content, &format!("/{HOST}/loader"))?;
+            format!("LD_LIBRARY_PATH=/{HOST}/lib exec")
+        }
+    };
+    archive.file(&format!("{HOST}/bin/{name}"), &content);
+    let wrapper = format!("#!/bin/sh\n{words} /{HOST}/bin/{name} \"$@\"\n");
     archive.file(&format!("bin/{name}"), wrapper.as_bytes());
+    Ok(())
+}
+
+/// Has a program name this loader in place of the host's: elf(5), `PT_INTERP`, whose text ends with a zero.
+fn name_loader(program: &mut [u8], loader: &str) -> Result<()> {
+    let known = format!("/{LOADER}\0");
+    let place = program.windows(known.len()).position(|bytes| bytes == known.as_bytes());
+    let place = place.context("the program names no loader")?;
+    let text = &mut program[place..place + known.len()];
+    text.fill(0);
+    text[..loader.len()].copy_from_slice(loader.as_bytes());
     Ok(())
 }
 

@@ -14,9 +14,10 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
 use blockhouse_disk::{HandedFile, HandedOverDisk, open_handed_over};
-use blockhouse_engine::{OpenFiles, Stream, peer_process};
+use blockhouse_engine::{DeviceCommands, OpenFiles, Stream, peer_process};
 use blockhouse_nbd::uri::Security;
 use blockhouse_nbd::{BoundSocket, PausedSession, SocketFile};
+use blockhouse_ublk::HandedOverDevice;
 use blockhouse_vhost_user::PreparedFrontend;
 use rustix::fs::{Mode, OFlags};
 
@@ -25,7 +26,7 @@ use super::fault::{Step, reach};
 use super::format::counters::Counts;
 use super::format::disk::{Configured, Disk, File, Limits, MovedTo};
 use super::format::{
-    Address, Connection, Device, Frontend, Listening, Message, Offer, Socket, Yours,
+    Address, Connection, Device, Frontend, Listening, Message, Offer, Socket, Ublk, Yours,
 };
 use super::frontends::front_end;
 use crate::config::ConfiguredDisk;
@@ -35,6 +36,7 @@ use crate::open::{image_options, state_use};
 use crate::running::{EarlierLife, Moved, OpenedDisk};
 use crate::setup::{DiskSetup, Setup};
 use crate::sockets::ListenSocket;
+use crate::ublk::HandedOverUblk;
 use crate::vhost_user::{DeviceOfDisk, DeviceSocket, registered_memory};
 use crate::workers::Workers;
 
@@ -53,6 +55,8 @@ pub struct TakenOver {
     pub sockets: Vec<ListenSocket>,
     /// The sockets of devices, with their front-ends.
     pub devices: Vec<DeviceOfDisk>,
+    /// The block devices of this host, which are the source's until that has ended.
+    pub ublk: Vec<HandedOverUblk>,
     /// The control socket.
     pub control: Option<BoundSocket>,
     /// Since when counters count.
@@ -67,6 +71,7 @@ struct Offered {
     configured: Vec<ConfiguredDisk>,
     sockets: Vec<Handed<Socket>>,
     devices: Vec<OfferedDevice>,
+    ublk: Vec<HandedOverUblk>,
     control: Option<Handed<Listening>>,
     measured_since: StartTime,
 }
@@ -114,6 +119,9 @@ fn prepare(channel: &Channel, setup: &Setup) -> Result<TakenOver> {
     let Message::Offer(offer) = frame.message else { bail!("no offer came") };
     reach(Step::DestinationOffered);
     let offered = Offered::new(offer, frame.descriptors.into())?;
+    if !offered.ublk.is_empty() && setup.loops.commands == DeviceCommands::Refused {
+        bail!("the command line of the new server has no ublk device, and that of the old one has");
+    }
     let workers = Workers::start(setup.workers, setup.loops)?;
     channel.send(&Message::Ready, &[], &[]).context("cannot answer the source")?;
     reach(Step::DestinationReady);
@@ -122,7 +130,7 @@ fn prepare(channel: &Channel, setup: &Setup) -> Result<TakenOver> {
     let Message::Yours(yours) = message else { bail!("the source does not hand over") };
     reach(Step::DestinationMay);
     offered.check(&yours)?;
-    let Offered { disks, configured, sockets, devices, control, measured_since } = offered;
+    let Offered { disks, configured, sockets, devices, ublk, control, measured_since } = offered;
     let Yours { flush_failures, counts, connections, frontends } = yours;
     let opened = open_all(&workers, setup, disks)?;
     let mut descriptors = descriptors.into();
@@ -142,6 +150,7 @@ fn prepare(channel: &Channel, setup: &Setup) -> Result<TakenOver> {
         configured,
         sockets: sockets.into_iter().zip(connections).map(listen_socket).collect(),
         devices: devices.into_iter().zip(frontends).map(device_socket).collect(),
+        ublk,
         control: control.map(listening),
         measured_since,
         source: peer_process(channel).ok().flatten(),
@@ -217,11 +226,17 @@ impl Offered {
             Ok(OfferedDevice { socket: listening(socket)?, disk })
         };
         let devices = offer.devices.into_iter().map(device).collect::<Result<_>>()?;
+        let ublk = |Ublk { id, disk, image }| {
+            check_disk(disk)?;
+            let image = String::from_utf8(image).context("the name of an image")?;
+            Ok((HandedOverDevice::new(id, image)?, disk))
+        };
+        let ublk = offer.ublk.into_iter().map(ublk).collect::<Result<_>>()?;
         let control = offer.control.map(&mut listening).transpose()?;
         let configured = offer.configured.into_iter().map(Configured::disk);
         let configured = configured.collect::<Result<_>>()?;
         let measured_since = StartTime::from_seconds(offer.measured_since);
-        Ok(Self { disks, configured, sockets, devices, control, measured_since })
+        Ok(Self { disks, configured, sockets, devices, ublk, control, measured_since })
     }
 
     /// Refuses what does not belong to the offer.

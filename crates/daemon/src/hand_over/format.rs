@@ -14,7 +14,7 @@
 //! value. Then the JSON, then the bytes. The header is the same in all versions, so that each can refuse another. A
 //! change of anything else is another version: fields are never ignored and have no defaults. A test holds the
 //! frames of each version as bytes. Version 1 had no vhost-user-blk devices, version 2 no bitmaps; version 3 had no description
-//! of disks, so that a destination could serve only what its command line names, and no counters.
+//! of disks, so that a destination could serve only what its command line names, and no counters; version 4 no ublk devices.
 //!
 //! Order of the descriptors. [`Message::Offer`]: for each file of each disk the file, then its second open file for the
 //! last block and the one that is flushed, as far as it has them; for each socket the socket, then its file (`O_PATH`) if
@@ -36,7 +36,7 @@ pub mod disk;
 /// What a frame begins with.
 pub const MAGIC: [u8; 8] = *b"BHANDOVR";
 /// The version of the format.
-pub const VERSION: u32 = 4;
+pub const VERSION: u32 = 5;
 /// Bytes of a header.
 pub const HEADER_BYTES: usize = 32;
 /// Descriptors that come together: fewer than the kernel takes (`SCM_MAX_FD`, 253).
@@ -73,6 +73,8 @@ pub struct Offer {
     pub sockets: Vec<Socket>,
     /// The sockets of vhost-user-blk devices.
     pub devices: Vec<Device>,
+    /// The block devices of this host. Their driver gives them to the destination when the source has ended.
+    pub ublk: Vec<Ublk>,
     /// The control socket.
     pub control: Option<Listening>,
     /// Since when the disks' counters count, in seconds since 1970.
@@ -101,6 +103,18 @@ pub struct Device {
     pub socket: Listening,
     /// The place of its disk.
     pub disk: usize,
+}
+
+/// A block device of this host, by the kernel's ublk driver.
+#[derive(Debug, Deserialize, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case", deny_unknown_fields)]
+pub struct Ublk {
+    /// Its number, N of `/dev/ublkbN`.
+    pub id: u32,
+    /// The place of its disk.
+    pub disk: usize,
+    /// What its image is known by: bytes of text.
+    pub image: Vec<u8>,
 }
 
 /// A listening socket by which a device is found, or control.

@@ -8,20 +8,23 @@ use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
+use std::pin::pin;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
+use blockhouse_engine::sleep;
 use blockhouse_nbd::PausedConnection;
 use blockhouse_nbd::uri::Security;
 use blockhouse_vhost_user::PausedFrontend;
+use futures_util::future::{Either, select};
 
 use super::channel::Channel;
 use super::fault::{Step, reach};
 use super::format::counters::Counts;
 use super::format::disk::{Configured, Disk, File, Limits, MovedTo, Opened};
 use super::format::{
-    Address, Connection, Device, Listening, Message, Offer, Socket, VERSION, Yours,
+    Address, Connection, Device, Listening, Message, Offer, Socket, Ublk, VERSION, Yours,
 };
 use super::frontends;
 use super::requests::EncryptedClients;
@@ -86,11 +89,6 @@ pub fn hand_over(
             "a request at the control socket is still being carried out; try again when it is done"
         );
     };
-    if service.has_ublk() {
-        bail!(
-            "a ublk device belongs to the process that serves it, and cannot be handed over; remove that export first"
-        );
-    }
     check_keys(service)?;
     check_jobs(service)?;
     check_backups(service)?;
@@ -119,6 +117,7 @@ pub fn hand_over(
                 )));
             }
             service.server().resume();
+            service.ublk_devices().iter().for_each(|device| device.server().resume());
             devices.iter().for_each(|device| device.served().server().resume());
             Err(error)
         }
@@ -257,6 +256,7 @@ fn pause(
     let pending: Vec<_> = devices.map(|device| (device, device.server().pause(deadline))).collect();
     let server = service.server().clone();
     let connections = service.workers().run(move || async move { server.pause(DRAIN_TIME).await });
+    pause_ublk(service, deadline)?;
     let connections = connections.map_err(|busy| {
         anyhow::anyhow!(
             "{} clients did not take their replies, or their requests did not complete, within \
@@ -271,6 +271,21 @@ fn pause(
         frontends.push(pending.wait().with_context(cannot)?);
     }
     Ok((connections, frontends))
+}
+
+/// Pauses all block devices. Their driver keeps what they have not begun for the destination.
+fn pause_ublk(service: &Service, deadline: Instant) -> Result<()> {
+    for device in service.ublk_devices() {
+        let (paused, left) = (Arc::clone(&device), deadline.duration_since(Instant::now()));
+        let outcome = service.workers().run(move || async move {
+            let (pause, end) = (pin!(paused.server().pause()), pin!(sleep(left)));
+            matches!(select(pause, end).await, Either::Left(_))
+        });
+        if !outcome {
+            bail!("{:?}: its requests did not complete within {DRAIN_TIME:?}", device.server());
+        }
+    }
+    Ok(())
 }
 
 fn record(paused: &PausedConnection, sockets: &[Arc<ServedSocket>]) -> Result<Connection> {
@@ -326,6 +341,14 @@ fn offer_of<'a>(
         let socket = Listening { address, has_file: served.file().is_some() };
         guests.push(Device { socket, disk });
     }
+    let ublk = service.ublk_devices();
+    let ublk = ublk.iter().map(|device| {
+        let disk = disks.iter().position(|disk| disk.name() == device.disk());
+        let disk = disk.context("a block device's disk is not open any more")?;
+        let server = device.server();
+        Ok(Ublk { id: server.id(), disk, image: server.image().as_bytes().to_vec() })
+    });
+    let ublk = ublk.collect::<Result<_>>()?;
     let control = service.control().map(|control| {
         descriptors.push(control.listener().as_fd());
         descriptors.extend(control.file().map(AsFd::as_fd));
@@ -336,6 +359,7 @@ fn offer_of<'a>(
         configured: service.running().configured().iter().map(Configured::from).collect(),
         sockets: listening,
         devices: guests,
+        ublk,
         control,
         measured_since: service.running().measured_since().seconds(),
     };

@@ -16,6 +16,18 @@ pub(crate) struct RunningUblk {
     server: Server<ImageStorage>,
 }
 
+impl RunningUblk {
+    /// The name of its disk.
+    pub(crate) fn disk(&self) -> &str {
+        &self.disk
+    }
+
+    /// What serves it.
+    pub(crate) fn server(&self) -> &Server<ImageStorage> {
+        &self.server
+    }
+}
+
 impl Running {
     /// Serves a disk by the device that was prepared for it.
     ///
@@ -30,9 +42,9 @@ impl Running {
         Ok(())
     }
 
-    /// Whether there is any.
-    pub(crate) fn has_ublk(&self) -> bool {
-        !self.list.lock().ublk.is_empty()
+    /// All of them, in the order in which they were added.
+    pub(crate) fn ublk_devices(&self) -> Vec<Arc<RunningUblk>> {
+        self.list.lock().ublk.clone()
     }
 
     /// Removes a block device. What it has in flight completes.

@@ -40,6 +40,7 @@ struct Kernel {
     is_stopped: Cell<bool>,
     /// Has the driver refuse all commands with this errno.
     refusal: Cell<Option<i32>>,
+    gate: Arc<Gate>,
 }
 
 struct FakeTags(Rc<Kernel>);
@@ -119,6 +120,11 @@ impl Tags for FakeTags {
     }
 }
 
+fn served<S: Storage>(disk: &Arc<Disk<S>>, kernel: &Kernel) -> Served<S> {
+    let (disk, gate) = (Arc::clone(disk), Arc::clone(&kernel.gate));
+    Served { disk, durability: Durability::None, gate }
+}
+
 /// Runs `guest` against a queue of a new disk, on the best engine of this host.
 fn with_queue<F: Future<Output = ()>>(guest: impl FnOnce(Rc<Kernel>) -> F) {
     let folder = tempfile::tempdir().expect("a folder");
@@ -128,7 +134,7 @@ fn with_queue<F: Future<Output = ()>>(guest: impl FnOnce(Rc<Kernel>) -> F) {
         create(&path, SIZE, ImageFormat::Raw).await.expect("an image");
         let disk = Arc::new(open(&path, ImageOptions::default()).await.expect("a disk"));
         let (kernel, (sender, fetched)) = (Kernel::new(), channel());
-        let served = Served { disk: Arc::clone(&disk), durability: Durability::None };
+        let served = served(&disk, &kernel);
         let queue = spawn(run(FakeTags(Rc::clone(&kernel)), served, sender));
         guest(Rc::clone(&kernel)).await;
         kernel.stop();
@@ -183,6 +189,24 @@ fn a_request_that_fails_is_answered_with_its_errno_and_the_tag_goes_on() {
 }
 
 #[test]
+fn requests_wait_while_another_process_may_take_over() {
+    with_queue(|kernel| async move {
+        let write = at(WRITE, 0, 8);
+        assert_eq!(kernel.request(0, write, &[1; 4096]).await.0, 4096);
+        kernel.gate.shut().await;
+        let waiting = spawn({
+            let kernel = Rc::clone(&kernel);
+            async move { kernel.request(1, write, &[2; 4096]).await.0 }
+        });
+        sleep(Duration::from_millis(20)).await;
+        let answers = kernel.tags.borrow()[1].answers.len();
+        assert!(!kernel.tags.borrow()[1].has_request && answers == 0, "it was taken, and waits");
+        kernel.gate.open();
+        assert_eq!(waiting.await, 4096);
+    });
+}
+
+#[test]
 fn a_driver_that_refuses_tags_ends_the_queue_and_says_why() {
     let folder = tempfile::tempdir().expect("a folder");
     let path = folder.path().join("disk.img");
@@ -192,7 +216,7 @@ fn a_driver_that_refuses_tags_ends_the_queue_and_says_why() {
         let disk = Arc::new(open(&path, ImageOptions::default()).await.expect("a disk"));
         let (kernel, (sender, fetched)) = (Kernel::new(), channel());
         kernel.refusal.set(Some(errno::EINVAL));
-        let served = Served { disk: Arc::clone(&disk), durability: Durability::None };
+        let served = served(&disk, &kernel);
         run(FakeTags(Rc::clone(&kernel)), served, sender).await;
         let error = fetched.recv().expect("it tells").expect_err("it was refused");
         assert_eq!(error.raw_os_error(), Some(errno::EINVAL));

@@ -23,6 +23,7 @@ pub mod ublk;
 
 use anyhow::{Context, Result};
 
+use super::guest::Changes;
 use super::power::CONFIGURATIONS;
 use system::FileSystem;
 
@@ -78,6 +79,8 @@ pub enum Task {
         format: String,
         /// How often its server is killed
         kills: u64,
+        /// How often it is upgraded
+        upgrades: u64,
     },
     /// Count the interrupts of disks whose completions a server polls for
     IoPoll {
@@ -125,7 +128,9 @@ pub fn run(task: Task) -> Result<()> {
         }
         Task::GuestCache { disk, from, to } => cache::run(&disk, from, to),
         Task::Nbd { disk } => nbd::run(&disk),
-        Task::Ublk { disk, format, kills } => ublk::run(&disk, &format, kills),
+        Task::Ublk { disk, format, kills, upgrades } => {
+            ublk::run(&disk, &format, Changes { kills, upgrades })
+        }
         Task::IoPoll { nvme, virtio } => io_poll::run(&nvme, &virtio),
         Task::LostWrites { disk } => lost_writes::run(&disk),
         Task::PowerRecord { configuration, disk, log } => {

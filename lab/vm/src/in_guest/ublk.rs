@@ -1,7 +1,7 @@
 //! A disk of ours as a block device of the guest's own kernel (ublk), over raw and over qcow2.
 //!
 //! What shows it: durable writes in a file system on it are as many FUA writes of the disk below, and nothing else. fio
-//! finds what it wrote, also while the server is killed and started again. Zeros and discards arrive, the file system is
+//! finds what it wrote, also while the server is killed and started again, and upgraded. Zeros and discards arrive, the file system is
 //! whole, the device is gone when the server has ended. One system call carries many requests, and none is made at rest.
 
 use std::fs::File;
@@ -18,7 +18,8 @@ use super::fio::{self, Fio, Work};
 use super::images::State;
 use super::system::{self, FileSystem, Mount, tool};
 use super::trace::{self, Counts};
-use crate::server::Server;
+use crate::guest::Changes;
+use crate::server::{Server, control};
 
 /// Bytes of the device: room for a file system and fio's file.
 const SIZE: u64 = 64 << 20;
@@ -32,8 +33,8 @@ const DEPTH: u64 = 64;
 const LOOK: Duration = Duration::from_millis(100);
 const POLL_INTERVAL: Duration = Duration::from_millis(5);
 
-/// Uses an image of this format on the disk whose serial number is `serial`; its server is killed so often.
-pub fn run(serial: &str, format: &str, kills: u64) -> Result<()> {
+/// Uses an image of this format on the disk whose serial number is `serial`; its server is killed and upgraded so often.
+pub fn run(serial: &str, format: &str, changes: Changes) -> Result<()> {
     system::load("nvme_core", "multipath=N")?;
     for module in ["nvme", "crc32c_generic", "ext4"] {
         system::load(module, "")?;
@@ -51,7 +52,8 @@ pub fn run(serial: &str, format: &str, kills: u64) -> Result<()> {
     count(&disk, format)?;
     calls(format)?;
     discard(&image)?;
-    server = kill(server, &image, format, kills)?;
+    server = kill(server, &image, format, changes.kills)?;
+    server = upgrade(server, &image, format, changes.upgrades)?;
     strangers(mount.place(), &image, format)?;
     sleeps(&server)?;
     server.stop()?;
@@ -80,7 +82,9 @@ fn command(image: &Path, format: &str) -> Command {
 }
 
 fn serve(image: &Path, format: &str) -> Result<Server> {
-    let server = Server::start_ublk(command(image, format), Path::new(DEVICE))?;
+    let mut command = command(image, format);
+    command.arg("--control").arg(control(Path::new(DEVICE)));
+    let server = Server::start_ublk(command, Path::new(DEVICE))?;
     system::disk("ublkb0")?;
     Ok(server)
 }
@@ -218,30 +222,58 @@ fn discard(image: &Path) -> Result<()> {
 
 /// fio in a file system on the device, while the server is killed and started again. The file system is whole, and
 /// everything is there.
-fn kill(mut server: Server, image: &Path, format: &str, kills: u64) -> Result<Server> {
+fn kill(server: Server, image: &Path, format: &str, kills: u64) -> Result<Server> {
+    let kill = |server: Server| {
+        server.kill()?;
+        serve(image, format)
+    };
+    let server = through(server, kills, kill)?;
+    println!(
+        "  {format}: fio found what it wrote, through {kills} kills; the file system is whole"
+    );
+    Ok(server)
+}
+
+/// The same while the server is upgraded. At the end another one serves, which is a child of this process.
+fn upgrade(server: Server, image: &Path, format: &str, upgrades: u64) -> Result<Server> {
+    let mut gaps = Vec::new();
+    let upgrade = |mut server: Server| {
+        gaps.push(server.upgrade(Path::new("blockhouse"))?);
+        system::disk("ublkb0")?;
+        Ok(server)
+    };
+    let server = through(server, upgrades, upgrade)?;
+    println!("  {format}: fio found what it wrote, through {upgrades} upgrades: {gaps:?} ms");
+    server.kill()?;
+    serve(image, format)
+}
+
+/// fio in a file system on the device, while its server is changed so often. The file system is whole, and everything is
+/// there.
+fn through(
+    mut server: Server,
+    changes: u64,
+    mut change: impl FnMut(Server) -> Result<Server>,
+) -> Result<Server> {
     let device = Path::new(DEVICE);
     FileSystem::Ext4.make(device)?;
     let mount = Mount::at(FileSystem::Ext4, device, Path::new(PLACE))?;
     let file = mount.place().join("fio");
     let before = system::writes(device)?;
     let mut fio = Fio::start(&file, Work::WriteAndVerify)?;
-    for number in 1..=kills {
+    for number in 1..=changes {
         // Spread over fio's writes.
-        let due = before + number * fio::WRITES / (kills + 1);
+        let due = before + number * fio::WRITES / (changes + 1);
         while system::writes(device)? < due {
-            ensure!(!fio.has_ended()?, "fio has ended before kill {number}");
+            ensure!(!fio.has_ended()?, "fio has ended before change {number}");
             std::thread::sleep(POLL_INTERVAL);
         }
-        server.kill()?;
-        server = serve(image, format)?;
+        server = change(server)?;
     }
     fio.finish()?;
     Fio::start(&file, Work::Verify)?.finish()?;
     mount.unmount()?;
     tool("e2fsck", &["-f", "-n", DEVICE])?;
-    println!(
-        "  {format}: fio found what it wrote, through {kills} kills; the file system is whole"
-    );
     Ok(server)
 }
 

@@ -141,7 +141,7 @@ pub enum Export {
     Nbd(String),
     /// To a guest: the bytes of the socket's path.
     VhostUser(Vec<u8>),
-    /// A block device of the host, by its number. It is served no more when this is handed over.
+    /// A block device of the host, by its number.
     Ublk(u32),
 }
 

@@ -53,6 +53,7 @@ fn offer() -> Message {
             exports: vec![("disk".into(), 0)],
         }],
         devices: vec![Device { socket: device, disk: 0 }],
+        ublk: vec![Ublk { id: 3, disk: 0, image: b"/a".to_vec() }],
         control: Some(Listening { address: Address::Unix(b"s".to_vec()), has_file: true }),
         measured_since: 1_700_000_000,
     })
@@ -127,12 +128,12 @@ fn frontend() -> Frontend {
 /// Another program of this version reads exactly this: to change it, raise [`VERSION`] and keep these among those of
 /// older versions.
 #[test]
-fn version_4_is_written_and_read_as_it_always_was() {
-    assert_eq!(VERSION, 4);
+fn version_5_is_written_and_read_as_it_always_was() {
+    assert_eq!(VERSION, 5);
     let texts = [
         (
             offer(),
-            r#"{"offer":{"disks":[{"opened":{"name":"disk","path":[47,97],"format":"qcow2","read-only":false,"cache":"none","discard":"unmap","detect-zeroes":"unmap","create":512,"snapshot":null,"allow-paths":[[47,98]],"allow-remote":true,"bitmaps":["c"],"limits":{"group":"g","operations":[1,null,3],"bytes":[null,5,null],"burst":[250,60000000000]}},"moved":{"path":[47,109],"format":"raw","cache":"writeback"},"is-protected":true,"limits":{"group":"g","operations":[1,null,3],"bytes":[null,5,null],"burst":[250,60000000000]},"files":[{"path":"a.qcow2","has-tail":true,"has-flushed":false},{"path":"base","has-tail":false,"has-flushed":false}]}],"configured":[{"opened":{"name":"disk","path":[47,97],"format":"qcow2","read-only":false,"cache":"none","discard":"unmap","detect-zeroes":"unmap","create":512,"snapshot":null,"allow-paths":[[47,98]],"allow-remote":true,"bitmaps":["c"],"limits":null},"exports":[{"nbd":"nbd://h/"},{"vhost-user":[47,118]}]}],"sockets":[{"address":{"tcp":{"host":"::1","port":10809}},"has-file":false,"needs-tls":true,"exports":[["disk",0]]}],"devices":[{"socket":{"address":{"unix":[118]},"has-file":false},"disk":0}],"control":{"address":{"unix":[115]},"has-file":true},"measured-since":1700000000}}"#,
+            r#"{"offer":{"disks":[{"opened":{"name":"disk","path":[47,97],"format":"qcow2","read-only":false,"cache":"none","discard":"unmap","detect-zeroes":"unmap","create":512,"snapshot":null,"allow-paths":[[47,98]],"allow-remote":true,"bitmaps":["c"],"limits":{"group":"g","operations":[1,null,3],"bytes":[null,5,null],"burst":[250,60000000000]}},"moved":{"path":[47,109],"format":"raw","cache":"writeback"},"is-protected":true,"limits":{"group":"g","operations":[1,null,3],"bytes":[null,5,null],"burst":[250,60000000000]},"files":[{"path":"a.qcow2","has-tail":true,"has-flushed":false},{"path":"base","has-tail":false,"has-flushed":false}]}],"configured":[{"opened":{"name":"disk","path":[47,97],"format":"qcow2","read-only":false,"cache":"none","discard":"unmap","detect-zeroes":"unmap","create":512,"snapshot":null,"allow-paths":[[47,98]],"allow-remote":true,"bitmaps":["c"],"limits":null},"exports":[{"nbd":"nbd://h/"},{"vhost-user":[47,118]}]}],"sockets":[{"address":{"tcp":{"host":"::1","port":10809}},"has-file":false,"needs-tls":true,"exports":[["disk",0]]}],"devices":[{"socket":{"address":{"unix":[118]},"has-file":false},"disk":0}],"ublk":[{"id":3,"disk":0,"image":[47,97]}],"control":{"address":{"unix":[115]},"has-file":true},"measured-since":1700000000}}"#,
         ),
         (Message::Ready, r#""ready""#),
         (Message::Refused { why: "no".into() }, r#"{"refused":{"why":"no"}}"#),
