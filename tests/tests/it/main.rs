@@ -2,6 +2,7 @@
 #![forbid(unsafe_code)]
 
 mod allowed_paths;
+mod backup_chains;
 mod backups;
 mod bad_input;
 mod bench;
